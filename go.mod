@@ -1,0 +1,3 @@
+module github.com/gpuctl/gpuctl
+
+go 1.26.8
