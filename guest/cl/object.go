@@ -1,0 +1,413 @@
+package cl
+
+/*
+#cgo noescape gxBuildProgram
+#cgo nocallback gxBuildProgram
+#cgo noescape gxCloneKernel
+#cgo nocallback gxCloneKernel
+#cgo noescape gxCompileProgram
+#cgo nocallback gxCompileProgram
+#cgo noescape gxCreateBuffer
+#cgo nocallback gxCreateBuffer
+#cgo noescape gxCreateCommandQueue
+#cgo nocallback gxCreateCommandQueue
+#cgo noescape gxCreateCommandQueueWithProperties
+#cgo nocallback gxCreateCommandQueueWithProperties
+#cgo noescape gxCreateContext
+#cgo nocallback gxCreateContext
+#cgo noescape gxCreateImage
+#cgo nocallback gxCreateImage
+#cgo noescape gxCreateKernel
+#cgo nocallback gxCreateKernel
+#cgo noescape gxCreateProgramWithBinary
+#cgo nocallback gxCreateProgramWithBinary
+#cgo noescape gxCreateProgramWithIL
+#cgo nocallback gxCreateProgramWithIL
+#cgo noescape gxCreateProgramWithSource
+#cgo nocallback gxCreateProgramWithSource
+#cgo noescape gxCreateSampler
+#cgo nocallback gxCreateSampler
+#cgo noescape gxCreateSubBuffer
+#cgo nocallback gxCreateSubBuffer
+#cgo noescape gxCreateSubDevices
+#cgo nocallback gxCreateSubDevices
+#cgo noescape gxCreateUserEvent
+#cgo nocallback gxCreateUserEvent
+#cgo noescape gxGetDeviceAndHostTimer
+#cgo nocallback gxGetDeviceAndHostTimer
+#cgo noescape gxGetDeviceIDs
+#cgo nocallback gxGetDeviceIDs
+#cgo noescape gxGetHostTimer
+#cgo nocallback gxGetHostTimer
+#cgo noescape gxGetSupportedImageFormats
+#cgo nocallback gxGetSupportedImageFormats
+#cgo noescape gxLinkProgram
+#cgo nocallback gxLinkProgram
+#cgo noescape gxReleaseCommandQueue
+#cgo nocallback gxReleaseCommandQueue
+#cgo noescape gxReleaseContext
+#cgo nocallback gxReleaseContext
+#cgo noescape gxReleaseDevice
+#cgo nocallback gxReleaseDevice
+#cgo noescape gxReleaseEvent
+#cgo nocallback gxReleaseEvent
+#cgo noescape gxReleaseKernel
+#cgo nocallback gxReleaseKernel
+#cgo noescape gxReleaseMemObject
+#cgo nocallback gxReleaseMemObject
+#cgo noescape gxReleaseProgram
+#cgo nocallback gxReleaseProgram
+#cgo noescape gxReleaseSampler
+#cgo nocallback gxReleaseSampler
+#cgo noescape gxRetainCommandQueue
+#cgo nocallback gxRetainCommandQueue
+#cgo noescape gxRetainContext
+#cgo nocallback gxRetainContext
+#cgo noescape gxRetainDevice
+#cgo nocallback gxRetainDevice
+#cgo noescape gxRetainEvent
+#cgo nocallback gxRetainEvent
+#cgo noescape gxRetainKernel
+#cgo nocallback gxRetainKernel
+#cgo noescape gxRetainMemObject
+#cgo nocallback gxRetainMemObject
+#cgo noescape gxRetainProgram
+#cgo nocallback gxRetainProgram
+#cgo noescape gxRetainSampler
+#cgo nocallback gxRetainSampler
+#cgo noescape gxSetKernelArg
+#cgo nocallback gxSetKernelArg
+#cgo noescape gxSetProgramSpecializationConstant
+#cgo nocallback gxSetProgramSpecializationConstant
+#cgo noescape gxSetUserEventStatus
+#cgo nocallback gxSetUserEventStatus
+#cgo noescape gxWaitForEvents
+#cgo nocallback gxWaitForEvents
+#include "trampolines.h"
+*/
+import "C"
+
+import (
+	"strings"
+	"unsafe"
+)
+
+// ImageFormat is a cl_image_format.
+type ImageFormat struct {
+	Order uint32 // Rgba, …
+	Type  uint32 // UnormInt8, …
+}
+
+// ImageDesc is a cl_image_desc. Sizes are pixels, pitches bytes.
+type ImageDesc struct {
+	ImageType                                             uint32
+	Width, Height, Depth, ArraySize, RowPitch, SlicePitch uint64
+	NumMipLevels, NumSamples                              uint32
+	Mem                                                   Mem // what the image is made from, 0 for none
+}
+
+// The Go structs are passed to C as they are.
+var (
+	_ [C.sizeof_cl_image_format]byte = [unsafe.Sizeof(ImageFormat{})]byte{}
+	_ [C.sizeof_cl_image_desc]byte   = [unsafe.Sizeof(ImageDesc{})]byte{}
+)
+
+// handles is a list of handles as C takes it: its length, and NULL if it is empty.
+func handles[H ~uintptr](h []H) (C.uint32_t, *C.uintptr_t) {
+	if len(h) == 0 {
+		return 0, nil
+	}
+	return C.uint32_t(len(h)), (*C.uintptr_t)(unsafe.Pointer(unsafe.SliceData(h)))
+}
+
+// text is a string as C takes it.
+func text(s string) *C.char {
+	b := make([]byte, len(s)+1)
+	copy(b, s)
+	return (*C.char)(unsafe.Pointer(&b[0]))
+}
+
+// start is where a slice's bytes are; nil for none.
+func start[E any](b []E) unsafe.Pointer {
+	if len(b) == 0 {
+		return nil
+	}
+	return unsafe.Pointer(unsafe.SliceData(b))
+}
+
+// GetDeviceIDs lists a platform's devices of a type; none is DeviceNotFound.
+func GetDeviceIDs(p Platform, typ uint64) ([]Device, Status) {
+	var n C.uint32_t
+	if s := Status(C.gxGetDeviceIDs(C.uintptr_t(p), C.uint64_t(typ), 0, nil, &n)); s != Success || n == 0 {
+		return nil, s
+	}
+	d := make([]Device, n)
+	_, list := handles(d)
+	return d, Status(C.gxGetDeviceIDs(C.uintptr_t(p), C.uint64_t(typ), n, list, nil))
+}
+
+// CountSubDevices says how many devices a partition would have. The
+// properties end with a 0.
+func CountSubDevices(d Device, props []uint64) (uint32, Status) {
+	var n C.uint32_t
+	s := C.gxCreateSubDevices(C.uintptr_t(d), (*C.uint64_t)(start(props)), 0, nil, &n)
+	return uint32(n), Status(s)
+}
+
+// CreateSubDevices partitions a device. The properties end with a 0.
+func CreateSubDevices(d Device, props []uint64) ([]Device, Status) {
+	n, s := CountSubDevices(d, props)
+	if s != Success || n == 0 {
+		return nil, s
+	}
+	sub := make([]Device, n)
+	_, list := handles(sub)
+	return sub, Status(C.gxCreateSubDevices(C.uintptr_t(d), (*C.uint64_t)(start(props)), C.uint32_t(n), list, nil))
+}
+
+// GetDeviceAndHostTimer returns two times in nanoseconds, taken together.
+func GetDeviceAndHostTimer(d Device) (device, host uint64, status Status) {
+	var dt, ht C.uint64_t
+	s := C.gxGetDeviceAndHostTimer(C.uintptr_t(d), &dt, &ht)
+	return uint64(dt), uint64(ht), Status(s)
+}
+
+// GetHostTimer returns the host's time as GetDeviceAndHostTimer has it, in nanoseconds.
+func GetHostTimer(d Device) (uint64, Status) {
+	var ht C.uint64_t
+	s := C.gxGetHostTimer(C.uintptr_t(d), &ht)
+	return uint64(ht), Status(s)
+}
+
+// CreateContext makes a context of devices of one platform.
+func CreateContext(devs []Device) (Context, Status) {
+	if len(devs) == 0 {
+		return 0, InvalidValue
+	}
+	b, s := GetDeviceInfo(devs[0], DevicePlatform)
+	if s != Success {
+		return 0, s
+	}
+	n, list := handles(devs)
+	var err C.int32_t
+	c := C.gxCreateContext(C.uintptr_t(Uint64(b)), n, list, &err)
+	return Context(c), Status(err)
+}
+
+// CreateCommandQueue makes a queue with the function of OpenCL 1.x.
+func CreateCommandQueue(c Context, d Device, props uint64) (Queue, Status) {
+	var err C.int32_t
+	q := C.gxCreateCommandQueue(C.uintptr_t(c), C.uintptr_t(d), C.uint64_t(props), &err)
+	return Queue(q), Status(err)
+}
+
+// CreateCommandQueueWithProperties makes a queue with the function of OpenCL
+// 2.0. The properties end with a 0; none is nil.
+func CreateCommandQueueWithProperties(c Context, d Device, props []uint64) (Queue, Status) {
+	var err C.int32_t
+	q := C.gxCreateCommandQueueWithProperties(C.uintptr_t(c), C.uintptr_t(d), (*C.uint64_t)(start(props)), &err)
+	return Queue(q), Status(err)
+}
+
+// CreateBuffer makes a buffer.
+func CreateBuffer(c Context, flags, size uint64, hostPtr unsafe.Pointer) (Mem, Status) {
+	var err C.int32_t
+	m := C.gxCreateBuffer(C.uintptr_t(c), C.uint64_t(flags), C.size_t(size), hostPtr, &err)
+	return Mem(m), Status(err)
+}
+
+// CreateSubBuffer makes a buffer of a buffer's part.
+func CreateSubBuffer(m Mem, flags, origin, size uint64) (Mem, Status) {
+	var err C.int32_t
+	sub := C.gxCreateSubBuffer(C.uintptr_t(m), C.uint64_t(flags), C.size_t(origin), C.size_t(size), &err)
+	return Mem(sub), Status(err)
+}
+
+// CreateImage makes an image.
+func CreateImage(c Context, flags uint64, format *ImageFormat, desc *ImageDesc, hostPtr unsafe.Pointer) (Mem, Status) {
+	var err C.int32_t
+	m := C.gxCreateImage(C.uintptr_t(c), C.uint64_t(flags), unsafe.Pointer(format), unsafe.Pointer(desc), hostPtr, &err)
+	return Mem(m), Status(err)
+}
+
+// GetSupportedImageFormats lists the formats that images of a type can have.
+func GetSupportedImageFormats(c Context, flags uint64, imageType uint32) ([]ImageFormat, Status) {
+	var n C.uint32_t
+	if s := Status(C.gxGetSupportedImageFormats(C.uintptr_t(c), C.uint64_t(flags), C.uint32_t(imageType), 0, nil, &n)); s != Success || n == 0 {
+		return nil, s
+	}
+	f := make([]ImageFormat, n)
+	return f, Status(C.gxGetSupportedImageFormats(C.uintptr_t(c), C.uint64_t(flags), C.uint32_t(imageType), n, start(f), nil))
+}
+
+// CreateSampler makes a sampler.
+func CreateSampler(c Context, normalized bool, addressing, filter uint32) (Sampler, Status) {
+	var err C.int32_t
+	s := C.gxCreateSampler(C.uintptr_t(c), flag(normalized), C.uint32_t(addressing), C.uint32_t(filter), &err)
+	return Sampler(s), Status(err)
+}
+
+// CreateProgramWithSource makes a program of OpenCL C.
+func CreateProgramWithSource(c Context, src []byte) (Program, Status) {
+	var err C.int32_t
+	p := C.gxCreateProgramWithSource(C.uintptr_t(c), (*C.char)(start(src)), C.size_t(len(src)), &err)
+	return Program(p), Status(err)
+}
+
+// CreateProgramWithIL makes a program of SPIR-V or another intermediate language.
+func CreateProgramWithIL(c Context, il []byte) (Program, Status) {
+	var err C.int32_t
+	p := C.gxCreateProgramWithIL(C.uintptr_t(c), start(il), C.size_t(len(il)), &err)
+	return Program(p), Status(err)
+}
+
+// CreateProgramWithBinary makes a program of a vendor's binaries, one for each
+// device. The second result says which of them were accepted.
+func CreateProgramWithBinary(c Context, devs []Device, binaries [][]byte) (Program, []Status, Status) {
+	if len(devs) == 0 || len(devs) != len(binaries) {
+		return 0, nil, InvalidValue
+	}
+	var all []byte
+	lens := make([]C.size_t, len(binaries))
+	for i, b := range binaries {
+		if len(b) == 0 {
+			return 0, nil, InvalidValue
+		}
+		lens[i] = C.size_t(len(b))
+		all = append(all, b...)
+	}
+	each := make([]Status, len(devs))
+	n, list := handles(devs)
+	var err C.int32_t
+	p := C.gxCreateProgramWithBinary(C.uintptr_t(c), n, list, &lens[0], (*C.uchar)(&all[0]), (*C.int32_t)(start(each)), &err)
+	return Program(p), each, Status(err)
+}
+
+// BuildProgram compiles and links a program for devices, nil for all of its
+// context, and returns when it is done.
+func BuildProgram(p Program, devs []Device, options string) Status {
+	n, list := handles(devs)
+	return Status(C.gxBuildProgram(C.uintptr_t(p), n, list, text(options)))
+}
+
+// CompileProgram compiles a program for later linking. Header i is included by names[i].
+func CompileProgram(p Program, devs []Device, options string, headers []Program, names []string) Status {
+	if len(headers) != len(names) {
+		return InvalidValue
+	}
+	for _, name := range names {
+		if strings.IndexByte(name, 0) >= 0 {
+			return InvalidValue
+		}
+	}
+	n, list := handles(devs)
+	nh, hs := handles(headers)
+	return Status(C.gxCompileProgram(C.uintptr_t(p), n, list, text(options), nh, hs, text(strings.Join(names, "\x00"))))
+}
+
+// LinkProgram links compiled programs. With LinkProgramFailure there may be a
+// program all the same, whose build log says why.
+func LinkProgram(c Context, devs []Device, options string, inputs []Program) (Program, Status) {
+	n, list := handles(devs)
+	ni, in := handles(inputs)
+	var err C.int32_t
+	p := C.gxLinkProgram(C.uintptr_t(c), n, list, text(options), ni, in, &err)
+	return Program(p), Status(err)
+}
+
+// SetProgramSpecializationConstant sets a constant of a program made of SPIR-V.
+func SetProgramSpecializationConstant(p Program, id uint32, value []byte) Status {
+	return Status(C.gxSetProgramSpecializationConstant(C.uintptr_t(p), C.uint32_t(id), C.size_t(len(value)), start(value)))
+}
+
+// CreateKernel makes a kernel of a built program.
+func CreateKernel(p Program, name string) (Kernel, Status) {
+	var err C.int32_t
+	k := C.gxCreateKernel(C.uintptr_t(p), text(name), &err)
+	return Kernel(k), Status(err)
+}
+
+// CloneKernel copies a kernel with its arguments.
+func CloneKernel(k Kernel) (Kernel, Status) {
+	var err C.int32_t
+	clone := C.gxCloneKernel(C.uintptr_t(k), &err)
+	return Kernel(clone), Status(err)
+}
+
+// SetKernelArg sets an argument; value is nil for local memory. It does not allocate.
+func SetKernelArg(k Kernel, index uint32, size uint64, value unsafe.Pointer) Status {
+	return Status(C.gxSetKernelArg(C.uintptr_t(k), C.uint32_t(index), C.size_t(size), value))
+}
+
+// CreateUserEvent makes an event that SetUserEventStatus completes.
+func CreateUserEvent(c Context) (Event, Status) {
+	var err C.int32_t
+	e := C.gxCreateUserEvent(C.uintptr_t(c), &err)
+	return Event(e), Status(err)
+}
+
+// SetUserEventStatus completes a user event with Complete or a negative error.
+func SetUserEventStatus(e Event, status int32) Status {
+	return Status(C.gxSetUserEventStatus(C.uintptr_t(e), C.int32_t(status)))
+}
+
+// WaitForEvents waits until all events, of one platform, are complete.
+func WaitForEvents(wait []Event) Status {
+	n, list := handles(wait)
+	return Status(C.gxWaitForEvents(n, list))
+}
+
+// RetainDevice adds a reference to a sub-device.
+func RetainDevice(d Device) Status { return Status(C.gxRetainDevice(C.uintptr_t(d))) }
+
+// ReleaseDevice drops a reference to a sub-device.
+func ReleaseDevice(d Device) Status { return Status(C.gxReleaseDevice(C.uintptr_t(d))) }
+
+// RetainContext adds a reference to a context.
+func RetainContext(c Context) Status { return Status(C.gxRetainContext(C.uintptr_t(c))) }
+
+// ReleaseContext drops a reference to a context.
+func ReleaseContext(c Context) Status { return Status(C.gxReleaseContext(C.uintptr_t(c))) }
+
+// RetainCommandQueue adds a reference to a queue.
+func RetainCommandQueue(q Queue) Status { return Status(C.gxRetainCommandQueue(C.uintptr_t(q))) }
+
+// ReleaseCommandQueue drops a reference to a queue.
+func ReleaseCommandQueue(q Queue) Status { return Status(C.gxReleaseCommandQueue(C.uintptr_t(q))) }
+
+// RetainMemObject adds a reference to a buffer or image.
+func RetainMemObject(m Mem) Status { return Status(C.gxRetainMemObject(C.uintptr_t(m))) }
+
+// ReleaseMemObject drops a reference to a buffer or image.
+func ReleaseMemObject(m Mem) Status { return Status(C.gxReleaseMemObject(C.uintptr_t(m))) }
+
+// RetainSampler adds a reference to a sampler.
+func RetainSampler(s Sampler) Status { return Status(C.gxRetainSampler(C.uintptr_t(s))) }
+
+// ReleaseSampler drops a reference to a sampler.
+func ReleaseSampler(s Sampler) Status { return Status(C.gxReleaseSampler(C.uintptr_t(s))) }
+
+// RetainProgram adds a reference to a program.
+func RetainProgram(p Program) Status { return Status(C.gxRetainProgram(C.uintptr_t(p))) }
+
+// ReleaseProgram drops a reference to a program.
+func ReleaseProgram(p Program) Status { return Status(C.gxReleaseProgram(C.uintptr_t(p))) }
+
+// RetainKernel adds a reference to a kernel.
+func RetainKernel(k Kernel) Status { return Status(C.gxRetainKernel(C.uintptr_t(k))) }
+
+// ReleaseKernel drops a reference to a kernel.
+func ReleaseKernel(k Kernel) Status { return Status(C.gxReleaseKernel(C.uintptr_t(k))) }
+
+// RetainEvent adds a reference to an event.
+func RetainEvent(e Event) Status { return Status(C.gxRetainEvent(C.uintptr_t(e))) }
+
+// ReleaseEvent drops a reference to an event.
+func ReleaseEvent(e Event) Status { return Status(C.gxReleaseEvent(C.uintptr_t(e))) }
+
+func flag(b bool) C.uint32_t {
+	if b {
+		return 1
+	}
+	return 0
+}
