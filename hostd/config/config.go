@@ -1,0 +1,189 @@
+package config
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"regexp"
+	"slices"
+	"strconv"
+	"strings"
+
+	"go.yaml.in/yaml/v3"
+)
+
+// Version is the only version of the file that there is.
+const Version = 1
+
+// maxSize is the largest file that is read, in bytes.
+const maxSize = 1 << 20
+
+// ErrInvalid is wrapped by every error about a file's content.
+var ErrInvalid = errors.New("invalid configuration")
+
+// Config is what a host's operator decides.
+type Config struct {
+	Version       int           `yaml:"version"`
+	Discover      bool          `yaml:"discover"`             // use every OpenCL runtime of the machine
+	VendorDirs    []string      `yaml:"vendorDirs,omitempty"` // more folders of .icd files
+	VirtualDevice VirtualDevice `yaml:"virtualDevice,omitempty"`
+	GPUs          []GPU         `yaml:"gpus,omitempty"`
+	Models        []Model       `yaml:"models,omitempty"`
+}
+
+// VirtualDevice is what applications see unless they ask for something else.
+type VirtualDevice struct {
+	Name string `yaml:"name,omitempty"`
+	Type string `yaml:"type,omitempty"` // gpu, cpu or accelerator; empty: as the first GPU
+}
+
+// GPU declares devices of a runtime in an environment.
+type GPU struct {
+	ID      string            `yaml:"id"`
+	Library string            `yaml:"library,omitempty"` // the vendor's ICD library, or
+	Runtime string            `yaml:"runtime,omitempty"` // the name of a runtime that the machine has
+	Env     map[string]string `yaml:"env,omitempty"`
+	Model   string            `yaml:"model,omitempty"`        // default: the device's name
+	Devices []uint32          `yaml:"devices,flow,omitempty"` // default: all; several become ID-0, ID-1, …
+}
+
+// Model places a model in the order of upgrades and downgrades. Models that
+// are not listed have rank 0; equal ranks are ordered by what devices offer.
+type Model struct {
+	Name string `yaml:"name"`
+	Rank int    `yaml:"rank"`
+}
+
+// Default is the configuration of a host without a file.
+func Default() Config { return Config{Version: Version, Discover: true} }
+
+// Load reads a file.
+func Load(path string) (Config, error) {
+	f, err := os.Open(path)
+	if err != nil {
+		return Config{}, fmt.Errorf("configuration: %w", err)
+	}
+	defer f.Close()
+	data, err := io.ReadAll(io.LimitReader(f, maxSize+1))
+	if err != nil {
+		return Config{}, fmt.Errorf("configuration %s: %w", path, err)
+	}
+	c, err := Parse(data)
+	if err != nil {
+		return Config{}, fmt.Errorf("%s: %w", path, err)
+	}
+	return c, nil
+}
+
+// Parse reads a file's content; what it leaves out has the default value.
+func Parse(data []byte) (Config, error) {
+	if len(data) > maxSize {
+		return Config{}, fmt.Errorf("%w: larger than %d bytes", ErrInvalid, maxSize)
+	}
+	c := Default()
+	c.Version = 0
+	dec := yaml.NewDecoder(bytes.NewReader(data))
+	dec.KnownFields(true)
+	if err := dec.Decode(&c); err != nil {
+		if errors.Is(err, io.EOF) {
+			return Config{}, fmt.Errorf("%w: empty; it needs at least \"version: %d\"", ErrInvalid, Version)
+		}
+		return Config{}, fmt.Errorf("%w: %w", ErrInvalid, err)
+	}
+	if err := dec.Decode(new(yaml.Node)); !errors.Is(err, io.EOF) {
+		return Config{}, fmt.Errorf("%w: more than one document", ErrInvalid)
+	}
+	if err := c.Validate(); err != nil {
+		return Config{}, fmt.Errorf("%w: %w", ErrInvalid, err)
+	}
+	return c, nil
+}
+
+// Dump writes the configuration as Parse reads it.
+func (c Config) Dump() ([]byte, error) {
+	var b bytes.Buffer
+	enc := yaml.NewEncoder(&b)
+	enc.SetIndent(2)
+	if err := enc.Encode(c); err != nil {
+		return nil, fmt.Errorf("configuration: %w", err)
+	}
+	return b.Bytes(), nil
+}
+
+// Validate returns everything that is wrong, joined.
+func (c Config) Validate() error {
+	var errs []error
+	bad := func(format string, args ...any) { errs = append(errs, fmt.Errorf(format, args...)) }
+	if c.Version != Version {
+		bad("version: %d is not known (want %d)", c.Version, Version)
+	}
+	if !slices.Contains([]string{"", "gpu", "cpu", "accelerator"}, c.VirtualDevice.Type) {
+		bad("virtualDevice.type: %q is not gpu, cpu or accelerator", c.VirtualDevice.Type)
+	}
+	if len(c.VirtualDevice.Name) > 255 || strings.ContainsRune(c.VirtualDevice.Name, 0) {
+		bad("virtualDevice.name: longer than 255 bytes, or with a NUL")
+	}
+	for i, dir := range c.VendorDirs {
+		if !strings.HasPrefix(dir, "/") {
+			bad("vendorDirs[%d]: %q is not an absolute path", i, dir)
+		}
+	}
+	ids := map[string]bool{}
+	for i, g := range c.GPUs {
+		where := fmt.Sprintf("gpus[%d]", i)
+		if !idPattern().MatchString(g.ID) {
+			bad("%s.id: %q (want lower-case letters, digits, '.', '_' and '-', at most 48)", where, g.ID)
+		} else {
+			where = "gpu " + g.ID
+		}
+		if ids[g.ID] {
+			bad("%s: declared twice", where)
+		}
+		ids[g.ID] = true
+		if (g.Library == "") == (g.Runtime == "") {
+			bad("%s: needs either library or runtime", where)
+		}
+		for name, value := range g.Env {
+			if !envPattern().MatchString(name) || strings.ContainsRune(value, 0) {
+				bad("%s: env %q is not a variable", where, name)
+			}
+		}
+		if len(g.Model) > 255 {
+			bad("%s: model is longer than 255 bytes", where)
+		}
+		if len(g.Devices) > 64 {
+			bad("%s: more than 64 devices", where)
+		}
+		seen := map[uint32]bool{}
+		for _, d := range g.Devices {
+			if seen[d] {
+				bad("%s: device %d twice", where, d)
+			}
+			seen[d] = true
+		}
+	}
+	models := map[string]bool{}
+	for i, m := range c.Models {
+		if m.Name == "" {
+			bad("models[%d].name: missing", i)
+		}
+		if models[m.Name] {
+			bad("models[%d]: %q twice", i, m.Name)
+		}
+		models[m.Name] = true
+	}
+	// PoCL would read a malformed limit as no limit at all.
+	for _, g := range c.GPUs {
+		if v, ok := g.Env["POCL_MEMORY_LIMIT"]; ok {
+			if n, err := strconv.ParseUint(v, 10, 32); err != nil || n == 0 {
+				bad("gpu %s: POCL_MEMORY_LIMIT %q is not a number of GiB", g.ID, v)
+			}
+		}
+	}
+	return errors.Join(errs...)
+}
+
+func idPattern() *regexp.Regexp  { return regexp.MustCompile(`^[a-z0-9][a-z0-9._-]{0,47}$`) }
+func envPattern() *regexp.Regexp { return regexp.MustCompile(`^[A-Za-z_][A-Za-z0-9_]*$`) }

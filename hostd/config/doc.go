@@ -1,0 +1,3 @@
+// Package config reads hostd's configuration: a small, versioned YAML file in
+// which nothing unknown is accepted.
+package config

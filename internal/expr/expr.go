@@ -1,0 +1,148 @@
+package expr
+
+import (
+	"errors"
+	"fmt"
+	"maps"
+	"math"
+	"slices"
+	"strings"
+
+	"github.com/google/cel-go/cel"
+	"github.com/google/cel-go/ext"
+
+	"github.com/gpuctl/gpuctl/internal/near"
+	"github.com/gpuctl/gpuctl/internal/size"
+)
+
+const (
+	maxLength = 4096
+	maxCost   = 100_000
+)
+
+// ErrInvalid is wrapped by every error about an expression that cannot be used.
+var ErrInvalid = errors.New("invalid expression")
+
+// Fields are the variables of an expression and their types. Each can be
+// written alone or after the kind, as in memory and gpu.memory.
+type Fields struct {
+	kind  string
+	types map[string]*cel.Type
+}
+
+// GPU are the fields of a GPU. Memory is in bytes.
+func GPU() Fields {
+	return Fields{"gpu", map[string]*cel.Type{
+		"id": cel.StringType, "model": cel.StringType, "vendor": cel.StringType, "type": cel.StringType,
+		"memory": cel.IntType, "free_memory": cel.IntType, "max_alloc": cel.IntType, "local_memory": cel.IntType,
+		"compute_units": cel.IntType, "clock_mhz": cel.IntType, "max_work_group_size": cel.IntType,
+		"images": cel.BoolType, "fp64": cel.BoolType, "free": cel.BoolType,
+		"runtime": cel.StringType, "driver": cel.StringType, "version": cel.StringType,
+		"rank": cel.IntType, "pci_address": cel.StringType, "extensions": cel.ListType(cel.StringType),
+	}}
+}
+
+// Session are the fields of a session. Memory is what it uses, in bytes.
+func Session() Fields {
+	return Fields{"session", map[string]*cel.Type{
+		"id": cel.StringType, "claim": cel.StringType, "pid": cel.IntType, "command": cel.StringType,
+		"state": cel.StringType, "gpu": cel.StringType, "model": cel.StringType, "memory": cel.IntType,
+		"generation": cel.IntType, "calls": cel.IntType, "launches": cel.IntType, "suspended_to": cel.StringType,
+	}}
+}
+
+// Expr is a compiled expression. It may be used by several goroutines.
+type Expr struct {
+	source  string
+	kind    string
+	program cel.Program
+}
+
+// Compile reads an expression over the fields. The empty expression is true.
+func Compile(source string, fields Fields) (*Expr, error) {
+	if strings.TrimSpace(source) == "" {
+		return &Expr{}, nil
+	}
+	if len(source) > maxLength {
+		return nil, fmt.Errorf("%w: longer than %d bytes", ErrInvalid, maxLength)
+	}
+	// Names in the container win over CEL's own, of which type is one.
+	options := []cel.EnvOption{ext.Strings(), cel.Container(fields.kind)}
+	for _, name := range slices.Sorted(maps.Keys(fields.types)) {
+		options = append(options, cel.Variable(fields.kind+"."+name, fields.types[name]))
+	}
+	for name := range units() {
+		options = append(options, cel.Variable(name, cel.IntType))
+	}
+	env, err := cel.NewEnv(options...)
+	if err != nil {
+		return nil, fmt.Errorf("expression environment: %w", err)
+	}
+	ast, issues := env.Compile(source)
+	if issues.Err() != nil {
+		return nil, fmt.Errorf("%w %q: %s%s", ErrInvalid, source, brief(issues), hint(issues, fields))
+	}
+	if ast.OutputType() != cel.BoolType {
+		return nil, fmt.Errorf("%w %q: it is a %s, not true or false", ErrInvalid, source, ast.OutputType())
+	}
+	program, err := env.Program(ast, cel.CostLimit(maxCost), cel.EvalOptions(cel.OptOptimize))
+	if err != nil {
+		return nil, fmt.Errorf("%w %q: %w", ErrInvalid, source, err)
+	}
+	return &Expr{source, fields.kind, program}, nil
+}
+
+// String is the expression's source.
+func (e *Expr) String() string { return e.source }
+
+// Match says whether the expression holds for an object, which must have a
+// value for every field that the expression was compiled with.
+func (e *Expr) Match(object map[string]any) (bool, error) {
+	if e.program == nil {
+		return true, nil
+	}
+	vars := units()
+	for name, value := range object {
+		vars[e.kind+"."+name] = value
+	}
+	out, _, err := e.program.Eval(vars)
+	if err != nil {
+		return false, fmt.Errorf("expression %q: %w", e.source, err)
+	}
+	matched, ok := out.Value().(bool)
+	return ok && matched, nil
+}
+
+// Int makes a CEL integer of an amount; what is too large becomes the largest.
+func Int(n uint64) int64 { return int64(min(n, math.MaxInt64)) }
+
+func units() map[string]any {
+	return map[string]any{
+		"KiB": int64(size.KiB), "MiB": int64(size.MiB), "GiB": int64(size.GiB), "TiB": int64(size.TiB),
+	}
+}
+
+func brief(issues *cel.Issues) string {
+	var all []string
+	for _, e := range issues.Errors() {
+		all = append(all, e.Message)
+	}
+	return strings.Join(all, "; ")
+}
+
+// hint names the field nearest to an unknown one, or all fields.
+func hint(issues *cel.Issues, fields Fields) string {
+	names := slices.Sorted(maps.Keys(fields.types))
+	for _, e := range issues.Errors() {
+		_, rest, ok := strings.Cut(e.Message, "undeclared reference to '")
+		if !ok {
+			continue
+		}
+		name, _, _ := strings.Cut(rest, "'")
+		if h := near.Hint(name, names); h != "" {
+			return h
+		}
+		return " (fields: " + strings.Join(names, ", ") + ")"
+	}
+	return ""
+}

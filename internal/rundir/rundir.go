@@ -1,0 +1,121 @@
+package rundir
+
+import (
+	"errors"
+	"fmt"
+	"io/fs"
+	"net"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"syscall"
+	"time"
+)
+
+// SocketName is hostd's socket in its folder.
+const SocketName = "hostd.sock"
+
+// Dirs is where to look, given the process's environment. The zero value knows
+// only the system's folder.
+type Dirs struct {
+	XDG  string // $XDG_RUNTIME_DIR
+	Temp string // the temporary folder
+	UID  int
+}
+
+// FromEnv reads the environment.
+func FromEnv(getenv func(string) string) Dirs {
+	return Dirs{XDG: getenv("XDG_RUNTIME_DIR"), Temp: os.TempDir(), UID: os.Getuid()}
+}
+
+// Default is the folder of a daemon that was not told one.
+func (d Dirs) Default() string {
+	switch {
+	case d.XDG != "":
+		return filepath.Join(d.XDG, "gpuctl")
+	case d.UID == 0:
+		return "/run/gpuctl"
+	default:
+		return filepath.Join(d.Temp, "gpuctl-"+strconv.Itoa(d.UID))
+	}
+}
+
+// Sockets are where a client looks for a daemon, in this order.
+func (d Dirs) Sockets() []string {
+	all := []string{filepath.Join(d.Default(), SocketName)}
+	if system := filepath.Join("/run/gpuctl", SocketName); all[0] != system {
+		all = append(all, system)
+	}
+	return all
+}
+
+// Private is the folder of a daemon that serves one client only.
+func (d Dirs) Private(pid int) string {
+	return filepath.Join(d.Default(), "private", strconv.Itoa(pid))
+}
+
+// PrivateSockets are those of the private daemons that answer now.
+func (d Dirs) PrivateSockets() []string {
+	found, _ := filepath.Glob(filepath.Join(d.Default(), "private", "*", SocketName))
+	var alive []string
+	for _, socket := range found {
+		if Answers(socket) {
+			alive = append(alive, socket)
+		}
+	}
+	return alive
+}
+
+// Answers says whether somebody listens on a unix socket.
+func Answers(socket string) bool {
+	conn, err := net.DialTimeout("unix", socket, time.Second)
+	if err != nil {
+		return false
+	}
+	_ = conn.Close()
+	return true
+}
+
+// Make creates a folder that only this user can enter, and refuses one that
+// somebody else prepared.
+func Make(dir string) error {
+	if err := os.MkdirAll(dir, 0o700); err != nil {
+		return fmt.Errorf("run folder: %w", err)
+	}
+	info, err := os.Lstat(dir)
+	if err != nil {
+		return fmt.Errorf("run folder: %w", err)
+	}
+	stat, ok := info.Sys().(*syscall.Stat_t)
+	if !info.IsDir() || !ok || int(stat.Uid) != os.Getuid() {
+		return fmt.Errorf("run folder %s belongs to somebody else: %w", dir, fs.ErrPermission)
+	}
+	if info.Mode().Perm()&0o022 != 0 {
+		return fmt.Errorf("run folder %s can be written by others: %w", dir, fs.ErrPermission)
+	}
+	return nil
+}
+
+// Listen opens a unix socket with mode 0600. A socket that nobody serves any
+// more is replaced; one in use is an error.
+func Listen(path string) (net.Listener, error) {
+	if Answers(path) {
+		return nil, fmt.Errorf("socket %s: another daemon is using it", path)
+	}
+	if err := os.Remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return nil, fmt.Errorf("socket %s: %w", path, err)
+	}
+	l, err := net.Listen("unix", path)
+	if err != nil {
+		if strings.Contains(err.Error(), "invalid argument") {
+			return nil, fmt.Errorf("socket %s: the path is longer than a socket's may be (107 bytes)", path)
+		}
+		return nil, fmt.Errorf("socket %s: %w", path, err)
+	}
+	if err := os.Chmod(path, 0o600); err != nil {
+		_ = l.Close()
+		return nil, fmt.Errorf("socket %s: %w", path, err)
+	}
+	return l, nil
+}

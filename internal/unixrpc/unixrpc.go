@@ -1,0 +1,85 @@
+// Package unixrpc carries Connect, gRPC and plain JSON over unix sockets, and
+// tells a server who called.
+package unixrpc
+
+import (
+	"context"
+	"net"
+	"net/http"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+// Client returns an HTTP client that reaches the socket whatever the URL's host.
+func Client(socket string) *http.Client {
+	return &http.Client{Transport: &http.Transport{
+		DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
+			var d net.Dialer
+			return d.DialContext(ctx, "unix", socket)
+		},
+		MaxIdleConns:       4,
+		IdleConnTimeout:    time.Minute,
+		DisableCompression: true,
+	}}
+}
+
+// Peer is the process at the other end of a socket, as the kernel knows it.
+type Peer struct {
+	PID int32
+	UID uint32
+	GID uint32
+}
+
+type peerKey struct{}
+
+// PeerFrom returns who made the request that ctx belongs to.
+func PeerFrom(ctx context.Context) (Peer, bool) {
+	p, ok := ctx.Value(peerKey{}).(Peer)
+	return p, ok
+}
+
+// Server returns an HTTP server, for HTTP/1.1 and for HTTP/2 without TLS, whose
+// requests know their peer. onConnect, if not nil, sees every new connection.
+func Server(handler http.Handler, onConnect func(Peer)) *http.Server {
+	protocols := new(http.Protocols)
+	protocols.SetHTTP1(true)
+	protocols.SetUnencryptedHTTP2(true)
+	return &http.Server{
+		Handler:           handler,
+		Protocols:         protocols,
+		ReadHeaderTimeout: 10 * time.Second,
+		ConnContext: func(ctx context.Context, c net.Conn) context.Context {
+			peer, err := credentials(c)
+			if err != nil {
+				return ctx
+			}
+			if onConnect != nil {
+				onConnect(peer)
+			}
+			return context.WithValue(ctx, peerKey{}, peer)
+		},
+	}
+}
+
+func credentials(c net.Conn) (Peer, error) {
+	conn, ok := c.(*net.UnixConn)
+	if !ok {
+		return Peer{}, net.ErrClosed
+	}
+	raw, err := conn.SyscallConn()
+	if err != nil {
+		return Peer{}, err
+	}
+	var cred *unix.Ucred
+	var inner error
+	if err := raw.Control(func(fd uintptr) {
+		cred, inner = unix.GetsockoptUcred(int(fd), unix.SOL_SOCKET, unix.SO_PEERCRED)
+	}); err != nil {
+		return Peer{}, err
+	}
+	if inner != nil {
+		return Peer{}, inner
+	}
+	return Peer{cred.Pid, cred.Uid, cred.Gid}, nil
+}
