@@ -1,0 +1,69 @@
+package shm
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"net"
+
+	"golang.org/x/sys/unix"
+)
+
+// ErrDescriptors is returned when a message brought more descriptors than asked for.
+var ErrDescriptors = errors.New("too many descriptors")
+
+// SendFds sends data, at least one byte, with descriptors, which stay open here.
+func SendFds(conn *net.UnixConn, data []byte, fds ...int) error {
+	if len(data) == 0 {
+		return errors.New("send descriptors: no data to carry them")
+	}
+	var oob []byte
+	if len(fds) > 0 {
+		oob = unix.UnixRights(fds...)
+	}
+	n, _, err := conn.WriteMsgUnix(data, oob, nil)
+	if err == nil && n < len(data) {
+		_, err = conn.Write(data[n:])
+	}
+	if err != nil {
+		return fmt.Errorf("send %d descriptors: %w", len(fds), err)
+	}
+	return nil
+}
+
+// RecvFds reads once into buf and takes up to max descriptors, which are
+// close-on-exec and the caller's. The end of the stream is io.EOF.
+func RecvFds(conn *net.UnixConn, buf []byte, max int) (n int, fds []int, err error) {
+	// Room for one more tells too many from just enough.
+	oob := make([]byte, unix.CmsgSpace(4*(max+1)))
+	n, noob, flags, _, err := conn.ReadMsgUnix(buf, oob)
+	if err != nil {
+		return 0, nil, fmt.Errorf("receive descriptors: %w", err)
+	}
+	msgs, err := unix.ParseSocketControlMessage(oob[:noob])
+	if err != nil {
+		return 0, nil, fmt.Errorf("receive descriptors: %w", err)
+	}
+	for i := range msgs {
+		got, err := unix.ParseUnixRights(&msgs[i])
+		if err != nil {
+			continue // some other control message
+		}
+		fds = append(fds, got...)
+	}
+	if len(fds) > max || flags&unix.MSG_CTRUNC != 0 {
+		closeAll(fds)
+		return 0, nil, fmt.Errorf("receive %d descriptors: %w", max, ErrDescriptors)
+	}
+	if n == 0 && len(buf) > 0 {
+		closeAll(fds)
+		return 0, nil, io.EOF
+	}
+	return n, fds, nil
+}
+
+func closeAll(fds []int) {
+	for _, fd := range fds {
+		unix.Close(fd)
+	}
+}

@@ -1,0 +1,58 @@
+package shm
+
+import (
+	"errors"
+	"fmt"
+	"strconv"
+
+	"golang.org/x/sys/unix"
+)
+
+// ErrLocked is returned for a byte that another open file description locks.
+var ErrLocked = errors.New("locked by another process")
+
+// Reopen makes a new open file description of a memfd. Locks taken through it
+// conflict with those of every other one, and end with it.
+func Reopen(fd int) (int, error) {
+	// There is no system call for it but through proc.
+	n, err := unix.Open("/proc/self/fd/"+strconv.Itoa(fd), unix.O_RDWR|unix.O_CLOEXEC, 0)
+	if err != nil {
+		return -1, fmt.Errorf("reopen descriptor %d: %w", fd, err)
+	}
+	return n, nil
+}
+
+func byteLock(typ int16, off int64) *unix.Flock_t {
+	return &unix.Flock_t{Type: typ, Start: off, Len: 1}
+}
+
+// LockByte takes the OFD write lock of a byte without waiting: ErrLocked if
+// another open file description has it. The lock ends with the last
+// descriptor of this one.
+func LockByte(fd int, off int64) error {
+	err := unix.FcntlFlock(uintptr(fd), unix.F_OFD_SETLK, byteLock(unix.F_WRLCK, off))
+	switch {
+	case errors.Is(err, unix.EAGAIN), errors.Is(err, unix.EACCES):
+		return fmt.Errorf("lock byte %d: %w", off, ErrLocked)
+	case err != nil:
+		return fmt.Errorf("lock byte %d: %w", off, err)
+	}
+	return nil
+}
+
+// UnlockByte gives up the lock of a byte.
+func UnlockByte(fd int, off int64) error {
+	if err := unix.FcntlFlock(uintptr(fd), unix.F_OFD_SETLK, byteLock(unix.F_UNLCK, off)); err != nil {
+		return fmt.Errorf("unlock byte %d: %w", off, err)
+	}
+	return nil
+}
+
+// Locked tells whether another open file description has the lock of a byte.
+func Locked(fd int, off int64) (bool, error) {
+	l := byteLock(unix.F_WRLCK, off)
+	if err := unix.FcntlFlock(uintptr(fd), unix.F_OFD_GETLK, l); err != nil {
+		return false, fmt.Errorf("query lock of byte %d: %w", off, err)
+	}
+	return l.Type != unix.F_UNLCK, nil
+}
