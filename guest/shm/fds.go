@@ -37,6 +37,9 @@ func RecvFds(conn *net.UnixConn, buf []byte, max int) (n int, fds []int, err err
 	// Room for one more tells too many from just enough.
 	oob := make([]byte, unix.CmsgSpace(4*(max+1)))
 	n, noob, flags, _, err := conn.ReadMsgUnix(buf, oob)
+	if errors.Is(err, io.EOF) {
+		return 0, nil, io.EOF
+	}
 	if err != nil {
 		return 0, nil, fmt.Errorf("receive descriptors: %w", err)
 	}
