@@ -1,0 +1,292 @@
+package session
+
+import (
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"os"
+	"strings"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/guest/wire"
+)
+
+const (
+	helloSize    = 64
+	helloTimeout = 5 * time.Second
+	maxGreeting  = 64 // greetings looked at and sessions made at once
+	maxAnswer    = 4096
+
+	clDeviceNotAvailable = -2
+)
+
+// greeting is an application that asks for a session.
+type greeting struct {
+	pid    int // 0 if it can't be seen from here
+	token  string
+	stdout *os.File
+}
+
+// ServeApps takes in applications until the listener is closed.
+func (m *Manager) ServeApps(l *net.UnixListener) error {
+	slots := make(chan struct{}, maxGreeting)
+	for {
+		conn, err := l.AcceptUnix()
+		if errors.Is(err, net.ErrClosed) {
+			return nil
+		}
+		if err != nil {
+			// Out of descriptors, mostly: those who wait may yet be served.
+			m.log.Warn("accept application", "err", err)
+			time.Sleep(100 * time.Millisecond)
+			continue
+		}
+		slots <- struct{}{}
+		m.wg.Go(func() {
+			defer func() { <-slots }()
+			m.greet(conn)
+		})
+	}
+}
+
+// greet gives one application its session, or says why not.
+func (m *Manager) greet(conn *net.UnixConn) {
+	_ = conn.SetDeadline(time.Now().Add(helloTimeout))
+	g, err := readGreeting(conn)
+	if err == nil {
+		err = m.create(conn, g)
+	}
+	if err == nil {
+		return
+	}
+	m.log.Warn("application refused", "pid", g.pid, "err", err)
+	if g.stdout != nil {
+		g.stdout.Close()
+	}
+	_ = conn.SetDeadline(time.Now().Add(helloTimeout))
+	_, _ = conn.Write(answer(clDeviceNotAvailable, err.Error()))
+	conn.Close()
+}
+
+func answer(status int32, text string) []byte {
+	text = text[:min(len(text), maxAnswer)]
+	b := binary.LittleEndian.AppendUint32(nil, uint32(status))
+	b = binary.LittleEndian.AppendUint32(b, uint32(len(text)))
+	return append(b, text...)
+}
+
+func readGreeting(conn *net.UnixConn) (greeting, error) {
+	var g greeting
+	cred, err := peer(conn)
+	if err != nil {
+		return g, err
+	}
+	g.pid = int(cred.Pid)
+	if self := os.Getuid(); self != 0 && int(cred.Uid) != self {
+		return g, fmt.Errorf("user %d may not use the GPUs of user %d", cred.Uid, self)
+	}
+	var hello [helloSize]byte
+	oob := make([]byte, unix.CmsgSpace(16*4))
+	n, oobn, flags, _, err := conn.ReadMsgUnix(hello[:], oob)
+	if err != nil {
+		return g, fmt.Errorf("greeting: %w", err)
+	}
+	files, err := rights(oob[:oobn])
+	if len(files) > 0 {
+		g.stdout = files[0]
+		for _, f := range files[1:] {
+			f.Close()
+		}
+	}
+	if err != nil || flags&unix.MSG_CTRUNC != 0 {
+		return g, errors.New("greeting: malformed descriptors")
+	}
+	if _, err := io.ReadFull(conn, hello[n:]); err != nil {
+		return g, fmt.Errorf("greeting: %w", err)
+	}
+	word := func(i int) uint32 { return binary.LittleEndian.Uint32(hello[4*i:]) }
+	if word(0) != wire.HelloMagic {
+		return g, errors.New("greeting: not from a gpuctl library")
+	}
+	if v := word(1); v != wire.Version {
+		return g, fmt.Errorf("the library speaks version %d of the protocol, gpuguest %d", v, wire.Version)
+	}
+	// In a container the application knows itself by another pid.
+	if claimed := int(word(2)); g.pid != 0 && claimed != g.pid && claimed != innerPID(g.pid) {
+		return g, fmt.Errorf("greeting: process %d says it is %d", g.pid, claimed)
+	}
+	g.token, _, _ = strings.Cut(string(hello[16:]), "\x00")
+	if g.stdout == nil {
+		if g.stdout, err = os.OpenFile(os.DevNull, os.O_WRONLY, 0); err != nil {
+			return g, err
+		}
+	}
+	return g, nil
+}
+
+func peer(conn *net.UnixConn) (*unix.Ucred, error) {
+	raw, err := conn.SyscallConn()
+	if err != nil {
+		return nil, err
+	}
+	var cred *unix.Ucred
+	if cerr := raw.Control(func(fd uintptr) {
+		cred, err = unix.GetsockoptUcred(int(fd), unix.SOL_SOCKET, unix.SO_PEERCRED)
+	}); cerr != nil {
+		return nil, cerr
+	}
+	if err != nil {
+		return nil, fmt.Errorf("peer's credentials: %w", err)
+	}
+	return cred, nil
+}
+
+func rights(oob []byte) (files []*os.File, err error) {
+	msgs, err := unix.ParseSocketControlMessage(oob)
+	if err != nil {
+		return nil, err
+	}
+	for i := range msgs {
+		fds, err := unix.ParseUnixRights(&msgs[i])
+		if err != nil {
+			continue // some other message
+		}
+		for _, fd := range fds {
+			unix.CloseOnExec(fd)
+			files = append(files, os.NewFile(uintptr(fd), "application's output"))
+		}
+	}
+	return files, nil
+}
+
+// create makes a session and answers the application. It takes conn and
+// g.stdout over if it succeeds.
+func (m *Manager) create(conn *net.UnixConn, g greeting) error {
+	offer, ok := m.offered(g.token)
+	if !ok {
+		return errors.New("no GPU is claimed for this application: unknown token")
+	}
+	id, err := m.reserve()
+	if err != nil {
+		return err
+	}
+	defer m.unreserve()
+	s := &session{
+		m: m, log: m.log.With("session", id), dir: m.sessionDir(id), gone: make(chan struct{}), ended: make(chan struct{}),
+		state: gpuctlv1.SessionState_SESSION_STATE_RUNNING,
+		rec: record{
+			Version: recordVersion, ID: id, Claim: offer.Claim, PID: g.pid, Command: commandLine(g.pid),
+			StartedMS: time.Now().UnixMilli(), Op: &opRecord{Kind: kindCreate},
+		},
+	}
+	if offer.Device != nil {
+		s.rec.Device = marshal(offer.Device)
+	}
+	if err := s.open(m.ctx, offer.Target, g); err != nil {
+		return err
+	}
+	s.conn, s.stdout = conn, g.stdout
+	if err := s.welcome(conn); err != nil {
+		s.conn, s.stdout = nil, nil // the caller's
+		s.discard()
+		return err
+	}
+	m.add(s)
+	s.log.Info("session begins", "pid", g.pid, "claim", offer.Claim, "gpu", offer.Target.GetGpu())
+	s.watchApp()
+	s.watchExecutor(s.current)
+	return nil
+}
+
+// open makes the session's folder, memory and first executor, or nothing.
+func (s *session) open(ctx context.Context, target *gpuctlv1.Target, g greeting) (err error) {
+	if g.pid != 0 {
+		if s.app, err = openProcess(g.pid, 0, nil); err != nil {
+			return err
+		}
+		s.rec.Start = s.app.start
+	}
+	if s.mem, err = createMemory(s.rec.ID); err != nil {
+		if s.app != nil {
+			s.app.close()
+		}
+		return err
+	}
+	defer func() {
+		if err != nil {
+			s.stdout = nil
+			s.discard()
+		}
+	}()
+	if s.rec.Memory, err = s.mem.inodes(); err != nil {
+		return err
+	}
+	if err := s.mem.lockManager(); err != nil {
+		return err
+	}
+	if err := makeDirs(s.dir, s.executorsDir()); err != nil {
+		return fmt.Errorf("session folder: %w", err)
+	}
+	s.stdout = g.stdout
+	e, d, err := s.launch(ctx, target, func(r *record, e executorRecord) { r.Current = e })
+	if err != nil {
+		return err
+	}
+	s.current, s.usage, s.fresh = e, d.Usage, time.Now()
+	s.mem.setOwner(e.gen)
+	s.mem.setState(wire.StateRunning)
+	return e.activate(ctx)
+}
+
+// makeDirs makes the session's folder, which is gpuguest's, and the one in it
+// that executors, perhaps of another user, write to.
+func makeDirs(dir, executors string) error {
+	mode := os.FileMode(0o700)
+	if os.Getuid() == 0 {
+		mode = 0o711
+	}
+	return errors.Join(os.Mkdir(dir, mode), os.Mkdir(executors, 0o700))
+}
+
+// welcome journals that the application is about to get its session, and
+// sends it.
+func (s *session) welcome(conn *net.UnixConn) error {
+	if err := s.update(func(r *record) { r.Op, r.Connected = nil, true }); err != nil {
+		return err
+	}
+	var fds []int
+	for _, f := range s.mem.files() {
+		fds = append(fds, int(f.Fd()))
+	}
+	_ = conn.SetDeadline(time.Now().Add(helloTimeout))
+	msg := answer(0, s.rec.ID)
+	n, _, err := conn.WriteMsgUnix(msg, unix.UnixRights(fds...), nil)
+	if err == nil && n < len(msg) {
+		_, err = conn.Write(msg[n:])
+	}
+	if err != nil {
+		return fmt.Errorf("answer the application: %w", err)
+	}
+	return conn.SetDeadline(time.Time{})
+}
+
+// discard takes back a session that its application never got.
+func (s *session) discard() {
+	s.mu.Lock()
+	s.ending = true
+	e := s.current
+	s.mu.Unlock()
+	if e != nil {
+		e.kill()
+	}
+	s.release()
+	if err := os.RemoveAll(s.dir); err != nil {
+		s.log.Warn("remove session folder", "err", err)
+	}
+}

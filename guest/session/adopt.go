@@ -1,0 +1,344 @@
+package session
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"sync"
+	"time"
+
+	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/guest/wire"
+)
+
+// adoptTimeout bounds what repairing one session may take.
+const adoptTimeout = time.Minute
+
+// adoptAll takes over the sessions of an earlier gpuguest and finishes or rolls
+// back what it left undone. A session beyond repair costs its application the
+// GPU, and nobody else anything.
+func (m *Manager) adoptAll() error {
+	dir := filepath.Join(m.cfg.Dir, "sessions")
+	entries, err := os.ReadDir(dir)
+	if err != nil {
+		return fmt.Errorf("sessions: %w", err)
+	}
+	var wg sync.WaitGroup
+	for _, e := range entries {
+		wg.Go(func() { m.adopt(filepath.Join(dir, e.Name()), e.Name()) })
+	}
+	wg.Wait()
+	return nil
+}
+
+func (m *Manager) adopt(dir, id string) {
+	log := m.log.With("session", id)
+	rec, err := readRecord(dir)
+	if err == nil && rec.ID != id {
+		err = fmt.Errorf("record is of session %s", rec.ID)
+	}
+	if err != nil {
+		// Made and not yet journalled: no executor runs without its record.
+		log.Warn("session folder dropped", "err", err)
+		_ = os.RemoveAll(dir)
+		return
+	}
+	s := &session{
+		m: m, log: log, dir: dir, rec: *rec, gone: make(chan struct{}), ended: make(chan struct{}),
+		state: gpuctlv1.SessionState_SESSION_STATE_RUNNING, usage: &gpuctlv1.Usage{},
+	}
+	current := s.adoptExecutor(&rec.Current)
+	var other *executor
+	if rec.Op != nil {
+		other = s.adoptExecutor(rec.Op.Other)
+	}
+	var appErr error
+	if rec.PID != 0 {
+		s.app, appErr = openProcess(rec.PID, rec.Start, nil)
+	}
+	// An application whose pid can't be seen had its socket's end with gpuguest's.
+	if rec.PID == 0 || appErr != nil || !rec.Connected {
+		s.abandon("application has ended", current, other)
+		return
+	}
+	pids := []int{rec.PID}
+	for _, e := range []*executor{current, other} {
+		if e != nil {
+			pids = append(pids, e.proc.PID())
+		}
+	}
+	if s.mem, err = findMemory(rec.Memory, pids...); err != nil {
+		s.abandon(err.Error(), current, other)
+		return
+	}
+	if err := s.mem.lockManager(); err != nil {
+		log.Warn("adopt", "err", err) // the application can hold it, to its own harm
+	}
+	s.stdout = openOutput(rec.PID, current, other)
+
+	ctx, cancel := context.WithTimeout(m.ctx, adoptTimeout)
+	defer cancel()
+	r := &repair{s: s, current: current, other: other}
+	if err := r.run(ctx); err != nil {
+		s.current = current
+		if other != nil && other != current {
+			other.kill()
+		}
+		s.rec.Op = nil
+		s.lose(err.Error())
+	}
+	if err := s.rec.write(dir); err != nil {
+		log.Warn("journal", "err", err)
+	}
+	s.log.Info("session taken over", "state", s.state, "generation", s.rec.Current.Generation)
+	m.add(s)
+	s.watchApp()
+	if e := s.current; e != nil {
+		s.watchExecutor(e)
+	}
+}
+
+func (s *session) adoptExecutor(rec *executorRecord) *executor {
+	if rec == nil || rec.PID == 0 {
+		return nil
+	}
+	p, err := s.m.cfg.Launcher.Adopt(rec.PID, rec.Start)
+	if err != nil {
+		return nil
+	}
+	control, imports := s.sockets(rec.Generation)
+	return newExecutor(rec.Generation, rec.target(), p, control, imports)
+}
+
+// abandon ends a session that nobody uses any more.
+func (s *session) abandon(why string, executors ...*executor) {
+	s.log.Info("session dropped", "reason", why)
+	for _, e := range executors {
+		if e != nil {
+			e.kill()
+		}
+	}
+	if s.app != nil {
+		s.app.close()
+	}
+	for _, f := range []string{s.rec.SuspendedTo, opFile(s.rec.Op), s.partFile()} {
+		if f != "" && f != toMemory {
+			_ = os.Remove(f)
+		}
+	}
+	if err := os.RemoveAll(s.dir); err != nil {
+		s.log.Warn("remove session folder", "err", err)
+	}
+}
+
+func opFile(op *opRecord) string {
+	if op == nil {
+		return ""
+	}
+	return op.File
+}
+
+// partFile is what a suspend was writing when gpuguest ended.
+func (s *session) partFile() string {
+	if op := s.rec.Op; op != nil && op.Kind == kindSuspend && op.File != "" && op.File != toMemory {
+		return partName(op.File, s.rec.ID)
+	}
+	return ""
+}
+
+func partName(file, id string) string { return file + "." + id + ".part" }
+
+// openOutput finds the application's standard output again.
+func openOutput(pid int, executors ...*executor) *os.File {
+	const inExecutor = 6
+	var paths []string
+	for _, e := range executors {
+		if e != nil {
+			paths = append(paths, fmt.Sprintf("/proc/%d/fd/%d", e.proc.PID(), inExecutor))
+		}
+	}
+	paths = append(paths, fmt.Sprintf("/proc/%d/fd/1", pid), os.DevNull)
+	for _, p := range paths {
+		if f, err := os.OpenFile(p, os.O_WRONLY|os.O_APPEND, 0); err == nil {
+			return f
+		}
+	}
+	return nil
+}
+
+// repair brings an adopted session to rest: RUNNING with one executor, or
+// SUSPENDED with none.
+type repair struct {
+	s              *session
+	current, other *executor // nil if dead
+}
+
+func (r *repair) run(ctx context.Context) error {
+	s, op := r.s, r.s.rec.Op
+	switch {
+	case op == nil, op.Kind == kindPlan, op.Kind == kindCreate:
+		r.drop()
+		if s.rec.SuspendedTo != "" {
+			return r.suspended(nil)
+		}
+		return r.running(ctx, r.current, false)
+	case op.Kind == kindSuspend && s.rec.SuspendedTo == "": // not yet marked
+		err := r.running(ctx, r.current, false)
+		if op.File != "" {
+			err = errors.Join(err, ignore(s, s.dropSaved(op.File, s.partFile())))
+		}
+		return err
+	case op.Kind == kindSuspend:
+		r.current, r.other = nil, firstLive(r.other, r.current) // the source, to be retired
+		return r.suspended(nil)
+	case op.Kind == kindResume && s.rec.SuspendedTo == "": // committed, state not yet discarded
+		err := r.running(ctx, r.current, false)
+		return errors.Join(err, ignore(s, s.dropSaved(op.File, "")))
+	case op.Kind == kindResume:
+		if r.switched() && r.other != nil {
+			return r.finishResume(ctx)
+		}
+		return r.suspended(op.Head)
+	case op.Kind == kindSwap:
+		return r.swap(ctx)
+	}
+	return fmt.Errorf("unknown operation %q in the journal", op.Kind)
+}
+
+// switched tells whether the other executor of the journal owns the ring. The
+// word is the application's to write; before the freeze it can't be true.
+func (r *repair) switched() bool {
+	op := r.s.rec.Op
+	return op.Other != nil && op.Head != nil && r.s.mem.owner() == op.Other.Generation
+}
+
+func (r *repair) swap(ctx context.Context) error {
+	s, op := r.s, r.s.rec.Op
+	if op.Other != nil && op.Other.Generation < s.rec.Current.Generation {
+		r.drop() // committed and journalled so; the other is the source
+		return r.running(ctx, r.current, false)
+	}
+	if !r.switched() {
+		s.mem.setOwner(s.rec.Current.Generation)
+		r.drop()
+		return r.running(ctx, r.current, false)
+	}
+	target := *op.Other
+	if r.other != nil {
+		source := r.current
+		s.rec.Current = target
+		err := r.running(ctx, r.other, true)
+		if err == nil {
+			if source != nil {
+				source.kill()
+			}
+			return nil
+		}
+		s.log.Warn("finish the swap", "err", err)
+		r.other.kill()
+		s.rec.Current = executorRecordOf(source, s.rec.Current)
+	}
+	// The target is dead: back, unless it has taken requests that nobody else saw.
+	if r.current == nil || s.mem.head() != *op.Head {
+		return errLost
+	}
+	s.mem.setOwner(r.current.gen)
+	s.rec.Current = r.current.record()
+	return r.running(ctx, r.current, false)
+}
+
+func executorRecordOf(e *executor, or executorRecord) executorRecord {
+	if e == nil {
+		return or
+	}
+	return e.record()
+}
+
+func (r *repair) finishResume(ctx context.Context) error {
+	s, op := r.s, r.s.rec.Op
+	before, to := s.rec.Current, s.rec.SuspendedTo
+	s.rec.Current = *op.Other
+	if err := r.running(ctx, r.other, true); err != nil {
+		s.log.Warn("finish the resume", "err", err)
+		r.other.kill()
+		s.rec.Current = before
+		return r.suspended(op.Head)
+	}
+	s.rec.SuspendedTo = ""
+	return ignore(s, s.dropSaved(to, ""))
+}
+
+// running lets the executor run the session, whatever it was in the middle
+// of: as a target it is activated, otherwise thawed.
+func (r *repair) running(ctx context.Context, e *executor, target bool) error {
+	s := r.s
+	if e == nil {
+		return errors.New("executor has ended while gpuguest was away")
+	}
+	d, err := e.describe(ctx)
+	if err != nil {
+		return err
+	}
+	if s.mem.owner() != e.gen {
+		s.mem.setOwner(e.gen)
+	}
+	switch {
+	case d.Frozen && !target:
+		err = e.thaw(ctx)
+	case !d.Active:
+		err = e.activate(ctx)
+	}
+	if err != nil {
+		return err
+	}
+	s.mem.setState(wire.StateRunning)
+	s.current, s.usage, s.rec.Op = e, d.Usage, nil
+	s.state, s.message = gpuctlv1.SessionState_SESSION_STATE_RUNNING, ""
+	return nil
+}
+
+// suspended lets the session rest without an executor. A head says that a
+// resume was in flight, which must not have taken requests.
+func (r *repair) suspended(head *uint64) error {
+	s := r.s
+	r.drop()
+	if r.current != nil {
+		r.current.kill()
+	}
+	if s.mem.owner() != s.rec.Current.Generation && head != nil {
+		if s.mem.head() != *head {
+			return errLost
+		}
+		s.mem.setOwner(s.rec.Current.Generation)
+	}
+	s.mem.setState(wire.StateSuspended)
+	s.current, s.rec.Op = nil, nil
+	s.state, s.message = gpuctlv1.SessionState_SESSION_STATE_SUSPENDED, "suspended to "+s.rec.SuspendedTo
+	return nil
+}
+
+// drop ends the executor that the session does not go on with.
+func (r *repair) drop() {
+	if r.other != nil {
+		r.other.kill()
+	}
+}
+
+func firstLive(es ...*executor) *executor {
+	for _, e := range es {
+		if e != nil {
+			return e
+		}
+	}
+	return nil
+}
+
+// ignore logs an error that leaves rubbish behind and nothing else.
+func ignore(s *session, err error) error {
+	if err != nil {
+		s.log.Warn("clean up", "err", err)
+	}
+	return nil
+}

@@ -1,0 +1,35 @@
+// Package session is the guest helper's brain: it takes in applications, gives
+// each of them a session with an executor of its own, and moves sessions from
+// one executor to another.
+//
+// # Parts
+//
+// Manager owns the run folder, the offers and the sessions and serves
+// GuestService. A session is one application: three memfds, one executor, and
+// at most one operation (swap, suspend, resume) at a time. An operation is a
+// list of named steps; each registers its undo before it runs and is
+// journalled in the session's session.json before it begins.
+//
+// # Guarantees
+//
+//   - Up to the commit point of an operation every failure, a cancelled context
+//     included, runs the undos of the steps begun so far, in reverse, each
+//     once: the application goes on where it was.
+//   - The commit point of a swap and of a resume is one store, that of the
+//     ring's owner word; that of a suspend is the rename of the session.json
+//     that says so, after the state is complete and synced.
+//   - A dead gpuguest changes nothing for running applications. The next one
+//     over the same run folder takes their sessions over and finishes or rolls
+//     back what was in flight: the owner word says which of the two.
+//   - An application can damage its own session only. The ring is its to write,
+//     so an owner word that names neither executor of an operation is overruled
+//     by the journal.
+//
+// # Run folder
+//
+//	lock                     held by the one gpuguest that uses the folder
+//	offers.json              offers, so that they outlive gpuguest
+//	sessions/ID/session.json the journal, replaced by rename
+//	sessions/ID/graph.bin    object graph of a suspended session
+//	sessions/ID/x/           sockets and log of the session's executors
+package session

@@ -1,0 +1,287 @@
+package session
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"net/http"
+	"time"
+
+	"connectrpc.com/connect"
+
+	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
+)
+
+// Times that nothing healthy needs. A hanging driver must not hang an
+// application that stands still because of it.
+const (
+	startTimeout    = 60 * time.Second // until an executor serves
+	describeTimeout = 2 * time.Second
+	quickTimeout    = 30 * time.Second // calls that touch the device but move no data
+	stallTimeout    = 60 * time.Second // without a word of progress, application standing still
+	buildTimeout    = 10 * time.Minute // without a word of progress, application running
+	retireTimeout   = 5 * time.Second
+	readyPoll       = 3 * time.Millisecond
+)
+
+// executor is a running executor as the manager sees it.
+type executor struct {
+	gen          uint32
+	target       *gpuctlv1.Target
+	importSocket string
+	proc         Process
+	api          gpuctlv1connect.ExecutorServiceClient
+	http         *http.Client
+}
+
+func newExecutor(gen uint32, target *gpuctlv1.Target, proc Process, socket, importSocket string) *executor {
+	h := &http.Client{Transport: &http.Transport{
+		DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
+			return (&net.Dialer{}).DialContext(ctx, "unix", socket)
+		},
+		DisableCompression: true,
+	}}
+	return &executor{
+		gen: gen, target: target, importSocket: importSocket, proc: proc, http: h,
+		api: gpuctlv1connect.NewExecutorServiceClient(h, "http://executor"),
+	}
+}
+
+func (e *executor) dead() bool {
+	select {
+	case <-e.proc.Done():
+		return true
+	default:
+		return false
+	}
+}
+
+func (e *executor) record() executorRecord {
+	return executorRecord{Generation: e.gen, PID: e.proc.PID(), Start: e.proc.Start(), Target: marshal(e.target)}
+}
+
+// wrap names the executor in an error and adds how it ended, if it did.
+func (e *executor) wrap(what string, err error) error {
+	if err == nil {
+		return nil
+	}
+	var ce *connect.Error
+	if errors.As(err, &ce) && ce.Code() != connect.CodeUnavailable {
+		err = errors.New(ce.Message())
+	}
+	select {
+	case <-e.proc.Done():
+	case <-time.After(50 * time.Millisecond): // a broken connection precedes the end
+		return fmt.Errorf("executor %d: %s: %w", e.gen, what, err)
+	}
+	return fmt.Errorf("executor %d: %s: it %s: %w", e.gen, what, e.proc.Exit(), err)
+}
+
+// bound returns a context that ends with the timeout or the executor.
+func (e *executor) bound(ctx context.Context, d time.Duration) (context.Context, context.CancelFunc) {
+	ctx, cancel := context.WithTimeout(ctx, d)
+	go func() {
+		select {
+		case <-e.proc.Done():
+			cancel()
+		case <-ctx.Done():
+		}
+	}()
+	return ctx, cancel
+}
+
+// ready waits until the executor serves, or has ended, and describes it.
+func (e *executor) ready(ctx context.Context) (*gpuctlv1.DescribeResponse, error) {
+	ctx, cancel := e.bound(ctx, startTimeout)
+	defer cancel()
+	for {
+		resp, err := e.api.Describe(ctx, connect.NewRequest(&gpuctlv1.DescribeRequest{}))
+		if err == nil {
+			return resp.Msg, nil
+		}
+		if connect.CodeOf(err) != connect.CodeUnavailable {
+			return nil, e.wrap("start", err)
+		}
+		select {
+		case <-ctx.Done():
+			return nil, e.wrap("start", err)
+		case <-time.After(readyPoll):
+		}
+	}
+}
+
+func (e *executor) describe(ctx context.Context) (*gpuctlv1.DescribeResponse, error) {
+	ctx, cancel := e.bound(ctx, describeTimeout)
+	defer cancel()
+	resp, err := e.api.Describe(ctx, connect.NewRequest(&gpuctlv1.DescribeRequest{}))
+	if err != nil {
+		return nil, e.wrap("describe", err)
+	}
+	return resp.Msg, nil
+}
+
+func (e *executor) snapshot(ctx context.Context) (*gpuctlv1.SnapshotResponse, error) {
+	ctx, cancel := e.bound(ctx, quickTimeout)
+	defer cancel()
+	resp, err := e.api.Snapshot(ctx, connect.NewRequest(&gpuctlv1.SnapshotRequest{}))
+	if err != nil {
+		return nil, e.wrap("snapshot", err)
+	}
+	return resp.Msg, nil
+}
+
+// freeze returns the graph of the frozen session; blockers are an error.
+func (e *executor) freeze(ctx context.Context, timeout time.Duration) (*gpuctlv1.SnapshotResponse, error) {
+	ctx, cancel := e.bound(ctx, timeout+quickTimeout)
+	defer cancel()
+	resp, err := e.api.Freeze(ctx, connect.NewRequest(&gpuctlv1.FreezeRequest{TimeoutMs: timeout.Milliseconds()}))
+	if err != nil {
+		return nil, e.wrap("freeze", err)
+	}
+	if b := resp.Msg.Blockers; len(b) > 0 {
+		return nil, fmt.Errorf("the device did not drain within %v because of: %s", timeout, joinWords(b))
+	}
+	return resp.Msg, nil
+}
+
+// thaw lets a frozen executor go on; one that is not frozen is left alone.
+func (e *executor) thaw(ctx context.Context) error {
+	ctx, cancel := e.bound(ctx, quickTimeout)
+	defer cancel()
+	_, err := e.api.Thaw(ctx, connect.NewRequest(&gpuctlv1.ThawRequest{}))
+	if err == nil {
+		return nil
+	}
+	if d, derr := e.describe(ctx); derr == nil && !d.Frozen {
+		return nil
+	}
+	return e.wrap("thaw", err)
+}
+
+func (e *executor) activate(ctx context.Context) error {
+	ctx, cancel := e.bound(ctx, quickTimeout)
+	defer cancel()
+	_, err := e.api.Activate(ctx, connect.NewRequest(&gpuctlv1.ActivateRequest{}))
+	return e.wrap("activate", err)
+}
+
+// kill ends the executor at once and waits until it is gone.
+func (e *executor) kill() {
+	e.proc.Kill()
+	select {
+	case <-e.proc.Done():
+	case <-time.After(retireTimeout): // a driver may hold a dying process
+	}
+	e.http.CloseIdleConnections()
+}
+
+// retire asks the executor to end and kills it if it does not.
+func (e *executor) retire(ctx context.Context) error {
+	ctx, cancel := e.bound(ctx, retireTimeout)
+	defer cancel()
+	_, err := e.api.Retire(ctx, connect.NewRequest(&gpuctlv1.RetireRequest{}))
+	if err == nil {
+		select {
+		case <-e.proc.Done():
+		case <-ctx.Done():
+			err = ctx.Err()
+		}
+	}
+	gone := e.dead()
+	e.kill()
+	if err != nil && !gone {
+		return e.wrap("retire", err)
+	}
+	return nil
+}
+
+// stream runs one long call and hands on its progress. A stall ends it.
+func (e *executor) stream(ctx context.Context, what string, stall time.Duration,
+	call func(context.Context) (*connect.ServerStreamForClient[gpuctlv1.Progress], error),
+	sink func(*gpuctlv1.Progress),
+) error {
+	ctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
+	timer := time.AfterFunc(stall, func() { cancel(fmt.Errorf("no progress for %v", stall)) })
+	defer timer.Stop()
+	go func() {
+		select {
+		case <-e.proc.Done():
+			cancel(errors.New("executor has ended"))
+		case <-ctx.Done():
+		}
+	}()
+	fail := func(err error) error {
+		if cause := context.Cause(ctx); cause != nil && !errors.Is(cause, context.Canceled) {
+			err = cause
+		}
+		return e.wrap(what, err)
+	}
+	st, err := call(ctx)
+	if err != nil {
+		return fail(err)
+	}
+	defer st.Close()
+	var last *gpuctlv1.Progress
+	for st.Receive() {
+		timer.Reset(stall)
+		last = st.Msg()
+		sink(last)
+	}
+	if err := st.Err(); err != nil {
+		return fail(err)
+	}
+	if r := last.GetResult(); r != nil {
+		if len(r.Reasons) > 0 || r.Refused {
+			return &refusedError{reasons: r.Reasons}
+		}
+		if r.Error != "" {
+			return e.wrap(what, errors.New(r.Error))
+		}
+	}
+	return nil
+}
+
+func (e *executor) prepare(ctx context.Context, req *gpuctlv1.PrepareRequest, sink func(*gpuctlv1.Progress)) error {
+	stall := buildTimeout
+	if req.Final {
+		stall = stallTimeout
+	}
+	return e.stream(ctx, "prepare", stall, func(ctx context.Context) (*connect.ServerStreamForClient[gpuctlv1.Progress], error) {
+		return e.api.Prepare(ctx, connect.NewRequest(req))
+	}, sink)
+}
+
+// export returns how many bytes were sent.
+func (e *executor) export(ctx context.Context, req *gpuctlv1.ExportRequest, sink func(*gpuctlv1.Progress)) (uint64, error) {
+	var n uint64
+	err := e.stream(ctx, "export", stallTimeout, func(ctx context.Context) (*connect.ServerStreamForClient[gpuctlv1.Progress], error) {
+		return e.api.Export(ctx, connect.NewRequest(req))
+	}, func(p *gpuctlv1.Progress) {
+		n = max(n, p.BytesDone)
+		sink(p)
+	})
+	return n, err
+}
+
+func (e *executor) load(ctx context.Context, req *gpuctlv1.LoadRequest, sink func(*gpuctlv1.Progress)) error {
+	return e.stream(ctx, "load", stallTimeout, func(ctx context.Context) (*connect.ServerStreamForClient[gpuctlv1.Progress], error) {
+		return e.api.Load(ctx, connect.NewRequest(req))
+	}, sink)
+}
+
+// refusedError carries the reasons why a target can't serve.
+type refusedError struct{ reasons []*gpuctlv1.Reason }
+
+func (e *refusedError) Error() string {
+	var words []string
+	for _, r := range e.reasons {
+		words = append(words, r.Message)
+	}
+	if len(words) == 0 {
+		return "refused by the target"
+	}
+	return joinWords(words)
+}

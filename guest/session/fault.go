@@ -1,0 +1,77 @@
+package session
+
+import (
+	"errors"
+	"fmt"
+	"strings"
+
+	"golang.org/x/sys/unix"
+)
+
+// ErrInjected is the failure that a fail_at asks for.
+var ErrInjected = errors.New("injected fault")
+
+// fault is one injected failure: "STEP" makes the step fail after its work is
+// done, "kill_source@STEP" and "kill_target@STEP" kill an executor just before
+// the step's work, "kill_self@STEP" kills gpuguest after it. In the switch
+// step, whose success can't be taken back, STEP and kill_self strike between
+// the store of the owner word and the activation of the target; in the mark
+// step STEP strikes before the mark is written.
+type fault struct {
+	victim string // source, target, self or, to fail, empty
+	step   string
+}
+
+func parseFault(s string, allowed bool, steps []string) (fault, error) {
+	if s == "" {
+		return fault{}, nil
+	}
+	if !allowed {
+		return fault{}, errors.New("fault injection needs GPUCTL_FAULTS=1 in gpuguest's environment")
+	}
+	f := fault{step: s}
+	if verb, at, ok := strings.Cut(s, "@"); ok {
+		f.step = at
+		switch verb {
+		case "kill_source", "kill_target", "kill_self":
+			f.victim = strings.TrimPrefix(verb, "kill_")
+		default:
+			return fault{}, fmt.Errorf("unknown fault %q", s)
+		}
+	}
+	for _, name := range steps {
+		if name == f.step {
+			return f, nil
+		}
+	}
+	return fault{}, fmt.Errorf("fault at unknown step %q; steps are %s", f.step, strings.Join(steps, ", "))
+}
+
+// before strikes ahead of the step's work.
+func (f fault) before(step string, source, target *executor) {
+	if f.step != step {
+		return
+	}
+	switch {
+	case f.victim == "source" && source != nil:
+		source.kill()
+	case f.victim == "target" && target != nil:
+		target.kill()
+	}
+}
+
+// fail is the step's failure after its work.
+func (f fault) fail(step string) error {
+	if f.step == step && f.victim == "" {
+		return ErrInjected
+	}
+	return nil
+}
+
+// die kills gpuguest.
+func (f fault) die(step string) error {
+	if f.step == step && f.victim == "self" {
+		return unix.Kill(unix.Getpid(), unix.SIGKILL)
+	}
+	return nil
+}

@@ -1,0 +1,362 @@
+package session
+
+import (
+	"context"
+	"crypto/rand"
+	"encoding/hex"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io/fs"
+	"log/slog"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"connectrpc.com/connect"
+	"golang.org/x/sys/unix"
+	"google.golang.org/protobuf/encoding/protojson"
+	"google.golang.org/protobuf/proto"
+
+	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+)
+
+const (
+	defaultMaxSessions = 1024
+	usageEvery         = time.Second
+	maxToken           = 48 // bytes, as the greeting has them
+)
+
+// ErrLocked is returned by New when another gpuguest uses the run folder.
+var ErrLocked = errors.New("another gpuguest uses this run folder")
+
+// Config is what a Manager needs.
+type Config struct {
+	Dir         string // run folder, made if missing
+	Launcher    Launcher
+	Logger      *slog.Logger
+	Faults      bool // allow fail_at
+	MaxSessions int  // at once; 0: 1024
+}
+
+// Manager is the guest helper: the sessions of one run folder.
+type Manager struct {
+	cfg  Config
+	log  *slog.Logger
+	lock *os.File
+
+	ctx    context.Context // ends with Close
+	cancel context.CancelFunc
+	wg     sync.WaitGroup
+	model  *model
+
+	mu       sync.Mutex
+	sessions map[string]*session
+	creating int
+	offers   map[string]*gpuctlv1.OfferRequest
+	watchers map[*watcher]struct{}
+}
+
+// New locks the run folder and takes over the sessions that it finds there.
+func New(cfg Config) (*Manager, error) {
+	if cfg.MaxSessions == 0 {
+		cfg.MaxSessions = defaultMaxSessions
+	}
+	dir, err := filepath.Abs(cfg.Dir)
+	if err != nil {
+		return nil, fmt.Errorf("run folder %s: %w", cfg.Dir, err)
+	}
+	cfg.Dir = dir
+	// The longest socket name must fit into a unix address.
+	if longest := filepath.Join(dir, "sessions", "s-000000", "x", "c4294967295"); len(longest) > 107 {
+		return nil, fmt.Errorf("run folder %s: path is too long for unix sockets", dir)
+	}
+	// Executors of another user pass through to their own folder, no further.
+	if err := os.MkdirAll(filepath.Join(dir, "sessions"), 0o711); err != nil {
+		return nil, fmt.Errorf("run folder: %w", err)
+	}
+	lock, err := os.OpenFile(filepath.Join(dir, "lock"), os.O_CREATE|os.O_RDWR, 0o600)
+	if err != nil {
+		return nil, fmt.Errorf("run folder: %w", err)
+	}
+	if err := unix.Flock(int(lock.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
+		lock.Close()
+		if errors.Is(err, unix.EWOULDBLOCK) {
+			return nil, fmt.Errorf("%s: %w", dir, ErrLocked)
+		}
+		return nil, fmt.Errorf("lock %s: %w", dir, err)
+	}
+	m := &Manager{
+		cfg: cfg, log: cfg.Logger, lock: lock, model: newModel(),
+		sessions: map[string]*session{}, offers: map[string]*gpuctlv1.OfferRequest{}, watchers: map[*watcher]struct{}{},
+	}
+	m.ctx, m.cancel = context.WithCancel(context.Background())
+	if err := m.loadOffers(); err != nil {
+		m.Close()
+		return nil, err
+	}
+	if err := m.adoptAll(); err != nil {
+		m.Close()
+		return nil, err
+	}
+	m.wg.Go(m.refreshLoop)
+	return m, nil
+}
+
+// Close rolls back what has not been committed and lets go of the sessions.
+// Applications and executors go on; the next Manager takes them over.
+func (m *Manager) Close() {
+	m.cancel()
+	m.wg.Wait()
+	m.mu.Lock()
+	sessions := m.sessions
+	m.sessions = map[string]*session{}
+	m.mu.Unlock()
+	for _, s := range sessions {
+		s.mu.Lock()
+		op, ending, e := s.op, s.ending, s.current
+		s.ending = true // nothing may begin or be lost any more
+		s.mu.Unlock()
+		if op != nil {
+			<-op.done
+			s.mu.Lock()
+			e = s.current
+			s.mu.Unlock()
+		}
+		if ending {
+			<-s.ended
+			continue
+		}
+		if e != nil {
+			e.http.CloseIdleConnections()
+		}
+		s.release()
+	}
+	m.lock.Close()
+}
+
+func (m *Manager) closing() bool { return m.ctx.Err() != nil }
+
+func (m *Manager) lookup(id string) (*session, error) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if s, ok := m.sessions[id]; ok {
+		return s, nil
+	}
+	return nil, connect.NewError(connect.CodeNotFound, fmt.Errorf("no session %q", id))
+}
+
+// list returns the sessions, oldest first.
+func (m *Manager) list() []*session {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	all := make([]*session, 0, len(m.sessions))
+	for _, s := range m.sessions {
+		all = append(all, s)
+	}
+	slices.SortFunc(all, func(a, b *session) int {
+		if a.rec.StartedMS != b.rec.StartedMS {
+			return int(a.rec.StartedMS - b.rec.StartedMS)
+		}
+		return strings.Compare(a.rec.ID, b.rec.ID)
+	})
+	return all
+}
+
+// reserve takes a place and an unused id for a new session; add or unreserve
+// ends the reservation.
+func (m *Manager) reserve() (id string, err error) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.closing() {
+		return "", errors.New("gpuguest is shutting down")
+	}
+	if len(m.sessions)+m.creating >= m.cfg.MaxSessions {
+		return "", fmt.Errorf("all %d sessions are taken", m.cfg.MaxSessions)
+	}
+	for {
+		var b [3]byte
+		_, _ = rand.Read(b[:]) // never fails
+		id = "s-" + hex.EncodeToString(b[:])
+		if _, err := os.Lstat(m.sessionDir(id)); errors.Is(err, fs.ErrNotExist) {
+			break
+		}
+	}
+	m.creating++
+	return id, nil
+}
+
+func (m *Manager) unreserve() {
+	m.mu.Lock()
+	m.creating--
+	m.mu.Unlock()
+}
+
+func (m *Manager) sessionDir(id string) string { return filepath.Join(m.cfg.Dir, "sessions", id) }
+
+func (m *Manager) add(s *session) {
+	m.mu.Lock()
+	m.sessions[s.rec.ID] = s
+	m.mu.Unlock()
+	m.changed(s)
+}
+
+func (m *Manager) remove(s *session) {
+	s.mu.Lock()
+	s.state = gpuctlv1.SessionState_SESSION_STATE_ENDED
+	s.mu.Unlock()
+	m.mu.Lock()
+	delete(m.sessions, s.rec.ID)
+	m.mu.Unlock()
+	m.changed(s)
+}
+
+func (m *Manager) offer(o *gpuctlv1.OfferRequest) error {
+	if len(o.Token) > maxToken || strings.ContainsRune(o.Token, 0) {
+		return connect.NewError(connect.CodeInvalidArgument, fmt.Errorf("the token is longer than %d bytes or holds a NUL", maxToken))
+	}
+	if err := checkTarget(o.Target); err != nil {
+		return err
+	}
+	return m.changeOffers(func(all map[string]*gpuctlv1.OfferRequest) { all[o.Token] = proto.CloneOf(o) })
+}
+
+func (m *Manager) withdraw(token string) error {
+	return m.changeOffers(func(all map[string]*gpuctlv1.OfferRequest) { delete(all, token) })
+}
+
+func (m *Manager) changeOffers(change func(map[string]*gpuctlv1.OfferRequest)) error {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	change(m.offers)
+	list := make([]json.RawMessage, 0, len(m.offers))
+	for _, o := range m.offers {
+		list = append(list, marshal(o))
+	}
+	b, err := json.Marshal(list)
+	if err == nil {
+		err = replaceFile(m.offersPath(), b)
+	}
+	if err != nil {
+		return fmt.Errorf("keep offers: %w", err)
+	}
+	return nil
+}
+
+func (m *Manager) offersPath() string { return filepath.Join(m.cfg.Dir, "offers.json") }
+
+func (m *Manager) loadOffers() error {
+	b, err := os.ReadFile(m.offersPath())
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil
+	}
+	if err != nil {
+		return fmt.Errorf("offers: %w", err)
+	}
+	var list []json.RawMessage
+	if err := json.Unmarshal(b, &list); err != nil {
+		return fmt.Errorf("%s: %w", m.offersPath(), err)
+	}
+	for _, raw := range list {
+		o := &gpuctlv1.OfferRequest{}
+		if err := protojson.Unmarshal(raw, o); err != nil {
+			return fmt.Errorf("%s: %w", m.offersPath(), err)
+		}
+		m.offers[o.Token] = o
+	}
+	return nil
+}
+
+func (m *Manager) offered(token string) (*gpuctlv1.OfferRequest, bool) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	o, ok := m.offers[token]
+	return o, ok
+}
+
+// refreshLoop keeps the usage of all sessions fresh while somebody watches.
+func (m *Manager) refreshLoop() {
+	t := time.NewTicker(usageEvery)
+	defer t.Stop()
+	for {
+		select {
+		case <-m.ctx.Done():
+			return
+		case <-t.C:
+		}
+		m.mu.Lock()
+		watched := len(m.watchers) > 0
+		m.mu.Unlock()
+		if watched {
+			m.refreshAll(m.ctx)
+		}
+	}
+}
+
+func (m *Manager) refreshAll(ctx context.Context) {
+	var wg sync.WaitGroup
+	for _, s := range m.list() {
+		wg.Go(func() { s.refresh(ctx, usageEvery/2) })
+	}
+	wg.Wait()
+}
+
+// watcher collects changed sessions for one listener; of each the newest counts.
+type watcher struct {
+	wake  chan struct{}
+	dirty map[string]*gpuctlv1.Session // under Manager.mu
+}
+
+func (m *Manager) changed(s *session) {
+	now := s.snapshot()
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	for w := range m.watchers {
+		w.dirty[now.Id] = now
+		select {
+		case w.wake <- struct{}{}:
+		default:
+		}
+	}
+}
+
+// watch calls send for every session as it is and then for every change, until
+// ctx or the manager ends or send fails.
+func (m *Manager) watch(ctx context.Context, send func(*gpuctlv1.Session) error) error {
+	w := &watcher{wake: make(chan struct{}, 1), dirty: map[string]*gpuctlv1.Session{}}
+	m.mu.Lock()
+	m.watchers[w] = struct{}{}
+	m.mu.Unlock()
+	defer func() {
+		m.mu.Lock()
+		delete(m.watchers, w)
+		m.mu.Unlock()
+	}()
+	m.refreshAll(ctx)
+	for _, s := range m.list() {
+		if err := send(s.snapshot()); err != nil {
+			return err
+		}
+	}
+	for {
+		select {
+		case <-ctx.Done():
+			return ctx.Err()
+		case <-m.ctx.Done():
+			return nil
+		case <-w.wake:
+		}
+		m.mu.Lock()
+		dirty := w.dirty
+		w.dirty = map[string]*gpuctlv1.Session{}
+		m.mu.Unlock()
+		for _, s := range dirty {
+			if err := send(s); err != nil {
+				return err
+			}
+		}
+	}
+}

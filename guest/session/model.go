@@ -1,0 +1,63 @@
+package session
+
+import (
+	"sync"
+	"time"
+
+	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+)
+
+// model predicts what a swap costs:
+//
+//	total = start + programs·build + memory/rate + stop
+//	stop  = fixed + memory·dirty/rate
+//
+// Its constants begin with cautious values and follow the swaps that this
+// process has seen, the newest counting half.
+type model struct {
+	mu    sync.Mutex
+	start float64 // seconds until a target serves
+	build float64 // seconds to prepare one program
+	rate  float64 // bytes per second of copying
+	dirty float64 // share of the memory that is left for the frozen time
+	fixed float64 // seconds of standing still beside copying
+}
+
+func newModel() *model {
+	return &model{start: 0.2, build: 0.15, rate: 1 << 30, dirty: 0.05, fixed: 0.005}
+}
+
+func (m *model) predict(u *gpuctlv1.Usage) (total, stop time.Duration) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	mem := float64(u.GetMemory())
+	s := m.fixed + mem*m.dirty/m.rate
+	t := m.start + m.build*float64(u.GetPrograms()) + mem/m.rate + s
+	return seconds(t), seconds(s)
+}
+
+// learn takes in a swap that worked.
+func (m *model) learn(r *gpuctlv1.SwapResult, u *gpuctlv1.Usage) {
+	took := map[string]float64{}
+	for _, t := range r.Steps {
+		took[t.Step] = time.Duration(t.DurationNs).Seconds()
+	}
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	follow := func(v *float64, seen float64) { *v += (seen - *v) / 2 }
+	follow(&m.start, took[stepStart])
+	if n := u.GetPrograms(); n > 0 {
+		follow(&m.build, took[stepPrepare]/float64(n))
+	}
+	const enough = 1 << 20 // bytes; less says nothing about the rate
+	if n := r.BytesPrecopied; n > enough && took[stepPrecopy] > 0 {
+		follow(&m.rate, float64(n)/took[stepPrecopy])
+	}
+	if n := u.GetMemory(); n > 0 {
+		follow(&m.dirty, min(float64(r.BytesFrozen)/float64(n), 1))
+	}
+	stopped := time.Duration(r.StoppedNs).Seconds()
+	follow(&m.fixed, max(stopped-float64(r.BytesFrozen)/m.rate, 0))
+}
+
+func seconds(s float64) time.Duration { return time.Duration(s * float64(time.Second)) }

@@ -1,0 +1,345 @@
+package session
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"time"
+
+	"connectrpc.com/connect"
+	"google.golang.org/protobuf/proto"
+
+	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+)
+
+const (
+	kindCreate  = "create"
+	kindSwap    = "swap"
+	kindSuspend = "suspend"
+	kindResume  = "resume"
+	kindPlan    = "plan"
+
+	toMemory = "memory" // as SuspendedTo
+
+	defaultFreeze = 10 * time.Second
+)
+
+// Step names, in the order in which they run.
+const (
+	stepCheck    = "check"
+	stepStart    = "start"
+	stepPrepare  = "prepare"
+	stepPrecopy  = "precopy"
+	stepFreeze   = "freeze"
+	stepTransfer = "transfer"
+	stepSwitch   = "switch"
+	stepRetire   = "retire"
+	stepExport   = "export"
+	stepMark     = "mark"
+	stepLoad     = "load"
+	stepDiscard  = "discard"
+)
+
+func stepNames(kind string) []string {
+	switch kind {
+	case kindSwap:
+		return []string{stepCheck, stepStart, stepPrepare, stepPrecopy, stepFreeze, stepTransfer, stepSwitch, stepRetire}
+	case kindSuspend:
+		return []string{stepCheck, stepFreeze, stepExport, stepMark, stepRetire}
+	case kindResume:
+		return []string{stepCheck, stepStart, stepPrepare, stepLoad, stepSwitch, stepDiscard}
+	case kindPlan:
+		return []string{stepPrepare}
+	}
+	return nil
+}
+
+// errLost means that neither side of a switch can go on.
+var errLost = errors.New("the session's requests are lost with the target")
+
+// operation is a swap, suspend or resume in flight.
+type operation struct {
+	s      *session
+	kind   string
+	ctx    context.Context
+	cancel context.CancelCauseFunc
+	done   chan struct{}
+	fault  fault
+	sink   func(*gpuctlv1.Progress)
+	start  time.Time
+	now    gpuctlv1.Progress // step and bytes as last reported
+	result gpuctlv1.SwapResult
+
+	source, target *executor
+	graph          []byte    // newest
+	frozenAt       time.Time // zero while the application runs
+	failure        error     // of the operation
+}
+
+// begin starts an operation on a session, if none runs there. ctx, the end of
+// the application and that of the manager cancel it up to its commit point.
+func (s *session) begin(ctx context.Context, kind, failAt string, sink func(*gpuctlv1.Progress)) (*operation, error) {
+	f, err := parseFault(failAt, s.m.cfg.Faults, stepNames(kind))
+	if err != nil {
+		return nil, connect.NewError(connect.CodeInvalidArgument, err)
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	id := s.rec.ID
+	precondition := func(format string, args ...any) error {
+		return connect.NewError(connect.CodeFailedPrecondition, fmt.Errorf(format, args...))
+	}
+	suspended := s.rec.SuspendedTo != ""
+	switch {
+	case s.ending:
+		return nil, precondition("session %s has ended", id)
+	case s.op != nil:
+		return nil, precondition("session %s: a %s is running, at step %s", id, s.op.kind, s.rec.Op.Step)
+	case s.state == gpuctlv1.SessionState_SESSION_STATE_LOST:
+		return nil, precondition("session %s is lost: %s", id, s.message)
+	case kind == kindResume && !suspended:
+		return nil, precondition("session %s is not suspended", id)
+	case kind == kindSuspend && suspended:
+		return nil, precondition("session %s is suspended already", id)
+	}
+	op := &operation{
+		s: s, kind: kind, fault: f, sink: sink, done: make(chan struct{}), start: time.Now(), source: s.current,
+	}
+	op.ctx, op.cancel = context.WithCancelCause(ctx)
+	s.op = op
+	s.rec.Op = &opRecord{Kind: kind, Step: stepNames(kind)[0]}
+	if kind != kindPlan {
+		s.state, s.message = gpuctlv1.SessionState_SESSION_STATE_SWAPPING, kind
+	}
+	return op, nil
+}
+
+// run runs the steps and ends the operation.
+func (op *operation) run(steps []step) *gpuctlv1.SwapResult {
+	s := op.s
+	s.m.changed(s)
+	s.log.Info("operation starts", "op", op.kind)
+	stop := context.AfterFunc(s.m.ctx, func() { op.cancel(errors.New("gpuguest is shutting down")) })
+	defer stop()
+	r := &runner{
+		start: op.start,
+		begin: func(i, n int, name string) error {
+			op.now = gpuctlv1.Progress{Step: name, StepIndex: uint32(i), Steps: uint32(n)}
+			op.report()
+			if err := s.update(func(r *record) { r.Op.Step = name }); err != nil {
+				return err
+			}
+			op.fault.before(name, op.source, op.target)
+			return nil
+		},
+		after: func(name string, committed bool) error {
+			if name == stepSwitch {
+				return nil // struck in its middle
+			}
+			if err := op.fault.die(name); err != nil {
+				return err
+			}
+			if name == stepMark {
+				return nil
+			}
+			return op.fault.fail(name)
+		},
+		late: func(name string, err error) {
+			s.log.Warn("step failed after the commit", "op", op.kind, "step", name, "err", err)
+		},
+	}
+	err := r.run(op.ctx, steps)
+	if err != nil {
+		if cause := context.Cause(op.ctx); cause != nil {
+			err = fmt.Errorf("%w (%w)", err, cause)
+		}
+	}
+	op.failure = err
+	op.result.Steps = r.times
+	op.result.TotalNs = time.Since(op.start).Nanoseconds()
+	op.finish(err)
+	op.result.Session = s.snapshot()
+	return &op.result
+}
+
+// finish gives the session back, in the state that the operation left it in.
+func (op *operation) finish(err error) {
+	s := op.s
+	var refused *refusedError
+	switch {
+	case err == nil:
+		s.log.Info("operation done", "op", op.kind, "stopped", time.Duration(op.result.StoppedNs))
+	case errors.As(err, &refused):
+		op.result.Refused = true
+		op.result.Reasons = refused.reasons
+		op.result.Error = err.Error()
+		s.log.Info("operation refused", "op", op.kind, "err", err)
+	default:
+		op.result.Error = err.Error()
+		s.log.Warn("operation failed", "op", op.kind, "err", err)
+	}
+	s.mu.Lock()
+	s.rec.Op = nil
+	werr := s.rec.write(s.dir)
+	s.op = nil
+	e, ending := s.current, s.ending
+	suspended := s.rec.SuspendedTo != ""
+	s.mu.Unlock()
+	if werr != nil {
+		s.log.Warn("journal", "err", werr) // the next step's or the next gpuguest's to repair
+	}
+	switch {
+	case errors.Is(err, errLost):
+		s.lose(err.Error())
+	case suspended:
+		s.set(gpuctlv1.SessionState_SESSION_STATE_SUSPENDED, "suspended to "+s.snapshot().SuspendedTo)
+	case e == nil || e.dead():
+		if !ending {
+			why := "executor has ended"
+			if e != nil {
+				why = "executor " + e.proc.Exit()
+			}
+			s.lose(why)
+		}
+	default:
+		s.set(gpuctlv1.SessionState_SESSION_STATE_RUNNING, "")
+	}
+	lost := s.snapshot().State == gpuctlv1.SessionState_SESSION_STATE_LOST
+	op.result.RolledBack = err != nil && !op.result.Refused && !lost
+	op.cancel(nil)
+	close(op.done)
+}
+
+// report sends the progress as it is. The sink does not block.
+func (op *operation) report() { op.sink(proto.CloneOf(&op.now)) }
+
+// progress hands on what an executor reports within the running step.
+func (op *operation) progress(p *gpuctlv1.Progress) {
+	op.now.BytesDone, op.now.BytesTotal, op.now.Message = p.BytesDone, p.BytesTotal, p.Message
+	op.report()
+}
+
+// startTarget is the work of the start step: the target runs, and its devices,
+// as they really are, can serve what the session has used.
+func (op *operation) startTarget(ctx context.Context, target *gpuctlv1.Target, usage *gpuctlv1.Usage, devices int) error {
+	e, d, err := op.s.launch(ctx, target, func(r *record, e executorRecord) { r.Op.Other = &e })
+	if err != nil {
+		return err
+	}
+	op.target = e
+	return refuse(deviceReasons(usage, d.Devices, devices))
+}
+
+// deviceReasons checks the target's devices: each of them, as the session may use any.
+func deviceReasons(usage *gpuctlv1.Usage, have []*gpuctlv1.Limits, need int) []*gpuctlv1.Reason {
+	var rs []*gpuctlv1.Reason
+	if len(have) < need {
+		rs = append(rs, &gpuctlv1.Reason{
+			Code:    "devices",
+			Message: fmt.Sprintf("the session has %d devices, the target offers %d", need, len(have)),
+		})
+	}
+	for _, l := range have {
+		for _, r := range Reasons(usage, l) {
+			if !slices.ContainsFunc(rs, func(o *gpuctlv1.Reason) bool { return proto.Equal(o, r) }) {
+				rs = append(rs, r)
+			}
+		}
+	}
+	return rs
+}
+
+func refuse(rs []*gpuctlv1.Reason) error {
+	if len(rs) == 0 {
+		return nil
+	}
+	return &refusedError{reasons: rs}
+}
+
+func (op *operation) killTarget(context.Context) error {
+	if op.target != nil {
+		op.target.kill()
+	}
+	return nil
+}
+
+// freezeSource is the work of the freeze step; from here on the application
+// stands still.
+func (op *operation) freezeSource(ctx context.Context, timeoutMS int64) error {
+	timeout := defaultFreeze
+	if timeoutMS > 0 {
+		timeout = time.Duration(timeoutMS) * time.Millisecond
+	}
+	op.frozenAt = time.Now()
+	snap, err := op.source.freeze(ctx, timeout)
+	if err != nil {
+		return err
+	}
+	op.graph = snap.Graph
+	// A new gpuguest can tell by it whether a dead target took requests.
+	head := op.s.mem.head()
+	return op.s.update(func(r *record) { r.Op.Head = &head })
+}
+
+// thawSource undoes freezeSource.
+func (op *operation) thawSource(ctx context.Context) error {
+	if errors.Is(op.failure, errLost) {
+		return nil // somebody else has read on
+	}
+	err := op.source.thaw(ctx)
+	op.stands()
+	return err
+}
+
+// stands ends the time that the application stood still.
+func (op *operation) stands() {
+	if !op.frozenAt.IsZero() {
+		op.result.StoppedNs = time.Since(op.frozenAt).Nanoseconds()
+		op.frozenAt = time.Time{}
+	}
+}
+
+// handOver gives the ring to the target: the store of the owner word is the
+// commit point. If the target then fails, the ring goes back, unless the
+// target has taken requests, which nobody else has seen.
+func (op *operation) handOver(ctx context.Context, from uint32) error {
+	s, ctx := op.s, context.WithoutCancel(ctx)
+	head := s.mem.head()
+	if err := s.update(func(r *record) { r.Op.Head = &head }); err != nil {
+		return err
+	}
+	s.mem.setOwner(op.target.gen)
+	err := op.fault.die(stepSwitch)
+	if err == nil {
+		err = op.fault.fail(stepSwitch)
+	}
+	if err == nil {
+		err = op.target.activate(ctx)
+	}
+	if err == nil {
+		return nil
+	}
+	op.target.kill()
+	if !op.target.dead() || s.mem.head() != head {
+		op.failure = fmt.Errorf("%w: %w", errLost, err)
+		return op.failure
+	}
+	s.mem.setOwner(from)
+	return err
+}
+
+// adoptTarget makes the target the session's executor.
+func (op *operation) adoptTarget(change func(*record)) {
+	s := op.s
+	s.mu.Lock()
+	s.current = op.target
+	s.rec.Current = op.target.record()
+	change(&s.rec)
+	err := s.rec.write(s.dir)
+	s.mu.Unlock()
+	if err != nil {
+		s.log.Warn("journal", "err", err) // the owner word says the same
+	}
+	s.watchExecutor(op.target)
+}

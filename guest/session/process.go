@@ -1,0 +1,185 @@
+package session
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"strconv"
+	"strings"
+	"sync"
+
+	"golang.org/x/sys/unix"
+)
+
+// Process is a running executor, or an application, that may be nobody's child.
+type Process interface {
+	PID() int
+	// Start is the time the process started, in clock ticks since boot: with
+	// the pid it names a process for ever.
+	Start() uint64
+	// Done is closed when the process has ended.
+	Done() <-chan struct{}
+	// Exit says in words how it ended, once Done is closed.
+	Exit() string
+	// Kill ends it at once.
+	Kill()
+}
+
+// ErrGone is returned for a process that has ended, or whose pid is another's now.
+var ErrGone = errors.New("process has ended")
+
+// process watches one through a pidfd.
+type process struct {
+	pid   int
+	start uint64
+	fd    *os.File
+	done  chan struct{}
+	once  sync.Once
+	exit  string
+}
+
+var _ Process = (*process)(nil)
+
+// openProcess watches the process with that pid; a start time other than 0
+// must match. reap, if given, is called after the end and returns how it ended.
+func openProcess(pid int, start uint64, reap func() string) (*process, error) {
+	fd, err := unix.PidfdOpen(pid, unix.PIDFD_NONBLOCK)
+	if errors.Is(err, unix.ESRCH) {
+		return nil, fmt.Errorf("pid %d: %w", pid, ErrGone)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("open pid %d: %w", pid, err)
+	}
+	f := os.NewFile(uintptr(fd), "pid "+strconv.Itoa(pid))
+	// Read after the pidfd was opened: it belongs to the same process then.
+	started, err := startTime(pid)
+	if err != nil || (start != 0 && started != start) {
+		f.Close()
+		if reap != nil {
+			reap()
+		}
+		return nil, fmt.Errorf("pid %d: %w", pid, ErrGone)
+	}
+	p := &process{pid: pid, start: started, fd: f, done: make(chan struct{})}
+	raw, err := f.SyscallConn()
+	if err != nil {
+		f.Close()
+		return nil, fmt.Errorf("watch pid %d: %w", pid, err)
+	}
+	go p.watch(raw, reap)
+	return p, nil
+}
+
+func (p *process) watch(raw interface {
+	Read(func(uintptr) bool) error
+}, reap func() string) {
+	err := raw.Read(func(fd uintptr) bool {
+		fds := []unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}
+		n, err := unix.Poll(fds, 0)
+		return n > 0 || (err != nil && !errors.Is(err, unix.EINTR))
+	})
+	if errors.Is(err, os.ErrClosed) {
+		return
+	}
+	p.exit = "ended"
+	if reap != nil {
+		p.exit = reap()
+	}
+	close(p.done)
+	p.close()
+}
+
+func (p *process) PID() int              { return p.pid }
+func (p *process) Start() uint64         { return p.start }
+func (p *process) Done() <-chan struct{} { return p.done }
+
+func (p *process) Exit() string {
+	select {
+	case <-p.done:
+		return p.exit
+	default:
+		return "running"
+	}
+}
+
+func (p *process) Kill() {
+	raw, err := p.fd.SyscallConn()
+	if err != nil {
+		return // closed: it has ended
+	}
+	_ = raw.Control(func(fd uintptr) { _ = unix.PidfdSendSignal(int(fd), unix.SIGKILL, nil, 0) })
+}
+
+// close ends the watch without touching the process.
+func (p *process) close() { p.once.Do(func() { p.fd.Close() }) }
+
+// WaitProcess waits until the process with that pid and start time has ended,
+// or ctx is done.
+func WaitProcess(ctx context.Context, pid int, start uint64) error {
+	p, err := openProcess(pid, start, nil)
+	if errors.Is(err, ErrGone) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	defer p.close()
+	select {
+	case <-p.done:
+		return nil
+	case <-ctx.Done():
+		return ctx.Err()
+	}
+}
+
+// startTime is field 22 of /proc/PID/stat; the name in field 2 may hold anything.
+func startTime(pid int) (uint64, error) {
+	b, err := os.ReadFile("/proc/" + strconv.Itoa(pid) + "/stat")
+	if err != nil {
+		return 0, err
+	}
+	_, rest, ok := strings.Cut(string(b[max(0, strings.LastIndexByte(string(b), ')')):]), ") ")
+	fields := strings.Fields(rest)
+	if !ok || len(fields) < 20 {
+		return 0, fmt.Errorf("pid %d: malformed stat", pid)
+	}
+	if fields[0] == "Z" || fields[0] == "X" {
+		return 0, fmt.Errorf("pid %d: %w", pid, ErrGone)
+	}
+	return strconv.ParseUint(fields[19], 10, 64)
+}
+
+// commandLine is the process's command, as far as it fits into a table.
+func commandLine(pid int) string {
+	b, err := os.ReadFile("/proc/" + strconv.Itoa(pid) + "/cmdline")
+	if err != nil {
+		return ""
+	}
+	const most = 256
+	s := strings.Map(func(r rune) rune {
+		if r < ' ' || r == 0x7f || r == 0xfffd {
+			return ' '
+		}
+		return r
+	}, strings.ToValidUTF8(string(b[:min(len(b), most)]), ""))
+	return strings.TrimSpace(s)
+}
+
+// innerPID is the process's pid in its own pid namespace.
+func innerPID(pid int) int {
+	b, err := os.ReadFile("/proc/" + strconv.Itoa(pid) + "/status")
+	if err != nil {
+		return pid
+	}
+	for line := range strings.Lines(string(b)) {
+		if rest, ok := strings.CutPrefix(line, "NSpid:"); ok {
+			if f := strings.Fields(rest); len(f) > 0 {
+				if n, err := strconv.Atoi(f[len(f)-1]); err == nil {
+					return n
+				}
+			}
+		}
+	}
+	return pid
+}

@@ -1,0 +1,124 @@
+package session
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+
+	"google.golang.org/protobuf/encoding/protojson"
+	"google.golang.org/protobuf/proto"
+
+	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+)
+
+// recordVersion is bumped when a gpuguest could misread an older record.
+const recordVersion = 1
+
+// record is a session as session.json has it: all that a new gpuguest needs.
+type record struct {
+	Version     int             `json:"version"`
+	ID          string          `json:"id"`
+	Claim       string          `json:"claim"`
+	PID         int             `json:"pid"`
+	Start       uint64          `json:"start"`
+	Command     string          `json:"command"`
+	StartedMS   int64           `json:"started_ms"`
+	Device      json.RawMessage `json:"device,omitempty"`
+	Memory      [3]inode        `json:"memory"`
+	Generation  uint32          `json:"generation"` // last one given out
+	Current     executorRecord  `json:"current"`    // runs the session, or ran it before the suspend
+	Connected   bool            `json:"connected"`  // the application has its answer
+	SuspendedTo string          `json:"suspended_to,omitempty"`
+	Op          *opRecord       `json:"op,omitempty"`
+}
+
+type executorRecord struct {
+	Generation uint32          `json:"generation"`
+	PID        int             `json:"pid"`
+	Start      uint64          `json:"start"`
+	Target     json.RawMessage `json:"target,omitempty"`
+}
+
+// opRecord is the operation in flight.
+type opRecord struct {
+	Kind  string          `json:"kind"`
+	Step  string          `json:"step"`
+	Other *executorRecord `json:"other,omitempty"` // the target before the commit, the source after it
+	Head  *uint64         `json:"head,omitempty"`  // of the ring while frozen
+	File  string          `json:"file,omitempty"`  // being written
+}
+
+func (r *record) device() *gpuctlv1.VirtualDevice {
+	d := &gpuctlv1.VirtualDevice{}
+	_ = protojson.Unmarshal(r.Device, d) // written by marshal
+	return d
+}
+
+func (e *executorRecord) target() *gpuctlv1.Target {
+	t := &gpuctlv1.Target{}
+	_ = protojson.Unmarshal(e.Target, t)
+	return t
+}
+
+func marshal(m proto.Message) json.RawMessage {
+	b, err := protojson.Marshal(m)
+	if err != nil {
+		return json.RawMessage("{}") // strings that are not UTF-8; Connect lets none in
+	}
+	return b
+}
+
+func readRecord(dir string) (*record, error) {
+	b, err := os.ReadFile(filepath.Join(dir, "session.json"))
+	if err != nil {
+		return nil, err
+	}
+	r := &record{}
+	if err := json.Unmarshal(b, r); err != nil {
+		return nil, fmt.Errorf("%s: %w", filepath.Join(dir, "session.json"), err)
+	}
+	if r.Version != recordVersion {
+		return nil, fmt.Errorf("%s: version %d is not %d", dir, r.Version, recordVersion)
+	}
+	return r, nil
+}
+
+func (r *record) write(dir string) error {
+	b, err := json.MarshalIndent(r, "", "\t")
+	if err != nil {
+		return fmt.Errorf("encode session %s: %w", r.ID, err)
+	}
+	return replaceFile(filepath.Join(dir, "session.json"), b)
+}
+
+// replaceFile writes a file so that readers find the old or the new content.
+// It is not synced: applications do not outlive the kernel either.
+func replaceFile(path string, b []byte) error {
+	tmp := path + ".new"
+	if err := os.WriteFile(tmp, b, 0o600); err != nil {
+		return errors.Join(err, os.Remove(tmp))
+	}
+	return os.Rename(tmp, path)
+}
+
+// syncRename makes a finished file durable and gives it its name.
+func syncRename(tmp, path string) error {
+	f, err := os.Open(tmp)
+	if err != nil {
+		return err
+	}
+	err = errors.Join(f.Sync(), f.Close())
+	if err != nil {
+		return fmt.Errorf("sync %s: %w", tmp, err)
+	}
+	if err := os.Rename(tmp, path); err != nil {
+		return err
+	}
+	d, err := os.Open(filepath.Dir(path))
+	if err != nil {
+		return err
+	}
+	return errors.Join(d.Sync(), d.Close())
+}

@@ -1,0 +1,121 @@
+package session
+
+import (
+	"context"
+	"errors"
+	"net/http"
+	"sync"
+	"time"
+
+	"connectrpc.com/connect"
+
+	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
+)
+
+const probeTimeout = 20 * time.Second
+
+// service serves GuestService.
+type service struct{ m *Manager }
+
+var _ gpuctlv1connect.GuestServiceHandler = service{}
+
+// Handler returns the path and the handler of GuestService.
+func (m *Manager) Handler() (string, http.Handler) {
+	return gpuctlv1connect.NewGuestServiceHandler(service{m})
+}
+
+func (v service) Offer(_ context.Context, req *connect.Request[gpuctlv1.OfferRequest]) (*connect.Response[gpuctlv1.OfferResponse], error) {
+	if err := v.m.offer(req.Msg); err != nil {
+		return nil, err
+	}
+	return connect.NewResponse(&gpuctlv1.OfferResponse{}), nil
+}
+
+func (v service) Withdraw(_ context.Context, req *connect.Request[gpuctlv1.WithdrawRequest]) (*connect.Response[gpuctlv1.WithdrawResponse], error) {
+	if err := v.m.withdraw(req.Msg.Token); err != nil {
+		return nil, err
+	}
+	return connect.NewResponse(&gpuctlv1.WithdrawResponse{}), nil
+}
+
+func (v service) ListSessions(ctx context.Context, _ *connect.Request[gpuctlv1.ListSessionsRequest]) (*connect.Response[gpuctlv1.ListSessionsResponse], error) {
+	v.m.refreshAll(ctx)
+	resp := &gpuctlv1.ListSessionsResponse{}
+	for _, s := range v.m.list() {
+		resp.Sessions = append(resp.Sessions, s.snapshot())
+	}
+	return connect.NewResponse(resp), nil
+}
+
+func (v service) WatchSessions(ctx context.Context, _ *connect.Request[gpuctlv1.WatchSessionsRequest], st *connect.ServerStream[gpuctlv1.Session]) error {
+	return v.m.watch(ctx, st.Send)
+}
+
+func (v service) Plan(ctx context.Context, req *connect.Request[gpuctlv1.PlanRequest]) (*connect.Response[gpuctlv1.PlanResponse], error) {
+	resp, err := v.m.plan(ctx, req.Msg)
+	if err != nil {
+		return nil, err
+	}
+	return connect.NewResponse(resp), nil
+}
+
+func (v service) Swap(ctx context.Context, req *connect.Request[gpuctlv1.SwapRequest], st *connect.ServerStream[gpuctlv1.Progress]) error {
+	return report(st, func(sink func(*gpuctlv1.Progress)) (*gpuctlv1.SwapResult, error) {
+		return v.m.swap(ctx, req.Msg, sink)
+	})
+}
+
+func (v service) Suspend(ctx context.Context, req *connect.Request[gpuctlv1.SuspendRequest], st *connect.ServerStream[gpuctlv1.Progress]) error {
+	return report(st, func(sink func(*gpuctlv1.Progress)) (*gpuctlv1.SwapResult, error) {
+		return v.m.suspend(ctx, req.Msg, sink)
+	})
+}
+
+func (v service) Resume(ctx context.Context, req *connect.Request[gpuctlv1.ResumeRequest], st *connect.ServerStream[gpuctlv1.Progress]) error {
+	return report(st, func(sink func(*gpuctlv1.Progress)) (*gpuctlv1.SwapResult, error) {
+		return v.m.resume(ctx, req.Msg, sink)
+	})
+}
+
+func (v service) Probe(ctx context.Context, req *connect.Request[gpuctlv1.ProbeRequest]) (*connect.Response[gpuctlv1.ProbeResponse], error) {
+	if req.Msg.GetRuntime().GetLibrary() == "" {
+		return nil, connect.NewError(connect.CodeInvalidArgument, errors.New("no runtime library named"))
+	}
+	ctx, cancel := context.WithTimeout(ctx, probeTimeout)
+	defer cancel()
+	resp, err := v.m.cfg.Launcher.Probe(ctx, req.Msg.Runtime)
+	if err != nil {
+		return nil, connect.NewError(connect.CodeFailedPrecondition, err)
+	}
+	return connect.NewResponse(resp), nil
+}
+
+// report runs an operation and streams its progress. A listener that does not
+// read must not keep an application waiting, so what it missed is dropped.
+func report(st *connect.ServerStream[gpuctlv1.Progress],
+	run func(sink func(*gpuctlv1.Progress)) (*gpuctlv1.SwapResult, error),
+) error {
+	news := make(chan *gpuctlv1.Progress, 64)
+	var wg sync.WaitGroup
+	wg.Go(func() {
+		for p := range news {
+			_ = st.Send(p) // a listener that went away has its context cancelled
+		}
+	})
+	last := &gpuctlv1.Progress{}
+	res, err := run(func(p *gpuctlv1.Progress) {
+		last = p
+		select {
+		case news <- p:
+		default:
+		}
+	})
+	close(news)
+	wg.Wait()
+	if err != nil {
+		return err
+	}
+	last.Result = res
+	return st.Send(last)
+}

@@ -1,0 +1,270 @@
+package session
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync"
+	"time"
+
+	"google.golang.org/protobuf/proto"
+
+	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/guest/wire"
+)
+
+// session is one application.
+type session struct {
+	m      *Manager
+	log    *slog.Logger
+	dir    string
+	mem    *memory
+	stdout *os.File
+	app    *process      // nil if the application's pid can't be seen from here
+	conn   *net.UnixConn // nil after re-adoption
+
+	mu      sync.Mutex
+	rec     record
+	state   gpuctlv1.SessionState
+	message string
+	usage   *gpuctlv1.Usage
+	fresh   time.Time // of usage
+	current *executor // nil while suspended or lost
+	op      *operation
+	ending  bool
+	gone    chan struct{} // closed by release
+	ended   chan struct{} // closed when nothing of it is left
+}
+
+// snapshot is the session as the API shows it.
+func (s *session) snapshot() *gpuctlv1.Session {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.snapshotLocked()
+}
+
+func (s *session) snapshotLocked() *gpuctlv1.Session {
+	return &gpuctlv1.Session{
+		Id: s.rec.ID, Claim: s.rec.Claim, Pid: uint32(s.rec.PID), Command: s.rec.Command,
+		State: s.state, Target: s.rec.Current.target(), Usage: proto.CloneOf(s.usage),
+		StartedUnixMs: s.rec.StartedMS, Message: s.message, Generation: s.rec.Current.Generation,
+		SuspendedTo: s.rec.SuspendedTo, Device: s.rec.device(),
+	}
+}
+
+// update changes the record under the lock and writes it.
+func (s *session) update(change func(*record)) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	next := s.rec
+	if s.rec.Op != nil {
+		op := *s.rec.Op
+		next.Op = &op
+	}
+	change(&next)
+	if err := next.write(s.dir); err != nil {
+		return fmt.Errorf("journal of session %s: %w", s.rec.ID, err)
+	}
+	s.rec = next
+	return nil
+}
+
+func (s *session) set(state gpuctlv1.SessionState, message string) {
+	s.mu.Lock()
+	s.state, s.message = state, message
+	s.mu.Unlock()
+	s.m.changed(s)
+}
+
+func (s *session) executorsDir() string { return filepath.Join(s.dir, "x") }
+
+func (s *session) sockets(gen uint32) (control, imports string) {
+	return filepath.Join(s.executorsDir(), fmt.Sprintf("c%d", gen)),
+		filepath.Join(s.executorsDir(), fmt.Sprintf("i%d", gen))
+}
+
+// launch starts an executor of the next generation and waits until it serves.
+// journal learns of it before it does anything. A failing executor is killed.
+func (s *session) launch(ctx context.Context, target *gpuctlv1.Target,
+	journal func(*record, executorRecord),
+) (*executor, *gpuctlv1.DescribeResponse, error) {
+	s.mu.Lock()
+	gen := s.rec.Generation + 1
+	device := s.rec.device()
+	pid, start := s.rec.PID, s.rec.Start
+	s.mu.Unlock()
+	control, imports := s.sockets(gen)
+	var e *executor
+	_, err := s.m.cfg.Launcher.Launch(ctx, Spec{
+		Dir: s.executorsDir(), Generation: gen, Socket: control, ImportSocket: imports,
+		Runtime: target.GetRuntime(), Device: device, Memory: s.mem.files(), Stdout: s.stdout,
+		AppPID: pid, AppStart: start,
+	}, func(p Process) error {
+		e = newExecutor(gen, target, p, control, imports)
+		return s.update(func(r *record) {
+			r.Generation = gen
+			journal(r, e.record())
+		})
+	})
+	if err != nil {
+		return nil, nil, err
+	}
+	d, err := e.ready(ctx)
+	if err == nil && d.Generation != gen {
+		err = fmt.Errorf("executor %d says it is generation %d", gen, d.Generation)
+	}
+	if err != nil {
+		e.kill()
+		return nil, nil, err
+	}
+	return e, d, nil
+}
+
+// watchExecutor loses the session when its executor ends by itself.
+func (s *session) watchExecutor(e *executor) {
+	go func() {
+		select {
+		case <-e.proc.Done():
+			s.executorEnded(e)
+		case <-s.gone:
+		}
+	}()
+}
+
+// executorEnded is called when an executor of the session has ended. Whether
+// that matters to a running operation is the operation's to find out.
+func (s *session) executorEnded(e *executor) {
+	s.mu.Lock()
+	lost := s.current == e && s.op == nil && !s.ending
+	s.mu.Unlock()
+	if lost {
+		s.lose("executor " + e.proc.Exit())
+	}
+}
+
+// lose ends the session for its application: its state is gone.
+func (s *session) lose(why string) {
+	s.mu.Lock()
+	e := s.current
+	s.current = nil
+	s.mu.Unlock()
+	if e != nil && !e.dead() {
+		e.kill() // it must not touch the ring any more
+	}
+	s.mem.setState(wire.StateLost)
+	s.log.Error("session lost", "err", why)
+	s.set(gpuctlv1.SessionState_SESSION_STATE_LOST, why)
+}
+
+// watchApp ends the session when the application has ended: by its socket as
+// long as there is one, and by its pid, since a child may hold the socket too.
+func (s *session) watchApp() {
+	if s.app != nil {
+		go func() {
+			select {
+			case <-s.app.Done():
+				s.end()
+			case <-s.gone:
+			}
+		}()
+	}
+	if s.conn != nil {
+		go func() {
+			var b [64]byte
+			for {
+				if _, err := s.conn.Read(b[:]); err != nil {
+					break
+				}
+			}
+			select {
+			case <-s.gone: // it was us who closed it
+			default:
+				s.end()
+			}
+		}()
+	}
+}
+
+// end takes the session down. It returns when nothing of it is left.
+func (s *session) end() {
+	s.mu.Lock()
+	if s.ending {
+		s.mu.Unlock()
+		<-s.ended
+		return
+	}
+	s.ending = true
+	op := s.op
+	s.mu.Unlock()
+	if op != nil {
+		op.cancel(errAppEnded)
+		<-op.done
+	}
+	s.mu.Lock()
+	e, rec := s.current, s.rec
+	s.mu.Unlock()
+	if e != nil {
+		ctx, cancel := context.WithTimeout(context.Background(), retireTimeout)
+		_ = e.retire(ctx)
+		cancel()
+	}
+	if rec.SuspendedTo != "" && rec.SuspendedTo != toMemory {
+		_ = os.Remove(rec.SuspendedTo)
+	}
+	s.release()
+	if err := os.RemoveAll(s.dir); err != nil {
+		s.log.Warn("remove session folder", "err", err)
+	}
+	s.log.Info("session ended")
+	s.m.remove(s)
+	close(s.ended)
+}
+
+// release lets go of the session without touching its processes.
+func (s *session) release() {
+	close(s.gone)
+	if s.conn != nil {
+		s.conn.Close()
+	}
+	if s.app != nil {
+		s.app.close()
+	}
+	if s.stdout != nil {
+		s.stdout.Close()
+	}
+	s.mem.close()
+}
+
+// refresh asks the executor what the session uses, at most every so often.
+func (s *session) refresh(ctx context.Context, every time.Duration) {
+	s.mu.Lock()
+	e := s.current
+	skip := e == nil || time.Since(s.fresh) < every
+	if !skip {
+		s.fresh = time.Now()
+	}
+	s.mu.Unlock()
+	if skip {
+		return
+	}
+	d, err := e.describe(ctx)
+	if err != nil {
+		return
+	}
+	s.mu.Lock()
+	moved := !proto.Equal(s.usage, d.Usage)
+	s.usage = d.Usage
+	s.mu.Unlock()
+	if moved {
+		s.m.changed(s)
+	}
+}
+
+var errAppEnded = errors.New("the application has ended")
+
+func joinWords(words []string) string { return strings.Join(words, "; ") }

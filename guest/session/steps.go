@@ -1,0 +1,110 @@
+package session
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"time"
+
+	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+)
+
+// undoTimeout bounds each undo: an executor that hangs is killed by the next.
+const undoTimeout = 30 * time.Second
+
+// step is one named part of an operation.
+type step struct {
+	name string
+	run  func(ctx context.Context) error
+	// undo takes back whatever a complete or partial run did. It is registered
+	// before run begins.
+	undo func(ctx context.Context) error
+	// commit marks the step after whose success nothing is taken back.
+	commit bool
+}
+
+// stepError says which step ended an operation and whether all undos worked.
+type stepError struct {
+	step string
+	err  error
+	undo error
+}
+
+func (e *stepError) Error() string {
+	if e.undo != nil {
+		return fmt.Sprintf("%s: %v (and undoing: %v)", e.step, e.err, e.undo)
+	}
+	return fmt.Sprintf("%s: %v", e.step, e.err)
+}
+
+func (e *stepError) Unwrap() []error {
+	if e.undo != nil {
+		return []error{e.err, e.undo}
+	}
+	return []error{e.err}
+}
+
+// runner runs steps.
+type runner struct {
+	begin func(i, n int, name string) error       // before each step: journal, progress
+	after func(name string, committed bool) error // after its work: fault injection
+	late  func(name string, err error)            // an error after the commit point
+	start time.Time                               // of the operation
+	times []*gpuctlv1.StepTime                    // filled as steps end
+}
+
+// run runs the steps in order. An error up to the commit point takes back
+// every step begun, last first, and is returned as a *stepError; an error
+// after it goes to late and the rest of the steps still runs.
+func (r *runner) run(ctx context.Context, steps []step) error {
+	var begun []step
+	committed := false
+	for i, s := range steps {
+		if committed {
+			ctx = context.WithoutCancel(ctx)
+		}
+		t := &gpuctlv1.StepTime{Step: s.name, StartNs: time.Since(r.start).Nanoseconds()}
+		r.times = append(r.times, t)
+		err := ctx.Err()
+		if err == nil {
+			err = r.begin(i, len(steps), s.name)
+		}
+		if err == nil {
+			begun = append(begun, s)
+			err = s.run(ctx)
+		}
+		if err == nil && s.commit {
+			committed = true
+		}
+		if err == nil {
+			err = r.after(s.name, committed)
+		}
+		t.DurationNs = time.Since(r.start).Nanoseconds() - t.StartNs
+		if err == nil {
+			continue
+		}
+		if committed {
+			r.late(s.name, err)
+			continue
+		}
+		return &stepError{step: s.name, err: err, undo: undo(ctx, begun)}
+	}
+	return nil
+}
+
+func undo(ctx context.Context, begun []step) error {
+	ctx = context.WithoutCancel(ctx)
+	var errs []error
+	for i := len(begun) - 1; i >= 0; i-- {
+		s := begun[i]
+		if s.undo == nil {
+			continue
+		}
+		ctx, cancel := context.WithTimeout(ctx, undoTimeout)
+		if err := s.undo(ctx); err != nil {
+			errs = append(errs, fmt.Errorf("undo %s: %w", s.name, err))
+		}
+		cancel()
+	}
+	return errors.Join(errs...)
+}

@@ -1,0 +1,206 @@
+package session
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"strings"
+
+	"connectrpc.com/connect"
+	"golang.org/x/sys/unix"
+
+	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/guest/wire"
+)
+
+// suspend saves the session's state to memory or to a file and ends its
+// executor. The application waits until resume.
+func (m *Manager) suspend(ctx context.Context, req *gpuctlv1.SuspendRequest, sink func(*gpuctlv1.Progress)) (*gpuctlv1.SwapResult, error) {
+	s, err := m.lookup(req.Session)
+	if err != nil {
+		return nil, err
+	}
+	to, part := toMemory, ""
+	export := &gpuctlv1.ExportRequest{Memory: true, Final: true, All: true}
+	if req.File != "" {
+		if !filepath.IsAbs(req.File) || filepath.Clean(req.File) != req.File {
+			return nil, connect.NewError(connect.CodeInvalidArgument, fmt.Errorf("%q is not an absolute, clean path", req.File))
+		}
+		if _, err := os.Lstat(req.File); !errors.Is(err, fs.ErrNotExist) {
+			return nil, connect.NewError(connect.CodeFailedPrecondition, fmt.Errorf("%s exists, or can't be looked at", req.File))
+		}
+		to, part = req.File, partName(req.File, req.Session)
+		export = &gpuctlv1.ExportRequest{File: part, Final: true, All: true}
+	}
+	op, err := s.begin(ctx, kindSuspend, req.FailAt, sink)
+	if err != nil {
+		return nil, err
+	}
+	return op.run([]step{
+		{name: stepCheck, run: func(ctx context.Context) error {
+			d, err := op.source.describe(ctx)
+			if err != nil {
+				return err
+			}
+			return refuse(roomFor(d.Usage.GetMemory(), req.File))
+		}},
+		{name: stepFreeze, undo: op.thawSource, run: func(ctx context.Context) error {
+			return op.freezeSource(ctx, req.FreezeTimeoutMs)
+		}},
+		{name: stepExport, undo: func(context.Context) error { return s.dropSaved(to, part) }, run: func(ctx context.Context) error {
+			if err := s.update(func(r *record) { r.Op.File = to }); err != nil {
+				return err
+			}
+			if err := s.dropSaved("", part); err != nil {
+				return err
+			}
+			n, err := op.source.export(ctx, export, op.progress)
+			op.result.BytesFrozen = n
+			if err != nil {
+				return err
+			}
+			if part != "" {
+				if err := syncRename(part, to); err != nil {
+					return err
+				}
+			}
+			return replaceFile(s.graphPath(), op.graph)
+		}},
+		{name: stepMark, commit: true, run: func(context.Context) error {
+			if err := op.fault.fail(stepMark); err != nil {
+				return err
+			}
+			source := op.source.record()
+			if err := s.update(func(r *record) { r.SuspendedTo, r.Op.Other = to, &source }); err != nil {
+				return err
+			}
+			s.mem.setState(wire.StateSuspended)
+			s.mu.Lock()
+			s.current = nil
+			s.mu.Unlock()
+			op.stands()
+			return nil
+		}},
+		{name: stepRetire, run: func(ctx context.Context) error { return op.source.retire(ctx) }},
+	}), nil
+}
+
+// resume makes a suspended session run on the target. If that fails it stays
+// suspended and can be resumed elsewhere.
+func (m *Manager) resume(ctx context.Context, req *gpuctlv1.ResumeRequest, sink func(*gpuctlv1.Progress)) (*gpuctlv1.SwapResult, error) {
+	s, err := m.lookup(req.Session)
+	if err != nil {
+		return nil, err
+	}
+	target := req.Target
+	if target == nil {
+		s.mu.Lock()
+		target = s.rec.Current.target() // where it was
+		s.mu.Unlock()
+	}
+	if err := checkTarget(target); err != nil {
+		return nil, err
+	}
+	op, err := s.begin(ctx, kindResume, req.FailAt, sink)
+	if err != nil {
+		return nil, err
+	}
+	saved := s.snapshot()
+	load := &gpuctlv1.LoadRequest{Memory: true}
+	if saved.SuspendedTo != toMemory {
+		load = &gpuctlv1.LoadRequest{File: saved.SuspendedTo}
+	}
+	return op.run([]step{
+		{name: stepCheck, run: func(context.Context) (err error) {
+			if err := refuse(Reasons(saved.Usage, target.Limits)); err != nil {
+				return err
+			}
+			op.graph, err = s.readGraph()
+			return err
+		}},
+		{name: stepStart, undo: op.killTarget, run: func(ctx context.Context) error {
+			return op.startTarget(ctx, target, saved.Usage, 0)
+		}},
+		{name: stepPrepare, run: func(ctx context.Context) error {
+			return op.target.prepare(ctx, &gpuctlv1.PrepareRequest{Graph: op.graph, Final: true}, op.progress)
+		}},
+		{name: stepLoad, run: func(ctx context.Context) error {
+			return op.target.load(ctx, load, func(p *gpuctlv1.Progress) {
+				op.result.BytesFrozen = max(op.result.BytesFrozen, p.BytesDone)
+				op.progress(p)
+			})
+		}},
+		{name: stepSwitch, commit: true, run: func(ctx context.Context) error {
+			s.mem.setState(wire.StateRunning)
+			if err := op.handOver(ctx, saved.Generation); err != nil {
+				if !errors.Is(err, errLost) {
+					s.mem.setState(wire.StateSuspended)
+				}
+				return err
+			}
+			op.adoptTarget(func(r *record) { r.SuspendedTo, r.Op.File = "", saved.SuspendedTo })
+			return nil
+		}},
+		{name: stepDiscard, run: func(context.Context) error { return s.dropSaved(saved.SuspendedTo, "") }},
+	}), nil
+}
+
+// dropSaved removes a suspended state: what it went to, the part of a file
+// that was being written, and the graph.
+func (s *session) dropSaved(to, part string) error {
+	var errs []error
+	for _, f := range []string{to, part, s.graphPath()} {
+		if f == "" {
+			continue
+		}
+		if f == toMemory {
+			errs = append(errs, s.mem.dropState())
+			continue
+		}
+		if err := os.Remove(f); err != nil && !errors.Is(err, fs.ErrNotExist) {
+			errs = append(errs, err)
+		}
+	}
+	return errors.Join(errs...)
+}
+
+func (s *session) graphPath() string { return filepath.Join(s.dir, "graph.bin") }
+
+func (s *session) readGraph() ([]byte, error) {
+	b, err := os.ReadFile(s.graphPath())
+	if err != nil {
+		return nil, fmt.Errorf("graph of session: %w", err)
+	}
+	return b, nil
+}
+
+// roomFor says why so many bytes don't fit into the file's file system or,
+// without a file, into memory. Unknown room is no reason.
+func roomFor(need uint64, file string) []*gpuctlv1.Reason {
+	if file != "" {
+		var st unix.Statfs_t
+		if err := unix.Statfs(filepath.Dir(file), &st); err != nil {
+			return []*gpuctlv1.Reason{{Code: "file", Message: fmt.Sprintf("%s: %v", filepath.Dir(file), err)}}
+		}
+		if free := st.Bavail * uint64(st.Bsize); need > free {
+			return []*gpuctlv1.Reason{{Code: "disk", Message: fmt.Sprintf(
+				"the session's memory objects take %s, the file system of %s has %s left", formatBytes(need), file, formatBytes(free))}}
+		}
+		return nil
+	}
+	b, err := os.ReadFile("/proc/meminfo")
+	if err != nil {
+		return nil
+	}
+	for line := range strings.Lines(string(b)) {
+		var kib uint64
+		if _, err := fmt.Sscanf(line, "MemAvailable: %d kB", &kib); err == nil && need > kib<<10 {
+			return []*gpuctlv1.Reason{{Code: "host_memory", Message: fmt.Sprintf(
+				"the session's memory objects take %s, the host has %s left", formatBytes(need), formatBytes(kib<<10))}}
+		}
+	}
+	return nil
+}

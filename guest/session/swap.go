@@ -1,0 +1,210 @@
+package session
+
+import (
+	"context"
+	"errors"
+
+	"connectrpc.com/connect"
+
+	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+)
+
+const (
+	precopyRounds = 5
+	// precopyEnough ends the rounds: less than 1/100 of the memory is dirty.
+	precopyEnough = 100
+)
+
+// swap moves a session to the target while its application runs. A suspended
+// session is resumed there. Refusals and roll-backs are in the result.
+func (m *Manager) swap(ctx context.Context, req *gpuctlv1.SwapRequest, sink func(*gpuctlv1.Progress)) (*gpuctlv1.SwapResult, error) {
+	s, err := m.lookup(req.Session)
+	if err != nil {
+		return nil, err
+	}
+	if err := checkTarget(req.Target); err != nil {
+		return nil, err
+	}
+	if s.snapshot().SuspendedTo != "" {
+		return m.resume(ctx, &gpuctlv1.ResumeRequest{Session: req.Session, Target: req.Target, FailAt: req.FailAt}, sink)
+	}
+	op, err := s.begin(ctx, kindSwap, req.FailAt, sink)
+	if err != nil {
+		return nil, err
+	}
+	var (
+		usage   *gpuctlv1.Usage
+		devices int
+	)
+	res := op.run([]step{
+		{name: stepCheck, run: func(ctx context.Context) error {
+			d, err := op.source.describe(ctx)
+			if err != nil {
+				return err
+			}
+			usage, devices = d.Usage, len(d.Devices)
+			return refuse(Reasons(usage, req.Target.Limits))
+		}},
+		{name: stepStart, undo: op.killTarget, run: func(ctx context.Context) error {
+			return op.startTarget(ctx, req.Target, usage, devices)
+		}},
+		{name: stepPrepare, run: func(ctx context.Context) error {
+			snap, err := op.source.snapshot(ctx)
+			if err != nil {
+				return err
+			}
+			op.graph = snap.Graph
+			if err := op.target.prepare(ctx, &gpuctlv1.PrepareRequest{Graph: op.graph, CheckOnly: true}, op.progress); err != nil {
+				return err
+			}
+			return op.target.prepare(ctx, &gpuctlv1.PrepareRequest{Graph: op.graph}, op.progress)
+		}},
+		{name: stepPrecopy, run: func(ctx context.Context) error { return op.precopy(ctx, usage.GetMemory()) }},
+		{name: stepFreeze, undo: op.thawSource, run: func(ctx context.Context) error {
+			return op.freezeSource(ctx, req.FreezeTimeoutMs)
+		}},
+		{name: stepTransfer, run: func(ctx context.Context) error {
+			if err := op.target.prepare(ctx, &gpuctlv1.PrepareRequest{Graph: op.graph, Final: true}, op.progress); err != nil {
+				return err
+			}
+			n, err := op.source.export(ctx, &gpuctlv1.ExportRequest{Peer: op.target.importSocket, Final: true}, op.progress)
+			op.result.BytesFrozen = n
+			return err
+		}},
+		{name: stepSwitch, commit: true, run: func(ctx context.Context) error {
+			if err := op.handOver(ctx, op.source.gen); err != nil {
+				return err
+			}
+			op.stands()
+			old := op.source.record()
+			op.adoptTarget(func(r *record) { r.Op.Other = &old })
+			return nil
+		}},
+		{name: stepRetire, run: func(ctx context.Context) error { return op.source.retire(ctx) }},
+	})
+	if res.Error == "" {
+		m.model.learn(res, usage)
+	}
+	return res, nil
+}
+
+// precopy sends contents while the application runs, in rounds, as long as
+// that makes the rest smaller, and keeps the target's objects up to date.
+func (op *operation) precopy(ctx context.Context, memory uint64) error {
+	dirty := ^uint64(0)
+	for round := range precopyRounds {
+		n, err := op.source.export(ctx, &gpuctlv1.ExportRequest{
+			Peer: op.target.importSocket, All: round == 0, // earlier targets had what this one lacks
+		}, op.progress)
+		op.result.BytesPrecopied += n
+		if err != nil {
+			return err
+		}
+		snap, err := op.source.snapshot(ctx)
+		if err != nil {
+			return err
+		}
+		op.graph = snap.Graph
+		if err := op.target.prepare(ctx, &gpuctlv1.PrepareRequest{Graph: op.graph}, op.progress); err != nil {
+			return err
+		}
+		if snap.Dirty <= memory/precopyEnough || snap.Dirty >= dirty {
+			return nil
+		}
+		dirty = snap.Dirty
+	}
+	return nil
+}
+
+func checkTarget(t *gpuctlv1.Target) error {
+	if t.GetRuntime().GetLibrary() == "" {
+		return connect.NewError(connect.CodeInvalidArgument, errors.New("the target names no runtime library"))
+	}
+	return nil
+}
+
+// plan says whether a swap could work and what it would cost.
+func (m *Manager) plan(ctx context.Context, req *gpuctlv1.PlanRequest) (*gpuctlv1.PlanResponse, error) {
+	s, err := m.lookup(req.Session)
+	if err != nil {
+		return nil, err
+	}
+	if err := checkTarget(req.Target); err != nil {
+		return nil, err
+	}
+	s.refresh(ctx, 0)
+	kind := kindSwap
+	now := s.snapshot()
+	if now.SuspendedTo != "" {
+		kind = kindResume
+	}
+	resp := &gpuctlv1.PlanResponse{
+		Reasons: Reasons(now.Usage, req.Target.Limits),
+		Steps:   stepNames(kind),
+		Bytes:   now.Usage.GetMemory(),
+	}
+	if now.State == gpuctlv1.SessionState_SESSION_STATE_LOST {
+		resp.Reasons = append(resp.Reasons, &gpuctlv1.Reason{Code: "lost", Message: "the session is lost: " + now.Message})
+	}
+	total, stop := m.model.predict(now.Usage)
+	resp.PredictedNs, resp.PredictedStopNs = total.Nanoseconds(), stop.Nanoseconds()
+	if !req.Build || len(resp.Reasons) > 0 {
+		return resp, nil
+	}
+	rs, err := s.tryTarget(ctx, req.Target)
+	if err != nil {
+		return nil, err
+	}
+	resp.Reasons = rs
+	return resp, nil
+}
+
+// tryTarget starts the target, makes the session's objects there and drops it.
+func (s *session) tryTarget(ctx context.Context, target *gpuctlv1.Target) ([]*gpuctlv1.Reason, error) {
+	op, err := s.begin(ctx, kindPlan, "", func(*gpuctlv1.Progress) {})
+	if err != nil {
+		return nil, err
+	}
+	drop := errors.New("dropped")
+	res := op.run([]step{{name: stepPrepare, undo: op.killTarget, run: func(ctx context.Context) error {
+		usage, devices, graph, err := s.needs(ctx, op.source)
+		if err != nil {
+			return err
+		}
+		if err := op.startTarget(ctx, target, usage, devices); err != nil {
+			return err
+		}
+		for _, check := range []bool{true, false} {
+			if err := op.target.prepare(ctx, &gpuctlv1.PrepareRequest{Graph: graph, CheckOnly: check}, op.progress); err != nil {
+				return err
+			}
+		}
+		return drop // success: the undo drops the target
+	}}})
+	switch {
+	case res.Refused:
+		return res.Reasons, nil
+	case errors.Is(op.failure, drop):
+		return nil, nil
+	}
+	// Whatever went wrong on the target is why it can't serve.
+	return []*gpuctlv1.Reason{{Code: "build", Message: res.Error}}, nil
+}
+
+// needs is what a target has to make: of the running session, or as it was
+// when it was suspended.
+func (s *session) needs(ctx context.Context, source *executor) (usage *gpuctlv1.Usage, devices int, graph []byte, err error) {
+	if source == nil {
+		graph, err = s.readGraph()
+		return s.snapshot().Usage, 0, graph, err
+	}
+	d, err := source.describe(ctx)
+	if err != nil {
+		return nil, 0, nil, err
+	}
+	snap, err := source.snapshot(ctx)
+	if err != nil {
+		return nil, 0, nil, err
+	}
+	return d.Usage, len(d.Devices), snap.Graph, nil
+}
