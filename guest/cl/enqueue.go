@@ -81,27 +81,27 @@ func EnqueueTask(q Queue, k Kernel, wait []Event, ev *Event) Status {
 // EnqueueReadBuffer copies out of a buffer.
 func EnqueueReadBuffer(q Queue, m Mem, blocking bool, off, size uint64, ptr unsafe.Pointer, wait []Event, ev *Event) Status {
 	n, list := handles(wait)
-	return Status(C.gxEnqueueReadBuffer(C.uintptr_t(q), C.uintptr_t(m), flag(blocking), C.size_t(off), C.size_t(size), ptr, n, list, out(ev)))
+	return Status(C.gxEnqueueReadBuffer(C.uintptr_t(q), C.uintptr_t(m), flag(blocking), C.size_t(off), C.size_t(size), (*C.uint8_t)(ptr), n, list, out(ev)))
 }
 
 // EnqueueWriteBuffer copies into a buffer.
 func EnqueueWriteBuffer(q Queue, m Mem, blocking bool, off, size uint64, ptr unsafe.Pointer, wait []Event, ev *Event) Status {
 	n, list := handles(wait)
-	return Status(C.gxEnqueueWriteBuffer(C.uintptr_t(q), C.uintptr_t(m), flag(blocking), C.size_t(off), C.size_t(size), ptr, n, list, out(ev)))
+	return Status(C.gxEnqueueWriteBuffer(C.uintptr_t(q), C.uintptr_t(m), flag(blocking), C.size_t(off), C.size_t(size), (*C.uint8_t)(ptr), n, list, out(ev)))
 }
 
 // EnqueueReadBufferRect copies a box out of a buffer. Origins and the region
 // are bytes, rows and slices, pitches bytes or 0.
 func EnqueueReadBufferRect(q Queue, m Mem, blocking bool, bufferOrigin, hostOrigin, region *[3]uint64, bufferRow, bufferSlice, hostRow, hostSlice uint64, ptr unsafe.Pointer, wait []Event, ev *Event) Status {
 	n, list := handles(wait)
-	return Status(C.gxEnqueueReadBufferRect(C.uintptr_t(q), C.uintptr_t(m), flag(blocking), dims3(bufferOrigin), dims3(hostOrigin), dims3(region), C.size_t(bufferRow), C.size_t(bufferSlice), C.size_t(hostRow), C.size_t(hostSlice), ptr, n, list, out(ev)))
+	return Status(C.gxEnqueueReadBufferRect(C.uintptr_t(q), C.uintptr_t(m), flag(blocking), dims3(bufferOrigin), dims3(hostOrigin), dims3(region), C.size_t(bufferRow), C.size_t(bufferSlice), C.size_t(hostRow), C.size_t(hostSlice), (*C.uint8_t)(ptr), n, list, out(ev)))
 }
 
 // EnqueueWriteBufferRect copies a box into a buffer. Origins and the region
 // are bytes, rows and slices, pitches bytes or 0.
 func EnqueueWriteBufferRect(q Queue, m Mem, blocking bool, bufferOrigin, hostOrigin, region *[3]uint64, bufferRow, bufferSlice, hostRow, hostSlice uint64, ptr unsafe.Pointer, wait []Event, ev *Event) Status {
 	n, list := handles(wait)
-	return Status(C.gxEnqueueWriteBufferRect(C.uintptr_t(q), C.uintptr_t(m), flag(blocking), dims3(bufferOrigin), dims3(hostOrigin), dims3(region), C.size_t(bufferRow), C.size_t(bufferSlice), C.size_t(hostRow), C.size_t(hostSlice), ptr, n, list, out(ev)))
+	return Status(C.gxEnqueueWriteBufferRect(C.uintptr_t(q), C.uintptr_t(m), flag(blocking), dims3(bufferOrigin), dims3(hostOrigin), dims3(region), C.size_t(bufferRow), C.size_t(bufferSlice), C.size_t(hostRow), C.size_t(hostSlice), (*C.uint8_t)(ptr), n, list, out(ev)))
 }
 
 // EnqueueCopyBuffer copies from buffer to buffer.
@@ -120,21 +120,21 @@ func EnqueueCopyBufferRect(q Queue, src, dst Mem, srcOrigin, dstOrigin, region *
 // buffer.
 func EnqueueFillBuffer(q Queue, m Mem, pattern unsafe.Pointer, patternSize, off, size uint64, wait []Event, ev *Event) Status {
 	n, list := handles(wait)
-	return Status(C.gxEnqueueFillBuffer(C.uintptr_t(q), C.uintptr_t(m), pattern, C.size_t(patternSize), C.size_t(off), C.size_t(size), n, list, out(ev)))
+	return Status(C.gxEnqueueFillBuffer(C.uintptr_t(q), C.uintptr_t(m), (*C.uint8_t)(pattern), C.size_t(patternSize), C.size_t(off), C.size_t(size), n, list, out(ev)))
 }
 
 // EnqueueReadImage copies out of an image. Pitches are those of the memory at
 // ptr, 0 for tight.
 func EnqueueReadImage(q Queue, m Mem, blocking bool, origin, region *[3]uint64, rowPitch, slicePitch uint64, ptr unsafe.Pointer, wait []Event, ev *Event) Status {
 	n, list := handles(wait)
-	return Status(C.gxEnqueueReadImage(C.uintptr_t(q), C.uintptr_t(m), flag(blocking), dims3(origin), dims3(region), C.size_t(rowPitch), C.size_t(slicePitch), ptr, n, list, out(ev)))
+	return Status(C.gxEnqueueReadImage(C.uintptr_t(q), C.uintptr_t(m), flag(blocking), dims3(origin), dims3(region), C.size_t(rowPitch), C.size_t(slicePitch), (*C.uint8_t)(ptr), n, list, out(ev)))
 }
 
 // EnqueueWriteImage copies into an image. Pitches are those of the memory at
 // ptr, 0 for tight.
 func EnqueueWriteImage(q Queue, m Mem, blocking bool, origin, region *[3]uint64, rowPitch, slicePitch uint64, ptr unsafe.Pointer, wait []Event, ev *Event) Status {
 	n, list := handles(wait)
-	return Status(C.gxEnqueueWriteImage(C.uintptr_t(q), C.uintptr_t(m), flag(blocking), dims3(origin), dims3(region), C.size_t(rowPitch), C.size_t(slicePitch), ptr, n, list, out(ev)))
+	return Status(C.gxEnqueueWriteImage(C.uintptr_t(q), C.uintptr_t(m), flag(blocking), dims3(origin), dims3(region), C.size_t(rowPitch), C.size_t(slicePitch), (*C.uint8_t)(ptr), n, list, out(ev)))
 }
 
 // EnqueueCopyImage copies from image to image.
@@ -146,7 +146,7 @@ func EnqueueCopyImage(q Queue, src, dst Mem, srcOrigin, dstOrigin, region *[3]ui
 // EnqueueFillImage fills a part of an image with a colour of 16 bytes.
 func EnqueueFillImage(q Queue, m Mem, color *[16]byte, origin, region *[3]uint64, wait []Event, ev *Event) Status {
 	n, list := handles(wait)
-	return Status(C.gxEnqueueFillImage(C.uintptr_t(q), C.uintptr_t(m), unsafe.Pointer(color), dims3(origin), dims3(region), n, list, out(ev)))
+	return Status(C.gxEnqueueFillImage(C.uintptr_t(q), C.uintptr_t(m), (*C.uint8_t)(unsafe.Pointer(color)), dims3(origin), dims3(region), n, list, out(ev)))
 }
 
 // EnqueueCopyImageToBuffer copies a part of an image into a buffer.
@@ -164,7 +164,7 @@ func EnqueueCopyBufferToImage(q Queue, src, dst Mem, srcOff uint64, origin, regi
 // EnqueueUnmapMemObject ends a mapping.
 func EnqueueUnmapMemObject(q Queue, m Mem, ptr unsafe.Pointer, wait []Event, ev *Event) Status {
 	n, list := handles(wait)
-	return Status(C.gxEnqueueUnmapMemObject(C.uintptr_t(q), C.uintptr_t(m), ptr, n, list, out(ev)))
+	return Status(C.gxEnqueueUnmapMemObject(C.uintptr_t(q), C.uintptr_t(m), (*C.uint8_t)(ptr), n, list, out(ev)))
 }
 
 // EnqueueMarkerWithWaitList makes an event of what came before.

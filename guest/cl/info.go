@@ -73,7 +73,7 @@ func CString(b []byte) string {
 // maxInfo bounds the size of an info, against a runtime's nonsense.
 const maxInfo = 1 << 30
 
-func info(get func(size C.size_t, value unsafe.Pointer, ret *C.size_t) C.int32_t) ([]byte, Status) {
+func info(get func(size C.size_t, value *C.uint8_t, ret *C.size_t) C.int32_t) ([]byte, Status) {
 	var n C.size_t
 	if s := Status(get(0, nil, &n)); s != Success {
 		return nil, s
@@ -85,7 +85,7 @@ func info(get func(size C.size_t, value unsafe.Pointer, ret *C.size_t) C.int32_t
 		return nil, OutOfHostMemory
 	}
 	b := make([]byte, n)
-	if s := Status(get(n, unsafe.Pointer(&b[0]), &n)); s != Success {
+	if s := Status(get(n, (*C.uint8_t)(&b[0]), &n)); s != Success {
 		return nil, s
 	}
 	return b[:min(uint64(n), uint64(len(b)))], Success
@@ -93,98 +93,98 @@ func info(get func(size C.size_t, value unsafe.Pointer, ret *C.size_t) C.int32_t
 
 // GetPlatformInfo returns a property of a platform.
 func GetPlatformInfo(p Platform, param uint32) ([]byte, Status) {
-	return info(func(size C.size_t, value unsafe.Pointer, ret *C.size_t) C.int32_t {
+	return info(func(size C.size_t, value *C.uint8_t, ret *C.size_t) C.int32_t {
 		return C.gxGetPlatformInfo(C.uintptr_t(p), C.uint32_t(param), size, value, ret)
 	})
 }
 
 // GetDeviceInfo returns a property of a device.
 func GetDeviceInfo(d Device, param uint32) ([]byte, Status) {
-	return info(func(size C.size_t, value unsafe.Pointer, ret *C.size_t) C.int32_t {
+	return info(func(size C.size_t, value *C.uint8_t, ret *C.size_t) C.int32_t {
 		return C.gxGetDeviceInfo(C.uintptr_t(d), C.uint32_t(param), size, value, ret)
 	})
 }
 
 // GetContextInfo returns a property of a context.
 func GetContextInfo(c Context, param uint32) ([]byte, Status) {
-	return info(func(size C.size_t, value unsafe.Pointer, ret *C.size_t) C.int32_t {
+	return info(func(size C.size_t, value *C.uint8_t, ret *C.size_t) C.int32_t {
 		return C.gxGetContextInfo(C.uintptr_t(c), C.uint32_t(param), size, value, ret)
 	})
 }
 
 // GetCommandQueueInfo returns a property of a queue.
 func GetCommandQueueInfo(q Queue, param uint32) ([]byte, Status) {
-	return info(func(size C.size_t, value unsafe.Pointer, ret *C.size_t) C.int32_t {
+	return info(func(size C.size_t, value *C.uint8_t, ret *C.size_t) C.int32_t {
 		return C.gxGetCommandQueueInfo(C.uintptr_t(q), C.uint32_t(param), size, value, ret)
 	})
 }
 
 // GetMemObjectInfo returns a property of a buffer or image.
 func GetMemObjectInfo(m Mem, param uint32) ([]byte, Status) {
-	return info(func(size C.size_t, value unsafe.Pointer, ret *C.size_t) C.int32_t {
+	return info(func(size C.size_t, value *C.uint8_t, ret *C.size_t) C.int32_t {
 		return C.gxGetMemObjectInfo(C.uintptr_t(m), C.uint32_t(param), size, value, ret)
 	})
 }
 
 // GetImageInfo returns a property of an image.
 func GetImageInfo(m Mem, param uint32) ([]byte, Status) {
-	return info(func(size C.size_t, value unsafe.Pointer, ret *C.size_t) C.int32_t {
+	return info(func(size C.size_t, value *C.uint8_t, ret *C.size_t) C.int32_t {
 		return C.gxGetImageInfo(C.uintptr_t(m), C.uint32_t(param), size, value, ret)
 	})
 }
 
 // GetSamplerInfo returns a property of a sampler.
 func GetSamplerInfo(s Sampler, param uint32) ([]byte, Status) {
-	return info(func(size C.size_t, value unsafe.Pointer, ret *C.size_t) C.int32_t {
+	return info(func(size C.size_t, value *C.uint8_t, ret *C.size_t) C.int32_t {
 		return C.gxGetSamplerInfo(C.uintptr_t(s), C.uint32_t(param), size, value, ret)
 	})
 }
 
 // GetProgramInfo returns a property of a program; for ProgramBinaries see GetProgramBinaries.
 func GetProgramInfo(p Program, param uint32) ([]byte, Status) {
-	return info(func(size C.size_t, value unsafe.Pointer, ret *C.size_t) C.int32_t {
+	return info(func(size C.size_t, value *C.uint8_t, ret *C.size_t) C.int32_t {
 		return C.gxGetProgramInfo(C.uintptr_t(p), C.uint32_t(param), size, value, ret)
 	})
 }
 
 // GetProgramBuildInfo returns a property of a program's build.
 func GetProgramBuildInfo(p Program, d Device, param uint32) ([]byte, Status) {
-	return info(func(size C.size_t, value unsafe.Pointer, ret *C.size_t) C.int32_t {
+	return info(func(size C.size_t, value *C.uint8_t, ret *C.size_t) C.int32_t {
 		return C.gxGetProgramBuildInfo(C.uintptr_t(p), C.uintptr_t(d), C.uint32_t(param), size, value, ret)
 	})
 }
 
 // GetKernelInfo returns a property of a kernel.
 func GetKernelInfo(k Kernel, param uint32) ([]byte, Status) {
-	return info(func(size C.size_t, value unsafe.Pointer, ret *C.size_t) C.int32_t {
+	return info(func(size C.size_t, value *C.uint8_t, ret *C.size_t) C.int32_t {
 		return C.gxGetKernelInfo(C.uintptr_t(k), C.uint32_t(param), size, value, ret)
 	})
 }
 
 // GetKernelArgInfo returns a property of a kernel's argument.
 func GetKernelArgInfo(k Kernel, index uint32, param uint32) ([]byte, Status) {
-	return info(func(size C.size_t, value unsafe.Pointer, ret *C.size_t) C.int32_t {
+	return info(func(size C.size_t, value *C.uint8_t, ret *C.size_t) C.int32_t {
 		return C.gxGetKernelArgInfo(C.uintptr_t(k), C.uint32_t(index), C.uint32_t(param), size, value, ret)
 	})
 }
 
 // GetKernelWorkGroupInfo returns a property of a kernel on a device.
 func GetKernelWorkGroupInfo(k Kernel, d Device, param uint32) ([]byte, Status) {
-	return info(func(size C.size_t, value unsafe.Pointer, ret *C.size_t) C.int32_t {
+	return info(func(size C.size_t, value *C.uint8_t, ret *C.size_t) C.int32_t {
 		return C.gxGetKernelWorkGroupInfo(C.uintptr_t(k), C.uintptr_t(d), C.uint32_t(param), size, value, ret)
 	})
 }
 
 // GetEventInfo returns a property of an event.
 func GetEventInfo(e Event, param uint32) ([]byte, Status) {
-	return info(func(size C.size_t, value unsafe.Pointer, ret *C.size_t) C.int32_t {
+	return info(func(size C.size_t, value *C.uint8_t, ret *C.size_t) C.int32_t {
 		return C.gxGetEventInfo(C.uintptr_t(e), C.uint32_t(param), size, value, ret)
 	})
 }
 
 // GetEventProfilingInfo returns a time of an event's command.
 func GetEventProfilingInfo(e Event, param uint32) ([]byte, Status) {
-	return info(func(size C.size_t, value unsafe.Pointer, ret *C.size_t) C.int32_t {
+	return info(func(size C.size_t, value *C.uint8_t, ret *C.size_t) C.int32_t {
 		return C.gxGetEventProfilingInfo(C.uintptr_t(e), C.uint32_t(param), size, value, ret)
 	})
 }
@@ -192,17 +192,14 @@ func GetEventProfilingInfo(e Event, param uint32) ([]byte, Status) {
 // GetKernelSubGroupInfo returns a property of a kernel's sub-groups on a
 // device. The input is a local size, or a number of sub-groups, as param wants.
 func GetKernelSubGroupInfo(k Kernel, d Device, param uint32, input []uint64) ([]byte, Status) {
-	in, n := unsafe.Pointer(unsafe.SliceData(input)), C.size_t(8*len(input))
-	if n == 0 {
-		in = nil
-	}
-	b, s := info(func(size C.size_t, value unsafe.Pointer, ret *C.size_t) C.int32_t {
+	in, n := (*C.uint8_t)(start(input)), C.size_t(8*len(input))
+	b, s := info(func(size C.size_t, value *C.uint8_t, ret *C.size_t) C.int32_t {
 		return C.gxGetKernelSubGroupInfo(C.uintptr_t(k), C.uintptr_t(d), C.uint32_t(param), n, in, size, value, ret)
 	})
 	if s != InvalidOperation {
 		return b, s
 	}
-	return info(func(size C.size_t, value unsafe.Pointer, ret *C.size_t) C.int32_t {
+	return info(func(size C.size_t, value *C.uint8_t, ret *C.size_t) C.int32_t {
 		return C.gxGetKernelSubGroupInfoKHR(C.uintptr_t(k), C.uintptr_t(d), C.uint32_t(param), n, in, size, value, ret)
 	})
 }
@@ -238,7 +235,7 @@ func GetProgramBinaries(p Program) ([][]byte, Status) {
 // Running, Submitted, Queued or a negative error. It does not allocate.
 func EventStatus(e Event) (int32, Status) {
 	var v C.int32_t
-	s := C.gxGetEventInfo(C.uintptr_t(e), EventCommandExecutionStatus, 4, unsafe.Pointer(&v), nil)
+	s := C.gxGetEventInfo(C.uintptr_t(e), EventCommandExecutionStatus, 4, (*C.uint8_t)(unsafe.Pointer(&v)), nil)
 	return int32(v), Status(s)
 }
 
@@ -246,6 +243,6 @@ func EventStatus(e Event) (int32, Status) {
 // one of ProfilingCommandQueued and so on. It does not allocate.
 func EventTime(e Event, param uint32) (uint64, Status) {
 	var v C.uint64_t
-	s := C.gxGetEventProfilingInfo(C.uintptr_t(e), C.uint32_t(param), 8, unsafe.Pointer(&v), nil)
+	s := C.gxGetEventProfilingInfo(C.uintptr_t(e), C.uint32_t(param), 8, (*C.uint8_t)(unsafe.Pointer(&v)), nil)
 	return uint64(v), Status(s)
 }

@@ -212,7 +212,7 @@ func CreateCommandQueueWithProperties(c Context, d Device, props []uint64) (Queu
 // CreateBuffer makes a buffer.
 func CreateBuffer(c Context, flags, size uint64, hostPtr unsafe.Pointer) (Mem, Status) {
 	var err C.int32_t
-	m := C.gxCreateBuffer(C.uintptr_t(c), C.uint64_t(flags), C.size_t(size), hostPtr, &err)
+	m := C.gxCreateBuffer(C.uintptr_t(c), C.uint64_t(flags), C.size_t(size), (*C.uint8_t)(hostPtr), &err)
 	return Mem(m), Status(err)
 }
 
@@ -226,7 +226,7 @@ func CreateSubBuffer(m Mem, flags, origin, size uint64) (Mem, Status) {
 // CreateImage makes an image.
 func CreateImage(c Context, flags uint64, format *ImageFormat, desc *ImageDesc, hostPtr unsafe.Pointer) (Mem, Status) {
 	var err C.int32_t
-	m := C.gxCreateImage(C.uintptr_t(c), C.uint64_t(flags), unsafe.Pointer(format), unsafe.Pointer(desc), hostPtr, &err)
+	m := C.gxCreateImage(C.uintptr_t(c), C.uint64_t(flags), (*C.uint8_t)(unsafe.Pointer(format)), (*C.uint8_t)(unsafe.Pointer(desc)), (*C.uint8_t)(hostPtr), &err)
 	return Mem(m), Status(err)
 }
 
@@ -237,7 +237,7 @@ func GetSupportedImageFormats(c Context, flags uint64, imageType uint32) ([]Imag
 		return nil, s
 	}
 	f := make([]ImageFormat, n)
-	return f, Status(C.gxGetSupportedImageFormats(C.uintptr_t(c), C.uint64_t(flags), C.uint32_t(imageType), n, start(f), nil))
+	return f, Status(C.gxGetSupportedImageFormats(C.uintptr_t(c), C.uint64_t(flags), C.uint32_t(imageType), n, (*C.uint8_t)(start(f)), nil))
 }
 
 // CreateSampler makes a sampler.
@@ -257,7 +257,7 @@ func CreateProgramWithSource(c Context, src []byte) (Program, Status) {
 // CreateProgramWithIL makes a program of SPIR-V or another intermediate language.
 func CreateProgramWithIL(c Context, il []byte) (Program, Status) {
 	var err C.int32_t
-	p := C.gxCreateProgramWithIL(C.uintptr_t(c), start(il), C.size_t(len(il)), &err)
+	p := C.gxCreateProgramWithIL(C.uintptr_t(c), (*C.uint8_t)(start(il)), C.size_t(len(il)), &err)
 	return Program(p), Status(err)
 }
 
@@ -317,7 +317,7 @@ func LinkProgram(c Context, devs []Device, options string, inputs []Program) (Pr
 
 // SetProgramSpecializationConstant sets a constant of a program made of SPIR-V.
 func SetProgramSpecializationConstant(p Program, id uint32, value []byte) Status {
-	return Status(C.gxSetProgramSpecializationConstant(C.uintptr_t(p), C.uint32_t(id), C.size_t(len(value)), start(value)))
+	return Status(C.gxSetProgramSpecializationConstant(C.uintptr_t(p), C.uint32_t(id), C.size_t(len(value)), (*C.uint8_t)(start(value))))
 }
 
 // CreateKernel makes a kernel of a built program.
@@ -336,7 +336,7 @@ func CloneKernel(k Kernel) (Kernel, Status) {
 
 // SetKernelArg sets an argument; value is nil for local memory. It does not allocate.
 func SetKernelArg(k Kernel, index uint32, size uint64, value unsafe.Pointer) Status {
-	return Status(C.gxSetKernelArg(C.uintptr_t(k), C.uint32_t(index), C.size_t(size), value))
+	return Status(C.gxSetKernelArg(C.uintptr_t(k), C.uint32_t(index), C.size_t(size), (*C.uint8_t)(value)))
 }
 
 // CreateUserEvent makes an event that SetUserEventStatus completes.

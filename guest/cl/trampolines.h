@@ -1,5 +1,6 @@
 // Calls through an object's dispatch table, one small function per OpenCL
-// function. Handles travel as integers, so that cgo checks none of them.
+// function. Handles travel as integers and the application's memory as bytes:
+// through a void pointer cgo would search the whole Go object for pointers.
 #ifndef GPUCTL_CL_TRAMPOLINES_H
 #define GPUCTL_CL_TRAMPOLINES_H
 
@@ -50,67 +51,67 @@ int gxVersion(const cl_icd_dispatch *t);
 
 #define FAIL(e) return (e)
 
-static inline int32_t gxGetPlatformInfo(uintptr_t f, uint32_t param, size_t size, void *value, size_t *ret) {
+static inline int32_t gxGetPlatformInfo(uintptr_t f, uint32_t param, size_t size, uint8_t *value, size_t *ret) {
 	STATUS(10, f, CL_INVALID_PLATFORM, clGetPlatformInfo, (cl_platform_id)f, param, size, value, ret);
 }
 
-static inline int32_t gxGetDeviceInfo(uintptr_t d, uint32_t param, size_t size, void *value, size_t *ret) {
+static inline int32_t gxGetDeviceInfo(uintptr_t d, uint32_t param, size_t size, uint8_t *value, size_t *ret) {
 	STATUS(10, d, CL_INVALID_DEVICE, clGetDeviceInfo, (cl_device_id)d, param, size, value, ret);
 }
 
-static inline int32_t gxGetContextInfo(uintptr_t c, uint32_t param, size_t size, void *value, size_t *ret) {
+static inline int32_t gxGetContextInfo(uintptr_t c, uint32_t param, size_t size, uint8_t *value, size_t *ret) {
 	STATUS(10, c, CL_INVALID_CONTEXT, clGetContextInfo, (cl_context)c, param, size, value, ret);
 }
 
-static inline int32_t gxGetCommandQueueInfo(uintptr_t q, uint32_t param, size_t size, void *value, size_t *ret) {
+static inline int32_t gxGetCommandQueueInfo(uintptr_t q, uint32_t param, size_t size, uint8_t *value, size_t *ret) {
 	STATUS(10, q, CL_INVALID_COMMAND_QUEUE, clGetCommandQueueInfo, (cl_command_queue)q, param, size, value, ret);
 }
 
-static inline int32_t gxGetMemObjectInfo(uintptr_t m, uint32_t param, size_t size, void *value, size_t *ret) {
+static inline int32_t gxGetMemObjectInfo(uintptr_t m, uint32_t param, size_t size, uint8_t *value, size_t *ret) {
 	STATUS(10, m, CL_INVALID_MEM_OBJECT, clGetMemObjectInfo, (cl_mem)m, param, size, value, ret);
 }
 
-static inline int32_t gxGetImageInfo(uintptr_t m, uint32_t param, size_t size, void *value, size_t *ret) {
+static inline int32_t gxGetImageInfo(uintptr_t m, uint32_t param, size_t size, uint8_t *value, size_t *ret) {
 	STATUS(10, m, CL_INVALID_MEM_OBJECT, clGetImageInfo, (cl_mem)m, param, size, value, ret);
 }
 
-static inline int32_t gxGetSamplerInfo(uintptr_t s, uint32_t param, size_t size, void *value, size_t *ret) {
+static inline int32_t gxGetSamplerInfo(uintptr_t s, uint32_t param, size_t size, uint8_t *value, size_t *ret) {
 	STATUS(10, s, CL_INVALID_SAMPLER, clGetSamplerInfo, (cl_sampler)s, param, size, value, ret);
 }
 
-static inline int32_t gxGetProgramInfo(uintptr_t p, uint32_t param, size_t size, void *value, size_t *ret) {
+static inline int32_t gxGetProgramInfo(uintptr_t p, uint32_t param, size_t size, uint8_t *value, size_t *ret) {
 	STATUS(10, p, CL_INVALID_PROGRAM, clGetProgramInfo, (cl_program)p, param, size, value, ret);
 }
 
-static inline int32_t gxGetKernelInfo(uintptr_t k, uint32_t param, size_t size, void *value, size_t *ret) {
+static inline int32_t gxGetKernelInfo(uintptr_t k, uint32_t param, size_t size, uint8_t *value, size_t *ret) {
 	STATUS(10, k, CL_INVALID_KERNEL, clGetKernelInfo, (cl_kernel)k, param, size, value, ret);
 }
 
-static inline int32_t gxGetEventInfo(uintptr_t e, uint32_t param, size_t size, void *value, size_t *ret) {
+static inline int32_t gxGetEventInfo(uintptr_t e, uint32_t param, size_t size, uint8_t *value, size_t *ret) {
 	STATUS(10, e, CL_INVALID_EVENT, clGetEventInfo, (cl_event)e, param, size, value, ret);
 }
 
-static inline int32_t gxGetEventProfilingInfo(uintptr_t e, uint32_t param, size_t size, void *value, size_t *ret) {
+static inline int32_t gxGetEventProfilingInfo(uintptr_t e, uint32_t param, size_t size, uint8_t *value, size_t *ret) {
 	STATUS(10, e, CL_INVALID_EVENT, clGetEventProfilingInfo, (cl_event)e, param, size, value, ret);
 }
 
-static inline int32_t gxGetKernelArgInfo(uintptr_t k, uint32_t idx, uint32_t param, size_t size, void *value, size_t *ret) {
+static inline int32_t gxGetKernelArgInfo(uintptr_t k, uint32_t idx, uint32_t param, size_t size, uint8_t *value, size_t *ret) {
 	STATUS(12, k, CL_INVALID_KERNEL, clGetKernelArgInfo, (cl_kernel)k, idx, param, size, value, ret);
 }
 
-static inline int32_t gxGetKernelWorkGroupInfo(uintptr_t k, uintptr_t d, uint32_t param, size_t size, void *value, size_t *ret) {
+static inline int32_t gxGetKernelWorkGroupInfo(uintptr_t k, uintptr_t d, uint32_t param, size_t size, uint8_t *value, size_t *ret) {
 	STATUS(10, k, CL_INVALID_KERNEL, clGetKernelWorkGroupInfo, (cl_kernel)k, (cl_device_id)d, param, size, value, ret);
 }
 
-static inline int32_t gxGetProgramBuildInfo(uintptr_t p, uintptr_t d, uint32_t param, size_t size, void *value, size_t *ret) {
+static inline int32_t gxGetProgramBuildInfo(uintptr_t p, uintptr_t d, uint32_t param, size_t size, uint8_t *value, size_t *ret) {
 	STATUS(10, p, CL_INVALID_PROGRAM, clGetProgramBuildInfo, (cl_program)p, (cl_device_id)d, param, size, value, ret);
 }
 
-static inline int32_t gxGetKernelSubGroupInfo(uintptr_t k, uintptr_t d, uint32_t param, size_t nin, const void *in, size_t size, void *value, size_t *ret) {
+static inline int32_t gxGetKernelSubGroupInfo(uintptr_t k, uintptr_t d, uint32_t param, size_t nin, const uint8_t *in, size_t size, uint8_t *value, size_t *ret) {
 	STATUS(21, k, CL_INVALID_KERNEL, clGetKernelSubGroupInfo, (cl_kernel)k, (cl_device_id)d, param, nin, in, size, value, ret);
 }
 
-static inline int32_t gxGetKernelSubGroupInfoKHR(uintptr_t k, uintptr_t d, uint32_t param, size_t nin, const void *in, size_t size, void *value, size_t *ret) {
+static inline int32_t gxGetKernelSubGroupInfoKHR(uintptr_t k, uintptr_t d, uint32_t param, size_t nin, const uint8_t *in, size_t size, uint8_t *value, size_t *ret) {
 	STATUS(20, k, CL_INVALID_KERNEL, clGetKernelSubGroupInfoKHR, (cl_kernel)k, (cl_device_id)d, param, nin, in, size, value, ret);
 }
 
@@ -194,7 +195,7 @@ static inline int32_t gxGetHostTimer(uintptr_t d, uint64_t *host) {
 	STATUS(21, d, CL_INVALID_DEVICE, clGetHostTimer, (cl_device_id)d, (cl_ulong *)host);
 }
 
-static inline int32_t gxGetSupportedImageFormats(uintptr_t c, uint64_t flags, uint32_t type, uint32_t n, void *formats, uint32_t *ret) {
+static inline int32_t gxGetSupportedImageFormats(uintptr_t c, uint64_t flags, uint32_t type, uint32_t n, uint8_t *formats, uint32_t *ret) {
 	STATUS(10, c, CL_INVALID_CONTEXT, clGetSupportedImageFormats, (cl_context)c, flags, type, n, (cl_image_format *)formats, ret);
 }
 
@@ -202,11 +203,11 @@ static inline int32_t gxBuildProgram(uintptr_t p, uint32_t n, const uintptr_t *d
 	STATUS(10, p, CL_INVALID_PROGRAM, clBuildProgram, (cl_program)p, n, (const cl_device_id *)devs, options, NULL, NULL);
 }
 
-static inline int32_t gxSetProgramSpecializationConstant(uintptr_t p, uint32_t id, size_t size, const void *value) {
+static inline int32_t gxSetProgramSpecializationConstant(uintptr_t p, uint32_t id, size_t size, const uint8_t *value) {
 	STATUS(22, p, CL_INVALID_PROGRAM, clSetProgramSpecializationConstant, (cl_program)p, id, size, value);
 }
 
-static inline int32_t gxSetKernelArg(uintptr_t k, uint32_t idx, size_t size, const void *value) {
+static inline int32_t gxSetKernelArg(uintptr_t k, uint32_t idx, size_t size, const uint8_t *value) {
 	STATUS(10, k, CL_INVALID_KERNEL, clSetKernelArg, (cl_kernel)k, idx, size, value);
 }
 
@@ -230,19 +231,19 @@ static inline int32_t gxEnqueueTask(uintptr_t q, uintptr_t k, uint32_t nwait, co
 	STATUS(10, q, CL_INVALID_COMMAND_QUEUE, clEnqueueTask, (cl_command_queue)q, (cl_kernel)k, nwait, (const cl_event *)wait, (cl_event *)ev);
 }
 
-static inline int32_t gxEnqueueReadBuffer(uintptr_t q, uintptr_t m, uint32_t blocking, size_t off, size_t size, void *ptr, uint32_t nwait, const uintptr_t *wait, uintptr_t *ev) {
+static inline int32_t gxEnqueueReadBuffer(uintptr_t q, uintptr_t m, uint32_t blocking, size_t off, size_t size, uint8_t *ptr, uint32_t nwait, const uintptr_t *wait, uintptr_t *ev) {
 	STATUS(10, q, CL_INVALID_COMMAND_QUEUE, clEnqueueReadBuffer, (cl_command_queue)q, (cl_mem)m, blocking, off, size, ptr, nwait, (const cl_event *)wait, (cl_event *)ev);
 }
 
-static inline int32_t gxEnqueueWriteBuffer(uintptr_t q, uintptr_t m, uint32_t blocking, size_t off, size_t size, const void *ptr, uint32_t nwait, const uintptr_t *wait, uintptr_t *ev) {
+static inline int32_t gxEnqueueWriteBuffer(uintptr_t q, uintptr_t m, uint32_t blocking, size_t off, size_t size, const uint8_t *ptr, uint32_t nwait, const uintptr_t *wait, uintptr_t *ev) {
 	STATUS(10, q, CL_INVALID_COMMAND_QUEUE, clEnqueueWriteBuffer, (cl_command_queue)q, (cl_mem)m, blocking, off, size, ptr, nwait, (const cl_event *)wait, (cl_event *)ev);
 }
 
-static inline int32_t gxEnqueueReadBufferRect(uintptr_t q, uintptr_t m, uint32_t blocking, const size_t *borigin, const size_t *horigin, const size_t *region, size_t brow, size_t bslice, size_t hrow, size_t hslice, void *ptr, uint32_t nwait, const uintptr_t *wait, uintptr_t *ev) {
+static inline int32_t gxEnqueueReadBufferRect(uintptr_t q, uintptr_t m, uint32_t blocking, const size_t *borigin, const size_t *horigin, const size_t *region, size_t brow, size_t bslice, size_t hrow, size_t hslice, uint8_t *ptr, uint32_t nwait, const uintptr_t *wait, uintptr_t *ev) {
 	STATUS(11, q, CL_INVALID_COMMAND_QUEUE, clEnqueueReadBufferRect, (cl_command_queue)q, (cl_mem)m, blocking, borigin, horigin, region, brow, bslice, hrow, hslice, ptr, nwait, (const cl_event *)wait, (cl_event *)ev);
 }
 
-static inline int32_t gxEnqueueWriteBufferRect(uintptr_t q, uintptr_t m, uint32_t blocking, const size_t *borigin, const size_t *horigin, const size_t *region, size_t brow, size_t bslice, size_t hrow, size_t hslice, const void *ptr, uint32_t nwait, const uintptr_t *wait, uintptr_t *ev) {
+static inline int32_t gxEnqueueWriteBufferRect(uintptr_t q, uintptr_t m, uint32_t blocking, const size_t *borigin, const size_t *horigin, const size_t *region, size_t brow, size_t bslice, size_t hrow, size_t hslice, const uint8_t *ptr, uint32_t nwait, const uintptr_t *wait, uintptr_t *ev) {
 	STATUS(11, q, CL_INVALID_COMMAND_QUEUE, clEnqueueWriteBufferRect, (cl_command_queue)q, (cl_mem)m, blocking, borigin, horigin, region, brow, bslice, hrow, hslice, ptr, nwait, (const cl_event *)wait, (cl_event *)ev);
 }
 
@@ -254,15 +255,15 @@ static inline int32_t gxEnqueueCopyBufferRect(uintptr_t q, uintptr_t src, uintpt
 	STATUS(11, q, CL_INVALID_COMMAND_QUEUE, clEnqueueCopyBufferRect, (cl_command_queue)q, (cl_mem)src, (cl_mem)dst, sorigin, dorigin, region, srow, sslice, drow, dslice, nwait, (const cl_event *)wait, (cl_event *)ev);
 }
 
-static inline int32_t gxEnqueueFillBuffer(uintptr_t q, uintptr_t m, const void *pattern, size_t psize, size_t off, size_t size, uint32_t nwait, const uintptr_t *wait, uintptr_t *ev) {
+static inline int32_t gxEnqueueFillBuffer(uintptr_t q, uintptr_t m, const uint8_t *pattern, size_t psize, size_t off, size_t size, uint32_t nwait, const uintptr_t *wait, uintptr_t *ev) {
 	STATUS(12, q, CL_INVALID_COMMAND_QUEUE, clEnqueueFillBuffer, (cl_command_queue)q, (cl_mem)m, pattern, psize, off, size, nwait, (const cl_event *)wait, (cl_event *)ev);
 }
 
-static inline int32_t gxEnqueueReadImage(uintptr_t q, uintptr_t m, uint32_t blocking, const size_t *origin, const size_t *region, size_t row, size_t slice, void *ptr, uint32_t nwait, const uintptr_t *wait, uintptr_t *ev) {
+static inline int32_t gxEnqueueReadImage(uintptr_t q, uintptr_t m, uint32_t blocking, const size_t *origin, const size_t *region, size_t row, size_t slice, uint8_t *ptr, uint32_t nwait, const uintptr_t *wait, uintptr_t *ev) {
 	STATUS(10, q, CL_INVALID_COMMAND_QUEUE, clEnqueueReadImage, (cl_command_queue)q, (cl_mem)m, blocking, origin, region, row, slice, ptr, nwait, (const cl_event *)wait, (cl_event *)ev);
 }
 
-static inline int32_t gxEnqueueWriteImage(uintptr_t q, uintptr_t m, uint32_t blocking, const size_t *origin, const size_t *region, size_t row, size_t slice, const void *ptr, uint32_t nwait, const uintptr_t *wait, uintptr_t *ev) {
+static inline int32_t gxEnqueueWriteImage(uintptr_t q, uintptr_t m, uint32_t blocking, const size_t *origin, const size_t *region, size_t row, size_t slice, const uint8_t *ptr, uint32_t nwait, const uintptr_t *wait, uintptr_t *ev) {
 	STATUS(10, q, CL_INVALID_COMMAND_QUEUE, clEnqueueWriteImage, (cl_command_queue)q, (cl_mem)m, blocking, origin, region, row, slice, ptr, nwait, (const cl_event *)wait, (cl_event *)ev);
 }
 
@@ -270,7 +271,7 @@ static inline int32_t gxEnqueueCopyImage(uintptr_t q, uintptr_t src, uintptr_t d
 	STATUS(10, q, CL_INVALID_COMMAND_QUEUE, clEnqueueCopyImage, (cl_command_queue)q, (cl_mem)src, (cl_mem)dst, sorigin, dorigin, region, nwait, (const cl_event *)wait, (cl_event *)ev);
 }
 
-static inline int32_t gxEnqueueFillImage(uintptr_t q, uintptr_t m, const void *color, const size_t *origin, const size_t *region, uint32_t nwait, const uintptr_t *wait, uintptr_t *ev) {
+static inline int32_t gxEnqueueFillImage(uintptr_t q, uintptr_t m, const uint8_t *color, const size_t *origin, const size_t *region, uint32_t nwait, const uintptr_t *wait, uintptr_t *ev) {
 	STATUS(12, q, CL_INVALID_COMMAND_QUEUE, clEnqueueFillImage, (cl_command_queue)q, (cl_mem)m, color, origin, region, nwait, (const cl_event *)wait, (cl_event *)ev);
 }
 
@@ -282,7 +283,7 @@ static inline int32_t gxEnqueueCopyBufferToImage(uintptr_t q, uintptr_t src, uin
 	STATUS(10, q, CL_INVALID_COMMAND_QUEUE, clEnqueueCopyBufferToImage, (cl_command_queue)q, (cl_mem)src, (cl_mem)dst, off, origin, region, nwait, (const cl_event *)wait, (cl_event *)ev);
 }
 
-static inline int32_t gxEnqueueUnmapMemObject(uintptr_t q, uintptr_t m, void *ptr, uint32_t nwait, const uintptr_t *wait, uintptr_t *ev) {
+static inline int32_t gxEnqueueUnmapMemObject(uintptr_t q, uintptr_t m, uint8_t *ptr, uint32_t nwait, const uintptr_t *wait, uintptr_t *ev) {
 	STATUS(10, q, CL_INVALID_COMMAND_QUEUE, clEnqueueUnmapMemObject, (cl_command_queue)q, (cl_mem)m, ptr, nwait, (const cl_event *)wait, (cl_event *)ev);
 }
 
@@ -341,7 +342,7 @@ static inline uintptr_t gxCreateCommandQueueWithProperties(uintptr_t c, uintptr_
 	HANDLE(20, c, CL_INVALID_CONTEXT, clCreateCommandQueueWithProperties, (cl_context)c, (cl_device_id)d, (const cl_queue_properties *)props, err);
 }
 
-static inline uintptr_t gxCreateBuffer(uintptr_t c, uint64_t flags, size_t size, void *host, int32_t *err) {
+static inline uintptr_t gxCreateBuffer(uintptr_t c, uint64_t flags, size_t size, uint8_t *host, int32_t *err) {
 	HANDLE(10, c, CL_INVALID_CONTEXT, clCreateBuffer, (cl_context)c, flags, size, host, err);
 }
 
@@ -349,11 +350,11 @@ static inline uintptr_t gxCreateSampler(uintptr_t c, uint32_t normalized, uint32
 	HANDLE(10, c, CL_INVALID_CONTEXT, clCreateSampler, (cl_context)c, normalized, addressing, filter, err);
 }
 
-static inline uintptr_t gxCreateImage(uintptr_t c, uint64_t flags, const void *format, const void *desc, void *host, int32_t *err) {
+static inline uintptr_t gxCreateImage(uintptr_t c, uint64_t flags, const uint8_t *format, const uint8_t *desc, uint8_t *host, int32_t *err) {
 	HANDLE(12, c, CL_INVALID_CONTEXT, clCreateImage, (cl_context)c, flags, (const cl_image_format *)format, (const cl_image_desc *)desc, host, err);
 }
 
-static inline uintptr_t gxCreateProgramWithIL(uintptr_t c, const void *il, size_t len, int32_t *err) {
+static inline uintptr_t gxCreateProgramWithIL(uintptr_t c, const uint8_t *il, size_t len, int32_t *err) {
 	HANDLE(21, c, CL_INVALID_CONTEXT, clCreateProgramWithIL, (cl_context)c, il, len, err);
 }
 

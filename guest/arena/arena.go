@@ -1,0 +1,174 @@
+package arena
+
+import (
+	"errors"
+	"fmt"
+	"slices"
+	"sync"
+)
+
+// Granularities in bytes.
+const (
+	Page = 4 << 10
+	Huge = 2 << 20
+)
+
+// Errors of an allocator.
+var (
+	// ErrFull is returned when no free extent is large enough.
+	ErrFull = errors.New("arena full")
+	// ErrInvalid is returned for a size of 0, or an offset or size that is out of place.
+	ErrInvalid = errors.New("invalid range")
+	// ErrInUse is returned by Reserve for a range that is not all free.
+	ErrInUse = errors.New("range in use")
+	// ErrNotAllocated is returned by Free for an offset where no allocation begins.
+	ErrNotAllocated = errors.New("not allocated")
+)
+
+type extent struct{ off, size uint64 }
+
+func (e extent) end() uint64 { return e.off + e.size }
+
+// Allocator hands out ranges of [0, size). It is safe for concurrent use.
+type Allocator struct {
+	size uint64
+
+	mu   sync.Mutex
+	free []extent          // by offset, never empty ones, never two that touch
+	live map[uint64]uint64 // size by offset
+	used uint64
+}
+
+// New makes an allocator of size bytes, a multiple of Page and at most 2^62,
+// all free.
+func New(size uint64) (*Allocator, error) {
+	if size%Page != 0 || size > 1<<62 {
+		return nil, fmt.Errorf("arena of %d bytes: %w", size, ErrInvalid)
+	}
+	a := &Allocator{size: size, live: map[uint64]uint64{}}
+	if size > 0 {
+		a.free = []extent{{0, size}}
+	}
+	return a, nil
+}
+
+// Alloc takes the smallest free extent that size bytes, rounded up to pages,
+// fit into, and returns their offset.
+func (a *Allocator) Alloc(size uint64) (off uint64, err error) {
+	if size == 0 {
+		return 0, fmt.Errorf("allocate 0 bytes: %w", ErrInvalid)
+	}
+	if size > a.size {
+		return 0, fmt.Errorf("allocate %d bytes: %w", size, ErrFull)
+	}
+	size = roundUp(size, Page)
+	align := uint64(Page)
+	if size >= Huge {
+		align = Huge
+	}
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	best := -1
+	for i, e := range a.free {
+		if at := roundUp(e.off, align); at <= e.end() && size <= e.end()-at && (best < 0 || e.size < a.free[best].size) {
+			best = i
+		}
+	}
+	if best < 0 {
+		return 0, fmt.Errorf("allocate %d bytes, %d of %d used: %w", size, a.used, a.size, ErrFull)
+	}
+	off = roundUp(a.free[best].off, align)
+	a.take(best, extent{off, size})
+	return off, nil
+}
+
+// Free gives back the allocation that begins at off and returns its size.
+func (a *Allocator) Free(off uint64) (size uint64, err error) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	size, ok := a.live[off]
+	if !ok {
+		return 0, fmt.Errorf("free %d: %w", off, ErrNotAllocated)
+	}
+	delete(a.live, off)
+	a.used -= size
+	i := a.after(off)
+	joinsNext := i < len(a.free) && a.free[i].off == off+size
+	joinsLast := i > 0 && a.free[i-1].end() == off
+	switch {
+	case joinsLast && joinsNext:
+		a.free[i-1].size += size + a.free[i].size
+		a.free = slices.Delete(a.free, i, i+1)
+	case joinsLast:
+		a.free[i-1].size += size
+	case joinsNext:
+		a.free[i] = extent{off, size + a.free[i].size}
+	default:
+		a.free = slices.Insert(a.free, i, extent{off, size})
+	}
+	return size, nil
+}
+
+// Reserve allocates a range that is already decided: to rebuild an allocator
+// from a session's graph. The size is rounded up to pages, as Alloc did.
+func (a *Allocator) Reserve(off, size uint64) error {
+	if off%Page != 0 || size == 0 || size > a.size || off > a.size-roundUp(size, Page) {
+		return fmt.Errorf("reserve %d bytes at %d of %d: %w", size, off, a.size, ErrInvalid)
+	}
+	want := extent{off, roundUp(size, Page)}
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	i := a.after(off+1) - 1
+	if i < 0 || a.free[i].end() < want.end() {
+		return fmt.Errorf("reserve %d bytes at %d: %w", size, off, ErrInUse)
+	}
+	a.take(i, want)
+	return nil
+}
+
+// Used is how many bytes are allocated, whole pages.
+func (a *Allocator) Used() uint64 {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	return a.used
+}
+
+// Size is how many bytes there are.
+func (a *Allocator) Size() uint64 { return a.size }
+
+// take cuts a range out of free extent i, which contains it.
+func (a *Allocator) take(i int, r extent) {
+	e := a.free[i]
+	before := extent{e.off, r.off - e.off}
+	behind := extent{r.end(), e.end() - r.end()}
+	switch {
+	case before.size > 0 && behind.size > 0:
+		a.free[i] = before
+		a.free = slices.Insert(a.free, i+1, behind)
+	case before.size > 0:
+		a.free[i] = before
+	case behind.size > 0:
+		a.free[i] = behind
+	default:
+		a.free = slices.Delete(a.free, i, i+1)
+	}
+	a.live[r.off] = r.size
+	a.used += r.size
+}
+
+// after is the index of the first free extent at or behind off.
+func (a *Allocator) after(off uint64) int {
+	i, _ := slices.BinarySearchFunc(a.free, off, func(e extent, off uint64) int {
+		switch {
+		case e.off < off:
+			return -1
+		case e.off > off:
+			return 1
+		}
+		return 0
+	})
+	return i
+}
+
+// roundUp rounds to a power of two.
+func roundUp(v, to uint64) uint64 { return (v + to - 1) &^ (to - 1) }
