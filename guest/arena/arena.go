@@ -39,17 +39,14 @@ type Allocator struct {
 	used uint64
 }
 
-// New makes an allocator of size bytes, a multiple of Page and at most 2^62,
-// all free.
-func New(size uint64) (*Allocator, error) {
-	if size%Page != 0 || size > 1<<62 {
-		return nil, fmt.Errorf("arena of %d bytes: %w", size, ErrInvalid)
-	}
+// New makes an allocator of size bytes, rounded down to whole pages, all free.
+func New(size uint64) *Allocator {
+	size &^= Page - 1
 	a := &Allocator{size: size, live: map[uint64]uint64{}}
 	if size > 0 {
 		a.free = []extent{{0, size}}
 	}
-	return a, nil
+	return a
 }
 
 // Alloc takes the smallest free extent that size bytes, rounded up to pages,

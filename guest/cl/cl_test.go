@@ -233,11 +233,11 @@ func TestImages(t *testing.T) {
 		}
 		formats, s := GetSupportedImageFormats(r.ctx, MemReadWrite, MemObjectImage2d)
 		must(t, s)
-		if len(formats) == 0 || formats[0].Order == 0 {
+		if len(formats) == 0 || formats[0].ChannelOrder == 0 {
 			t.Fatalf("formats: %v", formats)
 		}
 		img, s := CreateImage(r.ctx, MemReadWrite, &ImageFormat{Rgba, UnsignedInt8},
-			&ImageDesc{ImageType: MemObjectImage2d, Width: 8, Height: 4}, nil)
+			&ImageDesc{Type: MemObjectImage2d, Width: 8, Height: 4}, nil)
 		must(t, s)
 		w, s := GetImageInfo(img, ImageWidth)
 		must(t, s)
@@ -323,7 +323,7 @@ func TestErrorsNotCrashes(t *testing.T) {
 		if s == Success {
 			must(t, ReleaseKernel(c))
 		}
-		_, s = GetKernelSubGroupInfo(k, r.dev, KernelMaxSubGroupSizeForNdrange, []uint64{8})
+		_, s = GetKernelSubGroupInfo(k, r.dev, KernelMaxSubGroupSizeForNdrange, []byte{8, 0, 0, 0, 0, 0, 0, 0})
 		t.Logf("GetKernelSubGroupInfo: %v", s)
 		q, s := CreateCommandQueueWithProperties(r.ctx, r.dev, nil)
 		t.Logf("CreateCommandQueueWithProperties: %v", s)

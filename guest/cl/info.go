@@ -190,9 +190,10 @@ func GetEventProfilingInfo(e Event, param uint32) ([]byte, Status) {
 }
 
 // GetKernelSubGroupInfo returns a property of a kernel's sub-groups on a
-// device. The input is a local size, or a number of sub-groups, as param wants.
-func GetKernelSubGroupInfo(k Kernel, d Device, param uint32, input []uint64) ([]byte, Status) {
-	in, n := (*C.uint8_t)(start(input)), C.size_t(8*len(input))
+// device. The input is a local size, or a number of sub-groups, as param wants:
+// size_t values as they lie in memory.
+func GetKernelSubGroupInfo(k Kernel, d Device, param uint32, input []byte) ([]byte, Status) {
+	in, n := (*C.uint8_t)(start(input)), C.size_t(len(input))
 	b, s := info(func(size C.size_t, value *C.uint8_t, ret *C.size_t) C.int32_t {
 		return C.gxGetKernelSubGroupInfo(C.uintptr_t(k), C.uintptr_t(d), C.uint32_t(param), n, in, size, value, ret)
 	})

@@ -94,16 +94,16 @@ import (
 
 // ImageFormat is a cl_image_format.
 type ImageFormat struct {
-	Order uint32 // Rgba, …
-	Type  uint32 // UnormInt8, …
+	ChannelOrder uint32 // Rgba, …
+	ChannelType  uint32 // UnormInt8, …
 }
 
 // ImageDesc is a cl_image_desc. Sizes are pixels, pitches bytes.
 type ImageDesc struct {
-	ImageType                                             uint32
+	Type                                                  uint32
 	Width, Height, Depth, ArraySize, RowPitch, SlicePitch uint64
 	NumMipLevels, NumSamples                              uint32
-	Mem                                                   Mem // what the image is made from, 0 for none
+	MemObject                                             Mem // what the image is made from, 0 for none
 }
 
 // The Go structs are passed to C as they are.
@@ -316,8 +316,8 @@ func LinkProgram(c Context, devs []Device, options string, inputs []Program) (Pr
 }
 
 // SetProgramSpecializationConstant sets a constant of a program made of SPIR-V.
-func SetProgramSpecializationConstant(p Program, id uint32, value []byte) Status {
-	return Status(C.gxSetProgramSpecializationConstant(C.uintptr_t(p), C.uint32_t(id), C.size_t(len(value)), (*C.uint8_t)(start(value))))
+func SetProgramSpecializationConstant(p Program, id uint32, size uint64, value unsafe.Pointer) Status {
+	return Status(C.gxSetProgramSpecializationConstant(C.uintptr_t(p), C.uint32_t(id), C.size_t(size), (*C.uint8_t)(value)))
 }
 
 // CreateKernel makes a kernel of a built program.

@@ -42,25 +42,25 @@ type Kind uint32
 
 // The kinds of programs.
 const (
-	KindSource     Kind = iota + 1 // OpenCL C, not compiled
-	KindIL                         // IL, not compiled
-	KindObject                     // compiled with Options and Headers
-	KindLibrary                    // linked from Inputs with LinkOptions
-	KindExecutable                 // built from Source or IL, or linked from Inputs
+	Source     Kind = iota + 1 // OpenCL C, not compiled
+	IL                         // IL, not compiled
+	Object                     // compiled with Options and Headers
+	Library                    // linked from Inputs with LinkOptions
+	Executable                 // built from Source or IL, or linked from Inputs
 )
 
 // String returns the kind's name.
 func (k Kind) String() string {
 	switch k {
-	case KindSource:
+	case Source:
 		return "source"
-	case KindIL:
+	case IL:
 		return "IL"
-	case KindObject:
+	case Object:
 		return "object"
-	case KindLibrary:
+	case Library:
 		return "library"
-	case KindExecutable:
+	case Executable:
 		return "executable"
 	}
 	return fmt.Sprintf("kind(%d)", uint32(k))
@@ -318,7 +318,7 @@ func (d *decoder) program(p *Program, depth int) {
 
 func checkProgram(k Kind, depth, programs int) error {
 	switch {
-	case k < KindSource || k > KindExecutable:
+	case k < Source || k > Executable:
 		return fmt.Errorf("%s: %w", k, ErrInvalid)
 	case depth >= MaxDepth:
 		return fmt.Errorf("nested deeper than %d: %w", MaxDepth, ErrLimit)

@@ -18,13 +18,13 @@ var update = flag.Bool("update", false, "write the golden file anew")
 
 func sample() *Program {
 	object := Program{
-		Kind: KindObject, Source: []byte("#include \"a.h\"\nkernel void f(global int *p) { *p = A; }\n"), Options: "-DB=1 -cl-std=CL1.2",
-		Headers: []Header{{Name: "a.h", Program: Program{Kind: KindSource, Source: []byte("#define A 1\n")}}},
+		Kind: Object, Source: []byte("#include \"a.h\"\nkernel void f(global int *p) { *p = A; }\n"), Options: "-DB=1 -cl-std=CL1.2",
+		Headers: []Header{{Name: "a.h", Program: Program{Kind: Source, Source: []byte("#define A 1\n")}}},
 	}
 	return &Program{
-		Kind: KindExecutable, LinkOptions: "-cl-fast-relaxed-math",
+		Kind: Executable, LinkOptions: "-cl-fast-relaxed-math",
 		Inputs: []Program{object, {
-			Kind: KindIL, IL: []byte{3, 2, 0x23, 7}, SpecConstants: []SpecConstant{{ID: 7, Value: []byte{1, 0, 0, 0}}},
+			Kind: IL, IL: []byte{3, 2, 0x23, 7}, SpecConstants: []SpecConstant{{ID: 7, Value: []byte{1, 0, 0, 0}}},
 		}},
 		Kernels: []string{"f", "g"},
 	}
@@ -69,7 +69,7 @@ func programs(depth int) *rapid.Generator[Program] {
 		blob := rapid.SliceOfN(rapid.Byte(), 0, 40)
 		text := rapid.StringOfN(rapid.RuneFrom([]rune("aB -=ö\n")), 0, 20, -1)
 		p := Program{
-			Kind:   rapid.SampledFrom([]Kind{KindSource, KindIL, KindObject, KindLibrary, KindExecutable}).Draw(t, "kind"),
+			Kind:   rapid.SampledFrom([]Kind{Source, IL, Object, Library, Executable}).Draw(t, "kind"),
 			Source: blob.Draw(t, "source"), IL: blob.Draw(t, "il"),
 			Options: text.Draw(t, "options"), LinkOptions: text.Draw(t, "link options"),
 			Kernels: rapid.SliceOfN(text, 0, 3).Draw(t, "kernels"),
@@ -155,9 +155,9 @@ func seal(payload []byte) []byte {
 
 func TestLimits(t *testing.T) {
 	nest := func(n int) *Program {
-		p := Program{Kind: KindObject}
+		p := Program{Kind: Object}
 		for range n {
-			p = Program{Kind: KindLibrary, Inputs: []Program{p}}
+			p = Program{Kind: Library, Inputs: []Program{p}}
 		}
 		return &p
 	}
@@ -169,27 +169,27 @@ func TestLimits(t *testing.T) {
 		want error
 	}{
 		"deep":   {nest(MaxDepth), ErrLimit},
-		"many":   {&Program{Kind: KindLibrary, Inputs: make([]Program, MaxPrograms)}, ErrInvalid},
-		"large":  {&Program{Kind: KindSource, Source: make([]byte, MaxSize)}, ErrLimit},
+		"many":   {&Program{Kind: Library, Inputs: make([]Program, MaxPrograms)}, ErrInvalid},
+		"large":  {&Program{Kind: Source, Source: make([]byte, MaxSize)}, ErrLimit},
 		"kind":   {&Program{}, ErrInvalid},
-		"NUL":    {&Program{Kind: KindSource, Options: "a\x00b"}, ErrInvalid},
-		"header": {&Program{Kind: KindObject, Headers: []Header{{Name: "\x00", Program: Program{Kind: KindSource}}}}, ErrInvalid},
+		"NUL":    {&Program{Kind: Source, Options: "a\x00b"}, ErrInvalid},
+		"header": {&Program{Kind: Object, Headers: []Header{{Name: "\x00", Program: Program{Kind: Source}}}}, ErrInvalid},
 	} {
 		if _, err := c.p.Marshal(); !errors.Is(err, c.want) {
 			t.Errorf("%s: %v, want %v", name, err, c.want)
 		}
 	}
-	many := &Program{Kind: KindLibrary}
+	many := &Program{Kind: Library}
 	for range MaxPrograms {
-		many.Inputs = append(many.Inputs, Program{Kind: KindObject})
+		many.Inputs = append(many.Inputs, Program{Kind: Object})
 	}
 	if _, err := many.Marshal(); !errors.Is(err, ErrLimit) {
 		t.Errorf("many: %v", err)
 	}
 	// What Marshal refuses, Unmarshal refuses too.
 	le := binary.LittleEndian
-	leaf := append(le.AppendUint32(nil, uint32(KindObject)), make([]byte, minProgram-4)...)
-	payload := append(le.AppendUint32(nil, uint32(KindLibrary)), make([]byte, 5*4)...)
+	leaf := append(le.AppendUint32(nil, uint32(Object)), make([]byte, minProgram-4)...)
+	payload := append(le.AppendUint32(nil, uint32(Library)), make([]byte, 5*4)...)
 	payload = le.AppendUint32(payload, MaxPrograms)
 	payload = append(payload, bytes.Repeat(leaf, MaxPrograms)...)
 	payload = append(payload, make([]byte, 8)...)
@@ -198,7 +198,7 @@ func TestLimits(t *testing.T) {
 	}
 	deep := []byte{}
 	for range 2 * MaxDepth {
-		deep = append(le.AppendUint32(deep, uint32(KindLibrary)), make([]byte, 5*4)...)
+		deep = append(le.AppendUint32(deep, uint32(Library)), make([]byte, 5*4)...)
 		deep = le.AppendUint32(deep, 1)
 	}
 	if _, err := Unmarshal(seal(append(deep, make([]byte, 4096)...))); !errors.Is(err, ErrLimit) {
@@ -209,7 +209,7 @@ func TestLimits(t *testing.T) {
 // What Unmarshal takes is canonical.
 func FuzzUnmarshal(f *testing.F) {
 	f.Add(marshal(f, sample())[header:])
-	f.Add(marshal(f, &Program{Kind: KindSource, Source: []byte("x")})[header:])
+	f.Add(marshal(f, &Program{Kind: Source, Source: []byte("x")})[header:])
 	f.Fuzz(func(t *testing.T, payload []byte) {
 		Unmarshal(payload)
 		b := seal(payload)
