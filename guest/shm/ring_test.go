@@ -115,13 +115,15 @@ func TestRecordsArriveInOrder(t *testing.T) {
 	q, c := newRing(t)
 	const records = 3000
 	size := func(rnd *rand.Rand) int { return 8 * rnd.IntN(1+rnd.IntN(wire.MaxRequest/8-1)) }
-	go func() {
+	var wg sync.WaitGroup
+	defer wg.Wait()
+	wg.Go(func() {
 		rnd := rand.New(rand.NewPCG(1, 2))
 		for i := range records {
 			b := bytes.Repeat([]byte{byte(i)}, size(rnd))
 			c.send(wire.OpFlush, uint16(i%wire.SlotCount), b)
 		}
-	}()
+	})
 	rnd := rand.New(rand.NewPCG(1, 2))
 	buf := buffer()
 	for i := range records {
@@ -276,11 +278,13 @@ func TestWakeReader(t *testing.T) {
 	q.WakeReader()
 	start := time.Now()
 	q.Sleep(time.Minute) // the wake-up came first
-	go func() {
+	var wg sync.WaitGroup
+	wg.Go(func() {
 		time.Sleep(5 * time.Millisecond)
 		q.WakeReader()
-	}()
+	})
 	q.Sleep(time.Minute)
+	wg.Wait()
 	if d := time.Since(start); d > 10*time.Second {
 		t.Errorf("slept %v", d)
 	}
@@ -344,7 +348,9 @@ func TestStreamCounters(t *testing.T) {
 	q, c := newRing(t)
 	const chunks = 200
 	s, _ := slot(9)
-	go func() {
+	var wg sync.WaitGroup
+	defer wg.Wait()
+	wg.Go(func() {
 		for c.r.Load32(s+wire.SlotPhase) != wire.PhaseStream {
 			FutexWait(c.r.Word32(s+wire.SlotPhase), 0, 100*time.Millisecond)
 		}
@@ -355,7 +361,7 @@ func TestStreamCounters(t *testing.T) {
 			c.r.Store32(s+wire.SlotProduced, i+1)
 			FutexWake(c.r.Word32(s+wire.SlotProduced), All)
 		}
-	}()
+	})
 	q.Phase(9, wire.PhaseStream, 0)
 	for done := uint32(0); done < chunks; {
 		p := q.WaitProduced(9, done, 5*time.Second)
