@@ -51,7 +51,7 @@ extern volatile int tline; /* where the case is, for the message of one that doe
 /* OK: a call that must succeed. ERR: a call and the error it must give. */
 #define OK(e)                                                                                                          \
     do {                                                                                                               \
-        tline = __LINE__;
+        tline = __LINE__;                                                                                              \
         cl_int e_ = (e);                                                                                               \
         if (e_ != CL_SUCCESS) {                                                                                        \
             tfail(__FILE__, __LINE__, "%s gives %d", #e, e_);                                                          \
@@ -60,14 +60,14 @@ extern volatile int tline; /* where the case is, for the message of one that doe
     } while (0)
 #define ERR(e, want)                                                                                                   \
     do {                                                                                                               \
-        tline = __LINE__;
+        tline = __LINE__;                                                                                              \
         cl_int e_ = (e);                                                                                               \
         if (e_ != (want))                                                                                              \
             tfail(__FILE__, __LINE__, "%s gives %d, not %s", #e, e_, #want);                                           \
     } while (0)
 #define ERR2(e, want, alt)                                                                                             \
     do {                                                                                                               \
-        tline = __LINE__;
+        tline = __LINE__;                                                                                              \
         cl_int e_ = (e);                                                                                               \
         if (e_ != (want) && e_ != (alt))                                                                               \
             tfail(__FILE__, __LINE__, "%s gives %d, not %s or %s", #e, e_, #want, #alt);                               \
@@ -75,7 +75,7 @@ extern volatile int tline; /* where the case is, for the message of one that doe
 /* MK: a constructor that must succeed (its last argument is &E). ERRP: one that must fail. */
 #define MK(var, call)                                                                                                  \
     do {                                                                                                               \
-        tline = __LINE__;
+        tline = __LINE__;                                                                                              \
         E = 1;                                                                                                         \
         var = call;                                                                                                    \
         if (E != CL_SUCCESS || !(var)) {                                                                               \
@@ -85,7 +85,7 @@ extern volatile int tline; /* where the case is, for the message of one that doe
     } while (0)
 #define ERRP(call, want)                                                                                               \
     do {                                                                                                               \
-        tline = __LINE__;
+        tline = __LINE__;                                                                                              \
         E = 1;                                                                                                         \
         void *p_ = (void *)(call);                                                                                     \
         if (E != (want) || p_)                                                                                         \

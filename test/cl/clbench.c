@@ -1,0 +1,136 @@
+/*
+ * clbench: costs of single OpenCL calls, as one JSON object on stdout. Times in microseconds, rates in GB/s (10^9).
+ *
+ *   clbench [--n N] [--mib M] [--pipelined P] [--rounds R]
+ */
+#include "clx.h"
+
+static double *samples;
+static int count;
+
+static void report(const char *name, double scale) {
+    qsort(samples, (size_t)count, sizeof *samples, clx_dbl_cmp);
+    printf(", \"%s_p50\": %.4f, \"%s_p99\": %.4f", name, samples[count / 2] * scale, name, samples[(int)(count * 0.99)] * scale);
+}
+
+static double median(double *v, int n) {
+    qsort(v, (size_t)n, sizeof *v, clx_dbl_cmp);
+    return v[n / 2];
+}
+
+int main(int argc, char **argv) {
+    int n = 2000, rounds = 5;
+    long pipelined = 20000, mib = 256;
+    for (int i = 1; i + 1 < argc; i += 2) {
+        if (!strcmp(argv[i], "--n"))
+            n = atoi(argv[i + 1]);
+        else if (!strcmp(argv[i], "--mib"))
+            mib = atol(argv[i + 1]);
+        else if (!strcmp(argv[i], "--pipelined"))
+            pipelined = atol(argv[i + 1]);
+        else if (!strcmp(argv[i], "--rounds"))
+            rounds = atoi(argv[i + 1]);
+        else {
+            fprintf(stderr, "clbench: unknown option %s\n", argv[i]);
+            return 2;
+        }
+    }
+    CLX_CHECK(n >= 10 && rounds >= 1 && rounds <= 64 && mib >= 1 && pipelined >= 1, "value out of range");
+    samples = calloc((size_t)n, sizeof *samples);
+    count = n;
+    cl_platform_id p;
+    cl_device_id d = clx_device(0, &p);
+    char name[256] = "";
+    CLX_OK(clGetDeviceInfo(d, CL_DEVICE_NAME, sizeof name, name, NULL));
+    for (char *s = name; *s; s++)
+        if (*s == '"' || *s == '\\')
+            *s = ' ';
+    printf("{\"device\": \"%s\"", name);
+    cl_int e;
+    double t = clx_now();
+    cl_context c = clCreateContext(NULL, 1, &d, NULL, NULL, &e);
+    CLX_OK(e);
+    cl_command_queue q = clCreateCommandQueue(c, d, 0, &e);
+    CLX_OK(e);
+    printf(", \"context_ms\": %.3f", (clx_now() - t) * 1e3);
+    t = clx_now();
+    cl_program prog = clx_build(c, d, "kernel void nul(global int *a) {}", "");
+    printf(", \"build_ms\": %.3f", (clx_now() - t) * 1e3);
+    cl_kernel k = clCreateKernel(prog, "nul", &e);
+    CLX_OK(e);
+    cl_mem b = clCreateBuffer(c, CL_MEM_READ_WRITE, 4096, NULL, &e);
+    CLX_OK(e);
+    CLX_OK(clSetKernelArg(k, 0, sizeof b, &b));
+    size_t one = 1;
+    int word = 1;
+    for (int i = 0; i < 200; i++) {
+        CLX_OK(clEnqueueNDRangeKernel(q, k, 1, NULL, &one, NULL, 0, NULL, NULL));
+        CLX_OK(clFinish(q));
+    }
+    for (int i = 0; i < n; i++) {
+        t = clx_now();
+        CLX_OK(clEnqueueNDRangeKernel(q, k, 1, NULL, &one, NULL, 0, NULL, NULL));
+        CLX_OK(clFinish(q));
+        samples[i] = clx_now() - t;
+    }
+    report("null_us", 1e6);
+    for (int i = 0; i < n; i++) {
+        t = clx_now();
+        CLX_OK(clEnqueueWriteBuffer(q, b, CL_TRUE, 0, 4, &word, 0, NULL, NULL));
+        samples[i] = clx_now() - t;
+    }
+    report("write4_us", 1e6);
+    for (int i = 0; i < n; i++) {
+        t = clx_now();
+        CLX_OK(clEnqueueReadBuffer(q, b, CL_TRUE, 0, 4, &word, 0, NULL, NULL));
+        samples[i] = clx_now() - t;
+    }
+    report("read4_us", 1e6);
+    for (int i = 0; i < n; i++) {
+        t = clx_now();
+        CLX_OK(clSetKernelArg(k, 0, sizeof b, &b));
+        samples[i] = clx_now() - t;
+    }
+    report("set_arg_us", 1e6);
+    for (int i = 0; i < n; i++) {
+        t = clx_now();
+        cl_mem m = clCreateBuffer(c, CL_MEM_READ_WRITE, 4096, NULL, &e);
+        CLX_OK(e);
+        CLX_OK(clReleaseMemObject(m));
+        samples[i] = clx_now() - t;
+    }
+    report("buffer_us", 1e6);
+    double v[64], w[64];
+    for (int r = 0; r < rounds; r++) {
+        t = clx_now();
+        for (long i = 0; i < pipelined; i++)
+            CLX_OK(clEnqueueNDRangeKernel(q, k, 1, NULL, &one, NULL, 0, NULL, NULL));
+        CLX_OK(clFinish(q));
+        v[r] = (double)pipelined / (clx_now() - t);
+    }
+    printf(", \"pipelined_per_s\": %.1f", median(v, rounds));
+    size_t size = (size_t)mib << 20;
+    unsigned char *h = malloc(size);
+    CLX_CHECK(h, "no memory");
+    memset(h, 1, size);
+    cl_mem big = clCreateBuffer(c, CL_MEM_READ_WRITE, size, NULL, &e);
+    CLX_OK(e);
+    CLX_OK(clEnqueueWriteBuffer(q, big, CL_TRUE, 0, size, h, 0, NULL, NULL)); /* pages exist from here on */
+    CLX_OK(clEnqueueReadBuffer(q, big, CL_TRUE, 0, size, h, 0, NULL, NULL));
+    for (int r = 0; r < rounds; r++) {
+        t = clx_now();
+        CLX_OK(clEnqueueWriteBuffer(q, big, CL_TRUE, 0, size, h, 0, NULL, NULL));
+        v[r] = (double)size / (clx_now() - t) / 1e9;
+        t = clx_now();
+        CLX_OK(clEnqueueReadBuffer(q, big, CL_TRUE, 0, size, h, 0, NULL, NULL));
+        w[r] = (double)size / (clx_now() - t) / 1e9;
+    }
+    printf(", \"write_gbs\": %.3f, \"read_gbs\": %.3f}\n", median(v, rounds), median(w, rounds));
+    CLX_OK(clReleaseMemObject(big));
+    CLX_OK(clReleaseMemObject(b));
+    CLX_OK(clReleaseKernel(k));
+    CLX_OK(clReleaseProgram(prog));
+    CLX_OK(clReleaseCommandQueue(q));
+    CLX_OK(clReleaseContext(c));
+    return 0;
+}
