@@ -1,0 +1,76 @@
+# gpuctl. From a bare Debian 12: `make demo` shows it, `make test` runs all tests; both install what they need.
+SHELL := /bin/bash
+# A toolchain that setup fetched comes first.
+export PATH := $(CURDIR)/.cache/go/bin:$(PATH)
+GO ?= go
+PKGS = ./...
+FUZZTIME ?= 10s
+CHAOSTIME ?= 60s
+BIN = bin/gpuctl bin/hostd bin/gpuguest bin/gpuctl-bench bin/gpuctl-demo
+
+.DEFAULT_GOAL := build
+.PHONY: setup build programs binaries test check unit conform e2e demo bench fuzz chaos generate lint clean
+
+setup:
+	@packaging/setup.sh
+
+build: setup binaries programs
+
+# gpuguest loads vendors' libraries and needs cgo; the others are static.
+binaries:
+	@mkdir -p bin lib
+	CGO_ENABLED=0 $(GO) build -trimpath -o bin/gpuctl ./cmd/gpuctl
+	CGO_ENABLED=0 $(GO) build -trimpath -o bin/hostd ./cmd/hostd
+	CGO_ENABLED=1 $(GO) build -trimpath -o bin/gpuguest ./cmd/gpuguest
+	CGO_ENABLED=0 $(GO) build -trimpath -o bin/gpuctl-bench ./bench
+	CGO_ENABLED=0 $(GO) build -trimpath -o bin/gpuctl-demo ./demo
+	guest/icd/build.sh lib/libgpuctl-opencl.so
+
+programs:
+	@$(MAKE) --no-print-directory -C test/cl
+
+test: build check unit conform e2e
+	@echo "all tests passed"
+
+check:
+	@test -z "$$(gofmt -l $$(git ls-files '*.go'))" || { gofmt -l $$(git ls-files '*.go'); exit 1; }
+	$(GO) vet $(PKGS)
+
+# The end-to-end tests follow on their own: they need the machine to themselves.
+unit:
+	CGO_ENABLED=1 $(GO) test -race -timeout 8m $$($(GO) list $(PKGS) | grep -v /test/e2e)
+
+conform:
+	$(GO) test -count=1 -timeout 8m -run '^TestConform' -v ./test/e2e
+
+e2e:
+	$(GO) test -count=1 -timeout 12m -skip '^TestConform' -v ./test/e2e
+
+demo: build
+	bin/gpuctl-demo
+
+bench: build
+	bin/gpuctl-bench
+
+# Every fuzz target for $(FUZZTIME).
+fuzz: build
+	@set -e; for f in $$(grep -rl --include='*_test.go' '^func Fuzz' . ); do \
+		for t in $$(sed -n 's/^func \(Fuzz[A-Za-z0-9_]*\).*/\1/p' $$f); do \
+			echo "== $$t in $$(dirname $$f)"; \
+			$(GO) test -run '^$$' -fuzz "^$$t$$" -fuzztime $(FUZZTIME) $$(dirname $$f); \
+		done; done
+
+# Random swaps and kills under load.
+chaos: build
+	GPUCTL_CHAOS=$(CHAOSTIME) $(GO) test -count=1 -timeout 30m -run '^TestChaos' -v ./test/e2e
+
+generate: setup
+	$(GO) generate $(PKGS)
+	git diff --exit-code -- '*_gen.*' '*.pb.go' '*.connect.go'
+
+lint:
+	golangci-lint run
+
+clean:
+	rm -rf bin lib bench/out demo/out .demo
+	$(MAKE) -C test/cl clean
