@@ -4,6 +4,7 @@ package unixrpc
 
 import (
 	"context"
+	"fmt"
 	"net"
 	"net/http"
 	"time"
@@ -82,4 +83,14 @@ func credentials(c net.Conn) (Peer, error) {
 		return Peer{}, inner
 	}
 	return Peer{cred.Pid, cred.Uid, cred.Gid}, nil
+}
+
+// PeerOf says which process listens on a socket.
+func PeerOf(socket string) (Peer, error) {
+	c, err := net.DialTimeout("unix", socket, time.Second)
+	if err != nil {
+		return Peer{}, fmt.Errorf("socket %s: %w", socket, err)
+	}
+	defer c.Close()
+	return credentials(c)
 }

@@ -1,0 +1,177 @@
+// Package command is hostd's command line.
+package command
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"os"
+	"os/signal"
+	"path/filepath"
+	"syscall"
+
+	"github.com/spf13/cobra"
+
+	"github.com/gpuctl/gpuctl/hostd"
+	"github.com/gpuctl/gpuctl/hostd/config"
+	"github.com/gpuctl/gpuctl/internal/program"
+	"github.com/gpuctl/gpuctl/internal/rundir"
+)
+
+type flags struct {
+	dev      bool
+	config   string
+	dir      string
+	socket   string
+	private  bool
+	gpuguest string
+	level    string
+	json     bool
+}
+
+// Run is hostd. Its error says which exit status (program.Code) is due.
+func Run(ctx context.Context, args []string, stdio program.Stdio) error {
+	ctx, stop := signal.NotifyContext(ctx, os.Interrupt, syscall.SIGTERM)
+	defer stop()
+	root := newCommand(stdio)
+	root.SetArgs(args)
+	root.SetIn(stdio.In)
+	root.SetOut(stdio.Out)
+	root.SetErr(stdio.Err)
+	return root.ExecuteContext(ctx)
+}
+
+func newCommand(stdio program.Stdio) *cobra.Command {
+	var f flags
+	root := &cobra.Command{
+		Use:   "hostd --dev",
+		Short: "Manage the GPUs of this host",
+		Long: `hostd knows the GPUs of this host, decides which application gets which, and
+swaps them. With --dev it manages one host, in process mode: local processes,
+and every OpenCL runtime of the machine. It starts gpuguest, which outlives it
+as long as there are sessions.`,
+		Example: `  hostd --dev
+  hostd --dev --config /etc/gpuctl/hostd.yaml
+  hostd config default`,
+		Args:              usage(cobra.NoArgs),
+		SilenceErrors:     true,
+		SilenceUsage:      true,
+		CompletionOptions: cobra.CompletionOptions{HiddenDefaultCmd: true},
+		RunE:              func(cmd *cobra.Command, _ []string) error { return serve(cmd.Context(), f, stdio) },
+	}
+	root.SetFlagErrorFunc(func(_ *cobra.Command, err error) error { return program.Usage(err) })
+	flags := root.Flags()
+	flags.BoolVar(&f.dev, "dev", false, "one host, state in memory, local processes as guests")
+	flags.StringVar(&f.config, "config", "", "configuration `file` (hostd config default prints what holds without one)")
+	flags.StringVar(&f.dir, "rundir", "", "`folder` for sockets and state (default $XDG_RUNTIME_DIR/gpuctl or /run/gpuctl)")
+	flags.StringVar(&f.socket, "socket", "", "`path` of the API's socket (default hostd.sock in the run folder)")
+	flags.BoolVar(&f.private, "private", false, "end, and end gpuguest, when standard input ends")
+	flags.StringVar(&f.gpuguest, "gpuguest", "", "`path` of gpuguest (default beside hostd, else in PATH)")
+	flags.StringVar(&f.level, "log-level", "info", "debug, info, warn or error")
+	flags.BoolVar(&f.json, "log-json", false, "log as JSON")
+	root.AddCommand(configCommand())
+	return root
+}
+
+func usage(check cobra.PositionalArgs) cobra.PositionalArgs {
+	return func(cmd *cobra.Command, args []string) error {
+		if err := check(cmd, args); err != nil {
+			return program.Usage(err)
+		}
+		return nil
+	}
+}
+
+func serve(ctx context.Context, f flags, stdio program.Stdio) error {
+	if !f.dev {
+		return program.Usage(errors.New("hostd runs one host only: say --dev"))
+	}
+	log, err := newLog(f, stdio.Err)
+	if err != nil {
+		return program.Usage(err)
+	}
+	c := config.Default()
+	if f.config != "" {
+		if c, err = config.Load(f.config); err != nil {
+			return err
+		}
+	}
+	if f.dir == "" {
+		f.dir = rundir.FromEnv(os.Getenv).Default()
+	}
+	if f.dir, err = filepath.Abs(f.dir); err != nil {
+		return fmt.Errorf("run folder: %w", err)
+	}
+	if f.socket == "" {
+		f.socket = filepath.Join(f.dir, rundir.SocketName)
+	}
+	if f.socket, err = filepath.Abs(f.socket); err != nil {
+		return fmt.Errorf("socket: %w", err)
+	}
+	if f.private {
+		var cancel context.CancelFunc
+		ctx, cancel = context.WithCancel(ctx)
+		defer cancel()
+		go func() {
+			// Who started us holds the other end; the kernel closes it even
+			// when they are killed.
+			_, _ = io.Copy(io.Discard, stdio.In)
+			cancel()
+		}()
+	}
+	return hostd.Run(ctx, hostd.Options{
+		Dir: f.dir, Socket: f.socket, Config: c, Private: f.private, Gpuguest: f.gpuguest, Root: os.DirFS("/"), Log: log,
+	})
+}
+
+func newLog(f flags, w io.Writer) (*slog.Logger, error) {
+	var level slog.Level
+	if err := level.UnmarshalText([]byte(f.level)); err != nil {
+		return nil, fmt.Errorf("log level %q is not debug, info, warn or error", f.level)
+	}
+	options := &slog.HandlerOptions{Level: level}
+	if f.json {
+		return slog.New(slog.NewJSONHandler(w, options)), nil
+	}
+	return slog.New(slog.NewTextHandler(w, options)), nil
+}
+
+func configCommand() *cobra.Command {
+	parent := &cobra.Command{Use: "config", Short: "Check and print configurations"}
+	print := func(cmd *cobra.Command, c config.Config) error {
+		text, err := c.Dump()
+		if err == nil {
+			_, err = cmd.OutOrStdout().Write(text)
+		}
+		return err
+	}
+	parent.AddCommand(
+		&cobra.Command{
+			Use: "check FILE", Short: "Say what is wrong with a configuration", Args: usage(cobra.ExactArgs(1)),
+			RunE: func(cmd *cobra.Command, args []string) error {
+				if _, err := config.Load(args[0]); err != nil {
+					return err
+				}
+				_, err := fmt.Fprintf(cmd.OutOrStdout(), "%s is valid\n", args[0])
+				return err
+			},
+		},
+		&cobra.Command{
+			Use: "default", Short: "Print the configuration that holds without a file", Args: usage(cobra.NoArgs),
+			RunE: func(cmd *cobra.Command, _ []string) error { return print(cmd, config.Default()) },
+		},
+		&cobra.Command{
+			Use: "dump FILE", Short: "Print a configuration with all defaults filled in", Args: usage(cobra.ExactArgs(1)),
+			RunE: func(cmd *cobra.Command, args []string) error {
+				c, err := config.Load(args[0])
+				if err != nil {
+					return err
+				}
+				return print(cmd, c)
+			},
+		},
+	)
+	return parent
+}

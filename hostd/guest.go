@@ -1,0 +1,172 @@
+package hostd
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"syscall"
+	"time"
+
+	"github.com/gpuctl/gpuctl/internal/rundir"
+	"github.com/gpuctl/gpuctl/internal/unixrpc"
+)
+
+const (
+	guestStart  = 15 * time.Second
+	guestStop   = 10 * time.Second
+	guestCheck  = 250 * time.Millisecond
+	guestRetry  = 2 * time.Second
+	maxLogTail  = 2048
+	guestBinary = "gpuguest"
+)
+
+// Guest is the gpuguest process of a run folder. It is started when it is not
+// there, outlives hostd, and is started again when it dies.
+type Guest struct {
+	Dir    string // run folder
+	Binary string // empty: beside this program, or in PATH
+	Log    *slog.Logger
+}
+
+// Socket is where gpuguest serves GuestService.
+func (g *Guest) Socket() string { return filepath.Join(g.Dir, "guest.sock") }
+
+// AppSocket is where applications connect to gpuguest.
+func (g *Guest) AppSocket() string { return filepath.Join(g.Dir, "app.sock") }
+
+// Ensure returns when gpuguest answers; started says that it was not there.
+func (g *Guest) Ensure(ctx context.Context) (started bool, err error) {
+	if rundir.Answers(g.Socket()) {
+		return false, nil
+	}
+	binary, err := g.find()
+	if err != nil {
+		return false, err
+	}
+	logPath := filepath.Join(g.Dir, "gpuguest.log")
+	out, err := os.OpenFile(logPath, os.O_CREATE|os.O_APPEND|os.O_WRONLY, 0o600)
+	if err != nil {
+		return false, fmt.Errorf("gpuguest: log: %w", err)
+	}
+	defer out.Close()
+	cmd := exec.Command(binary, "serve", "--socket", g.Socket(), "--app-socket", g.AppSocket(), "--rundir", filepath.Join(g.Dir, "guest"))
+	cmd.Stdout, cmd.Stderr = out, out
+	cmd.Env = guestEnv(os.Environ())
+	cmd.Dir = "/"
+	// Of a session of its own: what ends hostd's terminal must not end it.
+	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true}
+	if err := cmd.Start(); err != nil {
+		return false, fmt.Errorf("gpuguest: %w", err)
+	}
+	g.Log.Info("gpuguest started", "pid", cmd.Process.Pid, "path", binary)
+	exited := make(chan error, 1)
+	go func() { exited <- cmd.Wait() }() // also reaps it, whenever it ends
+	deadline := time.After(guestStart)
+	tick := time.NewTicker(5 * time.Millisecond)
+	defer tick.Stop()
+	for {
+		select {
+		case <-tick.C:
+			if rundir.Answers(g.Socket()) {
+				return true, nil
+			}
+		case err := <-exited:
+			return false, fmt.Errorf("gpuguest ended at its start: %w%s", errors.Join(err), tail(logPath))
+		case <-deadline:
+			_ = cmd.Process.Kill()
+			return false, fmt.Errorf("gpuguest did not answer on %s within %v%s", g.Socket(), guestStart, tail(logPath))
+		case <-ctx.Done():
+			return false, ctx.Err()
+		}
+	}
+}
+
+// Keep starts gpuguest again whenever it is gone, until ctx ends, and calls
+// restarted each time.
+func (g *Guest) Keep(ctx context.Context, restarted func(context.Context)) {
+	for ctx.Err() == nil {
+		started, err := g.Ensure(ctx)
+		switch {
+		case err != nil && ctx.Err() == nil:
+			g.Log.Error("gpuguest is not running", "err", err)
+			sleep(ctx, guestRetry)
+		case started:
+			g.Log.Warn("gpuguest was gone")
+			restarted(ctx)
+		}
+		sleep(ctx, guestCheck)
+	}
+}
+
+// Stop ends gpuguest, first by asking.
+func (g *Guest) Stop() error {
+	peer, err := unixrpc.PeerOf(g.Socket())
+	if err != nil {
+		return nil // it is gone already
+	}
+	process, err := os.FindProcess(int(peer.PID))
+	if err != nil {
+		return fmt.Errorf("gpuguest: %w", err)
+	}
+	for _, signal := range []os.Signal{syscall.SIGTERM, syscall.SIGKILL} {
+		if err := process.Signal(signal); err != nil {
+			if errors.Is(err, os.ErrProcessDone) {
+				return nil
+			}
+			return fmt.Errorf("gpuguest: %w", err)
+		}
+		for end := time.Now().Add(guestStop); time.Now().Before(end); time.Sleep(10 * time.Millisecond) {
+			if !rundir.Answers(g.Socket()) && process.Signal(syscall.Signal(0)) != nil {
+				return nil
+			}
+		}
+		g.Log.Warn("gpuguest does not end", "pid", peer.PID, "signal", signal)
+	}
+	return fmt.Errorf("gpuguest (process %d) does not end", peer.PID)
+}
+
+func (g *Guest) find() (string, error) {
+	if g.Binary != "" {
+		return g.Binary, nil
+	}
+	if self, err := os.Executable(); err == nil {
+		beside := filepath.Join(filepath.Dir(self), guestBinary)
+		if info, err := os.Stat(beside); err == nil && info.Mode()&0o111 != 0 {
+			return beside, nil
+		}
+	}
+	path, err := exec.LookPath(guestBinary)
+	if err != nil {
+		return "", fmt.Errorf("%s is neither beside hostd nor in PATH: install it, or name it with --gpuguest", guestBinary)
+	}
+	return path, nil
+}
+
+// guestEnv drops what would lead a vendor's library, or an executor that uses
+// OpenCL, back to us.
+func guestEnv(env []string) []string {
+	var out []string
+	for _, v := range env {
+		name, _, _ := strings.Cut(v, "=")
+		switch name {
+		case "GPUCTL_SOCKET", "GPUCTL_TOKEN", "OCL_ICD_VENDORS", "OCL_ICD_FILENAMES", "OPENCL_VENDOR_PATH":
+		default:
+			out = append(out, v)
+		}
+	}
+	return out
+}
+
+// tail is the end of a log, to go with an error.
+func tail(path string) string {
+	data, err := os.ReadFile(path)
+	if err != nil || len(data) == 0 {
+		return ""
+	}
+	return ":\n" + strings.TrimSpace(string(data[max(0, len(data)-maxLogTail):]))
+}

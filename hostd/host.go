@@ -1,0 +1,615 @@
+package hostd
+
+import (
+	"bytes"
+	"cmp"
+	"context"
+	"crypto/rand"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"io/fs"
+	"log/slog"
+	"maps"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"time"
+
+	"connectrpc.com/connect"
+	"google.golang.org/protobuf/proto"
+
+	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
+	"github.com/gpuctl/gpuctl/hostd/config"
+	"github.com/gpuctl/gpuctl/hostd/inventory"
+	"github.com/gpuctl/gpuctl/hostd/ledger"
+	"github.com/gpuctl/gpuctl/internal/expr"
+	"github.com/gpuctl/gpuctl/internal/near"
+)
+
+var (
+	errNotFound = errors.New("not found")
+	errInvalid  = errors.New("invalid")
+	errBusy     = errors.New("busy")
+)
+
+const (
+	callTimeout   = 20 * time.Second // of a short call to the guest
+	buildTimeout  = 10 * time.Minute // of a plan that builds programs
+	resyncEvery   = 5 * time.Second
+	holdersEvery  = time.Second
+	maxClaims     = 4096
+	maxClaimGPUs  = 64
+	maxNameLength = 255
+)
+
+// HostConfig is what a Host needs.
+type HostConfig struct {
+	Guest     gpuctlv1connect.GuestServiceClient
+	AppSocket string // given to applications
+	StateFile string
+	Config    config.Config
+	Root      fs.FS // the machine's files
+	Log       *slog.Logger
+}
+
+// Host is the state of one host and the rules by which it changes.
+type Host struct {
+	HostConfig
+	proc  fs.FS
+	ready chan struct{} // closed when the inventory is there
+
+	// ctx ends with the daemon: operations outlive their callers, not it.
+	ctx  context.Context
+	work sync.WaitGroup
+
+	mu       sync.Mutex
+	gpus     []*gpuctlv1.GPU // without owners; never changed once ready
+	warnings []string
+	ledger   *ledger.Ledger
+	claims   map[string]*claim
+	sessions map[string]*session
+	ops      map[string]*operation // by session
+	last     map[string]*gpuctlv1.SwapResult
+	watchers map[*watcher]bool
+	saved    []byte // content of the state file
+}
+
+// session is what the guest said last.
+type session struct {
+	*gpuctlv1.Session
+	seen time.Time // first
+}
+
+// NewHost returns a host that knows nothing yet; Start makes it work.
+func NewHost(c HostConfig) (*Host, error) {
+	proc, err := fs.Sub(c.Root, "proc")
+	if err != nil {
+		return nil, fmt.Errorf("root: %w", err)
+	}
+	return &Host{
+		HostConfig: c, proc: proc, ready: make(chan struct{}), ctx: context.Background(),
+		ledger: ledger.New(), claims: map[string]*claim{}, sessions: map[string]*session{},
+		ops: map[string]*operation{}, last: map[string]*gpuctlv1.SwapResult{}, watchers: map[*watcher]bool{},
+	}, nil
+}
+
+// Start reads the journal, discovers the inventory and takes over the claims
+// and sessions that exist. Until it returns, calls that need them wait.
+func (h *Host) Start(ctx context.Context) error {
+	h.ctx = ctx
+	j, err := readJournal(h.StateFile)
+	if err != nil {
+		// Reality is with the guest; a damaged journal must not keep it from being managed.
+		h.Log.Warn("state file is not used", "err", err)
+	}
+	gpus, warnings, err := inventory.Discover(ctx, h.Root, h.Config, prober{h.Guest})
+	if err != nil {
+		return fmt.Errorf("inventory: %w", err)
+	}
+	for _, w := range warnings {
+		h.Log.Warn("gpu not available", "err", w)
+	}
+	for _, g := range gpus {
+		h.Log.Info("gpu found", "gpu", g.GetId(), "model", g.GetModel(), "memory", g.GetLimits().GetGlobalMemory())
+	}
+	h.mu.Lock()
+	h.gpus, h.warnings = gpus, warnings
+	for _, g := range gpus {
+		h.ledger.SetGPU(g.GetId(), g.GetLimits().GetGlobalMemory())
+	}
+	for _, c := range j.Claims {
+		h.claims[c.ID] = c
+		for _, gpu := range slices.Sorted(maps.Keys(c.Held)) {
+			if err := h.ledger.Reserve(c.ID, []string{gpu}, c.Held[gpu]); err != nil {
+				h.Log.Warn("claim lost a gpu", "claim", c.ID, "gpu", gpu, "err", err)
+			}
+		}
+	}
+	for _, op := range j.Operations {
+		op.doubt = true
+		h.ops[op.Session] = op
+	}
+	h.mu.Unlock()
+	if err := h.Resync(ctx); err != nil {
+		h.Log.Warn("sessions not known yet", "err", err)
+	}
+	h.Reoffer(ctx)
+	close(h.ready)
+	return nil
+}
+
+// Wait returns when all operations have ended; they do when Start's context does.
+func (h *Host) Wait() { h.work.Wait() }
+
+type prober struct {
+	guest gpuctlv1connect.GuestServiceClient
+}
+
+func (p prober) Probe(ctx context.Context, r *gpuctlv1.Runtime) (*gpuctlv1.ProbeResponse, error) {
+	res, err := p.guest.Probe(ctx, connect.NewRequest(&gpuctlv1.ProbeRequest{Runtime: r}))
+	if err != nil {
+		return nil, plain(err)
+	}
+	return res.Msg, nil
+}
+
+// plain drops Connect's code from an error's text; it says nothing to people.
+func plain(err error) error {
+	var c *connect.Error
+	if errors.As(err, &c) {
+		return errors.New(c.Message())
+	}
+	return err
+}
+
+// Watch follows the guest until ctx ends, and keeps the claims in step.
+func (h *Host) Watch(ctx context.Context) {
+	var wg sync.WaitGroup
+	wg.Go(func() { h.follow(ctx) })
+	defer wg.Wait()
+	resync, holders := time.NewTicker(resyncEvery), time.NewTicker(holdersEvery)
+	defer resync.Stop()
+	defer holders.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-resync.C:
+			if err := h.Resync(ctx); err != nil && ctx.Err() == nil {
+				h.Log.Debug("sessions not listed", "err", err)
+			}
+		case <-holders.C:
+			h.releaseOrphans(ctx)
+		}
+	}
+}
+
+// follow reads the guest's stream of sessions, again and again.
+func (h *Host) follow(ctx context.Context) {
+	for ctx.Err() == nil {
+		stream, err := h.Guest.WatchSessions(ctx, connect.NewRequest(&gpuctlv1.WatchSessionsRequest{}))
+		if err == nil {
+			for stream.Receive() {
+				h.mu.Lock()
+				h.update(proto.CloneOf(stream.Msg()), false)
+				h.mu.Unlock()
+			}
+			err = cmp.Or(stream.Err(), errors.New("ended"))
+			_ = stream.Close()
+		}
+		if ctx.Err() == nil {
+			h.Log.Debug("guest stream ended", "err", err)
+		}
+		sleep(ctx, 500*time.Millisecond)
+	}
+}
+
+func sleep(ctx context.Context, d time.Duration) {
+	select {
+	case <-ctx.Done():
+	case <-time.After(d):
+	}
+}
+
+// Resync takes the guest's list of sessions as the truth.
+func (h *Host) Resync(ctx context.Context) error {
+	asked := time.Now()
+	ctx, cancel := context.WithTimeout(ctx, callTimeout)
+	defer cancel()
+	res, err := h.Guest.ListSessions(ctx, connect.NewRequest(&gpuctlv1.ListSessionsRequest{}))
+	if err != nil {
+		return fmt.Errorf("list the guest's sessions: %w", err)
+	}
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	listed := map[string]bool{}
+	for _, s := range res.Msg.GetSessions() {
+		listed[s.GetId()] = true
+		h.update(s, true)
+	}
+	for id, s := range h.sessions {
+		// One that began after the question is rightly not in the answer.
+		if !listed[id] && s.seen.Before(asked) {
+			gone := proto.CloneOf(s.Session)
+			gone.State = gpuctlv1.SessionState_SESSION_STATE_ENDED
+			h.update(gone, true)
+		}
+	}
+	return nil
+}
+
+// Reoffer tells the guest every claim's placement, as after its restart.
+func (h *Host) Reoffer(ctx context.Context) {
+	h.mu.Lock()
+	claims := slices.Collect(maps.Values(h.claims))
+	h.mu.Unlock()
+	for _, c := range claims {
+		h.repeatOffer(ctx, c)
+	}
+}
+
+// repeatOffer tells the guest where the claim's next session starts, if
+// anywhere.
+func (h *Host) repeatOffer(ctx context.Context, c *claim) {
+	h.mu.Lock()
+	p, open := h.placement(c.GPUs), !c.Released && c.Token != ""
+	var amount uint64
+	if p != nil {
+		amount, _ = h.ledger.Holds(c.ID, p[0].GetId())
+	}
+	h.mu.Unlock()
+	switch {
+	case !open:
+	case p == nil:
+		h.withdraw(ctx, c)
+	default:
+		if err := h.offer(ctx, c, p, amount); err != nil {
+			h.Log.Warn("claim not offered", "claim", c.ID, "err", err)
+		}
+	}
+}
+
+func (h *Host) offer(ctx context.Context, c *claim, p placement, amount uint64) error {
+	ctx, cancel := context.WithTimeout(ctx, callTimeout)
+	defer cancel()
+	_, err := h.Guest.Offer(ctx, connect.NewRequest(&gpuctlv1.OfferRequest{
+		Token: c.Token, Claim: c.ID, Target: p.target(amount), Device: c.device(),
+	}))
+	if err != nil {
+		return fmt.Errorf("offer gpu %s to claim %s: %w", p, c.ID, plain(err))
+	}
+	return nil
+}
+
+func (h *Host) withdraw(ctx context.Context, c *claim) {
+	if c.Token == "" {
+		return
+	}
+	ctx, cancel := context.WithTimeout(ctx, callTimeout)
+	defer cancel()
+	if _, err := h.Guest.Withdraw(ctx, connect.NewRequest(&gpuctlv1.WithdrawRequest{Token: c.Token})); err != nil && ctx.Err() == nil {
+		h.Log.Warn("offer not withdrawn", "claim", c.ID, "err", plain(err))
+	}
+}
+
+// placement looks up GPUs; nil when there are none or one is not there.
+func (h *Host) placement(ids []string) placement {
+	var p placement
+	for _, id := range ids {
+		i := slices.IndexFunc(h.gpus, func(g *gpuctlv1.GPU) bool { return g.GetId() == id })
+		if i < 0 {
+			return nil
+		}
+		p = append(p, h.gpus[i])
+	}
+	return p
+}
+
+// update takes in what the guest says about a session. h.mu is held. Only a
+// list (asked for later than anything it contradicts) settles doubts.
+func (h *Host) update(s *gpuctlv1.Session, listed bool) {
+	id := s.GetId()
+	old := h.sessions[id]
+	if old != nil && s.GetGeneration() < old.GetGeneration() && s.GetState() != gpuctlv1.SessionState_SESSION_STATE_ENDED {
+		return // an old message that was overtaken
+	}
+	ended := s.GetState() == gpuctlv1.SessionState_SESSION_STATE_ENDED
+	if old == nil && ended {
+		return
+	}
+	if old == nil {
+		h.Log.Info("session began", "session", id, "claim", s.GetClaim(), "gpu", s.GetTarget().GetGpu(), "pid", s.GetPid())
+		h.sessions[id] = &session{s, time.Now()}
+	} else {
+		if old.GetState() != s.GetState() {
+			h.Log.Info("session is "+expr.StateName(s.GetState()), "session", id, "gpu", s.GetTarget().GetGpu())
+		}
+		old.Session = s
+	}
+	c := h.claims[s.GetClaim()]
+	if c == nil && !ended {
+		c = h.adopt(s)
+	}
+	if op := h.ops[id]; op != nil && op.doubt && listed && s.GetState() != gpuctlv1.SessionState_SESSION_STATE_SWAPPING {
+		delete(h.ops, id)
+		if c != nil && h.moved(c, s) {
+			h.work.Go(func() { h.repeatOffer(h.ctx, c) })
+		}
+	}
+	if ended {
+		delete(h.sessions, id)
+		delete(h.last, id)
+		if op := h.ops[id]; op != nil && op.doubt {
+			delete(h.ops, id)
+		}
+	}
+	if c != nil {
+		h.settle(c)
+	}
+	h.publish(s)
+}
+
+// adopt makes a claim for a session whose claim this hostd does not know. Its
+// token is lost, so it takes no new sessions.
+func (h *Host) adopt(s *gpuctlv1.Session) *claim {
+	gpus := splitIDs(s.GetTarget().GetGpu())
+	c := &claim{
+		ID: s.GetClaim(), Count: max(1, len(gpus)), Min: s.GetDevice().GetGlobalMemory(), Memory: s.GetDevice().GetGlobalMemory(),
+		Name: s.GetDevice().GetName(), Type: s.GetDevice().GetType(), Created: s.GetStartedUnixMs(), Released: true,
+	}
+	h.claims[c.ID] = c
+	h.Log.Info("claim rebuilt from a session", "claim", c.ID, "session", s.GetId(), "gpu", s.GetTarget().GetGpu())
+	return c
+}
+
+// onGPU says whether a session in this state holds its GPU.
+func onGPU(s gpuctlv1.SessionState) bool {
+	return s == gpuctlv1.SessionState_SESSION_STATE_RUNNING || s == gpuctlv1.SessionState_SESSION_STATE_SWAPPING
+}
+
+// settle makes the ledger agree with what the claim needs: its placement, the
+// GPUs of its sessions, the targets of their operations. h.mu is held.
+func (h *Host) settle(c *claim) {
+	need := map[string]bool{}
+	live := false
+	if !c.Released {
+		for _, gpu := range c.GPUs {
+			need[gpu] = true
+		}
+	}
+	for _, s := range h.sessions {
+		if s.GetClaim() != c.ID {
+			continue
+		}
+		live = true
+		if onGPU(s.GetState()) {
+			for _, gpu := range splitIDs(s.GetTarget().GetGpu()) {
+				need[gpu] = true
+			}
+		}
+	}
+	for _, op := range h.ops {
+		if op.Claim != c.ID {
+			continue
+		}
+		live = true
+		for _, gpu := range op.GPUs {
+			need[gpu] = true
+		}
+	}
+	keep := slices.Sorted(maps.Keys(need))
+	h.ledger.Retain(c.ID, keep)
+	for _, gpu := range keep {
+		if _, ok := h.ledger.Holds(c.ID, gpu); ok {
+			continue
+		}
+		room, _ := h.ledger.Room(c.ID, gpu)
+		amount, _ := c.amount(room)
+		if err := h.ledger.Reserve(c.ID, []string{gpu}, amount); err != nil && !errors.Is(err, ledger.ErrUnknownGPU) {
+			h.Log.Error("gpu is used by a claim that does not hold it", "claim", c.ID, "gpu", gpu, "err", err)
+		}
+	}
+	if c.Released && !live {
+		delete(h.claims, c.ID)
+		h.ledger.Retain(c.ID, nil)
+		h.Log.Info("claim ended", "claim", c.ID)
+	}
+	h.save()
+}
+
+// moved lets the claim follow its session: new sessions start where this one
+// is, unless another one is still at the old place. h.mu is held; the caller
+// repeats the offer.
+func (h *Host) moved(c *claim, s *gpuctlv1.Session) bool {
+	for _, other := range h.sessions {
+		if other.GetClaim() == c.ID && other.GetId() != s.GetId() && onGPU(other.GetState()) {
+			return false
+		}
+	}
+	var now []string
+	if onGPU(s.GetState()) {
+		now = splitIDs(s.GetTarget().GetGpu())
+	}
+	if slices.Equal(now, c.GPUs) {
+		return false
+	}
+	c.GPUs = now
+	return true
+}
+
+// save writes the journal. h.mu is held.
+func (h *Host) save() {
+	j := journal{Version: journalVersion}
+	for _, c := range h.claims {
+		c.Held = map[string]uint64{}
+		for _, g := range h.gpus {
+			if n, ok := h.ledger.Holds(c.ID, g.GetId()); ok {
+				c.Held[g.GetId()] = n
+			}
+		}
+		j.Claims = append(j.Claims, c)
+	}
+	for _, op := range h.ops {
+		j.Operations = append(j.Operations, op)
+	}
+	data, err := j.encode()
+	if err == nil && bytes.Equal(data, h.saved) {
+		return
+	}
+	if err == nil {
+		err = replaceFile(h.StateFile, data)
+	}
+	if h.saved = data; err != nil {
+		h.saved = nil
+		h.Log.Error("state not saved: a restart of hostd would forget claims", "err", err)
+	}
+}
+
+// releaseOrphans ends the claims of processes that are gone.
+func (h *Host) releaseOrphans(ctx context.Context) {
+	h.mu.Lock()
+	var gone []*claim
+	for _, c := range h.claims {
+		if !c.Released && c.Holder.PID != 0 && !c.Holder.alive(h.proc) {
+			gone = append(gone, c)
+			h.Log.Info("claim's process is gone", "claim", c.ID, "pid", c.Holder.PID)
+		}
+	}
+	h.mu.Unlock()
+	for _, c := range gone {
+		h.release(ctx, c)
+	}
+}
+
+func (h *Host) release(ctx context.Context, c *claim) {
+	h.withdraw(ctx, c)
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if h.claims[c.ID] == c {
+		c.Released = true
+		h.settle(c)
+	}
+}
+
+// createClaim chooses and reserves. A refusal is a nil claim.
+func (h *Host) createClaim(ctx context.Context, c *claim) (placement, []*gpuctlv1.Candidate, error) {
+	e, err := expr.Compile(c.Expr, expr.GPU())
+	if err != nil {
+		return nil, nil, fmt.Errorf("%w: %w", errInvalid, err)
+	}
+	h.mu.Lock()
+	if len(h.claims) >= maxClaims {
+		h.mu.Unlock()
+		return nil, nil, fmt.Errorf("%w: %d claims exist already", errBusy, maxClaims)
+	}
+	p, out := choose(h.view(), c, e, h.ledger)
+	if p == nil {
+		h.mu.Unlock()
+		return nil, out, nil
+	}
+	amount := uint64(ledger.Whole)
+	for i, g := range p {
+		room, _ := h.ledger.Room(c.ID, g.GetId())
+		n, _ := c.amount(room)
+		if i == 0 || n < amount {
+			amount = n
+		}
+	}
+	if err := h.ledger.Reserve(c.ID, p.ids(), amount); err != nil {
+		h.mu.Unlock()
+		return nil, nil, fmt.Errorf("claim %s: %w", c.ID, err)
+	}
+	c.GPUs, c.Memory = p.ids(), amount
+	h.claims[c.ID] = c
+	h.settle(c)
+	h.mu.Unlock()
+	h.Log.Info("claim made", "claim", c.ID, "gpu", p.String(), "memory", amount)
+	if err := h.offer(ctx, c, p, amount); err != nil {
+		h.mu.Lock()
+		c.Released = true
+		h.settle(c)
+		h.mu.Unlock()
+		return nil, nil, err
+	}
+	return p, out, nil
+}
+
+// view returns copies of the GPUs with their owners. h.mu is held.
+func (h *Host) view() []*gpuctlv1.GPU {
+	out := make([]*gpuctlv1.GPU, 0, len(h.gpus))
+	for _, g := range h.gpus {
+		g = proto.CloneOf(g)
+		g.FreeMemory, g.Free = h.ledger.Room("", g.GetId())
+		owners := h.ledger.Owners(g.GetId())
+		for _, id := range slices.Sorted(maps.Keys(owners)) {
+			owner := &gpuctlv1.Owner{Claim: id, Memory: owners[id]}
+			for _, s := range h.sessions {
+				if s.GetClaim() == id && onGPU(s.GetState()) && slices.Contains(splitIDs(s.GetTarget().GetGpu()), g.GetId()) {
+					owner.Sessions = append(owner.Sessions, s.GetId())
+				}
+			}
+			slices.Sort(owner.Sessions)
+			g.Owners = append(g.Owners, owner)
+		}
+		out = append(out, g)
+	}
+	return out
+}
+
+// find resolves what a user calls a session. h.mu is held.
+func (h *Host) find(ref string) (*gpuctlv1.Session, error) {
+	ids := slices.Sorted(maps.Keys(h.sessions))
+	if ref == "" {
+		switch len(ids) {
+		case 0:
+			return nil, fmt.Errorf("%w: there is no session; start one with gpuctl run -- COMMAND", errNotFound)
+		case 1:
+			return h.sessions[ids[0]].Session, nil
+		}
+		return nil, fmt.Errorf("%w: there are %d sessions, name one of %s", errInvalid, len(ids), strings.Join(ids, ", "))
+	}
+	if s := h.sessions[ref]; s != nil {
+		return s.Session, nil
+	}
+	if pid, err := strconv.ParseUint(ref, 10, 32); err == nil {
+		var found []*gpuctlv1.Session
+		for _, id := range ids {
+			if uint64(h.sessions[id].GetPid()) == pid {
+				found = append(found, h.sessions[id].Session)
+			}
+		}
+		if len(found) == 1 {
+			return found[0], nil
+		}
+	}
+	var matches []string
+	for _, id := range ids {
+		if strings.HasPrefix(id, ref) {
+			matches = append(matches, id)
+		}
+	}
+	switch len(matches) {
+	case 1:
+		return h.sessions[matches[0]].Session, nil
+	case 0:
+		return nil, fmt.Errorf("%w: no session %q%s; gpuctl sessions lists them", errNotFound, ref, near.Hint(ref, ids))
+	}
+	return nil, fmt.Errorf("%w: session %q can be %s", errInvalid, ref, strings.Join(matches, " or "))
+}
+
+// randomHex returns n random bytes as text.
+func randomHex(n int) string {
+	b := make([]byte, n)
+	_, _ = rand.Read(b) // never fails
+	return hex.EncodeToString(b)
+}
+
+func cloneLimits(l *gpuctlv1.Limits) *gpuctlv1.Limits {
+	if l == nil {
+		return &gpuctlv1.Limits{}
+	}
+	return proto.CloneOf(l)
+}

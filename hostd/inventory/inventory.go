@@ -1,0 +1,273 @@
+package inventory
+
+import (
+	"cmp"
+	"context"
+	"fmt"
+	"io/fs"
+	"maps"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"time"
+
+	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/hostd/config"
+	"github.com/gpuctl/gpuctl/internal/near"
+	"github.com/gpuctl/gpuctl/internal/size"
+)
+
+const (
+	probeTimeout = 30 * time.Second
+	probesAtOnce = 2
+	maxDevices   = 64 // of one runtime
+)
+
+// Prober asks a runtime, in a process of its own, what devices it has.
+type Prober interface {
+	Probe(ctx context.Context, runtime *gpuctlv1.Runtime) (*gpuctlv1.ProbeResponse, error)
+}
+
+// source is one runtime with an environment, and what it is to become.
+type source struct {
+	lib      Library
+	runtime  *gpuctlv1.Runtime
+	declared *config.GPU // nil: discovered
+}
+
+// Discover returns the machine's GPUs, ordered by id, and a warning for every
+// runtime or declared GPU that cannot be used. Its error is that of ctx.
+func Discover(ctx context.Context, root fs.FS, c config.Config, prober Prober) ([]*gpuctlv1.GPU, []string, error) {
+	sources, warnings := plan(root, c)
+	answers := make([]*gpuctlv1.ProbeResponse, len(sources))
+	failures := make([]error, len(sources))
+	slots := make(chan struct{}, probesAtOnce)
+	var wg sync.WaitGroup
+	for i, s := range sources {
+		wg.Go(func() {
+			slots <- struct{}{}
+			defer func() { <-slots }()
+			ctx, cancel := context.WithTimeout(ctx, probeTimeout)
+			defer cancel()
+			answers[i], failures[i] = prober.Probe(ctx, s.runtime)
+		})
+	}
+	wg.Wait()
+	if err := ctx.Err(); err != nil {
+		return nil, nil, err
+	}
+	var gpus []*gpuctlv1.GPU
+	taken := map[string]bool{}
+	for _, g := range c.GPUs { // declared ids are the operator's and never yield
+		taken[g.ID] = true
+	}
+	for i, s := range sources {
+		what := "runtime " + s.lib.Path
+		if s.declared != nil {
+			what = "gpu " + s.declared.ID
+		}
+		if failures[i] != nil {
+			warnings = append(warnings, fmt.Sprintf("%s: %v", what, failures[i]))
+			continue
+		}
+		found, err := s.gpus(answers[i], taken)
+		if err != nil {
+			warnings = append(warnings, fmt.Sprintf("%s: %v", what, err))
+		}
+		gpus = append(gpus, found...)
+	}
+	gpus, doubles := dropDoubles(gpus)
+	warnings = append(warnings, doubles...)
+	tellModelsApart(gpus)
+	Rank(gpus, c.Models)
+	slices.SortFunc(gpus, func(a, b *gpuctlv1.GPU) int { return strings.Compare(a.Id, b.Id) })
+	return gpus, warnings, nil
+}
+
+func plan(root fs.FS, c config.Config) (sources []source, warnings []string) {
+	limit := poclLimit(root)
+	libs := Libraries(root, c.VendorDirs)
+	for i := range c.GPUs {
+		g := &c.GPUs[i]
+		lib := Library{Path: g.Library}
+		if g.Runtime != "" {
+			at := slices.IndexFunc(libs, func(l Library) bool { return l.Runtime == g.Runtime })
+			if at < 0 {
+				var names []string
+				for _, l := range libs {
+					names = append(names, l.Runtime)
+				}
+				warnings = append(warnings, fmt.Sprintf("gpu %s: no runtime %q on this machine%s; install it or name its library", g.ID, g.Runtime, near.Hint(g.Runtime, names)))
+				continue
+			}
+			lib = libs[at]
+		} else {
+			lib.Path = resolve(root, g.Library)
+			lib.Runtime = runtimeName(lib.Path[strings.LastIndex(lib.Path, "/")+1:])
+		}
+		sources = append(sources, source{lib, newRuntime(lib, g.Env, limit), g})
+	}
+	if c.Discover {
+		for _, lib := range libs {
+			sources = append(sources, source{lib, newRuntime(lib, nil, limit), nil})
+		}
+	}
+	return sources, warnings
+}
+
+func newRuntime(lib Library, env map[string]string, limit string) *gpuctlv1.Runtime {
+	env = maps.Clone(env)
+	if env == nil {
+		env = map[string]string{}
+	}
+	if _, ok := env["POCL_MEMORY_LIMIT"]; !ok && lib.Runtime == "pocl" {
+		env["POCL_MEMORY_LIMIT"] = limit
+	}
+	return &gpuctlv1.Runtime{Library: lib.Path, Env: env}
+}
+
+// gpus makes GPUs of a runtime's answer. What cannot be made is in the error.
+func (s source) gpus(answer *gpuctlv1.ProbeResponse, taken map[string]bool) ([]*gpuctlv1.GPU, error) {
+	devices := answer.GetDevices()
+	if len(devices) == 0 {
+		return nil, fmt.Errorf("%s has no devices", cmp.Or(answer.GetPlatform(), "it"))
+	}
+	if len(devices) > maxDevices {
+		return nil, fmt.Errorf("%d devices, more than the %d of which gpuctl takes note", len(devices), maxDevices)
+	}
+	byIndex := map[uint32]*gpuctlv1.ProbedDevice{}
+	var wanted []uint32
+	for _, d := range devices {
+		byIndex[d.GetIndex()] = d
+		wanted = append(wanted, d.GetIndex())
+	}
+	if s.declared != nil && len(s.declared.Devices) > 0 {
+		wanted = s.declared.Devices
+	}
+	var gpus []*gpuctlv1.GPU
+	var missing error
+	for n, index := range wanted {
+		d := byIndex[index]
+		if d == nil {
+			missing = fmt.Errorf("it has no device %d (it has %d devices, from 0)", index, len(devices))
+			continue
+		}
+		gpu := &gpuctlv1.GPU{
+			Model: strings.TrimSpace(d.GetName()), Vendor: cmp.Or(d.GetVendor(), answer.GetVendor()), Type: d.GetType(),
+			RuntimeName: s.lib.Runtime, Platform: answer.GetPlatform(), Driver: answer.GetDriver(),
+			Uuid: d.GetUuid(), PciAddress: d.GetPciAddress(), Limits: d.GetLimits(),
+			Runtime:  &gpuctlv1.Runtime{Library: s.runtime.Library, Env: s.runtime.Env, Devices: []uint32{index}},
+			Declared: s.declared != nil,
+		}
+		if gpu.Limits == nil {
+			gpu.Limits = &gpuctlv1.Limits{}
+		}
+		if s.declared != nil {
+			gpu.Model = cmp.Or(s.declared.Model, gpu.Model)
+			gpu.Id = s.declared.ID
+			if len(wanted) > 1 {
+				gpu.Id = unique(s.declared.ID+"-"+strconv.Itoa(n), taken)
+			}
+		} else {
+			gpu.Id = unique(s.baseID(d, n, len(wanted)), taken)
+		}
+		gpu.Model = cmp.Or(gpu.Model, gpu.Id)
+		gpus = append(gpus, gpu)
+	}
+	return gpus, missing
+}
+
+// baseID names a discovered device: cards by their place among the runtime's,
+// devices that compute on the processor by their kind.
+func (s source) baseID(d *gpuctlv1.ProbedDevice, n, of int) string {
+	name := s.lib.Runtime
+	if name == "pocl" {
+		// PoCL's names begin with the driver: pthread-…, basic-…, cpu-…, CUDA-…
+		kind, _, _ := strings.Cut(d.GetName(), "-")
+		return name + "-" + slug(kind)
+	}
+	if of > 1 || d.GetPciAddress() != "" || slices.Contains([]string{"nvidia", "amd", "intel"}, name) {
+		return name + "-" + strconv.Itoa(n)
+	}
+	return name
+}
+
+func unique(id string, taken map[string]bool) string {
+	name := id
+	for n := 2; taken[name]; n++ {
+		name = id + "-" + strconv.Itoa(n)
+	}
+	taken[name] = true
+	return name
+}
+
+// dropDoubles removes cards that were found before under another name (those
+// declared come first): one card must not get two owners.
+func dropDoubles(gpus []*gpuctlv1.GPU) (kept []*gpuctlv1.GPU, warnings []string) {
+	card := map[string]string{}
+	for _, g := range gpus {
+		if g.PciAddress == "" {
+			kept = append(kept, g)
+			continue
+		}
+		if first, ok := card[g.PciAddress]; ok {
+			warnings = append(warnings, fmt.Sprintf("gpu %s is the same card as %s (%s): left out", g.Id, first, g.PciAddress))
+			continue
+		}
+		card[g.PciAddress] = g.Id
+		kept = append(kept, g)
+	}
+	return kept, warnings
+}
+
+// tellModelsApart adds the memory to names that differing devices share.
+func tellModelsApart(gpus []*gpuctlv1.GPU) {
+	sizes := map[string]map[uint64]bool{}
+	for _, g := range gpus {
+		if sizes[g.Model] == nil {
+			sizes[g.Model] = map[uint64]bool{}
+		}
+		sizes[g.Model][g.Limits.GetGlobalMemory()] = true
+	}
+	for _, g := range gpus {
+		if len(sizes[g.Model]) > 1 {
+			g.Model += " " + size.Format(g.Limits.GetGlobalMemory())
+		}
+	}
+}
+
+// Rank gives every GPU its place in the order of models, from 1. Models with
+// equal rank in the configuration are ordered by what they are: a card before
+// a runtime that computes on the processor, then memory, compute units and the
+// largest allocation.
+func Rank(gpus []*gpuctlv1.GPU, models []config.Model) {
+	given := map[string]int{}
+	for _, m := range models {
+		given[m.Name] = m.Rank
+	}
+	compare := func(a, b *gpuctlv1.GPU) int {
+		return cmp.Or(
+			cmp.Compare(given[a.Model], given[b.Model]),
+			cmp.Compare(isCard(a), isCard(b)),
+			cmp.Compare(a.Limits.GetGlobalMemory(), b.Limits.GetGlobalMemory()),
+			cmp.Compare(a.Limits.GetComputeUnits(), b.Limits.GetComputeUnits()),
+			cmp.Compare(a.Limits.GetMaxAlloc(), b.Limits.GetMaxAlloc()),
+		)
+	}
+	order := slices.SortedStableFunc(slices.Values(gpus), compare)
+	rank := uint32(0)
+	for i, g := range order {
+		if i == 0 || compare(order[i-1], g) != 0 {
+			rank++
+		}
+		g.Rank = rank
+	}
+}
+
+func isCard(g *gpuctlv1.GPU) int {
+	if g.PciAddress != "" {
+		return 1
+	}
+	return 0
+}

@@ -1,0 +1,401 @@
+package hostd
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+	"time"
+
+	"connectrpc.com/connect"
+	"google.golang.org/protobuf/proto"
+
+	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/hostd/ledger"
+)
+
+// emit receives the moments of an operation. It must not block.
+type emit func(*gpuctlv1.OperationUpdate)
+
+// progressStream is a stream of Progress from the guest.
+type progressStream interface {
+	Receive() bool
+	Msg() *gpuctlv1.Progress
+	Err() error
+	Close() error
+}
+
+// begin registers an operation on a session, one at a time.
+func (h *Host) begin(ref, kind string) (*operation, *gpuctlv1.Session, *claim, error) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	s, err := h.find(ref)
+	if err != nil {
+		return nil, nil, nil, err
+	}
+	if op := h.ops[s.GetId()]; op != nil {
+		return nil, nil, nil, fmt.Errorf("session %s: %w: a %s is in progress", s.GetId(), errBusy, op.Kind)
+	}
+	suspended := s.GetState() == gpuctlv1.SessionState_SESSION_STATE_SUSPENDED
+	switch {
+	case s.GetState() == gpuctlv1.SessionState_SESSION_STATE_LOST:
+		return nil, nil, nil, fmt.Errorf("session %s: %w: it is lost (%s)", s.GetId(), errBusy, s.GetMessage())
+	case kind == "resume" && !suspended:
+		return nil, nil, nil, fmt.Errorf("session %s: %w: it is not suspended", s.GetId(), errBusy)
+	case kind != "resume" && suspended:
+		return nil, nil, nil, fmt.Errorf("session %s: %w: it is suspended; gpuctl resume %s --to GPU continues it elsewhere", s.GetId(), errBusy, s.GetId())
+	}
+	c := h.claims[s.GetClaim()]
+	if c == nil {
+		return nil, nil, nil, fmt.Errorf("session %s: %w: its claim %s is not known", s.GetId(), errNotFound, s.GetClaim())
+	}
+	op := &operation{Session: s.GetId(), Claim: c.ID, Kind: kind}
+	h.ops[s.GetId()] = op
+	h.save()
+	h.Log.Info("operation began", "session", op.Session, "claim", c.ID, "step", kind, "gpu", s.GetTarget().GetGpu())
+	return op, s, c, nil
+}
+
+// end removes the operation and gives back what it no longer needs.
+func (h *Host) end(op *operation, c *claim) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if h.ops[op.Session] == op && !op.doubt {
+		delete(h.ops, op.Session)
+	}
+	h.settle(c)
+}
+
+// reserve holds a target for the operation.
+func (h *Host) reserve(op *operation, c *claim, p placement) (uint64, *gpuctlv1.Candidate) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	amount := uint64(ledger.Whole)
+	for i, g := range p {
+		room, free := h.ledger.Room(c.ID, g.GetId())
+		if r := judgeRoom(g, c, h.ledger, room, free); r != nil {
+			return 0, rejected(g, r)
+		}
+		if n, _ := c.amount(room); i == 0 || n < amount {
+			amount = n
+		}
+	}
+	if err := h.ledger.Reserve(c.ID, p.ids(), amount); err != nil {
+		return 0, rejected(p[0], reason("busy", "%v", err))
+	}
+	op.GPUs = p.ids()
+	h.save()
+	return amount, nil
+}
+
+// drop gives back the operation's target.
+func (h *Host) drop(op *operation, c *claim) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	op.GPUs = nil
+	h.settle(c)
+}
+
+// move swaps or resumes a session to the first placement that serves.
+func (h *Host) move(ctx context.Context, op *operation, s *gpuctlv1.Session, c *claim, to []placement, out []*gpuctlv1.Candidate,
+	start func(context.Context, *gpuctlv1.Target) (progressStream, error), send emit,
+) {
+	final := &gpuctlv1.OperationUpdate{Session: s.GetId()}
+	finish := func(r *gpuctlv1.SwapResult) {
+		final.Rejected = out
+		final.Progress = &gpuctlv1.Progress{Result: r}
+		h.note(op, r)
+		h.end(op, c) // first, so that who hears of it can go on from there
+		send(final)
+	}
+	for _, p := range to {
+		amount, busy := h.reserve(op, c, p)
+		if busy != nil {
+			out = append(out, busy)
+			continue
+		}
+		target := p.target(amount)
+		plan, err := h.plan(ctx, s.GetId(), target, false)
+		switch {
+		case err == nil && len(plan.GetReasons()) > 0:
+			out = append(out, rejected(p[0], plan.GetReasons()...))
+			h.drop(op, c)
+			continue
+		case connect.CodeOf(err) == connect.CodeUnavailable || ctx.Err() != nil:
+			h.drop(op, c)
+			finish(&gpuctlv1.SwapResult{Error: fmt.Sprintf("the guest helper does not answer: %v; nothing was changed", plain(err)), RolledBack: true})
+			return
+		case err != nil && op.Kind != "resume": // the plan of a suspended session is made by its resume
+			out = append(out, rejected(p[0], reason("plan", "%v", plain(err))))
+			h.drop(op, c)
+			continue
+		}
+		final.Gpus, final.Model = p.ids(), p[0].GetModel()
+		stream, err := start(ctx, target)
+		var result *gpuctlv1.SwapResult
+		if err == nil {
+			result, err = h.relay(stream, final, send)
+		}
+		switch {
+		case err != nil:
+			finish(h.doubtful(op, err))
+			return
+		case result.GetRefused():
+			out = append(out, rejected(p[0], result.GetReasons()...))
+			final.Gpus, final.Model = nil, ""
+			h.drop(op, c)
+			continue
+		case result.GetError() == "" && !result.GetRolledBack():
+			h.commit(op, c, result.GetSession())
+		default:
+			h.drop(op, c)
+		}
+		finish(result)
+		return
+	}
+	finish(&gpuctlv1.SwapResult{Session: s, Refused: true, Error: "no GPU can serve the session"})
+}
+
+// relay passes progress on and returns the result that ends it.
+func (h *Host) relay(stream progressStream, about *gpuctlv1.OperationUpdate, send emit) (*gpuctlv1.SwapResult, error) {
+	defer func() { _ = stream.Close() }()
+	step := ""
+	var result *gpuctlv1.SwapResult
+	for stream.Receive() {
+		p := proto.CloneOf(stream.Msg())
+		if p.GetStep() != step {
+			step = p.GetStep()
+			h.Log.Info("step", "session", about.GetSession(), "step", step, "gpu", strings.Join(about.GetGpus(), separator))
+		}
+		if p.GetResult() != nil {
+			result = p.GetResult()
+			continue
+		}
+		send(&gpuctlv1.OperationUpdate{Session: about.GetSession(), Gpus: about.GetGpus(), Model: about.GetModel(), Progress: p})
+	}
+	if result != nil {
+		return result, nil
+	}
+	if err := stream.Err(); err != nil {
+		return nil, err
+	}
+	return nil, errors.New("the guest helper ended the operation without a result")
+}
+
+// doubtful leaves the target reserved until the guest says where the session
+// is, unless the guest said that it did nothing.
+func (h *Host) doubtful(op *operation, err error) *gpuctlv1.SwapResult {
+	switch connect.CodeOf(err) {
+	case connect.CodeNotFound, connect.CodeInvalidArgument, connect.CodeFailedPrecondition, connect.CodeUnimplemented, connect.CodeAlreadyExists:
+		return &gpuctlv1.SwapResult{Error: plain(err).Error(), RolledBack: true}
+	}
+	h.mu.Lock()
+	op.doubt = true
+	h.save()
+	h.mu.Unlock()
+	h.work.Go(func() {
+		// The next periodic one does the same; this one is sooner.
+		if err := h.Resync(h.ctx); err != nil && h.ctx.Err() == nil {
+			h.Log.Warn("outcome of an operation is not known yet", "session", op.Session, "err", err)
+		}
+	})
+	return &gpuctlv1.SwapResult{Error: fmt.Sprintf("lost track of it (%v); the session either goes on where it was or is at its target: gpuctl sessions says which", plain(err))}
+}
+
+// commit lets the claim follow its session and releases the source.
+func (h *Host) commit(op *operation, c *claim, s *gpuctlv1.Session) {
+	h.mu.Lock()
+	moved := false
+	if s != nil {
+		known := h.sessions[s.GetId()]
+		if known != nil && s.GetGeneration() >= known.GetGeneration() {
+			known.Session = s
+			h.publish(s)
+		}
+		moved = known != nil && h.moved(c, known.Session)
+	}
+	op.GPUs = nil
+	h.mu.Unlock()
+	if moved {
+		// Before the source is released, so that no new session starts there.
+		h.repeatOffer(h.ctx, c)
+	}
+}
+
+// note keeps and logs a result.
+func (h *Host) note(op *operation, r *gpuctlv1.SwapResult) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if h.sessions[op.Session] != nil {
+		h.last[op.Session] = r
+	}
+	level := h.Log.Info
+	if r.GetError() != "" && !r.GetRefused() {
+		level = h.Log.Warn
+	}
+	level("operation ended", "session", op.Session, "claim", op.Claim, "step", op.Kind, "gpu", r.GetSession().GetTarget().GetGpu(),
+		"stopped", time.Duration(r.GetStoppedNs()), "refused", r.GetRefused(), "rolled_back", r.GetRolledBack(), "err", r.GetError())
+}
+
+// plan asks the guest.
+func (h *Host) plan(ctx context.Context, id string, t *gpuctlv1.Target, build bool) (*gpuctlv1.PlanResponse, error) {
+	timeout := callTimeout
+	if build {
+		timeout = buildTimeout
+	}
+	ctx, cancel := context.WithTimeout(ctx, timeout)
+	defer cancel()
+	res, err := h.Guest.Plan(ctx, connect.NewRequest(&gpuctlv1.PlanRequest{Session: id, Target: t, Build: build}))
+	if err != nil {
+		return nil, err
+	}
+	return res.Msg, nil
+}
+
+// destinations finds where a session may go.
+func (h *Host) destinations(s *gpuctlv1.Session, verb gpuctlv1.Verb, to string) ([]placement, []*gpuctlv1.Candidate, error) {
+	from := splitIDs(s.GetTarget().GetGpu())
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	return destinations(h.gpus, verb, to, from, max(1, len(from)))
+}
+
+// swap runs in the background once it returns without an error.
+func (h *Host) swap(req *gpuctlv1.HostSwapRequest, send emit) error {
+	verb := req.GetVerb()
+	kind := strings.ToLower(strings.TrimPrefix(verb.String(), "VERB_"))
+	if verb == gpuctlv1.Verb_VERB_UNSPECIFIED || gpuctlv1.Verb_name[int32(verb)] == "" {
+		return fmt.Errorf("%w: a swap is an upgrade, a downgrade or a migrate", errInvalid)
+	}
+	if verb == gpuctlv1.Verb_VERB_MIGRATE && req.GetTo() == "" {
+		return fmt.Errorf("%w: migrate needs a GPU or model to go to", errInvalid)
+	}
+	op, s, c, err := h.begin(req.GetSession(), kind)
+	if err != nil {
+		return err
+	}
+	to, out, err := h.destinations(s, verb, req.GetTo())
+	if err != nil {
+		h.end(op, c)
+		return err
+	}
+	start := func(ctx context.Context, t *gpuctlv1.Target) (progressStream, error) {
+		return h.Guest.Swap(ctx, connect.NewRequest(&gpuctlv1.SwapRequest{
+			Session: s.GetId(), Target: t, FreezeTimeoutMs: req.GetFreezeTimeoutMs(), FailAt: req.GetFailAt(),
+		}))
+	}
+	h.work.Go(func() { h.move(h.ctx, op, s, c, to, out, start, send) })
+	return nil
+}
+
+// resume is like swap.
+func (h *Host) resume(req *gpuctlv1.HostResumeRequest, send emit) error {
+	op, s, c, err := h.begin(req.GetSession(), "resume")
+	if err != nil {
+		return err
+	}
+	to, out, err := h.destinations(s, gpuctlv1.Verb_VERB_UNSPECIFIED, req.GetTo())
+	if err != nil {
+		h.end(op, c)
+		return err
+	}
+	start := func(ctx context.Context, t *gpuctlv1.Target) (progressStream, error) {
+		return h.Guest.Resume(ctx, connect.NewRequest(&gpuctlv1.ResumeRequest{Session: s.GetId(), Target: t, FailAt: req.GetFailAt()}))
+	}
+	h.work.Go(func() { h.move(h.ctx, op, s, c, to, out, start, send) })
+	return nil
+}
+
+// suspend is like swap; it needs no target.
+func (h *Host) suspend(req *gpuctlv1.HostSuspendRequest, send emit) error {
+	if f := req.GetFile(); f != "" && !strings.HasPrefix(f, "/") {
+		return fmt.Errorf("%w: file %q: the path must be absolute", errInvalid, f)
+	}
+	op, s, c, err := h.begin(req.GetSession(), "suspend")
+	if err != nil {
+		return err
+	}
+	h.work.Go(func() {
+		about := &gpuctlv1.OperationUpdate{Session: s.GetId()}
+		stream, err := h.Guest.Suspend(h.ctx, connect.NewRequest(&gpuctlv1.SuspendRequest{
+			Session: s.GetId(), File: req.GetFile(), FreezeTimeoutMs: req.GetFreezeTimeoutMs(), FailAt: req.GetFailAt(),
+		}))
+		var result *gpuctlv1.SwapResult
+		if err == nil {
+			result, err = h.relay(stream, about, send)
+		}
+		switch {
+		case err != nil:
+			result = h.doubtful(op, err)
+		case result.GetRefused():
+			about.Rejected = []*gpuctlv1.Candidate{{Gpu: s.GetTarget().GetGpu(), Model: s.GetTarget().GetModel(), Reasons: result.GetReasons()}}
+		case result.GetError() == "" && !result.GetRolledBack():
+			h.commit(op, c, result.GetSession())
+		}
+		about.Progress = &gpuctlv1.Progress{Result: result}
+		h.note(op, result)
+		h.end(op, c)
+		send(about)
+	})
+	return nil
+}
+
+// planSwap says what swap would do, without reserving anything.
+func (h *Host) planSwap(ctx context.Context, req *gpuctlv1.HostPlanRequest) (*gpuctlv1.HostPlanResponse, error) {
+	h.mu.Lock()
+	s, err := h.find(req.GetSession())
+	var c *claim
+	if err == nil {
+		c = h.claims[s.GetClaim()]
+	}
+	h.mu.Unlock()
+	if err != nil {
+		return nil, err
+	}
+	if c == nil {
+		return nil, fmt.Errorf("session %s: %w: its claim is not known", s.GetId(), errNotFound)
+	}
+	to, out, err := h.destinations(s, req.GetVerb(), req.GetTo())
+	if err != nil {
+		return nil, err
+	}
+	res := &gpuctlv1.HostPlanResponse{Session: s.GetId(), From: splitIDs(s.GetTarget().GetGpu()), Rejected: out}
+	for _, p := range to {
+		amount := uint64(ledger.Whole)
+		var busy *gpuctlv1.Candidate
+		h.mu.Lock()
+		for i, g := range p {
+			room, free := h.ledger.Room(c.ID, g.GetId())
+			if r := judgeRoom(g, c, h.ledger, room, free); r != nil {
+				busy = rejected(g, r)
+			}
+			if n, _ := c.amount(room); i == 0 || n < amount {
+				amount = n
+			}
+		}
+		h.mu.Unlock()
+		plan, err := h.plan(ctx, s.GetId(), p.target(amount), req.GetBuild() && busy == nil)
+		if err != nil {
+			if connect.CodeOf(err) == connect.CodeUnavailable {
+				return nil, err
+			}
+			plan = &gpuctlv1.PlanResponse{Reasons: []*gpuctlv1.Reason{reason("plan", "%v", plain(err))}}
+		}
+		reasons := plan.GetReasons()
+		if busy != nil { // say what else is against it, too
+			reasons = slices.Concat(busy.GetReasons(), reasons)
+		}
+		if len(reasons) > 0 {
+			res.Rejected = append(res.Rejected, rejected(p[0], reasons...))
+			continue
+		}
+		if res.Gpus == nil {
+			res.Gpus, res.Model = p.ids(), p[0].GetModel()
+			res.Steps, res.Bytes = plan.GetSteps(), plan.GetBytes()
+			res.PredictedNs, res.PredictedStopNs = plan.GetPredictedNs(), plan.GetPredictedStopNs()
+			break
+		}
+	}
+	return res, nil
+}

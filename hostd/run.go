@@ -1,0 +1,118 @@
+package hostd
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"log/slog"
+	"net/http"
+	"path/filepath"
+	"sync"
+	"time"
+
+	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
+	"github.com/gpuctl/gpuctl/hostd/config"
+	"github.com/gpuctl/gpuctl/internal/rundir"
+	"github.com/gpuctl/gpuctl/internal/unixrpc"
+)
+
+const shutdown = 5 * time.Second
+
+// Options are how a daemon runs.
+type Options struct {
+	Dir      string // run folder
+	Socket   string // of the API
+	Config   config.Config
+	Private  bool   // ends gpuguest, whatever runs there, when it ends
+	Gpuguest string // path; empty: it is looked for
+	Root     fs.FS  // the machine's files
+	Log      *slog.Logger
+}
+
+// Run serves one host until ctx ends.
+func Run(ctx context.Context, o Options) (err error) {
+	for _, dir := range []string{o.Dir, filepath.Dir(o.Socket)} {
+		if err := rundir.Make(dir); err != nil {
+			return err
+		}
+	}
+	if rundir.Answers(o.Socket) {
+		return fmt.Errorf("socket %s: another hostd is using it", o.Socket)
+	}
+	guest := &Guest{Dir: o.Dir, Binary: o.Gpuguest, Log: o.Log}
+	if _, err := guest.Ensure(ctx); err != nil {
+		return err
+	}
+	listener, err := rundir.Listen(o.Socket)
+	if err != nil {
+		return err
+	}
+	defer listener.Close()
+	host, err := NewHost(HostConfig{
+		Guest:     gpuctlv1connect.NewGuestServiceClient(unixrpc.Client(guest.Socket()), "http://guest"),
+		AppSocket: guest.AppSocket(), StateFile: filepath.Join(o.Dir, "state.json"),
+		Config: o.Config, Root: o.Root, Log: o.Log,
+	})
+	if err != nil {
+		return err
+	}
+	work, stop := context.WithCancel(ctx)
+	defer stop()
+	var wg sync.WaitGroup
+	failed := make(chan error, 2)
+	server := unixrpc.Server(host.Handler(), func(p unixrpc.Peer) {
+		o.Log.Debug("client connected", "pid", p.PID, "uid", p.UID)
+	})
+	wg.Go(func() {
+		if err := server.Serve(listener); !errors.Is(err, http.ErrServerClosed) {
+			failed <- fmt.Errorf("socket %s: %w", o.Socket, err)
+		}
+	})
+	wg.Go(func() {
+		guest.Keep(work, func(ctx context.Context) {
+			if err := host.Resync(ctx); err != nil {
+				o.Log.Warn("sessions not known", "err", err)
+			}
+			host.Reoffer(ctx)
+		})
+	})
+	wg.Go(func() {
+		if err := host.Start(work); err != nil {
+			if work.Err() == nil {
+				failed <- err
+			}
+			return
+		}
+		o.Log.Info("ready", "socket", o.Socket)
+		host.Watch(work)
+	})
+	select {
+	case <-ctx.Done():
+	case err = <-failed:
+	}
+	stop()
+	host.Wait()
+	closing, cancel := context.WithTimeout(context.WithoutCancel(ctx), shutdown)
+	defer cancel()
+	if server.Shutdown(closing) != nil {
+		_ = server.Close()
+	}
+	wg.Wait()
+	if n := host.Live(closing); n > 0 && !o.Private {
+		o.Log.Info("gpuguest keeps running for its sessions", "sessions", n)
+		return err
+	}
+	return errors.Join(err, guest.Stop())
+}
+
+// Live is how many sessions there are; when the guest does not answer, those
+// last seen.
+func (h *Host) Live(ctx context.Context) int {
+	if err := h.Resync(ctx); err != nil {
+		h.Log.Debug("sessions are as last seen", "err", err)
+	}
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	return len(h.sessions)
+}

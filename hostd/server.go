@@ -1,0 +1,294 @@
+package hostd
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net/http"
+	"slices"
+	"strings"
+	"time"
+
+	"connectrpc.com/connect"
+
+	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
+	"github.com/gpuctl/gpuctl/hostd/ledger"
+	"github.com/gpuctl/gpuctl/internal/near"
+	"github.com/gpuctl/gpuctl/internal/unixrpc"
+)
+
+// Server offers a Host as HostService.
+type Server struct {
+	host *Host
+}
+
+var _ gpuctlv1connect.HostServiceHandler = (*Server)(nil)
+
+// Handler serves the host's API.
+func (h *Host) Handler() http.Handler {
+	mux := http.NewServeMux()
+	mux.Handle(gpuctlv1connect.NewHostServiceHandler(&Server{h}, connect.WithReadMaxBytes(1<<20)))
+	return mux
+}
+
+// coded gives an error the code that clients know it by.
+func coded(err error) error {
+	var c *connect.Error
+	switch {
+	case err == nil, errors.As(err, &c):
+		return err
+	case errors.Is(err, errNotFound):
+		return connect.NewError(connect.CodeNotFound, err)
+	case errors.Is(err, errInvalid):
+		return connect.NewError(connect.CodeInvalidArgument, err)
+	case errors.Is(err, errBusy), errors.Is(err, ledger.ErrBusy):
+		return connect.NewError(connect.CodeFailedPrecondition, err)
+	case errors.Is(err, context.Canceled):
+		return connect.NewError(connect.CodeCanceled, err)
+	}
+	return connect.NewError(connect.CodeInternal, err)
+}
+
+// wait returns when the inventory is known.
+func (s *Server) wait(ctx context.Context) error {
+	select {
+	case <-s.host.ready:
+		return nil
+	case <-ctx.Done():
+		return coded(ctx.Err())
+	}
+}
+
+// GetInventory lists the GPUs and who holds them.
+func (s *Server) GetInventory(ctx context.Context, _ *connect.Request[gpuctlv1.GetInventoryRequest]) (*connect.Response[gpuctlv1.GetInventoryResponse], error) {
+	if err := s.wait(ctx); err != nil {
+		return nil, err
+	}
+	s.host.mu.Lock()
+	defer s.host.mu.Unlock()
+	return connect.NewResponse(&gpuctlv1.GetInventoryResponse{Gpus: s.host.view(), Warnings: s.host.warnings}), nil
+}
+
+// CreateClaim chooses GPUs and reserves them.
+func (s *Server) CreateClaim(ctx context.Context, req *connect.Request[gpuctlv1.CreateClaimRequest]) (*connect.Response[gpuctlv1.CreateClaimResponse], error) {
+	if err := s.wait(ctx); err != nil {
+		return nil, err
+	}
+	m, defaults := req.Msg, s.host.Config.VirtualDevice
+	c := &claim{
+		ID: "c-" + randomHex(4), Token: randomHex(20), Expr: m.GetExpr(), Min: m.GetMinMemory(), Prefer: m.GetPreferMemory(),
+		Count: max(1, int(m.GetCount())), Name: m.GetDevice().GetName(), Type: m.GetDevice().GetType(), Created: time.Now().UnixMilli(),
+	}
+	if c.Name == "" {
+		c.Name = defaults.Name
+	}
+	if c.Type == "" {
+		c.Type = defaults.Type
+	}
+	switch {
+	case c.Count > maxClaimGPUs:
+		return nil, coded(fmt.Errorf("%w: count %d is more than %d", errInvalid, c.Count, maxClaimGPUs))
+	case !slices.Contains([]string{"", "gpu", "cpu", "accelerator"}, c.Type):
+		return nil, coded(fmt.Errorf("%w: device type %q is not gpu, cpu or accelerator", errInvalid, c.Type))
+	case len(c.Name) > maxNameLength || strings.ContainsRune(c.Name, 0):
+		return nil, coded(fmt.Errorf("%w: the device's name is longer than %d bytes, or has a NUL", errInvalid, maxNameLength))
+	case c.Prefer > 0 && c.Prefer < c.Min:
+		return nil, coded(fmt.Errorf("%w: the preferred memory is less than the least", errInvalid))
+	}
+	if m.GetWhileCallerLives() {
+		peer, ok := unixrpc.PeerFrom(ctx)
+		if !ok {
+			return nil, coded(fmt.Errorf("%w: while_caller_lives needs a unix socket", errInvalid))
+		}
+		var err error
+		if c.Holder, err = newHolder(s.host.proc, int(peer.PID)); err != nil {
+			return nil, coded(fmt.Errorf("%w: %w", errInvalid, err))
+		}
+	}
+	p, out, err := s.host.createClaim(ctx, c)
+	if err != nil {
+		return nil, coded(err)
+	}
+	res := &gpuctlv1.CreateClaimResponse{Rejected: out}
+	if p != nil {
+		s.host.mu.Lock()
+		res.Claim, res.Token, res.AppSocket, res.Gpus = c.proto(), c.Token, s.host.AppSocket, p
+		s.host.mu.Unlock()
+	}
+	return connect.NewResponse(res), nil
+}
+
+// ReleaseClaim ends a claim; sessions that still use it keep their GPUs.
+func (s *Server) ReleaseClaim(ctx context.Context, req *connect.Request[gpuctlv1.ReleaseClaimRequest]) (*connect.Response[gpuctlv1.ReleaseClaimResponse], error) {
+	if err := s.wait(ctx); err != nil {
+		return nil, err
+	}
+	s.host.mu.Lock()
+	c := s.host.claims[req.Msg.GetClaim()]
+	var ids []string
+	for id := range s.host.claims {
+		ids = append(ids, id)
+	}
+	s.host.mu.Unlock()
+	if c == nil {
+		return nil, coded(fmt.Errorf("%w: no claim %q%s", errNotFound, req.Msg.GetClaim(), near.Hint(req.Msg.GetClaim(), ids)))
+	}
+	s.host.release(ctx, c)
+	return connect.NewResponse(&gpuctlv1.ReleaseClaimResponse{}), nil
+}
+
+// ListClaims lists the claims, those that only wait for their last session too.
+func (s *Server) ListClaims(ctx context.Context, _ *connect.Request[gpuctlv1.ListClaimsRequest]) (*connect.Response[gpuctlv1.ListClaimsResponse], error) {
+	if err := s.wait(ctx); err != nil {
+		return nil, err
+	}
+	s.host.mu.Lock()
+	defer s.host.mu.Unlock()
+	res := &gpuctlv1.ListClaimsResponse{}
+	for _, c := range s.host.claims {
+		res.Claims = append(res.Claims, c.proto())
+	}
+	slices.SortFunc(res.Claims, func(a, b *gpuctlv1.Claim) int { return strings.Compare(a.GetId(), b.GetId()) })
+	return connect.NewResponse(res), nil
+}
+
+// ListSessions asks the guest, so that the usage is of now.
+func (s *Server) ListSessions(ctx context.Context, _ *connect.Request[gpuctlv1.HostListSessionsRequest]) (*connect.Response[gpuctlv1.HostListSessionsResponse], error) {
+	if err := s.wait(ctx); err != nil {
+		return nil, err
+	}
+	if err := s.host.Resync(ctx); err != nil {
+		s.host.Log.Warn("sessions are as last seen", "err", err)
+	}
+	s.host.mu.Lock()
+	defer s.host.mu.Unlock()
+	res := &gpuctlv1.HostListSessionsResponse{}
+	for _, known := range s.host.sessions {
+		res.Sessions = append(res.Sessions, known.Session)
+	}
+	slices.SortFunc(res.Sessions, func(a, b *gpuctlv1.Session) int { return strings.Compare(a.GetId(), b.GetId()) })
+	return connect.NewResponse(res), nil
+}
+
+// WatchSessions streams changes until the client leaves.
+func (s *Server) WatchSessions(ctx context.Context, _ *connect.Request[gpuctlv1.HostWatchSessionsRequest], stream *connect.ServerStream[gpuctlv1.Session]) error {
+	if err := s.wait(ctx); err != nil {
+		return err
+	}
+	w := s.host.watch()
+	defer s.host.unwatch(w)
+	for {
+		select {
+		case <-ctx.Done():
+			return nil
+		case <-s.host.ctx.Done():
+			return connect.NewError(connect.CodeUnavailable, errors.New("hostd is stopping"))
+		case <-w.bell:
+		}
+		for _, session := range s.host.take(w) {
+			if err := stream.Send(session); err != nil {
+				return fmt.Errorf("watch: %w", err)
+			}
+		}
+	}
+}
+
+// DescribeSession says all about one.
+func (s *Server) DescribeSession(ctx context.Context, req *connect.Request[gpuctlv1.DescribeSessionRequest]) (*connect.Response[gpuctlv1.DescribeSessionResponse], error) {
+	if err := s.wait(ctx); err != nil {
+		return nil, err
+	}
+	if err := s.host.Resync(ctx); err != nil {
+		s.host.Log.Warn("sessions are as last seen", "err", err)
+	}
+	h := s.host
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	found, err := h.find(req.Msg.GetSession())
+	if err != nil {
+		return nil, coded(err)
+	}
+	res := &gpuctlv1.DescribeSessionResponse{Session: found, Last: h.last[found.GetId()]}
+	if c := h.claims[found.GetClaim()]; c != nil {
+		res.Claim = c.proto()
+	}
+	if op := h.ops[found.GetId()]; op != nil {
+		res.Operation = op.Kind
+	}
+	at := splitIDs(found.GetTarget().GetGpu())
+	for _, g := range h.view() {
+		if slices.Contains(at, g.GetId()) {
+			res.Gpus = append(res.Gpus, g)
+		}
+	}
+	return connect.NewResponse(res), nil
+}
+
+// Plan says what Swap would do.
+func (s *Server) Plan(ctx context.Context, req *connect.Request[gpuctlv1.HostPlanRequest]) (*connect.Response[gpuctlv1.HostPlanResponse], error) {
+	if err := s.wait(ctx); err != nil {
+		return nil, err
+	}
+	res, err := s.host.planSwap(ctx, req.Msg)
+	if err != nil {
+		return nil, coded(err)
+	}
+	return connect.NewResponse(res), nil
+}
+
+// Swap moves a session to another GPU.
+func (s *Server) Swap(ctx context.Context, req *connect.Request[gpuctlv1.HostSwapRequest], stream *connect.ServerStream[gpuctlv1.OperationUpdate]) error {
+	return s.operate(ctx, stream, func(send emit) error { return s.host.swap(req.Msg, send) })
+}
+
+// Suspend frees a session's GPU.
+func (s *Server) Suspend(ctx context.Context, req *connect.Request[gpuctlv1.HostSuspendRequest], stream *connect.ServerStream[gpuctlv1.OperationUpdate]) error {
+	return s.operate(ctx, stream, func(send emit) error { return s.host.suspend(req.Msg, send) })
+}
+
+// Resume lets a suspended session go on.
+func (s *Server) Resume(ctx context.Context, req *connect.Request[gpuctlv1.HostResumeRequest], stream *connect.ServerStream[gpuctlv1.OperationUpdate]) error {
+	return s.operate(ctx, stream, func(send emit) error { return s.host.resume(req.Msg, send) })
+}
+
+// operate starts an operation and sends its moments as long as the client is
+// there. A client that reads slowly misses some, but not the last.
+func (s *Server) operate(ctx context.Context, stream *connect.ServerStream[gpuctlv1.OperationUpdate], start func(emit) error) error {
+	if err := s.wait(ctx); err != nil {
+		return err
+	}
+	updates := make(chan *gpuctlv1.OperationUpdate, 64)
+	last := make(chan *gpuctlv1.OperationUpdate, 1)
+	send := func(u *gpuctlv1.OperationUpdate) {
+		if u.GetProgress().GetResult() != nil {
+			last <- u
+			close(updates)
+			return
+		}
+		select {
+		case updates <- u:
+		default:
+		}
+	}
+	// A session that began a moment ago may not have been heard of yet.
+	if err := s.host.Resync(ctx); err != nil {
+		s.host.Log.Warn("sessions are as last seen", "err", err)
+	}
+	if err := start(send); err != nil {
+		return coded(err)
+	}
+	for {
+		select {
+		case <-ctx.Done():
+			return nil // it goes on without us
+		case u, ok := <-updates:
+			if !ok {
+				u = <-last
+			}
+			if err := stream.Send(u); err != nil || !ok {
+				return err
+			}
+		}
+	}
+}
