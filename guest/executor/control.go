@@ -1,0 +1,433 @@
+package executor
+
+import (
+	stdctx "context"
+	"errors"
+	"fmt"
+	"os"
+	"sync"
+	"time"
+
+	"connectrpc.com/connect"
+	"golang.org/x/sys/unix"
+
+	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/guest/cl"
+	"github.com/gpuctl/gpuctl/guest/wire"
+)
+
+// Errors of the control interface.
+var (
+	// ErrBusy is returned by Freeze when the device does not drain in time.
+	ErrBusy = errors.New("the device is still busy")
+	// ErrState is returned for a request that does not fit the executor's state.
+	ErrState = errors.New("not in this state")
+)
+
+// controller serves ExecutorService. Its requests are serialised by gpuguest;
+// op guards against two gpuguests.
+type controller struct {
+	s  *session
+	op sync.Mutex
+}
+
+func (c *controller) Describe(_ stdctx.Context, _ *connect.Request[gpuctlv1.DescribeRequest]) (*connect.Response[gpuctlv1.DescribeResponse], error) {
+	s := c.s
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	r := &gpuctlv1.DescribeResponse{Usage: s.describe(), Generation: s.cfg.Generation, Frozen: s.frozen, Active: s.active.Load()}
+	for _, d := range s.devices {
+		r.Devices = append(r.Devices, deviceLimits(d.vendor))
+	}
+	b, _ := cl.GetPlatformInfo(s.platf, cl.PlatformName)
+	r.Platform, r.Driver = cl.CString(b), infoString(s.devices[0].vendor, cl.DriverVersion)
+	return connect.NewResponse(r), nil
+}
+
+// describe is what the session uses, for people and for the limits check.
+func (s *session) describe() *gpuctlv1.Usage {
+	u := &gpuctlv1.Usage{
+		Memory: s.memory, LargestAlloc: s.usage.LargestAlloc, LargestWorkGroup: s.usage.LargestWorkGroup,
+		WorkItemSizes: s.usage.WorkItems[:], LocalMemory: s.usage.LocalMemory, Dirty: s.dirtyBytes(),
+		Calls: s.calls, Launches: s.usage.Launches, Held: uint32(len(s.parked)),
+	}
+	u.LargestAlloc = 0 // of what is live: what is gone need not fit
+	s.each(func(_ uint32, _ uint64, o any) {
+		switch o := o.(type) {
+		case *mem:
+			if o.kind == memImage {
+				u.Images++
+			} else {
+				u.Buffers++
+			}
+			if o.parent == nil {
+				u.LargestAlloc = max(u.LargestAlloc, o.size)
+			}
+			u.Mapped += uint32(len(o.maps))
+		case *program:
+			u.Programs++
+		case *kernel:
+			u.Kernels++
+		case *queue:
+			u.Queues++
+		case *context:
+			u.Contexts++
+		}
+	})
+	return u
+}
+
+func (c *controller) Snapshot(_ stdctx.Context, _ *connect.Request[gpuctlv1.SnapshotRequest]) (*connect.Response[gpuctlv1.SnapshotResponse], error) {
+	return c.s.snapshot()
+}
+
+func (s *session) snapshot() (*connect.Response[gpuctlv1.SnapshotResponse], error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	b, err := s.graph(s.frozen).encode()
+	if err != nil {
+		return nil, err
+	}
+	return connect.NewResponse(&gpuctlv1.SnapshotResponse{Graph: b, Usage: s.describe(), Dirty: s.dirtyBytes()}), nil
+}
+
+func (c *controller) Prepare(_ stdctx.Context, r *connect.Request[gpuctlv1.PrepareRequest], out *connect.ServerStream[gpuctlv1.Progress]) error {
+	c.op.Lock()
+	defer c.op.Unlock()
+	s := c.s
+	if s.active.Load() {
+		return connect.NewError(connect.CodeFailedPrecondition, fmt.Errorf("prepare an active executor: %w", ErrState))
+	}
+	g, err := decodeGraph(r.Msg.Graph)
+	if err != nil {
+		return connect.NewError(connect.CodeInvalidArgument, err)
+	}
+	if r.Msg.Final && !g.Final {
+		return connect.NewError(connect.CodeInvalidArgument, fmt.Errorf("graph of a running session as the final one: %w", ErrState))
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	var last time.Time
+	report := func(step string, done, total uint64) {
+		if time.Since(last) < 50*time.Millisecond {
+			return
+		}
+		last = time.Now()
+		_ = out.Send(&gpuctlv1.Progress{Step: step, BytesDone: done, BytesTotal: total})
+	}
+	if err := s.restore(g, report); err != nil {
+		code := connect.CodeInternal
+		if errors.Is(err, ErrRefused) {
+			code = connect.CodeFailedPrecondition
+		}
+		return connect.NewError(code, err)
+	}
+	s.prepared = g.Final
+	return nil
+}
+
+func (c *controller) Export(ctx stdctx.Context, r *connect.Request[gpuctlv1.ExportRequest], out *connect.ServerStream[gpuctlv1.Progress]) error {
+	c.op.Lock()
+	defer c.op.Unlock()
+	s := c.s
+	m := r.Msg
+	if m.Final && !s.isFrozen() {
+		return connect.NewError(connect.CodeFailedPrecondition, fmt.Errorf("final export of a running session: %w", ErrState))
+	}
+	var last time.Time
+	var sentTotal uint64
+	report := func(step string, done, total uint64) {
+		sentTotal = done
+		if time.Since(last) < 50*time.Millisecond && done < total {
+			return
+		}
+		last = time.Now()
+		_ = out.Send(&gpuctlv1.Progress{Step: step, BytesDone: done, BytesTotal: total})
+	}
+	var err error
+	switch {
+	case m.Peer != "":
+		var p *peerSink
+		if p, err = s.dialPeer(m.Peer); err == nil {
+			_, err = s.export(ctx, m.Peer, m.All, m.Final, p, report)
+		}
+	case m.Memory:
+		err = s.exportState(ctx, "memory", m, report)
+	case m.File != "":
+		err = s.exportState(ctx, m.File, m, report)
+	default:
+		err = connect.NewError(connect.CodeInvalidArgument, errors.New("export to where?"))
+	}
+	if err != nil {
+		var ce *connect.Error
+		if errors.As(err, &ce) {
+			return err
+		}
+		return connect.NewError(connect.CodeInternal, err)
+	}
+	return out.Send(&gpuctlv1.Progress{Step: "copy", BytesDone: sentTotal, BytesTotal: sentTotal})
+}
+
+// exportState writes contents to a state file. The first call reserves room,
+// so that a session can be copied for the greater part before it is frozen.
+func (s *session) exportState(ctx stdctx.Context, to string, m *gpuctlv1.ExportRequest, report progress) error {
+	if s.stateTo == nil || s.stateName != to {
+		f := s.state
+		if to != "memory" {
+			var err error
+			if f, err = os.OpenFile(to, os.O_RDWR|os.O_CREATE|os.O_EXCL|unix.O_NOFOLLOW, 0o600); err != nil {
+				return err
+			}
+		} else if err := f.Truncate(0); err != nil {
+			return fmt.Errorf("state memory: %w", err)
+		}
+		s.stateTo, s.stateName = newStateFile(s, f, to == "memory"), to
+	}
+	w := s.stateTo
+	if err := w.reserve(); err != nil {
+		s.dropState()
+		return err
+	}
+	if _, err := s.export(ctx, to, m.All, m.Final, w, report); err != nil {
+		return err
+	}
+	if !m.Final {
+		return nil
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return w.finish()
+}
+
+// dropState forgets a state file that is not needed after all. Who asked for
+// it removes the file.
+func (s *session) dropState() {
+	if s.stateTo == nil {
+		return
+	}
+	s.stateTo.release()
+	if s.stateTo.memory {
+		_ = s.state.Truncate(0)
+	} else {
+		s.stateTo.f.Close()
+	}
+	s.stateTo = nil
+}
+
+func (c *controller) Freeze(ctx stdctx.Context, r *connect.Request[gpuctlv1.FreezeRequest]) (*connect.Response[gpuctlv1.SnapshotResponse], error) {
+	c.op.Lock()
+	defer c.op.Unlock()
+	limit := time.Duration(r.Msg.TimeoutMs) * time.Millisecond
+	if limit <= 0 {
+		limit = 10 * time.Second
+	}
+	if blockers, err := c.s.freeze(ctx, limit); err != nil {
+		ce := connect.NewError(connect.CodeFailedPrecondition, err)
+		if d, derr := connect.NewErrorDetail(&gpuctlv1.SnapshotResponse{Blockers: blockers}); derr == nil {
+			ce.AddDetail(d)
+		}
+		return nil, ce
+	}
+	return c.s.snapshot()
+}
+
+func (s *session) isFrozen() bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.frozen
+}
+
+// freeze gates the ring and drains the device. Nothing that the device does
+// waits for the application, so this ends when what was launched ends.
+func (s *session) freeze(ctx stdctx.Context, limit time.Duration) ([]string, error) {
+	if !s.active.Load() || s.isFrozen() {
+		return nil, fmt.Errorf("freeze: %w", ErrState)
+	}
+	deadline := time.Now().Add(limit)
+	s.gate.Store(true)
+	s.mu.Lock()
+	cs := s.contexts()
+	marks := s.markers(cs)
+	s.mu.Unlock()
+	drained := make(chan cl.Status, 1)
+	go func() { drained <- await(marks) }()
+	undo := func(what ...string) ([]string, error) {
+		s.gate.Store(false)
+		s.wakeAll()
+		return what, fmt.Errorf("%w after %s: %v", ErrBusy, limit, what)
+	}
+	select {
+	case <-drained:
+	case <-time.After(time.Until(deadline)):
+		return undo("a command that was launched has not ended")
+	case <-ctx.Done():
+		return undo("given up by the caller")
+	}
+	for nap := 5 * time.Microsecond; s.inflight.Load() > 0; nap = min(2*nap, time.Millisecond) {
+		if time.Now().After(deadline) {
+			return undo(s.busyWith())
+		}
+		if ctx.Err() != nil {
+			return undo("given up by the caller")
+		}
+		time.Sleep(nap)
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for _, c := range s.contexts() {
+		for _, q := range c.queues {
+			if q.busy() {
+				cl.Finish(q.vendor)
+				q.idle = q.seq
+			}
+			s.settle(q, true)
+		}
+		s.bury(c)
+	}
+	s.deliver()
+	s.frozen = true
+	return nil, nil
+}
+
+func (s *session) busyWith() string {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	builds := 0
+	for _, o := range s.objs {
+		if p, ok := o.(*program); ok && p.building {
+			builds++
+		}
+	}
+	if builds > 0 {
+		return fmt.Sprintf("%d programs are being built", builds)
+	}
+	return fmt.Sprintf("%d calls have not ended", s.inflight.Load())
+}
+
+func (c *controller) Thaw(_ stdctx.Context, _ *connect.Request[gpuctlv1.ThawRequest]) (*connect.Response[gpuctlv1.ThawResponse], error) {
+	c.op.Lock()
+	defer c.op.Unlock()
+	if c.s.ring.Owner() != c.s.cfg.Generation {
+		return nil, connect.NewError(connect.CodeFailedPrecondition, fmt.Errorf("thaw, but another executor owns the session: %w", ErrState))
+	}
+	c.s.thaw()
+	return connect.NewResponse(&gpuctlv1.ThawResponse{}), nil
+}
+
+func (s *session) thaw() {
+	s.dropState()
+	s.mu.Lock()
+	s.frozen = false
+	s.exportedTo = ""
+	s.advance()
+	s.mu.Unlock()
+	s.gate.Store(false)
+	s.wakeWatches()
+	s.wakeAll()
+	go s.worker()
+}
+
+func (c *controller) Load(_ stdctx.Context, r *connect.Request[gpuctlv1.LoadRequest], out *connect.ServerStream[gpuctlv1.Progress]) error {
+	c.op.Lock()
+	defer c.op.Unlock()
+	s := c.s
+	if s.active.Load() {
+		return connect.NewError(connect.CodeFailedPrecondition, fmt.Errorf("load into an active executor: %w", ErrState))
+	}
+	f := s.state
+	if !r.Msg.Memory {
+		var err error
+		if f, err = os.OpenFile(r.Msg.File, os.O_RDONLY, 0); err != nil {
+			return connect.NewError(connect.CodeNotFound, err)
+		}
+		defer f.Close()
+	}
+	var last time.Time
+	err := s.load(f, func(step string, done, total uint64) {
+		if time.Since(last) > 50*time.Millisecond || done == total {
+			last = time.Now()
+			_ = out.Send(&gpuctlv1.Progress{Step: step, BytesDone: done, BytesTotal: total})
+		}
+	})
+	if err != nil {
+		return connect.NewError(connect.CodeInternal, err)
+	}
+	return nil
+}
+
+func (c *controller) Activate(_ stdctx.Context, _ *connect.Request[gpuctlv1.ActivateRequest]) (*connect.Response[gpuctlv1.ActivateResponse], error) {
+	c.op.Lock()
+	defer c.op.Unlock()
+	s := c.s
+	if s.ring.Owner() != s.cfg.Generation {
+		return nil, connect.NewError(connect.CodeFailedPrecondition, fmt.Errorf("activate generation %d, the ring's owner is %d: %w", s.cfg.Generation, s.ring.Owner(), ErrState))
+	}
+	if !s.active.Load() {
+		s.activate()
+	}
+	return connect.NewResponse(&gpuctlv1.ActivateResponse{}), nil
+}
+
+// activate begins to serve the session.
+func (s *session) activate() {
+	s.mu.Lock()
+	s.resumeClock()
+	s.foreign = map[uint64]bool{}
+	s.active.Store(true)
+	s.advance()
+	s.mu.Unlock()
+	go s.worker()
+	s.wakeWatches()
+	go s.tidy()
+}
+
+// tidy gives back host memory that only the former executor needed.
+func (s *session) tidy() {
+	time.Sleep(2 * time.Second) // the former executor is gone by then
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.each(func(_ uint32, _ uint64, o any) {
+		if m, ok := o.(*mem); ok && m.parent == nil && m.hasArena && !m.unified && len(m.mapped()) == 0 && m.kind == memBuffer {
+			s.host.free(m.arena)
+			m.hasArena = false
+		}
+	})
+}
+
+func (c *controller) Retire(_ stdctx.Context, _ *connect.Request[gpuctlv1.RetireRequest]) (*connect.Response[gpuctlv1.RetireResponse], error) {
+	c.s.retire()
+	return connect.NewResponse(&gpuctlv1.RetireResponse{}), nil
+}
+
+func (s *session) retire() {
+	s.once.Do(func() {
+		s.gate.Store(true)
+		s.mu.Lock()
+		if s.window != 0 {
+			s.host.free(s.window - 4096)
+		}
+		if s.frozen && s.stateTo != nil && !s.stateTo.memory {
+			// All of it is in the file: host memory can go, but for what the
+			// application has mapped.
+			s.each(func(_ uint32, _ uint64, o any) {
+				if m, ok := o.(*mem); ok && m.parent == nil && m.unified && len(m.mapped()) == 0 {
+					_ = s.arena.PunchHole(m.arena, (m.size+4095)&^4095)
+				}
+			})
+		}
+		s.mu.Unlock()
+		close(s.stop)
+	})
+}
+
+func (s *session) contexts() []*context {
+	var cs []*context
+	for _, o := range s.objs {
+		if c, ok := o.(*context); ok {
+			cs = append(cs, c)
+		}
+	}
+	return cs
+}
+
+var _ = wire.StateRunning

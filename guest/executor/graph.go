@@ -1,0 +1,301 @@
+package executor
+
+import (
+	"bytes"
+	"encoding/gob"
+	"fmt"
+
+	"github.com/gpuctl/gpuctl/guest/cl"
+	"github.com/gpuctl/gpuctl/guest/portable"
+	"github.com/gpuctl/gpuctl/guest/wire"
+)
+
+// graph is the pruned record of a session: the live objects and how to make
+// each of them again. Its size follows the live objects, never the number of
+// calls. It travels between executors of one version, encoded by gob, which
+// tolerates fields that one side does not know.
+type graph struct {
+	Version    int
+	Generation uint32
+	Unified    bool
+	Info       []byte // what the application was told of its device
+	Clock      uint64 // latest timestamp that the application saw
+	Usage      usage
+	Calls      uint64
+	GhostID    uint32
+	Final      bool
+
+	Devices  []gDevice
+	Contexts []gContext
+	Queues   []gQueue
+	Mems     []gMem
+	Samplers []gSampler
+	Programs []gProgram
+	Kernels  []gKernel
+	Events   []gEvent
+	Parked   []gParked
+	Watches  []gWatch
+	Replies  map[uint32][]byte
+}
+
+const graphVersion = 1
+
+type gDevice struct {
+	ID, Parent uint32
+	Serial     uint64
+	Part       []uint64
+	Index      int
+}
+
+type gContext struct {
+	ID      uint32
+	Serial  uint64
+	Devices []uint32
+}
+
+type gQueue struct {
+	ID, Context, Device uint32
+	Serial, Props       uint64
+	Failed              int32
+	Dead                bool
+}
+
+type gMem struct {
+	ID, Context, Parent uint32
+	Serial              uint64
+	Kind                memKind
+	Flags, Size, Origin uint64
+	Format              cl.ImageFormat
+	Desc                cl.ImageDesc
+	Elem                uint64
+	Arena               uint64
+	HasArena, Unified   bool
+	Maps                []mapping
+	Dead                bool
+}
+
+type gSampler struct {
+	ID, Context            uint32
+	Serial                 uint64
+	Normalized, Addr, Filt uint32
+	Dead                   bool
+}
+
+type gProgram struct {
+	ID, Context uint32
+	Serial      uint64
+	Content     portable.Program
+	Spec        []portable.SpecConstant
+	Devices     []uint32
+	Built       map[uint32]build
+	Loaded      bool
+}
+
+type gKernel struct {
+	ID, Program uint32
+	Serial      uint64
+	Name        string
+	Group       uint64
+	Args        []gArg
+}
+
+type gArg struct {
+	Set    bool
+	Kind   uint32
+	Size   uint64
+	Object uint32
+	Value  []byte
+}
+
+type gEvent struct {
+	ID, Context, Queue uint32
+	State              eventState
+	User               bool
+	Status             int32
+	Times              [5]uint64
+	Timed              bool
+	Dead               bool
+}
+
+type gParked struct {
+	Op     uint16
+	Slot   uint16
+	Body   []byte
+	Queue  uint32
+	Event  uint32
+	Kernel *gKernel
+	Wait   []uint32
+	Uses   []uint32
+	Alias  map[uint32]uint32
+}
+
+type gWatch struct {
+	Event uint32
+	Type  int32
+	Token uint32
+}
+
+func (g *graph) encode() ([]byte, error) {
+	var b bytes.Buffer
+	if err := gob.NewEncoder(&b).Encode(g); err != nil {
+		return nil, fmt.Errorf("encode session graph: %w", err)
+	}
+	return b.Bytes(), nil
+}
+
+func decodeGraph(b []byte) (*graph, error) {
+	g := &graph{}
+	if err := gob.NewDecoder(bytes.NewReader(b)).Decode(g); err != nil {
+		return nil, fmt.Errorf("decode session graph: %w", err)
+	}
+	if g.Version != graphVersion {
+		return nil, fmt.Errorf("session graph of version %d, this executor knows %d", g.Version, graphVersion)
+	}
+	return g, nil
+}
+
+func unmap(a *arg) gArg { return gArg{a.set, a.kind, a.size, a.object, a.value} }
+
+func (k *kernel) graph(serial uint64) gKernel {
+	g := gKernel{ID: k.id, Program: k.prog.id, Serial: serial, Name: k.name, Group: k.group}
+	for i := range k.args {
+		a := unmap(&k.args[i])
+		a.Value = append([]byte(nil), a.Value...)
+		g.Args = append(g.Args, a)
+	}
+	return g
+}
+
+// each calls f for every object, the released ones that parked calls still use
+// included, with the id that the graph knows it by.
+func (s *session) each(f func(id uint32, serial uint64, o any)) {
+	for id, o := range s.objs {
+		if o != nil {
+			f(uint32(id), s.serials[id], o)
+		}
+	}
+	for id, o := range s.ghosts {
+		f(id, uint64(id)<<32, o)
+	}
+}
+
+// graph records the session. When it is final, the device is idle, and events
+// and parked calls count too.
+func (s *session) graph(final bool) *graph {
+	g := &graph{
+		Version: graphVersion, Generation: s.cfg.Generation, Unified: s.unified, Info: s.info, Clock: s.clock.last,
+		Usage: s.usage, Calls: s.calls, GhostID: s.ghostID, Final: final, Replies: s.replies,
+	}
+	ghostOf := map[any]uint32{}
+	for id, o := range s.ghosts {
+		ghostOf[o] = id
+	}
+	s.each(func(id uint32, serial uint64, o any) {
+		switch o := o.(type) {
+		case *device:
+			if o.parent != nil {
+				g.Devices = append(g.Devices, gDevice{id, o.parent.id, serial, o.part, o.index})
+			}
+		case *context:
+			c := gContext{ID: id, Serial: serial}
+			for _, d := range o.devices {
+				c.Devices = append(c.Devices, d.id)
+			}
+			g.Contexts = append(g.Contexts, c)
+		case *queue:
+			g.Queues = append(g.Queues, gQueue{id, o.ctx.id, o.dev.id, serial, o.props, int32(o.failed), o.dead})
+		case *mem:
+			m := gMem{
+				ID: id, Context: o.ctx.id, Serial: serial, Kind: o.kind, Flags: o.flags, Size: o.size, Origin: o.origin,
+				Format: o.format, Desc: o.desc, Elem: o.elem, Arena: o.arena, HasArena: o.hasArena, Unified: o.unified, Dead: o.dead,
+			}
+			if o.parent != nil {
+				m.Parent = o.parent.id
+				if x := ghostOf[o.parent]; x != 0 {
+					m.Parent = x
+				}
+			}
+			for _, mp := range o.maps {
+				m.Maps = append(m.Maps, *mp)
+			}
+			g.Mems = append(g.Mems, m)
+		case *sampler:
+			g.Samplers = append(g.Samplers, gSampler{id, o.ctx.id, serial, o.normalized, o.addr, o.filt, o.dead})
+		case *program:
+			if o.building && !final {
+				return
+			}
+			p := gProgram{ID: id, Context: o.ctx.id, Serial: serial, Content: o.content, Spec: o.spec, Built: map[uint32]build{}, Loaded: o.loaded}
+			for _, d := range o.devices {
+				p.Devices = append(p.Devices, d.id)
+			}
+			for d, b := range o.built {
+				p.Built[d] = *b
+			}
+			g.Programs = append(g.Programs, p)
+		case *kernel:
+			g.Kernels = append(g.Kernels, o.graph(serial))
+		case *event:
+			if final {
+				g.Events = append(g.Events, s.eventGraph(id, o))
+			}
+		}
+	})
+	if !final {
+		return g
+	}
+	for _, p := range s.parked {
+		x := gParked{Op: uint16(p.op), Slot: p.slot, Body: p.body, Alias: p.alias}
+		ref := func(o any, id uint32) uint32 {
+			if n := ghostOf[o]; n != 0 {
+				return n
+			}
+			return id
+		}
+		if p.q != nil {
+			x.Queue = ref(p.q, p.q.id)
+		}
+		if p.e != nil {
+			x.Event = ref(p.e, p.e.id)
+		}
+		if p.kernel != nil {
+			k := p.kernel.graph(0)
+			x.Kernel = &k
+		}
+		for _, e := range p.wait {
+			x.Wait = append(x.Wait, ref(e, e.id))
+		}
+		for _, o := range p.drops {
+			if m, ok := o.(*mem); ok {
+				x.Uses = append(x.Uses, ref(m, m.id))
+			}
+		}
+		g.Parked = append(g.Parked, x)
+	}
+	for _, w := range s.watches {
+		id := w.e.id
+		if n := ghostOf[w.e]; n != 0 {
+			id = n
+		}
+		g.Watches = append(g.Watches, gWatch{id, w.typ, w.token})
+	}
+	return g
+}
+
+// eventGraph records an event. The device is idle, so one that the vendor had
+// is over: its status and times are all that is left of it.
+func (s *session) eventGraph(id uint32, e *event) gEvent {
+	g := gEvent{ID: id, Context: e.ctx.id, State: e.state, User: e.user, Status: e.status, Times: e.times, Timed: e.timed, Dead: e.dead}
+	if e.q != nil && e.q.vendor != 0 {
+		g.Queue = e.q.id
+	}
+	if e.state == eventVendor {
+		g.State, g.Status = eventDone, min(s.poll(e), 0)
+		if t, st := s.stamps(e); st == cl.Success {
+			g.Times, g.Timed = t, true
+		}
+	}
+	return g
+}
+
+var _ = wire.FirstID

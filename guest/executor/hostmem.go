@@ -1,0 +1,84 @@
+package executor
+
+import (
+	"fmt"
+
+	"github.com/gpuctl/gpuctl/guest/arena"
+	"github.com/gpuctl/gpuctl/guest/shm"
+)
+
+// hostMemory hands out the executor's part of the arena. Two executors share
+// it during a swap, so each allocates in a half of its own, by the parity of
+// its generation, and inherits what live objects already hold in either.
+type hostMemory struct {
+	region    *shm.Region
+	lo, hi    uint64
+	own       *arena.Allocator
+	inherited map[uint64]uint64 // offset → size, in the other half
+	sizes     map[uint64]uint64
+}
+
+func newHostMemory(r *shm.Region, split uint64, generation uint32) hostMemory {
+	half := split / 2 &^ (2<<20 - 1)
+	lo := uint64(0)
+	if generation%2 == 0 {
+		lo = half
+	}
+	return hostMemory{
+		region: r, lo: lo, hi: lo + half, own: arena.New(half),
+		inherited: map[uint64]uint64{}, sizes: map[uint64]uint64{},
+	}
+}
+
+func (h *hostMemory) alloc(size uint64) (uint64, error) {
+	off, err := h.own.Alloc(size)
+	if err != nil {
+		return 0, fmt.Errorf("host memory for %d bytes: %w", size, err)
+	}
+	h.sizes[h.lo+off] = size
+	return h.lo + off, nil
+}
+
+// inherit takes over a range that the session's former executor allocated.
+func (h *hostMemory) inherit(off, size uint64) error {
+	if h.sizes[off] != 0 {
+		return nil
+	}
+	if off >= h.lo && off < h.hi {
+		if err := h.own.Reserve(off-h.lo, size); err != nil {
+			return fmt.Errorf("host memory at %#x: %w", off, err)
+		}
+	} else {
+		h.inherited[off] = size
+	}
+	h.sizes[off] = size
+	return nil
+}
+
+// free gives the range and its pages back; what was in it is gone.
+func (h *hostMemory) free(off uint64) {
+	size, ok := h.sizes[off]
+	if !ok {
+		return
+	}
+	delete(h.sizes, off)
+	_ = h.region.PunchHole(off, (size+4095)&^4095)
+	if _, other := h.inherited[off]; other {
+		delete(h.inherited, off)
+		return
+	}
+	h.own.Free(off - h.lo)
+}
+
+// disown forgets the range but leaves its pages: another executor has it.
+func (h *hostMemory) disown(off uint64) {
+	if _, ok := h.sizes[off]; !ok {
+		return
+	}
+	delete(h.sizes, off)
+	if _, other := h.inherited[off]; other {
+		delete(h.inherited, off)
+		return
+	}
+	h.own.Free(off - h.lo)
+}

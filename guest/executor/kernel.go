@@ -1,0 +1,266 @@
+package executor
+
+import (
+	"encoding/binary"
+	"fmt"
+	"strings"
+	"unsafe"
+
+	"github.com/gpuctl/gpuctl/guest/cl"
+	"github.com/gpuctl/gpuctl/guest/wire"
+)
+
+// describe asks the vendor for the kernel's arguments.
+func (k *kernel) describe() error {
+	b, st := cl.GetKernelInfo(k.vendor, cl.KernelNumArgs)
+	if st != cl.Success || len(b) < 4 {
+		return fmt.Errorf("kernel %s: number of arguments: %w", k.name, st)
+	}
+	n := cl.Uint32(b)
+	k.info = make([]argInfo, n)
+	k.args = make([]arg, n)
+	for i := range k.info {
+		u32 := func(param uint32) (uint32, bool) {
+			b, st := cl.GetKernelArgInfo(k.vendor, uint32(i), param)
+			if st != cl.Success || len(b) < 4 {
+				return 0, false
+			}
+			return cl.Uint32(b), true
+		}
+		space, ok := u32(cl.KernelArgAddressQualifier)
+		if !ok {
+			return fmt.Errorf("kernel %s, argument %d: %w", k.name, i, errArgInfo)
+		}
+		access, _ := u32(cl.KernelArgAccessQualifier)
+		tb, _ := cl.GetKernelArgInfo(k.vendor, uint32(i), cl.KernelArgTypeName)
+		typ := cl.CString(tb)
+		var qual uint64
+		if b, st := cl.GetKernelArgInfo(k.vendor, uint32(i), cl.KernelArgTypeQualifier); st == cl.Success && len(b) >= 8 {
+			qual = cl.Uint64(b)
+		}
+		in := &k.info[i]
+		switch {
+		case strings.HasPrefix(typ, "image") && strings.HasSuffix(typ, "_t") && !strings.Contains(typ, "*"):
+			in.kind = wire.ArgImage
+			switch access {
+			case cl.KernelArgAccessReadOnly:
+				in.flags |= argReadOnly
+			case cl.KernelArgAccessWriteOnly:
+				in.flags |= argWriteOnly
+			case cl.KernelArgAccessNone:
+				in.flags |= argReadOnly // read_only is the default
+			}
+		case typ == "sampler_t":
+			in.kind = wire.ArgSampler
+		case qual&cl.KernelArgTypePipe != 0 || strings.HasPrefix(typ, "pipe"), typ == "queue_t":
+			in.kind = wire.ArgOther
+		case space == cl.KernelArgAddressGlobal:
+			in.kind = wire.ArgMem
+			if qual&cl.KernelArgTypeConst != 0 {
+				in.flags |= argConst
+			}
+		case space == cl.KernelArgAddressConstant:
+			in.kind = wire.ArgMem
+			in.flags |= argConst | argConstSpace
+		case space == cl.KernelArgAddressLocal:
+			in.kind = wire.ArgLocal
+		default:
+			in.kind = wire.ArgPlain
+		}
+	}
+	return nil
+}
+
+func (k *kernel) reply() []byte {
+	b := pair(nil, uint32(len(k.info)), 0)
+	for _, in := range k.info {
+		b = pair(b, in.kind, in.flags)
+	}
+	return b
+}
+
+func (s *session) createKernel(m *wire.CreateKernel) (outcome, error) {
+	p := lookup[program](s, m.Program)
+	if p == nil {
+		return done(cl.InvalidProgram), nil
+	}
+	if p.vendor == 0 || p.building {
+		return done(cl.InvalidProgramExecutable), nil
+	}
+	k := &kernel{id: m.ID, prog: p, name: cstring(m.Name)}
+	var st cl.Status
+	if k.vendor, st = cl.CreateKernel(p.vendor, k.name); st != cl.Success {
+		return done(st), nil
+	}
+	if err := k.describe(); err != nil {
+		s.log.Error("kernel refused", "program", p.id, "err", err)
+		cl.ReleaseKernel(k.vendor)
+		return done(cl.InvalidKernelDefinition), nil
+	}
+	p.kernels++
+	return answer(k.reply()), s.put(m.ID, k)
+}
+
+// cloneKernel copies a kernel with its arguments. It makes a fresh vendor
+// kernel, which every version of OpenCL can do.
+func (s *session) cloneKernel(m *wire.CloneKernel) (outcome, error) {
+	src := lookup[kernel](s, m.Kernel)
+	if src == nil {
+		return done(cl.InvalidKernel), nil
+	}
+	k, st := s.copyKernel(src)
+	if st != cl.Success {
+		return done(st), nil
+	}
+	k.id = m.ID
+	return answer(k.reply()), s.put(m.ID, k)
+}
+
+// bindArg gives the vendor's kernel the argument as recorded.
+func (s *session) bindArg(k *kernel, i int) cl.Status {
+	a := &k.args[i]
+	switch a.kind {
+	case wire.ArgMem, wire.ArgImage:
+		if a.object == 0 {
+			return cl.SetKernelArg(k.vendor, uint32(i), uint64(unsafe.Sizeof(uintptr(0))), nil)
+		}
+		m := lookup[mem](s, a.object)
+		if m == nil {
+			return cl.InvalidMemObject
+		}
+		v := m.vendor
+		return cl.SetKernelArg(k.vendor, uint32(i), uint64(unsafe.Sizeof(v)), unsafe.Pointer(&v))
+	case wire.ArgSampler:
+		x := lookup[sampler](s, a.object)
+		if x == nil {
+			return cl.InvalidSampler
+		}
+		v := x.vendor
+		return cl.SetKernelArg(k.vendor, uint32(i), uint64(unsafe.Sizeof(v)), unsafe.Pointer(&v))
+	case wire.ArgLocal:
+		return cl.SetKernelArg(k.vendor, uint32(i), a.size, nil)
+	case wire.ArgPlain:
+		if uint64(len(a.value)) < a.size {
+			return cl.InvalidArgSize
+		}
+		return cl.SetKernelArg(k.vendor, uint32(i), a.size, unsafe.Pointer(unsafe.SliceData(a.value)))
+	}
+	return cl.InvalidArgValue
+}
+
+func (s *session) setArg(m *wire.SetArg) (outcome, error) {
+	k := lookup[kernel](s, m.Kernel)
+	if k == nil {
+		return done(cl.InvalidKernel), nil
+	}
+	if int64(m.Index) >= int64(len(k.args)) {
+		return done(cl.InvalidArgIndex), nil
+	}
+	// What kind an argument has is the compiler's to say, not the client's.
+	in := k.info[m.Index]
+	if m.Kind != in.kind {
+		return outcome{}, fmt.Errorf("kernel %s, argument %d: kind %d, not %d: %w", k.name, m.Index, m.Kind, in.kind, errHostile)
+	}
+	a := &k.args[m.Index]
+	if a.kind == wire.ArgLocal && a.set {
+		k.local -= a.size
+	}
+	old := *a
+	a.kind, a.size, a.object = m.Kind, m.Size, m.Object
+	a.value = append(a.value[:0], m.Value...)
+	a.set = true
+	st := s.bindArg(k, int(m.Index))
+	if st != cl.Success {
+		old.value = nil
+		*a = old
+		a.set = a.set && a.kind != wire.ArgPlain
+		return done(st), nil
+	}
+	switch m.Kind {
+	case wire.ArgMem, wire.ArgImage:
+		k.stale = true
+	case wire.ArgLocal:
+		k.local += a.size
+	}
+	return done(st), nil
+}
+
+// written lists what a launch with the present arguments may write.
+func (s *session) written(k *kernel) []*mem {
+	if !k.stale {
+		return k.writes
+	}
+	k.writes = k.writes[:0]
+	for i := range k.args {
+		a, in := &k.args[i], &k.info[i]
+		if !a.set || a.object == 0 {
+			continue
+		}
+		switch a.kind {
+		case wire.ArgMem:
+			if in.flags&argConstSpace != 0 || in.flags&argConst != 0 && k.prog.exact {
+				continue
+			}
+		case wire.ArgImage:
+			if in.flags&argReadOnly != 0 {
+				continue
+			}
+		default:
+			continue
+		}
+		if m := lookup[mem](s, a.object); m != nil {
+			k.writes = append(k.writes, m)
+		}
+	}
+	k.stale = false
+	return k.writes
+}
+
+func (s *session) kernelInfo(m *wire.KernelInfo) (outcome, error) {
+	k := lookup[kernel](s, m.Kernel)
+	if k == nil {
+		return done(cl.InvalidKernel), nil
+	}
+	b, st := cl.GetKernelInfo(k.vendor, m.Param)
+	if st == cl.Success && m.Param == cl.KernelAttributes && len(b) == 0 {
+		b = []byte{0}
+	}
+	return outcome{status: st, data: b}, nil
+}
+
+func (s *session) kernelArgInfo(m *wire.KernelArgInfo) (outcome, error) {
+	k := lookup[kernel](s, m.Kernel)
+	if k == nil {
+		return done(cl.InvalidKernel), nil
+	}
+	b, st := cl.GetKernelArgInfo(k.vendor, m.Index, m.Param)
+	return outcome{status: st, data: b}, nil
+}
+
+func (s *session) kernelWgInfo(m *wire.KernelWgInfo) (outcome, error) {
+	k, d := lookup[kernel](s, m.Kernel), lookup[device](s, m.Device)
+	if k == nil {
+		return done(cl.InvalidKernel), nil
+	}
+	if d == nil {
+		return done(cl.InvalidDevice), nil
+	}
+	b, st := cl.GetKernelWorkGroupInfo(k.vendor, d.vendor, m.Param)
+	return outcome{status: st, data: b}, nil
+}
+
+func (s *session) kernelSubGroupInfo(m *wire.KernelSubGroupInfo) (outcome, error) {
+	k, d := lookup[kernel](s, m.Kernel), lookup[device](s, m.Device)
+	if k == nil {
+		return done(cl.InvalidKernel), nil
+	}
+	if d == nil {
+		return done(cl.InvalidDevice), nil
+	}
+	in := binary.LittleEndian.AppendUint64(nil, 0)[:0]
+	for _, v := range m.Input {
+		in = binary.LittleEndian.AppendUint64(in, v)
+	}
+	b, st := cl.GetKernelSubGroupInfo(k.vendor, d.vendor, m.Param, in)
+	return outcome{status: st, data: b}, nil
+}

@@ -1,0 +1,525 @@
+package executor
+
+import (
+	"bytes"
+	"encoding/binary"
+	"errors"
+	"regexp"
+	"strings"
+	"unsafe"
+
+	"github.com/gpuctl/gpuctl/guest/cl"
+	"github.com/gpuctl/gpuctl/guest/portable"
+	"github.com/gpuctl/gpuctl/guest/wire"
+)
+
+type programOrigin int
+
+const (
+	programSource programOrigin = iota
+	programIL
+	programBinary
+)
+
+// argInfoOption makes the vendor tell us what the arguments of a kernel are.
+const argInfoOption = "-cl-kernel-arg-info"
+
+func (s *session) createProgram(id, ctx uint32, from programOrigin, mode uint32, inline []byte, off, n uint64) (outcome, error) {
+	c := lookup[context](s, ctx)
+	if c == nil {
+		return done(cl.InvalidContext), nil
+	}
+	data, err := s.content(mode, inline, off, n)
+	if err != nil {
+		return outcome{}, err
+	}
+	p := &program{id: id, ctx: c, devices: c.devices, built: map[uint32]*build{}}
+	switch from {
+	case programSource:
+		p.content = portable.Program{Kind: portable.Source, Source: data}
+	case programIL:
+		if len(s.limits.IlVersions) == 0 {
+			return done(cl.InvalidOperation), nil
+		}
+		p.content = portable.Program{Kind: portable.IL, IL: data}
+	case programBinary:
+		x, err := portable.Unmarshal(data)
+		if err != nil {
+			// A vendor's own binary, or a damaged one: the specification's
+			// answer sends the application back to its source.
+			s.log.Info("binary refused", "program", id, "err", err)
+			return done(cl.InvalidBinary), nil
+		}
+		p.content = *x
+		p.spec, p.loaded = x.SpecConstants, true
+	}
+	if st := s.makeProgram(p); st != cl.Success {
+		return done(st), nil
+	}
+	if from == programBinary {
+		for _, d := range p.devices {
+			p.built[d.id] = &build{Status: cl.BuildNone, Type: binaryType(p.content.Kind)}
+		}
+	}
+	return done(cl.Success), s.put(id, p)
+}
+
+func binaryType(k portable.Kind) uint32 {
+	switch k {
+	case portable.Object:
+		return cl.ProgramBinaryTypeCompiledObject
+	case portable.Library:
+		return cl.ProgramBinaryTypeLibrary
+	case portable.Executable:
+		return cl.ProgramBinaryTypeExecutable
+	}
+	return cl.ProgramBinaryTypeNone
+}
+
+// makeProgram creates the vendor's program from portable content: source, IL,
+// or what was compiled and linked from them.
+func (s *session) makeProgram(p *program) cl.Status {
+	v, st := s.vendorProgram(p.ctx, &p.content, p.devices)
+	if st != cl.Success {
+		return st
+	}
+	p.vendor = v
+	p.exact = exactConst(&p.content)
+	for _, sc := range p.spec {
+		if st := cl.SetProgramSpecializationConstant(v, sc.ID, uint64(len(sc.Value)), unsafe.Pointer(unsafe.SliceData(sc.Value))); st != cl.Success {
+			cl.ReleaseProgram(v)
+			return st
+		}
+	}
+	return cl.Success
+}
+
+func vendorIDs(ds []*device) []cl.Device {
+	vs := make([]cl.Device, len(ds))
+	for i, d := range ds {
+		vs[i] = d.vendor
+	}
+	return vs
+}
+
+// vendorProgram makes a program of content in the state that content is in:
+// an object comes out compiled, a library or executable linked.
+func (s *session) vendorProgram(c *context, x *portable.Program, ds []*device) (cl.Program, cl.Status) {
+	switch x.Kind {
+	case portable.Source:
+		return cl.CreateProgramWithSource(c.vendor, x.Source)
+	case portable.IL:
+		return cl.CreateProgramWithIL(c.vendor, x.IL)
+	case portable.Object:
+		base := portable.Program{Kind: portable.Source, Source: x.Source}
+		if len(x.IL) > 0 {
+			base = portable.Program{Kind: portable.IL, IL: x.IL}
+		}
+		v, st := s.vendorProgram(c, &base, ds)
+		if st != cl.Success {
+			return 0, st
+		}
+		if st := s.vendorCompile(c, v, x, ds); st != cl.Success {
+			cl.ReleaseProgram(v)
+			return 0, st
+		}
+		return v, st
+	}
+	if len(x.Inputs) == 0 { // built in one go
+		base := portable.Program{Kind: portable.Source, Source: x.Source}
+		if len(x.IL) > 0 {
+			base = portable.Program{Kind: portable.IL, IL: x.IL}
+		}
+		return s.vendorProgram(c, &base, ds)
+	}
+	var in []cl.Program
+	defer func() {
+		for _, v := range in {
+			cl.ReleaseProgram(v)
+		}
+	}()
+	for i := range x.Inputs {
+		v, st := s.vendorProgram(c, &x.Inputs[i], ds)
+		if st != cl.Success {
+			return 0, st
+		}
+		in = append(in, v)
+	}
+	return cl.LinkProgram(c.vendor, vendorIDs(ds), x.LinkOptions, in)
+}
+
+func (s *session) vendorCompile(c *context, v cl.Program, x *portable.Program, ds []*device) cl.Status {
+	var hs []cl.Program
+	var names []string
+	defer func() {
+		for _, h := range hs {
+			cl.ReleaseProgram(h)
+		}
+	}()
+	for i := range x.Headers {
+		h, st := s.vendorProgram(c, &x.Headers[i].Program, ds)
+		if st != cl.Success {
+			return st
+		}
+		hs, names = append(hs, h), append(names, x.Headers[i].Name)
+	}
+	return cl.CompileProgram(v, vendorIDs(ds), vendorOptions(x.Options), hs, names)
+}
+
+func vendorOptions(o string) string {
+	if strings.Contains(o, argInfoOption) {
+		return o
+	}
+	return strings.TrimSpace(o + " " + argInfoOption)
+}
+
+func cstring(b []byte) string {
+	if i := bytes.IndexByte(b, 0); i >= 0 {
+		b = b[:i]
+	}
+	return string(b)
+}
+
+// finishBuild asks the vendor how a build went and records it.
+func (p *program) finishBuild(ds []*device, options string) {
+	for _, d := range ds {
+		b := &build{Options: options, Status: cl.BuildError}
+		if v, st := cl.GetProgramBuildInfo(p.vendor, d.vendor, cl.ProgramBuildStatus); st == cl.Success && len(v) >= 4 {
+			b.Status = int32(binary.LittleEndian.Uint32(v))
+		}
+		if v, st := cl.GetProgramBuildInfo(p.vendor, d.vendor, cl.ProgramBuildLog); st == cl.Success {
+			b.Log = cl.CString(v)
+		}
+		if v, st := cl.GetProgramBuildInfo(p.vendor, d.vendor, cl.ProgramBinaryType); st == cl.Success && len(v) >= 4 {
+			b.Type = cl.Uint32(v)
+		}
+		if b.Status == cl.BuildSuccess && b.Type == cl.ProgramBinaryTypeNone {
+			b.Type = binaryType(p.content.Kind)
+		}
+		p.built[d.id] = b
+		p.exact = p.exact && !strings.Contains(b.Log, "discards qualifiers")
+	}
+}
+
+func (s *session) programDevices(p *program, ids []uint32) ([]*device, bool) {
+	if len(ids) == 0 {
+		return p.devices, true
+	}
+	ds, _, ok := s.vendorDevices(ids)
+	if !ok {
+		return nil, false
+	}
+	for _, d := range ds {
+		found := false
+		for _, x := range p.devices {
+			found = found || x == d
+		}
+		if !found {
+			return nil, false
+		}
+	}
+	return ds, true
+}
+
+// building runs a build aside, so that a compiler never stalls other threads.
+func (s *session) building(c call, p *program, callback uint32, f func() cl.Status, record func(cl.Status) cl.Status) outcome {
+	p.building = true
+	run := func() cl.Status {
+		st := f()
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		p.building = false
+		st = record(st)
+		s.serial++
+		s.serials[p.id] = s.serial
+		if callback == 0 {
+			s.reply(c.slot, st, nil)
+		}
+		return st
+	}
+	if callback != 0 {
+		s.reply(c.slot, cl.Success, nil)
+		s.spawn(func() { s.callback(callback, int32(run()), wire.CbBuild) })
+		return held()
+	}
+	return later(func() { run() })
+}
+
+func (s *session) buildProgram(c call, m *wire.BuildProgram) (outcome, error) {
+	p := lookup[program](s, m.Program)
+	if p == nil {
+		return done(cl.InvalidProgram), nil
+	}
+	ds, ok := s.programDevices(p, m.Devices)
+	if !ok {
+		return done(cl.InvalidDevice), nil
+	}
+	if p.kernels > 0 || p.building {
+		return done(cl.InvalidOperation), nil
+	}
+	options := cstring(m.Options)
+	k := p.content.Kind
+	linked := len(p.content.Inputs) > 0
+	if linked || k == portable.Object || k == portable.Library {
+		if k == portable.Executable { // a linked executable from a container is ready
+			return s.building(c, p, m.Callback, func() cl.Status { return cl.Success }, func(st cl.Status) cl.Status {
+				p.finishBuild(ds, options)
+				return st
+			}), nil
+		}
+		return done(cl.InvalidBinary), nil
+	}
+	use := options
+	if p.loaded && use == "" {
+		use = p.content.Options
+	}
+	for _, d := range ds {
+		p.built[d.id] = &build{Status: cl.BuildInProgress, Options: options}
+	}
+	return s.building(c, p, m.Callback, func() cl.Status {
+		return cl.BuildProgram(p.vendor, vendorIDs(ds), vendorOptions(use))
+	}, func(st cl.Status) cl.Status {
+		p.finishBuild(ds, options)
+		if st == cl.Success {
+			p.content.Kind, p.content.Options = portable.Executable, use
+			p.content.Inputs, p.content.Headers = nil, nil
+		}
+		return st
+	}), nil
+}
+
+func (s *session) compileProgram(c call, m *wire.CompileProgram) (outcome, error) {
+	p := lookup[program](s, m.Program)
+	if p == nil {
+		return done(cl.InvalidProgram), nil
+	}
+	ds, ok := s.programDevices(p, m.Devices)
+	if !ok {
+		return done(cl.InvalidDevice), nil
+	}
+	if p.kernels > 0 || p.building {
+		return done(cl.InvalidOperation), nil
+	}
+	if len(p.content.Inputs) > 0 {
+		return done(cl.InvalidOperation), nil
+	}
+	options := cstring(m.Options)
+	names := strings.Split(string(m.Names), "\x00")
+	x := portable.Program{Kind: portable.Object, Source: p.content.Source, IL: p.content.IL, Options: options}
+	var hs []cl.Program
+	var hn []string
+	for i, id := range m.Headers {
+		h := lookup[program](s, id)
+		if h == nil || i >= len(names) {
+			return done(cl.InvalidProgram), nil
+		}
+		x.Headers = append(x.Headers, portable.Header{Name: names[i], Program: h.content})
+		cl.RetainProgram(h.vendor)
+		hs, hn = append(hs, h.vendor), append(hn, names[i])
+	}
+	for _, d := range ds {
+		p.built[d.id] = &build{Status: cl.BuildInProgress, Options: options}
+	}
+	return s.building(c, p, m.Callback, func() cl.Status {
+		return cl.CompileProgram(p.vendor, vendorIDs(ds), vendorOptions(options), hs, hn)
+	}, func(st cl.Status) cl.Status {
+		for _, h := range hs {
+			cl.ReleaseProgram(h)
+		}
+		p.finishBuild(ds, options)
+		if st == cl.Success {
+			p.content = x
+		}
+		return st
+	}), nil
+}
+
+func (s *session) linkProgram(c call, m *wire.LinkProgram) (outcome, error) {
+	ctx := lookup[context](s, m.Context)
+	if ctx == nil {
+		return done(cl.InvalidContext), nil
+	}
+	p := &program{id: m.ID, ctx: ctx, devices: ctx.devices, built: map[uint32]*build{}}
+	if len(m.Devices) > 0 {
+		ds, _, ok := s.vendorDevices(m.Devices)
+		if !ok {
+			return done(cl.InvalidDevice), nil
+		}
+		p.devices = ds
+	}
+	options := cstring(m.Options)
+	p.content = portable.Program{Kind: portable.Executable, LinkOptions: options}
+	if strings.Contains(options, "-create-library") {
+		p.content.Kind = portable.Library
+	}
+	var in []cl.Program
+	for _, id := range m.Inputs {
+		x := lookup[program](s, id)
+		if x == nil {
+			return done(cl.InvalidProgram), nil
+		}
+		cl.RetainProgram(x.vendor)
+		in = append(in, x.vendor)
+		p.content.Inputs = append(p.content.Inputs, x.content)
+	}
+	if err := s.put(m.ID, p); err != nil {
+		return outcome{}, err
+	}
+	p.exact = exactConst(&p.content)
+	return s.building(c, p, m.Callback, func() cl.Status {
+		v, st := cl.LinkProgram(ctx.vendor, vendorIDs(p.devices), options, in)
+		p.vendor = v
+		return st
+	}, func(st cl.Status) cl.Status {
+		for _, x := range in {
+			cl.ReleaseProgram(x)
+		}
+		if p.vendor != 0 {
+			p.finishBuild(p.devices, options)
+			return st
+		}
+		if st == cl.LinkProgramFailure {
+			// This vendor returns no program; the application must get one
+			// to read the log of.
+			p.vendor, _ = cl.CreateProgramWithSource(ctx.vendor, []byte(" "))
+			for _, d := range p.devices {
+				p.built[d.id] = &build{Status: cl.BuildError, Options: options, Log: "link failed"}
+			}
+			return st
+		}
+		s.objs[p.id] = nil
+		return st
+	}), nil
+}
+
+// container is the portable form of a built program, nil when it has none.
+func (p *program) container(d *device) []byte {
+	b := p.built[d.id]
+	if b == nil || b.Status != cl.BuildSuccess && p.content.Kind == portable.Source {
+		return nil
+	}
+	x := p.content
+	x.SpecConstants = p.spec
+	data, err := x.Marshal()
+	if err != nil {
+		return nil
+	}
+	return data
+}
+
+func (s *session) programInfo(m *wire.ProgramInfo) (outcome, error) {
+	p := lookup[program](s, m.Program)
+	if p == nil {
+		return done(cl.InvalidProgram), nil
+	}
+	switch m.Param {
+	case cl.ProgramBinarySizes:
+		var b []byte
+		for _, d := range p.devices {
+			b = binary.LittleEndian.AppendUint64(b, uint64(len(p.container(d))))
+		}
+		return answer(b), nil
+	case cl.ProgramBinaries:
+		var b []byte
+		for _, d := range p.devices {
+			b = append(b, p.container(d)...)
+		}
+		return answer(b), nil
+	case cl.ProgramIl:
+		return answer(append([]byte(nil), p.content.IL...)), nil
+	case cl.ProgramNumKernels, cl.ProgramKernelNames:
+		if p.vendor == 0 || p.building {
+			return done(cl.InvalidProgramExecutable), nil
+		}
+		b, st := cl.GetProgramInfo(p.vendor, m.Param)
+		return outcome{status: st, data: b}, nil
+	case cl.ProgramScopeGlobalCtorsPresent, cl.ProgramScopeGlobalDtorsPresent:
+		b, st := cl.GetProgramInfo(p.vendor, m.Param)
+		if st == cl.InvalidValue {
+			b, st = pair(nil, 0, 0)[:4], cl.Success
+		}
+		return outcome{status: st, data: b}, nil
+	}
+	return done(cl.InvalidValue), nil
+}
+
+func (s *session) buildInfo(m *wire.BuildInfo) (outcome, error) {
+	p, d := lookup[program](s, m.Program), lookup[device](s, m.Device)
+	if p == nil {
+		return done(cl.InvalidProgram), nil
+	}
+	if d == nil {
+		return done(cl.InvalidDevice), nil
+	}
+	b := p.built[d.id]
+	if b == nil {
+		b = &build{Status: cl.BuildNone, Type: cl.ProgramBinaryTypeNone}
+	}
+	switch m.Param {
+	case cl.ProgramBuildStatus:
+		return answer(binary.LittleEndian.AppendUint32(nil, uint32(b.Status))), nil
+	case cl.ProgramBuildOptions:
+		return answer(append([]byte(b.Options), 0)), nil
+	case cl.ProgramBuildLog:
+		return answer(append([]byte(b.Log), 0)), nil
+	case cl.ProgramBinaryType:
+		return answer(binary.LittleEndian.AppendUint32(nil, b.Type)), nil
+	case cl.ProgramBuildGlobalVariableTotalSize:
+		v, st := cl.GetProgramBuildInfo(p.vendor, d.vendor, m.Param)
+		if st == cl.InvalidValue {
+			return answer(u64s(0)), nil
+		}
+		return outcome{status: st, data: v}, nil
+	}
+	return done(cl.InvalidValue), nil
+}
+
+func (s *session) specConstant(m *wire.SpecConstant) (outcome, error) {
+	p := lookup[program](s, m.Program)
+	if p == nil {
+		return done(cl.InvalidProgram), nil
+	}
+	if len(p.content.IL) == 0 {
+		return done(cl.InvalidProgram), nil
+	}
+	st := cl.SetProgramSpecializationConstant(p.vendor, m.Spec, uint64(len(m.Value)), unsafe.Pointer(unsafe.SliceData(m.Value)))
+	if st == cl.Success {
+		p.spec = append(p.spec, portable.SpecConstant{ID: m.Spec, Value: append([]byte(nil), m.Value...)})
+	}
+	return done(st), nil
+}
+
+// castsAway finds what could take const off a pointer to global memory:
+// casts to a pointer type that names the address space, types that hide it, and
+// unions. Macros do not matter: their text is searched like any other.
+var castsAway = regexp.MustCompile(`\(\s*(?:volatile\s+|restrict\s+|unsigned\s+|struct\s+)*_{0,2}(?:global|generic)\b[^()]*\*|\(\s*\w+(?:\s+\w+)?\s+_{0,2}global\s*\*|typedef[^;]*\*|\bunion\b|#\s*include|\(\s*u?intptr_t\s*\)|\(\s*u?(?:long|size_t)\s*\)\s*\(?\s*[A-Za-z_]|atomic_|##`)
+
+// exactConst says whether "const" on a kernel's pointer argument can be
+// believed, so that a launch leaves that buffer clean. C allows it to be cast
+// away; when in doubt the buffer counts as written.
+func exactConst(x *portable.Program) bool {
+	if x.Kind == portable.IL || len(x.IL) > 0 {
+		return false
+	}
+	for _, o := range strings.Fields(x.Options) {
+		if o == "-w" || strings.Contains(o, "*") {
+			return false
+		}
+	}
+	if castsAway.Match(x.Source) {
+		return false
+	}
+	for i := range x.Headers {
+		if !exactConst(&x.Headers[i].Program) {
+			return false
+		}
+	}
+	for i := range x.Inputs {
+		if !exactConst(&x.Inputs[i]) {
+			return false
+		}
+	}
+	return true
+}
+
+var errArgInfo = errors.New("the runtime does not describe the kernel's arguments")

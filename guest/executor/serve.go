@@ -1,0 +1,181 @@
+package executor
+
+import (
+	"runtime"
+	"sync/atomic"
+	"time"
+
+	"github.com/gpuctl/gpuctl/guest/shm"
+	"github.com/gpuctl/gpuctl/guest/wire"
+)
+
+// One worker at a time, the leader, reads the ring. A leader that has to wait
+// for the device rings itself off (sleep = 1), so that the application's next
+// request wakes a stand-by worker to lead, and takes the lead again afterwards
+// if nobody needed it meanwhile. In the common case of one busy application
+// thread the lead never changes hands.
+
+const (
+	standbyWait = time.Second
+)
+
+// spinFor is how long an idle leader watches the ring before it sleeps.
+func spinFor() time.Duration {
+	if runtime.NumCPU() <= 2 {
+		return 30 * time.Microsecond
+	}
+	return 200 * time.Microsecond
+}
+
+func (s *session) canLead() bool {
+	return s.active.Load() && !s.gate.Load() && !s.closed.Load()
+}
+
+// worker leads whenever nobody else does and stands by otherwise.
+func (s *session) worker() {
+	for !s.closed.Load() {
+		if s.canLead() && s.leader.CompareAndSwap(false, true) {
+			s.lead()
+			continue
+		}
+		if s.standby.Load() >= 2 {
+			return
+		}
+		s.standBy()
+	}
+}
+
+// standBy sleeps until a client rings, or for a while. The doorbell may be
+// rung between the look at its word and the wait, so while a leader is aside
+// the wait is short.
+func (s *session) standBy() {
+	word := s.ringR.Word32(wire.HdrSleep)
+	v := atomic.LoadUint32(word)
+	if s.canLead() && !s.leader.Load() && !s.ring.Empty() {
+		return
+	}
+	nap := standbyWait
+	if s.inflight.Load() > 0 {
+		nap = 5 * time.Millisecond
+	}
+	s.standby.Add(1)
+	shm.FutexWait(word, v, nap)
+	s.standby.Add(-1)
+}
+
+// wakeAll makes every sleeping worker look again.
+func (s *session) wakeAll() {
+	word := s.ringR.Word32(wire.HdrSleep)
+	atomic.StoreUint32(word, 0)
+	shm.FutexWake(word, shm.All)
+}
+
+// lead reads and runs requests until the lead is lost.
+func (s *session) lead() {
+	buf := make([]byte, wire.MaxRequest)
+	spin := spinFor()
+	var idle time.Time
+	s.ringR.Store32(wire.HdrSleep, 0)
+	for {
+		if !s.canLead() {
+			s.leader.Store(false)
+			return
+		}
+		rec, ok, err := s.ring.Next(buf)
+		if err != nil {
+			s.condemn(err)
+			return
+		}
+		if ok {
+			idle = time.Time{}
+			s.mu.Lock()
+			if s.gate.Load() {
+				s.mu.Unlock()
+				continue
+			}
+			after, err := s.dispatch(call{rec.Op, rec.Slot, rec.Body})
+			s.calls++
+			s.ring.Advance()
+			if after != nil {
+				s.inflight.Add(1)
+			}
+			s.mu.Unlock()
+			if err != nil {
+				s.condemn(err)
+				return
+			}
+			if after != nil && !s.aside(after) {
+				return
+			}
+			continue
+		}
+		now := time.Now()
+		if idle.IsZero() {
+			idle = now
+		}
+		if now.Sub(idle) < spin {
+			shm.Spin(32)
+			continue
+		}
+		idle = time.Time{}
+		if !s.sleep() {
+			return
+		}
+	}
+}
+
+// sleep gives up the lead until a client rings. It says whether the caller
+// leads again.
+func (s *session) sleep() bool {
+	word := s.ringR.Word32(wire.HdrSleep)
+	s.leader.Store(false)
+	s.ring.Announce()
+	if s.ring.Empty() && s.canLead() {
+		s.standby.Add(1)
+		shm.FutexWait(word, 1, standbyWait)
+		s.standby.Add(-1)
+	}
+	if !s.leader.CompareAndSwap(false, true) {
+		return false
+	}
+	s.ring.Withdraw()
+	return true
+}
+
+// aside runs the part of a call that waits for the device or the application,
+// with the lead given up. It says whether the caller leads again.
+func (s *session) aside(after func()) bool {
+	if s.standby.Load() == 0 {
+		go s.worker()
+	}
+	s.leader.Store(false)
+	s.ring.Announce()
+	if !s.ring.Empty() { // came between the last look and the announcement
+		s.wakeAll()
+	}
+	after()
+	s.inflight.Add(-1)
+	if !s.leader.CompareAndSwap(false, true) {
+		return false
+	}
+	s.ring.Withdraw()
+	return true
+}
+
+// spawn runs a waiting part outside of the leader, for requests that were held
+// back and are released by somebody else's call.
+func (s *session) spawn(after func()) {
+	s.inflight.Add(1)
+	go func() {
+		defer s.inflight.Add(-1)
+		after()
+	}()
+}
+
+// condemn ends a session whose client broke the protocol.
+func (s *session) condemn(err error) {
+	s.log.Error("session ended: protocol violation", "err", err)
+	s.closed.Store(true)
+	s.leader.Store(false)
+	s.ring.SetState(wire.StateLost)
+}

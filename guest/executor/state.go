@@ -1,0 +1,349 @@
+package executor
+
+import (
+	"encoding/binary"
+	"encoding/gob"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/gpuctl/gpuctl/guest/cl"
+)
+
+// A state file holds the contents of a suspended session: the objects one
+// behind the other, then an index, then where the index is. It is a file or
+// the state memfd. Both are mapped, so that the device writes into them
+// directly; room is reserved first, so that a full disk shows while the
+// session still runs.
+
+const stateMagic = 0x5453585550474c43
+
+var errState = errors.New("not a complete session state")
+
+// stateEntry is one object in a state file.
+type stateEntry struct {
+	ID     uint32
+	Serial uint64
+	At, N  uint64 // bytes
+}
+
+// stateFile is a sink that writes a state file.
+type stateFile struct {
+	s       *session
+	f       *os.File
+	memory  bool
+	entries map[uint64]*stateRoom // by serial
+	end     uint64
+	maps    [][]byte
+}
+
+type stateRoom struct {
+	stateEntry
+	mem []byte
+}
+
+func newStateFile(s *session, f *os.File, memory bool) *stateFile {
+	return &stateFile{s: s, f: f, memory: memory, entries: map[uint64]*stateRoom{}}
+}
+
+func (w *stateFile) shares() bool  { return w.memory }
+func (w *stateFile) inPlace() bool { return false }
+func (w *stateFile) close() error  { return nil }
+
+// reserve makes room for every object that has none yet.
+func (w *stateFile) reserve() error {
+	s := w.s
+	var fresh []*stateRoom
+	begin := w.end
+	s.mu.Lock()
+	s.each(func(id uint32, serial uint64, o any) {
+		m, ok := o.(*mem)
+		if !ok || m.parent != nil || m.unified && w.memory || w.entries[serial] != nil {
+			return
+		}
+		r := &stateRoom{stateEntry: stateEntry{ID: id, Serial: serial, At: w.end, N: m.size}}
+		w.entries[serial] = r
+		fresh = append(fresh, r)
+		w.end += (m.size + 4095) &^ 4095
+	})
+	s.mu.Unlock()
+	if w.end == begin {
+		return nil
+	}
+	if err := unix.Fallocate(int(w.f.Fd()), 0, int64(begin), int64(w.end-begin)); err != nil {
+		if !errors.Is(err, unix.EOPNOTSUPP) {
+			return fmt.Errorf("room for %d bytes of state in %s: %w", w.end-begin, w.f.Name(), err)
+		}
+		if err := w.f.Truncate(int64(w.end)); err != nil {
+			return fmt.Errorf("room for %d bytes of state in %s: %w", w.end-begin, w.f.Name(), err)
+		}
+	}
+	b, err := unix.Mmap(int(w.f.Fd()), int64(begin), int(w.end-begin), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)
+	if err != nil {
+		return fmt.Errorf("map %s: %w", w.f.Name(), err)
+	}
+	w.maps = append(w.maps, b)
+	if w.memory {
+		populate(b)
+	}
+	for _, r := range fresh {
+		r.mem = b[r.At-begin : r.At-begin+r.N : r.At-begin+r.N]
+	}
+	if w.memory {
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		for _, c := range s.contexts() {
+			s.xfer.pinMemory(s, c, unsafe.Pointer(&b[0]), uint64(len(b)))
+		}
+	}
+	return nil
+}
+
+func (w *stateFile) place(ps []piece) error {
+	for i := range ps {
+		x := &ps[i]
+		r := w.entries[w.s.serialOf(x.ID, x.m)]
+		off := x.Off
+		if x.m.kind == memImage {
+			off *= x.m.rowBytes()
+		}
+		if r == nil || off+x.bytes() > r.N {
+			return fmt.Errorf("no room for object %d in %s", x.ID, w.f.Name())
+		}
+		x.At, x.ptr = r.At+off, unsafe.Pointer(&r.mem[off])
+	}
+	return nil
+}
+
+func (w *stateFile) accept([]piece) error { return nil }
+
+// serialOf finds the serial of a live object, or of a ghost.
+func (s *session) serialOf(id uint32, m *mem) uint64 {
+	if int(id) < len(s.objs) && s.objs[id] == any(m) {
+		return s.serials[id]
+	}
+	return uint64(id) << 32
+}
+
+// finish ends the file with its index and makes it durable.
+func (w *stateFile) finish() error {
+	var es []stateEntry
+	w.s.each(func(_ uint32, serial uint64, o any) {
+		if r := w.entries[serial]; r != nil {
+			es = append(es, r.stateEntry)
+		}
+	})
+	for _, b := range w.maps {
+		if w.memory {
+			break
+		}
+		if err := unix.Msync(b, unix.MS_SYNC); err != nil {
+			return fmt.Errorf("write %s: %w", w.f.Name(), err)
+		}
+	}
+	if _, err := w.f.Seek(int64(w.end), io.SeekStart); err != nil {
+		return fmt.Errorf("write %s: %w", w.f.Name(), err)
+	}
+	c := &counter{w: w.f}
+	if err := gob.NewEncoder(c).Encode(es); err != nil {
+		return fmt.Errorf("write index of %s: %w", w.f.Name(), err)
+	}
+	var b [24]byte
+	binary.LittleEndian.PutUint64(b[:], w.end)
+	binary.LittleEndian.PutUint64(b[8:], c.n)
+	binary.LittleEndian.PutUint64(b[16:], stateMagic)
+	if _, err := w.f.Write(b[:]); err != nil {
+		return fmt.Errorf("write %s: %w", w.f.Name(), err)
+	}
+	if w.memory {
+		return nil
+	}
+	if err := w.f.Sync(); err != nil {
+		return fmt.Errorf("write %s: %w", w.f.Name(), err)
+	}
+	return nil
+}
+
+// release unmaps the file. Nothing may be read into it any more.
+func (w *stateFile) release() {
+	w.s.xfer.unpinAll(w.s)
+	for _, b := range w.maps {
+		_ = unix.Munmap(b)
+	}
+	w.maps = nil
+}
+
+type counter struct {
+	w io.Writer
+	n uint64
+}
+
+func (c *counter) Write(b []byte) (int, error) {
+	n, err := c.w.Write(b)
+	c.n += uint64(n)
+	return n, err
+}
+
+// load writes a state file's contents into the prepared objects, and those
+// that stayed in the arena too if this device keeps memory of its own.
+func (s *session) load(f *os.File, report progress) error {
+	st, err := f.Stat()
+	if err != nil {
+		return fmt.Errorf("state: %w", err)
+	}
+	var b [24]byte
+	if st.Size() < 24 {
+		return fmt.Errorf("%s: %w", f.Name(), errState)
+	}
+	if _, err := f.ReadAt(b[:], st.Size()-24); err != nil {
+		return fmt.Errorf("read %s: %w", f.Name(), err)
+	}
+	end, n := binary.LittleEndian.Uint64(b[:]), binary.LittleEndian.Uint64(b[8:])
+	size := uint64(st.Size())
+	if binary.LittleEndian.Uint64(b[16:]) != stateMagic || end > size || n > size || end+n+24 != size {
+		return fmt.Errorf("%s: %w", f.Name(), errState)
+	}
+	var es []stateEntry
+	if err := gob.NewDecoder(io.NewSectionReader(f, int64(end), int64(n))).Decode(&es); err != nil {
+		return fmt.Errorf("index of %s: %w: %w", f.Name(), err, errState)
+	}
+	var data []byte
+	if end > 0 {
+		if data, err = unix.Mmap(int(f.Fd()), 0, int(end), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_POPULATE); err != nil {
+			return fmt.Errorf("map %s: %w", f.Name(), err)
+		}
+		defer unix.Munmap(data)
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if end > 0 {
+		for _, c := range s.contexts() {
+			s.xfer.pinMemory(s, c, unsafe.Pointer(&data[0]), end)
+		}
+		defer s.xfer.unpinAll(s)
+	}
+	var ps []piece
+	var total, done uint64
+	for _, e := range es {
+		m := lookup[mem](s, e.ID)
+		if m == nil || m.size != e.N || e.At > end || e.N > end-e.At {
+			return fmt.Errorf("object %d in %s: %w", e.ID, f.Name(), errState)
+		}
+		m.markAll()
+		for _, p := range m.cut(windowChunk) {
+			off := p.Off
+			if m.kind == memImage {
+				off *= m.rowBytes()
+			}
+			p.ID, p.ptr = e.ID, unsafe.Pointer(&data[e.At+off])
+			ps = append(ps, p)
+			total += p.bytes()
+		}
+	}
+	s.each(func(id uint32, _ uint64, o any) {
+		if m, ok := o.(*mem); ok && m.inArena && !m.unified && m.parent == nil {
+			m.markAll()
+			for _, p := range m.cut(windowChunk) {
+				p.ID, p.ptr = id, s.arena.Pointer(m.arena+p.Off)
+				ps = append(ps, p)
+				total += p.bytes()
+			}
+		}
+	})
+	var evs []cl.Event
+	for i := range ps {
+		ev, err := s.take(&ps[i])
+		if err != nil {
+			await(evs)
+			return err
+		}
+		if ev != 0 {
+			evs = append(evs, ev)
+		}
+		done += ps[i].bytes()
+		if len(evs) >= 2*windowDepth {
+			st := cl.WaitForEvents(evs[:1])
+			cl.ReleaseEvent(evs[0])
+			if evs = evs[1:]; st != cl.Success {
+				await(evs)
+				return fmt.Errorf("object %d: %w", ps[i].ID, st)
+			}
+			report("load", done, total)
+		}
+	}
+	if st := await(evs); st != cl.Success {
+		return fmt.Errorf("load state: %w", st)
+	}
+	report("load", total, total)
+	return nil
+}
+
+// take begins to put a piece of content into its object. The event is 0 when
+// it is there already.
+func (s *session) take(p *piece) (cl.Event, error) {
+	m := p.m
+	if m.unified {
+		s.takeUnified(p)
+		return 0, nil
+	}
+	q, st := s.xfer.queue(m.ctx)
+	if st != cl.Success {
+		return 0, fmt.Errorf("object %d: %w", p.ID, st)
+	}
+	var ev cl.Event
+	if st := p.write(q, p.ptr, &ev); st != cl.Success {
+		return 0, fmt.Errorf("object %d: %w", p.ID, st)
+	}
+	cl.Flush(q)
+	return ev, nil
+}
+
+// takeUnified copies into a buffer in the arena, around what the application
+// has mapped: there its own bytes are the newer ones.
+func (s *session) takeUnified(p *piece) {
+	m := p.m
+	dst := s.arenaBytes(m.arena+p.Off, p.N)
+	src := unsafe.Slice((*byte)(p.ptr), p.N)
+	if p.ptr == unsafe.Pointer(&dst[0]) {
+		return
+	}
+	spans := m.mapped()
+	for at := p.Off; at < p.Off+p.N; {
+		end := p.Off + p.N
+		skip := false
+		for _, sp := range spans {
+			if at >= sp[0] && at < sp[1] {
+				at, skip = min(sp[1], end), true
+				break
+			}
+			if sp[0] > at {
+				end = min(end, sp[0])
+			}
+		}
+		if skip {
+			continue
+		}
+		copy(dst[at-p.Off:end-p.Off], src[at-p.Off:end-p.Off])
+		at = end
+	}
+}
+
+// mapped lists the byte ranges of a buffer that are mapped now, through itself
+// or a sub-buffer.
+func (m *mem) mapped() [][2]uint64 {
+	var out [][2]uint64
+	for _, x := range append([]*mem{m}, m.subs...) {
+		for _, mp := range x.maps {
+			base := uint64(0)
+			if x != m {
+				base = x.origin
+			}
+			out = append(out, [2]uint64{base + mp.Offset, base + mp.Offset + mp.Size})
+		}
+	}
+	return out
+}

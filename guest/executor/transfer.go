@@ -1,0 +1,221 @@
+package executor
+
+import (
+	"runtime"
+	"sync"
+	"sync/atomic"
+	"unsafe"
+
+	"github.com/gpuctl/gpuctl/guest/cl"
+)
+
+// transfers holds what moves contents in and out of the device: one queue per
+// context, and the pieces of host memory that the driver has pinned.
+type transfers struct {
+	queues map[*context]cl.Queue
+	pinned map[pinKey]cl.Mem
+}
+
+type pinKey struct {
+	c *context
+	p uintptr
+	n uint64
+}
+
+func (t *transfers) queue(c *context) (cl.Queue, cl.Status) {
+	if q := t.queues[c]; q != 0 {
+		return q, cl.Success
+	}
+	q, st := cl.CreateCommandQueue(c.vendor, c.devices[0].vendor, 0)
+	if st == cl.Success {
+		t.queues[c] = q
+	}
+	return q, st
+}
+
+func (t *transfers) forget(c *context) {
+	if q := t.queues[c]; q != 0 {
+		cl.ReleaseCommandQueue(q)
+		delete(t.queues, c)
+	}
+	for k, m := range t.pinned {
+		if k.c == c {
+			cl.ReleaseMemObject(m)
+			delete(t.pinned, k)
+		}
+	}
+}
+
+// pin has the driver pin a range of the arena, if it works with memory of its
+// own: transfers out of pinned memory run at the bus's speed.
+func (t *transfers) pin(s *session, c *context, off, n uint64) {
+	t.pinMemory(s, c, s.arena.Pointer(off), n)
+}
+
+func (t *transfers) pinMemory(s *session, c *context, p unsafe.Pointer, n uint64) {
+	if s.unified || !s.pins {
+		return
+	}
+	k := pinKey{c, uintptr(p), n}
+	s.pinMu.Lock()
+	defer s.pinMu.Unlock()
+	if t.pinned[k] != 0 {
+		return
+	}
+	if m, st := cl.CreateBuffer(c.vendor, cl.MemReadWrite|cl.MemUseHostPtr, n, p); st == cl.Success {
+		t.pinned[k] = m
+	}
+}
+
+func (t *transfers) unpinAll(s *session) {
+	s.pinMu.Lock()
+	defer s.pinMu.Unlock()
+	for k, m := range t.pinned {
+		cl.ReleaseMemObject(m)
+		delete(t.pinned, k)
+	}
+}
+
+// populate makes the pages of b exist, with every processor: the kernel zeroes
+// some 2 GiB a second on one.
+func populate(b []byte) {
+	const page, grain = 4096, 32 << 20
+	var wg sync.WaitGroup
+	sem := make(chan struct{}, runtime.NumCPU())
+	for off := 0; off < len(b); off += grain {
+		part := b[off:min(off+grain, len(b))]
+		wg.Add(1)
+		sem <- struct{}{}
+		go func() {
+			defer func() { <-sem; wg.Done() }()
+			for i := 0; i < len(part); i += page {
+				atomic.AddUint32((*uint32)(unsafe.Pointer(&part[i])), 0)
+			}
+		}()
+	}
+	wg.Wait()
+}
+
+// piece is a part of one object's content: bytes of a buffer, or whole rows of
+// an image, which are numbered through all its slices.
+type piece struct {
+	m      *mem
+	ID     uint32
+	Off, N uint64
+	At     uint64 // where the bytes lie: an offset of the arena or of a file
+	ptr    unsafe.Pointer
+}
+
+// padded is what a piece takes in a window.
+func (p *piece) padded() uint64 { return (p.bytes() + 127) &^ 127 }
+
+func (p *piece) bytes() uint64 {
+	if p.m.kind == memImage {
+		return p.N * p.m.rowBytes()
+	}
+	return p.N
+}
+
+func (m *mem) rowBytes() uint64 { return m.desc.Width * m.elem }
+
+// rows of an image, all slices together.
+func (m *mem) rows() uint64 {
+	r := m.region()
+	return r[1] * r[2]
+}
+
+// box turns a run of rows into an origin and region. A run is within one slice
+// or of whole slices.
+func (m *mem) box(row, n uint64) (o, r [3]uint64) {
+	reg := m.region()
+	o = [3]uint64{0, row % reg[1], row / reg[1]}
+	if n >= reg[1] {
+		return [3]uint64{0, 0, o[2]}, [3]uint64{reg[0], reg[1], n / reg[1]}
+	}
+	return o, [3]uint64{reg[0], n, 1}
+}
+
+func (p *piece) read(q cl.Queue, dst unsafe.Pointer, ev *cl.Event) cl.Status {
+	if p.m.kind == memImage {
+		o, r := p.m.box(p.Off, p.N)
+		return cl.EnqueueReadImage(q, p.m.vendor, false, &o, &r, 0, 0, dst, nil, ev)
+	}
+	return cl.EnqueueReadBuffer(q, p.m.vendor, false, p.Off, p.N, dst, nil, ev)
+}
+
+func (p *piece) write(q cl.Queue, src unsafe.Pointer, ev *cl.Event) cl.Status {
+	if p.m.kind == memImage {
+		o, r := p.m.box(p.Off, p.N)
+		return cl.EnqueueWriteImage(q, p.m.vendor, false, &o, &r, 0, 0, src, nil, ev)
+	}
+	return cl.EnqueueWriteBuffer(q, p.m.vendor, false, p.Off, p.N, src, nil, ev)
+}
+
+// cut splits the dirty parts of an object into pieces of at most most bytes.
+func (m *mem) cut(most uint64) []piece { // most is at least dirtyChunk
+	var ps []piece
+	if m.kind == memImage {
+		if !anyOf(m.dirty) {
+			return nil
+		}
+		perSlice := m.region()[1]
+		n := max(most/max(m.rowBytes(), 1), 1)
+		if n >= perSlice {
+			n -= n % perSlice
+		}
+		for row := uint64(0); row < m.rows(); {
+			k := min(n, m.rows()-row)
+			if n < perSlice {
+				k = min(n, perSlice-row%perSlice)
+			}
+			ps = append(ps, piece{m: m, ID: m.id, Off: row, N: k})
+			row += k
+		}
+		return ps
+	}
+	for i := uint64(0); i < uint64(len(m.dirty)); i++ {
+		if !m.dirty[i] {
+			continue
+		}
+		off := i * dirtyChunk
+		end := min(off+dirtyChunk, m.size)
+		if k := len(ps); k > 0 && ps[k-1].Off+ps[k-1].N == off && ps[k-1].N+end-off <= most {
+			ps[k-1].N += end - off
+			continue
+		}
+		ps = append(ps, piece{m: m, ID: m.id, Off: off, N: end - off})
+	}
+	return ps
+}
+
+func anyOf(b []bool) bool {
+	for _, x := range b {
+		if x {
+			return true
+		}
+	}
+	return false
+}
+
+// dirtyBytes is how much an export would move now.
+func (s *session) dirtyBytes() uint64 {
+	var n uint64
+	s.each(func(_ uint32, _ uint64, o any) {
+		m, ok := o.(*mem)
+		if !ok || m.parent != nil {
+			return
+		}
+		if m.kind == memImage {
+			if anyOf(m.dirty) {
+				n += m.size
+			}
+			return
+		}
+		for i, d := range m.dirty {
+			if d {
+				n += min(dirtyChunk, m.size-uint64(i)*dirtyChunk)
+			}
+		}
+	})
+	return n
+}
