@@ -131,7 +131,7 @@ CASE(build_errors) {
 
 CASE(build_options) {
     static const char *src = "kernel void f(global int *a) { a[0] = A + B; a[1] = S; }";
-    cl_program p = build_opt(src, "-DA=3 -D B=4 -DS='(1 + 2)' -cl-mad-enable -cl-std=CL1.2 -w");
+    cl_program p = build_opt(src, "-DA=3 -D B=4 -DS=3 -cl-mad-enable -cl-std=CL1.2 -w");
     cl_kernel k;
     MK(k, clCreateKernel(p, "f", &E));
     cl_mem b = buffer(0, 8, NULL);

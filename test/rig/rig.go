@@ -1,0 +1,400 @@
+package rig
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"sync"
+	"time"
+)
+
+// PoCL and Oclgrind are the runtimes that make several models out of one
+// machine: see docs of the packages pocl-opencl-icd and oclgrind.
+const (
+	Basic    = "small"        // PoCL basic, 1 GiB
+	Pthread  = "large"        // PoCL pthread, 4 GiB
+	Oclgrind = "other-vendor" // Oclgrind, 128 MiB
+)
+
+// OclgrindLibrary is where Debian's package puts it.
+const OclgrindLibrary = "/usr/lib/oclgrind/liboclgrind-rt-icd.so"
+
+// Config declares the three GPUs above, and a virtual device that says GPU.
+func Config() string {
+	return `version: 1
+discover: false
+virtualDevice:
+  name: gpuctl virtual GPU
+  type: gpu
+gpus:
+  - id: ` + Basic + `
+    runtime: pocl
+    env: {POCL_DEVICES: basic, POCL_MEMORY_LIMIT: "1"}
+    model: PoCL basic 1 GiB
+  - id: ` + Pthread + `
+    runtime: pocl
+    env: {POCL_DEVICES: pthread, POCL_MEMORY_LIMIT: "4"}
+    model: PoCL pthread 4 GiB
+  - id: ` + Oclgrind + `
+    library: ` + OclgrindLibrary + `
+    model: Oclgrind 128 MiB
+models:
+  - {name: PoCL pthread 4 GiB, rank: 3}
+  - {name: PoCL basic 1 GiB, rank: 2}
+  - {name: Oclgrind 128 MiB, rank: 1}
+`
+}
+
+// Native is the environment in which a program runs on the GPU's runtime
+// itself, without gpuctl. dir takes the folder of the ICD file.
+func Native(dir, gpu string) ([]string, error) {
+	library, env := "libpocl.so.2", []string(nil)
+	switch gpu {
+	case Basic:
+		env = []string{"POCL_DEVICES=basic", "POCL_MEMORY_LIMIT=1"}
+	case Pthread:
+		env = []string{"POCL_DEVICES=pthread", "POCL_MEMORY_LIMIT=4"}
+	case Oclgrind:
+		library = OclgrindLibrary
+	default:
+		return nil, fmt.Errorf("native run on %q: no such GPU", gpu)
+	}
+	if text, err := os.ReadFile("/etc/OpenCL/vendors/pocl.icd"); err == nil && gpu != Oclgrind {
+		library = strings.TrimSpace(string(text))
+	}
+	return Vendor(filepath.Join(dir, "native-"+gpu), library, env)
+}
+
+// Vendor returns env with an ICD folder that names only the library.
+func Vendor(dir, library string, env []string) ([]string, error) {
+	if err := os.MkdirAll(dir, 0o755); err != nil {
+		return nil, fmt.Errorf("icd folder: %w", err)
+	}
+	if err := os.WriteFile(filepath.Join(dir, "vendor.icd"), []byte(library+"\n"), 0o644); err != nil {
+		return nil, fmt.Errorf("icd file: %w", err)
+	}
+	return append(env, "OCL_ICD_VENDORS="+dir), nil
+}
+
+// Root is the folder that holds bin/ and lib/: $GPUCTL_ROOT, else the folder of
+// $GPUCTL_BIN, else the nearest one above the working directory with go.mod or
+// bin/gpuctl.
+func Root() (string, error) {
+	if r := os.Getenv("GPUCTL_ROOT"); r != "" {
+		return filepath.Abs(r)
+	}
+	if b := os.Getenv("GPUCTL_BIN"); b != "" {
+		return filepath.Abs(filepath.Dir(b))
+	}
+	d, err := os.Getwd()
+	if err != nil {
+		return "", fmt.Errorf("root: %w", err)
+	}
+	for ; ; d = filepath.Dir(d) {
+		for _, f := range []string{"go.mod", "bin/gpuctl"} {
+			if _, err := os.Stat(filepath.Join(d, f)); err == nil {
+				return d, nil
+			}
+		}
+		if d == filepath.Dir(d) {
+			return "", errors.New("root: no bin/gpuctl here or above; run make build")
+		}
+	}
+}
+
+// Options of a private hostd.
+type Options struct {
+	Dir    string    // its run folder; short, because sockets lie in it
+	Config string    // default Config()
+	Env    []string  // added to its environment
+	Log    io.Writer // its log; nil: dropped
+}
+
+// Rig is a running private hostd.
+type Rig struct {
+	Root, Dir string
+
+	cmd   *exec.Cmd
+	stdin io.Closer
+	ended chan struct{}
+	log   *buffer
+}
+
+type buffer struct {
+	mu sync.Mutex
+	b  bytes.Buffer
+	w  io.Writer
+}
+
+func (l *buffer) Write(p []byte) (int, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.w != nil {
+		_, _ = l.w.Write(p)
+	}
+	return l.b.Write(p)
+}
+
+func (l *buffer) String() string {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.b.String()
+}
+
+// Start starts hostd and waits until it answers.
+func Start(ctx context.Context, o Options) (*Rig, error) {
+	root, err := Root()
+	if err != nil {
+		return nil, err
+	}
+	if o.Config == "" {
+		o.Config = Config()
+	}
+	if err := os.MkdirAll(o.Dir, 0o700); err != nil {
+		return nil, fmt.Errorf("rig: %w", err)
+	}
+	file := filepath.Join(o.Dir, "hostd.yaml")
+	if err := os.WriteFile(file, []byte(o.Config), 0o600); err != nil {
+		return nil, fmt.Errorf("rig: %w", err)
+	}
+	r := &Rig{Root: root, Dir: o.Dir, ended: make(chan struct{}), log: &buffer{w: o.Log}}
+	r.cmd = exec.Command(r.Bin("hostd"), "--dev", "--private", "--rundir", o.Dir, "--config", file, "--log-level", "debug")
+	r.cmd.Env = append(os.Environ(), o.Env...)
+	r.cmd.Stdout, r.cmd.Stderr = r.log, r.log
+	r.cmd.WaitDelay = 5 * time.Second
+	if r.stdin, err = r.cmd.StdinPipe(); err != nil {
+		return nil, fmt.Errorf("rig: %w", err)
+	}
+	if err := r.cmd.Start(); err != nil {
+		return nil, fmt.Errorf("rig: %w", err)
+	}
+	go func() { _ = r.cmd.Wait(); close(r.ended) }()
+	for deadline := time.Now().Add(60 * time.Second); ; {
+		if _, err = r.Gpuctl(ctx, "-o", "json", "inventory"); err == nil {
+			return r, nil
+		}
+		select {
+		case <-r.ended:
+			return nil, fmt.Errorf("rig: hostd ended: %s", r.log)
+		case <-ctx.Done():
+			r.Close()
+			return nil, ctx.Err()
+		case <-time.After(100 * time.Millisecond):
+		}
+		if time.Now().After(deadline) {
+			r.Close()
+			return nil, fmt.Errorf("rig: hostd does not answer: %w; its log: %s", err, r.log)
+		}
+	}
+}
+
+// Close ends hostd, gpuguest and the sessions.
+func (r *Rig) Close() {
+	_ = r.stdin.Close()
+	select {
+	case <-r.ended:
+	case <-time.After(15 * time.Second):
+		_ = r.cmd.Process.Kill()
+		<-r.ended
+	}
+}
+
+// Log is what hostd and gpuguest have logged.
+func (r *Rig) Log() string { return r.log.String() }
+
+// Pid of hostd.
+func (r *Rig) Pid() int { return r.cmd.Process.Pid }
+
+// Bin is the path of one of the built programs.
+func (r *Rig) Bin(name string) string { return filepath.Join(r.Root, "bin", name) }
+
+// Program is the path of one of the OpenCL test programs.
+func (r *Rig) Program(name string) string { return filepath.Join(r.Root, "test", "cl", "bin", name) }
+
+// Env is the environment of gpuctl commands for this hostd.
+func (r *Rig) Env() []string {
+	return append(os.Environ(), "GPUCTL_HOST=unix://"+filepath.Join(r.Dir, "hostd.sock"))
+}
+
+// ExitError is a gpuctl command that did not end with 0.
+type ExitError struct {
+	Args   []string
+	Code   int
+	Output string // of both streams
+}
+
+func (e *ExitError) Error() string {
+	return fmt.Sprintf("gpuctl %s: exit status %d: %s", strings.Join(e.Args, " "), e.Code, strings.TrimSpace(e.Output))
+}
+
+// Gpuctl runs a gpuctl command and returns its standard output. An exit status
+// other than 0 is an *ExitError.
+func (r *Rig) Gpuctl(ctx context.Context, args ...string) ([]byte, error) {
+	cmd := exec.CommandContext(ctx, r.Bin("gpuctl"), args...)
+	cmd.Env = r.Env()
+	cmd.WaitDelay = 5 * time.Second
+	var out, all bytes.Buffer
+	cmd.Stdout, cmd.Stderr = io.MultiWriter(&out, &all), &all
+	err := cmd.Run()
+	if exit := (*exec.ExitError)(nil); errors.As(err, &exit) {
+		return out.Bytes(), &ExitError{args, exit.ExitCode(), all.String()}
+	}
+	if err != nil {
+		return nil, fmt.Errorf("gpuctl %s: %w", strings.Join(args, " "), err)
+	}
+	return out.Bytes(), nil
+}
+
+// Command is "gpuctl run" of a program on a GPU, not yet started.
+func (r *Rig) Command(ctx context.Context, gpu string, argv ...string) *exec.Cmd {
+	args := append([]string{"run", "--gpu", fmt.Sprintf("id == %q", gpu), "--"}, argv...)
+	cmd := exec.CommandContext(ctx, r.Bin("gpuctl"), args...)
+	cmd.Env = r.Env()
+	cmd.WaitDelay = 5 * time.Second
+	return cmd
+}
+
+// Sessions returns the ids of the live sessions.
+func (r *Rig) Sessions(ctx context.Context) ([]string, error) {
+	out, err := r.Gpuctl(ctx, "-o", "json", "sessions")
+	if err != nil {
+		return nil, err
+	}
+	var v any
+	if err := json.Unmarshal(out, &v); err != nil {
+		return nil, fmt.Errorf("sessions: %w", err)
+	}
+	var ids []string
+	walk(v, func(m map[string]any) {
+		if id, ok := m["id"].(string); ok && m["pid"] != nil {
+			ids = append(ids, id)
+		}
+	})
+	return ids, nil
+}
+
+// Session waits until there is exactly one session and returns its id.
+func (r *Rig) Session(ctx context.Context) (string, error) {
+	for deadline := time.Now().Add(60 * time.Second); ; {
+		ids, err := r.Sessions(ctx)
+		if err != nil {
+			return "", err
+		}
+		if len(ids) == 1 {
+			return ids[0], nil
+		}
+		if time.Now().After(deadline) {
+			return "", fmt.Errorf("%d sessions after a minute, not one; log: %s", len(ids), r.Log())
+		}
+		select {
+		case <-ctx.Done():
+			return "", ctx.Err()
+		case <-time.After(50 * time.Millisecond):
+		}
+	}
+}
+
+// Swap is what an operation reported.
+type Swap struct {
+	Stopped    time.Duration // the application stood still
+	Total      time.Duration
+	Precopied  uint64 // bytes
+	Frozen     uint64 // bytes copied while it stood still
+	RolledBack bool
+	Refused    bool
+	Error      string
+	Steps      map[string]time.Duration
+}
+
+// Operate runs one of gpuctl's operations on a session (migrate, upgrade,
+// downgrade, suspend, resume) and returns its result.
+func (r *Rig) Operate(ctx context.Context, verb string, args ...string) (Swap, error) {
+	out, err := r.Gpuctl(ctx, append([]string{"-o", "json", verb}, args...)...)
+	if err != nil {
+		return Swap{}, err
+	}
+	return parseSwap(out)
+}
+
+// parseSwap reads a SwapResult, whatever it is wrapped in; 64-bit numbers may be strings.
+func parseSwap(out []byte) (Swap, error) {
+	dec := json.NewDecoder(bytes.NewReader(out))
+	var s Swap
+	found := false
+	for {
+		var v any
+		if err := dec.Decode(&v); errors.Is(err, io.EOF) {
+			break
+		} else if err != nil {
+			return s, fmt.Errorf("result: %w: %s", err, out)
+		}
+		walk(v, func(m map[string]any) {
+			if get(m, "stopped_ns", "stoppedNs") == nil && get(m, "total_ns", "totalNs") == nil {
+				return
+			}
+			found = true
+			s.Stopped = time.Duration(number(get(m, "stopped_ns", "stoppedNs")))
+			s.Total = time.Duration(number(get(m, "total_ns", "totalNs")))
+			s.Precopied = uint64(number(get(m, "bytes_precopied", "bytesPrecopied")))
+			s.Frozen = uint64(number(get(m, "bytes_frozen", "bytesFrozen")))
+			s.RolledBack, _ = get(m, "rolled_back", "rolledBack").(bool)
+			s.Refused, _ = m["refused"].(bool)
+			s.Error, _ = m["error"].(string)
+			steps, _ := m["steps"].([]any)
+			s.Steps = make(map[string]time.Duration, len(steps))
+			for _, st := range steps {
+				if sm, ok := st.(map[string]any); ok {
+					name, _ := sm["step"].(string)
+					s.Steps[name] += time.Duration(number(get(sm, "duration_ns", "durationNs")))
+				}
+			}
+		})
+	}
+	if !found {
+		return s, fmt.Errorf("result: no times in it: %s", out)
+	}
+	return s, nil
+}
+
+func get(m map[string]any, names ...string) any {
+	for _, n := range names {
+		if v, ok := m[n]; ok {
+			return v
+		}
+	}
+	return nil
+}
+
+func number(v any) int64 {
+	switch n := v.(type) {
+	case float64:
+		return int64(n)
+	case string:
+		i, _ := strconv.ParseInt(n, 10, 64)
+		return i
+	}
+	return 0
+}
+
+// walk visits every JSON object in v.
+func walk(v any, visit func(map[string]any)) {
+	switch n := v.(type) {
+	case map[string]any:
+		visit(n)
+		for _, c := range n {
+			walk(c, visit)
+		}
+	case []any:
+		for _, c := range n {
+			walk(c, visit)
+		}
+	}
+}
