@@ -177,12 +177,13 @@ func (m *Manager) create(conn *net.UnixConn, g greeting) error {
 		return err
 	}
 	defer m.unreserve()
+	now := time.Now().UnixMilli()
 	s := &session{
-		m: m, log: m.log.With("session", id), dir: m.sessionDir(id), gone: make(chan struct{}), ended: make(chan struct{}),
+		m: m, id: id, began: now, log: m.log.With("session", id), dir: m.sessionDir(id), gone: make(chan struct{}), ended: make(chan struct{}),
 		state: gpuctlv1.SessionState_SESSION_STATE_RUNNING,
 		rec: record{
 			Version: recordVersion, ID: id, Claim: offer.Claim, PID: g.pid, Command: commandLine(g.pid),
-			StartedMS: time.Now().UnixMilli(), Op: &opRecord{Kind: kindCreate},
+			StartedMS: now, Op: &opRecord{Kind: kindCreate},
 		},
 	}
 	if offer.Device != nil {
@@ -191,16 +192,17 @@ func (m *Manager) create(conn *net.UnixConn, g greeting) error {
 	if err := s.open(m.ctx, offer.Target, g); err != nil {
 		return err
 	}
-	s.conn, s.stdout = conn, g.stdout
-	if err := s.welcome(conn); err != nil {
-		s.conn, s.stdout = nil, nil // the caller's
-		s.discard()
-		return err
-	}
-	m.add(s)
+	s.conn = conn
+	first := s.current
 	s.log.Info("session begins", "pid", g.pid, "claim", offer.Claim, "gpu", offer.Target.GetGpu())
+	m.add(s) // before the application, or who started it, can ask for it
+	if err := s.welcome(conn); err != nil {
+		s.log.Warn("session without application", "err", err)
+		s.end()
+		return nil
+	}
 	s.watchApp()
-	s.watchExecutor(s.current)
+	s.watchExecutor(first)
 	return nil
 }
 
@@ -212,7 +214,7 @@ func (s *session) open(ctx context.Context, target *gpuctlv1.Target, g greeting)
 		}
 		s.rec.Start = s.app.start
 	}
-	if s.mem, err = createMemory(s.rec.ID); err != nil {
+	if s.mem, err = createMemory(s.id); err != nil {
 		if s.app != nil {
 			s.app.close()
 		}
@@ -265,7 +267,7 @@ func (s *session) welcome(conn *net.UnixConn) error {
 		fds = append(fds, int(f.Fd()))
 	}
 	_ = conn.SetDeadline(time.Now().Add(helloTimeout))
-	msg := answer(0, s.rec.ID)
+	msg := answer(0, s.id)
 	n, _, err := conn.WriteMsgUnix(msg, unix.UnixRights(fds...), nil)
 	if err == nil && n < len(msg) {
 		_, err = conn.Write(msg[n:])

@@ -46,7 +46,7 @@ func (m *Manager) adopt(dir, id string) {
 		return
 	}
 	s := &session{
-		m: m, log: log, dir: dir, rec: *rec, gone: make(chan struct{}), ended: make(chan struct{}),
+		m: m, id: id, began: rec.StartedMS, log: log, dir: dir, rec: *rec, gone: make(chan struct{}), ended: make(chan struct{}),
 		state: gpuctlv1.SessionState_SESSION_STATE_RUNNING, usage: &gpuctlv1.Usage{},
 	}
 	current := s.adoptExecutor(&rec.Current)
@@ -93,10 +93,11 @@ func (m *Manager) adopt(dir, id string) {
 		log.Warn("journal", "err", err)
 	}
 	s.log.Info("session taken over", "state", s.state, "generation", s.rec.Current.Generation)
+	last := s.current
 	m.add(s)
 	s.watchApp()
-	if e := s.current; e != nil {
-		s.watchExecutor(e)
+	if last != nil {
+		s.watchExecutor(last)
 	}
 }
 
@@ -143,7 +144,7 @@ func opFile(op *opRecord) string {
 // partFile is what a suspend was writing when gpuguest ended.
 func (s *session) partFile() string {
 	if op := s.rec.Op; op != nil && op.Kind == kindSuspend && op.File != "" && op.File != toMemory {
-		return partName(op.File, s.rec.ID)
+		return partName(op.File, s.id)
 	}
 	return ""
 }

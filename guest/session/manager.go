@@ -52,6 +52,7 @@ type Manager struct {
 	cancel context.CancelFunc
 	wg     sync.WaitGroup
 	model  *model
+	die    func() // ends this process; only fault injection calls it
 
 	mu       sync.Mutex
 	sessions map[string]*session
@@ -90,7 +91,7 @@ func New(cfg Config) (*Manager, error) {
 		return nil, fmt.Errorf("lock %s: %w", dir, err)
 	}
 	m := &Manager{
-		cfg: cfg, log: cfg.Logger, lock: lock, model: newModel(),
+		cfg: cfg, log: cfg.Logger, lock: lock, model: newModel(), die: killSelf,
 		sessions: map[string]*session{}, offers: map[string]*gpuctlv1.OfferRequest{}, watchers: map[*watcher]struct{}{},
 	}
 	m.ctx, m.cancel = context.WithCancel(context.Background())
@@ -158,10 +159,10 @@ func (m *Manager) list() []*session {
 		all = append(all, s)
 	}
 	slices.SortFunc(all, func(a, b *session) int {
-		if a.rec.StartedMS != b.rec.StartedMS {
-			return int(a.rec.StartedMS - b.rec.StartedMS)
+		if a.began != b.began {
+			return int(a.began - b.began)
 		}
-		return strings.Compare(a.rec.ID, b.rec.ID)
+		return strings.Compare(a.id, b.id)
 	})
 	return all
 }
@@ -199,7 +200,7 @@ func (m *Manager) sessionDir(id string) string { return filepath.Join(m.cfg.Dir,
 
 func (m *Manager) add(s *session) {
 	m.mu.Lock()
-	m.sessions[s.rec.ID] = s
+	m.sessions[s.id] = s
 	m.mu.Unlock()
 	m.changed(s)
 }
@@ -209,7 +210,7 @@ func (m *Manager) remove(s *session) {
 	s.state = gpuctlv1.SessionState_SESSION_STATE_ENDED
 	s.mu.Unlock()
 	m.mu.Lock()
-	delete(m.sessions, s.rec.ID)
+	delete(m.sessions, s.id)
 	m.mu.Unlock()
 	m.changed(s)
 }

@@ -137,8 +137,8 @@ func (op *operation) run(steps []step) *gpuctlv1.SwapResult {
 			if name == stepSwitch {
 				return nil // struck in its middle
 			}
-			if err := op.fault.die(name); err != nil {
-				return err
+			if op.fault.deadly(name) {
+				s.m.die()
 			}
 			if name == stepMark {
 				return nil
@@ -267,6 +267,9 @@ func (op *operation) killTarget(context.Context) error {
 // freezeSource is the work of the freeze step; from here on the application
 // stands still.
 func (op *operation) freezeSource(ctx context.Context, timeoutMS int64) error {
+	if op.target != nil && op.target.dead() {
+		return fmt.Errorf("executor %d %s", op.target.gen, op.target.proc.Exit())
+	}
 	timeout := defaultFreeze
 	if timeoutMS > 0 {
 		timeout = time.Duration(timeoutMS) * time.Millisecond
@@ -310,10 +313,10 @@ func (op *operation) handOver(ctx context.Context, from uint32) error {
 		return err
 	}
 	s.mem.setOwner(op.target.gen)
-	err := op.fault.die(stepSwitch)
-	if err == nil {
-		err = op.fault.fail(stepSwitch)
+	if op.fault.deadly(stepSwitch) {
+		s.m.die()
 	}
+	err := op.fault.fail(stepSwitch)
 	if err == nil {
 		err = op.target.activate(ctx)
 	}

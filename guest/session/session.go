@@ -21,6 +21,8 @@ import (
 // session is one application.
 type session struct {
 	m      *Manager
+	id     string
+	began  int64 // Unix milliseconds
 	log    *slog.Logger
 	dir    string
 	mem    *memory
@@ -68,7 +70,7 @@ func (s *session) update(change func(*record)) error {
 	}
 	change(&next)
 	if err := next.write(s.dir); err != nil {
-		return fmt.Errorf("journal of session %s: %w", s.rec.ID, err)
+		return fmt.Errorf("journal of session %s: %w", s.id, err)
 	}
 	s.rec = next
 	return nil
@@ -195,7 +197,10 @@ func (s *session) end() {
 	s.mu.Lock()
 	if s.ending {
 		s.mu.Unlock()
-		<-s.ended
+		select {
+		case <-s.ended:
+		case <-s.gone: // let go of by Close
+		}
 		return
 	}
 	s.ending = true

@@ -1,0 +1,61 @@
+package main
+
+import (
+	"fmt"
+	"os"
+	"strings"
+
+	"github.com/spf13/cobra"
+	"google.golang.org/protobuf/encoding/protojson"
+
+	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/guest/executor"
+)
+
+func probeCommand() *cobra.Command {
+	var (
+		library string
+		env     []string
+		devices []uint
+	)
+	cmd := &cobra.Command{
+		Use:   "probe --library PATH",
+		Short: "Report the devices of an OpenCL runtime as JSON",
+		Args:  cobra.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			rt := &gpuctlv1.Runtime{Library: library, Env: map[string]string{}}
+			for _, kv := range env {
+				k, v, ok := strings.Cut(kv, "=")
+				if !ok || k == "" {
+					return fmt.Errorf("--env %q is not NAME=VALUE", kv)
+				}
+				rt.Env[k] = v
+				if err := os.Setenv(k, v); err != nil {
+					return fmt.Errorf("--env %s: %w", k, err)
+				}
+			}
+			for _, d := range devices {
+				rt.Devices = append(rt.Devices, uint32(d))
+			}
+			resp, err := executor.Probe(rt)
+			if err != nil {
+				return err
+			}
+			b, err := protojson.Marshal(resp)
+			if err != nil {
+				return fmt.Errorf("encode: %w", err)
+			}
+			// On a line of its own, whatever the runtime has printed before.
+			_, err = fmt.Fprintf(cmd.OutOrStdout(), "\n%s\n", b)
+			return err
+		},
+	}
+	f := cmd.Flags()
+	f.StringVar(&library, "library", "", "the vendor's ICD library")
+	f.StringArrayVar(&env, "env", nil, "NAME=VALUE to set before the library is loaded")
+	f.UintSliceVar(&devices, "device", nil, "only the device with this index")
+	if err := cmd.MarkFlagRequired("library"); err != nil {
+		panic(err) // no such flag
+	}
+	return cmd
+}

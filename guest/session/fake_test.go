@@ -1,0 +1,414 @@
+package session
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"net/http"
+	"os"
+	"sync"
+	"testing"
+
+	"connectrpc.com/connect"
+
+	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
+	"github.com/gpuctl/gpuctl/guest/shm"
+)
+
+// fakeLauncher starts executors inside the test. They keep the rules of
+// ExecutorService: what a real executor could not do fails.
+type fakeLauncher struct {
+	t *testing.T
+
+	mu       sync.Mutex
+	nextPID  int
+	live     map[int]*fakeExecutor
+	all      []*fakeExecutor
+	fail     map[string]error // by method, for executors of later generations than 1 where named "target."
+	limits   *gpuctlv1.Limits
+	reasons  []*gpuctlv1.Reason // of Prepare
+	blockers []string           // of Freeze
+	blocked  chan struct{}      // if not nil: closed by the next Export, which then hangs
+	probe    *gpuctlv1.ProbeResponse
+}
+
+var _ Launcher = (*fakeLauncher)(nil)
+
+func newFakeLauncher(t *testing.T) *fakeLauncher {
+	l := &fakeLauncher{t: t, nextPID: 1 << 28, live: map[int]*fakeExecutor{}, fail: map[string]error{}}
+	t.Cleanup(func() {
+		for _, e := range l.all {
+			e.Kill()
+		}
+	})
+	return l
+}
+
+// fakeExecutor is both process and service.
+type fakeExecutor struct {
+	l    *fakeLauncher
+	spec Spec
+	pid  int
+	srv  *http.Server
+	done chan struct{}
+	once sync.Once
+	ring *shm.Ring
+	reg  *shm.Region
+
+	mu       sync.Mutex
+	content  string // of the session's memory
+	graph    string
+	prepared bool
+	final    bool // prepared with a frozen session's graph
+	complete bool // has all contents
+	active   bool
+	gated    bool // Freeze was tried
+	frozen   bool
+	thaws    int
+	exported bool
+}
+
+var (
+	_ Process                                = (*fakeExecutor)(nil)
+	_ gpuctlv1connect.ExecutorServiceHandler = (*fakeExecutor)(nil)
+)
+
+func (l *fakeLauncher) Launch(_ context.Context, spec Spec, journal func(Process) error) (Process, error) {
+	if err := l.failure("Launch", spec.Generation); err != nil {
+		return nil, err
+	}
+	l.mu.Lock()
+	l.nextPID++
+	e := &fakeExecutor{l: l, spec: spec, pid: l.nextPID, done: make(chan struct{})}
+	l.live[e.pid] = e
+	l.all = append(l.all, e)
+	l.mu.Unlock()
+	fd, err := shm.Reopen(int(spec.Memory[0].Fd()))
+	if err != nil {
+		return nil, err
+	}
+	if e.reg, err = shm.Open(fd, 0x210000); err != nil {
+		return nil, err
+	}
+	if e.ring, err = shm.NewRing(e.reg); err != nil {
+		return nil, err
+	}
+	if err := e.ring.Check(); err != nil {
+		return nil, err
+	}
+	if spec.Generation == 1 {
+		e.content = "content of " + spec.Dir
+	}
+	if err := journal(e); err != nil {
+		e.Kill()
+		return nil, err
+	}
+	lis, err := net.Listen("unix", spec.Socket)
+	if err != nil {
+		return nil, err
+	}
+	mux := http.NewServeMux()
+	mux.Handle(gpuctlv1connect.NewExecutorServiceHandler(e))
+	e.srv = &http.Server{Handler: mux}
+	go func() { _ = e.srv.Serve(lis) }()
+	return e, nil
+}
+
+func (l *fakeLauncher) Adopt(pid int, start uint64) (Process, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if e := l.live[pid]; e != nil && start == e.Start() {
+		return e, nil
+	}
+	return nil, ErrGone
+}
+
+func (l *fakeLauncher) Probe(context.Context, *gpuctlv1.Runtime) (*gpuctlv1.ProbeResponse, error) {
+	return l.probe, nil
+}
+
+// failure is what method is to fail with; a target is every generation but the first.
+func (l *fakeLauncher) failure(method string, gen uint32) error {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if gen > 1 {
+		if err := l.fail["target."+method]; err != nil {
+			return err
+		}
+	}
+	return l.fail[method]
+}
+
+func (l *fakeLauncher) setFailure(method string, err error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.fail[method] = err
+}
+
+func (l *fakeLauncher) generation(gen uint32) *fakeExecutor {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for _, e := range l.all {
+		if e.spec.Generation == gen {
+			return e
+		}
+	}
+	return nil
+}
+
+func (l *fakeLauncher) takeBlock() chan struct{} {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	c := l.blocked
+	l.blocked = nil
+	return c
+}
+
+// hangExport makes the next Export hang; the channel is closed when it does.
+func (l *fakeLauncher) hangExport() chan struct{} {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.blocked = make(chan struct{})
+	return l.blocked
+}
+
+// running are the executors that have not ended.
+func (l *fakeLauncher) running() (gens []uint32) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for _, e := range l.all {
+		if l.live[e.pid] != nil {
+			gens = append(gens, e.spec.Generation)
+		}
+	}
+	return gens
+}
+
+func (e *fakeExecutor) PID() int              { return e.pid }
+func (e *fakeExecutor) Start() uint64         { return uint64(e.pid) * 7 }
+func (e *fakeExecutor) Done() <-chan struct{} { return e.done }
+func (e *fakeExecutor) Exit() string          { return "was killed" }
+func (e *fakeExecutor) Kill() {
+	e.once.Do(func() {
+		e.l.mu.Lock()
+		delete(e.l.live, e.pid)
+		e.l.mu.Unlock()
+		if e.srv != nil {
+			_ = e.srv.Close()
+		}
+		_ = os.Remove(e.spec.Socket)
+		close(e.done)
+	})
+}
+
+func refusal(format string, args ...any) error {
+	return connect.NewError(connect.CodeFailedPrecondition, fmt.Errorf(format, args...))
+}
+
+func (e *fakeExecutor) enter(method string) (func(), error) {
+	if err := e.l.failure(method, e.spec.Generation); err != nil {
+		return nil, connect.NewError(connect.CodeInternal, err)
+	}
+	e.mu.Lock()
+	return e.mu.Unlock, nil
+}
+
+func (e *fakeExecutor) Describe(context.Context, *connect.Request[gpuctlv1.DescribeRequest]) (*connect.Response[gpuctlv1.DescribeResponse], error) {
+	leave, err := e.enter("Describe")
+	if err != nil {
+		return nil, err
+	}
+	defer leave()
+	limits := e.l.limits
+	if limits == nil {
+		limits = &gpuctlv1.Limits{}
+	}
+	return connect.NewResponse(&gpuctlv1.DescribeResponse{
+		Usage:      &gpuctlv1.Usage{Memory: 1000, LargestAlloc: 800, LargestWorkGroup: 256, Programs: 1},
+		Devices:    []*gpuctlv1.Limits{limits},
+		Generation: e.spec.Generation, Frozen: e.frozen, Active: e.active,
+	}), nil
+}
+
+func (e *fakeExecutor) Snapshot(context.Context, *connect.Request[gpuctlv1.SnapshotRequest]) (*connect.Response[gpuctlv1.SnapshotResponse], error) {
+	leave, err := e.enter("Snapshot")
+	if err != nil {
+		return nil, err
+	}
+	defer leave()
+	if !e.active {
+		return nil, refusal("snapshot of an executor that runs nothing")
+	}
+	return connect.NewResponse(&gpuctlv1.SnapshotResponse{Graph: []byte("graph"), Dirty: 100}), nil
+}
+
+func (e *fakeExecutor) Prepare(_ context.Context, req *connect.Request[gpuctlv1.PrepareRequest], st *connect.ServerStream[gpuctlv1.Progress]) error {
+	leave, err := e.enter("Prepare")
+	if err != nil {
+		return err
+	}
+	defer leave()
+	if e.active {
+		return refusal("prepare of the session's own executor")
+	}
+	if rs := e.l.reasons; len(rs) > 0 {
+		return st.Send(&gpuctlv1.Progress{Result: &gpuctlv1.SwapResult{Refused: true, Reasons: rs}})
+	}
+	if req.Msg.CheckOnly {
+		return nil
+	}
+	want := "graph"
+	if req.Msg.Final {
+		want = "frozen graph"
+	}
+	if string(req.Msg.Graph) != want {
+		return refusal("graph %q is not %q", req.Msg.Graph, want)
+	}
+	e.prepared, e.final = true, req.Msg.Final
+	return st.Send(&gpuctlv1.Progress{BytesDone: 1, BytesTotal: 1})
+}
+
+func (e *fakeExecutor) Export(ctx context.Context, req *connect.Request[gpuctlv1.ExportRequest], st *connect.ServerStream[gpuctlv1.Progress]) error {
+	leave, err := e.enter("Export")
+	if err != nil {
+		return err
+	}
+	defer leave()
+	if blocked := e.l.takeBlock(); blocked != nil {
+		close(blocked)
+		<-ctx.Done()
+		return ctx.Err()
+	}
+	if !e.active {
+		return refusal("export of an executor that runs nothing")
+	}
+	if req.Msg.Final != e.frozen {
+		return refusal("final export %v while frozen is %v", req.Msg.Final, e.frozen)
+	}
+	switch {
+	case req.Msg.Peer != "":
+		var peer *fakeExecutor
+		for _, o := range e.l.all {
+			if o.spec.ImportSocket == req.Msg.Peer {
+				peer = o
+			}
+		}
+		if peer == nil {
+			return refusal("no peer at %s", req.Msg.Peer)
+		}
+		peer.mu.Lock()
+		defer peer.mu.Unlock()
+		if !peer.prepared || (req.Msg.Final && !peer.final) {
+			return refusal("export to a peer that is not prepared")
+		}
+		peer.exported = peer.exported || req.Msg.All
+		peer.content = e.content
+		peer.complete = req.Msg.Final && peer.exported
+	case req.Msg.File != "":
+		if err := os.WriteFile(req.Msg.File, []byte(e.content), 0o600); err != nil {
+			return connect.NewError(connect.CodeInternal, err)
+		}
+	case req.Msg.Memory:
+		if _, err := e.spec.Memory[2].WriteAt([]byte(e.content), 0); err != nil {
+			return connect.NewError(connect.CodeInternal, err)
+		}
+	}
+	return st.Send(&gpuctlv1.Progress{BytesDone: 1000, BytesTotal: 1000})
+}
+
+func (e *fakeExecutor) Freeze(context.Context, *connect.Request[gpuctlv1.FreezeRequest]) (*connect.Response[gpuctlv1.SnapshotResponse], error) {
+	e.mu.Lock()
+	if !e.active || e.gated {
+		e.mu.Unlock()
+		return nil, refusal("freeze: active %v, gated %v", e.active, e.gated)
+	}
+	e.gated = true
+	e.mu.Unlock()
+	leave, err := e.enter("Freeze")
+	if err != nil {
+		return nil, err
+	}
+	defer leave()
+	if b := e.l.blockers; len(b) > 0 {
+		return connect.NewResponse(&gpuctlv1.SnapshotResponse{Blockers: b}), nil
+	}
+	e.frozen = true
+	return connect.NewResponse(&gpuctlv1.SnapshotResponse{Graph: []byte("frozen graph"), Dirty: 100}), nil
+}
+
+func (e *fakeExecutor) Thaw(context.Context, *connect.Request[gpuctlv1.ThawRequest]) (*connect.Response[gpuctlv1.ThawResponse], error) {
+	leave, err := e.enter("Thaw")
+	if err != nil {
+		return nil, err
+	}
+	defer leave()
+	if !e.gated {
+		return nil, refusal("thaw without freeze")
+	}
+	if e.ring.Owner() != e.spec.Generation {
+		return nil, refusal("thaw of generation %d, owner is %d", e.spec.Generation, e.ring.Owner())
+	}
+	e.gated, e.frozen = false, false
+	e.thaws++
+	return connect.NewResponse(&gpuctlv1.ThawResponse{}), nil
+}
+
+func (e *fakeExecutor) Load(_ context.Context, req *connect.Request[gpuctlv1.LoadRequest], st *connect.ServerStream[gpuctlv1.Progress]) error {
+	leave, err := e.enter("Load")
+	if err != nil {
+		return err
+	}
+	defer leave()
+	if !e.final {
+		return refusal("load before the final prepare")
+	}
+	if req.Msg.File != "" {
+		b, err := os.ReadFile(req.Msg.File)
+		if err != nil {
+			return connect.NewError(connect.CodeInternal, err)
+		}
+		e.content = string(b)
+	} else {
+		b := make([]byte, 4096)
+		n, _ := e.spec.Memory[2].ReadAt(b, 0)
+		e.content = string(b[:n])
+	}
+	e.complete = true
+	return st.Send(&gpuctlv1.Progress{BytesDone: 1000, BytesTotal: 1000})
+}
+
+func (e *fakeExecutor) Activate(context.Context, *connect.Request[gpuctlv1.ActivateRequest]) (*connect.Response[gpuctlv1.ActivateResponse], error) {
+	leave, err := e.enter("Activate")
+	if err != nil {
+		return nil, err
+	}
+	defer leave()
+	switch {
+	case e.active:
+		return nil, refusal("active already")
+	case e.ring.Owner() != e.spec.Generation:
+		return nil, refusal("the owner is %d, not %d", e.ring.Owner(), e.spec.Generation)
+	case e.spec.Generation > 1 && !e.complete:
+		return nil, refusal("contents are missing")
+	}
+	e.active = true
+	return connect.NewResponse(&gpuctlv1.ActivateResponse{}), nil
+}
+
+func (e *fakeExecutor) Retire(context.Context, *connect.Request[gpuctlv1.RetireRequest]) (*connect.Response[gpuctlv1.RetireResponse], error) {
+	leave, err := e.enter("Retire")
+	if err != nil {
+		return nil, err
+	}
+	defer leave()
+	go func() {
+		// After the reply: Shutdown waits for it.
+		_ = e.srv.Shutdown(context.Background())
+		e.Kill()
+	}()
+	return connect.NewResponse(&gpuctlv1.RetireResponse{}), nil
+}
+
+var errFake = errors.New("fake failure")

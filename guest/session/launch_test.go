@@ -1,0 +1,180 @@
+package session
+
+import (
+	"bufio"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+)
+
+// surroundings is what an executor finds itself in.
+type surroundings struct {
+	Config ExecutorConfig
+	Env    []string
+	Status map[string]string // /proc/self/status
+	Leader bool              // of a session of its own
+	Core   uint64            // rlimit
+	Inodes [3]inode
+	UID    int
+}
+
+// reportSurroundings is this test's binary as an executor: it writes what it
+// finds to the application's output and waits to be killed.
+func reportSurroundings() int {
+	s := surroundings{Env: os.Environ(), Status: map[string]string{}, UID: os.Getuid()}
+	if err := json.NewDecoder(os.Stdin).Decode(&s.Config); err != nil {
+		fmt.Fprintln(os.Stderr, "no configuration")
+		return 3
+	}
+	f, err := os.Open("/proc/self/status")
+	if err != nil {
+		return 1
+	}
+	for sc := bufio.NewScanner(f); sc.Scan(); {
+		k, v, _ := strings.Cut(sc.Text(), ":")
+		s.Status[k] = strings.TrimSpace(v)
+	}
+	sid, _ := unix.Getsid(0)
+	s.Leader = sid == os.Getpid()
+	var r unix.Rlimit
+	_ = unix.Getrlimit(unix.RLIMIT_CORE, &r)
+	s.Core = r.Max
+	for i := range s.Inodes {
+		var st unix.Stat_t
+		if err := unix.Fstat(3+i, &st); err != nil {
+			return 1
+		}
+		s.Inodes[i] = inode{Dev: uint64(st.Dev), Ino: st.Ino}
+	}
+	if err := json.NewEncoder(os.NewFile(6, "output")).Encode(s); err != nil {
+		return 1
+	}
+	if s.Config.Generation == 2 {
+		fmt.Fprintln(os.Stderr, "the last word")
+		return 5
+	}
+	time.Sleep(time.Minute)
+	return 0
+}
+
+func launchSpec(t *testing.T, out *os.File) (Spec, *memory) {
+	t.Helper()
+	mem, err := createMemory("s-test")
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(mem.close)
+	return Spec{
+		Dir: t.TempDir(), Generation: 1, Socket: "/s", ImportSocket: "/i",
+		Runtime: &gpuctlv1.Runtime{Library: "/l.so", Env: map[string]string{"POCL_DEVICES": "basic"}},
+		Memory:  mem.files(), Stdout: out, AppPID: 7, AppStart: 8,
+	}, mem
+}
+
+func TestExecutorIsConfined(t *testing.T) {
+	t.Setenv("GPUCTL_SOCKET", "/not/for/executors")
+	t.Setenv("OCL_ICD_VENDORS", "/neither")
+	r, w, err := os.Pipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer r.Close()
+	defer w.Close()
+	spec, mem := launchSpec(t, w)
+	l := &ExecLauncher{Binary: os.Args[0]}
+	journalled := 0
+	p, err := l.Launch(context.Background(), spec, func(p Process) error {
+		journalled = p.PID()
+		return nil
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() {
+		p.Kill()
+		<-p.Done()
+		if p.Exit() != "signal: killed" {
+			t.Error(p.Exit())
+		}
+	}()
+	var s surroundings
+	if err := json.NewDecoder(r).Decode(&s); err != nil {
+		t.Fatal(err)
+	}
+	if journalled != p.PID() || s.Config.Generation != 1 || s.Config.AppPID != 7 || !strings.Contains(string(s.Config.Runtime), "/l.so") {
+		t.Fatalf("%+v", s.Config)
+	}
+	if s.Status["NoNewPrivs"] != "1" || s.Status["CapEff"] != "0000000000000000" || s.Status["CapPrm"] != "0000000000000000" || !s.Leader || s.Core != 0 {
+		t.Fatalf("%+v", s)
+	}
+	if !slices.Contains(s.Env, "POCL_DEVICES=basic") || slices.ContainsFunc(s.Env, func(kv string) bool {
+		return strings.HasPrefix(kv, "GPUCTL_") || strings.HasPrefix(kv, "OCL_ICD_")
+	}) {
+		t.Fatal(s.Env)
+	}
+	if want, err := mem.inodes(); err != nil || s.Inodes != want {
+		t.Fatal(s.Inodes, want, err)
+	}
+	// The memory is found again through the executor alone.
+	again, err := findMemory(s.Inodes, p.PID())
+	if err != nil {
+		t.Fatal(err)
+	}
+	again.close()
+	if _, err := l.Adopt(p.PID(), p.Start()+1); !errors.Is(err, ErrGone) {
+		t.Fatal("another process was taken for the executor")
+	}
+	adopted, err := l.Adopt(p.PID(), p.Start())
+	if err != nil {
+		t.Fatal(err)
+	}
+	adopted.Kill()
+	<-adopted.Done()
+}
+
+func TestExecutorWithoutJournalDoesNotRun(t *testing.T) {
+	null, err := os.OpenFile(os.DevNull, os.O_WRONLY, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer null.Close()
+	spec, _ := launchSpec(t, null)
+	var p Process
+	_, err = (&ExecLauncher{Binary: os.Args[0]}).Launch(context.Background(), spec, func(q Process) error {
+		p = q
+		return io.ErrShortWrite
+	})
+	if !errors.Is(err, io.ErrShortWrite) {
+		t.Fatal(err)
+	}
+	<-p.Done()
+}
+
+func TestExitTellsTheLastWord(t *testing.T) {
+	null, err := os.OpenFile(os.DevNull, os.O_WRONLY, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer null.Close()
+	spec, _ := launchSpec(t, null)
+	spec.Generation = 2
+	p, err := (&ExecLauncher{Binary: os.Args[0]}).Launch(context.Background(), spec, func(Process) error { return nil })
+	if err != nil {
+		t.Fatal(err)
+	}
+	<-p.Done()
+	if got := p.Exit(); got != "exit status 5: the last word" {
+		t.Fatal(got)
+	}
+}
