@@ -370,6 +370,14 @@ func onGPU(s gpuctlv1.SessionState) bool {
 	return s == gpuctlv1.SessionState_SESSION_STATE_RUNNING || s == gpuctlv1.SessionState_SESSION_STATE_SWAPPING
 }
 
+// onGPU is the same for a session, of which a resume is in flight too: that
+// one names the GPU which it gave back at its suspend. h.mu is held.
+func (h *Host) onGPU(s *gpuctlv1.Session) bool {
+	op := h.ops[s.GetId()]
+	resuming := op != nil && op.Kind == "resume" && s.GetState() == gpuctlv1.SessionState_SESSION_STATE_SWAPPING
+	return onGPU(s.GetState()) && !resuming
+}
+
 // settle makes the ledger agree with what the claim needs: its placement, the
 // GPUs of its sessions, the targets of their operations. h.mu is held.
 func (h *Host) settle(c *claim) {
@@ -385,7 +393,7 @@ func (h *Host) settle(c *claim) {
 			continue
 		}
 		live = true
-		if onGPU(s.GetState()) {
+		if h.onGPU(s.Session) {
 			for _, gpu := range splitIDs(s.GetTarget().GetGpu()) {
 				need[gpu] = true
 			}
@@ -425,7 +433,7 @@ func (h *Host) settle(c *claim) {
 // repeats the offer.
 func (h *Host) moved(c *claim, s *gpuctlv1.Session) bool {
 	for _, other := range h.sessions {
-		if other.GetClaim() == c.ID && other.GetId() != s.GetId() && onGPU(other.GetState()) {
+		if other.GetClaim() == c.ID && other.GetId() != s.GetId() && h.onGPU(other.Session) {
 			return false
 		}
 	}
@@ -547,7 +555,7 @@ func (h *Host) view() []*gpuctlv1.GPU {
 		for _, id := range slices.Sorted(maps.Keys(owners)) {
 			owner := &gpuctlv1.Owner{Claim: id, Memory: owners[id]}
 			for _, s := range h.sessions {
-				if s.GetClaim() == id && onGPU(s.GetState()) && slices.Contains(splitIDs(s.GetTarget().GetGpu()), g.GetId()) {
+				if s.GetClaim() == id && h.onGPU(s.Session) && slices.Contains(splitIDs(s.GetTarget().GetGpu()), g.GetId()) {
 					owner.Sessions = append(owner.Sessions, s.GetId())
 				}
 			}

@@ -164,7 +164,7 @@ func (h *Host) relay(stream progressStream, about *gpuctlv1.OperationUpdate, sen
 	var result *gpuctlv1.SwapResult
 	for stream.Receive() {
 		p := proto.CloneOf(stream.Msg())
-		if p.GetStep() != step {
+		if p.GetStep() != step && p.GetStep() != "" {
 			step = p.GetStep()
 			h.Log.Info("step", "session", about.GetSession(), "step", step, "gpu", strings.Join(about.GetGpus(), separator))
 		}

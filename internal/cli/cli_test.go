@@ -1,0 +1,135 @@
+package cli_test
+
+import (
+	"context"
+	"flag"
+	"fmt"
+	"net"
+	"os"
+	"os/signal"
+	"path/filepath"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/rogpeppe/go-internal/testscript"
+
+	"github.com/gpuctl/gpuctl/hostd/command"
+	"github.com/gpuctl/gpuctl/hostd/guesttest"
+	"github.com/gpuctl/gpuctl/internal/cli"
+	"github.com/gpuctl/gpuctl/internal/program"
+	"github.com/gpuctl/gpuctl/internal/rundir"
+	"github.com/gpuctl/gpuctl/internal/unixrpc"
+)
+
+// The scripts run gpuctl and hostd as processes; gpuguest is the fake, and app
+// an application that uses a GPU until the file it is told exists.
+func TestMain(m *testing.M) {
+	exit := func(name string, run func(context.Context, []string, program.Stdio) error) func() {
+		return func() {
+			err := run(context.Background(), os.Args[1:], program.Stdio{In: os.Stdin, Out: os.Stdout, Err: os.Stderr})
+			if _, silent := err.(program.Status); err != nil && !silent {
+				fmt.Fprintln(os.Stderr, name+":", err)
+			}
+			os.Exit(program.Code(err))
+		}
+	}
+	testscript.Main(m, map[string]func(){
+		"gpuctl":   exit("gpuctl", cli.Run),
+		"hostd":    exit("hostd", command.Run),
+		"gpuguest": exit("gpuguest", gpuguest),
+		"app":      exit("app", app),
+		"await":    exit("await", await),
+	})
+}
+
+func TestScripts(t *testing.T) {
+	testscript.Run(t, testscript.Params{
+		Dir: "../../test/script",
+		Setup: func(e *testscript.Env) error {
+			// A socket's path must be short, and the library be somewhere.
+			dir, err := os.MkdirTemp("", "gx")
+			if err != nil {
+				return err
+			}
+			e.Defer(func() { _ = os.RemoveAll(dir) })
+			icd := filepath.Join(dir, "libgpuctl-opencl.so")
+			e.Setenv("XDG_RUNTIME_DIR", dir)
+			e.Setenv("RUN", filepath.Join(dir, "gpuctl"))
+			e.Setenv("GPUCTL_ICD", icd)
+			e.Setenv("NO_COLOR", "1")
+			return os.WriteFile(icd, nil, 0o600)
+		},
+	})
+}
+
+// gpuguest has the flags of the real one.
+func gpuguest(ctx context.Context, args []string, _ program.Stdio) error {
+	ctx, stop := signal.NotifyContext(ctx, syscall.SIGTERM)
+	defer stop()
+	flags := flag.NewFlagSet("gpuguest", flag.ContinueOnError)
+	api, apps := flags.String("socket", "", ""), flags.String("app-socket", "", "")
+	flags.String("rundir", "", "")
+	if len(args) == 0 || args[0] != "serve" {
+		return fmt.Errorf("unknown command %q", args)
+	}
+	if err := flags.Parse(args[1:]); err != nil {
+		return err
+	}
+	g := guesttest.New()
+	_ = os.Remove(*apps)
+	l, err := net.Listen("unix", *apps)
+	if err != nil {
+		return err
+	}
+	defer l.Close()
+	go g.Serve(l)
+	server := unixrpc.Server(g.Handler(), nil)
+	a, err := rundir.Listen(*api)
+	if err != nil {
+		return err
+	}
+	go func() { _ = server.Serve(a) }()
+	for ctx.Err() == nil { // a test that fails must not leave us behind
+		if _, err := os.Stat(*api); err != nil {
+			break
+		}
+		time.Sleep(50 * time.Millisecond)
+	}
+	return server.Close()
+}
+
+func app(ctx context.Context, args []string, _ program.Stdio) error {
+	vendors, err := filepath.Glob(filepath.Join(os.Getenv("OCL_ICD_VENDORS"), "*.icd"))
+	if err != nil || len(vendors) != 1 {
+		return fmt.Errorf("vendors: %v, %v", vendors, err)
+	}
+	line, err := os.ReadFile(vendors[0])
+	if err != nil || strings.TrimSpace(string(line)) != os.Getenv("GPUCTL_ICD") {
+		return fmt.Errorf("the vendors folder names %q, %v", line, err)
+	}
+	c, id, err := guesttest.Connect(os.Getenv("GPUCTL_SOCKET"), os.Getenv("GPUCTL_TOKEN"))
+	if err != nil {
+		return err
+	}
+	defer c.Close()
+	if len(args) < 2 {
+		return nil
+	}
+	if err := os.WriteFile(args[0], []byte(id), 0o600); err != nil {
+		return err
+	}
+	return await(ctx, args[1:2], program.Stdio{})
+}
+
+// await returns when a file exists.
+func await(_ context.Context, args []string, _ program.Stdio) error {
+	for range 3000 {
+		if _, err := os.Stat(args[0]); err == nil {
+			return nil
+		}
+		time.Sleep(10 * time.Millisecond)
+	}
+	return fmt.Errorf("%s never came", args[0])
+}
