@@ -495,7 +495,8 @@ CASE(local_memory_atomics) {
     T(!memcmp(h, want, sizeof h));
     /* More local memory than there is. */
     OK(clSetKernelArg(k, 2, (size_t)dev_ulong(CL_DEVICE_LOCAL_MEM_SIZE) * 2, NULL));
-    T(clEnqueueNDRangeKernel(Q, k, 1, NULL, &g, &l, 0, NULL, NULL) != CL_SUCCESS);
+    if (!tskip("too much local memory"))
+        T(clEnqueueNDRangeKernel(Q, k, 1, NULL, &g, &l, 0, NULL, NULL) != CL_SUCCESS);
     OK(clReleaseMemObject(a));
     OK(clReleaseMemObject(b));
     OK(clReleaseKernel(k));

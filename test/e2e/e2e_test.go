@@ -1,0 +1,504 @@
+package e2e
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"strconv"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	"connectrpc.com/connect"
+
+	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
+	"github.com/gpuctl/gpuctl/internal/unixrpc"
+	"github.com/gpuctl/gpuctl/test/rig"
+)
+
+func start(t *testing.T, env ...string) *rig.Rig {
+	t.Helper()
+	dir, err := os.MkdirTemp("", "gx") // short: sockets lie in it
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = os.RemoveAll(dir) })
+	r, err := rig.Start(t.Context(), rig.Options{Dir: dir, Env: env})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		r.Close()
+		if t.Failed() {
+			t.Logf("log of hostd:\n%s", tail(r.Log(), 16<<10))
+		}
+	})
+	return r
+}
+
+func tail(s string, n int) string {
+	if len(s) > n {
+		return "…" + s[len(s)-n:]
+	}
+	return s
+}
+
+// app is a running application.
+type app struct {
+	cmd  *exec.Cmd
+	mu   sync.Mutex
+	out  bytes.Buffer
+	done chan struct{}
+	err  error
+}
+
+func (a *app) Write(p []byte) (int, error) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	return a.out.Write(p)
+}
+
+func (a *app) output() string {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	return a.out.String()
+}
+
+func launch(t *testing.T, cmd *exec.Cmd) *app {
+	t.Helper()
+	a := &app{cmd: cmd, done: make(chan struct{})}
+	cmd.Stdout, cmd.Stderr = a, a
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	go func() { a.err = cmd.Wait(); close(a.done) }()
+	t.Cleanup(func() { _ = cmd.Process.Kill(); <-a.done })
+	return a
+}
+
+// until waits until the application has printed the text.
+func (a *app) until(t *testing.T, text string) {
+	t.Helper()
+	for deadline := time.Now().Add(90 * time.Second); !strings.Contains(a.output(), text); {
+		select {
+		case <-a.done:
+			if !strings.Contains(a.output(), text) {
+				t.Fatalf("ended (%v) before it printed %q: %s", a.err, text, a.output())
+			}
+		case <-time.After(5 * time.Millisecond):
+		}
+		if time.Now().After(deadline) {
+			t.Fatalf("no %q in: %s", text, a.output())
+		}
+	}
+}
+
+func (a *app) wait(t *testing.T) error {
+	t.Helper()
+	select {
+	case <-a.done:
+		return a.err
+	case <-time.After(120 * time.Second):
+		t.Fatalf("does not end: %s", a.output())
+		return nil
+	}
+}
+
+var checksum = regexp.MustCompile(`checksum \d+ [0-9a-f]{16}`)
+
+// native runs stream on a runtime itself and returns the line with its checksum.
+func native(t *testing.T, args ...string) string {
+	t.Helper()
+	root, err := rig.Root()
+	if err != nil {
+		t.Fatal(err)
+	}
+	env, err := rig.Native(t.TempDir(), rig.Pthread)
+	if err != nil {
+		t.Fatal(err)
+	}
+	cmd := exec.CommandContext(t.Context(), filepath.Join(root, "test/cl/bin/stream"), args...)
+	cmd.Env = append(os.Environ(), env...)
+	out, err := cmd.CombinedOutput()
+	line := checksum.Find(out)
+	if err != nil || line == nil {
+		t.Fatalf("native run: %v: %s", err, out)
+	}
+	return string(line)
+}
+
+var variants = map[string][]string{
+	"plain":   {"--images"},
+	"threads": {"--threads", "2", "--queues", "2"},
+	"events":  {"--events", "--queues", "2"},
+	"mapped":  {"--mapped"},
+}
+
+// TestSwapPairs swaps every variant of stream over every ordered pair of runtimes.
+func TestSwapPairs(t *testing.T) {
+	r := start(t)
+	gpus := []string{rig.Basic, rig.Pthread, rig.Oclgrind}
+	for name, variant := range variants {
+		slow := []string{"--iterations", "6", "--mib", "1", "--buffers", "2", "--verbose"} // Oclgrind interprets
+		fast := []string{"--iterations", "60", "--mib", "1", "--buffers", "4", "--verbose"}
+		want := map[bool]string{true: native(t, append(slow, variant...)...), false: native(t, append(fast, variant...)...)}
+		for _, from := range gpus {
+			for _, to := range gpus {
+				if from == to {
+					continue
+				}
+				grind := from == rig.Oclgrind || to == rig.Oclgrind
+				args := fast
+				if grind {
+					args = slow
+				}
+				t.Run(fmt.Sprintf("%s/%s-%s", name, from, to), func(t *testing.T) {
+					a := launch(t, r.Command(t.Context(), from, append([]string{r.Program("stream")}, append(args, variant...)...)...))
+					a.until(t, "iteration 2 ")
+					swap(t, r, to)
+					if err := a.wait(t); err != nil {
+						t.Fatalf("%v: %s", err, a.output())
+					}
+					if got := checksum.FindString(a.output()); got != want[grind] {
+						t.Errorf("%s, natively %s", got, want[grind])
+					}
+				})
+			}
+		}
+	}
+}
+
+func session(t *testing.T, r *rig.Rig) string {
+	t.Helper()
+	id, err := r.Session(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	return id
+}
+
+func swap(t *testing.T, r *rig.Rig, to string) rig.Swap {
+	t.Helper()
+	s, err := r.Operate(t.Context(), "migrate", session(t, r), "--to", to)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if s.RolledBack || s.Refused {
+		t.Fatalf("to %s: %+v", to, s)
+	}
+	t.Logf("to %s: stood still %v of %v", to, s.Stopped, s.Total)
+	return s
+}
+
+// TestSwapBackAndForth swaps one run many times.
+func TestSwapBackAndForth(t *testing.T) {
+	r := start(t)
+	args := []string{"--iterations", "400", "--mib", "1", "--events", "--mapped", "--images", "--threads", "2", "--queues", "2"}
+	want := native(t, args...)
+	a := launch(t, r.Command(t.Context(), rig.Basic, append([]string{r.Program("stream"), "--verbose"}, args...)...))
+	a.until(t, "iteration 2 ")
+	for _, to := range []string{rig.Pthread, rig.Basic, rig.Pthread, rig.Basic, rig.Pthread} {
+		select {
+		case <-a.done:
+		default:
+			swap(t, r, to)
+		}
+	}
+	if err := a.wait(t); err != nil {
+		t.Fatalf("%v: %s", err, a.output())
+	}
+	if got := checksum.FindString(a.output()); got != want {
+		t.Errorf("%s, natively %s", got, want)
+	}
+}
+
+// TestConform runs the conformance cases natively and through gpuctl.
+func TestConform(t *testing.T) {
+	r := start(t)
+	known := filepath.Join(r.Root, "test/cl/known-native-failures.txt")
+	for gpu, profile := range map[string]string{rig.Pthread: "pocl-pthread", rig.Basic: "pocl-basic"} {
+		args := []string{"--isolate", "--profile", profile, "--known", known}
+		run := func(t *testing.T, cmd *exec.Cmd) {
+			a := launch(t, cmd)
+			select {
+			case <-a.done:
+			case <-time.After(4 * time.Minute):
+				_ = cmd.Process.Kill()
+			}
+			<-a.done
+			for line := range strings.Lines(a.output()) {
+				if !strings.HasPrefix(line, "ok") {
+					t.Log(strings.TrimSpace(line))
+				}
+			}
+			if a.err != nil {
+				t.Error(a.err)
+			}
+		}
+		t.Run("native/"+profile, func(t *testing.T) {
+			env, err := rig.Native(t.TempDir(), gpu)
+			if err != nil {
+				t.Fatal(err)
+			}
+			cmd := exec.CommandContext(t.Context(), r.Program("conform"), args...)
+			cmd.Env = append(os.Environ(), env...)
+			run(t, cmd)
+		})
+		t.Run("gpuctl/"+profile, func(t *testing.T) {
+			run(t, r.Command(t.Context(), gpu, append([]string{r.Program("conform")}, args...)...))
+		})
+	}
+}
+
+func client(r *rig.Rig) gpuctlv1connect.HostServiceClient {
+	return gpuctlv1connect.NewHostServiceClient(unixrpc.Client(filepath.Join(r.Dir, "hostd.sock")), "http://hostd")
+}
+
+// TestFaults injects a failure at every step of a swap: the application ends
+// with the right result, on the source or on the target.
+func TestFaults(t *testing.T) {
+	r := start(t, "GPUCTL_FAULTS=1")
+	args := []string{"--iterations", "300", "--mib", "1", "--buffers", "4", "--mapped", "--queues", "2"}
+	want := native(t, args...)
+	for _, fault := range []string{"check", "start", "prepare", "precopy", "freeze", "transfer", "switch", "retire",
+		"kill_target@prepare", "kill_target@precopy", "kill_target@freeze", "kill_target@transfer"} {
+		t.Run(fault, func(t *testing.T) {
+			a := launch(t, r.Command(t.Context(), rig.Basic, append([]string{r.Program("stream"), "--verbose"}, args...)...))
+			a.until(t, "iteration 3 ")
+			stream, err := client(r).Swap(t.Context(), connect.NewRequest(&gpuctlv1.HostSwapRequest{
+				Session: session(t, r), Verb: gpuctlv1.Verb_VERB_MIGRATE, To: rig.Pthread, FailAt: fault,
+			}))
+			if err != nil {
+				t.Fatal(err)
+			}
+			var result *gpuctlv1.SwapResult
+			for stream.Receive() {
+				if p := stream.Msg().GetProgress(); p.GetResult() != nil {
+					result = p.GetResult()
+				}
+			}
+			t.Logf("result: rolled back %v, error %q, stream %v", result.GetRolledBack(), result.GetError(), stream.Err())
+			if result.GetError() == "" && stream.Err() == nil {
+				t.Error("the fault did not show")
+			}
+			if err := a.wait(t); err != nil {
+				t.Fatalf("%v: %s", err, a.output())
+			}
+			if got := checksum.FindString(a.output()); got != want {
+				t.Errorf("%s, natively %s", got, want)
+			}
+		})
+	}
+}
+
+// children returns the processes below pid whose command line contains text.
+func children(t *testing.T, pid int, text string) []int {
+	t.Helper()
+	parent := make(map[int]int)
+	dirs, err := filepath.Glob("/proc/[0-9]*/stat")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, d := range dirs {
+		b, err := os.ReadFile(d)
+		if err != nil {
+			continue
+		}
+		s := string(b)
+		f := strings.Fields(s[strings.LastIndexByte(s, ')')+1:])
+		id, _ := strconv.Atoi(strings.Fields(s)[0])
+		parent[id], _ = strconv.Atoi(f[1])
+	}
+	var found []int
+	for id := range parent {
+		for p := id; p > 1; p = parent[p] {
+			if p != pid || id == pid {
+				continue
+			}
+			if b, err := os.ReadFile(fmt.Sprintf("/proc/%d/cmdline", id)); err == nil && strings.Contains(strings.ReplaceAll(string(b), "\x00", " "), text) {
+				found = append(found, id)
+			}
+			break
+		}
+	}
+	return found
+}
+
+// TestExecutorKilled expects errors of OpenCL in the application, not a crash.
+func TestExecutorKilled(t *testing.T) {
+	r := start(t)
+	a := launch(t, r.Command(t.Context(), rig.Pthread, r.Program("stream"), "--verbose", "--seconds", "60"))
+	a.until(t, "iteration 3 ")
+	victims := children(t, r.Pid(), "gpuguest executor")
+	if len(victims) == 0 {
+		t.Fatal("no executor found")
+	}
+	for _, pid := range victims {
+		if err := syscall.Kill(pid, syscall.SIGKILL); err != nil {
+			t.Fatal(err)
+		}
+	}
+	err := a.wait(t)
+	exit := (*exec.ExitError)(nil)
+	if !errors.As(err, &exit) || exit.ExitCode() != 1 {
+		t.Errorf("the application ends with %v, not 1: %s", err, a.output())
+	}
+	if !strings.Contains(a.output(), "OpenCL error") {
+		t.Errorf("no OpenCL error in: %s", a.output())
+	}
+}
+
+// TestHostdKilled expects that the application does not notice.
+func TestHostdKilled(t *testing.T) {
+	r := start(t)
+	args := []string{"--iterations", "300", "--mib", "1"}
+	want := native(t, args...)
+	// The application itself, not below gpuctl run's connection to hostd.
+	a := launch(t, r.Command(t.Context(), rig.Pthread, append([]string{r.Program("stream"), "--verbose"}, args...)...))
+	a.until(t, "iteration 3 ")
+	if err := syscall.Kill(r.Pid(), syscall.SIGKILL); err != nil {
+		t.Fatal(err)
+	}
+	if err := a.wait(t); err != nil {
+		t.Fatalf("%v: %s", err, a.output())
+	}
+	if got := checksum.FindString(a.output()); got != want {
+		t.Errorf("%s, natively %s", got, want)
+	}
+}
+
+// TestGpuguestKilled expects that a running session goes on, and that hostd finds it again.
+func TestGpuguestKilled(t *testing.T) {
+	r := start(t)
+	args := []string{"--iterations", "300", "--mib", "1"}
+	want := native(t, args...)
+	a := launch(t, r.Command(t.Context(), rig.Basic, append([]string{r.Program("stream"), "--verbose"}, args...)...))
+	a.until(t, "iteration 3 ")
+	victims := children(t, r.Pid(), "gpuguest serve")
+	if len(victims) != 1 {
+		t.Fatalf("%d gpuguests found", len(victims))
+	}
+	if err := syscall.Kill(victims[0], syscall.SIGKILL); err != nil {
+		t.Fatal(err)
+	}
+	if err := a.wait(t); err != nil {
+		t.Fatalf("%v: %s", err, a.output())
+	}
+	if got := checksum.FindString(a.output()); got != want {
+		t.Errorf("%s, natively %s", got, want)
+	}
+}
+
+// TestSuspendResume suspends to memory and to a file, and resumes on another model.
+func TestSuspendResume(t *testing.T) {
+	r := start(t)
+	args := []string{"--iterations", "200", "--mib", "1", "--mapped", "--images"}
+	want := native(t, args...)
+	for _, file := range []string{"", filepath.Join(r.Dir, "state")} {
+		t.Run("file="+filepath.Base(file), func(t *testing.T) {
+			a := launch(t, r.Command(t.Context(), rig.Basic, append([]string{r.Program("stream"), "--verbose"}, args...)...))
+			a.until(t, "iteration 3 ")
+			id := session(t, r)
+			suspend := []string{"suspend", id}
+			if file != "" {
+				suspend = append(suspend, "--file", file)
+			}
+			if _, err := r.Gpuctl(t.Context(), suspend...); err != nil {
+				t.Fatal(err)
+			}
+			before := a.output()
+			time.Sleep(300 * time.Millisecond)
+			if a.output() != before {
+				t.Error("the application goes on while it is suspended")
+			}
+			if n := len(children(t, r.Pid(), "gpuguest executor")); n != 0 {
+				t.Errorf("%d executors still hold a GPU", n)
+			}
+			if _, err := r.Gpuctl(t.Context(), "resume", id, "--to", rig.Pthread); err != nil {
+				t.Fatal(err)
+			}
+			if err := a.wait(t); err != nil {
+				t.Fatalf("%v: %s", err, a.output())
+			}
+			if got := checksum.FindString(a.output()); got != want {
+				t.Errorf("%s, natively %s", got, want)
+			}
+		})
+	}
+}
+
+// TestSuspendDiskFull expects that the application goes on where it was.
+func TestSuspendDiskFull(t *testing.T) {
+	r := start(t)
+	dir := t.TempDir()
+	if err := syscall.Mount("tmpfs", dir, "tmpfs", 0, "size=1m"); err != nil {
+		t.Skipf("mount: %v", err)
+	}
+	t.Cleanup(func() { _ = syscall.Unmount(dir, syscall.MNT_DETACH) })
+	args := []string{"--iterations", "200", "--mib", "4"}
+	want := native(t, args...)
+	a := launch(t, r.Command(t.Context(), rig.Pthread, append([]string{r.Program("stream"), "--verbose"}, args...)...))
+	a.until(t, "iteration 3 ")
+	_, err := r.Gpuctl(t.Context(), "suspend", session(t, r), "--file", filepath.Join(dir, "state"))
+	exit := (*rig.ExitError)(nil)
+	if !errors.As(err, &exit) || exit.Code != 1 {
+		t.Errorf("suspend to a full disk: %v", err)
+	}
+	if err := a.wait(t); err != nil {
+		t.Fatalf("%v: %s", err, a.output())
+	}
+	if got := checksum.FindString(a.output()); got != want {
+		t.Errorf("%s, natively %s", got, want)
+	}
+}
+
+// TestProgramCache swaps x264 and then lets it load the program binary that it
+// had cached on the other runtime.
+func TestProgramCache(t *testing.T) {
+	if _, err := exec.LookPath("x264"); err != nil {
+		t.Skip(err)
+	}
+	r := start(t)
+	dir := t.TempDir()
+	clip, bin := filepath.Join(dir, "in.y4m"), filepath.Join(dir, "x264.clbin")
+	gen := exec.CommandContext(t.Context(), "ffmpeg", "-v", "error", "-f", "lavfi", "-i", "testsrc2=size=320x180:rate=25", "-frames:v", "30", "-pix_fmt", "yuv420p", clip)
+	if out, err := gen.CombinedOutput(); err != nil {
+		t.Fatalf("%v: %s", err, out)
+	}
+	encode := func(gpu string) string {
+		ctx, cancel := context.WithTimeout(t.Context(), 90*time.Second)
+		defer cancel()
+		out, err := r.Command(ctx, gpu, "x264", "--opencl", "--opencl-clbin", bin, "--threads", "1", "-o", filepath.Join(dir, "out.264"), clip).CombinedOutput()
+		if err != nil {
+			t.Fatalf("%v: %s", err, out)
+		}
+		return string(out)
+	}
+	first := encode(rig.Pthread)
+	if !strings.Contains(first, "OpenCL acceleration enabled") {
+		t.Fatalf("x264 does not use the GPU: %s", first)
+	}
+	stat, err := os.Stat(bin)
+	if err != nil {
+		t.Fatal(err)
+	}
+	second := encode(rig.Basic) // another model, the same virtual device
+	if strings.Contains(second, "Compiling OpenCL kernels") {
+		t.Errorf("the cached binary was not used: %s", second)
+	}
+	after, err := os.Stat(bin)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if !after.ModTime().Equal(stat.ModTime()) {
+		t.Error("the cached binary was written again")
+	}
+}
