@@ -1,0 +1,193 @@
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"flag"
+	"fmt"
+	"io"
+	"math"
+	"os"
+	"os/signal"
+	"path/filepath"
+	"slices"
+	"strings"
+	"text/tabwriter"
+	"time"
+
+	"github.com/gpuctl/gpuctl/test/rig"
+)
+
+// figure is one line of the tables.
+type figure struct {
+	Name   string  `json:"name"`
+	Unit   string  `json:"unit"`
+	Native float64 `json:"native,omitempty"`
+	Ours   float64 `json:"gpuctl"`
+	Ratio  float64 `json:"ratio,omitempty"` // ours to native
+	Target string  `json:"target,omitempty"`
+	Pass   *bool   `json:"pass,omitempty"` // nil: no target on this machine
+}
+
+type report struct {
+	Time    time.Time `json:"time"`
+	Machine string    `json:"machine"`
+	Command []string  `json:"command"`
+	Device  string    `json:"device"`
+	Figures []figure  `json:"figures"`
+	Errors  []string  `json:"errors,omitempty"`
+}
+
+func (r *report) add(name, unit string, native, ours float64, target string, pass func() bool) {
+	f := figure{Name: name, Unit: unit, Native: native, Ours: ours, Target: target}
+	if native != 0 {
+		f.Ratio = ours / native
+	}
+	if pass != nil {
+		ok := pass()
+		f.Pass = &ok
+	}
+	r.Figures = append(r.Figures, f)
+}
+
+func main() {
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt)
+	defer stop()
+	if err := run(ctx, os.Args[1:], os.Stdout); err != nil {
+		fmt.Fprintln(os.Stderr, "bench:", err)
+		os.Exit(1)
+	}
+}
+
+func run(ctx context.Context, args []string, out io.Writer) error {
+	fs := flag.NewFlagSet("bench", flag.ContinueOnError)
+	rounds := fs.Int("rounds", 5, "alternations of native and gpuctl")
+	swaps := fs.Int("swaps", 20, "swaps for the stand-still figures")
+	mib := fs.Int("mib", 256, "size of the bulk transfers, MiB")
+	gib := fs.Int("gib", 16, "state of the big swaps on a real GPU, GiB")
+	only := fs.String("only", "", "run only the parts that `NAMES`, with commas between, say: calls, programs, swap, suspend, replay, footprint, gpu")
+	nvidia := fs.String("nvidia", "", "NVIDIA's OpenCL `library` (default: found in /etc/OpenCL/vendors)")
+	dir := fs.String("out", "bench/out", "`folder` of the JSON file")
+	if err := fs.Parse(args); err != nil {
+		return err
+	}
+	tmp, err := os.MkdirTemp("", "gb")
+	if err != nil {
+		return err
+	}
+	defer os.RemoveAll(tmp)
+	b := &bench{out: out, tmp: tmp, rounds: *rounds, swaps: *swaps, mib: *mib, gib: *gib, nvidia: *nvidia}
+	if b.nvidia == "" {
+		b.nvidia = findNVIDIA()
+	}
+	if b.root, err = rig.Root(); err != nil {
+		return err
+	}
+	b.report = report{Time: time.Now().UTC(), Machine: machine(), Command: os.Args, Device: rig.Pthread}
+	if b.nvidia != "" {
+		b.report.Device = gpuID
+	}
+	parts := []struct {
+		name, title string
+		run         func(context.Context) error
+	}{
+		{"calls", "Costs of single calls", b.calls},
+		{"programs", "Whole programs", b.programs},
+		{"swap", "Swap, PoCL basic to PoCL pthread and back, 64 MiB live", b.swap},
+		{"suspend", "Suspend and resume, 64 MiB", b.suspend},
+		{"replay", "Replay after a million calls, 1000 live objects", b.replay},
+		{"footprint", "Memory that the library adds", b.footprint},
+		{"gpu", "Real GPU", b.gpu},
+	}
+	for _, p := range parts {
+		if *only != "" && !slices.Contains(strings.Split(*only, ","), p.name) || p.name == "gpu" && b.nvidia == "" {
+			continue
+		}
+		fmt.Fprintf(out, "\n%s\n", p.title)
+		from := len(b.report.Figures)
+		if err := p.run(ctx); err != nil {
+			fmt.Fprintf(out, "  failed: %v\n", err)
+			b.report.Errors = append(b.report.Errors, p.name+": "+err.Error())
+		}
+		table(out, b.report.Figures[from:])
+		if ctx.Err() != nil {
+			return ctx.Err()
+		}
+	}
+	if err := os.MkdirAll(*dir, 0o755); err != nil {
+		return err
+	}
+	data, err := json.MarshalIndent(b.report, "", "  ")
+	if err != nil {
+		return err
+	}
+	file := filepath.Join(*dir, "bench-"+b.report.Time.Format("20060102T150405Z")+".json")
+	if err := os.WriteFile(file, append(data, '\n'), 0o644); err != nil {
+		return err
+	}
+	fmt.Fprintf(out, "\nwritten to %s\n", file)
+	if n := len(b.report.Errors); n > 0 {
+		return fmt.Errorf("%d parts failed: %s", n, strings.Join(b.report.Errors, "; "))
+	}
+	return nil
+}
+
+func table(out io.Writer, figures []figure) {
+	w := tabwriter.NewWriter(out, 0, 8, 2, ' ', 0)
+	fmt.Fprintln(w, "  figure\tnative\tgpuctl\tunit\tratio\ttarget\t")
+	for _, f := range figures {
+		native, ratio, verdict := "-", "-", ""
+		if f.Native != 0 {
+			native, ratio = short(f.Native), fmt.Sprintf("%.3f", f.Ratio)
+		}
+		if f.Pass != nil {
+			verdict = map[bool]string{true: "pass", false: "MISS"}[*f.Pass]
+		}
+		fmt.Fprintf(w, "  %s\t%s\t%s\t%s\t%s\t%s\t%s\n", f.Name, native, short(f.Ours), f.Unit, ratio, f.Target, verdict)
+	}
+	_ = w.Flush()
+}
+
+func short(v float64) string {
+	switch {
+	case v >= 1000:
+		return fmt.Sprintf("%.0f", v)
+	case v >= 10:
+		return fmt.Sprintf("%.1f", v)
+	}
+	return fmt.Sprintf("%.3f", v)
+}
+
+func quantile(v []float64, q float64) float64 {
+	if len(v) == 0 {
+		return math.NaN()
+	}
+	s := slices.Sorted(slices.Values(v))
+	return s[min(len(s)-1, int(q*float64(len(s))))]
+}
+
+func median(v []float64) float64 { return quantile(v, 0.5) }
+
+func machine() string {
+	cpu := "unknown CPU"
+	text, _ := os.ReadFile("/proc/cpuinfo")
+	cores := 0
+	for line := range strings.Lines(string(text)) {
+		if name, value, ok := strings.Cut(line, ":"); ok && strings.TrimSpace(name) == "model name" {
+			cpu = strings.TrimSpace(value)
+			cores++
+		}
+	}
+	kernel, _ := os.ReadFile("/proc/sys/kernel/osrelease")
+	return fmt.Sprintf("%d x %s, Linux %s", cores, cpu, strings.TrimSpace(string(kernel)))
+}
+
+func findNVIDIA() string {
+	files, _ := filepath.Glob("/etc/OpenCL/vendors/*.icd")
+	for _, f := range files {
+		if text, err := os.ReadFile(f); err == nil && strings.Contains(string(text), "nvidia") {
+			return strings.TrimSpace(string(text))
+		}
+	}
+	return ""
+}

@@ -1,0 +1,15 @@
+#!/bin/sh
+# run-gpu.sh [flags of bench]: the bench on a GPU machine that has no Go toolchain and no network. It expects bin/, lib/ and
+# test/cl/bin/ as `make build` leaves them, an OpenCL loader and the vendor's driver.
+set -eu
+cd "$(dirname "$0")/.."
+for f in bin/gpuctl bin/hostd bin/gpuguest bin/gpuctl-bench lib/libgpuctl-opencl.so test/cl/bin/stream; do
+	[ -e "$f" ] || { echo "run-gpu.sh: $f is missing: run make build first" >&2; exit 1; }
+done
+if ! ls /etc/OpenCL/vendors/*.icd >/dev/null 2>&1; then
+	lib=$(ldconfig -p | sed -n 's/.*=> \(.*libnvidia-opencl\.so\.1\)$/\1/p' | head -1)
+	[ -n "$lib" ] || lib=$(find /usr/local/nvidia /usr/lib -name 'libnvidia-opencl.so.1' 2>/dev/null | head -1)
+	[ -n "$lib" ] || { echo "run-gpu.sh: no OpenCL driver found" >&2; exit 1; }
+	set -- --nvidia "$lib" "$@"
+fi
+GPUCTL_ROOT=$PWD exec bin/gpuctl-bench "$@"
