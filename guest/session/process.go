@@ -74,13 +74,14 @@ func openProcess(pid int, start uint64, reap func() string) (*process, error) {
 func (p *process) watch(raw interface {
 	Read(func(uintptr) bool) error
 }, reap func() string) {
-	err := raw.Read(func(fd uintptr) bool {
-		fds := []unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}
-		n, err := unix.Poll(fds, 0)
-		return n > 0 || (err != nil && !errors.Is(err, unix.EINTR))
+	ended := false
+	_ = raw.Read(func(fd uintptr) bool {
+		n, err := unix.Poll([]unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}, 0)
+		ended = err == nil && n > 0
+		return ended
 	})
-	if errors.Is(err, os.ErrClosed) {
-		return
+	if !ended {
+		return // the watch was closed
 	}
 	p.exit = "ended"
 	if reap != nil {
