@@ -1,0 +1,427 @@
+/* Shared by all files of the library: objects, the session, helpers. */
+#ifndef GX_H
+#define GX_H
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE
+#endif
+#define CL_TARGET_OPENCL_VERSION 300
+#define CL_USE_DEPRECATED_OPENCL_1_0_APIS
+#define CL_USE_DEPRECATED_OPENCL_1_1_APIS
+#define CL_USE_DEPRECATED_OPENCL_1_2_APIS
+#define CL_USE_DEPRECATED_OPENCL_2_0_APIS
+#define CL_USE_DEPRECATED_OPENCL_2_1_APIS
+#define CL_USE_DEPRECATED_OPENCL_2_2_APIS
+#include <CL/cl.h>
+#include <CL/cl_ext.h>
+#include <CL/cl_icd.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdlib.h>
+#include "wire_gen.h"
+
+#define likely(x) __builtin_expect(!!(x), 1)
+#define unlikely(x) __builtin_expect(!!(x), 0)
+#define COUNT(a) (sizeof(a) / sizeof((a)[0]))
+#define TRY(e) do { cl_int try_ = (e); if (unlikely(try_)) return try_; } while (0)
+
+/* ---- locks: a word, spun on briefly, then slept on. Process-private, so a forked child may simply zero them. */
+typedef struct { _Atomic uint32_t w; } gx_lock;
+void gx_lock_slow(gx_lock *l);
+void gx_unlock_slow(gx_lock *l);
+static inline void gx_lock_take(gx_lock *l)
+{
+	uint32_t free = 0;
+	if (unlikely(!atomic_compare_exchange_strong_explicit(&l->w, &free, 1, memory_order_acquire, memory_order_relaxed)))
+		gx_lock_slow(l);
+}
+static inline void gx_lock_drop(gx_lock *l)
+{
+	if (unlikely(atomic_exchange_explicit(&l->w, 0, memory_order_release) == 2))
+		gx_unlock_slow(l);
+}
+
+/* ---- objects */
+enum gx_type { T_PLATFORM = 1, T_DEVICE, T_CONTEXT, T_QUEUE, T_MEM, T_SAMPLER, T_PROGRAM, T_KERNEL, T_EVENT, T_COUNT };
+#define GX_OBJ_MAGIC 0x67780000u
+
+/* obj starts every handle. links counts everybody who needs the object, refs only the application's references;
+ * the application's references are links too. gen is the session that made it: a fork or reconnect makes it stale. */
+struct obj {
+	const cl_icd_dispatch *dispatch; /* first word: the loader's */
+	uint32_t magic; /* GX_OBJ_MAGIC | type while alive */
+	uint32_t gen;
+	uint32_t id;
+	_Atomic uint32_t refs, links;
+	struct obj *next; /* free list */
+};
+
+struct param { uint32_t name, len; const void *data; };
+
+struct _cl_platform_id { struct obj o; };
+
+struct _cl_device_id {
+	struct obj o;
+	cl_device_id parent;
+	struct param *params;
+	uint32_t nparams;
+	uint8_t *blob; /* what params point into */
+	uint64_t base_align; /* bytes */
+	uint64_t queue_props;
+	uint64_t max_alloc;
+	uint32_t address_bits;
+	bool images, root;
+};
+
+struct notify { struct notify *next; void *fn; void *user; };
+
+struct _cl_context {
+	struct obj o;
+	cl_uint ndev;
+	cl_device_id *devs;
+	cl_context_properties *props;
+	size_t nprops;
+	struct notify *destructors;
+	bool images;
+};
+
+struct _cl_command_queue {
+	struct obj o;
+	cl_context ctx;
+	cl_device_id dev;
+	cl_command_queue_properties props;
+	cl_queue_properties *array;
+	size_t narray;
+	uint64_t serial; /* never reused, unlike the id */
+};
+
+struct map { /* one live mapping */
+	struct map *next;
+	void *ptr;
+	uint64_t arena, arena_row, arena_slice;
+	uint8_t *host; /* of CL_MEM_USE_HOST_PTR objects: where the region lies there */
+	uint64_t host_row, host_slice;
+	uint64_t width, height, depth; /* of the region, in bytes, rows, slices */
+	cl_map_flags flags;
+	uint32_t id;
+};
+
+struct _cl_mem {
+	struct obj o;
+	cl_context ctx;
+	cl_mem parent; /* of sub-buffers and images made from another object */
+	cl_mem_object_type type;
+	cl_mem_flags flags;
+	uint64_t origin, size;
+	uint8_t *host;
+	cl_mem_properties *props;
+	size_t nprops;
+	struct map *maps;
+	uint32_t nmaps;
+	struct notify *destructors;
+	_Atomic bool launched;
+	/* images */
+	cl_image_format format;
+	uint64_t elem, width, height, depth, array, row, slice;
+	uint64_t host_row, host_slice;
+	cl_mem buffer_info; /* what CL_IMAGE_BUFFER says */
+};
+
+struct _cl_sampler {
+	struct obj o;
+	cl_context ctx;
+	cl_bool normalized;
+	cl_addressing_mode addressing;
+	cl_filter_mode filter;
+	cl_sampler_properties *props;
+	size_t nprops;
+};
+
+struct _cl_program {
+	struct obj o;
+	cl_context ctx;
+	cl_uint ndev;
+	cl_device_id *devs;
+	char *source;
+	size_t nsource;
+	_Atomic uint32_t kernels;
+	struct notify *releases;
+};
+
+struct cached { struct cached *next; uint32_t dev, what, index; uint32_t len; uint8_t data[]; };
+
+struct karg { uint32_t kind, flags; uint64_t size; bool set; };
+
+struct _cl_kernel {
+	struct obj o;
+	cl_program prog;
+	cl_context ctx;
+	char *name;
+	uint32_t nargs, unset;
+	struct karg *args;
+	_Atomic(struct cached *) cache;
+	_Atomic uint64_t shapes[8]; /* hashes of launches that the vendor has accepted */
+	_Atomic uint32_t next_shape;
+	_Atomic bool fresh; /* an argument whose memory was never launched with */
+};
+
+struct _cl_event {
+	struct obj o;
+	cl_context ctx;
+	cl_command_queue queue;
+	cl_command_type type;
+	_Atomic int32_t status; /* last known; final once <= 0 */
+	_Atomic bool profiled;
+	uint64_t times[5];
+};
+
+extern const cl_icd_dispatch gx_dispatch;
+extern struct _cl_platform_id gx_platform;
+
+void *gx_new(enum gx_type t, size_t size); /* zeroed, one reference, id taken; NULL without memory */
+void gx_abandon(void *obj); /* creation failed: no release is posted */
+void gx_recycle(struct obj *o, enum gx_type t);
+uint32_t gx_id_take(void);
+void gx_id_drop(uint32_t id);
+void gx_link(void *obj);
+void gx_unlink(void *obj);
+bool gx_retain(void *obj);
+bool gx_release_ref(void *obj);
+
+/* ---- the session */
+#define SPLIT_ALIGN 64
+struct session {
+	uint8_t *ring, *arena;
+	uint64_t arena_size, split;
+	uint64_t tail, head; /* head: last seen */
+	int ring_fd, arena_fd, state_fd, lock_fd, sock;
+	_Atomic uint32_t gen;
+	_Atomic bool up, lost;
+	gx_lock lock; /* of the ring's writer */
+	gx_lock misc; /* of lists that hang on objects */
+	_Atomic uint64_t slots[GX_SLOT_COUNT / 64]; /* taken */
+	_Atomic uint32_t npending;
+	_Atomic uint32_t spin_ns;
+	bool can_spin;
+};
+extern struct session S;
+extern _Atomic uint32_t *gx_forkmark; /* in a page that is wiped in a child */
+
+void gx_forked(void);
+cl_int gx_connect(void); /* CL_SUCCESS once a session exists */
+void gx_say(const char *fmt, ...) __attribute__((format(printf, 1, 2))); /* one line on standard error, unless GPUCTL_QUIET */
+void gx_lost(const char *why);
+
+/* gx_enter starts every entry point: notices that we are a forked child. */
+static inline void gx_enter(void)
+{
+	if (unlikely(atomic_load_explicit(gx_forkmark, memory_order_acquire) != 1))
+		gx_forked();
+}
+static inline bool gx_ok(const void *h, enum gx_type t)
+{
+	const struct obj *o = h;
+	gx_enter();
+	return likely(o && o->magic == (GX_OBJ_MAGIC | t) && o->gen == atomic_load_explicit(&S.gen, memory_order_relaxed));
+}
+bool gx_device_ok(cl_device_id d);
+
+struct gx_reply { uint8_t *data; uint64_t len; uint8_t small[512]; };
+static inline void gx_reply_free(struct gx_reply *r) { if (r->data != r->small) free(r->data); }
+static inline uint64_t gx_u64(const struct gx_reply *r, size_t i)
+{
+	uint64_t v = 0;
+	if (r->len >= 8 * i + 8) memcpy(&v, r->data + 8 * i, 8);
+	return v;
+}
+
+uint8_t *gx_begin(uint32_t op, uint32_t slot, size_t payload, cl_int *err); /* locks the ring; NULL and *err on failure */
+void gx_commit(void);
+cl_int gx_slot_take(uint32_t *slot);
+void gx_slot_drop(uint32_t slot);
+cl_int gx_wait(uint32_t op, uint32_t slot, struct gx_reply *r); /* waits, frees the slot */
+struct alive { uint64_t since, suspended; };
+bool gx_alive(struct alive *a); /* after 100 ms without progress; false: the session is lost */
+void gx_flush_doorbell(void);
+static inline cl_int gx_lost_error(uint32_t op)
+{
+	return op == GX_CREATE_CONTEXT || op == GX_SESSION_INFO || op == GX_CREATE_SUB_DEVICES ? CL_DEVICE_NOT_AVAILABLE : CL_OUT_OF_RESOURCES;
+}
+
+/* post_x(m) sends without waiting, call_x(m, reply or NULL) waits for the error and, if a reply is given and the error
+ * is CL_SUCCESS, its data, which the caller frees. */
+#define GX_SEND(name, NAME) \
+	static inline cl_int send_##name(uint32_t slot, const struct gx_##name *m) \
+	{ \
+		cl_int err = CL_SUCCESS; \
+		uint8_t *p = gx_begin(NAME, slot, gx_size_##name(m), &err); \
+		if (unlikely(!p)) return err; \
+		gx_put_##name(p, m); \
+		gx_commit(); \
+		return CL_SUCCESS; \
+	} \
+	static inline cl_int post_##name(const struct gx_##name *m) { return send_##name(GX_NO_SLOT, m); } \
+	static inline cl_int call_##name(const struct gx_##name *m, struct gx_reply *r) \
+	{ \
+		uint32_t slot; \
+		TRY(gx_slot_take(&slot)); \
+		cl_int err = send_##name(slot, m); \
+		if (unlikely(err)) { gx_slot_drop(slot); return err; } \
+		return gx_wait(NAME, slot, r); \
+	}
+GX_SEND(session_info, GX_SESSION_INFO)
+GX_SEND(fetch, GX_FETCH)
+GX_SEND(release, GX_RELEASE)
+GX_SEND(create_sub_devices, GX_CREATE_SUB_DEVICES)
+GX_SEND(create_context, GX_CREATE_CONTEXT)
+GX_SEND(create_queue, GX_CREATE_QUEUE)
+GX_SEND(flush, GX_FLUSH)
+GX_SEND(finish, GX_FINISH)
+GX_SEND(create_buffer, GX_CREATE_BUFFER)
+GX_SEND(create_sub_buffer, GX_CREATE_SUB_BUFFER)
+GX_SEND(create_image, GX_CREATE_IMAGE)
+GX_SEND(image_formats, GX_IMAGE_FORMATS)
+GX_SEND(create_sampler, GX_CREATE_SAMPLER)
+GX_SEND(create_program_source, GX_CREATE_PROGRAM_SOURCE)
+GX_SEND(create_program_il, GX_CREATE_PROGRAM_IL)
+GX_SEND(create_program_binary, GX_CREATE_PROGRAM_BINARY)
+GX_SEND(build_program, GX_BUILD_PROGRAM)
+GX_SEND(compile_program, GX_COMPILE_PROGRAM)
+GX_SEND(link_program, GX_LINK_PROGRAM)
+GX_SEND(program_info, GX_PROGRAM_INFO)
+GX_SEND(build_info, GX_BUILD_INFO)
+GX_SEND(spec_constant, GX_SPEC_CONSTANT)
+GX_SEND(create_kernel, GX_CREATE_KERNEL)
+GX_SEND(clone_kernel, GX_CLONE_KERNEL)
+GX_SEND(set_arg, GX_SET_ARG)
+GX_SEND(kernel_info, GX_KERNEL_INFO)
+GX_SEND(kernel_arg_info, GX_KERNEL_ARG_INFO)
+GX_SEND(kernel_wg_info, GX_KERNEL_WG_INFO)
+GX_SEND(kernel_sub_group_info, GX_KERNEL_SUB_GROUP_INFO)
+GX_SEND(create_user_event, GX_CREATE_USER_EVENT)
+GX_SEND(set_user_event, GX_SET_USER_EVENT)
+GX_SEND(wait_events, GX_WAIT_EVENTS)
+GX_SEND(event_status, GX_EVENT_STATUS)
+GX_SEND(event_profiling, GX_EVENT_PROFILING)
+GX_SEND(event_callback, GX_EVENT_CALLBACK)
+GX_SEND(device_timer, GX_DEVICE_TIMER)
+GX_SEND(ndrange, GX_NDRANGE)
+GX_SEND(read_buffer, GX_READ_BUFFER)
+GX_SEND(write_buffer, GX_WRITE_BUFFER)
+GX_SEND(read_buffer_rect, GX_READ_BUFFER_RECT)
+GX_SEND(write_buffer_rect, GX_WRITE_BUFFER_RECT)
+GX_SEND(copy_buffer, GX_COPY_BUFFER)
+GX_SEND(copy_buffer_rect, GX_COPY_BUFFER_RECT)
+GX_SEND(fill_buffer, GX_FILL_BUFFER)
+GX_SEND(read_image, GX_READ_IMAGE)
+GX_SEND(write_image, GX_WRITE_IMAGE)
+GX_SEND(copy_image, GX_COPY_IMAGE)
+GX_SEND(fill_image, GX_FILL_IMAGE)
+GX_SEND(copy_image_to_buffer, GX_COPY_IMAGE_TO_BUFFER)
+GX_SEND(copy_buffer_to_image, GX_COPY_BUFFER_TO_IMAGE)
+GX_SEND(map_buffer, GX_MAP_BUFFER)
+GX_SEND(map_image, GX_MAP_IMAGE)
+GX_SEND(unmap, GX_UNMAP)
+GX_SEND(migrate, GX_MIGRATE)
+GX_SEND(marker, GX_MARKER)
+GX_SEND(barrier, GX_BARRIER)
+
+static inline _Atomic uint32_t *gx_word(uint64_t off) { return (_Atomic uint32_t *)(void *)(S.ring + off); }
+static inline _Atomic uint64_t *gx_word64(uint64_t off) { return (_Atomic uint64_t *)(void *)(S.ring + off); }
+static inline _Atomic uint32_t *gx_slot_word(uint32_t slot, uint32_t field)
+{
+	return gx_word(GX_SLOT_OFF + (uint64_t)slot * GX_SLOT_SIZE + field);
+}
+int gx_futex_wait(_Atomic uint32_t *w, uint32_t seen, unsigned ms); /* shared; 0 woken or changed, 1 timed out */
+void gx_futex_wake(_Atomic uint32_t *w, int n);
+uint64_t gx_now(void); /* ns */
+static inline void gx_pause(void)
+{
+#if defined(__x86_64__) || defined(__i386__)
+	__builtin_ia32_pause();
+#elif defined(__aarch64__)
+	__asm__ volatile("yield");
+#endif
+}
+
+/* ---- staging.c: the client's part of the arena and transfers under way */
+struct layout { uint8_t *host; uint64_t row, slice; uint64_t width, height, depth; }; /* bytes, rows, slices */
+uint64_t gx_stage_alloc(uint64_t len); /* arena offset, 0 when there is no room */
+void gx_stage_free(uint64_t off, uint64_t len);
+bool gx_in_arena(const void *p, uint64_t len, uint64_t *off);
+void gx_copy(void *dst, const void *src, size_t n);
+void gx_pack(uint8_t *tight, const struct layout *l);
+void gx_unpack(const struct layout *l, const uint8_t *tight);
+static inline uint64_t gx_layout_bytes(const struct layout *l) { return l->width * l->height * l->depth; }
+cl_int gx_pend_add(const struct layout *read, uint64_t off, uint64_t len, uint32_t *word); /* read NULL: only free when done */
+void gx_pend_cancel(uint32_t word); /* the request was never sent */
+cl_int gx_pend_map(cl_mem mem, const struct map *m, cl_event ev);
+void gx_pend_forget(cl_mem mem, uint32_t map); /* map 0: all of mem */
+void gx_map_in(const struct map *m);
+void gx_map_out(const struct map *m);
+cl_int gx_stage_wait(uint64_t len, uint64_t *off); /* as alloc, but waits for transfers under way */
+void gx_reap_slow(unsigned max);
+void gx_staging_reset(void);
+/* gx_reap copies what has arrived. Every call from which the application can learn of a completion makes it before it returns. */
+static inline void gx_reap(void)
+{
+	if (unlikely(atomic_load_explicit(&S.npending, memory_order_acquire)))
+		gx_reap_slow(~0u);
+}
+cl_int gx_bulk(uint32_t op, uint32_t slot, bool write, uint8_t *user, uint64_t size, uint64_t area, uint64_t chunk, uint32_t chunks);
+uint64_t gx_stream_get(uint64_t *chunk, uint32_t *chunks);
+void gx_stream_put(uint64_t off);
+
+/* ---- callbacks.c */
+enum gx_cb { CBK_EVENT = 1, CBK_BUILD, CBK_MEM };
+uint32_t gx_cb_add(enum gx_cb kind, void *obj, void *fn, void *user, int32_t type); /* token, 0 on failure */
+void gx_cb_drop(uint32_t token);
+void gx_cb_local(uint32_t token, int32_t status); /* deliver without the executor */
+void gx_callbacks_reset(void);
+bool gx_notify_push(struct notify **list, void *fn, void *user);
+
+/* ---- helpers */
+cl_int gx_info(const void *src, size_t len, size_t cap, void *dst, size_t *ret);
+#define INFO(type, val) do { type v_ = (val); return gx_info(&v_, sizeof v_, size, value, size_ret); } while (0)
+#define INFO_ARGS size_t size, void *value, size_t *size_ret
+cl_int gx_reply_info(struct gx_reply *r, size_t cap, void *dst, size_t *ret); /* frees r */
+#define FAIL(e) do { if (errcode_ret) *errcode_ret = (e); return NULL; } while (0)
+#define DONE(h) do { if (errcode_ret) *errcode_ret = CL_SUCCESS; return (h); } while (0)
+void gx_devices_reset(void);
+void gx_objects_reset(void);
+cl_int gx_devices_load(struct gx_reply *r);
+cl_int gx_device_param(cl_device_id d, uint32_t name, const void **data, size_t *len);
+bool gx_ctx_has(cl_context c, cl_device_id d);
+
+/* destroy functions, called when the last link is gone */
+void gx_device_destroy(struct obj *o);
+void gx_context_destroy(struct obj *o);
+void gx_queue_destroy(struct obj *o);
+void gx_mem_destroy(struct obj *o);
+void gx_sampler_destroy(struct obj *o);
+void gx_program_destroy(struct obj *o);
+void gx_kernel_destroy(struct obj *o);
+void gx_event_destroy(struct obj *o);
+
+/* ---- commands */
+struct cmd { /* what every enqueue call shares */
+	cl_command_queue q;
+	uint32_t *wait, nwait;
+	uint32_t hidden[16], nhidden; /* markers that stand for very long wait lists */
+	cl_event ev;
+	uint32_t id;
+	uint32_t inline_wait[64];
+};
+cl_int gx_cmd_check(struct cmd *c, cl_command_queue q, cl_uint n, const cl_event *list);
+cl_int gx_cmd_event(struct cmd *c, cl_command_type type, bool wanted);
+cl_int gx_cmd_end(struct cmd *c, cl_int err, cl_event *out, bool complete);
+cl_event gx_event_new(cl_context ctx, cl_command_queue q, cl_command_type type);
+cl_int gx_event_poll(cl_event e, int32_t *status);
+cl_int gx_mem_flags(cl_mem_flags f);
+cl_int gx_mem_inherit(cl_mem parent, cl_mem_flags *flags, bool host_flags);
+cl_int gx_mem_for_queue(cl_mem m, cl_command_queue q, bool image);
+static inline cl_mem gx_root(cl_mem m) { while (m->parent) m = m->parent; return m; }
+bool gx_overlap(uint64_t a, uint64_t b, uint64_t size);
+cl_int gx_rect_check(const size_t *origin, const size_t *region, uint64_t *row, uint64_t *slice, uint64_t size);
+cl_int gx_img_region(cl_mem m, const size_t *origin, const size_t *region);
+#endif

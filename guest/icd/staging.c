@@ -1,0 +1,532 @@
+/* The client's part of the arena, and the transfers that use it. */
+#include "gx.h"
+#include <errno.h>
+#include <fcntl.h>
+#include <time.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#define SMALL_ALIGN 64u
+#define PAGE 4096u
+#define KEEP (16u << 20) /* freed bytes whose pages stay */
+#define STREAM_CHUNK (1u << 20)
+#define STREAM_CHUNKS 4u
+#define PATIENCE_NS 60000000000ull
+
+/* ---- allocator: first fit over a sorted list of free extents. There are few: transfers end about in order. */
+static gx_lock alloc_lock;
+static struct extent { uint64_t off, len; } *holes;
+static uint32_t nholes, cap_holes;
+static bool seeded;
+static uint64_t kept;
+static _Atomic uint64_t stream_area; /* the one that waits for its next use */
+
+static uint64_t rounded(uint64_t len)
+{
+	uint64_t a = len < PAGE ? SMALL_ALIGN : PAGE;
+	return len ? (len + a - 1) & ~(a - 1) : a;
+}
+
+static bool reserve(uint32_t n)
+{
+	if (n <= cap_holes)
+		return true;
+	uint32_t cap = n + 64;
+	struct extent *e = realloc(holes, cap * sizeof *e);
+	if (!e)
+		return false;
+	holes = e;
+	cap_holes = cap;
+	return true;
+}
+
+static bool seed(void)
+{
+	if (seeded)
+		return true;
+	uint64_t from = (S.split + PAGE - 1) & ~(uint64_t)(PAGE - 1);
+	if (!from)
+		from = PAGE; /* offset 0 means "none" */
+	if (from >= S.arena_size || !reserve(1))
+		return false;
+	holes[0] = (struct extent){from, (S.arena_size - from) & ~(uint64_t)(PAGE - 1)};
+	nholes = 1;
+	return seeded = true;
+}
+
+uint64_t gx_stage_alloc(uint64_t len)
+{
+	uint64_t need = rounded(len), off = 0;
+	if (need < len)
+		return 0;
+	gx_lock_take(&alloc_lock);
+	for (uint32_t i = 0; seed() && i < nholes; i++) {
+		struct extent *h = &holes[i];
+		uint64_t skip = need < PAGE ? 0 : -h->off & (PAGE - 1); /* large blocks start on a page */
+		if (h->len < skip || h->len - skip < need)
+			continue;
+		if (skip && h->len - skip > need) { /* keeps the front and the rest */
+			if (!reserve(nholes + 1))
+				break;
+			h = &holes[i];
+			memmove(h + 2, h + 1, (nholes - i - 1) * sizeof *h);
+			nholes++;
+			h[1] = (struct extent){h->off + skip + need, h->len - skip - need};
+			off = h->off + skip;
+			h->len = skip;
+		} else if (skip) {
+			off = h->off + skip;
+			h->len = skip;
+		} else {
+			off = h->off;
+			h->off += need;
+			h->len -= need;
+			if (!h->len)
+				memmove(h, h + 1, (--nholes - i) * sizeof *h);
+		}
+		kept -= kept < need ? kept : need;
+		break;
+	}
+	gx_lock_drop(&alloc_lock);
+	return off;
+}
+
+void gx_stage_free(uint64_t off, uint64_t len)
+{
+	uint64_t n = rounded(len);
+	gx_lock_take(&alloc_lock);
+	bool punch = n >= 16 * PAGE && kept + n > KEEP;
+	if (!punch)
+		kept += n;
+	else { /* while nobody else can get it */
+		int saved = errno;
+		fallocate(S.arena_fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (off_t)off, (off_t)n);
+		errno = saved;
+	}
+	uint32_t lo = 0, hi = nholes;
+	while (lo < hi) {
+		uint32_t mid = (lo + hi) / 2;
+		if (holes[mid].off < off)
+			lo = mid + 1;
+		else
+			hi = mid;
+	}
+	bool left = lo > 0 && holes[lo - 1].off + holes[lo - 1].len == off;
+	bool right = lo < nholes && off + n == holes[lo].off;
+	if (left && right) {
+		holes[lo - 1].len += n + holes[lo].len;
+		memmove(&holes[lo], &holes[lo + 1], (--nholes - lo) * sizeof *holes);
+	} else if (left)
+		holes[lo - 1].len += n;
+	else if (right) {
+		holes[lo].off = off;
+		holes[lo].len += n;
+	} else if (reserve(nholes + 1)) {
+		memmove(&holes[lo + 1], &holes[lo], (nholes++ - lo) * sizeof *holes);
+		holes[lo] = (struct extent){off, n};
+	} /* without memory for the list the block is lost, not corrupted */
+	gx_lock_drop(&alloc_lock);
+}
+
+bool gx_in_arena(const void *p, uint64_t len, uint64_t *off)
+{
+	uintptr_t a = (uintptr_t)p, base = (uintptr_t)S.arena;
+	if (!base || a < base || a - base >= S.arena_size || S.arena_size - (a - base) < len)
+		return false;
+	*off = a - base;
+	return true;
+}
+
+/* ---- copying */
+
+#if defined(__x86_64__)
+__attribute__((target("avx2"))) static void copy_nt(uint8_t *d, const uint8_t *s, size_t n)
+{
+	size_t head = -(uintptr_t)d & 31;
+	memcpy(d, s, head);
+	d += head, s += head, n -= head;
+	for (; n >= 128; d += 128, s += 128, n -= 128) {
+		__m256i a = _mm256_loadu_si256((const __m256i *)(const void *)s), b = _mm256_loadu_si256((const __m256i *)(const void *)(s + 32));
+		__m256i c = _mm256_loadu_si256((const __m256i *)(const void *)(s + 64)), e = _mm256_loadu_si256((const __m256i *)(const void *)(s + 96));
+		_mm256_stream_si256((__m256i *)(void *)d, a);
+		_mm256_stream_si256((__m256i *)(void *)(d + 32), b);
+		_mm256_stream_si256((__m256i *)(void *)(d + 64), c);
+		_mm256_stream_si256((__m256i *)(void *)(d + 96), e);
+	}
+	_mm_sfence();
+	memcpy(d, s, n);
+}
+#endif
+
+/* gx_copy is for data that the caller's cache will not keep: large copies bypass it. */
+void gx_copy(void *dst, const void *src, size_t n)
+{
+#if defined(__x86_64__)
+	if (n >= 256 << 10 && __builtin_cpu_supports("avx2")) {
+		copy_nt(dst, src, n);
+		return;
+	}
+#endif
+	memcpy(dst, src, n);
+}
+
+static void rows(uint8_t *d, uint64_t drow, uint64_t dslice, const uint8_t *s, uint64_t srow, uint64_t sslice, uint64_t w, uint64_t h, uint64_t depth)
+{
+	for (uint64_t z = 0; z < depth; z++) {
+		uint8_t *dz = d + z * dslice;
+		const uint8_t *sz = s + z * sslice;
+		if ((h == 1 || (drow == w && srow == w)))
+			gx_copy(dz, sz, w * h);
+		else
+			for (uint64_t y = 0; y < h; y++)
+				memcpy(dz + y * drow, sz + y * srow, w);
+	}
+}
+
+void gx_pack(uint8_t *tight, const struct layout *l)
+{
+	rows(tight, l->width, l->width * l->height, l->host, l->row, l->slice, l->width, l->height, l->depth);
+}
+
+void gx_unpack(const struct layout *l, const uint8_t *tight)
+{
+	rows(l->host, l->row, l->slice, tight, l->width, l->width * l->height, l->width, l->height, l->depth);
+}
+
+void gx_map_in(const struct map *m)
+{
+	rows(m->host, m->host_row, m->host_slice, S.arena + m->arena, m->arena_row, m->arena_slice, m->width, m->height, m->depth);
+}
+
+void gx_map_out(const struct map *m)
+{
+	rows(S.arena + m->arena, m->arena_row, m->arena_slice, m->host, m->host_row, m->host_slice, m->width, m->height, m->depth);
+}
+
+/* ---- transfers under way, oldest first */
+struct pend {
+	struct pend *next;
+	uint32_t word; /* 0: a mapping, finished when its event is */
+	bool read;
+	struct layout to;
+	uint64_t off, len;
+	cl_mem mem;
+	struct map map;
+	cl_event ev;
+};
+static gx_lock pend_lock;
+static struct pend *first, **last = &first, *spare;
+static uint32_t words[GX_PEND_COUNT / 32];
+static uint32_t word_hint;
+
+static uint32_t word_take(void)
+{
+	for (uint32_t i = 0; i < COUNT(words); i++) {
+		uint32_t w = (word_hint + i) % COUNT(words), used = words[w] | (w == 0);
+		if (~used) {
+			uint32_t bit = (uint32_t)__builtin_ctz(~used);
+			words[w] |= 1u << bit;
+			word_hint = w;
+			atomic_store(gx_word(GX_PEND_OFF + 4 * (w * 32 + bit)), GX_PEND_BUSY);
+			return w * 32 + bit;
+		}
+	}
+	return 0;
+}
+
+static void word_drop(uint32_t word)
+{
+	atomic_store(gx_word(GX_PEND_OFF + 4 * word), GX_PEND_FREE);
+	words[word / 32] &= ~(1u << (word % 32));
+}
+
+static struct pend *pend_new(void)
+{
+	struct pend *p = spare;
+	if (p)
+		spare = p->next;
+	else
+		p = malloc(sizeof *p);
+	if (p)
+		memset(p, 0, sizeof *p);
+	return p;
+}
+
+static void pend_link(struct pend *p)
+{
+	*last = p;
+	last = &p->next;
+	atomic_fetch_add(&S.npending, 1);
+}
+
+/* pend_cut takes *at out of the list and keeps it for reuse. */
+static void pend_cut(struct pend **at)
+{
+	struct pend *p = *at;
+	*at = p->next;
+	if (!*at)
+		last = at;
+	p->next = spare;
+	spare = p;
+	atomic_fetch_sub(&S.npending, 1);
+}
+
+cl_int gx_pend_add(const struct layout *read, uint64_t off, uint64_t len, uint32_t *word)
+{
+	struct alive alive = {0};
+	uint64_t start = 0;
+	for (;;) {
+		gx_lock_take(&pend_lock);
+		uint32_t w = word_take();
+		struct pend *p = w ? pend_new() : NULL;
+		if (p) {
+			p->word = w;
+			if ((p->read = read != NULL))
+				p->to = *read;
+			p->off = off;
+			p->len = len;
+			pend_link(p);
+			*word = w;
+		} else if (w)
+			word_drop(w);
+		gx_lock_drop(&pend_lock);
+		if (p)
+			return CL_SUCCESS;
+		if (w)
+			return CL_OUT_OF_HOST_MEMORY;
+		gx_reap_slow(~0u); /* 8191 transfers are under way: wait for one */
+		struct timespec t = {0, 200000};
+		nanosleep(&t, NULL);
+		if (!start)
+			start = gx_now();
+		if (gx_now() - start > PATIENCE_NS || !gx_alive(&alive))
+			return CL_OUT_OF_RESOURCES;
+	}
+}
+
+void gx_pend_cancel(uint32_t word)
+{
+	uint64_t off = 0, len = 0;
+	gx_lock_take(&pend_lock);
+	for (struct pend **at = &first; *at; at = &(*at)->next)
+		if ((*at)->word == word) {
+			off = (*at)->off;
+			len = (*at)->len;
+			word_drop(word);
+			pend_cut(at);
+			break;
+		}
+	gx_lock_drop(&pend_lock);
+	if (off)
+		gx_stage_free(off, len);
+}
+
+cl_int gx_pend_map(cl_mem mem, const struct map *m, cl_event ev)
+{
+	gx_lock_take(&pend_lock);
+	struct pend *p = pend_new();
+	if (p) {
+		p->mem = mem;
+		p->map = *m;
+		p->ev = ev;
+		gx_link(ev);
+		pend_link(p);
+	}
+	gx_lock_drop(&pend_lock);
+	return p ? CL_SUCCESS : CL_OUT_OF_HOST_MEMORY;
+}
+
+void gx_pend_forget(cl_mem mem, uint32_t map)
+{
+	if (!atomic_load(&S.npending))
+		return;
+	cl_event drop = NULL;
+	do {
+		drop = NULL;
+		gx_lock_take(&pend_lock);
+		for (struct pend **at = &first; *at && !drop; at = *at ? &(*at)->next : at)
+			if (!(*at)->word && (*at)->mem == mem && (!map || (*at)->map.id == map)) {
+				drop = (*at)->ev;
+				pend_cut(at);
+				break;
+			}
+		gx_lock_drop(&pend_lock);
+		if (drop)
+			gx_unlink(drop);
+	} while (drop);
+}
+
+void gx_reap_slow(unsigned max)
+{
+	struct { uint64_t off, len; } done[32];
+	cl_event evs[32];
+	bool again;
+	do {
+		unsigned n = 0, nev = 0, busy = 0;
+		bool lost = atomic_load(&S.lost);
+		again = false;
+		gx_lock_take(&pend_lock);
+		for (struct pend **at = &first; *at;) {
+			struct pend *p = *at;
+			if (n == COUNT(done) || nev == COUNT(evs)) {
+				again = true;
+				break;
+			}
+			if (busy >= max)
+				break;
+			if (p->word) {
+				uint32_t w = atomic_load_explicit(gx_word(GX_PEND_OFF + 4 * p->word), memory_order_acquire);
+				if (w == GX_PEND_BUSY && !lost) {
+					busy++;
+					at = &p->next;
+					continue;
+				}
+				if (w == GX_PEND_DONE && p->read)
+					gx_unpack(&p->to, S.arena + p->off);
+				done[n].off = p->off;
+				done[n++].len = p->len;
+				if (w != GX_PEND_BUSY)
+					word_drop(p->word);
+			} else {
+				int32_t st = CL_QUEUED;
+				if (max != ~0u || (!lost && (gx_event_poll(p->ev, &st) || st > CL_COMPLETE))) {
+					busy++;
+					at = &p->next;
+					continue;
+				}
+				if (!lost && st == CL_COMPLETE)
+					gx_map_in(&p->map);
+				evs[nev++] = p->ev;
+			}
+			pend_cut(at);
+		}
+		gx_lock_drop(&pend_lock);
+		for (unsigned i = 0; i < n; i++)
+			gx_stage_free(done[i].off, done[i].len);
+		for (unsigned i = 0; i < nev; i++)
+			gx_unlink(evs[i]);
+	} while (again);
+}
+
+/* gx_stage_wait gives way to transfers under way when there is no room. */
+cl_int gx_stage_wait(uint64_t len, uint64_t *off)
+{
+	struct alive alive = {0};
+	uint64_t start = 0;
+	if (atomic_load(&S.npending) > 8)
+		gx_reap_slow(8); /* those at the front are done, as a rule */
+	while (!(*off = gx_stage_alloc(len))) {
+		if (!start) {
+			start = gx_now();
+			uint64_t area = atomic_exchange(&stream_area, 0);
+			if (area) {
+				gx_stage_free(area, STREAM_CHUNK * STREAM_CHUNKS);
+				continue;
+			}
+		}
+		uint32_t before = atomic_load(&S.npending);
+		if (!before || len > S.arena_size - S.split || gx_now() - start > PATIENCE_NS || !gx_alive(&alive))
+			return CL_OUT_OF_HOST_MEMORY;
+		gx_reap_slow(~0u);
+		if (atomic_load(&S.npending) == before) {
+			struct timespec t = {0, 500000};
+			nanosleep(&t, NULL);
+		}
+	}
+	return CL_SUCCESS;
+}
+
+void gx_staging_reset(void)
+{
+	alloc_lock = pend_lock = (gx_lock){0};
+	nholes = 0;
+	seeded = false;
+	kept = 0;
+	atomic_store(&stream_area, 0);
+	first = NULL;
+	last = &first;
+	memset(words, 0, sizeof words);
+}
+
+/* ---- large blocking transfers */
+
+uint64_t gx_stream_get(uint64_t *chunk, uint32_t *chunks)
+{
+	uint64_t off = atomic_exchange(&stream_area, 0);
+	*chunk = STREAM_CHUNK;
+	*chunks = STREAM_CHUNKS;
+	return off ? off : gx_stage_alloc(STREAM_CHUNK * STREAM_CHUNKS);
+}
+
+void gx_stream_put(uint64_t off)
+{
+	uint64_t none = 0;
+	if (!atomic_compare_exchange_strong(&stream_area, &none, off))
+		gx_stage_free(off, STREAM_CHUNK * STREAM_CHUNKS);
+}
+
+/* wait_change waits until *w is no longer seen, or the slot is done. */
+static bool wait_change(uint32_t slot, _Atomic uint32_t *w, uint32_t seen, struct alive *alive)
+{
+	_Atomic uint32_t *state = gx_slot_word(slot, GX_SLOT_STATE);
+	for (int i = 0; S.can_spin && i < 2000; i++) {
+		if (atomic_load_explicit(w, memory_order_acquire) != seen || atomic_load_explicit(state, memory_order_acquire) == GX_SLOT_DONE)
+			return true;
+		gx_pause();
+	}
+	return !(gx_futex_wait(w, seen, 20) && !gx_alive(alive)) && !atomic_load(&S.lost);
+}
+
+/* gx_bulk moves the data of a request already sent with slot, waits for its reply and frees the slot. */
+cl_int gx_bulk(uint32_t op, uint32_t slot, bool write, uint8_t *user, uint64_t size, uint64_t area, uint64_t chunk, uint32_t chunks)
+{
+	_Atomic uint32_t *state = gx_slot_word(slot, GX_SLOT_STATE), *phase = gx_slot_word(slot, GX_SLOT_PHASE);
+	_Atomic uint32_t *produced = gx_slot_word(slot, GX_SLOT_PRODUCED), *consumed = gx_slot_word(slot, GX_SLOT_CONSUMED);
+	uint64_t total = (size + chunk - 1) / chunk;
+	struct alive alive = {0};
+	while (atomic_load_explicit(phase, memory_order_acquire) == GX_PHASE_NONE) {
+		if (atomic_load_explicit(state, memory_order_acquire) == GX_SLOT_DONE)
+			return gx_wait(op, slot, NULL);
+		if (!wait_change(slot, phase, GX_PHASE_NONE, &alive))
+			return gx_lost_error(op);
+	}
+	if (atomic_load(phase) == GX_PHASE_DIRECT) {
+		uint64_t at = atomic_load((_Atomic uint64_t *)(void *)gx_slot_word(slot, GX_SLOT_DIRECT));
+		if (at <= S.arena_size && size <= S.arena_size - at) {
+			if (write)
+				gx_copy(S.arena + at, user, size);
+			else
+				gx_copy(user, S.arena + at, size);
+		}
+		atomic_store(consumed, 1);
+		gx_futex_wake(consumed, 1 << 30);
+		return gx_wait(op, slot, NULL);
+	}
+	for (uint32_t i = 0; i < total; i++) {
+		uint8_t *c = S.arena + area + (i % chunks) * chunk, *u = user + i * chunk;
+		uint64_t n = size - i * chunk < chunk ? size - i * chunk : chunk;
+		if (write) {
+			for (uint32_t seen; i - (seen = atomic_load_explicit(consumed, memory_order_acquire)) >= chunks && seen <= i;) {
+				if (atomic_load(state) == GX_SLOT_DONE)
+					return gx_wait(op, slot, NULL);
+				if (!wait_change(slot, consumed, seen, &alive))
+					return gx_lost_error(op);
+			}
+			memcpy(c, u, n);
+			atomic_store(produced, i + 1);
+			gx_futex_wake(produced, 1 << 30);
+		} else {
+			for (uint32_t seen; (seen = atomic_load_explicit(produced, memory_order_acquire)) <= i;) {
+				if (atomic_load(state) == GX_SLOT_DONE && atomic_load(produced) <= i)
+					return gx_wait(op, slot, NULL);
+				if (!wait_change(slot, produced, seen, &alive))
+					return gx_lost_error(op);
+			}
+			gx_copy(u, c, n);
+			atomic_store(consumed, i + 1);
+			gx_futex_wake(consumed, 1 << 30);
+		}
+	}
+	return gx_wait(op, slot, NULL);
+}

@@ -1,0 +1,381 @@
+/* Reads and writes of buffers, rectangles and images. */
+#include "gx.h"
+
+#define BULK_MIN (64u << 10)
+
+/* access refuses what the object's host flags forbid. */
+static cl_int access(cl_mem m, bool write)
+{
+	cl_mem_flags no = CL_MEM_HOST_NO_ACCESS | (write ? CL_MEM_HOST_READ_ONLY : CL_MEM_HOST_WRITE_ONLY);
+	return m->flags & no ? CL_INVALID_OPERATION : CL_SUCCESS;
+}
+
+struct stage { uint64_t off, len; uint32_t pend; bool own; };
+
+/* stage_begin finds arena memory for the data that l describes and, for writes, packs it there. Memory that lies in the
+ * arena already, because the application mapped it, is used as it is. */
+static cl_int stage_begin(struct stage *s, const struct layout *l, bool write, bool blocking)
+{
+	bool tight = (l->height == 1 || l->row == l->width) && (l->depth == 1 || l->slice == l->width * l->height);
+	*s = (struct stage){.len = gx_layout_bytes(l)};
+	if (tight && gx_in_arena(l->host, s->len, &s->off))
+		return CL_SUCCESS;
+	TRY(gx_stage_wait(s->len, &s->off));
+	s->own = true;
+	if (write)
+		gx_pack(S.arena + s->off, l);
+	cl_int err = blocking ? CL_SUCCESS : gx_pend_add(write ? NULL : l, s->off, s->len, &s->pend);
+	if (err)
+		gx_stage_free(s->off, s->len);
+	return err;
+}
+
+static void stage_end(struct stage *s, const struct layout *l, bool write, bool blocking, cl_int err)
+{
+	if (!s->own)
+		return;
+	if (!blocking) {
+		if (err) /* posted requests fail only before they are sent */
+			gx_pend_cancel(s->pend);
+		return;
+	}
+	if (!err && !write)
+		gx_unpack(l, S.arena + s->off);
+	gx_stage_free(s->off, s->len);
+}
+
+static cl_int buffer(cl_command_queue q, cl_mem m, bool blocking, bool write, size_t off, size_t size, void *ptr, cl_uint n, const cl_event *list, cl_event *event)
+{
+	struct cmd c;
+	if (!gx_ok(q, T_QUEUE))
+		return CL_INVALID_COMMAND_QUEUE;
+	TRY(gx_mem_for_queue(m, q, false));
+	if (!ptr || !size || off > m->size || size > m->size - off)
+		return CL_INVALID_VALUE;
+	TRY(access(m, write));
+	TRY(gx_cmd_check(&c, q, n, list));
+	cl_int err = gx_cmd_event(&c, write ? CL_COMMAND_WRITE_BUFFER : CL_COMMAND_READ_BUFFER, event);
+	if (err)
+		return gx_cmd_end(&c, err, NULL, false);
+	struct gx_read_buffer r = {.queue = q->o.id, .mem = m->o.id, .blocking = blocking, .offset = off, .size = size, .event = c.id, .wait = c.wait, .n_wait = c.nwait};
+	struct gx_write_buffer w = {.queue = q->o.id, .mem = m->o.id, .blocking = blocking, .offset = off, .size = size, .event = c.id, .wait = c.wait, .n_wait = c.nwait};
+	struct layout l = {ptr, size, size, size, 1, 1};
+	struct stage s = {0};
+	uint64_t chunk, area, in;
+	uint32_t chunks, slot;
+	if (write && size <= GX_MAX_INLINE) {
+		w.mode = GX_DATA_INLINE;
+		w.content = ptr;
+		w.n_content = (uint32_t)size;
+		err = blocking ? call_write_buffer(&w, NULL) : post_write_buffer(&w);
+	} else if (blocking && size >= BULK_MIN && !gx_in_arena(ptr, size, &in) && (area = gx_stream_get(&chunk, &chunks))) {
+		r.mode = w.mode = GX_DATA_BULK;
+		r.stage_off = w.stage_off = area;
+		r.stage_len = w.stage_len = chunk * chunks;
+		r.chunk = w.chunk = chunk;
+		if (!(err = gx_slot_take(&slot))) {
+			err = write ? send_write_buffer(slot, &w) : send_read_buffer(slot, &r);
+			if (err)
+				gx_slot_drop(slot);
+			else
+				err = gx_bulk(write ? GX_WRITE_BUFFER : GX_READ_BUFFER, slot, write, ptr, size, area, chunk, chunks);
+		}
+		gx_stream_put(area);
+	} else if (!(err = stage_begin(&s, &l, write, blocking))) {
+		r.mode = w.mode = GX_DATA_STAGED;
+		r.stage_off = w.stage_off = s.off;
+		r.stage_len = w.stage_len = s.len;
+		r.pend = w.pend = s.pend;
+		if (write)
+			err = blocking ? call_write_buffer(&w, NULL) : post_write_buffer(&w);
+		else
+			err = blocking ? call_read_buffer(&r, NULL) : post_read_buffer(&r);
+		stage_end(&s, &l, write, blocking, err);
+	}
+	if (blocking)
+		gx_reap();
+	return gx_cmd_end(&c, err, event, blocking);
+}
+
+CL_API_ENTRY cl_int CL_API_CALL clEnqueueReadBuffer(cl_command_queue q, cl_mem m, cl_bool blocking, size_t off, size_t size, void *ptr, cl_uint n, const cl_event *list, cl_event *event)
+{
+	return buffer(q, m, blocking != 0, false, off, size, ptr, n, list, event);
+}
+
+CL_API_ENTRY cl_int CL_API_CALL clEnqueueWriteBuffer(cl_command_queue q, cl_mem m, cl_bool blocking, size_t off, size_t size, const void *ptr, cl_uint n, const cl_event *list, cl_event *event)
+{
+	return buffer(q, m, blocking != 0, true, off, size, (void *)(uintptr_t)ptr, n, list, event);
+}
+
+static cl_int rect(cl_command_queue q, cl_mem m, bool blocking, bool write, const size_t *bo, const size_t *ho, const size_t *region,
+	size_t brow, size_t bslice, size_t hrow, size_t hslice, void *ptr, cl_uint n, const cl_event *list, cl_event *event)
+{
+	struct cmd c;
+	if (!gx_ok(q, T_QUEUE))
+		return CL_INVALID_COMMAND_QUEUE;
+	TRY(gx_mem_for_queue(m, q, false));
+	if (!bo || !ho || !region || !ptr)
+		return CL_INVALID_VALUE;
+	uint64_t br = brow, bs = bslice, hr = hrow, hs = hslice;
+	TRY(gx_rect_check(bo, region, &br, &bs, m->size));
+	TRY(gx_rect_check(ho, region, &hr, &hs, UINT64_MAX));
+	TRY(access(m, write));
+	TRY(gx_cmd_check(&c, q, n, list));
+	cl_int err = gx_cmd_event(&c, write ? CL_COMMAND_WRITE_BUFFER_RECT : CL_COMMAND_READ_BUFFER_RECT, event);
+	struct layout l = {(uint8_t *)ptr + ho[2] * hs + ho[1] * hr + ho[0], hr, hs, region[0], region[1], region[2]};
+	struct stage s;
+	if (!err && !(err = stage_begin(&s, &l, write, blocking))) {
+		uint64_t o3[3] = {bo[0], bo[1], bo[2]}, r3[3] = {region[0], region[1], region[2]};
+		struct gx_read_buffer_rect r = {.queue = q->o.id, .mem = m->o.id, .blocking = blocking, .origin = o3, .n_origin = 3, .region = r3, .n_region = 3, .row_pitch = br, .slice_pitch = bs,
+			.mode = GX_DATA_STAGED, .stage_off = s.off, .stage_len = s.len, .pend = s.pend, .event = c.id, .wait = c.wait, .n_wait = c.nwait};
+		if (write) {
+			struct gx_write_buffer_rect w = {.queue = r.queue, .mem = r.mem, .blocking = blocking, .origin = o3, .n_origin = 3, .region = r3, .n_region = 3, .row_pitch = br, .slice_pitch = bs,
+				.mode = GX_DATA_STAGED, .stage_off = s.off, .stage_len = s.len, .pend = s.pend, .event = c.id, .wait = c.wait, .n_wait = c.nwait};
+			err = blocking ? call_write_buffer_rect(&w, NULL) : post_write_buffer_rect(&w);
+		} else
+			err = blocking ? call_read_buffer_rect(&r, NULL) : post_read_buffer_rect(&r);
+		stage_end(&s, &l, write, blocking, err);
+	}
+	if (blocking)
+		gx_reap();
+	return gx_cmd_end(&c, err, event, blocking);
+}
+
+CL_API_ENTRY cl_int CL_API_CALL clEnqueueReadBufferRect(cl_command_queue q, cl_mem m, cl_bool blocking, const size_t *bo, const size_t *ho, const size_t *region,
+	size_t brow, size_t bslice, size_t hrow, size_t hslice, void *ptr, cl_uint n, const cl_event *list, cl_event *event)
+{
+	return rect(q, m, blocking != 0, false, bo, ho, region, brow, bslice, hrow, hslice, ptr, n, list, event);
+}
+
+CL_API_ENTRY cl_int CL_API_CALL clEnqueueWriteBufferRect(cl_command_queue q, cl_mem m, cl_bool blocking, const size_t *bo, const size_t *ho, const size_t *region,
+	size_t brow, size_t bslice, size_t hrow, size_t hslice, const void *ptr, cl_uint n, const cl_event *list, cl_event *event)
+{
+	return rect(q, m, blocking != 0, true, bo, ho, region, brow, bslice, hrow, hslice, (void *)(uintptr_t)ptr, n, list, event);
+}
+
+static cl_int image(cl_command_queue q, cl_mem m, bool blocking, bool write, const size_t *origin, const size_t *region, size_t row, size_t slice, void *ptr,
+	cl_uint n, const cl_event *list, cl_event *event)
+{
+	struct cmd c;
+	if (!gx_ok(q, T_QUEUE))
+		return CL_INVALID_COMMAND_QUEUE;
+	TRY(gx_mem_for_queue(m, q, true));
+	if (!ptr)
+		return CL_INVALID_VALUE;
+	TRY(gx_img_region(m, origin, region));
+	uint64_t w = region[0] * m->elem, hr = row ? row : w;
+	bool array1d = m->type == CL_MEM_OBJECT_IMAGE1D_ARRAY;
+	bool sliced = array1d || m->type == CL_MEM_OBJECT_IMAGE2D_ARRAY || m->type == CL_MEM_OBJECT_IMAGE3D;
+	if (hr < w || (slice && !sliced))
+		return CL_INVALID_VALUE;
+	uint64_t hs = slice ? slice : array1d ? hr : hr * region[1];
+	if (hs < (array1d ? hr : hr * region[1]))
+		return CL_INVALID_VALUE;
+	TRY(access(m, write));
+	TRY(gx_cmd_check(&c, q, n, list));
+	cl_int err = gx_cmd_event(&c, write ? CL_COMMAND_WRITE_IMAGE : CL_COMMAND_READ_IMAGE, event);
+	struct layout l = {ptr, array1d ? hs : hr, hs, w, region[1], region[2]};
+	struct stage s;
+	if (!err && !(err = stage_begin(&s, &l, write, blocking))) {
+		uint64_t o3[3] = {origin[0], origin[1], origin[2]}, r3[3] = {region[0], region[1], region[2]};
+		if (write) {
+			struct gx_write_image r = {.queue = q->o.id, .image = m->o.id, .blocking = blocking, .origin = o3, .n_origin = 3, .region = r3, .n_region = 3,
+				.mode = GX_DATA_STAGED, .stage_off = s.off, .stage_len = s.len, .pend = s.pend, .event = c.id, .wait = c.wait, .n_wait = c.nwait};
+			err = blocking ? call_write_image(&r, NULL) : post_write_image(&r);
+		} else {
+			struct gx_read_image r = {.queue = q->o.id, .image = m->o.id, .blocking = blocking, .origin = o3, .n_origin = 3, .region = r3, .n_region = 3,
+				.mode = GX_DATA_STAGED, .stage_off = s.off, .stage_len = s.len, .pend = s.pend, .event = c.id, .wait = c.wait, .n_wait = c.nwait};
+			err = blocking ? call_read_image(&r, NULL) : post_read_image(&r);
+		}
+		stage_end(&s, &l, write, blocking, err);
+	}
+	if (blocking)
+		gx_reap();
+	return gx_cmd_end(&c, err, event, blocking);
+}
+
+CL_API_ENTRY cl_int CL_API_CALL clEnqueueReadImage(cl_command_queue q, cl_mem m, cl_bool blocking, const size_t *origin, const size_t *region, size_t row, size_t slice, void *ptr,
+	cl_uint n, const cl_event *list, cl_event *event)
+{
+	return image(q, m, blocking != 0, false, origin, region, row, slice, ptr, n, list, event);
+}
+
+CL_API_ENTRY cl_int CL_API_CALL clEnqueueWriteImage(cl_command_queue q, cl_mem m, cl_bool blocking, const size_t *origin, const size_t *region, size_t row, size_t slice, const void *ptr,
+	cl_uint n, const cl_event *list, cl_event *event)
+{
+	return image(q, m, blocking != 0, true, origin, region, row, slice, (void *)(uintptr_t)ptr, n, list, event);
+}
+
+/* ---- mappings */
+
+static cl_int map_flags(cl_mem m, cl_map_flags f)
+{
+	const cl_map_flags rw = CL_MAP_READ | CL_MAP_WRITE;
+	if ((f & ~(rw | CL_MAP_WRITE_INVALIDATE_REGION)) || ((f & CL_MAP_WRITE_INVALIDATE_REGION) && (f & rw)))
+		return CL_INVALID_VALUE;
+	if ((f & CL_MAP_READ) && access(m, false))
+		return CL_INVALID_OPERATION;
+	if ((f & (CL_MAP_WRITE | CL_MAP_WRITE_INVALIDATE_REGION)) && access(m, true))
+		return CL_INVALID_OPERATION;
+	return CL_SUCCESS;
+}
+
+/* end_map records a mapping that the executor has made. */
+static void *end_map(struct cmd *c, cl_mem m, struct map *p, const struct gx_reply *r, bool blocking, cl_event *event, cl_int *err)
+{
+	p->arena = gx_u64(r, 0);
+	if (p->arena > S.arena_size || p->width > S.arena_size - p->arena)
+		*err = CL_MAP_FAILURE;
+	bool bring = p->host && !(p->flags & CL_MAP_WRITE_INVALIDATE_REGION);
+	p->ptr = p->host ? p->host : S.arena + p->arena;
+	if (!*err) {
+		gx_lock_take(&S.misc);
+		p->next = m->maps;
+		m->maps = p;
+		m->nmaps++;
+		gx_lock_drop(&S.misc);
+		if (bring && blocking)
+			gx_map_in(p);
+		else if (bring)
+			*err = gx_pend_map(m, p, c->ev);
+	}
+	cl_event ev = c->ev;
+	void *ptr = p->ptr;
+	*err = gx_cmd_end(c, *err, event, blocking);
+	if (!*err && ev && !event)
+		gx_release_ref(ev);
+	return ptr;
+}
+
+static uint32_t next_map(void)
+{
+	static _Atomic uint32_t n;
+	return atomic_fetch_add(&n, 1) % GX_MAX_ID + 1;
+}
+
+CL_API_ENTRY void *CL_API_CALL clEnqueueMapBuffer(cl_command_queue q, cl_mem m, cl_bool blocking, cl_map_flags flags, size_t off, size_t size, cl_uint n, const cl_event *list, cl_event *event, cl_int *errcode_ret)
+{
+	struct cmd c;
+	struct gx_reply r;
+	if (!gx_ok(q, T_QUEUE))
+		FAIL(CL_INVALID_COMMAND_QUEUE);
+	cl_int err = gx_mem_for_queue(m, q, false);
+	if (!err && (!size || off > m->size || size > m->size - off))
+		err = CL_INVALID_VALUE;
+	if (!err)
+		err = map_flags(m, flags);
+	if (!err)
+		err = gx_cmd_check(&c, q, n, list);
+	if (err)
+		FAIL(err);
+	struct map *p = calloc(1, sizeof *p);
+	err = p ? gx_cmd_event(&c, CL_COMMAND_MAP_BUFFER, event || (m->host && !blocking)) : CL_OUT_OF_HOST_MEMORY;
+	if (!err) {
+		p->id = next_map();
+		p->flags = flags;
+		p->width = p->host_row = p->host_slice = p->arena_row = p->arena_slice = size;
+		p->height = p->depth = 1;
+		p->host = m->host ? m->host + off : NULL;
+		err = call_map_buffer(&(struct gx_map_buffer){.queue = q->o.id, .mem = m->o.id, .blocking = blocking != 0, .flags = flags, .offset = off, .size = size, .map = p->id,
+			.event = c.id, .wait = c.wait, .n_wait = c.nwait}, &r);
+	}
+	if (err) {
+		free(p);
+		FAIL(gx_cmd_end(&c, err, NULL, false));
+	}
+	void *ptr = end_map(&c, m, p, &r, blocking != 0, event, &err);
+	gx_reply_free(&r);
+	if (blocking)
+		gx_reap();
+	if (err)
+		FAIL(err);
+	DONE(ptr);
+}
+
+CL_API_ENTRY void *CL_API_CALL clEnqueueMapImage(cl_command_queue q, cl_mem m, cl_bool blocking, cl_map_flags flags, const size_t *o, const size_t *region, size_t *row, size_t *slice,
+	cl_uint n, const cl_event *list, cl_event *event, cl_int *errcode_ret)
+{
+	struct cmd c;
+	struct gx_reply r;
+	if (!gx_ok(q, T_QUEUE))
+		FAIL(CL_INVALID_COMMAND_QUEUE);
+	cl_int err = gx_mem_for_queue(m, q, true);
+	if (!err)
+		err = gx_img_region(m, o, region);
+	bool array1d = !err && m->type == CL_MEM_OBJECT_IMAGE1D_ARRAY;
+	bool sliced = array1d || (!err && (m->type == CL_MEM_OBJECT_IMAGE3D || m->type == CL_MEM_OBJECT_IMAGE2D_ARRAY));
+	if (!err && (!row || (sliced && !slice)))
+		err = CL_INVALID_VALUE;
+	if (!err)
+		err = map_flags(m, flags);
+	if (!err)
+		err = gx_cmd_check(&c, q, n, list);
+	if (err)
+		FAIL(err);
+	struct map *p = calloc(1, sizeof *p);
+	err = p ? gx_cmd_event(&c, CL_COMMAND_MAP_IMAGE, event || (m->host && !blocking)) : CL_OUT_OF_HOST_MEMORY;
+	if (!err) {
+		uint64_t o3[3] = {o[0], o[1], o[2]}, r3[3] = {region[0], region[1], region[2]};
+		p->id = next_map();
+		p->flags = flags;
+		p->width = region[0] * m->elem;
+		p->height = region[1];
+		p->depth = region[2];
+		p->host_row = array1d ? m->host_slice : m->host_row;
+		p->host_slice = m->host_slice;
+		p->host = m->host ? m->host + o[2] * p->host_slice + o[1] * p->host_row + o[0] * m->elem : NULL;
+		err = call_map_image(&(struct gx_map_image){.queue = q->o.id, .image = m->o.id, .blocking = blocking != 0, .flags = flags, .map = p->id,
+			.origin = o3, .n_origin = 3, .region = r3, .n_region = 3, .event = c.id, .wait = c.wait, .n_wait = c.nwait}, &r);
+	}
+	if (err) {
+		free(p);
+		FAIL(gx_cmd_end(&c, err, NULL, false));
+	}
+	uint64_t arow = gx_u64(&r, 1), aslice = gx_u64(&r, 2);
+	p->arena_row = array1d && aslice ? aslice : arow;
+	p->arena_slice = aslice;
+	void *ptr = end_map(&c, m, p, &r, blocking != 0, event, &err);
+	gx_reply_free(&r);
+	if (blocking)
+		gx_reap();
+	if (err)
+		FAIL(err);
+	*row = m->host ? m->host_row : arow;
+	if (slice)
+		*slice = !sliced ? 0 : m->host ? m->host_slice : aslice;
+	DONE(ptr);
+}
+
+CL_API_ENTRY cl_int CL_API_CALL clEnqueueUnmapMemObject(cl_command_queue q, cl_mem m, void *ptr, cl_uint n, const cl_event *list, cl_event *event)
+{
+	struct cmd c;
+	if (!gx_ok(q, T_QUEUE))
+		return CL_INVALID_COMMAND_QUEUE;
+	if (!gx_ok(m, T_MEM))
+		return CL_INVALID_MEM_OBJECT;
+	if (m->ctx != q->ctx)
+		return CL_INVALID_CONTEXT;
+	TRY(gx_cmd_check(&c, q, n, list));
+	gx_lock_take(&S.misc);
+	struct map **at = &m->maps, *p;
+	while (*at && (*at)->ptr != ptr)
+		at = &(*at)->next;
+	if ((p = *at)) {
+		*at = p->next;
+		m->nmaps--;
+	}
+	gx_lock_drop(&S.misc);
+	if (!p)
+		return gx_cmd_end(&c, CL_INVALID_VALUE, NULL, false);
+	cl_int err = gx_cmd_event(&c, CL_COMMAND_UNMAP_MEM_OBJECT, event);
+	if (!err) {
+		if (p->host) {
+			gx_pend_forget(m, p->id);
+			if (p->flags & (CL_MAP_WRITE | CL_MAP_WRITE_INVALIDATE_REGION))
+				gx_map_out(p);
+		}
+		err = post_unmap(&(struct gx_unmap){.queue = q->o.id, .mem = m->o.id, .map = p->id, .event = c.id, .wait = c.wait, .n_wait = c.nwait});
+	}
+	free(p);
+	return gx_cmd_end(&c, err, event, false);
+}
