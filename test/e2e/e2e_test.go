@@ -253,7 +253,7 @@ func TestConform(t *testing.T) {
 			run(t, cmd)
 		})
 		t.Run("gpuctl/"+profile, func(t *testing.T) {
-			run(t, r.Command(t.Context(), gpu, append([]string{r.Program("conform")}, args...)...))
+			run(t, r.Command(t.Context(), gpu, append([]string{r.Program("conform"), "--virtual"}, args...)...))
 		})
 	}
 }
