@@ -461,6 +461,9 @@ func (s *session) ndrange(c call, m *wire.Ndrange) (outcome, error) {
 	if st := cl.EnqueueNDRangeKernel(q.vendor, k.vendor, m.Dims, off, &s.glob, loc, s.waits(m.Wait), out); st != cl.Success {
 		return s.refuse(c, q, e, 0, st), nil
 	}
+	if e != nil {
+		e.state = eventVendor
+	}
 	q.seq++
 	s.usage.Launches++
 	s.usage.LocalMemory = max(s.usage.LocalMemory, k.local)

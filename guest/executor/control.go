@@ -1,7 +1,7 @@
 package executor
 
 import (
-	stdctx "context"
+	"context"
 	"errors"
 	"fmt"
 	"os"
@@ -31,7 +31,7 @@ type controller struct {
 	op sync.Mutex
 }
 
-func (c *controller) Describe(_ stdctx.Context, _ *connect.Request[gpuctlv1.DescribeRequest]) (*connect.Response[gpuctlv1.DescribeResponse], error) {
+func (c *controller) Describe(_ context.Context, _ *connect.Request[gpuctlv1.DescribeRequest]) (*connect.Response[gpuctlv1.DescribeResponse], error) {
 	s := c.s
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -70,14 +70,14 @@ func (s *session) describe() *gpuctlv1.Usage {
 			u.Kernels++
 		case *queue:
 			u.Queues++
-		case *context:
+		case *clContext:
 			u.Contexts++
 		}
 	})
 	return u
 }
 
-func (c *controller) Snapshot(_ stdctx.Context, _ *connect.Request[gpuctlv1.SnapshotRequest]) (*connect.Response[gpuctlv1.SnapshotResponse], error) {
+func (c *controller) Snapshot(_ context.Context, _ *connect.Request[gpuctlv1.SnapshotRequest]) (*connect.Response[gpuctlv1.SnapshotResponse], error) {
 	return c.s.snapshot()
 }
 
@@ -91,7 +91,7 @@ func (s *session) snapshot() (*connect.Response[gpuctlv1.SnapshotResponse], erro
 	return connect.NewResponse(&gpuctlv1.SnapshotResponse{Graph: b, Usage: s.describe(), Dirty: s.dirtyBytes()}), nil
 }
 
-func (c *controller) Prepare(_ stdctx.Context, r *connect.Request[gpuctlv1.PrepareRequest], out *connect.ServerStream[gpuctlv1.Progress]) error {
+func (c *controller) Prepare(_ context.Context, r *connect.Request[gpuctlv1.PrepareRequest], out *connect.ServerStream[gpuctlv1.Progress]) error {
 	c.op.Lock()
 	defer c.op.Unlock()
 	s := c.s
@@ -126,7 +126,7 @@ func (c *controller) Prepare(_ stdctx.Context, r *connect.Request[gpuctlv1.Prepa
 	return nil
 }
 
-func (c *controller) Export(ctx stdctx.Context, r *connect.Request[gpuctlv1.ExportRequest], out *connect.ServerStream[gpuctlv1.Progress]) error {
+func (c *controller) Export(ctx context.Context, r *connect.Request[gpuctlv1.ExportRequest], out *connect.ServerStream[gpuctlv1.Progress]) error {
 	c.op.Lock()
 	defer c.op.Unlock()
 	s := c.s
@@ -170,7 +170,7 @@ func (c *controller) Export(ctx stdctx.Context, r *connect.Request[gpuctlv1.Expo
 
 // exportState writes contents to a state file. The first call reserves room,
 // so that a session can be copied for the greater part before it is frozen.
-func (s *session) exportState(ctx stdctx.Context, to string, m *gpuctlv1.ExportRequest, report progress) error {
+func (s *session) exportState(ctx context.Context, to string, m *gpuctlv1.ExportRequest, report progress) error {
 	if s.stateTo == nil || s.stateName != to {
 		f := s.state
 		if to != "memory" {
@@ -214,7 +214,7 @@ func (s *session) dropState() {
 	s.stateTo = nil
 }
 
-func (c *controller) Freeze(ctx stdctx.Context, r *connect.Request[gpuctlv1.FreezeRequest]) (*connect.Response[gpuctlv1.SnapshotResponse], error) {
+func (c *controller) Freeze(ctx context.Context, r *connect.Request[gpuctlv1.FreezeRequest]) (*connect.Response[gpuctlv1.SnapshotResponse], error) {
 	c.op.Lock()
 	defer c.op.Unlock()
 	limit := time.Duration(r.Msg.TimeoutMs) * time.Millisecond
@@ -239,12 +239,13 @@ func (s *session) isFrozen() bool {
 
 // freeze gates the ring and drains the device. Nothing that the device does
 // waits for the application, so this ends when what was launched ends.
-func (s *session) freeze(ctx stdctx.Context, limit time.Duration) ([]string, error) {
+func (s *session) freeze(ctx context.Context, limit time.Duration) ([]string, error) {
 	if !s.active.Load() || s.isFrozen() {
 		return nil, fmt.Errorf("freeze: %w", ErrState)
 	}
 	deadline := time.Now().Add(limit)
 	s.gate.Store(true)
+	s.wakeAll()
 	s.mu.Lock()
 	cs := s.contexts()
 	marks := s.markers(cs)
@@ -304,7 +305,7 @@ func (s *session) busyWith() string {
 	return fmt.Sprintf("%d calls have not ended", s.inflight.Load())
 }
 
-func (c *controller) Thaw(_ stdctx.Context, _ *connect.Request[gpuctlv1.ThawRequest]) (*connect.Response[gpuctlv1.ThawResponse], error) {
+func (c *controller) Thaw(_ context.Context, _ *connect.Request[gpuctlv1.ThawRequest]) (*connect.Response[gpuctlv1.ThawResponse], error) {
 	c.op.Lock()
 	defer c.op.Unlock()
 	if c.s.ring.Owner() != c.s.cfg.Generation {
@@ -327,7 +328,7 @@ func (s *session) thaw() {
 	go s.worker()
 }
 
-func (c *controller) Load(_ stdctx.Context, r *connect.Request[gpuctlv1.LoadRequest], out *connect.ServerStream[gpuctlv1.Progress]) error {
+func (c *controller) Load(_ context.Context, r *connect.Request[gpuctlv1.LoadRequest], out *connect.ServerStream[gpuctlv1.Progress]) error {
 	c.op.Lock()
 	defer c.op.Unlock()
 	s := c.s
@@ -355,7 +356,7 @@ func (c *controller) Load(_ stdctx.Context, r *connect.Request[gpuctlv1.LoadRequ
 	return nil
 }
 
-func (c *controller) Activate(_ stdctx.Context, _ *connect.Request[gpuctlv1.ActivateRequest]) (*connect.Response[gpuctlv1.ActivateResponse], error) {
+func (c *controller) Activate(_ context.Context, _ *connect.Request[gpuctlv1.ActivateRequest]) (*connect.Response[gpuctlv1.ActivateResponse], error) {
 	c.op.Lock()
 	defer c.op.Unlock()
 	s := c.s
@@ -394,7 +395,7 @@ func (s *session) tidy() {
 	})
 }
 
-func (c *controller) Retire(_ stdctx.Context, _ *connect.Request[gpuctlv1.RetireRequest]) (*connect.Response[gpuctlv1.RetireResponse], error) {
+func (c *controller) Retire(_ context.Context, _ *connect.Request[gpuctlv1.RetireRequest]) (*connect.Response[gpuctlv1.RetireResponse], error) {
 	c.s.retire()
 	return connect.NewResponse(&gpuctlv1.RetireResponse{}), nil
 }
@@ -420,10 +421,10 @@ func (s *session) retire() {
 	})
 }
 
-func (s *session) contexts() []*context {
-	var cs []*context
+func (s *session) contexts() []*clContext {
+	var cs []*clContext
 	for _, o := range s.objs {
-		if c, ok := o.(*context); ok {
+		if c, ok := o.(*clContext); ok {
 			cs = append(cs, c)
 		}
 	}

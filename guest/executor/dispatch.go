@@ -192,7 +192,7 @@ func (s *session) release(id, callback uint32) error {
 	switch o := o.(type) {
 	case *device:
 		cl.ReleaseDevice(o.vendor)
-	case *context:
+	case *clContext:
 		s.bury(o)
 		cl.ReleaseContext(o.vendor)
 		s.xfer.forget(o)

@@ -24,7 +24,7 @@ func (c *clock) session(device uint64) uint64 {
 func hostNow() uint64 { return uint64(monotonic()) }
 
 func (s *session) createUserEvent(m *wire.CreateUserEvent) (outcome, error) {
-	c := lookup[context](s, m.Context)
+	c := lookup[clContext](s, m.Context)
 	if c == nil {
 		return done(cl.InvalidContext), nil
 	}
@@ -369,7 +369,7 @@ func (s *session) pushCallbacks() {
 
 // notifyDestroyed tells the application that a memory object is gone, once the
 // commands that may use it are over.
-func (s *session) notifyDestroyed(token uint32, c *context) {
+func (s *session) notifyDestroyed(token uint32, c *clContext) {
 	var evs []cl.Event
 	for _, q := range c.queues {
 		var e cl.Event

@@ -1,7 +1,7 @@
 package executor
 
 import (
-	stdctx "context"
+	"context"
 	"encoding/binary"
 	"errors"
 	"fmt"
@@ -64,7 +64,7 @@ func (s *session) contents(final bool, out sink) []piece {
 
 // export sends what changed since the last export to the same receiver. It
 // returns the number of bytes.
-func (s *session) export(ctx stdctx.Context, to string, all, final bool, out sink, report progress) (sent uint64, err error) {
+func (s *session) export(ctx context.Context, to string, all, final bool, out sink, report progress) (sent uint64, err error) {
 	s.mu.Lock()
 	if all || s.exportedTo != to {
 		s.exportedTo = to
@@ -107,7 +107,7 @@ func (s *session) export(ctx stdctx.Context, to string, all, final bool, out sin
 }
 
 // markers enqueues a marker on every busy queue.
-func (s *session) markers(cs []*context) []cl.Event {
+func (s *session) markers(cs []*clContext) []cl.Event {
 	var marks []cl.Event
 	for _, c := range cs {
 		for _, q := range c.queues {
@@ -141,7 +141,7 @@ func (m *mem) markAll() {
 
 // pump reads pieces out of the device, batch by batch: while the receiver
 // takes one, the next is being read.
-func (s *session) pump(ctx stdctx.Context, ps []piece, out sink, sent func(uint64)) error {
+func (s *session) pump(ctx context.Context, ps []piece, out sink, sent func(uint64)) error {
 	var last []piece
 	var lastEvs []cl.Event
 	hand := func() error {

@@ -196,7 +196,7 @@ func (s *session) graph(final bool) *graph {
 			if o.parent != nil {
 				g.Devices = append(g.Devices, gDevice{id, o.parent.id, serial, o.part, o.index})
 			}
-		case *context:
+		case *clContext:
 			c := gContext{ID: id, Serial: serial}
 			for _, d := range o.devices {
 				c.Devices = append(c.Devices, d.id)

@@ -2,6 +2,8 @@ package executor
 
 import (
 	"fmt"
+	"maps"
+	"slices"
 
 	"github.com/gpuctl/gpuctl/guest/arena"
 	"github.com/gpuctl/gpuctl/guest/shm"
@@ -81,4 +83,20 @@ func (h *hostMemory) disown(off uint64) {
 		return
 	}
 	h.own.Free(off - h.lo)
+}
+
+// sweep frees the pages of this executor's half that nobody holds: what an
+// executor that was killed in the middle of a swap left there.
+func (h *hostMemory) sweep() {
+	at := h.lo
+	for _, off := range slices.Sorted(maps.Keys(h.sizes)) {
+		if off < h.lo || off >= h.hi {
+			continue
+		}
+		_ = h.region.PunchHole(at, off-at)
+		at = off + (h.sizes[off]+4095)&^4095
+	}
+	if at < h.hi {
+		_ = h.region.PunchHole(at, h.hi-at)
+	}
 }

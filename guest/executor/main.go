@@ -1,7 +1,7 @@
 package executor
 
 import (
-	stdctx "context"
+	"context"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -44,7 +44,7 @@ type Config struct {
 var ErrNoDevice = errors.New("no such device")
 
 // Main runs an executor until it is retired or ctx ends.
-func Main(ctx stdctx.Context, cfg Config) error {
+func Main(ctx context.Context, cfg Config) error {
 	if cfg.Logger == nil {
 		cfg.Logger = slog.New(slog.DiscardHandler)
 	}
@@ -56,7 +56,7 @@ func Main(ctx stdctx.Context, cfg Config) error {
 			return fmt.Errorf("standard output: %w", err)
 		}
 	}
-	s, err := open(cfg)
+	s, err := open(cfg, fdRing, fdArena, fdState)
 	if err != nil {
 		return err
 	}
@@ -83,7 +83,7 @@ func Main(ctx stdctx.Context, cfg Config) error {
 	case <-ctx.Done():
 		err = nil
 	case <-s.stop:
-		sctx, cancel := stdctx.WithTimeout(stdctx.Background(), time.Second)
+		sctx, cancel := context.WithTimeout(context.Background(), time.Second)
 		defer cancel()
 		_ = srv.Shutdown(sctx) // lets the reply to Retire out
 		err = nil
@@ -106,12 +106,12 @@ func listen(path string) (net.Listener, error) {
 }
 
 // open loads the runtime, finds the devices and maps the session's memory.
-func open(cfg Config) (*session, error) {
+func open(cfg Config, ringFD, arenaFD, stateFD int) (*session, error) {
 	lib, platform, devs, err := openRuntime(cfg.Runtime)
 	if err != nil {
 		return nil, err
 	}
-	ringR, err := shm.Open(fdRing, wire.RingMem)
+	ringR, err := shm.Open(ringFD, wire.RingMem)
 	if err != nil {
 		return nil, fmt.Errorf("ring: %w", err)
 	}
@@ -126,16 +126,16 @@ func open(cfg Config) (*session, error) {
 	if err != nil {
 		return nil, fmt.Errorf("ring: %w", err)
 	}
-	arena, err := shm.Open(fdArena, int64(size))
+	arena, err := shm.Open(arenaFD, int64(size))
 	if err != nil {
 		return nil, fmt.Errorf("arena: %w", err)
 	}
 	s := &session{
-		cfg: cfg, log: cfg.Logger, ring: ring, ringR: ringR, arena: arena, state: os.NewFile(fdState, "state"),
+		cfg: cfg, log: cfg.Logger, ring: ring, ringR: ringR, arena: arena, state: os.NewFile(uintptr(stateFD), "state"),
 		split: split, host: newHostMemory(arena, split, cfg.Generation), foreign: map[uint64]bool{},
 		ghosts: map[uint32]any{}, replies: map[uint32][]byte{}, lib: lib, platf: platform,
 		watchWake: make(chan struct{}, 1), cbWake: make(chan struct{}, 1), stop: make(chan struct{}),
-		xfer: transfers{queues: map[*context]cl.Queue{}, pinned: map[pinKey]cl.Mem{}},
+		xfer: transfers{queues: map[*clContext]cl.Queue{}, pinned: map[pinKey]cl.Mem{}},
 	}
 	s.grow(wire.FirstID)
 	for i, d := range devs {
@@ -203,13 +203,14 @@ func (s *session) probeMemory() {
 	}
 	defer cl.ReleaseCommandQueue(q)
 	const n = 8192
-	off, err := s.host.alloc(n)
+	// Not in the arena: where this executor allocates, its forerunner's
+	// forerunner may have left live contents.
+	b, err := unix.Mmap(-1, 0, n, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_ANONYMOUS|unix.MAP_SHARED)
 	if err != nil {
 		return
 	}
-	defer s.host.free(off)
-	b := s.arenaBytes(off, n)
-	p := s.arena.Pointer(off)
+	defer unix.Munmap(b)
+	p := unsafe.Pointer(&b[0])
 	m, st := cl.CreateBuffer(c, cl.MemReadWrite|cl.MemUseHostPtr, n, p)
 	if st != cl.Success {
 		return
@@ -279,7 +280,7 @@ func (s *session) resumeClock() {
 // guard looks after an executor whose gpuguest has died in the middle of a
 // swap: whoever the ring's owner word names serves, anyone else ends.
 func (s *session) guard() {
-	fd, err := shm.Reopen(fdRing)
+	fd, err := shm.Reopen(s.ringR.FD())
 	if err != nil {
 		s.log.Warn("guard", "err", err)
 		return

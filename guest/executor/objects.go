@@ -17,7 +17,7 @@ type device struct {
 	vendor cl.Device
 }
 
-type context struct {
+type clContext struct {
 	id          uint32
 	devices     []*device
 	queues      []*queue
@@ -26,7 +26,7 @@ type context struct {
 	zombieBytes uint64
 }
 
-func (c *context) has(d *device) bool {
+func (c *clContext) has(d *device) bool {
 	for _, x := range c.devices {
 		if x == d {
 			return true
@@ -39,7 +39,7 @@ func (c *context) has(d *device) bool {
 // only the application can do stands before them.
 type queue struct {
 	id        uint32
-	ctx       *context
+	ctx       *clContext
 	dev       *device
 	props     uint64
 	vendor    cl.Queue
@@ -75,7 +75,7 @@ const (
 // mem is a memory object.
 type mem struct {
 	id     uint32
-	ctx    *context
+	ctx    *clContext
 	kind   memKind
 	flags  uint64
 	size   uint64 // bytes
@@ -116,7 +116,7 @@ type mapping struct {
 
 type sampler struct {
 	id                     uint32
-	ctx                    *context
+	ctx                    *clContext
 	normalized, addr, filt uint32
 	vendor                 cl.Sampler
 	users                  int
@@ -126,7 +126,7 @@ type sampler struct {
 // program knows how it came to be, so that it can be made again anywhere.
 type program struct {
 	id       uint32
-	ctx      *context
+	ctx      *clContext
 	content  portable.Program // source or IL, or what was linked
 	spec     []portable.SpecConstant
 	vendor   cl.Program
@@ -190,7 +190,7 @@ const (
 
 type event struct {
 	id     uint32
-	ctx    *context
+	ctx    *clContext
 	q      *queue
 	state  eventState
 	user   bool

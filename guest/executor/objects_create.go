@@ -59,10 +59,10 @@ func (s *session) createContext(m *wire.CreateContext) (outcome, error) {
 	if st != cl.Success {
 		return done(st), nil
 	}
-	return done(cl.Success), s.put(m.ID, &context{id: m.ID, devices: ds, vendor: v})
+	return done(cl.Success), s.put(m.ID, &clContext{id: m.ID, devices: ds, vendor: v})
 }
 
-func newQueue(c *context, d *device, props uint64) (cl.Queue, cl.Status) {
+func newQueue(c *clContext, d *device, props uint64) (cl.Queue, cl.Status) {
 	v, st := cl.CreateCommandQueue(c.vendor, d.vendor, props)
 	if st == cl.InvalidQueueProperties && props&cl.QueueProfilingEnable != 0 {
 		v, st = cl.CreateCommandQueue(c.vendor, d.vendor, props&^cl.QueueProfilingEnable)
@@ -71,7 +71,7 @@ func newQueue(c *context, d *device, props uint64) (cl.Queue, cl.Status) {
 }
 
 func (s *session) createQueue(m *wire.CreateQueue) (outcome, error) {
-	c, d := lookup[context](s, m.Context), lookup[device](s, m.Device)
+	c, d := lookup[clContext](s, m.Context), lookup[device](s, m.Device)
 	switch {
 	case c == nil:
 		return done(cl.InvalidContext), nil
@@ -140,7 +140,7 @@ func (s *session) createVendorBuffer(m *mem) cl.Status {
 }
 
 func (s *session) createBuffer(r *wire.CreateBuffer) (outcome, error) {
-	c := lookup[context](s, r.Context)
+	c := lookup[clContext](s, r.Context)
 	if c == nil {
 		return done(cl.InvalidContext), nil
 	}
@@ -248,8 +248,6 @@ func (m *mem) createVendorImage() cl.Status {
 	desc := m.desc
 	if m.parent != nil {
 		desc.MemObject = m.parent.vendor
-	} else {
-		desc.RowPitch, desc.SlicePitch = 0, 0
 	}
 	flags := m.flags &^ (hostPtrFlags | cl.MemHostReadOnly | cl.MemHostWriteOnly | cl.MemHostNoAccess)
 	v, st := cl.CreateImage(m.ctx.vendor, flags, &m.format, &desc, nil)
@@ -260,7 +258,7 @@ func (m *mem) createVendorImage() cl.Status {
 }
 
 func (s *session) createImage(r *wire.CreateImage) (outcome, error) {
-	c := lookup[context](s, r.Context)
+	c := lookup[clContext](s, r.Context)
 	if c == nil {
 		return done(cl.InvalidContext), nil
 	}
@@ -272,7 +270,9 @@ func (s *session) createImage(r *wire.CreateImage) (outcome, error) {
 			RowPitch: r.RowPitch, SlicePitch: r.SlicePitch, NumMipLevels: r.MipLevels, NumSamples: r.Samples,
 		},
 	}
-	if r.Buffer != 0 {
+	if r.Buffer == 0 { // host data always comes tightly packed
+		m.desc.RowPitch, m.desc.SlicePitch = 0, 0
+	} else {
 		if m.parent = lookup[mem](s, r.Buffer); m.parent == nil {
 			return done(cl.InvalidImageDescriptor), nil
 		}
@@ -316,7 +316,7 @@ func (s *session) createImage(r *wire.CreateImage) (outcome, error) {
 // pitches of the image's tightly packed form, in bytes; 0 where it has none.
 func (m *mem) pitches() (row, slice uint64) {
 	row = m.desc.Width * m.elem
-	if m.parent != nil && m.desc.RowPitch != 0 {
+	if m.desc.RowPitch != 0 {
 		row = m.desc.RowPitch
 	}
 	switch m.desc.Type {
@@ -329,7 +329,7 @@ func (m *mem) pitches() (row, slice uint64) {
 }
 
 func (s *session) imageFormats(r *wire.ImageFormats) (outcome, error) {
-	c := lookup[context](s, r.Context)
+	c := lookup[clContext](s, r.Context)
 	if c == nil {
 		return done(cl.InvalidContext), nil
 	}
@@ -346,7 +346,7 @@ func (s *session) imageFormats(r *wire.ImageFormats) (outcome, error) {
 }
 
 func (s *session) createSampler(r *wire.CreateSampler) (outcome, error) {
-	c := lookup[context](s, r.Context)
+	c := lookup[clContext](s, r.Context)
 	if c == nil {
 		return done(cl.InvalidContext), nil
 	}
@@ -441,7 +441,7 @@ func (s *session) dropVendorMem(m *mem) {
 const maxZombies = 256 << 20
 
 // bury frees the memory of released buffers once the context is idle.
-func (s *session) bury(c *context) {
+func (s *session) bury(c *clContext) {
 	if len(c.zombies) == 0 {
 		return
 	}

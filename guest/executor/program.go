@@ -25,7 +25,7 @@ const (
 const argInfoOption = "-cl-kernel-arg-info"
 
 func (s *session) createProgram(id, ctx uint32, from programOrigin, mode uint32, inline []byte, off, n uint64) (outcome, error) {
-	c := lookup[context](s, ctx)
+	c := lookup[clContext](s, ctx)
 	if c == nil {
 		return done(cl.InvalidContext), nil
 	}
@@ -104,7 +104,7 @@ func vendorIDs(ds []*device) []cl.Device {
 
 // vendorProgram makes a program of content in the state that content is in:
 // an object comes out compiled, a library or executable linked.
-func (s *session) vendorProgram(c *context, x *portable.Program, ds []*device) (cl.Program, cl.Status) {
+func (s *session) vendorProgram(c *clContext, x *portable.Program, ds []*device) (cl.Program, cl.Status) {
 	switch x.Kind {
 	case portable.Source:
 		return cl.CreateProgramWithSource(c.vendor, x.Source)
@@ -148,7 +148,7 @@ func (s *session) vendorProgram(c *context, x *portable.Program, ds []*device) (
 	return cl.LinkProgram(c.vendor, vendorIDs(ds), x.LinkOptions, in)
 }
 
-func (s *session) vendorCompile(c *context, v cl.Program, x *portable.Program, ds []*device) cl.Status {
+func (s *session) vendorCompile(c *clContext, v cl.Program, x *portable.Program, ds []*device) cl.Status {
 	var hs []cl.Program
 	var names []string
 	defer func() {
@@ -335,7 +335,7 @@ func (s *session) compileProgram(c call, m *wire.CompileProgram) (outcome, error
 }
 
 func (s *session) linkProgram(c call, m *wire.LinkProgram) (outcome, error) {
-	ctx := lookup[context](s, m.Context)
+	ctx := lookup[clContext](s, m.Context)
 	if ctx == nil {
 		return done(cl.InvalidContext), nil
 	}

@@ -26,6 +26,18 @@ type progress func(step string, done, total uint64)
 func (s *session) restore(g *graph, report progress) error {
 	s.info, s.usage, s.ghostID, s.calls = g.Info, g.Usage, g.GhostID, g.Calls
 	s.dropStale(g)
+	// First take what is taken, so that nothing new is put there.
+	for i := range g.Mems {
+		if m := &g.Mems[i]; m.HasArena {
+			if err := s.host.inherit(m.Arena, m.shadowSize()); err != nil {
+				return fmt.Errorf("memory object %d: %w", m.ID, err)
+			}
+		}
+	}
+	if !s.swept {
+		s.host.sweep()
+		s.swept = true
+	}
 	for _, d := range sorted(g.Devices, func(d gDevice) uint32 { return d.ID }) {
 		if err := s.restoreDevice(d); err != nil {
 			return err
@@ -43,7 +55,7 @@ func (s *session) restore(g *graph, report progress) error {
 		if st != cl.Success {
 			return fmt.Errorf("context %d: %w: %w", c.ID, st, ErrRefused)
 		}
-		s.set(c.ID, c.Serial, &context{id: c.ID, devices: ds, vendor: v})
+		s.set(c.ID, c.Serial, &clContext{id: c.ID, devices: ds, vendor: v})
 	}
 	for _, q := range g.Queues {
 		if err := s.restoreQueue(q); err != nil {
@@ -63,7 +75,7 @@ func (s *session) restore(g *graph, report progress) error {
 		if s.have(x.ID, x.Serial) {
 			continue
 		}
-		c := lookup[context](s, x.Context)
+		c := lookup[clContext](s, x.Context)
 		if c == nil {
 			return fmt.Errorf("sampler %d: context missing: %w", x.ID, ErrRefused)
 		}
@@ -147,7 +159,7 @@ func (s *session) dropStale(g *graph) {
 			return 5 - int(o.kind)
 		case *queue:
 			return 6
-		case *context:
+		case *clContext:
 			return 7
 		}
 		return 8
@@ -196,7 +208,7 @@ func (s *session) restoreQueue(q gQueue) error {
 	if s.have(q.ID, q.Serial) {
 		return nil
 	}
-	c, d := lookup[context](s, q.Context), lookup[device](s, q.Device)
+	c, d := lookup[clContext](s, q.Context), lookup[device](s, q.Device)
 	if c == nil || d == nil {
 		return fmt.Errorf("queue %d: context or device missing: %w", q.ID, ErrRefused)
 	}
@@ -217,7 +229,7 @@ func (s *session) restoreMem(g gMem) error {
 		m.dead = g.Dead
 		return nil
 	}
-	c := lookup[context](s, g.Context)
+	c := lookup[clContext](s, g.Context)
 	if c == nil {
 		return fmt.Errorf("memory object %d: context missing: %w", g.ID, ErrRefused)
 	}
@@ -267,15 +279,16 @@ func (s *session) restoreMem(g gMem) error {
 	return nil
 }
 
+func (g *gMem) shadowSize() uint64 {
+	m := mem{kind: g.Kind, size: g.Size, desc: g.Desc, elem: g.Elem}
+	return m.shadowSize()
+}
+
 func (s *session) adoptArena(m *mem, g gMem) error {
 	if !g.HasArena {
 		return nil
 	}
-	size := m.size
-	if m.kind == memImage {
-		size = m.shadowSize()
-	}
-	if err := s.host.inherit(g.Arena, size); err != nil {
+	if err := s.host.inherit(g.Arena, g.shadowSize()); err != nil {
 		return fmt.Errorf("memory object %d: %w", g.ID, err)
 	}
 	m.arena, m.hasArena = g.Arena, true
@@ -311,7 +324,7 @@ func (s *session) restorePrograms(gs []gProgram, report progress) error {
 		if s.have(g.ID, g.Serial) {
 			continue
 		}
-		c := lookup[context](s, g.Context)
+		c := lookup[clContext](s, g.Context)
 		ds, _, ok := s.vendorDevices(g.Devices)
 		if c == nil || !ok {
 			return fmt.Errorf("program %d: context or device missing: %w", g.ID, ErrRefused)
@@ -477,7 +490,7 @@ func (k *kernel) bind(i int, m *mem) {
 // that wait for the application.
 func (s *session) restoreFinal(g *graph) error {
 	for _, e := range g.Events {
-		x := &event{id: e.ID, ctx: lookup[context](s, e.Context), q: lookup[queue](s, e.Queue), state: e.State, user: e.User, status: e.Status, times: e.Times, timed: e.Timed, dead: e.Dead}
+		x := &event{id: e.ID, ctx: lookup[clContext](s, e.Context), q: lookup[queue](s, e.Queue), state: e.State, user: e.User, status: e.Status, times: e.Times, timed: e.Timed, dead: e.Dead}
 		if x.ctx == nil {
 			return fmt.Errorf("event %d: context missing: %w", e.ID, ErrRefused)
 		}

@@ -17,6 +17,7 @@ import (
 
 const (
 	standbyWait = time.Second
+	gateNap     = 2 * time.Millisecond
 )
 
 // spinFor is how long an idle leader watches the ring before it sleeps.
@@ -49,6 +50,11 @@ func (s *session) worker() {
 // rung between the look at its word and the wait, so while a leader is aside
 // the wait is short.
 func (s *session) standBy() {
+	if !s.canLead() {
+		// Not on the doorbell: its next ring is for another executor.
+		time.Sleep(gateNap)
+		return
+	}
 	word := s.ringR.Word32(wire.HdrSleep)
 	v := atomic.LoadUint32(word)
 	if s.canLead() && !s.leader.Load() && !s.ring.Empty() {
@@ -114,7 +120,9 @@ func (s *session) lead() {
 			idle = now
 		}
 		if now.Sub(idle) < spin {
-			shm.Spin(32)
+			for i := 0; i < 64 && s.ring.Empty(); i++ {
+				shm.Spin(1)
+			}
 			continue
 		}
 		idle = time.Time{}

@@ -57,6 +57,7 @@ type session struct {
 	stateTo    *stateFile
 	stateName  string
 	prepared   bool // prepared with a final graph
+	swept      bool
 	once       sync.Once
 
 	active         atomic.Bool

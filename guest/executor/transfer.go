@@ -12,17 +12,17 @@ import (
 // transfers holds what moves contents in and out of the device: one queue per
 // context, and the pieces of host memory that the driver has pinned.
 type transfers struct {
-	queues map[*context]cl.Queue
+	queues map[*clContext]cl.Queue
 	pinned map[pinKey]cl.Mem
 }
 
 type pinKey struct {
-	c *context
+	c *clContext
 	p uintptr
 	n uint64
 }
 
-func (t *transfers) queue(c *context) (cl.Queue, cl.Status) {
+func (t *transfers) queue(c *clContext) (cl.Queue, cl.Status) {
 	if q := t.queues[c]; q != 0 {
 		return q, cl.Success
 	}
@@ -33,7 +33,7 @@ func (t *transfers) queue(c *context) (cl.Queue, cl.Status) {
 	return q, st
 }
 
-func (t *transfers) forget(c *context) {
+func (t *transfers) forget(c *clContext) {
 	if q := t.queues[c]; q != 0 {
 		cl.ReleaseCommandQueue(q)
 		delete(t.queues, c)
@@ -48,11 +48,11 @@ func (t *transfers) forget(c *context) {
 
 // pin has the driver pin a range of the arena, if it works with memory of its
 // own: transfers out of pinned memory run at the bus's speed.
-func (t *transfers) pin(s *session, c *context, off, n uint64) {
+func (t *transfers) pin(s *session, c *clContext, off, n uint64) {
 	t.pinMemory(s, c, s.arena.Pointer(off), n)
 }
 
-func (t *transfers) pinMemory(s *session, c *context, p unsafe.Pointer, n uint64) {
+func (t *transfers) pinMemory(s *session, c *clContext, p unsafe.Pointer, n uint64) {
 	if s.unified || !s.pins {
 		return
 	}
