@@ -69,7 +69,7 @@ func (e *executor) wrap(what string, err error) error {
 	}
 	var ce *connect.Error
 	if errors.As(err, &ce) && ce.Code() != connect.CodeUnavailable {
-		err = errors.New(ce.Message())
+		err = &saidError{ce}
 	}
 	select {
 	case <-e.proc.Done():
@@ -78,6 +78,12 @@ func (e *executor) wrap(what string, err error) error {
 	}
 	return fmt.Errorf("executor %d: %s: it %s: %w", e.gen, what, e.proc.Exit(), err)
 }
+
+// saidError is what an executor said, in its words alone.
+type saidError struct{ err *connect.Error }
+
+func (e *saidError) Error() string { return e.err.Message() }
+func (e *saidError) Unwrap() error { return e.err }
 
 // bound returns a context that ends with the timeout or the executor.
 func (e *executor) bound(ctx context.Context, d time.Duration) (context.Context, context.CancelFunc) {
@@ -132,11 +138,18 @@ func (e *executor) snapshot(ctx context.Context) (*gpuctlv1.SnapshotResponse, er
 	return resp.Msg, nil
 }
 
+// errNotFrozen says that an executor has refused to freeze and goes on. After
+// any other error nobody knows.
+var errNotFrozen = errors.New("not frozen")
+
 // freeze returns the graph of the frozen session; blockers are an error.
 func (e *executor) freeze(ctx context.Context, timeout time.Duration) (*gpuctlv1.SnapshotResponse, error) {
 	ctx, cancel := e.bound(ctx, timeout+quickTimeout)
 	defer cancel()
 	resp, err := e.api.Freeze(ctx, connect.NewRequest(&gpuctlv1.FreezeRequest{TimeoutMs: timeout.Milliseconds()}))
+	if connect.CodeOf(err) == connect.CodeFailedPrecondition {
+		return nil, fmt.Errorf("%w: %w", errNotFrozen, e.wrap("freeze", err))
+	}
 	if err != nil {
 		return nil, e.wrap("freeze", err)
 	}
@@ -244,14 +257,37 @@ func (e *executor) stream(ctx context.Context, what string, stall time.Duration,
 	return nil
 }
 
+// prepare makes the session's objects. An executor that can't, while the
+// application runs, refuses the session.
 func (e *executor) prepare(ctx context.Context, req *gpuctlv1.PrepareRequest, sink func(*gpuctlv1.Progress)) error {
 	stall := buildTimeout
 	if req.Final {
 		stall = stallTimeout
 	}
-	return e.stream(ctx, "prepare", stall, func(ctx context.Context) (*connect.ServerStreamForClient[gpuctlv1.Progress], error) {
+	err := e.stream(ctx, "prepare", stall, func(ctx context.Context) (*connect.ServerStreamForClient[gpuctlv1.Progress], error) {
 		return e.api.Prepare(ctx, connect.NewRequest(req))
 	}, sink)
+	var ce *connect.Error
+	if !req.Final && errors.As(err, &ce) && ce.Code() == connect.CodeFailedPrecondition {
+		return &refusedError{reasons: reasonsIn(ce)}
+	}
+	return err
+}
+
+// reasonsIn are the reasons that an executor's refusal carries, or is.
+func reasonsIn(ce *connect.Error) []*gpuctlv1.Reason {
+	var rs []*gpuctlv1.Reason
+	for _, d := range ce.Details() {
+		if m, err := d.Value(); err == nil {
+			if r, ok := m.(*gpuctlv1.Reason); ok {
+				rs = append(rs, r)
+			}
+		}
+	}
+	if len(rs) == 0 {
+		rs = append(rs, &gpuctlv1.Reason{Code: "objects", Message: ce.Message()})
+	}
+	return rs
 }
 
 // export returns how many bytes were sent.

@@ -324,17 +324,19 @@ func (e *fakeExecutor) Freeze(context.Context, *connect.Request[gpuctlv1.FreezeR
 		e.mu.Unlock()
 		return nil, refusal("freeze: active %v, gated %v", e.active, e.gated)
 	}
-	e.gated = true
 	e.mu.Unlock()
+	if b := e.l.blockers; len(b) > 0 { // it gives up by itself
+		return nil, refusal("the device is still busy: %v", b)
+	}
 	leave, err := e.enter("Freeze")
 	if err != nil {
+		e.mu.Lock()
+		e.gated = true // an error of any other kind leaves it in between
+		e.mu.Unlock()
 		return nil, err
 	}
 	defer leave()
-	if b := e.l.blockers; len(b) > 0 {
-		return connect.NewResponse(&gpuctlv1.SnapshotResponse{Blockers: b}), nil
-	}
-	e.frozen = true
+	e.gated, e.frozen = true, true
 	return connect.NewResponse(&gpuctlv1.SnapshotResponse{Graph: []byte("frozen graph"), Dirty: 100}), nil
 }
 

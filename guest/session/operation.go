@@ -74,6 +74,7 @@ type operation struct {
 	source, target *executor
 	graph          []byte    // newest
 	frozenAt       time.Time // zero while the application runs
+	unfrozen       bool      // the source has refused to freeze
 	failure        error     // of the operation
 }
 
@@ -268,7 +269,8 @@ func (op *operation) killTarget(context.Context) error {
 // stands still.
 func (op *operation) freezeSource(ctx context.Context, timeoutMS int64) error {
 	if op.target != nil && op.target.dead() {
-		return fmt.Errorf("executor %d %s", op.target.gen, op.target.proc.Exit())
+		op.unfrozen = true
+		return fmt.Errorf("%w: executor %d %s", errNotFrozen, op.target.gen, op.target.proc.Exit())
 	}
 	timeout := defaultFreeze
 	if timeoutMS > 0 {
@@ -277,6 +279,7 @@ func (op *operation) freezeSource(ctx context.Context, timeoutMS int64) error {
 	op.frozenAt = time.Now()
 	snap, err := op.source.freeze(ctx, timeout)
 	if err != nil {
+		op.unfrozen = errors.Is(err, errNotFrozen)
 		return err
 	}
 	op.graph = snap.Graph
@@ -287,8 +290,9 @@ func (op *operation) freezeSource(ctx context.Context, timeoutMS int64) error {
 
 // thawSource undoes freezeSource.
 func (op *operation) thawSource(ctx context.Context) error {
-	if errors.Is(op.failure, errLost) {
-		return nil // somebody else has read on
+	if op.unfrozen || errors.Is(op.failure, errLost) { // lost: somebody else has read on
+		op.stands()
+		return nil
 	}
 	err := op.source.thaw(ctx)
 	op.stands()

@@ -54,9 +54,6 @@ func (m *Manager) swap(ctx context.Context, req *gpuctlv1.SwapRequest, sink func
 				return err
 			}
 			op.graph = snap.Graph
-			if err := op.target.prepare(ctx, &gpuctlv1.PrepareRequest{Graph: op.graph, CheckOnly: true}, op.progress); err != nil {
-				return err
-			}
 			return op.target.prepare(ctx, &gpuctlv1.PrepareRequest{Graph: op.graph}, op.progress)
 		}},
 		{name: stepPrecopy, run: func(ctx context.Context) error { return op.precopy(ctx, usage.GetMemory()) }},
@@ -174,10 +171,8 @@ func (s *session) tryTarget(ctx context.Context, target *gpuctlv1.Target) ([]*gp
 		if err := op.startTarget(ctx, target, usage, devices); err != nil {
 			return err
 		}
-		for _, check := range []bool{true, false} {
-			if err := op.target.prepare(ctx, &gpuctlv1.PrepareRequest{Graph: graph, CheckOnly: check}, op.progress); err != nil {
-				return err
-			}
+		if err := op.target.prepare(ctx, &gpuctlv1.PrepareRequest{Graph: graph}, op.progress); err != nil {
+			return err
 		}
 		return drop // success: the undo drops the target
 	}}})
