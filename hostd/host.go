@@ -595,7 +595,7 @@ func (h *Host) find(ref string) (*gpuctlv1.Session, error) {
 	}
 	var matches []string
 	for _, id := range ids {
-		if strings.HasPrefix(id, ref) {
+		if strings.HasPrefix(id, ref) || strings.HasPrefix(id, "s-"+ref) {
 			matches = append(matches, id)
 		}
 	}

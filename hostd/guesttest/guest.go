@@ -316,7 +316,7 @@ func (g *Guest) operate(ctx context.Context, stream *connect.ServerStream[gpuctl
 			if err := ctx.Err(); err != nil {
 				return fmt.Errorf("step %s: %w", step, err)
 			}
-			_ = stream.Send(&gpuctlv1.Progress{Step: step, StepIndex: uint32(i + 1), Steps: uint32(len(all)), BytesDone: 1, BytesTotal: s.GetUsage().GetMemory()})
+			_ = stream.Send(&gpuctlv1.Progress{Step: step, StepIndex: uint32(i), Steps: uint32(len(all)), BytesDone: 1, BytesTotal: s.GetUsage().GetMemory()})
 		}
 		return nil
 	}()

@@ -21,7 +21,7 @@ type updateView struct {
 	GPUs       []string        `json:"gpus"`
 	Model      string          `json:"model,omitempty"`
 	Step       string          `json:"step,omitempty"`
-	StepIndex  uint32          `json:"step_index,omitempty"`
+	StepIndex  uint32          `json:"step_index"` // from 0
 	Steps      uint32          `json:"steps,omitempty"`
 	BytesDone  uint64          `json:"bytes_done"`
 	BytesTotal uint64          `json:"bytes_total"`
@@ -187,7 +187,7 @@ func (p *progress) update(u *gpuctlv1.Progress) {
 	}
 	if p.columns == 0 {
 		if fresh {
-			fmt.Fprintf(p.w, "[%d/%d] %s%s\n", u.GetStepIndex(), u.GetSteps(), clean(u.GetStep()), note(u))
+			fmt.Fprintf(p.w, "[%d/%d] %s%s\n", u.GetStepIndex()+1, u.GetSteps(), clean(u.GetStep()), note(u))
 		}
 		return
 	}
@@ -195,7 +195,7 @@ func (p *progress) update(u *gpuctlv1.Progress) {
 		return
 	}
 	p.drawn, p.dirty = now, true
-	text := fmt.Sprintf("[%d/%d] %-10s ", u.GetStepIndex(), u.GetSteps(), clean(u.GetStep()))
+	text := fmt.Sprintf("[%d/%d] %-10s ", u.GetStepIndex()+1, u.GetSteps(), clean(u.GetStep()))
 	if total := u.GetBytesTotal(); total > 0 {
 		done := min(u.GetBytesDone(), total)
 		text += bar(float64(done)/float64(total), 24, p.color) + fmt.Sprintf(" %s of %s", size.Format(done), size.Format(total))

@@ -1,0 +1,265 @@
+package hostd
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net/http"
+	"net/http/httptest"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+	"testing/fstest"
+
+	"connectrpc.com/connect"
+	"go.uber.org/goleak"
+	"pgregory.net/rapid"
+
+	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
+	"github.com/gpuctl/gpuctl/hostd/config"
+	"github.com/gpuctl/gpuctl/hostd/guesttest"
+)
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+
+// failer is a test, or a property's try.
+type failer interface{ Fatal(args ...any) }
+
+// fixture is a host with a fake guest that survives the host's restarts.
+type fixture struct {
+	t     failer
+	guest *guesttest.Guest
+	front *httptest.Server
+	state string
+
+	host *Host
+	api  *httptest.Server
+	stop context.CancelFunc
+	done chan struct{}
+	gpuctlv1connect.HostServiceClient
+}
+
+func newFixture(t failer, state string) *fixture {
+	f := &fixture{t: t, guest: guesttest.New(), state: state}
+	f.front = httptest.NewServer(f.guest.Handler())
+	f.start()
+	return f
+}
+
+func (f *fixture) start() {
+	c := config.Config{Version: 1}
+	for id, gib := range map[string]string{"big": "8", "mid": "4", "low": "1"} {
+		c.GPUs = append(c.GPUs, config.GPU{ID: id, Library: "/libpocl.so", Env: map[string]string{"POCL_MEMORY_LIMIT": gib}})
+	}
+	c.GPUs = append(c.GPUs, config.GPU{ID: "duo", Library: "/libpocl.so", Env: map[string]string{"POCL_MEMORY_LIMIT": "2", "POCL_DEVICES": "a b"}})
+	host, err := NewHost(HostConfig{
+		Guest: gpuctlv1connect.NewGuestServiceClient(f.front.Client(), f.front.URL), AppSocket: "/app", StateFile: f.state, Config: c,
+		Root: fstest.MapFS{"proc/1/stat": {Data: []byte("1 (a) b) S 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 77 0")}}, Log: slog.New(slog.DiscardHandler),
+	})
+	if err != nil {
+		f.t.Fatal(err)
+	}
+	ctx, stop := context.WithCancel(context.Background())
+	if err := host.Start(ctx); err != nil {
+		f.t.Fatal(err)
+	}
+	f.host, f.stop, f.done = host, stop, make(chan struct{})
+	go func() {
+		defer close(f.done)
+		host.Watch(ctx)
+	}()
+	f.api = httptest.NewServer(host.Handler())
+	f.HostServiceClient = gpuctlv1connect.NewHostServiceClient(f.api.Client(), f.api.URL)
+}
+
+func (f *fixture) halt() {
+	f.stop()
+	<-f.done
+	f.host.Wait()
+	f.api.Client().CloseIdleConnections()
+	f.api.Close()
+}
+
+func (f *fixture) close() {
+	f.halt()
+	f.front.Client().CloseIdleConnections()
+	f.front.CloseClientConnections()
+	f.front.Close()
+	http.DefaultTransport.(*http.Transport).CloseIdleConnections()
+}
+
+// claim creates one; nil when refused.
+func (f *fixture) claim(req *gpuctlv1.CreateClaimRequest) *gpuctlv1.CreateClaimResponse {
+	res, err := f.CreateClaim(context.Background(), connect.NewRequest(req))
+	if err != nil {
+		f.t.Fatal(err)
+	}
+	if res.Msg.GetClaim() == nil {
+		if len(res.Msg.GetRejected()) == 0 {
+			f.t.Fatal("refused without a reason")
+		}
+		return nil
+	}
+	return res.Msg
+}
+
+// last reads a stream to its end.
+func last(s *connect.ServerStreamForClient[gpuctlv1.OperationUpdate], err error) (*gpuctlv1.SwapResult, error) {
+	if err != nil {
+		return nil, err
+	}
+	defer s.Close()
+	var r *gpuctlv1.SwapResult
+	for s.Receive() {
+		r = s.Msg().GetProgress().GetResult()
+	}
+	if r == nil {
+		return nil, errors.Join(s.Err(), errors.New("no result"))
+	}
+	return r, nil
+}
+
+func (f *fixture) swap(session string, verb gpuctlv1.Verb, to, fail string) (*gpuctlv1.SwapResult, error) {
+	return last(f.Swap(context.Background(), connect.NewRequest(&gpuctlv1.HostSwapRequest{Session: session, Verb: verb, To: to, FailAt: fail})))
+}
+
+func (f *fixture) owners() map[string][]*gpuctlv1.Owner {
+	res, err := f.GetInventory(context.Background(), connect.NewRequest(&gpuctlv1.GetInventoryRequest{}))
+	if err != nil {
+		f.t.Fatal(err)
+	}
+	out := map[string][]*gpuctlv1.Owner{}
+	for _, g := range res.Msg.GetGpus() {
+		out[g.GetId()] = g.GetOwners()
+	}
+	return out
+}
+
+// Whatever claims, sessions, swaps, faults and restarts follow on each other:
+// a GPU has one owner or fitting ones, what runs on a GPU holds it, and at the
+// end nothing is held.
+func TestOwnershipHoldsWhateverHappens(t *testing.T) {
+	dir := t.TempDir()
+	n := 0
+	rapid.Check(t, func(t *rapid.T) {
+		n++
+		f := newFixture(t, filepath.Join(dir, fmt.Sprint(n)+".json"))
+		defer f.close()
+		capacity := map[string]uint64{"big": 8 << 30, "mid": 4 << 30, "low": 1 << 30, "duo-0": 2 << 30, "duo-1": 2 << 30}
+		claims := map[string]*gpuctlv1.CreateClaimResponse{}
+		sessions := map[string]bool{}
+		pick := func(t *rapid.T, from map[string]bool, label string) string {
+			if len(from) == 0 {
+				t.Skip("none")
+			}
+			var all []string
+			for id := range from {
+				all = append(all, id)
+			}
+			slices.Sort(all)
+			return rapid.SampledFrom(all).Draw(t, label)
+		}
+		targets := rapid.SampledFrom([]string{"", "big", "mid", "low", "duo-0", "duo-1", "duo-0,duo-1"})
+		faults := rapid.SampledFrom([]string{"", "", "freeze", "commit", "load"})
+		t.Repeat(map[string]func(*rapid.T){
+			"claim": func(t *rapid.T) {
+				c := f.claim(&gpuctlv1.CreateClaimRequest{
+					Count: rapid.SampledFrom([]uint32{1, 1, 2}).Draw(t, "count"), MinMemory: rapid.SampledFrom([]uint64{0, 1 << 29, 3 << 30}).Draw(t, "min"),
+				})
+				if c != nil {
+					claims[c.GetClaim().GetId()] = c
+				}
+			},
+			"begin": func(t *rapid.T) {
+				ids := map[string]bool{}
+				for id := range claims {
+					ids[id] = true
+				}
+				c := claims[pick(t, ids, "claim")]
+				if id, err := f.guest.Begin(c.GetToken(), 1, "x", 256<<20); err == nil {
+					sessions[id] = true
+				}
+			},
+			"end": func(t *rapid.T) {
+				id := pick(t, sessions, "session")
+				f.guest.End(id)
+				delete(sessions, id)
+			},
+			"release": func(t *rapid.T) {
+				for id := range claims {
+					if _, err := f.ReleaseClaim(context.Background(), connect.NewRequest(&gpuctlv1.ReleaseClaimRequest{Claim: id})); err != nil {
+						t.Fatal(err)
+					}
+					delete(claims, id)
+					break
+				}
+			},
+			"swap": func(t *rapid.T) {
+				verb := gpuctlv1.Verb(rapid.Int32Range(1, 3).Draw(t, "verb"))
+				r, err := f.swap(pick(t, sessions, "session"), verb, targets.Draw(t, "to"), faults.Draw(t, "fail"))
+				if err == nil && r.GetRefused() && r.GetError() == "" {
+					t.Fatal("refused without a word")
+				}
+			},
+			"suspend": func(t *rapid.T) {
+				_, _ = last(f.Suspend(context.Background(), connect.NewRequest(&gpuctlv1.HostSuspendRequest{Session: pick(t, sessions, "session"), FailAt: faults.Draw(t, "fail")})))
+			},
+			"resume": func(t *rapid.T) {
+				_, _ = last(f.Resume(context.Background(), connect.NewRequest(&gpuctlv1.HostResumeRequest{Session: pick(t, sessions, "session"), To: targets.Draw(t, "to"), FailAt: faults.Draw(t, "fail")})))
+			},
+			"restart": func(*rapid.T) {
+				f.halt()
+				f.start()
+			},
+			"": func(t *rapid.T) {
+				if err := f.host.Resync(context.Background()); err != nil {
+					t.Fatal(err)
+				}
+				owners := f.owners()
+				for gpu, list := range owners {
+					var sum uint64
+					for _, o := range list {
+						if o.GetMemory() == 0 && len(list) > 1 {
+							t.Fatalf("%s has several owners: %v", gpu, list)
+						}
+						sum += o.GetMemory()
+					}
+					if sum > capacity[gpu] {
+						t.Fatalf("%s: %d of %d", gpu, sum, capacity[gpu])
+					}
+				}
+				for at, ids := range f.guest.Holders() {
+					for _, gpu := range strings.Split(at, ",") {
+						for _, id := range ids {
+							if !slices.ContainsFunc(owners[gpu], func(o *gpuctlv1.Owner) bool { return slices.Contains(o.GetSessions(), id) }) {
+								t.Fatalf("session %s is on %s, which is held by %v", id, gpu, owners[gpu])
+							}
+						}
+					}
+				}
+			},
+		})
+		for id := range sessions {
+			f.guest.End(id)
+		}
+		for id := range claims {
+			if _, err := f.ReleaseClaim(context.Background(), connect.NewRequest(&gpuctlv1.ReleaseClaimRequest{Claim: id})); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if err := f.host.Resync(context.Background()); err != nil {
+			t.Fatal(err)
+		}
+		for gpu, list := range f.owners() {
+			if len(list) > 0 {
+				t.Fatalf("%s is held by %v in the end", gpu, list)
+			}
+		}
+		if left := f.guest.Offered(); len(left) > 0 {
+			t.Fatalf("offers are left: %v", left)
+		}
+	})
+}
