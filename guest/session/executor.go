@@ -76,7 +76,7 @@ func (e *executor) wrap(what string, err error) error {
 	case <-time.After(50 * time.Millisecond): // a broken connection precedes the end
 		return fmt.Errorf("executor %d: %s: %w", e.gen, what, err)
 	}
-	return fmt.Errorf("executor %d: %s: it %s: %w", e.gen, what, e.proc.Exit(), err)
+	return fmt.Errorf("executor %d: %s: it has ended: %s", e.gen, what, e.proc.Exit())
 }
 
 // saidError is what an executor said, in its words alone.

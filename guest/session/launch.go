@@ -15,6 +15,7 @@ import (
 	"strconv"
 	"strings"
 	"syscall"
+	"time"
 
 	"golang.org/x/sys/unix"
 	"google.golang.org/protobuf/encoding/protojson"
@@ -92,7 +93,7 @@ func (l *ExecLauncher) Launch(ctx context.Context, spec Spec, journal func(Proce
 
 	// Not CommandContext: the executor outlives the operation that starts it.
 	cmd := l.command("executor", "--config", "-")
-	cmd.Env = l.environ(spec.Runtime.GetEnv())
+	cmd.Env = l.environ(spec.Runtime.GetEnv(), spec.Dir)
 	cmd.Stdout = spec.Stdout
 	cmd.Stderr = log
 	cmd.ExtraFiles = append(slices.Clone(spec.Memory[:]), spec.Stdout)
@@ -166,9 +167,10 @@ func (l *ExecLauncher) Probe(ctx context.Context, rt *gpuctlv1.Runtime) (*gpuctl
 		args = append(args, "--device", strconv.FormatUint(uint64(d), 10))
 	}
 	cmd := l.command(args...)
-	cmd.Env = l.environ(rt.GetEnv())
+	cmd.Env = l.environ(rt.GetEnv(), os.TempDir())
 	var out, msg limitedBuffer
 	cmd.Stdout, cmd.Stderr = &out, &msg
+	cmd.WaitDelay = time.Second // for what the runtime may have started
 	if err := startConfined(cmd); err != nil {
 		return nil, fmt.Errorf("start probe: %w", err)
 	}
@@ -239,13 +241,17 @@ func (l *ExecLauncher) own(dir string) error {
 }
 
 // environ is a minimal environment with the runtime's on top. Variables that
-// would lead a runtime back to gpuctl are not among what is kept.
-func (l *ExecLauncher) environ(rt map[string]string) []string {
+// would lead a runtime back to gpuctl are not among what is kept. Runtimes want
+// a home for their caches: home is that of a user without one.
+func (l *ExecLauncher) environ(rt map[string]string, home string) []string {
 	env := map[string]string{"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"}
 	keep := []string{"PATH", "HOME", "XDG_CACHE_HOME", "POCL_CACHE_DIR"}
 	if l.User != nil && os.Getuid() == 0 {
 		keep = keep[:1]
 		env["HOME"] = l.User.HomeDir
+		if fi, err := os.Stat(l.User.HomeDir); err != nil || !fi.IsDir() {
+			env["HOME"] = home
+		}
 	}
 	for _, k := range keep {
 		if v, ok := os.LookupEnv(k); ok {

@@ -199,7 +199,7 @@ func (op *operation) finish(err error) {
 		if !ending {
 			why := "executor has ended"
 			if e != nil {
-				why = "executor " + e.proc.Exit()
+				why = "executor has ended: " + e.proc.Exit()
 			}
 			s.lose(why)
 		}
@@ -270,7 +270,7 @@ func (op *operation) killTarget(context.Context) error {
 func (op *operation) freezeSource(ctx context.Context, timeoutMS int64) error {
 	if op.target != nil && op.target.dead() {
 		op.unfrozen = true
-		return fmt.Errorf("%w: executor %d %s", errNotFrozen, op.target.gen, op.target.proc.Exit())
+		return fmt.Errorf("%w: executor %d has ended: %s", errNotFrozen, op.target.gen, op.target.proc.Exit())
 	}
 	timeout := defaultFreeze
 	if timeoutMS > 0 {

@@ -145,7 +145,7 @@ func (s *session) executorEnded(e *executor) {
 	lost := s.current == e && s.op == nil && !s.ending
 	s.mu.Unlock()
 	if lost {
-		s.lose("executor " + e.proc.Exit())
+		s.lose("executor has ended: " + e.proc.Exit())
 	}
 }
 
