@@ -230,6 +230,7 @@ CL_API_ENTRY cl_int CL_API_CALL clGetDeviceInfo(cl_device_id d, cl_device_info n
 	case CL_DEVICE_PLATFORM: INFO(cl_platform_id, &gx_platform);
 	case CL_DEVICE_PARENT_DEVICE: INFO(cl_device_id, d->parent);
 	case CL_DEVICE_REFERENCE_COUNT: INFO(cl_uint, d->root ? 1 : atomic_load(&d->o.refs));
+	case CL_DEVICE_DEVICE_ENQUEUE_CAPABILITIES: INFO(cl_device_device_enqueue_capabilities, 0); /* some runtimes give 4 bytes */
 	}
 	const struct param *p = find(d->params, d->nparams, name);
 	if (p)
@@ -244,7 +245,6 @@ CL_API_ENTRY cl_int CL_API_CALL clGetDeviceInfo(cl_device_id d, cl_device_info n
 	case CL_DEVICE_PIPE_MAX_ACTIVE_RESERVATIONS:
 	case CL_DEVICE_PIPE_MAX_PACKET_SIZE:
 	case CL_DEVICE_PIPE_SUPPORT:
-	case CL_DEVICE_DEVICE_ENQUEUE_CAPABILITIES:
 	case CL_DEVICE_GENERIC_ADDRESS_SPACE_SUPPORT:
 	case CL_DEVICE_WORK_GROUP_COLLECTIVE_FUNCTIONS_SUPPORT:
 	case CL_DEVICE_NON_UNIFORM_WORK_GROUP_SUPPORT:
