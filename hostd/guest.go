@@ -30,6 +30,7 @@ const (
 type Guest struct {
 	Dir    string // run folder
 	Binary string // empty: beside this program, or in PATH
+	User   string // whom executors run as; empty: the same as gpuguest
 	Log    *slog.Logger
 }
 
@@ -54,7 +55,15 @@ func (g *Guest) Ensure(ctx context.Context) (started bool, err error) {
 		return false, fmt.Errorf("gpuguest: log: %w", err)
 	}
 	defer out.Close()
-	cmd := exec.Command(binary, "serve", "--socket", g.Socket(), "--app-socket", g.AppSocket(), "--rundir", filepath.Join(g.Dir, "guest"))
+	args := []string{"serve", "--socket", g.Socket(), "--app-socket", g.AppSocket(), "--rundir", filepath.Join(g.Dir, "guest")}
+	if g.User != "" {
+		args = append(args, "--executor-user", g.User)
+		// They pass through the folder on their way to their own.
+		if err := os.Chmod(g.Dir, 0o711); err != nil {
+			return false, fmt.Errorf("gpuguest: %w", err)
+		}
+	}
+	cmd := exec.Command(binary, args...)
 	cmd.Stdout, cmd.Stderr = out, out
 	cmd.Env = guestEnv(os.Environ())
 	cmd.Dir = "/"

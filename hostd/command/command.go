@@ -27,6 +27,7 @@ type flags struct {
 	socket   string
 	private  bool
 	gpuguest string
+	user     string
 	level    string
 	json     bool
 }
@@ -69,6 +70,7 @@ as long as there are sessions.`,
 	flags.StringVar(&f.socket, "socket", "", "`path` of the API's socket (default hostd.sock in the run folder)")
 	flags.BoolVar(&f.private, "private", false, "end, and end gpuguest, when standard input ends")
 	flags.StringVar(&f.gpuguest, "gpuguest", "", "`path` of gpuguest (default beside hostd, else in PATH)")
+	flags.StringVar(&f.user, "executor-user", "", "`user` whom executors run as (needs root)")
 	flags.StringVar(&f.level, "log-level", "info", "debug, info, warn or error")
 	flags.BoolVar(&f.json, "log-json", false, "log as JSON")
 	root.AddCommand(configCommand())
@@ -122,7 +124,7 @@ func serve(ctx context.Context, f flags, stdio program.Stdio) error {
 		}()
 	}
 	return hostd.Run(ctx, hostd.Options{
-		Dir: f.dir, Socket: f.socket, Config: c, Private: f.private, Gpuguest: f.gpuguest, Root: os.DirFS("/"), Log: log,
+		Dir: f.dir, Socket: f.socket, Config: c, Private: f.private, Gpuguest: f.gpuguest, User: f.user, Root: os.DirFS("/"), Log: log,
 	})
 }
 

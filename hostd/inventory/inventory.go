@@ -21,7 +21,8 @@ import (
 const (
 	probeTimeout = 30 * time.Second
 	probesAtOnce = 2
-	maxDevices   = 64 // of one runtime
+	maxDevices   = 64                  // of one runtime
+	poclMemory   = "POCL_MEMORY_LIMIT" // GiB
 )
 
 // Prober asks a runtime, in a process of its own, what devices it has.
@@ -51,6 +52,12 @@ func Discover(ctx context.Context, root fs.FS, c config.Config, prober Prober) (
 			ctx, cancel := context.WithTimeout(ctx, probeTimeout)
 			defer cancel()
 			answers[i], failures[i] = prober.Probe(ctx, s.runtime)
+			if offered, limited := s.belowLimit(answers[i]); limited && !s.operators() {
+				// PoCL follows the free memory as long as that is less than
+				// its limit. Half of it will hold.
+				s.runtime.Env[poclMemory] = strconv.FormatUint(max(1, offered/size.GiB/2), 10)
+				answers[i], failures[i] = prober.Probe(ctx, s.runtime)
+			}
 		})
 	}
 	wg.Wait()
@@ -70,6 +77,10 @@ func Discover(ctx context.Context, root fs.FS, c config.Config, prober Prober) (
 		if failures[i] != nil {
 			warnings = append(warnings, fmt.Sprintf("%s: %v", what, failures[i]))
 			continue
+		}
+		if offered, limited := s.belowLimit(answers[i]); limited {
+			warnings = append(warnings, fmt.Sprintf("%s: PoCL offers %s, less than %s=%s GiB, and follows the free memory from there: lower the limit to keep the GPU's size fixed",
+				what, size.Format(offered), poclMemory, s.runtime.GetEnv()[poclMemory]))
 		}
 		found, err := s.gpus(answers[i], taken)
 		if err != nil {
@@ -121,10 +132,29 @@ func newRuntime(lib Library, env map[string]string, limit string) *gpuctlv1.Runt
 	if env == nil {
 		env = map[string]string{}
 	}
-	if _, ok := env["POCL_MEMORY_LIMIT"]; !ok && lib.Runtime == "pocl" {
-		env["POCL_MEMORY_LIMIT"] = limit
+	if _, ok := env[poclMemory]; !ok && lib.Runtime == "pocl" {
+		env[poclMemory] = limit
 	}
 	return &gpuctlv1.Runtime{Library: lib.Path, Env: env}
+}
+
+// operators says that the limit of PoCL's memory is the operator's choice.
+func (s source) operators() bool {
+	if s.declared == nil {
+		return false
+	}
+	_, set := s.declared.Env[poclMemory]
+	return set
+}
+
+// belowLimit says that PoCL offers less memory, in bytes, than its limit.
+func (s source) belowLimit(answer *gpuctlv1.ProbeResponse) (offered uint64, limited bool) {
+	limit, err := strconv.ParseUint(s.runtime.GetEnv()[poclMemory], 10, 32)
+	if s.lib.Runtime != "pocl" || err != nil || len(answer.GetDevices()) == 0 {
+		return 0, false
+	}
+	offered = answer.GetDevices()[0].GetLimits().GetGlobalMemory()
+	return offered, offered < limit*size.GiB
 }
 
 // gpus makes GPUs of a runtime's answer. What cannot be made is in the error.

@@ -158,6 +158,7 @@ func (a *app) run(ctx context.Context, f runFlags, args []string) (err error) {
 		// Without this hostd releases it as soon as it sees that we are gone.
 		_, _ = host.ReleaseClaim(ctx, connect.NewRequest(&gpuctlv1.ReleaseClaimRequest{Claim: claim.GetClaim().GetId()}))
 	}()
+	a.dirs.Sweep()
 	vendors, err := vendorsFolder(a.dirs.Default(), icd)
 	if err != nil {
 		return err
@@ -249,7 +250,7 @@ func vendorsFolder(base, icd string) (string, error) {
 	if err := rundir.Make(base); err != nil {
 		return "", err
 	}
-	dir, err := os.MkdirTemp(base, "vendors-")
+	dir, err := os.MkdirTemp(base, fmt.Sprintf("vendors-%d-", os.Getpid()))
 	if err != nil {
 		return "", fmt.Errorf("vendors folder: %w", err)
 	}

@@ -67,6 +67,22 @@ func (d Dirs) PrivateSockets() []string {
 	return alive
 }
 
+// Sweep removes what private daemons and clients that were killed left behind.
+func (d Dirs) Sweep() {
+	for _, pattern := range []string{"private/*", "vendors-*"} {
+		found, _ := filepath.Glob(filepath.Join(d.Default(), pattern))
+		for _, dir := range found {
+			name := strings.TrimPrefix(filepath.Base(dir), "vendors-")
+			number, _, _ := strings.Cut(name, "-")
+			pid, err := strconv.Atoi(number)
+			if err != nil || pid <= 0 || !errors.Is(syscall.Kill(pid, 0), syscall.ESRCH) || Answers(filepath.Join(dir, SocketName)) {
+				continue
+			}
+			_ = os.RemoveAll(dir)
+		}
+	}
+}
+
 // Answers says whether somebody listens on a unix socket.
 func Answers(socket string) bool {
 	conn, err := net.DialTimeout("unix", socket, time.Second)

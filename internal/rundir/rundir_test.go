@@ -1,0 +1,74 @@
+package rundir
+
+import (
+	"os"
+	"path/filepath"
+	"strconv"
+	"testing"
+)
+
+func TestDefaultIsTheUsersOwn(t *testing.T) {
+	for d, want := range map[Dirs]string{
+		{XDG: "/run/user/7", Temp: "/tmp", UID: 7}: "/run/user/7/gpuctl",
+		{Temp: "/tmp", UID: 7}:                     "/tmp/gpuctl-7",
+		{Temp: "/tmp"}:                             "/run/gpuctl",
+	} {
+		if got := d.Default(); got != want {
+			t.Errorf("%+v: %s, want %s", d, got, want)
+		}
+	}
+}
+
+func TestListenReplacesADeadSocketAndSparesALiveOne(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "s")
+	if err := os.WriteFile(path, nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	l, err := Listen(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	if info, err := os.Stat(path); err != nil || info.Mode().Perm() != 0o600 {
+		t.Errorf("mode %v, %v", info.Mode(), err)
+	}
+	if _, err := Listen(path); err == nil {
+		t.Error("a socket in use was taken over")
+	}
+}
+
+func TestMakeRefusesWhatOthersCanWrite(t *testing.T) {
+	dir := filepath.Join(t.TempDir(), "d")
+	if err := Make(dir); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Chmod(dir, 0o777); err != nil {
+		t.Fatal(err)
+	}
+	if err := Make(dir); err == nil {
+		t.Error("a folder that everybody can write was accepted")
+	}
+}
+
+func TestSweepRemovesOnlyWhatTheDeadLeft(t *testing.T) {
+	d := Dirs{XDG: t.TempDir()}
+	const gone = 1 << 30 // above any pid
+	keep := []string{d.Private(os.Getpid()), filepath.Join(d.Default(), "vendors-"+strconv.Itoa(os.Getpid())+"-1"), filepath.Join(d.Default(), "guest")}
+	drop := []string{d.Private(gone), filepath.Join(d.Default(), "vendors-"+strconv.Itoa(gone)+"-1")}
+	for _, dir := range append(keep, drop...) {
+		if err := os.MkdirAll(dir, 0o700); err != nil {
+			t.Fatal(err)
+		}
+	}
+	d.Sweep()
+	for _, dir := range keep {
+		if _, err := os.Stat(dir); err != nil {
+			t.Error(err)
+		}
+	}
+	for _, dir := range drop {
+		if _, err := os.Stat(dir); err == nil {
+			t.Errorf("%s is still there", dir)
+		}
+	}
+}
