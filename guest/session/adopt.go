@@ -192,8 +192,7 @@ func (r *repair) run(ctx context.Context) error {
 		}
 		return err
 	case op.Kind == kindSuspend:
-		r.current, r.other = nil, firstLive(r.other, r.current) // the source, to be retired
-		return r.suspended(nil)
+		return r.suspend(ctx)
 	case op.Kind == kindResume && s.rec.SuspendedTo == "": // committed, state not yet discarded
 		err := r.running(ctx, r.current, false)
 		return errors.Join(err, ignore(s, s.dropSaved(op.File, "")))
@@ -206,6 +205,28 @@ func (r *repair) run(ctx context.Context) error {
 		return r.swap(ctx)
 	}
 	return fmt.Errorf("unknown operation %q in the journal", op.Kind)
+}
+
+// suspend settles a suspend whose state was complete. A source that has long
+// been without a gpuguest may have thawed itself: then it is ahead of the state.
+func (r *repair) suspend(ctx context.Context) error {
+	s, op := r.s, r.s.rec.Op
+	if r.current != nil {
+		d, err := r.current.describe(ctx)
+		if err == nil && !d.Frozen {
+			to := s.rec.SuspendedTo
+			s.rec.SuspendedTo = ""
+			if err := r.running(ctx, r.current, false); err != nil {
+				return err
+			}
+			return ignore(s, s.dropSaved(to, ""))
+		}
+		r.current.kill()
+	}
+	if op.Head != nil && s.mem.head() != *op.Head {
+		return errLost
+	}
+	return r.suspended(nil)
 }
 
 // switched tells whether the other executor of the journal owns the ring. The
@@ -325,15 +346,6 @@ func (r *repair) drop() {
 	if r.other != nil {
 		r.other.kill()
 	}
-}
-
-func firstLive(es ...*executor) *executor {
-	for _, e := range es {
-		if e != nil {
-			return e
-		}
-	}
-	return nil
 }
 
 // ignore logs an error that leaves rubbish behind and nothing else.

@@ -552,6 +552,25 @@ func TestTargetDeadWhileManagerWasAway(t *testing.T) {
 	}
 }
 
+func TestSourceThawedItselfWhileManagerWasAway(t *testing.T) {
+	b := newBench(t)
+	b.restart(func() {
+		b.suspend("", "kill_self@mark")
+	})
+	b.isSuspended(toMemory)
+	b = newBench(t)
+	b.restart(func() {
+		defer func() { // after the manager's death
+			e := b.l.generation(1)
+			e.mu.Lock()
+			e.gated, e.frozen = false, false
+			e.mu.Unlock()
+		}()
+		b.suspend("", "kill_self@mark")
+	})
+	b.runsOn(1) // it is ahead of the saved state
+}
+
 func TestExecutorDeadWhileManagerWasAway(t *testing.T) {
 	b := newBench(t)
 	b.restart(func() { b.l.generation(1).Kill() })
