@@ -1,16 +1,18 @@
 /*
  * stream: a long deterministic integer workload, to be swapped while it runs.
  *
- *   stream [--seconds S | --iterations N] [--mib M] [--buffers B] [--seed X] [--threads T] [--queues Q]
+ *   stream [--seconds S | --iterations N | --stdin] [--mib M] [--buffers B] [--seed X] [--threads T] [--queues Q]
  *          [--events] [--mapped] [--images] [--verbose] [--write-percent P]
  *
  * An iteration mixes every buffer of every thread, hashes them through atomics in local and global memory and, with
  * --images, sends a part through an image. --verbose prints a line with the time after each iteration. The last line is
  * "checksum N HEX": it depends on the options and on N, the iterations done, alone. --events adds callbacks, user events and a
  * check that profiling times only grow. --mapped keeps a region mapped over several iterations and writes it through
- * the mapping. --write-percent P lets an iteration touch only P percent of the buffers.
+ * the mapping. --stdin
+ * runs until standard input ends or has a line. --write-percent P lets an iteration touch only P percent of the buffers.
  */
 #include "clx.h"
+#include <poll.h>
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdbool.h>
@@ -42,7 +44,7 @@ static struct {
     size_t mib, buffers;
     unsigned seed, percent;
     int threads, queues;
-    bool events, mapped, images, verbose;
+    bool events, mapped, images, verbose, until_stdin;
 } opt = {.iterations = 20, .mib = 1, .buffers = 4, .seed = 1, .percent = 100, .threads = 1, .queues = 1};
 
 enum { MAX_QUEUES = 8, IW = 64, IH = 32 };
@@ -225,7 +227,8 @@ static void *work(void *u) {
                 fflush(stdout);
             }
             goal = it + 1;
-            if (opt.seconds > 0 ? clx_now() - started >= opt.seconds : it + 1 >= opt.iterations)
+            struct pollfd in = {.fd = 0, .events = POLLIN};
+            if (opt.until_stdin ? poll(&in, 1, 0) > 0 : opt.seconds > 0 ? clx_now() - started >= opt.seconds : it + 1 >= opt.iterations)
                 finish = true;
         }
     }
@@ -264,6 +267,8 @@ int main(int argc, char **argv) {
             opt.mapped = true;
         else if (!strcmp(a, "--images"))
             opt.images = true;
+        else if (!strcmp(a, "--stdin"))
+            opt.until_stdin = true;
         else if (!strcmp(a, "--verbose"))
             opt.verbose = true;
         else if (!v) {
