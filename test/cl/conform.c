@@ -233,7 +233,10 @@ int main(int argc, char **argv) {
     }
     if (list)
         return 0;
-    printf("%d cases, %d failed, %d skipped, %d known deviations\n", ran, bad, skip, (int)known);
+    printf("%d cases, %d failed, %d skipped", ran, bad, skip);
+    if (!isolate)
+        printf(", %d known deviations", (int)known);
+    putchar('\n');
     if (ran == 0 && skip == 0)
         fprintf(stderr, "no such case\n");
     return bad || ran + skip == 0;
