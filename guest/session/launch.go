@@ -62,7 +62,7 @@ type ExecutorConfig struct {
 }
 
 // logTail is how much of an executor's log is looked at for why it ended.
-const logTail = 2048
+const logTail = 64 << 10 // a crash dump fits
 
 // ExecLauncher starts executors as processes of this program's own binary.
 type ExecLauncher struct {
@@ -304,6 +304,12 @@ func exitReason(st *os.ProcessState, logPath string) string {
 		_, _ = f.Seek(-logTail, io.SeekEnd)
 	}
 	b, _ := io.ReadAll(io.LimitReader(f, logTail))
+	for l := range strings.Lines(string(b)) {
+		// A dump begins with its cause and ends with registers.
+		if strings.HasPrefix(l, "panic: ") || strings.HasPrefix(l, "fatal error: ") || strings.HasPrefix(l, "SIG") {
+			return how + ": " + strings.TrimSpace(strings.ToValidUTF8(l, "?"))
+		}
+	}
 	if l := lastLine(b); l != "" {
 		return how + ": " + l
 	}
