@@ -40,6 +40,7 @@ const (
 	buildTimeout  = 10 * time.Minute // of a plan that builds programs
 	resyncEvery   = 5 * time.Second
 	holdersEvery  = time.Second
+	releaseWait   = time.Second
 	maxClaims     = 4096
 	maxClaimGPUs  = 64
 	maxNameLength = 255
@@ -499,6 +500,25 @@ func (h *Host) release(ctx context.Context, c *claim) {
 	if h.claims[c.ID] == c {
 		c.Released = true
 		h.settle(c)
+	}
+}
+
+// awaitEnd returns when a released claim has ended, or soon all the same: a
+// process that its application left behind may use it for long.
+func (h *Host) awaitEnd(ctx context.Context, c *claim) {
+	ctx, cancel := context.WithTimeout(ctx, releaseWait)
+	defer cancel()
+	for {
+		h.mu.Lock()
+		over := h.claims[c.ID] != c
+		h.mu.Unlock()
+		if over || ctx.Err() != nil {
+			return
+		}
+		if err := h.Resync(ctx); err != nil && ctx.Err() == nil {
+			h.Log.Debug("sessions not listed", "err", err)
+		}
+		sleep(ctx, 10*time.Millisecond)
 	}
 }
 

@@ -135,6 +135,11 @@ func (s *Server) ReleaseClaim(ctx context.Context, req *connect.Request[gpuctlv1
 		return nil, coded(fmt.Errorf("%w: no claim %q%s", errNotFound, req.Msg.GetClaim(), near.Hint(req.Msg.GetClaim(), ids)))
 	}
 	s.host.release(ctx, c)
+	if c.Holder.PID != 0 {
+		// Its application has just ended, as a rule: who asks for the GPU next
+		// is to find it free.
+		s.host.awaitEnd(ctx, c)
+	}
 	return connect.NewResponse(&gpuctlv1.ReleaseClaimResponse{}), nil
 }
 

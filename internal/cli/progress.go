@@ -73,6 +73,9 @@ func summary(r *gpuctlv1.SwapResult) string {
 		return "failed: " + r.GetError()
 	}
 	text := "stood still " + duration(r.GetStoppedNs())
+	if r.GetStoppedNs() == 0 { // a resume: it stood still before, too
+		text = "took " + duration(r.GetTotalNs())
+	}
 	if copied := r.GetBytesPrecopied() + r.GetBytesFrozen(); copied > 0 {
 		text += fmt.Sprintf(", copied %s (%s before the stop)", size.Format(copied), size.Format(r.GetBytesPrecopied()))
 	}
