@@ -313,7 +313,7 @@ func (d *demo) vendors(ctx context.Context) (bool, error) {
 	d.heading("4. From one vendor's runtime to another's, and back",
 		"A program of integer kernels, atomics and images starts on PoCL, goes on with Oclgrind (another\n"+
 			"compiler, another binary format, an interpreter) and ends on PoCL.")
-	args := []string{"--mib", "1", "--buffers", "2", "--images", "--verbose"}
+	args := []string{"--kib", "32", "--buffers", "2", "--images", "--verbose"}
 	program := append([]string{d.rig.Program("stream")}, args...)
 	ctx, cancel := context.WithTimeout(ctx, 100*time.Second)
 	defer cancel()

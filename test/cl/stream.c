@@ -1,7 +1,7 @@
 /*
  * stream: a long deterministic integer workload, to be swapped while it runs.
  *
- *   stream [--seconds S | --iterations N | --stdin] [--mib M] [--buffers B] [--seed X] [--threads T] [--queues Q]
+ *   stream [--seconds S | --iterations N | --stdin] [--mib M | --kib K] [--buffers B] [--seed X] [--threads T] [--queues Q]
  *          [--events] [--mapped] [--images] [--verbose] [--write-percent P]
  *
  * An iteration mixes every buffer of every thread, hashes them through atomics in local and global memory and, with
@@ -41,11 +41,11 @@ static const char *image_source =
 static struct {
     double seconds;
     long iterations;
-    size_t mib, buffers;
+    size_t kib, buffers;
     unsigned seed, percent;
     int threads, queues;
     bool events, mapped, images, verbose, until_stdin;
-} opt = {.iterations = 20, .mib = 1, .buffers = 4, .seed = 1, .percent = 100, .threads = 1, .queues = 1};
+} opt = {.iterations = 20, .kib = 1024, .buffers = 4, .seed = 1, .percent = 100, .threads = 1, .queues = 1};
 
 enum { MAX_QUEUES = 8, IW = 64, IH = 32 };
 
@@ -86,7 +86,7 @@ static void arg(cl_kernel k, cl_uint i, size_t n, const void *v) { CLX_OK(clSetK
 
 static void *work(void *u) {
     struct worker *w = u;
-    size_t words = opt.mib * (1u << 20) / 4;
+    size_t words = opt.kib * 256;
     cl_uint n32 = (cl_uint)words;
     cl_int e;
     cl_command_queue q[MAX_QUEUES];
@@ -281,7 +281,9 @@ int main(int argc, char **argv) {
             else if (!strcmp(a, "--iterations"))
                 opt.iterations = atol(v);
             else if (!strcmp(a, "--mib"))
-                opt.mib = strtoul(v, NULL, 0);
+                opt.kib = strtoul(v, NULL, 0) * 1024;
+            else if (!strcmp(a, "--kib"))
+                opt.kib = strtoul(v, NULL, 0);
             else if (!strcmp(a, "--buffers"))
                 opt.buffers = strtoul(v, NULL, 0);
             else if (!strcmp(a, "--seed"))
@@ -300,7 +302,7 @@ int main(int argc, char **argv) {
             }
         }
     }
-    if (opt.threads < 1 || opt.threads > 64 || opt.queues < 1 || opt.queues > MAX_QUEUES || opt.buffers < 1 || opt.mib < 1 || opt.mib > 2048) {
+    if (opt.threads < 1 || opt.threads > 64 || opt.queues < 1 || opt.queues > MAX_QUEUES || opt.buffers < 1 || opt.kib < 16 || opt.kib > 2048 * 1024) {
         fprintf(stderr, "stream: value out of range\n");
         return 2;
     }
