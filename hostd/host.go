@@ -72,6 +72,7 @@ type Host struct {
 	ledger   *ledger.Ledger
 	claims   map[string]*claim
 	sessions map[string]*session
+	over     map[string]time.Time  // sessions that the guest said have ended
 	ops      map[string]*operation // by session
 	last     map[string]*gpuctlv1.SwapResult
 	watchers map[*watcher]bool
@@ -92,7 +93,7 @@ func NewHost(c HostConfig) (*Host, error) {
 	}
 	return &Host{
 		HostConfig: c, proc: proc, ready: make(chan struct{}), ctx: context.Background(),
-		ledger: ledger.New(), claims: map[string]*claim{}, sessions: map[string]*session{},
+		ledger: ledger.New(), claims: map[string]*claim{}, sessions: map[string]*session{}, over: map[string]time.Time{},
 		ops: map[string]*operation{}, last: map[string]*gpuctlv1.SwapResult{}, watchers: map[*watcher]bool{},
 	}, nil
 }
@@ -194,8 +195,12 @@ func (h *Host) follow(ctx context.Context) {
 		stream, err := h.Guest.WatchSessions(ctx, connect.NewRequest(&gpuctlv1.WatchSessionsRequest{}))
 		if err == nil {
 			for stream.Receive() {
+				s := proto.CloneOf(stream.Msg())
 				h.mu.Lock()
-				h.update(proto.CloneOf(stream.Msg()), false)
+				h.update(s, false)
+				if s.GetState() == gpuctlv1.SessionState_SESSION_STATE_ENDED {
+					h.over[s.GetId()] = time.Now()
+				}
 				h.mu.Unlock()
 			}
 			err = cmp.Or(stream.Err(), errors.New("ended"))
@@ -226,9 +231,17 @@ func (h *Host) Resync(ctx context.Context) error {
 	}
 	h.mu.Lock()
 	defer h.mu.Unlock()
+	for id, at := range h.over {
+		if at.Before(asked.Add(-callTimeout)) {
+			delete(h.over, id)
+		}
+	}
 	listed := map[string]bool{}
 	for _, s := range res.Msg.GetSessions() {
 		listed[s.GetId()] = true
+		if _, over := h.over[s.GetId()]; over {
+			continue // it ended while the answer was on its way
+		}
 		h.update(s, true)
 	}
 	for id, s := range h.sessions {
