@@ -60,7 +60,7 @@ fuzz: build
 			$(GO) test -run '^$$' -fuzz "^$$t$$" -fuzztime $(FUZZTIME) $$(dirname $$f); \
 		done; done
 
-# Random swaps and kills under load.
+# Random swaps and suspensions under load.
 chaos: build
 	GPUCTL_CHAOS=$(CHAOSTIME) $(GO) test -count=1 -timeout 30m -run '^TestChaos' -v ./test/e2e
 
