@@ -68,7 +68,7 @@ struct _cl_device_id {
 	uint8_t *blob; /* what params point into */
 	uint64_t base_align; /* bytes */
 	uint64_t queue_props;
-	uint64_t max_alloc;
+	uint64_t max_alloc, local_mem;
 	uint32_t address_bits;
 	bool images, root;
 };
@@ -158,6 +158,7 @@ struct _cl_kernel {
 	cl_context ctx;
 	char *name;
 	uint32_t nargs, unset;
+	uint64_t local; /* bytes of local memory that the arguments ask for */
 	struct karg *args;
 	_Atomic(struct cached *) cache;
 	_Atomic uint64_t shapes[8]; /* hashes of launches that the vendor has accepted */

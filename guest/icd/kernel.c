@@ -130,6 +130,7 @@ CL_API_ENTRY cl_kernel CL_API_CALL clCloneKernel(cl_kernel from, cl_int *errcode
 	if (k->nargs == from->nargs) { /* the clone has its source's arguments */
 		memcpy(k->args, from->args, k->nargs * sizeof *k->args);
 		k->unset = from->unset;
+		k->local = from->local;
 	}
 	atomic_store(&k->fresh, true);
 	DONE(k);
@@ -219,6 +220,8 @@ CL_API_ENTRY cl_int CL_API_CALL clSetKernelArg(cl_kernel k, cl_uint i, size_t si
 	if (likely(a->set && a->size == size))
 		return post_set_arg(&m);
 	TRY(call_set_arg(&m, NULL));
+	if (a->kind == GX_ARG_LOCAL)
+		k->local += size - a->size;
 	if (!a->set)
 		k->unset--;
 	a->set = true;
@@ -411,6 +414,8 @@ static cl_int launch(cl_command_queue q, cl_kernel k, cl_uint dims, const size_t
 		return CL_INVALID_WORK_DIMENSION;
 	if (unlikely(k->unset))
 		return CL_INVALID_KERNEL_ARGS;
+	if (unlikely(k->local > q->dev->local_mem))
+		return CL_OUT_OF_RESOURCES;
 	struct gx_ndrange m = {.queue = q->o.id, .kernel = k->o.id, .dims = dims, .has = (off ? 1 : 0) | (loc ? 2 : 0) | (task ? 4 : 0)};
 	bool odd = !glob;
 	uint64_t h = mix(mix(0x5bd1e995, q->serial << 8 | dims << 4 | m.has), 1);
@@ -419,6 +424,8 @@ static cl_int launch(cl_command_queue q, cl_kernel k, cl_uint dims, const size_t
 		g3[i] = glob ? glob[i] : 0;
 		o3[i] = off ? off[i] : 0;
 		l3[i] = loc ? loc[i] : 0;
+		if (loc && !l3[i])
+			return CL_INVALID_WORK_GROUP_SIZE;
 		odd |= !g3[i];
 		if (q->dev->address_bits == 32 && (g3[i] > UINT32_MAX))
 			return CL_INVALID_GLOBAL_WORK_SIZE;

@@ -2,7 +2,7 @@
 #include "gx.h"
 
 static gx_lock id_lock;
-static uint32_t next_id = GX_FIRST_ID, *free_ids, nfree, cap_free;
+static uint32_t next_id = GX_FIRST_ID, *free_ids, nfree, cap_free, first_free; /* a ring; cap_free is a power of two */
 static gx_lock pool_lock;
 static struct obj *pool[T_COUNT];
 
@@ -12,16 +12,22 @@ void gx_objects_reset(void)
 {
 	id_lock = pool_lock = (gx_lock){0};
 	next_id = GX_FIRST_ID;
-	nfree = 0;
+	nfree = first_free = 0;
 }
+
+/* Ids are used again in the order of their release and not at once, so that a late reader of one does not meet the next
+ * object of its name. */
+#define ID_REST 1024u
 
 uint32_t gx_id_take(void)
 {
 	uint32_t id = 0;
 	gx_lock_take(&id_lock);
-	if (nfree)
-		id = free_ids[--nfree];
-	else if (next_id <= GX_MAX_ID)
+	if (nfree > ID_REST || (nfree && next_id > GX_MAX_ID)) {
+		id = free_ids[first_free];
+		first_free = (first_free + 1) & (cap_free - 1);
+		nfree--;
+	} else if (next_id <= GX_MAX_ID)
 		id = next_id++;
 	gx_lock_drop(&id_lock);
 	return id;
@@ -31,13 +37,19 @@ void gx_id_drop(uint32_t id)
 {
 	gx_lock_take(&id_lock);
 	if (nfree == cap_free) {
-		uint32_t cap = cap_free ? 2 * cap_free : 256;
-		uint32_t *more = realloc(free_ids, cap * sizeof *more);
-		if (more)
-			free_ids = more, cap_free = cap;
+		uint32_t cap = cap_free ? 2 * cap_free : 2048;
+		uint32_t *more = malloc(cap * sizeof *more);
+		if (more) {
+			for (uint32_t i = 0; i < nfree; i++)
+				more[i] = free_ids[(first_free + i) & (cap_free - 1)];
+			free(free_ids);
+			free_ids = more;
+			cap_free = cap;
+			first_free = 0;
+		}
 	}
 	if (nfree < cap_free) /* else the id is lost, of 16 million */
-		free_ids[nfree++] = id;
+		free_ids[(first_free + nfree++) & (cap_free - 1)] = id;
 	gx_lock_drop(&id_lock);
 }
 

@@ -83,6 +83,7 @@ static void describe(cl_device_id d)
 	d->base_align = bits >= 8 ? bits / 8 : 1;
 	d->queue_props = number(d, CL_DEVICE_QUEUE_ON_HOST_PROPERTIES, CL_QUEUE_PROFILING_ENABLE);
 	d->max_alloc = number(d, CL_DEVICE_MAX_MEM_ALLOC_SIZE, ~0ull);
+	d->local_mem = number(d, CL_DEVICE_LOCAL_MEM_SIZE, ~0ull);
 	d->address_bits = (uint32_t)number(d, CL_DEVICE_ADDRESS_BITS, 64);
 	d->images = number(d, CL_DEVICE_IMAGE_SUPPORT, 0) != 0;
 }
