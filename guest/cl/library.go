@@ -90,3 +90,8 @@ func version(s string) int {
 	}
 	return 10*major + minor
 }
+
+// Serialize lets one call at a time into this process's runtimes, waits
+// included: for a runtime that is not thread-safe, as the specification asks.
+// It is to be called before any other thread uses the runtime.
+func (l *Library) Serialize() { C.gxSerial = 1 }

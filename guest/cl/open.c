@@ -31,6 +31,12 @@ int32_t gxPlatforms(void *icd, uint32_t n, uintptr_t *platforms, uint32_t *ret) 
 	return get(n, (cl_platform_id *)platforms, ret);
 }
 
+int gxSerial;
+static pthread_mutex_t serial = PTHREAD_MUTEX_INITIALIZER;
+
+void gxLock(void) { pthread_mutex_lock(&serial); }
+void gxUnlock(void) { pthread_mutex_unlock(&serial); }
+
 // The tables of this process's runtimes. Entries are only added, so that
 // gxVersion needs no lock.
 enum { MAX_TABLES = 64 };

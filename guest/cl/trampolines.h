@@ -37,17 +37,37 @@ int gxVersion(const cl_icd_dispatch *t);
 	if (!t || ((version) > 10 && gxVersion(t) < (version)) || !t->fn) \
 		FAIL(CL_INVALID_OPERATION)
 
+// gxSerial is set for a runtime that is not safe to use from several threads;
+// then gxEnter and gxLeave let one call through at a time, waits included.
+extern int gxSerial;
+void gxLock(void);
+void gxUnlock(void);
+static inline void gxEnter(void) {
+	if (__builtin_expect(gxSerial, 0))
+		gxLock();
+}
+static inline void gxLeave(void) {
+	if (__builtin_expect(gxSerial, 0))
+		gxUnlock();
+}
+
+#define CALL(type, call) \
+	gxEnter(); \
+	type result = call; \
+	gxLeave(); \
+	return result
+
 #define STATUS(version, obj, bad, fn, ...) \
 	VIA(version, obj, bad, fn); \
-	return t->fn(__VA_ARGS__)
+	CALL(int32_t, t->fn(__VA_ARGS__))
 
 #define HANDLE(version, obj, bad, fn, ...) \
 	VIA(version, obj, bad, fn); \
-	return (uintptr_t)t->fn(__VA_ARGS__)
+	CALL(uintptr_t, (uintptr_t)t->fn(__VA_ARGS__))
 
 #define POINTER(version, obj, bad, fn, ...) \
 	VIA(version, obj, bad, fn); \
-	return t->fn(__VA_ARGS__)
+	CALL(void *, t->fn(__VA_ARGS__))
 
 #define FAIL(e) return (e)
 

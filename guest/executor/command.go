@@ -440,6 +440,9 @@ func (s *session) ndrange(c call, m *wire.Ndrange) (outcome, error) {
 	if m.Dims < 1 || m.Dims > 3 {
 		return s.refuse(c, q, e, 0, cl.InvalidWorkDimension), nil
 	}
+	if k.local > s.limits.LocalMemory { // some runtimes crash instead
+		return s.refuse(c, q, e, 0, cl.OutOfResources), nil
+	}
 	for _, x := range s.written(k) {
 		if x.vendor != 0 {
 			x.touch(0, x.size)
@@ -452,6 +455,11 @@ func (s *session) ndrange(c call, m *wire.Ndrange) (outcome, error) {
 	}
 	if m.Has&2 != 0 {
 		loc = &s.loc
+		for i := range m.Dims {
+			if s.loc[i] == 0 {
+				return s.refuse(c, q, e, 0, cl.InvalidWorkGroupSize), nil
+			}
+		}
 		s.used(k, m.Dims)
 	}
 	var out *cl.Event

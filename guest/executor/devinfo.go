@@ -69,7 +69,7 @@ func ownParams() []param {
 	return []param{
 		p64(cl.DeviceSvmCapabilities, 0), p32(cl.DevicePipeSupport, 0), p32(cl.DeviceMaxPipeArgs, 0),
 		p32(cl.DevicePipeMaxActiveReservations, 0), p32(cl.DevicePipeMaxPacketSize, 0),
-		p32(cl.DeviceDeviceEnqueueCapabilities, 0), p64(cl.DeviceQueueOnDeviceProperties, 0),
+		p64(cl.DeviceDeviceEnqueueCapabilities, 0), p64(cl.DeviceQueueOnDeviceProperties, 0),
 		p32(cl.DeviceQueueOnDevicePreferredSize, 0), p32(cl.DeviceQueueOnDeviceMaxSize, 0),
 		p32(cl.DeviceMaxOnDeviceQueues, 0), p32(cl.DeviceMaxOnDeviceEvents, 0),
 		p64(cl.DeviceMaxGlobalVariableSize, 0), p64(cl.DeviceGlobalVariablePreferredTotalSize, 0),

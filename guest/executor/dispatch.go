@@ -203,9 +203,7 @@ func (s *session) release(id, callback uint32) error {
 	case *mem:
 		o.dead = true
 		s.ghost(id, o, o.users)
-		if callback != 0 {
-			s.notifyDestroyed(callback, o.ctx)
-		}
+		o.callback = callback
 		s.dropMem(o)
 	case *sampler:
 		o.dead = true

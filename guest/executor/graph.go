@@ -72,6 +72,7 @@ type gMem struct {
 	HasArena, Unified   bool
 	Maps                []mapping
 	Dead                bool
+	Callback            uint32
 }
 
 type gSampler struct {
@@ -207,7 +208,7 @@ func (s *session) graph(final bool) *graph {
 		case *mem:
 			m := gMem{
 				ID: id, Context: o.ctx.id, Serial: serial, Kind: o.kind, Flags: o.flags, Size: o.size, Origin: o.origin,
-				Format: o.format, Desc: o.desc, Elem: o.elem, Arena: o.arena, HasArena: o.hasArena, Unified: o.unified, Dead: o.dead,
+				Format: o.format, Desc: o.desc, Elem: o.elem, Arena: o.arena, HasArena: o.hasArena, Unified: o.unified, Dead: o.dead, Callback: o.callback,
 			}
 			if o.parent != nil {
 				m.Parent = o.parent.id

@@ -320,32 +320,25 @@ func (s *session) advance() {
 		again = false
 		blocked := map[*queue]bool{}
 		fenced := map[*queue]bool{}
-		todo := s.parked
-		s.parked = nil
-		for i, p := range todo {
+		for i, p := range s.parked {
+			f, _ := isFence(p.op, len(p.wait))
 			if !s.ready(p, blocked, fenced) {
-				s.parked = append(s.parked, p)
 				if p.q != nil {
 					blocked[p.q] = true
-					if f, _ := isFence(p.op, len(p.wait)); f {
-						fenced[p.q] = true
-					}
+					fenced[p.q] = fenced[p.q] || f
 				}
 				continue
 			}
 			again = true
+			s.parked = append(s.parked[:i:i], s.parked[i+1:]...)
 			if p.q != nil {
 				p.q.held--
-				if f, _ := isFence(p.op, len(p.wait)); f {
+				if f {
 					p.q.fence--
 				}
 			}
-			rest := todo[i+1:]
 			s.rerun(p)
-			// Running it may have parked or released others: start over with
-			// a consistent list.
-			s.parked = append(s.parked, rest...)
-			break
+			break // running it may have changed the list
 		}
 	}
 }

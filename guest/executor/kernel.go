@@ -84,7 +84,7 @@ func (s *session) createKernel(m *wire.CreateKernel) (outcome, error) {
 	if p == nil {
 		return done(cl.InvalidProgram), nil
 	}
-	if p.vendor == 0 || p.building {
+	if p.vendor == 0 || p.building || !p.executable() {
 		return done(cl.InvalidProgramExecutable), nil
 	}
 	k := &kernel{id: m.ID, prog: p, name: cstring(m.Name)}

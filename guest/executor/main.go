@@ -162,6 +162,9 @@ func openRuntime(rt *gpuctlv1.Runtime) (*cl.Library, cl.Platform, []cl.Device, e
 	if len(ps) == 0 {
 		return nil, 0, nil, fmt.Errorf("%s has no platform: %w", rt.GetLibrary(), ErrNoDevice)
 	}
+	if b, st := cl.GetPlatformInfo(ps[0], cl.PlatformName); st == cl.Success && quirkOf(cl.CString(b)).serial {
+		lib.Serialize()
+	}
 	all, st := cl.GetDeviceIDs(ps[0], cl.DeviceTypeAll)
 	if st != cl.Success {
 		return nil, 0, nil, fmt.Errorf("devices of %s: %w", rt.GetLibrary(), st)

@@ -92,12 +92,13 @@ type mem struct {
 	hasArena bool
 	unified  bool
 
-	dirty   []bool // per dirtyChunk bytes: differs from what was last exported
-	maps    map[uint32]*mapping
-	users   int    // commands held back that use it
-	subs    []*mem // sub-buffers
-	inArena bool   // its content is in the arena, from an executor that computed there
-	dead    bool   // released by the application, kept for its users
+	dirty    []bool // per dirtyChunk bytes: differs from what was last exported
+	maps     map[uint32]*mapping
+	users    int    // commands held back that use it
+	subs     []*mem // sub-buffers
+	inArena  bool   // its content is in the arena, from an executor that computed there
+	dead     bool   // released by the application, kept for its users
+	callback uint32 // to deliver when it is gone
 }
 
 // dirtyChunk is the grain of dirty tracking for commands that say which bytes

@@ -399,6 +399,9 @@ func (s *session) dropMem(m *mem) {
 	if !m.dead || m.users > 0 {
 		return
 	}
+	if m.callback != 0 {
+		s.notifyDestroyed(m.callback, m.ctx)
+	}
 	s.dropVendorMem(m)
 	if p := m.parent; p != nil {
 		p.users--

@@ -145,7 +145,20 @@ func (s *session) vendorProgram(c *clContext, x *portable.Program, ds []*device)
 		}
 		in = append(in, v)
 	}
-	return cl.LinkProgram(c.vendor, vendorIDs(ds), x.LinkOptions, in)
+	return linkVendor(c, ds, x.LinkOptions, in)
+}
+
+// linkVendor links. Some runtimes keep what they know of arguments only when
+// the linker is asked too, others refuse to be asked.
+func linkVendor(c *clContext, ds []*device, options string, in []cl.Program) (cl.Program, cl.Status) {
+	v, st := cl.LinkProgram(c.vendor, vendorIDs(ds), vendorOptions(options), in)
+	if st == cl.InvalidLinkerOptions || st == cl.InvalidBuildOptions || st == cl.InvalidCompilerOptions {
+		if v != 0 {
+			cl.ReleaseProgram(v)
+		}
+		return cl.LinkProgram(c.vendor, vendorIDs(ds), options, in)
+	}
+	return v, st
 }
 
 func (s *session) vendorCompile(c *clContext, v cl.Program, x *portable.Program, ds []*device) cl.Status {
@@ -327,6 +340,9 @@ func (s *session) compileProgram(c call, m *wire.CompileProgram) (outcome, error
 			cl.ReleaseProgram(h)
 		}
 		p.finishBuild(ds, options)
+		if st == cl.BuildProgramFailure { // what some runtimes say instead
+			st = cl.CompileProgramFailure
+		}
 		if st == cl.Success {
 			p.content = x
 		}
@@ -367,7 +383,7 @@ func (s *session) linkProgram(c call, m *wire.LinkProgram) (outcome, error) {
 	}
 	p.exact = exactConst(&p.content)
 	return s.building(c, p, m.Callback, func() cl.Status {
-		v, st := cl.LinkProgram(ctx.vendor, vendorIDs(p.devices), options, in)
+		v, st := linkVendor(ctx, p.devices, options, in)
 		p.vendor = v
 		return st
 	}, func(st cl.Status) cl.Status {
@@ -523,3 +539,13 @@ func exactConst(x *portable.Program) bool {
 }
 
 var errArgInfo = errors.New("the runtime does not describe the kernel's arguments")
+
+// executable says whether kernels can be made from the program.
+func (p *program) executable() bool {
+	for _, b := range p.built {
+		if b.Status == cl.BuildSuccess && b.Type == cl.ProgramBinaryTypeExecutable {
+			return true
+		}
+	}
+	return false
+}

@@ -226,7 +226,7 @@ func (s *session) restoreMem(g gMem) error {
 	if s.have(g.ID, g.Serial) {
 		m := lookup[mem](s, g.ID)
 		s.adoptMaps(m, g)
-		m.dead = g.Dead
+		m.dead, m.callback = g.Dead, g.Callback
 		return nil
 	}
 	c := lookup[clContext](s, g.Context)
@@ -235,7 +235,7 @@ func (s *session) restoreMem(g gMem) error {
 	}
 	m := &mem{
 		id: g.ID, ctx: c, kind: g.Kind, flags: g.Flags, size: g.Size, origin: g.Origin,
-		format: g.Format, desc: g.Desc, elem: g.Elem, dead: g.Dead,
+		format: g.Format, desc: g.Desc, elem: g.Elem, dead: g.Dead, callback: g.Callback,
 	}
 	if g.Parent != 0 {
 		if m.parent = lookup[mem](s, g.Parent); m.parent == nil {
