@@ -382,17 +382,37 @@ func (s *session) activate() {
 	go s.tidy()
 }
 
-// tidy gives back host memory that only the former executor needed.
+// tidy gives back host memory that only the former executor needed, once that
+// one is gone and nothing enqueued can still use it.
 func (s *session) tidy() {
-	time.Sleep(2 * time.Second) // the former executor is gone by then
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	s.each(func(_ uint32, _ uint64, o any) {
-		if m, ok := o.(*mem); ok && m.parent == nil && m.hasArena && !m.unified && len(m.mapped()) == 0 && m.kind == memBuffer {
+	for again := true; again && !s.closed.Load(); {
+		time.Sleep(2 * time.Second)
+		again = false
+		s.mu.Lock()
+		for _, m := range s.buffers() {
+			if m.unified || !m.inArena || !m.hasArena || m.isMapped() {
+				continue
+			}
+			if m.users > 0 || m.ctx.busy() {
+				again = true
+				continue
+			}
 			s.host.free(m.arena)
-			m.hasArena = false
+			m.hasArena, m.inArena = false, false
+		}
+		s.mu.Unlock()
+	}
+}
+
+// buffers lists the objects that own content, images left out.
+func (s *session) buffers() []*mem {
+	var out []*mem
+	s.each(func(_ uint32, _ uint64, o any) {
+		if m, ok := o.(*mem); ok && m.kind == memBuffer {
+			out = append(out, m)
 		}
 	})
+	return out
 }
 
 func (c *controller) Retire(_ context.Context, _ *connect.Request[gpuctlv1.RetireRequest]) (*connect.Response[gpuctlv1.RetireResponse], error) {

@@ -45,9 +45,13 @@ func (s *session) contents(final bool, out sink) []piece {
 		switch {
 		case !ok || m.parent != nil || m.vendor == 0:
 			return
-		case len(m.mapped()) > 0 || m.kind == memImage && len(m.maps) > 0 && !final:
+		case m.isMapped() && !final:
 			return // the application writes it behind our back
-		case len(m.mapped()) > 0 || m.kind == memImage && len(m.maps) > 0:
+		case m.hasArena && !m.unified && m.kind == memBuffer && !final && out.shares():
+			// The receiver would write to where this executor's mappings
+			// show: only when the session stands still.
+			return
+		case m.isMapped():
 			m.markAll()
 		}
 		if !m.unified || !out.shares() {

@@ -26,6 +26,16 @@ type clContext struct {
 	zombieBytes uint64
 }
 
+// busy says whether a command may still be running.
+func (c *clContext) busy() bool {
+	for _, q := range c.queues {
+		if q.busy() {
+			return true
+		}
+	}
+	return false
+}
+
 func (c *clContext) has(d *device) bool {
 	for _, x := range c.devices {
 		if x == d {

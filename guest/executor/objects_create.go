@@ -445,13 +445,8 @@ const maxZombies = 256 << 20
 
 // bury frees the memory of released buffers once the context is idle.
 func (s *session) bury(c *clContext) {
-	if len(c.zombies) == 0 {
+	if len(c.zombies) == 0 || c.busy() {
 		return
-	}
-	for _, q := range c.queues {
-		if q.busy() {
-			return
-		}
 	}
 	for _, off := range c.zombies {
 		s.host.free(off)

@@ -332,6 +332,10 @@ func (s *session) takeUnified(p *piece) {
 	}
 }
 
+// isMapped says whether the application has a mapping of the object, or of a
+// part of it.
+func (m *mem) isMapped() bool { return len(m.maps) > 0 || len(m.mapped()) > 0 }
+
 // mapped lists the byte ranges of a buffer that are mapped now, through itself
 // or a sub-buffer.
 func (m *mem) mapped() [][2]uint64 {
