@@ -171,7 +171,10 @@ func (c *controller) Export(ctx context.Context, r *connect.Request[gpuctlv1.Exp
 // exportState writes contents to a state file. The first call reserves room,
 // so that a session can be copied for the greater part before it is frozen.
 func (s *session) exportState(ctx context.Context, to string, m *gpuctlv1.ExportRequest, report progress) error {
-	if s.stateTo == nil || s.stateName != to {
+	if m.All || s.stateName != to {
+		s.dropState()
+	}
+	if s.stateTo == nil {
 		f := s.state
 		if to != "memory" {
 			var err error

@@ -186,9 +186,10 @@ func (r *repair) run(ctx context.Context) error {
 		}
 		return r.running(ctx, r.current, false)
 	case op.Kind == kindSuspend && s.rec.SuspendedTo == "": // not yet marked
+		part := s.partFile() // the journal forgets it when the session runs
 		err := r.running(ctx, r.current, false)
 		if op.File != "" {
-			err = errors.Join(err, ignore(s, s.dropSaved(op.File, s.partFile())))
+			err = errors.Join(err, ignore(s, s.dropSaved(op.File, part)))
 		}
 		return err
 	case op.Kind == kindSuspend:

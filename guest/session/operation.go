@@ -46,7 +46,7 @@ func stepNames(kind string) []string {
 	case kindSwap:
 		return []string{stepCheck, stepStart, stepPrepare, stepPrecopy, stepFreeze, stepTransfer, stepSwitch, stepRetire}
 	case kindSuspend:
-		return []string{stepCheck, stepFreeze, stepExport, stepMark, stepRetire}
+		return []string{stepCheck, stepPrecopy, stepFreeze, stepExport, stepMark, stepRetire}
 	case kindResume:
 		return []string{stepCheck, stepStart, stepPrepare, stepLoad, stepSwitch, stepDiscard}
 	case kindPlan:

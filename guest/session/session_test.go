@@ -423,7 +423,7 @@ func TestSuspendAndResume(t *testing.T) {
 				file = filepath.Join(t.TempDir(), "state")
 				where = file
 			}
-			for _, step := range []string{stepCheck, stepFreeze, stepExport, stepMark} {
+			for _, step := range []string{stepCheck, stepPrecopy, stepFreeze, stepExport, stepMark} {
 				if res := b.suspend(file, step); !res.RolledBack {
 					t.Fatalf("%s: %v", step, res)
 				}

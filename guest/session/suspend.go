@@ -11,6 +11,7 @@ import (
 
 	"connectrpc.com/connect"
 	"golang.org/x/sys/unix"
+	"google.golang.org/protobuf/proto"
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/guest/wire"
@@ -24,7 +25,7 @@ func (m *Manager) suspend(ctx context.Context, req *gpuctlv1.SuspendRequest, sin
 		return nil, err
 	}
 	to, part := toMemory, ""
-	export := &gpuctlv1.ExportRequest{Memory: true, Final: true, All: true}
+	export := &gpuctlv1.ExportRequest{Memory: true}
 	if req.File != "" {
 		if !filepath.IsAbs(req.File) || filepath.Clean(req.File) != req.File {
 			return nil, connect.NewError(connect.CodeInvalidArgument, fmt.Errorf("%q is not an absolute, clean path", req.File))
@@ -33,7 +34,7 @@ func (m *Manager) suspend(ctx context.Context, req *gpuctlv1.SuspendRequest, sin
 			return nil, connect.NewError(connect.CodeFailedPrecondition, fmt.Errorf("%s exists, or can't be looked at", req.File))
 		}
 		to, part = req.File, partName(req.File, req.Session)
-		export = &gpuctlv1.ExportRequest{File: part, Final: true, All: true}
+		export = &gpuctlv1.ExportRequest{File: part}
 	}
 	op, err := s.begin(ctx, kindSuspend, req.FailAt, sink)
 	if err != nil {
@@ -47,16 +48,25 @@ func (m *Manager) suspend(ctx context.Context, req *gpuctlv1.SuspendRequest, sin
 			}
 			return refuse(roomFor(d.Usage.GetMemory(), req.File))
 		}},
-		{name: stepFreeze, undo: op.thawSource, run: func(ctx context.Context) error {
-			return op.freezeSource(ctx, req.FreezeTimeoutMs)
-		}},
-		{name: stepExport, undo: func(context.Context) error { return s.dropSaved(to, part) }, run: func(ctx context.Context) error {
+		// Room is made and filled while the application runs.
+		{name: stepPrecopy, undo: func(context.Context) error { return s.dropSaved(to, part) }, run: func(ctx context.Context) error {
 			if err := s.update(func(r *record) { r.Op.File = to }); err != nil {
 				return err
 			}
 			if err := s.dropSaved("", part); err != nil {
 				return err
 			}
+			first := proto.CloneOf(export)
+			first.All = true
+			n, err := op.source.export(ctx, first, op.progress)
+			op.result.BytesPrecopied = n
+			return err
+		}},
+		{name: stepFreeze, undo: op.thawSource, run: func(ctx context.Context) error {
+			return op.freezeSource(ctx, req.FreezeTimeoutMs)
+		}},
+		{name: stepExport, run: func(ctx context.Context) error {
+			export.Final = true
 			n, err := op.source.export(ctx, export, op.progress)
 			op.result.BytesFrozen = n
 			if err != nil {
