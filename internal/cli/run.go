@@ -273,6 +273,7 @@ func appEnv(env []string, vendors, socket, token string) []string {
 			out = append(out, v)
 		}
 	}
+	vendors = strings.TrimSuffix(vendors, "/") + "/" // CUDA's loader joins folder and file without one
 	return append(out, "OCL_ICD_VENDORS="+vendors, "OPENCL_VENDOR_PATH="+vendors, "GPUCTL_SOCKET="+socket, "GPUCTL_TOKEN="+token)
 }
 

@@ -81,7 +81,8 @@ func Vendor(dir, library string, env []string) ([]string, error) {
 	if err := os.WriteFile(filepath.Join(dir, "vendor.icd"), []byte(library+"\n"), 0o644); err != nil {
 		return nil, fmt.Errorf("icd file: %w", err)
 	}
-	return append(env, "OCL_ICD_VENDORS="+dir), nil
+	// With the slash: CUDA's loader joins folder and file without one.
+	return append(env, "OCL_ICD_VENDORS="+dir+"/", "OCL_ICD_FILENAMES="), nil
 }
 
 // Root is the folder that holds bin/ and lib/: $GPUCTL_ROOT, else the folder of
