@@ -375,8 +375,46 @@ func (s *session) readBuffer(x *cmd, r *wire.ReadBuffer) (cl.Status, error) {
 	if r.Mode != wire.DataStaged || !ok || r.StageLen < r.Size {
 		return 0, fmt.Errorf("%d staged bytes for %d: %w", r.StageLen, r.Size, errHostile)
 	}
+	if r.Blocking != 0 && x.e == nil && r.Size <= directRead {
+		x.bulk = s.readAside(x, m, r.Offset, r.Size, p)
+		return cl.Success, nil
+	}
 	x.track()
 	return cl.EnqueueReadBuffer(x.q.vendor, m.vendor, false, r.Offset, r.Size, p, x.wait, x.out), nil
+}
+
+// directRead is the size up to which a blocking read is the vendor's own: for
+// little data a runtime's blocking read is much quicker than an event.
+const directRead = 64 << 10
+
+// readAside lets the vendor enqueue and wait in one call, outside the lock.
+// Another thread's command may overtake it then; but the application's call
+// has not returned, so nothing can be ordered behind it.
+func (s *session) readAside(x *cmd, m *mem, off, n uint64, p unsafe.Pointer) func() {
+	q, slot := x.q, s.bulkSlot
+	wait := append([]cl.Event(nil), x.wait...)
+	for _, w := range wait {
+		cl.RetainEvent(w)
+	}
+	q.users++
+	m.users++
+	return func() {
+		st := cl.EnqueueReadBuffer(q.vendor, m.vendor, true, off, n, p, wait, nil)
+		s.mu.Lock()
+		for _, w := range wait {
+			cl.ReleaseEvent(w)
+		}
+		s.settleAll()
+		if st == cl.Success && q.failed != cl.Success {
+			st, q.failed = q.failed, cl.Success
+		}
+		s.reply(slot, st, nil)
+		q.users--
+		m.users--
+		s.dropMem(m)
+		s.dropQueue(q)
+		s.mu.Unlock()
+	}
 }
 
 func (s *session) writeBuffer(x *cmd, r *wire.WriteBuffer) (cl.Status, error) {
