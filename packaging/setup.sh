@@ -2,7 +2,7 @@
 # setup.sh: install what building, tests and demo need on Debian 12; quick when everything is there.
 set -eu
 root=$(cd "$(dirname "$0")/.." && pwd)
-packages="build-essential pkg-config curl unzip ca-certificates ocl-icd-opencl-dev opencl-headers pocl-opencl-icd oclgrind
+packages="build-essential git pkg-config curl unzip ca-certificates ocl-icd-opencl-dev opencl-headers pocl-opencl-icd oclgrind
 x264 ffmpeg clinfo clblast-tests protobuf-compiler"
 missing=
 for p in $packages; do
@@ -16,8 +16,9 @@ if [ -n "$missing" ]; then
 	# shellcheck disable=SC2086 # a list of words
 	$sudo env DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends $missing
 fi
-want=$(sed -n 's/^go \([0-9]*\.[0-9]*\).*/\1/p' "$root/go.mod")
-have=$(go env GOVERSION 2>/dev/null | sed -n 's/^go\([0-9]*\.[0-9]*\).*/\1/p')
-if [ "$(printf '%s\n%s\n' "$want" "$have" | sort -V | tail -1)" != "$have" ] || [ -z "$have" ]; then
-	"$root/packaging/get-go.sh" "$root/.cache/go"
+# A Go older than go.mod asks for will not do, whatever it could fetch by itself.
+want=$(sed -n 's/^go \([0-9.]*\).*/\1/p' "$root/go.mod")
+have=$(go env GOVERSION 2>/dev/null | sed -n 's/^go\([0-9.]*\).*/\1/p') || have=
+if [ -z "$have" ] || [ "$(printf '%s\n%s\n' "$want" "$have" | sort -V | tail -1)" != "$have" ]; then
+	"$root/packaging/get-go.sh" "${GODIR:-$root/.cache/go}"
 fi

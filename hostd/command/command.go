@@ -36,7 +36,7 @@ type flags struct {
 func Run(ctx context.Context, args []string, stdio program.Stdio) error {
 	ctx, stop := signal.NotifyContext(ctx, os.Interrupt, syscall.SIGTERM)
 	defer stop()
-	root := newCommand(stdio)
+	root := Command(stdio)
 	root.SetArgs(args)
 	root.SetIn(stdio.In)
 	root.SetOut(stdio.Out)
@@ -44,7 +44,8 @@ func Run(ctx context.Context, args []string, stdio program.Stdio) error {
 	return root.ExecuteContext(ctx)
 }
 
-func newCommand(stdio program.Stdio) *cobra.Command {
+// Command is hostd as cobra knows it, for the manual.
+func Command(stdio program.Stdio) *cobra.Command {
 	var f flags
 	root := &cobra.Command{
 		Use:   "hostd --dev",

@@ -37,13 +37,18 @@ var errNoHost = errors.New("no hostd is running")
 
 // Run is gpuctl. Its error says which exit status (program.Code) is due.
 func Run(ctx context.Context, args []string, stdio program.Stdio) error {
-	a := &app{Stdio: stdio, dirs: rundir.FromEnv(os.Getenv), getenv: os.Getenv}
-	root := a.command()
+	root := Command(stdio)
 	root.SetArgs(args)
 	root.SetIn(stdio.In)
 	root.SetOut(stdio.Out)
 	root.SetErr(stdio.Err)
 	return explain(root.ExecuteContext(ctx))
+}
+
+// Command is gpuctl as cobra knows it, for the manual.
+func Command(stdio program.Stdio) *cobra.Command {
+	a := &app{Stdio: stdio, dirs: rundir.FromEnv(os.Getenv), getenv: os.Getenv}
+	return a.command()
 }
 
 func (a *app) command() *cobra.Command {
