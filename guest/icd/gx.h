@@ -350,7 +350,6 @@ struct layout { uint8_t *host; uint64_t row, slice; uint64_t width, height, dept
 uint64_t gx_stage_alloc(uint64_t len); /* arena offset, 0 when there is no room */
 void gx_stage_free(uint64_t off, uint64_t len);
 bool gx_in_arena(const void *p, uint64_t len, uint64_t *off);
-void gx_copy(void *dst, const void *src, size_t n);
 void gx_pack(uint8_t *tight, const struct layout *l);
 void gx_unpack(const struct layout *l, const uint8_t *tight);
 static inline uint64_t gx_layout_bytes(const struct layout *l) { return l->width * l->height * l->depth; }

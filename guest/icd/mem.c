@@ -87,7 +87,7 @@ static cl_mem make_buffer(cl_context c, const cl_mem_properties *props, cl_mem_f
 	} else if (host) {
 		err = gx_stage_wait(size, &stage);
 		if (!err) {
-			gx_copy(S.arena + stage, host, size);
+			memcpy(S.arena + stage, host, size);
 			r.mode = GX_DATA_STAGED;
 			r.stage_off = stage;
 			r.stage_len = size;

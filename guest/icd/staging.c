@@ -159,8 +159,9 @@ __attribute__((target("avx2"))) static void copy_nt(uint8_t *d, const uint8_t *s
 }
 #endif
 
-/* gx_copy is for data that the caller's cache will not keep: large copies bypass it. */
-void gx_copy(void *dst, const void *src, size_t n)
+/* copy_chunk empties a chunk, one of many: libc sees a small copy, but the whole will not stay in the cache, so it
+ * bypasses it. Of copies in one piece libc knows best. */
+static void copy_chunk(void *dst, const void *src, size_t n)
 {
 #if defined(__x86_64__)
 	if (n >= 256 << 10 && __builtin_cpu_supports("avx2")) {
@@ -177,7 +178,7 @@ static void rows(uint8_t *d, uint64_t drow, uint64_t dslice, const uint8_t *s, u
 		uint8_t *dz = d + z * dslice;
 		const uint8_t *sz = s + z * sslice;
 		if ((h == 1 || (drow == w && srow == w)))
-			gx_copy(dz, sz, w * h);
+			memcpy(dz, sz, w * h);
 		else
 			for (uint64_t y = 0; y < h; y++)
 				memcpy(dz + y * drow, sz + y * srow, w);
@@ -495,9 +496,9 @@ cl_int gx_bulk(uint32_t op, uint32_t slot, bool write, uint8_t *user, uint64_t s
 		uint64_t at = atomic_load((_Atomic uint64_t *)(void *)gx_slot_word(slot, GX_SLOT_DIRECT));
 		if (at <= S.arena_size && size <= S.arena_size - at) {
 			if (write)
-				gx_copy(S.arena + at, user, size);
+				memcpy(S.arena + at, user, size);
 			else
-				gx_copy(user, S.arena + at, size);
+				memcpy(user, S.arena + at, size);
 		}
 		atomic_store(consumed, 1);
 		gx_futex_wake(consumed, 1 << 30);
@@ -523,7 +524,7 @@ cl_int gx_bulk(uint32_t op, uint32_t slot, bool write, uint8_t *user, uint64_t s
 				if (!wait_change(slot, produced, seen, &alive))
 					return gx_lost_error(op);
 			}
-			gx_copy(u, c, n);
+			copy_chunk(u, c, n);
 			atomic_store(consumed, i + 1);
 			gx_futex_wake(consumed, 1 << 30);
 		}

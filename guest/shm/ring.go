@@ -142,11 +142,12 @@ func (q *Ring) Next(buf []byte) (rec Record, ok bool, err error) {
 	}
 }
 
-// Advance takes the record that Next returned last out of the ring and wakes
-// clients that wait for room.
+// Advance takes the record that Next returned last out of the ring. It wakes
+// clients that wait for room once half the ring is free, so that they do not
+// come for the room of each record on its own.
 func (q *Ring) Advance() {
 	q.r.Store64(wire.HdrHead, q.next)
-	if q.r.Load32(wire.HdrSpace) != 0 && q.r.Swap32(wire.HdrSpace, 0) != 0 {
+	if q.r.Load32(wire.HdrSpace) != 0 && q.r.Load64(wire.HdrTail)-q.next <= wire.RingSize/2 && q.r.Swap32(wire.HdrSpace, 0) != 0 {
 		FutexWake(q.r.Word32(wire.HdrSpace), All)
 	}
 }
