@@ -20,12 +20,42 @@ const (
 	gateNap     = 2 * time.Millisecond
 )
 
-// spinFor is how long an idle leader watches the ring before it sleeps.
-func spinFor() time.Duration {
+// patience is how long an idle leader watches the ring before it sleeps: the
+// longer the more often that was of use. Where the application can't run while
+// the leader watches, for want of processors, it never is; that this has
+// changed shows when the most is tried, now and then.
+type patience struct {
+	now, most time.Duration
+	tries     uint
+}
+
+const (
+	leastPatience = 2 * time.Microsecond
+	tryEvery      = 16
+)
+
+func newPatience() patience {
+	most := 200 * time.Microsecond
 	if runtime.NumCPU() <= 2 {
-		return 30 * time.Microsecond
+		most = 30 * time.Microsecond
 	}
-	return 200 * time.Microsecond
+	return patience{now: most, most: most}
+}
+
+func (p *patience) next() time.Duration {
+	if p.tries++; p.tries%tryEvery == 0 {
+		return p.most
+	}
+	return p.now
+}
+
+// learn takes in whether watching for so long was of use.
+func (p *patience) learn(spent time.Duration, useful bool) {
+	if useful {
+		p.now = min(max(2*p.now, spent), p.most)
+	} else {
+		p.now = max(p.now/2, leastPatience)
+	}
 }
 
 func (s *session) canLead() bool {
@@ -79,8 +109,8 @@ func (s *session) wakeAll() {
 // lead reads and runs requests until the lead is lost.
 func (s *session) lead() {
 	buf := make([]byte, wire.MaxRequest)
-	spin := spinFor()
-	var idle time.Time
+	var idle time.Time // since when the ring is empty, zero when it was not
+	var spin time.Duration
 	s.ringR.Store32(wire.HdrSleep, 0)
 	for {
 		if !s.canLead() {
@@ -93,7 +123,10 @@ func (s *session) lead() {
 			return
 		}
 		if ok {
-			idle = time.Time{}
+			if !idle.IsZero() {
+				s.patience.learn(spin, true)
+				idle = time.Time{}
+			}
 			s.mu.Lock()
 			if s.gate.Load() {
 				s.mu.Unlock()
@@ -117,7 +150,7 @@ func (s *session) lead() {
 		}
 		now := time.Now()
 		if idle.IsZero() {
-			idle = now
+			idle, spin = now, s.patience.next()
 		}
 		if now.Sub(idle) < spin {
 			for i := 0; i < 64 && s.ring.Empty(); i++ {
@@ -126,6 +159,7 @@ func (s *session) lead() {
 			continue
 		}
 		idle = time.Time{}
+		s.patience.learn(spin, false)
 		if !s.sleep() {
 			return
 		}

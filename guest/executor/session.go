@@ -64,6 +64,7 @@ type session struct {
 	gate           atomic.Bool
 	closed         atomic.Bool
 	leader         atomic.Bool
+	patience       patience // the leader's
 	standby        atomic.Int32
 	inflight       atomic.Int32
 	frozen         bool

@@ -17,6 +17,7 @@
 #define TICK_MS 100
 #define SPIN_MAX_NS 50000u
 #define SPIN_MIN_NS 2000u
+#define SPIN_TRY 16u /* waits, of which one spins for the most */
 #define DEAD_NS 5000000000ull
 #define SAY_NS 10000000000ull
 
@@ -541,31 +542,39 @@ void gx_slot_drop(uint32_t slot)
 	atomic_fetch_and(&S.slots[slot / 64], ~(1ull << (slot % 64)));
 }
 
-/* wait_done returns false when the session is lost. How long it spins follows how long spinning has been of use. */
+/* spin_done watches the slot for as long as that has been of use before, and now and then, in case things have changed,
+ * for the most that it may be: it keeps a processor from whoever is to answer. */
+static bool spin_done(_Atomic uint32_t *state)
+{
+	static _Thread_local uint32_t tries;
+	uint32_t budget = atomic_load_explicit(&S.spin_ns, memory_order_relaxed);
+	uint32_t spin = ++tries % SPIN_TRY ? budget : SPIN_MAX_NS;
+	for (uint64_t end = 0;;) {
+		for (int i = 0; i < 32; i++) {
+			if (atomic_load_explicit(state, memory_order_acquire) == GX_SLOT_DONE) {
+				uint32_t more = 2 * budget > spin ? 2 * budget : spin;
+				if (budget < SPIN_MAX_NS)
+					atomic_store_explicit(&S.spin_ns, more < SPIN_MAX_NS ? more : SPIN_MAX_NS, memory_order_relaxed);
+				return true;
+			}
+			gx_pause();
+		}
+		uint64_t now = gx_now();
+		if (!end)
+			end = now + spin;
+		else if (now > end)
+			break;
+	}
+	atomic_store_explicit(&S.spin_ns, budget / 2 > SPIN_MIN_NS ? budget / 2 : SPIN_MIN_NS, memory_order_relaxed);
+	return false;
+}
+
+/* wait_done returns false when the session is lost. */
 static bool wait_done(uint32_t slot)
 {
 	_Atomic uint32_t *state = gx_slot_word(slot, GX_SLOT_STATE);
-	if (S.can_spin) {
-		uint32_t budget = atomic_load_explicit(&S.spin_ns, memory_order_relaxed);
-		uint64_t end = 0;
-		for (;;) {
-			for (int i = 0; i < 32; i++) {
-				if (atomic_load_explicit(state, memory_order_acquire) == GX_SLOT_DONE) {
-					if (budget < SPIN_MAX_NS)
-						atomic_store_explicit(&S.spin_ns, budget + budget / 4 > SPIN_MAX_NS ? SPIN_MAX_NS : budget + budget / 4, memory_order_relaxed);
-					return true;
-				}
-				gx_pause();
-			}
-			uint64_t now = gx_now();
-			if (!end)
-				end = now + budget;
-			else if (now > end)
-				break;
-		}
-		uint32_t less = budget - budget / 8;
-		atomic_store_explicit(&S.spin_ns, less < SPIN_MIN_NS ? SPIN_MIN_NS : less, memory_order_relaxed);
-	}
+	if (S.can_spin && spin_done(state))
+		return true;
 	struct alive a = {0};
 	uint32_t pending = GX_SLOT_PENDING;
 	if (!atomic_compare_exchange_strong(state, &pending, GX_SLOT_ASLEEP) && pending == GX_SLOT_DONE)
