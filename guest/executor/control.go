@@ -323,6 +323,7 @@ func (s *session) thaw() {
 	s.mu.Lock()
 	s.frozen = false
 	s.exportedTo = ""
+	s.closeWindow()
 	s.advance()
 	s.mu.Unlock()
 	s.gate.Store(false)
@@ -427,9 +428,7 @@ func (s *session) retire() {
 	s.once.Do(func() {
 		s.gate.Store(true)
 		s.mu.Lock()
-		if s.window != 0 {
-			s.host.free(s.window - 4096)
-		}
+		s.closeWindow()
 		if s.frozen && s.stateTo != nil && !s.stateTo.memory {
 			// All of it is in the file: host memory can go, but for what the
 			// application has mapped.

@@ -291,11 +291,23 @@ func (s *session) openWindow() error {
 		return err
 	}
 	s.window = off + 4096 // 0 means none
-	populate(s.arenaBytes(s.window, windowChunk*windowDepth))
-	for _, c := range s.contexts() {
-		s.xfer.pin(s, c, s.window, windowChunk*windowDepth)
+	if s.pins {
+		populate(s.arenaBytes(s.window, windowChunk*windowDepth))
+		for _, c := range s.contexts() {
+			s.xfer.pin(s, c, s.window, windowChunk*windowDepth)
+		}
 	}
 	return nil
+}
+
+// closeWindow gives the window back. The caller holds s.mu.
+func (s *session) closeWindow() {
+	if s.window == 0 {
+		return
+	}
+	s.xfer.unpin(s, s.arena.Pointer(s.window))
+	s.host.free(s.window - 4096)
+	s.window = 0
 }
 
 func (p *peerSink) ack() error {

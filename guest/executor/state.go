@@ -39,6 +39,7 @@ type stateFile struct {
 	entries map[uint64]*stateRoom // by serial
 	end     uint64
 	maps    [][]byte
+	next    uint64 // chunk of the window
 }
 
 type stateRoom struct {
@@ -93,33 +94,61 @@ func (w *stateFile) reserve() error {
 	for _, r := range fresh {
 		r.mem = b[r.At-begin : r.At-begin+r.N : r.At-begin+r.N]
 	}
-	if w.memory {
-		s.mu.Lock()
-		defer s.mu.Unlock()
-		for _, c := range s.contexts() {
-			s.xfer.pinMemory(s, c, unsafe.Pointer(&b[0]), uint64(len(b)))
-		}
-	}
 	return nil
 }
 
+// place has the device write into the window, which is pinned; accept copies
+// from there with every processor. To pin the state itself would cost as much
+// as to move it, and again when the executor ends.
 func (w *stateFile) place(ps []piece) error {
+	if err := w.s.openWindow(); err != nil {
+		return err
+	}
+	at := w.s.window + w.next%windowDepth*windowChunk
+	w.next++
 	for i := range ps {
 		x := &ps[i]
-		r := w.entries[w.s.serialOf(x.ID, x.m)]
-		off := x.Off
-		if x.m.kind == memImage {
-			off *= x.m.rowBytes()
+		b, err := w.room(x)
+		if err != nil {
+			return err
 		}
-		if r == nil || off+x.bytes() > r.N {
-			return fmt.Errorf("no room for object %d in %s", x.ID, w.f.Name())
+		if x.m.unified {
+			x.ptr = unsafe.Pointer(&b[0])
+			continue
 		}
-		x.At, x.ptr = r.At+off, unsafe.Pointer(&r.mem[off])
+		x.ptr = w.s.arena.Pointer(at)
+		at += x.padded()
 	}
 	return nil
 }
 
-func (w *stateFile) accept([]piece) error { return nil }
+// room is where a piece's bytes belong in the file.
+func (w *stateFile) room(x *piece) ([]byte, error) {
+	r := w.entries[w.s.serialOf(x.ID, x.m)]
+	off := x.Off
+	if x.m.kind == memImage {
+		off *= x.m.rowBytes()
+	}
+	if r == nil || off+x.bytes() > r.N {
+		return nil, fmt.Errorf("no room for object %d in %s", x.ID, w.f.Name())
+	}
+	return r.mem[off : off+x.bytes()], nil
+}
+
+func (w *stateFile) accept(ps []piece) error {
+	for i := range ps {
+		x := &ps[i]
+		if x.m.unified {
+			continue
+		}
+		b, err := w.room(x)
+		if err != nil {
+			return err
+		}
+		copyWide(b, unsafe.Slice((*byte)(x.ptr), len(b)))
+	}
+	return nil
+}
 
 // serialOf finds the serial of a live object, or of a ghost.
 func (s *session) serialOf(id uint32, m *mem) uint64 {
@@ -170,7 +199,6 @@ func (w *stateFile) finish() error {
 
 // release unmaps the file. Nothing may be read into it any more.
 func (w *stateFile) release() {
-	w.s.xfer.unpinAll(w.s)
 	for _, b := range w.maps {
 		_ = unix.Munmap(b)
 	}
@@ -211,23 +239,13 @@ func (s *session) load(f *os.File, report progress) error {
 	if err := gob.NewDecoder(io.NewSectionReader(f, int64(end), int64(n))).Decode(&es); err != nil {
 		return fmt.Errorf("index of %s: %w: %w", f.Name(), err, errState)
 	}
-	var data []byte
-	if end > 0 {
-		if data, err = unix.Mmap(int(f.Fd()), 0, int(end), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_POPULATE); err != nil {
-			return fmt.Errorf("map %s: %w", f.Name(), err)
-		}
-		defer unix.Munmap(data)
+	if err := s.openWindow(); err != nil {
+		return err
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if end > 0 {
-		for _, c := range s.contexts() {
-			s.xfer.pinMemory(s, c, unsafe.Pointer(&data[0]), end)
-		}
-		defer s.xfer.unpinAll(s)
-	}
+	defer s.closeWindow()
 	var ps []piece
-	var total, done uint64
 	for _, e := range es {
 		m := lookup[mem](s, e.ID)
 		if m == nil || m.size != e.N || e.At > end || e.N > end-e.At {
@@ -239,9 +257,8 @@ func (s *session) load(f *os.File, report progress) error {
 			if m.kind == memImage {
 				off *= m.rowBytes()
 			}
-			p.ID, p.ptr = e.ID, unsafe.Pointer(&data[e.At+off])
+			p.ID, p.At = e.ID, e.At+off
 			ps = append(ps, p)
-			total += p.bytes()
 		}
 	}
 	s.each(func(id uint32, _ uint64, o any) {
@@ -250,36 +267,58 @@ func (s *session) load(f *os.File, report progress) error {
 			for _, p := range m.cut(windowChunk) {
 				p.ID, p.ptr = id, s.arena.Pointer(m.arena+p.Off)
 				ps = append(ps, p)
-				total += p.bytes()
 			}
 		}
 	})
-	var evs []cl.Event
+	return s.fill(f, ps, report)
+}
+
+// fill reads pieces from a state file, those that have no address yet, and
+// puts them into their objects, several at once.
+func (s *session) fill(f *os.File, ps []piece, report progress) error {
+	var total, done uint64
 	for i := range ps {
-		ev, err := s.take(&ps[i])
+		total += ps[i].bytes()
+	}
+	var busy [windowDepth][]cl.Event // by chunk of the window
+	settle := func() error {
+		for i := range busy {
+			st := await(busy[i])
+			if busy[i] = nil; st != cl.Success {
+				return fmt.Errorf("load state: %w", st)
+			}
+		}
+		return nil
+	}
+	chunk, used := 0, uint64(0)
+	for i := range ps {
+		x := &ps[i]
+		if x.ptr == nil {
+			if used+x.padded() > windowChunk {
+				chunk, used = (chunk+1)%windowDepth, 0
+				st := await(busy[chunk])
+				if busy[chunk] = nil; st != cl.Success {
+					return fmt.Errorf("load state: %w", st)
+				}
+			}
+			at := s.window + uint64(chunk)*windowChunk + used
+			used += x.padded()
+			if err := readWide(f, s.arenaBytes(at, x.bytes()), int64(x.At)); err != nil {
+				return errors.Join(fmt.Errorf("read %s: %w", f.Name(), err), settle())
+			}
+			x.ptr = s.arena.Pointer(at)
+		}
+		ev, err := s.take(x)
 		if err != nil {
-			await(evs)
-			return err
+			return errors.Join(err, settle())
 		}
 		if ev != 0 {
-			evs = append(evs, ev)
+			busy[chunk] = append(busy[chunk], ev)
 		}
-		done += ps[i].bytes()
-		if len(evs) >= 2*windowDepth {
-			st := cl.WaitForEvents(evs[:1])
-			cl.ReleaseEvent(evs[0])
-			if evs = evs[1:]; st != cl.Success {
-				await(evs)
-				return fmt.Errorf("object %d: %w", ps[i].ID, st)
-			}
-			report("load", done, total)
-		}
+		done += x.bytes()
+		report("load", done, total)
 	}
-	if st := await(evs); st != cl.Success {
-		return fmt.Errorf("load state: %w", st)
-	}
-	report("load", total, total)
-	return nil
+	return settle()
 }
 
 // take begins to put a piece of content into its object. The event is 0 when

@@ -1,6 +1,7 @@
 package executor
 
 import (
+	"io"
 	"runtime"
 	"sync"
 	"sync/atomic"
@@ -49,10 +50,7 @@ func (t *transfers) forget(c *clContext) {
 // pin has the driver pin a range of the arena, if it works with memory of its
 // own: transfers out of pinned memory run at the bus's speed.
 func (t *transfers) pin(s *session, c *clContext, off, n uint64) {
-	t.pinMemory(s, c, s.arena.Pointer(off), n)
-}
-
-func (t *transfers) pinMemory(s *session, c *clContext, p unsafe.Pointer, n uint64) {
+	p := s.arena.Pointer(off)
 	if s.unified || !s.pins {
 		return
 	}
@@ -67,31 +65,66 @@ func (t *transfers) pinMemory(s *session, c *clContext, p unsafe.Pointer, n uint
 	}
 }
 
-func (t *transfers) unpinAll(s *session) {
+// unpin undoes pin, for whatever context it was done.
+func (t *transfers) unpin(s *session, p unsafe.Pointer) {
 	s.pinMu.Lock()
 	defer s.pinMu.Unlock()
 	for k, m := range t.pinned {
-		cl.ReleaseMemObject(m)
-		delete(t.pinned, k)
+		if k.p == uintptr(p) {
+			cl.ReleaseMemObject(m)
+			delete(t.pinned, k)
+		}
 	}
 }
 
-// populate makes the pages of b exist, with every processor: the kernel zeroes
-// some 2 GiB a second on one.
+// populate makes the pages of b exist: the kernel zeroes some 2 GiB a second
+// on one processor.
 func populate(b []byte) {
-	const page, grain = 4096, 32 << 20
+	const page = 4096
+	wide(len(b), 32<<20, func(off, end int) {
+		for i := off; i < end; i += page {
+			atomic.AddUint32((*uint32)(unsafe.Pointer(&b[i])), 0)
+		}
+	})
+}
+
+// copyWide copies with several processors: one moves 5 to 11 GB/s.
+func copyWide(dst, src []byte) {
+	wide(len(dst), 2<<20, func(off, end int) { copy(dst[off:end], src[off:end]) })
+}
+
+// readWide reads from a file with several processors.
+func readWide(f io.ReaderAt, b []byte, at int64) error {
+	var first atomic.Pointer[error]
+	wide(len(b), 2<<20, func(off, end int) {
+		if _, err := f.ReadAt(b[off:end], at+int64(off)); err != nil {
+			first.CompareAndSwap(nil, &err)
+		}
+	})
+	if err := first.Load(); err != nil {
+		return *err
+	}
+	return nil
+}
+
+// wide cuts n bytes into grains and works on all processors.
+func wide(n, grain int, work func(off, end int)) {
+	if n <= grain {
+		work(0, n)
+		return
+	}
 	var wg sync.WaitGroup
-	sem := make(chan struct{}, runtime.NumCPU())
-	for off := 0; off < len(b); off += grain {
-		part := b[off:min(off+grain, len(b))]
-		wg.Add(1)
-		sem <- struct{}{}
-		go func() {
-			defer func() { <-sem; wg.Done() }()
-			for i := 0; i < len(part); i += page {
-				atomic.AddUint32((*uint32)(unsafe.Pointer(&part[i])), 0)
+	var next atomic.Int64
+	for range min(runtime.NumCPU(), (n+grain-1)/grain) {
+		wg.Go(func() {
+			for {
+				off := int(next.Add(int64(grain))) - grain
+				if off >= n {
+					return
+				}
+				work(off, min(off+grain, n))
 			}
-		}()
+		})
 	}
 	wg.Wait()
 }
