@@ -70,9 +70,10 @@ func (t *timeline) draw(w io.Writer) {
 	fmt.Fprintln(w, "  frames per second")
 	for row := rows - 1; row >= 0; row-- {
 		label := "      "
-		if row == rows-1 {
+		switch row {
+		case rows - 1:
 			label = fmt.Sprintf("%5.0f ", top)
-		} else if row == 0 {
+		case 0:
 			label = "    0 "
 		}
 		var line strings.Builder

@@ -75,12 +75,12 @@ func startTime(proc fs.FS, pid int) (uint64, error) {
 }
 
 // amount is how much of a GPU with that much room the claim takes: all of the
-// GPU (0) unless it stated a need. ok is false when there is too little.
-func (c *claim) amount(room uint64) (n uint64, ok bool) {
+// GPU (0) unless it stated a need.
+func (c *claim) amount(room uint64) uint64 {
 	if c.Min == 0 {
-		return 0, true
+		return 0
 	}
-	return min(c.want(), room), room >= c.Min
+	return min(c.want(), room)
 }
 
 // want is what the claim would like to have, in bytes; 0 when it did not say.

@@ -116,7 +116,7 @@ func (g *Guest) Keep(ctx context.Context, restarted func(context.Context)) {
 func (g *Guest) Stop() error {
 	peer, err := unixrpc.PeerOf(g.Socket())
 	if err != nil {
-		return nil // it is gone already
+		return nil //nolint:nilerr // it is gone already
 	}
 	process, err := os.FindProcess(int(peer.PID))
 	if err != nil {
@@ -131,7 +131,7 @@ func (g *Guest) Stop() error {
 		}
 		for end := time.Now().Add(guestStop); time.Now().Before(end); time.Sleep(10 * time.Millisecond) {
 			if !rundir.Answers(g.Socket()) && process.Signal(syscall.Signal(0)) != nil {
-				return nil
+				return nil //nolint:nilerr // an error of the probe is what we wait for
 			}
 		}
 		g.Log.Warn("gpuguest does not end", "pid", peer.PID, "signal", signal)

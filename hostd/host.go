@@ -429,7 +429,7 @@ func (h *Host) settle(c *claim) {
 			continue
 		}
 		room, _ := h.ledger.Room(c.ID, gpu)
-		amount, _ := c.amount(room)
+		amount := c.amount(room)
 		if err := h.ledger.Reserve(c.ID, []string{gpu}, amount); err != nil && !errors.Is(err, ledger.ErrUnknownGPU) {
 			h.Log.Error("gpu is used by a claim that does not hold it", "claim", c.ID, "gpu", gpu, "err", err)
 		}
@@ -554,7 +554,7 @@ func (h *Host) createClaim(ctx context.Context, c *claim) (placement, []*gpuctlv
 	amount := uint64(ledger.Whole)
 	for i, g := range p {
 		room, _ := h.ledger.Room(c.ID, g.GetId())
-		n, _ := c.amount(room)
+		n := c.amount(room)
 		if i == 0 || n < amount {
 			amount = n
 		}

@@ -77,7 +77,7 @@ func (h *Host) reserve(op *operation, c *claim, p placement) (uint64, *gpuctlv1.
 		if r := judgeRoom(g, c, h.ledger, room, free); r != nil {
 			return 0, rejected(g, r)
 		}
-		if n, _ := c.amount(room); i == 0 || n < amount {
+		if n := c.amount(room); i == 0 || n < amount {
 			amount = n
 		}
 	}
@@ -370,7 +370,7 @@ func (h *Host) planSwap(ctx context.Context, req *gpuctlv1.HostPlanRequest) (*gp
 			if r := judgeRoom(g, c, h.ledger, room, free); r != nil {
 				busy = rejected(g, r)
 			}
-			if n, _ := c.amount(room); i == 0 || n < amount {
+			if n := c.amount(room); i == 0 || n < amount {
 				amount = n
 			}
 		}

@@ -162,7 +162,7 @@ func GetKernelInfo(k Kernel, param uint32) ([]byte, Status) {
 }
 
 // GetKernelArgInfo returns a property of a kernel's argument.
-func GetKernelArgInfo(k Kernel, index uint32, param uint32) ([]byte, Status) {
+func GetKernelArgInfo(k Kernel, index, param uint32) ([]byte, Status) {
 	return info(func(size C.size_t, value *C.uint8_t, ret *C.size_t) C.int32_t {
 		return C.gxGetKernelArgInfo(C.uintptr_t(k), C.uint32_t(index), C.uint32_t(param), size, value, ret)
 	})

@@ -59,7 +59,6 @@ type fakeExecutor struct {
 
 	mu       sync.Mutex
 	content  string // of the session's memory
-	graph    string
 	prepared bool
 	final    bool // prepared with a frozen session's graph
 	complete bool // has all contents

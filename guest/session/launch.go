@@ -196,7 +196,7 @@ func (l *ExecLauncher) command(args ...string) *exec.Cmd {
 	if bin == "" {
 		bin = "/proc/self/exe"
 	}
-	cmd := exec.Command(bin, args...) //nolint:noctx // see Launch
+	cmd := exec.Command(bin, args...)
 	cmd.Dir = "/"
 	// A session of its own: signals to gpuguest's group don't reach it.
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true}

@@ -55,7 +55,7 @@ func reportSurroundings() int {
 		if err := unix.Fstat(3+i, &st); err != nil {
 			return 1
 		}
-		s.Inodes[i] = inode{Dev: uint64(st.Dev), Ino: st.Ino}
+		s.Inodes[i] = inode{Dev: st.Dev, Ino: st.Ino}
 	}
 	if err := json.NewEncoder(os.NewFile(6, "output")).Encode(s); err != nil {
 		return 1

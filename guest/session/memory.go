@@ -72,7 +72,7 @@ func arenaSize() (uint64, error) {
 	if err := unix.Sysinfo(&si); err != nil {
 		return 0, fmt.Errorf("sysinfo: %w", err)
 	}
-	n := uint64(si.Totalram) * uint64(si.Unit) * arenaPerByte
+	n := si.Totalram * uint64(si.Unit) * arenaPerByte
 	n = min(max(n, arenaMin), arenaMax)
 	return n &^ (arenaRound - 1), nil
 }
@@ -139,7 +139,7 @@ func statInode(path string) (inode, error) {
 	if err := unix.Stat(path, &st); err != nil {
 		return inode{}, err
 	}
-	return inode{Dev: uint64(st.Dev), Ino: st.Ino}, nil
+	return inode{Dev: st.Dev, Ino: st.Ino}, nil
 }
 
 func (m *memory) inodes() (ids [3]inode, err error) {
@@ -148,7 +148,7 @@ func (m *memory) inodes() (ids [3]inode, err error) {
 		if err := unix.Fstat(int(f.Fd()), &st); err != nil {
 			return ids, fmt.Errorf("stat %s: %w", f.Name(), err)
 		}
-		ids[i] = inode{Dev: uint64(st.Dev), Ino: st.Ino}
+		ids[i] = inode{Dev: st.Dev, Ino: st.Ino}
 	}
 	return ids, nil
 }

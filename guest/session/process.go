@@ -73,7 +73,8 @@ func openProcess(pid int, start uint64, reap func() string) (*process, error) {
 
 func (p *process) watch(raw interface {
 	Read(func(uintptr) bool) error
-}, reap func() string) {
+}, reap func() string,
+) {
 	ended := false
 	_ = raw.Read(func(fd uintptr) bool {
 		n, err := unix.Poll([]unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}, 0)

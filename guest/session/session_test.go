@@ -5,7 +5,6 @@ import (
 	"encoding/binary"
 	"encoding/json"
 	"errors"
-	"io"
 	"log/slog"
 	"net"
 	"os"
@@ -55,7 +54,7 @@ type bench struct {
 
 func newManager(t *testing.T, dir string, l *fakeLauncher) *Manager {
 	t.Helper()
-	log := slog.New(slog.NewTextHandler(io.Discard, nil))
+	log := slog.New(slog.DiscardHandler)
 	if testing.Verbose() {
 		log = slog.New(slog.NewTextHandler(t.Output(), nil))
 	}

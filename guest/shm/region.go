@@ -165,4 +165,4 @@ func (r *Region) CAS32(off uint64, old, v uint32) bool {
 func (r *Region) Load64(off uint64) uint64 { return atomic.LoadUint64(r.Word64(off)) }
 
 // Store64 writes a double word.
-func (r *Region) Store64(off uint64, v uint64) { atomic.StoreUint64(r.Word64(off), v) }
+func (r *Region) Store64(off, v uint64) { atomic.StoreUint64(r.Word64(off), v) }

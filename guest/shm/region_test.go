@@ -251,7 +251,7 @@ func TestFds(t *testing.T) {
 		t.Error("sent without data")
 	}
 	a.Close()
-	if _, _, err := RecvFds(b, buf, 1); err != io.EOF {
+	if _, _, err := RecvFds(b, buf, 1); !errors.Is(err, io.EOF) {
 		t.Errorf("end: %v", err)
 	}
 }

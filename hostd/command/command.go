@@ -143,7 +143,7 @@ func newLog(f flags, w io.Writer) (*slog.Logger, error) {
 
 func configCommand() *cobra.Command {
 	parent := &cobra.Command{Use: "config", Short: "Check and print configurations"}
-	print := func(cmd *cobra.Command, c config.Config) error {
+	dump := func(cmd *cobra.Command, c config.Config) error {
 		text, err := c.Dump()
 		if err == nil {
 			_, err = cmd.OutOrStdout().Write(text)
@@ -163,7 +163,7 @@ func configCommand() *cobra.Command {
 		},
 		&cobra.Command{
 			Use: "default", Short: "Print the configuration that holds without a file", Args: usage(cobra.NoArgs),
-			RunE: func(cmd *cobra.Command, _ []string) error { return print(cmd, config.Default()) },
+			RunE: func(cmd *cobra.Command, _ []string) error { return dump(cmd, config.Default()) },
 		},
 		&cobra.Command{
 			Use: "dump FILE", Short: "Print a configuration with all defaults filled in", Args: usage(cobra.ExactArgs(1)),
@@ -172,7 +172,7 @@ func configCommand() *cobra.Command {
 				if err != nil {
 					return err
 				}
-				return print(cmd, c)
+				return dump(cmd, c)
 			},
 		},
 	)

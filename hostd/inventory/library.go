@@ -115,8 +115,14 @@ func firstLine(root fs.FS, file string) string {
 func runtimeName(base string) string {
 	base = strings.ToLower(base)
 	for _, known := range []struct{ part, name string }{
-		{"oclgrind", "oclgrind"}, {"pocl", "pocl"}, {"nvidia", "nvidia"}, {"igdrcl", "intel"}, {"intelocl", "intel-cpu"},
-		{"rusticl", "rusticl"}, {"mesaopencl", "clover"}, {"amdocl", "amd"},
+		{"oclgrind", "oclgrind"},
+		{"pocl", "pocl"},
+		{"nvidia", "nvidia"},
+		{"igdrcl", "intel"},
+		{"intelocl", "intel-cpu"},
+		{"rusticl", "rusticl"},
+		{"mesaopencl", "clover"},
+		{"amdocl", "amd"},
 	} {
 		if strings.Contains(base, known.part) {
 			return known.name

@@ -2,6 +2,7 @@ package cli_test
 
 import (
 	"context"
+	"errors"
 	"flag"
 	"fmt"
 	"net"
@@ -29,7 +30,7 @@ func TestMain(m *testing.M) {
 	exit := func(name string, run func(context.Context, []string, program.Stdio) error) func() {
 		return func() {
 			err := run(context.Background(), os.Args[1:], program.Stdio{In: os.Stdin, Out: os.Stdout, Err: os.Stderr})
-			if _, silent := err.(program.Status); err != nil && !silent {
+			if err != nil && !errors.As(err, new(program.Status)) {
 				fmt.Fprintln(os.Stderr, name+":", err)
 			}
 			os.Exit(program.Code(err))
@@ -103,11 +104,11 @@ func gpuguest(ctx context.Context, args []string, _ program.Stdio) error {
 func app(ctx context.Context, args []string, _ program.Stdio) error {
 	vendors, err := filepath.Glob(filepath.Join(os.Getenv("OCL_ICD_VENDORS"), "*.icd"))
 	if err != nil || len(vendors) != 1 {
-		return fmt.Errorf("vendors: %v, %v", vendors, err)
+		return fmt.Errorf("vendors: %v, %w", vendors, err)
 	}
 	line, err := os.ReadFile(vendors[0])
 	if err != nil || strings.TrimSpace(string(line)) != os.Getenv("GPUCTL_ICD") {
-		return fmt.Errorf("the vendors folder names %q, %v", line, err)
+		return fmt.Errorf("the vendors folder names %q, %w", line, err)
 	}
 	c, id, err := guesttest.Connect(os.Getenv("GPUCTL_SOCKET"), os.Getenv("GPUCTL_TOKEN"))
 	if err != nil {

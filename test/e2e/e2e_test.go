@@ -292,8 +292,10 @@ func client(r *rig.Rig) gpuctlv1connect.HostServiceClient {
 func TestFaults(t *testing.T) {
 	r := start(t, "GPUCTL_FAULTS=1")
 	args := []string{"--mib", "1", "--buffers", "4", "--mapped", "--queues", "2"}
-	for _, fault := range []string{"check", "start", "prepare", "precopy", "freeze", "transfer", "switch", "retire",
-		"kill_target@prepare", "kill_target@precopy", "kill_target@freeze", "kill_target@transfer"} {
+	for _, fault := range []string{
+		"check", "start", "prepare", "precopy", "freeze", "transfer", "switch", "retire",
+		"kill_target@prepare", "kill_target@precopy", "kill_target@freeze", "kill_target@transfer",
+	} {
 		t.Run(fault, func(t *testing.T) {
 			a := launchStream(t, r, rig.Basic, args...)
 			a.until(t, "iteration 3 ")
