@@ -23,7 +23,7 @@ const (
 	stallTimeout    = 60 * time.Second // without a word of progress, application standing still
 	buildTimeout    = 10 * time.Minute // without a word of progress, application running
 	retireTimeout   = 5 * time.Second
-	readyPoll       = 3 * time.Millisecond
+	readyPoll       = time.Millisecond
 )
 
 // executor is a running executor as the manager sees it.
