@@ -167,7 +167,7 @@ func (d *demo) encoder(ctx context.Context) (bool, error) {
 	}
 	d.heading("3. The same, with the GPU exchanged twice",
 		"A third of the way the GPU is downgraded, at two thirds it is upgraded back.")
-	tl, err := d.encode(ctx, clip, swapped, []change{{1.0 / 3, "downgrade"}, {2.0 / 3, "upgrade"}})
+	tl, err := d.encode(ctx, clip, swapped, []change{{1.0 / 3, "downgrade", "small"}, {2.0 / 3, "upgrade", "large"}})
 	if err != nil {
 		return false, err
 	}
@@ -202,6 +202,7 @@ func digest(file string) (string, error) {
 type change struct {
 	at   float64
 	verb string
+	to   string
 }
 
 // encode runs x264 below gpuctl. The clip goes through a pipe, frame by frame,
@@ -263,7 +264,7 @@ func (d *demo) exchange(ctx context.Context, tl *timeline, changes []change) err
 			return err
 		}
 		from := tl.now()
-		s, err := d.operate(ctx, c.verb, id)
+		s, err := d.operate(ctx, c.verb, id, "--to", c.to)
 		if err != nil {
 			return err
 		}

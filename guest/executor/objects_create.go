@@ -112,7 +112,9 @@ const hostPtrFlags = cl.MemUseHostPtr | cl.MemCopyHostPtr | cl.MemAllocHostPtr
 // createVendorBuffer makes the vendor's object for a buffer, in the arena when
 // the device computes there.
 func (s *session) createVendorBuffer(m *mem) cl.Status {
-	flags := m.flags &^ (cl.MemUseHostPtr | cl.MemCopyHostPtr | cl.MemHostReadOnly | cl.MemHostWriteOnly | cl.MemHostNoAccess)
+	// Read and write, whatever the application promised: programs break their
+	// word, most runtimes do not mind, and one that does would change the result.
+	flags := m.flags&cl.MemAllocHostPtr | cl.MemReadWrite
 	var p unsafe.Pointer
 	m.unified = s.unified
 	if s.unified {
@@ -220,8 +222,7 @@ func (s *session) createSubBuffer(r *wire.CreateSubBuffer) (outcome, error) {
 }
 
 func (m *mem) createVendorSub() cl.Status {
-	flags := m.flags & (cl.MemReadWrite | cl.MemReadOnly | cl.MemWriteOnly)
-	v, st := cl.CreateSubBuffer(m.parent.vendor, flags, m.origin, m.size)
+	v, st := cl.CreateSubBuffer(m.parent.vendor, cl.MemReadWrite, m.origin, m.size)
 	if st == cl.Success {
 		m.vendor = v
 	}

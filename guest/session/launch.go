@@ -197,6 +197,7 @@ func (l *ExecLauncher) command(args ...string) *exec.Cmd {
 		bin = "/proc/self/exe"
 	}
 	cmd := exec.Command(bin, args...)
+	cmd.Args[0] = "gpuguest" // what ps shows
 	cmd.Dir = "/"
 	// A session of its own: signals to gpuguest's group don't reach it.
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true}
