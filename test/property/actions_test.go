@@ -421,7 +421,7 @@ func (g *generator) imageTransfer(th int) {
 func (g *generator) imageCopy(th int) {
 	a, b, q, ok := g.pair(th, func(a, b *object) bool {
 		return a.image > 1 && b.image > 1 && a.image == b.image && a.format == b.format ||
-			a.image > 1 && isBuffer(b) || b.image > 1 && isBuffer(a)
+			a.image > 1 && isBuffer(b) && !b.sub || b.image > 1 && isBuffer(a) && !a.sub // PoCL 3.1 crashes with sub-buffers
 	})
 	if !ok {
 		return
