@@ -13,7 +13,6 @@ import (
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/guest/cl"
-	"github.com/gpuctl/gpuctl/guest/wire"
 )
 
 // Errors of the control interface.
@@ -149,7 +148,7 @@ func (c *controller) Export(ctx context.Context, r *connect.Request[gpuctlv1.Exp
 	case m.Peer != "":
 		var p *peerSink
 		if p, err = s.dialPeer(m.Peer); err == nil {
-			_, err = s.export(ctx, m.Peer, m.All, m.Final, p, report)
+			err = s.export(ctx, m.Peer, m.All, m.Final, p, report)
 		}
 	case m.Memory:
 		err = s.exportState(ctx, "memory", m, report)
@@ -191,7 +190,7 @@ func (s *session) exportState(ctx context.Context, to string, m *gpuctlv1.Export
 		s.dropState()
 		return err
 	}
-	if _, err := s.export(ctx, to, m.All, m.Final, w, report); err != nil {
+	if err := s.export(ctx, to, m.All, m.Final, w, report); err != nil {
 		return err
 	}
 	if !m.Final {
@@ -452,5 +451,3 @@ func (s *session) contexts() []*clContext {
 	}
 	return cs
 }
-
-var _ = wire.StateRunning

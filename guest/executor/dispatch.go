@@ -137,7 +137,7 @@ func (s *session) run(c call, m wire.Request) (outcome, error) {
 	case *wire.EventStatus:
 		return s.eventStatus(m)
 	case *wire.EventProfiling:
-		return s.eventProfiling(c, m)
+		return s.eventProfiling(m)
 	case *wire.EventCallback:
 		return s.eventCallback(m)
 	case *wire.DeviceTimer:

@@ -1,7 +1,6 @@
 package executor
 
 import (
-	"encoding/binary"
 	"time"
 
 	"github.com/gpuctl/gpuctl/guest/cl"
@@ -184,7 +183,7 @@ func (s *session) stamps(e *event) ([5]uint64, cl.Status) {
 	return t, cl.Success
 }
 
-func (s *session) eventProfiling(c call, m *wire.EventProfiling) (outcome, error) {
+func (s *session) eventProfiling(m *wire.EventProfiling) (outcome, error) {
 	e := lookup[event](s, m.Event)
 	if e == nil {
 		return done(cl.InvalidEvent), nil
@@ -390,5 +389,3 @@ func (s *session) notifyDestroyed(token uint32, c *clContext) {
 		s.callback(token, 0, wire.CbDestroyed)
 	})
 }
-
-func le32(v uint32) []byte { return binary.LittleEndian.AppendUint32(nil, v) }

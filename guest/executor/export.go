@@ -66,9 +66,8 @@ func (s *session) contents(final bool, out sink) []piece {
 	return ps
 }
 
-// export sends what changed since the last export to the same receiver. It
-// returns the number of bytes.
-func (s *session) export(ctx context.Context, to string, all, final bool, out sink, report progress) (sent uint64, err error) {
+// export sends what changed since the last export to the same receiver.
+func (s *session) export(ctx context.Context, to string, all, final bool, out sink, report progress) error {
 	s.mu.Lock()
 	if all || s.exportedTo != to {
 		s.exportedTo = to
@@ -87,11 +86,11 @@ func (s *session) export(ctx context.Context, to string, all, final bool, out si
 	}
 	s.mu.Unlock()
 	await(marks)
-	var total uint64
+	var total, sent uint64
 	for i := range ps {
 		total += ps[i].bytes()
 	}
-	err = s.pump(ctx, ps, out, func(n uint64) {
+	err := s.pump(ctx, ps, out, func(n uint64) {
 		sent += n
 		report("copy", sent, total)
 	})
@@ -107,7 +106,7 @@ func (s *session) export(ctx context.Context, to string, all, final bool, out si
 	if err != nil {
 		s.exportedTo = "" // what has arrived is not known
 	}
-	return sent, err
+	return err
 }
 
 // markers enqueues a marker on every busy queue.

@@ -7,7 +7,6 @@ import (
 
 	"github.com/gpuctl/gpuctl/guest/cl"
 	"github.com/gpuctl/gpuctl/guest/portable"
-	"github.com/gpuctl/gpuctl/guest/wire"
 )
 
 // graph is the pruned record of a session: the live objects and how to make
@@ -298,5 +297,3 @@ func (s *session) eventGraph(id uint32, e *event) gEvent {
 	}
 	return g
 }
-
-var _ = wire.FirstID

@@ -5,7 +5,6 @@ import (
 	"fmt"
 	"io"
 	"net"
-	"os"
 
 	"github.com/gpuctl/gpuctl/guest/cl"
 )
@@ -132,7 +131,3 @@ func (p *piece) fits() bool {
 }
 
 func le64(b []byte) uint64 { return binary.LittleEndian.Uint64(b) }
-
-func (s *session) openState(file string) (*os.File, error) {
-	return os.OpenFile(file, os.O_RDWR, 0)
-}

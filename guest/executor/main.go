@@ -131,7 +131,7 @@ func open(cfg Config, ringFD, arenaFD, stateFD int) (*session, error) {
 		return nil, fmt.Errorf("arena: %w", err)
 	}
 	s := &session{
-		cfg: cfg, log: cfg.Logger, ring: ring, ringR: ringR, arena: arena, state: os.NewFile(uintptr(stateFD), "state"),
+		cfg: cfg, log: cfg.Logger, ring: ring, ringFD: ringFD, arena: arena, state: os.NewFile(uintptr(stateFD), "state"),
 		patience: newPatience(), split: split, host: newHostMemory(arena, split, cfg.Generation), foreign: map[uint64]bool{},
 		ghosts: map[uint32]any{}, replies: map[uint32][]byte{}, lib: lib, platf: platform,
 		watchWake: make(chan struct{}, 1), cbWake: make(chan struct{}, 1), stop: make(chan struct{}),
@@ -283,7 +283,7 @@ func (s *session) resumeClock() {
 // guard looks after an executor whose gpuguest has died in the middle of a
 // swap: whoever the ring's owner word names serves, anyone else ends.
 func (s *session) guard() {
-	fd, err := shm.Reopen(s.ringR.FD())
+	fd, err := shm.Reopen(s.ringFD)
 	if err != nil {
 		s.log.Warn("guard", "err", err)
 		return

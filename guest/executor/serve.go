@@ -2,7 +2,6 @@ package executor
 
 import (
 	"runtime"
-	"sync/atomic"
 	"time"
 
 	"github.com/gpuctl/gpuctl/guest/shm"
@@ -85,8 +84,7 @@ func (s *session) standBy() {
 		time.Sleep(gateNap)
 		return
 	}
-	word := s.ringR.Word32(wire.HdrSleep)
-	v := atomic.LoadUint32(word)
+	seen := s.ring.Bell()
 	if s.canLead() && !s.leader.Load() && !s.ring.Empty() {
 		return
 	}
@@ -95,15 +93,13 @@ func (s *session) standBy() {
 		nap = 5 * time.Millisecond
 	}
 	s.standby.Add(1)
-	shm.FutexWait(word, v, nap)
+	s.ring.AwaitBell(seen, nap)
 	s.standby.Add(-1)
 }
 
 // wakeAll makes every sleeping worker look again.
 func (s *session) wakeAll() {
-	word := s.ringR.Word32(wire.HdrSleep)
-	atomic.StoreUint32(word, 0)
-	shm.FutexWake(word, shm.All)
+	s.ring.RingBell()
 }
 
 // lead reads and runs requests until the lead is lost.
@@ -111,7 +107,7 @@ func (s *session) lead() {
 	buf := make([]byte, wire.MaxRequest)
 	var idle time.Time // since when the ring is empty, zero when it was not
 	var spin time.Duration
-	s.ringR.Store32(wire.HdrSleep, 0)
+	s.ring.Withdraw()
 	for {
 		if !s.canLead() {
 			s.leader.Store(false)
@@ -169,12 +165,11 @@ func (s *session) lead() {
 // sleep gives up the lead until a client rings. It says whether the caller
 // leads again.
 func (s *session) sleep() bool {
-	word := s.ringR.Word32(wire.HdrSleep)
 	s.leader.Store(false)
 	s.ring.Announce()
 	if s.ring.Empty() && s.canLead() {
 		s.standby.Add(1)
-		shm.FutexWait(word, 1, standbyWait)
+		s.ring.AwaitBell(1, standbyWait)
 		s.standby.Add(-1)
 	}
 	if !s.leader.CompareAndSwap(false, true) {

@@ -20,8 +20,8 @@ type unsafePointer = unsafe.Pointer
 type session struct {
 	cfg     Config
 	log     *slog.Logger
-	ring    *shm.Ring
-	ringR   *shm.Region
+	ring    transport
+	ringFD  int // for the locks that say who is alive
 	arena   *shm.Region
 	state   *os.File
 	split   uint64 // executor's part of the arena ends here

@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/gpuctl/gpuctl/guest/cl"
+	"github.com/gpuctl/gpuctl/guest/shm"
 	"github.com/gpuctl/gpuctl/guest/wire"
 )
 
@@ -42,8 +43,7 @@ func swap(ctx context.Context, dir string, from, to *session, _ uint32) error {
 		if err != nil {
 			return err
 		}
-		_, err = from.export(ctx, sock, false, final, p, noProgress)
-		return err
+		return from.export(ctx, sock, false, final, p, noProgress)
 	}
 	if err := move(false); err != nil {
 		return err
@@ -55,7 +55,7 @@ func swap(ctx context.Context, dir string, from, to *session, _ uint32) error {
 		from.thaw()
 		return err
 	}
-	from.ring.SetOwner(to.cfg.Generation)
+	from.ring.(*shm.Ring).SetOwner(to.cfg.Generation)
 	to.activate()
 	from.closed.Store(true)
 	from.retire()

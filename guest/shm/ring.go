@@ -327,3 +327,15 @@ func (q *Ring) PushCallback(token uint32, status int32, kind uint32, stop <-chan
 	q.set(wire.HdrCbTail, tail+1)
 	return nil
 }
+
+// Bell is the doorbell's word as it is now, for AwaitBell.
+func (q *Ring) Bell() uint32 { return q.r.Load32(wire.HdrSleep) }
+
+// AwaitBell sleeps until a client rings or RingBell is called, but not if the
+// word is no longer as seen, nor longer than the timeout.
+func (q *Ring) AwaitBell(seen uint32, timeout time.Duration) {
+	FutexWait(q.r.Word32(wire.HdrSleep), seen, timeout)
+}
+
+// RingBell wakes every reader, of this process and of others, to look again.
+func (q *Ring) RingBell() { q.set(wire.HdrSleep, 0) }

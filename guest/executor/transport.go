@@ -1,0 +1,43 @@
+package executor
+
+import (
+	"time"
+
+	"github.com/gpuctl/gpuctl/guest/shm"
+)
+
+// transport is how requests come from the application and answers go back.
+// Shared memory is the one there is; PROTOCOL.md of guest/wire says what each
+// part means.
+type transport interface {
+	// Next and Advance take requests in order; a request stays until Advance.
+	Next(buf []byte) (shm.Record, bool, error)
+	Advance()
+	Empty() bool
+
+	// The doorbell: Announce and Withdraw say that nobody reads, or that
+	// somebody does again.
+	Announce()
+	Withdraw()
+	Bell() uint32
+	AwaitBell(seen uint32, timeout time.Duration)
+	RingBell()
+
+	Reply(slot uint16, err int32, data []byte, token uint32, total uint64) error
+	PendDone(index, state uint32) error
+	PushCallback(token uint32, status int32, kind uint32, stop <-chan struct{}) error
+
+	// Phases and counters of a bulk transfer.
+	Phase(slot uint16, phase uint32, direct uint64)
+	WaitProduced(slot uint16, old uint32, timeout time.Duration) uint32
+	WaitConsumed(slot uint16, old uint32, timeout time.Duration) uint32
+	SetProduced(slot uint16, n uint32)
+	SetConsumed(slot uint16, n uint32)
+
+	// Whose turn it is, and how the session is.
+	Owner() uint32
+	State() uint32
+	SetState(state uint32)
+}
+
+var _ transport = (*shm.Ring)(nil)
