@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"io"
 	"os"
+	"sync"
 	"unsafe"
 
 	"golang.org/x/sys/unix"
@@ -274,51 +275,79 @@ func (s *session) load(f *os.File, report progress) error {
 }
 
 // fill reads pieces from a state file, those that have no address yet, and
-// puts them into their objects, several at once.
+// puts them into their objects. Each chunk of the window has a worker: some
+// read while the device takes what others have read.
 func (s *session) fill(f *os.File, ps []piece, report progress) error {
 	var total, done uint64
 	for i := range ps {
 		total += ps[i].bytes()
-	}
-	var busy [windowDepth][]cl.Event // by chunk of the window
-	settle := func() error {
-		for i := range busy {
-			st := await(busy[i])
-			if busy[i] = nil; st != cl.Success {
-				return fmt.Errorf("load state: %w", st)
-			}
+		if _, st := s.xfer.queue(ps[i].m.ctx); st != cl.Success { // workers only look queues up
+			return fmt.Errorf("object %d: %w", ps[i].ID, st)
 		}
-		return nil
 	}
-	chunk, used := 0, uint64(0)
+	var (
+		mu     sync.Mutex
+		errs   []error
+		wg     sync.WaitGroup
+		todo   = make(chan []piece)
+		failed = func() bool { mu.Lock(); defer mu.Unlock(); return len(errs) > 0 }
+	)
+	for chunk := range uint64(windowDepth) {
+		wg.Go(func() {
+			for b := range todo {
+				n, err := s.fillBatch(f, b, s.window+chunk*windowChunk)
+				mu.Lock()
+				if done += n; err != nil {
+					errs = append(errs, fmt.Errorf("load %s: %w", f.Name(), err))
+				} else {
+					report("load", done, total)
+				}
+				mu.Unlock()
+			}
+		})
+	}
+	for len(ps) > 0 && !failed() {
+		n, size := 0, uint64(0)
+		for n < len(ps) && (n == 0 || size+ps[n].padded() <= windowChunk) {
+			size += ps[n].padded()
+			n++
+		}
+		todo <- ps[:n]
+		ps = ps[n:]
+	}
+	close(todo)
+	wg.Wait()
+	return errors.Join(errs...)
+}
+
+// fillBatch moves a batch through a chunk of the window and waits until it is
+// in the device.
+func (s *session) fillBatch(f *os.File, ps []piece, at uint64) (n uint64, err error) {
+	var evs []cl.Event
 	for i := range ps {
 		x := &ps[i]
 		if x.ptr == nil {
-			if used+x.padded() > windowChunk {
-				chunk, used = (chunk+1)%windowDepth, 0
-				st := await(busy[chunk])
-				if busy[chunk] = nil; st != cl.Success {
-					return fmt.Errorf("load state: %w", st)
-				}
-			}
-			at := s.window + uint64(chunk)*windowChunk + used
-			used += x.padded()
 			if err := readWide(f, s.arenaBytes(at, x.bytes()), int64(x.At)); err != nil {
-				return errors.Join(fmt.Errorf("read %s: %w", f.Name(), err), settle())
+				await(evs)
+				return n, err
 			}
 			x.ptr = s.arena.Pointer(at)
+			at += x.padded()
 		}
 		ev, err := s.take(x)
 		if err != nil {
-			return errors.Join(err, settle())
+			await(evs)
+			return n, err
 		}
 		if ev != 0 {
-			busy[chunk] = append(busy[chunk], ev)
+			evs = append(evs, ev)
 		}
-		done += x.bytes()
-		report("load", done, total)
+		n += x.bytes()
 	}
-	return settle()
+	if st := await(evs); st != cl.Success {
+		return n, st
+	}
+	return n, nil
 }
 
 // take begins to put a piece of content into its object. The event is 0 when
