@@ -40,6 +40,7 @@ const (
 // contents lists what an export has to move, and marks it clean.
 func (s *session) contents(final bool, out sink) []piece {
 	var ps []piece
+	_, peer := out.(*peerSink)
 	s.each(func(id uint32, _ uint64, o any) {
 		m, ok := o.(*mem)
 		switch {
@@ -47,6 +48,8 @@ func (s *session) contents(final bool, out sink) []piece {
 			return
 		case m.isMapped() && !final:
 			return // the application writes it behind our back
+		case peer && m.known != id:
+			return // younger than the target's graph, where it would get lost
 		case m.hasArena && !m.unified && m.kind == memBuffer && !final && out.shares():
 			// The receiver would write to where this executor's mappings
 			// show: only when the session stands still.
@@ -62,6 +65,7 @@ func (s *session) contents(final bool, out sink) []piece {
 			}
 		}
 		clear(m.dirty)
+		m.known = id
 	})
 	return ps
 }

@@ -205,6 +205,10 @@ func (s *session) graph(final bool) *graph {
 		case *queue:
 			g.Queues = append(g.Queues, gQueue{id, o.ctx.id, o.dev.id, serial, o.props, int32(o.failed), o.dead})
 		case *mem:
+			if o.known != id && o.known != 0 {
+				o.markAll() // the receiver has the content of another object
+			}
+			o.known = id
 			m := gMem{
 				ID: id, Context: o.ctx.id, Serial: serial, Kind: o.kind, Flags: o.flags, Size: o.size, Origin: o.origin,
 				Format: o.format, Desc: o.desc, Elem: o.elem, Arena: o.arena, HasArena: o.hasArena, Unified: o.unified, Dead: o.dead, Callback: o.callback,

@@ -103,6 +103,7 @@ type mem struct {
 	unified  bool
 
 	dirty    []bool // per dirtyChunk bytes: differs from what was last exported
+	known    uint32 // its id in the last graph or export: what a receiver has it by
 	maps     map[uint32]*mapping
 	users    int    // commands held back that use it
 	subs     []*mem // sub-buffers
