@@ -273,7 +273,13 @@ func (s *session) enqueue(c call, m wire.Request, queueID, eventID uint32, wait 
 	}
 	o := done(cl.Success)
 	if blocking {
-		o = s.waitThen(c, []cl.Event{ev}, s.answer, nil)
+		n := q.seq
+		o = s.waitThen(c, []cl.Event{ev}, s.answer, func() {
+			if q.inOrder() { // what came before is over too
+				q.idle = max(q.idle, n)
+				s.gateIfIdle()
+			}
+		})
 	}
 	if x.own != 0 {
 		cl.ReleaseEvent(x.own)
@@ -550,12 +556,11 @@ func (s *session) finish(c call, m *wire.Finish) (outcome, error) {
 		st := cl.Finish(v)
 		s.mu.Lock()
 		q.users--
-		if q.seq == n || n > q.idle {
-			q.idle = n
-		}
+		q.idle = max(q.idle, n)
 		s.settle(q, q.seq == n)
 		s.settleAll()
 		s.bury(q.ctx)
+		s.gateIfIdle()
 		if st == cl.Success && q.failed != cl.Success {
 			st, q.failed = q.failed, cl.Success
 		}

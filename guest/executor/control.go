@@ -230,7 +230,11 @@ func (c *controller) Freeze(ctx context.Context, r *connect.Request[gpuctlv1.Fre
 		}
 		return nil, ce
 	}
-	return c.s.snapshot()
+	r2, err := c.s.snapshot()
+	if err == nil {
+		r2.Msg.GatedNs = time.Since(c.s.gatedAt).Nanoseconds()
+	}
+	return r2, err
 }
 
 func (s *session) isFrozen() bool {
@@ -246,7 +250,7 @@ func (s *session) freeze(ctx context.Context, limit time.Duration) ([]string, er
 		return nil, fmt.Errorf("freeze: %w", ErrState)
 	}
 	deadline := time.Now().Add(limit)
-	s.gate.Store(true)
+	s.awaitIdle(ctx, min(limit/8, longestIdleWait))
 	s.wakeAll()
 	s.mu.Lock()
 	cs := s.contexts()
@@ -290,6 +294,51 @@ func (s *session) freeze(ctx context.Context, limit time.Duration) ([]string, er
 	s.deliver()
 	s.frozen = true
 	return nil, nil
+}
+
+// longestIdleWait is how long a freeze waits for a moment when the device has
+// nothing to do. An application that waits for its results has such moments,
+// and does not stand still for work that was under way.
+const longestIdleWait = 300 * time.Millisecond
+
+// awaitIdle closes the gate at the first such moment, or when the time is up.
+func (s *session) awaitIdle(ctx context.Context, limit time.Duration) {
+	s.mu.Lock()
+	s.gateWanted, s.gated = true, make(chan struct{})
+	gated := s.gated
+	s.gateIfIdle()
+	s.mu.Unlock()
+	select {
+	case <-gated:
+	case <-ctx.Done():
+	case <-time.After(limit):
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.gateWanted {
+		s.closeGate()
+	}
+}
+
+// gateIfIdle closes the gate if that is wanted and the device has nothing to
+// do. The caller holds s.mu.
+func (s *session) gateIfIdle() {
+	if !s.gateWanted {
+		return
+	}
+	for _, c := range s.contexts() {
+		if c.busy() {
+			return
+		}
+	}
+	s.closeGate()
+}
+
+func (s *session) closeGate() {
+	s.gateWanted = false
+	s.gatedAt = time.Now()
+	s.gate.Store(true)
+	close(s.gated)
 }
 
 func (s *session) busyWith() string {

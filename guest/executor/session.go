@@ -7,6 +7,7 @@ import (
 	"os"
 	"sync"
 	"sync/atomic"
+	"time"
 	"unsafe"
 
 	"github.com/gpuctl/gpuctl/guest/cl"
@@ -62,6 +63,9 @@ type session struct {
 
 	active         atomic.Bool
 	gate           atomic.Bool
+	gateWanted     bool          // close the gate when the device is idle next
+	gated          chan struct{} // closed when it is
+	gatedAt        time.Time
 	closed         atomic.Bool
 	leader         atomic.Bool
 	patience       patience // the leader's

@@ -282,6 +282,10 @@ func (op *operation) freezeSource(ctx context.Context, timeoutMS int64) error {
 		op.unfrozen = errors.Is(err, errNotFrozen)
 		return err
 	}
+	// The executor lets the application go on until the device is idle by itself.
+	if d := time.Duration(snap.GatedNs); d > 0 && d < time.Since(op.frozenAt) {
+		op.frozenAt = time.Now().Add(-d)
+	}
 	op.graph = snap.Graph
 	// A new gpuguest can tell by it whether a dead target took requests.
 	head := op.s.mem.head()

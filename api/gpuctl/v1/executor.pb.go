@@ -189,8 +189,9 @@ type SnapshotResponse struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Graph         []byte                 `protobuf:"bytes,1,opt,name=graph,proto3" json:"graph,omitempty"` // opaque to everyone but executors
 	Usage         *Usage                 `protobuf:"bytes,2,opt,name=usage,proto3" json:"usage,omitempty"`
-	Dirty         uint64                 `protobuf:"varint,3,opt,name=dirty,proto3" json:"dirty,omitempty"`      // bytes that an Export would send now
-	Blockers      []string               `protobuf:"bytes,4,rep,name=blockers,proto3" json:"blockers,omitempty"` // Freeze only: what kept the device from draining in time
+	Dirty         uint64                 `protobuf:"varint,3,opt,name=dirty,proto3" json:"dirty,omitempty"`                    // bytes that an Export would send now
+	Blockers      []string               `protobuf:"bytes,4,rep,name=blockers,proto3" json:"blockers,omitempty"`               // Freeze only: what kept the device from draining in time
+	GatedNs       int64                  `protobuf:"varint,5,opt,name=gated_ns,json=gatedNs,proto3" json:"gated_ns,omitempty"` // Freeze only: how long ago the last request was let in, ns
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -251,6 +252,13 @@ func (x *SnapshotResponse) GetBlockers() []string {
 		return x.Blockers
 	}
 	return nil
+}
+
+func (x *SnapshotResponse) GetGatedNs() int64 {
+	if x != nil {
+		return x.GatedNs
+	}
+	return 0
 }
 
 type PrepareRequest struct {
@@ -717,12 +725,13 @@ const file_gpuctl_v1_executor_proto_rawDesc = "" +
 	"\x06active\x18\x05 \x01(\bR\x06active\x12\x1a\n" +
 	"\bplatform\x18\x06 \x01(\tR\bplatform\x12\x16\n" +
 	"\x06driver\x18\a \x01(\tR\x06driver\"\x11\n" +
-	"\x0fSnapshotRequest\"\x82\x01\n" +
+	"\x0fSnapshotRequest\"\x9d\x01\n" +
 	"\x10SnapshotResponse\x12\x14\n" +
 	"\x05graph\x18\x01 \x01(\fR\x05graph\x12&\n" +
 	"\x05usage\x18\x02 \x01(\v2\x10.gpuctl.v1.UsageR\x05usage\x12\x14\n" +
 	"\x05dirty\x18\x03 \x01(\x04R\x05dirty\x12\x1a\n" +
-	"\bblockers\x18\x04 \x03(\tR\bblockers\"[\n" +
+	"\bblockers\x18\x04 \x03(\tR\bblockers\x12\x19\n" +
+	"\bgated_ns\x18\x05 \x01(\x03R\agatedNs\"[\n" +
 	"\x0ePrepareRequest\x12\x14\n" +
 	"\x05graph\x18\x01 \x01(\fR\x05graph\x12\x1d\n" +
 	"\n" +
