@@ -10,7 +10,7 @@ GODIRS = api bench cmd demo docs guest hostd internal test
 GOLANGCI = github.com/golangci/golangci-lint/v2/cmd/golangci-lint@v2.12.2
 
 .DEFAULT_GOAL := build
-.PHONY: setup build programs binaries test check unit conform e2e demo bench fuzz chaos generate lint clean
+.PHONY: setup build programs binaries test check unit conform e2e property demo bench fuzz chaos generate lint clean
 
 setup:
 	@packaging/setup.sh
@@ -30,7 +30,7 @@ binaries:
 programs:
 	@$(MAKE) --no-print-directory -C test/cl
 
-test: build check unit conform e2e
+test: build check unit conform e2e property
 	@echo "all tests passed"
 
 check:
@@ -39,13 +39,17 @@ check:
 
 # The end-to-end tests follow on their own: they need the machine to themselves.
 unit:
-	CGO_ENABLED=1 $(GO) test -race -timeout 8m $$($(GO) list $(PKGS) | grep -v /test/e2e)
+	CGO_ENABLED=1 $(GO) test -race -timeout 8m $$($(GO) list $(PKGS) | grep -v -e /test/e2e -e /test/property)
 
 conform:
 	$(GO) test -count=1 -timeout 8m -run '^TestConform' -v ./test/e2e
 
 e2e:
 	$(GO) test -count=1 -timeout 12m -skip '^TestConform' -v ./test/e2e
+
+# property compares random programs that are swapped with the same unswapped.
+property:
+	$(GO) test -count=1 -timeout 8m -v ./test/property
 
 demo: build
 	bin/gpuctl-demo

@@ -262,6 +262,11 @@ func (s *session) eventCallback(m *wire.EventCallback) (outcome, error) {
 	if e.state == eventVendor && e.q != nil {
 		cl.Flush(e.q.vendor)
 	}
+	if n := s.poll(e); n <= m.Type && n > cl.Complete {
+		// Reached already: it must not come with what the event becomes later.
+		s.callback(m.Callback, m.Type, wire.CbEvent)
+		return done(cl.Success), nil
+	}
 	e.users++
 	s.watches = append(s.watches, &watch{e, m.Type, m.Callback})
 	s.wakeWatches()
