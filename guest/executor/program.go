@@ -374,6 +374,12 @@ func (s *session) linkProgram(c call, m *wire.LinkProgram) (outcome, error) {
 		if x == nil {
 			return done(cl.InvalidProgram), nil
 		}
+		if !x.linkable() { // not every runtime minds
+			for _, v := range in {
+				cl.ReleaseProgram(v)
+			}
+			return done(cl.InvalidOperation), nil
+		}
 		cl.RetainProgram(x.vendor)
 		in = append(in, x.vendor)
 		p.content.Inputs = append(p.content.Inputs, x.content)
@@ -544,6 +550,16 @@ var errArgInfo = errors.New("the runtime does not describe the kernel's argument
 func (p *program) executable() bool {
 	for _, b := range p.built {
 		if b.Status == cl.BuildSuccess && b.Type == cl.ProgramBinaryTypeExecutable {
+			return true
+		}
+	}
+	return false
+}
+
+// linkable says whether the program is compiled, or a library, for a device.
+func (p *program) linkable() bool {
+	for _, b := range p.built {
+		if b.Type == cl.ProgramBinaryTypeCompiledObject || b.Type == cl.ProgramBinaryTypeLibrary {
 			return true
 		}
 	}
