@@ -443,18 +443,12 @@ func (s *session) rebind(k *kernel, g *gKernel) error {
 			continue
 		}
 		*a = arg{set: true, kind: b.Kind, size: b.Size, object: b.Object, value: append([]byte(nil), b.Value...)}
-		switch a.kind {
-		case wire.ArgMem, wire.ArgImage:
-			if a.object != 0 && bound == nil {
-				a.set = false // released by the application: it must set it anew
-				continue
-			}
+		if s.argGone(a) {
+			a.set = false
+			continue
+		}
+		if bound != nil && a.kind != wire.ArgPlain {
 			k.bind(i, bound)
-		case wire.ArgSampler:
-			if lookup[sampler](s, a.object) == nil {
-				a.set = false
-				continue
-			}
 		}
 		if st := s.bindArg(k, i); st != cl.Success {
 			return fmt.Errorf("kernel %s, argument %d: %w: %w", k.name, i, st, ErrRefused)
@@ -554,6 +548,17 @@ func (s *session) restoreParked(g *gParked) error {
 	return nil
 }
 
+// argGone says whether the argument's object was released since it was set.
+func (s *session) argGone(a *arg) bool {
+	switch a.kind {
+	case wire.ArgMem, wire.ArgImage:
+		return a.object != 0 && lookup[mem](s, a.object) == nil
+	case wire.ArgSampler:
+		return lookup[sampler](s, a.object) == nil
+	}
+	return false
+}
+
 // copyKernel clones a kernel with its arguments, for a parked launch.
 func (s *session) copyKernel(src *kernel) (*kernel, cl.Status) {
 	k := &kernel{prog: src.prog, name: src.name, info: src.info, stale: true, local: src.local, group: src.group}
@@ -566,6 +571,10 @@ func (s *session) copyKernel(src *kernel) (*kernel, cl.Status) {
 		a.value = append([]byte(nil), a.value...)
 		k.args[i] = a
 		if !a.set {
+			continue
+		}
+		if s.argGone(&k.args[i]) { // the application must set it anew to launch
+			k.args[i].set = false
 			continue
 		}
 		if st := s.bindArg(k, i); st != cl.Success {
