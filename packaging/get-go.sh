@@ -11,7 +11,13 @@ aarch64) arch=arm64 ;;
 *) echo "get-go.sh: no toolchain for $(uname -m)" >&2; exit 1 ;;
 esac
 [ -x "$dir/bin/go" ] && [ "$("$dir/bin/go" env GOVERSION)" = "go$version" ] && exit 0
-list=${GOPROXY:-https://proxy.golang.org}
+list=${GOPROXY:-}
+if [ -z "$list" ]; then
+	# Debian's own go command, too old to build with, knows the default. Not
+	# asked in this folder: it can't read our go.mod.
+	command -v go >/dev/null || apt-get install -y --no-install-recommends golang-go >/dev/null
+	list=$(cd / && go env GOPROXY)
+fi
 proxy=$(printf %s "$list" | tr '|' ',' | cut -d, -f1)
 case $proxy in
 http://* | https://*) ;;
