@@ -191,16 +191,15 @@ func (s *session) command(c call, m wire.Request) (outcome, error) {
 
 // cmd is one command on its way to the vendor.
 type cmd struct {
-	q       *queue
-	e       *event
-	wait    []cl.Event
-	out     *cl.Event // where the vendor's event goes, nil when nobody wants it
-	own     cl.Event
-	mem     *mem
-	pend    uint32
-	keep    *runtime.Pinner
-	bulk    func() // the command goes on aside
-	hasWait bool   // the application gave a wait list, satisfied or not
+	q    *queue
+	e    *event
+	wait []cl.Event
+	out  *cl.Event // where the vendor's event goes, nil when nobody wants it
+	own  cl.Event
+	mem  *mem
+	pend uint32
+	keep *runtime.Pinner
+	bulk func() // the command goes on aside
 }
 
 // track makes sure that the command has an event of the vendor.
@@ -210,8 +209,7 @@ func (x *cmd) track() {
 	}
 }
 
-// marker stands for a command whose work is already done, or is none. With a
-// wait list that is satisfied by now, a marker must not wait for the rest.
+// marker stands for a command whose work is already done, or is none.
 func (x *cmd) marker() cl.Status {
 	return cl.EnqueueMarkerWithWaitList(x.q.vendor, x.wait, x.out)
 }
@@ -239,7 +237,7 @@ func (s *session) enqueue(c call, m wire.Request, queueID, eventID uint32, wait 
 		return o, nil
 	}
 	s.bulkSlot = c.slot
-	x := &cmd{q: q, e: e, wait: s.waits(wait), pend: pend, hasWait: len(wait) > 0}
+	x := &cmd{q: q, e: e, wait: s.waits(wait), pend: pend}
 	if e != nil {
 		x.out = &e.vendor
 	}

@@ -240,7 +240,6 @@ type peerSink struct {
 	next uint64
 	used int
 	fly  []bool // for each batch under way: it took a chunk of the window
-	took bool
 }
 
 const importMagic = 0x49525847
@@ -274,7 +273,6 @@ func (p *peerSink) place(ps []piece) error {
 	at := s.window + p.next%windowDepth*windowChunk
 	p.next++
 	p.used++
-	p.took = true
 	for i := range ps {
 		ps[i].At, ps[i].ptr = at, s.arena.Pointer(at)
 		at += ps[i].padded()

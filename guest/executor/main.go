@@ -107,7 +107,7 @@ func listen(path string) (net.Listener, error) {
 
 // open loads the runtime, finds the devices and maps the session's memory.
 func open(cfg Config, ringFD, arenaFD, stateFD int) (*session, error) {
-	lib, platform, devs, err := openRuntime(cfg.Runtime)
+	platform, devs, err := openRuntime(cfg.Runtime)
 	if err != nil {
 		return nil, err
 	}
@@ -132,8 +132,8 @@ func open(cfg Config, ringFD, arenaFD, stateFD int) (*session, error) {
 	}
 	s := &session{
 		cfg: cfg, log: cfg.Logger, ring: ring, ringFD: ringFD, arena: arena, state: os.NewFile(uintptr(stateFD), "state"),
-		patience: newPatience(), split: split, host: newHostMemory(arena, split, cfg.Generation), foreign: map[uint64]bool{},
-		ghosts: map[uint32]any{}, replies: map[uint32][]byte{}, lib: lib, platf: platform,
+		patience: newPatience(), host: newHostMemory(arena, split, cfg.Generation), foreign: map[uint64]bool{},
+		ghosts: map[uint32]any{}, replies: map[uint32][]byte{}, platf: platform,
 		watchWake: make(chan struct{}, 1), cbWake: make(chan struct{}, 1), stop: make(chan struct{}),
 		xfer: transfers{queues: map[*clContext]cl.Queue{}, pinned: map[pinKey]cl.Mem{}},
 	}
@@ -153,33 +153,33 @@ func open(cfg Config, ringFD, arenaFD, stateFD int) (*session, error) {
 	return s, nil
 }
 
-func openRuntime(rt *gpuctlv1.Runtime) (*cl.Library, cl.Platform, []cl.Device, error) {
+func openRuntime(rt *gpuctlv1.Runtime) (cl.Platform, []cl.Device, error) {
 	lib, err := cl.Open(rt.GetLibrary())
 	if err != nil {
-		return nil, 0, nil, err
+		return 0, nil, err
 	}
 	ps := lib.Platforms()
 	if len(ps) == 0 {
-		return nil, 0, nil, fmt.Errorf("%s has no platform: %w", rt.GetLibrary(), ErrNoDevice)
+		return 0, nil, fmt.Errorf("%s has no platform: %w", rt.GetLibrary(), ErrNoDevice)
 	}
 	if b, st := cl.GetPlatformInfo(ps[0], cl.PlatformName); st == cl.Success && quirkOf(cl.CString(b)).serial {
 		lib.Serialize()
 	}
 	all, st := cl.GetDeviceIDs(ps[0], cl.DeviceTypeAll)
 	if st != cl.Success {
-		return nil, 0, nil, fmt.Errorf("devices of %s: %w", rt.GetLibrary(), st)
+		return 0, nil, fmt.Errorf("devices of %s: %w", rt.GetLibrary(), st)
 	}
 	if len(rt.GetDevices()) == 0 {
-		return lib, ps[0], all[:1], nil
+		return ps[0], all[:1], nil
 	}
 	var devs []cl.Device
 	for _, i := range rt.GetDevices() {
 		if int64(i) >= int64(len(all)) {
-			return nil, 0, nil, fmt.Errorf("device %d of %s, which has %d: %w", i, rt.GetLibrary(), len(all), ErrNoDevice)
+			return 0, nil, fmt.Errorf("device %d of %s, which has %d: %w", i, rt.GetLibrary(), len(all), ErrNoDevice)
 		}
 		devs = append(devs, all[i])
 	}
-	return lib, ps[0], devs, nil
+	return ps[0], devs, nil
 }
 
 // probeMemory finds out whether the device computes in the very memory that a

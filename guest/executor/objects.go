@@ -2,6 +2,7 @@ package executor
 
 import (
 	"runtime"
+	"unsafe"
 
 	"github.com/gpuctl/gpuctl/guest/cl"
 	"github.com/gpuctl/gpuctl/guest/portable"
@@ -123,7 +124,7 @@ type mapping struct {
 	Size   uint64
 	Origin [3]uint64 // images
 	Region [3]uint64
-	vendor unsafePointer // of a unified buffer, mapped at the vendor's too
+	vendor unsafe.Pointer // of a unified buffer, mapped at the vendor's too
 }
 
 type sampler struct {

@@ -15,8 +15,6 @@ import (
 	"github.com/gpuctl/gpuctl/guest/wire"
 )
 
-type unsafePointer = unsafe.Pointer
-
 // session is the executor's side of one application.
 type session struct {
 	cfg     Config
@@ -25,7 +23,6 @@ type session struct {
 	ringFD  int // for the locks that say who is alive
 	arena   *shm.Region
 	state   *os.File
-	split   uint64 // executor's part of the arena ends here
 	host    hostMemory
 	foreign map[uint64]bool // arena ranges that the session's former executor still has
 
@@ -41,7 +38,6 @@ type session struct {
 	replies map[uint32][]byte // what did not fit into a slot, by token
 	token   uint32
 
-	lib        *cl.Library
 	platf      cl.Platform
 	limits     *limits
 	info       []byte // session_info's answer; stays for the whole session
