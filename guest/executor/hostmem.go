@@ -59,30 +59,23 @@ func (h *hostMemory) inherit(off, size uint64) error {
 
 // free gives the range and its pages back; what was in it is gone.
 func (h *hostMemory) free(off uint64) {
-	size, ok := h.sizes[off]
-	if !ok {
-		return
+	if size, ok := h.disown(off); ok {
+		_ = h.region.PunchHole(off, (size+4095)&^4095)
 	}
-	delete(h.sizes, off)
-	_ = h.region.PunchHole(off, (size+4095)&^4095)
-	if _, other := h.inherited[off]; other {
-		delete(h.inherited, off)
-		return
-	}
-	h.own.Free(off - h.lo)
 }
 
 // disown forgets the range but leaves its pages: another executor has it.
-func (h *hostMemory) disown(off uint64) {
-	if _, ok := h.sizes[off]; !ok {
-		return
+func (h *hostMemory) disown(off uint64) (size uint64, ok bool) {
+	if size, ok = h.sizes[off]; !ok {
+		return 0, false
 	}
 	delete(h.sizes, off)
 	if _, other := h.inherited[off]; other {
 		delete(h.inherited, off)
-		return
+	} else {
+		h.own.Free(off - h.lo)
 	}
-	h.own.Free(off - h.lo)
+	return size, true
 }
 
 // sweep frees the pages of this executor's half that nobody holds: what an

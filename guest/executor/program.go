@@ -258,17 +258,27 @@ func (s *session) building(c call, p *program, callback uint32, f func() cl.Stat
 	return later(func() { run() })
 }
 
-func (s *session) buildProgram(c call, m *wire.BuildProgram) (outcome, error) {
-	p := lookup[program](s, m.Program)
+// buildable finds a program that may be built or compiled now, and for which
+// devices.
+func (s *session) buildable(id uint32, devices []uint32) (*program, []*device, cl.Status) {
+	p := lookup[program](s, id)
 	if p == nil {
-		return done(cl.InvalidProgram), nil
+		return nil, nil, cl.InvalidProgram
 	}
-	ds, ok := s.programDevices(p, m.Devices)
-	if !ok {
-		return done(cl.InvalidDevice), nil
+	ds, ok := s.programDevices(p, devices)
+	switch {
+	case !ok:
+		return nil, nil, cl.InvalidDevice
+	case p.kernels > 0 || p.building:
+		return nil, nil, cl.InvalidOperation
 	}
-	if p.kernels > 0 || p.building {
-		return done(cl.InvalidOperation), nil
+	return p, ds, cl.Success
+}
+
+func (s *session) buildProgram(c call, m *wire.BuildProgram) (outcome, error) {
+	p, ds, st := s.buildable(m.Program, m.Devices)
+	if st != cl.Success {
+		return done(st), nil
 	}
 	options := cstring(m.Options)
 	k := p.content.Kind
@@ -302,16 +312,9 @@ func (s *session) buildProgram(c call, m *wire.BuildProgram) (outcome, error) {
 }
 
 func (s *session) compileProgram(c call, m *wire.CompileProgram) (outcome, error) {
-	p := lookup[program](s, m.Program)
-	if p == nil {
-		return done(cl.InvalidProgram), nil
-	}
-	ds, ok := s.programDevices(p, m.Devices)
-	if !ok {
-		return done(cl.InvalidDevice), nil
-	}
-	if p.kernels > 0 || p.building {
-		return done(cl.InvalidOperation), nil
+	p, ds, st := s.buildable(m.Program, m.Devices)
+	if st != cl.Success {
+		return done(st), nil
 	}
 	if len(p.content.Inputs) > 0 {
 		return done(cl.InvalidOperation), nil
