@@ -1,0 +1,156 @@
+package access
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"strconv"
+	"strings"
+
+	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
+	"github.com/gpuctl/gpuctl/cluster/pki"
+)
+
+// Kind is how a caller is known.
+type Kind uint8
+
+// The kinds of callers, as a set.
+const (
+	Anonymous Kind = 1 << iota // shows no certificate that holds
+	Local                      // a process on this host, on its unix socket
+	Host                       // another host, by its certificate
+	User                       // by its certificate
+)
+
+func (k Kind) String() string {
+	switch k {
+	case Anonymous:
+		return "anonymous"
+	case Local:
+		return "local"
+	case Host:
+		return "host"
+	case User:
+		return "user"
+	}
+	return "kind " + strconv.Itoa(int(k))
+}
+
+// Caller is who asked.
+type Caller struct {
+	Kind    Kind
+	ID      string // user or host id; of a local process its uid in words
+	Role    clusterv1.Role
+	UID     uint32 // of Local, as PID
+	PID     int32
+	Address string
+	Host    string // name, of Host
+
+	// Problem is why a certificate that was shown makes nobody of the caller.
+	Problem error
+}
+
+func (c Caller) String() string {
+	switch c.Kind {
+	case Local:
+		return fmt.Sprintf("uid %d (process %d)", c.UID, c.PID)
+	case Host, User:
+		return c.Kind.String() + " " + c.ID
+	}
+	return "somebody without a valid certificate"
+}
+
+// Actor is the caller's name in commands and events.
+func (c Caller) Actor() string {
+	if c.Kind == Local {
+		return fmt.Sprintf("uid:%d", c.UID)
+	}
+	return c.Kind.String() + ":" + c.ID
+}
+
+type callerKey struct{}
+
+// WithCaller is for handlers that call others, and for tests.
+func WithCaller(ctx context.Context, c Caller) context.Context {
+	return context.WithValue(ctx, callerKey{}, c)
+}
+
+// From is who made the request that a handler serves.
+func From(ctx context.Context) (Caller, bool) {
+	c, ok := ctx.Value(callerKey{}).(Caller)
+	return c, ok
+}
+
+// LocalPolicy gives processes of this host their roles. Root and hostd's own
+// user are always administrators: they could replace hostd.
+type LocalPolicy struct {
+	AdminUIDs    []uint32
+	AdminGIDs    []uint32
+	OperatorGIDs []uint32
+	ViewerGIDs   []uint32
+	Others       clusterv1.Role // ROLE_UNSPECIFIED: nothing
+}
+
+// Peer is a process at the other end of a unix socket.
+type Peer struct {
+	UID    uint32
+	GID    uint32
+	PID    int32
+	Groups []uint32 // supplementary
+}
+
+// FromPeer is the caller that a local process is. Self is hostd's user.
+func FromPeer(p Peer, self uint32, policy LocalPolicy) Caller {
+	c := Caller{Kind: Local, ID: "uid " + strconv.FormatUint(uint64(p.UID), 10), UID: p.UID, PID: p.PID, Role: policy.Others}
+	in := func(gids []uint32) bool {
+		return slices.Contains(gids, p.GID) || slices.ContainsFunc(p.Groups, func(g uint32) bool { return slices.Contains(gids, g) })
+	}
+	switch {
+	case p.UID == 0, p.UID == self, slices.Contains(policy.AdminUIDs, p.UID), in(policy.AdminGIDs):
+		c.Role = clusterv1.Role_ROLE_ADMIN
+	case in(policy.OperatorGIDs):
+		c.Role = max(c.Role, clusterv1.Role_ROLE_OPERATOR)
+	case in(policy.ViewerGIDs):
+		c.Role = max(c.Role, clusterv1.Role_ROLE_VIEWER)
+	}
+	if c.Role > clusterv1.Role_ROLE_ADMIN { // a policy that makes everybody a host
+		c.Role = clusterv1.Role_ROLE_UNSPECIFIED
+	}
+	return c
+}
+
+// ErrNotReady says that this host does not know the cluster's state yet.
+var ErrNotReady = errors.New("this host has not caught up with the cluster yet")
+
+// Lookup finds an identity in the cluster's state: nil when there is none, and
+// an error that wraps ErrNotReady when that is not known yet.
+type Lookup func(id string) (*clusterv1.Identity, error)
+
+// FromTLS is the caller that the owner of a verified certificate is. What it
+// may do is what the state says now.
+func FromTLS(peer pki.Peer, lookup Lookup) (Caller, error) {
+	identity, err := lookup(peer.ID)
+	switch {
+	case err != nil:
+		return Caller{}, err
+	case identity == nil:
+		return Caller{}, fmt.Errorf("%s: %w; to come back it needs a new token from an administrator", peer, pki.ErrRevoked)
+	}
+	c := Caller{Kind: User, ID: peer.ID, Role: identity.GetRole()}
+	isHost := identity.GetRole() == clusterv1.Role_ROLE_HOST
+	if isHost != (peer.Kind == pki.KindHost) {
+		return Caller{}, fmt.Errorf("%s: %w: the cluster knows %s as %s; join again with a new token", peer, pki.ErrUntrusted, peer.ID, roleName(identity.GetRole()))
+	}
+	if isHost {
+		c.Kind, c.Host = Host, identity.GetHost()
+	}
+	return c, nil
+}
+
+func roleName(r clusterv1.Role) string {
+	if r == clusterv1.Role_ROLE_UNSPECIFIED {
+		return "none"
+	}
+	return strings.ToLower(strings.TrimPrefix(r.String(), "ROLE_"))
+}

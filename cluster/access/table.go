@@ -1,0 +1,77 @@
+package access
+
+import (
+	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
+	"github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1/clusterv1connect"
+	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
+)
+
+// Rule is who may call a procedure.
+type Rule struct {
+	Kinds Kind           // a set
+	Role  clusterv1.Role // least; hosts and anonymous callers need none
+	Audit bool           // it changes something
+}
+
+// Table has the rule of every procedure of the API.
+func Table() map[string]Rule {
+	const (
+		viewer   = clusterv1.Role_ROLE_VIEWER
+		operator = clusterv1.Role_ROLE_OPERATOR
+		admin    = clusterv1.Role_ROLE_ADMIN
+		nobody   = clusterv1.Role_ROLE_UNSPECIFIED
+		change   = true
+	)
+	return map[string]Rule{
+		// Hosts read for each other's callers.
+		clusterv1connect.ClusterServiceListProcedure:     {Local | User | Host, viewer, false},
+		clusterv1connect.ClusterServiceWatchProcedure:    {Local | User | Host, viewer, false},
+		clusterv1connect.ClusterServiceDescribeProcedure: {Local | User | Host, viewer, false},
+		clusterv1connect.ClusterServiceEventsProcedure:   {Local | User | Host, viewer, false},
+		clusterv1connect.ClusterServiceTopProcedure:      {Local | User | Host, viewer, false},
+		clusterv1connect.ClusterServiceStatusProcedure:   {Local | User | Host, viewer, false},
+		clusterv1connect.ClusterServicePlaceProcedure:    {Local | User | Host, viewer, false},
+
+		clusterv1connect.ClusterServiceCreateClaimProcedure: {Local | User, operator, change},
+		clusterv1connect.ClusterServiceDeleteClaimProcedure: {Local | User, operator, change},
+		clusterv1connect.ClusterServiceSetDrainProcedure:    {Local | User, operator, change},
+		clusterv1connect.ClusterServiceSetCordonProcedure:   {Local | User, operator, change},
+		clusterv1connect.ClusterServiceSetLabelsProcedure:   {Local | User, operator, change},
+		clusterv1connect.ClusterServiceSetRankProcedure:     {Local | User, operator, change},
+
+		clusterv1connect.ClusterServiceCreateTokenProcedure:    {Local | User, admin, change},
+		clusterv1connect.ClusterServiceListTokensProcedure:     {Local | User, admin, false},
+		clusterv1connect.ClusterServiceDeleteTokenProcedure:    {Local | User, admin, change},
+		clusterv1connect.ClusterServiceRemoveHostProcedure:     {Local | User, admin, change},
+		clusterv1connect.ClusterServiceRevokeIdentityProcedure: {Local | User, admin, change},
+		clusterv1connect.ClusterServiceListIdentitiesProcedure: {Local | User, admin, false},
+
+		// They make this very host a member: who is not on it has no business with that.
+		clusterv1connect.ClusterServiceInitProcedure: {Local, admin, change},
+		clusterv1connect.ClusterServiceJoinProcedure: {Local, admin, change},
+
+		// A token decides; who has a certificate already may use one, too.
+		clusterv1connect.PeerServiceEnrollProcedure: {Anonymous | Host | User, nobody, change},
+		clusterv1connect.PeerServiceRenewProcedure:  {Host | User, viewer, change},
+		// What hosts do for a caller is in the trail of the host that was
+		// called, and in the log with its actor.
+		clusterv1connect.PeerServiceApplyProcedure:       {Host, nobody, false},
+		clusterv1connect.PeerServiceReadIndexProcedure:   {Host, nobody, false},
+		clusterv1connect.PeerServiceHeartbeatProcedure:   {Host, nobody, false},
+		clusterv1connect.PeerServiceFactsProcedure:       {Host, nobody, false},
+		clusterv1connect.PeerServiceCreateClaimProcedure: {Host, nobody, false},
+
+		gpuctlv1connect.HostServiceGetInventoryProcedure:    {Local | User | Host, viewer, false},
+		gpuctlv1connect.HostServiceListClaimsProcedure:      {Local | User | Host, viewer, false},
+		gpuctlv1connect.HostServiceListSessionsProcedure:    {Local | User | Host, viewer, false},
+		gpuctlv1connect.HostServiceWatchSessionsProcedure:   {Local | User | Host, viewer, false},
+		gpuctlv1connect.HostServiceDescribeSessionProcedure: {Local | User | Host, viewer, false},
+		// Plan may start the target, to build the programs there.
+		gpuctlv1connect.HostServicePlanProcedure:         {Local, operator, false},
+		gpuctlv1connect.HostServiceCreateClaimProcedure:  {Local, operator, change},
+		gpuctlv1connect.HostServiceReleaseClaimProcedure: {Local, operator, change},
+		gpuctlv1connect.HostServiceSwapProcedure:         {Local, operator, change},
+		gpuctlv1connect.HostServiceSuspendProcedure:      {Local, operator, change},
+		gpuctlv1connect.HostServiceResumeProcedure:       {Local, operator, change},
+	}
+}

@@ -1,0 +1,48 @@
+package clustertest
+
+import (
+	"sync"
+	"time"
+
+	"github.com/gpuctl/gpuctl/cluster/store"
+)
+
+// Clock of a node. Its time of day jumps on command; its monotonic time leaps
+// forward, as after a suspension, but never goes back.
+type Clock struct {
+	real store.Clock
+	mu   sync.Mutex
+	wall time.Duration
+	mono time.Duration
+}
+
+// NewClock returns one that agrees with the machine's.
+func NewClock() *Clock { return &Clock{real: store.SystemClock()} }
+
+// Wall implements store.Clock.
+func (c *Clock) Wall() time.Time {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.real.Wall().Add(c.wall)
+}
+
+// Monotonic implements store.Clock.
+func (c *Clock) Monotonic() time.Duration {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.real.Monotonic() + c.mono
+}
+
+// Jump moves the time of day.
+func (c *Clock) Jump(d time.Duration) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.wall += d
+}
+
+// Leap moves the monotonic time forward.
+func (c *Clock) Leap(d time.Duration) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.mono += max(d, 0)
+}

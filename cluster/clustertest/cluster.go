@@ -1,0 +1,387 @@
+package clustertest
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"path/filepath"
+	"sync"
+	"testing"
+	"time"
+
+	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
+	"github.com/gpuctl/gpuctl/cluster/state"
+	"github.com/gpuctl/gpuctl/cluster/store"
+)
+
+// Options of a cluster.
+type Options struct {
+	Nodes  int
+	Disk   bool // logs are files; else in memory, and a killed node loses them
+	GPUs   int  // of each host; 0: none
+	Labels func(node int) map[string]string
+	// Config changes a node's configuration.
+	Config func(node int, c *store.Config)
+	Log    *slog.Logger
+}
+
+// Timing for tests: everything happens about five times as fast as it would.
+func Timing() store.Timing {
+	return store.Timing{
+		Heartbeat: 60 * time.Millisecond, Election: 60 * time.Millisecond, Lease: 50 * time.Millisecond,
+		Commit: 5 * time.Millisecond, RPC: 250 * time.Millisecond,
+		Pulse: 50 * time.Millisecond, Down: 500 * time.Millisecond,
+		Review: 50 * time.Millisecond, Expiry: 10 * time.Millisecond,
+	}
+}
+
+// Cluster of nodes n0, n1, … .
+type Cluster struct {
+	Network *Network
+	Nodes   []*Node
+	tb      testing.TB
+	opts    Options
+	dir     string
+	calls   sync.WaitGroup
+}
+
+// Node of a cluster. Its store changes when it is started anew.
+type Node struct {
+	Name, ID, Address string
+	Disk              *Disk
+	Clock             *Clock
+	cluster           *Cluster
+	n                 int
+
+	mu    sync.Mutex
+	store *store.Store
+	layer *layer
+}
+
+// New starts a cluster and waits until it is complete: all hosts have reported
+// themselves, and as many vote as should.
+func New(tb testing.TB, opts Options) *Cluster {
+	tb.Helper()
+	if opts.Log == nil {
+		opts.Log = slog.New(slog.DiscardHandler)
+	}
+	c := &Cluster{tb: tb, opts: opts, Network: NewNetwork(60 * time.Millisecond)}
+	if opts.Disk {
+		c.dir = tb.TempDir()
+	}
+	for i := range opts.Nodes {
+		c.Nodes = append(c.Nodes, &Node{
+			Name: fmt.Sprintf("n%d", i), ID: fmt.Sprintf("id-%d", i), Address: fmt.Sprintf("n%d:7000", i),
+			Disk: &Disk{}, Clock: NewClock(), cluster: c, n: i,
+		})
+	}
+	tb.Cleanup(c.close)
+	ctx, cancel := context.WithTimeout(tb.Context(), 30*time.Second)
+	defer cancel()
+	for i, n := range c.Nodes {
+		if err := n.Start(ctx); err != nil {
+			tb.Fatal(err)
+		}
+		if i == 0 {
+			if err := n.Store().Bootstrap(ctx, &clusterv1.InitCluster{ClusterId: "test"}); err != nil {
+				tb.Fatal(err)
+			}
+		} else {
+			c.Must(ctx, c.Nodes[0], &clusterv1.Command{Op: &clusterv1.Command_PutIdentity{PutIdentity: &clusterv1.PutIdentity{
+				Identity: &clusterv1.Identity{Id: n.ID, Role: clusterv1.Role_ROLE_HOST, Host: n.Name},
+			}}})
+			if err := c.Leader(ctx).Store().AddServer(ctx, n.ID, n.Address); err != nil {
+				tb.Fatal(err)
+			}
+		}
+		if err := n.Store().Joined(ctx); err != nil {
+			tb.Fatal(err)
+		}
+		c.Report(ctx, n)
+	}
+	want := min(opts.Nodes-(opts.Nodes+1)%2, 7)
+	if most := c.Nodes[0].Config().Members.MaxVoters; most > 0 {
+		want = min(want, most)
+	}
+	c.Until(ctx, fmt.Sprintf("%d voters", want), func() error {
+		if got := c.Leader(ctx).Voters(); len(got) != want {
+			return fmt.Errorf("voters %v", got)
+		}
+		return nil
+	})
+	return c
+}
+
+// Report makes a node's host known, with its GPUs g0, g1, … .
+func (c *Cluster) Report(ctx context.Context, n *Node) {
+	c.tb.Helper()
+	h := &clusterv1.Host{Name: n.Name, Id: n.ID, Address: n.Address, Protocol: state.Protocol}
+	var gpus []*clusterv1.GPU
+	for i := range c.opts.GPUs {
+		gpus = append(gpus, &clusterv1.GPU{Name: fmt.Sprintf("g%d", i), Model: "test", Vendor: "test", Type: "gpu"})
+	}
+	c.Must(ctx, n, &clusterv1.Command{Op: &clusterv1.Command_ReportHost{ReportHost: &clusterv1.ReportHost{Host: h, Gpus: gpus}}})
+	if c.opts.Labels != nil {
+		c.Must(ctx, n, &clusterv1.Command{Op: &clusterv1.Command_LabelHost{
+			LabelHost: &clusterv1.LabelHost{Host: n.Name, Set: c.opts.Labels(n.n)},
+		}})
+	}
+}
+
+// Must apply a command through a node.
+func (c *Cluster) Must(ctx context.Context, n *Node, cmd *clusterv1.Command) *clusterv1.Result {
+	c.tb.Helper()
+	r, err := n.Store().Apply(ctx, cmd)
+	if err != nil {
+		c.tb.Fatalf("%s: %v", n.Name, err)
+	}
+	if r.GetOutcome() != clusterv1.Outcome_OUTCOME_OK {
+		c.tb.Fatalf("%s: %v: %s", n.Name, r.GetOutcome(), r.GetMessage())
+	}
+	return r
+}
+
+// Until waits until something is so.
+func (c *Cluster) Until(ctx context.Context, what string, f func() error) {
+	c.tb.Helper()
+	for {
+		err := f()
+		if err == nil {
+			return
+		}
+		select {
+		case <-ctx.Done():
+			c.tb.Fatalf("%s: %v", what, err)
+		case <-time.After(2 * time.Millisecond):
+		}
+	}
+}
+
+// Leader waits for a node that leads.
+func (c *Cluster) Leader(ctx context.Context) *Node {
+	c.tb.Helper()
+	var leader *Node
+	c.Until(ctx, "leader", func() error {
+		for _, n := range c.Nodes {
+			s := n.Store()
+			if s == nil || !s.IsLeader() {
+				continue
+			}
+			if _, err := s.ReadIndex(ctx); err == nil {
+				leader = n
+				return nil
+			}
+		}
+		return errors.New("there is none")
+	})
+	return leader
+}
+
+// Equal waits until all running nodes have applied the same, and checks that
+// their states are equal to the byte and in order.
+func (c *Cluster) Equal(ctx context.Context) {
+	c.tb.Helper()
+	views := map[string]*state.View{}
+	c.Until(ctx, "equal indexes", func() error {
+		want := uint64(0)
+		for _, n := range c.Nodes {
+			if s := n.Store(); s != nil {
+				v := s.State().View()
+				if want != 0 && v.Index() != want {
+					return fmt.Errorf("%s has applied %d, another %d", n.Name, v.Index(), want)
+				}
+				want, views[n.Name] = v.Index(), v
+			}
+		}
+		return nil
+	})
+	var want []byte
+	for _, n := range c.Nodes {
+		v := views[n.Name]
+		if v == nil {
+			continue
+		}
+		if err := v.Check(); err != nil {
+			c.tb.Errorf("%s: %v", n.Name, err)
+		}
+		var b bytes.Buffer
+		if err := v.Persist(&b); err != nil {
+			c.tb.Errorf("%s: %v", n.Name, err)
+		}
+		if want != nil && !bytes.Equal(want, b.Bytes()) {
+			c.tb.Errorf("%s: its state at %d differs: %s", n.Name, v.Index(), difference(want, b.Bytes()))
+		}
+		want = b.Bytes()
+	}
+}
+
+// difference shows where two snapshots begin to differ.
+func difference(a, b []byte) string {
+	at := 0
+	for at < len(a) && at < len(b) && a[at] == b[at] {
+		at++
+	}
+	part := func(b []byte) []byte { return b[max(0, min(at-40, len(b))):min(at+80, len(b))] }
+	return fmt.Sprintf("from byte %d of %d and %d: %q and %q", at, len(a), len(b), part(a), part(b))
+}
+
+// Isolate cuts a node off, in both directions.
+func (c *Cluster) Isolate(n *Node) { c.Split([]*Node{n}) }
+
+// Split cuts some nodes off from the others.
+func (c *Cluster) Split(some []*Node) {
+	in := map[*Node]bool{}
+	for _, n := range some {
+		in[n] = true
+	}
+	for _, a := range c.Nodes {
+		for _, b := range c.Nodes {
+			if in[a] != in[b] {
+				c.Network.Set(a.Address, b.Address, Link{Cut: true})
+			}
+		}
+	}
+}
+
+func (c *Cluster) close() {
+	c.Network.Heal()
+	for _, n := range c.Nodes {
+		n.Disk.Well()
+	}
+	for _, n := range c.Nodes {
+		n.Kill()
+	}
+	c.calls.Wait()
+}
+
+// Store of the node; nil while it does not run.
+func (n *Node) Store() *store.Store {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	return n.store
+}
+
+// Voters as the node knows them.
+func (n *Node) Voters() []string {
+	var out []string
+	for _, m := range n.Store().Status().GetMembers() {
+		if m.GetVoter() {
+			out = append(out, m.GetHost())
+		}
+	}
+	return out
+}
+
+// Config of the node.
+func (n *Node) Config() store.Config {
+	cfg := store.Config{
+		ID: n.ID, Name: n.Name, Address: n.Address, Version: "test",
+		Peers: &peers{n}, Clock: n.Clock, Timing: Timing(), Log: n.cluster.opts.Log.With("node", n.Name),
+		Members: store.Members{Stabilize: 100 * time.Millisecond},
+		Wrap:    n.Disk.wrap,
+	}
+	if n.cluster.dir != "" {
+		cfg.Dir = filepath.Join(n.cluster.dir, n.Name)
+	}
+	if n.cluster.opts.Config != nil {
+		n.cluster.opts.Config(n.n, &cfg)
+	}
+	return cfg
+}
+
+// Start a node that does not run. Its disk is well.
+func (n *Node) Start(ctx context.Context) error {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	if n.store != nil {
+		return nil
+	}
+	n.Disk.Well()
+	l, err := n.cluster.Network.listen(n.Address)
+	if err != nil {
+		return err
+	}
+	cfg := n.Config()
+	cfg.Stream = l
+	s, err := store.Open(ctx, cfg)
+	if err != nil {
+		l.kill()
+		return fmt.Errorf("%s: %w", n.Name, err)
+	}
+	n.store, n.layer = s, l
+	return nil
+}
+
+// Kill ends a node without letting it do anything more.
+func (n *Node) Kill() {
+	n.mu.Lock()
+	s, l := n.store, n.layer
+	n.store, n.layer = nil, nil
+	n.mu.Unlock()
+	if s == nil {
+		return
+	}
+	n.Disk.set(errDead, 0)
+	l.kill()
+	_ = s.Halt() // what it says of its dead disk is no news
+}
+
+// Stop ends a node in order.
+func (n *Node) Stop() error {
+	n.mu.Lock()
+	s := n.store
+	n.store, n.layer = nil, nil
+	n.mu.Unlock()
+	if s == nil {
+		return nil
+	}
+	return s.Close()
+}
+
+// peers reaches other nodes.
+type peers struct{ from *Node }
+
+var _ store.Forwarder = (*peers)(nil)
+
+func (p *peers) call(ctx context.Context, address string, f func(*store.Store) error) error {
+	c := p.from.cluster
+	c.calls.Add(1)
+	defer c.calls.Done()
+	return c.Network.Call(ctx, p.from.Address, address, func() error {
+		for _, n := range c.Nodes {
+			if n.Address == address && n.Store() != nil {
+				return f(n.Store())
+			}
+		}
+		return fmt.Errorf("%s: %w", address, ErrUnreachable)
+	})
+}
+
+func (p *peers) Apply(ctx context.Context, address string, cmds []*clusterv1.Command) (rs []*clusterv1.Result, err error) {
+	err = p.call(ctx, address, func(s *store.Store) (err error) {
+		rs, err = s.ApplyLocal(ctx, cmds)
+		return err
+	})
+	if err != nil {
+		return nil, err
+	}
+	return rs, nil
+}
+
+func (p *peers) ReadIndex(ctx context.Context, address string) (index uint64, err error) {
+	err = p.call(ctx, address, func(s *store.Store) (err error) {
+		index, err = s.ReadIndex(ctx)
+		return err
+	})
+	return index, err
+}
+
+func (p *peers) Heartbeat(ctx context.Context, address string, r *clusterv1.HeartbeatRequest) (resp *clusterv1.HeartbeatResponse, err error) {
+	err = p.call(ctx, address, func(s *store.Store) (err error) {
+		resp, err = s.HandleHeartbeat(r)
+		return err
+	})
+	return resp, err
+}

@@ -1,0 +1,38 @@
+package pki
+
+import "errors"
+
+// Why a certificate is not accepted. The errors that wrap these say what to do.
+var (
+	ErrNoCertificate = errors.New("no certificate")
+	ErrExpired       = errors.New("certificate has expired")
+	ErrNotYetValid   = errors.New("certificate is not valid yet")
+	ErrWrongCluster  = errors.New("certificate is of another cluster")
+	ErrUntrusted     = errors.New("certificate is not from this cluster's authority")
+	ErrRevoked       = errors.New("identity has been removed from the cluster")
+	ErrNotHost       = errors.New("certificate is not a host's")
+	ErrWrongHost     = errors.New("another host answered")
+	ErrMalformed     = errors.New("certificate names no identity")
+)
+
+// What is wrong with a certificate signing request or what it is for.
+var (
+	ErrRequest  = errors.New("unusable certificate request")
+	ErrIdentity = errors.New("unusable identity")
+)
+
+// What is wrong with files.
+var (
+	ErrPermissions = errors.New("key can be read by others")
+	ErrDamaged     = errors.New("damaged file")
+	ErrMismatch    = errors.New("files do not belong together")
+)
+
+// Why a join token does not let anybody in.
+var (
+	ErrTokenMalformed = errors.New("not a join token")
+	ErrTokenUnknown   = errors.New("join token is not known")
+	ErrTokenExpired   = errors.New("join token has expired")
+	ErrTokenSecret    = errors.New("join token's secret is wrong")
+	ErrTokenName      = errors.New("join token is for another name")
+)

@@ -1,0 +1,357 @@
+package pki
+
+import (
+	"context"
+	"crypto/tls"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"net"
+	"sync"
+	"time"
+
+	"github.com/gpuctl/gpuctl/cluster/pki/throttle"
+)
+
+const (
+	handshakeTimeout = 10 * time.Second
+	maxHandshakes    = 256
+	maxAnonymous     = 64
+	anonymousFor     = 2 * time.Minute
+	recheckEvery     = time.Second
+	acceptPause      = 50 * time.Millisecond
+	quietFor         = 10 * time.Second
+
+	welcome = 1 // the first byte of a raft connection: the dialer's certificate was accepted
+)
+
+// MuxConfig is what a Mux needs.
+type MuxConfig struct {
+	Listener net.Listener
+	Trust    Trust
+	Log      *slog.Logger
+
+	HandshakeTimeout time.Duration // 0: 10 s
+	MaxHandshakes    int           // at a time; 0: 256
+	MaxAnonymous     int           // connections without a valid certificate; 0: 64
+	AnonymousFor     time.Duration // how long they may last; 0: 2 min
+	Recheck          time.Duration // how often raft's connections are looked at; 0: 1 s
+
+	// DialContext connects to other hosts; nil: TCP.
+	DialContext func(ctx context.Context, network, address string) (net.Conn, error)
+	// Expect knows which host is reached at an address; nil or empty: any of
+	// this cluster may answer.
+	Expect func(address string) (host string)
+}
+
+// Mux shares one port among HTTP and Raft. Slow clients hold neither of them:
+// handshakes have a deadline, and there are only so many at a time.
+type Mux struct {
+	MuxConfig
+
+	ctx        context.Context
+	cancel     context.CancelFunc
+	wait       sync.WaitGroup
+	http       *subListener
+	raft       *RaftLayer
+	handshakes *pool
+	anonymous  *pool
+	quiet      *throttle.Throttle
+
+	mu    sync.Mutex
+	conns map[*tracked]Peer // of Raft, in both directions
+}
+
+// NewMux begins to accept connections. The caller serves HTTP and Raft.
+func NewMux(c MuxConfig) *Mux {
+	set(&c.HandshakeTimeout, handshakeTimeout)
+	set(&c.MaxHandshakes, maxHandshakes)
+	set(&c.MaxAnonymous, maxAnonymous)
+	set(&c.AnonymousFor, anonymousFor)
+	set(&c.Recheck, recheckEvery)
+	if c.DialContext == nil {
+		c.DialContext = new(net.Dialer).DialContext
+	}
+	if c.Expect == nil {
+		c.Expect = func(string) string { return "" }
+	}
+	m := &Mux{MuxConfig: c, conns: map[*tracked]Peer{}, quiet: throttle.New(quietFor, time.Now)}
+	m.ctx, m.cancel = context.WithCancel(context.Background())
+	m.handshakes = newPool(c.MaxHandshakes, c.HandshakeTimeout/10)
+	m.anonymous = newPool(c.MaxAnonymous, c.HandshakeTimeout/10)
+	m.http = newSubListener(c.Listener.Addr())
+	m.raft = &RaftLayer{newSubListener(c.Listener.Addr()), m}
+	m.wait.Go(m.accept)
+	m.wait.Go(m.recheck)
+	return m
+}
+
+func set[T comparable](v *T, value T) {
+	var zero T
+	if *v == zero {
+		*v = value
+	}
+}
+
+// HTTP yields connections that an http.Server serves as they are, HTTP/2
+// included. The server must set ReadHeaderTimeout.
+func (m *Mux) HTTP() net.Listener { return m.http }
+
+// Raft yields and makes connections between hosts.
+func (m *Mux) Raft() *RaftLayer { return m.raft }
+
+// Close ends the port, all handshakes and all connections of Raft; those that
+// HTTP has accepted are its server's to close.
+func (m *Mux) Close() error {
+	m.cancel()
+	err := m.Listener.Close()
+	_ = m.http.Close()
+	_ = m.raft.Close()
+	m.closeRaft(func(Peer) error { return net.ErrClosed })
+	m.wait.Wait()
+	return err
+}
+
+func (m *Mux) accept() {
+	config := m.Trust.ServerConfig()
+	for {
+		conn, err := m.Listener.Accept()
+		if err != nil {
+			if m.ctx.Err() != nil || errors.Is(err, net.ErrClosed) {
+				return
+			}
+			// No descriptors left, as a rule: that passes.
+			if n, ok := m.quiet.Allow("accept"); ok {
+				m.Log.Error("cannot accept connections", "err", err, "skipped", n)
+			}
+			select {
+			case <-time.After(acceptPause):
+			case <-m.ctx.Done():
+			}
+			continue
+		}
+		c := track(conn)
+		if evicted := m.handshakes.add(m.ctx, c); evicted != nil {
+			m.warn(evicted, "handshake given up: too many at a time", nil)
+		}
+		m.wait.Go(func() {
+			defer m.handshakes.remove(c)
+			m.handshake(c, config)
+		})
+	}
+}
+
+func (m *Mux) handshake(c *tracked, config *tls.Config) {
+	ctx, cancel := context.WithTimeout(m.ctx, m.HandshakeTimeout)
+	defer cancel()
+	conn := tls.Server(c, config)
+	if err := conn.HandshakeContext(ctx); err != nil {
+		_ = c.Close()
+		if !errors.Is(err, io.EOF) && m.ctx.Err() == nil { // EOF: somebody looked whether the port is open
+			m.warn(c, "connection refused in its handshake", err)
+		}
+		return
+	}
+	state := conn.ConnectionState()
+	if state.NegotiatedProtocol == ProtoRaft {
+		m.acceptRaft(ctx, c, conn, state)
+		return
+	}
+	if _, err := m.Trust.Verify(state.PeerCertificates); err != nil {
+		c.endAfter(m.AnonymousFor)
+		if evicted := m.anonymous.add(ctx, c); evicted != nil {
+			m.warn(evicted, "connection without a valid certificate closed: too many at a time", nil)
+		}
+		c.whenClosed(func() { m.anonymous.remove(c) })
+	}
+	m.http.deliver(ctx, conn)
+}
+
+func (m *Mux) acceptRaft(ctx context.Context, c *tracked, conn *tls.Conn, state tls.ConnectionState) {
+	peer, err := m.Trust.raftPeer(state)
+	if err == nil {
+		deadline, _ := ctx.Deadline()
+		_ = conn.SetDeadline(deadline)
+		_, err = conn.Write([]byte{welcome})
+		_ = conn.SetDeadline(time.Time{})
+	}
+	if err != nil {
+		_ = c.Close()
+		m.warn(c, "raft connection refused", err)
+		return
+	}
+	m.watch(c, peer)
+	m.raft.deliver(ctx, conn)
+}
+
+func (m *Mux) warn(c *tracked, message string, err error) {
+	if n, ok := m.quiet.Allow(c.from + " " + message); ok {
+		m.Log.Warn(message, "from", c.RemoteAddr().String(), "err", err, "skipped", n)
+	}
+}
+
+// watch closes the connection when its peer holds no longer.
+func (m *Mux) watch(c *tracked, peer Peer) {
+	m.mu.Lock()
+	m.conns[c] = peer
+	m.mu.Unlock()
+	c.whenClosed(func() {
+		m.mu.Lock()
+		delete(m.conns, c)
+		m.mu.Unlock()
+	})
+	if m.ctx.Err() != nil {
+		_ = c.Close()
+	}
+}
+
+// Recheck closes the raft connections of hosts that were removed, now.
+func (m *Mux) Recheck() { m.closeRaft(m.Trust.Check) }
+
+func (m *Mux) closeRaft(check func(Peer) error) {
+	m.mu.Lock()
+	all := make(map[*tracked]Peer, len(m.conns))
+	for c, p := range m.conns {
+		all[c] = p
+	}
+	m.mu.Unlock()
+	for c, p := range all {
+		err := check(p)
+		if err == nil {
+			continue
+		}
+		_ = c.Close()
+		if m.ctx.Err() == nil {
+			m.Log.Warn("raft connection closed", "peer", p.String(), "from", c.RemoteAddr().String(), "err", err)
+		}
+	}
+}
+
+func (m *Mux) recheck() {
+	tick := time.NewTicker(m.MuxConfig.Recheck)
+	defer tick.Stop()
+	for {
+		select {
+		case <-m.ctx.Done():
+			return
+		case <-tick.C:
+			m.Recheck()
+		}
+	}
+}
+
+// RaftLayer carries Raft: a listener, and Dial. Both sides of every connection
+// are hosts of this cluster.
+type RaftLayer struct {
+	*subListener
+
+	mux *Mux
+}
+
+// Dial connects to the host at an address and returns when each side has
+// accepted the other.
+func (l *RaftLayer) Dial(address string, timeout time.Duration) (net.Conn, error) {
+	ctx := l.mux.ctx
+	if timeout > 0 {
+		var cancel context.CancelFunc
+		ctx, cancel = context.WithTimeout(ctx, timeout)
+		defer cancel()
+	}
+	return l.DialContext(ctx, address)
+}
+
+// DialContext is Dial with a context, which is of use until it returns.
+func (l *RaftLayer) DialContext(ctx context.Context, address string) (net.Conn, error) {
+	if l.mux.ctx.Err() != nil {
+		return nil, fmt.Errorf("raft to %s: %w", address, net.ErrClosed)
+	}
+	raw, err := l.mux.DialContext(ctx, "tcp", address)
+	if err != nil {
+		return nil, fmt.Errorf("raft to %s: %w", address, err)
+	}
+	c := track(raw)
+	config := l.mux.Trust.ClientConfig(l.mux.Expect(address))
+	config.NextProtos = []string{ProtoRaft}
+	conn := tls.Client(c, config)
+	if err := greet(ctx, conn); err != nil {
+		_ = c.Close()
+		return nil, fmt.Errorf("raft to %s: %w", address, err)
+	}
+	peer, err := PeerOf(conn.ConnectionState().PeerCertificates[0])
+	if err != nil {
+		_ = c.Close()
+		return nil, fmt.Errorf("raft to %s: %w", address, err)
+	}
+	l.mux.watch(c, peer)
+	return conn, nil
+}
+
+// greet waits for the other side's word: in TLS 1.3 a client's handshake is
+// over before its certificate was looked at.
+func greet(ctx context.Context, conn *tls.Conn) error {
+	if err := conn.HandshakeContext(ctx); err != nil {
+		return err
+	}
+	if p := conn.ConnectionState().NegotiatedProtocol; p != ProtoRaft {
+		return fmt.Errorf("the other side speaks %q, not %s", p, ProtoRaft)
+	}
+	stop := context.AfterFunc(ctx, func() { _ = conn.SetReadDeadline(time.Unix(1, 0)) })
+	var b [1]byte
+	_, err := io.ReadFull(conn, b[:])
+	if !stop() && err == nil {
+		err = ctx.Err()
+	}
+	var op *net.OpError
+	switch {
+	case errors.As(err, &op) && op.Op == "remote error":
+		return fmt.Errorf("the other side does not accept this host's certificate (its log says why): %w", err)
+	case err != nil:
+		return errors.Join(ctx.Err(), err)
+	case b[0] != welcome:
+		return fmt.Errorf("the other side greets with %#x, not %#x", b[0], welcome)
+	}
+	return nil
+}
+
+// subListener yields connections of one protocol.
+type subListener struct {
+	addr   net.Addr
+	conns  chan net.Conn
+	done   chan struct{}
+	closed sync.Once
+}
+
+func newSubListener(addr net.Addr) *subListener {
+	return &subListener{addr: addr, conns: make(chan net.Conn), done: make(chan struct{})}
+}
+
+// deliver hands a connection over, or closes it when nobody takes it in time.
+func (l *subListener) deliver(ctx context.Context, c net.Conn) {
+	select {
+	case l.conns <- c:
+	case <-l.done:
+		_ = c.Close()
+	case <-ctx.Done():
+		_ = c.Close()
+	}
+}
+
+// Accept waits for the next connection; its handshake is over.
+func (l *subListener) Accept() (net.Conn, error) {
+	select {
+	case c := <-l.conns:
+		return c, nil
+	case <-l.done:
+		return nil, fmt.Errorf("listener %s: %w", l.addr, net.ErrClosed)
+	}
+}
+
+// Close ends this protocol; the port goes on with the others.
+func (l *subListener) Close() error {
+	l.closed.Do(func() { close(l.done) })
+	return nil
+}
+
+// Addr is the port's.
+func (l *subListener) Addr() net.Addr { return l.addr }

@@ -1,0 +1,221 @@
+package query
+
+import (
+	"errors"
+	"fmt"
+	"strings"
+	"sync"
+
+	"github.com/google/cel-go/cel"
+	"github.com/google/cel-go/common/ast"
+	"github.com/google/cel-go/common/types"
+	"github.com/google/cel-go/ext"
+	"github.com/google/cel-go/interpreter"
+
+	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
+	"github.com/gpuctl/gpuctl/internal/near"
+	"github.com/gpuctl/gpuctl/internal/size"
+)
+
+const (
+	maxLength  = 4096    // bytes of an expression
+	maxNesting = 64      // of its brackets and operators
+	maxCost    = 100_000 // CEL's units, of one evaluation by its interpreter
+)
+
+// ErrInvalid is wrapped by every error about an expression that cannot be used.
+var ErrInvalid = errors.New("invalid expression")
+
+// Query is a compiled expression over the objects of one kind. It may be used
+// by several goroutines.
+type Query struct {
+	kind   clusterv1.Kind
+	source string
+	fields []field // of the kind
+
+	// All that follows is empty for the query that matches everything.
+	program cel.Program
+	byName  map[string]*field   // as the program knows them
+	used    []int               // fields that the lowered expression reads, by slot
+	lowered predicate           // nil: nothing could be lowered
+	parts   []predicate         // of which it is the conjunction
+	exact   bool                // the lowered expression is all of it
+	keys    map[string][]string // fields that must equal one of some constants
+}
+
+// Compile reads an expression over the fields of a kind. The empty expression
+// matches all. The error wraps ErrInvalid.
+func Compile(kind clusterv1.Kind, where string) (*Query, error) {
+	return newLanguage(kind).compile(where)
+}
+
+// String is the query's expression.
+func (q *Query) String() string { return q.source }
+
+// Kind of the objects that the query is over.
+func (q *Query) Kind() clusterv1.Kind { return q.kind }
+
+// Uses says whether the expression may read a field.
+func (q *Query) Uses(name string) bool {
+	if q.program == nil {
+		return false
+	}
+	if !q.exact {
+		return true
+	}
+	for _, i := range q.used {
+		if q.fields[i].name == name {
+			return true
+		}
+	}
+	return false
+}
+
+// language is what expressions over one kind are checked against. Making the
+// environment takes longer than most queries, so it is made once.
+type language struct {
+	kind   clusterv1.Kind
+	name   string
+	fields []field
+	byName map[string]*field
+	env    func() (*cel.Env, error)
+}
+
+func newLanguage(kind clusterv1.Kind) *language {
+	l := &language{kind: kind, name: KindName(kind), fields: fieldsOf(kind), byName: map[string]*field{}}
+	for i := range l.fields {
+		l.byName[l.name+"."+l.fields[i].name] = &l.fields[i]
+	}
+	l.env = sync.OnceValues(l.newEnv)
+	return l
+}
+
+func (l *language) newEnv() (*cel.Env, error) {
+	// Names in the container win over CEL's own, of which type is one.
+	options := []cel.EnvOption{ext.Strings(), cel.Container(l.name), cel.ParserRecursionLimit(maxNesting)}
+	for i := range l.fields {
+		f := &l.fields[i]
+		options = append(options, cel.Variable(l.name+"."+f.name, f.celType()))
+	}
+	for _, unit := range []struct {
+		name  string
+		bytes int64
+	}{{"KiB", size.KiB}, {"MiB", size.MiB}, {"GiB", size.GiB}, {"TiB", size.TiB}} {
+		options = append(options, cel.Constant(unit.name, cel.IntType, types.Int(unit.bytes)))
+	}
+	env, err := cel.NewEnv(options...)
+	if err != nil {
+		return nil, fmt.Errorf("expression environment: %w", err)
+	}
+	return env, nil
+}
+
+func (l *language) compile(where string) (*Query, error) {
+	if len(l.fields) == 0 {
+		return nil, fmt.Errorf("%w: there are no objects of kind %q", ErrInvalid, l.name)
+	}
+	q := &Query{kind: l.kind, source: where, fields: l.fields, byName: l.byName}
+	if len(where) > maxLength {
+		return nil, fmt.Errorf("%w: longer than %d bytes", ErrInvalid, maxLength)
+	}
+	if strings.TrimSpace(where) == "" {
+		return q, nil
+	}
+	env, err := l.env()
+	if err != nil {
+		return nil, err
+	}
+	parsed, issues := env.Parse(where)
+	if issues.Err() != nil {
+		return nil, fmt.Errorf("%w %q: %s", ErrInvalid, where, brief(issues))
+	}
+	checked, issues := env.Check(parsed)
+	if issues.Err() != nil {
+		return nil, fmt.Errorf("%w %q: %s%s", ErrInvalid, where, brief(issues), l.hint(parsed.NativeRep()))
+	}
+	if checked.OutputType() != cel.BoolType {
+		return nil, fmt.Errorf("%w %q: it is a %s, not true or false", ErrInvalid, where, checked.OutputType())
+	}
+	q.program, err = env.Program(checked, cel.CostLimit(maxCost), cel.EvalOptions(cel.OptOptimize))
+	if err != nil {
+		return nil, fmt.Errorf("%w %q: %w", ErrInvalid, where, err)
+	}
+	q.lower(checked.NativeRep())
+	return q, nil
+}
+
+func brief(issues *cel.Issues) string {
+	var all []string
+	for _, e := range issues.Errors() {
+		all = append(all, e.Message)
+		if len(all) == 3 {
+			break
+		}
+	}
+	return strings.Join(all, "; ")
+}
+
+// hint names the field nearest to an unknown one, or all fields.
+func (l *language) hint(parsed *ast.AST) string {
+	var names []string
+	for i := range l.fields {
+		names = append(names, l.fields[i].name)
+	}
+	var out string
+	bound := map[string]bool{} // by macros
+	ast.PreOrderVisit(parsed.Expr(), ast.NewExprVisitor(func(e ast.Expr) {
+		var name string
+		switch e.Kind() {
+		case ast.ComprehensionKind:
+			c := e.AsComprehension()
+			bound[c.IterVar()], bound[c.IterVar2()], bound[c.AccuVar()] = true, true, true
+		case ast.SelectKind:
+			s := e.AsSelect()
+			if s.Operand().Kind() == ast.IdentKind && s.Operand().AsIdent() == l.name && l.byName[l.name+".labels"] == nil {
+				name = s.FieldName()
+			}
+		case ast.IdentKind:
+			name = e.AsIdent()
+			if name == l.name {
+				name = ""
+			}
+		}
+		if name == "" || out != "" || bound[name] || l.byName[l.name+"."+name] != nil || l.byName[name] != nil {
+			return
+		}
+		switch name {
+		case "KiB", "MiB", "GiB", "TiB":
+			return
+		}
+		if out = near.Hint(name, names); out == "" {
+			out = fmt.Sprintf(" (a %s has no field %s; fields: %s)", l.name, name, strings.Join(names, ", "))
+		}
+	}))
+	return out
+}
+
+// values shows an object to CEL's interpreter, one field at a time.
+type values struct {
+	q *Query
+	o object
+}
+
+func (v values) ResolveName(name string) (any, bool) {
+	f, ok := v.q.byName[name]
+	if !ok {
+		return nil, false
+	}
+	return f.value(v.o), true
+}
+
+func (v values) Parent() interpreter.Activation { return nil }
+
+// ask has the interpreter decide.
+func (q *Query) ask(o object) (bool, error) {
+	out, _, err := q.program.Eval(values{q, o})
+	if err != nil {
+		return false, err
+	}
+	matched, ok := out.Value().(bool)
+	return ok && matched, nil
+}

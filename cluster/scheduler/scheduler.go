@@ -1,0 +1,259 @@
+package scheduler
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
+	"github.com/gpuctl/gpuctl/cluster/placement"
+	"github.com/gpuctl/gpuctl/cluster/state"
+)
+
+// ErrContended says that others were faster every time. Trying again later may
+// help.
+var ErrContended = errors.New("the GPUs were taken by others meanwhile")
+
+const (
+	tries      = 24
+	candidates = 8 // that concurrent claims spread over
+	pace       = 50 * time.Millisecond
+)
+
+// Log is the replicated log, as a scheduler needs it.
+type Log interface {
+	Apply(ctx context.Context, c *clusterv1.Command) (*clusterv1.Result, error)
+	Read(ctx context.Context, stale bool) (*state.View, error)
+	State() *state.Store
+}
+
+type proposer interface {
+	Apply(ctx context.Context, c *clusterv1.Command) (*clusterv1.Result, error)
+}
+
+// Lead is one term of leadership. What it proposes when that is over must be
+// refused: the next leader may have bound the same claim, and an assignment is
+// added to what a claim has.
+type Lead interface {
+	proposer
+	View() *state.View
+}
+
+// Scheduler is safe for concurrent use.
+type Scheduler struct {
+	log   Log
+	index *placement.Index
+	out   *slog.Logger
+
+	mu   sync.Mutex
+	busy int // placements under way, which would all find the same GPU best
+}
+
+// New returns a scheduler over a log.
+func New(log Log, out *slog.Logger) *Scheduler {
+	return &Scheduler{log: log, index: placement.NewIndex(log.State().View()), out: out}
+}
+
+// Place answers a request from the state as it is applied here.
+func (s *Scheduler) Place(v *state.View, r placement.Request) placement.Decision {
+	s.index.Update(v)
+	return placement.Place(s.index, r)
+}
+
+// Outcome of binding a claim.
+type Outcome struct {
+	Claim       *clusterv1.Claim // nil: refused
+	Assignments []*clusterv1.Assignment
+	Decision    placement.Decision // why not, when it was refused or waits
+}
+
+// Create makes a claim and binds it, or lets it wait if it may. A claim that
+// exists with the same needs is returned as it is. actor is who asked, host
+// where from.
+func (s *Scheduler) Create(ctx context.Context, c *clusterv1.Claim, actor, host string) (Outcome, error) {
+	if old := s.log.State().View().Claim(c.GetId()); old != nil {
+		// Whether the needs are the same is the state machine's to say.
+		return s.put(ctx, c, nil, actor)
+	}
+	request := placement.Request{Claim: c, Host: host}
+	waits := c.GetUnmet() == clusterv1.Unmet_UNMET_WAIT
+	o, err := s.bind(ctx, request, waits, func(choices []*clusterv1.Choice) (Outcome, error) {
+		return s.put(ctx, c, choices, actor)
+	})
+	if err == nil && o.Claim == nil && s.log.State().View().Claim(c.GetId()) != nil {
+		// Meanwhile the same was asked from elsewhere; what is missing is held by
+		// the very claim.
+		return s.put(ctx, c, nil, actor)
+	}
+	return o, err
+}
+
+// Assign adds to a claim what a request finds for it.
+func (s *Scheduler) Assign(ctx context.Context, r placement.Request, actor string) (Outcome, error) {
+	return s.bind(ctx, r, false, func(choices []*clusterv1.Choice) (Outcome, error) {
+		return s.assign(ctx, s.log, r.Claim.GetId(), choices, actor)
+	})
+}
+
+func (s *Scheduler) assign(ctx context.Context, to proposer, claim string, choices []*clusterv1.Choice, actor string) (Outcome, error) {
+	return s.propose(ctx, to, &clusterv1.Command{Actor: actor, Op: &clusterv1.Command_Assign{
+		Assign: &clusterv1.Assign{Claim: claim, Choices: choices},
+	}})
+}
+
+// errTaken says that a choice no longer fits.
+var errTaken = errors.New("taken")
+
+// bind finds choices and commits them, again when they were taken meanwhile.
+func (s *Scheduler) bind(ctx context.Context, r placement.Request, waits bool, commit func([]*clusterv1.Choice) (Outcome, error)) (Outcome, error) {
+	turn := s.enter()
+	defer s.leave()
+	view := s.log.State().View()
+	fresh := false
+	var last string
+	for try := range tries {
+		r.Limit = candidates
+		d := s.Place(view, r)
+		if d.Err != nil {
+			return Outcome{}, d.Err
+		}
+		if !d.OK() {
+			if !fresh {
+				// This host may be behind; nobody is refused for that.
+				var err error
+				if view, err = s.log.Read(ctx, false); err != nil {
+					return Outcome{}, err
+				}
+				fresh = true
+				continue
+			}
+			if waits {
+				o, err := commit(nil)
+				o.Decision = d
+				return o, err
+			}
+			return Outcome{Decision: d}, nil
+		}
+		n := min(len(d.Candidates), 1+turn+try)
+		pick := d.Candidates[(turn+try)%n]
+		o, err := commit(pick.New())
+		if err == nil || !errors.Is(err, errTaken) {
+			o.Decision = d
+			return o, err
+		}
+		last = strings.TrimSuffix(err.Error(), ": "+errTaken.Error())
+		if view, err = s.log.Read(ctx, false); err != nil {
+			return Outcome{}, err
+		}
+		fresh = true
+	}
+	return Outcome{}, fmt.Errorf("claim %s: %w (%s)", r.Claim.GetId(), ErrContended, last)
+}
+
+func (s *Scheduler) enter() (turn int) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.busy++
+	return s.busy - 1
+}
+
+func (s *Scheduler) leave() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.busy--
+}
+
+func (s *Scheduler) put(ctx context.Context, c *clusterv1.Claim, choices []*clusterv1.Choice, actor string) (Outcome, error) {
+	return s.propose(ctx, s.log, &clusterv1.Command{Actor: actor, Op: &clusterv1.Command_PutClaim{
+		PutClaim: &clusterv1.PutClaim{Claim: c, Choices: choices},
+	}})
+}
+
+func (s *Scheduler) propose(ctx context.Context, to proposer, c *clusterv1.Command) (Outcome, error) {
+	res, err := to.Apply(ctx, c)
+	if err != nil {
+		return Outcome{}, err
+	}
+	switch res.GetOutcome() {
+	case clusterv1.Outcome_OUTCOME_OK:
+		return Outcome{Claim: res.GetClaim(), Assignments: res.GetAssignments()}, nil
+	case clusterv1.Outcome_OUTCOME_NO_CAPACITY:
+		return Outcome{}, fmt.Errorf("%s: %w", res.GetMessage(), errTaken)
+	}
+	return Outcome{}, &Error{res}
+}
+
+// Error is an answer of the state machine that is not OK.
+type Error struct{ Result *clusterv1.Result }
+
+func (e *Error) Error() string { return e.Result.GetMessage() }
+
+// Check turns an answer that is not OK into an *Error.
+func Check(res *clusterv1.Result, err error) (*clusterv1.Result, error) {
+	if err == nil && res.GetOutcome() != clusterv1.Outcome_OUTCOME_OK {
+		err = &Error{res}
+	}
+	return res, err
+}
+
+// Run binds pending claims until ctx ends. It is for the leader.
+func (s *Scheduler) Run(ctx context.Context, l Lead) {
+	for ctx.Err() == nil {
+		v := l.View()
+		changed := v.Changed(clusterv1.Kind_KIND_CLAIM, clusterv1.Kind_KIND_GPU, clusterv1.Kind_KIND_HOST, clusterv1.Kind_KIND_ASSIGNMENT)
+		for _, c := range pending(v) {
+			if ctx.Err() != nil {
+				return
+			}
+			s.retry(ctx, l, v, c)
+		}
+		select {
+		case <-ctx.Done():
+		case <-changed:
+			// What changes at once is looked at together.
+			select {
+			case <-ctx.Done():
+			case <-time.After(pace):
+			}
+		}
+	}
+}
+
+// pending are the claims that wait, the oldest first: by when they were made
+// as their hosts' clocks had it, which decides about order alone.
+func pending(v *state.View) []*clusterv1.Claim {
+	var out []*clusterv1.Claim
+	for c := range v.PendingClaims() {
+		if c.GetUnmet() == clusterv1.Unmet_UNMET_WAIT {
+			out = append(out, c)
+		}
+	}
+	slices.SortStableFunc(out, func(a, b *clusterv1.Claim) int {
+		return int(min(max(a.GetCreatedUnixMs()-b.GetCreatedUnixMs(), -1), 1))
+	})
+	return out
+}
+
+func (s *Scheduler) retry(ctx context.Context, l Lead, v *state.View, c *clusterv1.Claim) {
+	r := placement.Request{Claim: c, Limit: 1}
+	if d := s.Place(v, r); !d.OK() {
+		return
+	}
+	o, err := s.bind(ctx, r, false, func(choices []*clusterv1.Choice) (Outcome, error) {
+		if now := l.View().Claim(c.GetId()); now.GetState() != clusterv1.ClaimState_CLAIM_STATE_PENDING {
+			return Outcome{}, nil
+		}
+		return s.assign(ctx, l, c.GetId(), choices, "scheduler")
+	})
+	switch {
+	case err != nil && ctx.Err() == nil:
+		s.out.Debug("pending claim not bound", "claim", c.GetId(), "err", err)
+	case o.Claim != nil:
+		s.out.Info("pending claim bound", "claim", c.GetId())
+	}
+}

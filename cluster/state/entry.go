@@ -1,0 +1,69 @@
+package state
+
+import (
+	"errors"
+	"fmt"
+
+	"google.golang.org/protobuf/proto"
+
+	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
+)
+
+const format = 1
+
+// ErrFormat says that bytes are not a log entry of this program.
+var ErrFormat = errors.New("not a log entry")
+
+// ErrUnknownCommand says that an entry holds a command which this build does
+// not know, and what to do then.
+type ErrUnknownCommand struct {
+	Policy  clusterv1.UnknownPolicy
+	Version uint32 // that the command needs
+}
+
+func (e *ErrUnknownCommand) Error() string {
+	return fmt.Sprintf("command of protocol %d is not known here, where the highest is %d", e.Version, Protocol)
+}
+
+// Encode makes a log entry: a byte of format, one of policy, the command.
+func Encode(c *clusterv1.Command) ([]byte, error) {
+	b := []byte{format, byte(policy(c))}
+	b, err := proto.MarshalOptions{Deterministic: true}.MarshalAppend(b, c)
+	if err != nil {
+		return nil, fmt.Errorf("encode command %s: %w", c.GetId(), err)
+	}
+	return b, nil
+}
+
+// policy of a command: what a host does that does not know it. Notes and
+// migration's words change nothing that others depend on.
+func policy(c *clusterv1.Command) clusterv1.UnknownPolicy {
+	if _, ok := c.GetOp().(*clusterv1.Command_Note); ok {
+		return clusterv1.UnknownPolicy_UNKNOWN_POLICY_SKIP
+	}
+	return clusterv1.UnknownPolicy_UNKNOWN_POLICY_STOP
+}
+
+// Decode reads a log entry. The error is ErrFormat or an *ErrUnknownCommand.
+func Decode(data []byte) (*clusterv1.Command, error) {
+	if len(data) < 2 {
+		return nil, fmt.Errorf("%w: %d bytes", ErrFormat, len(data))
+	}
+	if data[0] != format {
+		return nil, fmt.Errorf("%w: its format is %d, not %d", ErrFormat, data[0], format)
+	}
+	p := clusterv1.UnknownPolicy(data[1])
+	switch p {
+	case clusterv1.UnknownPolicy_UNKNOWN_POLICY_STOP, clusterv1.UnknownPolicy_UNKNOWN_POLICY_SKIP:
+	default:
+		return nil, fmt.Errorf("%w: policy %d", ErrFormat, data[1])
+	}
+	c := &clusterv1.Command{}
+	if err := proto.Unmarshal(data[2:], c); err != nil {
+		return nil, fmt.Errorf("%w: %w", ErrFormat, err)
+	}
+	if c.GetVersion() > Protocol || c.GetOp() == nil && len(c.ProtoReflect().GetUnknown()) > 0 {
+		return nil, &ErrUnknownCommand{Policy: p, Version: c.GetVersion()}
+	}
+	return c, nil
+}

@@ -1,0 +1,81 @@
+package state
+
+import (
+	"slices"
+	"sort"
+
+	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
+)
+
+// keepChanges is how many changes of a kind a view can at least name. Who is
+// further behind is as fast with a look at every object.
+const keepChanges = 8192
+
+const kinds = int(clusterv1.Kind_KIND_RESERVATION) + 1
+
+// past names what has changed last. It is no part of the state: hosts that
+// restored a snapshot know less of it than others.
+type past struct {
+	restored uint64 // how often a snapshot replaced the state
+	trails   [kinds]trail
+}
+
+// trail has the changes of one kind, oldest first.
+type trail struct {
+	since   uint64 // all changes after this entry are in it
+	changes []change
+}
+
+type change struct {
+	index uint64
+	name  string
+}
+
+// touch is an object that an entry has put or deleted.
+type touch struct {
+	kind clusterv1.Kind
+	name string
+}
+
+// with returns the past with an entry's changes. The old one stays as it is:
+// both share an array, of which it does not see the end. Only of the newest
+// past may another be made.
+func (p *past) with(index uint64, touched []touch, keep int) *past {
+	next := *p
+	for _, x := range touched {
+		t := &next.trails[x.kind]
+		if n := len(t.changes); n >= 2*keep {
+			t.since = t.changes[n-keep-1].index
+			t.changes = append(make([]change, 0, 2*keep), t.changes[n-keep:]...)
+		}
+		t.changes = append(t.changes, change{index, x.name})
+	}
+	return &next
+}
+
+// after returns the names of what has changed after an entry, sorted; false if
+// not all of it is known.
+func (t *trail) after(index uint64) ([]string, bool) {
+	if index < t.since {
+		return nil, false
+	}
+	from := sort.Search(len(t.changes), func(i int) bool { return t.changes[i].index > index })
+	names := make([]string, 0, len(t.changes)-from)
+	for _, c := range t.changes[from:] {
+		names = append(names, c.name)
+	}
+	slices.Sort(names)
+	return slices.Compact(names), true
+}
+
+// ChangedSince returns the names of the objects of a kind that were made,
+// changed or deleted after an older view and up to this one, sorted. It takes
+// as long as there are changes. It answers false when it does not know them
+// all: a snapshot was restored in between, there were too many, or the view is
+// not an older one of the same store.
+func (v *View) ChangedSince(old *View, kind clusterv1.Kind) (names []string, ok bool) {
+	if kind <= 0 || int(kind) >= kinds || old == nil || old.store != v.store || old.epoch > v.epoch || old.past.restored != v.past.restored {
+		return nil, false
+	}
+	return v.past.trails[kind].after(old.Index())
+}

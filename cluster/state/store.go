@@ -1,0 +1,109 @@
+package state
+
+import (
+	"sync"
+	"sync/atomic"
+
+	"github.com/hashicorp/go-memdb"
+
+	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
+)
+
+// Protocol is the highest command version that this build applies.
+const Protocol = 1
+
+// Store holds the current state. It is safe for concurrent use: Apply and
+// Restore go one after the other, views are free.
+type Store struct {
+	mu      sync.Mutex // of those who write
+	db      *memdb.MemDB
+	current atomic.Pointer[View]
+
+	watch    sync.Mutex
+	touched  map[mask]uint64        // epoch of the last change, by single kind
+	watchers map[mask]chan struct{} // one for all who wait for the same kinds
+}
+
+// mask is a set of kinds; bit 0 stands for what is no kind: identities, join
+// tokens and events.
+type mask uint32
+
+const anything mask = 1<<32 - 1
+
+func maskOf(kinds []clusterv1.Kind) mask {
+	if len(kinds) == 0 {
+		return anything
+	}
+	var m mask
+	for _, k := range kinds {
+		if k > 0 && k < 32 {
+			m |= 1 << k
+		}
+	}
+	return m
+}
+
+// New returns an empty state.
+func New() *Store {
+	s := &Store{touched: map[mask]uint64{}, watchers: map[mask]chan struct{}{}}
+	s.db = newDB()
+	s.publish(meta{}, 0, &past{})
+	return s
+}
+
+func newDB() *memdb.MemDB {
+	db, err := memdb.NewMemDB(schema())
+	if err != nil {
+		schemaError(err)
+	}
+	// A snapshot does not track what its transactions touch: the store has its
+	// own watches, by kind.
+	return db.Snapshot()
+}
+
+// View of the state as it is now.
+func (s *Store) View() *View { return s.current.Load() }
+
+// publish makes what is committed visible and wakes who waits for it.
+func (s *Store) publish(m meta, changed mask, p *past) {
+	epoch := uint64(1)
+	if v := s.current.Load(); v != nil {
+		epoch = v.epoch + 1
+	}
+	v := &View{reader: reader{s.db.Txn(false)}, meta: m, store: s, epoch: epoch, past: p}
+	s.watch.Lock()
+	defer s.watch.Unlock()
+	s.current.Store(v)
+	if changed == 0 {
+		return
+	}
+	for bit := mask(1); bit != 0; bit <<= 1 {
+		if changed&bit != 0 {
+			s.touched[bit] = epoch
+		}
+	}
+	for m, ch := range s.watchers {
+		if m&changed != 0 {
+			close(ch)
+			delete(s.watchers, m)
+		}
+	}
+}
+
+func (s *Store) changed(since uint64, m mask) <-chan struct{} {
+	s.watch.Lock()
+	defer s.watch.Unlock()
+	for bit, epoch := range s.touched {
+		if m&bit != 0 && epoch > since {
+			ch := make(chan struct{})
+			close(ch)
+			return ch
+		}
+	}
+	ch, ok := s.watchers[m]
+	if !ok {
+		ch = make(chan struct{})
+		s.watchers[m] = ch
+	}
+	return ch
+}

@@ -1,0 +1,92 @@
+package store_test
+
+import (
+	"context"
+	"errors"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
+	"github.com/gpuctl/gpuctl/cluster/store"
+)
+
+// TestFileSystemWithoutRoom fills the small file system of GPUCTL_SMALL_FS (a
+// tmpfs of 24 MiB, say) under a running node, makes room again, and looks for
+// everything that was acknowledged.
+func TestFileSystemWithoutRoom(t *testing.T) {
+	dir := os.Getenv("GPUCTL_SMALL_FS")
+	if dir == "" {
+		t.Skip("GPUCTL_SMALL_FS is not set")
+	}
+	ctx := limit(t)
+	cfg := store.Config{ID: "a", Name: "a", Address: "a:1", Dir: filepath.Join(dir, "store"), Timing: store.Solo()}
+	s, err := store.Open(ctx, cfg)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { s.Close() }()
+	if err := s.Bootstrap(ctx, &clusterv1.InitCluster{ClusterId: "c"}); err != nil {
+		t.Fatal(err)
+	}
+	total := 0 // acknowledged; of the others, one a round may be there
+	ballast := filepath.Join(dir, "ballast")
+	for round := range 5 {
+		f, err := os.Create(ballast)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for chunk := make([]byte, 4096); err == nil; {
+			_, err = f.Write(chunk)
+		}
+		f.Close()
+		acked := 0
+		for ; acked < 2000; acked++ {
+			short, cancel := context.WithTimeout(ctx, 300*time.Millisecond)
+			_, err = s.Apply(short, note(strings.Repeat("x", 2000)))
+			cancel()
+			if err != nil {
+				break
+			}
+		}
+		if err == nil {
+			t.Fatalf("round %d: %d writes without room, then %v; health %v", round, acked, err, s.Health())
+		}
+		t.Logf("round %d: %d writes, then %v; health: %v", round, acked, err, s.Health())
+		if round%2 == 1 { // also when it is started without room
+			if err := s.Halt(); err != nil {
+				t.Error(err)
+			}
+			short, cancel := context.WithTimeout(ctx, 300*time.Millisecond)
+			s2, err := store.Open(short, cfg)
+			cancel()
+			if err == nil {
+				s2.Halt()
+			} else if !errors.Is(err, context.DeadlineExceeded) && !strings.Contains(err.Error(), "no space") {
+				t.Errorf("open without room: %v", err)
+			}
+			t.Logf("opened without room: %v", err)
+			os.Remove(ballast)
+			if s, err = store.Open(ctx, cfg); err != nil {
+				t.Fatal(err)
+			}
+		}
+		os.Remove(ballast)
+		if _, err := s.Apply(ctx, note("room")); err != nil {
+			t.Fatal(err)
+		}
+		acked++
+		v, err := s.Read(ctx, false)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if total += acked; len(notes(v)) < total || v.ClusterID() != "c" {
+			t.Fatalf("%d notes of %d that were acknowledged", len(notes(v)), total)
+		}
+		if err := s.Health(); err != nil {
+			t.Error(err)
+		}
+	}
+}
