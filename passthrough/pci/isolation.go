@@ -1,0 +1,220 @@
+package pci
+
+import (
+	"fmt"
+	"io/fs"
+	"maps"
+	"path"
+	"slices"
+	"strconv"
+)
+
+// isolate gives every card its group and the group's other members.
+func (s *scan) isolate(cards []*Card) {
+	members := map[string][]Address{} // of groups that are derived
+	why := map[Address]string{}
+	if slices.ContainsFunc(cards, func(c *Card) bool { return c.Main().IOMMUGroup < 0 }) {
+		for _, n := range slices.SortedFunc(maps.Values(s.all), func(a, b *node) int { return a.address.Compare(b.address) }) {
+			if n.class>>8 == ClassBridge {
+				continue
+			}
+			group, reason := s.derive(n)
+			members[group] = append(members[group], n.address)
+			why[n.address] = reason
+		}
+	}
+	for _, c := range cards {
+		own := map[Address]bool{}
+		for d := range c.all {
+			own[d.Address] = true
+		}
+		groups := c.groups()
+		if len(groups) > 0 {
+			c.Group = "iommu-" + strconv.Itoa(groups[0])
+			c.Why = fmt.Sprintf("IOMMU group %d", groups[0])
+			if len(groups) > 1 {
+				c.Why = fmt.Sprintf("IOMMU groups %v of one card", groups)
+			}
+			for _, g := range groups {
+				c.Shared = append(c.Shared, s.membersOf(g, own)...)
+			}
+		} else {
+			c.Group, _ = s.derive(s.all[c.Address])
+			c.Why = why[c.Address]
+			c.Shared = slices.DeleteFunc(slices.Clone(members[c.Group]), func(a Address) bool { return own[a] })
+		}
+	}
+	join(cards)
+}
+
+// groups are the IOMMU groups of the card's physical functions.
+func (c *Card) groups() []int {
+	var out []int
+	for _, f := range c.Functions {
+		if f.IOMMUGroup >= 0 {
+			out = append(out, f.IOMMUGroup)
+		}
+	}
+	slices.Sort(out)
+	return slices.Compact(out)
+}
+
+// join gives cards that share a device one group: a card is given away with
+// all of its functions, and they may be in several IOMMU groups.
+func join(cards []*Card) {
+	for changed := true; changed; {
+		changed = false
+		owner := map[Address]*Card{}
+		for _, c := range cards {
+			for d := range c.all {
+				owner[d.Address] = c
+			}
+		}
+		for _, c := range cards {
+			for _, a := range c.Shared {
+				if o := owner[a]; o != nil && o.Group != c.Group {
+					least := min(o.Group, c.Group)
+					o.Group, c.Group, changed = least, least, true
+				}
+			}
+		}
+	}
+	whole := map[string]map[Address]bool{}
+	for _, c := range cards {
+		if whole[c.Group] == nil {
+			whole[c.Group] = map[Address]bool{}
+		}
+		for d := range c.all {
+			whole[c.Group][d.Address] = true
+		}
+		for _, a := range c.Shared {
+			whole[c.Group][a] = true
+		}
+	}
+	for _, c := range cards {
+		rest := maps.Clone(whole[c.Group])
+		for d := range c.all {
+			delete(rest, d.Address)
+		}
+		c.Shared = slices.SortedFunc(maps.Keys(rest), Address.Compare)
+	}
+}
+
+func (s *scan) membersOf(group int, without map[Address]bool) []Address {
+	entries, err := fs.ReadDir(s.root, path.Join(groupsDir, strconv.Itoa(group), "devices"))
+	if err != nil {
+		return nil
+	}
+	var out []Address
+	for _, e := range entries {
+		a, err := ParseAddress(e.Name())
+		if err != nil || without[a] {
+			continue
+		}
+		if n := s.all[a]; n == nil || n.class>>8 == ClassBridge {
+			continue
+		}
+		out = append(out, a)
+	}
+	return out
+}
+
+// derive finds the group by the rules that Linux groups with: everything below
+// a bridge is together unless every port from that bridge to the root keeps
+// peers apart. Beyond them, a switch is together as soon as one of its
+// downstream ports lets peers reach each other.
+func (s *scan) derive(n *node) (group, why string) {
+	top, isBridge := n.address, false
+	why = "no IOMMU groups; every port above isolates"
+	for i := len(n.above) - 1; i >= 0; i-- {
+		blame, isolated := s.pathIsolates(n.above[:i+1])
+		if isolated {
+			break
+		}
+		top, isBridge = n.above[i], true
+		if i > 0 && s.config(top).Port == PortDownstream && !s.portIsolates(top) {
+			i--
+			top = n.above[i]
+		}
+		why = fmt.Sprintf("no IOMMU groups; %s", blame)
+	}
+	if len(n.above) == 0 {
+		why = "no IOMMU groups; on the root bus"
+	}
+	switch {
+	case !isBridge && n.pf != nil: // isolated from its siblings by the standard
+		return "pci-" + top.String(), why
+	case !isBridge:
+		// The functions of a card are kept together anyway.
+		return "pci-" + top.Slot().String(), why
+	}
+	// A bridge among functions that can reach each other.
+	if s.config(top.Slot()).Multifunction && !s.slotIsolates(top) {
+		return "pci-" + top.Slot().String(), why
+	}
+	return "pci-" + top.String(), why
+}
+
+// pathIsolates says that every port of the path keeps peers apart, and
+// otherwise which does not.
+func (s *scan) pathIsolates(bridges []Address) (blame string, ok bool) {
+	for i := len(bridges) - 1; i >= 0; i-- {
+		a := bridges[i]
+		c := s.config(a)
+		switch c.Port {
+		case PortRoot:
+			if !c.ACS.Isolates() {
+				return fmt.Sprintf("port %s %s", a, acsWhy(c)), false
+			}
+		case PortDownstream:
+			for _, peer := range s.portsBeside(a) {
+				if c := s.config(peer); !c.ACS.Isolates() {
+					return fmt.Sprintf("port %s %s", peer, acsWhy(c)), false
+				}
+			}
+		case PortUpstream:
+			if c.Multifunction && !c.ACS.Isolates() {
+				return fmt.Sprintf("switch %s %s", a, acsWhy(c)), false
+			}
+		default:
+			return fmt.Sprintf("bridge %s is not PCI Express on both sides", a), false
+		}
+	}
+	return "", true
+}
+
+func (s *scan) portIsolates(a Address) bool {
+	return !slices.ContainsFunc(s.portsBeside(a), func(peer Address) bool { return !s.config(peer).ACS.Isolates() })
+}
+
+// portsBeside are the downstream ports of the same switch, the port included.
+func (s *scan) portsBeside(a Address) []Address {
+	out := []Address{a}
+	for other, n := range s.all {
+		if other != a && other.Domain == a.Domain && other.Bus == a.Bus && n.class>>8 == ClassBridge && s.config(other).Port == PortDownstream {
+			out = append(out, other)
+		}
+	}
+	slices.SortFunc(out, Address.Compare)
+	return out
+}
+
+func acsWhy(c Config) string {
+	switch {
+	case !c.Extended:
+		return "has an extended configuration space that cannot be read"
+	case c.ACS == nil:
+		return "has no ACS"
+	default:
+		return fmt.Sprintf("has not all of its ACS on (%#x of %#x)", c.ACS.Does&acsIsolates, c.ACS.Can&acsIsolates)
+	}
+}
+
+func (s *scan) slotIsolates(a Address) bool {
+	for other, n := range s.all {
+		if other.Slot() == a.Slot() && n.pf == nil && !s.config(other).ACS.Isolates() {
+			return false
+		}
+	}
+	return true
+}

@@ -1,0 +1,101 @@
+package pci
+
+import (
+	"bufio"
+	"fmt"
+	"io"
+	"io/fs"
+	"strings"
+)
+
+const (
+	maxNamesFile = 16 << 20
+	maxName      = 256
+)
+
+// id of a vendor alone, of a device, or of a subsystem, with zeros for what it
+// is not about.
+type id struct {
+	vendor, device, subVendor, subDevice uint16
+}
+
+// readNames looks the ids up in the machine's pci.ids, if there is one. It
+// reads the file as a stream and keeps only what was asked for: the whole
+// database would be the largest thing in the daemon's memory.
+func readNames(root fs.FS, want map[id]bool) map[id]string {
+	for _, name := range []string{"usr/share/misc/pci.ids", "usr/share/hwdata/pci.ids", "var/lib/pciutils/pci.ids", "usr/share/pci.ids"} {
+		f, err := root.Open(name)
+		if err != nil {
+			continue
+		}
+		defer f.Close()
+		return parseNames(f, want)
+	}
+	return nil
+}
+
+func parseNames(r io.Reader, want map[id]bool) map[id]string {
+	found := map[id]string{}
+	lines := bufio.NewScanner(io.LimitReader(r, maxNamesFile))
+	var at id
+	for lines.Scan() {
+		line := lines.Text()
+		depth := len(line) - len(strings.TrimLeft(line, "\t"))
+		line = line[depth:]
+		if line == "" || line[0] == '#' {
+			continue
+		}
+		number, name, _ := strings.Cut(line, " ")
+		first, ok := hex(number, 4, 4)
+		switch depth {
+		case 0:
+			if !ok { // "C 03": the list of classes ends that of vendors
+				return found
+			}
+			at = id{vendor: uint16(first)}
+		case 1:
+			at = id{vendor: at.vendor, device: uint16(first)}
+		case 2:
+			var sub uint32
+			number, name, _ = strings.Cut(strings.TrimLeft(name, " "), " ")
+			var ok2 bool
+			sub, ok2 = hex(number, 4, 4)
+			ok = ok && ok2
+			at.subVendor, at.subDevice = uint16(first), uint16(sub)
+		default:
+			ok = false
+		}
+		if ok && want[at] {
+			found[at] = clean(name)
+		}
+	}
+	return found
+}
+
+// clean makes a name of a text from outside: one line, printable, not long.
+func clean(s string) string {
+	s = strings.Map(func(r rune) rune {
+		if r < ' ' || r == 0x7f || r == '\ufffd' {
+			return -1
+		}
+		return r
+	}, strings.ToValidUTF8(s, ""))
+	if len(s) > maxName {
+		s = strings.ToValidUTF8(s[:maxName], "")
+	}
+	return strings.TrimSpace(s)
+}
+
+// name falls back to the ids in hexadecimal digits.
+func (d *Device) name(names map[id]string) {
+	d.VendorName = orHex(names[id{vendor: d.VendorID}], d.VendorID)
+	d.DeviceName = orHex(names[id{vendor: d.VendorID, device: d.DeviceID}], d.DeviceID)
+	d.SubsystemName = names[id{d.VendorID, d.DeviceID, d.SubVendorID, d.SubDeviceID}]
+}
+
+func orHex(name string, n uint16) string {
+	if name != "" {
+		return name
+	}
+	return fmt.Sprintf("%04x", n)
+}
