@@ -11,8 +11,11 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"time"
 
+	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/hostd/trace"
 )
 
 // claim is what an application needs and what it got.
@@ -107,6 +110,10 @@ type operation struct {
 	// doubt is set when its outcome is not known: the stream broke, or this
 	// hostd was not there. The target stays reserved until the guest says.
 	doubt bool
+	// record is what the cluster knows of it.
+	record *clusterv1.Migration
+	trace  *trace.Operation
+	began  time.Time
 }
 
 // journal is the content of state.json.

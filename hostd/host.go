@@ -4,8 +4,6 @@ import (
 	"bytes"
 	"cmp"
 	"context"
-	"crypto/rand"
-	"encoding/hex"
 	"errors"
 	"fmt"
 	"io/fs"
@@ -20,11 +18,15 @@ import (
 	"connectrpc.com/connect"
 	"google.golang.org/protobuf/proto"
 
+	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
 	"github.com/gpuctl/gpuctl/hostd/config"
 	"github.com/gpuctl/gpuctl/hostd/inventory"
 	"github.com/gpuctl/gpuctl/hostd/ledger"
+	"github.com/gpuctl/gpuctl/hostd/metrics"
+	"github.com/gpuctl/gpuctl/hostd/nvml"
+	"github.com/gpuctl/gpuctl/hostd/trace"
 	"github.com/gpuctl/gpuctl/internal/expr"
 	"github.com/gpuctl/gpuctl/internal/near"
 )
@@ -37,6 +39,7 @@ var (
 
 const (
 	callTimeout   = 20 * time.Second // of a short call to the guest
+	holdTimeout   = 3 * time.Second
 	buildTimeout  = 10 * time.Minute // of a plan that builds programs
 	resyncEvery   = 5 * time.Second
 	holdersEvery  = time.Second
@@ -53,14 +56,19 @@ type HostConfig struct {
 	StateFile string
 	Config    config.Config
 	Root      fs.FS // the machine's files
+	Cluster   Cluster
+	NVML      *nvml.Client     // nil: not asked
+	Metrics   *metrics.Metrics // nil: not counted
+	Tracer    *trace.Tracer    // nil: not traced
 	Log       *slog.Logger
 }
 
 // Host is the state of one host and the rules by which it changes.
 type Host struct {
 	HostConfig
-	proc  fs.FS
-	ready chan struct{} // closed when the inventory is there
+	proc       fs.FS
+	discovered chan struct{} // closed when the inventory is there
+	ready      chan struct{} // closed when the sessions are there, too
 
 	// ctx ends with the daemon: operations outlive their callers, not it.
 	ctx  context.Context
@@ -71,6 +79,7 @@ type Host struct {
 	warnings []string
 	ledger   *ledger.Ledger
 	claims   map[string]*claim
+	claiming map[string]bool // that the cluster is being asked for
 	sessions map[string]*session
 	over     map[string]time.Time  // sessions that the guest said have ended
 	ops      map[string]*operation // by session
@@ -92,8 +101,8 @@ func NewHost(c HostConfig) (*Host, error) {
 		return nil, fmt.Errorf("root: %w", err)
 	}
 	return &Host{
-		HostConfig: c, proc: proc, ready: make(chan struct{}), ctx: context.Background(),
-		ledger: ledger.New(), claims: map[string]*claim{}, sessions: map[string]*session{}, over: map[string]time.Time{},
+		HostConfig: c, proc: proc, discovered: make(chan struct{}), ready: make(chan struct{}), ctx: context.Background(),
+		ledger: ledger.New(), claims: map[string]*claim{}, claiming: map[string]bool{}, sessions: map[string]*session{}, over: map[string]time.Time{},
 		ops: map[string]*operation{}, last: map[string]*gpuctlv1.SwapResult{}, watchers: map[*watcher]bool{},
 	}, nil
 }
@@ -135,12 +144,33 @@ func (h *Host) Start(ctx context.Context) error {
 		h.ops[op.Session] = op
 	}
 	h.mu.Unlock()
+	close(h.discovered)
+	if err := h.Cluster.Announce(ctx); err != nil {
+		h.Log.Warn("host not reported yet", "err", err)
+	}
 	if err := h.Resync(ctx); err != nil {
 		h.Log.Warn("sessions not known yet", "err", err)
 	}
+	h.hold(ctx)
 	h.Reoffer(ctx)
 	close(h.ready)
+	h.Cluster.Kick()
 	return nil
+}
+
+// hold tells the cluster what this host's claims have, before others are made:
+// one in memory has forgotten. Where that fails now it is repeated later.
+func (h *Host) hold(ctx context.Context) {
+	ctx, cancel := context.WithTimeout(ctx, holdTimeout)
+	defer cancel()
+	for _, held := range h.Holdings() {
+		if err := h.Cluster.Acquire(ctx, held.Claim, held.GPUs, held.Amount); err != nil {
+			h.Log.Warn("the cluster does not know yet what a claim has", "claim", held.Claim.GetId(), "gpu", strings.Join(held.GPUs, separator), "err", err)
+			if ctx.Err() != nil {
+				return
+			}
+		}
+	}
 }
 
 // Wait returns when all operations have ended; they do when Start's context does.
@@ -434,6 +464,7 @@ func (h *Host) settle(c *claim) {
 			h.Log.Error("gpu is used by a claim that does not hold it", "claim", c.ID, "gpu", gpu, "err", err)
 		}
 	}
+	h.Cluster.Kick()
 	if c.Released && !live {
 		delete(h.claims, c.ID)
 		h.ledger.Retain(c.ID, nil)
@@ -535,7 +566,8 @@ func (h *Host) awaitEnd(ctx context.Context, c *claim) {
 	}
 }
 
-// createClaim chooses and reserves. A refusal is a nil claim.
+// createClaim has the cluster choose among the GPUs for which the claim's
+// expression holds. A refusal is a nil placement.
 func (h *Host) createClaim(ctx context.Context, c *claim) (placement, []*gpuctlv1.Candidate, error) {
 	e, err := expr.Compile(c.Expr, expr.GPU())
 	if err != nil {
@@ -546,27 +578,26 @@ func (h *Host) createClaim(ctx context.Context, c *claim) (placement, []*gpuctlv
 		h.mu.Unlock()
 		return nil, nil, fmt.Errorf("%w: %d claims exist already", errBusy, maxClaims)
 	}
-	p, out := choose(h.view(), c, e, h.ledger)
-	if p == nil {
+	names, out := matching(h.view(), e)
+	if len(names) == 0 {
 		h.mu.Unlock()
 		return nil, out, nil
 	}
-	amount := uint64(ledger.Whole)
-	for i, g := range p {
-		room, _ := h.ledger.Room(c.ID, g.GetId())
-		n := c.amount(room)
-		if i == 0 || n < amount {
-			amount = n
-		}
-	}
-	if err := h.ledger.Reserve(c.ID, p.ids(), amount); err != nil {
-		h.mu.Unlock()
-		return nil, nil, fmt.Errorf("claim %s: %w", c.ID, err)
-	}
-	c.GPUs, c.Memory = p.ids(), amount
-	h.claims[c.ID] = c
-	h.settle(c)
+	h.claiming[c.ID] = true
 	h.mu.Unlock()
+	h.Cluster.Settle(ctx)
+	res, err := h.Cluster.Claim(ctx, c.forCluster(names))
+	h.mu.Lock()
+	p, amount, err := h.admit(c, res, err)
+	delete(h.claiming, c.ID)
+	if p == nil {
+		out = append(out, h.candidates(res.GetRejected(), names)...)
+	}
+	h.mu.Unlock()
+	if p == nil {
+		h.Cluster.Kick() // what it got all the same is given back
+		return nil, out, err
+	}
 	h.Log.Info("claim made", "claim", c.ID, "gpu", p.String(), "memory", amount)
 	if err := h.offer(ctx, c, p, amount); err != nil {
 		h.mu.Lock()
@@ -576,6 +607,33 @@ func (h *Host) createClaim(ctx context.Context, c *claim) (placement, []*gpuctlv
 		return nil, nil, err
 	}
 	return p, out, nil
+}
+
+// admit enters what the cluster has given to a new claim. h.mu is held.
+func (h *Host) admit(c *claim, res *clusterv1.CreateClaimResponse, err error) (placement, uint64, error) {
+	if err != nil {
+		return nil, 0, fmt.Errorf("claim %s: %w", c.ID, err)
+	}
+	if len(res.GetAssignments()) == 0 {
+		return nil, 0, nil
+	}
+	amount := res.GetAssignments()[0].GetMemory()
+	var ids []string
+	for _, as := range res.GetAssignments() {
+		amount = min(amount, as.GetMemory())
+		ids = append(ids, localName(as.GetGpu()))
+	}
+	p := h.placement(ids)
+	if p == nil {
+		return nil, 0, fmt.Errorf("claim %s: %w: the GPUs %s have gone", c.ID, errNotFound, strings.Join(ids, separator))
+	}
+	if err := h.ledger.Reserve(c.ID, ids, amount); err != nil {
+		return nil, 0, fmt.Errorf("claim %s: %w", c.ID, err)
+	}
+	c.GPUs, c.Memory = ids, amount
+	h.claims[c.ID] = c
+	h.settle(c)
+	return p, amount, nil
 }
 
 // view returns copies of the GPUs with their owners. h.mu is held.
@@ -639,13 +697,6 @@ func (h *Host) find(ref string) (*gpuctlv1.Session, error) {
 		return nil, fmt.Errorf("%w: no session %q%s; gpuctl sessions lists them", errNotFound, ref, near.Hint(ref, ids))
 	}
 	return nil, fmt.Errorf("%w: session %q can be %s", errInvalid, ref, strings.Join(matches, " or "))
-}
-
-// randomHex returns n random bytes as text.
-func randomHex(n int) string {
-	b := make([]byte, n)
-	_, _ = rand.Read(b) // never fails
-	return hex.EncodeToString(b)
 }
 
 func cloneLimits(l *gpuctlv1.Limits) *gpuctlv1.Limits {

@@ -19,8 +19,10 @@ import (
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
+	"github.com/gpuctl/gpuctl/cluster/access"
 	"github.com/gpuctl/gpuctl/hostd/config"
 	"github.com/gpuctl/gpuctl/hostd/guesttest"
+	"github.com/gpuctl/gpuctl/hostd/node"
 )
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
@@ -36,6 +38,7 @@ type fixture struct {
 	state string
 
 	host *Host
+	node *node.Node
 	api  *httptest.Server
 	stop context.CancelFunc
 	done chan struct{}
@@ -63,6 +66,13 @@ func (f *fixture) start() {
 		f.t.Fatal(err)
 	}
 	ctx, stop := context.WithCancel(context.Background())
+	f.node, err = node.Open(ctx, node.Config{
+		Name: "here", Host: host, Local: func() access.LocalPolicy { return access.LocalPolicy{} }, Logger: slog.New(slog.DiscardHandler),
+	})
+	if err != nil {
+		f.t.Fatal(err)
+	}
+	host.Cluster = f.node
 	if err := host.Start(ctx); err != nil {
 		f.t.Fatal(err)
 	}
@@ -71,7 +81,9 @@ func (f *fixture) start() {
 		defer close(f.done)
 		host.Watch(ctx)
 	}()
-	f.api = httptest.NewServer(host.Handler())
+	mux := http.NewServeMux()
+	host.Handle(mux)
+	f.api = httptest.NewServer(mux)
 	f.HostServiceClient = gpuctlv1connect.NewHostServiceClient(f.api.Client(), f.api.URL)
 }
 
@@ -79,6 +91,9 @@ func (f *fixture) halt() {
 	f.stop()
 	<-f.done
 	f.host.Wait()
+	if err := f.node.Close(); err != nil {
+		f.t.Fatal(err)
+	}
 	f.api.Client().CloseIdleConnections()
 	f.api.Close()
 }

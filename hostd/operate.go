@@ -11,8 +11,13 @@ import (
 	"connectrpc.com/connect"
 	"google.golang.org/protobuf/proto"
 
+	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
-	"github.com/gpuctl/gpuctl/hostd/ledger"
+	place "github.com/gpuctl/gpuctl/cluster/placement"
+	"github.com/gpuctl/gpuctl/cluster/store"
+	"github.com/gpuctl/gpuctl/hostd/metrics"
+	"github.com/gpuctl/gpuctl/hostd/trace"
+	"github.com/gpuctl/gpuctl/internal/random"
 )
 
 // emit receives the moments of an operation. It must not block.
@@ -54,6 +59,15 @@ func (h *Host) begin(ref, kind string) (*operation, *gpuctlv1.Session, *claim, e
 	h.ops[s.GetId()] = op
 	h.save()
 	h.Log.Info("operation began", "session", op.Session, "claim", c.ID, "step", kind, "gpu", s.GetTarget().GetGpu())
+	op.record = &clusterv1.Migration{
+		Id: "m-" + random.Hex(6), Verb: kind, Object: op.Session, Claim: c.ID, From: s.GetTarget().GetGpu(),
+		State: clusterv1.MigrationState_MIGRATION_STATE_RUNNING, StartedUnixMs: time.Now().UnixMilli(),
+	}
+	h.Cluster.Record(proto.CloneOf(op.record))
+	op.began = time.Now()
+	op.trace = h.Tracer.Begin(h.ctx, trace.Op{
+		ID: op.record.GetId(), Verb: kind, Object: op.Session, Claim: c.ID, From: op.record.GetFrom(), At: time.UnixMilli(op.record.GetStartedUnixMs()),
+	})
 	return op, s, c, nil
 }
 
@@ -67,11 +81,34 @@ func (h *Host) end(op *operation, c *claim) {
 	h.settle(c)
 }
 
-// reserve holds a target for the operation.
-func (h *Host) reserve(op *operation, c *claim, p placement) (uint64, *gpuctlv1.Candidate) {
+// reserve holds a target for the operation, first in the cluster.
+func (h *Host) reserve(ctx context.Context, op *operation, c *claim, p placement) (uint64, *gpuctlv1.Candidate) {
+	h.mu.Lock()
+	amount, busy := h.room(c, p)
+	if busy == nil {
+		op.GPUs = p.ids()
+		h.save()
+	}
+	h.mu.Unlock()
+	if busy != nil {
+		return 0, busy
+	}
+	err := h.Cluster.Acquire(ctx, c.forCluster(nil), p.ids(), amount)
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	amount := uint64(ledger.Whole)
+	if err == nil {
+		err = h.ledger.Reserve(c.ID, p.ids(), amount)
+	}
+	if err != nil {
+		op.GPUs = nil
+		h.settle(c)
+		return 0, rejected(p[0], reason("busy", "%v", err))
+	}
+	return amount, nil
+}
+
+// room is how much of each GPU the claim would get. h.mu is held.
+func (h *Host) room(c *claim, p placement) (amount uint64, busy *gpuctlv1.Candidate) {
 	for i, g := range p {
 		room, free := h.ledger.Room(c.ID, g.GetId())
 		if r := judgeRoom(g, c, h.ledger, room, free); r != nil {
@@ -81,11 +118,6 @@ func (h *Host) reserve(op *operation, c *claim, p placement) (uint64, *gpuctlv1.
 			amount = n
 		}
 	}
-	if err := h.ledger.Reserve(c.ID, p.ids(), amount); err != nil {
-		return 0, rejected(p[0], reason("busy", "%v", err))
-	}
-	op.GPUs = p.ids()
-	h.save()
 	return amount, nil
 }
 
@@ -110,7 +142,7 @@ func (h *Host) move(ctx context.Context, op *operation, s *gpuctlv1.Session, c *
 		send(final)
 	}
 	for _, p := range to {
-		amount, busy := h.reserve(op, c, p)
+		amount, busy := h.reserve(ctx, op, c, p)
 		if busy != nil {
 			out = append(out, busy)
 			continue
@@ -135,7 +167,7 @@ func (h *Host) move(ctx context.Context, op *operation, s *gpuctlv1.Session, c *
 		stream, err := start(ctx, target)
 		var result *gpuctlv1.SwapResult
 		if err == nil {
-			result, err = h.relay(stream, final, send)
+			result, err = h.relay(op, stream, final, send)
 		}
 		switch {
 		case err != nil:
@@ -158,7 +190,7 @@ func (h *Host) move(ctx context.Context, op *operation, s *gpuctlv1.Session, c *
 }
 
 // relay passes progress on and returns the result that ends it.
-func (h *Host) relay(stream progressStream, about *gpuctlv1.OperationUpdate, send emit) (*gpuctlv1.SwapResult, error) {
+func (h *Host) relay(op *operation, stream progressStream, about *gpuctlv1.OperationUpdate, send emit) (*gpuctlv1.SwapResult, error) {
 	defer func() { _ = stream.Close() }()
 	step := ""
 	var result *gpuctlv1.SwapResult
@@ -167,6 +199,13 @@ func (h *Host) relay(stream progressStream, about *gpuctlv1.OperationUpdate, sen
 		if p.GetStep() != step && p.GetStep() != "" {
 			step = p.GetStep()
 			h.Log.Info("step", "session", about.GetSession(), "step", step, "gpu", strings.Join(about.GetGpus(), separator))
+			op.trace.Step(step, time.Now())
+			h.record(op, func(m *clusterv1.Migration) {
+				if m.GetStep() != "" {
+					m.Done = append(m.Done, m.Step)
+				}
+				m.Step, m.To = step, strings.Join(about.GetGpus(), separator)
+			})
 		}
 		if p.GetResult() != nil {
 			result = p.GetResult()
@@ -225,6 +264,22 @@ func (h *Host) commit(op *operation, c *claim, s *gpuctlv1.Session) {
 
 // note keeps and logs a result.
 func (h *Host) note(op *operation, r *gpuctlv1.SwapResult) {
+	now := time.Now()
+	h.Metrics.Operation(op.Kind, now.Sub(op.began), r)
+	op.trace.End(metrics.Outcome(r), r.GetSession().GetTarget().GetGpu(), r, now)
+	h.record(op, func(m *clusterv1.Migration) {
+		m.Done, m.Step = append(m.Done, m.Step), ""
+		m.EndedUnixMs, m.StoppedNs, m.Message = time.Now().UnixMilli(), r.GetStoppedNs(), r.GetError()
+		m.Bytes = r.GetBytesPrecopied() + r.GetBytesFrozen()
+		switch {
+		case r.GetError() == "" && !r.GetRolledBack():
+			m.State = clusterv1.MigrationState_MIGRATION_STATE_DONE
+		case r.GetRolledBack() || r.GetRefused():
+			m.State = clusterv1.MigrationState_MIGRATION_STATE_ROLLED_BACK
+		default:
+			m.State = clusterv1.MigrationState_MIGRATION_STATE_FAILED
+		}
+	})
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	if h.sessions[op.Session] != nil {
@@ -253,12 +308,59 @@ func (h *Host) plan(ctx context.Context, id string, t *gpuctlv1.Target, build bo
 	return res.Msg, nil
 }
 
-// destinations finds where a session may go.
-func (h *Host) destinations(s *gpuctlv1.Session, verb gpuctlv1.Verb, to string) ([]placement, []*gpuctlv1.Candidate, error) {
+// destinations finds where a session may go, best first, and what rules out
+// the other GPUs.
+func (h *Host) destinations(ctx context.Context, s *gpuctlv1.Session, c *claim, verb place.Verb, to string) ([]placement, []*gpuctlv1.Candidate, error) {
+	const most = 64
 	from := splitIDs(s.GetTarget().GetGpu())
+	claim := c.forCluster(nil) // what was asked of the first GPU does not bind the next
+	claim.Count = uint32(max(1, len(from)))
+	h.Cluster.Settle(ctx)
+	d, err := h.Cluster.Place(ctx, place.Request{Claim: claim, Verb: verb, From: slices.Clone(from), To: to, Limit: most})
+	switch {
+	case err == nil:
+		err = d.Err
+	case errors.Is(err, store.ErrNoLeader):
+		err = fmt.Errorf("%w; where the session could go is decided by the cluster", err)
+	}
+	switch {
+	case errors.Is(err, place.ErrNotFound):
+		return nil, nil, fmt.Errorf("%w: %s", errNotFound, detail(err, place.ErrNotFound))
+	case errors.Is(err, place.ErrInvalid):
+		return nil, nil, fmt.Errorf("%w: %s", errInvalid, detail(err, place.ErrInvalid))
+	case err != nil:
+		return nil, nil, err
+	}
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	return destinations(h.gpus, verb, to, from, max(1, len(from)))
+	var fit []placement
+	for _, candidate := range d.Candidates {
+		var ids []string
+		for _, id := range candidate.GPUs() {
+			ids = append(ids, localName(id))
+		}
+		if p := h.placement(ids); p != nil {
+			fit = append(fit, p)
+		}
+	}
+	all := make([]string, len(h.gpus))
+	for i, g := range h.gpus {
+		all[i] = g.GetId()
+	}
+	return fit, h.candidates(slices.Collect(d.Rejected()), all), nil
+}
+
+// detail is an error's text without its sentinel's.
+func detail(err, sentinel error) string {
+	return strings.TrimPrefix(err.Error(), sentinel.Error()+": ")
+}
+
+// verbs are the API's as the placement has them.
+func verbs() map[gpuctlv1.Verb]place.Verb {
+	return map[gpuctlv1.Verb]place.Verb{
+		gpuctlv1.Verb_VERB_UPGRADE: place.Upgrade, gpuctlv1.Verb_VERB_DOWNGRADE: place.Downgrade, gpuctlv1.Verb_VERB_MIGRATE: place.Migrate,
+		gpuctlv1.Verb_VERB_UNSPECIFIED: place.Resume,
+	}
 }
 
 // swap runs in the background once it returns without an error.
@@ -275,8 +377,9 @@ func (h *Host) swap(req *gpuctlv1.HostSwapRequest, send emit) error {
 	if err != nil {
 		return err
 	}
-	to, out, err := h.destinations(s, verb, req.GetTo())
+	to, out, err := h.destinations(h.ctx, s, c, verbs()[verb], req.GetTo())
 	if err != nil {
+		h.note(op, &gpuctlv1.SwapResult{Session: s, Refused: true, Error: err.Error()})
 		h.end(op, c)
 		return err
 	}
@@ -295,8 +398,9 @@ func (h *Host) resume(req *gpuctlv1.HostResumeRequest, send emit) error {
 	if err != nil {
 		return err
 	}
-	to, out, err := h.destinations(s, gpuctlv1.Verb_VERB_UNSPECIFIED, req.GetTo())
+	to, out, err := h.destinations(h.ctx, s, c, place.Resume, req.GetTo())
 	if err != nil {
+		h.note(op, &gpuctlv1.SwapResult{Session: s, Refused: true, Error: err.Error()})
 		h.end(op, c)
 		return err
 	}
@@ -323,7 +427,7 @@ func (h *Host) suspend(req *gpuctlv1.HostSuspendRequest, send emit) error {
 		}))
 		var result *gpuctlv1.SwapResult
 		if err == nil {
-			result, err = h.relay(stream, about, send)
+			result, err = h.relay(op, stream, about, send)
 		}
 		switch {
 		case err != nil:
@@ -356,24 +460,14 @@ func (h *Host) planSwap(ctx context.Context, req *gpuctlv1.HostPlanRequest) (*gp
 	if c == nil {
 		return nil, fmt.Errorf("session %s: %w: its claim is not known", s.GetId(), errNotFound)
 	}
-	to, out, err := h.destinations(s, req.GetVerb(), req.GetTo())
+	to, out, err := h.destinations(ctx, s, c, verbs()[req.GetVerb()], req.GetTo())
 	if err != nil {
 		return nil, err
 	}
 	res := &gpuctlv1.HostPlanResponse{Session: s.GetId(), From: splitIDs(s.GetTarget().GetGpu()), Rejected: out}
 	for _, p := range to {
-		amount := uint64(ledger.Whole)
-		var busy *gpuctlv1.Candidate
 		h.mu.Lock()
-		for i, g := range p {
-			room, free := h.ledger.Room(c.ID, g.GetId())
-			if r := judgeRoom(g, c, h.ledger, room, free); r != nil {
-				busy = rejected(g, r)
-			}
-			if n := c.amount(room); i == 0 || n < amount {
-				amount = n
-			}
-		}
+		amount, busy := h.room(c, p)
 		h.mu.Unlock()
 		plan, err := h.plan(ctx, s.GetId(), p.target(amount), req.GetBuild() && busy == nil)
 		if err != nil {

@@ -6,13 +6,18 @@ import (
 	"fmt"
 	"io/fs"
 	"log/slog"
+	"net"
 	"net/http"
+	"os"
+	"os/signal"
 	"path/filepath"
 	"sync"
+	"syscall"
 	"time"
 
 	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
 	"github.com/gpuctl/gpuctl/hostd/config"
+	"github.com/gpuctl/gpuctl/hostd/systemd"
 	"github.com/gpuctl/gpuctl/internal/rundir"
 	"github.com/gpuctl/gpuctl/internal/unixrpc"
 )
@@ -22,6 +27,8 @@ const shutdown = 5 * time.Second
 // Options are how a daemon runs.
 type Options struct {
 	Dir      string // run folder
+	Data     string // folder of the membership in a cluster; empty: a cluster of one in memory
+	Version  string // of the program
 	Socket   string // of the API
 	Config   config.Config
 	Private  bool   // ends gpuguest, whatever runs there, when it ends
@@ -45,7 +52,7 @@ func Run(ctx context.Context, o Options) (err error) {
 	if _, err := guest.Ensure(ctx); err != nil {
 		return err
 	}
-	listener, err := rundir.Listen(o.Socket)
+	listener, err := listen(o)
 	if err != nil {
 		return err
 	}
@@ -58,13 +65,31 @@ func Run(ctx context.Context, o Options) (err error) {
 	if err != nil {
 		return err
 	}
+	member, err := o.join(ctx, host)
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, member.close()) }()
 	work, stop := context.WithCancel(ctx)
 	defer stop()
 	var wg sync.WaitGroup
-	failed := make(chan error, 2)
-	server := unixrpc.Server(host.Handler(), func(p unixrpc.Peer) {
+	failed := make(chan error, 3)
+	watched, err := o.serveMetrics(member, failed)
+	if err != nil {
+		return err
+	}
+	defer watched()
+	notify := systemd.New(o.Log)
+	wg.Go(func() { member.metrics.Follow(work) })
+	wg.Go(func() { o.reload(work, member, notify) })
+	wg.Go(func() { notify.Watch(work, host.Alive) })
+	server := unixrpc.Server(member.node.Handler(), func(p unixrpc.Peer) {
 		o.Log.Debug("client connected", "pid", p.PID, "uid", p.UID)
 	})
+	peers := server.ConnContext
+	server.ConnContext = func(ctx context.Context, c net.Conn) context.Context {
+		return member.node.ConnContext(peers(ctx, c), c)
+	}
 	wg.Go(func() {
 		if err := server.Serve(listener); !errors.Is(err, http.ErrServerClosed) {
 			failed <- fmt.Errorf("socket %s: %w", o.Socket, err)
@@ -86,12 +111,14 @@ func Run(ctx context.Context, o Options) (err error) {
 			return
 		}
 		o.Log.Info("ready", "socket", o.Socket)
+		notify.Ready("serving " + o.Socket)
 		host.Watch(work)
 	})
 	select {
 	case <-ctx.Done():
 	case err = <-failed:
 	}
+	notify.Stopping("letting operations end")
 	stop()
 	host.Wait()
 	closing, cancel := context.WithTimeout(context.WithoutCancel(ctx), shutdown)
@@ -105,6 +132,58 @@ func Run(ctx context.Context, o Options) (err error) {
 		return err
 	}
 	return errors.Join(err, guest.Stop())
+}
+
+// serveMetrics answers scrapes if the configuration says where.
+func (o Options) serveMetrics(m *member, failed chan<- error) (end func(), err error) {
+	address := o.Config.Metrics.Listen
+	if address == "" {
+		return func() {}, nil
+	}
+	l, err := net.Listen("tcp", address)
+	if err != nil {
+		return nil, fmt.Errorf("metrics: %w", err)
+	}
+	mux := http.NewServeMux()
+	mux.Handle("GET /metrics", m.metrics.Handler())
+	server := &http.Server{Handler: mux, ReadHeaderTimeout: shutdown}
+	var wg sync.WaitGroup
+	wg.Go(func() {
+		if err := server.Serve(l); !errors.Is(err, http.ErrServerClosed) {
+			failed <- fmt.Errorf("metrics: %w", err)
+		}
+	})
+	return func() {
+		_ = server.Close()
+		wg.Wait()
+	}, nil
+}
+
+// reload takes a new certificate from disk when it is told to (SIGHUP).
+func (o Options) reload(ctx context.Context, m *member, notify *systemd.Notifier) {
+	hup := make(chan os.Signal, 1)
+	signal.Notify(hup, syscall.SIGHUP)
+	defer signal.Stop(hup)
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-hup:
+		}
+		notify.Reloading()
+		if err := m.node.Reload(); err != nil {
+			o.Log.Error("certificate not reloaded", "err", err)
+		}
+		notify.Ready("serving " + o.Socket)
+	}
+}
+
+// Alive returns once the host's lock was free: what works with the host comes
+// by it.
+func (h *Host) Alive(context.Context) error {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	return nil
 }
 
 // Live is how many sessions there are; when the guest does not answer, those

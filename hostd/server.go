@@ -13,8 +13,10 @@ import (
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
+	"github.com/gpuctl/gpuctl/hostd/clusterapi"
 	"github.com/gpuctl/gpuctl/hostd/ledger"
 	"github.com/gpuctl/gpuctl/internal/near"
+	"github.com/gpuctl/gpuctl/internal/random"
 	"github.com/gpuctl/gpuctl/internal/unixrpc"
 )
 
@@ -25,11 +27,10 @@ type Server struct {
 
 var _ gpuctlv1connect.HostServiceHandler = (*Server)(nil)
 
-// Handler serves the host's API.
-func (h *Host) Handler() http.Handler {
-	mux := http.NewServeMux()
-	mux.Handle(gpuctlv1connect.NewHostServiceHandler(&Server{h}, connect.WithReadMaxBytes(1<<20)))
-	return mux
+// Handle adds the host's API to a mux.
+func (h *Host) Handle(mux *http.ServeMux, options ...connect.HandlerOption) {
+	options = append(options, connect.WithReadMaxBytes(1<<20), connect.WithCompressMinBytes(64<<10))
+	mux.Handle(gpuctlv1connect.NewHostServiceHandler(&Server{h}, options...))
 }
 
 // coded gives an error the code that clients know it by.
@@ -44,10 +45,8 @@ func coded(err error) error {
 		return connect.NewError(connect.CodeInvalidArgument, err)
 	case errors.Is(err, errBusy), errors.Is(err, ledger.ErrBusy):
 		return connect.NewError(connect.CodeFailedPrecondition, err)
-	case errors.Is(err, context.Canceled):
-		return connect.NewError(connect.CodeCanceled, err)
 	}
-	return connect.NewError(connect.CodeInternal, err)
+	return clusterapi.Coded(err)
 }
 
 // wait returns when the inventory is known.
@@ -77,7 +76,7 @@ func (s *Server) CreateClaim(ctx context.Context, req *connect.Request[gpuctlv1.
 	}
 	m, defaults := req.Msg, s.host.Config.VirtualDevice
 	c := &claim{
-		ID: "c-" + randomHex(4), Token: randomHex(20), Expr: m.GetExpr(), Min: m.GetMinMemory(), Prefer: m.GetPreferMemory(),
+		ID: "c-" + random.Hex(4), Token: random.Hex(20), Expr: m.GetExpr(), Min: m.GetMinMemory(), Prefer: m.GetPreferMemory(),
 		Count: max(1, int(m.GetCount())), Name: m.GetDevice().GetName(), Type: m.GetDevice().GetType(), Created: time.Now().UnixMilli(),
 	}
 	if c.Name == "" {

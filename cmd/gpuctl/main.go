@@ -7,12 +7,18 @@ import (
 	"fmt"
 	"os"
 
+	"github.com/gpuctl/gpuctl/cluster/remote"
 	"github.com/gpuctl/gpuctl/internal/cli"
 	"github.com/gpuctl/gpuctl/internal/program"
 )
 
 func main() {
-	err := cli.Run(context.Background(), os.Args[1:], program.Stdio{In: os.Stdin, Out: os.Stdout, Err: os.Stderr})
+	var options []cli.Option
+	// Who has no home has no credentials, and can do without.
+	if user, err := remote.NewUser(os.Getenv); err == nil {
+		options = append(options, cli.WithRemote(user))
+	}
+	err := cli.Run(context.Background(), os.Args[1:], program.Stdio{In: os.Stdin, Out: os.Stdout, Err: os.Stderr}, options...)
 	if err != nil && !errors.As(err, new(program.Status)) {
 		fmt.Fprintln(os.Stderr, "gpuctl:", err)
 	}

@@ -16,6 +16,7 @@ import (
 
 	"github.com/gpuctl/gpuctl/hostd"
 	"github.com/gpuctl/gpuctl/hostd/config"
+	"github.com/gpuctl/gpuctl/hostd/node"
 	"github.com/gpuctl/gpuctl/internal/program"
 	"github.com/gpuctl/gpuctl/internal/rundir"
 )
@@ -24,6 +25,7 @@ type flags struct {
 	dev      bool
 	config   string
 	dir      string
+	data     string
 	socket   string
 	private  bool
 	gpuguest string
@@ -48,14 +50,17 @@ func Run(ctx context.Context, args []string, stdio program.Stdio) error {
 func Command(stdio program.Stdio) *cobra.Command {
 	var f flags
 	root := &cobra.Command{
-		Use:   "hostd --dev",
+		Use:   "hostd",
 		Short: "Manage the GPUs of this host",
-		Long: `hostd knows the GPUs of this host, decides which application gets which, and
-swaps them. With --dev it manages one host, in process mode: local processes,
-and every OpenCL runtime of the machine. It starts gpuguest, which outlives it
-as long as there are sessions.`,
-		Example: `  hostd --dev
-  hostd --dev --config /etc/gpuctl/hostd.yaml
+		Long: `hostd knows the GPUs of this host, agrees with the other hosts of its cluster
+which application gets which, and swaps them. A new host is in no cluster:
+gpuctl cluster init makes one, gpuctl cluster join enters one.
+
+With --dev it is a cluster of one in memory, for trying things out on any
+machine. hostd starts gpuguest, which outlives it as long as there are
+sessions.`,
+		Example: `  hostd --config /etc/gpuctl/hostd.yaml
+  hostd --dev
   hostd config default`,
 		Args:              usage(cobra.NoArgs),
 		SilenceErrors:     true,
@@ -65,18 +70,22 @@ as long as there are sessions.`,
 	}
 	root.SetFlagErrorFunc(func(_ *cobra.Command, err error) error { return program.Usage(err) })
 	flags := root.Flags()
-	flags.BoolVar(&f.dev, "dev", false, "one host, state in memory, local processes as guests")
+	flags.BoolVar(&f.dev, "dev", false, "a cluster of one in memory, for this user alone")
 	flags.StringVar(&f.config, "config", "", "configuration `file` (hostd config default prints what holds without one)")
 	flags.StringVar(&f.dir, "rundir", "", "`folder` for sockets and state (default $XDG_RUNTIME_DIR/gpuctl or /run/gpuctl)")
+	flags.StringVar(&f.data, "data-dir", "", "`folder` of the membership in a cluster (default /var/lib/gpuctl)")
 	flags.StringVar(&f.socket, "socket", "", "`path` of the API's socket (default hostd.sock in the run folder)")
 	flags.BoolVar(&f.private, "private", false, "end, and end gpuguest, when standard input ends")
 	flags.StringVar(&f.gpuguest, "gpuguest", "", "`path` of gpuguest (default beside hostd, else in PATH)")
 	flags.StringVar(&f.user, "executor-user", "", "`user` whom executors run as (needs root)")
 	flags.StringVar(&f.level, "log-level", "info", "debug, info, warn or error")
 	flags.BoolVar(&f.json, "log-json", false, "log as JSON")
-	root.AddCommand(configCommand())
+	root.AddCommand(configCommand(), recoverCommand())
 	return root
 }
+
+// defaultData is where a host keeps what it is to its cluster.
+const defaultData = "/var/lib/gpuctl"
 
 func usage(check cobra.PositionalArgs) cobra.PositionalArgs {
 	return func(cmd *cobra.Command, args []string) error {
@@ -88,8 +97,11 @@ func usage(check cobra.PositionalArgs) cobra.PositionalArgs {
 }
 
 func serve(ctx context.Context, f flags, stdio program.Stdio) error {
-	if !f.dev {
-		return program.Usage(errors.New("hostd runs one host only: say --dev"))
+	switch {
+	case f.dev && f.data != "":
+		return program.Usage(errors.New("--dev keeps the cluster's state in memory: it takes no --data-dir"))
+	case !f.dev && f.data == "":
+		f.data = defaultData
 	}
 	log, err := newLog(f, stdio.Err)
 	if err != nil {
@@ -106,6 +118,11 @@ func serve(ctx context.Context, f flags, stdio program.Stdio) error {
 	}
 	if f.dir, err = filepath.Abs(f.dir); err != nil {
 		return fmt.Errorf("run folder: %w", err)
+	}
+	if f.data != "" {
+		if f.data, err = filepath.Abs(f.data); err != nil {
+			return fmt.Errorf("data folder: %w", err)
+		}
 	}
 	if f.socket == "" {
 		f.socket = filepath.Join(f.dir, rundir.SocketName)
@@ -125,7 +142,7 @@ func serve(ctx context.Context, f flags, stdio program.Stdio) error {
 		}()
 	}
 	return hostd.Run(ctx, hostd.Options{
-		Dir: f.dir, Socket: f.socket, Config: c, Private: f.private, Gpuguest: f.gpuguest, User: f.user, Root: os.DirFS("/"), Log: log,
+		Dir: f.dir, Data: f.data, Version: program.Version(), Socket: f.socket, Config: c, Private: f.private, Gpuguest: f.gpuguest, User: f.user, Root: os.DirFS("/"), Log: log,
 	})
 }
 
@@ -177,4 +194,32 @@ func configCommand() *cobra.Command {
 		},
 	)
 	return parent
+}
+
+func recoverCommand() *cobra.Command {
+	var dir string
+	var yes bool
+	cmd := &cobra.Command{
+		Use: "recover", Short: "Go on alone after the majority of the cluster is lost for good", Args: usage(cobra.NoArgs),
+		Long: `recover makes this host the only voter of its cluster, with what it knows.
+Stop every hostd of the cluster first, and recover one host only: the one whose
+gpuctl cluster status showed the highest entry. What only lost hosts knew is
+lost. Start this hostd again, then the others; remove the lost ones with
+gpuctl cluster remove --force.`,
+		Example: "  systemctl stop gpuctl-hostd && hostd recover --yes && systemctl start gpuctl-hostd",
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			if !yes {
+				return program.Usage(errors.New("recover gives up what only lost hosts know: say --yes, and see hostd recover --help"))
+			}
+			host, err := node.Recover(dir)
+			if err != nil {
+				return err
+			}
+			_, err = fmt.Fprintf(cmd.OutOrStdout(), "%s is the only voter of its cluster now; start hostd\n", host)
+			return err
+		},
+	}
+	cmd.Flags().StringVar(&dir, "data-dir", defaultData, "`folder` of the membership")
+	cmd.Flags().BoolVar(&yes, "yes", false, "do it")
+	return cmd
 }

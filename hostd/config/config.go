@@ -5,11 +5,13 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"net"
 	"os"
 	"regexp"
 	"slices"
 	"strconv"
 	"strings"
+	"time"
 
 	"go.yaml.in/yaml/v3"
 )
@@ -31,6 +33,45 @@ type Config struct {
 	VirtualDevice VirtualDevice `yaml:"virtualDevice,omitempty"`
 	GPUs          []GPU         `yaml:"gpus,omitempty"`
 	Models        []Model       `yaml:"models,omitempty"`
+	Cluster       Cluster       `yaml:"cluster,omitempty"`
+	Access        Access        `yaml:"access,omitempty"`
+	Metrics       Metrics       `yaml:"metrics,omitempty"`
+	Tracing       Tracing       `yaml:"tracing,omitempty"`
+}
+
+// Cluster is how this host takes part in one. hostd --dev does not read it.
+type Cluster struct {
+	Host      string `yaml:"host,omitempty"`      // name; default: the machine's
+	Listen    string `yaml:"listen,omitempty"`    // HOST:PORT; default DefaultListen
+	Advertise string `yaml:"advertise,omitempty"` // HOST:PORT at which others reach it; default: from listen
+	Voters    int    `yaml:"voters,omitempty"`    // most voters: 3, 5 or 7 (the default)
+	LostAfter string `yaml:"lostAfter,omitempty"` // a voter gone for that long is replaced; default 10m
+	Zone      string `yaml:"zone,omitempty"`      // label of hosts that names their failure domain; default zone
+}
+
+// DefaultListen is the port of hosts, on all addresses.
+const DefaultListen = ":7650"
+
+// Access gives local users their roles, by the groups that they are in. Root
+// and hostd's own user are administrators.
+type Access struct {
+	AdminUsers     []string `yaml:"adminUsers,omitempty,flow"`
+	AdminGroups    []string `yaml:"adminGroups,omitempty,flow"`
+	OperatorGroups []string `yaml:"operatorGroups,omitempty,flow"`
+	ViewerGroups   []string `yaml:"viewerGroups,omitempty,flow"`
+	Others         string   `yaml:"others,omitempty"` // none (the default) or viewer
+}
+
+// Metrics for Prometheus, over plain HTTP.
+type Metrics struct {
+	Listen string `yaml:"listen,omitempty"` // HOST:PORT; empty: none
+}
+
+// Tracing of long operations with OpenTelemetry.
+type Tracing struct {
+	Endpoint string  `yaml:"endpoint,omitempty"` // HOST:PORT of a collector (OTLP over HTTP); empty: none
+	Insecure bool    `yaml:"insecure,omitempty"` // without TLS
+	Sample   float64 `yaml:"sample,omitempty"`   // part of the operations, above 0 to 1; default 1
 }
 
 // VirtualDevice is what applications see unless they ask for something else.
@@ -174,6 +215,16 @@ func (c Config) Validate() error {
 		}
 		models[m.Name] = true
 	}
+	errs = append(errs, c.Cluster.validate(), c.Access.validate())
+	if l := c.Metrics.Listen; l != "" {
+		errs = append(errs, address("metrics.listen", l))
+	}
+	if e := c.Tracing.Endpoint; e != "" {
+		errs = append(errs, address("tracing.endpoint", e))
+	}
+	if s := c.Tracing.Sample; s < 0 || s > 1 {
+		bad("tracing.sample: %v is not from 0 to 1", s)
+	}
 	// PoCL would read a malformed limit as no limit at all.
 	for _, g := range c.GPUs {
 		if v, ok := g.Env["POCL_MEMORY_LIMIT"]; ok {
@@ -187,3 +238,54 @@ func (c Config) Validate() error {
 
 func idPattern() *regexp.Regexp  { return regexp.MustCompile(`^[a-z0-9][a-z0-9._-]{0,47}$`) }
 func envPattern() *regexp.Regexp { return regexp.MustCompile(`^[A-Za-z_][A-Za-z0-9_]*$`) }
+
+func (c Cluster) validate() error {
+	var errs []error
+	if c.Host != "" && !hostPattern().MatchString(c.Host) {
+		errs = append(errs, fmt.Errorf("cluster.host: %q (want letters, digits, '.', '_' and '-', at most 253)", c.Host))
+	}
+	if c.Listen != "" {
+		errs = append(errs, address("cluster.listen", c.Listen))
+	}
+	if c.Advertise != "" {
+		errs = append(errs, address("cluster.advertise", c.Advertise))
+		if host, _, err := net.SplitHostPort(c.Advertise); err == nil && host == "" {
+			errs = append(errs, fmt.Errorf("cluster.advertise: %q names no host that others could reach", c.Advertise))
+		}
+	}
+	if !slices.Contains([]int{0, 3, 5, 7}, c.Voters) {
+		errs = append(errs, fmt.Errorf("cluster.voters: %d is not 3, 5 or 7", c.Voters))
+	}
+	if c.LostAfter != "" {
+		if d, err := time.ParseDuration(c.LostAfter); err != nil || d < 10*time.Second {
+			errs = append(errs, fmt.Errorf("cluster.lostAfter: %q is not a duration of 10s or more", c.LostAfter))
+		}
+	}
+	return errors.Join(errs...)
+}
+
+// Lost is lostAfter, 0 when it is not said.
+func (c Cluster) Lost() time.Duration {
+	d, _ := time.ParseDuration(c.LostAfter) // validated
+	return d
+}
+
+func (a Access) validate() error {
+	if !slices.Contains([]string{"", "none", "viewer"}, a.Others) {
+		return fmt.Errorf("access.others: %q is not none or viewer", a.Others)
+	}
+	return nil
+}
+
+func address(where, s string) error {
+	_, port, err := net.SplitHostPort(s)
+	if err != nil {
+		return fmt.Errorf("%s: %q is not HOST:PORT: %w", where, s, err)
+	}
+	if n, err := strconv.ParseUint(port, 10, 16); err != nil || n == 0 {
+		return fmt.Errorf("%s: %q: the port is not a number from 1 to 65535", where, s)
+	}
+	return nil
+}
+
+func hostPattern() *regexp.Regexp { return regexp.MustCompile(`^[A-Za-z0-9][A-Za-z0-9._-]{0,252}$`) }

@@ -1,0 +1,194 @@
+package hostd
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"os"
+	"os/user"
+	"path/filepath"
+	"strconv"
+	"strings"
+
+	"connectrpc.com/connect"
+
+	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
+	"github.com/gpuctl/gpuctl/cluster/access"
+	"github.com/gpuctl/gpuctl/cluster/state"
+	"github.com/gpuctl/gpuctl/cluster/store"
+	"github.com/gpuctl/gpuctl/hostd/config"
+	"github.com/gpuctl/gpuctl/hostd/metrics"
+	"github.com/gpuctl/gpuctl/hostd/node"
+	"github.com/gpuctl/gpuctl/hostd/nvml"
+	"github.com/gpuctl/gpuctl/hostd/trace"
+	"github.com/gpuctl/gpuctl/internal/rundir"
+)
+
+// member is the host's part in a cluster with all that it needs.
+type member struct {
+	node  *node.Node
+	audit *access.AuditLog
+	nvml  *nvml.Client
+
+	metrics *metrics.Metrics
+	tracer  *trace.Tracer // nil: none
+}
+
+// listen opens the API's socket. In a cluster who may do what is decided by
+// who calls, so anybody may connect; hostd --dev is its user's alone.
+func listen(o Options) (net.Listener, error) {
+	l, err := rundir.Listen(o.Socket)
+	if err != nil || o.Data == "" {
+		return l, err
+	}
+	for path, mode := range map[string]os.FileMode{o.Socket: 0o666, filepath.Dir(o.Socket): 0o711} {
+		if err := os.Chmod(path, mode); err != nil {
+			l.Close()
+			return nil, fmt.Errorf("socket %s: %w", o.Socket, err)
+		}
+	}
+	return l, nil
+}
+
+// join opens the membership that there is.
+func (o Options) join(ctx context.Context, host *Host) (m *member, err error) {
+	m = &member{nvml: nvml.New(nvml.Config{Log: o.Log})}
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, m.close())
+		}
+	}()
+	host.NVML = m.nvml
+	name, err := hostName(o.Config.Cluster)
+	if err != nil {
+		return m, err
+	}
+	policy, err := localPolicy(o.Config.Access)
+	if err != nil {
+		return m, err
+	}
+	if o.Data != "" {
+		if err := os.MkdirAll(o.Data, 0o700); err != nil {
+			return m, fmt.Errorf("data folder: %w", err)
+		}
+		if m.audit, err = access.OpenAudit(access.AuditConfig{Path: filepath.Join(o.Data, "audit.log"), Log: o.Log}); err != nil {
+			return m, fmt.Errorf("audit trail: %w", err)
+		}
+	}
+	if err := m.observe(ctx, o, host, name); err != nil {
+		return m, err
+	}
+	c := o.Config.Cluster
+	m.node, err = node.Open(ctx, node.Config{
+		Dir: o.Data, Name: name, Listen: cmp.Or(c.Listen, config.DefaultListen), Advertise: c.Advertise, Version: o.Version,
+		Host: host, Local: func() access.LocalPolicy { return policy }, Audit: m.audit,
+		Timing: store.Fast(), Members: store.Members{MaxVoters: c.Voters, Lost: c.Lost(), Zone: c.Zone},
+		Services: host.Handle, Interceptors: []connect.Interceptor{m.metrics.Interceptor()}, Refused: m.metrics.Refused, Logger: o.Log,
+	})
+	host.Cluster = m.node
+	return m, err
+}
+
+// observe prepares metrics and traces. They ask the node, once there is one.
+func (m *member) observe(ctx context.Context, o Options, host *Host, name string) (err error) {
+	m.metrics = metrics.New(metrics.Sources{
+		View:    func() *state.View { return m.node.View() },
+		Status:  func() *clusterv1.StatusResponse { return m.node.Status() },
+		Health:  func() error { return m.node.Health() },
+		Skipped: func() uint64 { return m.node.Skipped() },
+		Facts:   func(ctx context.Context) (*clusterv1.HostFacts, error) { return m.node.Facts(ctx) },
+		Audit:   m.audit.Counts,
+		Version: o.Version, Log: o.Log,
+	})
+	t := o.Config.Tracing
+	m.tracer, err = trace.New(ctx, trace.Config{
+		Endpoint: t.Endpoint, Insecure: t.Insecure, SampleRatio: t.Sample, Version: o.Version, Host: name, Log: o.Log,
+	})
+	if err != nil {
+		return fmt.Errorf("tracing: %w", err)
+	}
+	host.Metrics, host.Tracer = m.metrics, m.tracer
+	return nil
+}
+
+func (m *member) close() error {
+	var errs []error
+	if m.tracer != nil {
+		ctx, cancel := context.WithTimeout(context.Background(), shutdown)
+		if err := m.tracer.Shutdown(ctx); err != nil {
+			errs = append(errs, fmt.Errorf("tracing: %w", err))
+		}
+		cancel()
+	}
+	if m.node != nil {
+		errs = append(errs, m.node.Close())
+	}
+	if m.nvml != nil {
+		errs = append(errs, m.nvml.Close())
+	}
+	if m.audit != nil {
+		errs = append(errs, m.audit.Close())
+	}
+	return errors.Join(errs...)
+}
+
+// hostName is what the cluster is to call this host.
+func hostName(c config.Cluster) (string, error) {
+	if c.Host != "" {
+		return c.Host, nil
+	}
+	name, err := os.Hostname()
+	if err != nil {
+		return "", fmt.Errorf("host name: %w; say cluster.host in the configuration", err)
+	}
+	if name = strings.TrimSpace(name); name == "" || name == "(none)" {
+		name = "localhost"
+	}
+	return name, nil
+}
+
+// localPolicy looks up users and groups.
+func localPolicy(a config.Access) (p access.LocalPolicy, err error) {
+	number := func(what, name, id string, err error) (uint32, error) {
+		if err != nil {
+			return 0, fmt.Errorf("access: %s %q: %w", what, name, err)
+		}
+		n, err := strconv.ParseUint(id, 10, 32)
+		return uint32(n), err
+	}
+	for _, name := range a.AdminUsers {
+		u, err := user.Lookup(name)
+		id := ""
+		if u != nil {
+			id = u.Uid
+		}
+		uid, err := number("user", name, id, err)
+		if err != nil {
+			return p, err
+		}
+		p.AdminUIDs = append(p.AdminUIDs, uid)
+	}
+	for _, list := range []struct {
+		names []string
+		gids  *[]uint32
+	}{{a.AdminGroups, &p.AdminGIDs}, {a.OperatorGroups, &p.OperatorGIDs}, {a.ViewerGroups, &p.ViewerGIDs}} {
+		for _, name := range list.names {
+			g, err := user.LookupGroup(name)
+			id := ""
+			if g != nil {
+				id = g.Gid
+			}
+			gid, err := number("group", name, id, err)
+			if err != nil {
+				return p, err
+			}
+			*list.gids = append(*list.gids, gid)
+		}
+	}
+	if a.Others == "viewer" {
+		p.Others = clusterv1.Role_ROLE_VIEWER
+	}
+	return p, nil
+}

@@ -1,0 +1,104 @@
+package metrics
+
+import (
+	"context"
+	"time"
+
+	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
+	"github.com/gpuctl/gpuctl/cluster/state"
+)
+
+const (
+	followEvery = time.Second     // at most
+	lookAgain   = 5 * time.Second // for a cluster
+)
+
+// Follow measures how long claims wait, until ctx ends. It sleeps while no
+// claim changes. Only the leader counts, so that the sum over all hosts is the
+// cluster's.
+func (m *Metrics) Follow(ctx context.Context) {
+	if m == nil || m.sources.View == nil || m.sources.Status == nil {
+		return
+	}
+	var seen uint64
+	var of string // cluster
+	for {
+		var changed <-chan struct{}
+		pause := lookAgain
+		if v := m.sources.View(); v != nil {
+			changed, pause = v.Changed(clusterv1.Kind_KIND_CLAIM), followEvery
+			switch s := m.sources.Status(); {
+			case v.ClusterID() != of, s.GetLeader() == "", s.GetLeader() != s.GetHost():
+			default:
+				for _, d := range waits(v, seen) {
+					m.bound.WithLabelValues().Observe(d.Seconds())
+				}
+			}
+			of, seen = v.ClusterID(), v.Index()
+		}
+		if !sleep(ctx, pause) {
+			return
+		}
+		if changed == nil {
+			continue
+		}
+		// The cluster may be left without a change: then nobody closes it.
+		for waiting := true; waiting; {
+			timer := time.NewTimer(lookAgain)
+			select {
+			case <-ctx.Done():
+				timer.Stop()
+				return
+			case <-changed:
+				waiting = false
+			case <-timer.C:
+				v := m.sources.View()
+				waiting = v != nil && v.ClusterID() == of && v.Index() == seen
+			}
+			timer.Stop()
+		}
+	}
+}
+
+// waits are how long the claims waited that were bound after an entry: since
+// they were made, or lost what they had.
+func waits(v *state.View, after uint64) (all []time.Duration) {
+	for _, e := range recent(v, after) {
+		if e.GetKind() != clusterv1.Kind_KIND_CLAIM || e.GetType() != "Bound" || e.GetIndex() <= after {
+			continue
+		}
+		c := v.Claim(e.GetObject())
+		if c == nil {
+			continue
+		}
+		since := c.GetCreatedUnixMs()
+		for _, earlier := range v.Events(clusterv1.Kind_KIND_CLAIM, c.GetId(), 16) {
+			if earlier.GetType() == "ClaimPending" && earlier.GetIndex() < e.GetIndex() && earlier.GetObject() == c.GetId() {
+				since = max(since, earlier.GetUnixMs())
+			}
+		}
+		all = append(all, time.Duration(max(e.GetUnixMs()-since, 0))*time.Millisecond)
+	}
+	return all
+}
+
+// recent are the events after an entry and perhaps some before.
+func recent(v *state.View, after uint64) []*clusterv1.Event {
+	for last := 128; ; last *= 8 {
+		events := v.Events(clusterv1.Kind_KIND_UNSPECIFIED, "", last)
+		if len(events) < last || events[0].GetIndex() <= after {
+			return events
+		}
+	}
+}
+
+func sleep(ctx context.Context, d time.Duration) bool {
+	timer := time.NewTimer(d)
+	defer timer.Stop()
+	select {
+	case <-ctx.Done():
+		return false
+	case <-timer.C:
+		return true
+	}
+}

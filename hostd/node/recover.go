@@ -1,0 +1,31 @@
+package node
+
+import (
+	"fmt"
+	"path/filepath"
+
+	"github.com/gpuctl/gpuctl/cluster/store"
+	"github.com/gpuctl/gpuctl/hostd/clusterapi"
+)
+
+// Recover makes the host of a data folder the only voter of its cluster. It is
+// for a cluster whose majority will never come back; no hostd may run on the
+// folder. What only the lost hosts knew is lost. Hosts that are left join
+// again by themselves once they can reach this one, unless one of them was
+// recovered, too: then there are two clusters, and one must be removed.
+func Recover(dir string) (host string, err error) {
+	id, err := readIdentity(dir)
+	if err != nil {
+		return "", err
+	}
+	if id == nil {
+		return "", fmt.Errorf("data folder %s: %w", dir, clusterapi.ErrNotJoined)
+	}
+	err = store.Recover(store.Config{
+		ID: id.ID, Name: id.Host, Address: id.Address, Dir: filepath.Join(dir, "raft"),
+	}, []store.Server{{ID: id.ID, Address: id.Address, Voter: true}})
+	if err != nil {
+		return "", fmt.Errorf("cluster %s: %w", id.Cluster, err)
+	}
+	return id.Host, nil
+}
