@@ -198,6 +198,7 @@ func (s *session) exportState(ctx context.Context, to string, m *gpuctlv1.Export
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
+	defer w.letGo()
 	return w.finish()
 }
 

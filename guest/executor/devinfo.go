@@ -18,7 +18,7 @@ type param struct {
 	value []byte
 }
 
-func p32(k uint32, v uint32) param { return param{k, binary.LittleEndian.AppendUint32(nil, v)} }
+func p32(k, v uint32) param        { return param{k, binary.LittleEndian.AppendUint32(nil, v)} }
 func p64(k uint32, v uint64) param { return param{k, binary.LittleEndian.AppendUint64(nil, v)} }
 func pstr(k uint32, v string) param {
 	return param{k, append([]byte(v), 0)}
@@ -53,12 +53,15 @@ func laterParams(version uint32) []param {
 		p32(cl.DevicePreferredPlatformAtomicAlignment, 0), p32(cl.DevicePreferredGlobalAtomicAlignment, 0),
 		p32(cl.DevicePreferredLocalAtomicAlignment, 0), p32(cl.DeviceMaxNumSubGroups, 0),
 		p32(cl.DeviceSubGroupIndependentForwardProgress, 0), pstr(cl.DeviceIlVersion, ""),
-		p32(cl.DeviceNumericVersion, version), {cl.DeviceIlsWithVersion, nil},
+		p32(cl.DeviceNumericVersion, version),
+		{cl.DeviceIlsWithVersion, nil},
 		p64(cl.DeviceAtomicMemoryCapabilities, cl.DeviceAtomicOrderRelaxed|cl.DeviceAtomicScopeWorkGroup),
 		p64(cl.DeviceAtomicFenceCapabilities, cl.DeviceAtomicOrderRelaxed|cl.DeviceAtomicOrderAcqRel|cl.DeviceAtomicScopeWorkGroup),
-		p32(cl.DeviceNonUniformWorkGroupSupport, 0), {cl.DeviceOpenclCAllVersions, nil},
+		p32(cl.DeviceNonUniformWorkGroupSupport, 0),
+		{cl.DeviceOpenclCAllVersions, nil},
 		p64(cl.DevicePreferredWorkGroupSizeMultiple, 1), p32(cl.DeviceWorkGroupCollectiveFunctionsSupport, 0),
-		p32(cl.DeviceGenericAddressSpaceSupport, 0), {cl.DeviceOpenclCFeatures, nil},
+		p32(cl.DeviceGenericAddressSpaceSupport, 0),
+		{cl.DeviceOpenclCFeatures, nil},
 		pstr(cl.DeviceLatestConformanceVersionPassed, "v0000-01-01-00"),
 	}
 }
@@ -73,7 +76,8 @@ func ownParams() []param {
 		p32(cl.DeviceQueueOnDevicePreferredSize, 0), p32(cl.DeviceQueueOnDeviceMaxSize, 0),
 		p32(cl.DeviceMaxOnDeviceQueues, 0), p32(cl.DeviceMaxOnDeviceEvents, 0),
 		p64(cl.DeviceMaxGlobalVariableSize, 0), p64(cl.DeviceGlobalVariablePreferredTotalSize, 0),
-		pstr(cl.DeviceBuiltInKernels, ""), {cl.DeviceBuiltInKernelsWithVersion, nil},
+		pstr(cl.DeviceBuiltInKernels, ""),
+		{cl.DeviceBuiltInKernelsWithVersion, nil},
 		p64(cl.DeviceExecutionCapabilities, cl.ExecKernel),
 		pstr(cl.DriverVersion, "gpuctl 1"),
 	}
@@ -233,7 +237,9 @@ func deviceParams(d cl.Device, v *gpuctlv1.VirtualDevice, l *limits) []param {
 		p64(cl.DeviceMaxMemAllocSize, min(l.MaxAlloc, memory)),
 		pstr(cl.DeviceVersion, fmt.Sprintf("OpenCL %d.%d gpuctl", version>>22, version>>12&0x3ff)),
 		p64(cl.DeviceQueueOnHostProperties, queueProps), pstr(cl.DeviceExtensions, strings.Join(exts, " ")),
-		{cl.DeviceExtensionsWithVersion, extv}, {cl.DeviceOpenclCAllVersions, cver}, {cl.DeviceOpenclCFeatures, feat},
+		{cl.DeviceExtensionsWithVersion, extv},
+		{cl.DeviceOpenclCAllVersions, cver},
+		{cl.DeviceOpenclCFeatures, feat},
 	}
 	byKey := map[uint32]int{}
 	out := ps[:0:0]

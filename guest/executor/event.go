@@ -176,7 +176,7 @@ func (s *session) stamps(e *event) ([5]uint64, cl.Status) {
 		}
 		t[i] = s.clock.session(v)
 		if i > 0 {
-			t[i] = max(t[i], t[i-1])
+			t[i] = max(t[i], t[i-1]) //nolint:gosec // i is above 0
 		}
 	}
 	s.clock.last = max(s.clock.last, t[4])

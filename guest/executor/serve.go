@@ -36,7 +36,7 @@ const (
 func newPatience() patience {
 	most := 200 * time.Microsecond
 	if runtime.NumCPU() <= 2 {
-		most = 30 * time.Microsecond
+		most = 100 * time.Microsecond
 	}
 	return patience{now: most, most: most}
 }
@@ -54,6 +54,58 @@ func (p *patience) learn(spent time.Duration, useful bool) {
 		p.now = min(max(2*p.now, spent), p.most)
 	} else {
 		p.now = max(p.now/2, leastPatience)
+	}
+}
+
+// naps are the leader's short sleeps within a burst of posted commands. On a
+// machine whose processors are busy, with a runtime that computes on them most
+// of all, each wake-up takes one away from the application's kernels; who
+// naps is not woken for each command. A burst that ends without a call that
+// waits costs a few naps in vain; they become fewer when that happens often.
+type naps struct {
+	most  int // 0: never
+	now   int
+	taken int
+	tries uint
+}
+
+const (
+	firstNap = 50 * time.Microsecond
+	mostNaps = 3
+)
+
+func newNaps(sharesProcessors bool) naps {
+	if !sharesProcessors {
+		return naps{}
+	}
+	return naps{most: mostNaps, now: mostNaps}
+}
+
+// next is how long to nap, 0 for not at all.
+func (n *naps) next() time.Duration {
+	limit := n.now
+	if n.taken == 0 {
+		if n.tries++; n.tries%tryEvery == 0 {
+			n.now = n.most
+			limit = n.most
+		}
+	}
+	if n.taken >= limit {
+		if n.taken > 0 {
+			n.now = max(n.now-1, 0)
+		}
+		n.taken = 0
+		return 0
+	}
+	n.taken++
+	return firstNap << (n.taken - 1)
+}
+
+// ended takes in that a request came after all.
+func (n *naps) ended() {
+	if n.taken > 0 {
+		n.now = min(n.now+1, n.most)
+		n.taken = 0
 	}
 }
 
@@ -107,6 +159,7 @@ func (s *session) lead() {
 	buf := make([]byte, wire.MaxRequest)
 	var idle time.Time // since when the ring is empty, zero when it was not
 	var spin time.Duration
+	posted := false // the last request was, so more may follow
 	s.ring.Withdraw()
 	for {
 		if !s.canLead() {
@@ -120,7 +173,9 @@ func (s *session) lead() {
 		}
 		if ok {
 			if !idle.IsZero() {
-				s.patience.learn(spin, true)
+				if s.naps.taken == 0 {
+					s.patience.learn(spin, true)
+				}
 				idle = time.Time{}
 			}
 			s.mu.Lock()
@@ -128,6 +183,8 @@ func (s *session) lead() {
 				s.mu.Unlock()
 				continue
 			}
+			s.naps.ended()
+			posted = rec.Slot == wire.NoSlot && rec.Op != wire.OpFlush
 			after, err := s.dispatch(call{rec.Op, rec.Slot, rec.Body})
 			s.calls++
 			s.ring.Advance()
@@ -146,7 +203,10 @@ func (s *session) lead() {
 		}
 		now := time.Now()
 		if idle.IsZero() {
-			idle, spin = now, s.patience.next()
+			idle, spin = now, 0
+			if s.naps.taken == 0 {
+				spin = s.patience.next()
+			}
 		}
 		if now.Sub(idle) < spin {
 			for i := 0; i < 64 && s.ring.Empty(); i++ {
@@ -155,6 +215,12 @@ func (s *session) lead() {
 			continue
 		}
 		idle = time.Time{}
+		if posted {
+			if d := s.naps.next(); d > 0 {
+				s.ring.Nap(d)
+				continue
+			}
+		}
 		s.patience.learn(spin, false)
 		if !s.sleep() {
 			return

@@ -65,6 +65,7 @@ type session struct {
 	closed         atomic.Bool
 	leader         atomic.Bool
 	patience       patience // the leader's
+	naps           naps     // the leader's
 	standby        atomic.Int32
 	inflight       atomic.Int32
 	frozen         bool

@@ -198,6 +198,15 @@ func (w *stateFile) finish() error {
 	return nil
 }
 
+// letGo drops the file's pages from this process; they stay in the file. That
+// costs some 50 ns a page, and the end of the process, for which the resume
+// waits, would do it with one processor.
+func (w *stateFile) letGo() {
+	for _, b := range w.maps {
+		wide(len(b), 64<<20, func(off, end int) { _ = unix.Madvise(b[off:end], unix.MADV_DONTNEED) })
+	}
+}
+
 // release unmaps the file. Nothing may be read into it any more.
 func (w *stateFile) release() {
 	for _, b := range w.maps {

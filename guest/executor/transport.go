@@ -21,6 +21,7 @@ type transport interface {
 	Withdraw()
 	Bell() uint32
 	AwaitBell(seen uint32, timeout time.Duration)
+	Nap(d time.Duration)
 	RingBell()
 
 	Reply(slot uint16, err int32, data []byte, token uint32, total uint64) error

@@ -195,6 +195,7 @@ struct session {
 	uint8_t *ring, *arena;
 	uint64_t arena_size, split;
 	uint64_t tail, head; /* head: last seen */
+	bool urgent; /* the request being written ends a nap of the reader */
 	int ring_fd, arena_fd, state_fd, lock_fd, sock;
 	_Atomic uint32_t gen;
 	_Atomic bool up, lost;

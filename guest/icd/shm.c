@@ -15,7 +15,7 @@
 #include <unistd.h>
 
 #define TICK_MS 100
-#define SPIN_MAX_NS 50000u
+#define SPIN_MAX_NS 100000u
 #define SPIN_MIN_NS 2000u
 #define SPIN_TRY 16u /* waits, of which one spins for the most */
 #define DEAD_NS 5000000000ull
@@ -486,6 +486,7 @@ uint8_t *gx_begin(uint32_t op, uint32_t slot, size_t payload, cl_int *err)
 		goto lost;
 	uint8_t *p = S.ring + GX_RING_OFF + at;
 	put_header(p, (uint32_t)len, op, slot);
+	S.urgent = slot != GX_NO_SLOT || op == GX_FLUSH || op == GX_SET_USER_EVENT;
 	S.tail += len;
 	return p + 8;
 lost:
@@ -499,9 +500,13 @@ void gx_commit(void)
 	atomic_store(gx_word64(GX_HDR_TAIL), S.tail);
 	_Atomic uint32_t *sleep = gx_word(GX_HDR_SLEEP);
 	bool wake = atomic_load(sleep) == 1 && atomic_exchange(sleep, 0) == 1;
+	_Atomic uint32_t *nap = gx_word(GX_HDR_NAP);
+	bool rouse = S.urgent && atomic_load(nap) == 1 && atomic_exchange(nap, 0) == 1;
 	gx_lock_drop(&S.lock);
 	if (wake)
 		gx_futex_wake(sleep, 1);
+	if (rouse)
+		gx_futex_wake(nap, 1);
 }
 
 /* ---- reply slots */

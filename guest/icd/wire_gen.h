@@ -16,6 +16,7 @@
 #define GX_HDR_OWNER 0x40 /* u32, generation of the executor that may read the ring */
 #define GX_HDR_STATE 0x44 /* u32, STATE_*; also a futex */
 #define GX_HDR_SLEEP 0x80 /* u32, 1 while nobody reads the ring; doorbell futex */
+#define GX_HDR_NAP 0x84 /* u32, 1 while the reader sleeps for a moment and looks again by itself; futex */
 #define GX_HDR_TAIL 0xc0 /* u64, bytes ever produced */
 #define GX_HDR_HEAD 0x100 /* u64, bytes ever consumed */
 #define GX_HDR_SPACE 0x108 /* u32, set by a client that waits for room; futex */

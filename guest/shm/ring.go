@@ -284,7 +284,7 @@ func (q *Ring) waitCounter(n uint16, which uint64, old uint32, timeout time.Dura
 
 // PendDone sets a completion word to wire.PendDone or wire.PendFailed. Word 0
 // is the one that nobody looks at.
-func (q *Ring) PendDone(i uint32, state uint32) error {
+func (q *Ring) PendDone(i, state uint32) error {
 	if i >= wire.PendCount {
 		return fmt.Errorf("completion word %d: %w", i, ErrRange)
 	}
@@ -328,6 +328,17 @@ func (q *Ring) PushCallback(token uint32, status int32, kind uint32, stop <-chan
 	return nil
 }
 
+// Nap sleeps for a moment in which only requests that somebody waits for wake
+// the reader; the others pile up and are read together. Its caller goes on
+// being the reader.
+func (q *Ring) Nap(d time.Duration) {
+	q.r.Store32(wire.HdrNap, 1)
+	if q.Empty() {
+		FutexWait(q.r.Word32(wire.HdrNap), 1, d)
+	}
+	q.r.Store32(wire.HdrNap, 0)
+}
+
 // Bell is the doorbell's word as it is now, for AwaitBell.
 func (q *Ring) Bell() uint32 { return q.r.Load32(wire.HdrSleep) }
 
@@ -338,4 +349,7 @@ func (q *Ring) AwaitBell(seen uint32, timeout time.Duration) {
 }
 
 // RingBell wakes every reader, of this process and of others, to look again.
-func (q *Ring) RingBell() { q.set(wire.HdrSleep, 0) }
+func (q *Ring) RingBell() {
+	q.set(wire.HdrSleep, 0)
+	q.set(wire.HdrNap, 0)
+}

@@ -16,6 +16,7 @@ const (
 	HdrOwner       = 0x40       // u32, generation of the executor that may read the ring
 	HdrState       = 0x44       // u32, STATE_*; also a futex
 	HdrSleep       = 0x80       // u32, 1 while nobody reads the ring; doorbell futex
+	HdrNap         = 0x84       // u32, 1 while the reader sleeps for a moment and looks again by itself; futex
 	HdrTail        = 0xc0       // u64, bytes ever produced
 	HdrHead        = 0x100      // u64, bytes ever consumed
 	HdrSpace       = 0x108      // u32, set by a client that waits for room; futex
