@@ -4,20 +4,17 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io/fs"
 	"os"
 	"runtime/debug"
 	"slices"
 	"strings"
-	"syscall"
+	"time"
 
-	"connectrpc.com/connect"
 	"github.com/spf13/cobra"
 
 	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
 	"github.com/gpuctl/gpuctl/internal/program"
 	"github.com/gpuctl/gpuctl/internal/rundir"
-	"github.com/gpuctl/gpuctl/internal/unixrpc"
 )
 
 // client is HostService as commands use it.
@@ -28,16 +25,15 @@ type app struct {
 	program.Stdio
 	dirs   rundir.Dirs
 	getenv func(string) string
+	now    func() time.Time
+	remote Remote // nil: there is no way to other machines
 	host   string // --host
 	output string // --output
 }
 
-// errNoHost says that no daemon was named and none answers.
-var errNoHost = errors.New("no hostd is running")
-
 // Run is gpuctl. Its error says which exit status (program.Code) is due.
-func Run(ctx context.Context, args []string, stdio program.Stdio) error {
-	root := Command(stdio)
+func Run(ctx context.Context, args []string, stdio program.Stdio, options ...Option) error {
+	root := Command(stdio, options...)
 	root.SetArgs(args)
 	root.SetIn(stdio.In)
 	root.SetOut(stdio.Out)
@@ -46,8 +42,11 @@ func Run(ctx context.Context, args []string, stdio program.Stdio) error {
 }
 
 // Command is gpuctl as cobra knows it, for the manual.
-func Command(stdio program.Stdio) *cobra.Command {
-	a := &app{Stdio: stdio, dirs: rundir.FromEnv(os.Getenv), getenv: os.Getenv}
+func Command(stdio program.Stdio, options ...Option) *cobra.Command {
+	a := &app{Stdio: stdio, dirs: rundir.FromEnv(os.Getenv), getenv: os.Getenv, now: time.Now}
+	for _, o := range options {
+		o(a)
+	}
 	return a.command()
 }
 
@@ -56,12 +55,17 @@ func (a *app) command() *cobra.Command {
 		Use:   "gpuctl",
 		Short: "Swap the GPU under a running application",
 		Long: `gpuctl runs unmodified OpenCL applications on GPUs that can be swapped under
-them: for a bigger model, a smaller one, or another vendor's.`,
+them: for a bigger model, a smaller one, or another vendor's. It shows and
+manages the GPUs of one machine, or of all machines of a cluster.
+
+Exit statuses: 0 done; 1 failed; 2 used wrongly; 3 refused, with every reason
+listed; 4 nobody answers, or the cluster has no leader.`,
 		Example: `  gpuctl inventory
   gpuctl run --gpu 'memory >= 4*GiB' -- x264 --opencl -o out.264 in.y4m
   gpuctl sessions
   gpuctl downgrade --plan
-  gpuctl upgrade 3f2a --to large`,
+  gpuctl upgrade 3f2a --to large
+  gpuctl get gpus --where 'free && host == "h1"'`,
 		SilenceErrors: true,
 		SilenceUsage:  true,
 		Args:          noSuchCommand,
@@ -71,24 +75,38 @@ them: for a bigger model, a smaller one, or another vendor's.`,
 		return program.Usage(fmt.Errorf("%w; see %s --help", err, cmd.CommandPath()))
 	})
 	flags := root.PersistentFlags()
-	flags.StringVar(&a.host, "host", "", "hostd's socket, as `unix://PATH` (default $GPUCTL_HOST, else the one that runs)")
+	flags.StringVar(&a.host, "host", "", "hostd's socket, as unix://PATH, or another machine's `hostd`: a name from gpuctl cluster login, or https://HOST:PORT (default $GPUCTL_HOST, else the one that runs)")
 	flags.StringVarP(&a.output, "output", "o", "table", "table, wide, json or yaml")
-	root.PersistentPreRunE = func(*cobra.Command, []string) error {
-		if !slices.Contains(outputs(), a.output) {
-			return program.Usage(fmt.Errorf("output %q is not one of %s", a.output, strings.Join(outputs(), ", ")))
+	root.PersistentPreRunE = func(cmd *cobra.Command, _ []string) error {
+		if all := outputs(cmd); !slices.Contains(all, a.output) {
+			return program.Usage(fmt.Errorf("output %q is not one of %s", a.output, strings.Join(all, ", ")))
 		}
 		return nil
 	}
-	_ = root.RegisterFlagCompletionFunc("output", cobra.FixedCompletions(outputs(), cobra.ShellCompDirectiveNoFileComp))
+	_ = root.RegisterFlagCompletionFunc("output", func(cmd *cobra.Command, _ []string, _ string) ([]string, cobra.ShellCompDirective) {
+		return outputs(cmd), cobra.ShellCompDirectiveNoFileComp
+	})
+	_ = root.RegisterFlagCompletionFunc("host", a.completeClusters)
 	root.AddCommand(
 		a.runCommand(), a.sessionsCommand(), a.inventoryCommand(), a.describeCommand(),
 		a.swapCommand(upgrade()), a.swapCommand(downgrade()), a.swapCommand(migrate()),
 		a.suspendCommand(), a.resumeCommand(), a.versionCommand(),
+		a.clusterCommand(), a.getCommand(), a.eventsCommand(), a.topCommand(), a.drainCommand(), a.undrainCommand(),
+		a.cordonCommand(), a.uncordonCommand(), a.labelCommand(), a.rankCommand(), a.claimCommand(), a.planCommand(),
 	)
 	return root
 }
 
-func outputs() []string { return []string{"table", "wide", "json", "yaml"} }
+// outputName is an annotation of commands that know -o name, too.
+const outputName = "output-name"
+
+func outputs(cmd *cobra.Command) []string {
+	all := []string{"table", "wide", "json", "yaml"}
+	if cmd.Annotations[outputName] != "" {
+		all = append(all, "name")
+	}
+	return all
+}
 
 // noSuchCommand is for arguments that name none of the commands.
 func noSuchCommand(cmd *cobra.Command, args []string) error {
@@ -111,76 +129,6 @@ func arguments(check cobra.PositionalArgs) cobra.PositionalArgs {
 		}
 		return nil
 	}
-}
-
-// socket finds the daemon. explicit says that the user named it.
-func (a *app) socket() (path string, explicit bool, err error) {
-	for _, named := range []string{a.host, a.getenv("GPUCTL_HOST")} {
-		if named != "" {
-			path, err := socketPath(named)
-			return path, true, err
-		}
-	}
-	for _, path := range a.dirs.Sockets() {
-		if rundir.Answers(path) {
-			return path, false, nil
-		}
-	}
-	return "", false, errNoHost
-}
-
-func socketPath(address string) (string, error) {
-	path, unix := strings.CutPrefix(address, "unix://")
-	if !unix && strings.Contains(address, "://") || path == "" {
-		return "", program.Usage(fmt.Errorf("host %q: want unix://PATH", address))
-	}
-	return path, nil
-}
-
-// connect returns a client of the daemon, or of the only private one.
-func (a *app) connect() (client, error) {
-	path, _, err := a.socket()
-	if errors.Is(err, errNoHost) {
-		private := a.dirs.PrivateSockets()
-		switch len(private) {
-		case 0:
-			return nil, fmt.Errorf("%w (no socket at %s); start hostd --dev, or an application with gpuctl run", errNoHost, strings.Join(a.dirs.Sockets(), ", "))
-		case 1:
-			path = private[0]
-		default:
-			return nil, fmt.Errorf("%d private daemons are running; name one with --host unix://PATH: %s", len(private), strings.Join(private, ", "))
-		}
-	} else if err != nil {
-		return nil, err
-	}
-	return dial(path), nil
-}
-
-func dial(path string) client {
-	return gpuctlv1connect.NewHostServiceClient(unixrpc.Client(path), "http://host")
-}
-
-// explain turns an answer's error into words and an exit status.
-func explain(err error) error {
-	var c *connect.Error
-	if !errors.As(err, &c) {
-		return err
-	}
-	text := c.Message()
-	for _, prefix := range []string{"not found: ", "invalid: "} {
-		text = strings.TrimPrefix(text, prefix)
-	}
-	switch {
-	case errors.Is(err, fs.ErrNotExist), errors.Is(err, syscall.ECONNREFUSED):
-		return fmt.Errorf("hostd does not answer (%w); start hostd --dev, or check --host and $GPUCTL_HOST", c.Unwrap())
-	case errors.Is(err, fs.ErrPermission):
-		return fmt.Errorf("hostd's socket belongs to somebody else (%w)", c.Unwrap())
-	case c.Code() == connect.CodeInvalidArgument:
-		return program.Usage(errors.New(text))
-	case c.Code() == connect.CodeUnavailable:
-		return fmt.Errorf("hostd went away: %s", text)
-	}
-	return errors.New(text)
 }
 
 func (a *app) versionCommand() *cobra.Command {

@@ -18,7 +18,6 @@ import (
 
 	"github.com/gpuctl/gpuctl/hostd/command"
 	"github.com/gpuctl/gpuctl/hostd/guesttest"
-	"github.com/gpuctl/gpuctl/internal/cli"
 	"github.com/gpuctl/gpuctl/internal/program"
 	"github.com/gpuctl/gpuctl/internal/rundir"
 	"github.com/gpuctl/gpuctl/internal/unixrpc"
@@ -37,7 +36,7 @@ func TestMain(m *testing.M) {
 		}
 	}
 	testscript.Main(m, map[string]func(){
-		"gpuctl":   exit("gpuctl", cli.Run),
+		"gpuctl":   exit("gpuctl", gpuctl),
 		"hostd":    exit("hostd", command.Run),
 		"gpuguest": exit("gpuguest", gpuguest),
 		"app":      exit("app", app),
@@ -60,6 +59,7 @@ func TestScripts(t *testing.T) {
 			e.Setenv("RUN", filepath.Join(dir, "gpuctl"))
 			e.Setenv("GPUCTL_ICD", icd)
 			e.Setenv("NO_COLOR", "1")
+			e.Setenv("GORACE", "atexit_sleep_ms=0") // else a second for every command
 			return os.WriteFile(icd, nil, 0o600)
 		},
 	})
@@ -124,10 +124,12 @@ func app(ctx context.Context, args []string, _ program.Stdio) error {
 	return await(ctx, args[1:2], program.Stdio{})
 }
 
-// await returns when a file exists.
+// await returns when a file exists; a socket, when somebody answers: one whose
+// daemon was killed is still there.
 func await(_ context.Context, args []string, _ program.Stdio) error {
 	for range 3000 {
-		if _, err := os.Stat(args[0]); err == nil {
+		_, err := os.Stat(args[0])
+		if err == nil && (filepath.Ext(args[0]) != ".sock" || rundir.Answers(args[0])) {
 			return nil
 		}
 		time.Sleep(10 * time.Millisecond)

@@ -356,47 +356,6 @@ func fieldsHelp(what string, fields map[string]any) string {
 	return fmt.Sprintf("A CEL expression can use these fields of a %s: %s;\nand KiB, MiB, GiB and TiB.", what, strings.Join(names, ", "))
 }
 
-// describeCommand shows all about one object.
-func (a *app) describeCommand() *cobra.Command {
-	cmd := &cobra.Command{
-		Use: "describe session|gpu NAME", Short: "Show all about a session or a GPU",
-		Example: `  gpuctl describe session
-  gpuctl describe session 3f2a
-  gpuctl describe gpu oclgrind -o yaml`,
-		Args: arguments(cobra.RangeArgs(1, 2)),
-		ValidArgsFunction: func(cmd *cobra.Command, args []string, _ string) ([]string, cobra.ShellCompDirective) {
-			switch {
-			case len(args) == 0:
-				return []string{"session", "gpu"}, cobra.ShellCompDirectiveNoFileComp
-			case len(args) == 1 && args[0] == "gpu":
-				return a.completeGPUs(cmd.Context(), false), cobra.ShellCompDirectiveNoFileComp
-			case len(args) == 1:
-				return a.completeSessions(cmd.Context()), cobra.ShellCompDirectiveNoFileComp
-			}
-			return nil, cobra.ShellCompDirectiveNoFileComp
-		},
-		RunE: func(cmd *cobra.Command, args []string) error {
-			kinds := []string{"session", "gpu"}
-			if !slices.Contains(kinds, args[0]) {
-				return program.Usage(fmt.Errorf("cannot describe a %q%s; name a session or a gpu", args[0], near.Hint(args[0], kinds)))
-			}
-			c, err := a.connect()
-			if err != nil {
-				return err
-			}
-			name := ""
-			if len(args) > 1 {
-				name = args[1]
-			}
-			if args[0] == "gpu" {
-				return a.describeGPU(cmd.Context(), c, name)
-			}
-			return a.describeSession(cmd.Context(), c, name)
-		},
-	}
-	return cmd
-}
-
 func (a *app) describeGPU(ctx context.Context, c client, name string) error {
 	res, err := c.GetInventory(ctx, connect.NewRequest(&gpuctlv1.GetInventoryRequest{}))
 	if err != nil {
@@ -438,7 +397,7 @@ func (a *app) describeGPU(ctx context.Context, c client, name string) error {
 	if name == "" {
 		return program.Usage(fmt.Errorf("name one of the GPUs %s", strings.Join(names, ", ")))
 	}
-	return fmt.Errorf("no GPU %q%s; gpuctl inventory lists them", name, near.Hint(name, names))
+	return fmt.Errorf("%w %q%s; gpuctl inventory lists them", errNoGPU, name, near.Hint(name, names))
 }
 
 func (a *app) describeSession(ctx context.Context, c client, name string) error {

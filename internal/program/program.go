@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"runtime/debug"
 )
 
 // Exit statuses.
@@ -54,4 +55,12 @@ func Code(err error) int {
 		return c.code
 	}
 	return Failed
+}
+
+// Version is the build's: a release's, or devel.
+func Version() string {
+	if info, ok := debug.ReadBuildInfo(); ok && info.Main.Version != "" && info.Main.Version != "(devel)" {
+		return info.Main.Version
+	}
+	return "devel"
 }

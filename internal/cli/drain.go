@@ -1,0 +1,170 @@
+package cli
+
+import (
+	"context"
+	"fmt"
+	"strconv"
+	"strings"
+
+	"github.com/spf13/cobra"
+
+	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
+	"github.com/gpuctl/gpuctl/internal/cli/view"
+)
+
+func (a *app) drainCommand() *cobra.Command {
+	var message string
+	var plan bool
+	cmd := &cobra.Command{
+		Use: "drain HOST", Short: "Give a host nothing new, so that it becomes empty",
+		Long: "Give a host nothing new, so that it becomes empty. What is on it stays until it is\nmoved or ends; --plan lists it and changes nothing.",
+		Example: `  gpuctl drain h1 --plan
+  gpuctl drain h1 --message 'new power supply'`,
+		Args: arguments(cobra.ExactArgs(1)), ValidArgsFunction: a.completeWhere(clusterv1.Kind_KIND_HOST, "!draining"),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			c, err := a.connectCluster()
+			if err != nil {
+				return err
+			}
+			if plan {
+				return a.planDrain(cmd.Context(), c, args[0])
+			}
+			return a.drain(cmd.Context(), c, &clusterv1.SetDrainRequest{Host: args[0], Draining: true, Message: message})
+		},
+	}
+	cmd.Flags().StringVar(&message, "message", "", "`why`, for others to read")
+	cmd.Flags().BoolVar(&plan, "plan", false, "only say what is on it")
+	return cmd
+}
+
+func (a *app) undrainCommand() *cobra.Command {
+	return &cobra.Command{
+		Use: "undrain HOST", Short: "Let a drained host have new work again",
+		Example: "  gpuctl undrain h1",
+		Args:    arguments(cobra.ExactArgs(1)), ValidArgsFunction: a.completeWhere(clusterv1.Kind_KIND_HOST, "draining"),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			c, err := a.connectCluster()
+			if err != nil {
+				return err
+			}
+			return a.drain(cmd.Context(), c, &clusterv1.SetDrainRequest{Host: args[0]})
+		},
+	}
+}
+
+func (a *app) drain(ctx context.Context, c clusterClient, req *clusterv1.SetDrainRequest) error {
+	res, err := callOn(ctx, c, a.must(clusterv1.Kind_KIND_HOST), req.GetHost(), c.SetDrain, req)
+	if err != nil {
+		return err
+	}
+	h := res.GetHost()
+	if err := a.result(view.Of(h), "host %s is %s", h.GetName(), hostState(h)); err != nil || !req.GetDraining() {
+		return err
+	}
+	// It is done; what is left to do is only a hint.
+	if on, err := a.assignmentsOn(ctx, c, h.GetName()); err == nil && len(on) > 0 {
+		fmt.Fprintf(a.Err, "%s still on it: gpuctl drain %s --plan lists them\n", plural(len(on), "assignment is", "assignments are"), clean(h.GetName()))
+	}
+	return nil
+}
+
+func (a *app) assignmentsOn(ctx context.Context, c clusterClient, host string) ([]*clusterv1.Assignment, error) {
+	res, err := call(ctx, c, c.List, &clusterv1.ListRequest{Kind: clusterv1.Kind_KIND_ASSIGNMENT, Where: "host == " + strconv.Quote(host)})
+	if err != nil {
+		return nil, err
+	}
+	var out []*clusterv1.Assignment
+	for _, o := range res.GetObjects() {
+		out = append(out, o.GetAssignment())
+	}
+	return out, nil
+}
+
+// planDrain says what is on a host.
+func (a *app) planDrain(ctx context.Context, c clusterClient, host string) error {
+	o, err := resolve(ctx, c, a.must(clusterv1.Kind_KIND_HOST), host, false)
+	if err != nil {
+		return err
+	}
+	host = o.GetHost().GetName()
+	on, err := a.assignmentsOn(ctx, c, host)
+	if err != nil {
+		return err
+	}
+	claims := map[string]*clusterv1.Claim{}
+	for _, s := range on {
+		if claims[s.GetClaim()] != nil {
+			continue
+		}
+		res, err := call(ctx, c, c.List, &clusterv1.ListRequest{Kind: clusterv1.Kind_KIND_CLAIM, Name: s.GetClaim()})
+		if err != nil {
+			return err
+		}
+		for _, o := range res.GetObjects() {
+			claims[s.GetClaim()] = o.GetClaim()
+		}
+	}
+	if a.structured() {
+		entries := []view.Object{}
+		for _, s := range on {
+			e := view.Object{{Name: "assignment", Value: view.Of(s)}}
+			if cl := claims[s.GetClaim()]; cl != nil {
+				e = append(e, view.Member{Name: "claim", Value: view.Of(cl)})
+			}
+			entries = append(entries, e)
+		}
+		return a.print(view.Object{{Name: "host", Value: host}, {Name: "on_it", Value: entries}})
+	}
+	if len(on) == 0 {
+		return a.say("host " + clean(host) + " is empty: it would get nothing new")
+	}
+	var rows [][]string
+	for _, s := range on {
+		cl := claims[s.GetClaim()]
+		rows = append(rows, []string{s.GetClaim(), a.cut(cl.GetHolder(), 32), cl.GetOwner(), strings.TrimPrefix(s.GetGpu(), host+"/"), bytesOr(s.GetMemory(), "whole"), view.Word(s.GetResidence())})
+	}
+	if err := table(a.Out, []string{"CLAIM", "HOLDER", "OWNER", "GPU", "MEMORY", "RESIDENCE"}, rows); err != nil {
+		return err
+	}
+	fmt.Fprintf(a.Err, "host %s would get nothing new; %s on it until moved or deleted\n", clean(host), plural(len(claims), "claim stays", "claims stay"))
+	return nil
+}
+
+func (a *app) cordonCommand() *cobra.Command {
+	var message string
+	cmd := &cobra.Command{
+		Use: "cordon GPU", Short: "Give a GPU nothing new",
+		Long:    "Give a GPU nothing new. What is on it stays.",
+		Example: "  gpuctl cordon h1/0000:65:00.0 --message 'ECC errors'",
+		Args:    arguments(cobra.ExactArgs(1)), ValidArgsFunction: a.completeWhere(clusterv1.Kind_KIND_GPU, "!cordoned"),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			return a.cordon(cmd.Context(), &clusterv1.SetCordonRequest{Gpu: args[0], Cordoned: true, Message: message})
+		},
+	}
+	cmd.Flags().StringVar(&message, "message", "", "`why`, for others to read")
+	return cmd
+}
+
+func (a *app) uncordonCommand() *cobra.Command {
+	return &cobra.Command{
+		Use: "uncordon GPU", Short: "Let a cordoned GPU have new work again",
+		Example: "  gpuctl uncordon h1/0000:65:00.0",
+		Args:    arguments(cobra.ExactArgs(1)), ValidArgsFunction: a.completeWhere(clusterv1.Kind_KIND_GPU, "cordoned"),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			return a.cordon(cmd.Context(), &clusterv1.SetCordonRequest{Gpu: args[0]})
+		},
+	}
+}
+
+func (a *app) cordon(ctx context.Context, req *clusterv1.SetCordonRequest) error {
+	c, err := a.connectCluster()
+	if err != nil {
+		return err
+	}
+	res, err := callOn(ctx, c, a.must(clusterv1.Kind_KIND_GPU), req.GetGpu(), c.SetCordon, req)
+	if err != nil {
+		return err
+	}
+	g := res.GetGpu()
+	return a.result(view.Of(g), "GPU %s is %s", g.GetId(), clusterGPUState(g))
+}

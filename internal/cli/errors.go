@@ -1,0 +1,214 @@
+package cli
+
+import (
+	"context"
+	"crypto/tls"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"net"
+	"strings"
+	"syscall"
+	"time"
+
+	"connectrpc.com/connect"
+
+	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
+	"github.com/gpuctl/gpuctl/internal/near"
+	"github.com/gpuctl/gpuctl/internal/program"
+)
+
+// exitUnavailable is the exit status when nobody answers, or there is no leader.
+const exitUnavailable = 4
+
+// statusTimeout limits the question why a call failed.
+const statusTimeout = 2 * time.Second
+
+func unavailable(format string, args ...any) error {
+	return program.WithCode(fmt.Errorf(format, args...), exitUnavailable)
+}
+
+// explain turns an answer's error into words and an exit status.
+func explain(err error) error {
+	var c *connect.Error
+	if !errors.As(err, &c) {
+		return err
+	}
+	if err := unreachable(c); err != nil {
+		return err
+	}
+	switch c.Code() {
+	case connect.CodeInvalidArgument:
+		return program.Usage(errors.New(words(c)))
+	case connect.CodeUnavailable:
+		return unavailable("hostd went away: %s", words(c))
+	default:
+		return errors.New(words(c))
+	}
+}
+
+// words is an error's message without its sentinels.
+func words(c *connect.Error) string {
+	text := c.Message()
+	for _, prefix := range []string{"not found: ", "invalid: ", "refused: "} {
+		text = strings.TrimPrefix(text, prefix)
+	}
+	lines := strings.Split(text, "\n")
+	for i, line := range lines {
+		lines[i] = clean(line)
+	}
+	return strings.Join(lines, "\n")
+}
+
+// unreachable explains why there was no answer at all; nil: there was one.
+func unreachable(c *connect.Error) error {
+	var certificate *tls.CertificateVerificationError
+	var alert tls.AlertError
+	var network net.Error
+	switch {
+	case connect.IsWireError(c):
+		return nil
+	case errors.Is(c, fs.ErrNotExist), errors.Is(c, syscall.ECONNREFUSED):
+		return unavailable("hostd does not answer (%w); start hostd --dev, or check --host and $GPUCTL_HOST", c.Unwrap())
+	case errors.Is(c, fs.ErrPermission):
+		return fmt.Errorf("hostd's socket belongs to somebody else (%w)", c.Unwrap())
+	case errors.As(c, &certificate):
+		return fmt.Errorf("the host's certificate is not of this cluster (%w); check --host, or enrol anew: gpuctl cluster login TOKEN", certificate.Err)
+	case errors.As(c, &alert):
+		return fmt.Errorf("the host does not accept your certificate (%w); enrol anew: gpuctl cluster login TOKEN", alert)
+	case errors.Is(c, syscall.ECONNRESET), errors.Is(c, syscall.EPIPE), errors.Is(c, io.EOF), errors.Is(c, io.ErrUnexpectedEOF):
+		return unavailable("hostd went away in the middle of an answer; its log says why")
+	case errors.As(c, &network) && c.Code() == connect.CodeUnavailable:
+		return unavailable("hostd does not answer (%w); check --host, $GPUCTL_HOST and the network", c.Unwrap())
+	}
+	return nil
+}
+
+// call makes a call on the cluster; its error says what to do next.
+func call[Req, Res any](ctx context.Context, c clusterClient, rpc func(context.Context, *connect.Request[Req]) (*connect.Response[Res], error), req *Req) (*Res, error) {
+	res, err := rpc(ctx, connect.NewRequest(req))
+	if err != nil {
+		return nil, advise(ctx, c, err)
+	}
+	return res.Msg, nil
+}
+
+// advise turns a cluster's refusal into words, what to do next, and an exit
+// status.
+func advise(ctx context.Context, c clusterClient, err error) error {
+	var e *connect.Error
+	if !errors.As(err, &e) {
+		return err
+	}
+	if err := unreachable(e); err != nil {
+		return err
+	}
+	text := words(e)
+	switch e.Code() {
+	case connect.CodeInvalidArgument:
+		return program.Usage(errors.New(text))
+	case connect.CodeUnimplemented:
+		return errors.New("this hostd knows no clusters, or not this command: it is older than gpuctl")
+	case connect.CodePermissionDenied:
+		return errors.New(next(text, "an administrator can give you a token: gpuctl cluster token create --role ROLE"))
+	case connect.CodeUnauthenticated:
+		return errors.New(next(text, "enrol first: gpuctl cluster login TOKEN"))
+	case connect.CodeResourceExhausted:
+		return program.WithCode(errors.New(text), program.Refused)
+	case connect.CodeAborted:
+		return fmt.Errorf("%s; it changed in the meantime: look again, then repeat", text)
+	case connect.CodeDeadlineExceeded:
+		return unavailable("no answer in time: %s", text)
+	case connect.CodeFailedPrecondition, connect.CodeUnavailable:
+		if err := memberless(ctx, c); err != nil {
+			return err
+		}
+		if e.Code() == connect.CodeFailedPrecondition {
+			return program.WithCode(errors.New(text), program.Refused)
+		}
+		return unavailable("%s; gpuctl cluster status says which hosts answer, and gpuctl get --stale reads without them", text)
+	default:
+		return errors.New(text)
+	}
+}
+
+// next adds what to do next, unless hostd has said it.
+func next(text, advice string) string {
+	for _, said := range []string{"gpuctl ", "run it", "token"} {
+		if strings.Contains(text, said) {
+			return text
+		}
+	}
+	return text + "; " + advice
+}
+
+// memberless says that the daemon is in no cluster, if that is so.
+func memberless(ctx context.Context, c clusterClient) error {
+	ctx, cancel := context.WithTimeout(ctx, statusTimeout)
+	defer cancel()
+	res, err := c.Status(ctx, connect.NewRequest(&clusterv1.StatusRequest{}))
+	if err != nil || res.Msg.GetJoined() || res.Msg.GetStandalone() {
+		return nil // what went wrong first is what counts
+	}
+	return errNotJoined(res.Msg.GetHost())
+}
+
+func errNotJoined(host string) error {
+	if host != "" {
+		host = " " + clean(host)
+	}
+	return fmt.Errorf("host%s is in no cluster yet; make one with gpuctl cluster init, or enter one with gpuctl cluster join TOKEN", host)
+}
+
+// suggest adds near names to an error about one that does not exist.
+func suggest(ctx context.Context, c clusterClient, k kind, name string, err error) error {
+	if strings.Contains(err.Error(), "gpuctl get") || strings.Contains(err.Error(), "did you mean") {
+		return err // hostd did
+	}
+	hint := near.Hint(name, listNames(ctx, c, k))
+	if hint == "" {
+		return fmt.Errorf("%w; gpuctl get %s lists them", err, k.many)
+	}
+	return fmt.Errorf("%w%s", err, clean(hint))
+}
+
+// callOn is call for one object: if that does not exist, the error names near ones.
+func callOn[Req, Res any](ctx context.Context, c clusterClient, k kind, name string, rpc func(context.Context, *connect.Request[Req]) (*connect.Response[Res], error), req *Req) (*Res, error) {
+	res, err := rpc(ctx, connect.NewRequest(req))
+	if err == nil {
+		return res.Msg, nil
+	}
+	advice := advise(ctx, c, err)
+	if connect.CodeOf(err) == connect.CodeNotFound {
+		return nil, suggest(ctx, c, k, name, advice)
+	}
+	return nil, advice
+}
+
+// resolve is the object that a name, or a unique beginning of it, means.
+func resolve(ctx context.Context, c clusterClient, k kind, name string, stale bool) (*clusterv1.Object, error) {
+	res, err := callOn(ctx, c, k, name, c.List, &clusterv1.ListRequest{Kind: k.kind, Name: name, Stale: stale})
+	if err != nil {
+		return nil, err
+	}
+	if len(res.GetObjects()) == 0 {
+		return nil, suggest(ctx, c, k, name, fmt.Errorf("there is no %s %q", k.one, name))
+	}
+	return res.GetObjects()[0], nil
+}
+
+// listNames are the names of one kind, as far as they can be had soon.
+func listNames(ctx context.Context, c clusterClient, k kind) []string {
+	ctx, cancel := context.WithTimeout(ctx, statusTimeout)
+	defer cancel()
+	res, err := c.List(ctx, connect.NewRequest(&clusterv1.ListRequest{Kind: k.kind, Stale: true, Limit: 10_000}))
+	if err != nil {
+		return nil
+	}
+	var names []string
+	for _, o := range res.Msg.GetObjects() {
+		names = append(names, k.name(inner(o)))
+	}
+	return names
+}

@@ -1,0 +1,64 @@
+package cli
+
+import (
+	"bufio"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"strings"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/gpuctl/gpuctl/internal/program"
+)
+
+// say prints a line of data.
+func (a *app) say(line string) error {
+	_, err := fmt.Fprintln(a.Out, line)
+	return err
+}
+
+// sayNone tells people that a list is empty.
+func (a *app) sayNone(what string) error {
+	_, err := fmt.Fprintln(a.Err, "no", what)
+	return err
+}
+
+// result prints what was done: v for programs, a line for people.
+func (a *app) result(v any, format string, args ...any) error {
+	if a.structured() {
+		return a.print(v)
+	}
+	return a.say(clean(fmt.Sprintf(format, args...)))
+}
+
+// confirm asks a person. Where there is nobody to ask, --yes must say it.
+func (a *app) confirm(yes bool, question string) error {
+	if yes {
+		return nil
+	}
+	if !isTerminal(a.In) {
+		return program.Usage(errors.New("there is no terminal to ask for confirmation: say --yes"))
+	}
+	fmt.Fprint(a.Err, clean(question), " [y/N] ")
+	answer, err := bufio.NewReader(a.In).ReadString('\n')
+	if err != nil && !errors.Is(err, io.EOF) {
+		return fmt.Errorf("confirmation: %w", err)
+	}
+	switch strings.ToLower(strings.TrimSpace(answer)) {
+	case "y", "yes":
+		return nil
+	}
+	return errors.New("not confirmed: nothing was changed")
+}
+
+// isTerminal says whether a stream is one.
+func isTerminal(stream any) bool {
+	f, ok := stream.(*os.File)
+	if !ok {
+		return false
+	}
+	_, err := unix.IoctlGetTermios(int(f.Fd()), unix.TCGETS)
+	return err == nil
+}
