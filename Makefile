@@ -6,11 +6,11 @@ GO ?= go
 PKGS = ./...
 FUZZTIME ?= 10s
 CHAOSTIME ?= 60s
-GODIRS = api bench cmd demo docs guest hostd internal test
+GODIRS = api bench cluster cmd demo docs guest hostd internal passthrough test
 GOLANGCI = github.com/golangci/golangci-lint/v2/cmd/golangci-lint@v2.12.2
 
 .DEFAULT_GOAL := build
-.PHONY: setup build programs binaries test check unit conform e2e property demo bench fuzz chaos generate lint clean
+.PHONY: setup build programs binaries test check unit conform e2e cluster-e2e property demo cluster-demo bench fuzz chaos chaos-cluster generate lint clean
 
 setup:
 	@packaging/setup.sh
@@ -23,14 +23,16 @@ binaries:
 	CGO_ENABLED=0 $(GO) build -trimpath -o bin/gpuctl ./cmd/gpuctl
 	CGO_ENABLED=0 $(GO) build -trimpath -o bin/hostd ./cmd/hostd
 	CGO_ENABLED=1 $(GO) build -trimpath -o bin/gpuguest ./cmd/gpuguest
+	CGO_ENABLED=1 CGO_CFLAGS="-O2 -g -w" $(GO) build -trimpath -o bin/hostd-nvml ./cmd/hostd-nvml
 	CGO_ENABLED=0 $(GO) build -trimpath -o bin/gpuctl-bench ./bench
 	CGO_ENABLED=0 $(GO) build -trimpath -o bin/gpuctl-demo ./demo
+	CGO_ENABLED=0 $(GO) build -trimpath -o bin/gpuctl-cluster-demo ./demo/cluster
 	guest/icd/build.sh lib/libgpuctl-opencl.so
 
 programs:
 	@$(MAKE) --no-print-directory -C test/cl
 
-test: build check unit conform e2e property
+test: build check unit conform e2e cluster-e2e property
 	@echo "all tests passed"
 
 check:
@@ -39,10 +41,14 @@ check:
 
 # The end-to-end tests follow on their own: they need the machine to themselves.
 unit:
-	CGO_ENABLED=1 $(GO) test -race -timeout 8m $$($(GO) list $(PKGS) | grep -v -e /test/e2e -e /test/property)
+	CGO_ENABLED=1 $(GO) test -race -timeout 8m $$($(GO) list $(PKGS) | grep -v -e /test/e2e -e /test/property -e /test/cluster)
 
 conform:
 	$(GO) test -count=1 -timeout 8m -run '^TestConform' -v ./test/e2e
+
+# Three real hosts.
+cluster-e2e:
+	$(GO) test -count=1 -timeout 8m -v ./test/cluster
 
 e2e:
 	$(GO) test -count=1 -timeout 12m -skip '^TestConform' -v ./test/e2e
@@ -54,8 +60,13 @@ property:
 demo: build
 	bin/gpuctl-demo
 
+# Three hosts in network namespaces of this machine.
+cluster-demo: build
+	bin/gpuctl-cluster-demo
+
 bench: build
-	bin/gpuctl-bench
+	@packaging/get-etcd.sh .cache/etcd || echo "no etcd to compare with"
+	PATH=$$PATH:$(CURDIR)/.cache/etcd/usr/bin bin/gpuctl-bench
 
 # Every fuzz target for $(FUZZTIME).
 fuzz: build
@@ -68,6 +79,11 @@ fuzz: build
 # Random swaps and suspensions under load.
 chaos: build
 	GPUCTL_CHAOS=$(CHAOSTIME) $(GO) test -count=1 -timeout 30m -run '^TestChaos' -v ./test/e2e
+
+# Faults in a cluster of five nodes; a minute for some 500.
+FAULTS ?= 500
+chaos-cluster: setup
+	GPUCTL_CHAOS_FAULTS=$(FAULTS) $(GO) test -count=1 -timeout 90m -run '^TestChaos' -v ./cluster/store
 
 # Everything generated, anew: wire and OpenCL tables, protobuf, the manual. Fails if that changes a file.
 generate: setup

@@ -34,6 +34,7 @@ type report struct {
 	Machine string    `json:"machine"`
 	Command []string  `json:"command"`
 	Device  string    `json:"device"`
+	Disk    string    `json:"disk,omitempty"` // file system of the cluster's data
 	Figures []figure  `json:"figures"`
 	Errors  []string  `json:"errors,omitempty"`
 }
@@ -65,8 +66,9 @@ func run(ctx context.Context, args []string, out io.Writer) error {
 	swaps := fs.Int("swaps", 20, "swaps for the stand-still figures")
 	mib := fs.Int("mib", 256, "size of the bulk transfers, MiB")
 	gib := fs.Int("gib", 16, "state of the big swaps on a real GPU, GiB")
-	only := fs.String("only", "", "run only the parts that `NAMES`, with commas between, say: calls, programs, swap, suspend, replay, footprint, gpu")
+	only := fs.String("only", "", "run only the parts that `NAMES`, with commas between, say: calls, programs, swap, suspend, replay, footprint, cluster, gpu")
 	nvidia := fs.String("nvidia", "", "NVIDIA's OpenCL `library` (default: found in /etc/OpenCL/vendors)")
+	traces := fs.String("traces", "", "`folder` with the openb trace, for the inventory part")
 	dir := fs.String("out", "bench/out", "`folder` of the JSON file")
 	if err := fs.Parse(args); err != nil {
 		return err
@@ -76,7 +78,7 @@ func run(ctx context.Context, args []string, out io.Writer) error {
 		return err
 	}
 	defer os.RemoveAll(tmp)
-	b := &bench{out: out, tmp: tmp, rounds: *rounds, swaps: *swaps, mib: *mib, gib: *gib, nvidia: *nvidia}
+	b := &bench{out: out, tmp: tmp, rounds: *rounds, swaps: *swaps, mib: *mib, gib: *gib, nvidia: *nvidia, traces: *traces}
 	if b.nvidia == "" {
 		b.nvidia = findNVIDIA()
 	}
@@ -97,6 +99,8 @@ func run(ctx context.Context, args []string, out io.Writer) error {
 		{"suspend", "Suspend and resume, 64 MiB", b.suspend},
 		{"replay", "Replay after a million calls, 1000 live objects", b.replay},
 		{"footprint", "Memory that the library adds", b.footprint},
+		{"cluster", "Three hosts on this machine", b.cluster},
+		{"inventory", "Inventory of 10 000 hosts with 8 GPUs each, and the openb cluster", b.inventory},
 		{"gpu", "Real GPU", b.gpu},
 	}
 	for _, p := range parts {

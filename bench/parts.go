@@ -25,6 +25,7 @@ const gpuID = "nvidia"
 type bench struct {
 	out                     io.Writer
 	tmp, root, nvidia       string
+	traces                  string // folder with the openb trace
 	rounds, swaps, mib, gib int
 	report                  report
 	rigs                    int

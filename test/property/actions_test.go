@@ -303,14 +303,14 @@ func (g *generator) fill(th int) {
 func (g *generator) pair(th int, ok func(a, b *object) bool) (a, b *object, q *queue, found bool) {
 	b, found = g.object(th, -1, true, nil)
 	if !found {
-		return
+		return a, b, q, found
 	}
 	a, found = g.object(th, b.ctx, false, func(a *object) bool { return a.root != b.root && ok(a, b) })
 	if !found {
-		return
+		return a, b, q, found
 	}
 	q, found = g.queue(th, b.ctx, nil)
-	return
+	return a, b, q, found
 }
 
 func bothBuffers(a, b *object) bool { return isBuffer(a) && isBuffer(b) }
@@ -344,8 +344,8 @@ func (g *generator) write(th int) {
 	if !ok {
 		return
 	}
-	off, size, block := 0, 0, g.n(2)
-	off, size = g.span(o.size, []int{1, 4, 64}[g.n(3)])
+	block := g.n(2)
+	off, size := g.span(o.size, []int{1, 4, 64}[g.n(3)])
 	g.command(th, q, block == 1, nil, []*root{o.root}, "wr %d %d %d %d %d %d", q.id, o.id, off, size, g.n(1000), block)
 }
 
@@ -773,7 +773,7 @@ func (g *generator) release(th int) {
 		// Of this thread's, since others may be about to use theirs.
 		if e, ok := pick(g, g.events, func(e *event) bool { return !e.gone && !used[e] && g.threads == 1 && e.queue != nil }); ok {
 			e.gone = true
-			g.line(th, "relevent < %d", e.id)
+			g.line(th, "relevant < %d", e.id)
 		}
 	case 4:
 		// A context keeps one queue, and what runs in the released one has events.

@@ -126,7 +126,6 @@ type generator struct {
 	users   []*user
 	events  []*event
 	maps    []*mapping
-	samps   []int // context of each
 	next    struct{ event, mem, queue, kern, prog, mapping, result, cb, samp int }
 }
 

@@ -13,7 +13,10 @@ import (
 	"strconv"
 	"strings"
 	"sync"
+	"syscall"
 	"time"
+
+	"github.com/gpuctl/gpuctl/internal/unixrpc"
 )
 
 // PoCL and Oclgrind are the runtimes that make several models out of one
@@ -205,6 +208,10 @@ func (r *Rig) Close() {
 	case <-time.After(15 * time.Second):
 		_ = r.cmd.Process.Kill()
 		<-r.ended
+	}
+	// A hostd that was killed leaves its gpuguest running, as it should.
+	if peer, err := unixrpc.PeerOf(filepath.Join(r.Dir, "guest.sock")); err == nil {
+		_ = syscall.Kill(int(peer.PID), syscall.SIGTERM)
 	}
 }
 
