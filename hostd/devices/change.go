@@ -1,0 +1,326 @@
+package devices
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"strings"
+	"time"
+
+	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
+	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/internal/random"
+	"github.com/gpuctl/gpuctl/passthrough/pci"
+)
+
+// Report hears of every moment of a change.
+type Report func(*gpuctlv1.DeviceUpdate)
+
+// change is one operation on one card. It owns the card until end.
+type change struct {
+	k      *Keeper
+	hold   hold
+	card   *pci.Card
+	steps  []*gpuctlv1.PlannedStep
+	at     int
+	report Report
+}
+
+// step does one named step within the time that a step may take.
+func (c *change) step(ctx context.Context, name string, do func(ctx context.Context) error) error {
+	c.at++
+	c.report(c.update(name, 0))
+	ctx, cancel := context.WithTimeout(ctx, c.k.Step)
+	defer cancel()
+	began := time.Now()
+	if err := do(ctx); err != nil {
+		return fmt.Errorf("%s: %w", name, err)
+	}
+	c.report(c.update(name, time.Since(began)))
+	return nil
+}
+
+func (c *change) update(name string, took time.Duration) *gpuctlv1.DeviceUpdate {
+	return &gpuctlv1.DeviceUpdate{
+		Gpu: c.hold.GPU, Machine: c.hold.machine(), Step: name, StepIndex: uint32(c.at), Steps: uint32(max(c.at, len(c.steps))), TookNs: int64(took),
+	}
+}
+
+// enter records a phase before what it stands for is done.
+func (c *change) enter(p phase) error {
+	c.hold.Phase = p
+	return c.k.put(c.hold)
+}
+
+// take makes the card one that a VM can get.
+func (c *change) take(ctx context.Context) error {
+	if err := c.enter(taking); err != nil {
+		return err
+	}
+	return c.step(ctx, stepTake, func(ctx context.Context) error {
+		return c.k.Binder.Take(ctx, c.hold.Functions, c.k.Hypervisor.Driver())
+	})
+}
+
+// reset brings the card to a known state; if nothing does, it is quarantined.
+func (c *change) reset(ctx context.Context) error {
+	return c.step(ctx, stepReset, func(ctx context.Context) error {
+		card, err := c.rescan()
+		if err == nil {
+			c.hold.Reset, err = c.k.Resetter.Reset(ctx, card)
+		}
+		if err != nil && ctx.Err() == nil {
+			return errors.Join(err, c.quarantine(err.Error()))
+		}
+		return err
+	})
+}
+
+// rescan reads the card as it is now: its driver has changed.
+func (c *change) rescan() (*pci.Card, error) {
+	cards, err := c.k.scan()
+	if err != nil {
+		return nil, err
+	}
+	for _, card := range cards {
+		if card.Address == c.hold.Card {
+			return card, nil
+		}
+	}
+	return nil, fmt.Errorf("card %s: it is not on the bus any more", c.hold.Card)
+}
+
+var errQuarantined = errors.New("quarantined")
+
+// quarantine keeps the card from everybody. Its claim ends, its health tells.
+func (c *change) quarantine(why string) error {
+	c.hold.Phase, c.hold.Message = quarantined, why
+	c.hold.Claim, c.hold.UUID, c.hold.Name, c.hold.Starting = "", "", "", false
+	err := c.k.put(c.hold)
+	c.k.Cluster.Kick()
+	c.k.Log.Error("card quarantined", "gpu", c.hold.GPU, "why", why)
+	c.k.Event(c.hold.GPU, "Quarantined", why)
+	return errors.Join(fmt.Errorf("card %s: %w; gpuctl reset %s tries again", c.hold.Card, errQuarantined, c.hold.GPU), err)
+}
+
+// attach gives the card to its running VM. What libvirt answers is noted, what
+// the hypervisor says counts.
+func (c *change) attach(ctx context.Context) error {
+	if err := c.enter(attaching); err != nil {
+		return err
+	}
+	err := c.step(ctx, stepAttach, func(ctx context.Context) error {
+		for _, f := range c.hold.Functions {
+			if err := c.k.Machines.Attach(ctx, c.hold.UUID, f); err != nil {
+				return fmt.Errorf("function %s: %w", f, err)
+			}
+		}
+		return c.verify(ctx, true)
+	})
+	if err != nil {
+		return err
+	}
+	if err := c.enter(attached); err != nil {
+		return err
+	}
+	c.k.Event(c.hold.GPU, "Attached", "VM "+c.hold.machine()+" has it")
+	return nil
+}
+
+// verify waits until the hypervisor says that the VM has all functions, or
+// that nobody has any.
+func (c *change) verify(ctx context.Context, want bool) error {
+	ctx, cancel := context.WithTimeout(ctx, c.k.Verify)
+	defer cancel()
+	for {
+		said := "it does not answer"
+		owners, err := c.k.Hypervisor.Owners(ctx)
+		if err == nil {
+			if said = contradicts(owners, c.hold.Functions, c.hold.UUID, want); said == "" {
+				return nil
+			}
+		} else if ctx.Err() == nil {
+			said = err.Error()
+		}
+		select {
+		case <-ctx.Done():
+			return fmt.Errorf("the hypervisor does not confirm it: %s", said)
+		case <-time.After(50 * time.Millisecond):
+		}
+	}
+}
+
+// contradicts says what in the hypervisor's list is not as it should be.
+func contradicts(owners map[pci.Address]Domain, functions []pci.Address, uuid string, want bool) string {
+	for _, f := range functions {
+		d, owned := owners[f]
+		switch {
+		case owned && d.UUID != uuid:
+			return fmt.Sprintf("VM %s has %s", d.Name, f)
+		case owned != want && want:
+			return fmt.Sprintf("nobody has %s", f)
+		case owned != want:
+			return fmt.Sprintf("the VM still has %s", f)
+		}
+	}
+	return ""
+}
+
+// detach takes the card out of its running VM, the main function last.
+func (c *change) detach(ctx context.Context) error {
+	if err := c.enter(detaching); err != nil {
+		return err
+	}
+	return c.step(ctx, stepDetach, func(ctx context.Context) error {
+		var errs []error
+		for i := len(c.hold.Functions) - 1; i >= 0; i-- {
+			if err := c.k.Machines.Detach(ctx, c.hold.UUID, c.hold.Functions[i]); err != nil {
+				errs = append(errs, fmt.Errorf("function %s: %w", c.hold.Functions[i], err))
+				break
+			}
+		}
+		if err := c.verify(ctx, false); err != nil {
+			return errors.Join(append(errs, err)...)
+		}
+		return nil // whatever libvirt said
+	})
+}
+
+// giveBack makes the card free again: reset and returned to dom0.
+func (c *change) giveBack(ctx context.Context) error {
+	if err := c.enter(resetting); err != nil {
+		return err
+	}
+	if err := c.reset(ctx); err != nil {
+		return err
+	}
+	return c.release(ctx)
+}
+
+// release returns the card and ends its claim.
+func (c *change) release(ctx context.Context) error {
+	if err := c.enter(returning); err != nil {
+		return err
+	}
+	if !c.k.Park {
+		if err := c.step(ctx, stepReturn, func(ctx context.Context) error { return c.k.Binder.Return(ctx, c.hold.Functions) }); err != nil {
+			c.hold.Message = err.Error()
+			return errors.Join(err, c.k.put(c.hold))
+		}
+	}
+	if err := c.k.drop(c.hold.Card); err != nil {
+		return fmt.Errorf("card %s: %w", c.hold.Card, err)
+	}
+	c.k.Event(c.hold.GPU, "Released", "")
+	c.k.Log.Info("card is free", "gpu", c.hold.GPU, "card", c.hold.Card)
+	return nil
+}
+
+// unwind takes back what a failed change has done. Where the VM has got the
+// card all the same, it keeps it.
+func (c *change) unwind(ctx context.Context, cause error) error {
+	if errors.Is(cause, errQuarantined) {
+		return cause
+	}
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), 2*c.k.Step)
+	defer cancel()
+	owners, err := c.k.Hypervisor.Owners(ctx)
+	if err != nil {
+		return fmt.Errorf("%w (not undone yet: the hypervisor does not say who has it: %w)", cause, err)
+	}
+	if said := contradicts(owners, c.hold.Functions, c.hold.UUID, false); said != "" {
+		c.hold.Message = fmt.Sprintf("an attach failed half-way (%v); %s", cause, said)
+		return errors.Join(cause, c.enter(attached))
+	}
+	c.report(&gpuctlv1.DeviceUpdate{Gpu: c.hold.GPU, Machine: c.hold.machine(), Message: "undoing: " + cause.Error()})
+	undo := c.release
+	if c.hold.Phase == attaching { // the VM may have touched it
+		undo = c.giveBack
+	}
+	if err := undo(ctx); err != nil {
+		return fmt.Errorf("%w; and it could not be undone: %w", cause, err)
+	}
+	return cause
+}
+
+// obtain has the cluster bind a claim for a VM to one of some cards.
+func (k *Keeper) obtain(ctx context.Context, m Machine, gpus []string, more string, memory uint64) (claim, gpu string, err error) {
+	quoted := make([]string, len(gpus))
+	for i, g := range gpus {
+		quoted[i] = fmt.Sprintf("%q", g)
+	}
+	h := hold{Claim: "vm-" + random.Hex(6), UUID: m.UUID, Name: m.Name}
+	c := h.claim()
+	c.CreatedUnixMs = k.Now().UnixMilli()
+	c.Expr = "name in [" + strings.Join(quoted, ", ") + "]"
+	if more != "" {
+		c.Expr += " && (" + more + ")"
+	}
+	if memory > 0 {
+		c.Expr += fmt.Sprintf(" && memory >= %d", memory)
+	}
+	k.mu.Lock()
+	k.claiming[c.Id] = true
+	k.mu.Unlock()
+	defer func() {
+		if err != nil {
+			k.forgo(c.Id)
+		}
+	}()
+	k.Cluster.Settle(ctx)
+	res, err := k.Cluster.Claim(ctx, c)
+	if err != nil {
+		return "", "", fmt.Errorf("vm %s: %w", m.Name, err)
+	}
+	if len(res.GetAssignments()) == 0 {
+		return "", "", fmt.Errorf("vm %s: %w: %s", m.Name, ErrRefused, whyNot(res.GetRejected(), k.Cluster.HostName(), gpus))
+	}
+	id := res.GetAssignments()[0].GetGpu()
+	return c.Id, strings.TrimPrefix(id, k.Cluster.HostName()+"/"), nil
+}
+
+// forgo lets the cluster take a claim back that no hold stands for.
+func (k *Keeper) forgo(claim string) {
+	k.mu.Lock()
+	delete(k.claiming, claim)
+	k.mu.Unlock()
+	k.Cluster.Kick()
+}
+
+// whyNot puts the cluster's reasons into one line.
+func whyNot(rejected []*clusterv1.Rejection, host string, gpus []string) string {
+	var out []string
+	for _, r := range rejected {
+		if r.GetHost() != host {
+			continue
+		}
+		name := strings.TrimPrefix(r.GetGpu(), host+"/")
+		for _, g := range gpus {
+			if name != "" && g != name {
+				continue
+			}
+			for _, why := range r.GetReasons() {
+				out = append(out, g+": "+why.GetMessage())
+			}
+		}
+	}
+	if len(out) == 0 {
+		return "the cluster does not know " + strings.Join(gpus, ", ") + " yet"
+	}
+	return strings.Join(out, "; ")
+}
+
+// outlive runs a change that goes on when its caller leaves.
+func (k *Keeper) outlive(ctx context.Context, do func(ctx context.Context) error) error {
+	k.mu.Lock()
+	base := k.ctx
+	k.mu.Unlock()
+	done := make(chan error, 1)
+	k.work.Go(func() { done <- do(base) })
+	select {
+	case err := <-done:
+		return err
+	case <-ctx.Done():
+		return fmt.Errorf("it goes on without being watched: %w", ctx.Err())
+	}
+}

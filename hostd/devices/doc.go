@@ -1,0 +1,15 @@
+// Package devices keeps the life of every PCI card of a host: taken from
+// dom0's driver, reset, given to a VM, taken back, reset again, returned, or
+// put into quarantine. Nothing else in hostd binds, resets or gives away a
+// card.
+//
+// What is true is what the hypervisor says; the record on disk says what is
+// wanted and how far it got. It is written before every step, so that after a
+// crash at any point [Keeper.Reconcile] finishes or undoes what it finds. That
+// a card has one owner is decided three times: by the cluster's claim, by this
+// record, and by the hypervisor, and a step goes on only if they agree.
+//
+// How a driver is bound or a card is reset is with the packages under
+// passthrough; talking to libvirt is with internal/virt; the protocol of the
+// hooks is with hostd/hook. They are interfaces here.
+package devices
