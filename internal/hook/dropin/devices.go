@@ -1,0 +1,159 @@
+package dropin
+
+import (
+	"bytes"
+	"encoding/xml"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"path"
+	"strconv"
+	"strings"
+)
+
+const (
+	maxDepth   = 128
+	maxDevices = 1024
+
+	baseDisplay     = "0x03"
+	baseAccelerator = "0x12"
+)
+
+// hostDevices are the PCI addresses, and the UUIDs of mediated devices, that a
+// domain's XML wants of the host.
+func hostDevices(domain []byte) ([]string, error) {
+	var found []string
+	var at []string // names of the open elements
+	kind := ""      // type of the device that is open
+	d := xml.NewDecoder(bytes.NewReader(domain))
+	// libvirt writes UTF-8 and nothing else.
+	d.CharsetReader = func(string, io.Reader) (io.Reader, error) { return nil, errors.New("not in UTF-8") }
+	for {
+		token, err := d.RawToken()
+		if errors.Is(err, io.EOF) {
+			if len(at) > 0 || len(found) == 0 && len(bytes.TrimSpace(domain)) == 0 {
+				return found, errors.New("domain XML: cut off or empty")
+			}
+			return found, nil
+		}
+		if err != nil {
+			return found, fmt.Errorf("domain XML: %w", err)
+		}
+		switch t := token.(type) {
+		case xml.StartElement:
+			at = append(at, t.Name.Local)
+			if len(at) > maxDepth || len(found) > maxDevices {
+				return found, errors.New("domain XML: too deep, or too many devices")
+			}
+			if len(at) == 3 && (t.Name.Local == "hostdev" || t.Name.Local == "interface") && at[0] == "domain" && at[1] == "devices" {
+				kind = attr(t, "type")
+			}
+			if len(at) != 5 || at[0] != "domain" || at[1] != "devices" || at[3] != "source" || at[4] != "address" {
+				continue
+			}
+			hostdev, network := at[2] == "hostdev", at[2] == "interface"
+			switch {
+			case hostdev && kind == "mdev":
+				if uuid := strings.ToLower(attr(t, "uuid")); uuid != "" {
+					found = append(found, uuid)
+				}
+			case hostdev && kind == "pci", network && kind == "hostdev" && attr(t, "type") == "pci":
+				a, err := address(t)
+				if err != nil {
+					return found, err
+				}
+				found = append(found, a)
+			}
+		case xml.EndElement:
+			if len(at) == 0 || at[len(at)-1] != t.Name.Local {
+				return found, errors.New("domain XML: elements are not nested")
+			}
+			at = at[:len(at)-1]
+		}
+	}
+}
+
+func attr(e xml.StartElement, name string) string {
+	for _, a := range e.Attr {
+		if a.Name.Local == name && a.Name.Space == "" {
+			return a.Value
+		}
+	}
+	return ""
+}
+
+// address is a PCI address as sysfs writes it. libvirt leaves out what is zero.
+func address(e xml.StartElement) (string, error) {
+	var n [4]uint64
+	for i, part := range []struct {
+		name string
+		most uint64
+	}{{"domain", 0xffffffff}, {"bus", 0xff}, {"slot", 0x1f}, {"function", 7}} {
+		value := attr(e, part.name)
+		if value == "" {
+			continue
+		}
+		var err error
+		if n[i], err = strconv.ParseUint(value, 0, 32); err != nil || n[i] > part.most {
+			return "", fmt.Errorf("domain XML: PCI %s %.20q makes no sense", part.name, value)
+		}
+	}
+	return fmt.Sprintf("%04x:%02x:%02x.%x", n[0], n[1], n[2], n[3]), nil
+}
+
+// managed are those of a domain's devices that gpuctl may have to do with. XML
+// that can't be understood counts as one if it speaks of host devices at all.
+func managed(root fs.FS, domain []byte) []string {
+	all, err := hostDevices(domain)
+	var ours []string
+	for _, d := range all {
+		if isGPU(root, d) {
+			ours = append(ours, d)
+		}
+	}
+	if err != nil && len(ours) == 0 && bytes.Contains(domain, []byte("hostdev")) {
+		return []string{"of an XML that can't be read (" + err.Error() + ")"}
+	}
+	return ours
+}
+
+// isGPU says that a device is of a class that gpuctl manages, or in the slot
+// of one. One that does not exist is none: the start fails without us.
+func isGPU(root fs.FS, device string) bool {
+	slot, _, ok := strings.Cut(device, ".")
+	if !ok { // a mediated device: it is below its parent
+		if !fs.ValidPath("x/"+device) || strings.Contains(device, "/") {
+			return false
+		}
+		target, err := fs.ReadLink(root, path.Join("sys/bus/mdev/devices", device))
+		if err != nil {
+			return false
+		}
+		for part := range strings.SplitSeq(target, "/") {
+			if len(part) >= len("0000:00:00.0") && strings.Contains(part, ":") && hasClass(root, part) {
+				return true
+			}
+		}
+		return false
+	}
+	for function := range 8 {
+		if hasClass(root, slot+"."+strconv.Itoa(function)) {
+			return true
+		}
+	}
+	return false
+}
+
+func hasClass(root fs.FS, device string) bool {
+	f, err := root.Open(path.Join("sys/bus/pci/devices", device, "class"))
+	if err != nil {
+		return false
+	}
+	defer f.Close()
+	var b [4]byte
+	if _, err := io.ReadFull(f, b[:]); err != nil {
+		return false
+	}
+	return string(b[:]) == baseDisplay || string(b[:]) == baseAccelerator
+}

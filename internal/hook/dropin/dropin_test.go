@@ -1,0 +1,373 @@
+package dropin_test
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/gpuctl/gpuctl/hostd/hook"
+	"github.com/gpuctl/gpuctl/internal/hook/dropin"
+	"github.com/gpuctl/gpuctl/internal/hook/wire"
+)
+
+// machine is a host's files with a GPU of two functions at 65:00, a network
+// card at 66:00 and a mediated device of the GPU.
+type machine struct {
+	t    *testing.T
+	root string
+}
+
+const uuid = "4b20d080-1b54-4048-85b3-a6a62d165c01"
+
+func newMachine(t *testing.T, config string) machine {
+	t.Helper()
+	m := machine{t, t.TempDir()}
+	m.write("etc/gpuctl/hook.yaml", "socket: "+m.socket()+"\nnotify-timeout: 400ms\ntimeout: 800ms\n"+config)
+	m.write("sys/bus/pci/devices/0000:65:00.0/class", "0x030200\n")
+	m.write("sys/bus/pci/devices/0000:65:00.1/class", "0x040300\n")
+	m.write("sys/bus/pci/devices/0000:66:00.0/class", "0x020000\n")
+	m.write("sys/bus/pci/devices/0000:67:00.0/class", "0x120000\n")
+	for id, parent := range map[string]string{uuid: "0000:65:00.0", "other": "0000:66:00.0"} {
+		link := filepath.Join(m.root, "sys/bus/mdev/devices", id)
+		if err := os.MkdirAll(filepath.Dir(link), 0o755); err != nil {
+			t.Fatal(err)
+		}
+		if err := os.Symlink("../../../devices/pci0000:64/"+parent+"/"+id, link); err != nil {
+			t.Fatal(err)
+		}
+	}
+	return m
+}
+
+func (m machine) socket() string { return filepath.Join(m.root, "hook.sock") }
+
+func (m machine) write(name, content string) {
+	m.t.Helper()
+	path := filepath.Join(m.root, name)
+	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
+		m.t.Fatal(err)
+	}
+	if err := os.WriteFile(path, []byte(content), 0o644); err != nil {
+		m.t.Fatal(err)
+	}
+}
+
+func (m machine) serve(h hook.HandlerFunc, options ...hook.Option) {
+	m.t.Helper()
+	l, err := hook.Listen(m.root)
+	if err != nil {
+		m.t.Fatal(err)
+	}
+	ctx, stop := context.WithCancel(context.Background())
+	ended := make(chan error, 1)
+	s := hook.New(h, append([]hook.Option{hook.WithUser(os.Getuid())}, options...)...)
+	go func() { ended <- s.Serve(ctx, l) }()
+	m.t.Cleanup(func() { stop(); <-ended })
+}
+
+// call is libvirt's.
+func (m machine) call(driver, operation, xml string) (status int, out, said string) {
+	return m.callWith(driver, operation, strings.NewReader(xml))
+}
+
+func (m machine) callWith(driver, operation string, in io.Reader) (status int, out, said string) {
+	var stdout, stderr bytes.Buffer
+	program := filepath.Join(m.root, "etc/libvirt/hooks", driver+".d/50-gpuctl")
+	status = dropin.Run([]string{program, "vm1", operation, "begin", "-"}, in, &stdout, &stderr)
+	return status, stdout.String(), stderr.String()
+}
+
+func domain(devices string) string {
+	return `<domain type='xen'><name>vm1</name><devices>` + devices + `</devices></domain>`
+}
+
+func pciDevice(bus, function string) string {
+	return `<hostdev mode='subsystem' type='pci' managed='yes'><source><address domain='0x0000' bus='` + bus + `' slot='0x00' function='` + function + `'/></source></hostdev>`
+}
+
+var (
+	withGPU   = domain(pciDevice("0x65", "0x0"))
+	withAudio = domain(pciDevice("0x65", "0x1"))
+	withNIC   = domain(pciDevice("0x66", "0x0"))
+	without   = domain(`<disk type='file'><source file='/x'/></disk>`)
+)
+
+// With nobody there, only what could give a GPU two owners is stopped, and what
+// runs is left alone whatever is configured.
+func TestUnreachable(t *testing.T) {
+	for policy, refused := range map[string]func(op, xml string) bool{
+		"allow": func(string, string) bool { return false },
+		"deny":  func(op, _ string) bool { return op == wire.Prepare || op == wire.Start },
+		"deny-managed": func(op, xml string) bool {
+			return (op == wire.Prepare || op == wire.Start) && xml != without && xml != withNIC && xml != ""
+		},
+	} {
+		m := newMachine(t, "on-unreachable: "+policy+"\n")
+		for _, driver := range wire.Drivers() {
+			for _, op := range append(wire.Operations(driver), "future") {
+				for _, xml := range []string{withGPU, withAudio, withNIC, without, ""} {
+					want := 0
+					if refused(op, xml) {
+						want = 1
+					}
+					status, out, said := m.call(driver, op, xml)
+					if status != want || out != "" {
+						t.Errorf("%s: %s %s of %.90q: status %d, want %d; out %q, said %q", policy, driver, op, xml, status, want, out, said)
+					}
+				}
+			}
+		}
+	}
+}
+
+func TestWhatIsManaged(t *testing.T) {
+	m := newMachine(t, "")
+	mdev := func(id string) string {
+		return domain(`<hostdev mode='subsystem' type='mdev' model='vfio-pci'><source><address uuid='` + id + `'/></source></hostdev>`)
+	}
+	for name, c := range map[string]struct {
+		xml     string
+		refused bool
+	}{
+		"GPU":                     {withGPU, true},
+		"its audio function":      {withAudio, true},
+		"accelerator":             {domain(pciDevice("0x67", "0x0")), true},
+		"in decimal, zeros left":  {domain(`<hostdev type="pci"><source><address bus="101"/></source></hostdev>`), true},
+		"network card":            {withNIC, false},
+		"not there":               {domain(pciDevice("0x70", "0x0")), false},
+		"mediated, of the GPU":    {mdev(uuid), true},
+		"the same in capitals":    {mdev(strings.ToUpper(uuid)), true},
+		"mediated, of another":    {mdev("other"), false},
+		"mediated, not there":     {mdev("none"), false},
+		"mediated, a path":        {mdev("../../../bus/pci/devices/0000:65:00.0"), false},
+		"as a network interface":  {domain(`<interface type='hostdev'><source><address type='pci' bus='0x65' slot='0' function='0'/></source></interface>`), true},
+		"a guest's own address":   {domain(`<disk><address type='pci' bus='0x65' slot='0' function='0'/></disk>`), false},
+		"where the guest sees it": {domain(`<hostdev type='pci'><address type='pci' bus='0x65'/></hostdev>`), false},
+		"not below devices":       {`<domain><metadata><hostdev type='pci'><source><address bus='0x65'/></source></hostdev></metadata></domain>`, false},
+		"USB":                     {domain(`<hostdev type='usb'><source><address bus='0x65' device='0'/></source></hostdev>`), false},
+		"cut off behind it":       {withGPU[:len(withGPU)-20], true},
+		"cut off before it":       {withGPU[:70], true},
+		"no XML, no device":       {"hello <&", false},
+		"an impossible address":   {domain(pciDevice("0x165", "0x0")), true},
+		"too deep":                {domain("<hostdev>" + strings.Repeat("<a>", 200) + strings.Repeat("</a>", 200) + "</hostdev>"), true},
+	} {
+		status, _, said := m.call(wire.LibXL, wire.Prepare, c.xml)
+		if (status != 0) != c.refused {
+			t.Errorf("%s: status %d: %s", name, status, said)
+		}
+	}
+}
+
+// What the operator sees in virsh says what is wrong, which device, what to do.
+func TestMessages(t *testing.T) {
+	m := newMachine(t, "")
+	_, _, said := m.call(wire.LibXL, wire.Prepare, withGPU)
+	want := "gpuctl: hostd does not answer: no such file or directory, and domain vm1 has GPU 0000:65:00.0: start hostd, or set on-unreachable: allow in /etc/gpuctl/hook.yaml\n"
+	if said != want {
+		t.Errorf("got  %swant %s", said, want)
+	}
+	m.serve(func(context.Context, hook.Event) (hook.Answer, error) {
+		return hook.Answer{}, errors.New("GPU 0000:65:00.0 is vm2's\nuntil \x1b[31mit ends; gpuctl get claims" + strings.Repeat("x", 3000))
+	})
+	status, _, said := m.call(wire.LibXL, wire.Prepare, withGPU)
+	if status != 1 || !strings.HasPrefix(said, "gpuctl: GPU 0000:65:00.0 is vm2's until  [31mit ends; gpuctl get claims") || strings.Count(said, "\n") != 1 || len(said) > 600 {
+		t.Errorf("status %d: %q", status, said)
+	}
+}
+
+// A refusal counts where a domain does not run yet, and nowhere else.
+func TestRefusal(t *testing.T) {
+	m := newMachine(t, "on-unreachable: allow\n")
+	m.serve(func(context.Context, hook.Event) (hook.Answer, error) { return hook.Answer{}, errors.New("no") })
+	for _, driver := range wire.Drivers() {
+		for _, op := range wire.Operations(driver) {
+			want := map[string]int{wire.Prepare: 1, wire.Start: 1, wire.Started: 1, wire.Migrate: 1, wire.Restore: 1}[op]
+			if status, out, said := m.call(driver, op, without); status != want || out != "" || !strings.Contains(said, "no") {
+				t.Errorf("%s %s: status %d, want %d (%q, %q)", driver, op, status, want, out, said)
+			}
+		}
+	}
+}
+
+func TestXMLOfMigrations(t *testing.T) {
+	m := newMachine(t, "")
+	m.serve(func(_ context.Context, e hook.Event) (hook.Answer, error) {
+		if len(e.XML) == 0 {
+			return hook.Answer{}, nil // libxl of libvirt 9.0
+		}
+		return hook.Answer{XML: bytes.ReplaceAll(e.XML, []byte("0x65"), []byte("0x67"))}, nil
+	})
+	changed := strings.ReplaceAll(withGPU, "0x65", "0x67")
+	for _, c := range []struct{ driver, op, in, out string }{
+		{wire.QEMU, wire.Migrate, withGPU, changed},
+		{wire.QEMU, wire.Restore, withGPU, changed},
+		{wire.LibXL, wire.Migrate, withGPU, changed},
+		{wire.LibXL, wire.Migrate, "", ""},
+		{wire.QEMU, wire.Prepare, withGPU, ""}, // libvirt does not want it
+		{wire.LibXL, wire.Restore, withGPU, ""},
+	} {
+		if status, out, said := m.call(c.driver, c.op, c.in); status != 0 || out != c.out || said != "" {
+			t.Errorf("%s %s: status %d, said %q, out %q", c.driver, c.op, status, said, out)
+		}
+	}
+}
+
+type brokenWriter struct{}
+
+func (brokenWriter) Write([]byte) (int, error) { return 0, errors.New("broken pipe") }
+
+func TestXMLThatCannotBeHandedOver(t *testing.T) {
+	m := newMachine(t, "")
+	m.serve(func(_ context.Context, e hook.Event) (hook.Answer, error) { return hook.Answer{XML: e.XML}, nil })
+	program := filepath.Join(m.root, "etc/libvirt/hooks/qemu.d/50-gpuctl")
+	if status := dropin.Run([]string{program, "vm1", wire.Migrate, "begin", "-"}, strings.NewReader(withGPU), brokenWriter{}, io.Discard); status != 1 {
+		t.Errorf("status %d", status)
+	}
+}
+
+// hostd hangs: libvirtd does not, and domains without GPUs wait less.
+func TestTooSlow(t *testing.T) {
+	m := newMachine(t, "")
+	m.serve(func(ctx context.Context, _ hook.Event) (hook.Answer, error) {
+		<-ctx.Done()
+		return hook.Answer{}, ctx.Err()
+	})
+	for _, c := range []struct {
+		op, xml     string
+		status      int
+		least, most time.Duration
+	}{
+		{wire.Prepare, withGPU, 1, 300 * time.Millisecond, 2 * time.Second},
+		{wire.Prepare, without, 0, 150 * time.Millisecond, 750 * time.Millisecond},
+		{wire.Reconnect, withGPU, 0, 150 * time.Millisecond, 750 * time.Millisecond},
+		{wire.Migrate, "", 0, 300 * time.Millisecond, 2 * time.Second},
+	} {
+		began := time.Now()
+		status, out, said := m.call(wire.LibXL, c.op, c.xml)
+		if took := time.Since(began); status != c.status || out != "" || took < c.least || took > c.most {
+			t.Errorf("%s: status %d after %v: %s", c.op, status, took, said)
+		}
+		if c.status != 0 && !strings.Contains(said, "did not finish within") {
+			t.Errorf("said %q", said)
+		}
+	}
+}
+
+type errReader struct{}
+
+func (errReader) Read([]byte) (int, error) { return 0, errors.New("bad file descriptor") }
+
+// libvirt need not give standard input, nor close it, nor be brief.
+func TestStandardInput(t *testing.T) {
+	m := newMachine(t, "")
+	if status, _, said := m.callWith(wire.LibXL, wire.Prepare, errReader{}); status != 0 {
+		t.Errorf("closed: status %d: %s", status, said)
+	}
+	long := io.MultiReader(strings.NewReader(withGPU), io.LimitReader(zeros{}, wire.MaxXML))
+	if status, _, said := m.callWith(wire.LibXL, wire.Prepare, long); status != 1 || !strings.Contains(said, "more than 4194304 bytes") {
+		t.Errorf("long: status %d: %s", status, said)
+	}
+	r, w := io.Pipe()
+	defer w.Close()
+	began := time.Now()
+	status, _, said := m.callWith(wire.LibXL, wire.Reconnect, r)
+	if took := time.Since(began); status != 0 || took > 10*time.Second || !strings.Contains(said, "did not come") {
+		t.Errorf("open: status %d after %v: %s", status, took, said)
+	}
+}
+
+type zeros struct{}
+
+func (zeros) Read(b []byte) (int, error) { clear(b); return len(b), nil }
+
+func TestWrongConfigurationCountsAsNone(t *testing.T) {
+	m := newMachine(t, "on-unreachable: maybe\n")
+	status, _, said := m.call(wire.QEMU, wire.Prepare, withGPU)
+	if status != 1 || !strings.Contains(said, "maybe") {
+		t.Errorf("status %d: %s", status, said)
+	}
+}
+
+func TestCalledOtherwise(t *testing.T) {
+	var out, err bytes.Buffer
+	if status := dropin.Run([]string{"gpuctl-hook", "--version"}, nil, &out, &err); status != 0 || !strings.HasPrefix(out.String(), "gpuctl-hook ") {
+		t.Errorf("%d %q", status, out.String())
+	}
+	if status := dropin.Run([]string{"gpuctl-hook"}, nil, &out, &err); status != 2 || !strings.Contains(err.String(), "gpuctl hook install") {
+		t.Errorf("%d %q", status, err.String())
+	}
+	// In the folder of a driver that we know nothing of.
+	if status := dropin.Run([]string{"/etc/libvirt/hooks/lxc.d/50-gpuctl", "d", "prepare", "begin", "-"}, strings.NewReader(""), &out, &err); status != 0 {
+		t.Error(status)
+	}
+}
+
+func TestDriver(t *testing.T) {
+	for in, want := range map[string]string{
+		"/etc/libvirt/hooks/libxl.d/50-gpuctl": "libxl", "/etc/libvirt/hooks/qemu.d/50-gpuctl": "qemu", "/etc/libvirt/hooks/qemu": "qemu",
+		"/etc/libvirt/hooks/lxc.d/50-gpuctl": "", "50-gpuctl": "", "": "",
+	} {
+		if got := dropin.Driver(in); got != want {
+			t.Errorf("%q: %q", in, got)
+		}
+	}
+}
+
+func TestParseConfig(t *testing.T) {
+	full := dropin.Config{OnUnreachable: dropin.Allow, Timeout: time.Minute, NotifyTimeout: 1500 * time.Millisecond, Socket: "/run/x y.sock"}
+	for _, c := range []struct {
+		in   string
+		want dropin.Config
+	}{
+		{"", dropin.DefaultConfig()},
+		{"---\n# nothing\n\n", dropin.DefaultConfig()},
+		{"on-unreachable: allow # for now\ntimeout: '1m'\r\nnotify-timeout: \"1.5s\"\nsocket: /run/x y.sock\n", full},
+	} {
+		got, err := dropin.ParseConfig(c.in)
+		if got != c.want || err != nil {
+			t.Errorf("%q: %+v, %v", c.in, got, err)
+		}
+	}
+	for in, part := range map[string]string{
+		"allow": "key: value", "timeout:": "key: value", "timeout: 5": "no time", "timeout: 0s": "no time", "timeout: 1h": "no time", "colour: red": "colour",
+		"timeout: 1s\n\ntimeout: 2s": "line 3: timeout comes twice", "socket: run/x": "absolute", "on-unreachable: [allow]": "allow, deny",
+	} {
+		if c, err := dropin.ParseConfig(in); err == nil || !strings.Contains(err.Error(), part) {
+			t.Errorf("%q: %+v, %v", in, c, err)
+		}
+	}
+}
+
+// No XML makes the hook fall over, or take what has no host device for one
+// that has.
+func FuzzPrepare(f *testing.F) {
+	for _, s := range []string{withGPU, withAudio, without, "", "<domain>", "<!DOCTYPE a [<!ENTITY x 'y'>]><domain>&x;</domain>", withGPU[:60], "<?xml encoding='x'?>"} {
+		f.Add(s)
+	}
+	f.Fuzz(func(t *testing.T, xml string) {
+		var out, said bytes.Buffer
+		m := machine{t, t.TempDir()}
+		m.write("etc/gpuctl/hook.yaml", "socket: "+m.socket()+"\n")
+		m.write("sys/bus/pci/devices/0000:65:00.0/class", "0x030200\n")
+		status := dropin.Run([]string{m.root + "/etc/libvirt/hooks/qemu.d/x", "vm1", wire.Prepare, "begin", "-"}, strings.NewReader(xml), &out, &said)
+		if status == 1 && !strings.Contains(xml, "hostdev") || out.Len() > 0 || status > 1 {
+			t.Fatalf("status %d, %q, %q", status, out.String(), said.String())
+		}
+	})
+}
+
+func FuzzParseConfig(f *testing.F) {
+	f.Add("on-unreachable: allow # x\ntimeout: 1s\n")
+	f.Fuzz(func(t *testing.T, text string) {
+		if c, err := dropin.ParseConfig(text); err == nil && (c.Timeout <= 0 || c.NotifyTimeout <= 0 || c.OnUnreachable == "") {
+			t.Fatal(fmt.Sprint(c))
+		}
+	})
+}
