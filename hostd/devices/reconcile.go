@@ -65,6 +65,9 @@ func (k *Keeper) settle(ctx context.Context, h *hold, owners map[pci.Address]Dom
 	c := &change{k: k, hold: *h, report: func(*gpuctlv1.DeviceUpdate) {}}
 	for _, f := range h.Functions {
 		if d, owned := owners[f]; owned {
+			if d.UUID == h.UUID && h.Phase != attached {
+				defer k.complete(ctx, c, owners)
+			}
 			return k.owned(ctx, c, d)
 		}
 	}
@@ -125,6 +128,26 @@ func (k *Keeper) owned(ctx context.Context, c *change, d Domain) error {
 		return nil
 	}
 	return k.put(*h)
+}
+
+// complete gives a VM the functions of its card that it does not have: an
+// attach or detach has ended half-way.
+func (k *Keeper) complete(ctx context.Context, c *change, owners map[pci.Address]Domain) {
+	for _, f := range c.hold.Functions {
+		if _, owned := owners[f]; owned {
+			continue
+		}
+		ctx, cancel := context.WithTimeout(ctx, k.Step)
+		err := k.Machines.Attach(ctx, c.hold.UUID, f)
+		cancel()
+		if err != nil {
+			c.hold.Message = fmt.Sprintf("VM %s has only a part of it: function %s: %v", c.hold.machine(), f, err)
+			if err := k.put(c.hold); err != nil {
+				k.Log.Error("not recorded", "gpu", c.hold.GPU, "err", err)
+			}
+			return
+		}
+	}
 }
 
 func equal(a, b *hold) bool {

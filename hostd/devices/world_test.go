@@ -1,0 +1,450 @@
+package devices
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
+	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/passthrough/pci"
+	"github.com/gpuctl/gpuctl/passthrough/pci/pcitest"
+)
+
+var errCrashed = errors.New("hostd is dead")
+
+// world is a host with two cards and two VMs. It enforces what the kernel, the
+// hypervisor and the cluster enforce, and can end hostd at any call.
+type world struct {
+	t    *testing.T
+	tree *pcitest.Tree
+	dir  string
+
+	mu        sync.Mutex
+	driver    map[pci.Address]string // bound
+	native    map[pci.Address]string
+	owner     map[pci.Address]string // VM's UUID
+	dirty     map[pci.Address]string // the VM that has had it since it was reset
+	machines  map[string]*Machine
+	stored    map[string][]pci.Address
+	claims    map[string]string // claim: GPU
+	dead      map[pci.Address]bool
+	deaf      map[string]bool // VMs that do not answer a detach
+	hyperDown bool
+	care      bool
+	noQuorum  bool
+	resetFail map[pci.Address]error
+	events    []string
+	now       time.Time
+
+	calls   int
+	crashAt int  // 0: never
+	after   bool // the call that crashes has its effect
+	crashed bool
+	saved   []byte // the record as hostd's end left it
+	keeper  *Keeper
+}
+
+const uuid1, uuid2 = "11111111-1111-1111-1111-111111111111", "22222222-2222-2222-2222-222222222222"
+
+func newWorld(t *testing.T) *world {
+	t.Helper()
+	w := &world{
+		t: t, tree: pcitest.New(t), dir: t.TempDir(), driver: map[pci.Address]string{}, native: map[pci.Address]string{}, owner: map[pci.Address]string{},
+		dirty: map[pci.Address]string{}, stored: map[string][]pci.Address{}, claims: map[string]string{}, dead: map[pci.Address]bool{}, deaf: map[string]bool{},
+		resetFail: map[pci.Address]error{}, now: time.Unix(1e9, 0),
+		machines: map[string]*Machine{
+			uuid1: {UUID: uuid1, Name: "one", State: "running", Type: "hvm", Persistent: true},
+			uuid2: {UUID: uuid2, Name: "two", State: "running", Type: "hvm", Persistent: true},
+		},
+	}
+	w.tree.Add(pcitest.Port("0000:00:01.0", "", -1, pci.PortRoot, pcitest.FullACS()), pcitest.Port("0000:00:02.0", "", -1, pci.PortRoot, pcitest.FullACS()))
+	w.tree.Add(pcitest.NVIDIACard("0000:65:00", "0000:00:01.0", -1, 0)...)
+	w.tree.Add(pcitest.SRIOVAccelerator("0000:06", "0000:00:02.0", -1, 0, 0, 0)...)
+	cards, err := pci.Scan(w.tree.FS())
+	if err != nil || len(cards) != 2 {
+		t.Fatalf("%d cards, %v", len(cards), err)
+	}
+	for _, c := range cards {
+		for _, f := range c.Functions {
+			w.driver[f.Address], w.native[f.Address] = f.Driver, f.Driver
+		}
+	}
+	w.start()
+	return w
+}
+
+func address(s string) pci.Address {
+	a, err := pci.ParseAddress(s)
+	if err != nil {
+		panic(err)
+	}
+	return a
+}
+
+var (
+	card4 = []pci.Address{address("0000:65:00.0"), address("0000:65:00.1"), address("0000:65:00.2"), address("0000:65:00.3")}
+	card1 = []pci.Address{address("0000:06:00.0")}
+)
+
+func (w *world) file() string { return filepath.Join(w.dir, "cards.json") }
+
+// start is hostd's start.
+func (w *world) start() {
+	w.t.Helper()
+	k, err := New(Config{
+		Root: w.tree.FS(), File: w.file(), Binder: w, Resetter: w, Hypervisor: w, Machines: w, Isolation: w, Guests: w, Cluster: cluster{w},
+		GPUs: w.gpus, Now: w.clock, Log: slog.New(slog.DiscardHandler),
+		Event:  w.event,
+		Timing: Timing{Verify: 30 * time.Millisecond, Step: time.Second, Grace: time.Minute},
+	})
+	if err != nil {
+		w.t.Fatal(err)
+	}
+	w.keeper = k
+}
+
+func (w *world) event(gpu, kind, message string) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.events = append(w.events, kind+" "+gpu+" "+message)
+}
+
+// restart lets hostd begin anew with what its end has left on disk.
+func (w *world) restart() {
+	w.t.Helper()
+	w.keeper.work.Wait()
+	if w.crashed {
+		if w.saved == nil {
+			_ = os.Remove(w.file())
+		} else if err := os.WriteFile(w.file(), w.saved, 0o600); err != nil {
+			w.t.Fatal(err)
+		}
+	}
+	w.crashed, w.crashAt, w.calls = false, 0, 0
+	w.start()
+}
+
+func (w *world) clock() time.Time {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return w.now
+}
+
+func (w *world) pass(d time.Duration) {
+	w.mu.Lock()
+	w.now = w.now.Add(d)
+	w.mu.Unlock()
+}
+
+// call is one of hostd's calls that change something. After hostd's end nothing
+// has an effect.
+func (w *world) call(do func() error) error {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if w.crashed {
+		return errCrashed
+	}
+	w.calls++
+	if w.calls == w.crashAt {
+		if w.after {
+			_ = do()
+		}
+		w.crashed = true
+		w.saved, _ = os.ReadFile(w.file())
+		return errCrashed
+	}
+	return do()
+}
+
+func (w *world) Take(_ context.Context, functions []pci.Address, driver string) error {
+	return w.call(func() error {
+		for _, f := range functions {
+			if w.owner[f] != "" {
+				w.t.Errorf("%s was bound anew while VM %s has it", f, w.owner[f])
+			}
+			w.driver[f] = driver
+		}
+		return nil
+	})
+}
+
+func (w *world) Return(_ context.Context, functions []pci.Address) error {
+	return w.call(func() error {
+		for _, f := range functions {
+			if w.owner[f] != "" {
+				w.t.Errorf("%s was returned while VM %s has it", f, w.owner[f])
+			}
+			if w.dirty[f] != "" {
+				w.t.Errorf("%s was returned without a reset", f)
+			}
+			w.driver[f] = w.native[f]
+		}
+		return nil
+	})
+}
+
+func (w *world) Reset(_ context.Context, card *pci.Card) (string, error) {
+	err := w.call(func() error {
+		for _, f := range card.Functions {
+			if w.owner[f.Address] != "" {
+				w.t.Errorf("%s was reset while VM %s has it", f.Address, w.owner[f.Address])
+			}
+		}
+		if err := w.resetFail[card.Address]; err != nil {
+			return err
+		}
+		for _, f := range card.Functions {
+			delete(w.dirty, f.Address)
+		}
+		return nil
+	})
+	return "flr", err
+}
+
+func (w *world) Driver() string              { return "pciback" }
+func (w *world) Dom0Access(*pci.Card) string { return "enabled" }
+func (w *world) About(string) string         { return "gpuguest 1" }
+func (w *world) Report(context.Context, *pci.Card) (*gpuctlv1.IsolationResponse, error) {
+	if w.care {
+		return &gpuctlv1.IsolationResponse{Verdict: "care", Findings: []*gpuctlv1.IsolationFinding{{
+			Code: "shared", Severity: "care", Message: "it shares its group with 0000:07:00.0", Advice: "give that away, too",
+		}}}, nil
+	}
+	return &gpuctlv1.IsolationResponse{Verdict: "yes"}, nil
+}
+
+func (w *world) Owners(context.Context) (map[pci.Address]Domain, error) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if w.hyperDown {
+		return nil, errors.New("xenstored does not answer")
+	}
+	if w.crashed {
+		return nil, errCrashed
+	}
+	out := map[pci.Address]Domain{}
+	for f, uuid := range w.owner {
+		if uuid != "" {
+			out[f] = Domain{uuid, w.machines[uuid].Name}
+		}
+	}
+	return out, nil
+}
+
+func (w *world) List(context.Context) (out []Machine, err error) {
+	for _, m := range w.machines {
+		out = append(out, *m)
+	}
+	return out, nil
+}
+
+func (w *world) Find(_ context.Context, ref string) (Machine, error) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	for _, m := range w.machines {
+		if m.UUID == ref || m.Name == ref {
+			return *m, nil
+		}
+	}
+	return Machine{}, fmt.Errorf("vm %s: %w", ref, ErrNotFound)
+}
+
+func (w *world) Check(_ context.Context, uuid string) ([]*gpuctlv1.Reason, error) {
+	if w.machines[uuid].Type != "hvm" {
+		return []*gpuctlv1.Reason{why("type", "it is a PV guest")}, nil
+	}
+	return nil, nil
+}
+
+// give is what the hypervisor does when a VM gets a function.
+func (w *world) give(uuid string, f pci.Address) error {
+	switch {
+	case w.driver[f] != "pciback":
+		return fmt.Errorf("%s is not assignable", f)
+	case w.owner[f] != "":
+		return fmt.Errorf("%s is in use", f)
+	case w.dirty[f] != "" && w.dirty[f] != uuid:
+		w.t.Errorf("VM %s got %s, which was not reset since another VM had it", uuid, f)
+	}
+	w.owner[f], w.dirty[f] = uuid, uuid
+	return nil
+}
+
+func (w *world) Attach(_ context.Context, uuid string, f pci.Address) error {
+	return w.call(func() error { return w.give(uuid, f) })
+}
+
+func (w *world) Detach(_ context.Context, uuid string, f pci.Address) error {
+	return w.call(func() error {
+		if w.deaf[uuid] {
+			return errors.New("timed out")
+		}
+		if w.owner[f] != uuid {
+			return fmt.Errorf("%s: no such device", f)
+		}
+		w.owner[f] = ""
+		return nil
+	})
+}
+
+func (w *world) Store(_ context.Context, uuid string, functions []pci.Address) error {
+	return w.call(func() error { w.stored[uuid] = slices.Clone(functions); return nil })
+}
+
+func (w *world) Unstore(_ context.Context, uuid string, _ []pci.Address) error {
+	return w.call(func() error { delete(w.stored, uuid); return nil })
+}
+
+func (w *world) LetGo(_ context.Context, uuid string, f pci.Address) error {
+	if w.deaf[uuid] {
+		return fmt.Errorf("vm %s: its gpuguest does not answer", w.machines[uuid].Name)
+	}
+	return nil
+}
+
+func (w *world) gpus(context.Context) ([]*clusterv1.GPU, error) {
+	return []*clusterv1.GPU{
+		{Name: "nvidia-0", PciAddress: card4[0].String(), Model: "Quadro"}, {Name: card1[0].String(), PciAddress: card1[0].String(), Model: "A10"}, {Name: "pocl-0"},
+	}, nil
+}
+
+// stop is what libvirt and the hypervisor do when a VM ends.
+func (w *world) stop(uuid string) {
+	w.mu.Lock()
+	w.machines[uuid].State = "shutoff"
+	for f, o := range w.owner {
+		if o == uuid {
+			w.owner[f] = ""
+		}
+	}
+	w.mu.Unlock()
+}
+
+// run is a VM's start, after the hook.
+func (w *world) run(uuid string, functions ...pci.Address) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.machines[uuid].State = "running"
+	for _, f := range functions {
+		if err := w.give(uuid, f); err != nil {
+			w.t.Error(err)
+		}
+	}
+}
+
+// cluster is the world as the cluster: one claim a GPU.
+type cluster struct{ *world }
+
+func (c cluster) HostName() string       { return "h" }
+func (c cluster) Settle(context.Context) { c.sweep() }
+func (c cluster) Kick()                  {}
+
+// sweep is the node's part: claims go that no hold stands for.
+func (c cluster) sweep() {
+	c.mu.Lock()
+	all := map[string]string{}
+	for id, gpu := range c.claims {
+		all[id] = gpu
+	}
+	dead := c.crashed
+	c.mu.Unlock()
+	if dead {
+		return
+	}
+	for id, gpu := range all {
+		if !c.keeper.Uses(id, gpu) {
+			c.mu.Lock()
+			delete(c.claims, id)
+			c.mu.Unlock()
+		}
+	}
+}
+
+func (c cluster) Claim(_ context.Context, claim *clusterv1.Claim) (*clusterv1.CreateClaimResponse, error) {
+	res := &clusterv1.CreateClaimResponse{}
+	err := c.call(func() error {
+		if c.noQuorum {
+			return errors.New("the cluster has no leader now")
+		}
+		for _, gpu := range []string{"nvidia-0", card1[0].String()} {
+			if !strings.Contains(claim.GetExpr(), fmt.Sprintf("%q", gpu)) {
+				continue
+			}
+			taken := false
+			for _, other := range c.claims {
+				taken = taken || other == gpu
+			}
+			if taken {
+				res.Rejected = append(res.Rejected, &clusterv1.Rejection{Host: "h", Gpu: "h/" + gpu, Reasons: []*gpuctlv1.Reason{why("taken", "it is claimed")}})
+				continue
+			}
+			c.claims[claim.GetId()] = gpu
+			res.Assignments = []*clusterv1.Assignment{{Gpu: "h/" + gpu, Host: "h"}}
+			res.Rejected = nil
+			return nil
+		}
+		return nil
+	})
+	return res, err
+}
+
+// settled reconciles until time has made everything be decided, and checks
+// what must hold then.
+func (w *world) settled() {
+	w.t.Helper()
+	for range 3 {
+		if err := w.keeper.Reconcile(w.t.Context()); err != nil {
+			w.t.Errorf("reconcile: %v", err)
+		}
+		w.keeper.work.Wait()
+		w.pass(2 * time.Minute)
+	}
+	cluster{w}.sweep()
+	w.check()
+}
+
+func (w *world) check() {
+	w.t.Helper()
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	for _, functions := range [][]pci.Address{card4, card1} {
+		owner := w.owner[functions[0]]
+		h := w.keeper.holds[functions[0]]
+		for _, f := range functions {
+			switch {
+			case w.owner[f] != owner:
+				w.t.Errorf("the card of %s is torn apart: %v", f, w.owner)
+			case owner == "" && h == nil && w.driver[f] != w.native[f]:
+				w.t.Errorf("%s is free and bound to %q, not %q", f, w.driver[f], w.native[f])
+			case owner == "" && h != nil && h.Phase != quarantined:
+				w.t.Errorf("nobody has %s, and it is %s for %s", f, h.Phase, h.machine())
+			case owner != "" && (h == nil || h.Phase != attached || h.UUID != owner):
+				w.t.Errorf("VM %s has %s, and the record is %+v", owner, f, h)
+			}
+		}
+		if owner != "" && h != nil && w.claims[h.Claim] != h.GPU {
+			w.t.Errorf("VM %s has %s without a claim: %v", owner, h.GPU, w.claims)
+		}
+	}
+	for id, gpu := range w.claims {
+		used := false
+		for _, h := range w.keeper.holds {
+			used = used || h.Claim == id && h.GPU == gpu
+		}
+		if !used {
+			w.t.Errorf("claim %s of %s stands for nothing", id, gpu)
+		}
+	}
+	if len(w.keeper.busy)+len(w.keeper.claiming) > 0 {
+		w.t.Errorf("left busy: %v %v", w.keeper.busy, w.keeper.claiming)
+	}
+}
