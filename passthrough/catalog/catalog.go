@@ -1,0 +1,213 @@
+package catalog
+
+import (
+	"errors"
+	"fmt"
+	"slices"
+	"strconv"
+	"strings"
+
+	"google.golang.org/protobuf/proto"
+
+	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/passthrough/pci"
+	"github.com/gpuctl/gpuctl/passthrough/reset"
+)
+
+// ErrInvalid is wrapped by every error about a file's content.
+var ErrInvalid = errors.New("invalid catalogue")
+
+// ID names devices as PCI does: VENDOR:DEVICE, or with a subsystem
+// VENDOR:DEVICE:SUBVENDOR:SUBDEVICE.
+type ID struct {
+	Vendor, Device       uint16
+	SubVendor, SubDevice uint16
+	Subsystem            bool // the last two count
+}
+
+// ParseID reads an id of two or four groups of four hexadecimal digits in lower
+// case.
+func ParseID(s string) (ID, error) {
+	parts := strings.Split(s, ":")
+	if len(parts) != 2 && len(parts) != 4 {
+		return ID{}, fmt.Errorf("%.40q is no PCI id (want \"10de:2235\" or \"10de:2235:10de:145a\")", s)
+	}
+	var n [4]uint16
+	for i, p := range parts {
+		v, err := strconv.ParseUint(p, 16, 16)
+		if err != nil || len(p) != 4 || strings.ToLower(p) != p || strings.ContainsAny(p, "+-_") {
+			return ID{}, fmt.Errorf("%.40q is no PCI id: %.10q is not four hexadecimal digits in lower case", s, p)
+		}
+		n[i] = uint16(v)
+	}
+	return ID{n[0], n[1], n[2], n[3], len(parts) == 4}, nil
+}
+
+// String is the id as files have it.
+func (id ID) String() string {
+	if id.Subsystem {
+		return fmt.Sprintf("%04x:%04x:%04x:%04x", id.Vendor, id.Device, id.SubVendor, id.SubDevice)
+	}
+	return fmt.Sprintf("%04x:%04x", id.Vendor, id.Device)
+}
+
+// Verdict says what a way of resetting does that does not work.
+type Verdict string
+
+// Verdicts.
+const (
+	Hangs    Verdict = "hangs"     // the device, its bus or the host may not come back
+	NoEffect Verdict = "no-effect" // success is returned and nothing has changed
+)
+
+// BadReset is a way of resetting that does not work with a model.
+type BadReset struct {
+	Method  reset.Method
+	Verdict Verdict
+	Reason  string
+}
+
+// VGPUType is a kind of virtual GPU that a model can be cut into by the maker's
+// software.
+type VGPUType struct {
+	Name   string
+	Memory uint64 // framebuffer, bytes
+	Max    uint32 // on a GPU, when all have one size
+	Mixed  uint32 // on a GPU, when sizes differ; 0: not known, or not allowed
+	MIG    string // profile of the slice that it needs; empty: shares the GPU by time
+}
+
+// Entry is what is known of a model.
+type Entry struct {
+	Model    string
+	Memory   uint64           // nominal, bytes; 0: not known, or different from card to card
+	Rank     uint32           // the higher, the better
+	Limits   *gpuctlv1.Limits // what is zero is not known
+	VGPU     []VGPUType
+	Resets   []BadReset
+	Emulated bool   // no GPU: a device that stands for one in a lab
+	File     string // that spoke of the model last
+}
+
+// Avoid is what reset.Resetter has to leave out, and why.
+func (e *Entry) Avoid() []reset.Avoid {
+	var out []reset.Avoid
+	for _, b := range e.Resets {
+		out = append(out, reset.Avoid{Method: b.Method, Why: fmt.Sprintf("%s %s: %s", e.Model, b.Verdict, b.Reason)})
+	}
+	return out
+}
+
+// VGPUType finds a type by name, as "A40-8Q".
+func (e *Entry) VGPUType(name string) (VGPUType, bool) {
+	i := slices.IndexFunc(e.VGPU, func(t VGPUType) bool { return t.Name == name })
+	if i < 0 {
+		return VGPUType{}, false
+	}
+	return e.VGPU[i], true
+}
+
+func (e *Entry) clone() Entry {
+	c := *e
+	c.Limits = proto.CloneOf(e.Limits)
+	c.VGPU, c.Resets = slices.Clone(e.VGPU), slices.Clone(e.Resets)
+	return c
+}
+
+// Catalog is the knowledge of all files. It does not change and may be used by
+// several goroutines.
+type Catalog struct {
+	models map[string]*Entry
+	byID   map[ID]string
+}
+
+// Lookup finds the model of a device. For a virtual function it is that of the
+// card without the memory, which depends on how the card is cut.
+func (c *Catalog) Lookup(d *pci.Device) (Entry, bool) {
+	id := ID{d.VendorID, d.DeviceID, d.SubVendorID, d.SubDeviceID, true}
+	model, ok := c.byID[id]
+	if !ok {
+		model, ok = c.byID[ID{Vendor: d.VendorID, Device: d.DeviceID}]
+	}
+	if !ok {
+		return Entry{}, false
+	}
+	e := c.models[model].clone()
+	if d.PF != nil {
+		e.Memory, e.Limits.GlobalMemory, e.VGPU = 0, 0, nil
+	}
+	return e, true
+}
+
+// Model finds a model by its name.
+func (c *Catalog) Model(name string) (Entry, bool) {
+	e, ok := c.models[name]
+	if !ok {
+		return Entry{}, false
+	}
+	return e.clone(), true
+}
+
+// Models are the names of all models, in order of rank and then of the alphabet.
+func (c *Catalog) Models() []string {
+	names := make([]string, 0, len(c.models))
+	for n := range c.models {
+		names = append(names, n)
+	}
+	slices.SortFunc(names, func(a, b string) int {
+		if d := int64(c.models[a].Rank) - int64(c.models[b].Rank); d != 0 {
+			return int(d)
+		}
+		return strings.Compare(a, b)
+	})
+	return names
+}
+
+// IDs are all ids that have a model.
+func (c *Catalog) IDs() map[ID]string {
+	out := make(map[ID]string, len(c.byID))
+	for id, m := range c.byID {
+		out[id] = m
+	}
+	return out
+}
+
+// Source is where a figure comes from.
+type Source string
+
+// Sources of the amount of memory, the best first.
+const (
+	FromDriver  Source = "driver"
+	FromCatalog Source = "catalogue"
+	FromBAR     Source = "BAR" // an upper bound: BARs are powers of two
+	Unknown     Source = ""
+)
+
+// aperture is the size of a window onto memory that says nothing of the
+// memory's size: that of GPUs without a resizable BAR.
+const aperture = 256 << 20
+
+// Memory says how much memory a device has, in bytes, and how that is known.
+// ok is what Lookup returned with the entry. The BAR counts where it holds all
+// memory: of devices with a resizable BAR, and of emulated ones.
+func Memory(d *pci.Device, e Entry, ok bool) (uint64, Source) {
+	if d.VideoMemory != 0 {
+		return d.VideoMemory, FromDriver
+	}
+	if ok && e.Memory != 0 {
+		return e.Memory, FromCatalog
+	}
+	if d.PF != nil {
+		return 0, Unknown
+	}
+	var largest uint64
+	for _, b := range d.BARs {
+		if !b.IO && b.Prefetchable {
+			largest = max(largest, b.Size)
+		}
+	}
+	if largest > aperture || ok && e.Emulated && largest > 0 {
+		return largest, FromBAR
+	}
+	return 0, Unknown
+}

@@ -1,0 +1,398 @@
+package reset
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/google/renameio/v2"
+
+	"github.com/gpuctl/gpuctl/passthrough/pci"
+	"github.com/gpuctl/gpuctl/passthrough/sysfs"
+)
+
+const (
+	autoprobe  = "sys/bus/pci/drivers_autoprobe"
+	probe      = "sys/bus/pci/drivers_probe"
+	noOverride = "(null)"
+	maxRecord  = 64 << 10
+	suffix     = ".reset.json"
+)
+
+// record is what has to be put back after a reset, and after the crash of who
+// was at it. It is on disk before the first change.
+type record struct {
+	Boot      string            `json:"boot"`               // after another boot nothing of it is so
+	Choices   map[string]string `json:"choices,omitempty"`  // reset_method of functions
+	Controls  map[string]string `json:"controls,omitempty"` // power/control of functions and the bridge
+	Bridge    *pci.Address      `json:"bridge,omitempty"`   // below which the functions were
+	Autoprobe string            `json:"autoprobe,omitempty"`
+	Functions []held            `json:"functions,omitempty"` // that are taken off the bus
+}
+
+// held is a function's driver.
+type held struct {
+	Address  pci.Address `json:"address"`
+	Driver   string      `json:"driver,omitempty"`
+	Override string      `json:"override,omitempty"`
+}
+
+func (r *Resetter) boot() string {
+	data, err := r.root.ReadFile("proc/sys/kernel/random/boot_id")
+	if err != nil {
+		return ""
+	}
+	return strings.TrimSpace(string(data))
+}
+
+func (r *Resetter) recordFile(a pci.Address) string {
+	return filepath.Join(r.records, a.String()+suffix)
+}
+
+// record writes the card's record; forget takes it away. Without a folder for
+// records there is none.
+func (j *job) record(rec *record) (forget func(), err error) {
+	if j.records == "" {
+		return func() {}, nil
+	}
+	rec.Boot = j.boot()
+	data, err := json.Marshal(rec)
+	if err != nil {
+		return nil, fmt.Errorf("record of the reset: %w", err)
+	}
+	name := j.recordFile(j.card.Address)
+	if err := os.MkdirAll(j.records, 0o700); err != nil {
+		return nil, fmt.Errorf("record of the reset: %w", err)
+	}
+	if err := renameio.WriteFile(name, data, 0o600); err != nil {
+		return nil, fmt.Errorf("record of the reset: %w", err)
+	}
+	if err := syncFolder(j.records); err != nil {
+		return nil, fmt.Errorf("record of the reset: %w", err)
+	}
+	return func() { _ = os.Remove(name) }, nil // else Recover does once more what is done
+}
+
+func syncFolder(dir string) error {
+	f, err := os.Open(dir)
+	if err != nil {
+		return err
+	}
+	defer f.Close()
+	return f.Sync()
+}
+
+// d3cold switches the card's power off and on. It asks the functions to sleep;
+// where a driver keeps them awake it takes them off the bus, since a bridge
+// that may sleep and has nothing below it cuts the power of its slot.
+func (j *job) d3cold(ctx context.Context) error {
+	bridge, err := j.switchable()
+	if err != nil {
+		return err
+	}
+	cut, err := j.sleep(ctx, bridge)
+	if err != nil || cut {
+		return err
+	}
+	if bridge == nil {
+		return skipf("the platform does not switch the power of %s, which has no bridge above", j.main.Address)
+	}
+	return j.unplug(ctx, *bridge)
+}
+
+// switchable says why the card's power cannot be switched. The bridge is nil
+// for a card on a root bus.
+func (j *job) switchable() (bridge *pci.Address, err error) {
+	if j.text(j.main.Address, "d3cold_allowed") != "1" {
+		return nil, skipf("d3cold_allowed of %s is not 1", j.main.Address)
+	}
+	if len(j.main.Upstream) == 0 {
+		return nil, nil
+	}
+	above, err := j.alone()
+	if err != nil {
+		return nil, err
+	}
+	entries, err := j.root.ReadDir(j.at(above, ""))
+	if err != nil {
+		return nil, skipf("the bridge %s cannot be read: %v", above, err)
+	}
+	for _, e := range entries {
+		if a, err := pci.ParseAddress(e.Name()); err == nil && !j.own(a) {
+			return nil, skipf("%s is below the bridge %s, too, and would keep its power on", a, above)
+		}
+	}
+	if j.text(above, "d3cold_allowed") == "0" {
+		return nil, skipf("d3cold_allowed of the bridge %s is 0", above)
+	}
+	return &above, nil
+}
+
+// sleep lets the functions sleep and wakes them. cut says that power was off.
+func (j *job) sleep(ctx context.Context, bridge *pci.Address) (cut bool, err error) {
+	rec := &record{Controls: map[string]string{}}
+	all := make([]pci.Address, 0, len(j.card.Functions)+1)
+	for _, f := range j.card.Functions {
+		all = append(all, f.Address)
+	}
+	if bridge != nil && j.exists(j.at(*bridge, "power/control")) {
+		all = append(all, *bridge)
+	}
+	for _, a := range all {
+		control := j.text(a, "power/control")
+		if control == "" {
+			return false, skipf("%s has no power management at run time", a)
+		}
+		rec.Controls[a.String()] = control
+	}
+	return cut, j.with(ctx, rec, func(ctx context.Context) error {
+		for _, a := range all {
+			if err := j.root.Write(ctx, j.at(a, "power/control"), "auto"); err != nil {
+				return fmt.Errorf("let %s sleep: %w", a, err)
+			}
+		}
+		cut = j.cold(ctx, j.main.Address)
+		// Awake again, whatever it was before: it is to be looked at.
+		for _, a := range slices.Backward(all) {
+			if err := j.root.Write(ctx, j.at(a, "power/control"), "on"); err != nil {
+				return fmt.Errorf("wake %s: %w", a, err)
+			}
+		}
+		return nil
+	})
+}
+
+// unplug takes the functions off the bus until power has been off.
+func (j *job) unplug(ctx context.Context, bridge pci.Address) error {
+	if j.records == "" {
+		return skipf("%s does not sleep, and there is no folder for records, without which a crash would leave it off the bus", j.main.Address)
+	}
+	for _, name := range []string{"power/control", "power_state", "rescan"} {
+		if !j.exists(j.at(bridge, name)) {
+			return skipf("the bridge %s has no %s", bridge, name)
+		}
+	}
+	auto, err := j.root.ReadFile(autoprobe)
+	if err != nil {
+		return skipf("drivers cannot be kept off: %v", err)
+	}
+	rec := &record{
+		Bridge: &bridge, Controls: map[string]string{bridge.String(): j.text(bridge, "power/control")}, Autoprobe: strings.TrimSpace(string(auto)),
+	}
+	for _, f := range j.card.Functions {
+		if !j.exists(j.file(f, "remove")) {
+			return skipf("%s cannot be taken off the bus", f.Address)
+		}
+		h := held{Address: f.Address, Driver: j.link(f.Address, "driver"), Override: j.text(f.Address, "driver_override")}
+		if h.Override == noOverride {
+			h.Override = ""
+		}
+		rec.Functions = append(rec.Functions, h)
+	}
+	return j.with(ctx, rec, func(ctx context.Context) error {
+		if rec.Autoprobe == "1" {
+			if err := j.root.Write(ctx, autoprobe, "0"); err != nil {
+				return fmt.Errorf("keep drivers off: %w", err)
+			}
+		}
+		if err := j.root.Write(ctx, j.at(bridge, "power/control"), "auto"); err != nil {
+			return fmt.Errorf("let %s sleep: %w", bridge, err)
+		}
+		j.fresh = true
+		for _, f := range slices.Backward(j.card.Functions) {
+			if err := j.root.Write(ctx, j.file(f, "remove"), "1"); err != nil {
+				return fmt.Errorf("take %s off the bus: %w", f.Address, err)
+			}
+		}
+		if !j.cold(ctx, bridge) {
+			return fmt.Errorf("power stayed on: the bridge %s is in %s after %s; the platform does not switch this slot's power", bridge, j.text(bridge, "power_state"), j.power)
+		}
+		return nil
+	})
+}
+
+// with does something of which a record is on disk, and puts things back.
+func (j *job) with(ctx context.Context, rec *record, do func(context.Context) error) (err error) {
+	forget, err := j.record(rec)
+	if err != nil {
+		return err
+	}
+	attempt, cancel := context.WithTimeout(ctx, j.attempt)
+	defer cancel()
+	err = do(attempt)
+	if errors.Is(err, sysfs.ErrStuck) {
+		return err // what is put back would wait, too; the record remains
+	}
+	undo, stop := context.WithTimeout(context.WithoutCancel(ctx), j.ready)
+	defer stop()
+	if back := j.restore(undo, rec); back != nil {
+		return errors.Join(err, back)
+	}
+	forget()
+	return err
+}
+
+// cold waits until a device is without power.
+func (j *job) cold(ctx context.Context, a pci.Address) bool {
+	ctx, cancel := context.WithTimeout(ctx, j.power)
+	defer cancel()
+	for pause := firstPause; ; pause = min(2*pause, mostPause) {
+		if j.text(a, "power_state") == "D3cold" {
+			return true
+		}
+		select {
+		case <-ctx.Done():
+			return false
+		case <-time.After(pause):
+		}
+	}
+}
+
+// restore brings back what a record names, as far as it is not there. It can be
+// repeated.
+func (r *Resetter) restore(ctx context.Context, rec *record) error {
+	var errs []error
+	note := func(what string, err error) {
+		if err != nil {
+			errs = append(errs, fmt.Errorf("%s: %w", what, err))
+		}
+	}
+	for address, choice := range rec.Choices {
+		a, err := pci.ParseAddress(address)
+		if err != nil {
+			note("record", err)
+			continue
+		}
+		note("put back reset_method", r.root.Write(ctx, r.at(a, "reset_method"), choice))
+	}
+	if rec.Bridge != nil {
+		note("wake the bridge", r.root.Write(ctx, r.at(*rec.Bridge, "power/control"), "on"))
+		if slices.ContainsFunc(rec.Functions, func(h held) bool { return !r.exists(r.at(h.Address, "vendor")) }) {
+			note("find the card again", r.root.Write(ctx, r.at(*rec.Bridge, "rescan"), "1"))
+		}
+		for _, h := range rec.Functions {
+			note("bring "+h.Address.String()+" back", r.rebind(ctx, h))
+		}
+	}
+	// Only now: a driver that is probed by itself might not be the one.
+	if rec.Autoprobe == "1" {
+		note("let drivers probe", r.root.Write(ctx, autoprobe, "1"))
+	}
+	for address, control := range rec.Controls {
+		a, err := pci.ParseAddress(address)
+		if err == nil && r.text(a, "power/control") != control {
+			err = r.root.Write(ctx, r.at(a, "power/control"), control)
+		}
+		note("put back power/control", err)
+	}
+	return errors.Join(errs...)
+}
+
+// rebind gives a function that has been found again its driver.
+func (r *Resetter) rebind(ctx context.Context, h held) error {
+	for pause := firstPause; !r.exists(r.at(h.Address, "vendor")); pause = min(2*pause, mostPause) {
+		select {
+		case <-ctx.Done():
+			return errors.New("the rescan has not found it")
+		case <-time.After(pause):
+		}
+		if err := r.root.Write(ctx, "sys/bus/pci/rescan", "1"); err != nil {
+			return err
+		}
+	}
+	now := r.text(h.Address, "driver_override")
+	if now == noOverride {
+		now = ""
+	}
+	if now != h.Override {
+		if err := r.root.Write(ctx, r.at(h.Address, "driver_override"), h.Override+"\n"); err != nil {
+			return fmt.Errorf("driver_override: %w", err)
+		}
+	}
+	if h.Driver == "" || r.link(h.Address, "driver") == h.Driver {
+		return nil
+	}
+	if err := r.root.Write(ctx, probe, h.Address.String()); err != nil {
+		return fmt.Errorf("probe: %w", err)
+	}
+	if now := r.link(h.Address, "driver"); now != h.Driver {
+		return fmt.Errorf("has driver %q, it had %s", now, h.Driver)
+	}
+	return nil
+}
+
+// Recover undoes what resets have left behind whose process has died: cards
+// come back onto the bus with their drivers, the kernel's choice of resets is
+// as it was. It returns the cards that it found so; they have not been reset.
+// It must run before anything is reset or bound, and can be repeated.
+func (r *Resetter) Recover(ctx context.Context) ([]pci.Address, error) {
+	if r.records == "" {
+		return nil, nil
+	}
+	entries, err := os.ReadDir(r.records)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil, nil
+	} else if err != nil {
+		return nil, fmt.Errorf("records of resets: %w", err)
+	}
+	var out []pci.Address
+	var errs []error
+	for _, e := range entries {
+		address, ok := strings.CutSuffix(e.Name(), suffix)
+		a, err := pci.ParseAddress(address)
+		if !ok || err != nil {
+			continue
+		}
+		name := filepath.Join(r.records, e.Name())
+		rec, err := readRecord(name)
+		if err == nil && rec.Boot == r.boot() {
+			err = r.restore(ctx, rec)
+		}
+		if err == nil {
+			err = os.Remove(name)
+		}
+		if err != nil {
+			errs = append(errs, fmt.Errorf("recover from the reset of %s: %w", a, err))
+			continue
+		}
+		out = append(out, a)
+	}
+	return out, errors.Join(errs...)
+}
+
+func readRecord(name string) (*record, error) {
+	data, err := os.ReadFile(name)
+	if err != nil {
+		return nil, err
+	}
+	return parseRecord(data)
+}
+
+// parseRecord checks what is used as part of a path.
+func parseRecord(data []byte) (*record, error) {
+	if len(data) > maxRecord {
+		return nil, errors.New("record: too large")
+	}
+	var rec record
+	if err := json.Unmarshal(data, &rec); err != nil {
+		return nil, fmt.Errorf("record: %w", err)
+	}
+	for _, m := range []map[string]string{rec.Choices, rec.Controls} {
+		for a := range m {
+			if _, err := pci.ParseAddress(a); err != nil {
+				return nil, fmt.Errorf("record: %w", err)
+			}
+		}
+	}
+	if len(rec.Functions) > 0 && rec.Bridge == nil {
+		return nil, errors.New("record: functions without a bridge")
+	}
+	return &rec, nil
+}
