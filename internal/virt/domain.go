@@ -1,0 +1,289 @@
+package virt
+
+import (
+	"context"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"strings"
+
+	"github.com/digitalocean/go-libvirt"
+)
+
+// UUID is a domain's.
+type UUID [16]byte
+
+// ParseUUID reads a UUID with or without hyphens, as libvirt does.
+func ParseUUID(s string) (UUID, error) {
+	var u UUID
+	digits := strings.ReplaceAll(s, "-", "")
+	if len(digits) != 32 {
+		return u, fmt.Errorf("%.60q is no UUID", s)
+	}
+	if _, err := hex.Decode(u[:], []byte(digits)); err != nil {
+		return u, fmt.Errorf("%.60q is no UUID", s)
+	}
+	return u, nil
+}
+
+// String is the UUID as libvirt writes it.
+func (u UUID) String() string {
+	h := hex.EncodeToString(u[:])
+	return h[:8] + "-" + h[8:12] + "-" + h[12:16] + "-" + h[16:20] + "-" + h[20:]
+}
+
+// Domain says which domain. libvirt finds it by its UUID.
+type Domain struct {
+	Name string
+	UUID UUID
+	// ID is the hypervisor's number for it when this was read, -1 while it does
+	// not run.
+	ID int
+}
+
+func (d Domain) raw() libvirt.Domain {
+	return libvirt.Domain{Name: d.Name, UUID: libvirt.UUID(d.UUID), ID: int32(d.ID)}
+}
+
+func domainOf(d libvirt.Domain) Domain {
+	return Domain{Name: d.Name, UUID: UUID(d.UUID), ID: int(d.ID)}
+}
+
+// State is what a domain does.
+type State int32
+
+// States: virDomainState.
+const (
+	NoState State = iota
+	Running
+	Blocked
+	Paused
+	ShuttingDown
+	ShutOff
+	Crashed
+	PMSuspended
+)
+
+// String is virsh's word for it.
+func (s State) String() string {
+	words := [...]string{"no state", "running", "idle", "paused", "in shutdown", "shut off", "crashed", "pmsuspended"}
+	if s < 0 || int(s) >= len(words) {
+		return fmt.Sprintf("state %d", int32(s))
+	}
+	return words[s]
+}
+
+// Active says that the domain exists in the hypervisor.
+func (s State) Active() bool { return s != NoState && s != ShutOff && s != Crashed }
+
+// Number is a version as libvirt counts: 9000000 is 9.0.0.
+type Number uint64
+
+// String is major.minor.release.
+func (n Number) String() string {
+	return fmt.Sprintf("%d.%d.%d", n/1_000_000, n/1000%1000, n%1000)
+}
+
+// Versions are those of libvirtd and its hypervisor.
+type Versions struct {
+	Libvirt, Hypervisor Number
+}
+
+func (c *Client) query(name, object string) op {
+	return op{name: name, object: object, limit: c.limits.Query}
+}
+
+func (c *Client) change(name, object string) op {
+	return op{name: name, object: object, limit: c.limits.Change, change: true}
+}
+
+// done is do for calls that return nothing.
+func done(ctx context.Context, c *Client, o op, f func(*libvirt.Libvirt) error) error {
+	_, err := do(ctx, c, o, func(rpc *libvirt.Libvirt) (struct{}, error) { return struct{}{}, f(rpc) })
+	return err
+}
+
+// Version asks for the versions of libvirtd and the hypervisor.
+func (c *Client) Version(ctx context.Context) (Versions, error) {
+	return do(ctx, c, c.query("version", ""), func(rpc *libvirt.Libvirt) (v Versions, err error) {
+		lib, err := rpc.ConnectGetLibVersion()
+		if err != nil {
+			return v, err
+		}
+		hv, err := rpc.ConnectGetVersion()
+		return Versions{Number(lib), Number(hv)}, err
+	})
+}
+
+// Capabilities is the host's capabilities as XML.
+func (c *Client) Capabilities(ctx context.Context) ([]byte, error) {
+	return do(ctx, c, c.query("capabilities", ""), func(rpc *libvirt.Libvirt) ([]byte, error) {
+		s, err := rpc.ConnectGetCapabilities()
+		return []byte(s), err
+	})
+}
+
+// Hostname is the host's name as libvirtd knows it.
+func (c *Client) Hostname(ctx context.Context) (string, error) {
+	return do(ctx, c, c.query("hostname", ""), func(rpc *libvirt.Libvirt) (string, error) { return rpc.ConnectGetHostname() })
+}
+
+// Domains lists all domains, running or not.
+func (c *Client) Domains(ctx context.Context) ([]Domain, error) {
+	return do(ctx, c, c.query("list", ""), func(rpc *libvirt.Libvirt) ([]Domain, error) {
+		raw, _, err := rpc.ConnectListAllDomains(1, libvirt.ConnectListDomainsActive|libvirt.ConnectListDomainsInactive)
+		if err != nil {
+			return nil, err
+		}
+		domains := make([]Domain, len(raw))
+		for i, d := range raw {
+			domains[i] = domainOf(d)
+		}
+		return domains, nil
+	})
+}
+
+// Lookup finds a domain by its UUID or name.
+func (c *Client) Lookup(ctx context.Context, nameOrUUID string) (Domain, error) {
+	if u, err := ParseUUID(nameOrUUID); err == nil {
+		d, err := c.LookupUUID(ctx, u)
+		if !errors.Is(err, ErrNotFound) {
+			return d, err
+		} // or somebody gave a domain such a name
+	}
+	return do(ctx, c, c.query("domid", nameOrUUID), func(rpc *libvirt.Libvirt) (Domain, error) {
+		d, err := rpc.DomainLookupByName(nameOrUUID)
+		return domainOf(d), err
+	})
+}
+
+// LookupUUID finds a domain by its UUID.
+func (c *Client) LookupUUID(ctx context.Context, u UUID) (Domain, error) {
+	return do(ctx, c, c.query("domid", u.String()), func(rpc *libvirt.Libvirt) (Domain, error) {
+		d, err := rpc.DomainLookupByUUID(libvirt.UUID(u))
+		return domainOf(d), err
+	})
+}
+
+// State says what a domain does.
+func (c *Client) State(ctx context.Context, d Domain) (State, error) {
+	return do(ctx, c, c.query("domstate", d.Name), func(rpc *libvirt.Libvirt) (State, error) {
+		s, _, err := rpc.DomainGetState(d.raw(), 0)
+		return State(s), err
+	})
+}
+
+// XMLFlags say which XML of a domain.
+type XMLFlags uint32
+
+// Flags of XML: virDomainXMLFlags.
+const (
+	// XMLSecure includes passwords. Needed to define the domain again, not to
+	// be shown to anybody.
+	XMLSecure XMLFlags = 1
+	// XMLInactive is the persistent definition, which the next start uses,
+	// rather than the running domain.
+	XMLInactive XMLFlags = 2
+	// XMLMigratable leaves out what a destination would refuse.
+	XMLMigratable XMLFlags = 8
+)
+
+// XML is a domain's XML: with no flags that of the running domain, if it runs.
+func (c *Client) XML(ctx context.Context, d Domain, flags XMLFlags) ([]byte, error) {
+	return do(ctx, c, c.query("dumpxml", d.Name), func(rpc *libvirt.Libvirt) ([]byte, error) {
+		s, err := rpc.DomainGetXMLDesc(d.raw(), libvirt.DomainXMLFlags(flags))
+		return []byte(s), err
+	})
+}
+
+// fits checks that libvirt's protocol can carry the XML.
+func fits(o op, xml []byte) error {
+	if len(xml) > maxString {
+		return o.failed(fmt.Errorf("%w: XML of %d bytes; libvirt takes up to %d", ErrInvalid, len(xml), maxString))
+	}
+	return nil
+}
+
+// Define makes a domain persistent or changes the definition of the one with
+// the same name and UUID. A running domain does not change before its next
+// start.
+func (c *Client) Define(ctx context.Context, xml []byte) (Domain, error) {
+	o := c.change("define", "")
+	if err := fits(o, xml); err != nil {
+		return Domain{}, err
+	}
+	return do(ctx, c, o, func(rpc *libvirt.Libvirt) (Domain, error) {
+		d, err := rpc.DomainDefineXMLFlags(string(xml), 0)
+		return domainOf(d), err
+	})
+}
+
+// Undefine removes a domain's persistent definition. A running one goes on.
+func (c *Client) Undefine(ctx context.Context, d Domain) error {
+	return done(ctx, c, c.change("undefine", d.Name), func(rpc *libvirt.Libvirt) error { return rpc.DomainUndefineFlags(d.raw(), 0) })
+}
+
+// Start starts a defined domain and returns it with its ID. It is called Create
+// in libvirt's own interface.
+func (c *Client) Start(ctx context.Context, d Domain) (Domain, error) {
+	return do(ctx, c, c.change("start", d.Name), func(rpc *libvirt.Libvirt) (Domain, error) {
+		d, err := rpc.DomainCreateWithFlags(d.raw(), 0)
+		return domainOf(d), err
+	})
+}
+
+// Shutdown asks the guest to shut down. It may refuse or take its time: the
+// event Stopped says when it has.
+func (c *Client) Shutdown(ctx context.Context, d Domain) error {
+	return done(ctx, c, c.change("shutdown", d.Name), func(rpc *libvirt.Libvirt) error { return rpc.DomainShutdownFlags(d.raw(), 0) })
+}
+
+// Destroy ends a running domain at once.
+func (c *Client) Destroy(ctx context.Context, d Domain) error {
+	return done(ctx, c, c.change("destroy", d.Name), func(rpc *libvirt.Libvirt) error { return rpc.DomainDestroyFlags(d.raw(), 0) })
+}
+
+// Suspend pauses a running domain.
+func (c *Client) Suspend(ctx context.Context, d Domain) error {
+	return done(ctx, c, c.change("suspend", d.Name), func(rpc *libvirt.Libvirt) error { return rpc.DomainSuspend(d.raw()) })
+}
+
+// Resume lets a paused domain run.
+func (c *Client) Resume(ctx context.Context, d Domain) error {
+	return done(ctx, c, c.change("resume", d.Name), func(rpc *libvirt.Libvirt) error { return rpc.DomainResume(d.raw()) })
+}
+
+// Affect says what an attach or detach changes.
+type Affect uint32
+
+// What may be changed: virDomainDeviceModifyFlags. Both may be given together.
+const (
+	Live   Affect = 1 // the running domain
+	Config Affect = 2 // its persistent definition
+)
+
+// Attach adds the device of the XML. Its success is libvirt's word only: see
+// the package's comment.
+func (c *Client) Attach(ctx context.Context, d Domain, device []byte, what Affect) error {
+	o := c.change("attach-device", d.Name)
+	if err := fits(o, device); err != nil {
+		return err
+	}
+	return done(ctx, c, o, func(rpc *libvirt.Libvirt) error {
+		return rpc.DomainAttachDeviceFlags(d.raw(), string(device), uint32(what))
+	})
+}
+
+// Detach removes the device of the XML. On qemu it returns when the guest has
+// been asked, and the event DeviceRemoved or DeviceRemovalFailed follows if the
+// guest does not answer soon. On Xen it waits for the guest, and must not be
+// called before the guest is known to answer: see the package's comment.
+func (c *Client) Detach(ctx context.Context, d Domain, device []byte, what Affect) error {
+	o := c.change("detach-device", d.Name)
+	if err := fits(o, device); err != nil {
+		return err
+	}
+	return done(ctx, c, o, func(rpc *libvirt.Libvirt) error {
+		return rpc.DomainDetachDeviceFlags(d.raw(), string(device), uint32(what))
+	})
+}

@@ -1,0 +1,242 @@
+package virt
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net/url"
+	"time"
+
+	"github.com/digitalocean/go-libvirt"
+)
+
+// JobState is what a domain's job does: virDomainJobType.
+type JobState int32
+
+// States of a job.
+const (
+	NoJob JobState = iota
+	JobBounded
+	JobUnbounded
+	JobIsCompleted
+	JobFailed
+	JobCancelled
+)
+
+// Job is what libvirt says about a domain's job. The libxl driver knows the
+// elapsed time only; what is unknown is zero.
+type Job struct {
+	State              JobState
+	Elapsed, Remaining time.Duration
+	// Downtime is how long the guest stands still at the end of a migration.
+	Downtime time.Duration
+	// Total, Processed and Left are bytes; Total grows when memory is sent again.
+	Total, Processed, Left uint64
+	// Bandwidth and DirtyRate are bytes a second.
+	Bandwidth, DirtyRate uint64
+	Iteration            int
+}
+
+// jobOf makes a job of libvirt's parameters (libvirt-domain.h,
+// VIR_DOMAIN_JOB_*).
+func jobOf(state JobState, p map[string]any) Job {
+	number := func(name string) uint64 {
+		switch v := p[name].(type) {
+		case uint64:
+			return v
+		case int64:
+			return uint64(max(0, v))
+		}
+		return 0
+	}
+	ms := func(name string) time.Duration {
+		const longest = uint64(1<<63-1) / uint64(time.Millisecond)
+		return time.Duration(min(number(name), longest)) * time.Millisecond
+	}
+	return Job{
+		State: state, Elapsed: ms(libvirt.DomainJobTimeElapsed), Remaining: ms(libvirt.DomainJobTimeRemaining), Downtime: ms(libvirt.DomainJobDowntime),
+		Total: number(libvirt.DomainJobDataTotal), Processed: number(libvirt.DomainJobDataProcessed), Left: number(libvirt.DomainJobDataRemaining),
+		Bandwidth: number(libvirt.DomainJobMemoryBps),
+		DirtyRate: number(libvirt.DomainJobMemoryDirtyRate) * max(number(libvirt.DomainJobMemoryPageSize), 1),
+		Iteration: int(min(number(libvirt.DomainJobMemoryIteration), 1<<31)),
+	}
+}
+
+// Job asks what a domain's job does.
+func (c *Client) Job(ctx context.Context, d Domain) (Job, error) {
+	return do(ctx, c, c.query("domjobinfo", d.Name), func(rpc *libvirt.Libvirt) (Job, error) {
+		state, raw, err := rpc.DomainGetJobStats(d.raw(), 0)
+		if err != nil {
+			return Job{}, err
+		}
+		params := map[string]any{}
+		for _, p := range raw {
+			switch v := p.Value.I.(type) {
+			case int32:
+				params[p.Field] = int64(v)
+			case uint32:
+				params[p.Field] = uint64(v)
+			default:
+				params[p.Field] = v
+			}
+		}
+		return jobOf(JobState(state), params), nil
+	})
+}
+
+// Abort aborts a domain's job. The libxl driver can't: ErrUnsupported.
+func (c *Client) Abort(ctx context.Context, d Domain) error {
+	o := c.query("domjobabort", d.Name)
+	if c.driver == Xen {
+		return c.abort(d)
+	}
+	return done(ctx, c, o, func(rpc *libvirt.Libvirt) error { return rpc.DomainAbortJob(d.raw()) })
+}
+
+// Migration says how a domain moves: live and peer to peer, that is, this
+// host's libvirtd talks to the destination's.
+type Migration struct {
+	// Destination is the URI of the destination's libvirtd as this host's
+	// libvirtd reaches it: xen+tls://host/system.
+	Destination string
+	// Data is the URI for the guest's memory, tcp://address[:port], where it is
+	// not to be the destination's host name.
+	Data string
+	// XML replaces the domain's at the destination. It must look the same to
+	// the guest.
+	XML []byte
+	// PersistentXML replaces the definition at the destination. qemu only.
+	PersistentXML []byte
+	// Persist defines the domain at the destination, UndefineSource removes
+	// its definition here.
+	Persist, UndefineSource bool
+	// Bandwidth limits the migration, in MiB/s. qemu only; for Xen use traffic
+	// control.
+	Bandwidth uint64
+	// AutoConverge slows a guest down that dirties its memory too fast. qemu
+	// only.
+	AutoConverge bool
+	// TLS encrypts the guest's memory. qemu only.
+	TLS bool
+	// Unsafe skips the check that disks are shared and not cached.
+	Unsafe bool
+	// Limit is the time it may take; zero is the client's limit. Then, and when
+	// the context ends, it is aborted if the driver can do that.
+	Limit time.Duration
+	// Progress is called with the job every Every (half a second) until the end.
+	Progress func(Job)
+	Every    time.Duration
+}
+
+// flags and parameters of virDomainMigrateToURI3, or why the driver can't.
+func (m *Migration) prepare(driver Driver) (libvirt.DomainMigrateFlags, []libvirt.TypedParam, error) {
+	flags := libvirt.MigrateLive | libvirt.MigratePeer2peer
+	var params []libvirt.TypedParam
+	add := func(name string, v *libvirt.TypedParamValue) {
+		params = append(params, libvirt.TypedParam{Field: name, Value: *v})
+	}
+	u, err := url.Parse(m.Destination)
+	if err != nil || u.Scheme == "" || u.Host == "" {
+		return 0, nil, fmt.Errorf("%w: destination %.100q: write it as %s+tls://host/system", ErrInvalid, m.Destination, driver)
+	}
+	if len(m.XML) > maxString || len(m.PersistentXML) > maxString {
+		return 0, nil, fmt.Errorf("%w: XML for the destination is larger than %d bytes", ErrInvalid, maxString)
+	}
+	if driver == Xen {
+		for _, f := range []struct {
+			set         bool
+			name, hence string
+		}{
+			{m.Bandwidth != 0, "bandwidth limit", "limit it by traffic control on the migration's link"},
+			{len(m.PersistentXML) != 0, "other persistent XML", "define it at the destination afterwards"},
+			{m.AutoConverge, "auto-converge", "leave it out"},
+			{m.TLS, "TLS for the guest's memory", "protect the migration's network"},
+		} {
+			if f.set {
+				return 0, nil, fmt.Errorf("%w: the libxl driver has no %s; %s", ErrUnsupported, f.name, f.hence)
+			}
+		}
+	}
+	for _, f := range []struct {
+		set  bool
+		flag libvirt.DomainMigrateFlags
+	}{
+		{m.Persist, libvirt.MigratePersistDest},
+		{m.UndefineSource, libvirt.MigrateUndefineSource},
+		{m.AutoConverge, libvirt.MigrateAutoConverge},
+		{m.TLS, libvirt.MigrateTLS},
+		{m.Unsafe, libvirt.MigrateUnsafe},
+	} {
+		if f.set {
+			flags |= f.flag
+		}
+	}
+	if m.Data != "" {
+		add(libvirt.MigrateParamURI, libvirt.NewTypedParamValueString(m.Data))
+	}
+	if len(m.XML) != 0 {
+		add(libvirt.MigrateParamDestXML, libvirt.NewTypedParamValueString(string(m.XML)))
+	}
+	if len(m.PersistentXML) != 0 {
+		add(libvirt.MigrateParamPersistXML, libvirt.NewTypedParamValueString(string(m.PersistentXML)))
+	}
+	if m.Bandwidth != 0 {
+		add(libvirt.MigrateParamBandwidth, libvirt.NewTypedParamValueUllong(m.Bandwidth))
+	}
+	return flags, params, nil
+}
+
+// Migrate moves a running domain to another host and returns when it runs
+// there. libvirt lets the domain go on here when the migration fails. An error
+// that is ErrUnknownOutcome means that it may run here, there, or be on its way.
+func (c *Client) Migrate(ctx context.Context, d Domain, m Migration) error {
+	o := op{name: "migrate", object: d.Name, limit: m.Limit, change: true, job: &d}
+	if o.limit <= 0 {
+		o.limit = c.limits.Migrate
+	}
+	flags, params, err := m.prepare(c.driver)
+	if err != nil {
+		return o.failed(err)
+	}
+	if m.Progress != nil {
+		following, stop := context.WithCancel(ctx)
+		over := make(chan struct{})
+		go func() {
+			defer close(over)
+			c.follow(following, d, m)
+		}()
+		defer func() {
+			stop()
+			<-over
+		}()
+	}
+	return done(ctx, c, o, func(rpc *libvirt.Libvirt) error {
+		_, err := rpc.DomainMigratePerform3Params(d.raw(), libvirt.OptString{m.Destination}, params, nil, flags)
+		return err
+	})
+}
+
+// follow reports the progress of a migration until ctx ends. That libvirt
+// can't say is no reason to stop one.
+func (c *Client) follow(ctx context.Context, d Domain, m Migration) {
+	every := m.Every
+	if every <= 0 {
+		every = time.Second / 2
+	}
+	tick := time.NewTicker(every)
+	defer tick.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-tick.C:
+		}
+		job, err := c.Job(ctx, d)
+		switch {
+		case err == nil && job.State != NoJob && ctx.Err() == nil:
+			m.Progress(job)
+		case errors.Is(err, ErrUnsupported), errors.Is(err, ErrClosed):
+			return
+		}
+	}
+}

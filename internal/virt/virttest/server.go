@@ -1,0 +1,654 @@
+package virttest
+
+import (
+	"encoding/hex"
+	"fmt"
+	"net"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"libvirt.org/go/libvirtxml"
+)
+
+// Fault is what happens to a call instead of being done and answered.
+type Fault struct {
+	// Code and Message are an error of libvirt's.
+	Code    uint32
+	Message string
+	// Do does the work before anything else happens. Without it the call is
+	// lost, whatever its answer says.
+	Do bool
+	// Delay is how long the answer takes.
+	Delay time.Duration
+	// Silent gives no answer at all, Cut closes the connection instead.
+	Silent, Cut bool
+	// Raw is sent in place of the answer.
+	Raw []byte
+	// Answer is the body of an answer of any shape.
+	Answer []byte
+	// Twice sends the answer twice.
+	Twice bool
+}
+
+// Server is a libvirtd.
+type Server struct {
+	t      testing.TB
+	xen    bool
+	socket string
+
+	mu       sync.Mutex
+	listener net.Listener
+	conns    map[net.Conn]*sync.Mutex
+	events   map[net.Conn]bool
+	faults   map[string][]Fault // for the next calls
+	always   map[string]Fault
+	calls    []string
+	domains  map[[16]byte]*domain
+	nodes    map[string]string
+	peers    map[string]*Server
+	nextID   int
+	frozen   chan struct{} // closed when thawed; nil when not frozen
+	work     sync.WaitGroup
+}
+
+type domain struct {
+	name    string
+	uuid    [16]byte
+	id      int
+	config  string // persistent definition, or empty
+	xml     string // of the running domain
+	state   uint32
+	devices []string // sources of host devices of the running domain
+	job     chan struct{}
+}
+
+const (
+	running = 1
+	paused  = 3
+	shutOff = 5
+)
+
+// Start starts a libvirtd for xen or qemu that ends with the test.
+func Start(t testing.TB, driver string) *Server {
+	s := &Server{
+		t: t, xen: driver == "xen", socket: filepath.Join(t.TempDir(), "libvirt-sock"),
+		conns: map[net.Conn]*sync.Mutex{}, events: map[net.Conn]bool{}, faults: map[string][]Fault{}, always: map[string]Fault{},
+		domains: map[[16]byte]*domain{}, nodes: map[string]string{}, peers: map[string]*Server{},
+	}
+	s.Up()
+	t.Cleanup(func() {
+		s.Thaw()
+		s.Down()
+		s.work.Wait()
+	})
+	return s
+}
+
+// Socket is where it listens.
+func (s *Server) Socket() string { return s.socket }
+
+// Up begins to listen, again after Down.
+func (s *Server) Up() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	l, err := net.Listen("unix", s.socket)
+	if err != nil {
+		s.t.Fatal(err)
+	}
+	s.listener = l
+	s.work.Go(func() {
+		for {
+			conn, err := l.Accept()
+			if err != nil {
+				return
+			}
+			s.mu.Lock()
+			s.conns[conn] = &sync.Mutex{}
+			s.mu.Unlock()
+			s.work.Go(func() { s.serve(conn) })
+		}
+	})
+}
+
+// Down is kill -9: the socket and all connections are closed, domains go on.
+func (s *Server) Down() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.listener != nil {
+		s.listener.Close()
+		s.listener = nil
+	}
+	for conn := range s.conns {
+		conn.Close()
+	}
+	for _, d := range s.domains {
+		if d.job != nil {
+			close(d.job)
+			d.job = nil
+		}
+	}
+}
+
+// Freeze is SIGSTOP: connections are accepted by the kernel, nothing is read.
+func (s *Server) Freeze() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.frozen == nil {
+		s.frozen = make(chan struct{})
+	}
+}
+
+// Thaw is SIGCONT.
+func (s *Server) Thaw() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.frozen != nil {
+		close(s.frozen)
+		s.frozen = nil
+	}
+}
+
+// Next has a fault befall the next calls of that name, one each.
+func (s *Server) Next(call string, faults ...Fault) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.known(call)
+	s.faults[call] = append(s.faults[call], faults...)
+}
+
+// Always has a fault befall all calls of that name; nil ends that.
+func (s *Server) Always(call string, f *Fault) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.known(call)
+	delete(s.always, call)
+	if f != nil {
+		s.always[call] = *f
+	}
+}
+
+func (s *Server) known(call string) {
+	for _, name := range procedures() {
+		if name == call {
+			return
+		}
+	}
+	panic("virttest: no call is named " + call)
+}
+
+// Calls are the names of the calls that arrived, in order.
+func (s *Server) Calls() []string {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return slices.Clone(s.calls)
+}
+
+// Conns is how many connections are open.
+func (s *Server) Conns() int {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return len(s.conns)
+}
+
+// Node adds a node device.
+func (s *Server) Node(name, xml string) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.nodes[name] = xml
+}
+
+// Peer is the server that a migration to this URI goes to.
+func (s *Server) Peer(uri string, to *Server) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.peers[uri] = to
+}
+
+// Devices are the sources of the host devices of a running domain.
+func (s *Server) Devices(name string) []string {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for _, d := range s.domains {
+		if d.name == name {
+			return slices.Clone(d.devices)
+		}
+	}
+	return nil
+}
+
+// serve answers the calls of one client, several at a time as libvirtd does.
+func (s *Server) serve(conn net.Conn) {
+	defer func() {
+		conn.Close()
+		s.mu.Lock()
+		delete(s.conns, conn)
+		delete(s.events, conn)
+		s.mu.Unlock()
+	}()
+	for {
+		s.thawed()
+		req, err := readRequest(conn)
+		if err != nil {
+			return
+		}
+		s.thawed()
+		s.work.Go(func() { s.answer(conn, req) })
+	}
+}
+
+func (s *Server) thawed() {
+	s.mu.Lock()
+	frozen := s.frozen
+	s.mu.Unlock()
+	if frozen != nil {
+		<-frozen
+	}
+}
+
+func (s *Server) answer(conn net.Conn, req request) {
+	name, ok := procedures()[req.procedure]
+	if !ok {
+		s.send(conn, frame(req.procedure, kindReply, req.serial, statusError, failure(39, fmt.Sprintf("unknown procedure: %d", req.procedure))))
+		return
+	}
+	s.mu.Lock()
+	s.calls = append(s.calls, name)
+	f, faulty := s.always[name]
+	if q := s.faults[name]; len(q) > 0 {
+		f, faulty = q[0], true
+		s.faults[name] = q[1:]
+	}
+	s.mu.Unlock()
+
+	var body []byte
+	var err *refusal
+	if !faulty || f.Do {
+		body, err = s.call(conn, req)
+	}
+	if f.Delay > 0 {
+		time.Sleep(f.Delay)
+	}
+	switch {
+	case f.Silent:
+		return
+	case f.Cut:
+		conn.Close()
+		return
+	case f.Raw != nil:
+		s.send(conn, f.Raw)
+		return
+	case f.Answer != nil:
+		body, err = f.Answer, nil
+	case f.Code != 0:
+		err = &refusal{f.Code, f.Message}
+	}
+	out := frame(req.procedure, kindReply, req.serial, statusOK, body)
+	if err != nil {
+		out = frame(req.procedure, kindReply, req.serial, statusError, failure(err.code, err.message))
+	}
+	s.send(conn, out)
+	if f.Twice {
+		s.send(conn, out)
+	}
+}
+
+func (s *Server) send(conn net.Conn, b []byte) {
+	s.mu.Lock()
+	lock := s.conns[conn]
+	s.mu.Unlock()
+	if lock == nil {
+		return
+	}
+	lock.Lock()
+	defer lock.Unlock()
+	conn.SetWriteDeadline(time.Now().Add(5 * time.Second))
+	conn.Write(b)
+}
+
+// emit sends a lifecycle event to all that registered; the caller holds mu.
+func (s *Server) emit(d *domain, event, detail uint32) {
+	var w writer
+	w.u32(1)
+	w.domain(d)
+	w.u32(event)
+	w.u32(detail)
+	for conn := range s.events {
+		s.work.Go(func() { s.send(conn, frame(procEvent, kindMessage, 0, statusOK, w)) })
+	}
+}
+
+// refusal is an error of libvirt's.
+type refusal struct {
+	code    uint32
+	message string
+}
+
+func refuse(code uint32, format string, args ...any) *refusal {
+	return &refusal{code, fmt.Sprintf(format, args...)}
+}
+
+// call does the work.
+func (s *Server) call(conn net.Conn, req request) ([]byte, *refusal) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	var w writer
+	r := &req.body
+	switch name := procedures()[req.procedure]; name {
+	case "open":
+		want := "qemu:///system"
+		if s.xen {
+			want = "xen:///system"
+		}
+		if uri := r.opt(); uri != want {
+			return nil, refuse(5, "no connection driver available for %s", uri)
+		}
+	case "close":
+	case "auth list":
+		w.u32(1)
+		w.u32(0)
+	case "version", "hypervisor version":
+		w.u64(9_000_000)
+	case "type":
+		w.str(map[bool]string{true: "Xen", false: "QEMU"}[s.xen])
+	case "capabilities":
+		w.str("<capabilities/>")
+	case "hostname":
+		w.str("virttest")
+	case "register":
+		s.events[conn] = true
+		w.u32(r.u32())
+	case "list":
+		w.u32(uint32(len(s.domains)))
+		for _, d := range s.domains {
+			w.domain(d)
+		}
+		w.u32(uint32(len(s.domains)))
+	case "nodedev-list":
+		w.u32(uint32(len(s.nodes)))
+		for n := range s.nodes {
+			w.str(n)
+		}
+		w.u32(uint32(len(s.nodes)))
+	case "nodedev-dumpxml":
+		n := r.str()
+		xml, ok := s.nodes[n]
+		if !ok {
+			return nil, refuse(53, "no node device with matching name '%s'", n)
+		}
+		w.str(xml)
+	case "define":
+		d, err := s.define(r.str())
+		if err != nil {
+			return nil, err
+		}
+		w.domain(d)
+	case "lookup name":
+		n := r.str()
+		for _, d := range s.domains {
+			if d.name == n {
+				w.domain(d)
+				return w, nil
+			}
+		}
+		return nil, refuse(42, "Domain not found: no domain with matching name '%s'", n)
+	case "lookup uuid":
+		var u [16]byte
+		copy(u[:], r.take(16))
+		d := s.domains[u]
+		if d == nil {
+			return nil, refuse(42, "Domain not found: no domain with matching uuid '%s'", hex.EncodeToString(u[:]))
+		}
+		w.domain(d)
+	default:
+		n, u := r.domain()
+		d := s.domains[u]
+		if d == nil {
+			return nil, refuse(42, "Domain not found: no domain with matching uuid '%s' (%s)", hex.EncodeToString(u[:]), n)
+		}
+		if err := s.onDomain(name, d, r, &w); err != nil {
+			return nil, err
+		}
+	}
+	if r.bad {
+		return nil, refuse(39, "Unable to decode message payload")
+	}
+	return w, nil
+}
+
+// onDomain does what is done to a domain.
+func (s *Server) onDomain(call string, d *domain, r *reader, w *writer) *refusal {
+	active := d.state != shutOff
+	if !active && slices.Contains([]string{"destroy", "shutdown", "suspend", "resume", "migrate", "domjobabort"}, call) {
+		return refuse(55, "Requested operation is not valid: domain is not running")
+	}
+	switch call {
+	case "dumpxml":
+		if inactive := r.u32()&2 != 0; active && !inactive {
+			w.str(d.xml)
+		} else if d.config == "" {
+			w.str(d.xml)
+		} else {
+			w.str(d.config)
+		}
+	case "domstate":
+		w.u32(d.state)
+		w.u32(0)
+	case "start":
+		if active {
+			return refuse(55, "Requested operation is not valid: domain is already running")
+		}
+		devices, err := hostDevices(d.config)
+		if err != nil {
+			return refuse(27, "%v", err)
+		}
+		for _, dev := range devices {
+			if err := s.free(dev); err != nil {
+				return err
+			}
+		}
+		s.nextID++
+		d.id, d.state, d.xml, d.devices = s.nextID, running, d.config, devices
+		s.emit(d, 2, 0)
+		w.domain(d)
+	case "destroy", "shutdown":
+		s.stop(d, 1)
+	case "suspend":
+		d.state = paused
+		s.emit(d, 3, 0)
+	case "resume":
+		d.state = running
+		s.emit(d, 4, 0)
+	case "undefine":
+		if d.config == "" {
+			return refuse(55, "Requested operation is not valid: cannot undefine transient domain")
+		}
+		d.config = ""
+		s.emit(d, 1, 0)
+		if !active {
+			delete(s.domains, d.uuid)
+		}
+	case "attach-device", "detach-device":
+		return s.device(call == "attach-device", d, r.str(), r.u32())
+	case "domjobinfo":
+		if d.job == nil {
+			w.u32(0)
+			w.u32(0)
+			return nil
+		}
+		w.u32(2)
+		w.u32(2)
+		w.str("time_elapsed")
+		w.u32(4)
+		w.u64(100)
+		w.str("data_total")
+		w.u32(4)
+		w.u64(1 << 20)
+	case "domjobabort":
+		if s.xen {
+			return refuse(3, "this function is not supported by the connection driver: virDomainAbortJob")
+		}
+		if d.job == nil {
+			return refuse(55, "Requested operation is not valid: no job is active on the domain")
+		}
+		close(d.job)
+		d.job = nil
+	case "migrate":
+		w.u32(0) // no cookie
+		return s.migrate(d, r.opt())
+	}
+	return nil
+}
+
+func (s *Server) stop(d *domain, detail uint32) {
+	d.state, d.id, d.devices = shutOff, -1, nil
+	s.emit(d, 5, detail)
+	if d.config == "" {
+		delete(s.domains, d.uuid)
+	}
+}
+
+func (s *Server) define(xml string) (*domain, *refusal) {
+	var x libvirtxml.Domain
+	if err := x.Unmarshal(xml); err != nil || x.Name == "" {
+		return nil, refuse(27, "XML error: (domain_definition): %v", err)
+	}
+	var u [16]byte
+	if b, err := hex.DecodeString(strings.ReplaceAll(x.UUID, "-", "")); err != nil || copy(u[:], b) != 16 {
+		return nil, refuse(27, "XML error: malformed uuid element")
+	}
+	for _, d := range s.domains {
+		if (d.name == x.Name) != (d.uuid == u) {
+			return nil, refuse(9, "operation failed: domain '%s' already exists with uuid %s", d.name, hex.EncodeToString(d.uuid[:]))
+		}
+	}
+	d := s.domains[u]
+	if d == nil {
+		d = &domain{name: x.Name, uuid: u, id: -1, state: shutOff}
+		s.domains[u] = d
+	}
+	d.config = xml
+	s.emit(d, 0, 0)
+	return d, nil
+}
+
+// device attaches or detaches a host device, by the rules of the driver.
+func (s *Server) device(attach bool, d *domain, xml string, flags uint32) *refusal {
+	source, err := source(xml)
+	if err != nil {
+		return refuse(27, "XML error: %v", err)
+	}
+	if flags&1 == 0 {
+		return nil
+	}
+	if d.state == shutOff {
+		return refuse(55, "Requested operation is not valid: domain is not running")
+	}
+	i := slices.Index(d.devices, source)
+	if !attach {
+		if i < 0 {
+			return refuse(99, "device not found: host pci device %s not found", source)
+		}
+		d.devices = slices.Delete(d.devices, i, i+1)
+		return nil
+	}
+	if err := s.free(source); err != nil {
+		return err
+	}
+	if s.xen && !strings.Contains(d.xml, "<passthrough state='on'/>") && !strings.Contains(d.xml, `<passthrough state="on"/>`) {
+		return refuse(1, "internal error: libxenlight failed to attach pci device %s", source)
+	}
+	d.devices = append(d.devices, source)
+	return nil
+}
+
+func (s *Server) free(source string) *refusal {
+	for _, other := range s.domains {
+		if slices.Contains(other.devices, source) {
+			return refuse(55, "Requested operation is not valid: PCI device %s is in use by driver %s, domain %s",
+				source, map[bool]string{true: "xenlight", false: "QEMU"}[s.xen], other.name)
+		}
+	}
+	return nil
+}
+
+// migrate moves a domain to the peer; the caller holds mu, which is let go
+// while memory would be copied.
+func (s *Server) migrate(d *domain, uri string) *refusal {
+	to := s.peers[uri]
+	switch {
+	case to == nil:
+		return refuse(38, "unable to connect to server at '%s': Connection refused", uri)
+	case len(d.devices) > 0:
+		return refuse(55, "Requested operation is not valid: domain has assigned host devices")
+	case d.job != nil:
+		return refuse(68, "Timed out during operation: cannot acquire state change lock")
+	}
+	job := make(chan struct{})
+	d.job = job
+	s.mu.Unlock()
+	select {
+	case <-job:
+	case <-time.After(100 * time.Millisecond):
+	}
+	to.mu.Lock()
+	defer to.mu.Unlock()
+	s.mu.Lock()
+	if d.job != job {
+		return refuse(78, "operation aborted: migration out job: canceled by client")
+	}
+	d.job = nil
+	if to.domains[d.uuid] != nil && to.domains[d.uuid].state != shutOff {
+		return refuse(55, "Requested operation is not valid: domain '%s' is already active", d.name)
+	}
+	to.nextID++
+	moved := &domain{name: d.name, uuid: d.uuid, id: to.nextID, xml: d.xml, state: d.state}
+	to.domains[d.uuid] = moved
+	to.emit(moved, 2, 1)
+	s.stop(d, 3)
+	return nil
+}
+
+// hostDevices are the sources of a domain's host devices.
+func hostDevices(xml string) ([]string, error) {
+	var x libvirtxml.Domain
+	if err := x.Unmarshal(xml); err != nil {
+		return nil, err
+	}
+	var out []string
+	if x.Devices != nil {
+		for i := range x.Devices.Hostdevs {
+			s, err := sourceOf(&x.Devices.Hostdevs[i])
+			if err != nil {
+				return nil, err
+			}
+			out = append(out, s)
+		}
+	}
+	return out, nil
+}
+
+func source(xml string) (string, error) {
+	var h libvirtxml.DomainHostdev
+	if err := h.Unmarshal(xml); err != nil {
+		return "", err
+	}
+	return sourceOf(&h)
+}
+
+func sourceOf(h *libvirtxml.DomainHostdev) (string, error) {
+	switch {
+	case h.SubsysPCI != nil && h.SubsysPCI.Source != nil && h.SubsysPCI.Source.Address != nil:
+		a := h.SubsysPCI.Source.Address
+		if a.Domain == nil || a.Bus == nil || a.Slot == nil || a.Function == nil {
+			return "", fmt.Errorf("incomplete PCI address")
+		}
+		return fmt.Sprintf("%04x:%02x:%02x.%x", *a.Domain, *a.Bus, *a.Slot, *a.Function), nil
+	case h.SubsysMDev != nil && h.SubsysMDev.Source != nil && h.SubsysMDev.Source.Address != nil:
+		return h.SubsysMDev.Source.Address.UUID, nil
+	}
+	return "", fmt.Errorf("unsupported device")
+}
