@@ -47,6 +47,7 @@ func services() []protoreflect.ServiceDescriptor {
 		{clusterv1.File_gpuctl_cluster_v1_service_proto, "ClusterService"},
 		{clusterv1.File_gpuctl_cluster_v1_service_proto, "PeerService"},
 		{gpuctlv1.File_gpuctl_v1_host_proto, "HostService"},
+		{gpuctlv1.File_gpuctl_v1_device_proto, "DeviceService"},
 	} {
 		out = append(out, c.file.Services().ByName(c.name))
 	}
@@ -78,7 +79,7 @@ func TestEveryProcedureHasARule(t *testing.T) {
 		t.Errorf("%d rules for %d procedures", len(table), len(all))
 	}
 	// Both files' services are all here: one that is added must be, too.
-	if n := clusterv1.File_gpuctl_cluster_v1_service_proto.Services().Len() + gpuctlv1.File_gpuctl_v1_host_proto.Services().Len(); n != len(services()) {
+	if n := clusterv1.File_gpuctl_cluster_v1_service_proto.Services().Len() + gpuctlv1.File_gpuctl_v1_host_proto.Services().Len() + gpuctlv1.File_gpuctl_v1_device_proto.Services().Len(); n != len(services()) {
 		t.Errorf("%d services, %d of them looked at", n, len(services()))
 	}
 }
@@ -86,7 +87,7 @@ func TestEveryProcedureHasARule(t *testing.T) {
 // The whole table, kind by kind and role by role, against the rules in words.
 func TestWhoMayDoWhat(t *testing.T) {
 	reads := map[string]bool{}
-	for _, n := range strings.Fields("List Watch Describe Events Top Status Place GetInventory ListClaims ListSessions WatchSessions DescribeSession") {
+	for _, n := range strings.Fields("List Watch Describe Events Top Status Place ListCards ListMachines Isolation GetInventory ListClaims ListSessions WatchSessions DescribeSession") {
 		reads[n] = true
 	}
 	admins := map[string]bool{}
@@ -106,7 +107,7 @@ func TestWhoMayDoWhat(t *testing.T) {
 		case reads[name]:
 			return c.Kind == Host || c.Role >= viewer
 		case c.Kind == Host:
-			return false
+			return service == "DeviceService"
 		case service == "HostService" || name == "Init" || name == "Join":
 			if c.Kind != Local {
 				return false

@@ -73,5 +73,13 @@ func Table() map[string]Rule {
 		gpuctlv1connect.HostServiceSwapProcedure:         {Local, operator, change},
 		gpuctlv1connect.HostServiceSuspendProcedure:      {Local, operator, change},
 		gpuctlv1connect.HostServiceResumeProcedure:       {Local, operator, change},
+
+		// Hosts pass on what their callers ask of another one.
+		gpuctlv1connect.DeviceServiceListCardsProcedure:    {Local | User | Host, viewer, false},
+		gpuctlv1connect.DeviceServiceListMachinesProcedure: {Local | User | Host, viewer, false},
+		gpuctlv1connect.DeviceServiceIsolationProcedure:    {Local | User | Host, viewer, false},
+		gpuctlv1connect.DeviceServiceAttachProcedure:       {Local | User | Host, operator, change},
+		gpuctlv1connect.DeviceServiceDetachProcedure:       {Local | User | Host, operator, change},
+		gpuctlv1connect.DeviceServiceResetProcedure:        {Local | User | Host, operator, change},
 	}
 }

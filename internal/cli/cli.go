@@ -93,6 +93,7 @@ listed; 4 nobody answers, or the cluster has no leader.`,
 		a.suspendCommand(), a.resumeCommand(), a.versionCommand(),
 		a.clusterCommand(), a.getCommand(), a.eventsCommand(), a.topCommand(), a.drainCommand(), a.undrainCommand(),
 		a.cordonCommand(), a.uncordonCommand(), a.labelCommand(), a.rankCommand(), a.claimCommand(), a.planCommand(),
+		a.cardsCommand(), a.machinesCommand(), a.attachCommand(), a.detachCommand(), a.resetCommand(),
 		a.hookCommand(),
 	)
 	return root

@@ -24,7 +24,7 @@ import (
 // describeCommand shows all about one object. Sessions and GPUs of the host
 // itself have names without a slash; it knows more of them than the cluster.
 func (a *app) describeCommand() *cobra.Command {
-	var stale bool
+	var stale, isolation bool
 	cmd := &cobra.Command{
 		Use: "describe KIND NAME | KIND/NAME", Short: "Show all about one object, what belongs to it and its events",
 		Long: `Show all about one object of the inventory, what belongs to it and its events. The
@@ -34,7 +34,8 @@ inventory do; of a kind that there is only one of, the name can be left out.`,
   gpuctl describe session 3f2a
   gpuctl describe gpu oclgrind -o yaml
   gpuctl describe host h1
-  gpuctl describe gpu/h1/0000:65:00.0`,
+  gpuctl describe gpu/h1/0000:65:00.0
+  gpuctl describe gpu 0000:65:00.0 --isolation`,
 		Args:              arguments(cobra.RangeArgs(1, 2)),
 		ValidArgsFunction: a.completeDescribe,
 		RunE: func(cmd *cobra.Command, args []string) error {
@@ -49,10 +50,17 @@ inventory do; of a kind that there is only one of, the name can be left out.`,
 				}
 				name = args[1]
 			}
+			if isolation {
+				if k.kind != clusterv1.Kind_KIND_GPU || name == "" {
+					return program.Usage(errors.New("--isolation is about a gpu: gpuctl describe gpu NAME --isolation"))
+				}
+				return a.printIsolation(cmd.Context(), name)
+			}
 			return a.describe(cmd.Context(), k, name, stale)
 		},
 	}
 	cmd.Flags().BoolVar(&stale, "stale", false, "as the asked host knows it, even without a leader")
+	cmd.Flags().BoolVar(&isolation, "isolation", false, "say whether the GPU may be given to a VM, and why not")
 	return cmd
 }
 

@@ -1,0 +1,375 @@
+package cli
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"strings"
+
+	"connectrpc.com/connect"
+	"github.com/spf13/cobra"
+
+	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
+	"github.com/gpuctl/gpuctl/internal/cli/view"
+	"github.com/gpuctl/gpuctl/internal/program"
+	"github.com/gpuctl/gpuctl/internal/size"
+)
+
+// connectDevices is connect for the cards and VMs.
+func (a *app) connectDevices() (gpuctlv1connect.DeviceServiceClient, error) {
+	h, url, err := a.dialer()
+	if err != nil {
+		return nil, err
+	}
+	return gpuctlv1connect.NewDeviceServiceClient(h, url), nil
+}
+
+// onFlag names the host of a VM or card.
+func onFlag(cmd *cobra.Command, host *string, usage string) {
+	cmd.Flags().StringVar(host, "on", "", usage)
+}
+
+func (a *app) cardsCommand() *cobra.Command {
+	req := &gpuctlv1.ListCardsRequest{}
+	cmd := &cobra.Command{
+		Use: "cards", Short: "List the PCI cards of a host, and which VM has which",
+		Long: `List the display and accelerator cards of a host with the phase of their life:
+free, taking, ready, attaching, attached, detaching, resetting, returning or
+quarantined.`,
+		Example: `  gpuctl cards
+  gpuctl cards --on h2 -o wide`,
+		Args: arguments(cobra.NoArgs),
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			c, err := a.connectDevices()
+			if err != nil {
+				return err
+			}
+			res, err := c.ListCards(cmd.Context(), connect.NewRequest(req))
+			if err != nil {
+				return err
+			}
+			return a.printCards(res.Msg)
+		},
+	}
+	onFlag(cmd, &req.Host, "`host` of the cards (default the one that is asked)")
+	return cmd
+}
+
+func phaseName(p gpuctlv1.CardPhase) string { return view.Word(p) }
+
+func (a *app) printCards(res *gpuctlv1.ListCardsResponse) error {
+	if a.structured() {
+		return a.print(view.Of(res))
+	}
+	if len(res.GetCards()) == 0 {
+		return a.sayNone("display or accelerator cards on host " + clean(res.GetHost()))
+	}
+	heading := []string{"GPU", "MODEL", "MEMORY", "DRIVER", "PHASE", "VM"}
+	if a.wide() {
+		heading = append(heading, "FUNCTIONS", "GROUP", "DOM0", "RESET", "CLAIM")
+	}
+	var rows [][]string
+	for _, c := range res.GetCards() {
+		driver := ""
+		var functions []string
+		for _, f := range c.GetFunctions() {
+			if f.GetAddress() == c.GetAddress() {
+				driver = f.GetDriver()
+			}
+			functions = append(functions, f.GetAddress())
+		}
+		phase := phaseName(c.GetPhase())
+		if m := c.GetMessage(); m != "" {
+			phase += " (" + m + ")"
+		}
+		row := []string{c.GetGpu(), a.cut(c.GetModel(), 40), bytesOr(c.GetMemory(), ""), driver, phase, c.GetMachineName()}
+		if a.wide() {
+			row = append(row, strings.Join(functions, ","), c.GetGroup(), c.GetDom0Access(), c.GetResetMethod(), c.GetClaim())
+		}
+		rows = append(rows, row)
+	}
+	return table(a.Out, heading, rows)
+}
+
+func (a *app) machinesCommand() *cobra.Command {
+	req := &gpuctlv1.ListMachinesRequest{Host: "*"}
+	cmd := &cobra.Command{
+		Use: "vms", Aliases: []string{"machines"}, Short: "List the VMs of all hosts and the GPUs that they have",
+		Example: `  gpuctl vms
+  gpuctl vms --on h2 -o json`,
+		Args: arguments(cobra.NoArgs),
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			c, err := a.connectDevices()
+			if err != nil {
+				return err
+			}
+			res, err := c.ListMachines(cmd.Context(), connect.NewRequest(req))
+			if err != nil {
+				return err
+			}
+			return a.printMachines(res.Msg)
+		},
+	}
+	onFlag(cmd, &req.Host, "only those of this `host`")
+	return cmd
+}
+
+func (a *app) printMachines(res *gpuctlv1.ListMachinesResponse) error {
+	if a.structured() {
+		return a.print(view.Of(res))
+	}
+	for _, m := range res.GetMissing() {
+		fmt.Fprintln(a.Err, "no answer from host", clean(m))
+	}
+	if len(res.GetMachines()) == 0 {
+		return a.sayNone("VMs")
+	}
+	heading := []string{"VM", "HOST", "STATE", "TYPE", "CPUS", "MEMORY", "GPUS"}
+	if a.wide() {
+		heading = append(heading, "AGENT", "UUID")
+	}
+	var rows [][]string
+	for _, m := range res.GetMachines() {
+		row := []string{m.GetName(), m.GetHost(), m.GetState(), m.GetType(), fmt.Sprint(m.GetCpus()), size.Format(m.GetMemory()), strings.Join(m.GetGpus(), ",")}
+		if a.wide() {
+			row = append(row, m.GetAgent(), m.GetUuid())
+		}
+		rows = append(rows, row)
+	}
+	return table(a.Out, heading, rows)
+}
+
+func (a *app) attachCommand() *cobra.Command {
+	req := &gpuctlv1.AttachRequest{}
+	var memory string
+	cmd := &cobra.Command{
+		Use: "attach VM [GPU]", Short: "Give a GPU to a VM, also while it runs",
+		Long: `Give a card with all of its functions to a VM: a claim is bound in the cluster, the
+card is taken from its driver, reset and read back, and plugged in. It is done when
+the hypervisor confirms it. On a failure every step is undone. Without GPU the
+cluster chooses among the cards of the VM's host.`,
+		Example: `  gpuctl attach web1 0000:65:00.0
+  gpuctl attach web1 h1/nvidia-0 --persistent
+  gpuctl attach web1 --where 'model == "A10"' --min-memory 16GiB
+  gpuctl attach web1 nvidia-0 --plan`,
+		Args: arguments(cobra.RangeArgs(1, 2)), ValidArgsFunction: a.completeMachineAndGPU,
+		RunE: func(cmd *cobra.Command, args []string) error {
+			req.Machine = args[0]
+			if len(args) > 1 {
+				req.Gpu = args[1]
+			}
+			if memory != "" {
+				var err error
+				if req.MinMemory, err = size.Parse(memory); err != nil {
+					return program.Usage(fmt.Errorf("--min-memory: %w", err))
+				}
+			}
+			c, err := a.connectDevices()
+			if err != nil {
+				return err
+			}
+			stream, err := c.Attach(cmd.Context(), connect.NewRequest(req))
+			if err != nil {
+				return err
+			}
+			return a.followDevice(stream, "VM %s has %s", true)
+		},
+	}
+	f := cmd.Flags()
+	f.StringVar(&req.Expr, "where", "", "`condition` on the GPU, in CEL")
+	f.StringVar(&memory, "min-memory", "", "the least memory that will do (`size`)")
+	f.BoolVar(&req.Persistent, "persistent", false, "also in the VM's stored definition, for its next start")
+	f.BoolVar(&req.StoredOnly, "stored", false, "only in the VM's stored definition")
+	f.BoolVar(&req.AcceptCare, "accept-care", false, "although the isolation report says care")
+	f.BoolVar(&req.Plan, "plan", false, "only say what would be done, and what is against it")
+	onFlag(cmd, &req.Host, "`host` of the VM (default where it is found)")
+	return cmd
+}
+
+func (a *app) detachCommand() *cobra.Command {
+	req := &gpuctlv1.DetachRequest{}
+	cmd := &cobra.Command{
+		Use: "detach VM [GPU]", Short: "Take a GPU back from a VM",
+		Long: `Take a card back from a VM: its gpuguest lets go of it and confirms that it can be
+unplugged, it is unplugged, reset, read back and returned to its driver. A card that
+no reset brings back is quarantined. A detach that the VM does not answer cannot be
+undone on Xen; so nothing is begun before the VM has confirmed.`,
+		Example: `  gpuctl detach web1
+  gpuctl detach web1 nvidia-0 --persistent
+  gpuctl detach web1 --unconfirmed --plan`,
+		Args: arguments(cobra.RangeArgs(1, 2)), ValidArgsFunction: a.completeMachineAndGPU,
+		RunE: func(cmd *cobra.Command, args []string) error {
+			req.Machine = args[0]
+			if len(args) > 1 {
+				req.Gpu = args[1]
+			}
+			c, err := a.connectDevices()
+			if err != nil {
+				return err
+			}
+			stream, err := c.Detach(cmd.Context(), connect.NewRequest(req))
+			if err != nil {
+				return err
+			}
+			return a.followDevice(stream, "VM %s has given %s back", true)
+		},
+	}
+	f := cmd.Flags()
+	f.BoolVar(&req.Persistent, "persistent", false, "also from the VM's stored definition")
+	f.BoolVar(&req.Unconfirmed, "unconfirmed", false, "although no gpuguest says that the VM has let go of it")
+	f.BoolVar(&req.Plan, "plan", false, "only say what would be done, and what is against it")
+	onFlag(cmd, &req.Host, "`host` of the VM (default where it is found)")
+	return cmd
+}
+
+func (a *app) resetCommand() *cobra.Command {
+	req := &gpuctlv1.ResetRequest{}
+	cmd := &cobra.Command{
+		Use: "reset GPU", Short: "Reset a card that no VM has, and read it back",
+		Long: `Reset a free or quarantined card by the ways that it has, the gentlest first, and
+read its configuration space back after each. A card that comes back leaves
+quarantine.`,
+		Example: `  gpuctl reset 0000:65:00.0
+  gpuctl reset h2/nvidia-0 --plan`,
+		Args: arguments(cobra.ExactArgs(1)),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			req.Gpu = args[0]
+			c, err := a.connectDevices()
+			if err != nil {
+				return err
+			}
+			stream, err := c.Reset(cmd.Context(), connect.NewRequest(req))
+			if err != nil {
+				return err
+			}
+			return a.followDevice(stream, "%s is reset", false)
+		},
+	}
+	cmd.Flags().BoolVar(&req.Plan, "plan", false, "only say what would be done, and what is against it")
+	onFlag(cmd, &req.Host, "`host` of the card (default the one that is asked)")
+	return cmd
+}
+
+// followDevice shows a change until it ends. done is said of the VM and the
+// GPU, or of the GPU alone.
+func (a *app) followDevice(stream *connect.ServerStreamForClient[gpuctlv1.DeviceUpdate], done string, machine bool) error {
+	defer stream.Close()
+	show := a.newProgress()
+	var last *gpuctlv1.DeviceUpdate
+	for stream.Receive() {
+		u := stream.Msg()
+		if a.structured() {
+			if err := a.printLine(view.Of(u)); err != nil {
+				return err
+			}
+		}
+		if u.GetDone() {
+			last = u
+			break
+		}
+		if u.GetTookNs() == 0 {
+			show.update(&gpuctlv1.Progress{Step: u.GetStep(), StepIndex: max(u.GetStepIndex(), 1) - 1, Steps: u.GetSteps(), Message: u.GetMessage()})
+		}
+	}
+	show.end()
+	if last == nil {
+		if err := stream.Err(); err != nil {
+			return err
+		}
+		return errors.New("hostd went away; when it is back, gpuctl cards says where the card is")
+	}
+	if len(last.GetPlan()) > 0 {
+		return a.printDevicePlan(last)
+	}
+	if a.structured() {
+		return nil
+	}
+	if machine {
+		return a.say(clean(fmt.Sprintf(done, last.GetMachine(), last.GetGpu())))
+	}
+	return a.say(clean(fmt.Sprintf(done, last.GetGpu())))
+}
+
+func (a *app) printDevicePlan(u *gpuctlv1.DeviceUpdate) error {
+	refused := func() error {
+		if len(u.GetReasons()) == 0 {
+			return nil
+		}
+		return program.WithCode(errors.New("it would be refused"), program.Refused)
+	}
+	if a.structured() {
+		return refused() // the plan is printed
+	}
+	var rows [][]string
+	for _, s := range u.GetPlan() {
+		rows = append(rows, []string{s.GetName(), s.GetWhat(), s.GetUndo()})
+	}
+	if err := table(a.Out, []string{"STEP", "WHAT", "UNDO"}, rows); err != nil {
+		return err
+	}
+	for _, r := range u.GetReasons() {
+		if err := a.say("against it: " + clean(r.GetMessage())); err != nil {
+			return err
+		}
+	}
+	return refused()
+}
+
+// printIsolation says whether a card may be given away.
+func (a *app) printIsolation(ctx context.Context, gpu string) error {
+	c, err := a.connectDevices()
+	if err != nil {
+		return err
+	}
+	res, err := c.Isolation(ctx, connect.NewRequest(&gpuctlv1.IsolationRequest{Gpu: gpu}))
+	if err != nil {
+		return err
+	}
+	m := res.Msg
+	if a.structured() {
+		return a.print(view.Of(m))
+	}
+	if err := a.say(clean(fmt.Sprintf("%s: %s (%s; known from %s)", m.GetGpu(), m.GetSummary(), m.GetVerdict(), m.GetSource()))); err != nil {
+		return err
+	}
+	if len(m.GetTogether()) > 0 {
+		if err := a.say("to be given away together: " + strings.Join(m.GetTogether(), ", ")); err != nil {
+			return err
+		}
+	}
+	for _, f := range m.GetFindings() {
+		line := fmt.Sprintf("  %-7s %s", f.GetSeverity(), f.GetMessage())
+		if f.GetAdvice() != "" {
+			line += ": " + f.GetAdvice()
+		}
+		if err := a.say(clean(line)); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// completeMachineAndGPU completes a VM's name, and then a card's.
+func (a *app) completeMachineAndGPU(cmd *cobra.Command, args []string, _ string) ([]string, cobra.ShellCompDirective) {
+	c, err := a.connectDevices()
+	if err != nil {
+		return nil, cobra.ShellCompDirectiveNoFileComp
+	}
+	var out []string
+	switch len(args) {
+	case 0:
+		if res, err := c.ListMachines(cmd.Context(), connect.NewRequest(&gpuctlv1.ListMachinesRequest{Host: "*"})); err == nil {
+			for _, m := range res.Msg.GetMachines() {
+				out = append(out, m.GetName())
+			}
+		}
+	case 1:
+		if res, err := c.ListCards(cmd.Context(), connect.NewRequest(&gpuctlv1.ListCardsRequest{})); err == nil {
+			for _, k := range res.Msg.GetCards() {
+				out = append(out, k.GetGpu())
+			}
+		}
+	}
+	return out, cobra.ShellCompDirectiveNoFileComp
+}
