@@ -1,0 +1,515 @@
+package lab
+
+import (
+	"context"
+	"crypto/rand"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"net"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"sync"
+	"time"
+
+	"golang.org/x/crypto/ssh"
+	"golang.org/x/sys/unix"
+)
+
+// disk is the name of a running host's disk in its folder.
+const disk = "disk.qcow2"
+
+// snapshot is the name of the QEMU snapshot inside the disk.
+const snapshot = "ready"
+
+// A Host is one Xen host. Its methods may be called by several goroutines.
+type Host struct {
+	Name    string
+	Address string // on the network between the hosts
+
+	lab   *Lab
+	index int
+	dir   string
+
+	mu     sync.Mutex
+	client *ssh.Client // nil: not connected
+}
+
+// state is what is written down about a host that was started.
+type state struct {
+	PID     int    `json:"pid"`
+	Started string `json:"started"` // the process's start time, which tells it from a later one of that number
+	Port    int    `json:"port"`    // ssh, on 127.0.0.1
+	Image   string `json:"image"`
+	Ready   string `json:"ready"`
+}
+
+func (h *Host) statePath() string { return filepath.Join(h.dir, "state.json") }
+
+func (h *Host) lastState() (*state, error) {
+	b, err := os.ReadFile(h.statePath())
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil, fmt.Errorf("%s: %w; `lab up` starts it", h.Name, ErrDown)
+	}
+	if err != nil {
+		return nil, err
+	}
+	s := new(state)
+	if err := json.Unmarshal(b, s); err != nil {
+		return nil, fmt.Errorf("%s: %w", h.statePath(), err)
+	}
+	return s, nil
+}
+
+// current returns the state of a host that runs.
+func (h *Host) current() (*state, error) {
+	s, err := h.lastState()
+	if err != nil {
+		return nil, err
+	}
+	if started, err := startTime(s.PID); err != nil || started != s.Started {
+		return nil, fmt.Errorf("%s: %w: its QEMU, process %d, has ended; see %s and console.log beside it",
+			h.Name, ErrDown, s.PID, filepath.Join(h.dir, "qemu.log"))
+	}
+	return s, nil
+}
+
+// startTime is field 22 of /proc/PID/stat; a zombie counts as ended.
+func startTime(pid int) (string, error) {
+	b, err := os.ReadFile("/proc/" + strconv.Itoa(pid) + "/stat")
+	if err != nil {
+		return "", err
+	}
+	text := string(b)
+	f := strings.Fields(text[strings.LastIndexByte(text, ')')+1:])
+	if len(f) < 20 || f[0] == "Z" {
+		return "", fs.ErrNotExist
+	}
+	return f[19], nil
+}
+
+// Alive reports whether the host's QEMU runs.
+func (h *Host) Alive() bool {
+	_, err := h.current()
+	return err == nil
+}
+
+// SSHPort returns the port on 127.0.0.1 that leads to the host's sshd.
+func (h *Host) SSHPort() (int, error) {
+	s, err := h.current()
+	if err != nil {
+		return 0, err
+	}
+	return s.Port, nil
+}
+
+// Key returns the path of the private key that opens the hosts' root account.
+func (h *Host) Key() (string, error) {
+	s, err := h.current()
+	if err != nil {
+		return "", err
+	}
+	return image{s.Image}.path("key"), nil
+}
+
+// Console returns the path of what the host printed since it was started.
+func (h *Host) Console() string { return filepath.Join(h.dir, "console.log") }
+
+// cpu is what of AMD's EPYC Xen, dom0 and libvirt can live with under emulation
+// (docs/lab.md has a reason for every flag).
+const cpu = "EPYC,-monitor,-smap,-rdtscp,vme=on,x-force-features=on,-rdseed,-sha-ni,-fxsr-opt,-misalignsse," +
+	"-3dnowprefetch,-osvw,-topoext,-nrip-save,-xsavec"
+
+// arguments are QEMU's. Paths are relative to the host's folder, but the
+// image's.
+func (h *Host) arguments(img image, port int) []string {
+	n := h.index + 1
+	other := []string{"xenb", "xena"}[h.index]
+	// QEMU splits initrd modules at commas: dom0's command line has none.
+	dom0 := fmt.Sprintf("%s console=hvc0 root=/dev/vda rw systemd.hostname=%s systemd.machine_id=6770756374006c616200000000000%03d "+
+		"modprobe.blacklist=bochs modprobe.blacklist=virtio_gpu", img.path("vmlinuz"), h.Name, n)
+	args := []string{
+		"-name", h.Name, "-machine", "q35", "-accel", "tcg,thread=multi", "-smp", "1", "-m", "2560",
+		"-uuid", fmt.Sprintf("67707563-746c-4162-8000-%012d", n),
+		"-nodefaults", "-no-user-config", "-display", "none", "-vga", "none", "-cpu", cpu,
+		"-device", "intel-iommu,intremap=on,device-iotlb=on",
+		"-kernel", img.path("xen"),
+		"-append", "dom0_mem=1024M,max:1024M dom0_max_vcpus=1 console=com1 com1=115200,8n1 iommu=verbose,no-sharept",
+		"-initrd", dom0 + "," + img.path("initrd.img"),
+		"-serial", "file:console.log", "-qmp", "unix:qmp.sock,server=on,wait=off",
+		"-blockdev", "driver=qcow2,node-name=root,cache.no-flush=on,file.driver=file,file.filename=" + disk,
+		"-device", "virtio-blk-pci,drive=root,addr=0x3",
+		"-netdev", fmt.Sprintf("user,id=user,hostfwd=tcp:127.0.0.1:%d-:22", port),
+		"-device", fmt.Sprintf("virtio-net-pci,id=net-user,netdev=user,mac=52:54:00:78:00:%02x,romfile=,addr=0x4", n),
+		"-netdev", fmt.Sprintf("dgram,id=lan,local.type=unix,local.path=../net/%s,remote.type=unix,remote.path=../net/%s", h.Name, other),
+		"-device", fmt.Sprintf("virtio-net-pci,id=net-lan,netdev=lan,mac=52:54:00:77:00:%02x,romfile=,addr=0x5", n),
+		"-fsdev", "local,id=share,path=share,security_model=none",
+		"-device", "virtio-9p-pci,fsdev=share,mount_tag=lab,addr=0x6",
+	}
+	return append(args, cardArgs()...)
+}
+
+// start starts QEMU with the disk that is in the host's folder.
+func (h *Host) start(ctx context.Context, img image, ready string, more ...string) (*state, error) {
+	if err := os.RemoveAll(filepath.Join(h.dir, "share")); err != nil {
+		return nil, err
+	}
+	if err := os.MkdirAll(filepath.Join(h.dir, "share"), 0o755); err != nil {
+		return nil, err
+	}
+	log, err := os.Create(filepath.Join(h.dir, "qemu.log"))
+	if err != nil {
+		return nil, err
+	}
+	defer log.Close()
+	port, err := freePort()
+	if err != nil {
+		return nil, err
+	}
+	c := exec.Command("qemu-system-x86_64", append(h.arguments(img, port), more...)...)
+	c.Dir, c.Stdout, c.Stderr = h.dir, log, log
+	c.SysProcAttr = &unix.SysProcAttr{Setsid: true} // it outlives who starts it
+	if err := c.Start(); err != nil {
+		return nil, fmt.Errorf("start QEMU: %w", err)
+	}
+	go func() { _ = c.Wait() }() // no zombie while this process lives
+	s := &state{PID: c.Process.Pid, Port: port, Image: img.dir, Ready: ready}
+	if s.Started, err = startTime(s.PID); err != nil {
+		return nil, fmt.Errorf("QEMU ended at once:\n%s", h.tail("qemu.log"))
+	}
+	b, err := json.Marshal(s)
+	if err != nil {
+		return nil, err
+	}
+	if err := os.WriteFile(h.statePath(), b, 0o644); err != nil {
+		return nil, errors.Join(err, c.Process.Kill())
+	}
+	// QMP answers when the machine is made, and with -loadvm when it is loaded.
+	for {
+		q, err := dialQMP(ctx, filepath.Join(h.dir, "qmp.sock"))
+		if err == nil {
+			return s, q.Close()
+		}
+		if _, cerr := h.current(); cerr != nil {
+			return nil, fmt.Errorf("QEMU ended:\n%s", h.tail("qemu.log"))
+		}
+		if err := sleep(ctx, 50*time.Millisecond); err != nil {
+			return nil, err
+		}
+	}
+}
+
+func (h *Host) tail(name string) string {
+	b, err := os.ReadFile(filepath.Join(h.dir, name))
+	if err != nil {
+		return err.Error()
+	}
+	return lastLines(string(b), 10)
+}
+
+// freePort finds a TCP port of the loopback that nobody listens on.
+func freePort() (int, error) {
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		return 0, err
+	}
+	defer l.Close()
+	a, ok := l.Addr().(*net.TCPAddr)
+	if !ok {
+		return 0, errors.New("no TCP address")
+	}
+	return a.Port, nil
+}
+
+func sleep(ctx context.Context, d time.Duration) error {
+	select {
+	case <-ctx.Done():
+		return ctx.Err()
+	case <-time.After(d):
+		return nil
+	}
+}
+
+// coldBoot boots the host from a fresh disk and waits until libvirt answers.
+func (h *Host) coldBoot(ctx context.Context, img image) error {
+	done := h.lab.progress.Start("boot " + h.Name)
+	err := func() error {
+		path := filepath.Join(h.dir, disk)
+		if out, err := exec.CommandContext(ctx, "qemu-img", "create", "-q", "-f", "qcow2", "-F", "raw",
+			"-b", img.path("root.img"), path).CombinedOutput(); err != nil {
+			return fmt.Errorf("make its disk: %w: %s", err, out)
+		}
+		if _, err := h.start(ctx, img, ""); err != nil {
+			return err
+		}
+		return h.waitBooted(ctx)
+	}()
+	done(err)
+	return err
+}
+
+// bootTimeout is for a boot on a busy machine.
+const bootTimeout = 8 * time.Minute
+
+func (h *Host) waitBooted(ctx context.Context) error {
+	ctx, cancel := context.WithTimeout(ctx, bootTimeout)
+	defer cancel()
+	for {
+		// Settled means that nothing of the boot goes on behind a snapshot.
+		out, err := h.Run(ctx, "systemctl is-system-running --wait; timeout 60 virsh -q -c xen:///system list")
+		if err == nil && strings.Contains(out, "Domain-0") {
+			if !strings.HasPrefix(out, "running\n") {
+				failed, _ := h.Run(ctx, "systemctl --failed --no-legend")
+				return fmt.Errorf("the host is not well: %s\n%s", out, failed)
+			}
+			return nil
+		}
+		if _, cerr := h.current(); cerr != nil {
+			return cerr
+		}
+		if ctx.Err() != nil {
+			return fmt.Errorf("it did not boot: %w; its console ends with\n%s", errors.Join(ctx.Err(), err), h.tail("console.log"))
+		}
+		if err := sleep(ctx, 500*time.Millisecond); err != nil {
+			continue // the next round tells why
+		}
+	}
+}
+
+// save snapshots a running host into its disk and ends it.
+func (h *Host) save(ctx context.Context) error {
+	done := h.lab.progress.Start("snapshot " + h.Name)
+	err := func() error {
+		if _, err := h.Run(ctx, "sync; ! mountpoint -q /lab || umount /lab"); err != nil {
+			return err
+		}
+		h.disconnect() // a connection that is saved comes back dead
+		q, err := h.qmp(ctx)
+		if err != nil {
+			return err
+		}
+		defer q.Close()
+		if err := q.monitor(ctx, "savevm "+snapshot); err != nil {
+			return err
+		}
+		if _, err := q.do(ctx, "quit", nil); err != nil {
+			return err
+		}
+		for h.Alive() {
+			if err := sleep(ctx, 20*time.Millisecond); err != nil {
+				return err
+			}
+		}
+		return nil
+	}()
+	done(err)
+	return err
+}
+
+// fromSnapshot starts the host as it was when it was saved in ready.
+func (h *Host) fromSnapshot(ctx context.Context, img image, ready string) error {
+	done := h.lab.progress.Start("start " + h.Name)
+	err := func() error {
+		h.disconnect()
+		from := filepath.Join(ready, h.Name+".qcow2")
+		if out, err := exec.CommandContext(ctx, "cp", "--sparse=always", from, filepath.Join(h.dir, disk)).CombinedOutput(); err != nil {
+			return fmt.Errorf("copy its disk: %w: %s", err, out)
+		}
+		if _, err := h.start(ctx, img, ready, "-loadvm", snapshot); err != nil {
+			return err
+		}
+		return h.resume(ctx)
+	}()
+	done(err)
+	return err
+}
+
+// resume makes a host whole after QEMU started.
+func (h *Host) resume(ctx context.Context) error {
+	ctx, cancel := context.WithTimeout(ctx, 2*time.Minute)
+	defer cancel()
+	var out string
+	err := h.connected(ctx)
+	if err == nil {
+		out, err = h.Run(ctx, fmt.Sprintf("lab-resume %d", time.Now().Unix()))
+	}
+	if err != nil {
+		return fmt.Errorf("%w\n%s", err, out)
+	}
+	q, err := h.qmp(ctx)
+	if err != nil {
+		return err
+	}
+	defer q.Close()
+	if _, err := q.do(ctx, "device_add", lateCard()); err != nil {
+		return err
+	}
+	_, err = h.Run(ctx, "for i in $(seq 100); do [ -e /sys/bus/pci/devices/0000:06:00.0/driver ] && exit 0; sleep 0.2; done; exit 1")
+	if err != nil {
+		return fmt.Errorf("dom0 did not find the card that was plugged in: %w", err)
+	}
+	return nil
+}
+
+// unplug takes out the card that QEMU cannot save.
+func (h *Host) unplug(ctx context.Context) error {
+	q, err := h.qmp(ctx)
+	if err != nil {
+		return err
+	}
+	defer q.Close()
+	if _, err := q.do(ctx, "device_del", map[string]any{"id": "nvme0"}); err != nil {
+		return err
+	}
+	_, err = h.Run(ctx, "for i in $(seq 100); do [ -e /sys/bus/pci/devices/0000:06:00.0 ] || exit 0; sleep 0.2; done; exit 1")
+	if err != nil {
+		return fmt.Errorf("dom0 did not let go of the NVMe card: %w", err)
+	}
+	return nil
+}
+
+func (h *Host) qmp(ctx context.Context) (*qmp, error) {
+	if _, err := h.current(); err != nil {
+		return nil, err
+	}
+	return dialQMP(ctx, filepath.Join(h.dir, "qmp.sock"))
+}
+
+// kill ends the host's QEMU.
+func (h *Host) kill() error {
+	h.disconnect()
+	s, err := h.current()
+	if errors.Is(err, ErrDown) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	p, err := os.FindProcess(s.PID)
+	if err != nil {
+		return err
+	}
+	defer func() { _ = p.Release() }()
+	// The handle is taken: if the number is still the same process's, so is it.
+	if !h.Alive() {
+		return nil
+	}
+	if err := p.Kill(); err != nil && !errors.Is(err, os.ErrProcessDone) {
+		return fmt.Errorf("end QEMU, process %d: %w", s.PID, err)
+	}
+	for range 500 {
+		if !h.Alive() {
+			return nil
+		}
+		time.Sleep(10 * time.Millisecond)
+	}
+	return fmt.Errorf("QEMU, process %d, does not end", s.PID)
+}
+
+// forget removes what a run left, but the logs.
+func (h *Host) forget() error {
+	for _, name := range []string{"state.json", disk, "qmp.sock", "share"} {
+		if err := os.RemoveAll(filepath.Join(h.dir, name)); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// PowerOff cuts the host's power: no program on it gets a chance to act.
+// PowerOn boots it again with its disk as it was then.
+func (h *Host) PowerOff(ctx context.Context) error {
+	unlock, err := h.lab.lock(ctx)
+	if err != nil {
+		return err
+	}
+	defer unlock()
+	if _, err := h.current(); err != nil {
+		return err
+	}
+	return h.kill()
+}
+
+// PowerOn boots a host that PowerOff cut off, a minute or two, and waits until
+// its libvirt answers.
+func (h *Host) PowerOn(ctx context.Context) error {
+	unlock, err := h.lab.lock(ctx)
+	if err != nil {
+		return err
+	}
+	defer unlock()
+	if h.Alive() {
+		return nil
+	}
+	s, err := h.lastState()
+	if err != nil {
+		return err
+	}
+	done := h.lab.progress.Start("boot " + h.Name)
+	_, err = h.start(ctx, image{s.Image}, s.Ready)
+	if err == nil {
+		err = h.waitBooted(ctx)
+	}
+	if err == nil {
+		err = h.resume(ctx)
+	}
+	done(err)
+	if err != nil {
+		return fmt.Errorf("%s: %w", h.Name, err)
+	}
+	return nil
+}
+
+// Link connects the host to the network between the hosts, or cuts it off: its
+// interface loses carrier.
+func (h *Host) Link(ctx context.Context, up bool) error {
+	q, err := h.qmp(ctx)
+	if err != nil {
+		return fmt.Errorf("%s: %w", h.Name, err)
+	}
+	defer q.Close()
+	_, err = q.do(ctx, "set_link", map[string]any{"name": "net-lan", "up": up})
+	return err
+}
+
+// Put copies a file of this machine to the host, with its mode. It goes through
+// a shared folder, since the way through ssh takes a second for a megabyte.
+func (h *Host) Put(ctx context.Context, src, dst string) error {
+	in, err := os.Open(src)
+	if err != nil {
+		return err
+	}
+	defer in.Close()
+	info, err := in.Stat()
+	if err != nil {
+		return err
+	}
+	return h.PutReader(ctx, in, dst, info.Mode().Perm())
+}
+
+// PutReader writes what r has to a file of the host. Folders above dst are made;
+// dst is replaced at once, so that a running program may be.
+func (h *Host) PutReader(ctx context.Context, r io.Reader, dst string, mode fs.FileMode) error {
+	name := rand.Text()
+	path := filepath.Join(h.dir, "share", name)
+	f, err := os.Create(path)
+	if err != nil {
+		return fmt.Errorf("%s: %w", h.Name, err)
+	}
+	defer os.Remove(path)
+	_, err = io.Copy(f, r)
+	if err := errors.Join(err, f.Close()); err != nil {
+		return err
+	}
+	q := Quote(dst)
+	_, err = h.Run(ctx, fmt.Sprintf("mkdir -p $(dirname %s) && cp /lab/%s %s.new && chmod %o %s.new && mv %s.new %s", q, name, q, mode, q, q, q))
+	return err
+}
+
+// Quote makes s one word of a shell.
+func Quote(s string) string { return "'" + strings.ReplaceAll(s, "'", `'\''`) + "'" }
