@@ -401,8 +401,10 @@ func TestHungStore(t *testing.T) {
 	}
 	server.Hang(false)
 	// Late answers to calls that nobody waits for are dropped.
+	patient, cancel := context.WithTimeout(t.Context(), 20*time.Second)
+	defer cancel()
 	for i := range 20 {
-		if err := c.Write(t.Context(), "/tool/x", fmt.Sprint(i)); err != nil {
+		if err := c.Write(patient, "/tool/x", fmt.Sprint(i)); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -421,7 +423,7 @@ func TestHungStore(t *testing.T) {
 	if n, m := server.Watches(), server.Transactions(); n+m > 0 {
 		t.Errorf("%d watches and %d transactions are left", n, m)
 	}
-	if _, err := c.Read(t.Context(), "/tool/x"); err != nil {
+	if _, err := c.Read(patient, "/tool/x"); err != nil {
 		t.Error(err)
 	}
 }

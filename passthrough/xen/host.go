@@ -1,0 +1,150 @@
+package xen
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"strconv"
+	"strings"
+
+	"github.com/gpuctl/gpuctl/passthrough/pci"
+)
+
+var (
+	// ErrNotControl says that the machine is not a control domain of Xen.
+	ErrNotControl = errors.New("not a control domain of Xen")
+	// ErrUnsupported says that what answers for the hypervisor cannot tell.
+	ErrUnsupported = errors.New("not told by this Xen")
+)
+
+// State is what is known of a switch.
+type State uint8
+
+// States of a switch.
+const (
+	Unknown State = iota
+	Off
+	On
+)
+
+func (s State) String() string { return [...]string{"unknown", "off", "on"}[s%3] }
+
+// Store is Xen's store, as internal/xenstore's Client reads it.
+type Store interface {
+	Read(ctx context.Context, path string) (string, error)
+	List(ctx context.Context, path string) ([]string, error)
+}
+
+// Hypervisor is what answers for Xen itself: hypercalls or the program xl. What
+// one cannot tell is ErrUnsupported.
+type Hypervisor interface {
+	// Running lists the domains that exist, by id, those that are ending
+	// included. Names are the store's business.
+	Running(ctx context.Context) ([]Running, error)
+	// IOMMU says whether devices can be given to guests behind an IOMMU.
+	IOMMU(ctx context.Context) (State, error)
+	// Group returns the devices that the IOMMU cannot tell from this one.
+	Group(ctx context.Context, a pci.Address) ([]pci.Address, error)
+	// Nodes returns the NUMA nodes of those devices of which it is known.
+	Nodes(ctx context.Context, devices []pci.Address) (map[pci.Address]int, error)
+	// Log returns the hypervisor's log, as far as its ring still has it.
+	Log(ctx context.Context) (string, error)
+}
+
+// Running is a domain that the hypervisor has.
+type Running struct {
+	ID     uint16
+	UUID   string // empty: not told
+	Type   Type
+	Dying  bool // it ends, or cannot because somebody holds its memory
+	Paused bool
+}
+
+// Type is what kind of machine a domain sees.
+type Type string
+
+// Kinds of domains.
+const (
+	TypeUnknown Type = ""
+	TypePV      Type = "pv"
+	TypePVH     Type = "pvh"
+	TypeHVM     Type = "hvm"
+)
+
+// Host is a control domain.
+type Host struct {
+	root  fs.FS
+	store Store
+	hv    Hypervisor
+}
+
+// New returns the host whose files are below root.
+func New(root fs.FS, store Store, hv Hypervisor) *Host { return &Host{root, store, hv} }
+
+// Hypervisor is what answers for Xen.
+func (h *Host) Hypervisor() Hypervisor { return h.hv }
+
+// Detect is ErrNotControl unless the files below root are a control domain's.
+func Detect(root fs.FS) error {
+	if kind := text(root, "sys/hypervisor/type"); kind != "xen" {
+		return fmt.Errorf("%w: sys/hypervisor/type says %q", ErrNotControl, kind)
+	}
+	if caps := text(root, "proc/xen/capabilities"); !strings.Contains(caps, "control_d") {
+		return fmt.Errorf("%w: proc/xen/capabilities says %q (in a control domain, mount xenfs at /proc/xen)", ErrNotControl, caps)
+	}
+	return nil
+}
+
+// Version is a release of Xen.
+type Version struct {
+	Major, Minor int
+	Extra        string // ".7" or ".7-1-pre"
+}
+
+func (v Version) String() string { return fmt.Sprintf("%d.%d%s", v.Major, v.Minor, v.Extra) }
+
+// ReadVersion reads the running release below root.
+func ReadVersion(root fs.FS) (Version, error) {
+	major, err1 := strconv.Atoi(text(root, "sys/hypervisor/version/major"))
+	minor, err2 := strconv.Atoi(text(root, "sys/hypervisor/version/minor"))
+	if err := errors.Join(err1, err2); err != nil {
+		return Version{}, fmt.Errorf("release of Xen in sys/hypervisor/version: %w", err)
+	}
+	return Version{major, minor, text(root, "sys/hypervisor/version/extra")}, nil
+}
+
+const (
+	maxFile = 1 << 20
+	maxText = 256
+)
+
+func read(root fs.FS, name string) []byte {
+	f, err := root.Open(name)
+	if err != nil {
+		return nil
+	}
+	defer f.Close()
+	data, err := io.ReadAll(io.LimitReader(f, maxFile))
+	if err != nil && len(data) == 0 {
+		return nil
+	}
+	return data
+}
+
+func text(root fs.FS, name string) string { return clean(string(read(root, name))) }
+
+// clean makes one short printable line of a text from outside.
+func clean(s string) string {
+	s = strings.Map(func(r rune) rune {
+		if r < ' ' || r == 0x7f || r == '\ufffd' {
+			return -1
+		}
+		return r
+	}, strings.ToValidUTF8(s, ""))
+	if len(s) > maxText {
+		s = strings.ToValidUTF8(s[:maxText], "")
+	}
+	return strings.TrimSpace(s)
+}

@@ -1,0 +1,170 @@
+package xen
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"os/exec"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/gpuctl/gpuctl/passthrough/pci"
+)
+
+const (
+	xlTimeout = 10 * time.Second
+	xlGrace   = time.Second // between its end and that of who holds its output
+)
+
+// XL asks the hypervisor through Xen's program xl, which fits the hypervisor
+// that it came with. It cannot tell device groups.
+type XL struct {
+	// Path is the program; empty: "xl", as the search path has it.
+	Path string
+	// Timeout bounds a run of it; zero: ten seconds.
+	Timeout time.Duration
+}
+
+var _ Hypervisor = (*XL)(nil)
+
+func (x *XL) run(ctx context.Context, args ...string) (string, error) {
+	timeout, path := x.Timeout, x.Path
+	if timeout == 0 {
+		timeout = xlTimeout
+	}
+	if path == "" {
+		path = "xl"
+	}
+	ctx, cancel := context.WithTimeout(ctx, timeout)
+	defer cancel()
+	cmd := exec.CommandContext(ctx, path, args...)
+	cmd.WaitDelay = xlGrace
+	var out, complaint limited
+	cmd.Stdout, cmd.Stderr = &out, &complaint
+	if err := cmd.Run(); err != nil {
+		if ctx.Err() != nil {
+			err = fmt.Errorf("no answer in %v: %w", timeout, ctx.Err())
+		}
+		what := "xl " + strings.Join(args, " ")
+		if s := clean(complaint.String()); s != "" {
+			return "", fmt.Errorf("%s: %w: %s", what, err, s)
+		}
+		return "", fmt.Errorf("%s: %w", what, err)
+	}
+	return out.String(), nil
+}
+
+// limited drops what is beyond all reason.
+type limited struct{ bytes.Buffer }
+
+func (l *limited) Write(p []byte) (int, error) {
+	l.Buffer.Write(p[:min(len(p), max(0, maxLog-l.Len()))])
+	return len(p), nil
+}
+
+// Running lists the domains, without their UUIDs and types.
+func (x *XL) Running(ctx context.Context) ([]Running, error) {
+	out, err := x.run(ctx, "list")
+	if err != nil {
+		return nil, err
+	}
+	return parseList(out)
+}
+
+// IOMMU says whether devices can be given away, "hvm_directio" in "xl info".
+func (x *XL) IOMMU(ctx context.Context) (State, error) {
+	out, err := x.run(ctx, "info")
+	if err != nil {
+		return Unknown, err
+	}
+	return parseInfo(out), nil
+}
+
+// Group is not told by xl.
+func (x *XL) Group(context.Context, pci.Address) ([]pci.Address, error) {
+	return nil, fmt.Errorf("device groups: %w: xl has no command for them", ErrUnsupported)
+}
+
+// Nodes returns the NUMA nodes of devices, as "xl info -n" lists them.
+func (x *XL) Nodes(ctx context.Context, devices []pci.Address) (map[pci.Address]int, error) {
+	out, err := x.run(ctx, "info", "-n")
+	if err != nil {
+		return nil, err
+	}
+	all, nodes := parseTopology(out), map[pci.Address]int{}
+	for _, a := range devices {
+		if n, ok := all[a]; ok {
+			nodes[a] = n
+		}
+	}
+	return nodes, nil
+}
+
+// Log is the hypervisor's log.
+func (x *XL) Log(ctx context.Context) (string, error) { return x.run(ctx, "dmesg") }
+
+// parseList reads the table of "xl list". The name comes first and may have
+// spaces; five columns follow it.
+func parseList(out string) ([]Running, error) {
+	var list []Running
+	for line := range strings.Lines(out) {
+		fields := strings.Fields(line)
+		if len(fields) < 6 {
+			continue
+		}
+		fields = fields[len(fields)-5:]
+		id, err := strconv.ParseUint(fields[0], 10, 16)
+		state := fields[3]
+		if err != nil || len(state) < 6 { // the heading
+			continue
+		}
+		// r blocked paused shutdown crashed dying
+		list = append(list, Running{ID: uint16(id), Paused: state[2] == 'p', Dying: state[5] == 'd'})
+	}
+	if len(list) == 0 {
+		return nil, errors.New("xl list: not one domain in its answer")
+	}
+	return list, nil
+}
+
+func parseInfo(out string) State {
+	for line := range strings.Lines(out) {
+		name, value, ok := strings.Cut(line, ":")
+		if !ok || strings.TrimSpace(name) != "virt_caps" {
+			continue
+		}
+		for word := range strings.FieldsSeq(value) {
+			if word == "hvm_directio" || word == "pv_directio" || word == "directio" {
+				return On
+			}
+		}
+		return Off
+	}
+	return Unknown
+}
+
+// parseTopology reads lines of an address and a node below "device topology".
+func parseTopology(out string) map[pci.Address]int {
+	nodes := map[pci.Address]int{}
+	inside := false
+	for line := range strings.Lines(out) {
+		line = strings.TrimSpace(line)
+		switch {
+		case strings.HasPrefix(line, "device topology"):
+			inside = true
+		case inside:
+			fields := strings.Fields(line)
+			if len(fields) != 2 {
+				continue
+			}
+			a, err1 := pci.ParseAddress(fields[0])
+			n, err2 := strconv.ParseUint(fields[1], 10, 16)
+			if err1 == nil && err2 == nil {
+				nodes[a] = int(n)
+			}
+		}
+	}
+	return nodes
+}
