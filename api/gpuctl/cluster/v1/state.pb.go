@@ -1933,6 +1933,8 @@ type Migration struct {
 	EndedUnixMs   int64                  `protobuf:"varint,15,opt,name=ended_unix_ms,json=endedUnixMs,proto3" json:"ended_unix_ms,omitempty"`
 	Token         uint64                 `protobuf:"varint,16,opt,name=token,proto3" json:"token,omitempty"` // fencing: changes with the driver
 	Revision      uint64                 `protobuf:"varint,17,opt,name=revision,proto3" json:"revision,omitempty"`
+	Machine       *MachineMove           `protobuf:"bytes,18,opt,name=machine,proto3" json:"machine,omitempty"` // of a VM's: all that another driver needs to go on
+	Steps         []*MigrationStep       `protobuf:"bytes,19,rep,name=steps,proto3" json:"steps,omitempty"`     // what was done and undone, in order
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2086,6 +2088,254 @@ func (x *Migration) GetRevision() uint64 {
 	return 0
 }
 
+func (x *Migration) GetMachine() *MachineMove {
+	if x != nil {
+		return x.Machine
+	}
+	return nil
+}
+
+func (x *Migration) GetSteps() []*MigrationStep {
+	if x != nil {
+		return x.Steps
+	}
+	return nil
+}
+
+// MachineMove is what a migration of a VM, or a swap of its card, is about.
+type MachineMove struct {
+	state           protoimpl.MessageState `protogen:"open.v1"`
+	Uuid            string                 `protobuf:"bytes,1,opt,name=uuid,proto3" json:"uuid,omitempty"`
+	Name            string                 `protobuf:"bytes,2,opt,name=name,proto3" json:"name,omitempty"`
+	FromHost        string                 `protobuf:"bytes,3,opt,name=from_host,json=fromHost,proto3" json:"from_host,omitempty"`
+	ToHost          string                 `protobuf:"bytes,4,opt,name=to_host,json=toHost,proto3" json:"to_host,omitempty"`    // the same for upgrade and downgrade
+	FromGpu         string                 `protobuf:"bytes,5,opt,name=from_gpu,json=fromGpu,proto3" json:"from_gpu,omitempty"` // id; empty: the VM has none
+	ToGpu           string                 `protobuf:"bytes,6,opt,name=to_gpu,json=toGpu,proto3" json:"to_gpu,omitempty"`       // id; the candidate being tried
+	FromClaim       string                 `protobuf:"bytes,7,opt,name=from_claim,json=fromClaim,proto3" json:"from_claim,omitempty"`
+	ToClaim         string                 `protobuf:"bytes,8,opt,name=to_claim,json=toClaim,proto3" json:"to_claim,omitempty"`
+	Candidates      []string               `protobuf:"bytes,9,rep,name=candidates,proto3" json:"candidates,omitempty"` // GPUs that are tried after to_gpu
+	Sessions        []string               `protobuf:"bytes,10,rep,name=sessions,proto3" json:"sessions,omitempty"`    // of the VM, frozen by the migration
+	PredictedNs     int64                  `protobuf:"varint,11,opt,name=predicted_ns,json=predictedNs,proto3" json:"predicted_ns,omitempty"`
+	PredictedStopNs int64                  `protobuf:"varint,12,opt,name=predicted_stop_ns,json=predictedStopNs,proto3" json:"predicted_stop_ns,omitempty"`
+	Aborting        bool                   `protobuf:"varint,13,opt,name=aborting,proto3" json:"aborting,omitempty"`                            // an operator wants it undone
+	GuestAddress    string                 `protobuf:"bytes,14,opt,name=guest_address,json=guestAddress,proto3" json:"guest_address,omitempty"` // of the card inside the VM, before
+	unknownFields   protoimpl.UnknownFields
+	sizeCache       protoimpl.SizeCache
+}
+
+func (x *MachineMove) Reset() {
+	*x = MachineMove{}
+	mi := &file_gpuctl_cluster_v1_state_proto_msgTypes[11]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *MachineMove) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*MachineMove) ProtoMessage() {}
+
+func (x *MachineMove) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_cluster_v1_state_proto_msgTypes[11]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use MachineMove.ProtoReflect.Descriptor instead.
+func (*MachineMove) Descriptor() ([]byte, []int) {
+	return file_gpuctl_cluster_v1_state_proto_rawDescGZIP(), []int{11}
+}
+
+func (x *MachineMove) GetUuid() string {
+	if x != nil {
+		return x.Uuid
+	}
+	return ""
+}
+
+func (x *MachineMove) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *MachineMove) GetFromHost() string {
+	if x != nil {
+		return x.FromHost
+	}
+	return ""
+}
+
+func (x *MachineMove) GetToHost() string {
+	if x != nil {
+		return x.ToHost
+	}
+	return ""
+}
+
+func (x *MachineMove) GetFromGpu() string {
+	if x != nil {
+		return x.FromGpu
+	}
+	return ""
+}
+
+func (x *MachineMove) GetToGpu() string {
+	if x != nil {
+		return x.ToGpu
+	}
+	return ""
+}
+
+func (x *MachineMove) GetFromClaim() string {
+	if x != nil {
+		return x.FromClaim
+	}
+	return ""
+}
+
+func (x *MachineMove) GetToClaim() string {
+	if x != nil {
+		return x.ToClaim
+	}
+	return ""
+}
+
+func (x *MachineMove) GetCandidates() []string {
+	if x != nil {
+		return x.Candidates
+	}
+	return nil
+}
+
+func (x *MachineMove) GetSessions() []string {
+	if x != nil {
+		return x.Sessions
+	}
+	return nil
+}
+
+func (x *MachineMove) GetPredictedNs() int64 {
+	if x != nil {
+		return x.PredictedNs
+	}
+	return 0
+}
+
+func (x *MachineMove) GetPredictedStopNs() int64 {
+	if x != nil {
+		return x.PredictedStopNs
+	}
+	return 0
+}
+
+func (x *MachineMove) GetAborting() bool {
+	if x != nil {
+		return x.Aborting
+	}
+	return false
+}
+
+func (x *MachineMove) GetGuestAddress() string {
+	if x != nil {
+		return x.GuestAddress
+	}
+	return ""
+}
+
+// MigrationStep is one step of a migration as it went.
+type MigrationStep struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Name          string                 `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
+	StartedUnixNs int64                  `protobuf:"varint,2,opt,name=started_unix_ns,json=startedUnixNs,proto3" json:"started_unix_ns,omitempty"`
+	TookNs        int64                  `protobuf:"varint,3,opt,name=took_ns,json=tookNs,proto3" json:"took_ns,omitempty"` // 0: it runs
+	Bytes         uint64                 `protobuf:"varint,4,opt,name=bytes,proto3" json:"bytes,omitempty"`
+	Undo          bool                   `protobuf:"varint,5,opt,name=undo,proto3" json:"undo,omitempty"` // it was the step's undo
+	Error         string                 `protobuf:"bytes,6,opt,name=error,proto3" json:"error,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *MigrationStep) Reset() {
+	*x = MigrationStep{}
+	mi := &file_gpuctl_cluster_v1_state_proto_msgTypes[12]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *MigrationStep) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*MigrationStep) ProtoMessage() {}
+
+func (x *MigrationStep) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_cluster_v1_state_proto_msgTypes[12]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use MigrationStep.ProtoReflect.Descriptor instead.
+func (*MigrationStep) Descriptor() ([]byte, []int) {
+	return file_gpuctl_cluster_v1_state_proto_rawDescGZIP(), []int{12}
+}
+
+func (x *MigrationStep) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *MigrationStep) GetStartedUnixNs() int64 {
+	if x != nil {
+		return x.StartedUnixNs
+	}
+	return 0
+}
+
+func (x *MigrationStep) GetTookNs() int64 {
+	if x != nil {
+		return x.TookNs
+	}
+	return 0
+}
+
+func (x *MigrationStep) GetBytes() uint64 {
+	if x != nil {
+		return x.Bytes
+	}
+	return 0
+}
+
+func (x *MigrationStep) GetUndo() bool {
+	if x != nil {
+		return x.Undo
+	}
+	return false
+}
+
+func (x *MigrationStep) GetError() string {
+	if x != nil {
+		return x.Error
+	}
+	return ""
+}
+
 // Reservation holds capacity for an operation that has not decided yet. It
 // expires when the leader has seen it unchanged for ttl_ms of its own
 // monotonic clock; a new leader starts counting anew.
@@ -2105,7 +2355,7 @@ type Reservation struct {
 
 func (x *Reservation) Reset() {
 	*x = Reservation{}
-	mi := &file_gpuctl_cluster_v1_state_proto_msgTypes[11]
+	mi := &file_gpuctl_cluster_v1_state_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2117,7 +2367,7 @@ func (x *Reservation) String() string {
 func (*Reservation) ProtoMessage() {}
 
 func (x *Reservation) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_cluster_v1_state_proto_msgTypes[11]
+	mi := &file_gpuctl_cluster_v1_state_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2130,7 +2380,7 @@ func (x *Reservation) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Reservation.ProtoReflect.Descriptor instead.
 func (*Reservation) Descriptor() ([]byte, []int) {
-	return file_gpuctl_cluster_v1_state_proto_rawDescGZIP(), []int{11}
+	return file_gpuctl_cluster_v1_state_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *Reservation) GetId() string {
@@ -2203,7 +2453,7 @@ type Identity struct {
 
 func (x *Identity) Reset() {
 	*x = Identity{}
-	mi := &file_gpuctl_cluster_v1_state_proto_msgTypes[12]
+	mi := &file_gpuctl_cluster_v1_state_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2215,7 +2465,7 @@ func (x *Identity) String() string {
 func (*Identity) ProtoMessage() {}
 
 func (x *Identity) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_cluster_v1_state_proto_msgTypes[12]
+	mi := &file_gpuctl_cluster_v1_state_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2228,7 +2478,7 @@ func (x *Identity) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Identity.ProtoReflect.Descriptor instead.
 func (*Identity) Descriptor() ([]byte, []int) {
-	return file_gpuctl_cluster_v1_state_proto_rawDescGZIP(), []int{12}
+	return file_gpuctl_cluster_v1_state_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *Identity) GetId() string {
@@ -2282,7 +2532,7 @@ type JoinToken struct {
 
 func (x *JoinToken) Reset() {
 	*x = JoinToken{}
-	mi := &file_gpuctl_cluster_v1_state_proto_msgTypes[13]
+	mi := &file_gpuctl_cluster_v1_state_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2294,7 +2544,7 @@ func (x *JoinToken) String() string {
 func (*JoinToken) ProtoMessage() {}
 
 func (x *JoinToken) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_cluster_v1_state_proto_msgTypes[13]
+	mi := &file_gpuctl_cluster_v1_state_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2307,7 +2557,7 @@ func (x *JoinToken) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use JoinToken.ProtoReflect.Descriptor instead.
 func (*JoinToken) Descriptor() ([]byte, []int) {
-	return file_gpuctl_cluster_v1_state_proto_rawDescGZIP(), []int{13}
+	return file_gpuctl_cluster_v1_state_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *JoinToken) GetId() string {
@@ -2377,7 +2627,7 @@ type Event struct {
 
 func (x *Event) Reset() {
 	*x = Event{}
-	mi := &file_gpuctl_cluster_v1_state_proto_msgTypes[14]
+	mi := &file_gpuctl_cluster_v1_state_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2389,7 +2639,7 @@ func (x *Event) String() string {
 func (*Event) ProtoMessage() {}
 
 func (x *Event) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_cluster_v1_state_proto_msgTypes[14]
+	mi := &file_gpuctl_cluster_v1_state_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2402,7 +2652,7 @@ func (x *Event) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Event.ProtoReflect.Descriptor instead.
 func (*Event) Descriptor() ([]byte, []int) {
-	return file_gpuctl_cluster_v1_state_proto_rawDescGZIP(), []int{14}
+	return file_gpuctl_cluster_v1_state_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *Event) GetIndex() uint64 {
@@ -2489,7 +2739,7 @@ type Object struct {
 
 func (x *Object) Reset() {
 	*x = Object{}
-	mi := &file_gpuctl_cluster_v1_state_proto_msgTypes[15]
+	mi := &file_gpuctl_cluster_v1_state_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2501,7 +2751,7 @@ func (x *Object) String() string {
 func (*Object) ProtoMessage() {}
 
 func (x *Object) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_cluster_v1_state_proto_msgTypes[15]
+	mi := &file_gpuctl_cluster_v1_state_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2514,7 +2764,7 @@ func (x *Object) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Object.ProtoReflect.Descriptor instead.
 func (*Object) Descriptor() ([]byte, []int) {
-	return file_gpuctl_cluster_v1_state_proto_rawDescGZIP(), []int{15}
+	return file_gpuctl_cluster_v1_state_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *Object) GetObject() isObject_Object {
@@ -2684,7 +2934,7 @@ type SnapshotRecord struct {
 
 func (x *SnapshotRecord) Reset() {
 	*x = SnapshotRecord{}
-	mi := &file_gpuctl_cluster_v1_state_proto_msgTypes[16]
+	mi := &file_gpuctl_cluster_v1_state_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2696,7 +2946,7 @@ func (x *SnapshotRecord) String() string {
 func (*SnapshotRecord) ProtoMessage() {}
 
 func (x *SnapshotRecord) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_cluster_v1_state_proto_msgTypes[16]
+	mi := &file_gpuctl_cluster_v1_state_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2709,7 +2959,7 @@ func (x *SnapshotRecord) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SnapshotRecord.ProtoReflect.Descriptor instead.
 func (*SnapshotRecord) Descriptor() ([]byte, []int) {
-	return file_gpuctl_cluster_v1_state_proto_rawDescGZIP(), []int{16}
+	return file_gpuctl_cluster_v1_state_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *SnapshotRecord) GetRecord() isSnapshotRecord_Record {
@@ -2842,7 +3092,7 @@ type SnapshotHeader struct {
 
 func (x *SnapshotHeader) Reset() {
 	*x = SnapshotHeader{}
-	mi := &file_gpuctl_cluster_v1_state_proto_msgTypes[17]
+	mi := &file_gpuctl_cluster_v1_state_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2854,7 +3104,7 @@ func (x *SnapshotHeader) String() string {
 func (*SnapshotHeader) ProtoMessage() {}
 
 func (x *SnapshotHeader) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_cluster_v1_state_proto_msgTypes[17]
+	mi := &file_gpuctl_cluster_v1_state_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2867,7 +3117,7 @@ func (x *SnapshotHeader) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SnapshotHeader.ProtoReflect.Descriptor instead.
 func (*SnapshotHeader) Descriptor() ([]byte, []int) {
-	return file_gpuctl_cluster_v1_state_proto_rawDescGZIP(), []int{17}
+	return file_gpuctl_cluster_v1_state_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *SnapshotHeader) GetVersion() uint32 {
@@ -2922,7 +3172,7 @@ type SnapshotTrailer struct {
 
 func (x *SnapshotTrailer) Reset() {
 	*x = SnapshotTrailer{}
-	mi := &file_gpuctl_cluster_v1_state_proto_msgTypes[18]
+	mi := &file_gpuctl_cluster_v1_state_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2934,7 +3184,7 @@ func (x *SnapshotTrailer) String() string {
 func (*SnapshotTrailer) ProtoMessage() {}
 
 func (x *SnapshotTrailer) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_cluster_v1_state_proto_msgTypes[18]
+	mi := &file_gpuctl_cluster_v1_state_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2947,7 +3197,7 @@ func (x *SnapshotTrailer) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SnapshotTrailer.ProtoReflect.Descriptor instead.
 func (*SnapshotTrailer) Descriptor() ([]byte, []int) {
-	return file_gpuctl_cluster_v1_state_proto_rawDescGZIP(), []int{18}
+	return file_gpuctl_cluster_v1_state_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *SnapshotTrailer) GetRecords() uint64 {
@@ -2977,7 +3227,7 @@ type RecentCommand struct {
 
 func (x *RecentCommand) Reset() {
 	*x = RecentCommand{}
-	mi := &file_gpuctl_cluster_v1_state_proto_msgTypes[19]
+	mi := &file_gpuctl_cluster_v1_state_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2989,7 +3239,7 @@ func (x *RecentCommand) String() string {
 func (*RecentCommand) ProtoMessage() {}
 
 func (x *RecentCommand) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_cluster_v1_state_proto_msgTypes[19]
+	mi := &file_gpuctl_cluster_v1_state_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3002,7 +3252,7 @@ func (x *RecentCommand) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RecentCommand.ProtoReflect.Descriptor instead.
 func (*RecentCommand) Descriptor() ([]byte, []int) {
-	return file_gpuctl_cluster_v1_state_proto_rawDescGZIP(), []int{19}
+	return file_gpuctl_cluster_v1_state_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *RecentCommand) GetId() string {
@@ -3186,7 +3436,7 @@ const file_gpuctl_cluster_v1_state_proto_rawDesc = "" +
 	" \x01(\tR\vsuspendedTo\x12\x18\n" +
 	"\amessage\x18\v \x01(\tR\amessage\x12&\n" +
 	"\x0fstarted_unix_ms\x18\f \x01(\x03R\rstartedUnixMs\x12\x1a\n" +
-	"\brevision\x18\r \x01(\x04R\brevision\"\xc7\x03\n" +
+	"\brevision\x18\r \x01(\x04R\brevision\"\xb9\x04\n" +
 	"\tMigration\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12\x12\n" +
 	"\x04verb\x18\x02 \x01(\tR\x04verb\x12\x16\n" +
@@ -3206,7 +3456,35 @@ const file_gpuctl_cluster_v1_state_proto_rawDesc = "" +
 	"\x0fstarted_unix_ms\x18\x0e \x01(\x03R\rstartedUnixMs\x12\"\n" +
 	"\rended_unix_ms\x18\x0f \x01(\x03R\vendedUnixMs\x12\x14\n" +
 	"\x05token\x18\x10 \x01(\x04R\x05token\x12\x1a\n" +
-	"\brevision\x18\x11 \x01(\x04R\brevision\"\xba\x01\n" +
+	"\brevision\x18\x11 \x01(\x04R\brevision\x128\n" +
+	"\amachine\x18\x12 \x01(\v2\x1e.gpuctl.cluster.v1.MachineMoveR\amachine\x126\n" +
+	"\x05steps\x18\x13 \x03(\v2 .gpuctl.cluster.v1.MigrationStepR\x05steps\"\xa3\x03\n" +
+	"\vMachineMove\x12\x12\n" +
+	"\x04uuid\x18\x01 \x01(\tR\x04uuid\x12\x12\n" +
+	"\x04name\x18\x02 \x01(\tR\x04name\x12\x1b\n" +
+	"\tfrom_host\x18\x03 \x01(\tR\bfromHost\x12\x17\n" +
+	"\ato_host\x18\x04 \x01(\tR\x06toHost\x12\x19\n" +
+	"\bfrom_gpu\x18\x05 \x01(\tR\afromGpu\x12\x15\n" +
+	"\x06to_gpu\x18\x06 \x01(\tR\x05toGpu\x12\x1d\n" +
+	"\n" +
+	"from_claim\x18\a \x01(\tR\tfromClaim\x12\x19\n" +
+	"\bto_claim\x18\b \x01(\tR\atoClaim\x12\x1e\n" +
+	"\n" +
+	"candidates\x18\t \x03(\tR\n" +
+	"candidates\x12\x1a\n" +
+	"\bsessions\x18\n" +
+	" \x03(\tR\bsessions\x12!\n" +
+	"\fpredicted_ns\x18\v \x01(\x03R\vpredictedNs\x12*\n" +
+	"\x11predicted_stop_ns\x18\f \x01(\x03R\x0fpredictedStopNs\x12\x1a\n" +
+	"\baborting\x18\r \x01(\bR\baborting\x12#\n" +
+	"\rguest_address\x18\x0e \x01(\tR\fguestAddress\"\xa4\x01\n" +
+	"\rMigrationStep\x12\x12\n" +
+	"\x04name\x18\x01 \x01(\tR\x04name\x12&\n" +
+	"\x0fstarted_unix_ns\x18\x02 \x01(\x03R\rstartedUnixNs\x12\x17\n" +
+	"\atook_ns\x18\x03 \x01(\x03R\x06tookNs\x12\x14\n" +
+	"\x05bytes\x18\x04 \x01(\x04R\x05bytes\x12\x12\n" +
+	"\x04undo\x18\x05 \x01(\bR\x04undo\x12\x14\n" +
+	"\x05error\x18\x06 \x01(\tR\x05error\"\xba\x01\n" +
 	"\vReservation\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12\x14\n" +
 	"\x05owner\x18\x02 \x01(\tR\x05owner\x12\x10\n" +
@@ -3362,7 +3640,7 @@ func file_gpuctl_cluster_v1_state_proto_rawDescGZIP() []byte {
 }
 
 var file_gpuctl_cluster_v1_state_proto_enumTypes = make([]protoimpl.EnumInfo, 10)
-var file_gpuctl_cluster_v1_state_proto_msgTypes = make([]protoimpl.MessageInfo, 22)
+var file_gpuctl_cluster_v1_state_proto_msgTypes = make([]protoimpl.MessageInfo, 24)
 var file_gpuctl_cluster_v1_state_proto_goTypes = []any{
 	(Kind)(0),                // 0: gpuctl.cluster.v1.Kind
 	(HostState)(0),           // 1: gpuctl.cluster.v1.HostState
@@ -3385,65 +3663,69 @@ var file_gpuctl_cluster_v1_state_proto_goTypes = []any{
 	(*Assignment)(nil),       // 18: gpuctl.cluster.v1.Assignment
 	(*Session)(nil),          // 19: gpuctl.cluster.v1.Session
 	(*Migration)(nil),        // 20: gpuctl.cluster.v1.Migration
-	(*Reservation)(nil),      // 21: gpuctl.cluster.v1.Reservation
-	(*Identity)(nil),         // 22: gpuctl.cluster.v1.Identity
-	(*JoinToken)(nil),        // 23: gpuctl.cluster.v1.JoinToken
-	(*Event)(nil),            // 24: gpuctl.cluster.v1.Event
-	(*Object)(nil),           // 25: gpuctl.cluster.v1.Object
-	(*SnapshotRecord)(nil),   // 26: gpuctl.cluster.v1.SnapshotRecord
-	(*SnapshotHeader)(nil),   // 27: gpuctl.cluster.v1.SnapshotHeader
-	(*SnapshotTrailer)(nil),  // 28: gpuctl.cluster.v1.SnapshotTrailer
-	(*RecentCommand)(nil),    // 29: gpuctl.cluster.v1.RecentCommand
-	nil,                      // 30: gpuctl.cluster.v1.Host.LabelsEntry
-	nil,                      // 31: gpuctl.cluster.v1.Claim.LabelsEntry
-	(*v1.Limits)(nil),        // 32: gpuctl.v1.Limits
-	(*v1.VirtualDevice)(nil), // 33: gpuctl.v1.VirtualDevice
-	(v1.SessionState)(0),     // 34: gpuctl.v1.SessionState
+	(*MachineMove)(nil),      // 21: gpuctl.cluster.v1.MachineMove
+	(*MigrationStep)(nil),    // 22: gpuctl.cluster.v1.MigrationStep
+	(*Reservation)(nil),      // 23: gpuctl.cluster.v1.Reservation
+	(*Identity)(nil),         // 24: gpuctl.cluster.v1.Identity
+	(*JoinToken)(nil),        // 25: gpuctl.cluster.v1.JoinToken
+	(*Event)(nil),            // 26: gpuctl.cluster.v1.Event
+	(*Object)(nil),           // 27: gpuctl.cluster.v1.Object
+	(*SnapshotRecord)(nil),   // 28: gpuctl.cluster.v1.SnapshotRecord
+	(*SnapshotHeader)(nil),   // 29: gpuctl.cluster.v1.SnapshotHeader
+	(*SnapshotTrailer)(nil),  // 30: gpuctl.cluster.v1.SnapshotTrailer
+	(*RecentCommand)(nil),    // 31: gpuctl.cluster.v1.RecentCommand
+	nil,                      // 32: gpuctl.cluster.v1.Host.LabelsEntry
+	nil,                      // 33: gpuctl.cluster.v1.Claim.LabelsEntry
+	(*v1.Limits)(nil),        // 34: gpuctl.v1.Limits
+	(*v1.VirtualDevice)(nil), // 35: gpuctl.v1.VirtualDevice
+	(v1.SessionState)(0),     // 36: gpuctl.v1.SessionState
 }
 var file_gpuctl_cluster_v1_state_proto_depIdxs = []int32{
 	11, // 0: gpuctl.cluster.v1.Host.nics:type_name -> gpuctl.cluster.v1.NIC
-	30, // 1: gpuctl.cluster.v1.Host.labels:type_name -> gpuctl.cluster.v1.Host.LabelsEntry
+	32, // 1: gpuctl.cluster.v1.Host.labels:type_name -> gpuctl.cluster.v1.Host.LabelsEntry
 	1,  // 2: gpuctl.cluster.v1.Host.state:type_name -> gpuctl.cluster.v1.HostState
-	32, // 3: gpuctl.cluster.v1.GPU.limits:type_name -> gpuctl.v1.Limits
+	34, // 3: gpuctl.cluster.v1.GPU.limits:type_name -> gpuctl.v1.Limits
 	2,  // 4: gpuctl.cluster.v1.GPU.health:type_name -> gpuctl.cluster.v1.Health
 	13, // 5: gpuctl.cluster.v1.GPU.processes:type_name -> gpuctl.cluster.v1.Process
 	14, // 6: gpuctl.cluster.v1.GPU.profiles:type_name -> gpuctl.cluster.v1.Profile
-	32, // 7: gpuctl.cluster.v1.Model.limits:type_name -> gpuctl.v1.Limits
+	34, // 7: gpuctl.cluster.v1.Model.limits:type_name -> gpuctl.v1.Limits
 	3,  // 8: gpuctl.cluster.v1.VGPU.kind:type_name -> gpuctl.cluster.v1.VGPUKind
 	4,  // 9: gpuctl.cluster.v1.VGPU.residence:type_name -> gpuctl.cluster.v1.Residence
-	32, // 10: gpuctl.cluster.v1.Claim.min_limits:type_name -> gpuctl.v1.Limits
+	34, // 10: gpuctl.cluster.v1.Claim.min_limits:type_name -> gpuctl.v1.Limits
 	5,  // 11: gpuctl.cluster.v1.Claim.policy:type_name -> gpuctl.cluster.v1.Policy
 	6,  // 12: gpuctl.cluster.v1.Claim.unmet:type_name -> gpuctl.cluster.v1.Unmet
-	31, // 13: gpuctl.cluster.v1.Claim.labels:type_name -> gpuctl.cluster.v1.Claim.LabelsEntry
-	33, // 14: gpuctl.cluster.v1.Claim.device:type_name -> gpuctl.v1.VirtualDevice
+	33, // 13: gpuctl.cluster.v1.Claim.labels:type_name -> gpuctl.cluster.v1.Claim.LabelsEntry
+	35, // 14: gpuctl.cluster.v1.Claim.device:type_name -> gpuctl.v1.VirtualDevice
 	7,  // 15: gpuctl.cluster.v1.Claim.state:type_name -> gpuctl.cluster.v1.ClaimState
 	4,  // 16: gpuctl.cluster.v1.Assignment.residence:type_name -> gpuctl.cluster.v1.Residence
-	34, // 17: gpuctl.cluster.v1.Session.state:type_name -> gpuctl.v1.SessionState
+	36, // 17: gpuctl.cluster.v1.Session.state:type_name -> gpuctl.v1.SessionState
 	8,  // 18: gpuctl.cluster.v1.Migration.state:type_name -> gpuctl.cluster.v1.MigrationState
-	9,  // 19: gpuctl.cluster.v1.Identity.role:type_name -> gpuctl.cluster.v1.Role
-	9,  // 20: gpuctl.cluster.v1.JoinToken.role:type_name -> gpuctl.cluster.v1.Role
-	0,  // 21: gpuctl.cluster.v1.Event.kind:type_name -> gpuctl.cluster.v1.Kind
-	10, // 22: gpuctl.cluster.v1.Object.host:type_name -> gpuctl.cluster.v1.Host
-	12, // 23: gpuctl.cluster.v1.Object.gpu:type_name -> gpuctl.cluster.v1.GPU
-	15, // 24: gpuctl.cluster.v1.Object.model:type_name -> gpuctl.cluster.v1.Model
-	16, // 25: gpuctl.cluster.v1.Object.vgpu:type_name -> gpuctl.cluster.v1.VGPU
-	17, // 26: gpuctl.cluster.v1.Object.claim:type_name -> gpuctl.cluster.v1.Claim
-	18, // 27: gpuctl.cluster.v1.Object.assignment:type_name -> gpuctl.cluster.v1.Assignment
-	19, // 28: gpuctl.cluster.v1.Object.session:type_name -> gpuctl.cluster.v1.Session
-	20, // 29: gpuctl.cluster.v1.Object.migration:type_name -> gpuctl.cluster.v1.Migration
-	21, // 30: gpuctl.cluster.v1.Object.reservation:type_name -> gpuctl.cluster.v1.Reservation
-	27, // 31: gpuctl.cluster.v1.SnapshotRecord.header:type_name -> gpuctl.cluster.v1.SnapshotHeader
-	25, // 32: gpuctl.cluster.v1.SnapshotRecord.object:type_name -> gpuctl.cluster.v1.Object
-	22, // 33: gpuctl.cluster.v1.SnapshotRecord.identity:type_name -> gpuctl.cluster.v1.Identity
-	23, // 34: gpuctl.cluster.v1.SnapshotRecord.join_token:type_name -> gpuctl.cluster.v1.JoinToken
-	24, // 35: gpuctl.cluster.v1.SnapshotRecord.event:type_name -> gpuctl.cluster.v1.Event
-	29, // 36: gpuctl.cluster.v1.SnapshotRecord.recent:type_name -> gpuctl.cluster.v1.RecentCommand
-	28, // 37: gpuctl.cluster.v1.SnapshotRecord.trailer:type_name -> gpuctl.cluster.v1.SnapshotTrailer
-	38, // [38:38] is the sub-list for method output_type
-	38, // [38:38] is the sub-list for method input_type
-	38, // [38:38] is the sub-list for extension type_name
-	38, // [38:38] is the sub-list for extension extendee
-	0,  // [0:38] is the sub-list for field type_name
+	21, // 19: gpuctl.cluster.v1.Migration.machine:type_name -> gpuctl.cluster.v1.MachineMove
+	22, // 20: gpuctl.cluster.v1.Migration.steps:type_name -> gpuctl.cluster.v1.MigrationStep
+	9,  // 21: gpuctl.cluster.v1.Identity.role:type_name -> gpuctl.cluster.v1.Role
+	9,  // 22: gpuctl.cluster.v1.JoinToken.role:type_name -> gpuctl.cluster.v1.Role
+	0,  // 23: gpuctl.cluster.v1.Event.kind:type_name -> gpuctl.cluster.v1.Kind
+	10, // 24: gpuctl.cluster.v1.Object.host:type_name -> gpuctl.cluster.v1.Host
+	12, // 25: gpuctl.cluster.v1.Object.gpu:type_name -> gpuctl.cluster.v1.GPU
+	15, // 26: gpuctl.cluster.v1.Object.model:type_name -> gpuctl.cluster.v1.Model
+	16, // 27: gpuctl.cluster.v1.Object.vgpu:type_name -> gpuctl.cluster.v1.VGPU
+	17, // 28: gpuctl.cluster.v1.Object.claim:type_name -> gpuctl.cluster.v1.Claim
+	18, // 29: gpuctl.cluster.v1.Object.assignment:type_name -> gpuctl.cluster.v1.Assignment
+	19, // 30: gpuctl.cluster.v1.Object.session:type_name -> gpuctl.cluster.v1.Session
+	20, // 31: gpuctl.cluster.v1.Object.migration:type_name -> gpuctl.cluster.v1.Migration
+	23, // 32: gpuctl.cluster.v1.Object.reservation:type_name -> gpuctl.cluster.v1.Reservation
+	29, // 33: gpuctl.cluster.v1.SnapshotRecord.header:type_name -> gpuctl.cluster.v1.SnapshotHeader
+	27, // 34: gpuctl.cluster.v1.SnapshotRecord.object:type_name -> gpuctl.cluster.v1.Object
+	24, // 35: gpuctl.cluster.v1.SnapshotRecord.identity:type_name -> gpuctl.cluster.v1.Identity
+	25, // 36: gpuctl.cluster.v1.SnapshotRecord.join_token:type_name -> gpuctl.cluster.v1.JoinToken
+	26, // 37: gpuctl.cluster.v1.SnapshotRecord.event:type_name -> gpuctl.cluster.v1.Event
+	31, // 38: gpuctl.cluster.v1.SnapshotRecord.recent:type_name -> gpuctl.cluster.v1.RecentCommand
+	30, // 39: gpuctl.cluster.v1.SnapshotRecord.trailer:type_name -> gpuctl.cluster.v1.SnapshotTrailer
+	40, // [40:40] is the sub-list for method output_type
+	40, // [40:40] is the sub-list for method input_type
+	40, // [40:40] is the sub-list for extension type_name
+	40, // [40:40] is the sub-list for extension extendee
+	0,  // [0:40] is the sub-list for field type_name
 }
 
 func init() { file_gpuctl_cluster_v1_state_proto_init() }
@@ -3451,7 +3733,7 @@ func file_gpuctl_cluster_v1_state_proto_init() {
 	if File_gpuctl_cluster_v1_state_proto != nil {
 		return
 	}
-	file_gpuctl_cluster_v1_state_proto_msgTypes[15].OneofWrappers = []any{
+	file_gpuctl_cluster_v1_state_proto_msgTypes[17].OneofWrappers = []any{
 		(*Object_Host)(nil),
 		(*Object_Gpu)(nil),
 		(*Object_Model)(nil),
@@ -3462,7 +3744,7 @@ func file_gpuctl_cluster_v1_state_proto_init() {
 		(*Object_Migration)(nil),
 		(*Object_Reservation)(nil),
 	}
-	file_gpuctl_cluster_v1_state_proto_msgTypes[16].OneofWrappers = []any{
+	file_gpuctl_cluster_v1_state_proto_msgTypes[18].OneofWrappers = []any{
 		(*SnapshotRecord_Header)(nil),
 		(*SnapshotRecord_Object)(nil),
 		(*SnapshotRecord_Identity)(nil),
@@ -3477,7 +3759,7 @@ func file_gpuctl_cluster_v1_state_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_gpuctl_cluster_v1_state_proto_rawDesc), len(file_gpuctl_cluster_v1_state_proto_rawDesc)),
 			NumEnums:      10,
-			NumMessages:   22,
+			NumMessages:   24,
 			NumExtensions: 0,
 			NumServices:   0,
 		},
