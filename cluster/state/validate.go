@@ -31,6 +31,7 @@ const (
 	maxGPUsPerClaim  = 64
 	maxHostsNot      = 256
 	maxSteps         = 256
+	maxConcerned     = 4096 // sessions and candidates of a migration
 	maxAbout         = 64
 	maxJoinTokens    = 10_000
 	maxMemory        = 1 << 60 // bytes: sums of these do not overflow
@@ -393,6 +394,12 @@ func checkMigration(m *clusterv1.Migration) error {
 	what := "migration " + m.GetId()
 	if n := len(m.GetDone()); n > maxSteps {
 		return fmt.Errorf("%s: %d steps: at most %d", what, n, maxSteps)
+	}
+	if n := len(m.GetSteps()); n > 4*maxSteps {
+		return fmt.Errorf("%s: %d records of steps: at most %d", what, n, 4*maxSteps)
+	}
+	if n := len(m.GetMachine().GetSessions()) + len(m.GetMachine().GetCandidates()); n > maxConcerned {
+		return fmt.Errorf("%s: %d sessions and candidates: at most %d", what, n, maxConcerned)
 	}
 	if m.GetClaim() != "" {
 		if err := identifier(what+": claim", m.GetClaim()); err != nil {

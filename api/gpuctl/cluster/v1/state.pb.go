@@ -2119,6 +2119,8 @@ type MachineMove struct {
 	PredictedStopNs int64                  `protobuf:"varint,12,opt,name=predicted_stop_ns,json=predictedStopNs,proto3" json:"predicted_stop_ns,omitempty"`
 	Aborting        bool                   `protobuf:"varint,13,opt,name=aborting,proto3" json:"aborting,omitempty"`                            // an operator wants it undone
 	GuestAddress    string                 `protobuf:"bytes,14,opt,name=guest_address,json=guestAddress,proto3" json:"guest_address,omitempty"` // of the card inside the VM, before
+	Undoing         bool                   `protobuf:"varint,15,opt,name=undoing,proto3" json:"undoing,omitempty"`                              // it is on its way back
+	Tries           uint32                 `protobuf:"varint,16,opt,name=tries,proto3" json:"tries,omitempty"`                                  // of the running step
 	unknownFields   protoimpl.UnknownFields
 	sizeCache       protoimpl.SizeCache
 }
@@ -2249,6 +2251,20 @@ func (x *MachineMove) GetGuestAddress() string {
 		return x.GuestAddress
 	}
 	return ""
+}
+
+func (x *MachineMove) GetUndoing() bool {
+	if x != nil {
+		return x.Undoing
+	}
+	return false
+}
+
+func (x *MachineMove) GetTries() uint32 {
+	if x != nil {
+		return x.Tries
+	}
+	return 0
 }
 
 // MigrationStep is one step of a migration as it went.
@@ -3458,7 +3474,7 @@ const file_gpuctl_cluster_v1_state_proto_rawDesc = "" +
 	"\x05token\x18\x10 \x01(\x04R\x05token\x12\x1a\n" +
 	"\brevision\x18\x11 \x01(\x04R\brevision\x128\n" +
 	"\amachine\x18\x12 \x01(\v2\x1e.gpuctl.cluster.v1.MachineMoveR\amachine\x126\n" +
-	"\x05steps\x18\x13 \x03(\v2 .gpuctl.cluster.v1.MigrationStepR\x05steps\"\xa3\x03\n" +
+	"\x05steps\x18\x13 \x03(\v2 .gpuctl.cluster.v1.MigrationStepR\x05steps\"\xd3\x03\n" +
 	"\vMachineMove\x12\x12\n" +
 	"\x04uuid\x18\x01 \x01(\tR\x04uuid\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12\x1b\n" +
@@ -3477,7 +3493,9 @@ const file_gpuctl_cluster_v1_state_proto_rawDesc = "" +
 	"\fpredicted_ns\x18\v \x01(\x03R\vpredictedNs\x12*\n" +
 	"\x11predicted_stop_ns\x18\f \x01(\x03R\x0fpredictedStopNs\x12\x1a\n" +
 	"\baborting\x18\r \x01(\bR\baborting\x12#\n" +
-	"\rguest_address\x18\x0e \x01(\tR\fguestAddress\"\xa4\x01\n" +
+	"\rguest_address\x18\x0e \x01(\tR\fguestAddress\x12\x18\n" +
+	"\aundoing\x18\x0f \x01(\bR\aundoing\x12\x14\n" +
+	"\x05tries\x18\x10 \x01(\rR\x05tries\"\xa4\x01\n" +
 	"\rMigrationStep\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12&\n" +
 	"\x0fstarted_unix_ns\x18\x02 \x01(\x03R\rstartedUnixNs\x12\x17\n" +
