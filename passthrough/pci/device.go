@@ -92,7 +92,17 @@ type Card struct {
 	Group     string    // what can only be given away together
 	Shared    []Address // other devices of the group that are no bridges
 	Why       string    // how the group came about
+	Leak      *Leak     // where the group leaks; nil: nowhere, or not looked at as nothing is shared
 }
+
+// Leak is a bridge above a card that does not keep what is below it apart.
+type Leak struct {
+	Port Address
+	Kind string // port, switch or bridge
+	Why  string // "has no ACS"
+}
+
+func (l *Leak) String() string { return l.Kind + " " + l.Port.String() + " " + l.Why }
 
 // Main is the function that makes the card a GPU.
 func (c *Card) Main() *Device {

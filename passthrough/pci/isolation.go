@@ -13,14 +13,15 @@ import (
 func (s *scan) isolate(cards []*Card) {
 	members := map[string][]Address{} // of groups that are derived
 	why := map[Address]string{}
+	leaks := map[Address]*Leak{}
 	if slices.ContainsFunc(cards, func(c *Card) bool { return c.Main().IOMMUGroup < 0 }) {
 		for _, n := range slices.SortedFunc(maps.Values(s.all), func(a, b *node) int { return a.address.Compare(b.address) }) {
 			if n.class>>8 == ClassBridge {
 				continue
 			}
-			group, reason := s.derive(n)
+			group, leak, reason := s.derive(n)
 			members[group] = append(members[group], n.address)
-			why[n.address] = reason
+			why[n.address], leaks[n.address] = reason, leak
 		}
 	}
 	for _, c := range cards {
@@ -38,9 +39,12 @@ func (s *scan) isolate(cards []*Card) {
 			for _, g := range groups {
 				c.Shared = append(c.Shared, s.membersOf(g, own)...)
 			}
+			if len(c.Shared) > 0 {
+				_, c.Leak, _ = s.derive(s.all[c.Address])
+			}
 		} else {
-			c.Group, _ = s.derive(s.all[c.Address])
-			c.Why = why[c.Address]
+			c.Group, _, _ = s.derive(s.all[c.Address])
+			c.Why, c.Leak = why[c.Address], leaks[c.Address]
 			c.Shared = slices.DeleteFunc(slices.Clone(members[c.Group]), func(a Address) bool { return own[a] })
 		}
 	}
@@ -123,64 +127,65 @@ func (s *scan) membersOf(group int, without map[Address]bool) []Address {
 // a bridge is together unless every port from that bridge to the root keeps
 // peers apart. Beyond them, a switch is together as soon as one of its
 // downstream ports lets peers reach each other.
-func (s *scan) derive(n *node) (group, why string) {
+func (s *scan) derive(n *node) (group string, leak *Leak, why string) {
 	top, isBridge := n.address, false
 	why = "no IOMMU groups; every port above isolates"
 	for i := len(n.above) - 1; i >= 0; i-- {
-		blame, isolated := s.pathIsolates(n.above[:i+1])
-		if isolated {
+		l := s.leak(n.above[:i+1])
+		if l == nil {
 			break
 		}
+		leak = l
 		top, isBridge = n.above[i], true
 		if i > 0 && s.config(top).Port == PortDownstream && !s.portIsolates(top) {
 			i--
 			top = n.above[i]
 		}
-		why = fmt.Sprintf("no IOMMU groups; %s", blame)
+		why = fmt.Sprintf("no IOMMU groups; %v", leak)
 	}
 	if len(n.above) == 0 {
 		why = "no IOMMU groups; on the root bus"
 	}
 	switch {
 	case !isBridge && n.pf != nil: // isolated from its siblings by the standard
-		return "pci-" + top.String(), why
+		return "pci-" + top.String(), leak, why
 	case !isBridge:
 		// The functions of a card are kept together anyway.
-		return "pci-" + top.Slot().String(), why
+		return "pci-" + top.Slot().String(), leak, why
 	}
 	// A bridge among functions that can reach each other.
 	if s.config(top.Slot()).Multifunction && !s.slotIsolates(top) {
-		return "pci-" + top.Slot().String(), why
+		return "pci-" + top.Slot().String(), leak, why
 	}
-	return "pci-" + top.String(), why
+	return "pci-" + top.String(), leak, why
 }
 
-// pathIsolates says that every port of the path keeps peers apart, and
-// otherwise which does not.
-func (s *scan) pathIsolates(bridges []Address) (blame string, ok bool) {
+// leak is the first port of the path that does not keep peers apart; nil if
+// every one does.
+func (s *scan) leak(bridges []Address) *Leak {
 	for i := len(bridges) - 1; i >= 0; i-- {
 		a := bridges[i]
 		c := s.config(a)
 		switch c.Port {
 		case PortRoot:
 			if !c.ACS.Isolates() {
-				return fmt.Sprintf("port %s %s", a, acsWhy(c)), false
+				return &Leak{a, "port", acsWhy(c)}
 			}
 		case PortDownstream:
 			for _, peer := range s.portsBeside(a) {
 				if c := s.config(peer); !c.ACS.Isolates() {
-					return fmt.Sprintf("port %s %s", peer, acsWhy(c)), false
+					return &Leak{peer, "port", acsWhy(c)}
 				}
 			}
 		case PortUpstream:
 			if c.Multifunction && !c.ACS.Isolates() {
-				return fmt.Sprintf("switch %s %s", a, acsWhy(c)), false
+				return &Leak{a, "switch", acsWhy(c)}
 			}
 		default:
-			return fmt.Sprintf("bridge %s is not PCI Express on both sides", a), false
+			return &Leak{a, "bridge", "is not PCI Express on both sides"}
 		}
 	}
-	return "", true
+	return nil
 }
 
 func (s *scan) portIsolates(a Address) bool {

@@ -1,6 +1,7 @@
 package pci_test
 
 import (
+	"fmt"
 	"os"
 	"path/filepath"
 	"slices"
@@ -322,4 +323,60 @@ func addr(s string) pci.Address {
 		panic(err)
 	}
 	return a
+}
+
+// The port that leaks is told where something is shared, with IOMMU groups, too.
+func TestLeak(t *testing.T) {
+	for group, want := range map[int]string{-1: "port 0000:00:01.0 has no ACS", 7: "port 0000:00:01.0 has no ACS"} {
+		tree := pcitest.New(t)
+		tree.Add(pcitest.Port("0000:00:01.0", "", group, pci.PortRoot, nil))
+		tree.Add(pcitest.NVIDIACard("0000:01:00", "0000:00:01.0", group, 0)...)
+		tree.Add(pcitest.Function{Address: "0000:01:1f.0", Parent: "0000:00:01.0", Vendor: 0x8086, Class: 0x020000, IOMMUGroup: group, NUMANode: -1})
+		tree.Add(pcitest.Port("0000:00:02.0", "", group+1, pci.PortRoot, pcitest.FullACS()))
+		tree.Add(pcitest.NVIDIACard("0000:02:00", "0000:00:02.0", min(group, group*2), 0)...)
+		cards := scan(t, tree)
+		if l := cards[0].Leak; l == nil || l.String() != want || l.Port != addr("0000:00:01.0") {
+			t.Errorf("group %d: %v", group, l)
+		}
+	}
+	tree := pcitest.XenDom0(pcitest.New(t))
+	for _, c := range scan(t, tree) {
+		if (c.Leak == nil) != (len(c.Shared) == 0) {
+			t.Errorf("%v shares with %v: %v", c.Address, c.Shared, c.Leak)
+		}
+	}
+}
+
+// manyCards is a machine of 64 functions of cards, behind switches.
+func manyCards(t testing.TB, group func(i int) int) *pcitest.Tree {
+	tree := pcitest.New(t)
+	tree.Write("usr/share/misc/pci.ids", ids+strings.Repeat("1234  Somebody\n\t5678  Something that has a long name\n", 15000))
+	for i := range 4 {
+		root := fmt.Sprintf("%04x:00:01.0", i)
+		up := fmt.Sprintf("%04x:01:00.0", i)
+		tree.Add(pcitest.Port(root, "", group(100+i), pci.PortRoot, pcitest.FullACS()), pcitest.Port(up, root, group(104+i), pci.PortUpstream, nil))
+		for j := range 4 {
+			down := fmt.Sprintf("%04x:02:%02x.0", i, j)
+			tree.Add(pcitest.Port(down, up, group(108+4*i+j), pci.PortDownstream, pcitest.FullACS()))
+			tree.Add(pcitest.NVIDIACard(fmt.Sprintf("%04x:%02x:00", i, 3+j), down, group(4*i+j), i%2)...)
+		}
+	}
+	return tree
+}
+
+// BenchmarkScan finds 64 functions, as sysfs would show them, and the whole of
+// the names' file. They are to be found in 50 ms.
+func BenchmarkScan(b *testing.B) {
+	for name, group := range map[string]func(int) int{"kernel": func(i int) int { return i }, "xen": func(int) int { return -1 }} {
+		b.Run(name, func(b *testing.B) {
+			tree := manyCards(b, group)
+			for b.Loop() {
+				cards, err := pci.Scan(tree.FS())
+				if err != nil || len(cards) != 16 {
+					b.Fatalf("%d cards, %v", len(cards), err)
+				}
+			}
+			b.ReportMetric(float64(b.Elapsed().Milliseconds())/float64(b.N), "ms/op")
+		})
+	}
 }
