@@ -269,19 +269,16 @@ func (m *Machine) probeAny(d *device) {
 }
 
 func parseID(s string) (id ID, fields int) {
-	var n [2]uint64
-	for i, f := range strings.Fields(s) {
-		if i >= len(n) {
-			break
-		}
-		v, err := strconv.ParseUint(f, 16, 16)
+	for _, to := range []*uint16{&id.Vendor, &id.Device} {
+		word, rest, _ := strings.Cut(strings.TrimSpace(s), " ")
+		v, err := strconv.ParseUint(word, 16, 16)
 		if err != nil {
 			break
 		}
-		n[i] = v
+		*to, s = uint16(v), rest
 		fields++
 	}
-	return ID{uint16(n[0]), uint16(n[1])}, fields
+	return id, fields
 }
 
 func (m *Machine) newID(dr *driver, s string) error {

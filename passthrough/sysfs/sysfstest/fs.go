@@ -45,7 +45,7 @@ func (n *node) mode() fs.FileMode {
 	return m
 }
 
-// folder makes the folders on the way to name.
+// folder makes the folders on the way to name; links are followed.
 func (n *node) folder(name string) *node {
 	if name == "." || name == "" {
 		return n
@@ -56,17 +56,30 @@ func (n *node) folder(name string) *node {
 			child = newFolder(n)
 			n.children[part] = child
 		}
-		n = child
+		if n = n.through(child); n == nil {
+			panic("sysfstest: a link to nowhere on the way to " + name)
+		}
 	}
 	return n
 }
 
+// through is where a link in n leads, or the child itself.
+func (n *node) through(child *node) *node {
+	if child.link == "" {
+		return child
+	}
+	target, err := n.find(child.link, false)
+	if err != nil {
+		return nil
+	}
+	return target
+}
+
 // put places a node at name, below n.
-func (n *node) put(name string, child *node) *node {
+func (n *node) put(name string, child *node) {
 	dir := n.folder(path.Dir(name))
 	child.parent = dir
 	dir.children[path.Base(name)] = child
-	return child
 }
 
 func (n *node) drop(name string) {
@@ -75,7 +88,11 @@ func (n *node) drop(name string) {
 		if part == "." {
 			continue
 		}
-		if dir = dir.children[part]; dir == nil {
+		child := dir.children[part]
+		if child == nil {
+			return
+		}
+		if dir = dir.through(child); dir == nil || !dir.isDir() {
 			return
 		}
 	}

@@ -445,7 +445,9 @@ func TestReboot(t *testing.T) {
 	m.Load(sysfstest.Pciback())
 	before, _ := m.ReadFile("proc/sys/kernel/random/boot_id")
 	for _, d := range []do{
-		{dev(gpu, "driver_override"), "pciback", nil}, {drv("nvidia", "unbind"), gpu, nil}, {"sys/bus/pci/drivers_probe", gpu, nil},
+		{dev(gpu, "driver_override"), "pciback", nil},
+		{drv("nvidia", "unbind"), gpu, nil},
+		{"sys/bus/pci/drivers_probe", gpu, nil},
 		{dev(pf, "sriov_numvfs"), "2", nil},
 	} {
 		if err := m.Write(t.Context(), d.name, d.data); err != nil {

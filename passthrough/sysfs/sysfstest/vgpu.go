@@ -178,7 +178,7 @@ func (m *Machine) available(t *mdevType) int {
 	return n
 }
 
-var uuidForm = regexp.MustCompile(`^[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}$`) //nolint:gochecknoglobals // a constant
+var uuidForm = regexp.MustCompile(`^[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}$`)
 
 func (m *Machine) createMdev(t *mdevType, s string) error {
 	uuid := strings.ToLower(trim(s))

@@ -1,0 +1,131 @@
+package bind
+
+import (
+	"context"
+	"errors"
+	"fmt"
+
+	"github.com/gpuctl/gpuctl/passthrough/pci"
+)
+
+// Outcome is what Recover made of a record.
+type Outcome string
+
+// Outcomes of Recover.
+const (
+	Kept     Outcome = "kept"     // with the driver it was taken for
+	Undone   Outcome = "undone"   // a take that was half-way, or whose driver has let go: back where it was
+	Finished Outcome = "finished" // a return that was half-way
+	Rebooted Outcome = "rebooted" // the kernel has chosen a driver anew, which stays
+	Replaced Outcome = "replaced" // another device is in its place
+	Missing  Outcome = "missing"  // not on the bus; the record is kept
+	Failed   Outcome = "failed"   // see Err; the record is kept
+)
+
+// Recovered is what became of one function.
+type Recovered struct {
+	Function pci.Address
+	Outcome  Outcome
+	Driver   string // that it has now
+	Err      error
+}
+
+// Recover compares the journal with the machine and finishes or undoes what
+// was left half-way: by a process that was killed, a kernel that did not
+// return, a driver that refused. Call it at the start, and again while records
+// fail. The error is that of the failed ones; the others are done.
+func (b *Binder) Recover(ctx context.Context) ([]Recovered, error) {
+	end, err := b.begin(ctx)
+	if err != nil {
+		return nil, err
+	}
+	defer end()
+	var out []Recovered
+	var errs []error
+	for _, r := range b.journal.Records() {
+		if err := ctx.Err(); err != nil {
+			return out, errors.Join(append(errs, err)...)
+		}
+		done, err := b.recover(ctx, r)
+		if err != nil {
+			done, err = Failed, fmt.Errorf("recover %s (%s %s): %w", r.Function, r.Phase, r.Driver, err)
+			errs = append(errs, err)
+		}
+		now, _ := b.read(r.Function)
+		out = append(out, Recovered{r.Function, done, now.driver, err})
+	}
+	return out, errors.Join(errs...)
+}
+
+func (b *Binder) recover(ctx context.Context, r Record) (Outcome, error) {
+	now, err := b.read(r.Function)
+	switch {
+	case errors.Is(err, ErrNotFound):
+		return Missing, nil
+	case err != nil:
+		return "", err
+	case now.vendor != r.Vendor || now.device != r.Device:
+		return Replaced, b.journal.update(nil, r.Function)
+	}
+	if boot := b.boot(); r.Boot != boot {
+		switch {
+		case r.Phase == Held && now.driver == r.Driver:
+			// As at the last start; so are native driver and override.
+			r.Boot = boot
+			return Kept, b.journal.update([]Record{r})
+		case now.driver != "" && now.driver != r.Driver:
+			return Rebooted, b.journal.update(nil, r.Function)
+		}
+		r.Boot = boot
+	}
+	outcome := Undone
+	switch r.Phase {
+	case Held:
+		if now.driver == r.Driver {
+			if now.override != r.Driver {
+				return Kept, b.override(ctx, r.Function, r.Driver)
+			}
+			return Kept, nil
+		}
+		if now.driver != "" && now.driver != r.Native {
+			return "", fmt.Errorf("%w to %s: unbind it, or bind it to %s again", ErrForeign, now.driver, r.Driver)
+		}
+		if other := b.sibling(r); other != "" {
+			return "", fmt.Errorf("%w: it has lost its driver, and %s, of the same card, has not: take the card again, or return it", ErrPartial, other)
+		}
+		r.Phase = Returning
+	case Returning:
+		outcome = Finished
+	case Taking:
+	}
+	var lose []pci.Address
+	if driver, _, _ := r.target(); now.driver != "" && now.driver != driver {
+		lose = append(lose, r.Function)
+	}
+	resume, err := b.clear(ctx, lose)
+	if err != nil {
+		return "", err
+	}
+	defer resume()
+	if r.Phase == Taking {
+		return outcome, b.undo(ctx, []Record{r}, nil)
+	}
+	return outcome, b.finish(ctx, []Record{r})
+}
+
+// sibling is a function of the same card that is where it was taken to, empty:
+// none is.
+func (b *Binder) sibling(r Record) string {
+	if b.isVF(r.Function) {
+		return ""
+	}
+	for _, other := range b.journal.Records() {
+		if other.Function == r.Function || other.Function.Slot() != r.Function.Slot() || other.Phase != Held || b.isVF(other.Function) {
+			continue
+		}
+		if now, err := b.read(other.Function); err == nil && now.driver == other.Driver {
+			return other.Function.String()
+		}
+	}
+	return ""
+}
