@@ -3,7 +3,6 @@ package catalog_test
 import (
 	"bufio"
 	"errors"
-	"maps"
 	"os"
 	"regexp"
 	"slices"
@@ -410,47 +409,4 @@ func TestReadDir(t *testing.T) {
 	if files, err := catalog.ReadDir(fsys, "etc/none"); err != nil || files != nil {
 		t.Errorf("no folder: %v, %v", files, err)
 	}
-}
-
-func FuzzLoad(f *testing.F) {
-	f.Add([]byte("version: 1\nmodels:\n  - model: X\n    ids: [\"1acc:0001\"]\n    rank: 1\n    memory: 8GiB\n    limits: {fp64: true}\n"))
-	f.Add([]byte("version: 1\nfamilies:\n  - name: f\n    resets: [{method: bus, verdict: hangs, reason: r}]\nmodels:\n  - model: NVIDIA A40\n    family: f\n"))
-	f.Add([]byte("version: 1\nmodels: &a\n  - model: X\n    vgpu: [{type: A, memory: 1KiB, max: 1, mixed: 1, mig: 1g.5gb}]\n    limits: {x: *a}\n"))
-	f.Add([]byte("version: 1\nmodels:\n  - model: X\n    limits: {? {a: b} : c, maxWorkItemSizes: [1, 2, 3], 3: 4}\n"))
-	f.Add([]byte("? - 1\n: &x [*x]\n"))
-	f.Add([]byte("<<: {version: 1}\nmodels: !!seq []\n"))
-	builtin, err := catalog.Load()
-	if err != nil {
-		f.Fatal(err)
-	}
-	known := len(builtin.Models())
-	f.Fuzz(func(t *testing.T, data []byte) {
-		c, err := catalog.Load(catalog.File{Name: "fuzz", Data: data})
-		if err != nil {
-			if !errors.Is(err, catalog.ErrInvalid) || c != nil {
-				t.Fatalf("%v, %v", c, err)
-			}
-			return
-		}
-		if len(c.Models()) < known {
-			t.Fatal("a file has taken models away")
-		}
-		models := slices.Collect(maps.Values(c.IDs()))
-		for _, name := range c.Models() {
-			e, ok := c.Model(name)
-			if !ok || e.Limits == nil || e.Limits.GlobalMemory != e.Memory {
-				t.Fatalf("%q: %+v", name, e)
-			}
-			for _, v := range e.VGPU {
-				if v.Max == 0 || v.Memory == 0 {
-					t.Fatalf("%q: %+v", name, v)
-				}
-			}
-		}
-		for _, m := range models {
-			if _, ok := c.Model(m); !ok {
-				t.Fatalf("an id of %q, which is not there", m)
-			}
-		}
-	})
 }

@@ -87,10 +87,7 @@ func readFile(fsys fs.FS, name string) (File, error) {
 // of which the later ones win. Errors name file and line; all of a file's are
 // joined.
 func Load(extra ...File) (*Catalog, error) {
-	l := &loader{
-		Catalog:  Catalog{models: map[string]*Entry{}, byID: map[ID]string{}},
-		families: map[string]*family{}, facts: map[string]*facts{},
-	}
+	l := newLoader()
 	for _, f := range append([]File{{builtinName, []byte(builtin)}}, extra...) {
 		if err := l.file(f); err != nil {
 			return nil, err
@@ -154,6 +151,13 @@ type loader struct {
 	Catalog
 	families map[string]*family
 	facts    map[string]*facts
+}
+
+func newLoader() *loader {
+	return &loader{
+		Catalog:  Catalog{models: map[string]*Entry{}, byID: map[ID]string{}},
+		families: map[string]*family{}, facts: map[string]*facts{},
+	}
 }
 
 // file adds one file.

@@ -180,16 +180,15 @@ func (j *job) run(ctx context.Context, avoid []Avoid) (Result, error) {
 		j.before[f.Address] = s
 		dead = dead || !s.alive()
 	}
-	_, err := j.root.ReadFile(j.file(j.main, "reset_method"))
-	j.plain = err != nil
+	j.plain = j.exists(j.file(j.main, "reset")) && !j.exists(j.file(j.main, "reset_method"))
 	tried := false
 	for _, m := range Methods() {
+		if err := ctx.Err(); err != nil && !tried {
+			return result, fmt.Errorf("reset %s: %w", j.card.Address, err)
+		}
 		a := Attempt{Method: m}
 		begin := time.Now()
 		err := j.skip(m, dead, avoid)
-		if err == nil {
-			err = ctx.Err()
-		}
 		if err == nil {
 			err = j.try(ctx, m, &a)
 		}
@@ -201,7 +200,7 @@ func (j *job) run(ctx context.Context, avoid []Avoid) (Result, error) {
 			result.By = m
 			return result, nil
 		}
-		if errors.Is(err, sysfs.ErrStuck) || ctx.Err() != nil {
+		if errors.Is(err, sysfs.ErrStuck) || tried && ctx.Err() != nil {
 			return result, fmt.Errorf("reset %s: %w: %s: %w", j.card.Address, ErrDead, m, err)
 		}
 	}
@@ -433,9 +432,6 @@ func (j *job) write(ctx context.Context, f *pci.Device, name string) error {
 // old resets with a kernel that chooses by itself: the way that it will choose
 // is known from the capabilities (pci_dev_reset of Linux before 5.15).
 func (j *job) old(ctx context.Context, m Method) error {
-	if !j.exists(j.file(j.main, "reset")) {
-		return skipf("the kernel has no reset for %s", j.main.Address)
-	}
 	chosen := Bus
 	switch c := j.main.Config; {
 	case c.FLR:
