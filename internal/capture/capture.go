@@ -1,0 +1,291 @@
+package capture
+
+import (
+	"archive/tar"
+	"bytes"
+	"compress/gzip"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"maps"
+	"path"
+	"slices"
+	"strings"
+	"time"
+)
+
+// Format is the version of the archive's layout.
+const Format = 1
+
+const (
+	manifestName = "manifest.json"
+	rootDir      = "root"
+	factsDir     = "facts"
+
+	maxFile    = 64 << 10 // of a file of the host
+	maxFact    = 4 << 20
+	maxEntries = 200_000
+	maxTotal   = 256 << 20
+	maxPath    = 1024
+	maxParts   = 64
+
+	readTime = 5 * time.Second // for one file
+	maxStuck = 8               // files that did not come, then no more are tried
+)
+
+// Runner runs a command of the host and returns its standard output.
+type Runner func(ctx context.Context, argv ...string) ([]byte, error)
+
+// Options say what a capture takes.
+type Options struct {
+	Version string            // of gpuctl
+	Redact  bool              // leave out whose machine it is
+	Run     Runner            // for the facts; nil: none are asked for
+	Extra   map[string][]byte // more facts, by name
+}
+
+// Manifest describes an archive.
+type Manifest struct {
+	Format   int      `json:"format"`
+	Version  string   `json:"version"` // of the gpuctl that made it
+	Redacted bool     `json:"redacted"`
+	Files    int      `json:"files"`
+	Facts    []Fact   `json:"facts"`
+	Missing  []string `json:"missing"` // what there is and could not be read
+}
+
+// Fact is the output of a command.
+type Fact struct {
+	Name    string   `json:"name"` // of the file in facts/
+	Command []string `json:"command,omitempty"`
+	Error   string   `json:"error,omitempty"` // then there may be no file
+}
+
+// Write takes the picture of the machine whose files root holds. It fails only
+// if the archive can't be written, or ctx ends; the manifest says what else
+// went wrong.
+func Write(ctx context.Context, w io.Writer, root fs.FS, o Options) (Manifest, error) {
+	c := &collector{root: root, files: map[string][]byte{}, links: map[string]string{}, wanted: map[string]bool{}}
+	c.host(ctx)
+	m := Manifest{Format: Format, Version: o.Version, Redacted: o.Redact, Facts: []Fact{}}
+	facts := map[string][]byte{}
+	if o.Run != nil {
+		m.Facts, facts = ask(ctx, o.Run, c.xen, c.gpus)
+	}
+	for _, name := range slices.Sorted(maps.Keys(o.Extra)) {
+		facts[name] = o.Extra[name]
+		m.Facts = append(m.Facts, Fact{Name: name})
+	}
+	if err := ctx.Err(); err != nil {
+		return Manifest{}, fmt.Errorf("capture: %w", err)
+	}
+	secrets := newScrubber()
+	for name, data := range c.files {
+		switch {
+		case path.Base(name) == "config": // configuration spaces are no texts
+		case strings.HasSuffix(name, ".yaml"):
+			c.files[name] = secrets.yaml(data)
+		default:
+			c.files[name] = secrets.text(data)
+		}
+	}
+	for name, data := range facts {
+		facts[name] = secrets.text(data)
+	}
+	for i, f := range m.Facts {
+		m.Facts[i].Error = string(secrets.text([]byte(f.Error)))
+	}
+	m.Missing = append([]string{}, c.missing...)
+	if o.Redact {
+		r := newRedactor(c.files, facts)
+		c.files, c.links = r.host(c.files, c.links)
+		facts = r.facts(facts)
+		for i, f := range m.Facts {
+			m.Facts[i].Name, m.Facts[i].Error = r.words(f.Name), r.words(f.Error)
+			for j, word := range f.Command {
+				m.Facts[i].Command[j] = r.words(word)
+			}
+		}
+		for i, s := range m.Missing {
+			m.Missing[i] = r.words(s)
+		}
+	}
+	m.Files = len(c.files) + len(c.links)
+	entries := map[string]entry{}
+	for name, data := range c.files {
+		entries[path.Join(rootDir, name)] = entry{data: data}
+	}
+	for name, target := range c.links {
+		entries[path.Join(rootDir, name)] = entry{link: target}
+	}
+	for name, data := range facts {
+		entries[path.Join(factsDir, name)] = entry{data: data}
+	}
+	return m, pack(w, m, entries)
+}
+
+type entry struct {
+	data []byte
+	link string // instead of data
+}
+
+// pack writes the archive, the manifest first, the rest by name.
+func pack(w io.Writer, m Manifest, entries map[string]entry) error {
+	manifest, err := json.MarshalIndent(m, "", "  ")
+	if err != nil {
+		return fmt.Errorf("capture: %w", err)
+	}
+	z := gzip.NewWriter(w)
+	t := tar.NewWriter(z)
+	put := func(name string, e entry) error {
+		h := &tar.Header{Name: name, Typeflag: tar.TypeReg, Mode: 0o644, Size: int64(len(e.data)), ModTime: time.Unix(0, 0)}
+		if e.link != "" {
+			h.Typeflag, h.Linkname, h.Mode, h.Size = tar.TypeSymlink, e.link, 0o777, 0
+		}
+		if err := t.WriteHeader(h); err != nil {
+			return err
+		}
+		_, err := t.Write(e.data)
+		return err
+	}
+	err = put(manifestName, entry{data: append(manifest, '\n')})
+	for _, name := range slices.Sorted(maps.Keys(entries)) {
+		err = errors.Join(err, put(name, entries[name]))
+	}
+	if err := errors.Join(err, t.Close(), z.Close()); err != nil {
+		return fmt.Errorf("capture: %w", err)
+	}
+	return nil
+}
+
+// collector reads files of the host. What is not there is passed over; what is
+// there and can't be read is missing.
+type collector struct {
+	root    fs.FS
+	files   map[string][]byte
+	links   map[string]string
+	missing []string
+	stuck   int
+	total   int
+	full    bool
+
+	xen    bool
+	gpus   []string        // PCI addresses
+	wanted map[string]bool // vendors' ids, for the names
+}
+
+func (c *collector) miss(format string, args ...any) {
+	if len(c.missing) < 1000 {
+		c.missing = append(c.missing, fmt.Sprintf(format, args...))
+	}
+}
+
+// file takes a file whole.
+func (c *collector) file(name string) []byte { return c.fileUpTo(name, maxFile, nil) }
+
+// text is a short file's first line, taken as well.
+func (c *collector) text(name string) string {
+	line, _, _ := strings.Cut(string(c.file(name)), "\n")
+	return strings.TrimSpace(line)
+}
+
+// fileUpTo takes a file of at most that many bytes, or of the lines that keep
+// returns true for.
+func (c *collector) fileUpTo(name string, most int, keep func(line string) bool) []byte {
+	if data, ok := c.files[name]; ok {
+		return data
+	}
+	if c.full || c.stuck >= maxStuck || !fs.ValidPath(name) {
+		return nil
+	}
+	type read struct {
+		data []byte
+		err  error
+	}
+	got := make(chan read, 1)
+	go func() { // a sick device may never answer
+		f, err := c.root.Open(name)
+		if err != nil {
+			got <- read{err: err}
+			return
+		}
+		defer f.Close()
+		if info, err := f.Stat(); err == nil && !info.Mode().IsRegular() {
+			got <- read{err: fs.ErrNotExist}
+			return
+		}
+		data, err := io.ReadAll(io.LimitReader(f, int64(most)+1))
+		got <- read{data, err}
+	}()
+	timer := time.NewTimer(readTime)
+	defer timer.Stop()
+	var r read
+	select {
+	case r = <-got:
+	case <-timer.C:
+		if c.stuck++; c.stuck == maxStuck {
+			c.miss("%s, and all that follows: too many files do not come", name)
+			return nil
+		}
+		c.miss("%s: does not come within %v", name, readTime)
+		return nil
+	}
+	switch {
+	case errors.Is(r.err, fs.ErrNotExist):
+		return nil
+	case r.err != nil && len(r.data) == 0:
+		// Many attributes fail where they have nothing to say.
+		if errors.Is(r.err, fs.ErrPermission) {
+			c.miss("%s: only root can read it", name)
+		}
+		return nil
+	case len(r.data) > most:
+		c.miss("%s: has more than %d bytes and is cut off", name, most)
+		r.data = r.data[:most]
+	}
+	if keep != nil {
+		var kept bytes.Buffer
+		for line := range strings.Lines(string(r.data)) {
+			if keep(line) {
+				kept.WriteString(line)
+			}
+		}
+		r.data = kept.Bytes()
+	}
+	if c.total += len(r.data); c.total > maxTotal/2 || len(c.files)+len(c.links) >= maxEntries-1000 {
+		c.full = true
+		c.miss("%s, and all that follows: the machine is too large", name)
+		return nil
+	}
+	c.files[name] = r.data
+	return r.data
+}
+
+// link takes a symbolic link, and says where it goes from the root; empty: it
+// is none.
+func (c *collector) link(name string) string {
+	if c.full || !fs.ValidPath(name) {
+		return ""
+	}
+	target, err := fs.ReadLink(c.root, name)
+	if err != nil || target == "" || path.IsAbs(target) {
+		return ""
+	}
+	to := path.Join(path.Dir(name), target)
+	if !fs.ValidPath(to) || len(target) > maxPath {
+		return ""
+	}
+	c.links[name] = target
+	return to
+}
+
+func (c *collector) list(dir string) []fs.DirEntry {
+	entries, err := fs.ReadDir(c.root, dir)
+	if err != nil && !errors.Is(err, fs.ErrNotExist) {
+		c.miss("%s: can't be listed", dir)
+	}
+	return entries
+}
