@@ -1,0 +1,142 @@
+package vgpu
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"path"
+	"strconv"
+	"time"
+
+	"github.com/gpuctl/gpuctl/passthrough/pci"
+)
+
+const undoTime = 10 * time.Second
+
+// vfProfile is that of a card with nothing but virtual functions.
+func (m *Manager) vfProfile(card *pci.Card, use Use) Profile {
+	pf := m.physical(card)
+	vfs := m.vfs(pf.Address)
+	p := Profile{Name: VirtualFunction, Kind: SRIOV, Max: uint32(len(vfs)), Scheduled: use.Scheduled[VirtualFunction]}
+	for _, a := range vfs {
+		if use.held(a.String()) {
+			p.Existing++
+		}
+	}
+	p.Free = p.Max
+	switch {
+	case len(vfs) == 0:
+		p.Why = "there are no virtual functions yet: set their number first"
+	default:
+		p.limit(int64(len(vfs))-int64(p.Existing)-int64(p.Scheduled), "all virtual functions are out or scheduled")
+	}
+	return p
+}
+
+// VFs are the card's virtual functions as they are now, and how many it can
+// have; 0: it has no such.
+func (m *Manager) VFs(card *pci.Card) (vfs []pci.Address, total int) {
+	pf := m.physical(card)
+	if pf == nil {
+		return nil, 0
+	}
+	total, _ = strconv.Atoi(m.text(m.at(pf.Address, "sriov_totalvfs")))
+	return m.vfs(pf.Address), total
+}
+
+// Resize sets the number of the card's virtual functions. The kernel changes it
+// only from none and to none, so all that are there go away: ErrInUse, naming
+// it, if one has an instance, is held, or has a driver that gives it to guests.
+// If the new ones cannot be made there are as many as before.
+func (m *Manager) Resize(ctx context.Context, card *pci.Card, n int, use Use) error {
+	pf := m.physical(card)
+	if pf == nil {
+		return fmt.Errorf("%s has no virtual functions: is SR-IOV switched on in the firmware?", card.Address)
+	}
+	vfs, total := m.VFs(card)
+	if n < 0 || n > total {
+		return fmt.Errorf("%s: %d virtual functions are not from 0 to %d", pf.Address, n, total)
+	}
+	before := len(vfs)
+	if n == before {
+		return nil
+	}
+	for _, a := range vfs {
+		if err := m.idle(a, use); err != nil {
+			return fmt.Errorf("%s: change %d virtual functions to %d: %w", pf.Address, before, n, err)
+		}
+	}
+	if before > 0 {
+		if err := m.setVFs(ctx, pf.Address, 0); err != nil {
+			return err
+		}
+	}
+	if n == 0 {
+		return nil
+	}
+	err := m.setVFs(ctx, pf.Address, n)
+	if err == nil {
+		return nil
+	}
+	undo, cancel := context.WithTimeout(context.WithoutCancel(ctx), undoTime)
+	defer cancel()
+	if now := len(m.vfs(pf.Address)); now != before {
+		if now > 0 {
+			err = errors.Join(err, m.setVFs(undo, pf.Address, 0))
+		}
+		if before > 0 {
+			err = errors.Join(err, m.setVFs(undo, pf.Address, before))
+		}
+	}
+	return err
+}
+
+// idle says why a virtual function must not go away.
+func (m *Manager) idle(a pci.Address, use Use) error {
+	if use.held(a.String()) {
+		return fmt.Errorf("%w: %s is held", ErrInUse, a)
+	}
+	if target, err := m.root.ReadLink(m.at(a, "driver")); err == nil {
+		switch driver := path.Base(target); driver {
+		case "pciback", "xen-pciback", "vfio-pci":
+			return fmt.Errorf("%w: %s is bound to %s; return it first", ErrInUse, a, driver)
+		}
+	}
+	if m.exists(m.at(a, typeFile)) {
+		if now, err := m.currentType(a); err != nil {
+			return err
+		} else if now != 0 {
+			return fmt.Errorf("%w: %s has a vGPU of type %d", ErrInUse, a, now)
+		}
+	}
+	entries, err := m.root.ReadDir(m.at(a, ""))
+	if err != nil {
+		return fmt.Errorf("%s: %w", a, err)
+	}
+	for _, e := range entries {
+		if IsUUID(e.Name()) {
+			return fmt.Errorf("%w: %s has the mediated device %s", ErrInUse, a, e.Name())
+		}
+	}
+	return nil
+}
+
+func (m *Manager) setVFs(ctx context.Context, pf pci.Address, n int) error {
+	done := false
+	if m.enable != nil {
+		ok, err := m.enable(ctx, pf, n)
+		if err != nil {
+			return fmt.Errorf("%d virtual functions of %s: %w", n, pf, err)
+		}
+		done = ok
+	}
+	if !done {
+		if err := m.root.Write(ctx, m.at(pf, "sriov_numvfs"), strconv.Itoa(n)); err != nil {
+			return fmt.Errorf("%d virtual functions of %s: %w", n, pf, err)
+		}
+	}
+	if now := m.text(m.at(pf, "sriov_numvfs")); now != strconv.Itoa(n) {
+		return fmt.Errorf("%d virtual functions of %s: %w: %s", n, pf, ErrReadBack, now)
+	}
+	return nil
+}
