@@ -503,20 +503,26 @@ func try[T any](ctx context.Context, c *Client, o op, began time.Time, f func(*l
 
 	why := ended(ctx, time.Since(began))
 	if o.job != nil {
-		patience := c.limits.Abort
-		if err := c.abort(*o.job); err != nil {
-			why = append(why, fmt.Errorf("it could not be aborted: %w", err))
-			patience /= 50 // it may have ended meanwhile
+		refused := make(chan error, 1)
+		stop, cancel := context.WithTimeoutCause(c.ctx, c.limits.Abort, errLimit)
+		c.mu.Lock()
+		if !c.closed {
+			c.work.Go(func() { refused <- c.abortAll(stop, *o.job) })
 		}
+		c.mu.Unlock()
 		select {
 		case a := <-answers:
+			cancel()
 			_, err := c.settle(l, o, true, true, a.err)
 			if e := (*Error)(nil); errors.As(err, &e) {
 				e.why = append(e.why, why...)
 			}
 			return a.v, false, err
-		case <-time.After(patience):
+		case err := <-refused:
+			why = append(why, fmt.Errorf("it could not be aborted: %w", err))
+		case <-stop.Done():
 		}
+		cancel()
 	}
 	l.end(ErrTimeout)
 	c.drop(l)
@@ -559,15 +565,31 @@ func (c *Client) settle(l *link, o op, sent, fresh bool, err error) (again bool,
 	return false, o.failed(why)
 }
 
+// abortAll aborts a domain's job, again and again until ctx ends, since it may
+// not have begun. It returns why that is no use.
+func (c *Client) abortAll(ctx context.Context, d Domain) error {
+	for {
+		err := c.abort(ctx, d)
+		if errors.Is(err, ErrUnsupported) || errors.Is(err, ErrDenied) || errors.Is(err, ErrDisconnected) || errors.Is(err, ErrNotFound) {
+			return err
+		}
+		select {
+		case <-ctx.Done():
+			return errors.Join(append(ended(ctx, c.limits.Abort), err)...)
+		case <-time.After(c.limits.Abort / 100):
+		}
+	}
+}
+
 // abort aborts a domain's job. It needs no slot: those may all be taken by
 // the calls to be aborted.
-func (c *Client) abort(d Domain) error {
+func (c *Client) abort(ctx context.Context, d Domain) error {
 	o := op{name: "domjobabort", object: d.Name, limit: c.limits.Abort}
 	if c.driver == Xen {
 		return o.failed(fmt.Errorf("%w: the libxl driver aborts no job; cut the migration's network instead, or let it end", ErrUnsupported))
 	}
 	began := time.Now()
-	ctx, cancel := context.WithTimeoutCause(c.ctx, o.limit, errLimit)
+	ctx, cancel := context.WithTimeoutCause(ctx, o.limit, errLimit)
 	defer cancel()
 	for {
 		_, again, err := try(ctx, c, o, began, func(rpc *libvirt.Libvirt) (struct{}, error) {

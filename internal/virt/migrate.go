@@ -86,11 +86,7 @@ func (c *Client) Job(ctx context.Context, d Domain) (Job, error) {
 
 // Abort aborts a domain's job. The libxl driver can't: ErrUnsupported.
 func (c *Client) Abort(ctx context.Context, d Domain) error {
-	o := c.query("domjobabort", d.Name)
-	if c.driver == Xen {
-		return c.abort(d)
-	}
-	return done(ctx, c, o, func(rpc *libvirt.Libvirt) error { return rpc.DomainAbortJob(d.raw()) })
+	return c.abort(ctx, d)
 }
 
 // Migration says how a domain moves: live and peer to peer, that is, this

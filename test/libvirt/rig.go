@@ -1,0 +1,344 @@
+package libvirt
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+)
+
+// ErrMissing says what is not installed or not permitted.
+var ErrMissing = errors.New("can't start libvirtd here")
+
+// packages are Debian's, with a file of each.
+func packages() map[string]string {
+	return map[string]string{
+		"libvirt-daemon-system":      "/etc/libvirt/libvirtd.conf",
+		"libvirt-daemon":             "/usr/sbin/libvirtd",
+		"libvirt-daemon-driver-qemu": "/usr/lib/" + multiarch + "/libvirt/connection-driver/libvirt_driver_qemu.so",
+		"qemu-system-x86":            "/usr/bin/qemu-system-x86_64",
+		"iproute2":                   "/sbin/ip",
+		"util-linux":                 "/usr/bin/nsenter",
+	}
+}
+
+const (
+	multiarch = "x86_64-linux-gnu"
+	patience  = 90 * time.Second // for a libvirtd to come up on a busy machine
+)
+
+// Need skips the test when what it needs is not installed, and fails it for
+// any other reason, or in CI, where everything has to be installed.
+func Need(tb testing.TB, err error) {
+	tb.Helper()
+	if errors.Is(err, ErrMissing) && os.Getenv("CI") == "" {
+		tb.Skip(err)
+	}
+	if err != nil {
+		tb.Fatal(err)
+	}
+}
+
+// Rig is a set of hosts.
+type Rig struct {
+	// Dir holds all files of the hosts.
+	Dir string
+	// Hosts reach each other by their addresses.
+	Hosts []*Host
+}
+
+// Host is a libvirtd with namespaces of its own.
+type Host struct {
+	Name string
+	// Address is its IPv4 address in the network of the rig.
+	Address string
+	dir     string
+	holder  *exec.Cmd // unshare, which waits for init
+	init    int       // process 1 of the host
+	daemon  *exec.Cmd // nsenter, which waits for libvirtd
+	errors  *bytes.Buffer
+}
+
+// Start starts one host per name, at most nine.
+func Start(names ...string) (_ *Rig, err error) {
+	if os.Geteuid() != 0 {
+		return nil, fmt.Errorf("%w: namespaces take root", ErrMissing)
+	}
+	for name, file := range packages() {
+		if _, err := os.Stat(file); err != nil {
+			return nil, fmt.Errorf("%w: install %s (%w)", ErrMissing, name, err)
+		}
+	}
+	dir, err := os.MkdirTemp("", "libvirt") // short: a socket's path has 107 bytes
+	if err != nil {
+		return nil, err
+	}
+	r := &Rig{Dir: dir}
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, r.Close())
+		}
+	}()
+	for i, name := range names {
+		h := &Host{Name: name, Address: fmt.Sprintf("10.77.0.%d", i+1), dir: filepath.Join(dir, name)}
+		r.Hosts = append(r.Hosts, h)
+		if err := h.boot(i + 1); err != nil {
+			return nil, fmt.Errorf("host %s: %w", name, err)
+		}
+	}
+	if err := r.wire(); err != nil {
+		return nil, err
+	}
+	for _, h := range r.Hosts {
+		if err := h.launch(); err != nil {
+			return nil, err
+		}
+	}
+	for _, h := range r.Hosts {
+		if err := h.wait(); err != nil {
+			return nil, err
+		}
+	}
+	return r, nil
+}
+
+// Close ends all hosts with everything that runs on them and removes their
+// files.
+func (r *Rig) Close() error {
+	for _, h := range r.Hosts {
+		h.end()
+	}
+	return os.RemoveAll(r.Dir)
+}
+
+// boot makes the namespaces, with a process 1 that reaps and waits.
+func (h *Host) boot(number int) error {
+	const unrestricted = `user = "root"
+group = "root"
+security_driver = "none"
+cgroup_controllers = []
+namespaces = []
+remember_owner = 0
+stdio_handler = "file"
+seccomp_sandbox = 0
+`
+	daemon := fmt.Sprintf(`listen_tls = 0
+listen_tcp = 1
+auth_tcp = "none"
+auth_unix_rw = "none"
+unix_sock_rw_perms = "0700"
+host_uuid = "67707563-746c-4000-8000-0000000000%02x"
+log_filters = "3:*"
+log_outputs = "3:file:/var/log/libvirt/libvirtd.log"
+`, number)
+	for file, text := range map[string]string{
+		"etc/libvirtd.conf": daemon, "etc/qemu.conf": unrestricted, "etc/hooks/README": "", "run/lock/x": "", "lib/x": "", "cache/x": "", "log/x": "",
+	} {
+		path := filepath.Join(h.dir, file)
+		if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
+			return err
+		}
+		if err := os.WriteFile(path, []byte(text), 0o644); err != nil {
+			return err
+		}
+	}
+	script := `set -e
+d=$1
+mount --bind "$d/run" /run
+mount --bind "$d/etc" /etc/libvirt
+mount --bind "$d/lib" /var/lib/libvirt
+mount --bind "$d/cache" /var/cache/libvirt
+mount --bind "$d/log" /var/log/libvirt
+echo "$2" > /proc/sys/kernel/hostname
+ip link set lo up
+echo ready
+set +e
+while :; do sleep 3600; done`
+	h.holder = exec.Command("unshare", "--net", "--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc", "--propagation", "private",
+		"bash", "-c", script, "init", h.dir, h.Name)
+	h.holder.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL, Setpgid: true}
+	out, err := h.holder.StdoutPipe()
+	if err != nil {
+		return err
+	}
+	h.errors = &bytes.Buffer{}
+	h.holder.Stderr = h.errors
+	if err := h.holder.Start(); err != nil {
+		return err
+	}
+	if _, err := io.ReadFull(out, make([]byte, len("ready\n"))); err != nil {
+		h.end()
+		return fmt.Errorf("%w: namespaces: %s", ErrMissing, strings.TrimSpace(h.errors.String()))
+	}
+	h.init, err = child(h.holder.Process.Pid)
+	return err
+}
+
+// child is the only child of a process.
+func child(pid int) (int, error) {
+	b, err := os.ReadFile(fmt.Sprintf("/proc/%d/task/%d/children", pid, pid))
+	if err != nil {
+		return 0, err
+	}
+	n, err := strconv.Atoi(strings.TrimSpace(string(b)))
+	if err != nil {
+		return 0, fmt.Errorf("process %d has children %q, not one", pid, b)
+	}
+	return n, nil
+}
+
+// wire joins the hosts by a bridge on the first one.
+func (r *Rig) wire() error {
+	first := r.Hosts[0]
+	steps := [][]string{{"ip", "link", "add", "br0", "type", "bridge"}, {"ip", "addr", "add", first.Address + "/24", "dev", "br0"}, {"ip", "link", "set", "br0", "up"}}
+	for i, h := range r.Hosts[1:] {
+		port := fmt.Sprintf("port%d", i)
+		// From outside: a host does not see the other's processes.
+		out, err := exec.Command("ip", "link", "add", "eth0", "netns", strconv.Itoa(h.init), "type", "veth", "peer", "name", port, "netns", strconv.Itoa(first.init)).CombinedOutput()
+		if err != nil {
+			return fmt.Errorf("%w: veth: %w: %s", ErrMissing, err, bytes.TrimSpace(out))
+		}
+		steps = append(steps, []string{"ip", "link", "set", port, "master", "br0", "up"})
+		for _, step := range [][]string{{"ip", "addr", "add", h.Address + "/24", "dev", "eth0"}, {"ip", "link", "set", "eth0", "up"}} {
+			if err := h.run(step...); err != nil {
+				return err
+			}
+		}
+	}
+	for _, step := range steps {
+		if err := first.run(step...); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// Command is a command on the host.
+func (h *Host) Command(ctx context.Context, name string, args ...string) *exec.Cmd {
+	c := exec.CommandContext(ctx, "nsenter", append([]string{"-t", strconv.Itoa(h.init), "-m", "-u", "-i", "-n", "-p", "--", name}, args...)...)
+	c.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
+	return c
+}
+
+func (h *Host) run(args ...string) error {
+	ctx, cancel := context.WithTimeout(context.Background(), 20*time.Second)
+	defer cancel()
+	if out, err := h.Command(ctx, args[0], args[1:]...).CombinedOutput(); err != nil {
+		return fmt.Errorf("host %s: %s: %w: %s", h.Name, strings.Join(args, " "), err, bytes.TrimSpace(out))
+	}
+	return nil
+}
+
+// launch starts libvirtd.
+func (h *Host) launch() error {
+	h.daemon = h.Command(context.Background(), "/usr/sbin/libvirtd", "--listen")
+	h.daemon.Env = []string{"PATH=/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL=C"}
+	// Files, not pipes: guests outlive the daemon and would keep a pipe open.
+	f, err := os.Create(filepath.Join(h.dir, "log", "libvirtd.stderr"))
+	if err != nil {
+		return err
+	}
+	defer f.Close()
+	h.daemon.Stderr = f
+	if err := h.daemon.Start(); err != nil {
+		return fmt.Errorf("host %s: %w", h.Name, err)
+	}
+	return nil
+}
+
+// wait waits until libvirtd listens.
+func (h *Host) wait() error {
+	for end := time.Now().Add(patience); time.Now().Before(end); time.Sleep(20 * time.Millisecond) {
+		conn, err := net.Dial("unix", h.Socket())
+		if err == nil {
+			conn.Close()
+			return nil
+		}
+	}
+	return fmt.Errorf("host %s: libvirtd does not listen:\n%s", h.Name, h.Log())
+}
+
+// StartDaemon starts libvirtd again after Kill and waits until it listens.
+func (h *Host) StartDaemon() error {
+	if err := h.launch(); err != nil {
+		return err
+	}
+	return h.wait()
+}
+
+// Signal sends a signal to libvirtd.
+func (h *Host) Signal(s syscall.Signal) error {
+	pid, err := child(h.daemon.Process.Pid)
+	if err != nil {
+		return fmt.Errorf("host %s: libvirtd: %w", h.Name, err)
+	}
+	if s == syscall.SIGCONT { // nsenter has stopped with its child
+		defer h.daemon.Process.Signal(s)
+	}
+	return syscall.Kill(pid, s)
+}
+
+// Kill ends libvirtd as kill -9 does, and waits for that. Guests go on.
+func (h *Host) Kill() error {
+	if err := h.Signal(syscall.SIGKILL); err != nil {
+		return err
+	}
+	h.daemon.Wait() // its error is how it was killed
+	return nil
+}
+
+// end ends process 1, and with it the kernel ends all others and removes the
+// namespaces.
+func (h *Host) end() {
+	if h.holder == nil || h.holder.Process == nil {
+		return
+	}
+	if h.init != 0 {
+		syscall.Kill(h.init, syscall.SIGKILL)
+	} else {
+		h.holder.Process.Kill()
+	}
+	// Process 1 is gone when its last child is reaped, which is libvirtd's
+	// nsenter's to do.
+	if h.daemon != nil && h.daemon.Process != nil && h.daemon.ProcessState == nil {
+		h.daemon.Process.Signal(syscall.SIGCONT)
+		h.daemon.Wait()
+	}
+	h.holder.Wait()
+}
+
+// Socket is where libvirtd listens, as seen from outside.
+func (h *Host) Socket() string { return filepath.Join(h.dir, "run/libvirt/libvirt-sock") }
+
+// URI is how another host's libvirtd reaches this one.
+func (h *Host) URI() string { return "qemu+tcp://" + h.Address + "/system" }
+
+// DataURI is where this host receives the memory of guests.
+func (h *Host) DataURI() string { return "tcp://" + h.Address }
+
+// Hooks is the host's /etc/libvirt/hooks. libvirtd looks into it when it starts.
+func (h *Host) Hooks() string { return filepath.Join(h.dir, "etc/hooks") }
+
+// Log is the end of what libvirtd has logged.
+func (h *Host) Log() string {
+	const most = 8 << 10
+	var all []byte
+	for _, name := range []string{"libvirtd.stderr", "libvirtd.log"} {
+		b, _ := os.ReadFile(filepath.Join(h.dir, "log", name)) //nolint:errcheck // then there is nothing
+		all = append(all, b[max(0, len(b)-most):]...)
+	}
+	return string(all)
+}
+
+// Network is nsenter's arguments to run something in the host's network only.
+func (h *Host) Network() []string { return []string{"-t", strconv.Itoa(h.init), "-n"} }
