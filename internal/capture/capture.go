@@ -25,12 +25,13 @@ const (
 	rootDir      = "root"
 	factsDir     = "facts"
 
-	maxFile    = 64 << 10 // of a file of the host
-	maxFact    = 4 << 20
-	maxEntries = 200_000
-	maxTotal   = 256 << 20
-	maxPath    = 1024
-	maxParts   = 64
+	maxFile     = 64 << 10 // of a file of the host
+	maxFact     = 4 << 20
+	maxHostFile = 4 << 20 // after its lines were chosen
+	maxEntries  = 200_000
+	maxTotal    = 64 << 20
+	maxPath     = 1024
+	maxParts    = 64
 
 	readTime = 5 * time.Second // for one file
 	maxStuck = 8               // files that did not come, then no more are tried

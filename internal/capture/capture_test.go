@@ -434,7 +434,7 @@ func TestHostileArchivesAreRefused(t *testing.T) {
 		"file in place of a folder": {m, {name: "root/a/b", data: "y"}, {name: "root/a", data: "x"}},
 		"too deep":                  {m, {name: "root/" + strings.Repeat("a/", 70) + "b", data: "x"}},
 		"long name":                 {m, {name: "root/" + strings.Repeat("a", 2000), data: "x"}},
-		"large file":                {m, {name: "root/a", data: strings.Repeat("x", 17<<20)}},
+		"large file":                {m, {name: "root/a", data: strings.Repeat("x", 5<<20)}},
 		"large fact":                {m, {name: "facts/a", data: strings.Repeat("x", 5<<20)}},
 	} {
 		if a, err := capture.Open(bytes.NewReader(archive(t, items...))); !errors.Is(err, capture.ErrArchive) {
@@ -451,8 +451,8 @@ func TestHostileArchivesAreRefused(t *testing.T) {
 // A few kilobytes that unpack to gigabytes.
 func TestBombsAreRefused(t *testing.T) {
 	items := []item{{name: "manifest.json", data: goodManifest}}
-	for i := range 20 {
-		items = append(items, item{name: fmt.Sprintf("root/%d", i), data: strings.Repeat("\x00", 15<<20)})
+	for i := range 20 { // 75 MiB
+		items = append(items, item{name: fmt.Sprintf("root/%d", i), data: strings.Repeat("\x00", 15<<18)})
 	}
 	if _, err := capture.Open(bytes.NewReader(archive(t, items...))); !errors.Is(err, capture.ErrArchive) || !strings.Contains(err.Error(), "unpacks to more") {
 		t.Error(err)

@@ -92,7 +92,7 @@ func (a *Archive) add(h *tar.Header, r io.Reader) error {
 	}
 	most := int64(maxFact)
 	if isHost {
-		most = maxNames
+		most = maxHostFile
 	}
 	if h.Size > most {
 		return fmt.Errorf("has %d bytes, more than %d", h.Size, most)
