@@ -79,6 +79,12 @@ type logs struct {
 	disk *Disk
 }
 
+// IsMonotonic implements raft.MonotonicLogStore.
+func (l *logs) IsMonotonic() bool {
+	m, ok := l.LogStore.(raft.MonotonicLogStore)
+	return ok && m.IsMonotonic()
+}
+
 func (l *logs) StoreLog(log *raft.Log) error { return l.StoreLogs([]*raft.Log{log}) }
 func (l *logs) StoreLogs(logs []*raft.Log) error {
 	return l.disk.write(func() error { return l.LogStore.StoreLogs(logs) })

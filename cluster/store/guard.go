@@ -136,6 +136,12 @@ type guardedLogs struct {
 	g *guard
 }
 
+// IsMonotonic implements raft.MonotonicLogStore.
+func (l *guardedLogs) IsMonotonic() bool {
+	m, ok := l.LogStore.(raft.MonotonicLogStore)
+	return ok && m.IsMonotonic()
+}
+
 func (l *guardedLogs) GetLog(index uint64, log *raft.Log) error {
 	missing := false
 	l.g.insist(func() error {

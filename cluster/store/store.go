@@ -13,8 +13,6 @@ import (
 	"time"
 
 	"github.com/hashicorp/raft"
-	raftboltdb "github.com/hashicorp/raft-boltdb/v2"
-	"go.etcd.io/bbolt"
 
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 	"github.com/gpuctl/gpuctl/cluster/state"
@@ -141,30 +139,28 @@ func (s *Store) disk() (Storage, error) {
 	if err := os.MkdirAll(s.cfg.Dir, 0o700); err != nil {
 		return Storage{}, err
 	}
-	path := filepath.Join(s.cfg.Dir, "raft.db")
-	bolt, err := raftboltdb.New(raftboltdb.Options{
-		Path: path,
-		BoltOptions: &bbolt.Options{
-			Timeout: time.Second, // somebody else has it
-			// The list of free pages is found anew at start, so that a commit
-			// writes less.
-			NoFreelistSync: true, FreelistType: bbolt.FreelistMapType,
-			InitialMmapSize: 64 << 20, // growing it later would wait for readers
-		},
-		MsgpackUseNewTimeFormat: true,
-	})
-	if errors.Is(err, bbolt.ErrTimeout) {
-		return Storage{}, fmt.Errorf("%s: another process uses it", path)
+	if err := prepare(s.cfg.Dir, s.log); err != nil {
+		return Storage{}, err
 	}
+	folder := filepath.Join(s.cfg.Dir, logFolder)
+	stable, err := openBolt(filepath.Join(folder, stableFile)) // before the log: it keeps others out
 	if err != nil {
-		return Storage{}, fmt.Errorf("%s: %w", path, err)
+		return Storage{}, err
 	}
-	s.closers = append(s.closers, bolt)
+	s.closers = append(s.closers, stable)
+	logs, err := openJournal(folder, s.log)
+	if err != nil {
+		return Storage{}, err
+	}
+	s.closers = append(s.closers, logs)
 	snaps, err := raft.NewFileSnapshotStoreWithLogger(s.cfg.Dir, 2, newLogger(s.log))
 	if err != nil {
 		return Storage{}, err
 	}
-	return Storage{Logs: bolt, Stable: bolt, Snapshots: snaps}, nil
+	if err := logs.cover(snaps); err != nil {
+		return Storage{}, err
+	}
+	return Storage{Logs: logs, Stable: stable, Snapshots: snaps}, nil
 }
 
 func (s *Store) transport() (raft.Transport, error) {

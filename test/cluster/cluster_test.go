@@ -23,7 +23,7 @@ import (
 
 // TestCluster goes through the life of a cluster of three hosts.
 func TestCluster(t *testing.T) {
-	ctx, cancel := context.WithTimeout(t.Context(), 150*time.Second)
+	ctx, cancel := context.WithTimeout(t.Context(), 5*time.Minute)
 	defer cancel()
 	r := build(t)
 	began := time.Now()
@@ -357,11 +357,7 @@ func (c *life) session(t *testing.T, ctx context.Context) {
 	l.kill()
 	killed := time.Now()
 	others[0].must(ctx, "claim", "create", "after", "--on", others[1].name, "--min-memory", "1MiB")
-	took := time.Since(killed)
-	t.Logf("leader killed: the next assignment was committed after %v", took.Round(time.Millisecond))
-	if took > 1500*time.Millisecond {
-		t.Errorf("it took %v", took)
-	}
+	within(t, "from the leader's death to the next assignment", time.Since(killed), 1500*time.Millisecond)
 	if _, err := others[0].gpuctl(ctx, "claim", "create", "thief", "--on", l.name, "--gpu", "model == 'Large'"); err == nil {
 		t.Error("a GPU was given away that a session uses")
 	}
@@ -404,17 +400,27 @@ func (c *life) fullDisk(t *testing.T, ctx context.Context) {
 	if !errors.Is(err, syscall.ENOSPC) {
 		t.Fatal(err)
 	}
-	// bbolt has pages left in its file: they are used up first.
-	for i := range 40 {
-		well[0].must(ctx, "label", "host", "n1", fmt.Sprintf("n=%d", i))
+	// The log has room in the segment that it is in, which is used up first.
+	said := ""
+	for i := 0; said == "" && i < 150; i++ {
+		labels := []string{"label", "host", "n1"}
+		for k := range 60 {
+			labels = append(labels, fmt.Sprintf("k%d=%0200d", k, i))
+		}
+		well[0].must(ctx, labels...)
+		if s, err := sick.status(ctx); err == nil && strings.Contains(s.Message, "no space left") {
+			t.Logf("%d: %q", i, s.Message)
+			said = s.Message
+		}
+	}
+	if said == "" {
+		t.Error("the host whose disk is full does not say so")
 	}
 	well[0].must(ctx, "claim", "create", "full", "--on", "n1")
 	well[1].must(ctx, "claim", "delete", "full")
 	if sick.cmd.ProcessState != nil {
 		t.Error("hostd ended")
 	}
-	s, err := sick.status(ctx)
-	t.Logf("%q, %v", s.Message, err)
 	// Room comes back with the last who has it open.
 	if err := errors.Join(f.Close(), os.Remove(filler)); err != nil {
 		t.Fatal(err)
@@ -439,10 +445,7 @@ func (c *life) stoppedLeader(t *testing.T, ctx context.Context) {
 	}
 	began := time.Now()
 	others[0].must(ctx, "claim", "create", "frozen", "--on", others[1].name)
-	t.Logf("leader frozen: the next assignment was committed after %v", time.Since(began).Round(time.Millisecond))
-	if d := time.Since(began); d > 5*time.Second {
-		t.Errorf("it took %v", d)
-	}
+	within(t, "from the leader's freezing to the next assignment", time.Since(began), 5*time.Second)
 	time.Sleep(max(0, 5*time.Second-time.Since(began)))
 	until(ctx, t, "down", func() error {
 		hosts, err := others[1].get(ctx, "hosts", "--where", "state == 'down'")
@@ -497,10 +500,8 @@ func (c *life) leave(t *testing.T, ctx context.Context, h *host, lost []*host) {
 			if errs[i] == nil || !strings.Contains(errs[i].Error(), "leader") {
 				t.Errorf("%v: %v", args, errs[i])
 			}
-			t.Logf("%v: after %v: %v", args, time.Since(began).Round(time.Millisecond), errs[i])
-			if d := time.Since(began); d > 12*time.Second {
-				t.Errorf("%v took %v", args, d)
-			}
+			t.Logf("%v: %v", args, errs[i])
+			within(t, fmt.Sprint(args), time.Since(began), 12*time.Second)
 		})
 	}
 	wg.Wait()
