@@ -346,7 +346,9 @@ func (o Tx) listParts(ctx context.Context, path string) (names []string, again b
 	offset := 0
 	for range maxDirectoryPart {
 		b, err := o.do(ctx, OpDirectoryPart, path, strconv.Itoa(offset))
-		if err != nil {
+		if errors.Is(err, syscall.ENOSYS) {
+			return nil, false, fmt.Errorf("%w: the list is longer than a message, and oxenstored does not give it in parts", err)
+		} else if err != nil {
 			return nil, false, err
 		}
 		part, err := parsePart(b)

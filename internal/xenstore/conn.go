@@ -57,7 +57,7 @@ func (cn *conn) reason() error {
 // read routes what comes until the connection ends.
 func (cn *conn) read(event func(path, token string)) error {
 	for {
-		m, err := ReadMessage(cn.stream)
+		m, err := ReadMessage(cn.stream, MaxReply)
 		if err != nil {
 			if why := cn.reason(); why != nil {
 				return why

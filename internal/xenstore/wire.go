@@ -13,7 +13,8 @@ import (
 
 // Limits of the protocol, xs_wire.h.
 const (
-	MaxPayload      = 4096 // bytes after a message's header
+	MaxPayload      = 4096    // bytes after a message's header
+	MaxReply        = 1 << 20 // oxenstored keeps to no limit on its socket; this is ours
 	MaxAbsolutePath = 3072
 	MaxRelativePath = 2048
 )
@@ -70,9 +71,9 @@ type Message struct {
 }
 
 // ReadMessage reads one message; it reads no more than the message has. A
-// length that the protocol does not allow is ErrProtocol, and io.EOF comes only
-// between messages.
-func ReadMessage(r io.Reader) (Message, error) {
+// payload of more than most bytes is ErrProtocol, and io.EOF comes only between
+// messages.
+func ReadMessage(r io.Reader, most uint32) (Message, error) {
 	var header [headerSize]byte
 	if _, err := io.ReadFull(r, header[:]); err != nil {
 		return Message{}, err
@@ -80,7 +81,7 @@ func ReadMessage(r io.Reader) (Message, error) {
 	le := binary.LittleEndian
 	m := Message{Op: Op(le.Uint32(header[0:])), Request: le.Uint32(header[4:]), TxID: le.Uint32(header[8:])}
 	length := le.Uint32(header[12:])
-	if length > MaxPayload {
+	if length > most {
 		return Message{}, fmt.Errorf("%w: a payload of %d bytes", ErrProtocol, length)
 	}
 	m.Payload = make([]byte, length)

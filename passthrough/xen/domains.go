@@ -83,7 +83,7 @@ type Assigned struct {
 	Device  pci.Address
 	Domain  uint16
 	Slot    int    // in the guest, device and function as one byte; -1: not known
-	State   string // of the handshake with a PV guest; HVM guests leave it "initialising"
+	State   string // of the handshake with a PV guest; HVM guests leave it "initialised"
 	Options string // msitranslate=0,power_mgmt=0,permissive=0,rdm_policy=strict
 }
 

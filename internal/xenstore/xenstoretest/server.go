@@ -29,6 +29,7 @@ type Server struct {
 	lastTx     uint32
 	hung       chan struct{} // open while the server does not answer
 	zeroIDs    bool
+	long       bool
 	requests   int
 	wg         sync.WaitGroup
 }
@@ -162,6 +163,14 @@ func (s *Server) AnswerWatchesAsKernel() {
 	s.zeroIDs = true
 }
 
+// AnswerAsOxenstored makes answers as long as they are, as oxenstored does on
+// its socket, instead of refusing those that are longer than a message.
+func (s *Server) AnswerAsOxenstored() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.long = true
+}
+
 // Set writes nodes, as a control domain, in the order path, value, path, value.
 func (s *Server) Set(pathsAndValues ...string) {
 	s.t.Helper()
@@ -290,7 +299,7 @@ func (s *Server) serve(nc net.Conn, domain uint16) {
 			s.mu.Unlock()
 		}()
 		for {
-			m, err := xenstore.ReadMessage(nc)
+			m, err := xenstore.ReadMessage(nc, xenstore.MaxPayload)
 			if err != nil {
 				return
 			}
@@ -318,7 +327,7 @@ func (s *Server) answer(c *client, m xenstore.Message) {
 		reply.Request = 0
 	}
 	payload, after, err := s.request(c, m)
-	if err == nil && len(payload) > xenstore.MaxPayload {
+	if err == nil && len(payload) > xenstore.MaxPayload && !s.long {
 		err = syscall.E2BIG
 	}
 	if err != nil {
