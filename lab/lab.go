@@ -33,7 +33,7 @@ type Lab struct {
 // means $GPUCTL_LAB_CACHE, else .cache/lab in the repository that holds the
 // working folder. Nothing starts.
 func Open(cache string, progress *Progress) (*Lab, error) {
-	root, err := repository()
+	root, err := Root()
 	if err != nil {
 		return nil, err
 	}
@@ -61,8 +61,8 @@ func Open(cache string, progress *Progress) (*Lab, error) {
 	return l, os.MkdirAll(filepath.Join(cache, "run", "net"), 0o755)
 }
 
-// repository finds the folder with go.mod above the working folder.
-func repository() (string, error) {
+// Root returns the folder of the repository that holds the working folder.
+func Root() (string, error) {
 	dir, err := os.Getwd()
 	if err != nil {
 		return "", err

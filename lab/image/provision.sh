@@ -43,6 +43,9 @@ configure() {
 	cp -R --no-preserve=ownership "$here/root/." /
 	systemctl enable libvirtd.service libvirtd-tcp.socket lab-host.service ssh.service
 	systemctl disable libvirt-guests.service xendomains.service || true
+	# What guests print is kept in /var/log/xen/console.
+	grep -q '^XENCONSOLED_ARGS=' /etc/default/xen || echo 'XENCONSOLED_ARGS="--log=guest"' >>/etc/default/xen
+	mkdir -p /var/log/xen/console
 	# libvirt's default network and what runs by the clock only cost time here.
 	rm -f /etc/libvirt/qemu/networks/autostart/default.xml
 	systemctl mask apt-daily.timer apt-daily-upgrade.timer e2scrub_all.timer e2scrub_reap.service \

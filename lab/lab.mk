@@ -1,0 +1,37 @@
+# The lab: two Xen hosts in QEMU on this machine (docs/lab.md).
+.PHONY: lab-setup lab-program lab-image lab-up lab-ssh lab-put lab-snapshot lab-status lab-down lab-test
+
+LAB_HOST ?= xena
+LAB_TIMEOUT ?= 20m
+
+lab-setup: setup
+	@lab/setup.sh
+
+lab-program: lab-setup
+	@mkdir -p bin
+	@CGO_ENABLED=0 $(GO) build -trimpath -o bin/lab ./lab/cmd/lab
+
+# COLD=1 boots the hosts and makes new snapshots.
+lab-up: lab-program
+	bin/lab up $(if $(COLD),--cold)
+
+lab-image: lab-program
+	bin/lab image
+
+# make lab-ssh LAB_HOST=xenb
+lab-ssh: lab-program
+	@bin/lab ssh $(LAB_HOST)
+
+lab-status: lab-program
+	@bin/lab status
+
+lab-snapshot: lab-program
+	bin/lab snapshot
+
+lab-down: lab-program
+	bin/lab down
+
+# All tests of real Xen, one package after the other: they share the two hosts.
+LAB_PKGS ?= ./lab/labtest
+lab-test: build lab-program
+	GPUCTL_LAB=1 $(GO) test -count=1 -p 1 -timeout $(LAB_TIMEOUT) -v $(LAB_PKGS)
