@@ -162,7 +162,7 @@ func newLoader() *loader {
 
 // file adds one file.
 func (l *loader) file(f File) error {
-	p := &parser{loader: l, name: f.Name}
+	p := &parser{loader: l, name: f.Name, data: f.Data}
 	if len(f.Data) > maxFile {
 		return fmt.Errorf("%w: %s: larger than %d bytes", ErrInvalid, f.Name, maxFile)
 	}
@@ -177,10 +177,6 @@ func (l *loader) file(f File) error {
 	}
 	if err := dec.Decode(new(yaml.Node)); !errors.Is(err, io.EOF) {
 		return fmt.Errorf("%w: %s: more than one document", ErrInvalid, f.Name)
-	}
-	// Once more, for the lines.
-	if err := yaml.Unmarshal(f.Data, &p.root); err != nil {
-		return fmt.Errorf("%w: %s: %s", ErrInvalid, f.Name, plain(err))
 	}
 	p.all(&y)
 	return errors.Join(p.errs...)
@@ -198,7 +194,8 @@ func plain(err error) string {
 type parser struct {
 	*loader
 	name string
-	root yaml.Node
+	data []byte
+	root *yaml.Node // nil: not needed so far
 	errs []error
 }
 
@@ -211,7 +208,13 @@ func (p *parser) bad(at []any, format string, args ...any) {
 
 // line is where a place is, or the last thing on the way to it that is there.
 func (p *parser) line(at []any) int {
-	n := &p.root
+	if p.root == nil { // the file once more, for the lines
+		p.root = &yaml.Node{}
+		if err := yaml.Unmarshal(p.data, p.root); err != nil {
+			return 1 // it was decoded before
+		}
+	}
+	n := p.root
 	if n.Kind == yaml.DocumentNode && len(n.Content) > 0 {
 		n = n.Content[0]
 	}
@@ -258,7 +261,7 @@ func (p *parser) all(y *fileYAML) {
 		p.families[f.Name] = &family{p.limits(at, f.Limits), p.resets(at, f.Resets), f.Emulated}
 	}
 	models := map[string]bool{}
-	ids := map[ID]int{}
+	ids := map[ID][]any{}
 	for i := range y.Models {
 		m := &y.Models[i]
 		at := []any{"models", i}
@@ -279,7 +282,7 @@ func isName(s string) bool {
 	return s != "" && len(s) <= maxText && utf8.ValidString(s) && strings.TrimSpace(s) == s && !strings.ContainsFunc(s, func(r rune) bool { return !unicode.IsPrint(r) })
 }
 
-func (p *parser) model(at []any, m *modelYAML, ids map[ID]int) {
+func (p *parser) model(at []any, m *modelYAML, ids map[ID][]any) {
 	e, known := p.models[m.Model], true
 	if e == nil {
 		e, known = &Entry{Model: m.Model, Limits: &gpuctlv1.Limits{}}, false
@@ -320,7 +323,7 @@ func (p *parser) model(at []any, m *modelYAML, ids map[ID]int) {
 	p.models[m.Model] = e
 }
 
-func (p *parser) ids(at []any, m *modelYAML, ids map[ID]int) {
+func (p *parser) ids(at []any, m *modelYAML, ids map[ID][]any) {
 	if len(m.IDs) > maxList {
 		p.bad(append(at, "ids"), "more than %d ids", maxList)
 		return
@@ -332,11 +335,11 @@ func (p *parser) ids(at []any, m *modelYAML, ids map[ID]int) {
 			p.bad(at, "%v", err)
 			continue
 		}
-		if line, twice := ids[id]; twice {
-			p.bad(at, "id %s is already in line %d", id, line)
+		if first, twice := ids[id]; twice {
+			p.bad(at, "id %s is already in line %d", id, p.line(first))
 			continue
 		}
-		ids[id] = p.line(at)
+		ids[id] = at
 		p.byID[id] = m.Model
 	}
 }

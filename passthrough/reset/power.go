@@ -190,7 +190,7 @@ func (j *job) unplug(ctx context.Context, bridge pci.Address) error {
 		if !j.exists(j.file(f, "remove")) {
 			return skipf("%s cannot be taken off the bus", f.Address)
 		}
-		h := held{Address: f.Address, Driver: j.link(f.Address, "driver"), Override: j.text(f.Address, "driver_override")}
+		h := held{Address: f.Address, Driver: j.driver(f.Address), Override: j.text(f.Address, "driver_override")}
 		if h.Override == noOverride {
 			h.Override = ""
 		}
@@ -316,13 +316,13 @@ func (r *Resetter) rebind(ctx context.Context, h held) error {
 			return fmt.Errorf("driver_override: %w", err)
 		}
 	}
-	if h.Driver == "" || r.link(h.Address, "driver") == h.Driver {
+	if h.Driver == "" || r.driver(h.Address) == h.Driver {
 		return nil
 	}
 	if err := r.root.Write(ctx, probe, h.Address.String()); err != nil {
 		return fmt.Errorf("probe: %w", err)
 	}
-	if now := r.link(h.Address, "driver"); now != h.Driver {
+	if now := r.driver(h.Address); now != h.Driver {
 		return fmt.Errorf("has driver %q, it had %s", now, h.Driver)
 	}
 	return nil

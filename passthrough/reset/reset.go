@@ -232,6 +232,9 @@ func (j *job) skip(m Method, dead bool, avoid []Avoid) error {
 	if i := slices.IndexFunc(avoid, func(a Avoid) bool { return a.Method == m }); i >= 0 {
 		return skipf("%s", avoid[i].Why)
 	}
+	if j.main.PF != nil && m != FLR && m != Vendor {
+		return skipf("a virtual function has no reset of its own but FLR; others would hit the whole card")
+	}
 	if dead && (m == FLR || m == PM) {
 		return skipf("the device does not answer, so it cannot be told to")
 	}
@@ -372,7 +375,7 @@ func (j *job) alone() (pci.Address, error) {
 		if err != nil || j.own(a) {
 			continue
 		}
-		if driver := j.link(a, "driver"); driver != "" {
+		if driver := j.driver(a); driver != "" {
 			return bridge, skipf("%s (driver %s) is below the bridge %s, too", a, driver, bridge)
 		}
 		if n := j.number(&pci.Device{Address: a}, "enable"); n > 0 {

@@ -292,6 +292,51 @@ func TestFunctionsOfACard(t *testing.T) {
 	}
 }
 
+// Nothing that is done for a virtual function may hit the card that it is of,
+// nor may the registers that it has not be missed.
+func TestVirtualFunction(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		m := sysfstest.New()
+		m.Add(pcitest.Port("0000:00:01.0", "", -1, pci.PortRoot, pcitest.FullACS()))
+		functions := pcitest.SRIOVAccelerator("0000:65", "0000:00:01.0", -1, 0, 16, 2)
+		functions[0].Driver = ""
+		for i := range functions[1:] {
+			functions[i+1].Config = pcitest.ConfigSpace{Vendor: 0xffff, Device: 0xffff, Class: pci.Class3D << 8, FLR: true}.Bytes()
+		}
+		m.Add(functions...)
+		m.Attr("sys/devices/pci0000:00/0000:00:01.0/reset_subordinate", nil, func(string) error {
+			t.Error("the bus was reset")
+			return nil
+		})
+		whole := scan(t, m)
+		vf := whole.VFs[1]
+		card := &pci.Card{Address: vf.Address, Functions: []*pci.Device{vf}}
+		for _, c := range []struct {
+			name  string
+			avoid []reset.Avoid
+			by    reset.Method
+			err   error
+		}{
+			{"FLR", nil, reset.FLR, nil},
+			{"not even FLR", []reset.Avoid{{Method: reset.FLR, Why: "x"}}, "", reset.ErrNoMethod},
+		} {
+			result, err := reset.New(m, reset.WithRecords(t.TempDir())).Reset(t.Context(), card, c.avoid)
+			if result.By != c.by || !errors.Is(err, c.err) {
+				t.Errorf("%s: %s, %v", c.name, result, err)
+			}
+		}
+		for _, a := range []pci.Address{whole.Address, whole.VFs[0].Address} {
+			if r := m.Resets(a); len(r) > 0 {
+				t.Errorf("%s was reset by %v", a, r)
+			}
+		}
+		m.FallOff(vf.Address)
+		if result, err := reset.New(m).Reset(t.Context(), card, nil); !errors.Is(err, reset.ErrDead) {
+			t.Errorf("%s, %v", result, err)
+		}
+	})
+}
+
 // A kernel before 5.15 chooses by itself: only the way that it will choose
 // counts, with what is known against it.
 func TestOldKernel(t *testing.T) {
@@ -732,6 +777,10 @@ func TestCrashes(t *testing.T) {
 				}
 			})
 			if ended || t.Failed() {
+				// autoprobe, the bridge, four functions away and back, with their drivers
+				if n < 20 {
+					t.Errorf("%s: only %d writes", name, n)
+				}
 				break
 			}
 			if n > 100 {

@@ -132,8 +132,9 @@ func (r *Resetter) number(f *pci.Device, name string) int {
 	return n
 }
 
-func (r *Resetter) link(a pci.Address, name string) string {
-	target, err := r.root.ReadLink(r.at(a, name))
+// driver is the one that a device is bound to; empty: none.
+func (r *Resetter) driver(a pci.Address) string {
+	target, err := r.root.ReadLink(r.at(a, "driver"))
 	if err != nil {
 		return ""
 	}
@@ -186,7 +187,7 @@ func (j *job) check(ctx context.Context, f *pci.Device) (restored bool, err erro
 	if e := after.u16(regStatus) & statusErrors &^ errorsOf(before); e != 0 {
 		return restored, fmt.Errorf("reports errors: status %#04x", e)
 	}
-	if after.fatal() && !(before.alive() && before.fatal()) {
+	if after.fatal() && (!before.alive() || !before.fatal()) {
 		return restored, errors.New("reports a fatal error")
 	}
 	return restored, nil

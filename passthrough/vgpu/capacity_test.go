@@ -14,9 +14,15 @@ const gib = 1 << 30
 func TestFree(t *testing.T) {
 	types := map[string]catalog.VGPUType{}
 	for _, v := range []catalog.VGPUType{
-		{Name: "48Q", Memory: 48 * gib, Max: 1, Mixed: 1}, {Name: "24Q", Memory: 24 * gib, Max: 2, Mixed: 2}, {Name: "16Q", Memory: 16 * gib, Max: 3, Mixed: 2},
-		{Name: "16C", Memory: 16 * gib, Max: 3, Mixed: 2}, {Name: "4Q", Memory: 4 * gib, Max: 12, Mixed: 8}, {Name: "1Q", Memory: gib, Max: 32},
-		{Name: "1-10C", Memory: 10 * gib, Max: 4, MIG: "1g.10gb"}, {Name: "3-24C", Memory: 24 * gib, Max: 2, MIG: "3g.24gb"}, {Name: "7-48C", Memory: 48 * gib, Max: 1, MIG: "7g.48gb"},
+		{Name: "48Q", Memory: 48 * gib, Max: 1, Mixed: 1},
+		{Name: "24Q", Memory: 24 * gib, Max: 2, Mixed: 2},
+		{Name: "16Q", Memory: 16 * gib, Max: 3, Mixed: 2},
+		{Name: "16C", Memory: 16 * gib, Max: 3, Mixed: 2},
+		{Name: "4Q", Memory: 4 * gib, Max: 12, Mixed: 8},
+		{Name: "1Q", Memory: gib, Max: 32},
+		{Name: "1-10C", Memory: 10 * gib, Max: 4, MIG: "1g.10gb"},
+		{Name: "3-24C", Memory: 24 * gib, Max: 2, MIG: "3g.24gb"},
+		{Name: "7-48C", Memory: 48 * gib, Max: 1, MIG: "7g.48gb"},
 	} {
 		types[v.Name] = v
 	}
