@@ -1,0 +1,420 @@
+package migrate
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"slices"
+	"strings"
+	"time"
+
+	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
+)
+
+// errLost says that no host has the VM any more.
+var errLost = errors.New("it is gone")
+
+// errAborted says that an operator wants it undone.
+var errAborted = errors.New("aborted by an operator")
+
+// Config is what a Runner needs.
+type Config struct {
+	Sites   Sites
+	Claims  Claims
+	Journal Journal
+	// Aborting says whether an operator wants a migration undone.
+	Aborting func(id string) bool
+	// Report hears of every moment; it must not block.
+	Report func(*clusterv1.Migration, uint64, uint64)
+	// Before is called before every step; an error is the step's. For tests.
+	Before func(step string, undo bool) error
+	Log    *slog.Logger
+
+	Patience time.Duration // with hosts that are unreachable: 2 min
+	Pause    time.Duration // between looks: 100 ms
+	Limit    func(step string, predicted time.Duration) time.Duration
+}
+
+// Runner drives migrations.
+type Runner struct{ Config }
+
+// New returns a Runner.
+func New(c Config) *Runner {
+	if c.Patience == 0 {
+		c.Patience = 2 * time.Minute
+	}
+	if c.Pause == 0 {
+		c.Pause = 100 * time.Millisecond
+	}
+	if c.Aborting == nil {
+		c.Aborting = func(string) bool { return false }
+	}
+	if c.Report == nil {
+		c.Report = func(*clusterv1.Migration, uint64, uint64) {}
+	}
+	return &Runner{c}
+}
+
+// run is one migration that is being driven.
+type run struct {
+	*Runner
+	m       *clusterv1.Migration
+	all     []step
+	sites   Sites
+	claims  Claims
+	pause   time.Duration
+	a, b    Site // source and destination
+	bytes   uint64
+	began   time.Time // of the running step
+	stopped time.Time // when the applications were
+}
+
+func (r *run) move() *clusterv1.MachineMove { return r.m.GetMachine() }
+func (r *run) machine() Machine             { return Machine{r.move().GetUuid(), r.move().GetName()} }
+func (r *run) from() Site                   { return r.a }
+func (r *run) to() Site                     { return r.b }
+
+func (r *run) progress(done, total uint64) {
+	r.bytes = done
+	r.Report(r.m, done, total)
+}
+
+// Run drives a migration to its end: done, rolled back, held or failed, which
+// the record says. The record may be new, or one whose driver has gone. An
+// error says that nothing more can be done here now: the record is another
+// host's, or cannot be written; who drives it next goes on from there.
+func (c *Runner) Run(ctx context.Context, m *clusterv1.Migration) (*clusterv1.Migration, error) {
+	r := &run{Runner: c, m: m, sites: c.Sites, claims: c.Claims, pause: c.Pause}
+	if err := r.load(); err != nil {
+		return m, err
+	}
+	for {
+		ended, err := r.next(ctx)
+		if err != nil || ended {
+			return r.m, err
+		}
+	}
+}
+
+// load finds the hosts of the candidate that is tried.
+func (r *run) load() (err error) {
+	r.all = steps(r.move())
+	if r.a, err = r.sites.Site(r.move().GetFromHost()); err != nil {
+		return err
+	}
+	r.b, err = r.sites.Site(r.move().GetToHost())
+	return err
+}
+
+func (r *run) did(name string) bool { return slices.Contains(r.m.GetDone(), name) }
+
+// put writes the record; without it nothing goes on. While the cluster has no
+// leader it is repeated.
+func (r *run) put(ctx context.Context) error {
+	for {
+		kept, err := r.Journal.Put(ctx, r.m)
+		if err == nil {
+			r.m = kept
+			return nil
+		}
+		if !errors.Is(err, ErrUnreachable) || ctx.Err() != nil {
+			return fmt.Errorf("migration %s: %w", r.m.GetId(), err)
+		}
+		if err := wait(ctx, r.pause); err != nil {
+			return err
+		}
+	}
+}
+
+func wait(ctx context.Context, d time.Duration) error {
+	t := time.NewTimer(d)
+	defer t.Stop()
+	select {
+	case <-ctx.Done():
+		return ctx.Err()
+	case <-t.C:
+		return nil
+	}
+}
+
+// next does one step, forward or backward.
+func (r *run) next(ctx context.Context) (ended bool, err error) {
+	if !r.move().GetUndoing() && !r.did(StepCommit) && (r.move().GetAborting() || r.Aborting(r.m.GetId())) {
+		r.m.Machine.Aborting = true
+		r.fail(errAborted)
+		return false, r.put(ctx)
+	}
+	if r.move().GetUndoing() {
+		return r.back(ctx)
+	}
+	i := slices.IndexFunc(r.all, func(s step) bool { return !r.did(s.name) })
+	if i < 0 {
+		return true, r.finish(ctx, clusterv1.MigrationState_MIGRATION_STATE_DONE, "")
+	}
+	s := r.all[i]
+	if err := r.enter(ctx, s.name, false); err != nil {
+		return false, err
+	}
+	err = r.attempt(ctx, s, s.do, false)
+	if stop := r.halted(ctx, err); stop != nil {
+		return false, stop
+	}
+	if err == nil {
+		r.m.Done = append(r.m.GetDone(), s.name)
+		return false, r.put(ctx)
+	}
+	if r.did(StepCommit) {
+		// The applications go on; the source's keeper cleans up by itself.
+		r.Log.Warn("not cleaned up yet", "migration", r.m.GetId(), "step", s.name, "err", err)
+		return true, r.finish(ctx, clusterv1.MigrationState_MIGRATION_STATE_DONE, fmt.Sprintf("%s: %v; the host does that when it can", s.name, err))
+	}
+	if errors.Is(err, errLost) {
+		return true, r.finish(ctx, clusterv1.MigrationState_MIGRATION_STATE_FAILED, fmt.Sprintf("%s: %v", s.name, err))
+	}
+	r.fail(fmt.Errorf("%s: %w", s.name, err))
+	return false, r.put(ctx)
+}
+
+// halted says that this driver must stop: it was replaced, or hostd ends.
+func (r *run) halted(ctx context.Context, err error) error {
+	switch {
+	case errors.Is(err, ErrStale):
+		return err
+	case ctx.Err() != nil:
+		return ctx.Err()
+	}
+	return nil
+}
+
+// enter records a step before it is done.
+func (r *run) enter(ctx context.Context, name string, undo bool) error {
+	r.m.Step = name
+	r.began, r.bytes = time.Now(), 0
+	if name == StepFreeze && !undo && r.stopped.IsZero() {
+		r.stopped = r.began
+	}
+	r.m.Steps = append(r.m.GetSteps(), &clusterv1.MigrationStep{Name: name, StartedUnixNs: r.began.UnixNano(), Undo: undo})
+	if n := len(r.m.GetSteps()); n > maxRecorded {
+		r.m.Steps = r.m.GetSteps()[n-maxRecorded:]
+	}
+	return r.put(ctx)
+}
+
+// maxRecorded bounds the steps in the record.
+const maxRecorded = 500
+
+// attempt does a step, and again while a host is unreachable and there is
+// patience.
+func (r *run) attempt(ctx context.Context, s step, do func(context.Context, *run) error, undo bool) (err error) {
+	limit := s.limit
+	if r.Limit != nil {
+		limit = r.Limit(s.name, limit)
+	}
+	for end := time.Now().Add(r.Patience); ; {
+		err = r.once(ctx, limit, s.name, do, undo)
+		if err == nil || !errors.Is(err, ErrUnreachable) || ctx.Err() != nil || time.Now().After(end) {
+			break
+		}
+		r.Log.Info("trying again", "migration", r.m.GetId(), "step", s.name, "err", err)
+		if wait(ctx, r.pause) != nil {
+			break
+		}
+	}
+	last := r.m.GetSteps()[len(r.m.GetSteps())-1]
+	last.TookNs, last.Bytes = max(1, int64(time.Since(r.began))), r.bytes
+	if err != nil {
+		last.Error = limited(err.Error())
+	}
+	r.m.Bytes += r.bytes
+	return err
+}
+
+func (r *run) once(ctx context.Context, limit time.Duration, name string, do func(context.Context, *run) error, undo bool) error {
+	ctx, cancel := context.WithTimeout(ctx, limit)
+	defer cancel()
+	r.Report(r.m, 0, 0)
+	if r.Before != nil {
+		if err := r.Before(name, undo); err != nil {
+			return err
+		}
+	}
+	err := do(ctx, r)
+	if err != nil && ctx.Err() != nil && !errors.Is(err, ErrStale) {
+		return fmt.Errorf("it took longer than %v: %w", limit, err)
+	}
+	return err
+}
+
+// limited keeps a message within what the record takes.
+func limited(s string) string {
+	const most = 1024
+	if len(s) > most {
+		s = s[:most] + "…"
+	}
+	return strings.ToValidUTF8(s, "?")
+}
+
+// fail turns around.
+func (r *run) fail(cause error) {
+	r.Log.Warn("going back", "migration", r.m.GetId(), "err", cause)
+	r.m.Machine.Undoing, r.m.Machine.Failed, r.m.Message = true, r.m.GetStep(), limited(cause.Error())
+	// What was under way may have happened: it is undone like what has.
+	if r.m.GetStep() != "" && !r.did(r.m.GetStep()) && index(r.all, r.m.GetStep()) >= 0 {
+		r.m.Done = append(r.m.GetDone(), r.m.GetStep())
+	}
+}
+
+// back undoes the last step that was done; where another candidate can be
+// tried it turns around again.
+func (r *run) back(ctx context.Context) (ended bool, err error) {
+	if turned, err := r.another(ctx); turned || err != nil {
+		return false, err
+	}
+	if len(r.m.GetDone()) == 0 {
+		return true, r.finish(ctx, clusterv1.MigrationState_MIGRATION_STATE_ROLLED_BACK, r.m.GetMessage())
+	}
+	name := r.m.GetDone()[len(r.m.GetDone())-1]
+	if err := r.undo(ctx, name); err != nil {
+		if stop := r.halted(ctx, err); stop != nil {
+			return false, stop
+		}
+		if name != StepPrepare {
+			return true, r.hold(ctx, name, err)
+		}
+		r.leave(err)
+		return false, r.put(ctx)
+	}
+	return false, nil
+}
+
+// leave goes on without having given the destination's card back: its host
+// does that when it can, and nobody has to wait for it.
+func (r *run) leave(err error) {
+	r.Log.Warn("a card is not given back yet", "migration", r.m.GetId(), "gpu", r.move().GetToGpu(), "err", err)
+	r.m.Message = limited(fmt.Sprintf("%s; %s is not given back yet: %v", r.m.GetMessage(), r.move().GetToGpu(), err))
+	r.m.Done = slices.DeleteFunc(r.m.GetDone(), func(s string) bool { return s == StepPrepare })
+	r.m.Step = ""
+}
+
+// undo takes one step back and out of what has been done.
+func (r *run) undo(ctx context.Context, name string) error {
+	if i := index(r.all, name); i >= 0 && r.all[i].undo != nil {
+		if err := r.enter(ctx, name, true); err != nil {
+			return err
+		}
+		if err := r.attempt(ctx, r.all[i], r.all[i].undo, true); err != nil {
+			return err
+		}
+	}
+	r.m.Done = slices.DeleteFunc(r.m.GetDone(), func(s string) bool { return s == name })
+	r.m.Step = ""
+	return r.put(ctx)
+}
+
+// hold leaves things as they are, with the state safe in the VM's memory.
+func (r *run) hold(ctx context.Context, name string, err error) error {
+	state := clusterv1.MigrationState_MIGRATION_STATE_HELD
+	text := fmt.Sprintf("%s; the undo of %s failed: %v; the VM and the frozen state of its applications are kept: gpuctl migrations resume %s goes on when the cause is mended",
+		r.m.GetMessage(), name, err, r.m.GetId())
+	if errors.Is(err, errLost) {
+		state, text = clusterv1.MigrationState_MIGRATION_STATE_FAILED, fmt.Sprintf("%s; %s: %v", r.m.GetMessage(), name, err)
+	}
+	return r.finish(ctx, state, text)
+}
+
+// another turns to the next candidate where what failed was the one that is
+// tried: before anything was touched, or while the VM has no card and its
+// state rests in its memory. A VM that has moved takes one of the host where
+// it is.
+func (r *run) another(ctx context.Context) (turned bool, err error) {
+	m := r.move()
+	if m.GetAborting() {
+		return false, nil
+	}
+	last := ""
+	if n := len(r.m.GetDone()); n > 0 {
+		last = r.m.GetDone()[n-1]
+	}
+	there := func(string) bool { return true }
+	late := slices.Contains([]string{StepAttach, StepAwait, StepThaw}, m.GetFailed())
+	switch {
+	case last == "" && (m.GetFailed() == StepReserve || m.GetFailed() == StepPrepare):
+	case last == StepMove && late:
+		there = func(gpu string) bool { return hostOf(gpu) == m.GetToHost() }
+	case last == StepDetach && (late || m.GetFailed() == StepMove):
+	default:
+		return false, nil
+	}
+	i := slices.IndexFunc(m.GetCandidates(), there)
+	if i < 0 {
+		return false, nil
+	}
+	// What belongs to the failed one goes, whatever was done after it.
+	for _, name := range []string{StepPrepare, StepReserve} {
+		if !r.did(name) {
+			continue
+		}
+		if err := r.undo(ctx, name); err != nil {
+			if stop := r.halted(ctx, err); stop != nil {
+				return false, stop
+			}
+			if name != StepPrepare {
+				return false, err
+			}
+			r.leave(err)
+		}
+	}
+	m = r.move() // the record that was kept last
+	gpu := m.GetCandidates()[i]
+	m.Candidates = slices.Delete(m.GetCandidates(), i, i+1)
+	m.ToGpu, m.ToHost, m.Undoing, m.Failed, m.ToClaim = gpu, hostOf(gpu), false, "", nextClaim(m.GetToClaim())
+	r.m.To, r.m.Step = gpu, ""
+	r.Log.Info("trying the next candidate", "migration", r.m.GetId(), "gpu", gpu)
+	if err := r.load(); err != nil {
+		return false, err
+	}
+	return true, r.put(ctx)
+}
+
+// hostOf is the host of a GPU's id.
+func hostOf(gpu string) string {
+	host, _, _ := strings.Cut(gpu, "/")
+	return host
+}
+
+// nextClaim names the claim of the next candidate: the last one's may still be
+// on its way out.
+func nextClaim(claim string) string {
+	base, n, ok := strings.Cut(claim, ".")
+	count := 1
+	if ok {
+		_, _ = fmt.Sscan(n, &count)
+	}
+	return fmt.Sprintf("%s.%d", base, count+1)
+}
+
+// finish writes the end. When the record cannot be written now, the error says
+// so, and who drives it next comes to the same end.
+func (r *run) finish(ctx context.Context, state clusterv1.MigrationState, message string) error {
+	r.m.State, r.m.Message, r.m.Step = state, message, ""
+	if !r.stopped.IsZero() {
+		r.m.StoppedNs = r.standstill()
+	}
+	return r.put(ctx)
+}
+
+// standstill is the time from the beginning of the freeze to the end of the
+// thaw, by the record.
+func (r *run) standstill() int64 {
+	var from, to int64
+	for _, s := range r.m.GetSteps() {
+		if s.GetName() == StepFreeze && !s.GetUndo() && from == 0 {
+			from = s.GetStartedUnixNs()
+		}
+		if s.GetName() == StepThaw && !s.GetUndo() || s.GetName() == StepFreeze && s.GetUndo() {
+			to = s.GetStartedUnixNs() + s.GetTookNs()
+		}
+	}
+	return max(0, to-from)
+}

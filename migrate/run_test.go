@@ -1,0 +1,273 @@
+package migrate
+
+import (
+	"context"
+	"errors"
+	"strings"
+	"testing"
+	"time"
+
+	"go.uber.org/goleak"
+	"google.golang.org/protobuf/proto"
+
+	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
+)
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+
+const (
+	done   = clusterv1.MigrationState_MIGRATION_STATE_DONE
+	back   = clusterv1.MigrationState_MIGRATION_STATE_ROLLED_BACK
+	held   = clusterv1.MigrationState_MIGRATION_STATE_HELD
+	failed = clusterv1.MigrationState_MIGRATION_STATE_FAILED
+)
+
+func TestRun(t *testing.T) {
+	broken := errors.New("broken")
+	for _, c := range []struct {
+		name       string
+		to         string
+		candidates []string
+		fails      map[string]error
+		state      clusterv1.MigrationState
+		at         string
+		says       string
+	}{
+		{name: "other host", to: to, state: done, at: to},
+		{name: "same host", to: "h1/d", state: done, at: "h1/d"},
+		{name: "taken", to: to, fails: map[string]error{"h2 reserve": ErrTaken}, state: back, at: from, says: "reserve: taken"},
+		{name: "taken, next", to: to, candidates: []string{"h3/e"}, fails: map[string]error{"h2 reserve": ErrTaken}, state: done, at: "h3/e"},
+		{name: "cannot be prepared", to: to, fails: map[string]error{"h2 prepare": broken}, state: back, at: from, says: "prepare: broken"},
+		{name: "cannot be prepared, next", to: to, candidates: []string{other, "h1/d"}, fails: map[string]error{"h2 prepare": broken}, state: done, at: "h1/d"},
+		{name: "does not freeze", to: to, candidates: []string{other}, fails: map[string]error{"h1 freeze": broken}, state: back, at: from, says: "freeze: broken"},
+		{name: "not let go", to: to, candidates: []string{other}, fails: map[string]error{"h1 release": broken}, state: back, at: from, says: "release: broken"},
+		{name: "does not move", to: to, fails: map[string]error{"h1 move": broken}, state: back, at: from, says: "move: broken"},
+		{name: "does not move, next", to: to, candidates: []string{"h1/d"}, fails: map[string]error{"h1 move": broken}, state: done, at: "h1/d"},
+		{name: "not attached", to: to, fails: map[string]error{"h2 attach": broken}, state: back, at: from, says: "attach: broken"},
+		{name: "not found inside", to: to, fails: map[string]error{"h2 await": broken}, state: back, at: from, says: "await: broken"},
+		{name: "not found inside, next host", to: to, candidates: []string{"h3/e"}, fails: map[string]error{"h2 await": broken}, state: done, at: "h3/e"},
+		{name: "not thawed", to: to, fails: map[string]error{"h2 thaw": broken}, state: back, at: from, says: "thaw: broken"},
+		{name: "same host, not thawed", to: "h1/d", fails: map[string]error{"h1 thaw": broken}, state: held, says: "the undo of freeze failed: broken"},
+		{name: "held", to: to, fails: map[string]error{"h2 thaw": broken, "h2 move": broken}, state: held, says: "gpuctl migrations resume m-1"},
+		{name: "not cleaned up", to: to, fails: map[string]error{"h1 giveback": broken}, state: done},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			w := newWorld(t)
+			w.fails = c.fails
+			m := w.drive(w.migration(c.to, c.candidates...))
+			if m.GetState() != c.state || !strings.Contains(m.GetMessage(), c.says) {
+				t.Fatalf("%s: %s", m.GetState(), m.GetMessage())
+			}
+			if c.at != "" {
+				w.check(m)
+				if w.onGPU != c.at {
+					t.Errorf("on %s", w.onGPU)
+				}
+			}
+		})
+	}
+}
+
+// After the move a failed candidate is followed by another one of that host.
+func TestNextCandidateThere(t *testing.T) {
+	for _, at := range []string{"attach", "await", "thaw"} {
+		w := newWorld(t)
+		r := w.runner()
+		n := 0
+		r.Before = func(step string, undo bool) error {
+			if step == at && !undo {
+				if n++; n == 1 {
+					return errors.New("its GPU died")
+				}
+			}
+			return nil
+		}
+		m, err := r.Run(t.Context(), w.migration(to, "h3/e", other))
+		if err != nil || m.GetState() != done || w.onGPU != other || w.moves != 1 {
+			t.Errorf("%s: %v %s %s on %s, %d moves", at, err, m.GetState(), m.GetMessage(), w.onGPU, w.moves)
+		}
+		w.check(m)
+	}
+}
+
+// TestDriverDiesAnywhere ends the driver at every call, before and after the
+// call has its effect, and has another one go on, for good and bad ends.
+func TestDriverDiesAnywhere(t *testing.T) {
+	broken := errors.New("broken")
+	kills := 0
+	for name, c := range map[string]struct {
+		to         string
+		candidates []string
+		fails      map[string]error
+	}{
+		"other host":             {to: to},
+		"same host":              {to: "h1/d"},
+		"not prepared, next":     {to: to, candidates: []string{"h3/e"}, fails: map[string]error{"h2 prepare": broken}},
+		"not moved":              {to: to, fails: map[string]error{"h1 move": broken}},
+		"not attached":           {to: to, fails: map[string]error{"h2 attach": broken}},
+		"not thawed":             {to: to, fails: map[string]error{"h2 thaw": broken}},
+		"not thawed, and no way": {to: to, fails: map[string]error{"h2 thaw": broken, "h2 move": broken}},
+		"not moved, next":        {to: to, candidates: []string{"h1/d"}, fails: map[string]error{"h1 move": broken}},
+	} {
+		for _, after := range []bool{false, true} {
+			for n := 1; ; n++ {
+				w := newWorld(t)
+				w.fails, w.crashAt, w.after = c.fails, n, after
+				m := w.drive(w.migration(c.to, c.candidates...))
+				w.check(m)
+				if t.Failed() {
+					t.Fatalf("%s: driver ended at call %d (effect: %v)", name, n, after)
+				}
+				if w.crashAt != 0 { // it was never reached
+					break
+				}
+				kills++
+			}
+		}
+	}
+	t.Logf("%d ends of a driver", kills)
+}
+
+// A driver that was replaced does nothing more.
+func TestReplaced(t *testing.T) {
+	w := newWorld(t)
+	r := w.runner()
+	r.Before = func(step string, _ bool) error {
+		if step == StepDetach {
+			w.mu.Lock()
+			w.token = 8
+			w.kept.Token = 8 // taken over
+			w.mu.Unlock()
+		}
+		return nil
+	}
+	_, err := r.Run(t.Context(), w.migration(to))
+	if !errors.Is(err, ErrStale) {
+		t.Fatalf("%v", err)
+	}
+	if w.at != "h1" {
+		t.Error("the replaced driver has moved the VM")
+	}
+	m := w.drive(proto.CloneOf(w.kept))
+	w.check(m)
+}
+
+func TestAbort(t *testing.T) {
+	for _, at := range []string{StepPrepare, StepFreeze, StepDetach, StepMove, StepAttach, StepThaw, StepClean} {
+		w := newWorld(t)
+		r := w.runner()
+		aborting := false
+		r.Aborting = func(string) bool { return aborting }
+		r.Before = func(step string, _ bool) error { aborting = aborting || step == at; return nil }
+		m, err := r.Run(t.Context(), w.migration(to, other))
+		want := back
+		if at == StepClean {
+			want = done
+		}
+		if err != nil || m.GetState() != want {
+			t.Errorf("%s: %v, %s %s", at, err, m.GetState(), m.GetMessage())
+		}
+		w.check(m)
+	}
+}
+
+// A host that does not answer for a moment does not matter; one that does not
+// come back does.
+func TestUnreachable(t *testing.T) {
+	w := newWorld(t)
+	r := w.runner()
+	cut := false
+	r.Before = func(step string, _ bool) error {
+		if step == StepMove {
+			w.mu.Lock()
+			defer w.mu.Unlock()
+			if !cut {
+				cut, w.down["h2"] = true, true
+				time.AfterFunc(5*time.Millisecond, func() { w.mu.Lock(); w.down["h2"] = false; w.mu.Unlock() })
+			}
+		}
+		return nil
+	}
+	r.Patience = 10 * time.Second
+	m, err := r.Run(t.Context(), w.migration(to))
+	if err != nil || m.GetState() != done {
+		t.Errorf("%v %s %s", err, m.GetState(), m.GetMessage())
+	}
+	w.check(m)
+
+	w = newWorld(t)
+	r = w.runner()
+	r.Before = func(step string, _ bool) error {
+		if step == StepMove {
+			w.mu.Lock()
+			w.down["h2"] = true
+			w.mu.Unlock()
+		}
+		return nil
+	}
+	m, err = r.Run(t.Context(), w.migration(to))
+	// The VM goes on where it was, without waiting for the host that is gone.
+	if err != nil || m.GetState() != back || !strings.Contains(m.GetMessage(), "h2/b is not given back yet") || w.frozen["s1"] || w.onGPU != from || w.cards[from].plugged != "vm" {
+		t.Errorf("%v %s %s; %+v", err, m.GetState(), m.GetMessage(), w.frozen)
+	}
+}
+
+func TestVMDies(t *testing.T) {
+	w := newWorld(t)
+	r := w.runner()
+	r.Before = func(step string, _ bool) error {
+		if step == StepMove {
+			w.dead = true
+		}
+		return nil
+	}
+	m, err := r.Run(t.Context(), w.migration(to))
+	if err != nil || m.GetState() != failed || !strings.Contains(m.GetMessage(), "the VM is absent on host h1 and absent on host h2: it is gone") {
+		t.Errorf("%v %s %s", err, m.GetState(), m.GetMessage())
+	}
+}
+
+func TestStandstill(t *testing.T) {
+	w := newWorld(t)
+	r := w.runner()
+	r.Before = func(step string, _ bool) error {
+		if step == StepMove {
+			time.Sleep(20 * time.Millisecond)
+		}
+		return nil
+	}
+	m, err := r.Run(t.Context(), w.migration(to))
+	if err != nil || m.GetStoppedNs() < int64(20*time.Millisecond) || m.GetStoppedNs() > int64(5*time.Second) {
+		t.Errorf("%v, stood still for %v", err, time.Duration(m.GetStoppedNs()))
+	}
+	var names []string
+	for _, s := range m.GetSteps() {
+		names = append(names, s.GetName())
+		if s.GetTookNs() <= 0 {
+			t.Errorf("%s took no time", s.GetName())
+		}
+	}
+	if want := "reserve prepare freeze release detach move attach await thaw commit clean"; strings.Join(names, " ") != want {
+		t.Errorf("%v", names)
+	}
+}
+
+// The end of hostd ends nothing: the record stays as it is.
+func TestCancelled(t *testing.T) {
+	w := newWorld(t)
+	r := w.runner()
+	ctx, cancel := context.WithCancel(t.Context())
+	r.Before = func(step string, _ bool) error {
+		if step == StepDetach {
+			cancel()
+		}
+		return nil
+	}
+	if _, err := r.Run(ctx, w.migration(to)); !errors.Is(err, context.Canceled) {
+		t.Fatalf("%v", err)
+	}
+	if w.kept.GetState() != clusterv1.MigrationState_MIGRATION_STATE_RUNNING {
+		t.Errorf("%s", w.kept.GetState())
+	}
+	w.check(w.drive(proto.CloneOf(w.kept)))
+}

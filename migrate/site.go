@@ -1,0 +1,98 @@
+package migrate
+
+import (
+	"context"
+	"errors"
+
+	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
+)
+
+// What an error of a site or journal is, beside what it says.
+var (
+	// ErrUnreachable: nobody knows whether it was done. It is tried again for
+	// a while.
+	ErrUnreachable = errors.New("unreachable")
+	// ErrStale: another host drives the migration now. Nothing more is done.
+	ErrStale = errors.New("another host drives it")
+	// ErrTaken: somebody else has the GPU.
+	ErrTaken = errors.New("taken")
+)
+
+// Machine is the VM.
+type Machine struct{ UUID, Name string }
+
+// Presence is what a host knows of a VM.
+type Presence int
+
+// A VM is at one host, but for the moment in which it moves.
+const (
+	Absent  Presence = iota
+	Running          // and able to answer
+	Moving           // on its way in or out
+	Stopped          // defined, or ended
+)
+
+func (p Presence) String() string {
+	return [...]string{"absent", "running", "moving", "stopped"}[p]
+}
+
+// Progress hears how far a step is; total 0: not known.
+type Progress func(done, total uint64)
+
+// Site is a host as the driver of a migration reaches it. Every call brings
+// about what its name says and may be repeated: where it is so already it
+// returns nil. An error that wraps ErrUnreachable leaves open whether it has
+// happened.
+type Site interface {
+	// Where says what the host knows of the VM.
+	Where(ctx context.Context, m Machine) (Presence, error)
+	// Prepare takes a card from whoever drives it, resets it and holds it for
+	// the VM, by a claim.
+	Prepare(ctx context.Context, m Machine, gpu, claim string) error
+	// Attach plugs a held card into the running VM; the hypervisor confirms it.
+	Attach(ctx context.Context, m Machine, gpu string) error
+	// Detach unplugs it; the hypervisor confirms it. The card is reset and
+	// stays held for the VM.
+	Detach(ctx context.Context, m Machine, gpu string) error
+	// GiveBack makes a card free that was held for the VM.
+	GiveBack(ctx context.Context, m Machine, gpu string) error
+	// Move sends the VM to another host.
+	Move(ctx context.Context, m Machine, to string, report Progress) error
+
+	// Sessions are those of the VM's applications that use a card.
+	Sessions(ctx context.Context, m Machine) ([]string, error)
+	// Freeze stops them at their next call and has their state in the VM's
+	// memory. One that has ended is none.
+	Freeze(ctx context.Context, m Machine, sessions []string, report Progress) error
+	// Release has the VM's kernel let go of a card, and confirm that it can be
+	// unplugged.
+	Release(ctx context.Context, m Machine, gpu string) error
+	// TakeUp lets the VM's kernel have it again.
+	TakeUp(ctx context.Context, m Machine, gpu string) error
+	// Await returns when the VM has found the card and a runtime serves it.
+	Await(ctx context.Context, m Machine, gpu string) error
+	// Thaw puts the frozen sessions on the card and lets them go on.
+	Thaw(ctx context.Context, m Machine, gpu string, sessions []string, report Progress) error
+}
+
+// Sites finds hosts.
+type Sites interface {
+	Site(host string) (Site, error)
+}
+
+// Claims binds GPUs to a VM in the cluster.
+type Claims interface {
+	// Reserve binds a claim to exactly this GPU (HOST/NAME). An error that
+	// wraps ErrTaken says that somebody else has it.
+	Reserve(ctx context.Context, claim string, m Machine, gpu string) error
+	// Release ends a claim.
+	Release(ctx context.Context, claim string) error
+}
+
+// Journal keeps the record of a migration on every host.
+type Journal interface {
+	// Put writes the record, with its token; the answer is the record as it is
+	// kept. An error that wraps ErrStale says that the token is not the
+	// record's any more.
+	Put(ctx context.Context, m *clusterv1.Migration) (*clusterv1.Migration, error)
+}

@@ -1,0 +1,206 @@
+package migrate
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"time"
+
+	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
+)
+
+// Names of steps, as operators see them and as the record has them. They are
+// never used for something else.
+const (
+	StepReserve = "reserve"
+	StepPrepare = "prepare"
+	StepFreeze  = "freeze"
+	StepRelease = "release"
+	StepDetach  = "detach"
+	StepMove    = "move"
+	StepAttach  = "attach"
+	StepAwait   = "await"
+	StepThaw    = "thaw"
+	StepCommit  = "commit"
+	StepClean   = "clean"
+)
+
+// step is one step of a transaction.
+type step struct {
+	name, what, undone string // in words; undone empty: there is nothing to undo
+	limit              time.Duration
+	do, undo           func(ctx context.Context, r *run) error
+}
+
+// steps of a migration, in order.
+func steps(m *clusterv1.MachineMove) []step {
+	gpu, moves := m.GetToGpu() != "" || m.GetFromGpu() != "", m.GetFromHost() != m.GetToHost()
+	from, to := m.GetFromHost(), m.GetToHost()
+	var out []step
+	add := func(when bool, s step) {
+		if when {
+			out = append(out, s)
+		}
+	}
+	add(gpu, step{
+		StepReserve, fmt.Sprintf("bind a claim of %s to %s", m.GetName(), m.GetToGpu()), "the claim is released", 30 * time.Second,
+		func(ctx context.Context, r *run) error {
+			return r.claims.Reserve(ctx, r.move().GetToClaim(), r.machine(), r.move().GetToGpu())
+		},
+		func(ctx context.Context, r *run) error { return r.claims.Release(ctx, r.move().GetToClaim()) },
+	})
+	add(gpu, step{
+		StepPrepare, "take " + m.GetToGpu() + " from its driver, reset it, read it back", "it is returned", 3 * time.Minute,
+		func(ctx context.Context, r *run) error {
+			return r.to().Prepare(ctx, r.machine(), r.move().GetToGpu(), r.move().GetToClaim())
+		},
+		func(ctx context.Context, r *run) error { return r.to().GiveBack(ctx, r.machine(), r.move().GetToGpu()) },
+	})
+	add(gpu, step{
+		StepFreeze, "stop the applications at their next call; their state is in the VM's memory", "they go on where they were", 10 * time.Minute,
+		func(ctx context.Context, r *run) error {
+			// Which ones is recorded first: those that somebody has suspended
+			// before are not to be woken at the end.
+			sessions, err := r.from().Sessions(ctx, r.machine())
+			if err != nil {
+				return err
+			}
+			for _, s := range sessions {
+				if !slices.Contains(r.move().GetSessions(), s) {
+					r.m.Machine.Sessions = append(r.move().GetSessions(), s)
+				}
+			}
+			if err := r.put(ctx); err != nil {
+				return err
+			}
+			return r.from().Freeze(ctx, r.machine(), r.move().GetSessions(), r.progress)
+		},
+		func(ctx context.Context, r *run) error { return r.thaw(ctx, r.from(), r.move().GetFromGpu()) },
+	})
+	add(gpu, step{
+		StepRelease, "have the VM let go of " + m.GetFromGpu() + " and confirm that it can be unplugged", "the VM takes it up again", time.Minute,
+		func(ctx context.Context, r *run) error {
+			return r.from().Release(ctx, r.machine(), r.move().GetFromGpu())
+		},
+		func(ctx context.Context, r *run) error {
+			return r.from().TakeUp(ctx, r.machine(), r.move().GetFromGpu())
+		},
+	})
+	add(gpu, step{
+		StepDetach, "unplug " + m.GetFromGpu() + ", have the hypervisor confirm it, reset it", "it is plugged in again", 3 * time.Minute,
+		func(ctx context.Context, r *run) error {
+			return r.from().Detach(ctx, r.machine(), r.move().GetFromGpu())
+		},
+		func(ctx context.Context, r *run) error {
+			return r.from().Attach(ctx, r.machine(), r.move().GetFromGpu())
+		},
+	})
+	add(moves, step{
+		StepMove, fmt.Sprintf("migrate the VM live from %s to %s; it can't be stopped once it runs", from, to), "it is migrated back", 30 * time.Minute,
+		func(ctx context.Context, r *run) error {
+			return r.carry(ctx, r.move().GetFromHost(), r.move().GetToHost(), false)
+		},
+		func(ctx context.Context, r *run) error {
+			return r.carry(ctx, r.move().GetToHost(), r.move().GetFromHost(), true)
+		},
+	})
+	add(gpu, step{
+		StepAttach, "plug " + m.GetToGpu() + " in, and have the hypervisor confirm it", "it is unplugged", 3 * time.Minute,
+		func(ctx context.Context, r *run) error {
+			return r.to().Attach(ctx, r.machine(), r.move().GetToGpu())
+		},
+		func(ctx context.Context, r *run) error {
+			if err := r.to().Release(ctx, r.machine(), r.move().GetToGpu()); err != nil {
+				return err
+			}
+			return r.to().Detach(ctx, r.machine(), r.move().GetToGpu())
+		},
+	})
+	add(gpu, step{
+		StepAwait, "wait until the VM has found it and a runtime serves it", "", 3 * time.Minute,
+		func(ctx context.Context, r *run) error {
+			return r.to().Await(ctx, r.machine(), r.move().GetToGpu())
+		}, nil,
+	})
+	add(gpu, step{
+		StepThaw, "put the applications' state on it and let them go on", "they are frozen again", 10 * time.Minute,
+		func(ctx context.Context, r *run) error { return r.thaw(ctx, r.to(), r.move().GetToGpu()) },
+		func(ctx context.Context, r *run) error {
+			return r.to().Freeze(ctx, r.machine(), r.move().GetSessions(), r.progress)
+		},
+	})
+	add(true, step{
+		StepCommit, "record that it is done: from here there is no way back", "", time.Minute,
+		func(context.Context, *run) error { return nil }, nil,
+	})
+	add(gpu, step{
+		StepClean, "reset " + m.GetFromGpu() + ", return it and release its claim", "", 3 * time.Minute,
+		func(ctx context.Context, r *run) error {
+			if err := r.from().GiveBack(ctx, r.machine(), r.move().GetFromGpu()); err != nil {
+				return err
+			}
+			return r.claims.Release(ctx, r.move().GetFromClaim())
+		}, nil,
+	})
+	return out
+}
+
+// carry moves the VM from one host to another. It is never sent twice: as long
+// as neither host alone has it, it is waited for. On the way home a host that is
+// gone need not be asked: a VM that runs at home, and is not moving, is there.
+func (r *run) carry(ctx context.Context, from, to string, home bool) error {
+	a, err := r.sites.Site(from)
+	if err != nil {
+		return err
+	}
+	b, err := r.sites.Site(to)
+	if err != nil {
+		return err
+	}
+	var sent error
+	for {
+		there, err := b.Where(ctx, r.machine())
+		if err != nil {
+			return fmt.Errorf("host %s: %w", to, err)
+		}
+		here, err := a.Where(ctx, r.machine())
+		switch {
+		case home && there == Running && errors.Is(err, ErrUnreachable):
+			return nil
+		case err != nil:
+			return fmt.Errorf("host %s: %w", from, err)
+		}
+		switch {
+		case there == Running && here != Running && here != Moving:
+			return nil
+		case sent != nil && here == Running && there != Moving:
+			return sent
+		case here == Running && there != Moving:
+			if sent = a.Move(ctx, r.machine(), to, r.progress); sent == nil {
+				sent = fmt.Errorf("host %s says that it is done, and the VM is still on it", from)
+			}
+			continue
+		case here != Running && here != Moving && there != Moving:
+			return fmt.Errorf("the VM is %s on host %s and %s on host %s: %w", here, from, there, to, errLost)
+		}
+		select {
+		case <-ctx.Done():
+			return fmt.Errorf("%w: the VM is %s on host %s and %s on host %s", ErrUnreachable, here, from, there, to)
+		case <-time.After(r.pause):
+		}
+	}
+}
+
+// thaw lets the sessions go on with a card, once the VM has it.
+func (r *run) thaw(ctx context.Context, s Site, gpu string) error {
+	if err := s.Await(ctx, r.machine(), gpu); err != nil {
+		return err
+	}
+	return s.Thaw(ctx, r.machine(), gpu, r.move().GetSessions(), r.progress)
+}
+
+// index of a step by name; -1: there is none.
+func index(all []step, name string) int {
+	return slices.IndexFunc(all, func(s step) bool { return s.name == name })
+}

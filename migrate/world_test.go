@@ -1,0 +1,435 @@
+package migrate
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"google.golang.org/protobuf/proto"
+
+	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
+)
+
+var errCrashed = errors.New("the driver is dead")
+
+type card struct {
+	gpu, holder, plugged string // holder: VM that it is held for; plugged: VM that has it
+	claim                string
+	dirty                bool
+}
+
+// world is a cluster with one VM. It enforces what hosts, hypervisor, guest and
+// cluster enforce.
+type world struct {
+	t  *testing.T
+	mu sync.Mutex
+
+	at       string // host of the VM
+	dead     bool   // the VM
+	cards    map[string]*card
+	claims   map[string]string // claim: GPU
+	kept     *clusterv1.Migration
+	token    uint64
+	released bool             // the guest has let go
+	frozen   map[string]bool  // session
+	onGPU    string           // where the sessions run or ran
+	down     map[string]bool  // hosts that do not answer
+	fails    map[string]error // "host step": what it answers
+	moves    int
+
+	calls, crashAt int
+	after, crashed bool
+	taken          []string
+}
+
+const from, to, other = "h1/a", "h2/b", "h2/c"
+
+func newWorld(t *testing.T) *world {
+	t.Helper()
+	w := &world{
+		t: t, at: "h1", cards: map[string]*card{}, claims: map[string]string{"vm-1": from}, frozen: map[string]bool{"s1": false, "s2": false, "user": true},
+		onGPU: from, down: map[string]bool{}, fails: map[string]error{},
+	}
+	for _, g := range []string{from, to, other, "h1/d", "h3/e"} {
+		w.cards[g] = &card{gpu: g}
+	}
+	*w.cards[from] = card{gpu: from, holder: "vm", plugged: "vm", claim: "vm-1", dirty: true}
+	return w
+}
+
+func (w *world) migration(target string, candidates ...string) *clusterv1.Migration {
+	return &clusterv1.Migration{
+		Id: "m-1", Verb: "migrate", Object: "vm", Driver: "h1", From: from, To: target, State: clusterv1.MigrationState_MIGRATION_STATE_RUNNING,
+		Machine: &clusterv1.MachineMove{
+			Uuid: "vm", Name: "vm", FromHost: "h1", ToHost: hostOf(target), FromGpu: from, ToGpu: target, FromClaim: "vm-1", ToClaim: "vm-2", Candidates: candidates,
+		},
+	}
+}
+
+func (w *world) runner() *Runner {
+	return New(Config{
+		Sites: w, Claims: w, Journal: w, Log: slog.New(slog.DiscardHandler), Patience: 20 * time.Millisecond, Pause: time.Millisecond,
+	})
+}
+
+// call is one of the driver's calls that change something.
+func (w *world) call(do func() error) error {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if w.crashed {
+		return errCrashed
+	}
+	w.calls++
+	if w.calls == w.crashAt {
+		if w.after {
+			_ = do()
+		}
+		w.crashed = true
+		return errCrashed
+	}
+	return do()
+}
+
+// drive runs a migration, with a new driver after each crash, to its end.
+func (w *world) drive(m *clusterv1.Migration) *clusterv1.Migration {
+	w.t.Helper()
+	for range 4 {
+		ctx, cancel := context.WithTimeout(w.t.Context(), 20*time.Second)
+		done := make(chan struct{})
+		go func() { // a dead driver does nothing any more
+			for {
+				w.mu.Lock()
+				dead := w.crashed
+				w.mu.Unlock()
+				if dead {
+					cancel()
+				}
+				select {
+				case <-done:
+					return
+				case <-time.After(time.Millisecond):
+				}
+			}
+		}()
+		out, err := w.runner().Run(ctx, m)
+		close(done)
+		cancel()
+		w.mu.Lock()
+		crashed := w.crashed
+		if crashed {
+			w.crashed, w.crashAt = false, 0
+		}
+		w.mu.Unlock()
+		if !crashed {
+			if err != nil {
+				w.t.Errorf("run: %v", err)
+			}
+			return out
+		}
+		if w.kept == nil { // it never was recorded: nothing to go on with
+			return nil
+		}
+		m = proto.CloneOf(w.kept)
+	}
+	w.t.Error("no end")
+	return m
+}
+
+func (w *world) Put(_ context.Context, m *clusterv1.Migration) (*clusterv1.Migration, error) {
+	err := w.call(func() error {
+		if w.kept != nil && m.GetToken() != w.kept.GetToken() {
+			return ErrStale
+		}
+		w.kept = proto.CloneOf(m)
+		if w.token == 0 {
+			w.token = 7
+		}
+		w.kept.Token = w.token
+		return nil
+	})
+	if err != nil {
+		return nil, err
+	}
+	return proto.CloneOf(w.kept), nil
+}
+
+func (w *world) Reserve(_ context.Context, claim string, _ Machine, gpu string) error {
+	return w.call(func() error {
+		if err := w.fails[hostOf(gpu)+" reserve"]; err != nil {
+			return err
+		}
+		for c, g := range w.claims {
+			if g == gpu && c != claim {
+				return fmt.Errorf("%s: %w", gpu, ErrTaken)
+			}
+		}
+		w.claims[claim] = gpu
+		return nil
+	})
+}
+
+func (w *world) Release(_ context.Context, claim string) error {
+	return w.call(func() error { delete(w.claims, claim); return nil })
+}
+
+func (w *world) Site(host string) (Site, error) { return &site{w, host}, nil }
+
+type site struct {
+	*world
+	host string
+}
+
+func (s *site) do(name string, do func() error) error {
+	return s.call(func() error {
+		if s.down[s.host] {
+			return fmt.Errorf("host %s: %w", s.host, ErrUnreachable)
+		}
+		if err := s.fails[s.host+" "+name]; err != nil {
+			return err
+		}
+		return do()
+	})
+}
+
+// here is about a VM that runs on this host.
+func (s *site) here() error {
+	if s.at != s.host || s.dead {
+		return fmt.Errorf("host %s: the VM does not run here", s.host)
+	}
+	return nil
+}
+
+func (s *site) Where(context.Context, Machine) (p Presence, err error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	switch {
+	case s.crashed:
+		return 0, errCrashed
+	case s.down[s.host]:
+		return 0, ErrUnreachable
+	case s.at == s.host && !s.dead:
+		return Running, nil
+	}
+	return Absent, nil
+}
+
+func (s *site) Prepare(_ context.Context, m Machine, gpu, claim string) error {
+	return s.do("prepare", func() error {
+		c := s.cards[gpu]
+		if hostOf(gpu) != s.host {
+			s.t.Errorf("%s prepared on %s", gpu, s.host)
+		}
+		if s.claims[claim] != gpu {
+			s.t.Errorf("%s prepared without a claim: %v", gpu, s.claims)
+		}
+		if c.holder != "" && c.holder != m.UUID {
+			return fmt.Errorf("%s: %w", gpu, ErrTaken)
+		}
+		c.holder, c.claim, c.dirty = m.UUID, claim, false
+		return nil
+	})
+}
+
+func (s *site) Attach(_ context.Context, m Machine, gpu string) error {
+	return s.do("attach", func() error {
+		c := s.cards[gpu]
+		if err := s.here(); err != nil {
+			return err
+		}
+		if c.plugged == m.UUID {
+			return nil
+		}
+		if c.holder != m.UUID || c.dirty {
+			s.t.Errorf("%s plugged in, and it is %+v", gpu, c)
+		}
+		c.plugged, c.dirty = m.UUID, true
+		s.released = false
+		return nil
+	})
+}
+
+func (s *site) Detach(_ context.Context, m Machine, gpu string) error {
+	return s.do("detach", func() error {
+		c := s.cards[gpu]
+		if c.plugged == "" {
+			c.dirty = false
+			return nil
+		}
+		if err := s.here(); err != nil {
+			return err
+		}
+		if !s.released {
+			s.t.Errorf("%s is unplugged from a VM that has not let go of it", gpu)
+		}
+		for id, frozen := range s.frozen {
+			if !frozen {
+				s.t.Errorf("%s is unplugged while session %s runs", gpu, id)
+			}
+		}
+		c.plugged, c.dirty = "", false
+		return nil
+	})
+}
+
+func (s *site) GiveBack(_ context.Context, m Machine, gpu string) error {
+	return s.do("giveback", func() error {
+		c := s.cards[gpu]
+		if c.plugged != "" {
+			return fmt.Errorf("%s: the VM has it", gpu)
+		}
+		if c.holder == m.UUID {
+			*c = card{gpu: gpu}
+		}
+		return nil
+	})
+}
+
+func (s *site) Move(_ context.Context, _ Machine, to string, report Progress) error {
+	return s.do("move", func() error {
+		if err := s.here(); err != nil {
+			return err
+		}
+		for _, c := range s.cards {
+			if c.plugged != "" {
+				s.t.Errorf("the VM moves with %s plugged in", c.gpu)
+			}
+		}
+		if s.down[to] {
+			return fmt.Errorf("host %s: %w", to, ErrUnreachable)
+		}
+		report(1, 1)
+		s.at = to
+		s.moves++
+		return nil
+	})
+}
+
+func (s *site) Sessions(context.Context, Machine) (out []string, err error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for id, frozen := range s.frozen {
+		if !frozen {
+			out = append(out, id)
+		}
+	}
+	return out, nil
+}
+
+func (s *site) Freeze(_ context.Context, _ Machine, sessions []string, _ Progress) error {
+	return s.do("freeze", func() error {
+		if err := s.here(); err != nil {
+			return err
+		}
+		for _, id := range sessions {
+			s.frozen[id] = true
+		}
+		return nil
+	})
+}
+
+func (s *site) Release(_ context.Context, _ Machine, gpu string) error {
+	return s.do("release", func() error {
+		if err := s.here(); err != nil {
+			return err
+		}
+		for id, frozen := range s.frozen {
+			if !frozen {
+				return fmt.Errorf("session %s uses %s", id, gpu)
+			}
+		}
+		s.released = true
+		return nil
+	})
+}
+
+func (s *site) TakeUp(context.Context, Machine, string) error {
+	return s.do("takeup", func() error { s.released = false; return s.here() })
+}
+
+func (s *site) Await(_ context.Context, m Machine, gpu string) error {
+	return s.do("await", func() error {
+		if s.cards[gpu].plugged != m.UUID || s.released {
+			return fmt.Errorf("the VM does not have %s", gpu)
+		}
+		return s.here()
+	})
+}
+
+func (s *site) Thaw(_ context.Context, m Machine, gpu string, sessions []string, _ Progress) error {
+	return s.do("thaw", func() error {
+		if err := s.here(); err != nil {
+			return err
+		}
+		if s.cards[gpu].plugged != m.UUID {
+			s.t.Errorf("thawed on %s, which the VM does not have", gpu)
+		}
+		for _, id := range sessions {
+			s.frozen[id] = false
+		}
+		s.onGPU = gpu
+		return nil
+	})
+}
+
+// check compares what is with what the record says.
+func (w *world) check(m *clusterv1.Migration) {
+	w.t.Helper()
+	if m == nil {
+		m = &clusterv1.Migration{State: clusterv1.MigrationState_MIGRATION_STATE_ROLLED_BACK, Machine: w.migration(to).GetMachine()}
+	}
+	mm := m.GetMachine()
+	plugged := []string{}
+	for _, c := range w.cards {
+		if c.plugged != "" {
+			plugged = append(plugged, c.gpu)
+		}
+	}
+	want := ""
+	switch m.GetState() {
+	case clusterv1.MigrationState_MIGRATION_STATE_DONE:
+		want = mm.GetToGpu()
+		if w.at != mm.GetToHost() {
+			w.t.Errorf("done, and the VM is on %s", w.at)
+		}
+	case clusterv1.MigrationState_MIGRATION_STATE_ROLLED_BACK:
+		want = mm.GetFromGpu()
+		if w.at != mm.GetFromHost() {
+			w.t.Errorf("rolled back, and the VM is on %s", w.at)
+		}
+	case clusterv1.MigrationState_MIGRATION_STATE_HELD:
+		for _, id := range mm.GetSessions() {
+			if !w.frozen[id] {
+				w.t.Errorf("held, and session %s is not frozen", id)
+			}
+		}
+		return
+	default:
+		w.t.Errorf("it ended as %s: %s", m.GetState(), m.GetMessage())
+		return
+	}
+	if !slices.Equal(plugged, []string{want}) || w.onGPU != want {
+		w.t.Errorf("%s: the VM has %v and runs on %s, not %s", m.GetState(), plugged, w.onGPU, want)
+	}
+	for id, frozen := range w.frozen {
+		if frozen != (id == "user") {
+			w.t.Errorf("%s: session %s frozen: %v", m.GetState(), id, frozen)
+		}
+	}
+	for _, c := range w.cards {
+		if c.gpu != want && c.holder != "" {
+			w.t.Errorf("%s: %s is still held for %s", m.GetState(), c.gpu, c.holder)
+		}
+	}
+	if len(w.claims) != 1 || w.claims[w.cards[want].claim] != want {
+		w.t.Errorf("%s: claims %v", m.GetState(), w.claims)
+	}
+	if strings.Contains(m.GetStep(), " ") || m.GetStep() != "" {
+		w.t.Errorf("step %q after the end", m.GetStep())
+	}
+}
