@@ -147,7 +147,7 @@ func (h *Host) Stream(ctx context.Context, command string, in io.Reader, out, er
 	}
 	defer s.Close()
 	said := &head{}
-	s.Stdin, s.Stdout, s.Stderr = in, out, io.Writer(said)
+	s.Stdin, s.Stdout, s.Stderr = in, out, said
 	if errs != nil {
 		s.Stderr = io.MultiWriter(errs, said)
 	}
@@ -227,13 +227,17 @@ func (h *Host) Dial(ctx context.Context, network, address string) (net.Conn, err
 	return client.DialContext(ctx, network, address)
 }
 
-// head keeps the first 64 KiB.
-type head struct{ bytes.Buffer }
+// head keeps the first 64 KiB. It does not embed its buffer, whose ReadFrom
+// would take everything.
+type head struct{ kept bytes.Buffer }
 
 // Write implements io.Writer; it takes everything.
 func (t *head) Write(p []byte) (int, error) {
-	if room := 64<<10 - t.Len(); room > 0 {
-		t.Buffer.Write(p[:min(room, len(p))])
+	if room := 64<<10 - t.kept.Len(); room > 0 {
+		t.kept.Write(p[:min(room, len(p))])
 	}
 	return len(p), nil
 }
+
+// String returns what was kept.
+func (t *head) String() string { return t.kept.String() }

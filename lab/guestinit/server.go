@@ -5,7 +5,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -213,7 +212,7 @@ func (s *server) run(ctx context.Context, q *wire.Request, a *wire.Answer) error
 	s.mu.Lock()
 	s.child = 0
 	s.mu.Unlock()
-	a.Output, a.Errors = out.Bytes(), errs.Bytes()
+	a.Output, a.Errors = out.kept.Bytes(), errs.kept.Bytes()
 	var exit *exec.ExitError
 	if errors.As(err, &exit) {
 		a.Exit = exit.ExitCode()
@@ -245,15 +244,14 @@ func (s *server) reap() {
 // siginfoPid is where siginfo_t has si_pid on amd64, in bytes.
 const siginfoPid = 16
 
-// limited keeps the first maxOutput bytes.
-type limited struct{ bytes.Buffer }
+// limited keeps the first maxOutput bytes. It does not embed its buffer, whose
+// ReadFrom would take everything.
+type limited struct{ kept bytes.Buffer }
 
 // Write implements io.Writer; it takes everything.
 func (l *limited) Write(p []byte) (int, error) {
-	if room := maxOutput - l.Len(); room > 0 {
-		l.Buffer.Write(p[:min(room, len(p))])
+	if room := maxOutput - l.kept.Len(); room > 0 {
+		l.kept.Write(p[:min(room, len(p))])
 	}
 	return len(p), nil
 }
-
-var _ io.Writer = (*limited)(nil)

@@ -60,7 +60,10 @@ func findChannel(name string) (string, error) {
 		return "", err
 	}
 	defer f.Close()
-	x := &xenstore{rw: f}
+	return (&xenstore{rw: f}).channel(name)
+}
+
+func (x *xenstore) channel(name string) (string, error) {
 	list, err := x.get(xsDirectory, "device/console")
 	if err != nil {
 		return "", err

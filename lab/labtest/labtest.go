@@ -19,9 +19,9 @@ import (
 )
 
 // Start returns a lab whose hosts were just started from their snapshots; they
-// are ended when the test ends, unless GPUCTL_LAB_KEEP=1. It skips the test
-// without GPUCTL_LAB=1. A lab that somebody has up is not taken away: that
-// fails the test.
+// are ended when the test ends. It skips the test without GPUCTL_LAB=1. A lab
+// that somebody has up is not taken away: that fails the test. With
+// GPUCTL_LAB_KEEP=1 a lab that is up is used as it is, and is left up.
 func Start(t testing.TB) *lab.Lab {
 	t.Helper()
 	if os.Getenv("GPUCTL_LAB") != "1" {
@@ -31,8 +31,9 @@ func Start(t testing.TB) *lab.Lab {
 	if err != nil {
 		t.Fatal(err)
 	}
+	keep := os.Getenv("GPUCTL_LAB_KEEP") == "1"
 	for _, h := range l.Hosts() {
-		if h.Alive() {
+		if !keep && h.Alive() {
 			t.Fatalf("%s is up already, perhaps in somebody's use; `make lab-down` ends it", h.Name)
 		}
 	}
@@ -47,7 +48,7 @@ func Start(t testing.TB) *lab.Lab {
 				t.Log(Report(h))
 			}
 		}
-		if os.Getenv("GPUCTL_LAB_KEEP") != "1" {
+		if !keep {
 			if err := l.Down(context.Background()); err != nil {
 				t.Error(err)
 			}
