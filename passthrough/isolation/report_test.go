@@ -344,6 +344,7 @@ type hypervisor struct {
 func (h hypervisor) Running(context.Context) ([]xen.Running, error) { return h.running, h.silent }
 func (h hypervisor) IOMMU(context.Context) (xen.State, error)       { return h.iommu, h.silent }
 func (h hypervisor) Log(context.Context) (string, error)            { return h.log, h.silent }
+func (h hypervisor) Close() error                                   { return nil }
 func (h hypervisor) Group(_ context.Context, a pci.Address) ([]pci.Address, error) {
 	return h.groups[a], errors.Join(h.failed, h.silent)
 }

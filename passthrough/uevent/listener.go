@@ -106,7 +106,7 @@ func (l *Listener) Next(ctx context.Context) (Event, error) {
 		}
 		e, err := Parse(l.buf[:n])
 		if err != nil {
-			return Event{Action: Lost}, nil //nolint:nilerr // what it was about has to be looked for
+			return Event{Action: Lost}, nil // what it was about has to be looked for
 		}
 		if e.device() {
 			return e, nil

@@ -51,6 +51,23 @@ type Hypervisor interface {
 	Nodes(ctx context.Context, devices []pci.Address) (map[pci.Address]int, error)
 	// Log returns the hypervisor's log, as far as its ring still has it.
 	Log(ctx context.Context) (string, error)
+	// Close gives back what it holds.
+	Close() error
+}
+
+// Open returns what answers for the hypervisor of the machine whose files are
+// below root: hypercalls through the devices in dev, as /dev/xen, or else the
+// program xl. Why it is xl, which tells less, is the second result.
+func Open(root fs.FS, dev string) (hv Hypervisor, why error) {
+	v, err := ReadVersion(root)
+	if err != nil {
+		return &XL{}, err
+	}
+	p, err := OpenPrivcmd(dev, v)
+	if err != nil {
+		return &XL{}, err
+	}
+	return p, nil
 }
 
 // Running is a domain that the hypervisor has.

@@ -150,7 +150,8 @@ func TestAccess(t *testing.T) {
 	}{
 		{"nothing hidden", nil, AccessEnableOnReboot, AccessEnabled, AccessEnabled},
 		{
-			"by grub", map[string]string{grub: "GRUB_TIMEOUT=5\nGRUB_CMDLINE_LINUX=\"quiet xen-pciback.hide=(0000:65:00.*)(05:00.0)(0000:06:00.0)\"\n"},
+			"by grub",
+			map[string]string{grub: "GRUB_TIMEOUT=5\nGRUB_CMDLINE_LINUX=\"quiet xen-pciback.hide=(0000:65:00.*)(05:00.0)(0000:06:00.0)\"\n"},
 			AccessDisabled, AccessDisableOnReboot, AccessDisableOnReboot,
 		},
 		{

@@ -1,6 +1,7 @@
 package xen
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
@@ -9,6 +10,7 @@ import (
 	"slices"
 	"syscall"
 	"testing"
+	"testing/fstest"
 
 	"github.com/google/go-cmp/cmp"
 
@@ -263,6 +265,11 @@ func TestOtherVersionsAreNotAsked(t *testing.T) {
 	if _, err := OpenPrivcmd(t.TempDir(), Version{Major: 4, Minor: 17}); !errors.Is(err, fs.ErrNotExist) {
 		t.Errorf("without devices: %v", err)
 	}
+	root := fstest.MapFS{"sys/hypervisor/version/major": {Data: []byte("4\n")}, "sys/hypervisor/version/minor": {Data: []byte("19\n")}}
+	hv, why := Open(root, t.TempDir())
+	if _, ok := hv.(*XL); !ok || !errors.Is(why, ErrVersion) {
+		t.Errorf("got %T, %v", hv, why)
+	}
 	done, cancel := context.WithCancel(t.Context())
 	cancel()
 	x := &fakeXen{}
@@ -274,6 +281,7 @@ func TestOtherVersionsAreNotAsked(t *testing.T) {
 // A hypervisor that answers more than it was asked for reads and writes nothing
 // beyond the memory.
 func TestNonsenseFromTheHypervisor(t *testing.T) {
+	ones := bytes.Repeat([]byte{0xff}, memorySize)
 	for _, n := range []uint32{1 << 31, 5000, 0xffffffff} {
 		p := &Privcmd{memory: make([]byte, memorySize), base: 1 << 40}
 		calls := 0
@@ -284,9 +292,7 @@ func TestNonsenseFromTheHypervisor(t *testing.T) {
 			for at := 8; at < 144; at += 4 {
 				le.PutUint32(p.memory[at:], n)
 			}
-			for i := range p.memory[dataOffset:] {
-				p.memory[dataOffset+i] = 0xff
-			}
+			copy(p.memory[dataOffset:], ones)
 			return nil
 		}
 		_, _ = p.Running(t.Context())

@@ -42,14 +42,14 @@ func ParseLog(log string) Log {
 	var open *Reserved
 	for line := range strings.Lines(log) {
 		line = message(line)
-		switch {
-		case line == "I/O virtualisation enabled":
+		switch line {
+		case "I/O virtualisation enabled":
 			l.IOMMU = On
-		case line == "I/O virtualisation disabled":
+		case "I/O virtualisation disabled":
 			l.IOMMU = Off
-		case line == "Interrupt remapping enabled":
+		case "Interrupt remapping enabled":
 			l.InterruptRemapping = On
-		case line == "Interrupt remapping disabled":
+		case "Interrupt remapping disabled":
 			l.InterruptRemapping = Off
 		}
 		vtd, isVTD := strings.CutPrefix(line, "[VT-D]")

@@ -105,6 +105,9 @@ func (x *XL) Nodes(ctx context.Context, devices []pci.Address) (map[pci.Address]
 // Log is the hypervisor's log.
 func (x *XL) Log(ctx context.Context) (string, error) { return x.run(ctx, "dmesg") }
 
+// Close does nothing.
+func (x *XL) Close() error { return nil }
+
 // parseList reads the table of "xl list". The name comes first and may have
 // spaces; five columns follow it.
 func parseList(out string) ([]Running, error) {
