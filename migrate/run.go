@@ -59,15 +59,14 @@ func New(c Config) *Runner {
 // run is one migration that is being driven.
 type run struct {
 	*Runner
-	m       *clusterv1.Migration
-	all     []step
-	sites   Sites
-	claims  Claims
-	pause   time.Duration
-	a, b    Site // source and destination
-	bytes   uint64
-	began   time.Time // of the running step
-	stopped time.Time // when the applications were
+	m      *clusterv1.Migration
+	all    []step
+	sites  Sites
+	claims Claims
+	pause  time.Duration
+	a, b   Site // source and destination
+	bytes  uint64
+	began  time.Time // of the running step
 }
 
 func (r *run) move() *clusterv1.MachineMove { return r.m.GetMachine() }
@@ -191,9 +190,6 @@ func (r *run) halted(ctx context.Context, err error) error {
 func (r *run) enter(ctx context.Context, name string, undo bool) error {
 	r.m.Step = name
 	r.began, r.bytes = time.Now(), 0
-	if name == StepFreeze && !undo && r.stopped.IsZero() {
-		r.stopped = r.began
-	}
 	r.m.Steps = append(r.m.GetSteps(), &clusterv1.MigrationStep{Name: name, StartedUnixNs: r.began.UnixNano(), Undo: undo})
 	if n := len(r.m.GetSteps()); n > maxRecorded {
 		r.m.Steps = r.m.GetSteps()[n-maxRecorded:]
@@ -398,23 +394,7 @@ func nextClaim(claim string) string {
 // so, and who drives it next comes to the same end.
 func (r *run) finish(ctx context.Context, state clusterv1.MigrationState, message string) error {
 	r.m.State, r.m.Message, r.m.Step = state, message, ""
-	if !r.stopped.IsZero() {
-		r.m.StoppedNs = r.standstill()
-	}
+	from, to := still(r.m.GetSteps())
+	r.m.StoppedNs = max(0, to-from)
 	return r.put(ctx)
-}
-
-// standstill is the time from the beginning of the freeze to the end of the
-// thaw, by the record.
-func (r *run) standstill() int64 {
-	var from, to int64
-	for _, s := range r.m.GetSteps() {
-		if s.GetName() == StepFreeze && !s.GetUndo() && from == 0 {
-			from = s.GetStartedUnixNs()
-		}
-		if s.GetName() == StepThaw && !s.GetUndo() || s.GetName() == StepFreeze && s.GetUndo() {
-			to = s.GetStartedUnixNs() + s.GetTookNs()
-		}
-	}
-	return max(0, to-from)
 }

@@ -1,0 +1,402 @@
+package migrate
+
+import (
+	"cmp"
+	"fmt"
+	"slices"
+	"strings"
+	"time"
+
+	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/internal/size"
+)
+
+// Verb is what is wanted.
+type Verb string
+
+// The verbs. Upgrade and Downgrade leave the VM where it is.
+const (
+	Migrate   Verb = "migrate"
+	Upgrade   Verb = "upgrade"
+	Downgrade Verb = "downgrade"
+)
+
+// Protocol is the lowest of gpuguest that can take part.
+const Protocol = 1
+
+// Codes of reasons. They are part of the API and never change their meaning.
+const (
+	ReasonNotRunning   = "not_running"
+	ReasonType         = "guest_type"
+	ReasonPassthrough  = "passthrough_flag"
+	ReasonAgentAbsent  = "agent_absent"
+	ReasonAgentOld     = "agent_old"
+	ReasonHotplug      = "hotplug"
+	ReasonSeveralGPUs  = "several_gpus"
+	ReasonNoGPU        = "no_gpu"
+	ReasonGuestMemory  = "guest_memory"
+	ReasonBusy         = "migration_running"
+	ReasonOtherDevice  = "other_device"
+	ReasonHostState    = "host_state"
+	ReasonHypervisor   = "hypervisor"
+	ReasonSameHost     = "same_host"
+	ReasonMemory       = "memory"
+	ReasonCPU          = "cpu"
+	ReasonStorage      = "storage"
+	ReasonLink         = "link_slow"
+	ReasonLimit        = "too_many_migrations"
+	ReasonNoFacts      = "unknown"
+	ReasonNoCard       = "no_card"
+	ReasonModel        = "model"
+	ReasonTaken        = "taken"
+	ReasonHealth       = "health"
+	ReasonCordoned     = "cordoned"
+	ReasonIsolation    = "isolation"
+	ReasonGPUMemory    = "gpu_memory"
+	ReasonLimits       = "limits"
+	ReasonGuestProfile = "guest_profile"
+)
+
+// MachineFacts are what a plan needs to know of the VM.
+type MachineFacts struct {
+	Machine
+	Host         string
+	State, Type  string // as the keeper of cards says them
+	Memory       uint64 // bytes
+	CPU          string // model that the VM was promised; empty: the host's
+	Passthrough  bool   // its definition lets it have devices plugged in
+	Disks        []Disk
+	OtherDevices []string // host devices that are no GPUs
+	GPUs         []string // ids
+	Migration    string   // that runs already
+	Agent        *AgentFacts
+	AgentError   string // why there is no Agent
+}
+
+// Disk is a disk or other file of a VM.
+type Disk struct {
+	Path     string
+	ReadOnly bool
+}
+
+// AgentFacts are what the VM's gpuguest says.
+type AgentFacts struct {
+	Version       string
+	Protocol      uint32
+	Hotplug       bool
+	HotplugReason string
+	FreeMemory    uint64 // bytes
+	Sessions      []SessionFacts
+}
+
+// SessionFacts are what an application uses.
+type SessionFacts struct {
+	ID, Command string
+	Memory      uint64 // bytes
+	Resident    uint64 // bytes of it that are in the VM's memory already
+	Need        *gpuctlv1.Usage
+}
+
+// HostFacts are what a plan needs to know of a host.
+type HostFacts struct {
+	Name       string
+	State      string // ready, draining or down
+	Message    string
+	Error      string // why nothing is known
+	Hypervisor string // xen or kvm
+	FreeMemory uint64 // bytes
+	CPUs       []string
+	// Missing are the VM's files that are not there, or are not the same.
+	Missing    []string
+	Link       uint64 // bytes per second to the VM's host; 0: not known
+	Migrations int    // that run to or from it
+	Most       int    // of them; 0: any number
+	GPUs       []GPUFacts
+}
+
+// GPUFacts are what a plan needs to know of a card.
+type GPUFacts struct {
+	ID, Model     string
+	Rank          uint32
+	Memory        uint64 // bytes; 0: not known before it is used
+	Limits        *gpuctlv1.Limits
+	Holder        string // VM or claim that has it; empty: free
+	Health        string // why it is not fit; empty: it is
+	Cordoned      string
+	IsCordoned    bool
+	Isolation     string // why it may not be given away; empty: it may
+	GuestProfiled bool   // the VM has a runtime for it
+}
+
+// Request is what an operator asks for.
+type Request struct {
+	Verb     Verb
+	To       string        // host, GPU id or model; empty: any
+	Deadline time.Duration // longest time that it may take; 0: any
+}
+
+// Candidate is a card that the VM could get.
+type Candidate struct {
+	Host  string
+	GPU   GPUFacts
+	Cost  Cost
+	Steps []Step
+}
+
+// Step is one step of a plan.
+type Step struct {
+	Name, What, Undo string
+	Predicted        time.Duration
+	Bytes            uint64
+}
+
+// Rejection is a host or a card that can't serve, with every reason.
+type Rejection struct {
+	Host, GPU, Model string
+	Reasons          []*gpuctlv1.Reason
+}
+
+// Plan is what a migration would do, or why it can't be done.
+type Plan struct {
+	Machine    MachineFacts
+	Reasons    []*gpuctlv1.Reason // against the VM itself, wherever it would go
+	Candidates []Candidate        // best first
+	Rejected   []Rejection
+}
+
+// Possible says whether anything can be done.
+func (p *Plan) Possible() bool { return len(p.Reasons) == 0 && len(p.Candidates) > 0 }
+
+func because(code, format string, args ...any) *gpuctlv1.Reason {
+	return &gpuctlv1.Reason{Code: code, Message: fmt.Sprintf(format, args...)}
+}
+
+// Make judges every host and card. It is pure: the transaction uses the same
+// judgement, so a plan can't promise what would be refused.
+func Make(r Request, m MachineFacts, hosts []HostFacts, model *CostModel) *Plan {
+	p := &Plan{Machine: m, Reasons: againstMachine(r, m)}
+	var current GPUFacts
+	for _, h := range hosts {
+		for _, g := range h.GPUs {
+			if len(m.GPUs) > 0 && g.ID == m.GPUs[0] {
+				current = g
+			}
+		}
+	}
+	for _, h := range hosts {
+		if reasons := againstHost(r, m, h); len(reasons) > 0 {
+			p.Rejected = append(p.Rejected, Rejection{Host: h.Name, Reasons: reasons})
+			continue
+		}
+		if len(m.GPUs) == 0 {
+			c := Candidate{Host: h.Name}
+			c.price(m, model, h)
+			p.add(r, m, c)
+			continue
+		}
+		fits := false
+		for _, g := range h.GPUs {
+			if len(m.GPUs) > 0 && g.ID == m.GPUs[0] {
+				continue
+			}
+			reasons := againstGPU(r, m, current, g)
+			if len(reasons) > 0 {
+				p.Rejected = append(p.Rejected, Rejection{h.Name, g.ID, g.Model, reasons})
+				continue
+			}
+			fits = true
+			c := Candidate{Host: h.Name, GPU: g}
+			c.price(m, model, h)
+			p.add(r, m, c)
+		}
+		if !fits && len(h.GPUs) == 0 {
+			p.Rejected = append(p.Rejected, Rejection{Host: h.Name, Reasons: []*gpuctlv1.Reason{because(ReasonNoCard, "host %s has no card", h.Name)}})
+		}
+	}
+	sortCandidates(r.Verb, current, p.Candidates)
+	return p
+}
+
+// add takes a candidate that can be reached in time.
+func (p *Plan) add(r Request, m MachineFacts, c Candidate) {
+	if r.Deadline > 0 && c.Cost.Total > r.Deadline {
+		p.Rejected = append(p.Rejected, Rejection{c.Host, c.GPU.ID, c.GPU.Model, []*gpuctlv1.Reason{because(ReasonLink,
+			"moving %s of VM %s to host %s takes about %s, longer than %s: a faster link, or a later deadline, would do", size.Format(m.Memory), m.Name, c.Host, c.Cost.Total.Round(time.Second), r.Deadline)}})
+		return
+	}
+	p.Candidates = append(p.Candidates, c)
+}
+
+// againstMachine is what keeps the VM from being moved at all.
+func againstMachine(r Request, m MachineFacts) (out []*gpuctlv1.Reason) {
+	add := func(when bool, code, format string, args ...any) {
+		if when {
+			out = append(out, because(code, format, args...))
+		}
+	}
+	add(m.Migration != "", ReasonBusy, "migration %s of VM %s runs already: gpuctl describe migration %s shows how far it is", m.Migration, m.Name, m.Migration)
+	add(m.State != "running", ReasonNotRunning, "VM %s is %s: only a running VM can be moved with its applications", m.Name, m.State)
+	add(m.Type == "pv", ReasonType, "VM %s is a PV guest: Xen cannot migrate it live; only HVM guests can part with a GPU", m.Name)
+	add(len(m.GPUs) > 0 && m.Type == "pvh", ReasonType, "VM %s is a PVH guest: only HVM guests can have a GPU plugged in", m.Name)
+	add(len(m.OtherDevices) > 0 && r.Verb == Migrate, ReasonOtherDevice, "VM %s has %s: a VM with a host device cannot be migrated; detach it first", m.Name, strings.Join(m.OtherDevices, ", "))
+	if len(m.GPUs) == 0 {
+		add(r.Verb != Migrate, ReasonNoGPU, "VM %s has no GPU that could be exchanged: gpuctl attach %s gives it one", m.Name, m.Name)
+		return out
+	}
+	add(len(m.GPUs) > 1, ReasonSeveralGPUs, "VM %s has %d GPUs (%s); only VMs with one can be moved", m.Name, len(m.GPUs), strings.Join(m.GPUs, ", "))
+	add(!m.Passthrough, ReasonPassthrough, "the definition of VM %s does not let it have devices plugged in: add <features><xen><passthrough state='on'/></xen></features> and start it anew", m.Name)
+	if m.Agent == nil {
+		add(true, ReasonAgentAbsent, "no gpuguest answers in VM %s (%s): install it there; without it nobody can save the state of its applications", m.Name, cmp.Or(m.AgentError, "no channel"))
+		return out
+	}
+	a := m.Agent
+	add(a.Protocol < Protocol, ReasonAgentOld, "gpuguest %s in VM %s speaks protocol %d, and %d is needed: install a newer one there", a.Version, m.Name, a.Protocol, Protocol)
+	add(!a.Hotplug, ReasonHotplug, "VM %s cannot unplug PCI devices (%s): a detach that it does not answer cannot be undone", m.Name, cmp.Or(a.HotplugReason, "no hot-plug driver"))
+	need := m.toSave()
+	add(need > a.FreeMemory, ReasonGuestMemory, "the GPU state of VM %s takes %s more of its memory and %s is free: end something there, or give it more memory", m.Name, size.Format(need), size.Format(a.FreeMemory))
+	return out
+}
+
+// state is how many bytes of GPU memory the VM's applications have.
+func (m *MachineFacts) state() (n uint64) {
+	if m.Agent == nil {
+		return 0
+	}
+	for _, s := range m.Agent.Sessions {
+		n += s.Memory
+	}
+	return n
+}
+
+// toSave is how much of it is not in the VM's memory yet.
+func (m *MachineFacts) toSave() (n uint64) {
+	for _, s := range m.Agent.Sessions {
+		n += s.Memory - min(s.Memory, s.Resident)
+	}
+	return n
+}
+
+// againstHost is what keeps a host from taking the VM, whichever card it has.
+func againstHost(r Request, m MachineFacts, h HostFacts) (out []*gpuctlv1.Reason) {
+	add := func(when bool, code, format string, args ...any) {
+		if when {
+			out = append(out, because(code, format, args...))
+		}
+	}
+	here := h.Name == m.Host
+	if r.Verb == Migrate && here && !strings.HasPrefix(r.To, h.Name+"/") {
+		return []*gpuctlv1.Reason{because(ReasonSameHost, "VM %s is on host %s already", m.Name, h.Name)}
+	}
+	if r.Verb != Migrate && !here {
+		return []*gpuctlv1.Reason{because(ReasonSameHost, "%s leaves VM %s on host %s: gpuctl migrate moves it", r.Verb, m.Name, m.Host)}
+	}
+	if r.To != "" && r.Verb == Migrate && r.To != h.Name && !strings.HasPrefix(r.To, h.Name+"/") && !r.names(h) {
+		return []*gpuctlv1.Reason{because(ReasonHostState, "it is not %s", r.To)}
+	}
+	if h.Error != "" {
+		return []*gpuctlv1.Reason{because(ReasonNoFacts, "host %s does not say what it has: %s", h.Name, h.Error)}
+	}
+	if here {
+		return nil
+	}
+	add(h.State != "ready", ReasonHostState, "host %s is %s%s", h.Name, h.State, message(h.Message))
+	add(h.Hypervisor != "xen" && strings.HasPrefix(m.Type, "hvm"), ReasonHypervisor, "host %s runs %s and VM %s needs xen", h.Name, h.Hypervisor, m.Name)
+	add(h.Hypervisor == "xen" && m.Type == "kvm", ReasonHypervisor, "host %s runs xen and VM %s needs kvm", h.Name, m.Name)
+	add(h.FreeMemory < m.Memory, ReasonMemory, "VM %s needs %s and host %s has %s free", m.Name, size.Format(m.Memory), h.Name, size.Format(h.FreeMemory))
+	add(m.CPU != "" && len(h.CPUs) > 0 && !slices.Contains(h.CPUs, m.CPU), ReasonCPU, "VM %s was started with CPU model %s, which host %s does not have", m.Name, m.CPU, h.Name)
+	add(len(h.Missing) > 0, ReasonStorage, "host %s has not got %s of VM %s: it has to be shared, or copied there", h.Name, strings.Join(h.Missing, ", "), m.Name)
+	add(h.Most > 0 && h.Migrations >= h.Most, ReasonLimit, "%d migrations from or to host %s run already, and no more than %d may", h.Migrations, h.Name, h.Most)
+	return out
+}
+
+func message(s string) string {
+	if s == "" {
+		return ""
+	}
+	return " (" + s + ")"
+}
+
+// names says that the target is a model of the host's.
+func (r Request) names(h HostFacts) bool {
+	return slices.ContainsFunc(h.GPUs, func(g GPUFacts) bool { return g.Model == r.To })
+}
+
+// againstGPU is what keeps a card from serving the VM's applications.
+func againstGPU(r Request, m MachineFacts, current, g GPUFacts) (out []*gpuctlv1.Reason) {
+	add := func(when bool, code, format string, args ...any) {
+		if when {
+			out = append(out, because(code, format, args...))
+		}
+	}
+	if r.To != "" && r.To != g.ID && r.To != g.Model && r.To != hostOf(g.ID) {
+		return []*gpuctlv1.Reason{because(ReasonModel, "it is not %s", r.To)}
+	}
+	add(r.Verb == Upgrade && g.Rank <= current.Rank, ReasonModel, "%s (rank %d) is no higher model than %s (rank %d)", g.Model, g.Rank, current.Model, current.Rank)
+	add(r.Verb == Downgrade && g.Rank >= current.Rank, ReasonModel, "%s (rank %d) is no lower model than %s (rank %d)", g.Model, g.Rank, current.Model, current.Rank)
+	add(g.Holder != "", ReasonTaken, "%s belongs to %s", g.ID, g.Holder)
+	add(g.Health != "", ReasonHealth, "%s is not fit: %s", g.ID, g.Health)
+	add(g.IsCordoned, ReasonCordoned, "%s is cordoned%s", g.ID, message(g.Cordoned))
+	add(g.Isolation != "", ReasonIsolation, "%s may not be given away: %s", g.ID, g.Isolation)
+	add(!g.GuestProfiled, ReasonGuestProfile, "VM %s has no runtime for a %s: install its driver there, and a profile of gpuguest", m.Name, g.Model)
+	if m.Agent == nil {
+		return out
+	}
+	state := m.state()
+	add(g.Memory > 0 && state > g.Memory, ReasonGPUMemory, "the applications of VM %s use %s and %s has %s", m.Name, size.Format(state), g.ID, size.Format(g.Memory))
+	for _, s := range m.Agent.Sessions {
+		out = append(out, outgrown(s, g)...)
+	}
+	return out
+}
+
+// outgrown are the limits of a card that a session has outgrown already.
+func outgrown(s SessionFacts, g GPUFacts) (out []*gpuctlv1.Reason) {
+	l, u := g.Limits, s.Need
+	if l == nil || u == nil {
+		return nil
+	}
+	for _, c := range []struct {
+		what       string
+		used, most uint64
+	}{
+		{"an allocation of %d bytes", u.GetLargestAlloc(), l.GetMaxAlloc()},
+		{"work-groups of %d work-items", u.GetLargestWorkGroup(), l.GetMaxWorkGroupSize()},
+		{"%d bytes of local memory", u.GetLocalMemory(), l.GetLocalMemory()},
+	} {
+		if c.most > 0 && c.used > c.most {
+			out = append(out, because(ReasonLimits, "session %s (%s) uses "+c.what+" and %s has %d", s.ID, s.Command, c.used, g.ID, c.most))
+		}
+	}
+	if u.GetImages() > 0 && l.GetGlobalMemory() > 0 && !l.GetImages() {
+		out = append(out, because(ReasonLimits, "session %s (%s) uses images and %s has none", s.ID, s.Command, g.ID))
+	}
+	return out
+}
+
+// price fills in what a candidate costs.
+func (c *Candidate) price(m MachineFacts, model *CostModel, h HostFacts) {
+	c.Cost, c.Steps = model.price(m, h.Name, c.GPU.ID, h.Link)
+}
+
+// sortCandidates puts the best first: of an upgrade the highest model, of a
+// downgrade the lowest that serves, of a migration the same model or the
+// nearest one above it; then what stands still the least.
+func sortCandidates(v Verb, current GPUFacts, all []Candidate) {
+	distance := func(c Candidate) int64 {
+		d := int64(c.GPU.Rank) - int64(current.Rank)
+		switch {
+		case v == Upgrade:
+			return -int64(c.GPU.Rank)
+		case v == Downgrade:
+			return int64(c.GPU.Rank)
+		case c.GPU.Model == current.Model:
+			return -1
+		case d >= 0:
+			return d
+		}
+		return 1<<32 - d
+	}
+	slices.SortStableFunc(all, func(a, b Candidate) int {
+		return cmp.Or(cmp.Compare(distance(a), distance(b)), cmp.Compare(a.Cost.Stop, b.Cost.Stop), cmp.Compare(a.Host, b.Host), cmp.Compare(a.GPU.ID, b.GPU.ID))
+	})
+}

@@ -1,0 +1,256 @@
+package migrate
+
+import (
+	"encoding/xml"
+	"errors"
+	"io"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
+	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+)
+
+const mib = 1 << 20
+
+// facts of a VM that can be moved, and of three hosts.
+func facts() (MachineFacts, []HostFacts) {
+	card := func(id, model string, rank uint32) GPUFacts {
+		return GPUFacts{ID: id, Model: model, Rank: rank, Memory: 16 * gib, GuestProfiled: true,
+			Limits: &gpuctlv1.Limits{GlobalMemory: 16 * gib, MaxAlloc: 4 * gib, MaxWorkGroupSize: 1024, LocalMemory: 48 << 10, Images: true}}
+	}
+	m := MachineFacts{
+		Machine: Machine{"uuid", "web"}, Host: "h1", State: "running", Type: "hvm", Memory: 2 * gib, Passthrough: true, GPUs: []string{"h1/a"},
+		Agent: &AgentFacts{Version: "1.0", Protocol: Protocol, Hotplug: true, FreeMemory: gib, Sessions: []SessionFacts{
+			{ID: "s-1", Command: "train", Memory: 64 * mib, Need: &gpuctlv1.Usage{LargestAlloc: 32 * mib, LargestWorkGroup: 256, LocalMemory: 16 << 10}},
+		}},
+	}
+	hosts := []HostFacts{
+		{Name: "h1", State: "ready", Hypervisor: "xen", FreeMemory: 8 * gib, GPUs: []GPUFacts{card("h1/a", "A10", 2), card("h1/b", "T4", 1)}},
+		{Name: "h2", State: "ready", Hypervisor: "xen", FreeMemory: 8 * gib, Link: 125e6, GPUs: []GPUFacts{card("h2/a", "A10", 2), card("h2/b", "H100", 3)}},
+		{Name: "h3", State: "ready", Hypervisor: "xen", FreeMemory: 8 * gib},
+	}
+	hosts[0].GPUs[0].Holder = "VM web"
+	return m, hosts
+}
+
+// One line for each reason, with what the operator reads.
+func TestReasons(t *testing.T) {
+	covered := map[string]bool{}
+	for _, c := range []struct {
+		code string
+		r    Request
+		with func(m *MachineFacts, h []HostFacts)
+		at   string // empty: against the VM; a host or GPU otherwise
+		says string
+	}{
+		{ReasonBusy, Request{}, func(m *MachineFacts, _ []HostFacts) { m.Migration = "m-9" }, "", "migration m-9 of VM web runs already: gpuctl describe migration m-9 shows how far it is"},
+		{ReasonNotRunning, Request{}, func(m *MachineFacts, _ []HostFacts) { m.State = "paused" }, "", "VM web is paused: only a running VM can be moved with its applications"},
+		{ReasonType, Request{}, func(m *MachineFacts, _ []HostFacts) { m.Type = "pv" }, "", "VM web is a PV guest: Xen cannot migrate it live; only HVM guests can part with a GPU"},
+		{ReasonType, Request{}, func(m *MachineFacts, _ []HostFacts) { m.Type = "pvh" }, "", "VM web is a PVH guest: only HVM guests can have a GPU plugged in"},
+		{ReasonOtherDevice, Request{}, func(m *MachineFacts, _ []HostFacts) { m.OtherDevices = []string{"0000:03:00.0"} }, "", "VM web has 0000:03:00.0: a VM with a host device cannot be migrated; detach it first"},
+		{ReasonNoGPU, Request{Verb: Upgrade}, func(m *MachineFacts, _ []HostFacts) { m.GPUs = nil }, "", "VM web has no GPU that could be exchanged: gpuctl attach web gives it one"},
+		{ReasonSeveralGPUs, Request{}, func(m *MachineFacts, _ []HostFacts) { m.GPUs = append(m.GPUs, "h1/b") }, "", "VM web has 2 GPUs (h1/a, h1/b); only VMs with one can be moved"},
+		{ReasonPassthrough, Request{}, func(m *MachineFacts, _ []HostFacts) { m.Passthrough = false }, "", "add <features><xen><passthrough state='on'/></xen></features> and start it anew"},
+		{ReasonAgentAbsent, Request{}, func(m *MachineFacts, _ []HostFacts) { m.Agent, m.AgentError = nil, "it did not answer within 5s" }, "", "no gpuguest answers in VM web (it did not answer within 5s): install it there"},
+		{ReasonAgentOld, Request{}, func(m *MachineFacts, _ []HostFacts) { m.Agent.Protocol = 0 }, "", "gpuguest 1.0 in VM web speaks protocol 0, and 1 is needed: install a newer one there"},
+		{ReasonHotplug, Request{}, func(m *MachineFacts, _ []HostFacts) {
+			m.Agent.Hotplug = false
+			m.Agent.HotplugReason = "acpiphp is not there"
+		}, "", "VM web cannot unplug PCI devices (acpiphp is not there): a detach that it does not answer cannot be undone"},
+		{ReasonGuestMemory, Request{}, func(m *MachineFacts, _ []HostFacts) { m.Agent.FreeMemory = 32 * mib }, "", "the GPU state of VM web takes 64 MiB more of its memory and 32 MiB is free: end something there, or give it more memory"},
+
+		{ReasonSameHost, Request{}, nil, "h1", "VM web is on host h1 already"},
+		{ReasonSameHost, Request{Verb: Upgrade}, nil, "h2", "upgrade leaves VM web on host h1: gpuctl migrate moves it"},
+		{ReasonNoFacts, Request{}, func(_ *MachineFacts, h []HostFacts) { h[1].Error = "no route" }, "h2", "host h2 does not say what it has: no route"},
+		{ReasonHostState, Request{}, func(_ *MachineFacts, h []HostFacts) { h[1].State, h[1].Message = "draining", "new disks" }, "h2", "host h2 is draining (new disks)"},
+		{ReasonHostState, Request{To: "h3"}, nil, "h2", "it is not h3"},
+		{ReasonHypervisor, Request{}, func(_ *MachineFacts, h []HostFacts) { h[1].Hypervisor = "kvm" }, "h2", "host h2 runs kvm and VM web needs xen"},
+		{ReasonHypervisor, Request{}, func(m *MachineFacts, _ []HostFacts) { m.Type = "kvm" }, "h2", "host h2 runs xen and VM web needs kvm"},
+		{ReasonMemory, Request{}, func(_ *MachineFacts, h []HostFacts) { h[1].FreeMemory = gib }, "h2", "VM web needs 2 GiB and host h2 has 1 GiB free"},
+		{ReasonCPU, Request{}, func(m *MachineFacts, h []HostFacts) { m.CPU, h[1].CPUs = "EPYC", []string{"Skylake"} }, "h2", "VM web was started with CPU model EPYC, which host h2 does not have"},
+		{ReasonStorage, Request{}, func(_ *MachineFacts, h []HostFacts) { h[1].Missing = []string{"/img/web.raw"} }, "h2", "host h2 has not got /img/web.raw of VM web: it has to be shared, or copied there"},
+		{ReasonLimit, Request{}, func(_ *MachineFacts, h []HostFacts) { h[1].Migrations, h[1].Most = 2, 2 }, "h2", "2 migrations from or to host h2 run already, and no more than 2 may"},
+		{ReasonNoCard, Request{}, nil, "h3", "host h3 has no card"},
+		{ReasonLink, Request{Deadline: 3 * time.Second}, nil, "h2/a", "longer than 3s: a faster link, or a later deadline, would do"},
+
+		{ReasonModel, Request{To: "h2/b"}, nil, "h2/a", "it is not h2/b"},
+		{ReasonModel, Request{Verb: Upgrade}, nil, "h1/b", "T4 (rank 1) is no higher model than A10 (rank 2)"},
+		{ReasonModel, Request{Verb: Downgrade}, func(_ *MachineFacts, h []HostFacts) { h[0].GPUs[1].Rank = 2 }, "h1/b", "T4 (rank 2) is no lower model than A10 (rank 2)"},
+		{ReasonTaken, Request{}, func(_ *MachineFacts, h []HostFacts) { h[1].GPUs[0].Holder = "VM db" }, "h2/a", "h2/a belongs to VM db"},
+		{ReasonHealth, Request{}, func(_ *MachineFacts, h []HostFacts) { h[1].GPUs[0].Health = "quarantined" }, "h2/a", "h2/a is not fit: quarantined"},
+		{ReasonCordoned, Request{}, func(_ *MachineFacts, h []HostFacts) {
+			h[1].GPUs[0].IsCordoned = true
+			h[1].GPUs[0].Cordoned = "loud fan"
+		}, "h2/a", "h2/a is cordoned (loud fan)"},
+		{ReasonIsolation, Request{}, func(_ *MachineFacts, h []HostFacts) { h[1].GPUs[0].Isolation = "it shares its group with a NIC" }, "h2/a", "h2/a may not be given away: it shares its group with a NIC"},
+		{ReasonGPUMemory, Request{}, func(_ *MachineFacts, h []HostFacts) { h[1].GPUs[0].Memory = 32 * mib }, "h2/a", "the applications of VM web use 64 MiB and h2/a has 32 MiB"},
+		{ReasonGuestProfile, Request{}, func(_ *MachineFacts, h []HostFacts) { h[1].GPUs[0].GuestProfiled = false }, "h2/a", "VM web has no runtime for a A10: install its driver there, and a profile of gpuguest"},
+		{ReasonLimits, Request{}, func(_ *MachineFacts, h []HostFacts) { h[1].GPUs[0].Limits.MaxAlloc = 16 * mib }, "h2/a", "session s-1 (train) uses an allocation of 33554432 bytes and h2/a has 16777216"},
+		{ReasonLimits, Request{}, func(_ *MachineFacts, h []HostFacts) { h[1].GPUs[0].Limits.MaxWorkGroupSize = 128 }, "h2/a", "session s-1 (train) uses work-groups of 256 work-items and h2/a has 128"},
+		{ReasonLimits, Request{}, func(_ *MachineFacts, h []HostFacts) { h[1].GPUs[0].Limits.LocalMemory = 1024 }, "h2/a", "session s-1 (train) uses 16384 bytes of local memory and h2/a has 1024"},
+		{ReasonLimits, Request{}, func(m *MachineFacts, h []HostFacts) {
+			m.Agent.Sessions[0].Need.Images, h[1].GPUs[0].Limits.Images = 1, false
+		}, "h2/a", "session s-1 (train) uses images and h2/a has none"},
+	} {
+		if c.r.Verb == "" {
+			c.r.Verb = Migrate
+		}
+		m, hosts := facts()
+		if c.with != nil {
+			c.with(&m, hosts)
+		}
+		p := Make(c.r, m, hosts, NewCostModel())
+		reasons := p.Reasons
+		if c.at != "" {
+			reasons = nil
+			for _, r := range p.Rejected {
+				if r.Host == c.at && r.GPU == "" || r.GPU == c.at {
+					reasons = r.Reasons
+				}
+			}
+		} else if p.Possible() {
+			t.Errorf("%s: it is possible all the same", c.code)
+		}
+		covered[c.code] = true
+		if len(reasons) != 1 || reasons[0].GetCode() != c.code || !strings.Contains(reasons[0].GetMessage(), c.says) {
+			t.Errorf("%s at %q: %v, want %q", c.code, c.at, reasons, c.says)
+		}
+	}
+	for _, code := range codes(t) {
+		if !covered[code] {
+			t.Errorf("no test of the reason %s", code)
+		}
+	}
+}
+
+// codes are all of the reasons' codes in the source.
+func codes(t *testing.T) (out []string) {
+	t.Helper()
+	data, err := os.ReadFile("plan.go")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, line := range strings.Split(string(data), "\n") {
+		if f := strings.Fields(line); len(f) == 3 && strings.HasPrefix(f[0], "Reason") && f[1] == "=" {
+			out = append(out, strings.Trim(f[2], `"`))
+		}
+	}
+	if len(out) < 20 {
+		t.Fatalf("%d codes", len(out))
+	}
+	return out
+}
+
+func TestOrder(t *testing.T) {
+	ids := func(p *Plan) (out []string) {
+		for _, c := range p.Candidates {
+			out = append(out, c.GPU.ID)
+		}
+		return out
+	}
+	m, hosts := facts()
+	hosts[0].GPUs = append(hosts[0].GPUs, GPUFacts{ID: "h1/c", Model: "H100", Rank: 3, GuestProfiled: true}, GPUFacts{ID: "h1/d", Model: "L4", Rank: 0, GuestProfiled: true})
+	hosts[1].GPUs = append(hosts[1].GPUs, GPUFacts{ID: "h2/c", Model: "T4", Rank: 1, GuestProfiled: true})
+	for _, c := range []struct {
+		r    Request
+		want []string
+	}{
+		{Request{Verb: Migrate}, []string{"h2/a", "h2/b", "h2/c"}},
+		{Request{Verb: Migrate, To: "H100"}, []string{"h2/b"}},
+		{Request{Verb: Migrate, To: "h1/b"}, []string{"h1/b"}},
+		{Request{Verb: Upgrade}, []string{"h1/c"}},
+		{Request{Verb: Downgrade}, []string{"h1/d", "h1/b"}},
+		{Request{Verb: Downgrade, To: "T4"}, []string{"h1/b"}},
+	} {
+		if got := ids(Make(c.r, m, hosts, NewCostModel())); !slices.Equal(got, c.want) {
+			t.Errorf("%+v: %v, want %v", c.r, got, c.want)
+		}
+	}
+	// A VM without a GPU goes wherever it fits.
+	m.GPUs, m.Agent = nil, nil
+	p := Make(Request{Verb: Migrate}, m, hosts, NewCostModel())
+	if len(p.Candidates) != 2 || !p.Possible() || p.Candidates[0].Steps[0].Name != StepMove {
+		t.Errorf("%+v %v", p.Candidates, p.Reasons)
+	}
+}
+
+// What is predicted after one migration is what that one took.
+func TestCalibration(t *testing.T) {
+	m, hosts := facts()
+	model := NewCostModel()
+	guessed := Make(Request{Verb: Migrate, To: "h2/a"}, m, hosts, model).Candidates[0]
+	seen := &clusterv1.Migration{State: clusterv1.MigrationState_MIGRATION_STATE_DONE}
+	var total, stop time.Duration
+	for i, s := range guessed.Steps {
+		took := time.Duration(i+1) * 100 * time.Millisecond
+		if s.Name == StepMove {
+			took = 9 * time.Second
+		}
+		seen.Steps = append(seen.Steps, &clusterv1.MigrationStep{Name: s.Name, TookNs: int64(took), Bytes: s.Bytes})
+		total += took
+		if i >= 2 && i <= 8 {
+			stop += took
+		}
+	}
+	model.Learn(seen)
+	c := Make(Request{Verb: Migrate, To: "h2/a"}, m, hosts, model).Candidates[0].Cost
+	near := func(got, want time.Duration) bool { return got > want*9/10 && got < want*11/10 }
+	if !near(c.Total, total) || !near(c.Stop, stop) {
+		t.Errorf("predicted %v and %v, took %v and %v", c.Total, c.Stop, total, stop)
+	}
+	// Twice the memory takes longer; a failed one teaches nothing.
+	m.Memory *= 2
+	if longer := Make(Request{Verb: Migrate, To: "h2/a"}, m, hosts, model).Candidates[0].Cost; longer.Total <= c.Total {
+		t.Errorf("%v for twice the memory, %v before", longer.Total, c.Total)
+	}
+	seen.State = clusterv1.MigrationState_MIGRATION_STATE_ROLLED_BACK
+	seen.Steps[0].TookNs = int64(time.Hour)
+	model.Learn(seen)
+	m.Memory /= 2
+	if again := Make(Request{Verb: Migrate, To: "h2/a"}, m, hosts, model).Candidates[0].Cost; again != c {
+		t.Errorf("%v, %v before", again, c)
+	}
+}
+
+func TestSVG(t *testing.T) {
+	m := &clusterv1.Migration{
+		Id: "m-1", Verb: "migrate", Object: "web<&\x00>", From: "h1/a", To: "h2/b", State: clusterv1.MigrationState_MIGRATION_STATE_DONE, StoppedNs: 17e9, Bytes: 2 << 30,
+	}
+	at := int64(1e18)
+	for i, name := range []string{StepReserve, StepPrepare, StepFreeze, StepRelease, StepDetach, StepMove, StepAttach, StepAttach, StepAttach, StepAwait, StepThaw, StepCommit, StepClean} {
+		s := &clusterv1.MigrationStep{Name: name, StartedUnixNs: at, TookNs: int64(i+1) * 3e8, Undo: i == 7}
+		if i == 6 {
+			s.Error = "its GPU <died>"
+		}
+		if name == StepMove {
+			s.Bytes, s.TookNs = 2<<30, 14e9
+		}
+		at += s.TookNs
+		m.Steps = append(m.Steps, s)
+	}
+	got := SVG(m)
+	d := xml.NewDecoder(strings.NewReader(string(got)))
+	for {
+		if _, err := d.Token(); err != nil {
+			if !errors.Is(err, io.EOF) {
+				t.Fatalf("%v in %s", err, got)
+			}
+			break
+		}
+	}
+	golden := filepath.Join("testdata", "timeline.svg")
+	if os.Getenv("UPDATE_GOLDEN") != "" {
+		if err := os.WriteFile(golden, got, 0o644); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if want, err := os.ReadFile(golden); err != nil || string(want) != string(got) {
+		t.Errorf("it differs from %s (%v); UPDATE_GOLDEN=1 writes it anew", golden, err)
+	}
+	SVG(&clusterv1.Migration{}) // nothing happened yet
+}
