@@ -1,0 +1,382 @@
+package channel
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"log/slog"
+	"net"
+	"net/http"
+	"os"
+	"sync"
+	"time"
+
+	"connectrpc.com/connect"
+	"github.com/hashicorp/yamux"
+	"golang.org/x/sys/unix"
+)
+
+// BaseURL is what requests to a guest begin with.
+const BaseURL = "http://guest"
+
+const (
+	defaultDeadAfter = 20 * time.Second
+	defaultWait      = 10 * time.Second
+	leastRetry       = 100 * time.Millisecond
+	mostRetry        = 2 * time.Second
+	lastWords        = 500 * time.Millisecond
+	maxStreams       = 32
+	maxHeaders       = 64 << 10 // bytes of a response's
+	maxMessage       = 4 << 20  // bytes of one message
+	lockSuffix       = ".lock"
+)
+
+// ErrBusy says that somebody else uses the channel's socket. A second client
+// of one socket would be accepted and never answered.
+var ErrBusy = errors.New("another process uses this channel")
+
+// State is how a client stands.
+type State struct {
+	Up          bool
+	Since       time.Time     // of Up as it is
+	Instance    uint64        // of the guest's agent, while up; another one: it was started anew
+	Connections uint64        // made so far
+	RoundTrip   time.Duration // smoothed; zero: not measured
+	Err         error         // why it is not up
+}
+
+// Client is the host's side of one VM's channel. It connects by itself, and
+// anew whenever the connection is lost.
+type Client struct {
+	path      string
+	log       *slog.Logger
+	deadAfter time.Duration
+	wait      time.Duration
+	lock      *os.File
+	http      *http.Client
+	transport *http.Transport
+	cancel    context.CancelFunc
+	over      chan struct{} // run has returned
+
+	mu      sync.Mutex
+	state   State
+	link    *link
+	mux     *yamux.Session
+	changed chan struct{}
+	closed  bool
+}
+
+// Option changes how a client or a server behaves.
+type Option func(*options)
+
+type options struct {
+	log       *slog.Logger
+	deadAfter time.Duration
+	wait      time.Duration
+	hangUp    func()
+}
+
+func gather(opts []Option) options {
+	o := options{log: slog.New(slog.DiscardHandler), deadAfter: defaultDeadAfter, wait: defaultWait, hangUp: func() {}}
+	for _, set := range opts {
+		set(&o)
+	}
+	return o
+}
+
+// WithLogger says where connections and their ends are told.
+func WithLogger(l *slog.Logger) Option { return func(o *options) { o.log = l } }
+
+// WithDeadAfter is how long the other side may be silent before the connection
+// is given up: 20 s if not said. A guest waits three times as long.
+func WithDeadAfter(d time.Duration) Option { return func(o *options) { o.deadAfter = d } }
+
+// WithWait is how long a request waits for a connection, 10 s if not said.
+// Then it fails with ErrDown.
+func WithWait(d time.Duration) Option { return func(o *options) { o.wait = d } }
+
+// WithHangUp has f called when the channel's port hung up under the guest: its
+// VM was migrated, or, with virtio-serial, the host let go.
+func WithHangUp(f func()) Option { return func(o *options) { o.hangUp = f } }
+
+// Open takes a channel's socket for this process and keeps trying to connect
+// from then on. ErrBusy if somebody else has it. The socket need not be there
+// yet, its folder must.
+func Open(path string, opts ...Option) (*Client, error) {
+	o := gather(opts)
+	lock, err := takeLock(path + lockSuffix)
+	if err != nil {
+		return nil, fmt.Errorf("channel %s: %w", path, err)
+	}
+	ctx, cancel := context.WithCancel(context.Background())
+	c := &Client{
+		path: path, log: o.log.With("channel", path), deadAfter: o.deadAfter, wait: o.wait, lock: lock,
+		cancel: cancel, over: make(chan struct{}), changed: make(chan struct{}),
+		state: State{Since: time.Now(), Err: ErrDown},
+	}
+	c.transport = &http.Transport{
+		DialContext:            func(ctx context.Context, _, _ string) (net.Conn, error) { return c.stream(ctx) },
+		MaxConnsPerHost:        maxStreams,
+		MaxIdleConnsPerHost:    4,
+		IdleConnTimeout:        time.Minute,
+		MaxResponseHeaderBytes: maxHeaders,
+		DisableCompression:     true,
+	}
+	c.http = &http.Client{
+		Transport: c.transport,
+		CheckRedirect: func(*http.Request, []*http.Request) error {
+			return http.ErrUseLastResponse // a guest leads nobody anywhere
+		},
+	}
+	go c.run(ctx)
+	return c, nil
+}
+
+// Dial is Open, and waits for the first connection until ctx ends.
+func Dial(ctx context.Context, path string, opts ...Option) (*Client, error) {
+	c, err := Open(path, opts...)
+	if err != nil {
+		return nil, err
+	}
+	if _, err := c.Wait(ctx); err != nil {
+		_ = c.Close()
+		return nil, err
+	}
+	return c, nil
+}
+
+// HTTP is a client that reaches the guest whatever the URL's host; BaseURL
+// will do. It is usable while there is no connection, see WithWait.
+func (c *Client) HTTP() *http.Client { return c.http }
+
+// ConnectOptions bound what a guest's answers may be.
+func ConnectOptions() []connect.ClientOption {
+	return []connect.ClientOption{connect.WithReadMaxBytes(maxMessage)}
+}
+
+// State says how the client stands.
+func (c *Client) State() State {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	s := c.state
+	if c.link != nil {
+		c.link.mu.Lock()
+		s.RoundTrip = c.link.srtt
+		c.link.mu.Unlock()
+	}
+	return s
+}
+
+// Changed is closed at the next change of Up.
+func (c *Client) Changed() <-chan struct{} {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.changed
+}
+
+// Wait returns when there is a connection. If ctx ends before, the error wraps
+// ErrDown and says what was tried.
+func (c *Client) Wait(ctx context.Context) (State, error) {
+	for {
+		c.mu.Lock()
+		s, changed, closed := c.state, c.changed, c.closed
+		c.mu.Unlock()
+		switch {
+		case closed:
+			return s, fmt.Errorf("channel %s: %w", c.path, ErrClosed)
+		case s.Up:
+			return s, nil
+		}
+		select {
+		case <-changed:
+		case <-ctx.Done():
+			s := c.State()
+			err := ErrDown
+			if s.Err != nil && !errors.Is(s.Err, ErrDown) {
+				err = fmt.Errorf("%w (%w)", ErrDown, s.Err)
+			}
+			return s, fmt.Errorf("channel %s: %w: %w", c.path, err, context.Cause(ctx))
+		}
+	}
+}
+
+// Close ends the connection and gives the socket back.
+func (c *Client) Close() error {
+	c.mu.Lock()
+	c.closed = true
+	c.mu.Unlock()
+	c.cancel()
+	<-c.over
+	c.transport.CloseIdleConnections()
+	dropLock(c.lock)
+	return nil
+}
+
+// stream opens one to the guest.
+func (c *Client) stream(ctx context.Context) (net.Conn, error) {
+	ctx, cancel := context.WithTimeout(ctx, c.wait)
+	defer cancel()
+	if _, err := c.Wait(ctx); err != nil {
+		return nil, err
+	}
+	c.mu.Lock()
+	mux := c.mux
+	c.mu.Unlock()
+	if mux == nil {
+		return nil, fmt.Errorf("channel %s: %w", c.path, ErrDown)
+	}
+	s, err := mux.OpenStream()
+	if err != nil {
+		return nil, fmt.Errorf("channel %s: %w: %w", c.path, ErrDown, err)
+	}
+	return fair{s}, nil
+}
+
+func (c *Client) run(ctx context.Context) {
+	defer close(c.over)
+	retry := leastRetry
+	for {
+		before := c.State().Connections
+		err := c.connect(ctx)
+		if ctx.Err() != nil {
+			err = ErrClosed
+		}
+		wasUp := c.State().Connections != before
+		c.set(nil, nil, err)
+		c.transport.CloseIdleConnections()
+		if ctx.Err() != nil {
+			return
+		}
+		if wasUp {
+			c.log.Info("connection to the guest lost", "err", err)
+			retry = leastRetry
+		}
+		select {
+		case <-ctx.Done():
+		case <-time.After(retry):
+		}
+		retry = min(2*retry, mostRetry)
+	}
+}
+
+func (c *Client) set(l *link, mux *yamux.Session, err error) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	up := mux != nil
+	was := c.state.Up
+	c.link, c.mux = l, mux
+	c.state.Up, c.state.Err, c.state.Instance = up, err, 0
+	if up {
+		c.state.Connections++
+		c.state.Instance = l.instance
+	}
+	if was != up || c.closed {
+		c.state.Since = time.Now()
+		close(c.changed)
+		c.changed = make(chan struct{})
+	}
+}
+
+// connect makes one connection and returns why it is over.
+func (c *Client) connect(ctx context.Context) error {
+	dctx, cancel := context.WithTimeout(ctx, c.wait)
+	var d net.Dialer
+	conn, err := d.DialContext(dctx, "unix", c.path)
+	cancel()
+	if err != nil {
+		return err
+	}
+	p := newPort(conn)
+	l := newLink(number(), fromHost, 0, p.poke)
+	p.use(l)
+	quiet, wrote := make(chan struct{}), make(chan struct{})
+	var wg sync.WaitGroup
+	wg.Go(func() {
+		l.fail(p.read(fromHost, func(f *frame) {
+			if f.conn == l.conn {
+				l.handle(time.Now(), f)
+			}
+		}))
+	})
+	wg.Go(func() {
+		defer close(wrote)
+		if err := p.write(fromHost, quiet); err != nil {
+			l.fail(err)
+		}
+	})
+	wg.Go(func() { watchSilence(l, c.deadAfter) })
+	stop := context.AfterFunc(ctx, func() { _ = l.Close() })
+	defer stop()
+
+	var mux *yamux.Session
+	if l.waitOpened() == nil {
+		if mux, err = hostMux(l); err == nil {
+			c.set(l, mux, nil)
+			c.log.Info("connected to the guest")
+			<-l.done
+		} else {
+			l.fail(err)
+		}
+	}
+	_ = conn.SetWriteDeadline(time.Now().Add(lastWords))
+	close(quiet)
+	<-wrote
+	_ = conn.Close()
+	if mux != nil {
+		_ = mux.Close()
+	}
+	wg.Wait()
+	return l.reason()
+}
+
+// watchSilence ends a link whose other side says nothing, after asking it to.
+func watchSilence(l *link, dead time.Duration) {
+	t := time.NewTicker(max(dead/8, time.Millisecond))
+	defer t.Stop()
+	for {
+		select {
+		case <-l.done:
+			return
+		case now := <-t.C:
+			switch silent := l.silence(now); {
+			case silent >= dead:
+				l.fail(fmt.Errorf("%w: nothing heard for %v", ErrDown, silent.Round(time.Second)))
+				return
+			case silent >= dead/4:
+				l.probe()
+			}
+		}
+	}
+}
+
+// takeLock takes a file that its holder removes.
+func takeLock(path string) (*os.File, error) {
+	for {
+		f, err := os.OpenFile(path, os.O_CREATE|os.O_RDWR|unix.O_NOFOLLOW, 0o600)
+		if err != nil {
+			return nil, err
+		}
+		if err := unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
+			_ = f.Close()
+			if errors.Is(err, unix.EWOULDBLOCK) {
+				return nil, ErrBusy
+			}
+			return nil, fmt.Errorf("lock %s: %w", path, err)
+		}
+		ours, err1 := f.Stat()
+		named, err2 := os.Stat(path)
+		if err1 == nil && err2 == nil && os.SameFile(ours, named) {
+			return f, nil
+		}
+		_ = f.Close() // its holder has just removed it
+		if err2 != nil && !errors.Is(err2, fs.ErrNotExist) {
+			return nil, err2
+		}
+	}
+}
+
+func dropLock(f *os.File) {
+	_ = os.Remove(f.Name())
+	_ = f.Close()
+}

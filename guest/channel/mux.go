@@ -1,0 +1,127 @@
+package channel
+
+import (
+	"crypto/rand"
+	"encoding/binary"
+	"io"
+	"net"
+	"time"
+
+	"github.com/hashicorp/yamux"
+)
+
+const (
+	backlog = 64 // streams that were not accepted yet
+	// muxTimeout is for what waits behind other streams. The link has its own
+	// for a guest that is silent.
+	muxTimeout  = time.Minute
+	streamClose = 30 * time.Second
+	writeAtOnce = 8 << 10 // bytes of one stream before others have their turn
+
+	muxHeader = 12
+	muxData   = 0 // types of yamux's frames
+	muxPing   = 2
+)
+
+// discard is a yamux.Logger: what matters is in the errors, and what a guest
+// makes yamux say must not fill the host's log.
+type discard struct{}
+
+func (discard) Print(...any)          {}
+func (discard) Printf(string, ...any) {}
+func (discard) Println(...any)        {}
+
+func muxConfig() *yamux.Config {
+	c := yamux.DefaultConfig()
+	c.AcceptBacklog = backlog
+	c.EnableKeepAlive = false // the link's
+	c.ConnectionWriteTimeout = muxTimeout
+	c.StreamOpenTimeout = muxTimeout
+	c.StreamCloseTimeout = streamClose
+	c.LogOutput, c.Logger = nil, discard{}
+	return c
+}
+
+// hostMux is the host's end of the streams: the guest opens none.
+func hostMux(l *link) (*yamux.Session, error) {
+	s, err := yamux.Client(struct {
+		io.Reader
+		io.WriteCloser
+	}{&pingless{r: l}, l}, muxConfig())
+	if err != nil {
+		return nil, err
+	}
+	if err := s.GoAway(); err != nil {
+		_ = s.Close()
+		return nil, err
+	}
+	return s, nil
+}
+
+// pingless takes pings out of yamux's frames: for each one yamux starts a
+// goroutine, and a guest could send them without end.
+type pingless struct {
+	r    io.Reader
+	left uint32 // bytes of a frame's payload
+	hdr  [muxHeader]byte
+	head []byte // of hdr, to be read
+}
+
+func (p *pingless) Read(b []byte) (int, error) {
+	for p.left == 0 && len(p.head) == 0 {
+		if _, err := io.ReadFull(p.r, p.hdr[:]); err != nil {
+			return 0, err
+		}
+		if p.hdr[1] == muxPing {
+			continue
+		}
+		p.head = p.hdr[:]
+		if p.hdr[1] == muxData {
+			p.left = binary.BigEndian.Uint32(p.hdr[8:])
+		}
+	}
+	if len(p.head) > 0 {
+		n := copy(b, p.head)
+		p.head = p.head[n:]
+		return n, nil
+	}
+	n, err := p.r.Read(b[:min(uint64(len(b)), uint64(p.left))])
+	p.left -= uint32(n)
+	return n, err
+}
+
+// fair is a stream whose writes let others have their turn.
+type fair struct{ net.Conn }
+
+func (c fair) Write(b []byte) (int, error) {
+	n := 0
+	for {
+		k, err := c.Conn.Write(b[n:min(n+writeAtOnce, len(b))])
+		n += k
+		if err != nil || n >= len(b) {
+			return n, err
+		}
+	}
+}
+
+// fairListener is a yamux session as a listener of such streams.
+type fairListener struct{ *yamux.Session }
+
+func (l fairListener) Accept() (net.Conn, error) {
+	c, err := l.Session.Accept()
+	if err != nil {
+		return nil, err
+	}
+	return fair{c}, nil
+}
+
+// number is one at random that is not zero.
+func number() uint64 {
+	var b [8]byte
+	for {
+		_, _ = rand.Read(b[:]) // never fails
+		if n := binary.BigEndian.Uint64(b[:]); n != 0 {
+			return n
+		}
+	}
+}
