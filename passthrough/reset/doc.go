@@ -17,8 +17,10 @@
 //
 // All of it goes through files of sysfs. The kernel resets the bus of a card of
 // several functions only by reset_subordinate of the bridge above (Linux 6.13);
-// power is switched by letting the functions sleep or, where a driver keeps them
-// awake, by taking them off the bus so that the bridge above sleeps.
+// before, it is done by the bridge's control register with the functions taken
+// off the bus, and found again afterwards. Power is switched by letting the
+// functions sleep or, where a driver keeps them awake, by taking them off the
+// bus so that the bridge above sleeps.
 //
 // Whether anybody uses the card is for the caller to find out before; who owns
 // what, and the binding of drivers, is package bind's.

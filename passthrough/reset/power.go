@@ -2,6 +2,7 @@ package reset
 
 import (
 	"context"
+	"encoding/binary"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -22,6 +23,13 @@ const (
 	autoprobe  = "sys/bus/pci/drivers_autoprobe"
 	probe      = "sys/bus/pci/drivers_probe"
 	noOverride = "(null)"
+
+	regSecondary   = 0x1e // status of the other side, of a bridge
+	regBridge      = 0x3e // control, of a bridge
+	secondaryReset = 1 << 6
+
+	holdReset  = 10 * time.Millisecond  // PCI Express 5.0, 6.6.1: 1 ms at least
+	afterReset = 200 * time.Millisecond // and 100 ms until a device may be asked
 	maxRecord  = 64 << 10
 	suffix     = ".reset.json"
 )
@@ -120,19 +128,27 @@ func (j *job) switchable() (bridge *pci.Address, err error) {
 	if err != nil {
 		return nil, err
 	}
-	entries, err := j.root.ReadDir(j.at(above, ""))
-	if err != nil {
-		return nil, skipf("the bridge %s cannot be read: %v", above, err)
-	}
-	for _, e := range entries {
-		if a, err := pci.ParseAddress(e.Name()); err == nil && !j.own(a) {
-			return nil, skipf("%s is below the bridge %s, too, and would keep its power on", a, above)
-		}
+	if other, ok := j.other(above); ok {
+		return nil, skipf("%s is below the bridge %s, too, and would keep its power on", other, above)
 	}
 	if j.text(above, "d3cold_allowed") == "0" {
 		return nil, skipf("d3cold_allowed of the bridge %s is 0", above)
 	}
 	return &above, nil
+}
+
+// other is a device below a bridge that is not of the card.
+func (j *job) other(bridge pci.Address) (pci.Address, bool) {
+	entries, err := j.root.ReadDir(j.at(bridge, ""))
+	if err != nil {
+		return bridge, true
+	}
+	for _, e := range entries {
+		if a, err := pci.ParseAddress(e.Name()); err == nil && !j.own(a) {
+			return a, true
+		}
+	}
+	return pci.Address{}, false
 }
 
 // sleep lets the functions sleep and wakes them. cut says that power was off.
@@ -174,17 +190,98 @@ func (j *job) unplug(ctx context.Context, bridge pci.Address) error {
 	if j.records == "" {
 		return skipf("%s does not sleep, and there is no folder for records, without which a crash would leave it off the bus", j.main.Address)
 	}
-	for _, name := range []string{"power/control", "power_state", "rescan"} {
+	for _, name := range []string{"power/control", "power_state"} {
 		if !j.exists(j.at(bridge, name)) {
 			return skipf("the bridge %s has no %s", bridge, name)
 		}
+	}
+	return j.away(ctx, bridge, func(ctx context.Context) error {
+		if err := j.root.Write(ctx, j.at(bridge, "power/control"), "auto"); err != nil {
+			return fmt.Errorf("let %s sleep: %w", bridge, err)
+		}
+		if !j.cold(ctx, bridge) {
+			return fmt.Errorf("power stayed on: the bridge %s is in %s after %s; the platform does not switch this slot's power", bridge, j.text(bridge, "power_state"), j.power)
+		}
+		return nil
+	})
+}
+
+// hot resets the bus below a bridge by the bridge's own bit, as the kernel does
+// for a card of one function, with the functions taken off the bus: so nobody
+// misses their registers, which the rescan sets up anew.
+func (j *job) hot(ctx context.Context, bridge pci.Address) error {
+	if j.records == "" {
+		return skipf("the kernel does not reset the bus of %s (one with several functions it does since Linux 6.13), and there is no folder for records", j.main.Address)
+	}
+	if other, ok := j.other(bridge); ok {
+		return skipf("%s is below the bridge %s, too", other, bridge)
+	}
+	s := j.read(&pci.Device{Address: bridge})
+	if !s.alive() || s.u8(regHeader)&0x7f != 1 {
+		return skipf("the bridge %s cannot be read", bridge)
+	}
+	return j.away(ctx, bridge, func(ctx context.Context) error {
+		if err := j.busReset(ctx, bridge, true); err != nil {
+			return err
+		}
+		if err := pause(ctx, holdReset); err != nil {
+			return err // restore ends the reset
+		}
+		if err := j.busReset(ctx, bridge, false); err != nil {
+			return err
+		}
+		return pause(ctx, afterReset)
+	})
+}
+
+// busReset sets or clears the bridge's Secondary Bus Reset (PCI-to-PCI Bridge
+// 1.2, 3.2.5.18), if it is not so already. The header is written as it is but
+// for what writing clears or starts.
+func (r *Resetter) busReset(ctx context.Context, bridge pci.Address, on bool) error {
+	s := r.read(&pci.Device{Address: bridge})
+	if !s.alive() || s.u8(regHeader)&0x7f != 1 {
+		return fmt.Errorf("the bridge %s does not answer", bridge)
+	}
+	control := s.u16(regBridge)
+	if control&secondaryReset != 0 == on {
+		return nil
+	}
+	b := slices.Clone(s.data[:header])
+	binary.LittleEndian.PutUint16(b[regStatus:], 0)
+	binary.LittleEndian.PutUint16(b[regSecondary:], 0)
+	b[regBIST] = 0
+	binary.LittleEndian.PutUint16(b[regBridge:], control^secondaryReset)
+	if err := r.root.Write(ctx, r.at(bridge, "config"), string(b)); err != nil {
+		return fmt.Errorf("reset the bus below %s: %w", bridge, err)
+	}
+	if now := r.read(&pci.Device{Address: bridge}).u16(regBridge); now&secondaryReset != 0 != on {
+		return fmt.Errorf("reset the bus below %s: its control register is %#04x", bridge, now)
+	}
+	return nil
+}
+
+func pause(ctx context.Context, d time.Duration) error {
+	select {
+	case <-ctx.Done():
+		return context.Cause(ctx)
+	case <-time.After(d):
+		return nil
+	}
+}
+
+// away does something while the functions are off the bus and no driver comes
+// by itself.
+func (j *job) away(ctx context.Context, bridge pci.Address, do func(context.Context) error) error {
+	if !j.exists(j.at(bridge, "rescan")) {
+		return skipf("the bridge %s has no rescan", bridge)
 	}
 	auto, err := j.root.ReadFile(autoprobe)
 	if err != nil {
 		return skipf("drivers cannot be kept off: %v", err)
 	}
-	rec := &record{
-		Bridge: &bridge, Controls: map[string]string{bridge.String(): j.text(bridge, "power/control")}, Autoprobe: strings.TrimSpace(string(auto)),
+	rec := &record{Bridge: &bridge, Controls: map[string]string{}, Autoprobe: strings.TrimSpace(string(auto))}
+	if control := j.text(bridge, "power/control"); control != "" {
+		rec.Controls[bridge.String()] = control
 	}
 	for _, f := range j.card.Functions {
 		if !j.exists(j.file(f, "remove")) {
@@ -202,19 +299,13 @@ func (j *job) unplug(ctx context.Context, bridge pci.Address) error {
 				return fmt.Errorf("keep drivers off: %w", err)
 			}
 		}
-		if err := j.root.Write(ctx, j.at(bridge, "power/control"), "auto"); err != nil {
-			return fmt.Errorf("let %s sleep: %w", bridge, err)
-		}
 		j.fresh = true
 		for _, f := range slices.Backward(j.card.Functions) {
 			if err := j.root.Write(ctx, j.file(f, "remove"), "1"); err != nil {
 				return fmt.Errorf("take %s off the bus: %w", f.Address, err)
 			}
 		}
-		if !j.cold(ctx, bridge) {
-			return fmt.Errorf("power stayed on: the bridge %s is in %s after %s; the platform does not switch this slot's power", bridge, j.text(bridge, "power_state"), j.power)
-		}
-		return nil
+		return do(ctx)
 	})
 }
 
@@ -273,7 +364,10 @@ func (r *Resetter) restore(ctx context.Context, rec *record) error {
 		note("put back reset_method", r.root.Write(ctx, r.at(a, "reset_method"), choice))
 	}
 	if rec.Bridge != nil {
-		note("wake the bridge", r.root.Write(ctx, r.at(*rec.Bridge, "power/control"), "on"))
+		if control := r.text(*rec.Bridge, "power/control"); control != "" && control != "on" {
+			note("wake the bridge", r.root.Write(ctx, r.at(*rec.Bridge, "power/control"), "on"))
+		}
+		note("end the reset", r.busReset(ctx, *rec.Bridge, false))
 		if slices.ContainsFunc(rec.Functions, func(h held) bool { return !r.exists(r.at(h.Address, "vendor")) }) {
 			note("find the card again", r.root.Write(ctx, r.at(*rec.Bridge, "rescan"), "1"))
 		}

@@ -352,7 +352,7 @@ func (j *job) bus(ctx context.Context) error {
 	}
 	file := j.at(bridge, "reset_subordinate")
 	if !j.exists(file) {
-		return skipf("the kernel does not reset the bus of %s (one with several functions it does since Linux 6.13)", j.main.Address)
+		return j.hot(ctx, bridge)
 	}
 	ctx, cancel := context.WithTimeout(ctx, j.attempt)
 	defer cancel()
