@@ -50,6 +50,7 @@ type Binder struct {
 	patience time.Duration
 	settle   time.Duration
 	turn     chan struct{}
+	stuck    map[pci.Address]bool // the kernel has not returned from a write
 }
 
 // Option is an option of New.
@@ -79,7 +80,7 @@ func WithPatience(write, settle time.Duration) Option {
 
 // New returns a Binder. Call Recover before anything else.
 func New(root sysfs.Root, j *Journal, options ...Option) *Binder {
-	b := &Binder{root: root, journal: j, patience: defaultPatience, settle: defaultSettle, turn: make(chan struct{}, 1)}
+	b := &Binder{root: root, journal: j, patience: defaultPatience, settle: defaultSettle, turn: make(chan struct{}, 1), stuck: map[pci.Address]bool{}}
 	for _, o := range options {
 		o(b)
 	}
@@ -203,16 +204,17 @@ func (b *Binder) Take(ctx context.Context, functions []pci.Address, driver strin
 		return err
 	}
 	for _, m := range moves {
-		if err := b.take(ctx, m.record.Function, m.now, m.to); err != nil {
+		if err := b.take(ctx, m.record, m.now); err != nil {
+			b.note(m.record.Function, err)
 			err = fmt.Errorf("give %s to %s: %w", m.record.Function, m.to, err)
-			return errors.Join(err, b.undo(ctx, records, stuckOn(err, m.record.Function)))
+			return errors.Join(err, b.undo(ctx, records))
 		}
 	}
 	for i := range records {
 		records[i].Phase, records[i].Before = Held, ""
 	}
 	if err := b.journal.update(records); err != nil {
-		return errors.Join(err, b.undo(ctx, recordsOf(moves), nil))
+		return errors.Join(err, b.undo(ctx, recordsOf(moves)))
 	}
 	return nil
 }
@@ -353,28 +355,49 @@ func (b *Binder) clear(ctx context.Context, lose []pci.Address) (resume func(), 
 	return resume, nil
 }
 
-// stuckOn is the function that the kernel has not let go of.
-func stuckOn(err error, a pci.Address) []pci.Address {
+// note remembers a function that the kernel has not let go of.
+func (b *Binder) note(a pci.Address, err error) {
 	if errors.Is(err, sysfs.ErrStuck) {
-		return []pci.Address{a}
+		b.stuck[a] = true
 	}
+}
+
+// settled makes sure that no write that hung is still to have its effect: the
+// kernel takes one for a device after the other, so one that changes nothing
+// is enough.
+func (b *Binder) settled(ctx context.Context, a pci.Address) error {
+	if !b.stuck[a] {
+		return nil
+	}
+	now, err := b.read(a)
+	if errors.Is(err, ErrNotFound) {
+		delete(b.stuck, a)
+		return nil
+	} else if err != nil {
+		return err
+	}
+	if err := b.write(ctx, devicePath(a, "driver_override"), now.override+"\n"); err != nil {
+		return err
+	}
+	delete(b.stuck, a)
 	return nil
 }
 
 // undo puts functions back to where they were before a take and forgets them,
 // or remembers what they were taken for before. What fails stays in the
 // journal as it is. A function that the kernel has locked is not tried.
-func (b *Binder) undo(ctx context.Context, records []Record, except []pci.Address) error {
+func (b *Binder) undo(ctx context.Context, records []Record) error {
 	ctx = context.WithoutCancel(ctx)
 	var errs []error
 	var put []Record
 	var remove []pci.Address
 	for _, r := range slices.Backward(records) {
-		if slices.Contains(except, r.Function) {
+		if b.stuck[r.Function] {
 			errs = append(errs, fmt.Errorf("%s is left half-way until the kernel returns", r.Function))
 			continue
 		}
 		if err := b.back(ctx, r); err != nil {
+			b.note(r.Function, err)
 			errs = append(errs, fmt.Errorf("put %s back to %s: %w", r.Function, place(r.target()), err))
 			continue
 		}
@@ -391,7 +414,7 @@ func (b *Binder) undo(ctx context.Context, records []Record, except []pci.Addres
 	return errors.Join(errs...)
 }
 
-func place(driver, _ string, _ bool) string {
+func place(driver, _ string) string {
 	if driver == "" {
 		return "no driver"
 	}
@@ -399,15 +422,16 @@ func place(driver, _ string, _ bool) string {
 }
 
 // target is where a function goes back to.
-func (r Record) target() (driver, override string, slot bool) {
+func (r Record) target() (driver, override string) {
 	if r.Phase == Taking && r.Before != "" {
-		return r.Before, r.Before, true
+		return r.Before, r.Before
 	}
-	return r.Native, r.Override, r.Slot
+	return r.Native, r.Override
 }
 
 // take brings a function to a driver. It may be anywhere.
-func (b *Binder) take(ctx context.Context, a pci.Address, now state, to string) error {
+func (b *Binder) take(ctx context.Context, r Record, now state) error {
+	a, to := r.Function, r.Driver
 	// The override comes first: nothing else can take what has no driver.
 	if now.override != to {
 		if err := b.override(ctx, a, to); err != nil {
@@ -419,6 +443,9 @@ func (b *Binder) take(ctx context.Context, a pci.Address, now state, to string) 
 			return err
 		}
 	}
+	if err := b.unlist(ctx, r, to); err != nil {
+		return err
+	}
 	if now.driver == to {
 		return nil
 	}
@@ -428,7 +455,7 @@ func (b *Binder) take(ctx context.Context, a pci.Address, now state, to string) 
 // back brings a function to where its record says, from anywhere on the way.
 func (b *Binder) back(ctx context.Context, r Record) error {
 	a := r.Function
-	driver, override, slot := r.target()
+	driver, override := r.target()
 	now, err := b.read(a)
 	if err != nil {
 		return err
@@ -443,12 +470,8 @@ func (b *Binder) back(ctx context.Context, r Record) error {
 	default:
 		return fmt.Errorf("%w to %s: unbind it from there", ErrForeign, now.driver)
 	}
-	// pciback keeps a function in its list that an override gave it, and
-	// would take it again by the next probe.
-	if !slot && b.hasSlot(a) && driver != pciback {
-		if err := b.removeSlot(ctx, a); err != nil {
-			return err
-		}
+	if err := b.unlist(ctx, r, driver); err != nil {
+		return err
 	}
 	if now.override != override {
 		if err := b.override(ctx, a, override); err != nil {
@@ -480,6 +503,9 @@ func (b *Binder) Return(ctx context.Context, functions []pci.Address) error {
 		r, ok := b.journal.Record(a)
 		if !ok {
 			continue
+		}
+		if err := b.settled(ctx, a); err != nil {
+			return fmt.Errorf("return %s: %w", a, err)
 		}
 		for _, other := range b.journal.Records() {
 			// Half a card with a guest and half with the host has two owners.
@@ -526,6 +552,7 @@ func (b *Binder) finish(ctx context.Context, records []Record) error {
 	var done []pci.Address
 	for _, r := range records {
 		if err := b.back(ctx, r); err != nil {
+			b.note(r.Function, err)
 			errs = append(errs, fmt.Errorf("return %s to %s: %w", r.Function, place(r.target()), err))
 			continue
 		}
@@ -653,13 +680,19 @@ func (b *Binder) bind(ctx context.Context, a pci.Address, to string) error {
 	return nil
 }
 
-func (b *Binder) removeSlot(ctx context.Context, a pci.Address) error {
-	err := b.write(ctx, path.Join(driversDir, pciback, "remove_slot"), a.String())
+// unlist takes a function that goes to another driver from pciback's list: it
+// stays there once an override brought it, and pciback would take it again by
+// the next probe.
+func (b *Binder) unlist(ctx context.Context, r Record, to string) error {
+	if r.Slot || to == pciback || !b.hasSlot(r.Function) {
+		return nil
+	}
+	err := b.write(ctx, path.Join(driversDir, pciback, "remove_slot"), r.Function.String())
 	if err != nil && !gone(err) {
 		return err
 	}
-	if b.hasSlot(a) {
-		return fmt.Errorf("%s is still in the list of pciback", a)
+	if b.hasSlot(r.Function) {
+		return fmt.Errorf("%s is still in the list of pciback", r.Function)
 	}
 	return nil
 }

@@ -58,6 +58,9 @@ func (b *Binder) Recover(ctx context.Context) ([]Recovered, error) {
 }
 
 func (b *Binder) recover(ctx context.Context, r Record) (Outcome, error) {
+	if err := b.settled(ctx, r.Function); err != nil {
+		return "", err
+	}
 	now, err := b.read(r.Function)
 	switch {
 	case errors.Is(err, ErrNotFound):
@@ -97,9 +100,13 @@ func (b *Binder) recover(ctx context.Context, r Record) (Outcome, error) {
 	case Returning:
 		outcome = Finished
 	case Taking:
+		// What it was taken for before counts only if its card is still there.
+		if !r.alive(now) && b.sibling(r) == "" {
+			r.Before = ""
+		}
 	}
 	var lose []pci.Address
-	if driver, _, _ := r.target(); now.driver != "" && now.driver != driver {
+	if driver, _ := r.target(); now.driver != "" && now.driver != driver {
 		lose = append(lose, r.Function)
 	}
 	resume, err := b.clear(ctx, lose)
@@ -108,22 +115,38 @@ func (b *Binder) recover(ctx context.Context, r Record) (Outcome, error) {
 	}
 	defer resume()
 	if r.Phase == Taking {
-		return outcome, b.undo(ctx, []Record{r}, nil)
+		return outcome, b.undo(ctx, []Record{r})
 	}
 	return outcome, b.finish(ctx, []Record{r})
 }
 
-// sibling is a function of the same card that is where it was taken to, empty:
-// none is.
+// alive says that a function is with a driver it was taken for, or on its way
+// between two of them. A device that was pulled and put back is not.
+func (r Record) alive(now state) bool {
+	switch r.Phase {
+	case Held:
+		return now.driver == r.Driver
+	case Taking:
+		at := now.driver
+		if at == "" {
+			at = now.override
+		}
+		return r.Before != "" && (at == r.Before || at == r.Driver)
+	default:
+		return false
+	}
+}
+
+// sibling is a function of the same card that is alive, empty: none is.
 func (b *Binder) sibling(r Record) string {
 	if b.isVF(r.Function) {
 		return ""
 	}
 	for _, other := range b.journal.Records() {
-		if other.Function == r.Function || other.Function.Slot() != r.Function.Slot() || other.Phase != Held || b.isVF(other.Function) {
+		if other.Function == r.Function || other.Function.Slot() != r.Function.Slot() || b.isVF(other.Function) {
 			continue
 		}
-		if now, err := b.read(other.Function); err == nil && now.driver == other.Driver {
+		if now, err := b.read(other.Function); err == nil && other.alive(now) {
 			return other.Function.String()
 		}
 	}

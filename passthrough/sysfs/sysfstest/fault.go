@@ -92,6 +92,22 @@ func (m *Machine) HangWrite(n int) (release func()) {
 	})
 }
 
+// Hasty makes writes that hang return sysfs.ErrStuck at once, as if their time
+// was up.
+func (m *Machine) Hasty() {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.hasty = true
+}
+
+// Faults counts the faults that are set and have not happened, and the writes
+// that hang.
+func (m *Machine) Faults() int {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return len(m.faults) + len(m.pending)
+}
+
 // Restart starts the process under test again. Faults that did not happen are
 // forgotten.
 func (m *Machine) Restart() {

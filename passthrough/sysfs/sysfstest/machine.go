@@ -37,6 +37,7 @@ type Machine struct {
 	count   int           // of writes and steps
 	writes  []string
 	crashed bool
+	hasty   bool
 	pending []*op
 }
 
@@ -99,7 +100,18 @@ func (m *Machine) Write(ctx context.Context, name, data string) error {
 	m.mu.Lock()
 	o := &op{name: name, data: data, done: make(chan struct{})}
 	m.begin(o)
+	hasty := m.hasty
 	m.mu.Unlock()
+	stuck := func(why error) error {
+		return fmt.Errorf("write %.40q to %s: %w (%w)", data, name, sysfs.ErrStuck, why)
+	}
+	if hasty {
+		select {
+		case <-o.done:
+		default:
+			return stuck(context.DeadlineExceeded)
+		}
+	}
 	select {
 	case <-o.done:
 		if o.err != nil {
@@ -107,7 +119,7 @@ func (m *Machine) Write(ctx context.Context, name, data string) error {
 		}
 		return nil
 	case <-ctx.Done():
-		return fmt.Errorf("write %.40q to %s: %w (%w)", data, name, sysfs.ErrStuck, context.Cause(ctx))
+		return stuck(context.Cause(ctx))
 	}
 }
 
