@@ -1,0 +1,105 @@
+package network
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"net"
+	"sync"
+	"time"
+
+	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
+)
+
+// Errors of this package.
+var (
+	ErrNoLink   = errors.New("no such network interface")
+	ErrBusy     = errors.New("the interface's traffic is somebody else's to control")
+	ErrReadBack = errors.New("the kernel took the setting and shows another")
+	ErrNoVF     = errors.New("no such virtual function")
+	ErrGone     = errors.New("the limit is not there any more")
+)
+
+const (
+	answerTime   = 5 * time.Second
+	dumpAttempts = 20 // a dump is interrupted when something changes meanwhile
+)
+
+// kernel is what is used of netlink.
+type kernel interface {
+	LinkByName(name string) (netlink.Link, error)
+	LinkList() ([]netlink.Link, error)
+
+	LinkSetVfHardwareAddr(link netlink.Link, vf int, mac net.HardwareAddr) error
+	LinkSetVfVlanQos(link netlink.Link, vf, vlan, qos int) error
+	LinkSetVfRate(link netlink.Link, vf, minRate, maxRate int) error
+	LinkSetVfSpoofchk(link netlink.Link, vf int, check bool) error
+	LinkSetVfTrust(link netlink.Link, vf int, state bool) error
+	LinkSetVfState(link netlink.Link, vf int, state uint32) error
+
+	QdiscList(link netlink.Link) ([]netlink.Qdisc, error)
+	QdiscAdd(qdisc netlink.Qdisc) error
+	QdiscDel(qdisc netlink.Qdisc) error
+	ClassList(link netlink.Link, parent uint32) ([]netlink.Class, error)
+	ClassAdd(class netlink.Class) error
+	ClassChange(class netlink.Class) error
+	ClassDel(class netlink.Class) error
+	FilterAdd(filter netlink.Filter) error
+	FilterDel(filter netlink.Filter) error
+}
+
+var _ kernel = (*netlink.Handle)(nil)
+
+// Host is this host's network.
+type Host struct {
+	root fs.FS
+	k    kernel
+	end  func()
+
+	mu sync.Mutex // of changes to queueing disciplines
+}
+
+// Open connects to the kernel, in the network namespace of the calling thread.
+// root has the machine's sys folder.
+func Open(root fs.FS) (*Host, error) {
+	h, err := netlink.NewHandle(unix.NETLINK_ROUTE)
+	if err != nil {
+		return nil, fmt.Errorf("netlink: %w", err)
+	}
+	if err := h.SetSocketTimeout(answerTime); err != nil {
+		h.Close()
+		return nil, fmt.Errorf("netlink: %w", err)
+	}
+	return &Host{root: root, k: h, end: h.Close}, nil
+}
+
+// Close ends the connection. Limits stay.
+func (h *Host) Close() { h.end() }
+
+func (h *Host) link(ctx context.Context, name string) (netlink.Link, error) {
+	if err := ctx.Err(); err != nil {
+		return nil, err
+	}
+	l, err := h.k.LinkByName(name)
+	if errors.As(err, new(netlink.LinkNotFoundError)) {
+		return nil, fmt.Errorf("%w: %q", ErrNoLink, name)
+	} else if err != nil {
+		return nil, fmt.Errorf("interface %s: %w", name, err)
+	}
+	return l, nil
+}
+
+// whole repeats a dump that was interrupted, and so may be inconsistent.
+func whole[T any](ctx context.Context, dump func() ([]T, error)) ([]T, error) {
+	for attempt := 1; ; attempt++ {
+		if err := ctx.Err(); err != nil {
+			return nil, err
+		}
+		out, err := dump()
+		if err == nil || !errors.Is(err, netlink.ErrDumpInterrupted) || attempt == dumpAttempts {
+			return out, err
+		}
+	}
+}
