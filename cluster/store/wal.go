@@ -181,7 +181,7 @@ func contents(from types.SegmentReader, first uint64) (entries []types.LogEntry,
 		if uint64(size)+uint64(len(buf.Bs))+overhead > math.MaxInt32/2 { // twice that is the library's limit
 			return nil, 0, fmt.Errorf("entry %d: the segment is too large to be copied", i)
 		}
-		size += uint32(len(buf.Bs)) + overhead //nolint:gosec // checked above
+		size += uint32(len(buf.Bs)) + overhead
 		if err := buf.Close(); err != nil {
 			return nil, 0, fmt.Errorf("entry %d: %w", i, err)
 		}

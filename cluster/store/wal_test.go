@@ -182,7 +182,7 @@ func TestCrashAtRotation(t *testing.T) {
 // TestTornTail damages what an append that was not acknowledged may have left.
 func TestTornTail(t *testing.T) {
 	for seed := range uint64(30) {
-		r := rand.New(rand.NewPCG(seed, 1)) //nolint:gosec // a test's dice
+		r := rand.New(rand.NewPCG(seed, 1))
 		dir := t.TempDir()
 		j := open(t, dir)
 		acked := 1 + r.Uint64N(80)
@@ -265,7 +265,7 @@ func TestKilled(t *testing.T) {
 	dir := t.TempDir()
 	total := uint64(0)
 	for round := range 40 {
-		cmd := exec.Command(os.Args[0], "-test.run", "^TestKilled$") //nolint:gosec // this very program
+		cmd := exec.Command(os.Args[0], "-test.run", "^TestKilled$")
 		cmd.Env = append(os.Environ(), "GPUCTL_TEST_APPEND="+dir)
 		out, err := cmd.StdoutPipe()
 		if err != nil {
@@ -274,7 +274,7 @@ func TestKilled(t *testing.T) {
 		if err := cmd.Start(); err != nil {
 			t.Fatal(err)
 		}
-		kill := time.AfterFunc(time.Duration(30+rand.IntN(150))*time.Millisecond, func() { _ = cmd.Process.Kill() }) //nolint:gosec // a test's dice
+		kill := time.AfterFunc(time.Duration(30+rand.IntN(150))*time.Millisecond, func() { _ = cmd.Process.Kill() })
 		acked, said := total, ""
 		for lines := bufio.NewScanner(out); lines.Scan(); {
 			if n, err := strconv.ParseUint(lines.Text(), 10, 64); err == nil {
@@ -312,7 +312,7 @@ func TestKilled(t *testing.T) {
 func appendForever(dir string) {
 	j, err := openJournal(dir, quiet)
 	if err != nil {
-		fmt.Println(err)
+		fmt.Fprintln(os.Stdout, err)
 		os.Exit(1)
 	}
 	next, _ := j.LastIndex()
@@ -322,10 +322,10 @@ func appendForever(dir string) {
 			err = j.DeleteRange(1, next-100)
 		}
 		if err != nil {
-			fmt.Println(err)
+			fmt.Fprintln(os.Stdout, err)
 			os.Exit(1)
 		}
-		fmt.Println(next + 2)
+		fmt.Fprintln(os.Stdout, next+2)
 	}
 }
 
@@ -348,7 +348,7 @@ func small(t *testing.T, size string) string {
 func ballast(t *testing.T, dir string, leave int64) (empty func()) {
 	t.Helper()
 	name := filepath.Join(dir, "ballast")
-	f, err := os.Create(name) //nolint:gosec // a test's folder
+	f, err := os.Create(name)
 	if err != nil {
 		t.Fatal(err)
 	}
