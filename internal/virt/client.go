@@ -335,7 +335,7 @@ func (c *Client) connect(ctx context.Context, event func(uint32, []byte)) (*link
 	c.mu.Lock()
 	if c.closed {
 		c.mu.Unlock()
-		g.Close()
+		g.end(ErrClosed)
 		return nil, ErrClosed
 	}
 	c.open[l] = struct{}{}
@@ -376,7 +376,7 @@ func (c *Client) refused(l *link, err error) error {
 
 // drop ends a connection.
 func (c *Client) drop(l *link) {
-	l.Close()
+	l.end(net.ErrClosed)
 	c.mu.Lock()
 	delete(c.open, l)
 	c.mu.Unlock()
@@ -504,15 +504,17 @@ func try[T any](ctx context.Context, c *Client, o op, began time.Time, f func(*l
 	why := ended(ctx, time.Since(began))
 	if o.job != nil {
 		refused := make(chan error, 1)
-		stop, cancel := context.WithTimeoutCause(c.ctx, c.limits.Abort, errLimit)
+		aborting, cancel := context.WithTimeoutCause(c.ctx, c.limits.Abort, errLimit)
+		defer cancel()
 		c.mu.Lock()
-		if !c.closed {
-			c.work.Go(func() { refused <- c.abortAll(stop, *o.job) })
+		if c.closed {
+			refused <- ErrClosed
+		} else {
+			c.work.Go(func() { refused <- c.abortAll(aborting, *o.job) })
 		}
 		c.mu.Unlock()
 		select {
 		case a := <-answers:
-			cancel()
 			_, err := c.settle(l, o, true, true, a.err)
 			if e := (*Error)(nil); errors.As(err, &e) {
 				e.why = append(e.why, why...)
@@ -520,9 +522,7 @@ func try[T any](ctx context.Context, c *Client, o op, began time.Time, f func(*l
 			return a.v, false, err
 		case err := <-refused:
 			why = append(why, fmt.Errorf("it could not be aborted: %w", err))
-		case <-stop.Done():
 		}
-		cancel()
 	}
 	l.end(ErrTimeout)
 	c.drop(l)

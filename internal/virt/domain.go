@@ -287,3 +287,11 @@ func (c *Client) Detach(ctx context.Context, d Domain, device []byte, what Affec
 		return rpc.DomainDetachDeviceFlags(d.raw(), string(device), uint32(what))
 	})
 }
+
+// Persistent says whether a domain has a stored definition.
+func (c *Client) Persistent(ctx context.Context, d Domain) (bool, error) {
+	return do(ctx, c, c.query("dominfo", d.Name), func(rpc *libvirt.Libvirt) (bool, error) {
+		n, err := rpc.DomainIsPersistent(d.raw())
+		return n == 1, err
+	})
+}

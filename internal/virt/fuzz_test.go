@@ -56,7 +56,8 @@ func TestDecodeEvent(t *testing.T) {
 		"iteration":      {procIteration, cat(words(1), aDomain, words(3)), Event{Kind: MigrationIteration, Iteration: 3}, true},
 		"completed": {
 			procJobCompleted, cat(words(1), aDomain, words(1, 8), []byte("downtime"), words(4, 0, 250)),
-			Event{Kind: JobCompleted, Job: Job{State: JobIsCompleted, Downtime: 250 * time.Millisecond}}, true,
+			Event{Kind: JobCompleted, Job: Job{State: JobIsCompleted, Downtime: 250 * time.Millisecond}},
+			true,
 		},
 		"cut short":   {procLifecycle, cat(words(1), aDomain, words(2)), Event{}, false},
 		"with a tail": {procLifecycle, cat(words(1), aDomain, words(2, 1, 0)), Event{}, false},

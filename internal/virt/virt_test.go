@@ -338,13 +338,14 @@ func TestGarbage(t *testing.T) {
 			s.Next("list", f, f) // a call that reads is tried once more
 			began := time.Now()
 			all, err := c.Domains(t.Context())
-			if f.Twice {
+			switch {
+			case f.Twice:
 				if err != nil || len(all) != 1 {
 					t.Errorf("%v, %v", all, err)
 				}
-			} else if err == nil {
+			case err == nil:
 				t.Errorf("it worked: %v", all)
-			} else if !errors.Is(err, virt.ErrDisconnected) && !errors.Is(err, virt.ErrTimeout) {
+			case !errors.Is(err, virt.ErrDisconnected) && !errors.Is(err, virt.ErrTimeout):
 				t.Errorf("%v is neither ErrDisconnected nor ErrTimeout", err)
 			}
 			if took := time.Since(began); took > 2*time.Second {

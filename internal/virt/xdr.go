@@ -238,10 +238,8 @@ func (x *xdr) element(shape string) string {
 		}
 		rest = rest[1:]
 	case '*', '?':
-		n := 0
-		if shape[0] == '*' {
-			n = x.count()
-		} else if n = int(x.uint32()); n > 1 && x.err == nil {
+		n := x.count()
+		if shape[0] == '?' && n > 1 && x.err == nil {
 			x.err = fmt.Errorf("a pointer of value %d", n)
 		}
 		after := (&xdr{err: errShort}).element(rest) // only to skip it

@@ -12,6 +12,8 @@ import (
 	"time"
 
 	"github.com/gpuctl/gpuctl/internal/virt"
+	"github.com/gpuctl/gpuctl/passthrough/domxml"
+	"github.com/gpuctl/gpuctl/passthrough/pci"
 	"github.com/gpuctl/gpuctl/test/libvirt"
 )
 
@@ -510,4 +512,125 @@ func TestMigrate(t *testing.T) {
 		t.Fatal(err)
 	}
 	counts(t, a, "vm4", left+6)
+}
+
+// A destination that hangs is no reason to hang. The outcome is unknown then,
+// and when the destination goes on, the guest runs in one place.
+func TestMigrateToAHungHost(t *testing.T) {
+	_, a, b := rig(t)
+	l := limits()
+	l.Abort = 2 * time.Second
+	ca, cb := client(t, a, l), client(t, b, limits())
+	d := guest(t, ca, a, 5, "")
+	if err := b.Signal(syscall.SIGSTOP); err != nil {
+		t.Fatal(err)
+	}
+	began := time.Now()
+	err := ca.Migrate(t.Context(), d, virt.Migration{Destination: b.URI(), Data: b.DataURI(), Unsafe: true, Limit: time.Second})
+	took := time.Since(began)
+	if sig := b.Signal(syscall.SIGCONT); sig != nil {
+		t.Fatal(sig)
+	}
+	t.Logf("after %v: %v", took, err)
+	if !errors.Is(err, virt.ErrTimeout) || took > 6*time.Second {
+		t.Errorf("after %v: %v", took, err)
+	}
+	ready(t, cb)
+	t.Cleanup(func() {
+		if there, err := cb.LookupUUID(context.Background(), d.UUID); err == nil {
+			cb.Destroy(context.Background(), there)
+		}
+	})
+	running := func(c *virt.Client) bool {
+		s, err := c.State(t.Context(), d)
+		if err != nil && !errors.Is(err, virt.ErrNotFound) && !errors.Is(err, virt.ErrBusy) {
+			t.Errorf("look: %v", err)
+		}
+		return err == nil && s == virt.Running
+	}
+	for end := time.Now().Add(30 * time.Second); ; time.Sleep(100 * time.Millisecond) {
+		j, err := ca.Job(t.Context(), d)
+		here, there := running(ca), running(cb)
+		if (err != nil || j.State == virt.NoJob) && here != there {
+			t.Logf("it runs here: %v, there: %v", here, there)
+			break
+		}
+		if time.Now().After(end) {
+			t.Fatalf("here %v, there %v, job %+v, %v", here, there, j, err)
+		}
+	}
+}
+
+// What domxml writes real libvirt takes, and means the same by it.
+func TestEditedXML(t *testing.T) {
+	r, a, _ := rig(t)
+	c := client(t, a, limits())
+	xml, err := r.Guest("vm6", "aaaaaaaa-0000-4000-8000-000000000006", "    <!-- nothing else -->\n")
+	if err != nil {
+		t.Fatal(err)
+	}
+	doc, err := domxml.Parse(xml)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var sources []domxml.Source
+	for bus := range uint8(3) {
+		sources = append(sources, domxml.Source{PCI: pci.Address{Domain: 1, Bus: 0xf0 + bus, Function: 3}})
+	}
+	use := domxml.Use{Add: sources}
+	if problems := doc.Check(use); len(problems) != 0 {
+		t.Errorf("%+v", problems)
+	}
+	for _, s := range sources {
+		if err := doc.Add(domxml.HostDevice{Source: s}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := doc.AddChannel(domxml.Channel{Name: "org.gpuctl.0", Path: "/run/vm6.channel"}); err != nil {
+		t.Fatal(err)
+	}
+	d, err := c.Define(t.Context(), doc.Bytes())
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { c.Undefine(context.Background(), d) })
+	read := func() *domxml.Document {
+		x, err := c.XML(t.Context(), d, virt.XMLInactive|virt.XMLSecure)
+		if err != nil {
+			t.Fatal(err)
+		}
+		got, err := domxml.Parse(x)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return got
+	}
+	got := read()
+	for i, h := range got.HostDevices() {
+		if h.Source != sources[i] || h.Managed || h.Guest == nil {
+			t.Errorf("%+v, want %s", h, sources[i])
+		}
+	}
+	if n := len(got.HostDevices()); n != len(sources) {
+		t.Errorf("%d devices", n)
+	}
+	if ch := got.Channels(); len(ch) != 1 || ch[0] != (domxml.Channel{Name: "org.gpuctl.0", Path: "/run/vm6.channel"}) {
+		t.Errorf("channels %+v", ch)
+	}
+	// What libvirt wrote can be edited as well, and what the guest sees stays.
+	was := got.HostDevices()[1].Guest
+	other := domxml.Source{PCI: pci.Address{Bus: 0xee}}
+	if err := got.Replace(sources[1], other); err != nil {
+		t.Fatal(err)
+	}
+	if err := got.Remove(sources[0]); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := c.Define(t.Context(), got.Bytes()); err != nil {
+		t.Fatal(err)
+	}
+	devices := read().HostDevices()
+	if len(devices) != 2 || devices[0].Source != other || *devices[0].Guest != *was || devices[1].Source != sources[2] {
+		t.Errorf("%+v, want %s at %s and %s", devices, other, was, sources[2])
+	}
 }

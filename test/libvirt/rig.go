@@ -282,10 +282,11 @@ func (h *Host) Signal(s syscall.Signal) error {
 	if err != nil {
 		return fmt.Errorf("host %s: libvirtd: %w", h.Name, err)
 	}
+	err = syscall.Kill(pid, s)
 	if s == syscall.SIGCONT { // nsenter has stopped with its child
-		defer h.daemon.Process.Signal(s)
+		err = errors.Join(err, h.daemon.Process.Signal(s))
 	}
-	return syscall.Kill(pid, s)
+	return err
 }
 
 // Kill ends libvirtd as kill -9 does, and waits for that. Guests go on.
@@ -293,7 +294,7 @@ func (h *Host) Kill() error {
 	if err := h.Signal(syscall.SIGKILL); err != nil {
 		return err
 	}
-	h.daemon.Wait() // its error is how it was killed
+	ended(h.daemon)
 	return nil
 }
 
@@ -303,19 +304,23 @@ func (h *Host) end() {
 	if h.holder == nil || h.holder.Process == nil {
 		return
 	}
+	// Errors mean that a process is gone already, which is as well.
 	if h.init != 0 {
-		syscall.Kill(h.init, syscall.SIGKILL)
+		_ = syscall.Kill(h.init, syscall.SIGKILL)
 	} else {
-		h.holder.Process.Kill()
+		_ = h.holder.Process.Kill()
 	}
 	// Process 1 is gone when its last child is reaped, which is libvirtd's
-	// nsenter's to do.
+	// nsenter's to do, and that may have been stopped.
 	if h.daemon != nil && h.daemon.Process != nil && h.daemon.ProcessState == nil {
-		h.daemon.Process.Signal(syscall.SIGCONT)
-		h.daemon.Wait()
+		_ = h.daemon.Process.Signal(syscall.SIGCONT)
+		ended(h.daemon)
 	}
-	h.holder.Wait()
+	ended(h.holder)
 }
+
+// ended waits for a process that was killed: its error is that it was.
+func ended(c *exec.Cmd) { _ = c.Wait() }
 
 // Socket is where libvirtd listens, as seen from outside.
 func (h *Host) Socket() string { return filepath.Join(h.dir, "run/libvirt/libvirt-sock") }
@@ -334,7 +339,7 @@ func (h *Host) Log() string {
 	const most = 8 << 10
 	var all []byte
 	for _, name := range []string{"libvirtd.stderr", "libvirtd.log"} {
-		b, _ := os.ReadFile(filepath.Join(h.dir, "log", name)) //nolint:errcheck // then there is nothing
+		b, _ := os.ReadFile(filepath.Join(h.dir, "log", name))
 		all = append(all, b[max(0, len(b)-most):]...)
 	}
 	return string(all)

@@ -305,8 +305,10 @@ func (s *Server) send(conn net.Conn, b []byte) {
 	}
 	lock.Lock()
 	defer lock.Unlock()
-	conn.SetWriteDeadline(time.Now().Add(5 * time.Second))
-	conn.Write(b)
+	// One who does not read, or is gone, is no concern of the others.
+	if conn.SetWriteDeadline(time.Now().Add(5*time.Second)) == nil {
+		_, _ = conn.Write(b)
+	}
 }
 
 // emit sends a lifecycle event to all that registered; the caller holds mu.
