@@ -8,6 +8,7 @@ import (
 	"os"
 	"slices"
 	"strings"
+	"sync"
 	"syscall"
 	"testing"
 	"testing/synctest"
@@ -717,6 +718,16 @@ func TestRecover(t *testing.T) {
 		}
 		r.at("nvidia", list(pf))
 	})
+	t.Run("virtual functions do not outlive a reboot", func(t *testing.T) {
+		r := newRig(t)
+		r.must(r.machine.Write(t.Context(), "sys/bus/pci/devices/"+pf+"/sriov_numvfs", "1"))
+		r.must(r.Take(t.Context(), list("0000:05:00.4"), bind.VFIOPCI))
+		r.machine.Reboot()
+		r.restart()
+		if got := outcome(t, r); got[bind.Missing] != 1 || len(r.journal.Records()) != 0 {
+			t.Errorf("%v, left %+v", got, r.journal.Records())
+		}
+	})
 	t.Run("another card in the slot", func(t *testing.T) {
 		r := newRig(t)
 		r.must(r.Take(t.Context(), list(pf), bind.XenPciback))
@@ -834,6 +845,38 @@ func TestEndOfContext(t *testing.T) {
 		t.Error(err)
 	}
 	r.same(before)
+}
+
+// Callers at the same time take turns; whoever is last, all returns.
+func TestCallersAtTheSameTime(t *testing.T) {
+	r := newRig(t)
+	before := places(r.machine)
+	var all sync.WaitGroup
+	for i := range 8 {
+		all.Go(func() {
+			for range 5 {
+				card, driver := gpuCard, bind.XenPciback
+				if i%2 == 1 {
+					card = amdCard
+				}
+				if i%3 == 1 {
+					driver = bind.VFIOPCI
+				}
+				if err := r.Take(t.Context(), card, driver); err != nil {
+					t.Error(err)
+				}
+				if _, err := r.Users(t.Context(), card); err != nil {
+					t.Error(err)
+				}
+				if err := r.Return(t.Context(), card); err != nil {
+					t.Error(err)
+				}
+			}
+		})
+	}
+	all.Wait()
+	r.same(before)
+	r.sound()
 }
 
 // Many processes with many files cost no more than the patience.

@@ -18,7 +18,7 @@ const (
 	Finished Outcome = "finished" // a return that was half-way
 	Rebooted Outcome = "rebooted" // the kernel has chosen a driver anew, which stays
 	Replaced Outcome = "replaced" // another device is in its place
-	Missing  Outcome = "missing"  // not on the bus; the record is kept
+	Missing  Outcome = "missing"  // not on the bus; the record is kept until the next boot
 	Failed   Outcome = "failed"   // see Err; the record is kept
 )
 
@@ -63,6 +63,8 @@ func (b *Binder) recover(ctx context.Context, r Record) (Outcome, error) {
 	}
 	now, err := b.read(r.Function)
 	switch {
+	case errors.Is(err, ErrNotFound) && r.Boot != b.boot():
+		return Missing, b.journal.update(nil, r.Function)
 	case errors.Is(err, ErrNotFound):
 		return Missing, nil
 	case err != nil:

@@ -119,6 +119,9 @@ func (b *Binder) Users(ctx context.Context, functions []pci.Address) ([]User, er
 		users = append(users, more...)
 	}
 	more, err := b.processes(ctx, functions, files)
+	if errors.Is(err, fs.ErrPermission) {
+		err = fmt.Errorf("%w: that takes root with CAP_SYS_PTRACE", err)
+	}
 	if err != nil {
 		return nil, fmt.Errorf("look for processes that have a device open: %w", err)
 	}
