@@ -131,6 +131,7 @@ func (p *pair) listen(at string) {
 		l, err = net.Listen("tcp", at)
 		return err
 	})
+	ctx, stop := context.WithCancel(context.Background())
 	done := make(chan struct{})
 	go func() {
 		defer close(done)
@@ -139,11 +140,14 @@ func (p *pair) listen(at string) {
 			if err != nil {
 				return
 			}
+			// A cable that was cut says nothing.
+			cut := context.AfterFunc(ctx, func() { _ = c.Close() })
 			_, _ = io.Copy(io.Discard, c)
+			cut()
 			_ = c.Close()
 		}
 	}()
-	p.b.t.Cleanup(func() { _ = l.Close(); <-done })
+	p.b.t.Cleanup(func() { stop(); _ = l.Close(); <-done })
 }
 
 // send pushes data to an address for a while and returns the rate in bits per
