@@ -126,14 +126,35 @@ func lastLines(s string, n int) string {
 	return strings.Join(lines[max(0, len(lines)-n):], "\n")
 }
 
-// keepOnly removes what the cache holds under a prefix but one.
+// inUse tells which folders of the cache hosts of any instance run from.
+func (l *Lab) inUse() (map[string]bool, error) {
+	states, err := filepath.Glob(filepath.Join(l.cache, "run*", "*", "state.json"))
+	if err != nil {
+		return nil, err
+	}
+	used := make(map[string]bool)
+	for _, p := range states {
+		h := &Host{Name: filepath.Base(filepath.Dir(p)), dir: filepath.Dir(p)}
+		if s, err := h.current(); err == nil {
+			used[s.Image], used[s.Ready] = true, true
+		}
+	}
+	return used, nil
+}
+
+// keepOnly removes what the cache holds under a prefix but one, and but what
+// runs.
 func (l *Lab) keepOnly(prefix, key string) error {
 	old, err := filepath.Glob(filepath.Join(l.cache, prefix+"*"))
 	if err != nil {
 		return err
 	}
+	used, err := l.inUse()
+	if err != nil {
+		return err
+	}
 	for _, p := range old {
-		if filepath.Base(p) == prefix+key {
+		if filepath.Base(p) == prefix+key || used[p] {
 			continue
 		}
 		if err := exec.Command("mountpoint", "-q", filepath.Join(p, "proc")).Run(); err == nil {

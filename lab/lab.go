@@ -25,13 +25,15 @@ var ErrDown = errors.New("host is down")
 type Lab struct {
 	source   string // this package's folder
 	cache    string
+	run      string // where the hosts of this instance run, below cache
 	progress *Progress
 	hosts    []*Host
 }
 
 // Open returns the lab whose cache is the folder cache, made if need be. Empty
 // means $GPUCTL_LAB_CACHE, else .cache/lab in the repository that holds the
-// working folder. Nothing starts.
+// working folder. $GPUCTL_LAB_INSTANCE, a short name, is another pair of hosts
+// beside the usual one, from the same image and snapshots. Nothing starts.
 func Open(cache string, progress *Progress) (*Lab, error) {
 	root, err := Root()
 	if err != nil {
@@ -47,18 +49,25 @@ func Open(cache string, progress *Progress) (*Lab, error) {
 	if err != nil {
 		return nil, err
 	}
-	if len(cache) > 70 { // a socket's path has at most 107 bytes
-		return nil, fmt.Errorf("lab: the path %s is too long for sockets; set GPUCTL_LAB_CACHE to a shorter one", cache)
+	run := filepath.Join(cache, "run")
+	if name := os.Getenv("GPUCTL_LAB_INSTANCE"); name != "" {
+		if strings.ContainsAny(name, "/.") {
+			return nil, fmt.Errorf("lab: GPUCTL_LAB_INSTANCE is a name, not %q", name)
+		}
+		run += "-" + name
 	}
-	l := &Lab{source: filepath.Join(root, "lab"), cache: cache, progress: progress}
+	if len(run) > 80 { // a socket's path has at most 107 bytes
+		return nil, fmt.Errorf("lab: the path %s is too long for sockets; set GPUCTL_LAB_CACHE to a shorter one", run)
+	}
+	l := &Lab{source: filepath.Join(root, "lab"), cache: cache, run: run, progress: progress}
 	for i, name := range []string{"xena", "xenb"} {
-		dir := filepath.Join(cache, "run", name)
+		dir := filepath.Join(run, name)
 		if err := os.MkdirAll(dir, 0o755); err != nil {
 			return nil, fmt.Errorf("lab: %w", err)
 		}
 		l.hosts = append(l.hosts, &Host{Name: name, Address: fmt.Sprintf("10.77.0.%d", i+1), lab: l, index: i, dir: dir})
 	}
-	return l, os.MkdirAll(filepath.Join(cache, "run", "net"), 0o755)
+	return l, os.MkdirAll(filepath.Join(run, "net"), 0o755)
 }
 
 // Root returns the folder of the repository that holds the working folder.
@@ -97,9 +106,18 @@ func (l *Lab) Close() {
 	}
 }
 
-// lock keeps other processes from starting and stopping hosts.
+// lock keeps other processes from starting and stopping this instance's hosts.
 func (l *Lab) lock(ctx context.Context) (unlock func(), err error) {
-	f, err := os.OpenFile(filepath.Join(l.cache, "lock"), os.O_CREATE|os.O_RDWR, 0o644)
+	return l.lockFile(ctx, filepath.Join(l.run, "lock"))
+}
+
+// lockCache keeps other processes from building what all instances start from.
+func (l *Lab) lockCache(ctx context.Context) (unlock func(), err error) {
+	return l.lockFile(ctx, filepath.Join(l.cache, "lock"))
+}
+
+func (l *Lab) lockFile(ctx context.Context, path string) (unlock func(), err error) {
+	f, err := os.OpenFile(path, os.O_CREATE|os.O_RDWR, 0o644)
 	if err != nil {
 		return nil, fmt.Errorf("lab: %w", err)
 	}
@@ -182,28 +200,35 @@ func (l *Lab) Up(ctx context.Context, cold bool) error {
 			return h.fromSnapshot(ctx, image{s.Image}, s.Ready)
 		})
 	}
-	img, err := l.build(ctx)
+	img, ready, err := l.prepare(ctx, cold)
 	if err != nil {
-		return fmt.Errorf("lab: %w", err)
-	}
-	ready, err := l.readyDir(ctx, img)
-	if err != nil {
-		return fmt.Errorf("lab: %w", err)
-	}
-	if cold {
-		if err := l.keepOnly("ready-", ""); err != nil {
-			return err
-		}
-	}
-	if _, err := os.Stat(ready); errors.Is(err, fs.ErrNotExist) {
-		if err := l.boot(ctx, img, ready); err != nil {
-			return errors.Join(err, l.down())
-		}
+		return errors.Join(fmt.Errorf("lab: %w", err), l.down())
 	}
 	if err := l.each(func(h *Host) error { return h.fromSnapshot(ctx, img, ready) }); err != nil {
 		return errors.Join(err, l.down())
 	}
 	return nil
+}
+
+// prepare makes image and snapshots, or finds them in the cache.
+func (l *Lab) prepare(ctx context.Context, cold bool) (img image, ready string, err error) {
+	unlock, err := l.lockCache(ctx)
+	if err != nil {
+		return image{}, "", err
+	}
+	defer unlock()
+	if img, err = l.build(ctx); err != nil {
+		return image{}, "", err
+	}
+	if ready, err = l.readyDir(ctx, img); err != nil {
+		return image{}, "", err
+	}
+	if _, err := os.Stat(ready); cold || errors.Is(err, fs.ErrNotExist) {
+		if err := l.boot(ctx, img, ready); err != nil {
+			return image{}, "", err
+		}
+	}
+	return img, ready, nil
 }
 
 // readyDir is where the snapshots are of hosts that this QEMU boots with these
@@ -278,7 +303,13 @@ func (l *Lab) Snapshot(ctx context.Context) error {
 	if err := l.each(func(h *Host) error { return h.unplug(ctx) }); err != nil {
 		return err
 	}
-	if err := l.keep(ctx, states[0].Ready); err != nil {
+	unlockCache, err := l.lockCache(ctx)
+	if err != nil {
+		return err
+	}
+	err = l.keep(ctx, states[0].Ready)
+	unlockCache()
+	if err != nil {
 		return err
 	}
 	return l.each(func(h *Host) error { return h.fromSnapshot(ctx, image{states[0].Image}, states[0].Ready) })
@@ -306,16 +337,11 @@ func (l *Lab) down() error {
 
 // Build builds the image if it is not in the cache.
 func (l *Lab) Build(ctx context.Context) error {
-	unlock, err := l.lock(ctx)
+	unlock, err := l.lockCache(ctx)
 	if err != nil {
 		return err
 	}
 	defer unlock()
-	for _, h := range l.hosts {
-		if h.Alive() {
-			return fmt.Errorf("lab: %s runs from an image; `lab down` first", h.Name)
-		}
-	}
 	img, err := l.build(ctx)
 	if err != nil {
 		return fmt.Errorf("lab: %w", err)
