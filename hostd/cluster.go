@@ -14,6 +14,7 @@ import (
 
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
 	place "github.com/gpuctl/gpuctl/cluster/placement"
 	"github.com/gpuctl/gpuctl/hostd/discover"
 	"github.com/gpuctl/gpuctl/hostd/hostinfo"
@@ -43,6 +44,11 @@ type Cluster interface {
 	Announce(ctx context.Context) error
 	// Record notes where a long operation is.
 	Record(m *clusterv1.Migration)
+	// Note tells the cluster's log what happened to an object.
+	Note(e *clusterv1.Event)
+	// OtherHosts names those that are up; Devices reaches the cards of one.
+	OtherHosts() []string
+	Devices(host string) (gpuctlv1connect.DeviceServiceClient, error)
 }
 
 var (
@@ -173,9 +179,15 @@ func (h *Host) devices(ctx context.Context) ([]*clusterv1.GPU, error) {
 		in.NVML, in.NVMLErr = h.NVML.List(ctx)
 		cancel()
 	}
+	if h.Cards != nil {
+		in.Catalog = h.Cards.Catalog.Lookup
+	}
 	gpus, warnings := discover.Merge(in)
 	for _, w := range warnings {
 		h.Log.Debug("gpu left out", "err", w)
+	}
+	if h.Cards != nil {
+		h.Cards.Keeper.Annotate(gpus)
 	}
 	return gpus, nil
 }
@@ -240,6 +252,9 @@ func (h *Host) Facts(ctx context.Context) (*clusterv1.HostFacts, error) {
 
 // Knows says whether a claim of this host's making is still one.
 func (h *Host) Knows(id string) bool {
+	if h.Cards != nil && h.Cards.Keeper.Knows(id) {
+		return true
+	}
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	return h.claims[id] != nil || h.claiming[id]
@@ -247,6 +262,9 @@ func (h *Host) Knows(id string) bool {
 
 // Uses says whether a claim has something on a GPU.
 func (h *Host) Uses(id, gpu string) bool {
+	if h.Cards != nil && h.Cards.Keeper.Uses(id, gpu) {
+		return true
+	}
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	if h.claiming[id] {
@@ -265,9 +283,14 @@ func (h *Host) Uses(id, gpu string) bool {
 
 // Holdings are what this host's claims have, as the cluster should know it.
 func (h *Host) Holdings() []node.Holding {
+	var out []node.Holding
+	if h.Cards != nil {
+		for c, gpu := range h.Cards.Keeper.Held() {
+			out = append(out, node.Holding{Claim: c, GPUs: []string{gpu}})
+		}
+	}
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	var out []node.Holding
 	for _, c := range h.claims {
 		held := node.Holding{Claim: c.forCluster(nil)}
 		for _, g := range h.gpus {
@@ -287,7 +310,7 @@ func (h *Host) Holdings() []node.Holding {
 func (h *Host) Ready() bool {
 	select {
 	case <-h.ready:
-		return true
+		return h.Cards == nil || h.Cards.Keeper.Ready()
 	default:
 		return false
 	}
@@ -318,4 +341,11 @@ func (h *Host) record(op *operation, change func(*clusterv1.Migration)) {
 	m := proto.CloneOf(op.record)
 	h.mu.Unlock()
 	h.Cluster.Record(m)
+}
+
+// noteCard tells the cluster what happened to a card.
+func (h *Host) noteCard(gpu, kind, message string) {
+	if c := h.Cluster; c != nil {
+		c.Note(&clusterv1.Event{Kind: clusterv1.Kind_KIND_GPU, Object: c.HostName() + "/" + gpu, Type: kind, Message: message})
+	}
 }

@@ -26,6 +26,7 @@ import (
 	"github.com/gpuctl/gpuctl/hostd/ledger"
 	"github.com/gpuctl/gpuctl/hostd/metrics"
 	"github.com/gpuctl/gpuctl/hostd/nvml"
+	"github.com/gpuctl/gpuctl/hostd/platform"
 	"github.com/gpuctl/gpuctl/hostd/trace"
 	"github.com/gpuctl/gpuctl/internal/expr"
 	"github.com/gpuctl/gpuctl/internal/near"
@@ -57,9 +58,10 @@ type HostConfig struct {
 	Config    config.Config
 	Root      fs.FS // the machine's files
 	Cluster   Cluster
-	NVML      *nvml.Client     // nil: not asked
-	Metrics   *metrics.Metrics // nil: not counted
-	Tracer    *trace.Tracer    // nil: not traced
+	NVML      *nvml.Client       // nil: not asked
+	Cards     *platform.Platform // nil: no card is given to VMs
+	Metrics   *metrics.Metrics   // nil: not counted
+	Tracer    *trace.Tracer      // nil: not traced
 	Log       *slog.Logger
 }
 

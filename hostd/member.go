@@ -15,6 +15,7 @@ import (
 	"connectrpc.com/connect"
 
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
+	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
 	"github.com/gpuctl/gpuctl/cluster/access"
 	"github.com/gpuctl/gpuctl/cluster/state"
 	"github.com/gpuctl/gpuctl/cluster/store"
@@ -22,8 +23,11 @@ import (
 	"github.com/gpuctl/gpuctl/hostd/metrics"
 	"github.com/gpuctl/gpuctl/hostd/node"
 	"github.com/gpuctl/gpuctl/hostd/nvml"
+	"github.com/gpuctl/gpuctl/hostd/platform"
 	"github.com/gpuctl/gpuctl/hostd/trace"
 	"github.com/gpuctl/gpuctl/internal/rundir"
+	"github.com/gpuctl/gpuctl/passthrough/pci"
+	"github.com/gpuctl/gpuctl/passthrough/sysfs"
 )
 
 // member is the host's part in a cluster with all that it needs.
@@ -31,6 +35,7 @@ type member struct {
 	node  *node.Node
 	audit *access.AuditLog
 	nvml  *nvml.Client
+	cards *platform.Platform
 
 	metrics *metrics.Metrics
 	tracer  *trace.Tracer // nil: none
@@ -80,6 +85,9 @@ func (o Options) join(ctx context.Context, host *Host) (m *member, err error) {
 	if err := m.observe(ctx, o, host, name); err != nil {
 		return m, err
 	}
+	if err := m.open(ctx, o, host); err != nil {
+		return m, err
+	}
 	c := o.Config.Cluster
 	m.node, err = node.Open(ctx, node.Config{
 		Dir: o.Data, Name: name, Listen: cmp.Or(c.Listen, config.DefaultListen), Advertise: c.Advertise, Version: o.Version,
@@ -89,6 +97,50 @@ func (o Options) join(ctx context.Context, host *Host) (m *member, err error) {
 	})
 	host.Cluster = m.node
 	return m, err
+}
+
+// open finds the hypervisor and what VMs have of this host's cards.
+func (m *member) open(ctx context.Context, o Options, host *Host) (err error) {
+	dir := cmp.Or(o.Data, o.Dir)
+	m.cards, err = platform.Open(ctx, platform.Options{
+		Config: o.Config.Devices, Dev: o.Data == "", Root: sysfs.Dir("/"), Dir: dir, RunDir: o.Dir, Cluster: late{host}, GPUs: host.devices,
+		LetGo: m.letGo, Event: host.noteCard, Log: o.Log,
+	})
+	if err != nil {
+		return err
+	}
+	host.Cards = m.cards
+	return nil
+}
+
+// letGo has NVML give up all cards while drivers change.
+func (m *member) letGo(ctx context.Context, _ []pci.Address) (resume func(), err error) {
+	if err := m.nvml.Release(ctx); err != nil {
+		return nil, err
+	}
+	return m.nvml.Resume, nil
+}
+
+// late is the cluster that a host is to be a member of: its services are made
+// before it is one.
+type late struct{ host *Host }
+
+func (l late) HostName() string           { return l.host.Cluster.HostName() }
+func (l late) Settle(ctx context.Context) { l.host.Cluster.Settle(ctx) }
+func (l late) OtherHosts() []string       { return l.host.Cluster.OtherHosts() }
+
+func (l late) Kick() {
+	if c := l.host.Cluster; c != nil {
+		c.Kick()
+	}
+}
+
+func (l late) Claim(ctx context.Context, c *clusterv1.Claim) (*clusterv1.CreateClaimResponse, error) {
+	return l.host.Cluster.Claim(ctx, c)
+}
+
+func (l late) Devices(host string) (gpuctlv1connect.DeviceServiceClient, error) {
+	return l.host.Cluster.Devices(host)
 }
 
 // observe prepares metrics and traces. They ask the node, once there is one.
@@ -124,6 +176,9 @@ func (m *member) close() error {
 	}
 	if m.node != nil {
 		errs = append(errs, m.node.Close())
+	}
+	if m.cards != nil {
+		errs = append(errs, m.cards.Close())
 	}
 	if m.nvml != nil {
 		errs = append(errs, m.nvml.Close())

@@ -73,7 +73,7 @@ func Run(ctx context.Context, o Options) (err error) {
 	work, stop := context.WithCancel(ctx)
 	defer stop()
 	var wg sync.WaitGroup
-	failed := make(chan error, 3)
+	failed := make(chan error, 4)
 	watched, err := o.serveMetrics(member, failed)
 	if err != nil {
 		return err
@@ -81,6 +81,11 @@ func Run(ctx context.Context, o Options) (err error) {
 	defer watched()
 	notify := systemd.New(o.Log)
 	wg.Go(func() { member.metrics.Follow(work) })
+	wg.Go(func() {
+		if err := member.cards.Run(work); err != nil {
+			failed <- err
+		}
+	})
 	wg.Go(func() { o.reload(work, member, notify) })
 	wg.Go(func() { notify.Watch(work, host.Alive) })
 	server := unixrpc.Server(member.node.Handler(), func(p unixrpc.Peer) {

@@ -37,6 +37,15 @@ type Config struct {
 	Access        Access        `yaml:"access,omitempty"`
 	Metrics       Metrics       `yaml:"metrics,omitempty"`
 	Tracing       Tracing       `yaml:"tracing,omitempty"`
+	Devices       Devices       `yaml:"devices,omitempty"`
+}
+
+// Devices is how PCI cards are given to VMs.
+type Devices struct {
+	Libvirt       string   `yaml:"libvirt,omitempty"`       // URI; default xen:///system in a control domain of Xen, else qemu:///system
+	LibvirtSocket string   `yaml:"libvirtSocket,omitempty"` // default /run/libvirt/libvirt-sock
+	Park          bool     `yaml:"park,omitempty"`          // leave cards that come back bound for the next VM
+	Catalog       []string `yaml:"catalog,omitempty"`       // files that extend the catalogue of models
 }
 
 // Cluster is how this host takes part in one. hostd --dev does not read it.

@@ -408,3 +408,29 @@ func addresses(c *pci.Card) []pci.Address {
 	}
 	return out
 }
+
+// Of names the GPUs that are held for a VM.
+func (k *Keeper) Of(uuid string) (gpus []string) {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	for _, h := range k.holds {
+		if h.UUID == uuid {
+			gpus = append(gpus, h.GPU)
+		}
+	}
+	slices.Sort(gpus)
+	return gpus
+}
+
+// ReadyFor are the functions of cards that wait for a VM.
+func (k *Keeper) ReadyFor(uuid string) (functions []pci.Address) {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	for _, h := range k.holds {
+		if h.UUID == uuid && h.Phase == ready {
+			functions = append(functions, h.Functions...)
+		}
+	}
+	slices.SortFunc(functions, pci.Address.Compare)
+	return functions
+}

@@ -6,9 +6,12 @@ import (
 	"slices"
 	"strings"
 
+	"google.golang.org/protobuf/proto"
+
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/hostd/nvml"
+	"github.com/gpuctl/gpuctl/passthrough/catalog"
 	"github.com/gpuctl/gpuctl/passthrough/pci"
 )
 
@@ -27,6 +30,8 @@ type Input struct {
 	// RuntimeKey is equal for GPUs that one executor can serve together; nil:
 	// none can.
 	RuntimeKey func(*gpuctlv1.GPU) string
+	// Catalog knows models by their PCI ids; nil: nobody does.
+	Catalog func(*pci.Device) (catalog.Entry, bool)
 	// Ours says that a process uses a GPU by an assignment; nil: none does.
 	Ours func(pid uint32) bool
 }
@@ -172,6 +177,9 @@ func (e *entry) gpu(in Input) *clusterv1.GPU {
 			return nil
 		}
 		e.fromCard(g)
+		if in.Catalog != nil {
+			e.fromCatalog(g, in.Catalog)
+		}
 	}
 	if n := e.nvml; n != nil {
 		o := n.Object(g.GetDriver())
@@ -213,6 +221,19 @@ func (e *entry) fromCard(g *clusterv1.GPU) {
 	if d.Class>>8 == pci.ClassAccelerator {
 		g.Type = "accelerator"
 	}
+}
+
+// fromCatalog adds what is known of the model without a driver's help.
+func (e *entry) fromCatalog(g *clusterv1.GPU, lookup func(*pci.Device) (catalog.Entry, bool)) {
+	d := e.card.Main()
+	model, ok := lookup(d)
+	if ok {
+		g.Model, g.Rank = model.Model, model.Rank
+		if model.Limits != nil {
+			g.Limits = proto.CloneOf(model.Limits)
+		}
+	}
+	g.Limits.GlobalMemory, _ = catalog.Memory(d, model, ok)
 }
 
 // modelName is the name in brackets that people know a card by, else that of

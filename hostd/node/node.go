@@ -80,6 +80,7 @@ type Node struct {
 	kick   chan struct{}
 	// records of operations wait here while there is no leader.
 	records chan *clusterv1.Migration
+	notes   chan *clusterv1.Event
 
 	joining sync.Mutex // one at a time
 	mu      sync.Mutex
@@ -110,7 +111,7 @@ const (
 // Open starts a node: as the member that it was, or as none. Without a folder
 // it is a cluster of its own at once.
 func Open(ctx context.Context, c Config) (*Node, error) {
-	n := &Node{Config: c, kick: make(chan struct{}, 1), records: make(chan *clusterv1.Migration, maxRecords)}
+	n := &Node{Config: c, kick: make(chan struct{}, 1), records: make(chan *clusterv1.Migration, maxRecords), notes: make(chan *clusterv1.Event, maxRecords)}
 	n.ctx, n.cancel = context.WithCancel(context.WithoutCancel(ctx))
 	trust := n.trust()
 	trust.Revoked = n.revoked
@@ -360,6 +361,7 @@ func (n *Node) start(ctx context.Context, id identity, listener net.Listener) (e
 	m.work.Go(func() { n.report(work, m) })
 	m.work.Go(func() { n.reconcile(work, m) })
 	m.work.Go(func() { n.keepRecords(work, m) })
+	m.work.Go(func() { n.keepNotes(work, m) })
 	n.Logger.Info("member of a cluster", "cluster", id.Cluster, "host", id.Host, "address", id.Address)
 	return nil
 }

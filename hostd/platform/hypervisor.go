@@ -1,0 +1,125 @@
+package platform
+
+import (
+	"context"
+	"fmt"
+	"log/slog"
+	"strings"
+
+	"github.com/gpuctl/gpuctl/hostd/devices"
+	"github.com/gpuctl/gpuctl/internal/virt"
+	"github.com/gpuctl/gpuctl/passthrough/domxml"
+	"github.com/gpuctl/gpuctl/passthrough/pci"
+	"github.com/gpuctl/gpuctl/passthrough/xen"
+)
+
+// Drivers that hold a card for a VM.
+const (
+	driverXen = "pciback"
+	driverKVM = "vfio-pci"
+)
+
+// xenHypervisor asks Xen's own lists.
+type xenHypervisor struct {
+	host *xen.Host
+	log  *slog.Logger
+}
+
+func (x xenHypervisor) Driver() string { return driverXen }
+
+func (x xenHypervisor) Owners(ctx context.Context) (map[pci.Address]devices.Domain, error) {
+	assigned, err := x.host.Assigned(ctx)
+	if err != nil || len(assigned) == 0 {
+		return nil, err
+	}
+	domains, err := x.host.Domains(ctx)
+	if err != nil {
+		return nil, err
+	}
+	byID := map[uint16]devices.Domain{}
+	for _, d := range domains {
+		name := d.Name
+		if name == "" {
+			name = fmt.Sprintf("domain %d", d.ID)
+		}
+		byID[d.ID] = devices.Domain{UUID: canonical(d.UUID), Name: name}
+	}
+	out := map[pci.Address]devices.Domain{}
+	for _, a := range assigned {
+		d, known := byID[a.Domain]
+		if !known {
+			continue // what a domain leaves behind that is gone
+		}
+		out[a.Device] = d
+	}
+	return out, nil
+}
+
+func (x xenHypervisor) Dom0Access(card *pci.Card) string {
+	a, err := x.host.Access(card.Address)
+	if err != nil {
+		x.log.Debug("access of dom0 is not known", "card", card.Address, "err", err)
+		return ""
+	}
+	return string(a)
+}
+
+// kvmHypervisor believes libvirt's description of running VMs.
+type kvmHypervisor struct{ client *virt.Client }
+
+func (kvmHypervisor) Driver() string              { return driverKVM }
+func (kvmHypervisor) Dom0Access(*pci.Card) string { return "" }
+
+func (k kvmHypervisor) Owners(ctx context.Context) (map[pci.Address]devices.Domain, error) {
+	all, err := k.client.Domains(ctx)
+	if err != nil {
+		return nil, err
+	}
+	out := map[pci.Address]devices.Domain{}
+	for _, d := range all {
+		if d.ID < 0 {
+			continue
+		}
+		doc, err := document(ctx, k.client, d, 0)
+		if err != nil {
+			return nil, err
+		}
+		for _, h := range doc.HostDevices() {
+			if h.Source.MDev == "" {
+				out[h.Source.PCI] = devices.Domain{UUID: d.UUID.String(), Name: d.Name}
+			}
+		}
+	}
+	return out, nil
+}
+
+// noHypervisor has no VMs.
+type noHypervisor struct{}
+
+func (noHypervisor) Driver() string              { return driverKVM }
+func (noHypervisor) Dom0Access(*pci.Card) string { return "" }
+
+func (noHypervisor) Owners(context.Context) (map[pci.Address]devices.Domain, error) {
+	return map[pci.Address]devices.Domain{}, nil
+}
+
+// canonical is a UUID as libvirt writes it; what is none stays.
+func canonical(uuid string) string {
+	u, err := virt.ParseUUID(strings.TrimSpace(uuid))
+	if err != nil {
+		return uuid
+	}
+	return u.String()
+}
+
+func document(ctx context.Context, c *virt.Client, d virt.Domain, flags virt.XMLFlags) (*domxml.Document, error) {
+	text, err := c.XML(ctx, d, flags)
+	if err != nil {
+		return nil, err
+	}
+	doc, err := domxml.Parse(text)
+	if err != nil {
+		return nil, fmt.Errorf("vm %s: its definition: %w", d.Name, err)
+	}
+	return doc, nil
+}

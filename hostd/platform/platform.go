@@ -1,0 +1,270 @@
+package platform
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"os"
+	"path/filepath"
+	"sync"
+	"time"
+
+	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
+	"github.com/gpuctl/gpuctl/hostd/config"
+	"github.com/gpuctl/gpuctl/hostd/devices"
+	"github.com/gpuctl/gpuctl/hostd/hook"
+	"github.com/gpuctl/gpuctl/internal/virt"
+	"github.com/gpuctl/gpuctl/internal/xenstore"
+	"github.com/gpuctl/gpuctl/passthrough/bind"
+	"github.com/gpuctl/gpuctl/passthrough/catalog"
+	"github.com/gpuctl/gpuctl/passthrough/isolation"
+	"github.com/gpuctl/gpuctl/passthrough/pci"
+	"github.com/gpuctl/gpuctl/passthrough/reset"
+	"github.com/gpuctl/gpuctl/passthrough/sysfs"
+	"github.com/gpuctl/gpuctl/passthrough/uevent"
+	"github.com/gpuctl/gpuctl/passthrough/xen"
+)
+
+// Where a Debian host has what platform talks to.
+const (
+	xenDevices     = "/dev/xen"
+	xenstoreSocket = "/run/xenstored/socket"
+	socketXen      = "/run/libvirt/libvirt-sock"
+	uriXen         = "xen:///system"
+	uriQEMU        = "qemu:///system"
+)
+
+// Options are how a platform is opened.
+type Options struct {
+	Config  config.Devices
+	Dev     bool       // no VMs are managed
+	Root    sysfs.Root // the machine's files
+	Dir     string     // where records are kept
+	RunDir  string     // of the hooks' socket
+	Cluster devices.Cluster
+	GPUs    func(ctx context.Context) ([]*clusterv1.GPU, error)
+	// LetGo has NVML give up cards before their drivers are changed.
+	LetGo func(context.Context, []pci.Address) (resume func(), err error)
+	Event func(gpu, kind, message string)
+	Log   *slog.Logger
+}
+
+// Platform is what there is on this machine.
+type Platform struct {
+	Keeper  *devices.Keeper
+	Catalog *catalog.Catalog
+	Client  *virt.Client // nil: no libvirt
+	log     *slog.Logger
+	runDir  string
+	event   func(gpu, kind, message string)
+	binder  *bind.Binder
+	close   []func() error
+}
+
+// Open finds out what the machine is. It touches no card.
+func Open(ctx context.Context, o Options) (p *Platform, err error) {
+	p = &Platform{log: o.Log, runDir: o.RunDir, event: o.Event}
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, p.Close())
+		}
+	}()
+	if p.Catalog, err = loadCatalog(o.Config.Catalog); err != nil {
+		return p, err
+	}
+	journal, err := bind.OpenJournal(filepath.Join(o.Dir, "drivers"))
+	if err != nil {
+		return p, fmt.Errorf("journal of drivers: %w", err)
+	}
+	p.close = append(p.close, journal.Close)
+	options := []bind.Option{}
+	if o.LetGo != nil {
+		options = append(options, bind.WithRelease(o.LetGo))
+	}
+	p.binder = bind.New(o.Root, journal, options...)
+	c := devices.Config{
+		Root: o.Root, File: filepath.Join(o.Dir, "cards.json"), Binder: p.binder,
+		Resetter: resetter{reset.New(o.Root, reset.WithRecords(filepath.Join(o.Dir, "resets"))), p.Catalog, o.Log},
+		Cluster:  o.Cluster, GPUs: o.GPUs, Event: o.Event, Log: o.Log, Park: o.Config.Park,
+	}
+	if err := p.hypervisor(ctx, o, &c); err != nil {
+		return p, err
+	}
+	if p.Keeper, err = devices.New(c); err != nil {
+		return p, err
+	}
+	return p, nil
+}
+
+// loadCatalog adds the operator's files to what gpuctl knows.
+func loadCatalog(paths []string) (*catalog.Catalog, error) {
+	var files []catalog.File
+	for _, path := range paths {
+		data, err := os.ReadFile(path)
+		if err != nil {
+			return nil, fmt.Errorf("catalogue: %w", err)
+		}
+		files = append(files, catalog.File{Name: path, Data: data})
+	}
+	c, err := catalog.Load(files...)
+	if err != nil {
+		return nil, fmt.Errorf("catalogue: %w", err)
+	}
+	return c, nil
+}
+
+// hypervisor chooses what answers for VMs: Xen where this is its control
+// domain, else libvirt's qemu driver where there is a socket of it.
+func (p *Platform) hypervisor(ctx context.Context, o Options, c *devices.Config) error {
+	if o.Dev {
+		c.Hypervisor, c.Machines, c.Isolation = noHypervisor{}, noMachines{why: "hostd --dev manages none"}, judge{isolation.Kernel{Root: o.Root}}
+		return nil
+	}
+	uri, socket := o.Config.Libvirt, o.Config.LibvirtSocket
+	isXen := xen.Detect(o.Root) == nil
+	if uri == "" {
+		uri = uriQEMU
+		if isXen {
+			uri = uriXen
+		}
+	}
+	if socket == "" {
+		socket = socketXen
+	}
+	if isXen {
+		store, err := xenstore.Dial(ctx, xenstoreSocket)
+		if err != nil {
+			return fmt.Errorf("xenstored: %w", err)
+		}
+		p.close = append(p.close, store.Close)
+		hv, why := xen.Open(o.Root, xenDevices)
+		if why != nil {
+			o.Log.Warn("the hypervisor is asked through xl, which tells less", "err", why)
+		}
+		p.close = append(p.close, hv.Close)
+		c.Hypervisor = xenHypervisor{xen.New(o.Root, store, hv), o.Log}
+		c.Isolation = judge{isolation.Xen{Root: o.Root, Hypervisor: hv}}
+	} else {
+		c.Isolation = judge{isolation.Kernel{Root: o.Root}}
+	}
+	if _, err := os.Stat(socket); err != nil && !isXen && o.Config.Libvirt == "" {
+		c.Hypervisor, c.Machines = noHypervisor{}, noMachines{why: "there is no libvirtd: " + err.Error()}
+		return nil
+	}
+	client, err := virt.Open(uri, virt.WithSocket(socket))
+	if err != nil {
+		return err
+	}
+	p.Client = client
+	p.close = append(p.close, client.Close)
+	c.Machines = machines{client}
+	if !isXen {
+		c.Hypervisor = kvmHypervisor{client}
+	}
+	return nil
+}
+
+// Run finishes or undoes what was left half-way, keeps the cards, and passes
+// on what happens, until ctx ends.
+func (p *Platform) Run(ctx context.Context) error {
+	done, err := p.binder.Recover(ctx)
+	for _, r := range done {
+		p.log.Info("driver settled", "function", r.Function, "outcome", r.Outcome, "driver", r.Driver)
+	}
+	if err != nil {
+		// Others than these cards can be kept all the same.
+		p.log.Error("a driver is not as it was recorded", "err", err)
+	}
+	listener, err := hook.Listen(p.runDir)
+	if err != nil {
+		return err
+	}
+	var wg sync.WaitGroup
+	defer wg.Wait()
+	wg.Go(func() {
+		if err := hook.New(hook.HandlerFunc(p.Hook), hook.WithLog(p.log)).Serve(ctx, listener); err != nil && ctx.Err() == nil {
+			p.log.Error("libvirt's hooks are not answered any more", "err", err)
+		}
+	})
+	wg.Go(func() { p.uevents(ctx) })
+	if p.Client != nil {
+		wg.Go(func() { p.libvirt(ctx) })
+	}
+	p.Keeper.Run(ctx)
+	return nil
+}
+
+// uevents has the keeper look whenever a PCI device comes, goes or changes
+// drivers.
+func (p *Platform) uevents(ctx context.Context) {
+	l, err := uevent.Listen()
+	if err != nil {
+		p.log.Warn("changes of devices are noticed late", "err", err)
+		return
+	}
+	defer l.Close()
+	for ctx.Err() == nil {
+		e, err := l.Next(ctx)
+		if err != nil {
+			if ctx.Err() == nil {
+				p.log.Warn("uevents", "err", err)
+				sleep(ctx, time.Second)
+			}
+			continue
+		}
+		if e.Subsystem == "pci" || e.Action == uevent.Lost {
+			p.Keeper.Kick()
+		}
+	}
+}
+
+func sleep(ctx context.Context, d time.Duration) {
+	select {
+	case <-ctx.Done():
+	case <-time.After(d):
+	}
+}
+
+// libvirt passes on what happens to VMs.
+func (p *Platform) libvirt(ctx context.Context) {
+	sub := p.Client.Subscribe()
+	defer sub.Close()
+	for {
+		e, err := sub.Next(ctx)
+		if err != nil {
+			return
+		}
+		switch e.Kind {
+		case virt.Stopped:
+			if e.Detail == stoppedSaved {
+				p.saved(e.Domain)
+			}
+			p.Keeper.Stopped(e.Domain.UUID.String())
+		case virt.Started, virt.Resync:
+			p.Keeper.Kick()
+		default:
+		}
+	}
+}
+
+// stoppedSaved is VIR_DOMAIN_EVENT_STOPPED_SAVED.
+const stoppedSaved = 4
+
+// saved tells the operator of a VM that was saved while it had a card: libvirt
+// does not refuse that, and it does damage.
+func (p *Platform) saved(d virt.Domain) {
+	for _, gpu := range p.Keeper.Of(d.UUID.String()) {
+		p.event(gpu, "SavedWithGPU", "VM "+d.Name+" was saved while it had it: the state in the card is lost, and a restore may not get it back; detach a card before saving")
+		p.log.Warn("a VM was saved with a card", "machine", d.Name, "gpu", gpu)
+	}
+}
+
+// Close gives back what was opened.
+func (p *Platform) Close() error {
+	var errs []error
+	for i := len(p.close) - 1; i >= 0; i-- {
+		errs = append(errs, p.close[i]())
+	}
+	return errors.Join(errs...)
+}
