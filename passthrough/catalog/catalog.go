@@ -187,6 +187,9 @@ const (
 // memory's size: that of GPUs without a resizable BAR.
 const aperture = 256 << 20
 
+// registers is the size of a BAR of an emulated device in which no memory is.
+const registers = 1 << 20
+
 // Memory says how much memory a device has, in bytes, and how that is known.
 // ok is what Lookup returned with the entry. The BAR counts where it holds all
 // memory: of devices with a resizable BAR, and of emulated ones.
@@ -206,7 +209,7 @@ func Memory(d *pci.Device, e Entry, ok bool) (uint64, Source) {
 			largest = max(largest, b.Size)
 		}
 	}
-	if largest > aperture || ok && e.Emulated && largest > 0 {
+	if largest > aperture || ok && e.Emulated && largest > registers {
 		return largest, FromBAR
 	}
 	return 0, Unknown

@@ -104,6 +104,7 @@ func TestMemory(t *testing.T) {
 		{"an unknown device", "1acc:0001", func(d *pci.Device) { d.BARs = []pci.BAR{bar(8<<30, true)} }, 8 << 30, catalog.FromBAR},
 		{"registers are no memory", "1acc:0001", func(d *pci.Device) { d.BARs = []pci.BAR{bar(8<<30, false)} }, 0, catalog.Unknown},
 		{"emulated", "1234:1111", func(d *pci.Device) { d.BARs = []pci.BAR{bar(16<<20, true), bar(4096, false)} }, 16 << 20, catalog.FromBAR},
+		{"emulated, of registers", "1af4:1050", func(d *pci.Device) { d.BARs = []pci.BAR{bar(16<<10, true)} }, 0, catalog.Unknown},
 		{"a virtual function's BAR", "10de:2235", func(d *pci.Device) {
 			d.PF, d.BARs = &pci.Address{}, []pci.BAR{bar(8<<30, true)}
 		}, 0, catalog.Unknown},
