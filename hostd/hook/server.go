@@ -17,11 +17,11 @@ import (
 	"github.com/gpuctl/gpuctl/internal/rundir"
 )
 
-// Event is one call of libvirt's hook; Answer is what is to be done.
-type (
-	Event  = wire.Event
-	Answer = wire.Answer
-)
+// Event is one call of libvirt's hook.
+type Event = wire.Event
+
+// Answer is what is to be done about it.
+type Answer = wire.Answer
 
 // Handler decides about events. An error refuses the operation: its text is
 // what the operator sees, so it names the device, the owner, and what to do

@@ -185,13 +185,7 @@ func (c *collector) miss(format string, args ...any) {
 }
 
 // file takes a file whole.
-func (c *collector) file(name string) []byte { return c.fileUpTo(name, maxFile, nil) }
-
-// text is a short file's first line, taken as well.
-func (c *collector) text(name string) string {
-	line, _, _ := strings.Cut(string(c.file(name)), "\n")
-	return strings.TrimSpace(line)
-}
+func (c *collector) file(name string) { c.fileUpTo(name, maxFile, nil) }
 
 // fileUpTo takes a file of at most that many bytes, or of the lines that keep
 // returns true for.

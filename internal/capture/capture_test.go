@@ -448,14 +448,31 @@ func TestHostileArchivesAreRefused(t *testing.T) {
 	}
 }
 
-// A few kilobytes that unpack to gigabytes.
+// A few kilobytes that unpack to much more: gzip streams one after the other are
+// one, and the same one serves for every file's contents.
 func TestBombsAreRefused(t *testing.T) {
-	items := []item{{name: "manifest.json", data: goodManifest}}
-	for i := range 20 { // 75 MiB
-		items = append(items, item{name: fmt.Sprintf("root/%d", i), data: strings.Repeat("\x00", 15<<18)})
+	const size = 4 << 20
+	pack := func(data []byte) []byte {
+		var b bytes.Buffer
+		z := gzip.NewWriter(&b)
+		_, _ = z.Write(data)
+		_ = z.Close()
+		return b.Bytes()
 	}
-	if _, err := capture.Open(bytes.NewReader(archive(t, items...))); !errors.Is(err, capture.ErrArchive) || !strings.Contains(err.Error(), "unpacks to more") {
-		t.Error(err)
+	header := func(name string, size int64) []byte {
+		var b bytes.Buffer
+		if err := tar.NewWriter(&b).WriteHeader(&tar.Header{Name: name, Typeflag: tar.TypeReg, Size: size, Mode: 0o644}); err != nil {
+			t.Fatal(err)
+		}
+		return b.Bytes()
+	}
+	bomb := pack(append(header("manifest.json", int64(len(goodManifest))), append([]byte(goodManifest), make([]byte, 512-len(goodManifest))...)...))
+	zeros := pack(make([]byte, size))
+	for i := range 20 {
+		bomb = append(append(bomb, pack(header(fmt.Sprintf("root/%d", i), size))...), zeros...)
+	}
+	if _, err := capture.Open(bytes.NewReader(bomb)); !errors.Is(err, capture.ErrArchive) || !strings.Contains(err.Error(), "unpacks to more") || len(bomb) > 200<<10 {
+		t.Errorf("%d bytes: %v", len(bomb), err)
 	}
 }
 

@@ -17,8 +17,8 @@ import (
 
 const removed = "REMOVED"
 
-// secretNames is what the names of secrets have in them.
-const secretNames = `pass(?:word|wd|phrase|code)|\bpass\b|secret|token|credential|api[-_]?key|private[-_]?key|(?:\b|_)key\b|\bpsk\b|\bauth\b`
+// sensitive is what the names of secrets have in them.
+const sensitive = `pass(?:word|wd|phrase|code)|\bpass\b|secret|token|credential|api[-_]?key|private[-_]?key|(?:\b|_)key\b|\bpsk\b|\bauth\b`
 
 type replacement struct {
 	of   *regexp.Regexp
@@ -32,7 +32,7 @@ type scrubber struct {
 }
 
 func newScrubber() *scrubber {
-	const named = `(?i)([\w.-]*(?:` + secretNames + `)[\w.-]*=`
+	const named = `(?i)([\w.-]*(?:` + sensitive + `)[\w.-]*=`
 	return &scrubber{
 		secrets: []replacement{
 			{regexp.MustCompile(`(?s)-----BEGIN [A-Z0-9 ]*(?:PRIVATE KEY|CERTIFICATE|OPENSSH)[A-Z0-9 ]*-----.*?(?:-----END [A-Z0-9 ]+-----|\z)`), []byte(removed)},
@@ -42,10 +42,10 @@ func newScrubber() *scrubber {
 			{regexp.MustCompile(named + `')[^'\n]*`), []byte("${1}" + removed)},
 			{regexp.MustCompile(named + `)[^\s"'&,;]+`), []byte("${1}" + removed)},
 			// name: value, as in configuration files
-			{regexp.MustCompile(`(?im)^([ \t-]*"?[\w.-]*(?:` + secretNames + `)[\w.-]*"?[ \t]*:[ \t]+)[^\s].*$`), []byte("${1}" + removed)},
+			{regexp.MustCompile(`(?im)^([ \t-]*"?[\w.-]*(?:` + sensitive + `)[\w.-]*"?[ \t]*:[ \t]+)[^\s].*$`), []byte("${1}" + removed)},
 			{regexp.MustCompile(`(?i)\b(bearer|basic) [a-z0-9+/=._-]{8,}`), []byte("${1} " + removed)},
 		},
-		name: regexp.MustCompile(`(?i)^([ \t-]*)"?[\w.-]*(?:` + secretNames + `)[\w.-]*"?[ \t]*:`),
+		name: regexp.MustCompile(`(?i)^([ \t-]*)"?[\w.-]*(?:` + sensitive + `)[\w.-]*"?[ \t]*:`),
 	}
 }
 

@@ -71,8 +71,8 @@ func ParseConfig(text string) (Config, error) {
 	number := 0
 	for line := range strings.Lines(text) {
 		number++
-		fail := func(format string, args ...any) (Config, error) {
-			return Config{}, fmt.Errorf("line %d: %w", number, fmt.Errorf(format, args...))
+		fail := func(format string, args ...any) error {
+			return fmt.Errorf("line %d: %w", number, fmt.Errorf(format, args...))
 		}
 		line = strings.TrimSpace(line)
 		if i := strings.Index(line, " #"); i >= 0 {
@@ -83,10 +83,10 @@ func ParseConfig(text string) (Config, error) {
 		}
 		key, value, ok := strings.Cut(line, ":")
 		if value = strings.TrimSpace(value); !ok || value == "" {
-			return fail("%.40q is not \"key: value\"", line)
+			return Config{}, fail("%.40q is not \"key: value\"", line)
 		}
 		if seen[key] {
-			return fail("%s comes twice", key)
+			return Config{}, fail("%s comes twice", key)
 		}
 		seen[key] = true
 		if n := len(value); n >= 2 && (value[0] == '"' || value[0] == '\'') && value[n-1] == value[0] {
@@ -96,7 +96,7 @@ func ParseConfig(text string) (Config, error) {
 		switch key {
 		case "on-unreachable":
 			if !slices.Contains([]string{Allow, Deny, DenyManaged}, value) {
-				return fail("on-unreachable: %.40q is not allow, deny or deny-managed", value)
+				return Config{}, fail("on-unreachable: %.40q is not allow, deny or deny-managed", value)
 			}
 			c.OnUnreachable = value
 		case "timeout":
@@ -105,14 +105,14 @@ func ParseConfig(text string) (Config, error) {
 			c.NotifyTimeout, err = parseTime(value)
 		case "socket":
 			if !path.IsAbs(value) {
-				return fail("socket: %.100q is no absolute path", value)
+				return Config{}, fail("socket: %.100q is no absolute path", value)
 			}
 			c.Socket = value
 		default:
-			return fail("%.40q is not on-unreachable, timeout, notify-timeout or socket", key)
+			return Config{}, fail("%.40q is not on-unreachable, timeout, notify-timeout or socket", key)
 		}
 		if err != nil {
-			return fail("%s: %w", key, err)
+			return Config{}, fail("%s: %w", key, err)
 		}
 	}
 	return c, nil

@@ -34,7 +34,8 @@
 // domains with GPUs as well, and is for hosts where availability counts for
 // more than the certainty that a GPU has one owner; devices in libvirt's own
 // care (managed='yes') then work, ours are found out by hostd when it is back.
-// deny refuses all.
+// deny refuses all. Where a refusal is at stake for a domain with a GPU, the
+// hook tries for five seconds: hostd may just be starting.
 //
 // A file that is wrong counts as missing, and the complaint goes to standard
 // error. Paths are below the folder that has etc/libvirt/hooks with the

@@ -17,7 +17,9 @@ import (
 
 const (
 	stdinTime = 3 * time.Second // libvirt writes it at once, if at all
-	maxSaid   = 500             // bytes of a message
+	patience  = 5 * time.Second // for hostd to come back
+	pause     = 50 * time.Millisecond
+	maxSaid   = 500 // bytes of a message
 )
 
 // Run is the program. args are those of the process, with its own path first;
@@ -95,7 +97,7 @@ func (h hook) run() int {
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), limit)
 	defer cancel()
-	answer, err := wire.Client{Socket: config.SocketBelow(h.root)}.Call(ctx, h.event)
+	answer, err := h.ask(ctx, config, len(ours) > 0)
 	var denied *wire.DeniedError
 	switch {
 	case err == nil:
@@ -108,6 +110,24 @@ func (h hook) run() int {
 		return 0
 	}
 	return h.silent(config, ours, limit, err)
+}
+
+// ask waits for a hostd that is being started anew if there is something to
+// lose: at boot, domains may start before it. Events may come twice.
+func (h hook) ask(ctx context.Context, c Config, patient bool) (wire.Answer, error) {
+	client := wire.Client{Socket: c.SocketBelow(h.root)}
+	until := time.Now().Add(patience)
+	for {
+		answer, err := client.Call(ctx, h.event)
+		if !errors.Is(err, wire.ErrUnreachable) || !patient || c.OnUnreachable == Allow || time.Now().After(until) {
+			return answer, err
+		}
+		select {
+		case <-ctx.Done():
+			return answer, err
+		case <-time.After(pause):
+		}
+	}
 }
 
 func (h hook) done(a wire.Answer) int {
