@@ -135,7 +135,7 @@ func Open(uri string, opts ...Option) (*Client, error) {
 // dialSocket connects to the first socket that somebody listens on: the
 // driver's own daemon, or libvirtd.
 func (c *Client) dialSocket(ctx context.Context) (net.Conn, error) {
-	var errs []error
+	var errs several
 	for _, path := range c.sockets {
 		conn, err := (&net.Dialer{}).DialContext(ctx, "unix", path)
 		if err == nil {
@@ -143,7 +143,7 @@ func (c *Client) dialSocket(ctx context.Context) (net.Conn, error) {
 		}
 		errs = append(errs, err)
 	}
-	return nil, errors.Join(errs...)
+	return nil, fmt.Errorf("is libvirtd running? %w", errs)
 }
 
 // URI is what the client was opened with.
@@ -269,7 +269,7 @@ func (c *Client) watch() error {
 	select {
 	case err = <-registered:
 	case <-ctx.Done():
-		err = errors.Join(ended(ctx, time.Since(began))...)
+		err = several(ended(ctx, time.Since(began)))
 	}
 	if err != nil {
 		return fmt.Errorf("register for events: %w", err)
@@ -294,7 +294,7 @@ func (c *Client) watch() error {
 			return c.ctx.Err()
 		case err := <-pong:
 			if err != nil {
-				return errors.Join(ErrDisconnected, err)
+				return several{ErrDisconnected, err}
 			}
 		case <-time.After(c.limits.Connect):
 			return fmt.Errorf("libvirtd hangs: %w", expired(c.limits.Connect))
@@ -326,7 +326,7 @@ func (c *Client) connect(ctx context.Context, event func(uint32, []byte)) (*link
 	conn, err := c.dial(ctx)
 	if err != nil {
 		if ctx.Err() != nil {
-			return nil, errors.Join(append([]error{ErrDisconnected}, ended(ctx, time.Since(began))...)...)
+			return nil, several(append([]error{ErrDisconnected}, ended(ctx, time.Since(began))...))
 		}
 		return nil, fmt.Errorf("%w: %w", ErrDisconnected, err)
 	}
@@ -352,8 +352,8 @@ func (c *Client) connect(ctx context.Context, event func(uint32, []byte)) (*link
 			err = c.refused(l, err)
 		}
 	case <-ctx.Done():
-		err = errors.Join(append([]error{fmt.Errorf("%w: libvirtd accepted the connection and then kept silent", ErrDisconnected)},
-			ended(ctx, time.Since(began))...)...)
+		err = several(append([]error{fmt.Errorf("%w: libvirtd accepted the connection and then kept silent", ErrDisconnected)},
+			ended(ctx, time.Since(began))...))
 	}
 	if err != nil {
 		c.drop(l)
@@ -416,7 +416,7 @@ func (c *Client) borrow(ctx context.Context) (l *link, fresh bool, err error) {
 		select { // the first attempt is under way
 		case <-changed:
 		case <-ctx.Done():
-			return nil, false, errors.Join(append([]error{ErrDisconnected}, ended(ctx, c.limits.Connect)...)...)
+			return nil, false, several(append([]error{ErrDisconnected}, ended(ctx, c.limits.Connect)...))
 		}
 	}
 }
@@ -575,7 +575,7 @@ func (c *Client) abortAll(ctx context.Context, d Domain) error {
 		}
 		select {
 		case <-ctx.Done():
-			return errors.Join(append(ended(ctx, c.limits.Abort), err)...)
+			return several(append(ended(ctx, c.limits.Abort), err))
 		case <-time.After(c.limits.Abort / 100):
 		}
 	}

@@ -3,6 +3,7 @@ package virt
 import (
 	"context"
 	"encoding/hex"
+	stdxml "encoding/xml"
 	"errors"
 	"fmt"
 	"strings"
@@ -208,7 +209,7 @@ func fits(o op, xml []byte) error {
 // the same name and UUID. A running domain does not change before its next
 // start.
 func (c *Client) Define(ctx context.Context, xml []byte) (Domain, error) {
-	o := c.change("define", "")
+	o := c.change("define", nameIn(xml))
 	if err := fits(o, xml); err != nil {
 		return Domain{}, err
 	}
@@ -216,6 +217,17 @@ func (c *Client) Define(ctx context.Context, xml []byte) (Domain, error) {
 		d, err := rpc.DomainDefineXMLFlags(string(xml), 0)
 		return domainOf(d), err
 	})
+}
+
+// nameIn is the name in a domain's XML, to name the domain in errors.
+func nameIn(xml []byte) string {
+	var d struct {
+		Name string `xml:"name"`
+	}
+	if len(xml) > maxString || stdxml.Unmarshal(xml, &d) != nil {
+		return ""
+	}
+	return strings.TrimSpace(d.Name)
 }
 
 // Undefine removes a domain's persistent definition. A running one goes on.

@@ -95,6 +95,19 @@ func (o op) failed(why ...error) *Error {
 	return &Error{Call: o.name, Object: o.object, why: why}
 }
 
+// several are errors in one line.
+type several []error
+
+func (s several) Error() string {
+	words := make([]string, len(s))
+	for i, err := range s {
+		words[i] = err.Error()
+	}
+	return strings.Join(words, ": ")
+}
+
+func (s several) Unwrap() []error { return s }
+
 // expired says how long libvirtd had.
 func expired(after time.Duration) error {
 	return fmt.Errorf("%w (%v)", ErrTimeout, after.Round(time.Millisecond))

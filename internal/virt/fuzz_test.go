@@ -191,3 +191,18 @@ func answerAll(conn net.Conn, body []byte) {
 		}
 	}
 }
+
+func FuzzParseNodeDevice(f *testing.F) {
+	f.Add([]byte(`<device><name>pci_0000_65_00_0</name><capability type='pci'><class>0x030200</class><domain>0</domain><bus>101</bus><slot>0</slot><function>0</function>
+<product id='0x20b0'/><vendor id='0x10de'/><capability type='virt_functions' maxCount='16'><address domain='0' bus='101' slot='0' function='4'/></capability></capability></device>`))
+	f.Add([]byte("<device><capability type='mdev'/></device>"))
+	f.Fuzz(func(t *testing.T, xml []byte) {
+		d, err := ParseNodeDevice(xml)
+		if (err == nil) == (d.Address == "") {
+			t.Fatalf("%+v, %v", d, err)
+		}
+		if err == nil && len(d.Address) < len("0000:00:00.0") {
+			t.Fatalf("address %q", d.Address)
+		}
+	})
+}

@@ -289,6 +289,8 @@ func TestKilledUnderLoad(t *testing.T) {
 
 	ctx, stop := context.WithCancel(t.Context())
 	var load sync.WaitGroup
+	defer load.Wait()
+	defer stop()
 	var mu sync.Mutex
 	failures, successes := map[string]int{}, 0
 	for i := range 4 {

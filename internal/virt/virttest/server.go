@@ -42,7 +42,7 @@ type Server struct {
 
 	mu       sync.Mutex
 	listener net.Listener
-	conns    map[net.Conn]*sync.Mutex
+	conns    map[net.Conn]*peer
 	events   map[net.Conn]bool
 	faults   map[string][]Fault // for the next calls
 	always   map[string]Fault
@@ -53,6 +53,12 @@ type Server struct {
 	nextID   int
 	frozen   chan struct{} // closed when thawed; nil when not frozen
 	work     sync.WaitGroup
+}
+
+// peer is a client's connection.
+type peer struct {
+	mu     sync.Mutex  // of writing
+	events chan []byte // in their order
 }
 
 type domain struct {
@@ -76,7 +82,7 @@ const (
 func Start(t testing.TB, driver string) *Server {
 	s := &Server{
 		t: t, xen: driver == "xen", socket: filepath.Join(t.TempDir(), "libvirt-sock"),
-		conns: map[net.Conn]*sync.Mutex{}, events: map[net.Conn]bool{}, faults: map[string][]Fault{}, always: map[string]Fault{},
+		conns: map[net.Conn]*peer{}, events: map[net.Conn]bool{}, faults: map[string][]Fault{}, always: map[string]Fault{},
 		domains: map[[16]byte]*domain{}, nodes: map[string]string{}, peers: map[string]*Server{},
 	}
 	s.Up()
@@ -106,9 +112,15 @@ func (s *Server) Up() {
 			if err != nil {
 				return
 			}
+			p := &peer{events: make(chan []byte, 1<<16)}
 			s.mu.Lock()
-			s.conns[conn] = &sync.Mutex{}
+			s.conns[conn] = p
 			s.mu.Unlock()
+			s.work.Go(func() {
+				for e := range p.events {
+					s.send(conn, e)
+				}
+			})
 			s.work.Go(func() { s.serve(conn) })
 		}
 	})
@@ -225,6 +237,7 @@ func (s *Server) serve(conn net.Conn) {
 	defer func() {
 		conn.Close()
 		s.mu.Lock()
+		close(s.conns[conn].events)
 		delete(s.conns, conn)
 		delete(s.events, conn)
 		s.mu.Unlock()
@@ -298,13 +311,13 @@ func (s *Server) answer(conn net.Conn, req request) {
 
 func (s *Server) send(conn net.Conn, b []byte) {
 	s.mu.Lock()
-	lock := s.conns[conn]
+	p := s.conns[conn]
 	s.mu.Unlock()
-	if lock == nil {
+	if p == nil {
 		return
 	}
-	lock.Lock()
-	defer lock.Unlock()
+	p.mu.Lock()
+	defer p.mu.Unlock()
 	// One who does not read, or is gone, is no concern of the others.
 	if conn.SetWriteDeadline(time.Now().Add(5*time.Second)) == nil {
 		_, _ = conn.Write(b)
@@ -319,7 +332,7 @@ func (s *Server) emit(d *domain, event, detail uint32) {
 	w.u32(event)
 	w.u32(detail)
 	for conn := range s.events {
-		s.work.Go(func() { s.send(conn, frame(procEvent, kindMessage, 0, statusOK, w)) })
+		s.conns[conn].events <- frame(procEvent, kindMessage, 0, statusOK, w)
 	}
 }
 
@@ -361,7 +374,9 @@ func (s *Server) call(conn net.Conn, req request) ([]byte, *refusal) {
 	case "hostname":
 		w.str("virttest")
 	case "register":
-		s.events[conn] = true
+		if s.conns[conn] != nil { // not gone meanwhile
+			s.events[conn] = true
+		}
 		w.u32(r.u32())
 	case "list":
 		w.u32(uint32(len(s.domains)))
