@@ -151,7 +151,12 @@ func (h *Host) Stream(ctx context.Context, command string, in io.Reader, out, er
 	if errs != nil {
 		s.Stderr = io.MultiWriter(errs, said)
 	}
-	if err := s.Start(command); err != nil {
+	stop := context.AfterFunc(ctx, func() { h.dropped(client) }) // Start waits for an answer
+	err = s.Start(command)
+	if !stop() && err == nil {
+		err = ctx.Err()
+	}
+	if err != nil {
 		h.dropped(client)
 		return fmt.Errorf("%s: %w", h.Name, err)
 	}
@@ -217,14 +222,16 @@ func (h *Host) Dial(ctx context.Context, network, address string) (net.Conn, err
 	if err != nil {
 		return nil, fmt.Errorf("%s: %w", h.Name, err)
 	}
-	if network == "unix" {
-		c, err := client.Dial("unix", address)
-		if err != nil {
-			return nil, fmt.Errorf("%s: %s: %w", h.Name, address, err)
-		}
-		return c, nil
+	stop := context.AfterFunc(ctx, func() { h.dropped(client) })
+	c, err := client.Dial(network, address)
+	if !stop() && err == nil {
+		c.Close()
+		err = ctx.Err()
 	}
-	return client.DialContext(ctx, network, address)
+	if err != nil {
+		return nil, fmt.Errorf("%s: %s: %w", h.Name, address, err)
+	}
+	return c, nil
 }
 
 // head keeps the first 64 KiB. It does not embed its buffer, whose ReadFrom
