@@ -149,6 +149,9 @@ func (j *Journal) write(records []Record) error {
 	if err := j.step("journal"); err != nil {
 		return err
 	}
+	if records == nil {
+		records = []Record{} // a list, not null
+	}
 	data, err := json.MarshalIndent(journalFile{journalVersion, records}, "", " ")
 	if err != nil {
 		return err
