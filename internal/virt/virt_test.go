@@ -32,8 +32,8 @@ func device(bus int) []byte {
 
 func quick() virt.Timeouts {
 	return virt.Timeouts{
-		Connect: 300 * time.Millisecond, Query: 300 * time.Millisecond, Change: 300 * time.Millisecond,
-		Migrate: 5 * time.Second, Abort: time.Second, Ping: 20 * time.Millisecond, Backoff: 50 * time.Millisecond,
+		Connect: time.Second, Query: time.Second, Change: time.Second,
+		Migrate: 20 * time.Second, Abort: 10 * time.Second, Ping: 20 * time.Millisecond, Backoff: 50 * time.Millisecond,
 	}
 }
 
@@ -257,7 +257,7 @@ func TestAHangingCall(t *testing.T) {
 		})
 		err := test.do()
 		other.Wait()
-		if took := time.Since(began); took < 250*time.Millisecond || took > 2*time.Second {
+		if took := time.Since(began); took < 900*time.Millisecond || took > 5*time.Second {
 			t.Errorf("%s took %v", test.call, took)
 		}
 		if !errors.Is(err, virt.ErrTimeout) || errors.Is(err, virt.ErrUnknownOutcome) != test.change {
@@ -332,7 +332,7 @@ func TestGarbage(t *testing.T) {
 		"closed before the answer":  {Cut: true},
 		"closed after the work":     {Do: true, Cut: true},
 		"answered twice":            {Do: true, Twice: true},
-		"an answer after its limit": {Do: true, Delay: 400 * time.Millisecond},
+		"an answer after its limit": {Do: true, Delay: 1200 * time.Millisecond},
 	} {
 		t.Run(name, func(t *testing.T) {
 			s.Next("list", f, f) // a call that reads is tried once more
@@ -348,7 +348,7 @@ func TestGarbage(t *testing.T) {
 			case !errors.Is(err, virt.ErrDisconnected) && !errors.Is(err, virt.ErrTimeout):
 				t.Errorf("%v is neither ErrDisconnected nor ErrTimeout", err)
 			}
-			if took := time.Since(began); took > 2*time.Second {
+			if took := time.Since(began); took > 5*time.Second {
 				t.Errorf("took %v", took)
 			}
 			s.Next("list") // nothing
@@ -358,7 +358,7 @@ func TestGarbage(t *testing.T) {
 				}
 				ready(t, c)
 			}
-			for range 3 {
+			for end := time.Now().Add(20 * time.Second); time.Now().Before(end); ready(t, c) {
 				if all, err = c.Domains(t.Context()); err == nil {
 					break
 				}
@@ -465,7 +465,7 @@ func TestFrozenDaemon(t *testing.T) {
 	sub := c.Subscribe()
 	defer sub.Close()
 	s.Freeze()
-	deadline := time.Now().Add(5 * time.Second)
+	deadline := time.Now().Add(15 * time.Second)
 	for up := true; up && time.Now().Before(deadline); up, _ = c.Up() {
 		time.Sleep(5 * time.Millisecond)
 	}
@@ -557,7 +557,7 @@ func TestEventsTellTheStory(t *testing.T) {
 }
 
 func TestASlowSubscriberIsToldToLook(t *testing.T) {
-	_, c := open(t, "xen", quick())
+	_, c := open(t, "xen", virt.Timeouts{})
 	sub := c.Subscribe()
 	defer sub.Close()
 	d := started(t, c)
@@ -641,7 +641,7 @@ func TestMigrateOutOfTime(t *testing.T) {
 		t.Run(driver, func(t *testing.T) {
 			_, b, ca, cb, uri := pair(t, driver, quick())
 			d := started(t, ca)
-			err := ca.Migrate(t.Context(), d, virt.Migration{Destination: uri, Limit: 30 * time.Millisecond})
+			err := ca.Migrate(t.Context(), d, virt.Migration{Destination: uri, Limit: 200 * time.Millisecond})
 			if !errors.Is(err, virt.ErrTimeout) || errors.Is(err, virt.ErrUnknownOutcome) == known || errors.Is(err, virt.ErrAborted) != known {
 				t.Errorf("%v", err)
 			}

@@ -72,6 +72,9 @@ type domain struct {
 	job     chan struct{}
 }
 
+// copying is how long a migration takes.
+const copying = time.Second
+
 const (
 	running = 1
 	paused  = 3
@@ -609,7 +612,7 @@ func (s *Server) migrate(d *domain, uri string) *refusal {
 	s.mu.Unlock()
 	select {
 	case <-job:
-	case <-time.After(100 * time.Millisecond):
+	case <-time.After(copying):
 	}
 	to.mu.Lock()
 	defer to.mu.Unlock()
