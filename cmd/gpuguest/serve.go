@@ -13,15 +13,26 @@ import (
 )
 
 func serveCommand(log *slog.Logger) *cobra.Command {
-	var api, apps, dir, executorUser string
+	var api, apps, dir, executorUser, config, root string
+	var vm bool
 	cmd := &cobra.Command{
-		Use:   "serve --socket PATH --app-socket PATH --rundir DIR",
+		Use:   "serve --socket PATH --app-socket PATH --rundir DIR | --vm [--config FILE]",
 		Short: "Serve applications and the host",
 		Long: `Serve applications and the host until told to end. Running applications and
 their executors go on without it; the next gpuguest with the same run folder
-takes them over.`,
+takes them over.
+
+With --vm it is the agent of a VM: it serves all applications of the VM with the
+GPU that the VM has been given, and the host over the VM's channel.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
+			if vm {
+				o, err := loadVM(config, cmd.Flags().Changed("config"))
+				if err != nil {
+					return err
+				}
+				return serveVM(cmd.Context(), o, root, log)
+			}
 			launcher := &session.ExecLauncher{}
 			if executorUser != "" {
 				u, err := lookupUser(executorUser)
@@ -43,10 +54,17 @@ takes them over.`,
 	f.StringVar(&apps, "app-socket", "", "unix socket to serve applications on")
 	f.StringVar(&dir, "rundir", "", "folder for sessions, made if missing")
 	f.StringVar(&executorUser, "executor-user", "", "user, by name or number, whom executors run as (needs root)")
-	for _, name := range []string{"socket", "app-socket", "rundir"} {
-		if err := cmd.MarkFlagRequired(name); err != nil {
-			panic(err) // no such flag
-		}
+	f.BoolVar(&vm, "vm", false, "be the agent of a VM")
+	f.StringVar(&config, "config", vmConfig, "with --vm: its configuration")
+	f.StringVar(&root, "root", "/", "with --vm: the folder below which the machine's files are")
+	if err := f.MarkHidden("root"); err != nil {
+		panic(err) // no such flag
+	}
+	needed := []string{"socket", "app-socket", "rundir"}
+	cmd.MarkFlagsRequiredTogether(needed...)
+	for _, name := range needed {
+		cmd.MarkFlagsOneRequired(name, "vm")
+		cmd.MarkFlagsMutuallyExclusive(name, "vm")
 	}
 	return cmd
 }

@@ -470,7 +470,11 @@ func (a *Agent) offer(ctx context.Context) {
 		a.cfg.Ready(false) // nobody may come between
 		err = a.sessions.Withdraw(ctx, Token)
 	} else {
-		err = a.sessions.Offer(ctx, &gpuctlv1.OfferRequest{Token: Token, Claim: "vm", Target: want})
+		err = a.sessions.Offer(ctx, &gpuctlv1.OfferRequest{
+			Token: Token, Claim: "vm", Target: want,
+			// What applications see stays as it is when the model becomes another.
+			Device: &gpuctlv1.VirtualDevice{Name: "gpuctl virtual GPU", Type: "gpu"},
+		})
 	}
 	if a.made = err == nil; err != nil {
 		if ctx.Err() == nil {

@@ -12,6 +12,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"testing"
 	"time"
@@ -127,7 +128,7 @@ type rig struct {
 	prober   *fakeProber
 	dir      string
 	users    []string
-	ready    chan bool
+	open     atomic.Bool
 	client   gpuctlv1connect.AgentServiceClient
 	stop     func()
 }
@@ -153,7 +154,7 @@ func newRig(t *testing.T) *rig {
 	m.File("proc/sys/kernel/osrelease", "6.1.0\n")
 	r := &rig{
 		t: t, machine: m, dir: t.TempDir(), sessions: &fakeSessions{offers: map[string]*gpuctlv1.Target{}},
-		prober: &fakeProber{addrs: []string{firstAt, secondAt}}, ready: make(chan bool, 64),
+		prober: &fakeProber{addrs: []string{firstAt, secondAt}},
 	}
 	r.start()
 	t.Cleanup(func() { r.stop() })
@@ -170,7 +171,7 @@ func (r *rig) start() {
 	a, err := agent.New(agent.Config{
 		Root: r.machine, Dir: r.dir, Profiles: profiles, Prober: r.prober, Sessions: r.sessions, Version: "v1",
 		Users: func(context.Context, []pci.Address) ([]string, error) { return r.users, nil },
-		Poll:  10 * time.Millisecond, Ready: func(b bool) { r.ready <- b },
+		Poll:  10 * time.Millisecond, Ready: r.open.Store,
 	})
 	if err != nil {
 		r.t.Fatal(err)
@@ -187,23 +188,17 @@ func (r *rig) start() {
 			r.t.Error(err)
 		}
 	}()
-	go func() {
-		for range r.ready { //nolint:revive // only the newest counts, and the tests ask the sessions
-		}
-	}()
 	r.stop = sync.OnceFunc(func() {
 		cancel()
 		<-over
 		srv.CloseClientConnections()
 		srv.Close()
-		close(r.ready)
 	})
 }
 
 func (r *rig) restart() {
 	r.t.Helper()
 	r.stop()
-	r.ready = make(chan bool, 64)
 	r.start()
 	r.t.Cleanup(r.stop)
 }
@@ -331,8 +326,8 @@ func TestReleaseAndTakeUp(t *testing.T) {
 	if d.Driver != "" || d.Ready || d.Target != nil || !strings.Contains(d.Message, "released") {
 		t.Errorf("device %v", d)
 	}
-	if got := r.sessions.offered(); got != "vm/"+secondAt {
-		t.Errorf("applications are offered %q", got)
+	if got := r.sessions.offered(); got != "vm/"+secondAt || !r.open.Load() {
+		t.Errorf("applications are offered %q, open %v", got, r.open.Load())
 	}
 	// The finding: it is seen again for a moment, and for good later.
 	for range 2 {
@@ -486,7 +481,6 @@ func TestReleaseIsResumed(t *testing.T) {
 				err := r.release(firstAt)
 				r.stop()
 				r.machine.Restart()
-				r.ready = make(chan bool, 64)
 				r.start()
 				t.Cleanup(r.stop)
 				if err != nil {
@@ -520,7 +514,6 @@ func TestRebootForgets(t *testing.T) {
 	}
 	_ = r.machine.Write(t.Context(), auto, "1")
 	r.machine.File("proc/sys/kernel/random/boot_id", "boot-2\n")
-	r.ready = make(chan bool, 64)
 	r.start()
 	t.Cleanup(r.stop)
 	r.untouched()
@@ -568,6 +561,31 @@ func TestAwaitDevice(t *testing.T) {
 	}
 	_, err = await(50, 0x20b0, "7")
 	refused(t, err, connect.CodeInvalidArgument)
+}
+
+// Applications have a GPU while there is one.
+func TestOffer(t *testing.T) {
+	r := newRig(t)
+	r.until(firstAt, "ready", ready)
+	r.until(secondAt, "ready", ready)
+	for _, step := range []struct{ release, want string }{{firstAt, "vm/" + secondAt}, {secondAt, ""}} {
+		if err := r.release(step.release); err != nil {
+			t.Fatal(err)
+		}
+		if got := r.sessions.offered(); got != step.want || r.open.Load() != (step.want != "") {
+			t.Errorf("offered %q, open %v, want %q", got, r.open.Load(), step.want)
+		}
+	}
+	if _, err := r.takeUp(firstAt); err != nil {
+		t.Fatal(err)
+	}
+	r.until(firstAt, "ready", ready)
+	for deadline := time.Now().Add(patience); r.sessions.offered() != "vm/"+firstAt || !r.open.Load(); {
+		if time.Now().After(deadline) {
+			t.Fatalf("offered %q, open %v", r.sessions.offered(), r.open.Load())
+		}
+		time.Sleep(5 * time.Millisecond)
+	}
 }
 
 // A probe holds the driver's files: it is over before the driver is unbound.

@@ -239,14 +239,18 @@ static int answer(int sock, uint32_t head[2], int fds[3])
 	return r < 8 ? read_all(sock, (uint8_t *)head + r, 8 - (size_t)r) : 0;
 }
 
+/* Where gpuguest serves all applications of a VM. */
+#ifndef GX_VM_SOCKET
+#define GX_VM_SOCKET "/run/gpuctl-guest/app.sock"
+#endif
+
 static int dial(const char **why)
 {
 	const char *path = secure_getenv("GPUCTL_SOCKET");
 	struct sockaddr_un a = {.sun_family = AF_UNIX};
-	if (!path || !*path) {
-		*why = "GPUCTL_SOCKET is not set; start the program with `gpuctl run`";
-		return -1;
-	}
+	bool said = path && *path;
+	if (!said)
+		path = GX_VM_SOCKET;
 	if (strlen(path) >= sizeof a.sun_path) {
 		*why = "GPUCTL_SOCKET is too long";
 		return -1;
@@ -263,6 +267,8 @@ static int dial(const char **why)
 	while (r < 0 && errno == EINTR);
 	if (r < 0) {
 		*why = strerror(errno);
+		if (!said && (errno == ENOENT || errno == ENOTDIR))
+			*why = "GPUCTL_SOCKET is not set; start the program with `gpuctl run`";
 		close(sock);
 		return -1;
 	}

@@ -1,0 +1,133 @@
+package main
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"regexp"
+	"strconv"
+	"time"
+
+	"go.yaml.in/yaml/v3"
+
+	"github.com/gpuctl/gpuctl/guest/agent"
+	"github.com/gpuctl/gpuctl/guest/channel"
+)
+
+const (
+	configVersion = 1
+	// vmDir is known to applications' OpenCL library: guest/icd/shm.c.
+	vmDir      = "/run/gpuctl-guest"
+	vmConfig   = "/etc/gpuctl/gpuguest.yaml"
+	vmProfiles = "/etc/gpuctl/profiles.d"
+)
+
+// vmOptions are what gpuguest in a VM is told by its file.
+type vmOptions struct {
+	Version     int    `yaml:"version"`
+	RunDir      string `yaml:"runDir"`
+	AppSocket   string `yaml:"appSocket"`
+	AppMode     string `yaml:"appMode"`  // octal
+	AppGroup    string `yaml:"appGroup"` // name or number; empty: root's
+	Wait        string `yaml:"wait"`     // forever, no, or a duration
+	User        string `yaml:"executorUser"`
+	Profiles    string `yaml:"profiles"` // folder
+	Emulated    bool   `yaml:"emulatedDevices"`
+	Channel     string `yaml:"channel"`
+	MaxSessions int    `yaml:"maxSessions"`
+
+	mode os.FileMode
+	wait time.Duration
+}
+
+func defaultVM() vmOptions {
+	return vmOptions{
+		Version: configVersion, RunDir: vmDir, AppMode: "0666", Wait: "forever", Profiles: vmProfiles, Channel: channel.Name,
+	}
+}
+
+// loadVM reads a file; one that is missing is the default unless it was asked for.
+func loadVM(path string, asked bool) (vmOptions, error) {
+	f, err := os.Open(path)
+	if errors.Is(err, fs.ErrNotExist) && !asked {
+		o := defaultVM()
+		return o, o.check()
+	}
+	if err != nil {
+		return vmOptions{}, fmt.Errorf("configuration: %w", err)
+	}
+	defer f.Close()
+	data, err := io.ReadAll(io.LimitReader(f, maxConfig+1))
+	if err != nil {
+		return vmOptions{}, fmt.Errorf("configuration %s: %w", path, err)
+	}
+	o, err := parseVM(data)
+	if err != nil {
+		return vmOptions{}, fmt.Errorf("%s: %w", path, err)
+	}
+	return o, nil
+}
+
+func parseVM(data []byte) (vmOptions, error) {
+	o := defaultVM()
+	o.Version = 0
+	if len(data) > maxConfig {
+		return o, fmt.Errorf("larger than %d bytes", maxConfig)
+	}
+	dec := yaml.NewDecoder(bytes.NewReader(data))
+	dec.KnownFields(true)
+	if err := dec.Decode(&o); err != nil {
+		if errors.Is(err, io.EOF) {
+			return o, fmt.Errorf("empty; it needs at least \"version: %d\"", configVersion)
+		}
+		return o, err
+	}
+	if err := dec.Decode(new(yaml.Node)); !errors.Is(err, io.EOF) {
+		return o, errors.New("more than one document")
+	}
+	return o, o.check()
+}
+
+var channelPattern = regexp.MustCompile(`^[A-Za-z0-9][A-Za-z0-9._-]{0,126}$`) //nolint:gochecknoglobals // a constant
+
+func (o *vmOptions) check() error {
+	var errs []error
+	bad := func(format string, args ...any) { errs = append(errs, fmt.Errorf(format, args...)) }
+	if o.Version != configVersion {
+		bad("version: %d, this program knows %d", o.Version, configVersion)
+	}
+	if o.AppSocket == "" {
+		o.AppSocket = filepath.Join(o.RunDir, "app.sock")
+	}
+	for name, path := range map[string]string{"runDir": o.RunDir, "appSocket": o.AppSocket, "profiles": o.Profiles} {
+		if !filepath.IsAbs(path) || filepath.Clean(path) != path {
+			bad("%s: %q is not a whole path", name, path)
+		}
+	}
+	mode, err := strconv.ParseUint(o.AppMode, 8, 32)
+	if err != nil || mode > 0o777 || mode&0o600 != 0o600 {
+		bad("appMode: %q is not an octal mode that lets its owner read and write, as 0660", o.AppMode)
+	}
+	o.mode = os.FileMode(mode)
+	switch o.Wait {
+	case "forever":
+		o.wait = agent.Forever
+	case "no":
+		o.wait = 0
+	default:
+		if o.wait, err = time.ParseDuration(o.Wait); err != nil || o.wait < 0 {
+			bad("wait: %q is not forever, no or a time as 30s", o.Wait)
+		}
+	}
+	if !channelPattern.MatchString(o.Channel) {
+		bad("channel: %q is no channel's name", o.Channel)
+	}
+	if o.MaxSessions < 0 {
+		bad("maxSessions: %d is negative", o.MaxSessions)
+	}
+	return errors.Join(errs...)
+}

@@ -1,0 +1,219 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"net/http"
+	"os"
+	"os/user"
+	"path/filepath"
+	"strconv"
+	"sync"
+	"time"
+
+	"github.com/coreos/go-systemd/v22/daemon"
+
+	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
+	"github.com/gpuctl/gpuctl/guest/agent"
+	"github.com/gpuctl/gpuctl/guest/channel"
+	"github.com/gpuctl/gpuctl/guest/profile"
+	"github.com/gpuctl/gpuctl/guest/session"
+	"github.com/gpuctl/gpuctl/internal/program"
+	"github.com/gpuctl/gpuctl/internal/rundir"
+	"github.com/gpuctl/gpuctl/internal/unixrpc"
+	"github.com/gpuctl/gpuctl/passthrough/bind"
+	"github.com/gpuctl/gpuctl/passthrough/pci"
+	"github.com/gpuctl/gpuctl/passthrough/sysfs"
+	"github.com/gpuctl/gpuctl/passthrough/uevent"
+)
+
+const (
+	apiSocket = "guest.sock"
+	endTime   = 10 * time.Second
+)
+
+// serveVM is gpuguest in a VM. root is the machine's files, / but in tests.
+func serveVM(ctx context.Context, o vmOptions, root string, log *slog.Logger) error {
+	extra, err := profile.ReadDir(os.DirFS("/"), o.Profiles[1:])
+	if err != nil {
+		return err
+	}
+	profiles, err := profile.Load(profile.Options{Emulated: o.Emulated, Extra: extra})
+	if err != nil {
+		return err
+	}
+	launcher := &session.ExecLauncher{}
+	if o.User != "" {
+		if launcher.User, err = lookupUser(o.User); err != nil {
+			return err
+		}
+	}
+	if err := os.MkdirAll(o.RunDir, 0o755); err != nil {
+		return fmt.Errorf("run folder: %w", err)
+	}
+	m, err := session.New(session.Config{
+		Dir: o.RunDir, Launcher: launcher, Logger: log, Faults: os.Getenv("GPUCTL_FAULTS") == "1", MaxSessions: o.MaxSessions,
+	})
+	if err != nil {
+		return err
+	}
+	defer m.Close()
+	apps, err := listenApps(o)
+	if err != nil {
+		return err
+	}
+	defer apps.Close()
+	api := filepath.Join(o.RunDir, apiSocket)
+	host, err := rundir.Listen(api)
+	if err != nil {
+		return err
+	}
+	defer host.Close()
+
+	// Ends everything that answers, and what it began: operations roll back.
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	events, stopEvents := kernelEvents(ctx, root, log)
+	defer stopEvents()
+	gate := agent.NewGate(apps, m.ServeApps, o.wait, log)
+	machine := sysfs.Dir(root)
+	client := unixrpc.Client(api)
+	defer client.CloseIdleConnections()
+	a, err := agent.New(agent.Config{
+		Root: machine, Dir: o.RunDir, Profiles: profiles, Prober: launcher, Version: program.Version(),
+		Sessions: &agent.GuestSessions{Client: gpuctlv1connect.NewGuestServiceClient(client, "http://gpuguest"), RunDir: o.RunDir},
+		Users:    usersOf(machine), Events: events, Ready: gate.Set, Logger: log,
+	})
+	if err != nil {
+		return err
+	}
+	mux := http.NewServeMux()
+	mux.Handle(m.Handler())
+	mux.Handle(a.Handler())
+	srv := &http.Server{Handler: mux, ReadHeaderTimeout: endTime, BaseContext: func(net.Listener) context.Context { return ctx }}
+	port := channel.Port{Root: root, Name: o.Channel}
+
+	failed := make(chan error, 4)
+	var wg sync.WaitGroup
+	start := func(what string, f func() error) {
+		wg.Go(func() {
+			if err := f(); err != nil && !errors.Is(err, http.ErrServerClosed) {
+				failed <- fmt.Errorf("%s: %w", what, err)
+			}
+		})
+	}
+	start("sessions' socket", func() error { return srv.Serve(host) })
+	start("applications", func() error { return gate.Run(ctx) })
+	start("devices", func() error { return a.Run(ctx) })
+	start("channel", func() error { return channel.Serve(ctx, port.Open, mux, channel.WithLogger(log)) })
+	log.Info("serving the VM", "apps", o.AppSocket, "api", api, "channel", o.Channel)
+	_, _ = daemon.SdNotify(false, daemon.SdNotifyReady)
+
+	select {
+	case <-ctx.Done():
+		err = nil
+	case err = <-failed:
+	}
+	_, _ = daemon.SdNotify(false, daemon.SdNotifyStopping)
+	cancel()
+	sctx, end := context.WithTimeout(context.WithoutCancel(ctx), endTime)
+	defer end()
+	if serr := srv.Shutdown(sctx); serr != nil {
+		_ = srv.Close()
+	}
+	wg.Wait()
+	return err
+}
+
+// listenApps opens the socket of the VM's applications.
+func listenApps(o vmOptions) (*net.UnixListener, error) {
+	l, err := rundir.Listen(o.AppSocket) // for its owner alone, until it is known whose it is
+	if err != nil {
+		return nil, err
+	}
+	u, ok := l.(*net.UnixListener)
+	if !ok {
+		l.Close()
+		return nil, fmt.Errorf("socket %s: it is a %s", o.AppSocket, l.Addr().Network())
+	}
+	if o.AppGroup != "" {
+		gid, err := lookupGroup(o.AppGroup)
+		if err == nil {
+			err = os.Chown(o.AppSocket, -1, gid)
+		}
+		if err != nil {
+			u.Close()
+			return nil, fmt.Errorf("appGroup: %w", err)
+		}
+	}
+	if err := os.Chmod(o.AppSocket, o.mode); err != nil {
+		u.Close()
+		return nil, fmt.Errorf("appMode: %w", err)
+	}
+	return u, nil
+}
+
+func lookupGroup(name string) (int, error) {
+	g, err := user.LookupGroup(name)
+	if err != nil {
+		if byID, iderr := user.LookupGroupId(name); iderr == nil {
+			g, err = byID, nil
+		}
+	}
+	if err != nil {
+		return 0, err
+	}
+	return strconv.Atoi(g.Gid)
+}
+
+// usersOf says who has functions open, sessions aside.
+func usersOf(machine sysfs.Root) func(context.Context, []pci.Address) ([]string, error) {
+	b := bind.New(machine, nil, bind.WithBootVGA())
+	return func(ctx context.Context, functions []pci.Address) ([]string, error) {
+		users, err := b.Users(ctx, functions)
+		var words []string
+		for _, u := range users {
+			words = append(words, u.String())
+		}
+		return words, err
+	}
+}
+
+// kernelEvents are what the kernel tells of devices; none if it does not, or
+// root is not the machine's: then the agent looks by itself.
+func kernelEvents(ctx context.Context, root string, log *slog.Logger) (<-chan agent.Event, func()) {
+	if root != "/" {
+		return nil, func() {}
+	}
+	l, err := uevent.Listen()
+	if err != nil {
+		log.Warn("the kernel's events are not heard; devices are looked for every other second", "err", err)
+		return nil, func() {}
+	}
+	out := make(chan agent.Event)
+	over := make(chan struct{})
+	go func() {
+		defer close(over)
+		for {
+			e, err := l.Next(ctx)
+			if err != nil {
+				if ctx.Err() == nil {
+					log.Warn("the kernel's events", "err", err)
+				}
+				return
+			}
+			select {
+			case out <- agent.Event{Address: e.Address, Gone: e.Action == uevent.Remove}:
+			case <-ctx.Done():
+				return
+			}
+		}
+	}()
+	return out, func() {
+		_ = l.Close()
+		<-over
+	}
+}
