@@ -38,6 +38,7 @@ type Host struct {
 
 	mu     sync.Mutex
 	client *ssh.Client // nil: not connected
+	lost   error       // why the last connection broke
 }
 
 // state is what is written down about a host that was started.

@@ -88,8 +88,17 @@ func (h *Host) connection(ctx context.Context) (*ssh.Client, error) {
 		conn.Close()
 		return nil, err
 	}
-	h.client = ssh.NewClient(c, channels, requests)
-	return h.client, nil
+	client := ssh.NewClient(c, channels, requests)
+	h.client, h.lost = client, nil
+	go func() { // ends with the connection
+		err := client.Wait()
+		h.mu.Lock()
+		defer h.mu.Unlock()
+		if h.client == client {
+			h.client, h.lost = nil, fmt.Errorf("its connection broke: %w", err)
+		}
+	}()
+	return client, nil
 }
 
 // connected waits until sshd lets us in.
@@ -117,6 +126,17 @@ func (h *Host) disconnect() {
 		h.client.Close()
 		h.client = nil
 	}
+}
+
+// why adds to an error why the connection broke, which is what EOF comes from.
+func (h *Host) why(err error) error {
+	if !errors.Is(err, io.EOF) {
+		return err
+	}
+	time.Sleep(10 * time.Millisecond) // whoever waits for the connection may not have run yet
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	return errors.Join(err, h.lost)
 }
 
 // dropped forgets a connection that turned out dead.
@@ -157,6 +177,7 @@ func (h *Host) Stream(ctx context.Context, command string, in io.Reader, out, er
 		err = ctx.Err()
 	}
 	if err != nil {
+		err = h.why(err)
 		h.dropped(client)
 		return fmt.Errorf("%s: %w", h.Name, err)
 	}
