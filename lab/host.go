@@ -124,7 +124,7 @@ func (h *Host) Console() string { return filepath.Join(h.dir, "console.log") }
 // cpu is what of AMD's EPYC Xen, dom0 and libvirt can live with under emulation
 // (docs/lab.md has a reason for every flag).
 const cpu = "EPYC,-monitor,-smap,-rdtscp,vme=on,x-force-features=on,-rdseed,-sha-ni,-fxsr-opt,-misalignsse," +
-	"-3dnowprefetch,-osvw,-topoext,-nrip-save,-xsavec"
+	"-3dnowprefetch,-osvw,-topoext,-nrip-save,-xsave,-xsaveopt,-xsavec,-xgetbv1,-avx,-avx2,-f16c,-fma"
 
 // arguments are QEMU's. Paths are relative to the host's folder, but the
 // image's.
@@ -140,7 +140,7 @@ func (h *Host) arguments(img image, port int) []string {
 		"-nodefaults", "-no-user-config", "-display", "none", "-vga", "none", "-cpu", cpu,
 		"-device", "intel-iommu,intremap=on,device-iotlb=on",
 		"-kernel", img.path("xen"),
-		"-append", "dom0_mem=1024M,max:1024M dom0_max_vcpus=1 console=com1 com1=115200,8n1 iommu=verbose,no-sharept",
+		"-append", "dom0_mem=1024M,max:1024M dom0_max_vcpus=1 console=com1 com1=115200,8n1 iommu=verbose,no-sharept spec-ctrl=eager-fpu",
 		"-initrd", dom0 + "," + img.path("initrd.img"),
 		"-serial", "file:console.log", "-qmp", "unix:qmp.sock,server=on,wait=off",
 		"-blockdev", "driver=qcow2,node-name=root,cache.no-flush=on,file.driver=file,file.filename=" + disk,

@@ -164,10 +164,8 @@ func (g *Guest) XML(devices ...string) (string, error) {
 	} else {
 		b.WriteString("    <type arch='x86_64' machine='xenfv'>hvm</type>\n    <loader type='rom'>/usr/lib/xen-4.17/boot/hvmloader</loader>\n")
 	}
-	// The probe of the i8042 panics a guest on its second live migration. Under
-	// emulation Xen does not learn what a guest enables by XSETBV and would lose
-	// its AVX registers: noxsave.
-	fmt.Fprintf(&b, "    <kernel>%s</kernel>\n    <initrd>%s</initrd>\n    <cmdline>console=hvc0 loglevel=5 nokaslr panic=1 noxsave initcall_blacklist=i8042_init%s</cmdline>\n  </os>\n",
+	// The probe of the i8042 panics a guest on its second live migration.
+	fmt.Fprintf(&b, "    <kernel>%s</kernel>\n    <initrd>%s</initrd>\n    <cmdline>console=hvc0 loglevel=5 nokaslr panic=1 initcall_blacklist=i8042_init%s</cmdline>\n  </os>\n",
 		g.Kernel, g.Initrd, prefixed(" ", g.CommandLine))
 	if g.PVH {
 		b.WriteString("  <features><acpi/></features>\n")
@@ -233,8 +231,11 @@ func (g *Guest) Create(ctx context.Context, h *lab.Host, devices ...string) erro
 func (g *Guest) WaitReady(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, 6*time.Minute)
 	defer cancel()
-	for {
-		_, err := g.Ping(ctx)
+	// What is sent before the guest listens is lost, so the first tries are short.
+	for patience := time.Second; ; patience = min(2*patience, 10*time.Second) {
+		try, stop := context.WithTimeout(ctx, patience)
+		_, err := g.Ping(try)
+		stop()
 		if err == nil {
 			return nil
 		}
