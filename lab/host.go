@@ -156,51 +156,52 @@ func (h *Host) arguments(img image, port int) []string {
 }
 
 // start starts QEMU with the disk that is in the host's folder.
-func (h *Host) start(ctx context.Context, img image, ready string, more ...string) (*state, error) {
+func (h *Host) start(ctx context.Context, img image, ready string, more ...string) error {
 	if err := os.RemoveAll(filepath.Join(h.dir, "share")); err != nil {
-		return nil, err
+		return err
 	}
 	if err := os.MkdirAll(filepath.Join(h.dir, "share"), 0o755); err != nil {
-		return nil, err
+		return err
 	}
 	log, err := os.Create(filepath.Join(h.dir, "qemu.log"))
 	if err != nil {
-		return nil, err
+		return err
 	}
 	defer log.Close()
 	port, err := freePort()
 	if err != nil {
-		return nil, err
+		return err
 	}
 	c := exec.Command("qemu-system-x86_64", append(h.arguments(img, port), more...)...)
 	c.Dir, c.Stdout, c.Stderr = h.dir, log, log
 	c.SysProcAttr = &unix.SysProcAttr{Setsid: true} // it outlives who starts it
 	if err := c.Start(); err != nil {
-		return nil, fmt.Errorf("start QEMU: %w", err)
+		return fmt.Errorf("start QEMU: %w", err)
 	}
 	go func() { _ = c.Wait() }() // no zombie while this process lives
 	s := &state{PID: c.Process.Pid, Port: port, Image: img.dir, Ready: ready}
 	if s.Started, err = startTime(s.PID); err != nil {
-		return nil, fmt.Errorf("QEMU ended at once:\n%s", h.tail("qemu.log"))
+		return fmt.Errorf("QEMU ended at once:\n%s", h.tail("qemu.log"))
 	}
 	b, err := json.Marshal(s)
 	if err != nil {
-		return nil, err
+		return err
 	}
 	if err := os.WriteFile(h.statePath(), b, 0o644); err != nil {
-		return nil, errors.Join(err, c.Process.Kill())
+		return errors.Join(err, c.Process.Kill())
 	}
 	// QMP answers when the machine is made, and with -loadvm when it is loaded.
 	for {
 		q, err := dialQMP(ctx, filepath.Join(h.dir, "qmp.sock"))
 		if err == nil {
-			return s, q.Close()
+			q.close()
+			return nil
 		}
 		if _, cerr := h.current(); cerr != nil {
-			return nil, fmt.Errorf("QEMU ended:\n%s", h.tail("qemu.log"))
+			return fmt.Errorf("QEMU ended:\n%s", h.tail("qemu.log"))
 		}
 		if err := sleep(ctx, 50*time.Millisecond); err != nil {
-			return nil, err
+			return err
 		}
 	}
 }
@@ -245,7 +246,7 @@ func (h *Host) coldBoot(ctx context.Context, img image) error {
 			"-b", img.path("root.img"), path).CombinedOutput(); err != nil {
 			return fmt.Errorf("make its disk: %w: %s", err, out)
 		}
-		if _, err := h.start(ctx, img, ""); err != nil {
+		if err := h.start(ctx, img, ""); err != nil {
 			return err
 		}
 		return h.waitBooted(ctx)
@@ -294,7 +295,7 @@ func (h *Host) save(ctx context.Context) error {
 		if err != nil {
 			return err
 		}
-		defer q.Close()
+		defer q.close()
 		if err := q.monitor(ctx, "savevm "+snapshot); err != nil {
 			return err
 		}
@@ -321,7 +322,7 @@ func (h *Host) fromSnapshot(ctx context.Context, img image, ready string) error 
 		if out, err := exec.CommandContext(ctx, "cp", "--sparse=always", from, filepath.Join(h.dir, disk)).CombinedOutput(); err != nil {
 			return fmt.Errorf("copy its disk: %w: %s", err, out)
 		}
-		if _, err := h.start(ctx, img, ready, "-loadvm", snapshot); err != nil {
+		if err := h.start(ctx, img, ready, "-loadvm", snapshot); err != nil {
 			return err
 		}
 		return h.resume(ctx)
@@ -346,7 +347,7 @@ func (h *Host) resume(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	defer q.Close()
+	defer q.close()
 	if _, err := q.do(ctx, "device_add", lateCard()); err != nil {
 		return err
 	}
@@ -363,7 +364,7 @@ func (h *Host) unplug(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	defer q.Close()
+	defer q.close()
 	if _, err := q.do(ctx, "device_del", map[string]any{"id": "nvme0"}); err != nil {
 		return err
 	}
@@ -452,7 +453,7 @@ func (h *Host) PowerOn(ctx context.Context) error {
 		return err
 	}
 	done := h.lab.progress.Start("boot " + h.Name)
-	_, err = h.start(ctx, image{s.Image}, s.Ready)
+	err = h.start(ctx, image{s.Image}, s.Ready)
 	if err == nil {
 		err = h.waitBooted(ctx)
 	}
@@ -473,7 +474,7 @@ func (h *Host) Link(ctx context.Context, up bool) error {
 	if err != nil {
 		return fmt.Errorf("%s: %w", h.Name, err)
 	}
-	defer q.Close()
+	defer q.close()
 	_, err = q.do(ctx, "set_link", map[string]any{"name": "net-lan", "up": up})
 	return err
 }
@@ -502,7 +503,7 @@ func (h *Host) PutReader(ctx context.Context, r io.Reader, dst string, mode fs.F
 	if err != nil {
 		return fmt.Errorf("%s: %w", h.Name, err)
 	}
-	defer os.Remove(path)
+	defer func() { _ = os.Remove(path) }()
 	_, err = io.Copy(f, r)
 	if err := errors.Join(err, f.Close()); err != nil {
 		return err

@@ -110,7 +110,7 @@ func TestQMP(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer q.Close()
+	defer q.close()
 	if _, err := q.do(ctx, "set_link", map[string]any{"name": "net-lan", "up": false}); err != nil {
 		t.Error(err)
 	}

@@ -46,8 +46,8 @@ func dialQMP(ctx context.Context, path string) (*qmp, error) {
 	return q, nil
 }
 
-// Close ends the conversation, not QEMU.
-func (q *qmp) Close() error { return q.conn.Close() }
+// close ends the conversation, not QEMU.
+func (q *qmp) close() { q.conn.Close() }
 
 type qmpMessage struct {
 	Return json.RawMessage `json:"return"`

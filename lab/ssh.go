@@ -123,7 +123,7 @@ func (h *Host) disconnect() {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	if h.client != nil {
-		h.client.Close()
+		_ = h.client.Close()
 		h.client = nil
 	}
 }
@@ -144,7 +144,7 @@ func (h *Host) dropped(c *ssh.Client) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	if h.client == c {
-		h.client.Close()
+		_ = h.client.Close()
 		h.client = nil
 	}
 }
@@ -165,7 +165,7 @@ func (h *Host) Stream(ctx context.Context, command string, in io.Reader, out, er
 	if err != nil {
 		return fmt.Errorf("%s: %w", h.Name, err)
 	}
-	defer s.Close()
+	defer func() { _ = s.Close() }()
 	said := &head{}
 	s.Stdin, s.Stdout, s.Stderr = in, out, said
 	if errs != nil {
@@ -187,7 +187,7 @@ func (h *Host) Stream(ctx context.Context, command string, in io.Reader, out, er
 	case err = <-done:
 	case <-ctx.Done():
 		_ = s.Signal(ssh.SIGKILL)
-		s.Close()
+		_ = s.Close()
 		// A host without power never answers; what waits for it must end.
 		select {
 		case <-done:
@@ -224,7 +224,7 @@ func (h *Host) session(ctx context.Context) (*ssh.Session, *ssh.Client, error) {
 		s, err := client.NewSession()
 		if !stop() && err == nil {
 			err = ctx.Err()
-			s.Close()
+			_ = s.Close()
 		}
 		if err == nil {
 			return s, client, nil
