@@ -52,14 +52,15 @@ type Options struct {
 
 // Platform is what there is on this machine.
 type Platform struct {
-	Keeper  *devices.Keeper
-	Catalog *catalog.Catalog
-	Client  *virt.Client // nil: no libvirt
-	log     *slog.Logger
-	runDir  string
-	event   func(gpu, kind, message string)
-	binder  *bind.Binder
-	close   []func() error
+	Keeper   *devices.Keeper
+	Catalog  *catalog.Catalog
+	Client   *virt.Client // nil: no libvirt
+	log      *slog.Logger
+	runDir   string
+	event    func(gpu, kind, message string)
+	binder   *bind.Binder
+	resetter *reset.Resetter
+	close    []func() error
 }
 
 // Open finds out what the machine is. It touches no card.
@@ -73,28 +74,66 @@ func Open(ctx context.Context, o Options) (p *Platform, err error) {
 	if p.Catalog, err = loadCatalog(o.Config.Catalog); err != nil {
 		return p, err
 	}
-	journal, err := bind.OpenJournal(filepath.Join(o.Dir, "drivers"))
+	journal, err := openJournal(ctx, filepath.Join(o.Dir, "drivers"))
 	if err != nil {
 		return p, fmt.Errorf("journal of drivers: %w", err)
 	}
 	p.close = append(p.close, journal.Close)
-	options := []bind.Option{}
-	if o.LetGo != nil {
-		options = append(options, bind.WithRelease(o.LetGo))
-	}
-	p.binder = bind.New(o.Root, journal, options...)
+	p.resetter = reset.New(o.Root, reset.WithRecords(filepath.Join(o.Dir, "resets")))
 	c := devices.Config{
-		Root: o.Root, File: filepath.Join(o.Dir, "cards.json"), Binder: p.binder,
-		Resetter: resetter{reset.New(o.Root, reset.WithRecords(filepath.Join(o.Dir, "resets"))), p.Catalog, o.Log},
-		Cluster:  o.Cluster, GPUs: o.GPUs, Event: o.Event, Log: o.Log, Park: o.Config.Park,
+		Root: o.Root, File: filepath.Join(o.Dir, "cards.json"), Resetter: resetter{p.resetter, p.Catalog, o.Log},
+		Cluster: o.Cluster, GPUs: o.GPUs, Event: o.Event, Log: o.Log, Park: o.Config.Park,
 	}
 	if err := p.hypervisor(ctx, o, &c); err != nil {
 		return p, err
 	}
+	options := []bind.Option{bind.WithUsers(guests(c.Hypervisor))}
+	if o.LetGo != nil {
+		options = append(options, bind.WithRelease(o.LetGo))
+	}
+	p.binder = bind.New(o.Root, journal, options...)
+	c.Binder = p.binder
 	if p.Keeper, err = devices.New(c); err != nil {
 		return p, err
 	}
 	return p, nil
+}
+
+// openJournal waits for a hostd that was killed: the kernel may still be at the
+// last of its writes.
+func openJournal(ctx context.Context, dir string) (*bind.Journal, error) {
+	ctx, cancel := context.WithTimeout(ctx, journalPatience)
+	defer cancel()
+	for {
+		j, err := bind.OpenJournal(dir)
+		if err == nil || !errors.Is(err, bind.ErrJournalBusy) {
+			return j, err
+		}
+		select {
+		case <-ctx.Done():
+			return nil, err
+		case <-time.After(100 * time.Millisecond):
+		}
+	}
+}
+
+const journalPatience = 30 * time.Second
+
+// guests tells the binder of VMs that have a function: files do not show them.
+func guests(h devices.Hypervisor) func(context.Context, []pci.Address) ([]bind.User, error) {
+	return func(ctx context.Context, functions []pci.Address) ([]bind.User, error) {
+		owners, err := h.Owners(ctx)
+		if err != nil {
+			return nil, err
+		}
+		var out []bind.User
+		for _, f := range functions {
+			if d, owned := owners[f]; owned {
+				out = append(out, bind.User{Kind: bind.UserGuest, Function: f, Name: d.Name})
+			}
+		}
+		return out, nil
+	}
 }
 
 // loadCatalog adds the operator's files to what gpuctl knows.
@@ -168,6 +207,10 @@ func (p *Platform) hypervisor(ctx context.Context, o Options, c *devices.Config)
 // Run finishes or undoes what was left half-way, keeps the cards, and passes
 // on what happens, until ctx ends.
 func (p *Platform) Run(ctx context.Context) error {
+	// First what a reset has left, which may have no driver for that time.
+	if _, err := p.resetter.Recover(ctx); err != nil {
+		p.log.Error("a reset that was cut short is not undone", "err", err)
+	}
 	done, err := p.binder.Recover(ctx)
 	for _, r := range done {
 		p.log.Info("driver settled", "function", r.Function, "outcome", r.Outcome, "driver", r.Driver)

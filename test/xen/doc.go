@@ -1,0 +1,4 @@
+// Package xen tests the product on real Xen: hostd and gpuctl in the control
+// domains of the lab's two hosts, with libvirt's libxl driver, emulated cards,
+// and VMs that say from inside what they have. It needs the lab: `make lab-test`.
+package xen
