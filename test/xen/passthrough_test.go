@@ -61,8 +61,8 @@ func TestPassthrough(t *testing.T) {
 	})
 	step("refusals", func() {
 		h.refused(ctx, "belongs to VM web", "attach", "web", virtio, "--plan")
-		h.refused(ctx, "there is no", "attach", "nobody", bochs)
-		h.refused(ctx, "may", "attach", "web", lonely)
+		h.refused(ctx, `vm "nobody": not found on this host`, "attach", "nobody", bochs)
+		h.refused(ctx, "has no reset of its own", "attach", "web", lonely)
 		h.refused(ctx, "gpuguest", "detach", "web", virtio)
 		if err := other.Create(ctx, h.Host, virtio); err == nil || !strings.Contains(err.Error(), "belongs to VM web") {
 			t.Errorf("a second owner started: %v", err)

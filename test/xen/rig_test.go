@@ -104,12 +104,16 @@ func (h *host) must(ctx context.Context, args ...string) string {
 // refused is a gpuctl that must fail, with these words.
 func (h *host) refused(ctx context.Context, words string, args ...string) {
 	h.t.Helper()
+	what := strings.Join(args, " ")
 	out, err := h.gpuctl(ctx, args...)
+	if err != nil {
+		out += err.Error()
+	}
 	if err == nil || !strings.Contains(out, words) {
-		h.t.Errorf("%s: gpuctl %s: %v: %s; want %q", h.Name, strings.Join(args, " "), err, out, words)
+		h.t.Errorf("%s: gpuctl %s: %v: %s; want %q", h.Name, what, err, out, words)
 		return
 	}
-	h.t.Logf("gpuctl %s: %s", strings.Join(args, " "), strings.TrimSpace(out))
+	h.t.Logf("gpuctl %s: %s", what, strings.TrimSpace(out))
 }
 
 // card is a card as gpuctl shows it.
