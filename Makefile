@@ -6,11 +6,11 @@ GO ?= go
 PKGS = ./...
 FUZZTIME ?= 10s
 CHAOSTIME ?= 60s
-GODIRS = api bench cluster cmd demo docs guest hostd internal passthrough test
+GODIRS = api bench cluster cmd demo docs guest hostd internal lab migrate passthrough test
 GOLANGCI = github.com/golangci/golangci-lint/v2/cmd/golangci-lint@v2.12.2
 
 .DEFAULT_GOAL := build
-.PHONY: setup build programs binaries test check unit conform e2e cluster-e2e property demo cluster-demo bench fuzz chaos chaos-cluster generate lint clean
+.PHONY: setup build programs binaries deb test check unit conform e2e cluster-e2e libvirt-e2e property demo cluster-demo bench fuzz chaos chaos-cluster generate lint clean
 
 setup:
 	@packaging/setup.sh
@@ -22,6 +22,7 @@ binaries:
 	@mkdir -p bin lib
 	CGO_ENABLED=0 $(GO) build -trimpath -o bin/gpuctl ./cmd/gpuctl
 	CGO_ENABLED=0 $(GO) build -trimpath -o bin/hostd ./cmd/hostd
+	CGO_ENABLED=0 $(GO) build -trimpath -ldflags='-s -w' -o bin/gpuctl-hook ./cmd/gpuctl-hook
 	CGO_ENABLED=1 $(GO) build -trimpath -o bin/gpuguest ./cmd/gpuguest
 	CGO_ENABLED=1 CGO_CFLAGS="-O2 -g -w" $(GO) build -trimpath -o bin/hostd-nvml ./cmd/hostd-nvml
 	CGO_ENABLED=0 $(GO) build -trimpath -o bin/gpuctl-bench ./bench
@@ -32,7 +33,7 @@ binaries:
 programs:
 	@$(MAKE) --no-print-directory -C test/cl
 
-test: build check unit conform e2e cluster-e2e property
+test: build check unit conform e2e cluster-e2e libvirt-e2e property
 	@echo "all tests passed"
 
 check:
@@ -41,7 +42,7 @@ check:
 
 # The end-to-end tests follow on their own: they need the machine to themselves.
 unit:
-	CGO_ENABLED=1 $(GO) test -race -timeout 8m $$($(GO) list $(PKGS) | grep -v -e /test/e2e -e /test/property -e /test/cluster)
+	CGO_ENABLED=1 $(GO) test -race -timeout 8m $$($(GO) list $(PKGS) | grep -v -e /test/e2e -e /test/property -e /test/cluster -e /test/libvirt)
 
 conform:
 	$(GO) test -count=1 -timeout 8m -run '^TestConform' -v ./test/e2e
@@ -49,6 +50,10 @@ conform:
 # Three real hosts.
 cluster-e2e:
 	$(GO) test -count=1 -timeout 8m -v ./test/cluster
+
+# Two real libvirtds in namespaces, with guests of qemu.
+libvirt-e2e:
+	$(GO) test -count=1 -timeout 8m -v ./test/libvirt
 
 e2e:
 	$(GO) test -count=1 -timeout 12m -skip '^TestConform' -v ./test/e2e
@@ -94,6 +99,8 @@ generate: setup
 
 lint: setup
 	$(GO) run $(GOLANGCI) run
+
+include lab/lab.mk
 
 clean:
 	rm -rf bin lib bench/out .demo

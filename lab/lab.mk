@@ -2,7 +2,7 @@
 .PHONY: lab-setup lab-program lab-image lab-up lab-ssh lab-put lab-snapshot lab-status lab-down lab-test
 
 LAB_HOST ?= xena
-LAB_TIMEOUT ?= 20m
+LAB_TIMEOUT ?= 30m
 
 lab-setup: setup
 	@lab/setup.sh
@@ -32,6 +32,6 @@ lab-down: lab-program
 	bin/lab down
 
 # All tests of real Xen, one package after the other: they share the two hosts.
-LAB_PKGS ?= ./lab/labtest
+LAB_PKGS ?= ./lab/labtest ./test/xen
 lab-test: build lab-program
 	GPUCTL_LAB=1 $(GO) test -count=1 -p 1 -timeout $(LAB_TIMEOUT) -v $(LAB_PKGS)

@@ -3,7 +3,8 @@
 set -eu
 root=$(cd "$(dirname "$0")/.." && pwd)
 packages="build-essential git pkg-config curl unzip ca-certificates ocl-icd-opencl-dev opencl-headers pocl-opencl-icd oclgrind
-x264 ffmpeg clinfo clblast-tests protobuf-compiler"
+x264 ffmpeg clinfo clblast-tests protobuf-compiler iproute2 util-linux
+libvirt-daemon-system libvirt-daemon libvirt-daemon-driver-qemu qemu-system-x86"
 missing=
 for p in $packages; do
 	[ "$(dpkg-query -W -f='${db:Status-Status}' "$p" 2>/dev/null)" = installed ] || missing="$missing $p"
