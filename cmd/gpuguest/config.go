@@ -92,7 +92,7 @@ func parseVM(data []byte) (vmOptions, error) {
 	return o, o.check()
 }
 
-var channelPattern = regexp.MustCompile(`^[A-Za-z0-9][A-Za-z0-9._-]{0,126}$`) //nolint:gochecknoglobals // a constant
+var channelPattern = regexp.MustCompile(`^[A-Za-z0-9][A-Za-z0-9._-]{0,126}$`)
 
 func (o *vmOptions) check() error {
 	var errs []error

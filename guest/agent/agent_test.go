@@ -204,7 +204,7 @@ func (r *rig) restart() {
 }
 
 // until waits for a state of a device.
-func (r *rig) until(address string, what string, ok func(*gpuctlv1.GuestDevice) bool) *gpuctlv1.GuestDevice {
+func (r *rig) until(address, what string, ok func(*gpuctlv1.GuestDevice) bool) *gpuctlv1.GuestDevice {
 	r.t.Helper()
 	ctx, cancel := context.WithTimeout(r.t.Context(), patience)
 	defer cancel()
@@ -705,7 +705,7 @@ func TestGate(t *testing.T) {
 			t.Fatalf("got %q", got)
 		}
 		g.Set(true)
-		for knock(t, l, patience) != "served" { //nolint:revive // the gate opens soon
+		for knock(t, l, patience) != "served" {
 		}
 	})
 	t.Run("a while", func(t *testing.T) {

@@ -70,16 +70,6 @@ func (j *journal) has(a pci.Address) bool {
 	return ok
 }
 
-func (j *journal) addresses() []pci.Address {
-	var out []pci.Address
-	for s := range j.data.Released {
-		if a, err := pci.ParseAddress(s); err == nil {
-			out = append(out, a)
-		}
-	}
-	return out
-}
-
 // change replaces the file; if that fails, nothing has changed.
 func (j *journal) change(f func(*journalData)) error {
 	next := j.data

@@ -23,8 +23,9 @@ const BaseURL = "http://guest"
 const (
 	defaultDeadAfter = 20 * time.Second
 	defaultWait      = 10 * time.Second
-	leastRetry       = 100 * time.Millisecond
-	mostRetry        = 2 * time.Second
+	leastRetry       = 20 * time.Millisecond
+	mostRetry        = 500 * time.Millisecond // a VM that has moved waits for no more
+	longEnough       = 5 * time.Second
 	lastWords        = 500 * time.Millisecond
 	maxStreams       = 32
 	maxHeaders       = 64 << 10 // bytes of a response's
@@ -237,7 +238,7 @@ func (c *Client) run(ctx context.Context) {
 	defer close(c.over)
 	retry := leastRetry
 	for {
-		before := c.State().Connections
+		before, began := c.State().Connections, time.Now()
 		err := c.connect(ctx)
 		if ctx.Err() != nil {
 			err = ErrClosed
@@ -250,7 +251,10 @@ func (c *Client) run(ctx context.Context) {
 		}
 		if wasUp {
 			c.log.Info("connection to the guest lost", "err", err)
-			retry = leastRetry
+			// A guest that ends each one at once must not keep the host busy.
+			if time.Since(began) > longEnough {
+				retry = leastRetry
+			}
 		}
 		select {
 		case <-ctx.Done():
@@ -323,11 +327,12 @@ func (c *Client) connect(ctx context.Context) error {
 	close(quiet)
 	<-wrote
 	_ = conn.Close()
+	err = l.reason()
 	if mux != nil {
 		_ = mux.Close()
 	}
 	wg.Wait()
-	return l.reason()
+	return err
 }
 
 // watchSilence ends a link whose other side says nothing, after asking it to.

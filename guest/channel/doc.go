@@ -20,7 +20,9 @@
 // Client is the host's side, Serve the guest's. Who the VM is follows from the
 // path of its socket and from nothing that is said. The guest is hostile: it
 // cannot make the host keep more than some hundred kilobytes for each stream
-// that the host itself opened, nor wait longer than DeadAfter.
+// that the host itself opened. One that is silent is given up (WithDeadAfter);
+// one that talks and does not answer costs a request the time that its context
+// has, so give each one a deadline.
 //
 // What is said in the streams is AgentService and GuestService of
 // api/gpuctl/v1; nothing here knows them.

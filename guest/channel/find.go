@@ -72,7 +72,7 @@ func (p Port) findConsole(ctx context.Context, name string) (string, error) {
 	if err != nil {
 		return "", fmt.Errorf("find channel %s: %w", name, err)
 	}
-	defer store.Close()
+	defer func() { _ = store.Close() }()
 	consoles, err := store.List(ctx, "device/console")
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return "", fmt.Errorf("find channel %s: %w", name, err)

@@ -19,8 +19,8 @@ const (
 	leastRTO   = 300 * time.Millisecond
 	mostRTO    = 5 * time.Second
 	nakEvery   = 100 * time.Millisecond
-	openEvery  = 200 * time.Millisecond // doubled every time
-	openSeldom = 2 * time.Second
+	openEvery  = 100 * time.Millisecond // doubled every time
+	openSeldom = 500 * time.Millisecond
 	perFill    = 2 * maxFrame // bytes that one fill makes, about
 )
 

@@ -3,6 +3,7 @@ package channel
 import (
 	"crypto/rand"
 	"encoding/binary"
+	"errors"
 	"io"
 	"net"
 	"time"
@@ -21,7 +22,10 @@ const (
 	muxHeader = 12
 	muxData   = 0 // types of yamux's frames
 	muxPing   = 2
+	muxSYN    = 1 // flag of a frame that opens a stream
 )
+
+var errOpens = errors.New("the guest opens a stream, which is the host's to do")
 
 // discard is a yamux.Logger: what matters is in the errors, and what a guest
 // makes yamux say must not fill the host's log.
@@ -47,7 +51,7 @@ func hostMux(l *link) (*yamux.Session, error) {
 	s, err := yamux.Client(struct {
 		io.Reader
 		io.WriteCloser
-	}{&pingless{r: l}, l}, muxConfig())
+	}{&sieve{r: l}, l}, muxConfig())
 	if err != nil {
 		return nil, err
 	}
@@ -58,22 +62,26 @@ func hostMux(l *link) (*yamux.Session, error) {
 	return s, nil
 }
 
-// pingless takes pings out of yamux's frames: for each one yamux starts a
-// goroutine, and a guest could send them without end.
-type pingless struct {
+// sieve takes from yamux's frames what a guest has no business to send. For a
+// ping yamux starts a goroutine, and a guest could send them without end; for
+// a stream that the guest opens, it waits until it can say no.
+type sieve struct {
 	r    io.Reader
 	left uint32 // bytes of a frame's payload
 	hdr  [muxHeader]byte
 	head []byte // of hdr, to be read
 }
 
-func (p *pingless) Read(b []byte) (int, error) {
+func (p *sieve) Read(b []byte) (int, error) {
 	for p.left == 0 && len(p.head) == 0 {
 		if _, err := io.ReadFull(p.r, p.hdr[:]); err != nil {
 			return 0, err
 		}
 		if p.hdr[1] == muxPing {
 			continue
+		}
+		if binary.BigEndian.Uint16(p.hdr[2:])&muxSYN != 0 {
+			return 0, errOpens
 		}
 		p.head = p.hdr[:]
 		if p.hdr[1] == muxData {

@@ -18,6 +18,7 @@ const (
 	// guestPatience is how much longer than the host a guest waits: who it
 	// gives up too early has to connect anew.
 	guestPatience = 3
+	mostReopen    = 5 * time.Second // to look for a port that is not there
 )
 
 // Serve answers the host's requests with handler until ctx ends, which is no
@@ -31,7 +32,7 @@ func Serve(ctx context.Context, open func(context.Context) (io.ReadWriteCloser, 
 		http: &http.Server{Handler: handler, ReadHeaderTimeout: headerTimeout},
 	}
 	defer s.wg.Wait()
-	defer s.http.Close()
+	defer func() { _ = s.http.Close() }()
 	retry := leastRetry
 	said := ""
 	for {
@@ -53,7 +54,7 @@ func Serve(ctx context.Context, open func(context.Context) (io.ReadWriteCloser, 
 			return nil
 		case <-time.After(retry):
 		}
-		retry = min(2*retry, mostRetry)
+		retry = min(2*retry, mostReopen)
 	}
 }
 

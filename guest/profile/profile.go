@@ -238,10 +238,10 @@ func (s *Set) add(f File) error {
 }
 
 var (
-	namePattern = regexp.MustCompile(`^[a-z0-9][a-z0-9._-]{0,62}$`)                              //nolint:gochecknoglobals // a constant
-	idPattern   = regexp.MustCompile(`^([0-9a-f]{4}):([0-9a-f]{4})(:[0-9a-f]{4}:[0-9a-f]{4})?$`) //nolint:gochecknoglobals // a constant
-	anyPattern  = regexp.MustCompile(`^([0-9a-f]{4}):\*$`)                                       //nolint:gochecknoglobals // a constant
-	envPattern  = regexp.MustCompile(`^[A-Za-z_][A-Za-z0-9_]*$`)                                 //nolint:gochecknoglobals // a constant
+	namePattern = regexp.MustCompile(`^[a-z0-9][a-z0-9._-]{0,62}$`)
+	idPattern   = regexp.MustCompile(`^([0-9a-f]{4}):([0-9a-f]{4})(:[0-9a-f]{4}:[0-9a-f]{4})?$`)
+	anyPattern  = regexp.MustCompile(`^([0-9a-f]{4}):\*$`)
+	envPattern  = regexp.MustCompile(`^[A-Za-z_][A-Za-z0-9_]*$`)
 )
 
 func (y *profileYAML) rules(names map[string]bool, patterns map[string]string) ([]rule, error) {

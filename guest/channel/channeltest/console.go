@@ -142,7 +142,7 @@ func (c *Console) plug() {
 		c.tb.Fatal(err)
 	}
 	_ = os.Remove(c.socket)
-	l, err := net.Listen("unix", c.socket) //nolint:noctx // it waits for nothing
+	l, err := net.Listen("unix", c.socket)
 	if err != nil {
 		c.tb.Fatal(err)
 	}
