@@ -310,7 +310,7 @@ func (h *Host) Holdings() []node.Holding {
 func (h *Host) Ready() bool {
 	select {
 	case <-h.ready:
-		return h.Cards == nil || h.Cards.Keeper.Ready()
+		return h.Cards == nil || h.Cards.Keeper.Settled()
 	default:
 		return false
 	}

@@ -245,11 +245,26 @@ func (c *change) unwind(ctx context.Context, cause error) error {
 
 // obtain has the cluster bind a claim for a VM to one of some cards.
 func (k *Keeper) obtain(ctx context.Context, m Machine, gpus []string, more string, memory uint64) (claim, gpu string, err error) {
+	claim = "vm-" + random.Hex(6)
+	gpu, err = k.obtainNamed(ctx, claim, m, gpus, more, memory)
+	if err != nil {
+		return "", "", err
+	}
+	return claim, gpu, nil
+}
+
+// obtainAs is obtain for a claim that has its name already.
+func (k *Keeper) obtainAs(ctx context.Context, claim string, m Machine, gpus []string, more string, memory uint64) error {
+	_, err := k.obtainNamed(ctx, claim, m, gpus, more, memory)
+	return err
+}
+
+func (k *Keeper) obtainNamed(ctx context.Context, claim string, m Machine, gpus []string, more string, memory uint64) (gpu string, err error) {
 	quoted := make([]string, len(gpus))
 	for i, g := range gpus {
 		quoted[i] = fmt.Sprintf("%q", g)
 	}
-	h := hold{Claim: "vm-" + random.Hex(6), UUID: m.UUID, Name: m.Name}
+	h := hold{Claim: claim, UUID: m.UUID, Name: m.Name}
 	c := h.claim()
 	c.CreatedUnixMs = k.Now().UnixMilli()
 	c.Expr = "name in [" + strings.Join(quoted, ", ") + "]"
@@ -270,13 +285,13 @@ func (k *Keeper) obtain(ctx context.Context, m Machine, gpus []string, more stri
 	k.Cluster.Settle(ctx)
 	res, err := k.Cluster.Claim(ctx, c)
 	if err != nil {
-		return "", "", fmt.Errorf("vm %s: %w", m.Name, err)
+		return "", fmt.Errorf("vm %s: %w", m.Name, err)
 	}
 	if len(res.GetAssignments()) == 0 {
-		return "", "", fmt.Errorf("vm %s: %w: %s", m.Name, ErrRefused, whyNot(res.GetRejected(), k.Cluster.HostName(), gpus))
+		return "", fmt.Errorf("vm %s: %w: %s", m.Name, ErrRefused, whyNot(res.GetRejected(), k.Cluster.HostName(), gpus))
 	}
 	id := res.GetAssignments()[0].GetGpu()
-	return c.Id, strings.TrimPrefix(id, k.Cluster.HostName()+"/"), nil
+	return strings.TrimPrefix(id, k.Cluster.HostName()+"/"), nil
 }
 
 // forgo lets the cluster take a claim back that no hold stands for.

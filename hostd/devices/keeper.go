@@ -115,6 +115,8 @@ type Config struct {
 	Cluster    Cluster
 	// GPUs are the host's, as the inventory names them.
 	GPUs func(ctx context.Context) ([]*clusterv1.GPU, error)
+	// Pending says whether a migration has not ended; nil: none has.
+	Pending func(migration string) bool
 	// Event tells the operator what happened to a card.
 	Event func(gpu, kind, message string)
 	Now   func() time.Time
@@ -213,8 +215,8 @@ func (k *Keeper) Kick() {
 	}
 }
 
-// Ready says whether Uses, Knows and Holdings can be believed.
-func (k *Keeper) Ready() bool {
+// Settled says whether Uses, Knows and Held can be believed.
+func (k *Keeper) Settled() bool {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	return k.ready

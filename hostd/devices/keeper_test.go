@@ -277,12 +277,12 @@ func TestHypervisorDown(t *testing.T) {
 		}
 		w.pass(time.Hour)
 	}
-	if w.calls != before || w.keeper.Ready() {
-		t.Errorf("%d changes, ready %v", w.calls-before, w.keeper.Ready())
+	if w.calls != before || w.keeper.Settled() {
+		t.Errorf("%d changes, ready %v", w.calls-before, w.keeper.Settled())
 	}
 	w.hyperDown = false
 	w.settled()
-	if !w.keeper.Ready() {
+	if !w.keeper.Settled() {
 		t.Error("not ready")
 	}
 }

@@ -76,6 +76,10 @@ func (k *Keeper) settle(ctx context.Context, h *hold, owners map[pci.Address]Dom
 		return nil
 	case h.Phase == ready && h.Starting && k.starting(h):
 		return nil
+	case keeps(h.Phase) && k.migrating(h):
+		return nil
+	case h.Phase == reserved:
+		return k.drop(h.Card)
 	case h.Phase == attached && !k.absent(h):
 		return nil
 	case h.Phase == taking:
@@ -110,6 +114,9 @@ func (k *Keeper) owned(ctx context.Context, c *change, d Domain) error {
 		h.Message = ""
 	}
 	h.Starting = false
+	if h.Migration != "" && !k.migrating(h) {
+		h.Migration = ""
+	}
 	if before.Phase != attached && h.Persistent {
 		if err := k.Machines.Store(ctx, h.UUID, h.Functions); err != nil {
 			k.Log.Warn("not in the stored definition", "gpu", h.GPU, "machine", h.machine(), "err", err)
@@ -152,7 +159,7 @@ func (k *Keeper) complete(ctx context.Context, c *change, owners map[pci.Address
 
 func equal(a, b *hold) bool {
 	return a.Phase == b.Phase && a.UUID == b.UUID && a.Name == b.Name && a.Claim == b.Claim && a.Persistent == b.Persistent &&
-		a.Starting == b.Starting && a.Message == b.Message
+		a.Starting == b.Starting && a.Migration == b.Migration && a.Message == b.Message
 }
 
 // starting says that a VM which asked for the card may still be on its way.

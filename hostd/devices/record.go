@@ -19,6 +19,7 @@ import (
 type phase string
 
 const (
+	reserved    phase = "reserved"    // a migration's claim on it; nothing has been done
 	taking      phase = "taking"      // undone by returning it
 	ready       phase = "ready"       // bound; its VM is about to start, or to get it
 	attaching   phase = "attaching"   // the hypervisor says whether that has happened
@@ -30,7 +31,8 @@ const (
 )
 
 var phases = map[phase]gpuctlv1.CardPhase{
-	taking: gpuctlv1.CardPhase_CARD_PHASE_TAKING, ready: gpuctlv1.CardPhase_CARD_PHASE_READY,
+	reserved: gpuctlv1.CardPhase_CARD_PHASE_RESERVED,
+	taking:   gpuctlv1.CardPhase_CARD_PHASE_TAKING, ready: gpuctlv1.CardPhase_CARD_PHASE_READY,
 	attaching: gpuctlv1.CardPhase_CARD_PHASE_ATTACHING, attached: gpuctlv1.CardPhase_CARD_PHASE_ATTACHED,
 	detaching: gpuctlv1.CardPhase_CARD_PHASE_DETACHING, resetting: gpuctlv1.CardPhase_CARD_PHASE_RESETTING,
 	returning: gpuctlv1.CardPhase_CARD_PHASE_RETURNING, quarantined: gpuctlv1.CardPhase_CARD_PHASE_QUARANTINED,
@@ -47,6 +49,7 @@ type hold struct {
 	Claim      string        `json:"claim,omitempty"`
 	Persistent bool          `json:"persistent,omitempty"`
 	Starting   bool          `json:"starting,omitempty"` // the VM's start asked for it
+	Migration  string        `json:"migration,omitempty"`
 	Reset      string        `json:"reset,omitempty"`
 	Message    string        `json:"message,omitempty"`
 	Since      int64         `json:"since"` // Unix milliseconds

@@ -127,7 +127,7 @@ func (k *Keeper) Stopped(uuid string) {
 	k.mu.Lock()
 	var had []hold
 	for _, h := range k.holds {
-		if h.UUID == uuid && h.Phase != quarantined {
+		if h.UUID == uuid && h.Phase != quarantined && !(keeps(h.Phase) && k.migrating(h)) {
 			had = append(had, *h)
 		}
 	}

@@ -34,23 +34,25 @@ const (
 	CardPhase_CARD_PHASE_ATTACHED    CardPhase = 5 // the hypervisor says that the VM has it
 	CardPhase_CARD_PHASE_DETACHING   CardPhase = 6
 	CardPhase_CARD_PHASE_RESETTING   CardPhase = 7
-	CardPhase_CARD_PHASE_RETURNING   CardPhase = 8 // to dom0's driver
-	CardPhase_CARD_PHASE_QUARANTINED CardPhase = 9 // no reset brought it back, or its state is not known
+	CardPhase_CARD_PHASE_RETURNING   CardPhase = 8  // to dom0's driver
+	CardPhase_CARD_PHASE_RESERVED    CardPhase = 10 // claimed for a VM that a migration brings
+	CardPhase_CARD_PHASE_QUARANTINED CardPhase = 9  // no reset brought it back, or its state is not known
 )
 
 // Enum value maps for CardPhase.
 var (
 	CardPhase_name = map[int32]string{
-		0: "CARD_PHASE_UNSPECIFIED",
-		1: "CARD_PHASE_FREE",
-		2: "CARD_PHASE_TAKING",
-		3: "CARD_PHASE_READY",
-		4: "CARD_PHASE_ATTACHING",
-		5: "CARD_PHASE_ATTACHED",
-		6: "CARD_PHASE_DETACHING",
-		7: "CARD_PHASE_RESETTING",
-		8: "CARD_PHASE_RETURNING",
-		9: "CARD_PHASE_QUARANTINED",
+		0:  "CARD_PHASE_UNSPECIFIED",
+		1:  "CARD_PHASE_FREE",
+		2:  "CARD_PHASE_TAKING",
+		3:  "CARD_PHASE_READY",
+		4:  "CARD_PHASE_ATTACHING",
+		5:  "CARD_PHASE_ATTACHED",
+		6:  "CARD_PHASE_DETACHING",
+		7:  "CARD_PHASE_RESETTING",
+		8:  "CARD_PHASE_RETURNING",
+		10: "CARD_PHASE_RESERVED",
+		9:  "CARD_PHASE_QUARANTINED",
 	}
 	CardPhase_value = map[string]int32{
 		"CARD_PHASE_UNSPECIFIED": 0,
@@ -62,6 +64,7 @@ var (
 		"CARD_PHASE_DETACHING":   6,
 		"CARD_PHASE_RESETTING":   7,
 		"CARD_PHASE_RETURNING":   8,
+		"CARD_PHASE_RESERVED":    10,
 		"CARD_PHASE_QUARANTINED": 9,
 	}
 )
@@ -1410,7 +1413,7 @@ const file_gpuctl_v1_device_proto_rawDesc = "" +
 	"\vPlannedStep\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x12\n" +
 	"\x04what\x18\x02 \x01(\tR\x04what\x12\x12\n" +
-	"\x04undo\x18\x03 \x01(\tR\x04undo*\x86\x02\n" +
+	"\x04undo\x18\x03 \x01(\tR\x04undo*\x9f\x02\n" +
 	"\tCardPhase\x12\x1a\n" +
 	"\x16CARD_PHASE_UNSPECIFIED\x10\x00\x12\x13\n" +
 	"\x0fCARD_PHASE_FREE\x10\x01\x12\x15\n" +
@@ -1420,7 +1423,9 @@ const file_gpuctl_v1_device_proto_rawDesc = "" +
 	"\x13CARD_PHASE_ATTACHED\x10\x05\x12\x18\n" +
 	"\x14CARD_PHASE_DETACHING\x10\x06\x12\x18\n" +
 	"\x14CARD_PHASE_RESETTING\x10\a\x12\x18\n" +
-	"\x14CARD_PHASE_RETURNING\x10\b\x12\x1a\n" +
+	"\x14CARD_PHASE_RETURNING\x10\b\x12\x17\n" +
+	"\x13CARD_PHASE_RESERVED\x10\n" +
+	"\x12\x1a\n" +
 	"\x16CARD_PHASE_QUARANTINED\x10\t2\xab\x03\n" +
 	"\rDeviceService\x12F\n" +
 	"\tListCards\x12\x1b.gpuctl.v1.ListCardsRequest\x1a\x1c.gpuctl.v1.ListCardsResponse\x12O\n" +

@@ -1,0 +1,220 @@
+package devices
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"time"
+
+	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/passthrough/pci"
+)
+
+// A migration's driver asks for these. Each brings about a state and may be
+// repeated. A card that a migration holds is neither given back nor lost by
+// the end of its VM on this host until the migration has ended.
+
+// ErrTaken says that somebody else has the card.
+var ErrTaken = errors.New("taken")
+
+// quiet reports to nobody.
+func quiet(*gpuctlv1.DeviceUpdate) {}
+
+// movable finds a card for a migration and makes it the caller's alone.
+func (k *Keeper) movable(ctx context.Context, gpu, what string) (card *pci.Card, name string, end func(), err error) {
+	card, name, err = k.find(ctx, gpu)
+	if err != nil {
+		return nil, "", nil, err
+	}
+	end, err = k.await(ctx, card.Address, what)
+	return card, name, end, err
+}
+
+// Reserve binds a claim to a card for a VM that a migration brings. Its driver
+// is not changed yet.
+func (k *Keeper) Reserve(ctx context.Context, m Machine, gpu, claim, migration string) error {
+	card, name, end, err := k.movable(ctx, gpu, "a migration of vm "+m.Name)
+	if err != nil {
+		return err
+	}
+	defer end()
+	if h := k.held(card.Address); h != nil {
+		if h.UUID == m.UUID && h.Claim == claim {
+			return nil
+		}
+		return fmt.Errorf("gpu %s: %w: it belongs to VM %s (%s)", name, ErrTaken, h.machine(), h.Phase)
+	}
+	reasons, err := k.against(ctx, m, card, true)
+	if err != nil {
+		return err
+	}
+	if len(reasons) > 0 {
+		return fmt.Errorf("%w: %w", ErrTaken, refusal("gpu "+name, reasons))
+	}
+	if err := k.obtainAs(ctx, claim, m, []string{name}, "", 0); err != nil {
+		return fmt.Errorf("%w: %w", ErrTaken, err)
+	}
+	defer k.forgo(claim)
+	return k.put(hold{
+		Card: card.Address, Functions: addresses(card), GPU: name, Phase: reserved, UUID: m.UUID, Name: m.Name, Claim: claim, Migration: migration,
+	})
+}
+
+// Ready takes and resets a reserved card.
+func (k *Keeper) Ready(ctx context.Context, m Machine, gpu, claim, migration string) error {
+	card, name, end, err := k.movable(ctx, gpu, "a migration of vm "+m.Name)
+	if err != nil {
+		return err
+	}
+	defer end()
+	h := k.held(card.Address)
+	switch {
+	case h == nil || h.UUID != m.UUID || h.Claim != claim:
+		return fmt.Errorf("gpu %s: %w: it is not reserved for vm %s", name, ErrTaken, m.Name)
+	case h.Phase == ready || h.Phase == attached:
+		return nil
+	}
+	c := &change{k: k, card: card, report: quiet, hold: *h}
+	c.hold.Migration = migration
+	err = c.take(ctx)
+	if err == nil {
+		err = c.reset(ctx)
+	}
+	if err == nil {
+		err = c.enter(ready)
+	}
+	if err != nil {
+		return fmt.Errorf("gpu %s: %w", name, err)
+	}
+	return nil
+}
+
+// Plug gives a ready card to its VM, which runs here.
+func (k *Keeper) Plug(ctx context.Context, m Machine, gpu string) error {
+	card, name, end, err := k.movable(ctx, gpu, "a migration of vm "+m.Name)
+	if err != nil {
+		return err
+	}
+	defer end()
+	h := k.held(card.Address)
+	if h == nil || h.UUID != m.UUID || h.Phase == quarantined {
+		return fmt.Errorf("gpu %s: %w: it is not held for vm %s", name, ErrTaken, m.Name)
+	}
+	owners, err := k.Hypervisor.Owners(ctx)
+	if err != nil {
+		return err
+	}
+	c := &change{k: k, card: card, report: quiet, hold: *h}
+	if contradicts(owners, h.Functions, h.UUID, true) == "" {
+		return c.enter(attached)
+	}
+	if err := c.attach(ctx); err != nil {
+		return fmt.Errorf("gpu %s: %w", name, err)
+	}
+	if h.Persistent {
+		return k.Machines.Store(ctx, m.UUID, h.Functions)
+	}
+	return nil
+}
+
+// Unplug takes a card out of its VM, which has let go of it, resets it, and
+// keeps it for that VM.
+func (k *Keeper) Unplug(ctx context.Context, m Machine, gpu, migration string) error {
+	card, name, end, err := k.movable(ctx, gpu, "a migration of vm "+m.Name)
+	if err != nil {
+		return err
+	}
+	defer end()
+	h := k.held(card.Address)
+	if h == nil || h.UUID != m.UUID {
+		return fmt.Errorf("gpu %s: %w: it is not held for vm %s", name, ErrTaken, m.Name)
+	}
+	c := &change{k: k, card: card, report: quiet, hold: *h}
+	c.hold.Migration = migration
+	owners, err := k.Hypervisor.Owners(ctx)
+	if err != nil {
+		return err
+	}
+	if contradicts(owners, h.Functions, h.UUID, false) != "" {
+		if err := c.detach(ctx); err != nil {
+			return errors.Join(fmt.Errorf("gpu %s: %w", name, err), k.stillHas(ctx, c))
+		}
+	}
+	if h.Persistent {
+		// The definition travels with the VM, the card does not.
+		if err := k.Machines.Unstore(ctx, m.UUID, h.Functions); err != nil {
+			return fmt.Errorf("gpu %s: %w", name, err)
+		}
+	}
+	if err := c.enter(ready); err != nil {
+		return err
+	}
+	return c.reset(ctx)
+}
+
+// Drop makes a card free that is held for a VM and that it does not have.
+func (k *Keeper) Drop(ctx context.Context, m Machine, gpu string) error {
+	card, name, end, err := k.movable(ctx, gpu, "a migration of vm "+m.Name)
+	if err != nil {
+		return err
+	}
+	defer end()
+	h := k.held(card.Address)
+	if h == nil || h.UUID != m.UUID {
+		return nil // nobody's, or somebody else's by now
+	}
+	owners, err := k.Hypervisor.Owners(ctx)
+	if err != nil {
+		return err
+	}
+	if said := contradicts(owners, h.Functions, h.UUID, false); said != "" {
+		return fmt.Errorf("gpu %s: %w: %s", name, ErrBusy, said)
+	}
+	c := &change{k: k, card: card, report: quiet, hold: *h}
+	switch h.Phase {
+	case quarantined:
+		return nil
+	case reserved: // nothing has been done to it
+		return k.drop(card.Address)
+	default:
+	}
+	return c.giveBack(ctx)
+}
+
+// migrating says that a hold belongs to a migration that has not ended, as far
+// as is known.
+func (k *Keeper) migrating(h *hold) bool {
+	if h.Migration == "" {
+		return false
+	}
+	if k.Pending == nil || k.Now().Sub(time.UnixMilli(h.Since)) < k.Grace {
+		return true // the record of it may not have come here yet
+	}
+	return k.Pending(h.Migration)
+}
+
+// IDs of the main functions of cards, as a VM sees them.
+func (k *Keeper) IDs(ctx context.Context, gpu string) (vendor, device uint16, err error) {
+	card, _, err := k.find(ctx, gpu)
+	if err != nil {
+		return 0, 0, err
+	}
+	d := card.Main()
+	return d.VendorID, d.DeviceID, nil
+}
+
+// With names the VM that a card is held for.
+func (k *Keeper) With(gpu string) (machine string) {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	for _, h := range k.holds {
+		if h.GPU == gpu && (h.UUID != "" || h.Phase == quarantined) {
+			return h.machine()
+		}
+	}
+	return ""
+}
+
+// keeps says whether a phase is one in which a migration may leave a card.
+func keeps(p phase) bool { return slices.Contains([]phase{reserved, ready}, p) }
