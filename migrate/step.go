@@ -48,7 +48,9 @@ func steps(m *clusterv1.MachineMove) []step {
 		func(ctx context.Context, r *run) error {
 			return r.claims.Reserve(ctx, r.move().GetToClaim(), r.machine(), r.move().GetToGpu())
 		},
-		func(ctx context.Context, r *run) error { return r.claims.Release(ctx, r.move().GetToClaim()) },
+		func(ctx context.Context, r *run) error {
+			return r.claims.Release(ctx, r.move().GetToClaim(), r.machine(), r.move().GetToGpu())
+		},
 	})
 	add(gpu, step{
 		StepPrepare, "take " + m.GetToGpu() + " from its driver, reset it, read it back", "it is returned", 3 * time.Minute,
@@ -140,7 +142,7 @@ func steps(m *clusterv1.MachineMove) []step {
 			if err := r.from().GiveBack(ctx, r.machine(), r.move().GetFromGpu()); err != nil {
 				return err
 			}
-			return r.claims.Release(ctx, r.move().GetFromClaim())
+			return r.claims.Release(ctx, r.move().GetFromClaim(), r.machine(), r.move().GetFromGpu())
 		}, nil,
 	})
 	return out
