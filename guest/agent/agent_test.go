@@ -536,7 +536,7 @@ func TestDamagedJournal(t *testing.T) {
 func TestAwaitDevice(t *testing.T) {
 	r := newRig(t)
 	r.until(secondAt, "ready", ready)
-	await := func(ms uint32, id uint32, not ...string) (*gpuctlv1.GuestDevice, error) {
+	await := func(ms, id uint32, not ...string) (*gpuctlv1.GuestDevice, error) {
 		resp, err := r.client.AwaitDevice(t.Context(), connect.NewRequest(&gpuctlv1.AwaitDeviceRequest{VendorId: 0x10de, DeviceId: id, Not: not, TimeoutMs: ms}))
 		if err != nil {
 			return nil, err

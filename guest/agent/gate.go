@@ -58,7 +58,7 @@ func (g *Gate) Set(ready bool) {
 	}
 }
 
-// doors are what can be done with who knocks.
+// door is what is done with who knocks.
 type door int
 
 const (

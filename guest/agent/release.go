@@ -54,7 +54,7 @@ func (a *Agent) release(ctx context.Context, at pci.Address) error {
 	if a.journal.has(at) && f.driver == "" && f.override == noDriver {
 		return nil
 	}
-	if err := a.unused(ctx, at); err != nil {
+	if err := a.unused(ctx, at); err != nil && !errors.Is(err, errStarting) {
 		return err
 	}
 	// From here on no session begins on it, and no probe opens it.

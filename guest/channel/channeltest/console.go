@@ -66,8 +66,8 @@ func (c *Console) Socket() string { return c.socket }
 // Device is the guest's device file.
 func (c *Console) Device() string { return c.device }
 
-// Root makes a machine's files in which the channel is a virtio-serial port of
-// that name, and returns their folder.
+// Root adds files to a machine's, below the folder root, in which the channel is
+// a virtio-serial port of that name.
 func (c *Console) Root(root, name string) {
 	c.tb.Helper()
 	port := filepath.Join(root, "sys/class/virtio-ports/vport1p1")
