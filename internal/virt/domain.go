@@ -307,3 +307,8 @@ func (c *Client) Persistent(ctx context.Context, d Domain) (bool, error) {
 		return n == 1, err
 	})
 }
+
+// FreeMemory is what the host can still give to domains, in bytes.
+func (c *Client) FreeMemory(ctx context.Context) (uint64, error) {
+	return do(ctx, c, c.query("freecell", ""), func(rpc *libvirt.Libvirt) (uint64, error) { return rpc.NodeGetFreeMemory() })
+}

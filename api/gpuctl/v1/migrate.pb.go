@@ -1991,11 +1991,12 @@ const file_gpuctl_v1_migrate_proto_rawDesc = "" +
 	"\x05Start\x12\x1e.gpuctl.v1.MachineStartRequest\x1a\x1a.gpuctl.v1.MachineProgress0\x01\x12E\n" +
 	"\x05Watch\x12\x1e.gpuctl.v1.MachineWatchRequest\x1a\x1a.gpuctl.v1.MachineProgress0\x01\x12H\n" +
 	"\x05Abort\x12\x1e.gpuctl.v1.MachineAbortRequest\x1a\x1f.gpuctl.v1.MachineAbortResponse\x12K\n" +
-	"\x06Resume\x12\x1f.gpuctl.v1.MachineResumeRequest\x1a .gpuctl.v1.MachineResumeResponse2\x85\a\n" +
+	"\x06Resume\x12\x1f.gpuctl.v1.MachineResumeRequest\x1a .gpuctl.v1.MachineResumeResponse2\xc1\a\n" +
 	"\vSiteService\x12C\n" +
 	"\fMachineFacts\x12\x16.gpuctl.v1.SiteMachine\x1a\x1b.gpuctl.v1.SiteMachineFacts\x12F\n" +
 	"\tHostFacts\x12\x1f.gpuctl.v1.SiteHostFactsRequest\x1a\x18.gpuctl.v1.SiteHostFacts\x12=\n" +
 	"\x05Where\x12\x16.gpuctl.v1.SiteMachine\x1a\x1c.gpuctl.v1.SiteWhereResponse\x12:\n" +
+	"\aReserve\x12\x1a.gpuctl.v1.SiteCardRequest\x1a\x13.gpuctl.v1.SiteDone\x12:\n" +
 	"\aPrepare\x12\x1a.gpuctl.v1.SiteCardRequest\x1a\x13.gpuctl.v1.SiteDone\x129\n" +
 	"\x06Attach\x12\x1a.gpuctl.v1.SiteCardRequest\x1a\x13.gpuctl.v1.SiteDone\x129\n" +
 	"\x06Detach\x12\x1a.gpuctl.v1.SiteCardRequest\x1a\x13.gpuctl.v1.SiteDone\x12;\n" +
@@ -2077,38 +2078,40 @@ var file_gpuctl_v1_migrate_proto_depIdxs = []int32{
 	12, // 21: gpuctl.v1.SiteService.MachineFacts:input_type -> gpuctl.v1.SiteMachine
 	24, // 22: gpuctl.v1.SiteService.HostFacts:input_type -> gpuctl.v1.SiteHostFactsRequest
 	12, // 23: gpuctl.v1.SiteService.Where:input_type -> gpuctl.v1.SiteMachine
-	15, // 24: gpuctl.v1.SiteService.Prepare:input_type -> gpuctl.v1.SiteCardRequest
-	15, // 25: gpuctl.v1.SiteService.Attach:input_type -> gpuctl.v1.SiteCardRequest
-	15, // 26: gpuctl.v1.SiteService.Detach:input_type -> gpuctl.v1.SiteCardRequest
-	15, // 27: gpuctl.v1.SiteService.GiveBack:input_type -> gpuctl.v1.SiteCardRequest
-	16, // 28: gpuctl.v1.SiteService.Move:input_type -> gpuctl.v1.SiteMoveRequest
-	12, // 29: gpuctl.v1.SiteService.Sessions:input_type -> gpuctl.v1.SiteMachine
-	19, // 30: gpuctl.v1.SiteService.Freeze:input_type -> gpuctl.v1.SiteSessionsRequest
-	15, // 31: gpuctl.v1.SiteService.Release:input_type -> gpuctl.v1.SiteCardRequest
-	15, // 32: gpuctl.v1.SiteService.TakeUp:input_type -> gpuctl.v1.SiteCardRequest
-	15, // 33: gpuctl.v1.SiteService.Await:input_type -> gpuctl.v1.SiteCardRequest
-	19, // 34: gpuctl.v1.SiteService.Thaw:input_type -> gpuctl.v1.SiteSessionsRequest
-	1,  // 35: gpuctl.v1.MigrationService.Plan:output_type -> gpuctl.v1.MachinePlanResponse
-	6,  // 36: gpuctl.v1.MigrationService.Start:output_type -> gpuctl.v1.MachineProgress
-	6,  // 37: gpuctl.v1.MigrationService.Watch:output_type -> gpuctl.v1.MachineProgress
-	9,  // 38: gpuctl.v1.MigrationService.Abort:output_type -> gpuctl.v1.MachineAbortResponse
-	11, // 39: gpuctl.v1.MigrationService.Resume:output_type -> gpuctl.v1.MachineResumeResponse
-	20, // 40: gpuctl.v1.SiteService.MachineFacts:output_type -> gpuctl.v1.SiteMachineFacts
-	25, // 41: gpuctl.v1.SiteService.HostFacts:output_type -> gpuctl.v1.SiteHostFacts
-	14, // 42: gpuctl.v1.SiteService.Where:output_type -> gpuctl.v1.SiteWhereResponse
-	13, // 43: gpuctl.v1.SiteService.Prepare:output_type -> gpuctl.v1.SiteDone
-	13, // 44: gpuctl.v1.SiteService.Attach:output_type -> gpuctl.v1.SiteDone
-	13, // 45: gpuctl.v1.SiteService.Detach:output_type -> gpuctl.v1.SiteDone
-	13, // 46: gpuctl.v1.SiteService.GiveBack:output_type -> gpuctl.v1.SiteDone
-	17, // 47: gpuctl.v1.SiteService.Move:output_type -> gpuctl.v1.SiteProgress
-	18, // 48: gpuctl.v1.SiteService.Sessions:output_type -> gpuctl.v1.SiteSessionsResponse
-	17, // 49: gpuctl.v1.SiteService.Freeze:output_type -> gpuctl.v1.SiteProgress
-	13, // 50: gpuctl.v1.SiteService.Release:output_type -> gpuctl.v1.SiteDone
-	13, // 51: gpuctl.v1.SiteService.TakeUp:output_type -> gpuctl.v1.SiteDone
-	13, // 52: gpuctl.v1.SiteService.Await:output_type -> gpuctl.v1.SiteDone
-	17, // 53: gpuctl.v1.SiteService.Thaw:output_type -> gpuctl.v1.SiteProgress
-	35, // [35:54] is the sub-list for method output_type
-	16, // [16:35] is the sub-list for method input_type
+	15, // 24: gpuctl.v1.SiteService.Reserve:input_type -> gpuctl.v1.SiteCardRequest
+	15, // 25: gpuctl.v1.SiteService.Prepare:input_type -> gpuctl.v1.SiteCardRequest
+	15, // 26: gpuctl.v1.SiteService.Attach:input_type -> gpuctl.v1.SiteCardRequest
+	15, // 27: gpuctl.v1.SiteService.Detach:input_type -> gpuctl.v1.SiteCardRequest
+	15, // 28: gpuctl.v1.SiteService.GiveBack:input_type -> gpuctl.v1.SiteCardRequest
+	16, // 29: gpuctl.v1.SiteService.Move:input_type -> gpuctl.v1.SiteMoveRequest
+	12, // 30: gpuctl.v1.SiteService.Sessions:input_type -> gpuctl.v1.SiteMachine
+	19, // 31: gpuctl.v1.SiteService.Freeze:input_type -> gpuctl.v1.SiteSessionsRequest
+	15, // 32: gpuctl.v1.SiteService.Release:input_type -> gpuctl.v1.SiteCardRequest
+	15, // 33: gpuctl.v1.SiteService.TakeUp:input_type -> gpuctl.v1.SiteCardRequest
+	15, // 34: gpuctl.v1.SiteService.Await:input_type -> gpuctl.v1.SiteCardRequest
+	19, // 35: gpuctl.v1.SiteService.Thaw:input_type -> gpuctl.v1.SiteSessionsRequest
+	1,  // 36: gpuctl.v1.MigrationService.Plan:output_type -> gpuctl.v1.MachinePlanResponse
+	6,  // 37: gpuctl.v1.MigrationService.Start:output_type -> gpuctl.v1.MachineProgress
+	6,  // 38: gpuctl.v1.MigrationService.Watch:output_type -> gpuctl.v1.MachineProgress
+	9,  // 39: gpuctl.v1.MigrationService.Abort:output_type -> gpuctl.v1.MachineAbortResponse
+	11, // 40: gpuctl.v1.MigrationService.Resume:output_type -> gpuctl.v1.MachineResumeResponse
+	20, // 41: gpuctl.v1.SiteService.MachineFacts:output_type -> gpuctl.v1.SiteMachineFacts
+	25, // 42: gpuctl.v1.SiteService.HostFacts:output_type -> gpuctl.v1.SiteHostFacts
+	14, // 43: gpuctl.v1.SiteService.Where:output_type -> gpuctl.v1.SiteWhereResponse
+	13, // 44: gpuctl.v1.SiteService.Reserve:output_type -> gpuctl.v1.SiteDone
+	13, // 45: gpuctl.v1.SiteService.Prepare:output_type -> gpuctl.v1.SiteDone
+	13, // 46: gpuctl.v1.SiteService.Attach:output_type -> gpuctl.v1.SiteDone
+	13, // 47: gpuctl.v1.SiteService.Detach:output_type -> gpuctl.v1.SiteDone
+	13, // 48: gpuctl.v1.SiteService.GiveBack:output_type -> gpuctl.v1.SiteDone
+	17, // 49: gpuctl.v1.SiteService.Move:output_type -> gpuctl.v1.SiteProgress
+	18, // 50: gpuctl.v1.SiteService.Sessions:output_type -> gpuctl.v1.SiteSessionsResponse
+	17, // 51: gpuctl.v1.SiteService.Freeze:output_type -> gpuctl.v1.SiteProgress
+	13, // 52: gpuctl.v1.SiteService.Release:output_type -> gpuctl.v1.SiteDone
+	13, // 53: gpuctl.v1.SiteService.TakeUp:output_type -> gpuctl.v1.SiteDone
+	13, // 54: gpuctl.v1.SiteService.Await:output_type -> gpuctl.v1.SiteDone
+	17, // 55: gpuctl.v1.SiteService.Thaw:output_type -> gpuctl.v1.SiteProgress
+	36, // [36:56] is the sub-list for method output_type
+	16, // [16:36] is the sub-list for method input_type
 	16, // [16:16] is the sub-list for extension type_name
 	16, // [16:16] is the sub-list for extension extendee
 	0,  // [0:16] is the sub-list for field type_name

@@ -52,6 +52,8 @@ const (
 	SiteServiceHostFactsProcedure = "/gpuctl.v1.SiteService/HostFacts"
 	// SiteServiceWhereProcedure is the fully-qualified name of the SiteService's Where RPC.
 	SiteServiceWhereProcedure = "/gpuctl.v1.SiteService/Where"
+	// SiteServiceReserveProcedure is the fully-qualified name of the SiteService's Reserve RPC.
+	SiteServiceReserveProcedure = "/gpuctl.v1.SiteService/Reserve"
 	// SiteServicePrepareProcedure is the fully-qualified name of the SiteService's Prepare RPC.
 	SiteServicePrepareProcedure = "/gpuctl.v1.SiteService/Prepare"
 	// SiteServiceAttachProcedure is the fully-qualified name of the SiteService's Attach RPC.
@@ -265,6 +267,7 @@ type SiteServiceClient interface {
 	MachineFacts(context.Context, *connect.Request[v1.SiteMachine]) (*connect.Response[v1.SiteMachineFacts], error)
 	HostFacts(context.Context, *connect.Request[v1.SiteHostFactsRequest]) (*connect.Response[v1.SiteHostFacts], error)
 	Where(context.Context, *connect.Request[v1.SiteMachine]) (*connect.Response[v1.SiteWhereResponse], error)
+	Reserve(context.Context, *connect.Request[v1.SiteCardRequest]) (*connect.Response[v1.SiteDone], error)
 	Prepare(context.Context, *connect.Request[v1.SiteCardRequest]) (*connect.Response[v1.SiteDone], error)
 	Attach(context.Context, *connect.Request[v1.SiteCardRequest]) (*connect.Response[v1.SiteDone], error)
 	Detach(context.Context, *connect.Request[v1.SiteCardRequest]) (*connect.Response[v1.SiteDone], error)
@@ -305,6 +308,12 @@ func NewSiteServiceClient(httpClient connect.HTTPClient, baseURL string, opts ..
 			httpClient,
 			baseURL+SiteServiceWhereProcedure,
 			connect.WithSchema(siteServiceMethods.ByName("Where")),
+			connect.WithClientOptions(opts...),
+		),
+		reserve: connect.NewClient[v1.SiteCardRequest, v1.SiteDone](
+			httpClient,
+			baseURL+SiteServiceReserveProcedure,
+			connect.WithSchema(siteServiceMethods.ByName("Reserve")),
 			connect.WithClientOptions(opts...),
 		),
 		prepare: connect.NewClient[v1.SiteCardRequest, v1.SiteDone](
@@ -381,6 +390,7 @@ type siteServiceClient struct {
 	machineFacts *connect.Client[v1.SiteMachine, v1.SiteMachineFacts]
 	hostFacts    *connect.Client[v1.SiteHostFactsRequest, v1.SiteHostFacts]
 	where        *connect.Client[v1.SiteMachine, v1.SiteWhereResponse]
+	reserve      *connect.Client[v1.SiteCardRequest, v1.SiteDone]
 	prepare      *connect.Client[v1.SiteCardRequest, v1.SiteDone]
 	attach       *connect.Client[v1.SiteCardRequest, v1.SiteDone]
 	detach       *connect.Client[v1.SiteCardRequest, v1.SiteDone]
@@ -407,6 +417,11 @@ func (c *siteServiceClient) HostFacts(ctx context.Context, req *connect.Request[
 // Where calls gpuctl.v1.SiteService.Where.
 func (c *siteServiceClient) Where(ctx context.Context, req *connect.Request[v1.SiteMachine]) (*connect.Response[v1.SiteWhereResponse], error) {
 	return c.where.CallUnary(ctx, req)
+}
+
+// Reserve calls gpuctl.v1.SiteService.Reserve.
+func (c *siteServiceClient) Reserve(ctx context.Context, req *connect.Request[v1.SiteCardRequest]) (*connect.Response[v1.SiteDone], error) {
+	return c.reserve.CallUnary(ctx, req)
 }
 
 // Prepare calls gpuctl.v1.SiteService.Prepare.
@@ -469,6 +484,7 @@ type SiteServiceHandler interface {
 	MachineFacts(context.Context, *connect.Request[v1.SiteMachine]) (*connect.Response[v1.SiteMachineFacts], error)
 	HostFacts(context.Context, *connect.Request[v1.SiteHostFactsRequest]) (*connect.Response[v1.SiteHostFacts], error)
 	Where(context.Context, *connect.Request[v1.SiteMachine]) (*connect.Response[v1.SiteWhereResponse], error)
+	Reserve(context.Context, *connect.Request[v1.SiteCardRequest]) (*connect.Response[v1.SiteDone], error)
 	Prepare(context.Context, *connect.Request[v1.SiteCardRequest]) (*connect.Response[v1.SiteDone], error)
 	Attach(context.Context, *connect.Request[v1.SiteCardRequest]) (*connect.Response[v1.SiteDone], error)
 	Detach(context.Context, *connect.Request[v1.SiteCardRequest]) (*connect.Response[v1.SiteDone], error)
@@ -505,6 +521,12 @@ func NewSiteServiceHandler(svc SiteServiceHandler, opts ...connect.HandlerOption
 		SiteServiceWhereProcedure,
 		svc.Where,
 		connect.WithSchema(siteServiceMethods.ByName("Where")),
+		connect.WithHandlerOptions(opts...),
+	)
+	siteServiceReserveHandler := connect.NewUnaryHandler(
+		SiteServiceReserveProcedure,
+		svc.Reserve,
+		connect.WithSchema(siteServiceMethods.ByName("Reserve")),
 		connect.WithHandlerOptions(opts...),
 	)
 	siteServicePrepareHandler := connect.NewUnaryHandler(
@@ -581,6 +603,8 @@ func NewSiteServiceHandler(svc SiteServiceHandler, opts ...connect.HandlerOption
 			siteServiceHostFactsHandler.ServeHTTP(w, r)
 		case SiteServiceWhereProcedure:
 			siteServiceWhereHandler.ServeHTTP(w, r)
+		case SiteServiceReserveProcedure:
+			siteServiceReserveHandler.ServeHTTP(w, r)
 		case SiteServicePrepareProcedure:
 			siteServicePrepareHandler.ServeHTTP(w, r)
 		case SiteServiceAttachProcedure:
@@ -622,6 +646,10 @@ func (UnimplementedSiteServiceHandler) HostFacts(context.Context, *connect.Reque
 
 func (UnimplementedSiteServiceHandler) Where(context.Context, *connect.Request[v1.SiteMachine]) (*connect.Response[v1.SiteWhereResponse], error) {
 	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("gpuctl.v1.SiteService.Where is not implemented"))
+}
+
+func (UnimplementedSiteServiceHandler) Reserve(context.Context, *connect.Request[v1.SiteCardRequest]) (*connect.Response[v1.SiteDone], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("gpuctl.v1.SiteService.Reserve is not implemented"))
 }
 
 func (UnimplementedSiteServiceHandler) Prepare(context.Context, *connect.Request[v1.SiteCardRequest]) (*connect.Response[v1.SiteDone], error) {

@@ -1,0 +1,198 @@
+package site
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"strings"
+
+	"libvirt.org/go/libvirtxml"
+
+	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/internal/virt"
+	"github.com/gpuctl/gpuctl/passthrough/domxml"
+)
+
+// MachineFacts are what a plan needs to know of a VM of this host.
+func (l *Local) MachineFacts(ctx context.Context, uuid string) (*gpuctlv1.SiteMachineFacts, error) {
+	d, err := l.domain(ctx, uuid)
+	if err != nil {
+		return nil, err
+	}
+	text, err := l.Client.XML(ctx, d, 0)
+	if err != nil {
+		return nil, err
+	}
+	doc, err := domxml.Parse(text)
+	if err != nil {
+		return nil, fmt.Errorf("vm %s: %w", d.Name, err)
+	}
+	var x libvirtxml.Domain
+	if err := x.Unmarshal(string(text)); err != nil {
+		return nil, fmt.Errorf("vm %s: %w", d.Name, err)
+	}
+	m, err := l.Machines.Find(ctx, uuid)
+	if err != nil {
+		return nil, err
+	}
+	out := &gpuctlv1.SiteMachineFacts{
+		Uuid: uuid, Name: m.Name, State: m.State, Type: m.Type, Memory: m.Memory, Passthrough: !doc.Xen() || doc.Passthrough(), Disks: files(&x),
+	}
+	if x.CPU != nil && x.CPU.Model != nil && x.CPU.Mode == "custom" {
+		out.Cpu = x.CPU.Model.Value
+	}
+	ours := map[string]bool{}
+	cards, err := l.Keeper.Cards(ctx)
+	if err != nil {
+		return nil, err
+	}
+	for _, c := range cards {
+		if c.GetMachine() != uuid {
+			continue
+		}
+		out.Gpus = append(out.Gpus, l.Name+"/"+c.GetGpu())
+		for _, f := range c.GetFunctions() {
+			ours[f.GetAddress()] = true
+		}
+	}
+	for _, h := range doc.HostDevices() {
+		if h.Source.MDev != "" || !ours[h.Source.PCI.String()] {
+			out.OtherDevices = append(out.OtherDevices, h.Source.String())
+		}
+	}
+	l.agentFacts(ctx, out)
+	return out, nil
+}
+
+// agentFacts adds what the VM's agent says.
+func (l *Local) agentFacts(ctx context.Context, out *gpuctlv1.SiteMachineFacts) {
+	hello, err := l.Guests.hello(ctx, out.GetUuid())
+	if err != nil {
+		out.AgentError = strings.TrimPrefix(err.Error(), errNoAgent.Error()+": ")
+		return
+	}
+	all, _, err := l.sessions(ctx, out.GetUuid())
+	if err != nil {
+		out.AgentError = strings.TrimPrefix(err.Error(), errNoAgent.Error()+": ")
+		return
+	}
+	out.Agent = true
+	out.Hello = &gpuctlv1.HelloResponseSummary{
+		Version: hello.GetVersion(), Protocol: hello.GetProtocol(), Hotplug: hello.GetHotplug(), HotplugReason: hello.GetHotplugReason(), FreeMemory: hello.GetFreeMemory(),
+	}
+	for _, s := range all {
+		switch s.GetState() {
+		case gpuctlv1.SessionState_SESSION_STATE_ENDED, gpuctlv1.SessionState_SESSION_STATE_LOST:
+		default:
+			out.Sessions = append(out.Sessions, &gpuctlv1.SiteSession{
+				Id: s.GetId(), Command: s.GetCommand(), Usage: s.GetUsage(), Frozen: s.GetState() == gpuctlv1.SessionState_SESSION_STATE_SUSPENDED,
+			})
+		}
+	}
+}
+
+// files are those of the VM that its destination needs, too.
+func files(x *libvirtxml.Domain) (out []*gpuctlv1.SiteDisk) {
+	add := func(path string, readOnly bool) {
+		if strings.HasPrefix(path, "/") {
+			out = append(out, &gpuctlv1.SiteDisk{Path: path, ReadOnly: readOnly})
+		}
+	}
+	if x.OS != nil {
+		add(x.OS.Kernel, true)
+		add(x.OS.Initrd, true)
+	}
+	if x.Devices == nil {
+		return out
+	}
+	for _, d := range x.Devices.Disks {
+		if d.Source == nil {
+			continue
+		}
+		switch {
+		case d.Source.File != nil:
+			add(d.Source.File.File, d.ReadOnly != nil)
+		case d.Source.Block != nil:
+			add(d.Source.Block.Dev, d.ReadOnly != nil)
+		}
+	}
+	return out
+}
+
+// HostFacts are what a plan needs to know of this host.
+func (l *Local) HostFacts(ctx context.Context, r *gpuctlv1.SiteHostFactsRequest) (*gpuctlv1.SiteHostFacts, error) {
+	if l.Client == nil {
+		return nil, errors.New("it has no libvirt")
+	}
+	out := &gpuctlv1.SiteHostFacts{Name: l.Name, Hypervisor: "kvm"}
+	if l.Client.Driver() == virt.Xen {
+		out.Hypervisor = "xen"
+	}
+	var err error
+	if out.FreeMemory, err = l.Client.FreeMemory(ctx); err != nil {
+		return nil, err
+	}
+	for _, d := range r.GetDisks() {
+		if err := l.Files(d.GetPath()); err != nil {
+			out.Missing = append(out.Missing, d.GetPath())
+		}
+	}
+	if r.GetFrom() != "" && r.GetFrom() != l.Name && l.Link != nil {
+		out.Link = l.Link(ctx, r.GetFrom())
+	}
+	cards, err := l.Keeper.Cards(ctx)
+	if err != nil {
+		return nil, err
+	}
+	for _, c := range cards {
+		s := &gpuctlv1.SiteCard{Gpu: l.Name + "/" + c.GetGpu(), Holder: c.GetMachineName()}
+		if c.GetPhase() == gpuctlv1.CardPhase_CARD_PHASE_QUARANTINED {
+			s.Health = "quarantined: " + c.GetMessage()
+		}
+		if s.Holder == "" && c.GetMachine() != "" {
+			s.Holder = c.GetMachine()
+		}
+		if s.Holder != "" {
+			s.Holder = "VM " + s.GetHolder()
+		}
+		if report, err := l.Keeper.Isolated(ctx, c.GetAddress()); err != nil {
+			s.Isolation = err.Error()
+		} else {
+			for _, f := range report.GetFindings() {
+				if f.GetSeverity() == "refuse" {
+					s.Isolation = f.GetMessage()
+					break
+				}
+			}
+		}
+		for _, f := range c.GetFunctions() {
+			if f.GetAddress() == c.GetAddress() {
+				s.VendorId, s.DeviceId = f.GetVendorId(), f.GetDeviceId()
+			}
+		}
+		out.Cards = append(out.Cards, s)
+	}
+	return out, nil
+}
+
+// Channel finds a VM's guest channel in its definition.
+func (l *Local) Channel(ctx context.Context, uuid string) (string, error) {
+	d, err := l.domain(ctx, uuid)
+	if err != nil {
+		return "", err
+	}
+	text, err := l.Client.XML(ctx, d, 0)
+	if err != nil {
+		return "", err
+	}
+	doc, err := domxml.Parse(text)
+	if err != nil {
+		return "", err
+	}
+	for _, c := range doc.Channels() {
+		if c.Name == channelName {
+			return c.Path, nil
+		}
+	}
+	return "", fmt.Errorf("the definition of VM %s has no channel %s on a unix socket", d.Name, channelName)
+}

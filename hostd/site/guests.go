@@ -1,0 +1,282 @@
+package site
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"os"
+	"path/filepath"
+	"sync"
+	"time"
+
+	"connectrpc.com/connect"
+
+	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
+	"github.com/gpuctl/gpuctl/guest/channel"
+	"github.com/gpuctl/gpuctl/passthrough/pci"
+)
+
+// errNoAgent says that nobody in the VM answers.
+var errNoAgent = errors.New("no gpuguest answers")
+
+// Channels finds a VM's guest channel: the path of its socket on this host.
+type Channels interface {
+	Channel(ctx context.Context, uuid string) (path string, err error)
+}
+
+// channelName is what the guest finds its channel by.
+const channelName = channel.Name
+
+// IDs knows how a VM sees a card.
+type IDs interface {
+	IDs(ctx context.Context, function string) (vendor, device uint16, err error)
+}
+
+// Guests are the agents in this host's VMs. Connections are made when they are
+// needed, and kept. It is safe for concurrent use.
+type Guests struct {
+	channels Channels
+	scan     func() ([]*pci.Card, error)
+	log      *slog.Logger
+
+	mu   sync.Mutex
+	open map[string]*guest // by UUID
+}
+
+// guest is a VM's agent.
+type guest struct {
+	path  string
+	link  *channel.Client
+	agent gpuctlv1connect.AgentServiceClient
+	work  gpuctlv1connect.GuestServiceClient
+}
+
+// NewGuests returns Guests that have no connection yet.
+func NewGuests(c Channels, scan func() ([]*pci.Card, error), log *slog.Logger) *Guests {
+	return &Guests{channels: c, scan: scan, log: log, open: map[string]*guest{}}
+}
+
+// get connects to a VM's agent.
+func (g *Guests) get(ctx context.Context, uuid string) (*guest, error) {
+	path, err := g.channels.Channel(ctx, uuid)
+	if err != nil {
+		return nil, fmt.Errorf("%w: %w", errNoAgent, err)
+	}
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	if o := g.open[uuid]; o != nil {
+		if o.path == path {
+			return o, nil
+		}
+		o.close()
+		delete(g.open, uuid)
+	}
+	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
+		return nil, fmt.Errorf("%w: %w", errNoAgent, err)
+	}
+	link, err := channel.Open(path, channel.WithLogger(g.log), channel.WithWait(agentWait))
+	if err != nil {
+		return nil, fmt.Errorf("%w: %w", errNoAgent, err)
+	}
+	o := &guest{
+		path: path, link: link,
+		agent: gpuctlv1connect.NewAgentServiceClient(link.HTTP(), "http://vm", channel.ConnectOptions()...),
+		work:  gpuctlv1connect.NewGuestServiceClient(link.HTTP(), "http://vm", channel.ConnectOptions()...),
+	}
+	g.open[uuid] = o
+	return o, nil
+}
+
+// agentWait is how long a request waits for a channel that is down.
+const agentWait = 20 * time.Second
+
+func (o *guest) close() {
+	if err := o.link.Close(); err != nil {
+		return
+	}
+}
+
+// Forget lets go of a VM's channel: it moves, or has ended.
+func (g *Guests) Forget(uuid string) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	if o := g.open[uuid]; o != nil {
+		o.close()
+		delete(g.open, uuid)
+	}
+}
+
+// Close lets go of all.
+func (g *Guests) Close() error {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	for uuid, o := range g.open {
+		o.close()
+		delete(g.open, uuid)
+	}
+	return nil
+}
+
+// hello asks a VM's agent what runs there.
+func (g *Guests) hello(ctx context.Context, uuid string) (*gpuctlv1.HelloResponse, error) {
+	o, err := g.get(ctx, uuid)
+	if err != nil {
+		return nil, err
+	}
+	res, err := o.agent.Hello(ctx, connect.NewRequest(&gpuctlv1.HelloRequest{}))
+	if err != nil {
+		return nil, fmt.Errorf("%w: %w", errNoAgent, err)
+	}
+	return res.Msg, nil
+}
+
+// About is what is known of a VM's agent, in words.
+func (g *Guests) About(uuid string) string {
+	g.mu.Lock()
+	o := g.open[uuid]
+	g.mu.Unlock()
+	if o == nil {
+		return ""
+	}
+	s := o.link.State()
+	if s.Up {
+		return "gpuguest answers in " + s.RoundTrip.Round(100*time.Microsecond).String()
+	}
+	if s.Err != nil {
+		return s.Err.Error()
+	}
+	return "connecting"
+}
+
+// LetGo has a VM let go of a function of this host and confirm that it can be
+// unplugged.
+func (g *Guests) LetGo(ctx context.Context, uuid string, function pci.Address) error {
+	vendor, device, err := g.ids(function)
+	if err != nil {
+		return err
+	}
+	return g.release(ctx, uuid, vendor, device)
+}
+
+// ids of a function of this host.
+func (g *Guests) ids(function pci.Address) (vendor, device uint16, err error) {
+	cards, err := g.scan()
+	if err != nil {
+		return 0, 0, err
+	}
+	for _, c := range cards {
+		for _, f := range c.Functions {
+			if f.Address == function {
+				return f.VendorID, f.DeviceID, nil
+			}
+		}
+	}
+	return 0, 0, fmt.Errorf("function %s: it is not on the bus", function)
+}
+
+// device finds a function in the VM by its ids; nil: the VM does not have it.
+func find(hello *gpuctlv1.HelloResponse, vendor, device uint16) (*gpuctlv1.GuestDevice, error) {
+	var found *gpuctlv1.GuestDevice
+	for _, d := range hello.GetDevices() {
+		if d.GetVendorId() != uint32(vendor) || d.GetDeviceId() != uint32(device) {
+			continue
+		}
+		if found != nil {
+			return nil, fmt.Errorf("the VM has two devices %04x:%04x, and which is meant cannot be told", vendor, device)
+		}
+		found = d
+	}
+	return found, nil
+}
+
+func (g *Guests) release(ctx context.Context, uuid string, vendor, device uint16) error {
+	hello, err := g.hello(ctx, uuid)
+	if err != nil {
+		return err
+	}
+	d, err := find(hello, vendor, device)
+	if err != nil {
+		return err
+	}
+	if d == nil {
+		return nil // what it is told of no longer: functions that are no GPUs, or gone already
+	}
+	o, err := g.get(ctx, uuid)
+	if err != nil {
+		return err
+	}
+	if _, err := o.agent.Release(ctx, connect.NewRequest(&gpuctlv1.ReleaseRequest{Address: d.GetAddress()})); err != nil {
+		return fmt.Errorf("the VM does not let go of %s: %w", d.GetAddress(), err)
+	}
+	return nil
+}
+
+// takeUp undoes release.
+func (g *Guests) takeUp(ctx context.Context, uuid string, vendor, device uint16) error {
+	hello, err := g.hello(ctx, uuid)
+	if err != nil {
+		return err
+	}
+	d, err := find(hello, vendor, device)
+	if err != nil || d == nil {
+		return err
+	}
+	o, err := g.get(ctx, uuid)
+	if err != nil {
+		return err
+	}
+	_, err = o.agent.TakeUp(ctx, connect.NewRequest(&gpuctlv1.TakeUpRequest{Address: d.GetAddress()}))
+	return err
+}
+
+// await returns when the VM has a card and a runtime serves it. A card that
+// the VM has let go of before is taken up: it was plugged in to be used.
+func (g *Guests) await(ctx context.Context, uuid string, vendor, device uint16) (*gpuctlv1.GuestDevice, error) {
+	for {
+		o, err := g.get(ctx, uuid)
+		if err == nil {
+			var d *gpuctlv1.GuestDevice
+			d, err = o.await(ctx, vendor, device)
+			if err == nil && d.GetReady() {
+				return d, nil
+			}
+			if err == nil {
+				err = fmt.Errorf("device %s in the VM is not ready: %s", d.GetAddress(), d.GetMessage())
+			}
+		}
+		select {
+		case <-ctx.Done():
+			return nil, err
+		case <-time.After(200 * time.Millisecond):
+		}
+	}
+}
+
+func (o *guest) await(ctx context.Context, vendor, device uint16) (*gpuctlv1.GuestDevice, error) {
+	const most = 20 * time.Second
+	hello, err := o.agent.Hello(ctx, connect.NewRequest(&gpuctlv1.HelloRequest{}))
+	if err != nil {
+		return nil, fmt.Errorf("%w: %w", errNoAgent, err)
+	}
+	d, err := find(hello.Msg, vendor, device)
+	if err != nil {
+		return nil, err
+	}
+	if d.GetReady() {
+		return d, nil
+	}
+	if d.GetReleased() {
+		if _, err := o.agent.TakeUp(ctx, connect.NewRequest(&gpuctlv1.TakeUpRequest{Address: d.GetAddress()})); err != nil {
+			return nil, err
+		}
+	}
+	res, err := o.agent.AwaitDevice(ctx, connect.NewRequest(&gpuctlv1.AwaitDeviceRequest{
+		VendorId: uint32(vendor), DeviceId: uint32(device), TimeoutMs: uint32(most.Milliseconds()),
+	}))
+	if err != nil {
+		return nil, err
+	}
+	return res.Msg.GetDevice(), nil
+}

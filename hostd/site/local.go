@@ -1,0 +1,284 @@
+package site
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"strings"
+	"sync"
+	"sync/atomic"
+
+	"connectrpc.com/connect"
+
+	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/hostd/devices"
+	"github.com/gpuctl/gpuctl/internal/virt"
+	"github.com/gpuctl/gpuctl/migrate"
+)
+
+// Keeper has this host's cards.
+type Keeper interface {
+	Reserve(ctx context.Context, m devices.Machine, gpu, claim, migration string) error
+	Ready(ctx context.Context, m devices.Machine, gpu, claim, migration string) error
+	Plug(ctx context.Context, m devices.Machine, gpu string) error
+	Unplug(ctx context.Context, m devices.Machine, gpu, migration string) error
+	Drop(ctx context.Context, m devices.Machine, gpu string) error
+	IDs(ctx context.Context, gpu string) (vendor, device uint16, err error)
+	Of(uuid string) []string
+	With(gpu string) string
+	Cards(ctx context.Context) ([]*gpuctlv1.Card, error)
+	Isolated(ctx context.Context, gpu string) (*gpuctlv1.IsolationResponse, error)
+}
+
+// Local is this host.
+type Local struct {
+	Name   string
+	Keeper Keeper
+	Client *virt.Client
+	// Machines are the VMs as the keeper knows them.
+	Machines interface {
+		Find(ctx context.Context, ref string) (devices.Machine, error)
+	}
+	Guests *Guests
+	// URI is where this host's libvirtd finds another host's.
+	URI func(host string) (string, error)
+	// Files says whether a file is here, for disks of VMs.
+	Files func(path string) error
+	// Link is how fast another host is reached, in bytes per second; 0: not known.
+	Link func(ctx context.Context, host string) uint64
+	Log  *slog.Logger
+}
+
+// machine is the VM as the keeper names it.
+func machine(m *gpuctlv1.SiteMachine) devices.Machine {
+	return devices.Machine{UUID: m.GetUuid(), Name: m.GetName(), State: "running"}
+}
+
+// domain finds the VM in libvirt.
+func (l *Local) domain(ctx context.Context, uuid string) (virt.Domain, error) {
+	if l.Client == nil {
+		return virt.Domain{}, fmt.Errorf("host %s has no libvirt", l.Name)
+	}
+	u, err := virt.ParseUUID(uuid)
+	if err != nil {
+		return virt.Domain{}, err
+	}
+	return l.Client.LookupUUID(ctx, u)
+}
+
+// Where says what this host knows of the VM.
+func (l *Local) Where(ctx context.Context, uuid string) (migrate.Presence, error) {
+	d, err := l.domain(ctx, uuid)
+	if errors.Is(err, virt.ErrNotFound) {
+		return migrate.Absent, nil
+	}
+	if err != nil {
+		return 0, err
+	}
+	state, err := l.Client.State(ctx, d)
+	switch {
+	case errors.Is(err, virt.ErrNotFound):
+		return migrate.Absent, nil
+	case err != nil:
+		return 0, err
+	case !state.Active():
+		return migrate.Stopped, nil
+	case state == virt.Paused: // a VM on its way is paused at one end
+		return migrate.Moving, nil
+	}
+	if job, err := l.Client.Job(ctx, d); err == nil && (job.State == virt.JobBounded || job.State == virt.JobUnbounded) {
+		return migrate.Moving, nil
+	}
+	return migrate.Running, nil
+}
+
+// Move sends the VM to another host.
+func (l *Local) Move(ctx context.Context, uuid, to string, report migrate.Progress) error {
+	d, err := l.domain(ctx, uuid)
+	if err != nil {
+		return err
+	}
+	uri, err := l.URI(to)
+	if err != nil {
+		return err
+	}
+	persistent, err := l.Client.Persistent(ctx, d)
+	if err != nil {
+		return err
+	}
+	l.Guests.Forget(uuid) // its channel hangs up there and is made anew
+	return l.Client.Migrate(ctx, d, virt.Migration{
+		Destination: uri, Persist: persistent, UndefineSource: persistent,
+		Progress: func(j virt.Job) { report(j.Processed, j.Total) },
+	})
+}
+
+// sessions of the VM, as its agent has them.
+func (l *Local) sessions(ctx context.Context, uuid string) ([]*gpuctlv1.Session, *guest, error) {
+	o, err := l.Guests.get(ctx, uuid)
+	if err != nil {
+		return nil, nil, err
+	}
+	res, err := o.work.ListSessions(ctx, connect.NewRequest(&gpuctlv1.ListSessionsRequest{}))
+	if err != nil {
+		return nil, nil, fmt.Errorf("%w: %w", errNoAgent, err)
+	}
+	return res.Msg.GetSessions(), o, nil
+}
+
+// Sessions names those that run.
+func (l *Local) Sessions(ctx context.Context, uuid string) ([]string, error) {
+	all, _, err := l.sessions(ctx, uuid)
+	if err != nil {
+		return nil, err
+	}
+	var out []string
+	for _, s := range all {
+		switch s.GetState() {
+		case gpuctlv1.SessionState_SESSION_STATE_RUNNING, gpuctlv1.SessionState_SESSION_STATE_SWAPPING:
+			out = append(out, s.GetId())
+		default:
+		}
+	}
+	return out, nil
+}
+
+// each does something with each of the sessions that are still there, at once.
+func (l *Local) each(ctx context.Context, uuid string, ids []string, do func(o *guest, s *gpuctlv1.Session, report migrate.Progress) error, report migrate.Progress) error {
+	all, o, err := l.sessions(ctx, uuid)
+	if err != nil {
+		return err
+	}
+	var done, total atomic.Uint64
+	var mu sync.Mutex
+	var errs []error
+	var wg sync.WaitGroup
+	for _, s := range all {
+		wanted := false
+		for _, id := range ids {
+			wanted = wanted || id == s.GetId()
+		}
+		if !wanted || s.GetState() == gpuctlv1.SessionState_SESSION_STATE_ENDED {
+			continue
+		}
+		total.Add(s.GetUsage().GetMemory())
+		wg.Go(func() {
+			var last uint64
+			err := do(o, s, func(d, _ uint64) {
+				done.Add(d - last)
+				last = d
+				mu.Lock()
+				report(done.Load(), total.Load())
+				mu.Unlock()
+			})
+			if err != nil {
+				mu.Lock()
+				errs = append(errs, fmt.Errorf("session %s (%s): %w", s.GetId(), s.GetCommand(), err))
+				mu.Unlock()
+			}
+		})
+	}
+	wg.Wait()
+	return errors.Join(errs...)
+}
+
+// Freeze suspends sessions to the VM's memory.
+func (l *Local) Freeze(ctx context.Context, uuid string, ids []string, report migrate.Progress) error {
+	return l.each(ctx, uuid, ids, func(o *guest, s *gpuctlv1.Session, report migrate.Progress) error {
+		if s.GetState() == gpuctlv1.SessionState_SESSION_STATE_SUSPENDED {
+			return nil
+		}
+		stream, err := o.work.Suspend(ctx, connect.NewRequest(&gpuctlv1.SuspendRequest{Session: s.GetId()}))
+		if err != nil {
+			return err
+		}
+		return watch(stream, report)
+	}, report)
+}
+
+// Thaw resumes sessions on a card.
+func (l *Local) Thaw(ctx context.Context, uuid, gpu string, ids []string, report migrate.Progress) error {
+	vendor, device, err := l.Keeper.IDs(ctx, local(gpu))
+	if err != nil {
+		return err
+	}
+	d, err := l.Guests.await(ctx, uuid, vendor, device)
+	if err != nil {
+		return err
+	}
+	return l.each(ctx, uuid, ids, func(o *guest, s *gpuctlv1.Session, report migrate.Progress) error {
+		if s.GetState() != gpuctlv1.SessionState_SESSION_STATE_SUSPENDED {
+			return nil // it runs
+		}
+		stream, err := o.work.Resume(ctx, connect.NewRequest(&gpuctlv1.ResumeRequest{Session: s.GetId(), Target: d.GetTarget()}))
+		if err != nil {
+			return err
+		}
+		return watch(stream, report)
+	}, report)
+}
+
+// watch follows an operation on a session to its end.
+func watch(stream *connect.ServerStreamForClient[gpuctlv1.Progress], report migrate.Progress) error {
+	defer stream.Close()
+	var result *gpuctlv1.SwapResult
+	for stream.Receive() {
+		m := stream.Msg()
+		report(m.GetBytesDone(), m.GetBytesTotal())
+		if r := m.GetResult(); r != nil {
+			result = r
+		}
+	}
+	switch {
+	case stream.Err() != nil:
+		return stream.Err()
+	case result == nil:
+		return errors.New("its gpuguest went away")
+	case result.GetRefused():
+		var why []string
+		for _, r := range result.GetReasons() {
+			why = append(why, r.GetMessage())
+		}
+		return fmt.Errorf("refused: %s", strings.Join(why, "; "))
+	case result.GetRolledBack() || result.GetError() != "":
+		return errors.New(result.GetError())
+	}
+	return nil
+}
+
+// Release has the VM let go of a card.
+func (l *Local) Release(ctx context.Context, uuid, gpu string) error {
+	vendor, device, err := l.Keeper.IDs(ctx, local(gpu))
+	if err != nil {
+		return err
+	}
+	return l.Guests.release(ctx, uuid, vendor, device)
+}
+
+// TakeUp lets the VM have it again.
+func (l *Local) TakeUp(ctx context.Context, uuid, gpu string) error {
+	vendor, device, err := l.Keeper.IDs(ctx, local(gpu))
+	if err != nil {
+		return err
+	}
+	return l.Guests.takeUp(ctx, uuid, vendor, device)
+}
+
+// Await returns when the VM has found a card and a runtime serves it.
+func (l *Local) Await(ctx context.Context, uuid, gpu string) error {
+	vendor, device, err := l.Keeper.IDs(ctx, local(gpu))
+	if err != nil {
+		return err
+	}
+	_, err = l.Guests.await(ctx, uuid, vendor, device)
+	return err
+}
+
+// local is a GPU's name on its host.
+func local(gpu string) string {
+	if _, name, ok := strings.Cut(gpu, "/"); ok {
+		return name
+	}
+	return gpu
+}

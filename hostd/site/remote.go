@@ -1,0 +1,145 @@
+package site
+
+import (
+	"context"
+	"errors"
+	"fmt"
+
+	"connectrpc.com/connect"
+
+	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
+	"github.com/gpuctl/gpuctl/migrate"
+)
+
+// Remote is a host by its SiteService, for one migration. This host's own is
+// asked in the same way, so that there is one way only.
+type Remote struct {
+	Host      string
+	Migration string
+	Service   gpuctlv1connect.SiteServiceClient
+}
+
+var _ migrate.Site = (*Remote)(nil)
+
+// uncoded makes of an answer the error that it was.
+func (r *Remote) uncoded(err error) error {
+	if err == nil {
+		return nil
+	}
+	what := migrate.ErrUnreachable
+	var c *connect.Error
+	if errors.As(err, &c) {
+		switch c.Code() {
+		case connect.CodeResourceExhausted:
+			what = migrate.ErrTaken
+		case connect.CodeUnavailable, connect.CodeDeadlineExceeded, connect.CodeCanceled, connect.CodeAborted:
+		default:
+			return fmt.Errorf("host %s: %s", r.Host, c.Message())
+		}
+		return fmt.Errorf("host %s: %w: %s", r.Host, what, c.Message())
+	}
+	return fmt.Errorf("host %s: %w: %w", r.Host, what, err)
+}
+
+func (r *Remote) machine(m migrate.Machine) *gpuctlv1.SiteMachine {
+	return &gpuctlv1.SiteMachine{Uuid: m.UUID, Name: m.Name, Migration: r.Migration}
+}
+
+func (r *Remote) card(m migrate.Machine, gpu, claim string) *connect.Request[gpuctlv1.SiteCardRequest] {
+	return connect.NewRequest(&gpuctlv1.SiteCardRequest{Machine: r.machine(m), Gpu: gpu, Claim: claim})
+}
+
+// Where implements migrate.Site, as do the others.
+func (r *Remote) Where(ctx context.Context, m migrate.Machine) (migrate.Presence, error) {
+	res, err := r.Service.Where(ctx, connect.NewRequest(r.machine(m)))
+	if err != nil {
+		return 0, r.uncoded(err)
+	}
+	for _, p := range []migrate.Presence{migrate.Absent, migrate.Running, migrate.Moving, migrate.Stopped} {
+		if p.String() == res.Msg.GetPresence() {
+			return p, nil
+		}
+	}
+	return 0, fmt.Errorf("host %s says that the VM is %q, which this gpuctl does not know", r.Host, res.Msg.GetPresence())
+}
+
+// Reserve binds a claim to a card of this host.
+func (r *Remote) Reserve(ctx context.Context, m migrate.Machine, gpu, claim string) error {
+	_, err := r.Service.Reserve(ctx, r.card(m, gpu, claim))
+	return r.uncoded(err)
+}
+
+func (r *Remote) Prepare(ctx context.Context, m migrate.Machine, gpu, claim string) error {
+	_, err := r.Service.Prepare(ctx, r.card(m, gpu, claim))
+	return r.uncoded(err)
+}
+
+func (r *Remote) Attach(ctx context.Context, m migrate.Machine, gpu string) error {
+	_, err := r.Service.Attach(ctx, r.card(m, gpu, ""))
+	return r.uncoded(err)
+}
+
+func (r *Remote) Detach(ctx context.Context, m migrate.Machine, gpu string) error {
+	_, err := r.Service.Detach(ctx, r.card(m, gpu, ""))
+	return r.uncoded(err)
+}
+
+func (r *Remote) GiveBack(ctx context.Context, m migrate.Machine, gpu string) error {
+	_, err := r.Service.GiveBack(ctx, r.card(m, gpu, ""))
+	return r.uncoded(err)
+}
+
+func (r *Remote) Release(ctx context.Context, m migrate.Machine, gpu string) error {
+	_, err := r.Service.Release(ctx, r.card(m, gpu, ""))
+	return r.uncoded(err)
+}
+
+func (r *Remote) TakeUp(ctx context.Context, m migrate.Machine, gpu string) error {
+	_, err := r.Service.TakeUp(ctx, r.card(m, gpu, ""))
+	return r.uncoded(err)
+}
+
+func (r *Remote) Await(ctx context.Context, m migrate.Machine, gpu string) error {
+	_, err := r.Service.Await(ctx, r.card(m, gpu, ""))
+	return r.uncoded(err)
+}
+
+func (r *Remote) Sessions(ctx context.Context, m migrate.Machine) ([]string, error) {
+	res, err := r.Service.Sessions(ctx, connect.NewRequest(r.machine(m)))
+	if err != nil {
+		return nil, r.uncoded(err)
+	}
+	return res.Msg.GetSessions(), nil
+}
+
+// follow reports a step's progress to its end.
+func (r *Remote) follow(in *connect.ServerStreamForClient[gpuctlv1.SiteProgress], err error, report migrate.Progress) error {
+	if err != nil {
+		return r.uncoded(err)
+	}
+	defer in.Close()
+	for in.Receive() {
+		report(in.Msg().GetDone(), in.Msg().GetTotal())
+	}
+	return r.uncoded(in.Err())
+}
+
+func (r *Remote) Move(ctx context.Context, m migrate.Machine, to string, report migrate.Progress) error {
+	in, err := r.Service.Move(ctx, connect.NewRequest(&gpuctlv1.SiteMoveRequest{Machine: r.machine(m), To: to}))
+	return r.follow(in, err, report)
+}
+
+func (r *Remote) sessions(m migrate.Machine, gpu string, ids []string) *connect.Request[gpuctlv1.SiteSessionsRequest] {
+	return connect.NewRequest(&gpuctlv1.SiteSessionsRequest{Machine: r.machine(m), Gpu: gpu, Sessions: ids})
+}
+
+func (r *Remote) Freeze(ctx context.Context, m migrate.Machine, ids []string, report migrate.Progress) error {
+	in, err := r.Service.Freeze(ctx, r.sessions(m, "", ids))
+	return r.follow(in, err, report)
+}
+
+func (r *Remote) Thaw(ctx context.Context, m migrate.Machine, gpu string, ids []string, report migrate.Progress) error {
+	in, err := r.Service.Thaw(ctx, r.sessions(m, gpu, ids))
+	return r.follow(in, err, report)
+}
