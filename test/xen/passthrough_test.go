@@ -2,6 +2,8 @@ package xen
 
 import (
 	"context"
+	"fmt"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -9,33 +11,105 @@ import (
 	"github.com/gpuctl/gpuctl/lab/labtest"
 )
 
-// TestPassthrough is the life of cards on one host of real Xen.
+// same leaves a domain's XML as it is.
+func same(xml string) string { return xml }
+
+// rebooting has a guest start anew when it reboots.
+func rebooting(xml string) string {
+	return strings.Replace(xml, "<on_reboot>destroy<", "<on_reboot>restart<", 1)
+}
+
+// TestPassthrough is the life of cards on real Xen: first two hosts in one
+// cluster; then on one of them all that people do, and on the other hostd is
+// killed wherever it can be.
 func TestPassthrough(t *testing.T) {
 	l := labtest.Start(t)
-	ctx, cancel := context.WithTimeout(t.Context(), 25*time.Minute)
+	ctx, cancel := context.WithTimeout(t.Context(), 28*time.Minute)
 	defer cancel()
-	h := install(ctx, t, l.Hosts()[0], "10.77.0.1")
-	h.must(ctx, "cluster", "init")
-	g := &labtest.Guest{Name: "web"}
-	other := &labtest.Guest{Name: "db"}
+	hosts := make([]*host, 2)
+	t.Run("install", func(t *testing.T) {
+		for i, h := range l.Hosts() {
+			t.Run(h.Name, func(t *testing.T) {
+				t.Parallel()
+				hosts[i] = install(ctx, t, h)
+			})
+		}
+	})
+	if t.Failed() {
+		return
+	}
+	a, b := hosts[0].on(t), hosts[1].on(t)
 	t.Cleanup(func() {
 		if t.Failed() {
 			ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
 			defer cancel()
-			out, _ := labtest.Journal(ctx, h.Host, unit)
-			t.Logf("hostd: %s", out[max(0, len(out)-12<<10):])
+			for _, h := range hosts {
+				out, _ := labtest.Journal(ctx, h.Host, unit)
+				t.Logf("hostd of %s: %s", h.Name, out[max(0, len(out)-12<<10):])
+			}
 		}
 	})
-	step := func(name string, run func()) {
-		t.Helper()
-		if t.Failed() {
-			return
-		}
-		began := time.Now()
-		run()
-		t.Logf("== %s: %.1f s", name, time.Since(began).Seconds())
+	rough{t}.step("two hosts in a cluster", func() { together(ctx, t, a, b) })
+	if t.Failed() {
+		return
 	}
-	step("discovery", func() {
+	t.Run("life", func(t *testing.T) {
+		t.Parallel()
+		life(ctx, a.on(t))
+	})
+	t.Run("kills", func(t *testing.T) {
+		t.Parallel()
+		kills(ctx, b.on(t))
+	})
+}
+
+// together discovers the cards of both hosts from each of them, and leaves two
+// clusters of a host, so that the death of one's hostd is not the other's loss
+// of a majority.
+func together(ctx context.Context, t *testing.T, a, b *host) {
+	a.must(ctx, "cluster", "init")
+	token := strings.Fields(a.must(ctx, "cluster", "token", "create"))
+	b.must(ctx, "cluster", "join", token[len(token)-1])
+	for _, h := range []*host{a, b} {
+		h.until(ctx, time.Minute, "both hosts' cards are in the inventory", func() (bool, string) {
+			out := h.must(ctx, "get", "gpus", "-o", "json")
+			for _, host := range []*host{a, b} {
+				for _, address := range []string{bochs, sound, virtio, lonely} {
+					if !strings.Contains(out, fmt.Sprintf("%q", host.Name+"/"+address)) {
+						return false, out
+					}
+				}
+			}
+			return true, ""
+		})
+	}
+	for _, h := range []*host{a, b} {
+		out := b.must(ctx, "cards", "--on", h.Name, "-o", "wide")
+		for _, model := range []string{"QEMU standard VGA", "virtio GPU"} {
+			if !strings.Contains(out, model) {
+				t.Errorf("%s has no %s:\n%s", h.Name, model, out)
+			}
+		}
+		t.Logf("cards of %s\n%s", h.Name, out)
+	}
+	if out := b.must(ctx, "describe", "gpu", a.Name+"/"+virtio, "--isolation"); !strings.Contains(out, "may be given away") || !strings.Contains(out, "Xen 4.17") {
+		t.Errorf("%s", out)
+	}
+	b.stop(ctx)
+	a.must(ctx, "cluster", "remove", b.Name, "--force")
+	b.run(ctx, "rm -rf /var/lib/gpuctl")
+	b.start(ctx)
+	b.must(ctx, "cluster", "init")
+}
+
+// life is all that people do with cards on one host.
+func life(ctx context.Context, h *host) {
+	t := h.t
+	r := rough{t}
+	web := &labtest.Guest{Name: "web"}
+	var boot string
+
+	r.step("discovery", func() {
 		cards := h.cards(ctx)
 		for _, address := range []string{bochs, sound, virtio, lonely} {
 			if cards[address].Phase != "free" {
@@ -45,74 +119,309 @@ func TestPassthrough(t *testing.T) {
 		if n := len(cards[sound].Functions); n != 2 {
 			t.Errorf("%s has %d functions", sound, n)
 		}
-		if out := h.must(ctx, "describe", "gpu", virtio, "--isolation"); !strings.Contains(out, "may be given away") || !strings.Contains(out, "Xen 4.17") {
-			t.Errorf("%s", out)
-		}
 		if out := h.must(ctx, "describe", "gpu", lonely, "--isolation"); !strings.Contains(out, "may not be given away") {
 			t.Errorf("%s", out)
 		}
+		t.Logf("gpuctl cards %s, gpuctl version %s", h.times(ctx, 5, "gpuctl cards"), h.times(ctx, 5, "gpuctl version"))
+		const program = "/etc/libvirt/hooks/libxl.d/50-gpuctl"
+		t.Logf("hook, with its process %s, the process alone %s", h.times(ctx, 20, program+" none reconnect begin -"), h.times(ctx, 20, program+" --version"))
 	})
-	step("start with a card", func() {
-		must(t, g.Create(ctx, h.Host, virtio))
+	r.step("start with a stored card", func() {
+		h.define(ctx, web, rebooting)
+		h.refused(ctx, "VM web is shutoff: start it", "attach", "web", bochs)
+		h.must(ctx, "attach", "web", bochs, "--stored")
+		if out := h.mustVirsh(ctx, "dumpxml", "web", "--inactive"); !strings.Contains(out, "bus='0x03' slot='0x00' function='0x0'") {
+			t.Errorf("it is not stored: %s", out)
+		}
+		h.mustVirsh(ctx, "start", "web")
+		h.has(ctx, "web", bochs)
+		h.vetoAfterPrepare(ctx)
+		must(t, web.WaitReady(ctx))
+		h.readsBochs(ctx, web)
+		s, err := web.Ping(ctx)
+		must(t, err)
+		boot = s.BootID
+	})
+	r.step("bad input", func() { h.badInput(ctx) })
+	r.step("a second owner", func() {
+		thief := &labtest.Guest{Name: "thief"}
+		h.put(ctx, thief, same, bochs)
+		h.vetoed(ctx, "belongs to VM web", "create", "/run/gpuctl-lab/thief.xml")
+		h.refused(ctx, "it would be refused", "attach", "web", bochs, "--plan")
+		h.refused(ctx, "gpuguest", "detach", "web", bochs)
+	})
+	r.step("detach, reset, another model", func() {
+		t.Logf("detach: %v", h.change(ctx, "detach", "web", bochs, "--unconfirmed", "--persistent"))
+		h.gone(ctx, web, "1234:1111")
+		h.free(ctx, "web", bochs)
+		if c := h.cards(ctx)[bochs]; c.ResetMethod == "" {
+			t.Errorf("how it was reset is not told: %+v", c)
+		}
+		t.Logf("gpuctl cards -o wide\n%s", h.must(ctx, "cards", "-o", "wide"))
+		t.Logf("attach: %v", h.change(ctx, "attach", "web", virtio, "--persistent"))
 		h.has(ctx, "web", virtio)
-		d, err := g.WaitDevice(ctx, "1af4:1050")
-		must(t, err)
-		t.Logf("inside: %+v", d)
-	})
-	step("refusals", func() {
-		h.refused(ctx, "belongs to VM web", "attach", "web", virtio, "--plan")
-		h.refused(ctx, `vm "nobody": not found on this host`, "attach", "nobody", bochs)
-		h.refused(ctx, "has no reset of its own", "attach", "web", lonely)
-		h.refused(ctx, "gpuguest", "detach", "web", virtio)
-		if err := other.Create(ctx, h.Host, virtio); err == nil || !strings.Contains(err.Error(), "belongs to VM web") {
-			t.Errorf("a second owner started: %v", err)
-		} else {
-			t.Logf("the operator reads: %v", err)
+		h.readsVirtio(ctx, web)
+		if out := h.mustVirsh(ctx, "dumpxml", "web", "--inactive"); !strings.Contains(out, "bus='0x05'") || strings.Contains(out, "bus='0x03'") {
+			t.Errorf("the stored definition does not follow: %s", out)
 		}
 	})
-	step("detach", func() {
-		h.must(ctx, "detach", "web", virtio, "--unconfirmed")
-		must(t, g.WaitGone(ctx, "1af4:1050"))
-		h.free(ctx, virtio, "virtio-pci")
-	})
-	step("another model", func() {
-		h.must(ctx, "attach", "web", bochs)
-		h.has(ctx, "web", bochs)
-		d, err := g.WaitDevice(ctx, "1234:1111")
-		must(t, err)
-		if v, err := g.ReadRegister(ctx, d.Address, 2, 0x500, 2); err != nil || v != 0xb0c5 {
-			t.Errorf("its register reads %#x, %v", v, err)
-		}
-	})
-	step("hostd dies", func() {
-		h.restart(ctx)
-		h.has(ctx, "web", bochs)
-	})
-	step("a card of two functions", func() {
-		h.must(ctx, "detach", "web", bochs, "--unconfirmed")
-		must(t, g.WaitGone(ctx, "1234:1111"))
-		h.free(ctx, bochs, "")
-		h.must(ctx, "attach", "web", sound)
+	r.step("a card of two functions", func() {
+		t.Logf("attach: %v", h.change(ctx, "attach", "web", sound))
 		h.has(ctx, "web", sound)
-		if _, err := g.WaitDevice(ctx, "8086:2668"); err != nil {
-			t.Error(err)
-		}
+		_, err := web.WaitDevice(ctx, "8086:2668")
+		must(t, err)
+		h.readsBochs(ctx, web)
+		h.refused(ctx, "name one of them", "detach", "web", "--unconfirmed")
+		t.Logf("detach: %v", h.change(ctx, "detach", "web", sound, "--unconfirmed"))
+		h.gone(ctx, web, "8086:2668")
+		h.free(ctx, "web", sound)
 	})
-	step("libvirtd dies", func() {
-		h.run(ctx, "systemctl kill -s KILL libvirtd; systemctl start libvirtd")
+	r.step("beside libvirt alone", func() { h.besideLibvirt(ctx, web) })
+	r.step("behind our back", func() {
+		must(t, web.Attach(ctx, bochs))
+		h.has(ctx, "web", bochs)
+		if out := h.must(ctx, "events"); !strings.Contains(out, "Adopted") {
+			t.Errorf("no event: %s", out)
+		}
+		h.readsBochs(ctx, web)
+		must(t, web.Detach(ctx, bochs))
+		h.free(ctx, "web", bochs)
+	})
+	r.step("the VM reboots", func() {
+		h.attach(ctx, "web", bochs) // only while it runs
+		_, _ = web.Run(ctx, "reboot -f")
+		web.Moved(h.Host)
+		h.until(ctx, 5*time.Minute, "it is up again", func() (bool, string) {
+			ctx, cancel := context.WithTimeout(ctx, 10*time.Second)
+			defer cancel()
+			s, err := web.Ping(ctx)
+			return err == nil && s.BootID != boot, fmt.Sprint(s, err)
+		})
+		h.has(ctx, "web", virtio)
+		h.readsVirtio(ctx, web)
+		h.free(ctx, "web", bochs) // it was not stored
+		must(t, web.Healthy(ctx))
+	})
+	r.step("paused", func() {
+		h.mustVirsh(ctx, "suspend", "web")
+		h.refused(ctx, "VM web is paused: start it", "attach", "web", bochs)
+		h.refused(ctx, "resume it, or stop it", "detach", "web", virtio, "--unconfirmed")
+		h.mustVirsh(ctx, "resume", "web")
+	})
+	r.step("libvirtd dies under load", func() { h.libvirtDies(ctx) })
+	r.step("the VM ends", func() {
+		h.mustVirsh(ctx, "destroy", "web")
+		for _, address := range []string{virtio, bochs, sound} {
+			h.free(ctx, "web", address)
+		}
+		t.Logf("gpuctl cards -o wide\n%s", h.must(ctx, "cards", "-o", "wide"))
+	})
+	r.step("hostd is down", func() { h.down(ctx) })
+	r.step("healthy", func() {
+		if out := h.run(ctx, "xl list | grep -c null || true"); strings.TrimSpace(out) != "0" {
+			t.Errorf("domains that cannot end: %s", out)
+		}
+		out, err := labtest.Journal(ctx, h.Host, unit)
+		must(t, err)
+		if strings.Contains(out, "panic:") || strings.Contains(out, "DATA RACE") {
+			t.Errorf("hostd: %s", out)
+		}
+		t.Logf("hooks as hostd saw them:\n%s", h.hooks(ctx))
+	})
+}
+
+// attach is gpuctl attach that must succeed, for all to see.
+func (h *host) attach(ctx context.Context, machine, address string) {
+	h.t.Helper()
+	h.must(ctx, "attach", machine, address)
+	h.has(ctx, machine, address)
+}
+
+// times runs a command several times; its median and longest times.
+func (h *host) times(ctx context.Context, n int, command string) string {
+	h.t.Helper()
+	out := h.run(ctx, fmt.Sprintf("for i in $(seq %d); do a=$(date +%%s%%N); %s </dev/null >/dev/null; b=$(date +%%s%%N); echo $((b-a)); done", n, command))
+	var all []time.Duration
+	for _, f := range strings.Fields(out) {
+		var d time.Duration
+		if _, err := fmt.Sscan(f, (*int64)(&d)); err != nil {
+			h.t.Fatalf("%s: %v", out, err)
+		}
+		all = append(all, d)
+	}
+	return fmt.Sprintf("median %.0f ms, longest %.0f ms", median(all).Seconds()*1000, slices.Max(all).Seconds()*1000)
+}
+
+func median(all []time.Duration) time.Duration {
+	all = slices.Sorted(slices.Values(all))
+	return all[len(all)/2]
+}
+
+// hooks lists what libvirt asked and how long hostd took.
+func (h *host) hooks(ctx context.Context) string {
+	return h.run(ctx, "journalctl -q --no-pager -o cat -u "+unit+" | grep msg=hook | sed 's/.*driver=libxl //' | tail -n 40")
+}
+
+// vetoAfterPrepare has another hook refuse a start that ours has prepared:
+// libvirt does not tell us. The card is back after a while, which is looked at
+// by the end of the VM.
+func (h *host) vetoAfterPrepare(ctx context.Context) {
+	h.t.Helper()
+	h.run(ctx, `printf '#!/bin/sh\n[ "$1$2" = vetoedprepare ] && { echo "not today" >&2; exit 1; }\nexit 0\n' > /etc/libvirt/hooks/libxl.d/90-veto && chmod +x /etc/libvirt/hooks/libxl.d/90-veto`)
+	vetoed := &labtest.Guest{Name: "vetoed"}
+	h.put(ctx, vetoed, same, sound)
+	h.vetoed(ctx, "not today", "create", "/run/gpuctl-lab/vetoed.xml")
+	if c := h.cards(ctx)[sound]; c.Phase != "ready" || c.MachineName != "vetoed" {
+		h.t.Errorf("after a veto that nobody tells of: %+v", c)
+	}
+	h.run(ctx, "rm /etc/libvirt/hooks/libxl.d/90-veto")
+}
+
+// badInput is what cannot be; each has a message that says what to do.
+func (h *host) badInput(ctx context.Context) {
+	h.refused(ctx, `vm "nobody": not found on this host`, "attach", "nobody", virtio)
+	h.refused(ctx, "gpu 0000:77:00.0: not found", "attach", "web", "0000:77:00.0")
+	h.refused(ctx, "gpu 0000:04:00.7: not found", "attach", "web", "0000:04:00.7")
+	h.refused(ctx, "gpu "+edu+": not found", "attach", "web", edu)
+	h.refused(ctx, "not found", "attach", "web", "nvidia-0")
+	h.refused(ctx, "has no reset of its own", "attach", "web", lonely)
+	h.refused(ctx, "exclude each other", "attach", "web", virtio, "--persistent", "--stored")
+	h.refused(ctx, "it does not have", "detach", "web", virtio, "--unconfirmed")
+	h.refused(ctx, "belongs to VM web", "reset", bochs)
+
+	// Guests that cannot have a card. They need not come up.
+	hvm := &labtest.Guest{Name: "plain", MemoryMiB: 64}
+	h.put(ctx, hvm, func(xml string) string {
+		return strings.Replace(xml, "<xen><passthrough state='on'/></xen>", "", 1)
+	})
+	pvh := &labtest.Guest{Name: "pvh", MemoryMiB: 64, PVH: true}
+	h.put(ctx, pvh, same)
+	pv := &labtest.Guest{Name: "pv", MemoryMiB: 64, PVH: true}
+	h.put(ctx, pv, func(xml string) string {
+		xml = strings.Replace(xml, "<type arch='x86_64' machine='xenpvh'>xenpvh</type>", "<type arch='x86_64' machine='xenpv'>linux</type>", 1)
+		return strings.Replace(xml, "<features><acpi/></features>", "", 1)
+	})
+	for _, c := range []struct{ name, words string }{
+		{"plain", "passthrough state='on'"}, {"pvh", "PVH guest"}, {"pv", "PV guest"},
+	} {
+		h.mustVirsh(ctx, "create", "/run/gpuctl-lab/"+c.name+".xml")
+		h.refused(ctx, c.words, "attach", c.name, virtio)
+		h.refused(ctx, "has no stored definition", "attach", c.name, virtio, "--stored")
+		h.mustVirsh(ctx, "destroy", c.name)
+	}
+}
+
+// rounds of each measurement.
+const rounds = 5
+
+// besideLibvirt compares gpuctl with libvirt alone: the same card, the same VM,
+// by turns. virsh's own time is without its process and its connection.
+func (h *host) besideLibvirt(ctx context.Context, g *labtest.Guest) {
+	h.t.Helper()
+	xml, err := labtest.HostdevXML(bochs)
+	must(h.t, err)
+	must(h.t, h.PutReader(ctx, strings.NewReader(strings.ReplaceAll(xml, "managed='yes'", "managed='no'")), "/run/gpuctl-lab/bochs.xml", 0o600))
+	bare := func(verb string) time.Duration {
+		out := h.mustVirsh(ctx, "--timing", verb, "web", "/run/gpuctl-lab/bochs.xml", "--live")
+		var ms float64
+		_, text, _ := strings.Cut(out, "(Time: ")
+		if _, err := fmt.Sscanf(text, "%f ms)", &ms); err != nil {
+			h.t.Fatalf("%s: %v", out, err)
+		}
+		return time.Duration(ms * float64(time.Millisecond))
+	}
+	all := map[string][]time.Duration{}
+	add := func(name string, d time.Duration) { all[name] = append(all[name], d) }
+	for range rounds {
+		began := time.Now()
+		s := h.change(ctx, "attach", "web", bochs)
+		add("attach with all", time.Since(began))
+		for name, d := range s {
+			add("attach: "+name, d)
+		}
+		h.readsBochs(ctx, g)
+		began = time.Now()
+		s = h.change(ctx, "detach", "web", bochs, "--unconfirmed")
+		add("detach with all", time.Since(began))
+		for name, d := range s {
+			add("detach: "+name, d)
+		}
+		h.gone(ctx, g, "1234:1111")
+
+		h.run(ctx, "virsh -q nodedev-detach pci_0000_03_00_0 --driver xen")
+		add("virsh attach", bare("attach-device"))
+		h.readsBochs(ctx, g)
+		add("virsh detach", bare("detach-device"))
+		h.gone(ctx, g, "1234:1111")
+		h.run(ctx, "virsh -q nodedev-reattach pci_0000_03_00_0")
+		h.free(ctx, "web", bochs)
+	}
+	var names []string
+	for name := range all {
+		names = append(names, name)
+	}
+	slices.Sort(names)
+	for _, name := range names {
+		h.t.Logf("%-18s median %6.0f ms of %v", name, median(all[name]).Seconds()*1000, all[name])
+	}
+	for _, verb := range []string{"attach", "detach"} {
+		ratio := float64(median(all[verb+": "+verb])) / float64(median(all["virsh "+verb]))
+		h.t.Logf("the step %s takes %.2f of what libvirt takes alone", verb, ratio)
+		if ratio > 2 {
+			h.t.Errorf("%s costs far more than libvirt's own", verb)
+		}
+	}
+}
+
+// libvirtDies kills libvirtd again and again while cards come and go. What
+// libvirt forgets that way Xen keeps, so the VM is not used after that.
+func (h *host) libvirtDies(ctx context.Context) {
+	h.t.Helper()
+	h.run(ctx, `cat > /run/gpuctl-lab/load <<'END'
+while [ -e /run/gpuctl-lab/loaded ]; do
+	timeout 100 gpuctl attach web 0000:03:00.0
+	timeout 100 gpuctl vms
+	timeout 100 gpuctl detach web 0000:03:00.0 --unconfirmed
+	timeout 100 virsh -q list
+done > /run/gpuctl-lab/load.log 2>&1
+END
+touch /run/gpuctl-lab/loaded; systemd-run -q --unit=gpuctl-load sh /run/gpuctl-lab/load`)
+	for _, pause := range []string{"3", "4.5", "2.2"} {
+		h.run(ctx, "sleep "+pause+"; systemctl kill -s KILL libvirtd; systemctl start libvirtd")
 		h.until(ctx, 3*time.Minute, "the VM is listed again", func() (bool, string) {
 			out, err := h.gpuctl(ctx, "vms")
 			return err == nil && strings.Contains(out, "web"), out
 		})
-		h.has(ctx, "web", sound)
-	})
-	step("the VM ends", func() {
-		must(t, g.Destroy(ctx))
-		h.free(ctx, sound, "")
-	})
-	step("healthy", func() {
-		if out := h.run(ctx, "xl list | grep -c null || true"); strings.TrimSpace(out) != "0" {
-			t.Errorf("domains that cannot end: %s", out)
-		}
-	})
+	}
+	h.run(ctx, "rm /run/gpuctl-lab/loaded; while systemctl -q is-active gpuctl-load; do sleep 0.3; done")
+	h.t.Logf("meanwhile:\n%s", h.run(ctx, "tail -n 60 /run/gpuctl-lab/load.log"))
+	for _, address := range []string{bochs, virtio} {
+		h.t.Logf("%s is with the VM: %v", address, h.settled(ctx, "web", address))
+	}
+}
+
+// down starts VMs without a hostd, as each policy has it.
+func (h *host) down(ctx context.Context) {
+	h.t.Helper()
+	g := &labtest.Guest{Name: "early", MemoryMiB: 64}
+	h.put(ctx, g, same, sound)
+	plain := &labtest.Guest{Name: "other", MemoryMiB: 64, PVH: true}
+	h.put(ctx, plain, same)
+	policy := func(p string) {
+		h.run(ctx, "mkdir -p /etc/gpuctl && echo on-unreachable: "+p+" > /etc/gpuctl/hook.yaml")
+	}
+	h.stop(ctx)
+	h.refused(ctx, "hostd", "cards")
+	h.vetoed(ctx, "domain early has GPU "+sound, "create", "/run/gpuctl-lab/early.xml", "--paused")
+	h.mustVirsh(ctx, "create", "/run/gpuctl-lab/other.xml", "--paused") // no GPU: not ours
+	h.mustVirsh(ctx, "destroy", "other")
+	policy("deny")
+	h.vetoed(ctx, "on-unreachable is deny", "create", "/run/gpuctl-lab/other.xml", "--paused")
+	policy("allow")
+	h.mustVirsh(ctx, "create", "/run/gpuctl-lab/early.xml", "--paused")
+	h.start(ctx)
+	h.has(ctx, "early", sound)
+	h.mustVirsh(ctx, "destroy", "early")
+	h.free(ctx, "early", sound)
+	h.run(ctx, "rm /etc/gpuctl/hook.yaml")
 }
