@@ -22,11 +22,14 @@ import (
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
 	"github.com/gpuctl/gpuctl/hostd/config"
+	"github.com/gpuctl/gpuctl/hostd/deviceapi"
 	"github.com/gpuctl/gpuctl/hostd/inventory"
 	"github.com/gpuctl/gpuctl/hostd/ledger"
 	"github.com/gpuctl/gpuctl/hostd/metrics"
+	"github.com/gpuctl/gpuctl/hostd/migrations"
 	"github.com/gpuctl/gpuctl/hostd/nvml"
 	"github.com/gpuctl/gpuctl/hostd/platform"
+	"github.com/gpuctl/gpuctl/hostd/site"
 	"github.com/gpuctl/gpuctl/hostd/trace"
 	"github.com/gpuctl/gpuctl/internal/expr"
 	"github.com/gpuctl/gpuctl/internal/near"
@@ -52,17 +55,20 @@ const (
 
 // HostConfig is what a Host needs.
 type HostConfig struct {
-	Guest     gpuctlv1connect.GuestServiceClient
-	AppSocket string // given to applications
-	StateFile string
-	Config    config.Config
-	Root      fs.FS // the machine's files
-	Cluster   Cluster
-	NVML      *nvml.Client       // nil: not asked
-	Cards     *platform.Platform // nil: no card is given to VMs
-	Metrics   *metrics.Metrics   // nil: not counted
-	Tracer    *trace.Tracer      // nil: not traced
-	Log       *slog.Logger
+	Guest      gpuctlv1connect.GuestServiceClient
+	AppSocket  string // given to applications
+	StateFile  string
+	Config     config.Config
+	Root       fs.FS // the machine's files
+	Cluster    Cluster
+	NVML       *nvml.Client       // nil: not asked
+	Cards      *platform.Platform // nil: no card is given to VMs
+	Devices    *deviceapi.API     // with Cards, as the next two
+	Site       *site.Local
+	Migrations *migrations.Manager
+	Metrics    *metrics.Metrics // nil: not counted
+	Tracer     *trace.Tracer    // nil: not traced
+	Log        *slog.Logger
 }
 
 // Host is the state of one host and the rules by which it changes.

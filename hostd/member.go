@@ -20,10 +20,13 @@ import (
 	"github.com/gpuctl/gpuctl/cluster/state"
 	"github.com/gpuctl/gpuctl/cluster/store"
 	"github.com/gpuctl/gpuctl/hostd/config"
+	"github.com/gpuctl/gpuctl/hostd/deviceapi"
 	"github.com/gpuctl/gpuctl/hostd/metrics"
+	"github.com/gpuctl/gpuctl/hostd/migrations"
 	"github.com/gpuctl/gpuctl/hostd/node"
 	"github.com/gpuctl/gpuctl/hostd/nvml"
 	"github.com/gpuctl/gpuctl/hostd/platform"
+	"github.com/gpuctl/gpuctl/hostd/site"
 	"github.com/gpuctl/gpuctl/hostd/trace"
 	"github.com/gpuctl/gpuctl/internal/rundir"
 	"github.com/gpuctl/gpuctl/passthrough/pci"
@@ -32,10 +35,11 @@ import (
 
 // member is the host's part in a cluster with all that it needs.
 type member struct {
-	node  *node.Node
-	audit *access.AuditLog
-	nvml  *nvml.Client
-	cards *platform.Platform
+	node   *node.Node
+	audit  *access.AuditLog
+	nvml   *nvml.Client
+	cards  *platform.Platform
+	guests *site.Guests
 
 	metrics *metrics.Metrics
 	tracer  *trace.Tracer // nil: none
@@ -85,7 +89,7 @@ func (o Options) join(ctx context.Context, host *Host) (m *member, err error) {
 	if err := m.observe(ctx, o, host, name); err != nil {
 		return m, err
 	}
-	if err := m.open(ctx, o, host); err != nil {
+	if err := m.open(ctx, o, host, name); err != nil {
 		return m, err
 	}
 	c := o.Config.Cluster
@@ -100,7 +104,7 @@ func (o Options) join(ctx context.Context, host *Host) (m *member, err error) {
 }
 
 // open finds the hypervisor and what VMs have of this host's cards.
-func (m *member) open(ctx context.Context, o Options, host *Host) (err error) {
+func (m *member) open(ctx context.Context, o Options, host *Host, name string) (err error) {
 	dir := cmp.Or(o.Data, o.Dir)
 	m.cards, err = platform.Open(ctx, platform.Options{
 		Config: o.Config.Devices, Dev: o.Data == "", Root: sysfs.Dir("/"), Dir: dir, RunDir: o.Dir, Cluster: late{host}, GPUs: host.devices,
@@ -110,7 +114,78 @@ func (m *member) open(ctx context.Context, o Options, host *Host) (err error) {
 		return err
 	}
 	host.Cards = m.cards
+	host.Devices = deviceapi.New(m.cards.Keeper, late{host}, o.Log)
+	uri := o.Config.Devices.MigrateURI
+	if uri == "" {
+		uri = m.cards.Scheme() + "+tls://{address}/system"
+	}
+	host.Site = &site.Local{
+		Name: name, Keeper: m.cards.Keeper, Client: m.cards.Client, Machines: m.cards.Keeper.Machines, Files: present, Log: o.Log,
+		URI: func(to string) (string, error) {
+			address, err := m.node.Address(to)
+			if strings.Contains(address, ":") {
+				address = "[" + address + "]"
+			}
+			return strings.NewReplacer("{host}", to, "{address}", address).Replace(uri), err
+		},
+		Link: func(_ context.Context, from string) uint64 { return slowest(m.node.View(), from, m.node.HostName()) },
+	}
+	m.guests = site.NewGuests(host.Site, m.cards.Keeper.Scan, o.Log)
+	host.Site.Guests = m.guests
+	host.Migrations = migrations.New(migrations.Config{
+		Node: lateNode{late{host}, m}, Machines: host.Devices.Everywhere, Ready: host.Ready, Most: o.Config.Devices.Migrations, Log: o.Log,
+	})
+	m.cards.Keeper.Guests, m.cards.Keeper.Pending = m.guests, host.Migrations.Pending
 	return nil
+}
+
+// present says whether a file is there, for a VM's disks.
+func present(path string) error {
+	_, err := os.Stat(path)
+	return err
+}
+
+// slowest is how fast one host can send to another at best, in bytes per
+// second, by the speed of their fastest interfaces; 0: not known.
+func slowest(v *state.View, from, to string) uint64 {
+	if v == nil {
+		return 0
+	}
+	var out uint64
+	for _, host := range []string{from, to} {
+		var best uint64
+		for _, n := range v.Host(host).GetNics() {
+			best = max(best, n.GetSpeed()/8)
+		}
+		if best == 0 {
+			return 0
+		}
+		if out == 0 || best < out {
+			out = best
+		}
+	}
+	return out
+}
+
+// lateNode is the node that there will be.
+type lateNode struct {
+	late
+	m *member
+}
+
+func (l lateNode) View() *state.View                 { return l.m.node.View() }
+func (l lateNode) Status() *clusterv1.StatusResponse { return l.m.node.Status() }
+
+func (l lateNode) PutMigration(ctx context.Context, r *clusterv1.Migration, takeOver bool) (*clusterv1.Migration, error) {
+	return l.m.node.PutMigration(ctx, r, takeOver)
+}
+
+func (l lateNode) Site(host string) (gpuctlv1connect.SiteServiceClient, error) {
+	return l.m.node.Site(host)
+}
+
+func (l lateNode) Migrations(host string) (gpuctlv1connect.MigrationServiceClient, error) {
+	return l.m.node.Migrations(host)
 }
 
 // letGo has NVML give up all cards while drivers change.
@@ -176,6 +251,9 @@ func (m *member) close() error {
 	}
 	if m.node != nil {
 		errs = append(errs, m.node.Close())
+	}
+	if m.guests != nil {
+		errs = append(errs, m.guests.Close())
 	}
 	if m.cards != nil {
 		errs = append(errs, m.cards.Close())

@@ -86,6 +86,7 @@ func Run(ctx context.Context, o Options) (err error) {
 			failed <- err
 		}
 	})
+	wg.Go(func() { host.Migrations.Run(work) })
 	wg.Go(func() { o.reload(work, member, notify) })
 	wg.Go(func() { notify.Watch(work, host.Alive) })
 	server := unixrpc.Server(member.node.Handler(), func(p unixrpc.Peer) {

@@ -14,7 +14,6 @@ import (
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
 	"github.com/gpuctl/gpuctl/hostd/clusterapi"
-	"github.com/gpuctl/gpuctl/hostd/deviceapi"
 	"github.com/gpuctl/gpuctl/hostd/ledger"
 	"github.com/gpuctl/gpuctl/internal/near"
 	"github.com/gpuctl/gpuctl/internal/random"
@@ -31,7 +30,9 @@ var _ gpuctlv1connect.HostServiceHandler = (*Server)(nil)
 // Handle adds the host's API to a mux.
 func (h *Host) Handle(mux *http.ServeMux, options ...connect.HandlerOption) {
 	if h.Cards != nil {
-		deviceapi.Handle(mux, h.Cards.Keeper, late{h}, h.Log, options...)
+		h.Devices.Handle(mux, options...)
+		h.Site.Handle(mux, options...)
+		h.Migrations.Handle(mux, options...)
 	}
 	options = append(options, connect.WithReadMaxBytes(1<<20), connect.WithCompressMinBytes(64<<10))
 	mux.Handle(gpuctlv1connect.NewHostServiceHandler(&Server{h}, options...))

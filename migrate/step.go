@@ -206,3 +206,12 @@ func (r *run) thaw(ctx context.Context, s Site, gpu string) error {
 func index(all []step, name string) int {
 	return slices.IndexFunc(all, func(s step) bool { return s.name == name })
 }
+
+// StepNames are the names of a migration's steps, in order.
+func StepNames(m *clusterv1.MachineMove) []string {
+	var out []string
+	for _, s := range steps(m) {
+		out = append(out, s.name)
+	}
+	return out
+}

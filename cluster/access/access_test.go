@@ -48,6 +48,8 @@ func services() []protoreflect.ServiceDescriptor {
 		{clusterv1.File_gpuctl_cluster_v1_service_proto, "PeerService"},
 		{gpuctlv1.File_gpuctl_v1_host_proto, "HostService"},
 		{gpuctlv1.File_gpuctl_v1_device_proto, "DeviceService"},
+		{gpuctlv1.File_gpuctl_v1_migrate_proto, "MigrationService"},
+		{gpuctlv1.File_gpuctl_v1_migrate_proto, "SiteService"},
 	} {
 		out = append(out, c.file.Services().ByName(c.name))
 	}
@@ -79,7 +81,8 @@ func TestEveryProcedureHasARule(t *testing.T) {
 		t.Errorf("%d rules for %d procedures", len(table), len(all))
 	}
 	// Both files' services are all here: one that is added must be, too.
-	if n := clusterv1.File_gpuctl_cluster_v1_service_proto.Services().Len() + gpuctlv1.File_gpuctl_v1_host_proto.Services().Len() + gpuctlv1.File_gpuctl_v1_device_proto.Services().Len(); n != len(services()) {
+	if n := clusterv1.File_gpuctl_cluster_v1_service_proto.Services().Len() + gpuctlv1.File_gpuctl_v1_host_proto.Services().Len() + gpuctlv1.File_gpuctl_v1_device_proto.Services().Len() +
+		gpuctlv1.File_gpuctl_v1_migrate_proto.Services().Len(); n != len(services()) {
 		t.Errorf("%d services, %d of them looked at", n, len(services()))
 	}
 }
@@ -100,14 +103,14 @@ func TestWhoMayDoWhat(t *testing.T) {
 			return c.Kind != Local
 		case name == "Renew" && c.Kind == User:
 			return c.Role >= viewer
-		case service == "PeerService":
+		case service == "PeerService", service == "SiteService":
 			return c.Kind == Host
 		case c.Kind == Anonymous:
 			return false
-		case reads[name]:
+		case reads[name] || service == "MigrationService" && name == "Plan":
 			return c.Kind == Host || c.Role >= viewer
 		case c.Kind == Host:
-			return service == "DeviceService"
+			return service == "DeviceService" || service == "MigrationService"
 		case service == "HostService" || name == "Init" || name == "Join":
 			if c.Kind != Local {
 				return false

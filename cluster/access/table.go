@@ -81,5 +81,28 @@ func Table() map[string]Rule {
 		gpuctlv1connect.DeviceServiceAttachProcedure:       {Local | User | Host, operator, change},
 		gpuctlv1connect.DeviceServiceDetachProcedure:       {Local | User | Host, operator, change},
 		gpuctlv1connect.DeviceServiceResetProcedure:        {Local | User | Host, operator, change},
+
+		gpuctlv1connect.MigrationServicePlanProcedure:   {Local | User | Host, viewer, false},
+		gpuctlv1connect.MigrationServiceWatchProcedure:  {Local | User | Host, viewer, false},
+		gpuctlv1connect.MigrationServiceStartProcedure:  {Local | User | Host, operator, change},
+		gpuctlv1connect.MigrationServiceAbortProcedure:  {Local | User | Host, operator, change},
+		gpuctlv1connect.MigrationServiceResumeProcedure: {Local | User | Host, operator, change},
+
+		// Steps of migrations: their drivers alone ask for them.
+		gpuctlv1connect.SiteServiceMachineFactsProcedure: {Host, nobody, false},
+		gpuctlv1connect.SiteServiceHostFactsProcedure:    {Host, nobody, false},
+		gpuctlv1connect.SiteServiceWhereProcedure:        {Host, nobody, false},
+		gpuctlv1connect.SiteServiceSessionsProcedure:     {Host, nobody, false},
+		gpuctlv1connect.SiteServiceReserveProcedure:      {Host, nobody, change},
+		gpuctlv1connect.SiteServicePrepareProcedure:      {Host, nobody, change},
+		gpuctlv1connect.SiteServiceAttachProcedure:       {Host, nobody, change},
+		gpuctlv1connect.SiteServiceDetachProcedure:       {Host, nobody, change},
+		gpuctlv1connect.SiteServiceGiveBackProcedure:     {Host, nobody, change},
+		gpuctlv1connect.SiteServiceMoveProcedure:         {Host, nobody, change},
+		gpuctlv1connect.SiteServiceFreezeProcedure:       {Host, nobody, change},
+		gpuctlv1connect.SiteServiceReleaseProcedure:      {Host, nobody, change},
+		gpuctlv1connect.SiteServiceTakeUpProcedure:       {Host, nobody, change},
+		gpuctlv1connect.SiteServiceAwaitProcedure:        {Host, nobody, change},
+		gpuctlv1connect.SiteServiceThawProcedure:         {Host, nobody, change},
 	}
 }

@@ -44,6 +44,8 @@ type Config struct {
 type Devices struct {
 	Libvirt       string   `yaml:"libvirt,omitempty"`       // URI; default xen:///system in a control domain of Xen, else qemu:///system
 	LibvirtSocket string   `yaml:"libvirtSocket,omitempty"` // default /run/libvirt/libvirt-sock
+	MigrateURI    string   `yaml:"migrateURI,omitempty"`    // of another host's libvirtd, with {host} or {address}; default xen+tls://{address}/system
+	Migrations    int      `yaml:"migrations,omitempty"`    // most from or to this host at a time; default 2
 	Park          bool     `yaml:"park,omitempty"`          // leave cards that come back bound for the next VM
 	Catalog       []string `yaml:"catalog,omitempty"`       // files that extend the catalogue of models
 }

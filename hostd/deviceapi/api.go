@@ -49,10 +49,19 @@ type API struct {
 
 var _ gpuctlv1connect.DeviceServiceHandler = (*API)(nil)
 
+// New returns the API of a host's cards.
+func New(k Keeper, c Cluster, log *slog.Logger) *API { return &API{k, c, log} }
+
 // Handle adds the service to a mux.
-func Handle(mux *http.ServeMux, k Keeper, c Cluster, log *slog.Logger, options ...connect.HandlerOption) {
+func (a *API) Handle(mux *http.ServeMux, options ...connect.HandlerOption) {
 	options = append(options, connect.WithReadMaxBytes(64<<10))
-	mux.Handle(gpuctlv1connect.NewDeviceServiceHandler(&API{k, c, log}, options...))
+	mux.Handle(gpuctlv1connect.NewDeviceServiceHandler(a, options...))
+}
+
+// Everywhere lists the VMs of all hosts, and the hosts that did not answer.
+func (a *API) Everywhere(ctx context.Context) (machines []*gpuctlv1.Machine, missing []string) {
+	res := a.everywhere(ctx)
+	return res.GetMachines(), res.GetMissing()
 }
 
 // Coded gives an error of devices the code that clients know it by.

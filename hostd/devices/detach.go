@@ -9,6 +9,8 @@ import (
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 )
 
+var errNoAgents = errors.New("this host asks no gpuguest")
+
 // Detach takes a card back from a VM.
 func (k *Keeper) Detach(ctx context.Context, r *gpuctlv1.DetachRequest, report Report) error {
 	m, err := k.Machines.Find(ctx, r.GetMachine())
@@ -19,7 +21,7 @@ func (k *Keeper) Detach(ctx context.Context, r *gpuctlv1.DetachRequest, report R
 	if err != nil {
 		return err
 	}
-	steps, reasons := k.planDetach(m, h, r)
+	steps, reasons := k.planDetach(ctx, m, h, r)
 	if r.GetPlan() {
 		report(&gpuctlv1.DeviceUpdate{Gpu: h.GPU, Machine: m.Name, Plan: steps, Reasons: reasons, Done: true, Steps: uint32(len(steps))})
 		return nil
@@ -80,7 +82,7 @@ func (k *Keeper) ofMachine(ctx context.Context, m Machine, gpu string) (*hold, e
 	return nil, fmt.Errorf("vm %s: %w: it does not have %s", m.Name, ErrNotFound, name)
 }
 
-func (k *Keeper) planDetach(m Machine, h *hold, r *gpuctlv1.DetachRequest) (steps []*gpuctlv1.PlannedStep, reasons []*gpuctlv1.Reason) {
+func (k *Keeper) planDetach(ctx context.Context, m Machine, h *hold, r *gpuctlv1.DetachRequest) (steps []*gpuctlv1.PlannedStep, reasons []*gpuctlv1.Reason) {
 	if m.Active() {
 		if r.GetUnconfirmed() {
 			steps = append(steps, planned(stepConfirm, "nobody confirms that the VM has let go of it: you said so", ""))
@@ -102,8 +104,14 @@ func (k *Keeper) planDetach(m Machine, h *hold, r *gpuctlv1.DetachRequest) (step
 		// It would fail after ten seconds and leave libvirt and Xen in
 		// disagreement for good.
 		reasons = append(reasons, why("not_running", "VM %s is %s and cannot answer: resume it, or stop it", m.Name, m.State))
-	case k.Guests == nil && !r.GetUnconfirmed():
-		reasons = append(reasons, why("no_agent", "nobody in VM %s can confirm that it has let go, and a detach that the VM does not answer cannot be undone: install gpuguest there, or say --unconfirmed if you know that nothing there uses it", m.Name))
+	case m.Active() && !r.GetUnconfirmed():
+		err := errNoAgents
+		if k.Guests != nil {
+			err = k.Guests.Answers(ctx, m.UUID)
+		}
+		if err != nil {
+			reasons = append(reasons, why("no_agent", "nobody in VM %s can confirm that it has let go (%v), and a detach that the VM does not answer cannot be undone: install gpuguest there, or say --unconfirmed if you know that nothing there uses it", m.Name, err))
+		}
 	}
 	return steps, reasons
 }

@@ -85,6 +85,8 @@ type Machines interface {
 type Guests interface {
 	// LetGo returns once the VM has let go of a function and can unplug it.
 	LetGo(ctx context.Context, uuid string, function pci.Address) error
+	// Answers says why a VM's agent can't be asked.
+	Answers(ctx context.Context, uuid string) error
 	// About is what is known of a VM's agent, in words.
 	About(uuid string) string
 }
@@ -356,7 +358,9 @@ func (k *Keeper) save() error {
 	return writeRecord(k.File, holds)
 }
 
-// scan lists the cards as they are.
+// Scan lists the cards as they are.
+func (k *Keeper) Scan() ([]*pci.Card, error) { return k.scan() }
+
 func (k *Keeper) scan() ([]*pci.Card, error) {
 	cards, err := pci.Scan(k.Root)
 	if err != nil && len(cards) == 0 {

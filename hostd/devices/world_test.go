@@ -210,9 +210,10 @@ func (w *world) Reset(_ context.Context, card *pci.Card) (string, error) {
 	return "flr", err
 }
 
-func (w *world) Driver() string              { return "pciback" }
-func (w *world) Dom0Access(*pci.Card) string { return "enabled" }
-func (w *world) About(string) string         { return "gpuguest 1" }
+func (w *world) Driver() string                        { return "pciback" }
+func (w *world) Dom0Access(*pci.Card) string           { return "enabled" }
+func (w *world) Answers(context.Context, string) error { return nil }
+func (w *world) About(string) string                   { return "gpuguest 1" }
 func (w *world) Report(context.Context, *pci.Card) (*gpuctlv1.IsolationResponse, error) {
 	if w.care {
 		return &gpuctlv1.IsolationResponse{Verdict: "care", Findings: []*gpuctlv1.IsolationFinding{{

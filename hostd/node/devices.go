@@ -4,15 +4,18 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"net"
 	"slices"
 
 	"connectrpc.com/connect"
+	"google.golang.org/protobuf/proto"
 
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
 	"github.com/gpuctl/gpuctl/cluster/scheduler"
 	"github.com/gpuctl/gpuctl/hostd/clusterapi"
 	"github.com/gpuctl/gpuctl/internal/random"
+	"github.com/gpuctl/gpuctl/migrate"
 )
 
 // OtherHosts names the hosts that are up, without this one.
@@ -78,4 +81,74 @@ func (n *Node) keepNotes(ctx context.Context, m *membership) {
 			sleep(ctx, retryAfter)
 		}
 	}
+}
+
+// address of a host, this one included.
+func (n *Node) address(host string) (string, error) {
+	v := n.View()
+	if v == nil {
+		return "", clusterapi.ErrNotJoined
+	}
+	h := v.Host(host)
+	if h == nil {
+		return "", connect.NewError(connect.CodeNotFound, fmt.Errorf("there is no host %q; gpuctl get hosts lists them", host))
+	}
+	return h.GetAddress(), nil
+}
+
+// Site reaches what a host does for migrations; also this host's.
+func (n *Node) Site(host string) (gpuctlv1connect.SiteServiceClient, error) {
+	address, err := n.address(host)
+	if err != nil {
+		return nil, err
+	}
+	return gpuctlv1connect.NewSiteServiceClient(n.http, "https://"+address), nil
+}
+
+// Migrations reaches another host's migrations.
+func (n *Node) Migrations(host string) (gpuctlv1connect.MigrationServiceClient, error) {
+	address, err := n.address(host)
+	if err != nil {
+		return nil, err
+	}
+	return gpuctlv1connect.NewMigrationServiceClient(n.http, "https://"+address), nil
+}
+
+// Address is where a host is reached, without the port.
+func (n *Node) Address(host string) (string, error) {
+	address, err := n.address(host)
+	if err != nil {
+		return "", err
+	}
+	name, _, err := net.SplitHostPort(address)
+	return name, err
+}
+
+// PutMigration writes a migration's record with the token that it has; takeOver
+// makes this host its driver. The answer is the record as it is kept. An error
+// that wraps migrate.ErrStale says that another host drives it; one that wraps
+// migrate.ErrUnreachable that nobody knows.
+func (n *Node) PutMigration(ctx context.Context, r *clusterv1.Migration, takeOver bool) (*clusterv1.Migration, error) {
+	m, err := n.membership()
+	if err != nil {
+		return nil, err
+	}
+	r = proto.CloneOf(r)
+	r.Driver = m.Host
+	if takeOver {
+		r.Token = 0
+	}
+	res, err := m.propose(ctx, &clusterv1.Command{Id: random.Hex(16), Op: &clusterv1.Command_PutMigration{
+		PutMigration: &clusterv1.PutMigration{Migration: r, TakeOver: takeOver},
+	}})
+	var answer *scheduler.Error
+	switch {
+	case err == nil:
+		return res.GetMigration(), nil
+	case errors.As(err, &answer) && answer.Result.GetOutcome() == clusterv1.Outcome_OUTCOME_STALE:
+		return nil, fmt.Errorf("%w: %w", migrate.ErrStale, err)
+	case answer != nil:
+		return nil, err
+	}
+	return nil, fmt.Errorf("%w: %w", migrate.ErrUnreachable, err)
 }

@@ -311,3 +311,11 @@ func (p *Platform) Close() error {
 	}
 	return errors.Join(errs...)
 }
+
+// Scheme is that of libvirt's URIs on hosts of this kind.
+func (p *Platform) Scheme() string {
+	if p.Client != nil && p.Client.Driver() == virt.QEMU {
+		return string(virt.QEMU)
+	}
+	return string(virt.Xen)
+}

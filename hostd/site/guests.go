@@ -29,11 +29,6 @@ type Channels interface {
 // channelName is what the guest finds its channel by.
 const channelName = channel.Name
 
-// IDs knows how a VM sees a card.
-type IDs interface {
-	IDs(ctx context.Context, function string) (vendor, device uint16, err error)
-}
-
 // Guests are the agents in this host's VMs. Connections are made when they are
 // needed, and kept. It is safe for concurrent use.
 type Guests struct {
@@ -148,6 +143,14 @@ func (g *Guests) About(uuid string) string {
 		return s.Err.Error()
 	}
 	return "connecting"
+}
+
+// Answers says why a VM's agent can't be asked.
+func (g *Guests) Answers(ctx context.Context, uuid string) error {
+	ctx, cancel := context.WithTimeout(ctx, agentWait)
+	defer cancel()
+	_, err := g.hello(ctx, uuid)
+	return err
 }
 
 // LetGo has a VM let go of a function of this host and confirm that it can be

@@ -1,0 +1,302 @@
+package migrations
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"google.golang.org/protobuf/proto"
+
+	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
+	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
+	"github.com/gpuctl/gpuctl/cluster/state"
+	"github.com/gpuctl/gpuctl/hostd/site"
+	"github.com/gpuctl/gpuctl/migrate"
+)
+
+// Node is this host's part in the cluster.
+type Node interface {
+	HostName() string
+	View() *state.View
+	Status() *clusterv1.StatusResponse
+	PutMigration(ctx context.Context, r *clusterv1.Migration, takeOver bool) (*clusterv1.Migration, error)
+	Site(host string) (gpuctlv1connect.SiteServiceClient, error)
+	Migrations(host string) (gpuctlv1connect.MigrationServiceClient, error)
+}
+
+// Config is what a Manager needs.
+type Config struct {
+	Node Node
+	// Machines lists the VMs of all hosts, and the hosts that did not answer.
+	Machines func(ctx context.Context) ([]*gpuctlv1.Machine, []string)
+	// Ready says whether this host may go on with what it drove before.
+	Ready func() bool
+	Most  int // migrations from or to one host at a time; 0: 2
+	Log   *slog.Logger
+	Every time.Duration // between looks for migrations without a driver; 0: 2 s
+	// Before is migrate.Config's, for tests.
+	Before func(step string, undo bool) error
+}
+
+// Manager is safe for concurrent use.
+type Manager struct {
+	Config
+	work sync.WaitGroup
+
+	mu   sync.Mutex
+	ctx  context.Context
+	runs map[string]*watched // those that run here
+}
+
+// watched is a migration that runs here, with who watches.
+type watched struct {
+	last     *gpuctlv1.MachineProgress
+	changed  chan struct{} // closed when last changes
+	aborting bool
+	began    time.Time
+}
+
+// New returns a Manager that drives nothing before Run.
+func New(c Config) *Manager {
+	if c.Most == 0 {
+		c.Most = 2
+	}
+	if c.Every == 0 {
+		c.Every = 2 * time.Second
+	}
+	return &Manager{Config: c, runs: map[string]*watched{}}
+}
+
+// Run goes on with what this host drove before and with what others can't any
+// more, until ctx ends.
+func (m *Manager) Run(ctx context.Context) {
+	m.mu.Lock()
+	m.ctx = ctx
+	m.mu.Unlock()
+	tick := time.NewTicker(m.Every)
+	defer tick.Stop()
+	for {
+		if m.Ready() {
+			m.adopt(ctx)
+		}
+		select {
+		case <-ctx.Done():
+			m.work.Wait()
+			return
+		case <-tick.C:
+		}
+	}
+}
+
+// Pending says whether a migration has not ended, as far as this host knows.
+func (m *Manager) Pending(id string) bool {
+	v := m.Node.View()
+	if v == nil {
+		return true
+	}
+	r := v.Migration(id)
+	return r != nil && !over(r)
+}
+
+func over(r *clusterv1.Migration) bool {
+	switch r.GetState() {
+	case clusterv1.MigrationState_MIGRATION_STATE_DONE, clusterv1.MigrationState_MIGRATION_STATE_ROLLED_BACK, clusterv1.MigrationState_MIGRATION_STATE_FAILED:
+		return true
+	default:
+		return false
+	}
+}
+
+// adopt takes over migrations that nobody drives.
+func (m *Manager) adopt(ctx context.Context) {
+	v := m.Node.View()
+	if v == nil {
+		return
+	}
+	for r := range v.Migrations() {
+		if r.GetMachine() == nil || r.GetState() != clusterv1.MigrationState_MIGRATION_STATE_RUNNING || !m.mine(v, r) {
+			continue
+		}
+		m.mu.Lock()
+		_, running := m.runs[r.GetId()]
+		m.mu.Unlock()
+		if running {
+			continue
+		}
+		kept, err := m.Node.PutMigration(ctx, r, true)
+		if err != nil {
+			m.Log.Warn("migration not taken over", "migration", r.GetId(), "err", err)
+			continue
+		}
+		m.Log.Info("going on with a migration", "migration", r.GetId(), "step", r.GetStep(), "driver", r.GetDriver())
+		m.begin(kept)
+	}
+}
+
+// mine says whether this host is to drive a migration.
+func (m *Manager) mine(v *state.View, r *clusterv1.Migration) bool {
+	self := m.Node.HostName()
+	if r.GetDriver() == self {
+		return true
+	}
+	down := func(host string) bool {
+		h := v.Host(host)
+		return h == nil || h.GetState() == clusterv1.HostState_HOST_STATE_DOWN
+	}
+	switch {
+	case !down(r.GetDriver()):
+		return false
+	case !down(r.GetMachine().GetToHost()):
+		return r.GetMachine().GetToHost() == self
+	case !down(r.GetMachine().GetFromHost()):
+		return r.GetMachine().GetFromHost() == self
+	}
+	return m.Node.Status().GetLeader() == self
+}
+
+// sites reaches hosts for one migration.
+type sites struct {
+	node Node
+	id   string
+}
+
+func (s sites) Site(host string) (migrate.Site, error) { return s.site(host) }
+
+func (s sites) site(host string) (*site.Remote, error) {
+	c, err := s.node.Site(host)
+	if err != nil {
+		return nil, fmt.Errorf("host %s: %w", host, err)
+	}
+	return &site.Remote{Host: host, Migration: s.id, Service: c}, nil
+}
+
+// Reserve has the card's host bind the claim: it is the one that manages it.
+func (s sites) Reserve(ctx context.Context, claim string, m migrate.Machine, gpu string) error {
+	at, err := s.site(hostOf(gpu))
+	if err != nil {
+		return err
+	}
+	return at.Reserve(ctx, m, gpu, claim)
+}
+
+// Release has it end the claim, by giving the card back.
+func (s sites) Release(ctx context.Context, _ string, m migrate.Machine, gpu string) error {
+	at, err := s.site(hostOf(gpu))
+	if err != nil {
+		return err
+	}
+	return at.GiveBack(ctx, m, gpu)
+}
+
+// Put writes the record.
+func (s sites) Put(ctx context.Context, r *clusterv1.Migration) (*clusterv1.Migration, error) {
+	return s.node.PutMigration(ctx, r, false)
+}
+
+func hostOf(gpu string) string {
+	host, _, _ := strings.Cut(gpu, "/")
+	return host
+}
+
+// begin drives a recorded migration to its end.
+func (m *Manager) begin(r *clusterv1.Migration) *watched {
+	w := &watched{last: progress(r, 0, 0), changed: make(chan struct{}), began: time.Now()}
+	if r.GetStartedUnixMs() > 0 {
+		w.began = time.UnixMilli(r.GetStartedUnixMs())
+	}
+	m.mu.Lock()
+	ctx := m.ctx
+	m.runs[r.GetId()] = w
+	m.mu.Unlock()
+	s := sites{m.Node, r.GetId()}
+	runner := migrate.New(migrate.Config{
+		Sites: s, Claims: s, Journal: s, Log: m.Log, Before: m.Before,
+		Aborting: func(string) bool {
+			m.mu.Lock()
+			defer m.mu.Unlock()
+			return w.aborting
+		},
+		Report: func(r *clusterv1.Migration, done, total uint64) { m.tell(w, progress(r, done, total)) },
+	})
+	m.work.Go(func() {
+		last, err := runner.Run(ctx, r)
+		p := progress(last, 0, 0)
+		switch {
+		case err != nil:
+			p.Message = fmt.Sprintf("not driven here any more: %v", err)
+			m.Log.Warn("migration is not driven here any more", "migration", r.GetId(), "err", err)
+		default:
+			p.End = strings.ToLower(strings.TrimPrefix(last.GetState().String(), "MIGRATION_STATE_"))
+			m.Log.Info("migration ended", "migration", r.GetId(), "machine", r.GetMachine().GetName(), "state", p.GetEnd(), "message", last.GetMessage(),
+				"stopped", time.Duration(last.GetStoppedNs()))
+		}
+		m.mu.Lock()
+		delete(m.runs, r.GetId())
+		m.mu.Unlock()
+		m.tell(w, p)
+	})
+	return w
+}
+
+// tell wakes who watches.
+func (m *Manager) tell(w *watched, p *gpuctlv1.MachineProgress) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	p.TookNs = int64(time.Since(w.began))
+	w.last = p
+	close(w.changed)
+	w.changed = make(chan struct{})
+}
+
+// progress is a moment of a migration.
+func progress(r *clusterv1.Migration, done, total uint64) *gpuctlv1.MachineProgress {
+	p := &gpuctlv1.MachineProgress{
+		Id: r.GetId(), Step: r.GetStep(), BytesDone: done, BytesTotal: total, Gpu: r.GetMachine().GetToGpu(), Message: r.GetMessage(),
+		StoppedNs: r.GetStoppedNs(), PredictedNs: r.GetMachine().GetPredictedNs(),
+	}
+	names := migrate.StepNames(r.GetMachine())
+	p.Steps, p.StepIndex = uint32(len(names)), uint32(slices.Index(names, r.GetStep())+1)
+	if n := len(r.GetSteps()); n > 0 {
+		p.Undo = r.GetSteps()[n-1].GetUndo()
+	}
+	return p
+}
+
+// follow sends what happens to a migration that runs here, until its end. ok
+// is false if it does not run here.
+func (m *Manager) follow(ctx context.Context, id string, send func(*gpuctlv1.MachineProgress) error) (ok bool, err error) {
+	m.mu.Lock()
+	w := m.runs[id]
+	m.mu.Unlock()
+	if w == nil {
+		return false, nil
+	}
+	return true, m.watch(ctx, w, send)
+}
+
+func (m *Manager) watch(ctx context.Context, w *watched, send func(*gpuctlv1.MachineProgress) error) error {
+	for {
+		m.mu.Lock()
+		last, changed := proto.CloneOf(w.last), w.changed
+		m.mu.Unlock()
+		if err := send(last); err != nil {
+			return err
+		}
+		if last.GetEnd() != "" || strings.HasPrefix(last.GetMessage(), "not driven here") {
+			return nil
+		}
+		select {
+		case <-changed:
+		case <-ctx.Done():
+			return ctx.Err()
+		}
+	}
+}
+
+var errNotFound = errors.New("not found")
