@@ -310,9 +310,12 @@ func (k *Keeper) describe(card *pci.Card, gpu string) *gpuctlv1.Card {
 			Vendor: f.VendorName, Name: f.DeviceName, Driver: f.Driver,
 		})
 	}
+	k.mu.Lock()
+	out.ResetMethod = k.resets[card.Address]
+	k.mu.Unlock()
 	if h := k.held(card.Address); h != nil {
 		out.Phase, out.Machine, out.MachineName, out.Claim = phases[h.Phase], h.UUID, h.Name, h.Claim
-		out.Persistent, out.Message, out.SinceUnixMs, out.ResetMethod = h.Persistent, h.Message, h.Since, h.Reset
+		out.Persistent, out.Message, out.SinceUnixMs = h.Persistent, h.Message, h.Since
 	}
 	return out
 }

@@ -67,13 +67,24 @@ func (c *change) reset(ctx context.Context) error {
 	return c.step(ctx, stepReset, func(ctx context.Context) error {
 		card, err := c.rescan()
 		if err == nil {
-			c.hold.Reset, err = c.k.Resetter.Reset(ctx, card)
+			var method string
+			method, err = c.k.Resetter.Reset(ctx, card)
+			c.k.noteReset(c.hold.Card, method, err)
 		}
 		if err != nil && ctx.Err() == nil {
 			return errors.Join(err, c.quarantine(err.Error()))
 		}
 		return err
 	})
+}
+
+// noteReset remembers how a card was reset; it is recorded with what comes next.
+func (k *Keeper) noteReset(card pci.Address, method string, err error) {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	if delete(k.resets, card); err == nil {
+		k.resets[card] = method
+	}
 }
 
 // rescan reads the card as it is now: its driver has changed.

@@ -160,6 +160,7 @@ type Keeper struct {
 	claiming map[string]bool
 	missing  map[pci.Address]time.Time // since when nobody has had a card that a VM had
 	rev      uint64                    // of the change made last
+	resets   map[pci.Address]string    // how each card was reset last
 	ready    bool                      // the record has been compared with what is
 }
 
@@ -177,11 +178,14 @@ func New(c Config) (*Keeper, error) {
 		Config: c, wake: make(chan struct{}, 1), ctx: context.Background(), holds: map[pci.Address]*hold{},
 		busy: map[pci.Address]string{}, claiming: map[string]bool{}, missing: map[pci.Address]time.Time{},
 	}
-	holds, err := readRecord(c.File)
+	r, err := readRecord(c.File)
 	if err != nil {
 		return nil, err
 	}
-	for _, h := range holds {
+	if k.resets = r.Resets; k.resets == nil {
+		k.resets = map[pci.Address]string{}
+	}
+	for _, h := range r.Holds {
 		k.holds[h.Card] = h
 	}
 	return k, nil
@@ -355,7 +359,7 @@ func (k *Keeper) save() error {
 	for _, h := range k.holds {
 		holds = append(holds, h)
 	}
-	return writeRecord(k.File, holds)
+	return writeRecord(k.File, record{Holds: holds, Resets: k.resets})
 }
 
 // Scan lists the cards as they are.

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"math/rand/v2"
 	"os"
 	"slices"
@@ -58,6 +59,11 @@ func TestLife(t *testing.T) {
 	w.settled()
 	if len(w.keeper.holds) != 0 || len(w.stored) != 0 {
 		t.Errorf("%v %v", w.keeper.holds, w.stored)
+	}
+	w.restart()
+	cards, err := w.keeper.Cards(t.Context())
+	if err != nil || !slices.ContainsFunc(cards, func(c *gpuctlv1.Card) bool { return c.GetGpu() == "nvidia-0" && c.GetResetMethod() == "flr" }) {
+		t.Errorf("how it was reset is forgotten: %v, %v", cards, err)
 	}
 }
 
@@ -452,8 +458,8 @@ func TestDamagedRecord(t *testing.T) {
 	for _, text := range []string{"", "{", `{"version":2}`, `{"version":1,"holds":[{"card":"0000:65:00.0","phase":"attached","functions":["0000:65:00.1"]}]}`,
 		`{"version":1,"holds":[null]}`, `{"version":1,"holds":[{"card":"0000:65:00.0","phase":"lost","functions":["0000:65:00.0"]}]}`,
 		`{"version":1,"holds":[{"card":"0000:65:00.0","phase":"attached","functions":["0000:65:00.0","0000:65:00.0"]}]}`} {
-		if holds, err := decodeRecord([]byte(text)); err == nil {
-			t.Errorf("%q was read as %v", text, holds)
+		if r, err := decodeRecord([]byte(text)); err == nil {
+			t.Errorf("%q was read as %v", text, r)
 		}
 	}
 	file := t.TempDir() + "/cards.json"
@@ -466,18 +472,18 @@ func TestDamagedRecord(t *testing.T) {
 }
 
 func FuzzRecord(f *testing.F) {
-	f.Add([]byte(`{"version":1,"holds":[{"card":"0000:65:00.0","functions":["0000:65:00.0","0000:65:00.1"],"gpu":"g","phase":"attached","machine":"u","since":1}]}`))
+	f.Add([]byte(`{"version":1,"holds":[{"card":"0000:65:00.0","functions":["0000:65:00.0","0000:65:00.1"],"gpu":"g","phase":"attached","machine":"u","since":1}],"resets":{"0000:65:00.0":"flr"}}`))
 	f.Fuzz(func(t *testing.T, data []byte) {
-		holds, err := decodeRecord(data)
+		r, err := decodeRecord(data)
 		if err != nil {
 			return
 		}
 		file := t.TempDir() + "/r"
-		if err := writeRecord(file, holds); err != nil {
+		if err := writeRecord(file, r); err != nil {
 			t.Fatal(err)
 		}
 		again, err := readRecord(file)
-		if err != nil || len(again) != len(holds) {
+		if err != nil || len(again.Holds) != len(r.Holds) || !maps.Equal(again.Resets, r.Resets) {
 			t.Fatalf("%v, %v", again, err)
 		}
 	})

@@ -50,7 +50,6 @@ type hold struct {
 	Persistent bool          `json:"persistent,omitempty"`
 	Starting   bool          `json:"starting,omitempty"` // the VM's start asked for it
 	Migration  string        `json:"migration,omitempty"`
-	Reset      string        `json:"reset,omitempty"`
 	Message    string        `json:"message,omitempty"`
 	Since      int64         `json:"since"` // Unix milliseconds
 
@@ -84,13 +83,15 @@ const (
 type record struct {
 	Version int     `json:"version"`
 	Holds   []*hold `json:"holds"`
+	// Resets says how each card was reset last, free ones too.
+	Resets map[pci.Address]string `json:"resets,omitempty"`
 }
 
 // readRecord returns nothing if there is no file.
-func readRecord(path string) ([]*hold, error) {
+func readRecord(path string) (record, error) {
 	info, err := os.Stat(path)
 	if errors.Is(err, fs.ErrNotExist) {
-		return nil, nil
+		return record{}, nil
 	}
 	if err == nil && info.Size() > maxRecord {
 		err = fmt.Errorf("it has %d bytes, more than %d", info.Size(), maxRecord)
@@ -100,44 +101,45 @@ func readRecord(path string) ([]*hold, error) {
 		data, err = os.ReadFile(path)
 	}
 	if err != nil {
-		return nil, fmt.Errorf("record of cards %s: %w", path, err)
+		return record{}, fmt.Errorf("record of cards %s: %w", path, err)
 	}
-	holds, err := decodeRecord(data)
+	r, err := decodeRecord(data)
 	if err != nil {
-		return nil, fmt.Errorf("record of cards %s: %w; it says which cards VMs have: restore it, or make sure that no VM has a card and remove it", path, err)
+		return record{}, fmt.Errorf("record of cards %s: %w; it says which cards VMs have: restore it, or make sure that no VM has a card and remove it", path, err)
 	}
-	return holds, nil
+	return r, nil
 }
 
-func decodeRecord(data []byte) ([]*hold, error) {
+func decodeRecord(data []byte) (record, error) {
 	var r record
 	d := json.NewDecoder(bytes.NewReader(data))
 	if err := d.Decode(&r); err != nil {
-		return nil, err
+		return record{}, err
 	}
 	if r.Version != recordVersion {
-		return nil, fmt.Errorf("version %d is not %d: another gpuctl has written it", r.Version, recordVersion)
+		return record{}, fmt.Errorf("version %d is not %d: another gpuctl has written it", r.Version, recordVersion)
 	}
 	seen := map[pci.Address]bool{}
 	for _, h := range r.Holds {
 		if h == nil || phases[h.Phase] == gpuctlv1.CardPhase_CARD_PHASE_UNSPECIFIED || len(h.Functions) == 0 || h.Functions[0] != h.Card {
-			return nil, errors.New("an entry makes no sense")
+			return record{}, errors.New("an entry makes no sense")
 		}
 		for _, f := range h.Functions {
 			if seen[f] {
-				return nil, fmt.Errorf("function %s is in it twice", f)
+				return record{}, fmt.Errorf("function %s is in it twice", f)
 			}
 			seen[f] = true
 		}
 	}
-	return r.Holds, nil
+	return r, nil
 }
 
 // writeRecord replaces the file; after it returns nil a crash of the machine
 // keeps it.
-func writeRecord(path string, holds []*hold) error {
-	slices.SortFunc(holds, func(a, b *hold) int { return a.Card.Compare(b.Card) })
-	data, err := json.MarshalIndent(record{recordVersion, holds}, "", "\t")
+func writeRecord(path string, r record) error {
+	r.Version = recordVersion
+	slices.SortFunc(r.Holds, func(a, b *hold) int { return a.Card.Compare(b.Card) })
+	data, err := json.MarshalIndent(r, "", "\t")
 	if err != nil {
 		return err
 	}
