@@ -293,6 +293,67 @@ func TestHypervisorDown(t *testing.T) {
 	}
 }
 
+// What a migration holds stays its own: while the VM is elsewhere, when its life
+// here ends, and across a restart; and goes when the migration has ended.
+func TestMigrationHolds(t *testing.T) {
+	w := newWorld(t)
+	w.pending = true
+	m := *w.machines[uuid1]
+	step := func(what string, err error) {
+		t.Helper()
+		if err != nil {
+			t.Fatalf("%s: %v", what, err)
+		}
+		if err := w.keeper.Reconcile(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		w.pass(time.Hour)
+		w.keeper.Stopped(uuid1)
+		w.keeper.work.Wait()
+		w.restart()
+		if err := w.keeper.Reconcile(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for range 2 { // each may be repeated
+		step("reserve", w.keeper.Reserve(t.Context(), m, "nvidia-0", "vm-x", "m-1"))
+	}
+	if h := w.keeper.holds[card4[0]]; h == nil || h.Phase != reserved || w.driver[card4[0]] != "nvidia" {
+		t.Fatalf("%+v %v", h, w.driver)
+	}
+	if err := w.attach("two", "nvidia-0", false); !errors.Is(err, ErrRefused) {
+		t.Errorf("taken by another: %v", err)
+	}
+	if err := w.keeper.Reserve(t.Context(), *w.machines[uuid2], "nvidia-0", "vm-y", "m-2"); !errors.Is(err, ErrTaken) {
+		t.Errorf("reserved twice: %v", err)
+	}
+	for range 2 {
+		step("ready", w.keeper.Ready(t.Context(), m, "nvidia-0", "vm-x", "m-1"))
+	}
+	if h := w.keeper.holds[card4[0]]; h == nil || h.Phase != ready || w.driver[card4[0]] != "pciback" || w.claims["vm-x"] != "nvidia-0" {
+		t.Fatalf("%+v %v %v", h, w.driver, w.claims)
+	}
+	for range 2 {
+		if err := w.keeper.Plug(t.Context(), m, "nvidia-0"); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := w.keeper.Drop(t.Context(), m, "nvidia-0"); !errors.Is(err, ErrBusy) {
+		t.Errorf("dropped while the VM has it: %v", err)
+	}
+	for range 2 {
+		step("unplug", w.keeper.Unplug(t.Context(), m, "nvidia-0", "m-1"))
+	}
+	w.pending = false
+	w.settled()
+	if len(w.keeper.holds) != 0 {
+		t.Errorf("after its end: %v", w.keeper.holds)
+	}
+	if err := w.keeper.Drop(t.Context(), m, "nvidia-0"); err != nil {
+		t.Error(err)
+	}
+}
+
 // scenarios are what is ended at every call.
 var scenarios = map[string]func(w *world){
 	"attach":            func(w *world) { _ = w.attach("one", "nvidia-0", false) },
@@ -311,6 +372,27 @@ var scenarios = map[string]func(w *world){
 		w.stop(uuid1)
 		w.keeper.Stopped(uuid1)
 		w.keeper.work.Wait()
+	},
+	"moves in": func(w *world) {
+		ctx, m := w.t.Context(), *w.machines[uuid1]
+		_ = w.keeper.Reserve(ctx, m, "nvidia-0", "vm-x", "m-1")
+		_ = w.keeper.Ready(ctx, m, "nvidia-0", "vm-x", "m-1")
+		_ = w.keeper.Plug(ctx, m, "nvidia-0")
+	},
+	"moves out": func(w *world) {
+		ctx, m := w.t.Context(), *w.machines[uuid1]
+		_ = w.attach("one", "nvidia-0", true)
+		if w.keeper.Unplug(ctx, m, "nvidia-0", "m-1") == nil {
+			w.stop(uuid1)
+			w.keeper.Stopped(uuid1)
+		}
+		_ = w.keeper.Drop(ctx, m, "nvidia-0")
+	},
+	"is moved back": func(w *world) {
+		ctx, m := w.t.Context(), *w.machines[uuid1]
+		_ = w.attach("one", "nvidia-0", false)
+		_ = w.keeper.Unplug(ctx, m, "nvidia-0", "m-1")
+		_ = w.keeper.Plug(ctx, m, "nvidia-0")
 	},
 	"failed attach": func(w *world) {
 		w.driver[card4[3]], w.native[card4[3]] = "snd", "snd"

@@ -42,6 +42,7 @@ type world struct {
 	care      bool
 	noQuorum  bool
 	resetFail map[pci.Address]error
+	pending   bool // migrations have not ended
 	events    []string
 	now       time.Time
 
@@ -102,7 +103,7 @@ func (w *world) start() {
 	w.t.Helper()
 	k, err := New(Config{
 		Root: w.tree.FS(), File: w.file(), Binder: w, Resetter: w, Hypervisor: w, Machines: w, Isolation: w, Guests: w, Cluster: cluster{w},
-		GPUs: w.gpus, Now: w.clock, Log: slog.New(slog.DiscardHandler),
+		GPUs: w.gpus, Now: w.clock, Pending: func(string) bool { return w.pending }, Log: slog.New(slog.DiscardHandler),
 		Event:  w.event,
 		Timing: Timing{Verify: 30 * time.Millisecond, Step: time.Second, Grace: time.Minute},
 	})
