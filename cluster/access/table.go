@@ -81,6 +81,7 @@ func Table() map[string]Rule {
 		gpuctlv1connect.DeviceServiceAttachProcedure:       {Local | User | Host, operator, change},
 		gpuctlv1connect.DeviceServiceDetachProcedure:       {Local | User | Host, operator, change},
 		gpuctlv1connect.DeviceServiceResetProcedure:        {Local | User | Host, operator, change},
+		gpuctlv1connect.DeviceServiceResizeProcedure:       {Local | User | Host, operator, change},
 
 		gpuctlv1connect.MigrationServicePlanProcedure:   {Local | User | Host, viewer, false},
 		gpuctlv1connect.MigrationServiceWatchProcedure:  {Local | User | Host, viewer, false},

@@ -30,6 +30,7 @@ type Keeper interface {
 	Attach(ctx context.Context, r *gpuctlv1.AttachRequest, report devices.Report) error
 	Detach(ctx context.Context, r *gpuctlv1.DetachRequest, report devices.Report) error
 	Reset(ctx context.Context, r *gpuctlv1.ResetRequest, report devices.Report) error
+	Resize(ctx context.Context, r *gpuctlv1.ResizeRequest, report devices.Report) error
 }
 
 // Cluster is the way to other hosts.
@@ -292,5 +293,12 @@ func (a *API) Detach(ctx context.Context, req *connect.Request[gpuctlv1.DetachRe
 func (a *API) Reset(ctx context.Context, req *connect.Request[gpuctlv1.ResetRequest], out *connect.ServerStream[gpuctlv1.DeviceUpdate]) error {
 	return stream(ctx, a, a.hostOf(req.Msg.GetHost(), req.Msg.GetGpu()), req.Msg, out, a.keeper.Reset, func(c gpuctlv1connect.DeviceServiceClient) func(context.Context, *connect.Request[gpuctlv1.ResetRequest]) (*connect.ServerStreamForClient[gpuctlv1.DeviceUpdate], error) {
 		return c.Reset
+	})
+}
+
+// Resize sets the number of a card's virtual functions.
+func (a *API) Resize(ctx context.Context, req *connect.Request[gpuctlv1.ResizeRequest], out *connect.ServerStream[gpuctlv1.DeviceUpdate]) error {
+	return stream(ctx, a, a.hostOf(req.Msg.GetHost(), req.Msg.GetGpu()), req.Msg, out, a.keeper.Resize, func(c gpuctlv1connect.DeviceServiceClient) func(context.Context, *connect.Request[gpuctlv1.ResizeRequest]) (*connect.ServerStreamForClient[gpuctlv1.DeviceUpdate], error) {
+		return c.Resize
 	})
 }

@@ -11,6 +11,7 @@ import (
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/passthrough/pci"
+	"github.com/gpuctl/gpuctl/passthrough/vgpu"
 )
 
 // Names of steps, as operators see them.
@@ -24,6 +25,9 @@ const (
 	stepDetach  = "detach"
 	stepUnstore = "unstore"
 	stepReturn  = "return"
+	stepCut     = "cut"
+	stepUncut   = "delete"
+	stepResize  = "resize"
 )
 
 func planned(name, what, undo string) *gpuctlv1.PlannedStep {
@@ -47,6 +51,9 @@ func refusal(what string, reasons []*gpuctlv1.Reason) error {
 func (k *Keeper) Attach(ctx context.Context, r *gpuctlv1.AttachRequest, report Report) error {
 	if r.GetPersistent() && r.GetStoredOnly() {
 		return fmt.Errorf("%w: persistent and stored-only exclude each other", ErrInvalid)
+	}
+	if r.GetProfile() != "" && (r.GetStoredOnly() || k.Slicer == nil) {
+		return fmt.Errorf("%w: a slice is made for a running VM, so the stored definition alone cannot have it, and this hostd must manage VMs", ErrInvalid)
 	}
 	m, err := k.Machines.Find(ctx, r.GetMachine())
 	if err != nil {
@@ -74,6 +81,7 @@ func (k *Keeper) Attach(ctx context.Context, r *gpuctlv1.AttachRequest, report R
 // attachPlan is what Attach would do.
 type attachPlan struct {
 	choices map[string]*pci.Card // by GPU
+	kinds   map[string]vgpu.Kind // of the slices, by GPU
 	steps   []*gpuctlv1.PlannedStep
 	reasons []*gpuctlv1.Reason
 }
@@ -101,7 +109,7 @@ func (p *attachPlan) update(m Machine) *gpuctlv1.DeviceUpdate {
 }
 
 func (k *Keeper) planAttach(ctx context.Context, m Machine, r *gpuctlv1.AttachRequest) (*attachPlan, error) {
-	p := &attachPlan{choices: map[string]*pci.Card{}}
+	p := &attachPlan{choices: map[string]*pci.Card{}, kinds: map[string]vgpu.Kind{}}
 	if r.GetStoredOnly() {
 		p.steps = []*gpuctlv1.PlannedStep{planned(stepStore, "add it to the stored definition of "+m.Name, "the definition as it was")}
 		if !m.Persistent {
@@ -136,11 +144,55 @@ func (k *Keeper) planAttach(ctx context.Context, m Machine, r *gpuctlv1.AttachRe
 			return nil, err
 		}
 		p.choices[name] = card
-		against, err := k.against(ctx, m, card, r.GetAcceptCare())
+		against, err := k.againstRequest(ctx, m, p, card, name, r)
 		p.reasons = append(p.reasons, against...)
+		p.slice(r.GetProfile())
 		return p, err
 	}
-	return p, k.choose(ctx, m, r, p)
+	err := k.choose(ctx, m, r, p)
+	p.slice(r.GetProfile())
+	return p, err
+}
+
+// slice makes the steps those of a slice.
+func (p *attachPlan) slice(profile string) {
+	if profile == "" {
+		return
+	}
+	bound := len(p.kinds) == 0
+	for _, kind := range p.kinds {
+		bound = bound || kind == vgpu.SRIOV
+	}
+	var out []*gpuctlv1.PlannedStep
+	for _, s := range p.steps {
+		switch {
+		case s.GetName() == stepTake:
+			out = append(out, planned(stepCut, "make a slice of profile "+profile, "the slice is deleted, and virtual functions that were made for it"))
+			s = planned(stepTake, "unbind its function from its driver and bind it for the VM", "it goes back to its driver")
+		case s.GetName() == stepClaim:
+			s = planned(stepClaim, "bind a claim to a slice of profile "+profile+" in the cluster", s.GetUndo())
+		}
+		if bound || s.GetName() != stepTake && s.GetName() != stepReset {
+			out = append(out, s)
+		}
+	}
+	p.steps = out
+}
+
+// againstRequest are the reasons why a VM may not get what it asks of a card.
+func (k *Keeper) againstRequest(ctx context.Context, m Machine, p *attachPlan, card *pci.Card, name string, r *gpuctlv1.AttachRequest) ([]*gpuctlv1.Reason, error) {
+	if r.GetProfile() == "" {
+		return k.against(ctx, m, card, r.GetAcceptCare())
+	}
+	kind, reasons, err := k.againstSlice(ctx, m, card, name, r.GetProfile())
+	if err != nil {
+		return reasons, err
+	}
+	p.kinds[name] = kind
+	if vfs, _ := k.Slicer.VFs(card); r.GetPersistent() && (kind != vgpu.SRIOV || len(vfs) == 0 || k.madeVFs(card.Address)) {
+		reasons = append(reasons, why("transient", "the slice of %s is made for the running VM and deleted after it, so that its definition cannot name it: leave out --persistent, or make lasting virtual functions first (gpuctl resize %s)", name, name))
+	}
+	return reasons, nil
 }
 
 // choose finds the cards that a VM may get; the cluster picks one of them.
@@ -164,7 +216,7 @@ func (k *Keeper) choose(ctx context.Context, m Machine, r *gpuctlv1.AttachReques
 		if err != nil {
 			return err
 		}
-		reasons, err := k.against(ctx, m, card, r.GetAcceptCare())
+		reasons, err := k.againstRequest(ctx, m, p, card, name, r)
 		if err != nil {
 			return err
 		}
@@ -201,6 +253,21 @@ func (k *Keeper) against(ctx context.Context, m Machine, card *pci.Card, care bo
 			out = append(out, why("owned", "the hypervisor says that VM %s has %s", d.Name, f))
 		}
 	}
+	out = append(out, k.againstWhole(card, k.nameOf(ctx, card))...)
+	more, err := k.isolation(ctx, card, care)
+	return append(out, more...), err
+}
+
+// nameOf is a card's in the inventory, if that is known.
+func (k *Keeper) nameOf(ctx context.Context, card *pci.Card) string {
+	if _, name, err := k.find(ctx, card.Address.String()); err == nil {
+		return name
+	}
+	return card.Address.String()
+}
+
+// isolation are the reasons of the isolation report.
+func (k *Keeper) isolation(ctx context.Context, card *pci.Card, care bool) (out []*gpuctlv1.Reason, err error) {
 	report, err := k.Isolation.Report(ctx, card)
 	if err != nil {
 		return nil, err
@@ -224,15 +291,29 @@ func (k *Keeper) attach(ctx context.Context, m Machine, p *attachPlan, r *gpuctl
 	// One card is its own before the cluster is asked for it; of several the
 	// claim that is made excludes others.
 	var end func()
+	begin := k.begin
+	if r.GetProfile() != "" { // others may be at slices of it
+		begin = func(card pci.Address, what string) (func(), error) {
+			ctx, cancel := context.WithTimeout(ctx, k.Step)
+			defer cancel()
+			return k.await(ctx, card, what)
+		}
+	}
 	if names := p.names(); len(names) == 1 {
 		var err error
-		if end, err = k.begin(p.choices[names[0]].Address, "an attach to vm "+m.Name); err != nil {
+		if end, err = begin(p.choices[names[0]].Address, "an attach to vm "+m.Name); err != nil {
 			return err
 		}
 	}
-	claim, gpu, err := k.obtain(ctx, m, p.names(), r.GetExpr(), r.GetMinMemory())
+	var claim, gpu string
+	var err error
+	if r.GetProfile() != "" {
+		claim, gpu, err = k.obtainSlice(ctx, m, r.GetProfile(), p.names(), r.GetExpr(), r.GetMinMemory())
+	} else {
+		claim, gpu, err = k.obtain(ctx, m, p.names(), r.GetExpr(), r.GetMinMemory())
+	}
 	if err == nil && end == nil {
-		end, err = k.begin(p.choices[gpu].Address, "an attach to vm "+m.Name)
+		end, err = begin(p.choices[gpu].Address, "an attach to vm "+m.Name)
 		if err != nil {
 			k.forgo(claim)
 		}
@@ -247,12 +328,22 @@ func (k *Keeper) attach(ctx context.Context, m Machine, p *attachPlan, r *gpuctl
 	c := &change{k: k, card: card, steps: p.steps, at: 1, report: report, hold: hold{
 		Card: card.Address, Functions: addresses(card), GPU: gpu, UUID: m.UUID, Name: m.Name, Claim: claim, Persistent: r.GetPersistent(),
 	}}
+	if r.GetProfile() != "" {
+		c.hold.Functions, c.hold.Slice = nil, &slice{ID: vgpu.NewUUID(), Profile: r.GetProfile(), Kind: p.kinds[gpu]}
+	}
 	report(c.update(stepClaim, 1))
 	if h := k.held(card.Address); h != nil { // between the plan and now
 		k.forgo(claim)
 		return fmt.Errorf("attach %s to vm %s: %w: VM %s has got it meanwhile", gpu, m.Name, ErrRefused, h.machine())
 	}
-	err = c.take(ctx)
+	if c.hold.Slice != nil {
+		err = c.cut(ctx, r.GetAcceptCare())
+	} else if reasons := k.againstWhole(card, gpu); len(reasons) > 0 { // between the plan and now
+		err = refusal(gpu, reasons)
+	}
+	if err == nil {
+		err = c.take(ctx)
+	}
 	k.forgo(claim) // the hold stands for it, or nothing does
 	if err == nil {
 		err = c.reset(ctx)
@@ -261,7 +352,7 @@ func (k *Keeper) attach(ctx context.Context, m Machine, p *attachPlan, r *gpuctl
 		err = c.attach(ctx)
 	}
 	if err != nil {
-		if k.held(card.Address) == nil { // not even recorded
+		if k.current(&c.hold) == nil { // not even recorded
 			return err
 		}
 		return fmt.Errorf("attach %s to vm %s: %w", gpu, m.Name, c.unwind(ctx, err))
@@ -278,8 +369,8 @@ func (k *Keeper) attach(ctx context.Context, m Machine, p *attachPlan, r *gpuctl
 
 // last is the message that ends a change.
 func (k *Keeper) last(c *change) *gpuctlv1.DeviceUpdate {
-	u := &gpuctlv1.DeviceUpdate{Gpu: c.hold.GPU, Machine: c.hold.machine(), Done: true, Steps: uint32(len(c.steps)), StepIndex: uint32(c.at)}
-	if card, err := c.rescan(); err == nil {
+	u := &gpuctlv1.DeviceUpdate{Gpu: c.hold.label(), Machine: c.hold.machine(), Done: true, Steps: uint32(len(c.steps)), StepIndex: uint32(c.at)}
+	if card, err := c.parent(); err == nil {
 		u.Card = k.describe(card, c.hold.GPU)
 	}
 	return u
@@ -317,6 +408,7 @@ func (k *Keeper) describe(card *pci.Card, gpu string) *gpuctlv1.Card {
 		out.Phase, out.Machine, out.MachineName, out.Claim = phases[h.Phase], h.UUID, h.Name, h.Claim
 		out.Persistent, out.Message, out.SinceUnixMs = h.Persistent, h.Message, h.Since
 	}
+	k.describeSlices(card, out)
 	return out
 }
 

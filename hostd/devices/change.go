@@ -54,6 +54,9 @@ func (c *change) enter(p phase) error {
 
 // take makes the card one that a VM can get.
 func (c *change) take(ctx context.Context) error {
+	if !c.hold.bound() {
+		return nil
+	}
 	if err := c.enter(taking); err != nil {
 		return err
 	}
@@ -64,6 +67,9 @@ func (c *change) take(ctx context.Context) error {
 
 // reset brings the card to a known state; if nothing does, it is quarantined.
 func (c *change) reset(ctx context.Context) error {
+	if !c.hold.bound() {
+		return nil // the card's driver sees to it
+	}
 	return c.step(ctx, stepReset, func(ctx context.Context) error {
 		card, err := c.rescan()
 		if err == nil {
@@ -71,7 +77,7 @@ func (c *change) reset(ctx context.Context) error {
 			method, err = c.k.Resetter.Reset(ctx, card)
 			c.k.noteReset(c.hold.Card, method, err)
 		}
-		if err != nil && ctx.Err() == nil {
+		if err != nil && ctx.Err() == nil && !errors.Is(err, errGone) {
 			return errors.Join(err, c.quarantine(err.Error()))
 		}
 		return err
@@ -94,9 +100,14 @@ func (c *change) rescan() (*pci.Card, error) {
 		return nil, err
 	}
 	for _, card := range cards {
-		if card.Address == c.hold.Card {
+		if card.Address == c.hold.Card && c.hold.Slice == nil {
 			return card, nil
+		} else if card.Address == c.hold.Card && len(c.hold.Functions) > 0 {
+			return part(card, c.hold.Functions[0])
 		}
+	}
+	if c.hold.Slice != nil {
+		return nil, fmt.Errorf("slice %s of card %s: %w", c.hold.Slice.ID, c.hold.Card, errGone)
 	}
 	return nil, fmt.Errorf("card %s: it is not on the bus any more", c.hold.Card)
 }
@@ -122,7 +133,7 @@ func (c *change) attach(ctx context.Context) error {
 	}
 	err := c.step(ctx, stepAttach, func(ctx context.Context) error {
 		for _, f := range c.hold.Functions {
-			if err := c.k.Machines.Attach(ctx, c.hold.UUID, f); err != nil {
+			if err := c.plug(ctx, f); err != nil {
 				return fmt.Errorf("function %s: %w", f, err)
 			}
 		}
@@ -134,7 +145,7 @@ func (c *change) attach(ctx context.Context) error {
 	if err := c.enter(attached); err != nil {
 		return err
 	}
-	c.k.Event(c.hold.GPU, "Attached", "VM "+c.hold.machine()+" has it")
+	c.k.Event(c.hold.GPU, "Attached", "VM "+c.hold.machine()+" has "+c.hold.what())
 	return nil
 }
 
@@ -145,7 +156,7 @@ func (c *change) verify(ctx context.Context, want bool) error {
 	defer cancel()
 	for {
 		said := "it does not answer"
-		owners, err := c.k.Hypervisor.Owners(ctx)
+		owners, err := c.k.owners(ctx, &c.hold)
 		if err == nil {
 			if said = contradicts(owners, c.hold.Functions, c.hold.UUID, want); said == "" {
 				return nil
@@ -185,7 +196,7 @@ func (c *change) detach(ctx context.Context) error {
 	return c.step(ctx, stepDetach, func(ctx context.Context) error {
 		var errs []error
 		for i := len(c.hold.Functions) - 1; i >= 0; i-- {
-			if err := c.k.Machines.Detach(ctx, c.hold.UUID, c.hold.Functions[i]); err != nil {
+			if err := c.unplug(ctx, c.hold.Functions[i]); err != nil {
 				errs = append(errs, fmt.Errorf("function %s: %w", c.hold.Functions[i], err))
 				break
 			}
@@ -202,7 +213,7 @@ func (c *change) giveBack(ctx context.Context) error {
 	if err := c.enter(resetting); err != nil {
 		return err
 	}
-	if err := c.reset(ctx); err != nil {
+	if err := c.reset(ctx); err != nil && !errors.Is(err, errGone) {
 		return err
 	}
 	return c.release(ctx)
@@ -213,17 +224,30 @@ func (c *change) release(ctx context.Context) error {
 	if err := c.enter(returning); err != nil {
 		return err
 	}
-	if !c.k.Park {
+	if c.hold.Slice != nil {
+		err := c.step(ctx, stepReturn, c.untake)
+		if err == nil {
+			err = c.step(ctx, stepUncut, c.uncut)
+		}
+		if err != nil {
+			c.hold.Message = err.Error()
+			return errors.Join(err, c.k.put(c.hold))
+		}
+	} else if !c.k.Park {
 		if err := c.step(ctx, stepReturn, func(ctx context.Context) error { return c.k.Binder.Return(ctx, c.hold.Functions) }); err != nil {
 			c.hold.Message = err.Error()
 			return errors.Join(err, c.k.put(c.hold))
 		}
 	}
-	if err := c.k.drop(c.hold.Card); err != nil {
+	if err := c.k.remove(&c.hold); err != nil {
 		return fmt.Errorf("card %s: %w", c.hold.Card, err)
 	}
-	c.k.Event(c.hold.GPU, "Released", "")
-	c.k.Log.Info("card is free", "gpu", c.hold.GPU, "card", c.hold.Card)
+	said := ""
+	if c.hold.Slice != nil {
+		said = c.hold.label()
+	}
+	c.k.Event(c.hold.GPU, "Released", said)
+	c.k.Log.Info("card is free", "gpu", c.hold.label(), "card", c.hold.Card)
 	return nil
 }
 
@@ -235,7 +259,7 @@ func (c *change) unwind(ctx context.Context, cause error) error {
 	}
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), 2*c.k.Step)
 	defer cancel()
-	owners, err := c.k.Hypervisor.Owners(ctx)
+	owners, err := c.k.owners(ctx, &c.hold)
 	if err != nil {
 		return fmt.Errorf("%w (not undone yet: the hypervisor does not say who has it: %w)", cause, err)
 	}
@@ -271,18 +295,24 @@ func (k *Keeper) obtainAs(ctx context.Context, claim string, m Machine, gpus []s
 }
 
 func (k *Keeper) obtainNamed(ctx context.Context, claim string, m Machine, gpus []string, more string, memory uint64) (gpu string, err error) {
+	return k.obtainFor(ctx, &hold{Claim: claim, UUID: m.UUID, Name: m.Name}, gpus, more, memory)
+}
+
+// obtainFor has the cluster bind the claim of what is to be held.
+func (k *Keeper) obtainFor(ctx context.Context, h *hold, gpus []string, more string, memory uint64) (gpu string, err error) {
 	quoted := make([]string, len(gpus))
 	for i, g := range gpus {
 		quoted[i] = fmt.Sprintf("%q", g)
 	}
-	h := hold{Claim: claim, UUID: m.UUID, Name: m.Name}
 	c := h.claim()
 	c.CreatedUnixMs = k.Now().UnixMilli()
 	c.Expr = "name in [" + strings.Join(quoted, ", ") + "]"
 	if more != "" {
 		c.Expr += " && (" + more + ")"
 	}
-	if memory > 0 {
+	if memory > 0 && h.Slice != nil {
+		c.MinMemory = memory
+	} else if memory > 0 {
 		c.Expr += fmt.Sprintf(" && memory >= %d", memory)
 	}
 	k.mu.Lock()
@@ -296,10 +326,10 @@ func (k *Keeper) obtainNamed(ctx context.Context, claim string, m Machine, gpus 
 	k.Cluster.Settle(ctx)
 	res, err := k.Cluster.Claim(ctx, c)
 	if err != nil {
-		return "", fmt.Errorf("vm %s: %w", m.Name, err)
+		return "", fmt.Errorf("vm %s: %w", h.Name, err)
 	}
 	if len(res.GetAssignments()) == 0 {
-		return "", fmt.Errorf("vm %s: %w: %s", m.Name, ErrRefused, whyNot(res.GetRejected(), k.Cluster.HostName(), gpus))
+		return "", fmt.Errorf("vm %s: %w: %s", h.Name, ErrRefused, whyNot(res.GetRejected(), k.Cluster.HostName(), gpus))
 	}
 	id := res.GetAssignments()[0].GetGpu()
 	return strings.TrimPrefix(id, k.Cluster.HostName()+"/"), nil

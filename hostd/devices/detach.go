@@ -4,9 +4,12 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"strings"
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/passthrough/pci"
+	"github.com/gpuctl/gpuctl/passthrough/vgpu"
 )
 
 var errNoAgents = errors.New("this host asks no gpuguest")
@@ -36,7 +39,7 @@ func (k *Keeper) Detach(ctx context.Context, r *gpuctlv1.DetachRequest, report R
 			return err
 		}
 		defer end()
-		now := k.held(h.Card)
+		now := k.current(h)
 		if now == nil || now.rev != h.rev {
 			return fmt.Errorf("%s: %w: it has changed meanwhile", what, ErrBusy)
 		}
@@ -54,12 +57,13 @@ func (k *Keeper) ofMachine(ctx context.Context, m Machine, gpu string) (*hold, e
 	k.mu.Lock()
 	var has []*hold
 	var names []string
-	for _, h := range k.holds {
+	for h := range k.each() {
 		if h.UUID == m.UUID {
 			c := *h
-			has, names = append(has, &c), append(names, h.GPU)
+			has, names = append(has, &c), append(names, h.label())
 		}
 	}
+	slices.Sort(names)
 	k.mu.Unlock()
 	if gpu == "" {
 		switch len(has) {
@@ -70,14 +74,22 @@ func (k *Keeper) ofMachine(ctx context.Context, m Machine, gpu string) (*hold, e
 		}
 		return nil, fmt.Errorf("vm %s: %w: it has %s; name one of them", m.Name, ErrInvalid, strings.Join(names, ", "))
 	}
+	for _, h := range has {
+		if h.Slice != nil && h.called(gpu) {
+			return h, nil
+		}
+	}
 	card, name, err := k.find(ctx, gpu)
 	if err != nil {
 		return nil, err
 	}
-	for _, h := range has {
-		if h.Card == card.Address {
-			return h, nil
-		}
+	has = slices.DeleteFunc(has, func(h *hold) bool { return h.Card != card.Address })
+	switch len(has) {
+	case 0:
+	case 1:
+		return has[0], nil
+	default:
+		return nil, fmt.Errorf("vm %s: %w: it has %s; name the function or id of one", m.Name, ErrInvalid, strings.Join(names, ", "))
 	}
 	return nil, fmt.Errorf("vm %s: %w: it does not have %s", m.Name, ErrNotFound, name)
 }
@@ -94,9 +106,14 @@ func (k *Keeper) planDetach(ctx context.Context, m Machine, h *hold, r *gpuctlv1
 	if r.GetPersistent() {
 		steps = append(steps, planned(stepUnstore, "take it out of the stored definition of "+m.Name, "the definition as it was"))
 	}
-	steps = append(steps,
-		planned(stepReset, "reset it and read it back; what no reset brings back is quarantined", ""),
-		planned(stepReturn, "bind its functions to the drivers that they had", ""))
+	if h.bound() {
+		steps = append(steps,
+			planned(stepReset, "reset it and read it back; what no reset brings back is quarantined", ""),
+			planned(stepReturn, "bind its functions to the drivers that they had", ""))
+	}
+	if h.Slice != nil && !h.Slice.Kept {
+		steps = append(steps, planned(stepUncut, "delete the slice, and with the last one the virtual functions that were made for slices", ""))
+	}
 	switch {
 	case h.Phase != attached:
 		reasons = append(reasons, why("phase", "%s is %s, not attached: wait for it to end", h.GPU, h.Phase))
@@ -104,6 +121,8 @@ func (k *Keeper) planDetach(ctx context.Context, m Machine, h *hold, r *gpuctlv1
 		// It would fail after ten seconds and leave libvirt and Xen in
 		// disagreement for good.
 		reasons = append(reasons, why("not_running", "VM %s is %s and cannot answer: resume it, or stop it", m.Name, m.State))
+	case h.sliced(vgpu.Mdev) && m.Active() && !r.GetUnconfirmed():
+		reasons = append(reasons, why("no_agent", "the VM knows a mediated device by another address than this host, so nobody confirms that it has let go: say --unconfirmed if you know that nothing there uses it"))
 	case m.Active() && !r.GetUnconfirmed():
 		err := errNoAgents
 		if k.Guests != nil {
@@ -145,7 +164,7 @@ func (k *Keeper) detach(ctx context.Context, c *change, r *gpuctlv1.DetachReques
 
 // stillHas notes after a failed detach what the hypervisor says.
 func (k *Keeper) stillHas(ctx context.Context, c *change) error {
-	owners, err := k.Hypervisor.Owners(ctx)
+	owners, err := k.owners(ctx, &c.hold)
 	if err != nil {
 		return err // the phase stays; the next look decides
 	}
@@ -158,6 +177,11 @@ func (k *Keeper) stillHas(ctx context.Context, c *change) error {
 
 // Reset brings a free or quarantined card to a known state.
 func (k *Keeper) Reset(ctx context.Context, r *gpuctlv1.ResetRequest, report Report) error {
+	if a, err := pci.ParseAddress(r.GetGpu()); err == nil {
+		if h := k.sliceAt(a); h != nil {
+			return k.resetSlice(ctx, h, r.GetPlan(), report)
+		}
+	}
 	card, name, err := k.find(ctx, r.GetGpu())
 	if err != nil {
 		return err
@@ -171,6 +195,7 @@ func (k *Keeper) Reset(ctx context.Context, r *gpuctlv1.ResetRequest, report Rep
 	if h := k.held(card.Address); h != nil && h.Phase != quarantined {
 		reasons = append(reasons, why("owned", "%s belongs to VM %s (%s)", name, h.machine(), h.Phase))
 	}
+	reasons = append(reasons, k.againstWhole(card, name)...)
 	if r.GetPlan() {
 		report(&gpuctlv1.DeviceUpdate{Gpu: name, Plan: steps, Reasons: reasons, Done: true, Steps: uint32(len(steps))})
 		return nil
@@ -184,6 +209,9 @@ func (k *Keeper) Reset(ctx context.Context, r *gpuctlv1.ResetRequest, report Rep
 			return err
 		}
 		defer end()
+		if reasons := k.againstWhole(card, name); len(reasons) > 0 {
+			return refusal("reset "+name, reasons) // meanwhile
+		}
 		c := &change{k: k, card: card, steps: steps, report: report, hold: hold{Card: card.Address, Functions: addresses(card), GPU: name}}
 		if h := k.held(card.Address); h == nil {
 			// Nobody may get it meanwhile: the cluster has to know.

@@ -14,6 +14,7 @@ import (
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/passthrough/pci"
+	"github.com/gpuctl/gpuctl/passthrough/vgpu"
 )
 
 // What an error of this package is, beside what it says.
@@ -113,7 +114,9 @@ type Config struct {
 	Hypervisor Hypervisor
 	Machines   Machines
 	Isolation  Isolation
-	Guests     Guests // nil: no VM has an agent
+	Slicer     Slicer   // nil: cards are given away whole
+	Mediated   Mediated // nil: VMs get PCI functions only
+	Guests     Guests   // nil: no VM has an agent
 	Cluster    Cluster
 	// GPUs are the host's, as the inventory names them.
 	GPUs func(ctx context.Context) ([]*clusterv1.GPU, error)
@@ -154,14 +157,15 @@ type Keeper struct {
 	work sync.WaitGroup
 
 	mu       sync.Mutex
-	ctx      context.Context // ends with the daemon: changes outlive their callers, not it
-	holds    map[pci.Address]*hold
+	ctx      context.Context        // ends with the daemon: changes outlive their callers, not it
+	holds    map[pci.Address]*hold  // of cards
+	cuts     map[string]*hold       // of slices, by their ids
 	busy     map[pci.Address]string // what is being done to a card
 	claiming map[string]bool
-	missing  map[pci.Address]time.Time // since when nobody has had a card that a VM had
-	rev      uint64                    // of the change made last
-	resets   map[pci.Address]string    // how each card was reset last
-	ready    bool                      // the record has been compared with what is
+	missing  map[string]time.Time   // since when nobody has had what a VM had, by the hold's key
+	rev      uint64                 // of the change made last
+	resets   map[pci.Address]string // how each card was reset last
+	ready    bool                   // the record has been compared with what is
 }
 
 // New reads the record. A damaged one is an error: what it said cannot be
@@ -175,8 +179,8 @@ func New(c Config) (*Keeper, error) {
 		c.Event = func(string, string, string) {}
 	}
 	k := &Keeper{
-		Config: c, wake: make(chan struct{}, 1), ctx: context.Background(), holds: map[pci.Address]*hold{},
-		busy: map[pci.Address]string{}, claiming: map[string]bool{}, missing: map[pci.Address]time.Time{},
+		Config: c, wake: make(chan struct{}, 1), ctx: context.Background(), holds: map[pci.Address]*hold{}, cuts: map[string]*hold{},
+		busy: map[pci.Address]string{}, claiming: map[string]bool{}, missing: map[string]time.Time{},
 	}
 	r, err := readRecord(c.File)
 	if err != nil {
@@ -186,7 +190,7 @@ func New(c Config) (*Keeper, error) {
 		k.resets = map[pci.Address]string{}
 	}
 	for _, h := range r.Holds {
-		k.holds[h.Card] = h
+		k.set(h, h)
 	}
 	return k, nil
 }
@@ -235,7 +239,7 @@ func (k *Keeper) Knows(claim string) bool {
 	if k.claiming[claim] {
 		return true
 	}
-	for _, h := range k.holds {
+	for h := range k.each() {
 		if h.Claim == claim {
 			return true
 		}
@@ -250,7 +254,7 @@ func (k *Keeper) Uses(claim, gpu string) bool {
 	if k.claiming[claim] {
 		return true
 	}
-	for _, h := range k.holds {
+	for h := range k.each() {
 		if h.Claim == claim && h.GPU == gpu {
 			return true
 		}
@@ -263,7 +267,7 @@ func (k *Keeper) Held() map[*clusterv1.Claim]string {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	out := map[*clusterv1.Claim]string{}
-	for _, h := range k.holds {
+	for h := range k.each() {
 		if h.Claim != "" {
 			out[h.claim()] = h.GPU
 		}
@@ -280,6 +284,11 @@ func (k *Keeper) Annotate(gpus []*clusterv1.GPU) {
 		a, err := pci.ParseAddress(g.GetPciAddress())
 		if err != nil {
 			continue
+		}
+		for _, s := range k.cuts {
+			if s.Card == a && s.Phase == quarantined && g.GetHealth() < clusterv1.Health_HEALTH_DEGRADED {
+				g.Health, g.HealthReason = clusterv1.Health_HEALTH_DEGRADED, s.label()+" is quarantined: "+s.Message
+			}
 		}
 		h := k.holds[a]
 		if h == nil {
@@ -328,25 +337,26 @@ func (k *Keeper) put(h hold) error {
 	defer k.mu.Unlock()
 	k.rev++
 	h.rev = k.rev
-	old := k.holds[h.Card]
-	k.holds[h.Card] = &h
+	old := k.at(&h)
+	k.set(&h, &h)
 	if err := k.save(); err != nil {
-		if k.holds[h.Card] = old; old == nil {
-			delete(k.holds, h.Card)
-		}
+		k.set(&h, old)
 		return fmt.Errorf("card %s: not recorded, so nothing is done to it: %w", h.Card, err)
 	}
 	return nil
 }
 
 // drop forgets a hold: the card is free.
-func (k *Keeper) drop(card pci.Address) error {
+func (k *Keeper) drop(card pci.Address) error { return k.remove(&hold{Card: card}) }
+
+// remove is drop of a card or a slice.
+func (k *Keeper) remove(h *hold) error {
 	k.mu.Lock()
-	old := k.holds[card]
-	delete(k.holds, card)
+	old := k.at(h)
+	k.set(h, nil)
 	err := k.save()
-	if err != nil && old != nil {
-		k.holds[card] = old
+	if err != nil {
+		k.set(h, old)
 	}
 	k.mu.Unlock()
 	k.Cluster.Kick()
@@ -356,7 +366,7 @@ func (k *Keeper) drop(card pci.Address) error {
 // save writes the record. k.mu is held.
 func (k *Keeper) save() error {
 	holds := make([]*hold, 0, len(k.holds))
-	for _, h := range k.holds {
+	for h := range k.each() {
 		holds = append(holds, h)
 	}
 	return writeRecord(k.File, record{Holds: holds, Resets: k.resets})
@@ -423,21 +433,21 @@ func addresses(c *pci.Card) []pci.Address {
 func (k *Keeper) Of(uuid string) (gpus []string) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
-	for _, h := range k.holds {
+	for h := range k.each() {
 		if h.UUID == uuid {
 			gpus = append(gpus, h.GPU)
 		}
 	}
 	slices.Sort(gpus)
-	return gpus
+	return slices.Compact(gpus)
 }
 
 // ReadyFor are the functions of cards that wait for a VM.
 func (k *Keeper) ReadyFor(uuid string) (functions []pci.Address) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
-	for _, h := range k.holds {
-		if h.UUID == uuid && h.Phase == ready {
+	for h := range k.each() {
+		if h.UUID == uuid && h.Phase == ready && !h.sliced(vgpu.Mdev) {
 			functions = append(functions, h.Functions...)
 		}
 	}

@@ -9,6 +9,7 @@ import (
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/passthrough/pci"
+	"github.com/gpuctl/gpuctl/passthrough/vgpu"
 )
 
 // gone is how long nobody must have had a card that a VM had before it is
@@ -29,18 +30,34 @@ func (k *Keeper) Reconcile(ctx context.Context) error {
 	}
 	k.mu.Lock()
 	var all []hold
-	for _, h := range k.holds {
+	for h := range k.each() {
 		all = append(all, *h)
 	}
 	k.mu.Unlock()
+	var mediated map[string]Domain
+	if slices.ContainsFunc(all, func(h hold) bool { return h.sliced(vgpu.Mdev) }) {
+		if k.Mediated == nil {
+			return errors.New("the record has mediated devices, and this hypervisor has none")
+		}
+		if mediated, err = k.Mediated.Owners(ctx); err != nil {
+			return fmt.Errorf("who has which mediated device is not known: %w", err)
+		}
+	}
 	slices.SortFunc(all, func(a, b hold) int { return a.Card.Compare(b.Card) })
 	var errs []error
 	for i := range all {
+		owners := owners
+		if all[i].sliced(vgpu.Mdev) {
+			owners = all[i].view(mediated)
+		}
 		if err := k.settle(ctx, &all[i], owners); err != nil && !errors.Is(err, ErrBusy) {
 			errs = append(errs, err)
 		}
 	}
 	for _, card := range cards {
+		if err := k.adoptSlices(ctx, card, owners); err != nil && !errors.Is(err, ErrBusy) {
+			errs = append(errs, err)
+		}
 		if err := k.adopt(ctx, card, owners); err != nil && !errors.Is(err, ErrBusy) {
 			errs = append(errs, err)
 		}
@@ -59,7 +76,7 @@ func (k *Keeper) settle(ctx context.Context, h *hold, owners map[pci.Address]Dom
 		return err
 	}
 	defer end()
-	if now := k.held(h.Card); now == nil || now.rev != h.rev {
+	if now := k.current(h); now == nil || now.rev != h.rev {
 		return nil // it has moved on since
 	}
 	c := &change{k: k, hold: *h, report: func(*gpuctlv1.DeviceUpdate) {}}
@@ -82,7 +99,7 @@ func (k *Keeper) settle(ctx context.Context, h *hold, owners map[pci.Address]Dom
 		return k.drop(h.Card)
 	case h.Phase == attached && !k.absent(h):
 		return nil
-	case h.Phase == taking:
+	case h.Phase == taking || h.Phase == cutting:
 		k.Log.Info("undoing what was begun before", "gpu", h.GPU, "phase", h.Phase)
 		return c.release(ctx)
 	}
@@ -96,7 +113,7 @@ func (k *Keeper) owned(ctx context.Context, c *change, d Domain) error {
 	before := *h
 	h.Phase = attached
 	k.mu.Lock()
-	delete(k.missing, h.Card)
+	delete(k.missing, h.key())
 	k.mu.Unlock()
 	switch {
 	case d.UUID != h.UUID:
@@ -124,7 +141,14 @@ func (k *Keeper) owned(ctx context.Context, c *change, d Domain) error {
 		}
 	}
 	if h.Claim == "" {
-		claim, _, err := k.obtain(ctx, Machine{UUID: h.UUID, Name: h.Name}, []string{h.GPU}, "", 0)
+		m := Machine{UUID: h.UUID, Name: h.Name}
+		var claim string
+		var err error
+		if h.Slice != nil {
+			claim, _, err = k.obtainSlice(ctx, m, h.Slice.Profile, []string{h.GPU}, "", 0)
+		} else {
+			claim, _, err = k.obtain(ctx, m, []string{h.GPU}, "", 0)
+		}
 		if err != nil {
 			k.Log.Warn("the cluster has not given a card to the VM that has it", "gpu", h.GPU, "machine", h.machine(), "err", err)
 		}
@@ -145,7 +169,7 @@ func (k *Keeper) complete(ctx context.Context, c *change, owners map[pci.Address
 			continue
 		}
 		ctx, cancel := context.WithTimeout(ctx, k.Step)
-		err := k.Machines.Attach(ctx, c.hold.UUID, f)
+		err := c.plug(ctx, f)
 		cancel()
 		if err != nil {
 			c.hold.Message = fmt.Sprintf("VM %s has only a part of it: function %s: %v", c.hold.machine(), f, err)
@@ -171,16 +195,16 @@ func (k *Keeper) starting(h *hold) bool {
 func (k *Keeper) absent(h *hold) bool {
 	k.mu.Lock()
 	defer k.mu.Unlock()
-	since, ok := k.missing[h.Card]
+	since, ok := k.missing[h.key()]
 	if !ok {
-		k.missing[h.Card] = k.Now()
+		k.missing[h.key()] = k.Now()
 		time.AfterFunc(gone, k.Kick)
 		return false
 	}
 	if k.Now().Sub(since) < gone {
 		return false
 	}
-	delete(k.missing, h.Card)
+	delete(k.missing, h.key())
 	return true
 }
 

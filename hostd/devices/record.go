@@ -2,17 +2,20 @@ package devices
 
 import (
 	"bytes"
+	"cmp"
 	"encoding/json"
 	"errors"
 	"fmt"
 	"io/fs"
 	"os"
 	"slices"
+	"strings"
 
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/internal/durable"
 	"github.com/gpuctl/gpuctl/passthrough/pci"
+	"github.com/gpuctl/gpuctl/passthrough/vgpu"
 )
 
 // phase is where a card is; a free one has no record.
@@ -20,6 +23,7 @@ type phase string
 
 const (
 	reserved    phase = "reserved"    // a migration's claim on it; nothing has been done
+	cutting     phase = "cutting"     // of a slice: undone by deleting it
 	taking      phase = "taking"      // undone by returning it
 	ready       phase = "ready"       // bound; its VM is about to start, or to get it
 	attaching   phase = "attaching"   // the hypervisor says whether that has happened
@@ -31,6 +35,7 @@ const (
 )
 
 var phases = map[phase]gpuctlv1.CardPhase{
+	cutting:  gpuctlv1.CardPhase_CARD_PHASE_CUTTING,
 	reserved: gpuctlv1.CardPhase_CARD_PHASE_RESERVED,
 	taking:   gpuctlv1.CardPhase_CARD_PHASE_TAKING, ready: gpuctlv1.CardPhase_CARD_PHASE_READY,
 	attaching: gpuctlv1.CardPhase_CARD_PHASE_ATTACHING, attached: gpuctlv1.CardPhase_CARD_PHASE_ATTACHED,
@@ -41,8 +46,9 @@ var phases = map[phase]gpuctlv1.CardPhase{
 // hold is what the record says of a card.
 type hold struct {
 	Card       pci.Address   `json:"card"`
-	Functions  []pci.Address `json:"functions"` // the main one first
-	GPU        string        `json:"gpu"`       // its name when it was taken
+	Functions  []pci.Address `json:"functions"` // the main one first; of a slice its function, or its parent
+	Slice      *slice        `json:"slice,omitempty"`
+	GPU        string        `json:"gpu"` // its name when it was taken
 	Phase      phase         `json:"phase"`
 	UUID       string        `json:"machine,omitempty"`
 	Name       string        `json:"machineName,omitempty"`
@@ -66,10 +72,14 @@ func (h *hold) machine() string {
 
 // claim is the hold's claim as the cluster keeps it.
 func (h *hold) claim() *clusterv1.Claim {
-	return &clusterv1.Claim{
+	c := &clusterv1.Claim{
 		Id: h.Claim, Holder: "vm " + h.machine(), Count: 1, Unmet: clusterv1.Unmet_UNMET_REFUSE,
 		Labels: map[string]string{labelMachine: h.UUID},
 	}
+	if h.Slice != nil {
+		c.Profile = h.Slice.Profile
+	}
+	return c
 }
 
 // labelMachine on a claim is the UUID of the VM that it is for.
@@ -119,9 +129,23 @@ func decodeRecord(data []byte) (record, error) {
 	if r.Version != recordVersion {
 		return record{}, fmt.Errorf("version %d is not %d: another gpuctl has written it", r.Version, recordVersion)
 	}
-	seen := map[pci.Address]bool{}
+	seen, ids := map[pci.Address]bool{}, map[string]bool{}
 	for _, h := range r.Holds {
-		if h == nil || phases[h.Phase] == gpuctlv1.CardPhase_CARD_PHASE_UNSPECIFIED || len(h.Functions) == 0 || h.Functions[0] != h.Card {
+		switch {
+		case h == nil || phases[h.Phase] == gpuctlv1.CardPhase_CARD_PHASE_UNSPECIFIED:
+			return record{}, errors.New("an entry makes no sense")
+		case h.Slice != nil:
+			if err := h.checkSlice(); err != nil {
+				return record{}, err
+			}
+			if ids[h.Slice.ID] {
+				return record{}, fmt.Errorf("slice %s is in it twice", h.Slice.ID)
+			}
+			ids[h.Slice.ID] = true
+			if h.Slice.Kind == vgpu.Mdev {
+				continue // several have one parent
+			}
+		case h.Phase == cutting || len(h.Functions) == 0 || h.Functions[0] != h.Card:
 			return record{}, errors.New("an entry makes no sense")
 		}
 		for _, f := range h.Functions {
@@ -138,7 +162,7 @@ func decodeRecord(data []byte) (record, error) {
 // keeps it.
 func writeRecord(path string, r record) error {
 	r.Version = recordVersion
-	slices.SortFunc(r.Holds, func(a, b *hold) int { return a.Card.Compare(b.Card) })
+	slices.SortFunc(r.Holds, func(a, b *hold) int { return cmp.Or(a.Card.Compare(b.Card), strings.Compare(a.key(), b.key())) })
 	data, err := json.MarshalIndent(r, "", "\t")
 	if err != nil {
 		return err

@@ -30,6 +30,9 @@ func (k *Keeper) Prepare(ctx context.Context, d Domain, devices []pci.Address) e
 			wanted = append(wanted, card)
 		}
 	}
+	if err := k.prepareSlices(ctx, d, cards, devices); err != nil {
+		return err
+	}
 	for i, card := range wanted {
 		if err := k.prepare(ctx, d, card); err != nil {
 			// The others go back at once, not after Grace.
@@ -38,6 +41,7 @@ func (k *Keeper) Prepare(ctx context.Context, d Domain, devices []pci.Address) e
 					k.background(*h)
 				}
 			}
+			k.forgetStart(d)
 			return err
 		}
 	}
@@ -126,7 +130,7 @@ func (k *Keeper) await(ctx context.Context, card pci.Address, what string) (end 
 func (k *Keeper) Stopped(uuid string) {
 	k.mu.Lock()
 	var had []hold
-	for _, h := range k.holds {
+	for h := range k.each() {
 		if h.UUID == uuid && h.Phase != quarantined && !(keeps(h.Phase) && k.migrating(h)) {
 			had = append(had, *h)
 		}
@@ -159,7 +163,7 @@ func (k *Keeper) afterEnd(ctx context.Context, was hold) error {
 		return err
 	}
 	defer end()
-	if h := k.held(was.Card); h == nil || h.rev != was.rev {
+	if h := k.current(&was); h == nil || h.rev != was.rev {
 		return nil
 	}
 	c := &change{k: k, hold: was, report: func(*gpuctlv1.DeviceUpdate) {}}
@@ -181,9 +185,9 @@ func (k *Keeper) List(ctx context.Context) ([]*gpuctlv1.Machine, error) {
 			Uuid: m.UUID, Name: m.Name, Host: k.Cluster.HostName(), State: m.State, Type: m.Type, Memory: m.Memory, Cpus: m.CPUs, Persistent: m.Persistent,
 		}
 		k.mu.Lock()
-		for _, h := range k.holds {
+		for h := range k.each() {
 			if h.UUID == m.UUID {
-				d.Gpus = append(d.Gpus, h.GPU)
+				d.Gpus = append(d.Gpus, h.label())
 			}
 		}
 		k.mu.Unlock()

@@ -23,6 +23,22 @@ type Profile struct {
 	Scheduled uint32 // that are promised and do not exist yet
 	Free      uint32 // that there could be besides
 	Why       string // there are no more; empty where Free is not 0
+	// Apart differs where instances do not go together on one card; those of
+	// profiles that have none go with all.
+	Apart string
+}
+
+// apart tells types from each other that do not go together; see free.
+func (r rules) apart(t catalog.VGPUType) string {
+	switch {
+	case t.Memory == 0:
+		return ""
+	case t.MIG != "":
+		return "mig"
+	case r.mixed:
+		return "time"
+	}
+	return "time " + size.Format(t.Memory)
 }
 
 // rules are those of one card.

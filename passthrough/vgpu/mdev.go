@@ -25,38 +25,45 @@ type mdevType struct {
 	devices   []string         // UUIDs
 }
 
-func (m *Manager) mdevTypes(card *pci.Card) ([]mdevType, error) {
-	var out []mdevType
+func (m *Manager) mdevTypes(card *pci.Card) (out []mdevType, err error) {
 	for _, a := range m.functions(card) {
-		dir := m.at(a, "mdev_supported_types")
-		entries, err := m.root.ReadDir(dir)
-		if err != nil {
+		if out, err = m.typesOf(a, out); err != nil {
+			return nil, err
+		}
+	}
+	return out, nil
+}
+
+// typesOf adds those of one parent.
+func (m *Manager) typesOf(a pci.Address, out []mdevType) ([]mdevType, error) {
+	dir := m.at(a, "mdev_supported_types")
+	entries, err := m.root.ReadDir(dir)
+	if err != nil {
+		return out, nil
+	}
+	for _, e := range entries {
+		if len(out) >= maxTypes || !isName(e.Name()) {
 			continue
 		}
-		for _, e := range entries {
-			if len(out) >= maxTypes || !isName(e.Name()) {
-				continue
-			}
-			t := mdevType{parent: a, id: e.Name(), name: plain(m.text(path.Join(dir, e.Name(), "name")))}
-			if !isName(t.name) {
-				t.name = t.id
-			}
-			n, err := strconv.ParseUint(m.text(path.Join(dir, e.Name(), "available_instances")), 10, 32)
-			if err != nil {
-				return nil, fmt.Errorf("available_instances of %s on %s: %w", t.id, a, err)
-			}
-			t.available = uint32(n)
-			t.known = parseDescription(m.text(path.Join(dir, e.Name(), "description")))
-			devices, err := m.root.ReadDir(path.Join(dir, e.Name(), "devices"))
-			if err == nil {
-				for _, d := range devices {
-					if IsUUID(d.Name()) {
-						t.devices = append(t.devices, d.Name())
-					}
+		t := mdevType{parent: a, id: e.Name(), name: plain(m.text(path.Join(dir, e.Name(), "name")))}
+		if !isName(t.name) {
+			t.name = t.id
+		}
+		n, err := strconv.ParseUint(m.text(path.Join(dir, e.Name(), "available_instances")), 10, 32)
+		if err != nil {
+			return nil, fmt.Errorf("available_instances of %s on %s: %w", t.id, a, err)
+		}
+		t.available = uint32(n)
+		t.known = parseDescription(m.text(path.Join(dir, e.Name(), "description")))
+		devices, err := m.root.ReadDir(path.Join(dir, e.Name(), "devices"))
+		if err == nil {
+			for _, d := range devices {
+				if IsUUID(d.Name()) {
+					t.devices = append(t.devices, d.Name())
 				}
 			}
-			out = append(out, t)
 		}
+		out = append(out, t)
 	}
 	return out, nil
 }
@@ -126,7 +133,7 @@ func (m *Manager) mdevProfiles(card *pci.Card, use Use) ([]Profile, error) {
 	var out []Profile
 	for _, n := range order {
 		t := r.types[n]
-		p := Profile{Name: n, Kind: Mdev, Memory: t.Memory, Max: t.Max, Existing: existing[n], Scheduled: use.Scheduled[n]}
+		p := Profile{Name: n, Kind: Mdev, Memory: t.Memory, Max: t.Max, Existing: existing[n], Scheduled: use.Scheduled[n], Apart: r.apart(t)}
 		if t.Memory != 0 && t.Max != 0 {
 			p.Free, p.Why = r.free(t, used)
 		} else {
@@ -142,38 +149,47 @@ func (m *Manager) mdevProfiles(card *pci.Card, use Use) ([]Profile, error) {
 	return out, nil
 }
 
-func (m *Manager) createMdev(ctx context.Context, card *pci.Card, profile, id string) (Instance, func(context.Context) error, error) {
-	nothing := func(context.Context) error { return nil }
+func (m *Manager) pickMdev(card *pci.Card, profile, id string) (Instance, error) {
 	if id == "" {
-		id = newUUID()
+		id = NewUUID()
 	}
 	if !IsUUID(id) {
-		return Instance{}, nothing, fmt.Errorf("%.40q is no UUID in lower case", id)
+		return Instance{}, fmt.Errorf("%.40q is no UUID in lower case", id)
 	}
 	if m.exists(path.Join(mdevs, id)) {
-		return Instance{}, nothing, fmt.Errorf("there is a mediated device %s already", id)
+		return Instance{}, fmt.Errorf("there is a mediated device %s already", id)
 	}
 	types, err := m.mdevTypes(card)
 	if err != nil {
-		return Instance{}, nothing, err
+		return Instance{}, err
 	}
 	i := slices.IndexFunc(types, func(t mdevType) bool { return t.name == profile && t.available > 0 })
 	if i < 0 {
-		return Instance{}, nothing, fmt.Errorf("%s for %s: %w: the driver has no more", profile, card.Address, ErrFull)
+		return Instance{}, fmt.Errorf("%s for %s: %w: the driver has no more", profile, card.Address, ErrFull)
 	}
-	t := types[i]
-	inst := Instance{id, Mdev, profile, t.parent}
-	undo := func(ctx context.Context) error { return m.deleteMdev(ctx, inst) }
-	if err := m.root.Write(ctx, m.at(t.parent, path.Join("mdev_supported_types", t.id, "create")), id); err != nil {
-		return Instance{}, undo, fmt.Errorf("make %s on %s: %w", profile, t.parent, err)
-	}
-	target, err := m.root.ReadLink(path.Join(mdevs, id, "mdev_type"))
+	return Instance{id, Mdev, profile, types[i].parent}, nil
+}
+
+func (m *Manager) makeMdev(ctx context.Context, i Instance) error {
+	types, err := m.typesOf(i.Function, nil)
 	if err != nil {
-		return Instance{}, undo, fmt.Errorf("make %s on %s: %w: %w", profile, t.parent, ErrReadBack, err)
-	} else if path.Base(target) != t.id {
-		return Instance{}, undo, fmt.Errorf("make %s on %s: %w: %s has type %q", profile, t.parent, ErrReadBack, id, path.Base(target))
+		return err
 	}
-	return inst, undo, nil
+	n := slices.IndexFunc(types, func(t mdevType) bool { return t.name == i.Profile })
+	if n < 0 {
+		return fmt.Errorf("make %s on %s: %w", i.Profile, i.Function, ErrProfile)
+	}
+	t := types[n]
+	if err := m.root.Write(ctx, m.at(t.parent, path.Join("mdev_supported_types", t.id, "create")), i.ID); err != nil {
+		return fmt.Errorf("make %s on %s: %w", i.Profile, t.parent, err)
+	}
+	target, err := m.root.ReadLink(path.Join(mdevs, i.ID, "mdev_type"))
+	if err != nil {
+		return fmt.Errorf("make %s on %s: %w: %w", i.Profile, t.parent, ErrReadBack, err)
+	} else if path.Base(target) != t.id {
+		return fmt.Errorf("make %s on %s: %w: %s has type %q", i.Profile, t.parent, ErrReadBack, i.ID, path.Base(target))
+	}
+	return nil
 }
 
 func (m *Manager) deleteMdev(ctx context.Context, i Instance) error {
@@ -198,8 +214,8 @@ func IsUUID(s string) bool {
 	return regexp.MustCompile(`^[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}$`).MatchString(s)
 }
 
-// newUUID is a random one (RFC 9562, 5.4).
-func newUUID() string {
+// NewUUID is a random one (RFC 9562, 5.4).
+func NewUUID() string {
 	var b [16]byte
 	_, _ = rand.Read(b[:]) // never fails
 	b[6], b[8] = b[6]&0x0f|0x40, b[8]&0x3f|0x80

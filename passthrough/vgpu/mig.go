@@ -37,7 +37,7 @@ func MIG(s Slices, scheduled map[string]uint32) []Profile {
 	used := add(existing, scheduled)
 	out := make([]Profile, 0, len(s.Profiles))
 	for _, p := range s.Profiles {
-		v := Profile{Name: p.Name, Kind: Slice, Memory: p.Memory, Max: p.Max, Existing: existing[p.Name], Scheduled: scheduled[p.Name]}
+		v := Profile{Name: p.Name, Kind: Slice, Memory: p.Memory, Max: p.Max, Existing: existing[p.Name], Scheduled: scheduled[p.Name], Apart: "mig"}
 		v.Free, v.Why = r.free(r.types[p.Name], used)
 		out = append(out, v)
 	}

@@ -13,23 +13,25 @@ import (
 
 const undoTime = 10 * time.Second
 
-// vfProfile is that of a card with nothing but virtual functions.
+// vfProfile is that of a card with nothing but virtual functions. They share
+// its memory equally, as far as anybody can say. Where there are none yet, all
+// that the card can have could be made.
 func (m *Manager) vfProfile(card *pci.Card, use Use) Profile {
-	pf := m.physical(card)
-	vfs := m.vfs(pf.Address)
+	vfs, total := m.VFs(card)
 	p := Profile{Name: VirtualFunction, Kind: SRIOV, Max: uint32(len(vfs)), Scheduled: use.Scheduled[VirtualFunction]}
+	if len(vfs) == 0 {
+		p.Max = uint32(min(total, maxTypes))
+	}
 	for _, a := range vfs {
 		if use.held(a.String()) {
 			p.Existing++
 		}
 	}
-	p.Free = p.Max
-	switch {
-	case len(vfs) == 0:
-		p.Why = "there are no virtual functions yet: set their number first"
-	default:
-		p.limit(int64(len(vfs))-int64(p.Existing)-int64(p.Scheduled), "all virtual functions are out or scheduled")
+	if p.Max > 0 {
+		p.Memory = m.rules(card, use).memory / uint64(p.Max)
 	}
+	p.Free = p.Max
+	p.limit(int64(p.Max)-int64(p.Existing)-int64(p.Scheduled), "all virtual functions are out or scheduled")
 	return p
 }
 

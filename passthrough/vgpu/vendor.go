@@ -169,7 +169,7 @@ func (m *Manager) vendorProfiles(card *pci.Card, use Use) ([]Profile, error) {
 		if !known {
 			t = catalog.VGPUType{Name: n}
 		}
-		p := Profile{Name: n, Kind: Vendor, Memory: t.Memory, Max: t.Max, Existing: existing[n], Scheduled: use.Scheduled[n]}
+		p := Profile{Name: n, Kind: Vendor, Memory: t.Memory, Max: t.Max, Existing: existing[n], Scheduled: use.Scheduled[n], Apart: r.apart(t)}
 		p.Free, p.Why = r.free(t, used)
 		p.limit(int64(offered[n]), "the driver does not offer it now")
 		p.limit(int64(empty)-int64(sum(use.Scheduled)), "no virtual function is free")
@@ -187,30 +187,42 @@ func (p *Profile) limit(n int64, why string) {
 	}
 }
 
-func (m *Manager) createVendor(ctx context.Context, card *pci.Card, profile string, use Use) (Instance, func(context.Context) error, error) {
-	nothing := func(context.Context) error { return nil }
+func (m *Manager) pickVendor(card *pci.Card, profile string, use Use) (Instance, error) {
 	for _, v := range m.vendorVFs(card) {
 		if v.err != nil || v.current != 0 || use.held(v.address.String()) {
 			continue
 		}
-		i := slices.IndexFunc(v.creatable, func(t CreatableType) bool { return t.Name == profile })
-		if i < 0 {
-			continue
+		if slices.ContainsFunc(v.creatable, func(t CreatableType) bool { return t.Name == profile }) {
+			return Instance{v.address.String(), Vendor, profile, v.address}, nil
 		}
-		inst := Instance{v.address.String(), Vendor, profile, v.address}
-		undo := func(ctx context.Context) error { return m.deleteVendor(ctx, inst) }
-		id := strconv.FormatUint(uint64(v.creatable[i].ID), 10)
-		if err := m.root.Write(ctx, m.at(v.address, typeFile), id); err != nil {
-			return Instance{}, undo, fmt.Errorf("make %s on %s: %w", profile, v.address, err)
-		}
-		if now, err := m.currentType(v.address); err != nil {
-			return Instance{}, undo, fmt.Errorf("make %s on %s: %w", profile, v.address, err)
-		} else if now != v.creatable[i].ID {
-			return Instance{}, undo, fmt.Errorf("make %s on %s: %w: type %d", profile, v.address, ErrReadBack, now)
-		}
-		return inst, undo, nil
 	}
-	return Instance{}, nothing, fmt.Errorf("%s for %s: %w: no virtual function offers it", profile, card.Address, ErrFull)
+	return Instance{}, fmt.Errorf("%s for %s: %w: no virtual function offers it", profile, card.Address, ErrFull)
+}
+
+func (m *Manager) makeVendor(ctx context.Context, inst Instance) error {
+	data, err := m.root.ReadFile(m.at(inst.Function, creatableFile))
+	if err != nil {
+		return fmt.Errorf("make %s on %s: %w", inst.Profile, inst.Function, err)
+	}
+	creatable := ParseCreatable(data)
+	i := slices.IndexFunc(creatable, func(t CreatableType) bool { return t.Name == inst.Profile })
+	if i < 0 {
+		return fmt.Errorf("make %s on %s: %w: the driver does not offer it any more", inst.Profile, inst.Function, ErrFull)
+	}
+	if now, err := m.currentType(inst.Function); err != nil {
+		return fmt.Errorf("make %s on %s: %w", inst.Profile, inst.Function, err)
+	} else if now != 0 {
+		return fmt.Errorf("make %s on %s: %w: it has a vGPU of type %d", inst.Profile, inst.Function, ErrInUse, now)
+	}
+	if err := m.root.Write(ctx, m.at(inst.Function, typeFile), strconv.FormatUint(uint64(creatable[i].ID), 10)); err != nil {
+		return fmt.Errorf("make %s on %s: %w", inst.Profile, inst.Function, err)
+	}
+	if now, err := m.currentType(inst.Function); err != nil {
+		return fmt.Errorf("make %s on %s: %w", inst.Profile, inst.Function, err)
+	} else if now != creatable[i].ID {
+		return fmt.Errorf("make %s on %s: %w: type %d", inst.Profile, inst.Function, ErrReadBack, now)
+	}
+	return nil
 }
 
 func (m *Manager) deleteVendor(ctx context.Context, i Instance) error {

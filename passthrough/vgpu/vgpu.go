@@ -36,6 +36,8 @@ var (
 	ErrInUse = errors.New("virtual GPUs are out")
 	// ErrProfile says that the card does not know the profile.
 	ErrProfile = errors.New("no such profile")
+	// ErrNoFunctions says that the card has no virtual functions yet, and could.
+	ErrNoFunctions = errors.New("it has no virtual functions yet")
 	// ErrReadBack says that the kernel took what was written and shows
 	// something else.
 	ErrReadBack = errors.New("the kernel shows another state")
@@ -158,36 +160,81 @@ func (m *Manager) Instances(card *pci.Card) ([]Instance, error) {
 	return nil, nil
 }
 
-// Create makes an instance of the profile, or picks a free virtual function.
+// Pick says which instance Make is to make: on which function, with which UUID.
 // What is being made does not count as scheduled: the caller takes it out of
 // use before. A mediated device gets id as its UUID, or a new one where it is
-// empty. undo takes the instance away again; it is valid after errors as well,
-// and does nothing where nothing is left to be undone.
-func (m *Manager) Create(ctx context.Context, card *pci.Card, profile, id string, use Use) (i Instance, undo func(context.Context) error, err error) {
-	undo = func(context.Context) error { return nil }
+// empty. ErrNoFunctions: there could be one once the card has virtual functions
+// (Resize).
+func (m *Manager) Pick(card *pci.Card, profile, id string, use Use) (Instance, error) {
 	profiles, err := m.List(card, use)
 	if err != nil {
-		return Instance{}, undo, err
+		return Instance{}, err
 	}
 	n := slices.IndexFunc(profiles, func(p Profile) bool { return p.Name == profile })
 	if n < 0 {
-		return Instance{}, undo, fmt.Errorf("%s: %w: %q", card.Address, ErrProfile, profile)
+		return Instance{}, fmt.Errorf("%s: %w: %q", card.Address, ErrProfile, profile)
 	}
 	if p := profiles[n]; p.Free == 0 {
-		return Instance{}, undo, fmt.Errorf("%s for %s: %w: %s", profile, card.Address, ErrFull, p.Why)
+		return Instance{}, fmt.Errorf("%s for %s: %w: %s", profile, card.Address, ErrFull, p.Why)
 	}
 	switch profiles[n].Kind {
 	case Vendor:
-		return m.createVendor(ctx, card, profile, use)
+		return m.pickVendor(card, profile, use)
 	case Mdev:
-		return m.createMdev(ctx, card, profile, id)
+		return m.pickMdev(card, profile, id)
 	}
-	for _, a := range m.vfs(m.physical(card).Address) {
+	vfs := m.vfs(m.physical(card).Address)
+	if len(vfs) == 0 {
+		return Instance{}, fmt.Errorf("%s for %s: %w", profile, card.Address, ErrNoFunctions)
+	}
+	for _, a := range vfs {
 		if !use.held(a.String()) {
-			return Instance{a.String(), SRIOV, VirtualFunction, a}, undo, nil
+			return Instance{a.String(), SRIOV, VirtualFunction, a}, nil
 		}
 	}
-	return Instance{}, undo, fmt.Errorf("%s for %s: %w: all virtual functions are out", profile, card.Address, ErrFull)
+	return Instance{}, fmt.Errorf("%s for %s: %w: all virtual functions are out", profile, card.Address, ErrFull)
+}
+
+// Make makes an instance that was picked. Delete takes it away, also what an
+// error has left of it. A virtual function that is a device as it comes is
+// there already.
+func (m *Manager) Make(ctx context.Context, i Instance) error {
+	switch i.Kind {
+	case Vendor:
+		return m.makeVendor(ctx, i)
+	case Mdev:
+		return m.makeMdev(ctx, i)
+	}
+	if !m.exists(m.at(i.Function, "")) {
+		return fmt.Errorf("%s on %s: %w: there is no such function any more", i.Profile, i.Function, ErrReadBack)
+	}
+	return nil
+}
+
+// Create picks and makes an instance of the profile; a card without virtual
+// functions that has no other way gets as many as it can have. undo takes the
+// instance away again, and the functions that were made for it; it is valid
+// after errors as well, and does nothing where nothing is left to be undone.
+func (m *Manager) Create(ctx context.Context, card *pci.Card, profile, id string, use Use) (Instance, func(context.Context) error, error) {
+	undo := func(context.Context) error { return nil }
+	i, err := m.Pick(card, profile, id, use)
+	switch {
+	case errors.Is(err, ErrNoFunctions):
+		undo = func(ctx context.Context) error { return m.Resize(ctx, card, 0, use) }
+		_, total := m.VFs(card)
+		if err = m.Resize(ctx, card, total, use); err == nil {
+			i, err = m.Pick(card, profile, id, use)
+		}
+	case err == nil:
+		undo = func(ctx context.Context) error { return m.Delete(ctx, i) }
+	}
+	if err == nil {
+		err = m.Make(ctx, i)
+	}
+	if err != nil {
+		return Instance{}, undo, err
+	}
+	return i, undo, nil
 }
 
 // Delete takes an instance away. Nobody may have it: of a mediated device that

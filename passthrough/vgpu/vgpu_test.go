@@ -377,11 +377,22 @@ func TestMdev(t *testing.T) {
 func TestVirtualFunctions(t *testing.T) {
 	fake := machine("")
 	m, card := manager(t, fake)
-	if p := list(t, m, card, vgpu.Use{})["vf"]; p.Free != 0 || !strings.Contains(p.Why, "set their number") {
+	if p := list(t, m, card, vgpu.Use{})["vf"]; p.Free != 16 || p.Memory != 24*gib/16 {
 		t.Errorf("%+v", p)
 	}
-	if _, _, err := m.Create(t.Context(), card, "vf", "", vgpu.Use{}); !errors.Is(err, vgpu.ErrFull) {
+	if _, err := m.Pick(card, "vf", "", vgpu.Use{}); !errors.Is(err, vgpu.ErrNoFunctions) {
 		t.Errorf("%v", err)
+	}
+	// The first one makes them all, and takes them away again.
+	first, undo, err := m.Create(t.Context(), card, "vf", "", vgpu.Use{})
+	if vfs, _ := m.VFs(card); err != nil || len(vfs) != 16 || first.Function != vfs[0] {
+		t.Errorf("%v %v", vfs, err)
+	}
+	if err := undo(t.Context()); err != nil {
+		t.Error(err)
+	}
+	if vfs, _ := m.VFs(card); len(vfs) != 0 {
+		t.Errorf("left: %v", vfs)
 	}
 	for _, n := range []int{4, 4, 2, 16, 0, 3} { // from one number to another goes by none
 		if err := m.Resize(t.Context(), card, n, vgpu.Use{}); err != nil {

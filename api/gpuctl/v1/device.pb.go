@@ -35,6 +35,7 @@ const (
 	CardPhase_CARD_PHASE_DETACHING   CardPhase = 6
 	CardPhase_CARD_PHASE_RESETTING   CardPhase = 7
 	CardPhase_CARD_PHASE_RETURNING   CardPhase = 8  // to dom0's driver
+	CardPhase_CARD_PHASE_CUTTING     CardPhase = 11 // of a slice: it is being made
 	CardPhase_CARD_PHASE_RESERVED    CardPhase = 10 // claimed for a VM that a migration brings
 	CardPhase_CARD_PHASE_QUARANTINED CardPhase = 9  // no reset brought it back, or its state is not known
 )
@@ -51,6 +52,7 @@ var (
 		6:  "CARD_PHASE_DETACHING",
 		7:  "CARD_PHASE_RESETTING",
 		8:  "CARD_PHASE_RETURNING",
+		11: "CARD_PHASE_CUTTING",
 		10: "CARD_PHASE_RESERVED",
 		9:  "CARD_PHASE_QUARANTINED",
 	}
@@ -64,6 +66,7 @@ var (
 		"CARD_PHASE_DETACHING":   6,
 		"CARD_PHASE_RESETTING":   7,
 		"CARD_PHASE_RETURNING":   8,
+		"CARD_PHASE_CUTTING":     11,
 		"CARD_PHASE_RESERVED":    10,
 		"CARD_PHASE_QUARANTINED": 9,
 	}
@@ -202,11 +205,15 @@ type Card struct {
 	Machine       string                 `protobuf:"bytes,8,opt,name=machine,proto3" json:"machine,omitempty"` // UUID of the VM that it is for
 	MachineName   string                 `protobuf:"bytes,9,opt,name=machine_name,json=machineName,proto3" json:"machine_name,omitempty"`
 	Claim         string                 `protobuf:"bytes,10,opt,name=claim,proto3" json:"claim,omitempty"`
-	Persistent    bool                   `protobuf:"varint,11,opt,name=persistent,proto3" json:"persistent,omitempty"`                        // also in the VM's stored definition
-	Message       string                 `protobuf:"bytes,12,opt,name=message,proto3" json:"message,omitempty"`                               // what is wrong, or is waited for
-	SinceUnixMs   int64                  `protobuf:"varint,13,opt,name=since_unix_ms,json=sinceUnixMs,proto3" json:"since_unix_ms,omitempty"` // of the phase
-	ResetMethod   string                 `protobuf:"bytes,14,opt,name=reset_method,json=resetMethod,proto3" json:"reset_method,omitempty"`    // that brought it back last
-	Dom0Access    string                 `protobuf:"bytes,15,opt,name=dom0_access,json=dom0Access,proto3" json:"dom0_access,omitempty"`       // enabled, disabled, disable_on_reboot or enable_on_reboot; empty: no Xen
+	Persistent    bool                   `protobuf:"varint,11,opt,name=persistent,proto3" json:"persistent,omitempty"`                            // also in the VM's stored definition
+	Message       string                 `protobuf:"bytes,12,opt,name=message,proto3" json:"message,omitempty"`                                   // what is wrong, or is waited for
+	SinceUnixMs   int64                  `protobuf:"varint,13,opt,name=since_unix_ms,json=sinceUnixMs,proto3" json:"since_unix_ms,omitempty"`     // of the phase
+	ResetMethod   string                 `protobuf:"bytes,14,opt,name=reset_method,json=resetMethod,proto3" json:"reset_method,omitempty"`        // that brought it back last
+	Dom0Access    string                 `protobuf:"bytes,15,opt,name=dom0_access,json=dom0Access,proto3" json:"dom0_access,omitempty"`           // enabled, disabled, disable_on_reboot or enable_on_reboot; empty: no Xen
+	Profiles      []*SliceProfile        `protobuf:"bytes,16,rep,name=profiles,proto3" json:"profiles,omitempty"`                                 // that it can be cut into
+	Slices        []*Slice               `protobuf:"bytes,17,rep,name=slices,proto3" json:"slices,omitempty"`                                     // that VMs have of it
+	FunctionsNow  uint32                 `protobuf:"varint,18,opt,name=functions_now,json=functionsNow,proto3" json:"functions_now,omitempty"`    // virtual functions that exist
+	FunctionsMost uint32                 `protobuf:"varint,19,opt,name=functions_most,json=functionsMost,proto3" json:"functions_most,omitempty"` // that there could be; 0: it has none
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -346,6 +353,252 @@ func (x *Card) GetDom0Access() string {
 	return ""
 }
 
+func (x *Card) GetProfiles() []*SliceProfile {
+	if x != nil {
+		return x.Profiles
+	}
+	return nil
+}
+
+func (x *Card) GetSlices() []*Slice {
+	if x != nil {
+		return x.Slices
+	}
+	return nil
+}
+
+func (x *Card) GetFunctionsNow() uint32 {
+	if x != nil {
+		return x.FunctionsNow
+	}
+	return 0
+}
+
+func (x *Card) GetFunctionsMost() uint32 {
+	if x != nil {
+		return x.FunctionsMost
+	}
+	return 0
+}
+
+// SliceProfile is a kind of slice of a card.
+type SliceProfile struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Name          string                 `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
+	Kind          string                 `protobuf:"bytes,2,opt,name=kind,proto3" json:"kind,omitempty"`      // sriov, mdev, vendor or mig
+	Memory        uint64                 `protobuf:"varint,3,opt,name=memory,proto3" json:"memory,omitempty"` // bytes of each; 0: not known
+	Max           uint32                 `protobuf:"varint,4,opt,name=max,proto3" json:"max,omitempty"`       // on an empty card; 0: not known
+	Existing      uint32                 `protobuf:"varint,5,opt,name=existing,proto3" json:"existing,omitempty"`
+	Scheduled     uint32                 `protobuf:"varint,6,opt,name=scheduled,proto3" json:"scheduled,omitempty"` // promised, and not there yet
+	Free          uint32                 `protobuf:"varint,7,opt,name=free,proto3" json:"free,omitempty"`           // that there could be besides
+	Why           string                 `protobuf:"bytes,8,opt,name=why,proto3" json:"why,omitempty"`              // there are no more
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *SliceProfile) Reset() {
+	*x = SliceProfile{}
+	mi := &file_gpuctl_v1_device_proto_msgTypes[2]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *SliceProfile) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*SliceProfile) ProtoMessage() {}
+
+func (x *SliceProfile) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_device_proto_msgTypes[2]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use SliceProfile.ProtoReflect.Descriptor instead.
+func (*SliceProfile) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{2}
+}
+
+func (x *SliceProfile) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *SliceProfile) GetKind() string {
+	if x != nil {
+		return x.Kind
+	}
+	return ""
+}
+
+func (x *SliceProfile) GetMemory() uint64 {
+	if x != nil {
+		return x.Memory
+	}
+	return 0
+}
+
+func (x *SliceProfile) GetMax() uint32 {
+	if x != nil {
+		return x.Max
+	}
+	return 0
+}
+
+func (x *SliceProfile) GetExisting() uint32 {
+	if x != nil {
+		return x.Existing
+	}
+	return 0
+}
+
+func (x *SliceProfile) GetScheduled() uint32 {
+	if x != nil {
+		return x.Scheduled
+	}
+	return 0
+}
+
+func (x *SliceProfile) GetFree() uint32 {
+	if x != nil {
+		return x.Free
+	}
+	return 0
+}
+
+func (x *SliceProfile) GetWhy() string {
+	if x != nil {
+		return x.Why
+	}
+	return ""
+}
+
+// Slice is a part of a card that is made for a VM.
+type Slice struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Id            string                 `protobuf:"bytes,1,opt,name=id,proto3" json:"id,omitempty"` // UUID; of a mediated device the kernel's
+	Profile       string                 `protobuf:"bytes,2,opt,name=profile,proto3" json:"profile,omitempty"`
+	Kind          string                 `protobuf:"bytes,3,opt,name=kind,proto3" json:"kind,omitempty"`
+	Function      string                 `protobuf:"bytes,4,opt,name=function,proto3" json:"function,omitempty"` // virtual function, or parent of a mediated device; empty: not made yet
+	Phase         CardPhase              `protobuf:"varint,5,opt,name=phase,proto3,enum=gpuctl.v1.CardPhase" json:"phase,omitempty"`
+	Machine       string                 `protobuf:"bytes,6,opt,name=machine,proto3" json:"machine,omitempty"` // UUID of the VM that it is for
+	MachineName   string                 `protobuf:"bytes,7,opt,name=machine_name,json=machineName,proto3" json:"machine_name,omitempty"`
+	Claim         string                 `protobuf:"bytes,8,opt,name=claim,proto3" json:"claim,omitempty"`
+	Message       string                 `protobuf:"bytes,9,opt,name=message,proto3" json:"message,omitempty"`
+	SinceUnixMs   int64                  `protobuf:"varint,10,opt,name=since_unix_ms,json=sinceUnixMs,proto3" json:"since_unix_ms,omitempty"` // of the phase
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Slice) Reset() {
+	*x = Slice{}
+	mi := &file_gpuctl_v1_device_proto_msgTypes[3]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Slice) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Slice) ProtoMessage() {}
+
+func (x *Slice) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_device_proto_msgTypes[3]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Slice.ProtoReflect.Descriptor instead.
+func (*Slice) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{3}
+}
+
+func (x *Slice) GetId() string {
+	if x != nil {
+		return x.Id
+	}
+	return ""
+}
+
+func (x *Slice) GetProfile() string {
+	if x != nil {
+		return x.Profile
+	}
+	return ""
+}
+
+func (x *Slice) GetKind() string {
+	if x != nil {
+		return x.Kind
+	}
+	return ""
+}
+
+func (x *Slice) GetFunction() string {
+	if x != nil {
+		return x.Function
+	}
+	return ""
+}
+
+func (x *Slice) GetPhase() CardPhase {
+	if x != nil {
+		return x.Phase
+	}
+	return CardPhase_CARD_PHASE_UNSPECIFIED
+}
+
+func (x *Slice) GetMachine() string {
+	if x != nil {
+		return x.Machine
+	}
+	return ""
+}
+
+func (x *Slice) GetMachineName() string {
+	if x != nil {
+		return x.MachineName
+	}
+	return ""
+}
+
+func (x *Slice) GetClaim() string {
+	if x != nil {
+		return x.Claim
+	}
+	return ""
+}
+
+func (x *Slice) GetMessage() string {
+	if x != nil {
+		return x.Message
+	}
+	return ""
+}
+
+func (x *Slice) GetSinceUnixMs() int64 {
+	if x != nil {
+		return x.SinceUnixMs
+	}
+	return 0
+}
+
 type ListCardsRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Host          string                 `protobuf:"bytes,1,opt,name=host,proto3" json:"host,omitempty"`
@@ -355,7 +608,7 @@ type ListCardsRequest struct {
 
 func (x *ListCardsRequest) Reset() {
 	*x = ListCardsRequest{}
-	mi := &file_gpuctl_v1_device_proto_msgTypes[2]
+	mi := &file_gpuctl_v1_device_proto_msgTypes[4]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -367,7 +620,7 @@ func (x *ListCardsRequest) String() string {
 func (*ListCardsRequest) ProtoMessage() {}
 
 func (x *ListCardsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_device_proto_msgTypes[2]
+	mi := &file_gpuctl_v1_device_proto_msgTypes[4]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -380,7 +633,7 @@ func (x *ListCardsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListCardsRequest.ProtoReflect.Descriptor instead.
 func (*ListCardsRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{2}
+	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{4}
 }
 
 func (x *ListCardsRequest) GetHost() string {
@@ -400,7 +653,7 @@ type ListCardsResponse struct {
 
 func (x *ListCardsResponse) Reset() {
 	*x = ListCardsResponse{}
-	mi := &file_gpuctl_v1_device_proto_msgTypes[3]
+	mi := &file_gpuctl_v1_device_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -412,7 +665,7 @@ func (x *ListCardsResponse) String() string {
 func (*ListCardsResponse) ProtoMessage() {}
 
 func (x *ListCardsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_device_proto_msgTypes[3]
+	mi := &file_gpuctl_v1_device_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -425,7 +678,7 @@ func (x *ListCardsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListCardsResponse.ProtoReflect.Descriptor instead.
 func (*ListCardsResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{3}
+	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{5}
 }
 
 func (x *ListCardsResponse) GetHost() string {
@@ -461,7 +714,7 @@ type Machine struct {
 
 func (x *Machine) Reset() {
 	*x = Machine{}
-	mi := &file_gpuctl_v1_device_proto_msgTypes[4]
+	mi := &file_gpuctl_v1_device_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -473,7 +726,7 @@ func (x *Machine) String() string {
 func (*Machine) ProtoMessage() {}
 
 func (x *Machine) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_device_proto_msgTypes[4]
+	mi := &file_gpuctl_v1_device_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -486,7 +739,7 @@ func (x *Machine) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Machine.ProtoReflect.Descriptor instead.
 func (*Machine) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{4}
+	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *Machine) GetUuid() string {
@@ -568,7 +821,7 @@ type ListMachinesRequest struct {
 
 func (x *ListMachinesRequest) Reset() {
 	*x = ListMachinesRequest{}
-	mi := &file_gpuctl_v1_device_proto_msgTypes[5]
+	mi := &file_gpuctl_v1_device_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -580,7 +833,7 @@ func (x *ListMachinesRequest) String() string {
 func (*ListMachinesRequest) ProtoMessage() {}
 
 func (x *ListMachinesRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_device_proto_msgTypes[5]
+	mi := &file_gpuctl_v1_device_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -593,7 +846,7 @@ func (x *ListMachinesRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListMachinesRequest.ProtoReflect.Descriptor instead.
 func (*ListMachinesRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{5}
+	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *ListMachinesRequest) GetHost() string {
@@ -613,7 +866,7 @@ type ListMachinesResponse struct {
 
 func (x *ListMachinesResponse) Reset() {
 	*x = ListMachinesResponse{}
-	mi := &file_gpuctl_v1_device_proto_msgTypes[6]
+	mi := &file_gpuctl_v1_device_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -625,7 +878,7 @@ func (x *ListMachinesResponse) String() string {
 func (*ListMachinesResponse) ProtoMessage() {}
 
 func (x *ListMachinesResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_device_proto_msgTypes[6]
+	mi := &file_gpuctl_v1_device_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -638,7 +891,7 @@ func (x *ListMachinesResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListMachinesResponse.ProtoReflect.Descriptor instead.
 func (*ListMachinesResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{6}
+	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *ListMachinesResponse) GetMachines() []*Machine {
@@ -665,7 +918,7 @@ type IsolationRequest struct {
 
 func (x *IsolationRequest) Reset() {
 	*x = IsolationRequest{}
-	mi := &file_gpuctl_v1_device_proto_msgTypes[7]
+	mi := &file_gpuctl_v1_device_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -677,7 +930,7 @@ func (x *IsolationRequest) String() string {
 func (*IsolationRequest) ProtoMessage() {}
 
 func (x *IsolationRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_device_proto_msgTypes[7]
+	mi := &file_gpuctl_v1_device_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -690,7 +943,7 @@ func (x *IsolationRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use IsolationRequest.ProtoReflect.Descriptor instead.
 func (*IsolationRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{7}
+	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *IsolationRequest) GetGpu() string {
@@ -721,7 +974,7 @@ type IsolationResponse struct {
 
 func (x *IsolationResponse) Reset() {
 	*x = IsolationResponse{}
-	mi := &file_gpuctl_v1_device_proto_msgTypes[8]
+	mi := &file_gpuctl_v1_device_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -733,7 +986,7 @@ func (x *IsolationResponse) String() string {
 func (*IsolationResponse) ProtoMessage() {}
 
 func (x *IsolationResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_device_proto_msgTypes[8]
+	mi := &file_gpuctl_v1_device_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -746,7 +999,7 @@ func (x *IsolationResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use IsolationResponse.ProtoReflect.Descriptor instead.
 func (*IsolationResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{8}
+	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *IsolationResponse) GetGpu() string {
@@ -803,7 +1056,7 @@ type IsolationFinding struct {
 
 func (x *IsolationFinding) Reset() {
 	*x = IsolationFinding{}
-	mi := &file_gpuctl_v1_device_proto_msgTypes[9]
+	mi := &file_gpuctl_v1_device_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -815,7 +1068,7 @@ func (x *IsolationFinding) String() string {
 func (*IsolationFinding) ProtoMessage() {}
 
 func (x *IsolationFinding) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_device_proto_msgTypes[9]
+	mi := &file_gpuctl_v1_device_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -828,7 +1081,7 @@ func (x *IsolationFinding) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use IsolationFinding.ProtoReflect.Descriptor instead.
 func (*IsolationFinding) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{9}
+	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *IsolationFinding) GetCode() string {
@@ -870,13 +1123,14 @@ type AttachRequest struct {
 	StoredOnly    bool                   `protobuf:"varint,7,opt,name=stored_only,json=storedOnly,proto3" json:"stored_only,omitempty"` // only there: from the next start on
 	AcceptCare    bool                   `protobuf:"varint,8,opt,name=accept_care,json=acceptCare,proto3" json:"accept_care,omitempty"` // though the isolation report says care
 	Plan          bool                   `protobuf:"varint,9,opt,name=plan,proto3" json:"plan,omitempty"`
+	Profile       string                 `protobuf:"bytes,10,opt,name=profile,proto3" json:"profile,omitempty"` // a slice of this kind instead of the whole card
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *AttachRequest) Reset() {
 	*x = AttachRequest{}
-	mi := &file_gpuctl_v1_device_proto_msgTypes[10]
+	mi := &file_gpuctl_v1_device_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -888,7 +1142,7 @@ func (x *AttachRequest) String() string {
 func (*AttachRequest) ProtoMessage() {}
 
 func (x *AttachRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_device_proto_msgTypes[10]
+	mi := &file_gpuctl_v1_device_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -901,7 +1155,7 @@ func (x *AttachRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AttachRequest.ProtoReflect.Descriptor instead.
 func (*AttachRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{10}
+	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *AttachRequest) GetHost() string {
@@ -967,11 +1221,18 @@ func (x *AttachRequest) GetPlan() bool {
 	return false
 }
 
+func (x *AttachRequest) GetProfile() string {
+	if x != nil {
+		return x.Profile
+	}
+	return ""
+}
+
 type DetachRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Host          string                 `protobuf:"bytes,1,opt,name=host,proto3" json:"host,omitempty"`
 	Machine       string                 `protobuf:"bytes,2,opt,name=machine,proto3" json:"machine,omitempty"`
-	Gpu           string                 `protobuf:"bytes,3,opt,name=gpu,proto3" json:"gpu,omitempty"`                  // empty: the only one that it has
+	Gpu           string                 `protobuf:"bytes,3,opt,name=gpu,proto3" json:"gpu,omitempty"`                  // empty: the only one that it has; of several slices of a card the id or function of one
 	Persistent    bool                   `protobuf:"varint,4,opt,name=persistent,proto3" json:"persistent,omitempty"`   // also from the stored definition
 	Unconfirmed   bool                   `protobuf:"varint,5,opt,name=unconfirmed,proto3" json:"unconfirmed,omitempty"` // though no gpuguest says that the VM has let go
 	Plan          bool                   `protobuf:"varint,6,opt,name=plan,proto3" json:"plan,omitempty"`
@@ -981,7 +1242,7 @@ type DetachRequest struct {
 
 func (x *DetachRequest) Reset() {
 	*x = DetachRequest{}
-	mi := &file_gpuctl_v1_device_proto_msgTypes[11]
+	mi := &file_gpuctl_v1_device_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -993,7 +1254,7 @@ func (x *DetachRequest) String() string {
 func (*DetachRequest) ProtoMessage() {}
 
 func (x *DetachRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_device_proto_msgTypes[11]
+	mi := &file_gpuctl_v1_device_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1006,7 +1267,7 @@ func (x *DetachRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DetachRequest.ProtoReflect.Descriptor instead.
 func (*DetachRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{11}
+	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *DetachRequest) GetHost() string {
@@ -1062,7 +1323,7 @@ type ResetRequest struct {
 
 func (x *ResetRequest) Reset() {
 	*x = ResetRequest{}
-	mi := &file_gpuctl_v1_device_proto_msgTypes[12]
+	mi := &file_gpuctl_v1_device_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1074,7 +1335,7 @@ func (x *ResetRequest) String() string {
 func (*ResetRequest) ProtoMessage() {}
 
 func (x *ResetRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_device_proto_msgTypes[12]
+	mi := &file_gpuctl_v1_device_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1087,7 +1348,7 @@ func (x *ResetRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResetRequest.ProtoReflect.Descriptor instead.
 func (*ResetRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{12}
+	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *ResetRequest) GetHost() string {
@@ -1105,6 +1366,74 @@ func (x *ResetRequest) GetGpu() string {
 }
 
 func (x *ResetRequest) GetPlan() bool {
+	if x != nil {
+		return x.Plan
+	}
+	return false
+}
+
+type ResizeRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Host          string                 `protobuf:"bytes,1,opt,name=host,proto3" json:"host,omitempty"`
+	Gpu           string                 `protobuf:"bytes,2,opt,name=gpu,proto3" json:"gpu,omitempty"`
+	Functions     uint32                 `protobuf:"varint,3,opt,name=functions,proto3" json:"functions,omitempty"` // virtual ones
+	Plan          bool                   `protobuf:"varint,4,opt,name=plan,proto3" json:"plan,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ResizeRequest) Reset() {
+	*x = ResizeRequest{}
+	mi := &file_gpuctl_v1_device_proto_msgTypes[15]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ResizeRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ResizeRequest) ProtoMessage() {}
+
+func (x *ResizeRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_device_proto_msgTypes[15]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ResizeRequest.ProtoReflect.Descriptor instead.
+func (*ResizeRequest) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{15}
+}
+
+func (x *ResizeRequest) GetHost() string {
+	if x != nil {
+		return x.Host
+	}
+	return ""
+}
+
+func (x *ResizeRequest) GetGpu() string {
+	if x != nil {
+		return x.Gpu
+	}
+	return ""
+}
+
+func (x *ResizeRequest) GetFunctions() uint32 {
+	if x != nil {
+		return x.Functions
+	}
+	return 0
+}
+
+func (x *ResizeRequest) GetPlan() bool {
 	if x != nil {
 		return x.Plan
 	}
@@ -1131,7 +1460,7 @@ type DeviceUpdate struct {
 
 func (x *DeviceUpdate) Reset() {
 	*x = DeviceUpdate{}
-	mi := &file_gpuctl_v1_device_proto_msgTypes[13]
+	mi := &file_gpuctl_v1_device_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1143,7 +1472,7 @@ func (x *DeviceUpdate) String() string {
 func (*DeviceUpdate) ProtoMessage() {}
 
 func (x *DeviceUpdate) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_device_proto_msgTypes[13]
+	mi := &file_gpuctl_v1_device_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1156,7 +1485,7 @@ func (x *DeviceUpdate) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DeviceUpdate.ProtoReflect.Descriptor instead.
 func (*DeviceUpdate) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{13}
+	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *DeviceUpdate) GetGpu() string {
@@ -1247,7 +1576,7 @@ type PlannedStep struct {
 
 func (x *PlannedStep) Reset() {
 	*x = PlannedStep{}
-	mi := &file_gpuctl_v1_device_proto_msgTypes[14]
+	mi := &file_gpuctl_v1_device_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1259,7 +1588,7 @@ func (x *PlannedStep) String() string {
 func (*PlannedStep) ProtoMessage() {}
 
 func (x *PlannedStep) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_device_proto_msgTypes[14]
+	mi := &file_gpuctl_v1_device_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1272,7 +1601,7 @@ func (x *PlannedStep) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PlannedStep.ProtoReflect.Descriptor instead.
 func (*PlannedStep) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{14}
+	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *PlannedStep) GetName() string {
@@ -1308,7 +1637,7 @@ const file_gpuctl_v1_device_proto_rawDesc = "" +
 	"\x05class\x18\x04 \x01(\rR\x05class\x12\x16\n" +
 	"\x06vendor\x18\x05 \x01(\tR\x06vendor\x12\x12\n" +
 	"\x04name\x18\x06 \x01(\tR\x04name\x12\x16\n" +
-	"\x06driver\x18\a \x01(\tR\x06driver\"\xca\x03\n" +
+	"\x06driver\x18\a \x01(\tR\x06driver\"\xf5\x04\n" +
 	"\x04Card\x12\x10\n" +
 	"\x03gpu\x18\x01 \x01(\tR\x03gpu\x12\x18\n" +
 	"\aaddress\x18\x02 \x01(\tR\aaddress\x121\n" +
@@ -1328,7 +1657,32 @@ const file_gpuctl_v1_device_proto_rawDesc = "" +
 	"\rsince_unix_ms\x18\r \x01(\x03R\vsinceUnixMs\x12!\n" +
 	"\freset_method\x18\x0e \x01(\tR\vresetMethod\x12\x1f\n" +
 	"\vdom0_access\x18\x0f \x01(\tR\n" +
-	"dom0Access\"&\n" +
+	"dom0Access\x123\n" +
+	"\bprofiles\x18\x10 \x03(\v2\x17.gpuctl.v1.SliceProfileR\bprofiles\x12(\n" +
+	"\x06slices\x18\x11 \x03(\v2\x10.gpuctl.v1.SliceR\x06slices\x12#\n" +
+	"\rfunctions_now\x18\x12 \x01(\rR\ffunctionsNow\x12%\n" +
+	"\x0efunctions_most\x18\x13 \x01(\rR\rfunctionsMost\"\xc0\x01\n" +
+	"\fSliceProfile\x12\x12\n" +
+	"\x04name\x18\x01 \x01(\tR\x04name\x12\x12\n" +
+	"\x04kind\x18\x02 \x01(\tR\x04kind\x12\x16\n" +
+	"\x06memory\x18\x03 \x01(\x04R\x06memory\x12\x10\n" +
+	"\x03max\x18\x04 \x01(\rR\x03max\x12\x1a\n" +
+	"\bexisting\x18\x05 \x01(\rR\bexisting\x12\x1c\n" +
+	"\tscheduled\x18\x06 \x01(\rR\tscheduled\x12\x12\n" +
+	"\x04free\x18\a \x01(\rR\x04free\x12\x10\n" +
+	"\x03why\x18\b \x01(\tR\x03why\"\x9e\x02\n" +
+	"\x05Slice\x12\x0e\n" +
+	"\x02id\x18\x01 \x01(\tR\x02id\x12\x18\n" +
+	"\aprofile\x18\x02 \x01(\tR\aprofile\x12\x12\n" +
+	"\x04kind\x18\x03 \x01(\tR\x04kind\x12\x1a\n" +
+	"\bfunction\x18\x04 \x01(\tR\bfunction\x12*\n" +
+	"\x05phase\x18\x05 \x01(\x0e2\x14.gpuctl.v1.CardPhaseR\x05phase\x12\x18\n" +
+	"\amachine\x18\x06 \x01(\tR\amachine\x12!\n" +
+	"\fmachine_name\x18\a \x01(\tR\vmachineName\x12\x14\n" +
+	"\x05claim\x18\b \x01(\tR\x05claim\x12\x18\n" +
+	"\amessage\x18\t \x01(\tR\amessage\x12\"\n" +
+	"\rsince_unix_ms\x18\n" +
+	" \x01(\x03R\vsinceUnixMs\"&\n" +
 	"\x10ListCardsRequest\x12\x12\n" +
 	"\x04host\x18\x01 \x01(\tR\x04host\"N\n" +
 	"\x11ListCardsResponse\x12\x12\n" +
@@ -1367,7 +1721,7 @@ const file_gpuctl_v1_device_proto_rawDesc = "" +
 	"\x04code\x18\x01 \x01(\tR\x04code\x12\x1a\n" +
 	"\bseverity\x18\x02 \x01(\tR\bseverity\x12\x18\n" +
 	"\amessage\x18\x03 \x01(\tR\amessage\x12\x16\n" +
-	"\x06advice\x18\x04 \x01(\tR\x06advice\"\xf8\x01\n" +
+	"\x06advice\x18\x04 \x01(\tR\x06advice\"\x92\x02\n" +
 	"\rAttachRequest\x12\x12\n" +
 	"\x04host\x18\x01 \x01(\tR\x04host\x12\x18\n" +
 	"\amachine\x18\x02 \x01(\tR\amachine\x12\x10\n" +
@@ -1382,7 +1736,9 @@ const file_gpuctl_v1_device_proto_rawDesc = "" +
 	"storedOnly\x12\x1f\n" +
 	"\vaccept_care\x18\b \x01(\bR\n" +
 	"acceptCare\x12\x12\n" +
-	"\x04plan\x18\t \x01(\bR\x04plan\"\xa5\x01\n" +
+	"\x04plan\x18\t \x01(\bR\x04plan\x12\x18\n" +
+	"\aprofile\x18\n" +
+	" \x01(\tR\aprofile\"\xa5\x01\n" +
 	"\rDetachRequest\x12\x12\n" +
 	"\x04host\x18\x01 \x01(\tR\x04host\x12\x18\n" +
 	"\amachine\x18\x02 \x01(\tR\amachine\x12\x10\n" +
@@ -1395,7 +1751,12 @@ const file_gpuctl_v1_device_proto_rawDesc = "" +
 	"\fResetRequest\x12\x12\n" +
 	"\x04host\x18\x01 \x01(\tR\x04host\x12\x10\n" +
 	"\x03gpu\x18\x02 \x01(\tR\x03gpu\x12\x12\n" +
-	"\x04plan\x18\x03 \x01(\bR\x04plan\"\xc8\x02\n" +
+	"\x04plan\x18\x03 \x01(\bR\x04plan\"g\n" +
+	"\rResizeRequest\x12\x12\n" +
+	"\x04host\x18\x01 \x01(\tR\x04host\x12\x10\n" +
+	"\x03gpu\x18\x02 \x01(\tR\x03gpu\x12\x1c\n" +
+	"\tfunctions\x18\x03 \x01(\rR\tfunctions\x12\x12\n" +
+	"\x04plan\x18\x04 \x01(\bR\x04plan\"\xc8\x02\n" +
 	"\fDeviceUpdate\x12\x10\n" +
 	"\x03gpu\x18\x01 \x01(\tR\x03gpu\x12\x18\n" +
 	"\amachine\x18\x02 \x01(\tR\amachine\x12\x12\n" +
@@ -1413,7 +1774,7 @@ const file_gpuctl_v1_device_proto_rawDesc = "" +
 	"\vPlannedStep\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x12\n" +
 	"\x04what\x18\x02 \x01(\tR\x04what\x12\x12\n" +
-	"\x04undo\x18\x03 \x01(\tR\x04undo*\x9f\x02\n" +
+	"\x04undo\x18\x03 \x01(\tR\x04undo*\xb7\x02\n" +
 	"\tCardPhase\x12\x1a\n" +
 	"\x16CARD_PHASE_UNSPECIFIED\x10\x00\x12\x13\n" +
 	"\x0fCARD_PHASE_FREE\x10\x01\x12\x15\n" +
@@ -1423,17 +1784,19 @@ const file_gpuctl_v1_device_proto_rawDesc = "" +
 	"\x13CARD_PHASE_ATTACHED\x10\x05\x12\x18\n" +
 	"\x14CARD_PHASE_DETACHING\x10\x06\x12\x18\n" +
 	"\x14CARD_PHASE_RESETTING\x10\a\x12\x18\n" +
-	"\x14CARD_PHASE_RETURNING\x10\b\x12\x17\n" +
+	"\x14CARD_PHASE_RETURNING\x10\b\x12\x16\n" +
+	"\x12CARD_PHASE_CUTTING\x10\v\x12\x17\n" +
 	"\x13CARD_PHASE_RESERVED\x10\n" +
 	"\x12\x1a\n" +
-	"\x16CARD_PHASE_QUARANTINED\x10\t2\xab\x03\n" +
+	"\x16CARD_PHASE_QUARANTINED\x10\t2\xea\x03\n" +
 	"\rDeviceService\x12F\n" +
 	"\tListCards\x12\x1b.gpuctl.v1.ListCardsRequest\x1a\x1c.gpuctl.v1.ListCardsResponse\x12O\n" +
 	"\fListMachines\x12\x1e.gpuctl.v1.ListMachinesRequest\x1a\x1f.gpuctl.v1.ListMachinesResponse\x12F\n" +
 	"\tIsolation\x12\x1b.gpuctl.v1.IsolationRequest\x1a\x1c.gpuctl.v1.IsolationResponse\x12=\n" +
 	"\x06Attach\x12\x18.gpuctl.v1.AttachRequest\x1a\x17.gpuctl.v1.DeviceUpdate0\x01\x12=\n" +
 	"\x06Detach\x12\x18.gpuctl.v1.DetachRequest\x1a\x17.gpuctl.v1.DeviceUpdate0\x01\x12;\n" +
-	"\x05Reset\x12\x17.gpuctl.v1.ResetRequest\x1a\x17.gpuctl.v1.DeviceUpdate0\x01B1Z/github.com/gpuctl/gpuctl/api/gpuctl/v1;gpuctlv1b\x06proto3"
+	"\x05Reset\x12\x17.gpuctl.v1.ResetRequest\x1a\x17.gpuctl.v1.DeviceUpdate0\x01\x12=\n" +
+	"\x06Resize\x12\x18.gpuctl.v1.ResizeRequest\x1a\x17.gpuctl.v1.DeviceUpdate0\x01B1Z/github.com/gpuctl/gpuctl/api/gpuctl/v1;gpuctlv1b\x06proto3"
 
 var (
 	file_gpuctl_v1_device_proto_rawDescOnce sync.Once
@@ -1448,52 +1811,60 @@ func file_gpuctl_v1_device_proto_rawDescGZIP() []byte {
 }
 
 var file_gpuctl_v1_device_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_gpuctl_v1_device_proto_msgTypes = make([]protoimpl.MessageInfo, 15)
+var file_gpuctl_v1_device_proto_msgTypes = make([]protoimpl.MessageInfo, 18)
 var file_gpuctl_v1_device_proto_goTypes = []any{
 	(CardPhase)(0),               // 0: gpuctl.v1.CardPhase
 	(*Function)(nil),             // 1: gpuctl.v1.Function
 	(*Card)(nil),                 // 2: gpuctl.v1.Card
-	(*ListCardsRequest)(nil),     // 3: gpuctl.v1.ListCardsRequest
-	(*ListCardsResponse)(nil),    // 4: gpuctl.v1.ListCardsResponse
-	(*Machine)(nil),              // 5: gpuctl.v1.Machine
-	(*ListMachinesRequest)(nil),  // 6: gpuctl.v1.ListMachinesRequest
-	(*ListMachinesResponse)(nil), // 7: gpuctl.v1.ListMachinesResponse
-	(*IsolationRequest)(nil),     // 8: gpuctl.v1.IsolationRequest
-	(*IsolationResponse)(nil),    // 9: gpuctl.v1.IsolationResponse
-	(*IsolationFinding)(nil),     // 10: gpuctl.v1.IsolationFinding
-	(*AttachRequest)(nil),        // 11: gpuctl.v1.AttachRequest
-	(*DetachRequest)(nil),        // 12: gpuctl.v1.DetachRequest
-	(*ResetRequest)(nil),         // 13: gpuctl.v1.ResetRequest
-	(*DeviceUpdate)(nil),         // 14: gpuctl.v1.DeviceUpdate
-	(*PlannedStep)(nil),          // 15: gpuctl.v1.PlannedStep
-	(*Reason)(nil),               // 16: gpuctl.v1.Reason
+	(*SliceProfile)(nil),         // 3: gpuctl.v1.SliceProfile
+	(*Slice)(nil),                // 4: gpuctl.v1.Slice
+	(*ListCardsRequest)(nil),     // 5: gpuctl.v1.ListCardsRequest
+	(*ListCardsResponse)(nil),    // 6: gpuctl.v1.ListCardsResponse
+	(*Machine)(nil),              // 7: gpuctl.v1.Machine
+	(*ListMachinesRequest)(nil),  // 8: gpuctl.v1.ListMachinesRequest
+	(*ListMachinesResponse)(nil), // 9: gpuctl.v1.ListMachinesResponse
+	(*IsolationRequest)(nil),     // 10: gpuctl.v1.IsolationRequest
+	(*IsolationResponse)(nil),    // 11: gpuctl.v1.IsolationResponse
+	(*IsolationFinding)(nil),     // 12: gpuctl.v1.IsolationFinding
+	(*AttachRequest)(nil),        // 13: gpuctl.v1.AttachRequest
+	(*DetachRequest)(nil),        // 14: gpuctl.v1.DetachRequest
+	(*ResetRequest)(nil),         // 15: gpuctl.v1.ResetRequest
+	(*ResizeRequest)(nil),        // 16: gpuctl.v1.ResizeRequest
+	(*DeviceUpdate)(nil),         // 17: gpuctl.v1.DeviceUpdate
+	(*PlannedStep)(nil),          // 18: gpuctl.v1.PlannedStep
+	(*Reason)(nil),               // 19: gpuctl.v1.Reason
 }
 var file_gpuctl_v1_device_proto_depIdxs = []int32{
 	1,  // 0: gpuctl.v1.Card.functions:type_name -> gpuctl.v1.Function
 	0,  // 1: gpuctl.v1.Card.phase:type_name -> gpuctl.v1.CardPhase
-	2,  // 2: gpuctl.v1.ListCardsResponse.cards:type_name -> gpuctl.v1.Card
-	5,  // 3: gpuctl.v1.ListMachinesResponse.machines:type_name -> gpuctl.v1.Machine
-	10, // 4: gpuctl.v1.IsolationResponse.findings:type_name -> gpuctl.v1.IsolationFinding
-	2,  // 5: gpuctl.v1.DeviceUpdate.card:type_name -> gpuctl.v1.Card
-	15, // 6: gpuctl.v1.DeviceUpdate.plan:type_name -> gpuctl.v1.PlannedStep
-	16, // 7: gpuctl.v1.DeviceUpdate.reasons:type_name -> gpuctl.v1.Reason
-	3,  // 8: gpuctl.v1.DeviceService.ListCards:input_type -> gpuctl.v1.ListCardsRequest
-	6,  // 9: gpuctl.v1.DeviceService.ListMachines:input_type -> gpuctl.v1.ListMachinesRequest
-	8,  // 10: gpuctl.v1.DeviceService.Isolation:input_type -> gpuctl.v1.IsolationRequest
-	11, // 11: gpuctl.v1.DeviceService.Attach:input_type -> gpuctl.v1.AttachRequest
-	12, // 12: gpuctl.v1.DeviceService.Detach:input_type -> gpuctl.v1.DetachRequest
-	13, // 13: gpuctl.v1.DeviceService.Reset:input_type -> gpuctl.v1.ResetRequest
-	4,  // 14: gpuctl.v1.DeviceService.ListCards:output_type -> gpuctl.v1.ListCardsResponse
-	7,  // 15: gpuctl.v1.DeviceService.ListMachines:output_type -> gpuctl.v1.ListMachinesResponse
-	9,  // 16: gpuctl.v1.DeviceService.Isolation:output_type -> gpuctl.v1.IsolationResponse
-	14, // 17: gpuctl.v1.DeviceService.Attach:output_type -> gpuctl.v1.DeviceUpdate
-	14, // 18: gpuctl.v1.DeviceService.Detach:output_type -> gpuctl.v1.DeviceUpdate
-	14, // 19: gpuctl.v1.DeviceService.Reset:output_type -> gpuctl.v1.DeviceUpdate
-	14, // [14:20] is the sub-list for method output_type
-	8,  // [8:14] is the sub-list for method input_type
-	8,  // [8:8] is the sub-list for extension type_name
-	8,  // [8:8] is the sub-list for extension extendee
-	0,  // [0:8] is the sub-list for field type_name
+	3,  // 2: gpuctl.v1.Card.profiles:type_name -> gpuctl.v1.SliceProfile
+	4,  // 3: gpuctl.v1.Card.slices:type_name -> gpuctl.v1.Slice
+	0,  // 4: gpuctl.v1.Slice.phase:type_name -> gpuctl.v1.CardPhase
+	2,  // 5: gpuctl.v1.ListCardsResponse.cards:type_name -> gpuctl.v1.Card
+	7,  // 6: gpuctl.v1.ListMachinesResponse.machines:type_name -> gpuctl.v1.Machine
+	12, // 7: gpuctl.v1.IsolationResponse.findings:type_name -> gpuctl.v1.IsolationFinding
+	2,  // 8: gpuctl.v1.DeviceUpdate.card:type_name -> gpuctl.v1.Card
+	18, // 9: gpuctl.v1.DeviceUpdate.plan:type_name -> gpuctl.v1.PlannedStep
+	19, // 10: gpuctl.v1.DeviceUpdate.reasons:type_name -> gpuctl.v1.Reason
+	5,  // 11: gpuctl.v1.DeviceService.ListCards:input_type -> gpuctl.v1.ListCardsRequest
+	8,  // 12: gpuctl.v1.DeviceService.ListMachines:input_type -> gpuctl.v1.ListMachinesRequest
+	10, // 13: gpuctl.v1.DeviceService.Isolation:input_type -> gpuctl.v1.IsolationRequest
+	13, // 14: gpuctl.v1.DeviceService.Attach:input_type -> gpuctl.v1.AttachRequest
+	14, // 15: gpuctl.v1.DeviceService.Detach:input_type -> gpuctl.v1.DetachRequest
+	15, // 16: gpuctl.v1.DeviceService.Reset:input_type -> gpuctl.v1.ResetRequest
+	16, // 17: gpuctl.v1.DeviceService.Resize:input_type -> gpuctl.v1.ResizeRequest
+	6,  // 18: gpuctl.v1.DeviceService.ListCards:output_type -> gpuctl.v1.ListCardsResponse
+	9,  // 19: gpuctl.v1.DeviceService.ListMachines:output_type -> gpuctl.v1.ListMachinesResponse
+	11, // 20: gpuctl.v1.DeviceService.Isolation:output_type -> gpuctl.v1.IsolationResponse
+	17, // 21: gpuctl.v1.DeviceService.Attach:output_type -> gpuctl.v1.DeviceUpdate
+	17, // 22: gpuctl.v1.DeviceService.Detach:output_type -> gpuctl.v1.DeviceUpdate
+	17, // 23: gpuctl.v1.DeviceService.Reset:output_type -> gpuctl.v1.DeviceUpdate
+	17, // 24: gpuctl.v1.DeviceService.Resize:output_type -> gpuctl.v1.DeviceUpdate
+	18, // [18:25] is the sub-list for method output_type
+	11, // [11:18] is the sub-list for method input_type
+	11, // [11:11] is the sub-list for extension type_name
+	11, // [11:11] is the sub-list for extension extendee
+	0,  // [0:11] is the sub-list for field type_name
 }
 
 func init() { file_gpuctl_v1_device_proto_init() }
@@ -1508,7 +1879,7 @@ func file_gpuctl_v1_device_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_gpuctl_v1_device_proto_rawDesc), len(file_gpuctl_v1_device_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   15,
+			NumMessages:   18,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -1168,6 +1168,7 @@ type Profile struct {
 	Name          string                 `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`                                      // as the vendor names it
 	Memory        uint64                 `protobuf:"varint,2,opt,name=memory,proto3" json:"memory,omitempty"`                                 // bytes
 	MaxInstances  uint32                 `protobuf:"varint,3,opt,name=max_instances,json=maxInstances,proto3" json:"max_instances,omitempty"` // of this profile on the whole GPU
+	Apart         string                 `protobuf:"bytes,4,opt,name=apart,proto3" json:"apart,omitempty"`                                    // slices whose profiles differ in this do not go together on a GPU; empty: goes with all
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1221,6 +1222,13 @@ func (x *Profile) GetMaxInstances() uint32 {
 		return x.MaxInstances
 	}
 	return 0
+}
+
+func (x *Profile) GetApart() string {
+	if x != nil {
+		return x.Apart
+	}
+	return ""
 }
 
 // Model is an entry of the catalogue.
@@ -3366,11 +3374,12 @@ const file_gpuctl_cluster_v1_state_proto_rawDesc = "" +
 	"runtimeKey\"/\n" +
 	"\aProcess\x12\x10\n" +
 	"\x03pid\x18\x01 \x01(\rR\x03pid\x12\x12\n" +
-	"\x04name\x18\x02 \x01(\tR\x04name\"Z\n" +
+	"\x04name\x18\x02 \x01(\tR\x04name\"p\n" +
 	"\aProfile\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x16\n" +
 	"\x06memory\x18\x02 \x01(\x04R\x06memory\x12#\n" +
-	"\rmax_instances\x18\x03 \x01(\rR\fmaxInstances\"\xe6\x01\n" +
+	"\rmax_instances\x18\x03 \x01(\rR\fmaxInstances\x12\x14\n" +
+	"\x05apart\x18\x04 \x01(\tR\x05apart\"\xe6\x01\n" +
 	"\x05Model\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x16\n" +
 	"\x06vendor\x18\x02 \x01(\tR\x06vendor\x12\x12\n" +

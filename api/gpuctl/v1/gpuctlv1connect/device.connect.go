@@ -46,6 +46,8 @@ const (
 	DeviceServiceDetachProcedure = "/gpuctl.v1.DeviceService/Detach"
 	// DeviceServiceResetProcedure is the fully-qualified name of the DeviceService's Reset RPC.
 	DeviceServiceResetProcedure = "/gpuctl.v1.DeviceService/Reset"
+	// DeviceServiceResizeProcedure is the fully-qualified name of the DeviceService's Resize RPC.
+	DeviceServiceResizeProcedure = "/gpuctl.v1.DeviceService/Resize"
 )
 
 // DeviceServiceClient is a client for the gpuctl.v1.DeviceService service.
@@ -60,6 +62,8 @@ type DeviceServiceClient interface {
 	Attach(context.Context, *connect.Request[v1.AttachRequest]) (*connect.ServerStreamForClient[v1.DeviceUpdate], error)
 	Detach(context.Context, *connect.Request[v1.DetachRequest]) (*connect.ServerStreamForClient[v1.DeviceUpdate], error)
 	Reset(context.Context, *connect.Request[v1.ResetRequest]) (*connect.ServerStreamForClient[v1.DeviceUpdate], error)
+	// Resize sets the number of a card's virtual functions. None of them may be out.
+	Resize(context.Context, *connect.Request[v1.ResizeRequest]) (*connect.ServerStreamForClient[v1.DeviceUpdate], error)
 }
 
 // NewDeviceServiceClient constructs a client for the gpuctl.v1.DeviceService service. By default,
@@ -109,6 +113,12 @@ func NewDeviceServiceClient(httpClient connect.HTTPClient, baseURL string, opts 
 			connect.WithSchema(deviceServiceMethods.ByName("Reset")),
 			connect.WithClientOptions(opts...),
 		),
+		resize: connect.NewClient[v1.ResizeRequest, v1.DeviceUpdate](
+			httpClient,
+			baseURL+DeviceServiceResizeProcedure,
+			connect.WithSchema(deviceServiceMethods.ByName("Resize")),
+			connect.WithClientOptions(opts...),
+		),
 	}
 }
 
@@ -120,6 +130,7 @@ type deviceServiceClient struct {
 	attach       *connect.Client[v1.AttachRequest, v1.DeviceUpdate]
 	detach       *connect.Client[v1.DetachRequest, v1.DeviceUpdate]
 	reset        *connect.Client[v1.ResetRequest, v1.DeviceUpdate]
+	resize       *connect.Client[v1.ResizeRequest, v1.DeviceUpdate]
 }
 
 // ListCards calls gpuctl.v1.DeviceService.ListCards.
@@ -152,6 +163,11 @@ func (c *deviceServiceClient) Reset(ctx context.Context, req *connect.Request[v1
 	return c.reset.CallServerStream(ctx, req)
 }
 
+// Resize calls gpuctl.v1.DeviceService.Resize.
+func (c *deviceServiceClient) Resize(ctx context.Context, req *connect.Request[v1.ResizeRequest]) (*connect.ServerStreamForClient[v1.DeviceUpdate], error) {
+	return c.resize.CallServerStream(ctx, req)
+}
+
 // DeviceServiceHandler is an implementation of the gpuctl.v1.DeviceService service.
 type DeviceServiceHandler interface {
 	ListCards(context.Context, *connect.Request[v1.ListCardsRequest]) (*connect.Response[v1.ListCardsResponse], error)
@@ -164,6 +180,8 @@ type DeviceServiceHandler interface {
 	Attach(context.Context, *connect.Request[v1.AttachRequest], *connect.ServerStream[v1.DeviceUpdate]) error
 	Detach(context.Context, *connect.Request[v1.DetachRequest], *connect.ServerStream[v1.DeviceUpdate]) error
 	Reset(context.Context, *connect.Request[v1.ResetRequest], *connect.ServerStream[v1.DeviceUpdate]) error
+	// Resize sets the number of a card's virtual functions. None of them may be out.
+	Resize(context.Context, *connect.Request[v1.ResizeRequest], *connect.ServerStream[v1.DeviceUpdate]) error
 }
 
 // NewDeviceServiceHandler builds an HTTP handler from the service implementation. It returns the
@@ -209,6 +227,12 @@ func NewDeviceServiceHandler(svc DeviceServiceHandler, opts ...connect.HandlerOp
 		connect.WithSchema(deviceServiceMethods.ByName("Reset")),
 		connect.WithHandlerOptions(opts...),
 	)
+	deviceServiceResizeHandler := connect.NewServerStreamHandler(
+		DeviceServiceResizeProcedure,
+		svc.Resize,
+		connect.WithSchema(deviceServiceMethods.ByName("Resize")),
+		connect.WithHandlerOptions(opts...),
+	)
 	return "/gpuctl.v1.DeviceService/", http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		switch r.URL.Path {
 		case DeviceServiceListCardsProcedure:
@@ -223,6 +247,8 @@ func NewDeviceServiceHandler(svc DeviceServiceHandler, opts ...connect.HandlerOp
 			deviceServiceDetachHandler.ServeHTTP(w, r)
 		case DeviceServiceResetProcedure:
 			deviceServiceResetHandler.ServeHTTP(w, r)
+		case DeviceServiceResizeProcedure:
+			deviceServiceResizeHandler.ServeHTTP(w, r)
 		default:
 			http.NotFound(w, r)
 		}
@@ -254,4 +280,8 @@ func (UnimplementedDeviceServiceHandler) Detach(context.Context, *connect.Reques
 
 func (UnimplementedDeviceServiceHandler) Reset(context.Context, *connect.Request[v1.ResetRequest], *connect.ServerStream[v1.DeviceUpdate]) error {
 	return connect.NewError(connect.CodeUnimplemented, errors.New("gpuctl.v1.DeviceService.Reset is not implemented"))
+}
+
+func (UnimplementedDeviceServiceHandler) Resize(context.Context, *connect.Request[v1.ResizeRequest], *connect.ServerStream[v1.DeviceUpdate]) error {
+	return connect.NewError(connect.CodeUnimplemented, errors.New("gpuctl.v1.DeviceService.Resize is not implemented"))
 }
