@@ -121,12 +121,13 @@ func (m *member) open(ctx context.Context, o Options, host *Host, name string) (
 	}
 	host.Site = &site.Local{
 		Name: name, Keeper: m.cards.Keeper, Client: m.cards.Client, Machines: m.cards.Keeper.Machines, Files: present, Log: o.Log,
-		URI: func(to string) (string, error) {
+		Unsafe: o.Config.Devices.UnsafeDisks,
+		URI: func(to string) (string, string, error) {
 			address, err := m.node.Address(to)
 			if strings.Contains(address, ":") {
 				address = "[" + address + "]"
 			}
-			return strings.NewReplacer("{host}", to, "{address}", address).Replace(uri), err
+			return strings.NewReplacer("{host}", to, "{address}", address).Replace(uri), "tcp://" + address, err
 		},
 		Link: func(_ context.Context, from string) uint64 { return slowest(m.node.View(), from, m.node.HostName()) },
 	}

@@ -45,6 +45,7 @@ type Devices struct {
 	Libvirt       string   `yaml:"libvirt,omitempty"`       // URI; default xen:///system in a control domain of Xen, else qemu:///system
 	LibvirtSocket string   `yaml:"libvirtSocket,omitempty"` // default /run/libvirt/libvirt-sock
 	MigrateURI    string   `yaml:"migrateURI,omitempty"`    // of another host's libvirtd, with {host} or {address}; default xen+tls://{address}/system
+	UnsafeDisks   bool     `yaml:"unsafeDisks,omitempty"`   // move VMs of qemu although their disks are cached by the host
 	Migrations    int      `yaml:"migrations,omitempty"`    // most from or to this host at a time; default 2
 	Park          bool     `yaml:"park,omitempty"`          // leave cards that come back bound for the next VM
 	Catalog       []string `yaml:"catalog,omitempty"`       // files that extend the catalogue of models

@@ -41,8 +41,11 @@ type Local struct {
 		Find(ctx context.Context, ref string) (devices.Machine, error)
 	}
 	Guests *Guests
-	// URI is where this host's libvirtd finds another host's.
-	URI func(host string) (string, error)
+	// URI is where this host's libvirtd finds another host's, and data where a
+	// VM's memory goes.
+	URI func(host string) (libvirtd, data string, err error)
+	// Unsafe moves VMs although libvirt cannot tell that their disks are safe.
+	Unsafe bool
 	// Files says whether a file is here, for disks of VMs.
 	Files func(path string) error
 	// Link is how fast another host is reached, in bytes per second; 0: not known.
@@ -99,7 +102,7 @@ func (l *Local) Move(ctx context.Context, uuid, to string, report migrate.Progre
 	if err != nil {
 		return err
 	}
-	uri, err := l.URI(to)
+	uri, data, err := l.URI(to)
 	if err != nil {
 		return err
 	}
@@ -109,7 +112,7 @@ func (l *Local) Move(ctx context.Context, uuid, to string, report migrate.Progre
 	}
 	l.Guests.Forget(uuid) // its channel hangs up there and is made anew
 	return l.Client.Migrate(ctx, d, virt.Migration{
-		Destination: uri, Persist: persistent, UndefineSource: persistent,
+		Destination: uri, Data: data, Persist: persistent, UndefineSource: persistent, Unsafe: l.Unsafe && l.Client.Driver() == virt.QEMU,
 		Progress: func(j virt.Job) { report(j.Processed, j.Total) },
 	})
 }
