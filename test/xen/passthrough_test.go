@@ -24,7 +24,7 @@ func rebooting(xml string) string {
 // killed wherever it can be.
 func TestPassthrough(t *testing.T) {
 	l := labtest.Start(t)
-	ctx, cancel := context.WithTimeout(t.Context(), 28*time.Minute)
+	ctx, cancel := context.WithTimeout(t.Context(), 40*time.Minute)
 	defer cancel()
 	hosts := make([]*host, 2)
 	t.Run("install", func(t *testing.T) {
@@ -53,13 +53,16 @@ func TestPassthrough(t *testing.T) {
 	if t.Failed() {
 		return
 	}
-	t.Run("life", func(t *testing.T) {
-		t.Parallel()
-		life(ctx, a.on(t))
-	})
-	t.Run("kills", func(t *testing.T) {
-		t.Parallel()
-		kills(ctx, b.on(t))
+	// They end before this does, and with it the context.
+	t.Run("each", func(t *testing.T) {
+		t.Run("life", func(t *testing.T) {
+			t.Parallel()
+			life(ctx, a.on(t))
+		})
+		t.Run("kills", func(t *testing.T) {
+			t.Parallel()
+			kills(ctx, b.on(t))
+		})
 	})
 }
 
@@ -96,7 +99,7 @@ func together(ctx context.Context, t *testing.T, a, b *host) {
 		t.Errorf("%s", out)
 	}
 	b.stop(ctx)
-	a.must(ctx, "cluster", "remove", b.Name, "--force")
+	a.must(ctx, "cluster", "remove", b.Name, "--force", "--yes")
 	b.run(ctx, "rm -rf /var/lib/gpuctl")
 	b.start(ctx)
 	b.must(ctx, "cluster", "init")
