@@ -1,7 +1,7 @@
 #!/bin/sh
 # setup.sh: install what the lab needs on Debian 12; quick when everything is there.
 set -eu
-packages="qemu-system-x86 qemu-utils seabios debootstrap e2fsprogs cpio zstd lz4 openssh-client"
+packages="qemu-system-x86 qemu-utils seabios debootstrap e2fsprogs cpio zstd lz4 squashfs-tools openssh-client"
 missing=
 for p in $packages; do
 	[ "$(dpkg-query -W -f='${db:Status-Status}' "$p" 2>/dev/null)" = installed ] || missing="$missing $p"

@@ -3,6 +3,10 @@
 // labtest asks it: which PCI devices are there, what their registers read, and
 // what a program says. It is no part of the product.
 //
+// With lab.root=DEVICE[,DEVICE…] on the kernel's command line those disks'
+// squashfs file systems, the later over the earlier, with memory over them all,
+// become the root, and /etc/lab.rc in it is started if it is there.
+//
 // A request and an answer are a line of JSON each. A live migration hangs the
 // channel up; it is opened anew then.
 package main
@@ -33,6 +37,16 @@ func main() {
 	}
 	prepare(log)
 	s := newServer()
+	if disks, err := rootDisks("/proc/cmdline"); err != nil {
+		log("%v", err)
+	} else if len(disks) > 0 {
+		if err := enterRoot(disks); err != nil {
+			log("root of %q: %v", disks, err)
+		} else {
+			log("root of %q", disks)
+			startRC(log)
+		}
+	}
 	go func() {
 		for range time.Tick(time.Second) {
 			s.reap()

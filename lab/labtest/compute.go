@@ -1,0 +1,350 @@
+package labtest
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"os"
+	"path/filepath"
+	"regexp"
+	"strconv"
+	"strings"
+	"sync"
+	"time"
+
+	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
+	"github.com/gpuctl/gpuctl/guest/channel"
+	"github.com/gpuctl/gpuctl/lab"
+)
+
+const (
+	computeFiles   = kit + "compute/"
+	computeDisks   = "/dev/gpuctl-lab/"
+	computeMemory  = 768                  // MiB
+	agentSockets   = "/run/gpuctl/guest/" // as hostd has them
+	nativeOpenCL   = "OCL_ICD_VENDORS=/etc/lab/native"
+	programOutputs = "/var/tmp/lab/"
+)
+
+// A ComputeGuest is an HVM guest with OpenCL runtimes, a running gpuguest and
+// the programs endure and stream. Its disks are read-only files of both hosts,
+// what it writes is in its memory. Besides the channel of its init it has
+// gpuguest's, at SocketPath.
+type ComputeGuest struct {
+	Guest
+	image *lab.ComputeImage
+}
+
+// NewComputeGuest builds the image if need be and puts it on the hosts. Name and
+// other fields may be set before Create.
+func NewComputeGuest(ctx context.Context, l *lab.Lab) (*ComputeGuest, error) {
+	img, err := l.ComputeImage(ctx)
+	if err != nil {
+		return nil, err
+	}
+	g := &ComputeGuest{image: img}
+	errs := make([]error, len(l.Hosts()))
+	var wg sync.WaitGroup
+	for i, h := range l.Hosts() {
+		if h.Alive() {
+			wg.Go(func() { errs[i] = g.Prepare(ctx, h) })
+		}
+	}
+	wg.Wait()
+	return g, errors.Join(errs...)
+}
+
+// Prepare puts on a host what the guest needs there to be created or to arrive;
+// a host that was booted needs it again.
+func (g *ComputeGuest) Prepare(ctx context.Context, h *lab.Host) error {
+	for _, file := range []string{g.image.Base, g.image.Layer} {
+		name := filepath.Base(file)
+		to := computeFiles + name
+		if _, err := h.Run(ctx, "test -e "+to); err != nil {
+			var failed *lab.RunError
+			if !errors.As(err, &failed) {
+				return err
+			}
+			if err := h.Put(ctx, file, to); err != nil {
+				return err
+			}
+		}
+		// QEMU's disk backend refuses read-only files; the kernel's takes devices.
+		_, err := h.Run(ctx, fmt.Sprintf("set -e; mkdir -p %[1]s; d=$(losetup -n -O NAME -j %[2]s | head -n 1); "+
+			"[ -n \"$d\" ] || d=$(losetup -r -f --show %[2]s); ln -sfn $d %[1]s%[3]s", computeDisks, to, name))
+		if err != nil {
+			return fmt.Errorf("disk %s: %w", name, err)
+		}
+	}
+	_, err := h.Run(ctx, "mkdir -p -m 700 "+agentSockets)
+	return err
+}
+
+// SocketPath is the socket of gpuguest's channel on the host where the guest is.
+func (g *ComputeGuest) SocketPath() string { return agentSockets + g.UUID() + ".sock" }
+
+// Create starts the guest on a host, with devices of dom0, and waits until the
+// init inside answers. gpuguest may answer a little later.
+func (g *ComputeGuest) Create(ctx context.Context, h *lab.Host, devices ...string) error {
+	if err := g.furnish(); err != nil {
+		return err
+	}
+	if err := g.Guest.Create(ctx, h, devices...); err != nil {
+		return err
+	}
+	if _, err := g.Run(ctx, "test -x /usr/bin/gpuguest"); err != nil {
+		return fmt.Errorf("guest %s has not the root that it was given; see its console: %w", g.Name, err)
+	}
+	return nil
+}
+
+// XML returns the domain, with devices of dom0.
+func (g *ComputeGuest) XML(devices ...string) (string, error) {
+	if err := g.furnish(); err != nil {
+		return "", err
+	}
+	return g.Guest.XML(devices...)
+}
+
+// furnish adds disks and channel to the description, once.
+func (g *ComputeGuest) furnish() error {
+	if g.MemoryMiB == 0 {
+		g.MemoryMiB = computeMemory
+	}
+	if err := g.complete(); err != nil {
+		return err
+	}
+	if strings.Contains(g.CommandLine, "lab.root=") {
+		return nil
+	}
+	g.CommandLine = strings.TrimSpace(g.CommandLine + " lab.root=/dev/xvde,/dev/xvdf")
+	for disk, file := range map[string]string{"xvde": g.image.Base, "xvdf": g.image.Layer} {
+		g.Extra += fmt.Sprintf("    <disk type='block' device='disk'><driver name='phy' type='raw'/><source dev='%s'/><target dev='%s' bus='xen'/><readonly/></disk>\n",
+			computeDisks+filepath.Base(file), disk)
+	}
+	g.Extra += fmt.Sprintf("    <channel type='unix'><source mode='bind' path='%s'/><target type='xen' name='%s'/></channel>\n", g.SocketPath(), channel.Name)
+	return nil
+}
+
+// BootID tells one boot of the guest from another.
+func (g *ComputeGuest) BootID(ctx context.Context) (string, error) {
+	s, err := g.Ping(ctx)
+	if err != nil {
+		return "", err
+	}
+	return s.BootID, nil
+}
+
+// AgentLog returns what gpuguest wrote.
+func (g *ComputeGuest) AgentLog(ctx context.Context) (string, error) {
+	return g.Run(ctx, "tail -c 100000 /var/log/gpuguest.log")
+}
+
+// KillAgent ends gpuguest with SIGKILL; it is started again a second later.
+func (g *ComputeGuest) KillAgent(ctx context.Context) error {
+	_, err := g.Run(ctx, "kill -9 $(cat /run/gpuguest.pid)")
+	return err
+}
+
+// An Agent is a connection to a guest's gpuguest.
+type Agent struct {
+	gpuctlv1connect.AgentServiceClient
+	Sessions gpuctlv1connect.GuestServiceClient
+	Channel  *channel.Client
+
+	dir     string
+	forward net.Listener
+	cancel  context.CancelFunc
+	over    sync.WaitGroup
+}
+
+// Agent connects to gpuguest over its channel, as hostd does: not while a hostd
+// does. After a migration a new connection is needed.
+func (g *ComputeGuest) Agent(ctx context.Context) (*Agent, error) {
+	dir, err := os.MkdirTemp("", "lab") // a socket's path is short
+	if err != nil {
+		return nil, err
+	}
+	path := filepath.Join(dir, "sock")
+	l, err := net.Listen("unix", path)
+	if err != nil {
+		return nil, errors.Join(err, os.RemoveAll(dir))
+	}
+	life, cancel := context.WithCancel(context.WithoutCancel(ctx))
+	a := &Agent{dir: dir, forward: l, cancel: cancel}
+	host, target := g.Host(), g.SocketPath()
+	a.over.Go(func() {
+		for {
+			c, err := l.Accept()
+			if err != nil {
+				return
+			}
+			a.over.Go(func() { relay(life, c, host, target) })
+		}
+	})
+	if a.Channel, err = channel.Dial(ctx, path); err != nil {
+		return nil, errors.Join(err, a.Close())
+	}
+	a.AgentServiceClient = gpuctlv1connect.NewAgentServiceClient(a.Channel.HTTP(), channel.BaseURL, channel.ConnectOptions()...)
+	a.Sessions = gpuctlv1connect.NewGuestServiceClient(a.Channel.HTTP(), channel.BaseURL, channel.ConnectOptions()...)
+	return a, nil
+}
+
+// relay joins c with a socket of the host until either ends.
+func relay(ctx context.Context, c net.Conn, h *lab.Host, path string) {
+	defer c.Close()
+	dctx, cancel := context.WithTimeout(ctx, 20*time.Second)
+	defer cancel()
+	far, err := h.Dial(dctx, "unix", path)
+	if err != nil {
+		return
+	}
+	defer far.Close()
+	stop := context.AfterFunc(ctx, func() {
+		c.Close()
+		far.Close()
+	})
+	defer stop()
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		_, _ = io.Copy(c, far)
+		c.Close()
+	}()
+	_, _ = io.Copy(far, c)
+	far.Close()
+	<-done
+}
+
+// Close ends the connection.
+func (a *Agent) Close() error {
+	var err error
+	if a.Channel != nil {
+		err = a.Channel.Close()
+	}
+	a.cancel()
+	err = errors.Join(err, a.forward.Close())
+	a.over.Wait()
+	return errors.Join(err, os.RemoveAll(a.dir))
+}
+
+// WaitReady waits until a device of that vendor and device ID serves
+// applications, and returns it. It watches the devices, as hostd does.
+func (a *Agent) WaitReady(ctx context.Context, vendor, device uint32) (*gpuctlv1.GuestDevice, error) {
+	s, err := a.WatchDevices(ctx, watchDevices())
+	if err != nil {
+		return nil, err
+	}
+	defer func() { _ = s.Close() }()
+	why := "it is not there"
+	for s.Receive() {
+		why = "it is not there"
+		for _, d := range s.Msg().Devices {
+			if d.VendorId != vendor || d.DeviceId != device {
+				continue
+			}
+			if d.Ready {
+				return d, nil
+			}
+			why = d.Message
+		}
+	}
+	return nil, fmt.Errorf("device %04x:%04x of the guest is not ready: %s: %w", vendor, device, why, s.Err())
+}
+
+// A Program is one that was started in a guest and goes on by itself.
+type Program struct {
+	g    *ComputeGuest
+	name string
+}
+
+// Start starts a program under a name of its own, with variables such as
+// "A=b" before argv. It goes on while the guest lives; Start does not wait.
+func (g *ComputeGuest) Start(ctx context.Context, name string, argv ...string) (*Program, error) {
+	var words []string
+	for _, a := range argv {
+		words = append(words, lab.Quote(a))
+	}
+	at := lab.Quote(programOutputs + name)
+	_, err := g.Run(ctx, fmt.Sprintf("mkdir -p %[1]s && cd %[1]s && rm -f exit && "+
+		"{ setsid sh -c 'env \"$@\"; echo $? >exit.new; mv exit.new exit' sh %[2]s </dev/null >output 2>&1 & }", at, strings.Join(words, " ")))
+	if err != nil {
+		return nil, err
+	}
+	return &Program{g: g, name: name}, nil
+}
+
+// StartNative is Start for a program that uses the guest's PoCL past gpuctl.
+func (g *ComputeGuest) StartNative(ctx context.Context, name string, argv ...string) (*Program, error) {
+	return g.Start(ctx, name, append([]string{nativeOpenCL}, argv...)...)
+}
+
+func (p *Program) path(file string) string { return lab.Quote(programOutputs + p.name + "/" + file) }
+
+// Output returns the end of what the program has said, at most 200 KiB.
+func (p *Program) Output(ctx context.Context) (string, error) {
+	return p.g.Run(ctx, "tail -c 200000 "+p.path("output"))
+}
+
+// Ended reports whether the program has ended, and with which exit status; of a
+// shell: 128 and the signal's number if one ended it.
+func (p *Program) Ended(ctx context.Context) (bool, int, error) {
+	out, err := p.g.Run(ctx, "cat "+p.path("exit")+" 2>/dev/null || echo runs")
+	out = strings.TrimSpace(out)
+	if err != nil || out == "runs" {
+		return false, 0, err
+	}
+	status, err := strconv.Atoi(out)
+	return err == nil, status, err
+}
+
+// Wait waits until the program has ended and returns its output. A status other
+// than 0 is an error.
+func (p *Program) Wait(ctx context.Context) (string, error) {
+	for {
+		ended, status, err := p.Ended(ctx)
+		if err != nil {
+			return "", err
+		}
+		if ended {
+			out, err := p.Output(ctx)
+			if err == nil && status != 0 {
+				err = fmt.Errorf("guest %s: program %s ended with %d: %s", p.g.Name, p.name, status, out)
+			}
+			return out, err
+		}
+		if err := pause(ctx); err != nil {
+			out, _ := p.Output(context.WithoutCancel(ctx))
+			return out, fmt.Errorf("guest %s: program %s goes on: %w: %s", p.g.Name, p.name, err, out)
+		}
+	}
+}
+
+// WaitOutput waits until a line of the output matches, and returns its groups.
+func (p *Program) WaitOutput(ctx context.Context, line *regexp.Regexp) ([]string, error) {
+	for {
+		ended, status, err := p.Ended(ctx) // before its last words are read
+		if err != nil {
+			return nil, err
+		}
+		out, err := p.Output(ctx)
+		if err != nil {
+			return nil, err
+		}
+		lines := strings.Split(out, "\n")
+		for i := len(lines) - 1; i >= 0; i-- {
+			if m := line.FindStringSubmatch(lines[i]); m != nil {
+				return m, nil
+			}
+		}
+		if ended {
+			return nil, fmt.Errorf("guest %s: program %s ended with %d and did not say %q: %s", p.g.Name, p.name, status, line, out)
+		}
+		if err := pause(ctx); err != nil {
+			return nil, fmt.Errorf("guest %s: program %s does not say %q: %w: %s", p.g.Name, p.name, line, err, out)
+		}
+	}
+}
