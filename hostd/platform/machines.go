@@ -74,15 +74,8 @@ func (m machines) describe(ctx context.Context, d virt.Domain) (devices.Machine,
 	if x.VCPU != nil {
 		out.CPUs = uint32(x.VCPU.Value)
 	}
-	_, err = m.client.XML(ctx, d, virt.XMLInactive)
-	out.Persistent = err == nil && !transient(ctx, m.client, d)
-	return out, nil
-}
-
-// transient says that a running VM has no stored definition.
-func transient(ctx context.Context, c *virt.Client, d virt.Domain) bool {
-	persistent, err := c.Persistent(ctx, d)
-	return err == nil && !persistent
+	out.Persistent, err = m.client.Persistent(ctx, d)
+	return out, err
 }
 
 // inBytes is an amount of memory as libvirt's XML writes it.

@@ -41,7 +41,9 @@ const (
 	procHostname        = 59
 	procAuthList        = 66
 	procAuthPolkit      = 70
+	procFreeMemory      = 102
 	procNodeDeviceXML   = 114
+	procIsPersistent    = 151
 	procLibVersion      = 157
 	procAttach          = 160
 	procDetach          = 161
@@ -80,13 +82,13 @@ func shape(proc uint32) (string, bool) {
 		return "", true
 	case procGetType, procCapabilities, procXML, procHostname, procNodeDeviceXML:
 		return "s", true
-	case procGetVersion, procLibVersion:
+	case procGetVersion, procLibVersion, procFreeMemory:
 		return "h", true
 	case procLookupName, procLookupUUID, procCreate, procDefine:
 		return shapeDomain, true
 	case procAuthList:
 		return "*i", true
-	case procAuthPolkit, procRegister:
+	case procAuthPolkit, procRegister, procIsPersistent:
 		return "i", true
 	case procState:
 		return "ii", true

@@ -1,0 +1,203 @@
+package migrate
+
+import (
+	"context"
+	"fmt"
+	"strings"
+	"testing"
+	"time"
+
+	"connectrpc.com/connect"
+
+	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
+	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+)
+
+const uuid = "6d696772-6174-4000-8000-000000000001"
+
+func TestMigrations(t *testing.T) {
+	r, a, b := cluster(t)
+	ctx, cancel := context.WithTimeout(t.Context(), 4*time.Minute)
+	defer cancel()
+	xml, err := r.Guest("web", uuid, "")
+	if err != nil {
+		t.Fatal(err)
+	}
+	d, err := a.virt.Define(ctx, xml)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := a.virt.Start(ctx, d); err != nil {
+		t.Fatal(err)
+	}
+	counts := func(h *host, n int) {
+		t.Helper()
+		until(t, 30*time.Second, fmt.Sprintf("the VM counts on %s", h.Name), func() (bool, string) {
+			got, err := h.Count("web")
+			return err == nil && got > n, fmt.Sprint(got, err)
+		})
+	}
+	counts(a, 0)
+	only := func(h *host) {
+		t.Helper()
+		until(t, 30*time.Second, "the VM runs on "+h.Name+" alone", func() (bool, string) {
+			on, err := where(ctx, "web", a, b)
+			return err == nil && strings.Join(on, " ") == h.Name, fmt.Sprint(on, err)
+		})
+	}
+	step := func(name string, run func(t *testing.T)) {
+		t.Helper()
+		if !t.Failed() {
+			t.Run(name, run)
+		}
+	}
+	step("plan", func(t *testing.T) {
+		// Of any host: the VM's is found.
+		res, err := b.migrations().Plan(ctx, connect.NewRequest(&gpuctlv1.MachinePlanRequest{Machine: "web", Verb: "migrate"}))
+		if err != nil {
+			t.Fatal(err)
+		}
+		p := res.Msg
+		if p.GetHost() != "hosta" || len(p.GetReasons()) != 0 || len(p.GetCandidates()) != 1 || p.GetCandidates()[0].GetHost() != "hostb" || len(p.GetRejected()) != 1 {
+			t.Errorf("%v", p)
+		}
+		_, err = b.migrations().Plan(ctx, connect.NewRequest(&gpuctlv1.MachinePlanRequest{Machine: "wob", Verb: "migrate"}))
+		says(t, err, `vm "wob": not found`)
+		says(t, err, `web`)
+		res, err = a.migrations().Plan(ctx, connect.NewRequest(&gpuctlv1.MachinePlanRequest{Machine: uuid, Verb: "upgrade"}))
+		if err != nil || len(res.Msg.GetReasons()) != 1 || res.Msg.GetReasons()[0].GetCode() != "no_gpu" {
+			t.Errorf("%v %v", res, err)
+		}
+	})
+	step("refused", func(t *testing.T) {
+		last, err := a.migrate(ctx, &gpuctlv1.MachinePlanRequest{Machine: "web", To: "hosta"}, nil)
+		if err != nil || last.GetEnd() != "refused" || last.GetRefused() == nil {
+			t.Errorf("%v %v", last, err)
+		}
+		only(a)
+	})
+	step("there and back", func(t *testing.T) {
+		for i, h := range []*host{b, a} {
+			n, _ := []*host{a, b}[i].Count("web")
+			// Asked of the other host than it runs on.
+			last, err := h.migrate(ctx, &gpuctlv1.MachinePlanRequest{Machine: "web"}, nil)
+			if err != nil || last.GetEnd() != "done" {
+				t.Fatalf("%v %v", last, err)
+			}
+			only(h)
+			counts(h, n+1)
+		}
+		res, err := b.api().List(ctx, connect.NewRequest(&clusterv1.ListRequest{Kind: clusterv1.Kind_KIND_MIGRATION}))
+		if err != nil || len(res.Msg.GetObjects()) != 2 {
+			t.Errorf("%v %v", res, err)
+		}
+		for _, o := range res.Msg.GetObjects() {
+			if m := o.GetMigration(); m.GetState() != clusterv1.MigrationState_MIGRATION_STATE_DONE || len(m.GetSteps()) != 2 || m.GetSteps()[0].GetTookNs() <= 0 {
+				t.Errorf("%v", m)
+			}
+		}
+	})
+	// ended waits for the end of the migration that runs.
+	ended := func(t *testing.T, h *host) *clusterv1.Migration {
+		t.Helper()
+		var last *clusterv1.Migration
+		until(t, 90*time.Second, "the migration has ended", func() (bool, string) {
+			res, err := h.api().List(ctx, connect.NewRequest(&clusterv1.ListRequest{Kind: clusterv1.Kind_KIND_MIGRATION}))
+			if err != nil {
+				return false, err.Error()
+			}
+			last = nil
+			for _, o := range res.Msg.GetObjects() {
+				if m := o.GetMigration(); last == nil || m.GetStartedUnixMs() > last.GetStartedUnixMs() {
+					last = m
+				}
+			}
+			switch last.GetState() {
+			case clusterv1.MigrationState_MIGRATION_STATE_RUNNING, clusterv1.MigrationState_MIGRATION_STATE_UNSPECIFIED:
+				return false, fmt.Sprint(last)
+			default:
+				return true, ""
+			}
+		})
+		return last
+	}
+	// at acts when the migration of the VM from a host comes to a step.
+	at := func(t *testing.T, from *host, name string, act func()) (*gpuctlv1.MachineProgress, error) {
+		t.Helper()
+		acted := false
+		return from.migrate(ctx, &gpuctlv1.MachinePlanRequest{Machine: "web"}, func(p *gpuctlv1.MachineProgress) {
+			if p.GetStep() == name && !acted {
+				acted = true
+				act()
+			}
+		})
+	}
+	step("the driver dies", func(t *testing.T) {
+		_, err := at(t, a, "move", a.kill)
+		if err == nil {
+			t.Error("nobody noticed that it died")
+		}
+		a.start()
+		m := ended(t, a)
+		if m.GetState() != clusterv1.MigrationState_MIGRATION_STATE_DONE {
+			t.Errorf("%v", m)
+		}
+		only(b)
+	})
+	step("the destination's hostd dies", func(t *testing.T) {
+		_, _ = at(t, b, "move", func() { a.kill(); time.AfterFunc(2*time.Second, a.start) })
+		m := ended(t, b)
+		if m.GetState() != clusterv1.MigrationState_MIGRATION_STATE_DONE {
+			t.Errorf("%v", m)
+		}
+		only(a)
+	})
+	step("the destination's libvirtd hangs", func(t *testing.T) {
+		if err := b.Signal(19); err != nil { // SIGSTOP
+			t.Fatal(err)
+		}
+		time.AfterFunc(8*time.Second, func() { _ = b.Signal(18) })
+		last, err := a.migrate(ctx, &gpuctlv1.MachinePlanRequest{Machine: "web"}, nil)
+		t.Logf("%v %v", last, err)
+		until(t, time.Minute, "it answers again", func() (bool, string) {
+			_, err := b.virt.Domains(ctx)
+			return err == nil, fmt.Sprint(err)
+		})
+		on, err := where(ctx, "web", a, b)
+		if err != nil || len(on) != 1 {
+			t.Errorf("it runs on %v, %v", on, err)
+		}
+	})
+	step("two at once", func(t *testing.T) {
+		on, err := where(ctx, "web", a, b)
+		if err != nil || len(on) != 1 {
+			t.Fatal(on, err)
+		}
+		type answer struct {
+			p   *gpuctlv1.MachineProgress
+			err error
+		}
+		answers := make(chan answer, 2)
+		for _, h := range []*host{a, b} {
+			go func() {
+				p, err := h.migrate(ctx, &gpuctlv1.MachinePlanRequest{Machine: "web"}, nil)
+				answers <- answer{p, err}
+			}()
+		}
+		var ends []string
+		for range 2 {
+			x := <-answers
+			ends = append(ends, x.p.GetEnd())
+		}
+		t.Logf("%v", ends)
+		on, err = where(ctx, "web", a, b)
+		if err != nil || len(on) != 1 {
+			t.Errorf("it runs on %v, %v", on, err)
+		}
+	})
+	for _, h := range []*host{a, b} {
+		if d, err := h.virt.Lookup(context.Background(), "web"); err == nil {
+			_ = h.virt.Destroy(context.Background(), d)
+		}
+	}
+}
