@@ -144,7 +144,7 @@ func (n *Node) PutMigration(ctx context.Context, r *clusterv1.Migration, takeOve
 	var answer *scheduler.Error
 	switch {
 	case err == nil:
-		return res.GetMigration(), nil
+		return proto.CloneOf(res.GetMigration()), nil // the state's own must not be changed
 	case errors.As(err, &answer) && answer.Result.GetOutcome() == clusterv1.Outcome_OUTCOME_STALE:
 		return nil, fmt.Errorf("%w: %w", migrate.ErrStale, err)
 	case answer != nil:
