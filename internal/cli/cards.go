@@ -93,13 +93,16 @@ func (a *app) printCards(res *gpuctlv1.ListCardsResponse) error {
 }
 
 func (a *app) machinesCommand() *cobra.Command {
-	req := &gpuctlv1.ListMachinesRequest{Host: "*"}
+	req := &gpuctlv1.ListMachinesRequest{}
 	cmd := &cobra.Command{
 		Use: "vms", Aliases: []string{"machines"}, Short: "List the VMs of all hosts and the GPUs that they have",
 		Example: `  gpuctl vms
   gpuctl vms --on h2 -o json`,
 		Args: arguments(cobra.NoArgs),
 		RunE: func(cmd *cobra.Command, _ []string) error {
+			if req.GetHost() == "" {
+				req.Host = "*"
+			}
 			c, err := a.connectDevices()
 			if err != nil {
 				return err

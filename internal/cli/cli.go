@@ -27,8 +27,10 @@ type app struct {
 	getenv func(string) string
 	now    func() time.Time
 	remote Remote // nil: there is no way to other machines
-	host   string // --host
-	output string // --output
+	// timeline draws migrations; nil: it can't be done.
+	timeline Timeline
+	host     string // --host
+	output   string // --output
 }
 
 // Run is gpuctl. Its error says which exit status (program.Code) is due.
@@ -55,7 +57,8 @@ func (a *app) command() *cobra.Command {
 		Use:   "gpuctl",
 		Short: "Swap the GPU under a running application",
 		Long: `gpuctl runs unmodified OpenCL applications on GPUs that can be swapped under
-them: for a bigger model, a smaller one, or another vendor's. It shows and
+them: for a bigger model, a smaller one, or another vendor's. It moves VMs with
+their GPUs between hosts while the applications in them go on. It shows and
 manages the GPUs of one machine, or of all machines of a cluster.
 
 Exit statuses: 0 done; 1 failed; 2 used wrongly; 3 refused, with every reason
@@ -65,6 +68,7 @@ listed; 4 nobody answers, or the cluster has no leader.`,
   gpuctl sessions
   gpuctl downgrade --plan
   gpuctl upgrade 3f2a --to large
+  gpuctl migrate web --to h2
   gpuctl get gpus --where 'free && host == "h1"'`,
 		SilenceErrors: true,
 		SilenceUsage:  true,
@@ -90,7 +94,7 @@ listed; 4 nobody answers, or the cluster has no leader.`,
 	root.AddCommand(
 		a.runCommand(), a.sessionsCommand(), a.inventoryCommand(), a.describeCommand(),
 		a.swapCommand(upgrade()), a.swapCommand(downgrade()), a.swapCommand(migrate()),
-		a.suspendCommand(), a.resumeCommand(), a.versionCommand(),
+		a.migrationsCommand(), a.suspendCommand(), a.resumeCommand(), a.versionCommand(),
 		a.clusterCommand(), a.getCommand(), a.eventsCommand(), a.topCommand(), a.drainCommand(), a.undrainCommand(),
 		a.cordonCommand(), a.uncordonCommand(), a.labelCommand(), a.rankCommand(), a.claimCommand(), a.planCommand(),
 		a.cardsCommand(), a.machinesCommand(), a.attachCommand(), a.detachCommand(), a.resetCommand(),
@@ -99,13 +103,19 @@ listed; 4 nobody answers, or the cluster has no leader.`,
 	return root
 }
 
-// outputName is an annotation of commands that know -o name, too.
-const outputName = "output-name"
+// Annotations of commands that know more outputs: -o name, -o svg.
+const (
+	outputName = "output-name"
+	outputSVG  = "output-svg"
+)
 
 func outputs(cmd *cobra.Command) []string {
 	all := []string{"table", "wide", "json", "yaml"}
 	if cmd.Annotations[outputName] != "" {
 		all = append(all, "name")
+	}
+	if cmd.Annotations[outputSVG] != "" {
+		all = append(all, "svg")
 	}
 	return all
 }

@@ -7,6 +7,7 @@ import (
 	"net/http"
 	"os"
 	"path/filepath"
+	"regexp"
 	"testing"
 	"time"
 
@@ -19,12 +20,13 @@ import (
 	"github.com/gpuctl/gpuctl/internal/cli/clitest"
 	"github.com/gpuctl/gpuctl/internal/program"
 	"github.com/gpuctl/gpuctl/internal/unixrpc"
+	"github.com/gpuctl/gpuctl/migrate"
 )
 
 // gpuctl is the command with a way to one other cluster, prod, whose socket
 // is $PROD.
 func gpuctl(ctx context.Context, args []string, stdio program.Stdio) error {
-	return cli.Run(ctx, args, stdio, cli.WithRemote(remote{}))
+	return cli.Run(ctx, args, stdio, cli.WithRemote(remote{}), cli.WithTimeline(migrate.SVG))
 }
 
 type remote struct{}
@@ -61,7 +63,7 @@ func TestClusterScripts(t *testing.T) {
 			socket := filepath.Join(dir, "h.sock")
 			c := clitest.New(compile)
 			seed(c)
-			stop, err := serve(c, socket)
+			stop, err := serve(c.Handler(), socket)
 			if err != nil {
 				return err
 			}
@@ -79,12 +81,12 @@ func TestClusterScripts(t *testing.T) {
 	})
 }
 
-func serve(c *clitest.Cluster, socket string) (stop func(), err error) {
+func serve(h http.Handler, socket string) (stop func(), err error) {
 	l, err := net.Listen("unix", socket)
 	if err != nil {
 		return nil, err
 	}
-	server := unixrpc.Server(c.Handler(), nil)
+	server := unixrpc.Server(h, nil)
 	go func() { _ = server.Serve(l) }()
 	return func() { _ = server.Close() }, nil
 }
@@ -177,3 +179,5 @@ func seed(c *clitest.Cluster) {
 	c.AddIdentity(&clusterv1.Identity{Id: "ada", Role: clusterv1.Role_ROLE_ADMIN, CreatedUnixMs: ago(5 * 24 * time.Hour)})
 	c.AddIdentity(&clusterv1.Identity{Id: "bob", Role: clusterv1.Role_ROLE_VIEWER, CreatedUnixMs: ago(3 * time.Hour)})
 }
+
+func match(pattern, text string) bool { return regexp.MustCompile(pattern).MatchString(text) }

@@ -2,11 +2,13 @@ package cli
 
 import (
 	"context"
+	"strings"
 	"time"
 
 	"connectrpc.com/connect"
 	"github.com/spf13/cobra"
 
+	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 )
 
@@ -65,4 +67,62 @@ func (a *app) completeGPUs(ctx context.Context, models bool) []string {
 		}
 	}
 	return out
+}
+
+// completeSessionOrMachine completes what can be migrated.
+func (a *app) completeSessionOrMachine(cmd *cobra.Command, args []string, _ string) ([]string, cobra.ShellCompDirective) {
+	if len(args) > 0 {
+		return nil, cobra.ShellCompDirectiveNoFileComp
+	}
+	ctx, cancel := context.WithTimeout(cmd.Context(), completionTimeout) // for all of it
+	defer cancel()
+	var out []string
+	if vm, err := cmd.Flags().GetBool("vm"); err != nil || !vm {
+		out = a.completeSessions(ctx)
+	}
+	return append(out, a.completeMachines(ctx, "*")...), cobra.ShellCompDirectiveNoFileComp
+}
+
+// completeMachines are the names of the VMs of a host, or of all.
+func (a *app) completeMachines(ctx context.Context, host string) []string {
+	ctx, cancel := context.WithTimeout(ctx, completionTimeout)
+	defer cancel()
+	res, err := a.machines(ctx, host)
+	if err != nil {
+		return nil
+	}
+	var out []string
+	for _, m := range res.GetMachines() {
+		about := "VM on " + m.GetHost()
+		if len(m.GetGpus()) > 0 {
+			about += " with " + strings.Join(m.GetGpus(), ",")
+		}
+		out = append(out, cobra.CompletionWithDesc(clean(m.GetName()), clean(about)))
+	}
+	return out
+}
+
+// completeAnyTo completes where a session or a VM can go: GPUs of this host by
+// the names that it gives them, and hosts, GPUs and models of the cluster.
+func (a *app) completeAnyTo(cmd *cobra.Command, _ []string, prefix string) ([]string, cobra.ShellCompDirective) {
+	ctx, cancel := context.WithTimeout(cmd.Context(), completionTimeout) // for all of it
+	defer cancel()
+	out := a.completeGPUs(ctx, true)
+	seen := map[string]bool{}
+	for _, c := range out {
+		name, _, _ := strings.Cut(c, "\t")
+		seen[name] = true
+	}
+	for _, kind := range []clusterv1.Kind{clusterv1.Kind_KIND_HOST, clusterv1.Kind_KIND_GPU, clusterv1.Kind_KIND_MODEL} {
+		if kind == clusterv1.Kind_KIND_HOST && cmd.Name() != "migrate" {
+			continue
+		}
+		for _, c := range a.completeNames(ctx, a.must(kind), prefix) {
+			if name, _, _ := strings.Cut(c, "\t"); !seen[name] {
+				seen[name] = true
+				out = append(out, c)
+			}
+		}
+	}
+	return out, cobra.ShellCompDirectiveNoFileComp
 }

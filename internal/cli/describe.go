@@ -29,13 +29,18 @@ func (a *app) describeCommand() *cobra.Command {
 		Use: "describe KIND NAME | KIND/NAME", Short: "Show all about one object, what belongs to it and its events",
 		Long: `Show all about one object of the inventory, what belongs to it and its events. The
 sessions and GPUs of the host itself are named as gpuctl sessions and gpuctl
-inventory do; of a kind that there is only one of, the name can be left out.`,
+inventory do; of a kind that there is only one of, the name can be left out. With
+-o svg the timeline of a VM's migration is drawn: its steps, the bytes that were
+copied and how long the applications stood still.`,
 		Example: `  gpuctl describe session
   gpuctl describe session 3f2a
   gpuctl describe gpu oclgrind -o yaml
   gpuctl describe host h1
   gpuctl describe gpu/h1/0000:65:00.0
-  gpuctl describe gpu 0000:65:00.0 --isolation`,
+  gpuctl describe gpu 0000:65:00.0 --isolation
+  gpuctl describe migration m7
+  gpuctl describe migration m7 -o svg >m7.svg`,
+		Annotations:       map[string]string{outputSVG: "yes"},
 		Args:              arguments(cobra.RangeArgs(1, 2)),
 		ValidArgsFunction: a.completeDescribe,
 		RunE: func(cmd *cobra.Command, args []string) error {
@@ -49,6 +54,9 @@ inventory do; of a kind that there is only one of, the name can be left out.`,
 					return program.Usage(errors.New("want KIND NAME or KIND/NAME, not both"))
 				}
 				name = args[1]
+			}
+			if a.output == "svg" && (isolation || k.kind != clusterv1.Kind_KIND_MIGRATION) {
+				return program.Usage(errors.New("only a migration has a timeline: gpuctl describe migration ID -o svg"))
 			}
 			if isolation {
 				if k.kind != clusterv1.Kind_KIND_GPU || name == "" {
@@ -119,6 +127,10 @@ func (a *app) printDescription(k kind, res *clusterv1.DescribeResponse) error {
 	if o == nil {
 		return fmt.Errorf("hostd described a %s that this gpuctl does not know; it is newer", k.one)
 	}
+	migration := res.GetObject().GetMigration()
+	if a.output == "svg" {
+		return a.printTimeline(migration)
+	}
 	if a.structured() {
 		related := []view.Object{}
 		for _, r := range inners(res.GetRelated()) {
@@ -133,7 +145,14 @@ func (a *app) printDescription(k kind, res *clusterv1.DescribeResponse) error {
 		})
 	}
 	d := &describer{a: a, w: a.Out}
-	d.object(view.Of(o), "")
+	fields := view.Of(o)
+	if migration != nil { // its steps are a table
+		fields = slices.DeleteFunc(fields, func(m view.Member) bool { return m.Name == "steps" })
+	}
+	d.object(fields, "")
+	if migration != nil {
+		d.moved(migration)
+	}
 	for _, rk := range a.kinds() {
 		var rows [][]string
 		for _, r := range inners(res.GetRelated()) {

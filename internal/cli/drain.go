@@ -5,35 +5,62 @@ import (
 	"fmt"
 	"strconv"
 	"strings"
+	"time"
 
 	"github.com/spf13/cobra"
 
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 	"github.com/gpuctl/gpuctl/internal/cli/view"
+	"github.com/gpuctl/gpuctl/internal/program"
 )
 
 func (a *app) drainCommand() *cobra.Command {
 	var message string
 	var plan bool
+	var f evacuation
 	cmd := &cobra.Command{
-		Use: "drain HOST", Short: "Give a host nothing new, so that it becomes empty",
-		Long: "Give a host nothing new, so that it becomes empty. What is on it stays until it is\nmoved or ends; --plan lists it and changes nothing.",
+		Use: "drain HOST", Short: "Give a host nothing new, and move its VMs away",
+		Long: `Give a host nothing new, so that it becomes empty. What is on it stays until it is
+moved or ends. With --move every VM with a GPU that another host can take is moved
+there, with its GPU's state; the exit status is 1 if some stay. --plan says up front
+which VMs can be moved and which would have to be stopped, and changes nothing.`,
 		Example: `  gpuctl drain h1 --plan
-  gpuctl drain h1 --message 'new power supply'`,
+  gpuctl drain h1 --move --message 'new power supply'
+  gpuctl drain h1 --move --parallel 2 --all`,
 		Args: arguments(cobra.ExactArgs(1)), ValidArgsFunction: a.completeWhere(clusterv1.Kind_KIND_HOST, "!draining"),
 		RunE: func(cmd *cobra.Command, args []string) error {
+			for _, name := range []string{"parallel", "all", "deadline"} {
+				if cmd.Flags().Changed(name) && !f.move && !plan {
+					return program.Usage(fmt.Errorf("--%s says how VMs are moved: add --move", name))
+				}
+			}
+			if f.parallel < 1 || f.parallel > maxParallel {
+				return program.Usage(fmt.Errorf("--parallel %d: want 1 to %d", f.parallel, maxParallel))
+			}
+			if cmd.Flags().Changed("deadline") && f.deadline < time.Millisecond {
+				return program.Usage(fmt.Errorf("--deadline %v: want a time, as 60s", f.deadline))
+			}
 			c, err := a.connectCluster()
 			if err != nil {
 				return err
 			}
 			if plan {
-				return a.planDrain(cmd.Context(), c, args[0])
+				return a.planDrain(cmd.Context(), c, args[0], f)
 			}
-			return a.drain(cmd.Context(), c, &clusterv1.SetDrainRequest{Host: args[0], Draining: true, Message: message})
+			req := &clusterv1.SetDrainRequest{Host: args[0], Draining: true, Message: message}
+			if f.move {
+				return a.evacuate(cmd.Context(), c, req, f)
+			}
+			return a.drain(cmd.Context(), c, req)
 		},
 	}
-	cmd.Flags().StringVar(&message, "message", "", "`why`, for others to read")
-	cmd.Flags().BoolVar(&plan, "plan", false, "only say what is on it")
+	flags := cmd.Flags()
+	flags.StringVar(&message, "message", "", "`why`, for others to read")
+	flags.BoolVar(&plan, "plan", false, "only say what is on it, and which of its VMs can be moved")
+	flags.BoolVar(&f.move, "move", false, "move every VM away that another host can take")
+	flags.IntVar(&f.parallel, "parallel", 1, "with --move: the `number` that are moved at once; the hosts' limits hold all the same")
+	flags.BoolVar(&f.all, "all", false, "with --move: VMs without a GPU, too")
+	flags.DurationVar(&f.deadline, "deadline", 0, "with --move: the longest `time` that each may take (default any)")
 	return cmd
 }
 
@@ -81,7 +108,7 @@ func (a *app) assignmentsOn(ctx context.Context, c clusterClient, host string) (
 }
 
 // planDrain says what is on a host.
-func (a *app) planDrain(ctx context.Context, c clusterClient, host string) error {
+func (a *app) planDrain(ctx context.Context, c clusterClient, host string, f evacuation) error {
 	o, err := resolve(ctx, c, a.must(clusterv1.Kind_KIND_HOST), host, false)
 	if err != nil {
 		return err
@@ -104,6 +131,10 @@ func (a *app) planDrain(ctx context.Context, c clusterClient, host string) error
 			claims[s.GetClaim()] = o.GetClaim()
 		}
 	}
+	vms, err := a.movable(ctx, host, f)
+	if err != nil {
+		return err
+	}
 	if a.structured() {
 		entries := []view.Object{}
 		for _, s := range on {
@@ -113,10 +144,24 @@ func (a *app) planDrain(ctx context.Context, c clusterClient, host string) error
 			}
 			entries = append(entries, e)
 		}
-		return a.print(view.Object{{Name: "host", Value: host}, {Name: "on_it", Value: entries}})
+		return a.print(view.Object{{Name: "host", Value: host}, {Name: "vms", Value: vms.view()}, {Name: "on_it", Value: entries}})
+	}
+	if len(on) == 0 && len(vms.all) == 0 {
+		return a.say("host " + clean(host) + " is empty: it would get nothing new")
+	}
+	if len(vms.all) > 0 {
+		if err := table(a.Out, vmHeading(), vms.rows(host)); err != nil {
+			return err
+		}
+		a.hintMove(host, vms)
 	}
 	if len(on) == 0 {
-		return a.say("host " + clean(host) + " is empty: it would get nothing new")
+		return nil
+	}
+	if len(vms.all) > 0 {
+		if err := a.say(""); err != nil {
+			return err
+		}
 	}
 	var rows [][]string
 	for _, s := range on {

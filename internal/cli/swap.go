@@ -11,6 +11,7 @@ import (
 	"connectrpc.com/connect"
 	"github.com/spf13/cobra"
 
+	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/internal/program"
 	"github.com/gpuctl/gpuctl/internal/size"
@@ -20,33 +21,44 @@ import (
 type verb struct {
 	verb                          gpuctlv1.Verb
 	name, short, long, to, sample string
-	needsTo                       bool
 }
 
 func upgrade() verb {
 	return verb{
-		verb: gpuctlv1.Verb_VERB_UPGRADE, name: "upgrade", short: "Give a session a higher model of GPU",
-		long:   "Move a session to a higher model while its application runs: the highest that is\nfree, or the one named with --to.",
+		verb: gpuctlv1.Verb_VERB_UPGRADE, name: "upgrade", short: "Give a session or a VM a higher model of GPU",
+		long: `Move a session to a higher model while its application runs: the highest that is
+free, or the one named with --to. Of a VM, the whole card is exchanged for one of a
+higher model on the same host, while the VM and the applications in it go on.`,
 		to:     "`model or GPU` to go to (default the highest that is free)",
-		sample: "  gpuctl upgrade\n  gpuctl upgrade 3f2a --to large\n  gpuctl upgrade 3f2a --plan",
+		sample: "  gpuctl upgrade\n  gpuctl upgrade 3f2a --to large\n  gpuctl upgrade 3f2a --plan\n  gpuctl upgrade web --plan",
 	}
 }
 
 func downgrade() verb {
 	return verb{
-		verb: gpuctlv1.Verb_VERB_DOWNGRADE, name: "downgrade", short: "Give a session a lower model that still suffices",
-		long:   "Move a session to a lower model while its application runs: the lowest that is\nfree and can honour all that the application uses already, or the one named with\n--to.",
+		verb: gpuctlv1.Verb_VERB_DOWNGRADE, name: "downgrade", short: "Give a session or a VM a lower model that still suffices",
+		long: `Move a session to a lower model while its application runs: the lowest that is
+free and can honour all that the application uses already, or the one named with
+--to. Of a VM, the whole card is exchanged for one of a lower model on the same
+host, while the VM and the applications in it go on.`,
 		to:     "`model or GPU` to go to (default the lowest that suffices)",
-		sample: "  gpuctl downgrade\n  gpuctl downgrade 3f2a --to small\n  gpuctl downgrade --plan -o json",
+		sample: "  gpuctl downgrade\n  gpuctl downgrade 3f2a --to small\n  gpuctl downgrade --plan -o json\n  gpuctl downgrade web --to A10",
 	}
 }
 
 func migrate() verb {
 	return verb{
-		verb: gpuctlv1.Verb_VERB_MIGRATE, name: "migrate", short: "Move a session to a GPU of any model", needsTo: true,
-		long:   "Move a session to the GPU or model named with --to while its application runs,\nwhether that is higher, lower or the same.",
-		to:     "`GPU or model` to go to",
-		sample: "  gpuctl migrate --to oclgrind\n  gpuctl migrate 3f2a --to nvidia-1 --plan",
+		verb: gpuctlv1.Verb_VERB_MIGRATE, name: "migrate", short: "Move a session to another GPU, or a VM with its GPU to another host",
+		long: `Move a session to the GPU or model named with --to while its application runs,
+whether that is higher, lower or the same.
+
+A VM moves to another host: its applications are frozen with the state of its GPU in
+the VM's own memory, the card is unplugged, the VM migrates live, gets a card there
+and its applications go on. Without --to the best host is chosen; --to names a host,
+a GPU or a model. Every step has its undo: when one fails the next candidate is
+tried, and then the way back.`,
+		to:     "`GPU or model` to go to; of a VM also a host (default the best)",
+		sample: "  gpuctl migrate --to oclgrind\n  gpuctl migrate 3f2a --to nvidia-1 --plan\n  gpuctl migrate web --plan\n  gpuctl migrate web --to h2 --deadline 60s\n  gpuctl migrate 3f2a --vm --on h1 --no-wait",
 	}
 }
 
@@ -54,40 +66,68 @@ func (a *app) swapCommand(v verb) *cobra.Command {
 	req := &gpuctlv1.HostSwapRequest{Verb: v.verb}
 	var plan, build bool
 	var freeze time.Duration
+	var machine machineFlags
 	cmd := &cobra.Command{
-		Use: v.name + " [SESSION]", Short: v.short,
-		Long:    v.long + "\n\nSESSION is an id, a unique part of its beginning or a process id; it can be left\nout when there is only one. When no GPU can serve, the session stays as it is, all\nreasons are listed and the exit status is 3.",
-		Example: v.sample, Args: arguments(cobra.MaximumNArgs(1)), ValidArgsFunction: a.completeSession,
+		Use: v.name + " [SESSION | VM]", Short: v.short,
+		Long: v.long + `
+
+SESSION is an id, a unique part of its beginning or a process id; it can be left out
+when there is only one. What is no session is the name or UUID of a VM of the
+cluster; --vm and --on say that a VM is meant. When nothing can serve, all goes on as
+it is, every reason is listed and the exit status is 3.`,
+		Example: v.sample, Args: arguments(cobra.MaximumNArgs(1)), ValidArgsFunction: a.completeSessionOrMachine,
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if len(args) > 0 {
 				req.Session = args[0]
 			}
-			if v.needsTo && req.To == "" {
-				return program.Usage(errors.New("migrate needs --to GPU; gpuctl inventory lists them"))
+			m, err := a.subject(cmd.Context(), v.name, req.GetSession(), machine)
+			if err != nil {
+				return err
+			}
+			if m != nil {
+				if err := machine.check(cmd); err != nil {
+					return err
+				}
+				return a.moveMachine(cmd.Context(), &gpuctlv1.MachinePlanRequest{
+					Machine: req.GetSession(), Host: m.GetHost(), Verb: v.name, To: req.GetTo(), DeadlineMs: machine.deadline.Milliseconds(),
+				}, plan, machine.noWait)
+			}
+			if err := machine.named(cmd); err != nil {
+				return err
 			}
 			req.FreezeTimeoutMs = freeze.Milliseconds()
-			c, err := a.connect()
-			if err != nil {
-				return err
-			}
-			if plan {
-				return a.plan(cmd.Context(), c, &gpuctlv1.HostPlanRequest{Session: req.Session, Verb: req.Verb, To: req.To, Build: build})
-			}
-			stream, err := c.Swap(cmd.Context(), connect.NewRequest(req))
-			if err != nil {
-				return err
-			}
-			return a.follow(v.name, stream)
+			return a.swap(cmd.Context(), v, req, plan, build)
 		},
 	}
 	flags := cmd.Flags()
 	flags.StringVar(&req.To, "to", "", v.to)
 	flags.BoolVar(&plan, "plan", false, "only say what would happen and what it would cost")
-	flags.BoolVar(&build, "build", false, "with --plan: build the programs at the target, too")
-	flags.DurationVar(&freeze, "freeze-timeout", 0, "how long to wait for the device before giving up")
+	flags.BoolVar(&build, "build", false, "of a session, with --plan: build the programs at the target, too")
+	flags.DurationVar(&freeze, "freeze-timeout", 0, "of a session: how long to wait for the device before giving up")
+	machine.add(cmd)
 	faultFlag(cmd, &req.FailAt)
-	_ = cmd.RegisterFlagCompletionFunc("to", a.completeTo)
+	_ = cmd.RegisterFlagCompletionFunc("to", a.completeAnyTo)
+	_ = cmd.RegisterFlagCompletionFunc("on", a.completeFlag(clusterv1.Kind_KIND_HOST))
 	return cmd
+}
+
+// swap is a verb on a session.
+func (a *app) swap(ctx context.Context, v verb, req *gpuctlv1.HostSwapRequest, plan, build bool) error {
+	if v.verb == gpuctlv1.Verb_VERB_MIGRATE && req.GetTo() == "" {
+		return program.Usage(errors.New("migrate of a session needs --to GPU; gpuctl inventory lists them"))
+	}
+	c, err := a.connect()
+	if err != nil {
+		return err
+	}
+	if plan {
+		return a.plan(ctx, c, &gpuctlv1.HostPlanRequest{Session: req.GetSession(), Verb: req.GetVerb(), To: req.GetTo(), Build: build})
+	}
+	stream, err := c.Swap(ctx, connect.NewRequest(req))
+	if err != nil {
+		return err
+	}
+	return a.follow(v.name, stream)
 }
 
 func faultFlag(cmd *cobra.Command, at *string) {

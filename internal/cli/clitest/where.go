@@ -29,3 +29,5 @@ func (c *Cluster) filter(kind clusterv1.Kind, where string) (func(proto.Message)
 		return ok, nil
 	}, nil
 }
+
+func stateWord(s clusterv1.MigrationState) string { return view.Word(s) }

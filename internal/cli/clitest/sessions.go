@@ -1,0 +1,88 @@
+package clitest
+
+import (
+	"context"
+	"net/http"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+
+	"connectrpc.com/connect"
+
+	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
+)
+
+// Sessions are those of one host: of its HostService what names them and plans
+// for them.
+type Sessions struct {
+	gpuctlv1connect.UnimplementedHostServiceHandler
+
+	mu  sync.Mutex
+	all []*gpuctlv1.Session
+}
+
+// Add starts one.
+func (s *Sessions) Add(one *gpuctlv1.Session) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.all = append(s.all, one)
+}
+
+// Handle adds the service to a mux.
+func (s *Sessions) Handle(mux *http.ServeMux) {
+	mux.Handle(gpuctlv1connect.NewHostServiceHandler(s))
+}
+
+// find names a session as the real service does: id, process id, a unique
+// beginning, or nothing where there is only one.
+func (s *Sessions) find(name string) (*gpuctlv1.Session, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	var found []*gpuctlv1.Session
+	for _, one := range s.all {
+		if name != "" && (one.GetId() == name || strconv.FormatUint(uint64(one.GetPid()), 10) == name) {
+			return one, nil
+		}
+		if strings.HasPrefix(one.GetId(), name) {
+			found = append(found, one)
+		}
+	}
+	switch {
+	case len(s.all) == 0 && name == "":
+		return nil, fail(connect.CodeNotFound, "not found: there is no session; start one with gpuctl run -- COMMAND")
+	case len(found) == 0:
+		return nil, fail(connect.CodeNotFound, "not found: no session %q; gpuctl sessions lists them", name)
+	case len(found) > 1:
+		return nil, fail(connect.CodeInvalidArgument, "invalid: %q can be %s or %s", name, found[0].GetId(), found[1].GetId())
+	}
+	return found[0], nil
+}
+
+// ListSessions is the service's.
+func (s *Sessions) ListSessions(context.Context, *connect.Request[gpuctlv1.HostListSessionsRequest]) (*connect.Response[gpuctlv1.HostListSessionsResponse], error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return connect.NewResponse(&gpuctlv1.HostListSessionsResponse{Sessions: slices.Clone(s.all)}), nil
+}
+
+// DescribeSession is the service's.
+func (s *Sessions) DescribeSession(_ context.Context, r *connect.Request[gpuctlv1.DescribeSessionRequest]) (*connect.Response[gpuctlv1.DescribeSessionResponse], error) {
+	one, err := s.find(r.Msg.GetSession())
+	if err != nil {
+		return nil, err
+	}
+	return connect.NewResponse(&gpuctlv1.DescribeSessionResponse{Session: one}), nil
+}
+
+// Plan is the service's. It finds one step and the GPU that was asked for.
+func (s *Sessions) Plan(_ context.Context, r *connect.Request[gpuctlv1.HostPlanRequest]) (*connect.Response[gpuctlv1.HostPlanResponse], error) {
+	one, err := s.find(r.Msg.GetSession())
+	if err != nil {
+		return nil, err
+	}
+	return connect.NewResponse(&gpuctlv1.HostPlanResponse{
+		Session: one.GetId(), From: []string{one.GetTarget().GetGpu()}, Gpus: []string{r.Msg.GetTo()}, Model: "model", Steps: []string{"swap"},
+	}), nil
+}

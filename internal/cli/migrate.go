@@ -1,0 +1,700 @@
+package cli
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"connectrpc.com/connect"
+	"github.com/spf13/cobra"
+	"google.golang.org/protobuf/proto"
+
+	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
+	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
+	"github.com/gpuctl/gpuctl/internal/cli/view"
+	"github.com/gpuctl/gpuctl/internal/near"
+	"github.com/gpuctl/gpuctl/internal/program"
+	"github.com/gpuctl/gpuctl/internal/size"
+)
+
+// migrationClient is MigrationService as commands use it.
+type migrationClient = gpuctlv1connect.MigrationServiceClient
+
+// Ends of a migration, as hostd names them.
+const (
+	endDone       = "done"
+	endRolledBack = "rolled_back"
+	endHeld       = "held"
+	endRefused    = "refused" // ours: it was not begun
+)
+
+// tooMany is the reason of a refusal that goes away by itself.
+const tooMany = "too_many_migrations"
+
+func (a *app) connectMigrations() (migrationClient, error) {
+	h, url, err := a.dialer()
+	if err != nil {
+		return nil, err
+	}
+	return gpuctlv1connect.NewMigrationServiceClient(h, url), nil
+}
+
+// machineFlags are those of the verbs that are about VMs.
+type machineFlags struct {
+	vm       bool
+	on       string
+	deadline time.Duration
+	noWait   bool
+}
+
+func (f *machineFlags) add(cmd *cobra.Command) {
+	flags := cmd.Flags()
+	flags.BoolVar(&f.vm, "vm", false, "the name is a VM's, whatever sessions there are")
+	flags.DurationVar(&f.deadline, "deadline", 0, "of a VM: the longest `time` that it may take (default any)")
+	flags.BoolVar(&f.noWait, "no-wait", false, "of a VM: return when it has begun")
+	onFlag(cmd, &f.on, "`host` of the VM (default where it is found)")
+}
+
+// named are the flags that were given and are about VMs alone.
+func (f *machineFlags) named(cmd *cobra.Command) error {
+	for _, name := range []string{"deadline", "no-wait"} {
+		if cmd.Flags().Changed(name) {
+			return program.Usage(fmt.Errorf("--%s is for VMs, and this is a session; a VM is meant with --vm", name))
+		}
+	}
+	return nil
+}
+
+func (f *machineFlags) check(cmd *cobra.Command) error {
+	for _, name := range []string{"build", "freeze-timeout", "fail-at"} {
+		if cmd.Flags().Changed(name) {
+			return program.Usage(fmt.Errorf("--%s is for sessions, and this is a VM", name))
+		}
+	}
+	if cmd.Flags().Changed("deadline") && f.deadline < time.Millisecond {
+		return program.Usage(fmt.Errorf("--deadline %v: want a time, as 60s", f.deadline))
+	}
+	return nil
+}
+
+// subject finds out whether a verb is about a session or about a VM, and then
+// where that is.
+func (a *app) subject(ctx context.Context, verb, name string, f machineFlags) (machine *gpuctlv1.Machine, err error) {
+	if f.vm || f.on != "" {
+		if name == "" {
+			return nil, a.whichMachine(ctx, verb, errors.New("no VM is named"))
+		}
+		return &gpuctlv1.Machine{Name: name, Host: f.on}, nil // hostd finds it
+	}
+	c, err := a.connect()
+	if err != nil {
+		return nil, err
+	}
+	res, err := c.DescribeSession(ctx, connect.NewRequest(&gpuctlv1.DescribeSessionRequest{Session: name}))
+	s := answer(res).GetSession()
+	switch {
+	case err == nil && (name == "" || s.GetId() == name || strconv.FormatUint(uint64(s.GetPid()), 10) == name):
+		return nil, nil //nolint:nilnil // no VM is an answer
+	case err == nil:
+		// A beginning of its id, which may be a VM's whole name.
+		if m, _, err := a.machineNamed(ctx, name); err == nil && m != nil {
+			return nil, program.Usage(fmt.Errorf("%q is the beginning of session %s and the name of a VM: write the session's whole id, or --vm", name, clean(s.GetId())))
+		}
+		return nil, nil //nolint:nilnil // no VM is an answer
+	case notThere(err) && name == "":
+		return nil, a.whichMachine(ctx, verb, err)
+	case !notThere(err) && (connect.CodeOf(err) != connect.CodeInvalidArgument || name == ""):
+		return nil, err
+	}
+	m, near, machinesErr := a.machineNamed(ctx, name)
+	switch {
+	case connect.CodeOf(machinesErr) == connect.CodeUnimplemented || machinesErr == nil && m == nil && connect.CodeOf(err) == connect.CodeInvalidArgument:
+		return nil, err // this host has no VMs, or it is about sessions after all
+	case machinesErr != nil:
+		return nil, machinesErr
+	case m == nil:
+		return nil, fmt.Errorf("there is no session and no VM %q%s", clean(name), near)
+	}
+	return m, nil
+}
+
+// answer is one that may not have come.
+func answer[T any](res *connect.Response[T]) *T {
+	if res == nil {
+		return new(T)
+	}
+	return res.Msg
+}
+
+// machineNamed finds a VM of the cluster by its name or UUID; none: what could
+// have been meant.
+func (a *app) machineNamed(ctx context.Context, name string) (m *gpuctlv1.Machine, hint string, err error) {
+	res, err := a.machines(ctx, "*")
+	if err != nil {
+		return nil, "", err
+	}
+	var names, at []string
+	for _, one := range res.GetMachines() {
+		names = append(names, one.GetName())
+		if one.GetName() == name || one.GetUuid() == name {
+			m = one
+			at = append(at, one.GetHost())
+		}
+	}
+	if len(at) > 1 {
+		return nil, "", program.Usage(fmt.Errorf("VM %s is on %s: say which with --on", clean(name), clean(strings.Join(at, " and "))))
+	}
+	hint = clean(near.Hint(name, names)) + "; gpuctl sessions and gpuctl vms list them"
+	if missing := res.GetMissing(); len(missing) > 0 {
+		hint += " (no answer from host " + clean(strings.Join(missing, ", ")) + ")"
+	}
+	return m, hint, nil
+}
+
+func (a *app) machines(ctx context.Context, host string) (*gpuctlv1.ListMachinesResponse, error) {
+	c, err := a.connectDevices()
+	if err != nil {
+		return nil, err
+	}
+	res, err := c.ListMachines(ctx, connect.NewRequest(&gpuctlv1.ListMachinesRequest{Host: host}))
+	if err != nil {
+		return nil, err
+	}
+	return res.Msg, nil
+}
+
+// whichMachine says which VMs could be meant where none was named. It never
+// picks one: a VM is moved by its name alone.
+func (a *app) whichMachine(ctx context.Context, verb string, cause error) error {
+	res, err := a.machines(ctx, "*")
+	if err != nil {
+		return cause
+	}
+	var names []string
+	for _, m := range res.GetMachines() {
+		if len(m.GetGpus()) > 0 {
+			names = append(names, clean(m.GetName()))
+		}
+	}
+	what := "there is no session"
+	if connect.CodeOf(cause) == connect.CodeUnknown {
+		what = cause.Error()
+	}
+	switch len(names) {
+	case 0:
+		return cause
+	case 1:
+		return program.Usage(fmt.Errorf("%s; the only VM with a GPU is %s: gpuctl %s %s", what, names[0], verb, names[0]))
+	}
+	return program.Usage(fmt.Errorf("%s; name one of the VMs with a GPU: %s", what, strings.Join(names, ", ")))
+}
+
+// adviseMachine turns a refusal of a call about a VM, perhaps on a named host,
+// into words and what to do next.
+func (a *app) adviseMachine(ctx context.Context, host, name string, err error) error {
+	c, dialErr := a.connectCluster()
+	if dialErr != nil {
+		return err
+	}
+	if connect.CodeOf(err) != connect.CodeNotFound {
+		return advise(ctx, c, err)
+	}
+	text := explain(err).Error()
+	switch {
+	case strings.Contains(text, "did you mean") || strings.Contains(text, "gpuctl "):
+	case name != "" && strings.Contains(text, strconv.Quote(name)):
+		var names []string
+		if res, err := a.machines(ctx, "*"); err == nil {
+			for _, m := range res.GetMachines() {
+				names = append(names, m.GetName())
+			}
+		}
+		text += clean(near.Hint(name, names)) + "; gpuctl vms lists them"
+	case host != "" && strings.Contains(text, strconv.Quote(host)):
+		return suggest(ctx, c, a.must(clusterv1.Kind_KIND_HOST), host, errors.New(text))
+	}
+	return errors.New(text)
+}
+
+// moveMachine is migrate, upgrade and downgrade of a VM.
+func (a *app) moveMachine(ctx context.Context, req *gpuctlv1.MachinePlanRequest, planOnly, noWait bool) error {
+	c, err := a.connectMigrations()
+	if err != nil {
+		return err
+	}
+	if planOnly {
+		res, err := c.Plan(ctx, connect.NewRequest(req))
+		if err != nil {
+			return a.adviseMachine(ctx, req.GetHost(), req.GetMachine(), err)
+		}
+		return a.printMachinePlan(req.GetVerb(), res.Msg)
+	}
+	ctx, stop := interruptible(ctx)
+	defer stop()
+	show := a.newMoveProgress(req.GetVerb(), req.GetMachine())
+	f := &follower{c: c, noWait: noWait, see: show.see, again: show.again}
+	last, err := f.follow(ctx, func(ctx context.Context) (*connect.ServerStreamForClient[gpuctlv1.MachineProgress], error) {
+		return c.Start(ctx, connect.NewRequest(&gpuctlv1.MachineStartRequest{Plan: req, NoWait: noWait}))
+	})
+	show.end()
+	if err != nil {
+		return a.unfinished(ctx, req, last, err)
+	}
+	return a.ended(ctx, req.GetVerb(), req.GetMachine(), last)
+}
+
+// follower follows a migration to its end, on another stream where one breaks:
+// the migration goes on without us.
+type follower struct {
+	c      migrationClient
+	noWait bool
+	see    func(*gpuctlv1.MachineProgress) error
+	again  func() // a stream broke
+}
+
+// errOutput says that the output was closed, not the stream.
+type errOutput struct{ error }
+
+// follow returns the last moment: the end, or where it was lost.
+func (f *follower) follow(ctx context.Context, open func(context.Context) (*connect.ServerStreamForClient[gpuctlv1.MachineProgress], error)) (*gpuctlv1.MachineProgress, error) {
+	last := &gpuctlv1.MachineProgress{}
+	wait, since := firstRetry, time.Now()
+	for {
+		over, err := f.once(ctx, open, &last, func() { wait, since = firstRetry, time.Now() })
+		var output errOutput
+		switch {
+		case over:
+			return last, nil
+		case errors.As(err, &output):
+			return last, output.error
+		case ctx.Err() != nil:
+			return last, ctx.Err()
+		case last.GetId() == "" && err != nil:
+			return last, err
+		case last.GetId() == "":
+			return last, unavailable("hostd went away before it said whether the migration has begun; gpuctl migrations lists it if so")
+		case connect.IsWireError(err) && connect.CodeOf(err) != connect.CodeUnavailable:
+			return last, err
+		case time.Since(since) > giveUp:
+			return last, unavailable("hostd does not answer any more")
+		}
+		f.again()
+		open = func(ctx context.Context) (*connect.ServerStreamForClient[gpuctlv1.MachineProgress], error) {
+			return f.c.Watch(ctx, connect.NewRequest(&gpuctlv1.MachineWatchRequest{Id: last.GetId()}))
+		}
+		select {
+		case <-time.After(wait):
+		case <-ctx.Done():
+		}
+		wait = min(2*wait, lastRetry)
+	}
+}
+
+// once reads one stream. moved is called when it tells something new.
+func (f *follower) once(ctx context.Context, open func(context.Context) (*connect.ServerStreamForClient[gpuctlv1.MachineProgress], error), last **gpuctlv1.MachineProgress, moved func()) (over bool, err error) {
+	stream, err := open(ctx)
+	if err != nil {
+		return false, err
+	}
+	defer stream.Close()
+	for stream.Receive() {
+		u := proto.CloneOf(stream.Msg())
+		if u.GetId() == "" {
+			u.Id = (*last).GetId()
+		}
+		was := proto.CloneOf(*last)
+		was.TookNs = u.GetTookNs() // time alone is nothing new
+		if !proto.Equal(was, u) {
+			moved()
+		}
+		*last = u
+		if err := f.see(u); err != nil {
+			return false, errOutput{err}
+		}
+		if u.GetEnd() != "" || u.GetRefused() != nil || f.noWait && u.GetId() != "" {
+			return true, nil
+		}
+	}
+	return false, stream.Err()
+}
+
+// unfinished says how things are where the end was not seen.
+func (a *app) unfinished(ctx context.Context, req *gpuctlv1.MachinePlanRequest, last *gpuctlv1.MachineProgress, err error) error {
+	id := clean(last.GetId())
+	switch {
+	case id == "" && ctx.Err() != nil:
+		return errors.New("interrupted; gpuctl migrations says whether it has begun")
+	case id == "":
+		return a.adviseMachine(ctx, req.GetHost(), req.GetMachine(), err)
+	case ctx.Err() != nil:
+		return fmt.Errorf("interrupted; migration %s goes on: gpuctl migrations watch %s follows it, gpuctl migrations abort %s has it undone", id, id, id)
+	}
+	why := err
+	var e *connect.Error
+	if errors.As(err, &e) {
+		why = errors.New(words(e))
+	}
+	return unavailable("%w; migration %s goes on all the same: gpuctl migrations watch %s follows it", why, id, id)
+}
+
+// ended prints how a migration ended; its error is that of the command.
+func (a *app) ended(ctx context.Context, verb, name string, u *gpuctlv1.MachineProgress) error {
+	id := clean(u.GetId())
+	if r := u.GetRefused(); r != nil {
+		return a.refuseMachine(verb, name, r)
+	}
+	if u.GetEnd() == "" { // --no-wait
+		if a.structured() {
+			return nil
+		}
+		return a.say(fmt.Sprintf("migration %s of VM %s has begun; gpuctl migrations watch %s follows it", id, clean(name), id))
+	}
+	m := a.migration(ctx, u.GetId())
+	if n := m.GetMachine().GetName(); n != "" {
+		name = n
+	}
+	if v := m.GetVerb(); v != "" {
+		verb = v
+	}
+	if u.GetEnd() != endDone {
+		return errors.New(endWords(verb, name, u, m))
+	}
+	if a.structured() {
+		return nil
+	}
+	if err := a.say(clean(a.doneWords(ctx, name, u, m))); err != nil {
+		return err
+	}
+	if u.GetMessage() != "" {
+		fmt.Fprintln(a.Err, clean(u.GetMessage()))
+	}
+	return nil
+}
+
+// doneWords say where a VM is.
+func (a *app) doneWords(ctx context.Context, name string, u *gpuctlv1.MachineProgress, m *clusterv1.Migration) string {
+	gpu := u.GetGpu()
+	if gpu == "" {
+		gpu = m.GetMachine().GetToGpu()
+	}
+	host := m.GetMachine().GetToHost()
+	if host == "" {
+		host, _, _ = strings.Cut(gpu, "/")
+	}
+	text := "VM " + name + " is on " + orWord(host, "its new host")
+	if gpu != "" {
+		text += " with " + gpu
+		if model := a.modelOf(ctx, gpu); model != "" {
+			text += " (" + model + ")"
+		}
+	}
+	text += ": took " + lasted(u.GetTookNs())
+	if u.GetStoppedNs() > 0 {
+		text += ", applications stood still " + lasted(u.GetStoppedNs())
+	}
+	return text
+}
+
+// endWords say how a migration ended that is not done, how its VM is now and
+// what to do next.
+func endWords(verb, name string, u *gpuctlv1.MachineProgress, m *clusterv1.Migration) string {
+	why, id := u.GetMessage(), u.GetId()
+	if why == "" {
+		why = m.GetMessage()
+	}
+	text := fmt.Sprintf("%s of VM %s ", verb, name)
+	switch u.GetEnd() {
+	case endRolledBack:
+		text += "was rolled back, it goes on as it was"
+		if host := m.GetMachine().GetFromHost(); host != "" {
+			text += " on " + host
+		}
+		if gpu := m.GetMachine().GetFromGpu(); gpu != "" {
+			text += " with " + gpu
+		}
+		text += ": " + orWord(why, "hostd does not say why")
+	case endHeld:
+		text += "is held, its applications are frozen and their state is safe: " + orWord(why, "hostd does not say why")
+		if !strings.Contains(why, "migrations resume") {
+			text += fmt.Sprintf("; mend the cause, then gpuctl migrations resume %s", id)
+		}
+	default:
+		text += fmt.Sprintf("failed: %s; gpuctl describe migration %s says where things are", orWord(why, "hostd does not say why"), id)
+	}
+	return clean(text)
+}
+
+// migration is the record of one, nil if it cannot be had.
+func (a *app) migration(ctx context.Context, id string) *clusterv1.Migration {
+	c, err := a.connectCluster()
+	if err != nil || id == "" {
+		return nil
+	}
+	ctx, cancel := context.WithTimeout(ctx, statusTimeout)
+	defer cancel()
+	res, err := c.List(ctx, connect.NewRequest(&clusterv1.ListRequest{Kind: clusterv1.Kind_KIND_MIGRATION, Name: id, Stale: true}))
+	if err != nil || len(res.Msg.GetObjects()) != 1 || res.Msg.GetObjects()[0].GetMigration().GetId() != id {
+		return nil
+	}
+	return res.Msg.GetObjects()[0].GetMigration()
+}
+
+// modelOf is a GPU's, if it can be had.
+func (a *app) modelOf(ctx context.Context, gpu string) string {
+	c, err := a.connectCluster()
+	if err != nil {
+		return ""
+	}
+	ctx, cancel := context.WithTimeout(ctx, statusTimeout)
+	defer cancel()
+	res, err := c.List(ctx, connect.NewRequest(&clusterv1.ListRequest{Kind: clusterv1.Kind_KIND_GPU, Name: gpu, Stale: true}))
+	if err != nil || len(res.Msg.GetObjects()) != 1 {
+		return ""
+	}
+	return res.Msg.GetObjects()[0].GetGpu().GetModel()
+}
+
+// lasted writes how long something took, for a sentence.
+func lasted(ns int64) string {
+	d := time.Duration(ns)
+	switch {
+	case d >= 10*time.Minute:
+		return fmt.Sprintf("%d min %d s", int(d.Minutes()), int(d.Seconds())%60)
+	case d >= 10*time.Second:
+		return fmt.Sprintf("%.1f s", d.Seconds())
+	}
+	return duration(ns)
+}
+
+// moveProgress shows a migration of a VM.
+type moveProgress struct {
+	a          *app
+	bar        *progress
+	verb, name string
+	begun      bool
+	gpu, said  string
+}
+
+func (a *app) newMoveProgress(verb, name string) *moveProgress {
+	return &moveProgress{a: a, bar: a.newProgress(), verb: verb, name: name}
+}
+
+func (p *moveProgress) see(u *gpuctlv1.MachineProgress) error {
+	if p.a.structured() {
+		return p.a.printLine(view.Of(u))
+	}
+	switch {
+	case u.GetRefused() != nil || u.GetEnd() != "" || u.GetId() == "":
+		return nil
+	case !p.begun:
+		p.begun, p.gpu = true, u.GetGpu()
+		p.note("%s", beginWords(p.verb, p.name, u))
+	case u.GetGpu() != p.gpu && u.GetGpu() != "":
+		p.gpu = u.GetGpu()
+		p.note("now to %s", p.gpu)
+	}
+	if u.GetStep() == "" {
+		return nil
+	}
+	shown := stepShown(u)
+	if p.bar.columns > 0 && u.GetPredictedNs() > 0 {
+		all := "about " + lasted(u.GetPredictedNs())
+		if took := u.GetTookNs(); took >= int64(time.Second) {
+			all = lasted(took) + " of " + all
+		}
+		shown.Message = strings.TrimSuffix(all+", "+shown.GetMessage(), ", ")
+	}
+	if p.bar.columns == 0 && shown.GetStep() != p.bar.step {
+		shown.Message = news(shown.GetMessage(), &p.said)
+	}
+	p.bar.update(shown)
+	return nil
+}
+
+// news is a message, unless it was said before: every undo repeats why.
+func news(message string, said *string) string {
+	if message == *said {
+		return ""
+	}
+	*said = message
+	return message
+}
+
+// beginWords announce a migration.
+func beginWords(verb, name string, u *gpuctlv1.MachineProgress) string {
+	text := fmt.Sprintf("migration %s: %s of VM %s", u.GetId(), verb, name)
+	if u.GetGpu() != "" {
+		text += " to " + u.GetGpu()
+	}
+	if u.GetPredictedNs() > 0 {
+		text += ", about " + lasted(u.GetPredictedNs())
+	}
+	return text
+}
+
+// stepShown is a moment as progress shows those of sessions.
+func stepShown(u *gpuctlv1.MachineProgress) *gpuctlv1.Progress {
+	step := u.GetStep()
+	if u.GetUndo() {
+		step = "undo " + step
+	}
+	return &gpuctlv1.Progress{
+		Step: step, StepIndex: max(u.GetStepIndex(), 1) - 1, Steps: u.GetSteps(), BytesDone: u.GetBytesDone(), BytesTotal: u.GetBytesTotal(), Message: u.GetMessage(),
+	}
+}
+
+// note writes a line between the bars.
+func (p *moveProgress) note(format string, args ...any) {
+	p.bar.end()
+	p.bar.dirty = false
+	fmt.Fprintln(p.bar.w, clean(fmt.Sprintf(format, args...)))
+}
+
+func (p *moveProgress) again() {
+	p.end()
+	fmt.Fprintln(p.a.Err, "hostd went away; trying again")
+}
+
+func (p *moveProgress) end() {
+	p.bar.end()
+	p.bar.dirty = false
+}
+
+// refuseMachine lists every reason and returns the exit status.
+func (a *app) refuseMachine(verb, name string, r *gpuctlv1.MachinePlanResponse) error {
+	if n := r.GetMachine(); n != "" {
+		name = n
+	}
+	if rows := reasonRows(r); len(rows) > 0 && !a.structured() {
+		if err := table(a.Err, rejectionHeading(), rows); err != nil {
+			return err
+		}
+	}
+	return a.impossible(verb, name, r)
+}
+
+func (a *app) impossible(verb, name string, r *gpuctlv1.MachinePlanResponse) error {
+	why := "no GPU of the cluster can take it"
+	switch {
+	case len(r.GetReasons()) > 0:
+		why = "it can't be moved as it is"
+	case len(r.GetRejected()) == 0:
+		why = "the cluster has no other GPU (gpuctl get gpus)"
+	case verb == "migrate" && len(r.GetGpus()) == 0:
+		why = "no host of the cluster can take it"
+	}
+	return program.WithCode(fmt.Errorf("%s of VM %s refused: %s; it goes on as it was", verb, clean(name), why), program.Refused)
+}
+
+func possible(r *gpuctlv1.MachinePlanResponse) bool {
+	return len(r.GetReasons()) == 0 && len(r.GetCandidates()) > 0
+}
+
+func rejectionHeading() []string { return []string{"HOST", "GPU", "MODEL", "REASON"} }
+
+// reasonRows are all that speaks against a migration: first of the VM itself,
+// then host by host. What a row shares with the one above is left blank.
+func reasonRows(r *gpuctlv1.MachinePlanResponse) [][]string {
+	var rows [][]string
+	add := func(first []string, reasons []*gpuctlv1.Reason) {
+		for i, why := range reasons {
+			row := slices.Clone(first)
+			if i > 0 {
+				row = []string{" ", " ", " "}
+			}
+			rows = append(rows, append(row, why.GetMessage()))
+		}
+	}
+	add([]string{"any", "any", "any"}, r.GetReasons())
+	for _, x := range r.GetRejected() {
+		gpu, model := strings.TrimPrefix(x.GetGpu(), x.GetHost()+"/"), x.GetModel()
+		if gpu == "" {
+			gpu, model = "any", "any"
+		}
+		add([]string{x.GetHost(), gpu, model}, x.GetReasons())
+	}
+	return rows
+}
+
+// printMachinePlan says what would be done; exit status 3: nothing can be.
+func (a *app) printMachinePlan(verb string, r *gpuctlv1.MachinePlanResponse) error {
+	var refused error
+	if !possible(r) {
+		refused = a.impossible(verb, r.GetMachine(), r)
+	}
+	if a.structured() {
+		if err := a.print(view.Of(r)); err != nil {
+			return err
+		}
+		return refused
+	}
+	from := r.GetMachine() + " on " + r.GetHost()
+	if len(r.GetGpus()) > 0 {
+		from += " with " + strings.Join(r.GetGpus(), ", ")
+	}
+	rows := [][2]string{{"VM", from}}
+	if r.GetSessions() > 0 || r.GetGpuState() > 0 {
+		rows = append(rows, [2]string{"Applications", plural(int(r.GetSessions()), "session", "sessions") + ", " + size.Format(r.GetGpuState()) + " of GPU memory"})
+	}
+	if best := r.GetCandidates(); refused == nil {
+		to := "host " + best[0].GetHost()
+		if gpu := best[0].GetGpu(); gpu != "" {
+			to = fmt.Sprintf("%s (%s)", gpu, best[0].GetModel())
+		}
+		rows = append(rows, [2]string{"To", to},
+			[2]string{"Takes", takes(best[0])})
+	}
+	if err := a.pairs(rows); err != nil {
+		return err
+	}
+	if refused == nil {
+		if err := a.printCandidates(r.GetCandidates()); err != nil {
+			return err
+		}
+	}
+	if err := a.section("Rejected", rejectionHeading(), reasonRows(r)); err != nil {
+		return err
+	}
+	return refused
+}
+
+// takes is what a candidate is predicted to take.
+func takes(c *gpuctlv1.MachineCandidate) string {
+	text := "about " + lasted(c.GetPredictedNs())
+	if c.GetPredictedStopNs() > 0 {
+		text += fmt.Sprintf(", the applications stand still for %s of it", lasted(c.GetPredictedStopNs()))
+	}
+	return text
+}
+
+func (a *app) printCandidates(all []*gpuctlv1.MachineCandidate) error {
+	var rows, steps [][]string
+	for _, c := range all {
+		rows = append(rows, []string{
+			c.GetHost(), strings.TrimPrefix(c.GetGpu(), c.GetHost()+"/"), c.GetModel(), lastedOr(c.GetPredictedNs()), lastedOr(c.GetPredictedStopNs()), bytesOr(c.GetBytes(), ""),
+		})
+	}
+	for i, s := range all[0].GetSteps() {
+		steps = append(steps, []string{strconv.Itoa(i + 1), s.GetName(), lastedOr(s.GetPredictedNs()), bytesOr(s.GetBytes(), ""), s.GetWhat(), s.GetUndo()})
+	}
+	if err := a.section("Candidates, the best first", []string{"HOST", "GPU", "MODEL", "TAKES", "STANDS STILL", "COPIES"}, rows); err != nil {
+		return err
+	}
+	return a.section("Steps of the best", []string{"STEP", "NAME", "TAKES", "COPIES", "WHAT", "UNDO"}, steps)
+}
+
+// section is a table with a title, none if it has no rows.
+func (a *app) section(title string, heading []string, rows [][]string) error {
+	if len(rows) == 0 {
+		return nil
+	}
+	if err := a.say("\n" + title + ":"); err != nil {
+		return err
+	}
+	return table(a.Out, heading, rows)
+}
