@@ -189,7 +189,7 @@ func (k *Keeper) sliceAt(f pci.Address) *hold {
 // use is what is known of a card's slices beyond what the kernel shows, but
 // for one of them.
 func (k *Keeper) use(card pci.Address, but string) vgpu.Use {
-	u := vgpu.Use{Scheduled: map[string]uint32{}}
+	u := vgpu.Use{Scheduled: map[string]uint32{}, Profiles: map[string]string{}}
 	for _, h := range k.slicesOf(card) {
 		switch {
 		case h.key() == but:
@@ -199,6 +199,7 @@ func (k *Keeper) use(card pci.Address, but string) vgpu.Use {
 			}
 		default:
 			u.Held = append(u.Held, h.instance().ID)
+			u.Profiles[h.instance().ID] = h.Slice.Profile
 		}
 	}
 	return u
@@ -341,7 +342,7 @@ func (c *change) uncut(ctx context.Context) error {
 		if err != nil {
 			return err
 		}
-		if i := h.instance(); slices.ContainsFunc(there, func(x vgpu.Instance) bool { return x.ID == i.ID && x.Profile == i.Profile }) {
+		if i := h.instance(); slices.ContainsFunc(there, func(x vgpu.Instance) bool { return x.ID == i.ID }) {
 			if err := c.k.Slicer.Delete(ctx, i); err != nil {
 				return err
 			}

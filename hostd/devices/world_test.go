@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io/fs"
 	"log/slog"
 	"os"
 	"path/filepath"
@@ -26,7 +27,9 @@ var errCrashed = errors.New("hostd is dead")
 type world struct {
 	t    *testing.T
 	tree *pcitest.Tree
-	dir  string
+	root fs.FS // the machine's files: tree, or those of sliced
+	sliced
+	dir string
 
 	mu        sync.Mutex
 	driver    map[pci.Address]string // bound
@@ -79,6 +82,7 @@ func newWorld(t *testing.T) *world {
 			w.driver[f.Address], w.native[f.Address] = f.Driver, f.Driver
 		}
 	}
+	w.root = w.tree.FS()
 	w.start()
 	return w
 }
@@ -101,12 +105,14 @@ func (w *world) file() string { return filepath.Join(w.dir, "cards.json") }
 // start is hostd's start.
 func (w *world) start() {
 	w.t.Helper()
-	k, err := New(Config{
-		Root: w.tree.FS(), File: w.file(), Binder: w, Resetter: w, Hypervisor: w, Machines: w, Isolation: w, Guests: w, Cluster: cluster{w},
+	c := Config{
+		Root: w.root, File: w.file(), Binder: w, Resetter: w, Hypervisor: w, Machines: w, Isolation: w, Guests: w, Cluster: cluster{w},
 		GPUs: w.gpus, Now: w.clock, Pending: func(string) bool { return w.pending }, Log: slog.New(slog.DiscardHandler),
 		Event:  w.event,
 		Timing: Timing{Verify: 30 * time.Millisecond, Step: time.Second, Grace: time.Minute},
-	})
+	}
+	w.cuts(&c)
+	k, err := New(c)
 	if err != nil {
 		w.t.Fatal(err)
 	}
@@ -270,7 +276,7 @@ func (w *world) Check(_ context.Context, uuid string) ([]*gpuctlv1.Reason, error
 // give is what the hypervisor does when a VM gets a function.
 func (w *world) give(uuid string, f pci.Address) error {
 	switch {
-	case w.driver[f] != "pciback":
+	case w.driver[f] != "pciback" && !w.vendorTyped(f):
 		return fmt.Errorf("%s is not assignable", f)
 	case w.owner[f] != "":
 		return fmt.Errorf("%s is in use", f)
@@ -314,9 +320,9 @@ func (w *world) LetGo(_ context.Context, uuid string, f pci.Address) error {
 }
 
 func (w *world) gpus(context.Context) ([]*clusterv1.GPU, error) {
-	return []*clusterv1.GPU{
+	return append([]*clusterv1.GPU{
 		{Name: "nvidia-0", PciAddress: card4[0].String(), Model: "Quadro"}, {Name: card1[0].String(), PciAddress: card1[0].String(), Model: "A10"}, {Name: "pocl-0"},
-	}, nil
+	}, w.slicedGPUs()...), nil
 }
 
 // stop is what libvirt and the hypervisor do when a VM ends.
@@ -326,6 +332,11 @@ func (w *world) stop(uuid string) {
 	for f, o := range w.owner {
 		if o == uuid {
 			w.owner[f] = ""
+		}
+	}
+	for id, o := range w.mediated {
+		if o == uuid {
+			delete(w.mediated, id)
 		}
 	}
 	w.mu.Unlock()
@@ -377,19 +388,22 @@ func (c cluster) Claim(_ context.Context, claim *clusterv1.Claim) (*clusterv1.Cr
 		if c.noQuorum {
 			return errors.New("the cluster has no leader now")
 		}
-		for _, gpu := range []string{"nvidia-0", card1[0].String()} {
+		for _, gpu := range []string{"nvidia-0", card1[0].String(), slicedGPU} {
 			if !strings.Contains(claim.GetExpr(), fmt.Sprintf("%q", gpu)) {
 				continue
 			}
 			taken := false
-			for _, other := range c.claims {
-				taken = taken || other == gpu
+			for id, other := range c.claims {
+				taken = taken || other == gpu && (claim.GetProfile() == "" || c.profiles[id] == "")
 			}
 			if taken {
 				res.Rejected = append(res.Rejected, &clusterv1.Rejection{Host: "h", Gpu: "h/" + gpu, Reasons: []*gpuctlv1.Reason{why("taken", "it is claimed")}})
 				continue
 			}
 			c.claims[claim.GetId()] = gpu
+			if claim.GetProfile() != "" {
+				c.profiles[claim.GetId()] = claim.GetProfile()
+			}
 			res.Assignments = []*clusterv1.Assignment{{Gpu: "h/" + gpu, Host: "h"}}
 			res.Rejected = nil
 			return nil
@@ -439,13 +453,14 @@ func (w *world) check() {
 	}
 	for id, gpu := range w.claims {
 		used := false
-		for _, h := range w.keeper.holds {
+		for h := range w.keeper.each() {
 			used = used || h.Claim == id && h.GPU == gpu
 		}
 		if !used {
 			w.t.Errorf("claim %s of %s stands for nothing", id, gpu)
 		}
 	}
+	w.checkSlices()
 	if len(w.keeper.busy)+len(w.keeper.claiming) > 0 {
 		w.t.Errorf("left busy: %v %v", w.keeper.busy, w.keeper.claiming)
 	}

@@ -110,6 +110,18 @@ func (m *Manager) typeNames(vfs []vendorVF) func(uint32) string {
 	return func(id uint32) string { return names[id] }
 }
 
+// learn takes names of types from who made instances of them: a full card's
+// driver names them no more.
+func (m *Manager) learn(vfs []vendorVF, use Use) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	for _, v := range vfs {
+		if name := use.Profiles[v.address.String()]; v.current != 0 && m.seen[v.current] == "" && isName(name) {
+			m.seen[v.current] = name
+		}
+	}
+}
+
 func (m *Manager) vendorInstances(card *pci.Card) ([]Instance, error) {
 	vfs := m.vendorVFs(card)
 	name := m.typeNames(vfs)
@@ -129,6 +141,7 @@ func (m *Manager) vendorInstances(card *pci.Card) ([]Instance, error) {
 // driver offers; of the former, those that it does not offer now are full.
 func (m *Manager) vendorProfiles(card *pci.Card, use Use) ([]Profile, error) {
 	vfs := m.vendorVFs(card)
+	m.learn(vfs, use)
 	r := m.rules(card, use)
 	name := m.typeNames(vfs)
 	existing := map[string]uint32{}

@@ -66,6 +66,7 @@ type Instance struct {
 type Use struct {
 	Scheduled map[string]uint32 // instances by profile that are promised and do not exist yet
 	Held      []string          // ids of instances that somebody has
+	Profiles  map[string]string // of those, by id, as far as they are known
 	Mixed     bool              // the GPU is in the mode for vGPUs of several sizes (NVML)
 }
 

@@ -612,3 +612,23 @@ func FuzzParseCreatable(f *testing.F) {
 		}
 	})
 }
+
+// After a restart the driver of a full card does not say any more what its
+// types are called; who has the instances does.
+func TestNamesFromHolders(t *testing.T) {
+	fake := vendorMachine("2")
+	m, card := manager(t, fake)
+	i, _, err := m.Create(t.Context(), card, "A10-24Q", "", vgpu.Use{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	anew, _ := manager(t, fake)
+	use := vgpu.Use{Held: []string{i.ID}}
+	if p := list(t, anew, card, use); p["A10-24Q"].Existing != 0 || p["type-590"].Existing != 1 {
+		t.Errorf("%+v", p)
+	}
+	use.Profiles = map[string]string{i.ID: "A10-24Q"}
+	if p := list(t, anew, card, use); p["A10-24Q"].Existing != 1 || !strings.Contains(p["A10-24Q"].Why, "1 is the most") {
+		t.Errorf("%+v", p)
+	}
+}
