@@ -42,7 +42,7 @@ check:
 
 # The end-to-end tests follow on their own: they need the machine to themselves.
 unit:
-	CGO_ENABLED=1 $(GO) test -race -timeout 8m $$($(GO) list $(PKGS) | grep -v -e /test/e2e -e /test/property -e /test/cluster -e /test/libvirt)
+	CGO_ENABLED=1 $(GO) test -race -timeout 8m $$($(GO) list $(PKGS) | grep -v -e /test/e2e -e /test/property -e /test/cluster -e /test/libvirt -e /test/migrate)
 
 conform:
 	$(GO) test -count=1 -timeout 8m -run '^TestConform' -v ./test/e2e
@@ -53,7 +53,7 @@ cluster-e2e:
 
 # Two real libvirtds in namespaces, with guests of qemu.
 libvirt-e2e:
-	$(GO) test -count=1 -timeout 8m -v ./test/libvirt
+	$(GO) test -count=1 -p 1 -timeout 8m -v ./test/libvirt ./test/migrate
 
 e2e:
 	$(GO) test -count=1 -timeout 12m -skip '^TestConform' -v ./test/e2e

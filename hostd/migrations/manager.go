@@ -52,6 +52,8 @@ type Manager struct {
 	mu   sync.Mutex
 	ctx  context.Context
 	runs map[string]*watched // those that run here
+	// starting are the VMs, by UUID, of which one is being begun.
+	starting map[string]bool
 }
 
 // watched is a migration that runs here, with who watches.
@@ -70,7 +72,7 @@ func New(c Config) *Manager {
 	if c.Every == 0 {
 		c.Every = 2 * time.Second
 	}
-	return &Manager{Config: c, runs: map[string]*watched{}}
+	return &Manager{Config: c, runs: map[string]*watched{}, starting: map[string]bool{}}
 }
 
 // Run goes on with what this host drove before and with what others can't any

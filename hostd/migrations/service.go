@@ -108,6 +108,12 @@ func (s *Service) Start(ctx context.Context, req *connect.Request[gpuctlv1.Machi
 		in, err := there.Start(ctx, connect.NewRequest(req.Msg))
 		return pass(in, err, out)
 	}
+	// Nothing else may begin for this VM between the plan and the record.
+	end, err := s.m.alone(machine)
+	if err != nil {
+		return err
+	}
+	defer func() { end() }()
 	p, facts, err := s.m.plan(ctx, req.Msg.GetPlan(), machine.GetUuid())
 	if err != nil {
 		return err
@@ -140,10 +146,27 @@ func (s *Service) Start(ctx context.Context, req *connect.Request[gpuctlv1.Machi
 		return err
 	}
 	w := s.m.begin(kept)
+	end()
+	end = func() {}
 	if req.Msg.GetNoWait() {
 		return out.Send(progress(kept, 0, 0))
 	}
 	return s.m.watch(ctx, w, out.Send)
+}
+
+// alone makes the beginning of a migration of a VM the caller's.
+func (m *Manager) alone(machine *gpuctlv1.Machine) (end func(), err error) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.starting[machine.GetUuid()] {
+		return nil, connect.NewError(connect.CodeFailedPrecondition, fmt.Errorf("a migration of vm %s is just being begun", machine.GetName()))
+	}
+	m.starting[machine.GetUuid()] = true
+	return func() {
+		m.mu.Lock()
+		defer m.mu.Unlock()
+		delete(m.starting, machine.GetUuid())
+	}, nil
 }
 
 // mostCandidates are tried after the first.
