@@ -37,8 +37,16 @@ func readNames(root fs.FS, want map[id]bool) map[id]string {
 func parseNames(r io.Reader, want map[id]bool) map[id]string {
 	found := map[id]string{}
 	lines := bufio.NewScanner(io.LimitReader(r, maxNamesFile))
+	vendors := map[uint16]bool{}
+	for i := range want {
+		vendors[i.vendor] = true
+	}
 	var at id
 	for lines.Scan() {
+		// Most of the file is about others; it is read on every scan.
+		if b := lines.Bytes(); len(b) == 0 || b[0] == '\t' && !vendors[at.vendor] {
+			continue
+		}
 		line := lines.Text()
 		depth := len(line) - len(strings.TrimLeft(line, "\t"))
 		line = line[depth:]
