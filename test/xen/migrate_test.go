@@ -1,0 +1,192 @@
+package xen
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/gpuctl/gpuctl/lab/labtest"
+)
+
+// migration is a migration as gpuctl shows it.
+type migration struct {
+	ID        string `json:"id"`
+	State     string `json:"state"`
+	Message   string `json:"message"`
+	StoppedNs int64  `json:"stopped_ns"`
+	Machine   struct {
+		PredictedNs     int64  `json:"predicted_ns"`
+		PredictedStopNs int64  `json:"predicted_stop_ns"`
+		ToGPU           string `json:"to_gpu"`
+	} `json:"machine"`
+	Steps []struct {
+		Name   string `json:"name"`
+		TookNs int64  `json:"took_ns"`
+		Undo   bool   `json:"undo"`
+		Error  string `json:"error"`
+	} `json:"steps"`
+}
+
+// last is the migration that began last.
+func (h *host) last(ctx context.Context) migration {
+	h.t.Helper()
+	var all struct {
+		Items []json.RawMessage `json:"items"`
+	}
+	out := h.must(ctx, "get", "migrations", "-o", "json")
+	var list []json.RawMessage
+	if err := json.Unmarshal([]byte(out), &list); err != nil {
+		if err := json.Unmarshal([]byte(out), &all); err != nil {
+			h.t.Fatalf("%v: %s", err, out)
+		}
+		list = all.Items
+	}
+	var newest migration
+	started := int64(-1)
+	for _, raw := range list {
+		var m struct {
+			migration
+			Started any   `json:"started"`
+			At      int64 `json:"started_unix_ms"`
+		}
+		if err := json.Unmarshal(raw, &m); err != nil {
+			h.t.Fatalf("%v: %s", err, raw)
+		}
+		if m.At > started {
+			newest, started = m.migration, m.At
+		}
+	}
+	return newest
+}
+
+func (m migration) String() string {
+	var b strings.Builder
+	fmt.Fprintf(&b, "%s %s, stood still %.1f s (predicted %.1f s): %s;", m.ID, m.State, float64(m.StoppedNs)/1e9, float64(m.Machine.PredictedStopNs)/1e9, m.Message)
+	for _, s := range m.Steps {
+		name := s.Name
+		if s.Undo {
+			name = "undo " + name
+		}
+		fmt.Fprintf(&b, " %s %.2f", name, float64(s.TookNs)/1e9)
+		if s.Error != "" {
+			fmt.Fprintf(&b, " (%s)", s.Error)
+		}
+	}
+	return b.String()
+}
+
+// TestMigrate moves a VM with its GPU while an OpenCL program runs in it: to a
+// lower model, to the other host, to a higher model.
+func TestMigrate(t *testing.T) {
+	l := labtest.Start(t)
+	ctx, cancel := context.WithTimeout(t.Context(), 28*time.Minute)
+	defer cancel()
+	a, b := install(ctx, t, l.Hosts()[0]), install(ctx, t, l.Hosts()[1])
+	a.must(ctx, "cluster", "init")
+	token := strings.Fields(a.must(ctx, "cluster", "token", "create", "--name", b.Name))[0]
+	b.must(ctx, "cluster", "join", token)
+	g, err := labtest.NewComputeGuest(ctx, l)
+	must(t, err)
+	g.Name = "web"
+	t.Cleanup(func() {
+		if !t.Failed() {
+			return
+		}
+		ctx, cancel := context.WithTimeout(context.Background(), 2*time.Minute)
+		defer cancel()
+		for _, h := range []*host{a, b} {
+			out, _ := labtest.Journal(ctx, h.Host, unit)
+			t.Logf("hostd of %s: %s", h.Name, out[max(0, len(out)-8<<10):])
+		}
+		out, err := g.AgentLog(ctx)
+		t.Logf("gpuguest: %s %v", out[max(0, len(out)-4<<10):], err)
+	})
+	step := func(name string, run func()) {
+		t.Helper()
+		if t.Failed() {
+			return
+		}
+		began := time.Now()
+		run()
+		t.Logf("== %s: %.1f s", name, time.Since(began).Seconds())
+	}
+	var e *labtest.Endurance
+	var boot string
+	step("a VM with a GPU", func() {
+		must(t, g.Create(ctx, a.Host, virtio))
+		a.has(ctx, "web", virtio)
+		e, err = g.StartEndure(ctx, "endure", labtest.Endure{KiB: 64, Ballast: 1, PauseMS: 200, Seed: 3})
+		must(t, err)
+		must(t, e.WaitIteration(ctx, 2))
+		boot, err = g.BootID(ctx)
+		must(t, err)
+	})
+	goesOn := func() {
+		t.Helper()
+		all, err := e.Progress(ctx)
+		must(t, err)
+		must(t, e.WaitIteration(ctx, uint64(len(all))+2))
+	}
+	show := func(h *host) {
+		t.Helper()
+		m := h.last(ctx)
+		t.Log(m)
+		if m.State != "done" {
+			t.Errorf("it ended as %s", m.State)
+		}
+	}
+	step("plan", func() {
+		t.Log(b.must(ctx, "downgrade", "web", "--plan"))
+		t.Log(b.must(ctx, "migrate", "web", "--plan"))
+	})
+	step("downgrade", func() {
+		t.Log(a.must(ctx, "downgrade", "web", "--to", "xena/"+bochs))
+		show(a)
+		a.has(ctx, "web", bochs)
+		a.free(ctx, virtio, "virtio-pci")
+		goesOn()
+	})
+	step("migrate", func() {
+		t.Log(a.must(ctx, "migrate", "web", "--to", "xenb/"+bochs))
+		g.Moved(b.Host)
+		show(b)
+		b.has(ctx, "web", bochs)
+		a.free(ctx, bochs, "")
+		goesOn()
+	})
+	step("upgrade", func() {
+		t.Log(a.must(ctx, "upgrade", "web")) // asked of the host where it is no more
+		show(b)
+		b.has(ctx, "web", virtio)
+		b.free(ctx, bochs, "")
+		goesOn()
+	})
+	step("the right result", func() {
+		n, err := e.Finish(ctx)
+		must(t, err)
+		t.Logf("%d iterations", n)
+		if now, err := g.BootID(ctx); err != nil || now != boot {
+			t.Errorf("the VM booted anew: %s, %s, %v", boot, now, err)
+		}
+		must(t, g.Healthy(ctx))
+	})
+	step("the timeline", func() {
+		m := b.last(ctx)
+		svg := b.must(ctx, "describe", "migration", m.ID, "-o", "svg")
+		if !strings.HasPrefix(svg, "<svg") {
+			t.Errorf("%.100s", svg)
+		}
+		if dir := os.Getenv("GPUCTL_LAB_OUT"); dir != "" {
+			must(t, os.WriteFile(filepath.Join(dir, m.ID+".svg"), []byte(svg), 0o644))
+		}
+		t.Log(b.must(ctx, "describe", "migration", m.ID))
+		t.Log(a.must(ctx, "get", "gpus"))
+	})
+	must(t, g.Destroy(ctx))
+	b.free(ctx, virtio, "virtio-pci")
+}
