@@ -180,7 +180,7 @@ func (h *Host) devices(ctx context.Context) ([]*clusterv1.GPU, error) {
 		cancel()
 	}
 	if h.Cards != nil {
-		in.Catalog = h.Cards.Catalog.Lookup
+		in.Catalog, in.Profiles = h.Cards.Catalog.Lookup, h.Cards.Keeper.Profiles
 	}
 	gpus, warnings := discover.Merge(in)
 	for _, w := range warnings {

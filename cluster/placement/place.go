@@ -897,12 +897,25 @@ func (r *run) whole(m *member, free bool) cause {
 	return 0
 }
 
+// unlike is a profile that is taken of the GPU and does not go together with p.
+func (m *member) unlike(p *clusterv1.Profile) string {
+	if p.GetApart() == "" || len(m.host.taken) == 0 {
+		return ""
+	}
+	for _, other := range m.gpu.class.profiles {
+		if other.GetApart() != "" && other.GetApart() != p.GetApart() && m.host.taken[instance(m.gpu.object, other.GetName())] > 0 {
+			return other.GetName()
+		}
+	}
+	return ""
+}
+
 // slice takes one of a profile.
 func (r *run) slice(m *member, p *clusterv1.Profile, room uint64) cause {
 	switch {
 	case p.GetMemory() == 0: // it cannot be accounted for
 		return causeProfile
-	case p.GetMemory() > room, m.host.taken[instance(m.gpu.object, p.GetName())] >= p.GetMaxInstances():
+	case p.GetMemory() > room, m.host.taken[instance(m.gpu.object, p.GetName())] >= p.GetMaxInstances(), m.unlike(p) != "":
 		return causeBusy
 	}
 	m.kind, m.profile, m.amount = clusterv1.VGPUKind_VGPU_KIND_VENDOR, p.GetName(), p.GetMemory()

@@ -254,6 +254,40 @@ func TestAReservationIsItsOwners(t *testing.T) {
 	}
 }
 
+// Slices of two sizes do not go together where the card cannot have both.
+func TestSlicesApart(t *testing.T) {
+	c := placementtest.NewCluster()
+	profiles := []*clusterv1.Profile{
+		{Name: "4Q", Memory: 4 * gib, MaxInstances: 6, Apart: "time 4GiB"}, {Name: "8Q", Memory: 8 * gib, MaxInstances: 3, Apart: "time 8GiB"},
+		{Name: "8C", Memory: 8 * gib, MaxInstances: 3, Apart: "time 8GiB"}, {Name: "vf", Memory: gib, MaxInstances: 9},
+	}
+	card := func(name string) *clusterv1.GPU {
+		return &clusterv1.GPU{Name: name, Model: "card", Present: true, Profiles: profiles, IsolationGroup: name, Limits: &gpuctlv1.Limits{GlobalMemory: 24 * gib}}
+	}
+	report(t, c, "a", card("g0"), card("g1"))
+	for i, x := range []struct{ profile, want string }{
+		{"8Q", "a/g0 8Q"},
+		{"4Q", "a/g1 4Q"},
+		{"8C", "a/g0 8C"},
+		{"vf", "a/g0 vf"},
+		{"4Q", "a/g1 4Q"},
+		{"8Q", ""}, // 7 GiB are left of the first
+	} {
+		k := &claim{Id: fmt.Sprint("c", i), Profile: x.profile}
+		d := place(c, placement.Request{Claim: k})
+		got := ""
+		if d.OK() {
+			got = d.Candidates[0].Choices[0].GetGpu() + " " + x.profile
+			if r := c.Put(k, d.Candidates[0].Choices); r.GetOutcome() != okay {
+				t.Errorf("%d: %v", i, r)
+			}
+		}
+		if got != x.want {
+			t.Errorf("%d: %q, want %q (%s)", i, got, x.want, d.Summary())
+		}
+	}
+}
+
 func TestSlices(t *testing.T) {
 	c := placementtest.NewCluster()
 	profiles := []*clusterv1.Profile{{Name: "1g", Memory: 5 * gib, MaxInstances: 2}, {Name: "3g", Memory: 20 * gib, MaxInstances: 2}, {Name: "odd"}}

@@ -109,8 +109,27 @@ func (t *tx) room(g *clusterv1.GPU, kind clusterv1.VGPUKind, profile *clusterv1.
 		if n := t.instances(g.GetId(), profile.GetName()); n >= profile.GetMaxInstances() {
 			out = append(out, reason("profile", "GPU %s: %d of %d instances of profile %s are taken", g.GetId(), n, profile.GetMaxInstances(), profile.GetName()))
 		}
+		if other := t.unlike(g, profile); other != "" {
+			out = append(out, reason("profile", "GPU %s: profile %s does not go together with %s, which is taken", g.GetId(), profile.GetName(), other))
+		}
 	}
 	return out
+}
+
+// unlike is a profile held of a GPU with which another does not go together.
+func (r reader) unlike(g *clusterv1.GPU, p *clusterv1.Profile) string {
+	if p.GetApart() == "" {
+		return ""
+	}
+	for v := range r.VGPUsOfGPU(g.GetId()) {
+		if !profiled(v.GetKind()) {
+			continue
+		}
+		if other := profileOf(g, v.GetProfile()); other.GetApart() != "" && other.GetApart() != p.GetApart() {
+			return other.GetName()
+		}
+	}
+	return ""
 }
 
 // instances of a profile that are held on a GPU.

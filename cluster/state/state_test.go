@@ -315,6 +315,28 @@ func TestSharesAndSlicesFit(t *testing.T) {
 	}
 }
 
+func TestProfilesApart(t *testing.T) {
+	r := newRig(t)
+	op := testHost("h", 1)
+	op.Gpus[0].Limits.GlobalMemory = 100
+	op.Gpus[0].Profiles = []*clusterv1.Profile{
+		{Name: "p", Memory: 20, MaxInstances: 4, Apart: "time 20"}, {Name: "q", Memory: 20, MaxInstances: 4, Apart: "time 20"},
+		{Name: "r", Memory: 10, MaxInstances: 8, Apart: "time 10"}, {Name: "vf", Memory: 10, MaxInstances: 8},
+	}
+	r.do(op)
+	slice := func(profile string) *clusterv1.Choice {
+		return &clusterv1.Choice{Gpu: "h/g0", Kind: clusterv1.VGPUKind_VGPU_KIND_VENDOR, Profile: profile}
+	}
+	r.want(ok, "", put("a", slice("p")))
+	r.want(ok, "", put("b", slice("q")))
+	r.want(ok, "", put("c", slice("vf")))
+	if res := r.want(noCapacity, "profile r does not go together with", put("d", slice("r"))); codes(res) != "profile" {
+		t.Errorf("%v", res)
+	}
+	op.Gpus[0].Profiles[0].Apart = strings.Repeat("x", 1000)
+	r.want(invalid, "apart", op)
+}
+
 func TestAssignIsAllOrNothing(t *testing.T) {
 	r := newRig(t)
 	r.do(testHost("h", 3))

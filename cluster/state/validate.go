@@ -271,6 +271,11 @@ func checkProfiles(gpu string, profiles []*clusterv1.Profile) error {
 		if err := firstOf(title(what, p.GetName(), true), memory(what+" "+p.GetName(), p.GetMemory())); err != nil {
 			return err
 		}
+		if p.GetApart() != "" {
+			if err := title(what+" "+p.GetName()+": apart", p.GetApart(), false); err != nil {
+				return err
+			}
+		}
 		if p.GetMaxInstances() > maxInstances {
 			return fmt.Errorf("%s %s: %d instances: at most %d", what, p.GetName(), p.GetMaxInstances(), maxInstances)
 		}

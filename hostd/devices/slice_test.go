@@ -37,7 +37,8 @@ type sliced struct {
 
 // newSliced is a world with a third card, which can be cut in one way.
 func newSliced(t *testing.T, kind vgpu.Kind, vfs int) *world {
-	w := newWorld(t)
+	t.Helper()
+	w := emptyWorld(t)
 	m := sysfstest.New()
 	m.Add(pcitest.Port("0000:00:01.0", "", -1, pci.PortRoot, pcitest.FullACS()), pcitest.Port("0000:00:02.0", "", -1, pci.PortRoot, pcitest.FullACS()),
 		pcitest.Port("0000:00:03.0", "", -1, pci.PortRoot, pcitest.FullACS()))
@@ -46,7 +47,15 @@ func newSliced(t *testing.T, kind vgpu.Kind, vfs int) *world {
 	m.Add(pcitest.SRIOVAccelerator("0000:07", "0000:00:03.0", -1, 0, 4, 0)...)
 	w.machine, w.root, w.vfs = m, m, vfs
 	w.mediated, w.profiles = map[string]string{}, map[string]string{}
-	w.driver[slicedPF], w.native[slicedPF] = "nvidia", "nvidia"
+	cards, err := pci.Scan(m)
+	if err != nil || len(cards) != 3 {
+		t.Fatalf("%d cards, %v", len(cards), err)
+	}
+	for _, c := range cards {
+		for _, f := range c.Functions {
+			w.driver[f.Address], w.native[f.Address] = f.Driver, f.Driver
+		}
+	}
 	if vfs > 0 {
 		if err := m.Write(t.Context(), "sys/bus/pci/devices/"+slicedPF.String()+"/sriov_numvfs", fmt.Sprint(vfs)); err != nil {
 			t.Fatal(err)
@@ -603,6 +612,7 @@ func TestEndAtEveryCallOfSlices(t *testing.T) {
 	for _, name := range slices.Sorted(maps.Keys(sliceScenarios)) {
 		s := sliceScenarios[name]
 		t.Run(name, func(t *testing.T) {
+			t.Parallel()
 			for _, after := range []bool{false, true} {
 				for n := 1; ; n++ {
 					w := newSliced(t, s.kind, s.vfs)

@@ -61,15 +61,8 @@ const uuid1, uuid2 = "11111111-1111-1111-1111-111111111111", "22222222-2222-2222
 
 func newWorld(t *testing.T) *world {
 	t.Helper()
-	w := &world{
-		t: t, tree: pcitest.New(t), dir: t.TempDir(), driver: map[pci.Address]string{}, native: map[pci.Address]string{}, owner: map[pci.Address]string{},
-		dirty: map[pci.Address]string{}, stored: map[string][]pci.Address{}, claims: map[string]string{}, dead: map[pci.Address]bool{}, deaf: map[string]bool{},
-		resetFail: map[pci.Address]error{}, now: time.Unix(1e9, 0),
-		machines: map[string]*Machine{
-			uuid1: {UUID: uuid1, Name: "one", State: "running", Type: "hvm", Persistent: true},
-			uuid2: {UUID: uuid2, Name: "two", State: "running", Type: "hvm", Persistent: true},
-		},
-	}
+	w := emptyWorld(t)
+	w.tree = pcitest.New(t)
 	w.tree.Add(pcitest.Port("0000:00:01.0", "", -1, pci.PortRoot, pcitest.FullACS()), pcitest.Port("0000:00:02.0", "", -1, pci.PortRoot, pcitest.FullACS()))
 	w.tree.Add(pcitest.NVIDIACard("0000:65:00", "0000:00:01.0", -1, 0)...)
 	w.tree.Add(pcitest.SRIOVAccelerator("0000:06", "0000:00:02.0", -1, 0, 0, 0)...)
@@ -85,6 +78,20 @@ func newWorld(t *testing.T) *world {
 	w.root = w.tree.FS()
 	w.start()
 	return w
+}
+
+// emptyWorld has two VMs and no cards.
+func emptyWorld(t *testing.T) *world {
+	t.Helper()
+	return &world{
+		t: t, dir: t.TempDir(), driver: map[pci.Address]string{}, native: map[pci.Address]string{}, owner: map[pci.Address]string{},
+		dirty: map[pci.Address]string{}, stored: map[string][]pci.Address{}, claims: map[string]string{}, dead: map[pci.Address]bool{}, deaf: map[string]bool{},
+		resetFail: map[pci.Address]error{}, now: time.Unix(1e9, 0),
+		machines: map[string]*Machine{
+			uuid1: {UUID: uuid1, Name: "one", State: "running", Type: "hvm", Persistent: true},
+			uuid2: {UUID: uuid2, Name: "two", State: "running", Type: "hvm", Persistent: true},
+		},
+	}
 }
 
 func address(s string) pci.Address {

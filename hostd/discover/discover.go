@@ -32,6 +32,8 @@ type Input struct {
 	RuntimeKey func(*gpuctlv1.GPU) string
 	// Catalog knows models by their PCI ids; nil: nobody does.
 	Catalog func(*pci.Device) (catalog.Entry, bool)
+	// Profiles are the slices that a card can be cut into for VMs; nil: none.
+	Profiles func(*pci.Card) []*clusterv1.Profile
 	// Ours says that a process uses a GPU by an assignment; nil: none does.
 	Ours func(pid uint32) bool
 }
@@ -208,8 +210,26 @@ func (e *entry) gpu(in Input) *clusterv1.GPU {
 			g.RuntimeKey = in.RuntimeKey(r)
 		}
 	}
+	if e.card != nil && in.Profiles != nil {
+		g.Profiles = profiles(in.Profiles(e.card), g.GetProfiles())
+	}
 	g.Health, g.HealthReason = e.health(in)
 	return g
+}
+
+// profiles are those for VMs and those of MIG. Of one name the former counts:
+// it says what VMs have, too.
+func profiles(machines, mig []*clusterv1.Profile) []*clusterv1.Profile {
+	out := machines
+	for _, p := range mig {
+		if !slices.ContainsFunc(machines, func(m *clusterv1.Profile) bool { return m.GetName() == p.GetName() }) {
+			if len(machines) > 0 {
+				p.Apart = "mig" // as vgpu.Profile has it
+			}
+			out = append(out, p)
+		}
+	}
+	return out
 }
 
 func (e *entry) fromCard(g *clusterv1.GPU) {

@@ -23,6 +23,7 @@ import (
 	"github.com/gpuctl/gpuctl/passthrough/reset"
 	"github.com/gpuctl/gpuctl/passthrough/sysfs"
 	"github.com/gpuctl/gpuctl/passthrough/uevent"
+	"github.com/gpuctl/gpuctl/passthrough/vgpu"
 	"github.com/gpuctl/gpuctl/passthrough/xen"
 )
 
@@ -84,6 +85,7 @@ func Open(ctx context.Context, o Options) (p *Platform, err error) {
 		Root: o.Root, File: filepath.Join(o.Dir, "cards.json"), Resetter: resetter{p.resetter, p.Catalog, o.Log},
 		Cluster: o.Cluster, GPUs: o.GPUs, Event: o.Event, Log: o.Log, Park: o.Config.Park,
 	}
+	c.Slicer = vgpu.New(o.Root, p.Catalog.Lookup, vgpu.WithSwitch(switchNVIDIA(o.Root)))
 	if err := p.hypervisor(ctx, o, &c); err != nil {
 		return p, err
 	}
@@ -199,7 +201,7 @@ func (p *Platform) hypervisor(ctx context.Context, o Options, c *devices.Config)
 	p.close = append(p.close, client.Close)
 	c.Machines = machines{client}
 	if !isXen {
-		c.Hypervisor = kvmHypervisor{client}
+		c.Hypervisor, c.Mediated = kvmHypervisor{client}, mediated{client}
 	}
 	return nil
 }

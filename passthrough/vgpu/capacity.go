@@ -154,11 +154,13 @@ func slicesOf(profile string) int {
 	return 0
 }
 
-func sum(counts map[string]uint32) (total uint32) {
+// sum stays at the most that it can be.
+func sum(counts map[string]uint32) uint32 {
+	total := uint64(0)
 	for _, n := range counts {
-		total += n
+		total = min(total+uint64(n), math.MaxUint32)
 	}
-	return total
+	return uint32(total)
 }
 
 // plain is a type's name without the maker's: "NVIDIA A40-8Q" and
