@@ -53,6 +53,19 @@ func TestSettings(t *testing.T) {
 			t.Errorf("%s=%q, want %q", name, got, want)
 		}
 	}
+	for _, order := range []struct {
+		how    string
+		others []string
+	}{
+		{"Before", []string{"libvirtd.service", "virtxend.service", "virtqemud.service"}}, // their hooks ask hostd
+		{"After", []string{"network-online.target", "xen.service", "xenstored.service", "libvirtd.socket"}},
+	} {
+		for _, other := range order.others {
+			if !slices.Contains(strings.Fields(s[order.how]), other) {
+				t.Errorf("the unit is not ordered %s=%s", order.how, other)
+			}
+		}
+	}
 	if _, ok := s["DeviceAllow"]; ok {
 		t.Error("DeviceAllow= forbids all devices that it does not name")
 	}
