@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"strings"
 
 	"connectrpc.com/connect"
@@ -67,7 +68,7 @@ func (a *app) printCards(res *gpuctlv1.ListCardsResponse) error {
 	}
 	heading := []string{"GPU", "MODEL", "MEMORY", "DRIVER", "PHASE", "VM"}
 	if a.wide() {
-		heading = append(heading, "FUNCTIONS", "GROUP", "DOM0", "RESET", "CLAIM")
+		heading = append(heading, "FUNCTIONS", "GROUP", "DOM0", "RESET", "CLAIM", "PROFILES")
 	}
 	var rows [][]string
 	for _, c := range res.GetCards() {
@@ -85,11 +86,43 @@ func (a *app) printCards(res *gpuctlv1.ListCardsResponse) error {
 		}
 		row := []string{c.GetGpu(), a.cut(c.GetModel(), 40), bytesOr(c.GetMemory(), ""), driver, phase, c.GetMachineName()}
 		if a.wide() {
-			row = append(row, strings.Join(functions, ","), c.GetGroup(), c.GetDom0Access(), c.GetResetMethod(), c.GetClaim())
+			row = append(row, strings.Join(functions, ","), c.GetGroup(), c.GetDom0Access(), c.GetResetMethod(), c.GetClaim(), sliceProfiles(c))
 		}
 		rows = append(rows, row)
+		for _, s := range c.GetSlices() {
+			rows = append(rows, a.sliceRow(c, s, len(heading)))
+		}
 	}
 	return table(a.Out, heading, rows)
+}
+
+// sliceProfiles are those that a card can be cut into, with how many more of
+// each there could be.
+func sliceProfiles(c *gpuctlv1.Card) string {
+	var out []string
+	for _, p := range c.GetProfiles() {
+		out = append(out, fmt.Sprintf("%s×%d", p.GetName(), p.GetFree()))
+	}
+	return strings.Join(out, ",")
+}
+
+// sliceRow is the line of a slice below its card.
+func (a *app) sliceRow(c *gpuctlv1.Card, s *gpuctlv1.Slice, width int) []string {
+	var memory uint64
+	for _, p := range c.GetProfiles() {
+		if p.GetName() == s.GetProfile() {
+			memory = p.GetMemory()
+		}
+	}
+	phase := phaseName(s.GetPhase())
+	if m := s.GetMessage(); m != "" {
+		phase += " (" + m + ")"
+	}
+	row := []string{"  " + s.GetProfile(), s.GetId(), bytesOr(memory, ""), s.GetKind(), phase, s.GetMachineName()}
+	if a.wide() {
+		row = append(row, s.GetFunction(), "", "", "", s.GetClaim())
+	}
+	return append(row, make([]string, width-len(row))...)
 }
 
 func (a *app) machinesCommand() *cobra.Command {
@@ -151,10 +184,15 @@ func (a *app) attachCommand() *cobra.Command {
 		Long: `Give a card with all of its functions to a VM: a claim is bound in the cluster, the
 card is taken from its driver, reset and read back, and plugged in. It is done when
 the hypervisor confirms it. On a failure every step is undone. Without GPU the
-cluster chooses among the cards of the VM's host.`,
+cluster chooses among the cards of the VM's host.
+
+With --profile the VM gets a slice of a card: a virtual function, a mediated device
+or an NVIDIA vGPU is made for it, and deleted when it comes back. gpuctl cards -o wide
+lists the profiles. A card of which slices are out is given to nobody as a whole.`,
 		Example: `  gpuctl attach web1 0000:65:00.0
   gpuctl attach web1 h1/nvidia-0 --persistent
   gpuctl attach web1 --where 'model == "A10"' --min-memory 16GiB
+  gpuctl attach web1 nvidia-0 --profile A40-8Q
   gpuctl attach web1 nvidia-0 --plan`,
 		Args: arguments(cobra.RangeArgs(1, 2)), ValidArgsFunction: a.completeMachineAndGPU,
 		RunE: func(cmd *cobra.Command, args []string) error {
@@ -182,6 +220,8 @@ cluster chooses among the cards of the VM's host.`,
 	f := cmd.Flags()
 	f.StringVar(&req.Expr, "where", "", "`condition` on the GPU, in CEL")
 	f.StringVar(&memory, "min-memory", "", "the least memory that will do (`size`)")
+	f.StringVar(&req.Profile, "profile", "", "a slice of this `profile` instead of the whole card")
+	_ = cmd.RegisterFlagCompletionFunc("profile", a.completeProfile) // it fails only for a flag that is not there
 	f.BoolVar(&req.Persistent, "persistent", false, "also in the VM's stored definition, for its next start")
 	f.BoolVar(&req.StoredOnly, "stored", false, "only in the VM's stored definition")
 	f.BoolVar(&req.AcceptCare, "accept-care", false, "although the isolation report says care")
@@ -197,7 +237,8 @@ func (a *app) detachCommand() *cobra.Command {
 		Long: `Take a card back from a VM: its gpuguest lets go of it and confirms that it can be
 unplugged, it is unplugged, reset, read back and returned to its driver. A card that
 no reset brings back is quarantined. A detach that the VM does not answer cannot be
-undone on Xen; so nothing is begun before the VM has confirmed.`,
+undone on Xen; so nothing is begun before the VM has confirmed. A slice is named by
+its card, or by its id or function where the VM has several of one card.`,
 		Example: `  gpuctl detach web1
   gpuctl detach web1 nvidia-0 --persistent
   gpuctl detach web1 --unconfirmed --plan`,
@@ -252,6 +293,58 @@ quarantine.`,
 	cmd.Flags().BoolVar(&req.Plan, "plan", false, "only say what would be done, and what is against it")
 	onFlag(cmd, &req.Host, "`host` of the card (default the one that is asked)")
 	return cmd
+}
+
+func (a *app) resizeCommand() *cobra.Command {
+	req := &gpuctlv1.ResizeRequest{}
+	cmd := &cobra.Command{
+		Use: "resize GPU --functions N", Short: "Set the number of a card's virtual functions",
+		Long: `Set how many SR-IOV virtual functions a card has. They stay until they are resized
+again or the host restarts, and VMs may have them in their stored definitions. All
+of them go when the number changes: none may be out. gpuctl attach --profile makes
+functions where there are none, and takes them away with the last slice.`,
+		Example: `  gpuctl resize 0000:65:00.0 --functions 4
+  gpuctl resize h2/0000:65:00.0 --functions 0 --plan`,
+		Args: arguments(cobra.ExactArgs(1)),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			req.Gpu = args[0]
+			c, err := a.connectDevices()
+			if err != nil {
+				return err
+			}
+			stream, err := c.Resize(cmd.Context(), connect.NewRequest(req))
+			if err != nil {
+				return err
+			}
+			return a.followDevice(stream, "%s is resized", false)
+		},
+	}
+	cmd.Flags().Uint32Var(&req.Functions, "functions", 0, "how many virtual functions (`number`)")
+	_ = cmd.MarkFlagRequired("functions") // it fails only for a flag that is not there
+	cmd.Flags().BoolVar(&req.Plan, "plan", false, "only say what would be done, and what is against it")
+	onFlag(cmd, &req.Host, "`host` of the card (default the one that is asked)")
+	return cmd
+}
+
+// completeProfile completes what the named card, or any of the host's, can be
+// cut into.
+func (a *app) completeProfile(cmd *cobra.Command, args []string, _ string) ([]string, cobra.ShellCompDirective) {
+	var out []string
+	if c, err := a.connectDevices(); err == nil {
+		if res, err := c.ListCards(cmd.Context(), connect.NewRequest(&gpuctlv1.ListCardsRequest{})); err == nil {
+			for _, k := range res.Msg.GetCards() {
+				if len(args) > 1 && args[1] != k.GetGpu() && args[1] != k.GetAddress() {
+					continue
+				}
+				for _, p := range k.GetProfiles() {
+					if !slices.Contains(out, p.GetName()) {
+						out = append(out, p.GetName())
+					}
+				}
+			}
+		}
+	}
+	return out, cobra.ShellCompDirectiveNoFileComp
 }
 
 // followDevice shows a change until it ends. done is said of the VM and the

@@ -97,7 +97,7 @@ listed; 4 nobody answers, or the cluster has no leader.`,
 		a.migrationsCommand(), a.suspendCommand(), a.resumeCommand(), a.versionCommand(),
 		a.clusterCommand(), a.getCommand(), a.eventsCommand(), a.topCommand(), a.drainCommand(), a.undrainCommand(),
 		a.cordonCommand(), a.uncordonCommand(), a.labelCommand(), a.rankCommand(), a.claimCommand(), a.planCommand(),
-		a.cardsCommand(), a.machinesCommand(), a.attachCommand(), a.detachCommand(), a.resetCommand(),
+		a.cardsCommand(), a.machinesCommand(), a.attachCommand(), a.detachCommand(), a.resetCommand(), a.resizeCommand(),
 		a.hookCommand(), a.hostCommand(),
 	)
 	return root

@@ -206,23 +206,6 @@ func (a *app) sessionColumns() []column {
 	}
 }
 
-func (a *app) migrationColumns() []column {
-	type T = *clusterv1.Migration
-	return []column{
-		col("MIGRATION", T.GetId), col("VERB", T.GetVerb), col("OBJECT", T.GetObject), col("FROM", T.GetFrom), col("TO", T.GetTo),
-		col("STATE", func(m T) string { return strings.ReplaceAll(view.Word(m.GetState()), "_", " ") }), col("STEP", T.GetStep),
-		col("AGE", func(m T) string { return a.age(m.GetStartedUnixMs()) }),
-		wide("DRIVER", T.GetDriver), wide("COPIED", func(m T) string { return bytesOr(m.GetBytes(), "") }),
-		wide("STOOD STILL", func(m T) string {
-			if m.GetStoppedNs() == 0 {
-				return ""
-			}
-			return duration(m.GetStoppedNs())
-		}),
-		wide("CLAIM", T.GetClaim), wide("MESSAGE", T.GetMessage),
-	}
-}
-
 func (a *app) reservationColumns() []column {
 	type T = *clusterv1.Reservation
 	return []column{

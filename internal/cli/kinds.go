@@ -37,7 +37,7 @@ func (a *app) kinds() []kind {
 		{clusterv1.Kind_KIND_ASSIGNMENT, "assignment", "assignments", []string{"as"}, "claims bound to slices of GPUs", "id", &clusterv1.Assignment{}, a.assignmentColumns(), about(func(s *clusterv1.Assignment) string { return s.GetGpu() + ", " + view.Word(s.GetResidence()) })},
 		{clusterv1.Kind_KIND_SESSION, "session", "sessions", []string{"s"}, "applications that use a GPU", "id", &clusterv1.Session{}, a.sessionColumns(), about(func(s *clusterv1.Session) string { return s.GetCommand() + " on " + strings.Join(s.GetGpus(), ",") })},
 		{clusterv1.Kind_KIND_MIGRATION, "migration", "migrations", []string{"mi"}, "long operations on VMs and sessions", "id", &clusterv1.Migration{}, a.migrationColumns(), about(func(m *clusterv1.Migration) string {
-			return m.GetVerb() + " of " + m.GetObject() + ", " + view.Word(m.GetState())
+			return m.GetVerb() + " of " + movedObject(m) + ", " + view.Word(m.GetState())
 		})},
 		{clusterv1.Kind_KIND_RESERVATION, "reservation", "reservations", []string{"r"}, "capacity held for an operation that has not decided", "id", &clusterv1.Reservation{}, a.reservationColumns(), about(func(r *clusterv1.Reservation) string { return r.GetGpu() + " for " + r.GetOwner() })},
 	}

@@ -26,7 +26,6 @@ func WithTimeline(t Timeline) Option { return func(a *app) { a.timeline = t } }
 func (a *app) migrationsCommand() *cobra.Command {
 	var f getFlags
 	k := a.must(clusterv1.Kind_KIND_MIGRATION)
-	k.columns = a.movingColumns()
 	cmd := &cobra.Command{
 		Use: "migrations", Short: "List migrations, and abort, resume or follow one",
 		Long: `List the migrations, upgrades and downgrades of VMs and sessions that the cluster
@@ -55,8 +54,7 @@ gpuctl get migrations --help lists what --where and --sort-by can name.`,
 	return cmd
 }
 
-// movingColumns are those of a migration for who looks after it.
-func (a *app) movingColumns() []column {
+func (a *app) migrationColumns() []column {
 	type T = *clusterv1.Migration
 	return []column{
 		col("MIGRATION", T.GetId), col("VERB", T.GetVerb), col("OBJECT", movedObject), col("FROM", T.GetFrom), col("TO", T.GetTo),
