@@ -32,7 +32,31 @@ func kills(ctx context.Context, h *host) {
 	r := rough{t}
 	g := &labtest.Guest{Name: "victim"}
 	n := 0
-	r.step("a VM", func() { must(t, g.Create(ctx, h.Host)) })
+	r.step("a VM is created", func() {
+		h.put(ctx, g, same)
+		h.mustVirsh(ctx, "create", "/run/gpuctl-lab/victim.xml")
+		g.Moved(h.Host)
+	})
+	r.step("kills during starts", func() { // while it comes up
+		late := &labtest.Guest{Name: "late", MemoryMiB: 64}
+		h.put(ctx, late, same, sound)
+		for _, after := range startMoments {
+			n++
+			out := h.run(ctx, fmt.Sprintf("timeout 200 virsh -q create /run/gpuctl-lab/late.xml --paused >/run/gpuctl-lab/create.log 2>&1 & p=$!; sleep %v; %s; wait $p; echo $?; cat /run/gpuctl-lab/create.log", after, kill))
+			started := strings.HasPrefix(out, "0\n")
+			h.answers(ctx)
+			has := h.settled(ctx, "late", sound)
+			t.Logf("kill %d, %.1f s after a start: it runs %v (%s)", n, after, started, strings.Join(strings.Fields(out), " "))
+			if has != started {
+				t.Errorf("it runs %v and has its card %v", started, has)
+			}
+			if started {
+				h.mustVirsh(ctx, "destroy", "late")
+			}
+			h.free(ctx, "late", sound)
+		}
+	})
+	r.step("the VM is up", func() { h.ready(ctx, g) })
 	for i, address := range []string{virtio, sound} {
 		r.step("kills with "+address, func() {
 			has := false
@@ -65,26 +89,6 @@ func kills(ctx context.Context, h *host) {
 	r.step("the VM is well", func() {
 		must(t, g.Healthy(ctx))
 		must(t, g.Destroy(ctx))
-	})
-	r.step("kills during starts", func() {
-		late := &labtest.Guest{Name: "late", MemoryMiB: 64}
-		h.put(ctx, late, same, sound)
-		for _, after := range startMoments {
-			n++
-			out, err := h.Run(ctx, fmt.Sprintf("timeout 200 virsh -q create /run/gpuctl-lab/late.xml --paused >/run/gpuctl-lab/create.log 2>&1 & p=$!; sleep %v; %s; wait $p; echo $?; cat /run/gpuctl-lab/create.log", after, kill))
-			must(t, err)
-			started := strings.HasPrefix(out, "0\n")
-			h.answers(ctx)
-			has := h.settled(ctx, "late", sound)
-			t.Logf("kill %d, %.1f s after a start: it runs %v (%s)", n, after, started, strings.Join(strings.Fields(out), " "))
-			if has != started {
-				t.Errorf("it runs %v and has its card %v", started, has)
-			}
-			if started {
-				h.mustVirsh(ctx, "destroy", "late")
-			}
-			h.free(ctx, "late", sound)
-		}
 	})
 	t.Logf("%d kills", n)
 }

@@ -430,6 +430,26 @@ func (h *host) reads(ctx context.Context, g *labtest.Guest, id string, bar int, 
 	h.t.Logf("inside %s: BAR %d of %s %s at %#x reads %#x", g.Name, bar, id, d.Address, offset, want)
 }
 
+// ready waits until the guest's init answers, on a machine that does much else
+// besides, too.
+func (h *host) ready(ctx context.Context, g *labtest.Guest) {
+	h.t.Helper()
+	ctx, cancel := context.WithTimeout(ctx, 18*time.Minute)
+	defer cancel()
+	for {
+		err := g.WaitReady(ctx)
+		if err == nil {
+			return
+		}
+		if ctx.Err() != nil || h.t.Failed() {
+			h.t.Fatal(err)
+		}
+		if out, err := h.virsh(ctx, "domstate", g.Name); err != nil {
+			h.t.Fatalf("guest %s is gone: %s", g.Name, said(out, err))
+		}
+	}
+}
+
 // What cards read inside a guest.
 func (h *host) readsBochs(ctx context.Context, g *labtest.Guest) {
 	h.t.Helper()
