@@ -237,9 +237,14 @@ func (a *app) evacuated(ctx context.Context, host string, v vms, all []moved) er
 	var stay []string
 	for _, m := range all {
 		entry := view.Object{
-			{Name: "machine", Value: m.vm.m.GetName()}, {Name: "uuid", Value: m.vm.m.GetUuid()}, {Name: "migration", Value: m.last.GetId()},
-			{Name: "end", Value: m.end}, {Name: "gpu", Value: m.last.GetGpu()}, {Name: "took_ns", Value: m.last.GetTookNs()},
-			{Name: "stopped_ns", Value: m.last.GetStoppedNs()}, {Name: "message", Value: m.why},
+			{Name: "machine", Value: m.vm.m.GetName()},
+			{Name: "uuid", Value: m.vm.m.GetUuid()},
+			{Name: "migration", Value: m.last.GetId()},
+			{Name: "end", Value: m.end},
+			{Name: "gpu", Value: m.last.GetGpu()},
+			{Name: "took_ns", Value: m.last.GetTookNs()},
+			{Name: "stopped_ns", Value: m.last.GetStoppedNs()},
+			{Name: "message", Value: m.why},
 		}
 		entries = append(entries, entry)
 		if m.end != endDone {

@@ -203,8 +203,9 @@ func (m *Machines) ListCards(_ context.Context, r *connect.Request[gpuctlv1.List
 func (m *Machines) ListMachines(_ context.Context, r *connect.Request[gpuctlv1.ListMachinesRequest]) (*connect.Response[gpuctlv1.ListMachinesResponse], error) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	host, err := r.Msg.GetHost(), error(nil)
+	host := r.Msg.GetHost()
 	if host != "*" {
+		var err error
 		if host, err = m.host(host); err != nil {
 			return nil, err
 		}
@@ -280,7 +281,7 @@ func (m *Machines) play(s *script, plan bool, out *connect.ServerStream[gpuctlv1
 	last.Card = proto.CloneOf(s.card)
 	m.mu.Unlock()
 	for i, step := range s.plan {
-		u := &gpuctlv1.DeviceUpdate{Gpu: s.gpu, Machine: s.machine, Step: step.GetName(), StepIndex: uint32(i + 1), Steps: uint32(len(s.plan))} //nolint:gosec // few
+		u := &gpuctlv1.DeviceUpdate{Gpu: s.gpu, Machine: s.machine, Step: step.GetName(), StepIndex: uint32(i + 1), Steps: uint32(len(s.plan))}
 		if err := out.Send(u); err != nil {
 			return err
 		}

@@ -26,7 +26,7 @@ type Migrations struct {
 	gpuctlv1connect.UnimplementedMigrationServiceHandler
 
 	m    *Machines
-	ctx  context.Context //nolint:containedctx // migrations outlive the calls that begin them
+	ctx  context.Context // migrations outlive the calls that begin them
 	stop context.CancelFunc
 	wait sync.WaitGroup
 
@@ -106,11 +106,11 @@ func (m *Machines) Most(n int) {
 
 // costs are predicted, in milliseconds.
 func costs(name string) time.Duration {
-	ms := map[string]time.Duration{
+	ms := map[string]int{
 		"reserve": 100, "prepare": 2000, "freeze": 500, "release": 300, "detach": 1200, "move": 30000, "attach": 1000, "await": 2000, "thaw": 1000,
 		"commit": 100, "clean": 2000,
 	}[name]
-	return ms * time.Millisecond
+	return time.Duration(ms) * time.Millisecond
 }
 
 // words are what a step does and what its undo is.
@@ -311,7 +311,7 @@ func (s *Migrations) Start(ctx context.Context, r *connect.Request[gpuctlv1.Mach
 	j := s.begin(vm, r.Msg.GetPlan().GetVerb(), p)
 	s.m.mu.Unlock()
 	if r.Msg.GetNoWait() {
-		return out.Send(&gpuctlv1.MachineProgress{Id: j.rec.GetId(), Steps: uint32(len(j.steps)), PredictedNs: j.rest[0].GetPredictedNs()}) //nolint:gosec // few
+		return out.Send(&gpuctlv1.MachineProgress{Id: j.rec.GetId(), Steps: uint32(len(j.steps)), PredictedNs: j.rest[0].GetPredictedNs()})
 	}
 	return s.tell(ctx, j, 0, out)
 }
@@ -344,7 +344,7 @@ func (s *Migrations) begin(vm *gpuctlv1.Machine, verb string, p *gpuctlv1.Machin
 
 // say tells who listens; the lock is held.
 func (s *Migrations) say(j *job, u *gpuctlv1.MachineProgress) {
-	u.Id, u.Steps, u.Gpu = j.rec.GetId(), uint32(len(j.steps)), j.rec.GetMachine().GetToGpu() //nolint:gosec // few
+	u.Id, u.Steps, u.Gpu = j.rec.GetId(), uint32(len(j.steps)), j.rec.GetMachine().GetToGpu()
 	u.TookNs, u.PredictedNs = int64(j.clock), j.rec.GetMachine().GetPredictedNs()
 	j.said = append(j.said, u)
 	s.m.c.Put(j.rec)
@@ -386,7 +386,7 @@ func (s *Migrations) drive(j *job) {
 	for len(j.done) < len(j.steps) && !j.rec.GetMachine().GetUndoing() {
 		i := len(j.done)
 		step := j.steps[i]
-		u := &gpuctlv1.MachineProgress{Step: step.GetName(), StepIndex: uint32(i + 1), BytesTotal: step.GetBytes()} //nolint:gosec // few
+		u := &gpuctlv1.MachineProgress{Step: step.GetName(), StepIndex: uint32(i + 1), BytesTotal: step.GetBytes()}
 		j.rec.Step = step.GetName()
 		s.say(j, u)
 		if hold := s.holds[step.GetName()]; hold != nil {
@@ -493,7 +493,7 @@ func (s *Migrations) back(j *job) (again bool) {
 		step := j.steps[slices.IndexFunc(j.steps, func(x *gpuctlv1.MachineStep) bool { return x.GetName() == name })]
 		j.rec.Step = name
 		if step.GetUndo() != "" {
-			s.say(j, &gpuctlv1.MachineProgress{Step: name, Undo: true, StepIndex: uint32(i + 1), Message: j.why}) //nolint:gosec // few
+			s.say(j, &gpuctlv1.MachineProgress{Step: name, Undo: true, StepIndex: uint32(i + 1), Message: j.why})
 			wrong := s.stuck[name]
 			delete(s.stuck, name)
 			s.record(j, step, true, wrong)
