@@ -83,7 +83,9 @@ func ParseConfig(data []byte) Config {
 	if len(data) < 4 {
 		return c
 	}
-	if id := space.u32(0); id == 0xffffffff || id == 0 {
+	// The ids of a virtual function are all ones and stand with its physical one
+	// (PCI Express Base 6.0, 9.3.4.1): its class does not.
+	if id := space.u32(0); id == 0xffffffff && (len(data) < 12 || space.u32(8) == 0xffffffff) || id == 0 {
 		c.Dead = true
 		return c
 	}

@@ -32,6 +32,10 @@ func TestParseConfig(t *testing.T) {
 			pci.Config{Port: pci.PortConventional, NoSoftReset: true, PM: true},
 		},
 		{"dead", []byte(strings.Repeat("\xff", 4096)), pci.Config{Dead: true, Port: pci.PortConventional}},
+		{
+			"virtual function", pcitest.ConfigSpace{Vendor: 0xffff, Device: 0xffff, Class: pci.Class3D << 8, FLR: true}.Bytes(),
+			pci.Config{FLR: true, NoSoftReset: true, PM: true, Extended: true},
+		},
 		{"empty", nil, pci.Config{Port: pci.PortConventional}},
 	} {
 		if d := cmp.Diff(c.want, pci.ParseConfig(c.data)); d != "" {
