@@ -8,7 +8,6 @@ import (
 	"net"
 	"os"
 	"path/filepath"
-	"regexp"
 	"strconv"
 	"strings"
 	"sync"
@@ -27,6 +26,7 @@ const (
 	agentSockets   = "/run/gpuctl/guest/" // as hostd has them
 	nativeOpenCL   = "OCL_ICD_VENDORS=/etc/lab/native"
 	programOutputs = "/var/tmp/lab/"
+	lookEvery      = 2 * time.Second // starting a program costs a guest much
 )
 
 // A ComputeGuest is an HVM guest with OpenCL runtimes, a running gpuguest and
@@ -286,65 +286,65 @@ func (p *Program) path(file string) string { return lab.Quote(programOutputs + p
 
 // Output returns the end of what the program has said, at most 200 KiB.
 func (p *Program) Output(ctx context.Context) (string, error) {
-	return p.g.Run(ctx, "tail -c 200000 "+p.path("output"))
+	_, _, out, err := p.look(ctx)
+	return out, err
 }
 
 // Ended reports whether the program has ended, and with which exit status; of a
 // shell: 128 and the signal's number if one ended it.
 func (p *Program) Ended(ctx context.Context) (bool, int, error) {
-	out, err := p.g.Run(ctx, "cat "+p.path("exit")+" 2>/dev/null || echo runs")
-	out = strings.TrimSpace(out)
-	if err != nil || out == "runs" {
-		return false, 0, err
+	ended, status, _, err := p.look(ctx)
+	return ended, status, err
+}
+
+// look asks for everything at once: programs take long to start in a guest, and
+// what it says after it has ended is all of it.
+func (p *Program) look(ctx context.Context) (ended bool, status int, out string, err error) {
+	all, err := p.g.Run(ctx, fmt.Sprintf("if [ -e %[1]s ]; then read s <%[1]s; else s=runs; fi; echo $s; tail -c 200000 %[2]s", p.path("exit"), p.path("output")))
+	if err != nil {
+		return false, 0, "", err
 	}
-	status, err := strconv.Atoi(out)
-	return err == nil, status, err
+	first, out, _ := strings.Cut(all, "\n")
+	if first == "runs" {
+		return false, 0, out, nil
+	}
+	if status, err = strconv.Atoi(first); err != nil {
+		return false, 0, out, fmt.Errorf("guest %s: program %s: exit status: %w", p.g.Name, p.name, err)
+	}
+	return true, status, out, nil
+}
+
+// until looks at the program every other second until done says so.
+func (p *Program) until(ctx context.Context, what string, done func(ended bool, status int, out string) (bool, error)) error {
+	for {
+		ended, status, out, err := p.look(ctx)
+		if err != nil {
+			return err
+		}
+		if ok, err := done(ended, status, out); ok || err != nil {
+			return err
+		}
+		if ended {
+			return fmt.Errorf("guest %s: program %s ended with %d before %s: %s", p.g.Name, p.name, status, what, out)
+		}
+		select {
+		case <-ctx.Done():
+			return fmt.Errorf("guest %s: program %s, waiting for %s: %w: %s", p.g.Name, p.name, what, ctx.Err(), out)
+		case <-time.After(lookEvery):
+		}
+	}
 }
 
 // Wait waits until the program has ended and returns its output. A status other
 // than 0 is an error.
 func (p *Program) Wait(ctx context.Context) (string, error) {
-	for {
-		ended, status, err := p.Ended(ctx)
-		if err != nil {
-			return "", err
+	var said string
+	err := p.until(ctx, "its end", func(ended bool, status int, out string) (bool, error) {
+		said = out
+		if ended && status != 0 {
+			return false, fmt.Errorf("guest %s: program %s ended with %d: %s", p.g.Name, p.name, status, out)
 		}
-		if ended {
-			out, err := p.Output(ctx)
-			if err == nil && status != 0 {
-				err = fmt.Errorf("guest %s: program %s ended with %d: %s", p.g.Name, p.name, status, out)
-			}
-			return out, err
-		}
-		if err := pause(ctx); err != nil {
-			out, _ := p.Output(context.WithoutCancel(ctx))
-			return out, fmt.Errorf("guest %s: program %s goes on: %w: %s", p.g.Name, p.name, err, out)
-		}
-	}
-}
-
-// WaitOutput waits until a line of the output matches, and returns its groups.
-func (p *Program) WaitOutput(ctx context.Context, line *regexp.Regexp) ([]string, error) {
-	for {
-		ended, status, err := p.Ended(ctx) // before its last words are read
-		if err != nil {
-			return nil, err
-		}
-		out, err := p.Output(ctx)
-		if err != nil {
-			return nil, err
-		}
-		lines := strings.Split(out, "\n")
-		for i := len(lines) - 1; i >= 0; i-- {
-			if m := line.FindStringSubmatch(lines[i]); m != nil {
-				return m, nil
-			}
-		}
-		if ended {
-			return nil, fmt.Errorf("guest %s: program %s ended with %d and did not say %q: %s", p.g.Name, p.name, status, line, out)
-		}
-		if err := pause(ctx); err != nil {
-			return nil, fmt.Errorf("guest %s: program %s does not say %q: %w: %s", p.g.Name, p.name, line, err, out)
-		}
-	}
+		return ended, nil
+	})
+	return said, err
 }

@@ -99,25 +99,10 @@ func iterations(out string) []Iteration {
 
 // WaitIteration waits until n iterations were right.
 func (e *Endurance) WaitIteration(ctx context.Context, n uint64) error {
-	for {
-		ended, status, err := e.Ended(ctx)
-		if err != nil {
-			return err
-		}
-		out, err := e.Output(ctx)
-		if err != nil {
-			return err
-		}
-		if all := iterations(out); len(all) > 0 && all[len(all)-1].Number >= n {
-			return nil
-		}
-		if ended {
-			return fmt.Errorf("guest %s: %s ended with %d before iteration %d: %s", e.g.Name, e.name, status, n, out)
-		}
-		if err := pause(ctx); err != nil {
-			return fmt.Errorf("guest %s: %s did not come to iteration %d: %w: %s", e.g.Name, e.name, n, err, out)
-		}
-	}
+	return e.until(ctx, fmt.Sprintf("iteration %d", n), func(_ bool, _ int, out string) (bool, error) {
+		all := iterations(out)
+		return len(all) > 0 && all[len(all)-1].Number >= n, nil
+	})
 }
 
 // Finish tells endure to stop if it waits for that, waits until it has, and

@@ -232,6 +232,7 @@ func (g *Guest) WaitReady(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, 6*time.Minute)
 	defer cancel()
 	// What is sent before the guest listens is lost, so the first tries are short.
+	asked := time.Now()
 	for patience := time.Second; ; patience = min(2*patience, 10*time.Second) {
 		try, stop := context.WithTimeout(ctx, patience)
 		_, err := g.Ping(try)
@@ -239,18 +240,22 @@ func (g *Guest) WaitReady(ctx context.Context) error {
 		if err == nil {
 			return nil
 		}
+		if ctx.Err() != nil {
+			return fmt.Errorf("the init of guest %s on %s does not answer: %w", g.Name, g.host.Name, err)
+		}
+		// Asking libvirt takes from the guest what it needs to boot: host and
+		// guest share a processor.
+		if time.Since(asked) < 10*time.Second {
+			_ = pause(ctx) // the next round tells if it ended
+			continue
+		}
+		asked = time.Now()
 		if state, serr := Virsh(ctx, g.host, "domstate", g.Name); serr != nil {
 			return fmt.Errorf("guest %s is gone from %s: %w", g.Name, g.host.Name, errors.Join(err, serr))
 		} else if !strings.HasPrefix(state, "running") && !strings.HasPrefix(state, "no state") {
 			return fmt.Errorf("guest %s on %s is %s: %w", g.Name, g.host.Name, strings.TrimSpace(state), err)
 		}
-		if ctx.Err() != nil {
-			return fmt.Errorf("the init of guest %s on %s does not answer: %w", g.Name, g.host.Name, err)
-		}
-		select {
-		case <-ctx.Done():
-		case <-time.After(500 * time.Millisecond):
-		}
+		_ = pause(ctx)
 	}
 }
 
