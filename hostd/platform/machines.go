@@ -205,17 +205,28 @@ func (m machines) edit(ctx context.Context, uuid string, change func(*domxml.Doc
 }
 
 func (m machines) Store(ctx context.Context, uuid string, functions []pci.Address) error {
-	return m.edit(ctx, uuid, func(doc *domxml.Document) error {
-		for _, f := range functions {
-			if err := doc.Add(device(f)); err != nil && !errors.Is(err, domxml.ErrExists) {
-				return err
-			}
+	return m.edit(ctx, uuid, func(doc *domxml.Document) error { return store(doc, functions) })
+}
+
+// store puts functions into a definition that will start with them.
+func store(doc *domxml.Document, functions []pci.Address) error {
+	for _, f := range functions {
+		if err := doc.Add(device(f)); err != nil && !errors.Is(err, domxml.ErrExists) {
+			return err
 		}
-		if doc.Xen() && !doc.Passthrough() {
-			return doc.EnablePassthrough()
+	}
+	if doc.Xen() && !doc.Passthrough() {
+		if err := doc.EnablePassthrough(); err != nil {
+			return err
 		}
-		return nil
-	})
+	}
+	var errs []error
+	for _, p := range doc.Check(domxml.Use{}) {
+		if p.Fatal {
+			errs = append(errs, fmt.Errorf("%w: %s", devices.ErrRefused, p.Message))
+		}
+	}
+	return errors.Join(errs...)
 }
 
 func (m machines) Unstore(ctx context.Context, uuid string, functions []pci.Address) error {
