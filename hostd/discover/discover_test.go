@@ -190,3 +190,23 @@ func TestFacts(t *testing.T) {
 		t.Errorf("got %v", got)
 	}
 }
+
+// What VMs can be given of a card and what MIG makes of it are its profiles;
+// of one name the former counts.
+func TestMergeProfiles(t *testing.T) {
+	in := Input{Host: "hosta", Cards: nvidia(t), NVML: answer(), Profiles: func(c *pci.Card) []*clusterv1.Profile {
+		return []*clusterv1.Profile{{Name: "RTX4000-2Q", Memory: 2 << 30, MaxInstances: 4, Apart: "time 2GiB"}}
+	}}
+	gpus, _ := Merge(in)
+	want := []*clusterv1.Profile{
+		{Name: "RTX4000-2Q", Memory: 2 << 30, MaxInstances: 4, Apart: "time 2GiB"},
+		{Name: "1g.2gb", Memory: 2 << 30, MaxInstances: 4, Apart: "mig"},
+	}
+	if d := cmp.Diff(want, gpus[0].GetProfiles(), protocmp.Transform()); d != "" {
+		t.Error(d)
+	}
+	in.Profiles = func(*pci.Card) []*clusterv1.Profile { return []*clusterv1.Profile{{Name: "1g.2gb", MaxInstances: 1}} }
+	if gpus, _ = Merge(in); len(gpus[0].GetProfiles()) != 1 || gpus[0].GetProfiles()[0].GetMaxInstances() != 1 {
+		t.Errorf("%v", gpus[0].GetProfiles())
+	}
+}
