@@ -88,8 +88,12 @@ func TestMigrate(t *testing.T) {
 	defer cancel()
 	a, b := install(ctx, t, l.Hosts()[0]), install(ctx, t, l.Hosts()[1])
 	a.must(ctx, "cluster", "init")
-	token := strings.Fields(a.must(ctx, "cluster", "token", "create", "--name", b.Name))[0]
-	b.must(ctx, "cluster", "join", token)
+	out := a.must(ctx, "cluster", "token", "create", "--name", b.Name)
+	_, token, found := strings.Cut(out, "gpuctl-join-v1.")
+	if !found {
+		t.Fatalf("no token: %s", out)
+	}
+	b.must(ctx, "cluster", "join", "gpuctl-join-v1."+strings.Fields(token)[0])
 	g, err := labtest.NewComputeGuest(ctx, l)
 	must(t, err)
 	g.Name = "web"
