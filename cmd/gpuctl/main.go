@@ -10,10 +10,11 @@ import (
 	"github.com/gpuctl/gpuctl/cluster/remote"
 	"github.com/gpuctl/gpuctl/internal/cli"
 	"github.com/gpuctl/gpuctl/internal/program"
+	"github.com/gpuctl/gpuctl/migrate"
 )
 
 func main() {
-	var options []cli.Option
+	options := []cli.Option{cli.WithTimeline(migrate.SVG)}
 	// Who has no home has no credentials, and can do without.
 	if user, err := remote.NewUser(os.Getenv); err == nil {
 		options = append(options, cli.WithRemote(user))
