@@ -258,8 +258,10 @@ func TestAReservationIsItsOwners(t *testing.T) {
 func TestSlicesApart(t *testing.T) {
 	c := placementtest.NewCluster()
 	profiles := []*clusterv1.Profile{
-		{Name: "4Q", Memory: 4 * gib, MaxInstances: 6, Apart: "time 4GiB"}, {Name: "8Q", Memory: 8 * gib, MaxInstances: 3, Apart: "time 8GiB"},
-		{Name: "8C", Memory: 8 * gib, MaxInstances: 3, Apart: "time 8GiB"}, {Name: "vf", Memory: gib, MaxInstances: 9},
+		{Name: "4Q", Memory: 4 * gib, MaxInstances: 6, Apart: "time 4GiB"},
+		{Name: "8Q", Memory: 8 * gib, MaxInstances: 3, Apart: "time 8GiB"},
+		{Name: "8C", Memory: 8 * gib, MaxInstances: 3, Apart: "time 8GiB"},
+		{Name: "vf", Memory: gib, MaxInstances: 9},
 	}
 	card := func(name string) *clusterv1.GPU {
 		return &clusterv1.GPU{Name: name, Model: "card", Present: true, Profiles: profiles, IsolationGroup: name, Limits: &gpuctlv1.Limits{GlobalMemory: 24 * gib}}

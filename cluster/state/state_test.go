@@ -320,8 +320,10 @@ func TestProfilesApart(t *testing.T) {
 	op := testHost("h", 1)
 	op.Gpus[0].Limits.GlobalMemory = 100
 	op.Gpus[0].Profiles = []*clusterv1.Profile{
-		{Name: "p", Memory: 20, MaxInstances: 4, Apart: "time 20"}, {Name: "q", Memory: 20, MaxInstances: 4, Apart: "time 20"},
-		{Name: "r", Memory: 10, MaxInstances: 8, Apart: "time 10"}, {Name: "vf", Memory: 10, MaxInstances: 8},
+		{Name: "p", Memory: 20, MaxInstances: 4, Apart: "time 20"},
+		{Name: "q", Memory: 20, MaxInstances: 4, Apart: "time 20"},
+		{Name: "r", Memory: 10, MaxInstances: 8, Apart: "time 10"},
+		{Name: "vf", Memory: 10, MaxInstances: 8},
 	}
 	r.do(op)
 	slice := func(profile string) *clusterv1.Choice {

@@ -184,7 +184,7 @@ func (k *Keeper) againstRequest(ctx context.Context, m Machine, p *attachPlan, c
 	if r.GetProfile() == "" {
 		return k.against(ctx, m, card, r.GetAcceptCare())
 	}
-	kind, reasons, err := k.againstSlice(ctx, m, card, name, r.GetProfile())
+	kind, reasons, err := k.againstSlice(ctx, card, name, r.GetProfile())
 	if err != nil {
 		return reasons, err
 	}

@@ -9,7 +9,6 @@ import (
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/passthrough/pci"
-	"github.com/gpuctl/gpuctl/passthrough/vgpu"
 )
 
 var errNoAgents = errors.New("this host asks no gpuguest")
@@ -121,7 +120,7 @@ func (k *Keeper) planDetach(ctx context.Context, m Machine, h *hold, r *gpuctlv1
 		// It would fail after ten seconds and leave libvirt and Xen in
 		// disagreement for good.
 		reasons = append(reasons, why("not_running", "VM %s is %s and cannot answer: resume it, or stop it", m.Name, m.State))
-	case h.sliced(vgpu.Mdev) && m.Active() && !r.GetUnconfirmed():
+	case h.mediated() && m.Active() && !r.GetUnconfirmed():
 		reasons = append(reasons, why("no_agent", "the VM knows a mediated device by another address than this host, so nobody confirms that it has let go: say --unconfirmed if you know that nothing there uses it"))
 	case m.Active() && !r.GetUnconfirmed():
 		err := errNoAgents

@@ -14,7 +14,6 @@ import (
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/passthrough/pci"
-	"github.com/gpuctl/gpuctl/passthrough/vgpu"
 )
 
 // What an error of this package is, beside what it says.
@@ -447,7 +446,7 @@ func (k *Keeper) ReadyFor(uuid string) (functions []pci.Address) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	for h := range k.each() {
-		if h.UUID == uuid && h.Phase == ready && !h.sliced(vgpu.Mdev) {
+		if h.UUID == uuid && h.Phase == ready && !h.mediated() {
 			functions = append(functions, h.Functions...)
 		}
 	}

@@ -9,7 +9,6 @@ import (
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/passthrough/pci"
-	"github.com/gpuctl/gpuctl/passthrough/vgpu"
 )
 
 // gone is how long nobody must have had a card that a VM had before it is
@@ -35,7 +34,7 @@ func (k *Keeper) Reconcile(ctx context.Context) error {
 	}
 	k.mu.Unlock()
 	var mediated map[string]Domain
-	if slices.ContainsFunc(all, func(h hold) bool { return h.sliced(vgpu.Mdev) }) {
+	if slices.ContainsFunc(all, func(h hold) bool { return h.mediated() }) {
 		if k.Mediated == nil {
 			return errors.New("the record has mediated devices, and this hypervisor has none")
 		}
@@ -47,7 +46,7 @@ func (k *Keeper) Reconcile(ctx context.Context) error {
 	var errs []error
 	for i := range all {
 		owners := owners
-		if all[i].sliced(vgpu.Mdev) {
+		if all[i].mediated() {
 			owners = all[i].view(mediated)
 		}
 		if err := k.settle(ctx, &all[i], owners); err != nil && !errors.Is(err, ErrBusy) {

@@ -49,8 +49,8 @@ type slice struct {
 // errGone says that a slice's function is not there any more.
 var errGone = errors.New("it is not there any more")
 
-// sliced says that h is of a slice of that kind.
-func (h *hold) sliced(kind vgpu.Kind) bool { return h.Slice != nil && h.Slice.Kind == kind }
+// mediated says that h is of a mediated device.
+func (h *hold) mediated() bool { return h.Slice != nil && h.Slice.Kind == vgpu.Mdev }
 
 // bound says that the functions are bound to the hypervisor's driver for the
 // VM: not those of slices that the card's own driver gives away.
@@ -208,7 +208,7 @@ func (k *Keeper) use(card pci.Address, but string) vgpu.Use {
 // owners is what the hypervisor says, as far as it is about h. A mediated
 // device stands there by its parent.
 func (k *Keeper) owners(ctx context.Context, h *hold) (map[pci.Address]Domain, error) {
-	if !h.sliced(vgpu.Mdev) {
+	if !h.mediated() {
 		return k.Hypervisor.Owners(ctx)
 	}
 	if k.Mediated == nil {
@@ -231,14 +231,14 @@ func (h *hold) view(mediated map[string]Domain) map[pci.Address]Domain {
 
 // plug and unplug change the running VM.
 func (c *change) plug(ctx context.Context, f pci.Address) error {
-	if c.hold.sliced(vgpu.Mdev) {
+	if c.hold.mediated() {
 		return c.k.Mediated.Attach(ctx, c.hold.UUID, c.hold.Slice.ID)
 	}
 	return c.k.Machines.Attach(ctx, c.hold.UUID, f)
 }
 
 func (c *change) unplug(ctx context.Context, f pci.Address) error {
-	if c.hold.sliced(vgpu.Mdev) {
+	if c.hold.mediated() {
 		return c.k.Mediated.Detach(ctx, c.hold.UUID, c.hold.Slice.ID)
 	}
 	return c.k.Machines.Detach(ctx, c.hold.UUID, f)
@@ -391,7 +391,7 @@ func (k *Keeper) canGive(kind vgpu.Kind) string {
 
 // againstSlice are the reasons why a VM may not get a slice of a card, and of
 // what kind it would be.
-func (k *Keeper) againstSlice(ctx context.Context, m Machine, card *pci.Card, name, profile string) (kind vgpu.Kind, out []*gpuctlv1.Reason, err error) {
+func (k *Keeper) againstSlice(ctx context.Context, card *pci.Card, name, profile string) (kind vgpu.Kind, out []*gpuctlv1.Reason, err error) {
 	if h := k.held(card.Address); h != nil {
 		if h.Phase == quarantined {
 			out = append(out, why("quarantined", "%s is quarantined (%s): gpuctl reset %s tries to bring it back", h.GPU, h.Message, h.GPU))

@@ -216,7 +216,7 @@ func (w *world) checkSlices() {
 		id := h.instance().ID
 		held[id] = h
 		owner := w.owner[h.Functions[0]]
-		if h.sliced(vgpu.Mdev) {
+		if h.mediated() {
 			owner = w.mediated[id]
 		}
 		switch {

@@ -131,7 +131,7 @@ func (k *Keeper) Stopped(uuid string) {
 	k.mu.Lock()
 	var had []hold
 	for h := range k.each() {
-		if h.UUID == uuid && h.Phase != quarantined && !(keeps(h.Phase) && k.migrating(h)) {
+		if h.UUID == uuid && h.Phase != quarantined && (!keeps(h.Phase) || !k.migrating(h)) {
 			had = append(had, *h)
 		}
 	}

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io/fs"
 	"os/exec"
+	"strconv"
 	"strings"
 
 	"github.com/gpuctl/gpuctl/hostd/devices"
@@ -72,22 +73,29 @@ func (m mediated) Detach(ctx context.Context, machine, device string) error {
 // functions by: all or none. Its driver refuses to have the kernel's file written.
 const sriovManage = "usr/lib/nvidia/sriov-manage"
 
+func exists(root fs.FS, name string) bool {
+	_, err := fs.Stat(root, name)
+	return err == nil
+}
+
+// read is an attribute of a function; empty: there is none.
+func read(root fs.FS, a pci.Address, name string) string {
+	data, err := fs.ReadFile(root, "sys/bus/pci/devices/"+a.String()+"/"+name)
+	if err != nil {
+		return ""
+	}
+	return strings.TrimSpace(string(data))
+}
+
 // switchNVIDIA sets the number of virtual functions of NVIDIA's cards, where
 // there is their program for it.
 func switchNVIDIA(root fs.FS) func(context.Context, pci.Address, int) (bool, error) {
 	return func(ctx context.Context, pf pci.Address, n int) (bool, error) {
-		vendor, err := fs.ReadFile(root, "sys/bus/pci/devices/"+pf.String()+"/vendor")
-		if err != nil || strings.TrimSpace(string(vendor)) != "0x10de" {
+		if read(root, pf, "vendor") != "0x10de" || !exists(root, sriovManage) {
 			return false, nil
 		}
-		if _, err := fs.Stat(root, sriovManage); err != nil {
-			return false, nil
-		}
-		if n > 0 {
-			total, err := fs.ReadFile(root, "sys/bus/pci/devices/"+pf.String()+"/sriov_totalvfs")
-			if most := strings.TrimSpace(string(total)); err == nil && most != fmt.Sprint(n) {
-				return false, fmt.Errorf("NVIDIA's sriov-manage makes all %s virtual functions or none, not %d", most, n)
-			}
+		if most := read(root, pf, "sriov_totalvfs"); n > 0 && most != "" && most != strconv.Itoa(n) {
+			return false, fmt.Errorf("NVIDIA's sriov-manage makes all %s virtual functions or none, not %d", most, n)
 		}
 		flag := "-e"
 		if n == 0 {
