@@ -20,8 +20,10 @@ const mib = 1 << 20
 // facts of a VM that can be moved, and of three hosts.
 func facts() (MachineFacts, []HostFacts) {
 	card := func(id, model string, rank uint32) GPUFacts {
-		return GPUFacts{ID: id, Model: model, Rank: rank, Memory: 16 * gib, GuestProfiled: true,
-			Limits: &gpuctlv1.Limits{GlobalMemory: 16 * gib, MaxAlloc: 4 * gib, MaxWorkGroupSize: 1024, LocalMemory: 48 << 10, Images: true}}
+		return GPUFacts{
+			ID: id, Model: model, Rank: rank, Memory: 16 * gib, GuestProfiled: true,
+			Limits: &gpuctlv1.Limits{GlobalMemory: 16 * gib, MaxAlloc: 4 * gib, MaxWorkGroupSize: 1024, LocalMemory: 48 << 10, Images: true},
+		}
 	}
 	m := MachineFacts{
 		Machine: Machine{"uuid", "web"}, Host: "h1", State: "running", Type: "hvm", Memory: 2 * gib, Passthrough: true, GPUs: []string{"h1/a"},

@@ -45,7 +45,6 @@ type world struct {
 
 	calls, crashAt int
 	after, crashed bool
-	taken          []string
 }
 
 const from, to, other = "h1/a", "h2/b", "h2/c"
@@ -390,7 +389,7 @@ func (w *world) check(m *clusterv1.Migration) {
 			plugged = append(plugged, c.gpu)
 		}
 	}
-	want := ""
+	var want string
 	switch m.GetState() {
 	case clusterv1.MigrationState_MIGRATION_STATE_DONE:
 		want = mm.GetToGpu()

@@ -236,7 +236,7 @@ func stream[Req any](ctx context.Context, a *API, host string, m *Req, out *conn
 		if err != nil {
 			return err
 		}
-		defer in.Close()
+		defer func() { _ = in.Close() }()
 		for in.Receive() {
 			if err := out.Send(in.Msg()); err != nil {
 				return err

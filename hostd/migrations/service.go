@@ -189,7 +189,7 @@ func pass(in *connect.ServerStreamForClient[gpuctlv1.MachineProgress], err error
 	if err != nil {
 		return err
 	}
-	defer in.Close()
+	defer func() { _ = in.Close() }()
 	for in.Receive() {
 		if err := out.Send(in.Msg()); err != nil {
 			return err

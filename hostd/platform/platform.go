@@ -248,7 +248,7 @@ func (p *Platform) uevents(ctx context.Context) {
 		p.log.Warn("changes of devices are noticed late", "err", err)
 		return
 	}
-	defer l.Close()
+	defer func() { _ = l.Close() }()
 	for ctx.Err() == nil {
 		e, err := l.Next(ctx)
 		if err != nil {

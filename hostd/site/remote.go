@@ -50,7 +50,7 @@ func (r *Remote) card(m migrate.Machine, gpu, claim string) *connect.Request[gpu
 	return connect.NewRequest(&gpuctlv1.SiteCardRequest{Machine: r.machine(m), Gpu: gpu, Claim: claim})
 }
 
-// Where implements migrate.Site, as do the others.
+// Where says what the host knows of the VM.
 func (r *Remote) Where(ctx context.Context, m migrate.Machine) (migrate.Presence, error) {
 	res, err := r.Service.Where(ctx, connect.NewRequest(r.machine(m)))
 	if err != nil {
@@ -70,41 +70,49 @@ func (r *Remote) Reserve(ctx context.Context, m migrate.Machine, gpu, claim stri
 	return r.uncoded(err)
 }
 
+// Prepare takes and resets a reserved card.
 func (r *Remote) Prepare(ctx context.Context, m migrate.Machine, gpu, claim string) error {
 	_, err := r.Service.Prepare(ctx, r.card(m, gpu, claim))
 	return r.uncoded(err)
 }
 
+// Attach plugs a card in.
 func (r *Remote) Attach(ctx context.Context, m migrate.Machine, gpu string) error {
 	_, err := r.Service.Attach(ctx, r.card(m, gpu, ""))
 	return r.uncoded(err)
 }
 
+// Detach unplugs a card and resets it.
 func (r *Remote) Detach(ctx context.Context, m migrate.Machine, gpu string) error {
 	_, err := r.Service.Detach(ctx, r.card(m, gpu, ""))
 	return r.uncoded(err)
 }
 
+// GiveBack makes a card free.
 func (r *Remote) GiveBack(ctx context.Context, m migrate.Machine, gpu string) error {
 	_, err := r.Service.GiveBack(ctx, r.card(m, gpu, ""))
 	return r.uncoded(err)
 }
 
+// Release has the VM let go of a card.
 func (r *Remote) Release(ctx context.Context, m migrate.Machine, gpu string) error {
 	_, err := r.Service.Release(ctx, r.card(m, gpu, ""))
 	return r.uncoded(err)
 }
 
+// TakeUp lets it have the card again.
 func (r *Remote) TakeUp(ctx context.Context, m migrate.Machine, gpu string) error {
 	_, err := r.Service.TakeUp(ctx, r.card(m, gpu, ""))
 	return r.uncoded(err)
 }
 
+// Await returns when the VM can use a card.
 func (r *Remote) Await(ctx context.Context, m migrate.Machine, gpu string) error {
 	_, err := r.Service.Await(ctx, r.card(m, gpu, ""))
 	return r.uncoded(err)
 }
 
+// Sessions names those that run.
 func (r *Remote) Sessions(ctx context.Context, m migrate.Machine) ([]string, error) {
 	res, err := r.Service.Sessions(ctx, connect.NewRequest(r.machine(m)))
 	if err != nil {
@@ -118,13 +126,14 @@ func (r *Remote) follow(in *connect.ServerStreamForClient[gpuctlv1.SiteProgress]
 	if err != nil {
 		return r.uncoded(err)
 	}
-	defer in.Close()
+	defer func() { _ = in.Close() }()
 	for in.Receive() {
 		report(in.Msg().GetDone(), in.Msg().GetTotal())
 	}
 	return r.uncoded(in.Err())
 }
 
+// Move sends the VM to another host.
 func (r *Remote) Move(ctx context.Context, m migrate.Machine, to string, report migrate.Progress) error {
 	in, err := r.Service.Move(ctx, connect.NewRequest(&gpuctlv1.SiteMoveRequest{Machine: r.machine(m), To: to}))
 	return r.follow(in, err, report)
@@ -134,11 +143,13 @@ func (r *Remote) sessions(m migrate.Machine, gpu string, ids []string) *connect.
 	return connect.NewRequest(&gpuctlv1.SiteSessionsRequest{Machine: r.machine(m), Gpu: gpu, Sessions: ids})
 }
 
+// Freeze suspends sessions.
 func (r *Remote) Freeze(ctx context.Context, m migrate.Machine, ids []string, report migrate.Progress) error {
 	in, err := r.Service.Freeze(ctx, r.sessions(m, "", ids))
 	return r.follow(in, err, report)
 }
 
+// Thaw resumes sessions on a card.
 func (r *Remote) Thaw(ctx context.Context, m migrate.Machine, gpu string, ids []string, report migrate.Progress) error {
 	in, err := r.Service.Thaw(ctx, r.sessions(m, gpu, ids))
 	return r.follow(in, err, report)
