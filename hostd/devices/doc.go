@@ -9,6 +9,10 @@
 // a card has one owner is decided three times: by the cluster's claim, by this
 // record, and by the hypervisor, and a step goes on only if they agree.
 //
+// A VM gets a card whole, or a slice of it: a virtual function, mediated device
+// or vGPU, which is made for it and deleted after it. While slices of a card
+// are out it is not taken, reset or given away, and the other way round.
+//
 // How a driver is bound or a card is reset is with the packages under
 // passthrough; talking to libvirt is with internal/virt; the protocol of the
 // hooks is with hostd/hook. They are interfaces here.
