@@ -30,6 +30,10 @@ binaries:
 	CGO_ENABLED=0 $(GO) build -trimpath -o bin/gpuctl-cluster-demo ./demo/cluster
 	guest/icd/build.sh lib/libgpuctl-opencl.so
 
+# The package for VMs.
+deb: build
+	packaging/deb/build.sh
+
 programs:
 	@$(MAKE) --no-print-directory -C test/cl
 

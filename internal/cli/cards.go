@@ -36,8 +36,8 @@ func (a *app) cardsCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use: "cards", Short: "List the PCI cards of a host, and which VM has which",
 		Long: `List the display and accelerator cards of a host with the phase of their life:
-free, taking, ready, attaching, attached, detaching, resetting, returning or
-quarantined.`,
+free, reserved, cutting, taking, ready, attaching, attached, detaching, resetting,
+returning or quarantined.`,
 		Example: `  gpuctl cards
   gpuctl cards --on h2 -o wide`,
 		Args: arguments(cobra.NoArgs),
@@ -371,6 +371,9 @@ func (a *app) followDevice(stream *connect.ServerStreamForClient[gpuctlv1.Device
 	show.end()
 	if last == nil {
 		if err := stream.Err(); err != nil {
+			if connect.CodeOf(err) == connect.CodeFailedPrecondition && strings.Contains(err.Error(), "refused") {
+				return program.WithCode(err, program.Refused)
+			}
 			return err
 		}
 		return errors.New("hostd went away; when it is back, gpuctl cards says where the card is")
