@@ -19,7 +19,7 @@ var virtio = model{slot: "0000:05:00.0", id: "1af4:1050"}
 // what a migration with a GPU is compared with.
 func TestComputeGuest(t *testing.T) {
 	l := Start(t)
-	ctx, cancel := context.WithTimeout(t.Context(), 28*time.Minute)
+	ctx, cancel := context.WithTimeout(t.Context(), 40*time.Minute)
 	defer cancel()
 	a, b := l.Hosts()[0], l.Hosts()[1]
 	step := func(name string, run func(*testing.T, context.Context)) {
@@ -28,7 +28,7 @@ func TestComputeGuest(t *testing.T) {
 			return
 		}
 		t.Run(name, func(t *testing.T) {
-			ctx, cancel := context.WithTimeout(ctx, 10*time.Minute)
+			ctx, cancel := context.WithTimeout(ctx, 14*time.Minute)
 			defer cancel()
 			began := time.Now()
 			run(t, ctx)

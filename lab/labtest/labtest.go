@@ -227,9 +227,9 @@ func (g *Guest) Create(ctx context.Context, h *lab.Host, devices ...string) erro
 	return g.WaitReady(ctx)
 }
 
-// WaitReady waits until the init of the guest answers, at most six minutes.
+// WaitReady waits until the init of the guest answers, at most twelve minutes.
 func (g *Guest) WaitReady(ctx context.Context) error {
-	ctx, cancel := context.WithTimeout(ctx, 6*time.Minute)
+	ctx, cancel := context.WithTimeout(ctx, 12*time.Minute)
 	defer cancel()
 	// What is sent before the guest listens is lost, so the first tries are short.
 	asked := time.Now()
