@@ -295,13 +295,13 @@ func (h *host) badInput(ctx context.Context) {
 	h.refused(ctx, "belongs to VM web", "reset", bochs)
 
 	// Guests that cannot have a card. They need not come up.
-	hvm := &labtest.Guest{Name: "plain", MemoryMiB: 64}
+	hvm := &labtest.Guest{Name: "plain"}
 	h.put(ctx, hvm, func(xml string) string {
 		return strings.Replace(xml, "<xen><passthrough state='on'/></xen>", "", 1)
 	})
-	pvh := &labtest.Guest{Name: "pvh", MemoryMiB: 64, PVH: true}
+	pvh := &labtest.Guest{Name: "pvh", PVH: true}
 	h.put(ctx, pvh, same)
-	pv := &labtest.Guest{Name: "pv", MemoryMiB: 64, PVH: true}
+	pv := &labtest.Guest{Name: "pv", PVH: true}
 	h.put(ctx, pv, func(xml string) string {
 		xml = strings.Replace(xml, "<type arch='x86_64' machine='xenpvh'>xenpvh</type>", "<type arch='x86_64' machine='xenpv'>linux</type>", 1)
 		return strings.Replace(xml, "<features><acpi/></features>", "", 1)
