@@ -405,7 +405,7 @@ func (k *Keeper) describe(card *pci.Card, gpu string) *gpuctlv1.Card {
 	out.ResetMethod = k.resets[card.Address]
 	k.mu.Unlock()
 	if h := k.held(card.Address); h != nil {
-		out.Phase, out.Machine, out.MachineName, out.Claim = phases[h.Phase], h.UUID, h.Name, h.Claim
+		out.Phase, out.Machine, out.MachineName, out.Claim = phases()[h.Phase], h.UUID, h.Name, h.Claim
 		out.Persistent, out.Message, out.SinceUnixMs = h.Persistent, h.Message, h.Since
 	}
 	k.describeSlices(card, out)

@@ -34,13 +34,16 @@ const (
 	quarantined phase = "quarantined" // until somebody resets it with success
 )
 
-var phases = map[phase]gpuctlv1.CardPhase{
-	cutting:  gpuctlv1.CardPhase_CARD_PHASE_CUTTING,
-	reserved: gpuctlv1.CardPhase_CARD_PHASE_RESERVED,
-	taking:   gpuctlv1.CardPhase_CARD_PHASE_TAKING, ready: gpuctlv1.CardPhase_CARD_PHASE_READY,
-	attaching: gpuctlv1.CardPhase_CARD_PHASE_ATTACHING, attached: gpuctlv1.CardPhase_CARD_PHASE_ATTACHED,
-	detaching: gpuctlv1.CardPhase_CARD_PHASE_DETACHING, resetting: gpuctlv1.CardPhase_CARD_PHASE_RESETTING,
-	returning: gpuctlv1.CardPhase_CARD_PHASE_RETURNING, quarantined: gpuctlv1.CardPhase_CARD_PHASE_QUARANTINED,
+// phases are those of the API.
+func phases() map[phase]gpuctlv1.CardPhase {
+	return map[phase]gpuctlv1.CardPhase{
+		cutting:  gpuctlv1.CardPhase_CARD_PHASE_CUTTING,
+		reserved: gpuctlv1.CardPhase_CARD_PHASE_RESERVED,
+		taking:   gpuctlv1.CardPhase_CARD_PHASE_TAKING, ready: gpuctlv1.CardPhase_CARD_PHASE_READY,
+		attaching: gpuctlv1.CardPhase_CARD_PHASE_ATTACHING, attached: gpuctlv1.CardPhase_CARD_PHASE_ATTACHED,
+		detaching: gpuctlv1.CardPhase_CARD_PHASE_DETACHING, resetting: gpuctlv1.CardPhase_CARD_PHASE_RESETTING,
+		returning: gpuctlv1.CardPhase_CARD_PHASE_RETURNING, quarantined: gpuctlv1.CardPhase_CARD_PHASE_QUARANTINED,
+	}
 }
 
 // hold is what the record says of a card.
@@ -132,7 +135,7 @@ func decodeRecord(data []byte) (record, error) {
 	seen, ids := map[pci.Address]bool{}, map[string]bool{}
 	for _, h := range r.Holds {
 		switch {
-		case h == nil || phases[h.Phase] == gpuctlv1.CardPhase_CARD_PHASE_UNSPECIFIED:
+		case h == nil || phases()[h.Phase] == gpuctlv1.CardPhase_CARD_PHASE_UNSPECIFIED:
 			return record{}, errors.New("an entry makes no sense")
 		case h.Slice != nil:
 			if err := h.checkSlice(); err != nil {

@@ -520,7 +520,7 @@ func (k *Keeper) describeSlices(card *pci.Card, out *gpuctlv1.Card) {
 	}
 	for _, h := range k.slicesOf(card.Address) {
 		s := &gpuctlv1.Slice{
-			Id: h.Slice.ID, Profile: h.Slice.Profile, Kind: string(h.Slice.Kind), Phase: phases[h.Phase], Machine: h.UUID, MachineName: h.Name,
+			Id: h.Slice.ID, Profile: h.Slice.Profile, Kind: string(h.Slice.Kind), Phase: phases()[h.Phase], Machine: h.UUID, MachineName: h.Name,
 			Claim: h.Claim, Message: h.Message, SinceUnixMs: h.Since,
 		}
 		if len(h.Functions) > 0 {
