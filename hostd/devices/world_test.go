@@ -59,6 +59,18 @@ type world struct {
 
 const uuid1, uuid2 = "11111111-1111-1111-1111-111111111111", "22222222-2222-2222-2222-222222222222"
 
+// inMemory is a folder on a file system that syncs at once, if there is one:
+// thousands of records are written.
+func inMemory(t *testing.T) string {
+	t.Helper()
+	dir, err := os.MkdirTemp("/dev/shm", "cards")
+	if err != nil {
+		return t.TempDir()
+	}
+	t.Cleanup(func() { _ = os.RemoveAll(dir) })
+	return dir
+}
+
 func newWorld(t *testing.T) *world {
 	t.Helper()
 	w := emptyWorld(t)
@@ -84,7 +96,7 @@ func newWorld(t *testing.T) *world {
 func emptyWorld(t *testing.T) *world {
 	t.Helper()
 	return &world{
-		t: t, dir: t.TempDir(), driver: map[pci.Address]string{}, native: map[pci.Address]string{}, owner: map[pci.Address]string{},
+		t: t, dir: inMemory(t), driver: map[pci.Address]string{}, native: map[pci.Address]string{}, owner: map[pci.Address]string{},
 		dirty: map[pci.Address]string{}, stored: map[string][]pci.Address{}, claims: map[string]string{}, dead: map[pci.Address]bool{}, deaf: map[string]bool{},
 		resetFail: map[pci.Address]error{}, now: time.Unix(1e9, 0),
 		machines: map[string]*Machine{
