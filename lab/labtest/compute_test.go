@@ -116,6 +116,11 @@ func TestComputeGuest(t *testing.T) {
 	})
 	step("a card that Oclgrind serves", func(t *testing.T, ctx context.Context) {
 		must(t, g.Attach(ctx, edu.slot))
+		// It is where the other was, and what is there stays released.
+		at, err := g.WaitDevice(ctx, edu.id)
+		must(t, err)
+		_, err = agent.TakeUp(ctx, connect.NewRequest(&gpuctlv1.TakeUpRequest{Address: at.Address}))
+		must(t, err)
 		d, err := agent.WaitReady(ctx, 0x1234, 0x11e8)
 		must(t, err)
 		if d.Profile != "emulated-edu" || !strings.Contains(d.Target.GetRuntime().GetLibrary(), "oclgrind") {
