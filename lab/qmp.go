@@ -4,8 +4,10 @@ import (
 	"bufio"
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"net"
+	"os"
 	"time"
 )
 
@@ -76,8 +78,11 @@ func (q *qmp) read(ctx context.Context) (*qmpMessage, error) {
 			continue
 		}
 		if err != nil {
-			if ctx.Err() != nil {
+			switch {
+			case ctx.Err() != nil:
 				err = ctx.Err()
+			case ok && errors.Is(err, os.ErrDeadlineExceeded): // a little before the context's own
+				err = context.DeadlineExceeded
 			}
 			return nil, err
 		}
