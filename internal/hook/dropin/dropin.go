@@ -117,8 +117,15 @@ func (h hook) run() int {
 func (h hook) ask(ctx context.Context, c Config, patient bool) (wire.Answer, error) {
 	client := wire.Client{Socket: c.SocketBelow(h.root)}
 	until := time.Now().Add(patience)
+	var before error
 	for {
 		answer, err := client.Call(ctx, h.event)
+		// An attempt that the limit cut short says less than the one before.
+		end, limited := ctx.Deadline()
+		if before != nil && limited && time.Until(end) < pause && errors.Is(err, wire.ErrUnreachable) {
+			err = before
+		}
+		before = err
 		if !errors.Is(err, wire.ErrUnreachable) || !patient || c.OnUnreachable == Allow || time.Now().After(until) {
 			return answer, err
 		}
