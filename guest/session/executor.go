@@ -17,7 +17,7 @@ import (
 // Times that nothing healthy needs. A hanging driver must not hang an
 // application that stands still because of it.
 const (
-	startTimeout    = 60 * time.Second // until an executor serves
+	startTimeout    = 3 * time.Minute // until an executor serves; a slow VM compiles first
 	describeTimeout = 2 * time.Second
 	quickTimeout    = 30 * time.Second // calls that touch the device but move no data
 	stallTimeout    = 60 * time.Second // without a word of progress, application standing still
