@@ -10,7 +10,7 @@ fi
 rm -rf "$tree" "$out.part"
 mkdir -p "$(dirname "$out")"
 echo "Debian"
-debootstrap --variant=minbase bookworm "$tree" "${GPUCTL_LAB_MIRROR:-http://deb.debian.org/debian}"
+debootstrap --variant=minbase bookworm "$tree" ${GPUCTL_LAB_MIRROR:+"$GPUCTL_LAB_MIRROR"}
 echo "packages"
 printf '#!/bin/sh\nexit 101\n' >"$tree/usr/sbin/policy-rc.d"
 chmod 755 "$tree/usr/sbin/policy-rc.d"

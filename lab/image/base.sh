@@ -9,7 +9,7 @@ if mountpoint -q "$part/proc"; then
 fi
 rm -rf "$part"
 echo "Debian"
-debootstrap --variant=minbase bookworm "$part" "${GPUCTL_LAB_MIRROR:-http://deb.debian.org/debian}"
+debootstrap --variant=minbase bookworm "$part" ${GPUCTL_LAB_MIRROR:+"$GPUCTL_LAB_MIRROR"}
 echo "packages"
 "$here/inside.sh" "$part" packages
 rm -rf "$part"/var/cache/apt/*.bin "$part"/var/cache/apt/archives/*.deb "$part"/var/lib/apt/lists/* \
