@@ -328,7 +328,7 @@ func againstGPU(r Request, m MachineFacts, current, g GPUFacts) (out []*gpuctlv1
 			out = append(out, because(code, format, args...))
 		}
 	}
-	if r.To != "" && r.To != g.ID && r.To != g.Model && r.To != hostOf(g.ID) {
+	if r.To != "" && r.To != g.ID && r.To != g.Model && r.To != HostOf(g.ID) {
 		return []*gpuctlv1.Reason{because(ReasonModel, "it is not %s", r.To)}
 	}
 	add(r.Verb == Upgrade && g.Rank <= current.Rank, ReasonModel, "%s (rank %d) is no higher model than %s (rank %d)", g.Model, g.Rank, current.Model, current.Rank)

@@ -33,7 +33,6 @@ type Config struct {
 
 	Patience time.Duration // with hosts that are unreachable: 2 min
 	Pause    time.Duration // between looks: 100 ms
-	Limit    func(step string, predicted time.Duration) time.Duration
 }
 
 // Runner drives migrations.
@@ -59,14 +58,11 @@ func New(c Config) *Runner {
 // run is one migration that is being driven.
 type run struct {
 	*Runner
-	m      *clusterv1.Migration
-	all    []step
-	sites  Sites
-	claims Claims
-	pause  time.Duration
-	a, b   Site // source and destination
-	bytes  uint64
-	began  time.Time // of the running step
+	m     *clusterv1.Migration
+	all   []step
+	a, b  Site // source and destination
+	bytes uint64
+	began time.Time // of the running step
 }
 
 func (r *run) move() *clusterv1.MachineMove { return r.m.GetMachine() }
@@ -84,7 +80,7 @@ func (r *run) progress(done, total uint64) {
 // error says that nothing more can be done here now: the record is another
 // host's, or cannot be written; who drives it next goes on from there.
 func (c *Runner) Run(ctx context.Context, m *clusterv1.Migration) (*clusterv1.Migration, error) {
-	r := &run{Runner: c, m: m, sites: c.Sites, claims: c.Claims, pause: c.Pause}
+	r := &run{Runner: c, m: m}
 	if err := r.load(); err != nil {
 		return m, err
 	}
@@ -99,10 +95,10 @@ func (c *Runner) Run(ctx context.Context, m *clusterv1.Migration) (*clusterv1.Mi
 // load finds the hosts of the candidate that is tried.
 func (r *run) load() (err error) {
 	r.all = steps(r.move())
-	if r.a, err = r.sites.Site(r.move().GetFromHost()); err != nil {
+	if r.a, err = r.Sites.Site(r.move().GetFromHost()); err != nil {
 		return err
 	}
-	r.b, err = r.sites.Site(r.move().GetToHost())
+	r.b, err = r.Sites.Site(r.move().GetToHost())
 	return err
 }
 
@@ -120,7 +116,7 @@ func (r *run) put(ctx context.Context) error {
 		if !errors.Is(err, ErrUnreachable) || ctx.Err() != nil {
 			return fmt.Errorf("migration %s: %w", r.m.GetId(), err)
 		}
-		if err := wait(ctx, r.pause); err != nil {
+		if err := wait(ctx, r.Pause); err != nil {
 			return err
 		}
 	}
@@ -203,17 +199,13 @@ const maxRecorded = 500
 // attempt does a step, and again while a host is unreachable and there is
 // patience.
 func (r *run) attempt(ctx context.Context, s step, do func(context.Context, *run) error, undo bool) (err error) {
-	limit := s.limit
-	if r.Limit != nil {
-		limit = r.Limit(s.name, limit)
-	}
 	for end := time.Now().Add(r.Patience); ; {
-		err = r.once(ctx, limit, s.name, do, undo)
+		err = r.once(ctx, s.limit, s.name, do, undo)
 		if err == nil || !errors.Is(err, ErrUnreachable) || ctx.Err() != nil || time.Now().After(end) {
 			break
 		}
 		r.Log.Info("trying again", "migration", r.m.GetId(), "step", s.name, "err", err)
-		if wait(ctx, r.pause) != nil {
+		if wait(ctx, r.Pause) != nil {
 			break
 		}
 	}
@@ -337,7 +329,7 @@ func (r *run) another(ctx context.Context) (turned bool, err error) {
 	switch {
 	case last == "" && (m.GetFailed() == StepReserve || m.GetFailed() == StepPrepare):
 	case last == StepMove && late:
-		there = func(gpu string) bool { return hostOf(gpu) == m.GetToHost() }
+		there = func(gpu string) bool { return HostOf(gpu) == m.GetToHost() }
 	case last == StepDetach && (late || m.GetFailed() == StepMove):
 	default:
 		return false, nil
@@ -364,7 +356,7 @@ func (r *run) another(ctx context.Context) (turned bool, err error) {
 	m = r.move() // the record that was kept last
 	gpu := m.GetCandidates()[i]
 	m.Candidates = slices.Delete(m.GetCandidates(), i, i+1)
-	m.ToGpu, m.ToHost, m.Undoing, m.Failed, m.ToClaim = gpu, hostOf(gpu), false, "", nextClaim(m.GetToClaim())
+	m.ToGpu, m.ToHost, m.Undoing, m.Failed, m.ToClaim = gpu, HostOf(gpu), false, "", nextClaim(m.GetToClaim())
 	r.m.To, r.m.Step = gpu, ""
 	r.Log.Info("trying the next candidate", "migration", r.m.GetId(), "gpu", gpu)
 	if err := r.load(); err != nil {
@@ -373,8 +365,8 @@ func (r *run) another(ctx context.Context) (turned bool, err error) {
 	return true, r.put(ctx)
 }
 
-// hostOf is the host of a GPU's id.
-func hostOf(gpu string) string {
+// HostOf is the host of a GPU's id.
+func HostOf(gpu string) string {
 	host, _, _ := strings.Cut(gpu, "/")
 	return host
 }

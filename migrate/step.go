@@ -46,10 +46,10 @@ func steps(m *clusterv1.MachineMove) []step {
 	add(gpu, step{
 		StepReserve, fmt.Sprintf("bind a claim of %s to %s", m.GetName(), m.GetToGpu()), "the claim is released", 30 * time.Second,
 		func(ctx context.Context, r *run) error {
-			return r.claims.Reserve(ctx, r.move().GetToClaim(), r.machine(), r.move().GetToGpu())
+			return r.Claims.Reserve(ctx, r.move().GetToClaim(), r.machine(), r.move().GetToGpu())
 		},
 		func(ctx context.Context, r *run) error {
-			return r.claims.Release(ctx, r.move().GetToClaim(), r.machine(), r.move().GetToGpu())
+			return r.Claims.Release(ctx, r.move().GetToClaim(), r.machine(), r.move().GetToGpu())
 		},
 	})
 	add(gpu, step{
@@ -142,7 +142,7 @@ func steps(m *clusterv1.MachineMove) []step {
 			if err := r.from().GiveBack(ctx, r.machine(), r.move().GetFromGpu()); err != nil {
 				return err
 			}
-			return r.claims.Release(ctx, r.move().GetFromClaim(), r.machine(), r.move().GetFromGpu())
+			return r.Claims.Release(ctx, r.move().GetFromClaim(), r.machine(), r.move().GetFromGpu())
 		}, nil,
 	})
 	return out
@@ -152,11 +152,11 @@ func steps(m *clusterv1.MachineMove) []step {
 // as neither host alone has it, it is waited for. On the way home a host that is
 // gone need not be asked: a VM that runs at home, and is not moving, is there.
 func (r *run) carry(ctx context.Context, from, to string, home bool) error {
-	a, err := r.sites.Site(from)
+	a, err := r.Sites.Site(from)
 	if err != nil {
 		return err
 	}
-	b, err := r.sites.Site(to)
+	b, err := r.Sites.Site(to)
 	if err != nil {
 		return err
 	}
@@ -189,7 +189,7 @@ func (r *run) carry(ctx context.Context, from, to string, home bool) error {
 		select {
 		case <-ctx.Done():
 			return fmt.Errorf("%w: the VM is %s on host %s and %s on host %s", ErrUnreachable, here, from, there, to)
-		case <-time.After(r.pause):
+		case <-time.After(r.Pause):
 		}
 	}
 }

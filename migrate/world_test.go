@@ -66,7 +66,7 @@ func (w *world) migration(target string, candidates ...string) *clusterv1.Migrat
 	return &clusterv1.Migration{
 		Id: "m-1", Verb: "migrate", Object: "vm", Driver: "h1", From: from, To: target, State: clusterv1.MigrationState_MIGRATION_STATE_RUNNING,
 		Machine: &clusterv1.MachineMove{
-			Uuid: "vm", Name: "vm", FromHost: "h1", ToHost: hostOf(target), FromGpu: from, ToGpu: target, FromClaim: "vm-1", ToClaim: "vm-2", Candidates: candidates,
+			Uuid: "vm", Name: "vm", FromHost: "h1", ToHost: HostOf(target), FromGpu: from, ToGpu: target, FromClaim: "vm-1", ToClaim: "vm-2", Candidates: candidates,
 		},
 	}
 }
@@ -160,7 +160,7 @@ func (w *world) Put(_ context.Context, m *clusterv1.Migration) (*clusterv1.Migra
 
 func (w *world) Reserve(_ context.Context, claim string, _ Machine, gpu string) error {
 	return w.call(func() error {
-		if err := w.fails[hostOf(gpu)+" reserve"]; err != nil {
+		if err := w.fails[HostOf(gpu)+" reserve"]; err != nil {
 			return err
 		}
 		for c, g := range w.claims {
@@ -221,7 +221,7 @@ func (s *site) Where(context.Context, Machine) (p Presence, err error) {
 func (s *site) Prepare(_ context.Context, m Machine, gpu, claim string) error {
 	return s.do("prepare", func() error {
 		c := s.cards[gpu]
-		if hostOf(gpu) != s.host {
+		if HostOf(gpu) != s.host {
 			s.t.Errorf("%s prepared on %s", gpu, s.host)
 		}
 		if s.claims[claim] != gpu {

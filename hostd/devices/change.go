@@ -288,12 +288,7 @@ func (k *Keeper) obtain(ctx context.Context, m Machine, gpus []string, more stri
 	return claim, gpu, nil
 }
 
-// obtainAs is obtain for a claim that has its name already.
-func (k *Keeper) obtainAs(ctx context.Context, claim string, m Machine, gpus []string, more string, memory uint64) error {
-	_, err := k.obtainNamed(ctx, claim, m, gpus, more, memory)
-	return err
-}
-
+// obtainNamed is obtain for a claim that has its name already.
 func (k *Keeper) obtainNamed(ctx context.Context, claim string, m Machine, gpus []string, more string, memory uint64) (gpu string, err error) {
 	return k.obtainFor(ctx, &hold{Claim: claim, UUID: m.UUID, Name: m.Name}, gpus, more, memory)
 }

@@ -52,7 +52,7 @@ func (k *Keeper) Reserve(ctx context.Context, m Machine, gpu, claim, migration s
 	if len(reasons) > 0 {
 		return fmt.Errorf("%w: %w", ErrTaken, refusal("gpu "+name, reasons))
 	}
-	if err := k.obtainAs(ctx, claim, m, []string{name}, "", 0); err != nil {
+	if _, err := k.obtainNamed(ctx, claim, m, []string{name}, "", 0); err != nil {
 		return fmt.Errorf("%w: %w", ErrTaken, err)
 	}
 	defer k.forgo(claim)
@@ -202,18 +202,6 @@ func (k *Keeper) IDs(ctx context.Context, gpu string) (vendor, device uint16, er
 	}
 	d := card.Main()
 	return d.VendorID, d.DeviceID, nil
-}
-
-// With names the VM that a card is held for.
-func (k *Keeper) With(gpu string) (machine string) {
-	k.mu.Lock()
-	defer k.mu.Unlock()
-	for _, h := range k.holds {
-		if h.GPU == gpu && (h.UUID != "" || h.Phase == quarantined) {
-			return h.machine()
-		}
-	}
-	return ""
 }
 
 // keeps says whether a phase is one in which a migration may leave a card.

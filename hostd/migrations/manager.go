@@ -180,7 +180,7 @@ func (s sites) site(host string) (*site.Remote, error) {
 
 // Reserve has the card's host bind the claim: it is the one that manages it.
 func (s sites) Reserve(ctx context.Context, claim string, m migrate.Machine, gpu string) error {
-	at, err := s.site(hostOf(gpu))
+	at, err := s.site(migrate.HostOf(gpu))
 	if err != nil {
 		return err
 	}
@@ -189,7 +189,7 @@ func (s sites) Reserve(ctx context.Context, claim string, m migrate.Machine, gpu
 
 // Release has it end the claim, by giving the card back.
 func (s sites) Release(ctx context.Context, _ string, m migrate.Machine, gpu string) error {
-	at, err := s.site(hostOf(gpu))
+	at, err := s.site(migrate.HostOf(gpu))
 	if err != nil {
 		return err
 	}
@@ -199,11 +199,6 @@ func (s sites) Release(ctx context.Context, _ string, m migrate.Machine, gpu str
 // Put writes the record.
 func (s sites) Put(ctx context.Context, r *clusterv1.Migration) (*clusterv1.Migration, error) {
 	return s.node.PutMigration(ctx, r, false)
-}
-
-func hostOf(gpu string) string {
-	host, _, _ := strings.Cut(gpu, "/")
-	return host
 }
 
 // begin drives a recorded migration to its end.

@@ -25,8 +25,6 @@ type Keeper interface {
 	Unplug(ctx context.Context, m devices.Machine, gpu, migration string) error
 	Drop(ctx context.Context, m devices.Machine, gpu string) error
 	IDs(ctx context.Context, gpu string) (vendor, device uint16, err error)
-	Of(uuid string) []string
-	With(gpu string) string
 	Cards(ctx context.Context) ([]*gpuctlv1.Card, error)
 	Isolated(ctx context.Context, gpu string) (*gpuctlv1.IsolationResponse, error)
 }
