@@ -89,7 +89,8 @@ type Host struct {
 	claims   map[string]*claim
 	claiming map[string]bool // that the cluster is being asked for
 	sessions map[string]*session
-	over     map[string]time.Time  // sessions that the guest said have ended
+	over     map[string]time.Time  // sessions that have ended, lately
+	listed   time.Time             // when the newest list that was taken in was asked for
 	ops      map[string]*operation // by session
 	last     map[string]*gpuctlv1.SwapResult
 	watchers map[*watcher]bool
@@ -236,9 +237,6 @@ func (h *Host) follow(ctx context.Context) {
 				s := proto.CloneOf(stream.Msg())
 				h.mu.Lock()
 				h.update(s, false)
-				if s.GetState() == gpuctlv1.SessionState_SESSION_STATE_ENDED {
-					h.over[s.GetId()] = time.Now()
-				}
 				h.mu.Unlock()
 			}
 			err = cmp.Or(stream.Err(), errors.New("ended"))
@@ -269,6 +267,10 @@ func (h *Host) Resync(ctx context.Context) error {
 	}
 	h.mu.Lock()
 	defer h.mu.Unlock()
+	if asked.Before(h.listed) {
+		return nil // overtaken: a list of later is known
+	}
+	h.listed = asked
 	for id, at := range h.over {
 		if at.Before(asked.Add(-callTimeout)) {
 			delete(h.over, id)
@@ -369,6 +371,9 @@ func (h *Host) update(s *gpuctlv1.Session, listed bool) {
 		return // an old message that was overtaken
 	}
 	ended := s.GetState() == gpuctlv1.SessionState_SESSION_STATE_ENDED
+	if ended {
+		h.over[id] = time.Now()
+	}
 	if old == nil && ended {
 		return
 	}
