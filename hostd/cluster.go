@@ -21,7 +21,6 @@ import (
 	"github.com/gpuctl/gpuctl/hostd/node"
 	"github.com/gpuctl/gpuctl/hostd/nvml"
 	"github.com/gpuctl/gpuctl/internal/expr"
-	"github.com/gpuctl/gpuctl/passthrough/pci"
 )
 
 // Cluster has the last word on who gets a GPU. GPUs are named as this host
@@ -171,7 +170,7 @@ func (h *Host) devices(ctx context.Context) ([]*clusterv1.GPU, error) {
 	}
 	var err error
 	in := discover.Input{Runtimes: h.gpus, RuntimeKey: runtimeKey, Ours: h.ours}
-	if in.Cards, err = pci.Scan(h.Root); err != nil {
+	if in.Cards, err = h.PCI.Cards(); err != nil {
 		h.Log.Debug("pci devices not scanned", "err", err)
 	}
 	if h.NVML != nil {

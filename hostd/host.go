@@ -33,6 +33,7 @@ import (
 	"github.com/gpuctl/gpuctl/hostd/trace"
 	"github.com/gpuctl/gpuctl/internal/expr"
 	"github.com/gpuctl/gpuctl/internal/near"
+	"github.com/gpuctl/gpuctl/passthrough/pci"
 )
 
 var (
@@ -59,7 +60,8 @@ type HostConfig struct {
 	AppSocket  string // given to applications
 	StateFile  string
 	Config     config.Config
-	Root       fs.FS // the machine's files
+	Root       fs.FS        // the machine's files
+	PCI        *pci.Scanner // of the same machine
 	Cluster    Cluster
 	NVML       *nvml.Client       // nil: not asked
 	Cards      *platform.Platform // nil: no card is given to VMs

@@ -24,6 +24,7 @@ import (
 	"github.com/gpuctl/gpuctl/hostd/config"
 	"github.com/gpuctl/gpuctl/hostd/guesttest"
 	"github.com/gpuctl/gpuctl/hostd/node"
+	"github.com/gpuctl/gpuctl/passthrough/pci"
 )
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
@@ -59,9 +60,10 @@ func (f *fixture) start() {
 		c.GPUs = append(c.GPUs, config.GPU{ID: id, Library: "/libpocl.so", Env: map[string]string{"POCL_MEMORY_LIMIT": gib}})
 	}
 	c.GPUs = append(c.GPUs, config.GPU{ID: "duo", Library: "/libpocl.so", Env: map[string]string{"POCL_MEMORY_LIMIT": "2", "POCL_DEVICES": "a b"}})
+	root := fstest.MapFS{"proc/1/stat": {Data: []byte("1 (a) b) S 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 77 0")}}
 	host, err := NewHost(HostConfig{
 		Guest: gpuctlv1connect.NewGuestServiceClient(f.front.Client(), f.front.URL), AppSocket: "/app", StateFile: f.state, Config: c,
-		Root: fstest.MapFS{"proc/1/stat": {Data: []byte("1 (a) b) S 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 77 0")}}, Log: slog.New(slog.DiscardHandler),
+		Root: root, PCI: pci.NewScanner(root), Log: slog.New(slog.DiscardHandler),
 	})
 	if err != nil {
 		f.t.Fatal(err)

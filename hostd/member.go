@@ -107,7 +107,7 @@ func (o Options) join(ctx context.Context, host *Host) (m *member, err error) {
 func (m *member) open(ctx context.Context, o Options, host *Host, name string) (err error) {
 	dir := cmp.Or(o.Data, o.Dir)
 	m.cards, err = platform.Open(ctx, platform.Options{
-		Config: o.Config.Devices, Dev: o.Data == "", Root: sysfs.Dir("/"), Dir: dir, RunDir: o.Dir, Cluster: late{host}, GPUs: host.devices,
+		Config: o.Config.Devices, Dev: o.Data == "", Root: sysfs.Dir("/"), PCI: host.PCI, Dir: dir, RunDir: o.Dir, Cluster: late{host}, GPUs: host.devices,
 		LetGo: m.letGo, Event: host.noteCard, Log: o.Log,
 	})
 	if err != nil {
@@ -131,7 +131,7 @@ func (m *member) open(ctx context.Context, o Options, host *Host, name string) (
 		},
 		Link: func(_ context.Context, from string) uint64 { return slowest(m.node.View(), from, m.node.HostName()) },
 	}
-	m.guests = site.NewGuests(host.Site, m.cards.Keeper.Scan, o.Log)
+	m.guests = site.NewGuests(host.Site, host.PCI.Cards, o.Log)
 	host.Site.Guests = m.guests
 	host.Migrations = migrations.New(migrations.Config{
 		Node: lateNode{late{host}, m}, Machines: host.Devices.Everywhere, Ready: host.Ready, Most: o.Config.Devices.Migrations, Log: o.Log,

@@ -20,6 +20,7 @@ import (
 	"github.com/gpuctl/gpuctl/hostd/systemd"
 	"github.com/gpuctl/gpuctl/internal/rundir"
 	"github.com/gpuctl/gpuctl/internal/unixrpc"
+	"github.com/gpuctl/gpuctl/passthrough/pci"
 )
 
 const shutdown = 5 * time.Second
@@ -60,7 +61,7 @@ func Run(ctx context.Context, o Options) (err error) {
 	host, err := NewHost(HostConfig{
 		Guest:     gpuctlv1connect.NewGuestServiceClient(unixrpc.Client(guest.Socket()), "http://guest"),
 		AppSocket: guest.AppSocket(), StateFile: filepath.Join(o.Dir, "state.json"),
-		Config: o.Config, Root: o.Root, Log: o.Log,
+		Config: o.Config, Root: o.Root, PCI: pci.NewScanner(o.Root), Log: o.Log,
 	})
 	if err != nil {
 		return err

@@ -33,7 +33,8 @@ func (c *change) step(ctx context.Context, name string, do func(ctx context.Cont
 	ctx, cancel := context.WithTimeout(ctx, c.k.Step)
 	defer cancel()
 	began := time.Now()
-	if err := do(ctx); err != nil {
+	err := do(ctx)
+	if c.k.PCI.Changed(); err != nil {
 		return fmt.Errorf("%s: %w", name, err)
 	}
 	c.report(c.update(name, time.Since(began)))
@@ -95,7 +96,7 @@ func (k *Keeper) noteReset(card pci.Address, method string, err error) {
 
 // rescan reads the card as it is now: its driver has changed.
 func (c *change) rescan() (*pci.Card, error) {
-	cards, err := c.k.scan()
+	cards, err := c.k.PCI.Scan()
 	if err != nil {
 		return nil, err
 	}

@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io/fs"
 	"log/slog"
 	"slices"
 	"strings"
@@ -106,8 +105,8 @@ type Isolation interface {
 
 // Config is what a Keeper needs.
 type Config struct {
-	Root       fs.FS  // the machine's files
-	File       string // the record
+	PCI        *pci.Scanner // of the machine
+	File       string       // the record
 	Binder     Binder
 	Resetter   Resetter
 	Hypervisor Hypervisor
@@ -371,12 +370,10 @@ func (k *Keeper) save() error {
 	return writeRecord(k.File, record{Holds: holds, Resets: k.resets})
 }
 
-// Scan lists the cards as they are.
-func (k *Keeper) Scan() ([]*pci.Card, error) { return k.scan() }
-
+// scan lists the cards as they are.
 func (k *Keeper) scan() ([]*pci.Card, error) {
-	cards, err := pci.Scan(k.Root)
-	if err != nil && len(cards) == 0 {
+	cards, err := k.PCI.Cards()
+	if err != nil {
 		return nil, fmt.Errorf("pci devices: %w", err)
 	}
 	return cards, nil

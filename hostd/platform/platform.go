@@ -41,8 +41,9 @@ type Options struct {
 	Config  config.Devices
 	Dev     bool       // no VMs are managed
 	Root    sysfs.Root // the machine's files
-	Dir     string     // where records are kept
-	RunDir  string     // of the hooks' socket
+	PCI     *pci.Scanner
+	Dir     string // where records are kept
+	RunDir  string // of the hooks' socket
 	Cluster devices.Cluster
 	GPUs    func(ctx context.Context) ([]*clusterv1.GPU, error)
 	// LetGo has NVML give up cards before their drivers are changed.
@@ -57,6 +58,7 @@ type Platform struct {
 	Catalog  *catalog.Catalog
 	Client   *virt.Client // nil: no libvirt
 	log      *slog.Logger
+	pci      *pci.Scanner
 	runDir   string
 	event    func(gpu, kind, message string)
 	binder   *bind.Binder
@@ -66,7 +68,7 @@ type Platform struct {
 
 // Open finds out what the machine is. It touches no card.
 func Open(ctx context.Context, o Options) (p *Platform, err error) {
-	p = &Platform{log: o.Log, runDir: o.RunDir, event: o.Event}
+	p = &Platform{log: o.Log, runDir: o.RunDir, event: o.Event, pci: o.PCI}
 	defer func() {
 		if err != nil {
 			err = errors.Join(err, p.Close())
@@ -82,7 +84,7 @@ func Open(ctx context.Context, o Options) (p *Platform, err error) {
 	p.close = append(p.close, journal.Close)
 	p.resetter = reset.New(o.Root, reset.WithRecords(filepath.Join(o.Dir, "resets")))
 	c := devices.Config{
-		Root: o.Root, File: filepath.Join(o.Dir, "cards.json"), Resetter: resetter{p.resetter, p.Catalog, o.Log},
+		PCI: o.PCI, File: filepath.Join(o.Dir, "cards.json"), Resetter: resetter{p.resetter, p.Catalog, o.Log},
 		Cluster: o.Cluster, GPUs: o.GPUs, Event: o.Event, Log: o.Log, Park: o.Config.Park,
 	}
 	c.Slicer = vgpu.New(o.Root, p.Catalog.Lookup, vgpu.WithSwitch(switchNVIDIA(o.Root)))
@@ -240,8 +242,8 @@ func (p *Platform) Run(ctx context.Context) error {
 	return nil
 }
 
-// uevents has the keeper look whenever a PCI device comes, goes or changes
-// drivers.
+// uevents has cards looked at anew whenever a PCI device comes, goes or changes
+// drivers, and the keeper look.
 func (p *Platform) uevents(ctx context.Context) {
 	l, err := uevent.Listen()
 	if err != nil {
@@ -249,16 +251,20 @@ func (p *Platform) uevents(ctx context.Context) {
 		return
 	}
 	defer func() { _ = l.Close() }()
+	p.pci.Hears(true)
+	defer p.pci.Hears(false)
 	for ctx.Err() == nil {
 		e, err := l.Next(ctx)
 		if err != nil {
 			if ctx.Err() == nil {
+				p.pci.Changed()
 				p.log.Warn("uevents", "err", err)
 				sleep(ctx, time.Second)
 			}
 			continue
 		}
 		if e.Subsystem == "pci" || e.Action == uevent.Lost {
+			p.pci.Changed()
 			p.Keeper.Kick()
 		}
 	}

@@ -137,7 +137,7 @@ func (r *rig) start() {
 	r.reset = reset.New(kernel{r.m, r}, reset.WithRecords(filepath.Join(r.dir, "resets")))
 	r.binder = bind.New(kernel{r.m, r}, r.journal, bind.WithUsers(guests(r)))
 	r.keeper, err = devices.New(devices.Config{
-		Root: kernel{r.m, r}, File: filepath.Join(r.dir, "cards.json"), Binder: r.binder, Resetter: resetter{r.reset, known, log}, Hypervisor: r, Machines: r,
+		PCI: pci.NewScanner(kernel{r.m, r}), File: filepath.Join(r.dir, "cards.json"), Binder: r.binder, Resetter: resetter{r.reset, known, log}, Hypervisor: r, Machines: r,
 		Isolation: judge{isolation.Kernel{Root: kernel{r.m, r}}}, Slicer: vgpu.New(kernel{r.m, r}, known.Lookup), Cluster: r, Log: log,
 		GPUs: func(context.Context) ([]*clusterv1.GPU, error) {
 			return []*clusterv1.GPU{{Name: "a10-0", PciAddress: pf}}, nil

@@ -29,7 +29,10 @@ const (
 
 // Scan returns the cards of the machine whose files root holds, by address. A
 // machine without PCI has none.
-func Scan(root fs.FS) ([]*Card, error) {
+func Scan(root fs.FS) ([]*Card, error) { return NewScanner(root).Scan() }
+
+// look is a scan; names looks ids up.
+func look(root fs.FS, names func(want map[id]bool) map[id]string) ([]*Card, error) {
 	s := &scan{root: root, all: map[Address]*node{}}
 	entries, err := fs.ReadDir(root, devicesDir)
 	if errors.Is(err, fs.ErrNotExist) {
@@ -57,10 +60,10 @@ func Scan(root fs.FS) ([]*Card, error) {
 		}
 	}
 	if len(cards) > 0 {
-		names := readNames(root, want)
+		found := names(want)
 		for _, c := range cards {
 			for d := range c.all {
-				d.name(names)
+				d.name(found)
 			}
 		}
 	}
