@@ -63,7 +63,6 @@ type MachineFacts struct {
 	Host         string
 	State, Type  string // as the keeper of cards says them
 	Memory       uint64 // bytes
-	CPU          string // model that the VM was promised; empty: the host's
 	Passthrough  bool   // its definition lets it have devices plugged in
 	Disks        []Disk
 	OtherDevices []string // host devices that are no GPUs
@@ -105,7 +104,7 @@ type HostFacts struct {
 	Error      string // why nothing is known
 	Hypervisor string // xen or kvm
 	FreeMemory uint64 // bytes
-	CPUs       []string
+	CPU        string // why the VM's processor cannot be had there; empty: it can
 	// Missing are the VM's files that are not there, or are not the same.
 	Missing    []string
 	Link       uint64 // bytes per second to the VM's host; 0: not known
@@ -116,16 +115,16 @@ type HostFacts struct {
 
 // GPUFacts are what a plan needs to know of a card.
 type GPUFacts struct {
-	ID, Model     string
-	Rank          uint32
-	Memory        uint64 // bytes; 0: not known before it is used
-	Limits        *gpuctlv1.Limits
-	Holder        string // VM or claim that has it; empty: free
-	Health        string // why it is not fit; empty: it is
-	Cordoned      string
-	IsCordoned    bool
-	Isolation     string // why it may not be given away; empty: it may
-	GuestProfiled bool   // the VM has a runtime for it
+	ID, Model  string
+	Rank       uint32
+	Memory     uint64 // bytes; 0: not known before it is used
+	Limits     *gpuctlv1.Limits
+	Holder     string // VM or claim that has it; empty: free
+	Health     string // why it is not fit; empty: it is
+	Cordoned   string
+	IsCordoned bool
+	Isolation  string // why it may not be given away; empty: it may
+	GuestLacks string // what the VM needs installed to use it; empty: nothing
 }
 
 // Request is what an operator asks for.
@@ -303,7 +302,7 @@ func againstHost(r Request, m MachineFacts, h HostFacts) (out []*gpuctlv1.Reason
 	add(h.Hypervisor != "xen" && strings.HasPrefix(m.Type, "hvm"), ReasonHypervisor, "host %s runs %s and VM %s needs xen", h.Name, h.Hypervisor, m.Name)
 	add(h.Hypervisor == "xen" && m.Type == "kvm", ReasonHypervisor, "host %s runs xen and VM %s needs kvm", h.Name, m.Name)
 	add(h.FreeMemory < m.Memory, ReasonMemory, "VM %s needs %s and host %s has %s free", m.Name, size.Format(m.Memory), h.Name, size.Format(h.FreeMemory))
-	add(m.CPU != "" && len(h.CPUs) > 0 && !slices.Contains(h.CPUs, m.CPU), ReasonCPU, "VM %s was started with CPU model %s, which host %s does not have", m.Name, m.CPU, h.Name)
+	add(h.CPU != "", ReasonCPU, "VM %s has a processor that host %s cannot give it: %s", m.Name, h.Name, h.CPU)
 	add(len(h.Missing) > 0, ReasonStorage, "host %s has not got %s of VM %s: it has to be shared, or copied there", h.Name, strings.Join(h.Missing, ", "), m.Name)
 	add(h.Most > 0 && h.Migrations >= h.Most, ReasonLimit, "%d migrations from or to host %s run already, and no more than %d may", h.Migrations, h.Name, h.Most)
 	return out
@@ -337,7 +336,7 @@ func againstGPU(r Request, m MachineFacts, current, g GPUFacts) (out []*gpuctlv1
 	add(g.Health != "", ReasonHealth, "%s is not fit: %s", g.ID, g.Health)
 	add(g.IsCordoned, ReasonCordoned, "%s is cordoned%s", g.ID, message(g.Cordoned))
 	add(g.Isolation != "", ReasonIsolation, "%s may not be given away: %s", g.ID, g.Isolation)
-	add(!g.GuestProfiled, ReasonGuestProfile, "VM %s has no runtime for a %s: install its driver there, and a profile of gpuguest", m.Name, g.Model)
+	add(g.GuestLacks != "", ReasonGuestProfile, "VM %s cannot use a %s: %s", m.Name, g.Model, g.GuestLacks)
 	if m.Agent == nil {
 		return out
 	}

@@ -21,7 +21,7 @@ const mib = 1 << 20
 func facts() (MachineFacts, []HostFacts) {
 	card := func(id, model string, rank uint32) GPUFacts {
 		return GPUFacts{
-			ID: id, Model: model, Rank: rank, Memory: 16 * gib, GuestProfiled: true,
+			ID: id, Model: model, Rank: rank, Memory: 16 * gib,
 			Limits: &gpuctlv1.Limits{GlobalMemory: 16 * gib, MaxAlloc: 4 * gib, MaxWorkGroupSize: 1024, LocalMemory: 48 << 10, Images: true},
 		}
 	}
@@ -74,7 +74,7 @@ func TestReasons(t *testing.T) {
 		{ReasonHypervisor, Request{}, func(_ *MachineFacts, h []HostFacts) { h[1].Hypervisor = "kvm" }, "h2", "host h2 runs kvm and VM web needs xen"},
 		{ReasonHypervisor, Request{}, func(m *MachineFacts, _ []HostFacts) { m.Type = "kvm" }, "h2", "host h2 runs xen and VM web needs kvm"},
 		{ReasonMemory, Request{}, func(_ *MachineFacts, h []HostFacts) { h[1].FreeMemory = gib }, "h2", "VM web needs 2 GiB and host h2 has 1 GiB free"},
-		{ReasonCPU, Request{}, func(m *MachineFacts, h []HostFacts) { m.CPU, h[1].CPUs = "EPYC", []string{"Skylake"} }, "h2", "VM web was started with CPU model EPYC, which host h2 does not have"},
+		{ReasonCPU, Request{}, func(_ *MachineFacts, h []HostFacts) { h[1].CPU = "it lacks avx512f" }, "h2", "VM web has a processor that host h2 cannot give it: it lacks avx512f"},
 		{ReasonStorage, Request{}, func(_ *MachineFacts, h []HostFacts) { h[1].Missing = []string{"/img/web.raw"} }, "h2", "host h2 has not got /img/web.raw of VM web: it has to be shared, or copied there"},
 		{ReasonLimit, Request{}, func(_ *MachineFacts, h []HostFacts) { h[1].Migrations, h[1].Most = 2, 2 }, "h2", "2 migrations from or to host h2 run already, and no more than 2 may"},
 		{ReasonNoCard, Request{}, nil, "h3", "host h3 has no card"},
@@ -91,7 +91,9 @@ func TestReasons(t *testing.T) {
 		}, "h2/a", "h2/a is cordoned (loud fan)"},
 		{ReasonIsolation, Request{}, func(_ *MachineFacts, h []HostFacts) { h[1].GPUs[0].Isolation = "it shares its group with a NIC" }, "h2/a", "h2/a may not be given away: it shares its group with a NIC"},
 		{ReasonGPUMemory, Request{}, func(_ *MachineFacts, h []HostFacts) { h[1].GPUs[0].Memory = 32 * mib }, "h2/a", "the applications of VM web use 64 MiB and h2/a has 32 MiB"},
-		{ReasonGuestProfile, Request{}, func(_ *MachineFacts, h []HostFacts) { h[1].GPUs[0].GuestProfiled = false }, "h2/a", "VM web has no runtime for a A10: install its driver there, and a profile of gpuguest"},
+		{ReasonGuestProfile, Request{}, func(_ *MachineFacts, h []HostFacts) {
+			h[1].GPUs[0].GuestLacks = "profile nvidia needs libcuda.so.1: install it in the VM"
+		}, "h2/a", "VM web cannot use a A10: profile nvidia needs libcuda.so.1: install it in the VM"},
 		{ReasonLimits, Request{}, func(_ *MachineFacts, h []HostFacts) { h[1].GPUs[0].Limits.MaxAlloc = 16 * mib }, "h2/a", "session s-1 (train) uses an allocation of 33554432 bytes and h2/a has 16777216"},
 		{ReasonLimits, Request{}, func(_ *MachineFacts, h []HostFacts) { h[1].GPUs[0].Limits.MaxWorkGroupSize = 128 }, "h2/a", "session s-1 (train) uses work-groups of 256 work-items and h2/a has 128"},
 		{ReasonLimits, Request{}, func(_ *MachineFacts, h []HostFacts) { h[1].GPUs[0].Limits.LocalMemory = 1024 }, "h2/a", "session s-1 (train) uses 16384 bytes of local memory and h2/a has 1024"},
@@ -156,8 +158,8 @@ func TestOrder(t *testing.T) {
 		return out
 	}
 	m, hosts := facts()
-	hosts[0].GPUs = append(hosts[0].GPUs, GPUFacts{ID: "h1/c", Model: "H100", Rank: 3, GuestProfiled: true}, GPUFacts{ID: "h1/d", Model: "L4", Rank: 0, GuestProfiled: true})
-	hosts[1].GPUs = append(hosts[1].GPUs, GPUFacts{ID: "h2/c", Model: "T4", Rank: 1, GuestProfiled: true})
+	hosts[0].GPUs = append(hosts[0].GPUs, GPUFacts{ID: "h1/c", Model: "H100", Rank: 3}, GPUFacts{ID: "h1/d", Model: "L4", Rank: 0})
+	hosts[1].GPUs = append(hosts[1].GPUs, GPUFacts{ID: "h2/c", Model: "T4", Rank: 1})
 	for _, c := range []struct {
 		r    Request
 		want []string

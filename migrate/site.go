@@ -50,9 +50,10 @@ type Site interface {
 	// the VM, by a claim.
 	Prepare(ctx context.Context, m Machine, gpu, claim string) error
 	// Attach plugs a held card into the running VM; the hypervisor confirms it.
-	Attach(ctx context.Context, m Machine, gpu string) error
+	// If stored the VM's stored definition gets it, too.
+	Attach(ctx context.Context, m Machine, gpu string, stored bool) error
 	// Detach unplugs it; the hypervisor confirms it. The card is reset and
-	// stays held for the VM.
+	// stays held for the VM, whose stored definition does not have it any more.
 	Detach(ctx context.Context, m Machine, gpu string) error
 	// GiveBack makes a card free that was held for the VM.
 	GiveBack(ctx context.Context, m Machine, gpu string) error

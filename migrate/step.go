@@ -95,7 +95,7 @@ func steps(m *clusterv1.MachineMove) []step {
 			return r.from().Detach(ctx, r.machine(), r.move().GetFromGpu())
 		},
 		func(ctx context.Context, r *run) error {
-			return r.from().Attach(ctx, r.machine(), r.move().GetFromGpu())
+			return r.from().Attach(ctx, r.machine(), r.move().GetFromGpu(), r.move().GetStored())
 		},
 	})
 	add(moves, step{
@@ -110,7 +110,7 @@ func steps(m *clusterv1.MachineMove) []step {
 	add(gpu, step{
 		StepAttach, "plug " + m.GetToGpu() + " in, and have the hypervisor confirm it", "it is unplugged", 3 * time.Minute,
 		func(ctx context.Context, r *run) error {
-			return r.to().Attach(ctx, r.machine(), r.move().GetToGpu())
+			return r.to().Attach(ctx, r.machine(), r.move().GetToGpu(), r.move().GetStored())
 		},
 		func(ctx context.Context, r *run) error {
 			if err := r.to().Release(ctx, r.machine(), r.move().GetToGpu()); err != nil {

@@ -39,6 +39,7 @@ type world struct {
 	released bool             // the guest has let go
 	frozen   map[string]bool  // session
 	onGPU    string           // where the sessions run or ran
+	stored   string           // card of the VM's stored definition
 	down     map[string]bool  // hosts that do not answer
 	fails    map[string]error // "host step": what it answers
 	moves    int
@@ -53,7 +54,7 @@ func newWorld(t *testing.T) *world {
 	t.Helper()
 	w := &world{
 		t: t, at: "h1", cards: map[string]*card{}, claims: map[string]string{"vm-1": from}, frozen: map[string]bool{"s1": false, "s2": false, "user": true},
-		onGPU: from, down: map[string]bool{}, fails: map[string]error{},
+		onGPU: from, stored: from, down: map[string]bool{}, fails: map[string]error{},
 	}
 	for _, g := range []string{from, to, other, "h1/d", "h3/e"} {
 		w.cards[g] = &card{gpu: g}
@@ -66,7 +67,7 @@ func (w *world) migration(target string, candidates ...string) *clusterv1.Migrat
 	return &clusterv1.Migration{
 		Id: "m-1", Verb: "migrate", Object: "vm", Driver: "h1", From: from, To: target, State: clusterv1.MigrationState_MIGRATION_STATE_RUNNING,
 		Machine: &clusterv1.MachineMove{
-			Uuid: "vm", Name: "vm", FromHost: "h1", ToHost: HostOf(target), FromGpu: from, ToGpu: target, FromClaim: "vm-1", ToClaim: "vm-2", Candidates: candidates,
+			Uuid: "vm", Name: "vm", FromHost: "h1", ToHost: HostOf(target), FromGpu: from, ToGpu: target, FromClaim: "vm-1", ToClaim: "vm-2", Stored: true, Candidates: candidates,
 		},
 	}
 }
@@ -235,11 +236,14 @@ func (s *site) Prepare(_ context.Context, m Machine, gpu, claim string) error {
 	})
 }
 
-func (s *site) Attach(_ context.Context, m Machine, gpu string) error {
+func (s *site) Attach(_ context.Context, m Machine, gpu string, stored bool) error {
 	return s.do("attach", func() error {
 		c := s.cards[gpu]
 		if err := s.here(); err != nil {
 			return err
+		}
+		if stored {
+			s.stored = gpu
 		}
 		if c.plugged == m.UUID {
 			return nil
@@ -256,6 +260,9 @@ func (s *site) Attach(_ context.Context, m Machine, gpu string) error {
 func (s *site) Detach(_ context.Context, m Machine, gpu string) error {
 	return s.do("detach", func() error {
 		c := s.cards[gpu]
+		if s.stored == gpu {
+			s.stored = ""
+		}
 		if c.plugged == "" {
 			c.dirty = false
 			return nil
@@ -414,6 +421,9 @@ func (w *world) check(m *clusterv1.Migration) {
 	}
 	if !slices.Equal(plugged, []string{want}) || w.onGPU != want {
 		w.t.Errorf("%s: the VM has %v and runs on %s, not %s", m.GetState(), plugged, w.onGPU, want)
+	}
+	if w.stored != want {
+		w.t.Errorf("%s: the stored definition has %q, not %s", m.GetState(), w.stored, want)
 	}
 	for id, frozen := range w.frozen {
 		if frozen != (id == "user") {

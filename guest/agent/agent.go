@@ -293,7 +293,7 @@ func (a *Agent) judge(ctx context.Context, d *device) {
 	case d.held:
 		say("being released")
 	case d.profile == nil:
-		say("no profile fits %04x:%04x; add one to the profiles' folder", d.id.Vendor, d.id.Device)
+		say("%s", noProfile(d.id))
 	case !d.profile.Binds(d.driver):
 		lose()
 		has := "no driver"

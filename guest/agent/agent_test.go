@@ -720,3 +720,42 @@ func TestGate(t *testing.T) {
 		}
 	})
 }
+
+// What a VM lacks for a card that it has not got yet is said before anything is moved.
+func TestServes(t *testing.T) {
+	r := newRig(t)
+	nvidia := &gpuctlv1.PCIIdentity{VendorId: 0x10de, DeviceId: 0x2236, Class: 0x030000}
+	for _, c := range []struct {
+		name  string
+		files map[string]string
+		want  string
+	}{
+		{"a driver but no library", nil, "profile test needs bad.so or good.so: install it in the VM"},
+		{"both", map[string]string{"etc/ld.so.conf.d/x.conf": "# comment\n/usr/lib/x86_64-linux-gnu\n", "usr/lib/x86_64-linux-gnu/good.so": "ELF"}, ""},
+	} {
+		for name, data := range c.files {
+			r.machine.File(name, data)
+		}
+		resp, err := r.client.Serves(t.Context(), connect.NewRequest(&gpuctlv1.ServesRequest{
+			Functions: []*gpuctlv1.PCIIdentity{nvidia, {VendorId: 0x1002, DeviceId: 1, Class: 0x120000}, {VendorId: 0x1234, DeviceId: 2}},
+		}))
+		if err != nil {
+			t.Fatal(err)
+		}
+		got := resp.Msg.Missing
+		if len(got) != 3 || got[0] != c.want || !strings.Contains(got[1], "amdgpu") || !strings.HasPrefix(got[2], "no profile fits 1234:0002") {
+			t.Errorf("%s: %q", c.name, got)
+		}
+	}
+	// The driver of the other vendor is not loaded, but can be.
+	r.machine.File("lib/modules/6.1.0/modules.dep", "kernel/drivers/net/e1000.ko:\nkernel/drivers/gpu/drm/amd/amdgpu/amdgpu.ko.xz: kernel/x.ko.xz\n")
+	resp, err := r.client.Serves(t.Context(), connect.NewRequest(&gpuctlv1.ServesRequest{Functions: []*gpuctlv1.PCIIdentity{{VendorId: 0x1002, DeviceId: 1, Class: 0x120000}}}))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if got := resp.Msg.Missing[0]; strings.Contains(got, "kernel") || !strings.Contains(got, "install it") {
+		t.Errorf("%q", got)
+	}
+	_, err = r.client.Serves(t.Context(), connect.NewRequest(&gpuctlv1.ServesRequest{Functions: make([]*gpuctlv1.PCIIdentity, 2000)}))
+	refused(t, err, connect.CodeInvalidArgument, "no more than 1024")
+}

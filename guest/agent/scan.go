@@ -1,6 +1,7 @@
 package agent
 
 import (
+	"bufio"
 	"errors"
 	"fmt"
 	"io"
@@ -20,6 +21,7 @@ const (
 	slotsDir   = "sys/bus/pci/slots"
 	probeFile  = "sys/bus/pci/drivers_probe"
 	autoFile   = "sys/bus/pci/drivers_autoprobe"
+	maxModules = 4 << 20 // bytes of a list of modules
 	maxSmall   = 4 << 10 // bytes of a file that is one value or a configuration space
 )
 
@@ -199,6 +201,65 @@ func (k kernel) memory() (total, free uint64) {
 		}
 	}
 	return total, free
+}
+
+// hasDriver says that a driver of the kernel's is there or can be loaded.
+func (k kernel) hasDriver(name string) bool {
+	if _, err := fs.Stat(k.root, path.Join("sys/bus/pci/drivers", name)); err == nil {
+		return true
+	}
+	// Files of modules are named with either; the kernel takes both for one.
+	name = strings.ReplaceAll(name, "-", "_")
+	dir := path.Join("lib/modules", k.text("proc/sys/kernel/osrelease"))
+	for _, list := range []string{"modules.dep", "modules.builtin"} {
+		f, err := k.root.Open(path.Join(dir, list))
+		if err != nil {
+			continue
+		}
+		defer f.Close()
+		lines := bufio.NewScanner(io.LimitReader(f, maxModules))
+		lines.Buffer(nil, maxModules)
+		for lines.Scan() {
+			file, _, _ := strings.Cut(lines.Text(), ":")
+			module, _, _ := strings.Cut(path.Base(file), ".ko")
+			if strings.ReplaceAll(module, "-", "_") == name {
+				return true
+			}
+		}
+	}
+	return false
+}
+
+// hasLibrary says that a library is where the loader looks for it.
+func (k kernel) hasLibrary(name string) bool {
+	if path.IsAbs(name) {
+		_, err := fs.Stat(k.root, strings.TrimPrefix(name, "/"))
+		return err == nil
+	}
+	for _, dir := range k.libraryDirs() {
+		if _, err := fs.Stat(k.root, path.Join(dir, name)); err == nil {
+			return true
+		}
+	}
+	return false
+}
+
+// libraryDirs are the loader's usual folders and those of its configuration.
+func (k kernel) libraryDirs() []string {
+	dirs := []string{"lib", "usr/lib", "lib64", "usr/lib64", "usr/local/lib"}
+	const more = "etc/ld.so.conf.d"
+	entries, err := k.root.ReadDir(more)
+	if err != nil {
+		return dirs
+	}
+	for _, e := range entries {
+		for line := range strings.Lines(string(k.read(path.Join(more, e.Name())))) {
+			if line = strings.TrimSpace(line); path.IsAbs(line) {
+				dirs = append(dirs, strings.TrimPrefix(path.Clean(line), "/"))
+			}
+		}
+	}
+	return dirs
 }
 
 func (k kernel) bootID() string { return k.text("proc/sys/kernel/random/boot_id") }

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"net/http"
+	"slices"
 	"strings"
 	"time"
 
@@ -13,6 +14,7 @@ import (
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
+	"github.com/gpuctl/gpuctl/guest/profile"
 	"github.com/gpuctl/gpuctl/passthrough/pci"
 	"github.com/gpuctl/gpuctl/passthrough/sysfs"
 )
@@ -22,6 +24,7 @@ const (
 	mostAwait    = 10 * time.Minute
 	maxRequest   = 1 << 20 // bytes
 	maxNot       = 256
+	maxServes    = 1024
 )
 
 // service serves AgentService.
@@ -138,6 +141,37 @@ func (v service) AwaitDevice(ctx context.Context, req *connect.Request[gpuctlv1.
 			return nil, connect.NewError(connect.CodeDeadlineExceeded, err)
 		}
 	}
+}
+
+func (v service) Serves(_ context.Context, req *connect.Request[gpuctlv1.ServesRequest]) (*connect.Response[gpuctlv1.ServesResponse], error) {
+	if len(req.Msg.Functions) > maxServes {
+		return nil, connect.NewError(connect.CodeInvalidArgument, fmt.Errorf("no more than %d functions can be asked for at once", maxServes))
+	}
+	out := &gpuctlv1.ServesResponse{}
+	for _, f := range req.Msg.Functions {
+		out.Missing = append(out.Missing, v.a.missing(profile.ID{
+			Vendor: uint16(f.VendorId), Device: uint16(f.DeviceId), SubVendor: uint16(f.SubVendorId), SubDevice: uint16(f.SubDeviceId), Class: f.Class & 0xffffff,
+		}))
+	}
+	return connect.NewResponse(out), nil
+}
+
+// missing says what the VM lacks to use a function; empty: nothing.
+func (a *Agent) missing(id profile.ID) string {
+	p, ok := a.cfg.Profiles.Lookup(id)
+	switch {
+	case !ok:
+		return noProfile(id)
+	case len(p.Drivers) > 0 && !slices.ContainsFunc(p.Drivers, a.kernel.hasDriver):
+		return fmt.Sprintf("profile %s needs %s of the kernel: install it in the VM", p.Name, list(p.Drivers))
+	case !slices.ContainsFunc(p.Libraries, a.kernel.hasLibrary):
+		return fmt.Sprintf("profile %s needs %s: install it in the VM", p.Name, list(p.Libraries))
+	}
+	return ""
+}
+
+func noProfile(id profile.ID) string {
+	return fmt.Sprintf("no profile fits %04x:%04x; add one to the profiles' folder", id.Vendor, id.Device)
 }
 
 func wanted(d *device, m *gpuctlv1.AwaitDeviceRequest) bool {

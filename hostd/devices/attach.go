@@ -398,7 +398,7 @@ func (k *Keeper) describe(card *pci.Card, gpu string) *gpuctlv1.Card {
 	for _, f := range card.Functions {
 		out.Functions = append(out.Functions, &gpuctlv1.Function{
 			Address: f.Address.String(), VendorId: uint32(f.VendorID), DeviceId: uint32(f.DeviceID), Class: f.Class,
-			Vendor: f.VendorName, Name: f.DeviceName, Driver: f.Driver,
+			SubVendorId: uint32(f.SubVendorID), SubDeviceId: uint32(f.SubDeviceID), Vendor: f.VendorName, Name: f.DeviceName, Driver: f.Driver,
 		})
 	}
 	k.mu.Lock()

@@ -334,15 +334,23 @@ func TestMigrationHolds(t *testing.T) {
 		t.Fatalf("%+v %v %v", h, w.driver, w.claims)
 	}
 	for range 2 {
-		if err := w.keeper.Plug(t.Context(), m, "nvidia-0"); err != nil {
+		if err := w.keeper.Plug(t.Context(), m, "nvidia-0", true); err != nil {
 			t.Fatal(err)
 		}
+		if !slices.Equal(w.stored[m.UUID], card4) {
+			t.Fatalf("stored is %v", w.stored)
+		}
+		delete(w.stored, m.UUID)
 	}
+	w.stored[m.UUID] = card4
 	if err := w.keeper.Drop(t.Context(), m, "nvidia-0"); !errors.Is(err, ErrBusy) {
 		t.Errorf("dropped while the VM has it: %v", err)
 	}
 	for range 2 {
 		step("unplug", w.keeper.Unplug(t.Context(), m, "nvidia-0", "m-1"))
+	}
+	if len(w.stored) != 0 {
+		t.Errorf("still stored: %v", w.stored)
 	}
 	w.pending = false
 	w.settled()
@@ -377,7 +385,7 @@ var scenarios = map[string]func(w *world){
 		ctx, m := w.t.Context(), *w.machines[uuid1]
 		_ = w.keeper.Reserve(ctx, m, "nvidia-0", "vm-x", "m-1")
 		_ = w.keeper.Ready(ctx, m, "nvidia-0", "vm-x", "m-1")
-		_ = w.keeper.Plug(ctx, m, "nvidia-0")
+		_ = w.keeper.Plug(ctx, m, "nvidia-0", false)
 	},
 	"moves out": func(w *world) {
 		ctx, m := w.t.Context(), *w.machines[uuid1]
@@ -392,7 +400,7 @@ var scenarios = map[string]func(w *world){
 		ctx, m := w.t.Context(), *w.machines[uuid1]
 		_ = w.attach("one", "nvidia-0", false)
 		_ = w.keeper.Unplug(ctx, m, "nvidia-0", "m-1")
-		_ = w.keeper.Plug(ctx, m, "nvidia-0")
+		_ = w.keeper.Plug(ctx, m, "nvidia-0", false)
 	},
 	"failed attach": func(w *world) {
 		w.driver[card4[3]], w.native[card4[3]] = "snd", "snd"

@@ -90,8 +90,9 @@ func (k *Keeper) Ready(ctx context.Context, m Machine, gpu, claim, migration str
 	return nil
 }
 
-// Plug gives a ready card to its VM, which runs here.
-func (k *Keeper) Plug(ctx context.Context, m Machine, gpu string) error {
+// Plug gives a ready card to its VM, which runs here, and if stored to its
+// stored definition.
+func (k *Keeper) Plug(ctx context.Context, m Machine, gpu string, stored bool) error {
 	card, name, end, err := k.movable(ctx, gpu, "a migration of vm "+m.Name)
 	if err != nil {
 		return err
@@ -106,14 +107,17 @@ func (k *Keeper) Plug(ctx context.Context, m Machine, gpu string) error {
 		return err
 	}
 	c := &change{k: k, card: card, report: quiet, hold: *h}
+	c.hold.Persistent = stored || h.Persistent
 	if contradicts(owners, h.Functions, h.UUID, true) == "" {
-		return c.enter(attached)
+		err = c.enter(attached)
+	} else {
+		err = c.attach(ctx)
 	}
-	if err := c.attach(ctx); err != nil {
+	if err == nil && c.hold.Persistent {
+		err = k.Machines.Store(ctx, m.UUID, h.Functions)
+	}
+	if err != nil {
 		return fmt.Errorf("gpu %s: %w", name, err)
-	}
-	if h.Persistent {
-		return k.Machines.Store(ctx, m.UUID, h.Functions)
 	}
 	return nil
 }
@@ -141,11 +145,9 @@ func (k *Keeper) Unplug(ctx context.Context, m Machine, gpu, migration string) e
 			return errors.Join(fmt.Errorf("gpu %s: %w", name, err), k.stillHas(ctx, c))
 		}
 	}
-	if h.Persistent {
-		// The definition travels with the VM, the card does not.
-		if err := k.Machines.Unstore(ctx, m.UUID, h.Functions); err != nil {
-			return fmt.Errorf("gpu %s: %w", name, err)
-		}
+	// The definition travels with the VM, the card does not.
+	if err := k.Machines.Unstore(ctx, m.UUID, h.Functions); err != nil {
+		return fmt.Errorf("gpu %s: %w", name, err)
 	}
 	if err := c.enter(ready); err != nil {
 		return err

@@ -61,7 +61,7 @@ func past(v *state.View) (out []*clusterv1.Migration) {
 func machineFacts(host string, f *gpuctlv1.SiteMachineFacts) migrate.MachineFacts {
 	out := migrate.MachineFacts{
 		Machine: migrate.Machine{UUID: f.GetUuid(), Name: f.GetName()}, Host: host, State: f.GetState(), Type: f.GetType(), Memory: f.GetMemory(),
-		CPU: f.GetCpu(), Passthrough: f.GetPassthrough(), OtherDevices: f.GetOtherDevices(), GPUs: f.GetGpus(), AgentError: f.GetAgentError(),
+		Passthrough: f.GetPassthrough(), OtherDevices: f.GetOtherDevices(), GPUs: f.GetGpus(), AgentError: f.GetAgentError(),
 	}
 	for _, d := range f.GetDisks() {
 		out.Disks = append(out.Disks, migrate.Disk{Path: d.GetPath(), ReadOnly: d.GetReadOnly()})
@@ -97,6 +97,7 @@ func (m *Manager) hosts(ctx context.Context, v *state.View, f *gpuctlv1.SiteMach
 		}
 		all = append(all, one)
 	}
+	ids := make([][]*gpuctlv1.PCIIdentity, len(all))
 	var wg sync.WaitGroup
 	for i := range all {
 		h := &all[i]
@@ -104,13 +105,44 @@ func (m *Manager) hosts(ctx context.Context, v *state.View, f *gpuctlv1.SiteMach
 			continue // it is said why, and it would not answer
 		}
 		wg.Go(func() {
-			if err := m.host(ctx, v, h, f); err != nil {
+			var err error
+			if ids[i], err = m.host(ctx, v, h, f); err != nil {
 				h.Error = err.Error()
 			}
 		})
 	}
 	wg.Wait()
+	if f.GetAgent() {
+		m.serves(ctx, f.GetUuid(), all, slices.Concat(ids...))
+	}
 	return all
+}
+
+// serves asks the VM which of the cards it could use; ids are theirs, in order.
+func (m *Manager) serves(ctx context.Context, uuid string, hosts []migrate.HostFacts, ids []*gpuctlv1.PCIIdentity) {
+	var missing []string
+	c, err := m.Node.Site(m.Node.HostName())
+	if err == nil {
+		var res *connect.Response[gpuctlv1.ServesResponse]
+		res, err = c.Serves(ctx, connect.NewRequest(&gpuctlv1.SiteServesRequest{Uuid: uuid, Functions: ids}))
+		if err == nil {
+			missing = res.Msg.GetMissing()
+		}
+	}
+	if err == nil && len(missing) != len(ids) {
+		err = fmt.Errorf("it was asked of %d and answers of %d", len(ids), len(missing))
+	}
+	at := 0
+	for _, h := range hosts {
+		for i := range h.GPUs {
+			if err != nil {
+				h.GPUs[i].GuestLacks = "its gpuguest does not say what is installed: " + err.Error()
+				continue
+			}
+			h.GPUs[i].GuestLacks = missing[at]
+			at++
+		}
+	}
 }
 
 func hostState(h *clusterv1.Host) string {
@@ -124,17 +156,18 @@ func hostState(h *clusterv1.Host) string {
 	}
 }
 
-// host adds what one host says and what the inventory knows of its cards.
-func (m *Manager) host(ctx context.Context, v *state.View, h *migrate.HostFacts, f *gpuctlv1.SiteMachineFacts) error {
+// host adds what one host says and what the inventory knows of its cards, whose
+// identities it returns.
+func (m *Manager) host(ctx context.Context, v *state.View, h *migrate.HostFacts, f *gpuctlv1.SiteMachineFacts) (ids []*gpuctlv1.PCIIdentity, err error) {
 	c, err := m.Node.Site(h.Name)
 	if err != nil {
-		return err
+		return nil, err
 	}
-	res, err := c.HostFacts(ctx, connect.NewRequest(&gpuctlv1.SiteHostFactsRequest{Disks: f.GetDisks(), From: m.Node.HostName()}))
+	res, err := c.HostFacts(ctx, connect.NewRequest(&gpuctlv1.SiteHostFactsRequest{Disks: f.GetDisks(), From: m.Node.HostName(), Cpu: f.GetCpu()}))
 	if err != nil {
-		return err
+		return nil, err
 	}
-	h.Hypervisor, h.FreeMemory, h.Missing, h.Link, h.CPUs = res.Msg.GetHypervisor(), res.Msg.GetFreeMemory(), res.Msg.GetMissing(), res.Msg.GetLink(), res.Msg.GetCpus()
+	h.Hypervisor, h.FreeMemory, h.Missing, h.Link, h.CPU = res.Msg.GetHypervisor(), res.Msg.GetFreeMemory(), res.Msg.GetMissing(), res.Msg.GetLink(), res.Msg.GetCpu()
 	for _, card := range res.Msg.GetCards() {
 		g := v.GPU(card.GetGpu())
 		if g == nil {
@@ -143,7 +176,6 @@ func (m *Manager) host(ctx context.Context, v *state.View, h *migrate.HostFacts,
 		one := migrate.GPUFacts{
 			ID: g.GetId(), Model: g.GetModel(), Rank: g.GetRank(), Memory: g.GetLimits().GetGlobalMemory(), Limits: g.GetLimits(),
 			Holder: card.GetHolder(), Health: card.GetHealth(), Cordoned: g.GetCordonReason(), IsCordoned: g.GetCordoned(), Isolation: card.GetIsolation(),
-			GuestProfiled: true,
 		}
 		if !g.GetFree() && one.Holder == "" {
 			one.Holder = "a claim: gpuctl describe gpu " + g.GetId()
@@ -155,9 +187,9 @@ func (m *Manager) host(ctx context.Context, v *state.View, h *migrate.HostFacts,
 			// What a runtime in the VM makes of it is known there alone.
 			one.Limits, one.Memory = nil, 0
 		}
-		h.GPUs = append(h.GPUs, one)
+		h.GPUs, ids = append(h.GPUs, one), append(ids, card.GetId())
 	}
-	return nil
+	return ids, nil
 }
 
 // proto is a plan as the API has it.

@@ -133,7 +133,7 @@ func (s *Service) Start(ctx context.Context, req *connect.Request[gpuctlv1.Machi
 	}
 	if len(facts.GetGpus()) > 0 {
 		r.Machine.FromGpu, r.From, r.To = facts.GetGpus()[0], facts.GetGpus()[0], best.GPU.ID
-		r.Machine.ToClaim = "vm-" + random.Hex(6)
+		r.Machine.ToClaim, r.Machine.Stored = "vm-"+random.Hex(6), facts.GetStored()
 		r.Machine.FromClaim = s.m.claimOf(r.GetMachine().GetFromGpu())
 	}
 	for _, c := range p.Candidates[1:] {

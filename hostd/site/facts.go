@@ -2,8 +2,10 @@ package site
 
 import (
 	"context"
+	"encoding/xml"
 	"errors"
 	"fmt"
+	"slices"
 	"strings"
 
 	"libvirt.org/go/libvirtxml"
@@ -38,8 +40,8 @@ func (l *Local) MachineFacts(ctx context.Context, uuid string) (*gpuctlv1.SiteMa
 	out := &gpuctlv1.SiteMachineFacts{
 		Uuid: uuid, Name: m.Name, State: m.State, Type: m.Type, Memory: m.Memory, Passthrough: !doc.Xen() || doc.Passthrough(), Disks: files(&x),
 	}
-	if x.CPU != nil && x.CPU.Model != nil && x.CPU.Mode == "custom" {
-		out.Cpu = x.CPU.Model.Value
+	if out.Cpu, err = l.cpu(ctx, &x); err != nil {
+		return nil, err
 	}
 	ours := map[string]bool{}
 	cards, err := l.Keeper.Cards(ctx)
@@ -60,7 +62,60 @@ func (l *Local) MachineFacts(ctx context.Context, uuid string) (*gpuctlv1.SiteMa
 			out.OtherDevices = append(out.OtherDevices, h.Source.String())
 		}
 	}
+	if m.Persistent {
+		if out.Stored, err = l.stores(ctx, d, ours); err != nil {
+			return nil, err
+		}
+	}
 	l.agentFacts(ctx, out)
+	return out, nil
+}
+
+// stores says whether the VM's stored definition has one of these functions.
+func (l *Local) stores(ctx context.Context, d virt.Domain, functions map[string]bool) (bool, error) {
+	text, err := l.Client.XML(ctx, d, virt.XMLInactive)
+	if err != nil {
+		return false, err
+	}
+	doc, err := domxml.Parse(text)
+	if err != nil {
+		return false, fmt.Errorf("vm %s: %w", d.Name, err)
+	}
+	return slices.ContainsFunc(doc.HostDevices(), func(h domxml.HostDevice) bool { return functions[h.Source.PCI.String()] }), nil
+}
+
+// cpu is the processor that the VM needs wherever it goes: the one that it was
+// promised, else, where it got all of the host's, that one.
+func (l *Local) cpu(ctx context.Context, x *libvirtxml.Domain) (*gpuctlv1.SiteCPU, error) {
+	out := &gpuctlv1.SiteCPU{Type: x.Type}
+	if x.OS != nil && x.OS.Type != nil {
+		out.Arch, out.Machine = x.OS.Type.Arch, x.OS.Type.Machine
+	}
+	if x.Devices != nil {
+		out.Emulator = x.Devices.Emulator
+	}
+	mode := "host-passthrough" // what Xen does if nothing is said
+	if x.CPU != nil {
+		mode = x.CPU.Mode
+	} else if l.Client.Driver() == virt.QEMU {
+		return nil, nil //nolint:nilnil // any processor is an answer
+	}
+	if x.CPU != nil && x.CPU.Model != nil && mode == "custom" {
+		data, err := xml.Marshal(x.CPU)
+		out.Xml = string(data)
+		return out, err
+	}
+	caps, err := l.Client.Capabilities(ctx)
+	if err != nil {
+		return nil, err
+	}
+	// The host's is the first, before those that guests can have.
+	_, rest, found := strings.Cut(string(caps), "<cpu>")
+	body, _, closed := strings.Cut(rest, "</cpu>")
+	if !found || !closed {
+		return nil, nil //nolint:nilnil // libvirt knows no model for it, so it cannot compare
+	}
+	out.Xml = "<cpu>" + body + "</cpu>"
 	return out, nil
 }
 
@@ -137,6 +192,15 @@ func (l *Local) HostFacts(ctx context.Context, r *gpuctlv1.SiteHostFactsRequest)
 			out.Missing = append(out.Missing, d.GetPath())
 		}
 	}
+	if c := r.GetCpu(); c != nil && r.GetFrom() != l.Name {
+		switch has, err := l.Client.HasCPU(ctx, virt.CPU{XML: c.GetXml(), Emulator: c.GetEmulator(), Arch: c.GetArch(), Machine: c.GetMachine(), Type: c.GetType()}); {
+		case errors.Is(err, virt.ErrUnsupported): // then only the attempt tells
+		case err != nil:
+			return nil, err
+		case !has:
+			out.Cpu = "libvirt says that it lacks features of it: virsh cpu-compare tells which"
+		}
+	}
 	if r.GetFrom() != "" && r.GetFrom() != l.Name && l.Link != nil {
 		out.Link = l.Link(ctx, r.GetFrom())
 	}
@@ -167,7 +231,9 @@ func (l *Local) HostFacts(ctx context.Context, r *gpuctlv1.SiteHostFactsRequest)
 		}
 		for _, f := range c.GetFunctions() {
 			if f.GetAddress() == c.GetAddress() {
-				s.VendorId, s.DeviceId = f.GetVendorId(), f.GetDeviceId()
+				s.Id = &gpuctlv1.PCIIdentity{
+					VendorId: f.GetVendorId(), DeviceId: f.GetDeviceId(), SubVendorId: f.GetSubVendorId(), SubDeviceId: f.GetSubDeviceId(), Class: f.GetClass(),
+				}
 			}
 		}
 		out.Cards = append(out.Cards, s)

@@ -21,7 +21,7 @@ import (
 type Keeper interface {
 	Reserve(ctx context.Context, m devices.Machine, gpu, claim, migration string) error
 	Ready(ctx context.Context, m devices.Machine, gpu, claim, migration string) error
-	Plug(ctx context.Context, m devices.Machine, gpu string) error
+	Plug(ctx context.Context, m devices.Machine, gpu string, stored bool) error
 	Unplug(ctx context.Context, m devices.Machine, gpu, migration string) error
 	Drop(ctx context.Context, m devices.Machine, gpu string) error
 	IDs(ctx context.Context, gpu string) (vendor, device uint16, err error)

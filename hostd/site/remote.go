@@ -77,8 +77,10 @@ func (r *Remote) Prepare(ctx context.Context, m migrate.Machine, gpu, claim stri
 }
 
 // Attach plugs a card in.
-func (r *Remote) Attach(ctx context.Context, m migrate.Machine, gpu string) error {
-	_, err := r.Service.Attach(ctx, r.card(m, gpu, ""))
+func (r *Remote) Attach(ctx context.Context, m migrate.Machine, gpu string, stored bool) error {
+	req := r.card(m, gpu, "")
+	req.Msg.Stored = stored
+	_, err := r.Service.Attach(ctx, req)
 	return r.uncoded(err)
 }
 

@@ -71,6 +71,19 @@ func (s *Service) MachineFacts(ctx context.Context, req *connect.Request[gpuctlv
 	return connect.NewResponse(res), nil
 }
 
+// Serves is for plans.
+func (s *Service) Serves(ctx context.Context, req *connect.Request[gpuctlv1.SiteServesRequest]) (*connect.Response[gpuctlv1.ServesResponse], error) {
+	o, err := s.local.Guests.get(ctx, req.Msg.GetUuid())
+	if err != nil {
+		return nil, coded(err)
+	}
+	res, err := o.agent.Serves(ctx, connect.NewRequest(&gpuctlv1.ServesRequest{Functions: req.Msg.GetFunctions()}))
+	if err != nil {
+		return nil, coded(err)
+	}
+	return res, nil
+}
+
 // HostFacts are for plans.
 func (s *Service) HostFacts(ctx context.Context, req *connect.Request[gpuctlv1.SiteHostFactsRequest]) (*connect.Response[gpuctlv1.SiteHostFacts], error) {
 	res, err := s.local.HostFacts(ctx, req.Msg)
@@ -103,7 +116,8 @@ func (s *Service) Prepare(ctx context.Context, req *connect.Request[gpuctlv1.Sit
 
 // Attach plugs a card in.
 func (s *Service) Attach(ctx context.Context, req *connect.Request[gpuctlv1.SiteCardRequest]) (*connect.Response[gpuctlv1.SiteDone], error) {
-	return done(s.local.Keeper.Plug(ctx, machine(req.Msg.GetMachine()), local(req.Msg.GetGpu())))
+	m := req.Msg
+	return done(s.local.Keeper.Plug(ctx, machine(m.GetMachine()), local(m.GetGpu()), m.GetStored()))
 }
 
 // Detach unplugs a card.

@@ -124,6 +124,39 @@ func (c *Client) Capabilities(ctx context.Context) ([]byte, error) {
 	})
 }
 
+// CPU is a processor that a domain needs, and what emulates the rest of its
+// machine. Emulator to Type are heeded by the qemu driver alone.
+type CPU struct {
+	XML                           string
+	Emulator, Arch, Machine, Type string
+}
+
+// HasCPU says whether domains can get such a processor on this host.
+func (c *Client) HasCPU(ctx context.Context, cpu CPU) (bool, error) {
+	opt := func(s string) libvirt.OptString {
+		if s == "" {
+			return nil
+		}
+		return libvirt.OptString{s}
+	}
+	return do(ctx, c, c.query("cpu-compare", ""), func(rpc *libvirt.Libvirt) (bool, error) {
+		var n int32
+		var err error
+		if c.driver == QEMU {
+			n, err = rpc.ConnectCompareHypervisorCPU(opt(cpu.Emulator), opt(cpu.Arch), opt(cpu.Machine), opt(cpu.Type), cpu.XML, 0)
+		} else {
+			n, err = rpc.ConnectCompareCPU(cpu.XML, 0)
+		}
+		return n == cpuIdentical || n == cpuSuperset, err
+	})
+}
+
+// Answers of virConnectCompareCPU.
+const (
+	cpuIdentical = 1
+	cpuSuperset  = 2
+)
+
 // Hostname is the host's name as libvirtd knows it.
 func (c *Client) Hostname(ctx context.Context) (string, error) {
 	return do(ctx, c, c.query("hostname", ""), func(rpc *libvirt.Libvirt) (string, error) { return rpc.ConnectGetHostname() })

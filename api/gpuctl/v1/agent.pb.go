@@ -690,6 +690,171 @@ func (x *AwaitDeviceResponse) GetDevice() *GuestDevice {
 	return nil
 }
 
+// PCIIdentity is what a driver chooses a function by.
+type PCIIdentity struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	VendorId      uint32                 `protobuf:"varint,1,opt,name=vendor_id,json=vendorId,proto3" json:"vendor_id,omitempty"`
+	DeviceId      uint32                 `protobuf:"varint,2,opt,name=device_id,json=deviceId,proto3" json:"device_id,omitempty"`
+	SubVendorId   uint32                 `protobuf:"varint,3,opt,name=sub_vendor_id,json=subVendorId,proto3" json:"sub_vendor_id,omitempty"`
+	SubDeviceId   uint32                 `protobuf:"varint,4,opt,name=sub_device_id,json=subDeviceId,proto3" json:"sub_device_id,omitempty"`
+	Class         uint32                 `protobuf:"varint,5,opt,name=class,proto3" json:"class,omitempty"` // 24 bits
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *PCIIdentity) Reset() {
+	*x = PCIIdentity{}
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[11]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *PCIIdentity) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*PCIIdentity) ProtoMessage() {}
+
+func (x *PCIIdentity) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[11]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use PCIIdentity.ProtoReflect.Descriptor instead.
+func (*PCIIdentity) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_agent_proto_rawDescGZIP(), []int{11}
+}
+
+func (x *PCIIdentity) GetVendorId() uint32 {
+	if x != nil {
+		return x.VendorId
+	}
+	return 0
+}
+
+func (x *PCIIdentity) GetDeviceId() uint32 {
+	if x != nil {
+		return x.DeviceId
+	}
+	return 0
+}
+
+func (x *PCIIdentity) GetSubVendorId() uint32 {
+	if x != nil {
+		return x.SubVendorId
+	}
+	return 0
+}
+
+func (x *PCIIdentity) GetSubDeviceId() uint32 {
+	if x != nil {
+		return x.SubDeviceId
+	}
+	return 0
+}
+
+func (x *PCIIdentity) GetClass() uint32 {
+	if x != nil {
+		return x.Class
+	}
+	return 0
+}
+
+type ServesRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Functions     []*PCIIdentity         `protobuf:"bytes,1,rep,name=functions,proto3" json:"functions,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ServesRequest) Reset() {
+	*x = ServesRequest{}
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[12]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ServesRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ServesRequest) ProtoMessage() {}
+
+func (x *ServesRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[12]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ServesRequest.ProtoReflect.Descriptor instead.
+func (*ServesRequest) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_agent_proto_rawDescGZIP(), []int{12}
+}
+
+func (x *ServesRequest) GetFunctions() []*PCIIdentity {
+	if x != nil {
+		return x.Functions
+	}
+	return nil
+}
+
+type ServesResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Missing       []string               `protobuf:"bytes,1,rep,name=missing,proto3" json:"missing,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ServesResponse) Reset() {
+	*x = ServesResponse{}
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[13]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ServesResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ServesResponse) ProtoMessage() {}
+
+func (x *ServesResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[13]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ServesResponse.ProtoReflect.Descriptor instead.
+func (*ServesResponse) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_agent_proto_rawDescGZIP(), []int{13}
+}
+
+func (x *ServesResponse) GetMissing() []string {
+	if x != nil {
+		return x.Missing
+	}
+	return nil
+}
+
 var File_gpuctl_v1_agent_proto protoreflect.FileDescriptor
 
 const file_gpuctl_v1_agent_proto_rawDesc = "" +
@@ -743,13 +908,24 @@ const file_gpuctl_v1_agent_proto_rawDesc = "" +
 	"\n" +
 	"timeout_ms\x18\x04 \x01(\rR\ttimeoutMs\"E\n" +
 	"\x13AwaitDeviceResponse\x12.\n" +
-	"\x06device\x18\x01 \x01(\v2\x16.gpuctl.v1.GuestDeviceR\x06device2\xec\x02\n" +
+	"\x06device\x18\x01 \x01(\v2\x16.gpuctl.v1.GuestDeviceR\x06device\"\xa5\x01\n" +
+	"\vPCIIdentity\x12\x1b\n" +
+	"\tvendor_id\x18\x01 \x01(\rR\bvendorId\x12\x1b\n" +
+	"\tdevice_id\x18\x02 \x01(\rR\bdeviceId\x12\"\n" +
+	"\rsub_vendor_id\x18\x03 \x01(\rR\vsubVendorId\x12\"\n" +
+	"\rsub_device_id\x18\x04 \x01(\rR\vsubDeviceId\x12\x14\n" +
+	"\x05class\x18\x05 \x01(\rR\x05class\"E\n" +
+	"\rServesRequest\x124\n" +
+	"\tfunctions\x18\x01 \x03(\v2\x16.gpuctl.v1.PCIIdentityR\tfunctions\"*\n" +
+	"\x0eServesResponse\x12\x18\n" +
+	"\amissing\x18\x01 \x03(\tR\amissing2\xab\x03\n" +
 	"\fAgentService\x12:\n" +
 	"\x05Hello\x12\x17.gpuctl.v1.HelloRequest\x1a\x18.gpuctl.v1.HelloResponse\x12Q\n" +
 	"\fWatchDevices\x12\x1e.gpuctl.v1.WatchDevicesRequest\x1a\x1f.gpuctl.v1.WatchDevicesResponse0\x01\x12@\n" +
 	"\aRelease\x12\x19.gpuctl.v1.ReleaseRequest\x1a\x1a.gpuctl.v1.ReleaseResponse\x12=\n" +
 	"\x06TakeUp\x12\x18.gpuctl.v1.TakeUpRequest\x1a\x19.gpuctl.v1.TakeUpResponse\x12L\n" +
-	"\vAwaitDevice\x12\x1d.gpuctl.v1.AwaitDeviceRequest\x1a\x1e.gpuctl.v1.AwaitDeviceResponseB1Z/github.com/gpuctl/gpuctl/api/gpuctl/v1;gpuctlv1b\x06proto3"
+	"\vAwaitDevice\x12\x1d.gpuctl.v1.AwaitDeviceRequest\x1a\x1e.gpuctl.v1.AwaitDeviceResponse\x12=\n" +
+	"\x06Serves\x12\x18.gpuctl.v1.ServesRequest\x1a\x19.gpuctl.v1.ServesResponseB1Z/github.com/gpuctl/gpuctl/api/gpuctl/v1;gpuctlv1b\x06proto3"
 
 var (
 	file_gpuctl_v1_agent_proto_rawDescOnce sync.Once
@@ -763,7 +939,7 @@ func file_gpuctl_v1_agent_proto_rawDescGZIP() []byte {
 	return file_gpuctl_v1_agent_proto_rawDescData
 }
 
-var file_gpuctl_v1_agent_proto_msgTypes = make([]protoimpl.MessageInfo, 11)
+var file_gpuctl_v1_agent_proto_msgTypes = make([]protoimpl.MessageInfo, 14)
 var file_gpuctl_v1_agent_proto_goTypes = []any{
 	(*HelloRequest)(nil),         // 0: gpuctl.v1.HelloRequest
 	(*HelloResponse)(nil),        // 1: gpuctl.v1.HelloResponse
@@ -776,30 +952,36 @@ var file_gpuctl_v1_agent_proto_goTypes = []any{
 	(*TakeUpResponse)(nil),       // 8: gpuctl.v1.TakeUpResponse
 	(*AwaitDeviceRequest)(nil),   // 9: gpuctl.v1.AwaitDeviceRequest
 	(*AwaitDeviceResponse)(nil),  // 10: gpuctl.v1.AwaitDeviceResponse
-	(*Target)(nil),               // 11: gpuctl.v1.Target
+	(*PCIIdentity)(nil),          // 11: gpuctl.v1.PCIIdentity
+	(*ServesRequest)(nil),        // 12: gpuctl.v1.ServesRequest
+	(*ServesResponse)(nil),       // 13: gpuctl.v1.ServesResponse
+	(*Target)(nil),               // 14: gpuctl.v1.Target
 }
 var file_gpuctl_v1_agent_proto_depIdxs = []int32{
 	2,  // 0: gpuctl.v1.HelloResponse.devices:type_name -> gpuctl.v1.GuestDevice
-	11, // 1: gpuctl.v1.GuestDevice.target:type_name -> gpuctl.v1.Target
+	14, // 1: gpuctl.v1.GuestDevice.target:type_name -> gpuctl.v1.Target
 	2,  // 2: gpuctl.v1.WatchDevicesResponse.devices:type_name -> gpuctl.v1.GuestDevice
 	2,  // 3: gpuctl.v1.ReleaseResponse.device:type_name -> gpuctl.v1.GuestDevice
 	2,  // 4: gpuctl.v1.TakeUpResponse.device:type_name -> gpuctl.v1.GuestDevice
 	2,  // 5: gpuctl.v1.AwaitDeviceResponse.device:type_name -> gpuctl.v1.GuestDevice
-	0,  // 6: gpuctl.v1.AgentService.Hello:input_type -> gpuctl.v1.HelloRequest
-	3,  // 7: gpuctl.v1.AgentService.WatchDevices:input_type -> gpuctl.v1.WatchDevicesRequest
-	5,  // 8: gpuctl.v1.AgentService.Release:input_type -> gpuctl.v1.ReleaseRequest
-	7,  // 9: gpuctl.v1.AgentService.TakeUp:input_type -> gpuctl.v1.TakeUpRequest
-	9,  // 10: gpuctl.v1.AgentService.AwaitDevice:input_type -> gpuctl.v1.AwaitDeviceRequest
-	1,  // 11: gpuctl.v1.AgentService.Hello:output_type -> gpuctl.v1.HelloResponse
-	4,  // 12: gpuctl.v1.AgentService.WatchDevices:output_type -> gpuctl.v1.WatchDevicesResponse
-	6,  // 13: gpuctl.v1.AgentService.Release:output_type -> gpuctl.v1.ReleaseResponse
-	8,  // 14: gpuctl.v1.AgentService.TakeUp:output_type -> gpuctl.v1.TakeUpResponse
-	10, // 15: gpuctl.v1.AgentService.AwaitDevice:output_type -> gpuctl.v1.AwaitDeviceResponse
-	11, // [11:16] is the sub-list for method output_type
-	6,  // [6:11] is the sub-list for method input_type
-	6,  // [6:6] is the sub-list for extension type_name
-	6,  // [6:6] is the sub-list for extension extendee
-	0,  // [0:6] is the sub-list for field type_name
+	11, // 6: gpuctl.v1.ServesRequest.functions:type_name -> gpuctl.v1.PCIIdentity
+	0,  // 7: gpuctl.v1.AgentService.Hello:input_type -> gpuctl.v1.HelloRequest
+	3,  // 8: gpuctl.v1.AgentService.WatchDevices:input_type -> gpuctl.v1.WatchDevicesRequest
+	5,  // 9: gpuctl.v1.AgentService.Release:input_type -> gpuctl.v1.ReleaseRequest
+	7,  // 10: gpuctl.v1.AgentService.TakeUp:input_type -> gpuctl.v1.TakeUpRequest
+	9,  // 11: gpuctl.v1.AgentService.AwaitDevice:input_type -> gpuctl.v1.AwaitDeviceRequest
+	12, // 12: gpuctl.v1.AgentService.Serves:input_type -> gpuctl.v1.ServesRequest
+	1,  // 13: gpuctl.v1.AgentService.Hello:output_type -> gpuctl.v1.HelloResponse
+	4,  // 14: gpuctl.v1.AgentService.WatchDevices:output_type -> gpuctl.v1.WatchDevicesResponse
+	6,  // 15: gpuctl.v1.AgentService.Release:output_type -> gpuctl.v1.ReleaseResponse
+	8,  // 16: gpuctl.v1.AgentService.TakeUp:output_type -> gpuctl.v1.TakeUpResponse
+	10, // 17: gpuctl.v1.AgentService.AwaitDevice:output_type -> gpuctl.v1.AwaitDeviceResponse
+	13, // 18: gpuctl.v1.AgentService.Serves:output_type -> gpuctl.v1.ServesResponse
+	13, // [13:19] is the sub-list for method output_type
+	7,  // [7:13] is the sub-list for method input_type
+	7,  // [7:7] is the sub-list for extension type_name
+	7,  // [7:7] is the sub-list for extension extendee
+	0,  // [0:7] is the sub-list for field type_name
 }
 
 func init() { file_gpuctl_v1_agent_proto_init() }
@@ -814,7 +996,7 @@ func file_gpuctl_v1_agent_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_gpuctl_v1_agent_proto_rawDesc), len(file_gpuctl_v1_agent_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   11,
+			NumMessages:   14,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

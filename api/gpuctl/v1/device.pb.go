@@ -109,6 +109,8 @@ type Function struct {
 	Vendor        string                 `protobuf:"bytes,5,opt,name=vendor,proto3" json:"vendor,omitempty"`
 	Name          string                 `protobuf:"bytes,6,opt,name=name,proto3" json:"name,omitempty"`
 	Driver        string                 `protobuf:"bytes,7,opt,name=driver,proto3" json:"driver,omitempty"` // bound; empty: none
+	SubVendorId   uint32                 `protobuf:"varint,8,opt,name=sub_vendor_id,json=subVendorId,proto3" json:"sub_vendor_id,omitempty"`
+	SubDeviceId   uint32                 `protobuf:"varint,9,opt,name=sub_device_id,json=subDeviceId,proto3" json:"sub_device_id,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -190,6 +192,20 @@ func (x *Function) GetDriver() string {
 		return x.Driver
 	}
 	return ""
+}
+
+func (x *Function) GetSubVendorId() uint32 {
+	if x != nil {
+		return x.SubVendorId
+	}
+	return 0
+}
+
+func (x *Function) GetSubDeviceId() uint32 {
+	if x != nil {
+		return x.SubDeviceId
+	}
+	return 0
 }
 
 // Card is a GPU with all functions of its slot.
@@ -1629,7 +1645,7 @@ var File_gpuctl_v1_device_proto protoreflect.FileDescriptor
 
 const file_gpuctl_v1_device_proto_rawDesc = "" +
 	"\n" +
-	"\x16gpuctl/v1/device.proto\x12\tgpuctl.v1\x1a\x15gpuctl/v1/types.proto\"\xb8\x01\n" +
+	"\x16gpuctl/v1/device.proto\x12\tgpuctl.v1\x1a\x15gpuctl/v1/types.proto\"\x80\x02\n" +
 	"\bFunction\x12\x18\n" +
 	"\aaddress\x18\x01 \x01(\tR\aaddress\x12\x1b\n" +
 	"\tvendor_id\x18\x02 \x01(\rR\bvendorId\x12\x1b\n" +
@@ -1637,7 +1653,9 @@ const file_gpuctl_v1_device_proto_rawDesc = "" +
 	"\x05class\x18\x04 \x01(\rR\x05class\x12\x16\n" +
 	"\x06vendor\x18\x05 \x01(\tR\x06vendor\x12\x12\n" +
 	"\x04name\x18\x06 \x01(\tR\x04name\x12\x16\n" +
-	"\x06driver\x18\a \x01(\tR\x06driver\"\xf5\x04\n" +
+	"\x06driver\x18\a \x01(\tR\x06driver\x12\"\n" +
+	"\rsub_vendor_id\x18\b \x01(\rR\vsubVendorId\x12\"\n" +
+	"\rsub_device_id\x18\t \x01(\rR\vsubDeviceId\"\xf5\x04\n" +
 	"\x04Card\x12\x10\n" +
 	"\x03gpu\x18\x01 \x01(\tR\x03gpu\x12\x18\n" +
 	"\aaddress\x18\x02 \x01(\tR\aaddress\x121\n" +

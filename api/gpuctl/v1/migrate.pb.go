@@ -997,8 +997,9 @@ func (x *SiteWhereResponse) GetPresence() string {
 type SiteCardRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Machine       *SiteMachine           `protobuf:"bytes,1,opt,name=machine,proto3" json:"machine,omitempty"`
-	Gpu           string                 `protobuf:"bytes,2,opt,name=gpu,proto3" json:"gpu,omitempty"`     // id
-	Claim         string                 `protobuf:"bytes,3,opt,name=claim,proto3" json:"claim,omitempty"` // of Prepare
+	Gpu           string                 `protobuf:"bytes,2,opt,name=gpu,proto3" json:"gpu,omitempty"`        // id
+	Claim         string                 `protobuf:"bytes,3,opt,name=claim,proto3" json:"claim,omitempty"`    // of Prepare
+	Stored        bool                   `protobuf:"varint,4,opt,name=stored,proto3" json:"stored,omitempty"` // of Attach: the VM's stored definition gets it, too
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1052,6 +1053,13 @@ func (x *SiteCardRequest) GetClaim() string {
 		return x.Claim
 	}
 	return ""
+}
+
+func (x *SiteCardRequest) GetStored() bool {
+	if x != nil {
+		return x.Stored
+	}
+	return false
 }
 
 type SiteMoveRequest struct {
@@ -1269,7 +1277,7 @@ type SiteMachineFacts struct {
 	State         string                 `protobuf:"bytes,3,opt,name=state,proto3" json:"state,omitempty"`
 	Type          string                 `protobuf:"bytes,4,opt,name=type,proto3" json:"type,omitempty"`
 	Memory        uint64                 `protobuf:"varint,5,opt,name=memory,proto3" json:"memory,omitempty"` // bytes
-	Cpu           string                 `protobuf:"bytes,6,opt,name=cpu,proto3" json:"cpu,omitempty"`
+	Cpu           *SiteCPU               `protobuf:"bytes,6,opt,name=cpu,proto3" json:"cpu,omitempty"`        // that the VM needs; none: any
 	Passthrough   bool                   `protobuf:"varint,7,opt,name=passthrough,proto3" json:"passthrough,omitempty"`
 	Disks         []*SiteDisk            `protobuf:"bytes,8,rep,name=disks,proto3" json:"disks,omitempty"`
 	OtherDevices  []string               `protobuf:"bytes,9,rep,name=other_devices,json=otherDevices,proto3" json:"other_devices,omitempty"`
@@ -1278,6 +1286,7 @@ type SiteMachineFacts struct {
 	AgentError    string                 `protobuf:"bytes,12,opt,name=agent_error,json=agentError,proto3" json:"agent_error,omitempty"`
 	Hello         *HelloResponseSummary  `protobuf:"bytes,13,opt,name=hello,proto3" json:"hello,omitempty"`
 	Sessions      []*SiteSession         `protobuf:"bytes,14,rep,name=sessions,proto3" json:"sessions,omitempty"`
+	Stored        bool                   `protobuf:"varint,15,opt,name=stored,proto3" json:"stored,omitempty"` // the stored definition has its GPU
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1347,11 +1356,11 @@ func (x *SiteMachineFacts) GetMemory() uint64 {
 	return 0
 }
 
-func (x *SiteMachineFacts) GetCpu() string {
+func (x *SiteMachineFacts) GetCpu() *SiteCPU {
 	if x != nil {
 		return x.Cpu
 	}
-	return ""
+	return nil
 }
 
 func (x *SiteMachineFacts) GetPassthrough() bool {
@@ -1408,6 +1417,13 @@ func (x *SiteMachineFacts) GetSessions() []*SiteSession {
 		return x.Sessions
 	}
 	return nil
+}
+
+func (x *SiteMachineFacts) GetStored() bool {
+	if x != nil {
+		return x.Stored
+	}
+	return false
 }
 
 type HelloResponseSummary struct {
@@ -1610,6 +1626,7 @@ type SiteHostFactsRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Disks         []*SiteDisk            `protobuf:"bytes,1,rep,name=disks,proto3" json:"disks,omitempty"` // of the VM: which of them are here
 	From          string                 `protobuf:"bytes,2,opt,name=from,proto3" json:"from,omitempty"`   // host of the VM: how fast is the link to it
+	Cpu           *SiteCPU               `protobuf:"bytes,3,opt,name=cpu,proto3" json:"cpu,omitempty"`     // of the VM
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1658,6 +1675,142 @@ func (x *SiteHostFactsRequest) GetFrom() string {
 	return ""
 }
 
+func (x *SiteHostFactsRequest) GetCpu() *SiteCPU {
+	if x != nil {
+		return x.Cpu
+	}
+	return nil
+}
+
+// SiteCPU is a processor as libvirt describes it, and what emulates the rest.
+type SiteCPU struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Xml           string                 `protobuf:"bytes,1,opt,name=xml,proto3" json:"xml,omitempty"`
+	Emulator      string                 `protobuf:"bytes,2,opt,name=emulator,proto3" json:"emulator,omitempty"`
+	Arch          string                 `protobuf:"bytes,3,opt,name=arch,proto3" json:"arch,omitempty"`
+	Machine       string                 `protobuf:"bytes,4,opt,name=machine,proto3" json:"machine,omitempty"`
+	Type          string                 `protobuf:"bytes,5,opt,name=type,proto3" json:"type,omitempty"` // kvm, qemu or xen
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *SiteCPU) Reset() {
+	*x = SiteCPU{}
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[25]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *SiteCPU) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*SiteCPU) ProtoMessage() {}
+
+func (x *SiteCPU) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[25]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use SiteCPU.ProtoReflect.Descriptor instead.
+func (*SiteCPU) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{25}
+}
+
+func (x *SiteCPU) GetXml() string {
+	if x != nil {
+		return x.Xml
+	}
+	return ""
+}
+
+func (x *SiteCPU) GetEmulator() string {
+	if x != nil {
+		return x.Emulator
+	}
+	return ""
+}
+
+func (x *SiteCPU) GetArch() string {
+	if x != nil {
+		return x.Arch
+	}
+	return ""
+}
+
+func (x *SiteCPU) GetMachine() string {
+	if x != nil {
+		return x.Machine
+	}
+	return ""
+}
+
+func (x *SiteCPU) GetType() string {
+	if x != nil {
+		return x.Type
+	}
+	return ""
+}
+
+type SiteServesRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Uuid          string                 `protobuf:"bytes,1,opt,name=uuid,proto3" json:"uuid,omitempty"`
+	Functions     []*PCIIdentity         `protobuf:"bytes,2,rep,name=functions,proto3" json:"functions,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *SiteServesRequest) Reset() {
+	*x = SiteServesRequest{}
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[26]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *SiteServesRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*SiteServesRequest) ProtoMessage() {}
+
+func (x *SiteServesRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[26]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use SiteServesRequest.ProtoReflect.Descriptor instead.
+func (*SiteServesRequest) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{26}
+}
+
+func (x *SiteServesRequest) GetUuid() string {
+	if x != nil {
+		return x.Uuid
+	}
+	return ""
+}
+
+func (x *SiteServesRequest) GetFunctions() []*PCIIdentity {
+	if x != nil {
+		return x.Functions
+	}
+	return nil
+}
+
 type SiteHostFacts struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Name          string                 `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
@@ -1665,7 +1818,7 @@ type SiteHostFacts struct {
 	FreeMemory    uint64                 `protobuf:"varint,3,opt,name=free_memory,json=freeMemory,proto3" json:"free_memory,omitempty"` // bytes that a VM can get
 	Missing       []string               `protobuf:"bytes,4,rep,name=missing,proto3" json:"missing,omitempty"`
 	Link          uint64                 `protobuf:"varint,5,opt,name=link,proto3" json:"link,omitempty"` // bytes per second; 0: not known
-	Cpus          []string               `protobuf:"bytes,6,rep,name=cpus,proto3" json:"cpus,omitempty"`
+	Cpu           string                 `protobuf:"bytes,6,opt,name=cpu,proto3" json:"cpu,omitempty"`    // why the VM's processor can't be had; empty: it can
 	Cards         []*SiteCard            `protobuf:"bytes,7,rep,name=cards,proto3" json:"cards,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1673,7 +1826,7 @@ type SiteHostFacts struct {
 
 func (x *SiteHostFacts) Reset() {
 	*x = SiteHostFacts{}
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[25]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1685,7 +1838,7 @@ func (x *SiteHostFacts) String() string {
 func (*SiteHostFacts) ProtoMessage() {}
 
 func (x *SiteHostFacts) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[25]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1698,7 +1851,7 @@ func (x *SiteHostFacts) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SiteHostFacts.ProtoReflect.Descriptor instead.
 func (*SiteHostFacts) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{25}
+	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *SiteHostFacts) GetName() string {
@@ -1736,11 +1889,11 @@ func (x *SiteHostFacts) GetLink() uint64 {
 	return 0
 }
 
-func (x *SiteHostFacts) GetCpus() []string {
+func (x *SiteHostFacts) GetCpu() string {
 	if x != nil {
-		return x.Cpus
+		return x.Cpu
 	}
-	return nil
+	return ""
 }
 
 func (x *SiteHostFacts) GetCards() []*SiteCard {
@@ -1756,15 +1909,14 @@ type SiteCard struct {
 	Holder        string                 `protobuf:"bytes,2,opt,name=holder,proto3" json:"holder,omitempty"`       // VM that has it; empty: none
 	Health        string                 `protobuf:"bytes,3,opt,name=health,proto3" json:"health,omitempty"`       // why it is not fit
 	Isolation     string                 `protobuf:"bytes,4,opt,name=isolation,proto3" json:"isolation,omitempty"` // why it may not be given away
-	VendorId      uint32                 `protobuf:"varint,5,opt,name=vendor_id,json=vendorId,proto3" json:"vendor_id,omitempty"`
-	DeviceId      uint32                 `protobuf:"varint,6,opt,name=device_id,json=deviceId,proto3" json:"device_id,omitempty"`
+	Id            *PCIIdentity           `protobuf:"bytes,5,opt,name=id,proto3" json:"id,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *SiteCard) Reset() {
 	*x = SiteCard{}
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[26]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1776,7 +1928,7 @@ func (x *SiteCard) String() string {
 func (*SiteCard) ProtoMessage() {}
 
 func (x *SiteCard) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[26]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1789,7 +1941,7 @@ func (x *SiteCard) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SiteCard.ProtoReflect.Descriptor instead.
 func (*SiteCard) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{26}
+	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *SiteCard) GetGpu() string {
@@ -1820,25 +1972,18 @@ func (x *SiteCard) GetIsolation() string {
 	return ""
 }
 
-func (x *SiteCard) GetVendorId() uint32 {
+func (x *SiteCard) GetId() *PCIIdentity {
 	if x != nil {
-		return x.VendorId
+		return x.Id
 	}
-	return 0
-}
-
-func (x *SiteCard) GetDeviceId() uint32 {
-	if x != nil {
-		return x.DeviceId
-	}
-	return 0
+	return nil
 }
 
 var File_gpuctl_v1_migrate_proto protoreflect.FileDescriptor
 
 const file_gpuctl_v1_migrate_proto_rawDesc = "" +
 	"\n" +
-	"\x17gpuctl/v1/migrate.proto\x12\tgpuctl.v1\x1a\x15gpuctl/v1/types.proto\"\x87\x01\n" +
+	"\x17gpuctl/v1/migrate.proto\x12\tgpuctl.v1\x1a\x15gpuctl/v1/agent.proto\x1a\x15gpuctl/v1/types.proto\"\x87\x01\n" +
 	"\x12MachinePlanRequest\x12\x18\n" +
 	"\amachine\x18\x01 \x01(\tR\amachine\x12\x12\n" +
 	"\x04host\x18\x02 \x01(\tR\x04host\x12\x12\n" +
@@ -1916,11 +2061,12 @@ const file_gpuctl_v1_migrate_proto_rawDesc = "" +
 	"\n" +
 	"\bSiteDone\"/\n" +
 	"\x11SiteWhereResponse\x12\x1a\n" +
-	"\bpresence\x18\x01 \x01(\tR\bpresence\"k\n" +
+	"\bpresence\x18\x01 \x01(\tR\bpresence\"\x83\x01\n" +
 	"\x0fSiteCardRequest\x120\n" +
 	"\amachine\x18\x01 \x01(\v2\x16.gpuctl.v1.SiteMachineR\amachine\x12\x10\n" +
 	"\x03gpu\x18\x02 \x01(\tR\x03gpu\x12\x14\n" +
-	"\x05claim\x18\x03 \x01(\tR\x05claim\"S\n" +
+	"\x05claim\x18\x03 \x01(\tR\x05claim\x12\x16\n" +
+	"\x06stored\x18\x04 \x01(\bR\x06stored\"S\n" +
 	"\x0fSiteMoveRequest\x120\n" +
 	"\amachine\x18\x01 \x01(\v2\x16.gpuctl.v1.SiteMachineR\amachine\x12\x0e\n" +
 	"\x02to\x18\x02 \x01(\tR\x02to\"8\n" +
@@ -1932,14 +2078,14 @@ const file_gpuctl_v1_migrate_proto_rawDesc = "" +
 	"\x13SiteSessionsRequest\x120\n" +
 	"\amachine\x18\x01 \x01(\v2\x16.gpuctl.v1.SiteMachineR\amachine\x12\x10\n" +
 	"\x03gpu\x18\x02 \x01(\tR\x03gpu\x12\x1a\n" +
-	"\bsessions\x18\x03 \x03(\tR\bsessions\"\xb6\x03\n" +
+	"\bsessions\x18\x03 \x03(\tR\bsessions\"\xe2\x03\n" +
 	"\x10SiteMachineFacts\x12\x12\n" +
 	"\x04uuid\x18\x01 \x01(\tR\x04uuid\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12\x14\n" +
 	"\x05state\x18\x03 \x01(\tR\x05state\x12\x12\n" +
 	"\x04type\x18\x04 \x01(\tR\x04type\x12\x16\n" +
-	"\x06memory\x18\x05 \x01(\x04R\x06memory\x12\x10\n" +
-	"\x03cpu\x18\x06 \x01(\tR\x03cpu\x12 \n" +
+	"\x06memory\x18\x05 \x01(\x04R\x06memory\x12$\n" +
+	"\x03cpu\x18\x06 \x01(\v2\x12.gpuctl.v1.SiteCPUR\x03cpu\x12 \n" +
 	"\vpassthrough\x18\a \x01(\bR\vpassthrough\x12)\n" +
 	"\x05disks\x18\b \x03(\v2\x13.gpuctl.v1.SiteDiskR\x05disks\x12#\n" +
 	"\rother_devices\x18\t \x03(\tR\fotherDevices\x12\x12\n" +
@@ -1949,7 +2095,8 @@ const file_gpuctl_v1_migrate_proto_rawDesc = "" +
 	"\vagent_error\x18\f \x01(\tR\n" +
 	"agentError\x125\n" +
 	"\x05hello\x18\r \x01(\v2\x1f.gpuctl.v1.HelloResponseSummaryR\x05hello\x122\n" +
-	"\bsessions\x18\x0e \x03(\v2\x16.gpuctl.v1.SiteSessionR\bsessions\"\xae\x01\n" +
+	"\bsessions\x18\x0e \x03(\v2\x16.gpuctl.v1.SiteSessionR\bsessions\x12\x16\n" +
+	"\x06stored\x18\x0f \x01(\bR\x06stored\"\xae\x01\n" +
 	"\x14HelloResponseSummary\x12\x18\n" +
 	"\aversion\x18\x01 \x01(\tR\aversion\x12\x1a\n" +
 	"\bprotocol\x18\x02 \x01(\rR\bprotocol\x12\x18\n" +
@@ -1964,10 +2111,20 @@ const file_gpuctl_v1_migrate_proto_rawDesc = "" +
 	"\x06frozen\x18\x04 \x01(\bR\x06frozen\";\n" +
 	"\bSiteDisk\x12\x12\n" +
 	"\x04path\x18\x01 \x01(\tR\x04path\x12\x1b\n" +
-	"\tread_only\x18\x02 \x01(\bR\breadOnly\"U\n" +
+	"\tread_only\x18\x02 \x01(\bR\breadOnly\"{\n" +
 	"\x14SiteHostFactsRequest\x12)\n" +
 	"\x05disks\x18\x01 \x03(\v2\x13.gpuctl.v1.SiteDiskR\x05disks\x12\x12\n" +
-	"\x04from\x18\x02 \x01(\tR\x04from\"\xd1\x01\n" +
+	"\x04from\x18\x02 \x01(\tR\x04from\x12$\n" +
+	"\x03cpu\x18\x03 \x01(\v2\x12.gpuctl.v1.SiteCPUR\x03cpu\"y\n" +
+	"\aSiteCPU\x12\x10\n" +
+	"\x03xml\x18\x01 \x01(\tR\x03xml\x12\x1a\n" +
+	"\bemulator\x18\x02 \x01(\tR\bemulator\x12\x12\n" +
+	"\x04arch\x18\x03 \x01(\tR\x04arch\x12\x18\n" +
+	"\amachine\x18\x04 \x01(\tR\amachine\x12\x12\n" +
+	"\x04type\x18\x05 \x01(\tR\x04type\"]\n" +
+	"\x11SiteServesRequest\x12\x12\n" +
+	"\x04uuid\x18\x01 \x01(\tR\x04uuid\x124\n" +
+	"\tfunctions\x18\x02 \x03(\v2\x16.gpuctl.v1.PCIIdentityR\tfunctions\"\xcf\x01\n" +
 	"\rSiteHostFacts\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x1e\n" +
 	"\n" +
@@ -1976,24 +2133,24 @@ const file_gpuctl_v1_migrate_proto_rawDesc = "" +
 	"\vfree_memory\x18\x03 \x01(\x04R\n" +
 	"freeMemory\x12\x18\n" +
 	"\amissing\x18\x04 \x03(\tR\amissing\x12\x12\n" +
-	"\x04link\x18\x05 \x01(\x04R\x04link\x12\x12\n" +
-	"\x04cpus\x18\x06 \x03(\tR\x04cpus\x12)\n" +
-	"\x05cards\x18\a \x03(\v2\x13.gpuctl.v1.SiteCardR\x05cards\"\xa4\x01\n" +
+	"\x04link\x18\x05 \x01(\x04R\x04link\x12\x10\n" +
+	"\x03cpu\x18\x06 \x01(\tR\x03cpu\x12)\n" +
+	"\x05cards\x18\a \x03(\v2\x13.gpuctl.v1.SiteCardR\x05cards\"\x92\x01\n" +
 	"\bSiteCard\x12\x10\n" +
 	"\x03gpu\x18\x01 \x01(\tR\x03gpu\x12\x16\n" +
 	"\x06holder\x18\x02 \x01(\tR\x06holder\x12\x16\n" +
 	"\x06health\x18\x03 \x01(\tR\x06health\x12\x1c\n" +
-	"\tisolation\x18\x04 \x01(\tR\tisolation\x12\x1b\n" +
-	"\tvendor_id\x18\x05 \x01(\rR\bvendorId\x12\x1b\n" +
-	"\tdevice_id\x18\x06 \x01(\rR\bdeviceId2\xfe\x02\n" +
+	"\tisolation\x18\x04 \x01(\tR\tisolation\x12&\n" +
+	"\x02id\x18\x05 \x01(\v2\x16.gpuctl.v1.PCIIdentityR\x02id2\xfe\x02\n" +
 	"\x10MigrationService\x12E\n" +
 	"\x04Plan\x12\x1d.gpuctl.v1.MachinePlanRequest\x1a\x1e.gpuctl.v1.MachinePlanResponse\x12E\n" +
 	"\x05Start\x12\x1e.gpuctl.v1.MachineStartRequest\x1a\x1a.gpuctl.v1.MachineProgress0\x01\x12E\n" +
 	"\x05Watch\x12\x1e.gpuctl.v1.MachineWatchRequest\x1a\x1a.gpuctl.v1.MachineProgress0\x01\x12H\n" +
 	"\x05Abort\x12\x1e.gpuctl.v1.MachineAbortRequest\x1a\x1f.gpuctl.v1.MachineAbortResponse\x12K\n" +
-	"\x06Resume\x12\x1f.gpuctl.v1.MachineResumeRequest\x1a .gpuctl.v1.MachineResumeResponse2\xc1\a\n" +
+	"\x06Resume\x12\x1f.gpuctl.v1.MachineResumeRequest\x1a .gpuctl.v1.MachineResumeResponse2\x84\b\n" +
 	"\vSiteService\x12C\n" +
-	"\fMachineFacts\x12\x16.gpuctl.v1.SiteMachine\x1a\x1b.gpuctl.v1.SiteMachineFacts\x12F\n" +
+	"\fMachineFacts\x12\x16.gpuctl.v1.SiteMachine\x1a\x1b.gpuctl.v1.SiteMachineFacts\x12A\n" +
+	"\x06Serves\x12\x1c.gpuctl.v1.SiteServesRequest\x1a\x19.gpuctl.v1.ServesResponse\x12F\n" +
 	"\tHostFacts\x12\x1f.gpuctl.v1.SiteHostFactsRequest\x1a\x18.gpuctl.v1.SiteHostFacts\x12=\n" +
 	"\x05Where\x12\x16.gpuctl.v1.SiteMachine\x1a\x1c.gpuctl.v1.SiteWhereResponse\x12:\n" +
 	"\aReserve\x12\x1a.gpuctl.v1.SiteCardRequest\x1a\x13.gpuctl.v1.SiteDone\x12:\n" +
@@ -2021,7 +2178,7 @@ func file_gpuctl_v1_migrate_proto_rawDescGZIP() []byte {
 	return file_gpuctl_v1_migrate_proto_rawDescData
 }
 
-var file_gpuctl_v1_migrate_proto_msgTypes = make([]protoimpl.MessageInfo, 27)
+var file_gpuctl_v1_migrate_proto_msgTypes = make([]protoimpl.MessageInfo, 29)
 var file_gpuctl_v1_migrate_proto_goTypes = []any{
 	(*MachinePlanRequest)(nil),    // 0: gpuctl.v1.MachinePlanRequest
 	(*MachinePlanResponse)(nil),   // 1: gpuctl.v1.MachinePlanResponse
@@ -2048,73 +2205,83 @@ var file_gpuctl_v1_migrate_proto_goTypes = []any{
 	(*SiteSession)(nil),           // 22: gpuctl.v1.SiteSession
 	(*SiteDisk)(nil),              // 23: gpuctl.v1.SiteDisk
 	(*SiteHostFactsRequest)(nil),  // 24: gpuctl.v1.SiteHostFactsRequest
-	(*SiteHostFacts)(nil),         // 25: gpuctl.v1.SiteHostFacts
-	(*SiteCard)(nil),              // 26: gpuctl.v1.SiteCard
-	(*Reason)(nil),                // 27: gpuctl.v1.Reason
-	(*Usage)(nil),                 // 28: gpuctl.v1.Usage
+	(*SiteCPU)(nil),               // 25: gpuctl.v1.SiteCPU
+	(*SiteServesRequest)(nil),     // 26: gpuctl.v1.SiteServesRequest
+	(*SiteHostFacts)(nil),         // 27: gpuctl.v1.SiteHostFacts
+	(*SiteCard)(nil),              // 28: gpuctl.v1.SiteCard
+	(*Reason)(nil),                // 29: gpuctl.v1.Reason
+	(*Usage)(nil),                 // 30: gpuctl.v1.Usage
+	(*PCIIdentity)(nil),           // 31: gpuctl.v1.PCIIdentity
+	(*ServesResponse)(nil),        // 32: gpuctl.v1.ServesResponse
 }
 var file_gpuctl_v1_migrate_proto_depIdxs = []int32{
-	27, // 0: gpuctl.v1.MachinePlanResponse.reasons:type_name -> gpuctl.v1.Reason
+	29, // 0: gpuctl.v1.MachinePlanResponse.reasons:type_name -> gpuctl.v1.Reason
 	2,  // 1: gpuctl.v1.MachinePlanResponse.candidates:type_name -> gpuctl.v1.MachineCandidate
 	4,  // 2: gpuctl.v1.MachinePlanResponse.rejected:type_name -> gpuctl.v1.MachineRejection
 	3,  // 3: gpuctl.v1.MachineCandidate.steps:type_name -> gpuctl.v1.MachineStep
-	27, // 4: gpuctl.v1.MachineRejection.reasons:type_name -> gpuctl.v1.Reason
+	29, // 4: gpuctl.v1.MachineRejection.reasons:type_name -> gpuctl.v1.Reason
 	0,  // 5: gpuctl.v1.MachineStartRequest.plan:type_name -> gpuctl.v1.MachinePlanRequest
 	1,  // 6: gpuctl.v1.MachineProgress.refused:type_name -> gpuctl.v1.MachinePlanResponse
 	12, // 7: gpuctl.v1.SiteCardRequest.machine:type_name -> gpuctl.v1.SiteMachine
 	12, // 8: gpuctl.v1.SiteMoveRequest.machine:type_name -> gpuctl.v1.SiteMachine
 	12, // 9: gpuctl.v1.SiteSessionsRequest.machine:type_name -> gpuctl.v1.SiteMachine
-	23, // 10: gpuctl.v1.SiteMachineFacts.disks:type_name -> gpuctl.v1.SiteDisk
-	21, // 11: gpuctl.v1.SiteMachineFacts.hello:type_name -> gpuctl.v1.HelloResponseSummary
-	22, // 12: gpuctl.v1.SiteMachineFacts.sessions:type_name -> gpuctl.v1.SiteSession
-	28, // 13: gpuctl.v1.SiteSession.usage:type_name -> gpuctl.v1.Usage
-	23, // 14: gpuctl.v1.SiteHostFactsRequest.disks:type_name -> gpuctl.v1.SiteDisk
-	26, // 15: gpuctl.v1.SiteHostFacts.cards:type_name -> gpuctl.v1.SiteCard
-	0,  // 16: gpuctl.v1.MigrationService.Plan:input_type -> gpuctl.v1.MachinePlanRequest
-	5,  // 17: gpuctl.v1.MigrationService.Start:input_type -> gpuctl.v1.MachineStartRequest
-	7,  // 18: gpuctl.v1.MigrationService.Watch:input_type -> gpuctl.v1.MachineWatchRequest
-	8,  // 19: gpuctl.v1.MigrationService.Abort:input_type -> gpuctl.v1.MachineAbortRequest
-	10, // 20: gpuctl.v1.MigrationService.Resume:input_type -> gpuctl.v1.MachineResumeRequest
-	12, // 21: gpuctl.v1.SiteService.MachineFacts:input_type -> gpuctl.v1.SiteMachine
-	24, // 22: gpuctl.v1.SiteService.HostFacts:input_type -> gpuctl.v1.SiteHostFactsRequest
-	12, // 23: gpuctl.v1.SiteService.Where:input_type -> gpuctl.v1.SiteMachine
-	15, // 24: gpuctl.v1.SiteService.Reserve:input_type -> gpuctl.v1.SiteCardRequest
-	15, // 25: gpuctl.v1.SiteService.Prepare:input_type -> gpuctl.v1.SiteCardRequest
-	15, // 26: gpuctl.v1.SiteService.Attach:input_type -> gpuctl.v1.SiteCardRequest
-	15, // 27: gpuctl.v1.SiteService.Detach:input_type -> gpuctl.v1.SiteCardRequest
-	15, // 28: gpuctl.v1.SiteService.GiveBack:input_type -> gpuctl.v1.SiteCardRequest
-	16, // 29: gpuctl.v1.SiteService.Move:input_type -> gpuctl.v1.SiteMoveRequest
-	12, // 30: gpuctl.v1.SiteService.Sessions:input_type -> gpuctl.v1.SiteMachine
-	19, // 31: gpuctl.v1.SiteService.Freeze:input_type -> gpuctl.v1.SiteSessionsRequest
-	15, // 32: gpuctl.v1.SiteService.Release:input_type -> gpuctl.v1.SiteCardRequest
-	15, // 33: gpuctl.v1.SiteService.TakeUp:input_type -> gpuctl.v1.SiteCardRequest
-	15, // 34: gpuctl.v1.SiteService.Await:input_type -> gpuctl.v1.SiteCardRequest
-	19, // 35: gpuctl.v1.SiteService.Thaw:input_type -> gpuctl.v1.SiteSessionsRequest
-	1,  // 36: gpuctl.v1.MigrationService.Plan:output_type -> gpuctl.v1.MachinePlanResponse
-	6,  // 37: gpuctl.v1.MigrationService.Start:output_type -> gpuctl.v1.MachineProgress
-	6,  // 38: gpuctl.v1.MigrationService.Watch:output_type -> gpuctl.v1.MachineProgress
-	9,  // 39: gpuctl.v1.MigrationService.Abort:output_type -> gpuctl.v1.MachineAbortResponse
-	11, // 40: gpuctl.v1.MigrationService.Resume:output_type -> gpuctl.v1.MachineResumeResponse
-	20, // 41: gpuctl.v1.SiteService.MachineFacts:output_type -> gpuctl.v1.SiteMachineFacts
-	25, // 42: gpuctl.v1.SiteService.HostFacts:output_type -> gpuctl.v1.SiteHostFacts
-	14, // 43: gpuctl.v1.SiteService.Where:output_type -> gpuctl.v1.SiteWhereResponse
-	13, // 44: gpuctl.v1.SiteService.Reserve:output_type -> gpuctl.v1.SiteDone
-	13, // 45: gpuctl.v1.SiteService.Prepare:output_type -> gpuctl.v1.SiteDone
-	13, // 46: gpuctl.v1.SiteService.Attach:output_type -> gpuctl.v1.SiteDone
-	13, // 47: gpuctl.v1.SiteService.Detach:output_type -> gpuctl.v1.SiteDone
-	13, // 48: gpuctl.v1.SiteService.GiveBack:output_type -> gpuctl.v1.SiteDone
-	17, // 49: gpuctl.v1.SiteService.Move:output_type -> gpuctl.v1.SiteProgress
-	18, // 50: gpuctl.v1.SiteService.Sessions:output_type -> gpuctl.v1.SiteSessionsResponse
-	17, // 51: gpuctl.v1.SiteService.Freeze:output_type -> gpuctl.v1.SiteProgress
-	13, // 52: gpuctl.v1.SiteService.Release:output_type -> gpuctl.v1.SiteDone
-	13, // 53: gpuctl.v1.SiteService.TakeUp:output_type -> gpuctl.v1.SiteDone
-	13, // 54: gpuctl.v1.SiteService.Await:output_type -> gpuctl.v1.SiteDone
-	17, // 55: gpuctl.v1.SiteService.Thaw:output_type -> gpuctl.v1.SiteProgress
-	36, // [36:56] is the sub-list for method output_type
-	16, // [16:36] is the sub-list for method input_type
-	16, // [16:16] is the sub-list for extension type_name
-	16, // [16:16] is the sub-list for extension extendee
-	0,  // [0:16] is the sub-list for field type_name
+	25, // 10: gpuctl.v1.SiteMachineFacts.cpu:type_name -> gpuctl.v1.SiteCPU
+	23, // 11: gpuctl.v1.SiteMachineFacts.disks:type_name -> gpuctl.v1.SiteDisk
+	21, // 12: gpuctl.v1.SiteMachineFacts.hello:type_name -> gpuctl.v1.HelloResponseSummary
+	22, // 13: gpuctl.v1.SiteMachineFacts.sessions:type_name -> gpuctl.v1.SiteSession
+	30, // 14: gpuctl.v1.SiteSession.usage:type_name -> gpuctl.v1.Usage
+	23, // 15: gpuctl.v1.SiteHostFactsRequest.disks:type_name -> gpuctl.v1.SiteDisk
+	25, // 16: gpuctl.v1.SiteHostFactsRequest.cpu:type_name -> gpuctl.v1.SiteCPU
+	31, // 17: gpuctl.v1.SiteServesRequest.functions:type_name -> gpuctl.v1.PCIIdentity
+	28, // 18: gpuctl.v1.SiteHostFacts.cards:type_name -> gpuctl.v1.SiteCard
+	31, // 19: gpuctl.v1.SiteCard.id:type_name -> gpuctl.v1.PCIIdentity
+	0,  // 20: gpuctl.v1.MigrationService.Plan:input_type -> gpuctl.v1.MachinePlanRequest
+	5,  // 21: gpuctl.v1.MigrationService.Start:input_type -> gpuctl.v1.MachineStartRequest
+	7,  // 22: gpuctl.v1.MigrationService.Watch:input_type -> gpuctl.v1.MachineWatchRequest
+	8,  // 23: gpuctl.v1.MigrationService.Abort:input_type -> gpuctl.v1.MachineAbortRequest
+	10, // 24: gpuctl.v1.MigrationService.Resume:input_type -> gpuctl.v1.MachineResumeRequest
+	12, // 25: gpuctl.v1.SiteService.MachineFacts:input_type -> gpuctl.v1.SiteMachine
+	26, // 26: gpuctl.v1.SiteService.Serves:input_type -> gpuctl.v1.SiteServesRequest
+	24, // 27: gpuctl.v1.SiteService.HostFacts:input_type -> gpuctl.v1.SiteHostFactsRequest
+	12, // 28: gpuctl.v1.SiteService.Where:input_type -> gpuctl.v1.SiteMachine
+	15, // 29: gpuctl.v1.SiteService.Reserve:input_type -> gpuctl.v1.SiteCardRequest
+	15, // 30: gpuctl.v1.SiteService.Prepare:input_type -> gpuctl.v1.SiteCardRequest
+	15, // 31: gpuctl.v1.SiteService.Attach:input_type -> gpuctl.v1.SiteCardRequest
+	15, // 32: gpuctl.v1.SiteService.Detach:input_type -> gpuctl.v1.SiteCardRequest
+	15, // 33: gpuctl.v1.SiteService.GiveBack:input_type -> gpuctl.v1.SiteCardRequest
+	16, // 34: gpuctl.v1.SiteService.Move:input_type -> gpuctl.v1.SiteMoveRequest
+	12, // 35: gpuctl.v1.SiteService.Sessions:input_type -> gpuctl.v1.SiteMachine
+	19, // 36: gpuctl.v1.SiteService.Freeze:input_type -> gpuctl.v1.SiteSessionsRequest
+	15, // 37: gpuctl.v1.SiteService.Release:input_type -> gpuctl.v1.SiteCardRequest
+	15, // 38: gpuctl.v1.SiteService.TakeUp:input_type -> gpuctl.v1.SiteCardRequest
+	15, // 39: gpuctl.v1.SiteService.Await:input_type -> gpuctl.v1.SiteCardRequest
+	19, // 40: gpuctl.v1.SiteService.Thaw:input_type -> gpuctl.v1.SiteSessionsRequest
+	1,  // 41: gpuctl.v1.MigrationService.Plan:output_type -> gpuctl.v1.MachinePlanResponse
+	6,  // 42: gpuctl.v1.MigrationService.Start:output_type -> gpuctl.v1.MachineProgress
+	6,  // 43: gpuctl.v1.MigrationService.Watch:output_type -> gpuctl.v1.MachineProgress
+	9,  // 44: gpuctl.v1.MigrationService.Abort:output_type -> gpuctl.v1.MachineAbortResponse
+	11, // 45: gpuctl.v1.MigrationService.Resume:output_type -> gpuctl.v1.MachineResumeResponse
+	20, // 46: gpuctl.v1.SiteService.MachineFacts:output_type -> gpuctl.v1.SiteMachineFacts
+	32, // 47: gpuctl.v1.SiteService.Serves:output_type -> gpuctl.v1.ServesResponse
+	27, // 48: gpuctl.v1.SiteService.HostFacts:output_type -> gpuctl.v1.SiteHostFacts
+	14, // 49: gpuctl.v1.SiteService.Where:output_type -> gpuctl.v1.SiteWhereResponse
+	13, // 50: gpuctl.v1.SiteService.Reserve:output_type -> gpuctl.v1.SiteDone
+	13, // 51: gpuctl.v1.SiteService.Prepare:output_type -> gpuctl.v1.SiteDone
+	13, // 52: gpuctl.v1.SiteService.Attach:output_type -> gpuctl.v1.SiteDone
+	13, // 53: gpuctl.v1.SiteService.Detach:output_type -> gpuctl.v1.SiteDone
+	13, // 54: gpuctl.v1.SiteService.GiveBack:output_type -> gpuctl.v1.SiteDone
+	17, // 55: gpuctl.v1.SiteService.Move:output_type -> gpuctl.v1.SiteProgress
+	18, // 56: gpuctl.v1.SiteService.Sessions:output_type -> gpuctl.v1.SiteSessionsResponse
+	17, // 57: gpuctl.v1.SiteService.Freeze:output_type -> gpuctl.v1.SiteProgress
+	13, // 58: gpuctl.v1.SiteService.Release:output_type -> gpuctl.v1.SiteDone
+	13, // 59: gpuctl.v1.SiteService.TakeUp:output_type -> gpuctl.v1.SiteDone
+	13, // 60: gpuctl.v1.SiteService.Await:output_type -> gpuctl.v1.SiteDone
+	17, // 61: gpuctl.v1.SiteService.Thaw:output_type -> gpuctl.v1.SiteProgress
+	41, // [41:62] is the sub-list for method output_type
+	20, // [20:41] is the sub-list for method input_type
+	20, // [20:20] is the sub-list for extension type_name
+	20, // [20:20] is the sub-list for extension extendee
+	0,  // [0:20] is the sub-list for field type_name
 }
 
 func init() { file_gpuctl_v1_migrate_proto_init() }
@@ -2122,6 +2289,7 @@ func file_gpuctl_v1_migrate_proto_init() {
 	if File_gpuctl_v1_migrate_proto != nil {
 		return
 	}
+	file_gpuctl_v1_agent_proto_init()
 	file_gpuctl_v1_types_proto_init()
 	type x struct{}
 	out := protoimpl.TypeBuilder{
@@ -2129,7 +2297,7 @@ func file_gpuctl_v1_migrate_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_gpuctl_v1_migrate_proto_rawDesc), len(file_gpuctl_v1_migrate_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   27,
+			NumMessages:   29,
 			NumExtensions: 0,
 			NumServices:   2,
 		},

@@ -2129,6 +2129,7 @@ type MachineMove struct {
 	GuestAddress    string                 `protobuf:"bytes,14,opt,name=guest_address,json=guestAddress,proto3" json:"guest_address,omitempty"` // of the card inside the VM, before
 	Undoing         bool                   `protobuf:"varint,15,opt,name=undoing,proto3" json:"undoing,omitempty"`                              // it is on its way back
 	Failed          string                 `protobuf:"bytes,16,opt,name=failed,proto3" json:"failed,omitempty"`                                 // the step that failed: why it is on its way back
+	Stored          bool                   `protobuf:"varint,17,opt,name=stored,proto3" json:"stored,omitempty"`                                // the VM's stored definition has its card
 	unknownFields   protoimpl.UnknownFields
 	sizeCache       protoimpl.SizeCache
 }
@@ -2273,6 +2274,13 @@ func (x *MachineMove) GetFailed() string {
 		return x.Failed
 	}
 	return ""
+}
+
+func (x *MachineMove) GetStored() bool {
+	if x != nil {
+		return x.Stored
+	}
+	return false
 }
 
 // MigrationStep is one step of a migration as it went.
@@ -3483,7 +3491,7 @@ const file_gpuctl_cluster_v1_state_proto_rawDesc = "" +
 	"\x05token\x18\x10 \x01(\x04R\x05token\x12\x1a\n" +
 	"\brevision\x18\x11 \x01(\x04R\brevision\x128\n" +
 	"\amachine\x18\x12 \x01(\v2\x1e.gpuctl.cluster.v1.MachineMoveR\amachine\x126\n" +
-	"\x05steps\x18\x13 \x03(\v2 .gpuctl.cluster.v1.MigrationStepR\x05steps\"\xd5\x03\n" +
+	"\x05steps\x18\x13 \x03(\v2 .gpuctl.cluster.v1.MigrationStepR\x05steps\"\xed\x03\n" +
 	"\vMachineMove\x12\x12\n" +
 	"\x04uuid\x18\x01 \x01(\tR\x04uuid\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12\x1b\n" +
@@ -3504,7 +3512,8 @@ const file_gpuctl_cluster_v1_state_proto_rawDesc = "" +
 	"\baborting\x18\r \x01(\bR\baborting\x12#\n" +
 	"\rguest_address\x18\x0e \x01(\tR\fguestAddress\x12\x18\n" +
 	"\aundoing\x18\x0f \x01(\bR\aundoing\x12\x16\n" +
-	"\x06failed\x18\x10 \x01(\tR\x06failed\"\xa4\x01\n" +
+	"\x06failed\x18\x10 \x01(\tR\x06failed\x12\x16\n" +
+	"\x06stored\x18\x11 \x01(\bR\x06stored\"\xa4\x01\n" +
 	"\rMigrationStep\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12&\n" +
 	"\x0fstarted_unix_ns\x18\x02 \x01(\x03R\rstartedUnixNs\x12\x17\n" +

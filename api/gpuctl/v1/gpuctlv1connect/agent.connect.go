@@ -45,6 +45,8 @@ const (
 	// AgentServiceAwaitDeviceProcedure is the fully-qualified name of the AgentService's AwaitDevice
 	// RPC.
 	AgentServiceAwaitDeviceProcedure = "/gpuctl.v1.AgentService/AwaitDevice"
+	// AgentServiceServesProcedure is the fully-qualified name of the AgentService's Serves RPC.
+	AgentServiceServesProcedure = "/gpuctl.v1.AgentService/Serves"
 )
 
 // AgentServiceClient is a client for the gpuctl.v1.AgentService service.
@@ -62,6 +64,9 @@ type AgentServiceClient interface {
 	TakeUp(context.Context, *connect.Request[v1.TakeUpRequest]) (*connect.Response[v1.TakeUpResponse], error)
 	// AwaitDevice returns when a function is there and a runtime serves it.
 	AwaitDevice(context.Context, *connect.Request[v1.AwaitDeviceRequest]) (*connect.Response[v1.AwaitDeviceResponse], error)
+	// Serves says of functions that are not there what keeps the VM from using
+	// them: no profile, or what its profile names is not installed.
+	Serves(context.Context, *connect.Request[v1.ServesRequest]) (*connect.Response[v1.ServesResponse], error)
 }
 
 // NewAgentServiceClient constructs a client for the gpuctl.v1.AgentService service. By default, it
@@ -105,6 +110,12 @@ func NewAgentServiceClient(httpClient connect.HTTPClient, baseURL string, opts .
 			connect.WithSchema(agentServiceMethods.ByName("AwaitDevice")),
 			connect.WithClientOptions(opts...),
 		),
+		serves: connect.NewClient[v1.ServesRequest, v1.ServesResponse](
+			httpClient,
+			baseURL+AgentServiceServesProcedure,
+			connect.WithSchema(agentServiceMethods.ByName("Serves")),
+			connect.WithClientOptions(opts...),
+		),
 	}
 }
 
@@ -115,6 +126,7 @@ type agentServiceClient struct {
 	release      *connect.Client[v1.ReleaseRequest, v1.ReleaseResponse]
 	takeUp       *connect.Client[v1.TakeUpRequest, v1.TakeUpResponse]
 	awaitDevice  *connect.Client[v1.AwaitDeviceRequest, v1.AwaitDeviceResponse]
+	serves       *connect.Client[v1.ServesRequest, v1.ServesResponse]
 }
 
 // Hello calls gpuctl.v1.AgentService.Hello.
@@ -142,6 +154,11 @@ func (c *agentServiceClient) AwaitDevice(ctx context.Context, req *connect.Reque
 	return c.awaitDevice.CallUnary(ctx, req)
 }
 
+// Serves calls gpuctl.v1.AgentService.Serves.
+func (c *agentServiceClient) Serves(ctx context.Context, req *connect.Request[v1.ServesRequest]) (*connect.Response[v1.ServesResponse], error) {
+	return c.serves.CallUnary(ctx, req)
+}
+
 // AgentServiceHandler is an implementation of the gpuctl.v1.AgentService service.
 type AgentServiceHandler interface {
 	// Hello says what runs in the VM.
@@ -157,6 +174,9 @@ type AgentServiceHandler interface {
 	TakeUp(context.Context, *connect.Request[v1.TakeUpRequest]) (*connect.Response[v1.TakeUpResponse], error)
 	// AwaitDevice returns when a function is there and a runtime serves it.
 	AwaitDevice(context.Context, *connect.Request[v1.AwaitDeviceRequest]) (*connect.Response[v1.AwaitDeviceResponse], error)
+	// Serves says of functions that are not there what keeps the VM from using
+	// them: no profile, or what its profile names is not installed.
+	Serves(context.Context, *connect.Request[v1.ServesRequest]) (*connect.Response[v1.ServesResponse], error)
 }
 
 // NewAgentServiceHandler builds an HTTP handler from the service implementation. It returns the
@@ -196,6 +216,12 @@ func NewAgentServiceHandler(svc AgentServiceHandler, opts ...connect.HandlerOpti
 		connect.WithSchema(agentServiceMethods.ByName("AwaitDevice")),
 		connect.WithHandlerOptions(opts...),
 	)
+	agentServiceServesHandler := connect.NewUnaryHandler(
+		AgentServiceServesProcedure,
+		svc.Serves,
+		connect.WithSchema(agentServiceMethods.ByName("Serves")),
+		connect.WithHandlerOptions(opts...),
+	)
 	return "/gpuctl.v1.AgentService/", http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		switch r.URL.Path {
 		case AgentServiceHelloProcedure:
@@ -208,6 +234,8 @@ func NewAgentServiceHandler(svc AgentServiceHandler, opts ...connect.HandlerOpti
 			agentServiceTakeUpHandler.ServeHTTP(w, r)
 		case AgentServiceAwaitDeviceProcedure:
 			agentServiceAwaitDeviceHandler.ServeHTTP(w, r)
+		case AgentServiceServesProcedure:
+			agentServiceServesHandler.ServeHTTP(w, r)
 		default:
 			http.NotFound(w, r)
 		}
@@ -235,4 +263,8 @@ func (UnimplementedAgentServiceHandler) TakeUp(context.Context, *connect.Request
 
 func (UnimplementedAgentServiceHandler) AwaitDevice(context.Context, *connect.Request[v1.AwaitDeviceRequest]) (*connect.Response[v1.AwaitDeviceResponse], error) {
 	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("gpuctl.v1.AgentService.AwaitDevice is not implemented"))
+}
+
+func (UnimplementedAgentServiceHandler) Serves(context.Context, *connect.Request[v1.ServesRequest]) (*connect.Response[v1.ServesResponse], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("gpuctl.v1.AgentService.Serves is not implemented"))
 }

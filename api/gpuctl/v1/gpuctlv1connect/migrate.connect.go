@@ -48,6 +48,8 @@ const (
 	// SiteServiceMachineFactsProcedure is the fully-qualified name of the SiteService's MachineFacts
 	// RPC.
 	SiteServiceMachineFactsProcedure = "/gpuctl.v1.SiteService/MachineFacts"
+	// SiteServiceServesProcedure is the fully-qualified name of the SiteService's Serves RPC.
+	SiteServiceServesProcedure = "/gpuctl.v1.SiteService/Serves"
 	// SiteServiceHostFactsProcedure is the fully-qualified name of the SiteService's HostFacts RPC.
 	SiteServiceHostFactsProcedure = "/gpuctl.v1.SiteService/HostFacts"
 	// SiteServiceWhereProcedure is the fully-qualified name of the SiteService's Where RPC.
@@ -265,6 +267,8 @@ func (UnimplementedMigrationServiceHandler) Resume(context.Context, *connect.Req
 // SiteServiceClient is a client for the gpuctl.v1.SiteService service.
 type SiteServiceClient interface {
 	MachineFacts(context.Context, *connect.Request[v1.SiteMachine]) (*connect.Response[v1.SiteMachineFacts], error)
+	// Serves asks the VM what keeps it from using cards that it has not got.
+	Serves(context.Context, *connect.Request[v1.SiteServesRequest]) (*connect.Response[v1.ServesResponse], error)
 	HostFacts(context.Context, *connect.Request[v1.SiteHostFactsRequest]) (*connect.Response[v1.SiteHostFacts], error)
 	Where(context.Context, *connect.Request[v1.SiteMachine]) (*connect.Response[v1.SiteWhereResponse], error)
 	Reserve(context.Context, *connect.Request[v1.SiteCardRequest]) (*connect.Response[v1.SiteDone], error)
@@ -296,6 +300,12 @@ func NewSiteServiceClient(httpClient connect.HTTPClient, baseURL string, opts ..
 			httpClient,
 			baseURL+SiteServiceMachineFactsProcedure,
 			connect.WithSchema(siteServiceMethods.ByName("MachineFacts")),
+			connect.WithClientOptions(opts...),
+		),
+		serves: connect.NewClient[v1.SiteServesRequest, v1.ServesResponse](
+			httpClient,
+			baseURL+SiteServiceServesProcedure,
+			connect.WithSchema(siteServiceMethods.ByName("Serves")),
 			connect.WithClientOptions(opts...),
 		),
 		hostFacts: connect.NewClient[v1.SiteHostFactsRequest, v1.SiteHostFacts](
@@ -388,6 +398,7 @@ func NewSiteServiceClient(httpClient connect.HTTPClient, baseURL string, opts ..
 // siteServiceClient implements SiteServiceClient.
 type siteServiceClient struct {
 	machineFacts *connect.Client[v1.SiteMachine, v1.SiteMachineFacts]
+	serves       *connect.Client[v1.SiteServesRequest, v1.ServesResponse]
 	hostFacts    *connect.Client[v1.SiteHostFactsRequest, v1.SiteHostFacts]
 	where        *connect.Client[v1.SiteMachine, v1.SiteWhereResponse]
 	reserve      *connect.Client[v1.SiteCardRequest, v1.SiteDone]
@@ -407,6 +418,11 @@ type siteServiceClient struct {
 // MachineFacts calls gpuctl.v1.SiteService.MachineFacts.
 func (c *siteServiceClient) MachineFacts(ctx context.Context, req *connect.Request[v1.SiteMachine]) (*connect.Response[v1.SiteMachineFacts], error) {
 	return c.machineFacts.CallUnary(ctx, req)
+}
+
+// Serves calls gpuctl.v1.SiteService.Serves.
+func (c *siteServiceClient) Serves(ctx context.Context, req *connect.Request[v1.SiteServesRequest]) (*connect.Response[v1.ServesResponse], error) {
+	return c.serves.CallUnary(ctx, req)
 }
 
 // HostFacts calls gpuctl.v1.SiteService.HostFacts.
@@ -482,6 +498,8 @@ func (c *siteServiceClient) Thaw(ctx context.Context, req *connect.Request[v1.Si
 // SiteServiceHandler is an implementation of the gpuctl.v1.SiteService service.
 type SiteServiceHandler interface {
 	MachineFacts(context.Context, *connect.Request[v1.SiteMachine]) (*connect.Response[v1.SiteMachineFacts], error)
+	// Serves asks the VM what keeps it from using cards that it has not got.
+	Serves(context.Context, *connect.Request[v1.SiteServesRequest]) (*connect.Response[v1.ServesResponse], error)
 	HostFacts(context.Context, *connect.Request[v1.SiteHostFactsRequest]) (*connect.Response[v1.SiteHostFacts], error)
 	Where(context.Context, *connect.Request[v1.SiteMachine]) (*connect.Response[v1.SiteWhereResponse], error)
 	Reserve(context.Context, *connect.Request[v1.SiteCardRequest]) (*connect.Response[v1.SiteDone], error)
@@ -509,6 +527,12 @@ func NewSiteServiceHandler(svc SiteServiceHandler, opts ...connect.HandlerOption
 		SiteServiceMachineFactsProcedure,
 		svc.MachineFacts,
 		connect.WithSchema(siteServiceMethods.ByName("MachineFacts")),
+		connect.WithHandlerOptions(opts...),
+	)
+	siteServiceServesHandler := connect.NewUnaryHandler(
+		SiteServiceServesProcedure,
+		svc.Serves,
+		connect.WithSchema(siteServiceMethods.ByName("Serves")),
 		connect.WithHandlerOptions(opts...),
 	)
 	siteServiceHostFactsHandler := connect.NewUnaryHandler(
@@ -599,6 +623,8 @@ func NewSiteServiceHandler(svc SiteServiceHandler, opts ...connect.HandlerOption
 		switch r.URL.Path {
 		case SiteServiceMachineFactsProcedure:
 			siteServiceMachineFactsHandler.ServeHTTP(w, r)
+		case SiteServiceServesProcedure:
+			siteServiceServesHandler.ServeHTTP(w, r)
 		case SiteServiceHostFactsProcedure:
 			siteServiceHostFactsHandler.ServeHTTP(w, r)
 		case SiteServiceWhereProcedure:
@@ -638,6 +664,10 @@ type UnimplementedSiteServiceHandler struct{}
 
 func (UnimplementedSiteServiceHandler) MachineFacts(context.Context, *connect.Request[v1.SiteMachine]) (*connect.Response[v1.SiteMachineFacts], error) {
 	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("gpuctl.v1.SiteService.MachineFacts is not implemented"))
+}
+
+func (UnimplementedSiteServiceHandler) Serves(context.Context, *connect.Request[v1.SiteServesRequest]) (*connect.Response[v1.ServesResponse], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("gpuctl.v1.SiteService.Serves is not implemented"))
 }
 
 func (UnimplementedSiteServiceHandler) HostFacts(context.Context, *connect.Request[v1.SiteHostFactsRequest]) (*connect.Response[v1.SiteHostFacts], error) {
