@@ -23,6 +23,7 @@ import (
 	"github.com/gpuctl/gpuctl/hostd/deviceapi"
 	"github.com/gpuctl/gpuctl/hostd/metrics"
 	"github.com/gpuctl/gpuctl/hostd/migrations"
+	"github.com/gpuctl/gpuctl/hostd/network"
 	"github.com/gpuctl/gpuctl/hostd/node"
 	"github.com/gpuctl/gpuctl/hostd/nvml"
 	"github.com/gpuctl/gpuctl/hostd/platform"
@@ -40,6 +41,9 @@ type member struct {
 	nvml   *nvml.Client
 	cards  *platform.Platform
 	guests *site.Guests
+
+	network *network.Host
+	rate    uint64 // that VMs may be sent at, bytes per second; 0: any
 
 	metrics *metrics.Metrics
 	tracer  *trace.Tracer // nil: none
@@ -115,6 +119,20 @@ func (m *member) open(ctx context.Context, o Options, host *Host, name string) (
 	}
 	host.Cards = m.cards
 	host.Devices = deviceapi.New(m.cards.Keeper, late{host}, o.Log)
+	if m.rate, err = o.Config.Devices.Rate(); err != nil {
+		return err
+	}
+	if m.network, err = network.Open(o.Root); err != nil {
+		return err
+	}
+	if o.Data != "" { // hostd --dev sends nothing, and others' limits are not its
+		lifted, err := m.network.Reconcile(ctx, nil)
+		if err != nil {
+			o.Log.Warn("limits of a former migration are left", "err", err)
+		} else if len(lifted) > 0 {
+			o.Log.Info("limits of a former migration lifted", "limits", len(lifted))
+		}
+	}
 	uri := o.Config.Devices.MigrateURI
 	if uri == "" {
 		uri = m.cards.Scheme() + "+tls://{address}/system"
@@ -129,7 +147,14 @@ func (m *member) open(ctx context.Context, o Options, host *Host, name string) (
 			}
 			return strings.NewReplacer("{host}", to, "{address}", address).Replace(uri), "tcp://" + address, err
 		},
-		Link: func(_ context.Context, from string) uint64 { return slowest(m.node.View(), from, m.node.HostName()) },
+		Link: func(_ context.Context, from string) uint64 {
+			link := slowest(m.node.View(), from, m.node.HostName())
+			if m.rate > 0 && (link == 0 || m.rate < link) {
+				return m.rate
+			}
+			return link
+		},
+		Rate: m.rate, Follow: m.follow,
 	}
 	m.guests = site.NewGuests(host.Site, host.PCI.Cards, o.Log)
 	host.Site.Guests = m.guests
@@ -138,6 +163,20 @@ func (m *member) open(ctx context.Context, o Options, host *Host, name string) (
 	})
 	m.cards.Keeper.Guests, m.cards.Keeper.Pending = m.guests, host.Migrations.Pending
 	return nil
+}
+
+// follow counts what this host sends to another one while a VM goes there, and
+// holds it to the rate that is configured.
+func (m *member) follow(ctx context.Context, to string) (site.Flow, error) {
+	name, err := m.node.Address(to)
+	if err != nil {
+		return nil, err
+	}
+	all, err := net.DefaultResolver.LookupNetIP(ctx, "ip", name)
+	if err != nil {
+		return nil, err
+	}
+	return m.network.Follow(ctx, all[0], 8*m.rate)
 }
 
 // present says whether a file is there, for a VM's disks.
@@ -255,6 +294,9 @@ func (m *member) close() error {
 	}
 	if m.guests != nil {
 		errs = append(errs, m.guests.Close())
+	}
+	if m.network != nil {
+		m.network.Close()
 	}
 	if m.cards != nil {
 		errs = append(errs, m.cards.Close())

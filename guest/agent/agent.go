@@ -29,6 +29,7 @@ const Token = ""
 const (
 	gpuPrefix    = "vm/"
 	defaultPoll  = 2 * time.Second
+	eventPoll    = 20 * time.Second // with events: for what they are lost of
 	probeTimeout = 2 * time.Minute
 	leastRetry   = time.Second
 	mostRetry    = 30 * time.Second
@@ -70,7 +71,7 @@ type Config struct {
 	// Users says in words who has functions open beside sessions.
 	Users func(ctx context.Context, functions []pci.Address) ([]string, error)
 	// Events are the kernel's. Without them, and beside them, the agent looks
-	// every Poll; zero: 2 s.
+	// every Poll; zero: 20 s with events, else 2 s.
 	Events <-chan Event
 	Poll   time.Duration
 	// Ready is told whether there is a GPU for applications.
@@ -122,7 +123,9 @@ func (d *device) ready() bool { return d.target != nil && !d.held }
 // New returns an agent that knows what was released before.
 func New(cfg Config) (*Agent, error) {
 	if cfg.Poll == 0 {
-		cfg.Poll = defaultPoll
+		if cfg.Poll = defaultPoll; cfg.Events != nil {
+			cfg.Poll = eventPoll
+		}
 	}
 	if cfg.Logger == nil {
 		cfg.Logger = slog.New(slog.DiscardHandler)

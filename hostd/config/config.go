@@ -14,6 +14,8 @@ import (
 	"time"
 
 	"go.yaml.in/yaml/v3"
+
+	"github.com/gpuctl/gpuctl/internal/size"
 )
 
 // Version is the only version of the file that there is.
@@ -46,9 +48,21 @@ type Devices struct {
 	LibvirtSocket string   `yaml:"libvirtSocket,omitempty"` // default /run/libvirt/libvirt-sock
 	MigrateURI    string   `yaml:"migrateURI,omitempty"`    // of another host's libvirtd, with {host} or {address}; default xen+tls://{address}/system
 	UnsafeDisks   bool     `yaml:"unsafeDisks,omitempty"`   // move VMs of qemu although their disks are cached by the host
+	MigrationRate string   `yaml:"migrationRate,omitempty"` // most that VMs are sent to one host at, in bytes per second, as 100MiB; default as fast as it goes
 	Migrations    int      `yaml:"migrations,omitempty"`    // most from or to this host at a time; default 2
 	Park          bool     `yaml:"park,omitempty"`          // leave cards that come back bound for the next VM
 	Catalog       []string `yaml:"catalog,omitempty"`       // files that extend the catalogue of models
+}
+
+// minRate is 10 Mbit/s; slower, and a VM writes memory faster than it is sent.
+const minRate = 10_000_000 / 8
+
+// Rate is MigrationRate in bytes per second; 0: there is none.
+func (d Devices) Rate() (uint64, error) {
+	if d.MigrationRate == "" {
+		return 0, nil
+	}
+	return size.Parse(d.MigrationRate)
 }
 
 // Cluster is how this host takes part in one. hostd --dev does not read it.
@@ -226,6 +240,9 @@ func (c Config) Validate() error {
 			bad("models[%d]: %q twice", i, m.Name)
 		}
 		models[m.Name] = true
+	}
+	if r, err := c.Devices.Rate(); err != nil || c.Devices.MigrationRate != "" && r < minRate {
+		bad("devices.migrationRate: %q is not a size of at least %s, to be sent per second", c.Devices.MigrationRate, size.Format(minRate))
 	}
 	errs = append(errs, c.Cluster.validate(), c.Access.validate())
 	if l := c.Metrics.Listen; l != "" {

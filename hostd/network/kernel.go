@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io/fs"
 	"net"
+	"net/netip"
 	"sync"
 	"time"
 
@@ -37,6 +38,7 @@ type kernel interface {
 	LinkSetVfRate(link netlink.Link, vf, minRate, maxRate int) error
 	LinkSetVfSpoofchk(link netlink.Link, vf int, check bool) error
 	LinkSetVfTrust(link netlink.Link, vf int, state bool) error
+	RouteGet(destination net.IP) ([]netlink.Route, error)
 	LinkSetVfState(link netlink.Link, vf int, state uint32) error
 
 	QdiscList(link netlink.Link) ([]netlink.Qdisc, error)
@@ -59,6 +61,9 @@ type Host struct {
 	end  func()
 
 	mu sync.Mutex // of changes to queueing disciplines
+
+	flowing sync.Mutex
+	flows   map[netip.Addr]*shared
 }
 
 // Open connects to the kernel, in the network namespace of the calling thread.
@@ -72,7 +77,7 @@ func Open(root fs.FS) (*Host, error) {
 		h.Close()
 		return nil, fmt.Errorf("netlink: %w", err)
 	}
-	return &Host{root: root, k: h, end: h.Close}, nil
+	return &Host{root: root, k: h, end: h.Close, flows: map[netip.Addr]*shared{}}, nil
 }
 
 // Close ends the connection. Limits stay.

@@ -31,7 +31,10 @@ type Limit struct {
 	Link string     // the interface that the packets leave by
 	To   netip.Addr // the destination
 	Port uint16     // TCP port there; 0: all traffic to it
-	Rate uint64     // in bits per second
+	// Ports is how many from Port on: a power of two of which Port is a
+	// multiple; 0: one.
+	Ports uint16
+	Rate  uint64 // in bits per second
 }
 
 // Cap is a limit in force. It is plain data: who writes it down finds the limit
@@ -45,6 +48,9 @@ func (l Limit) check() error {
 	var failures []error
 	if !l.To.IsValid() || l.To.IsUnspecified() || l.To.IsMulticast() {
 		failures = append(failures, fmt.Errorf("limit on %s: %q is not the address of a host", l.Link, l.To))
+	}
+	if l.Ports&(l.Ports-1) != 0 || l.Ports > 0 && l.Port%l.Ports != 0 {
+		failures = append(failures, fmt.Errorf("limit on %s: %d ports from %d on are not one block of a power of two", l.Link, l.Ports, l.Port))
 	}
 	if l.Rate < minRate || l.Rate > maxRate {
 		failures = append(failures, fmt.Errorf("limit on %s: %d bit/s is not within %d to %d", l.Link, l.Rate, minRate, uint64(maxRate)))
@@ -95,7 +101,7 @@ func (h *Host) limit(ctx context.Context, link netlink.Link, l Limit, c *Cap) er
 	if err := h.k.ClassAdd(htb(link, class, l.Rate)); err != nil {
 		return fmt.Errorf("class: %w", err)
 	}
-	if err := h.k.FilterAdd(filter(link, class, l.To.Unmap(), l.Port)); err != nil {
+	if err := h.k.FilterAdd(filter(link, class, l)); err != nil {
 		return fmt.Errorf("filter: %w", err)
 	}
 	return nil
@@ -343,7 +349,7 @@ func htb(link netlink.Link, class uint16, rate uint64) *netlink.HtbClass {
 // class's number, by which it is found again. Offsets are those of the headers
 // of IPv4 (RFC 791), IPv6 (RFC 8200) and TCP (RFC 9293), masks those of words
 // in network order.
-func filter(link netlink.Link, class uint16, to netip.Addr, port uint16) *netlink.U32 {
+func filter(link netlink.Link, class uint16, l Limit) *netlink.U32 {
 	f := &netlink.U32{
 		FilterAttrs: netlink.FilterAttrs{
 			LinkIndex: link.Attrs().Index, Parent: netlink.MakeHandle(major, 0), Priority: class, Protocol: unix.ETH_P_IP,
@@ -354,6 +360,8 @@ func filter(link netlink.Link, class uint16, to netip.Addr, port uint16) *netlin
 	match := func(offset int32, mask, value uint32) {
 		f.Sel.Keys = append(f.Sel.Keys, nl.TcU32Key{Mask: mask, Val: value, Off: offset})
 	}
+	to, port := l.To.Unmap(), l.Port
+	ports := uint32(0xffff &^ (max(l.Ports, 1) - 1)) // bits of the port that count
 	address := to.AsSlice()
 	if to.Is4() {
 		match(16, 0xffffffff, binary.BigEndian.Uint32(address))
@@ -361,7 +369,7 @@ func filter(link netlink.Link, class uint16, to netip.Addr, port uint16) *netlin
 			match(0, 0x0f000000, 0x05000000)           // no options: TCP follows at 20
 			match(8, 0x00ff0000, unix.IPPROTO_TCP<<16) // protocol
 			match(4, 0x00001fff, 0)                    // not a later fragment
-			match(20, 0x0000ffff, uint32(port))        // destination port
+			match(20, ports, uint32(port))             // destination port
 		}
 	} else {
 		f.Protocol = unix.ETH_P_IPV6
@@ -370,7 +378,7 @@ func filter(link netlink.Link, class uint16, to netip.Addr, port uint16) *netlin
 		}
 		if port != 0 {
 			match(4, 0x0000ff00, unix.IPPROTO_TCP<<8)
-			match(40, 0x0000ffff, uint32(port))
+			match(40, ports, uint32(port))
 		}
 	}
 	f.Sel.Nkeys = uint8(len(f.Sel.Keys))

@@ -8,11 +8,13 @@ import (
 	"strings"
 	"sync"
 	"sync/atomic"
+	"time"
 
 	"connectrpc.com/connect"
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/hostd/devices"
+	"github.com/gpuctl/gpuctl/internal/size"
 	"github.com/gpuctl/gpuctl/internal/virt"
 	"github.com/gpuctl/gpuctl/migrate"
 )
@@ -48,7 +50,18 @@ type Local struct {
 	Files func(path string) error
 	// Link is how fast another host is reached, in bytes per second; 0: not known.
 	Link func(ctx context.Context, host string) uint64
-	Log  *slog.Logger
+	// Rate is how fast VMs may be sent to a host, in bytes per second; 0: any.
+	Rate uint64
+	// Follow counts what goes to a host, and holds VMs to Rate where libvirt
+	// does neither.
+	Follow func(ctx context.Context, host string) (Flow, error)
+	Log    *slog.Logger
+}
+
+// Flow is what goes to a host.
+type Flow interface {
+	Sent(ctx context.Context) (bytes uint64, err error)
+	End(ctx context.Context) error
 }
 
 // machine is the VM as the keeper names it.
@@ -108,11 +121,59 @@ func (l *Local) Move(ctx context.Context, uuid, to string, report migrate.Progre
 	if err != nil {
 		return err
 	}
+	m := virt.Migration{Destination: uri, Data: data, Persist: persistent, UndefineSource: persistent}
+	if l.Client.Driver() == virt.QEMU {
+		m.Unsafe, m.Bandwidth = l.Unsafe, (l.Rate+1<<20-1)>>20
+		m.Progress = func(j virt.Job) { report(j.Processed, j.Total) }
+	} else {
+		end, err := l.follow(ctx, uuid, to, report)
+		if err != nil {
+			return err
+		}
+		defer end()
+	}
 	l.Guests.Forget(uuid) // its channel hangs up there and is made anew
-	return l.Client.Migrate(ctx, d, virt.Migration{
-		Destination: uri, Data: data, Persist: persistent, UndefineSource: persistent, Unsafe: l.Unsafe && l.Client.Driver() == virt.QEMU,
-		Progress: func(j virt.Job) { report(j.Processed, j.Total) },
+	return l.Client.Migrate(ctx, d, m)
+}
+
+// follow holds what goes to a host to the rate that it may have, and reports it
+// until end is called. libxl does neither.
+func (l *Local) follow(ctx context.Context, uuid, to string, report migrate.Progress) (end func(), err error) {
+	m, err := l.Machines.Find(ctx, uuid)
+	if err != nil {
+		return nil, err
+	}
+	flow, err := l.Follow(ctx, to)
+	if err != nil && l.Rate > 0 {
+		return nil, fmt.Errorf("the VM cannot be held to %s per second: %w", size.Format(l.Rate), err)
+	}
+	if err != nil { // then nobody sees how far it is
+		l.Log.Warn("what a migration sends is not counted", "host", to, "err", err)
+		return func() {}, nil
+	}
+	counting, stop := context.WithCancel(ctx)
+	var counter sync.WaitGroup
+	counter.Go(func() {
+		tick := time.NewTicker(time.Second)
+		defer tick.Stop()
+		for {
+			select {
+			case <-counting.Done():
+				return
+			case <-tick.C:
+			}
+			if n, err := flow.Sent(counting); err == nil {
+				report(n, max(n, m.Memory))
+			}
+		}
 	})
+	return func() {
+		stop()
+		counter.Wait()
+		if err := flow.End(context.WithoutCancel(ctx)); err != nil {
+			l.Log.Warn("what a migration may send is still held", "host", to, "err", err)
+		}
+	}, nil
 }
 
 // sessions of the VM, as its agent has them.
