@@ -76,12 +76,12 @@ func TestSettings(t *testing.T) {
 		}
 	}
 	have := strings.Fields(s["CapabilityBoundingSet"])
-	for _, c := range []string{"CAP_SETUID", "CAP_SETGID", "CAP_SETPCAP", "CAP_SYS_PTRACE", "CAP_KILL", "CAP_DAC_OVERRIDE", "CAP_CHOWN"} {
+	for _, c := range []string{"CAP_SETUID", "CAP_SETGID", "CAP_SETPCAP", "CAP_SYS_PTRACE", "CAP_KILL", "CAP_DAC_OVERRIDE", "CAP_CHOWN", "CAP_NET_ADMIN"} {
 		if !slices.Contains(have, c) {
 			t.Errorf("%s is missing", c)
 		}
 	}
-	for _, c := range []string{"CAP_SYS_MODULE", "CAP_SYS_TIME", "CAP_SYS_BOOT", "CAP_NET_ADMIN", "CAP_SYS_RAWIO"} {
+	for _, c := range []string{"CAP_SYS_MODULE", "CAP_SYS_TIME", "CAP_SYS_BOOT", "CAP_SYS_RAWIO"} {
 		if slices.Contains(have, c) {
 			t.Errorf("%s is there", c)
 		}
@@ -142,7 +142,7 @@ func TestSystemdAcceptsTheUnit(t *testing.T) {
 
 // mostExposed is what systemd makes of the unit: 10 is a service without any
 // sandbox. Lower it when the unit gets better.
-const mostExposed = 5.2
+const mostExposed = 5.3
 
 func TestUnitIsSandboxed(t *testing.T) {
 	out, err := exec.Command("systemd-analyze", "security", "--offline=true", "--no-pager", installed(t)).CombinedOutput()
