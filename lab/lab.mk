@@ -1,5 +1,5 @@
 # The lab: two Xen hosts in QEMU on this machine (docs/lab.md).
-.PHONY: lab-setup lab-program lab-image lab-up lab-ssh lab-put lab-snapshot lab-status lab-down lab-test
+.PHONY: lab-setup lab-program lab-image lab-up lab-ssh lab-put lab-snapshot lab-status lab-down lab-test lab-migrate lab-chaos
 
 LAB_HOST ?= xena
 LAB_TIMEOUT ?= 30m
@@ -31,7 +31,16 @@ lab-snapshot: lab-program
 lab-down: lab-program
 	bin/lab down
 
-# All tests of real Xen, one package after the other: they share the two hosts.
+# Tests of real Xen, one package after the other: they share the two hosts.
 LAB_PKGS ?= ./lab/labtest ./test/xen
 lab-test: build lab-program
-	GPUCTL_LAB=1 $(GO) test -count=1 -p 1 -timeout $(LAB_TIMEOUT) -v $(LAB_PKGS)
+	GPUCTL_LAB=1 $(GO) test -count=1 -p 1 -timeout $(LAB_TIMEOUT) -v -skip '^TestMigrate|^TestComputeGuest' $(LAB_PKGS)
+
+# A VM that computes gets a lower model, goes to the other host, gets a higher one.
+lab-migrate: build lab-program
+	GPUCTL_LAB=1 $(GO) test -count=1 -timeout 60m -v -run '^TestMigrate$$' ./test/xen
+
+# Such a VM goes round while hostd is killed KILLS times.
+KILLS ?= 200
+lab-chaos: build lab-program
+	GPUCTL_LAB=1 GPUCTL_LAB_KILLS=$(KILLS) $(GO) test -count=1 -timeout 24h -v -run '^TestMigrateKills$$' ./test/xen

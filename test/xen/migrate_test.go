@@ -10,6 +10,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/gpuctl/gpuctl/lab"
 	"github.com/gpuctl/gpuctl/lab/labtest"
 )
 
@@ -17,6 +18,7 @@ import (
 type migration struct {
 	ID        string `json:"id"`
 	State     string `json:"state"`
+	Step      string `json:"step"`
 	Message   string `json:"message"`
 	StoppedNs int64  `json:"stopped_ns"`
 	Machine   struct {
@@ -80,13 +82,10 @@ func (m migration) String() string {
 	return b.String()
 }
 
-// TestMigrate moves a VM with its GPU while an OpenCL program runs in it: to a
-// lower model, to the other host, to a higher model.
-func TestMigrate(t *testing.T) {
-	l := labtest.Start(t)
-	ctx, cancel := context.WithTimeout(t.Context(), 28*time.Minute)
-	defer cancel()
-	a, b := install(ctx, t, l.Hosts()[0]), install(ctx, t, l.Hosts()[1])
+// pair installs both hosts and joins them in a cluster.
+func pair(ctx context.Context, t *testing.T, l *lab.Lab) (a, b *host) {
+	t.Helper()
+	a, b = install(ctx, t, l.Hosts()[0]), install(ctx, t, l.Hosts()[1])
 	a.must(ctx, "cluster", "init")
 	out := a.must(ctx, "cluster", "token", "create", "--name", b.Name)
 	_, token, found := strings.Cut(out, "gpuctl-join-v1.")
@@ -94,6 +93,16 @@ func TestMigrate(t *testing.T) {
 		t.Fatalf("no token: %s", out)
 	}
 	b.must(ctx, "cluster", "join", "gpuctl-join-v1."+strings.Fields(token)[0])
+	return a, b
+}
+
+// TestMigrate moves a VM with its GPU while an OpenCL program runs in it: to a
+// lower model, to the other host, to a higher model.
+func TestMigrate(t *testing.T) {
+	l := labtest.Start(t)
+	ctx, cancel := context.WithTimeout(t.Context(), 28*time.Minute)
+	defer cancel()
+	a, b := pair(ctx, t, l)
 	g, err := labtest.NewComputeGuest(ctx, l)
 	must(t, err)
 	g.Name = "web"
