@@ -19,6 +19,7 @@ import (
 	"github.com/gpuctl/gpuctl/hostd/node"
 	"github.com/gpuctl/gpuctl/internal/program"
 	"github.com/gpuctl/gpuctl/internal/rundir"
+	"github.com/gpuctl/gpuctl/passthrough/catalog"
 )
 
 type flags struct {
@@ -171,10 +172,14 @@ func configCommand() *cobra.Command {
 		&cobra.Command{
 			Use: "check FILE", Short: "Say what is wrong with a configuration", Args: usage(cobra.ExactArgs(1)),
 			RunE: func(cmd *cobra.Command, args []string) error {
-				if _, err := config.Load(args[0]); err != nil {
+				c, err := config.Load(args[0])
+				if err != nil {
 					return err
 				}
-				_, err := fmt.Fprintf(cmd.OutOrStdout(), "%s is valid\n", args[0])
+				if _, err := catalog.Open(c.Devices.Catalog...); err != nil {
+					return err
+				}
+				_, err = fmt.Fprintf(cmd.OutOrStdout(), "%s is valid\n", args[0])
 				return err
 			},
 		},

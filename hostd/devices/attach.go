@@ -182,7 +182,11 @@ func (p *attachPlan) slice(profile string) {
 // againstRequest are the reasons why a VM may not get what it asks of a card.
 func (k *Keeper) againstRequest(ctx context.Context, m Machine, p *attachPlan, card *pci.Card, name string, r *gpuctlv1.AttachRequest) ([]*gpuctlv1.Reason, error) {
 	if r.GetProfile() == "" {
-		return k.against(ctx, m, card, r.GetAcceptCare())
+		out, err := k.against(ctx, m, card, r.GetAcceptCare())
+		if !r.GetStoredOnly() {
+			out = append(out, k.oneByOne(card)...)
+		}
+		return out, err
 	}
 	kind, reasons, err := k.againstSlice(ctx, card, name, r.GetProfile())
 	if err != nil {
@@ -256,6 +260,14 @@ func (k *Keeper) against(ctx context.Context, m Machine, card *pci.Card, care bo
 	out = append(out, k.againstWhole(card, k.nameOf(ctx, card))...)
 	more, err := k.isolation(ctx, card, care)
 	return append(out, more...), err
+}
+
+// oneByOne is the reason why a card cannot be plugged into a running VM.
+func (k *Keeper) oneByOne(card *pci.Card) (out []*gpuctlv1.Reason) {
+	if said := k.Hypervisor.OneByOne(card); said != "" {
+		out = append(out, why("one_by_one", "%s: %s", card.Address, said))
+	}
+	return out
 }
 
 // nameOf is a card's in the inventory, if that is known.

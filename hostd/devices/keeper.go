@@ -49,6 +49,9 @@ type Hypervisor interface {
 	Owners(ctx context.Context) (map[pci.Address]Domain, error)
 	// Dom0Access is the state of a card as seen from dom0; empty: not known.
 	Dom0Access(card *pci.Card) string
+	// OneByOne says why a card cannot be plugged into a running VM, function
+	// by function; empty: it can.
+	OneByOne(card *pci.Card) string
 }
 
 // Machine is a VM as libvirt knows it.

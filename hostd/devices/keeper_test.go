@@ -578,3 +578,26 @@ func FuzzRecord(f *testing.F) {
 		}
 	})
 }
+
+// A card whose functions cannot be reset alone is a VM's as a whole, from its start.
+func TestOneByOne(t *testing.T) {
+	w := newWorld(t)
+	w.oneByOne = "it resets only as a whole"
+	if err := w.attach("one", "nvidia-0", false); !errors.Is(err, ErrRefused) || !strings.Contains(err.Error(), w.oneByOne) {
+		t.Errorf("attach: %v", err)
+	}
+	if err := w.keeper.Reserve(t.Context(), *w.machines[uuid1], "nvidia-0", "vm-x", "m-1"); !errors.Is(err, ErrTaken) {
+		t.Errorf("reserved for a migration: %v", err)
+	}
+	if err := w.prepare(uuid1, card4[:3]...); !errors.Is(err, ErrRefused) || !strings.Contains(err.Error(), "has not got function "+card4[3].String()) {
+		t.Errorf("in part: %v", err)
+	}
+	w.settled()
+	err := w.keeper.Attach(t.Context(), &gpuctlv1.AttachRequest{Machine: "one", Gpu: "nvidia-0", StoredOnly: true}, func(*gpuctlv1.DeviceUpdate) {})
+	if err != nil || len(w.stored[uuid1]) != 4 {
+		t.Errorf("stored: %v %v", err, w.stored)
+	}
+	if err := w.prepare(uuid1, card4...); err != nil {
+		t.Error(err)
+	}
+}

@@ -49,7 +49,7 @@ func (k *Keeper) Reserve(ctx context.Context, m Machine, gpu, claim, migration s
 	if err != nil {
 		return err
 	}
-	if len(reasons) > 0 {
+	if reasons = append(reasons, k.oneByOne(card)...); len(reasons) > 0 {
 		return fmt.Errorf("%w: %w", ErrTaken, refusal("gpu "+name, reasons))
 	}
 	if _, err := k.obtainNamed(ctx, claim, m, []string{name}, "", 0); err != nil {
@@ -194,6 +194,15 @@ func (k *Keeper) migrating(h *hold) bool {
 		return true // the record of it may not have come here yet
 	}
 	return k.Pending(h.Migration)
+}
+
+// Pluggable says why a card cannot be plugged into a running VM; empty: it can.
+func (k *Keeper) Pluggable(ctx context.Context, gpu string) (string, error) {
+	card, _, err := k.find(ctx, gpu)
+	if err != nil {
+		return "", err
+	}
+	return k.Hypervisor.OneByOne(card), nil
 }
 
 // IDs of the main functions of cards, as a VM sees them.

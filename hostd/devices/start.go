@@ -34,7 +34,7 @@ func (k *Keeper) Prepare(ctx context.Context, d Domain, devices []pci.Address) e
 		return err
 	}
 	for i, card := range wanted {
-		if err := k.prepare(ctx, d, card); err != nil {
+		if err := k.prepare(ctx, d, card, devices); err != nil {
 			// The others go back at once, not after Grace.
 			for _, before := range wanted[:i] {
 				if h := k.held(before.Address); h != nil && h.UUID == d.UUID {
@@ -49,7 +49,7 @@ func (k *Keeper) Prepare(ctx context.Context, d Domain, devices []pci.Address) e
 }
 
 // prepare makes one card ready for a VM that starts.
-func (k *Keeper) prepare(ctx context.Context, d Domain, card *pci.Card) error {
+func (k *Keeper) prepare(ctx context.Context, d Domain, card *pci.Card, devices []pci.Address) error {
 	end, err := k.await(ctx, card.Address, "the start of vm "+d.Name)
 	if err != nil {
 		return err
@@ -67,7 +67,7 @@ func (k *Keeper) prepare(ctx context.Context, d Domain, card *pci.Card) error {
 	if err != nil {
 		return err
 	}
-	if len(reasons) > 0 {
+	if reasons = append(reasons, k.inPart(card, devices)...); len(reasons) > 0 {
 		return refusal(fmt.Sprintf("vm %s cannot have %s", d.Name, name), reasons)
 	}
 	claim, _, err := k.obtain(ctx, m, []string{name}, "", 0)
@@ -89,6 +89,19 @@ func (k *Keeper) prepare(ctx context.Context, d Domain, card *pci.Card) error {
 		return fmt.Errorf("vm %s cannot have %s: %w", d.Name, name, c.unwind(ctx, err))
 	}
 	return err
+}
+
+// inPart is the reason why a VM cannot start with some functions of a card alone.
+func (k *Keeper) inPart(card *pci.Card, devices []pci.Address) (out []*gpuctlv1.Reason) {
+	if k.Hypervisor.OneByOne(card) == "" {
+		return nil
+	}
+	for _, f := range addresses(card) {
+		if !slices.Contains(devices, f) {
+			out = append(out, why("missing_function", "the VM has not got function %s of that card, which can only be reset as a whole: add it to its definition (gpuctl attach VM %s --stored adds all)", f, card.Address))
+		}
+	}
+	return out
 }
 
 // again makes a card ready for the VM that had it last: it is started anew

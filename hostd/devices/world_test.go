@@ -43,6 +43,7 @@ type world struct {
 	deaf      map[string]bool // VMs that do not answer a detach
 	hyperDown bool
 	care      bool
+	oneByOne  string
 	noQuorum  bool
 	resetFail map[pci.Address]error
 	pending   bool // migrations have not ended
@@ -238,6 +239,7 @@ func (w *world) Reset(_ context.Context, card *pci.Card) (string, error) {
 
 func (w *world) Driver() string                        { return "pciback" }
 func (w *world) Dom0Access(*pci.Card) string           { return "enabled" }
+func (w *world) OneByOne(*pci.Card) string             { return w.oneByOne }
 func (w *world) Answers(context.Context, string) error { return nil }
 func (w *world) About(string) string                   { return "gpuguest 1" }
 func (w *world) Report(context.Context, *pci.Card) (*gpuctlv1.IsolationResponse, error) {

@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"log/slog"
+	"slices"
 	"strings"
 
 	"github.com/gpuctl/gpuctl/hostd/devices"
@@ -64,11 +65,29 @@ func (x xenHypervisor) Dom0Access(card *pci.Card) string {
 	return string(a)
 }
 
+// OneByOne is what libvirt's libxl driver makes of cards of several functions:
+// it resets each before it plugs it in, and by the bus, if the function cannot be
+// reset alone, only as long as no other one of the card is in use.
+func (x xenHypervisor) OneByOne(card *pci.Card) string {
+	if len(card.Functions) < 2 {
+		return ""
+	}
+	for _, f := range card.Functions {
+		alone := slices.ContainsFunc(f.ResetMethods, func(m string) bool { return m == "flr" || m == "af_flr" || m == "pm" })
+		if !alone {
+			return fmt.Sprintf("%s of its %d functions has no reset of its own, and libvirt cannot plug such a card into a running VM of Xen: give it to the VM before it starts (gpuctl attach VM %s --stored)",
+				f.Address, len(card.Functions), card.Address)
+		}
+	}
+	return ""
+}
+
 // kvmHypervisor believes libvirt's description of running VMs.
 type kvmHypervisor struct{ client *virt.Client }
 
 func (kvmHypervisor) Driver() string              { return driverKVM }
 func (kvmHypervisor) Dom0Access(*pci.Card) string { return "" }
+func (kvmHypervisor) OneByOne(*pci.Card) string   { return "" }
 
 func (k kvmHypervisor) Owners(ctx context.Context) (map[pci.Address]devices.Domain, error) {
 	all, err := k.client.Domains(ctx)
@@ -98,6 +117,7 @@ type noHypervisor struct{}
 
 func (noHypervisor) Driver() string              { return driverKVM }
 func (noHypervisor) Dom0Access(*pci.Card) string { return "" }
+func (noHypervisor) OneByOne(*pci.Card) string   { return "" }
 
 func (noHypervisor) Owners(context.Context) (map[pci.Address]devices.Domain, error) {
 	return map[pci.Address]devices.Domain{}, nil

@@ -74,7 +74,7 @@ func Open(ctx context.Context, o Options) (p *Platform, err error) {
 			err = errors.Join(err, p.Close())
 		}
 	}()
-	if p.Catalog, err = loadCatalog(o.Config.Catalog); err != nil {
+	if p.Catalog, err = catalog.Open(o.Config.Catalog...); err != nil {
 		return p, err
 	}
 	journal, err := openJournal(ctx, filepath.Join(o.Dir, "drivers"))
@@ -138,23 +138,6 @@ func guests(h devices.Hypervisor) func(context.Context, []pci.Address) ([]bind.U
 		}
 		return out, nil
 	}
-}
-
-// loadCatalog adds the operator's files to what gpuctl knows.
-func loadCatalog(paths []string) (*catalog.Catalog, error) {
-	var files []catalog.File
-	for _, path := range paths {
-		data, err := os.ReadFile(path)
-		if err != nil {
-			return nil, fmt.Errorf("catalogue: %w", err)
-		}
-		files = append(files, catalog.File{Name: path, Data: data})
-	}
-	c, err := catalog.Load(files...)
-	if err != nil {
-		return nil, fmt.Errorf("catalogue: %w", err)
-	}
-	return c, nil
 }
 
 // hypervisor chooses what answers for VMs: Xen where this is its control

@@ -167,6 +167,7 @@ func (r *rig) restart() {
 
 func (r *rig) Driver() string              { return driverXen }
 func (r *rig) Dom0Access(*pci.Card) string { return "" }
+func (r *rig) OneByOne(*pci.Card) string   { return "" }
 
 func (r *rig) Owners(context.Context) (map[pci.Address]devices.Domain, error) {
 	if r.m.Crashed() {

@@ -229,6 +229,11 @@ func (l *Local) HostFacts(ctx context.Context, r *gpuctlv1.SiteHostFactsRequest)
 				}
 			}
 		}
+		if s.GetIsolation() == "" {
+			if s.Isolation, err = l.Keeper.Pluggable(ctx, c.GetAddress()); err != nil {
+				return nil, err
+			}
+		}
 		for _, f := range c.GetFunctions() {
 			if f.GetAddress() == c.GetAddress() {
 				s.Id = &gpuctlv1.PCIIdentity{

@@ -26,7 +26,8 @@ done | sed -n 's/^insmod \([^ ]*\).*/\1/p' | awk '!seen[$0]++' | while read -r k
 	cp "$tree$ko" "$work/lib/modules/"
 	basename "$ko" >>"$work/lib/modules/order"
 done
-(cd "$work" && find . | sort | cpio --quiet -o -H newc -R 0:0) >"$guest/initrd.img"
+# The firmware reads it byte by byte through emulated ports: the smaller the better.
+(cd "$work" && find . | sort | cpio --quiet -o -H newc -R 0:0 | gzip -9) >"$guest/initrd.img"
 
 echo "file system"
 rm -rf "$out.part"

@@ -9,7 +9,9 @@ import (
 	"io"
 	"io/fs"
 	"math"
+	"os"
 	"path"
+	"path/filepath"
 	"slices"
 	"strings"
 	"unicode"
@@ -81,6 +83,20 @@ func readFile(fsys fs.FS, name string) (File, error) {
 		return File{}, fmt.Errorf("catalogue %s: %w", name, err)
 	}
 	return File{name, data}, nil // a file that is too large, Load refuses
+}
+
+// Open is Load of the operator's files.
+func Open(paths ...string) (*Catalog, error) {
+	var files []File
+	for _, p := range paths {
+		f, err := readFile(os.DirFS(filepath.Dir(p)), filepath.Base(p))
+		if err != nil {
+			return nil, err
+		}
+		f.Name = p
+		files = append(files, f)
+	}
+	return Load(files...)
 }
 
 // Load makes a catalogue of what comes with the program and of further files,

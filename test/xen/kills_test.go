@@ -39,7 +39,7 @@ func kills(ctx context.Context, h *host) {
 	})
 	r.step("kills during starts", func() { // while it comes up
 		late := &labtest.Guest{Name: "late", MemoryMiB: 64}
-		h.put(ctx, late, same, sound)
+		h.put(ctx, late, same, functions[sound]...)
 		for _, after := range startMoments {
 			n++
 			out := h.run(ctx, fmt.Sprintf("timeout 200 virsh -q create /run/gpuctl-lab/late.xml --paused >/run/gpuctl-lab/create.log 2>&1 & p=$!; sleep %v; %s; wait $p; echo $?; cat /run/gpuctl-lab/create.log", after, kill))
@@ -57,7 +57,7 @@ func kills(ctx context.Context, h *host) {
 		}
 	})
 	r.step("the VM is up", func() { h.ready(ctx, g) })
-	for i, address := range []string{virtio, sound} {
+	for i, address := range []string{virtio, bochs} {
 		r.step("kills with "+address, func() {
 			has := false
 			// Every other moment is for the other card.

@@ -171,15 +171,17 @@ func life(ctx context.Context, h *host) {
 		}
 	})
 	r.step("a card of two functions", func() {
-		t.Logf("attach: %v", h.change(ctx, "attach", "web", sound))
-		h.has(ctx, "web", sound)
-		_, err := web.WaitDevice(ctx, "8086:2668")
-		must(t, err)
-		h.readsBochs(ctx, web)
+		h.refused(ctx, "give it to the VM before it starts", "attach", "web", sound)
+		part := &labtest.Guest{Name: "part"}
+		h.put(ctx, part, same, sound)
+		h.vetoed(ctx, "the VM has not got function 0000:04:00.1", "create", "/run/gpuctl-lab/part.xml")
+		t.Logf("attach: %v", h.change(ctx, "attach", "web", bochs))
+		h.has(ctx, "web", bochs)
 		h.refused(ctx, "name one of them", "detach", "web", "--unconfirmed")
-		t.Logf("detach: %v", h.change(ctx, "detach", "web", sound, "--unconfirmed"))
-		h.gone(ctx, web, "8086:2668")
-		h.free(ctx, "web", sound)
+		t.Logf("detach: %v", h.change(ctx, "detach", "web", bochs, "--unconfirmed"))
+		h.gone(ctx, web, "1234:1111")
+		h.free(ctx, "web", bochs)
+		h.free(ctx, "part", sound)
 	})
 	r.step("beside libvirt alone", func() { h.besideLibvirt(ctx, web) })
 	r.step("behind our back", func() {
@@ -274,7 +276,7 @@ func (h *host) vetoAfterPrepare(ctx context.Context) {
 	h.t.Helper()
 	h.run(ctx, `printf '#!/bin/sh\n[ "$1$2" = vetoedprepare ] && { echo "not today" >&2; exit 1; }\nexit 0\n' > /etc/libvirt/hooks/libxl.d/90-veto && chmod +x /etc/libvirt/hooks/libxl.d/90-veto`)
 	vetoed := &labtest.Guest{Name: "vetoed"}
-	h.put(ctx, vetoed, same, sound)
+	h.put(ctx, vetoed, same, functions[sound]...)
 	h.vetoed(ctx, "not today", "create", "/run/gpuctl-lab/vetoed.xml")
 	if c := h.cards(ctx)[sound]; c.Phase != "ready" || c.MachineName != "vetoed" {
 		h.t.Errorf("after a veto that nobody tells of: %+v", c)
@@ -409,7 +411,7 @@ touch /run/gpuctl-lab/loaded; systemd-run -q --unit=gpuctl-load sh /run/gpuctl-l
 func (h *host) down(ctx context.Context) {
 	h.t.Helper()
 	g := &labtest.Guest{Name: "early", MemoryMiB: 64}
-	h.put(ctx, g, same, sound)
+	h.put(ctx, g, same, functions[sound]...)
 	plain := &labtest.Guest{Name: "other", MemoryMiB: 64, PVH: true}
 	h.put(ctx, plain, same)
 	policy := func(p string) {
