@@ -1,7 +1,7 @@
 package xen
 
 import (
-	"fmt"
+	"context"
 	"math/rand/v2"
 	"os"
 	"slices"
@@ -20,8 +20,8 @@ type place struct {
 
 func (p place) gpu() string { return p.host.Name + "/" + p.card }
 
-// round is where a VM goes, again and again: every verb, both ways.
-var round = []struct{ verb, card string }{{"downgrade", bochs}, {"migrate", bochs}, {"upgrade", virtio}, {"migrate", virtio}}
+// leg is one migration of a VM that goes round and round.
+type leg struct{ verb, card string }
 
 // quick serves both models by the runtime that starts sooner: what is tried is
 // the order of things, not the runtimes.
@@ -37,96 +37,258 @@ profiles:
 END
 kill -9 $(cat /run/gpuguest.pid)`
 
-// TestMigrateKills moves a VM with its GPU from card to card while an OpenCL
-// program runs in it, and kills hostd of either host wherever it can be, as
-// often as GPUCTL_LAB_KILLS says. Every migration ends as done or undone, the
-// VM has the card of that end and no other, and the program goes on.
-func TestMigrateKills(t *testing.T) {
-	want, err := strconv.Atoi(os.Getenv("GPUCTL_LAB_KILLS"))
-	if err != nil {
-		t.Skip("takes hours: make lab-chaos, KILLS=200")
-	}
+// traveller is a VM under an OpenCL program that goes from card to card.
+type traveller struct {
+	t     *testing.T
+	hosts []*host
+	at    place
+	guest *labtest.ComputeGuest
+	work  *labtest.Endurance
+	boot  string
+}
+
+func newTraveller(ctx context.Context, t *testing.T) *traveller {
+	t.Helper()
 	l := labtest.Start(t)
-	ctx := t.Context()
 	a, b := pair(ctx, t, l)
 	g, err := labtest.NewComputeGuest(ctx, l)
 	must(t, err)
 	g.Name = "web"
+	v := &traveller{t: t, hosts: []*host{a, b}, at: place{a, virtio}, guest: g}
+	t.Cleanup(v.tell)
 	must(t, g.Create(ctx, a.Host, virtio))
 	a.has(ctx, "web", virtio)
 	_, err = g.Run(ctx, quick)
 	must(t, err)
-	e, err := g.StartEndure(ctx, "endure", labtest.Endure{KiB: 64, Ballast: 1, PauseMS: 200, Seed: 5})
+	v.work, err = g.StartEndure(ctx, "endure", labtest.Endure{KiB: 64, Ballast: 1, PauseMS: 200, Seed: 5})
 	must(t, err)
-	must(t, e.WaitIteration(ctx, 1))
-	boot, err := g.BootID(ctx)
+	must(t, v.work.WaitIteration(ctx, 1))
+	v.boot, err = g.BootID(ctx)
 	must(t, err)
+	return v
+}
 
-	at := place{a, virtio}
-	hosts := []*host{a, b}
+// tell says what everybody has to say of a test that failed.
+func (v *traveller) tell() {
+	if !v.t.Failed() {
+		return
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), 2*time.Minute)
+	defer cancel()
+	for _, h := range v.hosts {
+		out, _ := labtest.Journal(ctx, h.Host, unit)
+		v.t.Logf("hostd of %s: %s", h.Name, out[max(0, len(out)-12<<10):])
+	}
+	if v.guest.Host() != nil {
+		out, err := v.guest.AgentLog(ctx)
+		v.t.Logf("gpuguest: %s %v", out[max(0, len(out)-4<<10):], err)
+	}
+}
+
+// next is where a leg leads.
+func (v *traveller) next(l leg) place {
+	to := place{v.at.host, l.card}
+	if l.verb == "migrate" {
+		to.host = v.other(v.at.host)
+	}
+	return to
+}
+
+func (v *traveller) other(h *host) *host { return v.hosts[1-slices.Index(v.hosts, h)] }
+
+// begin starts a leg and returns its migration's id.
+func (v *traveller) begin(ctx context.Context, l leg, to place) string {
+	v.t.Helper()
+	v.at.host.must(ctx, l.verb, "web", "--to", to.gpu(), "--no-wait")
+	id := v.at.host.last(ctx).ID
+	v.t.Logf("%s: %s to %s", id, l.verb, to.gpu())
+	return id
+}
+
+// ended waits for a migration's end. The VM has the card of that end and no
+// other, and its program goes on.
+func (v *traveller) ended(ctx context.Context, id string, to place) (done bool) {
+	v.t.Helper()
+	var m migration
+	v.at.host.until(ctx, 30*time.Minute, id+" has ended", func() (bool, string) {
+		m = v.at.host.last(ctx)
+		return m.ID == id && m.State != "running", m.String()
+	})
+	v.t.Log(m)
+	switch m.State {
+	case "done":
+		v.at, done = to, true
+	case "rolled_back":
+	default:
+		v.t.Fatalf("%s ended as %s", id, m.State)
+	}
+	v.guest.Moved(v.at.host.Host)
+	v.at.host.has(ctx, "web", v.at.card)
+	for _, h := range v.hosts {
+		for _, card := range []string{virtio, bochs} {
+			if (place{h, card}) != v.at {
+				h.free(ctx, "web", card)
+			}
+		}
+	}
+	all, err := v.work.Progress(ctx)
+	must(v.t, err)
+	must(v.t, v.work.WaitIteration(ctx, uint64(len(all))+1))
+	return done
+}
+
+// arrive ends the journey: the result is right, and nothing is left of it.
+func (v *traveller) arrive(ctx context.Context) {
+	v.t.Helper()
+	n, err := v.work.Finish(ctx)
+	must(v.t, err)
+	v.t.Logf("%d iterations, all right", n)
+	if now, err := v.guest.BootID(ctx); err != nil || now != v.boot {
+		v.t.Errorf("the VM booted anew: %s, %s, %v", v.boot, now, err)
+	}
+	must(v.t, v.guest.Healthy(ctx))
+	must(v.t, v.guest.Destroy(ctx))
+	v.at.host.free(ctx, "web", v.at.card)
+}
+
+// TestMigrateKills moves a VM with its GPU from card to card while an OpenCL
+// program runs in it, and kills hostd of either host wherever it can be, as
+// often as GPUCTL_LAB_KILLS says. Every migration ends as done or undone.
+func TestMigrateKills(t *testing.T) {
+	want, err := strconv.Atoi(os.Getenv("GPUCTL_LAB_KILLS"))
+	if err != nil {
+		t.Skip("takes hours: make lab-chaos KILLS=200")
+	}
+	ctx := t.Context()
+	v := newTraveller(ctx, t)
+	round := []leg{{"downgrade", bochs}, {"migrate", bochs}, {"upgrade", virtio}, {"migrate", virtio}}
 	killed, done, undone := 0, 0, 0
 	where := map[string]int{} // kills, by the step that ran
-	for i := 0; killed < want && !t.Failed(); i++ {
-		leg := round[i%len(round)]
-		to := place{at.host, leg.card}
-		if leg.verb == "migrate" {
-			to.host = hosts[1-slices.Index(hosts, at.host)]
-		}
-		if to == at { // it was undone before
+	for i := 0; killed < want; i++ {
+		l := round[i%len(round)]
+		to := v.next(l)
+		if to == v.at { // it was undone before
 			continue
 		}
-		out := at.host.must(ctx, leg.verb, "web", "--to", to.gpu(), "--no-wait")
-		id := at.host.last(ctx).ID
-		t.Logf("%s %s to %s: %s", id, leg.verb, to.gpu(), out)
+		id := v.begin(ctx, l, to)
 		for {
-			m := at.host.last(ctx)
+			m := v.at.host.last(ctx)
 			if m.ID != id || m.State != "running" {
 				break
 			}
 			time.Sleep(time.Duration(rand.IntN(4000)) * time.Millisecond)
-			victim := hosts[rand.IntN(2)]
+			victim := v.hosts[rand.IntN(2)]
 			victim.run(ctx, kill)
 			killed++
 			where[m.Step]++
 			victim.answers(ctx)
 		}
-		var m migration
-		at.host.until(ctx, 30*time.Minute, id+" has ended", func() (bool, string) {
-			m = at.host.last(ctx)
-			return m.ID == id && m.State != "running", m.String()
-		})
-		t.Logf("%d kills: %s", killed, m)
-		switch m.State {
-		case "done":
-			at = to
+		if v.ended(ctx, id, to) {
 			done++
-		case "rolled_back":
+		} else {
 			undone++
-		default:
-			t.Errorf("%s ended as %s", id, m.State)
-			continue
 		}
-		g.Moved(at.host.Host)
-		at.host.has(ctx, "web", at.card)
-		for _, h := range hosts {
-			for _, card := range []string{virtio, bochs} {
-				if (place{h, card}) != at {
-					h.free(ctx, "web", card)
-				}
+		t.Logf("%d kills, by the step that ran: %v; %d migrations done, %d undone", killed, where, done, undone)
+	}
+	v.arrive(ctx)
+}
+
+// fault is what happens during a step of a migration.
+type fault struct {
+	name string
+	leg  leg
+	step string
+	// begin is what goes wrong, end what repairs it after a while.
+	begin, end func(ctx context.Context, v *traveller)
+	after      time.Duration
+}
+
+// during runs a command on the VM's host or on the other one.
+func during(there bool, command string) func(context.Context, *traveller) {
+	return func(ctx context.Context, v *traveller) {
+		h := v.at.host
+		if there {
+			h = v.other(h)
+		}
+		h.run(ctx, command)
+	}
+}
+
+func inside(command string) func(context.Context, *traveller) {
+	return func(ctx context.Context, v *traveller) {
+		_, err := v.guest.Run(ctx, command)
+		must(v.t, err)
+	}
+}
+
+func link(up bool) func(context.Context, *traveller) {
+	return func(ctx context.Context, v *traveller) { must(v.t, v.hosts[1].Link(ctx, up)) }
+}
+
+// power cuts the destination's, and gives it back with all that runs there.
+func power(on bool) func(context.Context, *traveller) {
+	return func(ctx context.Context, v *traveller) {
+		h := v.other(v.at.host)
+		if !on {
+			must(v.t, h.PowerOff(ctx))
+			return
+		}
+		must(v.t, h.PowerOn(ctx))
+		must(v.t, v.guest.Prepare(ctx, h.Host))
+		h.start(ctx)
+	}
+}
+
+const killLibvirtd = "systemctl kill -s KILL libvirtd; systemctl start libvirtd"
+
+// TestMigrateFaults has one thing go wrong during each migration.
+func TestMigrateFaults(t *testing.T) {
+	ctx, cancel := context.WithTimeout(t.Context(), 110*time.Minute)
+	defer cancel()
+	v := newTraveller(ctx, t)
+	there, back := leg{"migrate", bochs}, leg{"migrate", virtio}
+	for i, f := range []fault{
+		{"libvirtd of the destination killed", there, "prepare", during(true, killLibvirtd), nil, 0},
+		{"libvirtd of the source killed", there, "detach", during(false, killLibvirtd), nil, 0},
+		{"libvirtd of the destination killed in the move", there, "move", during(true, killLibvirtd), nil, 0},
+		{"agent hung", there, "reserve", inside("kill -STOP $(cat /run/gpuguest.pid)"), inside("kill -CONT $(cat /run/gpuguest.pid)"), 40 * time.Second},
+		{"network cut for 20 s", there, "freeze", link(false), link(true), 20 * time.Second},
+		{"network cut for 20 s in the move", there, "move", link(false), link(true), 20 * time.Second},
+		{"network cut for longer than anybody waits", there, "move", link(false), link(true), 4 * time.Minute},
+		{"destination without power", there, "prepare", power(false), power(true), time.Minute},
+		{"destination without power before the move", there, "detach", power(false), power(true), time.Minute},
+	} {
+		ok := t.Run(f.name, func(t *testing.T) {
+			v.t = t
+			for _, h := range v.hosts {
+				h.t = t
 			}
+			l := f.leg
+			if i%2 == 1 { // it came back, or did not go: either card will do
+				l = back
+			}
+			to := v.next(l)
+			id := v.begin(ctx, l, to)
+			v.at.host.until(ctx, 10*time.Minute, "it is at "+f.step, func() (bool, string) {
+				m := v.at.host.last(ctx)
+				return m.ID == id && (m.Step == f.step || m.State != "running"), m.String()
+			})
+			f.begin(ctx, v)
+			if f.end != nil {
+				time.Sleep(f.after)
+				f.end(ctx, v)
+			}
+			t.Logf("done: %v", v.ended(ctx, id, to))
+		})
+		if !ok {
+			break
 		}
-		all, err := e.Progress(ctx)
-		must(t, err)
-		must(t, e.WaitIteration(ctx, uint64(len(all))+1))
 	}
-	t.Logf("%d kills, by the step that ran: %v; %d migrations done, %d undone", killed, fmt.Sprint(where), done, undone)
-	n, err := e.Finish(ctx)
-	must(t, err)
-	t.Logf("%d iterations, all right", n)
-	if now, err := g.BootID(ctx); err != nil || now != boot {
-		t.Errorf("the VM booted anew: %s, %s, %v", boot, now, err)
+	v.t = t
+	for _, h := range v.hosts {
+		h.t = t
 	}
-	must(t, g.Healthy(ctx))
-	must(t, g.Destroy(ctx))
-	at.host.free(ctx, "web", at.card)
+	if !t.Failed() {
+		v.arrive(ctx)
+	}
 }
