@@ -33,6 +33,7 @@ func NewCostModel() *CostModel {
 		StepRelease: {fixed: second / 5}, StepDetach: {fixed: 3 * second}, StepMove: {fixed: 3 * second, perGiB: 10 * second},
 		StepAttach: {fixed: 2 * second}, StepAwait: {fixed: second}, StepThaw: {fixed: second, perGiB: second / 10},
 		StepCommit: {fixed: second / 50}, StepClean: {fixed: 2 * second},
+		StepStop: {fixed: 20 * second}, StepDefine: {fixed: second / 5}, StepStart: {fixed: 10 * second},
 	}}
 }
 
@@ -76,8 +77,8 @@ func mix(old, now time.Duration, w float64) time.Duration {
 }
 
 // price is what a candidate costs, step by step. link is in bytes per second.
-func (c *CostModel) price(m MachineFacts, host, gpu string, link uint64) (Cost, []Step) {
-	move := &clusterv1.MachineMove{Name: m.Name, FromHost: m.Host, ToHost: host, ToGpu: gpu}
+func (c *CostModel) price(m MachineFacts, host, gpu string, link uint64, cold bool) (Cost, []Step) {
+	move := &clusterv1.MachineMove{Name: m.Name, FromHost: m.Host, ToHost: host, ToGpu: gpu, Cold: cold}
 	if len(m.GPUs) > 0 {
 		move.FromGpu = m.GPUs[0]
 	}
@@ -100,13 +101,13 @@ func (c *CostModel) price(m MachineFacts, host, gpu string, link uint64) (Cost, 
 			}
 			p.Predicted += grows
 		}
-		stopped = stopped || s.name == StepFreeze
+		stopped = stopped || s.name == StepFreeze || s.name == StepStop
 		cost.Total += p.Predicted
 		cost.Bytes += p.Bytes
 		if stopped {
 			cost.Stop += p.Predicted
 		}
-		if s.name == StepThaw {
+		if s.name == StepThaw || s.name == StepStart {
 			stopped = false
 		}
 		out = append(out, p)

@@ -55,6 +55,7 @@ const (
 	ReasonGPUMemory    = "gpu_memory"
 	ReasonLimits       = "limits"
 	ReasonGuestProfile = "guest_profile"
+	ReasonTransient    = "transient"
 )
 
 // MachineFacts are what a plan needs to know of the VM.
@@ -64,6 +65,7 @@ type MachineFacts struct {
 	State, Type  string // as the keeper of cards says them
 	Memory       uint64 // bytes
 	Passthrough  bool   // its definition lets it have devices plugged in
+	Persistent   bool   // it has a stored definition
 	Disks        []Disk
 	OtherDevices []string // host devices that are no GPUs
 	GPUs         []string // ids
@@ -132,6 +134,7 @@ type Request struct {
 	Verb     Verb
 	To       string        // host, GPU id or model; empty: any
 	Deadline time.Duration // longest time that it may take; 0: any
+	Cold     bool          // stop the VM, if it can't be moved alive
 }
 
 // Candidate is a card that the VM could get.
@@ -161,6 +164,10 @@ type Plan struct {
 	Reasons    []*gpuctlv1.Reason // against the VM itself, wherever it would go
 	Candidates []Candidate        // best first
 	Rejected   []Rejection
+	// Cold says that the VM is stopped, and started with the other card; Warm
+	// is the plan that does not work.
+	Cold bool
+	Warm *Plan
 }
 
 // Possible says whether anything can be done.
@@ -171,8 +178,23 @@ func because(code, format string, args ...any) *gpuctlv1.Reason {
 }
 
 // Make judges every host and card. It is pure: the transaction uses the same
-// judgement, so a plan can't promise what would be refused.
+// judgement, so a plan can't promise what would be refused. The VM is stopped
+// only if that was allowed and it cannot be moved alive.
 func Make(r Request, m MachineFacts, hosts []HostFacts, model *CostModel) *Plan {
+	cold := r.Cold
+	r.Cold = false
+	p := judge(r, m, hosts, model)
+	if p.Possible() || !cold {
+		return p
+	}
+	r.Cold = true
+	m.Agent = nil // whatever it would say of what will have ended
+	stopped := judge(r, m, hosts, model)
+	stopped.Cold, stopped.Warm = true, p
+	return stopped
+}
+
+func judge(r Request, m MachineFacts, hosts []HostFacts, model *CostModel) *Plan {
 	p := &Plan{Machine: m, Reasons: againstMachine(r, m)}
 	var current GPUFacts
 	for _, h := range hosts {
@@ -189,7 +211,7 @@ func Make(r Request, m MachineFacts, hosts []HostFacts, model *CostModel) *Plan 
 		}
 		if len(m.GPUs) == 0 {
 			c := Candidate{Host: h.Name}
-			c.price(m, model, h)
+			c.price(r, m, model, h)
 			p.add(r, m, c)
 			continue
 		}
@@ -205,7 +227,7 @@ func Make(r Request, m MachineFacts, hosts []HostFacts, model *CostModel) *Plan 
 			}
 			fits = true
 			c := Candidate{Host: h.Name, GPU: g}
-			c.price(m, model, h)
+			c.price(r, m, model, h)
 			p.add(r, m, c)
 		}
 		if !fits && len(h.GPUs) == 0 {
@@ -233,6 +255,9 @@ func againstMachine(r Request, m MachineFacts) (out []*gpuctlv1.Reason) {
 			out = append(out, because(code, format, args...))
 		}
 	}
+	if r.Cold {
+		return againstStopping(r, m)
+	}
 	add(m.Migration != "", ReasonBusy, "migration %s of VM %s runs already: gpuctl describe migration %s shows how far it is", m.Migration, m.Name, m.Migration)
 	add(m.State != "running", ReasonNotRunning, "VM %s is %s: only a running VM can be moved with its applications", m.Name, m.State)
 	add(m.Type == "pv", ReasonType, "VM %s is a PV guest: Xen cannot migrate it live; only HVM guests can part with a GPU", m.Name)
@@ -253,6 +278,22 @@ func againstMachine(r Request, m MachineFacts) (out []*gpuctlv1.Reason) {
 	add(!a.Hotplug, ReasonHotplug, "VM %s cannot unplug PCI devices (%s): a detach that it does not answer cannot be undone", m.Name, cmp.Or(a.HotplugReason, "no hot-plug driver"))
 	need := m.toSave()
 	add(need > a.FreeMemory, ReasonGuestMemory, "the GPU state of VM %s takes %s more of its memory and %s is free: end something there, or give it more memory", m.Name, size.Format(need), size.Format(a.FreeMemory))
+	return out
+}
+
+// againstStopping is what keeps the VM from being stopped and started elsewhere.
+func againstStopping(r Request, m MachineFacts) (out []*gpuctlv1.Reason) {
+	add := func(when bool, code, format string, args ...any) {
+		if when {
+			out = append(out, because(code, format, args...))
+		}
+	}
+	add(m.Migration != "", ReasonBusy, "migration %s of VM %s runs already: gpuctl describe migration %s shows how far it is", m.Migration, m.Name, m.Migration)
+	add(!m.Persistent, ReasonTransient, "VM %s has no stored definition that it could be started from again", m.Name)
+	add(m.State == "shutoff", ReasonNotRunning, "VM %s is shut off: nothing of it has to be moved; gpuctl attach --stored gives it another card", m.Name)
+	add(len(m.OtherDevices) > 0 && r.Verb == Migrate, ReasonOtherDevice, "VM %s has %s, which its new host has not got: detach it first", m.Name, strings.Join(m.OtherDevices, ", "))
+	add(len(m.GPUs) == 0 && r.Verb != Migrate, ReasonNoGPU, "VM %s has no GPU that could be exchanged: gpuctl attach %s gives it one", m.Name, m.Name)
+	add(len(m.GPUs) > 1, ReasonSeveralGPUs, "VM %s has %d GPUs (%s); only VMs with one can be moved", m.Name, len(m.GPUs), strings.Join(m.GPUs, ", "))
 	return out
 }
 
@@ -302,7 +343,7 @@ func againstHost(r Request, m MachineFacts, h HostFacts) (out []*gpuctlv1.Reason
 	add(h.Hypervisor != "xen" && strings.HasPrefix(m.Type, "hvm"), ReasonHypervisor, "host %s runs %s and VM %s needs xen", h.Name, h.Hypervisor, m.Name)
 	add(h.Hypervisor == "xen" && m.Type == "kvm", ReasonHypervisor, "host %s runs xen and VM %s needs kvm", h.Name, m.Name)
 	add(h.FreeMemory < m.Memory, ReasonMemory, "VM %s needs %s and host %s has %s free", m.Name, size.Format(m.Memory), h.Name, size.Format(h.FreeMemory))
-	add(h.CPU != "", ReasonCPU, "VM %s has a processor that host %s cannot give it: %s", m.Name, h.Name, h.CPU)
+	add(h.CPU != "" && !r.Cold, ReasonCPU, "VM %s has a processor that host %s cannot give it: %s", m.Name, h.Name, h.CPU)
 	add(len(h.Missing) > 0, ReasonStorage, "host %s has not got %s of VM %s: it has to be shared, or copied there", h.Name, strings.Join(h.Missing, ", "), m.Name)
 	add(h.Most > 0 && h.Migrations >= h.Most, ReasonLimit, "%d migrations from or to host %s run already, and no more than %d may", h.Migrations, h.Name, h.Most)
 	return out
@@ -336,7 +377,7 @@ func againstGPU(r Request, m MachineFacts, current, g GPUFacts) (out []*gpuctlv1
 	add(g.Health != "", ReasonHealth, "%s is not fit: %s", g.ID, g.Health)
 	add(g.IsCordoned, ReasonCordoned, "%s is cordoned%s", g.ID, message(g.Cordoned))
 	add(g.Isolation != "", ReasonIsolation, "%s may not be given away: %s", g.ID, g.Isolation)
-	add(g.GuestLacks != "", ReasonGuestProfile, "VM %s cannot use a %s: %s", m.Name, g.Model, g.GuestLacks)
+	add(g.GuestLacks != "" && !r.Cold, ReasonGuestProfile, "VM %s cannot use a %s: %s", m.Name, g.Model, g.GuestLacks)
 	if m.Agent == nil {
 		return out
 	}
@@ -373,8 +414,8 @@ func outgrown(s SessionFacts, g GPUFacts) (out []*gpuctlv1.Reason) {
 }
 
 // price fills in what a candidate costs.
-func (c *Candidate) price(m MachineFacts, model *CostModel, h HostFacts) {
-	c.Cost, c.Steps = model.price(m, h.Name, c.GPU.ID, h.Link)
+func (c *Candidate) price(r Request, m MachineFacts, model *CostModel, h HostFacts) {
+	c.Cost, c.Steps = model.price(m, h.Name, c.GPU.ID, h.Link, r.Cold)
 }
 
 // sortCandidates puts the best first: of an upgrade the highest model, of a

@@ -65,6 +65,7 @@ func TestReasons(t *testing.T) {
 			m.Agent.HotplugReason = "acpiphp is not there"
 		}, "", "VM web cannot unplug PCI devices (acpiphp is not there): a detach that it does not answer cannot be undone"},
 		{ReasonGuestMemory, Request{}, func(m *MachineFacts, _ []HostFacts) { m.Agent.FreeMemory = 32 * mib }, "", "the GPU state of VM web takes 64 MiB more of its memory and 32 MiB is free: end something there, or give it more memory"},
+		{ReasonTransient, Request{Cold: true}, func(m *MachineFacts, _ []HostFacts) { m.Agent = nil }, "", "VM web has no stored definition that it could be started from again"},
 
 		{ReasonSameHost, Request{}, nil, "h1", "VM web is on host h1 already"},
 		{ReasonSameHost, Request{Verb: Upgrade}, nil, "h2", "upgrade leaves VM web on host h1: gpuctl migrate moves it"},
@@ -128,6 +129,47 @@ func TestReasons(t *testing.T) {
 	for _, code := range codes(t) {
 		if !covered[code] {
 			t.Errorf("no test of the reason %s", code)
+		}
+	}
+}
+
+// A VM is stopped only if that was allowed and nothing else works.
+func TestForceCold(t *testing.T) {
+	plan := func(r Request, with func(*MachineFacts)) *Plan {
+		m, hosts := facts()
+		m.Persistent = true
+		if with != nil {
+			with(&m)
+		}
+		return Make(r, m, hosts, NewCostModel())
+	}
+	hung := func(m *MachineFacts) { m.Agent, m.AgentError = nil, "it hangs" }
+	if p := plan(Request{Verb: Migrate}, hung); p.Possible() || p.Cold {
+		t.Errorf("stopped unasked: %+v", p)
+	}
+	if p := plan(Request{Verb: Migrate, Cold: true}, nil); !p.Possible() || p.Cold {
+		t.Errorf("stopped in vain: %+v", p)
+	}
+	for _, c := range []struct {
+		r    Request
+		want string
+	}{
+		{Request{Verb: Migrate, Cold: true}, "reserve prepare stop define start commit clean"},
+		{Request{Verb: Downgrade, Cold: true}, "reserve prepare stop start commit clean"},
+	} {
+		p := plan(c.r, hung)
+		if !p.Possible() || !p.Cold || len(p.Warm.Reasons) != 1 || p.Warm.Reasons[0].GetCode() != ReasonAgentAbsent {
+			t.Fatalf("%s: %+v", c.r.Verb, p)
+		}
+		var names []string
+		for _, s := range p.Candidates[0].Steps {
+			names = append(names, s.Name)
+		}
+		if got := strings.Join(names, " "); got != c.want {
+			t.Errorf("%s: %s", c.r.Verb, got)
+		}
+		if p.Candidates[0].Cost.Stop < 20*time.Second {
+			t.Errorf("%s: it stands still for %v", c.r.Verb, p.Candidates[0].Cost.Stop)
 		}
 	}
 }

@@ -331,6 +331,7 @@ func (r *run) another(ctx context.Context) (turned bool, err error) {
 	case last == StepMove && late:
 		there = func(gpu string) bool { return HostOf(gpu) == m.GetToHost() }
 	case last == StepDetach && (late || m.GetFailed() == StepMove):
+	case last == StepStop && m.GetFailed() != StepStop: // nothing of it is anywhere else
 	default:
 		return false, nil
 	}

@@ -128,6 +128,50 @@ func TestDriverDiesAnywhere(t *testing.T) {
 	t.Logf("%d ends of a driver", kills)
 }
 
+// A VM that cannot be moved alive is stopped and started with another card,
+// whoever dies meanwhile.
+func TestCold(t *testing.T) {
+	broken := errors.New("broken")
+	kills := 0
+	for name, c := range map[string]struct {
+		to         string
+		candidates []string
+		fails      map[string]error
+		state      clusterv1.MigrationState
+		at         string
+	}{
+		"other host":        {to: to, state: done, at: to},
+		"same host":         {to: "h1/d", state: done, at: "h1/d"},
+		"not stopped":       {to: to, candidates: []string{other}, fails: map[string]error{"h1 stop": broken}, state: back, at: from},
+		"not defined":       {to: to, fails: map[string]error{"h2 define": broken}, state: back, at: from},
+		"not started":       {to: to, fails: map[string]error{"h2 start": broken}, state: back, at: from},
+		"not started, next": {to: to, candidates: []string{"h3/e"}, fails: map[string]error{"h2 start": broken}, state: done, at: "h3/e"},
+		"no way":            {to: to, fails: map[string]error{"h2 start": broken, "h1 start": broken}, state: held},
+	} {
+		for _, after := range []bool{false, true} {
+			for n := 0; ; n++ { // 0: nobody dies
+				w := newWorld(t)
+				w.cold, w.fails, w.crashAt, w.after = true, c.fails, n, after
+				m := w.drive(w.migration(c.to, c.candidates...))
+				w.check(m)
+				if n == 0 && (m.GetState() != c.state || c.at != "" && w.onGPU != c.at) {
+					t.Errorf("%s: %s on %s: %s", name, m.GetState(), w.onGPU, m.GetMessage())
+				}
+				if t.Failed() {
+					t.Fatalf("%s: driver ended at call %d (effect: %v)", name, n, after)
+				}
+				if w.crashAt != 0 { // it was never reached
+					break
+				}
+				if n > 0 {
+					kills++
+				}
+			}
+		}
+	}
+	t.Logf("%d ends of a driver", kills)
+}
+
 // A driver that was replaced does nothing more.
 func TestReplaced(t *testing.T) {
 	w := newWorld(t)

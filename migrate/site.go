@@ -60,6 +60,18 @@ type Site interface {
 	// Move sends the VM to another host.
 	Move(ctx context.Context, m Machine, to string, report Progress) error
 
+	// Stop ends the VM, which stays defined; its card is reset and stays held
+	// for it.
+	Stop(ctx context.Context, m Machine, gpu string) error
+	// Start has the VM run with a card that is held for it, or was before. Its
+	// stored definition has that card if stored, and no other.
+	Start(ctx context.Context, m Machine, gpu string, stored bool) error
+	// Definition is what the VM is started from, without its cards; Define and
+	// Undefine give it to another host and take it away.
+	Definition(ctx context.Context, m Machine) (xml string, err error)
+	Define(ctx context.Context, m Machine, xml string) error
+	Undefine(ctx context.Context, m Machine) error
+
 	// Sessions are those of the VM's applications that use a card.
 	Sessions(ctx context.Context, m Machine) ([]string, error)
 	// Freeze stops them at their next call and has their state in the VM's

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"strings"
 	"time"
 
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
@@ -24,6 +25,11 @@ const (
 	StepThaw    = "thaw"
 	StepCommit  = "commit"
 	StepClean   = "clean"
+
+	// Of a VM that cannot be moved alive.
+	StepStop   = "stop"
+	StepDefine = "define"
+	StepStart  = "start"
 )
 
 // step is one step of a transaction.
@@ -35,7 +41,8 @@ type step struct {
 
 // steps of a migration, in order.
 func steps(m *clusterv1.MachineMove) []step {
-	gpu, moves := m.GetToGpu() != "" || m.GetFromGpu() != "", m.GetFromHost() != m.GetToHost()
+	card, moves := m.GetToGpu() != "" || m.GetFromGpu() != "", m.GetFromHost() != m.GetToHost()
+	gpu, cold := card && !m.GetCold(), m.GetCold() // gpu: exchanged while the VM runs
 	from, to := m.GetFromHost(), m.GetToHost()
 	var out []step
 	add := func(when bool, s step) {
@@ -43,7 +50,7 @@ func steps(m *clusterv1.MachineMove) []step {
 			out = append(out, s)
 		}
 	}
-	add(gpu, step{
+	add(card, step{
 		StepReserve, fmt.Sprintf("bind a claim of %s to %s", m.GetName(), m.GetToGpu()), "the claim is released", 30 * time.Second,
 		func(ctx context.Context, r *run) error {
 			return r.Claims.Reserve(ctx, r.move().GetToClaim(), r.machine(), r.move().GetToGpu())
@@ -52,7 +59,7 @@ func steps(m *clusterv1.MachineMove) []step {
 			return r.Claims.Release(ctx, r.move().GetToClaim(), r.machine(), r.move().GetToGpu())
 		},
 	})
-	add(gpu, step{
+	add(card, step{
 		StepPrepare, "take " + m.GetToGpu() + " from its driver, reset it, read it back", "it is returned", 3 * time.Minute,
 		func(ctx context.Context, r *run) error {
 			return r.to().Prepare(ctx, r.machine(), r.move().GetToGpu(), r.move().GetToClaim())
@@ -98,7 +105,7 @@ func steps(m *clusterv1.MachineMove) []step {
 			return r.from().Attach(ctx, r.machine(), r.move().GetFromGpu(), r.move().GetStored())
 		},
 	})
-	add(moves, step{
+	add(moves && !cold, step{
 		StepMove, fmt.Sprintf("migrate the VM live from %s to %s; it can't be stopped once it runs", from, to), "it is migrated back", 30 * time.Minute,
 		func(ctx context.Context, r *run) error {
 			return r.carry(ctx, r.move().GetFromHost(), r.move().GetToHost(), false)
@@ -132,13 +139,50 @@ func steps(m *clusterv1.MachineMove) []step {
 			return r.to().Freeze(ctx, r.machine(), r.move().GetSessions(), r.progress)
 		},
 	})
+	add(cold, step{
+		StepStop, "end the VM, and its applications with it", "it is started again", 5 * time.Minute,
+		func(ctx context.Context, r *run) error {
+			return r.from().Stop(ctx, r.machine(), r.move().GetFromGpu())
+		},
+		func(ctx context.Context, r *run) error {
+			return r.from().Start(ctx, r.machine(), r.move().GetFromGpu(), r.move().GetStored())
+		},
+	})
+	add(cold && moves, step{
+		StepDefine, "give its definition to " + to, "it is taken away from there", time.Minute,
+		func(ctx context.Context, r *run) error {
+			xml, err := r.from().Definition(ctx, r.machine())
+			if err != nil {
+				return err
+			}
+			return r.to().Define(ctx, r.machine(), xml)
+		},
+		func(ctx context.Context, r *run) error { return r.to().Undefine(ctx, r.machine()) },
+	})
+	add(cold, step{
+		StepStart, "start it" + with(m.GetToGpu()), "it is ended", 5 * time.Minute,
+		func(ctx context.Context, r *run) error {
+			return r.to().Start(ctx, r.machine(), r.move().GetToGpu(), r.move().GetStored())
+		},
+		func(ctx context.Context, r *run) error {
+			return r.to().Stop(ctx, r.machine(), r.move().GetToGpu())
+		},
+	})
 	add(true, step{
 		StepCommit, "record that it is done: from here there is no way back", "", time.Minute,
 		func(context.Context, *run) error { return nil }, nil,
 	})
-	add(gpu, step{
-		StepClean, "reset " + m.GetFromGpu() + ", return it and release its claim", "", 3 * time.Minute,
+	add(card || cold && moves, step{
+		StepClean, leftover(m), "", 3 * time.Minute,
 		func(ctx context.Context, r *run) error {
+			if cold && moves {
+				if err := r.from().Undefine(ctx, r.machine()); err != nil {
+					return err
+				}
+			}
+			if !card {
+				return nil
+			}
 			if err := r.from().GiveBack(ctx, r.machine(), r.move().GetFromGpu()); err != nil {
 				return err
 			}
@@ -146,6 +190,25 @@ func steps(m *clusterv1.MachineMove) []step {
 		}, nil,
 	})
 	return out
+}
+
+func with(gpu string) string {
+	if gpu == "" {
+		return ""
+	}
+	return " with " + gpu
+}
+
+// leftover says what is left to do at the source.
+func leftover(m *clusterv1.MachineMove) string {
+	var out []string
+	if m.GetCold() && m.GetFromHost() != m.GetToHost() {
+		out = append(out, "take the VM's definition away from "+m.GetFromHost())
+	}
+	if m.GetFromGpu() != "" {
+		out = append(out, "reset "+m.GetFromGpu()+", return it and release its claim")
+	}
+	return strings.Join(out, ", ")
 }
 
 // carry moves the VM from one host to another. It is never sent twice: as long

@@ -72,10 +72,11 @@ func SVG(m *clusterv1.Migration) []byte {
 // still is the time in which the applications stood still.
 func still(steps []*clusterv1.MigrationStep) (from, to int64) {
 	for _, s := range steps {
-		if s.GetName() == StepFreeze && !s.GetUndo() && from == 0 {
+		if (s.GetName() == StepFreeze || s.GetName() == StepStop) && !s.GetUndo() && from == 0 {
 			from = s.GetStartedUnixNs()
 		}
-		if s.GetName() == StepThaw && !s.GetUndo() || s.GetName() == StepFreeze && s.GetUndo() {
+		name, undo := s.GetName(), s.GetUndo()
+		if (name == StepThaw || name == StepStart) && !undo || (name == StepFreeze || name == StepStop) && undo {
 			to = s.GetStartedUnixNs() + s.GetTookNs()
 		}
 	}

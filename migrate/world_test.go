@@ -30,8 +30,11 @@ type world struct {
 	t  *testing.T
 	mu sync.Mutex
 
-	at       string // host of the VM
-	dead     bool   // the VM
+	at       string          // host of the VM
+	off      bool            // it was stopped
+	defined  map[string]bool // hosts that have its definition
+	cold     bool            // the migrations are
+	dead     bool            // the VM
 	cards    map[string]*card
 	claims   map[string]string // claim: GPU
 	kept     *clusterv1.Migration
@@ -54,7 +57,7 @@ func newWorld(t *testing.T) *world {
 	t.Helper()
 	w := &world{
 		t: t, at: "h1", cards: map[string]*card{}, claims: map[string]string{"vm-1": from}, frozen: map[string]bool{"s1": false, "s2": false, "user": true},
-		onGPU: from, stored: from, down: map[string]bool{}, fails: map[string]error{},
+		onGPU: from, stored: from, defined: map[string]bool{"h1": true}, down: map[string]bool{}, fails: map[string]error{},
 	}
 	for _, g := range []string{from, to, other, "h1/d", "h3/e"} {
 		w.cards[g] = &card{gpu: g}
@@ -67,7 +70,7 @@ func (w *world) migration(target string, candidates ...string) *clusterv1.Migrat
 	return &clusterv1.Migration{
 		Id: "m-1", Verb: "migrate", Object: "vm", Driver: "h1", From: from, To: target, State: clusterv1.MigrationState_MIGRATION_STATE_RUNNING,
 		Machine: &clusterv1.MachineMove{
-			Uuid: "vm", Name: "vm", FromHost: "h1", ToHost: HostOf(target), FromGpu: from, ToGpu: target, FromClaim: "vm-1", ToClaim: "vm-2", Stored: true, Candidates: candidates,
+			Uuid: "vm", Name: "vm", FromHost: "h1", ToHost: HostOf(target), FromGpu: from, ToGpu: target, FromClaim: "vm-1", ToClaim: "vm-2", Stored: true, Cold: w.cold, Candidates: candidates,
 		},
 	}
 }
@@ -199,7 +202,7 @@ func (s *site) do(name string, do func() error) error {
 
 // here is about a VM that runs on this host.
 func (s *site) here() error {
-	if s.at != s.host || s.dead {
+	if s.at != s.host || s.dead || s.off {
 		return fmt.Errorf("host %s: the VM does not run here", s.host)
 	}
 	return nil
@@ -316,6 +319,69 @@ func (s *site) Move(_ context.Context, _ Machine, to string, report Progress) er
 	})
 }
 
+func (s *site) Stop(_ context.Context, m Machine, gpu string) error {
+	return s.do("stop", func() error {
+		if s.at != s.host || s.off {
+			return nil
+		}
+		c := s.cards[gpu]
+		if s.off = true; c.plugged != "" && c.plugged != m.UUID {
+			s.t.Errorf("stopped with %s, which it has not got", gpu)
+		}
+		c.plugged = ""
+		clear(s.frozen) // its applications end with it
+		if s.stored == gpu {
+			s.stored = ""
+		}
+		return nil
+	})
+}
+
+func (s *site) Start(_ context.Context, m Machine, gpu string, stored bool) error {
+	return s.do("start", func() error {
+		c := s.cards[gpu]
+		switch {
+		case !s.off && s.at == s.host && c.plugged == m.UUID:
+			return nil
+		case !s.off:
+			s.t.Errorf("started on %s while it runs on %s", s.host, s.at)
+		case !s.defined[s.host]:
+			return fmt.Errorf("host %s does not know the VM", s.host)
+		case c.holder != m.UUID:
+			s.t.Errorf("started with %s, which is held for %q", gpu, c.holder)
+		}
+		s.at, s.off, c.plugged, c.dirty = s.host, false, m.UUID, true
+		if stored {
+			s.stored = gpu
+		}
+		s.onGPU = gpu
+		return nil
+	})
+}
+
+func (s *site) Definition(context.Context, Machine) (string, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if !s.defined[s.host] {
+		return "", errors.New("no such VM")
+	}
+	return "<domain/>", nil
+}
+
+func (s *site) Define(context.Context, Machine, string) error {
+	return s.do("define", func() error { s.defined[s.host] = true; return nil })
+}
+
+func (s *site) Undefine(context.Context, Machine) error {
+	return s.do("undefine", func() error {
+		if s.at == s.host && !s.off {
+			s.t.Errorf("undefined on %s, where it runs", s.host)
+		}
+		delete(s.defined, s.host)
+		return nil
+	})
+}
+
 func (s *site) Sessions(context.Context, Machine) (out []string, err error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -421,6 +487,12 @@ func (w *world) check(m *clusterv1.Migration) {
 	}
 	if !slices.Equal(plugged, []string{want}) || w.onGPU != want {
 		w.t.Errorf("%s: the VM has %v and runs on %s, not %s", m.GetState(), plugged, w.onGPU, want)
+	}
+	if w.cold && w.off {
+		w.t.Errorf("%s: the VM does not run", m.GetState())
+	}
+	if w.cold && (len(w.defined) != 1 || !w.defined[w.at]) {
+		w.t.Errorf("%s on %s: defined on %v", m.GetState(), w.at, w.defined)
 	}
 	if w.stored != want {
 		w.t.Errorf("%s: the stored definition has %q, not %s", m.GetState(), w.stored, want)

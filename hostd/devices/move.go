@@ -155,6 +155,54 @@ func (k *Keeper) Unplug(ctx context.Context, m Machine, gpu, migration string) e
 	return c.reset(ctx)
 }
 
+// Keep has a card stay its VM's when the VM is stopped, which a migration is
+// about to do.
+func (k *Keeper) Keep(ctx context.Context, m Machine, gpu, migration string) error {
+	card, name, end, err := k.movable(ctx, gpu, "a migration of vm "+m.Name)
+	if err != nil {
+		return err
+	}
+	defer end()
+	h := k.held(card.Address)
+	if h == nil || h.UUID != m.UUID || h.Phase == quarantined {
+		return fmt.Errorf("gpu %s: %w: it is not held for vm %s", name, ErrTaken, m.Name)
+	}
+	if h.Migration == migration {
+		return nil
+	}
+	h.Migration = migration
+	return k.put(*h)
+}
+
+// Ended resets a kept card whose VM has stopped, and goes on keeping it. The
+// VM's stored definition does not have it any more.
+func (k *Keeper) Ended(ctx context.Context, m Machine, gpu string) error {
+	card, name, end, err := k.movable(ctx, gpu, "a migration of vm "+m.Name)
+	if err != nil {
+		return err
+	}
+	defer end()
+	h := k.held(card.Address)
+	if h == nil || h.UUID != m.UUID {
+		return fmt.Errorf("gpu %s: %w: it is not held for vm %s", name, ErrTaken, m.Name)
+	}
+	c := &change{k: k, card: card, report: quiet, hold: *h}
+	err = c.verify(ctx, false)
+	if err == nil {
+		err = k.Machines.Unstore(ctx, m.UUID, h.Functions)
+	}
+	if err == nil {
+		err = c.enter(ready)
+	}
+	if err == nil {
+		err = c.reset(ctx)
+	}
+	if err != nil {
+		return fmt.Errorf("gpu %s: %w", name, err)
+	}
+	return nil
+}
+
 // Drop makes a card free that is held for a VM and that it does not have.
 func (k *Keeper) Drop(ctx context.Context, m Machine, gpu string) error {
 	card, name, end, err := k.movable(ctx, gpu, "a migration of vm "+m.Name)
@@ -205,6 +253,15 @@ func (k *Keeper) Pluggable(ctx context.Context, gpu string) (string, error) {
 	return k.Hypervisor.OneByOne(card), nil
 }
 
+// Functions are those of a card.
+func (k *Keeper) Functions(ctx context.Context, gpu string) ([]pci.Address, error) {
+	card, _, err := k.find(ctx, gpu)
+	if err != nil {
+		return nil, err
+	}
+	return addresses(card), nil
+}
+
 // IDs of the main functions of cards, as a VM sees them.
 func (k *Keeper) IDs(ctx context.Context, gpu string) (vendor, device uint16, err error) {
 	card, _, err := k.find(ctx, gpu)
@@ -216,4 +273,4 @@ func (k *Keeper) IDs(ctx context.Context, gpu string) (vendor, device uint16, er
 }
 
 // keeps says whether a phase is one in which a migration may leave a card.
-func keeps(p phase) bool { return slices.Contains([]phase{reserved, ready}, p) }
+func keeps(p phase) bool { return slices.Contains([]phase{reserved, ready, attached}, p) }

@@ -43,7 +43,7 @@ func (m *Manager) plan(ctx context.Context, r *gpuctlv1.MachinePlanRequest, uuid
 		model.Learn(one)
 	}
 	hosts := m.hosts(ctx, v, res.Msg)
-	want := migrate.Request{Verb: migrate.Verb(r.GetVerb()), To: r.GetTo(), Deadline: time.Duration(r.GetDeadlineMs()) * time.Millisecond}
+	want := migrate.Request{Verb: migrate.Verb(r.GetVerb()), To: r.GetTo(), Deadline: time.Duration(r.GetDeadlineMs()) * time.Millisecond, Cold: r.GetForceCold()}
 	return migrate.Make(want, facts, hosts, model), res.Msg, nil
 }
 
@@ -61,7 +61,7 @@ func past(v *state.View) (out []*clusterv1.Migration) {
 func machineFacts(host string, f *gpuctlv1.SiteMachineFacts) migrate.MachineFacts {
 	out := migrate.MachineFacts{
 		Machine: migrate.Machine{UUID: f.GetUuid(), Name: f.GetName()}, Host: host, State: f.GetState(), Type: f.GetType(), Memory: f.GetMemory(),
-		Passthrough: f.GetPassthrough(), OtherDevices: f.GetOtherDevices(), GPUs: f.GetGpus(), AgentError: f.GetAgentError(),
+		Persistent: f.GetPersistent(), Passthrough: f.GetPassthrough(), OtherDevices: f.GetOtherDevices(), GPUs: f.GetGpus(), AgentError: f.GetAgentError(),
 	}
 	for _, d := range f.GetDisks() {
 		out.Disks = append(out.Disks, migrate.Disk{Path: d.GetPath(), ReadOnly: d.GetReadOnly()})
@@ -200,6 +200,9 @@ func planProto(p *migrate.Plan) *gpuctlv1.MachinePlanResponse {
 		for _, s := range a.Sessions {
 			out.GpuState += s.Memory
 		}
+	}
+	if out.Cold = p.Cold; p.Cold {
+		out.WarmReasons = p.Warm.Reasons
 	}
 	for _, c := range p.Candidates {
 		one := &gpuctlv1.MachineCandidate{

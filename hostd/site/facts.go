@@ -62,7 +62,7 @@ func (l *Local) MachineFacts(ctx context.Context, uuid string) (*gpuctlv1.SiteMa
 			out.OtherDevices = append(out.OtherDevices, h.Source.String())
 		}
 	}
-	if m.Persistent {
+	if out.Persistent = m.Persistent; m.Persistent {
 		if out.Stored, err = l.stores(ctx, d, ours); err != nil {
 			return nil, err
 		}

@@ -17,6 +17,7 @@ import (
 	"github.com/gpuctl/gpuctl/internal/size"
 	"github.com/gpuctl/gpuctl/internal/virt"
 	"github.com/gpuctl/gpuctl/migrate"
+	"github.com/gpuctl/gpuctl/passthrough/pci"
 )
 
 // Keeper has this host's cards.
@@ -24,6 +25,9 @@ type Keeper interface {
 	Reserve(ctx context.Context, m devices.Machine, gpu, claim, migration string) error
 	Ready(ctx context.Context, m devices.Machine, gpu, claim, migration string) error
 	Plug(ctx context.Context, m devices.Machine, gpu string, stored bool) error
+	Keep(ctx context.Context, m devices.Machine, gpu, migration string) error
+	Ended(ctx context.Context, m devices.Machine, gpu string) error
+	Functions(ctx context.Context, gpu string) ([]pci.Address, error)
 	Unplug(ctx context.Context, m devices.Machine, gpu, migration string) error
 	Drop(ctx context.Context, m devices.Machine, gpu string) error
 	IDs(ctx context.Context, gpu string) (vendor, device uint16, err error)
@@ -40,6 +44,8 @@ type Local struct {
 	// Machines are the VMs as the keeper knows them.
 	Machines interface {
 		Find(ctx context.Context, ref string) (devices.Machine, error)
+		Store(ctx context.Context, uuid string, functions []pci.Address) error
+		Unstore(ctx context.Context, uuid string, functions []pci.Address) error
 	}
 	Guests *Guests
 	// URI is where this host's libvirtd finds another host's, and data where a

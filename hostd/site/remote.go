@@ -90,6 +90,41 @@ func (r *Remote) Detach(ctx context.Context, m migrate.Machine, gpu string) erro
 	return r.uncoded(err)
 }
 
+// Stop ends the VM.
+func (r *Remote) Stop(ctx context.Context, m migrate.Machine, gpu string) error {
+	_, err := r.Service.Stop(ctx, r.card(m, gpu, ""))
+	return r.uncoded(err)
+}
+
+// Start begins it with a card.
+func (r *Remote) Start(ctx context.Context, m migrate.Machine, gpu string, stored bool) error {
+	req := r.card(m, gpu, "")
+	req.Msg.Stored = stored
+	_, err := r.Service.Start(ctx, req)
+	return r.uncoded(err)
+}
+
+// Definition is what the VM is started from.
+func (r *Remote) Definition(ctx context.Context, m migrate.Machine) (string, error) {
+	res, err := r.Service.Definition(ctx, connect.NewRequest(r.machine(m)))
+	if err != nil {
+		return "", r.uncoded(err)
+	}
+	return res.Msg.GetXml(), nil
+}
+
+// Define gives the host a definition.
+func (r *Remote) Define(ctx context.Context, m migrate.Machine, xml string) error {
+	_, err := r.Service.Define(ctx, connect.NewRequest(&gpuctlv1.SiteDefinition{Machine: r.machine(m), Xml: xml}))
+	return r.uncoded(err)
+}
+
+// Undefine takes it away.
+func (r *Remote) Undefine(ctx context.Context, m migrate.Machine) error {
+	_, err := r.Service.Undefine(ctx, connect.NewRequest(r.machine(m)))
+	return r.uncoded(err)
+}
+
 // GiveBack makes a card free.
 func (r *Remote) GiveBack(ctx context.Context, m migrate.Machine, gpu string) error {
 	_, err := r.Service.GiveBack(ctx, r.card(m, gpu, ""))

@@ -146,6 +146,35 @@ func (s *Service) Await(ctx context.Context, req *connect.Request[gpuctlv1.SiteC
 	return done(s.local.Await(ctx, req.Msg.GetMachine().GetUuid(), req.Msg.GetGpu()))
 }
 
+// Stop ends a VM.
+func (s *Service) Stop(ctx context.Context, req *connect.Request[gpuctlv1.SiteCardRequest]) (*connect.Response[gpuctlv1.SiteDone], error) {
+	return done(s.local.Stop(ctx, req.Msg.GetMachine(), req.Msg.GetGpu()))
+}
+
+// Start begins it with a card.
+func (s *Service) Start(ctx context.Context, req *connect.Request[gpuctlv1.SiteCardRequest]) (*connect.Response[gpuctlv1.SiteDone], error) {
+	return done(s.local.Start(ctx, req.Msg.GetMachine(), req.Msg.GetGpu(), req.Msg.GetStored()))
+}
+
+// Definition is what a VM is started from.
+func (s *Service) Definition(ctx context.Context, req *connect.Request[gpuctlv1.SiteMachine]) (*connect.Response[gpuctlv1.SiteDefinition], error) {
+	xml, err := s.local.Definition(ctx, req.Msg.GetUuid())
+	if err != nil {
+		return nil, coded(err)
+	}
+	return connect.NewResponse(&gpuctlv1.SiteDefinition{Machine: req.Msg, Xml: xml}), nil
+}
+
+// Define takes another host's definition.
+func (s *Service) Define(ctx context.Context, req *connect.Request[gpuctlv1.SiteDefinition]) (*connect.Response[gpuctlv1.SiteDone], error) {
+	return done(s.local.Define(ctx, req.Msg.GetMachine(), req.Msg.GetXml()))
+}
+
+// Undefine forgets a VM.
+func (s *Service) Undefine(ctx context.Context, req *connect.Request[gpuctlv1.SiteMachine]) (*connect.Response[gpuctlv1.SiteDone], error) {
+	return done(s.local.Undefine(ctx, req.Msg))
+}
+
 // Sessions names those that run in a VM.
 func (s *Service) Sessions(ctx context.Context, req *connect.Request[gpuctlv1.SiteMachine]) (*connect.Response[gpuctlv1.SiteSessionsResponse], error) {
 	ids, err := s.local.Sessions(ctx, req.Msg.GetUuid())

@@ -50,6 +50,7 @@ type machineFlags struct {
 	on       string
 	deadline time.Duration
 	noWait   bool
+	cold     bool
 }
 
 func (f *machineFlags) add(cmd *cobra.Command) {
@@ -57,12 +58,13 @@ func (f *machineFlags) add(cmd *cobra.Command) {
 	flags.BoolVar(&f.vm, "vm", false, "the name is a VM's, whatever sessions there are")
 	flags.DurationVar(&f.deadline, "deadline", 0, "of a VM: the longest `time` that it may take (default any)")
 	flags.BoolVar(&f.noWait, "no-wait", false, "of a VM: return when it has begun")
+	flags.BoolVar(&f.cold, "force-cold", false, "of a VM that can't be moved alive: stop it, and start it with the other card; its applications end")
 	onFlag(cmd, &f.on, "`host` of the VM (default where it is found)")
 }
 
 // named are the flags that were given and are about VMs alone.
 func (f *machineFlags) named(cmd *cobra.Command) error {
-	for _, name := range []string{"deadline", "no-wait"} {
+	for _, name := range []string{"deadline", "no-wait", "force-cold"} {
 		if cmd.Flags().Changed(name) {
 			return program.Usage(fmt.Errorf("--%s is for VMs, and this is a session; a VM is meant with --vm", name))
 		}
@@ -648,6 +650,9 @@ func (a *app) printMachinePlan(verb string, r *gpuctlv1.MachinePlanResponse) err
 		}
 		rows = append(rows, [2]string{"To", to},
 			[2]string{"Takes", takes(best[0])})
+		if r.GetCold() {
+			rows = append(rows, [2]string{"Cold", "it is stopped and started; its applications end" + whyCold(r)})
+		}
 	}
 	if err := a.pairs(rows); err != nil {
 		return err
@@ -661,6 +666,18 @@ func (a *app) printMachinePlan(verb string, r *gpuctlv1.MachinePlanResponse) err
 		return err
 	}
 	return refused
+}
+
+// whyCold is why a VM can't be moved alive.
+func whyCold(r *gpuctlv1.MachinePlanResponse) string {
+	var out []string
+	for _, w := range r.GetWarmReasons() {
+		out = append(out, clean(w.GetMessage()))
+	}
+	if len(out) == 0 {
+		return ""
+	}
+	return ": " + strings.Join(out, "; ")
 }
 
 // takes is what a candidate is predicted to take.

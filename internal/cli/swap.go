@@ -58,7 +58,7 @@ and its applications go on. Without --to the best host is chosen; --to names a h
 a GPU or a model. Every step has its undo: when one fails the next candidate is
 tried, and then the way back.`,
 		to:     "`GPU or model` to go to; of a VM also a host (default the best)",
-		sample: "  gpuctl migrate --to oclgrind\n  gpuctl migrate 3f2a --to nvidia-1 --plan\n  gpuctl migrate web --plan\n  gpuctl migrate web --to h2 --deadline 60s\n  gpuctl migrate 3f2a --vm --on h1 --no-wait",
+		sample: "  gpuctl migrate --to oclgrind\n  gpuctl migrate 3f2a --to nvidia-1 --plan\n  gpuctl migrate web --plan\n  gpuctl migrate web --to h2 --deadline 60s\n  gpuctl migrate 3f2a --vm --on h1 --no-wait\n  gpuctl migrate web --force-cold --plan",
 	}
 }
 
@@ -89,7 +89,7 @@ it is, every reason is listed and the exit status is 3.`,
 					return err
 				}
 				return a.moveMachine(cmd.Context(), &gpuctlv1.MachinePlanRequest{
-					Machine: req.GetSession(), Host: m.GetHost(), Verb: v.name, To: req.GetTo(), DeadlineMs: machine.deadline.Milliseconds(),
+					Machine: req.GetSession(), Host: m.GetHost(), Verb: v.name, To: req.GetTo(), DeadlineMs: machine.deadline.Milliseconds(), ForceCold: machine.cold,
 				}, plan, machine.noWait)
 			}
 			if err := machine.named(cmd); err != nil {

@@ -44,6 +44,7 @@ const (
 	procFreeMemory      = 102
 	procNodeDeviceXML   = 114
 	procIsPersistent    = 151
+	procCompareCPU      = 158
 	procLibVersion      = 157
 	procAttach          = 160
 	procDetach          = 161
@@ -66,6 +67,7 @@ const (
 	procIteration       = 359
 	procJobCompleted    = 363
 	procRemovalFailed   = 367
+	procCompareHyperCPU = 393
 	shapeError          = "ii?si?(sui)?s?s?sii?(su)"
 	shapeDomain         = "sui"
 	shapeDomainAndAlias = "i" + shapeDomain + "s"
@@ -88,7 +90,7 @@ func shape(proc uint32) (string, bool) {
 		return shapeDomain, true
 	case procAuthList:
 		return "*i", true
-	case procAuthPolkit, procRegister, procIsPersistent:
+	case procAuthPolkit, procRegister, procIsPersistent, procCompareCPU, procCompareHyperCPU:
 		return "i", true
 	case procState:
 		return "ii", true

@@ -2,6 +2,7 @@ package migrate
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"strings"
 	"testing"
@@ -11,6 +12,7 @@ import (
 
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/internal/virt"
 )
 
 const uuid = "6d696772-6174-4000-8000-000000000001"
@@ -196,6 +198,47 @@ func TestMigrations(t *testing.T) {
 		on, err = where(ctx, "web", a, b)
 		if err != nil || len(on) != 1 {
 			t.Errorf("it runs on %v, %v", on, err)
+		}
+	})
+	step("cold", func(t *testing.T) {
+		on, err := where(ctx, "web", a, b)
+		if err != nil || len(on) != 1 {
+			t.Fatal(on, err)
+		}
+		from, to := a, b
+		if on[0] == b.Name {
+			from, to = b, a
+		}
+		d, err := from.virt.Lookup(ctx, "web")
+		if err == nil {
+			err = from.virt.Suspend(ctx, d)
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, cold := range []bool{false, true} {
+			last, err := to.migrate(ctx, &gpuctlv1.MachinePlanRequest{Machine: "web", ForceCold: cold}, nil)
+			if want := map[bool]string{false: "refused", true: "done"}[cold]; err != nil || last.GetEnd() != want {
+				t.Fatalf("cold %v: %v %v", cold, last, err)
+			}
+		}
+		only(to)
+		if _, err := from.virt.Lookup(ctx, "web"); !errors.Is(err, virt.ErrNotFound) {
+			t.Errorf("%s still knows the VM: %v", from.Name, err)
+		}
+		if d, err = to.virt.Lookup(ctx, "web"); err != nil {
+			t.Fatal(err)
+		}
+		if kept, err := to.virt.Persistent(ctx, d); err != nil || !kept {
+			t.Errorf("its definition is gone: %v", err)
+		}
+		m := ended(t, to)
+		var names []string
+		for _, s := range m.GetSteps() {
+			names = append(names, s.GetName())
+		}
+		if got := strings.Join(names, " "); got != "stop define start commit clean" {
+			t.Errorf("steps: %s", got)
 		}
 	})
 	for _, h := range []*host{a, b} {

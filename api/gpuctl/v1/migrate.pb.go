@@ -28,6 +28,7 @@ type MachinePlanRequest struct {
 	Verb          string                 `protobuf:"bytes,3,opt,name=verb,proto3" json:"verb,omitempty"`                                // migrate, upgrade or downgrade
 	To            string                 `protobuf:"bytes,4,opt,name=to,proto3" json:"to,omitempty"`                                    // host, GPU id or model; empty: any
 	DeadlineMs    int64                  `protobuf:"varint,5,opt,name=deadline_ms,json=deadlineMs,proto3" json:"deadline_ms,omitempty"` // longest time that it may take; 0: any
+	ForceCold     bool                   `protobuf:"varint,6,opt,name=force_cold,json=forceCold,proto3" json:"force_cold,omitempty"`    // stop the VM and start it again if it can't be moved alive
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -97,6 +98,13 @@ func (x *MachinePlanRequest) GetDeadlineMs() int64 {
 	return 0
 }
 
+func (x *MachinePlanRequest) GetForceCold() bool {
+	if x != nil {
+		return x.ForceCold
+	}
+	return false
+}
+
 type MachinePlanResponse struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Machine       string                 `protobuf:"bytes,1,opt,name=machine,proto3" json:"machine,omitempty"`
@@ -107,6 +115,8 @@ type MachinePlanResponse struct {
 	Rejected      []*MachineRejection    `protobuf:"bytes,6,rep,name=rejected,proto3" json:"rejected,omitempty"`
 	GpuState      uint64                 `protobuf:"varint,7,opt,name=gpu_state,json=gpuState,proto3" json:"gpu_state,omitempty"` // bytes of GPU memory that its applications have
 	Sessions      uint32                 `protobuf:"varint,8,opt,name=sessions,proto3" json:"sessions,omitempty"`
+	Cold          bool                   `protobuf:"varint,9,opt,name=cold,proto3" json:"cold,omitempty"`                                  // the VM is stopped, and started with the other card
+	WarmReasons   []*Reason              `protobuf:"bytes,10,rep,name=warm_reasons,json=warmReasons,proto3" json:"warm_reasons,omitempty"` // with cold: why it can't be moved alive
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -195,6 +205,20 @@ func (x *MachinePlanResponse) GetSessions() uint32 {
 		return x.Sessions
 	}
 	return 0
+}
+
+func (x *MachinePlanResponse) GetCold() bool {
+	if x != nil {
+		return x.Cold
+	}
+	return false
+}
+
+func (x *MachinePlanResponse) GetWarmReasons() []*Reason {
+	if x != nil {
+		return x.WarmReasons
+	}
+	return nil
 }
 
 type MachineCandidate struct {
@@ -950,6 +974,59 @@ func (*SiteDone) Descriptor() ([]byte, []int) {
 	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{13}
 }
 
+// SiteDefinition is what a host starts a VM from, without its cards.
+type SiteDefinition struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Machine       *SiteMachine           `protobuf:"bytes,1,opt,name=machine,proto3" json:"machine,omitempty"`
+	Xml           string                 `protobuf:"bytes,2,opt,name=xml,proto3" json:"xml,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *SiteDefinition) Reset() {
+	*x = SiteDefinition{}
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[14]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *SiteDefinition) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*SiteDefinition) ProtoMessage() {}
+
+func (x *SiteDefinition) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[14]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use SiteDefinition.ProtoReflect.Descriptor instead.
+func (*SiteDefinition) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{14}
+}
+
+func (x *SiteDefinition) GetMachine() *SiteMachine {
+	if x != nil {
+		return x.Machine
+	}
+	return nil
+}
+
+func (x *SiteDefinition) GetXml() string {
+	if x != nil {
+		return x.Xml
+	}
+	return ""
+}
+
 type SiteWhereResponse struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Presence      string                 `protobuf:"bytes,1,opt,name=presence,proto3" json:"presence,omitempty"`
@@ -959,7 +1036,7 @@ type SiteWhereResponse struct {
 
 func (x *SiteWhereResponse) Reset() {
 	*x = SiteWhereResponse{}
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[14]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -971,7 +1048,7 @@ func (x *SiteWhereResponse) String() string {
 func (*SiteWhereResponse) ProtoMessage() {}
 
 func (x *SiteWhereResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[14]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -984,7 +1061,7 @@ func (x *SiteWhereResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SiteWhereResponse.ProtoReflect.Descriptor instead.
 func (*SiteWhereResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{14}
+	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *SiteWhereResponse) GetPresence() string {
@@ -1006,7 +1083,7 @@ type SiteCardRequest struct {
 
 func (x *SiteCardRequest) Reset() {
 	*x = SiteCardRequest{}
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[15]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1018,7 +1095,7 @@ func (x *SiteCardRequest) String() string {
 func (*SiteCardRequest) ProtoMessage() {}
 
 func (x *SiteCardRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[15]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1031,7 +1108,7 @@ func (x *SiteCardRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SiteCardRequest.ProtoReflect.Descriptor instead.
 func (*SiteCardRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{15}
+	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *SiteCardRequest) GetMachine() *SiteMachine {
@@ -1072,7 +1149,7 @@ type SiteMoveRequest struct {
 
 func (x *SiteMoveRequest) Reset() {
 	*x = SiteMoveRequest{}
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[16]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1084,7 +1161,7 @@ func (x *SiteMoveRequest) String() string {
 func (*SiteMoveRequest) ProtoMessage() {}
 
 func (x *SiteMoveRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[16]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1097,7 +1174,7 @@ func (x *SiteMoveRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SiteMoveRequest.ProtoReflect.Descriptor instead.
 func (*SiteMoveRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{16}
+	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *SiteMoveRequest) GetMachine() *SiteMachine {
@@ -1124,7 +1201,7 @@ type SiteProgress struct {
 
 func (x *SiteProgress) Reset() {
 	*x = SiteProgress{}
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[17]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1136,7 +1213,7 @@ func (x *SiteProgress) String() string {
 func (*SiteProgress) ProtoMessage() {}
 
 func (x *SiteProgress) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[17]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1149,7 +1226,7 @@ func (x *SiteProgress) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SiteProgress.ProtoReflect.Descriptor instead.
 func (*SiteProgress) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{17}
+	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *SiteProgress) GetDone() uint64 {
@@ -1175,7 +1252,7 @@ type SiteSessionsResponse struct {
 
 func (x *SiteSessionsResponse) Reset() {
 	*x = SiteSessionsResponse{}
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[18]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1187,7 +1264,7 @@ func (x *SiteSessionsResponse) String() string {
 func (*SiteSessionsResponse) ProtoMessage() {}
 
 func (x *SiteSessionsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[18]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1200,7 +1277,7 @@ func (x *SiteSessionsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SiteSessionsResponse.ProtoReflect.Descriptor instead.
 func (*SiteSessionsResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{18}
+	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *SiteSessionsResponse) GetSessions() []string {
@@ -1221,7 +1298,7 @@ type SiteSessionsRequest struct {
 
 func (x *SiteSessionsRequest) Reset() {
 	*x = SiteSessionsRequest{}
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[19]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1233,7 +1310,7 @@ func (x *SiteSessionsRequest) String() string {
 func (*SiteSessionsRequest) ProtoMessage() {}
 
 func (x *SiteSessionsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[19]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1246,7 +1323,7 @@ func (x *SiteSessionsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SiteSessionsRequest.ProtoReflect.Descriptor instead.
 func (*SiteSessionsRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{19}
+	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *SiteSessionsRequest) GetMachine() *SiteMachine {
@@ -1286,14 +1363,15 @@ type SiteMachineFacts struct {
 	AgentError    string                 `protobuf:"bytes,12,opt,name=agent_error,json=agentError,proto3" json:"agent_error,omitempty"`
 	Hello         *HelloResponseSummary  `protobuf:"bytes,13,opt,name=hello,proto3" json:"hello,omitempty"`
 	Sessions      []*SiteSession         `protobuf:"bytes,14,rep,name=sessions,proto3" json:"sessions,omitempty"`
-	Stored        bool                   `protobuf:"varint,15,opt,name=stored,proto3" json:"stored,omitempty"` // the stored definition has its GPU
+	Stored        bool                   `protobuf:"varint,15,opt,name=stored,proto3" json:"stored,omitempty"`         // the stored definition has its GPU
+	Persistent    bool                   `protobuf:"varint,16,opt,name=persistent,proto3" json:"persistent,omitempty"` // it has a stored definition
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *SiteMachineFacts) Reset() {
 	*x = SiteMachineFacts{}
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[20]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1305,7 +1383,7 @@ func (x *SiteMachineFacts) String() string {
 func (*SiteMachineFacts) ProtoMessage() {}
 
 func (x *SiteMachineFacts) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[20]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1318,7 +1396,7 @@ func (x *SiteMachineFacts) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SiteMachineFacts.ProtoReflect.Descriptor instead.
 func (*SiteMachineFacts) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{20}
+	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *SiteMachineFacts) GetUuid() string {
@@ -1426,6 +1504,13 @@ func (x *SiteMachineFacts) GetStored() bool {
 	return false
 }
 
+func (x *SiteMachineFacts) GetPersistent() bool {
+	if x != nil {
+		return x.Persistent
+	}
+	return false
+}
+
 type HelloResponseSummary struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Version       string                 `protobuf:"bytes,1,opt,name=version,proto3" json:"version,omitempty"`
@@ -1439,7 +1524,7 @@ type HelloResponseSummary struct {
 
 func (x *HelloResponseSummary) Reset() {
 	*x = HelloResponseSummary{}
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[21]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1451,7 +1536,7 @@ func (x *HelloResponseSummary) String() string {
 func (*HelloResponseSummary) ProtoMessage() {}
 
 func (x *HelloResponseSummary) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[21]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1464,7 +1549,7 @@ func (x *HelloResponseSummary) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use HelloResponseSummary.ProtoReflect.Descriptor instead.
 func (*HelloResponseSummary) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{21}
+	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *HelloResponseSummary) GetVersion() string {
@@ -1514,7 +1599,7 @@ type SiteSession struct {
 
 func (x *SiteSession) Reset() {
 	*x = SiteSession{}
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[22]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1526,7 +1611,7 @@ func (x *SiteSession) String() string {
 func (*SiteSession) ProtoMessage() {}
 
 func (x *SiteSession) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[22]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1539,7 +1624,7 @@ func (x *SiteSession) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SiteSession.ProtoReflect.Descriptor instead.
 func (*SiteSession) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{22}
+	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *SiteSession) GetId() string {
@@ -1580,7 +1665,7 @@ type SiteDisk struct {
 
 func (x *SiteDisk) Reset() {
 	*x = SiteDisk{}
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[23]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1592,7 +1677,7 @@ func (x *SiteDisk) String() string {
 func (*SiteDisk) ProtoMessage() {}
 
 func (x *SiteDisk) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[23]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1605,7 +1690,7 @@ func (x *SiteDisk) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SiteDisk.ProtoReflect.Descriptor instead.
 func (*SiteDisk) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{23}
+	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *SiteDisk) GetPath() string {
@@ -1633,7 +1718,7 @@ type SiteHostFactsRequest struct {
 
 func (x *SiteHostFactsRequest) Reset() {
 	*x = SiteHostFactsRequest{}
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[24]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1645,7 +1730,7 @@ func (x *SiteHostFactsRequest) String() string {
 func (*SiteHostFactsRequest) ProtoMessage() {}
 
 func (x *SiteHostFactsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[24]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1658,7 +1743,7 @@ func (x *SiteHostFactsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SiteHostFactsRequest.ProtoReflect.Descriptor instead.
 func (*SiteHostFactsRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{24}
+	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *SiteHostFactsRequest) GetDisks() []*SiteDisk {
@@ -1696,7 +1781,7 @@ type SiteCPU struct {
 
 func (x *SiteCPU) Reset() {
 	*x = SiteCPU{}
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[25]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1708,7 +1793,7 @@ func (x *SiteCPU) String() string {
 func (*SiteCPU) ProtoMessage() {}
 
 func (x *SiteCPU) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[25]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1721,7 +1806,7 @@ func (x *SiteCPU) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SiteCPU.ProtoReflect.Descriptor instead.
 func (*SiteCPU) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{25}
+	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *SiteCPU) GetXml() string {
@@ -1769,7 +1854,7 @@ type SiteServesRequest struct {
 
 func (x *SiteServesRequest) Reset() {
 	*x = SiteServesRequest{}
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[26]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1781,7 +1866,7 @@ func (x *SiteServesRequest) String() string {
 func (*SiteServesRequest) ProtoMessage() {}
 
 func (x *SiteServesRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[26]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1794,7 +1879,7 @@ func (x *SiteServesRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SiteServesRequest.ProtoReflect.Descriptor instead.
 func (*SiteServesRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{26}
+	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *SiteServesRequest) GetUuid() string {
@@ -1826,7 +1911,7 @@ type SiteHostFacts struct {
 
 func (x *SiteHostFacts) Reset() {
 	*x = SiteHostFacts{}
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[27]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1838,7 +1923,7 @@ func (x *SiteHostFacts) String() string {
 func (*SiteHostFacts) ProtoMessage() {}
 
 func (x *SiteHostFacts) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[27]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1851,7 +1936,7 @@ func (x *SiteHostFacts) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SiteHostFacts.ProtoReflect.Descriptor instead.
 func (*SiteHostFacts) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{27}
+	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *SiteHostFacts) GetName() string {
@@ -1916,7 +2001,7 @@ type SiteCard struct {
 
 func (x *SiteCard) Reset() {
 	*x = SiteCard{}
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[28]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1928,7 +2013,7 @@ func (x *SiteCard) String() string {
 func (*SiteCard) ProtoMessage() {}
 
 func (x *SiteCard) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[28]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1941,7 +2026,7 @@ func (x *SiteCard) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SiteCard.ProtoReflect.Descriptor instead.
 func (*SiteCard) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{28}
+	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *SiteCard) GetGpu() string {
@@ -1983,14 +2068,16 @@ var File_gpuctl_v1_migrate_proto protoreflect.FileDescriptor
 
 const file_gpuctl_v1_migrate_proto_rawDesc = "" +
 	"\n" +
-	"\x17gpuctl/v1/migrate.proto\x12\tgpuctl.v1\x1a\x15gpuctl/v1/agent.proto\x1a\x15gpuctl/v1/types.proto\"\x87\x01\n" +
+	"\x17gpuctl/v1/migrate.proto\x12\tgpuctl.v1\x1a\x15gpuctl/v1/agent.proto\x1a\x15gpuctl/v1/types.proto\"\xa6\x01\n" +
 	"\x12MachinePlanRequest\x12\x18\n" +
 	"\amachine\x18\x01 \x01(\tR\amachine\x12\x12\n" +
 	"\x04host\x18\x02 \x01(\tR\x04host\x12\x12\n" +
 	"\x04verb\x18\x03 \x01(\tR\x04verb\x12\x0e\n" +
 	"\x02to\x18\x04 \x01(\tR\x02to\x12\x1f\n" +
 	"\vdeadline_ms\x18\x05 \x01(\x03R\n" +
-	"deadlineMs\"\xb3\x02\n" +
+	"deadlineMs\x12\x1d\n" +
+	"\n" +
+	"force_cold\x18\x06 \x01(\bR\tforceCold\"\xfd\x02\n" +
 	"\x13MachinePlanResponse\x12\x18\n" +
 	"\amachine\x18\x01 \x01(\tR\amachine\x12\x12\n" +
 	"\x04host\x18\x02 \x01(\tR\x04host\x12\x12\n" +
@@ -2001,7 +2088,10 @@ const file_gpuctl_v1_migrate_proto_rawDesc = "" +
 	"candidates\x127\n" +
 	"\brejected\x18\x06 \x03(\v2\x1b.gpuctl.v1.MachineRejectionR\brejected\x12\x1b\n" +
 	"\tgpu_state\x18\a \x01(\x04R\bgpuState\x12\x1a\n" +
-	"\bsessions\x18\b \x01(\rR\bsessions\"\xe1\x01\n" +
+	"\bsessions\x18\b \x01(\rR\bsessions\x12\x12\n" +
+	"\x04cold\x18\t \x01(\bR\x04cold\x124\n" +
+	"\fwarm_reasons\x18\n" +
+	" \x03(\v2\x11.gpuctl.v1.ReasonR\vwarmReasons\"\xe1\x01\n" +
 	"\x10MachineCandidate\x12\x12\n" +
 	"\x04host\x18\x01 \x01(\tR\x04host\x12\x10\n" +
 	"\x03gpu\x18\x02 \x01(\tR\x03gpu\x12\x14\n" +
@@ -2059,7 +2149,10 @@ const file_gpuctl_v1_migrate_proto_rawDesc = "" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12\x1c\n" +
 	"\tmigration\x18\x03 \x01(\tR\tmigration\"\n" +
 	"\n" +
-	"\bSiteDone\"/\n" +
+	"\bSiteDone\"T\n" +
+	"\x0eSiteDefinition\x120\n" +
+	"\amachine\x18\x01 \x01(\v2\x16.gpuctl.v1.SiteMachineR\amachine\x12\x10\n" +
+	"\x03xml\x18\x02 \x01(\tR\x03xml\"/\n" +
 	"\x11SiteWhereResponse\x12\x1a\n" +
 	"\bpresence\x18\x01 \x01(\tR\bpresence\"\x83\x01\n" +
 	"\x0fSiteCardRequest\x120\n" +
@@ -2078,7 +2171,7 @@ const file_gpuctl_v1_migrate_proto_rawDesc = "" +
 	"\x13SiteSessionsRequest\x120\n" +
 	"\amachine\x18\x01 \x01(\v2\x16.gpuctl.v1.SiteMachineR\amachine\x12\x10\n" +
 	"\x03gpu\x18\x02 \x01(\tR\x03gpu\x12\x1a\n" +
-	"\bsessions\x18\x03 \x03(\tR\bsessions\"\xe2\x03\n" +
+	"\bsessions\x18\x03 \x03(\tR\bsessions\"\x82\x04\n" +
 	"\x10SiteMachineFacts\x12\x12\n" +
 	"\x04uuid\x18\x01 \x01(\tR\x04uuid\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12\x14\n" +
@@ -2096,7 +2189,10 @@ const file_gpuctl_v1_migrate_proto_rawDesc = "" +
 	"agentError\x125\n" +
 	"\x05hello\x18\r \x01(\v2\x1f.gpuctl.v1.HelloResponseSummaryR\x05hello\x122\n" +
 	"\bsessions\x18\x0e \x03(\v2\x16.gpuctl.v1.SiteSessionR\bsessions\x12\x16\n" +
-	"\x06stored\x18\x0f \x01(\bR\x06stored\"\xae\x01\n" +
+	"\x06stored\x18\x0f \x01(\bR\x06stored\x12\x1e\n" +
+	"\n" +
+	"persistent\x18\x10 \x01(\bR\n" +
+	"persistent\"\xae\x01\n" +
 	"\x14HelloResponseSummary\x12\x18\n" +
 	"\aversion\x18\x01 \x01(\tR\aversion\x12\x1a\n" +
 	"\bprotocol\x18\x02 \x01(\rR\bprotocol\x12\x18\n" +
@@ -2147,7 +2243,8 @@ const file_gpuctl_v1_migrate_proto_rawDesc = "" +
 	"\x05Start\x12\x1e.gpuctl.v1.MachineStartRequest\x1a\x1a.gpuctl.v1.MachineProgress0\x01\x12E\n" +
 	"\x05Watch\x12\x1e.gpuctl.v1.MachineWatchRequest\x1a\x1a.gpuctl.v1.MachineProgress0\x01\x12H\n" +
 	"\x05Abort\x12\x1e.gpuctl.v1.MachineAbortRequest\x1a\x1f.gpuctl.v1.MachineAbortResponse\x12K\n" +
-	"\x06Resume\x12\x1f.gpuctl.v1.MachineResumeRequest\x1a .gpuctl.v1.MachineResumeResponse2\x84\b\n" +
+	"\x06Resume\x12\x1f.gpuctl.v1.MachineResumeRequest\x1a .gpuctl.v1.MachineResumeResponse2\xab\n" +
+	"\n" +
 	"\vSiteService\x12C\n" +
 	"\fMachineFacts\x12\x16.gpuctl.v1.SiteMachine\x1a\x1b.gpuctl.v1.SiteMachineFacts\x12A\n" +
 	"\x06Serves\x12\x1c.gpuctl.v1.SiteServesRequest\x1a\x19.gpuctl.v1.ServesResponse\x12F\n" +
@@ -2164,7 +2261,13 @@ const file_gpuctl_v1_migrate_proto_rawDesc = "" +
 	"\aRelease\x12\x1a.gpuctl.v1.SiteCardRequest\x1a\x13.gpuctl.v1.SiteDone\x129\n" +
 	"\x06TakeUp\x12\x1a.gpuctl.v1.SiteCardRequest\x1a\x13.gpuctl.v1.SiteDone\x128\n" +
 	"\x05Await\x12\x1a.gpuctl.v1.SiteCardRequest\x1a\x13.gpuctl.v1.SiteDone\x12A\n" +
-	"\x04Thaw\x12\x1e.gpuctl.v1.SiteSessionsRequest\x1a\x17.gpuctl.v1.SiteProgress0\x01B1Z/github.com/gpuctl/gpuctl/api/gpuctl/v1;gpuctlv1b\x06proto3"
+	"\x04Thaw\x12\x1e.gpuctl.v1.SiteSessionsRequest\x1a\x17.gpuctl.v1.SiteProgress0\x01\x127\n" +
+	"\x04Stop\x12\x1a.gpuctl.v1.SiteCardRequest\x1a\x13.gpuctl.v1.SiteDone\x128\n" +
+	"\x05Start\x12\x1a.gpuctl.v1.SiteCardRequest\x1a\x13.gpuctl.v1.SiteDone\x12?\n" +
+	"\n" +
+	"Definition\x12\x16.gpuctl.v1.SiteMachine\x1a\x19.gpuctl.v1.SiteDefinition\x128\n" +
+	"\x06Define\x12\x19.gpuctl.v1.SiteDefinition\x1a\x13.gpuctl.v1.SiteDone\x127\n" +
+	"\bUndefine\x12\x16.gpuctl.v1.SiteMachine\x1a\x13.gpuctl.v1.SiteDoneB1Z/github.com/gpuctl/gpuctl/api/gpuctl/v1;gpuctlv1b\x06proto3"
 
 var (
 	file_gpuctl_v1_migrate_proto_rawDescOnce sync.Once
@@ -2178,7 +2281,7 @@ func file_gpuctl_v1_migrate_proto_rawDescGZIP() []byte {
 	return file_gpuctl_v1_migrate_proto_rawDescData
 }
 
-var file_gpuctl_v1_migrate_proto_msgTypes = make([]protoimpl.MessageInfo, 29)
+var file_gpuctl_v1_migrate_proto_msgTypes = make([]protoimpl.MessageInfo, 30)
 var file_gpuctl_v1_migrate_proto_goTypes = []any{
 	(*MachinePlanRequest)(nil),    // 0: gpuctl.v1.MachinePlanRequest
 	(*MachinePlanResponse)(nil),   // 1: gpuctl.v1.MachinePlanResponse
@@ -2194,94 +2297,107 @@ var file_gpuctl_v1_migrate_proto_goTypes = []any{
 	(*MachineResumeResponse)(nil), // 11: gpuctl.v1.MachineResumeResponse
 	(*SiteMachine)(nil),           // 12: gpuctl.v1.SiteMachine
 	(*SiteDone)(nil),              // 13: gpuctl.v1.SiteDone
-	(*SiteWhereResponse)(nil),     // 14: gpuctl.v1.SiteWhereResponse
-	(*SiteCardRequest)(nil),       // 15: gpuctl.v1.SiteCardRequest
-	(*SiteMoveRequest)(nil),       // 16: gpuctl.v1.SiteMoveRequest
-	(*SiteProgress)(nil),          // 17: gpuctl.v1.SiteProgress
-	(*SiteSessionsResponse)(nil),  // 18: gpuctl.v1.SiteSessionsResponse
-	(*SiteSessionsRequest)(nil),   // 19: gpuctl.v1.SiteSessionsRequest
-	(*SiteMachineFacts)(nil),      // 20: gpuctl.v1.SiteMachineFacts
-	(*HelloResponseSummary)(nil),  // 21: gpuctl.v1.HelloResponseSummary
-	(*SiteSession)(nil),           // 22: gpuctl.v1.SiteSession
-	(*SiteDisk)(nil),              // 23: gpuctl.v1.SiteDisk
-	(*SiteHostFactsRequest)(nil),  // 24: gpuctl.v1.SiteHostFactsRequest
-	(*SiteCPU)(nil),               // 25: gpuctl.v1.SiteCPU
-	(*SiteServesRequest)(nil),     // 26: gpuctl.v1.SiteServesRequest
-	(*SiteHostFacts)(nil),         // 27: gpuctl.v1.SiteHostFacts
-	(*SiteCard)(nil),              // 28: gpuctl.v1.SiteCard
-	(*Reason)(nil),                // 29: gpuctl.v1.Reason
-	(*Usage)(nil),                 // 30: gpuctl.v1.Usage
-	(*PCIIdentity)(nil),           // 31: gpuctl.v1.PCIIdentity
-	(*ServesResponse)(nil),        // 32: gpuctl.v1.ServesResponse
+	(*SiteDefinition)(nil),        // 14: gpuctl.v1.SiteDefinition
+	(*SiteWhereResponse)(nil),     // 15: gpuctl.v1.SiteWhereResponse
+	(*SiteCardRequest)(nil),       // 16: gpuctl.v1.SiteCardRequest
+	(*SiteMoveRequest)(nil),       // 17: gpuctl.v1.SiteMoveRequest
+	(*SiteProgress)(nil),          // 18: gpuctl.v1.SiteProgress
+	(*SiteSessionsResponse)(nil),  // 19: gpuctl.v1.SiteSessionsResponse
+	(*SiteSessionsRequest)(nil),   // 20: gpuctl.v1.SiteSessionsRequest
+	(*SiteMachineFacts)(nil),      // 21: gpuctl.v1.SiteMachineFacts
+	(*HelloResponseSummary)(nil),  // 22: gpuctl.v1.HelloResponseSummary
+	(*SiteSession)(nil),           // 23: gpuctl.v1.SiteSession
+	(*SiteDisk)(nil),              // 24: gpuctl.v1.SiteDisk
+	(*SiteHostFactsRequest)(nil),  // 25: gpuctl.v1.SiteHostFactsRequest
+	(*SiteCPU)(nil),               // 26: gpuctl.v1.SiteCPU
+	(*SiteServesRequest)(nil),     // 27: gpuctl.v1.SiteServesRequest
+	(*SiteHostFacts)(nil),         // 28: gpuctl.v1.SiteHostFacts
+	(*SiteCard)(nil),              // 29: gpuctl.v1.SiteCard
+	(*Reason)(nil),                // 30: gpuctl.v1.Reason
+	(*Usage)(nil),                 // 31: gpuctl.v1.Usage
+	(*PCIIdentity)(nil),           // 32: gpuctl.v1.PCIIdentity
+	(*ServesResponse)(nil),        // 33: gpuctl.v1.ServesResponse
 }
 var file_gpuctl_v1_migrate_proto_depIdxs = []int32{
-	29, // 0: gpuctl.v1.MachinePlanResponse.reasons:type_name -> gpuctl.v1.Reason
+	30, // 0: gpuctl.v1.MachinePlanResponse.reasons:type_name -> gpuctl.v1.Reason
 	2,  // 1: gpuctl.v1.MachinePlanResponse.candidates:type_name -> gpuctl.v1.MachineCandidate
 	4,  // 2: gpuctl.v1.MachinePlanResponse.rejected:type_name -> gpuctl.v1.MachineRejection
-	3,  // 3: gpuctl.v1.MachineCandidate.steps:type_name -> gpuctl.v1.MachineStep
-	29, // 4: gpuctl.v1.MachineRejection.reasons:type_name -> gpuctl.v1.Reason
-	0,  // 5: gpuctl.v1.MachineStartRequest.plan:type_name -> gpuctl.v1.MachinePlanRequest
-	1,  // 6: gpuctl.v1.MachineProgress.refused:type_name -> gpuctl.v1.MachinePlanResponse
-	12, // 7: gpuctl.v1.SiteCardRequest.machine:type_name -> gpuctl.v1.SiteMachine
-	12, // 8: gpuctl.v1.SiteMoveRequest.machine:type_name -> gpuctl.v1.SiteMachine
-	12, // 9: gpuctl.v1.SiteSessionsRequest.machine:type_name -> gpuctl.v1.SiteMachine
-	25, // 10: gpuctl.v1.SiteMachineFacts.cpu:type_name -> gpuctl.v1.SiteCPU
-	23, // 11: gpuctl.v1.SiteMachineFacts.disks:type_name -> gpuctl.v1.SiteDisk
-	21, // 12: gpuctl.v1.SiteMachineFacts.hello:type_name -> gpuctl.v1.HelloResponseSummary
-	22, // 13: gpuctl.v1.SiteMachineFacts.sessions:type_name -> gpuctl.v1.SiteSession
-	30, // 14: gpuctl.v1.SiteSession.usage:type_name -> gpuctl.v1.Usage
-	23, // 15: gpuctl.v1.SiteHostFactsRequest.disks:type_name -> gpuctl.v1.SiteDisk
-	25, // 16: gpuctl.v1.SiteHostFactsRequest.cpu:type_name -> gpuctl.v1.SiteCPU
-	31, // 17: gpuctl.v1.SiteServesRequest.functions:type_name -> gpuctl.v1.PCIIdentity
-	28, // 18: gpuctl.v1.SiteHostFacts.cards:type_name -> gpuctl.v1.SiteCard
-	31, // 19: gpuctl.v1.SiteCard.id:type_name -> gpuctl.v1.PCIIdentity
-	0,  // 20: gpuctl.v1.MigrationService.Plan:input_type -> gpuctl.v1.MachinePlanRequest
-	5,  // 21: gpuctl.v1.MigrationService.Start:input_type -> gpuctl.v1.MachineStartRequest
-	7,  // 22: gpuctl.v1.MigrationService.Watch:input_type -> gpuctl.v1.MachineWatchRequest
-	8,  // 23: gpuctl.v1.MigrationService.Abort:input_type -> gpuctl.v1.MachineAbortRequest
-	10, // 24: gpuctl.v1.MigrationService.Resume:input_type -> gpuctl.v1.MachineResumeRequest
-	12, // 25: gpuctl.v1.SiteService.MachineFacts:input_type -> gpuctl.v1.SiteMachine
-	26, // 26: gpuctl.v1.SiteService.Serves:input_type -> gpuctl.v1.SiteServesRequest
-	24, // 27: gpuctl.v1.SiteService.HostFacts:input_type -> gpuctl.v1.SiteHostFactsRequest
-	12, // 28: gpuctl.v1.SiteService.Where:input_type -> gpuctl.v1.SiteMachine
-	15, // 29: gpuctl.v1.SiteService.Reserve:input_type -> gpuctl.v1.SiteCardRequest
-	15, // 30: gpuctl.v1.SiteService.Prepare:input_type -> gpuctl.v1.SiteCardRequest
-	15, // 31: gpuctl.v1.SiteService.Attach:input_type -> gpuctl.v1.SiteCardRequest
-	15, // 32: gpuctl.v1.SiteService.Detach:input_type -> gpuctl.v1.SiteCardRequest
-	15, // 33: gpuctl.v1.SiteService.GiveBack:input_type -> gpuctl.v1.SiteCardRequest
-	16, // 34: gpuctl.v1.SiteService.Move:input_type -> gpuctl.v1.SiteMoveRequest
-	12, // 35: gpuctl.v1.SiteService.Sessions:input_type -> gpuctl.v1.SiteMachine
-	19, // 36: gpuctl.v1.SiteService.Freeze:input_type -> gpuctl.v1.SiteSessionsRequest
-	15, // 37: gpuctl.v1.SiteService.Release:input_type -> gpuctl.v1.SiteCardRequest
-	15, // 38: gpuctl.v1.SiteService.TakeUp:input_type -> gpuctl.v1.SiteCardRequest
-	15, // 39: gpuctl.v1.SiteService.Await:input_type -> gpuctl.v1.SiteCardRequest
-	19, // 40: gpuctl.v1.SiteService.Thaw:input_type -> gpuctl.v1.SiteSessionsRequest
-	1,  // 41: gpuctl.v1.MigrationService.Plan:output_type -> gpuctl.v1.MachinePlanResponse
-	6,  // 42: gpuctl.v1.MigrationService.Start:output_type -> gpuctl.v1.MachineProgress
-	6,  // 43: gpuctl.v1.MigrationService.Watch:output_type -> gpuctl.v1.MachineProgress
-	9,  // 44: gpuctl.v1.MigrationService.Abort:output_type -> gpuctl.v1.MachineAbortResponse
-	11, // 45: gpuctl.v1.MigrationService.Resume:output_type -> gpuctl.v1.MachineResumeResponse
-	20, // 46: gpuctl.v1.SiteService.MachineFacts:output_type -> gpuctl.v1.SiteMachineFacts
-	32, // 47: gpuctl.v1.SiteService.Serves:output_type -> gpuctl.v1.ServesResponse
-	27, // 48: gpuctl.v1.SiteService.HostFacts:output_type -> gpuctl.v1.SiteHostFacts
-	14, // 49: gpuctl.v1.SiteService.Where:output_type -> gpuctl.v1.SiteWhereResponse
-	13, // 50: gpuctl.v1.SiteService.Reserve:output_type -> gpuctl.v1.SiteDone
-	13, // 51: gpuctl.v1.SiteService.Prepare:output_type -> gpuctl.v1.SiteDone
-	13, // 52: gpuctl.v1.SiteService.Attach:output_type -> gpuctl.v1.SiteDone
-	13, // 53: gpuctl.v1.SiteService.Detach:output_type -> gpuctl.v1.SiteDone
-	13, // 54: gpuctl.v1.SiteService.GiveBack:output_type -> gpuctl.v1.SiteDone
-	17, // 55: gpuctl.v1.SiteService.Move:output_type -> gpuctl.v1.SiteProgress
-	18, // 56: gpuctl.v1.SiteService.Sessions:output_type -> gpuctl.v1.SiteSessionsResponse
-	17, // 57: gpuctl.v1.SiteService.Freeze:output_type -> gpuctl.v1.SiteProgress
-	13, // 58: gpuctl.v1.SiteService.Release:output_type -> gpuctl.v1.SiteDone
-	13, // 59: gpuctl.v1.SiteService.TakeUp:output_type -> gpuctl.v1.SiteDone
-	13, // 60: gpuctl.v1.SiteService.Await:output_type -> gpuctl.v1.SiteDone
-	17, // 61: gpuctl.v1.SiteService.Thaw:output_type -> gpuctl.v1.SiteProgress
-	41, // [41:62] is the sub-list for method output_type
-	20, // [20:41] is the sub-list for method input_type
-	20, // [20:20] is the sub-list for extension type_name
-	20, // [20:20] is the sub-list for extension extendee
-	0,  // [0:20] is the sub-list for field type_name
+	30, // 3: gpuctl.v1.MachinePlanResponse.warm_reasons:type_name -> gpuctl.v1.Reason
+	3,  // 4: gpuctl.v1.MachineCandidate.steps:type_name -> gpuctl.v1.MachineStep
+	30, // 5: gpuctl.v1.MachineRejection.reasons:type_name -> gpuctl.v1.Reason
+	0,  // 6: gpuctl.v1.MachineStartRequest.plan:type_name -> gpuctl.v1.MachinePlanRequest
+	1,  // 7: gpuctl.v1.MachineProgress.refused:type_name -> gpuctl.v1.MachinePlanResponse
+	12, // 8: gpuctl.v1.SiteDefinition.machine:type_name -> gpuctl.v1.SiteMachine
+	12, // 9: gpuctl.v1.SiteCardRequest.machine:type_name -> gpuctl.v1.SiteMachine
+	12, // 10: gpuctl.v1.SiteMoveRequest.machine:type_name -> gpuctl.v1.SiteMachine
+	12, // 11: gpuctl.v1.SiteSessionsRequest.machine:type_name -> gpuctl.v1.SiteMachine
+	26, // 12: gpuctl.v1.SiteMachineFacts.cpu:type_name -> gpuctl.v1.SiteCPU
+	24, // 13: gpuctl.v1.SiteMachineFacts.disks:type_name -> gpuctl.v1.SiteDisk
+	22, // 14: gpuctl.v1.SiteMachineFacts.hello:type_name -> gpuctl.v1.HelloResponseSummary
+	23, // 15: gpuctl.v1.SiteMachineFacts.sessions:type_name -> gpuctl.v1.SiteSession
+	31, // 16: gpuctl.v1.SiteSession.usage:type_name -> gpuctl.v1.Usage
+	24, // 17: gpuctl.v1.SiteHostFactsRequest.disks:type_name -> gpuctl.v1.SiteDisk
+	26, // 18: gpuctl.v1.SiteHostFactsRequest.cpu:type_name -> gpuctl.v1.SiteCPU
+	32, // 19: gpuctl.v1.SiteServesRequest.functions:type_name -> gpuctl.v1.PCIIdentity
+	29, // 20: gpuctl.v1.SiteHostFacts.cards:type_name -> gpuctl.v1.SiteCard
+	32, // 21: gpuctl.v1.SiteCard.id:type_name -> gpuctl.v1.PCIIdentity
+	0,  // 22: gpuctl.v1.MigrationService.Plan:input_type -> gpuctl.v1.MachinePlanRequest
+	5,  // 23: gpuctl.v1.MigrationService.Start:input_type -> gpuctl.v1.MachineStartRequest
+	7,  // 24: gpuctl.v1.MigrationService.Watch:input_type -> gpuctl.v1.MachineWatchRequest
+	8,  // 25: gpuctl.v1.MigrationService.Abort:input_type -> gpuctl.v1.MachineAbortRequest
+	10, // 26: gpuctl.v1.MigrationService.Resume:input_type -> gpuctl.v1.MachineResumeRequest
+	12, // 27: gpuctl.v1.SiteService.MachineFacts:input_type -> gpuctl.v1.SiteMachine
+	27, // 28: gpuctl.v1.SiteService.Serves:input_type -> gpuctl.v1.SiteServesRequest
+	25, // 29: gpuctl.v1.SiteService.HostFacts:input_type -> gpuctl.v1.SiteHostFactsRequest
+	12, // 30: gpuctl.v1.SiteService.Where:input_type -> gpuctl.v1.SiteMachine
+	16, // 31: gpuctl.v1.SiteService.Reserve:input_type -> gpuctl.v1.SiteCardRequest
+	16, // 32: gpuctl.v1.SiteService.Prepare:input_type -> gpuctl.v1.SiteCardRequest
+	16, // 33: gpuctl.v1.SiteService.Attach:input_type -> gpuctl.v1.SiteCardRequest
+	16, // 34: gpuctl.v1.SiteService.Detach:input_type -> gpuctl.v1.SiteCardRequest
+	16, // 35: gpuctl.v1.SiteService.GiveBack:input_type -> gpuctl.v1.SiteCardRequest
+	17, // 36: gpuctl.v1.SiteService.Move:input_type -> gpuctl.v1.SiteMoveRequest
+	12, // 37: gpuctl.v1.SiteService.Sessions:input_type -> gpuctl.v1.SiteMachine
+	20, // 38: gpuctl.v1.SiteService.Freeze:input_type -> gpuctl.v1.SiteSessionsRequest
+	16, // 39: gpuctl.v1.SiteService.Release:input_type -> gpuctl.v1.SiteCardRequest
+	16, // 40: gpuctl.v1.SiteService.TakeUp:input_type -> gpuctl.v1.SiteCardRequest
+	16, // 41: gpuctl.v1.SiteService.Await:input_type -> gpuctl.v1.SiteCardRequest
+	20, // 42: gpuctl.v1.SiteService.Thaw:input_type -> gpuctl.v1.SiteSessionsRequest
+	16, // 43: gpuctl.v1.SiteService.Stop:input_type -> gpuctl.v1.SiteCardRequest
+	16, // 44: gpuctl.v1.SiteService.Start:input_type -> gpuctl.v1.SiteCardRequest
+	12, // 45: gpuctl.v1.SiteService.Definition:input_type -> gpuctl.v1.SiteMachine
+	14, // 46: gpuctl.v1.SiteService.Define:input_type -> gpuctl.v1.SiteDefinition
+	12, // 47: gpuctl.v1.SiteService.Undefine:input_type -> gpuctl.v1.SiteMachine
+	1,  // 48: gpuctl.v1.MigrationService.Plan:output_type -> gpuctl.v1.MachinePlanResponse
+	6,  // 49: gpuctl.v1.MigrationService.Start:output_type -> gpuctl.v1.MachineProgress
+	6,  // 50: gpuctl.v1.MigrationService.Watch:output_type -> gpuctl.v1.MachineProgress
+	9,  // 51: gpuctl.v1.MigrationService.Abort:output_type -> gpuctl.v1.MachineAbortResponse
+	11, // 52: gpuctl.v1.MigrationService.Resume:output_type -> gpuctl.v1.MachineResumeResponse
+	21, // 53: gpuctl.v1.SiteService.MachineFacts:output_type -> gpuctl.v1.SiteMachineFacts
+	33, // 54: gpuctl.v1.SiteService.Serves:output_type -> gpuctl.v1.ServesResponse
+	28, // 55: gpuctl.v1.SiteService.HostFacts:output_type -> gpuctl.v1.SiteHostFacts
+	15, // 56: gpuctl.v1.SiteService.Where:output_type -> gpuctl.v1.SiteWhereResponse
+	13, // 57: gpuctl.v1.SiteService.Reserve:output_type -> gpuctl.v1.SiteDone
+	13, // 58: gpuctl.v1.SiteService.Prepare:output_type -> gpuctl.v1.SiteDone
+	13, // 59: gpuctl.v1.SiteService.Attach:output_type -> gpuctl.v1.SiteDone
+	13, // 60: gpuctl.v1.SiteService.Detach:output_type -> gpuctl.v1.SiteDone
+	13, // 61: gpuctl.v1.SiteService.GiveBack:output_type -> gpuctl.v1.SiteDone
+	18, // 62: gpuctl.v1.SiteService.Move:output_type -> gpuctl.v1.SiteProgress
+	19, // 63: gpuctl.v1.SiteService.Sessions:output_type -> gpuctl.v1.SiteSessionsResponse
+	18, // 64: gpuctl.v1.SiteService.Freeze:output_type -> gpuctl.v1.SiteProgress
+	13, // 65: gpuctl.v1.SiteService.Release:output_type -> gpuctl.v1.SiteDone
+	13, // 66: gpuctl.v1.SiteService.TakeUp:output_type -> gpuctl.v1.SiteDone
+	13, // 67: gpuctl.v1.SiteService.Await:output_type -> gpuctl.v1.SiteDone
+	18, // 68: gpuctl.v1.SiteService.Thaw:output_type -> gpuctl.v1.SiteProgress
+	13, // 69: gpuctl.v1.SiteService.Stop:output_type -> gpuctl.v1.SiteDone
+	13, // 70: gpuctl.v1.SiteService.Start:output_type -> gpuctl.v1.SiteDone
+	14, // 71: gpuctl.v1.SiteService.Definition:output_type -> gpuctl.v1.SiteDefinition
+	13, // 72: gpuctl.v1.SiteService.Define:output_type -> gpuctl.v1.SiteDone
+	13, // 73: gpuctl.v1.SiteService.Undefine:output_type -> gpuctl.v1.SiteDone
+	48, // [48:74] is the sub-list for method output_type
+	22, // [22:48] is the sub-list for method input_type
+	22, // [22:22] is the sub-list for extension type_name
+	22, // [22:22] is the sub-list for extension extendee
+	0,  // [0:22] is the sub-list for field type_name
 }
 
 func init() { file_gpuctl_v1_migrate_proto_init() }
@@ -2297,7 +2413,7 @@ func file_gpuctl_v1_migrate_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_gpuctl_v1_migrate_proto_rawDesc), len(file_gpuctl_v1_migrate_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   29,
+			NumMessages:   30,
 			NumExtensions: 0,
 			NumServices:   2,
 		},

@@ -2130,6 +2130,7 @@ type MachineMove struct {
 	Undoing         bool                   `protobuf:"varint,15,opt,name=undoing,proto3" json:"undoing,omitempty"`                              // it is on its way back
 	Failed          string                 `protobuf:"bytes,16,opt,name=failed,proto3" json:"failed,omitempty"`                                 // the step that failed: why it is on its way back
 	Stored          bool                   `protobuf:"varint,17,opt,name=stored,proto3" json:"stored,omitempty"`                                // the VM's stored definition has its card
+	Cold            bool                   `protobuf:"varint,18,opt,name=cold,proto3" json:"cold,omitempty"`                                    // the VM is stopped, and started with the other card
 	unknownFields   protoimpl.UnknownFields
 	sizeCache       protoimpl.SizeCache
 }
@@ -2279,6 +2280,13 @@ func (x *MachineMove) GetFailed() string {
 func (x *MachineMove) GetStored() bool {
 	if x != nil {
 		return x.Stored
+	}
+	return false
+}
+
+func (x *MachineMove) GetCold() bool {
+	if x != nil {
+		return x.Cold
 	}
 	return false
 }
@@ -3491,7 +3499,7 @@ const file_gpuctl_cluster_v1_state_proto_rawDesc = "" +
 	"\x05token\x18\x10 \x01(\x04R\x05token\x12\x1a\n" +
 	"\brevision\x18\x11 \x01(\x04R\brevision\x128\n" +
 	"\amachine\x18\x12 \x01(\v2\x1e.gpuctl.cluster.v1.MachineMoveR\amachine\x126\n" +
-	"\x05steps\x18\x13 \x03(\v2 .gpuctl.cluster.v1.MigrationStepR\x05steps\"\xed\x03\n" +
+	"\x05steps\x18\x13 \x03(\v2 .gpuctl.cluster.v1.MigrationStepR\x05steps\"\x81\x04\n" +
 	"\vMachineMove\x12\x12\n" +
 	"\x04uuid\x18\x01 \x01(\tR\x04uuid\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12\x1b\n" +
@@ -3513,7 +3521,8 @@ const file_gpuctl_cluster_v1_state_proto_rawDesc = "" +
 	"\rguest_address\x18\x0e \x01(\tR\fguestAddress\x12\x18\n" +
 	"\aundoing\x18\x0f \x01(\bR\aundoing\x12\x16\n" +
 	"\x06failed\x18\x10 \x01(\tR\x06failed\x12\x16\n" +
-	"\x06stored\x18\x11 \x01(\bR\x06stored\"\xa4\x01\n" +
+	"\x06stored\x18\x11 \x01(\bR\x06stored\x12\x12\n" +
+	"\x04cold\x18\x12 \x01(\bR\x04cold\"\xa4\x01\n" +
 	"\rMigrationStep\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12&\n" +
 	"\x0fstarted_unix_ns\x18\x02 \x01(\x03R\rstartedUnixNs\x12\x17\n" +

@@ -78,6 +78,16 @@ const (
 	SiteServiceAwaitProcedure = "/gpuctl.v1.SiteService/Await"
 	// SiteServiceThawProcedure is the fully-qualified name of the SiteService's Thaw RPC.
 	SiteServiceThawProcedure = "/gpuctl.v1.SiteService/Thaw"
+	// SiteServiceStopProcedure is the fully-qualified name of the SiteService's Stop RPC.
+	SiteServiceStopProcedure = "/gpuctl.v1.SiteService/Stop"
+	// SiteServiceStartProcedure is the fully-qualified name of the SiteService's Start RPC.
+	SiteServiceStartProcedure = "/gpuctl.v1.SiteService/Start"
+	// SiteServiceDefinitionProcedure is the fully-qualified name of the SiteService's Definition RPC.
+	SiteServiceDefinitionProcedure = "/gpuctl.v1.SiteService/Definition"
+	// SiteServiceDefineProcedure is the fully-qualified name of the SiteService's Define RPC.
+	SiteServiceDefineProcedure = "/gpuctl.v1.SiteService/Define"
+	// SiteServiceUndefineProcedure is the fully-qualified name of the SiteService's Undefine RPC.
+	SiteServiceUndefineProcedure = "/gpuctl.v1.SiteService/Undefine"
 )
 
 // MigrationServiceClient is a client for the gpuctl.v1.MigrationService service.
@@ -283,6 +293,12 @@ type SiteServiceClient interface {
 	TakeUp(context.Context, *connect.Request[v1.SiteCardRequest]) (*connect.Response[v1.SiteDone], error)
 	Await(context.Context, *connect.Request[v1.SiteCardRequest]) (*connect.Response[v1.SiteDone], error)
 	Thaw(context.Context, *connect.Request[v1.SiteSessionsRequest]) (*connect.ServerStreamForClient[v1.SiteProgress], error)
+	// Stop and Start end and begin the VM, with a card that is held for it.
+	Stop(context.Context, *connect.Request[v1.SiteCardRequest]) (*connect.Response[v1.SiteDone], error)
+	Start(context.Context, *connect.Request[v1.SiteCardRequest]) (*connect.Response[v1.SiteDone], error)
+	Definition(context.Context, *connect.Request[v1.SiteMachine]) (*connect.Response[v1.SiteDefinition], error)
+	Define(context.Context, *connect.Request[v1.SiteDefinition]) (*connect.Response[v1.SiteDone], error)
+	Undefine(context.Context, *connect.Request[v1.SiteMachine]) (*connect.Response[v1.SiteDone], error)
 }
 
 // NewSiteServiceClient constructs a client for the gpuctl.v1.SiteService service. By default, it
@@ -392,6 +408,36 @@ func NewSiteServiceClient(httpClient connect.HTTPClient, baseURL string, opts ..
 			connect.WithSchema(siteServiceMethods.ByName("Thaw")),
 			connect.WithClientOptions(opts...),
 		),
+		stop: connect.NewClient[v1.SiteCardRequest, v1.SiteDone](
+			httpClient,
+			baseURL+SiteServiceStopProcedure,
+			connect.WithSchema(siteServiceMethods.ByName("Stop")),
+			connect.WithClientOptions(opts...),
+		),
+		start: connect.NewClient[v1.SiteCardRequest, v1.SiteDone](
+			httpClient,
+			baseURL+SiteServiceStartProcedure,
+			connect.WithSchema(siteServiceMethods.ByName("Start")),
+			connect.WithClientOptions(opts...),
+		),
+		definition: connect.NewClient[v1.SiteMachine, v1.SiteDefinition](
+			httpClient,
+			baseURL+SiteServiceDefinitionProcedure,
+			connect.WithSchema(siteServiceMethods.ByName("Definition")),
+			connect.WithClientOptions(opts...),
+		),
+		define: connect.NewClient[v1.SiteDefinition, v1.SiteDone](
+			httpClient,
+			baseURL+SiteServiceDefineProcedure,
+			connect.WithSchema(siteServiceMethods.ByName("Define")),
+			connect.WithClientOptions(opts...),
+		),
+		undefine: connect.NewClient[v1.SiteMachine, v1.SiteDone](
+			httpClient,
+			baseURL+SiteServiceUndefineProcedure,
+			connect.WithSchema(siteServiceMethods.ByName("Undefine")),
+			connect.WithClientOptions(opts...),
+		),
 	}
 }
 
@@ -413,6 +459,11 @@ type siteServiceClient struct {
 	takeUp       *connect.Client[v1.SiteCardRequest, v1.SiteDone]
 	await        *connect.Client[v1.SiteCardRequest, v1.SiteDone]
 	thaw         *connect.Client[v1.SiteSessionsRequest, v1.SiteProgress]
+	stop         *connect.Client[v1.SiteCardRequest, v1.SiteDone]
+	start        *connect.Client[v1.SiteCardRequest, v1.SiteDone]
+	definition   *connect.Client[v1.SiteMachine, v1.SiteDefinition]
+	define       *connect.Client[v1.SiteDefinition, v1.SiteDone]
+	undefine     *connect.Client[v1.SiteMachine, v1.SiteDone]
 }
 
 // MachineFacts calls gpuctl.v1.SiteService.MachineFacts.
@@ -495,6 +546,31 @@ func (c *siteServiceClient) Thaw(ctx context.Context, req *connect.Request[v1.Si
 	return c.thaw.CallServerStream(ctx, req)
 }
 
+// Stop calls gpuctl.v1.SiteService.Stop.
+func (c *siteServiceClient) Stop(ctx context.Context, req *connect.Request[v1.SiteCardRequest]) (*connect.Response[v1.SiteDone], error) {
+	return c.stop.CallUnary(ctx, req)
+}
+
+// Start calls gpuctl.v1.SiteService.Start.
+func (c *siteServiceClient) Start(ctx context.Context, req *connect.Request[v1.SiteCardRequest]) (*connect.Response[v1.SiteDone], error) {
+	return c.start.CallUnary(ctx, req)
+}
+
+// Definition calls gpuctl.v1.SiteService.Definition.
+func (c *siteServiceClient) Definition(ctx context.Context, req *connect.Request[v1.SiteMachine]) (*connect.Response[v1.SiteDefinition], error) {
+	return c.definition.CallUnary(ctx, req)
+}
+
+// Define calls gpuctl.v1.SiteService.Define.
+func (c *siteServiceClient) Define(ctx context.Context, req *connect.Request[v1.SiteDefinition]) (*connect.Response[v1.SiteDone], error) {
+	return c.define.CallUnary(ctx, req)
+}
+
+// Undefine calls gpuctl.v1.SiteService.Undefine.
+func (c *siteServiceClient) Undefine(ctx context.Context, req *connect.Request[v1.SiteMachine]) (*connect.Response[v1.SiteDone], error) {
+	return c.undefine.CallUnary(ctx, req)
+}
+
 // SiteServiceHandler is an implementation of the gpuctl.v1.SiteService service.
 type SiteServiceHandler interface {
 	MachineFacts(context.Context, *connect.Request[v1.SiteMachine]) (*connect.Response[v1.SiteMachineFacts], error)
@@ -514,6 +590,12 @@ type SiteServiceHandler interface {
 	TakeUp(context.Context, *connect.Request[v1.SiteCardRequest]) (*connect.Response[v1.SiteDone], error)
 	Await(context.Context, *connect.Request[v1.SiteCardRequest]) (*connect.Response[v1.SiteDone], error)
 	Thaw(context.Context, *connect.Request[v1.SiteSessionsRequest], *connect.ServerStream[v1.SiteProgress]) error
+	// Stop and Start end and begin the VM, with a card that is held for it.
+	Stop(context.Context, *connect.Request[v1.SiteCardRequest]) (*connect.Response[v1.SiteDone], error)
+	Start(context.Context, *connect.Request[v1.SiteCardRequest]) (*connect.Response[v1.SiteDone], error)
+	Definition(context.Context, *connect.Request[v1.SiteMachine]) (*connect.Response[v1.SiteDefinition], error)
+	Define(context.Context, *connect.Request[v1.SiteDefinition]) (*connect.Response[v1.SiteDone], error)
+	Undefine(context.Context, *connect.Request[v1.SiteMachine]) (*connect.Response[v1.SiteDone], error)
 }
 
 // NewSiteServiceHandler builds an HTTP handler from the service implementation. It returns the path
@@ -619,6 +701,36 @@ func NewSiteServiceHandler(svc SiteServiceHandler, opts ...connect.HandlerOption
 		connect.WithSchema(siteServiceMethods.ByName("Thaw")),
 		connect.WithHandlerOptions(opts...),
 	)
+	siteServiceStopHandler := connect.NewUnaryHandler(
+		SiteServiceStopProcedure,
+		svc.Stop,
+		connect.WithSchema(siteServiceMethods.ByName("Stop")),
+		connect.WithHandlerOptions(opts...),
+	)
+	siteServiceStartHandler := connect.NewUnaryHandler(
+		SiteServiceStartProcedure,
+		svc.Start,
+		connect.WithSchema(siteServiceMethods.ByName("Start")),
+		connect.WithHandlerOptions(opts...),
+	)
+	siteServiceDefinitionHandler := connect.NewUnaryHandler(
+		SiteServiceDefinitionProcedure,
+		svc.Definition,
+		connect.WithSchema(siteServiceMethods.ByName("Definition")),
+		connect.WithHandlerOptions(opts...),
+	)
+	siteServiceDefineHandler := connect.NewUnaryHandler(
+		SiteServiceDefineProcedure,
+		svc.Define,
+		connect.WithSchema(siteServiceMethods.ByName("Define")),
+		connect.WithHandlerOptions(opts...),
+	)
+	siteServiceUndefineHandler := connect.NewUnaryHandler(
+		SiteServiceUndefineProcedure,
+		svc.Undefine,
+		connect.WithSchema(siteServiceMethods.ByName("Undefine")),
+		connect.WithHandlerOptions(opts...),
+	)
 	return "/gpuctl.v1.SiteService/", http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		switch r.URL.Path {
 		case SiteServiceMachineFactsProcedure:
@@ -653,6 +765,16 @@ func NewSiteServiceHandler(svc SiteServiceHandler, opts ...connect.HandlerOption
 			siteServiceAwaitHandler.ServeHTTP(w, r)
 		case SiteServiceThawProcedure:
 			siteServiceThawHandler.ServeHTTP(w, r)
+		case SiteServiceStopProcedure:
+			siteServiceStopHandler.ServeHTTP(w, r)
+		case SiteServiceStartProcedure:
+			siteServiceStartHandler.ServeHTTP(w, r)
+		case SiteServiceDefinitionProcedure:
+			siteServiceDefinitionHandler.ServeHTTP(w, r)
+		case SiteServiceDefineProcedure:
+			siteServiceDefineHandler.ServeHTTP(w, r)
+		case SiteServiceUndefineProcedure:
+			siteServiceUndefineHandler.ServeHTTP(w, r)
 		default:
 			http.NotFound(w, r)
 		}
@@ -724,4 +846,24 @@ func (UnimplementedSiteServiceHandler) Await(context.Context, *connect.Request[v
 
 func (UnimplementedSiteServiceHandler) Thaw(context.Context, *connect.Request[v1.SiteSessionsRequest], *connect.ServerStream[v1.SiteProgress]) error {
 	return connect.NewError(connect.CodeUnimplemented, errors.New("gpuctl.v1.SiteService.Thaw is not implemented"))
+}
+
+func (UnimplementedSiteServiceHandler) Stop(context.Context, *connect.Request[v1.SiteCardRequest]) (*connect.Response[v1.SiteDone], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("gpuctl.v1.SiteService.Stop is not implemented"))
+}
+
+func (UnimplementedSiteServiceHandler) Start(context.Context, *connect.Request[v1.SiteCardRequest]) (*connect.Response[v1.SiteDone], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("gpuctl.v1.SiteService.Start is not implemented"))
+}
+
+func (UnimplementedSiteServiceHandler) Definition(context.Context, *connect.Request[v1.SiteMachine]) (*connect.Response[v1.SiteDefinition], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("gpuctl.v1.SiteService.Definition is not implemented"))
+}
+
+func (UnimplementedSiteServiceHandler) Define(context.Context, *connect.Request[v1.SiteDefinition]) (*connect.Response[v1.SiteDone], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("gpuctl.v1.SiteService.Define is not implemented"))
+}
+
+func (UnimplementedSiteServiceHandler) Undefine(context.Context, *connect.Request[v1.SiteMachine]) (*connect.Response[v1.SiteDone], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("gpuctl.v1.SiteService.Undefine is not implemented"))
 }
