@@ -105,5 +105,11 @@ func Table() map[string]Rule {
 		gpuctlv1connect.SiteServiceTakeUpProcedure:       {Host, nobody, change},
 		gpuctlv1connect.SiteServiceAwaitProcedure:        {Host, nobody, change},
 		gpuctlv1connect.SiteServiceThawProcedure:         {Host, nobody, change},
+		gpuctlv1connect.SiteServiceServesProcedure:       {Host, nobody, false},
+		gpuctlv1connect.SiteServiceDefinitionProcedure:   {Host, nobody, false},
+		gpuctlv1connect.SiteServiceDefineProcedure:       {Host, nobody, change},
+		gpuctlv1connect.SiteServiceUndefineProcedure:     {Host, nobody, change},
+		gpuctlv1connect.SiteServiceStopProcedure:         {Host, nobody, change},
+		gpuctlv1connect.SiteServiceStartProcedure:        {Host, nobody, change},
 	}
 }
