@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"slices"
 	"strings"
+	"time"
 
 	"google.golang.org/protobuf/proto"
 
@@ -319,6 +320,7 @@ func (k *Keeper) attach(ctx context.Context, m Machine, p *attachPlan, r *gpuctl
 	}
 	var claim, gpu string
 	var err error
+	began := time.Now()
 	if r.GetProfile() != "" {
 		claim, gpu, err = k.obtainSlice(ctx, m, r.GetProfile(), p.names(), r.GetExpr(), r.GetMinMemory())
 	} else {
@@ -343,7 +345,7 @@ func (k *Keeper) attach(ctx context.Context, m Machine, p *attachPlan, r *gpuctl
 	if r.GetProfile() != "" {
 		c.hold.Functions, c.hold.Slice = nil, &slice{ID: vgpu.NewUUID(), Profile: r.GetProfile(), Kind: p.kinds[gpu]}
 	}
-	report(c.update(stepClaim, 1))
+	report(c.update(stepClaim, time.Since(began)))
 	if h := k.held(card.Address); h != nil { // between the plan and now
 		k.forgo(claim)
 		return fmt.Errorf("attach %s to vm %s: %w: VM %s has got it meanwhile", gpu, m.Name, ErrRefused, h.machine())
