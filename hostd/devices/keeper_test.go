@@ -601,3 +601,63 @@ func TestOneByOne(t *testing.T) {
 		t.Error(err)
 	}
 }
+
+// A card stays its VM's while a migration stops and starts that, and no longer.
+func TestColdMigrationHolds(t *testing.T) {
+	w := newWorld(t)
+	m := *w.machines[uuid1]
+	if err := w.attach("one", "nvidia-0", true); err != nil {
+		t.Fatal(err)
+	}
+	if err := w.keeper.Keep(t.Context(), *w.machines[uuid2], "nvidia-0", "m-1"); !errors.Is(err, ErrTaken) {
+		t.Errorf("kept for another: %v", err)
+	}
+	w.pending = true
+	for range 2 {
+		if err := w.keeper.Keep(t.Context(), m, "nvidia-0", "m-1"); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := w.keeper.Ended(t.Context(), m, "nvidia-0"); err == nil {
+		t.Error("it has ended while the VM has it")
+	}
+	w.stop(uuid1)
+	w.keeper.Stopped(uuid1)
+	for range 3 {
+		w.keeper.work.Wait()
+		if err := w.keeper.Reconcile(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		w.pass(2 * time.Minute)
+	}
+	if h := w.keeper.holds[card4[0]]; h == nil || h.UUID != uuid1 {
+		t.Fatalf("given back: %+v", h)
+	}
+	for range 2 {
+		if err := w.keeper.Ended(t.Context(), m, "nvidia-0"); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if h := w.keeper.holds[card4[0]]; h.Phase != ready || len(w.stored) != 0 || w.dirty[card4[0]] != "" {
+		t.Errorf("%+v, stored %v, dirty %v", h, w.stored, w.dirty)
+	}
+	// It is started again with the same card: the way back.
+	if err := w.prepare(uuid1, card4...); err != nil {
+		t.Fatal(err)
+	}
+	w.run(uuid1, card4...)
+	if err := w.keeper.Plug(t.Context(), m, "nvidia-0", true); err != nil {
+		t.Fatal(err)
+	}
+	w.settled()
+	if h := w.keeper.holds[card4[0]]; h == nil || h.Phase != attached || len(w.stored[uuid1]) != 4 {
+		t.Errorf("%+v, stored %v", h, w.stored)
+	}
+	w.pending = false
+	w.stop(uuid1)
+	w.keeper.Stopped(uuid1)
+	w.settled()
+	if len(w.keeper.holds) != 0 {
+		t.Errorf("after its end: %v", w.keeper.holds)
+	}
+}
