@@ -192,6 +192,7 @@ func life(ctx context.Context, h *host) {
 		}
 		h.readsBochs(ctx, web)
 		must(t, web.Detach(ctx, bochs))
+		h.run(ctx, reattach)
 		h.free(ctx, "web", bochs)
 	})
 	r.step("the VM reboots", func() {
@@ -318,8 +319,8 @@ func (h *host) badInput(ctx context.Context) {
 	}
 }
 
-// reattach gives the card back to dom0: libvirt says that it does, and leaves it
-// with pciback where the VM had it without managed='yes'.
+// reattach gives the card back to dom0: libvirt says that it does, but pciback
+// remembers the slot and takes it again.
 const reattach = `virsh -q nodedev-reattach pci_0000_03_00_0
 d=/sys/bus/pci/devices/` + bochs + `
 if [ -e /sys/bus/pci/drivers/pciback/` + bochs + ` ]; then
