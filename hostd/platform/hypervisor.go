@@ -75,8 +75,8 @@ func (x xenHypervisor) OneByOne(card *pci.Card) string {
 	for _, f := range card.Functions {
 		alone := slices.ContainsFunc(f.ResetMethods, func(m string) bool { return m == "flr" || m == "af_flr" || m == "pm" })
 		if !alone {
-			return fmt.Sprintf("%s of its %d functions has no reset of its own, and libvirt cannot plug such a card into a running VM of Xen: give it to the VM before it starts (gpuctl attach VM %s --stored)",
-				f.Address, len(card.Functions), card.Address)
+			return fmt.Sprintf("it has %d functions, %s has no reset of its own, and libvirt cannot plug such a card into a running VM of Xen: give it to the VM before it starts (gpuctl attach VM %s --stored)",
+				len(card.Functions), f.Address, card.Address)
 		}
 	}
 	return ""
