@@ -164,7 +164,7 @@ func TestMigrate(t *testing.T) {
 		t.Log(a.must(ctx, "downgrade", "web", "--to", "xena/"+bochs))
 		show(a)
 		a.has(ctx, "web", bochs)
-		a.free(ctx, virtio, "virtio-pci")
+		a.free(ctx, "web", virtio)
 		goesOn()
 	})
 	step("migrate", func() {
@@ -172,14 +172,14 @@ func TestMigrate(t *testing.T) {
 		g.Moved(b.Host)
 		show(b)
 		b.has(ctx, "web", bochs)
-		a.free(ctx, bochs, "")
+		a.free(ctx, "web", bochs)
 		goesOn()
 	})
 	step("upgrade", func() {
 		t.Log(a.must(ctx, "upgrade", "web")) // asked of the host where it is no more
 		show(b)
 		b.has(ctx, "web", virtio)
-		b.free(ctx, bochs, "")
+		b.free(ctx, "web", bochs)
 		goesOn()
 	})
 	step("the right result", func() {
@@ -204,5 +204,5 @@ func TestMigrate(t *testing.T) {
 		t.Log(a.must(ctx, "get", "gpus"))
 	})
 	must(t, g.Destroy(ctx))
-	b.free(ctx, virtio, "virtio-pci")
+	b.free(ctx, "web", virtio)
 }
