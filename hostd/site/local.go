@@ -252,13 +252,17 @@ func (l *Local) each(ctx context.Context, uuid string, ids []string, do func(o *
 	return errors.Join(errs...)
 }
 
+// freezeTime is how long what an application has launched may take to end
+// before its VM is moved: less, and long kernels would keep VMs where they are.
+const freezeTime = 2 * time.Minute
+
 // Freeze suspends sessions to the VM's memory.
 func (l *Local) Freeze(ctx context.Context, uuid string, ids []string, report migrate.Progress) error {
 	return l.each(ctx, uuid, ids, func(o *guest, s *gpuctlv1.Session, report migrate.Progress) error {
 		if s.GetState() == gpuctlv1.SessionState_SESSION_STATE_SUSPENDED {
 			return nil
 		}
-		stream, err := o.work.Suspend(ctx, connect.NewRequest(&gpuctlv1.SuspendRequest{Session: s.GetId()}))
+		stream, err := o.work.Suspend(ctx, connect.NewRequest(&gpuctlv1.SuspendRequest{Session: s.GetId(), FreezeTimeoutMs: freezeTime.Milliseconds()}))
 		if err != nil {
 			return err
 		}
