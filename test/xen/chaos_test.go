@@ -60,7 +60,7 @@ func newTraveller(ctx context.Context, t *testing.T) *traveller {
 	a.has(ctx, "web", virtio)
 	_, err = g.Run(ctx, quick)
 	must(t, err)
-	v.work, err = g.StartEndure(ctx, "endure", labtest.Endure{KiB: 64, Ballast: 1, PauseMS: 200, Seed: 5})
+	v.work, err = g.StartEndure(ctx, "endure", labtest.Endure{KiB: 8, Ballast: 1, PauseMS: 200, Seed: 5})
 	must(t, err)
 	must(t, v.work.WaitIteration(ctx, 1))
 	v.boot, err = g.BootID(ctx)
