@@ -16,6 +16,9 @@
 // the last, and goes where the VM goes. When neither end can be reached the
 // migration is held: the VM lives, its state is safe, and an operator is told.
 //
+// A VM that cannot be moved alive is stopped and started with the other card, if
+// that was asked for; its applications end.
+//
 // Here are no connections, no libvirt and no PCI: sites are interfaces. What a
 // host does for a step is in hostd/site.
 package migrate

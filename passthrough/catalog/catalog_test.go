@@ -2,13 +2,15 @@ package catalog_test
 
 import (
 	"bufio"
+	"errors"
+	"io/fs"
 	"os"
+	"path/filepath"
 	"regexp"
 	"slices"
 	"strconv"
 	"strings"
 	"testing"
-	"testing/fstest"
 	"unicode"
 
 	"github.com/gpuctl/gpuctl/passthrough/catalog"
@@ -351,17 +353,21 @@ models:
 	}
 }
 
-func TestReadDir(t *testing.T) {
-	file := func(s string) *fstest.MapFile { return &fstest.MapFile{Data: []byte(s)} }
-	fsys := fstest.MapFS{
-		"etc/models.d/20.yaml": file("b"), "etc/models.d/10.yaml": file("a"), "etc/models.d/.hidden.yaml": file("x"),
-		"etc/models.d/10.yaml~": file("x"), "etc/models.d/sub.yaml/x": file("x"),
+func TestOpen(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "models.yaml")
+	if _, err := catalog.Open(path); !errors.Is(err, fs.ErrNotExist) {
+		t.Errorf("no file: %v", err)
 	}
-	files, err := catalog.ReadDir(fsys, "etc/models.d")
-	if err != nil || len(files) != 2 || string(files[0].Data) != "a" || files[1].Name != "etc/models.d/20.yaml" {
-		t.Errorf("%v, %v", files, err)
+	if err := os.WriteFile(path, []byte("version: 7\n"), 0o600); err != nil {
+		t.Fatal(err)
 	}
-	if files, err := catalog.ReadDir(fsys, "etc/none"); err != nil || files != nil {
-		t.Errorf("no folder: %v, %v", files, err)
+	if _, err := catalog.Open(path); err == nil || !strings.Contains(err.Error(), path) {
+		t.Errorf("the error does not name the file: %v", err)
+	}
+	if err := os.WriteFile(path, []byte("version: 1\n"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := catalog.Open(path, path); err != nil {
+		t.Error(err)
 	}
 }

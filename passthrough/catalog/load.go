@@ -7,11 +7,8 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"io/fs"
 	"math"
 	"os"
-	"path"
-	"path/filepath"
 	"slices"
 	"strings"
 	"unicode"
@@ -49,31 +46,8 @@ type File struct {
 	Data []byte
 }
 
-// ReadDir reads the .yaml files of a folder of fsys in the order of their
-// names. A folder that is not there has none.
-func ReadDir(fsys fs.FS, dir string) ([]File, error) {
-	entries, err := fs.ReadDir(fsys, dir)
-	if errors.Is(err, fs.ErrNotExist) {
-		return nil, nil
-	} else if err != nil {
-		return nil, fmt.Errorf("catalogue: %w", err)
-	}
-	var out []File
-	for _, e := range entries {
-		if e.IsDir() || path.Ext(e.Name()) != ".yaml" || strings.HasPrefix(e.Name(), ".") {
-			continue
-		}
-		f, err := readFile(fsys, path.Join(dir, e.Name()))
-		if err != nil {
-			return nil, err
-		}
-		out = append(out, f)
-	}
-	return out, nil
-}
-
-func readFile(fsys fs.FS, name string) (File, error) {
-	f, err := fsys.Open(name)
+func readFile(name string) (File, error) {
+	f, err := os.Open(name)
 	if err != nil {
 		return File{}, fmt.Errorf("catalogue: %w", err)
 	}
@@ -89,11 +63,10 @@ func readFile(fsys fs.FS, name string) (File, error) {
 func Open(paths ...string) (*Catalog, error) {
 	var files []File
 	for _, p := range paths {
-		f, err := readFile(os.DirFS(filepath.Dir(p)), filepath.Base(p))
+		f, err := readFile(p)
 		if err != nil {
 			return nil, err
 		}
-		f.Name = p
 		files = append(files, f)
 	}
 	return Load(files...)
