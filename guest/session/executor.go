@@ -119,7 +119,13 @@ func (e *executor) ready(ctx context.Context) (*gpuctlv1.DescribeResponse, error
 }
 
 func (e *executor) describe(ctx context.Context) (*gpuctlv1.DescribeResponse, error) {
-	ctx, cancel := e.bound(ctx, describeTimeout)
+	return e.describeWithin(ctx, describeTimeout)
+}
+
+// describeWithin is describe of an executor that may be busy: some runtimes
+// answer nothing while a kernel runs.
+func (e *executor) describeWithin(ctx context.Context, patience time.Duration) (*gpuctlv1.DescribeResponse, error) {
+	ctx, cancel := e.bound(ctx, patience)
 	defer cancel()
 	resp, err := e.api.Describe(ctx, connect.NewRequest(&gpuctlv1.DescribeRequest{}))
 	if err != nil {

@@ -272,10 +272,7 @@ func (op *operation) freezeSource(ctx context.Context, timeoutMS int64) error {
 		op.unfrozen = true
 		return fmt.Errorf("%w: executor %d has ended: %s", errNotFrozen, op.target.gen, op.target.proc.Exit())
 	}
-	timeout := defaultFreeze
-	if timeoutMS > 0 {
-		timeout = time.Duration(timeoutMS) * time.Millisecond
-	}
+	timeout := freezePatience(timeoutMS)
 	op.frozenAt = time.Now()
 	snap, err := op.source.freeze(ctx, timeout)
 	if err != nil {
@@ -290,6 +287,14 @@ func (op *operation) freezeSource(ctx context.Context, timeoutMS int64) error {
 	// A new gpuguest can tell by it whether a dead target took requests.
 	head := op.s.mem.head()
 	return op.s.update(func(r *record) { r.Op.Head = &head })
+}
+
+// freezePatience is how long what was launched may take to end.
+func freezePatience(timeoutMS int64) time.Duration {
+	if timeoutMS > 0 {
+		return time.Duration(timeoutMS) * time.Millisecond
+	}
+	return defaultFreeze
 }
 
 // thawSource undoes freezeSource.

@@ -42,7 +42,7 @@ func (m *Manager) suspend(ctx context.Context, req *gpuctlv1.SuspendRequest, sin
 	}
 	return op.run([]step{
 		{name: stepCheck, run: func(ctx context.Context) error {
-			d, err := op.source.describe(ctx)
+			d, err := op.source.describeWithin(ctx, freezePatience(req.FreezeTimeoutMs))
 			if err != nil {
 				return err
 			}

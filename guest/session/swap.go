@@ -38,7 +38,7 @@ func (m *Manager) swap(ctx context.Context, req *gpuctlv1.SwapRequest, sink func
 	)
 	res := op.run([]step{
 		{name: stepCheck, run: func(ctx context.Context) error {
-			d, err := op.source.describe(ctx)
+			d, err := op.source.describeWithin(ctx, freezePatience(req.FreezeTimeoutMs))
 			if err != nil {
 				return err
 			}
