@@ -136,7 +136,7 @@ func TestMigrate(t *testing.T) {
 	step("a VM with a GPU", func() {
 		must(t, g.Create(ctx, a.Host, virtio))
 		a.has(ctx, "web", virtio)
-		e, err = g.StartEndure(ctx, "endure", labtest.Endure{KiB: 8, Ballast: 1, PauseMS: 200, Seed: 3})
+		e, err = g.StartEndure(ctx, "endure", labtest.Endure{KiB: 8, Ballast: 1, PauseMS: 3000, Seed: 3})
 		must(t, err)
 		must(t, e.WaitIteration(ctx, 2))
 		boot, err = g.BootID(ctx)
