@@ -192,7 +192,7 @@ func life(ctx context.Context, h *host) {
 		}
 		h.readsBochs(ctx, web)
 		must(t, web.Detach(ctx, bochs))
-		h.run(ctx, reattach)
+		h.reattach(ctx, bochs)
 		h.free(ctx, "web", bochs)
 	})
 	r.step("the VM reboots", func() {
@@ -319,16 +319,20 @@ func (h *host) badInput(ctx context.Context) {
 	}
 }
 
-// reattach gives the card back to dom0: libvirt says that it does, but pciback
-// remembers the slot and takes it again.
-const reattach = `virsh -q nodedev-reattach pci_0000_03_00_0
-d=/sys/bus/pci/devices/` + bochs + `
-if [ -e /sys/bus/pci/drivers/pciback/` + bochs + ` ]; then
-	echo > $d/driver_override
-	echo ` + bochs + ` > /sys/bus/pci/drivers/pciback/unbind
-	echo ` + bochs + ` > /sys/bus/pci/drivers/pciback/remove_slot
+// reattach gives functions back to dom0 that libvirt has bound: it says that it
+// does so itself, but pciback remembers the slot and takes it again.
+func (h *host) reattach(ctx context.Context, functions ...string) {
+	h.t.Helper()
+	for _, f := range functions {
+		h.run(ctx, strings.ReplaceAll(`virsh -q nodedev-reattach pci_$(echo @ | tr :. __)
+if [ -e /sys/bus/pci/drivers/pciback/@ ]; then
+	echo > /sys/bus/pci/devices/@/driver_override
+	echo @ > /sys/bus/pci/drivers/pciback/unbind
+	echo @ > /sys/bus/pci/drivers/pciback/remove_slot
 fi
-true`
+true`, "@", f))
+	}
+}
 
 // rounds of each measurement.
 const rounds = 3
@@ -372,7 +376,7 @@ func (h *host) besideLibvirt(ctx context.Context, g *labtest.Guest) {
 		h.readsBochs(ctx, g)
 		add("virsh detach", bare("detach-device"))
 		h.gone(ctx, g, "1234:1111")
-		h.run(ctx, reattach)
+		h.reattach(ctx, bochs)
 		h.free(ctx, "web", bochs)
 	}
 	var names []string
@@ -424,7 +428,7 @@ func (h *host) down(ctx context.Context) {
 	h.t.Helper()
 	g := &labtest.Guest{Name: "early", MemoryMiB: 64}
 	h.put(ctx, g, same, functions[sound]...)
-	plain := &labtest.Guest{Name: "other", MemoryMiB: 64, PVH: true}
+	plain := &labtest.Guest{Name: "other", PVH: true}
 	h.put(ctx, plain, same)
 	policy := func(p string) {
 		h.run(ctx, "mkdir -p /etc/gpuctl && echo on-unreachable: "+p+" > /etc/gpuctl/hook.yaml")
@@ -441,6 +445,11 @@ func (h *host) down(ctx context.Context) {
 	h.start(ctx)
 	h.has(ctx, "early", sound)
 	h.mustVirsh(ctx, "destroy", "early")
+	h.until(ctx, time.Minute, "hostd has the card back", func() (bool, string) {
+		c := h.cards(ctx)[sound]
+		return c.Phase == "free", fmt.Sprint(c)
+	})
+	h.reattach(ctx, functions[sound]...) // libvirt had bound it
 	h.free(ctx, "early", sound)
 	h.run(ctx, "rm /etc/gpuctl/hook.yaml")
 }
