@@ -31,6 +31,21 @@ func (k *Keeper) movable(ctx context.Context, gpu, what string) (card *pci.Card,
 	return card, name, end, err
 }
 
+// holding finds a card that is held for a VM, as a quarantined one is not, and
+// makes it the caller's alone.
+func (k *Keeper) holding(ctx context.Context, m Machine, gpu string) (c *change, name string, end func(), err error) {
+	card, name, end, err := k.movable(ctx, gpu, "a migration of vm "+m.Name)
+	if err != nil {
+		return nil, "", nil, err
+	}
+	h := k.held(card.Address)
+	if h == nil || h.UUID != m.UUID {
+		end()
+		return nil, "", nil, fmt.Errorf("gpu %s: %w: it is not held for vm %s", name, ErrTaken, m.Name)
+	}
+	return &change{k: k, card: card, report: quiet, hold: *h}, name, end, nil
+}
+
 // Reserve binds a claim to a card for a VM that a migration brings. Its driver
 // is not changed yet.
 func (k *Keeper) Reserve(ctx context.Context, m Machine, gpu, claim, migration string) error {
@@ -93,28 +108,23 @@ func (k *Keeper) Ready(ctx context.Context, m Machine, gpu, claim, migration str
 // Plug gives a ready card to its VM, which runs here, and if stored to its
 // stored definition.
 func (k *Keeper) Plug(ctx context.Context, m Machine, gpu string, stored bool) error {
-	card, name, end, err := k.movable(ctx, gpu, "a migration of vm "+m.Name)
+	c, name, end, err := k.holding(ctx, m, gpu)
 	if err != nil {
 		return err
 	}
 	defer end()
-	h := k.held(card.Address)
-	if h == nil || h.UUID != m.UUID || h.Phase == quarantined {
-		return fmt.Errorf("gpu %s: %w: it is not held for vm %s", name, ErrTaken, m.Name)
-	}
 	owners, err := k.Hypervisor.Owners(ctx)
 	if err != nil {
 		return err
 	}
-	c := &change{k: k, card: card, report: quiet, hold: *h}
-	c.hold.Persistent = stored || h.Persistent
-	if contradicts(owners, h.Functions, h.UUID, true) == "" {
+	c.hold.Persistent = stored || c.hold.Persistent
+	if contradicts(owners, c.hold.Functions, m.UUID, true) == "" {
 		err = c.enter(attached)
 	} else {
 		err = c.attach(ctx)
 	}
 	if err == nil && c.hold.Persistent {
-		err = k.Machines.Store(ctx, m.UUID, h.Functions)
+		err = k.Machines.Store(ctx, m.UUID, c.hold.Functions)
 	}
 	if err != nil {
 		return fmt.Errorf("gpu %s: %w", name, err)
@@ -125,28 +135,23 @@ func (k *Keeper) Plug(ctx context.Context, m Machine, gpu string, stored bool) e
 // Unplug takes a card out of its VM, which has let go of it, resets it, and
 // keeps it for that VM.
 func (k *Keeper) Unplug(ctx context.Context, m Machine, gpu, migration string) error {
-	card, name, end, err := k.movable(ctx, gpu, "a migration of vm "+m.Name)
+	c, name, end, err := k.holding(ctx, m, gpu)
 	if err != nil {
 		return err
 	}
 	defer end()
-	h := k.held(card.Address)
-	if h == nil || h.UUID != m.UUID {
-		return fmt.Errorf("gpu %s: %w: it is not held for vm %s", name, ErrTaken, m.Name)
-	}
-	c := &change{k: k, card: card, report: quiet, hold: *h}
 	c.hold.Migration = migration
 	owners, err := k.Hypervisor.Owners(ctx)
 	if err != nil {
 		return err
 	}
-	if contradicts(owners, h.Functions, h.UUID, false) != "" {
+	if contradicts(owners, c.hold.Functions, m.UUID, false) != "" {
 		if err := c.detach(ctx); err != nil {
 			return errors.Join(fmt.Errorf("gpu %s: %w", name, err), k.stillHas(ctx, c))
 		}
 	}
 	// The definition travels with the VM, the card does not.
-	if err := k.Machines.Unstore(ctx, m.UUID, h.Functions); err != nil {
+	if err := k.Machines.Unstore(ctx, m.UUID, c.hold.Functions); err != nil {
 		return fmt.Errorf("gpu %s: %w", name, err)
 	}
 	if err := c.enter(ready); err != nil {
@@ -158,38 +163,29 @@ func (k *Keeper) Unplug(ctx context.Context, m Machine, gpu, migration string) e
 // Keep has a card stay its VM's when the VM is stopped, which a migration is
 // about to do.
 func (k *Keeper) Keep(ctx context.Context, m Machine, gpu, migration string) error {
-	card, name, end, err := k.movable(ctx, gpu, "a migration of vm "+m.Name)
+	c, _, end, err := k.holding(ctx, m, gpu)
 	if err != nil {
 		return err
 	}
 	defer end()
-	h := k.held(card.Address)
-	if h == nil || h.UUID != m.UUID || h.Phase == quarantined {
-		return fmt.Errorf("gpu %s: %w: it is not held for vm %s", name, ErrTaken, m.Name)
-	}
-	if h.Migration == migration {
+	if c.hold.Migration == migration {
 		return nil
 	}
-	h.Migration = migration
-	return k.put(*h)
+	c.hold.Migration = migration
+	return k.put(c.hold)
 }
 
 // Ended resets a kept card whose VM has stopped, and goes on keeping it. The
 // VM's stored definition does not have it any more.
 func (k *Keeper) Ended(ctx context.Context, m Machine, gpu string) error {
-	card, name, end, err := k.movable(ctx, gpu, "a migration of vm "+m.Name)
+	c, name, end, err := k.holding(ctx, m, gpu)
 	if err != nil {
 		return err
 	}
 	defer end()
-	h := k.held(card.Address)
-	if h == nil || h.UUID != m.UUID {
-		return fmt.Errorf("gpu %s: %w: it is not held for vm %s", name, ErrTaken, m.Name)
-	}
-	c := &change{k: k, card: card, report: quiet, hold: *h}
 	err = c.verify(ctx, false)
 	if err == nil {
-		err = k.Machines.Unstore(ctx, m.UUID, h.Functions)
+		err = k.Machines.Unstore(ctx, m.UUID, c.hold.Functions)
 	}
 	if err == nil {
 		err = c.enter(ready)
