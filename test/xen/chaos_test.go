@@ -2,10 +2,12 @@ package xen
 
 import (
 	"context"
+	"fmt"
 	"math/rand/v2"
 	"os"
 	"slices"
 	"strconv"
+	"strings"
 	"testing"
 	"time"
 
@@ -60,6 +62,11 @@ func newTraveller(ctx context.Context, t *testing.T) *traveller {
 	a.has(ctx, "web", virtio)
 	_, err = g.Run(ctx, quick)
 	must(t, err)
+	a.until(ctx, 5*time.Minute, "gpuguest serves again", func() (bool, string) {
+		out, err := g.AgentLog(ctx)
+		_, again, _ := strings.Cut(out, "gpuguest ended")
+		return strings.Contains(again, "device is ready"), fmt.Sprint(again, err)
+	})
 	v.work, err = g.StartEndure(ctx, "endure", labtest.Endure{KiB: 8, Ballast: 1, PauseMS: 200, Seed: 5})
 	must(t, err)
 	must(t, v.work.WaitIteration(ctx, 1))
