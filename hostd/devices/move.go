@@ -240,13 +240,18 @@ func (k *Keeper) migrating(h *hold) bool {
 	return k.Pending(h.Migration)
 }
 
-// Pluggable says why a card cannot be plugged into a running VM; empty: it can.
-func (k *Keeper) Pluggable(ctx context.Context, gpu string) (string, error) {
-	card, _, err := k.find(ctx, gpu)
+// Pluggable says why a card, named by its address, cannot be plugged into a running VM; empty: it can.
+func (k *Keeper) Pluggable(card string) (string, error) {
+	cards, err := k.scan()
 	if err != nil {
 		return "", err
 	}
-	return k.Hypervisor.OneByOne(card), nil
+	for _, c := range cards {
+		if c.Address.String() == card {
+			return k.Hypervisor.OneByOne(c), nil
+		}
+	}
+	return "", fmt.Errorf("card %s: %w", card, ErrNotFound)
 }
 
 // Functions are those of a card.

@@ -118,19 +118,35 @@ func (m *Manager) hosts(ctx context.Context, v *state.View, f *gpuctlv1.SiteMach
 	return all
 }
 
+// identity is a PCIIdentity that can be compared.
+type identity struct{ vendor, device, subVendor, subDevice, class uint32 }
+
+func identityOf(id *gpuctlv1.PCIIdentity) identity {
+	return identity{id.GetVendorId(), id.GetDeviceId(), id.GetSubVendorId(), id.GetSubDeviceId(), id.GetClass()}
+}
+
 // serves asks the VM which of the cards it could use; ids are theirs, in order.
+// It is asked once of each kind: a cluster has many cards of few.
 func (m *Manager) serves(ctx context.Context, uuid string, hosts []migrate.HostFacts, ids []*gpuctlv1.PCIIdentity) {
+	var kinds []*gpuctlv1.PCIIdentity
+	kind := map[identity]int{}
+	for _, id := range ids {
+		if _, known := kind[identityOf(id)]; !known {
+			kind[identityOf(id)] = len(kinds)
+			kinds = append(kinds, id)
+		}
+	}
 	var missing []string
 	c, err := m.Node.Site(m.Node.HostName())
 	if err == nil {
 		var res *connect.Response[gpuctlv1.ServesResponse]
-		res, err = c.Serves(ctx, connect.NewRequest(&gpuctlv1.SiteServesRequest{Uuid: uuid, Functions: ids}))
+		res, err = c.Serves(ctx, connect.NewRequest(&gpuctlv1.SiteServesRequest{Uuid: uuid, Functions: kinds}))
 		if err == nil {
 			missing = res.Msg.GetMissing()
 		}
 	}
-	if err == nil && len(missing) != len(ids) {
-		err = fmt.Errorf("it was asked of %d and answers of %d", len(ids), len(missing))
+	if err == nil && len(missing) != len(kinds) {
+		err = fmt.Errorf("it was asked of %d and answers of %d", len(kinds), len(missing))
 	}
 	at := 0
 	for _, h := range hosts {
@@ -139,7 +155,7 @@ func (m *Manager) serves(ctx context.Context, uuid string, hosts []migrate.HostF
 				h.GPUs[i].GuestLacks = "its gpuguest does not say what is installed: " + err.Error()
 				continue
 			}
-			h.GPUs[i].GuestLacks = missing[at]
+			h.GPUs[i].GuestLacks = missing[kind[identityOf(ids[at])]]
 			at++
 		}
 	}

@@ -230,7 +230,7 @@ func (l *Local) HostFacts(ctx context.Context, r *gpuctlv1.SiteHostFactsRequest)
 			}
 		}
 		if s.GetIsolation() == "" {
-			if s.Isolation, err = l.Keeper.Pluggable(ctx, c.GetAddress()); err != nil {
+			if s.Isolation, err = l.Keeper.Pluggable(c.GetAddress()); err != nil {
 				return nil, err
 			}
 		}

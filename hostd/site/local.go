@@ -33,7 +33,7 @@ type Keeper interface {
 	IDs(ctx context.Context, gpu string) (vendor, device uint16, err error)
 	Cards(ctx context.Context) ([]*gpuctlv1.Card, error)
 	Isolated(ctx context.Context, gpu string) (*gpuctlv1.IsolationResponse, error)
-	Pluggable(ctx context.Context, gpu string) (why string, err error)
+	Pluggable(card string) (why string, err error)
 }
 
 // Local is this host.

@@ -148,19 +148,10 @@ then gone back.`,
 		Example: "  gpuctl migrations abort m7",
 		Args:    arguments(cobra.ExactArgs(1)), ValidArgsFunction: a.completeMigrations(`state == "running"`),
 		RunE: func(cmd *cobra.Command, args []string) error {
-			m, err := a.machineMigration(cmd.Context(), args[0])
-			if err != nil {
-				return err
-			}
-			c, err := a.connectMigrations()
-			if err != nil {
-				return err
-			}
-			res, err := c.Abort(cmd.Context(), connect.NewRequest(&gpuctlv1.MachineAbortRequest{Id: m.GetId()}))
-			if err != nil {
-				return a.adviseMigration(cmd.Context(), err)
-			}
-			return a.began(m, "is being undone", res.Msg.GetMessage())
+			return a.redirect(cmd.Context(), args[0], "is being undone", func(c migrationClient, id string) (string, error) {
+				res, err := c.Abort(cmd.Context(), connect.NewRequest(&gpuctlv1.MachineAbortRequest{Id: id}))
+				return answer(res).GetMessage(), err
+			})
 		},
 	}
 }
@@ -174,21 +165,29 @@ names.`,
 		Example: "  gpuctl migrations --where 'state == \"held\"'\n  gpuctl migrations resume m7",
 		Args:    arguments(cobra.ExactArgs(1)), ValidArgsFunction: a.completeMigrations(`state == "held"`),
 		RunE: func(cmd *cobra.Command, args []string) error {
-			m, err := a.machineMigration(cmd.Context(), args[0])
-			if err != nil {
-				return err
-			}
-			c, err := a.connectMigrations()
-			if err != nil {
-				return err
-			}
-			res, err := c.Resume(cmd.Context(), connect.NewRequest(&gpuctlv1.MachineResumeRequest{Id: m.GetId()}))
-			if err != nil {
-				return a.adviseMigration(cmd.Context(), err)
-			}
-			return a.began(m, "goes on", res.Msg.GetMessage())
+			return a.redirect(cmd.Context(), args[0], "goes on", func(c migrationClient, id string) (string, error) {
+				res, err := c.Resume(cmd.Context(), connect.NewRequest(&gpuctlv1.MachineResumeRequest{Id: id}))
+				return answer(res).GetMessage(), err
+			})
 		},
 	}
+}
+
+// redirect has a migration go another way and says that it does.
+func (a *app) redirect(ctx context.Context, id, what string, call func(c migrationClient, id string) (string, error)) error {
+	m, err := a.machineMigration(ctx, id)
+	if err != nil {
+		return err
+	}
+	c, err := a.connectMigrations()
+	if err != nil {
+		return err
+	}
+	message, err := call(c, m.GetId())
+	if err != nil {
+		return a.adviseMigration(ctx, err)
+	}
+	return a.began(m, what, message)
 }
 
 // began says what abort and resume have begun.
