@@ -141,6 +141,18 @@ func (s *Server) Kick() {
 	}
 }
 
+// KickOf ends a domain's connections, as its migration does for what its clients
+// see of this store.
+func (s *Server) KickOf(domain uint16) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for c := range s.conns {
+		if c.domain == domain {
+			c.close()
+		}
+	}
+}
+
 // Hang makes the server read requests and not answer them, until it is told
 // otherwise.
 func (s *Server) Hang(yes bool) {
