@@ -348,3 +348,10 @@ func (h *Host) noteCard(gpu, kind, message string) {
 		c.Note(&clusterv1.Event{Kind: clusterv1.Kind_KIND_GPU, Object: c.HostName() + "/" + gpu, Type: kind, Message: message})
 	}
 }
+
+// noteHost tells the cluster what happened to this host.
+func (h *Host) noteHost(kind, message string) {
+	if c := h.Cluster; c != nil {
+		c.Note(&clusterv1.Event{Kind: clusterv1.Kind_KIND_HOST, Object: c.HostName(), Type: kind, Message: message})
+	}
+}

@@ -6,11 +6,13 @@ import (
 	"errors"
 	"fmt"
 	"net"
+	"net/netip"
 	"os"
 	"os/user"
 	"path/filepath"
 	"strconv"
 	"strings"
+	"time"
 
 	"connectrpc.com/connect"
 
@@ -21,13 +23,16 @@ import (
 	"github.com/gpuctl/gpuctl/cluster/store"
 	"github.com/gpuctl/gpuctl/hostd/config"
 	"github.com/gpuctl/gpuctl/hostd/deviceapi"
+	"github.com/gpuctl/gpuctl/hostd/hostinfo"
 	"github.com/gpuctl/gpuctl/hostd/metrics"
 	"github.com/gpuctl/gpuctl/hostd/migrations"
 	"github.com/gpuctl/gpuctl/hostd/network"
+	"github.com/gpuctl/gpuctl/hostd/nics"
 	"github.com/gpuctl/gpuctl/hostd/node"
 	"github.com/gpuctl/gpuctl/hostd/nvml"
 	"github.com/gpuctl/gpuctl/hostd/platform"
 	"github.com/gpuctl/gpuctl/hostd/site"
+	"github.com/gpuctl/gpuctl/hostd/stash"
 	"github.com/gpuctl/gpuctl/hostd/trace"
 	"github.com/gpuctl/gpuctl/internal/rundir"
 	"github.com/gpuctl/gpuctl/passthrough/pci"
@@ -43,6 +48,7 @@ type member struct {
 	guests *site.Guests
 
 	network *network.Host
+	nics    *nics.Manager
 	rate    uint64 // that VMs may be sent at, bytes per second; 0: any
 
 	metrics *metrics.Metrics
@@ -118,11 +124,12 @@ func (m *member) open(ctx context.Context, o Options, host *Host, name string) (
 		return err
 	}
 	host.Cards = m.cards
-	host.Devices = deviceapi.New(m.cards.Keeper, late{host}, o.Log)
-	if m.rate, err = o.Config.Devices.Rate(); err != nil {
+	if m.network, err = network.Open(sysfs.Dir("/")); err != nil {
 		return err
 	}
-	if m.network, err = network.Open(o.Root); err != nil {
+	m.nics = &nics.Manager{Network: m.network, Owners: m.cards.Keeper.Hypervisor.Owners, Peers: m.peers, Event: host.noteHost, Log: o.Log}
+	host.Devices = deviceapi.New(m.cards.Keeper, m.nics, late{host}, o.Log)
+	if m.rate, err = o.Config.Devices.Rate(); err != nil {
 		return err
 	}
 	if o.Data != "" { // hostd --dev sends nothing, and others' limits are not its
@@ -154,29 +161,83 @@ func (m *member) open(ctx context.Context, o Options, host *Host, name string) (
 			}
 			return link
 		},
-		Rate: m.rate, Follow: m.follow,
+		Rate: m.rate, Follow: m.follow, Peer: func(to string) (gpuctlv1connect.SiteServiceClient, error) { return m.node.Site(to) },
 	}
 	m.guests = site.NewGuests(host.Site, host.PCI.Cards, o.Log)
+	m.guests.Console, m.guests.Vchan = m.cards.Scheme() == "xen", m.cards.Vchan
 	host.Site.Guests = m.guests
+	if o.Data != "" { // hostd --dev moves nothing
+		host.Site.Stash, err = stash.Open(stash.Config{Dir: filepath.Join(o.Dir, "stash"), Log: o.Log, Limit: func(used uint64) (uint64, error) {
+			return o.Config.Devices.StashLimit(used, func() (uint64, error) {
+				_, free, err := hostinfo.Load(o.Root)
+				return free, err
+			})
+		}})
+		if err != nil {
+			return err
+		}
+	}
 	host.Migrations = migrations.New(migrations.Config{
 		Node: lateNode{late{host}, m}, Machines: host.Devices.Everywhere, Ready: host.Ready, Most: o.Config.Devices.Migrations, Log: o.Log,
 	})
+	host.Site.Party = host.Migrations.Party
 	m.cards.Keeper.Guests, m.cards.Keeper.Pending = m.guests, host.Migrations.Pending
 	return nil
 }
 
+// sweep drops GPU states whose migration has ended without saying so here.
+func (m *member) sweep(ctx context.Context, host *Host) {
+	if host.Site == nil || host.Site.Stash == nil {
+		return
+	}
+	tick := time.NewTicker(sweepEvery)
+	defer tick.Stop()
+	for {
+		if err := host.Site.Stash.Sweep(host.Migrations.Ended); err != nil {
+			host.Log.Warn("GPU states of former migrations are left", "err", err)
+		}
+		select {
+		case <-ctx.Done():
+			return
+		case <-tick.C:
+		}
+	}
+}
+
+const sweepEvery = 30 * time.Second
+
 // follow counts what this host sends to another one while a VM goes there, and
 // holds it to the rate that is configured.
 func (m *member) follow(ctx context.Context, to string) (site.Flow, error) {
-	name, err := m.node.Address(to)
+	address, err := m.address(ctx, to)
 	if err != nil {
 		return nil, err
+	}
+	return m.network.Follow(ctx, address, 8*m.rate)
+}
+
+// address is where VMs are sent that go to a host.
+func (m *member) address(ctx context.Context, host string) (netip.Addr, error) {
+	name, err := m.node.Address(host)
+	if err != nil {
+		return netip.Addr{}, err
 	}
 	all, err := net.DefaultResolver.LookupNetIP(ctx, "ip", name)
 	if err != nil {
-		return nil, err
+		return netip.Addr{}, err
 	}
-	return m.network.Follow(ctx, all[0], 8*m.rate)
+	return all[0], nil
+}
+
+// peers are the addresses of other hosts, as far as they are known.
+func (m *member) peers(ctx context.Context) map[string]netip.Addr {
+	out := map[string]netip.Addr{}
+	for _, host := range m.node.OtherHosts() {
+		if a, err := m.address(ctx, host); err == nil {
+			out[host] = a
+		}
+	}
+	return out
 }
 
 // present says whether a file is there, for a VM's disks.

@@ -71,6 +71,9 @@ func Run(ctx context.Context, o Options) (err error) {
 		return err
 	}
 	defer func() { err = errors.Join(err, member.close()) }()
+	if o.Data != "" { // VMs that start with libvirtd, which comes after hostd, find their functions
+		member.nics.Apply(ctx, o.Config.Network)
+	}
 	work, stop := context.WithCancel(ctx)
 	defer stop()
 	var wg sync.WaitGroup
@@ -88,6 +91,7 @@ func Run(ctx context.Context, o Options) (err error) {
 		}
 	})
 	wg.Go(func() { host.Migrations.Run(work) })
+	wg.Go(func() { member.sweep(work, host) })
 	wg.Go(func() { o.reload(work, member, notify) })
 	wg.Go(func() { notify.Watch(work, host.Alive) })
 	server := unixrpc.Server(member.node.Handler(), func(p unixrpc.Peer) {

@@ -1,5 +1,5 @@
 # The lab: two Xen hosts in QEMU on this machine (docs/lab.md).
-.PHONY: lab-setup lab-program lab-image lab-up lab-ssh lab-put lab-snapshot lab-status lab-down lab-test lab-migrate lab-chaos
+.PHONY: lab-setup lab-program lab-image lab-up lab-ssh lab-put lab-snapshot lab-status lab-down lab-test lab-migrate lab-chaos lab-bench
 
 LAB_HOST ?= xena
 LAB_TIMEOUT ?= 30m
@@ -10,6 +10,7 @@ lab-setup: setup
 lab-program: lab-setup
 	@mkdir -p bin
 	@CGO_ENABLED=0 $(GO) build -trimpath -o bin/lab ./lab/cmd/lab
+	@CGO_ENABLED=0 $(GO) build -trimpath -ldflags='-s -w' -o bin/vchanperf ./lab/cmd/vchanperf
 
 # COLD=1 boots the hosts and makes new snapshots.
 lab-up: lab-program
@@ -34,14 +35,19 @@ lab-down: lab-program
 # Tests of real Xen, one package after the other: they share the two hosts.
 LAB_PKGS ?= ./lab/labtest ./test/xen
 lab-test: build lab-program
-	GPUCTL_LAB=1 $(GO) test -count=1 -p 1 -timeout $(LAB_TIMEOUT) -v -skip '^TestMigrate|^TestComputeGuest' $(LAB_PKGS)
+	GPUCTL_LAB=1 $(GO) test -count=1 -p 1 -timeout $(LAB_TIMEOUT) -v -skip '^TestMigrate|^TestComputeGuest|^TestBench|^TestVchan' $(LAB_PKGS)
 
 # A VM that computes gets a lower model, goes to the other host, gets a higher
 # one; then goes there and back while one thing after the other goes wrong.
 lab-migrate: build lab-program
-	GPUCTL_LAB=1 $(GO) test -count=1 -timeout 3h -v -run '^TestMigrate(Faults)?$$' ./test/xen
+	GPUCTL_LAB=1 $(GO) test -count=1 -timeout 3h -v -run '^TestMigrate(Away|Faults)?$$' ./test/xen
 
 # Such a VM goes round while hostd is killed KILLS times.
 KILLS ?= 200
 lab-chaos: build lab-program
-	GPUCTL_LAB=1 GPUCTL_LAB_KILLS=$(KILLS) $(GO) test -count=1 -timeout 24h -v -run '^TestMigrateKills$$' ./test/xen
+	GPUCTL_LAB=1 GPUCTL_LAB_KILLS=$(KILLS) $(GO) test -count=1 -timeout 24h -v -run '^Test(PassthroughKills|MigrateKills)$$' ./test/xen
+
+# What gpuctl adds to libvirt's own time, and a migration beside one by hand.
+# Nothing else should run on the machine.
+lab-bench: build lab-program
+	GPUCTL_LAB=1 $(GO) test -count=1 -timeout 2h -v -run '^TestBench' ./test/xen

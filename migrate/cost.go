@@ -1,6 +1,7 @@
 package migrate
 
 import (
+	"cmp"
 	"time"
 
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
@@ -22,13 +23,16 @@ type rate struct {
 }
 
 // CostModel predicts steps from those that were seen.
-type CostModel struct{ rates map[string]rate }
+type CostModel struct {
+	rates map[string]rate
+	away  rate // of what leaves the VM in a freeze and comes back in a thaw
+}
 
 // NewCostModel returns a model with figures of real hosts' order; it learns
 // better ones from every migration.
 func NewCostModel() *CostModel {
 	const second = time.Second
-	return &CostModel{map[string]rate{
+	return &CostModel{rates: map[string]rate{
 		StepReserve: {fixed: second / 50}, StepPrepare: {fixed: second}, StepFreeze: {fixed: second / 20, perGiB: second / 10},
 		StepRelease: {fixed: second / 5}, StepDetach: {fixed: 3 * second}, StepMove: {fixed: 3 * second, perGiB: 10 * second},
 		StepAttach: {fixed: 2 * second}, StepAwait: {fixed: second}, StepThaw: {fixed: second, perGiB: second / 10},
@@ -55,10 +59,16 @@ func (c *CostModel) Learn(m *clusterv1.Migration) {
 			continue
 		}
 		took := time.Duration(s.GetTookNs())
-		w := weight
-		if r.seen == 0 {
-			w = 1 // a sight is worth more than a guess
+		if away := m.GetMachine().GetAwayBytes(); away > 0 && (s.GetName() == StepFreeze || s.GetName() == StepThaw) {
+			// What went out has taken nearly all of the time.
+			if away >= leastAway {
+				per := time.Duration(float64(took-min(r.fixed, took/2)) / (float64(away) / gib))
+				c.away.perGiB = mix(c.away.perGiB, per, c.away.weight())
+				c.away.seen++
+			}
+			continue
 		}
+		w := r.weight()
 		if s.GetBytes() >= gib/64 && r.perGiB > 0 {
 			// The fixed part is kept: with bytes both can't be told apart by one sight.
 			fixed := min(r.fixed, took/2)
@@ -72,6 +82,34 @@ func (c *CostModel) Learn(m *clusterv1.Migration) {
 	}
 }
 
+// leastAway is from how many bytes on the time that they took tells how fast
+// they were.
+const leastAway = 1 << 20
+
+// weight of the next sight.
+func (r rate) weight() float64 {
+	if r.seen == 0 {
+		return 1 // a sight is worth more than a guess
+	}
+	return weight
+}
+
+// awayTime is how long so many bytes take to leave the VM, or to come back.
+func (c *CostModel) awayTime(n uint64, a *AgentFacts) time.Duration {
+	switch {
+	case n == 0:
+		return 0
+	case c.away.seen > 0:
+		return time.Duration(float64(c.away.perGiB) * float64(n) / gib)
+	default:
+		return time.Duration(float64(n) / float64(cmp.Or(a.Bulk, slowestBulk)) * float64(time.Second))
+	}
+}
+
+// slowestBulk is what states leave a VM at if nothing is known, in bytes per
+// second.
+const slowestBulk = 256 << 10
+
 func mix(old, now time.Duration, w float64) time.Duration {
 	return time.Duration(float64(old)*(1-w) + float64(now)*w)
 }
@@ -79,6 +117,9 @@ func mix(old, now time.Duration, w float64) time.Duration {
 // price is what a candidate costs, step by step. link is in bytes per second.
 func (c *CostModel) price(m MachineFacts, host, gpu string, link uint64, cold bool) (Cost, []Step) {
 	move := &clusterv1.MachineMove{Name: m.Name, FromHost: m.Host, ToHost: host, ToGpu: gpu, Cold: cold}
+	if !cold {
+		move.AwayBytes = sum(m.Agent.away(nil))
+	}
 	if len(m.GPUs) > 0 {
 		move.FromGpu = m.GPUs[0]
 	}
@@ -96,6 +137,9 @@ func (c *CostModel) price(m MachineFacts, host, gpu string, link uint64, cold bo
 		}
 		if p.Bytes > 0 {
 			grows := time.Duration(float64(r.perGiB) * float64(p.Bytes) / gib)
+			if s.name == StepFreeze || s.name == StepThaw {
+				grows += c.awayTime(move.GetAwayBytes(), m.Agent)
+			}
 			if s.name == StepMove && link > 0 && r.seen == 0 {
 				grows = max(grows, time.Duration(float64(p.Bytes)/float64(link)*float64(time.Second)))
 			}

@@ -13,7 +13,10 @@
 // Until the commit the source could be gone back to. The state of the
 // applications is never in one place only for the transaction's convenience: it
 // rests frozen in the VM's own memory from the first step that touches it to
-// the last, and goes where the VM goes. When neither end can be reached the
+// the last, and goes where the VM goes. What the VM has no room for leaves it
+// ([AgentFacts], by the same judgement in the plan and in the step) and is then
+// at both ends, before anything else is touched, until the transaction is over:
+// at whichever end the VM is, there is all of it. When neither end can be reached the
 // migration is held: the VM lives, its state is safe, and an operator is told.
 //
 // A VM that cannot be moved alive is stopped and started with the other card, if

@@ -21,8 +21,12 @@ const (
 	Downgrade Verb = "downgrade"
 )
 
-// Protocol is the lowest of gpuguest that can take part.
-const Protocol = 1
+// Protocol is the lowest of gpuguest that can take part, and AwayProtocol that
+// of one whose sessions' state can leave the VM.
+const (
+	Protocol     = 1
+	AwayProtocol = 2
+)
 
 // Codes of reasons. They are part of the API and never change their meaning.
 const (
@@ -35,6 +39,8 @@ const (
 	ReasonSeveralGPUs  = "several_gpus"
 	ReasonNoGPU        = "no_gpu"
 	ReasonGuestMemory  = "guest_memory"
+	ReasonAwayOld      = "agent_old_away"
+	ReasonStash        = "stash_memory"
 	ReasonBusy         = "migration_running"
 	ReasonOtherDevice  = "other_device"
 	ReasonHostState    = "host_state"
@@ -87,7 +93,48 @@ type AgentFacts struct {
 	Hotplug       bool
 	HotplugReason string
 	FreeMemory    uint64 // bytes
+	Bulk          uint64 // bytes per second that states leave the VM at, about; 0: not known
 	Sessions      []SessionFacts
+}
+
+// away chooses the sessions whose state is to leave the VM, if that has no room
+// for all: the largest, until the others fit and some is left. Those of already
+// are chosen before. Where gpuguest cannot send states out there are none.
+func (a *AgentFacts) away(already []string) (out []SessionFacts) {
+	if a == nil || a.Protocol < AwayProtocol {
+		return nil
+	}
+	all := slices.Clone(a.Sessions)
+	slices.SortStableFunc(all, func(x, y SessionFacts) int {
+		before := func(s SessionFacts) int {
+			if slices.Contains(already, s.ID) {
+				return 0
+			}
+			return 1
+		}
+		return cmp.Or(cmp.Compare(before(x), before(y)), cmp.Compare(y.toSave(), x.toSave()))
+	})
+	need, room := sum(all), a.FreeMemory
+	for _, s := range all {
+		if !slices.Contains(already, s.ID) && (s.toSave() == 0 || need <= room) {
+			break
+		}
+		need -= s.toSave()
+		out = append(out, s)
+		room = a.FreeMemory - min(a.FreeMemory, headroom)
+	}
+	return out
+}
+
+// headroom is what a VM is left with, in bytes, when a part of its applications'
+// states has left it: one that is filled to its last page does not move well.
+const headroom = 64 << 20
+
+func sum(all []SessionFacts) (n uint64) {
+	for _, s := range all {
+		n += s.toSave()
+	}
+	return n
 }
 
 // SessionFacts are what an application uses.
@@ -97,6 +144,9 @@ type SessionFacts struct {
 	Resident    uint64 // bytes of it that are in the VM's memory already
 	Need        *gpuctlv1.Usage
 }
+
+// toSave is how much of its memory is not in the VM's memory yet.
+func (s SessionFacts) toSave() uint64 { return s.Memory - min(s.Memory, s.Resident) }
 
 // HostFacts are what a plan needs to know of a host.
 type HostFacts struct {
@@ -113,6 +163,10 @@ type HostFacts struct {
 	Migrations int    // that run to or from it
 	Most       int    // of them; 0: any number
 	GPUs       []GPUFacts
+	// Keep is how many bytes of VMs' GPU states it can keep; Keeps says that its
+	// operator lets it keep any.
+	Keep  uint64
+	Keeps bool
 }
 
 // GPUFacts are what a plan needs to know of a card.
@@ -164,6 +218,7 @@ type Plan struct {
 	Reasons    []*gpuctlv1.Reason // against the VM itself, wherever it would go
 	Candidates []Candidate        // best first
 	Rejected   []Rejection
+	Away       uint64 // bytes of GPU state that leave the VM
 	// Cold says that the VM is stopped, and started with the other card; Warm
 	// is the plan that does not work.
 	Cold bool
@@ -198,6 +253,10 @@ func judge(r Request, m MachineFacts, hosts []HostFacts, model *CostModel) *Plan
 	p := &Plan{Machine: m, Reasons: againstMachine(r, m)}
 	var current GPUFacts
 	for _, h := range hosts {
+		if h.Name == m.Host && !r.Cold && len(m.GPUs) > 0 {
+			p.Reasons = append(p.Reasons, againstKeeping(m, h)...)
+			p.Away = sum(m.Agent.away(nil))
+		}
 		for _, g := range h.GPUs {
 			if len(m.GPUs) > 0 && g.ID == m.GPUs[0] {
 				current = g
@@ -276,9 +335,33 @@ func againstMachine(r Request, m MachineFacts) (out []*gpuctlv1.Reason) {
 	a := m.Agent
 	add(a.Protocol < Protocol, ReasonAgentOld, "gpuguest %s in VM %s speaks protocol %d, and %d is needed: install a newer one there", a.Version, m.Name, a.Protocol, Protocol)
 	add(!a.Hotplug, ReasonHotplug, "VM %s cannot unplug PCI devices (%s): a detach that it does not answer cannot be undone", m.Name, cmp.Or(a.HotplugReason, "no hot-plug driver"))
-	need := m.toSave()
-	add(need > a.FreeMemory, ReasonGuestMemory, "the GPU state of VM %s takes %s more of its memory and %s is free: end something there, or give it more memory", m.Name, size.Format(need), size.Format(a.FreeMemory))
 	return out
+}
+
+// againstKeeping is what keeps the state of the VM's applications from having a
+// place: the VM's memory, or else that of its host, h.
+func againstKeeping(m MachineFacts, h HostFacts) (out []*gpuctlv1.Reason) {
+	if m.Agent == nil || h.Error != "" {
+		return nil // it is said elsewhere
+	}
+	a, need := m.Agent, sum(m.Agent.Sessions)
+	away := sum(a.away(nil))
+	what := fmt.Sprintf("the GPU state of VM %s takes %s more of its memory and %s is free", m.Name, size.Format(need), size.Format(a.FreeMemory))
+	switch {
+	case a.Protocol < AwayProtocol && need > a.FreeMemory && !h.Keeps, away > 0 && !h.Keeps:
+		out = append(out, because(ReasonGuestMemory, "%s, and host %s keeps none of it (devices.stash): end something in the VM, or give it more memory", what, h.Name))
+	case a.Protocol < AwayProtocol && need > a.FreeMemory:
+		out = append(out, because(ReasonAwayOld, "%s, and gpuguest %s there cannot send it out to the host (it speaks protocol %d, which takes %d): install a newer one there, end something, or give it more memory",
+			what, a.Version, a.Protocol, AwayProtocol))
+	case away > h.Keep:
+		out = append(out, notKept(m, away, h))
+	}
+	return out
+}
+
+func notKept(m MachineFacts, away uint64, h HostFacts) *gpuctlv1.Reason {
+	return because(ReasonStash, "%s of the GPU state of VM %s is more than its memory has room for, and host %s can keep %s (devices.stash): end something in the VM, or give it or the host more memory",
+		size.Format(away), m.Name, h.Name, size.Format(h.Keep))
 }
 
 // againstStopping is what keeps the VM from being stopped and started elsewhere.
@@ -304,14 +387,6 @@ func (m *MachineFacts) state() (n uint64) {
 	}
 	for _, s := range m.Agent.Sessions {
 		n += s.Memory
-	}
-	return n
-}
-
-// toSave is how much of it is not in the VM's memory yet.
-func (m *MachineFacts) toSave() (n uint64) {
-	for _, s := range m.Agent.Sessions {
-		n += s.Memory - min(s.Memory, s.Resident)
 	}
 	return n
 }
@@ -345,6 +420,9 @@ func againstHost(r Request, m MachineFacts, h HostFacts) (out []*gpuctlv1.Reason
 	add(h.FreeMemory < m.Memory, ReasonMemory, "VM %s needs %s and host %s has %s free", m.Name, size.Format(m.Memory), h.Name, size.Format(h.FreeMemory))
 	add(h.CPU != "" && !r.Cold, ReasonCPU, "VM %s has a processor that host %s cannot give it: %s", m.Name, h.Name, h.CPU)
 	add(len(h.Missing) > 0, ReasonStorage, "host %s has not got %s of VM %s: it has to be shared, or copied there", h.Name, strings.Join(h.Missing, ", "), m.Name)
+	if away := sum(m.Agent.away(nil)); !r.Cold && len(m.GPUs) > 0 && away > h.Keep {
+		out = append(out, notKept(m, away, h))
+	}
 	add(h.Most > 0 && h.Migrations >= h.Most, ReasonLimit, "%d migrations from or to host %s run already, and no more than %d may", h.Migrations, h.Name, h.Most)
 	return out
 }

@@ -27,13 +27,13 @@ func facts() (MachineFacts, []HostFacts) {
 	}
 	m := MachineFacts{
 		Machine: Machine{"uuid", "web"}, Host: "h1", State: "running", Type: "hvm", Memory: 2 * gib, Passthrough: true, GPUs: []string{"h1/a"},
-		Agent: &AgentFacts{Version: "1.0", Protocol: Protocol, Hotplug: true, FreeMemory: gib, Sessions: []SessionFacts{
+		Agent: &AgentFacts{Version: "1.0", Protocol: AwayProtocol, Hotplug: true, FreeMemory: gib, Sessions: []SessionFacts{
 			{ID: "s-1", Command: "train", Memory: 64 * mib, Need: &gpuctlv1.Usage{LargestAlloc: 32 * mib, LargestWorkGroup: 256, LocalMemory: 16 << 10}},
 		}},
 	}
 	hosts := []HostFacts{
-		{Name: "h1", State: "ready", Hypervisor: "xen", FreeMemory: 8 * gib, GPUs: []GPUFacts{card("h1/a", "A10", 2), card("h1/b", "T4", 1)}},
-		{Name: "h2", State: "ready", Hypervisor: "xen", FreeMemory: 8 * gib, Link: 125e6, GPUs: []GPUFacts{card("h2/a", "A10", 2), card("h2/b", "H100", 3)}},
+		{Name: "h1", State: "ready", Hypervisor: "xen", FreeMemory: 8 * gib, Keep: 4 * gib, Keeps: true, GPUs: []GPUFacts{card("h1/a", "A10", 2), card("h1/b", "T4", 1)}},
+		{Name: "h2", State: "ready", Hypervisor: "xen", FreeMemory: 8 * gib, Keep: 4 * gib, Keeps: true, Link: 125e6, GPUs: []GPUFacts{card("h2/a", "A10", 2), card("h2/b", "H100", 3)}},
 		{Name: "h3", State: "ready", Hypervisor: "xen", FreeMemory: 8 * gib},
 	}
 	hosts[0].GPUs[0].Holder = "VM web"
@@ -64,7 +64,12 @@ func TestReasons(t *testing.T) {
 			m.Agent.Hotplug = false
 			m.Agent.HotplugReason = "acpiphp is not there"
 		}, "", "VM web cannot unplug PCI devices (acpiphp is not there): a detach that it does not answer cannot be undone"},
-		{ReasonGuestMemory, Request{}, func(m *MachineFacts, _ []HostFacts) { m.Agent.FreeMemory = 32 * mib }, "", "the GPU state of VM web takes 64 MiB more of its memory and 32 MiB is free: end something there, or give it more memory"},
+		{ReasonGuestMemory, Request{}, func(m *MachineFacts, h []HostFacts) {
+			m.Agent.FreeMemory = 32 * mib
+			h[0].Keeps, h[0].Keep = false, 0
+		}, "", "the GPU state of VM web takes 64 MiB more of its memory and 32 MiB is free, and host h1 keeps none of it (devices.stash): end something in the VM, or give it more memory"},
+		{ReasonAwayOld, Request{}, func(m *MachineFacts, _ []HostFacts) { m.Agent.FreeMemory, m.Agent.Protocol = 32*mib, 1 }, "", "the GPU state of VM web takes 64 MiB more of its memory and 32 MiB is free, and gpuguest 1.0 there cannot send it out to the host (it speaks protocol 1, which takes 2): install a newer one there, end something, or give it more memory"},
+		{ReasonStash, Request{}, func(m *MachineFacts, h []HostFacts) { m.Agent.FreeMemory, h[0].Keep = 0, 32*mib }, "", "64 MiB of the GPU state of VM web is more than its memory has room for, and host h1 can keep 32 MiB (devices.stash): end something in the VM, or give it or the host more memory"},
 		{ReasonTransient, Request{Cold: true}, func(m *MachineFacts, _ []HostFacts) { m.Agent = nil }, "", "VM web has no stored definition that it could be started from again"},
 
 		{ReasonSameHost, Request{}, nil, "h1", "VM web is on host h1 already"},
@@ -77,6 +82,7 @@ func TestReasons(t *testing.T) {
 		{ReasonMemory, Request{}, func(_ *MachineFacts, h []HostFacts) { h[1].FreeMemory = gib }, "h2", "VM web needs 2 GiB and host h2 has 1 GiB free"},
 		{ReasonCPU, Request{}, func(_ *MachineFacts, h []HostFacts) { h[1].CPU = "it lacks avx512f" }, "h2", "VM web has a processor that host h2 cannot give it: it lacks avx512f"},
 		{ReasonStorage, Request{}, func(_ *MachineFacts, h []HostFacts) { h[1].Missing = []string{"/img/web.raw"} }, "h2", "host h2 has not got /img/web.raw of VM web: it has to be shared, or copied there"},
+		{ReasonStash, Request{}, func(m *MachineFacts, h []HostFacts) { m.Agent.FreeMemory, h[1].Keep = 0, 32*mib }, "h2", "64 MiB of the GPU state of VM web is more than its memory has room for, and host h2 can keep 32 MiB (devices.stash)"},
 		{ReasonLimit, Request{}, func(_ *MachineFacts, h []HostFacts) { h[1].Migrations, h[1].Most = 2, 2 }, "h2", "2 migrations from or to host h2 run already, and no more than 2 may"},
 		{ReasonNoCard, Request{}, nil, "h3", "host h3 has no card"},
 		{ReasonLink, Request{Deadline: 3 * time.Second}, nil, "h2/a", "longer than 3s: a faster link, or a later deadline, would do"},
@@ -299,4 +305,82 @@ func TestSVG(t *testing.T) {
 		t.Errorf("it differs from %s (%v); UPDATE_GOLDEN=1 writes it anew", golden, err)
 	}
 	SVG(&clusterv1.Migration{}) // nothing happened yet
+}
+
+// The largest states leave the VM until it has room for the others.
+func TestAway(t *testing.T) {
+	session := func(id string, memory, resident uint64) SessionFacts {
+		return SessionFacts{ID: id, Memory: memory * mib, Resident: resident * mib}
+	}
+	all := []SessionFacts{session("s", 10, 0), session("l", 500, 0), session("m", 100, 0), session("r", 900, 900)}
+	for _, c := range []struct {
+		free     uint64 // MiB
+		protocol uint32
+		already  []string
+		want     string
+		bytes    uint64
+	}{
+		{1000, AwayProtocol, nil, "", 0},
+		{610, AwayProtocol, nil, "", 0}, // it just fits
+		{609, AwayProtocol, nil, "l", 500},
+		{110 + 64, AwayProtocol, nil, "l", 500},
+		{110 + 63, AwayProtocol, nil, "l m", 600},
+		{0, AwayProtocol, nil, "l m s", 610},
+		{0, Protocol, nil, "", 0},
+		{1000, AwayProtocol, []string{"s"}, "s", 10},
+		{600 + 64, AwayProtocol, []string{"s"}, "s", 10},
+		{599, AwayProtocol, []string{"s", "gone"}, "s l", 510},
+	} {
+		a := &AgentFacts{Protocol: c.protocol, FreeMemory: c.free * mib, Sessions: all}
+		var ids []string
+		out := a.away(c.already)
+		for _, s := range out {
+			ids = append(ids, s.ID)
+		}
+		if got := strings.Join(ids, " "); got != c.want || sum(out) != c.bytes*mib {
+			t.Errorf("%d MiB free, %v already: %q of %d bytes, want %q", c.free, c.already, got, sum(out), c.want)
+		}
+	}
+	if all[0].ID != "s" {
+		t.Error("the facts have another order")
+	}
+}
+
+// What goes out of the VM is in the plan, in its time, and is learned.
+func TestAwayCost(t *testing.T) {
+	m, hosts := facts()
+	m.Agent.Bulk = mib
+	plan := func(model *CostModel) (*Plan, Candidate) {
+		p := Make(Request{Verb: Migrate, To: "h2/a"}, m, hosts, model)
+		if !p.Possible() {
+			t.Fatalf("%v %v", p.Reasons, p.Rejected)
+		}
+		return p, p.Candidates[0]
+	}
+	model := NewCostModel()
+	_, stays := plan(model)
+	m.Agent.FreeMemory = 0
+	p, goes := plan(model)
+	if more := goes.Cost.Stop - stays.Cost.Stop; p.Away != 64*mib || more < 128*time.Second || more > 130*time.Second {
+		t.Errorf("64 MiB out and in at 1 MiB/s take %v more, of %d bytes", more, p.Away)
+	}
+	freeze := goes.Steps[slices.IndexFunc(goes.Steps, func(s Step) bool { return s.Name == StepFreeze })]
+	if !strings.Contains(freeze.What, "64 MiB that go out to hosts h1 and h2") {
+		t.Errorf("%q", freeze.What)
+	}
+	if p := Make(Request{Verb: Migrate, To: "h2/a", Deadline: time.Minute}, m, hosts, model); p.Possible() {
+		t.Error("within a minute")
+	}
+	ended := &clusterv1.Migration{State: clusterv1.MigrationState_MIGRATION_STATE_DONE, Machine: &clusterv1.MachineMove{AwayBytes: 32 * mib}}
+	for _, name := range []string{StepFreeze, StepThaw} {
+		ended.Steps = append(ended.Steps, &clusterv1.MigrationStep{Name: name, TookNs: int64(4 * time.Second), Bytes: 32 * mib})
+	}
+	model.Learn(ended)
+	if _, c := plan(model); c.Cost.Stop-stays.Cost.Stop < 12*time.Second || c.Cost.Stop-stays.Cost.Stop > 17*time.Second {
+		t.Errorf("64 MiB where 32 took 4 s are to take %v more", c.Cost.Stop-stays.Cost.Stop)
+	}
+	m.Agent.FreeMemory = gib
+	if _, c := plan(model); c.Cost != stays.Cost {
+		t.Errorf("what stays is to take %v, and was to take %v", c.Cost, stays.Cost)
+	}
 }

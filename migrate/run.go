@@ -199,12 +199,16 @@ const maxRecorded = 500
 // attempt does a step, and again while a host is unreachable and there is
 // patience.
 func (r *run) attempt(ctx context.Context, s step, do func(context.Context, *run) error, undo bool) (err error) {
+	said := ""
 	for end := time.Now().Add(r.Patience); ; {
 		err = r.once(ctx, s.limit, s.name, do, undo)
 		if err == nil || !errors.Is(err, ErrUnreachable) || ctx.Err() != nil || time.Now().After(end) {
 			break
 		}
-		r.Log.Info("trying again", "migration", r.m.GetId(), "step", s.name, "err", err)
+		if err.Error() != said {
+			said = err.Error()
+			r.Log.Info("trying again", "migration", r.m.GetId(), "step", s.name, "err", err)
+		}
 		if wait(ctx, r.Pause) != nil {
 			break
 		}
@@ -300,7 +304,8 @@ func (r *run) undo(ctx context.Context, name string) error {
 	return r.put(ctx)
 }
 
-// hold leaves things as they are, with the state safe in the VM's memory.
+// hold leaves things as they are, with the state safe in the VM's memory or in
+// that of its host.
 func (r *run) hold(ctx context.Context, name string, err error) error {
 	state := clusterv1.MigrationState_MIGRATION_STATE_HELD
 	text := fmt.Sprintf("%s; the undo of %s failed: %v; the VM and the frozen state of its applications are kept: gpuctl migrations resume %s goes on when the cause is mended",
@@ -356,6 +361,9 @@ func (r *run) another(ctx context.Context) (turned bool, err error) {
 	}
 	m = r.move() // the record that was kept last
 	gpu := m.GetCandidates()[i]
+	if m.GetToHost() != m.GetFromHost() && HostOf(gpu) != m.GetToHost() {
+		r.forget(ctx, r.to())
+	}
 	m.Candidates = slices.Delete(m.GetCandidates(), i, i+1)
 	m.ToGpu, m.ToHost, m.Undoing, m.Failed, m.ToClaim = gpu, HostOf(gpu), false, "", nextClaim(m.GetToClaim())
 	r.m.To, r.m.Step = gpu, ""

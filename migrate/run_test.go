@@ -3,6 +3,7 @@ package migrate
 import (
 	"context"
 	"errors"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -28,6 +29,7 @@ func TestRun(t *testing.T) {
 		name       string
 		to         string
 		candidates []string
+		free       uint64 // of the VM's memory; 0: both much and little
 		fails      map[string]error
 		state      clusterv1.MigrationState
 		at         string
@@ -50,10 +52,15 @@ func TestRun(t *testing.T) {
 		{name: "same host, not thawed", to: "h1/d", fails: map[string]error{"h1 thaw": broken}, state: held, says: "the undo of freeze failed: broken"},
 		{name: "held", to: to, fails: map[string]error{"h2 thaw": broken, "h2 move": broken}, state: held, says: "gpuctl migrations resume m-1"},
 		{name: "not cleaned up", to: to, fails: map[string]error{"h1 giveback": broken}, state: done},
+		{name: "not kept there", to: to, free: little, fails: map[string]error{"h2 keep": broken}, state: back, at: from, says: "freeze: broken"},
+		{name: "not kept here", to: to, free: little, fails: map[string]error{"h1 keep": broken}, state: back, at: from, says: "freeze: broken"},
+		{name: "not kept at the next", to: to, free: little, candidates: []string{"h3/e"}, fails: map[string]error{"h2 await": broken, "h3 keep": broken}, state: back, at: from, says: "move: broken"},
+		{name: "not forgotten", to: to, free: little, fails: map[string]error{"h2 thaw": broken, "h2 forget": broken}, state: back, at: from, says: "thaw: broken"},
+		{name: "not forgotten at the end", to: to, free: little, fails: map[string]error{"h2 forget": broken}, state: done},
 	} {
-		t.Run(c.name, func(t *testing.T) {
+		run := func(t *testing.T, free uint64) {
 			w := newWorld(t)
-			w.fails = c.fails
+			w.fails, w.free = c.fails, free
 			m := w.drive(w.migration(c.to, c.candidates...))
 			if m.GetState() != c.state || !strings.Contains(m.GetMessage(), c.says) {
 				t.Fatalf("%s: %s", m.GetState(), m.GetMessage())
@@ -64,9 +71,19 @@ func TestRun(t *testing.T) {
 					t.Errorf("on %s", w.onGPU)
 				}
 			}
-		})
+			if frozen := slices.Contains(m.GetDone(), StepFreeze); frozen && free == little != (len(m.GetMachine().GetAway()) == 1 && w.states > 0) {
+				t.Errorf("away: %v", m.GetMachine().GetAway())
+			}
+		}
+		if c.free == 0 {
+			t.Run(c.name, func(t *testing.T) { run(t, gib) })
+		}
+		t.Run(c.name+", away", func(t *testing.T) { run(t, little) })
 	}
 }
+
+// little is memory of a VM that has room for one of its sessions' states.
+const little = headroom + 16*mib
 
 // After the move a failed candidate is followed by another one of that host.
 func TestNextCandidateThere(t *testing.T) {
@@ -108,20 +125,24 @@ func TestDriverDiesAnywhere(t *testing.T) {
 		"not thawed":             {to: to, fails: map[string]error{"h2 thaw": broken}},
 		"not thawed, and no way": {to: to, fails: map[string]error{"h2 thaw": broken, "h2 move": broken}},
 		"not moved, next":        {to: to, candidates: []string{"h1/d"}, fails: map[string]error{"h1 move": broken}},
+		"not attached, next":     {to: to, candidates: []string{"h3/e"}, fails: map[string]error{"h2 attach": broken}},
+		"not kept":               {to: to, fails: map[string]error{"h2 keep": broken}},
 	} {
-		for _, after := range []bool{false, true} {
-			for n := 1; ; n++ {
-				w := newWorld(t)
-				w.fails, w.crashAt, w.after = c.fails, n, after
-				m := w.drive(w.migration(c.to, c.candidates...))
-				w.check(m)
-				if t.Failed() {
-					t.Fatalf("%s: driver ended at call %d (effect: %v)", name, n, after)
+		for _, free := range []uint64{gib, little} {
+			for _, after := range []bool{false, true} {
+				for n := 1; ; n++ {
+					w := newWorld(t)
+					w.fails, w.free, w.crashAt, w.after = c.fails, free, n, after
+					m := w.drive(w.migration(c.to, c.candidates...))
+					w.check(m)
+					if t.Failed() {
+						t.Fatalf("%s: driver ended at call %d (effect: %v), with %d bytes of room", name, n, after, free)
+					}
+					if w.crashAt != 0 { // it was never reached
+						break
+					}
+					kills++
 				}
-				if w.crashAt != 0 { // it was never reached
-					break
-				}
-				kills++
 			}
 		}
 	}
@@ -197,8 +218,11 @@ func TestReplaced(t *testing.T) {
 }
 
 func TestAbort(t *testing.T) {
-	for _, at := range []string{StepPrepare, StepFreeze, StepDetach, StepMove, StepAttach, StepThaw, StepClean} {
+	for i, at := range []string{StepPrepare, StepFreeze, StepDetach, StepMove, StepAttach, StepThaw, StepClean, StepFreeze, StepDetach, StepMove, StepAttach, StepThaw, StepClean} {
 		w := newWorld(t)
+		if i > 6 {
+			w.free = little
+		}
 		r := w.runner()
 		aborting := false
 		r.Aborting = func(string) bool { return aborting }
@@ -239,8 +263,18 @@ func TestUnreachable(t *testing.T) {
 	}
 	w.check(m)
 
-	w = newWorld(t)
-	r = w.runner()
+	for _, free := range []uint64{gib, little} {
+		gone(t, free)
+	}
+}
+
+// gone is the end of the destination before the move: the VM goes on where it
+// was, without waiting for that host, with states that were to go there.
+func gone(t *testing.T, free uint64) {
+	t.Helper()
+	w := newWorld(t)
+	w.free = free
+	r := w.runner()
 	r.Before = func(step string, _ bool) error {
 		if step == StepMove {
 			w.mu.Lock()
@@ -249,8 +283,7 @@ func TestUnreachable(t *testing.T) {
 		}
 		return nil
 	}
-	m, err = r.Run(t.Context(), w.migration(to))
-	// The VM goes on where it was, without waiting for the host that is gone.
+	m, err := r.Run(t.Context(), w.migration(to))
 	if err != nil || m.GetState() != back || !strings.Contains(m.GetMessage(), "h2/b is not given back yet") || w.frozen["s1"] || w.onGPU != from || w.cards[from].plugged != "vm" {
 		t.Errorf("%v %s %s; %+v", err, m.GetState(), m.GetMessage(), w.frozen)
 	}

@@ -5,6 +5,7 @@ import (
 	"errors"
 
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
+	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 )
 
 // What an error of a site or journal is, beside what it says.
@@ -47,8 +48,11 @@ type Site interface {
 	// Where says what the host knows of the VM.
 	Where(ctx context.Context, m Machine) (Presence, error)
 	// Prepare takes a card from whoever drives it, resets it and holds it for
-	// the VM, by a claim.
-	Prepare(ctx context.Context, m Machine, gpu, claim string) error
+	// the VM, by a claim. It returns what a driver in the VM will choose it by.
+	Prepare(ctx context.Context, m Machine, gpu, claim string) (*gpuctlv1.PCIIdentity, error)
+	// Expect has the VM load what will serve such a card, while its applications
+	// run.
+	Expect(ctx context.Context, m Machine, id *gpuctlv1.PCIIdentity) error
 	// Attach plugs a held card into the running VM; the hypervisor confirms it.
 	// If stored the VM's stored definition gets it, too.
 	Attach(ctx context.Context, m Machine, gpu string, stored bool) error
@@ -72,11 +76,18 @@ type Site interface {
 	Define(ctx context.Context, m Machine, xml string) error
 	Undefine(ctx context.Context, m Machine) error
 
-	// Sessions are those of the VM's applications that use a card.
-	Sessions(ctx context.Context, m Machine) ([]string, error)
+	// Sessions are those of the VM's applications that use a card, and what the
+	// VM has room for.
+	Sessions(ctx context.Context, m Machine) (*AgentFacts, error)
 	// Freeze stops them at their next call and has their state in the VM's
-	// memory. One that has ended is none.
-	Freeze(ctx context.Context, m Machine, sessions []string, report Progress) error
+	// memory or, of those that are away, in that of this host and of the host
+	// to: it is done when both have all of it. One that has ended is none.
+	Freeze(ctx context.Context, m Machine, sessions, away []string, to string, report Progress) error
+	// Deposit sees to it that the host to has what this one has of the frozen
+	// sessions that are away.
+	Deposit(ctx context.Context, m Machine, away []string, to string, report Progress) error
+	// Forget drops what this host has of the VM's sessions.
+	Forget(ctx context.Context, m Machine) error
 	// Release has the VM's kernel let go of a card, and confirm that it can be
 	// unplugged.
 	Release(ctx context.Context, m Machine, gpu string) error
@@ -84,7 +95,8 @@ type Site interface {
 	TakeUp(ctx context.Context, m Machine, gpu string) error
 	// Await returns when the VM has found the card and a runtime serves it.
 	Await(ctx context.Context, m Machine, gpu string) error
-	// Thaw puts the frozen sessions on the card and lets them go on.
+	// Thaw puts the frozen sessions on the card and lets them go on. The state
+	// of those that are away comes from this host.
 	Thaw(ctx context.Context, m Machine, gpu string, sessions []string, report Progress) error
 }
 

@@ -9,6 +9,7 @@ import (
 	"time"
 
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
+	"github.com/gpuctl/gpuctl/internal/size"
 )
 
 // Names of steps, as operators see them and as the record has them. They are
@@ -31,6 +32,9 @@ const (
 	StepDefine = "define"
 	StepStart  = "start"
 )
+
+// expectTimeout is how long a VM's applications run on for its next runtime.
+const expectTimeout = time.Minute
 
 // step is one step of a transaction.
 type step struct {
@@ -60,32 +64,60 @@ func steps(m *clusterv1.MachineMove) []step {
 		},
 	})
 	add(card, step{
-		StepPrepare, "take " + m.GetToGpu() + " from its driver, reset it, read it back", "it is returned", 3 * time.Minute,
+		StepPrepare, "take " + m.GetToGpu() + " from its driver, reset it, read it back, have the VM load its runtime", "it is returned", 3 * time.Minute,
 		func(ctx context.Context, r *run) error {
-			return r.to().Prepare(ctx, r.machine(), r.move().GetToGpu(), r.move().GetToClaim())
+			id, err := r.to().Prepare(ctx, r.machine(), r.move().GetToGpu(), r.move().GetToClaim())
+			if err != nil || !gpu || slices.Contains(r.m.GetDone(), StepFreeze) { // of another candidate
+				return err
+			}
+			// Without it the applications stand still for longer, no more.
+			ctx, cancel := context.WithTimeout(ctx, expectTimeout)
+			defer cancel()
+			if err := r.from().Expect(ctx, r.machine(), id); err != nil {
+				r.Log.Warn("the runtime of the next card is not loaded ahead", "migration", r.m.GetId(), "gpu", r.move().GetToGpu(), "err", err)
+			}
+			return nil
 		},
 		func(ctx context.Context, r *run) error { return r.to().GiveBack(ctx, r.machine(), r.move().GetToGpu()) },
 	})
 	add(gpu, step{
-		StepFreeze, "stop the applications at their next call; their state is in the VM's memory", "they go on where they were", 10 * time.Minute,
+		StepFreeze, "stop the applications at their next call; their state is in the VM's memory" + whereElse(m), "they go on where they were", 10*time.Minute + awayLimit(m),
 		func(ctx context.Context, r *run) error {
 			// Which ones is recorded first: those that somebody has suspended
-			// before are not to be woken at the end.
-			sessions, err := r.from().Sessions(ctx, r.machine())
+			// before are not to be woken at the end. So is whose state leaves
+			// the VM, for whoever has to bring it back.
+			facts, err := r.from().Sessions(ctx, r.machine())
 			if err != nil {
 				return err
 			}
-			for _, s := range sessions {
-				if !slices.Contains(r.move().GetSessions(), s) {
-					r.m.Machine.Sessions = append(r.move().GetSessions(), s)
+			for _, s := range facts.Sessions {
+				if !slices.Contains(r.move().GetSessions(), s.ID) {
+					r.m.Machine.Sessions = append(r.move().GetSessions(), s.ID)
+				}
+			}
+			leave := facts.away(r.move().GetAway())
+			r.m.Machine.AwayBytes = max(r.move().GetAwayBytes(), sum(leave))
+			for _, s := range leave {
+				if !slices.Contains(r.move().GetAway(), s.ID) {
+					r.m.Machine.Away = append(r.move().GetAway(), s.ID)
 				}
 			}
 			if err := r.put(ctx); err != nil {
 				return err
 			}
-			return r.from().Freeze(ctx, r.machine(), r.move().GetSessions(), r.progress)
+			r.all = steps(r.move()) // with the time that what is away takes
+			return r.from().Freeze(ctx, r.machine(), r.move().GetSessions(), r.move().GetAway(), r.move().GetToHost(), r.progress)
 		},
-		func(ctx context.Context, r *run) error { return r.thaw(ctx, r.from(), r.move().GetFromGpu()) },
+		func(ctx context.Context, r *run) error {
+			if err := r.thaw(ctx, r.from(), r.move().GetFromGpu()); err != nil {
+				return err
+			}
+			r.forget(ctx, r.from())
+			if moves {
+				r.forget(ctx, r.to())
+			}
+			return nil
+		},
 	})
 	add(gpu, step{
 		StepRelease, "have the VM let go of " + m.GetFromGpu() + " and confirm that it can be unplugged", "the VM takes it up again", time.Minute,
@@ -106,7 +138,7 @@ func steps(m *clusterv1.MachineMove) []step {
 		},
 	})
 	add(moves && !cold, step{
-		StepMove, fmt.Sprintf("migrate the VM live from %s to %s; it can't be stopped once it runs", from, to), "it is migrated back", 30 * time.Minute,
+		StepMove, fmt.Sprintf("migrate the VM live from %s to %s; it can't be stopped once it runs", from, to), "it is migrated back", 30*time.Minute + awayLimit(m),
 		func(ctx context.Context, r *run) error {
 			return r.carry(ctx, r.move().GetFromHost(), r.move().GetToHost(), false)
 		},
@@ -133,10 +165,10 @@ func steps(m *clusterv1.MachineMove) []step {
 		}, nil,
 	})
 	add(gpu, step{
-		StepThaw, "put the applications' state on it and let them go on", "they are frozen again", 10 * time.Minute,
+		StepThaw, "put the applications' state on it and let them go on", "they are frozen again", 10*time.Minute + awayLimit(m),
 		func(ctx context.Context, r *run) error { return r.thaw(ctx, r.to(), r.move().GetToGpu()) },
 		func(ctx context.Context, r *run) error {
-			return r.to().Freeze(ctx, r.machine(), r.move().GetSessions(), r.progress)
+			return r.to().Freeze(ctx, r.machine(), r.move().GetSessions(), r.move().GetAway(), r.move().GetFromHost(), r.progress)
 		},
 	})
 	add(cold, step{
@@ -183,6 +215,11 @@ func steps(m *clusterv1.MachineMove) []step {
 			if !card {
 				return nil
 			}
+			if len(r.move().GetAway()) > 0 {
+				if err := errors.Join(r.from().Forget(ctx, r.machine()), r.to().Forget(ctx, r.machine())); err != nil {
+					return err
+				}
+			}
 			if err := r.from().GiveBack(ctx, r.machine(), r.move().GetFromGpu()); err != nil {
 				return err
 			}
@@ -190,6 +227,34 @@ func steps(m *clusterv1.MachineMove) []step {
 		}, nil,
 	})
 	return out
+}
+
+// whereElse says where the applications' state is beside the VM's memory.
+func whereElse(m *clusterv1.MachineMove) string {
+	switch {
+	case m.GetAwayBytes() == 0:
+		return ""
+	case m.GetFromHost() == m.GetToHost():
+		return fmt.Sprintf(", but for %s that go out to host %s", size.Format(m.GetAwayBytes()), m.GetFromHost())
+	}
+	return fmt.Sprintf(", but for %s that go out to hosts %s and %s", size.Format(m.GetAwayBytes()), m.GetFromHost(), m.GetToHost())
+}
+
+// awayLimit is how much longer a step may take in which states leave the VM or
+// come back. Each of them ends by itself when it stalls.
+func awayLimit(m *clusterv1.MachineMove) time.Duration {
+	return time.Duration(float64(m.GetAwayBytes()) / slowestBulk * float64(time.Second))
+}
+
+// forget has a host drop what it keeps of the sessions. If it can't now, it
+// does by itself when the migration has ended.
+func (r *run) forget(ctx context.Context, s Site) {
+	if len(r.move().GetAway()) == 0 {
+		return
+	}
+	if err := s.Forget(ctx, r.machine()); err != nil {
+		r.Log.Warn("a GPU state is not dropped yet", "migration", r.m.GetId(), "err", err)
+	}
 }
 
 func with(gpu string) string {
@@ -242,6 +307,12 @@ func (r *run) carry(ctx context.Context, from, to string, home bool) error {
 		case sent != nil && here == Running && there != Moving:
 			return sent
 		case here == Running && there != Moving:
+			// The states that are not in it are where it goes before it is.
+			if away := r.move().GetAway(); len(away) > 0 {
+				if err := a.Deposit(ctx, r.machine(), away, to, r.progress); err != nil {
+					return err
+				}
+			}
 			if sent = a.Move(ctx, r.machine(), to, r.progress); sent == nil {
 				sent = fmt.Errorf("host %s says that it is done, and the VM is still on it", from)
 			}

@@ -14,6 +14,7 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
+	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 )
 
 var errCrashed = errors.New("the driver is dead")
@@ -47,6 +48,12 @@ type world struct {
 	fails    map[string]error // "host step": what it answers
 	moves    int
 
+	free   uint64                    // the VM's memory, bytes
+	sizes  map[string]uint64         // of sessions' states
+	waits  map[string]int            // session: the state that it waits for, which is away
+	keeps  map[string]map[string]int // host, session: the state that is kept there
+	states int                       // that were taken out so far
+
 	calls, crashAt int
 	after, crashed bool
 }
@@ -57,6 +64,7 @@ func newWorld(t *testing.T) *world {
 	t.Helper()
 	w := &world{
 		t: t, at: "h1", cards: map[string]*card{}, claims: map[string]string{"vm-1": from}, frozen: map[string]bool{"s1": false, "s2": false, "user": true},
+		free: gib, sizes: map[string]uint64{"s1": 100 * mib, "s2": 10 * mib}, waits: map[string]int{}, keeps: map[string]map[string]int{},
 		onGPU: from, stored: from, defined: map[string]bool{"h1": true}, down: map[string]bool{}, fails: map[string]error{},
 	}
 	for _, g := range []string{from, to, other, "h1/d", "h3/e"} {
@@ -222,8 +230,23 @@ func (s *site) Where(context.Context, Machine) (p Presence, err error) {
 	return Absent, nil
 }
 
-func (s *site) Prepare(_ context.Context, m Machine, gpu, claim string) error {
-	return s.do("prepare", func() error {
+// Expect is only asked while the applications run.
+func (s *site) Expect(_ context.Context, _ Machine, id *gpuctlv1.PCIIdentity) error {
+	return s.do("expect", func() error {
+		if id.GetDeviceId() != 1 {
+			s.t.Errorf("it expects %v", id)
+		}
+		for name, frozen := range s.frozen {
+			if frozen && name != "user" {
+				s.t.Errorf("session %s stands still for what can be done later", name)
+			}
+		}
+		return nil
+	})
+}
+
+func (s *site) Prepare(_ context.Context, m Machine, gpu, claim string) (*gpuctlv1.PCIIdentity, error) {
+	return &gpuctlv1.PCIIdentity{DeviceId: 1}, s.do("prepare", func() error {
 		c := s.cards[gpu]
 		if HostOf(gpu) != s.host {
 			s.t.Errorf("%s prepared on %s", gpu, s.host)
@@ -313,6 +336,11 @@ func (s *site) Move(_ context.Context, _ Machine, to string, report Progress) er
 			return fmt.Errorf("host %s: %w", to, ErrUnreachable)
 		}
 		report(1, 1)
+		for id, state := range s.waits {
+			if s.keeps[to][id] != state {
+				s.t.Errorf("the VM goes to %s, where state %d of session %s is not: %v", to, state, id, s.keeps)
+			}
+		}
 		s.at = to
 		s.moves++
 		return nil
@@ -329,7 +357,8 @@ func (s *site) Stop(_ context.Context, m Machine, gpu string) error {
 			s.t.Errorf("stopped with %s, which it has not got", gpu)
 		}
 		c.plugged = ""
-		clear(s.frozen) // its applications end with it
+		clear(s.frozen)
+		clear(s.waits) // its applications end with it
 		if s.stored == gpu {
 			s.stored = ""
 		}
@@ -382,25 +411,92 @@ func (s *site) Undefine(context.Context, Machine) error {
 	})
 }
 
-func (s *site) Sessions(context.Context, Machine) (out []string, err error) {
+func (s *site) Sessions(context.Context, Machine) (*AgentFacts, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
+	out := &AgentFacts{Protocol: AwayProtocol, FreeMemory: s.free}
 	for id, frozen := range s.frozen {
 		if !frozen {
-			out = append(out, id)
+			out.Sessions = append(out.Sessions, SessionFacts{ID: id, Memory: s.sizes[id]})
 		}
 	}
 	return out, nil
 }
 
-func (s *site) Freeze(_ context.Context, _ Machine, sessions []string, _ Progress) error {
+// keep has a host keep a session's state.
+func (s *site) keep(host, session string, state int) error {
+	if s.down[host] {
+		return fmt.Errorf("host %s: %w", host, ErrUnreachable)
+	}
+	if err := s.fails[host+" keep"]; err != nil {
+		return err
+	}
+	// Both ends look at the record: it must name them.
+	if m := s.kept.GetMachine(); host != m.GetFromHost() && host != m.GetToHost() || !slices.Contains(m.GetAway(), session) {
+		s.t.Errorf("host %s keeps a state of session %s, and the record says %v", host, session, m)
+	}
+	if s.keeps[host] == nil {
+		s.keeps[host] = map[string]int{}
+	}
+	s.keeps[host][session] = state
+	return nil
+}
+
+func (s *site) Freeze(_ context.Context, _ Machine, sessions, away []string, to string, _ Progress) error {
 	return s.do("freeze", func() error {
 		if err := s.here(); err != nil {
 			return err
 		}
+		room := s.free
 		for _, id := range sessions {
-			s.frozen[id] = true
+			if !slices.Contains(away, id) {
+				if s.sizes[id] > room {
+					return fmt.Errorf("session %s: the VM has no room", id)
+				}
+				room -= s.sizes[id]
+				s.frozen[id] = true
+				continue
+			}
+			state := s.waits[id]
+			if !s.frozen[id] {
+				s.states++
+				state = s.states
+			} else if s.keeps[s.host][id] != state {
+				s.t.Errorf("session %s waits for state %d, and %s keeps %v", id, state, s.host, s.keeps)
+			}
+			for _, host := range []string{s.host, to} {
+				if err := s.keep(host, id, state); err != nil {
+					return err
+				}
+			}
+			s.frozen[id], s.waits[id] = true, state
 		}
+		return nil
+	})
+}
+
+func (s *site) Deposit(_ context.Context, _ Machine, away []string, to string, _ Progress) error {
+	return s.do("deposit", func() error {
+		for _, id := range away {
+			if state, ok := s.waits[id]; ok {
+				if s.keeps[s.host][id] != state {
+					s.t.Errorf("%s is to send state %d of session %s, and it keeps %v", s.host, state, id, s.keeps)
+				}
+				if err := s.keep(to, id, state); err != nil {
+					return err
+				}
+			}
+		}
+		return nil
+	})
+}
+
+func (s *site) Forget(context.Context, Machine) error {
+	return s.do("forget", func() error {
+		if len(s.waits) > 0 && s.at == s.host {
+			s.t.Errorf("%s forgets what sessions wait for: %v", s.host, s.waits)
+		}
+		delete(s.keeps, s.host)
 		return nil
 	})
 }
@@ -442,6 +538,10 @@ func (s *site) Thaw(_ context.Context, m Machine, gpu string, sessions []string,
 			s.t.Errorf("thawed on %s, which the VM does not have", gpu)
 		}
 		for _, id := range sessions {
+			if state, ok := s.waits[id]; ok && s.keeps[s.host][id] != state {
+				return fmt.Errorf("session %s waits for state %d, and %s keeps %v", id, state, s.host, s.keeps)
+			}
+			delete(s.waits, id)
 			s.frozen[id] = false
 		}
 		s.onGPU = gpu
@@ -479,6 +579,9 @@ func (w *world) check(m *clusterv1.Migration) {
 			if !w.frozen[id] {
 				w.t.Errorf("held, and session %s is not frozen", id)
 			}
+			if state, away := w.waits[id]; away && w.keeps[w.at][id] != state {
+				w.t.Errorf("held, and state %d of session %s is not where the VM is: %v", state, id, w.keeps)
+			}
 		}
 		return
 	default:
@@ -509,6 +612,12 @@ func (w *world) check(m *clusterv1.Migration) {
 	}
 	if len(w.claims) != 1 || w.claims[w.cards[want].claim] != want {
 		w.t.Errorf("%s: claims %v", m.GetState(), w.claims)
+	}
+	// What a host could not be told to forget goes when it sees the end.
+	for host, states := range w.keeps {
+		if w.fails[host+" forget"] == nil && !w.down[host] && len(states) > 0 {
+			w.t.Errorf("%s: %s still keeps %v", m.GetState(), host, states)
+		}
 	}
 	if strings.Contains(m.GetStep(), " ") || m.GetStep() != "" {
 		w.t.Errorf("step %q after the end", m.GetStep())

@@ -90,7 +90,7 @@ func TestEveryProcedureHasARule(t *testing.T) {
 // The whole table, kind by kind and role by role, against the rules in words.
 func TestWhoMayDoWhat(t *testing.T) {
 	reads := map[string]bool{}
-	for _, n := range strings.Fields("List Watch Describe Events Top Status Place ListCards ListMachines Isolation GetInventory ListClaims ListSessions WatchSessions DescribeSession") {
+	for _, n := range strings.Fields("List Watch Describe Events Top Status Place ListCards ListMachines ListNICs Isolation GetInventory ListClaims ListSessions WatchSessions DescribeSession") {
 		reads[n] = true
 	}
 	admins := map[string]bool{}

@@ -82,6 +82,9 @@ func Table() map[string]Rule {
 		gpuctlv1connect.DeviceServiceDetachProcedure:       {Local | User | Host, operator, change},
 		gpuctlv1connect.DeviceServiceResetProcedure:        {Local | User | Host, operator, change},
 		gpuctlv1connect.DeviceServiceResizeProcedure:       {Local | User | Host, operator, change},
+		gpuctlv1connect.DeviceServiceListNICsProcedure:     {Local | User | Host, viewer, false},
+		gpuctlv1connect.DeviceServiceResizeNICProcedure:    {Local | User | Host, operator, change},
+		gpuctlv1connect.DeviceServiceSetVFProcedure:        {Local | User | Host, operator, change},
 
 		gpuctlv1connect.MigrationServicePlanProcedure:   {Local | User | Host, viewer, false},
 		gpuctlv1connect.MigrationServiceWatchProcedure:  {Local | User | Host, viewer, false},
@@ -96,6 +99,7 @@ func Table() map[string]Rule {
 		gpuctlv1connect.SiteServiceSessionsProcedure:     {Host, nobody, false},
 		gpuctlv1connect.SiteServiceReserveProcedure:      {Host, nobody, change},
 		gpuctlv1connect.SiteServicePrepareProcedure:      {Host, nobody, change},
+		gpuctlv1connect.SiteServiceExpectProcedure:       {Host, nobody, change},
 		gpuctlv1connect.SiteServiceAttachProcedure:       {Host, nobody, change},
 		gpuctlv1connect.SiteServiceDetachProcedure:       {Host, nobody, change},
 		gpuctlv1connect.SiteServiceGiveBackProcedure:     {Host, nobody, change},
@@ -111,5 +115,10 @@ func Table() map[string]Rule {
 		gpuctlv1connect.SiteServiceUndefineProcedure:     {Host, nobody, change},
 		gpuctlv1connect.SiteServiceStopProcedure:         {Host, nobody, change},
 		gpuctlv1connect.SiteServiceStartProcedure:        {Host, nobody, change},
+		// States of VMs: the two hosts of a migration bring them to each other,
+		// as its record says, and nothing gives one to a host that asks.
+		gpuctlv1connect.SiteServiceKeepProcedure:    {Host, nobody, change},
+		gpuctlv1connect.SiteServiceDepositProcedure: {Host, nobody, change},
+		gpuctlv1connect.SiteServiceForgetProcedure:  {Host, nobody, change},
 	}
 }

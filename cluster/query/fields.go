@@ -334,7 +334,7 @@ func sessionFields() []field {
 		{name: "gpus", doc: "its GPUs", list: func(o object) []string { return o.GetSession().GetGpus() }},
 		text("model", "model of its GPUs", func(o object) string { return o.GetSession().GetModel() }),
 		number("generation", "of its executor; grows with every swap", func(o object) int64 { return int64(o.GetSession().GetGeneration()) }),
-		text("suspended_to", "memory or a file", func(o object) string { return o.GetSession().GetSuspendedTo() }),
+		text("suspended_to", "memory, away or a file", func(o object) string { return o.GetSession().GetSuspendedTo() }),
 		text("message", "why it is lost or suspended", func(o object) string { return o.GetSession().GetMessage() }),
 		moment("started", "when it started", func(o object) int64 { return o.GetSession().GetStartedUnixMs() }),
 		number("revision", "log entry that changed it last", func(o object) int64 { return expr.Int(o.GetSession().GetRevision()) }),

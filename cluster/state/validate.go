@@ -403,7 +403,7 @@ func checkMigration(m *clusterv1.Migration) error {
 	if n := len(m.GetSteps()); n > 4*maxSteps {
 		return fmt.Errorf("%s: %d records of steps: at most %d", what, n, 4*maxSteps)
 	}
-	if n := len(m.GetMachine().GetSessions()) + len(m.GetMachine().GetCandidates()); n > maxConcerned {
+	if n := len(m.GetMachine().GetSessions()) + len(m.GetMachine().GetAway()) + len(m.GetMachine().GetCandidates()); n > maxConcerned {
 		return fmt.Errorf("%s: %d sessions and candidates: at most %d", what, n, maxConcerned)
 	}
 	if m.GetClaim() != "" {

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
+	"os"
 	"os/signal"
 	"strings"
 	"syscall"
@@ -16,6 +17,7 @@ import (
 	"google.golang.org/protobuf/encoding/protojson"
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/guest/cl"
 	"github.com/gpuctl/gpuctl/guest/executor"
 	"github.com/gpuctl/gpuctl/guest/session"
 )
@@ -26,7 +28,10 @@ const orphanGrace = 10 * time.Second
 const maxConfig = 1 << 20 // bytes
 
 func executorCommand(log *slog.Logger) *cobra.Command {
-	var config string
+	var (
+		config string
+		ahead  ahead
+	)
 	cmd := &cobra.Command{
 		Use:    "executor --config JSON",
 		Short:  "Run one session's calls (started by serve)",
@@ -37,11 +42,47 @@ func executorCommand(log *slog.Logger) *cobra.Command {
 			if config == "-" {
 				in = cmd.InOrStdin()
 			}
+			if err := ahead.load(); err != nil {
+				return err
+			}
 			return runExecutor(cmd.Context(), in, log)
 		},
 	}
 	cmd.Flags().StringVar(&config, "config", "-", "configuration, - for standard input")
+	ahead.flags(cmd)
 	return cmd
+}
+
+// ahead is what is loaded before the input is read, while the device may not
+// be there yet.
+type ahead struct {
+	library string
+	fd      uint
+}
+
+func (a *ahead) flags(cmd *cobra.Command) {
+	cmd.Flags().StringVar(&a.library, "load", "", "library to load before the input is read")
+	cmd.Flags().UintVar(&a.fd, "loaded-fd", 0, "descriptor to tell of that")
+	for _, f := range []string{"load", "loaded-fd"} {
+		if err := cmd.Flags().MarkHidden(f); err != nil {
+			panic(err) // no such flag
+		}
+	}
+}
+
+func (a *ahead) load() error {
+	if a.library == "" {
+		return nil
+	}
+	if err := cl.Load(a.library); err != nil {
+		return err
+	}
+	tell := os.NewFile(uintptr(a.fd), "loaded")
+	defer tell.Close()
+	if _, err := tell.Write([]byte{1}); err != nil {
+		return fmt.Errorf("gpuguest has gone: %w", err)
+	}
+	return nil
 }
 
 func runExecutor(ctx context.Context, in io.Reader, log *slog.Logger) error {

@@ -2,6 +2,7 @@ package main
 
 import (
 	"fmt"
+	"io"
 	"os"
 	"strings"
 
@@ -17,6 +18,8 @@ func probeCommand() *cobra.Command {
 		library string
 		env     []string
 		devices []uint
+		config  string
+		ahead   ahead
 	)
 	cmd := &cobra.Command{
 		Use:   "probe --library PATH",
@@ -24,6 +27,18 @@ func probeCommand() *cobra.Command {
 		Args:  cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			rt := &gpuctlv1.Runtime{Library: library, Env: map[string]string{}}
+			if config != "" {
+				if err := ahead.load(); err != nil {
+					return err
+				}
+				b, err := io.ReadAll(io.LimitReader(cmd.InOrStdin(), maxConfig))
+				if err != nil {
+					return fmt.Errorf("runtime: %w", err)
+				}
+				if err := protojson.Unmarshal(b, rt); err != nil {
+					return fmt.Errorf("runtime: %w", err)
+				}
+			}
 			for _, kv := range env {
 				k, v, ok := strings.Cut(kv, "=")
 				if !ok || k == "" {
@@ -54,8 +69,12 @@ func probeCommand() *cobra.Command {
 	f.StringVar(&library, "library", "", "the vendor's ICD library")
 	f.StringArrayVar(&env, "env", nil, "NAME=VALUE to set before the library is loaded")
 	f.UintSliceVar(&devices, "device", nil, "only the device with this index")
-	if err := cmd.MarkFlagRequired("library"); err != nil {
+	f.StringVar(&config, "runtime", "", "- for a gpuctl.v1.Runtime on standard input")
+	ahead.flags(cmd)
+	if err := f.MarkHidden("runtime"); err != nil {
 		panic(err) // no such flag
 	}
+	cmd.MarkFlagsOneRequired("library", "runtime")
+	cmd.MarkFlagsMutuallyExclusive("library", "runtime")
 	return cmd
 }

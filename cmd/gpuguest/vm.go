@@ -82,15 +82,20 @@ func serveVM(ctx context.Context, o vmOptions, root string, log *slog.Logger) er
 	machine := sysfs.Dir(root)
 	client := unixrpc.Client(api)
 	defer client.CloseIdleConnections()
+	mux := http.NewServeMux()
+	var openBulk func(context.Context) (string, error)
+	if b := newBulk(ctx, filepath.Join(root, "dev/xen/xenbus"), mux, log); b != nil {
+		defer b.Close()
+		openBulk = b.Open
+	}
 	a, err := agent.New(agent.Config{
 		Root: machine, Dir: o.RunDir, Profiles: profiles, Prober: launcher, Version: program.Version(),
 		Sessions: &agent.GuestSessions{Client: gpuctlv1connect.NewGuestServiceClient(client, "http://gpuguest"), RunDir: o.RunDir},
-		Users:    usersOf(machine), Events: events, Ready: gate.Set, Logger: log,
+		Users:    usersOf(machine), Events: events, Ready: gate.Set, Bulk: openBulk, Logger: log,
 	})
 	if err != nil {
 		return err
 	}
-	mux := http.NewServeMux()
 	mux.Handle(m.Handler())
 	mux.Handle(a.Handler())
 	srv := &http.Server{Handler: mux, ReadHeaderTimeout: endTime, BaseContext: func(net.Listener) context.Context { return ctx }}

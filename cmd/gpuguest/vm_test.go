@@ -19,6 +19,7 @@ import (
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
+	"github.com/gpuctl/gpuctl/guest/agent"
 	"github.com/gpuctl/gpuctl/guest/channel"
 	"github.com/gpuctl/gpuctl/guest/channel/channeltest"
 	"github.com/gpuctl/gpuctl/passthrough/pci/pcitest"
@@ -228,7 +229,7 @@ func finished(t *testing.T, st *connect.ServerStreamForClient[gpuctlv1.Progress]
 // An application computes in a VM that loses its GPU, moves and gets another.
 func TestVMMovesWithItsApplication(t *testing.T) {
 	v := newVM(t)
-	if h := v.hello(); !h.Hotplug || len(h.Devices) != 0 || h.BootId != "boot" || h.Protocol != 1 {
+	if h := v.hello(); !h.Hotplug || len(h.Devices) != 0 || h.BootId != "boot" || h.Protocol != agent.Protocol {
 		t.Fatalf("hello %v", h)
 	}
 

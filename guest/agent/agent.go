@@ -19,8 +19,9 @@ import (
 	"github.com/gpuctl/gpuctl/passthrough/sysfs"
 )
 
-// Protocol is the version of AgentService that this package serves.
-const Protocol = 1
+// Protocol is the version of AgentService that this package serves, and of
+// GuestService beside it: since 2 a session's state can leave the VM.
+const Protocol = 2
 
 // Token is that of the offer which the agent makes to the VM's applications:
 // they have none.
@@ -51,6 +52,8 @@ type Sessions interface {
 	List(ctx context.Context) ([]*gpuctlv1.Session, error)
 	Offer(ctx context.Context, o *gpuctlv1.OfferRequest) error
 	Withdraw(ctx context.Context, token string) error
+	// Warm loads a runtime ahead, for the running sessions and for a probe.
+	Warm(ctx context.Context, rt *gpuctlv1.Runtime) error
 }
 
 // Event is news of a PCI function.
@@ -74,6 +77,9 @@ type Config struct {
 	// every Poll; zero: 20 s with events, else 2 s.
 	Events <-chan Event
 	Poll   time.Duration
+	// Bulk opens a way for one connection of the host and returns its vchan's
+	// path; nil: there is none.
+	Bulk func(ctx context.Context) (vchan string, err error)
 	// Ready is told whether there is a GPU for applications.
 	Ready  func(bool)
 	Logger *slog.Logger

@@ -47,6 +47,7 @@ type fakeSessions struct {
 	list   []*gpuctlv1.Session
 	offers map[string]*gpuctlv1.Target
 	fail   error
+	warmed []string
 }
 
 func (s *fakeSessions) List(context.Context) ([]*gpuctlv1.Session, error) {
@@ -66,6 +67,13 @@ func (s *fakeSessions) Withdraw(_ context.Context, token string) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	delete(s.offers, token)
+	return s.fail
+}
+
+func (s *fakeSessions) Warm(_ context.Context, rt *gpuctlv1.Runtime) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.warmed = append(s.warmed, rt.Library)
 	return s.fail
 }
 
@@ -719,6 +727,25 @@ func TestGate(t *testing.T) {
 			t.Errorf("told so after %v", took)
 		}
 	})
+}
+
+// The runtime that would be tried first is loaded for a card that is about to
+// come.
+func TestExpect(t *testing.T) {
+	r := newRig(t)
+	ask := connect.NewRequest(&gpuctlv1.ExpectRequest{Function: &gpuctlv1.PCIIdentity{VendorId: 0x10de, DeviceId: 0x2236, Class: 0x030000}})
+	_, err := r.client.Expect(t.Context(), ask)
+	refused(t, err, connect.CodeFailedPrecondition, "install it in the VM")
+	_, err = r.client.Expect(t.Context(), connect.NewRequest(&gpuctlv1.ExpectRequest{}))
+	refused(t, err, connect.CodeFailedPrecondition, "no profile fits 0000:0000")
+	r.machine.File("etc/ld.so.conf.d/x.conf", "/usr/lib/x86_64-linux-gnu\n")
+	r.machine.File("usr/lib/x86_64-linux-gnu/good.so", "ELF")
+	_, err = r.client.Expect(t.Context(), ask)
+	refused(t, err, connect.CodeFailedPrecondition, "0 MiB are free in the VM")
+	r.machine.File("proc/meminfo", "MemTotal: 800000 kB\nMemAvailable: 700000 kB\n")
+	if _, err := r.client.Expect(t.Context(), ask); err != nil || !slices.Equal(r.sessions.warmed, []string{"good.so"}) {
+		t.Errorf("%v, loaded %v", err, r.sessions.warmed)
+	}
 }
 
 // What a VM lacks for a card that it has not got yet is said before anything is moved.

@@ -25,6 +25,10 @@ const (
 	maxRequest   = 1 << 20 // bytes
 	maxNot       = 256
 	maxServes    = 1024
+	// leastToLoad is from how much free memory on, in bytes, a runtime is loaded
+	// beside the one that runs: a compiler takes a hundred megabytes, and a VM
+	// that has to read its programs from disk again and again stands still.
+	leastToLoad = 256 << 20
 )
 
 // service serves AgentService.
@@ -149,11 +153,47 @@ func (v service) Serves(_ context.Context, req *connect.Request[gpuctlv1.ServesR
 	}
 	out := &gpuctlv1.ServesResponse{}
 	for _, f := range req.Msg.Functions {
-		out.Missing = append(out.Missing, v.a.missing(profile.ID{
-			Vendor: uint16(f.VendorId), Device: uint16(f.DeviceId), SubVendor: uint16(f.SubVendorId), SubDevice: uint16(f.SubDeviceId), Class: f.Class & 0xffffff,
-		}))
+		out.Missing = append(out.Missing, v.a.missing(identity(f)))
 	}
 	return connect.NewResponse(out), nil
+}
+
+func identity(f *gpuctlv1.PCIIdentity) profile.ID {
+	return profile.ID{
+		Vendor: uint16(f.GetVendorId()), Device: uint16(f.GetDeviceId()), SubVendor: uint16(f.GetSubVendorId()), SubDevice: uint16(f.GetSubDeviceId()),
+		Class: f.GetClass() & 0xffffff,
+	}
+}
+
+func (v service) Expect(ctx context.Context, req *connect.Request[gpuctlv1.ExpectRequest]) (*connect.Response[gpuctlv1.ExpectResponse], error) {
+	id := identity(req.Msg.GetFunction())
+	if no := v.a.missing(id); no != "" {
+		return nil, connect.NewError(connect.CodeFailedPrecondition, errors.New(no))
+	}
+	if _, free := v.a.kernel.memory(); free < leastToLoad {
+		return nil, connect.NewError(connect.CodeFailedPrecondition, fmt.Errorf("%d MiB are free in the VM, and a runtime is loaded ahead only where there are %d", free>>20, leastToLoad>>20))
+	}
+	p, _ := v.a.cfg.Profiles.Lookup(id)
+	for _, rt := range p.Runtimes() { // the first that is there is tried first
+		if v.a.kernel.hasLibrary(rt.Library) {
+			if err := v.a.sessions.Warm(ctx, rt); err != nil {
+				return nil, coded(fmt.Errorf("profile %s: %w", p.Name, err))
+			}
+			break
+		}
+	}
+	return connect.NewResponse(&gpuctlv1.ExpectResponse{}), nil
+}
+
+func (v service) OpenBulk(ctx context.Context, _ *connect.Request[gpuctlv1.OpenBulkRequest]) (*connect.Response[gpuctlv1.OpenBulkResponse], error) {
+	if v.a.cfg.Bulk == nil {
+		return nil, connect.NewError(connect.CodeFailedPrecondition, errors.New("this VM has no way to its host beside the channel"))
+	}
+	path, err := v.a.cfg.Bulk(ctx)
+	if err != nil {
+		return nil, connect.NewError(connect.CodeFailedPrecondition, err)
+	}
+	return connect.NewResponse(&gpuctlv1.OpenBulkResponse{Vchan: path}), nil
 }
 
 // missing says what the VM lacks to use a function; empty: nothing.

@@ -59,3 +59,9 @@ func (g *GuestSessions) Withdraw(ctx context.Context, token string) error {
 	_, err := g.Client.Withdraw(ctx, connect.NewRequest(&gpuctlv1.WithdrawRequest{Token: token}))
 	return err
 }
+
+// Warm implements Sessions.
+func (g *GuestSessions) Warm(ctx context.Context, rt *gpuctlv1.Runtime) error {
+	_, err := g.Client.Warm(ctx, connect.NewRequest(&gpuctlv1.WarmRequest{Runtime: rt}))
+	return err
+}

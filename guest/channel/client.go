@@ -116,22 +116,31 @@ func Open(path string, opts ...Option) (*Client, error) {
 		cancel: cancel, over: make(chan struct{}), changed: make(chan struct{}),
 		state: State{Since: time.Now(), Err: ErrDown},
 	}
-	c.transport = &http.Transport{
-		DialContext:            func(ctx context.Context, _, _ string) (net.Conn, error) { return c.stream(ctx) },
+	c.transport = newTransport(c.stream)
+	c.http = newHTTP(c.transport)
+	go c.run(ctx)
+	return c, nil
+}
+
+// newTransport sends requests over streams of a guest.
+func newTransport(stream func(context.Context) (net.Conn, error)) *http.Transport {
+	return &http.Transport{
+		DialContext:            func(ctx context.Context, _, _ string) (net.Conn, error) { return stream(ctx) },
 		MaxConnsPerHost:        maxStreams,
 		MaxIdleConnsPerHost:    4,
 		IdleConnTimeout:        time.Minute,
 		MaxResponseHeaderBytes: maxHeaders,
 		DisableCompression:     true,
 	}
-	c.http = &http.Client{
-		Transport: c.transport,
+}
+
+func newHTTP(t *http.Transport) *http.Client {
+	return &http.Client{
+		Transport: t,
 		CheckRedirect: func(*http.Request, []*http.Request) error {
 			return http.ErrUseLastResponse // a guest leads nobody anywhere
 		},
 	}
-	go c.run(ctx)
-	return c, nil
 }
 
 // Dial is Open, and waits for the first connection until ctx ends.

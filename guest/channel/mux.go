@@ -47,7 +47,7 @@ func muxConfig() *yamux.Config {
 }
 
 // hostMux is the host's end of the streams: the guest opens none.
-func hostMux(l *link) (*yamux.Session, error) {
+func hostMux(l io.ReadWriteCloser) (*yamux.Session, error) {
 	s, err := yamux.Client(struct {
 		io.Reader
 		io.WriteCloser

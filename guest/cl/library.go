@@ -42,15 +42,29 @@ type Library struct {
 	platforms []Platform
 }
 
-// Open loads the vendor's library at a path, or by the name that the dynamic
-// linker finds it under. Opening it again gives the same platforms.
-func Open(library string) (*Library, error) {
+// Load loads the vendor's library at a path, or by the name that the dynamic
+// linker finds it under, so that Open has less to do. It looks for no device.
+func Load(library string) error {
+	_, err := load(library)
+	return err
+}
+
+func load(library string) (icd unsafe.Pointer, err error) {
 	path := C.CString(library)
 	defer C.free(unsafe.Pointer(path))
 	var why [512]C.char
-	icd := C.gxOpen(path, &why[0], C.size_t(len(why)))
-	if icd == nil {
+	if icd = C.gxOpen(path, &why[0], C.size_t(len(why))); icd == nil {
 		return nil, fmt.Errorf("%s: %w: %s", library, ErrNotRuntime, C.GoString(&why[0]))
+	}
+	return icd, nil
+}
+
+// Open finds the platforms of a library that it loads as Load does. Opening it
+// again gives the same platforms.
+func Open(library string) (*Library, error) {
+	icd, err := load(library)
+	if err != nil {
+		return nil, err
 	}
 	l := &Library{path: library}
 	var n C.uint32_t

@@ -77,8 +77,13 @@ func pocl(t testing.TB) string {
 // executor opens a session over the client's memory, as a process would.
 func (c *client) executor(generation uint32) *session {
 	c.t.Helper()
+	return c.executorOf(generation, pocl(c.t))
+}
+
+func (c *client) executorOf(generation uint32, library string) *session {
+	c.t.Helper()
 	s, err := open(Config{
-		Generation: generation, Runtime: &gpuctlv1.Runtime{Library: pocl(c.t)},
+		Generation: generation, Runtime: &gpuctlv1.Runtime{Library: library},
 		Logger: slog.New(slog.NewTextHandler(os.Stderr, &slog.HandlerOptions{Level: slog.LevelWarn})),
 	}, dup(c.t, c.ring), dup(c.t, c.arena), dup(c.t, c.state))
 	if err != nil {

@@ -370,7 +370,7 @@ func (c *controller) Thaw(_ context.Context, _ *connect.Request[gpuctlv1.ThawReq
 func (s *session) thaw() {
 	s.dropState()
 	s.mu.Lock()
-	s.frozen = false
+	s.frozen, s.sent = false, false
 	s.exportedTo = ""
 	s.closeWindow()
 	s.advance()
@@ -478,8 +478,8 @@ func (s *session) retire() {
 		s.gate.Store(true)
 		s.mu.Lock()
 		s.closeWindow()
-		if s.frozen && s.stateTo != nil && !s.stateTo.memory {
-			// All of it is in the file: host memory can go, but for what the
+		if s.frozen && (s.sent || s.stateTo != nil && !s.stateTo.memory) {
+			// All of it is in the file, or away: host memory can go, but for what the
 			// application has mapped.
 			s.each(func(_ uint32, _ uint64, o any) {
 				if m, ok := o.(*mem); ok && m.parent == nil && m.unified && len(m.mapped()) == 0 {

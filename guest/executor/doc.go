@@ -5,7 +5,8 @@
 // with just what is needed to make every live object again (objects.go,
 // graph.go), holds commands back that wait for the application (hold.go),
 // moves bulk data (bulk.go), and is frozen, exported, prepared and activated
-// by guest/session (control.go, freeze.go, export.go, restore.go).
+// by guest/session (control.go, export.go, restore.go; state.go for states that
+// stay in the VM, stream.go for those that leave it).
 //
 // What the shared memory looks like is in guest/wire; the binding of the
 // vendor's library is guest/cl; who starts executors is guest/session.

@@ -27,10 +27,12 @@ type sink interface {
 	shares() bool
 	// inPlace says that the receiver can read the arena itself.
 	inPlace() bool
+	// chunk is how many bytes one batch has at most.
+	chunk() uint64
 }
 
-// windowChunk is how much one batch moves at most, and windowDepth how many
-// batches are under way.
+// windowChunk is how much one batch moves at most within the VM, and
+// windowDepth how many batches are under way.
 const (
 	windowChunk = 32 << 20
 	windowDepth = 4
@@ -58,7 +60,7 @@ func (s *session) contents(final bool, out sink) []piece {
 			m.markAll()
 		}
 		if !m.unified || !out.shares() {
-			for _, p := range m.cut(windowChunk) {
+			for _, p := range m.cut(out.chunk()) {
 				p.ID = id
 				m.users++
 				ps = append(ps, p)
@@ -175,7 +177,7 @@ func (s *session) pump(ctx context.Context, ps []piece, out sink, sent func(uint
 		}
 		var n int
 		var size uint64
-		for n < len(ps) && n < batchPieces && (n == 0 || size+ps[n].padded() <= windowChunk) && ps[n].m.unified == ps[0].m.unified {
+		for n < len(ps) && n < batchPieces && (n == 0 || size+ps[n].padded() <= out.chunk()) && ps[n].m.unified == ps[0].m.unified {
 			size += ps[n].padded()
 			n++
 		}
@@ -259,10 +261,11 @@ func (s *session) dialPeer(path string) (*peerSink, error) {
 
 func (p *peerSink) shares() bool  { return p.unif }
 func (p *peerSink) inPlace() bool { return true }
+func (p *peerSink) chunk() uint64 { return windowChunk }
 
 func (p *peerSink) place(ps []piece) error {
 	s := p.s
-	if err := s.openWindow(); err != nil {
+	if err := s.openWindow(windowChunk * windowDepth); err != nil {
 		return err
 	}
 	for p.used >= windowDepth {
@@ -280,22 +283,24 @@ func (p *peerSink) place(ps []piece) error {
 	return nil
 }
 
-// openWindow makes the memory that contents pass through, once per executor.
-func (s *session) openWindow() error {
-	if s.window != 0 {
+// openWindow makes the memory of that size that contents pass through. One
+// that is there and large enough stays.
+func (s *session) openWindow(size uint64) error {
+	if s.windowSize >= size {
 		return nil
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	off, err := s.host.alloc(windowChunk*windowDepth + 4096)
+	s.closeWindow()
+	off, err := s.host.alloc(size + 4096)
 	if err != nil {
 		return err
 	}
-	s.window = off + 4096 // 0 means none
+	s.window, s.windowSize = off+4096, size // 0 means none
 	if s.pins {
-		populate(s.arenaBytes(s.window, windowChunk*windowDepth))
+		populate(s.arenaBytes(s.window, size))
 		for _, c := range s.contexts() {
-			s.xfer.pin(s, c, s.window, windowChunk*windowDepth)
+			s.xfer.pin(s, c, s.window, size)
 		}
 	}
 	return nil
@@ -308,7 +313,7 @@ func (s *session) closeWindow() {
 	}
 	s.xfer.unpin(s, s.arena.Pointer(s.window))
 	s.host.free(s.window - 4096)
-	s.window = 0
+	s.window, s.windowSize = 0, 0
 }
 
 func (p *peerSink) ack() error {

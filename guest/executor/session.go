@@ -50,9 +50,11 @@ type session struct {
 	pins       bool // transfers are faster out of pinned memory
 	exportedTo string
 	window     uint64 // contents pass through here
+	windowSize uint64 // bytes; 0: there is none
 	window0    bool   // the peer's is pinned here too
 	stateTo    *stateFile
 	stateName  string
+	sent       bool // all contents have left by a stream
 	prepared   bool // prepared with a final graph
 	swept      bool
 	once       sync.Once

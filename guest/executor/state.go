@@ -54,6 +54,7 @@ func newStateFile(s *session, f *os.File, memory bool) *stateFile {
 
 func (w *stateFile) shares() bool  { return w.memory }
 func (w *stateFile) inPlace() bool { return false }
+func (w *stateFile) chunk() uint64 { return windowChunk }
 func (w *stateFile) close() error  { return nil }
 
 // reserve makes room for every object that has none yet.
@@ -102,7 +103,7 @@ func (w *stateFile) reserve() error {
 // from there with every processor. To pin the state itself would cost as much
 // as to move it, and again when the executor ends.
 func (w *stateFile) place(ps []piece) error {
-	if err := w.s.openWindow(); err != nil {
+	if err := w.s.openWindow(windowChunk * windowDepth); err != nil {
 		return err
 	}
 	at := w.s.window + w.next%windowDepth*windowChunk
@@ -249,18 +250,20 @@ func (s *session) load(f *os.File, report progress) error {
 	if err := gob.NewDecoder(io.NewSectionReader(f, int64(end), int64(n))).Decode(&es); err != nil {
 		return fmt.Errorf("index of %s: %w: %w", f.Name(), err, errState)
 	}
-	if err := s.openWindow(); err != nil {
+	if err := s.openWindow(windowChunk * windowDepth); err != nil {
 		return err
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	defer s.closeWindow()
 	var ps []piece
+	filed := map[*mem]bool{} // a file has what was in the arena, too
 	for _, e := range es {
 		m := lookup[mem](s, e.ID)
 		if m == nil || m.size != e.N || e.At > end || e.N > end-e.At {
 			return fmt.Errorf("object %d in %s: %w", e.ID, f.Name(), errState)
 		}
+		filed[m] = true
 		m.markAll()
 		for _, p := range m.cut(windowChunk) {
 			off := p.Off
@@ -272,7 +275,7 @@ func (s *session) load(f *os.File, report progress) error {
 		}
 	}
 	s.each(func(id uint32, _ uint64, o any) {
-		if m, ok := o.(*mem); ok && m.inArena && !m.unified && m.parent == nil {
+		if m, ok := o.(*mem); ok && m.inArena && !m.unified && m.parent == nil && !filed[m] {
 			m.markAll()
 			for _, p := range m.cut(windowChunk) {
 				p.ID, p.ptr = id, s.arena.Pointer(m.arena+p.Off)

@@ -184,8 +184,9 @@ func (p *piece) write(q cl.Queue, src unsafe.Pointer, ev *cl.Event) cl.Status {
 	return cl.EnqueueWriteBuffer(q, p.m.vendor, false, p.Off, p.N, src, nil, ev)
 }
 
-// cut splits the dirty parts of an object into pieces of at most most bytes.
-func (m *mem) cut(most uint64) []piece { // most is at least dirtyChunk
+// cut splits the dirty parts of an object into pieces of at most most bytes, or
+// one row of an image.
+func (m *mem) cut(most uint64) []piece {
 	var ps []piece
 	if m.kind == memImage {
 		if !anyOf(m.dirty) {
@@ -210,13 +211,15 @@ func (m *mem) cut(most uint64) []piece { // most is at least dirtyChunk
 		if !m.dirty[i] {
 			continue
 		}
-		off := i * dirtyChunk
-		end := min(off+dirtyChunk, m.size)
-		if k := len(ps); k > 0 && ps[k-1].Off+ps[k-1].N == off && ps[k-1].N+end-off <= most {
-			ps[k-1].N += end - off
-			continue
+		for off, end := i*dirtyChunk, min((i+1)*dirtyChunk, m.size); off < end; {
+			n := min(end-off, most)
+			if k := len(ps); k > 0 && ps[k-1].Off+ps[k-1].N == off && ps[k-1].N+n <= most {
+				ps[k-1].N += n
+			} else {
+				ps = append(ps, piece{m: m, ID: m.id, Off: off, N: n})
+			}
+			off += n
 		}
-		ps = append(ps, piece{m: m, ID: m.id, Off: off, N: end - off})
 	}
 	return ps
 }

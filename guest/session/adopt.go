@@ -125,7 +125,7 @@ func (s *session) abandon(why string, executors ...*executor) {
 		s.app.close()
 	}
 	for _, f := range []string{s.rec.SuspendedTo, opFile(s.rec.Op), s.partFile()} {
-		if f != "" && f != toMemory {
+		if isFile(f) {
 			_ = os.Remove(f)
 		}
 	}
@@ -143,7 +143,7 @@ func opFile(op *opRecord) string {
 
 // partFile is what a suspend was writing when gpuguest ended.
 func (s *session) partFile() string {
-	if op := s.rec.Op; op != nil && op.Kind == kindSuspend && op.File != "" && op.File != toMemory {
+	if op := s.rec.Op; op != nil && op.Kind == kindSuspend && isFile(op.File) {
 		return partName(op.File, s.id)
 	}
 	return ""
@@ -216,7 +216,7 @@ func (r *repair) suspend(ctx context.Context) error {
 		d, err := r.current.describe(ctx)
 		if err == nil && !d.Frozen {
 			to := s.rec.SuspendedTo
-			s.rec.SuspendedTo = ""
+			s.rec.SuspendedTo, s.rec.Away = "", nil
 			if err := r.running(ctx, r.current, false); err != nil {
 				return err
 			}
@@ -289,7 +289,7 @@ func (r *repair) finishResume(ctx context.Context) error {
 		s.rec.Current = before
 		return r.suspended(op.Head)
 	}
-	s.rec.SuspendedTo = ""
+	s.rec.SuspendedTo, s.rec.Away = "", nil
 	return ignore(s, s.dropSaved(to, ""))
 }
 
@@ -338,7 +338,7 @@ func (r *repair) suspended(head *uint64) error {
 	}
 	s.mem.setState(wire.StateSuspended)
 	s.current, s.rec.Op = nil, nil
-	s.state, s.message = gpuctlv1.SessionState_SESSION_STATE_SUSPENDED, "suspended to "+s.rec.SuspendedTo
+	s.state, s.message = gpuctlv1.SessionState_SESSION_STATE_SUSPENDED, suspendedText(s.rec.SuspendedTo)
 	return nil
 }
 

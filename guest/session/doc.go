@@ -18,6 +18,10 @@
 //   - The commit point of a swap and of a resume is one store, that of the
 //     ring's owner word; that of a suspend is the rename of the session.json
 //     that says so, after the state is complete and synced.
+//   - A state that the VM has no room for goes out to the host while it is being
+//     extracted, and comes back at the resume (away.go). The session lets go of
+//     it after the host has said that it keeps exactly what went out, and runs
+//     again only with exactly that: its mark is in the journal.
 //   - A dead gpuguest changes nothing for running applications. The next one
 //     over the same run folder takes their sessions over and finishes or rolls
 //     back what was in flight: the owner word says which of the two.

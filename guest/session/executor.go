@@ -216,41 +216,64 @@ func (e *executor) retire(ctx context.Context) error {
 	return nil
 }
 
+// long is a call that may take any time as long as it goes on.
+type long struct {
+	e      *executor
+	what   string
+	ctx    context.Context // ends with a stall, or with the executor
+	cancel context.CancelCauseFunc
+	timer  *time.Timer
+	stall  time.Duration
+}
+
+func (e *executor) long(ctx context.Context, what string, stall time.Duration) *long {
+	l := &long{e: e, what: what, stall: stall}
+	l.ctx, l.cancel = context.WithCancelCause(ctx)
+	l.timer = time.AfterFunc(stall, func() { l.cancel(fmt.Errorf("no progress for %v", stall)) })
+	go func() {
+		select {
+		case <-e.proc.Done():
+			l.cancel(errors.New("executor has ended"))
+		case <-l.ctx.Done():
+		}
+	}()
+	return l
+}
+
+func (l *long) goesOn() { l.timer.Reset(l.stall) }
+
+func (l *long) end() {
+	l.timer.Stop()
+	l.cancel(nil)
+}
+
+func (l *long) fail(err error) error {
+	if cause := context.Cause(l.ctx); cause != nil && !errors.Is(cause, context.Canceled) {
+		err = cause
+	}
+	return l.e.wrap(l.what, err)
+}
+
 // stream runs one long call and hands on its progress. A stall ends it.
 func (e *executor) stream(ctx context.Context, what string, stall time.Duration,
 	call func(context.Context) (*connect.ServerStreamForClient[gpuctlv1.Progress], error),
 	sink func(*gpuctlv1.Progress),
 ) error {
-	ctx, cancel := context.WithCancelCause(ctx)
-	defer cancel(nil)
-	timer := time.AfterFunc(stall, func() { cancel(fmt.Errorf("no progress for %v", stall)) })
-	defer timer.Stop()
-	go func() {
-		select {
-		case <-e.proc.Done():
-			cancel(errors.New("executor has ended"))
-		case <-ctx.Done():
-		}
-	}()
-	fail := func(err error) error {
-		if cause := context.Cause(ctx); cause != nil && !errors.Is(cause, context.Canceled) {
-			err = cause
-		}
-		return e.wrap(what, err)
-	}
-	st, err := call(ctx)
+	l := e.long(ctx, what, stall)
+	defer l.end()
+	st, err := call(l.ctx)
 	if err != nil {
-		return fail(err)
+		return l.fail(err)
 	}
 	defer st.Close()
 	var last *gpuctlv1.Progress
 	for st.Receive() {
-		timer.Reset(stall)
+		l.goesOn()
 		last = st.Msg()
 		sink(last)
 	}
 	if err := st.Err(); err != nil {
-		return fail(err)
+		return l.fail(err)
 	}
 	if r := last.GetResult(); r != nil {
 		if len(r.Reasons) > 0 || r.Refused {
@@ -312,6 +335,53 @@ func (e *executor) load(ctx context.Context, req *gpuctlv1.LoadRequest, sink fun
 	return e.stream(ctx, "load", stallTimeout, func(ctx context.Context) (*connect.ServerStreamForClient[gpuctlv1.Progress], error) {
 		return e.api.Load(ctx, connect.NewRequest(req))
 	}, sink)
+}
+
+// send has the executor stream its contents. An error of take ends it, and is
+// returned as it is.
+func (e *executor) send(ctx context.Context, take func(*gpuctlv1.StateChunk) error) error {
+	l := e.long(ctx, "send", stallTimeout)
+	defer l.end()
+	st, err := e.api.Send(l.ctx, connect.NewRequest(&gpuctlv1.SendRequest{}))
+	if err != nil {
+		return l.fail(err)
+	}
+	defer func() { l.cancel(nil); _ = st.Close() }() // unread chunks must not be waited for
+	for st.Receive() {
+		l.goesOn()
+		if err := take(st.Msg()); err != nil {
+			return err
+		}
+	}
+	if err := st.Err(); err != nil {
+		return l.fail(err)
+	}
+	return nil
+}
+
+// receive has the executor load the chunks that give returns, the last of which
+// has a mark.
+func (e *executor) receive(ctx context.Context, give func() (*gpuctlv1.StateChunk, error)) error {
+	l := e.long(ctx, "receive", stallTimeout)
+	defer l.end()
+	st := e.api.Receive(l.ctx)
+	for end := false; !end; {
+		chunk, err := give()
+		if err != nil {
+			l.cancel(nil) // not its end: what came is not all
+			_, _ = st.CloseAndReceive()
+			return err
+		}
+		l.goesOn()
+		end = chunk.GetMark() != nil
+		if st.Send(chunk) != nil {
+			break // the answer says why
+		}
+	}
+	if _, err := st.CloseAndReceive(); err != nil {
+		return l.fail(err)
+	}
+	return nil
 }
 
 // refusedError carries the reasons why a target can't serve.

@@ -2,11 +2,14 @@ package session
 
 import (
 	"context"
+	"crypto/sha256"
 	"errors"
 	"fmt"
+	"io"
 	"net"
 	"net/http"
 	"os"
+	"slices"
 	"sync"
 	"testing"
 
@@ -14,6 +17,7 @@ import (
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
+	"github.com/gpuctl/gpuctl/guest/away"
 	"github.com/gpuctl/gpuctl/guest/shm"
 )
 
@@ -32,6 +36,7 @@ type fakeLauncher struct {
 	blockers []string           // of Freeze
 	blocked  chan struct{}      // if not nil: closed by the next Export, which then hangs
 	probe    *gpuctlv1.ProbeResponse
+	warmed   []string // dirs
 }
 
 var _ Launcher = (*fakeLauncher)(nil)
@@ -129,6 +134,19 @@ func (l *fakeLauncher) Probe(context.Context, *gpuctlv1.Runtime) (*gpuctlv1.Prob
 }
 
 // failure is what method is to fail with; a target is every generation but the first.
+func (l *fakeLauncher) Warm(_ context.Context, spec Spec) error {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.warmed = append(l.warmed, spec.Dir)
+	return nil
+}
+
+func (l *fakeLauncher) Cool(dir string) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.warmed = slices.DeleteFunc(l.warmed, func(d string) bool { return d == dir })
+}
+
 func (l *fakeLauncher) failure(method string, gen uint32) error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -378,6 +396,61 @@ func (e *fakeExecutor) Load(_ context.Context, req *connect.Request[gpuctlv1.Loa
 	}
 	e.complete = true
 	return st.Send(&gpuctlv1.Progress{BytesDone: 1000, BytesTotal: 1000})
+}
+
+func (e *fakeExecutor) Send(ctx context.Context, _ *connect.Request[gpuctlv1.SendRequest], st *connect.ServerStream[gpuctlv1.StateChunk]) error {
+	leave, err := e.enter("Send")
+	if err != nil {
+		return err
+	}
+	defer leave()
+	if !e.active || !e.frozen {
+		return refusal("send of an executor that is not frozen")
+	}
+	for _, c := range fakeChunks(e.content) {
+		if c.Mark != nil && e.l.takeBlock() != nil {
+			<-ctx.Done()
+			return ctx.Err()
+		}
+		if c.Mark != nil && e.l.failure("end of Send", e.spec.Generation) != nil {
+			return nil // it ends without its mark
+		}
+		if err := st.Send(c); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// fakeChunks is a state in many chunks.
+func fakeChunks(content string) (all []*gpuctlv1.StateChunk) {
+	for part := range slices.Chunk([]byte(content), 4) {
+		all = append(all, &gpuctlv1.StateChunk{Data: part})
+	}
+	sum := sha256.Sum256([]byte(content))
+	return append(all, &gpuctlv1.StateChunk{Mark: &gpuctlv1.StateMark{Size: uint64(len(content)), Digest: sum[:]}})
+}
+
+func (e *fakeExecutor) Receive(_ context.Context, in *connect.ClientStream[gpuctlv1.StateChunk]) (*connect.Response[gpuctlv1.ReceiveResponse], error) {
+	leave, err := e.enter("Receive")
+	if err != nil {
+		return nil, err
+	}
+	defer leave()
+	if !e.final {
+		return nil, refusal("receive before the final prepare")
+	}
+	b, err := io.ReadAll(away.NewReader(func() (*gpuctlv1.StateChunk, error) {
+		if !in.Receive() {
+			return nil, io.EOF
+		}
+		return in.Msg(), nil
+	}))
+	if err != nil {
+		return nil, refusal("receive: %v", err)
+	}
+	e.content, e.complete = string(b), true
+	return connect.NewResponse(&gpuctlv1.ReceiveResponse{Bytes: uint64(len(b))}), nil
 }
 
 func (e *fakeExecutor) Activate(context.Context, *connect.Request[gpuctlv1.ActivateRequest]) (*connect.Response[gpuctlv1.ActivateResponse], error) {

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"maps"
 	"os"
 	"os/exec"
 	"os/user"
@@ -14,6 +15,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"sync"
 	"syscall"
 	"time"
 
@@ -46,7 +48,17 @@ type Launcher interface {
 	Adopt(pid int, start uint64) (Process, error)
 	// Probe starts a short-lived executor that reports a runtime's devices.
 	Probe(ctx context.Context, rt *gpuctlv1.Runtime) (*gpuctlv1.ProbeResponse, error)
+	// Warm starts ahead what Launch will need for the spec, or Probe for its
+	// runtime if it has no Dir: a process that has loaded the runtime's library,
+	// without having looked for a device. It returns when that is loaded. What is
+	// not used in WarmFor ends.
+	Warm(ctx context.Context, spec Spec) error
+	// Cool ends what was started ahead for executors of a Dir.
+	Cool(dir string)
 }
+
+// WarmFor is how long what was started ahead waits to be used.
+const WarmFor = 15 * time.Minute
 
 // ExecutorConfig is the configuration that `gpuguest executor` reads as JSON
 // from its standard input.
@@ -71,9 +83,30 @@ type ExecLauncher struct {
 	// User is whom executors run as if gpuguest is root; nil: root without
 	// capabilities.
 	User *user.User
+
+	mu   sync.Mutex
+	warm map[string]*started // by Dir
 }
 
 var _ Launcher = (*ExecLauncher)(nil)
+
+// started is an executor, or a probe, that waits for its input.
+type started struct {
+	*process
+	in    io.WriteCloser
+	out   *limitedBuffer // a probe's
+	msg   *limitedBuffer
+	rt    *gpuctlv1.Runtime
+	gen   uint32
+	timer *time.Timer // ends it, if it was started ahead
+}
+
+// end ends one that is not to run.
+func (st *started) end() {
+	st.in.Close()
+	st.Kill()
+	<-st.Done()
+}
 
 // Launch implements Launcher.
 func (l *ExecLauncher) Launch(ctx context.Context, spec Spec, journal func(Process) error) (Process, error) {
@@ -81,6 +114,40 @@ func (l *ExecLauncher) Launch(ctx context.Context, spec Spec, journal func(Proce
 	if err != nil {
 		return nil, err
 	}
+	st := l.take(&spec)
+	if st == nil {
+		if st, err = l.start(&spec, nil); err != nil {
+			return nil, err
+		}
+	}
+	defer st.in.Close()
+	// The executor waits for its configuration, so that none runs that no
+	// journal knows.
+	if err = journal(st.process); err == nil {
+		err = ctx.Err()
+	}
+	if err == nil {
+		_, err = st.in.Write(cfg)
+	}
+	if err != nil {
+		st.end()
+		return nil, fmt.Errorf("start executor: %w", err)
+	}
+	return st.process, nil
+}
+
+// ahead has a process load the runtime's library before it reads its input, and
+// write a byte to loaded then; nil: it does not.
+func ahead(cmd *exec.Cmd, rt *gpuctlv1.Runtime, loaded *os.File) {
+	if loaded == nil {
+		return
+	}
+	cmd.Args = append(cmd.Args, "--load", rt.GetLibrary(), "--loaded-fd", strconv.Itoa(3+len(cmd.ExtraFiles)))
+	cmd.ExtraFiles = append(cmd.ExtraFiles, loaded)
+}
+
+// start starts an executor that waits for its configuration; loaded as in ahead.
+func (l *ExecLauncher) start(spec *Spec, loaded *os.File) (*started, error) {
 	if err := l.own(spec.Dir); err != nil {
 		return nil, err
 	}
@@ -93,45 +160,133 @@ func (l *ExecLauncher) Launch(ctx context.Context, spec Spec, journal func(Proce
 
 	// Not CommandContext: the executor outlives the operation that starts it.
 	cmd := l.command("executor", "--config", "-")
+	cmd.ExtraFiles = append(slices.Clone(spec.Memory[:]), spec.Stdout)
+	ahead(cmd, spec.Runtime, loaded)
 	cmd.Env = l.environ(spec.Runtime.GetEnv(), spec.Dir)
 	cmd.Stdout = spec.Stdout
 	cmd.Stderr = log
-	cmd.ExtraFiles = append(slices.Clone(spec.Memory[:]), spec.Stdout)
-	stdin, err := cmd.StdinPipe()
+	st, err := l.run(cmd, func() string { return exitReason(cmd.ProcessState, logPath) })
 	if err != nil {
-		return nil, fmt.Errorf("executor's input: %w", err)
-	}
-	defer stdin.Close()
-	if err := startConfined(cmd); err != nil {
 		return nil, fmt.Errorf("start executor: %w", err)
+	}
+	st.rt, st.gen = spec.Runtime, spec.Generation
+	// Only what belongs to the process as a whole is set from here.
+	none := unix.Rlimit{}
+	_ = unix.Prlimit(st.pid, unix.RLIMIT_CORE, &none, nil)
+	_ = os.WriteFile("/proc/"+strconv.Itoa(st.pid)+"/oom_score_adj", []byte("300"), 0)
+	return st, nil
+}
+
+// run starts a process that reads its standard input; exit says how it ended.
+func (l *ExecLauncher) run(cmd *exec.Cmd, exit func() string) (*started, error) {
+	in, err := cmd.StdinPipe()
+	if err != nil {
+		return nil, err
+	}
+	if err := startConfined(cmd); err != nil {
+		in.Close()
+		return nil, err
 	}
 	p, err := openProcess(cmd.Process.Pid, 0, func() string {
 		_ = cmd.Wait()
-		return exitReason(cmd.ProcessState, logPath)
+		return exit()
 	})
 	if err != nil {
+		in.Close()
 		_ = cmd.Process.Kill()
-		return nil, fmt.Errorf("executor: %w", err)
+		return nil, err
 	}
-	// Only what belongs to the process as a whole is set from here.
-	none := unix.Rlimit{}
-	_ = unix.Prlimit(p.pid, unix.RLIMIT_CORE, &none, nil)
-	_ = os.WriteFile("/proc/"+strconv.Itoa(p.pid)+"/oom_score_adj", []byte("300"), 0)
+	return &started{process: p, in: in}, nil
+}
 
-	// The executor waits for its configuration, so that none runs that no
-	// journal knows.
-	if err = journal(p); err == nil {
-		err = ctx.Err()
+// Warm implements Launcher.
+func (l *ExecLauncher) Warm(ctx context.Context, spec Spec) error {
+	l.Cool(spec.Dir)
+	r, w, err := os.Pipe()
+	if err != nil {
+		return err
 	}
-	if err == nil {
-		_, err = stdin.Write(cfg)
+	defer r.Close()
+	defer w.Close()
+	var st *started
+	if spec.Dir == "" {
+		st, err = l.startProbe(spec.Runtime, w)
+	} else {
+		st, err = l.start(&spec, w)
 	}
 	if err != nil {
-		p.Kill()
-		<-p.Done()
-		return nil, fmt.Errorf("start executor: %w", err)
+		return err
 	}
-	return p, nil
+	w.Close()
+	stop := context.AfterFunc(ctx, func() { _ = r.SetReadDeadline(time.Now()) })
+	defer stop()
+	// The end of the pipe says no more than the process's: only the byte before.
+	if _, err := io.ReadFull(r, make([]byte, 1)); err != nil {
+		if ctx.Err() == nil {
+			<-st.Done() // it has closed the pipe by ending
+			return fmt.Errorf("load %s: %s", spec.Runtime.GetLibrary(), st.Exit())
+		}
+		st.end()
+		return fmt.Errorf("load %s: %w", spec.Runtime.GetLibrary(), ctx.Err())
+	}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.warm == nil {
+		l.warm = map[string]*started{}
+	}
+	if other := l.warm[spec.Dir]; other != nil {
+		go other.end()
+	}
+	l.warm[spec.Dir] = st
+	st.timer = time.AfterFunc(WarmFor, func() {
+		l.mu.Lock()
+		ours := l.warm[spec.Dir] == st
+		if ours {
+			delete(l.warm, spec.Dir)
+		}
+		l.mu.Unlock()
+		if ours {
+			st.end()
+		}
+	})
+	return nil
+}
+
+// Cool implements Launcher.
+func (l *ExecLauncher) Cool(dir string) {
+	if st := l.remove(dir); st != nil {
+		st.end()
+	}
+}
+
+func (l *ExecLauncher) remove(dir string) *started {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	st := l.warm[dir]
+	if st != nil {
+		st.timer.Stop()
+		delete(l.warm, dir)
+	}
+	return st
+}
+
+// take returns what was started ahead for the spec, if it is of use. Which
+// devices it is for the process has not been told yet.
+func (l *ExecLauncher) take(spec *Spec) *started {
+	st := l.remove(spec.Dir)
+	if st == nil {
+		return nil
+	}
+	select {
+	case <-st.Done():
+		return nil
+	default:
+	}
+	if st.gen != spec.Generation || st.rt.GetLibrary() != spec.Runtime.GetLibrary() || !maps.Equal(st.rt.GetEnv(), spec.Runtime.GetEnv()) {
+		st.end()
+		return nil
+	}
+	return st
 }
 
 func (spec *Spec) config() ([]byte, error) {
@@ -162,33 +317,56 @@ func (l *ExecLauncher) Adopt(pid int, start uint64) (Process, error) {
 
 // Probe implements Launcher: a driver that crashes takes a child with it only.
 func (l *ExecLauncher) Probe(ctx context.Context, rt *gpuctlv1.Runtime) (*gpuctlv1.ProbeResponse, error) {
-	args := []string{"probe", "--library", rt.GetLibrary()}
-	for _, d := range rt.GetDevices() {
-		args = append(args, "--device", strconv.FormatUint(uint64(d), 10))
+	st := l.take(&Spec{Runtime: rt})
+	if st == nil {
+		var err error
+		if st, err = l.startProbe(rt, nil); err != nil {
+			return nil, err
+		}
 	}
-	cmd := l.command(args...)
+	defer st.in.Close()
+	stop := context.AfterFunc(ctx, func() { _ = unix.Kill(-st.pid, unix.SIGKILL) })
+	defer stop()
+	in, err := protojson.Marshal(rt)
+	if err != nil {
+		return nil, fmt.Errorf("probe %s: %w", rt.GetLibrary(), err)
+	}
+	// One that has ended says why below.
+	_, _ = st.in.Write(in)
+	st.in.Close()
+	<-st.Done()
+	if ctx.Err() != nil {
+		return nil, fmt.Errorf("probe %s: %w", rt.GetLibrary(), ctx.Err())
+	}
+	if how := st.Exit(); how != exitedWell {
+		return nil, fmt.Errorf("probe %s: %s: %s", rt.GetLibrary(), how, lastLine(st.msg.b))
+	}
+	resp := &gpuctlv1.ProbeResponse{}
+	// A runtime may print to standard output too; ours is the last line.
+	if err := protojson.Unmarshal([]byte(lastLine(st.out.b)), resp); err != nil {
+		return nil, fmt.Errorf("probe %s: %w", rt.GetLibrary(), err)
+	}
+	return resp, nil
+}
+
+// exitedWell is what an os.ProcessState says of a process that did.
+const exitedWell = "exit status 0"
+
+// startProbe starts a probe that waits to be told of its runtime; loaded as in
+// ahead.
+func (l *ExecLauncher) startProbe(rt *gpuctlv1.Runtime, loaded *os.File) (*started, error) {
+	cmd := l.command("probe", "--runtime", "-")
+	ahead(cmd, rt, loaded)
 	cmd.Env = l.environ(rt.GetEnv(), os.TempDir())
 	var out, msg limitedBuffer
 	cmd.Stdout, cmd.Stderr = &out, &msg
 	cmd.WaitDelay = time.Second // for what the runtime may have started
-	if err := startConfined(cmd); err != nil {
+	st, err := l.run(cmd, func() string { return cmd.ProcessState.String() })
+	if err != nil {
 		return nil, fmt.Errorf("start probe: %w", err)
 	}
-	stop := context.AfterFunc(ctx, func() { _ = unix.Kill(-cmd.Process.Pid, unix.SIGKILL) })
-	defer stop()
-	err := cmd.Wait()
-	if ctx.Err() != nil {
-		return nil, fmt.Errorf("probe %s: %w", rt.GetLibrary(), ctx.Err())
-	}
-	if err != nil {
-		return nil, fmt.Errorf("probe %s: %w: %s", rt.GetLibrary(), err, lastLine(msg.b))
-	}
-	resp := &gpuctlv1.ProbeResponse{}
-	// A runtime may print to standard output too; ours is the last line.
-	if err := protojson.Unmarshal([]byte(lastLine(out.b)), resp); err != nil {
-		return nil, fmt.Errorf("probe %s: %w", rt.GetLibrary(), err)
-	}
-	return resp, nil
+	st.rt, st.out, st.msg = rt, &out, &msg
+	return st, nil
 }
 
 func (l *ExecLauncher) command(args ...string) *exec.Cmd {

@@ -9,11 +9,13 @@ import (
 	"io"
 	"os"
 	"slices"
+	"strconv"
 	"strings"
 	"testing"
 	"time"
 
 	"golang.org/x/sys/unix"
+	"google.golang.org/protobuf/proto"
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 )
@@ -33,6 +35,20 @@ type surroundings struct {
 // finds to the application's output and waits to be killed.
 func reportSurroundings() int {
 	s := surroundings{Env: os.Environ(), Status: map[string]string{}, UID: os.Getuid()}
+	if i := slices.Index(os.Args, "--loaded-fd"); i >= 0 {
+		fd, err := strconv.Atoi(os.Args[i+1])
+		if err != nil || s.load(os.NewFile(uintptr(fd), "loaded")) != nil {
+			return 4
+		}
+	}
+	if slices.Contains(os.Args, "probe") {
+		in, err := io.ReadAll(os.Stdin)
+		if err != nil || len(in) == 0 {
+			return 3
+		}
+		fmt.Fprintf(os.Stdout, "{\"platform\": \"%d\"}\n", os.Getpid())
+		return 0
+	}
 	if err := json.NewDecoder(os.Stdin).Decode(&s.Config); err != nil {
 		fmt.Fprintln(os.Stderr, "no configuration")
 		return 3
@@ -66,6 +82,112 @@ func reportSurroundings() int {
 	}
 	time.Sleep(time.Minute)
 	return 0
+}
+
+// load is a library's: /crashes.so and /hangs.so do what they say.
+func (s *surroundings) load(tell *os.File) error {
+	switch library := os.Args[slices.Index(os.Args, "--load")+1]; library {
+	case "/crashes.so":
+		fmt.Fprintln(os.Stderr, "panic: it crashes")
+		return errors.New("crashed")
+	case "/hangs.so":
+		time.Sleep(time.Minute)
+	}
+	_, err := tell.Write([]byte{1})
+	return errors.Join(err, tell.Close())
+}
+
+// What was started ahead is the next executor of its folder, if it is of the
+// same runtime, and no other.
+func TestExecutorsStartedAhead(t *testing.T) {
+	r, w, err := os.Pipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer r.Close()
+	defer w.Close()
+	spec, _ := launchSpec(t, w)
+	l := &ExecLauncher{Binary: os.Args[0]}
+	ahead := func() int {
+		l.mu.Lock()
+		defer l.mu.Unlock()
+		if st := l.warm[spec.Dir]; st != nil {
+			return st.pid
+		}
+		return 0
+	}
+	for _, c := range []struct {
+		name   string
+		change func(s *Spec)
+		is     bool
+	}{
+		{"the same", func(*Spec) {}, true},
+		{"other devices", func(s *Spec) { s.Runtime.Devices = []uint32{1} }, true},
+		{"another library", func(s *Spec) { s.Runtime.Library = "/other.so" }, false},
+		{"another environment", func(s *Spec) { s.Runtime.Env = map[string]string{"A": "b"} }, false},
+		{"another generation", func(s *Spec) { s.Generation = 3 }, false},
+		{"another folder", func(s *Spec) { s.Dir = t.TempDir() }, false},
+	} {
+		if err := l.Warm(t.Context(), spec); err != nil {
+			t.Fatal(c.name, err)
+		}
+		pid := ahead()
+		other := spec
+		other.Runtime = proto.CloneOf(spec.Runtime)
+		c.change(&other)
+		p, err := l.Launch(t.Context(), other, func(Process) error { return nil })
+		if err != nil {
+			t.Fatal(c.name, err)
+		}
+		var s surroundings
+		if err := json.NewDecoder(r).Decode(&s); err != nil || s.Config.Generation != other.Generation {
+			t.Error(c.name, s.Config, err)
+		}
+		if pid == 0 || (p.PID() == pid) != c.is {
+			t.Errorf("%s: pid %d, started ahead was %d", c.name, p.PID(), pid)
+		}
+		if still := ahead(); (still != 0) != (c.name == "another folder") {
+			t.Errorf("%s: ahead is still %d", c.name, still)
+		}
+		p.Kill()
+		<-p.Done()
+	}
+	pid := ahead()
+	l.Cool(spec.Dir)
+	if err := WaitProcess(t.Context(), pid, 0); err != nil || ahead() != 0 {
+		t.Error(err, ahead())
+	}
+
+	spec.Runtime.Library = "/crashes.so"
+	if err := l.Warm(t.Context(), spec); err == nil || !strings.Contains(err.Error(), "it crashes") {
+		t.Error(err)
+	}
+	spec.Runtime.Library = "/hangs.so"
+	ctx, cancel := context.WithTimeout(t.Context(), 300*time.Millisecond)
+	defer cancel()
+	if err := l.Warm(ctx, spec); !errors.Is(err, context.DeadlineExceeded) || ahead() != 0 {
+		t.Error(err, ahead())
+	}
+}
+
+func TestProbeStartedAhead(t *testing.T) {
+	l := &ExecLauncher{Binary: os.Args[0]}
+	rt := &gpuctlv1.Runtime{Library: "/l.so"}
+	if err := l.Warm(t.Context(), Spec{Runtime: rt}); err != nil {
+		t.Fatal(err)
+	}
+	l.mu.Lock()
+	pid := l.warm[""].pid
+	l.mu.Unlock()
+	for i := range 2 {
+		res, err := l.Probe(t.Context(), rt)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if (res.GetPlatform() == strconv.Itoa(pid)) != (i == 0) {
+			t.Errorf("probe %d was process %s, started ahead was %d", i, res.GetPlatform(), pid)
+		}
+	}
 }
 
 func launchSpec(t *testing.T, out *os.File) (Spec, *memory) {

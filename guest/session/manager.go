@@ -167,6 +167,26 @@ func (m *Manager) list() []*session {
 	return all
 }
 
+// warm starts ahead what a probe, and the next executor of every session that
+// has one now, will need.
+func (m *Manager) warm(ctx context.Context, rt *gpuctlv1.Runtime) error {
+	specs := []Spec{{Runtime: rt}}
+	for _, s := range m.list() {
+		s.mu.Lock()
+		if s.current != nil && s.op == nil && !s.ending {
+			specs = append(specs, s.spec(rt))
+		}
+		s.mu.Unlock()
+	}
+	errs := make([]error, len(specs))
+	var wg sync.WaitGroup
+	for i := range specs {
+		wg.Go(func() { errs[i] = m.cfg.Launcher.Warm(ctx, specs[i]) })
+	}
+	wg.Wait()
+	return errors.Join(errs...)
+}
+
 // reserve takes a place and an unused id for a new session; add or unreserve
 // ends the reservation.
 func (m *Manager) reserve() (id string, err error) {

@@ -21,6 +21,7 @@ const (
 	kindPlan    = "plan"
 
 	toMemory = "memory" // as SuspendedTo
+	toAway   = "away"
 
 	defaultFreeze = 10 * time.Second
 )
@@ -194,7 +195,7 @@ func (op *operation) finish(err error) {
 	case errors.Is(err, errLost):
 		s.lose(err.Error())
 	case suspended:
-		s.set(gpuctlv1.SessionState_SESSION_STATE_SUSPENDED, "suspended to "+s.snapshot().SuspendedTo)
+		s.set(gpuctlv1.SessionState_SESSION_STATE_SUSPENDED, suspendedText(s.snapshot().SuspendedTo))
 	case e == nil || e.dead():
 		if !ending {
 			why := "executor has ended"

@@ -11,6 +11,7 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/guest/away"
 )
 
 // recordVersion is bumped when a gpuguest could misread an older record.
@@ -31,6 +32,7 @@ type record struct {
 	Current     executorRecord  `json:"current"`    // runs the session, or ran it before the suspend
 	Connected   bool            `json:"connected"`  // the application has its answer
 	SuspendedTo string          `json:"suspended_to,omitempty"`
+	Away        *awayRecord     `json:"away,omitempty"` // what is to come back
 	Op          *opRecord       `json:"op,omitempty"`
 }
 
@@ -39,6 +41,22 @@ type executorRecord struct {
 	PID        int             `json:"pid"`
 	Start      uint64          `json:"start"`
 	Target     json.RawMessage `json:"target,omitempty"`
+}
+
+// awayRecord is the mark of a state that is out of the VM.
+type awayRecord struct {
+	ID     string `json:"id"`
+	Size   uint64 `json:"size"`
+	Digest []byte `json:"digest"`
+}
+
+func newAwayRecord(m away.Mark) *awayRecord { return &awayRecord{m.ID, m.Size, m.Digest[:]} }
+
+func (a *awayRecord) proto() *gpuctlv1.StateMark {
+	if a == nil {
+		return nil
+	}
+	return &gpuctlv1.StateMark{Id: a.ID, Size: a.Size, Digest: a.Digest}
 }
 
 // opRecord is the operation in flight.

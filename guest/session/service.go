@@ -91,6 +91,18 @@ func (v service) Probe(ctx context.Context, req *connect.Request[gpuctlv1.ProbeR
 	return connect.NewResponse(resp), nil
 }
 
+func (v service) Warm(ctx context.Context, req *connect.Request[gpuctlv1.WarmRequest]) (*connect.Response[gpuctlv1.WarmResponse], error) {
+	if req.Msg.GetRuntime().GetLibrary() == "" {
+		return nil, connect.NewError(connect.CodeInvalidArgument, errors.New("no runtime library named"))
+	}
+	ctx, cancel := context.WithTimeout(ctx, probeTimeout)
+	defer cancel()
+	if err := v.m.warm(ctx, req.Msg.Runtime); err != nil {
+		return nil, connect.NewError(connect.CodeFailedPrecondition, err)
+	}
+	return connect.NewResponse(&gpuctlv1.WarmResponse{}), nil
+}
+
 // report runs an operation and streams its progress. A listener that does not
 // read must not keep an application waiting, so what it missed is dropped.
 func report(st *connect.ServerStream[gpuctlv1.Progress],

@@ -38,6 +38,7 @@ type session struct {
 	fresh   time.Time // of usage
 	current *executor // nil while suspended or lost
 	op      *operation
+	transit *transit // of op
 	ending  bool
 	gone    chan struct{} // closed by release
 	ended   chan struct{} // closed when nothing of it is left
@@ -55,7 +56,7 @@ func (s *session) snapshotLocked() *gpuctlv1.Session {
 		Id: s.rec.ID, Claim: s.rec.Claim, Pid: uint32(s.rec.PID), Command: s.rec.Command,
 		State: s.state, Target: s.rec.Current.target(), Usage: proto.CloneOf(s.usage),
 		StartedUnixMs: s.rec.StartedMS, Message: s.message, Generation: s.rec.Current.Generation,
-		SuspendedTo: s.rec.SuspendedTo, Device: s.rec.device(),
+		SuspendedTo: s.rec.SuspendedTo, Device: s.rec.device(), Away: s.rec.Away.proto(),
 	}
 }
 
@@ -90,24 +91,29 @@ func (s *session) sockets(gen uint32) (control, imports string) {
 		filepath.Join(s.executorsDir(), fmt.Sprintf("i%d", gen))
 }
 
+// spec is what the next executor is started with; mu is held.
+func (s *session) spec(rt *gpuctlv1.Runtime) Spec {
+	gen := s.rec.Generation + 1
+	control, imports := s.sockets(gen)
+	return Spec{
+		Dir: s.executorsDir(), Generation: gen, Socket: control, ImportSocket: imports,
+		Runtime: rt, Device: s.rec.device(), Memory: s.mem.files(), Stdout: s.stdout,
+		AppPID: s.rec.PID, AppStart: s.rec.Start,
+	}
+}
+
 // launch starts an executor of the next generation and waits until it serves.
 // journal learns of it before it does anything. A failing executor is killed.
 func (s *session) launch(ctx context.Context, target *gpuctlv1.Target,
 	journal func(*record, executorRecord),
 ) (*executor, *gpuctlv1.DescribeResponse, error) {
 	s.mu.Lock()
-	gen := s.rec.Generation + 1
-	device := s.rec.device()
-	pid, start := s.rec.PID, s.rec.Start
+	spec := s.spec(target.GetRuntime())
 	s.mu.Unlock()
-	control, imports := s.sockets(gen)
+	gen := spec.Generation
 	var e *executor
-	_, err := s.m.cfg.Launcher.Launch(ctx, Spec{
-		Dir: s.executorsDir(), Generation: gen, Socket: control, ImportSocket: imports,
-		Runtime: target.GetRuntime(), Device: device, Memory: s.mem.files(), Stdout: s.stdout,
-		AppPID: pid, AppStart: start,
-	}, func(p Process) error {
-		e = newExecutor(gen, target, p, control, imports)
+	_, err := s.m.cfg.Launcher.Launch(ctx, spec, func(p Process) error {
+		e = newExecutor(gen, target, p, spec.Socket, spec.ImportSocket)
 		return s.update(func(r *record) {
 			r.Generation = gen
 			journal(r, e.record())
@@ -218,7 +224,7 @@ func (s *session) end() {
 		_ = e.retire(ctx)
 		cancel()
 	}
-	if rec.SuspendedTo != "" && rec.SuspendedTo != toMemory {
+	if isFile(rec.SuspendedTo) {
 		_ = os.Remove(rec.SuspendedTo)
 	}
 	s.release()
@@ -233,6 +239,7 @@ func (s *session) end() {
 // release lets go of the session without touching its processes.
 func (s *session) release() {
 	close(s.gone)
+	s.m.cfg.Launcher.Cool(s.executorsDir())
 	if s.conn != nil {
 		s.conn.Close()
 	}

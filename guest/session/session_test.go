@@ -25,7 +25,7 @@ import (
 )
 
 func TestMain(m *testing.M) {
-	if len(os.Args) > 1 && os.Args[1] == "executor" {
+	if len(os.Args) > 1 && (os.Args[1] == "executor" || os.Args[1] == "probe") {
 		os.Exit(reportSurroundings())
 	}
 	goleak.VerifyTestMain(m)

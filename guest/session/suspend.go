@@ -14,15 +14,19 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/guest/away"
 	"github.com/gpuctl/gpuctl/guest/wire"
 )
 
-// suspend saves the session's state to memory or to a file and ends its
-// executor. The application waits until resume.
+// suspend saves the session's state to memory or to a file, or has the host take
+// it away, and ends its executor. The application waits until resume.
 func (m *Manager) suspend(ctx context.Context, req *gpuctlv1.SuspendRequest, sink func(*gpuctlv1.Progress)) (*gpuctlv1.SwapResult, error) {
 	s, err := m.lookup(req.Session)
 	if err != nil {
 		return nil, err
+	}
+	if req.Away != "" {
+		return s.suspendAway(ctx, req, sink)
 	}
 	to, part := toMemory, ""
 	export := &gpuctlv1.ExportRequest{Memory: true}
@@ -79,21 +83,67 @@ func (m *Manager) suspend(ctx context.Context, req *gpuctlv1.SuspendRequest, sin
 			}
 			return replaceFile(s.graphPath(), op.graph)
 		}},
-		{name: stepMark, commit: true, run: func(context.Context) error {
-			if err := op.fault.fail(stepMark); err != nil {
-				return err
-			}
-			source := op.source.record()
-			if err := s.update(func(r *record) { r.SuspendedTo, r.Op.Other = to, &source }); err != nil {
-				return err
-			}
-			s.mem.setState(wire.StateSuspended)
-			s.mu.Lock()
-			s.current = nil
-			s.mu.Unlock()
-			op.stands()
-			return nil
+		op.mark(func(r *record) { r.SuspendedTo = to }),
+		{name: stepRetire, run: func(ctx context.Context) error { return op.source.retire(ctx) }},
+	}), nil
+}
+
+// mark is the step that says that the session is suspended.
+func (op *operation) mark(change func(*record)) step {
+	s := op.s
+	return step{name: stepMark, commit: true, run: func(context.Context) error {
+		if err := op.fault.fail(stepMark); err != nil {
+			return err
+		}
+		source := op.source.record()
+		if err := s.update(func(r *record) { change(r); r.Op.Other = &source }); err != nil {
+			return err
+		}
+		s.mem.setState(wire.StateSuspended)
+		s.mu.Lock()
+		s.current = nil
+		s.mu.Unlock()
+		op.stands()
+		return nil
+	}}
+}
+
+// suspendAway is suspend for a state that the VM has no room for: it goes out
+// while the application stands still, and the session lets go of it once the
+// host has said that it keeps all of it. Nothing is copied before, as there is
+// nowhere where a part could wait for its newer version.
+func (s *session) suspendAway(ctx context.Context, req *gpuctlv1.SuspendRequest, sink func(*gpuctlv1.Progress)) (*gpuctlv1.SwapResult, error) {
+	if req.File != "" {
+		return nil, connect.NewError(connect.CodeInvalidArgument, errors.New("a state goes away or to a file, not both"))
+	}
+	if err := checkStateID(req.Away); err != nil {
+		return nil, err
+	}
+	op, err := s.begin(ctx, kindSuspend, req.FailAt, sink)
+	if err != nil {
+		return nil, err
+	}
+	t := newTransit(req.Away, true)
+	defer op.offer(t)()
+	var total uint64
+	var mark away.Mark
+	return op.run([]step{
+		{name: stepCheck, run: func(ctx context.Context) error {
+			d, err := op.source.describeWithin(ctx, freezePatience(req.FreezeTimeoutMs))
+			total = d.GetUsage().GetMemory()
+			return err
 		}},
+		{name: stepFreeze, undo: op.thawSource, run: func(ctx context.Context) error {
+			return op.freezeSource(ctx, req.FreezeTimeoutMs)
+		}},
+		{name: stepExport, undo: func(context.Context) error { return s.dropSaved("", "") }, run: func(ctx context.Context) (err error) {
+			if err := replaceFile(s.graphPath(), op.graph); err != nil {
+				return err
+			}
+			mark, err = op.sendAway(ctx, t, total)
+			return err
+		}},
+		op.mark(func(r *record) { r.SuspendedTo, r.Away = toAway, newAwayRecord(mark) }),
 		{name: stepRetire, run: func(ctx context.Context) error { return op.source.retire(ctx) }},
 	}), nil
 }
@@ -119,9 +169,26 @@ func (m *Manager) resume(ctx context.Context, req *gpuctlv1.ResumeRequest, sink 
 		return nil, err
 	}
 	saved := s.snapshot()
-	load := &gpuctlv1.LoadRequest{Memory: true}
-	if saved.SuspendedTo != toMemory {
-		load = &gpuctlv1.LoadRequest{File: saved.SuspendedTo}
+	load := func(ctx context.Context) error {
+		req := &gpuctlv1.LoadRequest{Memory: true}
+		if saved.SuspendedTo != toMemory {
+			req = &gpuctlv1.LoadRequest{File: saved.SuspendedTo}
+		}
+		return op.target.load(ctx, req, func(p *gpuctlv1.Progress) {
+			op.result.BytesFrozen = max(op.result.BytesFrozen, p.BytesDone)
+			op.progress(p)
+		})
+	}
+	if saved.SuspendedTo == toAway {
+		t := newTransit(saved.GetAway().GetId(), false)
+		defer op.offer(t)()
+		load = func(ctx context.Context) error {
+			want, err := away.MarkOf(saved.GetAway())
+			if err != nil {
+				return err
+			}
+			return op.receiveAway(ctx, t, want)
+		}
 	}
 	return op.run([]step{
 		{name: stepCheck, run: func(context.Context) (err error) {
@@ -137,12 +204,7 @@ func (m *Manager) resume(ctx context.Context, req *gpuctlv1.ResumeRequest, sink 
 		{name: stepPrepare, run: func(ctx context.Context) error {
 			return op.target.prepare(ctx, &gpuctlv1.PrepareRequest{Graph: op.graph, Final: true}, op.progress)
 		}},
-		{name: stepLoad, run: func(ctx context.Context) error {
-			return op.target.load(ctx, load, func(p *gpuctlv1.Progress) {
-				op.result.BytesFrozen = max(op.result.BytesFrozen, p.BytesDone)
-				op.progress(p)
-			})
-		}},
+		{name: stepLoad, run: load},
 		{name: stepSwitch, commit: true, run: func(ctx context.Context) error {
 			s.mem.setState(wire.StateRunning)
 			if err := op.handOver(ctx, saved.Generation); err != nil {
@@ -151,7 +213,7 @@ func (m *Manager) resume(ctx context.Context, req *gpuctlv1.ResumeRequest, sink 
 				}
 				return err
 			}
-			op.adoptTarget(func(r *record) { r.SuspendedTo, r.Op.File = "", saved.SuspendedTo })
+			op.adoptTarget(func(r *record) { r.SuspendedTo, r.Away, r.Op.File = "", nil, saved.SuspendedTo })
 			return nil
 		}},
 		{name: stepDiscard, run: func(context.Context) error { return s.dropSaved(saved.SuspendedTo, "") }},
@@ -163,7 +225,7 @@ func (m *Manager) resume(ctx context.Context, req *gpuctlv1.ResumeRequest, sink 
 func (s *session) dropSaved(to, part string) error {
 	var errs []error
 	for _, f := range []string{to, part, s.graphPath()} {
-		if f == "" {
+		if f == "" || f == toAway {
 			continue
 		}
 		if f == toMemory {
@@ -175,6 +237,16 @@ func (s *session) dropSaved(to, part string) error {
 		}
 	}
 	return errors.Join(errs...)
+}
+
+// isFile says whether a suspended session's state is in a file of that name.
+func isFile(to string) bool { return to != "" && to != toMemory && to != toAway }
+
+func suspendedText(to string) string {
+	if to == toAway {
+		return "suspended, its state is out of the VM"
+	}
+	return "suspended to " + to
 }
 
 func (s *session) graphPath() string { return filepath.Join(s.dir, "graph.bin") }

@@ -15,6 +15,7 @@ import (
 
 	"go.yaml.in/yaml/v3"
 
+	"github.com/gpuctl/gpuctl/hostd/network"
 	"github.com/gpuctl/gpuctl/internal/size"
 )
 
@@ -40,6 +41,63 @@ type Config struct {
 	Metrics       Metrics       `yaml:"metrics,omitempty"`
 	Tracing       Tracing       `yaml:"tracing,omitempty"`
 	Devices       Devices       `yaml:"devices,omitempty"`
+	Network       Network       `yaml:"network,omitempty"`
+}
+
+// Network is what hostd makes of network cards when it starts.
+type Network struct {
+	VFs []NetworkVFs `yaml:"vfs,omitempty"`
+}
+
+// NetworkVFs are the virtual functions of an interface's card.
+type NetworkVFs struct {
+	Interface string      `yaml:"interface"`
+	Count     int         `yaml:"count"`
+	Set       []NetworkVF `yaml:"set,omitempty"`
+}
+
+// NetworkVF is how one of them is set up; what is not said stays as it is.
+type NetworkVF struct {
+	VF             int `yaml:"vf"` // its number, from 0
+	network.Change `yaml:",inline"`
+}
+
+const (
+	maxInterface = 15 // bytes of a name, as the kernel has it
+	maxVFs       = 1<<16 - 1
+)
+
+func (n Network) validate() error {
+	var errs []error
+	bad := func(format string, args ...any) { errs = append(errs, fmt.Errorf(format, args...)) }
+	interfaces := map[string]bool{}
+	for i, v := range n.VFs {
+		where := fmt.Sprintf("network.vfs[%d]", i)
+		switch {
+		case v.Interface == "", len(v.Interface) > maxInterface, strings.ContainsAny(v.Interface, "/: \t\n\x00"), v.Interface == ".", v.Interface == "..":
+			bad("%s.interface: %q is no name of one", where, v.Interface)
+		case interfaces[v.Interface]:
+			bad("%s: interface %s twice", where, v.Interface)
+		}
+		interfaces[v.Interface] = true
+		if v.Count < 0 || v.Count > maxVFs {
+			bad("%s.count: %d is not from 0 to %d", where, v.Count, maxVFs)
+		}
+		seen := map[int]bool{}
+		for _, s := range v.Set {
+			if s.VF < 0 || s.VF >= v.Count {
+				bad("%s.set: interface %s has no virtual function %d: they count from 0 to %d", where, v.Interface, s.VF, v.Count-1)
+			}
+			if seen[s.VF] {
+				bad("%s.set: virtual function %d of %s twice", where, s.VF, v.Interface)
+			}
+			seen[s.VF] = true
+			if _, err := s.Of(v.Interface, network.VF{Index: s.VF}); err != nil {
+				bad("%s.set: %w", where, err)
+			}
+		}
+	}
+	return errors.Join(errs...)
 }
 
 // Devices is how PCI cards are given to VMs.
@@ -50,6 +108,7 @@ type Devices struct {
 	UnsafeDisks   bool     `yaml:"unsafeDisks,omitempty"`   // move VMs of qemu although their disks are cached by the host
 	MigrationRate string   `yaml:"migrationRate,omitempty"` // most that VMs are sent to one host at, in bytes per second, as 100MiB; default as fast as it goes
 	Migrations    int      `yaml:"migrations,omitempty"`    // most from or to this host at a time; default 2
+	Stash         string   `yaml:"stash,omitempty"`         // most memory for GPU states of VMs that have no room for them, as 8GiB; 0: none; default a quarter of what is free
 	Park          bool     `yaml:"park,omitempty"`          // leave cards that come back bound for the next VM
 	Catalog       []string `yaml:"catalog,omitempty"`       // files that extend the catalogue of models
 }
@@ -64,6 +123,21 @@ func (d Devices) Rate() (uint64, error) {
 	}
 	return size.Parse(d.MigrationRate)
 }
+
+// StashLimit is how many bytes of GPU states may be kept, of which used are now,
+// where free is what programs can still get. free is asked where Stash says
+// nothing.
+func (d Devices) StashLimit(used uint64, free func() (uint64, error)) (uint64, error) {
+	if d.Stash == "" {
+		n, err := free()
+		return (n + used) / stashShare, err
+	}
+	return size.Parse(d.Stash)
+}
+
+// stashShare is which part of the memory that is free states may take, unless
+// an operator says otherwise.
+const stashShare = 4
 
 // Cluster is how this host takes part in one. hostd --dev does not read it.
 type Cluster struct {
@@ -244,7 +318,10 @@ func (c Config) Validate() error {
 	if r, err := c.Devices.Rate(); err != nil || c.Devices.MigrationRate != "" && r < minRate {
 		bad("devices.migrationRate: %q is not a size of at least %s, to be sent per second", c.Devices.MigrationRate, size.Format(minRate))
 	}
-	errs = append(errs, c.Cluster.validate(), c.Access.validate())
+	if _, err := c.Devices.StashLimit(0, func() (uint64, error) { return 0, nil }); err != nil {
+		bad("devices.stash: %q is not a size, or 0", c.Devices.Stash)
+	}
+	errs = append(errs, c.Cluster.validate(), c.Access.validate(), c.Network.validate())
 	if l := c.Metrics.Listen; l != "" {
 		errs = append(errs, address("metrics.listen", l))
 	}

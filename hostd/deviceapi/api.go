@@ -17,6 +17,7 @@ import (
 	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
 	"github.com/gpuctl/gpuctl/hostd/clusterapi"
 	"github.com/gpuctl/gpuctl/hostd/devices"
+	"github.com/gpuctl/gpuctl/hostd/network"
 )
 
 // others is how long another host may take to list its VMs.
@@ -33,6 +34,13 @@ type Keeper interface {
 	Resize(ctx context.Context, r *gpuctlv1.ResizeRequest, report devices.Report) error
 }
 
+// NICs has the network cards of this host.
+type NICs interface {
+	List(ctx context.Context) ([]*gpuctlv1.NIC, error)
+	Resize(ctx context.Context, r *gpuctlv1.ResizeNICRequest) (*gpuctlv1.ChangeNICResponse, error)
+	Set(ctx context.Context, r *gpuctlv1.SetVFRequest) (*gpuctlv1.ChangeNICResponse, error)
+}
+
 // Cluster is the way to other hosts.
 type Cluster interface {
 	HostName() string
@@ -44,6 +52,7 @@ type Cluster interface {
 // API is DeviceService.
 type API struct {
 	keeper  Keeper
+	nics    NICs
 	cluster Cluster
 	log     *slog.Logger
 }
@@ -51,7 +60,7 @@ type API struct {
 var _ gpuctlv1connect.DeviceServiceHandler = (*API)(nil)
 
 // New returns the API of a host's cards.
-func New(k Keeper, c Cluster, log *slog.Logger) *API { return &API{k, c, log} }
+func New(k Keeper, n NICs, c Cluster, log *slog.Logger) *API { return &API{k, n, c, log} }
 
 // Handle adds the service to a mux.
 func (a *API) Handle(mux *http.ServeMux, options ...connect.HandlerOption) {
@@ -65,14 +74,14 @@ func (a *API) Everywhere(ctx context.Context) (machines []*gpuctlv1.Machine, mis
 	return res.GetMachines(), res.GetMissing()
 }
 
-// Coded gives an error of devices the code that clients know it by.
+// Coded gives an error of devices or network the code that clients know it by.
 func Coded(err error) error {
 	switch {
-	case errors.Is(err, devices.ErrNotFound):
+	case errors.Is(err, devices.ErrNotFound), errors.Is(err, network.ErrNoLink), errors.Is(err, network.ErrNoVF):
 		return connect.NewError(connect.CodeNotFound, err)
-	case errors.Is(err, devices.ErrInvalid):
+	case errors.Is(err, devices.ErrInvalid), errors.Is(err, network.ErrInvalid):
 		return connect.NewError(connect.CodeInvalidArgument, err)
-	case errors.Is(err, devices.ErrRefused), errors.Is(err, devices.ErrBusy):
+	case errors.Is(err, devices.ErrRefused), errors.Is(err, devices.ErrBusy), errors.Is(err, network.ErrInUse):
 		return connect.NewError(connect.CodeFailedPrecondition, err)
 	}
 	return clusterapi.Coded(err)
@@ -301,4 +310,51 @@ func (a *API) Resize(ctx context.Context, req *connect.Request[gpuctlv1.ResizeRe
 	return stream(ctx, a, a.hostOf(req.Msg.GetHost(), req.Msg.GetGpu()), req.Msg, out, a.keeper.Resize, func(c gpuctlv1connect.DeviceServiceClient) func(context.Context, *connect.Request[gpuctlv1.ResizeRequest]) (*connect.ServerStreamForClient[gpuctlv1.DeviceUpdate], error) {
 		return c.Resize
 	})
+}
+
+// ListNICs lists the network interfaces of a host.
+func (a *API) ListNICs(ctx context.Context, req *connect.Request[gpuctlv1.ListNICsRequest]) (*connect.Response[gpuctlv1.ListNICsResponse], error) {
+	there, err := a.there(req.Msg.GetHost(), "")
+	if err != nil {
+		return nil, err
+	}
+	if there != nil {
+		return forward(ctx, req.Msg, there.ListNICs)
+	}
+	all, err := a.nics.List(ctx)
+	if err != nil {
+		return nil, Coded(err)
+	}
+	return connect.NewResponse(&gpuctlv1.ListNICsResponse{Host: a.cluster.HostName(), Nics: all}), nil
+}
+
+// ResizeNIC sets the number of a network card's virtual functions.
+func (a *API) ResizeNIC(ctx context.Context, req *connect.Request[gpuctlv1.ResizeNICRequest]) (*connect.Response[gpuctlv1.ChangeNICResponse], error) {
+	there, err := a.there(req.Msg.GetHost(), "")
+	if err != nil {
+		return nil, err
+	}
+	if there != nil {
+		return forward(ctx, req.Msg, there.ResizeNIC)
+	}
+	return answer(a.nics.Resize(ctx, req.Msg))
+}
+
+// SetVF sets a virtual function of a network card up.
+func (a *API) SetVF(ctx context.Context, req *connect.Request[gpuctlv1.SetVFRequest]) (*connect.Response[gpuctlv1.ChangeNICResponse], error) {
+	there, err := a.there(req.Msg.GetHost(), "")
+	if err != nil {
+		return nil, err
+	}
+	if there != nil {
+		return forward(ctx, req.Msg, there.SetVF)
+	}
+	return answer(a.nics.Set(ctx, req.Msg))
+}
+
+func answer[T any](m *T, err error) (*connect.Response[T], error) {
+	if err != nil {
+		return nil, Coded(err)
+	}
+	return connect.NewResponse(m), nil
 }

@@ -134,7 +134,11 @@ func (c *change) attach(ctx context.Context) error {
 	}
 	err := c.step(ctx, stepAttach, func(ctx context.Context) error {
 		for _, f := range c.hold.Functions {
-			if err := c.plug(ctx, f); err != nil {
+			there, err := c.mend(ctx, f)
+			if err == nil && !there {
+				err = c.plug(ctx, f)
+			}
+			if err != nil {
 				return fmt.Errorf("function %s: %w", f, err)
 			}
 		}
@@ -197,8 +201,13 @@ func (c *change) detach(ctx context.Context) error {
 	return c.step(ctx, stepDetach, func(ctx context.Context) error {
 		var errs []error
 		for i := len(c.hold.Functions) - 1; i >= 0; i-- {
-			if err := c.unplug(ctx, c.hold.Functions[i]); err != nil {
-				errs = append(errs, fmt.Errorf("function %s: %w", c.hold.Functions[i], err))
+			f := c.hold.Functions[i]
+			there, err := c.mend(ctx, f)
+			if err == nil && there {
+				err = c.unplug(ctx, f)
+			}
+			if err != nil {
+				errs = append(errs, fmt.Errorf("function %s: %w", f, err))
 				break
 			}
 		}
@@ -207,6 +216,41 @@ func (c *change) detach(ctx context.Context) error {
 		}
 		return nil // whatever libvirt said
 	})
+}
+
+// mend brings the hypervisor, libvirt and the VM to agree on whether the VM has
+// a function, and says whether it has. A libvirtd that died in a detach leaves
+// the VM without it, and the hypervisor or itself in the belief that it is
+// there. Asked for another detach libvirt would fail, and never be right again:
+// its libxl driver frees what it goes on using. So the VM gets back what libvirt
+// believes it to have.
+func (c *change) mend(ctx context.Context, f pci.Address) (there bool, err error) {
+	owners, err := c.k.owners(ctx, &c.hold)
+	if err != nil {
+		return false, err
+	}
+	there = owners[f].UUID == c.hold.UUID
+	if c.hold.mediated() {
+		return there, nil
+	}
+	uuid := c.hold.UUID
+	// Without an agent the hypervisor is believed.
+	if there && c.hold.Phase == detaching && c.k.Guests != nil && c.k.Guests.Parted(ctx, uuid, f) == nil {
+		c.k.Log.Warn("a detach has ended half-way: the hypervisor lists what the VM has parted with", "function", f, "machine", c.hold.machine())
+		if err := c.k.Hypervisor.Expel(ctx, uuid, f); err != nil {
+			return false, err
+		}
+		there = false
+	}
+	if there {
+		return true, nil
+	}
+	listed, err := c.k.Machines.Listed(ctx, uuid, f)
+	if err != nil || !listed {
+		return false, err
+	}
+	c.k.Log.Warn("libvirt lists what the VM has not got: it gets it back", "function", f, "machine", c.hold.machine())
+	return true, c.k.Hypervisor.Readmit(ctx, uuid, f)
 }
 
 // giveBack makes the card free again: reset and returned to dom0.

@@ -52,6 +52,11 @@ type Hypervisor interface {
 	// OneByOne says why a card cannot be plugged into a running VM, function
 	// by function; empty: it can.
 	OneByOne(card *pci.Card) string
+	// Expel takes a function off the list of a VM that has it no more, Readmit
+	// gives a VM one without libvirt's knowledge: for what a libvirtd has left
+	// that died in a detach.
+	Expel(ctx context.Context, uuid string, function pci.Address) error
+	Readmit(ctx context.Context, uuid string, function pci.Address) error
 }
 
 // Machine is a VM as libvirt knows it.
@@ -78,6 +83,9 @@ type Machines interface {
 	// not mean that it has happened.
 	Attach(ctx context.Context, uuid string, function pci.Address) error
 	Detach(ctx context.Context, uuid string, function pci.Address) error
+	// Listed says whether libvirt believes that the running VM has a function.
+	// It must not be asked to detach one that the VM has not got.
+	Listed(ctx context.Context, uuid string, function pci.Address) (bool, error)
 	// Store and Unstore change the stored definition. Repeating them changes nothing.
 	Store(ctx context.Context, uuid string, functions []pci.Address) error
 	Unstore(ctx context.Context, uuid string, functions []pci.Address) error
@@ -87,6 +95,8 @@ type Machines interface {
 type Guests interface {
 	// LetGo returns once the VM has let go of a function and can unplug it.
 	LetGo(ctx context.Context, uuid string, function pci.Address) error
+	// Parted returns nil if the VM's agent says that it has not got a function.
+	Parted(ctx context.Context, uuid string, function pci.Address) error
 	// Answers says why a VM's agent can't be asked.
 	Answers(ctx context.Context, uuid string) error
 	// About is what is known of a VM's agent, in words.
@@ -409,6 +419,13 @@ func (k *Keeper) find(ctx context.Context, ref string) (*pci.Card, string, error
 			return c, n, nil
 		}
 		names = append(names, n)
+	}
+	class, there := uint16(0), false
+	if addressErr == nil {
+		class, there = k.PCI.Class(address)
+	}
+	if there {
+		return nil, "", fmt.Errorf("gpu %s: %w: it is a device of class %04x, and GPUs are of class 03 (display) or 12 (accelerator); if it is one nevertheless, name its ids with \"anyClass: true\" in a file of devices.catalog", ref, ErrNotFound, class)
 	}
 	if len(names) == 0 {
 		return nil, "", fmt.Errorf("gpu %s: %w: this host has no display or accelerator card", ref, ErrNotFound)

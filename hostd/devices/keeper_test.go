@@ -10,6 +10,7 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"testing/fstest"
 	"time"
 
 	"go.uber.org/goleak"
@@ -94,6 +95,7 @@ func TestRefusals(t *testing.T) {
 		says  string
 	}{
 		{"no vm", nil, func(w *world) error { return w.attach("none", "nvidia-0", false) }, ErrNotFound, "vm none"},
+		{"no gpu's class", nil, func(w *world) error { return w.attach("one", "0000:00:01.0", false) }, ErrNotFound, "it is a device of class 0604"},
 		{"no gpu", nil, func(w *world) error { return w.attach("one", "nvidia-7", false) }, ErrNotFound, "it has 0000:06:00.0, nvidia-0"},
 		{
 			"vm is off", func(w *world) { w.machines[uuid1].State = "shutoff" }, func(w *world) error { return w.attach("one", "nvidia-0", false) },
@@ -362,6 +364,122 @@ func TestMigrationHolds(t *testing.T) {
 	}
 }
 
+// A step of a migration whose hostd ended in the middle can be repeated after
+// all has settled: the card stays the VM's.
+func TestMigrationStepsCanBeRepeated(t *testing.T) {
+	ended := 0
+	for _, after := range []bool{false, true} {
+		for at := 1; ; at++ {
+			w := newWorld(t)
+			w.pending = true
+			w.crashAt, w.after = at, after
+			m := *w.machines[uuid1]
+			crashed := false
+			for _, s := range []struct {
+				name string
+				do   func() error
+			}{
+				{"reserve", func() error { return w.keeper.Reserve(t.Context(), m, "nvidia-0", "vm-x", "m-1") }},
+				{"ready", func() error { return w.keeper.Ready(t.Context(), m, "nvidia-0", "vm-x", "m-1") }},
+				{"plug", func() error { return w.keeper.Plug(t.Context(), m, "nvidia-0", true) }},
+				{"unplug", func() error { return w.keeper.Unplug(t.Context(), m, "nvidia-0", "m-1") }},
+				{"drop", func() error { return w.keeper.Drop(t.Context(), m, "nvidia-0") }},
+			} {
+				err := s.do()
+				if w.crashed {
+					crashed = true
+					w.restart()
+					if err := w.keeper.Reconcile(t.Context()); err != nil {
+						t.Fatal(err)
+					}
+					w.keeper.work.Wait()
+					err = s.do()
+				}
+				if err != nil {
+					t.Fatalf("ended at call %d (after it: %v): %s: %v", at, after, s.name, err)
+				}
+			}
+			if len(w.keeper.holds) != 0 || w.driver[card4[0]] != "nvidia" || w.owner[card4[0]] != "" {
+				t.Fatalf("ended at call %d: %v %v %v", at, w.keeper.holds, w.driver, w.owner)
+			}
+			if !crashed {
+				break
+			}
+			ended++
+		}
+	}
+	if ended < 20 {
+		t.Errorf("hostd was ended %d times only", ended)
+	}
+}
+
+// A libvirtd that dies in a detach leaves the VM without the card, and itself or
+// the hypervisor in the belief that it has it.
+func TestLibvirtDiesInADetach(t *testing.T) {
+	for _, when := range []string{"early", "late"} {
+		w := newWorld(t)
+		w.pending = true
+		m := *w.machines[uuid1]
+		must := func(what string, err error) {
+			t.Helper()
+			if err != nil {
+				t.Fatalf("%s: %s: %v", when, what, err)
+			}
+		}
+		must("reserve", w.keeper.Reserve(t.Context(), m, "nvidia-0", "vm-x", "m-1"))
+		must("ready", w.keeper.Ready(t.Context(), m, "nvidia-0", "vm-x", "m-1"))
+		must("plug", w.keeper.Plug(t.Context(), m, "nvidia-0", false))
+		w.libvirtDies = when
+		if err := w.keeper.Unplug(t.Context(), m, "nvidia-0", "m-1"); err != nil {
+			must("reconcile", w.keeper.Reconcile(t.Context()))
+			must("unplug again", w.keeper.Unplug(t.Context(), m, "nvidia-0", "m-1"))
+		}
+		if len(w.listed) != 0 || len(w.parted) != 0 || w.libvirtDies != "" {
+			t.Errorf("%s: listed %v, parted %v", when, w.listed, w.parted)
+		}
+		must("plug again", w.keeper.Plug(t.Context(), m, "nvidia-0", false))
+		must("unplug", w.keeper.Unplug(t.Context(), m, "nvidia-0", "m-1"))
+		must("drop", w.keeper.Drop(t.Context(), m, "nvidia-0"))
+	}
+}
+
+// A card that vanishes while it is held for a VM that has not got it keeps no
+// migration from going back, and is free when it is there again.
+func TestHeldCardVanishes(t *testing.T) {
+	w := newWorld(t)
+	w.pending = true
+	m := *w.machines[uuid1]
+	must := func(what string, err error) {
+		t.Helper()
+		if err != nil {
+			t.Fatalf("%s: %v", what, err)
+		}
+	}
+	must("reserve", w.keeper.Reserve(t.Context(), m, "nvidia-0", "vm-x", "m-1"))
+	must("ready", w.keeper.Ready(t.Context(), m, "nvidia-0", "vm-x", "m-1"))
+	if w.keeper.Lost(t.Context(), uuid1, "nvidia-0") {
+		t.Error("it is lost while it is there")
+	}
+	back := w.root
+	w.root = fstest.MapFS{}
+	w.restart()
+	if err := w.keeper.Plug(t.Context(), m, "nvidia-0", false); !errors.Is(err, ErrNotFound) {
+		t.Errorf("plugged: %v", err)
+	}
+	must("unplug", w.keeper.Unplug(t.Context(), m, "nvidia-0", "m-1"))
+	must("drop", w.keeper.Drop(t.Context(), m, "nvidia-0"))
+	if w.keeper.Lost(t.Context(), uuid2, "nvidia-0") {
+		t.Error("it is lost to a VM that never had it")
+	}
+	w.root, w.pending = back, false
+	w.restart()
+	w.pass(time.Hour)
+	w.settled()
+	if len(w.keeper.holds) != 0 || w.driver[card4[0]] != "nvidia" {
+		t.Errorf("%v %v", w.keeper.holds, w.driver)
+	}
+}
+
 // scenarios are what is ended at every call.
 var scenarios = map[string]func(w *world){
 	"attach":            func(w *world) { _ = w.attach("one", "nvidia-0", false) },
@@ -545,9 +663,11 @@ func TestRecordCannotBeWritten(t *testing.T) {
 }
 
 func TestDamagedRecord(t *testing.T) {
-	for _, text := range []string{"", "{", `{"version":2}`, `{"version":1,"holds":[{"card":"0000:65:00.0","phase":"attached","functions":["0000:65:00.1"]}]}`,
+	for _, text := range []string{
+		"", "{", `{"version":2}`, `{"version":1,"holds":[{"card":"0000:65:00.0","phase":"attached","functions":["0000:65:00.1"]}]}`,
 		`{"version":1,"holds":[null]}`, `{"version":1,"holds":[{"card":"0000:65:00.0","phase":"lost","functions":["0000:65:00.0"]}]}`,
-		`{"version":1,"holds":[{"card":"0000:65:00.0","phase":"attached","functions":["0000:65:00.0","0000:65:00.0"]}]}`} {
+		`{"version":1,"holds":[{"card":"0000:65:00.0","phase":"attached","functions":["0000:65:00.0","0000:65:00.0"]}]}`,
+	} {
 		if r, err := decodeRecord([]byte(text)); err == nil {
 			t.Errorf("%q was read as %v", text, r)
 		}

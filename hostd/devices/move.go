@@ -31,6 +31,24 @@ func (k *Keeper) movable(ctx context.Context, gpu, what string) (card *pci.Card,
 	return card, name, end, err
 }
 
+// Lost says that a card is not on the bus any more that is held for a VM, and
+// that the VM has nothing of it. It is given back when it is there again.
+func (k *Keeper) Lost(ctx context.Context, uuid, gpu string) bool {
+	if _, _, err := k.find(ctx, gpu); !errors.Is(err, ErrNotFound) {
+		return false
+	}
+	k.mu.Lock()
+	var functions []pci.Address
+	for _, h := range k.holds {
+		if h.UUID == uuid && h.GPU == gpu {
+			functions = h.Functions
+		}
+	}
+	k.mu.Unlock()
+	owners, err := k.Hypervisor.Owners(ctx)
+	return err == nil && len(functions) > 0 && contradicts(owners, functions, uuid, false) == ""
+}
+
 // holding finds a card that is held for a VM, as a quarantined one is not, and
 // makes it the caller's alone.
 func (k *Keeper) holding(ctx context.Context, m Machine, gpu string) (c *change, name string, end func(), err error) {
@@ -135,20 +153,17 @@ func (k *Keeper) Plug(ctx context.Context, m Machine, gpu string, stored bool) e
 // Unplug takes a card out of its VM, which has let go of it, resets it, and
 // keeps it for that VM.
 func (k *Keeper) Unplug(ctx context.Context, m Machine, gpu, migration string) error {
+	if k.Lost(ctx, m.UUID, gpu) {
+		return nil
+	}
 	c, name, end, err := k.holding(ctx, m, gpu)
 	if err != nil {
 		return err
 	}
 	defer end()
 	c.hold.Migration = migration
-	owners, err := k.Hypervisor.Owners(ctx)
-	if err != nil {
-		return err
-	}
-	if contradicts(owners, c.hold.Functions, m.UUID, false) != "" {
-		if err := c.detach(ctx); err != nil {
-			return errors.Join(fmt.Errorf("gpu %s: %w", name, err), k.stillHas(ctx, c))
-		}
+	if err := c.detach(ctx); err != nil {
+		return errors.Join(fmt.Errorf("gpu %s: %w", name, err), k.stillHas(ctx, c))
 	}
 	// The definition travels with the VM, the card does not.
 	if err := k.Machines.Unstore(ctx, m.UUID, c.hold.Functions); err != nil {
@@ -201,6 +216,9 @@ func (k *Keeper) Ended(ctx context.Context, m Machine, gpu string) error {
 
 // Drop makes a card free that is held for a VM and that it does not have.
 func (k *Keeper) Drop(ctx context.Context, m Machine, gpu string) error {
+	if k.Lost(ctx, m.UUID, gpu) {
+		return nil
+	}
 	card, name, end, err := k.movable(ctx, gpu, "a migration of vm "+m.Name)
 	if err != nil {
 		return err
@@ -263,15 +281,20 @@ func (k *Keeper) Functions(ctx context.Context, gpu string) ([]pci.Address, erro
 	return addresses(card), nil
 }
 
-// IDs of the main functions of cards, as a VM sees them.
-func (k *Keeper) IDs(ctx context.Context, gpu string) (vendor, device uint16, err error) {
+// Identity of a card's main function, as a VM sees it.
+func (k *Keeper) Identity(ctx context.Context, gpu string) (*gpuctlv1.PCIIdentity, error) {
 	card, _, err := k.find(ctx, gpu)
 	if err != nil {
-		return 0, 0, err
+		return nil, err
 	}
 	d := card.Main()
-	return d.VendorID, d.DeviceID, nil
+	return &gpuctlv1.PCIIdentity{
+		VendorId: uint32(d.VendorID), DeviceId: uint32(d.DeviceID), SubVendorId: uint32(d.SubVendorID), SubDeviceId: uint32(d.SubDeviceID), Class: d.Class,
+	}, nil
 }
 
-// keeps says whether a phase is one in which a migration may leave a card.
-func keeps(p phase) bool { return slices.Contains([]phase{reserved, ready, attached}, p) }
+// keeps says whether a phase is one in which a migration may leave a card: its
+// driver repeats the step that did not end.
+func keeps(p phase) bool {
+	return slices.Contains([]phase{reserved, taking, ready, attaching, attached, detaching}, p)
+}

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io/fs"
 	"log/slog"
+	"maps"
 	"os"
 	"path/filepath"
 	"slices"
@@ -31,24 +32,27 @@ type world struct {
 	sliced
 	dir string
 
-	mu        sync.Mutex
-	driver    map[pci.Address]string // bound
-	native    map[pci.Address]string
-	owner     map[pci.Address]string // VM's UUID
-	dirty     map[pci.Address]string // the VM that has had it since it was reset
-	machines  map[string]*Machine
-	stored    map[string][]pci.Address
-	claims    map[string]string // claim: GPU
-	dead      map[pci.Address]bool
-	deaf      map[string]bool // VMs that do not answer a detach
-	hyperDown bool
-	care      bool
-	oneByOne  string
-	noQuorum  bool
-	resetFail map[pci.Address]error
-	pending   bool // migrations have not ended
-	events    []string
-	now       time.Time
+	mu          sync.Mutex
+	driver      map[pci.Address]string // bound
+	native      map[pci.Address]string
+	owner       map[pci.Address]string // VM's UUID
+	dirty       map[pci.Address]string // the VM that has had it since it was reset
+	machines    map[string]*Machine
+	stored      map[string][]pci.Address
+	claims      map[string]string // claim: GPU
+	dead        map[pci.Address]bool
+	deaf        map[string]bool // VMs that do not answer a detach
+	hyperDown   bool
+	care        bool
+	oneByOne    string
+	noQuorum    bool
+	parted      map[pci.Address]bool   // by their VM, and still on the hypervisor's list
+	listed      map[pci.Address]string // by libvirt as a VM's
+	libvirtDies string                 // in the next detach: early or late
+	resetFail   map[pci.Address]error
+	pending     bool // migrations have not ended
+	events      []string
+	now         time.Time
 
 	calls   int
 	crashAt int  // 0: never
@@ -99,7 +103,7 @@ func emptyWorld(t *testing.T) *world {
 	return &world{
 		t: t, dir: inMemory(t), driver: map[pci.Address]string{}, native: map[pci.Address]string{}, owner: map[pci.Address]string{},
 		dirty: map[pci.Address]string{}, stored: map[string][]pci.Address{}, claims: map[string]string{}, dead: map[pci.Address]bool{}, deaf: map[string]bool{},
-		resetFail: map[pci.Address]error{}, now: time.Unix(1e9, 0),
+		resetFail: map[pci.Address]error{}, parted: map[pci.Address]bool{}, listed: map[pci.Address]string{}, now: time.Unix(1e9, 0),
 		machines: map[string]*Machine{
 			uuid1: {UUID: uuid1, Name: "one", State: "running", Type: "hvm", Persistent: true},
 			uuid2: {UUID: uuid2, Name: "two", State: "running", Type: "hvm", Persistent: true},
@@ -309,18 +313,73 @@ func (w *world) give(uuid string, f pci.Address) error {
 }
 
 func (w *world) Attach(_ context.Context, uuid string, f pci.Address) error {
-	return w.call(func() error { return w.give(uuid, f) })
+	return w.call(func() error {
+		if w.listed[f] != "" {
+			return errors.New("target pci device already exists")
+		}
+		err := w.give(uuid, f)
+		if err == nil {
+			w.listed[f] = uuid
+		}
+		return err
+	})
+}
+
+// Parted is of a VM whose agent always answers.
+func (w *world) Parted(_ context.Context, uuid string, f pci.Address) error {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if w.owner[f] == uuid && !w.parted[f] {
+		return errors.New("it has it")
+	}
+	return nil
+}
+
+func (w *world) Expel(_ context.Context, uuid string, f pci.Address) error {
+	return w.call(func() error {
+		if w.owner[f] != uuid || !w.parted[f] {
+			w.t.Errorf("%s was taken off the list of VM %s, which has it", f, uuid)
+		}
+		w.owner[f] = ""
+		delete(w.parted, f)
+		return nil
+	})
+}
+
+func (w *world) Readmit(_ context.Context, uuid string, f pci.Address) error {
+	return w.call(func() error {
+		if w.listed[f] != uuid {
+			w.t.Errorf("VM %s got %s, which libvirt does not list", uuid, f)
+		}
+		return w.give(uuid, f)
+	})
+}
+
+func (w *world) Listed(_ context.Context, uuid string, f pci.Address) (bool, error) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return w.listed[f] == uuid, nil
 }
 
 func (w *world) Detach(_ context.Context, uuid string, f pci.Address) error {
 	return w.call(func() error {
-		if w.deaf[uuid] {
+		switch {
+		case w.deaf[uuid]:
 			return errors.New("timed out")
-		}
-		if w.owner[f] != uuid {
+		case w.parted[f] || w.owner[f] != uuid && w.listed[f] == uuid:
+			w.t.Errorf("libvirt is to detach %s, which VM %s has not got, and corrupts its list", f, uuid)
+		case w.owner[f] != uuid:
 			return fmt.Errorf("%s: no such device", f)
+		case w.libvirtDies == "early": // with this detach
+			w.libvirtDies, w.parted[f] = "", true
+			return errors.New("end of file while reading data")
 		}
 		w.owner[f] = ""
+		if w.libvirtDies == "late" {
+			w.libvirtDies = ""
+			return errors.New("end of file while reading data")
+		}
+		delete(w.listed, f)
 		return nil
 	})
 }
@@ -350,6 +409,7 @@ func (w *world) gpus(context.Context) ([]*clusterv1.GPU, error) {
 func (w *world) stop(uuid string) {
 	w.mu.Lock()
 	w.machines[uuid].State = "shutoff"
+	maps.DeleteFunc(w.listed, func(_ pci.Address, o string) bool { return o == uuid })
 	for f, o := range w.owner {
 		if o == uuid {
 			w.owner[f] = ""
@@ -415,7 +475,7 @@ func (c cluster) Claim(_ context.Context, claim *clusterv1.Claim) (*clusterv1.Cr
 			}
 			taken := false
 			for id, other := range c.claims {
-				taken = taken || other == gpu && (claim.GetProfile() == "" || c.profiles[id] == "")
+				taken = taken || id != claim.GetId() && other == gpu && (claim.GetProfile() == "" || c.profiles[id] == "")
 			}
 			if taken {
 				res.Rejected = append(res.Rejected, &clusterv1.Rejection{Host: "h", Gpu: "h/" + gpu, Reasons: []*gpuctlv1.Reason{why("taken", "it is claimed")}})

@@ -31,6 +31,8 @@ const (
 
 // Guest is the fake. Its zero value is not usable; see New.
 type Guest struct {
+	gpuctlv1connect.UnimplementedGuestServiceHandler // of states that leave a VM: this is none
+
 	// Step, if not nil, is called in every step of every operation.
 	Step func(operation, step string) error
 	// Probes answers Probe by the library's path; an absent one crashes.
@@ -112,6 +114,11 @@ func (g *Guest) End(id string) {
 		s.State = gpuctlv1.SessionState_SESSION_STATE_ENDED
 		g.set(s)
 	}
+}
+
+// Warm has nothing to load.
+func (g *Guest) Warm(context.Context, *connect.Request[gpuctlv1.WarmRequest]) (*connect.Response[gpuctlv1.WarmResponse], error) {
+	return connect.NewResponse(&gpuctlv1.WarmResponse{}), nil
 }
 
 // Serve takes in applications until the listener is closed.

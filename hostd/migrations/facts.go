@@ -12,6 +12,7 @@ import (
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/cluster/state"
+	"github.com/gpuctl/gpuctl/hostd/site"
 	"github.com/gpuctl/gpuctl/migrate"
 )
 
@@ -69,17 +70,7 @@ func machineFacts(host string, f *gpuctlv1.SiteMachineFacts) migrate.MachineFact
 	if !f.GetAgent() {
 		return out
 	}
-	h := f.GetHello()
-	out.Agent = &migrate.AgentFacts{
-		Version: h.GetVersion(), Protocol: h.GetProtocol(), Hotplug: h.GetHotplug(), HotplugReason: h.GetHotplugReason(), FreeMemory: h.GetFreeMemory(),
-	}
-	for _, s := range f.GetSessions() {
-		one := migrate.SessionFacts{ID: s.GetId(), Command: s.GetCommand(), Memory: s.GetUsage().GetMemory(), Need: s.GetUsage()}
-		if s.GetFrozen() {
-			one.Resident = one.Memory
-		}
-		out.Agent.Sessions = append(out.Agent.Sessions, one)
-	}
+	out.Agent = site.AgentFacts(f.GetHello(), f.GetSessions())
 	return out
 }
 
@@ -184,6 +175,7 @@ func (m *Manager) host(ctx context.Context, v *state.View, h *migrate.HostFacts,
 		return nil, err
 	}
 	h.Hypervisor, h.FreeMemory, h.Missing, h.Link, h.CPU = res.Msg.GetHypervisor(), res.Msg.GetFreeMemory(), res.Msg.GetMissing(), res.Msg.GetLink(), res.Msg.GetCpu()
+	h.Keep, h.Keeps = res.Msg.GetKeep(), res.Msg.GetKeeps()
 	for _, card := range res.Msg.GetCards() {
 		g := v.GPU(card.GetGpu())
 		if g == nil {
@@ -211,6 +203,7 @@ func (m *Manager) host(ctx context.Context, v *state.View, h *migrate.HostFacts,
 // proto is a plan as the API has it.
 func planProto(p *migrate.Plan) *gpuctlv1.MachinePlanResponse {
 	out := &gpuctlv1.MachinePlanResponse{Machine: p.Machine.Name, Host: p.Machine.Host, Gpus: p.Machine.GPUs, Reasons: p.Reasons}
+	out.Away = p.Away
 	if a := p.Machine.Agent; a != nil {
 		out.Sessions = uint32(len(a.Sessions))
 		for _, s := range a.Sessions {

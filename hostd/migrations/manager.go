@@ -106,6 +106,37 @@ func (m *Manager) Pending(id string) bool {
 	return r != nil && !over(r)
 }
 
+// Ended says whether a migration has ended, and whether this host knows of it.
+func (m *Manager) Ended(id string) (ended, known bool) {
+	v := m.Node.View()
+	if v == nil {
+		return false, true
+	}
+	r := v.Migration(id)
+	return r != nil && over(r), r != nil
+}
+
+// Party says why another host may not share states of a VM with this one: the
+// record of a migration that runs must name both.
+func (m *Manager) Party(machine *gpuctlv1.SiteMachine, other string) error {
+	self := m.Node.HostName()
+	var r *clusterv1.Migration
+	if v := m.Node.View(); v != nil {
+		r = v.Migration(machine.GetMigration())
+	}
+	move := r.GetMachine()
+	switch {
+	case r == nil:
+		return fmt.Errorf("%w: migration %q of VM %s is not known on host %s yet", migrate.ErrUnreachable, machine.GetMigration(), machine.GetName(), self)
+	case over(r) || move.GetUuid() != machine.GetUuid():
+		return fmt.Errorf("migration %s of VM %s: it does not run, or is another VM's", r.GetId(), machine.GetName())
+	case self == move.GetFromHost() && other == move.GetToHost(), other == move.GetFromHost() && self == move.GetToHost():
+		return nil
+	}
+	// Its driver may have turned to another candidate a moment ago.
+	return fmt.Errorf("%w: migration %s of VM %s is not between hosts %s and %s, as far as is known on %s", migrate.ErrUnreachable, r.GetId(), machine.GetName(), self, other, self)
+}
+
 func over(r *clusterv1.Migration) bool {
 	switch r.GetState() {
 	case clusterv1.MigrationState_MIGRATION_STATE_DONE, clusterv1.MigrationState_MIGRATION_STATE_ROLLED_BACK, clusterv1.MigrationState_MIGRATION_STATE_FAILED:

@@ -128,7 +128,7 @@ func (s *Service) Start(ctx context.Context, req *connect.Request[gpuctlv1.Machi
 		State: clusterv1.MigrationState_MIGRATION_STATE_RUNNING, StartedUnixMs: time.Now().UnixMilli(),
 		Machine: &clusterv1.MachineMove{
 			Uuid: facts.GetUuid(), Name: facts.GetName(), FromHost: self, ToHost: best.Host, ToGpu: best.GPU.ID,
-			PredictedNs: int64(best.Cost.Total), PredictedStopNs: int64(best.Cost.Stop), Cold: p.Cold,
+			PredictedNs: int64(best.Cost.Total), PredictedStopNs: int64(best.Cost.Stop), Cold: p.Cold, AwayBytes: p.Away,
 		},
 	}
 	if len(facts.GetGpus()) > 0 {

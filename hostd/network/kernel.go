@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io/fs"
 	"net"
 	"net/netip"
 	"sync"
@@ -12,6 +11,8 @@ import (
 
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
+
+	"github.com/gpuctl/gpuctl/passthrough/sysfs"
 )
 
 // Errors of this package.
@@ -21,6 +22,8 @@ var (
 	ErrReadBack = errors.New("the kernel took the setting and shows another")
 	ErrNoVF     = errors.New("no such virtual function")
 	ErrGone     = errors.New("the limit is not there any more")
+	ErrInvalid  = errors.New("invalid")
+	ErrInUse    = errors.New("refused")
 )
 
 const (
@@ -32,6 +35,7 @@ const (
 type kernel interface {
 	LinkByName(name string) (netlink.Link, error)
 	LinkList() ([]netlink.Link, error)
+	AddrList(link netlink.Link, family int) ([]netlink.Addr, error)
 
 	LinkSetVfHardwareAddr(link netlink.Link, vf int, mac net.HardwareAddr) error
 	LinkSetVfVlanQos(link netlink.Link, vf, vlan, qos int) error
@@ -56,11 +60,13 @@ var _ kernel = (*netlink.Handle)(nil)
 
 // Host is this host's network.
 type Host struct {
-	root fs.FS
+	root sysfs.Root
 	k    kernel
 	end  func()
 
-	mu sync.Mutex // of changes to queueing disciplines
+	mu     sync.Mutex // of changes to queueing disciplines
+	sizing sync.Mutex // of numbers of virtual functions
+	vfs    sync.Mutex // of changes to their settings
 
 	flowing sync.Mutex
 	flows   map[netip.Addr]*shared
@@ -68,7 +74,7 @@ type Host struct {
 
 // Open connects to the kernel, in the network namespace of the calling thread.
 // root has the machine's sys folder.
-func Open(root fs.FS) (*Host, error) {
+func Open(root sysfs.Root) (*Host, error) {
 	h, err := netlink.NewHandle(unix.NETLINK_ROUTE)
 	if err != nil {
 		return nil, fmt.Errorf("netlink: %w", err)

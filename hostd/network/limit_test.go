@@ -95,7 +95,7 @@ func newPair(t testing.TB) *pair {
 func (p *pair) open() {
 	p.a.t.Helper()
 	p.a.do(func() (err error) {
-		p.host, err = Open(fstest.MapFS{"sys/class/net/v0/speed": &fstest.MapFile{Data: []byte("10000\n")}})
+		p.host, err = Open(files{fstest.MapFS{"sys/class/net/v0/speed": &fstest.MapFile{Data: []byte("10000\n")}}})
 		return err
 	})
 	p.a.t.Cleanup(p.host.Close)

@@ -4,7 +4,6 @@ import (
 	"context"
 	"fmt"
 	"io"
-	"io/fs"
 	"net"
 	"path"
 	"slices"
@@ -108,6 +107,11 @@ func carrier(l netlink.Link) bool {
 	return a.OperState == netlink.OperUp || a.OperState == netlink.OperUnknown && a.Flags&net.FlagUp != 0
 }
 
+// stacked says that an interface is one on top of its parent.
+func stacked(l netlink.Link) bool {
+	return slices.Contains([]string{"vlan", "macvlan", "macvtap", "ipvlan", "ipvtap", "macsec"}, l.Type())
+}
+
 type topology struct {
 	h       *Host
 	byIndex map[int]netlink.Link
@@ -127,12 +131,13 @@ func (t topology) below(l netlink.Link, depth int) carriers {
 	if depth == maxBelow {
 		return carriers{}
 	}
-	switch l.Type() {
-	case "vlan", "macvlan", "macvtap", "ipvlan", "ipvtap", "macsec":
+	if stacked(l) {
 		if lower := t.byIndex[a.ParentIndex]; lower != nil && a.ParentIndex != a.Index {
 			return t.below(lower, depth+1)
 		}
 		return carriers{} // it is in another namespace
+	}
+	switch l.Type() {
 	case "bond", "team":
 		return t.bond(l, depth)
 	case "bridge":
@@ -208,30 +213,31 @@ func (t topology) ports(master int) []netlink.Link {
 
 // real says that a device of the machine is behind a port, not a guest.
 func (t topology) real(l netlink.Link, depth int) bool {
-	a := l.Attrs()
-	switch l.Type() {
-	case "vlan", "macvlan", "macvtap", "ipvlan", "ipvtap", "macsec":
-		lower := t.byIndex[a.ParentIndex]
+	if stacked(l) {
+		lower := t.byIndex[l.Attrs().ParentIndex]
 		return lower != nil && depth < maxBelow && t.real(lower, depth+1)
+	}
+	switch l.Type() {
 	case "bond", "team":
 		return true
 	case "device", "generic":
-		device := path.Join("sys/class/net", a.Name, "device")
-		if _, err := fs.Stat(t.h.root, device); err != nil {
-			return false
-		}
-		bus, err := fs.ReadLink(t.h.root, path.Join(device, "subsystem"))
-		return err != nil || path.Base(bus) != "xen-backend"
+		return t.device(l)
 	}
 	return false
 }
 
+// device says that a device of the machine is behind an interface itself.
+func (t topology) device(l netlink.Link) bool {
+	name := l.Attrs().Name
+	return isName(name) && t.h.exists(t.h.dir(name)) && t.h.target(path.Join(t.h.dir(name), "subsystem")) != "xen-backend"
+}
+
 // speed is that of one interface in bits per second.
 func (h *Host) speed(name string) uint64 {
-	if name == "" || strings.ContainsAny(name, "/\x00") || name == "." || name == ".." {
+	if !isName(name) {
 		return 0
 	}
-	f, err := h.root.Open(path.Join("sys/class/net", name, "speed"))
+	f, err := h.root.Open(path.Join(classNet, name, "speed"))
 	if err != nil {
 		return 0
 	}

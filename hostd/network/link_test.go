@@ -15,12 +15,20 @@ import (
 	"github.com/vishvananda/netlink"
 )
 
+// files can only be read.
+type files struct{ fstest.MapFS }
+
+func (files) Write(context.Context, string, string) error { return syscall.EROFS }
+
 // fakeKernel has interfaces, and the virtual functions of one card, whose rules
 // are those of rtnetlink and of common drivers.
 type fakeKernel struct {
 	kernel // what is not there panics
 	links  []netlink.Link
-	dumps  int // to interrupt
+	dumps  int    // to interrupt
+	look   func() // before it answers; may be nil
+
+	addresses map[string][]string // of interfaces
 
 	deaf  string // a setting that the driver takes and forgets
 	fails string // one that it refuses
@@ -28,6 +36,9 @@ type fakeKernel struct {
 }
 
 func (f *fakeKernel) LinkList() ([]netlink.Link, error) {
+	if f.look != nil {
+		f.look()
+	}
 	if f.dumps > 0 {
 		f.dumps--
 		return f.links[:1], netlink.ErrDumpInterrupted
@@ -35,7 +46,22 @@ func (f *fakeKernel) LinkList() ([]netlink.Link, error) {
 	return f.links, nil
 }
 
+func (f *fakeKernel) AddrList(l netlink.Link, _ int) ([]netlink.Addr, error) {
+	var out []netlink.Addr
+	for _, text := range f.addresses[l.Attrs().Name] {
+		a, err := netlink.ParseAddr(text)
+		if err != nil {
+			return nil, err
+		}
+		out = append(out, *a)
+	}
+	return out, nil
+}
+
 func (f *fakeKernel) LinkByName(name string) (netlink.Link, error) {
+	if f.look != nil {
+		f.look()
+	}
 	for _, l := range f.links {
 		if l.Attrs().Name == name {
 			return l, nil
@@ -134,7 +160,7 @@ func TestSpeedAndHealth(t *testing.T) {
 		&netlink.Bridge{LinkAttrs: attrs(40, "br1", 0, 0, true)},
 		&netlink.Device{LinkAttrs: netlink.LinkAttrs{Index: 30, Name: "off", OperState: netlink.OperDown}},
 	}}
-	h := &Host{root: root, k: k}
+	h := &Host{root: files{root}, k: k}
 	for _, c := range []struct {
 		name     string
 		gbit     uint64
@@ -278,7 +304,7 @@ func TestVFsThatMakeNoSense(t *testing.T) {
 }
 
 func TestNamesThatAreNoFiles(t *testing.T) {
-	h := &Host{root: fstest.MapFS{"sys/class/speed": &fstest.MapFile{Data: []byte("1\n")}}}
+	h := &Host{root: files{fstest.MapFS{"sys/class/speed": &fstest.MapFile{Data: []byte("1\n")}}}}
 	for _, name := range []string{"", ".", "..", "a/../.."} {
 		if s := h.speed(name); s != 0 {
 			t.Error(fmt.Sprint(name, s))

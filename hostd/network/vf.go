@@ -6,6 +6,8 @@ import (
 	"errors"
 	"fmt"
 	"net"
+	"slices"
+	"strings"
 
 	"github.com/vishvananda/netlink"
 )
@@ -26,6 +28,55 @@ type VF struct {
 	SpoofCheck bool
 	Trust      bool
 	LinkState  uint32 // netlink.VF_LINK_STATE_AUTO, _ENABLE or _DISABLE
+}
+
+// Change is what is to change of a virtual function; the rest stays.
+type Change struct {
+	MAC        string `yaml:"mac,omitempty"` // empty: as it is
+	VLAN       *int   `yaml:"vlan,omitempty"`
+	QoS        *int   `yaml:"qos,omitempty"`
+	MinRate    *int   `yaml:"minRate,omitempty"` // in Mbit/s, as in VF
+	MaxRate    *int   `yaml:"maxRate,omitempty"`
+	SpoofCheck *bool  `yaml:"spoofCheck,omitempty"`
+	Trust      *bool  `yaml:"trust,omitempty"`
+	LinkState  string `yaml:"linkState,omitempty"` // one of LinkStates; empty: as it is
+}
+
+// LinkStates are the words for link states, by their numbers.
+func LinkStates() []string { return []string{"auto", "enable", "disable"} }
+
+// Of is the virtual function of pf with the change made. Errors wrap ErrInvalid.
+func (c Change) Of(pf string, v VF) (VF, error) {
+	if c.MAC != "" {
+		mac, err := net.ParseMAC(c.MAC)
+		if err != nil {
+			return VF{}, fmt.Errorf("%w: virtual function %d of %s: MAC %q is not as 02:00:00:00:00:01", ErrInvalid, v.Index, pf, c.MAC)
+		}
+		v.MAC = mac
+	}
+	if c.VLAN != nil && *c.VLAN == 0 && c.QoS == nil {
+		v.QoS = 0 // it is of the VLAN's frames
+	}
+	set(&v.VLAN, c.VLAN)
+	set(&v.QoS, c.QoS)
+	set(&v.MinRate, c.MinRate)
+	set(&v.MaxRate, c.MaxRate)
+	set(&v.SpoofCheck, c.SpoofCheck)
+	set(&v.Trust, c.Trust)
+	if c.LinkState != "" {
+		state := slices.Index(LinkStates(), c.LinkState)
+		if state < 0 {
+			return VF{}, fmt.Errorf("%w: virtual function %d of %s: link state %q is not one of %s", ErrInvalid, v.Index, pf, c.LinkState, strings.Join(LinkStates(), ", "))
+		}
+		v.LinkState = uint32(state)
+	}
+	return v, v.check(pf)
+}
+
+func set[T any](to, from *T) {
+	if from != nil {
+		*to = *from
+	}
 }
 
 // VFs lists the virtual functions of a card's physical function.
@@ -54,14 +105,17 @@ func (h *Host) vf(ctx context.Context, pf string, index int) (VF, error) {
 			return v, nil
 		}
 	}
+	if len(all) == 0 {
+		return VF{}, fmt.Errorf("%w: %s has none, or its driver does not tell of them", ErrNoVF, pf)
+	}
 	return VF{}, fmt.Errorf("%w: %s has %d, and none is number %d", ErrNoVF, pf, len(all), index)
 }
 
 func (v VF) check(pf string) error {
-	var failures []error
+	var wrong []string
 	bad := func(is bool, format string, args ...any) {
 		if is {
-			failures = append(failures, fmt.Errorf("virtual function %d of %s: %w", v.Index, pf, fmt.Errorf(format, args...)))
+			wrong = append(wrong, fmt.Sprintf(format, args...))
 		}
 	}
 	bad(len(v.MAC) != 6 && len(v.MAC) != 0, "MAC %s has not 6 bytes", v.MAC)
@@ -70,13 +124,18 @@ func (v VF) check(pf string) error {
 	bad(v.QoS < 0 || v.QoS > maxQoS, "priority %d is not within 0 to %d", v.QoS, maxQoS)
 	bad(v.VLAN == 0 && v.QoS != 0, "priority %d needs a VLAN", v.QoS)
 	bad(v.MinRate < 0 || v.MaxRate < 0 || v.MaxRate != 0 && v.MinRate > v.MaxRate, "rates from %d to %d Mbit/s", v.MinRate, v.MaxRate)
+	bad(v.MaxRate > maxMbps, "rate of %d Mbit/s", v.MaxRate)
 	bad(v.LinkState > netlink.VF_LINK_STATE_DISABLE, "link state %d", v.LinkState)
-	return errors.Join(failures...)
+	if len(wrong) == 0 {
+		return nil
+	}
+	return fmt.Errorf("%w: virtual function %d of %s: %s", ErrInvalid, v.Index, pf, strings.Join(wrong, "; "))
 }
 
 // setting is one thing that is set at a time.
 type setting struct {
 	name string
+	text func(v VF) string
 	same func(a, b VF) bool
 	set  func(k kernel, l netlink.Link, v VF) error
 }
@@ -84,30 +143,95 @@ type setting struct {
 func settings() []setting {
 	return []setting{
 		{
-			"trust", func(a, b VF) bool { return a.Trust == b.Trust },
+			"trust", func(v VF) string { return onOff(v.Trust) },
+			func(a, b VF) bool { return a.Trust == b.Trust },
 			func(k kernel, l netlink.Link, v VF) error { return k.LinkSetVfTrust(l, v.Index, v.Trust) },
 		},
 		{
-			"MAC", func(a, b VF) bool { return bytes.Equal(a.MAC, b.MAC) },
+			"MAC", func(v VF) string { return v.MAC.String() },
+			func(a, b VF) bool { return bytes.Equal(a.MAC, b.MAC) },
 			func(k kernel, l netlink.Link, v VF) error { return k.LinkSetVfHardwareAddr(l, v.Index, v.MAC) },
 		},
 		{
-			"VLAN", func(a, b VF) bool { return a.VLAN == b.VLAN && a.QoS == b.QoS },
+			"VLAN", func(v VF) string { return v.vlan() },
+			func(a, b VF) bool { return a.VLAN == b.VLAN && a.QoS == b.QoS },
 			func(k kernel, l netlink.Link, v VF) error { return k.LinkSetVfVlanQos(l, v.Index, v.VLAN, v.QoS) },
 		},
 		{
-			"rate", func(a, b VF) bool { return a.MinRate == b.MinRate && a.MaxRate == b.MaxRate },
+			"rate", func(v VF) string { return v.rate() },
+			func(a, b VF) bool { return a.MinRate == b.MinRate && a.MaxRate == b.MaxRate },
 			func(k kernel, l netlink.Link, v VF) error { return k.LinkSetVfRate(l, v.Index, v.MinRate, v.MaxRate) },
 		},
 		{
-			"spoof check", func(a, b VF) bool { return a.SpoofCheck == b.SpoofCheck },
+			"spoof check", func(v VF) string { return onOff(v.SpoofCheck) },
+			func(a, b VF) bool { return a.SpoofCheck == b.SpoofCheck },
 			func(k kernel, l netlink.Link, v VF) error { return k.LinkSetVfSpoofchk(l, v.Index, v.SpoofCheck) },
 		},
 		{
-			"link state", func(a, b VF) bool { return a.LinkState == b.LinkState },
+			"link state", func(v VF) string { return v.State() },
+			func(a, b VF) bool { return a.LinkState == b.LinkState },
 			func(k kernel, l netlink.Link, v VF) error { return k.LinkSetVfState(l, v.Index, v.LinkState) },
 		},
 	}
+}
+
+// ChangeVF is SetVF for a change of how the function is.
+func (h *Host) ChangeVF(ctx context.Context, pf string, index int, c Change) error {
+	h.vfs.Lock()
+	defer h.vfs.Unlock()
+	before, err := h.vf(ctx, pf, index)
+	if err != nil {
+		return err
+	}
+	want, err := c.Of(pf, before)
+	if err != nil {
+		return err
+	}
+	_, err = h.SetVF(ctx, pf, want)
+	return err
+}
+
+// Difference is a setting of two states of a virtual function, in words.
+type Difference struct{ Name, From, To string }
+
+// Differences says what SetVF would change.
+func (v VF) Differences(want VF) []Difference {
+	var out []Difference
+	for _, s := range settings() {
+		if !s.same(v, want) {
+			out = append(out, Difference{s.name, s.text(v), s.text(want)})
+		}
+	}
+	return out
+}
+
+// State is the link state, one of LinkStates; empty: another.
+func (v VF) State() string {
+	if all := LinkStates(); int(v.LinkState) < len(all) {
+		return all[v.LinkState]
+	}
+	return ""
+}
+
+func (v VF) vlan() string {
+	if v.VLAN == 0 {
+		return "none"
+	}
+	return fmt.Sprintf("%d with priority %d", v.VLAN, v.QoS)
+}
+
+func (v VF) rate() string {
+	if v.MaxRate == 0 {
+		return fmt.Sprintf("%d Mbit/s and more", v.MinRate)
+	}
+	return fmt.Sprintf("%d to %d Mbit/s", v.MinRate, v.MaxRate)
+}
+
+func onOff(b bool) string {
+	if b {
+		return "on"
+	}
+	return "off"
 }
 
 // SetVF sets a virtual function up, reads it back, and returns how it was
@@ -130,7 +254,11 @@ func (h *Host) SetVF(ctx context.Context, pf string, want VF) (before VF, err er
 	}
 	var done []setting
 	undo := func(cause error) error {
+		now, unknown := h.vf(ctx, pf, want.Index)
 		for i := len(done) - 1; i >= 0; i-- {
+			if unknown == nil && done[i].same(now, before) {
+				continue // it was refused as a whole
+			}
 			if err := done[i].set(h.k, l, before); err != nil {
 				cause = errors.Join(cause, fmt.Errorf("%s of virtual function %d of %s could not be set back: %w", done[i].name, want.Index, pf, err))
 			}

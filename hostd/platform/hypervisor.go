@@ -2,6 +2,7 @@ package platform
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"log/slog"
 	"slices"
@@ -23,6 +24,7 @@ const (
 // xenHypervisor asks Xen's own lists.
 type xenHypervisor struct {
 	host *xen.Host
+	xl   *xen.XL
 	log  *slog.Logger
 }
 
@@ -82,12 +84,49 @@ func (x xenHypervisor) OneByOne(card *pci.Card) string {
 	return ""
 }
 
+// Expel has xl remove a device that the device model does not know any more.
+func (x xenHypervisor) Expel(ctx context.Context, uuid string, f pci.Address) error {
+	id, err := x.domain(ctx, uuid)
+	if err != nil {
+		return err
+	}
+	return x.xl.Expel(ctx, id, f)
+}
+
+// Readmit has xl plug a device in.
+func (x xenHypervisor) Readmit(ctx context.Context, uuid string, f pci.Address) error {
+	id, err := x.domain(ctx, uuid)
+	if err != nil {
+		return err
+	}
+	return x.xl.Attach(ctx, id, f)
+}
+
+func (x xenHypervisor) domain(ctx context.Context, uuid string) (id uint16, err error) {
+	domains, err := x.host.Domains(ctx)
+	if err != nil {
+		return 0, err
+	}
+	for _, d := range domains {
+		if canonical(d.UUID) == uuid {
+			return d.ID, nil
+		}
+	}
+	return 0, fmt.Errorf("vm %s: %w", uuid, devices.ErrNotFound)
+}
+
 // kvmHypervisor believes libvirt's description of running VMs.
 type kvmHypervisor struct{ client *virt.Client }
 
 func (kvmHypervisor) Driver() string              { return driverKVM }
 func (kvmHypervisor) Dom0Access(*pci.Card) string { return "" }
 func (kvmHypervisor) OneByOne(*pci.Card) string   { return "" }
+
+func (kvmHypervisor) Expel(context.Context, string, pci.Address) error   { return errOneList }
+func (kvmHypervisor) Readmit(context.Context, string, pci.Address) error { return errOneList }
+
+// errOneList: what libvirt says is all that there is.
+var errOneList = errors.New("only Xen keeps a list beside libvirt's")
 
 func (k kvmHypervisor) Owners(ctx context.Context) (map[pci.Address]devices.Domain, error) {
 	all, err := k.client.Domains(ctx)
@@ -103,10 +142,14 @@ func (k kvmHypervisor) Owners(ctx context.Context) (map[pci.Address]devices.Doma
 		if err != nil {
 			return nil, err
 		}
+		has := doc.Interfaces()
 		for _, h := range doc.HostDevices() {
 			if h.Source.MDev == "" {
-				out[h.Source.PCI] = devices.Domain{UUID: d.UUID.String(), Name: d.Name}
+				has = append(has, h.Source.PCI)
 			}
+		}
+		for _, a := range has {
+			out[a] = devices.Domain{UUID: d.UUID.String(), Name: d.Name}
 		}
 	}
 	return out, nil
@@ -118,6 +161,9 @@ type noHypervisor struct{}
 func (noHypervisor) Driver() string              { return driverKVM }
 func (noHypervisor) Dom0Access(*pci.Card) string { return "" }
 func (noHypervisor) OneByOne(*pci.Card) string   { return "" }
+
+func (noHypervisor) Expel(context.Context, string, pci.Address) error   { return errOneList }
+func (noHypervisor) Readmit(context.Context, string, pci.Address) error { return errOneList }
 
 func (noHypervisor) Owners(context.Context) (map[pci.Address]devices.Domain, error) {
 	return map[pci.Address]devices.Domain{}, nil

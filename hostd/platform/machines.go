@@ -183,6 +183,22 @@ func (m machines) Detach(ctx context.Context, uuid string, f pci.Address) error 
 	return m.client.Detach(ctx, d, text, virt.Live)
 }
 
+func (m machines) Listed(ctx context.Context, uuid string, f pci.Address) (bool, error) {
+	d, err := m.find(ctx, uuid)
+	if err != nil {
+		return false, err
+	}
+	doc, err := document(ctx, m.client, d, 0)
+	if err != nil {
+		return false, err
+	}
+	_, err = doc.DeviceXML(domxml.Source{PCI: f})
+	if errors.Is(err, domxml.ErrNotFound) {
+		return false, nil
+	}
+	return err == nil, err
+}
+
 // edit changes a stored definition.
 func (m machines) edit(ctx context.Context, uuid string, change func(*domxml.Document) error) error {
 	d, err := m.find(ctx, uuid)
@@ -256,5 +272,6 @@ func (n noMachines) Find(context.Context, string) (devices.Machine, error) {
 func (n noMachines) Check(context.Context, string) ([]*gpuctlv1.Reason, error) { return nil, n.err() }
 func (n noMachines) Attach(context.Context, string, pci.Address) error         { return n.err() }
 func (n noMachines) Detach(context.Context, string, pci.Address) error         { return n.err() }
+func (n noMachines) Listed(context.Context, string, pci.Address) (bool, error) { return false, n.err() }
 func (n noMachines) Store(context.Context, string, []pci.Address) error        { return n.err() }
 func (n noMachines) Unstore(context.Context, string, []pci.Address) error      { return n.err() }

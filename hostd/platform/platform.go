@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"net"
 	"os"
 	"path/filepath"
 	"sync"
@@ -14,6 +15,7 @@ import (
 	"github.com/gpuctl/gpuctl/hostd/config"
 	"github.com/gpuctl/gpuctl/hostd/devices"
 	"github.com/gpuctl/gpuctl/hostd/hook"
+	"github.com/gpuctl/gpuctl/internal/vchan"
 	"github.com/gpuctl/gpuctl/internal/virt"
 	"github.com/gpuctl/gpuctl/internal/xenstore"
 	"github.com/gpuctl/gpuctl/passthrough/bind"
@@ -54,9 +56,11 @@ type Options struct {
 
 // Platform is what there is on this machine.
 type Platform struct {
-	Keeper   *devices.Keeper
-	Catalog  *catalog.Catalog
-	Client   *virt.Client // nil: no libvirt
+	Keeper  *devices.Keeper
+	Catalog *catalog.Catalog
+	Client  *virt.Client // nil: no libvirt
+	// Vchan connects to a path of a running VM; nil: this is no Xen.
+	Vchan    func(ctx context.Context, uuid, path string) (net.Conn, error)
 	log      *slog.Logger
 	pci      *pci.Scanner
 	runDir   string
@@ -77,6 +81,7 @@ func Open(ctx context.Context, o Options) (p *Platform, err error) {
 	if p.Catalog, err = catalog.Open(o.Config.Catalog...); err != nil {
 		return p, err
 	}
+	o.PCI.Also(p.Catalog.AnyClass())
 	journal, err := openJournal(ctx, filepath.Join(o.Dir, "drivers"))
 	if err != nil {
 		return p, fmt.Errorf("journal of drivers: %w", err)
@@ -169,7 +174,15 @@ func (p *Platform) hypervisor(ctx context.Context, o Options, c *devices.Config)
 			o.Log.Warn("the hypervisor is asked through xl, which tells less", "err", why)
 		}
 		p.close = append(p.close, hv.Close)
-		c.Hypervisor = xenHypervisor{xen.New(o.Root, store, hv), o.Log}
+		hypervisor := xenHypervisor{host: xen.New(o.Root, store, hv), xl: &xen.XL{}, log: o.Log}
+		c.Hypervisor = hypervisor
+		p.Vchan = func(ctx context.Context, uuid, path string) (net.Conn, error) {
+			id, err := hypervisor.domain(ctx, uuid)
+			if err != nil {
+				return nil, err
+			}
+			return vchan.Dial(ctx, store, id, path, vchan.Options{})
+		}
 		c.Isolation = judge{isolation.Xen{Root: o.Root, Hypervisor: hv}}
 	} else {
 		c.Isolation = judge{isolation.Kernel{Root: o.Root}}

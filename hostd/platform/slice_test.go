@@ -206,6 +206,12 @@ func (r *rig) Detach(_ context.Context, _ string, f pci.Address) error {
 	return nil
 }
 
+func (r *rig) Expel(context.Context, string, pci.Address) error   { return errOneList }
+func (r *rig) Readmit(context.Context, string, pci.Address) error { return errOneList }
+func (r *rig) Listed(_ context.Context, _ string, f pci.Address) (bool, error) {
+	return r.m.Guest(f) != "", nil
+}
+
 func (r *rig) Store(context.Context, string, []pci.Address) error   { return nil }
 func (r *rig) Unstore(context.Context, string, []pci.Address) error { return nil }
 

@@ -132,18 +132,29 @@ func (l *Local) agentFacts(ctx context.Context, out *gpuctlv1.SiteMachineFacts) 
 		return
 	}
 	out.Agent = true
-	out.Hello = &gpuctlv1.HelloResponseSummary{
-		Version: hello.GetVersion(), Protocol: hello.GetProtocol(), Hotplug: hello.GetHotplug(), HotplugReason: hello.GetHotplugReason(), FreeMemory: hello.GetFreeMemory(),
-	}
+	out.Hello = l.summary(hello)
 	for _, s := range all {
 		switch s.GetState() {
 		case gpuctlv1.SessionState_SESSION_STATE_ENDED, gpuctlv1.SessionState_SESSION_STATE_LOST:
 		default:
-			out.Sessions = append(out.Sessions, &gpuctlv1.SiteSession{
-				Id: s.GetId(), Command: s.GetCommand(), Usage: s.GetUsage(), Frozen: s.GetState() == gpuctlv1.SessionState_SESSION_STATE_SUSPENDED,
-			})
+			out.Sessions = append(out.Sessions, siteSession(s))
 		}
 	}
+}
+
+func siteSession(s *gpuctlv1.Session) *gpuctlv1.SiteSession {
+	return &gpuctlv1.SiteSession{
+		Id: s.GetId(), Command: s.GetCommand(), Usage: s.GetUsage(), Frozen: s.GetState() == gpuctlv1.SessionState_SESSION_STATE_SUSPENDED,
+	}
+}
+
+// summary is what a plan needs of an agent's greeting.
+func (l *Local) summary(hello *gpuctlv1.HelloResponse) *gpuctlv1.HelloResponseSummary {
+	out := &gpuctlv1.HelloResponseSummary{
+		Version: hello.GetVersion(), Protocol: hello.GetProtocol(), Hotplug: hello.GetHotplug(), HotplugReason: hello.GetHotplugReason(), FreeMemory: hello.GetFreeMemory(),
+		Bulk: l.Guests.speed(),
+	}
+	return out
 }
 
 // files are those of the VM that its destination needs, too.
@@ -203,6 +214,12 @@ func (l *Local) HostFacts(ctx context.Context, r *gpuctlv1.SiteHostFactsRequest)
 	}
 	if r.GetFrom() != "" && r.GetFrom() != l.Name && l.Link != nil {
 		out.Link = l.Link(ctx, r.GetFrom())
+	}
+	if l.Stash != nil {
+		if out.Keep, err = l.Stash.Room(); err != nil {
+			return nil, err
+		}
+		out.Keeps = l.Stash.Keeps()
 	}
 	cards, err := l.Keeper.Cards(ctx)
 	if err != nil {

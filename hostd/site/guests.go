@@ -5,8 +5,11 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"net"
+	"net/http"
 	"os"
 	"path/filepath"
+	"strings"
 	"sync"
 	"time"
 
@@ -32,6 +35,14 @@ const channelName = channel.Name
 // Guests are the agents in this host's VMs. Connections are made when they are
 // needed, and kept. It is safe for concurrent use.
 type Guests struct {
+	// Bulk is the way that states of a VM's sessions take: a client that reaches
+	// the VM's GuestService until done is called.
+	Bulk func(ctx context.Context, uuid string) (client *http.Client, done func(), err error)
+	// Vchan connects to a path of a VM; nil: this is no Xen.
+	Vchan func(ctx context.Context, uuid, path string) (net.Conn, error)
+	// Console says that guest channels are Xen's PV consoles.
+	Console bool
+
 	channels Channels
 	scan     func() ([]*pci.Card, error)
 	log      *slog.Logger
@@ -50,7 +61,66 @@ type guest struct {
 
 // NewGuests returns Guests that have no connection yet.
 func NewGuests(c Channels, scan func() ([]*pci.Card, error), log *slog.Logger) *Guests {
-	return &Guests{channels: c, scan: scan, log: log, open: map[string]*guest{}}
+	g := &Guests{channels: c, scan: scan, log: log, open: map[string]*guest{}}
+	g.Bulk = g.bulk
+	return g
+}
+
+// How fast states move, in bytes per second, before a migration has shown it: a
+// PV console moves a page for each interrupt, a virtio-serial port is held up by
+// the channel's acknowledgements alone, a vchan does not know of disks faster.
+const (
+	consoleSpeed = 500_000
+	portSpeed    = 30_000_000
+	vchanSpeed   = 12_000_000 // in emulation
+)
+
+func (g *Guests) speed() uint64 {
+	switch {
+	case g.Vchan != nil:
+		return vchanSpeed
+	case g.Console:
+		return consoleSpeed
+	}
+	return portSpeed
+}
+
+// bulk is a vchan of its own, or else the guest channel.
+func (g *Guests) bulk(ctx context.Context, uuid string) (*http.Client, func(), error) {
+	o, err := g.get(ctx, uuid)
+	if err != nil {
+		return nil, nil, err
+	}
+	if g.Vchan != nil {
+		client, end, err := g.overVchan(ctx, uuid, o)
+		if err == nil {
+			return client, end, nil
+		}
+		g.log.Warn("states take the slow way: the VM's channel", "machine", uuid, "err", err)
+	}
+	return o.link.HTTP(), func() {}, nil
+}
+
+func (g *Guests) overVchan(ctx context.Context, uuid string, o *guest) (*http.Client, func(), error) {
+	ctx, cancel := context.WithTimeout(ctx, agentWait)
+	defer cancel()
+	res, err := o.agent.OpenBulk(ctx, connect.NewRequest(&gpuctlv1.OpenBulkRequest{}))
+	if err != nil {
+		return nil, nil, err
+	}
+	path := res.Msg.GetVchan() // a guest's word: of its own, and not of another domain's home
+	if !strings.HasPrefix(path, "data/") {
+		return nil, nil, fmt.Errorf("the VM offers a vchan at %.80q", path)
+	}
+	conn, err := g.Vchan(ctx, uuid, path)
+	if err != nil {
+		return nil, nil, err
+	}
+	client, end, err := channel.Over(conn)
+	if err != nil {
+		return nil, nil, errors.Join(err, conn.Close())
+	}
+	return client, func() { _ = end.Close() }, nil
 }
 
 // get connects to a VM's agent.
@@ -163,6 +233,24 @@ func (g *Guests) LetGo(ctx context.Context, uuid string, function pci.Address) e
 	return g.release(ctx, uuid, vendor, device)
 }
 
+// Parted returns nil if the VM's agent says that it has not got a function of
+// this host.
+func (g *Guests) Parted(ctx context.Context, uuid string, function pci.Address) error {
+	vendor, device, err := g.ids(function)
+	if err != nil {
+		return err
+	}
+	hello, err := g.hello(ctx, uuid)
+	if err != nil {
+		return err
+	}
+	d, err := find(hello, vendor, device)
+	if err == nil && d != nil {
+		err = fmt.Errorf("it has %s", d.GetAddress())
+	}
+	return err
+}
+
 // ids of a function of this host.
 func (g *Guests) ids(function pci.Address) (vendor, device uint16, err error) {
 	cards, err := g.scan()
@@ -234,6 +322,16 @@ func (g *Guests) takeUp(ctx context.Context, uuid string, vendor, device uint16)
 	return err
 }
 
+// expect has the VM load what will serve a card.
+func (g *Guests) expect(ctx context.Context, uuid string, id *gpuctlv1.PCIIdentity) error {
+	o, err := g.get(ctx, uuid)
+	if err != nil {
+		return err
+	}
+	_, err = o.agent.Expect(ctx, connect.NewRequest(&gpuctlv1.ExpectRequest{Function: id}))
+	return err
+}
+
 // await returns when the VM has a card and a runtime serves it. A card that
 // the VM has let go of before is taken up: it was plugged in to be used.
 func (g *Guests) await(ctx context.Context, uuid string, vendor, device uint16) (*gpuctlv1.GuestDevice, error) {
@@ -258,7 +356,9 @@ func (g *Guests) await(ctx context.Context, uuid string, vendor, device uint16) 
 }
 
 func (o *guest) await(ctx context.Context, vendor, device uint16) (*gpuctlv1.GuestDevice, error) {
-	const most = 20 * time.Second
+	// Short, as a card that comes only now, where another one was let go of, has
+	// to be taken up first.
+	const most = 3 * time.Second
 	hello, err := o.agent.Hello(ctx, connect.NewRequest(&gpuctlv1.HelloRequest{}))
 	if err != nil {
 		return nil, fmt.Errorf("%w: %w", errNoAgent, err)

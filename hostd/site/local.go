@@ -1,10 +1,12 @@
 package site
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
 	"log/slog"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -13,7 +15,9 @@ import (
 	"connectrpc.com/connect"
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
 	"github.com/gpuctl/gpuctl/hostd/devices"
+	"github.com/gpuctl/gpuctl/hostd/stash"
 	"github.com/gpuctl/gpuctl/internal/size"
 	"github.com/gpuctl/gpuctl/internal/virt"
 	"github.com/gpuctl/gpuctl/migrate"
@@ -30,7 +34,8 @@ type Keeper interface {
 	Functions(ctx context.Context, gpu string) ([]pci.Address, error)
 	Unplug(ctx context.Context, m devices.Machine, gpu, migration string) error
 	Drop(ctx context.Context, m devices.Machine, gpu string) error
-	IDs(ctx context.Context, gpu string) (vendor, device uint16, err error)
+	Lost(ctx context.Context, uuid, gpu string) bool
+	Identity(ctx context.Context, gpu string) (*gpuctlv1.PCIIdentity, error)
 	Cards(ctx context.Context) ([]*gpuctlv1.Card, error)
 	Isolated(ctx context.Context, gpu string) (*gpuctlv1.IsolationResponse, error)
 	Pluggable(card string) (why string, err error)
@@ -48,6 +53,13 @@ type Local struct {
 		Unstore(ctx context.Context, uuid string, functions []pci.Address) error
 	}
 	Guests *Guests
+	Stash  *stash.Stash // nil: no GPU states are kept
+	// Peer reaches another host.
+	Peer func(host string) (gpuctlv1connect.SiteServiceClient, error)
+	// Party says why another host may not have states of a VM from this one, or
+	// bring them: it has no part in the VM's migration. An error that wraps
+	// migrate.ErrUnreachable says that this is not known yet.
+	Party func(m *gpuctlv1.SiteMachine, other string) error
 	// URI is where this host's libvirtd finds another host's, and data where a
 	// VM's memory goes.
 	URI func(host string) (libvirtd, data string, err error)
@@ -196,25 +208,31 @@ func (l *Local) sessions(ctx context.Context, uuid string) ([]*gpuctlv1.Session,
 	return res.Msg.GetSessions(), o, nil
 }
 
-// Sessions names those that run.
-func (l *Local) Sessions(ctx context.Context, uuid string) ([]string, error) {
+// Sessions are those that run, and what the VM has room for.
+func (l *Local) Sessions(ctx context.Context, uuid string) (*gpuctlv1.SiteSessionsResponse, error) {
+	hello, err := l.Guests.hello(ctx, uuid)
+	if err != nil {
+		return nil, err
+	}
 	all, _, err := l.sessions(ctx, uuid)
 	if err != nil {
 		return nil, err
 	}
-	var out []string
+	out := &gpuctlv1.SiteSessionsResponse{Hello: l.summary(hello)}
 	for _, s := range all {
 		switch s.GetState() {
 		case gpuctlv1.SessionState_SESSION_STATE_RUNNING, gpuctlv1.SessionState_SESSION_STATE_SWAPPING:
-			out = append(out, s.GetId())
+			out.Sessions = append(out.Sessions, s.GetId())
+			out.Running = append(out.Running, siteSession(s))
 		default:
 		}
 	}
 	return out, nil
 }
 
-// each does something with each of the sessions that are still there, at once.
-func (l *Local) each(ctx context.Context, uuid string, ids []string, do func(o *guest, s *gpuctlv1.Session, report migrate.Progress) error, report migrate.Progress) error {
+// each does something with each of the sessions that are still there, at once;
+// with those that are to be alone one after the other, as they share one way.
+func (l *Local) each(ctx context.Context, uuid string, ids []string, alone func(*gpuctlv1.Session) bool, do func(o *guest, s *gpuctlv1.Session, report migrate.Progress) error, report migrate.Progress) error {
 	all, o, err := l.sessions(ctx, uuid)
 	if err != nil {
 		return err
@@ -223,16 +241,21 @@ func (l *Local) each(ctx context.Context, uuid string, ids []string, do func(o *
 	var mu sync.Mutex
 	var errs []error
 	var wg sync.WaitGroup
+	var way sync.Mutex
+	places := make(chan struct{}, mostAtOnce)
 	for _, s := range all {
-		wanted := false
-		for _, id := range ids {
-			wanted = wanted || id == s.GetId()
-		}
-		if !wanted || s.GetState() == gpuctlv1.SessionState_SESSION_STATE_ENDED {
+		if !slices.Contains(ids, s.GetId()) || s.GetState() == gpuctlv1.SessionState_SESSION_STATE_ENDED {
 			continue
 		}
 		total.Add(s.GetUsage().GetMemory())
 		wg.Go(func() {
+			if alone(s) {
+				way.Lock()
+				defer way.Unlock()
+			} else {
+				places <- struct{}{}
+				defer func() { <-places }()
+			}
 			var last uint64
 			err := do(o, s, func(d, _ uint64) {
 				done.Add(d - last)
@@ -252,13 +275,33 @@ func (l *Local) each(ctx context.Context, uuid string, ids []string, do func(o *
 	return errors.Join(errs...)
 }
 
+// mostAtOnce are the sessions that something is done with at once: a channel has
+// a bounded number of streams, of which those that are alone need some, too.
+const mostAtOnce = 16
+
 // freezeTime is how long what an application has launched may take to end
 // before its VM is moved: less, and long kernels would keep VMs where they are.
 const freezeTime = 2 * time.Minute
 
-// Freeze suspends sessions to the VM's memory.
-func (l *Local) Freeze(ctx context.Context, uuid string, ids []string, report migrate.Progress) error {
-	return l.each(ctx, uuid, ids, func(o *guest, s *gpuctlv1.Session, report migrate.Progress) error {
+// settled says why nothing can be said of a session yet: what a driver that has
+// died had begun may still be on its way, to its end or back.
+func settled(s *gpuctlv1.Session) error {
+	if s.GetState() == gpuctlv1.SessionState_SESSION_STATE_SWAPPING {
+		return fmt.Errorf("%w: a %s of it has not ended", migrate.ErrUnreachable, cmp.Or(s.GetMessage(), "change"))
+	}
+	return nil
+}
+
+// Freeze suspends sessions to the VM's memory, or has their state leave it.
+func (l *Local) Freeze(ctx context.Context, r *gpuctlv1.SiteSessionsRequest, report migrate.Progress) error {
+	leaves := func(s *gpuctlv1.Session) bool { return slices.Contains(r.GetAway(), s.GetId()) }
+	return l.each(ctx, r.GetMachine().GetUuid(), r.GetSessions(), leaves, func(o *guest, s *gpuctlv1.Session, report migrate.Progress) error {
+		if err := settled(s); err != nil {
+			return err
+		}
+		if leaves(s) {
+			return l.suspendAway(ctx, r.GetMachine(), o, s, r.GetTo(), report)
+		}
 		if s.GetState() == gpuctlv1.SessionState_SESSION_STATE_SUSPENDED {
 			return nil
 		}
@@ -272,7 +315,7 @@ func (l *Local) Freeze(ctx context.Context, uuid string, ids []string, report mi
 
 // Thaw resumes sessions on a card.
 func (l *Local) Thaw(ctx context.Context, uuid, gpu string, ids []string, report migrate.Progress) error {
-	vendor, device, err := l.Keeper.IDs(ctx, local(gpu))
+	vendor, device, err := l.ids(ctx, gpu)
 	if err != nil {
 		return err
 	}
@@ -280,9 +323,15 @@ func (l *Local) Thaw(ctx context.Context, uuid, gpu string, ids []string, report
 	if err != nil {
 		return err
 	}
-	return l.each(ctx, uuid, ids, func(o *guest, s *gpuctlv1.Session, report migrate.Progress) error {
+	return l.each(ctx, uuid, ids, isAway, func(o *guest, s *gpuctlv1.Session, report migrate.Progress) error {
+		if err := settled(s); err != nil {
+			return err
+		}
 		if s.GetState() != gpuctlv1.SessionState_SESSION_STATE_SUSPENDED {
 			return nil // it runs
+		}
+		if isAway(s) {
+			return l.resumeAway(ctx, uuid, o, s, d.GetTarget(), report)
 		}
 		stream, err := o.work.Resume(ctx, connect.NewRequest(&gpuctlv1.ResumeRequest{Session: s.GetId(), Target: d.GetTarget()}))
 		if err != nil {
@@ -322,7 +371,10 @@ func watch(stream *connect.ServerStreamForClient[gpuctlv1.Progress], report migr
 
 // Release has the VM let go of a card.
 func (l *Local) Release(ctx context.Context, uuid, gpu string) error {
-	vendor, device, err := l.Keeper.IDs(ctx, local(gpu))
+	vendor, device, err := l.ids(ctx, gpu)
+	if err != nil && l.Keeper.Lost(ctx, uuid, local(gpu)) {
+		return nil // it has not got it
+	}
 	if err != nil {
 		return err
 	}
@@ -331,7 +383,7 @@ func (l *Local) Release(ctx context.Context, uuid, gpu string) error {
 
 // TakeUp lets the VM have it again.
 func (l *Local) TakeUp(ctx context.Context, uuid, gpu string) error {
-	vendor, device, err := l.Keeper.IDs(ctx, local(gpu))
+	vendor, device, err := l.ids(ctx, gpu)
 	if err != nil {
 		return err
 	}
@@ -340,7 +392,7 @@ func (l *Local) TakeUp(ctx context.Context, uuid, gpu string) error {
 
 // Await returns when the VM has found a card and a runtime serves it.
 func (l *Local) Await(ctx context.Context, uuid, gpu string) error {
-	vendor, device, err := l.Keeper.IDs(ctx, local(gpu))
+	vendor, device, err := l.ids(ctx, gpu)
 	if err != nil {
 		return err
 	}
@@ -354,4 +406,10 @@ func local(gpu string) string {
 		return name
 	}
 	return gpu
+}
+
+// ids are what a VM finds a card of this host by.
+func (l *Local) ids(ctx context.Context, gpu string) (vendor, device uint16, err error) {
+	id, err := l.Keeper.Identity(ctx, local(gpu))
+	return uint16(id.GetVendorId()), uint16(id.GetDeviceId()), err
 }

@@ -71,8 +71,17 @@ func (r *Remote) Reserve(ctx context.Context, m migrate.Machine, gpu, claim stri
 }
 
 // Prepare takes and resets a reserved card.
-func (r *Remote) Prepare(ctx context.Context, m migrate.Machine, gpu, claim string) error {
-	_, err := r.Service.Prepare(ctx, r.card(m, gpu, claim))
+func (r *Remote) Prepare(ctx context.Context, m migrate.Machine, gpu, claim string) (*gpuctlv1.PCIIdentity, error) {
+	res, err := r.Service.Prepare(ctx, r.card(m, gpu, claim))
+	if err != nil {
+		return nil, r.uncoded(err)
+	}
+	return res.Msg.GetId(), nil
+}
+
+// Expect has the VM load what will serve a card.
+func (r *Remote) Expect(ctx context.Context, m migrate.Machine, id *gpuctlv1.PCIIdentity) error {
+	_, err := r.Service.Expect(ctx, connect.NewRequest(&gpuctlv1.SiteExpectRequest{Machine: r.machine(m), Id: id}))
 	return r.uncoded(err)
 }
 
@@ -149,13 +158,35 @@ func (r *Remote) Await(ctx context.Context, m migrate.Machine, gpu string) error
 	return r.uncoded(err)
 }
 
-// Sessions names those that run.
-func (r *Remote) Sessions(ctx context.Context, m migrate.Machine) ([]string, error) {
+// Sessions are those that run, and what the VM has room for.
+func (r *Remote) Sessions(ctx context.Context, m migrate.Machine) (*migrate.AgentFacts, error) {
 	res, err := r.Service.Sessions(ctx, connect.NewRequest(r.machine(m)))
 	if err != nil {
 		return nil, r.uncoded(err)
 	}
-	return res.Msg.GetSessions(), nil
+	facts := AgentFacts(res.Msg.GetHello(), res.Msg.GetRunning())
+	if len(facts.Sessions) == 0 { // a host of before says no more than this
+		for _, id := range res.Msg.GetSessions() {
+			facts.Sessions = append(facts.Sessions, migrate.SessionFacts{ID: id})
+		}
+	}
+	return facts, nil
+}
+
+// AgentFacts are what a VM's agent said, for a plan.
+func AgentFacts(h *gpuctlv1.HelloResponseSummary, sessions []*gpuctlv1.SiteSession) *migrate.AgentFacts {
+	out := &migrate.AgentFacts{
+		Version: h.GetVersion(), Protocol: h.GetProtocol(), Hotplug: h.GetHotplug(), HotplugReason: h.GetHotplugReason(),
+		FreeMemory: h.GetFreeMemory(), Bulk: h.GetBulk(),
+	}
+	for _, s := range sessions {
+		one := migrate.SessionFacts{ID: s.GetId(), Command: s.GetCommand(), Memory: s.GetUsage().GetMemory(), Need: s.GetUsage()}
+		if s.GetFrozen() {
+			one.Resident = one.Memory
+		}
+		out.Sessions = append(out.Sessions, one)
+	}
+	return out
 }
 
 // follow reports a step's progress to its end.
@@ -181,9 +212,25 @@ func (r *Remote) sessions(m migrate.Machine, gpu string, ids []string) *connect.
 }
 
 // Freeze suspends sessions.
-func (r *Remote) Freeze(ctx context.Context, m migrate.Machine, ids []string, report migrate.Progress) error {
-	in, err := r.Service.Freeze(ctx, r.sessions(m, "", ids))
+func (r *Remote) Freeze(ctx context.Context, m migrate.Machine, ids, away []string, to string, report migrate.Progress) error {
+	req := r.sessions(m, "", ids)
+	req.Msg.Away, req.Msg.To = away, to
+	in, err := r.Service.Freeze(ctx, req)
 	return r.follow(in, err, report)
+}
+
+// Deposit sees to it that another host keeps what this one keeps.
+func (r *Remote) Deposit(ctx context.Context, m migrate.Machine, away []string, to string, report migrate.Progress) error {
+	req := r.sessions(m, "", away)
+	req.Msg.To = to
+	in, err := r.Service.Deposit(ctx, req)
+	return r.follow(in, err, report)
+}
+
+// Forget drops what is kept of the VM.
+func (r *Remote) Forget(ctx context.Context, m migrate.Machine) error {
+	_, err := r.Service.Forget(ctx, connect.NewRequest(r.machine(m)))
+	return r.uncoded(err)
 }
 
 // Thaw resumes sessions on a card.

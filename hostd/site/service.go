@@ -47,7 +47,7 @@ func coded(err error) error {
 // doubtful says that an error leaves open whether it was done, or that it may
 // work in a moment.
 func doubtful(err error) bool {
-	for _, e := range []error{virt.ErrDisconnected, virt.ErrTimeout, virt.ErrUnknownOutcome, devices.ErrBusy, context.DeadlineExceeded, context.Canceled} {
+	for _, e := range []error{virt.ErrDisconnected, virt.ErrTimeout, virt.ErrUnknownOutcome, devices.ErrBusy, migrate.ErrUnreachable, context.DeadlineExceeded, context.Canceled} {
 		if errors.Is(err, e) {
 			return true
 		}
@@ -109,9 +109,22 @@ func (s *Service) Reserve(ctx context.Context, req *connect.Request[gpuctlv1.Sit
 }
 
 // Prepare takes and resets a reserved card.
-func (s *Service) Prepare(ctx context.Context, req *connect.Request[gpuctlv1.SiteCardRequest]) (*connect.Response[gpuctlv1.SiteDone], error) {
+func (s *Service) Prepare(ctx context.Context, req *connect.Request[gpuctlv1.SiteCardRequest]) (*connect.Response[gpuctlv1.SitePrepareResponse], error) {
 	m := req.Msg
-	return done(s.local.Keeper.Ready(ctx, machine(m.GetMachine()), local(m.GetGpu()), m.GetClaim(), m.GetMachine().GetMigration()))
+	err := s.local.Keeper.Ready(ctx, machine(m.GetMachine()), local(m.GetGpu()), m.GetClaim(), m.GetMachine().GetMigration())
+	if err != nil {
+		return nil, coded(err)
+	}
+	id, err := s.local.Keeper.Identity(ctx, local(m.GetGpu()))
+	if err != nil {
+		return nil, coded(err)
+	}
+	return connect.NewResponse(&gpuctlv1.SitePrepareResponse{Id: id}), nil
+}
+
+// Expect has a VM load what will serve a card.
+func (s *Service) Expect(ctx context.Context, req *connect.Request[gpuctlv1.SiteExpectRequest]) (*connect.Response[gpuctlv1.SiteDone], error) {
+	return done(s.local.Guests.expect(ctx, req.Msg.GetMachine().GetUuid(), req.Msg.GetId()))
 }
 
 // Attach plugs a card in.
@@ -177,11 +190,11 @@ func (s *Service) Undefine(ctx context.Context, req *connect.Request[gpuctlv1.Si
 
 // Sessions names those that run in a VM.
 func (s *Service) Sessions(ctx context.Context, req *connect.Request[gpuctlv1.SiteMachine]) (*connect.Response[gpuctlv1.SiteSessionsResponse], error) {
-	ids, err := s.local.Sessions(ctx, req.Msg.GetUuid())
+	res, err := s.local.Sessions(ctx, req.Msg.GetUuid())
 	if err != nil {
 		return nil, coded(err)
 	}
-	return connect.NewResponse(&gpuctlv1.SiteSessionsResponse{Sessions: ids}), nil
+	return connect.NewResponse(res), nil
 }
 
 // telling sends progress as it comes.
@@ -198,7 +211,7 @@ func (s *Service) Move(ctx context.Context, req *connect.Request[gpuctlv1.SiteMo
 
 // Freeze suspends sessions.
 func (s *Service) Freeze(ctx context.Context, req *connect.Request[gpuctlv1.SiteSessionsRequest], out *connect.ServerStream[gpuctlv1.SiteProgress]) error {
-	return coded(s.local.Freeze(ctx, req.Msg.GetMachine().GetUuid(), req.Msg.GetSessions(), telling(out)))
+	return coded(s.local.Freeze(ctx, req.Msg, telling(out)))
 }
 
 // Thaw resumes sessions on a card.

@@ -379,7 +379,7 @@ func (a *app) followDevice(stream *connect.ServerStreamForClient[gpuctlv1.Device
 		return errors.New("hostd went away; when it is back, gpuctl cards says where the card is")
 	}
 	if len(last.GetPlan()) > 0 {
-		return a.printDevicePlan(last)
+		return a.printPlan(last.GetPlan(), last.GetReasons())
 	}
 	if a.structured() {
 		return nil
@@ -390,9 +390,9 @@ func (a *app) followDevice(stream *connect.ServerStreamForClient[gpuctlv1.Device
 	return a.say(clean(fmt.Sprintf(done, last.GetGpu())))
 }
 
-func (a *app) printDevicePlan(u *gpuctlv1.DeviceUpdate) error {
+func (a *app) printPlan(plan []*gpuctlv1.PlannedStep, reasons []*gpuctlv1.Reason) error {
 	refused := func() error {
-		if len(u.GetReasons()) == 0 {
+		if len(reasons) == 0 {
 			return nil
 		}
 		return program.WithCode(errors.New("it would be refused"), program.Refused)
@@ -401,13 +401,13 @@ func (a *app) printDevicePlan(u *gpuctlv1.DeviceUpdate) error {
 		return refused() // the plan is printed
 	}
 	var rows [][]string
-	for _, s := range u.GetPlan() {
+	for _, s := range plan {
 		rows = append(rows, []string{s.GetName(), s.GetWhat(), s.GetUndo()})
 	}
 	if err := table(a.Out, []string{"STEP", "WHAT", "UNDO"}, rows); err != nil {
 		return err
 	}
-	for _, r := range u.GetReasons() {
+	for _, r := range reasons {
 		if err := a.say("against it: " + clean(r.GetMessage())); err != nil {
 			return err
 		}

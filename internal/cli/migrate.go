@@ -641,7 +641,11 @@ func (a *app) printMachinePlan(verb string, r *gpuctlv1.MachinePlanResponse) err
 	}
 	rows := [][2]string{{"VM", from}}
 	if r.GetSessions() > 0 || r.GetGpuState() > 0 {
-		rows = append(rows, [2]string{"Applications", plural(int(r.GetSessions()), "session", "sessions") + ", " + size.Format(r.GetGpuState()) + " of GPU memory"})
+		text := plural(int(r.GetSessions()), "session", "sessions") + ", " + size.Format(r.GetGpuState()) + " of GPU memory"
+		if r.GetAway() > 0 {
+			text += ", of which " + size.Format(r.GetAway()) + " leave the VM for its hosts' memory"
+		}
+		rows = append(rows, [2]string{"Applications", text})
 	}
 	if best := r.GetCandidates(); refused == nil {
 		to := "host " + best[0].GetHost()

@@ -86,6 +86,7 @@ type Entry struct {
 	VGPU     []VGPUType
 	Resets   []BadReset
 	Emulated bool   // no GPU: a device that stands for one in a lab
+	AnyClass bool   // its devices are GPUs although their class does not say so
 	File     string // that spoke of the model last
 }
 
@@ -137,6 +138,20 @@ func (c *Catalog) Lookup(d *pci.Device) (Entry, bool) {
 		e.Memory, e.Limits.GlobalMemory, e.VGPU = 0, 0, nil
 	}
 	return e, true
+}
+
+// AnyClass says whether a device is a GPU whatever its class; nil: no model has
+// such devices.
+func (c *Catalog) AnyClass() func(*pci.Device) bool {
+	for _, e := range c.models {
+		if e.AnyClass {
+			return func(d *pci.Device) bool {
+				e, ok := c.Lookup(d)
+				return ok && e.AnyClass
+			}
+		}
+	}
+	return nil
 }
 
 // Model finds a model by its name.

@@ -111,6 +111,7 @@ type modelYAML struct {
 	VGPU      []vgpuYAML     `yaml:"vgpu"`
 	Resets    []resetYAML    `yaml:"resets"`
 	Emulated  *bool          `yaml:"emulated"`
+	AnyClass  *bool          `yaml:"anyClass"`
 }
 
 type vgpuYAML struct {
@@ -291,6 +292,9 @@ func (p *parser) model(at []any, m *modelYAML, ids map[ID][]any) {
 	}
 	if m.Emulated != nil {
 		e.Emulated = *m.Emulated
+	}
+	if m.AnyClass != nil {
+		e.AnyClass = *m.AnyClass
 	}
 	if m.Memory != "" {
 		e.Memory = p.bytes(append(at, "memory"), m.Memory)

@@ -4,6 +4,8 @@ import (
 	"errors"
 	"strings"
 	"testing"
+
+	"github.com/gpuctl/gpuctl/passthrough/pci"
 )
 
 func TestErrorsNameFileAndLine(t *testing.T) {
@@ -48,6 +50,22 @@ func TestErrorsNameFileAndLine(t *testing.T) {
 		if err != nil && strings.Contains(err.Error(), "YAML ") {
 			t.Errorf("%s: names a type of the program: %v", tc.name, err)
 		}
+	}
+}
+
+func TestAnyClass(t *testing.T) {
+	odd := "version: 1\nmodels:\n  - {model: Odd, ids: [\"1acc:0001\"], rank: 1, anyClass: true}\n  - {model: Plain, ids: [\"1acc:0002\"], rank: 1}\n"
+	c, err := Load(File{"site.yaml", []byte(odd)})
+	if err != nil {
+		t.Fatal(err)
+	}
+	for device, want := range map[uint16]bool{1: true, 2: false, 3: false} {
+		if got := c.AnyClass()(&pci.Device{VendorID: 0x1acc, DeviceID: device}); got != want {
+			t.Errorf("1acc:%04x: %v", device, got)
+		}
+	}
+	if c, err = Load(File{"site.yaml", []byte(odd)}, File{"later.yaml", []byte("version: 1\nmodels: [{model: Odd, anyClass: false}]\n")}); err != nil || c.AnyClass() != nil {
+		t.Errorf("taken back: %v", err)
 	}
 }
 

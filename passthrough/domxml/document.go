@@ -263,6 +263,19 @@ func (d *Document) HostDevices() []HostDevice {
 	return out
 }
 
+// Interfaces are the PCI functions that the domain has as network interfaces.
+func (d *Document) Interfaces() []pci.Address {
+	var out []pci.Address
+	for _, n := range d.root.child("devices").all("interface") {
+		if source := n.child("source", "address"); n.attr("type") == "hostdev" && source != nil {
+			if a, err := parseAddress(source); err == nil {
+				out = append(out, a)
+			}
+		}
+	}
+	return out
+}
+
 // find is the host device with a source.
 func (d *Document) find(s Source) (hostdev, error) {
 	for _, h := range d.hostdevs() {

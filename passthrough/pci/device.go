@@ -42,6 +42,7 @@ type Device struct {
 	ResetMethods             []string
 	Enabled                  bool
 	BootVGA                  bool
+	Named                    bool   // a GPU whatever its class (Scanner.Also)
 	VideoMemory              uint64 // as the driver says, bytes; 0: it does not
 	Config                   Config
 	Upstream                 []Bridge // from the root port to the port above
@@ -50,10 +51,11 @@ type Device struct {
 // Dead says that the device does not answer though it has power.
 func (d *Device) Dead() bool { return d.Config.Dead && d.PowerState != "D3cold" }
 
-// Managed says that the device is of a class that gpuctl manages.
+// Managed says that gpuctl manages the device: by its class, or as somebody has
+// said that it is a GPU.
 func (d *Device) Managed() bool {
 	base := d.Class >> 16
-	return base == baseDisplay || base == baseAccelerator
+	return d.Named || base == baseDisplay || base == baseAccelerator
 }
 
 // BAR is a range of addresses that a device answers to.

@@ -31,9 +31,10 @@ const (
 // machine without PCI has none.
 func Scan(root fs.FS) ([]*Card, error) { return NewScanner(root).Scan() }
 
-// look is a scan; names looks ids up.
-func look(root fs.FS, names func(want map[id]bool) map[id]string) ([]*Card, error) {
-	s := &scan{root: root, all: map[Address]*node{}}
+// look is a scan. What also says so of is a GPU whatever its class; names looks
+// ids up.
+func look(root fs.FS, also func(*Device) bool, names func(want map[id]bool) map[id]string) ([]*Card, error) {
+	s := &scan{root: root, also: also, all: map[Address]*node{}}
 	entries, err := fs.ReadDir(root, devicesDir)
 	if errors.Is(err, fs.ErrNotExist) {
 		return nil, nil
@@ -86,6 +87,7 @@ func (c *Card) all(yield func(*Device) bool) {
 
 type scan struct {
 	root fs.FS
+	also func(*Device) bool
 	all  map[Address]*node
 }
 
@@ -93,6 +95,7 @@ type scan struct {
 type node struct {
 	address Address
 	class   uint32
+	named   bool
 	pf      *Address
 	above   []Address // bridges from the root port down
 	iommu   int
@@ -109,6 +112,10 @@ func (s *scan) node(a Address) *node {
 		return nil
 	}
 	n := &node{address: a, class: uint32(class) & 0xffffff, iommu: f.group()}
+	if s.also != nil && !(&Device{Class: n.class}).Managed() {
+		d := &Device{}
+		n.named = f.identify(d) && s.also(d)
+	}
 	if pf, err := ParseAddress(f.link("physfn")); err == nil {
 		n.pf = &pf
 	}
@@ -141,7 +148,7 @@ func (s *scan) cards() []*Card {
 	nodes := slices.SortedFunc(maps.Values(s.all), byPlace)
 	slots := map[Address]*Card{}
 	var cards []*Card
-	managed := func(n *node) bool { return (&Device{Class: n.class}).Managed() }
+	managed := func(n *node) bool { return (&Device{Class: n.class, Named: n.named}).Managed() }
 	for _, n := range nodes {
 		slot := n.address.Slot()
 		switch {
@@ -176,16 +183,11 @@ func (s *scan) cards() []*Card {
 // device reads everything of a function; nil if it has vanished.
 func (s *scan) device(n *node) *Device {
 	f := s.files(n.address)
-	d := &Device{Address: n.address, Class: n.class, IOMMUGroup: n.iommu, PF: n.pf, NUMANode: -1}
-	vendor, ok := f.hex("vendor")
-	if !ok {
+	d := &Device{Address: n.address, Class: n.class, Named: n.named, IOMMUGroup: n.iommu, PF: n.pf, NUMANode: -1}
+	if !f.identify(d) {
 		return nil
 	}
-	device, _ := f.hex("device")
-	subVendor, _ := f.hex("subsystem_vendor")
-	subDevice, _ := f.hex("subsystem_device")
 	revision, _ := f.hex("revision")
-	d.VendorID, d.DeviceID, d.SubVendorID, d.SubDeviceID = uint16(vendor), uint16(device), uint16(subVendor), uint16(subDevice)
 	d.Revision = uint8(revision)
 	d.Driver = clean(f.link("driver"))
 	if d.DriverOverride = f.text("driver_override"); d.DriverOverride == "(null)" {
@@ -214,6 +216,16 @@ func (s *scan) device(n *node) *Device {
 		d.Upstream = append(d.Upstream, Bridge{a, s.config(a)})
 	}
 	return d
+}
+
+// identify reads the ids; false: the device has vanished.
+func (f files) identify(d *Device) bool {
+	vendor, ok := f.hex("vendor")
+	device, _ := f.hex("device")
+	subVendor, _ := f.hex("subsystem_vendor")
+	subDevice, _ := f.hex("subsystem_device")
+	d.VendorID, d.DeviceID, d.SubVendorID, d.SubDeviceID = uint16(vendor), uint16(device), uint16(subVendor), uint16(subDevice)
+	return ok
 }
 
 // files are those of one device. What cannot be read is empty.

@@ -111,6 +111,45 @@ func TestScanVirtualFunctionOfSomethingElse(t *testing.T) {
 	}
 }
 
+// What somebody has named is a card whatever its class, with its virtual
+// functions; a scan goes by class again when nobody does.
+func TestScannerAlsoFindsWhatIsNamed(t *testing.T) {
+	tree := pcitest.New(t)
+	f := pcitest.SRIOVAccelerator("0000:17", "", 40, 0, 16, 2)
+	for i := range f {
+		f[i].Class = 0xff0000
+	}
+	tree.Add(f...)
+	s := pci.NewScanner(tree.FS())
+	s.Hears(true)
+	for _, also := range []func(*pci.Device) bool{
+		nil,
+		func(d *pci.Device) bool { return d.DeviceID == f[0].Device && d.VendorID == f[0].Vendor },
+		func(*pci.Device) bool { return false },
+	} {
+		s.Also(also)
+		cards, err := s.Cards()
+		if err != nil {
+			t.Fatal(err)
+		}
+		if also == nil || !also(&pci.Device{VendorID: f[0].Vendor, DeviceID: f[0].Device}) {
+			if len(cards) != 0 {
+				t.Errorf("cards: %+v", cards)
+			}
+			continue
+		}
+		if len(cards) != 1 || len(cards[0].VFs) != 2 || !cards[0].Main().Managed() {
+			t.Errorf("cards: %+v", cards)
+		}
+	}
+	if c, there := s.Class(addr("0000:17:00.0")); c != 0xff00 || !there {
+		t.Errorf("class %04x, %v", c, there)
+	}
+	if _, there := s.Class(addr("0000:18:00.0")); there {
+		t.Error("it finds what is not there")
+	}
+}
+
 func TestIsolation(t *testing.T) {
 	type group struct {
 		group, why string

@@ -22,6 +22,7 @@ type Scanner struct {
 	changes atomic.Uint64
 
 	mu    sync.Mutex // held during a scan: who waits shares its result
+	also  func(*Device) bool
 	cards []*Card
 	seen  uint64 // changes when the scan began
 	at    time.Time
@@ -37,6 +38,24 @@ func NewScanner(root fs.FS) *Scanner { return &Scanner{root: root} }
 func (s *Scanner) Hears(yes bool) {
 	s.Changed()
 	s.hears.Store(yes)
+}
+
+// Also has devices be cards whatever their class, if is says so of their ids.
+func (s *Scanner) Also(is func(*Device) bool) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.also = is
+	s.Changed()
+}
+
+// Class of the device at an address, the upper sixteen bits of its class code;
+// false: there is none.
+func (s *Scanner) Class(a Address) (uint16, bool) {
+	n := (&scan{root: s.root}).node(a)
+	if n == nil {
+		return 0, false
+	}
+	return uint16(n.class >> 8), true
 }
 
 // Changed makes the next look a scan.
@@ -62,7 +81,7 @@ func (s *Scanner) Scan() ([]*Card, error) {
 
 func (s *Scanner) scan() ([]*Card, error) {
 	at, seen := time.Now(), s.changes.Load()
-	cards, err := look(s.root, s.lookUp)
+	cards, err := look(s.root, s.also, s.lookUp)
 	if err != nil {
 		s.cards = nil
 		return cards, err

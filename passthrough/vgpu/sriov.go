@@ -2,16 +2,12 @@ package vgpu
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"path"
-	"strconv"
-	"time"
 
 	"github.com/gpuctl/gpuctl/passthrough/pci"
+	"github.com/gpuctl/gpuctl/passthrough/sriov"
 )
-
-const undoTime = 10 * time.Second
 
 // vfProfile is that of a card with nothing but virtual functions. They share
 // its memory equally, as far as anybody can say. Where there are none yet, all
@@ -42,8 +38,7 @@ func (m *Manager) VFs(card *pci.Card) (vfs []pci.Address, total int) {
 	if pf == nil {
 		return nil, 0
 	}
-	total, _ = strconv.Atoi(m.text(m.at(pf.Address, "sriov_totalvfs")))
-	return m.vfs(pf.Address), total
+	return m.vfs(pf.Address), m.device(pf.Address).Most()
 }
 
 // Resize sets the number of the card's virtual functions. The kernel changes it
@@ -68,29 +63,16 @@ func (m *Manager) Resize(ctx context.Context, card *pci.Card, n int, use Use) er
 			return fmt.Errorf("%s: change %d virtual functions to %d: %w", pf.Address, before, n, err)
 		}
 	}
-	if before > 0 {
-		if err := m.setVFs(ctx, pf.Address, 0); err != nil {
-			return err
-		}
+	return m.device(pf.Address).Resize(ctx, n)
+}
+
+// device is a function as SR-IOV has it.
+func (m *Manager) device(pf pci.Address) sriov.Device {
+	d := sriov.Device{Root: m.root, Dir: m.at(pf, "")}
+	if m.enable != nil {
+		d.Write = func(ctx context.Context, n int) (bool, error) { return m.enable(ctx, pf, n) }
 	}
-	if n == 0 {
-		return nil
-	}
-	err := m.setVFs(ctx, pf.Address, n)
-	if err == nil {
-		return nil
-	}
-	undo, cancel := context.WithTimeout(context.WithoutCancel(ctx), undoTime)
-	defer cancel()
-	if now := len(m.vfs(pf.Address)); now != before {
-		if now > 0 {
-			err = errors.Join(err, m.setVFs(undo, pf.Address, 0))
-		}
-		if before > 0 {
-			err = errors.Join(err, m.setVFs(undo, pf.Address, before))
-		}
-	}
-	return err
+	return d
 }
 
 // idle says why a virtual function must not go away.
@@ -119,26 +101,6 @@ func (m *Manager) idle(a pci.Address, use Use) error {
 		if IsUUID(e.Name()) {
 			return fmt.Errorf("%w: %s has the mediated device %s", ErrInUse, a, e.Name())
 		}
-	}
-	return nil
-}
-
-func (m *Manager) setVFs(ctx context.Context, pf pci.Address, n int) error {
-	done := false
-	if m.enable != nil {
-		ok, err := m.enable(ctx, pf, n)
-		if err != nil {
-			return fmt.Errorf("%d virtual functions of %s: %w", n, pf, err)
-		}
-		done = ok
-	}
-	if !done {
-		if err := m.root.Write(ctx, m.at(pf, "sriov_numvfs"), strconv.Itoa(n)); err != nil {
-			return fmt.Errorf("%d virtual functions of %s: %w", n, pf, err)
-		}
-	}
-	if now := m.text(m.at(pf, "sriov_numvfs")); now != strconv.Itoa(n) {
-		return fmt.Errorf("%d virtual functions of %s: %w: %s", n, pf, ErrReadBack, now)
 	}
 	return nil
 }

@@ -4,14 +4,15 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"path"
 	"slices"
-	"strconv"
 	"strings"
 	"sync"
 
 	"github.com/gpuctl/gpuctl/passthrough/catalog"
 	"github.com/gpuctl/gpuctl/passthrough/pci"
+	"github.com/gpuctl/gpuctl/passthrough/sriov"
 	"github.com/gpuctl/gpuctl/passthrough/sysfs"
 )
 
@@ -40,7 +41,7 @@ var (
 	ErrNoFunctions = errors.New("it has no virtual functions yet")
 	// ErrReadBack says that the kernel took what was written and shows
 	// something else.
-	ErrReadBack = errors.New("the kernel shows another state")
+	ErrReadBack = sriov.ErrReadBack
 )
 
 // VirtualFunction is the profile of a card that has nothing but virtual functions.
@@ -272,7 +273,7 @@ func (m *Manager) Whole(card *pci.Card) error {
 // physical is the function of the card that has virtual ones.
 func (m *Manager) physical(card *pci.Card) *pci.Device {
 	for _, f := range card.Functions {
-		if n, err := strconv.Atoi(m.text(m.at(f.Address, "sriov_totalvfs"))); err == nil && n > 0 {
+		if m.device(f.Address).Most() > 0 {
 			return f
 		}
 	}
@@ -293,19 +294,10 @@ func (m *Manager) functions(card *pci.Card) []pci.Address {
 
 // vfs are the virtual functions of a function, in the order of their numbers.
 func (m *Manager) vfs(pf pci.Address) []pci.Address {
-	n, err := strconv.Atoi(m.text(m.at(pf, "sriov_numvfs")))
-	if err != nil {
-		return nil
-	}
+	functions := m.device(pf).Functions()
 	var out []pci.Address
-	for i := range min(n, maxTypes) {
-		target, err := m.root.ReadLink(m.at(pf, "virtfn"+strconv.Itoa(i)))
-		if err != nil {
-			continue
-		}
-		if a, err := pci.ParseAddress(path.Base(target)); err == nil {
-			out = append(out, a)
-		}
+	for _, i := range slices.Sorted(maps.Keys(functions)) {
+		out = append(out, functions[i])
 	}
 	return out
 }

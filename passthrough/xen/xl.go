@@ -105,6 +105,19 @@ func (x *XL) Nodes(ctx context.Context, devices []pci.Address) (map[pci.Address]
 // Log is the hypervisor's log.
 func (x *XL) Log(ctx context.Context) (string, error) { return x.run(ctx, "dmesg") }
 
+// Expel takes a device off the list of a domain although its device model does
+// not know the device: "xl pci-detach -f". The domain must not have it.
+func (x *XL) Expel(ctx context.Context, domain uint16, f pci.Address) error {
+	_, err := x.run(ctx, "pci-detach", "-f", strconv.Itoa(int(domain)), f.String())
+	return err
+}
+
+// Attach plugs an assignable device into a domain that runs.
+func (x *XL) Attach(ctx context.Context, domain uint16, f pci.Address) error {
+	_, err := x.run(ctx, "pci-attach", strconv.Itoa(int(domain)), f.String())
+	return err
+}
+
 // Close does nothing.
 func (x *XL) Close() error { return nil }
 

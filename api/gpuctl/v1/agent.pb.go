@@ -855,6 +855,166 @@ func (x *ServesResponse) GetMissing() []string {
 	return nil
 }
 
+type ExpectRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Function      *PCIIdentity           `protobuf:"bytes,1,opt,name=function,proto3" json:"function,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ExpectRequest) Reset() {
+	*x = ExpectRequest{}
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[14]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ExpectRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ExpectRequest) ProtoMessage() {}
+
+func (x *ExpectRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[14]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ExpectRequest.ProtoReflect.Descriptor instead.
+func (*ExpectRequest) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_agent_proto_rawDescGZIP(), []int{14}
+}
+
+func (x *ExpectRequest) GetFunction() *PCIIdentity {
+	if x != nil {
+		return x.Function
+	}
+	return nil
+}
+
+type ExpectResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ExpectResponse) Reset() {
+	*x = ExpectResponse{}
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[15]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ExpectResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ExpectResponse) ProtoMessage() {}
+
+func (x *ExpectResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[15]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ExpectResponse.ProtoReflect.Descriptor instead.
+func (*ExpectResponse) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_agent_proto_rawDescGZIP(), []int{15}
+}
+
+type OpenBulkRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *OpenBulkRequest) Reset() {
+	*x = OpenBulkRequest{}
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[16]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *OpenBulkRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*OpenBulkRequest) ProtoMessage() {}
+
+func (x *OpenBulkRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[16]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use OpenBulkRequest.ProtoReflect.Descriptor instead.
+func (*OpenBulkRequest) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_agent_proto_rawDescGZIP(), []int{16}
+}
+
+type OpenBulkResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Vchan         string                 `protobuf:"bytes,1,opt,name=vchan,proto3" json:"vchan,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *OpenBulkResponse) Reset() {
+	*x = OpenBulkResponse{}
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[17]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *OpenBulkResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*OpenBulkResponse) ProtoMessage() {}
+
+func (x *OpenBulkResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_agent_proto_msgTypes[17]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use OpenBulkResponse.ProtoReflect.Descriptor instead.
+func (*OpenBulkResponse) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_agent_proto_rawDescGZIP(), []int{17}
+}
+
+func (x *OpenBulkResponse) GetVchan() string {
+	if x != nil {
+		return x.Vchan
+	}
+	return ""
+}
+
 var File_gpuctl_v1_agent_proto protoreflect.FileDescriptor
 
 const file_gpuctl_v1_agent_proto_rawDesc = "" +
@@ -918,14 +1078,22 @@ const file_gpuctl_v1_agent_proto_rawDesc = "" +
 	"\rServesRequest\x124\n" +
 	"\tfunctions\x18\x01 \x03(\v2\x16.gpuctl.v1.PCIIdentityR\tfunctions\"*\n" +
 	"\x0eServesResponse\x12\x18\n" +
-	"\amissing\x18\x01 \x03(\tR\amissing2\xab\x03\n" +
+	"\amissing\x18\x01 \x03(\tR\amissing\"C\n" +
+	"\rExpectRequest\x122\n" +
+	"\bfunction\x18\x01 \x01(\v2\x16.gpuctl.v1.PCIIdentityR\bfunction\"\x10\n" +
+	"\x0eExpectResponse\"\x11\n" +
+	"\x0fOpenBulkRequest\"(\n" +
+	"\x10OpenBulkResponse\x12\x14\n" +
+	"\x05vchan\x18\x01 \x01(\tR\x05vchan2\xaf\x04\n" +
 	"\fAgentService\x12:\n" +
 	"\x05Hello\x12\x17.gpuctl.v1.HelloRequest\x1a\x18.gpuctl.v1.HelloResponse\x12Q\n" +
 	"\fWatchDevices\x12\x1e.gpuctl.v1.WatchDevicesRequest\x1a\x1f.gpuctl.v1.WatchDevicesResponse0\x01\x12@\n" +
 	"\aRelease\x12\x19.gpuctl.v1.ReleaseRequest\x1a\x1a.gpuctl.v1.ReleaseResponse\x12=\n" +
 	"\x06TakeUp\x12\x18.gpuctl.v1.TakeUpRequest\x1a\x19.gpuctl.v1.TakeUpResponse\x12L\n" +
 	"\vAwaitDevice\x12\x1d.gpuctl.v1.AwaitDeviceRequest\x1a\x1e.gpuctl.v1.AwaitDeviceResponse\x12=\n" +
-	"\x06Serves\x12\x18.gpuctl.v1.ServesRequest\x1a\x19.gpuctl.v1.ServesResponseB1Z/github.com/gpuctl/gpuctl/api/gpuctl/v1;gpuctlv1b\x06proto3"
+	"\x06Serves\x12\x18.gpuctl.v1.ServesRequest\x1a\x19.gpuctl.v1.ServesResponse\x12=\n" +
+	"\x06Expect\x12\x18.gpuctl.v1.ExpectRequest\x1a\x19.gpuctl.v1.ExpectResponse\x12C\n" +
+	"\bOpenBulk\x12\x1a.gpuctl.v1.OpenBulkRequest\x1a\x1b.gpuctl.v1.OpenBulkResponseB1Z/github.com/gpuctl/gpuctl/api/gpuctl/v1;gpuctlv1b\x06proto3"
 
 var (
 	file_gpuctl_v1_agent_proto_rawDescOnce sync.Once
@@ -939,7 +1107,7 @@ func file_gpuctl_v1_agent_proto_rawDescGZIP() []byte {
 	return file_gpuctl_v1_agent_proto_rawDescData
 }
 
-var file_gpuctl_v1_agent_proto_msgTypes = make([]protoimpl.MessageInfo, 14)
+var file_gpuctl_v1_agent_proto_msgTypes = make([]protoimpl.MessageInfo, 18)
 var file_gpuctl_v1_agent_proto_goTypes = []any{
 	(*HelloRequest)(nil),         // 0: gpuctl.v1.HelloRequest
 	(*HelloResponse)(nil),        // 1: gpuctl.v1.HelloResponse
@@ -955,33 +1123,42 @@ var file_gpuctl_v1_agent_proto_goTypes = []any{
 	(*PCIIdentity)(nil),          // 11: gpuctl.v1.PCIIdentity
 	(*ServesRequest)(nil),        // 12: gpuctl.v1.ServesRequest
 	(*ServesResponse)(nil),       // 13: gpuctl.v1.ServesResponse
-	(*Target)(nil),               // 14: gpuctl.v1.Target
+	(*ExpectRequest)(nil),        // 14: gpuctl.v1.ExpectRequest
+	(*ExpectResponse)(nil),       // 15: gpuctl.v1.ExpectResponse
+	(*OpenBulkRequest)(nil),      // 16: gpuctl.v1.OpenBulkRequest
+	(*OpenBulkResponse)(nil),     // 17: gpuctl.v1.OpenBulkResponse
+	(*Target)(nil),               // 18: gpuctl.v1.Target
 }
 var file_gpuctl_v1_agent_proto_depIdxs = []int32{
 	2,  // 0: gpuctl.v1.HelloResponse.devices:type_name -> gpuctl.v1.GuestDevice
-	14, // 1: gpuctl.v1.GuestDevice.target:type_name -> gpuctl.v1.Target
+	18, // 1: gpuctl.v1.GuestDevice.target:type_name -> gpuctl.v1.Target
 	2,  // 2: gpuctl.v1.WatchDevicesResponse.devices:type_name -> gpuctl.v1.GuestDevice
 	2,  // 3: gpuctl.v1.ReleaseResponse.device:type_name -> gpuctl.v1.GuestDevice
 	2,  // 4: gpuctl.v1.TakeUpResponse.device:type_name -> gpuctl.v1.GuestDevice
 	2,  // 5: gpuctl.v1.AwaitDeviceResponse.device:type_name -> gpuctl.v1.GuestDevice
 	11, // 6: gpuctl.v1.ServesRequest.functions:type_name -> gpuctl.v1.PCIIdentity
-	0,  // 7: gpuctl.v1.AgentService.Hello:input_type -> gpuctl.v1.HelloRequest
-	3,  // 8: gpuctl.v1.AgentService.WatchDevices:input_type -> gpuctl.v1.WatchDevicesRequest
-	5,  // 9: gpuctl.v1.AgentService.Release:input_type -> gpuctl.v1.ReleaseRequest
-	7,  // 10: gpuctl.v1.AgentService.TakeUp:input_type -> gpuctl.v1.TakeUpRequest
-	9,  // 11: gpuctl.v1.AgentService.AwaitDevice:input_type -> gpuctl.v1.AwaitDeviceRequest
-	12, // 12: gpuctl.v1.AgentService.Serves:input_type -> gpuctl.v1.ServesRequest
-	1,  // 13: gpuctl.v1.AgentService.Hello:output_type -> gpuctl.v1.HelloResponse
-	4,  // 14: gpuctl.v1.AgentService.WatchDevices:output_type -> gpuctl.v1.WatchDevicesResponse
-	6,  // 15: gpuctl.v1.AgentService.Release:output_type -> gpuctl.v1.ReleaseResponse
-	8,  // 16: gpuctl.v1.AgentService.TakeUp:output_type -> gpuctl.v1.TakeUpResponse
-	10, // 17: gpuctl.v1.AgentService.AwaitDevice:output_type -> gpuctl.v1.AwaitDeviceResponse
-	13, // 18: gpuctl.v1.AgentService.Serves:output_type -> gpuctl.v1.ServesResponse
-	13, // [13:19] is the sub-list for method output_type
-	7,  // [7:13] is the sub-list for method input_type
-	7,  // [7:7] is the sub-list for extension type_name
-	7,  // [7:7] is the sub-list for extension extendee
-	0,  // [0:7] is the sub-list for field type_name
+	11, // 7: gpuctl.v1.ExpectRequest.function:type_name -> gpuctl.v1.PCIIdentity
+	0,  // 8: gpuctl.v1.AgentService.Hello:input_type -> gpuctl.v1.HelloRequest
+	3,  // 9: gpuctl.v1.AgentService.WatchDevices:input_type -> gpuctl.v1.WatchDevicesRequest
+	5,  // 10: gpuctl.v1.AgentService.Release:input_type -> gpuctl.v1.ReleaseRequest
+	7,  // 11: gpuctl.v1.AgentService.TakeUp:input_type -> gpuctl.v1.TakeUpRequest
+	9,  // 12: gpuctl.v1.AgentService.AwaitDevice:input_type -> gpuctl.v1.AwaitDeviceRequest
+	12, // 13: gpuctl.v1.AgentService.Serves:input_type -> gpuctl.v1.ServesRequest
+	14, // 14: gpuctl.v1.AgentService.Expect:input_type -> gpuctl.v1.ExpectRequest
+	16, // 15: gpuctl.v1.AgentService.OpenBulk:input_type -> gpuctl.v1.OpenBulkRequest
+	1,  // 16: gpuctl.v1.AgentService.Hello:output_type -> gpuctl.v1.HelloResponse
+	4,  // 17: gpuctl.v1.AgentService.WatchDevices:output_type -> gpuctl.v1.WatchDevicesResponse
+	6,  // 18: gpuctl.v1.AgentService.Release:output_type -> gpuctl.v1.ReleaseResponse
+	8,  // 19: gpuctl.v1.AgentService.TakeUp:output_type -> gpuctl.v1.TakeUpResponse
+	10, // 20: gpuctl.v1.AgentService.AwaitDevice:output_type -> gpuctl.v1.AwaitDeviceResponse
+	13, // 21: gpuctl.v1.AgentService.Serves:output_type -> gpuctl.v1.ServesResponse
+	15, // 22: gpuctl.v1.AgentService.Expect:output_type -> gpuctl.v1.ExpectResponse
+	17, // 23: gpuctl.v1.AgentService.OpenBulk:output_type -> gpuctl.v1.OpenBulkResponse
+	16, // [16:24] is the sub-list for method output_type
+	8,  // [8:16] is the sub-list for method input_type
+	8,  // [8:8] is the sub-list for extension type_name
+	8,  // [8:8] is the sub-list for extension extendee
+	0,  // [0:8] is the sub-list for field type_name
 }
 
 func init() { file_gpuctl_v1_agent_proto_init() }
@@ -996,7 +1173,7 @@ func file_gpuctl_v1_agent_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_gpuctl_v1_agent_proto_rawDesc), len(file_gpuctl_v1_agent_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   14,
+			NumMessages:   18,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

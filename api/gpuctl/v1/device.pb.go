@@ -1641,6 +1641,670 @@ func (x *PlannedStep) GetUndo() string {
 	return ""
 }
 
+// NIC is a network interface of a host. What it can have of virtual functions
+// is said of physical ones only.
+type NIC struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Name          string                 `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
+	Kind          string                 `protobuf:"bytes,2,opt,name=kind,proto3" json:"kind,omitempty"`       // device, bond, bridge, vlan, …
+	Address       string                 `protobuf:"bytes,3,opt,name=address,proto3" json:"address,omitempty"` // on its bus: 0000:65:00.0; empty: no device
+	Driver        string                 `protobuf:"bytes,4,opt,name=driver,proto3" json:"driver,omitempty"`
+	Mtu           uint32                 `protobuf:"varint,5,opt,name=mtu,proto3" json:"mtu,omitempty"`
+	Speed         uint64                 `protobuf:"varint,6,opt,name=speed,proto3" json:"speed,omitempty"` // bits per second, of the physical ones that carry it; 0: not known
+	Up            bool                   `protobuf:"varint,7,opt,name=up,proto3" json:"up,omitempty"`       // by the operator
+	Carrier       bool                   `protobuf:"varint,8,opt,name=carrier,proto3" json:"carrier,omitempty"`
+	Problems      []string               `protobuf:"bytes,9,rep,name=problems,proto3" json:"problems,omitempty"`                                  // in words; none: healthy
+	Physical      []string               `protobuf:"bytes,10,rep,name=physical,proto3" json:"physical,omitempty"`                                 // interfaces that carry it
+	Hosts         []string               `protobuf:"bytes,11,rep,name=hosts,proto3" json:"hosts,omitempty"`                                       // that VMs are sent to by it
+	Sriov         bool                   `protobuf:"varint,12,opt,name=sriov,proto3" json:"sriov,omitempty"`                                      // it can have virtual functions
+	FunctionsMost uint32                 `protobuf:"varint,13,opt,name=functions_most,json=functionsMost,proto3" json:"functions_most,omitempty"` // of these; 0: its driver does not say
+	Functions     []*NetworkFunction     `protobuf:"bytes,14,rep,name=functions,proto3" json:"functions,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *NIC) Reset() {
+	*x = NIC{}
+	mi := &file_gpuctl_v1_device_proto_msgTypes[18]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *NIC) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*NIC) ProtoMessage() {}
+
+func (x *NIC) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_device_proto_msgTypes[18]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use NIC.ProtoReflect.Descriptor instead.
+func (*NIC) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{18}
+}
+
+func (x *NIC) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *NIC) GetKind() string {
+	if x != nil {
+		return x.Kind
+	}
+	return ""
+}
+
+func (x *NIC) GetAddress() string {
+	if x != nil {
+		return x.Address
+	}
+	return ""
+}
+
+func (x *NIC) GetDriver() string {
+	if x != nil {
+		return x.Driver
+	}
+	return ""
+}
+
+func (x *NIC) GetMtu() uint32 {
+	if x != nil {
+		return x.Mtu
+	}
+	return 0
+}
+
+func (x *NIC) GetSpeed() uint64 {
+	if x != nil {
+		return x.Speed
+	}
+	return 0
+}
+
+func (x *NIC) GetUp() bool {
+	if x != nil {
+		return x.Up
+	}
+	return false
+}
+
+func (x *NIC) GetCarrier() bool {
+	if x != nil {
+		return x.Carrier
+	}
+	return false
+}
+
+func (x *NIC) GetProblems() []string {
+	if x != nil {
+		return x.Problems
+	}
+	return nil
+}
+
+func (x *NIC) GetPhysical() []string {
+	if x != nil {
+		return x.Physical
+	}
+	return nil
+}
+
+func (x *NIC) GetHosts() []string {
+	if x != nil {
+		return x.Hosts
+	}
+	return nil
+}
+
+func (x *NIC) GetSriov() bool {
+	if x != nil {
+		return x.Sriov
+	}
+	return false
+}
+
+func (x *NIC) GetFunctionsMost() uint32 {
+	if x != nil {
+		return x.FunctionsMost
+	}
+	return 0
+}
+
+func (x *NIC) GetFunctions() []*NetworkFunction {
+	if x != nil {
+		return x.Functions
+	}
+	return nil
+}
+
+// NetworkFunction is a virtual function of a network card.
+type NetworkFunction struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Index         uint32                 `protobuf:"varint,1,opt,name=index,proto3" json:"index,omitempty"`
+	Address       string                 `protobuf:"bytes,2,opt,name=address,proto3" json:"address,omitempty"`     // 0000:65:02.0; empty: not known
+	Driver        string                 `protobuf:"bytes,3,opt,name=driver,proto3" json:"driver,omitempty"`       // bound; empty: none
+	Interface     string                 `protobuf:"bytes,4,opt,name=interface,proto3" json:"interface,omitempty"` // that it has on its host; empty: none
+	Mac           string                 `protobuf:"bytes,5,opt,name=mac,proto3" json:"mac,omitempty"`
+	Vlan          uint32                 `protobuf:"varint,6,opt,name=vlan,proto3" json:"vlan,omitempty"`                      // 0: none
+	Qos           uint32                 `protobuf:"varint,7,opt,name=qos,proto3" json:"qos,omitempty"`                        // priority of the VLAN's frames
+	MinRate       uint32                 `protobuf:"varint,8,opt,name=min_rate,json=minRate,proto3" json:"min_rate,omitempty"` // Mbit/s; 0: no promise
+	MaxRate       uint32                 `protobuf:"varint,9,opt,name=max_rate,json=maxRate,proto3" json:"max_rate,omitempty"` // Mbit/s; 0: no limit
+	SpoofCheck    bool                   `protobuf:"varint,10,opt,name=spoof_check,json=spoofCheck,proto3" json:"spoof_check,omitempty"`
+	Trust         bool                   `protobuf:"varint,11,opt,name=trust,proto3" json:"trust,omitempty"`
+	LinkState     string                 `protobuf:"bytes,12,opt,name=link_state,json=linkState,proto3" json:"link_state,omitempty"` // auto, enable or disable
+	Machine       string                 `protobuf:"bytes,13,opt,name=machine,proto3" json:"machine,omitempty"`                      // UUID of the VM that has it
+	MachineName   string                 `protobuf:"bytes,14,opt,name=machine_name,json=machineName,proto3" json:"machine_name,omitempty"`
+	InUse         string                 `protobuf:"bytes,15,opt,name=in_use,json=inUse,proto3" json:"in_use,omitempty"` // why it must not go away, in words; empty: it may
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *NetworkFunction) Reset() {
+	*x = NetworkFunction{}
+	mi := &file_gpuctl_v1_device_proto_msgTypes[19]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *NetworkFunction) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*NetworkFunction) ProtoMessage() {}
+
+func (x *NetworkFunction) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_device_proto_msgTypes[19]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use NetworkFunction.ProtoReflect.Descriptor instead.
+func (*NetworkFunction) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{19}
+}
+
+func (x *NetworkFunction) GetIndex() uint32 {
+	if x != nil {
+		return x.Index
+	}
+	return 0
+}
+
+func (x *NetworkFunction) GetAddress() string {
+	if x != nil {
+		return x.Address
+	}
+	return ""
+}
+
+func (x *NetworkFunction) GetDriver() string {
+	if x != nil {
+		return x.Driver
+	}
+	return ""
+}
+
+func (x *NetworkFunction) GetInterface() string {
+	if x != nil {
+		return x.Interface
+	}
+	return ""
+}
+
+func (x *NetworkFunction) GetMac() string {
+	if x != nil {
+		return x.Mac
+	}
+	return ""
+}
+
+func (x *NetworkFunction) GetVlan() uint32 {
+	if x != nil {
+		return x.Vlan
+	}
+	return 0
+}
+
+func (x *NetworkFunction) GetQos() uint32 {
+	if x != nil {
+		return x.Qos
+	}
+	return 0
+}
+
+func (x *NetworkFunction) GetMinRate() uint32 {
+	if x != nil {
+		return x.MinRate
+	}
+	return 0
+}
+
+func (x *NetworkFunction) GetMaxRate() uint32 {
+	if x != nil {
+		return x.MaxRate
+	}
+	return 0
+}
+
+func (x *NetworkFunction) GetSpoofCheck() bool {
+	if x != nil {
+		return x.SpoofCheck
+	}
+	return false
+}
+
+func (x *NetworkFunction) GetTrust() bool {
+	if x != nil {
+		return x.Trust
+	}
+	return false
+}
+
+func (x *NetworkFunction) GetLinkState() string {
+	if x != nil {
+		return x.LinkState
+	}
+	return ""
+}
+
+func (x *NetworkFunction) GetMachine() string {
+	if x != nil {
+		return x.Machine
+	}
+	return ""
+}
+
+func (x *NetworkFunction) GetMachineName() string {
+	if x != nil {
+		return x.MachineName
+	}
+	return ""
+}
+
+func (x *NetworkFunction) GetInUse() string {
+	if x != nil {
+		return x.InUse
+	}
+	return ""
+}
+
+type ListNICsRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Host          string                 `protobuf:"bytes,1,opt,name=host,proto3" json:"host,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ListNICsRequest) Reset() {
+	*x = ListNICsRequest{}
+	mi := &file_gpuctl_v1_device_proto_msgTypes[20]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ListNICsRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ListNICsRequest) ProtoMessage() {}
+
+func (x *ListNICsRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_device_proto_msgTypes[20]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ListNICsRequest.ProtoReflect.Descriptor instead.
+func (*ListNICsRequest) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{20}
+}
+
+func (x *ListNICsRequest) GetHost() string {
+	if x != nil {
+		return x.Host
+	}
+	return ""
+}
+
+type ListNICsResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Host          string                 `protobuf:"bytes,1,opt,name=host,proto3" json:"host,omitempty"`
+	Nics          []*NIC                 `protobuf:"bytes,2,rep,name=nics,proto3" json:"nics,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ListNICsResponse) Reset() {
+	*x = ListNICsResponse{}
+	mi := &file_gpuctl_v1_device_proto_msgTypes[21]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ListNICsResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ListNICsResponse) ProtoMessage() {}
+
+func (x *ListNICsResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_device_proto_msgTypes[21]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ListNICsResponse.ProtoReflect.Descriptor instead.
+func (*ListNICsResponse) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{21}
+}
+
+func (x *ListNICsResponse) GetHost() string {
+	if x != nil {
+		return x.Host
+	}
+	return ""
+}
+
+func (x *ListNICsResponse) GetNics() []*NIC {
+	if x != nil {
+		return x.Nics
+	}
+	return nil
+}
+
+type ResizeNICRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Host          string                 `protobuf:"bytes,1,opt,name=host,proto3" json:"host,omitempty"`
+	Nic           string                 `protobuf:"bytes,2,opt,name=nic,proto3" json:"nic,omitempty"`
+	Functions     uint32                 `protobuf:"varint,3,opt,name=functions,proto3" json:"functions,omitempty"`
+	Plan          bool                   `protobuf:"varint,4,opt,name=plan,proto3" json:"plan,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ResizeNICRequest) Reset() {
+	*x = ResizeNICRequest{}
+	mi := &file_gpuctl_v1_device_proto_msgTypes[22]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ResizeNICRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ResizeNICRequest) ProtoMessage() {}
+
+func (x *ResizeNICRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_device_proto_msgTypes[22]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ResizeNICRequest.ProtoReflect.Descriptor instead.
+func (*ResizeNICRequest) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{22}
+}
+
+func (x *ResizeNICRequest) GetHost() string {
+	if x != nil {
+		return x.Host
+	}
+	return ""
+}
+
+func (x *ResizeNICRequest) GetNic() string {
+	if x != nil {
+		return x.Nic
+	}
+	return ""
+}
+
+func (x *ResizeNICRequest) GetFunctions() uint32 {
+	if x != nil {
+		return x.Functions
+	}
+	return 0
+}
+
+func (x *ResizeNICRequest) GetPlan() bool {
+	if x != nil {
+		return x.Plan
+	}
+	return false
+}
+
+// SetVFRequest changes what is set in it; the rest stays as it is.
+type SetVFRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Host          string                 `protobuf:"bytes,1,opt,name=host,proto3" json:"host,omitempty"`
+	Nic           string                 `protobuf:"bytes,2,opt,name=nic,proto3" json:"nic,omitempty"`
+	Function      uint32                 `protobuf:"varint,3,opt,name=function,proto3" json:"function,omitempty"` // its index
+	Mac           *string                `protobuf:"bytes,4,opt,name=mac,proto3,oneof" json:"mac,omitempty"`
+	Vlan          *uint32                `protobuf:"varint,5,opt,name=vlan,proto3,oneof" json:"vlan,omitempty"`
+	Qos           *uint32                `protobuf:"varint,6,opt,name=qos,proto3,oneof" json:"qos,omitempty"`
+	MinRate       *uint32                `protobuf:"varint,7,opt,name=min_rate,json=minRate,proto3,oneof" json:"min_rate,omitempty"`
+	MaxRate       *uint32                `protobuf:"varint,8,opt,name=max_rate,json=maxRate,proto3,oneof" json:"max_rate,omitempty"`
+	SpoofCheck    *bool                  `protobuf:"varint,9,opt,name=spoof_check,json=spoofCheck,proto3,oneof" json:"spoof_check,omitempty"`
+	Trust         *bool                  `protobuf:"varint,10,opt,name=trust,proto3,oneof" json:"trust,omitempty"`
+	LinkState     *string                `protobuf:"bytes,11,opt,name=link_state,json=linkState,proto3,oneof" json:"link_state,omitempty"`
+	Plan          bool                   `protobuf:"varint,12,opt,name=plan,proto3" json:"plan,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *SetVFRequest) Reset() {
+	*x = SetVFRequest{}
+	mi := &file_gpuctl_v1_device_proto_msgTypes[23]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *SetVFRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*SetVFRequest) ProtoMessage() {}
+
+func (x *SetVFRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_device_proto_msgTypes[23]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use SetVFRequest.ProtoReflect.Descriptor instead.
+func (*SetVFRequest) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{23}
+}
+
+func (x *SetVFRequest) GetHost() string {
+	if x != nil {
+		return x.Host
+	}
+	return ""
+}
+
+func (x *SetVFRequest) GetNic() string {
+	if x != nil {
+		return x.Nic
+	}
+	return ""
+}
+
+func (x *SetVFRequest) GetFunction() uint32 {
+	if x != nil {
+		return x.Function
+	}
+	return 0
+}
+
+func (x *SetVFRequest) GetMac() string {
+	if x != nil && x.Mac != nil {
+		return *x.Mac
+	}
+	return ""
+}
+
+func (x *SetVFRequest) GetVlan() uint32 {
+	if x != nil && x.Vlan != nil {
+		return *x.Vlan
+	}
+	return 0
+}
+
+func (x *SetVFRequest) GetQos() uint32 {
+	if x != nil && x.Qos != nil {
+		return *x.Qos
+	}
+	return 0
+}
+
+func (x *SetVFRequest) GetMinRate() uint32 {
+	if x != nil && x.MinRate != nil {
+		return *x.MinRate
+	}
+	return 0
+}
+
+func (x *SetVFRequest) GetMaxRate() uint32 {
+	if x != nil && x.MaxRate != nil {
+		return *x.MaxRate
+	}
+	return 0
+}
+
+func (x *SetVFRequest) GetSpoofCheck() bool {
+	if x != nil && x.SpoofCheck != nil {
+		return *x.SpoofCheck
+	}
+	return false
+}
+
+func (x *SetVFRequest) GetTrust() bool {
+	if x != nil && x.Trust != nil {
+		return *x.Trust
+	}
+	return false
+}
+
+func (x *SetVFRequest) GetLinkState() string {
+	if x != nil && x.LinkState != nil {
+		return *x.LinkState
+	}
+	return ""
+}
+
+func (x *SetVFRequest) GetPlan() bool {
+	if x != nil {
+		return x.Plan
+	}
+	return false
+}
+
+type ChangeNICResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Nic           *NIC                   `protobuf:"bytes,1,opt,name=nic,proto3" json:"nic,omitempty"`         // as it is now
+	Plan          []*PlannedStep         `protobuf:"bytes,2,rep,name=plan,proto3" json:"plan,omitempty"`       // of a plan: what would be done
+	Reasons       []*Reason              `protobuf:"bytes,3,rep,name=reasons,proto3" json:"reasons,omitempty"` // of a plan: why it can't be
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ChangeNICResponse) Reset() {
+	*x = ChangeNICResponse{}
+	mi := &file_gpuctl_v1_device_proto_msgTypes[24]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ChangeNICResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ChangeNICResponse) ProtoMessage() {}
+
+func (x *ChangeNICResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_device_proto_msgTypes[24]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ChangeNICResponse.ProtoReflect.Descriptor instead.
+func (*ChangeNICResponse) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{24}
+}
+
+func (x *ChangeNICResponse) GetNic() *NIC {
+	if x != nil {
+		return x.Nic
+	}
+	return nil
+}
+
+func (x *ChangeNICResponse) GetPlan() []*PlannedStep {
+	if x != nil {
+		return x.Plan
+	}
+	return nil
+}
+
+func (x *ChangeNICResponse) GetReasons() []*Reason {
+	if x != nil {
+		return x.Reasons
+	}
+	return nil
+}
+
 var File_gpuctl_v1_device_proto protoreflect.FileDescriptor
 
 const file_gpuctl_v1_device_proto_rawDesc = "" +
@@ -1792,7 +2456,80 @@ const file_gpuctl_v1_device_proto_rawDesc = "" +
 	"\vPlannedStep\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x12\n" +
 	"\x04what\x18\x02 \x01(\tR\x04what\x12\x12\n" +
-	"\x04undo\x18\x03 \x01(\tR\x04undo*\xb7\x02\n" +
+	"\x04undo\x18\x03 \x01(\tR\x04undo\"\xf6\x02\n" +
+	"\x03NIC\x12\x12\n" +
+	"\x04name\x18\x01 \x01(\tR\x04name\x12\x12\n" +
+	"\x04kind\x18\x02 \x01(\tR\x04kind\x12\x18\n" +
+	"\aaddress\x18\x03 \x01(\tR\aaddress\x12\x16\n" +
+	"\x06driver\x18\x04 \x01(\tR\x06driver\x12\x10\n" +
+	"\x03mtu\x18\x05 \x01(\rR\x03mtu\x12\x14\n" +
+	"\x05speed\x18\x06 \x01(\x04R\x05speed\x12\x0e\n" +
+	"\x02up\x18\a \x01(\bR\x02up\x12\x18\n" +
+	"\acarrier\x18\b \x01(\bR\acarrier\x12\x1a\n" +
+	"\bproblems\x18\t \x03(\tR\bproblems\x12\x1a\n" +
+	"\bphysical\x18\n" +
+	" \x03(\tR\bphysical\x12\x14\n" +
+	"\x05hosts\x18\v \x03(\tR\x05hosts\x12\x14\n" +
+	"\x05sriov\x18\f \x01(\bR\x05sriov\x12%\n" +
+	"\x0efunctions_most\x18\r \x01(\rR\rfunctionsMost\x128\n" +
+	"\tfunctions\x18\x0e \x03(\v2\x1a.gpuctl.v1.NetworkFunctionR\tfunctions\"\x8f\x03\n" +
+	"\x0fNetworkFunction\x12\x14\n" +
+	"\x05index\x18\x01 \x01(\rR\x05index\x12\x18\n" +
+	"\aaddress\x18\x02 \x01(\tR\aaddress\x12\x16\n" +
+	"\x06driver\x18\x03 \x01(\tR\x06driver\x12\x1c\n" +
+	"\tinterface\x18\x04 \x01(\tR\tinterface\x12\x10\n" +
+	"\x03mac\x18\x05 \x01(\tR\x03mac\x12\x12\n" +
+	"\x04vlan\x18\x06 \x01(\rR\x04vlan\x12\x10\n" +
+	"\x03qos\x18\a \x01(\rR\x03qos\x12\x19\n" +
+	"\bmin_rate\x18\b \x01(\rR\aminRate\x12\x19\n" +
+	"\bmax_rate\x18\t \x01(\rR\amaxRate\x12\x1f\n" +
+	"\vspoof_check\x18\n" +
+	" \x01(\bR\n" +
+	"spoofCheck\x12\x14\n" +
+	"\x05trust\x18\v \x01(\bR\x05trust\x12\x1d\n" +
+	"\n" +
+	"link_state\x18\f \x01(\tR\tlinkState\x12\x18\n" +
+	"\amachine\x18\r \x01(\tR\amachine\x12!\n" +
+	"\fmachine_name\x18\x0e \x01(\tR\vmachineName\x12\x15\n" +
+	"\x06in_use\x18\x0f \x01(\tR\x05inUse\"%\n" +
+	"\x0fListNICsRequest\x12\x12\n" +
+	"\x04host\x18\x01 \x01(\tR\x04host\"J\n" +
+	"\x10ListNICsResponse\x12\x12\n" +
+	"\x04host\x18\x01 \x01(\tR\x04host\x12\"\n" +
+	"\x04nics\x18\x02 \x03(\v2\x0e.gpuctl.v1.NICR\x04nics\"j\n" +
+	"\x10ResizeNICRequest\x12\x12\n" +
+	"\x04host\x18\x01 \x01(\tR\x04host\x12\x10\n" +
+	"\x03nic\x18\x02 \x01(\tR\x03nic\x12\x1c\n" +
+	"\tfunctions\x18\x03 \x01(\rR\tfunctions\x12\x12\n" +
+	"\x04plan\x18\x04 \x01(\bR\x04plan\"\xac\x03\n" +
+	"\fSetVFRequest\x12\x12\n" +
+	"\x04host\x18\x01 \x01(\tR\x04host\x12\x10\n" +
+	"\x03nic\x18\x02 \x01(\tR\x03nic\x12\x1a\n" +
+	"\bfunction\x18\x03 \x01(\rR\bfunction\x12\x15\n" +
+	"\x03mac\x18\x04 \x01(\tH\x00R\x03mac\x88\x01\x01\x12\x17\n" +
+	"\x04vlan\x18\x05 \x01(\rH\x01R\x04vlan\x88\x01\x01\x12\x15\n" +
+	"\x03qos\x18\x06 \x01(\rH\x02R\x03qos\x88\x01\x01\x12\x1e\n" +
+	"\bmin_rate\x18\a \x01(\rH\x03R\aminRate\x88\x01\x01\x12\x1e\n" +
+	"\bmax_rate\x18\b \x01(\rH\x04R\amaxRate\x88\x01\x01\x12$\n" +
+	"\vspoof_check\x18\t \x01(\bH\x05R\n" +
+	"spoofCheck\x88\x01\x01\x12\x19\n" +
+	"\x05trust\x18\n" +
+	" \x01(\bH\x06R\x05trust\x88\x01\x01\x12\"\n" +
+	"\n" +
+	"link_state\x18\v \x01(\tH\aR\tlinkState\x88\x01\x01\x12\x12\n" +
+	"\x04plan\x18\f \x01(\bR\x04planB\x06\n" +
+	"\x04_macB\a\n" +
+	"\x05_vlanB\x06\n" +
+	"\x04_qosB\v\n" +
+	"\t_min_rateB\v\n" +
+	"\t_max_rateB\x0e\n" +
+	"\f_spoof_checkB\b\n" +
+	"\x06_trustB\r\n" +
+	"\v_link_state\"\x8e\x01\n" +
+	"\x11ChangeNICResponse\x12 \n" +
+	"\x03nic\x18\x01 \x01(\v2\x0e.gpuctl.v1.NICR\x03nic\x12*\n" +
+	"\x04plan\x18\x02 \x03(\v2\x16.gpuctl.v1.PlannedStepR\x04plan\x12+\n" +
+	"\areasons\x18\x03 \x03(\v2\x11.gpuctl.v1.ReasonR\areasons*\xb7\x02\n" +
 	"\tCardPhase\x12\x1a\n" +
 	"\x16CARD_PHASE_UNSPECIFIED\x10\x00\x12\x13\n" +
 	"\x0fCARD_PHASE_FREE\x10\x01\x12\x15\n" +
@@ -1806,7 +2543,7 @@ const file_gpuctl_v1_device_proto_rawDesc = "" +
 	"\x12CARD_PHASE_CUTTING\x10\v\x12\x17\n" +
 	"\x13CARD_PHASE_RESERVED\x10\n" +
 	"\x12\x1a\n" +
-	"\x16CARD_PHASE_QUARANTINED\x10\t2\xea\x03\n" +
+	"\x16CARD_PHASE_QUARANTINED\x10\t2\xb7\x05\n" +
 	"\rDeviceService\x12F\n" +
 	"\tListCards\x12\x1b.gpuctl.v1.ListCardsRequest\x1a\x1c.gpuctl.v1.ListCardsResponse\x12O\n" +
 	"\fListMachines\x12\x1e.gpuctl.v1.ListMachinesRequest\x1a\x1f.gpuctl.v1.ListMachinesResponse\x12F\n" +
@@ -1814,7 +2551,10 @@ const file_gpuctl_v1_device_proto_rawDesc = "" +
 	"\x06Attach\x12\x18.gpuctl.v1.AttachRequest\x1a\x17.gpuctl.v1.DeviceUpdate0\x01\x12=\n" +
 	"\x06Detach\x12\x18.gpuctl.v1.DetachRequest\x1a\x17.gpuctl.v1.DeviceUpdate0\x01\x12;\n" +
 	"\x05Reset\x12\x17.gpuctl.v1.ResetRequest\x1a\x17.gpuctl.v1.DeviceUpdate0\x01\x12=\n" +
-	"\x06Resize\x12\x18.gpuctl.v1.ResizeRequest\x1a\x17.gpuctl.v1.DeviceUpdate0\x01B1Z/github.com/gpuctl/gpuctl/api/gpuctl/v1;gpuctlv1b\x06proto3"
+	"\x06Resize\x12\x18.gpuctl.v1.ResizeRequest\x1a\x17.gpuctl.v1.DeviceUpdate0\x01\x12C\n" +
+	"\bListNICs\x12\x1a.gpuctl.v1.ListNICsRequest\x1a\x1b.gpuctl.v1.ListNICsResponse\x12F\n" +
+	"\tResizeNIC\x12\x1b.gpuctl.v1.ResizeNICRequest\x1a\x1c.gpuctl.v1.ChangeNICResponse\x12>\n" +
+	"\x05SetVF\x12\x17.gpuctl.v1.SetVFRequest\x1a\x1c.gpuctl.v1.ChangeNICResponseB1Z/github.com/gpuctl/gpuctl/api/gpuctl/v1;gpuctlv1b\x06proto3"
 
 var (
 	file_gpuctl_v1_device_proto_rawDescOnce sync.Once
@@ -1829,7 +2569,7 @@ func file_gpuctl_v1_device_proto_rawDescGZIP() []byte {
 }
 
 var file_gpuctl_v1_device_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_gpuctl_v1_device_proto_msgTypes = make([]protoimpl.MessageInfo, 18)
+var file_gpuctl_v1_device_proto_msgTypes = make([]protoimpl.MessageInfo, 25)
 var file_gpuctl_v1_device_proto_goTypes = []any{
 	(CardPhase)(0),               // 0: gpuctl.v1.CardPhase
 	(*Function)(nil),             // 1: gpuctl.v1.Function
@@ -1850,7 +2590,14 @@ var file_gpuctl_v1_device_proto_goTypes = []any{
 	(*ResizeRequest)(nil),        // 16: gpuctl.v1.ResizeRequest
 	(*DeviceUpdate)(nil),         // 17: gpuctl.v1.DeviceUpdate
 	(*PlannedStep)(nil),          // 18: gpuctl.v1.PlannedStep
-	(*Reason)(nil),               // 19: gpuctl.v1.Reason
+	(*NIC)(nil),                  // 19: gpuctl.v1.NIC
+	(*NetworkFunction)(nil),      // 20: gpuctl.v1.NetworkFunction
+	(*ListNICsRequest)(nil),      // 21: gpuctl.v1.ListNICsRequest
+	(*ListNICsResponse)(nil),     // 22: gpuctl.v1.ListNICsResponse
+	(*ResizeNICRequest)(nil),     // 23: gpuctl.v1.ResizeNICRequest
+	(*SetVFRequest)(nil),         // 24: gpuctl.v1.SetVFRequest
+	(*ChangeNICResponse)(nil),    // 25: gpuctl.v1.ChangeNICResponse
+	(*Reason)(nil),               // 26: gpuctl.v1.Reason
 }
 var file_gpuctl_v1_device_proto_depIdxs = []int32{
 	1,  // 0: gpuctl.v1.Card.functions:type_name -> gpuctl.v1.Function
@@ -1863,26 +2610,37 @@ var file_gpuctl_v1_device_proto_depIdxs = []int32{
 	12, // 7: gpuctl.v1.IsolationResponse.findings:type_name -> gpuctl.v1.IsolationFinding
 	2,  // 8: gpuctl.v1.DeviceUpdate.card:type_name -> gpuctl.v1.Card
 	18, // 9: gpuctl.v1.DeviceUpdate.plan:type_name -> gpuctl.v1.PlannedStep
-	19, // 10: gpuctl.v1.DeviceUpdate.reasons:type_name -> gpuctl.v1.Reason
-	5,  // 11: gpuctl.v1.DeviceService.ListCards:input_type -> gpuctl.v1.ListCardsRequest
-	8,  // 12: gpuctl.v1.DeviceService.ListMachines:input_type -> gpuctl.v1.ListMachinesRequest
-	10, // 13: gpuctl.v1.DeviceService.Isolation:input_type -> gpuctl.v1.IsolationRequest
-	13, // 14: gpuctl.v1.DeviceService.Attach:input_type -> gpuctl.v1.AttachRequest
-	14, // 15: gpuctl.v1.DeviceService.Detach:input_type -> gpuctl.v1.DetachRequest
-	15, // 16: gpuctl.v1.DeviceService.Reset:input_type -> gpuctl.v1.ResetRequest
-	16, // 17: gpuctl.v1.DeviceService.Resize:input_type -> gpuctl.v1.ResizeRequest
-	6,  // 18: gpuctl.v1.DeviceService.ListCards:output_type -> gpuctl.v1.ListCardsResponse
-	9,  // 19: gpuctl.v1.DeviceService.ListMachines:output_type -> gpuctl.v1.ListMachinesResponse
-	11, // 20: gpuctl.v1.DeviceService.Isolation:output_type -> gpuctl.v1.IsolationResponse
-	17, // 21: gpuctl.v1.DeviceService.Attach:output_type -> gpuctl.v1.DeviceUpdate
-	17, // 22: gpuctl.v1.DeviceService.Detach:output_type -> gpuctl.v1.DeviceUpdate
-	17, // 23: gpuctl.v1.DeviceService.Reset:output_type -> gpuctl.v1.DeviceUpdate
-	17, // 24: gpuctl.v1.DeviceService.Resize:output_type -> gpuctl.v1.DeviceUpdate
-	18, // [18:25] is the sub-list for method output_type
-	11, // [11:18] is the sub-list for method input_type
-	11, // [11:11] is the sub-list for extension type_name
-	11, // [11:11] is the sub-list for extension extendee
-	0,  // [0:11] is the sub-list for field type_name
+	26, // 10: gpuctl.v1.DeviceUpdate.reasons:type_name -> gpuctl.v1.Reason
+	20, // 11: gpuctl.v1.NIC.functions:type_name -> gpuctl.v1.NetworkFunction
+	19, // 12: gpuctl.v1.ListNICsResponse.nics:type_name -> gpuctl.v1.NIC
+	19, // 13: gpuctl.v1.ChangeNICResponse.nic:type_name -> gpuctl.v1.NIC
+	18, // 14: gpuctl.v1.ChangeNICResponse.plan:type_name -> gpuctl.v1.PlannedStep
+	26, // 15: gpuctl.v1.ChangeNICResponse.reasons:type_name -> gpuctl.v1.Reason
+	5,  // 16: gpuctl.v1.DeviceService.ListCards:input_type -> gpuctl.v1.ListCardsRequest
+	8,  // 17: gpuctl.v1.DeviceService.ListMachines:input_type -> gpuctl.v1.ListMachinesRequest
+	10, // 18: gpuctl.v1.DeviceService.Isolation:input_type -> gpuctl.v1.IsolationRequest
+	13, // 19: gpuctl.v1.DeviceService.Attach:input_type -> gpuctl.v1.AttachRequest
+	14, // 20: gpuctl.v1.DeviceService.Detach:input_type -> gpuctl.v1.DetachRequest
+	15, // 21: gpuctl.v1.DeviceService.Reset:input_type -> gpuctl.v1.ResetRequest
+	16, // 22: gpuctl.v1.DeviceService.Resize:input_type -> gpuctl.v1.ResizeRequest
+	21, // 23: gpuctl.v1.DeviceService.ListNICs:input_type -> gpuctl.v1.ListNICsRequest
+	23, // 24: gpuctl.v1.DeviceService.ResizeNIC:input_type -> gpuctl.v1.ResizeNICRequest
+	24, // 25: gpuctl.v1.DeviceService.SetVF:input_type -> gpuctl.v1.SetVFRequest
+	6,  // 26: gpuctl.v1.DeviceService.ListCards:output_type -> gpuctl.v1.ListCardsResponse
+	9,  // 27: gpuctl.v1.DeviceService.ListMachines:output_type -> gpuctl.v1.ListMachinesResponse
+	11, // 28: gpuctl.v1.DeviceService.Isolation:output_type -> gpuctl.v1.IsolationResponse
+	17, // 29: gpuctl.v1.DeviceService.Attach:output_type -> gpuctl.v1.DeviceUpdate
+	17, // 30: gpuctl.v1.DeviceService.Detach:output_type -> gpuctl.v1.DeviceUpdate
+	17, // 31: gpuctl.v1.DeviceService.Reset:output_type -> gpuctl.v1.DeviceUpdate
+	17, // 32: gpuctl.v1.DeviceService.Resize:output_type -> gpuctl.v1.DeviceUpdate
+	22, // 33: gpuctl.v1.DeviceService.ListNICs:output_type -> gpuctl.v1.ListNICsResponse
+	25, // 34: gpuctl.v1.DeviceService.ResizeNIC:output_type -> gpuctl.v1.ChangeNICResponse
+	25, // 35: gpuctl.v1.DeviceService.SetVF:output_type -> gpuctl.v1.ChangeNICResponse
+	26, // [26:36] is the sub-list for method output_type
+	16, // [16:26] is the sub-list for method input_type
+	16, // [16:16] is the sub-list for extension type_name
+	16, // [16:16] is the sub-list for extension extendee
+	0,  // [0:16] is the sub-list for field type_name
 }
 
 func init() { file_gpuctl_v1_device_proto_init() }
@@ -1891,13 +2649,14 @@ func file_gpuctl_v1_device_proto_init() {
 		return
 	}
 	file_gpuctl_v1_types_proto_init()
+	file_gpuctl_v1_device_proto_msgTypes[23].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_gpuctl_v1_device_proto_rawDesc), len(file_gpuctl_v1_device_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   18,
+			NumMessages:   25,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

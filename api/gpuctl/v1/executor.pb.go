@@ -565,6 +565,86 @@ func (x *LoadRequest) GetMemory() bool {
 	return false
 }
 
+type SendRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *SendRequest) Reset() {
+	*x = SendRequest{}
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[10]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *SendRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*SendRequest) ProtoMessage() {}
+
+func (x *SendRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[10]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use SendRequest.ProtoReflect.Descriptor instead.
+func (*SendRequest) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_executor_proto_rawDescGZIP(), []int{10}
+}
+
+type ReceiveResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Bytes         uint64                 `protobuf:"varint,1,opt,name=bytes,proto3" json:"bytes,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ReceiveResponse) Reset() {
+	*x = ReceiveResponse{}
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[11]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ReceiveResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ReceiveResponse) ProtoMessage() {}
+
+func (x *ReceiveResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[11]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ReceiveResponse.ProtoReflect.Descriptor instead.
+func (*ReceiveResponse) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_executor_proto_rawDescGZIP(), []int{11}
+}
+
+func (x *ReceiveResponse) GetBytes() uint64 {
+	if x != nil {
+		return x.Bytes
+	}
+	return 0
+}
+
 type ActivateRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	unknownFields protoimpl.UnknownFields
@@ -573,7 +653,7 @@ type ActivateRequest struct {
 
 func (x *ActivateRequest) Reset() {
 	*x = ActivateRequest{}
-	mi := &file_gpuctl_v1_executor_proto_msgTypes[10]
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -585,7 +665,7 @@ func (x *ActivateRequest) String() string {
 func (*ActivateRequest) ProtoMessage() {}
 
 func (x *ActivateRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_executor_proto_msgTypes[10]
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -598,7 +678,7 @@ func (x *ActivateRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ActivateRequest.ProtoReflect.Descriptor instead.
 func (*ActivateRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_executor_proto_rawDescGZIP(), []int{10}
+	return file_gpuctl_v1_executor_proto_rawDescGZIP(), []int{12}
 }
 
 type ActivateResponse struct {
@@ -609,7 +689,7 @@ type ActivateResponse struct {
 
 func (x *ActivateResponse) Reset() {
 	*x = ActivateResponse{}
-	mi := &file_gpuctl_v1_executor_proto_msgTypes[11]
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -621,7 +701,7 @@ func (x *ActivateResponse) String() string {
 func (*ActivateResponse) ProtoMessage() {}
 
 func (x *ActivateResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_executor_proto_msgTypes[11]
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -634,7 +714,7 @@ func (x *ActivateResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ActivateResponse.ProtoReflect.Descriptor instead.
 func (*ActivateResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_executor_proto_rawDescGZIP(), []int{11}
+	return file_gpuctl_v1_executor_proto_rawDescGZIP(), []int{13}
 }
 
 type RetireRequest struct {
@@ -645,7 +725,7 @@ type RetireRequest struct {
 
 func (x *RetireRequest) Reset() {
 	*x = RetireRequest{}
-	mi := &file_gpuctl_v1_executor_proto_msgTypes[12]
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -657,7 +737,7 @@ func (x *RetireRequest) String() string {
 func (*RetireRequest) ProtoMessage() {}
 
 func (x *RetireRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_executor_proto_msgTypes[12]
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -670,7 +750,7 @@ func (x *RetireRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RetireRequest.ProtoReflect.Descriptor instead.
 func (*RetireRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_executor_proto_rawDescGZIP(), []int{12}
+	return file_gpuctl_v1_executor_proto_rawDescGZIP(), []int{14}
 }
 
 type RetireResponse struct {
@@ -681,7 +761,7 @@ type RetireResponse struct {
 
 func (x *RetireResponse) Reset() {
 	*x = RetireResponse{}
-	mi := &file_gpuctl_v1_executor_proto_msgTypes[13]
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -693,7 +773,7 @@ func (x *RetireResponse) String() string {
 func (*RetireResponse) ProtoMessage() {}
 
 func (x *RetireResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_executor_proto_msgTypes[13]
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -706,7 +786,7 @@ func (x *RetireResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RetireResponse.ProtoReflect.Descriptor instead.
 func (*RetireResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_executor_proto_rawDescGZIP(), []int{13}
+	return file_gpuctl_v1_executor_proto_rawDescGZIP(), []int{15}
 }
 
 var File_gpuctl_v1_executor_proto protoreflect.FileDescriptor
@@ -750,11 +830,14 @@ const file_gpuctl_v1_executor_proto_rawDesc = "" +
 	"\fThawResponse\"9\n" +
 	"\vLoadRequest\x12\x12\n" +
 	"\x04file\x18\x01 \x01(\tR\x04file\x12\x16\n" +
-	"\x06memory\x18\x02 \x01(\bR\x06memory\"\x11\n" +
+	"\x06memory\x18\x02 \x01(\bR\x06memory\"\r\n" +
+	"\vSendRequest\"'\n" +
+	"\x0fReceiveResponse\x12\x14\n" +
+	"\x05bytes\x18\x01 \x01(\x04R\x05bytes\"\x11\n" +
 	"\x0fActivateRequest\"\x12\n" +
 	"\x10ActivateResponse\"\x0f\n" +
 	"\rRetireRequest\"\x10\n" +
-	"\x0eRetireResponse2\xc8\x04\n" +
+	"\x0eRetireResponse2\xc1\x05\n" +
 	"\x0fExecutorService\x12C\n" +
 	"\bDescribe\x12\x1a.gpuctl.v1.DescribeRequest\x1a\x1b.gpuctl.v1.DescribeResponse\x12C\n" +
 	"\bSnapshot\x12\x1a.gpuctl.v1.SnapshotRequest\x1a\x1b.gpuctl.v1.SnapshotResponse\x12;\n" +
@@ -762,7 +845,9 @@ const file_gpuctl_v1_executor_proto_rawDesc = "" +
 	"\x06Export\x12\x18.gpuctl.v1.ExportRequest\x1a\x13.gpuctl.v1.Progress0\x01\x12?\n" +
 	"\x06Freeze\x12\x18.gpuctl.v1.FreezeRequest\x1a\x1b.gpuctl.v1.SnapshotResponse\x127\n" +
 	"\x04Thaw\x12\x16.gpuctl.v1.ThawRequest\x1a\x17.gpuctl.v1.ThawResponse\x125\n" +
-	"\x04Load\x12\x16.gpuctl.v1.LoadRequest\x1a\x13.gpuctl.v1.Progress0\x01\x12C\n" +
+	"\x04Load\x12\x16.gpuctl.v1.LoadRequest\x1a\x13.gpuctl.v1.Progress0\x01\x127\n" +
+	"\x04Send\x12\x16.gpuctl.v1.SendRequest\x1a\x15.gpuctl.v1.StateChunk0\x01\x12>\n" +
+	"\aReceive\x12\x15.gpuctl.v1.StateChunk\x1a\x1a.gpuctl.v1.ReceiveResponse(\x01\x12C\n" +
 	"\bActivate\x12\x1a.gpuctl.v1.ActivateRequest\x1a\x1b.gpuctl.v1.ActivateResponse\x12=\n" +
 	"\x06Retire\x12\x18.gpuctl.v1.RetireRequest\x1a\x19.gpuctl.v1.RetireResponseB1Z/github.com/gpuctl/gpuctl/api/gpuctl/v1;gpuctlv1b\x06proto3"
 
@@ -778,7 +863,7 @@ func file_gpuctl_v1_executor_proto_rawDescGZIP() []byte {
 	return file_gpuctl_v1_executor_proto_rawDescData
 }
 
-var file_gpuctl_v1_executor_proto_msgTypes = make([]protoimpl.MessageInfo, 14)
+var file_gpuctl_v1_executor_proto_msgTypes = make([]protoimpl.MessageInfo, 16)
 var file_gpuctl_v1_executor_proto_goTypes = []any{
 	(*DescribeRequest)(nil),  // 0: gpuctl.v1.DescribeRequest
 	(*DescribeResponse)(nil), // 1: gpuctl.v1.DescribeResponse
@@ -790,18 +875,21 @@ var file_gpuctl_v1_executor_proto_goTypes = []any{
 	(*ThawRequest)(nil),      // 7: gpuctl.v1.ThawRequest
 	(*ThawResponse)(nil),     // 8: gpuctl.v1.ThawResponse
 	(*LoadRequest)(nil),      // 9: gpuctl.v1.LoadRequest
-	(*ActivateRequest)(nil),  // 10: gpuctl.v1.ActivateRequest
-	(*ActivateResponse)(nil), // 11: gpuctl.v1.ActivateResponse
-	(*RetireRequest)(nil),    // 12: gpuctl.v1.RetireRequest
-	(*RetireResponse)(nil),   // 13: gpuctl.v1.RetireResponse
-	(*Usage)(nil),            // 14: gpuctl.v1.Usage
-	(*Limits)(nil),           // 15: gpuctl.v1.Limits
-	(*Progress)(nil),         // 16: gpuctl.v1.Progress
+	(*SendRequest)(nil),      // 10: gpuctl.v1.SendRequest
+	(*ReceiveResponse)(nil),  // 11: gpuctl.v1.ReceiveResponse
+	(*ActivateRequest)(nil),  // 12: gpuctl.v1.ActivateRequest
+	(*ActivateResponse)(nil), // 13: gpuctl.v1.ActivateResponse
+	(*RetireRequest)(nil),    // 14: gpuctl.v1.RetireRequest
+	(*RetireResponse)(nil),   // 15: gpuctl.v1.RetireResponse
+	(*Usage)(nil),            // 16: gpuctl.v1.Usage
+	(*Limits)(nil),           // 17: gpuctl.v1.Limits
+	(*StateChunk)(nil),       // 18: gpuctl.v1.StateChunk
+	(*Progress)(nil),         // 19: gpuctl.v1.Progress
 }
 var file_gpuctl_v1_executor_proto_depIdxs = []int32{
-	14, // 0: gpuctl.v1.DescribeResponse.usage:type_name -> gpuctl.v1.Usage
-	15, // 1: gpuctl.v1.DescribeResponse.devices:type_name -> gpuctl.v1.Limits
-	14, // 2: gpuctl.v1.SnapshotResponse.usage:type_name -> gpuctl.v1.Usage
+	16, // 0: gpuctl.v1.DescribeResponse.usage:type_name -> gpuctl.v1.Usage
+	17, // 1: gpuctl.v1.DescribeResponse.devices:type_name -> gpuctl.v1.Limits
+	16, // 2: gpuctl.v1.SnapshotResponse.usage:type_name -> gpuctl.v1.Usage
 	0,  // 3: gpuctl.v1.ExecutorService.Describe:input_type -> gpuctl.v1.DescribeRequest
 	2,  // 4: gpuctl.v1.ExecutorService.Snapshot:input_type -> gpuctl.v1.SnapshotRequest
 	4,  // 5: gpuctl.v1.ExecutorService.Prepare:input_type -> gpuctl.v1.PrepareRequest
@@ -809,19 +897,23 @@ var file_gpuctl_v1_executor_proto_depIdxs = []int32{
 	6,  // 7: gpuctl.v1.ExecutorService.Freeze:input_type -> gpuctl.v1.FreezeRequest
 	7,  // 8: gpuctl.v1.ExecutorService.Thaw:input_type -> gpuctl.v1.ThawRequest
 	9,  // 9: gpuctl.v1.ExecutorService.Load:input_type -> gpuctl.v1.LoadRequest
-	10, // 10: gpuctl.v1.ExecutorService.Activate:input_type -> gpuctl.v1.ActivateRequest
-	12, // 11: gpuctl.v1.ExecutorService.Retire:input_type -> gpuctl.v1.RetireRequest
-	1,  // 12: gpuctl.v1.ExecutorService.Describe:output_type -> gpuctl.v1.DescribeResponse
-	3,  // 13: gpuctl.v1.ExecutorService.Snapshot:output_type -> gpuctl.v1.SnapshotResponse
-	16, // 14: gpuctl.v1.ExecutorService.Prepare:output_type -> gpuctl.v1.Progress
-	16, // 15: gpuctl.v1.ExecutorService.Export:output_type -> gpuctl.v1.Progress
-	3,  // 16: gpuctl.v1.ExecutorService.Freeze:output_type -> gpuctl.v1.SnapshotResponse
-	8,  // 17: gpuctl.v1.ExecutorService.Thaw:output_type -> gpuctl.v1.ThawResponse
-	16, // 18: gpuctl.v1.ExecutorService.Load:output_type -> gpuctl.v1.Progress
-	11, // 19: gpuctl.v1.ExecutorService.Activate:output_type -> gpuctl.v1.ActivateResponse
-	13, // 20: gpuctl.v1.ExecutorService.Retire:output_type -> gpuctl.v1.RetireResponse
-	12, // [12:21] is the sub-list for method output_type
-	3,  // [3:12] is the sub-list for method input_type
+	10, // 10: gpuctl.v1.ExecutorService.Send:input_type -> gpuctl.v1.SendRequest
+	18, // 11: gpuctl.v1.ExecutorService.Receive:input_type -> gpuctl.v1.StateChunk
+	12, // 12: gpuctl.v1.ExecutorService.Activate:input_type -> gpuctl.v1.ActivateRequest
+	14, // 13: gpuctl.v1.ExecutorService.Retire:input_type -> gpuctl.v1.RetireRequest
+	1,  // 14: gpuctl.v1.ExecutorService.Describe:output_type -> gpuctl.v1.DescribeResponse
+	3,  // 15: gpuctl.v1.ExecutorService.Snapshot:output_type -> gpuctl.v1.SnapshotResponse
+	19, // 16: gpuctl.v1.ExecutorService.Prepare:output_type -> gpuctl.v1.Progress
+	19, // 17: gpuctl.v1.ExecutorService.Export:output_type -> gpuctl.v1.Progress
+	3,  // 18: gpuctl.v1.ExecutorService.Freeze:output_type -> gpuctl.v1.SnapshotResponse
+	8,  // 19: gpuctl.v1.ExecutorService.Thaw:output_type -> gpuctl.v1.ThawResponse
+	19, // 20: gpuctl.v1.ExecutorService.Load:output_type -> gpuctl.v1.Progress
+	18, // 21: gpuctl.v1.ExecutorService.Send:output_type -> gpuctl.v1.StateChunk
+	11, // 22: gpuctl.v1.ExecutorService.Receive:output_type -> gpuctl.v1.ReceiveResponse
+	13, // 23: gpuctl.v1.ExecutorService.Activate:output_type -> gpuctl.v1.ActivateResponse
+	15, // 24: gpuctl.v1.ExecutorService.Retire:output_type -> gpuctl.v1.RetireResponse
+	14, // [14:25] is the sub-list for method output_type
+	3,  // [3:14] is the sub-list for method input_type
 	3,  // [3:3] is the sub-list for extension type_name
 	3,  // [3:3] is the sub-list for extension extendee
 	0,  // [0:3] is the sub-list for field type_name
@@ -839,7 +931,7 @@ func file_gpuctl_v1_executor_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_gpuctl_v1_executor_proto_rawDesc), len(file_gpuctl_v1_executor_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   14,
+			NumMessages:   16,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

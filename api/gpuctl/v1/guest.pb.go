@@ -531,6 +531,7 @@ type SuspendRequest struct {
 	File            string                 `protobuf:"bytes,2,opt,name=file,proto3" json:"file,omitempty"` // empty: to host memory
 	FreezeTimeoutMs int64                  `protobuf:"varint,3,opt,name=freeze_timeout_ms,json=freezeTimeoutMs,proto3" json:"freeze_timeout_ms,omitempty"`
 	FailAt          string                 `protobuf:"bytes,4,opt,name=fail_at,json=failAt,proto3" json:"fail_at,omitempty"`
+	Away            string                 `protobuf:"bytes,5,opt,name=away,proto3" json:"away,omitempty"` // instead of a file: out by TakeState, as the state of this id
 	unknownFields   protoimpl.UnknownFields
 	sizeCache       protoimpl.SizeCache
 }
@@ -593,6 +594,257 @@ func (x *SuspendRequest) GetFailAt() string {
 	return ""
 }
 
+func (x *SuspendRequest) GetAway() string {
+	if x != nil {
+		return x.Away
+	}
+	return ""
+}
+
+type TakeStateRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Session       string                 `protobuf:"bytes,1,opt,name=session,proto3" json:"session,omitempty"`
+	Id            string                 `protobuf:"bytes,2,opt,name=id,proto3" json:"id,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *TakeStateRequest) Reset() {
+	*x = TakeStateRequest{}
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[11]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *TakeStateRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*TakeStateRequest) ProtoMessage() {}
+
+func (x *TakeStateRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[11]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use TakeStateRequest.ProtoReflect.Descriptor instead.
+func (*TakeStateRequest) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{11}
+}
+
+func (x *TakeStateRequest) GetSession() string {
+	if x != nil {
+		return x.Session
+	}
+	return ""
+}
+
+func (x *TakeStateRequest) GetId() string {
+	if x != nil {
+		return x.Id
+	}
+	return ""
+}
+
+type KeptStateRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Session       string                 `protobuf:"bytes,1,opt,name=session,proto3" json:"session,omitempty"`
+	Mark          *StateMark             `protobuf:"bytes,2,opt,name=mark,proto3" json:"mark,omitempty"`
+	Refused       string                 `protobuf:"bytes,3,opt,name=refused,proto3" json:"refused,omitempty"` // why it is not kept; of mark only the id counts then
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *KeptStateRequest) Reset() {
+	*x = KeptStateRequest{}
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[12]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *KeptStateRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*KeptStateRequest) ProtoMessage() {}
+
+func (x *KeptStateRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[12]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use KeptStateRequest.ProtoReflect.Descriptor instead.
+func (*KeptStateRequest) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{12}
+}
+
+func (x *KeptStateRequest) GetSession() string {
+	if x != nil {
+		return x.Session
+	}
+	return ""
+}
+
+func (x *KeptStateRequest) GetMark() *StateMark {
+	if x != nil {
+		return x.Mark
+	}
+	return nil
+}
+
+func (x *KeptStateRequest) GetRefused() string {
+	if x != nil {
+		return x.Refused
+	}
+	return ""
+}
+
+type KeptStateResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *KeptStateResponse) Reset() {
+	*x = KeptStateResponse{}
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[13]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *KeptStateResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*KeptStateResponse) ProtoMessage() {}
+
+func (x *KeptStateResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[13]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use KeptStateResponse.ProtoReflect.Descriptor instead.
+func (*KeptStateResponse) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{13}
+}
+
+type GiveStateRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Session       string                 `protobuf:"bytes,1,opt,name=session,proto3" json:"session,omitempty"` // in the first message, as the next
+	Id            string                 `protobuf:"bytes,2,opt,name=id,proto3" json:"id,omitempty"`
+	Chunk         *StateChunk            `protobuf:"bytes,3,opt,name=chunk,proto3" json:"chunk,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *GiveStateRequest) Reset() {
+	*x = GiveStateRequest{}
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[14]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *GiveStateRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*GiveStateRequest) ProtoMessage() {}
+
+func (x *GiveStateRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[14]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use GiveStateRequest.ProtoReflect.Descriptor instead.
+func (*GiveStateRequest) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{14}
+}
+
+func (x *GiveStateRequest) GetSession() string {
+	if x != nil {
+		return x.Session
+	}
+	return ""
+}
+
+func (x *GiveStateRequest) GetId() string {
+	if x != nil {
+		return x.Id
+	}
+	return ""
+}
+
+func (x *GiveStateRequest) GetChunk() *StateChunk {
+	if x != nil {
+		return x.Chunk
+	}
+	return nil
+}
+
+type GiveStateResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *GiveStateResponse) Reset() {
+	*x = GiveStateResponse{}
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[15]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *GiveStateResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*GiveStateResponse) ProtoMessage() {}
+
+func (x *GiveStateResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[15]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use GiveStateResponse.ProtoReflect.Descriptor instead.
+func (*GiveStateResponse) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{15}
+}
+
 type ResumeRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Session       string                 `protobuf:"bytes,1,opt,name=session,proto3" json:"session,omitempty"`
@@ -604,7 +856,7 @@ type ResumeRequest struct {
 
 func (x *ResumeRequest) Reset() {
 	*x = ResumeRequest{}
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[11]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -616,7 +868,7 @@ func (x *ResumeRequest) String() string {
 func (*ResumeRequest) ProtoMessage() {}
 
 func (x *ResumeRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[11]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -629,7 +881,7 @@ func (x *ResumeRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResumeRequest.ProtoReflect.Descriptor instead.
 func (*ResumeRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{11}
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *ResumeRequest) GetSession() string {
@@ -653,6 +905,86 @@ func (x *ResumeRequest) GetFailAt() string {
 	return ""
 }
 
+type WarmRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Runtime       *Runtime               `protobuf:"bytes,1,opt,name=runtime,proto3" json:"runtime,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *WarmRequest) Reset() {
+	*x = WarmRequest{}
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[17]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *WarmRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*WarmRequest) ProtoMessage() {}
+
+func (x *WarmRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[17]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use WarmRequest.ProtoReflect.Descriptor instead.
+func (*WarmRequest) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{17}
+}
+
+func (x *WarmRequest) GetRuntime() *Runtime {
+	if x != nil {
+		return x.Runtime
+	}
+	return nil
+}
+
+type WarmResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *WarmResponse) Reset() {
+	*x = WarmResponse{}
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[18]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *WarmResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*WarmResponse) ProtoMessage() {}
+
+func (x *WarmResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[18]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use WarmResponse.ProtoReflect.Descriptor instead.
+func (*WarmResponse) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{18}
+}
+
 type ProbeRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Runtime       *Runtime               `protobuf:"bytes,1,opt,name=runtime,proto3" json:"runtime,omitempty"`
@@ -662,7 +994,7 @@ type ProbeRequest struct {
 
 func (x *ProbeRequest) Reset() {
 	*x = ProbeRequest{}
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[12]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -674,7 +1006,7 @@ func (x *ProbeRequest) String() string {
 func (*ProbeRequest) ProtoMessage() {}
 
 func (x *ProbeRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[12]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -687,7 +1019,7 @@ func (x *ProbeRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ProbeRequest.ProtoReflect.Descriptor instead.
 func (*ProbeRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{12}
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *ProbeRequest) GetRuntime() *Runtime {
@@ -709,7 +1041,7 @@ type ProbeResponse struct {
 
 func (x *ProbeResponse) Reset() {
 	*x = ProbeResponse{}
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[13]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -721,7 +1053,7 @@ func (x *ProbeResponse) String() string {
 func (*ProbeResponse) ProtoMessage() {}
 
 func (x *ProbeResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[13]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -734,7 +1066,7 @@ func (x *ProbeResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ProbeResponse.ProtoReflect.Descriptor instead.
 func (*ProbeResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{13}
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *ProbeResponse) GetPlatform() string {
@@ -780,7 +1112,7 @@ type ProbedDevice struct {
 
 func (x *ProbedDevice) Reset() {
 	*x = ProbedDevice{}
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[14]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -792,7 +1124,7 @@ func (x *ProbedDevice) String() string {
 func (*ProbedDevice) ProtoMessage() {}
 
 func (x *ProbedDevice) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[14]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -805,7 +1137,7 @@ func (x *ProbedDevice) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ProbedDevice.ProtoReflect.Descriptor instead.
 func (*ProbedDevice) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{14}
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *ProbedDevice) GetIndex() uint32 {
@@ -889,16 +1221,33 @@ const file_gpuctl_v1_guest_proto_rawDesc = "" +
 	"\asession\x18\x01 \x01(\tR\asession\x12)\n" +
 	"\x06target\x18\x02 \x01(\v2\x11.gpuctl.v1.TargetR\x06target\x12*\n" +
 	"\x11freeze_timeout_ms\x18\x03 \x01(\x03R\x0ffreezeTimeoutMs\x12\x17\n" +
-	"\afail_at\x18\x04 \x01(\tR\x06failAt\"\x83\x01\n" +
+	"\afail_at\x18\x04 \x01(\tR\x06failAt\"\x97\x01\n" +
 	"\x0eSuspendRequest\x12\x18\n" +
 	"\asession\x18\x01 \x01(\tR\asession\x12\x12\n" +
 	"\x04file\x18\x02 \x01(\tR\x04file\x12*\n" +
 	"\x11freeze_timeout_ms\x18\x03 \x01(\x03R\x0ffreezeTimeoutMs\x12\x17\n" +
-	"\afail_at\x18\x04 \x01(\tR\x06failAt\"m\n" +
+	"\afail_at\x18\x04 \x01(\tR\x06failAt\x12\x12\n" +
+	"\x04away\x18\x05 \x01(\tR\x04away\"<\n" +
+	"\x10TakeStateRequest\x12\x18\n" +
+	"\asession\x18\x01 \x01(\tR\asession\x12\x0e\n" +
+	"\x02id\x18\x02 \x01(\tR\x02id\"p\n" +
+	"\x10KeptStateRequest\x12\x18\n" +
+	"\asession\x18\x01 \x01(\tR\asession\x12(\n" +
+	"\x04mark\x18\x02 \x01(\v2\x14.gpuctl.v1.StateMarkR\x04mark\x12\x18\n" +
+	"\arefused\x18\x03 \x01(\tR\arefused\"\x13\n" +
+	"\x11KeptStateResponse\"i\n" +
+	"\x10GiveStateRequest\x12\x18\n" +
+	"\asession\x18\x01 \x01(\tR\asession\x12\x0e\n" +
+	"\x02id\x18\x02 \x01(\tR\x02id\x12+\n" +
+	"\x05chunk\x18\x03 \x01(\v2\x15.gpuctl.v1.StateChunkR\x05chunk\"\x13\n" +
+	"\x11GiveStateResponse\"m\n" +
 	"\rResumeRequest\x12\x18\n" +
 	"\asession\x18\x01 \x01(\tR\asession\x12)\n" +
 	"\x06target\x18\x02 \x01(\v2\x11.gpuctl.v1.TargetR\x06target\x12\x17\n" +
-	"\afail_at\x18\x03 \x01(\tR\x06failAt\"<\n" +
+	"\afail_at\x18\x03 \x01(\tR\x06failAt\";\n" +
+	"\vWarmRequest\x12,\n" +
+	"\aruntime\x18\x01 \x01(\v2\x12.gpuctl.v1.RuntimeR\aruntime\"\x0e\n" +
+	"\fWarmResponse\"<\n" +
 	"\fProbeRequest\x12,\n" +
 	"\aruntime\x18\x01 \x01(\v2\x12.gpuctl.v1.RuntimeR\aruntime\"\x8e\x01\n" +
 	"\rProbeResponse\x12\x1a\n" +
@@ -914,7 +1263,7 @@ const file_gpuctl_v1_guest_proto_rawDesc = "" +
 	"\x04uuid\x18\x05 \x01(\tR\x04uuid\x12\x1f\n" +
 	"\vpci_address\x18\x06 \x01(\tR\n" +
 	"pciAddress\x12)\n" +
-	"\x06limits\x18\a \x01(\v2\x11.gpuctl.v1.LimitsR\x06limits2\xcc\x04\n" +
+	"\x06limits\x18\a \x01(\v2\x11.gpuctl.v1.LimitsR\x06limits2\xda\x06\n" +
 	"\fGuestService\x12:\n" +
 	"\x05Offer\x12\x17.gpuctl.v1.OfferRequest\x1a\x18.gpuctl.v1.OfferResponse\x12C\n" +
 	"\bWithdraw\x12\x1a.gpuctl.v1.WithdrawRequest\x1a\x1b.gpuctl.v1.WithdrawResponse\x12O\n" +
@@ -923,8 +1272,12 @@ const file_gpuctl_v1_guest_proto_rawDesc = "" +
 	"\x04Plan\x12\x16.gpuctl.v1.PlanRequest\x1a\x17.gpuctl.v1.PlanResponse\x125\n" +
 	"\x04Swap\x12\x16.gpuctl.v1.SwapRequest\x1a\x13.gpuctl.v1.Progress0\x01\x12;\n" +
 	"\aSuspend\x12\x19.gpuctl.v1.SuspendRequest\x1a\x13.gpuctl.v1.Progress0\x01\x129\n" +
-	"\x06Resume\x12\x18.gpuctl.v1.ResumeRequest\x1a\x13.gpuctl.v1.Progress0\x01\x12:\n" +
-	"\x05Probe\x12\x17.gpuctl.v1.ProbeRequest\x1a\x18.gpuctl.v1.ProbeResponseB1Z/github.com/gpuctl/gpuctl/api/gpuctl/v1;gpuctlv1b\x06proto3"
+	"\x06Resume\x12\x18.gpuctl.v1.ResumeRequest\x1a\x13.gpuctl.v1.Progress0\x01\x12A\n" +
+	"\tTakeState\x12\x1b.gpuctl.v1.TakeStateRequest\x1a\x15.gpuctl.v1.StateChunk0\x01\x12F\n" +
+	"\tKeptState\x12\x1b.gpuctl.v1.KeptStateRequest\x1a\x1c.gpuctl.v1.KeptStateResponse\x12H\n" +
+	"\tGiveState\x12\x1b.gpuctl.v1.GiveStateRequest\x1a\x1c.gpuctl.v1.GiveStateResponse(\x01\x12:\n" +
+	"\x05Probe\x12\x17.gpuctl.v1.ProbeRequest\x1a\x18.gpuctl.v1.ProbeResponse\x127\n" +
+	"\x04Warm\x12\x16.gpuctl.v1.WarmRequest\x1a\x17.gpuctl.v1.WarmResponseB1Z/github.com/gpuctl/gpuctl/api/gpuctl/v1;gpuctlv1b\x06proto3"
 
 var (
 	file_gpuctl_v1_guest_proto_rawDescOnce sync.Once
@@ -938,7 +1291,7 @@ func file_gpuctl_v1_guest_proto_rawDescGZIP() []byte {
 	return file_gpuctl_v1_guest_proto_rawDescData
 }
 
-var file_gpuctl_v1_guest_proto_msgTypes = make([]protoimpl.MessageInfo, 15)
+var file_gpuctl_v1_guest_proto_msgTypes = make([]protoimpl.MessageInfo, 22)
 var file_gpuctl_v1_guest_proto_goTypes = []any{
 	(*OfferRequest)(nil),         // 0: gpuctl.v1.OfferRequest
 	(*OfferResponse)(nil),        // 1: gpuctl.v1.OfferResponse
@@ -951,52 +1304,72 @@ var file_gpuctl_v1_guest_proto_goTypes = []any{
 	(*PlanResponse)(nil),         // 8: gpuctl.v1.PlanResponse
 	(*SwapRequest)(nil),          // 9: gpuctl.v1.SwapRequest
 	(*SuspendRequest)(nil),       // 10: gpuctl.v1.SuspendRequest
-	(*ResumeRequest)(nil),        // 11: gpuctl.v1.ResumeRequest
-	(*ProbeRequest)(nil),         // 12: gpuctl.v1.ProbeRequest
-	(*ProbeResponse)(nil),        // 13: gpuctl.v1.ProbeResponse
-	(*ProbedDevice)(nil),         // 14: gpuctl.v1.ProbedDevice
-	(*Target)(nil),               // 15: gpuctl.v1.Target
-	(*VirtualDevice)(nil),        // 16: gpuctl.v1.VirtualDevice
-	(*Session)(nil),              // 17: gpuctl.v1.Session
-	(*Reason)(nil),               // 18: gpuctl.v1.Reason
-	(*Runtime)(nil),              // 19: gpuctl.v1.Runtime
-	(*Limits)(nil),               // 20: gpuctl.v1.Limits
-	(*Progress)(nil),             // 21: gpuctl.v1.Progress
+	(*TakeStateRequest)(nil),     // 11: gpuctl.v1.TakeStateRequest
+	(*KeptStateRequest)(nil),     // 12: gpuctl.v1.KeptStateRequest
+	(*KeptStateResponse)(nil),    // 13: gpuctl.v1.KeptStateResponse
+	(*GiveStateRequest)(nil),     // 14: gpuctl.v1.GiveStateRequest
+	(*GiveStateResponse)(nil),    // 15: gpuctl.v1.GiveStateResponse
+	(*ResumeRequest)(nil),        // 16: gpuctl.v1.ResumeRequest
+	(*WarmRequest)(nil),          // 17: gpuctl.v1.WarmRequest
+	(*WarmResponse)(nil),         // 18: gpuctl.v1.WarmResponse
+	(*ProbeRequest)(nil),         // 19: gpuctl.v1.ProbeRequest
+	(*ProbeResponse)(nil),        // 20: gpuctl.v1.ProbeResponse
+	(*ProbedDevice)(nil),         // 21: gpuctl.v1.ProbedDevice
+	(*Target)(nil),               // 22: gpuctl.v1.Target
+	(*VirtualDevice)(nil),        // 23: gpuctl.v1.VirtualDevice
+	(*Session)(nil),              // 24: gpuctl.v1.Session
+	(*Reason)(nil),               // 25: gpuctl.v1.Reason
+	(*StateMark)(nil),            // 26: gpuctl.v1.StateMark
+	(*StateChunk)(nil),           // 27: gpuctl.v1.StateChunk
+	(*Runtime)(nil),              // 28: gpuctl.v1.Runtime
+	(*Limits)(nil),               // 29: gpuctl.v1.Limits
+	(*Progress)(nil),             // 30: gpuctl.v1.Progress
 }
 var file_gpuctl_v1_guest_proto_depIdxs = []int32{
-	15, // 0: gpuctl.v1.OfferRequest.target:type_name -> gpuctl.v1.Target
-	16, // 1: gpuctl.v1.OfferRequest.device:type_name -> gpuctl.v1.VirtualDevice
-	17, // 2: gpuctl.v1.ListSessionsResponse.sessions:type_name -> gpuctl.v1.Session
-	15, // 3: gpuctl.v1.PlanRequest.target:type_name -> gpuctl.v1.Target
-	18, // 4: gpuctl.v1.PlanResponse.reasons:type_name -> gpuctl.v1.Reason
-	15, // 5: gpuctl.v1.SwapRequest.target:type_name -> gpuctl.v1.Target
-	15, // 6: gpuctl.v1.ResumeRequest.target:type_name -> gpuctl.v1.Target
-	19, // 7: gpuctl.v1.ProbeRequest.runtime:type_name -> gpuctl.v1.Runtime
-	14, // 8: gpuctl.v1.ProbeResponse.devices:type_name -> gpuctl.v1.ProbedDevice
-	20, // 9: gpuctl.v1.ProbedDevice.limits:type_name -> gpuctl.v1.Limits
-	0,  // 10: gpuctl.v1.GuestService.Offer:input_type -> gpuctl.v1.OfferRequest
-	2,  // 11: gpuctl.v1.GuestService.Withdraw:input_type -> gpuctl.v1.WithdrawRequest
-	4,  // 12: gpuctl.v1.GuestService.ListSessions:input_type -> gpuctl.v1.ListSessionsRequest
-	6,  // 13: gpuctl.v1.GuestService.WatchSessions:input_type -> gpuctl.v1.WatchSessionsRequest
-	7,  // 14: gpuctl.v1.GuestService.Plan:input_type -> gpuctl.v1.PlanRequest
-	9,  // 15: gpuctl.v1.GuestService.Swap:input_type -> gpuctl.v1.SwapRequest
-	10, // 16: gpuctl.v1.GuestService.Suspend:input_type -> gpuctl.v1.SuspendRequest
-	11, // 17: gpuctl.v1.GuestService.Resume:input_type -> gpuctl.v1.ResumeRequest
-	12, // 18: gpuctl.v1.GuestService.Probe:input_type -> gpuctl.v1.ProbeRequest
-	1,  // 19: gpuctl.v1.GuestService.Offer:output_type -> gpuctl.v1.OfferResponse
-	3,  // 20: gpuctl.v1.GuestService.Withdraw:output_type -> gpuctl.v1.WithdrawResponse
-	5,  // 21: gpuctl.v1.GuestService.ListSessions:output_type -> gpuctl.v1.ListSessionsResponse
-	17, // 22: gpuctl.v1.GuestService.WatchSessions:output_type -> gpuctl.v1.Session
-	8,  // 23: gpuctl.v1.GuestService.Plan:output_type -> gpuctl.v1.PlanResponse
-	21, // 24: gpuctl.v1.GuestService.Swap:output_type -> gpuctl.v1.Progress
-	21, // 25: gpuctl.v1.GuestService.Suspend:output_type -> gpuctl.v1.Progress
-	21, // 26: gpuctl.v1.GuestService.Resume:output_type -> gpuctl.v1.Progress
-	13, // 27: gpuctl.v1.GuestService.Probe:output_type -> gpuctl.v1.ProbeResponse
-	19, // [19:28] is the sub-list for method output_type
-	10, // [10:19] is the sub-list for method input_type
-	10, // [10:10] is the sub-list for extension type_name
-	10, // [10:10] is the sub-list for extension extendee
-	0,  // [0:10] is the sub-list for field type_name
+	22, // 0: gpuctl.v1.OfferRequest.target:type_name -> gpuctl.v1.Target
+	23, // 1: gpuctl.v1.OfferRequest.device:type_name -> gpuctl.v1.VirtualDevice
+	24, // 2: gpuctl.v1.ListSessionsResponse.sessions:type_name -> gpuctl.v1.Session
+	22, // 3: gpuctl.v1.PlanRequest.target:type_name -> gpuctl.v1.Target
+	25, // 4: gpuctl.v1.PlanResponse.reasons:type_name -> gpuctl.v1.Reason
+	22, // 5: gpuctl.v1.SwapRequest.target:type_name -> gpuctl.v1.Target
+	26, // 6: gpuctl.v1.KeptStateRequest.mark:type_name -> gpuctl.v1.StateMark
+	27, // 7: gpuctl.v1.GiveStateRequest.chunk:type_name -> gpuctl.v1.StateChunk
+	22, // 8: gpuctl.v1.ResumeRequest.target:type_name -> gpuctl.v1.Target
+	28, // 9: gpuctl.v1.WarmRequest.runtime:type_name -> gpuctl.v1.Runtime
+	28, // 10: gpuctl.v1.ProbeRequest.runtime:type_name -> gpuctl.v1.Runtime
+	21, // 11: gpuctl.v1.ProbeResponse.devices:type_name -> gpuctl.v1.ProbedDevice
+	29, // 12: gpuctl.v1.ProbedDevice.limits:type_name -> gpuctl.v1.Limits
+	0,  // 13: gpuctl.v1.GuestService.Offer:input_type -> gpuctl.v1.OfferRequest
+	2,  // 14: gpuctl.v1.GuestService.Withdraw:input_type -> gpuctl.v1.WithdrawRequest
+	4,  // 15: gpuctl.v1.GuestService.ListSessions:input_type -> gpuctl.v1.ListSessionsRequest
+	6,  // 16: gpuctl.v1.GuestService.WatchSessions:input_type -> gpuctl.v1.WatchSessionsRequest
+	7,  // 17: gpuctl.v1.GuestService.Plan:input_type -> gpuctl.v1.PlanRequest
+	9,  // 18: gpuctl.v1.GuestService.Swap:input_type -> gpuctl.v1.SwapRequest
+	10, // 19: gpuctl.v1.GuestService.Suspend:input_type -> gpuctl.v1.SuspendRequest
+	16, // 20: gpuctl.v1.GuestService.Resume:input_type -> gpuctl.v1.ResumeRequest
+	11, // 21: gpuctl.v1.GuestService.TakeState:input_type -> gpuctl.v1.TakeStateRequest
+	12, // 22: gpuctl.v1.GuestService.KeptState:input_type -> gpuctl.v1.KeptStateRequest
+	14, // 23: gpuctl.v1.GuestService.GiveState:input_type -> gpuctl.v1.GiveStateRequest
+	19, // 24: gpuctl.v1.GuestService.Probe:input_type -> gpuctl.v1.ProbeRequest
+	17, // 25: gpuctl.v1.GuestService.Warm:input_type -> gpuctl.v1.WarmRequest
+	1,  // 26: gpuctl.v1.GuestService.Offer:output_type -> gpuctl.v1.OfferResponse
+	3,  // 27: gpuctl.v1.GuestService.Withdraw:output_type -> gpuctl.v1.WithdrawResponse
+	5,  // 28: gpuctl.v1.GuestService.ListSessions:output_type -> gpuctl.v1.ListSessionsResponse
+	24, // 29: gpuctl.v1.GuestService.WatchSessions:output_type -> gpuctl.v1.Session
+	8,  // 30: gpuctl.v1.GuestService.Plan:output_type -> gpuctl.v1.PlanResponse
+	30, // 31: gpuctl.v1.GuestService.Swap:output_type -> gpuctl.v1.Progress
+	30, // 32: gpuctl.v1.GuestService.Suspend:output_type -> gpuctl.v1.Progress
+	30, // 33: gpuctl.v1.GuestService.Resume:output_type -> gpuctl.v1.Progress
+	27, // 34: gpuctl.v1.GuestService.TakeState:output_type -> gpuctl.v1.StateChunk
+	13, // 35: gpuctl.v1.GuestService.KeptState:output_type -> gpuctl.v1.KeptStateResponse
+	15, // 36: gpuctl.v1.GuestService.GiveState:output_type -> gpuctl.v1.GiveStateResponse
+	20, // 37: gpuctl.v1.GuestService.Probe:output_type -> gpuctl.v1.ProbeResponse
+	18, // 38: gpuctl.v1.GuestService.Warm:output_type -> gpuctl.v1.WarmResponse
+	26, // [26:39] is the sub-list for method output_type
+	13, // [13:26] is the sub-list for method input_type
+	13, // [13:13] is the sub-list for extension type_name
+	13, // [13:13] is the sub-list for extension extendee
+	0,  // [0:13] is the sub-list for field type_name
 }
 
 func init() { file_gpuctl_v1_guest_proto_init() }
@@ -1011,7 +1384,7 @@ func file_gpuctl_v1_guest_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_gpuctl_v1_guest_proto_rawDesc), len(file_gpuctl_v1_guest_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   15,
+			NumMessages:   22,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -117,6 +117,7 @@ type MachinePlanResponse struct {
 	Sessions      uint32                 `protobuf:"varint,8,opt,name=sessions,proto3" json:"sessions,omitempty"`
 	Cold          bool                   `protobuf:"varint,9,opt,name=cold,proto3" json:"cold,omitempty"`                                  // the VM is stopped, and started with the other card
 	WarmReasons   []*Reason              `protobuf:"bytes,10,rep,name=warm_reasons,json=warmReasons,proto3" json:"warm_reasons,omitempty"` // with cold: why it can't be moved alive
+	Away          uint64                 `protobuf:"varint,11,opt,name=away,proto3" json:"away,omitempty"`                                 // bytes of gpu_state that leave the VM for its hosts' memory
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -219,6 +220,13 @@ func (x *MachinePlanResponse) GetWarmReasons() []*Reason {
 		return x.WarmReasons
 	}
 	return nil
+}
+
+func (x *MachinePlanResponse) GetAway() uint64 {
+	if x != nil {
+		return x.Away
+	}
+	return 0
 }
 
 type MachineCandidate struct {
@@ -938,6 +946,102 @@ func (x *SiteMachine) GetMigration() string {
 	return ""
 }
 
+type SitePrepareResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Id            *PCIIdentity           `protobuf:"bytes,1,opt,name=id,proto3" json:"id,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *SitePrepareResponse) Reset() {
+	*x = SitePrepareResponse{}
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[13]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *SitePrepareResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*SitePrepareResponse) ProtoMessage() {}
+
+func (x *SitePrepareResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[13]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use SitePrepareResponse.ProtoReflect.Descriptor instead.
+func (*SitePrepareResponse) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{13}
+}
+
+func (x *SitePrepareResponse) GetId() *PCIIdentity {
+	if x != nil {
+		return x.Id
+	}
+	return nil
+}
+
+type SiteExpectRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Machine       *SiteMachine           `protobuf:"bytes,1,opt,name=machine,proto3" json:"machine,omitempty"`
+	Id            *PCIIdentity           `protobuf:"bytes,2,opt,name=id,proto3" json:"id,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *SiteExpectRequest) Reset() {
+	*x = SiteExpectRequest{}
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[14]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *SiteExpectRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*SiteExpectRequest) ProtoMessage() {}
+
+func (x *SiteExpectRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[14]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use SiteExpectRequest.ProtoReflect.Descriptor instead.
+func (*SiteExpectRequest) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{14}
+}
+
+func (x *SiteExpectRequest) GetMachine() *SiteMachine {
+	if x != nil {
+		return x.Machine
+	}
+	return nil
+}
+
+func (x *SiteExpectRequest) GetId() *PCIIdentity {
+	if x != nil {
+		return x.Id
+	}
+	return nil
+}
+
 type SiteDone struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	unknownFields protoimpl.UnknownFields
@@ -946,7 +1050,7 @@ type SiteDone struct {
 
 func (x *SiteDone) Reset() {
 	*x = SiteDone{}
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[13]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -958,7 +1062,7 @@ func (x *SiteDone) String() string {
 func (*SiteDone) ProtoMessage() {}
 
 func (x *SiteDone) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[13]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -971,7 +1075,7 @@ func (x *SiteDone) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SiteDone.ProtoReflect.Descriptor instead.
 func (*SiteDone) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{13}
+	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{15}
 }
 
 // SiteDefinition is what a host starts a VM from, without its cards.
@@ -985,7 +1089,7 @@ type SiteDefinition struct {
 
 func (x *SiteDefinition) Reset() {
 	*x = SiteDefinition{}
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[14]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -997,7 +1101,7 @@ func (x *SiteDefinition) String() string {
 func (*SiteDefinition) ProtoMessage() {}
 
 func (x *SiteDefinition) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[14]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1010,7 +1114,7 @@ func (x *SiteDefinition) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SiteDefinition.ProtoReflect.Descriptor instead.
 func (*SiteDefinition) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{14}
+	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *SiteDefinition) GetMachine() *SiteMachine {
@@ -1036,7 +1140,7 @@ type SiteWhereResponse struct {
 
 func (x *SiteWhereResponse) Reset() {
 	*x = SiteWhereResponse{}
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[15]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1048,7 +1152,7 @@ func (x *SiteWhereResponse) String() string {
 func (*SiteWhereResponse) ProtoMessage() {}
 
 func (x *SiteWhereResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[15]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1061,7 +1165,7 @@ func (x *SiteWhereResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SiteWhereResponse.ProtoReflect.Descriptor instead.
 func (*SiteWhereResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{15}
+	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *SiteWhereResponse) GetPresence() string {
@@ -1083,7 +1187,7 @@ type SiteCardRequest struct {
 
 func (x *SiteCardRequest) Reset() {
 	*x = SiteCardRequest{}
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[16]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1095,7 +1199,7 @@ func (x *SiteCardRequest) String() string {
 func (*SiteCardRequest) ProtoMessage() {}
 
 func (x *SiteCardRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[16]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1108,7 +1212,7 @@ func (x *SiteCardRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SiteCardRequest.ProtoReflect.Descriptor instead.
 func (*SiteCardRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{16}
+	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *SiteCardRequest) GetMachine() *SiteMachine {
@@ -1149,7 +1253,7 @@ type SiteMoveRequest struct {
 
 func (x *SiteMoveRequest) Reset() {
 	*x = SiteMoveRequest{}
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[17]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1161,7 +1265,7 @@ func (x *SiteMoveRequest) String() string {
 func (*SiteMoveRequest) ProtoMessage() {}
 
 func (x *SiteMoveRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[17]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1174,7 +1278,7 @@ func (x *SiteMoveRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SiteMoveRequest.ProtoReflect.Descriptor instead.
 func (*SiteMoveRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{17}
+	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *SiteMoveRequest) GetMachine() *SiteMachine {
@@ -1201,7 +1305,7 @@ type SiteProgress struct {
 
 func (x *SiteProgress) Reset() {
 	*x = SiteProgress{}
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[18]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1213,7 +1317,7 @@ func (x *SiteProgress) String() string {
 func (*SiteProgress) ProtoMessage() {}
 
 func (x *SiteProgress) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[18]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1226,7 +1330,7 @@ func (x *SiteProgress) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SiteProgress.ProtoReflect.Descriptor instead.
 func (*SiteProgress) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{18}
+	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *SiteProgress) GetDone() uint64 {
@@ -1246,13 +1350,15 @@ func (x *SiteProgress) GetTotal() uint64 {
 type SiteSessionsResponse struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Sessions      []string               `protobuf:"bytes,1,rep,name=sessions,proto3" json:"sessions,omitempty"`
+	Hello         *HelloResponseSummary  `protobuf:"bytes,2,opt,name=hello,proto3" json:"hello,omitempty"`
+	Running       []*SiteSession         `protobuf:"bytes,3,rep,name=running,proto3" json:"running,omitempty"` // those of sessions
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *SiteSessionsResponse) Reset() {
 	*x = SiteSessionsResponse{}
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[19]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1264,7 +1370,7 @@ func (x *SiteSessionsResponse) String() string {
 func (*SiteSessionsResponse) ProtoMessage() {}
 
 func (x *SiteSessionsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[19]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1277,7 +1383,7 @@ func (x *SiteSessionsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SiteSessionsResponse.ProtoReflect.Descriptor instead.
 func (*SiteSessionsResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{19}
+	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *SiteSessionsResponse) GetSessions() []string {
@@ -1287,18 +1393,34 @@ func (x *SiteSessionsResponse) GetSessions() []string {
 	return nil
 }
 
+func (x *SiteSessionsResponse) GetHello() *HelloResponseSummary {
+	if x != nil {
+		return x.Hello
+	}
+	return nil
+}
+
+func (x *SiteSessionsResponse) GetRunning() []*SiteSession {
+	if x != nil {
+		return x.Running
+	}
+	return nil
+}
+
 type SiteSessionsRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Machine       *SiteMachine           `protobuf:"bytes,1,opt,name=machine,proto3" json:"machine,omitempty"`
 	Gpu           string                 `protobuf:"bytes,2,opt,name=gpu,proto3" json:"gpu,omitempty"` // of Thaw
 	Sessions      []string               `protobuf:"bytes,3,rep,name=sessions,proto3" json:"sessions,omitempty"`
+	Away          []string               `protobuf:"bytes,4,rep,name=away,proto3" json:"away,omitempty"` // of Freeze: those whose state leaves the VM
+	To            string                 `protobuf:"bytes,5,opt,name=to,proto3" json:"to,omitempty"`     // of Freeze and Deposit: host that keeps it, too
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *SiteSessionsRequest) Reset() {
 	*x = SiteSessionsRequest{}
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[20]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1310,7 +1432,7 @@ func (x *SiteSessionsRequest) String() string {
 func (*SiteSessionsRequest) ProtoMessage() {}
 
 func (x *SiteSessionsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[20]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1323,7 +1445,7 @@ func (x *SiteSessionsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SiteSessionsRequest.ProtoReflect.Descriptor instead.
 func (*SiteSessionsRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{20}
+	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *SiteSessionsRequest) GetMachine() *SiteMachine {
@@ -1343,6 +1465,96 @@ func (x *SiteSessionsRequest) GetGpu() string {
 func (x *SiteSessionsRequest) GetSessions() []string {
 	if x != nil {
 		return x.Sessions
+	}
+	return nil
+}
+
+func (x *SiteSessionsRequest) GetAway() []string {
+	if x != nil {
+		return x.Away
+	}
+	return nil
+}
+
+func (x *SiteSessionsRequest) GetTo() string {
+	if x != nil {
+		return x.To
+	}
+	return ""
+}
+
+type SiteKeepRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Machine       *SiteMachine           `protobuf:"bytes,1,opt,name=machine,proto3" json:"machine,omitempty"` // in the first message, as the next three
+	Session       string                 `protobuf:"bytes,2,opt,name=session,proto3" json:"session,omitempty"`
+	Mark          *StateMark             `protobuf:"bytes,3,opt,name=mark,proto3" json:"mark,omitempty"`      // id and, if it is known, digest: what is here already need not come
+	Expect        uint64                 `protobuf:"varint,4,opt,name=expect,proto3" json:"expect,omitempty"` // bytes, about
+	Chunk         *StateChunk            `protobuf:"bytes,5,opt,name=chunk,proto3" json:"chunk,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *SiteKeepRequest) Reset() {
+	*x = SiteKeepRequest{}
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[23]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *SiteKeepRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*SiteKeepRequest) ProtoMessage() {}
+
+func (x *SiteKeepRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[23]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use SiteKeepRequest.ProtoReflect.Descriptor instead.
+func (*SiteKeepRequest) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{23}
+}
+
+func (x *SiteKeepRequest) GetMachine() *SiteMachine {
+	if x != nil {
+		return x.Machine
+	}
+	return nil
+}
+
+func (x *SiteKeepRequest) GetSession() string {
+	if x != nil {
+		return x.Session
+	}
+	return ""
+}
+
+func (x *SiteKeepRequest) GetMark() *StateMark {
+	if x != nil {
+		return x.Mark
+	}
+	return nil
+}
+
+func (x *SiteKeepRequest) GetExpect() uint64 {
+	if x != nil {
+		return x.Expect
+	}
+	return 0
+}
+
+func (x *SiteKeepRequest) GetChunk() *StateChunk {
+	if x != nil {
+		return x.Chunk
 	}
 	return nil
 }
@@ -1371,7 +1583,7 @@ type SiteMachineFacts struct {
 
 func (x *SiteMachineFacts) Reset() {
 	*x = SiteMachineFacts{}
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[21]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1383,7 +1595,7 @@ func (x *SiteMachineFacts) String() string {
 func (*SiteMachineFacts) ProtoMessage() {}
 
 func (x *SiteMachineFacts) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[21]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1396,7 +1608,7 @@ func (x *SiteMachineFacts) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SiteMachineFacts.ProtoReflect.Descriptor instead.
 func (*SiteMachineFacts) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{21}
+	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *SiteMachineFacts) GetUuid() string {
@@ -1518,13 +1730,14 @@ type HelloResponseSummary struct {
 	Hotplug       bool                   `protobuf:"varint,3,opt,name=hotplug,proto3" json:"hotplug,omitempty"`
 	HotplugReason string                 `protobuf:"bytes,4,opt,name=hotplug_reason,json=hotplugReason,proto3" json:"hotplug_reason,omitempty"`
 	FreeMemory    uint64                 `protobuf:"varint,5,opt,name=free_memory,json=freeMemory,proto3" json:"free_memory,omitempty"`
+	Bulk          uint64                 `protobuf:"varint,6,opt,name=bulk,proto3" json:"bulk,omitempty"` // bytes per second that its states move at, about
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *HelloResponseSummary) Reset() {
 	*x = HelloResponseSummary{}
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[22]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1536,7 +1749,7 @@ func (x *HelloResponseSummary) String() string {
 func (*HelloResponseSummary) ProtoMessage() {}
 
 func (x *HelloResponseSummary) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[22]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1549,7 +1762,7 @@ func (x *HelloResponseSummary) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use HelloResponseSummary.ProtoReflect.Descriptor instead.
 func (*HelloResponseSummary) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{22}
+	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *HelloResponseSummary) GetVersion() string {
@@ -1587,6 +1800,13 @@ func (x *HelloResponseSummary) GetFreeMemory() uint64 {
 	return 0
 }
 
+func (x *HelloResponseSummary) GetBulk() uint64 {
+	if x != nil {
+		return x.Bulk
+	}
+	return 0
+}
+
 type SiteSession struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Id            string                 `protobuf:"bytes,1,opt,name=id,proto3" json:"id,omitempty"`
@@ -1599,7 +1819,7 @@ type SiteSession struct {
 
 func (x *SiteSession) Reset() {
 	*x = SiteSession{}
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[23]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1611,7 +1831,7 @@ func (x *SiteSession) String() string {
 func (*SiteSession) ProtoMessage() {}
 
 func (x *SiteSession) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[23]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1624,7 +1844,7 @@ func (x *SiteSession) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SiteSession.ProtoReflect.Descriptor instead.
 func (*SiteSession) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{23}
+	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *SiteSession) GetId() string {
@@ -1665,7 +1885,7 @@ type SiteDisk struct {
 
 func (x *SiteDisk) Reset() {
 	*x = SiteDisk{}
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[24]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1677,7 +1897,7 @@ func (x *SiteDisk) String() string {
 func (*SiteDisk) ProtoMessage() {}
 
 func (x *SiteDisk) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[24]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1690,7 +1910,7 @@ func (x *SiteDisk) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SiteDisk.ProtoReflect.Descriptor instead.
 func (*SiteDisk) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{24}
+	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *SiteDisk) GetPath() string {
@@ -1718,7 +1938,7 @@ type SiteHostFactsRequest struct {
 
 func (x *SiteHostFactsRequest) Reset() {
 	*x = SiteHostFactsRequest{}
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[25]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1730,7 +1950,7 @@ func (x *SiteHostFactsRequest) String() string {
 func (*SiteHostFactsRequest) ProtoMessage() {}
 
 func (x *SiteHostFactsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[25]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1743,7 +1963,7 @@ func (x *SiteHostFactsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SiteHostFactsRequest.ProtoReflect.Descriptor instead.
 func (*SiteHostFactsRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{25}
+	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *SiteHostFactsRequest) GetDisks() []*SiteDisk {
@@ -1781,7 +2001,7 @@ type SiteCPU struct {
 
 func (x *SiteCPU) Reset() {
 	*x = SiteCPU{}
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[26]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1793,7 +2013,7 @@ func (x *SiteCPU) String() string {
 func (*SiteCPU) ProtoMessage() {}
 
 func (x *SiteCPU) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[26]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1806,7 +2026,7 @@ func (x *SiteCPU) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SiteCPU.ProtoReflect.Descriptor instead.
 func (*SiteCPU) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{26}
+	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *SiteCPU) GetXml() string {
@@ -1854,7 +2074,7 @@ type SiteServesRequest struct {
 
 func (x *SiteServesRequest) Reset() {
 	*x = SiteServesRequest{}
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[27]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1866,7 +2086,7 @@ func (x *SiteServesRequest) String() string {
 func (*SiteServesRequest) ProtoMessage() {}
 
 func (x *SiteServesRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[27]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1879,7 +2099,7 @@ func (x *SiteServesRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SiteServesRequest.ProtoReflect.Descriptor instead.
 func (*SiteServesRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{27}
+	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *SiteServesRequest) GetUuid() string {
@@ -1905,13 +2125,15 @@ type SiteHostFacts struct {
 	Link          uint64                 `protobuf:"varint,5,opt,name=link,proto3" json:"link,omitempty"` // bytes per second; 0: not known
 	Cpu           string                 `protobuf:"bytes,6,opt,name=cpu,proto3" json:"cpu,omitempty"`    // why the VM's processor can't be had; empty: it can
 	Cards         []*SiteCard            `protobuf:"bytes,7,rep,name=cards,proto3" json:"cards,omitempty"`
+	Keep          uint64                 `protobuf:"varint,8,opt,name=keep,proto3" json:"keep,omitempty"`   // bytes of VMs' GPU states that can be kept
+	Keeps         bool                   `protobuf:"varint,9,opt,name=keeps,proto3" json:"keeps,omitempty"` // it keeps any
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *SiteHostFacts) Reset() {
 	*x = SiteHostFacts{}
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[28]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1923,7 +2145,7 @@ func (x *SiteHostFacts) String() string {
 func (*SiteHostFacts) ProtoMessage() {}
 
 func (x *SiteHostFacts) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[28]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1936,7 +2158,7 @@ func (x *SiteHostFacts) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SiteHostFacts.ProtoReflect.Descriptor instead.
 func (*SiteHostFacts) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{28}
+	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *SiteHostFacts) GetName() string {
@@ -1988,6 +2210,20 @@ func (x *SiteHostFacts) GetCards() []*SiteCard {
 	return nil
 }
 
+func (x *SiteHostFacts) GetKeep() uint64 {
+	if x != nil {
+		return x.Keep
+	}
+	return 0
+}
+
+func (x *SiteHostFacts) GetKeeps() bool {
+	if x != nil {
+		return x.Keeps
+	}
+	return false
+}
+
 type SiteCard struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Gpu           string                 `protobuf:"bytes,1,opt,name=gpu,proto3" json:"gpu,omitempty"`             // id
@@ -2001,7 +2237,7 @@ type SiteCard struct {
 
 func (x *SiteCard) Reset() {
 	*x = SiteCard{}
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[29]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2013,7 +2249,7 @@ func (x *SiteCard) String() string {
 func (*SiteCard) ProtoMessage() {}
 
 func (x *SiteCard) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_migrate_proto_msgTypes[29]
+	mi := &file_gpuctl_v1_migrate_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2026,7 +2262,7 @@ func (x *SiteCard) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SiteCard.ProtoReflect.Descriptor instead.
 func (*SiteCard) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{29}
+	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{32}
 }
 
 func (x *SiteCard) GetGpu() string {
@@ -2077,7 +2313,7 @@ const file_gpuctl_v1_migrate_proto_rawDesc = "" +
 	"\vdeadline_ms\x18\x05 \x01(\x03R\n" +
 	"deadlineMs\x12\x1d\n" +
 	"\n" +
-	"force_cold\x18\x06 \x01(\bR\tforceCold\"\xfd\x02\n" +
+	"force_cold\x18\x06 \x01(\bR\tforceCold\"\x91\x03\n" +
 	"\x13MachinePlanResponse\x12\x18\n" +
 	"\amachine\x18\x01 \x01(\tR\amachine\x12\x12\n" +
 	"\x04host\x18\x02 \x01(\tR\x04host\x12\x12\n" +
@@ -2091,7 +2327,8 @@ const file_gpuctl_v1_migrate_proto_rawDesc = "" +
 	"\bsessions\x18\b \x01(\rR\bsessions\x12\x12\n" +
 	"\x04cold\x18\t \x01(\bR\x04cold\x124\n" +
 	"\fwarm_reasons\x18\n" +
-	" \x03(\v2\x11.gpuctl.v1.ReasonR\vwarmReasons\"\xe1\x01\n" +
+	" \x03(\v2\x11.gpuctl.v1.ReasonR\vwarmReasons\x12\x12\n" +
+	"\x04away\x18\v \x01(\x04R\x04away\"\xe1\x01\n" +
 	"\x10MachineCandidate\x12\x12\n" +
 	"\x04host\x18\x01 \x01(\tR\x04host\x12\x10\n" +
 	"\x03gpu\x18\x02 \x01(\tR\x03gpu\x12\x14\n" +
@@ -2147,7 +2384,12 @@ const file_gpuctl_v1_migrate_proto_rawDesc = "" +
 	"\vSiteMachine\x12\x12\n" +
 	"\x04uuid\x18\x01 \x01(\tR\x04uuid\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12\x1c\n" +
-	"\tmigration\x18\x03 \x01(\tR\tmigration\"\n" +
+	"\tmigration\x18\x03 \x01(\tR\tmigration\"=\n" +
+	"\x13SitePrepareResponse\x12&\n" +
+	"\x02id\x18\x01 \x01(\v2\x16.gpuctl.v1.PCIIdentityR\x02id\"m\n" +
+	"\x11SiteExpectRequest\x120\n" +
+	"\amachine\x18\x01 \x01(\v2\x16.gpuctl.v1.SiteMachineR\amachine\x12&\n" +
+	"\x02id\x18\x02 \x01(\v2\x16.gpuctl.v1.PCIIdentityR\x02id\"\n" +
 	"\n" +
 	"\bSiteDone\"T\n" +
 	"\x0eSiteDefinition\x120\n" +
@@ -2165,13 +2407,23 @@ const file_gpuctl_v1_migrate_proto_rawDesc = "" +
 	"\x02to\x18\x02 \x01(\tR\x02to\"8\n" +
 	"\fSiteProgress\x12\x12\n" +
 	"\x04done\x18\x01 \x01(\x04R\x04done\x12\x14\n" +
-	"\x05total\x18\x02 \x01(\x04R\x05total\"2\n" +
+	"\x05total\x18\x02 \x01(\x04R\x05total\"\x9b\x01\n" +
 	"\x14SiteSessionsResponse\x12\x1a\n" +
-	"\bsessions\x18\x01 \x03(\tR\bsessions\"u\n" +
+	"\bsessions\x18\x01 \x03(\tR\bsessions\x125\n" +
+	"\x05hello\x18\x02 \x01(\v2\x1f.gpuctl.v1.HelloResponseSummaryR\x05hello\x120\n" +
+	"\arunning\x18\x03 \x03(\v2\x16.gpuctl.v1.SiteSessionR\arunning\"\x99\x01\n" +
 	"\x13SiteSessionsRequest\x120\n" +
 	"\amachine\x18\x01 \x01(\v2\x16.gpuctl.v1.SiteMachineR\amachine\x12\x10\n" +
 	"\x03gpu\x18\x02 \x01(\tR\x03gpu\x12\x1a\n" +
-	"\bsessions\x18\x03 \x03(\tR\bsessions\"\x82\x04\n" +
+	"\bsessions\x18\x03 \x03(\tR\bsessions\x12\x12\n" +
+	"\x04away\x18\x04 \x03(\tR\x04away\x12\x0e\n" +
+	"\x02to\x18\x05 \x01(\tR\x02to\"\xcc\x01\n" +
+	"\x0fSiteKeepRequest\x120\n" +
+	"\amachine\x18\x01 \x01(\v2\x16.gpuctl.v1.SiteMachineR\amachine\x12\x18\n" +
+	"\asession\x18\x02 \x01(\tR\asession\x12(\n" +
+	"\x04mark\x18\x03 \x01(\v2\x14.gpuctl.v1.StateMarkR\x04mark\x12\x16\n" +
+	"\x06expect\x18\x04 \x01(\x04R\x06expect\x12+\n" +
+	"\x05chunk\x18\x05 \x01(\v2\x15.gpuctl.v1.StateChunkR\x05chunk\"\x82\x04\n" +
 	"\x10SiteMachineFacts\x12\x12\n" +
 	"\x04uuid\x18\x01 \x01(\tR\x04uuid\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12\x14\n" +
@@ -2192,14 +2444,15 @@ const file_gpuctl_v1_migrate_proto_rawDesc = "" +
 	"\x06stored\x18\x0f \x01(\bR\x06stored\x12\x1e\n" +
 	"\n" +
 	"persistent\x18\x10 \x01(\bR\n" +
-	"persistent\"\xae\x01\n" +
+	"persistent\"\xc2\x01\n" +
 	"\x14HelloResponseSummary\x12\x18\n" +
 	"\aversion\x18\x01 \x01(\tR\aversion\x12\x1a\n" +
 	"\bprotocol\x18\x02 \x01(\rR\bprotocol\x12\x18\n" +
 	"\ahotplug\x18\x03 \x01(\bR\ahotplug\x12%\n" +
 	"\x0ehotplug_reason\x18\x04 \x01(\tR\rhotplugReason\x12\x1f\n" +
 	"\vfree_memory\x18\x05 \x01(\x04R\n" +
-	"freeMemory\"w\n" +
+	"freeMemory\x12\x12\n" +
+	"\x04bulk\x18\x06 \x01(\x04R\x04bulk\"w\n" +
 	"\vSiteSession\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12\x18\n" +
 	"\acommand\x18\x02 \x01(\tR\acommand\x12&\n" +
@@ -2220,7 +2473,7 @@ const file_gpuctl_v1_migrate_proto_rawDesc = "" +
 	"\x04type\x18\x05 \x01(\tR\x04type\"]\n" +
 	"\x11SiteServesRequest\x12\x12\n" +
 	"\x04uuid\x18\x01 \x01(\tR\x04uuid\x124\n" +
-	"\tfunctions\x18\x02 \x03(\v2\x16.gpuctl.v1.PCIIdentityR\tfunctions\"\xcf\x01\n" +
+	"\tfunctions\x18\x02 \x03(\v2\x16.gpuctl.v1.PCIIdentityR\tfunctions\"\xf9\x01\n" +
 	"\rSiteHostFacts\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x1e\n" +
 	"\n" +
@@ -2231,7 +2484,9 @@ const file_gpuctl_v1_migrate_proto_rawDesc = "" +
 	"\amissing\x18\x04 \x03(\tR\amissing\x12\x12\n" +
 	"\x04link\x18\x05 \x01(\x04R\x04link\x12\x10\n" +
 	"\x03cpu\x18\x06 \x01(\tR\x03cpu\x12)\n" +
-	"\x05cards\x18\a \x03(\v2\x13.gpuctl.v1.SiteCardR\x05cards\"\x92\x01\n" +
+	"\x05cards\x18\a \x03(\v2\x13.gpuctl.v1.SiteCardR\x05cards\x12\x12\n" +
+	"\x04keep\x18\b \x01(\x04R\x04keep\x12\x14\n" +
+	"\x05keeps\x18\t \x01(\bR\x05keeps\"\x92\x01\n" +
 	"\bSiteCard\x12\x10\n" +
 	"\x03gpu\x18\x01 \x01(\tR\x03gpu\x12\x16\n" +
 	"\x06holder\x18\x02 \x01(\tR\x06holder\x12\x16\n" +
@@ -2243,15 +2498,15 @@ const file_gpuctl_v1_migrate_proto_rawDesc = "" +
 	"\x05Start\x12\x1e.gpuctl.v1.MachineStartRequest\x1a\x1a.gpuctl.v1.MachineProgress0\x01\x12E\n" +
 	"\x05Watch\x12\x1e.gpuctl.v1.MachineWatchRequest\x1a\x1a.gpuctl.v1.MachineProgress0\x01\x12H\n" +
 	"\x05Abort\x12\x1e.gpuctl.v1.MachineAbortRequest\x1a\x1f.gpuctl.v1.MachineAbortResponse\x12K\n" +
-	"\x06Resume\x12\x1f.gpuctl.v1.MachineResumeRequest\x1a .gpuctl.v1.MachineResumeResponse2\xab\n" +
-	"\n" +
+	"\x06Resume\x12\x1f.gpuctl.v1.MachineResumeRequest\x1a .gpuctl.v1.MachineResumeResponse2\xab\f\n" +
 	"\vSiteService\x12C\n" +
 	"\fMachineFacts\x12\x16.gpuctl.v1.SiteMachine\x1a\x1b.gpuctl.v1.SiteMachineFacts\x12A\n" +
 	"\x06Serves\x12\x1c.gpuctl.v1.SiteServesRequest\x1a\x19.gpuctl.v1.ServesResponse\x12F\n" +
 	"\tHostFacts\x12\x1f.gpuctl.v1.SiteHostFactsRequest\x1a\x18.gpuctl.v1.SiteHostFacts\x12=\n" +
 	"\x05Where\x12\x16.gpuctl.v1.SiteMachine\x1a\x1c.gpuctl.v1.SiteWhereResponse\x12:\n" +
-	"\aReserve\x12\x1a.gpuctl.v1.SiteCardRequest\x1a\x13.gpuctl.v1.SiteDone\x12:\n" +
-	"\aPrepare\x12\x1a.gpuctl.v1.SiteCardRequest\x1a\x13.gpuctl.v1.SiteDone\x129\n" +
+	"\aReserve\x12\x1a.gpuctl.v1.SiteCardRequest\x1a\x13.gpuctl.v1.SiteDone\x12E\n" +
+	"\aPrepare\x12\x1a.gpuctl.v1.SiteCardRequest\x1a\x1e.gpuctl.v1.SitePrepareResponse\x12;\n" +
+	"\x06Expect\x12\x1c.gpuctl.v1.SiteExpectRequest\x1a\x13.gpuctl.v1.SiteDone\x129\n" +
 	"\x06Attach\x12\x1a.gpuctl.v1.SiteCardRequest\x1a\x13.gpuctl.v1.SiteDone\x129\n" +
 	"\x06Detach\x12\x1a.gpuctl.v1.SiteCardRequest\x1a\x13.gpuctl.v1.SiteDone\x12;\n" +
 	"\bGiveBack\x12\x1a.gpuctl.v1.SiteCardRequest\x1a\x13.gpuctl.v1.SiteDone\x12=\n" +
@@ -2267,7 +2522,10 @@ const file_gpuctl_v1_migrate_proto_rawDesc = "" +
 	"\n" +
 	"Definition\x12\x16.gpuctl.v1.SiteMachine\x1a\x19.gpuctl.v1.SiteDefinition\x128\n" +
 	"\x06Define\x12\x19.gpuctl.v1.SiteDefinition\x1a\x13.gpuctl.v1.SiteDone\x127\n" +
-	"\bUndefine\x12\x16.gpuctl.v1.SiteMachine\x1a\x13.gpuctl.v1.SiteDoneB1Z/github.com/gpuctl/gpuctl/api/gpuctl/v1;gpuctlv1b\x06proto3"
+	"\bUndefine\x12\x16.gpuctl.v1.SiteMachine\x1a\x13.gpuctl.v1.SiteDone\x129\n" +
+	"\x04Keep\x12\x1a.gpuctl.v1.SiteKeepRequest\x1a\x13.gpuctl.v1.SiteDone(\x01\x12D\n" +
+	"\aDeposit\x12\x1e.gpuctl.v1.SiteSessionsRequest\x1a\x17.gpuctl.v1.SiteProgress0\x01\x125\n" +
+	"\x06Forget\x12\x16.gpuctl.v1.SiteMachine\x1a\x13.gpuctl.v1.SiteDoneB1Z/github.com/gpuctl/gpuctl/api/gpuctl/v1;gpuctlv1b\x06proto3"
 
 var (
 	file_gpuctl_v1_migrate_proto_rawDescOnce sync.Once
@@ -2281,7 +2539,7 @@ func file_gpuctl_v1_migrate_proto_rawDescGZIP() []byte {
 	return file_gpuctl_v1_migrate_proto_rawDescData
 }
 
-var file_gpuctl_v1_migrate_proto_msgTypes = make([]protoimpl.MessageInfo, 30)
+var file_gpuctl_v1_migrate_proto_msgTypes = make([]protoimpl.MessageInfo, 33)
 var file_gpuctl_v1_migrate_proto_goTypes = []any{
 	(*MachinePlanRequest)(nil),    // 0: gpuctl.v1.MachinePlanRequest
 	(*MachinePlanResponse)(nil),   // 1: gpuctl.v1.MachinePlanResponse
@@ -2296,108 +2554,129 @@ var file_gpuctl_v1_migrate_proto_goTypes = []any{
 	(*MachineResumeRequest)(nil),  // 10: gpuctl.v1.MachineResumeRequest
 	(*MachineResumeResponse)(nil), // 11: gpuctl.v1.MachineResumeResponse
 	(*SiteMachine)(nil),           // 12: gpuctl.v1.SiteMachine
-	(*SiteDone)(nil),              // 13: gpuctl.v1.SiteDone
-	(*SiteDefinition)(nil),        // 14: gpuctl.v1.SiteDefinition
-	(*SiteWhereResponse)(nil),     // 15: gpuctl.v1.SiteWhereResponse
-	(*SiteCardRequest)(nil),       // 16: gpuctl.v1.SiteCardRequest
-	(*SiteMoveRequest)(nil),       // 17: gpuctl.v1.SiteMoveRequest
-	(*SiteProgress)(nil),          // 18: gpuctl.v1.SiteProgress
-	(*SiteSessionsResponse)(nil),  // 19: gpuctl.v1.SiteSessionsResponse
-	(*SiteSessionsRequest)(nil),   // 20: gpuctl.v1.SiteSessionsRequest
-	(*SiteMachineFacts)(nil),      // 21: gpuctl.v1.SiteMachineFacts
-	(*HelloResponseSummary)(nil),  // 22: gpuctl.v1.HelloResponseSummary
-	(*SiteSession)(nil),           // 23: gpuctl.v1.SiteSession
-	(*SiteDisk)(nil),              // 24: gpuctl.v1.SiteDisk
-	(*SiteHostFactsRequest)(nil),  // 25: gpuctl.v1.SiteHostFactsRequest
-	(*SiteCPU)(nil),               // 26: gpuctl.v1.SiteCPU
-	(*SiteServesRequest)(nil),     // 27: gpuctl.v1.SiteServesRequest
-	(*SiteHostFacts)(nil),         // 28: gpuctl.v1.SiteHostFacts
-	(*SiteCard)(nil),              // 29: gpuctl.v1.SiteCard
-	(*Reason)(nil),                // 30: gpuctl.v1.Reason
-	(*Usage)(nil),                 // 31: gpuctl.v1.Usage
-	(*PCIIdentity)(nil),           // 32: gpuctl.v1.PCIIdentity
-	(*ServesResponse)(nil),        // 33: gpuctl.v1.ServesResponse
+	(*SitePrepareResponse)(nil),   // 13: gpuctl.v1.SitePrepareResponse
+	(*SiteExpectRequest)(nil),     // 14: gpuctl.v1.SiteExpectRequest
+	(*SiteDone)(nil),              // 15: gpuctl.v1.SiteDone
+	(*SiteDefinition)(nil),        // 16: gpuctl.v1.SiteDefinition
+	(*SiteWhereResponse)(nil),     // 17: gpuctl.v1.SiteWhereResponse
+	(*SiteCardRequest)(nil),       // 18: gpuctl.v1.SiteCardRequest
+	(*SiteMoveRequest)(nil),       // 19: gpuctl.v1.SiteMoveRequest
+	(*SiteProgress)(nil),          // 20: gpuctl.v1.SiteProgress
+	(*SiteSessionsResponse)(nil),  // 21: gpuctl.v1.SiteSessionsResponse
+	(*SiteSessionsRequest)(nil),   // 22: gpuctl.v1.SiteSessionsRequest
+	(*SiteKeepRequest)(nil),       // 23: gpuctl.v1.SiteKeepRequest
+	(*SiteMachineFacts)(nil),      // 24: gpuctl.v1.SiteMachineFacts
+	(*HelloResponseSummary)(nil),  // 25: gpuctl.v1.HelloResponseSummary
+	(*SiteSession)(nil),           // 26: gpuctl.v1.SiteSession
+	(*SiteDisk)(nil),              // 27: gpuctl.v1.SiteDisk
+	(*SiteHostFactsRequest)(nil),  // 28: gpuctl.v1.SiteHostFactsRequest
+	(*SiteCPU)(nil),               // 29: gpuctl.v1.SiteCPU
+	(*SiteServesRequest)(nil),     // 30: gpuctl.v1.SiteServesRequest
+	(*SiteHostFacts)(nil),         // 31: gpuctl.v1.SiteHostFacts
+	(*SiteCard)(nil),              // 32: gpuctl.v1.SiteCard
+	(*Reason)(nil),                // 33: gpuctl.v1.Reason
+	(*PCIIdentity)(nil),           // 34: gpuctl.v1.PCIIdentity
+	(*StateMark)(nil),             // 35: gpuctl.v1.StateMark
+	(*StateChunk)(nil),            // 36: gpuctl.v1.StateChunk
+	(*Usage)(nil),                 // 37: gpuctl.v1.Usage
+	(*ServesResponse)(nil),        // 38: gpuctl.v1.ServesResponse
 }
 var file_gpuctl_v1_migrate_proto_depIdxs = []int32{
-	30, // 0: gpuctl.v1.MachinePlanResponse.reasons:type_name -> gpuctl.v1.Reason
+	33, // 0: gpuctl.v1.MachinePlanResponse.reasons:type_name -> gpuctl.v1.Reason
 	2,  // 1: gpuctl.v1.MachinePlanResponse.candidates:type_name -> gpuctl.v1.MachineCandidate
 	4,  // 2: gpuctl.v1.MachinePlanResponse.rejected:type_name -> gpuctl.v1.MachineRejection
-	30, // 3: gpuctl.v1.MachinePlanResponse.warm_reasons:type_name -> gpuctl.v1.Reason
+	33, // 3: gpuctl.v1.MachinePlanResponse.warm_reasons:type_name -> gpuctl.v1.Reason
 	3,  // 4: gpuctl.v1.MachineCandidate.steps:type_name -> gpuctl.v1.MachineStep
-	30, // 5: gpuctl.v1.MachineRejection.reasons:type_name -> gpuctl.v1.Reason
+	33, // 5: gpuctl.v1.MachineRejection.reasons:type_name -> gpuctl.v1.Reason
 	0,  // 6: gpuctl.v1.MachineStartRequest.plan:type_name -> gpuctl.v1.MachinePlanRequest
 	1,  // 7: gpuctl.v1.MachineProgress.refused:type_name -> gpuctl.v1.MachinePlanResponse
-	12, // 8: gpuctl.v1.SiteDefinition.machine:type_name -> gpuctl.v1.SiteMachine
-	12, // 9: gpuctl.v1.SiteCardRequest.machine:type_name -> gpuctl.v1.SiteMachine
-	12, // 10: gpuctl.v1.SiteMoveRequest.machine:type_name -> gpuctl.v1.SiteMachine
-	12, // 11: gpuctl.v1.SiteSessionsRequest.machine:type_name -> gpuctl.v1.SiteMachine
-	26, // 12: gpuctl.v1.SiteMachineFacts.cpu:type_name -> gpuctl.v1.SiteCPU
-	24, // 13: gpuctl.v1.SiteMachineFacts.disks:type_name -> gpuctl.v1.SiteDisk
-	22, // 14: gpuctl.v1.SiteMachineFacts.hello:type_name -> gpuctl.v1.HelloResponseSummary
-	23, // 15: gpuctl.v1.SiteMachineFacts.sessions:type_name -> gpuctl.v1.SiteSession
-	31, // 16: gpuctl.v1.SiteSession.usage:type_name -> gpuctl.v1.Usage
-	24, // 17: gpuctl.v1.SiteHostFactsRequest.disks:type_name -> gpuctl.v1.SiteDisk
-	26, // 18: gpuctl.v1.SiteHostFactsRequest.cpu:type_name -> gpuctl.v1.SiteCPU
-	32, // 19: gpuctl.v1.SiteServesRequest.functions:type_name -> gpuctl.v1.PCIIdentity
-	29, // 20: gpuctl.v1.SiteHostFacts.cards:type_name -> gpuctl.v1.SiteCard
-	32, // 21: gpuctl.v1.SiteCard.id:type_name -> gpuctl.v1.PCIIdentity
-	0,  // 22: gpuctl.v1.MigrationService.Plan:input_type -> gpuctl.v1.MachinePlanRequest
-	5,  // 23: gpuctl.v1.MigrationService.Start:input_type -> gpuctl.v1.MachineStartRequest
-	7,  // 24: gpuctl.v1.MigrationService.Watch:input_type -> gpuctl.v1.MachineWatchRequest
-	8,  // 25: gpuctl.v1.MigrationService.Abort:input_type -> gpuctl.v1.MachineAbortRequest
-	10, // 26: gpuctl.v1.MigrationService.Resume:input_type -> gpuctl.v1.MachineResumeRequest
-	12, // 27: gpuctl.v1.SiteService.MachineFacts:input_type -> gpuctl.v1.SiteMachine
-	27, // 28: gpuctl.v1.SiteService.Serves:input_type -> gpuctl.v1.SiteServesRequest
-	25, // 29: gpuctl.v1.SiteService.HostFacts:input_type -> gpuctl.v1.SiteHostFactsRequest
-	12, // 30: gpuctl.v1.SiteService.Where:input_type -> gpuctl.v1.SiteMachine
-	16, // 31: gpuctl.v1.SiteService.Reserve:input_type -> gpuctl.v1.SiteCardRequest
-	16, // 32: gpuctl.v1.SiteService.Prepare:input_type -> gpuctl.v1.SiteCardRequest
-	16, // 33: gpuctl.v1.SiteService.Attach:input_type -> gpuctl.v1.SiteCardRequest
-	16, // 34: gpuctl.v1.SiteService.Detach:input_type -> gpuctl.v1.SiteCardRequest
-	16, // 35: gpuctl.v1.SiteService.GiveBack:input_type -> gpuctl.v1.SiteCardRequest
-	17, // 36: gpuctl.v1.SiteService.Move:input_type -> gpuctl.v1.SiteMoveRequest
-	12, // 37: gpuctl.v1.SiteService.Sessions:input_type -> gpuctl.v1.SiteMachine
-	20, // 38: gpuctl.v1.SiteService.Freeze:input_type -> gpuctl.v1.SiteSessionsRequest
-	16, // 39: gpuctl.v1.SiteService.Release:input_type -> gpuctl.v1.SiteCardRequest
-	16, // 40: gpuctl.v1.SiteService.TakeUp:input_type -> gpuctl.v1.SiteCardRequest
-	16, // 41: gpuctl.v1.SiteService.Await:input_type -> gpuctl.v1.SiteCardRequest
-	20, // 42: gpuctl.v1.SiteService.Thaw:input_type -> gpuctl.v1.SiteSessionsRequest
-	16, // 43: gpuctl.v1.SiteService.Stop:input_type -> gpuctl.v1.SiteCardRequest
-	16, // 44: gpuctl.v1.SiteService.Start:input_type -> gpuctl.v1.SiteCardRequest
-	12, // 45: gpuctl.v1.SiteService.Definition:input_type -> gpuctl.v1.SiteMachine
-	14, // 46: gpuctl.v1.SiteService.Define:input_type -> gpuctl.v1.SiteDefinition
-	12, // 47: gpuctl.v1.SiteService.Undefine:input_type -> gpuctl.v1.SiteMachine
-	1,  // 48: gpuctl.v1.MigrationService.Plan:output_type -> gpuctl.v1.MachinePlanResponse
-	6,  // 49: gpuctl.v1.MigrationService.Start:output_type -> gpuctl.v1.MachineProgress
-	6,  // 50: gpuctl.v1.MigrationService.Watch:output_type -> gpuctl.v1.MachineProgress
-	9,  // 51: gpuctl.v1.MigrationService.Abort:output_type -> gpuctl.v1.MachineAbortResponse
-	11, // 52: gpuctl.v1.MigrationService.Resume:output_type -> gpuctl.v1.MachineResumeResponse
-	21, // 53: gpuctl.v1.SiteService.MachineFacts:output_type -> gpuctl.v1.SiteMachineFacts
-	33, // 54: gpuctl.v1.SiteService.Serves:output_type -> gpuctl.v1.ServesResponse
-	28, // 55: gpuctl.v1.SiteService.HostFacts:output_type -> gpuctl.v1.SiteHostFacts
-	15, // 56: gpuctl.v1.SiteService.Where:output_type -> gpuctl.v1.SiteWhereResponse
-	13, // 57: gpuctl.v1.SiteService.Reserve:output_type -> gpuctl.v1.SiteDone
-	13, // 58: gpuctl.v1.SiteService.Prepare:output_type -> gpuctl.v1.SiteDone
-	13, // 59: gpuctl.v1.SiteService.Attach:output_type -> gpuctl.v1.SiteDone
-	13, // 60: gpuctl.v1.SiteService.Detach:output_type -> gpuctl.v1.SiteDone
-	13, // 61: gpuctl.v1.SiteService.GiveBack:output_type -> gpuctl.v1.SiteDone
-	18, // 62: gpuctl.v1.SiteService.Move:output_type -> gpuctl.v1.SiteProgress
-	19, // 63: gpuctl.v1.SiteService.Sessions:output_type -> gpuctl.v1.SiteSessionsResponse
-	18, // 64: gpuctl.v1.SiteService.Freeze:output_type -> gpuctl.v1.SiteProgress
-	13, // 65: gpuctl.v1.SiteService.Release:output_type -> gpuctl.v1.SiteDone
-	13, // 66: gpuctl.v1.SiteService.TakeUp:output_type -> gpuctl.v1.SiteDone
-	13, // 67: gpuctl.v1.SiteService.Await:output_type -> gpuctl.v1.SiteDone
-	18, // 68: gpuctl.v1.SiteService.Thaw:output_type -> gpuctl.v1.SiteProgress
-	13, // 69: gpuctl.v1.SiteService.Stop:output_type -> gpuctl.v1.SiteDone
-	13, // 70: gpuctl.v1.SiteService.Start:output_type -> gpuctl.v1.SiteDone
-	14, // 71: gpuctl.v1.SiteService.Definition:output_type -> gpuctl.v1.SiteDefinition
-	13, // 72: gpuctl.v1.SiteService.Define:output_type -> gpuctl.v1.SiteDone
-	13, // 73: gpuctl.v1.SiteService.Undefine:output_type -> gpuctl.v1.SiteDone
-	48, // [48:74] is the sub-list for method output_type
-	22, // [22:48] is the sub-list for method input_type
-	22, // [22:22] is the sub-list for extension type_name
-	22, // [22:22] is the sub-list for extension extendee
-	0,  // [0:22] is the sub-list for field type_name
+	34, // 8: gpuctl.v1.SitePrepareResponse.id:type_name -> gpuctl.v1.PCIIdentity
+	12, // 9: gpuctl.v1.SiteExpectRequest.machine:type_name -> gpuctl.v1.SiteMachine
+	34, // 10: gpuctl.v1.SiteExpectRequest.id:type_name -> gpuctl.v1.PCIIdentity
+	12, // 11: gpuctl.v1.SiteDefinition.machine:type_name -> gpuctl.v1.SiteMachine
+	12, // 12: gpuctl.v1.SiteCardRequest.machine:type_name -> gpuctl.v1.SiteMachine
+	12, // 13: gpuctl.v1.SiteMoveRequest.machine:type_name -> gpuctl.v1.SiteMachine
+	25, // 14: gpuctl.v1.SiteSessionsResponse.hello:type_name -> gpuctl.v1.HelloResponseSummary
+	26, // 15: gpuctl.v1.SiteSessionsResponse.running:type_name -> gpuctl.v1.SiteSession
+	12, // 16: gpuctl.v1.SiteSessionsRequest.machine:type_name -> gpuctl.v1.SiteMachine
+	12, // 17: gpuctl.v1.SiteKeepRequest.machine:type_name -> gpuctl.v1.SiteMachine
+	35, // 18: gpuctl.v1.SiteKeepRequest.mark:type_name -> gpuctl.v1.StateMark
+	36, // 19: gpuctl.v1.SiteKeepRequest.chunk:type_name -> gpuctl.v1.StateChunk
+	29, // 20: gpuctl.v1.SiteMachineFacts.cpu:type_name -> gpuctl.v1.SiteCPU
+	27, // 21: gpuctl.v1.SiteMachineFacts.disks:type_name -> gpuctl.v1.SiteDisk
+	25, // 22: gpuctl.v1.SiteMachineFacts.hello:type_name -> gpuctl.v1.HelloResponseSummary
+	26, // 23: gpuctl.v1.SiteMachineFacts.sessions:type_name -> gpuctl.v1.SiteSession
+	37, // 24: gpuctl.v1.SiteSession.usage:type_name -> gpuctl.v1.Usage
+	27, // 25: gpuctl.v1.SiteHostFactsRequest.disks:type_name -> gpuctl.v1.SiteDisk
+	29, // 26: gpuctl.v1.SiteHostFactsRequest.cpu:type_name -> gpuctl.v1.SiteCPU
+	34, // 27: gpuctl.v1.SiteServesRequest.functions:type_name -> gpuctl.v1.PCIIdentity
+	32, // 28: gpuctl.v1.SiteHostFacts.cards:type_name -> gpuctl.v1.SiteCard
+	34, // 29: gpuctl.v1.SiteCard.id:type_name -> gpuctl.v1.PCIIdentity
+	0,  // 30: gpuctl.v1.MigrationService.Plan:input_type -> gpuctl.v1.MachinePlanRequest
+	5,  // 31: gpuctl.v1.MigrationService.Start:input_type -> gpuctl.v1.MachineStartRequest
+	7,  // 32: gpuctl.v1.MigrationService.Watch:input_type -> gpuctl.v1.MachineWatchRequest
+	8,  // 33: gpuctl.v1.MigrationService.Abort:input_type -> gpuctl.v1.MachineAbortRequest
+	10, // 34: gpuctl.v1.MigrationService.Resume:input_type -> gpuctl.v1.MachineResumeRequest
+	12, // 35: gpuctl.v1.SiteService.MachineFacts:input_type -> gpuctl.v1.SiteMachine
+	30, // 36: gpuctl.v1.SiteService.Serves:input_type -> gpuctl.v1.SiteServesRequest
+	28, // 37: gpuctl.v1.SiteService.HostFacts:input_type -> gpuctl.v1.SiteHostFactsRequest
+	12, // 38: gpuctl.v1.SiteService.Where:input_type -> gpuctl.v1.SiteMachine
+	18, // 39: gpuctl.v1.SiteService.Reserve:input_type -> gpuctl.v1.SiteCardRequest
+	18, // 40: gpuctl.v1.SiteService.Prepare:input_type -> gpuctl.v1.SiteCardRequest
+	14, // 41: gpuctl.v1.SiteService.Expect:input_type -> gpuctl.v1.SiteExpectRequest
+	18, // 42: gpuctl.v1.SiteService.Attach:input_type -> gpuctl.v1.SiteCardRequest
+	18, // 43: gpuctl.v1.SiteService.Detach:input_type -> gpuctl.v1.SiteCardRequest
+	18, // 44: gpuctl.v1.SiteService.GiveBack:input_type -> gpuctl.v1.SiteCardRequest
+	19, // 45: gpuctl.v1.SiteService.Move:input_type -> gpuctl.v1.SiteMoveRequest
+	12, // 46: gpuctl.v1.SiteService.Sessions:input_type -> gpuctl.v1.SiteMachine
+	22, // 47: gpuctl.v1.SiteService.Freeze:input_type -> gpuctl.v1.SiteSessionsRequest
+	18, // 48: gpuctl.v1.SiteService.Release:input_type -> gpuctl.v1.SiteCardRequest
+	18, // 49: gpuctl.v1.SiteService.TakeUp:input_type -> gpuctl.v1.SiteCardRequest
+	18, // 50: gpuctl.v1.SiteService.Await:input_type -> gpuctl.v1.SiteCardRequest
+	22, // 51: gpuctl.v1.SiteService.Thaw:input_type -> gpuctl.v1.SiteSessionsRequest
+	18, // 52: gpuctl.v1.SiteService.Stop:input_type -> gpuctl.v1.SiteCardRequest
+	18, // 53: gpuctl.v1.SiteService.Start:input_type -> gpuctl.v1.SiteCardRequest
+	12, // 54: gpuctl.v1.SiteService.Definition:input_type -> gpuctl.v1.SiteMachine
+	16, // 55: gpuctl.v1.SiteService.Define:input_type -> gpuctl.v1.SiteDefinition
+	12, // 56: gpuctl.v1.SiteService.Undefine:input_type -> gpuctl.v1.SiteMachine
+	23, // 57: gpuctl.v1.SiteService.Keep:input_type -> gpuctl.v1.SiteKeepRequest
+	22, // 58: gpuctl.v1.SiteService.Deposit:input_type -> gpuctl.v1.SiteSessionsRequest
+	12, // 59: gpuctl.v1.SiteService.Forget:input_type -> gpuctl.v1.SiteMachine
+	1,  // 60: gpuctl.v1.MigrationService.Plan:output_type -> gpuctl.v1.MachinePlanResponse
+	6,  // 61: gpuctl.v1.MigrationService.Start:output_type -> gpuctl.v1.MachineProgress
+	6,  // 62: gpuctl.v1.MigrationService.Watch:output_type -> gpuctl.v1.MachineProgress
+	9,  // 63: gpuctl.v1.MigrationService.Abort:output_type -> gpuctl.v1.MachineAbortResponse
+	11, // 64: gpuctl.v1.MigrationService.Resume:output_type -> gpuctl.v1.MachineResumeResponse
+	24, // 65: gpuctl.v1.SiteService.MachineFacts:output_type -> gpuctl.v1.SiteMachineFacts
+	38, // 66: gpuctl.v1.SiteService.Serves:output_type -> gpuctl.v1.ServesResponse
+	31, // 67: gpuctl.v1.SiteService.HostFacts:output_type -> gpuctl.v1.SiteHostFacts
+	17, // 68: gpuctl.v1.SiteService.Where:output_type -> gpuctl.v1.SiteWhereResponse
+	15, // 69: gpuctl.v1.SiteService.Reserve:output_type -> gpuctl.v1.SiteDone
+	13, // 70: gpuctl.v1.SiteService.Prepare:output_type -> gpuctl.v1.SitePrepareResponse
+	15, // 71: gpuctl.v1.SiteService.Expect:output_type -> gpuctl.v1.SiteDone
+	15, // 72: gpuctl.v1.SiteService.Attach:output_type -> gpuctl.v1.SiteDone
+	15, // 73: gpuctl.v1.SiteService.Detach:output_type -> gpuctl.v1.SiteDone
+	15, // 74: gpuctl.v1.SiteService.GiveBack:output_type -> gpuctl.v1.SiteDone
+	20, // 75: gpuctl.v1.SiteService.Move:output_type -> gpuctl.v1.SiteProgress
+	21, // 76: gpuctl.v1.SiteService.Sessions:output_type -> gpuctl.v1.SiteSessionsResponse
+	20, // 77: gpuctl.v1.SiteService.Freeze:output_type -> gpuctl.v1.SiteProgress
+	15, // 78: gpuctl.v1.SiteService.Release:output_type -> gpuctl.v1.SiteDone
+	15, // 79: gpuctl.v1.SiteService.TakeUp:output_type -> gpuctl.v1.SiteDone
+	15, // 80: gpuctl.v1.SiteService.Await:output_type -> gpuctl.v1.SiteDone
+	20, // 81: gpuctl.v1.SiteService.Thaw:output_type -> gpuctl.v1.SiteProgress
+	15, // 82: gpuctl.v1.SiteService.Stop:output_type -> gpuctl.v1.SiteDone
+	15, // 83: gpuctl.v1.SiteService.Start:output_type -> gpuctl.v1.SiteDone
+	16, // 84: gpuctl.v1.SiteService.Definition:output_type -> gpuctl.v1.SiteDefinition
+	15, // 85: gpuctl.v1.SiteService.Define:output_type -> gpuctl.v1.SiteDone
+	15, // 86: gpuctl.v1.SiteService.Undefine:output_type -> gpuctl.v1.SiteDone
+	15, // 87: gpuctl.v1.SiteService.Keep:output_type -> gpuctl.v1.SiteDone
+	20, // 88: gpuctl.v1.SiteService.Deposit:output_type -> gpuctl.v1.SiteProgress
+	15, // 89: gpuctl.v1.SiteService.Forget:output_type -> gpuctl.v1.SiteDone
+	60, // [60:90] is the sub-list for method output_type
+	30, // [30:60] is the sub-list for method input_type
+	30, // [30:30] is the sub-list for extension type_name
+	30, // [30:30] is the sub-list for extension extendee
+	0,  // [0:30] is the sub-list for field type_name
 }
 
 func init() { file_gpuctl_v1_migrate_proto_init() }
@@ -2413,7 +2692,7 @@ func file_gpuctl_v1_migrate_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_gpuctl_v1_migrate_proto_rawDesc), len(file_gpuctl_v1_migrate_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   30,
+			NumMessages:   33,
 			NumExtensions: 0,
 			NumServices:   2,
 		},

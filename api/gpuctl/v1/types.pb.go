@@ -757,8 +757,9 @@ type Session struct {
 	StartedUnixMs int64                  `protobuf:"varint,8,opt,name=started_unix_ms,json=startedUnixMs,proto3" json:"started_unix_ms,omitempty"`
 	Message       string                 `protobuf:"bytes,9,opt,name=message,proto3" json:"message,omitempty"`                             // why it is lost, where it is suspended to
 	Generation    uint32                 `protobuf:"varint,10,opt,name=generation,proto3" json:"generation,omitempty"`                     // of its executor; grows with every swap
-	SuspendedTo   string                 `protobuf:"bytes,11,opt,name=suspended_to,json=suspendedTo,proto3" json:"suspended_to,omitempty"` // "memory" or a file
+	SuspendedTo   string                 `protobuf:"bytes,11,opt,name=suspended_to,json=suspendedTo,proto3" json:"suspended_to,omitempty"` // "memory", "away" or a file
 	Device        *VirtualDevice         `protobuf:"bytes,12,opt,name=device,proto3" json:"device,omitempty"`
+	Away          *StateMark             `protobuf:"bytes,13,opt,name=away,proto3" json:"away,omitempty"` // of a state that is away: what is to come back
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -877,6 +878,128 @@ func (x *Session) GetDevice() *VirtualDevice {
 	return nil
 }
 
+func (x *Session) GetAway() *StateMark {
+	if x != nil {
+		return x.Away
+	}
+	return nil
+}
+
+// StateMark tells one session's state from every other.
+type StateMark struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Id            string                 `protobuf:"bytes,1,opt,name=id,proto3" json:"id,omitempty"`         // chosen by who had it taken
+	Size          uint64                 `protobuf:"varint,2,opt,name=size,proto3" json:"size,omitempty"`    // bytes
+	Digest        []byte                 `protobuf:"bytes,3,opt,name=digest,proto3" json:"digest,omitempty"` // SHA-256 of them
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *StateMark) Reset() {
+	*x = StateMark{}
+	mi := &file_gpuctl_v1_types_proto_msgTypes[7]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *StateMark) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*StateMark) ProtoMessage() {}
+
+func (x *StateMark) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_types_proto_msgTypes[7]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use StateMark.ProtoReflect.Descriptor instead.
+func (*StateMark) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{7}
+}
+
+func (x *StateMark) GetId() string {
+	if x != nil {
+		return x.Id
+	}
+	return ""
+}
+
+func (x *StateMark) GetSize() uint64 {
+	if x != nil {
+		return x.Size
+	}
+	return 0
+}
+
+func (x *StateMark) GetDigest() []byte {
+	if x != nil {
+		return x.Digest
+	}
+	return nil
+}
+
+// StateChunk is a part of a state on its way, in order. A stream that has no
+// mark in its last message was cut off, whatever else is said of it.
+type StateChunk struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Data          []byte                 `protobuf:"bytes,1,opt,name=data,proto3" json:"data,omitempty"` // at most 128 KiB
+	Mark          *StateMark             `protobuf:"bytes,2,opt,name=mark,proto3" json:"mark,omitempty"` // in the last message only: of all that came
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *StateChunk) Reset() {
+	*x = StateChunk{}
+	mi := &file_gpuctl_v1_types_proto_msgTypes[8]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *StateChunk) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*StateChunk) ProtoMessage() {}
+
+func (x *StateChunk) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_types_proto_msgTypes[8]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use StateChunk.ProtoReflect.Descriptor instead.
+func (*StateChunk) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{8}
+}
+
+func (x *StateChunk) GetData() []byte {
+	if x != nil {
+		return x.Data
+	}
+	return nil
+}
+
+func (x *StateChunk) GetMark() *StateMark {
+	if x != nil {
+		return x.Mark
+	}
+	return nil
+}
+
 // Progress reports one moment of a long operation.
 type Progress struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
@@ -893,7 +1016,7 @@ type Progress struct {
 
 func (x *Progress) Reset() {
 	*x = Progress{}
-	mi := &file_gpuctl_v1_types_proto_msgTypes[7]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -905,7 +1028,7 @@ func (x *Progress) String() string {
 func (*Progress) ProtoMessage() {}
 
 func (x *Progress) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_types_proto_msgTypes[7]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -918,7 +1041,7 @@ func (x *Progress) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Progress.ProtoReflect.Descriptor instead.
 func (*Progress) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{7}
+	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *Progress) GetStep() string {
@@ -981,7 +1104,7 @@ type StepTime struct {
 
 func (x *StepTime) Reset() {
 	*x = StepTime{}
-	mi := &file_gpuctl_v1_types_proto_msgTypes[8]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -993,7 +1116,7 @@ func (x *StepTime) String() string {
 func (*StepTime) ProtoMessage() {}
 
 func (x *StepTime) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_types_proto_msgTypes[8]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1006,7 +1129,7 @@ func (x *StepTime) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StepTime.ProtoReflect.Descriptor instead.
 func (*StepTime) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{8}
+	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *StepTime) GetStep() string {
@@ -1048,7 +1171,7 @@ type SwapResult struct {
 
 func (x *SwapResult) Reset() {
 	*x = SwapResult{}
-	mi := &file_gpuctl_v1_types_proto_msgTypes[9]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1060,7 +1183,7 @@ func (x *SwapResult) String() string {
 func (*SwapResult) ProtoMessage() {}
 
 func (x *SwapResult) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_types_proto_msgTypes[9]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1073,7 +1196,7 @@ func (x *SwapResult) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SwapResult.ProtoReflect.Descriptor instead.
 func (*SwapResult) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{9}
+	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *SwapResult) GetSession() *Session {
@@ -1221,7 +1344,7 @@ const file_gpuctl_v1_types_proto_rawDesc = "" +
 	"\x05calls\x18\r \x01(\x04R\x05calls\x12\x1a\n" +
 	"\blaunches\x18\x0e \x01(\x04R\blaunches\x12\x12\n" +
 	"\x04held\x18\x0f \x01(\rR\x04held\x12\x16\n" +
-	"\x06mapped\x18\x10 \x01(\rR\x06mapped\"\x94\x03\n" +
+	"\x06mapped\x18\x10 \x01(\rR\x06mapped\"\xbe\x03\n" +
 	"\aSession\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12\x14\n" +
 	"\x05claim\x18\x02 \x01(\tR\x05claim\x12\x10\n" +
@@ -1237,7 +1360,16 @@ const file_gpuctl_v1_types_proto_rawDesc = "" +
 	" \x01(\rR\n" +
 	"generation\x12!\n" +
 	"\fsuspended_to\x18\v \x01(\tR\vsuspendedTo\x120\n" +
-	"\x06device\x18\f \x01(\v2\x18.gpuctl.v1.VirtualDeviceR\x06device\"\xdc\x01\n" +
+	"\x06device\x18\f \x01(\v2\x18.gpuctl.v1.VirtualDeviceR\x06device\x12(\n" +
+	"\x04away\x18\r \x01(\v2\x14.gpuctl.v1.StateMarkR\x04away\"G\n" +
+	"\tStateMark\x12\x0e\n" +
+	"\x02id\x18\x01 \x01(\tR\x02id\x12\x12\n" +
+	"\x04size\x18\x02 \x01(\x04R\x04size\x12\x16\n" +
+	"\x06digest\x18\x03 \x01(\fR\x06digest\"J\n" +
+	"\n" +
+	"StateChunk\x12\x12\n" +
+	"\x04data\x18\x01 \x01(\fR\x04data\x12(\n" +
+	"\x04mark\x18\x02 \x01(\v2\x14.gpuctl.v1.StateMarkR\x04mark\"\xdc\x01\n" +
 	"\bProgress\x12\x12\n" +
 	"\x04step\x18\x01 \x01(\tR\x04step\x12\x1d\n" +
 	"\n" +
@@ -1290,7 +1422,7 @@ func file_gpuctl_v1_types_proto_rawDescGZIP() []byte {
 }
 
 var file_gpuctl_v1_types_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_gpuctl_v1_types_proto_msgTypes = make([]protoimpl.MessageInfo, 11)
+var file_gpuctl_v1_types_proto_msgTypes = make([]protoimpl.MessageInfo, 13)
 var file_gpuctl_v1_types_proto_goTypes = []any{
 	(SessionState)(0),     // 0: gpuctl.v1.SessionState
 	(*Limits)(nil),        // 1: gpuctl.v1.Limits
@@ -1300,28 +1432,32 @@ var file_gpuctl_v1_types_proto_goTypes = []any{
 	(*Reason)(nil),        // 5: gpuctl.v1.Reason
 	(*Usage)(nil),         // 6: gpuctl.v1.Usage
 	(*Session)(nil),       // 7: gpuctl.v1.Session
-	(*Progress)(nil),      // 8: gpuctl.v1.Progress
-	(*StepTime)(nil),      // 9: gpuctl.v1.StepTime
-	(*SwapResult)(nil),    // 10: gpuctl.v1.SwapResult
-	nil,                   // 11: gpuctl.v1.Runtime.EnvEntry
+	(*StateMark)(nil),     // 8: gpuctl.v1.StateMark
+	(*StateChunk)(nil),    // 9: gpuctl.v1.StateChunk
+	(*Progress)(nil),      // 10: gpuctl.v1.Progress
+	(*StepTime)(nil),      // 11: gpuctl.v1.StepTime
+	(*SwapResult)(nil),    // 12: gpuctl.v1.SwapResult
+	nil,                   // 13: gpuctl.v1.Runtime.EnvEntry
 }
 var file_gpuctl_v1_types_proto_depIdxs = []int32{
-	11, // 0: gpuctl.v1.Runtime.env:type_name -> gpuctl.v1.Runtime.EnvEntry
+	13, // 0: gpuctl.v1.Runtime.env:type_name -> gpuctl.v1.Runtime.EnvEntry
 	2,  // 1: gpuctl.v1.Target.runtime:type_name -> gpuctl.v1.Runtime
 	1,  // 2: gpuctl.v1.Target.limits:type_name -> gpuctl.v1.Limits
 	0,  // 3: gpuctl.v1.Session.state:type_name -> gpuctl.v1.SessionState
 	4,  // 4: gpuctl.v1.Session.target:type_name -> gpuctl.v1.Target
 	6,  // 5: gpuctl.v1.Session.usage:type_name -> gpuctl.v1.Usage
 	3,  // 6: gpuctl.v1.Session.device:type_name -> gpuctl.v1.VirtualDevice
-	10, // 7: gpuctl.v1.Progress.result:type_name -> gpuctl.v1.SwapResult
-	7,  // 8: gpuctl.v1.SwapResult.session:type_name -> gpuctl.v1.Session
-	9,  // 9: gpuctl.v1.SwapResult.steps:type_name -> gpuctl.v1.StepTime
-	5,  // 10: gpuctl.v1.SwapResult.reasons:type_name -> gpuctl.v1.Reason
-	11, // [11:11] is the sub-list for method output_type
-	11, // [11:11] is the sub-list for method input_type
-	11, // [11:11] is the sub-list for extension type_name
-	11, // [11:11] is the sub-list for extension extendee
-	0,  // [0:11] is the sub-list for field type_name
+	8,  // 7: gpuctl.v1.Session.away:type_name -> gpuctl.v1.StateMark
+	8,  // 8: gpuctl.v1.StateChunk.mark:type_name -> gpuctl.v1.StateMark
+	12, // 9: gpuctl.v1.Progress.result:type_name -> gpuctl.v1.SwapResult
+	7,  // 10: gpuctl.v1.SwapResult.session:type_name -> gpuctl.v1.Session
+	11, // 11: gpuctl.v1.SwapResult.steps:type_name -> gpuctl.v1.StepTime
+	5,  // 12: gpuctl.v1.SwapResult.reasons:type_name -> gpuctl.v1.Reason
+	13, // [13:13] is the sub-list for method output_type
+	13, // [13:13] is the sub-list for method input_type
+	13, // [13:13] is the sub-list for extension type_name
+	13, // [13:13] is the sub-list for extension extendee
+	0,  // [0:13] is the sub-list for field type_name
 }
 
 func init() { file_gpuctl_v1_types_proto_init() }
@@ -1335,7 +1471,7 @@ func file_gpuctl_v1_types_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_gpuctl_v1_types_proto_rawDesc), len(file_gpuctl_v1_types_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   11,
+			NumMessages:   13,
 			NumExtensions: 0,
 			NumServices:   0,
 		},

@@ -30,7 +30,8 @@ type Machines struct {
 	cards    map[string]*gpuctlv1.Card // by the inventory's id
 	vms      map[string]*gpuctlv1.Machine
 	verdicts map[string]*gpuctlv1.IsolationResponse
-	missing  map[string]bool // hosts that do not answer
+	missing  map[string]bool            // hosts that do not answer
+	nics     map[string][]*gpuctlv1.NIC // by host
 	moves    Migrations
 }
 
@@ -38,7 +39,7 @@ type Machines struct {
 func NewMachines(c *Cluster, here string) *Machines {
 	m := &Machines{
 		c: c, here: here, cards: map[string]*gpuctlv1.Card{}, vms: map[string]*gpuctlv1.Machine{},
-		verdicts: map[string]*gpuctlv1.IsolationResponse{}, missing: map[string]bool{},
+		verdicts: map[string]*gpuctlv1.IsolationResponse{}, missing: map[string]bool{}, nics: map[string][]*gpuctlv1.NIC{},
 	}
 	m.moves.init(m)
 	return m

@@ -212,7 +212,7 @@ func (s *Migrations) plan(r *gpuctlv1.MachinePlanRequest) (*gpuctlv1.Machine, *g
 	why.add(len(vm.GetGpus()) > 0 && noAgent(vm), "agent_absent", "no gpuguest answers in VM %s: install it there", vm.GetName())
 	res.Reasons = why
 	if len(vm.GetGpus()) > 0 && !noAgent(vm) {
-		res.Sessions, res.GpuState = 2, 64<<20
+		res.Sessions, res.GpuState, res.Away = 2, 64<<20, 48<<20
 	}
 	for _, h := range hostsOf(s.m.c) {
 		s.judge(r, vm, h, res)

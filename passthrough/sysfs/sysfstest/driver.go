@@ -24,9 +24,10 @@ type Driver struct {
 	Name         string // below sys/bus/pci/drivers
 	Module       string // as modprobe calls it; empty: the name
 	IDs          []ID
-	OverrideOnly bool // its table counts only for a device whose override names it
-	VFIO         bool // gives devices to processes: wants an IOMMU group, waits for who has them
-	SRIOV        bool // can make virtual functions
+	OverrideOnly bool   // its table counts only for a device whose override names it
+	VFIO         bool   // gives devices to processes: wants an IOMMU group, waits for who has them
+	SRIOV        bool   // can make virtual functions
+	Net          string // of network cards: what its interfaces' names begin with; the function's address follows
 }
 
 // Pciback is Xen's driver in dom0. It matches every device and refuses those
@@ -46,6 +47,11 @@ type driver struct {
 	dir     *node
 	dynamic []ID
 	slots   []pci.Address // of pciback
+}
+
+// netName is what a network card's interface is called; at most 15 characters.
+func (dr *driver) netName(d *device) string {
+	return fmt.Sprintf("%s%xs%xf%x", dr.Net, d.addr.Bus, d.addr.Device, d.addr.Function)
 }
 
 // Load loads a driver: it takes what has no driver and matches.
@@ -174,6 +180,11 @@ func (m *Machine) bound(dr *driver, d *device) {
 			d.dir.put(path.Join(n.dir, "uevent"), text("MAJOR=226\nMINOR=0\nDEVNAME="+n.dev+"\n"))
 		}
 	}
+	if dr.Net != "" {
+		name := dr.netName(d)
+		d.dir.folder("net/"+name).put("device", &node{link: "../../../" + d.addr.String()})
+		m.root.put("sys/class/net/"+name, &node{link: "../../devices/" + d.at + "/net/" + name})
+	}
 	m.mdevParent(d, true)
 	d.resume(m)
 }
@@ -207,6 +218,10 @@ func (m *Machine) unbind(d *device) error {
 		m.removeVFs(d)
 	}
 	m.mdevParent(d, false)
+	if dr.Net != "" {
+		d.dir.drop("net")
+		m.root.drop("sys/class/net/" + dr.netName(d))
+	}
 	if dr.VFIO {
 		d.dir.drop("vfio-dev")
 		d.vfio = -1

@@ -2131,6 +2131,8 @@ type MachineMove struct {
 	Failed          string                 `protobuf:"bytes,16,opt,name=failed,proto3" json:"failed,omitempty"`                                 // the step that failed: why it is on its way back
 	Stored          bool                   `protobuf:"varint,17,opt,name=stored,proto3" json:"stored,omitempty"`                                // the VM's stored definition has its card
 	Cold            bool                   `protobuf:"varint,18,opt,name=cold,proto3" json:"cold,omitempty"`                                    // the VM is stopped, and started with the other card
+	Away            []string               `protobuf:"bytes,19,rep,name=away,proto3" json:"away,omitempty"`                                     // those of sessions whose state leaves the VM
+	AwayBytes       uint64                 `protobuf:"varint,20,opt,name=away_bytes,json=awayBytes,proto3" json:"away_bytes,omitempty"`         // that they have, about
 	unknownFields   protoimpl.UnknownFields
 	sizeCache       protoimpl.SizeCache
 }
@@ -2289,6 +2291,20 @@ func (x *MachineMove) GetCold() bool {
 		return x.Cold
 	}
 	return false
+}
+
+func (x *MachineMove) GetAway() []string {
+	if x != nil {
+		return x.Away
+	}
+	return nil
+}
+
+func (x *MachineMove) GetAwayBytes() uint64 {
+	if x != nil {
+		return x.AwayBytes
+	}
+	return 0
 }
 
 // MigrationStep is one step of a migration as it went.
@@ -3499,7 +3515,7 @@ const file_gpuctl_cluster_v1_state_proto_rawDesc = "" +
 	"\x05token\x18\x10 \x01(\x04R\x05token\x12\x1a\n" +
 	"\brevision\x18\x11 \x01(\x04R\brevision\x128\n" +
 	"\amachine\x18\x12 \x01(\v2\x1e.gpuctl.cluster.v1.MachineMoveR\amachine\x126\n" +
-	"\x05steps\x18\x13 \x03(\v2 .gpuctl.cluster.v1.MigrationStepR\x05steps\"\x81\x04\n" +
+	"\x05steps\x18\x13 \x03(\v2 .gpuctl.cluster.v1.MigrationStepR\x05steps\"\xb4\x04\n" +
 	"\vMachineMove\x12\x12\n" +
 	"\x04uuid\x18\x01 \x01(\tR\x04uuid\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12\x1b\n" +
@@ -3522,7 +3538,10 @@ const file_gpuctl_cluster_v1_state_proto_rawDesc = "" +
 	"\aundoing\x18\x0f \x01(\bR\aundoing\x12\x16\n" +
 	"\x06failed\x18\x10 \x01(\tR\x06failed\x12\x16\n" +
 	"\x06stored\x18\x11 \x01(\bR\x06stored\x12\x12\n" +
-	"\x04cold\x18\x12 \x01(\bR\x04cold\"\xa4\x01\n" +
+	"\x04cold\x18\x12 \x01(\bR\x04cold\x12\x12\n" +
+	"\x04away\x18\x13 \x03(\tR\x04away\x12\x1d\n" +
+	"\n" +
+	"away_bytes\x18\x14 \x01(\x04R\tawayBytes\"\xa4\x01\n" +
 	"\rMigrationStep\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12&\n" +
 	"\x0fstarted_unix_ns\x18\x02 \x01(\x03R\rstartedUnixNs\x12\x17\n" +

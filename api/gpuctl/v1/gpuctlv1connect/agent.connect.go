@@ -47,6 +47,10 @@ const (
 	AgentServiceAwaitDeviceProcedure = "/gpuctl.v1.AgentService/AwaitDevice"
 	// AgentServiceServesProcedure is the fully-qualified name of the AgentService's Serves RPC.
 	AgentServiceServesProcedure = "/gpuctl.v1.AgentService/Serves"
+	// AgentServiceExpectProcedure is the fully-qualified name of the AgentService's Expect RPC.
+	AgentServiceExpectProcedure = "/gpuctl.v1.AgentService/Expect"
+	// AgentServiceOpenBulkProcedure is the fully-qualified name of the AgentService's OpenBulk RPC.
+	AgentServiceOpenBulkProcedure = "/gpuctl.v1.AgentService/OpenBulk"
 )
 
 // AgentServiceClient is a client for the gpuctl.v1.AgentService service.
@@ -67,6 +71,14 @@ type AgentServiceClient interface {
 	// Serves says of functions that are not there what keeps the VM from using
 	// them: no profile, or what its profile names is not installed.
 	Serves(context.Context, *connect.Request[v1.ServesRequest]) (*connect.Response[v1.ServesResponse], error)
+	// Expect loads what will serve a function that is about to be plugged in: for
+	// each running session, and to find out that it works. It returns when that is
+	// loaded. What is not used in some minutes ends.
+	Expect(context.Context, *connect.Request[v1.ExpectRequest]) (*connect.Response[v1.ExpectResponse], error)
+	// OpenBulk opens a way for one connection of the host, faster than its channel,
+	// to what is served there. It closes with the connection, or if none comes
+	// soon. FAILED_PRECONDITION if there is no such way.
+	OpenBulk(context.Context, *connect.Request[v1.OpenBulkRequest]) (*connect.Response[v1.OpenBulkResponse], error)
 }
 
 // NewAgentServiceClient constructs a client for the gpuctl.v1.AgentService service. By default, it
@@ -116,6 +128,18 @@ func NewAgentServiceClient(httpClient connect.HTTPClient, baseURL string, opts .
 			connect.WithSchema(agentServiceMethods.ByName("Serves")),
 			connect.WithClientOptions(opts...),
 		),
+		expect: connect.NewClient[v1.ExpectRequest, v1.ExpectResponse](
+			httpClient,
+			baseURL+AgentServiceExpectProcedure,
+			connect.WithSchema(agentServiceMethods.ByName("Expect")),
+			connect.WithClientOptions(opts...),
+		),
+		openBulk: connect.NewClient[v1.OpenBulkRequest, v1.OpenBulkResponse](
+			httpClient,
+			baseURL+AgentServiceOpenBulkProcedure,
+			connect.WithSchema(agentServiceMethods.ByName("OpenBulk")),
+			connect.WithClientOptions(opts...),
+		),
 	}
 }
 
@@ -127,6 +151,8 @@ type agentServiceClient struct {
 	takeUp       *connect.Client[v1.TakeUpRequest, v1.TakeUpResponse]
 	awaitDevice  *connect.Client[v1.AwaitDeviceRequest, v1.AwaitDeviceResponse]
 	serves       *connect.Client[v1.ServesRequest, v1.ServesResponse]
+	expect       *connect.Client[v1.ExpectRequest, v1.ExpectResponse]
+	openBulk     *connect.Client[v1.OpenBulkRequest, v1.OpenBulkResponse]
 }
 
 // Hello calls gpuctl.v1.AgentService.Hello.
@@ -159,6 +185,16 @@ func (c *agentServiceClient) Serves(ctx context.Context, req *connect.Request[v1
 	return c.serves.CallUnary(ctx, req)
 }
 
+// Expect calls gpuctl.v1.AgentService.Expect.
+func (c *agentServiceClient) Expect(ctx context.Context, req *connect.Request[v1.ExpectRequest]) (*connect.Response[v1.ExpectResponse], error) {
+	return c.expect.CallUnary(ctx, req)
+}
+
+// OpenBulk calls gpuctl.v1.AgentService.OpenBulk.
+func (c *agentServiceClient) OpenBulk(ctx context.Context, req *connect.Request[v1.OpenBulkRequest]) (*connect.Response[v1.OpenBulkResponse], error) {
+	return c.openBulk.CallUnary(ctx, req)
+}
+
 // AgentServiceHandler is an implementation of the gpuctl.v1.AgentService service.
 type AgentServiceHandler interface {
 	// Hello says what runs in the VM.
@@ -177,6 +213,14 @@ type AgentServiceHandler interface {
 	// Serves says of functions that are not there what keeps the VM from using
 	// them: no profile, or what its profile names is not installed.
 	Serves(context.Context, *connect.Request[v1.ServesRequest]) (*connect.Response[v1.ServesResponse], error)
+	// Expect loads what will serve a function that is about to be plugged in: for
+	// each running session, and to find out that it works. It returns when that is
+	// loaded. What is not used in some minutes ends.
+	Expect(context.Context, *connect.Request[v1.ExpectRequest]) (*connect.Response[v1.ExpectResponse], error)
+	// OpenBulk opens a way for one connection of the host, faster than its channel,
+	// to what is served there. It closes with the connection, or if none comes
+	// soon. FAILED_PRECONDITION if there is no such way.
+	OpenBulk(context.Context, *connect.Request[v1.OpenBulkRequest]) (*connect.Response[v1.OpenBulkResponse], error)
 }
 
 // NewAgentServiceHandler builds an HTTP handler from the service implementation. It returns the
@@ -222,6 +266,18 @@ func NewAgentServiceHandler(svc AgentServiceHandler, opts ...connect.HandlerOpti
 		connect.WithSchema(agentServiceMethods.ByName("Serves")),
 		connect.WithHandlerOptions(opts...),
 	)
+	agentServiceExpectHandler := connect.NewUnaryHandler(
+		AgentServiceExpectProcedure,
+		svc.Expect,
+		connect.WithSchema(agentServiceMethods.ByName("Expect")),
+		connect.WithHandlerOptions(opts...),
+	)
+	agentServiceOpenBulkHandler := connect.NewUnaryHandler(
+		AgentServiceOpenBulkProcedure,
+		svc.OpenBulk,
+		connect.WithSchema(agentServiceMethods.ByName("OpenBulk")),
+		connect.WithHandlerOptions(opts...),
+	)
 	return "/gpuctl.v1.AgentService/", http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		switch r.URL.Path {
 		case AgentServiceHelloProcedure:
@@ -236,6 +292,10 @@ func NewAgentServiceHandler(svc AgentServiceHandler, opts ...connect.HandlerOpti
 			agentServiceAwaitDeviceHandler.ServeHTTP(w, r)
 		case AgentServiceServesProcedure:
 			agentServiceServesHandler.ServeHTTP(w, r)
+		case AgentServiceExpectProcedure:
+			agentServiceExpectHandler.ServeHTTP(w, r)
+		case AgentServiceOpenBulkProcedure:
+			agentServiceOpenBulkHandler.ServeHTTP(w, r)
 		default:
 			http.NotFound(w, r)
 		}
@@ -267,4 +327,12 @@ func (UnimplementedAgentServiceHandler) AwaitDevice(context.Context, *connect.Re
 
 func (UnimplementedAgentServiceHandler) Serves(context.Context, *connect.Request[v1.ServesRequest]) (*connect.Response[v1.ServesResponse], error) {
 	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("gpuctl.v1.AgentService.Serves is not implemented"))
+}
+
+func (UnimplementedAgentServiceHandler) Expect(context.Context, *connect.Request[v1.ExpectRequest]) (*connect.Response[v1.ExpectResponse], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("gpuctl.v1.AgentService.Expect is not implemented"))
+}
+
+func (UnimplementedAgentServiceHandler) OpenBulk(context.Context, *connect.Request[v1.OpenBulkRequest]) (*connect.Response[v1.OpenBulkResponse], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("gpuctl.v1.AgentService.OpenBulk is not implemented"))
 }

@@ -48,6 +48,12 @@ const (
 	DeviceServiceResetProcedure = "/gpuctl.v1.DeviceService/Reset"
 	// DeviceServiceResizeProcedure is the fully-qualified name of the DeviceService's Resize RPC.
 	DeviceServiceResizeProcedure = "/gpuctl.v1.DeviceService/Resize"
+	// DeviceServiceListNICsProcedure is the fully-qualified name of the DeviceService's ListNICs RPC.
+	DeviceServiceListNICsProcedure = "/gpuctl.v1.DeviceService/ListNICs"
+	// DeviceServiceResizeNICProcedure is the fully-qualified name of the DeviceService's ResizeNIC RPC.
+	DeviceServiceResizeNICProcedure = "/gpuctl.v1.DeviceService/ResizeNIC"
+	// DeviceServiceSetVFProcedure is the fully-qualified name of the DeviceService's SetVF RPC.
+	DeviceServiceSetVFProcedure = "/gpuctl.v1.DeviceService/SetVF"
 )
 
 // DeviceServiceClient is a client for the gpuctl.v1.DeviceService service.
@@ -64,6 +70,14 @@ type DeviceServiceClient interface {
 	Reset(context.Context, *connect.Request[v1.ResetRequest]) (*connect.ServerStreamForClient[v1.DeviceUpdate], error)
 	// Resize sets the number of a card's virtual functions. None of them may be out.
 	Resize(context.Context, *connect.Request[v1.ResizeRequest]) (*connect.ServerStreamForClient[v1.DeviceUpdate], error)
+	// ListNICs lists a host's network interfaces that have a device of the
+	// machine behind them or carry migrations.
+	ListNICs(context.Context, *connect.Request[v1.ListNICsRequest]) (*connect.Response[v1.ListNICsResponse], error)
+	// ResizeNIC sets the number of a network card's virtual functions, SetVF sets
+	// one up. They go on when the caller leaves. With plan they change nothing
+	// and say what they would do.
+	ResizeNIC(context.Context, *connect.Request[v1.ResizeNICRequest]) (*connect.Response[v1.ChangeNICResponse], error)
+	SetVF(context.Context, *connect.Request[v1.SetVFRequest]) (*connect.Response[v1.ChangeNICResponse], error)
 }
 
 // NewDeviceServiceClient constructs a client for the gpuctl.v1.DeviceService service. By default,
@@ -119,6 +133,24 @@ func NewDeviceServiceClient(httpClient connect.HTTPClient, baseURL string, opts 
 			connect.WithSchema(deviceServiceMethods.ByName("Resize")),
 			connect.WithClientOptions(opts...),
 		),
+		listNICs: connect.NewClient[v1.ListNICsRequest, v1.ListNICsResponse](
+			httpClient,
+			baseURL+DeviceServiceListNICsProcedure,
+			connect.WithSchema(deviceServiceMethods.ByName("ListNICs")),
+			connect.WithClientOptions(opts...),
+		),
+		resizeNIC: connect.NewClient[v1.ResizeNICRequest, v1.ChangeNICResponse](
+			httpClient,
+			baseURL+DeviceServiceResizeNICProcedure,
+			connect.WithSchema(deviceServiceMethods.ByName("ResizeNIC")),
+			connect.WithClientOptions(opts...),
+		),
+		setVF: connect.NewClient[v1.SetVFRequest, v1.ChangeNICResponse](
+			httpClient,
+			baseURL+DeviceServiceSetVFProcedure,
+			connect.WithSchema(deviceServiceMethods.ByName("SetVF")),
+			connect.WithClientOptions(opts...),
+		),
 	}
 }
 
@@ -131,6 +163,9 @@ type deviceServiceClient struct {
 	detach       *connect.Client[v1.DetachRequest, v1.DeviceUpdate]
 	reset        *connect.Client[v1.ResetRequest, v1.DeviceUpdate]
 	resize       *connect.Client[v1.ResizeRequest, v1.DeviceUpdate]
+	listNICs     *connect.Client[v1.ListNICsRequest, v1.ListNICsResponse]
+	resizeNIC    *connect.Client[v1.ResizeNICRequest, v1.ChangeNICResponse]
+	setVF        *connect.Client[v1.SetVFRequest, v1.ChangeNICResponse]
 }
 
 // ListCards calls gpuctl.v1.DeviceService.ListCards.
@@ -168,6 +203,21 @@ func (c *deviceServiceClient) Resize(ctx context.Context, req *connect.Request[v
 	return c.resize.CallServerStream(ctx, req)
 }
 
+// ListNICs calls gpuctl.v1.DeviceService.ListNICs.
+func (c *deviceServiceClient) ListNICs(ctx context.Context, req *connect.Request[v1.ListNICsRequest]) (*connect.Response[v1.ListNICsResponse], error) {
+	return c.listNICs.CallUnary(ctx, req)
+}
+
+// ResizeNIC calls gpuctl.v1.DeviceService.ResizeNIC.
+func (c *deviceServiceClient) ResizeNIC(ctx context.Context, req *connect.Request[v1.ResizeNICRequest]) (*connect.Response[v1.ChangeNICResponse], error) {
+	return c.resizeNIC.CallUnary(ctx, req)
+}
+
+// SetVF calls gpuctl.v1.DeviceService.SetVF.
+func (c *deviceServiceClient) SetVF(ctx context.Context, req *connect.Request[v1.SetVFRequest]) (*connect.Response[v1.ChangeNICResponse], error) {
+	return c.setVF.CallUnary(ctx, req)
+}
+
 // DeviceServiceHandler is an implementation of the gpuctl.v1.DeviceService service.
 type DeviceServiceHandler interface {
 	ListCards(context.Context, *connect.Request[v1.ListCardsRequest]) (*connect.Response[v1.ListCardsResponse], error)
@@ -182,6 +232,14 @@ type DeviceServiceHandler interface {
 	Reset(context.Context, *connect.Request[v1.ResetRequest], *connect.ServerStream[v1.DeviceUpdate]) error
 	// Resize sets the number of a card's virtual functions. None of them may be out.
 	Resize(context.Context, *connect.Request[v1.ResizeRequest], *connect.ServerStream[v1.DeviceUpdate]) error
+	// ListNICs lists a host's network interfaces that have a device of the
+	// machine behind them or carry migrations.
+	ListNICs(context.Context, *connect.Request[v1.ListNICsRequest]) (*connect.Response[v1.ListNICsResponse], error)
+	// ResizeNIC sets the number of a network card's virtual functions, SetVF sets
+	// one up. They go on when the caller leaves. With plan they change nothing
+	// and say what they would do.
+	ResizeNIC(context.Context, *connect.Request[v1.ResizeNICRequest]) (*connect.Response[v1.ChangeNICResponse], error)
+	SetVF(context.Context, *connect.Request[v1.SetVFRequest]) (*connect.Response[v1.ChangeNICResponse], error)
 }
 
 // NewDeviceServiceHandler builds an HTTP handler from the service implementation. It returns the
@@ -233,6 +291,24 @@ func NewDeviceServiceHandler(svc DeviceServiceHandler, opts ...connect.HandlerOp
 		connect.WithSchema(deviceServiceMethods.ByName("Resize")),
 		connect.WithHandlerOptions(opts...),
 	)
+	deviceServiceListNICsHandler := connect.NewUnaryHandler(
+		DeviceServiceListNICsProcedure,
+		svc.ListNICs,
+		connect.WithSchema(deviceServiceMethods.ByName("ListNICs")),
+		connect.WithHandlerOptions(opts...),
+	)
+	deviceServiceResizeNICHandler := connect.NewUnaryHandler(
+		DeviceServiceResizeNICProcedure,
+		svc.ResizeNIC,
+		connect.WithSchema(deviceServiceMethods.ByName("ResizeNIC")),
+		connect.WithHandlerOptions(opts...),
+	)
+	deviceServiceSetVFHandler := connect.NewUnaryHandler(
+		DeviceServiceSetVFProcedure,
+		svc.SetVF,
+		connect.WithSchema(deviceServiceMethods.ByName("SetVF")),
+		connect.WithHandlerOptions(opts...),
+	)
 	return "/gpuctl.v1.DeviceService/", http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		switch r.URL.Path {
 		case DeviceServiceListCardsProcedure:
@@ -249,6 +325,12 @@ func NewDeviceServiceHandler(svc DeviceServiceHandler, opts ...connect.HandlerOp
 			deviceServiceResetHandler.ServeHTTP(w, r)
 		case DeviceServiceResizeProcedure:
 			deviceServiceResizeHandler.ServeHTTP(w, r)
+		case DeviceServiceListNICsProcedure:
+			deviceServiceListNICsHandler.ServeHTTP(w, r)
+		case DeviceServiceResizeNICProcedure:
+			deviceServiceResizeNICHandler.ServeHTTP(w, r)
+		case DeviceServiceSetVFProcedure:
+			deviceServiceSetVFHandler.ServeHTTP(w, r)
 		default:
 			http.NotFound(w, r)
 		}
@@ -284,4 +366,16 @@ func (UnimplementedDeviceServiceHandler) Reset(context.Context, *connect.Request
 
 func (UnimplementedDeviceServiceHandler) Resize(context.Context, *connect.Request[v1.ResizeRequest], *connect.ServerStream[v1.DeviceUpdate]) error {
 	return connect.NewError(connect.CodeUnimplemented, errors.New("gpuctl.v1.DeviceService.Resize is not implemented"))
+}
+
+func (UnimplementedDeviceServiceHandler) ListNICs(context.Context, *connect.Request[v1.ListNICsRequest]) (*connect.Response[v1.ListNICsResponse], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("gpuctl.v1.DeviceService.ListNICs is not implemented"))
+}
+
+func (UnimplementedDeviceServiceHandler) ResizeNIC(context.Context, *connect.Request[v1.ResizeNICRequest]) (*connect.Response[v1.ChangeNICResponse], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("gpuctl.v1.DeviceService.ResizeNIC is not implemented"))
+}
+
+func (UnimplementedDeviceServiceHandler) SetVF(context.Context, *connect.Request[v1.SetVFRequest]) (*connect.Response[v1.ChangeNICResponse], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("gpuctl.v1.DeviceService.SetVF is not implemented"))
 }

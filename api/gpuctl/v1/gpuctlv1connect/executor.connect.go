@@ -49,6 +49,10 @@ const (
 	ExecutorServiceThawProcedure = "/gpuctl.v1.ExecutorService/Thaw"
 	// ExecutorServiceLoadProcedure is the fully-qualified name of the ExecutorService's Load RPC.
 	ExecutorServiceLoadProcedure = "/gpuctl.v1.ExecutorService/Load"
+	// ExecutorServiceSendProcedure is the fully-qualified name of the ExecutorService's Send RPC.
+	ExecutorServiceSendProcedure = "/gpuctl.v1.ExecutorService/Send"
+	// ExecutorServiceReceiveProcedure is the fully-qualified name of the ExecutorService's Receive RPC.
+	ExecutorServiceReceiveProcedure = "/gpuctl.v1.ExecutorService/Receive"
 	// ExecutorServiceActivateProcedure is the fully-qualified name of the ExecutorService's Activate
 	// RPC.
 	ExecutorServiceActivateProcedure = "/gpuctl.v1.ExecutorService/Activate"
@@ -74,6 +78,10 @@ type ExecutorServiceClient interface {
 	Thaw(context.Context, *connect.Request[v1.ThawRequest]) (*connect.Response[v1.ThawResponse], error)
 	// Load reads the contents that Export wrote to a file.
 	Load(context.Context, *connect.Request[v1.LoadRequest]) (*connect.ServerStreamForClient[v1.Progress], error)
+	// Send streams the contents of a frozen session, without keeping them.
+	Send(context.Context, *connect.Request[v1.SendRequest]) (*connect.ServerStreamForClient[v1.StateChunk], error)
+	// Receive reads the contents that Send wrote into a prepared executor.
+	Receive(context.Context) *connect.ClientStreamForClient[v1.StateChunk, v1.ReceiveResponse]
 	// Activate lets the executor serve the session. The owner word of the ring
 	// must name it already.
 	Activate(context.Context, *connect.Request[v1.ActivateRequest]) (*connect.Response[v1.ActivateResponse], error)
@@ -134,6 +142,18 @@ func NewExecutorServiceClient(httpClient connect.HTTPClient, baseURL string, opt
 			connect.WithSchema(executorServiceMethods.ByName("Load")),
 			connect.WithClientOptions(opts...),
 		),
+		send: connect.NewClient[v1.SendRequest, v1.StateChunk](
+			httpClient,
+			baseURL+ExecutorServiceSendProcedure,
+			connect.WithSchema(executorServiceMethods.ByName("Send")),
+			connect.WithClientOptions(opts...),
+		),
+		receive: connect.NewClient[v1.StateChunk, v1.ReceiveResponse](
+			httpClient,
+			baseURL+ExecutorServiceReceiveProcedure,
+			connect.WithSchema(executorServiceMethods.ByName("Receive")),
+			connect.WithClientOptions(opts...),
+		),
 		activate: connect.NewClient[v1.ActivateRequest, v1.ActivateResponse](
 			httpClient,
 			baseURL+ExecutorServiceActivateProcedure,
@@ -158,6 +178,8 @@ type executorServiceClient struct {
 	freeze   *connect.Client[v1.FreezeRequest, v1.SnapshotResponse]
 	thaw     *connect.Client[v1.ThawRequest, v1.ThawResponse]
 	load     *connect.Client[v1.LoadRequest, v1.Progress]
+	send     *connect.Client[v1.SendRequest, v1.StateChunk]
+	receive  *connect.Client[v1.StateChunk, v1.ReceiveResponse]
 	activate *connect.Client[v1.ActivateRequest, v1.ActivateResponse]
 	retire   *connect.Client[v1.RetireRequest, v1.RetireResponse]
 }
@@ -197,6 +219,16 @@ func (c *executorServiceClient) Load(ctx context.Context, req *connect.Request[v
 	return c.load.CallServerStream(ctx, req)
 }
 
+// Send calls gpuctl.v1.ExecutorService.Send.
+func (c *executorServiceClient) Send(ctx context.Context, req *connect.Request[v1.SendRequest]) (*connect.ServerStreamForClient[v1.StateChunk], error) {
+	return c.send.CallServerStream(ctx, req)
+}
+
+// Receive calls gpuctl.v1.ExecutorService.Receive.
+func (c *executorServiceClient) Receive(ctx context.Context) *connect.ClientStreamForClient[v1.StateChunk, v1.ReceiveResponse] {
+	return c.receive.CallClientStream(ctx)
+}
+
 // Activate calls gpuctl.v1.ExecutorService.Activate.
 func (c *executorServiceClient) Activate(ctx context.Context, req *connect.Request[v1.ActivateRequest]) (*connect.Response[v1.ActivateResponse], error) {
 	return c.activate.CallUnary(ctx, req)
@@ -225,6 +257,10 @@ type ExecutorServiceHandler interface {
 	Thaw(context.Context, *connect.Request[v1.ThawRequest]) (*connect.Response[v1.ThawResponse], error)
 	// Load reads the contents that Export wrote to a file.
 	Load(context.Context, *connect.Request[v1.LoadRequest], *connect.ServerStream[v1.Progress]) error
+	// Send streams the contents of a frozen session, without keeping them.
+	Send(context.Context, *connect.Request[v1.SendRequest], *connect.ServerStream[v1.StateChunk]) error
+	// Receive reads the contents that Send wrote into a prepared executor.
+	Receive(context.Context, *connect.ClientStream[v1.StateChunk]) (*connect.Response[v1.ReceiveResponse], error)
 	// Activate lets the executor serve the session. The owner word of the ring
 	// must name it already.
 	Activate(context.Context, *connect.Request[v1.ActivateRequest]) (*connect.Response[v1.ActivateResponse], error)
@@ -281,6 +317,18 @@ func NewExecutorServiceHandler(svc ExecutorServiceHandler, opts ...connect.Handl
 		connect.WithSchema(executorServiceMethods.ByName("Load")),
 		connect.WithHandlerOptions(opts...),
 	)
+	executorServiceSendHandler := connect.NewServerStreamHandler(
+		ExecutorServiceSendProcedure,
+		svc.Send,
+		connect.WithSchema(executorServiceMethods.ByName("Send")),
+		connect.WithHandlerOptions(opts...),
+	)
+	executorServiceReceiveHandler := connect.NewClientStreamHandler(
+		ExecutorServiceReceiveProcedure,
+		svc.Receive,
+		connect.WithSchema(executorServiceMethods.ByName("Receive")),
+		connect.WithHandlerOptions(opts...),
+	)
 	executorServiceActivateHandler := connect.NewUnaryHandler(
 		ExecutorServiceActivateProcedure,
 		svc.Activate,
@@ -309,6 +357,10 @@ func NewExecutorServiceHandler(svc ExecutorServiceHandler, opts ...connect.Handl
 			executorServiceThawHandler.ServeHTTP(w, r)
 		case ExecutorServiceLoadProcedure:
 			executorServiceLoadHandler.ServeHTTP(w, r)
+		case ExecutorServiceSendProcedure:
+			executorServiceSendHandler.ServeHTTP(w, r)
+		case ExecutorServiceReceiveProcedure:
+			executorServiceReceiveHandler.ServeHTTP(w, r)
 		case ExecutorServiceActivateProcedure:
 			executorServiceActivateHandler.ServeHTTP(w, r)
 		case ExecutorServiceRetireProcedure:
@@ -348,6 +400,14 @@ func (UnimplementedExecutorServiceHandler) Thaw(context.Context, *connect.Reques
 
 func (UnimplementedExecutorServiceHandler) Load(context.Context, *connect.Request[v1.LoadRequest], *connect.ServerStream[v1.Progress]) error {
 	return connect.NewError(connect.CodeUnimplemented, errors.New("gpuctl.v1.ExecutorService.Load is not implemented"))
+}
+
+func (UnimplementedExecutorServiceHandler) Send(context.Context, *connect.Request[v1.SendRequest], *connect.ServerStream[v1.StateChunk]) error {
+	return connect.NewError(connect.CodeUnimplemented, errors.New("gpuctl.v1.ExecutorService.Send is not implemented"))
+}
+
+func (UnimplementedExecutorServiceHandler) Receive(context.Context, *connect.ClientStream[v1.StateChunk]) (*connect.Response[v1.ReceiveResponse], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("gpuctl.v1.ExecutorService.Receive is not implemented"))
 }
 
 func (UnimplementedExecutorServiceHandler) Activate(context.Context, *connect.Request[v1.ActivateRequest]) (*connect.Response[v1.ActivateResponse], error) {

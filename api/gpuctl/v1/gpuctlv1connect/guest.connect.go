@@ -51,8 +51,16 @@ const (
 	GuestServiceSuspendProcedure = "/gpuctl.v1.GuestService/Suspend"
 	// GuestServiceResumeProcedure is the fully-qualified name of the GuestService's Resume RPC.
 	GuestServiceResumeProcedure = "/gpuctl.v1.GuestService/Resume"
+	// GuestServiceTakeStateProcedure is the fully-qualified name of the GuestService's TakeState RPC.
+	GuestServiceTakeStateProcedure = "/gpuctl.v1.GuestService/TakeState"
+	// GuestServiceKeptStateProcedure is the fully-qualified name of the GuestService's KeptState RPC.
+	GuestServiceKeptStateProcedure = "/gpuctl.v1.GuestService/KeptState"
+	// GuestServiceGiveStateProcedure is the fully-qualified name of the GuestService's GiveState RPC.
+	GuestServiceGiveStateProcedure = "/gpuctl.v1.GuestService/GiveState"
 	// GuestServiceProbeProcedure is the fully-qualified name of the GuestService's Probe RPC.
 	GuestServiceProbeProcedure = "/gpuctl.v1.GuestService/Probe"
+	// GuestServiceWarmProcedure is the fully-qualified name of the GuestService's Warm RPC.
+	GuestServiceWarmProcedure = "/gpuctl.v1.GuestService/Warm"
 )
 
 // GuestServiceClient is a client for the gpuctl.v1.GuestService service.
@@ -70,8 +78,20 @@ type GuestServiceClient interface {
 	Swap(context.Context, *connect.Request[v1.SwapRequest]) (*connect.ServerStreamForClient[v1.Progress], error)
 	Suspend(context.Context, *connect.Request[v1.SuspendRequest]) (*connect.ServerStreamForClient[v1.Progress], error)
 	Resume(context.Context, *connect.Request[v1.ResumeRequest]) (*connect.ServerStreamForClient[v1.Progress], error)
+	// TakeState is the way out for the state of a session that is being
+	// suspended away. It is called while Suspend runs, once for each.
+	TakeState(context.Context, *connect.Request[v1.TakeStateRequest]) (*connect.ServerStreamForClient[v1.StateChunk], error)
+	// KeptState says that the state is safe where it went, or that it is not.
+	// Suspend waits for it before the session lets go of its own.
+	KeptState(context.Context, *connect.Request[v1.KeptStateRequest]) (*connect.Response[v1.KeptStateResponse], error)
+	// GiveState brings the state back while Resume runs.
+	GiveState(context.Context) *connect.ClientStreamForClient[v1.GiveStateRequest, v1.GiveStateResponse]
 	// Probe starts a short-lived executor and reports the devices it finds.
 	Probe(context.Context, *connect.Request[v1.ProbeRequest]) (*connect.Response[v1.ProbeResponse], error)
+	// Warm starts ahead, for each running session and for a probe, a process that
+	// has loaded a runtime's library but has not looked for a device. The next
+	// executor of that runtime is it.
+	Warm(context.Context, *connect.Request[v1.WarmRequest]) (*connect.Response[v1.WarmResponse], error)
 }
 
 // NewGuestServiceClient constructs a client for the gpuctl.v1.GuestService service. By default, it
@@ -133,10 +153,34 @@ func NewGuestServiceClient(httpClient connect.HTTPClient, baseURL string, opts .
 			connect.WithSchema(guestServiceMethods.ByName("Resume")),
 			connect.WithClientOptions(opts...),
 		),
+		takeState: connect.NewClient[v1.TakeStateRequest, v1.StateChunk](
+			httpClient,
+			baseURL+GuestServiceTakeStateProcedure,
+			connect.WithSchema(guestServiceMethods.ByName("TakeState")),
+			connect.WithClientOptions(opts...),
+		),
+		keptState: connect.NewClient[v1.KeptStateRequest, v1.KeptStateResponse](
+			httpClient,
+			baseURL+GuestServiceKeptStateProcedure,
+			connect.WithSchema(guestServiceMethods.ByName("KeptState")),
+			connect.WithClientOptions(opts...),
+		),
+		giveState: connect.NewClient[v1.GiveStateRequest, v1.GiveStateResponse](
+			httpClient,
+			baseURL+GuestServiceGiveStateProcedure,
+			connect.WithSchema(guestServiceMethods.ByName("GiveState")),
+			connect.WithClientOptions(opts...),
+		),
 		probe: connect.NewClient[v1.ProbeRequest, v1.ProbeResponse](
 			httpClient,
 			baseURL+GuestServiceProbeProcedure,
 			connect.WithSchema(guestServiceMethods.ByName("Probe")),
+			connect.WithClientOptions(opts...),
+		),
+		warm: connect.NewClient[v1.WarmRequest, v1.WarmResponse](
+			httpClient,
+			baseURL+GuestServiceWarmProcedure,
+			connect.WithSchema(guestServiceMethods.ByName("Warm")),
 			connect.WithClientOptions(opts...),
 		),
 	}
@@ -152,7 +196,11 @@ type guestServiceClient struct {
 	swap          *connect.Client[v1.SwapRequest, v1.Progress]
 	suspend       *connect.Client[v1.SuspendRequest, v1.Progress]
 	resume        *connect.Client[v1.ResumeRequest, v1.Progress]
+	takeState     *connect.Client[v1.TakeStateRequest, v1.StateChunk]
+	keptState     *connect.Client[v1.KeptStateRequest, v1.KeptStateResponse]
+	giveState     *connect.Client[v1.GiveStateRequest, v1.GiveStateResponse]
 	probe         *connect.Client[v1.ProbeRequest, v1.ProbeResponse]
+	warm          *connect.Client[v1.WarmRequest, v1.WarmResponse]
 }
 
 // Offer calls gpuctl.v1.GuestService.Offer.
@@ -195,9 +243,29 @@ func (c *guestServiceClient) Resume(ctx context.Context, req *connect.Request[v1
 	return c.resume.CallServerStream(ctx, req)
 }
 
+// TakeState calls gpuctl.v1.GuestService.TakeState.
+func (c *guestServiceClient) TakeState(ctx context.Context, req *connect.Request[v1.TakeStateRequest]) (*connect.ServerStreamForClient[v1.StateChunk], error) {
+	return c.takeState.CallServerStream(ctx, req)
+}
+
+// KeptState calls gpuctl.v1.GuestService.KeptState.
+func (c *guestServiceClient) KeptState(ctx context.Context, req *connect.Request[v1.KeptStateRequest]) (*connect.Response[v1.KeptStateResponse], error) {
+	return c.keptState.CallUnary(ctx, req)
+}
+
+// GiveState calls gpuctl.v1.GuestService.GiveState.
+func (c *guestServiceClient) GiveState(ctx context.Context) *connect.ClientStreamForClient[v1.GiveStateRequest, v1.GiveStateResponse] {
+	return c.giveState.CallClientStream(ctx)
+}
+
 // Probe calls gpuctl.v1.GuestService.Probe.
 func (c *guestServiceClient) Probe(ctx context.Context, req *connect.Request[v1.ProbeRequest]) (*connect.Response[v1.ProbeResponse], error) {
 	return c.probe.CallUnary(ctx, req)
+}
+
+// Warm calls gpuctl.v1.GuestService.Warm.
+func (c *guestServiceClient) Warm(ctx context.Context, req *connect.Request[v1.WarmRequest]) (*connect.Response[v1.WarmResponse], error) {
+	return c.warm.CallUnary(ctx, req)
 }
 
 // GuestServiceHandler is an implementation of the gpuctl.v1.GuestService service.
@@ -215,8 +283,20 @@ type GuestServiceHandler interface {
 	Swap(context.Context, *connect.Request[v1.SwapRequest], *connect.ServerStream[v1.Progress]) error
 	Suspend(context.Context, *connect.Request[v1.SuspendRequest], *connect.ServerStream[v1.Progress]) error
 	Resume(context.Context, *connect.Request[v1.ResumeRequest], *connect.ServerStream[v1.Progress]) error
+	// TakeState is the way out for the state of a session that is being
+	// suspended away. It is called while Suspend runs, once for each.
+	TakeState(context.Context, *connect.Request[v1.TakeStateRequest], *connect.ServerStream[v1.StateChunk]) error
+	// KeptState says that the state is safe where it went, or that it is not.
+	// Suspend waits for it before the session lets go of its own.
+	KeptState(context.Context, *connect.Request[v1.KeptStateRequest]) (*connect.Response[v1.KeptStateResponse], error)
+	// GiveState brings the state back while Resume runs.
+	GiveState(context.Context, *connect.ClientStream[v1.GiveStateRequest]) (*connect.Response[v1.GiveStateResponse], error)
 	// Probe starts a short-lived executor and reports the devices it finds.
 	Probe(context.Context, *connect.Request[v1.ProbeRequest]) (*connect.Response[v1.ProbeResponse], error)
+	// Warm starts ahead, for each running session and for a probe, a process that
+	// has loaded a runtime's library but has not looked for a device. The next
+	// executor of that runtime is it.
+	Warm(context.Context, *connect.Request[v1.WarmRequest]) (*connect.Response[v1.WarmResponse], error)
 }
 
 // NewGuestServiceHandler builds an HTTP handler from the service implementation. It returns the
@@ -274,10 +354,34 @@ func NewGuestServiceHandler(svc GuestServiceHandler, opts ...connect.HandlerOpti
 		connect.WithSchema(guestServiceMethods.ByName("Resume")),
 		connect.WithHandlerOptions(opts...),
 	)
+	guestServiceTakeStateHandler := connect.NewServerStreamHandler(
+		GuestServiceTakeStateProcedure,
+		svc.TakeState,
+		connect.WithSchema(guestServiceMethods.ByName("TakeState")),
+		connect.WithHandlerOptions(opts...),
+	)
+	guestServiceKeptStateHandler := connect.NewUnaryHandler(
+		GuestServiceKeptStateProcedure,
+		svc.KeptState,
+		connect.WithSchema(guestServiceMethods.ByName("KeptState")),
+		connect.WithHandlerOptions(opts...),
+	)
+	guestServiceGiveStateHandler := connect.NewClientStreamHandler(
+		GuestServiceGiveStateProcedure,
+		svc.GiveState,
+		connect.WithSchema(guestServiceMethods.ByName("GiveState")),
+		connect.WithHandlerOptions(opts...),
+	)
 	guestServiceProbeHandler := connect.NewUnaryHandler(
 		GuestServiceProbeProcedure,
 		svc.Probe,
 		connect.WithSchema(guestServiceMethods.ByName("Probe")),
+		connect.WithHandlerOptions(opts...),
+	)
+	guestServiceWarmHandler := connect.NewUnaryHandler(
+		GuestServiceWarmProcedure,
+		svc.Warm,
+		connect.WithSchema(guestServiceMethods.ByName("Warm")),
 		connect.WithHandlerOptions(opts...),
 	)
 	return "/gpuctl.v1.GuestService/", http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
@@ -298,8 +402,16 @@ func NewGuestServiceHandler(svc GuestServiceHandler, opts ...connect.HandlerOpti
 			guestServiceSuspendHandler.ServeHTTP(w, r)
 		case GuestServiceResumeProcedure:
 			guestServiceResumeHandler.ServeHTTP(w, r)
+		case GuestServiceTakeStateProcedure:
+			guestServiceTakeStateHandler.ServeHTTP(w, r)
+		case GuestServiceKeptStateProcedure:
+			guestServiceKeptStateHandler.ServeHTTP(w, r)
+		case GuestServiceGiveStateProcedure:
+			guestServiceGiveStateHandler.ServeHTTP(w, r)
 		case GuestServiceProbeProcedure:
 			guestServiceProbeHandler.ServeHTTP(w, r)
+		case GuestServiceWarmProcedure:
+			guestServiceWarmHandler.ServeHTTP(w, r)
 		default:
 			http.NotFound(w, r)
 		}
@@ -341,6 +453,22 @@ func (UnimplementedGuestServiceHandler) Resume(context.Context, *connect.Request
 	return connect.NewError(connect.CodeUnimplemented, errors.New("gpuctl.v1.GuestService.Resume is not implemented"))
 }
 
+func (UnimplementedGuestServiceHandler) TakeState(context.Context, *connect.Request[v1.TakeStateRequest], *connect.ServerStream[v1.StateChunk]) error {
+	return connect.NewError(connect.CodeUnimplemented, errors.New("gpuctl.v1.GuestService.TakeState is not implemented"))
+}
+
+func (UnimplementedGuestServiceHandler) KeptState(context.Context, *connect.Request[v1.KeptStateRequest]) (*connect.Response[v1.KeptStateResponse], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("gpuctl.v1.GuestService.KeptState is not implemented"))
+}
+
+func (UnimplementedGuestServiceHandler) GiveState(context.Context, *connect.ClientStream[v1.GiveStateRequest]) (*connect.Response[v1.GiveStateResponse], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("gpuctl.v1.GuestService.GiveState is not implemented"))
+}
+
 func (UnimplementedGuestServiceHandler) Probe(context.Context, *connect.Request[v1.ProbeRequest]) (*connect.Response[v1.ProbeResponse], error) {
 	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("gpuctl.v1.GuestService.Probe is not implemented"))
+}
+
+func (UnimplementedGuestServiceHandler) Warm(context.Context, *connect.Request[v1.WarmRequest]) (*connect.Response[v1.WarmResponse], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("gpuctl.v1.GuestService.Warm is not implemented"))
 }

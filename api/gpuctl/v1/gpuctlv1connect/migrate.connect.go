@@ -58,6 +58,8 @@ const (
 	SiteServiceReserveProcedure = "/gpuctl.v1.SiteService/Reserve"
 	// SiteServicePrepareProcedure is the fully-qualified name of the SiteService's Prepare RPC.
 	SiteServicePrepareProcedure = "/gpuctl.v1.SiteService/Prepare"
+	// SiteServiceExpectProcedure is the fully-qualified name of the SiteService's Expect RPC.
+	SiteServiceExpectProcedure = "/gpuctl.v1.SiteService/Expect"
 	// SiteServiceAttachProcedure is the fully-qualified name of the SiteService's Attach RPC.
 	SiteServiceAttachProcedure = "/gpuctl.v1.SiteService/Attach"
 	// SiteServiceDetachProcedure is the fully-qualified name of the SiteService's Detach RPC.
@@ -88,6 +90,12 @@ const (
 	SiteServiceDefineProcedure = "/gpuctl.v1.SiteService/Define"
 	// SiteServiceUndefineProcedure is the fully-qualified name of the SiteService's Undefine RPC.
 	SiteServiceUndefineProcedure = "/gpuctl.v1.SiteService/Undefine"
+	// SiteServiceKeepProcedure is the fully-qualified name of the SiteService's Keep RPC.
+	SiteServiceKeepProcedure = "/gpuctl.v1.SiteService/Keep"
+	// SiteServiceDepositProcedure is the fully-qualified name of the SiteService's Deposit RPC.
+	SiteServiceDepositProcedure = "/gpuctl.v1.SiteService/Deposit"
+	// SiteServiceForgetProcedure is the fully-qualified name of the SiteService's Forget RPC.
+	SiteServiceForgetProcedure = "/gpuctl.v1.SiteService/Forget"
 )
 
 // MigrationServiceClient is a client for the gpuctl.v1.MigrationService service.
@@ -282,7 +290,9 @@ type SiteServiceClient interface {
 	HostFacts(context.Context, *connect.Request[v1.SiteHostFactsRequest]) (*connect.Response[v1.SiteHostFacts], error)
 	Where(context.Context, *connect.Request[v1.SiteMachine]) (*connect.Response[v1.SiteWhereResponse], error)
 	Reserve(context.Context, *connect.Request[v1.SiteCardRequest]) (*connect.Response[v1.SiteDone], error)
-	Prepare(context.Context, *connect.Request[v1.SiteCardRequest]) (*connect.Response[v1.SiteDone], error)
+	Prepare(context.Context, *connect.Request[v1.SiteCardRequest]) (*connect.Response[v1.SitePrepareResponse], error)
+	// Expect has the VM load what will serve a card that it does not have yet.
+	Expect(context.Context, *connect.Request[v1.SiteExpectRequest]) (*connect.Response[v1.SiteDone], error)
 	Attach(context.Context, *connect.Request[v1.SiteCardRequest]) (*connect.Response[v1.SiteDone], error)
 	Detach(context.Context, *connect.Request[v1.SiteCardRequest]) (*connect.Response[v1.SiteDone], error)
 	GiveBack(context.Context, *connect.Request[v1.SiteCardRequest]) (*connect.Response[v1.SiteDone], error)
@@ -299,6 +309,13 @@ type SiteServiceClient interface {
 	Definition(context.Context, *connect.Request[v1.SiteMachine]) (*connect.Response[v1.SiteDefinition], error)
 	Define(context.Context, *connect.Request[v1.SiteDefinition]) (*connect.Response[v1.SiteDone], error)
 	Undefine(context.Context, *connect.Request[v1.SiteMachine]) (*connect.Response[v1.SiteDone], error)
+	// Keep takes a state of a session of a VM that comes here from the host that
+	// calls. Its answer says that all of it is here.
+	Keep(context.Context) *connect.ClientStreamForClient[v1.SiteKeepRequest, v1.SiteDone]
+	// Deposit sees to it that another host keeps what this one keeps.
+	Deposit(context.Context, *connect.Request[v1.SiteSessionsRequest]) (*connect.ServerStreamForClient[v1.SiteProgress], error)
+	// Forget drops what is kept of a VM for a migration.
+	Forget(context.Context, *connect.Request[v1.SiteMachine]) (*connect.Response[v1.SiteDone], error)
 }
 
 // NewSiteServiceClient constructs a client for the gpuctl.v1.SiteService service. By default, it
@@ -342,10 +359,16 @@ func NewSiteServiceClient(httpClient connect.HTTPClient, baseURL string, opts ..
 			connect.WithSchema(siteServiceMethods.ByName("Reserve")),
 			connect.WithClientOptions(opts...),
 		),
-		prepare: connect.NewClient[v1.SiteCardRequest, v1.SiteDone](
+		prepare: connect.NewClient[v1.SiteCardRequest, v1.SitePrepareResponse](
 			httpClient,
 			baseURL+SiteServicePrepareProcedure,
 			connect.WithSchema(siteServiceMethods.ByName("Prepare")),
+			connect.WithClientOptions(opts...),
+		),
+		expect: connect.NewClient[v1.SiteExpectRequest, v1.SiteDone](
+			httpClient,
+			baseURL+SiteServiceExpectProcedure,
+			connect.WithSchema(siteServiceMethods.ByName("Expect")),
 			connect.WithClientOptions(opts...),
 		),
 		attach: connect.NewClient[v1.SiteCardRequest, v1.SiteDone](
@@ -438,6 +461,24 @@ func NewSiteServiceClient(httpClient connect.HTTPClient, baseURL string, opts ..
 			connect.WithSchema(siteServiceMethods.ByName("Undefine")),
 			connect.WithClientOptions(opts...),
 		),
+		keep: connect.NewClient[v1.SiteKeepRequest, v1.SiteDone](
+			httpClient,
+			baseURL+SiteServiceKeepProcedure,
+			connect.WithSchema(siteServiceMethods.ByName("Keep")),
+			connect.WithClientOptions(opts...),
+		),
+		deposit: connect.NewClient[v1.SiteSessionsRequest, v1.SiteProgress](
+			httpClient,
+			baseURL+SiteServiceDepositProcedure,
+			connect.WithSchema(siteServiceMethods.ByName("Deposit")),
+			connect.WithClientOptions(opts...),
+		),
+		forget: connect.NewClient[v1.SiteMachine, v1.SiteDone](
+			httpClient,
+			baseURL+SiteServiceForgetProcedure,
+			connect.WithSchema(siteServiceMethods.ByName("Forget")),
+			connect.WithClientOptions(opts...),
+		),
 	}
 }
 
@@ -448,7 +489,8 @@ type siteServiceClient struct {
 	hostFacts    *connect.Client[v1.SiteHostFactsRequest, v1.SiteHostFacts]
 	where        *connect.Client[v1.SiteMachine, v1.SiteWhereResponse]
 	reserve      *connect.Client[v1.SiteCardRequest, v1.SiteDone]
-	prepare      *connect.Client[v1.SiteCardRequest, v1.SiteDone]
+	prepare      *connect.Client[v1.SiteCardRequest, v1.SitePrepareResponse]
+	expect       *connect.Client[v1.SiteExpectRequest, v1.SiteDone]
 	attach       *connect.Client[v1.SiteCardRequest, v1.SiteDone]
 	detach       *connect.Client[v1.SiteCardRequest, v1.SiteDone]
 	giveBack     *connect.Client[v1.SiteCardRequest, v1.SiteDone]
@@ -464,6 +506,9 @@ type siteServiceClient struct {
 	definition   *connect.Client[v1.SiteMachine, v1.SiteDefinition]
 	define       *connect.Client[v1.SiteDefinition, v1.SiteDone]
 	undefine     *connect.Client[v1.SiteMachine, v1.SiteDone]
+	keep         *connect.Client[v1.SiteKeepRequest, v1.SiteDone]
+	deposit      *connect.Client[v1.SiteSessionsRequest, v1.SiteProgress]
+	forget       *connect.Client[v1.SiteMachine, v1.SiteDone]
 }
 
 // MachineFacts calls gpuctl.v1.SiteService.MachineFacts.
@@ -492,8 +537,13 @@ func (c *siteServiceClient) Reserve(ctx context.Context, req *connect.Request[v1
 }
 
 // Prepare calls gpuctl.v1.SiteService.Prepare.
-func (c *siteServiceClient) Prepare(ctx context.Context, req *connect.Request[v1.SiteCardRequest]) (*connect.Response[v1.SiteDone], error) {
+func (c *siteServiceClient) Prepare(ctx context.Context, req *connect.Request[v1.SiteCardRequest]) (*connect.Response[v1.SitePrepareResponse], error) {
 	return c.prepare.CallUnary(ctx, req)
+}
+
+// Expect calls gpuctl.v1.SiteService.Expect.
+func (c *siteServiceClient) Expect(ctx context.Context, req *connect.Request[v1.SiteExpectRequest]) (*connect.Response[v1.SiteDone], error) {
+	return c.expect.CallUnary(ctx, req)
 }
 
 // Attach calls gpuctl.v1.SiteService.Attach.
@@ -571,6 +621,21 @@ func (c *siteServiceClient) Undefine(ctx context.Context, req *connect.Request[v
 	return c.undefine.CallUnary(ctx, req)
 }
 
+// Keep calls gpuctl.v1.SiteService.Keep.
+func (c *siteServiceClient) Keep(ctx context.Context) *connect.ClientStreamForClient[v1.SiteKeepRequest, v1.SiteDone] {
+	return c.keep.CallClientStream(ctx)
+}
+
+// Deposit calls gpuctl.v1.SiteService.Deposit.
+func (c *siteServiceClient) Deposit(ctx context.Context, req *connect.Request[v1.SiteSessionsRequest]) (*connect.ServerStreamForClient[v1.SiteProgress], error) {
+	return c.deposit.CallServerStream(ctx, req)
+}
+
+// Forget calls gpuctl.v1.SiteService.Forget.
+func (c *siteServiceClient) Forget(ctx context.Context, req *connect.Request[v1.SiteMachine]) (*connect.Response[v1.SiteDone], error) {
+	return c.forget.CallUnary(ctx, req)
+}
+
 // SiteServiceHandler is an implementation of the gpuctl.v1.SiteService service.
 type SiteServiceHandler interface {
 	MachineFacts(context.Context, *connect.Request[v1.SiteMachine]) (*connect.Response[v1.SiteMachineFacts], error)
@@ -579,7 +644,9 @@ type SiteServiceHandler interface {
 	HostFacts(context.Context, *connect.Request[v1.SiteHostFactsRequest]) (*connect.Response[v1.SiteHostFacts], error)
 	Where(context.Context, *connect.Request[v1.SiteMachine]) (*connect.Response[v1.SiteWhereResponse], error)
 	Reserve(context.Context, *connect.Request[v1.SiteCardRequest]) (*connect.Response[v1.SiteDone], error)
-	Prepare(context.Context, *connect.Request[v1.SiteCardRequest]) (*connect.Response[v1.SiteDone], error)
+	Prepare(context.Context, *connect.Request[v1.SiteCardRequest]) (*connect.Response[v1.SitePrepareResponse], error)
+	// Expect has the VM load what will serve a card that it does not have yet.
+	Expect(context.Context, *connect.Request[v1.SiteExpectRequest]) (*connect.Response[v1.SiteDone], error)
 	Attach(context.Context, *connect.Request[v1.SiteCardRequest]) (*connect.Response[v1.SiteDone], error)
 	Detach(context.Context, *connect.Request[v1.SiteCardRequest]) (*connect.Response[v1.SiteDone], error)
 	GiveBack(context.Context, *connect.Request[v1.SiteCardRequest]) (*connect.Response[v1.SiteDone], error)
@@ -596,6 +663,13 @@ type SiteServiceHandler interface {
 	Definition(context.Context, *connect.Request[v1.SiteMachine]) (*connect.Response[v1.SiteDefinition], error)
 	Define(context.Context, *connect.Request[v1.SiteDefinition]) (*connect.Response[v1.SiteDone], error)
 	Undefine(context.Context, *connect.Request[v1.SiteMachine]) (*connect.Response[v1.SiteDone], error)
+	// Keep takes a state of a session of a VM that comes here from the host that
+	// calls. Its answer says that all of it is here.
+	Keep(context.Context, *connect.ClientStream[v1.SiteKeepRequest]) (*connect.Response[v1.SiteDone], error)
+	// Deposit sees to it that another host keeps what this one keeps.
+	Deposit(context.Context, *connect.Request[v1.SiteSessionsRequest], *connect.ServerStream[v1.SiteProgress]) error
+	// Forget drops what is kept of a VM for a migration.
+	Forget(context.Context, *connect.Request[v1.SiteMachine]) (*connect.Response[v1.SiteDone], error)
 }
 
 // NewSiteServiceHandler builds an HTTP handler from the service implementation. It returns the path
@@ -639,6 +713,12 @@ func NewSiteServiceHandler(svc SiteServiceHandler, opts ...connect.HandlerOption
 		SiteServicePrepareProcedure,
 		svc.Prepare,
 		connect.WithSchema(siteServiceMethods.ByName("Prepare")),
+		connect.WithHandlerOptions(opts...),
+	)
+	siteServiceExpectHandler := connect.NewUnaryHandler(
+		SiteServiceExpectProcedure,
+		svc.Expect,
+		connect.WithSchema(siteServiceMethods.ByName("Expect")),
 		connect.WithHandlerOptions(opts...),
 	)
 	siteServiceAttachHandler := connect.NewUnaryHandler(
@@ -731,6 +811,24 @@ func NewSiteServiceHandler(svc SiteServiceHandler, opts ...connect.HandlerOption
 		connect.WithSchema(siteServiceMethods.ByName("Undefine")),
 		connect.WithHandlerOptions(opts...),
 	)
+	siteServiceKeepHandler := connect.NewClientStreamHandler(
+		SiteServiceKeepProcedure,
+		svc.Keep,
+		connect.WithSchema(siteServiceMethods.ByName("Keep")),
+		connect.WithHandlerOptions(opts...),
+	)
+	siteServiceDepositHandler := connect.NewServerStreamHandler(
+		SiteServiceDepositProcedure,
+		svc.Deposit,
+		connect.WithSchema(siteServiceMethods.ByName("Deposit")),
+		connect.WithHandlerOptions(opts...),
+	)
+	siteServiceForgetHandler := connect.NewUnaryHandler(
+		SiteServiceForgetProcedure,
+		svc.Forget,
+		connect.WithSchema(siteServiceMethods.ByName("Forget")),
+		connect.WithHandlerOptions(opts...),
+	)
 	return "/gpuctl.v1.SiteService/", http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		switch r.URL.Path {
 		case SiteServiceMachineFactsProcedure:
@@ -745,6 +843,8 @@ func NewSiteServiceHandler(svc SiteServiceHandler, opts ...connect.HandlerOption
 			siteServiceReserveHandler.ServeHTTP(w, r)
 		case SiteServicePrepareProcedure:
 			siteServicePrepareHandler.ServeHTTP(w, r)
+		case SiteServiceExpectProcedure:
+			siteServiceExpectHandler.ServeHTTP(w, r)
 		case SiteServiceAttachProcedure:
 			siteServiceAttachHandler.ServeHTTP(w, r)
 		case SiteServiceDetachProcedure:
@@ -775,6 +875,12 @@ func NewSiteServiceHandler(svc SiteServiceHandler, opts ...connect.HandlerOption
 			siteServiceDefineHandler.ServeHTTP(w, r)
 		case SiteServiceUndefineProcedure:
 			siteServiceUndefineHandler.ServeHTTP(w, r)
+		case SiteServiceKeepProcedure:
+			siteServiceKeepHandler.ServeHTTP(w, r)
+		case SiteServiceDepositProcedure:
+			siteServiceDepositHandler.ServeHTTP(w, r)
+		case SiteServiceForgetProcedure:
+			siteServiceForgetHandler.ServeHTTP(w, r)
 		default:
 			http.NotFound(w, r)
 		}
@@ -804,8 +910,12 @@ func (UnimplementedSiteServiceHandler) Reserve(context.Context, *connect.Request
 	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("gpuctl.v1.SiteService.Reserve is not implemented"))
 }
 
-func (UnimplementedSiteServiceHandler) Prepare(context.Context, *connect.Request[v1.SiteCardRequest]) (*connect.Response[v1.SiteDone], error) {
+func (UnimplementedSiteServiceHandler) Prepare(context.Context, *connect.Request[v1.SiteCardRequest]) (*connect.Response[v1.SitePrepareResponse], error) {
 	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("gpuctl.v1.SiteService.Prepare is not implemented"))
+}
+
+func (UnimplementedSiteServiceHandler) Expect(context.Context, *connect.Request[v1.SiteExpectRequest]) (*connect.Response[v1.SiteDone], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("gpuctl.v1.SiteService.Expect is not implemented"))
 }
 
 func (UnimplementedSiteServiceHandler) Attach(context.Context, *connect.Request[v1.SiteCardRequest]) (*connect.Response[v1.SiteDone], error) {
@@ -866,4 +976,16 @@ func (UnimplementedSiteServiceHandler) Define(context.Context, *connect.Request[
 
 func (UnimplementedSiteServiceHandler) Undefine(context.Context, *connect.Request[v1.SiteMachine]) (*connect.Response[v1.SiteDone], error) {
 	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("gpuctl.v1.SiteService.Undefine is not implemented"))
+}
+
+func (UnimplementedSiteServiceHandler) Keep(context.Context, *connect.ClientStream[v1.SiteKeepRequest]) (*connect.Response[v1.SiteDone], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("gpuctl.v1.SiteService.Keep is not implemented"))
+}
+
+func (UnimplementedSiteServiceHandler) Deposit(context.Context, *connect.Request[v1.SiteSessionsRequest], *connect.ServerStream[v1.SiteProgress]) error {
+	return connect.NewError(connect.CodeUnimplemented, errors.New("gpuctl.v1.SiteService.Deposit is not implemented"))
+}
+
+func (UnimplementedSiteServiceHandler) Forget(context.Context, *connect.Request[v1.SiteMachine]) (*connect.Response[v1.SiteDone], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("gpuctl.v1.SiteService.Forget is not implemented"))
 }

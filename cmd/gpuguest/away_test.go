@@ -1,0 +1,525 @@
+package main
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"net/http"
+	"net/http/httptest"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"connectrpc.com/connect"
+	"google.golang.org/protobuf/proto"
+
+	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
+	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
+	"github.com/gpuctl/gpuctl/cluster/access"
+	"github.com/gpuctl/gpuctl/guest/away"
+	"github.com/gpuctl/gpuctl/hostd/site"
+	"github.com/gpuctl/gpuctl/hostd/stash"
+	"github.com/gpuctl/gpuctl/migrate"
+)
+
+// awayHost is what hostd is for a migration's states.
+type awayHost struct {
+	*site.Local
+	dir     string
+	service gpuctlv1connect.SiteServiceClient // as another host reaches it
+	parties bool
+}
+
+// oneCard is a host's only card, which the VM has or gets.
+type oneCard struct {
+	site.Keeper
+	vendor, device uint16
+}
+
+func (k oneCard) Identity(context.Context, string) (*gpuctlv1.PCIIdentity, error) {
+	return &gpuctlv1.PCIIdentity{VendorId: uint32(k.vendor), DeviceId: uint32(k.device), Class: 0x038000}, nil
+}
+
+type oneChannel string
+
+func (c oneChannel) Channel(context.Context, string) (string, error) { return string(c), nil }
+
+const (
+	awayUUID      = "6d696772-6174-4000-8000-00000000a3a7"
+	awayMigration = "m-1"
+)
+
+// newAwayHosts are two hosts that reach each other.
+func newAwayHosts(t *testing.T, v *vm) (a, b *awayHost) {
+	t.Helper()
+	all := map[string]*awayHost{}
+	for name, card := range map[string]oneCard{"h1": {vendor: 0x1234, device: 0x1111}, "h2": {vendor: 0x1af4, device: 0x1050}} {
+		h := &awayHost{dir: t.TempDir(), parties: true}
+		log := slog.New(slog.DiscardHandler)
+		s, err := stash.Open(stash.Config{Dir: h.dir, Log: log, Limit: func(uint64) (uint64, error) { return 64 << 20, nil }})
+		if err != nil {
+			t.Fatal(err)
+		}
+		h.Local = &site.Local{Name: name, Keeper: card, Stash: s, Log: log}
+		h.Guests = site.NewGuests(oneChannel(v.console.Socket()), nil, log)
+		t.Cleanup(func() { h.Guests.Close() })
+		h.Peer = func(host string) (gpuctlv1connect.SiteServiceClient, error) { return all[host].service, nil }
+		h.Party = func(m *gpuctlv1.SiteMachine, other string) error {
+			if all[other] == nil || other == name || !h.parties || m.GetMigration() != awayMigration {
+				return errors.New("it has no part in it")
+			}
+			return nil
+		}
+		mux := http.NewServeMux()
+		h.Handle(mux)
+		srv := httptest.NewUnstartedServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+			other := map[string]string{"h1": "h2", "h2": "h1"}[name]
+			mux.ServeHTTP(w, r.WithContext(access.WithCaller(r.Context(), access.Caller{Kind: access.Host, Host: other})))
+		}))
+		srv.EnableHTTP2 = true
+		srv.StartTLS()
+		t.Cleanup(srv.Close)
+		h.service = gpuctlv1connect.NewSiteServiceClient(srv.Client(), srv.URL)
+		all[name] = h
+	}
+	return all["h1"], all["h2"]
+}
+
+func (h *awayHost) freeze(ctx context.Context, id string, to *awayHost) error {
+	return h.Freeze(ctx, &gpuctlv1.SiteSessionsRequest{
+		Machine:  &gpuctlv1.SiteMachine{Uuid: awayUUID, Name: "web", Migration: awayMigration},
+		Sessions: []string{id}, Away: []string{id}, To: to.Name,
+	}, func(uint64, uint64) {})
+}
+
+func (h *awayHost) deposit(ctx context.Context, id string, to *awayHost) error {
+	return h.Deposit(ctx, &gpuctlv1.SiteSessionsRequest{
+		Machine:  &gpuctlv1.SiteMachine{Uuid: awayUUID, Name: "web", Migration: awayMigration},
+		Sessions: []string{id}, To: to.Name,
+	}, func(uint64, uint64) {})
+}
+
+func (h *awayHost) thaw(ctx context.Context, id string) error {
+	return h.Thaw(ctx, awayUUID, h.Name+"/a", []string{id}, func(uint64, uint64) {})
+}
+
+// running are the sessions that compute, by what the host is told.
+func (h *awayHost) running(t *testing.T, ctx context.Context) []string {
+	t.Helper()
+	res, err := h.Sessions(ctx, awayUUID)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return res.GetSessions()
+}
+
+// A session's state leaves the VM for the memory of two hosts while it is being
+// extracted, and comes back from the second one, on another card, after all that
+// can go wrong on the way has.
+func TestVMStateLeaves(t *testing.T) {
+	v := newVM(t)
+	app := v.stream()
+	v.plug(0x1234, 0x1111, 0x038000)
+	d := v.await(0x1234, 0x1111)
+	id := v.session(0).Id
+	v.host.Close() // the hosts' now
+
+	a, b := newAwayHosts(t, v)
+	ctx := v.ctx()
+	goesOn := func(what string) {
+		t.Helper()
+		if got := a.running(t, ctx); !slices.Equal(got, []string{id}) {
+			t.Fatalf("%s: %v run", what, got)
+		}
+		for _, h := range []*awayHost{a, b} {
+			if left, _ := filepath.Glob(filepath.Join(h.dir, "*", "*", "*.part")); len(left) > 0 {
+				t.Errorf("%s: %s has %v", what, h.Name, left)
+			}
+		}
+	}
+	refused := func(what string, err error, says string) {
+		t.Helper()
+		if err == nil || !strings.Contains(err.Error(), says) {
+			t.Fatalf("%s: %v; want %q", what, err, says)
+		}
+		goesOn(what)
+	}
+	// No host takes what it has no room for, or has no part in.
+	limit := b.Stash.Limit
+	b.Stash.Limit = func(uint64) (uint64, error) { return 64 << 10, nil }
+	refused("h2 is full", a.freeze(ctx, id, b), "no room for GPU states")
+	b.Stash.Limit = limit
+	b.parties = false
+	refused("h2 does not know the migration", a.freeze(ctx, id, b), "no part")
+	b.parties = true
+	a.parties = false
+	refused("h1 does not know h2", a.freeze(ctx, id, b), "no part")
+	a.parties = true
+	// The way there breaks in the middle, and the way out of the VM does.
+	peer := a.Peer
+	a.Peer = func(string) (gpuctlv1connect.SiteServiceClient, error) { return cutOff(t, 100<<10) }
+	refused("h2 goes away", a.freeze(ctx, id, b), "host h2")
+	a.Peer = peer
+	bulk := a.Guests.Bulk
+	a.Guests.Bulk = func(ctx context.Context, uuid string) (*http.Client, func(), error) {
+		c, done, err := bulk(ctx, uuid)
+		return &http.Client{Transport: &leaky{c.Transport, 150 << 10}}, done, err
+	}
+	refused("the way out breaks", a.freeze(ctx, id, b), "")
+	a.Guests.Bulk = bulk
+
+	// hostd of h1 dies while the state goes out. Its successor connects anew,
+	// and the session goes on; what h1 and h2 had of it is dropped.
+	frozen := make(chan error, 1)
+	go func() { frozen <- a.freeze(ctx, id, b) }()
+	for {
+		parts, _ := filepath.Glob(filepath.Join(b.dir, "*", "*", "*.part"))
+		if info, err := os.Stat(strings.Join(parts, " ")); err == nil && info.Size() > 0 {
+			break
+		}
+		if ctx.Err() != nil {
+			t.Fatal("nothing comes to h2")
+		}
+		time.Sleep(time.Millisecond)
+	}
+	a.Guests.Forget(awayUUID)
+	if err := <-frozen; err == nil {
+		t.Fatal("frozen without a host")
+	}
+	for !slices.Equal(a.running(t, ctx), []string{id}) {
+		time.Sleep(50 * time.Millisecond)
+	}
+	goesOn("hostd of h1 died")
+
+	for { // what was under way there may still have to be undone
+		err := a.freeze(ctx, id, b)
+		if err == nil {
+			break
+		}
+		if !errors.Is(err, migrate.ErrUnreachable) {
+			t.Fatal(err)
+		}
+		time.Sleep(50 * time.Millisecond)
+	}
+	here, err := a.Stash.Find(awayUUID, id)
+	if err != nil || here.Mark.Size < 2*streamKiB<<10 {
+		t.Fatalf("%v, %v", here, err)
+	}
+	if there, err := b.Stash.Find(awayUUID, id); err != nil || there.Mark != here.Mark {
+		t.Fatalf("%v, %v; on h1 %v", there, err, here)
+	}
+	if got := a.running(t, ctx); len(got) != 0 {
+		t.Fatalf("%v run", got)
+	}
+	if err := a.freeze(ctx, id, b); err != nil { // by another driver
+		t.Fatal(err)
+	}
+
+	// gpuguest is killed, the VM goes to h2, and gets another card there.
+	_ = v.kill(syscall.SIGKILL)
+	v.start()
+	release := func() error {
+		_, err := connectAgent(ctx, a).Release(ctx, connect.NewRequest(&gpuctlv1.ReleaseRequest{Address: d.Address}))
+		return err
+	}
+	for release() != nil {
+		if ctx.Err() != nil {
+			t.Fatal(release())
+		}
+		time.Sleep(100 * time.Millisecond)
+	}
+	v.unplug()
+	if _, err := connectAgent(ctx, a).TakeUp(ctx, connect.NewRequest(&gpuctlv1.TakeUpRequest{Address: d.Address})); err != nil {
+		t.Fatal(err)
+	}
+	a.Guests.Forget(awayUUID)
+	v.console.Migrate()
+	v.plug(0x1af4, 0x1050, 0x038000)
+
+	// h2's copy is damaged: nothing runs with it, and h1 still has its own.
+	body := filepath.Join(b.dir, awayUUID, id, here.Mark.ID+".state")
+	data, err := os.ReadFile(body)
+	if err != nil {
+		t.Fatal(err)
+	}
+	data[len(data)/2] ^= 1
+	if err := os.WriteFile(body, data, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if err := b.thaw(ctx, id); !errors.Is(err, away.ErrCorrupt) {
+		t.Fatalf("thawed with a wrong byte: %v", err)
+	}
+	if err := b.Forget(&gpuctlv1.SiteMachine{Uuid: awayUUID, Migration: awayMigration}); err != nil {
+		t.Fatal(err)
+	}
+	if err := b.thaw(ctx, id); !errors.Is(err, stash.ErrNotFound) {
+		t.Fatalf("thawed without a state: %v", err)
+	}
+	b.Guests.Forget(awayUUID)
+	if err := a.deposit(ctx, id, b); err != nil {
+		t.Fatal(err)
+	}
+	a.Guests.Forget(awayUUID)
+	if err := b.thaw(ctx, id); err != nil {
+		t.Fatal(err)
+	}
+	if err := b.thaw(ctx, id); err != nil { // by another driver
+		t.Fatal(err)
+	}
+	if got := b.running(t, ctx); !slices.Equal(got, []string{id}) {
+		t.Fatalf("%v run", got)
+	}
+	time.Sleep(200 * time.Millisecond)
+	app.verify()
+	for _, h := range []*awayHost{a, b} {
+		if err := h.Forget(&gpuctlv1.SiteMachine{Uuid: awayUUID, Migration: awayMigration}); err != nil {
+			t.Error(err)
+		}
+		if left, _ := os.ReadDir(h.dir); len(left) > 0 {
+			t.Errorf("%s keeps %v", h.Name, left)
+		}
+	}
+}
+
+// stream is an application that computes in a VM.
+type stream struct {
+	v   *vm
+	cmd *exec.Cmd
+	in  io.Closer
+	out lockedBuffer
+}
+
+const streamKiB = 160 // in each of its two buffers
+
+func (v *vm) stream() *stream {
+	v.t.Helper()
+	a := &stream{v: v, cmd: exec.Command(filepath.Join(v.dir, "stream"), "--stdin", "--kib", fmt.Sprint(streamKiB), "--buffers", "2")}
+	a.cmd.Env = []string{"OCL_ICD_VENDORS=" + v.icd + "/", "PATH=" + os.Getenv("PATH")}
+	a.cmd.Stdout, a.cmd.Stderr = &a.out, &a.out
+	in, err := a.cmd.StdinPipe()
+	if err != nil {
+		v.t.Fatal(err)
+	}
+	a.in = in
+	if err := a.cmd.Start(); err != nil {
+		v.t.Fatal(err)
+	}
+	v.t.Cleanup(func() {
+		_ = a.cmd.Process.Kill()
+		if v.t.Failed() {
+			v.t.Log(a.out.String())
+		}
+	})
+	return a
+}
+
+// verify ends it and compares its result with that of a run without gpuctl.
+func (a *stream) verify() {
+	t := a.v.t
+	t.Helper()
+	a.in.Close()
+	if err := a.cmd.Wait(); err != nil {
+		t.Fatalf("the application: %v", err)
+	}
+	m := regexp.MustCompile(`checksum (\d+) ([0-9a-f]+)`).FindStringSubmatch(a.out.String())
+	if m == nil {
+		t.Fatalf("the application has no result: %s", a.out.String())
+	}
+	vendors := filepath.Join(a.v.dir, "native")
+	a.v.write(filepath.Join(vendors, "pocl.icd"), "libpocl.so.2\n")
+	native := exec.Command(filepath.Join(a.v.dir, "stream"), "--iterations", m[1], "--kib", fmt.Sprint(streamKiB), "--buffers", "2")
+	native.Env = []string{"OCL_ICD_VENDORS=" + vendors + "/", "HOME=" + a.v.dir, "PATH=" + os.Getenv("PATH")}
+	want, err := native.Output()
+	if err != nil || !bytes.Contains(want, []byte(m[0])) {
+		t.Fatalf("%s, without gpuctl %s (%v)", m[0], want, err)
+	}
+}
+
+// moved is a host of a migration: what concerns the VM's applications is real,
+// its cards and its way are the test's.
+type moved struct {
+	*site.Remote
+	h  *awayHost
+	vm *movedVM
+}
+
+// movedVM is where the VM is.
+type movedVM struct {
+	*vm
+	at      string
+	hosts   map[string]*awayHost
+	record  *clusterv1.Migration
+	plugged bool
+}
+
+func (m *movedVM) Site(host string) (migrate.Site, error) {
+	h := m.hosts[host]
+	return &moved{&site.Remote{Host: host, Migration: awayMigration, Service: h.service}, h, m}, nil
+}
+
+func (m *movedVM) Reserve(context.Context, string, migrate.Machine, string) error { return nil }
+func (m *movedVM) Release(context.Context, string, migrate.Machine, string) error { return nil }
+
+func (m *movedVM) Put(_ context.Context, r *clusterv1.Migration) (*clusterv1.Migration, error) {
+	m.record = proto.CloneOf(r)
+	return proto.CloneOf(r), nil
+}
+
+func (s *moved) Where(context.Context, migrate.Machine) (migrate.Presence, error) {
+	if s.vm.at == s.h.Name {
+		return migrate.Running, nil
+	}
+	return migrate.Absent, nil
+}
+
+func (s *moved) Prepare(ctx context.Context, _ migrate.Machine, _, _ string) (*gpuctlv1.PCIIdentity, error) {
+	return s.h.Keeper.Identity(ctx, "")
+}
+
+func (s *moved) GiveBack(context.Context, migrate.Machine, string) error { return nil }
+
+func (s *moved) Attach(ctx context.Context, _ migrate.Machine, _ string, _ bool) error {
+	if !s.vm.plugged {
+		id, _ := s.h.Keeper.Identity(ctx, "")
+		s.vm.plug(uint16(id.GetVendorId()), uint16(id.GetDeviceId()), 0x038000)
+		s.vm.plugged = true
+	}
+	return nil
+}
+
+func (s *moved) Detach(context.Context, migrate.Machine, string) error {
+	if s.vm.plugged {
+		s.vm.unplug()
+		s.vm.plugged = false
+	}
+	return nil
+}
+
+func (s *moved) Move(_ context.Context, _ migrate.Machine, to string, _ migrate.Progress) error {
+	state, err := s.vm.hosts[to].Stash.Find(awayUUID, s.vm.record.GetMachine().GetAway()[0])
+	if err != nil {
+		s.vm.t.Errorf("the VM goes to %s before its state: %v %v", to, state, err)
+	}
+	s.h.Guests.Forget(awayUUID)
+	s.vm.console.Migrate()
+	s.vm.at = to
+	return nil
+}
+
+// A migration of a VM that has no room for its application's state: by its
+// driver's own decision that leaves the VM, and the application has its right
+// result, after a way back and one there.
+func TestVMMovesWithoutItsState(t *testing.T) {
+	v := newVM(t)
+	v.tree.Write("proc/meminfo", "MemTotal: 1024 kB\nMemAvailable: 16 kB\n")
+	app := v.stream()
+	v.plug(0x1234, 0x1111, 0x038000)
+	v.await(0x1234, 0x1111)
+	id := v.session(0).Id
+	v.host.Close() // the hosts' now
+	a, b := newAwayHosts(t, v)
+	world := &movedVM{vm: v, at: "h1", hosts: map[string]*awayHost{"h1": a, "h2": b}, plugged: true}
+	fails := ""
+	runner := migrate.New(migrate.Config{
+		Sites: world, Claims: world, Journal: world, Log: slog.New(slog.DiscardHandler), Patience: time.Second,
+		Before: func(step string, undo bool) error {
+			if step == fails && !undo {
+				return errors.New("broken")
+			}
+			return nil
+		},
+	})
+	for _, c := range []struct {
+		fails, at string
+		state     clusterv1.MigrationState
+	}{
+		{migrate.StepThaw, "h1", clusterv1.MigrationState_MIGRATION_STATE_ROLLED_BACK},
+		{"", "h2", clusterv1.MigrationState_MIGRATION_STATE_DONE},
+	} {
+		fails = c.fails
+		m, err := runner.Run(v.ctx(), &clusterv1.Migration{
+			Id: awayMigration, Verb: "migrate", Driver: "h1", State: clusterv1.MigrationState_MIGRATION_STATE_RUNNING,
+			Machine: &clusterv1.MachineMove{Uuid: awayUUID, Name: "web", FromHost: "h1", ToHost: "h2", FromGpu: "h1/a", ToGpu: "h2/a"},
+		})
+		if err != nil || m.GetState() != c.state || world.at != c.at {
+			t.Fatalf("%v, %v on %s: %s", err, m.GetState(), world.at, m.GetMessage())
+		}
+		if got := m.GetMachine(); !slices.Equal(got.GetAway(), []string{id}) || got.GetAwayBytes() < 2*streamKiB<<10 {
+			t.Errorf("away: %v, %d bytes", got.GetAway(), got.GetAwayBytes())
+		}
+		if got := world.hosts[c.at].running(t, v.ctx()); !slices.Equal(got, []string{id}) {
+			t.Fatalf("%v run", got)
+		}
+		for _, h := range world.hosts {
+			if left, _ := os.ReadDir(h.dir); len(left) > 0 {
+				t.Errorf("%s keeps %v", h.Name, left)
+			}
+		}
+		time.Sleep(200 * time.Millisecond)
+	}
+	app.verify()
+}
+
+// connectAgent reaches the VM's agent as a host does.
+func connectAgent(ctx context.Context, h *awayHost) gpuctlv1connect.AgentServiceClient {
+	client, _, err := h.Guests.Bulk(ctx, awayUUID)
+	if err != nil {
+		client = http.DefaultClient
+	}
+	return gpuctlv1connect.NewAgentServiceClient(client, "http://vm")
+}
+
+// cutOff is a host that hangs up after so many bytes of a state.
+func cutOff(t *testing.T, after int) (gpuctlv1connect.SiteServiceClient, error) {
+	t.Helper()
+	srv := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		buf := make([]byte, after)
+		for n := 0; n < after; {
+			k, err := r.Body.Read(buf[n:])
+			if n += k; err != nil {
+				break
+			}
+		}
+		panic(http.ErrAbortHandler)
+	}))
+	t.Cleanup(srv.Close)
+	return gpuctlv1connect.NewSiteServiceClient(srv.Client(), srv.URL), nil
+}
+
+// leaky breaks answers off after so many bytes.
+type leaky struct {
+	http.RoundTripper
+	after int
+}
+
+func (l *leaky) RoundTrip(r *http.Request) (*http.Response, error) {
+	res, err := l.RoundTripper.RoundTrip(r)
+	if err == nil {
+		res.Body = &leakyBody{ReadCloser: res.Body, left: l.after}
+	}
+	return res, err
+}
+
+type leakyBody struct {
+	io.ReadCloser
+	left int
+}
+
+func (b *leakyBody) Read(p []byte) (int, error) {
+	if b.left <= 0 {
+		return 0, errors.New("the way is broken")
+	}
+	n, err := b.ReadCloser.Read(p[:min(len(p), b.left)])
+	b.left -= n
+	return n, err
+}
