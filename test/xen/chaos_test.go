@@ -39,6 +39,9 @@ profiles:
 END
 kill -9 $(cat /run/gpuguest.pid)`
 
+// small is a program that costs an emulated machine little.
+var small = labtest.Endure{KiB: 8, Ballast: 1, PauseMS: 200, Seed: 5}
+
 // traveller is a VM under an OpenCL program that goes from card to card.
 type traveller struct {
 	t     *testing.T
@@ -49,7 +52,7 @@ type traveller struct {
 	boot  string
 }
 
-func newTraveller(ctx context.Context, t *testing.T) *traveller {
+func newTraveller(ctx context.Context, t *testing.T, how labtest.Endure) *traveller {
 	t.Helper()
 	l := labtest.Start(t)
 	a, b := pair(ctx, t, l)
@@ -67,7 +70,7 @@ func newTraveller(ctx context.Context, t *testing.T) *traveller {
 		_, again, _ := strings.Cut(out, "gpuguest ended")
 		return strings.Contains(again, "device is ready"), fmt.Sprint(again, err)
 	})
-	v.work, err = g.StartEndure(ctx, "endure", labtest.Endure{KiB: 8, Ballast: 1, PauseMS: 200, Seed: 5})
+	v.work, err = g.StartEndure(ctx, "endure", how)
 	must(t, err)
 	must(t, v.work.WaitIteration(ctx, 1))
 	v.boot, err = g.BootID(ctx)
@@ -112,22 +115,27 @@ func (v *traveller) begin(ctx context.Context, l leg, to place) string {
 	return id
 }
 
-// ended waits for a migration's end. The VM has the card of that end and no
-// other, and its program goes on.
-func (v *traveller) ended(ctx context.Context, id string, to place) (done bool) {
+// over waits for a migration's end.
+func (v *traveller) over(ctx context.Context, id string) (m migration) {
 	v.t.Helper()
-	var m migration
 	v.at.host.until(ctx, 30*time.Minute, id+" has ended", func() (bool, string) {
 		m = v.at.host.last(ctx)
 		return m.ID == id && m.State != "running", m.String()
 	})
 	v.t.Log(m)
+	return m
+}
+
+// ended checks what a migration has left: the VM has the card of its end and no
+// other, and its program goes on.
+func (v *traveller) ended(ctx context.Context, m migration, to place) (done bool) {
+	v.t.Helper()
 	switch m.State {
 	case "done":
 		v.at, done = to, true
 	case "rolled_back":
 	default:
-		v.t.Fatalf("%s ended as %s", id, m.State)
+		v.t.Fatalf("%s ended as %s", m.ID, m.State)
 	}
 	v.guest.Moved(v.at.host.Host)
 	v.at.host.has(ctx, "web", v.at.card)
@@ -167,7 +175,7 @@ func TestMigrateKills(t *testing.T) {
 		t.Skip("takes hours: make lab-chaos KILLS=200")
 	}
 	ctx := t.Context()
-	v := newTraveller(ctx, t)
+	v := newTraveller(ctx, t, small)
 	round := []leg{{"downgrade", bochs}, {"migrate", bochs}, {"upgrade", virtio}, {"migrate", virtio}}
 	killed, done, undone := 0, 0, 0
 	where := map[string]int{} // kills, by the step that ran
@@ -190,7 +198,7 @@ func TestMigrateKills(t *testing.T) {
 			where[m.Step]++
 			victim.answers(ctx)
 		}
-		if v.ended(ctx, id, to) {
+		if v.ended(ctx, v.over(ctx, id), to) {
 			done++
 		} else {
 			undone++
@@ -205,9 +213,10 @@ type fault struct {
 	name string
 	leg  leg
 	step string
-	// begin is what goes wrong, end what repairs it after a while.
+	// begin is what goes wrong, end what repairs it after a while, or when the
+	// migration is over.
 	begin, end func(ctx context.Context, v *traveller)
-	after      time.Duration
+	after      time.Duration // 0: when it is over
 }
 
 // during runs a command on the VM's host or on the other one.
@@ -246,18 +255,46 @@ func power(on bool) func(context.Context, *traveller) {
 	}
 }
 
-const killLibvirtd = "systemctl kill -s KILL libvirtd; systemctl start libvirtd"
+// thief tries to have the card that the migration has reserved, by gpuctl and
+// by libvirt.
+func thief(ctx context.Context, v *traveller) {
+	h := v.other(v.at.host)
+	card := v.at.host.last(ctx).Machine.ToGPU[len(h.Name)+1:]
+	g := &labtest.Guest{Name: "thief", MemoryMiB: 64}
+	h.put(ctx, g, same)
+	h.mustVirsh(ctx, "create", "/run/gpuctl-lab/thief.xml")
+	h.refused(ctx, "belongs to VM web", "attach", "thief", card, "--accept-care")
+	h.mustVirsh(ctx, "destroy", "thief")
+	h.put(ctx, g, same, card)
+	h.vetoed(ctx, "belongs to VM web", "create", "/run/gpuctl-lab/thief.xml", "--paused")
+}
+
+// unplugged takes the destination's card off its bus, and finds it again.
+func unplugged(there bool) func(context.Context, *traveller) {
+	return func(ctx context.Context, v *traveller) {
+		h := v.other(v.at.host)
+		if !there {
+			h.run(ctx, "echo 1 > /sys/bus/pci/rescan")
+			return
+		}
+		h.run(ctx, "echo 1 > /sys/bus/pci/devices/"+v.at.host.last(ctx).Machine.ToGPU[len(h.Name)+1:]+"/remove")
+	}
+}
+
+const killLibvirtd = "systemctl kill -s KILL --kill-whom=main libvirtd; systemctl start libvirtd"
 
 // TestMigrateFaults has one thing go wrong during each migration.
 func TestMigrateFaults(t *testing.T) {
 	ctx, cancel := context.WithTimeout(t.Context(), 110*time.Minute)
 	defer cancel()
-	v := newTraveller(ctx, t)
+	v := newTraveller(ctx, t, small)
 	there, back := leg{"migrate", bochs}, leg{"migrate", virtio}
 	for i, f := range []fault{
 		{"libvirtd of the destination killed", there, "prepare", during(true, killLibvirtd), nil, 0},
 		{"libvirtd of the source killed", there, "detach", during(false, killLibvirtd), nil, 0},
 		{"libvirtd of the destination killed in the move", there, "move", during(true, killLibvirtd), nil, 0},
+		{"another VM wants the destination's card", there, "freeze", thief, nil, 0},
+		{"destination's card gone", there, "move", unplugged(true), unplugged(false), 0},
 		{"agent hung", there, "reserve", inside("kill -STOP $(cat /run/gpuguest.pid)"), inside("kill -CONT $(cat /run/gpuguest.pid)"), 40 * time.Second},
 		{"network cut for 20 s", there, "freeze", link(false), link(true), 20 * time.Second},
 		{"network cut for 20 s in the move", there, "move", link(false), link(true), 20 * time.Second},
@@ -281,11 +318,16 @@ func TestMigrateFaults(t *testing.T) {
 				return m.ID == id && (m.Step == f.step || m.State != "running"), m.String()
 			})
 			f.begin(ctx, v)
-			if f.end != nil {
-				time.Sleep(f.after)
-				f.end(ctx, v)
+			repair := func(now bool) {
+				if now && f.end != nil {
+					time.Sleep(f.after)
+					f.end(ctx, v)
+				}
 			}
-			t.Logf("done: %v", v.ended(ctx, id, to))
+			repair(f.after > 0)
+			m := v.over(ctx, id)
+			repair(f.after == 0)
+			t.Logf("done: %v", v.ended(ctx, m, to))
 		})
 		if !ok {
 			break

@@ -3,7 +3,9 @@ package xen
 import (
 	"context"
 	"fmt"
+	"os"
 	"strings"
+	"testing"
 
 	"github.com/gpuctl/gpuctl/lab/labtest"
 )
@@ -15,19 +17,44 @@ type moment struct {
 	after float64
 }
 
-var (
-	attachMoments = []moment{
+// moments are when hostd is killed.
+type moments struct {
+	attach, detach []moment
+	start          []float64
+}
+
+// between any two steps, once.
+var between = moments{
+	attach: []moment{{"", 0.4}, {"take", 0.1}, {"reset", 0.4}, {"attach", 0.7}},
+	detach: []moment{{"detach", 0.7}, {"reset", 0}, {"return", 0.1}},
+	start:  []float64{1.5, 4},
+}
+
+// more of them, for a longer run.
+var more = moments{
+	attach: []moment{
 		{"", 0.4}, {"", 1}, {"take", 0}, {"take", 0.1}, {"take", 0.4}, {"reset", 0}, {"reset", 0.4}, {"attach", 0}, {"attach", 0.7}, {"attach", 1.4},
-	}
-	detachMoments = []moment{
+	},
+	detach: []moment{
 		{"", 0.8}, {"detach", 0}, {"detach", 0.7}, {"detach", 1.5}, {"reset", 0}, {"reset", 0.4}, {"return", 0}, {"return", 0.1},
+	},
+	start: []float64{0.6, 1.5, 2.5, 4, 6},
+}
+
+// TestPassthroughKills is the longer run of what TestPassthrough does on one of
+// its hosts.
+func TestPassthroughKills(t *testing.T) {
+	if os.Getenv("GPUCTL_LAB_KILLS") == "" {
+		t.Skip("part of make lab-chaos")
 	}
-	startMoments = []float64{0.6, 1.5, 2.5, 4, 6}
-)
+	h := install(t.Context(), t, labtest.Start(t).Hosts()[1])
+	h.must(t.Context(), "cluster", "init")
+	kills(t.Context(), h, more)
+}
 
 // kills ends hostd while cards come and go. Whatever it was at, soon after it
 // is back its record, Xen, the drivers and the inventory agree.
-func kills(ctx context.Context, h *host) {
+func kills(ctx context.Context, h *host, when moments) {
 	t := h.t
 	r := rough{t}
 	g := &labtest.Guest{Name: "victim"}
@@ -40,7 +67,7 @@ func kills(ctx context.Context, h *host) {
 	r.step("kills during starts", func() { // while it comes up
 		late := &labtest.Guest{Name: "late", MemoryMiB: 64}
 		h.put(ctx, late, same, functions[sound]...)
-		for _, after := range startMoments {
+		for _, after := range when.start {
 			n++
 			out := h.run(ctx, fmt.Sprintf("timeout 200 virsh -q create /run/gpuctl-lab/late.xml --paused >/run/gpuctl-lab/create.log 2>&1 & p=$!; sleep %v; %s; wait $p; echo $?; cat /run/gpuctl-lab/create.log", after, kill))
 			started := strings.HasPrefix(out, "0\n")
@@ -61,7 +88,7 @@ func kills(ctx context.Context, h *host) {
 		r.step("kills with "+address, func() {
 			has := false
 			// Every other moment is for the other card.
-			attaches, detaches := every(attachMoments, i), every(detachMoments, i)
+			attaches, detaches := every(when.attach, i), every(when.detach, i)
 			for len(attaches)+len(detaches) > 0 && !t.Failed() {
 				verb, at := "attach", &attaches
 				if has {

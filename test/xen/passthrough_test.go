@@ -61,7 +61,7 @@ func TestPassthrough(t *testing.T) {
 		})
 		t.Run("kills", func(t *testing.T) {
 			t.Parallel()
-			kills(ctx, b.on(t))
+			kills(ctx, b.on(t), between)
 		})
 	})
 }
@@ -183,7 +183,6 @@ func life(ctx context.Context, h *host) {
 		h.free(ctx, "web", bochs)
 		h.free(ctx, "part", sound)
 	})
-	r.step("beside libvirt alone", func() { h.besideLibvirt(ctx, web) })
 	r.step("behind our back", func() {
 		must(t, web.Attach(ctx, bochs))
 		h.has(ctx, "web", bochs)
@@ -216,6 +215,7 @@ func life(ctx context.Context, h *host) {
 		h.refused(ctx, "resume it, or stop it", "detach", "web", virtio, "--unconfirmed")
 		h.mustVirsh(ctx, "resume", "web")
 	})
+	r.step("virtual functions", func() { h.virtualFunctions(ctx, web) })
 	r.step("libvirtd dies under load", func() { h.libvirtDies(ctx) })
 	r.step("the VM ends", func() {
 		h.mustVirsh(ctx, "destroy", "web")
@@ -290,7 +290,7 @@ func (h *host) badInput(ctx context.Context) {
 	h.refused(ctx, `vm "nobody": not found on this host`, "attach", "nobody", virtio)
 	h.refused(ctx, "gpu 0000:77:00.0: not found", "attach", "web", "0000:77:00.0")
 	h.refused(ctx, "gpu 0000:04:00.7: not found", "attach", "web", "0000:04:00.7")
-	h.refused(ctx, "gpu "+edu+": not found", "attach", "web", edu)
+	h.refused(ctx, "it is a device of class 00ff", "attach", "web", edu)
 	h.refused(ctx, "not found", "attach", "web", "nvidia-0")
 	h.refused(ctx, "has no reset of its own", "attach", "web", lonely)
 	h.refused(ctx, "exclude each other", "attach", "web", virtio, "--persistent", "--stored")
@@ -334,68 +334,6 @@ true`, "@", f))
 	}
 }
 
-// rounds of each measurement.
-const rounds = 3
-
-// besideLibvirt compares gpuctl with libvirt alone: the same card, the same VM,
-// by turns. virsh's own time is without its process and its connection.
-func (h *host) besideLibvirt(ctx context.Context, g *labtest.Guest) {
-	h.t.Helper()
-	xml, err := labtest.HostdevXML(bochs)
-	must(h.t, err)
-	must(h.t, h.PutReader(ctx, strings.NewReader(strings.ReplaceAll(xml, "managed='yes'", "managed='no'")), "/run/gpuctl-lab/bochs.xml", 0o600))
-	bare := func(verb string) time.Duration {
-		out := h.mustVirsh(ctx, "--timing", verb, "web", "/run/gpuctl-lab/bochs.xml", "--live")
-		var ms float64
-		_, text, _ := strings.Cut(out, "(Time: ")
-		if _, err := fmt.Sscanf(text, "%f ms)", &ms); err != nil {
-			h.t.Fatalf("%s: %v", out, err)
-		}
-		return time.Duration(ms * float64(time.Millisecond))
-	}
-	all := map[string][]time.Duration{}
-	add := func(name string, d time.Duration) { all[name] = append(all[name], d) }
-	for range rounds {
-		began := time.Now()
-		s := h.change(ctx, "attach", "web", bochs)
-		add("attach with all", time.Since(began))
-		for name, d := range s {
-			add("attach: "+name, d)
-		}
-		h.readsBochs(ctx, g)
-		began = time.Now()
-		s = h.change(ctx, "detach", "web", bochs, "--unconfirmed")
-		add("detach with all", time.Since(began))
-		for name, d := range s {
-			add("detach: "+name, d)
-		}
-		h.gone(ctx, g, "1234:1111")
-
-		h.run(ctx, "virsh -q nodedev-detach pci_0000_03_00_0 --driver xen")
-		add("virsh attach", bare("attach-device"))
-		h.readsBochs(ctx, g)
-		add("virsh detach", bare("detach-device"))
-		h.gone(ctx, g, "1234:1111")
-		h.reattach(ctx, bochs)
-		h.free(ctx, "web", bochs)
-	}
-	var names []string
-	for name := range all {
-		names = append(names, name)
-	}
-	slices.Sort(names)
-	for _, name := range names {
-		h.t.Logf("%-18s median %6.0f ms of %v", name, median(all[name]).Seconds()*1000, all[name])
-	}
-	for _, verb := range []string{"attach", "detach"} {
-		ratio := float64(median(all[verb+": "+verb])) / float64(median(all["virsh "+verb]))
-		h.t.Logf("the step %s takes %.2f of what libvirt takes alone", verb, ratio)
-		if ratio > 2 {
-			h.t.Errorf("%s costs far more than libvirt's own", verb)
-		}
-	}
-}
-
 // libvirtDies kills libvirtd again and again while cards come and go. What
 // libvirt forgets that way Xen keeps, so the VM is not used after that.
 func (h *host) libvirtDies(ctx context.Context) {
@@ -410,7 +348,7 @@ done > /run/gpuctl-lab/load.log 2>&1
 END
 touch /run/gpuctl-lab/loaded; systemd-run -q --unit=gpuctl-load sh /run/gpuctl-lab/load`)
 	for _, pause := range []string{"3", "4.5", "2.2"} {
-		h.run(ctx, "sleep "+pause+"; systemctl kill -s KILL libvirtd; systemctl start libvirtd")
+		h.run(ctx, "sleep "+pause+"; systemctl kill -s KILL --kill-whom=main libvirtd; systemctl start libvirtd")
 		h.until(ctx, 3*time.Minute, "the VM is listed again", func() (bool, string) {
 			out, err := h.gpuctl(ctx, "vms")
 			return err == nil && strings.Contains(out, "web"), out

@@ -40,7 +40,7 @@ const unit = "gpuctl-hostd"
 const hostConfig = `version: 1
 discover: false
 cluster: {host: %s, listen: "%s:7650"}
-devices: {migrateURI: "xen+tcp://{address}/system"}
+devices: {migrateURI: "xen+tcp://{address}/system", stash: 200MiB}
 `
 
 func must(t *testing.T, err error) {

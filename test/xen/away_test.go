@@ -1,0 +1,42 @@
+package xen
+
+import (
+	"strings"
+	"testing"
+
+	"github.com/gpuctl/gpuctl/lab/labtest"
+)
+
+// TestMigrateAway moves a VM that has no room for the state of its card: that
+// goes out to both hosts over a vchan, and comes back from the second.
+func TestMigrateAway(t *testing.T) {
+	ctx := t.Context()
+	v := newTraveller(ctx, t, labtest.Endure{KiB: 8, Ballast: 72, PauseMS: 200, Seed: 6})
+	out, err := v.guest.Run(ctx, `m=$(awk '/MemAvailable/{print int($2/1024)}' /proc/meminfo); dd if=/dev/zero of=/run/fill bs=1M count=$((m-15)) 2>/dev/null; grep MemAvailable /proc/meminfo`)
+	must(t, err)
+	t.Log(out)
+	l := leg{"migrate", virtio}
+	to := v.next(l)
+	plan := v.at.host.must(ctx, "migrate", "web", "--to", to.gpu(), "--plan")
+	t.Log(plan)
+	if !strings.Contains(plan, "go out to hosts") {
+		t.Error("the state is to stay in the VM")
+	}
+	m := v.over(ctx, v.begin(ctx, l, to))
+	if !v.ended(ctx, m, to) {
+		t.Error("it was not done")
+	}
+	_, err = v.guest.Run(ctx, "rm /run/fill")
+	must(t, err)
+	for _, h := range v.hosts {
+		log, err := labtest.Journal(ctx, h.Host, unit)
+		must(t, err)
+		if strings.Contains(log, "slow way") {
+			t.Errorf("no vchan on %s: %s", h.Name, log)
+		}
+		if left := h.run(ctx, "find /run/gpuctl/stash -type f | head -n 3"); left != "" {
+			t.Errorf("%s keeps %s", h.Name, left)
+		}
+	}
+	v.arrive(ctx)
+}
