@@ -105,10 +105,16 @@ func (c *Client) Close() error {
 	return nil
 }
 
+// lost is ErrConnection. It says what the system said and does not wrap it: that
+// a socket does not exist must not be taken for a node that does not.
+func lost(cause error) error {
+	return fmt.Errorf("%w: %s", ErrConnection, cause.Error())
+}
+
 func (c *Client) dial(ctx context.Context) (*conn, error) {
 	info, err := os.Stat(c.path)
 	if err != nil {
-		return nil, fmt.Errorf("%w: %w", ErrConnection, err)
+		return nil, lost(err)
 	}
 	var stream io.ReadWriteCloser
 	switch {
@@ -121,7 +127,7 @@ func (c *Client) dial(ctx context.Context) (*conn, error) {
 		err = fmt.Errorf("%s is neither a socket nor a device", c.path)
 	}
 	if err != nil {
-		return nil, fmt.Errorf("%w: %w", ErrConnection, err)
+		return nil, lost(err)
 	}
 	return newConn(stream), nil
 }
@@ -191,7 +197,7 @@ func (c *Client) connection(ctx context.Context) (*conn, error) {
 		case <-changed:
 		case <-ctx.Done():
 			if lastErr != nil && !errors.Is(lastErr, ErrConnection) {
-				lastErr = fmt.Errorf("%w: %w", ErrConnection, lastErr)
+				lastErr = lost(lastErr)
 			}
 			return nil, errors.Join(ctx.Err(), lastErr)
 		}
