@@ -129,17 +129,25 @@ func (c *change) quarantine(why string) error {
 // attach gives the card to its running VM. What libvirt answers is noted, what
 // the hypervisor says counts.
 func (c *change) attach(ctx context.Context) error {
+	cut := c.hold.Phase == attaching // an attach before this one
 	if err := c.enter(attaching); err != nil {
 		return err
 	}
 	err := c.step(ctx, stepAttach, func(ctx context.Context) error {
 		for _, f := range c.hold.Functions {
-			there, err := c.mend(ctx, f)
-			if err == nil && !there {
-				err = c.plug(ctx, f)
+			if cut {
+				if there, err := c.mend(ctx, f); err != nil {
+					return fmt.Errorf("function %s: %w", f, err)
+				} else if there {
+					continue
+				}
 			}
-			if err != nil {
-				return fmt.Errorf("function %s: %w", f, err)
+			if err := c.plug(ctx, f); err != nil {
+				// libvirt refuses what it believes to be there since an earlier detach.
+				if there, mending := c.mend(ctx, f); mending != nil || !there {
+					return fmt.Errorf("function %s: %w", f, err)
+				}
+				c.k.Log.Warn("an attach failed, but the VM has the function", "function", f, "machine", c.hold.machine(), "err", err)
 			}
 		}
 		return c.verify(ctx, true)
