@@ -35,6 +35,7 @@ import (
 	"github.com/gpuctl/gpuctl/hostd/stash"
 	"github.com/gpuctl/gpuctl/hostd/trace"
 	"github.com/gpuctl/gpuctl/internal/rundir"
+	"github.com/gpuctl/gpuctl/internal/virt"
 	"github.com/gpuctl/gpuctl/passthrough/pci"
 	"github.com/gpuctl/gpuctl/passthrough/sysfs"
 )
@@ -140,13 +141,16 @@ func (m *member) open(ctx context.Context, o Options, host *Host, name string) (
 			o.Log.Info("limits of a former migration lifted", "limits", len(lifted))
 		}
 	}
+	if o.Config.Devices.MigrationTLS && m.cards.Client != nil && m.cards.Client.Driver() == virt.Xen {
+		return errors.New("devices.migrationTLS: libxl sends the memory of VMs unencrypted; leave it out, and use a network of your own for the cluster's addresses")
+	}
 	uri := o.Config.Devices.MigrateURI
 	if uri == "" {
 		uri = m.cards.Scheme() + "+tls://{address}/system"
 	}
 	host.Site = &site.Local{
 		Name: name, Keeper: m.cards.Keeper, Client: m.cards.Client, Machines: m.cards.Keeper.Machines, Files: present, Log: o.Log,
-		Unsafe: o.Config.Devices.UnsafeDisks,
+		Unsafe: o.Config.Devices.UnsafeDisks, TLS: o.Config.Devices.MigrationTLS,
 		URI: func(to string) (string, string, error) {
 			address, err := m.node.Address(to)
 			if strings.Contains(address, ":") {

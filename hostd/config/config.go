@@ -107,6 +107,7 @@ type Devices struct {
 	MigrateURI    string   `yaml:"migrateURI,omitempty"`    // of another host's libvirtd, with {host} or {address}; default xen+tls://{address}/system
 	UnsafeDisks   bool     `yaml:"unsafeDisks,omitempty"`   // move VMs of qemu although their disks are cached by the host
 	MigrationRate string   `yaml:"migrationRate,omitempty"` // most that VMs are sent to one host at, in bytes per second, as 100MiB; default as fast as it goes
+	MigrationTLS  bool     `yaml:"migrationTLS,omitempty"`  // encrypt the memory of VMs that are sent; qemu only
 	Migrations    int      `yaml:"migrations,omitempty"`    // most from or to this host at a time; default 2
 	Stash         string   `yaml:"stash,omitempty"`         // most memory for GPU states of VMs that have no room for them, as 8GiB; 0: none; default a quarter of what is free
 	Park          bool     `yaml:"park,omitempty"`          // leave cards that come back bound for the next VM

@@ -65,6 +65,8 @@ type Local struct {
 	URI func(host string) (libvirtd, data string, err error)
 	// Unsafe moves VMs although libvirt cannot tell that their disks are safe.
 	Unsafe bool
+	// TLS encrypts the memory of VMs that are sent; qemu only.
+	TLS bool
 	// Files says whether a file is here, for disks of VMs.
 	Files func(path string) error
 	// Link is how fast another host is reached, in bytes per second; 0: not known.
@@ -142,7 +144,7 @@ func (l *Local) Move(ctx context.Context, uuid, to string, report migrate.Progre
 	}
 	m := virt.Migration{Destination: uri, Data: data, Persist: persistent, UndefineSource: persistent}
 	if l.Client.Driver() == virt.QEMU {
-		m.Unsafe, m.Bandwidth = l.Unsafe, (l.Rate+1<<20-1)>>20
+		m.Unsafe, m.TLS, m.Bandwidth = l.Unsafe, l.TLS, (l.Rate+1<<20-1)>>20
 		m.Progress = func(j virt.Job) { report(j.Processed, j.Total) }
 	} else {
 		end, err := l.follow(ctx, uuid, to, report)

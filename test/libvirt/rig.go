@@ -3,9 +3,16 @@ package libvirt
 import (
 	"bytes"
 	"context"
+	"crypto/ecdsa"
+	"crypto/elliptic"
+	"crypto/rand"
+	"crypto/x509"
+	"crypto/x509/pkix"
+	"encoding/pem"
 	"errors"
 	"fmt"
 	"io"
+	"math/big"
 	"net"
 	"os"
 	"os/exec"
@@ -96,6 +103,9 @@ func Start(names ...string) (_ *Rig, err error) {
 			return nil, fmt.Errorf("host %s: %w", name, err)
 		}
 	}
+	if err := r.certify(); err != nil {
+		return nil, err
+	}
 	if err := r.wire(); err != nil {
 		return nil, err
 	}
@@ -131,6 +141,8 @@ namespaces = []
 remember_owner = 0
 stdio_handler = "file"
 seccomp_sandbox = 0
+migrate_tls_x509_cert_dir = "/etc/libvirt/pki"
+migrate_tls_x509_verify = 1
 `
 	daemon := fmt.Sprintf(`listen_tls = 0
 listen_tcp = 1
@@ -195,6 +207,54 @@ func child(pid int) (int, error) {
 		return 0, fmt.Errorf("process %d has children %q, not one", pid, b)
 	}
 	return n, nil
+}
+
+// certify gives each host's qemu a certificate for its address, by which the
+// other's knows it when one sends a guest to it.
+func (r *Rig) certify() error {
+	authority := &x509.Certificate{
+		SerialNumber: big.NewInt(1), Subject: pkix.Name{CommonName: "libvirt rig"}, NotAfter: time.Now().Add(24 * time.Hour),
+		IsCA: true, BasicConstraintsValid: true, KeyUsage: x509.KeyUsageCertSign,
+	}
+	signer, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
+	if err != nil {
+		return err
+	}
+	ca, err := x509.CreateCertificate(rand.Reader, authority, authority, signer.Public(), signer)
+	if err != nil {
+		return err
+	}
+	for i, h := range r.Hosts {
+		key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
+		if err != nil {
+			return err
+		}
+		cert, err := x509.CreateCertificate(rand.Reader, &x509.Certificate{
+			SerialNumber: big.NewInt(int64(i) + 2), Subject: pkix.Name{CommonName: h.Name}, NotAfter: authority.NotAfter,
+			IPAddresses: []net.IP{net.ParseIP(h.Address)}, KeyUsage: x509.KeyUsageDigitalSignature,
+			ExtKeyUsage: []x509.ExtKeyUsage{x509.ExtKeyUsageServerAuth, x509.ExtKeyUsageClientAuth},
+		}, authority, key.Public(), signer)
+		if err != nil {
+			return err
+		}
+		private, err := x509.MarshalPKCS8PrivateKey(key)
+		if err != nil {
+			return err
+		}
+		dir := filepath.Join(h.dir, "etc/pki")
+		if err := os.Mkdir(dir, 0o700); err != nil {
+			return err
+		}
+		for name, block := range map[string]*pem.Block{
+			"ca-cert": {Type: "CERTIFICATE", Bytes: ca}, "server-cert": {Type: "CERTIFICATE", Bytes: cert}, "client-cert": {Type: "CERTIFICATE", Bytes: cert},
+			"server-key": {Type: "PRIVATE KEY", Bytes: private}, "client-key": {Type: "PRIVATE KEY", Bytes: private},
+		} {
+			if err := os.WriteFile(filepath.Join(dir, name+".pem"), pem.EncodeToMemory(block), 0o600); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
 }
 
 // wire joins the hosts by a bridge on the first one.

@@ -29,7 +29,7 @@ import (
 const hostConfig = `version: 1
 discover: false
 cluster: {host: %s, listen: "%s:7650"}
-devices: {libvirt: "qemu:///system", migrateURI: "qemu+tcp://{address}/system", unsafeDisks: true}
+devices: {libvirt: "qemu:///system", migrateURI: "qemu+tcp://{address}/system", unsafeDisks: true, migrationTLS: true}
 `
 
 // host is a libvirtd with a hostd.
