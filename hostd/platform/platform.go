@@ -8,13 +8,17 @@ import (
 	"net"
 	"os"
 	"path/filepath"
+	"strings"
 	"sync"
 	"time"
+
+	"github.com/google/renameio/v2"
 
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 	"github.com/gpuctl/gpuctl/hostd/config"
 	"github.com/gpuctl/gpuctl/hostd/devices"
 	"github.com/gpuctl/gpuctl/hostd/hook"
+	"github.com/gpuctl/gpuctl/internal/hook/wire"
 	"github.com/gpuctl/gpuctl/internal/vchan"
 	"github.com/gpuctl/gpuctl/internal/virt"
 	"github.com/gpuctl/gpuctl/internal/xenstore"
@@ -221,6 +225,11 @@ func (p *Platform) Run(ctx context.Context) error {
 	}
 	listener, err := hook.Listen(p.runDir)
 	if err != nil {
+		return err
+	}
+	// For hooks that find nobody here.
+	ids := strings.Join(append(p.Catalog.AnyClassIDs(), ""), "\n")
+	if err := renameio.WriteFile(filepath.Join(p.runDir, wire.IDsName), []byte(ids), 0o600, renameio.WithStaticPermissions(0o600)); err != nil {
 		return err
 	}
 	var wg sync.WaitGroup

@@ -154,6 +154,19 @@ func (c *Catalog) AnyClass() func(*pci.Device) bool {
 	return nil
 }
 
+// AnyClassIDs are the vendor and device ids, "1b36:0010", of the models whose
+// devices are GPUs whatever their class, in order.
+func (c *Catalog) AnyClassIDs() []string {
+	var out []string
+	for id, model := range c.byID {
+		if c.models[model].AnyClass {
+			out = append(out, fmt.Sprintf("%04x:%04x", id.Vendor, id.Device))
+		}
+	}
+	slices.Sort(out)
+	return slices.Compact(out)
+}
+
 // Model finds a model by its name.
 func (c *Catalog) Model(name string) (Entry, bool) {
 	e, ok := c.models[name]

@@ -2,6 +2,7 @@ package catalog
 
 import (
 	"errors"
+	"slices"
 	"strings"
 	"testing"
 
@@ -63,6 +64,9 @@ func TestAnyClass(t *testing.T) {
 		if got := c.AnyClass()(&pci.Device{VendorID: 0x1acc, DeviceID: device}); got != want {
 			t.Errorf("1acc:%04x: %v", device, got)
 		}
+	}
+	if ids := c.AnyClassIDs(); !slices.Equal(ids, []string{"1acc:0001"}) {
+		t.Error(ids)
 	}
 	if c, err = Load(File{"site.yaml", []byte(odd)}, File{"later.yaml", []byte("version: 1\nmodels: [{model: Odd, anyClass: false}]\n")}); err != nil || c.AnyClass() != nil {
 		t.Errorf("taken back: %v", err)

@@ -24,7 +24,7 @@ models:
 `
 
 // virtualFunctions gives a virtual function of a card to a VM that runs, for
-// which it is made.
+// which it is made, and a lasting one to a VM that starts with it.
 func (h *host) virtualFunctions(ctx context.Context, web *labtest.Guest) {
 	h.t.Helper()
 	h.refused(ctx, "it is a device of class 0108", "attach", "web", sliced)
@@ -49,6 +49,16 @@ func (h *host) virtualFunctions(ctx context.Context, web *labtest.Guest) {
 
 	h.must(ctx, "resize", sliced, "--functions", "2")
 	h.sliceIs(ctx, "web", "")
+	part := &labtest.Guest{Name: "part"}
+	h.define(ctx, part, same, first)
+	h.mustVirsh(ctx, "start", "part")
+	h.ready(ctx, part)
+	h.sliceIs(ctx, "part", first)
+	_, err = part.WaitDevice(ctx, "1b36:0010")
+	must(h.t, err)
+	h.mustVirsh(ctx, "destroy", "part")
+	h.sliceIs(ctx, "part", "")
+	h.mustVirsh(ctx, "undefine", "part")
 	h.must(ctx, "resize", sliced, "--functions", "0")
 	if out := h.run(ctx, "cat /sys/bus/pci/devices/"+sliced+"/sriov_numvfs; basename $(readlink /sys/bus/pci/devices/"+sliced+"/driver)"); out != "0\nnvme\n" {
 		h.t.Errorf("the card is not as it was: %q", out)

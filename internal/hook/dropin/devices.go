@@ -7,14 +7,21 @@ import (
 	"fmt"
 	"io"
 	"io/fs"
+	"os"
 	"path"
+	"slices"
 	"strconv"
 	"strings"
+
+	"github.com/gpuctl/gpuctl/internal/hook/wire"
 )
 
 const (
 	maxDepth   = 128
 	maxDevices = 1024
+	maxIDs     = 64 << 10 // bytes
+
+	pciDevices = "sys/bus/pci/devices"
 
 	baseDisplay     = "0x03"
 	baseAccelerator = "0x12"
@@ -102,13 +109,33 @@ func address(e xml.StartElement) (string, error) {
 	return fmt.Sprintf("%04x:%02x:%02x.%x", n[0], n[1], n[2], n[3]), nil
 }
 
+// known tells GPUs from other devices.
+type known struct {
+	root fs.FS
+	ids  []string // GPUs whatever their class, "1b36:0010"
+}
+
+// newKnown reads the ids that hostd has left beside its socket, if any.
+func newKnown(root fs.FS, socket string) known {
+	k := known{root: root}
+	f, err := os.Open(path.Join(path.Dir(socket), wire.IDsName))
+	if err != nil {
+		return k
+	}
+	defer f.Close()
+	if data, err := io.ReadAll(io.LimitReader(f, maxIDs)); err == nil {
+		k.ids = strings.Fields(string(data))
+	}
+	return k
+}
+
 // managed are those of a domain's devices that gpuctl may have to do with. XML
 // that can't be understood counts as one if it speaks of host devices at all.
-func managed(root fs.FS, domain []byte) []string {
+func (k known) managed(domain []byte) []string {
 	all, err := hostDevices(domain)
 	var ours []string
 	for _, d := range all {
-		if isGPU(root, d) {
+		if k.isGPU(d) {
 			ours = append(ours, d)
 		}
 	}
@@ -118,42 +145,57 @@ func managed(root fs.FS, domain []byte) []string {
 	return ours
 }
 
-// isGPU says that a device is of a class that gpuctl manages, or in the slot
-// of one. One that does not exist is none: the start fails without us.
-func isGPU(root fs.FS, device string) bool {
+// isGPU says that a device is one that gpuctl manages, in the slot of one, or a
+// virtual function of one. One that does not exist is none: the start fails
+// without us.
+func (k known) isGPU(device string) bool {
 	slot, _, ok := strings.Cut(device, ".")
 	if !ok { // a mediated device: it is below its parent
 		if !fs.ValidPath("x/"+device) || strings.Contains(device, "/") {
 			return false
 		}
-		target, err := fs.ReadLink(root, path.Join("sys/bus/mdev/devices", device))
+		target, err := fs.ReadLink(k.root, path.Join("sys/bus/mdev/devices", device))
 		if err != nil {
 			return false
 		}
 		for part := range strings.SplitSeq(target, "/") {
-			if len(part) >= len("0000:00:00.0") && strings.Contains(part, ":") && hasClass(root, part) {
+			if len(part) >= len("0000:00:00.0") && strings.Contains(part, ":") && k.is(part) {
 				return true
 			}
 		}
 		return false
 	}
 	for function := range 8 {
-		if hasClass(root, slot+"."+strconv.Itoa(function)) {
+		if k.is(slot + "." + strconv.Itoa(function)) {
 			return true
 		}
 	}
-	return false
+	physical, err := fs.ReadLink(k.root, path.Join(pciDevices, device, "physfn"))
+	return err == nil && k.is(path.Base(physical))
 }
 
-func hasClass(root fs.FS, device string) bool {
-	f, err := root.Open(path.Join("sys/bus/pci/devices", device, "class"))
-	if err != nil {
+func (k known) is(device string) bool {
+	class := k.attribute(device, "class")
+	if strings.HasPrefix(class, baseDisplay) || strings.HasPrefix(class, baseAccelerator) {
+		return true
+	}
+	if len(k.ids) == 0 || class == "" {
 		return false
+	}
+	vendor, product := k.attribute(device, "vendor"), k.attribute(device, "device")
+	return slices.Contains(k.ids, strings.TrimPrefix(vendor, "0x")+":"+strings.TrimPrefix(product, "0x"))
+}
+
+// attribute is a number of a device as sysfs writes it; empty: there is none.
+func (k known) attribute(device, name string) string {
+	f, err := k.root.Open(path.Join(pciDevices, device, name))
+	if err != nil {
+		return ""
 	}
 	defer f.Close()
-	var b [4]byte
-	if _, err := io.ReadFull(f, b[:]); err != nil {
-		return false
+	b, err := io.ReadAll(io.LimitReader(f, 16))
+	if err != nil {
+		return ""
 	}
-	return string(b[:]) == baseDisplay || string(b[:]) == baseAccelerator
+	return strings.TrimSpace(string(b))
 }

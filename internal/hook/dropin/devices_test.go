@@ -17,12 +17,12 @@ func FuzzManaged(f *testing.F) {
 	} {
 		f.Add(s)
 	}
-	root := fstest.MapFS{"sys/bus/pci/devices/0000:65:00.0/class": &fstest.MapFile{Data: []byte("0x030200\n")}}
-	if len(managed(root, []byte(gpu))) != 1 {
+	k := known{root: fstest.MapFS{"sys/bus/pci/devices/0000:65:00.0/class": &fstest.MapFile{Data: []byte("0x030200\n")}}}
+	if len(k.managed([]byte(gpu))) != 1 {
 		f.Fatal("the seed has no GPU")
 	}
 	f.Fuzz(func(t *testing.T, xml string) {
-		ours := managed(root, []byte(xml))
+		ours := k.managed([]byte(xml))
 		if len(ours) > 0 && !strings.Contains(xml, "hostdev") || len(ours) > maxDevices {
 			t.Fatalf("%q", ours)
 		}

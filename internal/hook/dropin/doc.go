@@ -29,8 +29,8 @@
 //	socket: /run/gpuctl/hook.sock
 //
 // deny-managed refuses a start only if the XML names a PCI device, or a
-// mediated one, that is a display controller or a processing accelerator, or
-// shares its slot with one: domains without GPUs always start. allow starts
+// mediated one, that is a display controller, a processing accelerator or of an
+// id that hostd has left in RUNDIR/hook.ids, or shares its slot with one: domains without GPUs always start. allow starts
 // domains with GPUs as well, and is for hosts where availability counts for
 // more than the certainty that a GPU has one owner; devices in libvirt's own
 // care (managed='yes') then work, ours are found out by hostd when it is back.

@@ -86,7 +86,7 @@ func (h hook) run() int {
 	}
 	var ours []string
 	if h.event.Refusable() {
-		ours = managed(files, h.event.XML)
+		ours = newKnown(files, config.SocketBelow(h.root)).managed(h.event.XML)
 		if readErr != nil && len(ours) == 0 && !errors.Is(readErr, errNoInput) {
 			ours = []string{"of an XML that can't be read"}
 		}

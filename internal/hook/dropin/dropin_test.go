@@ -158,6 +158,15 @@ func TestWaitsForHostd(t *testing.T) {
 
 func TestWhatIsManaged(t *testing.T) {
 	m := newMachine(t, quick)
+	m.write("hook.ids", "1b36:0010\n")
+	for device, id := range map[string]string{"0000:68:00.0": "0x0010", "0000:68:02.1": "0x0011", "0000:69:00.0": "0x0011"} {
+		m.write("sys/bus/pci/devices/"+device+"/class", "0x010802\n")
+		m.write("sys/bus/pci/devices/"+device+"/vendor", "0x1b36\n")
+		m.write("sys/bus/pci/devices/"+device+"/device", id+"\n")
+	}
+	if err := os.Symlink("../0000:68:00.0", filepath.Join(m.root, "sys/bus/pci/devices/0000:68:02.1/physfn")); err != nil {
+		t.Fatal(err)
+	}
 	mdev := func(id string) string {
 		return domain(`<hostdev mode='subsystem' type='mdev' model='vfio-pci'><source><address uuid='` + id + `'/></source></hostdev>`)
 	}
@@ -169,6 +178,9 @@ func TestWhatIsManaged(t *testing.T) {
 		"its audio function":      {withAudio, true},
 		"accelerator":             {domain(pciDevice("0x67", "0x0")), true},
 		"in decimal, zeros left":  {domain(`<hostdev type="pci"><source><address bus="101"/></source></hostdev>`), true},
+		"by its id":               {domain(pciDevice("0x68", "0x0")), true},
+		"virtual function":        {domain(`<hostdev type='pci'><source><address bus='0x68' slot='2' function='1'/></source></hostdev>`), true},
+		"neither":                 {domain(pciDevice("0x69", "0x0")), false},
 		"network card":            {withNIC, false},
 		"not there":               {domain(pciDevice("0x70", "0x0")), false},
 		"mediated, of the GPU":    {mdev(uuid), true},

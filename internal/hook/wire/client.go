@@ -26,6 +26,11 @@ func (e *DeniedError) Error() string { return e.Message }
 // SocketName is the socket's in hostd's run folder.
 const SocketName = "hook.sock"
 
+// IDsName is a file beside the socket: vendor and device ids, "1b36:0010" a line,
+// of GPUs that their class does not tell. hostd writes it; the hook, which reads
+// no catalogue, knows by it what is at stake, also while hostd is down.
+const IDsName = "hook.ids"
+
 const (
 	dialPause = 5 * time.Millisecond
 	// margin is how much earlier than the hook hostd gives up, so that its
