@@ -205,6 +205,46 @@ func TestWatches(t *testing.T) {
 	})
 }
 
+// Watches come and go while others ask: on Linux's device that takes care.
+func TestWatchesAmongRequests(t *testing.T) {
+	everyStore(t, func(t *testing.T, c *xenstore.Client, base string) {
+		ctx, cancel := context.WithTimeout(t.Context(), 30*time.Second)
+		defer cancel()
+		var askers sync.WaitGroup
+		over := make(chan struct{})
+		for range 4 {
+			askers.Go(func() {
+				for {
+					select {
+					case <-over:
+						return
+					default:
+					}
+					if err := c.Write(ctx, base+"/asked", "x"); err != nil {
+						t.Error(err)
+						return
+					}
+				}
+			})
+		}
+		for range 30 {
+			w, err := c.Watch(ctx, base)
+			if err != nil {
+				t.Error(err)
+				break
+			}
+			if _, err := w.Next(ctx); err != nil {
+				t.Error(err)
+			}
+			if err := w.Close(ctx); err != nil {
+				t.Error(err)
+			}
+		}
+		close(over)
+		askers.Wait()
+	})
+}
+
 func TestTransactions(t *testing.T) {
 	everyStore(t, func(t *testing.T, c *xenstore.Client, base string) {
 		ctx := t.Context()

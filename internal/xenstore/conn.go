@@ -15,10 +15,16 @@ var errUnsent = errors.New("the request was not sent")
 // conn is one connection. Answers are told apart by the number of their
 // request, but for those to watches on the kernel's device, which carry zero:
 // the kernel answers these by itself, in order.
+//
+// A request to watch or unwatch is sent when all before it are answered: Linux
+// asks the store within the write and keeps the file locked, while the thread
+// that reads the store's answers wants that lock for an earlier one. Neither
+// would ever go on, nor anybody else in the domain who asks the store.
 type conn struct {
 	stream io.ReadWriteCloser
 
 	writing chan struct{} // held while a message is written
+	settled chan struct{} // holds one when the last request was answered
 
 	mu      sync.Mutex
 	err     error // why it is closed
@@ -34,7 +40,7 @@ type waiter struct {
 }
 
 func newConn(stream io.ReadWriteCloser) *conn {
-	return &conn{stream: stream, writing: make(chan struct{}, 1), waiting: map[uint32]*waiter{}, dead: make(chan struct{})}
+	return &conn{stream: stream, writing: make(chan struct{}, 1), settled: make(chan struct{}, 1), waiting: map[uint32]*waiter{}, dead: make(chan struct{})}
 }
 
 func (cn *conn) close(why error) {
@@ -45,7 +51,7 @@ func (cn *conn) close(why error) {
 	}
 	cn.err = why
 	close(cn.dead)
-	_ = cn.stream.Close()
+	go func() { _ = cn.stream.Close() }() // waits for a write that is stuck
 }
 
 func (cn *conn) reason() error {
@@ -105,6 +111,31 @@ func (cn *conn) forget(id uint32) {
 			break
 		}
 	}
+	if len(cn.waiting) == 0 {
+		select {
+		case cn.settled <- struct{}{}:
+		default:
+		}
+	}
+}
+
+// settle waits until all requests are answered; who calls it holds writing.
+func (cn *conn) settle(ctx context.Context) error {
+	for {
+		cn.mu.Lock()
+		n := len(cn.waiting)
+		cn.mu.Unlock()
+		if n == 0 {
+			return nil
+		}
+		select {
+		case <-cn.settled:
+		case <-cn.dead:
+			return fmt.Errorf("%w: %w", errUnsent, cn.reason())
+		case <-ctx.Done():
+			return ctx.Err()
+		}
+	}
 }
 
 // call sends a request and waits for the answer. If ctx ends before, the answer
@@ -118,6 +149,15 @@ func (cn *conn) call(ctx context.Context, op Op, tx uint32, payload []byte) (Mes
 		return Message{}, ctx.Err()
 	case <-cn.dead:
 		return Message{}, fmt.Errorf("%w: %w", errUnsent, cn.reason())
+	}
+	if op == OpWatch || op == OpUnwatch {
+		if err := cn.settle(ctx); err != nil {
+			<-cn.writing
+			if op == OpUnwatch { // the watch goes with the connection
+				cn.close(fmt.Errorf("%w: it was given up with a request to %s under way", ErrConnection, op))
+			}
+			return Message{}, err
+		}
 	}
 	id, w, err := cn.expect(op)
 	if err != nil {

@@ -101,7 +101,7 @@ func serveVchan(t *testing.T, ctx context.Context, g *Guest) {
 // stopVchan ends the server and with it all that it has of Xen.
 func stopVchan(t *testing.T, ctx context.Context, g *Guest) {
 	t.Helper()
-	_, err := g.Run(ctx, "p=$(cat /tmp/vchanperf.pid); kill $p; for i in 1 2 3 4 5 6 7 8 9 10; do [ -d /proc/$p ] || exit 0; sleep 1; done; grep State /proc/$p/status; kill -QUIT $p; sleep 1; cat /tmp/vchanperf.log; exit 1")
+	_, err := g.Run(ctx, "p=$(cat /tmp/vchanperf.pid); kill $p; for i in 1 2 3 4 5 6 7 8 9 10; do [ -d /proc/$p ] || exit 0; sleep 1; done; exec >&2; grep State /proc/$p/status; kill -QUIT $p; sleep 1; cat /tmp/vchanperf.log; exit 1")
 	must(t, err)
 }
 

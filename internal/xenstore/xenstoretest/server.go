@@ -12,6 +12,7 @@ import (
 	"sync"
 	"syscall"
 	"testing"
+	"time"
 
 	"github.com/gpuctl/gpuctl/internal/xenstore"
 )
@@ -168,7 +169,8 @@ func (s *Server) Hang(yes bool) {
 }
 
 // AnswerWatchesAsKernel makes answers to requests to watch and unwatch carry
-// the number zero instead of the request's, as Linux's device does.
+// the number zero instead of the request's, as Linux's device does. One that
+// comes before all others are answered fails the test: it would hang the domain.
 func (s *Server) AnswerWatchesAsKernel() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -257,6 +259,7 @@ type client struct {
 	transactions map[uint32]*view
 
 	out   [][]byte // guarded by the server's mutex
+	owed  int      // answers in out
 	wake  chan struct{}
 	ended chan struct{}
 	once  sync.Once
@@ -293,8 +296,14 @@ func (s *Server) serve(nc net.Conn, domain uint16) {
 				return
 			}
 			s.mu.Lock()
+			kernel := s.zeroIDs
+			s.mu.Unlock()
+			if kernel {
+				time.Sleep(time.Millisecond) // for who does not wait for answers
+			}
+			s.mu.Lock()
 			out := c.out
-			c.out = nil
+			c.out, c.owed = nil, 0
 			s.mu.Unlock()
 			for _, b := range out {
 				if _, err := nc.Write(b); err != nil {
@@ -337,6 +346,9 @@ func (s *Server) answer(c *client, m xenstore.Message) {
 	reply := xenstore.Message{Op: m.Op, Request: m.Request, TxID: m.TxID}
 	if s.zeroIDs && (m.Op == xenstore.OpWatch || m.Op == xenstore.OpUnwatch) {
 		reply.Request = 0
+		if c.owed > 0 {
+			s.t.Errorf("xenstoretest: %s while %d answers are outstanding", m.Op, c.owed)
+		}
 	}
 	payload, after, err := s.request(c, m)
 	if err == nil && len(payload) > xenstore.MaxPayload && !s.long {
@@ -348,6 +360,7 @@ func (s *Server) answer(c *client, m xenstore.Message) {
 		reply.Op, payload = xenstore.OpError, []byte(xenstore.ErrnoName(errno)+"\x00")
 	}
 	reply.Payload = payload
+	c.owed++
 	c.send(reply)
 	if after != nil && err == nil {
 		after()
