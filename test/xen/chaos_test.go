@@ -301,6 +301,7 @@ func TestMigrateFaults(t *testing.T) {
 		{"network cut for longer than anybody waits", there, "move", link(false), link(true), 4 * time.Minute},
 		{"destination without power", there, "prepare", power(false), power(true), time.Minute},
 		{"destination without power before the move", there, "detach", power(false), power(true), time.Minute},
+		{"destination without power in the move", there, "move", power(false), power(true), time.Minute},
 	} {
 		ok := t.Run(f.name, func(t *testing.T) {
 			v.t = t

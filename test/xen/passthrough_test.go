@@ -21,7 +21,7 @@ func rebooting(xml string) string {
 
 // TestPassthrough is the life of cards on real Xen: first two hosts in one
 // cluster; then on one of them all that people do, and on the other hostd is
-// killed wherever it can be.
+// killed wherever it can be, cards are cut, and hostd is down.
 func TestPassthrough(t *testing.T) {
 	l := labtest.Start(t)
 	ctx, cancel := context.WithTimeout(t.Context(), 40*time.Minute)
@@ -61,7 +61,13 @@ func TestPassthrough(t *testing.T) {
 		})
 		t.Run("kills", func(t *testing.T) {
 			t.Parallel()
-			kills(ctx, b.on(t), between)
+			h := b.on(t)
+			g := kills(ctx, h, between)
+			r := rough{t}
+			r.step("virtual functions", func() { h.virtualFunctions(ctx, g) })
+			r.step("the VM is destroyed", func() { must(t, g.Destroy(ctx)) })
+			r.step("hostd is down", func() { h.down(ctx) })
+			r.step("healthy", func() { h.healthy(ctx) })
 		})
 	})
 }
@@ -215,7 +221,6 @@ func life(ctx context.Context, h *host) {
 		h.refused(ctx, "resume it, or stop it", "detach", "web", virtio, "--unconfirmed")
 		h.mustVirsh(ctx, "resume", "web")
 	})
-	r.step("virtual functions", func() { h.virtualFunctions(ctx, web) })
 	r.step("libvirtd dies under load", func() { h.libvirtDies(ctx) })
 	r.step("the VM ends", func() {
 		h.mustVirsh(ctx, "destroy", "web")
@@ -224,18 +229,21 @@ func life(ctx context.Context, h *host) {
 		}
 		t.Logf("gpuctl cards -o wide\n%s", h.must(ctx, "cards", "-o", "wide"))
 	})
-	r.step("hostd is down", func() { h.down(ctx) })
-	r.step("healthy", func() {
-		if out := h.run(ctx, "xl list | grep -c null || true"); strings.TrimSpace(out) != "0" {
-			t.Errorf("domains that cannot end: %s", out)
-		}
-		out, err := labtest.Journal(ctx, h.Host, unit)
-		must(t, err)
-		if strings.Contains(out, "panic:") || strings.Contains(out, "DATA RACE") {
-			t.Errorf("hostd: %s", out)
-		}
-		t.Logf("hooks as hostd saw them:\n%s", h.hooks(ctx))
-	})
+	r.step("healthy", func() { h.healthy(ctx) })
+}
+
+// healthy says that no domain is left half-way and that hostd is whole.
+func (h *host) healthy(ctx context.Context) {
+	h.t.Helper()
+	if out := h.run(ctx, "xl list | grep -c null || true"); strings.TrimSpace(out) != "0" {
+		h.t.Errorf("domains that cannot end: %s", out)
+	}
+	out, err := labtest.Journal(ctx, h.Host, unit)
+	must(h.t, err)
+	if strings.Contains(out, "panic:") || strings.Contains(out, "DATA RACE") {
+		h.t.Errorf("hostd: %s", out)
+	}
+	h.t.Logf("hooks as hostd saw them:\n%s", h.hooks(ctx))
 }
 
 // attach is gpuctl attach that must succeed, for all to see.

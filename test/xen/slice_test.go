@@ -25,9 +25,9 @@ models:
 
 // virtualFunctions gives a virtual function of a card to a VM that runs, for
 // which it is made, and a lasting one to a VM that starts with it.
-func (h *host) virtualFunctions(ctx context.Context, web *labtest.Guest) {
+func (h *host) virtualFunctions(ctx context.Context, g *labtest.Guest) {
 	h.t.Helper()
-	h.refused(ctx, "it is a device of class 0108", "attach", "web", sliced)
+	h.refused(ctx, "it is a device of class 0108", "attach", g.Name, sliced)
 	h.run(ctx, "mkdir -p /etc/gpuctl && cp /etc/gpuctl.yaml /etc/gpuctl/before.yaml && cat > /etc/gpuctl/models.yaml <<'END'\n"+slicedModel+"END\n"+
 		`sed -i 's|^devices: {|devices: {catalog: [/etc/gpuctl/models.yaml], |' /etc/gpuctl.yaml && systemctl restart `+unit)
 	h.answers(ctx)
@@ -36,19 +36,19 @@ func (h *host) virtualFunctions(ctx context.Context, web *labtest.Guest) {
 	}
 	first := strings.TrimSuffix(sliced, "0") + "1"
 
-	h.t.Logf("attach: %v", h.change(ctx, "attach", "web", sliced, "--profile", "vf"))
-	h.sliceIs(ctx, "web", first)
-	_, err := web.WaitDevice(ctx, "1b36:0010")
+	h.t.Logf("attach: %v", h.change(ctx, "attach", g.Name, sliced, "--profile", "vf"))
+	h.sliceIs(ctx, g.Name, first)
+	_, err := g.WaitDevice(ctx, "1b36:0010")
 	must(h.t, err)
 	h.t.Logf("gpuctl cards -o wide\n%s", h.must(ctx, "cards", "-o", "wide"))
-	h.refused(ctx, "is cut into slices", "attach", "web", sliced)
+	h.refused(ctx, "is cut into slices", "attach", g.Name, sliced)
 	h.refused(ctx, "all functions go when their number changes", "resize", sliced, "--functions", "2")
-	h.t.Logf("detach: %v", h.change(ctx, "detach", "web", sliced, "--unconfirmed"))
-	h.gone(ctx, web, "1b36:0010")
-	h.sliceIs(ctx, "web", "")
+	h.t.Logf("detach: %v", h.change(ctx, "detach", g.Name, sliced, "--unconfirmed"))
+	h.gone(ctx, g, "1b36:0010")
+	h.sliceIs(ctx, g.Name, "")
 
 	h.must(ctx, "resize", sliced, "--functions", "2")
-	h.sliceIs(ctx, "web", "")
+	h.sliceIs(ctx, g.Name, "")
 	part := &labtest.Guest{Name: "part"}
 	h.define(ctx, part, same, first)
 	h.mustVirsh(ctx, "start", "part")
