@@ -295,7 +295,7 @@ func TestMigrateFaults(t *testing.T) {
 		{"libvirtd of the destination killed in the move", there, "move", during(true, killLibvirtd), nil, 0},
 		{"another VM wants the destination's card", there, "freeze", thief, nil, 0},
 		{"destination's card gone", there, "move", unplugged(true), unplugged(false), 0},
-		{"agent hung", there, "reserve", inside("kill -STOP $(cat /run/gpuguest.pid)"), inside("kill -CONT $(cat /run/gpuguest.pid)"), 40 * time.Second},
+		{"agent hung", there, "prepare", inside("kill -STOP $(cat /run/gpuguest.pid)"), inside("kill -CONT $(cat /run/gpuguest.pid)"), 40 * time.Second},
 		{"network cut for 20 s", there, "freeze", link(false), link(true), 20 * time.Second},
 		{"network cut for 20 s in the move", there, "move", link(false), link(true), 20 * time.Second},
 		{"network cut for longer than anybody waits", there, "move", link(false), link(true), 4 * time.Minute},
@@ -316,7 +316,10 @@ func TestMigrateFaults(t *testing.T) {
 			id := v.begin(ctx, l, to)
 			v.at.host.until(ctx, 10*time.Minute, "it is at "+f.step, func() (bool, string) {
 				m := v.at.host.last(ctx)
-				return m.ID == id && (m.Step == f.step || m.State != "running"), m.String()
+				if m.ID == id && m.State != "running" {
+					t.Fatalf("it has ended before: %v", m)
+				}
+				return m.ID == id && m.Step == f.step, m.String()
 			})
 			f.begin(ctx, v)
 			repair := func(now bool) {
