@@ -131,7 +131,7 @@ func (a *app) planDrain(ctx context.Context, c clusterClient, host string, f eva
 			claims[s.GetClaim()] = o.GetClaim()
 		}
 	}
-	vms, err := a.movable(ctx, host, f)
+	vms, err := a.movable(ctx, c, host, f)
 	if err != nil {
 		return err
 	}

@@ -86,7 +86,7 @@ func (v vms) movable() (n int) {
 
 // movable plans for every VM of a host. A host without VMs, or a hostd that
 // knows of none, has none.
-func (a *app) movable(ctx context.Context, host string, f evacuation) (vms, error) {
+func (a *app) movable(ctx context.Context, cl clusterClient, host string, f evacuation) (vms, error) {
 	var out vms
 	res, err := a.machines(ctx, host)
 	switch {
@@ -102,11 +102,20 @@ func (a *app) movable(ctx context.Context, host string, f evacuation) (vms, erro
 	if err != nil {
 		return out, err
 	}
+	// A VM in the middle of a migration, or held in it, may have no GPU just now.
+	open, err := call(ctx, cl, cl.List, &clusterv1.ListRequest{Kind: clusterv1.Kind_KIND_MIGRATION, Where: `state in ["running", "held"]`})
+	if err != nil {
+		return out, err
+	}
+	moving := map[string]bool{}
+	for _, o := range open.GetObjects() {
+		moving[o.GetMigration().GetMachine().GetUuid()] = true
+	}
 	for _, m := range res.GetMachines() {
 		if m.GetState() == "shutoff" && len(m.GetGpus()) == 0 {
 			continue // it uses nothing of the host
 		}
-		if len(m.GetGpus()) == 0 && !f.all {
+		if len(m.GetGpus()) == 0 && !f.all && !moving[m.GetUuid()] {
 			out.other++
 			continue
 		}
@@ -215,7 +224,7 @@ func (a *app) evacuate(ctx context.Context, c clusterClient, req *clusterv1.SetD
 	fmt.Fprintln(a.Err, clean(fmt.Sprintf("host %s is %s", host, hostState(res.GetHost()))))
 	ctx, stop := interruptible(ctx)
 	defer stop()
-	v, err := a.movable(ctx, host, f)
+	v, err := a.movable(ctx, c, host, f)
 	if err != nil {
 		return err
 	}
