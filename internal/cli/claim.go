@@ -202,9 +202,8 @@ func (a *app) awaitClaim(ctx context.Context, c clusterClient, name string, time
 	defer stop()
 	watching, cancel := context.WithCancel(ctx)
 	defer cancel()
-	if timeout > 0 {
-		watching, cancel = context.WithTimeout(ctx, timeout)
-		defer cancel()
+	if timeout > 0 { // not a deadline: the host would keep it, too, and may be first to say so
+		defer time.AfterFunc(timeout, cancel).Stop()
 	}
 	var bound *clusterv1.Claim
 	last := ""
