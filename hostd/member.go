@@ -189,7 +189,8 @@ func (m *member) open(ctx context.Context, o Options, host *Host, name string) (
 	return nil
 }
 
-// sweep drops GPU states whose migration has ended without saying so here.
+// sweep drops what migrations have left here that ended without saying so: GPU
+// states, and copies of VMs.
 func (m *member) sweep(ctx context.Context, host *Host) {
 	if host.Site == nil || host.Site.Stash == nil {
 		return
@@ -199,6 +200,13 @@ func (m *member) sweep(ctx context.Context, host *Host) {
 	for {
 		if err := host.Site.Stash.Sweep(host.Migrations.Ended); err != nil {
 			host.Log.Warn("GPU states of former migrations are left", "err", err)
+		}
+		for uuid, home := range host.Migrations.Away() {
+			look, cancel := context.WithTimeout(ctx, sweepEvery)
+			if cleared, err := host.Site.Clear(look, uuid, home); err != nil && cleared {
+				host.Log.Warn("a copy of a VM is left", "machine", uuid, "home", home, "err", err)
+			}
+			cancel()
 		}
 		select {
 		case <-ctx.Done():

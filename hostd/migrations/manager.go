@@ -116,6 +116,33 @@ func (m *Manager) Ended(id string) (ended, known bool) {
 	return r != nil && over(r), r != nil
 }
 
+// Away are VMs, by UUID, that are at home on another host since their last
+// migration, which has ended, and that host. Nothing of them should be here.
+func (m *Manager) Away() map[string]string {
+	v := m.Node.View()
+	if v == nil {
+		return nil
+	}
+	last := map[string]*clusterv1.Migration{}
+	for r := range v.Migrations() {
+		uuid := r.GetMachine().GetUuid()
+		if now := last[uuid]; uuid != "" && (now == nil || !over(r) || over(now) && r.GetStartedUnixMs() > now.GetStartedUnixMs()) {
+			last[uuid] = r
+		}
+	}
+	self, out := m.Node.HostName(), map[string]string{}
+	for uuid, r := range last {
+		from, to := r.GetMachine().GetFromHost(), r.GetMachine().GetToHost()
+		switch {
+		case r.GetState() == clusterv1.MigrationState_MIGRATION_STATE_DONE && from == self && to != self:
+			out[uuid] = to
+		case r.GetState() == clusterv1.MigrationState_MIGRATION_STATE_ROLLED_BACK && to == self && from != self:
+			out[uuid] = from
+		}
+	}
+	return out
+}
+
 // Party says why another host may not share states of a VM with this one: the
 // record of a migration that runs must name both.
 func (m *Manager) Party(machine *gpuctlv1.SiteMachine, other string) error {

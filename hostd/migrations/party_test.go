@@ -2,7 +2,10 @@ package migrations
 
 import (
 	"errors"
+	"fmt"
 	"testing"
+
+	"github.com/google/go-cmp/cmp"
 
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
@@ -72,5 +75,47 @@ func TestParty(t *testing.T) {
 		if ended, known := m.Ended(id); [2]bool{ended, known} != want {
 			t.Errorf("%s: ended %v, known %v", id, ended, known)
 		}
+	}
+}
+
+// What a VM's last migration has left is looked for where it is not at home.
+func TestAway(t *testing.T) {
+	s := state.New()
+	index := uint64(0)
+	put := func(uuid, from, to string, started int64, end clusterv1.MigrationState) {
+		t.Helper()
+		r := &clusterv1.Migration{
+			Id: fmt.Sprint("m-", started), Verb: "migrate", Object: uuid, Driver: "h1", StartedUnixMs: started,
+			Machine: &clusterv1.MachineMove{Uuid: uuid, Name: uuid, FromHost: from, ToHost: to},
+		}
+		for range 2 {
+			index++
+			res := s.Apply(index, &clusterv1.Command{Version: 1, Op: &clusterv1.Command_PutMigration{PutMigration: &clusterv1.PutMigration{Migration: r}}})
+			if res.GetOutcome() != clusterv1.Outcome_OUTCOME_OK {
+				t.Fatal(res)
+			}
+			if r = res.GetMigration(); end == clusterv1.MigrationState_MIGRATION_STATE_RUNNING {
+				return
+			}
+			r.State = end
+		}
+	}
+	const (
+		done, back, running = clusterv1.MigrationState_MIGRATION_STATE_DONE, clusterv1.MigrationState_MIGRATION_STATE_ROLLED_BACK, clusterv1.MigrationState_MIGRATION_STATE_RUNNING
+		held                = clusterv1.MigrationState_MIGRATION_STATE_HELD
+	)
+	put("gone", "h1", "h2", 1, done)
+	put("returned", "h1", "h2", 2, done)
+	put("returned", "h2", "h1", 3, done)
+	put("undone", "h2", "h1", 4, back)
+	put("stayed", "h1", "h2", 5, back)
+	put("goes", "h1", "h2", 6, done)
+	put("goes", "h2", "h1", 7, running)
+	put("held", "h2", "h1", 8, held)
+	put("same", "h1", "h1", 9, done)
+	put("others", "h2", "h3", 10, done)
+	m := New(Config{Node: records{host: "h1", store: s}})
+	if d := cmp.Diff(map[string]string{"gone": "h2", "undone": "h2"}, m.Away()); d != "" {
+		t.Error(d)
 	}
 }

@@ -236,3 +236,29 @@ func (c *Client) follow(ctx context.Context, d Domain, m Migration) {
 		}
 	}
 }
+
+// CancelArrival ends a domain whose source was lost while it came here. libxl's
+// driver keeps such a domain paused and waits for the source's last word for
+// good; whatever else is asked of it, its end included, is refused meanwhile.
+// This is that word (virDomainMigrateFinish3Params, cancelled). A domain that is
+// not paused is ErrState: it runs, and must not be ended so.
+func (c *Client) CancelArrival(ctx context.Context, d Domain) error {
+	o := c.change("cancel the arrival of", d.Name)
+	state, err := c.State(ctx, d)
+	if err == nil && state != Paused {
+		err = o.failed(fmt.Errorf("%w: it is %s", ErrState, state))
+	}
+	if err != nil {
+		return err
+	}
+	name := []libvirt.TypedParam{{Field: libvirt.MigrateParamDestName, Value: *libvirt.NewTypedParamValueString(d.Name)}}
+	err = done(ctx, c, o, func(rpc *libvirt.Libvirt) error {
+		_, _, err := rpc.DomainMigrateFinish3Params(name, nil, uint32(libvirt.MigrateLive|libvirt.MigratePeer2peer), 1)
+		return err
+	})
+	// libvirt fails where there is no domain to return, as there should be none.
+	if state, look := c.State(ctx, d); errors.Is(look, ErrNotFound) || look == nil && !state.Active() {
+		return nil
+	}
+	return err
+}

@@ -728,3 +728,26 @@ func TestNobodyListens(t *testing.T) {
 		t.Errorf("%q has two lines", err)
 	}
 }
+
+// What a lost source has left is ended by the word that libvirt waits for, and
+// by nothing else; what runs is not.
+func TestCancelArrival(t *testing.T) {
+	s, c := open(t, "xen", quick())
+	d := started(t, c)
+	if err := c.CancelArrival(t.Context(), d); !errors.Is(err, virt.ErrState) {
+		t.Errorf("of a domain that runs: %v", err)
+	}
+	s.Arrive(d.Name)
+	if err := c.Destroy(t.Context(), d); err == nil || !strings.Contains(err.Error(), "state change lock") {
+		t.Errorf("destroyed: %v", err)
+	}
+	if err := c.CancelArrival(t.Context(), d); err != nil {
+		t.Error(err)
+	}
+	if _, err := c.LookupUUID(t.Context(), d.UUID); !errors.Is(err, virt.ErrNotFound) {
+		t.Errorf("it is still there: %v", err)
+	}
+	if err := c.CancelArrival(t.Context(), d); !errors.Is(err, virt.ErrNotFound) {
+		t.Errorf("again: %v", err)
+	}
+}

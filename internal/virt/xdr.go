@@ -59,6 +59,7 @@ const (
 	procNodeDevices     = 285
 	procJobStats        = 298
 	procMigrate         = 305
+	procMigrateFinish   = 306
 	procRegister        = 316
 	procLifecycle       = 318
 	procDeviceRemoved   = 333
@@ -100,6 +101,8 @@ func shape(proc uint32) (string, bool) {
 		return "i*p", true
 	case procMigrate:
 		return "o", true
+	case procMigrateFinish:
+		return shapeDomain + "o", true
 	case procDomains:
 		return "*(" + shapeDomain + ")i", true
 	case procNodeDevices:

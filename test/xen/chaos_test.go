@@ -146,6 +146,11 @@ func (v *traveller) ended(ctx context.Context, m migration, to place) (done bool
 			}
 		}
 	}
+	other := v.other(v.at.host)
+	other.until(ctx, 3*time.Minute, "nothing of the VM is left on "+other.Name, func() (bool, string) {
+		out := other.run(ctx, "virsh -q list --all --name; xl list")
+		return !strings.Contains(out, "web"), out
+	})
 	all, err := v.work.Progress(ctx)
 	must(v.t, err)
 	must(v.t, v.work.WaitIteration(ctx, uint64(len(all))+1))

@@ -70,6 +70,7 @@ type domain struct {
 	state   uint32
 	devices []string // sources of host devices of the running domain
 	job     chan struct{}
+	arrives bool // its source was lost
 }
 
 // copying is how long a migration takes.
@@ -221,6 +222,18 @@ func (s *Server) Peer(uri string, to *Server) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.peers[uri] = to
+}
+
+// Arrive makes a domain one that came here by a migration whose source was lost
+// before its end, as libxl's driver keeps it.
+func (s *Server) Arrive(name string) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for _, d := range s.domains {
+		if d.name == name {
+			d.state, d.config, d.arrives = paused, "", true
+		}
+	}
 }
 
 // Devices are the sources of the host devices of a running domain.
@@ -406,6 +419,23 @@ func (s *Server) call(conn net.Conn, req request) ([]byte, *refusal) {
 			return nil, err
 		}
 		w.domain(d)
+	case "finish":
+		name := ""
+		for range min(r.u32(), 8) {
+			if field, kind := r.str(), r.u32(); field == "destination_name" && kind == 7 {
+				name = r.str()
+			}
+		}
+		r.str() // cookie
+		r.u32() // flags
+		cancelled := r.u32() != 0
+		for _, d := range s.domains {
+			if d.name == name && d.arrives && cancelled && !r.bad {
+				delete(s.domains, d.uuid)
+				return nil, refuse(0, "An error occurred, but the cause is unknown")
+			}
+		}
+		return nil, refuse(55, "Requested operation is not valid: no migration to finish")
 	case "lookup name":
 		n := r.str()
 		for _, d := range s.domains {
@@ -441,6 +471,9 @@ func (s *Server) call(conn net.Conn, req request) ([]byte, *refusal) {
 
 // onDomain does what is done to a domain.
 func (s *Server) onDomain(call string, d *domain, r *reader, w *writer) *refusal {
+	if d.arrives && !slices.Contains([]string{"dumpxml", "domstate", "domjobinfo"}, call) {
+		return refuse(68, "Timed out during operation: cannot acquire state change lock (held by monitor=remoteDispatchDomainMigratePrepare3Params)")
+	}
 	active := d.state != shutOff
 	if !active && slices.Contains([]string{"destroy", "shutdown", "suspend", "resume", "migrate", "domjobabort"}, call) {
 		return refuse(55, "Requested operation is not valid: domain is not running")
