@@ -1,0 +1,81 @@
+package site
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"testing"
+	"time"
+
+	"connectrpc.com/connect"
+
+	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
+	"github.com/gpuctl/gpuctl/internal/virt"
+	"github.com/gpuctl/gpuctl/internal/virt/virttest"
+)
+
+const lost = "0c9f1f5e-3a55-4c3d-8d2c-7c6a8f1a2b3c"
+
+// elsewhere is another host that knows where a VM is.
+type elsewhere struct {
+	gpuctlv1connect.SiteServiceClient
+	presence string
+	err      error
+}
+
+func (e elsewhere) Where(context.Context, *connect.Request[gpuctlv1.SiteMachine]) (*connect.Response[gpuctlv1.SiteWhereResponse], error) {
+	return connect.NewResponse(&gpuctlv1.SiteWhereResponse{Presence: e.presence}), e.err
+}
+
+// A copy goes only where it is one: paused here, and running at home.
+func TestClear(t *testing.T) {
+	for name, c := range map[string]struct {
+		driver  string
+		arrived bool
+		home    elsewhere
+		cleared bool
+	}{
+		"it is a copy":          {"xen", true, elsewhere{presence: "running"}, true},
+		"it comes from there":   {"xen", true, elsewhere{presence: "moving"}, false},
+		"it is the only one":    {"xen", true, elsewhere{presence: "absent"}, false},
+		"it ended there":        {"xen", true, elsewhere{presence: "stopped"}, false},
+		"home does not answer":  {"xen", true, elsewhere{err: connect.NewError(connect.CodeUnavailable, errors.New("no route"))}, false},
+		"it runs in both":       {"xen", false, elsewhere{presence: "running"}, false},
+		"qemu's end with their": {"qemu", true, elsewhere{presence: "running"}, false},
+	} {
+		t.Run(name, func(t *testing.T) {
+			ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
+			defer cancel()
+			s := virttest.Start(t, c.driver)
+			v, err := virt.Open(c.driver+":///system", virt.WithSocket(s.Socket()))
+			if err != nil {
+				t.Fatal(err)
+			}
+			t.Cleanup(func() { _ = v.Close() })
+			if err := v.Ready(ctx); err != nil {
+				t.Fatal(err)
+			}
+			d, err := v.Define(ctx, fmt.Appendf(nil, "<domain type='%s'><name>web</name><uuid>%s</uuid></domain>", c.driver, lost))
+			if err == nil {
+				_, err = v.Start(ctx, d)
+			}
+			if err != nil {
+				t.Fatal(err)
+			}
+			if c.arrived {
+				s.Arrive("web")
+			}
+			l := &Local{Client: v, Log: slog.New(slog.DiscardHandler), Peer: func(string) (gpuctlv1connect.SiteServiceClient, error) { return c.home, nil }}
+			cleared, err := l.Clear(ctx, lost, "h2")
+			if cleared != c.cleared || (err != nil) != (c.home.err != nil && c.driver == "xen") {
+				t.Errorf("cleared: %v, %v", cleared, err)
+			}
+			_, err = v.LookupUUID(ctx, d.UUID)
+			if gone := errors.Is(err, virt.ErrNotFound); gone != c.cleared {
+				t.Errorf("it is gone: %v (%v)", gone, err)
+			}
+		})
+	}
+}
