@@ -203,6 +203,7 @@ func contradicts(owners map[pci.Address]Domain, functions []pci.Address, uuid st
 
 // detach takes the card out of its running VM, the main function last.
 func (c *change) detach(ctx context.Context) error {
+	cut := c.hold.Phase == detaching || c.hold.Message != "" // a detach before this one, perhaps
 	if err := c.enter(detaching); err != nil {
 		return err
 	}
@@ -210,7 +211,10 @@ func (c *change) detach(ctx context.Context) error {
 		var errs []error
 		for i := len(c.hold.Functions) - 1; i >= 0; i-- {
 			f := c.hold.Functions[i]
-			there, err := c.mend(ctx, f)
+			there, err := true, error(nil)
+			if cut {
+				there, err = c.mend(ctx, f)
+			}
 			if err == nil && there {
 				err = c.unplug(ctx, f)
 			}
