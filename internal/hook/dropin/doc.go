@@ -30,10 +30,11 @@
 //
 // deny-managed refuses a start only if the XML names a PCI device, or a
 // mediated one, that is a display controller, a processing accelerator or of an
-// id that hostd has left in RUNDIR/hook.ids, or shares its slot with one: domains without GPUs always start. allow starts
-// domains with GPUs as well, and is for hosts where availability counts for
-// more than the certainty that a GPU has one owner; devices in libvirt's own
-// care (managed='yes') then work, ours are found out by hostd when it is back.
+// id that hostd has left in RUNDIR/hook.ids, or shares its slot with one:
+// domains without GPUs always start. allow starts domains with GPUs as well, and
+// is for hosts where availability counts for more than the certainty that a GPU
+// has one owner; devices in libvirt's own care (managed='yes') then work, ours
+// are found out by hostd when it is back.
 // deny refuses all. Where a refusal is at stake for a domain with a GPU, the
 // hook tries for five seconds: hostd may just be starting.
 //
