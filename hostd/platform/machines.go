@@ -165,15 +165,7 @@ func (m machines) Attach(ctx context.Context, uuid string, f pci.Address) error 
 }
 
 func (m machines) Detach(ctx context.Context, uuid string, f pci.Address) error {
-	d, err := m.find(ctx, uuid)
-	if err != nil {
-		return err
-	}
-	doc, err := document(ctx, m.client, d, 0)
-	if err != nil {
-		return err
-	}
-	text, err := doc.DeviceXML(domxml.Source{PCI: f})
+	d, text, err := m.entry(ctx, uuid, f)
 	if errors.Is(err, domxml.ErrNotFound) {
 		text, err = device(f).XML(), nil // libvirt may know it all the same
 	}
@@ -184,19 +176,25 @@ func (m machines) Detach(ctx context.Context, uuid string, f pci.Address) error 
 }
 
 func (m machines) Listed(ctx context.Context, uuid string, f pci.Address) (bool, error) {
-	d, err := m.find(ctx, uuid)
-	if err != nil {
-		return false, err
-	}
-	doc, err := document(ctx, m.client, d, 0)
-	if err != nil {
-		return false, err
-	}
-	_, err = doc.DeviceXML(domxml.Source{PCI: f})
+	_, _, err := m.entry(ctx, uuid, f)
 	if errors.Is(err, domxml.ErrNotFound) {
 		return false, nil
 	}
 	return err == nil, err
+}
+
+// entry is what the definition of a running VM says of a function; if nothing,
+// domxml.ErrNotFound.
+func (m machines) entry(ctx context.Context, uuid string, f pci.Address) (d virt.Domain, text []byte, err error) {
+	if d, err = m.find(ctx, uuid); err != nil {
+		return d, nil, err
+	}
+	doc, err := document(ctx, m.client, d, 0)
+	if err != nil {
+		return d, nil, err
+	}
+	text, err = doc.DeviceXML(domxml.Source{PCI: f})
+	return d, text, err
 }
 
 // edit changes a stored definition.

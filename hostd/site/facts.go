@@ -150,11 +150,10 @@ func siteSession(s *gpuctlv1.Session) *gpuctlv1.SiteSession {
 
 // summary is what a plan needs of an agent's greeting.
 func (l *Local) summary(hello *gpuctlv1.HelloResponse) *gpuctlv1.HelloResponseSummary {
-	out := &gpuctlv1.HelloResponseSummary{
+	return &gpuctlv1.HelloResponseSummary{
 		Version: hello.GetVersion(), Protocol: hello.GetProtocol(), Hotplug: hello.GetHotplug(), HotplugReason: hello.GetHotplugReason(), FreeMemory: hello.GetFreeMemory(),
 		Bulk: l.Guests.speed(),
 	}
-	return out
 }
 
 // files are those of the VM that its destination needs, too.
