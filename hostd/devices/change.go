@@ -247,7 +247,7 @@ func (c *change) mend(ctx context.Context, f pci.Address) (there bool, err error
 	}
 	uuid := c.hold.UUID
 	// Without an agent the hypervisor is believed.
-	if there && c.hold.Phase == detaching && c.k.Guests != nil && c.k.Guests.Parted(ctx, uuid, f) == nil {
+	if there && c.hold.Phase == detaching && c.parted(ctx, f) {
 		c.k.Log.Warn("a detach has ended half-way: the hypervisor lists what the VM has parted with", "function", f, "machine", c.hold.machine())
 		if err := c.k.Hypervisor.Expel(ctx, uuid, f); err != nil {
 			return false, err
@@ -262,7 +262,37 @@ func (c *change) mend(ctx context.Context, f pci.Address) (there bool, err error
 		return false, err
 	}
 	c.k.Log.Warn("libvirt lists what the VM has not got: it gets it back", "function", f, "machine", c.hold.machine())
-	return true, c.k.Hypervisor.Readmit(ctx, uuid, f)
+	if err := c.k.Hypervisor.Readmit(ctx, uuid, f); err != nil || c.hold.Phase != detaching {
+		return true, err
+	}
+	return true, c.letGo(ctx, f)
+}
+
+// parted says that the VM's agent answers, and has not got a function.
+func (c *change) parted(ctx context.Context, f pci.Address) bool {
+	if c.k.Guests == nil {
+		return false
+	}
+	has, err := c.k.Guests.Has(ctx, c.hold.UUID, f)
+	return err == nil && !has
+}
+
+// letGo has the VM let go of a function that it has just been given. Its kernel
+// does not answer an unplug while it is still taking the function up.
+func (c *change) letGo(ctx context.Context, f pci.Address) error {
+	waiting, cancel := context.WithTimeout(ctx, c.k.Verify)
+	defer cancel()
+	for c.parted(waiting, f) {
+		select {
+		case <-waiting.Done():
+			return fmt.Errorf("the VM does not see what it got back: %w", waiting.Err())
+		case <-time.After(c.k.Verify / 50):
+		}
+	}
+	if c.k.Guests == nil || c.k.Guests.Answers(ctx, c.hold.UUID) != nil {
+		return nil // there is nobody to ask, as before the first detach
+	}
+	return c.k.Guests.LetGo(ctx, c.hold.UUID, f)
 }
 
 // giveBack makes the card free again: reset and returned to dom0.

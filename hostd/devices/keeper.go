@@ -95,8 +95,9 @@ type Machines interface {
 type Guests interface {
 	// LetGo returns once the VM has let go of a function and can unplug it.
 	LetGo(ctx context.Context, uuid string, function pci.Address) error
-	// Parted returns nil if the VM's agent says that it has not got a function.
-	Parted(ctx context.Context, uuid string, function pci.Address) error
+	// Has is what the VM's agent says of a function being there. It errs for
+	// functions that agents do not tell of, such as a card's sound.
+	Has(ctx context.Context, uuid string, function pci.Address) (bool, error)
 	// Answers says why a VM's agent can't be asked.
 	Answers(ctx context.Context, uuid string) error
 	// About is what is known of a VM's agent, in words.

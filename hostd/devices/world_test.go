@@ -48,6 +48,7 @@ type world struct {
 	noQuorum    bool
 	parted      map[pci.Address]bool   // by their VM, and still on the hypervisor's list
 	listed      map[pci.Address]string // by libvirt as a VM's
+	again       map[pci.Address]string // to their VM, and unseen or inUse there
 	libvirtDies string                 // in the next detach: early or late
 	resetFail   map[pci.Address]error
 	pending     bool // migrations have not ended
@@ -97,13 +98,16 @@ func newWorld(t *testing.T) *world {
 	return w
 }
 
+// What a VM makes of a function that it is given again.
+const unseen, inUse = "not seen yet", "in use"
+
 // emptyWorld has two VMs and no cards.
 func emptyWorld(t *testing.T) *world {
 	t.Helper()
 	return &world{
 		t: t, dir: inMemory(t), driver: map[pci.Address]string{}, native: map[pci.Address]string{}, owner: map[pci.Address]string{},
 		dirty: map[pci.Address]string{}, stored: map[string][]pci.Address{}, claims: map[string]string{}, dead: map[pci.Address]bool{}, deaf: map[string]bool{},
-		resetFail: map[pci.Address]error{}, parted: map[pci.Address]bool{}, listed: map[pci.Address]string{}, now: time.Unix(1e9, 0),
+		resetFail: map[pci.Address]error{}, parted: map[pci.Address]bool{}, listed: map[pci.Address]string{}, again: map[pci.Address]string{}, now: time.Unix(1e9, 0),
 		machines: map[string]*Machine{
 			uuid1: {UUID: uuid1, Name: "one", State: "running", Type: "hvm", Persistent: true},
 			uuid2: {UUID: uuid2, Name: "two", State: "running", Type: "hvm", Persistent: true},
@@ -325,14 +329,16 @@ func (w *world) Attach(_ context.Context, uuid string, f pci.Address) error {
 	})
 }
 
-// Parted is of a VM whose agent always answers.
-func (w *world) Parted(_ context.Context, uuid string, f pci.Address) error {
+// Has is of a VM whose agent always answers. What it is given again it sees
+// when it is asked for the second time.
+func (w *world) Has(_ context.Context, uuid string, f pci.Address) (bool, error) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	if w.owner[f] == uuid && !w.parted[f] {
-		return errors.New("it has it")
+	if w.again[f] == unseen {
+		w.again[f] = inUse
+		return false, nil
 	}
-	return nil
+	return w.owner[f] == uuid && !w.parted[f], nil
 }
 
 func (w *world) Expel(_ context.Context, uuid string, f pci.Address) error {
@@ -351,6 +357,7 @@ func (w *world) Readmit(_ context.Context, uuid string, f pci.Address) error {
 		if w.listed[f] != uuid {
 			w.t.Errorf("VM %s got %s, which libvirt does not list", uuid, f)
 		}
+		w.again[f] = unseen
 		return w.give(uuid, f)
 	})
 }
@@ -370,6 +377,8 @@ func (w *world) Detach(_ context.Context, uuid string, f pci.Address) error {
 			w.t.Errorf("libvirt is to detach %s, which VM %s has not got, and corrupts its list", f, uuid)
 		case w.owner[f] != uuid:
 			return fmt.Errorf("%s: no such device", f)
+		case w.again[f] != "":
+			w.t.Errorf("libvirt is to detach %s, which is %s in VM %s", f, w.again[f], uuid)
 		case w.libvirtDies == "early": // with this detach
 			w.libvirtDies, w.parted[f] = "", true
 			return errors.New("end of file while reading data")
@@ -395,6 +404,11 @@ func (w *world) Unstore(_ context.Context, uuid string, _ []pci.Address) error {
 func (w *world) LetGo(_ context.Context, uuid string, f pci.Address) error {
 	if w.deaf[uuid] {
 		return fmt.Errorf("vm %s: its gpuguest does not answer", w.machines[uuid].Name)
+	}
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if w.again[f] == inUse {
+		delete(w.again, f)
 	}
 	return nil
 }

@@ -226,45 +226,44 @@ func (g *Guests) Answers(ctx context.Context, uuid string) error {
 // LetGo has a VM let go of a function of this host and confirm that it can be
 // unplugged.
 func (g *Guests) LetGo(ctx context.Context, uuid string, function pci.Address) error {
-	vendor, device, err := g.ids(function)
+	f, err := g.function(function)
 	if err != nil {
 		return err
 	}
-	return g.release(ctx, uuid, vendor, device)
+	return g.release(ctx, uuid, f.VendorID, f.DeviceID)
 }
 
-// Parted returns nil if the VM's agent says that it has not got a function of
-// this host.
-func (g *Guests) Parted(ctx context.Context, uuid string, function pci.Address) error {
-	vendor, device, err := g.ids(function)
+// Has is what a VM's agent says of a function of this host being there.
+func (g *Guests) Has(ctx context.Context, uuid string, function pci.Address) (bool, error) {
+	f, err := g.function(function)
 	if err != nil {
-		return err
+		return false, err
 	}
 	hello, err := g.hello(ctx, uuid)
 	if err != nil {
-		return err
+		return false, err
 	}
-	d, err := find(hello, vendor, device)
-	if err == nil && d != nil {
-		err = fmt.Errorf("it has %s", d.GetAddress())
+	d, err := find(hello, f.VendorID, f.DeviceID)
+	if ofGPU := (&pci.Device{Class: f.Class}).Managed(); err == nil && d == nil && !ofGPU {
+		return false, fmt.Errorf("the VM's gpuguest does not tell of functions like %s, whose class is %06x", function, f.Class)
 	}
-	return err
+	return d != nil, err
 }
 
-// ids of a function of this host.
-func (g *Guests) ids(function pci.Address) (vendor, device uint16, err error) {
+// function of this host.
+func (g *Guests) function(at pci.Address) (*pci.Device, error) {
 	cards, err := g.scan()
 	if err != nil {
-		return 0, 0, err
+		return nil, err
 	}
 	for _, c := range cards {
 		for _, f := range c.Functions {
-			if f.Address == function {
-				return f.VendorID, f.DeviceID, nil
+			if f.Address == at {
+				return f, nil
 			}
 		}
 	}
-	return 0, 0, fmt.Errorf("function %s: it is not on the bus", function)
+	return nil, fmt.Errorf("function %s: it is not on the bus", at)
 }
 
 // device finds a function in the VM by its ids; nil: the VM does not have it.

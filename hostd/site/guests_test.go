@@ -1,0 +1,88 @@
+package site
+
+import (
+	"context"
+	"log/slog"
+	"testing"
+
+	"connectrpc.com/connect"
+
+	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
+	"github.com/gpuctl/gpuctl/guest/channel"
+	"github.com/gpuctl/gpuctl/guest/channel/channeltest"
+	"github.com/gpuctl/gpuctl/passthrough/pci"
+)
+
+// vm is a VM's agent.
+type vm struct {
+	gpuctlv1connect.UnimplementedAgentServiceHandler
+
+	console *channeltest.Console
+	devices []*gpuctlv1.GuestDevice
+}
+
+func (v *vm) Channel(context.Context, string) (string, error) { return v.console.Socket(), nil }
+
+func (v *vm) Hello(context.Context, *connect.Request[gpuctlv1.HelloRequest]) (*connect.Response[gpuctlv1.HelloResponse], error) {
+	return connect.NewResponse(&gpuctlv1.HelloResponse{Devices: v.devices}), nil
+}
+
+// A VM's agent tells of GPUs alone. What it does not mention has left the VM
+// only if it would have been mentioned.
+func TestGuestHas(t *testing.T) {
+	v := &vm{console: channeltest.New(t), devices: []*gpuctlv1.GuestDevice{
+		{Address: "0000:00:05.0", VendorId: 0x10de, DeviceId: 0x2330},
+		{Address: "0000:00:06.0", VendorId: 0x1002, DeviceId: 1},
+		{Address: "0000:00:07.0", VendorId: 0x1002, DeviceId: 1},
+	}}
+	root := t.TempDir()
+	v.console.Root(root, channel.Name)
+	ctx, cancel := context.WithCancel(t.Context())
+	over := make(chan error)
+	go func() {
+		_, handler := gpuctlv1connect.NewAgentServiceHandler(v)
+		over <- channel.Serve(ctx, channel.Port{Root: root}.Open, handler)
+	}()
+	defer func() {
+		cancel()
+		if err := <-over; err != nil {
+			t.Error(err)
+		}
+	}()
+
+	const display, sound, nvme = 0x030200, 0x040300, 0x010802
+	devices := []*pci.Device{
+		{VendorID: 0x10de, DeviceID: 0x2330, Class: display},
+		{VendorID: 0x10de, DeviceID: 0x22bb, Class: sound},
+		{VendorID: 0x8086, DeviceID: 0x56c0, Class: display},
+		{VendorID: 0x1b36, DeviceID: 0x0010, Class: nvme, Named: true},
+		{VendorID: 0x1002, DeviceID: 1, Class: display},
+	}
+	for i, d := range devices {
+		d.Address = pci.Address{Bus: 1, Device: uint8(i)}
+	}
+	g := NewGuests(v, func() ([]*pci.Card, error) { return []*pci.Card{{Functions: devices}}, nil }, slog.New(slog.DiscardHandler))
+	defer func() {
+		if err := g.Close(); err != nil {
+			t.Error(err)
+		}
+	}()
+	for i, want := range []struct {
+		name string
+		has  bool
+		err  bool
+	}{
+		{"a GPU that is there", true, false},
+		{"the sound of a card", false, true},
+		{"a GPU that is not there", false, false},
+		{"a GPU by its id alone, for which the VM has no profile", false, true},
+		{"one of two alike", false, true},
+		{"a function that the host has not got", false, true},
+	} {
+		has, err := g.Has(t.Context(), "vm", pci.Address{Bus: 1, Device: uint8(i)})
+		if has != want.has || (err != nil) != want.err {
+			t.Errorf("%s: %v, %v", want.name, has, err)
+		}
+	}
+}
