@@ -286,7 +286,10 @@ type lateNode struct {
 	m *member
 }
 
-func (l lateNode) View() *state.View                 { return l.m.node.View() }
+func (l lateNode) View() *state.View { return l.m.node.View() }
+func (l lateNode) Read(ctx context.Context) (*state.View, error) {
+	return l.m.node.Read(ctx)
+}
 func (l lateNode) Status() *clusterv1.StatusResponse { return l.m.node.Status() }
 
 func (l lateNode) PutMigration(ctx context.Context, r *clusterv1.Migration, takeOver bool) (*clusterv1.Migration, error) {

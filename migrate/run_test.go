@@ -329,6 +329,30 @@ func TestStandstill(t *testing.T) {
 	}
 }
 
+func TestStillUntil(t *testing.T) {
+	type step = clusterv1.MigrationStep
+	for _, tt := range []struct {
+		name     string
+		steps    []*step
+		from, to int64
+	}{
+		{"nothing was frozen", []*step{{Name: StepReserve}, {Name: StepPrepare}}, 0, 0},
+		{"done", []*step{{Name: StepFreeze}, {Name: StepThaw}, {Name: StepClean}}, 10, 29},
+		{"undone", []*step{{Name: StepReserve}, {Name: StepFreeze}, {Name: StepMove, Error: "no"}, {Name: StepFreeze, Undo: true}}, 20, 49},
+		{"thawed elsewhere", []*step{{Name: StepFreeze}, {Name: StepThaw, Error: "no"}, {Name: StepAttach}, {Name: StepThaw}, {Name: StepCommit}}, 10, 49},
+		{"thaw taken back", []*step{{Name: StepFreeze}, {Name: StepThaw}, {Name: StepThaw, Undo: true}, {Name: StepFreeze, Undo: true}}, 10, 49},
+		{"held", []*step{{Name: StepFreeze}, {Name: StepThaw, Error: "no"}, {Name: StepAttach, Undo: true, Error: "no"}}, 10, 39},
+		{"cold", []*step{{Name: StepPrepare}, {Name: StepStop}, {Name: StepStart}, {Name: StepClean}}, 20, 39},
+	} {
+		for i, s := range tt.steps {
+			s.StartedUnixNs, s.TookNs = int64(10*(i+1)), 9
+		}
+		if from, to := still(tt.steps); from != tt.from || to != tt.to {
+			t.Errorf("%s: from %d to %d", tt.name, from, to)
+		}
+	}
+}
+
 // The end of hostd ends nothing: the record stays as it is.
 func TestCancelled(t *testing.T) {
 	w := newWorld(t)

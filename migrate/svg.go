@@ -69,16 +69,26 @@ func SVG(m *clusterv1.Migration) []byte {
 	return []byte(b.String())
 }
 
-// still is the time in which the applications stood still.
+// still is the time in which the applications stood still; up to the end of
+// the last step, if they still do.
 func still(steps []*clusterv1.MigrationStep) (from, to int64) {
+	var last int64
 	for _, s := range steps {
-		if (s.GetName() == StepFreeze || s.GetName() == StepStop) && !s.GetUndo() && from == 0 {
-			from = s.GetStartedUnixNs()
+		name, began := s.GetName(), s.GetStartedUnixNs()
+		ended := began + s.GetTookNs()
+		last = max(last, ended)
+		stills, stirs := name == StepFreeze || name == StepStop, name == StepThaw || name == StepStart
+		switch {
+		case stills && !s.GetUndo(), stirs && s.GetUndo():
+			if to = 0; from == 0 {
+				from = began
+			}
+		case (stills || stirs) && s.GetError() == "":
+			to = ended
 		}
-		name, undo := s.GetName(), s.GetUndo()
-		if (name == StepThaw || name == StepStart) && !undo || (name == StepFreeze || name == StepStop) && undo {
-			to = s.GetStartedUnixNs() + s.GetTookNs()
-		}
+	}
+	if from > 0 && to == 0 {
+		to = last
 	}
 	return from, to
 }

@@ -132,8 +132,9 @@ type Config struct {
 	Cluster    Cluster
 	// GPUs are the host's, as the inventory names them.
 	GPUs func(ctx context.Context) ([]*clusterv1.GPU, error)
-	// Pending says whether a migration has not ended; nil: none has.
-	Pending func(migration string) bool
+	// Pending says whether a migration has not ended, or that is not known now;
+	// nil: none has.
+	Pending func(ctx context.Context, migration string) bool
 	// Event tells the operator what happened to a card.
 	Event func(gpu, kind, message string)
 	Now   func() time.Time

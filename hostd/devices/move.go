@@ -248,14 +248,14 @@ func (k *Keeper) Drop(ctx context.Context, m Machine, gpu string) error {
 
 // migrating says that a hold belongs to a migration that has not ended, as far
 // as is known.
-func (k *Keeper) migrating(h *hold) bool {
+func (k *Keeper) migrating(ctx context.Context, h *hold) bool {
 	if h.Migration == "" {
 		return false
 	}
 	if k.Pending == nil || k.Now().Sub(time.UnixMilli(h.Since)) < k.Grace {
 		return true // the record of it may not have come here yet
 	}
-	return k.Pending(h.Migration)
+	return k.Pending(ctx, h.Migration)
 }
 
 // Pluggable says why a card, named by its address, cannot be plugged into a running VM; empty: it can.

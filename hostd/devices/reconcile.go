@@ -92,7 +92,7 @@ func (k *Keeper) settle(ctx context.Context, h *hold, owners map[pci.Address]Dom
 		return nil
 	case h.Phase == ready && h.Starting && k.starting(h):
 		return nil
-	case keeps(h.Phase) && k.migrating(h):
+	case keeps(h.Phase) && k.migrating(ctx, h):
 		return nil
 	case h.Phase == reserved:
 		return k.drop(h.Card)
@@ -130,7 +130,7 @@ func (k *Keeper) owned(ctx context.Context, c *change, d Domain) error {
 		h.Message = ""
 	}
 	h.Starting = false
-	if h.Migration != "" && !k.migrating(h) {
+	if h.Migration != "" && !k.migrating(ctx, h) {
 		h.Migration = ""
 	}
 	if before.Phase != attached && h.Persistent {

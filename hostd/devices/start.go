@@ -139,16 +139,25 @@ func (k *Keeper) await(ctx context.Context, card pci.Address, what string) (end 
 }
 
 // Stopped takes back what a VM had that has ended, or that did not start. It
-// does not wait: libvirt does.
+// does not wait: libvirt does. What a migration held is left to the next look,
+// which can ask the cluster for it.
 func (k *Keeper) Stopped(uuid string) {
 	k.mu.Lock()
 	var had []hold
+	moved := false
 	for h := range k.each() {
-		if h.UUID == uuid && h.Phase != quarantined && (!keeps(h.Phase) || !k.migrating(h)) {
+		switch {
+		case h.UUID != uuid || h.Phase == quarantined:
+		case h.Migration != "" && keeps(h.Phase):
+			moved = true
+		default:
 			had = append(had, *h)
 		}
 	}
 	k.mu.Unlock()
+	if moved {
+		k.Kick()
+	}
 	for _, h := range had {
 		k.background(h)
 	}

@@ -135,7 +135,7 @@ func (w *world) start() {
 	w.t.Helper()
 	c := Config{
 		PCI: pci.NewScanner(w.root), File: w.file(), Binder: w, Resetter: w, Hypervisor: w, Machines: w, Isolation: w, Guests: w, Cluster: cluster{w},
-		GPUs: w.gpus, Now: w.clock, Pending: func(string) bool { return w.pending }, Log: slog.New(slog.DiscardHandler),
+		GPUs: w.gpus, Now: w.clock, Pending: func(context.Context, string) bool { return w.pending }, Log: slog.New(slog.DiscardHandler),
 		Event:  w.event,
 		Timing: Timing{Verify: 30 * time.Millisecond, Step: time.Second, Grace: time.Minute},
 	}

@@ -24,6 +24,8 @@ import (
 type Node interface {
 	HostName() string
 	View() *state.View
+	// Read is View with all that is committed; an error: it cannot be known now.
+	Read(ctx context.Context) (*state.View, error)
 	Status() *clusterv1.StatusResponse
 	PutMigration(ctx context.Context, r *clusterv1.Migration, takeOver bool) (*clusterv1.Migration, error)
 	Site(host string) (gpuctlv1connect.SiteServiceClient, error)
@@ -96,15 +98,26 @@ func (m *Manager) Run(ctx context.Context) {
 	}
 }
 
-// Pending says whether a migration has not ended, as far as this host knows.
-func (m *Manager) Pending(id string) bool {
-	v := m.Node.View()
-	if v == nil {
+// Pending says whether a migration has not ended, or that cannot be known now. A
+// host that was just started knows of no migration until it has caught up.
+func (m *Manager) Pending(ctx context.Context, id string) bool {
+	if v := m.Node.View(); v != nil {
+		if r := v.Migration(id); r != nil {
+			return !over(r)
+		}
+	}
+	ctx, cancel := context.WithTimeout(ctx, readTimeout)
+	defer cancel()
+	v, err := m.Node.Read(ctx)
+	if err != nil {
 		return true
 	}
 	r := v.Migration(id)
 	return r != nil && !over(r)
 }
+
+// readTimeout is how long an answer of the cluster is waited for.
+const readTimeout = 5 * time.Second
 
 // Ended says whether a migration has ended, and whether this host knows of it.
 func (m *Manager) Ended(id string) (ended, known bool) {

@@ -1,6 +1,7 @@
 package migrations
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"testing"
@@ -17,11 +18,47 @@ import (
 type records struct {
 	Node
 	host  string
-	store *state.Store
+	store *state.Store // what is applied here
+	now   *state.Store // what is committed; nil: nobody answers
 }
 
 func (r records) HostName() string  { return r.host }
 func (r records) View() *state.View { return r.store.View() }
+
+func (r records) Read(context.Context) (*state.View, error) {
+	if r.now == nil {
+		return nil, errors.New("no leader")
+	}
+	return r.now.View(), nil
+}
+
+// A host that has not caught up takes no migration for ended.
+func TestPending(t *testing.T) {
+	empty, full := state.New(), state.New()
+	put := putter(t, full)
+	put(&clusterv1.Migration{Id: "m-runs", Verb: "migrate", Object: "web", Driver: "h1"})
+	over := put(&clusterv1.Migration{Id: "m-over", Verb: "migrate", Object: "db", Driver: "h1"})
+	over.State = clusterv1.MigrationState_MIGRATION_STATE_DONE
+	put(over)
+	for _, c := range []struct {
+		name      string
+		here, now *state.Store
+		id        string
+		want      bool
+	}{
+		{"runs", full, full, "m-runs", true},
+		{"over", full, full, "m-over", false},
+		{"nobody knows it", full, full, "m-other", false},
+		{"not applied here yet, runs", empty, full, "m-runs", true},
+		{"not applied here yet, over", empty, full, "m-over", false},
+		{"not applied here yet, and nobody answers", empty, nil, "m-over", true},
+		{"over, and nobody answers", full, nil, "m-over", false},
+	} {
+		if got := New(Config{Node: records{host: "h1", store: c.here, now: c.now}}).Pending(t.Context(), c.id); got != c.want {
+			t.Errorf("%s: %v", c.name, got)
+		}
+	}
+}
 
 // putter puts records of migrations into a store.
 func putter(t *testing.T, s *state.Store) func(*clusterv1.Migration) *clusterv1.Migration {

@@ -238,6 +238,16 @@ func (n *Node) View() *state.View {
 	return nil
 }
 
+// Read is View with everything that is committed. An error says that this
+// cannot be known now.
+func (n *Node) Read(ctx context.Context) (*state.View, error) {
+	m, err := n.membership()
+	if err != nil {
+		return nil, err
+	}
+	return m.store.Read(ctx, false)
+}
+
 // Status is how the cluster is, as this host sees it.
 func (n *Node) Status() *clusterv1.StatusResponse { return n.api.Report() }
 

@@ -120,12 +120,18 @@ func peerError(host string, err error) error {
 	if !errors.As(err, &c) {
 		return fmt.Errorf("host %s: %w", host, err)
 	}
+	// What the host has not said itself comes of a connection that broke, in the
+	// middle of an answer perhaps, whatever its code.
+	said := connect.IsWireError(err)
 	switch c.Code() {
 	case connect.CodeUnavailable, connect.CodeDeadlineExceeded, connect.CodeCanceled, connect.CodeAborted:
-		return fmt.Errorf("host %s: %w: %s", host, migrate.ErrUnreachable, c.Message())
+		said = false
 	default:
+	}
+	if said {
 		return fmt.Errorf("host %s: %s", host, c.Message())
 	}
+	return fmt.Errorf("host %s: %w: %s", host, migrate.ErrUnreachable, c.Message())
 }
 
 // suspendAway has a session suspended whose state goes to this host and on to

@@ -24,22 +24,16 @@ var _ migrate.Site = (*Remote)(nil)
 
 // uncoded makes of an answer the error that it was.
 func (r *Remote) uncoded(err error) error {
-	if err == nil {
-		return nil
-	}
-	what := migrate.ErrUnreachable
 	var c *connect.Error
-	if errors.As(err, &c) {
-		switch c.Code() {
-		case connect.CodeResourceExhausted:
-			what = migrate.ErrTaken
-		case connect.CodeUnavailable, connect.CodeDeadlineExceeded, connect.CodeCanceled, connect.CodeAborted:
-		default:
-			return fmt.Errorf("host %s: %s", r.Host, c.Message())
-		}
-		return fmt.Errorf("host %s: %w: %s", r.Host, what, c.Message())
+	switch {
+	case err == nil:
+		return nil
+	case !errors.As(err, &c):
+		return fmt.Errorf("host %s: %w: %w", r.Host, migrate.ErrUnreachable, err)
+	case connect.IsWireError(err) && c.Code() == connect.CodeResourceExhausted:
+		return fmt.Errorf("host %s: %w: %s", r.Host, migrate.ErrTaken, c.Message())
 	}
-	return fmt.Errorf("host %s: %w: %w", r.Host, what, err)
+	return peerError(r.Host, err)
 }
 
 func (r *Remote) machine(m migrate.Machine) *gpuctlv1.SiteMachine {
