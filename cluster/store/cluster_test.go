@@ -574,6 +574,7 @@ func TestDamagedFilesAreRefused(t *testing.T) {
 	c.Until(ctx, "snapshot", func() error {
 		files, _ = filepath.Glob(filepath.Join(n.Config().Dir, "snapshots", "*", "state.bin"))
 		if len(files) < 2 {
+			c.Must(ctx, n, note("more"))
 			return errors.New("none")
 		}
 		return nil

@@ -38,6 +38,8 @@ type Store struct {
 	once    sync.Once
 	closed  error
 	ready   atomic.Uint64 // term in which this node leads and has applied all that was before
+	began   uint64        // last entry of the log when this node started
+	caught  atomic.Bool   // that entry, or what replaced it, is applied
 }
 
 // Open starts a node with what its folder holds. A new one is in no cluster
@@ -80,8 +82,30 @@ func (s *Store) open(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	s.raft, err = s.start(ctx, disk, trans)
+	if s.raft, err = s.start(ctx, disk, trans); err == nil {
+		s.began = s.raft.LastIndex()
+	}
 	return err
+}
+
+// CaughtUp says whether this node has applied what was in its log when it was
+// started. Before, its state is that of some moment in the past: Raft applies
+// nothing until it has heard from a leader how far the log is committed.
+func (s *Store) CaughtUp() bool {
+	if s.caught.Load() {
+		return true
+	}
+	applied := s.raft.AppliedIndex()
+	if applied < min(s.began, s.raft.LastIndex()) {
+		return false
+	}
+	// Raft counts what it has handed on.
+	command, err := s.lastCommand(applied)
+	if err != nil || s.fsm.index() < command {
+		return false
+	}
+	s.caught.Store(true)
+	return true
 }
 
 // start starts Raft. It waits for a disk that takes no writes until the

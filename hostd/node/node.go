@@ -187,10 +187,11 @@ func (n *Node) Current() *pki.Material {
 func (n *Node) Certificate() *pki.Material { return n.Current() }
 
 // known is the state, once it says who this host is: until then it has not
-// been told who anybody is.
+// been told who anybody is. One that was just started has forgotten who joined
+// since its last snapshot, and learns it again from just those.
 func (n *Node) known() *state.View {
 	m := n.member()
-	if m == nil {
+	if m == nil || !m.store.CaughtUp() {
 		return nil
 	}
 	v := m.store.State().View()

@@ -1126,3 +1126,33 @@ func TestInMemory(t *testing.T) {
 		t.Errorf("token: %v", err)
 	}
 }
+
+// Hosts that joined since the last snapshot are let in when all start at once,
+// though nobody has applied yet that they were let in before.
+func TestAllStartAtOnce(t *testing.T) {
+	t.Parallel()
+	ctx := limit(t)
+	first := cluster(ctx, t, "a")[0]
+	first.stop()
+	if _, err := Recover(first.dir); err != nil { // leaves a snapshot
+		t.Fatal(err)
+	}
+	first.start(ctx)
+	ms := []*machine{first}
+	leader(ctx, t, ms)
+	for _, name := range []string{"b", "c"} {
+		m := newMachine(t, name)
+		ms = append(ms, m)
+		if err := m.Join(ctx, &clusterv1.JoinRequest{Token: first.token(ctx, &clusterv1.CreateTokenRequest{})}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	complete(ctx, t, ms)
+	for _, m := range ms {
+		m.crash()
+	}
+	for _, m := range ms {
+		m.start(ctx)
+	}
+	complete(ctx, t, ms)
+}
