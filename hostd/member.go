@@ -201,7 +201,7 @@ func (m *member) sweep(ctx context.Context, host *Host) {
 		if err := host.Site.Stash.Sweep(host.Migrations.Ended); err != nil {
 			host.Log.Warn("GPU states of former migrations are left", "err", err)
 		}
-		for uuid, home := range host.Migrations.Away() {
+		for uuid, home := range host.Migrations.Away(ctx) {
 			look, cancel := context.WithTimeout(ctx, sweepEvery)
 			if cleared, err := host.Site.Clear(look, uuid, home); err != nil && cleared {
 				host.Log.Warn("a copy of a VM is left", "machine", uuid, "home", home, "err", err)

@@ -131,9 +131,11 @@ func (m *Manager) Ended(id string) (ended, known bool) {
 
 // Away are VMs, by UUID, that are at home on another host since their last
 // migration, which has ended, and that host. Nothing of them should be here.
-func (m *Manager) Away() map[string]string {
-	v := m.Node.View()
-	if v == nil {
+func (m *Manager) Away(ctx context.Context) map[string]string {
+	ctx, cancel := context.WithTimeout(ctx, readTimeout)
+	defer cancel()
+	v, err := m.Node.Read(ctx)
+	if err != nil {
 		return nil
 	}
 	last := map[string]*clusterv1.Migration{}

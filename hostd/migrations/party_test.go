@@ -149,8 +149,8 @@ func TestAway(t *testing.T) {
 	put("held", "h2", "h1", 8, held)
 	put("same", "h1", "h1", 9, done)
 	put("others", "h2", "h3", 10, done)
-	m := New(Config{Node: records{host: "h1", store: s}})
-	if d := cmp.Diff(map[string]string{"gone": "h2", "undone": "h2"}, m.Away()); d != "" {
+	m := New(Config{Node: records{host: "h1", store: state.New(), now: s}})
+	if d := cmp.Diff(map[string]string{"gone": "h2", "undone": "h2"}, m.Away(t.Context())); d != "" {
 		t.Error(d)
 	}
 }

@@ -145,7 +145,7 @@ func (n *Node) reconcile(ctx context.Context, m *membership) {
 	for ctx.Err() == nil {
 		v := m.store.State().View()
 		pause := reconcileEvery
-		if v.Host(m.Host) != nil && n.Host.Ready() {
+		if v.Host(m.Host) != nil && n.Host.Ready() && m.store.CaughtUp() {
 			if err := n.reconcileOnce(ctx, m, v); err != nil && ctx.Err() == nil {
 				n.Logger.Warn("assignments not settled", "err", err)
 				pause = retryAfter
