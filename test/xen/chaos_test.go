@@ -171,6 +171,10 @@ func (v *traveller) arrive(ctx context.Context) {
 	v.at.host.free(ctx, "web", v.at.card)
 }
 
+// kindness is how often hostd is killed during one step of a migration: killed
+// faster than it does a step it never ends one.
+const kindness = 4
+
 // TestMigrateKills moves a VM with its GPU from card to card while an OpenCL
 // program runs in it, and kills hostd of either host wherever it can be, as
 // often as GPUCTL_LAB_KILLS says. Every migration ends as done or undone.
@@ -191,12 +195,17 @@ func TestMigrateKills(t *testing.T) {
 			continue
 		}
 		id := v.begin(ctx, l, to)
+		during := map[string]int{} // of this migration
 		for {
 			m := v.at.host.last(ctx)
 			if m.ID != id || m.State != "running" {
 				break
 			}
-			time.Sleep(time.Duration(rand.IntN(4000)) * time.Millisecond)
+			time.Sleep(time.Duration(rand.IntN(3000)) * time.Millisecond)
+			if during[m.Step] >= kindness {
+				continue
+			}
+			during[m.Step]++
 			victim := v.hosts[rand.IntN(2)]
 			victim.run(ctx, kill)
 			killed++
