@@ -264,17 +264,22 @@ func TestUnreachable(t *testing.T) {
 	w.check(m)
 
 	for _, free := range []uint64{gib, little} {
-		gone(t, free)
+		gone(t, free, 20*time.Millisecond)
+	}
+	// The applications stand still for a part of that time only.
+	if stood := gone(t, gib, time.Second); stood > 800*time.Millisecond {
+		t.Errorf("they stood still for %v", stood)
 	}
 }
 
 // gone is the end of the destination before the move: the VM goes on where it
 // was, without waiting for that host, with states that were to go there.
-func gone(t *testing.T, free uint64) {
+func gone(t *testing.T, free uint64, patience time.Duration) time.Duration {
 	t.Helper()
 	w := newWorld(t)
 	w.free = free
 	r := w.runner()
+	r.Patience = patience
 	r.Before = func(step string, _ bool) error {
 		if step == StepMove {
 			w.mu.Lock()
@@ -287,6 +292,7 @@ func gone(t *testing.T, free uint64) {
 	if err != nil || m.GetState() != back || !strings.Contains(m.GetMessage(), "h2/b is not given back yet") || w.frozen["s1"] || w.onGPU != from || w.cards[from].plugged != "vm" {
 		t.Errorf("%v %s %s; %+v", err, m.GetState(), m.GetMessage(), w.frozen)
 	}
+	return time.Duration(m.GetStoppedNs())
 }
 
 func TestVMDies(t *testing.T) {

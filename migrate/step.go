@@ -276,6 +276,10 @@ func leftover(m *clusterv1.MachineMove) string {
 	return strings.Join(out, ", ")
 }
 
+// errAtHome says that a VM whose destination is unreachable runs where it was,
+// and is not on its way: it can go on there.
+var errAtHome = errors.New("the VM is at home")
+
 // carry moves the VM from one host to another. It is never sent twice: as long
 // as neither host alone has it, it is waited for. On the way home a host that is
 // gone need not be asked: a VM that runs at home, and is not moving, is there.
@@ -290,12 +294,13 @@ func (r *run) carry(ctx context.Context, from, to string, home bool) error {
 	}
 	var sent error
 	for {
-		there, err := b.Where(ctx, r.machine())
-		if err != nil {
-			return fmt.Errorf("host %s: %w", to, err)
-		}
+		there, lost := b.Where(ctx, r.machine())
 		here, err := a.Where(ctx, r.machine())
 		switch {
+		case errors.Is(lost, ErrUnreachable) && !home && err == nil && here == Running:
+			return fmt.Errorf("%w: host %s: %w", errAtHome, to, lost)
+		case lost != nil:
+			return fmt.Errorf("host %s: %w", to, lost)
 		case home && there == Running && errors.Is(err, ErrUnreachable):
 			return nil
 		case err != nil:

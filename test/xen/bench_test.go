@@ -108,13 +108,22 @@ func TestBenchMigrate(t *testing.T) {
 	v := newTraveller(ctx, t, labtest.Endure{KiB: 256, Ballast: 64, PauseMS: 200, Seed: 5})
 	for range 2 {
 		to := v.next(leg{"migrate", virtio})
+		before, err := v.work.Progress(ctx)
+		must(t, err)
 		timed("gpuctl migrate", func() error {
 			_, err := v.at.host.gpuctl(ctx, "migrate", "web", "--to", to.gpu())
 			return err
 		})
 		m := v.at.host.last(ctx)
+		t.Log(m)
 		v.ended(ctx, m, to)
+		after, err := v.work.Progress(ctx)
+		must(t, err)
+		all.add("longest between two results", longest(after[max(0, len(before)-1):]))
+		all.add("longest between two before", longest(before))
 		all.add("application stands still", time.Duration(m.StoppedNs))
+		all.add("predicted to stand still", time.Duration(m.Machine.PredictedStopNs))
+		all.add("predicted, all of it", time.Duration(m.Machine.PredictedNs))
 		beyond := time.Duration(m.StoppedNs)
 		for _, s := range m.Steps {
 			all.add("step "+s.Name, time.Duration(s.TookNs))
@@ -125,9 +134,20 @@ func TestBenchMigrate(t *testing.T) {
 		}
 		all.add("beyond libvirt's own steps", beyond)
 	}
+	log, err := v.guest.AgentLog(ctx)
+	must(t, err)
+	t.Logf("gpuguest: %s", log[max(0, len(log)-16<<10):])
 	v.arrive(ctx)
 	all.log(t)
 	t.Logf("gpuctl migrate takes %.2f of what is done by hand", all.ratio("gpuctl migrate", "by hand"))
+}
+
+// longest is the longest time between two results, by the VM's clock.
+func longest(all []labtest.Iteration) (gap time.Duration) {
+	for i := range all[min(1, len(all)):] {
+		gap = max(gap, all[i+1].At-all[i].At)
+	}
+	return gap
 }
 
 // times are measurements, by name.
