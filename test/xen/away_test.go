@@ -11,8 +11,8 @@ import (
 // goes out to both hosts over a vchan, and comes back from the second.
 func TestMigrateAway(t *testing.T) {
 	ctx := t.Context()
-	v := newTraveller(ctx, t, labtest.Endure{KiB: 8, Ballast: 120, PauseMS: 200, Seed: 6})
-	out, err := v.guest.Run(ctx, `m=$(awk '/MemAvailable/{print int($2/1024)}' /proc/meminfo); dd if=/dev/zero of=/run/fill bs=1M count=$((m-90)) 2>/dev/null; grep MemAvailable /proc/meminfo`)
+	v := newTraveller(ctx, t, labtest.Endure{KiB: 8, Ballast: 180, PauseMS: 200, Seed: 6})
+	out, err := v.guest.Run(ctx, `m=$(awk '/MemAvailable/{print int($2/1024)}' /proc/meminfo); dd if=/dev/zero of=/run/fill bs=1M count=$((m-130)) 2>/dev/null; grep MemAvailable /proc/meminfo`)
 	must(t, err)
 	t.Log(out)
 	l := leg{"migrate", virtio}

@@ -314,6 +314,8 @@ func TestMigrateFaults(t *testing.T) {
 		{"network cut for 20 s in the move", there, "move", link(false), link(true), 20 * time.Second},
 		{"network cut for longer than anybody waits", there, "move", link(false), link(true), 4 * time.Minute},
 		{"destination without power", there, "prepare", power(false), power(true), time.Minute},
+		{"destination without power while they are frozen", there, "freeze", power(false), power(true), time.Minute},
+		{"destination without power while the card is let go", there, "release", power(false), power(true), time.Minute},
 		{"destination without power before the move", there, "detach", power(false), power(true), time.Minute},
 		{"destination without power in the move", there, "move", power(false), power(true), time.Minute},
 	} {
