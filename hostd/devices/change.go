@@ -85,6 +85,17 @@ func (c *change) reset(ctx context.Context) error {
 	})
 }
 
+// ready takes the card, and brings it to a known state, for its VM.
+func (c *change) ready(ctx context.Context) error {
+	if err := c.take(ctx); err != nil {
+		return err
+	}
+	if err := c.reset(ctx); err != nil {
+		return err
+	}
+	return c.enter(ready)
+}
+
 // noteReset remembers how a card was reset; it is recorded with what comes next.
 func (k *Keeper) noteReset(card pci.Address, method string, err error) {
 	k.mu.Lock()

@@ -413,6 +413,43 @@ func TestMigrationStepsCanBeRepeated(t *testing.T) {
 	}
 }
 
+// A reboot of the host gives a card that waits for its VM back to its driver:
+// it is taken and reset again before the VM gets it.
+func TestHeldCardIsBoundAnew(t *testing.T) {
+	w := newWorld(t)
+	w.pending = true
+	m := *w.machines[uuid1]
+	reboot := func() {
+		for _, f := range card4 {
+			w.bind(f, w.native[f])
+			w.dirty[f] = "the host's driver"
+		}
+		w.restart()
+		if err := w.keeper.Reconcile(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for _, s := range []struct {
+		name string
+		do   func() error
+	}{
+		{"reserve", func() error { return w.keeper.Reserve(t.Context(), m, "nvidia-0", "vm-x", "m-1") }},
+		{"ready", func() error { return w.keeper.Ready(t.Context(), m, "nvidia-0", "vm-x", "m-1") }},
+		{"ready again", func() error { return w.keeper.Ready(t.Context(), m, "nvidia-0", "vm-x", "m-1") }},
+		{"plug", func() error { return w.keeper.Plug(t.Context(), m, "nvidia-0", false) }},
+	} {
+		if err := s.do(); err != nil {
+			t.Fatalf("%s: %v", s.name, err)
+		}
+		if s.name != "plug" {
+			reboot()
+		}
+	}
+	if h := w.keeper.holds[card4[0]]; h == nil || h.Phase != attached || w.owner[card4[0]] != uuid1 {
+		t.Errorf("%+v, %v", h, w.owner)
+	}
+}
+
 // A libvirtd that dies in a detach leaves the VM without the card, and itself or
 // the hypervisor in the belief that it has it.
 func TestLibvirtDiesInADetach(t *testing.T) {

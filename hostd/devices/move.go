@@ -105,22 +105,26 @@ func (k *Keeper) Ready(ctx context.Context, m Machine, gpu, claim, migration str
 	switch {
 	case h == nil || h.UUID != m.UUID || h.Claim != claim:
 		return fmt.Errorf("gpu %s: %w: it is not reserved for vm %s", name, ErrTaken, m.Name)
-	case h.Phase == ready || h.Phase == attached:
+	case h.Phase == ready && k.taken(card) || h.Phase == attached:
 		return nil
 	}
 	c := &change{k: k, card: card, report: quiet, hold: *h}
 	c.hold.Migration = migration
-	err = c.take(ctx)
-	if err == nil {
-		err = c.reset(ctx)
-	}
-	if err == nil {
-		err = c.enter(ready)
-	}
-	if err != nil {
+	if err := c.ready(ctx); err != nil {
 		return fmt.Errorf("gpu %s: %w", name, err)
 	}
 	return nil
+}
+
+// taken says that a card is still what was made of it for a VM, which a reboot
+// of the host undoes.
+func (k *Keeper) taken(card *pci.Card) bool {
+	for _, f := range card.Functions {
+		if f.Driver != k.Hypervisor.Driver() {
+			return false
+		}
+	}
+	return true
 }
 
 // Plug gives a ready card to its VM, which runs here, and if stored to its
@@ -139,7 +143,12 @@ func (k *Keeper) Plug(ctx context.Context, m Machine, gpu string, stored bool) e
 	if contradicts(owners, c.hold.Functions, m.UUID, true) == "" {
 		err = c.enter(attached)
 	} else {
-		err = c.attach(ctx)
+		if c.hold.Phase == ready && !k.taken(c.card) {
+			err = c.ready(ctx)
+		}
+		if err == nil {
+			err = c.attach(ctx)
+		}
 	}
 	if err == nil && c.hold.Persistent {
 		err = k.Machines.Store(ctx, m.UUID, c.hold.Functions)

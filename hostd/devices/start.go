@@ -78,14 +78,7 @@ func (k *Keeper) prepare(ctx context.Context, d Domain, card *pci.Card, devices 
 	c := &change{k: k, card: card, report: func(*gpuctlv1.DeviceUpdate) {}, hold: hold{
 		Card: card.Address, Functions: addresses(card), GPU: name, UUID: d.UUID, Name: d.Name, Claim: claim, Starting: true,
 	}}
-	err = c.take(ctx)
-	if err == nil {
-		err = c.reset(ctx)
-	}
-	if err == nil {
-		err = c.enter(ready)
-	}
-	if err != nil && k.held(card.Address) != nil {
+	if err = c.ready(ctx); err != nil && k.held(card.Address) != nil {
 		return fmt.Errorf("vm %s cannot have %s: %w", d.Name, name, c.unwind(ctx, err))
 	}
 	return err

@@ -206,7 +206,7 @@ func (w *world) Take(_ context.Context, functions []pci.Address, driver string) 
 			if w.owner[f] != "" {
 				w.t.Errorf("%s was bound anew while VM %s has it", f, w.owner[f])
 			}
-			w.driver[f] = driver
+			w.bind(f, driver)
 		}
 		return nil
 	})
@@ -221,10 +221,19 @@ func (w *world) Return(_ context.Context, functions []pci.Address) error {
 			if w.dirty[f] != "" {
 				w.t.Errorf("%s was returned without a reset", f)
 			}
-			w.driver[f] = w.native[f]
+			w.bind(f, w.native[f])
 		}
 		return nil
 	})
+}
+
+// bind is what the kernel does; the files of a machine with slices are of no
+// moment that passes.
+func (w *world) bind(f pci.Address, driver string) {
+	w.driver[f] = driver
+	if w.tree != nil {
+		w.tree.Bind(f.String(), driver)
+	}
 }
 
 func (w *world) Reset(_ context.Context, card *pci.Card) (string, error) {

@@ -457,10 +457,11 @@ func (g *Guest) Healthy(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	for _, line := range strings.Split(log, "\n") {
+	lines := strings.Split(log, "\n")
+	for i, line := range lines {
 		for _, bad := range []string{"Oops", "BUG:", "general protection", "Kernel panic", "hung_task", "WARNING: CPU", "soft lockup"} {
 			if strings.Contains(line, bad) {
-				return fmt.Errorf("guest %s: its kernel says: %s", g.Name, line)
+				return fmt.Errorf("guest %s: its kernel says: %s", g.Name, strings.Join(lines[i:min(len(lines), i+40)], "\n"))
 			}
 		}
 	}

@@ -1,6 +1,7 @@
 package pcitest
 
 import (
+	"errors"
 	"fmt"
 	"io/fs"
 	"os"
@@ -177,6 +178,18 @@ func (tr *Tree) Vanish(address string) {
 	tr.t.Helper()
 	if err := os.RemoveAll(filepath.Join(tr.Root, tr.Dir(address))); err != nil {
 		tr.t.Fatal(err)
+	}
+}
+
+// Bind has a function's driver be another one; empty: none.
+func (tr *Tree) Bind(address, driver string) {
+	tr.t.Helper()
+	name := filepath.Join(tr.Dir(address), "driver")
+	if err := os.Remove(filepath.Join(tr.Root, name)); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		tr.t.Fatal(err)
+	}
+	if driver != "" {
+		tr.link(name, up(tr.at[address])+"bus/pci/drivers/"+driver)
 	}
 }
 
