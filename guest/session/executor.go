@@ -45,7 +45,8 @@ func newExecutor(gen uint32, target *gpuctlv1.Target, proc Process, socket, impo
 	}}
 	return &executor{
 		gen: gen, target: target, importSocket: importSocket, proc: proc, http: h,
-		api: gpuctlv1connect.NewExecutorServiceClient(h, "http://executor"),
+		// What an executor streams goes no further than this process.
+		api: gpuctlv1connect.NewExecutorServiceClient(h, "http://executor", connect.WithAcceptCompression("gzip", nil, nil)),
 	}
 }
 

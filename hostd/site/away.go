@@ -28,7 +28,9 @@ func (g *Guests) states(ctx context.Context, uuid string) (c gpuctlv1connect.Gue
 	if err != nil {
 		return nil, nil, err
 	}
-	return gpuctlv1connect.NewGuestServiceClient(client, channel.BaseURL, channel.ConnectOptions()...), done, nil
+	// A VM packs more slowly than any way out of it is.
+	plain := connect.WithAcceptCompression("gzip", nil, nil)
+	return gpuctlv1connect.NewGuestServiceClient(client, channel.BaseURL, append(channel.ConnectOptions(), plain)...), done, nil
 }
 
 // copies are a state on its way to where it is kept: here, and at the host that
