@@ -12,7 +12,7 @@ import (
 // goes out to both hosts over a vchan, and comes back from the second.
 func TestMigrateAway(t *testing.T) {
 	ctx := t.Context()
-	v := newTraveller(ctx, t, labtest.Endure{KiB: 8, Ballast: 180, PauseMS: 200, Seed: 6})
+	v := newTraveller(ctx, t, labtest.Start(t), labtest.Endure{KiB: 8, Ballast: 180, PauseMS: 200, Seed: 6})
 	for _, h := range v.hosts { // as docs/migration.md says: /run is too small
 		h.stop(ctx)
 		h.run(ctx, "mount -t tmpfs -o size=220m,mode=0700 tmpfs /run/gpuctl/stash")

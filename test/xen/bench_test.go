@@ -104,8 +104,9 @@ func TestBenchMigrate(t *testing.T) {
 	must(t, err)
 	must(t, g.Healthy(ctx))
 	must(t, g.Destroy(ctx))
+	all.log(t)
 
-	v := newTraveller(ctx, t, labtest.Endure{KiB: 256, Ballast: 64, PauseMS: 200, Seed: 5})
+	v := newTraveller(ctx, t, l, labtest.Endure{KiB: 256, Ballast: 64, PauseMS: 200, Seed: 5})
 	for range 2 {
 		to := v.next(leg{"migrate", virtio})
 		before, err := v.work.Progress(ctx)

@@ -11,6 +11,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/gpuctl/gpuctl/lab"
 	"github.com/gpuctl/gpuctl/lab/labtest"
 )
 
@@ -52,9 +53,8 @@ type traveller struct {
 	boot  string
 }
 
-func newTraveller(ctx context.Context, t *testing.T, how labtest.Endure) *traveller {
+func newTraveller(ctx context.Context, t *testing.T, l *lab.Lab, how labtest.Endure) *traveller {
 	t.Helper()
-	l := labtest.Start(t)
 	a, b := pair(ctx, t, l)
 	g, err := labtest.NewComputeGuest(ctx, l)
 	must(t, err)
@@ -184,7 +184,7 @@ func TestMigrateKills(t *testing.T) {
 		t.Skip("takes hours: make lab-chaos KILLS=200")
 	}
 	ctx := t.Context()
-	v := newTraveller(ctx, t, small)
+	v := newTraveller(ctx, t, labtest.Start(t), small)
 	round := []leg{{"downgrade", bochs}, {"migrate", bochs}, {"upgrade", virtio}, {"migrate", virtio}}
 	killed, done, undone := 0, 0, 0
 	where := map[string]int{} // kills, by the step that ran
@@ -301,7 +301,7 @@ const killLibvirtd = "systemctl kill -s KILL --kill-whom=main libvirtd; systemct
 func TestMigrateFaults(t *testing.T) {
 	ctx, cancel := context.WithTimeout(t.Context(), 110*time.Minute)
 	defer cancel()
-	v := newTraveller(ctx, t, small)
+	v := newTraveller(ctx, t, labtest.Start(t), small)
 	there, back := leg{"migrate", bochs}, leg{"migrate", virtio}
 	for i, f := range []fault{
 		{"libvirtd of the destination killed", there, "prepare", during(true, killLibvirtd), nil, 0},
