@@ -101,7 +101,8 @@ func (h *awayHost) take(ctx context.Context, c gpuctlv1connect.GuestServiceClien
 	}
 	h.state = all
 	if h.refuses != "" {
-		_, err := c.KeptState(ctx, connect.NewRequest(&gpuctlv1.KeptStateRequest{Session: h.id, Mark: &gpuctlv1.StateMark{Id: id}, Refused: h.refuses}))
+		// The operation ends with this, before its answer perhaps.
+		_, err := c.KeptState(context.WithoutCancel(ctx), connect.NewRequest(&gpuctlv1.KeptStateRequest{Session: h.id, Mark: &gpuctlv1.StateMark{Id: id}, Refused: h.refuses}))
 		if err != nil {
 			h.t.Error(err)
 		}
@@ -120,11 +121,12 @@ func (h *awayHost) resume(failAt string) *gpuctlv1.SwapResult {
 	ctx, cancel := context.WithTimeout(context.Background(), 20*time.Second)
 	defer cancel()
 	began, given := make(chan struct{}), make(chan struct{})
+	id := h.session().GetAway().GetId()
 	go func() {
 		defer close(given)
 		select {
 		case <-began:
-			if !h.give(ctx, c) {
+			if !h.give(ctx, c, id) {
 				cancel()
 			}
 		case <-ctx.Done():
@@ -145,7 +147,7 @@ func (h *awayHost) resume(failAt string) *gpuctlv1.SwapResult {
 	return res
 }
 
-func (h *awayHost) give(ctx context.Context, c gpuctlv1connect.GuestServiceClient) bool {
+func (h *awayHost) give(ctx context.Context, c gpuctlv1connect.GuestServiceClient, id string) bool {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	all := slices.Clone(h.state)
@@ -153,7 +155,7 @@ func (h *awayHost) give(ctx context.Context, c gpuctlv1connect.GuestServiceClien
 		all = h.changes(all)
 	}
 	st := c.GiveState(ctx)
-	err := st.Send(&gpuctlv1.GiveStateRequest{Session: h.id, Id: h.session().GetAway().GetId()})
+	err := st.Send(&gpuctlv1.GiveStateRequest{Session: h.id, Id: id})
 	for i, chunk := range all {
 		if err != nil {
 			break
