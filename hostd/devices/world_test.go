@@ -227,8 +227,8 @@ func (w *world) Return(_ context.Context, functions []pci.Address) error {
 	})
 }
 
-// bind is what the kernel does; the files of a machine with slices are of no
-// moment that passes.
+// bind is what the kernel does, and what a scan finds of it. A machine with
+// slices has files of its own.
 func (w *world) bind(f pci.Address, driver string) {
 	w.driver[f] = driver
 	if w.tree != nil {

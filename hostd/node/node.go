@@ -165,13 +165,13 @@ func (n *Node) trust() pki.Trust {
 // have been let in a moment ago: before its owner is told to ask for a new
 // token, this host asks the leader.
 func (n *Node) revoked(id string) bool {
-	v, m := n.known(), n.member()
-	if v == nil || m == nil || v.Identity(id) != nil {
+	v := n.known()
+	if v == nil || v.Identity(id) != nil {
 		return false
 	}
 	ctx, cancel := context.WithTimeout(n.ctx, time.Second)
 	defer cancel()
-	now, err := m.store.Read(ctx, false)
+	now, err := n.Read(ctx)
 	return err != nil || now.Identity(id) == nil
 }
 

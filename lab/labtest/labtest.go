@@ -9,6 +9,7 @@ import (
 	"net"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -460,9 +461,11 @@ func (g *Guest) Healthy(ctx context.Context) error {
 	lines := strings.Split(log, "\n")
 	for i, line := range lines {
 		for _, bad := range []string{"Oops", "BUG:", "general protection", "Kernel panic", "hung_task", "WARNING: CPU", "soft lockup"} {
-			trace := strings.Join(lines[i:min(len(lines), i+traceLines)], "\n")
-			if strings.Contains(line, bad) && !consoleResumed(trace) {
-				return fmt.Errorf("guest %s: its kernel says: %s", g.Name, trace)
+			if !strings.Contains(line, bad) {
+				continue
+			}
+			if trace := lines[i:min(len(lines), i+traceLines)]; !consoleResumed(trace) {
+				return fmt.Errorf("guest %s: its kernel says: %s", g.Name, strings.Join(trace, "\n"))
 			}
 		}
 	}
@@ -473,9 +476,9 @@ const traceLines = 40
 
 // consoleResumed recognizes what Linux's driver for PV consoles warns of after a
 // migration, whoever uses one (docs/xen-notes.md).
-func consoleResumed(trace string) bool {
-	first, _, _ := strings.Cut(trace, "\n")
-	return strings.Contains(first, "evtchn_put") && strings.Contains(trace, "xencons_resume")
+func consoleResumed(trace []string) bool {
+	return strings.Contains(trace[0], "evtchn_put") &&
+		slices.ContainsFunc(trace, func(line string) bool { return strings.Contains(line, "xencons_resume") })
 }
 
 // Install puts the product's programs from the repository's bin folder to

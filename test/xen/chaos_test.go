@@ -195,17 +195,17 @@ func TestMigrateKills(t *testing.T) {
 			continue
 		}
 		id := v.begin(ctx, l, to)
-		during := map[string]int{} // of this migration
+		struck := map[string]int{} // of this migration, by step
 		for {
 			m := v.at.host.last(ctx)
 			if m.ID != id || m.State != "running" {
 				break
 			}
 			time.Sleep(time.Duration(rand.IntN(3000)) * time.Millisecond)
-			if during[m.Step] >= kindness {
+			if struck[m.Step] >= kindness {
 				continue
 			}
-			during[m.Step]++
+			struck[m.Step]++
 			victim := v.hosts[rand.IntN(2)]
 			victim.run(ctx, kill)
 			killed++
