@@ -200,17 +200,17 @@ const maxRecorded = 500
 // patience.
 func (r *run) attempt(ctx context.Context, s step, do func(context.Context, *run) error, undo bool) (err error) {
 	said := ""
-	var home time.Time // since when it is at home and need not wait
+	var home time.Time // since when it is at home and need not wait, if it is
 	for end := time.Now().Add(r.Patience); ; {
 		err = r.once(ctx, s.limit, s.name, do, undo)
 		if err == nil || !errors.Is(err, ErrUnreachable) || ctx.Err() != nil || time.Now().After(end) {
 			break
 		}
-		if !errors.Is(err, errAtHome) {
-			home = time.Time{}
-		} else if home.IsZero() {
+		atHome := errors.Is(err, errAtHome)
+		if !atHome || home.IsZero() {
 			home = time.Now()
-		} else if time.Since(home) > r.Patience/4 {
+		}
+		if atHome && time.Since(home) > r.Patience/4 {
 			break
 		}
 		if err.Error() != said {

@@ -52,7 +52,7 @@ func TestRemoteErrors(t *testing.T) {
 		_, where := r.Where(t.Context(), migrate.Machine{UUID: "u"})
 		for name, err := range map[string]error{"in a stream": thaw, "in a call": where} {
 			for _, e := range []error{migrate.ErrUnreachable, migrate.ErrTaken} {
-				if err == nil || errors.Is(err, e) != (e == c.want) {
+				if want := errors.Is(c.want, e); err == nil || errors.Is(err, e) != want {
 					t.Errorf("it %s %s: %v", c.name, name, err)
 				}
 			}
