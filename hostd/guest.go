@@ -19,7 +19,7 @@ import (
 const (
 	guestStart  = 15 * time.Second
 	guestStop   = 10 * time.Second
-	guestCheck  = 250 * time.Millisecond
+	guestCheck  = time.Second
 	guestRetry  = 2 * time.Second
 	maxLogTail  = 2048
 	guestBinary = "gpuguest"

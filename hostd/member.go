@@ -107,7 +107,7 @@ func (o Options) join(ctx context.Context, host *Host) (m *member, err error) {
 	m.node, err = node.Open(ctx, node.Config{
 		Dir: o.Data, Name: name, Listen: cmp.Or(c.Listen, config.DefaultListen), Advertise: c.Advertise, Version: o.Version,
 		Host: host, Local: func() access.LocalPolicy { return policy }, Audit: m.audit,
-		Timing: store.Fast(), Members: store.Members{MaxVoters: c.Voters, Lost: c.Lost(), Zone: c.Zone},
+		Timing: store.Fast().Stretched(cmp.Or(c.RaftMultiplier, 1)), Members: store.Members{MaxVoters: c.Voters, Lost: c.Lost(), Zone: c.Zone},
 		Services: host.Handle, Interceptors: []connect.Interceptor{m.metrics.Interceptor()}, Refused: m.metrics.Refused, Logger: o.Log,
 	})
 	host.Cluster = m.node

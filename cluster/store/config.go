@@ -90,6 +90,16 @@ func Fast() Timing {
 	}
 }
 
+// Stretched has Raft's timeouts n times as long: hosts that are slow or far
+// apart do not elect without need, and exchange fewer messages. A new leader is
+// there the later.
+func (t Timing) Stretched(n int) Timing {
+	for _, d := range []*time.Duration{&t.Heartbeat, &t.Election, &t.Lease, &t.Commit} {
+		*d *= time.Duration(n)
+	}
+	return t
+}
+
 // Solo is for a cluster of one, which elects itself in about 10 ms.
 func Solo() Timing {
 	t := Fast()

@@ -148,6 +148,9 @@ type Cluster struct {
 	Voters    int    `yaml:"voters,omitempty"`    // most voters: 3, 5 or 7 (the default)
 	LostAfter string `yaml:"lostAfter,omitempty"` // a voter gone for that long is replaced; default 10m
 	Zone      string `yaml:"zone,omitempty"`      // label of hosts that names their failure domain; default zone
+	// RaftMultiplier stretches Raft's timeouts for hosts that are slow or far
+	// apart: 1 (the default) to 10, the same on all hosts.
+	RaftMultiplier int `yaml:"raftMultiplier,omitempty"`
 }
 
 // DefaultListen is the port of hosts, on all addresses.
@@ -362,6 +365,9 @@ func (c Cluster) validate() error {
 	}
 	if !slices.Contains([]int{0, 3, 5, 7}, c.Voters) {
 		errs = append(errs, fmt.Errorf("cluster.voters: %d is not 3, 5 or 7", c.Voters))
+	}
+	if m := c.RaftMultiplier; m < 0 || m > 10 {
+		errs = append(errs, fmt.Errorf("cluster.raftMultiplier: %d is not 1 to 10", m))
 	}
 	if c.LostAfter != "" {
 		if d, err := time.ParseDuration(c.LostAfter); err != nil || d < 10*time.Second {

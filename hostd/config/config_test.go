@@ -83,6 +83,7 @@ func TestWhatIsWrongIsRefusedByName(t *testing.T) {
 		"version: 1\nnetwork: {vfs: [{interface: e, count: 2, set: [{vf: 1, trusted: yes}]}]}": "trusted",
 		"version: 1\nvendorDirs: [vendors]":                                                    "absolute",
 		"version: 1\ndevices: {stash: much}":                                                   "devices.stash",
+		"version: 1\ncluster: {raftMultiplier: 11}":                                            "cluster.raftMultiplier",
 	} {
 		_, err := Parse([]byte(text))
 		if !errors.Is(err, ErrInvalid) || !strings.Contains(err.Error(), part) {

@@ -39,7 +39,7 @@ const unit = "gpuctl-hostd"
 
 const hostConfig = `version: 1
 discover: false
-cluster: {host: %s, listen: "%s:7650"}
+cluster: {host: %s, listen: "%s:7650", raftMultiplier: 5}
 devices: {migrateURI: "xen+tcp://{address}/system", stash: 200MiB}
 `
 
