@@ -54,7 +54,8 @@ type Manager struct {
 	mu   sync.Mutex
 	ctx  context.Context
 	runs map[string]*watched // those that run here
-	// starting are the VMs, by UUID, of which one is being begun.
+	// starting are the VMs, by UUID, of which one is being begun or taken over:
+	// its record is there already, and not yet in runs.
 	starting map[string]bool
 }
 
@@ -198,20 +199,32 @@ func (m *Manager) adopt(ctx context.Context) {
 		if r.GetMachine() == nil || r.GetState() != clusterv1.MigrationState_MIGRATION_STATE_RUNNING || !m.mine(v, r) {
 			continue
 		}
-		m.mu.Lock()
-		_, running := m.runs[r.GetId()]
-		m.mu.Unlock()
-		if running {
-			continue
-		}
-		kept, err := m.Node.PutMigration(ctx, r, true)
-		if err != nil {
+		if err := m.takeOver(ctx, r); err != nil {
 			m.Log.Warn("migration not taken over", "migration", r.GetId(), "err", err)
-			continue
 		}
-		m.Log.Info("going on with a migration", "migration", r.GetId(), "step", r.GetStep(), "driver", r.GetDriver())
-		m.begin(kept)
 	}
+}
+
+// takeOver drives a migration, unless it is driven here.
+func (m *Manager) takeOver(ctx context.Context, r *clusterv1.Migration) error {
+	end, err := m.alone(r.GetMachine().GetUuid(), r.GetMachine().GetName())
+	if err != nil {
+		return nil //nolint:nilerr // whoever begins it is about to drive it
+	}
+	defer end()
+	m.mu.Lock()
+	_, running := m.runs[r.GetId()]
+	m.mu.Unlock()
+	if running {
+		return nil
+	}
+	kept, err := m.Node.PutMigration(ctx, r, true)
+	if err != nil || kept.GetState() != clusterv1.MigrationState_MIGRATION_STATE_RUNNING { // it is held, which is not known here yet
+		return err
+	}
+	m.Log.Info("going on with a migration", "migration", r.GetId(), "step", r.GetStep(), "driver", r.GetDriver())
+	m.begin(kept)
+	return nil
 }
 
 // mine says whether this host is to drive a migration.
@@ -307,7 +320,9 @@ func (m *Manager) begin(r *clusterv1.Migration) *watched {
 				"stopped", time.Duration(last.GetStoppedNs()))
 		}
 		m.mu.Lock()
-		delete(m.runs, r.GetId())
+		if m.runs[r.GetId()] == w { // or it was taken over
+			delete(m.runs, r.GetId())
+		}
 		m.mu.Unlock()
 		m.tell(w, p)
 	})

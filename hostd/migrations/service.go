@@ -109,7 +109,7 @@ func (s *Service) Start(ctx context.Context, req *connect.Request[gpuctlv1.Machi
 		return pass(in, err, out)
 	}
 	// Nothing else may begin for this VM between the plan and the record.
-	end, err := s.m.alone(machine)
+	end, err := s.m.alone(machine.GetUuid(), machine.GetName())
 	if err != nil {
 		return err
 	}
@@ -155,17 +155,17 @@ func (s *Service) Start(ctx context.Context, req *connect.Request[gpuctlv1.Machi
 }
 
 // alone makes the beginning of a migration of a VM the caller's.
-func (m *Manager) alone(machine *gpuctlv1.Machine) (end func(), err error) {
+func (m *Manager) alone(uuid, name string) (end func(), err error) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	if m.starting[machine.GetUuid()] {
-		return nil, connect.NewError(connect.CodeFailedPrecondition, fmt.Errorf("a migration of vm %s is just being begun", machine.GetName()))
+	if m.starting[uuid] {
+		return nil, connect.NewError(connect.CodeFailedPrecondition, fmt.Errorf("a migration of vm %s is just being begun", name))
 	}
-	m.starting[machine.GetUuid()] = true
+	m.starting[uuid] = true
 	return func() {
 		m.mu.Lock()
 		defer m.mu.Unlock()
-		delete(m.starting, machine.GetUuid())
+		delete(m.starting, uuid)
 	}, nil
 }
 
@@ -291,6 +291,11 @@ func (s *Service) Resume(ctx context.Context, req *connect.Request[gpuctlv1.Mach
 	if r.GetState() != clusterv1.MigrationState_MIGRATION_STATE_HELD {
 		return nil, connect.NewError(connect.CodeFailedPrecondition, fmt.Errorf("migration %s is not held", r.GetId()))
 	}
+	end, err := s.m.alone(r.GetMachine().GetUuid(), r.GetMachine().GetName())
+	if err != nil {
+		return nil, err
+	}
+	defer end()
 	kept, err := s.m.Node.PutMigration(ctx, r, true)
 	if err != nil {
 		return nil, err
