@@ -68,13 +68,19 @@ func (j *journal) manager(t *testing.T) *Manager {
 	m := New(Config{Node: j, Log: slog.New(slog.DiscardHandler)})
 	m.ctx = t.Context()
 	t.Cleanup(func() {
-		m.mu.Lock()
-		n := len(m.runs)
-		m.mu.Unlock()
-		for range n {
-			close(<-j.asked)
+		over := make(chan struct{})
+		go func() {
+			m.work.Wait()
+			close(over)
+		}()
+		for {
+			select {
+			case end := <-j.asked:
+				close(end)
+			case <-over:
+				return
+			}
 		}
-		m.work.Wait()
 	})
 	return m
 }
