@@ -90,11 +90,11 @@ func Fast() Timing {
 	}
 }
 
-// Stretched has Raft's timeouts n times as long: hosts that are slow or far
-// apart do not elect without need, and exchange fewer messages. A new leader is
-// there the later.
+// Stretched has the timeouts of Raft's leader n times as long: hosts that are
+// slow or far apart do not elect without need, and exchange fewer messages. A
+// new leader is there the later.
 func (t Timing) Stretched(n int) Timing {
-	for _, d := range []*time.Duration{&t.Heartbeat, &t.Election, &t.Lease, &t.Commit} {
+	for _, d := range []*time.Duration{&t.Heartbeat, &t.Election, &t.Lease} {
 		*d *= time.Duration(n)
 	}
 	return t
