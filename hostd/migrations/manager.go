@@ -209,7 +209,7 @@ func (m *Manager) adopt(ctx context.Context) {
 func (m *Manager) takeOver(ctx context.Context, r *clusterv1.Migration) error {
 	end, err := m.alone(r.GetMachine().GetUuid(), r.GetMachine().GetName())
 	if err != nil {
-		return nil //nolint:nilerr // whoever begins it is about to drive it
+		return nil // whoever begins it is about to drive it
 	}
 	defer end()
 	m.mu.Lock()
