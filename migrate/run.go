@@ -200,17 +200,19 @@ const maxRecorded = 500
 // patience.
 func (r *run) attempt(ctx context.Context, s step, do func(context.Context, *run) error, undo bool) (err error) {
 	said := ""
-	var home time.Time // since when it is at home and need not wait, if it is
+	var home time.Time // since when it is at home and need not wait; zero: it is not
 	for end := time.Now().Add(r.Patience); ; {
 		err = r.once(ctx, s.limit, s.name, do, undo)
 		if err == nil || !errors.Is(err, ErrUnreachable) || ctx.Err() != nil || time.Now().After(end) {
 			break
 		}
-		atHome := errors.Is(err, errAtHome)
-		if !atHome || home.IsZero() {
+		switch atHome := errors.Is(err, errAtHome); {
+		case !atHome:
+			home = time.Time{}
+		case home.IsZero():
 			home = time.Now()
 		}
-		if atHome && time.Since(home) > r.Patience/4 {
+		if !home.IsZero() && time.Since(home) > r.Patience/4 {
 			break
 		}
 		if err.Error() != said {

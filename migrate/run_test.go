@@ -3,9 +3,12 @@ package migrate
 import (
 	"context"
 	"errors"
+	"fmt"
+	"log/slog"
 	"slices"
 	"strings"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"go.uber.org/goleak"
@@ -377,4 +380,33 @@ func TestCancelled(t *testing.T) {
 		t.Errorf("%s", w.kept.GetState())
 	}
 	w.check(w.drive(proto.CloneOf(w.kept)))
+}
+
+// A VM at home waits a quarter of the patience from when it was first found
+// there, however long it was before that.
+func TestPatienceAtHome(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		r := &run{Runner: New(Config{Log: slog.New(slog.DiscardHandler)}), m: &clusterv1.Migration{Steps: []*clusterv1.MigrationStep{{}}}}
+		away := fmt.Errorf("%w: no answer", ErrUnreachable)
+		home := fmt.Errorf("%w: %w", errAtHome, ErrUnreachable)
+		var found time.Time
+		tries := 0
+		err := r.attempt(t.Context(), step{name: StepMove, limit: time.Hour}, func(context.Context, *run) error {
+			tries++
+			switch tries {
+			case 1, 3: // found at home in between
+				time.Sleep(r.Patience / 8)
+				return away
+			case 2:
+				return home
+			case 4:
+				time.Sleep(r.Patience / 3)
+				found = time.Now()
+			}
+			return home
+		}, false)
+		if waited := time.Since(found); !errors.Is(err, errAtHome) || waited < r.Patience/4 || waited > r.Patience/4+time.Second {
+			t.Errorf("%v after %v", err, waited)
+		}
+	})
 }
