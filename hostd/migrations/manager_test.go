@@ -24,16 +24,17 @@ type journal struct {
 	asked        chan chan struct{} // of each host that is asked for; closed, it is not to be had
 }
 
-func newJournal(t *testing.T, m *clusterv1.Migration) *journal {
+// newJournal has the record of migration m-1, which this host drives.
+func newJournal(t *testing.T, now clusterv1.MigrationState) *journal {
 	t.Helper()
 	s := state.New()
 	j := &journal{records: records{host: "h1", store: s, now: s}, recorded: func() {}, asked: make(chan chan struct{}, 8)}
-	then := m.GetState()
-	m.Verb, m.Object, m.Driver, m.State = "migrate", "web", "h1", clusterv1.MigrationState_MIGRATION_STATE_RUNNING
-	m.Machine = &clusterv1.MachineMove{Uuid: "u1", Name: "web", FromHost: "h1", ToHost: "h2"}
-	m, err := j.PutMigration(t.Context(), m, false)
+	m, err := j.PutMigration(t.Context(), &clusterv1.Migration{
+		Id: "m-1", Verb: "migrate", Object: "web", Driver: "h1", State: clusterv1.MigrationState_MIGRATION_STATE_RUNNING,
+		Machine: &clusterv1.MachineMove{Uuid: "u1", Name: "web", FromHost: "h1", ToHost: "h2"},
+	}, false)
 	if err == nil {
-		m.State = then
+		m.State = now
 		_, err = j.PutMigration(t.Context(), m, false)
 	}
 	if err != nil {
@@ -91,7 +92,7 @@ func (j *journal) manager(t *testing.T) *Manager {
 // What looks for migrations that nobody drives sees the record of one that is
 // just being begun, and lets it be.
 func TestOneDriver(t *testing.T) {
-	j := newJournal(t, &clusterv1.Migration{Id: "m-1", State: clusterv1.MigrationState_MIGRATION_STATE_HELD})
+	j := newJournal(t, clusterv1.MigrationState_MIGRATION_STATE_HELD)
 	m := j.manager(t)
 	j.recorded = func() { m.adopt(t.Context()) }
 	s := &Service{m: m}
@@ -106,7 +107,7 @@ func TestOneDriver(t *testing.T) {
 
 // A driver that another one of this host has followed does not make it forgotten.
 func TestFormerDriver(t *testing.T) {
-	j := newJournal(t, &clusterv1.Migration{Id: "m-1", State: clusterv1.MigrationState_MIGRATION_STATE_RUNNING})
+	j := newJournal(t, clusterv1.MigrationState_MIGRATION_STATE_RUNNING)
 	m := j.manager(t)
 	r := j.View().Migration("m-1")
 	first := m.begin(r)
@@ -123,7 +124,7 @@ func TestFormerDriver(t *testing.T) {
 
 // A migration is held, and this host has not heard of that yet.
 func TestTakeOverHeld(t *testing.T) {
-	j := newJournal(t, &clusterv1.Migration{Id: "m-1", State: clusterv1.MigrationState_MIGRATION_STATE_HELD})
+	j := newJournal(t, clusterv1.MigrationState_MIGRATION_STATE_HELD)
 	m := j.manager(t)
 	if err := m.takeOver(t.Context(), j.View().Migration("m-1")); err != nil {
 		t.Fatal(err)
