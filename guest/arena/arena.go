@@ -29,6 +29,12 @@ type extent struct{ off, size uint64 }
 
 func (e extent) end() uint64 { return e.off + e.size }
 
+// within is what of the extent lies in [lo, hi); its size is 0 if nothing does.
+func (e extent) within(lo, hi uint64) extent {
+	off, end := max(e.off, lo), min(e.end(), hi)
+	return extent{off, max(end, off) - off}
+}
+
 // Allocator hands out ranges of [0, size). It is safe for concurrent use.
 type Allocator struct {
 	size uint64
@@ -51,11 +57,14 @@ func New(size uint64) *Allocator {
 
 // Alloc takes the smallest free extent that size bytes, rounded up to pages,
 // fit into, and returns their offset.
-func (a *Allocator) Alloc(size uint64) (off uint64, err error) {
+func (a *Allocator) Alloc(size uint64) (off uint64, err error) { return a.AllocIn(size, 0, a.size) }
+
+// AllocIn is Alloc within [lo, hi) alone.
+func (a *Allocator) AllocIn(size, lo, hi uint64) (off uint64, err error) {
 	if size == 0 {
 		return 0, fmt.Errorf("allocate 0 bytes: %w", ErrInvalid)
 	}
-	if size > a.size {
+	if lo > hi || hi > a.size || size > hi-lo {
 		return 0, fmt.Errorf("allocate %d bytes: %w", size, ErrFull)
 	}
 	size = roundUp(size, Page)
@@ -65,18 +74,39 @@ func (a *Allocator) Alloc(size uint64) (off uint64, err error) {
 	}
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	best := -1
+	best, room := -1, uint64(0)
 	for i, e := range a.free {
-		if at := roundUp(e.off, align); at <= e.end() && size <= e.end()-at && (best < 0 || e.size < a.free[best].size) {
-			best = i
+		e = e.within(lo, hi)
+		if at := roundUp(e.off, align); e.size > 0 && at <= e.end() && size <= e.end()-at && (best < 0 || e.size < room) {
+			best, room = i, e.size
 		}
 	}
 	if best < 0 {
 		return 0, fmt.Errorf("allocate %d bytes, %d of %d used: %w", size, a.used, a.size, ErrFull)
 	}
-	off = roundUp(a.free[best].off, align)
+	off = roundUp(a.free[best].within(lo, hi).off, align)
 	a.take(best, extent{off, size})
 	return off, nil
+}
+
+// Gaps calls f for each range of [lo, hi) that is free, in order.
+func (a *Allocator) Gaps(lo, hi uint64, f func(off, size uint64)) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	for _, e := range a.free {
+		if e = e.within(lo, hi); e.size > 0 {
+			f(e.off, e.size)
+		}
+	}
+}
+
+// Live calls f for each allocation, with its size in whole pages.
+func (a *Allocator) Live(f func(off, size uint64)) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	for off, size := range a.live {
+		f(off, size)
+	}
 }
 
 // Free gives back the allocation that begins at off and returns its size.

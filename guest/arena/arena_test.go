@@ -190,3 +190,38 @@ func BenchmarkAllocFree(b *testing.B) {
 		a.Free(off)
 	}
 }
+
+// An allocation that is to lie within bounds does, or there is no room there.
+func TestAllocIn(t *testing.T) {
+	rapid.Check(t, func(t *rapid.T) {
+		const size = 8 * Huge
+		a := New(size)
+		for range rapid.IntRange(0, 20).Draw(t, "before") {
+			_ = a.Reserve(rapid.Uint64Range(0, size/Page-1).Draw(t, "at")*Page, rapid.Uint64Range(1, Huge).Draw(t, "size"))
+		}
+		lo := rapid.Uint64Range(0, size/Page).Draw(t, "lo") * Page
+		hi := rapid.Uint64Range(lo/Page, size/Page).Draw(t, "hi") * Page
+		want := rapid.Uint64Range(1, 2*Huge).Draw(t, "want")
+		room := false
+		a.Gaps(lo, hi, func(off, n uint64) {
+			if off < lo || off+n > hi {
+				t.Fatalf("gap of %d bytes at %d in [%d, %d)", n, off, lo, hi)
+			}
+			align := uint64(Page)
+			if roundUp(want, Page) >= Huge {
+				align = Huge
+			}
+			if at := roundUp(off, align); at+roundUp(want, Page) <= off+n {
+				room = true
+			}
+		})
+		off, err := a.AllocIn(want, lo, hi)
+		if (err == nil) != room {
+			t.Fatalf("%d bytes in [%d, %d): %v, room %v", want, lo, hi, err, room)
+		}
+		if err == nil && (off < lo || off+roundUp(want, Page) > hi) {
+			t.Fatalf("%d bytes at %d in [%d, %d)", want, off, lo, hi)
+		}
+		check(t, a)
+	})
+}

@@ -58,6 +58,9 @@ func (s *session) bulk(x *cmd, m *mem, write bool, off, n, stage, stageLen, chun
 		for _, w := range wait {
 			cl.ReleaseEvent(w)
 		}
+		if write { // an export may have read the buffer meanwhile, and called it clean
+			m.touch(off, n)
+		}
 		q.bulk--
 		s.settleAll()
 		if e != nil {

@@ -262,6 +262,7 @@ func (s *session) freeze(ctx context.Context, limit time.Duration) ([]string, er
 	undo := func(what ...string) ([]string, error) {
 		s.gate.Store(false)
 		s.wakeAll()
+		go s.tidy()
 		return what, fmt.Errorf("%w after %s: %v", ErrBusy, limit, what)
 	}
 	select {
@@ -379,6 +380,7 @@ func (s *session) thaw() {
 	s.wakeWatches()
 	s.wakeAll()
 	go s.worker()
+	go s.tidy() // what the target had
 }
 
 func (c *controller) Load(_ context.Context, r *connect.Request[gpuctlv1.LoadRequest], out *connect.ServerStream[gpuctlv1.Progress]) error {
@@ -426,7 +428,8 @@ func (c *controller) Activate(_ context.Context, _ *connect.Request[gpuctlv1.Act
 func (s *session) activate() {
 	s.mu.Lock()
 	s.resumeClock()
-	s.foreign = map[uint64]bool{}
+	s.ring.SetServing(s.cfg.Generation)
+	s.unpinPeerWindow()
 	s.active.Store(true)
 	s.advance()
 	s.mu.Unlock()
@@ -435,18 +438,19 @@ func (s *session) activate() {
 	go s.tidy()
 }
 
-// tidy gives back host memory that only the former executor needed, once that
-// one is gone and nothing enqueued can still use it.
+// tidy gives back host memory that only former executors needed, once they are
+// gone and nothing enqueued can still use it.
 func (s *session) tidy() {
-	for again := true; again && !s.closed.Load(); {
-		time.Sleep(2 * time.Second)
-		again = false
+	const most = 2 * time.Second
+	for nap, again := 20*time.Millisecond, true; again && !s.closed.Load(); nap = min(2*nap, most) {
+		time.Sleep(nap)
 		s.mu.Lock()
+		again = !s.host.reclaim()
 		for _, m := range s.buffers() {
-			if m.unified || !m.inArena || !m.hasArena || m.isMapped() {
+			if m.unified || !m.inArena || !m.hasArena {
 				continue
 			}
-			if m.users > 0 || m.ctx.busy() {
+			if m.users > 0 || m.ctx.busy() || m.isMapped() {
 				again = true
 				continue
 			}
@@ -482,8 +486,8 @@ func (s *session) retire() {
 			// All of it is in the file, or away: host memory can go, but for what the
 			// application has mapped.
 			s.each(func(_ uint32, _ uint64, o any) {
-				if m, ok := o.(*mem); ok && m.parent == nil && m.unified && len(m.mapped()) == 0 {
-					_ = s.arena.PunchHole(m.arena, (m.size+4095)&^4095)
+				if m, ok := o.(*mem); ok && m.parent == nil && m.hasArena && !m.isMapped() {
+					_ = s.arena.PunchHole(m.arena, pages(m.shadowSize()))
 				}
 			})
 		}

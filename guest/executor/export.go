@@ -52,10 +52,6 @@ func (s *session) contents(final bool, out sink) []piece {
 			return // the application writes it behind our back
 		case peer && m.known != id:
 			return // younger than the target's graph, where it would get lost
-		case m.hasArena && !m.unified && m.kind == memBuffer && !final && out.shares():
-			// The receiver would write to where this executor's mappings
-			// show: only when the session stands still.
-			return
 		case m.isMapped():
 			m.markAll()
 		}

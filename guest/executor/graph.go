@@ -16,6 +16,8 @@ import (
 type graph struct {
 	Version    int
 	Generation uint32
+	Part       int    // of the arena, that the executor has
+	Held       []span // what it holds outside of that part
 	Unified    bool
 	Info       []byte // what the application was told of its device
 	Clock      uint64 // latest timestamp that the application saw
@@ -37,7 +39,8 @@ type graph struct {
 	Replies  map[uint32][]byte
 }
 
-const graphVersion = 1
+// graphVersion is 2 since executors have parts of the arena by lock.
+const graphVersion = 2
 
 type gDevice struct {
 	ID, Parent uint32
@@ -69,9 +72,12 @@ type gMem struct {
 	Elem                uint64
 	Arena               uint64
 	HasArena, Unified   bool
+	Extra               []span
 	Maps                []mapping
 	Dead                bool
 	Callback            uint32
+
+	mapped bool // the application has a mapping of it or of a part of it
 }
 
 type gSampler struct {
@@ -183,7 +189,7 @@ func (s *session) each(f func(id uint32, serial uint64, o any)) {
 // and parked calls count too.
 func (s *session) graph(final bool) *graph {
 	g := &graph{
-		Version: graphVersion, Generation: s.cfg.Generation, Unified: s.unified, Info: s.info, Clock: s.clock.last,
+		Version: graphVersion, Generation: s.cfg.Generation, Part: s.host.own, Held: s.host.held(), Unified: s.unified, Info: s.info, Clock: s.clock.last,
 		Usage: s.usage, Calls: s.calls, GhostID: s.ghostID, Final: final, Replies: s.replies,
 	}
 	ghostOf := map[any]uint32{}
@@ -211,7 +217,7 @@ func (s *session) graph(final bool) *graph {
 			o.known = id
 			m := gMem{
 				ID: id, Context: o.ctx.id, Serial: serial, Kind: o.kind, Flags: o.flags, Size: o.size, Origin: o.origin,
-				Format: o.format, Desc: o.desc, Elem: o.elem, Arena: o.arena, HasArena: o.hasArena, Unified: o.unified, Dead: o.dead, Callback: o.callback,
+				Format: o.format, Desc: o.desc, Elem: o.elem, Arena: o.arena, HasArena: o.hasArena, Unified: o.unified, Extra: o.extra, Dead: o.dead, Callback: o.callback,
 			}
 			if o.parent != nil {
 				m.Parent = o.parent.id

@@ -94,8 +94,7 @@ func (s *session) land(b []byte) landing {
 			return landing{l.evs, cl.InvalidValue}
 		}
 		p.ptr = ptr
-		if !s.window0 && !p.m.unified {
-			s.window0 = true
+		if s.peerWindow == 0 && !p.m.unified {
 			s.pinPeerWindow(p.At)
 		}
 		ev, err := s.take(&p)
@@ -116,8 +115,18 @@ func (s *session) pinPeerWindow(at uint64) {
 	if _, ok := s.arenaRange(at, windowChunk*windowDepth); !ok {
 		return
 	}
+	s.peerWindow = at
 	for _, c := range s.contexts() {
 		s.xfer.pin(s, c, at, windowChunk*windowDepth)
+	}
+}
+
+// unpinPeerWindow lets go of the source's window before the source gives its
+// pages back.
+func (s *session) unpinPeerWindow() {
+	if s.peerWindow != 0 {
+		s.xfer.unpin(s, s.arena.Pointer(s.peerWindow))
+		s.peerWindow = 0
 	}
 }
 

@@ -130,9 +130,13 @@ func open(cfg Config, ringFD, arenaFD, stateFD int) (*session, error) {
 	if err != nil {
 		return nil, fmt.Errorf("arena: %w", err)
 	}
+	host, err := takeHostMemory(arena, ringFD, split)
+	if err != nil {
+		return nil, err
+	}
 	s := &session{
 		cfg: cfg, log: cfg.Logger, ring: ring, ringFD: ringFD, arena: arena, state: os.NewFile(uintptr(stateFD), "state"),
-		patience: newPatience(), naps: newNaps(runtime.NumCPU() <= 2), host: newHostMemory(arena, split, cfg.Generation), foreign: map[uint64]bool{},
+		patience: newPatience(), naps: newNaps(runtime.NumCPU() <= 2), host: host,
 		ghosts: map[uint32]any{}, replies: map[uint32][]byte{}, platf: platform,
 		watchWake: make(chan struct{}, 1), cbWake: make(chan struct{}, 1), stop: make(chan struct{}),
 		xfer: transfers{queues: map[*clContext]cl.Queue{}, pinned: map[pinKey]cl.Mem{}},

@@ -61,17 +61,21 @@ func (s *session) mapBuffer(c call, r *wire.MapBuffer) (outcome, error) {
 		if st := s.shadow(root); st != cl.Success {
 			return done(st), nil
 		}
-		if err := s.addMapping(m, &mapping{ID: r.Map, Flags: r.Flags, Offset: r.Offset, Size: r.Size}); err != nil {
+		at := root.arena + base + r.Offset
+		if err := s.addMapping(m, &mapping{ID: r.Map, Flags: r.Flags, At: at, Offset: r.Offset, Size: r.Size}); err != nil {
 			return outcome{}, err
 		}
 	}
 	mp := m.maps[r.Map]
-	at := root.arena + base + r.Offset
+	var at uint64 // as the application was told, maybe by another executor
+	if mp != nil {
+		at = mp.At
+	}
 	return s.mapping(c, r, r.Queue, r.Event, r.Wait, r.Blocking != 0, m, mp, u64s(at, 0, 0, 0), func(x *cmd) (cl.Status, error) {
 		if mp == nil {
 			return cl.MapFailure, nil
 		}
-		if root.unified {
+		if root.unified && at == root.arena+base+r.Offset {
 			p, st := cl.EnqueueMapBuffer(x.q.vendor, m.vendor, false, r.Flags, r.Offset, r.Size, x.wait, x.out)
 			if st == cl.Success && p != s.arena.Pointer(at) {
 				s.log.Error("runtime maps outside the memory it was given", "object", m.id)
@@ -106,19 +110,26 @@ func (s *session) mapImage(c call, r *wire.MapImage) (outcome, error) {
 		if st := s.shadow(m); st != cl.Success {
 			return done(st), nil
 		}
-		if err := s.addMapping(m, &mapping{ID: r.Map, Flags: r.Flags, Origin: o, Region: reg}); err != nil {
+		at, _, _ := m.pixel(o)
+		if err := s.addMapping(m, &mapping{ID: r.Map, Flags: r.Flags, At: at, Origin: o, Region: reg}); err != nil {
 			return outcome{}, err
 		}
 	}
 	mp := m.maps[r.Map]
-	at, row, slice := m.pixel(o)
-	p := s.arena.Pointer(at)
+	var at uint64
+	if mp != nil {
+		at = mp.At
+	}
+	row, slice := m.pitches()
 	return s.mapping(c, r, r.Queue, r.Event, r.Wait, r.Blocking != 0, m, mp, u64s(at, row, slice, 0), func(x *cmd) (cl.Status, error) {
+		if mp == nil {
+			return cl.MapFailure, nil
+		}
 		if r.Flags&cl.MapWriteInvalidateRegion != 0 {
 			return x.marker(), nil
 		}
 		rp, sp := m.transferPitches()
-		return cl.EnqueueReadImage(x.q.vendor, m.vendor, false, &o, &reg, rp, sp, p, x.wait, x.out), nil
+		return cl.EnqueueReadImage(x.q.vendor, m.vendor, false, &o, &reg, rp, sp, s.arena.Pointer(at), x.wait, x.out), nil
 	})
 }
 
@@ -180,15 +191,27 @@ func (s *session) unmap(x *cmd, r *wire.Unmap) (cl.Status, error) {
 	if writes {
 		m.touch(mp.Offset, max(mp.Size, 1))
 	}
+	defer s.shed(root)
 	switch {
 	case root.unified && mp.vendor != nil:
 		return cl.EnqueueUnmapMemObject(x.q.vendor, m.vendor, mp.vendor, x.wait, x.out), nil
-	case !writes || root.unified:
+	case !writes || root.unified && mp.At == root.arena+base+mp.Offset:
 		return x.marker(), nil
 	case m.kind == memImage:
-		at, _, _ := m.pixel(mp.Origin)
 		rp, sp := m.transferPitches()
-		return cl.EnqueueWriteImage(x.q.vendor, m.vendor, false, &mp.Origin, &mp.Region, rp, sp, s.arena.Pointer(at), x.wait, x.out), nil
+		return cl.EnqueueWriteImage(x.q.vendor, m.vendor, false, &mp.Origin, &mp.Region, rp, sp, s.arena.Pointer(mp.At), x.wait, x.out), nil
 	}
-	return cl.EnqueueWriteBuffer(x.q.vendor, m.vendor, false, mp.Offset, mp.Size, s.arena.Pointer(root.arena+base+mp.Offset), x.wait, x.out), nil
+	return cl.EnqueueWriteBuffer(x.q.vendor, m.vendor, false, mp.Offset, mp.Size, s.arena.Pointer(mp.At), x.wait, x.out), nil
+}
+
+// shed gives up the memory that only mappings from before a swap showed, once
+// there is none left and what was written out of it has arrived.
+func (s *session) shed(m *mem) {
+	if len(m.extra) == 0 || m.isMapped() {
+		return
+	}
+	for _, x := range m.extra {
+		m.ctx.zombies = append(m.ctx.zombies, x.Off)
+	}
+	m.extra = nil
 }

@@ -102,6 +102,7 @@ type mem struct {
 	arena    uint64
 	hasArena bool
 	unified  bool
+	extra    []span // further ranges that mappings from before a swap show
 
 	dirty    []bool // per dirtyChunk bytes: differs from what was last exported
 	known    uint32 // its id in the last graph or export: what a receiver has it by
@@ -120,6 +121,7 @@ const dirtyChunk = 16 << 20
 type mapping struct {
 	ID     uint32
 	Flags  uint64
+	At     uint64 // where the application sees it: an offset of the arena
 	Offset uint64 // buffers
 	Size   uint64
 	Origin [3]uint64 // images

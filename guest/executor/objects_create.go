@@ -425,11 +425,18 @@ func (s *session) dropVendorMem(m *mem) {
 		cl.ReleaseMemObject(m.vendor)
 		m.vendor = 0
 	}
-	if !m.hasArena || m.parent != nil {
+	if m.parent != nil {
+		return
+	}
+	c := m.ctx
+	for _, x := range m.extra {
+		c.zombies = append(c.zombies, x.Off)
+	}
+	m.extra = nil
+	if !m.hasArena {
 		return
 	}
 	m.hasArena = false
-	c := m.ctx
 	c.zombies = append(c.zombies, m.arena)
 	c.zombieBytes += m.size
 	if c.zombieBytes > maxZombies {

@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"runtime"
+	"slices"
 	"sort"
 	"strings"
 	"sync"
@@ -19,23 +20,45 @@ var ErrRefused = errors.New("the device cannot take the session")
 // progress of a preparation.
 type progress func(step string, done, total uint64)
 
+// markMapped notes which objects' host memory the application has a mapping of,
+// through the object itself or a part of it.
+func (g *graph) markMapped() {
+	at := map[uint32]int{}
+	for i := range g.Mems {
+		at[g.Mems[i].ID] = i
+	}
+	for i := range g.Mems {
+		if len(g.Mems[i].Maps) == 0 {
+			continue
+		}
+		g.Mems[i].mapped = true
+		if p, ok := at[g.Mems[i].Parent]; ok && g.Mems[i].Kind == memSub {
+			g.Mems[p].mapped = true
+		}
+	}
+}
+
 // restore makes the executor's objects equal to the graph's: what is missing
 // is made, what is gone is dropped. It may be called again with a newer graph
 // of the same session; the last one is final and brings events and parked
 // calls. The caller holds s.mu; s serves nobody yet.
 func (s *session) restore(g *graph, report progress) error {
 	s.info, s.usage, s.ghostID, s.calls = g.Info, g.Usage, g.GhostID, g.Calls
+	g.markMapped()
 	s.dropStale(g)
 	// First take what is taken, so that nothing new is put there.
+	if err := s.host.begin(g.Part, g.Held); err != nil {
+		return fmt.Errorf("executor %d: %w", g.Generation, err)
+	}
 	for i := range g.Mems {
-		if m := &g.Mems[i]; m.HasArena {
+		if m := &g.Mems[i]; m.keeps(g.Final) {
 			if err := s.host.inherit(m.Arena, m.shadowSize()); err != nil {
 				return fmt.Errorf("memory object %d: %w", m.ID, err)
 			}
 		}
 	}
 	if !s.swept {
-		s.host.sweep()
+		s.host.sweep(s.host.own)
 		s.swept = true
 	}
 	for _, d := range sorted(g.Devices, func(d gDevice) uint32 { return d.ID }) {
@@ -64,7 +87,7 @@ func (s *session) restore(g *graph, report progress) error {
 	}
 	total := uint64(len(g.Mems) + len(g.Programs) + len(g.Kernels))
 	for i, m := range sorted(g.Mems, func(m gMem) uint64 { return uint64(m.Kind)<<32 | uint64(m.ID) }) {
-		if err := s.restoreMem(m); err != nil {
+		if err := s.restoreMem(m, g.Final); err != nil {
 			return err
 		}
 		if i%64 == 0 {
@@ -175,10 +198,6 @@ func (s *session) dropStale(g *graph) {
 	}
 	sort.SliceStable(stale, func(i, j int) bool { return rank(s.objs[stale[i]]) < rank(s.objs[stale[j]]) })
 	for _, id := range stale {
-		if m, ok := s.objs[id].(*mem); ok && m.hasArena && s.foreign[m.arena] {
-			s.host.disown(m.arena) // the source still has it
-			m.hasArena = false
-		}
 		_ = s.release(id, 0)
 	}
 }
@@ -222,12 +241,11 @@ func (s *session) restoreQueue(q gQueue) error {
 	return nil
 }
 
-func (s *session) restoreMem(g gMem) error {
+func (s *session) restoreMem(g gMem, final bool) error {
 	if s.have(g.ID, g.Serial) {
 		m := lookup[mem](s, g.ID)
-		s.adoptMaps(m, g)
 		m.dead, m.callback = g.Dead, g.Callback
-		return nil
+		return s.adoptMaps(m, g, final)
 	}
 	c := lookup[clContext](s, g.Context)
 	if c == nil {
@@ -253,10 +271,13 @@ func (s *session) restoreMem(g gMem) error {
 			return fmt.Errorf("memory object %d: %d bytes needed, %d of %d are taken: %w", g.ID, g.Size, s.memory, s.memoryLimit(), ErrRefused)
 		}
 	}
-	// Host memory that the session has in the arena stays where it is: the
-	// application may hold pointers into it, and its content need not move.
-	if err := s.adoptArena(m, g); err != nil {
-		return err
+	// Content that the session has in the arena stays where it is: the
+	// application may hold pointers into it, and it need not move.
+	if g.Unified {
+		if err := s.host.inherit(g.Arena, g.shadowSize()); err != nil {
+			return fmt.Errorf("memory object %d: %w", g.ID, err)
+		}
+		m.arena, m.hasArena, m.inArena = g.Arena, true, true
 	}
 	var st cl.Status
 	switch g.Kind {
@@ -274,9 +295,8 @@ func (s *session) restoreMem(g gMem) error {
 		s.memory += m.size
 		m.initDirty()
 	}
-	s.adoptMaps(m, g)
 	s.set(g.ID, g.Serial, m)
-	return nil
+	return s.adoptMaps(m, g, final)
 }
 
 func (g *gMem) shadowSize() uint64 {
@@ -284,32 +304,38 @@ func (g *gMem) shadowSize() uint64 {
 	return m.shadowSize()
 }
 
-func (s *session) adoptArena(m *mem, g gMem) error {
-	if !g.HasArena {
-		return nil
-	}
-	if err := s.host.inherit(g.Arena, g.shadowSize()); err != nil {
-		return fmt.Errorf("memory object %d: %w", g.ID, err)
-	}
-	m.arena, m.hasArena = g.Arena, true
-	m.inArena = g.Unified
-	s.foreign[g.Arena] = true
-	return nil
-}
+// keeps reports whether the object's memory in the arena is taken over. Content
+// is, always, and never changes its place. A shadow is when the application has
+// a mapping that shows it and the session stands still: until then its owner may
+// give it up and put something else there.
+func (g *gMem) keeps(final bool) bool { return g.HasArena && (g.Unified || final && g.mapped) }
 
-// adoptMaps takes over the application's live mappings. A shadow may have been
-// made since the object was prepared.
-func (s *session) adoptMaps(m *mem, g gMem) {
-	if g.HasArena && !m.hasArena {
-		if err := s.adoptArena(m, g); err != nil {
-			s.log.Error("mapping", "object", m.id, "err", err)
-		}
-	}
+// adoptMaps takes over the application's live mappings, and, when nothing
+// changes any more, the memory that they show.
+func (s *session) adoptMaps(m *mem, g gMem, final bool) error {
 	m.maps = map[uint32]*mapping{}
 	for i := range g.Maps {
 		mp := g.Maps[i]
 		m.maps[mp.ID] = &mp
 	}
+	if !final || !g.mapped {
+		return nil
+	}
+	take := slices.Clone(g.Extra)
+	if g.HasArena && !g.Unified {
+		if m.kind == memBuffer && m.unified || m.hasArena {
+			take = append(take, span{g.Arena, g.shadowSize()})
+		} else {
+			m.arena, m.hasArena = g.Arena, true
+		}
+	}
+	for _, x := range take {
+		if err := s.host.inherit(x.Off, x.Size); err != nil {
+			return fmt.Errorf("mapping of object %d: %w", m.id, err)
+		}
+	}
+	m.extra = take
+	return nil
 }
 
 // restorePrograms builds what is built, several at once: compilers take most

@@ -17,14 +17,13 @@ import (
 
 // session is the executor's side of one application.
 type session struct {
-	cfg     Config
-	log     *slog.Logger
-	ring    transport
-	ringFD  int // for the locks that say who is alive
-	arena   *shm.Region
-	state   *os.File
-	host    hostMemory
-	foreign map[uint64]bool // arena ranges that the session's former executor still has
+	cfg    Config
+	log    *slog.Logger
+	ring   transport
+	ringFD int // for the locks that say who is alive
+	arena  *shm.Region
+	state  *os.File
+	host   hostMemory
 
 	mu      sync.Mutex
 	objs    []any          // by id
@@ -51,12 +50,12 @@ type session struct {
 	exportedTo string
 	window     uint64 // contents pass through here
 	windowSize uint64 // bytes; 0: there is none
-	window0    bool   // the peer's is pinned here too
+	peerWindow uint64 // the peer's, pinned here too
 	stateTo    *stateFile
 	stateName  string
+	swept      bool // our part of the arena, once it was known what live objects have there
 	sent       bool // all contents have left by a stream
 	prepared   bool // prepared with a final graph
-	swept      bool
 	once       sync.Once
 
 	active         atomic.Bool

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"io"
 	"os"
+	"slices"
 	"sync"
 	"unsafe"
 
@@ -391,7 +392,7 @@ func (s *session) takeUnified(p *piece) {
 	if p.ptr == unsafe.Pointer(&dst[0]) {
 		return
 	}
-	spans := m.mapped()
+	spans := m.mapped(func(mp *mapping, base uint64) bool { return mp.At == m.arena+base+mp.Offset })
 	for at := p.Off; at < p.Off+p.N; {
 		end := p.Off + p.N
 		skip := false
@@ -414,17 +415,22 @@ func (s *session) takeUnified(p *piece) {
 
 // isMapped says whether the application has a mapping of the object, or of a
 // part of it.
-func (m *mem) isMapped() bool { return len(m.maps) > 0 || len(m.mapped()) > 0 }
+func (m *mem) isMapped() bool {
+	return len(m.maps) > 0 || slices.ContainsFunc(m.subs, func(x *mem) bool { return len(x.maps) > 0 })
+}
 
 // mapped lists the byte ranges of a buffer that are mapped now, through itself
-// or a sub-buffer.
-func (m *mem) mapped() [][2]uint64 {
+// or a sub-buffer that begins at base, by mappings that are wanted.
+func (m *mem) mapped(want func(mp *mapping, base uint64) bool) [][2]uint64 {
 	var out [][2]uint64
 	for _, x := range append([]*mem{m}, m.subs...) {
 		for _, mp := range x.maps {
 			base := uint64(0)
 			if x != m {
 				base = x.origin
+			}
+			if !want(mp, base) {
+				continue
 			}
 			out = append(out, [2]uint64{base + mp.Offset, base + mp.Offset + mp.Size})
 		}

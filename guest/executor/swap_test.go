@@ -59,6 +59,7 @@ func swap(ctx context.Context, dir string, from, to *session, _ uint32) error {
 	to.activate()
 	from.closed.Store(true)
 	from.retire()
+	from.host.end()
 	return nil
 }
 

@@ -37,6 +37,7 @@ type transport interface {
 
 	// Whose turn it is, and how the session is.
 	Owner() uint32
+	SetServing(generation uint32)
 	State() uint32
 	SetState(state uint32)
 }

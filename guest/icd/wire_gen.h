@@ -15,6 +15,7 @@
 #define GX_HDR_PENDS 0x24 /* u32 */
 #define GX_HDR_OWNER 0x40 /* u32, generation of the executor that may read the ring */
 #define GX_HDR_STATE 0x44 /* u32, STATE_*; also a futex */
+#define GX_HDR_SERVING 0x48 /* u32, generation of the executor that last began to serve: stored before it does anything */
 #define GX_HDR_SLEEP 0x80 /* u32, 1 while nobody reads the ring; doorbell futex */
 #define GX_HDR_NAP 0x84 /* u32, 1 while the reader sleeps for a moment and looks again by itself; futex */
 #define GX_HDR_TAIL 0xc0 /* u64, bytes ever produced */
@@ -77,6 +78,8 @@
 #define GX_MAX_ID 0xffffff /* largest */
 #define GX_LOCK_MANAGER 0 /* byte of the ring memfd that a live gpuguest locks (OFD) */
 #define GX_LOCK_EXECUTOR 1 /* byte that the executor which owns the session locks (OFD) */
+#define GX_LOCK_PART 16 /* first of ARENA_PARTS bytes: that of a part of the arena is locked by the executor that has it (OFD) */
+#define GX_ARENA_PARTS 4 /* equal parts of [0, arena_split), one for each living executor */
 #define GX_HELLO_MAGIC 0x48425847 /* GXBH, first word of a client's greeting */
 
 enum gx_op {

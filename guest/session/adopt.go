@@ -263,8 +263,8 @@ func (r *repair) swap(ctx context.Context) error {
 		r.other.kill()
 		s.rec.Current = executorRecordOf(source, s.rec.Current)
 	}
-	// The target is dead: back, unless it has taken requests that nobody else saw.
-	if r.current == nil || s.mem.head() != *op.Head {
+	// The target is dead: back, unless it has begun to do what nobody else knows of.
+	if r.current == nil || s.mem.head() != *op.Head || s.mem.serving() == target.Generation {
 		return errLost
 	}
 	s.mem.setOwner(r.current.gen)

@@ -14,10 +14,10 @@ import (
 
 const (
 	gib          = 1 << 30
-	arenaMin     = 64 * gib
-	arenaMax     = 1024 * gib
+	arenaMin     = 128 * gib
+	arenaMax     = 2048 * gib
 	arenaRound   = 2 << 20
-	arenaPerByte = 4 // address space for each byte of RAM; pages come with use
+	arenaPerByte = 8 // address space for each byte of RAM; pages come with use
 )
 
 // inode identifies a memfd for as long as anything holds it open.
@@ -183,6 +183,12 @@ func (m *memory) mapped(f func()) {
 
 func (m *memory) owner() (gen uint32) {
 	m.mapped(func() { gen = m.q.Owner() })
+	return gen
+}
+
+// serving is the generation of the executor that last began to serve.
+func (m *memory) serving() (gen uint32) {
+	m.mapped(func() { gen = m.q.Serving() })
 	return gen
 }
 

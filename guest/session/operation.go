@@ -334,11 +334,17 @@ func (op *operation) handOver(ctx context.Context, from uint32) error {
 	if err == nil {
 		err = op.target.activate(ctx)
 	}
+	if err != nil && s.mem.serving() == op.target.gen && !op.target.dead() {
+		// Only its answer was lost. What it has done nobody can take back.
+		if d, derr := op.target.describeWithin(ctx, quickTimeout); derr == nil && d.Active {
+			return nil
+		}
+	}
 	if err == nil {
 		return nil
 	}
 	op.target.kill()
-	if !op.target.dead() || s.mem.head() != head {
+	if !op.target.dead() || s.mem.head() != head || s.mem.serving() == op.target.gen {
 		op.failure = fmt.Errorf("%w: %w", errLost, err)
 		return op.failure
 	}

@@ -90,6 +90,13 @@ func (q *Ring) Owner() uint32 { return q.r.Load32(wire.HdrOwner) }
 // SetOwner hands the ring to another generation: the commit point of a swap.
 func (q *Ring) SetOwner(generation uint32) { q.r.Store32(wire.HdrOwner, generation) }
 
+// SetServing says that the executor of that generation has begun to serve: what
+// it does from here on nobody can take back.
+func (q *Ring) SetServing(generation uint32) { q.r.Store32(wire.HdrServing, generation) }
+
+// Serving is the generation of the executor that last began to serve.
+func (q *Ring) Serving() uint32 { return q.r.Load32(wire.HdrServing) }
+
 // State is the session's, one of wire.StateRunning and so on.
 func (q *Ring) State() uint32 { return q.r.Load32(wire.HdrState) }
 

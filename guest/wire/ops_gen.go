@@ -15,6 +15,7 @@ const (
 	HdrPends       = 0x24       // u32
 	HdrOwner       = 0x40       // u32, generation of the executor that may read the ring
 	HdrState       = 0x44       // u32, STATE_*; also a futex
+	HdrServing     = 0x48       // u32, generation of the executor that last began to serve: stored before it does anything
 	HdrSleep       = 0x80       // u32, 1 while nobody reads the ring; doorbell futex
 	HdrNap         = 0x84       // u32, 1 while the reader sleeps for a moment and looks again by itself; futex
 	HdrTail        = 0xc0       // u64, bytes ever produced
@@ -77,6 +78,8 @@ const (
 	MaxID          = 0xffffff   // largest
 	LockManager    = 0          // byte of the ring memfd that a live gpuguest locks (OFD)
 	LockExecutor   = 1          // byte that the executor which owns the session locks (OFD)
+	LockPart       = 16         // first of ARENA_PARTS bytes: that of a part of the arena is locked by the executor that has it (OFD)
+	ArenaParts     = 4          // equal parts of [0, arena_split), one for each living executor
 	HelloMagic     = 0x48425847 // GXBH, first word of a client's greeting
 )
 

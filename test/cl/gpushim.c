@@ -3,15 +3,33 @@
  *
  * x264 takes GPUs only. With this library named in a vendors folder it runs natively on PoCL, so that the bench
  * compares the same work on both sides.
+ *
+ * With GPUSHIM_MEMORY=discrete in the environment its devices also behave like cards with memory of their own, so that
+ * a machine without a GPU can test what only such cards do:
+ *  - a buffer over memory of the host (CL_MEM_USE_HOST_PTR) is a copy of it and never sees later writes;
+ *  - new memory is full of rubbish, as a card's is, and not of zeros;
+ *  - such a buffer "pins" the host's pages as a driver does: a transfer from or to memory that was pinned uses the pages
+ *    that were there then. If they have been taken away meanwhile, a card would move bytes that nobody sees any more;
+ *    the shim says so and ends the process.
  */
 #define CL_TARGET_OPENCL_VERSION 300
+#define CL_USE_DEPRECATED_OPENCL_1_2_APIS
 #include <CL/cl_icd.h>
 #include <dlfcn.h>
+#include <fcntl.h>
+#include <pthread.h>
+#include <stdbool.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
 
 typedef cl_int(CL_API_CALL *platforms_fn)(cl_uint, cl_platform_id *, cl_uint *);
 
-static cl_icd_dispatch vendor, ours;
+static cl_icd_dispatch vendor; /* PoCL's own functions */
+static bool discrete;
 
 static cl_int CL_API_CALL device_ids(cl_platform_id p, cl_device_type t, cl_uint n, cl_device_id *d, cl_uint *count)
 {
@@ -23,24 +41,208 @@ static cl_int CL_API_CALL device_info(cl_device_id d, cl_device_info param, size
 	cl_int e = vendor.clGetDeviceInfo(d, param, size, value, ret);
 	if (!e && param == CL_DEVICE_TYPE && value)
 		*(cl_device_type *)value = CL_DEVICE_TYPE_GPU;
+	if (!e && discrete && param == CL_DEVICE_HOST_UNIFIED_MEMORY && value)
+		*(cl_bool *)value = CL_FALSE;
 	return e;
 }
 
-/* Every object begins with its dispatch table: platform and devices get ours. */
+/* ---- memory of its own */
+
+#define PAGE 4096u
+#define RUBBISH 0xdb
+
+/* A range of the host's memory that a live buffer pins, with what its pages were. */
+struct pin {
+	cl_mem mem;
+	uintptr_t from, pages;
+	uint64_t *frames;
+	struct pin *next;
+};
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static struct pin *pins;
+
+static const uint64_t present = 1ull << 63, frame = (1ull << 55) - 1;
+
+/* look reads which page frames lie behind a range; without rights only whether there are any. */
+static bool look(uintptr_t from, uintptr_t pages, uint64_t *out)
+{
+	int fd = open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC);
+	bool ok = fd >= 0 && pread(fd, out, pages * 8, (off_t)(from / PAGE * 8)) == (ssize_t)(pages * 8);
+	if (fd >= 0)
+		close(fd);
+	return ok;
+}
+
+static void CL_CALLBACK unpin(cl_mem m, void *unused)
+{
+	(void)unused;
+	pthread_mutex_lock(&lock);
+	for (struct pin **p = &pins; *p; p = &(*p)->next)
+		if ((*p)->mem == m) {
+			struct pin *old = *p;
+			*p = old->next;
+			free(old->frames);
+			free(old);
+			break;
+		}
+	pthread_mutex_unlock(&lock);
+}
+
+static void pin(cl_mem m, void *host, size_t size)
+{
+	struct pin *p = calloc(1, sizeof *p);
+	if (!p || !size)
+		return;
+	p->mem = m;
+	p->from = (uintptr_t)host & ~(uintptr_t)(PAGE - 1);
+	p->pages = ((uintptr_t)host + size - p->from + PAGE - 1) / PAGE;
+	p->frames = calloc(p->pages, 8);
+	for (uintptr_t i = 0; i < p->pages; i++) /* there is a page now, writable, behind each address */
+		__atomic_fetch_add((uint32_t *)(p->from + i * PAGE), 0, __ATOMIC_RELAXED);
+	if (!p->frames || !look(p->from, p->pages, p->frames)) {
+		free(p->frames);
+		free(p);
+		return;
+	}
+	pthread_mutex_lock(&lock);
+	p->next = pins;
+	pins = p;
+	pthread_mutex_unlock(&lock);
+	vendor.clSetMemObjectDestructorCallback(m, unpin, NULL);
+}
+
+/* check ends the process if a transfer would use pages that are no longer where they were when they were pinned. */
+static void check(const void *host, size_t size)
+{
+	if (!size)
+		return;
+	pthread_mutex_lock(&lock);
+	for (struct pin *p = pins; p; p = p->next) {
+		uintptr_t from = (uintptr_t)host & ~(uintptr_t)(PAGE - 1), end = (uintptr_t)host + size, limit = p->from + p->pages * PAGE;
+		if (from < p->from)
+			from = p->from;
+		if (end > limit)
+			end = limit;
+		if (from >= end)
+			continue;
+		uintptr_t n = (end - from + PAGE - 1) / PAGE;
+		uint64_t *now = calloc(n, 8);
+		if (now && look(from, n, now))
+			for (uintptr_t i = 0; i < n; i++) {
+				uint64_t was = p->frames[(from - p->from) / PAGE + i];
+				if (!(was & present) || ((now[i] & present) && (now[i] & frame) == (was & frame)))
+					continue;
+				fprintf(stderr, "gpushim: transfer of %zu bytes at %p: page %zu was pinned and has been taken away since\n",
+					size, host, (size_t)i);
+				abort();
+			}
+		free(now);
+	}
+	pthread_mutex_unlock(&lock);
+}
+
+static cl_mem CL_API_CALL create_buffer(cl_context c, cl_mem_flags flags, size_t size, void *host, cl_int *err)
+{
+	if (flags & CL_MEM_USE_HOST_PTR && host) {
+		flags = (flags & ~(cl_mem_flags)(CL_MEM_USE_HOST_PTR | CL_MEM_ALLOC_HOST_PTR)) | CL_MEM_COPY_HOST_PTR;
+		cl_mem m = vendor.clCreateBuffer(c, flags, size, host, err);
+		if (m)
+			pin(m, host, size);
+		return m;
+	}
+	cl_mem m = vendor.clCreateBuffer(c, flags, size, host, err);
+	if (!m || flags & CL_MEM_COPY_HOST_PTR)
+		return m;
+	cl_device_id d[16];
+	size_t n = 0;
+	cl_int e;
+	if (!vendor.clGetContextInfo(c, CL_CONTEXT_DEVICES, sizeof d, d, &n) && n) {
+		cl_command_queue q = vendor.clCreateCommandQueue(c, d[0], 0, &e);
+		unsigned char rubbish = RUBBISH;
+		if (q) {
+			vendor.clEnqueueFillBuffer(q, m, &rubbish, 1, 0, size, 0, NULL, NULL);
+			vendor.clFinish(q);
+			vendor.clReleaseCommandQueue(q);
+		}
+	}
+	return m;
+}
+
+static void *CL_API_CALL map_buffer(cl_command_queue q, cl_mem m, cl_bool block, cl_map_flags flags, size_t off, size_t n, cl_uint nw,
+				    const cl_event *w, cl_event *ev, cl_int *err)
+{
+	pthread_mutex_lock(&lock);
+	for (struct pin *p = pins; p; p = p->next)
+		if (p->mem == m) {
+			fprintf(stderr, "gpushim: map of a buffer over the host's memory, which this device does not compute in\n");
+			abort();
+		}
+	pthread_mutex_unlock(&lock);
+	return vendor.clEnqueueMapBuffer(q, m, block, flags, off, n, nw, w, ev, err);
+}
+
+static cl_int CL_API_CALL read_buffer(cl_command_queue q, cl_mem m, cl_bool block, size_t off, size_t n, void *p, cl_uint nw,
+				      const cl_event *w, cl_event *ev)
+{
+	check(p, n);
+	return vendor.clEnqueueReadBuffer(q, m, block, off, n, p, nw, w, ev);
+}
+
+static cl_int CL_API_CALL write_buffer(cl_command_queue q, cl_mem m, cl_bool block, size_t off, size_t n, const void *p, cl_uint nw,
+				       const cl_event *w, cl_event *ev)
+{
+	check(p, n);
+	return vendor.clEnqueueWriteBuffer(q, m, block, off, n, p, nw, w, ev);
+}
+
+static size_t image_bytes(cl_mem m, const size_t *region, size_t row, size_t slice)
+{
+	size_t elem = 0;
+	vendor.clGetImageInfo(m, CL_IMAGE_ELEMENT_SIZE, sizeof elem, &elem, NULL);
+	if (!row)
+		row = region[0] * elem;
+	if (!slice)
+		slice = row * region[1];
+	return slice * (region[2] - 1) + row * (region[1] - 1) + region[0] * elem;
+}
+
+static cl_int CL_API_CALL read_image(cl_command_queue q, cl_mem m, cl_bool block, const size_t *o, const size_t *r, size_t row, size_t slice,
+				     void *p, cl_uint nw, const cl_event *w, cl_event *ev)
+{
+	check(p, image_bytes(m, r, row, slice));
+	return vendor.clEnqueueReadImage(q, m, block, o, r, row, slice, p, nw, w, ev);
+}
+
+static cl_int CL_API_CALL write_image(cl_command_queue q, cl_mem m, cl_bool block, const size_t *o, const size_t *r, size_t row,
+				      size_t slice, const void *p, cl_uint nw, const cl_event *w, cl_event *ev)
+{
+	check(p, image_bytes(m, r, row, slice));
+	return vendor.clEnqueueWriteImage(q, m, block, o, r, row, slice, p, nw, w, ev);
+}
+
+/* Every object begins with the address of its dispatch table; PoCL's objects share one. */
 static void patch(cl_platform_id p)
 {
-	cl_icd_dispatch **table = (cl_icd_dispatch **)(void *)p;
-	if (*table == &ours)
+	static bool done;
+	cl_icd_dispatch *table = **(cl_icd_dispatch ***)(void *)&p;
+	if (done)
 		return;
-	vendor = ours = **table;
-	ours.clGetDeviceIDs = device_ids;
-	ours.clGetDeviceInfo = device_info;
-	*table = &ours;
-	cl_device_id d[8];
-	cl_uint n = 0;
-	if (vendor.clGetDeviceIDs(p, CL_DEVICE_TYPE_ALL, 8, d, &n) == CL_SUCCESS)
-		for (cl_uint i = 0; i < n && i < 8; i++)
-			*(cl_icd_dispatch **)(void *)d[i] = &ours;
+	done = true;
+	const char *memory = getenv("GPUSHIM_MEMORY");
+	discrete = memory && !strcmp(memory, "discrete");
+	vendor = *table;
+	uintptr_t from = (uintptr_t)table & ~(uintptr_t)(PAGE - 1);
+	mprotect((void *)from, (uintptr_t)table + sizeof *table - from, PROT_READ | PROT_WRITE);
+	table->clGetDeviceIDs = device_ids;
+	table->clGetDeviceInfo = device_info;
+	if (!discrete)
+		return;
+	table->clCreateBuffer = create_buffer;
+	table->clEnqueueMapBuffer = map_buffer;
+	table->clEnqueueReadBuffer = read_buffer;
+	table->clEnqueueWriteBuffer = write_buffer;
+	table->clEnqueueReadImage = read_image;
+	table->clEnqueueWriteImage = write_image;
 }
 
 static void *pocl(void)

@@ -17,6 +17,7 @@ var consts = []constant{
 	{"HDR_PENDS", "0x24", "u32"},
 	{"HDR_OWNER", "0x40", "u32, generation of the executor that may read the ring"},
 	{"HDR_STATE", "0x44", "u32, STATE_*; also a futex"},
+	{"HDR_SERVING", "0x48", "u32, generation of the executor that last began to serve: stored before it does anything"},
 	{"HDR_SLEEP", "0x80", "u32, 1 while nobody reads the ring; doorbell futex"},
 	{"HDR_NAP", "0x84", "u32, 1 while the reader sleeps for a moment and looks again by itself; futex"},
 	{"HDR_TAIL", "0xc0", "u64, bytes ever produced"},
@@ -91,5 +92,7 @@ var consts = []constant{
 	{"LOCK_MANAGER", "0", "byte of the ring memfd that a live gpuguest locks (OFD)"},
 	{"LOCK_EXECUTOR", "1", "byte that the executor which owns the session locks (OFD)"},
 
+	{"LOCK_PART", "16", "first of ARENA_PARTS bytes: that of a part of the arena is locked by the executor that has it (OFD)"},
+	{"ARENA_PARTS", "4", "equal parts of [0, arena_split), one for each living executor"},
 	{"HELLO_MAGIC", "0x48425847", "GXBH, first word of a client's greeting"},
 }

@@ -1,0 +1,117 @@
+package executor
+
+import (
+	"errors"
+	"testing"
+
+	"github.com/gpuctl/gpuctl/guest/arena"
+)
+
+func (c *client) hostMemory() *hostMemory {
+	c.t.Helper()
+	h, err := takeHostMemory(c.arena, c.ring.FD(), testSplit)
+	if err != nil {
+		c.t.Fatal(err)
+	}
+	return &h
+}
+
+// Whatever executors there were before, two that are alive have no memory in common.
+func TestLivingExecutorsHavePartsOfTheirOwn(t *testing.T) {
+	c := newClient(t)
+	var hs []*hostMemory
+	taken := map[int]bool{}
+	for range arenaParts {
+		h := c.hostMemory()
+		if taken[h.own] {
+			t.Fatalf("part %d was given away twice", h.own)
+		}
+		taken[h.own] = true
+		hs = append(hs, h)
+		lo, hi := h.bounds(h.own)
+		for _, size := range []uint64{1, arena.Page, arena.Huge, h.size / 2} {
+			if off, err := h.alloc(size); err != nil || off < lo || off+size > hi {
+				t.Fatalf("%d bytes of part %d at %#x: %v", size, h.own, off, err)
+			}
+		}
+	}
+	if _, err := takeHostMemory(c.arena, c.ring.FD(), testSplit); !errors.Is(err, ErrOwned) {
+		t.Fatalf("a part for one executor too many: %v", err)
+	}
+	hs[1].end()
+	if h := c.hostMemory(); h.own != 1 {
+		t.Fatalf("part %d, not the one whose executor has ended", h.own)
+	}
+}
+
+// What the source of a swap holds in the target's part stays as it is, though
+// no live object of the graph has it: a kernel may still read a released buffer.
+func TestTargetSparesWhatItsSourceStillReads(t *testing.T) {
+	c := newClient(t)
+	first, source := c.hostMemory(), c.hostMemory()
+	off, err := first.alloc(arena.Page)
+	if err != nil {
+		t.Fatal(err)
+	}
+	c.arena.Bytes()[off] = 7
+	if err := source.begin(first.own, nil); err != nil {
+		t.Fatal(err)
+	}
+	if err := source.inherit(off, arena.Page); err != nil {
+		t.Fatal(err)
+	}
+	first.end()
+	source.reclaim()
+	target := c.hostMemory()
+	if target.own != first.own {
+		t.Fatalf("the target has part %d, not the first one's, %d", target.own, first.own)
+	}
+	if err := target.begin(source.own, source.held()); err != nil {
+		t.Fatal(err)
+	}
+	target.sweep(target.own)
+	if n, err := target.alloc(arena.Page); err != nil || n == off {
+		t.Fatalf("the range at %#x was given away again: %v", off, err)
+	}
+	target.free(off)
+	target.reclaim() // the source is alive
+	if c.arena.Bytes()[off] != 7 {
+		t.Fatal("the source's bytes are gone")
+	}
+	source.end()
+	if !target.reclaim() || c.arena.Bytes()[off] != 0 {
+		t.Fatal("what nobody needs was kept")
+	}
+}
+
+// A range with two owners ends the operation.
+func TestMemoryWithTwoOwnersIsAnError(t *testing.T) {
+	c := newClient(t)
+	source, target := c.hostMemory(), c.hostMemory()
+	off, err := source.alloc(3 * arena.Page)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := target.begin(target.own, nil); !errors.Is(err, ErrOwned) {
+		t.Errorf("source with the target's part: %v", err)
+	}
+	if err := target.begin(source.own, nil); err != nil {
+		t.Fatal(err)
+	}
+	if err := target.inherit(off, 3*arena.Page); err != nil {
+		t.Fatal(err)
+	}
+	for name, x := range map[string]span{
+		"its middle":   {off + arena.Page, arena.Page},
+		"less":         {off, arena.Page},
+		"more":         {off, 4 * arena.Page},
+		"outside":      {target.size * arenaParts, arena.Page},
+		"not a page":   {off + 8*arena.Page + 1, arena.Page},
+		"no bytes":     {off + 8*arena.Page, 0},
+		"all there is": {0, ^uint64(0)},
+	} {
+		if err := target.inherit(x.Off, x.Size); !errors.Is(err, ErrOwned) {
+			t.Errorf("%s: %v", name, err)
+		}
+	}
+}
