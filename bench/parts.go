@@ -32,7 +32,11 @@ type bench struct {
 }
 
 func (b *bench) start(ctx context.Context) (*rig.Rig, error) {
-	config := rig.Config()
+	memory, err := rig.TestMemory()
+	if err != nil {
+		return nil, err
+	}
+	config := rig.Config(b.root, memory)
 	if b.nvidia != "" {
 		config = strings.Replace(config, "models:\n", "  - {id: "+gpuID+", library: "+b.nvidia+", devices: [0], model: NVIDIA}\nmodels:\n  - {name: NVIDIA, rank: 9}\n", 1)
 	}

@@ -199,7 +199,11 @@ func (s *session) exportState(ctx context.Context, to string, m *gpuctlv1.Export
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	defer w.letGo()
-	return w.finish()
+	if err := w.finish(); err != nil {
+		return err
+	}
+	w.whole = true
+	return nil
 }
 
 // dropState forgets a state file that is not needed after all. Who asked for
@@ -482,9 +486,9 @@ func (s *session) retire() {
 		s.gate.Store(true)
 		s.mu.Lock()
 		s.closeWindow()
-		if s.frozen && (s.sent || s.stateTo != nil && !s.stateTo.memory) {
-			// All of it is in the file, or away: host memory can go, but for what the
-			// application has mapped.
+		if s.frozen && s.ring.Owner() == s.cfg.Generation && (s.sent || s.stateTo != nil && s.stateTo.whole && !s.stateTo.memory) {
+			// All of it is in the file, or away, and nobody has taken over: host memory
+			// can go, but for what the application has mapped.
 			s.each(func(_ uint32, _ uint64, o any) {
 				if m, ok := o.(*mem); ok && m.parent == nil && m.hasArena && !m.isMapped() {
 					_ = s.arena.PunchHole(m.arena, pages(m.shadowSize()))

@@ -86,11 +86,8 @@ func (h *hostMemory) alloc(size uint64) (uint64, error) {
 
 // begin takes in what the former executor holds now, before a graph of its is
 // restored; what it held when the last graph was made and no object uses is
-// forgotten. The former's part must be another one.
+// forgotten. A former that had this executor's part has ended: it has lost the lock.
 func (h *hostMemory) begin(part int, held []span) error {
-	if part == h.own {
-		return fmt.Errorf("part %d of the arena: %w", part, ErrOwned)
-	}
 	h.former = part
 	for off, f := range h.foreign {
 		if !f.used {
@@ -146,6 +143,7 @@ func (h *hostMemory) free(off uint64) {
 // settle is called when the former executor has ended and has the session no
 // more: what it held belongs to this one alone, and what no object needs goes.
 func (h *hostMemory) settle() {
+	h.former = -1
 	for off, f := range h.foreign {
 		delete(h.foreign, off)
 		if !f.used {
@@ -177,6 +175,9 @@ func (h *hostMemory) sweep(part int) {
 // whether there is no other one left. Only who serves the session may call it.
 func (h *hostMemory) reclaim() (alone bool) {
 	alone = true
+	if h.former == h.own {
+		h.settle()
+	}
 	for part := range arenaParts {
 		if part == h.own {
 			continue
@@ -187,7 +188,6 @@ func (h *hostMemory) reclaim() (alone bool) {
 		}
 		if part == h.former {
 			h.settle()
-			h.former = -1
 		}
 		h.sweep(part)
 		h.unlock(part)

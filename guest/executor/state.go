@@ -42,6 +42,7 @@ type stateFile struct {
 	end     uint64
 	maps    [][]byte
 	next    uint64 // chunk of the window
+	whole   bool   // everything of the frozen session is in it
 }
 
 type stateRoom struct {

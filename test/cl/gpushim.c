@@ -224,7 +224,7 @@ static cl_int CL_API_CALL write_image(cl_command_queue q, cl_mem m, cl_bool bloc
 static void patch(cl_platform_id p)
 {
 	static bool done;
-	cl_icd_dispatch *table = **(cl_icd_dispatch ***)(void *)&p;
+	cl_icd_dispatch *table = *(cl_icd_dispatch **)(void *)p;
 	if (done)
 		return;
 	done = true;

@@ -3,43 +3,76 @@ package e2e
 import (
 	"math/rand/v2"
 	"os"
+	"strconv"
 	"testing"
 	"time"
 
+	"github.com/gpuctl/gpuctl/test/chaos"
 	"github.com/gpuctl/gpuctl/test/rig"
 )
 
-// TestChaos swaps, suspends and resumes at random for $GPUCTL_CHAOS; the
-// result must be right all the same.
+// disturb runs the model of a program and disturbs it.
+func disturb(t *testing.T, gpus []string, o chaos.Options, args ...string) {
+	t.Helper()
+	r := start(t, "GPUCTL_FAULTS=1")
+	o.GPUs, o.Log = gpus, t.Logf
+	args = append([]string{r.Program("model"), "--seed", strconv.FormatUint(o.Seed%1e6, 10)}, args...)
+	cmd := r.Command(t.Context(), gpus[0], args...)
+	stop, err := cmd.StdinPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	a := launch(t, cmd)
+	a.until(t, "ops ")
+	res, err := chaos.Run(t.Context(), r, o)
+	t.Logf("seed %d: %+v", o.Seed, res)
+	if err != nil {
+		t.Errorf("%v\n%s\nhostd: %s", err, tail(a.output(), 2000), tail(r.Log(), 4000))
+	}
+	_ = stop.Close()
+	if err := a.wait(t); err != nil {
+		t.Errorf("%v: %s", err, tail(a.output(), 2000))
+	}
+	for _, l := range chaos.Wrong(a.output()) {
+		t.Error(l)
+	}
+}
+
+// After swaps that failed, were cancelled or killed at any step, several in a
+// row, the application computes what it would have computed without them.
+func TestFailedSwapsDoNotShow(t *testing.T) {
+	for name, args := range map[string][]string{
+		"one thread":    nil,
+		"three threads": {"--threads", "3", "--kib", "256"},
+		"large":         {"--kib", "24576", "--no-images"}, // transfers in phases, several chunks of dirty memory
+	} {
+		t.Run(name, func(t *testing.T) {
+			disturb(t, []string{rig.Basic, rig.Pthread}, chaos.Options{
+				Operations: 40, Fail: 35, Kill: 15, Seed: uint64(time.Now().UnixNano()),
+			}, args...)
+		})
+	}
+}
+
+// TestChaos does the same for $GPUCTL_CHAOS.
 func TestChaos(t *testing.T) {
 	length, err := time.ParseDuration(os.Getenv("GPUCTL_CHAOS"))
 	if err != nil {
 		t.Skip("GPUCTL_CHAOS names no duration; make chaos does")
 	}
 	seed := uint64(time.Now().UnixNano())
-	t.Logf("seed %d", seed)
-	random := rand.New(rand.NewPCG(seed, 0))
-	r := start(t)
-	s := launchStream(t, r, rig.Basic, "--mib", "1", "--queues", "2", "--events", "--mapped", "--images")
-	s.until(t, "iteration 2 ")
-	gpus := []string{rig.Basic, rig.Pthread}
-	for end := time.Now().Add(length); time.Now().Before(end); {
-		to := gpus[random.IntN(len(gpus))]
-		if random.IntN(4) == 0 {
-			id := session(t, r)
-			if _, err := r.Gpuctl(t.Context(), "suspend", id); err != nil {
-				t.Fatal(err)
-			}
-			if _, err := r.Gpuctl(t.Context(), "resume", id, "--to", to); err != nil {
-				t.Fatal(err)
-			}
-		} else {
-			// A swap to where it is already may be refused; the result counts.
-			_, err := r.Operate(t.Context(), "migrate", session(t, r), "--to", to)
-			t.Logf("to %s: %v", to, err)
-		}
-		time.Sleep(time.Duration(random.IntN(200)) * time.Millisecond)
-		s.more(t, 1)
+	random := rand.New(rand.NewPCG(seed, 1))
+	for end := time.Now().Add(length); time.Now().Before(end) && !t.Failed(); {
+		args := [][]string{nil, {"--threads", "3"}, {"--kib", "24576", "--no-images"}, {"--threads", "2", "--kib", "4096"}}[random.IntN(4)]
+		disturb(t, []string{rig.Basic, rig.Pthread}, chaos.Options{
+			Until: earlier(end, time.Now().Add(time.Minute)), Fail: 30, Kill: 10, Seed: random.Uint64(),
+		}, args...)
 	}
-	s.verify(t)
+}
+
+func earlier(a, b time.Time) time.Time {
+	if a.Before(b) {
+		return a
+	}
+	return b
 }

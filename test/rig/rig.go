@@ -30,8 +30,70 @@ const (
 // OclgrindLibrary is where Debian's package puts it.
 const OclgrindLibrary = "/usr/lib/oclgrind/liboclgrind-rt-icd.so"
 
-// Config declares the three GPUs above, and a virtual device that says GPU.
-func Config() string {
+// Memory says of what kind the memory of the GPUs is that PoCL plays.
+type Memory string
+
+// Kinds of memory. MemoryVariable in the environment of the tests names the one
+// that they run with.
+const (
+	Unified  Memory = "unified"  // the device computes in the host's memory
+	Discrete Memory = "discrete" // it has memory of its own, as cards have: test/cl/gpushim.c
+	Mixed    Memory = "mixed"    // Basic is discrete and Pthread unified
+
+	MemoryVariable = "GPUCTL_TEST_MEMORY"
+)
+
+// TestMemory is the kind of memory that the environment asks for.
+func TestMemory() (Memory, error) {
+	switch m := Memory(os.Getenv(MemoryVariable)); m {
+	case "":
+		return Unified, nil
+	case Unified, Discrete, Mixed:
+		return m, nil
+	default:
+		return "", fmt.Errorf("%s is %q, not %s, %s or %s", MemoryVariable, m, Unified, Discrete, Mixed)
+	}
+}
+
+// shim is the library that gives PoCL memory of its own, and what it needs in its environment.
+func shim(root string) (library, env string) {
+	return filepath.Join(root, "test/cl/bin/gpushim.so"), "GPUSHIM_MEMORY=discrete"
+}
+
+// Runtime is the library in which an executor of the tests finds PoCL with that
+// memory; a discrete one reads the variable from the environment, too.
+func Runtime(m Memory) (library, env string, err error) {
+	if m == Unified {
+		ms, _ := filepath.Glob("/usr/lib/*/libpocl.so.2*")
+		if len(ms) == 0 {
+			return "", "", errors.New("PoCL is missing: make setup")
+		}
+		return ms[0], "", nil
+	}
+	root, err := Root()
+	if err != nil {
+		return "", "", err
+	}
+	library, env = shim(root)
+	return library, env, nil
+}
+
+// Config declares the three GPUs above with that kind of memory, and a virtual
+// device that says GPU.
+func Config(root string, m Memory) string {
+	unified := "runtime: pocl"
+	library, env := shim(root)
+	discrete := "library: " + library
+	basic, pthread, basicEnv, pthreadEnv := unified, unified, "", ""
+	name, value, _ := strings.Cut(env, "=")
+	more := ", " + name + ": " + value
+	switch m {
+	case Discrete:
+		basic, pthread, basicEnv, pthreadEnv = discrete, discrete, more, more
+	case Mixed:
+		basic, basicEnv = discrete, more
+	case Unified:
+	}
 	return `version: 1
 discover: false
 virtualDevice:
@@ -39,12 +101,12 @@ virtualDevice:
   type: gpu
 gpus:
   - id: ` + Basic + `
-    runtime: pocl
-    env: {POCL_DEVICES: basic, POCL_MEMORY_LIMIT: "1"}
+    ` + basic + `
+    env: {POCL_DEVICES: basic, POCL_MEMORY_LIMIT: "1"` + basicEnv + `}
     model: PoCL basic 1 GiB
   - id: ` + Pthread + `
-    runtime: pocl
-    env: {POCL_DEVICES: pthread, POCL_MEMORY_LIMIT: "4"}
+    ` + pthread + `
+    env: {POCL_DEVICES: pthread, POCL_MEMORY_LIMIT: "4"` + pthreadEnv + `}
     model: PoCL pthread 4 GiB
   - id: ` + Oclgrind + `
     library: ` + OclgrindLibrary + `
@@ -117,7 +179,7 @@ func Root() (string, error) {
 // Options of a private hostd.
 type Options struct {
 	Dir    string    // its run folder; short, because sockets lie in it
-	Config string    // default Config()
+	Config string    // default Config of the memory that the environment asks for
 	Env    []string  // added to its environment
 	Log    io.Writer // its log; nil: dropped
 }
@@ -160,7 +222,11 @@ func Start(ctx context.Context, o Options) (*Rig, error) {
 		return nil, err
 	}
 	if o.Config == "" {
-		o.Config = Config()
+		m, err := TestMemory()
+		if err != nil {
+			return nil, fmt.Errorf("rig: %w", err)
+		}
+		o.Config = Config(root, m)
 	}
 	if err := os.MkdirAll(o.Dir, 0o700); err != nil {
 		return nil, fmt.Errorf("rig: %w", err)
