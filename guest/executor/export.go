@@ -22,6 +22,9 @@ type sink interface {
 	accept(ps []piece) error
 	// close waits until everything accepted is safe.
 	close() error
+	// knows reports whether the receiver has room for the object. One that was
+	// made a moment ago goes with a later export.
+	knows(id uint32, serial uint64, m *mem) bool
 	// shares says that the receiver finds contents which are in the arena
 	// where they are, so that they need not go.
 	shares() bool
@@ -42,22 +45,21 @@ const (
 // contents lists what an export has to move, and marks it clean.
 func (s *session) contents(final bool, out sink) []piece {
 	var ps []piece
-	_, peer := out.(*peerSink)
-	s.each(func(id uint32, _ uint64, o any) {
+	s.each(func(id uint32, serial uint64, o any) {
 		m, ok := o.(*mem)
 		switch {
 		case !ok || m.parent != nil || m.vendor == 0:
 			return
 		case m.isMapped() && !final:
 			return // the application writes it behind our back
-		case peer && m.known != id:
-			return // younger than the target's graph, where it would get lost
+		case !out.knows(id, serial, m):
+			return
 		case m.isMapped():
 			m.markAll()
 		}
 		if !m.unified || !out.shares() {
 			for _, p := range m.cut(out.chunk()) {
-				p.ID = id
+				p.ID, p.serial = id, serial
 				m.users++
 				ps = append(ps, p)
 			}
@@ -254,6 +256,9 @@ func (s *session) dialPeer(path string) (*peerSink, error) {
 	}
 	return &peerSink{s: s, conn: conn, unif: hello[4] != 0}, nil
 }
+
+// knows: who is younger than the target's graph would get lost there.
+func (p *peerSink) knows(id uint32, _ uint64, m *mem) bool { return m.known == id }
 
 func (p *peerSink) shares() bool  { return p.unif }
 func (p *peerSink) inPlace() bool { return true }

@@ -236,17 +236,19 @@ func (s *session) enlist(p *parkedCall) {
 	}
 }
 
-// ghost gives a released object that parked calls still use an id of its own.
+// ghost gives a released object that is still used, by parked calls or by its
+// sub-buffers and images, an id of its own: the application may use the old one
+// again.
 func (s *session) ghost(id uint32, o any, users int) {
 	if users == 0 {
 		return
 	}
-	if m, ok := o.(*mem); ok && !s.parkedUse(m) {
-		return // its users are sub-buffers and images
-	}
 	s.ghostID++
 	g := wire.MaxID + s.ghostID
 	s.ghosts[g] = o
+	if m, ok := o.(*mem); ok {
+		m.ghost = g
+	}
 	for _, p := range s.parked {
 		for _, x := range p.drops {
 			if x != o {
@@ -302,9 +304,8 @@ func (s *session) unpin(p *parkedCall) {
 		p.kernel.prog.kernels--
 		cl.ReleaseKernel(p.kernel.vendor)
 	}
-	for id, g := range p.alias {
-		_ = id
-		if !s.parkedUse(s.ghosts[g]) {
+	for _, g := range p.alias {
+		if _, ok := s.ghosts[g].(*mem); !ok && !s.parkedUse(s.ghosts[g]) { // dropMem knows when a memory object's time has come
 			delete(s.ghosts, g)
 		}
 	}

@@ -111,6 +111,7 @@ type mem struct {
 	subs     []*mem // sub-buffers
 	inArena  bool   // its content is in the arena, from an executor that computed there
 	dead     bool   // released by the application, kept for its users
+	ghost    uint32 // its id since then
 	callback uint32 // to deliver when it is gone
 }
 

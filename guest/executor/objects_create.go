@@ -403,6 +403,7 @@ func (s *session) dropMem(m *mem) {
 	if m.callback != 0 {
 		s.notifyDestroyed(m.callback, m.ctx)
 	}
+	delete(s.ghosts, m.ghost)
 	s.dropVendorMem(m)
 	if p := m.parent; p != nil {
 		p.users--

@@ -139,6 +139,9 @@ func (s *session) have(id uint32, serial uint64) bool {
 func (s *session) set(id uint32, serial uint64, o any) {
 	if id > wire.MaxID {
 		s.ghosts[id] = o
+		if m, ok := o.(*mem); ok {
+			m.ghost = id
+		}
 		return
 	}
 	s.grow(id)
@@ -187,7 +190,22 @@ func (s *session) dropStale(g *graph) {
 		}
 		return 8
 	}
+	object := func(id uint32) any {
+		if id > wire.MaxID {
+			return s.ghosts[id]
+		}
+		return s.objs[id]
+	}
 	var stale []uint32
+	for id, o := range s.ghosts {
+		if _, ok := keep[id]; ok {
+			continue
+		}
+		if m, ok := o.(*mem); ok {
+			m.callback = 0 // who serves the session has told the application
+		}
+		stale = append(stale, id)
+	}
 	for id, o := range s.objs {
 		if o == nil || id < wire.FirstID {
 			continue
@@ -196,9 +214,22 @@ func (s *session) dropStale(g *graph) {
 			stale = append(stale, uint32(id))
 		}
 	}
-	sort.SliceStable(stale, func(i, j int) bool { return rank(s.objs[stale[i]]) < rank(s.objs[stale[j]]) })
+	sort.SliceStable(stale, func(i, j int) bool { return rank(object(stale[i])) < rank(object(stale[j])) })
 	for _, id := range stale {
-		_ = s.release(id, 0)
+		if id <= wire.MaxID {
+			_ = s.release(id, 0)
+			continue
+		}
+		o := s.ghosts[id]
+		delete(s.ghosts, id)
+		switch o := o.(type) { // who used it has gone before
+		case *mem:
+			s.dropMem(o)
+		case *queue:
+			s.dropQueue(o)
+		case *sampler:
+			s.dropSampler(o)
+		}
 	}
 }
 

@@ -54,6 +54,10 @@ func newStateFile(s *session, f *os.File, memory bool) *stateFile {
 	return &stateFile{s: s, f: f, memory: memory, entries: map[uint64]*stateRoom{}}
 }
 
+func (w *stateFile) knows(_ uint32, serial uint64, m *mem) bool {
+	return w.entries[serial] != nil || m.unified && w.memory
+}
+
 func (w *stateFile) shares() bool  { return w.memory }
 func (w *stateFile) inPlace() bool { return false }
 func (w *stateFile) chunk() uint64 { return windowChunk }
@@ -128,7 +132,7 @@ func (w *stateFile) place(ps []piece) error {
 
 // room is where a piece's bytes belong in the file.
 func (w *stateFile) room(x *piece) ([]byte, error) {
-	r := w.entries[w.s.serialOf(x.ID, x.m)]
+	r := w.entries[x.serial]
 	off := x.Off
 	if x.m.kind == memImage {
 		off *= x.m.rowBytes()
@@ -152,14 +156,6 @@ func (w *stateFile) accept(ps []piece) error {
 		copyWide(b, unsafe.Slice((*byte)(x.ptr), len(b)))
 	}
 	return nil
-}
-
-// serialOf finds the serial of a live object, or of a ghost.
-func (s *session) serialOf(id uint32, m *mem) uint64 {
-	if int(id) < len(s.objs) && s.objs[id] == any(m) {
-		return s.serials[id]
-	}
-	return uint64(id) << 32
 }
 
 // finish ends the file with its index and makes it durable.

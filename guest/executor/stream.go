@@ -37,6 +37,8 @@ type streamSink struct {
 	pieces uint64
 }
 
+func (o *streamSink) knows(uint32, uint64, *mem) bool { return true }
+
 func (o *streamSink) shares() bool  { return false }
 func (o *streamSink) inPlace() bool { return false }
 func (o *streamSink) close() error  { return nil }

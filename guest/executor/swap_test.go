@@ -7,6 +7,7 @@ import (
 	"testing"
 	"time"
 
+	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/guest/cl"
 	"github.com/gpuctl/gpuctl/guest/shm"
 	"github.com/gpuctl/gpuctl/guest/wire"
@@ -167,4 +168,123 @@ func TestSwapChain(t *testing.T) {
 		last = ts[3]
 		equal(t, c.read(q, b, 1<<20), want)
 	}
+}
+
+// A sub-buffer outlives its parent's release over a swap, also when the
+// application gives the parent's id to another buffer.
+func TestSubBufferOfAReleasedBufferSurvivesSwap(t *testing.T) {
+	c := newClient(t)
+	s := c.executor(1)
+	s.activate()
+	ctx, q, k := c.setup(0)
+	parent, part := c.buffer(ctx, 8192), c.id()
+	c.fill(q, parent, 8192, 5)
+	c.call(&wire.CreateSubBuffer{ID: part, Parent: parent, Origin: 4096, Size: 4096})
+	c.post(&wire.Release{ID: parent})
+	c.call(&wire.CreateBuffer{ID: parent, Context: ctx, Flags: cl.MemReadWrite, Size: 8192})
+	c.fill(q, parent, 8192, 9)
+	c.call(&wire.Finish{Queue: q})
+	for gen := uint32(2); gen < 4; gen++ {
+		to := c.executor(gen)
+		c.swap(s, to)
+		s = to
+		c.launch(q, k, part, 1, 1024, 0)
+		equal(t, c.read(q, part, 4096), 4+gen)
+		equal(t, c.read(q, parent, 8192), 9)
+	}
+	c.post(&wire.Release{ID: part})
+	c.call(&wire.Finish{Queue: q})
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if len(s.ghosts) != 0 {
+		t.Fatalf("%d released objects are kept that nobody uses", len(s.ghosts))
+	}
+}
+
+// An object that a target has prepared and that is gone since leaves it, even
+// if a parked call kept it alive meanwhile.
+func TestTargetDropsWhatWasReleasedWhileItWasPrepared(t *testing.T) {
+	c := newClient(t)
+	s := c.executor(1)
+	s.activate()
+	ctx, q, k := c.setup(0)
+	b, u := c.buffer(ctx, 4096), c.id()
+	c.post(&wire.CreateUserEvent{ID: u, Context: ctx})
+	c.launch(q, k, b, 1, 1024, 0, u)
+	c.post(&wire.Release{ID: b})
+	c.call(&wire.DeviceTimer{Device: 1}) // the above has been run
+	to := c.executor(2)
+	prepare := func() {
+		s.mu.Lock()
+		g := s.graph(false)
+		s.mu.Unlock()
+		to.mu.Lock()
+		defer to.mu.Unlock()
+		if err := to.restore(g, noProgress); err != nil {
+			t.Fatal(err)
+		}
+	}
+	prepare()
+	if len(to.ghosts) != 1 {
+		t.Fatalf("%d released objects were prepared, not 1", len(to.ghosts))
+	}
+	c.call(&wire.SetUserEvent{Event: u, Status: 0})
+	c.call(&wire.Finish{Queue: q})
+	c.post(&wire.Release{ID: u})
+	c.call(&wire.DeviceTimer{Device: 1})
+	prepare()
+	if len(to.ghosts) != 0 || to.memory != 0 {
+		t.Fatalf("%d released objects are left, %d bytes of memory", len(to.ghosts), to.memory)
+	}
+}
+
+// A write that the application takes part in may go on while an export reads
+// the buffer and calls it clean: what comes then is to be exported again.
+func TestBulkWriteUnderAnExportIsNotLost(t *testing.T) {
+	c := newClient(t)
+	s := c.executor(1)
+	s.activate()
+	ctx, q, _ := c.setup(0)
+	const size = 1 << 20
+	b := c.buffer(ctx, size)
+	slot := c.start(&wire.WriteBuffer{
+		Queue: q, Mem: b, Blocking: 1, Size: size, Mode: wire.DataBulk, StageOff: c.stage, StageLen: size, Chunk: size,
+	})
+	head := wire.SlotOff + uint64(slot)*wire.SlotSize
+	for c.ring.Load32(head+wire.SlotPhase) != wire.PhaseDirect {
+		time.Sleep(time.Millisecond)
+	}
+	s.mu.Lock()
+	m := lookup[mem](s, b)
+	clear(m.dirty) // as contents does
+	s.mu.Unlock()
+	c.ring.Store32(head+wire.SlotConsumed, 1)
+	shm.FutexWake(c.ring.Word32(head+wire.SlotConsumed), shm.All)
+	if st, _ := c.answer(slot); st != cl.Success {
+		t.Fatal(st)
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if !anyOf(m.dirty) {
+		t.Fatal("the buffer counts as clean")
+	}
+}
+
+// Who retires after another executor has taken over leaves the contents alone,
+// even if a suspension to a file was begun and given up before.
+func TestSourceLeavesContentsAloneAfterAGivenUpSuspension(t *testing.T) {
+	c := newClient(t)
+	s := c.executor(1)
+	s.activate()
+	ctx, q, _ := c.setup(0)
+	b := c.buffer(ctx, 4096)
+	c.fill(q, b, 4096, 3)
+	c.call(&wire.Finish{Queue: q})
+	file := filepath.Join(t.TempDir(), "state")
+	if err := s.exportState(t.Context(), file, &gpuctlv1.ExportRequest{File: file, All: true}, noProgress); err != nil {
+		t.Fatal(err)
+	}
+	to := c.executor(2)
+	c.swap(s, to)
+	equal(t, c.read(q, b, 4096), 3)
 }

@@ -134,6 +134,7 @@ func wide(n, grain int, work func(off, end int)) {
 type piece struct {
 	m      *mem
 	ID     uint32
+	serial uint64 // by which a state file knows the object
 	Off, N uint64
 	At     uint64 // where the bytes lie: an offset of the arena or of a file
 	ptr    unsafe.Pointer

@@ -118,6 +118,15 @@ func (a *actor) one(ctx context.Context) error {
 		}()
 	}
 	res, err := a.operate(opCtx, kind, to, fault, timeout)
+	for end := time.Now().Add(settleTimeout); connect.CodeOf(err) == connect.CodeFailedPrecondition && time.Now().Before(end); {
+		// hostd is not yet done with one that was cancelled or whose gpuguest was killed.
+		select {
+		case <-ctx.Done():
+			return ctx.Err()
+		case <-time.After(50 * time.Millisecond):
+		}
+		res, err = a.operate(opCtx, kind, to, fault, timeout)
+	}
 	what := kind
 	if fault != "" {
 		what += " with " + fault

@@ -150,21 +150,11 @@ static cl_mem CL_API_CALL create_buffer(cl_context c, cl_mem_flags flags, size_t
 			pin(m, host, size);
 		return m;
 	}
-	cl_mem m = vendor.clCreateBuffer(c, flags, size, host, err);
-	if (!m || flags & CL_MEM_COPY_HOST_PTR)
-		return m;
-	cl_device_id d[16];
-	size_t n = 0;
-	cl_int e;
-	if (!vendor.clGetContextInfo(c, CL_CONTEXT_DEVICES, sizeof d, d, &n) && n) {
-		cl_command_queue q = vendor.clCreateCommandQueue(c, d[0], 0, &e);
-		unsigned char rubbish = RUBBISH;
-		if (q) {
-			vendor.clEnqueueFillBuffer(q, m, &rubbish, 1, 0, size, 0, NULL, NULL);
-			vendor.clFinish(q);
-			vendor.clReleaseCommandQueue(q);
-		}
-	}
+	void *rubbish = flags & CL_MEM_COPY_HOST_PTR || !size ? NULL : malloc(size);
+	if (!rubbish)
+		return vendor.clCreateBuffer(c, flags, size, host, err);
+	cl_mem m = vendor.clCreateBuffer(c, flags | CL_MEM_COPY_HOST_PTR, size, memset(rubbish, RUBBISH, size), err);
+	free(rubbish);
 	return m;
 }
 
