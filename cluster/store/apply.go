@@ -36,7 +36,7 @@ func (s *Store) Apply(ctx context.Context, cmd *clusterv1.Command) (*clusterv1.R
 func (s *Store) stamp(cmd *clusterv1.Command) *clusterv1.Command {
 	c := proto.CloneOf(cmd)
 	c.Id = or(c.GetId(), rand.Text())
-	c.Version = or(c.GetVersion(), 1)
+	c.Version = or(c.GetVersion(), state.VersionOf(c))
 	c.UnixMs = or(c.GetUnixMs(), s.cfg.Clock.Wall().UnixMilli())
 	return c
 }

@@ -164,8 +164,11 @@ func (a *API) enroll(ctx context.Context, l Log, m *clusterv1.EnrollRequest) (*c
 func (a *API) newcomer(v *state.View, token *clusterv1.JoinToken, m *clusterv1.EnrollRequest) (*clusterv1.Identity, pki.Identity, error) {
 	name := m.GetHost()
 	identity := &clusterv1.Identity{Id: name, Role: token.GetRole(), CreatedUnixMs: a.now().UnixMilli()}
+	if v.Protocol() >= state.ProtocolEnrolments {
+		identity.Enrolment = pki.NewEnrolment()
+	}
 	if token.GetRole() != clusterv1.Role_ROLE_HOST {
-		return identity, pki.Identity{ID: name, Role: token.GetRole()}, nil
+		return identity, pki.Identity{ID: name, Role: token.GetRole(), Enrolment: identity.GetEnrolment()}, nil
 	}
 	identity.Id, identity.Host = m.GetHostId(), name
 	if h := v.Host(name); h != nil && h.GetId() != m.GetHostId() {
@@ -179,7 +182,7 @@ func (a *API) newcomer(v *state.View, token *clusterv1.JoinToken, m *clusterv1.E
 	if m.GetProtocol() < v.Protocol() {
 		return nil, pki.Identity{}, fmt.Errorf("%w: host %s speaks protocol %d, the cluster %d: install a newer gpuctl there", errRefused, name, m.GetProtocol(), v.Protocol())
 	}
-	return identity, pki.HostIdentity(m.GetHostId(), name, m.GetAddress()), nil
+	return identity, pki.HostIdentity(m.GetHostId(), name, m.GetAddress(), identity.GetEnrolment()), nil
 }
 
 // Renew gives a host or user the next certificate.
@@ -192,13 +195,15 @@ func (a *API) Renew(ctx context.Context, req *connect.Request[clusterv1.RenewReq
 	if !ok {
 		return nil, connect.NewError(connect.CodeUnauthenticated, errors.New("nobody to renew a certificate for"))
 	}
-	who := pki.Identity{ID: c.ID, Role: c.Role}
+	// The enrolment of the certificate that asked: one that was revoked
+	// meanwhile gets nothing that holds.
+	who := pki.Identity{ID: c.ID, Role: c.Role, Enrolment: c.Enrolment}
 	if c.Kind == access.Host {
 		v, err := a.read(ctx, true)
 		if err != nil {
 			return nil, err
 		}
-		who = pki.HostIdentity(c.ID, c.Host, v.HostByID(c.ID).GetAddress())
+		who = pki.HostIdentity(c.ID, c.Host, v.HostByID(c.ID).GetAddress(), c.Enrolment)
 	}
 	cert, err := ca.Sign(req.Msg.GetCsr(), who, a.now())
 	if err != nil {

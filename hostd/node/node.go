@@ -155,24 +155,31 @@ func (n *Node) pki() pki.Dir { return pki.NewDir(filepath.Join(n.Dir, "pki")) }
 
 // trust is made before there is anything to trust: it asks again each time.
 func (n *Node) trust() pki.Trust {
-	return pki.Trust{Provider: n, Revoked: func(id string) bool {
+	return pki.Trust{Provider: n, Revoked: func(p pki.Peer) bool {
 		v := n.known()
-		return v != nil && v.Identity(id) == nil
+		return v != nil && !holds(v, p)
 	}}
 }
 
-// revoked says whether an identity was removed. One that is not known here may
-// have been let in a moment ago: before its owner is told to ask for a new
-// token, this host asks the leader.
-func (n *Node) revoked(id string) bool {
+// holds says whether a certificate is of an identity that there is, and of the
+// same enrolment.
+func holds(v *state.View, p pki.Peer) bool {
+	i := v.Identity(p.ID)
+	return i != nil && i.GetEnrolment() == p.Enrolment
+}
+
+// revoked says whether a certificate's identity was removed. One that is not
+// known here may have been let in a moment ago: before its owner is told to
+// ask for a new token, this host asks the leader.
+func (n *Node) revoked(p pki.Peer) bool {
 	v := n.known()
-	if v == nil || v.Identity(id) != nil {
+	if v == nil || holds(v, p) {
 		return false
 	}
 	ctx, cancel := context.WithTimeout(n.ctx, time.Second)
 	defer cancel()
 	now, err := n.Read(ctx)
-	return err != nil || now.Identity(id) == nil
+	return err != nil || !holds(now, p)
 }
 
 // Current is the certificate in force.
@@ -195,7 +202,7 @@ func (n *Node) known() *state.View {
 		return nil
 	}
 	v := m.store.State().View()
-	if v.Identity(m.ID) == nil {
+	if m.renewer == nil && v.Identity(m.ID) == nil || m.renewer != nil && !holds(v, m.renewer.Current().Peer) {
 		return nil
 	}
 	return v
@@ -419,10 +426,12 @@ func (n *Node) found(ctx context.Context, m *membership) error {
 	if err := m.store.Bootstrap(ctx, first); err != nil && !errors.Is(err, store.ErrExists) {
 		return fmt.Errorf("cluster %s: %w", m.Cluster, err)
 	}
+	identity := &clusterv1.Identity{Id: m.ID, Host: m.Host, Role: clusterv1.Role_ROLE_HOST, CreatedUnixMs: time.Now().UnixMilli()}
+	if n.Dir != "" {
+		identity.Enrolment = m.renewer.Current().Peer.Enrolment
+	}
 	_, err := scheduler.Check(m.store.Apply(ctx, &clusterv1.Command{Actor: "host " + m.Host, Op: &clusterv1.Command_PutIdentity{
-		PutIdentity: &clusterv1.PutIdentity{Identity: &clusterv1.Identity{
-			Id: m.ID, Host: m.Host, Role: clusterv1.Role_ROLE_HOST, CreatedUnixMs: time.Now().UnixMilli(),
-		}},
+		PutIdentity: &clusterv1.PutIdentity{Identity: identity},
 	}}))
 	if err != nil {
 		return fmt.Errorf("cluster %s: %w", m.Cluster, err)
@@ -445,7 +454,7 @@ func (n *Node) renew(_ context.Context, csr []byte) (cert, ca []byte, err error)
 	if err != nil {
 		return nil, nil, err
 	}
-	cert, err = authority.Sign(csr, pki.HostIdentity(m.ID, m.Host, m.Address), time.Now())
+	cert, err = authority.Sign(csr, pki.HostIdentity(m.ID, m.Host, m.Address, m.renewer.Current().Peer.Enrolment), time.Now())
 	return cert, authority.Certificate().Raw, err
 }
 
