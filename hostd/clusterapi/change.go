@@ -41,6 +41,9 @@ func (a *API) Place(ctx context.Context, req *connect.Request[clusterv1.PlaceReq
 	if err != nil {
 		return nil, Coded(err)
 	}
+	bound, cancel := context.WithTimeout(ctx, patience)
+	defer cancel()
+	r.Context = bound
 	d := a.member.Scheduler().Place(v, r)
 	if d.Err != nil {
 		return nil, Coded(d.Err)

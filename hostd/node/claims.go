@@ -107,6 +107,7 @@ func (n *Node) Claim(ctx context.Context, c *clusterv1.Claim) (*clusterv1.Create
 
 // Place ranks where a claim of this host can go.
 func (n *Node) Place(ctx context.Context, r placement.Request) (placement.Decision, error) {
+	caller := ctx // the decision explains itself later
 	ctx, cancel := context.WithTimeout(ctx, attempt)
 	defer cancel()
 	m, err := n.membership()
@@ -117,7 +118,7 @@ func (n *Node) Place(ctx context.Context, r placement.Request) (placement.Decisi
 	if err != nil {
 		return placement.Decision{}, err
 	}
-	r.Claim, r.Host = m.own(r.Claim), m.Host
+	r.Claim, r.Host, r.Context = m.own(r.Claim), m.Host, caller
 	for i, g := range r.From {
 		r.From[i] = m.id(g)
 	}
