@@ -90,7 +90,10 @@ func (a *API) Enroll(ctx context.Context, req *connect.Request[clusterv1.EnrollR
 	}
 	res, err := a.enroll(ctx, l, req.Msg)
 	if err != nil {
-		a.log.Warn("nobody was let in", "token", req.Msg.GetTokenId(), "name", req.Msg.GetHost(), "err", err)
+		// Anybody can have this written: seldom, and not at any length.
+		if skipped, ok := a.quiet.Allow("enroll"); ok {
+			a.log.Warn("nobody was let in", "token", fmt.Sprintf("%.64s", req.Msg.GetTokenId()), "name", fmt.Sprintf("%.64s", req.Msg.GetHost()), "err", fmt.Sprintf("%.500s", err.Error()), "skipped", skipped)
+		}
 		return nil, Coded(err)
 	}
 	a.log.Info("let in", "name", req.Msg.GetHost(), "token", req.Msg.GetTokenId())

@@ -95,7 +95,7 @@ type membership struct {
 	ready     chan struct{} // closed when scheduler is there
 	renewer   *pki.Renewer  // nil: in memory
 	port      *pki.Mux
-	server    *http.Server
+	servers   []*http.Server
 	stop      context.CancelFunc
 	work      sync.WaitGroup
 	removed   atomic.Bool // others say so
@@ -366,12 +366,14 @@ func (n *Node) start(ctx context.Context, id identity, listener net.Listener) (e
 		}
 	}
 	if m.port != nil {
-		m.server = n.newServer()
-		m.work.Go(func() {
-			if err := m.server.Serve(m.port.HTTP()); err != nil && !errors.Is(err, http.ErrServerClosed) {
-				n.Logger.Error("the API is not served any more", "err", err)
-			}
-		})
+		for server, listener := range map[*http.Server]net.Listener{n.newServer(): m.port.HTTP(), n.newStrangers(): m.port.Strangers()} {
+			m.servers = append(m.servers, server)
+			m.work.Go(func() {
+				if err := server.Serve(listener); err != nil && !errors.Is(err, http.ErrServerClosed) {
+					n.Logger.Error("the API is not served any more", "err", err)
+				}
+			})
+		}
 		m.work.Go(func() { m.renewer.Run(work) })
 		m.work.Go(func() { n.recheck(work, m) })
 		m.work.Go(func() { n.listen(work, m) })
@@ -390,9 +392,22 @@ func (n *Node) newServer() *http.Server {
 	protocols.SetHTTP2(true)
 	return &http.Server{
 		Handler: n.Handler(), Protocols: protocols, ConnContext: n.ConnContext,
-		ReadHeaderTimeout: 10 * time.Second, IdleTimeout: 2 * time.Minute,
+		ReadHeaderTimeout: 10 * time.Second, IdleTimeout: 2 * time.Minute, MaxHeaderBytes: 64 << 10,
 		ErrorLog: slog.NewLogLogger(n.Logger.Handler(), slog.LevelDebug),
 	}
+}
+
+// newStrangers serves who has no certificate yet, and so may be anybody: little
+// at a time, and not for long. With the connections that the port lets in, that
+// bounds what all of them can have of this host's memory.
+func (n *Node) newStrangers() *http.Server {
+	s := n.newServer()
+	s.MaxHeaderBytes, s.IdleTimeout, s.WriteTimeout = 8<<10, 15*time.Second, time.Minute
+	s.HTTP2 = &http.HTTP2Config{
+		MaxConcurrentStreams: 4, MaxReadFrameSize: 16 << 10, MaxDecoderHeaderTableSize: 4 << 10, MaxEncoderHeaderTableSize: 4 << 10,
+		MaxReceiveBufferPerConnection: 64 << 10, MaxReceiveBufferPerStream: 32 << 10,
+	}
+	return s
 }
 
 // connect opens the port and says how the store reaches others.
@@ -515,13 +530,13 @@ func (n *Node) halt(m *membership) {
 	}
 	n.mu.Unlock()
 	m.stop()
-	if m.server != nil {
-		ctx, cancel := context.WithTimeout(context.Background(), shutdown)
-		if m.server.Shutdown(ctx) != nil {
-			_ = m.server.Close()
+	ctx, cancel := context.WithTimeout(context.Background(), shutdown)
+	for _, server := range m.servers {
+		if server.Shutdown(ctx) != nil {
+			_ = server.Close()
 		}
-		cancel()
 	}
+	cancel()
 	if m.store != nil {
 		if err := m.store.Close(); err != nil {
 			n.Logger.Warn("cluster state not closed", "err", err)
