@@ -41,10 +41,13 @@ type Options struct {
 
 // Run serves one host until ctx ends.
 func Run(ctx context.Context, o Options) (err error) {
-	for _, dir := range []string{o.Dir, filepath.Dir(o.Socket)} {
-		if err := rundir.Make(dir); err != nil {
-			return err
-		}
+	folder := filepath.Dir(o.Socket)
+	made, err := rundir.MakeNew(folder)
+	if err != nil {
+		return err
+	}
+	if err := rundir.Make(o.Dir); err != nil {
+		return err
 	}
 	if rundir.Answers(o.Socket) {
 		return fmt.Errorf("socket %s: another hostd is using it", o.Socket)
@@ -53,7 +56,7 @@ func Run(ctx context.Context, o Options) (err error) {
 	if _, err := guest.Ensure(ctx); err != nil {
 		return err
 	}
-	listener, err := listen(o)
+	listener, err := listen(o, made)
 	if err != nil {
 		return err
 	}

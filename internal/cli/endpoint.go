@@ -64,9 +64,14 @@ func (a *app) find() (at endpoint, explicit bool, err error) {
 		return at, true, err
 	}
 	for _, path := range a.dirs.Sockets() {
-		if rundir.Answers(path) {
-			return endpoint{socket: path}, false, nil
+		if !rundir.Answers(path) {
+			continue
 		}
+		if err := a.dirs.Trusted(path); err != nil {
+			fmt.Fprintf(a.Err, "gpuctl: the hostd at %s is not asked: %v\n", path, err)
+			continue
+		}
+		return endpoint{socket: path}, false, nil
 	}
 	return endpoint{}, false, errNoHost
 }
