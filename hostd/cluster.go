@@ -39,6 +39,8 @@ type Cluster interface {
 	Settle(ctx context.Context)
 	// Kick makes the cluster look at what this host uses.
 	Kick()
+	// Known waits until the cluster knows GPUs of this host.
+	Known(ctx context.Context, gpus []string)
 	// Announce reports this host now.
 	Announce(ctx context.Context) error
 	// Record notes where a long operation is.

@@ -604,6 +604,7 @@ func (h *Host) createClaim(ctx context.Context, c *claim) (placement, []*gpuctlv
 	h.mu.Lock()
 	h.claiming[c.ID] = true
 	h.mu.Unlock()
+	h.Cluster.Known(ctx, names)
 	h.Cluster.Settle(ctx)
 	res, err := h.Cluster.Claim(ctx, c.forCluster(names))
 	h.mu.Lock()
