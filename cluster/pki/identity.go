@@ -1,7 +1,10 @@
 package pki
 
 import (
+	"crypto/sha256"
 	"crypto/x509"
+	"encoding/binary"
+	"encoding/hex"
 	"fmt"
 	"net"
 	"net/netip"
@@ -88,6 +91,17 @@ type Identity struct {
 // NewEnrolment tells an enrolment from all others, those of the same name
 // included.
 func NewEnrolment() string { return "e-" + random.Hex(16) }
+
+// EnrolmentOf is the enrolment that showing a token's secret with a request for
+// a certificate makes. Who shows the same again, as the answer was lost, is the
+// same; nobody else can.
+func EnrolmentOf(secret, csr []byte) string {
+	h := sha256.New()
+	_ = binary.Write(h, binary.BigEndian, uint64(len(secret)))
+	h.Write(secret)
+	h.Write(csr)
+	return "e-" + hex.EncodeToString(h.Sum(nil)[:16])
+}
 
 // HostIdentity is that of a host with its name and the host:port it is reached at.
 func HostIdentity(id, name, address, enrolment string) Identity {

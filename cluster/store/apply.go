@@ -135,6 +135,17 @@ func (s *Store) try(ctx context.Context, cmds []*clusterv1.Command, address stri
 	if address == s.cfg.Address || s.cfg.Peers == nil {
 		return attempt{err: ErrNoLeader} // it has just ceased to be, or just begun
 	}
+	return s.forward(ctx, cmds, address, func() string {
+		a, _ := s.raft.LeaderWithID()
+		return string(a)
+	})
+}
+
+// forward makes one try with the leader at an address. That has its own limit
+// for what it proposes, and another one for its answer to come back.
+func (s *Store) forward(ctx context.Context, cmds []*clusterv1.Command, address string, leader func() string) attempt {
+	ctx, cancel := WhileLeading(ctx, leader, address, 2*s.cfg.Timing.RPC)
+	defer cancel()
 	rs, err := s.cfg.Peers.Apply(ctx, address, cmds)
 	switch {
 	case err == nil && len(rs) == len(cmds):

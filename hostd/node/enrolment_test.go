@@ -237,3 +237,45 @@ func TestRemovedHostsCertificateStaysDeadWhenItJoinsAgain(t *testing.T) {
 		t.Errorf("the former certificate for Raft: %v", err)
 	}
 }
+
+// A leader that stood still after it had let somebody in has given no answer:
+// the same request gets it, and no other does for a token that was used.
+func TestEnrolmentWhoseAnswerWasLostIsAnsweredAgain(t *testing.T) {
+	t.Parallel()
+	ctx := limit(t)
+	m := cluster(ctx, t, "a")[0]
+	token := decode(t, m.token(ctx, &clusterv1.CreateTokenRequest{Name: "ann", Role: clusterv1.Role_ROLE_VIEWER}))
+	key, csr, err := newRequest()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for range 2 {
+		res, err := remote.Enroll(ctx, token, &clusterv1.EnrollRequest{Csr: csr, Host: "ann"})
+		if err != nil {
+			t.Fatal(err)
+		}
+		material, err := pki.NewMaterial(res.GetCertificate(), res.GetCa(), key)
+		if err != nil {
+			t.Fatal(err)
+		}
+		alive(ctx, t, "what it got", m.holder(material), false)
+	}
+	other := token
+	other.Secret[0]++
+	_, another, err := newRequest()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for what, c := range map[string]struct {
+		token pki.Token
+		csr   []byte
+	}{"another key": {token, another}, "another secret": {other, csr}} {
+		if _, err := remote.Enroll(ctx, c.token, &clusterv1.EnrollRequest{Csr: c.csr, Host: "ann"}); connect.CodeOf(err) != connect.CodePermissionDenied {
+			t.Errorf("%s: %v", what, err)
+		}
+	}
+	m.revoke(ctx, "ann")
+	if _, err := remote.Enroll(ctx, token, &clusterv1.EnrollRequest{Csr: csr, Host: "ann"}); connect.CodeOf(err) != connect.CodePermissionDenied {
+		t.Errorf("after it was revoked: %v", err)
+	}
+}

@@ -405,7 +405,7 @@ func (n *Node) newStrangers() *http.Server {
 	s.MaxHeaderBytes, s.IdleTimeout, s.WriteTimeout = 8<<10, 15*time.Second, time.Minute
 	s.HTTP2 = &http.HTTP2Config{
 		MaxConcurrentStreams: 4, MaxReadFrameSize: 16 << 10, MaxDecoderHeaderTableSize: 4 << 10, MaxEncoderHeaderTableSize: 4 << 10,
-		MaxReceiveBufferPerConnection: 64 << 10, MaxReceiveBufferPerStream: 32 << 10,
+		MaxReceiveBufferPerConnection: 64 << 10, MaxReceiveBufferPerStream: 64 << 10,
 	}
 	return s
 }

@@ -147,7 +147,7 @@ func (a *app) connect() (client, error) {
 	if err != nil {
 		return nil, err
 	}
-	return gpuctlv1connect.NewHostServiceClient(h, url), nil
+	return gpuctlv1connect.NewHostServiceClient(h, url, a.patience()), nil
 }
 
 // connectCluster is the same for the cluster's side of it.
@@ -156,9 +156,9 @@ func (a *app) connectCluster() (clusterClient, error) {
 	if err != nil {
 		return nil, err
 	}
-	return clusterv1connect.NewClusterServiceClient(h, url), nil
+	return clusterv1connect.NewClusterServiceClient(h, url, a.patience()), nil
 }
 
-func dial(path string) client {
-	return gpuctlv1connect.NewHostServiceClient(unixrpc.Client(path), "http://host")
+func (a *app) dial(path string) client {
+	return gpuctlv1connect.NewHostServiceClient(unixrpc.Client(path), "http://host", a.patience())
 }
