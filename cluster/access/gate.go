@@ -90,6 +90,9 @@ type connectionKey struct{}
 // ConnContext is for an http.Server: requests learn from it who called.
 func (g *Gate) ConnContext(ctx context.Context, c net.Conn) context.Context {
 	conn := &connection{address: c.RemoteAddr().String()}
+	if counted, ok := c.(interface{ Unwrap() *net.UnixConn }); ok {
+		c = counted.Unwrap()
+	}
 	switch c := c.(type) {
 	case *tls.Conn:
 		conn.tls = c

@@ -9,6 +9,7 @@ import (
 	"net"
 	"net/http"
 	"os"
+	"syscall"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -74,6 +75,8 @@ func Server(handler http.Handler, onConnect func(Peer)) *http.Server {
 		Handler:           handler,
 		Protocols:         protocols,
 		ReadHeaderTimeout: 10 * time.Second,
+		IdleTimeout:       2 * time.Minute,
+		MaxHeaderBytes:    64 << 10,
 		ConnContext: func(ctx context.Context, c net.Conn) context.Context {
 			peer, err := credentials(c)
 			if err != nil {
@@ -88,7 +91,7 @@ func Server(handler http.Handler, onConnect func(Peer)) *http.Server {
 }
 
 func credentials(c net.Conn) (Peer, error) {
-	conn, ok := c.(*net.UnixConn)
+	conn, ok := c.(syscall.Conn)
 	if !ok {
 		return Peer{}, net.ErrClosed
 	}
