@@ -39,6 +39,8 @@ type Cluster interface {
 	Settle(ctx context.Context)
 	// Kick makes the cluster look at what this host uses.
 	Kick()
+	// Known waits until the cluster knows GPUs of this host.
+	Known(ctx context.Context, gpus []string)
 	// Announce reports this host now.
 	Announce(ctx context.Context) error
 	// Record notes where a long operation is.
@@ -87,9 +89,12 @@ func (c *claim) holderName() string {
 
 // matching are the GPUs for which an expression holds, and those for which it
 // does not.
-func matching(gpus []*gpuctlv1.GPU, e *expr.Expr) (names []string, out []*gpuctlv1.Candidate) {
+func matching(ctx context.Context, gpus []*gpuctlv1.GPU, e *expr.Expr) (names []string, out []*gpuctlv1.Candidate, err error) {
 	for _, g := range gpus {
-		switch ok, err := e.Match(expr.OfGPU(g)); {
+		if err := ctx.Err(); err != nil {
+			return nil, nil, fmt.Errorf("expression %q: it was given up: %w", e, err)
+		}
+		switch ok, err := e.Match(ctx, expr.OfGPU(g)); {
 		case err != nil:
 			out = append(out, rejected(g, reason("expr", "%v", err)))
 		case !ok:
@@ -98,7 +103,7 @@ func matching(gpus []*gpuctlv1.GPU, e *expr.Expr) (names []string, out []*gpuctl
 			names = append(names, g.GetId())
 		}
 	}
-	return names, out
+	return names, out, nil
 }
 
 // candidates makes GPUs' reasons of the cluster's. A host that is rejected as

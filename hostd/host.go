@@ -593,13 +593,18 @@ func (h *Host) createClaim(ctx context.Context, c *claim) (placement, []*gpuctlv
 		h.mu.Unlock()
 		return nil, nil, fmt.Errorf("%w: %d claims exist already", errBusy, maxClaims)
 	}
-	names, out := matching(h.view(), e)
-	if len(names) == 0 {
-		h.mu.Unlock()
-		return nil, out, nil
+	gpus := h.view() // copies
+	h.mu.Unlock()
+	// Without the lock: what an expression costs is its writer's choice, and the
+	// watchdog needs the lock.
+	names, out, err := matching(ctx, gpus, e)
+	if err != nil || len(names) == 0 {
+		return nil, out, err
 	}
+	h.mu.Lock()
 	h.claiming[c.ID] = true
 	h.mu.Unlock()
+	h.Cluster.Known(ctx, names)
 	h.Cluster.Settle(ctx)
 	res, err := h.Cluster.Claim(ctx, c.forCluster(names))
 	h.mu.Lock()

@@ -57,17 +57,25 @@ type member struct {
 }
 
 // listen opens the API's socket. In a cluster who may do what is decided by
-// who calls, so anybody may connect; hostd --dev is its user's alone.
-func listen(o Options) (net.Listener, error) {
+// who calls, so anybody may connect; hostd --dev is its user's alone. made says
+// that the socket's folder is this hostd's own: it opens no other to anybody, nor
+// closes it.
+func listen(o Options, made bool) (net.Listener, error) {
 	l, err := rundir.Listen(o.Socket)
 	if err != nil || o.Data == "" {
 		return l, err
 	}
-	for path, mode := range map[string]os.FileMode{o.Socket: 0o666, filepath.Dir(o.Socket): 0o711} {
-		if err := os.Chmod(path, mode); err != nil {
-			l.Close()
-			return nil, fmt.Errorf("socket %s: %w", o.Socket, err)
-		}
+	folder := filepath.Dir(o.Socket)
+	err = os.Chmod(o.Socket, 0o666)
+	if err == nil && made {
+		err = os.Chmod(folder, 0o711)
+	}
+	if err != nil {
+		l.Close()
+		return nil, fmt.Errorf("socket %s: %w", o.Socket, err)
+	}
+	if info, err := os.Stat(folder); err == nil && info.Mode().Perm()&0o001 == 0 {
+		o.Log.Warn("other users do not reach the API's socket: its folder was there before and is closed to them; to open it: chmod o+x", "folder", folder)
 	}
 	return l, nil
 }

@@ -315,6 +315,13 @@ func (h *Host) destinations(ctx context.Context, s *gpuctlv1.Session, c *claim, 
 	from := splitIDs(s.GetTarget().GetGpu())
 	claim := c.forCluster(nil) // what was asked of the first GPU does not bind the next
 	claim.Count = uint32(max(1, len(from)))
+	h.mu.Lock()
+	all := make([]string, len(h.gpus))
+	for i, g := range h.gpus {
+		all[i] = g.GetId()
+	}
+	h.mu.Unlock()
+	h.Cluster.Known(ctx, all)
 	h.Cluster.Settle(ctx)
 	d, err := h.Cluster.Place(ctx, place.Request{Claim: claim, Verb: verb, From: slices.Clone(from), To: to, Limit: most})
 	switch {
@@ -342,10 +349,6 @@ func (h *Host) destinations(ctx context.Context, s *gpuctlv1.Session, c *claim, 
 		if p := h.placement(ids); p != nil {
 			fit = append(fit, p)
 		}
-	}
-	all := make([]string, len(h.gpus))
-	for i, g := range h.gpus {
-		all[i] = g.GetId()
 	}
 	return fit, h.candidates(slices.Collect(d.Rejected()), all), nil
 }

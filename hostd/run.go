@@ -11,11 +11,15 @@ import (
 	"os"
 	"os/signal"
 	"path/filepath"
+	"strconv"
 	"sync"
 	"syscall"
 	"time"
 
+	"golang.org/x/net/netutil"
+
 	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
+	"github.com/gpuctl/gpuctl/cluster/pki/throttle"
 	"github.com/gpuctl/gpuctl/hostd/config"
 	"github.com/gpuctl/gpuctl/hostd/systemd"
 	"github.com/gpuctl/gpuctl/internal/rundir"
@@ -24,6 +28,13 @@ import (
 )
 
 const shutdown = 5 * time.Second
+
+// How many connections the API's socket has at a time.
+const (
+	connectionsOfUser = 64
+	connections       = 1024
+	scrapers          = 32 // connections of the metrics' port
+)
 
 // Options are how a daemon runs.
 type Options struct {
@@ -41,10 +52,13 @@ type Options struct {
 
 // Run serves one host until ctx ends.
 func Run(ctx context.Context, o Options) (err error) {
-	for _, dir := range []string{o.Dir, filepath.Dir(o.Socket)} {
-		if err := rundir.Make(dir); err != nil {
-			return err
-		}
+	folder := filepath.Dir(o.Socket)
+	made, err := rundir.MakeNew(folder)
+	if err != nil {
+		return err
+	}
+	if err := rundir.Make(o.Dir); err != nil {
+		return err
 	}
 	if rundir.Answers(o.Socket) {
 		return fmt.Errorf("socket %s: another hostd is using it", o.Socket)
@@ -53,7 +67,7 @@ func Run(ctx context.Context, o Options) (err error) {
 	if _, err := guest.Ensure(ctx); err != nil {
 		return err
 	}
-	listener, err := listen(o)
+	listener, err := listen(o, made)
 	if err != nil {
 		return err
 	}
@@ -101,8 +115,14 @@ func Run(ctx context.Context, o Options) (err error) {
 	server.ConnContext = func(ctx context.Context, c net.Conn) context.Context {
 		return member.node.ConnContext(peers(ctx, c), c)
 	}
+	quiet := throttle.New(10*time.Second, time.Now)
+	limited := unixrpc.Limit(listener, uint32(os.Geteuid()), connectionsOfUser, connections, func(p unixrpc.Peer) {
+		if skipped, ok := quiet.Allow(strconv.FormatUint(uint64(p.UID), 10)); ok {
+			o.Log.Warn("connection refused: there are too many", "uid", p.UID, "pid", p.PID, "of_one_user", connectionsOfUser, "of_all", connections, "skipped", skipped)
+		}
+	})
 	wg.Go(func() {
-		if err := server.Serve(listener); !errors.Is(err, http.ErrServerClosed) {
+		if err := server.Serve(limited); !errors.Is(err, http.ErrServerClosed) {
 			failed <- fmt.Errorf("socket %s: %w", o.Socket, err)
 		}
 	})
@@ -157,7 +177,11 @@ func (o Options) serveMetrics(m *member, failed chan<- error) (end func(), err e
 	}
 	mux := http.NewServeMux()
 	mux.Handle("GET /metrics", m.metrics.Handler())
-	server := &http.Server{Handler: mux, ReadHeaderTimeout: shutdown}
+	// Anybody may ask it: little, briefly, and not many at a time.
+	server := &http.Server{
+		Handler: mux, ReadHeaderTimeout: shutdown, ReadTimeout: shutdown, WriteTimeout: 30 * time.Second, IdleTimeout: time.Minute, MaxHeaderBytes: 16 << 10,
+	}
+	l = netutil.LimitListener(l, scrapers)
 	var wg sync.WaitGroup
 	wg.Go(func() {
 		if err := server.Serve(l); !errors.Is(err, http.ErrServerClosed) {

@@ -332,7 +332,7 @@ func open(t *testing.T, middleware bool) *site {
 	s.backend = &backend{ca: s.ca, tokens: map[string]*clusterv1.JoinToken{}}
 	log := slog.New(slog.NewTextHandler(s.log, nil))
 	s.audit = must(OpenAudit(AuditConfig{Path: filepath.Join(dir, "audit.log"), Log: log, Sync: 10 * time.Millisecond}))
-	trust := pki.Trust{Provider: issue(s.ca, pki.HostIdentity("h-1", "n1", ""), time.Now()), Now: s.now}
+	trust := pki.Trust{Provider: issue(s.ca, pki.HostIdentity("h-1", "n1", "", ""), time.Now()), Now: s.now}
 	gate := NewGate(Config{
 		Trust: trust, Lookup: s.lookup, Audit: s.audit, Log: log, Now: s.now, Recheck: 20 * time.Millisecond,
 		Local: func() LocalPolicy { return LocalPolicy{Others: clusterv1.Role(s.others.Load())} },
@@ -423,13 +423,13 @@ func TestRefusals(t *testing.T) {
 				{"not yet valid", issue(s.ca, user("ann"), now.Add(3*time.Hour)), connect.CodeUnauthenticated, "set the clocks"},
 				{"wrong CA", issue(twin, user("ann"), now), connect.CodeUnauthenticated, "not from this cluster's authority"},
 				{"another cluster's user", issue(another, user("ann"), now), connect.CodeUnauthenticated, "choose the right cluster"},
-				{"another cluster's host", issue(another, pki.HostIdentity("h-2", "", ""), now), connect.CodeUnauthenticated, "another cluster"},
+				{"another cluster's host", issue(another, pki.HostIdentity("h-2", "", "", ""), now), connect.CodeUnauthenticated, "another cluster"},
 				{"never known or removed", issue(s.ca, user("eve"), now), connect.CodeUnauthenticated, "removed from the cluster"},
 				{"a user that the cluster knows as host", issue(s.ca, user("h-2"), now), connect.CodeUnauthenticated, "join again"},
-				{"a host that the cluster knows as user", issue(s.ca, pki.HostIdentity("was-host", "", ""), now), connect.CodeUnauthenticated, "join again"},
+				{"a host that the cluster knows as user", issue(s.ca, pki.HostIdentity("was-host", "", "", ""), now), connect.CodeUnauthenticated, "join again"},
 				// What the certificate says of its role does not matter.
 				{"wrong role", issue(s.ca, user("vic"), now), connect.CodePermissionDenied, "has role viewer and it needs operator"},
-				{"host", issue(s.ca, pki.HostIdentity("h-2", "", ""), now), connect.CodePermissionDenied, "not for hosts"},
+				{"host", issue(s.ca, pki.HostIdentity("h-2", "", "", ""), now), connect.CodePermissionDenied, "not for hosts"},
 			} {
 				s.refusedWith(t, c.what, drain(s.cluster(s.as(t, c.m)), "n1"), c.code, c.words)
 				s.refusedWith(t, c.what+" with gRPC", drain(s.cluster(s.as(t, c.m), connect.WithGRPC()), "n1"), c.code, c.words)
@@ -462,7 +462,7 @@ func TestRefusals(t *testing.T) {
 }
 
 func (s *site) peersBeat(t *testing.T) error {
-	m := issue(s.ca, pki.HostIdentity("h-2", "", ""), time.Now())
+	m := issue(s.ca, pki.HostIdentity("h-2", "", "", ""), time.Now())
 	_, err := s.peers(s.as(t, m)).Heartbeat(t.Context(), connect.NewRequest(&clusterv1.HeartbeatRequest{}))
 	return err
 }

@@ -18,7 +18,7 @@ import (
 // BenchmarkAuthorize is what a request costs on a connection that is open.
 func BenchmarkAuthorize(b *testing.B) {
 	ca := must(pki.NewCA("c1", time.Now()))
-	server := pki.Trust{Provider: issue(ca, pki.HostIdentity("h-1", "", ""), time.Now()), Revoked: func(string) bool { return false }}
+	server := pki.Trust{Provider: issue(ca, pki.HostIdentity("h-1", "", "", ""), time.Now()), Revoked: func(pki.Peer) bool { return false }}
 	client := pki.Trust{Provider: issue(ca, pki.Identity{ID: "ann", Role: admin}, time.Now())}
 	identity := &clusterv1.Identity{Id: "ann", Role: admin}
 	gate := NewGate(Config{Trust: server, Lookup: func(string) (*clusterv1.Identity, error) { return identity, nil }, Log: slog.New(slog.DiscardHandler)})

@@ -47,6 +47,9 @@ type Caller struct {
 	Address string
 	Host    string // name, of Host
 
+	// Enrolment is that of a certificate and its identity.
+	Enrolment string
+
 	// Problem is why a certificate that was shown makes nobody of the caller.
 	Problem error
 }
@@ -136,8 +139,10 @@ func FromTLS(peer pki.Peer, lookup Lookup) (Caller, error) {
 		return Caller{}, err
 	case identity == nil:
 		return Caller{}, fmt.Errorf("%s: %w; to come back it needs a new token from an administrator", peer, pki.ErrRevoked)
+	case identity.GetEnrolment() != peer.Enrolment:
+		return Caller{}, fmt.Errorf("%s: %w, and the name was enrolled again: this certificate is of another enrolment and stays revoked", peer, pki.ErrRevoked)
 	}
-	c := Caller{Kind: User, ID: peer.ID, Role: identity.GetRole()}
+	c := Caller{Kind: User, ID: peer.ID, Role: identity.GetRole(), Enrolment: peer.Enrolment}
 	isHost := identity.GetRole() == clusterv1.Role_ROLE_HOST
 	if isHost != (peer.Kind == pki.KindHost) {
 		return Caller{}, fmt.Errorf("%s: %w: the cluster knows %s as %s; join again with a new token", peer, pki.ErrUntrusted, peer.ID, roleName(identity.GetRole()))

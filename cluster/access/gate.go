@@ -44,8 +44,12 @@ type Config struct {
 type Gate struct {
 	Config
 
-	self  uint32
-	quiet *throttle.Throttle
+	self    uint32
+	quiet   *throttle.Throttle
+	calls   counter
+	streams counter
+
+	failures window // of callers without a certificate, in the trail
 }
 
 var _ connect.Interceptor = (*Gate)(nil)
@@ -64,7 +68,7 @@ func NewGate(c Config) *Gate {
 	if c.Local == nil {
 		c.Local = func() LocalPolicy { return LocalPolicy{} }
 	}
-	return &Gate{c, uint32(os.Geteuid()), throttle.New(quietFor, c.Now)}
+	return &Gate{Config: c, self: uint32(os.Geteuid()), quiet: throttle.New(quietFor, c.Now)}
 }
 
 // connection is what a request knows of the connection that it came on.
@@ -86,6 +90,9 @@ type connectionKey struct{}
 // ConnContext is for an http.Server: requests learn from it who called.
 func (g *Gate) ConnContext(ctx context.Context, c net.Conn) context.Context {
 	conn := &connection{address: c.RemoteAddr().String()}
+	if counted, ok := c.(interface{ Unwrap() *net.UnixConn }); ok {
+		c = counted.Unwrap()
+	}
 	switch c := c.(type) {
 	case *tls.Conn:
 		conn.tls = c
@@ -174,15 +181,23 @@ func (g *Gate) refused(c Caller, procedure string, err *connect.Error) {
 	}
 }
 
-// Middleware refuses before a request's body is read. Only procedures may be
-// served behind it: any other path is refused, too.
+// Middleware refuses before a request's body is read, and bounds what callers
+// have under way (LimitsOf). Only procedures may be served behind it: any other
+// path is refused, too.
 func (g *Gate) Middleware(next http.Handler) http.Handler {
 	writer := connect.NewErrorWriter()
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		_, err := g.authorize(r.Context(), r.URL.Path)
+		c, err := g.authorize(r.Context(), r.URL.Path)
+		limits := LimitsOf(c)
 		if err == nil {
-			next.ServeHTTP(w, r)
-			return
+			var end func()
+			if end, err = g.count(&g.calls, c, "calls", limits.Calls); err == nil {
+				defer end()
+				restrict(w, r, limits)
+				next.ServeHTTP(w, r)
+				return
+			}
+			g.refused(c, r.URL.Path, err)
 		}
 		if writer.IsSupported(r) {
 			_ = writer.Write(w, r, err)
@@ -229,6 +244,9 @@ func (g *Gate) audited(c Caller, procedure string, began time.Time) func(message
 		if !done {
 			err = connect.NewError(connect.CodeInternal, errors.New("the handler panicked"))
 		}
+		if c.Kind == Anonymous && err != nil && !g.failures.allow(g.Now()) {
+			return // the trail is not for anybody to fill
+		}
 		m, _ := message.(proto.Message)
 		g.Audit.Append(g.entry(c, procedure, m, began, err))
 	}
@@ -248,6 +266,12 @@ func (g *Gate) WrapStreamingHandler(next connect.StreamingHandlerFunc) connect.S
 		if refusal != nil {
 			return refusal
 		}
+		end, refusal := g.count(&g.streams, c, "streams", LimitsOf(c).Streams)
+		if refusal != nil {
+			g.refused(c, procedure, refusal)
+			return refusal
+		}
+		defer end()
 		inner, cancel := context.WithCancel(WithCaller(ctx, c))
 		s := &stream{StreamingHandlerConn: conn, gate: g, ctx: ctx, procedure: procedure, cancel: cancel}
 		var watch sync.WaitGroup

@@ -161,8 +161,9 @@ func (ca *CA) Sign(csr []byte, id Identity, now time.Time) ([]byte, error) {
 		until = ca.cert.NotAfter
 	}
 	template := &x509.Certificate{
-		SerialNumber:          serial,
-		Subject:               pkix.Name{CommonName: id.ID, Organization: []string{roleName(id.Role)}},
+		SerialNumber: serial,
+		// A subject's serial number tells those of one name apart (RFC 4519).
+		Subject:               pkix.Name{CommonName: id.ID, Organization: []string{roleName(id.Role)}, SerialNumber: id.Enrolment},
 		NotBefore:             now.Add(-BackDate),
 		NotAfter:              until,
 		KeyUsage:              x509.KeyUsageDigitalSignature,

@@ -1,7 +1,10 @@
 package pki
 
 import (
+	"crypto/sha256"
 	"crypto/x509"
+	"encoding/binary"
+	"encoding/hex"
 	"fmt"
 	"net"
 	"net/netip"
@@ -11,6 +14,7 @@ import (
 	"time"
 
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
+	"github.com/gpuctl/gpuctl/internal/random"
 )
 
 const (
@@ -47,6 +51,7 @@ type Peer struct {
 	NotBefore time.Time
 	NotAfter  time.Time
 	Serial    string
+	Enrolment string // that it came of; empty: before there were any
 }
 
 func (p Peer) String() string { return p.Kind.String() + " " + p.ID }
@@ -78,11 +83,29 @@ type Identity struct {
 	Names    []string       // more DNS names of a host
 	IPs      []net.IP       // of a host
 	Lifetime time.Duration  // 0: Lifetime
+	// Enrolment is that of the identity (NewEnrolment), which every
+	// certificate of it names; empty: it has none.
+	Enrolment string
+}
+
+// NewEnrolment tells an enrolment from all others, those of the same name
+// included.
+func NewEnrolment() string { return "e-" + random.Hex(16) }
+
+// EnrolmentOf is the enrolment that showing a token's secret with a request for
+// a certificate makes. Who shows the same again, as the answer was lost, is the
+// same; nobody else can.
+func EnrolmentOf(secret, csr []byte) string {
+	h := sha256.New()
+	_ = binary.Write(h, binary.BigEndian, uint64(len(secret)))
+	h.Write(secret)
+	h.Write(csr)
+	return "e-" + hex.EncodeToString(h.Sum(nil)[:16])
 }
 
 // HostIdentity is that of a host with its name and the host:port it is reached at.
-func HostIdentity(id, name, address string) Identity {
-	out := Identity{ID: id, Role: clusterv1.Role_ROLE_HOST}
+func HostIdentity(id, name, address, enrolment string) Identity {
+	out := Identity{ID: id, Role: clusterv1.Role_ROLE_HOST, Enrolment: enrolment}
 	if name != "" {
 		out.Names = append(out.Names, name)
 	}
@@ -136,6 +159,9 @@ func (id Identity) validate() error {
 			return fmt.Errorf("%w: host %s: an address of %d bytes", ErrIdentity, id.ID, len(ip))
 		}
 	}
+	if id.Enrolment != "" && !ValidName(id.Enrolment) {
+		return fmt.Errorf("%w: %s: enrolment %.100q", ErrIdentity, id.ID, id.Enrolment)
+	}
 	if id.Lifetime < 0 {
 		return fmt.Errorf("%w: %s: lifetime %s", ErrIdentity, id.ID, id.Lifetime)
 	}
@@ -182,6 +208,7 @@ func PeerOf(cert *x509.Certificate) (Peer, error) {
 	p := Peer{
 		Cluster: u.Host, ID: parts[2], Names: cert.DNSNames,
 		NotBefore: cert.NotBefore, NotAfter: cert.NotAfter, Serial: cert.SerialNumber.Text(16),
+		Enrolment: cert.Subject.SerialNumber,
 	}
 	switch parts[1] {
 	case "host":
@@ -193,6 +220,9 @@ func PeerOf(cert *x509.Certificate) (Peer, error) {
 	}
 	if !ValidName(p.Cluster) || !ValidName(p.ID) {
 		return bad("a name with other characters")
+	}
+	if p.Enrolment != "" && !ValidName(p.Enrolment) {
+		return bad("an enrolment with other characters")
 	}
 	if cert.Subject.CommonName != p.ID {
 		return bad("the common name is not the identity's")

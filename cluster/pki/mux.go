@@ -9,6 +9,7 @@ import (
 	"log/slog"
 	"net"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/gpuctl/gpuctl/cluster/pki/throttle"
@@ -18,6 +19,7 @@ const (
 	handshakeTimeout = 10 * time.Second
 	maxHandshakes    = 256
 	maxAnonymous     = 64
+	maxPerAddress    = 16
 	anonymousFor     = 2 * time.Minute
 	recheckEvery     = time.Second
 	acceptPause      = 50 * time.Millisecond
@@ -35,6 +37,7 @@ type MuxConfig struct {
 	HandshakeTimeout time.Duration // 0: 10 s
 	MaxHandshakes    int           // at a time; 0: 256
 	MaxAnonymous     int           // connections without a valid certificate; 0: 64
+	MaxPerAddress    int           // of these, from one address; 0: 16
 	AnonymousFor     time.Duration // how long they may last; 0: 2 min
 	Recheck          time.Duration // how often raft's connections are looked at; 0: 1 s
 
@@ -54,6 +57,7 @@ type Mux struct {
 	cancel     context.CancelFunc
 	wait       sync.WaitGroup
 	http       *subListener
+	strangers  atomic.Pointer[subListener]
 	raft       *RaftLayer
 	handshakes *pool
 	anonymous  *pool
@@ -68,6 +72,7 @@ func NewMux(c MuxConfig) *Mux {
 	set(&c.HandshakeTimeout, handshakeTimeout)
 	set(&c.MaxHandshakes, maxHandshakes)
 	set(&c.MaxAnonymous, maxAnonymous)
+	set(&c.MaxPerAddress, maxPerAddress)
 	set(&c.AnonymousFor, anonymousFor)
 	set(&c.Recheck, recheckEvery)
 	if c.DialContext == nil {
@@ -80,6 +85,7 @@ func NewMux(c MuxConfig) *Mux {
 	m.ctx, m.cancel = context.WithCancel(context.Background())
 	m.handshakes = newPool(c.MaxHandshakes, c.HandshakeTimeout/10)
 	m.anonymous = newPool(c.MaxAnonymous, c.HandshakeTimeout/10)
+	m.anonymous.each = c.MaxPerAddress
 	m.http = newSubListener(c.Listener.Addr())
 	m.raft = &RaftLayer{newSubListener(c.Listener.Addr()), m}
 	m.wait.Go(m.accept)
@@ -98,6 +104,14 @@ func set[T comparable](v *T, value T) {
 // included. The server must set ReadHeaderTimeout.
 func (m *Mux) HTTP() net.Listener { return m.http }
 
+// Strangers yields, from its first call on, the connections of HTTP without a
+// certificate that holds, which HTTP does then not: a server of their own can
+// give them less.
+func (m *Mux) Strangers() net.Listener {
+	m.strangers.CompareAndSwap(nil, newSubListener(m.Listener.Addr()))
+	return m.strangers.Load()
+}
+
 // Raft yields and makes connections between hosts.
 func (m *Mux) Raft() *RaftLayer { return m.raft }
 
@@ -107,6 +121,9 @@ func (m *Mux) Close() error {
 	m.cancel()
 	err := m.Listener.Close()
 	_ = m.http.Close()
+	if s := m.strangers.Load(); s != nil {
+		_ = s.Close()
+	}
 	_ = m.raft.Close()
 	m.closeRaft(func(Peer) error { return net.ErrClosed })
 	m.wait.Wait()
@@ -164,6 +181,10 @@ func (m *Mux) handshake(c *tracked, config *tls.Config) {
 			m.warn(evicted, "connection without a valid certificate closed: too many at a time", nil)
 		}
 		c.whenClosed(func() { m.anonymous.remove(c) })
+		if s := m.strangers.Load(); s != nil {
+			s.deliver(ctx, conn)
+			return
+		}
 	}
 	m.http.deliver(ctx, conn)
 }

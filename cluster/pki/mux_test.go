@@ -29,7 +29,7 @@ type port struct {
 func open(t *testing.T, ca *CA, id string, change func(*MuxConfig)) *port {
 	t.Helper()
 	p := &port{}
-	p.trust = Trust{Provider: issue(ca, HostIdentity(id, "name-of-"+id, "127.0.0.1:1")), Revoked: func(id string) bool { _, ok := p.removed.Load(id); return ok }}
+	p.trust = Trust{Provider: issue(ca, HostIdentity(id, "name-of-"+id, "127.0.0.1:1", "")), Revoked: func(who Peer) bool { _, ok := p.removed.Load(who.ID); return ok }}
 	config := MuxConfig{Listener: must(net.Listen("tcp", "127.0.0.1:0")), Trust: p.trust, Log: quietLog(), Recheck: 20 * time.Millisecond}
 	if change != nil {
 		change(&config)
@@ -130,7 +130,7 @@ func TestClientsRefuseServers(t *testing.T) {
 		}
 	}
 	// A chain with the right authority in it that has not signed the leaf.
-	forged := []*x509.Certificate{issue(other, HostIdentity("h-a", "", "")).Certificate.Leaf, ca.Certificate()}
+	forged := []*x509.Certificate{issue(other, HostIdentity("h-a", "", "", "")).Certificate.Leaf, ca.Certificate()}
 	if _, err := VerifyPinned(forged, Fingerprint(ca.Certificate()), time.Now()); !errors.Is(err, ErrWrongCluster) {
 		t.Errorf("forged chain: %v", err)
 	}
@@ -140,7 +140,7 @@ func TestRaftIsForHostsOfThisCluster(t *testing.T) {
 	ca, other, twin := newCAFor("c1"), newCAFor("c2"), newCAFor("c1")
 	a := open(t, ca, "h-a", nil)
 	a.removed.Store("h-gone", true)
-	old := HostIdentity("h-old", "", "")
+	old := HostIdentity("h-old", "", "", "")
 	old.Lifetime = time.Minute
 	roots := x509.NewCertPool()
 	roots.AddCert(ca.Certificate())
@@ -159,16 +159,16 @@ func TestRaftIsForHostsOfThisCluster(t *testing.T) {
 		defer cancel()
 		return greet(ctx, c)
 	}
-	if err := try(issue(ca, HostIdentity("h-b", "", ""))); err != nil {
+	if err := try(issue(ca, HostIdentity("h-b", "", "", ""))); err != nil {
 		t.Errorf("a host: %v", err)
 	}
 	for name, m := range map[string]*Material{
 		"nobody":           nil,
 		"a user":           issue(ca, Identity{ID: "ann", Role: admin}),
-		"another cluster":  issue(other, HostIdentity("h-b", "", "")),
-		"another CA":       issue(twin, HostIdentity("h-b", "", "")),
+		"another cluster":  issue(other, HostIdentity("h-b", "", "", "")),
+		"another CA":       issue(twin, HostIdentity("h-b", "", "", "")),
 		"expired":          issueAt(ca, old, time.Now().Add(-time.Hour)),
-		"a host that left": issue(ca, HostIdentity("h-gone", "", "")),
+		"a host that left": issue(ca, HostIdentity("h-gone", "", "", "")),
 	} {
 		if err := try(m); err == nil || !strings.Contains(err.Error(), "does not accept this host's certificate") {
 			t.Errorf("%s: %v", name, err)

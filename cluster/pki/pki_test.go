@@ -54,7 +54,7 @@ func issueAt(ca *CA, id Identity, at time.Time) *Material {
 
 func TestCertificateSaysWhatTheIdentityIs(t *testing.T) {
 	ca := newCAFor("c1")
-	m := issue(ca, HostIdentity("h-1", "node1", "192.0.2.7:7443"))
+	m := issue(ca, HostIdentity("h-1", "node1", "192.0.2.7:7443", ""))
 	leaf := m.Certificate.Leaf
 	if leaf.Subject.CommonName != "h-1" || !slices.Equal(leaf.DNSNames, []string{"h-1", "node1"}) || leaf.URIs[0].String() != "gpuctl://c1/host/h-1" {
 		t.Errorf("got %v %v %v", leaf.Subject, leaf.DNSNames, leaf.URIs)
@@ -81,7 +81,7 @@ func TestCertificateSaysWhatTheIdentityIs(t *testing.T) {
 // accepts a host under its names.
 func TestOthersAcceptHosts(t *testing.T) {
 	ca := newCAFor("c1")
-	m := issue(ca, HostIdentity("h-1", "node1.example.org", "[2001:db8::1]:7443"))
+	m := issue(ca, HostIdentity("h-1", "node1.example.org", "[2001:db8::1]:7443", ""))
 	roots := x509.NewCertPool()
 	roots.AddCert(ca.Certificate())
 	for _, name := range []string{"h-1", "node1.example.org", "2001:db8::1"} {
@@ -101,7 +101,7 @@ func TestOpenSSLAcceptsHosts(t *testing.T) {
 	}
 	dir := NewDir(t.TempDir())
 	ca := newCAFor("c1")
-	if err := errors.Join(dir.SaveCA(ca), dir.Save(issue(ca, HostIdentity("h-1", "node1", "192.0.2.7:1")))); err != nil {
+	if err := errors.Join(dir.SaveCA(ca), dir.Save(issue(ca, HostIdentity("h-1", "node1", "192.0.2.7:1", "")))); err != nil {
 		t.Fatal(err)
 	}
 	out, err := exec.Command(openssl, "verify", "-x509_strict", "-purpose", "sslserver", "-verify_hostname", "node1", "-CAfile", dir.file("ca.crt"), dir.file("node.crt")).CombinedOutput()
@@ -164,7 +164,7 @@ func TestTheSubjectOfARequestIsIgnored(t *testing.T) {
 func TestVerifyTellsWhy(t *testing.T) {
 	ca, other, twin := newCAFor("c1"), newCAFor("c2"), newCAFor("c1")
 	now := time.Now()
-	trust := Trust{Provider: issue(ca, HostIdentity("h-1", "n1", "")), Revoked: func(id string) bool { return id == "gone" }, Now: func() time.Time { return now }}
+	trust := Trust{Provider: issue(ca, HostIdentity("h-1", "n1", "", "")), Revoked: func(p Peer) bool { return p.ID == "gone" }, Now: func() time.Time { return now }}
 	user := Identity{ID: "ann", Role: admin}
 	short := user
 	short.Lifetime = time.Minute
@@ -196,7 +196,7 @@ func TestVerifyTellsWhy(t *testing.T) {
 	if _, err := trust.VerifyServer([]*x509.Certificate{issue(ca, user).Certificate.Leaf}, ""); !errors.Is(err, ErrNotHost) {
 		t.Errorf("a user as server: %v", err)
 	}
-	h2 := issue(ca, HostIdentity("h-2", "n2", "")).Certificate.Leaf
+	h2 := issue(ca, HostIdentity("h-2", "n2", "", "")).Certificate.Leaf
 	for name, want := range map[string]error{"": nil, "h-2": nil, "N2": nil, "h-1": ErrWrongHost} {
 		if _, err := trust.VerifyServer([]*x509.Certificate{h2}, name); !errors.Is(err, want) {
 			t.Errorf("expecting %q: %v, want %v", name, err, want)
@@ -210,7 +210,7 @@ func TestFilesComeBack(t *testing.T) {
 		t.Errorf("nothing there: %v", err)
 	}
 	ca := newCAFor("c1")
-	m := issue(ca, HostIdentity("h-1", "n1", ""))
+	m := issue(ca, HostIdentity("h-1", "n1", "", ""))
 	if err := errors.Join(dir.SaveCA(ca), dir.Save(m)); err != nil {
 		t.Fatal(err)
 	}
@@ -236,7 +236,7 @@ func TestFilesComeBack(t *testing.T) {
 // Every step of Save is a moment where the machine may stop.
 func TestSaveSurvivesACrashAtEveryStep(t *testing.T) {
 	ca := newCAFor("c1")
-	old, renewed := issue(ca, HostIdentity("h-1", "n1", "")), issue(ca, HostIdentity("h-1", "n1", ""))
+	old, renewed := issue(ca, HostIdentity("h-1", "n1", "", "")), issue(ca, HostIdentity("h-1", "n1", "", ""))
 	from, to := NewDir(t.TempDir()), NewDir(t.TempDir())
 	if err := errors.Join(from.Save(old), to.Save(renewed)); err != nil {
 		t.Fatal(err)
@@ -281,7 +281,7 @@ func copyFile(t *testing.T, from, to string) {
 func TestFilesThatAreRefused(t *testing.T) {
 	ca, other := newCAFor("c1"), newCAFor("c2")
 	stranger := NewDir(t.TempDir())
-	if err := errors.Join(stranger.SaveCA(other), stranger.Save(issue(other, HostIdentity("h-9", "n9", "")))); err != nil {
+	if err := errors.Join(stranger.SaveCA(other), stranger.Save(issue(other, HostIdentity("h-9", "n9", "", "")))); err != nil {
 		t.Fatal(err)
 	}
 	cut := func(name string) func(Dir) {
@@ -315,7 +315,7 @@ func TestFilesThatAreRefused(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			d := NewDir(t.TempDir())
-			if err := errors.Join(d.SaveCA(ca), d.Save(issue(ca, HostIdentity("h-1", "n1", "")))); err != nil {
+			if err := errors.Join(d.SaveCA(ca), d.Save(issue(ca, HostIdentity("h-1", "n1", "", "")))); err != nil {
 				t.Fatal(err)
 			}
 			c.change(d)
@@ -380,7 +380,7 @@ func TestCredentials(t *testing.T) {
 func FuzzLoad(f *testing.F) {
 	d := NewDir(f.TempDir())
 	ca := newCAFor("c1")
-	if err := errors.Join(d.SaveCA(ca), d.Save(issue(ca, HostIdentity("h-1", "n1", "")))); err != nil {
+	if err := errors.Join(d.SaveCA(ca), d.Save(issue(ca, HostIdentity("h-1", "n1", "", "")))); err != nil {
 		f.Fatal(err)
 	}
 	read := func(name string) []byte { return must(os.ReadFile(d.file(name))) }

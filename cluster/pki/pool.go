@@ -3,6 +3,7 @@ package pki
 import (
 	"context"
 	"net"
+	"net/netip"
 	"sync"
 	"time"
 )
@@ -14,6 +15,7 @@ import (
 // once, they wait for each other.
 type pool struct {
 	limit int
+	each  int // of one address; 0: any number
 	grace time.Duration
 	freed chan struct{} // wakes one that waits
 
@@ -54,7 +56,10 @@ func (p *pool) add(ctx context.Context, c *tracked) (evicted *tracked) {
 func (p *pool) try(c *tracked) (ok bool, evicted *tracked) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if len(p.conns) >= p.limit {
+	if oldest, n := p.of(c.from); p.each > 0 && n >= p.each {
+		evicted = oldest
+		p.drop(evicted)
+	} else if len(p.conns) >= p.limit {
 		heaviest, n := p.heaviest()
 		switch oldest := p.conns[0]; {
 		case n > max(1, p.limit/4):
@@ -87,6 +92,19 @@ func (p *pool) drop(c *tracked) {
 			return
 		}
 	}
+}
+
+// of is the oldest connection of an address, and how many that has.
+func (p *pool) of(from string) (oldest *tracked, n int) {
+	for _, c := range p.conns {
+		if c.from != from {
+			continue
+		}
+		if n++; oldest == nil {
+			oldest = c
+		}
+	}
+	return oldest, n
 }
 
 // heaviest is the oldest connection of the address that has most, and how many
@@ -127,7 +145,21 @@ func track(c net.Conn) *tracked {
 	if host, _, err := net.SplitHostPort(from); err == nil {
 		from = host
 	}
-	return &tracked{Conn: c, from: from, since: time.Now()}
+	return &tracked{Conn: c, from: network(from), since: time.Now()}
+}
+
+// network is what counts as one address: who has one of IPv6 has 2^64 of them.
+func network(address string) string {
+	ip, err := netip.ParseAddr(address)
+	if err != nil {
+		return address
+	}
+	if ip = ip.Unmap().WithZone(""); ip.Is6() {
+		if p, err := ip.Prefix(64); err == nil {
+			return p.String()
+		}
+	}
+	return ip.String()
 }
 
 // whenClosed calls f once, now if it is closed already.

@@ -192,6 +192,8 @@ func (r *Renewer) renew(ctx context.Context, now time.Time) error {
 		return fmt.Errorf("%w: the answer comes with another authority", ErrUntrusted)
 	case m.Peer.ID != was.Peer.ID || m.Peer.Kind != was.Peer.Kind:
 		return fmt.Errorf("%w: the answer is a certificate of %s", ErrMismatch, m.Peer)
+	case m.Peer.Enrolment != was.Peer.Enrolment:
+		return fmt.Errorf("%w: the answer is of enrolment %q, not %q: others would not accept it", ErrMismatch, m.Peer.Enrolment, was.Peer.Enrolment)
 	case !m.Peer.NotAfter.After(was.Peer.NotAfter):
 		return errors.New("the answer does not last longer than what is there")
 	}

@@ -37,7 +37,7 @@ func (c *clock) advance(d time.Duration) { c.Time = c.Add(d) }
 
 func newRenewer(dir string) (*Renewer, *office, *clock) {
 	c := &clock{time.Now()}
-	o := &office{ca: newCAFor("c1"), id: HostIdentity("h-1", "n1", ""), now: c.now}
+	o := &office{ca: newCAFor("c1"), id: HostIdentity("h-1", "n1", "", ""), now: c.now}
 	d := NewDir(dir)
 	if err := errors.Join(d.SaveCA(o.ca), d.Save(issue(o.ca, o.id))); err != nil {
 		panic(err)
@@ -119,7 +119,7 @@ func TestAnswersThatAreNotTaken(t *testing.T) {
 	for name, spoil := range map[string]func(*office){
 		"another authority": func(o *office) { o.ca = newCAFor("c1") },
 		"another cluster":   func(o *office) { o.ca = newCAFor("c2") },
-		"another host":      func(o *office) { o.id = HostIdentity("h-2", "n1", "") },
+		"another host":      func(o *office) { o.id = HostIdentity("h-2", "n1", "", "") },
 		"a user":            func(o *office) { o.id = Identity{ID: "h-1", Role: admin} },
 		"shorter":           func(o *office) { o.id.Lifetime = time.Hour },
 	} {
@@ -197,7 +197,7 @@ func TestFilesThatChangeAreTaken(t *testing.T) {
 	if r.Current().Peer.Serial != m.Peer.Serial {
 		t.Error("the new one is not taken")
 	}
-	if err := r.Dir.Save(issue(newCAFor("c2"), HostIdentity("h-9", "", ""))); err != nil {
+	if err := r.Dir.Save(issue(newCAFor("c2"), HostIdentity("h-9", "", "", ""))); err != nil {
 		t.Fatal(err)
 	}
 	if err := r.Reload(); !errors.Is(err, ErrMismatch) {

@@ -21,10 +21,11 @@ const (
 // Trust decides whose certificates hold.
 type Trust struct {
 	Provider Provider
-	// Revoked says whether an identity was removed. Until the cluster's state
-	// is known here it must say no: a host that has just joined learns the
-	// state from hosts that it could not let in otherwise. Nil: nobody was.
-	Revoked func(identityID string) bool
+	// Revoked says whether a peer's identity was removed, or is of another
+	// enrolment than its certificate. Until the cluster's state is known here
+	// it must say no: a host that has just joined learns the state from hosts
+	// that it could not let in otherwise. Nil: nobody was.
+	Revoked func(p Peer) bool
 	Now     func() time.Time // nil: time.Now
 }
 
@@ -41,7 +42,7 @@ func (t Trust) Check(p Peer) error {
 	if err := p.Valid(t.now()); err != nil {
 		return err
 	}
-	if t.Revoked != nil && t.Revoked(p.ID) {
+	if t.Revoked != nil && t.Revoked(p) {
 		return fmt.Errorf("%s: %w; to come back it needs a new token from an administrator", p, ErrRevoked)
 	}
 	return nil

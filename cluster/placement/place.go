@@ -168,6 +168,11 @@ func Place(ix *Index, req Request) Decision {
 	}
 	d.run = r
 	r.scan()
+	if ctx := req.Context; ctx != nil && ctx.Err() != nil {
+		// GPUs that were not asked for their expression count as unfit.
+		d.Err = fmt.Errorf("claim %s: the search for its GPUs was given up: %w", req.Claim.GetId(), ctx.Err())
+		return d
+	}
 	d.Fits = r.fits
 	for _, it := range r.best {
 		d.Candidates = append(d.Candidates, r.candidate(it))
@@ -252,6 +257,9 @@ func (r *run) compile() error {
 	}
 	if q.Kind() != clusterv1.Kind_KIND_GPU {
 		return fmt.Errorf("%w: claim %s: its expression is over a %s, not a gpu", ErrInvalid, r.claim.GetId(), query.KindName(q.Kind()))
+	}
+	if r.req.Context != nil {
+		q = q.Within(r.req.Context)
 	}
 	r.query, r.match = q, q.Matcher()
 	r.perClass = true

@@ -1,6 +1,7 @@
 package placement
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"iter"
@@ -41,6 +42,9 @@ type Request struct {
 	Host  string   // that asks: others are further away
 	// Expr is the claim's expression if it is compiled already.
 	Expr *query.Query
+	// Context bounds the search, whose expressions others have written; nil:
+	// nothing does.
+	Context context.Context //nolint:containedctx // a request is made for one call
 
 	// Bytes move over the network to another host, and must be there in time.
 	Bytes    uint64

@@ -223,6 +223,9 @@ func (t *table) list(q *Query, after string, limit int) ([]object, bool, error) 
 			i = sort.Search(len(b.names), func(i int) bool { return b.names[i] > after })
 		}
 		left = q.sift(r, i, len(b.objects), left)
+		if err := q.context().Err(); err != nil {
+			return nil, false, q.over(err)
+		}
 		for _, c := range left {
 			o := b.objects[c.row]
 			if c.failed || q.program != nil && !q.exact {

@@ -1,6 +1,7 @@
 package query
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"strings"
@@ -9,18 +10,12 @@ import (
 	"github.com/google/cel-go/cel"
 	"github.com/google/cel-go/common/ast"
 	"github.com/google/cel-go/common/types"
-	"github.com/google/cel-go/ext"
 	"github.com/google/cel-go/interpreter"
 
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
+	"github.com/gpuctl/gpuctl/internal/celenv"
 	"github.com/gpuctl/gpuctl/internal/near"
 	"github.com/gpuctl/gpuctl/internal/size"
-)
-
-const (
-	maxLength  = 4096    // bytes of an expression
-	maxNesting = 64      // of its brackets and operators
-	maxCost    = 100_000 // CEL's units, of one evaluation by its interpreter
 )
 
 // ErrInvalid is wrapped by every error about an expression that cannot be used.
@@ -31,10 +26,11 @@ var ErrInvalid = errors.New("invalid expression")
 type Query struct {
 	kind   clusterv1.Kind
 	source string
-	fields []field // of the kind
+	fields []field         // of the kind
+	ctx    context.Context //nolint:containedctx // of Within: it bounds this copy of the query; nil: none does
 
 	// All that follows is empty for the query that matches everything.
-	program cel.Program
+	program *celenv.Program
 	byName  map[string]*field   // as the program knows them
 	used    []int               // fields that the lowered expression reads, by slot
 	lowered predicate           // nil: nothing could be lowered
@@ -47,6 +43,20 @@ type Query struct {
 // matches all. The error wraps ErrInvalid.
 func Compile(kind clusterv1.Kind, where string) (*Query, error) {
 	return newLanguage(kind).compile(where)
+}
+
+// Within returns the query with a bound: when ctx has ended, matching fails.
+func (q *Query) Within(ctx context.Context) *Query {
+	out := *q
+	out.ctx = ctx
+	return &out
+}
+
+func (q *Query) context() context.Context {
+	if q.ctx == nil {
+		return context.Background()
+	}
+	return q.ctx
 }
 
 // String is the query's expression.
@@ -78,7 +88,7 @@ type language struct {
 	name   string
 	fields []field
 	byName map[string]*field
-	env    func() (*cel.Env, error)
+	env    func() (*celenv.Env, error)
 }
 
 func newLanguage(kind clusterv1.Kind) *language {
@@ -90,9 +100,8 @@ func newLanguage(kind clusterv1.Kind) *language {
 	return l
 }
 
-func (l *language) newEnv() (*cel.Env, error) {
-	// Names in the container win over CEL's own, of which type is one.
-	options := []cel.EnvOption{ext.Strings(), cel.Container(l.name), cel.ParserRecursionLimit(maxNesting)}
+func (l *language) newEnv() (*celenv.Env, error) {
+	var options []cel.EnvOption
 	for i := range l.fields {
 		f := &l.fields[i]
 		options = append(options, cel.Variable(l.name+"."+f.name, f.celType()))
@@ -103,11 +112,7 @@ func (l *language) newEnv() (*cel.Env, error) {
 	}{{"KiB", size.KiB}, {"MiB", size.MiB}, {"GiB", size.GiB}, {"TiB", size.TiB}} {
 		options = append(options, cel.Constant(unit.name, cel.IntType, types.Int(unit.bytes)))
 	}
-	env, err := cel.NewEnv(options...)
-	if err != nil {
-		return nil, fmt.Errorf("expression environment: %w", err)
-	}
-	return env, nil
+	return celenv.New(l.name, options...)
 }
 
 func (l *language) compile(where string) (*Query, error) {
@@ -115,8 +120,8 @@ func (l *language) compile(where string) (*Query, error) {
 		return nil, fmt.Errorf("%w: there are no objects of kind %q", ErrInvalid, l.name)
 	}
 	q := &Query{kind: l.kind, source: where, fields: l.fields, byName: l.byName}
-	if len(where) > maxLength {
-		return nil, fmt.Errorf("%w: longer than %d bytes", ErrInvalid, maxLength)
+	if len(where) > celenv.MaxLength {
+		return nil, fmt.Errorf("%w: longer than %d bytes", ErrInvalid, celenv.MaxLength)
 	}
 	if strings.TrimSpace(where) == "" {
 		return q, nil
@@ -133,10 +138,7 @@ func (l *language) compile(where string) (*Query, error) {
 	if issues.Err() != nil {
 		return nil, fmt.Errorf("%w %q: %s%s", ErrInvalid, where, brief(issues), l.hint(parsed.NativeRep()))
 	}
-	if checked.OutputType() != cel.BoolType {
-		return nil, fmt.Errorf("%w %q: it is a %s, not true or false", ErrInvalid, where, checked.OutputType())
-	}
-	q.program, err = env.Program(checked, cel.CostLimit(maxCost), cel.EvalOptions(cel.OptOptimize))
+	q.program, err = env.Program(checked)
 	if err != nil {
 		return nil, fmt.Errorf("%w %q: %w", ErrInvalid, where, err)
 	}
@@ -212,10 +214,5 @@ func (v values) Parent() interpreter.Activation { return nil }
 
 // ask has the interpreter decide.
 func (q *Query) ask(o object) (bool, error) {
-	out, _, err := q.program.Eval(values{q, o})
-	if err != nil {
-		return false, err
-	}
-	matched, ok := out.Value().(bool)
-	return ok && matched, nil
+	return q.program.Match(q.context(), values{q, o})
 }

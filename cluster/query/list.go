@@ -40,6 +40,9 @@ func (q *Query) Matcher() func(o *clusterv1.Object) (bool, error) {
 // decide is the answer for one row, whose object it needs where the lowered
 // expression does not suffice.
 func (q *Query) decide(r rows, i int, o object) (bool, error) {
+	if err := q.context().Err(); err != nil {
+		return false, q.over(err)
+	}
 	if q.lowered != nil {
 		switch q.lowered(r, i) {
 		case no:
@@ -52,6 +55,11 @@ func (q *Query) decide(r rows, i int, o object) (bool, error) {
 		}
 	}
 	return q.interpret(o)
+}
+
+// over says that the query was given up.
+func (q *Query) over(err error) error {
+	return fmt.Errorf("expression %q: it was given up: %w", q.source, err)
 }
 
 // interpret has the interpreter decide, whose errors name the object.
@@ -86,6 +94,9 @@ func (q *Query) sift(r rows, from, to int, buf []candidate) []candidate {
 		}
 	}
 	for _, part := range q.parts[1:] {
+		if q.context().Err() != nil {
+			return nil // who asks looks, too
+		}
 		kept := out[:0]
 		for _, c := range out {
 			if v := part(r, c.row); v != no {

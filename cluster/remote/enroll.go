@@ -43,25 +43,75 @@ func Peer(c *http.Client, address string) clusterv1connect.PeerServiceClient {
 	return clusterv1connect.NewPeerServiceClient(c, "https://"+address)
 }
 
-// Enroll shows a token to the first host of its cluster that answers. The
-// request's token and secret are filled in. Only a host of the authority that
-// the token names gets to see them.
+const (
+	enrollPatience = time.Minute            // when the caller says none
+	enrollAttempt  = 12 * time.Second       // of one host: longer than that waits for a leader
+	enrollPause    = 200 * time.Millisecond // between rounds
+)
+
+// Enroll shows a token to the first host of its cluster that answers. While none
+// does, or there is no leader, it asks again until ctx ends, or for a minute: the
+// same request is answered again if its answer was lost. The request's token and
+// secret are filled in. Only a host of the authority that the token names gets to
+// see them.
 func Enroll(ctx context.Context, token pki.Token, r *clusterv1.EnrollRequest) (*clusterv1.EnrollResponse, error) {
 	r.TokenId, r.Secret = token.ID, token.Secret[:]
 	c := Client(pki.PinnedClientConfig(token.Fingerprint, time.Now))
 	defer c.CloseIdleConnections()
+	if _, ok := ctx.Deadline(); !ok {
+		var cancel context.CancelFunc
+		ctx, cancel = context.WithTimeout(ctx, enrollPatience)
+		defer cancel()
+	}
+	for {
+		res, err := enrollRound(ctx, c, token.Addresses, r)
+		if err == nil || !errors.Is(err, errSilent) {
+			return res, err
+		}
+		select {
+		case <-ctx.Done():
+			return nil, err
+		case <-time.After(enrollPause):
+		}
+	}
+}
+
+// errSilent says that asking again may help.
+var errSilent = errors.New("no host of the cluster let this one in")
+
+// enrollRound asks each host once.
+func enrollRound(ctx context.Context, c *http.Client, addresses []string, r *clusterv1.EnrollRequest) (*clusterv1.EnrollResponse, error) {
 	var errs []error
-	for _, address := range token.Addresses {
-		res, err := Peer(c, address).Enroll(ctx, connect.NewRequest(r))
+	hope := false
+	for _, address := range addresses {
+		one, cancel := context.WithTimeout(ctx, enrollAttempt)
+		res, err := Peer(c, address).Enroll(one, connect.NewRequest(r))
+		cancel()
 		if err == nil {
 			return res.Msg, nil
 		}
 		switch connect.CodeOf(err) {
 		case connect.CodeUnavailable, connect.CodeUnknown, connect.CodeDeadlineExceeded:
 			errs = append(errs, fmt.Errorf("%s: %w", address, err))
+			hope = hope || !stranger(err)
 		default:
 			return nil, err // an answer
 		}
 	}
-	return nil, fmt.Errorf("no host of the cluster answered: %w", errors.Join(errs...))
+	err := errors.Join(errs...)
+	if !hope {
+		return nil, fmt.Errorf("no host of the cluster answered: %w", err)
+	}
+	return nil, fmt.Errorf("%w: %w", errSilent, err)
+}
+
+// stranger reports whether somebody answered who is no host of the cluster: it
+// will not become one.
+func stranger(err error) bool {
+	for _, e := range []error{pki.ErrUntrusted, pki.ErrNotHost, pki.ErrMalformed, pki.ErrWrongCluster, pki.ErrNoCertificate} {
+		if errors.Is(err, e) {
+			return true
+		}
+	}
+	return false
 }

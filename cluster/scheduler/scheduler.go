@@ -23,6 +23,7 @@ const (
 	tries      = 24
 	candidates = 8 // that concurrent claims spread over
 	pace       = 50 * time.Millisecond
+	perClaim   = 10 * time.Second // of those that wait
 )
 
 // Log is the replicated log, as a scheduler needs it.
@@ -116,6 +117,7 @@ func (s *Scheduler) bind(ctx context.Context, r placement.Request, waits bool, c
 	view := s.log.State().View()
 	fresh := false
 	var last string
+	r.Context = ctx
 	for try := range tries {
 		r.Limit = candidates
 		d := s.Place(view, r)
@@ -240,7 +242,10 @@ func pending(v *state.View) []*clusterv1.Claim {
 }
 
 func (s *Scheduler) retry(ctx context.Context, l Lead, v *state.View, c *clusterv1.Claim) {
-	r := placement.Request{Claim: c, Limit: 1}
+	// One claim must not keep all others waiting.
+	ctx, cancel := context.WithTimeout(ctx, perClaim)
+	defer cancel()
+	r := placement.Request{Claim: c, Limit: 1, Context: ctx}
 	if d := s.Place(v, r); !d.OK() {
 		return
 	}

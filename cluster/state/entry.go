@@ -35,6 +35,18 @@ func Encode(c *clusterv1.Command) ([]byte, error) {
 	return b, nil
 }
 
+// VersionOf is the lowest protocol that knows everything in a command.
+func VersionOf(c *clusterv1.Command) uint32 {
+	identity := c.GetPutIdentity().GetIdentity()
+	if use := c.GetUseJoinToken(); use != nil {
+		identity = use.GetIdentity()
+	}
+	if identity.GetEnrolment() != "" {
+		return ProtocolEnrolments
+	}
+	return 1
+}
+
 // policy of a command: what a host does that does not know it. Notes and
 // migration's words change nothing that others depend on.
 func policy(c *clusterv1.Command) clusterv1.UnknownPolicy {

@@ -331,7 +331,7 @@ func (d drawer) op(c *clusterv1.Command) {
 
 func (d drawer) identity() *clusterv1.Identity {
 	if d.chance("user", 2) {
-		return &clusterv1.Identity{Id: d.one("user", "ann", "bob", ""), Role: clusterv1.Role(d.pick("role", 1, 2, 4))}
+		return &clusterv1.Identity{Id: d.one("user", "ann", "bob", ""), Role: clusterv1.Role(d.pick("role", 1, 2, 4)), Enrolment: d.one("enrolment", "", "e-1", "e-2", "e 3")}
 	}
 	name := d.host()
 	return &clusterv1.Identity{Id: fmt.Sprintf("id-%s%s", name, d.one("suffix", "", "", "x")), Role: clusterv1.Role_ROLE_HOST, Host: name}

@@ -9,8 +9,14 @@ import (
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 )
 
-// Protocol is the highest command version that this build applies.
-const Protocol = 1
+// Protocol is the highest command version that this build applies. What needs
+// more than the first:
+//
+//	2  identities with an enrolment
+const Protocol = ProtocolEnrolments
+
+// ProtocolEnrolments is the lowest that knows enrolments.
+const ProtocolEnrolments = 2
 
 // Store holds the current state. It is safe for concurrent use: Apply and
 // Restore go one after the other, views are free.

@@ -442,6 +442,11 @@ func checkIdentity(i *clusterv1.Identity) error {
 		return err
 	}
 	what := "identity " + i.GetId()
+	if e := i.GetEnrolment(); e != "" {
+		if err := identifier(what+": enrolment", e); err != nil {
+			return err
+		}
+	}
 	if err := checkRole(what, i.GetRole()); err != nil {
 		return err
 	}

@@ -36,7 +36,7 @@ func (s *Store) Apply(ctx context.Context, cmd *clusterv1.Command) (*clusterv1.R
 func (s *Store) stamp(cmd *clusterv1.Command) *clusterv1.Command {
 	c := proto.CloneOf(cmd)
 	c.Id = or(c.GetId(), rand.Text())
-	c.Version = or(c.GetVersion(), 1)
+	c.Version = or(c.GetVersion(), state.VersionOf(c))
 	c.UnixMs = or(c.GetUnixMs(), s.cfg.Clock.Wall().UnixMilli())
 	return c
 }
@@ -135,6 +135,17 @@ func (s *Store) try(ctx context.Context, cmds []*clusterv1.Command, address stri
 	if address == s.cfg.Address || s.cfg.Peers == nil {
 		return attempt{err: ErrNoLeader} // it has just ceased to be, or just begun
 	}
+	return s.forward(ctx, cmds, address, func() string {
+		a, _ := s.raft.LeaderWithID()
+		return string(a)
+	})
+}
+
+// forward makes one try with the leader at an address. That has its own limit
+// for what it proposes, and another one for its answer to come back.
+func (s *Store) forward(ctx context.Context, cmds []*clusterv1.Command, address string, leader func() string) attempt {
+	ctx, cancel := WhileLeading(ctx, leader, address, 2*s.cfg.Timing.RPC)
+	defer cancel()
 	rs, err := s.cfg.Peers.Apply(ctx, address, cmds)
 	switch {
 	case err == nil && len(rs) == len(cmds):

@@ -4,6 +4,7 @@ import (
 	"context"
 	"log/slog"
 	"net/http"
+	"strings"
 	"time"
 
 	"connectrpc.com/connect"
@@ -12,6 +13,7 @@ import (
 	"github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1/clusterv1connect"
 	"github.com/gpuctl/gpuctl/cluster/access"
 	"github.com/gpuctl/gpuctl/cluster/pki"
+	"github.com/gpuctl/gpuctl/cluster/pki/throttle"
 	"github.com/gpuctl/gpuctl/cluster/query"
 	"github.com/gpuctl/gpuctl/cluster/scheduler"
 	"github.com/gpuctl/gpuctl/cluster/store"
@@ -20,6 +22,13 @@ import (
 // maxRequest is the largest message that is read, in bytes: a host with all
 // its GPUs fits.
 const maxRequest = 8 << 20
+
+// maxEnroll is the same for who may be anybody: a request for a certificate and
+// some names.
+const maxEnroll = 32 << 10
+
+// maxOthers is the same for calls that users make.
+const maxOthers = 1 << 20
 
 // minCompressed is the smallest answer that is worth its compression, in bytes.
 const minCompressed = 64 << 10
@@ -72,6 +81,7 @@ type API struct {
 	member Member
 	log    *slog.Logger
 	cache  *query.Cache
+	quiet  *throttle.Throttle
 	now    func() time.Time
 }
 
@@ -82,12 +92,20 @@ var (
 
 // New returns the services of a member.
 func New(m Member, log *slog.Logger) *API {
-	return &API{member: m, log: log, cache: query.NewCache(), now: time.Now}
+	return &API{member: m, log: log, cache: query.NewCache(), quiet: throttle.New(time.Second, time.Now), now: time.Now}
 }
 
 // Handle adds both services to a mux.
 func (a *API) Handle(mux *http.ServeMux, options ...connect.HandlerOption) {
-	options = append(options, connect.WithReadMaxBytes(maxRequest), connect.WithCompressMinBytes(minCompressed))
+	options = append(options, connect.WithCompressMinBytes(minCompressed), connect.WithConditionalHandlerOptions(func(spec connect.Spec) []connect.HandlerOption {
+		switch {
+		case spec.Procedure == clusterv1connect.PeerServiceEnrollProcedure:
+			return []connect.HandlerOption{connect.WithReadMaxBytes(maxEnroll)}
+		case strings.HasPrefix(spec.Procedure, "/"+clusterv1connect.PeerServiceName+"/") && spec.Procedure != clusterv1connect.PeerServiceRenewProcedure:
+			return []connect.HandlerOption{connect.WithReadMaxBytes(maxRequest)}
+		}
+		return []connect.HandlerOption{connect.WithReadMaxBytes(maxOthers)}
+	}))
 	mux.Handle(clusterv1connect.NewClusterServiceHandler(a, options...))
 	mux.Handle(clusterv1connect.NewPeerServiceHandler(a, options...))
 }

@@ -122,7 +122,7 @@ func newRig(t *testing.T, nodes int) *rig {
 		if err != nil {
 			t.Fatal(err)
 		}
-		cert, err := ca.Sign(csr, pki.HostIdentity(n.ID, n.Name, n.Address), time.Now())
+		cert, err := ca.Sign(csr, pki.HostIdentity(n.ID, n.Name, n.Address, ""), time.Now())
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -11,6 +11,7 @@ import (
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 	"github.com/gpuctl/gpuctl/cluster/pki"
 	"github.com/gpuctl/gpuctl/cluster/placement"
+	"github.com/gpuctl/gpuctl/cluster/store"
 	"github.com/gpuctl/gpuctl/internal/random"
 )
 
@@ -41,6 +42,9 @@ func (a *API) Place(ctx context.Context, req *connect.Request[clusterv1.PlaceReq
 	if err != nil {
 		return nil, Coded(err)
 	}
+	bound, cancel := context.WithTimeout(ctx, patience)
+	defer cancel()
+	r.Context = bound
 	d := a.member.Scheduler().Place(v, r)
 	if d.Err != nil {
 		return nil, Coded(d.Err)
@@ -70,8 +74,7 @@ func rejected(d placement.Decision, limit uint32) (out []*clusterv1.Rejection) {
 // CreateClaim makes a claim, on the leader: that is where the least stands
 // between a decision and the log.
 func (a *API) CreateClaim(ctx context.Context, req *connect.Request[clusterv1.CreateClaimRequest]) (*connect.Response[clusterv1.CreateClaimResponse], error) {
-	l, err := a.replicated()
-	if err != nil {
+	if _, err := a.replicated(); err != nil {
 		return nil, err
 	}
 	if req.Msg.GetClaim() == nil {
@@ -89,43 +92,44 @@ func (a *API) CreateClaim(ctx context.Context, req *connect.Request[clusterv1.Cr
 	if c.GetCreatedUnixMs() == 0 {
 		c.CreatedUnixMs = a.now().UnixMilli()
 	}
-	if _, address := l.Leader(); !l.IsLeader() && address != "" && !a.fromHost(ctx) {
-		forwarded, cancel := whileLeading(ctx, l, address)
-		res, err := a.member.Peer(address).CreateClaim(forwarded, connect.NewRequest(&clusterv1.CreateClaimRequest{Claim: c}))
-		lost := forwarded.Err() != nil && ctx.Err() == nil
-		cancel()
-		if err == nil || !lost && connect.IsWireError(err) && connect.CodeOf(err) != connect.CodeUnavailable {
-			return res, err // an answer, not a connection that broke
-		}
-		// The id makes it safe to try from here.
-	}
-	res, err := a.Create(ctx, c)
+	res, err := a.Bind(ctx, c)
 	if err != nil {
 		return nil, Coded(err)
 	}
 	return connect.NewResponse(res), nil
 }
 
-// whileLeading ends when another host leads than the one at an address: one
-// that is frozen answers nothing, and its connection says so late.
-func whileLeading(ctx context.Context, l Log, address string) (context.Context, context.CancelFunc) {
-	const look = 20 * time.Millisecond
-	ctx, cancel := context.WithCancel(ctx)
-	go func() {
-		tick := time.NewTicker(look)
-		defer tick.Stop()
-		for {
-			select {
-			case <-ctx.Done():
-				return
-			case <-tick.C:
-			}
-			if _, now := l.Leader(); now != "" && now != address {
-				cancel()
-			}
+// Bind makes a claim, which has an id, on the leader if that can be reached,
+// and else from here.
+func (a *API) Bind(ctx context.Context, c *clusterv1.Claim) (*clusterv1.CreateClaimResponse, error) {
+	l, err := a.replicated()
+	if err != nil {
+		return nil, err
+	}
+	if _, address := l.Leader(); !l.IsLeader() && address != "" && !a.fromHost(ctx) {
+		forwarded, cancel := whileLeading(ctx, l, address)
+		res, err := a.member.Peer(address).CreateClaim(forwarded, connect.NewRequest(&clusterv1.CreateClaimRequest{Claim: c}))
+		lost := forwarded.Err() != nil && ctx.Err() == nil
+		cancel()
+		if err == nil {
+			return res.Msg, nil
 		}
-	}()
-	return ctx, cancel
+		if !lost && connect.IsWireError(err) && connect.CodeOf(err) != connect.CodeUnavailable {
+			return nil, err // an answer, not a connection that broke
+		}
+		// The id makes it safe to try from here.
+	}
+	return a.Create(ctx, c)
+}
+
+// forwardFor is the longest that one leader is waited for.
+const forwardFor = 4 * time.Second
+
+func whileLeading(ctx context.Context, l Log, address string) (context.Context, context.CancelFunc) {
+	return store.WhileLeading(ctx, func() string {
+		_, now := l.Leader()
+		return now
+	}, address, forwardFor)
 }
 
 // Create makes a claim from this host.

@@ -14,6 +14,7 @@ import (
 	"github.com/gpuctl/gpuctl/cluster/query"
 	"github.com/gpuctl/gpuctl/cluster/scheduler"
 	"github.com/gpuctl/gpuctl/cluster/store"
+	"github.com/gpuctl/gpuctl/internal/reason"
 )
 
 // ErrNotJoined says that this host is in no cluster.
@@ -27,15 +28,15 @@ var (
 
 // What the log's errors are between hosts. Codes alone do not tell them apart.
 const (
-	reasonHeader = "Gpuctl-Reason"
+	reasonHeader = reason.Header
 	leaderHeader = "Gpuctl-Leader"
 )
 
 // reasons are the store's errors by their names on the wire.
 func reasons() map[string]error {
 	return map[string]error{
-		"no-leader": store.ErrNoLeader, "timeout": store.ErrTimeout, "not-in-cluster": store.ErrNotInCluster,
-		"stopped": store.ErrStopped, "not-leader": store.ErrNotLeader, "protocol": store.ErrProtocol, "closed": store.ErrClosed,
+		reason.NoLeader: store.ErrNoLeader, "timeout": store.ErrTimeout, "not-in-cluster": store.ErrNotInCluster,
+		"stopped": store.ErrStopped, reason.NotLeader: store.ErrNotLeader, "protocol": store.ErrProtocol, "closed": store.ErrClosed,
 		"contended": scheduler.ErrContended,
 	}
 }
@@ -123,7 +124,7 @@ func Uncoded(err error) error {
 		return err
 	}
 	name := c.Meta().Get(reasonHeader)
-	if name == "not-leader" {
+	if name == reason.NotLeader {
 		return &store.NotLeaderError{Leader: c.Meta().Get(leaderHeader)}
 	}
 	if e := reasons()[name]; e != nil {

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"time"
 
 	"connectrpc.com/connect"
 
@@ -12,6 +13,7 @@ import (
 	"github.com/gpuctl/gpuctl/cluster/pki"
 	"github.com/gpuctl/gpuctl/cluster/scheduler"
 	"github.com/gpuctl/gpuctl/cluster/state"
+	"github.com/gpuctl/gpuctl/cluster/store"
 )
 
 func (a *API) fromHost(ctx context.Context) bool {
@@ -82,23 +84,51 @@ func (a *API) Enroll(ctx context.Context, req *connect.Request[clusterv1.EnrollR
 	if err != nil {
 		return nil, err
 	}
-	if _, address := l.Leader(); !l.IsLeader() && !a.fromHost(ctx) {
-		if address == "" {
-			return nil, Coded(errNoLeaderNow())
+	ctx, cancel := context.WithTimeout(ctx, patience)
+	defer cancel()
+	if !a.fromHost(ctx) {
+		res, err := a.enrollElsewhere(ctx, l, req)
+		if err != nil || res != nil {
+			return res, err
 		}
-		return a.member.Peer(address).Enroll(ctx, req)
 	}
 	res, err := a.enroll(ctx, l, req.Msg)
 	if err != nil {
-		a.log.Warn("nobody was let in", "token", req.Msg.GetTokenId(), "name", req.Msg.GetHost(), "err", err)
+		// Anybody can have this written: seldom, and not at any length.
+		if skipped, ok := a.quiet.Allow("enroll"); ok {
+			a.log.Warn("nobody was let in", "token", fmt.Sprintf("%.64s", req.Msg.GetTokenId()), "name", fmt.Sprintf("%.64s", req.Msg.GetHost()), "err", fmt.Sprintf("%.500s", err.Error()), "skipped", skipped)
+		}
 		return nil, Coded(err)
 	}
 	a.log.Info("let in", "name", req.Msg.GetHost(), "token", req.Msg.GetTokenId())
 	return connect.NewResponse(res), nil
 }
 
-func errNoLeaderNow() error {
-	return connect.NewError(connect.CodeUnavailable, errors.New("the cluster has no leader now; try again"))
+// enrollElsewhere has the leader let somebody in, waiting for one while there is
+// none; nil: that is this host. An answer that was lost can be asked for again.
+func (a *API) enrollElsewhere(ctx context.Context, l Log, req *connect.Request[clusterv1.EnrollRequest]) (*connect.Response[clusterv1.EnrollResponse], error) {
+	const pause = 20 * time.Millisecond
+	for {
+		if l.IsLeader() {
+			return nil, nil
+		}
+		err := errors.New("an election is under way")
+		if _, address := l.Leader(); address != "" {
+			forwarded, cancel := whileLeading(ctx, l, address)
+			var res *connect.Response[clusterv1.EnrollResponse]
+			res, err = a.member.Peer(address).Enroll(forwarded, connect.NewRequest(req.Msg))
+			lost := forwarded.Err() != nil && ctx.Err() == nil
+			cancel()
+			if err == nil || !lost && connect.IsWireError(err) && connect.CodeOf(err) != connect.CodeUnavailable {
+				return res, err
+			}
+		}
+		select {
+		case <-ctx.Done():
+			return nil, Coded(fmt.Errorf("%w: %w", store.ErrNoLeader, err))
+		case <-time.After(pause):
+		}
+	}
 }
 
 func (a *API) enroll(ctx context.Context, l Log, m *clusterv1.EnrollRequest) (*clusterv1.EnrollResponse, error) {
@@ -107,6 +137,9 @@ func (a *API) enroll(ctx context.Context, l Log, m *clusterv1.EnrollRequest) (*c
 		return nil, err
 	}
 	token := v.JoinToken(m.GetTokenId())
+	if token == nil {
+		return a.again(v, m)
+	}
 	if err := pki.VerifyToken(m.GetSecret(), token, m.GetHost(), a.now()); err != nil {
 		return nil, err
 	}
@@ -119,22 +152,9 @@ func (a *API) enroll(ctx context.Context, l Log, m *clusterv1.EnrollRequest) (*c
 		return nil, err
 	}
 	// What can be wrong with the request must not cost the token.
-	cert, err := ca.Sign(m.GetCsr(), who, a.now())
+	res, err := a.welcome(v, ca, who, m)
 	if err != nil {
 		return nil, err
-	}
-	res := &clusterv1.EnrollResponse{Certificate: cert, Ca: ca.Certificate().Raw, ClusterId: ca.ClusterID()}
-	if identity.GetRole() == clusterv1.Role_ROLE_HOST {
-		key, err := ca.KeyDER()
-		if err != nil {
-			return nil, err
-		}
-		if res.CaKey, err = pki.Seal(m.GetSecret(), key); err != nil {
-			return nil, err
-		}
-	}
-	for h := range v.Hosts() {
-		res.Addresses = append(res.Addresses, h.GetAddress())
 	}
 	if v.Identity(identity.GetId()).GetRole() == clusterv1.Role_ROLE_HOST && v.HostByID(identity.GetId()) == nil {
 		// It was let in before and crashed before it was a member.
@@ -160,12 +180,59 @@ func (a *API) enroll(ctx context.Context, l Log, m *clusterv1.EnrollRequest) (*c
 	return res, nil
 }
 
+// welcome is the answer to who is let in.
+func (a *API) welcome(v *state.View, ca *pki.CA, who pki.Identity, m *clusterv1.EnrollRequest) (*clusterv1.EnrollResponse, error) {
+	cert, err := ca.Sign(m.GetCsr(), who, a.now())
+	if err != nil {
+		return nil, err
+	}
+	res := &clusterv1.EnrollResponse{Certificate: cert, Ca: ca.Certificate().Raw, ClusterId: ca.ClusterID()}
+	if who.Role == clusterv1.Role_ROLE_HOST {
+		key, err := ca.KeyDER()
+		if err != nil {
+			return nil, err
+		}
+		if res.CaKey, err = pki.Seal(m.GetSecret(), key); err != nil {
+			return nil, err
+		}
+	}
+	for h := range v.Hosts() {
+		res.Addresses = append(res.Addresses, h.GetAddress())
+	}
+	return res, nil
+}
+
+// again answers who was let in with the very same request, as when the leader
+// stood still before its answer was out. A used token is good for nothing else.
+func (a *API) again(v *state.View, m *clusterv1.EnrollRequest) (*clusterv1.EnrollResponse, error) {
+	id := m.GetHostId()
+	if id == "" {
+		id = m.GetHost()
+	}
+	identity := v.Identity(id)
+	if identity == nil || identity.GetEnrolment() != pki.EnrolmentOf(m.GetSecret(), m.GetCsr()) {
+		return nil, pki.VerifyToken(m.GetSecret(), nil, m.GetHost(), a.now())
+	}
+	ca, err := a.member.Authority()
+	if err != nil {
+		return nil, err
+	}
+	who := pki.Identity{ID: id, Role: identity.GetRole(), Enrolment: identity.GetEnrolment()}
+	if identity.GetRole() == clusterv1.Role_ROLE_HOST {
+		who = pki.HostIdentity(id, identity.GetHost(), m.GetAddress(), identity.GetEnrolment())
+	}
+	return a.welcome(v, ca, who, m)
+}
+
 // newcomer is who a token lets in.
 func (a *API) newcomer(v *state.View, token *clusterv1.JoinToken, m *clusterv1.EnrollRequest) (*clusterv1.Identity, pki.Identity, error) {
 	name := m.GetHost()
 	identity := &clusterv1.Identity{Id: name, Role: token.GetRole(), CreatedUnixMs: a.now().UnixMilli()}
+	if v.Protocol() >= state.ProtocolEnrolments {
+		identity.Enrolment = pki.EnrolmentOf(m.GetSecret(), m.GetCsr())
+	}
 	if token.GetRole() != clusterv1.Role_ROLE_HOST {
-		return identity, pki.Identity{ID: name, Role: token.GetRole()}, nil
+		return identity, pki.Identity{ID: name, Role: token.GetRole(), Enrolment: identity.GetEnrolment()}, nil
 	}
 	identity.Id, identity.Host = m.GetHostId(), name
 	if h := v.Host(name); h != nil && h.GetId() != m.GetHostId() {
@@ -179,7 +246,7 @@ func (a *API) newcomer(v *state.View, token *clusterv1.JoinToken, m *clusterv1.E
 	if m.GetProtocol() < v.Protocol() {
 		return nil, pki.Identity{}, fmt.Errorf("%w: host %s speaks protocol %d, the cluster %d: install a newer gpuctl there", errRefused, name, m.GetProtocol(), v.Protocol())
 	}
-	return identity, pki.HostIdentity(m.GetHostId(), name, m.GetAddress()), nil
+	return identity, pki.HostIdentity(m.GetHostId(), name, m.GetAddress(), identity.GetEnrolment()), nil
 }
 
 // Renew gives a host or user the next certificate.
@@ -192,13 +259,15 @@ func (a *API) Renew(ctx context.Context, req *connect.Request[clusterv1.RenewReq
 	if !ok {
 		return nil, connect.NewError(connect.CodeUnauthenticated, errors.New("nobody to renew a certificate for"))
 	}
-	who := pki.Identity{ID: c.ID, Role: c.Role}
+	// The enrolment of the certificate that asked: one that was revoked
+	// meanwhile gets nothing that holds.
+	who := pki.Identity{ID: c.ID, Role: c.Role, Enrolment: c.Enrolment}
 	if c.Kind == access.Host {
 		v, err := a.read(ctx, true)
 		if err != nil {
 			return nil, err
 		}
-		who = pki.HostIdentity(c.ID, c.Host, v.HostByID(c.ID).GetAddress())
+		who = pki.HostIdentity(c.ID, c.Host, v.HostByID(c.ID).GetAddress(), c.Enrolment)
 	}
 	cert, err := ca.Sign(req.Msg.GetCsr(), who, a.now())
 	if err != nil {

@@ -44,6 +44,9 @@ func (a *API) List(ctx context.Context, req *connect.Request[clusterv1.ListReque
 	if err != nil {
 		return nil, Coded(err)
 	}
+	bound, cancel := context.WithTimeout(ctx, patience)
+	defer cancel()
+	q = q.Within(bound)
 	v, err := a.read(ctx, m.GetStale())
 	if err != nil {
 		return nil, err
@@ -114,6 +117,7 @@ func (a *API) Watch(ctx context.Context, req *connect.Request[clusterv1.WatchReq
 	if err != nil {
 		return Coded(err)
 	}
+	q = q.Within(ctx)
 	v, err := a.read(ctx, false)
 	if err != nil {
 		return err

@@ -4,10 +4,10 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"strings"
 	"time"
 
-	"connectrpc.com/connect"
 	"google.golang.org/protobuf/proto"
 
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
@@ -81,6 +81,32 @@ func (n *Node) unsettled(m *membership, v *state.View) bool {
 	return false
 }
 
+// Known returns when the cluster knows GPUs of this host, or after the time of
+// one attempt all the same: one that was just started has to report them first.
+func (n *Node) Known(ctx context.Context, gpus []string) {
+	m := n.member()
+	if m == nil {
+		return
+	}
+	ctx, cancel := context.WithTimeout(ctx, attempt)
+	defer cancel()
+	for ctx.Err() == nil {
+		v := m.store.State().View()
+		changed := v.Changed(clusterv1.Kind_KIND_GPU, clusterv1.Kind_KIND_HOST)
+		if !slices.ContainsFunc(gpus, func(g string) bool { return !v.GPU(m.id(g)).GetPresent() }) {
+			return
+		}
+		if err := n.reportOnce(ctx, m); err != nil {
+			n.Logger.Debug("host not reported yet", "err", err)
+		}
+		select {
+		case <-changed:
+		case <-ctx.Done():
+		case <-time.After(retryAfter):
+		}
+	}
+}
+
 // HostName is what the cluster calls this host.
 func (n *Node) HostName() string { return n.Self().Host }
 
@@ -92,21 +118,13 @@ func (n *Node) Claim(ctx context.Context, c *clusterv1.Claim) (*clusterv1.Create
 	if err != nil {
 		return nil, err
 	}
-	c = m.own(c)
-	if _, address := m.store.Leader(); !m.store.IsLeader() && address != "" {
-		res, err := n.Peer(address).CreateClaim(ctx, connect.NewRequest(&clusterv1.CreateClaimRequest{Claim: c}))
-		if err == nil {
-			return res.Msg, nil
-		}
-		if connect.IsWireError(err) && connect.CodeOf(err) != connect.CodeUnavailable {
-			return nil, clusterapi.Uncoded(err)
-		}
-	}
-	return n.api.Create(ctx, c)
+	res, err := n.api.Bind(ctx, m.own(c))
+	return res, clusterapi.Uncoded(err)
 }
 
 // Place ranks where a claim of this host can go.
 func (n *Node) Place(ctx context.Context, r placement.Request) (placement.Decision, error) {
+	caller := ctx // the decision explains itself later
 	ctx, cancel := context.WithTimeout(ctx, attempt)
 	defer cancel()
 	m, err := n.membership()
@@ -117,7 +135,7 @@ func (n *Node) Place(ctx context.Context, r placement.Request) (placement.Decisi
 	if err != nil {
 		return placement.Decision{}, err
 	}
-	r.Claim, r.Host = m.own(r.Claim), m.Host
+	r.Claim, r.Host, r.Context = m.own(r.Claim), m.Host, caller
 	for i, g := range r.From {
 		r.From[i] = m.id(g)
 	}

@@ -149,7 +149,7 @@ func (n *Node) foundPKI(id identity, key *ecdsa.PrivateKey, csr []byte, now time
 	if err != nil {
 		return err
 	}
-	cert, err := ca.Sign(csr, pki.HostIdentity(id.ID, id.Host, id.Address), now)
+	cert, err := ca.Sign(csr, pki.HostIdentity(id.ID, id.Host, id.Address, pki.NewEnrolment()), now)
 	if err != nil {
 		return err
 	}

@@ -95,7 +95,7 @@ type membership struct {
 	ready     chan struct{} // closed when scheduler is there
 	renewer   *pki.Renewer  // nil: in memory
 	port      *pki.Mux
-	server    *http.Server
+	servers   []*http.Server
 	stop      context.CancelFunc
 	work      sync.WaitGroup
 	removed   atomic.Bool // others say so
@@ -155,24 +155,31 @@ func (n *Node) pki() pki.Dir { return pki.NewDir(filepath.Join(n.Dir, "pki")) }
 
 // trust is made before there is anything to trust: it asks again each time.
 func (n *Node) trust() pki.Trust {
-	return pki.Trust{Provider: n, Revoked: func(id string) bool {
+	return pki.Trust{Provider: n, Revoked: func(p pki.Peer) bool {
 		v := n.known()
-		return v != nil && v.Identity(id) == nil
+		return v != nil && !holds(v, p)
 	}}
 }
 
-// revoked says whether an identity was removed. One that is not known here may
-// have been let in a moment ago: before its owner is told to ask for a new
-// token, this host asks the leader.
-func (n *Node) revoked(id string) bool {
+// holds says whether a certificate is of an identity that there is, and of the
+// same enrolment.
+func holds(v *state.View, p pki.Peer) bool {
+	i := v.Identity(p.ID)
+	return i != nil && i.GetEnrolment() == p.Enrolment
+}
+
+// revoked says whether a certificate's identity was removed. One that is not
+// known here may have been let in a moment ago: before its owner is told to
+// ask for a new token, this host asks the leader.
+func (n *Node) revoked(p pki.Peer) bool {
 	v := n.known()
-	if v == nil || v.Identity(id) != nil {
+	if v == nil || holds(v, p) {
 		return false
 	}
 	ctx, cancel := context.WithTimeout(n.ctx, time.Second)
 	defer cancel()
 	now, err := n.Read(ctx)
-	return err != nil || now.Identity(id) == nil
+	return err != nil || !holds(now, p)
 }
 
 // Current is the certificate in force.
@@ -195,7 +202,7 @@ func (n *Node) known() *state.View {
 		return nil
 	}
 	v := m.store.State().View()
-	if v.Identity(m.ID) == nil {
+	if m.renewer == nil && v.Identity(m.ID) == nil || m.renewer != nil && !holds(v, m.renewer.Current().Peer) {
 		return nil
 	}
 	return v
@@ -359,12 +366,14 @@ func (n *Node) start(ctx context.Context, id identity, listener net.Listener) (e
 		}
 	}
 	if m.port != nil {
-		m.server = n.newServer()
-		m.work.Go(func() {
-			if err := m.server.Serve(m.port.HTTP()); err != nil && !errors.Is(err, http.ErrServerClosed) {
-				n.Logger.Error("the API is not served any more", "err", err)
-			}
-		})
+		for server, listener := range map[*http.Server]net.Listener{n.newServer(): m.port.HTTP(), n.newStrangers(): m.port.Strangers()} {
+			m.servers = append(m.servers, server)
+			m.work.Go(func() {
+				if err := server.Serve(listener); err != nil && !errors.Is(err, http.ErrServerClosed) {
+					n.Logger.Error("the API is not served any more", "err", err)
+				}
+			})
+		}
 		m.work.Go(func() { m.renewer.Run(work) })
 		m.work.Go(func() { n.recheck(work, m) })
 		m.work.Go(func() { n.listen(work, m) })
@@ -383,9 +392,22 @@ func (n *Node) newServer() *http.Server {
 	protocols.SetHTTP2(true)
 	return &http.Server{
 		Handler: n.Handler(), Protocols: protocols, ConnContext: n.ConnContext,
-		ReadHeaderTimeout: 10 * time.Second, IdleTimeout: 2 * time.Minute,
+		ReadHeaderTimeout: 10 * time.Second, IdleTimeout: 2 * time.Minute, MaxHeaderBytes: 64 << 10,
 		ErrorLog: slog.NewLogLogger(n.Logger.Handler(), slog.LevelDebug),
 	}
+}
+
+// newStrangers serves who has no certificate yet, and so may be anybody: little
+// at a time, and not for long. With the connections that the port lets in, that
+// bounds what all of them can have of this host's memory.
+func (n *Node) newStrangers() *http.Server {
+	s := n.newServer()
+	s.MaxHeaderBytes, s.IdleTimeout, s.WriteTimeout = 8<<10, 15*time.Second, time.Minute
+	s.HTTP2 = &http.HTTP2Config{
+		MaxConcurrentStreams: 4, MaxReadFrameSize: 16 << 10, MaxDecoderHeaderTableSize: 4 << 10, MaxEncoderHeaderTableSize: 4 << 10,
+		MaxReceiveBufferPerConnection: 64 << 10, MaxReceiveBufferPerStream: 64 << 10,
+	}
+	return s
 }
 
 // connect opens the port and says how the store reaches others.
@@ -419,10 +441,12 @@ func (n *Node) found(ctx context.Context, m *membership) error {
 	if err := m.store.Bootstrap(ctx, first); err != nil && !errors.Is(err, store.ErrExists) {
 		return fmt.Errorf("cluster %s: %w", m.Cluster, err)
 	}
+	identity := &clusterv1.Identity{Id: m.ID, Host: m.Host, Role: clusterv1.Role_ROLE_HOST, CreatedUnixMs: time.Now().UnixMilli()}
+	if n.Dir != "" {
+		identity.Enrolment = m.renewer.Current().Peer.Enrolment
+	}
 	_, err := scheduler.Check(m.store.Apply(ctx, &clusterv1.Command{Actor: "host " + m.Host, Op: &clusterv1.Command_PutIdentity{
-		PutIdentity: &clusterv1.PutIdentity{Identity: &clusterv1.Identity{
-			Id: m.ID, Host: m.Host, Role: clusterv1.Role_ROLE_HOST, CreatedUnixMs: time.Now().UnixMilli(),
-		}},
+		PutIdentity: &clusterv1.PutIdentity{Identity: identity},
 	}}))
 	if err != nil {
 		return fmt.Errorf("cluster %s: %w", m.Cluster, err)
@@ -445,7 +469,7 @@ func (n *Node) renew(_ context.Context, csr []byte) (cert, ca []byte, err error)
 	if err != nil {
 		return nil, nil, err
 	}
-	cert, err = authority.Sign(csr, pki.HostIdentity(m.ID, m.Host, m.Address), time.Now())
+	cert, err = authority.Sign(csr, pki.HostIdentity(m.ID, m.Host, m.Address, m.renewer.Current().Peer.Enrolment), time.Now())
 	return cert, authority.Certificate().Raw, err
 }
 
@@ -506,13 +530,13 @@ func (n *Node) halt(m *membership) {
 	}
 	n.mu.Unlock()
 	m.stop()
-	if m.server != nil {
-		ctx, cancel := context.WithTimeout(context.Background(), shutdown)
-		if m.server.Shutdown(ctx) != nil {
-			_ = m.server.Close()
+	ctx, cancel := context.WithTimeout(context.Background(), shutdown)
+	for _, server := range m.servers {
+		if server.Shutdown(ctx) != nil {
+			_ = server.Close()
 		}
-		cancel()
 	}
+	cancel()
 	if m.store != nil {
 		if err := m.store.Close(); err != nil {
 			n.Logger.Warn("cluster state not closed", "err", err)

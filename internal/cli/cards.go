@@ -23,7 +23,7 @@ func (a *app) connectDevices() (gpuctlv1connect.DeviceServiceClient, error) {
 	if err != nil {
 		return nil, err
 	}
-	return gpuctlv1connect.NewDeviceServiceClient(h, url), nil
+	return gpuctlv1connect.NewDeviceServiceClient(h, url, a.patience()), nil
 }
 
 // onFlag names the host of a VM or card.

@@ -29,8 +29,9 @@ type app struct {
 	remote Remote // nil: there is no way to other machines
 	// timeline draws migrations; nil: it can't be done.
 	timeline Timeline
-	host     string // --host
-	output   string // --output
+	host     string        // --host
+	output   string        // --output
+	timeout  time.Duration // --timeout
 }
 
 // Run is gpuctl. Its error says which exit status (program.Code) is due.
@@ -81,7 +82,11 @@ listed; 4 nobody answers, or the cluster has no leader.`,
 	flags := root.PersistentFlags()
 	flags.StringVar(&a.host, "host", "", "hostd's socket, as unix://PATH, or another machine's `hostd`: a name from gpuctl cluster login, or https://HOST:PORT (default $GPUCTL_HOST, else the one that runs)")
 	flags.StringVarP(&a.output, "output", "o", "table", "table, wide, json or yaml")
+	flags.DurationVar(&a.timeout, "timeout", defaultPatience, "of a command that changes something: how long to wait for the cluster to have a leader, and for its answer")
 	root.PersistentPreRunE = func(cmd *cobra.Command, _ []string) error {
+		if a.timeout <= 0 {
+			return program.Usage(errors.New("--timeout: a time greater than 0"))
+		}
 		if all := outputs(cmd); !slices.Contains(all, a.output) {
 			return program.Usage(fmt.Errorf("output %q is not one of %s", a.output, strings.Join(all, ", ")))
 		}

@@ -64,9 +64,14 @@ func (a *app) find() (at endpoint, explicit bool, err error) {
 		return at, true, err
 	}
 	for _, path := range a.dirs.Sockets() {
-		if rundir.Answers(path) {
-			return endpoint{socket: path}, false, nil
+		if !rundir.Answers(path) {
+			continue
 		}
+		if err := a.dirs.Trusted(path); err != nil {
+			fmt.Fprintf(a.Err, "gpuctl: the hostd at %s is not asked: %v\n", path, err)
+			continue
+		}
+		return endpoint{socket: path}, false, nil
 	}
 	return endpoint{}, false, errNoHost
 }
@@ -142,7 +147,7 @@ func (a *app) connect() (client, error) {
 	if err != nil {
 		return nil, err
 	}
-	return gpuctlv1connect.NewHostServiceClient(h, url), nil
+	return gpuctlv1connect.NewHostServiceClient(h, url, a.patience()), nil
 }
 
 // connectCluster is the same for the cluster's side of it.
@@ -151,9 +156,9 @@ func (a *app) connectCluster() (clusterClient, error) {
 	if err != nil {
 		return nil, err
 	}
-	return clusterv1connect.NewClusterServiceClient(h, url), nil
+	return clusterv1connect.NewClusterServiceClient(h, url, a.patience()), nil
 }
 
-func dial(path string) client {
-	return gpuctlv1connect.NewHostServiceClient(unixrpc.Client(path), "http://host")
+func (a *app) dial(path string) client {
+	return gpuctlv1connect.NewHostServiceClient(unixrpc.Client(path), "http://host", a.patience())
 }

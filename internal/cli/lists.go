@@ -138,7 +138,7 @@ func (a *app) inventoryCommand() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			gpus, err := keep(res.Msg.GetGpus(), filter, expr.OfGPU)
+			gpus, err := keep(cmd.Context(), res.Msg.GetGpus(), filter, expr.OfGPU)
 			if err != nil {
 				return program.Usage(err)
 			}
@@ -233,7 +233,7 @@ func (a *app) sessionsCommand() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			sessions, err := keep(res.Msg.GetSessions(), filter, expr.OfSession)
+			sessions, err := keep(cmd.Context(), res.Msg.GetSessions(), filter, expr.OfSession)
 			if err != nil {
 				return program.Usage(err)
 			}
@@ -303,7 +303,7 @@ func (a *app) watchSessions(ctx context.Context, c client, filter *expr.Expr) er
 	last := map[string]string{}
 	for first := true; stream.Receive(); {
 		s := stream.Msg()
-		if ok, err := filter.Match(expr.OfSession(s)); err != nil {
+		if ok, err := filter.Match(ctx, expr.OfSession(s)); err != nil {
 			return program.Usage(err)
 		} else if !ok {
 			continue
@@ -333,10 +333,10 @@ func (a *app) watchSessions(ctx context.Context, c client, filter *expr.Expr) er
 }
 
 // keep filters a list.
-func keep[T any](all []T, filter *expr.Expr, fields func(T) map[string]any) ([]T, error) {
+func keep[T any](ctx context.Context, all []T, filter *expr.Expr, fields func(T) map[string]any) ([]T, error) {
 	var out []T
 	for _, x := range all {
-		ok, err := filter.Match(fields(x))
+		ok, err := filter.Match(ctx, fields(x))
 		if err != nil {
 			return nil, err
 		}

@@ -41,7 +41,7 @@ func (a *app) connectMigrations() (migrationClient, error) {
 	if err != nil {
 		return nil, err
 	}
-	return gpuctlv1connect.NewMigrationServiceClient(h, url), nil
+	return gpuctlv1connect.NewMigrationServiceClient(h, url, a.patience()), nil
 }
 
 // machineFlags are those of the verbs that are about VMs.

@@ -143,7 +143,7 @@ func (a *app) run(ctx context.Context, f runFlags, args []string) (err error) {
 	case explicit && !rundir.Answers(socket):
 		return fmt.Errorf("no hostd answers at %s; start it, or leave --host and $GPUCTL_HOST out to use a private one", socket)
 	}
-	host := dial(socket)
+	host := a.dial(socket)
 	res, err := host.CreateClaim(ctx, connect.NewRequest(req))
 	if err != nil {
 		return err

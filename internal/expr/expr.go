@@ -1,6 +1,7 @@
 package expr
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"maps"
@@ -9,15 +10,10 @@ import (
 	"strings"
 
 	"github.com/google/cel-go/cel"
-	"github.com/google/cel-go/ext"
 
+	"github.com/gpuctl/gpuctl/internal/celenv"
 	"github.com/gpuctl/gpuctl/internal/near"
 	"github.com/gpuctl/gpuctl/internal/size"
-)
-
-const (
-	maxLength = 4096
-	maxCost   = 100_000
 )
 
 // ErrInvalid is wrapped by every error about an expression that cannot be used.
@@ -55,7 +51,7 @@ func Session() Fields {
 type Expr struct {
 	source  string
 	kind    string
-	program cel.Program
+	program *celenv.Program
 }
 
 // Compile reads an expression over the fields. The empty expression is true.
@@ -63,29 +59,25 @@ func Compile(source string, fields Fields) (*Expr, error) {
 	if strings.TrimSpace(source) == "" {
 		return &Expr{}, nil
 	}
-	if len(source) > maxLength {
-		return nil, fmt.Errorf("%w: longer than %d bytes", ErrInvalid, maxLength)
+	if len(source) > celenv.MaxLength {
+		return nil, fmt.Errorf("%w: longer than %d bytes", ErrInvalid, celenv.MaxLength)
 	}
-	// Names in the container win over CEL's own, of which type is one.
-	options := []cel.EnvOption{ext.Strings(), cel.Container(fields.kind)}
+	var options []cel.EnvOption
 	for _, name := range slices.Sorted(maps.Keys(fields.types)) {
 		options = append(options, cel.Variable(fields.kind+"."+name, fields.types[name]))
 	}
 	for name := range units() {
 		options = append(options, cel.Variable(name, cel.IntType))
 	}
-	env, err := cel.NewEnv(options...)
+	env, err := celenv.New(fields.kind, options...)
 	if err != nil {
-		return nil, fmt.Errorf("expression environment: %w", err)
+		return nil, err
 	}
 	ast, issues := env.Compile(source)
 	if issues.Err() != nil {
 		return nil, fmt.Errorf("%w %q: %s%s", ErrInvalid, source, brief(issues), hint(issues, fields))
 	}
-	if ast.OutputType() != cel.BoolType {
-		return nil, fmt.Errorf("%w %q: it is a %s, not true or false", ErrInvalid, source, ast.OutputType())
-	}
-	program, err := env.Program(ast, cel.CostLimit(maxCost), cel.EvalOptions(cel.OptOptimize))
+	program, err := env.Program(ast)
 	if err != nil {
 		return nil, fmt.Errorf("%w %q: %w", ErrInvalid, source, err)
 	}
@@ -97,7 +89,7 @@ func (e *Expr) String() string { return e.source }
 
 // Match says whether the expression holds for an object, which must have a
 // value for every field that the expression was compiled with.
-func (e *Expr) Match(object map[string]any) (bool, error) {
+func (e *Expr) Match(ctx context.Context, object map[string]any) (bool, error) {
 	if e.program == nil {
 		return true, nil
 	}
@@ -105,12 +97,11 @@ func (e *Expr) Match(object map[string]any) (bool, error) {
 	for name, value := range object {
 		vars[e.kind+"."+name] = value
 	}
-	out, _, err := e.program.Eval(vars)
+	matched, err := e.program.Match(ctx, vars)
 	if err != nil {
 		return false, fmt.Errorf("expression %q: %w", e.source, err)
 	}
-	matched, ok := out.Value().(bool)
-	return ok && matched, nil
+	return matched, nil
 }
 
 // Int makes a CEL integer of an amount; what is too large becomes the largest.

@@ -33,7 +33,7 @@ func TestMatch(t *testing.T) {
 			t.Errorf("%s: %v", source, err)
 			continue
 		}
-		if got, err := e.Match(gpu()); err != nil || got != want {
+		if got, err := e.Match(t.Context(), gpu()); err != nil || got != want {
 			t.Errorf("%s = %v, %v; want %v", source, got, err, want)
 		}
 	}
@@ -62,7 +62,7 @@ func TestAnExpensiveExpressionEnds(t *testing.T) {
 	}
 	object := gpu()
 	object["extensions"] = make([]string, 100)
-	if _, err := e.Match(object); err == nil {
+	if _, err := e.Match(t.Context(), object); err == nil {
 		t.Error("10^8 comparisons were allowed")
 	}
 }

@@ -55,12 +55,35 @@ func (d Dirs) Private(pid int) string {
 	return filepath.Join(d.Default(), "private", strconv.Itoa(pid))
 }
 
+// Trusted is nil if what is in the folder of a socket was put there by this
+// user or by root. Others can make folders below /tmp before their owner does.
+func (d Dirs) Trusted(socket string) error {
+	dir := filepath.Dir(socket)
+	for _, path := range []string{dir, socket} {
+		info, err := os.Lstat(path)
+		if err != nil {
+			return fmt.Errorf("run folder: %w", err)
+		}
+		stat, ok := info.Sys().(*syscall.Stat_t)
+		if !ok || int(stat.Uid) != d.UID && stat.Uid != 0 {
+			return fmt.Errorf("%s belongs to another user: %w", path, fs.ErrPermission)
+		}
+		if path == dir && (!info.IsDir() || info.Mode().Perm()&0o022 != 0) {
+			return fmt.Errorf("run folder %s can be written by others, or is no folder: %w", path, fs.ErrPermission)
+		}
+	}
+	return nil
+}
+
 // PrivateSockets are those of the private daemons that answer now.
 func (d Dirs) PrivateSockets() []string {
+	if d.Trusted(filepath.Join(d.Default(), "private")) != nil {
+		return nil
+	}
 	found, _ := filepath.Glob(filepath.Join(d.Default(), "private", "*", SocketName))
 	var alive []string
 	for _, socket := range found {
-		if Answers(socket) {
+		if d.Trusted(socket) == nil && Answers(socket) {
 			alive = append(alive, socket)
 		}
 	}
@@ -96,21 +119,33 @@ func Answers(socket string) bool {
 // Make creates a folder that only this user can enter, and refuses one that
 // somebody else prepared.
 func Make(dir string) error {
-	if err := os.MkdirAll(dir, 0o700); err != nil {
-		return fmt.Errorf("run folder: %w", err)
+	_, err := MakeNew(dir)
+	return err
+}
+
+// MakeNew is Make that says whether there was none before: the mode of one that
+// was there is somebody else's to change.
+func MakeNew(dir string) (made bool, err error) {
+	if err := os.MkdirAll(filepath.Dir(dir), 0o700); err != nil {
+		return false, fmt.Errorf("run folder: %w", err)
 	}
+	err = os.Mkdir(dir, 0o700)
+	if err != nil && !errors.Is(err, fs.ErrExist) {
+		return false, fmt.Errorf("run folder: %w", err)
+	}
+	made = err == nil
 	info, err := os.Lstat(dir)
 	if err != nil {
-		return fmt.Errorf("run folder: %w", err)
+		return made, fmt.Errorf("run folder: %w", err)
 	}
 	stat, ok := info.Sys().(*syscall.Stat_t)
 	if !info.IsDir() || !ok || int(stat.Uid) != os.Getuid() {
-		return fmt.Errorf("run folder %s belongs to somebody else: %w", dir, fs.ErrPermission)
+		return made, fmt.Errorf("run folder %s belongs to somebody else: %w", dir, fs.ErrPermission)
 	}
 	if info.Mode().Perm()&0o022 != 0 {
-		return fmt.Errorf("run folder %s can be written by others: %w", dir, fs.ErrPermission)
+		return made, fmt.Errorf("run folder %s can be written by others: %w", dir, fs.ErrPermission)
 	}
-	return nil
+	return made, nil
 }
 
 // Listen opens a unix socket with mode 0600. A socket that nobody serves any

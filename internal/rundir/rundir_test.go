@@ -72,3 +72,61 @@ func TestSweepRemovesOnlyWhatTheDeadLeft(t *testing.T) {
 		}
 	}
 }
+
+func TestSocketInAFolderOfAnotherUserIsNotTrusted(t *testing.T) {
+	if os.Getuid() != 0 {
+		t.Skip("only root can make another user's folder")
+	}
+	temp := t.TempDir()
+	d := Dirs{Temp: temp, UID: 4242}
+	socket := d.Sockets()[0]
+	if err := os.MkdirAll(filepath.Dir(socket), 0o700); err != nil {
+		t.Fatal(err)
+	}
+	l, err := Listen(socket)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	for _, c := range []struct {
+		folder, socket int
+		mode           os.FileMode
+		trusted        bool
+	}{
+		{4242, 4242, 0o700, true}, {0, 0, 0o711, true}, {4242, 0, 0o700, true},
+		{4243, 4243, 0o711, false}, {4242, 4243, 0o711, false}, {4243, 4242, 0o711, false}, {4242, 4242, 0o777, false}, {4242, 4242, 0o1777, false},
+	} {
+		dir := filepath.Dir(socket)
+		for path, uid := range map[string]int{dir: c.folder, socket: c.socket} {
+			if err := os.Chown(path, uid, uid); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if err := os.Chmod(dir, c.mode); err != nil {
+			t.Fatal(err)
+		}
+		if err := d.Trusted(socket); (err == nil) != c.trusted {
+			t.Errorf("folder of %d, %o, socket of %d: %v", c.folder, c.mode, c.socket, err)
+		}
+		if got := len(d.PrivateSockets()); got != 0 {
+			t.Errorf("%d private ones", got)
+		}
+	}
+}
+
+// A folder that was there keeps its mode.
+func TestMadeFoldersAreToldFromThoseThatWereThere(t *testing.T) {
+	there := t.TempDir()
+	if err := os.Chmod(there, 0o755); err != nil {
+		t.Fatal(err)
+	}
+	if made, err := MakeNew(there); made || err != nil {
+		t.Errorf("%v, %v", made, err)
+	}
+	if made, err := MakeNew(filepath.Join(there, "new")); !made || err != nil {
+		t.Errorf("%v, %v", made, err)
+	}
+	if made, err := MakeNew(filepath.Join(there, "new")); made || err != nil {
+		t.Errorf("again: %v, %v", made, err)
+	}
+}

@@ -4,25 +4,50 @@ package unixrpc
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"net"
 	"net/http"
+	"os"
+	"syscall"
 	"time"
 
 	"golang.org/x/sys/unix"
 )
 
+// ErrForeign says that a socket is served by somebody who is not to be told
+// anything.
+var ErrForeign = errors.New("its server is another user's")
+
 // Client returns an HTTP client that reaches the socket whatever the URL's host.
+// It speaks to servers of its own user and of root alone: before the first byte
+// is sent, the kernel says whose server it is.
 func Client(socket string) *http.Client {
 	return &http.Client{Transport: &http.Transport{
 		DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
-			var d net.Dialer
-			return d.DialContext(ctx, "unix", socket)
+			return dial(ctx, socket, uint32(os.Geteuid()))
 		},
 		MaxIdleConns:       4,
 		IdleConnTimeout:    time.Minute,
 		DisableCompression: true,
 	}}
+}
+
+func dial(ctx context.Context, socket string, self uint32) (net.Conn, error) {
+	var d net.Dialer
+	c, err := d.DialContext(ctx, "unix", socket)
+	if err != nil {
+		return nil, err
+	}
+	peer, err := credentials(c)
+	if err == nil && peer.UID != 0 && peer.UID != self {
+		err = fmt.Errorf("%w: uid %d, not %d or root; nothing was sent to it", ErrForeign, peer.UID, self)
+	}
+	if err != nil {
+		_ = c.Close()
+		return nil, fmt.Errorf("socket %s: %w", socket, err)
+	}
+	return c, nil
 }
 
 // Peer is the process at the other end of a socket, as the kernel knows it.
@@ -50,6 +75,8 @@ func Server(handler http.Handler, onConnect func(Peer)) *http.Server {
 		Handler:           handler,
 		Protocols:         protocols,
 		ReadHeaderTimeout: 10 * time.Second,
+		IdleTimeout:       2 * time.Minute,
+		MaxHeaderBytes:    64 << 10,
 		ConnContext: func(ctx context.Context, c net.Conn) context.Context {
 			peer, err := credentials(c)
 			if err != nil {
@@ -64,7 +91,7 @@ func Server(handler http.Handler, onConnect func(Peer)) *http.Server {
 }
 
 func credentials(c net.Conn) (Peer, error) {
-	conn, ok := c.(*net.UnixConn)
+	conn, ok := c.(syscall.Conn)
 	if !ok {
 		return Peer{}, net.ErrClosed
 	}

@@ -2495,7 +2495,8 @@ func (x *Reservation) GetRevision() uint64 {
 	return 0
 }
 
-// Identity is a certificate's owner. Removing it revokes its certificates.
+// Identity is a certificate's owner. Removing it revokes its certificates, for
+// good: the same name enrolled again is another enrolment.
 type Identity struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Id            string                 `protobuf:"bytes,1,opt,name=id,proto3" json:"id,omitempty"` // common name of the certificate: host id or user
@@ -2503,6 +2504,9 @@ type Identity struct {
 	Host          string                 `protobuf:"bytes,3,opt,name=host,proto3" json:"host,omitempty"` // of ROLE_HOST
 	CreatedUnixMs int64                  `protobuf:"varint,4,opt,name=created_unix_ms,json=createdUnixMs,proto3" json:"created_unix_ms,omitempty"`
 	Revision      uint64                 `protobuf:"varint,5,opt,name=revision,proto3" json:"revision,omitempty"`
+	// Random, made with each enrolment (protocol 2). Certificates name it, and
+	// hold only while it is the identity's. Empty, as before: they name none.
+	Enrolment     string `protobuf:"bytes,6,opt,name=enrolment,proto3" json:"enrolment,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2570,6 +2574,13 @@ func (x *Identity) GetRevision() uint64 {
 		return x.Revision
 	}
 	return 0
+}
+
+func (x *Identity) GetEnrolment() string {
+	if x != nil {
+		return x.Enrolment
+	}
+	return ""
 }
 
 // JoinToken lets one host or user in, once.
@@ -3557,13 +3568,14 @@ const file_gpuctl_cluster_v1_state_proto_rawDesc = "" +
 	"\x06memory\x18\x05 \x01(\x04R\x06memory\x12\x15\n" +
 	"\x06ttl_ms\x18\x06 \x01(\rR\x05ttlMs\x12\x14\n" +
 	"\x05token\x18\a \x01(\x04R\x05token\x12\x1a\n" +
-	"\brevision\x18\b \x01(\x04R\brevision\"\x9f\x01\n" +
+	"\brevision\x18\b \x01(\x04R\brevision\"\xbd\x01\n" +
 	"\bIdentity\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12+\n" +
 	"\x04role\x18\x02 \x01(\x0e2\x17.gpuctl.cluster.v1.RoleR\x04role\x12\x12\n" +
 	"\x04host\x18\x03 \x01(\tR\x04host\x12&\n" +
 	"\x0fcreated_unix_ms\x18\x04 \x01(\x03R\rcreatedUnixMs\x12\x1a\n" +
-	"\brevision\x18\x05 \x01(\x04R\brevision\"\xe0\x01\n" +
+	"\brevision\x18\x05 \x01(\x04R\brevision\x12\x1c\n" +
+	"\tenrolment\x18\x06 \x01(\tR\tenrolment\"\xe0\x01\n" +
 	"\tJoinToken\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12\x1f\n" +
 	"\vsecret_hash\x18\x02 \x01(\fR\n" +

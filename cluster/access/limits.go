@@ -1,0 +1,151 @@
+package access
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"net/netip"
+	"sync"
+	"time"
+
+	"connectrpc.com/connect"
+
+	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
+)
+
+// Limits are what one caller may have of this host at a time: a process's user,
+// a cluster's user, a host, or the address of somebody who shows no certificate.
+type Limits struct {
+	Calls   int           // under way
+	Streams int           // of these, those that go on until they are ended
+	Body    int64         // bytes of a request; 0: as its procedure says
+	Time    time.Duration // in which a request must have come; 0: any
+}
+
+// LimitsOf are those of a caller. Hosts send states of VMs, and calls for all
+// of their own callers.
+func LimitsOf(c Caller) Limits {
+	switch {
+	case c.Kind == Host:
+		return Limits{Calls: 2048, Streams: 1024}
+	case c.Kind == Anonymous:
+		return Limits{Calls: 32, Streams: 1, Body: 32 << 10, Time: 10 * time.Second}
+	case c.Role == clusterv1.Role_ROLE_ADMIN:
+		return Limits{Calls: 512, Streams: 256, Body: 1 << 20, Time: 30 * time.Second}
+	}
+	return Limits{Calls: 64, Streams: 32, Body: 1 << 20, Time: 30 * time.Second}
+}
+
+// key of a caller whose calls are counted together.
+func (c Caller) key() string {
+	if c.Kind != Anonymous {
+		return c.Kind.String() + " " + c.ID
+	}
+	host, _, err := net.SplitHostPort(c.Address)
+	if err != nil {
+		return c.Address
+	}
+	if ip, err := netip.ParseAddr(host); err == nil && ip.Unmap().Is6() {
+		if p, err := ip.WithZone("").Prefix(64); err == nil { // who has one has all of these
+			return p.String()
+		}
+	}
+	return host
+}
+
+// counter counts what is under way by its caller.
+type counter struct {
+	mu sync.Mutex
+	n  map[string]int
+}
+
+// take counts one more, if there are not most of them. The caller gives back.
+func (c *counter) take(key string, most int) bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.n[key] >= most {
+		return false
+	}
+	if c.n == nil {
+		c.n = map[string]int{}
+	}
+	c.n[key]++
+	return true
+}
+
+func (c *counter) give(key string) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.n[key]--; c.n[key] == 0 {
+		delete(c.n, key)
+	}
+}
+
+// count counts something of a caller, or says that it is too many. The result
+// ends what was counted.
+func (g *Gate) count(in *counter, c Caller, what string, most int) (end func(), err *connect.Error) {
+	key := c.key()
+	if !in.take(key, most) {
+		// Who may not ask now may later: clients ask again.
+		code := connect.CodeResourceExhausted
+		if c.Kind == Anonymous {
+			code = connect.CodeUnavailable
+		}
+		return nil, connect.NewError(code, fmt.Errorf("%s has %d %s under way, as many as it may: wait until one has ended", c, most, what))
+	}
+	return func() { in.give(key) }, nil
+}
+
+// restrict bounds a request's body in bytes and in time.
+func restrict(w http.ResponseWriter, r *http.Request, l Limits) {
+	if r.Body == nil || r.Body == http.NoBody {
+		return
+	}
+	if l.Body > 0 {
+		r.Body = http.MaxBytesReader(w, r.Body, l.Body)
+	}
+	if l.Time > 0 {
+		control := http.NewResponseController(w)
+		if control.SetReadDeadline(time.Now().Add(l.Time)) == nil {
+			r.Body = &timed{r.Body, control}
+		}
+	}
+}
+
+// timed is a body with a deadline, which ends with it: what the connection
+// reads later is another request, or that the caller has gone.
+type timed struct {
+	io.ReadCloser
+
+	control *http.ResponseController
+}
+
+// Read reads the body.
+func (t *timed) Read(p []byte) (int, error) {
+	n, err := t.ReadCloser.Read(p)
+	if errors.Is(err, io.EOF) {
+		_ = t.control.SetReadDeadline(time.Time{})
+	}
+	return n, err
+}
+
+// window lets so many through in a minute.
+type window struct {
+	mu    sync.Mutex
+	began time.Time
+	n     int
+}
+
+const failuresEach = 100 // minute
+
+func (w *window) allow(now time.Time) bool {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if d := now.Sub(w.began); d >= time.Minute || d < 0 {
+		w.began, w.n = now, 0
+	}
+	w.n++
+	return w.n <= failuresEach
+}

@@ -1,0 +1,51 @@
+package hostd
+
+import (
+	"bytes"
+	"log/slog"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/gpuctl/gpuctl/internal/rundir"
+)
+
+func TestHostdChangesNoFolderThatItDidNotMake(t *testing.T) {
+	for name, c := range map[string]struct {
+		mode, want os.FileMode // 0: hostd makes it
+		warns      bool
+	}{
+		"a folder of the system": {0o755, 0o755, false},
+		"a closed folder":        {0o700, 0o700, true},
+		"its own":                {0, 0o711, false},
+	} {
+		var log bytes.Buffer
+		folder := filepath.Join(t.TempDir(), "run")
+		if c.mode != 0 {
+			if err := os.Mkdir(folder, c.mode); err != nil {
+				t.Fatal(err)
+			}
+			if err := os.Chmod(folder, c.mode); err != nil {
+				t.Fatal(err)
+			}
+		}
+		made, err := rundir.MakeNew(folder)
+		if err != nil {
+			t.Fatal(err)
+		}
+		o := Options{Socket: filepath.Join(folder, "x.sock"), Data: "/data", Log: slog.New(slog.NewTextHandler(&log, nil))}
+		l, err := listen(o, made)
+		if err != nil {
+			t.Fatal(err)
+		}
+		l.Close()
+		info, err := os.Stat(folder)
+		if err != nil || info.Mode().Perm() != c.want {
+			t.Errorf("%s: %o, %v", name, info.Mode().Perm(), err)
+		}
+		if got := strings.Contains(log.String(), "do not reach"); got != c.warns {
+			t.Errorf("%s: %s", name, &log)
+		}
+	}
+}

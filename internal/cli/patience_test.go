@@ -1,0 +1,107 @@
+package cli
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"net/http"
+	"net/http/httptest"
+	"strings"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"connectrpc.com/connect"
+
+	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
+	"github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1/clusterv1connect"
+	"github.com/gpuctl/gpuctl/internal/program"
+	"github.com/gpuctl/gpuctl/internal/reason"
+)
+
+// electing is a host of a cluster that has no leader for some calls.
+type electing struct {
+	clusterv1connect.UnimplementedClusterServiceHandler
+
+	without atomic.Int32 // calls that nobody takes
+	asked   atomic.Int32
+	reason  string
+}
+
+func (e *electing) answer() error {
+	e.asked.Add(1)
+	if e.without.Add(-1) < 0 {
+		return nil
+	}
+	err := connect.NewError(connect.CodeUnavailable, errors.New("the cluster has no leader"))
+	err.Meta().Set(reason.Header, e.reason)
+	return err
+}
+
+func (e *electing) Join(context.Context, *connect.Request[clusterv1.JoinRequest]) (*connect.Response[clusterv1.JoinResponse], error) {
+	return connect.NewResponse(&clusterv1.JoinResponse{}), e.answer()
+}
+
+func (e *electing) List(context.Context, *connect.Request[clusterv1.ListRequest]) (*connect.Response[clusterv1.ListResponse], error) {
+	return connect.NewResponse(&clusterv1.ListResponse{}), e.answer()
+}
+
+func TestCallsThatChangeSomethingRideOutElections(t *testing.T) {
+	e := &electing{}
+	mux := http.NewServeMux()
+	mux.Handle(clusterv1connect.NewClusterServiceHandler(e))
+	server := httptest.NewServer(mux)
+	defer server.Close()
+	var said bytes.Buffer
+	a := &app{Stdio: program.Stdio{Err: &said}, timeout: time.Hour}
+	c := clusterv1connect.NewClusterServiceClient(server.Client(), server.URL, a.patience())
+	join := func() error {
+		_, err := c.Join(t.Context(), connect.NewRequest(&clusterv1.JoinRequest{}))
+		return err
+	}
+	for _, r := range []string{reason.NoLeader, reason.NotLeader} {
+		e.reason = r
+		e.without.Store(3)
+		e.asked.Store(0)
+		if err := join(); err != nil || e.asked.Load() != 4 {
+			t.Errorf("%s: %v after %d calls", r, err, e.asked.Load())
+		}
+	}
+	// What may have been done is not done again.
+	e.reason = "timeout"
+	e.without.Store(1)
+	e.asked.Store(0)
+	if err := join(); connect.CodeOf(err) != connect.CodeUnavailable || e.asked.Load() != 1 {
+		t.Errorf("an outcome that is not known: %v after %d calls", err, e.asked.Load())
+	}
+	// Who only looks is told at once.
+	e.reason = reason.NoLeader
+	e.without.Store(1)
+	e.asked.Store(0)
+	_, err := c.List(t.Context(), connect.NewRequest(&clusterv1.ListRequest{}))
+	if !reason.Leaderless(err) || e.asked.Load() != 1 {
+		t.Errorf("a read: %v after %d calls", err, e.asked.Load())
+	}
+	// The time is up, and the error is why.
+	a.timeout = time.Second
+	e.without.Store(1 << 30)
+	e.asked.Store(0)
+	if err := join(); !reason.Leaderless(err) || e.asked.Load() < 2 {
+		t.Errorf("no leader at all: %v after %d calls", err, e.asked.Load())
+	}
+}
+
+func TestWaitingIsTold(t *testing.T) {
+	var said bytes.Buffer
+	a := &app{Stdio: program.Stdio{Err: &said}, timeout: quietPatience + time.Second}
+	ctx, cancel := context.WithTimeout(t.Context(), a.timeout)
+	defer cancel()
+	_, err := a.ride(ctx, func() (connect.AnyResponse, error) {
+		err := connect.NewError(connect.CodeUnavailable, errors.New("nobody leads"))
+		err.Meta().Set(reason.Header, reason.NoLeader)
+		return nil, err
+	})
+	if !reason.Leaderless(err) || !strings.Contains(said.String(), "waiting for the cluster to have a leader") {
+		t.Errorf("%v, said %q", err, said.String())
+	}
+}

@@ -1,0 +1,95 @@
+package unixrpc
+
+import (
+	"errors"
+	"io"
+	"net"
+	"os"
+	"path/filepath"
+	"testing"
+)
+
+func TestOneUserCannotHoldAllConnections(t *testing.T) {
+	l := &limited{self: 7, each: 4, all: 16, by: map[uint32]int{}}
+	took := func(uid uint32, n int) (taken int) {
+		for range n {
+			if l.take(uid) {
+				taken++
+			}
+		}
+		return taken
+	}
+	for _, c := range []struct {
+		uid       uint32
+		ask, want int
+	}{
+		{1000, 10, 4}, {1001, 10, 4}, {1002, 10, 4},
+		{1003, 10, 0}, // three quarters are taken
+		{0, 2, 2}, {7, 10, 2}, {0, 1, 0},
+	} {
+		if got := took(c.uid, c.ask); got != c.want {
+			t.Errorf("uid %d: %d of %d, want %d", c.uid, got, c.ask, c.want)
+		}
+	}
+	l.give(1000)
+	l.give(7)
+	if got := took(1001, 1) + took(1003, 3); got != 0 {
+		t.Errorf("%d into the part that is root's", got)
+	}
+	if l.total != 14 {
+		t.Errorf("%d are counted", l.total)
+	}
+}
+
+func TestConnectionsAreCountedUntilTheyAreClosed(t *testing.T) {
+	inner, err := net.Listen("unix", filepath.Join(t.TempDir(), "s"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	self := uint32(os.Geteuid())
+	refused := make(chan Peer, 1)
+	l := Limit(inner, self+1, 1, 1, func(p Peer) { refused <- p }) // root, too, is bounded by the whole
+	defer l.Close()
+	if self != 0 {
+		l.(*limited).all = 4
+	}
+	accepted := make(chan net.Conn, 8)
+	go func() {
+		for {
+			c, err := l.Accept()
+			if err != nil {
+				close(accepted)
+				return
+			}
+			accepted <- c
+		}
+	}()
+	dial := func() net.Conn {
+		c, err := net.Dial("unix", inner.Addr().String())
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { c.Close() })
+		return c
+	}
+	dial()
+	first := <-accepted
+	if peer, err := credentials(first); err != nil || peer.UID != self || peer.PID != int32(os.Getpid()) {
+		t.Errorf("%+v, %v", peer, err)
+	}
+	second := dial()
+	if _, err := second.Read(make([]byte, 1)); !errors.Is(err, io.EOF) {
+		t.Errorf("one too many: %v", err)
+	}
+	if p := <-refused; p.UID != self {
+		t.Errorf("refused %+v", p)
+	}
+	first.Close()
+	first.Close() // counts once
+	dial()
+	if c := <-accepted; c == nil {
+		t.Error("its place is not free again")
+	} else {
+		c.Close()
+	}
+}
