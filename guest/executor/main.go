@@ -37,6 +37,7 @@ type Config struct {
 	ImportSocket string // contents from the session's former executor
 	Runtime      *gpuctlv1.Runtime
 	Device       *gpuctlv1.VirtualDevice
+	CacheKey     []byte // signs built programs in Dir; none: they are not kept
 	Logger       *slog.Logger
 }
 
@@ -139,7 +140,8 @@ func open(cfg Config, ringFD, arenaFD, stateFD int) (*session, error) {
 		patience: newPatience(), naps: newNaps(runtime.NumCPU() <= 2), host: host,
 		ghosts: map[uint32]any{}, replies: map[uint32][]byte{}, platf: platform,
 		watchWake: make(chan struct{}, 1), cbWake: make(chan struct{}, 1), stop: make(chan struct{}),
-		xfer: transfers{queues: map[*clContext]cl.Queue{}, pinned: map[pinKey]cl.Mem{}},
+		cache: newProgramCache(cfg.Dir, cfg.CacheKey),
+		xfer:  transfers{queues: map[*clContext]cl.Queue{}, pinned: map[pinKey]cl.Mem{}},
 	}
 	s.grow(wire.FirstID)
 	for i, d := range devs {

@@ -151,6 +151,7 @@ type program struct {
 	dead     bool         // released; a build of it may go on
 	desc     *description // of the last build
 	told     told
+	recalled bool // made of the vendor's binary
 	loaded   bool // from a container: an empty option string means the container's
 	kernels  int  // kernel objects made from it
 	exact    bool // arguments declared const are never written

@@ -85,7 +85,7 @@ func makeProgram(p *program) cl.Status {
 		return st
 	}
 	p.vendor = v
-	p.exact = exactConst(&p.content)
+	p.exact = p.isExact()
 	return cl.Success
 }
 
@@ -214,8 +214,19 @@ func (p *program) finishBuild(ds []*device, options string) {
 			b.Type = binaryType(p.content.Kind)
 		}
 		p.built[d.id] = b
-		p.exact = p.exact && !strings.Contains(b.Log, "discards qualifiers")
 	}
+	p.exact = p.exact && p.isExact()
+}
+
+// isExact says whether the program's arguments declared const are never
+// written, by its text and what compilers said of it.
+func (p *program) isExact() bool {
+	for _, b := range p.built {
+		if strings.Contains(b.Log, "discards qualifiers") {
+			return false
+		}
+	}
+	return exactConst(&p.content)
 }
 
 // builtFor are the devices that the program is built for.
@@ -271,6 +282,7 @@ func (s *session) building(c call, p *program, callback uint32, f func() cl.Stat
 			s.serials[p.id] = s.serial
 			if st == cl.Success && p.executable() {
 				s.describeAside(p)
+				s.keep(p, s.serial)
 			}
 		case p.vendor != vendor && p.vendor != 0: // made after the release
 			cl.ReleaseProgram(p.vendor)
@@ -326,6 +338,9 @@ func (s *session) buildProgram(c call, m *wire.BuildProgram) (outcome, error) {
 		}
 		return done(cl.InvalidBinary), nil
 	}
+	if st := p.original(); st != cl.Success {
+		return done(st), nil
+	}
 	use := options
 	if p.loaded && use == "" {
 		use = p.content.Options
@@ -354,6 +369,9 @@ func (s *session) compileProgram(c call, m *wire.CompileProgram) (outcome, error
 	if len(p.content.Inputs) > 0 {
 		return done(cl.InvalidOperation), nil
 	}
+	if st := p.original(); st != cl.Success {
+		return done(st), nil
+	}
 	options := cstring(m.Options)
 	names := strings.Split(string(m.Names), "\x00")
 	x := portable.Program{Kind: portable.Object, Source: p.content.Source, IL: p.content.IL, Options: options}
@@ -364,6 +382,10 @@ func (s *session) compileProgram(c call, m *wire.CompileProgram) (outcome, error
 		if h == nil || h.vendor == 0 || i >= len(names) {
 			releasePrograms(hs)
 			return done(cl.InvalidProgram), nil
+		}
+		if st := h.original(); st != cl.Success {
+			releasePrograms(hs)
+			return done(st), nil
 		}
 		x.Headers = append(x.Headers, portable.Header{Name: names[i], Program: h.content})
 		cl.RetainProgram(h.vendor)
@@ -425,7 +447,7 @@ func (s *session) linkProgram(c call, m *wire.LinkProgram) (outcome, error) {
 		releasePrograms(in)
 		return outcome{}, err
 	}
-	p.exact = exactConst(&p.content)
+	p.exact = p.isExact()
 	for _, d := range p.devices {
 		p.built[d.id] = &build{Status: cl.BuildInProgress, Options: options}
 	}
@@ -546,6 +568,9 @@ func (s *session) specConstant(m *wire.SpecConstant) (outcome, error) {
 	}
 	if len(p.content.IL) == 0 {
 		return done(cl.InvalidProgram), nil
+	}
+	if st := p.original(); st != cl.Success {
+		return done(st), nil
 	}
 	st := cl.SetProgramSpecializationConstant(p.vendor, m.Spec, uint64(len(m.Value)), unsafe.Pointer(unsafe.SliceData(m.Value)))
 	if st == cl.Success {

@@ -385,6 +385,9 @@ func (s *session) restorePrograms(gs []gProgram, report progress) error {
 	}
 	for _, j := range jobs {
 		s.set(j.p.id, j.g.Serial, j.p)
+		if j.p.desc != nil && !j.p.recalled {
+			s.keep(j.p, j.g.Serial)
+		}
 	}
 	return nil
 }
@@ -397,6 +400,9 @@ func (s *session) remake(p *program, g *gProgram) error {
 		x := b
 		p.built[id] = &x
 		ok = ok || b.Status == cl.BuildSuccess
+	}
+	if ok && s.recall(p, g.Serial) {
+		return nil
 	}
 	if st := makeProgram(p); st != cl.Success {
 		return fmt.Errorf("program %d: %w: %w", p.id, st, ErrRefused)

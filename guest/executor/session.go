@@ -72,6 +72,10 @@ type session struct {
 	frozen         bool
 	calls          uint64
 	serial         uint64
+	cache          *programCache
+	built          time.Time // when a program was built last
+	unkept         []unkept
+	keeping        bool
 	watchWake      chan struct{}
 	cbMu           sync.Mutex
 	cbs            [][3]uint32

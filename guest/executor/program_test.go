@@ -1,0 +1,332 @@
+package executor
+
+import (
+	"os"
+	"path/filepath"
+	"testing"
+	"time"
+
+	"github.com/gpuctl/gpuctl/guest/cl"
+	"github.com/gpuctl/gpuctl/guest/wire"
+)
+
+const addSource = "kernel void add(global uint *a, uint n) { a[get_global_id(0)] += n; }"
+
+// program makes a program that is not built yet.
+func (c *client) program(ctx uint32, source string) uint32 {
+	p := c.id()
+	c.call(&wire.CreateProgramSource{ID: p, Context: ctx, Mode: wire.DataInline, Source: []byte(source)})
+	return p
+}
+
+// inside runs f on the session's objects.
+func inside[T any](s *session, id uint32, f func(*T)) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	f(lookup[T](s, id))
+}
+
+// The kernel that runs is built with the application's options and no others,
+// and its arguments are known all the same.
+func TestProgramsAreBuiltWithTheApplicationsOptionsAlone(t *testing.T) {
+	c := newClient(t)
+	s := c.executor(1)
+	s.activate()
+	ctx, _, k := c.setup(0)
+	_ = ctx
+	inside(s, k, func(k *kernel) {
+		b, st := cl.GetProgramBuildInfo(k.prog.vendor, s.devices[0].vendor, cl.ProgramBuildOptions)
+		if st != cl.Success || cl.CString(b) != "" {
+			t.Errorf("built with %q (%v)", cl.CString(b), st)
+		}
+		if _, st := cl.GetKernelArgInfo(k.vendor, 0, cl.KernelArgTypeName); st != cl.KernelArgInfoNotAvailable {
+			t.Errorf("the kernel that runs describes its arguments: %v", st)
+		}
+		if k.info[0].kind != wire.ArgMem || k.info[1].kind != wire.ArgPlain {
+			t.Errorf("kinds %v", k.info)
+		}
+	})
+	if st, _ := c.answer(c.start(&wire.KernelArgInfo{Kernel: k, Param: cl.KernelArgName})); st != cl.KernelArgInfoNotAvailable {
+		t.Errorf("argument info without the option: %v", st)
+	}
+}
+
+// What an application was told of arguments stays as it was over a swap.
+func TestArgumentInfoStaysAsItWasOverASwap(t *testing.T) {
+	c := newClient(t)
+	s := c.executor(1)
+	s.activate()
+	ctx, _, quiet := c.setup(0)
+	p, told := c.program(ctx, addSource), c.id()
+	c.call(&wire.BuildProgram{Program: p, Options: []byte("-cl-kernel-arg-info")})
+	c.call(&wire.CreateKernel{ID: told, Program: p, Name: []byte("add")})
+	ask := func() {
+		t.Helper()
+		if st, _ := c.answer(c.start(&wire.KernelArgInfo{Kernel: quiet, Param: cl.KernelArgName})); st != cl.KernelArgInfoNotAvailable {
+			t.Error(st)
+		}
+		if b := c.call(&wire.KernelArgInfo{Kernel: told, Index: 1, Param: cl.KernelArgName}); cl.CString(b) != "n" {
+			t.Errorf("argument 1 is named %q", b)
+		}
+	}
+	ask()
+	c.swap(s, c.executor(2))
+	ask()
+}
+
+// A description that says number where the running kernel has a pointer would
+// let the application pass bytes off as the vendor's handle.
+func TestDescriptionThatHidesAPointerIsRefused(t *testing.T) {
+	c := newClient(t)
+	s := c.executor(1)
+	s.activate()
+	ctx, _, _ := c.setup(0)
+	p := c.program(ctx, "kernel void f(global uint *a, ulong b, local int *l) { a[0] = (uint)b + l[0]; }")
+	c.call(&wire.BuildProgram{Program: p})
+	inside(s, p, func(p *program) {
+		<-p.desc.done
+		honest := p.desc.sig["f"]
+		k, st := cl.CreateKernel(p.vendor, "f")
+		if st != cl.Success {
+			t.Fatal(st)
+		}
+		defer cl.ReleaseKernel(k)
+		if err := check(k, honest); err != nil {
+			t.Errorf("the honest description: %v", err)
+		}
+		if err := check(k, honest[:2]); err == nil {
+			t.Error("a description of too few arguments passes")
+		}
+		lie := append([]argument(nil), honest...)
+		lie[0] = lie[1]
+		p.desc = &description{done: p.desc.done, sig: signature{"f": lie}}
+	})
+	if st, _ := c.answer(c.start(&wire.CreateKernel{ID: c.id(), Program: p, Name: []byte("f")})); st != cl.InvalidKernelDefinition {
+		t.Errorf("a kernel whose description differs: %v", st)
+	}
+}
+
+// A graph comes from another executor, which the application may have taken
+// over: it can't make a number of what is a memory object here.
+func TestGraphCannotPassANumberForAMemoryObject(t *testing.T) {
+	c := newClient(t)
+	s := c.executor(1)
+	s.activate()
+	ctx, q, k := c.setup(0)
+	b := c.buffer(ctx, 4096)
+	c.launch(q, k, b, 1, 16, 0)
+	c.call(&wire.Finish{Queue: q})
+	s.mu.Lock()
+	g := s.graph(false)
+	s.mu.Unlock()
+	g.Kernels[0].Args[0] = gArg{Set: true, Kind: wire.ArgPlain, Size: 8, Value: make([]byte, 8)}
+	to := c.executor(2)
+	to.mu.Lock()
+	defer to.mu.Unlock()
+	if err := to.restore(g, noProgress); err == nil {
+		t.Error("the target took it")
+	}
+}
+
+// A program may be released while it is being built, compiled or linked, and
+// its id used again; the build keeps what it needs.
+func TestProgramReleasedWhileItIsBuilt(t *testing.T) {
+	c := newClient(t)
+	s := c.executor(1)
+	s.activate()
+	ctx, _, k := c.setup(0)
+	_ = k
+	object := c.program(ctx, addSource)
+	c.call(&wire.CompileProgram{Program: object})
+	for i := range 6 {
+		p := c.id()
+		var slot uint16
+		switch i % 3 {
+		case 0:
+			c.call(&wire.CreateProgramSource{ID: p, Context: ctx, Mode: wire.DataInline, Source: []byte(addSource)})
+			slot = c.start(&wire.BuildProgram{Program: p, Options: []byte{'-', 'D', 'X', '0' + byte(i)}})
+		case 1:
+			c.call(&wire.CreateProgramSource{ID: p, Context: ctx, Mode: wire.DataInline, Source: []byte(addSource)})
+			slot = c.start(&wire.CompileProgram{Program: p, Options: []byte{'-', 'D', 'X', '0' + byte(i)}})
+		case 2:
+			slot = c.start(&wire.LinkProgram{ID: p, Context: ctx, Inputs: []uint32{object}})
+		}
+		c.post(&wire.Release{ID: p})
+		c.call(&wire.CreateBuffer{ID: p, Context: ctx, Flags: cl.MemReadWrite, Size: 64})
+		if st, _ := c.answer(slot); st != cl.Success {
+			t.Fatalf("build %d: %v", i, st)
+		}
+		inside(s, p, func(m *mem) {
+			if m == nil || m.size != 64 {
+				t.Errorf("build %d has changed the object that its id was used for", i)
+			}
+		})
+		c.post(&wire.Release{ID: p})
+	}
+}
+
+// While a program is being linked its status says so.
+func TestProgramBeingLinkedIsInProgress(t *testing.T) {
+	c := newClient(t)
+	s := c.executor(1)
+	s.activate()
+	ctx, _, _ := c.setup(0)
+	object, p := c.program(ctx, addSource), c.id()
+	c.call(&wire.CompileProgram{Program: object})
+	s.mu.Lock()
+	o, err := s.linkProgram(call{op: wire.OpLinkProgram, slot: wire.NoSlot}, &wire.LinkProgram{ID: p, Context: ctx, Inputs: []uint32{object}})
+	if err != nil || o.after == nil {
+		t.Fatalf("link: %+v, %v", o, err)
+	}
+	b, err := s.buildInfo(&wire.BuildInfo{Program: p, Device: 1, Param: cl.ProgramBuildStatus})
+	s.mu.Unlock()
+	if err != nil || int32(cl.Uint32(b.data)) != cl.BuildInProgress {
+		t.Errorf("status %v, %v", b, err)
+	}
+	o.after()
+	if b := c.call(&wire.BuildInfo{Program: p, Device: 1, Param: cl.ProgramBuildStatus}); int32(cl.Uint32(b)) != cl.BuildSuccess {
+		t.Errorf("status %v", b)
+	}
+}
+
+// cached opens an executor that keeps built programs.
+func (c *client) cached(generation uint32, dir, key string) *session {
+	s := c.executor(generation)
+	s.cache = newProgramCache(dir, []byte(key))
+	return s
+}
+
+// settled waits until every program that was built is kept.
+func settled(t *testing.T, s *session) {
+	t.Helper()
+	for deadline := time.Now().Add(5 * time.Minute); ; time.Sleep(10 * time.Millisecond) {
+		s.mu.Lock()
+		busy := s.keeping
+		s.mu.Unlock()
+		if !busy {
+			return
+		}
+		if time.Now().After(deadline) {
+			t.Fatal("built programs are not kept")
+		}
+	}
+}
+
+func recalled(s *session, id uint32) (yes bool) {
+	inside(s, id, func(p *program) { yes = p.recalled })
+	return yes
+}
+
+// A session that comes back to a device where it was builds nothing again, and
+// may still build its programs anew.
+func TestProgramsAreNotBuiltAgainOnADeviceWhereTheSessionWas(t *testing.T) {
+	dir := t.TempDir()
+	c := newClient(t)
+	a := c.cached(1, dir, "here")
+	a.activate()
+	ctx, q, k := c.setup(0)
+	p, k2 := c.program(ctx, "// includes vary\nkernel void mul(global uint *a, uint n) { a[get_global_id(0)] *= n; }"), c.id()
+	c.call(&wire.BuildProgram{Program: p, Options: []byte("-DX=1")})
+	c.call(&wire.CreateKernel{ID: k2, Program: p, Name: []byte("mul")})
+	idle := c.program(ctx, "#ifndef N\n#define N 1\n#endif\nkernel void set(global uint *a) { a[get_global_id(0)] = N; }")
+	c.call(&wire.BuildProgram{Program: idle})
+	b := c.buffer(ctx, 64)
+	c.fill(q, b, 64, 1)
+	settled(t, a)
+
+	elsewhere := c.cached(2, dir, "elsewhere")
+	c.swap(a, elsewhere)
+	for _, id := range []uint32{p, idle} {
+		if recalled(elsewhere, id) {
+			t.Fatal("an entry of another device is taken for this one's")
+		}
+	}
+	c.launch(q, k, b, 5, 16, 0)
+	settled(t, elsewhere)
+
+	back := c.cached(3, dir, "here")
+	c.swap(elsewhere, back)
+	for _, id := range []uint32{p, idle} {
+		if !recalled(back, id) {
+			t.Errorf("program %d was built again", id)
+		}
+	}
+	c.launch(q, k2, b, 7, 16, 0)
+	equal(t, c.read(q, b, 64), 42)
+
+	c.call(&wire.BuildProgram{Program: idle, Options: []byte("-DN=9")})
+	k3 := c.id()
+	c.call(&wire.CreateKernel{ID: k3, Program: idle, Name: []byte("set")})
+	c.post(&wire.SetArg{Kernel: k3, Index: 0, Kind: wire.ArgMem, Object: b, Size: 8})
+	c.post(&wire.Ndrange{Queue: q, Kernel: k3, Dims: 1, Glob0: 16})
+	equal(t, c.read(q, b, 64), 9)
+}
+
+// Whoever can write to the folder, but has not the key, can't have code of his
+// run in another device's executor.
+func TestForgedProgramsAreNotLoaded(t *testing.T) {
+	dir := t.TempDir()
+	c := newProgramCache(dir, []byte("key"))
+	k := programKey{1}
+	x := &builtProgram{Binaries: [][]byte{[]byte("code")}, Kernels: []string{"f"}}
+	if err := c.put(k, x); err != nil {
+		t.Fatal(err)
+	}
+	if got := c.get(k); got == nil || string(got.Binaries[0]) != "code" {
+		t.Fatalf("%+v", got)
+	}
+	other := newProgramCache(dir, []byte("another key"))
+	if other.get(k) != nil {
+		t.Error("signed with another key")
+	}
+	file := func(k programKey) string { return filepath.Join(c.dir, c.file(k)) }
+	b, err := os.ReadFile(file(k))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(file(programKey{2}), b, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if c.get(programKey{2}) != nil {
+		t.Error("the entry of another program")
+	}
+	for i := range b {
+		d := append([]byte(nil), b...)
+		d[i] ^= 1
+		if err := os.WriteFile(file(k), d, 0o600); err != nil {
+			t.Fatal(err)
+		}
+		if c.get(k) != nil {
+			t.Errorf("byte %d changed", i)
+		}
+	}
+}
+
+// The folder does not grow without bound, whatever was there.
+func TestKeptProgramsAreBounded(t *testing.T) {
+	c := newProgramCache(t.TempDir(), []byte("key"))
+	code := make([]byte, maxEntry/2)
+	for i := range 3 * maxCache / len(code) {
+		if err := c.put(programKey{byte(i)}, &builtProgram{Binaries: [][]byte{code}}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	es, err := os.ReadDir(c.dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var n int64
+	for _, e := range es {
+		fi, err := e.Info()
+		if err != nil {
+			t.Fatal(err)
+		}
+		n += fi.Size()
+	}
+	if n > maxCache || n < maxCache/2 {
+		t.Errorf("%d bytes in %d files", n, len(es))
+	}
+	if err := c.put(programKey{}, &builtProgram{Binaries: [][]byte{make([]byte, maxEntry)}}); err == nil {
+		t.Error("an entry as large as that is kept")
+	}
+}
