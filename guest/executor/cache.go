@@ -31,8 +31,10 @@ const (
 	// maxEntry bounds one of them.
 	maxEntry = 16 << 20
 	// cacheRest is how long no program has been built before what was built is
-	// kept: some runtimes compile to answer with a binary.
-	cacheRest = time.Second
+	// kept: some runtimes compile to answer with a binary. Nothing waits for
+	// longer than cachePatience.
+	cacheRest     = 300 * time.Millisecond
+	cachePatience = 5 * time.Second
 )
 
 // programCache keeps what the session's programs were built to on one device,
@@ -262,6 +264,7 @@ type unkept struct {
 	key    programKey
 	vendor cl.Program
 	desc   *description
+	since  time.Time
 }
 
 // keep has the program's build kept once there is time. The caller holds s.mu.
@@ -272,7 +275,7 @@ func (s *session) keep(p *program, serial uint64) {
 	}
 	s.built = time.Now()
 	cl.RetainProgram(p.vendor)
-	s.unkept = append(s.unkept, unkept{k, p.vendor, p.desc})
+	s.unkept = append(s.unkept, unkept{k, p.vendor, p.desc, s.built})
 	if !s.keeping {
 		s.keeping = true
 		go s.keepAll()
@@ -290,7 +293,7 @@ func (s *session) keepAll() {
 			s.mu.Unlock()
 			return
 		}
-		wait := cacheRest - time.Since(s.built)
+		wait := min(cacheRest-time.Since(s.built), cachePatience-time.Since(s.unkept[0].since))
 		if wait > 0 || s.frozen {
 			s.mu.Unlock()
 			time.Sleep(max(wait, cacheRest/10))
@@ -357,12 +360,12 @@ func (s *session) recall(p *program, serial uint64) bool {
 
 // original gives a program that was made of a binary its source again, for one
 // that is to be built anew or included.
-func (p *program) original() cl.Status {
+func (s *session) original(p *program) cl.Status {
 	if !p.recalled || len(p.content.Inputs) > 0 { // what was linked stays so
 		return cl.Success
 	}
 	old := p.vendor
-	if st := makeProgram(p); st != cl.Success {
+	if st := s.makeProgram(p); st != cl.Success {
 		return st
 	}
 	cl.ReleaseProgram(old)

@@ -73,9 +73,9 @@ func (s *session) addKernel(k *kernel, as []argument, err error) (outcome, error
 	}
 	k.describe(as)
 	if p.told == toldUnknown && len(as) > 0 {
-		p.told = toldYes
-		if _, err := argumentsOf(k.vendor); err != nil {
-			p.told = toldNo
+		p.told = toldNo
+		if _, err := argumentsOf(k.vendor); err == nil && (!s.quirk.sameCode || asksToTell(&p.content)) {
+			p.told = toldYes
 		}
 	}
 	return answer(k.reply()), s.put(k.id, k)

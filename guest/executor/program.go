@@ -50,7 +50,7 @@ func (s *session) createProgram(id, ctx uint32, from programOrigin, mode uint32,
 		p.content = *x
 		p.spec, p.loaded = x.SpecConstants, true
 	}
-	if st := makeProgram(p); st != cl.Success {
+	if st := s.makeProgram(p); st != cl.Success {
 		return done(st), nil
 	}
 	if from == programBinary {
@@ -75,8 +75,8 @@ func binaryType(k portable.Kind) uint32 {
 
 // makeProgram creates the vendor's program from portable content: source, IL,
 // or what was compiled and linked from them.
-func makeProgram(p *program) cl.Status {
-	v, st := p.ctx.vendorProgram(&p.content, p.devices, asGiven)
+func (s *session) makeProgram(p *program) cl.Status {
+	v, st := p.ctx.vendorProgram(&p.content, p.devices, s.quirk.options)
 	if st != cl.Success {
 		return st
 	}
@@ -281,6 +281,7 @@ func (s *session) building(c call, p *program, callback uint32, f func() cl.Stat
 			s.serial++
 			s.serials[p.id] = s.serial
 			if st == cl.Success && p.executable() {
+				p.told = toldUnknown
 				s.describeAside(p)
 				s.keep(p, s.serial)
 			}
@@ -338,7 +339,7 @@ func (s *session) buildProgram(c call, m *wire.BuildProgram) (outcome, error) {
 		}
 		return done(cl.InvalidBinary), nil
 	}
-	if st := p.original(); st != cl.Success {
+	if st := s.original(p); st != cl.Success {
 		return done(st), nil
 	}
 	use := options
@@ -350,7 +351,7 @@ func (s *session) buildProgram(c call, m *wire.BuildProgram) (outcome, error) {
 	}
 	v := p.vendor
 	return s.building(c, p, m.Callback, func() cl.Status {
-		return cl.BuildProgram(v, vendorIDs(ds), use)
+		return cl.BuildProgram(v, vendorIDs(ds), s.quirk.options(use))
 	}, func(st cl.Status) cl.Status {
 		p.finishBuild(ds, options)
 		if st == cl.Success {
@@ -369,7 +370,7 @@ func (s *session) compileProgram(c call, m *wire.CompileProgram) (outcome, error
 	if len(p.content.Inputs) > 0 {
 		return done(cl.InvalidOperation), nil
 	}
-	if st := p.original(); st != cl.Success {
+	if st := s.original(p); st != cl.Success {
 		return done(st), nil
 	}
 	options := cstring(m.Options)
@@ -383,7 +384,7 @@ func (s *session) compileProgram(c call, m *wire.CompileProgram) (outcome, error
 			releasePrograms(hs)
 			return done(cl.InvalidProgram), nil
 		}
-		if st := h.original(); st != cl.Success {
+		if st := s.original(h); st != cl.Success {
 			releasePrograms(hs)
 			return done(st), nil
 		}
@@ -396,7 +397,7 @@ func (s *session) compileProgram(c call, m *wire.CompileProgram) (outcome, error
 	}
 	v := p.vendor
 	return s.building(c, p, m.Callback, func() cl.Status {
-		return cl.CompileProgram(v, vendorIDs(ds), options, hs, hn)
+		return cl.CompileProgram(v, vendorIDs(ds), s.quirk.options(options), hs, hn)
 	}, func(st cl.Status) cl.Status {
 		releasePrograms(hs)
 		p.finishBuild(ds, options)
@@ -453,7 +454,7 @@ func (s *session) linkProgram(c call, m *wire.LinkProgram) (outcome, error) {
 	}
 	var v cl.Program
 	return s.building(c, p, m.Callback, func() (st cl.Status) {
-		v, st = ctx.link(p.devices, options, in, asGiven)
+		v, st = ctx.link(p.devices, options, in, s.quirk.options)
 		return st
 	}, func(st cl.Status) cl.Status {
 		releasePrograms(in)
@@ -569,7 +570,7 @@ func (s *session) specConstant(m *wire.SpecConstant) (outcome, error) {
 	if len(p.content.IL) == 0 {
 		return done(cl.InvalidProgram), nil
 	}
-	if st := p.original(); st != cl.Success {
+	if st := s.original(p); st != cl.Success {
 		return done(st), nil
 	}
 	st := cl.SetProgramSpecializationConstant(p.vendor, m.Spec, uint64(len(m.Value)), unsafe.Pointer(unsafe.SliceData(m.Value)))

@@ -404,7 +404,7 @@ func (s *session) remake(p *program, g *gProgram) error {
 	if ok && s.recall(p, g.Serial) {
 		return nil
 	}
-	if st := makeProgram(p); st != cl.Success {
+	if st := s.makeProgram(p); st != cl.Success {
 		return fmt.Errorf("program %d: %w: %w", p.id, st, ErrRefused)
 	}
 	if !ok || p.content.Kind != portable.Executable {
@@ -415,7 +415,7 @@ func (s *session) remake(p *program, g *gProgram) error {
 		return nil
 	}
 	ds := p.builtFor()
-	if st := cl.BuildProgram(p.vendor, vendorIDs(ds), p.content.Options); st != cl.Success {
+	if st := cl.BuildProgram(p.vendor, vendorIDs(ds), s.quirk.options(p.content.Options)); st != cl.Success {
 		log := ""
 		if b, st := cl.GetProgramBuildInfo(p.vendor, ds[0].vendor, cl.ProgramBuildLog); st == cl.Success {
 			log = strings.TrimSpace(cl.CString(b))

@@ -38,6 +38,7 @@ type session struct {
 	token   uint32
 
 	platf      cl.Platform
+	quirk      quirk
 	limits     *limits
 	info       []byte // session_info's answer; stays for the whole session
 	memory     uint64 // bytes of live memory objects

@@ -3,6 +3,7 @@ package executor
 import (
 	"errors"
 	"fmt"
+	"slices"
 	"strings"
 
 	"github.com/gpuctl/gpuctl/guest/cl"
@@ -267,8 +268,20 @@ func (s *session) describeAside(p *program) {
 // optioner gives the options of a build.
 type optioner func(options string) string
 
-// asGiven are the application's own options.
-func asGiven(o string) string { return o }
+// options are those of builds that run: the application's own.
+func (q quirk) options(o string) string {
+	if q.sameCode {
+		return describingOptimized(o)
+	}
+	return o
+}
+
+// asksToTell says whether the application has asked for its kernels' arguments
+// to be described.
+func asksToTell(x *portable.Program) bool {
+	return strings.Contains(x.Options, argInfoOption) || strings.Contains(x.LinkOptions, argInfoOption) ||
+		slices.ContainsFunc(x.Inputs, func(in portable.Program) bool { return asksToTell(&in) })
+}
 
 // describing adds to them what a build that only describes needs.
 func describing(o string) string {
