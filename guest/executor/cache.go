@@ -226,7 +226,7 @@ func varies(x *portable.Program) bool {
 // executables have a name.
 func (s *session) programKey(p *program, serial uint64) (programKey, bool) {
 	var k programKey
-	if s.cache.dir == "" || p.content.Kind != portable.Executable {
+	if s.cache.dir == "" || s.quirk.badBinaries || p.content.Kind != portable.Executable {
 		return k, false
 	}
 	x := p.content
@@ -279,6 +279,16 @@ func (s *session) keep(p *program, serial uint64) {
 	if !s.keeping {
 		s.keeping = true
 		go s.keepAll()
+	}
+}
+
+// keepNow is for a program that is being prepared: the session may leave again
+// at once.
+func (s *session) keepNow(p *program, serial uint64) {
+	if k, ok := s.programKey(p, serial); ok {
+		if err := s.cache.keep(unkept{key: k, vendor: p.vendor, desc: p.desc}); err != nil {
+			s.log.Debug("built program not kept", "program", p.id, "err", err)
+		}
 	}
 }
 
@@ -353,7 +363,7 @@ func (s *session) recall(p *program, serial uint64) bool {
 	}
 	p.vendor, p.recalled = v, true
 	p.exact = p.isExact()
-	p.desc = &description{done: make(chan struct{}), sig: x.Signature}
+	p.desc = &description{done: make(chan struct{}), sig: x.Signature, sure: true}
 	close(p.desc.done)
 	return true
 }

@@ -1,6 +1,7 @@
 package executor
 
 import (
+	"fmt"
 	"os"
 	"path/filepath"
 	"testing"
@@ -9,6 +10,9 @@ import (
 	"github.com/gpuctl/gpuctl/guest/cl"
 	"github.com/gpuctl/gpuctl/guest/wire"
 )
+
+// oclgrind is where its Debian package puts it.
+const oclgrind = "/usr/lib/oclgrind/liboclgrind-rt-icd.so"
 
 const addSource = "kernel void add(global uint *a, uint n) { a[get_global_id(0)] += n; }"
 
@@ -97,10 +101,10 @@ func TestDescriptionThatHidesAPointerIsRefused(t *testing.T) {
 			t.Fatal(st)
 		}
 		defer cl.ReleaseKernel(k)
-		if err := check(k, honest); err != nil {
+		if err := p.desc.check(k, honest); err != nil {
 			t.Errorf("the honest description: %v", err)
 		}
-		if err := check(k, honest[:2]); err == nil {
+		if err := p.desc.check(k, honest[:2]); err == nil {
 			t.Error("a description of too few arguments passes")
 		}
 		lie := append([]argument(nil), honest...)
@@ -159,6 +163,8 @@ func TestProgramReleasedWhileItIsBuilt(t *testing.T) {
 		}
 		c.post(&wire.Release{ID: p})
 		c.call(&wire.CreateBuffer{ID: p, Context: ctx, Flags: cl.MemReadWrite, Size: 64})
+		serial := func() uint64 { s.mu.Lock(); defer s.mu.Unlock(); return s.serials[p] }
+		before := serial()
 		if st, _ := c.answer(slot); st != cl.Success {
 			t.Fatalf("build %d: %v", i, st)
 		}
@@ -167,6 +173,9 @@ func TestProgramReleasedWhileItIsBuilt(t *testing.T) {
 				t.Errorf("build %d has changed the object that its id was used for", i)
 			}
 		})
+		if serial() != before {
+			t.Errorf("build %d has made another object of the one that its id was used for", i)
+		}
 		c.post(&wire.Release{ID: p})
 	}
 }
@@ -266,6 +275,46 @@ func TestProgramsAreNotBuiltAgainOnADeviceWhereTheSessionWas(t *testing.T) {
 	c.post(&wire.SetArg{Kernel: k3, Index: 0, Kind: wire.ArgMem, Object: b, Size: 8})
 	c.post(&wire.Ndrange{Queue: q, Kernel: k3, Dims: 1, Glob0: 16})
 	equal(t, c.read(q, b, 64), 9)
+}
+
+// Kept programs come back between runtimes of two vendors, in several contexts.
+func TestKeptProgramsRunAfterSwapsBetweenVendors(t *testing.T) {
+	dir := t.TempDir()
+	c := newClient(t)
+	open := func(gen uint32, library string) *session {
+		s := c.executorOf(gen, library)
+		s.cache = newProgramCache(dir, []byte(library))
+		return s
+	}
+	libraries := []string{pocl(t), oclgrind}
+	s := open(1, libraries[0])
+	s.activate()
+	var ps, qs, ks, bs []uint32
+	for i := range 12 {
+		ctx, q, k := c.setup(0)
+		p := c.program(ctx, fmt.Sprintf("kernel void f%d(global uint *a, ulong n) { a[get_global_id(0)] = %d + (uint)n; }", i, i))
+		c.call(&wire.BuildProgram{Program: p})
+		f := c.id()
+		c.call(&wire.CreateKernel{ID: f, Program: p, Name: fmt.Appendf(nil, "f%d", i)})
+		b := c.buffer(ctx, 64)
+		c.launch(q, k, b, 1, 16, 0)
+		ps, qs, ks, bs = append(ps, p), append(qs, q), append(ks, f), append(bs, b)
+	}
+	settled(t, s)
+	for gen := uint32(2); gen < 8; gen++ {
+		to := open(gen, libraries[(gen+1)%2])
+		c.swap(s, to)
+		s = to
+		for i, p := range ps {
+			if gen > 2 && gen%2 == 1 && !recalled(s, p) {
+				t.Errorf("generation %d: program %d was built again", gen, p)
+			}
+			c.post(&wire.SetArg{Kernel: ks[i], Index: 0, Kind: wire.ArgMem, Object: bs[i], Size: 8})
+			c.post(&wire.SetArg{Kernel: ks[i], Index: 1, Kind: wire.ArgPlain, Size: 8, Value: []byte{5, 0, 0, 0, 0, 0, 0, 0}})
+			c.post(&wire.Ndrange{Queue: qs[i], Kernel: ks[i], Dims: 1, Glob0: 16})
+			equal(t, c.read(qs[i], bs[i], 64), uint32(i)+5)
+		}
+	}
 }
 
 // Whoever can write to the folder, but has not the key, can't have code of his

@@ -385,9 +385,6 @@ func (s *session) restorePrograms(gs []gProgram, report progress) error {
 	}
 	for _, j := range jobs {
 		s.set(j.p.id, j.g.Serial, j.p)
-		if j.p.desc != nil && !j.p.recalled {
-			s.keep(j.p, j.g.Serial)
-		}
 	}
 	return nil
 }
@@ -412,6 +409,7 @@ func (s *session) remake(p *program, g *gProgram) error {
 	}
 	if len(p.content.Inputs) > 0 {
 		p.describeNow()
+		s.keepNow(p, g.Serial)
 		return nil
 	}
 	ds := p.builtFor()
@@ -423,6 +421,7 @@ func (s *session) remake(p *program, g *gProgram) error {
 		return fmt.Errorf("program %d does not build (%w): %.400s: %w", p.id, st, log, ErrRefused)
 	}
 	p.describeNow()
+	s.keepNow(p, g.Serial)
 	return nil
 }
 
