@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
 	"testing"
 	"time"
 
@@ -53,6 +54,49 @@ func TestProgramsAreBuiltWithTheApplicationsOptionsAlone(t *testing.T) {
 	if st, _ := c.answer(c.start(&wire.KernelArgInfo{Kernel: k, Param: cl.KernelArgName})); st != cl.KernelArgInfoNotAvailable {
 		t.Errorf("argument info without the option: %v", st)
 	}
+}
+
+// NVIDIA's compiler can't describe a program that has a kernel without
+// arguments: the other kernels of such a program are known all the same.
+func TestProgramsWithKernelsWithoutArgumentsAreDescribed(t *testing.T) {
+	c := newClient(t)
+	s := c.executor(1)
+	s.quirk.sameCode = false
+	s.activate()
+	ctx, q, _ := c.setup(0)
+	p := c.program(ctx, "kernel void g() {}\nkernel void h ( void ) {}\nkernel void f(global uint *a, ulong n) { a[0] = (uint)n; }")
+	c.call(&wire.BuildProgram{Program: p})
+	inside(s, p, func(p *program) {
+		<-p.desc.done
+		if p.desc.err != nil {
+			t.Fatal(p.desc.err)
+		}
+		none := withoutArguments(p.vendor)
+		slices.Sort(none)
+		if !slices.Equal(none, []string{"g", "h"}) {
+			t.Errorf("without arguments: %q", none)
+		}
+		// The text that is tried first makes sense to a compiler.
+		d := p.describer()
+		v, err := d.build(d.variants(none)[0])
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer cl.ReleaseProgram(v)
+		if left := withoutArguments(v); len(left) > 0 {
+			t.Errorf("described without arguments: %q", left)
+		}
+	})
+	for name, n := range map[string]int{"f": 2, "g": 0, "h": 0} {
+		k := c.id()
+		if b := c.call(&wire.CreateKernel{ID: k, Program: p, Name: []byte(name)}); int(cl.Uint32(b)) != n {
+			t.Errorf("kernel %s has %d arguments, not %d", name, cl.Uint32(b), n)
+		}
+		if n == 0 {
+			c.call(&wire.Ndrange{Queue: q, Kernel: k, Dims: 1, Glob0: 1})
+		}
+	}
+	c.call(&wire.Finish{Queue: q})
 }
 
 // What an application was told of arguments stays as it was over a swap.

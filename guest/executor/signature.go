@@ -198,21 +198,79 @@ func (d *describer) run() (signature, error) {
 	if !errors.Is(err, errArgInfo) {
 		return sig, err
 	}
-	v, err := d.build()
+	none := withoutArguments(d.vendor)
+	var v cl.Program
+	for _, x := range d.variants(none) {
+		if v, err = d.build(x); err == nil {
+			break
+		}
+	}
 	if err != nil {
 		return nil, err
 	}
 	defer cl.ReleaseProgram(v)
-	return signatureOf(v)
+	if sig, err = signatureOf(v); err != nil {
+		return nil, err
+	}
+	for _, name := range none {
+		sig[name] = nil
+	}
+	return sig, nil
 }
 
-func (d *describer) build() (cl.Program, error) {
+// withoutArguments lists the kernels that have none.
+func withoutArguments(v cl.Program) []string {
+	var names []string
+	for _, name := range kernelNames(v) {
+		k, st := cl.CreateKernel(v, name)
+		if st != cl.Success {
+			continue
+		}
+		if n, err := argumentCount(k); err == nil && n == 0 {
+			names = append(names, name)
+		}
+		cl.ReleaseKernel(k)
+	}
+	return names
+}
+
+// variants are texts that describe the program, to be tried in turn. NVIDIA's
+// compiler (driver 580) can't describe a program with a kernel that has no
+// arguments, so those get one.
+func (d *describer) variants(none []string) []*portable.Program {
+	vs := []*portable.Program{&d.content}
+	if len(none) > 0 {
+		var define strings.Builder
+		for _, name := range none {
+			fmt.Fprintf(&define, "#define %s(gpuctl_none) %s(int gpuctl_one)\n", name, name)
+		}
+		x := prefixed(&d.content, define.String())
+		vs = []*portable.Program{&x, &d.content}
+	}
+	return vs
+}
+
+// prefixed is a program with lines before each of its sources.
+func prefixed(x *portable.Program, lines string) portable.Program {
+	y := *x
+	if len(x.Source) > 0 {
+		y.Source = append([]byte(lines), x.Source...)
+	}
+	y.Inputs = nil
+	for i := range x.Inputs {
+		y.Inputs = append(y.Inputs, prefixed(&x.Inputs[i], lines))
+	}
+	return y
+}
+
+// build makes a program that describes itself.
+func (d *describer) build(x *portable.Program) (cl.Program, error) {
 	how := describing
 	for {
-		v, st := d.ctx.vendorProgram(&d.content, d.devices, how)
-		if st == cl.Success && len(d.content.Inputs) == 0 {
-			if st = setConstants(v, d.content.SpecConstants); st == cl.Success {
-				st = cl.BuildProgram(v, vendorIDs(d.devices), how(d.content.Options))
+		v, st := d.ctx.vendorProgram(x, d.devices, how)
+		if st == cl.Success && len(x.Inputs) == 0 {
+			if st = setConstants(v, x.SpecConstants); st == cl.Success {
+				st = cl.BuildProgram(v, vendorIDs(d.devices), how(x.Options))
 			}
 			if st != cl.Success {
 				cl.ReleaseProgram(v)
