@@ -264,7 +264,9 @@ type unkept struct {
 	key    programKey
 	vendor cl.Program
 	desc   *description
+	prog   *program
 	since  time.Time
+	done   chan struct{} // closed when it is kept, or will not be
 }
 
 // keep has the program's build kept once there is time. The caller holds s.mu.
@@ -275,7 +277,7 @@ func (s *session) keep(p *program, serial uint64) {
 	}
 	s.built = time.Now()
 	cl.RetainProgram(p.vendor)
-	s.unkept = append(s.unkept, unkept{k, p.vendor, p.desc, s.built})
+	s.unkept = append(s.unkept, &unkept{k, p.vendor, p.desc, p, s.built, make(chan struct{})})
 	if !s.keeping {
 		s.keeping = true
 		go s.keepAll()
@@ -286,7 +288,7 @@ func (s *session) keep(p *program, serial uint64) {
 // at once.
 func (s *session) keepNow(p *program, serial uint64) {
 	if k, ok := s.programKey(p, serial); ok {
-		if err := s.cache.keep(unkept{key: k, vendor: p.vendor, desc: p.desc}); err != nil {
+		if err := s.cache.keep(&unkept{key: k, vendor: p.vendor, desc: p.desc}); err != nil {
 			s.log.Debug("built program not kept", "program", p.id, "err", err)
 		}
 	}
@@ -299,7 +301,7 @@ func (s *session) keepAll() {
 			for _, u := range s.unkept {
 				cl.ReleaseProgram(u.vendor)
 			}
-			s.unkept, s.keeping = nil, false
+			s.unkept, s.storing, s.keeping = nil, nil, false
 			s.mu.Unlock()
 			return
 		}
@@ -310,16 +312,37 @@ func (s *session) keepAll() {
 			continue
 		}
 		u := s.unkept[0]
-		s.unkept = s.unkept[1:]
+		s.unkept, s.storing = s.unkept[1:], u
 		s.mu.Unlock()
 		if err := s.cache.keep(u); err != nil {
 			s.log.Debug("built program not kept", "err", err)
 		}
 		cl.ReleaseProgram(u.vendor)
+		close(u.done)
 	}
 }
 
-func (c *programCache) keep(u unkept) error {
+// unused returns what must be over before the program is built anew: a program
+// that has kernels can't be, and what is kept must be of the former build. The
+// caller holds s.mu.
+func (s *session) unused(p *program) []chan struct{} {
+	var over []chan struct{}
+	if p.desc != nil {
+		over = append(over, p.desc.done)
+	}
+	if s.storing != nil && s.storing.prog == p {
+		over = append(over, s.storing.done)
+	}
+	s.unkept = slices.DeleteFunc(s.unkept, func(u *unkept) bool {
+		if u.prog == p {
+			cl.ReleaseProgram(u.vendor)
+		}
+		return u.prog == p
+	})
+	return over
+}
+
+func (c *programCache) keep(u *unkept) error {
 	<-u.desc.done
 	if u.desc.err != nil {
 		return u.desc.err

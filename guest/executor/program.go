@@ -265,12 +265,16 @@ func (s *session) programDevices(p *program, ids []uint32) ([]*device, bool) {
 // build keeps the vendor's objects.
 func (s *session) building(c call, p *program, callback uint32, f func() cl.Status, record func(cl.Status) cl.Status) outcome {
 	p.building = true
+	over := s.unused(p)
 	vendor, ctx := p.vendor, p.ctx.vendor
 	if vendor != 0 {
 		cl.RetainProgram(vendor)
 	}
 	cl.RetainContext(ctx)
 	run := func() cl.Status {
+		for _, c := range over {
+			<-c
+		}
 		st := f()
 		s.mu.Lock()
 		defer s.mu.Unlock()

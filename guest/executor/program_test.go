@@ -182,6 +182,59 @@ func TestGraphCannotPassANumberForAMemoryObject(t *testing.T) {
 	}
 }
 
+// Neither the description of a build nor what is kept of it may get into the
+// way of the next one: the application has no kernels, so it may build again.
+func TestProgramIsBuiltAgainWhileItIsDescribedAndKept(t *testing.T) {
+	dir := t.TempDir()
+	c := newClient(t)
+	s := c.cached(1, dir, "here")
+	s.activate()
+	ctx, q, _ := c.setup(0)
+	p := c.program(ctx, "kernel void f(global uint *a, ulong n) { a[get_global_id(0)] = N + (uint)n; }\nkernel void g(global uint *a) { }")
+	for i := range 8 {
+		s.mu.Lock()
+		s.quirk.sameCode = i%2 == 0
+		s.built = time.Time{} // keep it at once
+		s.mu.Unlock()
+		if st, _ := c.answer(c.start(&wire.BuildProgram{Program: p, Options: fmt.Appendf(nil, "-DN=%d", i%3)})); st != cl.Success {
+			t.Fatalf("build %d: %v", i, st)
+		}
+	}
+	// A description that takes its time has kernels of the program meanwhile.
+	var k0 cl.Kernel
+	d := &description{done: make(chan struct{})}
+	inside(s, p, func(p *program) {
+		<-p.desc.done
+		var st cl.Status
+		if k0, st = cl.CreateKernel(p.vendor, "f"); st != cl.Success {
+			t.Fatal(st)
+		}
+		p.desc = d
+	})
+	again := c.start(&wire.BuildProgram{Program: p, Options: []byte("-DN=1")})
+	for range 100 {
+		c.call(&wire.Finish{Queue: q})
+	}
+	cl.ReleaseKernel(k0)
+	close(d.done)
+	if st, _ := c.answer(again); st != cl.Success {
+		t.Fatalf("build while a description has kernels: %v", st)
+	}
+	settled(t, s)
+	// What was kept of the last build is of the last build.
+	to := c.cached(2, dir, "here")
+	c.swap(s, to)
+	if !recalled(to, p) {
+		t.Error("built again")
+	}
+	k, b := c.id(), c.buffer(ctx, 64)
+	c.call(&wire.CreateKernel{ID: k, Program: p, Name: []byte("f")})
+	c.post(&wire.SetArg{Kernel: k, Index: 0, Kind: wire.ArgMem, Object: b, Size: 8})
+	c.post(&wire.SetArg{Kernel: k, Index: 1, Kind: wire.ArgPlain, Size: 8, Value: make([]byte, 8)})
+	c.post(&wire.Ndrange{Queue: q, Kernel: k, Dims: 1, Glob0: 16})
+	equal(t, c.read(q, b, 64), 7%3)
+}
+
 // A program may be released while it is being built, compiled or linked, and
 // its id used again; the build keeps what it needs.
 func TestProgramReleasedWhileItIsBuilt(t *testing.T) {

@@ -75,7 +75,8 @@ type session struct {
 	serial         uint64
 	cache          *programCache
 	built          time.Time // when a program was built last
-	unkept         []unkept
+	unkept         []*unkept
+	storing        *unkept // the one that is being kept
 	keeping        bool
 	watchWake      chan struct{}
 	cbMu           sync.Mutex
