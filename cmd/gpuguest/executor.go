@@ -102,7 +102,7 @@ func runExecutor(ctx context.Context, in io.Reader, log *slog.Logger) error {
 	cfg := executor.Config{
 		Dir: c.Dir, Generation: c.Generation, Socket: c.Socket, ImportSocket: c.ImportSocket,
 		Runtime: &gpuctlv1.Runtime{}, Device: &gpuctlv1.VirtualDevice{},
-		Logger: log.With("generation", c.Generation),
+		CacheKey: c.CacheKey, Logger: log.With("generation", c.Generation),
 	}
 	if err := protojson.Unmarshal(c.Runtime, cfg.Runtime); err != nil {
 		return fmt.Errorf("runtime: %w", err)

@@ -117,7 +117,7 @@ func (s *session) run(c call, m wire.Request) (outcome, error) {
 	case *wire.SpecConstant:
 		return s.specConstant(m)
 	case *wire.CreateKernel:
-		return s.createKernel(m)
+		return s.createKernel(c, m)
 	case *wire.CloneKernel:
 		return s.cloneKernel(m)
 	case *wire.KernelInfo:
@@ -210,7 +210,10 @@ func (s *session) release(id, callback uint32) error {
 		s.ghost(id, o, o.users)
 		s.dropSampler(o)
 	case *program:
-		cl.ReleaseProgram(o.vendor)
+		o.dead = true
+		if o.vendor != 0 { // one that is being linked has none yet
+			cl.ReleaseProgram(o.vendor)
+		}
 	case *kernel:
 		o.prog.kernels--
 		cl.ReleaseKernel(o.vendor)

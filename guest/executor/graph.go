@@ -95,6 +95,7 @@ type gProgram struct {
 	Devices     []uint32
 	Built       map[uint32]build
 	Loaded      bool
+	Told        told
 }
 
 type gKernel struct {
@@ -235,7 +236,7 @@ func (s *session) graph(final bool) *graph {
 			if o.building && !final {
 				return
 			}
-			p := gProgram{ID: id, Context: o.ctx.id, Serial: serial, Content: o.content, Spec: o.spec, Built: map[uint32]build{}, Loaded: o.loaded}
+			p := gProgram{ID: id, Context: o.ctx.id, Serial: serial, Content: o.content, Spec: o.spec, Built: map[uint32]build{}, Loaded: o.loaded, Told: o.told}
 			for _, d := range o.devices {
 				p.Devices = append(p.Devices, d.id)
 			}

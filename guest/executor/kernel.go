@@ -2,73 +2,23 @@ package executor
 
 import (
 	"encoding/binary"
+	"errors"
 	"fmt"
-	"strings"
 	"unsafe"
 
 	"github.com/gpuctl/gpuctl/guest/cl"
 	"github.com/gpuctl/gpuctl/guest/wire"
 )
 
-// describe asks the vendor for the kernel's arguments.
-func (k *kernel) describe() error {
-	b, st := cl.GetKernelInfo(k.vendor, cl.KernelNumArgs)
-	if st != cl.Success || len(b) < 4 {
-		return fmt.Errorf("kernel %s: number of arguments: %w", k.name, st)
+// describe records what the kernel's arguments are, once they are known to be
+// those of the kernel that runs.
+func (k *kernel) describe(as []argument) {
+	k.text = as
+	k.info = make([]argInfo, len(as))
+	k.args = make([]arg, len(as))
+	for i := range as {
+		k.info[i] = as[i].info()
 	}
-	n := cl.Uint32(b)
-	k.info = make([]argInfo, n)
-	k.args = make([]arg, n)
-	for i := range k.info {
-		u32 := func(param uint32) (uint32, bool) {
-			b, st := cl.GetKernelArgInfo(k.vendor, uint32(i), param)
-			if st != cl.Success || len(b) < 4 {
-				return 0, false
-			}
-			return cl.Uint32(b), true
-		}
-		space, ok := u32(cl.KernelArgAddressQualifier)
-		if !ok {
-			return fmt.Errorf("kernel %s, argument %d: %w", k.name, i, errArgInfo)
-		}
-		access, _ := u32(cl.KernelArgAccessQualifier)
-		tb, _ := cl.GetKernelArgInfo(k.vendor, uint32(i), cl.KernelArgTypeName)
-		typ := cl.CString(tb)
-		var qual uint64
-		if b, st := cl.GetKernelArgInfo(k.vendor, uint32(i), cl.KernelArgTypeQualifier); st == cl.Success && len(b) >= 8 {
-			qual = cl.Uint64(b)
-		}
-		in := &k.info[i]
-		switch {
-		case strings.HasPrefix(typ, "image") && strings.HasSuffix(typ, "_t") && !strings.Contains(typ, "*"):
-			in.kind = wire.ArgImage
-			switch access {
-			case cl.KernelArgAccessReadOnly:
-				in.flags |= argReadOnly
-			case cl.KernelArgAccessWriteOnly:
-				in.flags |= argWriteOnly
-			case cl.KernelArgAccessNone:
-				in.flags |= argReadOnly // read_only is the default
-			}
-		case typ == "sampler_t":
-			in.kind = wire.ArgSampler
-		case qual&cl.KernelArgTypePipe != 0 || strings.HasPrefix(typ, "pipe"), typ == "queue_t":
-			in.kind = wire.ArgOther
-		case space == cl.KernelArgAddressGlobal:
-			in.kind = wire.ArgMem
-			if qual&cl.KernelArgTypeConst != 0 {
-				in.flags |= argConst
-			}
-		case space == cl.KernelArgAddressConstant:
-			in.kind = wire.ArgMem
-			in.flags |= argConst | argConstSpace
-		case space == cl.KernelArgAddressLocal:
-			in.kind = wire.ArgLocal
-		default:
-			in.kind = wire.ArgPlain
-		}
-	}
-	return nil
 }
 
 func (k *kernel) reply() []byte {
@@ -79,7 +29,7 @@ func (k *kernel) reply() []byte {
 	return b
 }
 
-func (s *session) createKernel(m *wire.CreateKernel) (outcome, error) {
+func (s *session) createKernel(c call, m *wire.CreateKernel) (outcome, error) {
 	p := lookup[program](s, m.Program)
 	if p == nil {
 		return done(cl.InvalidProgram), nil
@@ -92,13 +42,43 @@ func (s *session) createKernel(m *wire.CreateKernel) (outcome, error) {
 	if k.vendor, st = cl.CreateKernel(p.vendor, k.name); st != cl.Success {
 		return done(st), nil
 	}
-	if err := k.describe(); err != nil {
-		s.log.Error("kernel refused", "program", p.id, "err", err)
+	p.kernels++ // no build may begin
+	if _, err := argumentsOf(k.vendor); errors.Is(err, errArgInfo) && !p.desc.ready() {
+		d := p.desc
+		return later(func() {
+			as, err := d.arguments(k.vendor, k.name)
+			s.mu.Lock()
+			defer s.mu.Unlock()
+			o, err := s.addKernel(k, as, err)
+			if err != nil {
+				s.condemn(err)
+				return
+			}
+			s.reply(c.slot, o.status, o.data)
+		}), nil
+	}
+	as, err := p.desc.arguments(k.vendor, k.name)
+	return s.addKernel(k, as, err)
+}
+
+// addKernel ends createKernel, given the kernel's arguments or why they are not
+// known.
+func (s *session) addKernel(k *kernel, as []argument, err error) (outcome, error) {
+	p := k.prog
+	if err != nil {
+		s.log.Error("kernel refused", "program", p.id, "kernel", k.name, "err", err)
+		p.kernels--
 		cl.ReleaseKernel(k.vendor)
 		return done(cl.InvalidKernelDefinition), nil
 	}
-	p.kernels++
-	return answer(k.reply()), s.put(m.ID, k)
+	k.describe(as)
+	if p.told == toldUnknown && len(as) > 0 {
+		p.told = toldNo
+		if _, err := argumentsOf(k.vendor); err == nil && (!s.quirk.sameCode || asksToTell(&p.content)) {
+			p.told = toldYes
+		}
+	}
+	return answer(k.reply()), s.put(k.id, k)
 }
 
 // cloneKernel copies a kernel with its arguments. It makes a fresh vendor
@@ -233,8 +213,26 @@ func (s *session) kernelArgInfo(m *wire.KernelArgInfo) (outcome, error) {
 	if k == nil {
 		return done(cl.InvalidKernel), nil
 	}
-	b, st := cl.GetKernelArgInfo(k.vendor, m.Index, m.Param)
-	return outcome{status: st, data: b}, nil
+	if int64(m.Index) >= int64(len(k.text)) {
+		return done(cl.InvalidArgIndex), nil
+	}
+	if k.prog.told == toldNo { // as on the runtime that built it
+		return done(cl.KernelArgInfoNotAvailable), nil
+	}
+	a := &k.text[m.Index]
+	switch m.Param {
+	case cl.KernelArgAddressQualifier:
+		return answer(binary.LittleEndian.AppendUint32(nil, a.Space)), nil
+	case cl.KernelArgAccessQualifier:
+		return answer(binary.LittleEndian.AppendUint32(nil, a.Access)), nil
+	case cl.KernelArgTypeQualifier:
+		return answer(u64s(a.Qual)), nil
+	case cl.KernelArgTypeName:
+		return answer(append([]byte(a.Type), 0)), nil
+	case cl.KernelArgName:
+		return answer(append([]byte(a.Name), 0)), nil
+	}
+	return done(cl.InvalidValue), nil
 }
 
 func (s *session) kernelWgInfo(m *wire.KernelWgInfo) (outcome, error) {

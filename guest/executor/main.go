@@ -37,6 +37,7 @@ type Config struct {
 	ImportSocket string // contents from the session's former executor
 	Runtime      *gpuctlv1.Runtime
 	Device       *gpuctlv1.VirtualDevice
+	CacheKey     []byte // signs built programs in Dir; none: they are not kept
 	Logger       *slog.Logger
 }
 
@@ -107,7 +108,7 @@ func listen(path string) (net.Listener, error) {
 
 // open loads the runtime, finds the devices and maps the session's memory.
 func open(cfg Config, ringFD, arenaFD, stateFD int) (*session, error) {
-	platform, devs, err := openRuntime(cfg.Runtime)
+	platform, devs, quirk, err := openRuntime(cfg.Runtime)
 	if err != nil {
 		return nil, err
 	}
@@ -137,9 +138,10 @@ func open(cfg Config, ringFD, arenaFD, stateFD int) (*session, error) {
 	s := &session{
 		cfg: cfg, log: cfg.Logger, ring: ring, ringFD: ringFD, arena: arena, state: os.NewFile(uintptr(stateFD), "state"),
 		patience: newPatience(), naps: newNaps(runtime.NumCPU() <= 2), host: host,
-		ghosts: map[uint32]any{}, replies: map[uint32][]byte{}, platf: platform,
+		ghosts: map[uint32]any{}, replies: map[uint32][]byte{}, platf: platform, quirk: quirk,
 		watchWake: make(chan struct{}, 1), cbWake: make(chan struct{}, 1), stop: make(chan struct{}),
-		xfer: transfers{queues: map[*clContext]cl.Queue{}, pinned: map[pinKey]cl.Mem{}},
+		cache: newProgramCache(cfg.Dir, cfg.CacheKey),
+		xfer:  transfers{queues: map[*clContext]cl.Queue{}, pinned: map[pinKey]cl.Mem{}},
 	}
 	s.grow(wire.FirstID)
 	for i, d := range devs {
@@ -157,33 +159,37 @@ func open(cfg Config, ringFD, arenaFD, stateFD int) (*session, error) {
 	return s, nil
 }
 
-func openRuntime(rt *gpuctlv1.Runtime) (cl.Platform, []cl.Device, error) {
+func openRuntime(rt *gpuctlv1.Runtime) (cl.Platform, []cl.Device, quirk, error) {
 	lib, err := cl.Open(rt.GetLibrary())
 	if err != nil {
-		return 0, nil, err
+		return 0, nil, quirk{}, err
 	}
 	ps := lib.Platforms()
 	if len(ps) == 0 {
-		return 0, nil, fmt.Errorf("%s has no platform: %w", rt.GetLibrary(), ErrNoDevice)
+		return 0, nil, quirk{}, fmt.Errorf("%s has no platform: %w", rt.GetLibrary(), ErrNoDevice)
 	}
-	if b, st := cl.GetPlatformInfo(ps[0], cl.PlatformName); st == cl.Success && quirkOf(cl.CString(b)).serial {
+	var q quirk
+	if b, st := cl.GetPlatformInfo(ps[0], cl.PlatformName); st == cl.Success {
+		q = quirkOf(cl.CString(b))
+	}
+	if q.serial {
 		lib.Serialize()
 	}
 	all, st := cl.GetDeviceIDs(ps[0], cl.DeviceTypeAll)
 	if st != cl.Success {
-		return 0, nil, fmt.Errorf("devices of %s: %w", rt.GetLibrary(), st)
+		return 0, nil, quirk{}, fmt.Errorf("devices of %s: %w", rt.GetLibrary(), st)
 	}
 	if len(rt.GetDevices()) == 0 {
-		return ps[0], all[:1], nil
+		return ps[0], all[:1], q, nil
 	}
 	var devs []cl.Device
 	for _, i := range rt.GetDevices() {
 		if int64(i) >= int64(len(all)) {
-			return 0, nil, fmt.Errorf("device %d of %s, which has %d: %w", i, rt.GetLibrary(), len(all), ErrNoDevice)
+			return 0, nil, quirk{}, fmt.Errorf("device %d of %s, which has %d: %w", i, rt.GetLibrary(), len(all), ErrNoDevice)
 		}
 		devs = append(devs, all[i])
 	}
-	return ps[0], devs, nil
+	return ps[0], devs, q, nil
 }
 
 // probeMemory finds out whether the device computes in the very memory that a

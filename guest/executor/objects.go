@@ -149,10 +149,24 @@ type program struct {
 	devices  []*device
 	built    map[uint32]*build // by device id
 	building bool
+	dead     bool         // released; a build of it may go on
+	desc     *description // of the last build
+	told     told
+	recalled bool // made of the vendor's binary
 	loaded   bool // from a container: an empty option string means the container's
 	kernels  int  // kernel objects made from it
 	exact    bool // arguments declared const are never written
 }
+
+// told says whether the application may know a program's arguments, which is
+// the first runtime's to decide and then stays.
+type told uint8
+
+const (
+	toldUnknown told = iota
+	toldYes
+	toldNo
+)
 
 // build is the outcome of the last build for one device.
 type build struct {
@@ -167,6 +181,7 @@ type kernel struct {
 	prog    *program
 	name    string
 	vendor  cl.Kernel
+	text    []argument // what the compiler says of its arguments
 	info    []argInfo
 	args    []arg
 	writes  []*mem // what a launch may write, by the arguments now set

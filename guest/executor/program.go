@@ -3,8 +3,8 @@ package executor
 import (
 	"bytes"
 	"encoding/binary"
-	"errors"
 	"regexp"
+	"slices"
 	"strings"
 	"unsafe"
 
@@ -20,9 +20,6 @@ const (
 	programIL
 	programBinary
 )
-
-// argInfoOption makes the vendor tell us what the arguments of a kernel are.
-const argInfoOption = "-cl-kernel-arg-info"
 
 func (s *session) createProgram(id, ctx uint32, from programOrigin, mode uint32, inline []byte, off, n uint64) (outcome, error) {
 	c := lookup[clContext](s, ctx)
@@ -79,15 +76,22 @@ func binaryType(k portable.Kind) uint32 {
 // makeProgram creates the vendor's program from portable content: source, IL,
 // or what was compiled and linked from them.
 func (s *session) makeProgram(p *program) cl.Status {
-	v, st := s.vendorProgram(p.ctx, &p.content, p.devices)
+	v, st := p.ctx.vendorProgram(&p.content, p.devices, s.quirk.options)
 	if st != cl.Success {
 		return st
 	}
+	if st := setConstants(v, p.spec); st != cl.Success {
+		cl.ReleaseProgram(v)
+		return st
+	}
 	p.vendor = v
-	p.exact = exactConst(&p.content)
-	for _, sc := range p.spec {
-		if st := cl.SetProgramSpecializationConstant(v, sc.ID, uint64(len(sc.Value)), unsafe.Pointer(unsafe.SliceData(sc.Value))); st != cl.Success {
-			cl.ReleaseProgram(v)
+	p.exact = p.isExact()
+	return cl.Success
+}
+
+func setConstants(v cl.Program, cs []portable.SpecConstant) cl.Status {
+	for _, c := range cs {
+		if st := cl.SetProgramSpecializationConstant(v, c.ID, uint64(len(c.Value)), unsafe.Pointer(unsafe.SliceData(c.Value))); st != cl.Success {
 			return st
 		}
 	}
@@ -104,55 +108,62 @@ func vendorIDs(ds []*device) []cl.Device {
 
 // vendorProgram makes a program of content in the state that content is in:
 // an object comes out compiled, a library or executable linked.
-func (s *session) vendorProgram(c *clContext, x *portable.Program, ds []*device) (cl.Program, cl.Status) {
+func (c *clContext) vendorProgram(x *portable.Program, ds []*device, how optioner) (cl.Program, cl.Status) {
 	switch x.Kind {
 	case portable.Source:
 		return cl.CreateProgramWithSource(c.vendor, x.Source)
 	case portable.IL:
 		return cl.CreateProgramWithIL(c.vendor, x.IL)
 	case portable.Object:
-		base := portable.Program{Kind: portable.Source, Source: x.Source}
-		if len(x.IL) > 0 {
-			base = portable.Program{Kind: portable.IL, IL: x.IL}
-		}
-		v, st := s.vendorProgram(c, &base, ds)
+		v, st := c.vendorProgram(unbuilt(x), ds, how)
 		if st != cl.Success {
 			return 0, st
 		}
-		if st := s.vendorCompile(c, v, x, ds); st != cl.Success {
+		if st := c.vendorCompile(v, x, ds, how); st != cl.Success {
 			cl.ReleaseProgram(v)
 			return 0, st
 		}
 		return v, st
 	}
 	if len(x.Inputs) == 0 { // built in one go
-		base := portable.Program{Kind: portable.Source, Source: x.Source}
-		if len(x.IL) > 0 {
-			base = portable.Program{Kind: portable.IL, IL: x.IL}
-		}
-		return s.vendorProgram(c, &base, ds)
+		return c.vendorProgram(unbuilt(x), ds, how)
 	}
 	var in []cl.Program
-	defer func() {
-		for _, v := range in {
-			cl.ReleaseProgram(v)
-		}
-	}()
+	defer func() { releasePrograms(in) }()
 	for i := range x.Inputs {
-		v, st := s.vendorProgram(c, &x.Inputs[i], ds)
+		v, st := c.vendorProgram(&x.Inputs[i], ds, how)
 		if st != cl.Success {
 			return 0, st
 		}
 		in = append(in, v)
 	}
-	return linkVendor(c, ds, x.LinkOptions, in)
+	v, st := c.link(ds, x.LinkOptions, in, how)
+	if st != cl.Success && v != 0 { // it has a log, for nobody
+		cl.ReleaseProgram(v)
+		v = 0
+	}
+	return v, st
 }
 
-// linkVendor links. Some runtimes keep what they know of arguments only when
-// the linker is asked too, others refuse to be asked.
-func linkVendor(c *clContext, ds []*device, options string, in []cl.Program) (cl.Program, cl.Status) {
-	v, st := cl.LinkProgram(c.vendor, vendorIDs(ds), vendorOptions(options), in)
-	if st == cl.InvalidLinkerOptions || st == cl.InvalidBuildOptions || st == cl.InvalidCompilerOptions {
+// unbuilt is what was built or compiled.
+func unbuilt(x *portable.Program) *portable.Program {
+	if len(x.IL) > 0 {
+		return &portable.Program{Kind: portable.IL, IL: x.IL}
+	}
+	return &portable.Program{Kind: portable.Source, Source: x.Source}
+}
+
+func releasePrograms(vs []cl.Program) {
+	for _, v := range vs {
+		cl.ReleaseProgram(v)
+	}
+}
+
+// link links. Some runtimes keep what they know of arguments only when the
+// linker is asked too, others refuse to be asked.
+func (c *clContext) link(ds []*device, options string, in []cl.Program, how optioner) (cl.Program, cl.Status) {
+	v, st := cl.LinkProgram(c.vendor, vendorIDs(ds), how(options), in)
+	if how(options) != options && (st == cl.InvalidLinkerOptions || st == cl.InvalidBuildOptions || st == cl.InvalidCompilerOptions) {
 		if v != 0 {
 			cl.ReleaseProgram(v)
 		}
@@ -161,29 +172,18 @@ func linkVendor(c *clContext, ds []*device, options string, in []cl.Program) (cl
 	return v, st
 }
 
-func (s *session) vendorCompile(c *clContext, v cl.Program, x *portable.Program, ds []*device) cl.Status {
+func (c *clContext) vendorCompile(v cl.Program, x *portable.Program, ds []*device, how optioner) cl.Status {
 	var hs []cl.Program
 	var names []string
-	defer func() {
-		for _, h := range hs {
-			cl.ReleaseProgram(h)
-		}
-	}()
+	defer func() { releasePrograms(hs) }()
 	for i := range x.Headers {
-		h, st := s.vendorProgram(c, &x.Headers[i].Program, ds)
+		h, st := c.vendorProgram(&x.Headers[i].Program, ds, how)
 		if st != cl.Success {
 			return st
 		}
 		hs, names = append(hs, h), append(names, x.Headers[i].Name)
 	}
-	return cl.CompileProgram(v, vendorIDs(ds), vendorOptions(x.Options), hs, names)
-}
-
-func vendorOptions(o string) string {
-	if strings.Contains(o, argInfoOption) {
-		return o
-	}
-	return strings.TrimSpace(o + " " + argInfoOption)
+	return cl.CompileProgram(v, vendorIDs(ds), how(x.Options), hs, names)
 }
 
 func cstring(b []byte) string {
@@ -193,12 +193,16 @@ func cstring(b []byte) string {
 	return string(b)
 }
 
-// finishBuild asks the vendor how a build went and records it.
+// finishBuild asks the vendor how a build for ds went and records it. A build
+// for a device can be one for its sub-devices too.
 func (p *program) finishBuild(ds []*device, options string) {
-	for _, d := range ds {
+	for _, d := range p.devices {
 		b := &build{Options: options, Status: cl.BuildError}
 		if v, st := cl.GetProgramBuildInfo(p.vendor, d.vendor, cl.ProgramBuildStatus); st == cl.Success && len(v) >= 4 {
 			b.Status = int32(binary.LittleEndian.Uint32(v))
+		}
+		if !slices.Contains(ds, d) && b.Status != cl.BuildSuccess {
+			continue
 		}
 		if v, st := cl.GetProgramBuildInfo(p.vendor, d.vendor, cl.ProgramBuildLog); st == cl.Success {
 			b.Log = cl.CString(v)
@@ -210,8 +214,30 @@ func (p *program) finishBuild(ds []*device, options string) {
 			b.Type = binaryType(p.content.Kind)
 		}
 		p.built[d.id] = b
-		p.exact = p.exact && !strings.Contains(b.Log, "discards qualifiers")
 	}
+	p.exact = p.exact && p.isExact()
+}
+
+// isExact says whether the program's arguments declared const are never
+// written, by its text and what compilers said of it.
+func (p *program) isExact() bool {
+	for _, b := range p.built {
+		if strings.Contains(b.Log, "discards qualifiers") {
+			return false
+		}
+	}
+	return exactConst(&p.content)
+}
+
+// builtFor are the devices that the program is built for.
+func (p *program) builtFor() []*device {
+	var ds []*device
+	for _, d := range p.devices {
+		if b := p.built[d.id]; b != nil && b.Status == cl.BuildSuccess {
+			ds = append(ds, d)
+		}
+	}
+	return ds
 }
 
 func (s *session) programDevices(p *program, ids []uint32) ([]*device, bool) {
@@ -235,16 +261,41 @@ func (s *session) programDevices(p *program, ids []uint32) ([]*device, bool) {
 }
 
 // building runs a build aside, so that a compiler never stalls other threads.
+// The program may be released meanwhile: until record has been called, the
+// build keeps the vendor's objects.
 func (s *session) building(c call, p *program, callback uint32, f func() cl.Status, record func(cl.Status) cl.Status) outcome {
 	p.building = true
+	over := s.unused(p)
+	vendor, ctx := p.vendor, p.ctx.vendor
+	if vendor != 0 {
+		cl.RetainProgram(vendor)
+	}
+	cl.RetainContext(ctx)
 	run := func() cl.Status {
+		for _, c := range over {
+			<-c
+		}
 		st := f()
 		s.mu.Lock()
 		defer s.mu.Unlock()
 		p.building = false
 		st = record(st)
-		s.serial++
-		s.serials[p.id] = s.serial
+		switch {
+		case !p.dead:
+			s.serial++
+			s.serials[p.id] = s.serial
+			if st == cl.Success && p.executable() {
+				p.told = toldUnknown
+				s.describeAside(p)
+				s.keep(p, s.serial)
+			}
+		case p.vendor != vendor && p.vendor != 0: // made after the release
+			cl.ReleaseProgram(p.vendor)
+		}
+		if vendor != 0 {
+			cl.ReleaseProgram(vendor)
+		}
+		cl.ReleaseContext(ctx)
 		if callback == 0 {
 			s.reply(c.slot, st, nil)
 		}
@@ -292,6 +343,9 @@ func (s *session) buildProgram(c call, m *wire.BuildProgram) (outcome, error) {
 		}
 		return done(cl.InvalidBinary), nil
 	}
+	if st := s.original(p); st != cl.Success {
+		return done(st), nil
+	}
 	use := options
 	if p.loaded && use == "" {
 		use = p.content.Options
@@ -299,8 +353,9 @@ func (s *session) buildProgram(c call, m *wire.BuildProgram) (outcome, error) {
 	for _, d := range ds {
 		p.built[d.id] = &build{Status: cl.BuildInProgress, Options: options}
 	}
+	v := p.vendor
 	return s.building(c, p, m.Callback, func() cl.Status {
-		return cl.BuildProgram(p.vendor, vendorIDs(ds), vendorOptions(use))
+		return cl.BuildProgram(v, vendorIDs(ds), s.quirk.options(use))
 	}, func(st cl.Status) cl.Status {
 		p.finishBuild(ds, options)
 		if st == cl.Success {
@@ -319,6 +374,9 @@ func (s *session) compileProgram(c call, m *wire.CompileProgram) (outcome, error
 	if len(p.content.Inputs) > 0 {
 		return done(cl.InvalidOperation), nil
 	}
+	if st := s.original(p); st != cl.Success {
+		return done(st), nil
+	}
 	options := cstring(m.Options)
 	names := strings.Split(string(m.Names), "\x00")
 	x := portable.Program{Kind: portable.Object, Source: p.content.Source, IL: p.content.IL, Options: options}
@@ -326,8 +384,13 @@ func (s *session) compileProgram(c call, m *wire.CompileProgram) (outcome, error
 	var hn []string
 	for i, id := range m.Headers {
 		h := lookup[program](s, id)
-		if h == nil || i >= len(names) {
+		if h == nil || h.vendor == 0 || i >= len(names) {
+			releasePrograms(hs)
 			return done(cl.InvalidProgram), nil
+		}
+		if st := s.original(h); st != cl.Success {
+			releasePrograms(hs)
+			return done(st), nil
 		}
 		x.Headers = append(x.Headers, portable.Header{Name: names[i], Program: h.content})
 		cl.RetainProgram(h.vendor)
@@ -336,12 +399,11 @@ func (s *session) compileProgram(c call, m *wire.CompileProgram) (outcome, error
 	for _, d := range ds {
 		p.built[d.id] = &build{Status: cl.BuildInProgress, Options: options}
 	}
+	v := p.vendor
 	return s.building(c, p, m.Callback, func() cl.Status {
-		return cl.CompileProgram(p.vendor, vendorIDs(ds), vendorOptions(options), hs, hn)
+		return cl.CompileProgram(v, vendorIDs(ds), s.quirk.options(options), hs, hn)
 	}, func(st cl.Status) cl.Status {
-		for _, h := range hs {
-			cl.ReleaseProgram(h)
-		}
+		releasePrograms(hs)
 		p.finishBuild(ds, options)
 		if st == cl.BuildProgramFailure { // what some runtimes say instead
 			st = cl.CompileProgramFailure
@@ -375,12 +437,11 @@ func (s *session) linkProgram(c call, m *wire.LinkProgram) (outcome, error) {
 	for _, id := range m.Inputs {
 		x := lookup[program](s, id)
 		if x == nil {
+			releasePrograms(in)
 			return done(cl.InvalidProgram), nil
 		}
-		if !x.linkable() { // not every runtime minds
-			for _, v := range in {
-				cl.ReleaseProgram(v)
-			}
+		if !x.linkable() || x.building { // not every runtime minds
+			releasePrograms(in)
 			return done(cl.InvalidOperation), nil
 		}
 		cl.RetainProgram(x.vendor)
@@ -388,17 +449,20 @@ func (s *session) linkProgram(c call, m *wire.LinkProgram) (outcome, error) {
 		p.content.Inputs = append(p.content.Inputs, x.content)
 	}
 	if err := s.put(m.ID, p); err != nil {
+		releasePrograms(in)
 		return outcome{}, err
 	}
-	p.exact = exactConst(&p.content)
-	return s.building(c, p, m.Callback, func() cl.Status {
-		v, st := linkVendor(ctx, p.devices, options, in)
-		p.vendor = v
+	p.exact = p.isExact()
+	for _, d := range p.devices {
+		p.built[d.id] = &build{Status: cl.BuildInProgress, Options: options}
+	}
+	var v cl.Program
+	return s.building(c, p, m.Callback, func() (st cl.Status) {
+		v, st = ctx.link(p.devices, options, in, s.quirk.options)
 		return st
 	}, func(st cl.Status) cl.Status {
-		for _, x := range in {
-			cl.ReleaseProgram(x)
-		}
+		releasePrograms(in)
+		p.vendor = v
 		if p.vendor != 0 {
 			p.finishBuild(p.devices, options)
 			return st
@@ -412,7 +476,10 @@ func (s *session) linkProgram(c call, m *wire.LinkProgram) (outcome, error) {
 			}
 			return st
 		}
-		s.objs[p.id] = nil
+		if !p.dead {
+			s.objs[p.id] = nil
+			p.dead = true
+		}
 		return st
 	}), nil
 }
@@ -507,6 +574,9 @@ func (s *session) specConstant(m *wire.SpecConstant) (outcome, error) {
 	if len(p.content.IL) == 0 {
 		return done(cl.InvalidProgram), nil
 	}
+	if st := s.original(p); st != cl.Success {
+		return done(st), nil
+	}
 	st := cl.SetProgramSpecializationConstant(p.vendor, m.Spec, uint64(len(m.Value)), unsafe.Pointer(unsafe.SliceData(m.Value)))
 	if st == cl.Success {
 		p.spec = append(p.spec, portable.SpecConstant{ID: m.Spec, Value: append([]byte(nil), m.Value...)})
@@ -546,8 +616,6 @@ func exactConst(x *portable.Program) bool {
 	}
 	return true
 }
-
-var errArgInfo = errors.New("the runtime does not describe the kernel's arguments")
 
 // executable says whether kernels can be made from the program.
 func (p *program) executable() bool {

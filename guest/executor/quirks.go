@@ -7,12 +7,20 @@ import "strings"
 type quirk struct {
 	platform string // its name begins with this
 	serial   bool   // not thread-safe: one call at a time
+	// Asked to describe arguments, it makes the same code: no other build is
+	// needed for that.
+	sameCode bool
+	// What it makes of its own binaries can't be used.
+	badBinaries bool
 }
 
 var quirks = [...]quirk{
 	// Oclgrind 21.10 asserts in Context.cpp or crashes when two threads
-	// enqueue or wait.
-	{platform: "Oclgrind", serial: true},
+	// enqueue or wait, and crashes when a kernel of a binary is asked for its
+	// arguments. It builds in milliseconds.
+	{platform: "Oclgrind", serial: true, badBinaries: true},
+	// PoCL 3.1 adds metadata; what is compiled of it is equal, byte for byte.
+	{platform: "Portable Computing Language", sameCode: true},
 }
 
 func quirkOf(platform string) quirk {

@@ -386,7 +386,7 @@ func (s *session) restorePrograms(gs []gProgram, report progress) error {
 		if c == nil || !ok {
 			return fmt.Errorf("program %d: context or device missing: %w", g.ID, ErrRefused)
 		}
-		jobs = append(jobs, job{g, &program{id: g.ID, ctx: c, content: g.Content, spec: g.Spec, devices: ds, built: map[uint32]*build{}, loaded: g.Loaded}})
+		jobs = append(jobs, job{g, &program{id: g.ID, ctx: c, content: g.Content, spec: g.Spec, devices: ds, built: map[uint32]*build{}, loaded: g.Loaded, told: g.Told}})
 	}
 	var (
 		mu   sync.Mutex
@@ -429,26 +429,37 @@ func (s *session) remake(p *program, g *gProgram) error {
 		p.built[id] = &x
 		ok = ok || b.Status == cl.BuildSuccess
 	}
+	if ok && s.recall(p, g.Serial) {
+		return nil
+	}
 	if st := s.makeProgram(p); st != cl.Success {
 		return fmt.Errorf("program %d: %w: %w", p.id, st, ErrRefused)
 	}
-	if !ok || p.content.Kind != portable.Executable || len(p.content.Inputs) > 0 {
+	if !ok || p.content.Kind != portable.Executable {
 		return nil
 	}
-	var ds []*device
-	for _, d := range p.devices {
-		if b := g.Built[d.id]; b.Status == cl.BuildSuccess {
-			ds = append(ds, d)
-		}
+	if len(p.content.Inputs) > 0 {
+		p.describeNow()
+		s.keepNow(p, g.Serial)
+		return nil
 	}
-	if st := cl.BuildProgram(p.vendor, vendorIDs(ds), vendorOptions(p.content.Options)); st != cl.Success {
+	ds := p.builtFor()
+	if st := cl.BuildProgram(p.vendor, vendorIDs(ds), s.quirk.options(p.content.Options)); st != cl.Success {
 		log := ""
 		if b, st := cl.GetProgramBuildInfo(p.vendor, ds[0].vendor, cl.ProgramBuildLog); st == cl.Success {
 			log = strings.TrimSpace(cl.CString(b))
 		}
 		return fmt.Errorf("program %d does not build (%w): %.400s: %w", p.id, st, log, ErrRefused)
 	}
+	p.describeNow()
+	s.keepNow(p, g.Serial)
 	return nil
+}
+
+// describeNow is for a program that is being prepared.
+func (p *program) describeNow() {
+	p.desc = &description{done: make(chan struct{})}
+	p.desc.find(p.describer())
 }
 
 func (s *session) restoreKernel(g *gKernel) error {
@@ -473,11 +484,9 @@ func (s *session) remakeKernel(g *gKernel) (*kernel, error) {
 	if k.vendor, st = cl.CreateKernel(p.vendor, g.Name); st != cl.Success {
 		return nil, fmt.Errorf("kernel %s of program %d: %w: %w", g.Name, g.Program, st, ErrRefused)
 	}
-	if err := k.describe(); err != nil {
-		return nil, fmt.Errorf("%w: %w", err, ErrRefused)
-	}
-	if len(k.args) != len(g.Args) {
-		return nil, fmt.Errorf("kernel %s has %d arguments here, not %d: %w", g.Name, len(k.args), len(g.Args), ErrRefused)
+	if err := k.remember(g); err != nil {
+		cl.ReleaseKernel(k.vendor)
+		return nil, fmt.Errorf("kernel %s of program %d: %w: %w", g.Name, g.Program, err, ErrRefused)
 	}
 	p.kernels++
 	for _, d := range p.devices {
@@ -486,6 +495,25 @@ func (s *session) remakeKernel(g *gKernel) (*kernel, error) {
 		}
 	}
 	return k, nil
+}
+
+// remember describes a kernel as its program is described here. What the graph
+// says of its arguments must be of the same kinds.
+func (k *kernel) remember(g *gKernel) error {
+	as, err := k.prog.desc.arguments(k.vendor, g.Name)
+	if err != nil {
+		return err
+	}
+	if len(as) != len(g.Args) {
+		return fmt.Errorf("%d arguments here, not %d: %w", len(as), len(g.Args), errDiffers)
+	}
+	k.describe(as)
+	for i := range g.Args {
+		if g.Args[i].Set && g.Args[i].Kind != k.info[i].kind {
+			return fmt.Errorf("argument %d is of kind %d here, not %d: %w", i, k.info[i].kind, g.Args[i].Kind, errDiffers)
+		}
+	}
+	return nil
 }
 
 // rebind sets the arguments that differ from the graph's.
@@ -618,7 +646,7 @@ func (s *session) argGone(a *arg) bool {
 
 // copyKernel clones a kernel with its arguments, for a parked launch.
 func (s *session) copyKernel(src *kernel) (*kernel, cl.Status) {
-	k := &kernel{prog: src.prog, name: src.name, info: src.info, stale: true, local: src.local, group: src.group}
+	k := &kernel{prog: src.prog, name: src.name, text: src.text, info: src.info, stale: true, local: src.local, group: src.group}
 	var st cl.Status
 	if k.vendor, st = cl.CreateKernel(src.prog.vendor, src.name); st != cl.Success {
 		return nil, st

@@ -38,6 +38,7 @@ type session struct {
 	token   uint32
 
 	platf      cl.Platform
+	quirk      quirk
 	limits     *limits
 	info       []byte // session_info's answer; stays for the whole session
 	memory     uint64 // bytes of live memory objects
@@ -72,6 +73,11 @@ type session struct {
 	frozen         bool
 	calls          uint64
 	serial         uint64
+	cache          *programCache
+	built          time.Time // when a program was built last
+	unkept         []*unkept
+	storing        *unkept // the one that is being kept
+	keeping        bool
 	watchWake      chan struct{}
 	cbMu           sync.Mutex
 	cbs            [][3]uint32

@@ -145,7 +145,7 @@ struct _cl_program {
 	char *source;
 	size_t nsource;
 	_Atomic uint32_t kernels;
-	struct notify *releases;
+	uint64_t *told; /* sizes of the binaries as the application knows them */
 };
 
 struct cached { struct cached *next; uint32_t dev, what, index; uint32_t len; uint8_t data[]; };

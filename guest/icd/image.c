@@ -201,9 +201,15 @@ static cl_mem make_image(cl_context c, const cl_mem_properties *props, cl_mem_fl
 		m->size = gx_u64(&rep, 0);
 		m->row = gx_u64(&rep, 1);
 		m->slice = gx_u64(&rep, 2);
-		if (gx_u64(&rep, 3))
-			m->elem = gx_u64(&rep, 3);
+		uint64_t theirs = gx_u64(&rep, 3), least;
 		gx_reply_free(&rep);
+		/* The application allocates by these. */
+		bool sliced = t == CL_MEM_OBJECT_IMAGE3D || m->array;
+		if ((theirs && theirs != m->elem) || __builtin_mul_overflow(m->width, m->elem, &least) || m->row < least ||
+			__builtin_mul_overflow(m->row, m->height, &least) || (sliced && m->slice < least)) {
+			post_release(&(struct gx_release){.id = m->o.id});
+			err = CL_OUT_OF_RESOURCES;
+		}
 		if (m->host && m->host_row) {
 			m->row = m->host_row;
 			if (t == CL_MEM_OBJECT_IMAGE3D || m->array)

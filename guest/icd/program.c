@@ -195,30 +195,23 @@ CL_API_ENTRY cl_int CL_API_CALL clReleaseProgram(cl_program p)
 void gx_program_destroy(struct obj *o)
 {
 	cl_program p = (cl_program)o;
-	for (struct notify *n = p->releases, *next; n; n = next) {
-		next = n->next;
-		((void(CL_CALLBACK *)(cl_program, void *))n->fn)(p, n->user);
-		free(n);
-	}
 	post_release(&(struct gx_release){.id = o->id});
 	gx_id_drop(o->id);
 	cl_context c = p->ctx;
 	free(p->devs);
 	free(p->source);
+	free(p->told);
 	gx_recycle(o, T_PROGRAM);
 	gx_unlink(c);
 }
 
+/* The callback is for destructors of program scope variables, which no device has. */
 CL_API_ENTRY cl_int CL_API_CALL clSetProgramReleaseCallback(cl_program p, void(CL_CALLBACK *fn)(cl_program, void *), void *user)
 {
+	(void)user;
 	if (!gx_ok(p, T_PROGRAM))
 		return CL_INVALID_PROGRAM;
-	if (!fn)
-		return CL_INVALID_VALUE;
-	gx_lock_take(&S.misc);
-	bool ok = gx_notify_push(&p->releases, (void *)fn, user);
-	gx_lock_drop(&S.misc);
-	return ok ? CL_SUCCESS : CL_OUT_OF_HOST_MEMORY;
+	return fn ? CL_INVALID_OPERATION : CL_INVALID_VALUE;
 }
 
 CL_API_ENTRY cl_int CL_API_CALL clSetProgramSpecializationConstant(cl_program p, cl_uint id, size_t size, const void *value)
@@ -361,6 +354,39 @@ CL_API_ENTRY cl_program CL_API_CALL clLinkProgram(cl_context c, cl_uint n, const
 
 /* ---- queries */
 
+/* tell_sizes answers with the sizes of the binaries, and remembers them: the application allocates by them. */
+static cl_int tell_sizes(cl_program p, INFO_ARGS)
+{
+	struct gx_reply r;
+	TRY(call_program_info(&(struct gx_program_info){.program = p->o.id, .param = CL_PROGRAM_BINARY_SIZES}, &r));
+	if (r.len != p->ndev * sizeof(uint64_t)) {
+		gx_reply_free(&r);
+		return CL_OUT_OF_RESOURCES;
+	}
+	if (value && size >= r.len) {
+		gx_lock_take(&S.misc);
+		if (!p->told)
+			p->told = malloc(r.len);
+		if (p->told)
+			memcpy(p->told, r.data, r.len);
+		gx_lock_drop(&S.misc);
+		if (!p->told) {
+			gx_reply_free(&r);
+			return CL_OUT_OF_HOST_MEMORY;
+		}
+	}
+	return gx_reply_info(&r, size, value, size_ret);
+}
+
+/* room says how large the application believes binary i to be; UINT64_MAX if it has not asked. */
+static uint64_t room(cl_program p, cl_uint i)
+{
+	gx_lock_take(&S.misc);
+	uint64_t n = p->told ? p->told[i] : UINT64_MAX;
+	gx_lock_drop(&S.misc);
+	return n;
+}
+
 static cl_int binaries(cl_program p, INFO_ARGS)
 {
 	unsigned char **out = value;
@@ -376,10 +402,12 @@ static cl_int binaries(cl_program p, INFO_ARGS)
 	cl_int err = call_program_info(&(struct gx_program_info){.program = p->o.id, .param = CL_PROGRAM_BINARIES}, &data);
 	if (!err) {
 		uint64_t at = 0;
-		for (cl_uint i = 0; i < p->ndev; i++) {
+		for (cl_uint i = 0; i < p->ndev && !err; i++) {
 			uint64_t n = gx_u64(&sizes, i);
-			if (n > data.len - at)
+			if (n > data.len - at || (out[i] && n > room(p, i))) {
+				err = CL_OUT_OF_RESOURCES;
 				break;
+			}
 			if (out[i])
 				memcpy(out[i], data.data + at, n);
 			at += n;
@@ -401,6 +429,7 @@ CL_API_ENTRY cl_int CL_API_CALL clGetProgramInfo(cl_program p, cl_program_info n
 	case CL_PROGRAM_NUM_DEVICES: INFO(cl_uint, p->ndev);
 	case CL_PROGRAM_DEVICES: return gx_info(p->devs, p->ndev * sizeof *p->devs, size, value, size_ret);
 	case CL_PROGRAM_SOURCE: return gx_info(p->source ? p->source : "", p->source ? p->nsource : 1, size, value, size_ret);
+	case CL_PROGRAM_BINARY_SIZES: return tell_sizes(p, size, value, size_ret);
 	case CL_PROGRAM_BINARIES: return binaries(p, size, value, size_ret);
 	case CL_PROGRAM_SCOPE_GLOBAL_CTORS_PRESENT:
 	case CL_PROGRAM_SCOPE_GLOBAL_DTORS_PRESENT: INFO(cl_bool, CL_FALSE);
@@ -408,7 +437,6 @@ CL_API_ENTRY cl_int CL_API_CALL clGetProgramInfo(cl_program p, cl_program_info n
 		if (p->source)
 			return gx_info("", 0, size, value, size_ret);
 		break;
-	case CL_PROGRAM_BINARY_SIZES:
 	case CL_PROGRAM_NUM_KERNELS:
 	case CL_PROGRAM_KERNEL_NAMES: break;
 	default: return CL_INVALID_VALUE;

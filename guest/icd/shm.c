@@ -20,6 +20,7 @@
 #define SPIN_TRY 16u /* waits, of which one spins for the most */
 #define DEAD_NS 5000000000ull
 #define SAY_NS 10000000000ull
+#define MAX_REPLY (1ull << 30) /* bytes: no vendor says more */
 
 struct session S = {.ring_fd = -1, .arena_fd = -1, .state_fd = -1, .lock_fd = -1, .sock = -1, .gen = 1};
 
@@ -291,7 +292,7 @@ static cl_int map_session(int fds[3])
 	memcpy(&arena, ring + GX_HDR_ARENA_SIZE, 8);
 	memcpy(&split, ring + GX_HDR_ARENA_SPLIT, 8);
 	uint8_t *mem = MAP_FAILED;
-	if (magic == GX_MAGIC && version == GX_VERSION && size == GX_RING_SIZE && split <= arena && arena)
+	if (magic == GX_MAGIC && version == GX_VERSION && size == GX_RING_SIZE && split <= arena && arena && !fstat(fds[1], &st) && (uint64_t)st.st_size >= arena)
 		mem = mmap(NULL, arena, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fds[1], 0);
 	if (mem == MAP_FAILED) {
 		munmap(ring, GX_RING_MEM);
@@ -615,6 +616,8 @@ cl_int gx_wait(uint32_t op, uint32_t slot, struct gx_reply *r)
 		len = GX_SLOT_SIZE - GX_SLOT_DATA;
 	if (total < len)
 		total = len;
+	if (total > MAX_REPLY && !err)
+		err = CL_OUT_OF_RESOURCES;
 	if (!r || err) {
 		gx_slot_drop(slot);
 		if (token && total > len) { /* nobody wants the rest */

@@ -220,11 +220,23 @@ static cl_int map_flags(cl_mem m, cl_map_flags f)
 	return CL_SUCCESS;
 }
 
+/* in_arena says whether the executor has put all of a mapping into the arena, with pitches that keep its rows apart: the
+ * application writes by them, and so do we. */
+static bool in_arena(const struct map *p)
+{
+	uint64_t rows = p->height - 1, slices = p->depth - 1, area, last, end;
+	return p->arena_row >= p->width && !__builtin_mul_overflow(p->arena_row, p->height, &area) && (!slices || p->arena_slice >= area) &&
+		!__builtin_mul_overflow(p->arena_slice, slices, &end) && !__builtin_mul_overflow(p->arena_row, rows, &last) &&
+		!__builtin_add_overflow(end, last, &end) && !__builtin_add_overflow(end, p->width, &end) &&
+		p->arena <= S.arena_size && end <= S.arena_size - p->arena;
+}
+
 /* end_map records a mapping that the executor has made. */
 static void *end_map(struct cmd *c, cl_mem m, struct map *p, const struct gx_reply *r, bool blocking, cl_event *event, cl_int *err)
 {
 	p->arena = gx_u64(r, 0);
-	if (p->arena > S.arena_size || p->width > S.arena_size - p->arena)
+	bool wrong = !in_arena(p);
+	if (wrong)
 		*err = CL_MAP_FAILURE;
 	bool bring = p->host && !(p->flags & CL_MAP_WRITE_INVALIDATE_REGION);
 	p->ptr = p->host ? p->host : S.arena + p->arena;
@@ -241,6 +253,8 @@ static void *end_map(struct cmd *c, cl_mem m, struct map *p, const struct gx_rep
 	}
 	cl_event ev = c->ev;
 	void *ptr = p->ptr;
+	if (wrong)
+		free(p);
 	*err = gx_cmd_end(c, *err, event, blocking);
 	if (!*err && ev && !event)
 		gx_release_ref(ev);
@@ -334,6 +348,8 @@ CL_API_ENTRY void *CL_API_CALL clEnqueueMapImage(cl_command_queue q, cl_mem m, c
 	uint64_t arow = gx_u64(&r, 1), aslice = gx_u64(&r, 2);
 	p->arena_row = array1d && aslice ? aslice : arow;
 	p->arena_slice = aslice;
+	if (arow < p->width || (sliced && aslice / (array1d ? 1 : region[1]) < arow)) /* the application is told of both */
+		p->arena_row = 0;
 	void *ptr = end_map(&c, m, p, &r, blocking != 0, event, &err);
 	gx_reply_free(&r);
 	if (blocking)

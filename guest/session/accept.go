@@ -183,7 +183,7 @@ func (m *Manager) create(conn *net.UnixConn, g greeting) error {
 		state: gpuctlv1.SessionState_SESSION_STATE_RUNNING,
 		rec: record{
 			Version: recordVersion, ID: id, Claim: offer.Claim, PID: g.pid, Command: commandLine(g.pid),
-			StartedMS: now, Op: &opRecord{Kind: kindCreate},
+			StartedMS: now, Op: &opRecord{Kind: kindCreate}, CacheSecret: newSecret(),
 		},
 	}
 	if offer.Device != nil {

@@ -35,6 +35,7 @@ type Spec struct {
 	Device       *gpuctlv1.VirtualDevice
 	Memory       [3]*os.File // ring, arena, state
 	Stdout       *os.File    // the application's
+	CacheKey     []byte      // signs the programs that executors for this runtime have built
 	AppPID       int         // the application, 0 if it can't be seen from here
 	AppStart     uint64
 }
@@ -69,6 +70,7 @@ type ExecutorConfig struct {
 	ImportSocket string          `json:"import_socket"`
 	Runtime      json.RawMessage `json:"runtime"`          // gpuctl.v1.Runtime
 	Device       json.RawMessage `json:"device,omitempty"` // gpuctl.v1.VirtualDevice
+	CacheKey     []byte          `json:"cache_key,omitempty"`
 	AppPID       int             `json:"app_pid,omitempty"`
 	AppStart     uint64          `json:"app_start,omitempty"`
 }
@@ -296,7 +298,7 @@ func (spec *Spec) config() ([]byte, error) {
 	}
 	c := ExecutorConfig{
 		Dir: spec.Dir, Generation: spec.Generation, Socket: spec.Socket, ImportSocket: spec.ImportSocket,
-		Runtime: rt, AppPID: spec.AppPID, AppStart: spec.AppStart,
+		Runtime: rt, CacheKey: spec.CacheKey, AppPID: spec.AppPID, AppStart: spec.AppStart,
 	}
 	if spec.Device != nil {
 		if c.Device, err = protojson.Marshal(spec.Device); err != nil {

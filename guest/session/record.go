@@ -1,6 +1,9 @@
 package session
 
 import (
+	"crypto/hmac"
+	"crypto/rand"
+	"crypto/sha256"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -34,6 +37,29 @@ type record struct {
 	SuspendedTo string          `json:"suspended_to,omitempty"`
 	Away        *awayRecord     `json:"away,omitempty"` // what is to come back
 	Op          *opRecord       `json:"op,omitempty"`
+	CacheSecret []byte          `json:"cache_secret,omitempty"`
+}
+
+// cacheKey is what executors for a runtime's devices sign built programs with.
+// None learns what those for other devices sign with.
+func (r *record) cacheKey(rt *gpuctlv1.Runtime) []byte {
+	if len(r.CacheSecret) == 0 { // of a gpuguest that kept none
+		return nil
+	}
+	b, err := proto.MarshalOptions{Deterministic: true}.Marshal(rt)
+	if err != nil {
+		return nil
+	}
+	h := hmac.New(sha256.New, r.CacheSecret)
+	h.Write(b)
+	return h.Sum(nil)
+}
+
+// newSecret is random.
+func newSecret() []byte {
+	b := make([]byte, sha256.Size)
+	_, _ = rand.Read(b) // never fails
+	return b
 }
 
 type executorRecord struct {

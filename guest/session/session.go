@@ -98,7 +98,7 @@ func (s *session) spec(rt *gpuctlv1.Runtime) Spec {
 	return Spec{
 		Dir: s.executorsDir(), Generation: gen, Socket: control, ImportSocket: imports,
 		Runtime: rt, Device: s.rec.device(), Memory: s.mem.files(), Stdout: s.stdout,
-		AppPID: s.rec.PID, AppStart: s.rec.Start,
+		CacheKey: s.rec.cacheKey(rt), AppPID: s.rec.PID, AppStart: s.rec.Start,
 	}
 }
 

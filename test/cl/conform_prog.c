@@ -608,3 +608,172 @@ CASE(many_programs) {
         OK(clReleaseKernel(k));
     }
 }
+
+static cl_build_status build_status(cl_program p, cl_device_id d) {
+    cl_build_status st = 99;
+    OK(clGetProgramBuildInfo(p, d, CL_PROGRAM_BUILD_STATUS, sizeof st, &st, NULL));
+    return st;
+}
+
+static cl_program_binary_type binary_type(cl_program p, cl_device_id d) {
+    cl_program_binary_type t = 99;
+    OK(clGetProgramBuildInfo(p, d, CL_PROGRAM_BINARY_TYPE, sizeof t, &t, NULL));
+    return t;
+}
+
+CASE(build_options_are_the_applications) {
+    /* Arguments are described where the application asks for that, and only there. Both kernels do the same. */
+    static const char *src = "kernel void f(global int *a, ulong b, read_only image2d_t i, sampler_t s, local int *l, constant int *c) { a[0] = (int)b; }";
+    cl_program without = build_opt(src, ""), with = build_opt(src, "-cl-kernel-arg-info");
+    cl_kernel k, w;
+    MK(k, clCreateKernel(without, "f", &E));
+    MK(w, clCreateKernel(with, "f", &E));
+    char name[16], opt[64];
+    for (cl_uint i = 0; i < 6; i++)
+        ERR(clGetKernelArgInfo(k, i, CL_KERNEL_ARG_NAME, sizeof name, name, NULL), CL_KERNEL_ARG_INFO_NOT_AVAILABLE);
+    OK(clGetKernelArgInfo(w, 1, CL_KERNEL_ARG_NAME, sizeof name, name, NULL));
+    T(!strcmp(name, "b"));
+    OK(clGetProgramBuildInfo(without, D, CL_PROGRAM_BUILD_OPTIONS, sizeof opt, opt, NULL));
+    T(!opt[0]);
+    /* Types are known all the same. */
+    cl_mem m = buffer(0, 4, NULL);
+    cl_ulong v = 7;
+    arg_mem(k, 0, m);
+    OK(clSetKernelArg(k, 1, sizeof v, &v));
+    ERR(clSetKernelArg(k, 1, 4, &v), CL_INVALID_ARG_SIZE);
+    ERR(clSetKernelArg(k, 4, 4, &v), CL_INVALID_ARG_VALUE);
+    OK(clSetKernelArg(k, 4, 16, NULL));
+    arg_mem(k, 5, m);
+    OK(clReleaseMemObject(m));
+    OK(clReleaseKernel(k));
+    OK(clReleaseKernel(w));
+    OK(clReleaseProgram(without));
+    OK(clReleaseProgram(with));
+}
+
+CASE(linked_kernel_arguments) {
+    const char *src = "kernel void f(global int *a, ulong b) { a[0] = (int)b; }";
+    cl_program p, x;
+    MK(p, clCreateProgramWithSource(C, 1, &src, NULL, &E));
+    OK(clCompileProgram(p, 1, &D, "", 0, NULL, NULL, NULL, NULL));
+    MK(x, clLinkProgram(C, 1, &D, "", 1, &p, NULL, NULL, &E));
+    cl_kernel k;
+    MK(k, clCreateKernel(x, "f", &E));
+    cl_mem m = buffer(0, 4, NULL);
+    cl_ulong b = 77;
+    int v = 0;
+    arg_mem(k, 0, m);
+    OK(clSetKernelArg(k, 1, sizeof b, &b));
+    run1(k, 1);
+    OK(clEnqueueReadBuffer(Q, m, CL_TRUE, 0, 4, &v, 0, NULL, NULL));
+    T(v == 77);
+    OK(clReleaseMemObject(m));
+    OK(clReleaseKernel(k));
+    OK(clReleaseProgram(x));
+    OK(clReleaseProgram(p));
+}
+
+CASE(build_counts_for_sub_devices) {
+    cl_uint units = dev_uint(CL_DEVICE_MAX_COMPUTE_UNITS);
+    cl_device_partition_property how[] = {CL_DEVICE_PARTITION_BY_COUNTS, 1, 1, CL_DEVICE_PARTITION_BY_COUNTS_LIST_END, 0};
+    cl_device_id ds[3] = {NULL, NULL, D};
+    if (units < 2 || clCreateSubDevices(D, how, 2, ds, NULL))
+        return tnote("no sub-devices");
+    cl_context c;
+    MK(c, clCreateContext(NULL, 3, ds, NULL, NULL, &E));
+    const char *src = "kernel void f(global int *a) { a[0] = 5; }";
+    for (int from = 0; from < 3; from += 2) {
+        cl_program p;
+        MK(p, clCreateProgramWithSource(c, 1, &src, NULL, &E));
+        for (int i = 0; i < 3; i++)
+            T(build_status(p, ds[i]) == CL_BUILD_NONE);
+        OK(clBuildProgram(p, 1, &ds[from], "-DX", NULL, NULL));
+        for (int i = 0; i < 3; i++) {
+            T(build_status(p, ds[i]) == CL_BUILD_SUCCESS);
+            T(binary_type(p, ds[i]) == CL_PROGRAM_BINARY_TYPE_EXECUTABLE);
+        }
+        cl_command_queue q;
+        cl_kernel k;
+        cl_mem m;
+        int v = 0;
+        size_t one = 1;
+        MK(k, clCreateKernel(p, "f", &E));
+        MK(q, clCreateCommandQueue(c, ds[1], 0, &E));
+        MK(m, clCreateBuffer(c, 0, 4, NULL, &E));
+        arg_mem(k, 0, m);
+        OK(clEnqueueNDRangeKernel(q, k, 1, NULL, &one, NULL, 0, NULL, NULL));
+        OK(clEnqueueReadBuffer(q, m, CL_TRUE, 0, 4, &v, 0, NULL, NULL));
+        T(v == 5);
+        OK(clReleaseMemObject(m));
+        OK(clReleaseCommandQueue(q));
+        OK(clReleaseKernel(k));
+        OK(clReleaseProgram(p));
+    }
+    OK(clReleaseContext(c));
+    OK(clReleaseDevice(ds[0]));
+    OK(clReleaseDevice(ds[1]));
+}
+
+struct linked {
+    atomic_int n;
+    cl_program p;
+};
+
+static void CL_CALLBACK on_linked(cl_program p, void *u) {
+    struct linked *l = u;
+    l->p = p;
+    atomic_fetch_add(&l->n, 1);
+}
+
+CASE(link_in_progress) {
+    /* Long enough that a query comes while the linker is at work, as a rule. */
+    static char src[1 << 16];
+    size_t at = 0;
+    for (int i = 0; i < 40; i++)
+        at += (size_t)snprintf(src + at, sizeof src - at, "kernel void f%d(global float *a) { a[get_global_id(0)] = sin(a[%d]) * cos(a[%d]) + pow(a[0], %d.5f); }\n", i, i, i + 1, i);
+    const char *s = src;
+    cl_program p, x;
+    MK(p, clCreateProgramWithSource(C, 1, &s, NULL, &E));
+    OK(clCompileProgram(p, 1, &D, "", 0, NULL, NULL, NULL, NULL));
+    static struct linked l;
+    l.n = 0;
+    MK(x, clLinkProgram(C, 1, &D, "", 1, &p, on_linked, &l, &E));
+    cl_build_status st = build_status(x, D);
+    T(st == CL_BUILD_IN_PROGRESS || st == CL_BUILD_SUCCESS);
+    T(wait_until(&l.n, 1, 20000));
+    T(l.p == x && build_status(x, D) == CL_BUILD_SUCCESS);
+    OK(clReleaseProgram(x));
+    OK(clReleaseProgram(p));
+}
+
+CASE(release_while_building) {
+    /* The build's callback has the last reference. */
+    static const char *src = "kernel void f(global float *a) { a[0] = sin(a[1]) + pow(a[2], a[3]); }";
+    for (int i = 0; i < 8; i++) {
+        cl_program p;
+        static atomic_int n;
+        n = 0;
+        char opt[32];
+        snprintf(opt, sizeof opt, "-DX=%d", i);
+        MK(p, clCreateProgramWithSource(C, 1, &src, NULL, &E));
+        OK(clRetainProgram(p));
+        OK(clBuildProgram(p, 0, NULL, opt, on_built, &n));
+        OK(clReleaseProgram(p));
+        OK(clReleaseProgram(p));
+        T(wait_until(&n, 1, 20000));
+    }
+}
+
+static void CL_CALLBACK on_program_end(cl_program p, void *u) { (void)p, (void)u; }
+
+CASE(program_release_callback) {
+    if (V < 220)
+        return tnote("device is OpenCL %d", V);
+    cl_program p = build("kernel void f(global int *a) { a[0] = 5; }");
+    ERR(clSetProgramReleaseCallback(BAD, on_program_end, NULL), CL_INVALID_PROGRAM);
+    cl_bool ctors = CL_TRUE;
+    OK(clGetProgramInfo(p, CL_PROGRAM_SCOPE_GLOBAL_CTORS_PRESENT, sizeof ctors, &ctors, NULL));
+    if (!ctors)
+        ERR(clSetProgramReleaseCallback(p, on_program_end, NULL), CL_INVALID_OPERATION);
+    OK(clReleaseProgram(p));
+}
