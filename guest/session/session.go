@@ -214,6 +214,7 @@ func (s *session) end() {
 	s.mu.Unlock()
 	if op != nil {
 		op.cancel(errAppEnded)
+		op.giveUp()
 		<-op.done
 	}
 	s.mu.Lock()
