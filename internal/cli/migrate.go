@@ -689,7 +689,7 @@ func whyCold(r *gpuctlv1.MachinePlanResponse) string {
 
 // takes is what a candidate is predicted to take.
 func takes(c *gpuctlv1.MachineCandidate) string {
-	text := expected(c.GetPredictedNs(), c.GetTotal(), lasted)
+	text := "about " + expected(c.GetPredictedNs(), c.GetTotal(), lasted)
 	if c.GetPredictedStopNs() > 0 {
 		text += ", the applications stand still for " + expected(c.GetPredictedStopNs(), c.GetStop(), lasted) + " of it"
 	}
@@ -701,7 +701,7 @@ func between(likely int64, p *gpuctlv1.Prediction) string {
 	if likely == 0 {
 		return ""
 	}
-	return strings.TrimPrefix(expected(likely, p, lasted), "about ")
+	return expected(likely, p, lasted)
 }
 
 func (a *app) printCandidates(all []*gpuctlv1.MachineCandidate) error {

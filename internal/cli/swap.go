@@ -225,11 +225,11 @@ func viewPrediction(p *gpuctlv1.Prediction) *predictionView {
 	return &predictionView{p.GetLowNs(), p.GetHighNs(), p.GetMeasured()}
 }
 
-// expected is a predicted time: about so long, or, if nothing was measured here,
-// between what it may be.
+// expected is a predicted time or, if nothing was measured here, what it may be
+// between.
 func expected(likely int64, p *gpuctlv1.Prediction, show func(int64) string) string {
 	if p == nil || p.GetMeasured() || p.GetHighNs() == 0 {
-		return "about " + show(likely)
+		return show(likely)
 	}
 	return show(p.GetLowNs()) + " to " + show(p.GetHighNs())
 }
@@ -330,7 +330,7 @@ func (a *app) plan(ctx context.Context, c client, req *gpuctlv1.HostPlanRequest)
 		{"Copies", size.Format(m.GetBytes())},
 	}
 	if m.GetPredictedNs() > 0 {
-		rows = append(rows, [2]string{"Takes", expected(m.GetPredictedNs(), m.GetTotal(), duration) + ", the application stands still for " + expected(m.GetPredictedStopNs(), m.GetStop(), duration) + " of it" + notMeasured(m.GetTotal())})
+		rows = append(rows, [2]string{"Takes", "about " + expected(m.GetPredictedNs(), m.GetTotal(), duration) + ", the application stands still for " + expected(m.GetPredictedStopNs(), m.GetStop(), duration) + " of it" + notMeasured(m.GetTotal())})
 	}
 	for _, r := range m.GetRejected() {
 		for _, why := range r.GetReasons() {
