@@ -40,8 +40,9 @@ func tooMany(name string, n int) string {
 	return fmt.Sprintf("VM %s has %d sessions, and at most %d can be moved: end some; maxSessions in its gpuguest.yaml keeps them fewer", name, n, MostSessions)
 }
 
-// expectTimeout is how long a VM's applications run on for its next runtime.
-const expectTimeout = time.Minute
+// expectTimeout is how long a VM's applications run on for its next runtime. The
+// VM gives up sooner, by what it has shown.
+const expectTimeout = 3 * time.Minute
 
 // step is one step of a transaction.
 type step struct {
@@ -71,7 +72,7 @@ func steps(m *clusterv1.MachineMove) []step {
 		},
 	})
 	add(card, step{
-		StepPrepare, "take " + m.GetToGpu() + " from its driver, reset it, read it back, have the VM load its runtime", "it is returned", 3 * time.Minute,
+		StepPrepare, "take " + m.GetToGpu() + " from its driver, reset it, read it back, have the VM load its runtime", "it is returned", 3*time.Minute + expectTimeout,
 		func(ctx context.Context, r *run) error {
 			id, err := r.to().Prepare(ctx, r.machine(), r.move().GetToGpu(), r.move().GetToClaim())
 			if err != nil || !gpu || slices.Contains(r.m.GetDone(), StepFreeze) { // of another candidate

@@ -361,7 +361,7 @@ func (r *repair) swap(ctx context.Context) error {
 		r.rec.Current = s.rec.Current
 	}
 	// The target is dead: back, unless it has begun to do what nobody else knows of.
-	if r.current == nil || s.mem.head() != *op.Head || s.mem.serving() == target.Generation {
+	if r.current == nil || s.mem.head() != *op.Head || s.mem.serving() == op.Other.Generation {
 		return errLost
 	}
 	s.mem.setOwner(r.current.gen)

@@ -231,3 +231,25 @@ func TestExecutorWithoutPulseMayBeSilent(t *testing.T) {
 	}
 	b.runsOn(1)
 }
+
+// How long a runtime may take to load follows from how long it has taken here.
+func TestProbeOfASlowMachineGetsTheTimeThatItHasShown(t *testing.T) {
+	b := newBench(t)
+	const slow = "/lib/slow.so"
+	limit := func() (left time.Duration) {
+		t.Helper()
+		_ = b.m.loading(t.Context(), slow, func(ctx context.Context) error {
+			end, _ := ctx.Deadline()
+			left = time.Until(end)
+			return errFake // which teaches nothing
+		})
+		return left
+	}
+	if left := limit(); left > leastLoad {
+		t.Errorf("at first %v", left)
+	}
+	b.m.loads.Took(slow, 30*time.Second) // as an executor's start did
+	if left := limit(); left < time.Minute || left > 2*time.Minute {
+		t.Errorf("%v, where a start took 30 s", left)
+	}
+}
