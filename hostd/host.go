@@ -392,7 +392,7 @@ func (h *Host) update(s *gpuctlv1.Session, listed bool) {
 	if c == nil && !ended {
 		c = h.adopt(s)
 	}
-	if op := h.ops[id]; op != nil && op.doubt && listed && s.GetState() != gpuctlv1.SessionState_SESSION_STATE_SWAPPING {
+	if op := h.ops[id]; op != nil && op.doubt && listed && !changing(s.GetState()) {
 		delete(h.ops, id)
 		if c != nil && h.moved(c, s) {
 			h.work.Go(func() { h.repeatOffer(h.ctx, c) })
@@ -426,14 +426,19 @@ func (h *Host) adopt(s *gpuctlv1.Session) *claim {
 
 // onGPU says whether a session in this state holds its GPU.
 func onGPU(s gpuctlv1.SessionState) bool {
-	return s == gpuctlv1.SessionState_SESSION_STATE_RUNNING || s == gpuctlv1.SessionState_SESSION_STATE_SWAPPING
+	return s == gpuctlv1.SessionState_SESSION_STATE_RUNNING || changing(s)
+}
+
+// changing says that an operation on a session has not come to its end, or back.
+func changing(s gpuctlv1.SessionState) bool {
+	return s == gpuctlv1.SessionState_SESSION_STATE_SWAPPING || s == gpuctlv1.SessionState_SESSION_STATE_HELD
 }
 
 // onGPU is the same for a session, of which a resume is in flight too: that
 // one names the GPU which it gave back at its suspend. h.mu is held.
 func (h *Host) onGPU(s *gpuctlv1.Session) bool {
 	op := h.ops[s.GetId()]
-	resuming := op != nil && op.Kind == "resume" && s.GetState() == gpuctlv1.SessionState_SESSION_STATE_SWAPPING
+	resuming := op != nil && op.Kind == "resume" && changing(s.GetState())
 	return onGPU(s.GetState()) && !resuming
 }
 

@@ -173,12 +173,16 @@ func (m *member) open(ctx context.Context, o Options, host *Host, name string) (
 			}
 			return link
 		},
-		Rate: m.rate, Follow: m.follow, Peer: func(to string) (gpuctlv1connect.SiteServiceClient, error) { return m.node.Site(to) },
+		LockManager: func() string { return virt.LockManager(sysfs.Dir("/"), virt.Driver(m.cards.Scheme())) },
+		Rate:        m.rate, Follow: m.follow, Peer: func(to string) (gpuctlv1connect.SiteServiceClient, error) { return m.node.Site(to) },
 	}
 	m.guests = site.NewGuests(host.Site, host.PCI.Cards, o.Log)
 	m.guests.Console, m.guests.Vchan = m.cards.Scheme() == "xen", m.cards.Vchan
 	host.Site.Guests = m.guests
 	if o.Data != "" { // hostd --dev moves nothing
+		if host.Site.Fence, err = site.OpenFence(filepath.Join(o.Data, "migration-tokens.json"), func() string { return m.node.Status().GetClusterId() }); err != nil {
+			return err
+		}
 		host.Site.Stash, err = stash.Open(stash.Config{Dir: filepath.Join(o.Dir, "stash"), Log: o.Log, Limit: func(used uint64) (uint64, error) {
 			return o.Config.Devices.StashLimit(used, func() (uint64, error) {
 				_, free, err := hostinfo.Load(o.Root)
@@ -211,7 +215,12 @@ func (m *member) sweep(ctx context.Context, host *Host) {
 		}
 		for uuid, home := range host.Migrations.Away(ctx) {
 			look, cancel := context.WithTimeout(ctx, sweepEvery)
-			if cleared, err := host.Site.Clear(look, uuid, home); err != nil && cleared {
+			cleared, err := host.Site.Clear(look, uuid, home)
+			switch {
+			case errors.Is(err, site.ErrTwice):
+				host.Log.Error("a VM runs on two hosts", "machine", uuid, "home", home, "err", err)
+				host.noteHost("MachineOnTwoHosts", err.Error())
+			case err != nil && cleared:
 				host.Log.Warn("a copy of a VM is left", "machine", uuid, "home", home, "err", err)
 			}
 			cancel()
@@ -303,6 +312,8 @@ func (l lateNode) Status() *clusterv1.StatusResponse { return l.m.node.Status() 
 func (l lateNode) PutMigration(ctx context.Context, r *clusterv1.Migration, takeOver bool) (*clusterv1.Migration, error) {
 	return l.m.node.PutMigration(ctx, r, takeOver)
 }
+
+func (l lateNode) Note(e *clusterv1.Event) { l.m.node.Note(e) }
 
 func (l lateNode) Site(host string) (gpuctlv1connect.SiteServiceClient, error) {
 	return l.m.node.Site(host)

@@ -173,6 +173,8 @@ func (h *Host) move(ctx context.Context, op *operation, s *gpuctlv1.Session, c *
 		case err != nil:
 			finish(h.doubtful(op, err))
 			return
+		case result.GetHeld():
+			h.doubt(op) // its target may still have the GPU
 		case result.GetRefused():
 			out = append(out, rejected(p[0], result.GetReasons()...))
 			final.Gpus, final.Model = nil, ""
@@ -229,6 +231,12 @@ func (h *Host) doubtful(op *operation, err error) *gpuctlv1.SwapResult {
 	case connect.CodeNotFound, connect.CodeInvalidArgument, connect.CodeFailedPrecondition, connect.CodeUnimplemented, connect.CodeAlreadyExists:
 		return &gpuctlv1.SwapResult{Error: plain(err).Error(), RolledBack: true}
 	}
+	h.doubt(op)
+	return &gpuctlv1.SwapResult{Error: fmt.Sprintf("lost track of it (%v); the session either goes on where it was or is at its target: gpuctl sessions says which", plain(err))}
+}
+
+// doubt keeps what an operation has until the guest says where the session is.
+func (h *Host) doubt(op *operation) {
 	h.mu.Lock()
 	op.doubt = true
 	h.save()
@@ -239,7 +247,6 @@ func (h *Host) doubtful(op *operation, err error) *gpuctlv1.SwapResult {
 			h.Log.Warn("outcome of an operation is not known yet", "session", op.Session, "err", err)
 		}
 	})
-	return &gpuctlv1.SwapResult{Error: fmt.Sprintf("lost track of it (%v); the session either goes on where it was or is at its target: gpuctl sessions says which", plain(err))}
 }
 
 // commit lets the claim follow its session and releases the source.
@@ -290,7 +297,7 @@ func (h *Host) note(op *operation, r *gpuctlv1.SwapResult) {
 		level = h.Log.Warn
 	}
 	level("operation ended", "session", op.Session, "claim", op.Claim, "step", op.Kind, "gpu", r.GetSession().GetTarget().GetGpu(),
-		"stopped", time.Duration(r.GetStoppedNs()), "refused", r.GetRefused(), "rolled_back", r.GetRolledBack(), "err", r.GetError())
+		"stopped", time.Duration(r.GetStoppedNs()), "refused", r.GetRefused(), "rolled_back", r.GetRolledBack(), "held", r.GetHeld(), "err", r.GetError())
 }
 
 // plan asks the guest.
@@ -388,7 +395,7 @@ func (h *Host) swap(req *gpuctlv1.HostSwapRequest, send emit) error {
 	}
 	start := func(ctx context.Context, t *gpuctlv1.Target) (progressStream, error) {
 		return h.Guest.Swap(ctx, connect.NewRequest(&gpuctlv1.SwapRequest{
-			Session: s.GetId(), Target: t, FreezeTimeoutMs: req.GetFreezeTimeoutMs(), FailAt: req.GetFailAt(),
+			Session: s.GetId(), Target: t, FreezeTimeoutMs: req.GetFreezeTimeoutMs(), TimeoutMs: req.GetTimeoutMs(), FailAt: req.GetFailAt(),
 		}))
 	}
 	h.work.Go(func() { h.move(h.ctx, op, s, c, to, out, start, send) })
@@ -408,7 +415,7 @@ func (h *Host) resume(req *gpuctlv1.HostResumeRequest, send emit) error {
 		return err
 	}
 	start := func(ctx context.Context, t *gpuctlv1.Target) (progressStream, error) {
-		return h.Guest.Resume(ctx, connect.NewRequest(&gpuctlv1.ResumeRequest{Session: s.GetId(), Target: t, FailAt: req.GetFailAt()}))
+		return h.Guest.Resume(ctx, connect.NewRequest(&gpuctlv1.ResumeRequest{Session: s.GetId(), Target: t, TimeoutMs: req.GetTimeoutMs(), FailAt: req.GetFailAt()}))
 	}
 	h.work.Go(func() { h.move(h.ctx, op, s, c, to, out, start, send) })
 	return nil
@@ -426,7 +433,7 @@ func (h *Host) suspend(req *gpuctlv1.HostSuspendRequest, send emit) error {
 	h.work.Go(func() {
 		about := &gpuctlv1.OperationUpdate{Session: s.GetId()}
 		stream, err := h.Guest.Suspend(h.ctx, connect.NewRequest(&gpuctlv1.SuspendRequest{
-			Session: s.GetId(), File: req.GetFile(), FreezeTimeoutMs: req.GetFreezeTimeoutMs(), FailAt: req.GetFailAt(),
+			Session: s.GetId(), File: req.GetFile(), FreezeTimeoutMs: req.GetFreezeTimeoutMs(), TimeoutMs: req.GetTimeoutMs(), FailAt: req.GetFailAt(),
 		}))
 		var result *gpuctlv1.SwapResult
 		if err == nil {
@@ -435,6 +442,8 @@ func (h *Host) suspend(req *gpuctlv1.HostSuspendRequest, send emit) error {
 		switch {
 		case err != nil:
 			result = h.doubtful(op, err)
+		case result.GetHeld():
+			h.doubt(op)
 		case result.GetRefused():
 			about.Rejected = []*gpuctlv1.Candidate{{Gpu: s.GetTarget().GetGpu(), Model: s.GetTarget().GetModel(), Reasons: result.GetReasons()}}
 		case result.GetError() == "" && !result.GetRolledBack():
@@ -491,6 +500,7 @@ func (h *Host) planSwap(ctx context.Context, req *gpuctlv1.HostPlanRequest) (*gp
 			res.Gpus, res.Model = p.ids(), p[0].GetModel()
 			res.Steps, res.Bytes = plan.GetSteps(), plan.GetBytes()
 			res.PredictedNs, res.PredictedStopNs = plan.GetPredictedNs(), plan.GetPredictedStopNs()
+			res.Total, res.Stop = plan.GetTotal(), plan.GetStop()
 			break
 		}
 	}

@@ -12,6 +12,48 @@ type Cost struct {
 	Total time.Duration
 	Stop  time.Duration // that the applications stand still
 	Bytes uint64        // of the VM and its GPU state that are copied
+	// TotalRange and StopRange are what Total and Stop may really become.
+	TotalRange, StopRange Range
+}
+
+// Range is between what a time is expected to be. Measured says that this follows
+// from what was seen; without, it is a guess about hosts that nobody knows yet.
+type Range struct {
+	Low, High time.Duration
+	Measured  bool
+}
+
+func (r Range) plus(o Range) Range {
+	return Range{r.Low + o.Low, r.High + o.High, r.Measured && o.Measured}
+}
+
+// How far off a time may be: a guess either way, and what was measured at least.
+// Guessed figures are of cards and fast hosts; in emulation steps took fourteen
+// times as long.
+const (
+	guessLow  = 4
+	guessHigh = 16
+	leastOff  = 0.25
+	firstOff  = 0.5 // after one sight
+)
+
+// rangeOf is how far off what a rate predicts may be.
+func (r rate) rangeOf(d time.Duration) Range {
+	if r.seen == 0 {
+		return Range{Low: d / guessLow, High: d * guessHigh}
+	}
+	off := 1 + max(r.off, leastOff)
+	return Range{Low: time.Duration(float64(d) / off), High: time.Duration(float64(d) * off), Measured: true}
+}
+
+// miss takes in how far off a prediction was.
+func (r *rate) miss(predicted, took time.Duration) {
+	if r.seen == 0 {
+		r.off = firstOff
+		return
+	}
+	x := float64(max(took, predicted)) / float64(max(min(took, predicted), time.Millisecond))
+	r.off = r.off*(1-weight) + (x-1)*weight
 }
 
 // rate is what a step takes: a part that is the same each time, and one that
@@ -20,6 +62,7 @@ type rate struct {
 	fixed  time.Duration
 	perGiB time.Duration
 	seen   int
+	off    float64 // by how much it was off, 0.5: half as much again
 }
 
 // CostModel predicts steps from those that were seen.
@@ -63,12 +106,14 @@ func (c *CostModel) Learn(m *clusterv1.Migration) {
 			// What went out has taken nearly all of the time.
 			if away >= leastAway {
 				per := time.Duration(float64(took-min(r.fixed, took/2)) / (float64(away) / gib))
+				c.away.miss(c.away.perGiB, per)
 				c.away.perGiB = mix(c.away.perGiB, per, c.away.weight())
 				c.away.seen++
 			}
 			continue
 		}
 		w := r.weight()
+		r.miss(r.fixed+time.Duration(float64(r.perGiB)*float64(s.GetBytes())/gib), took)
 		if s.GetBytes() >= gib/64 && r.perGiB > 0 {
 			// The fixed part is kept: with bytes both can't be told apart by one sight.
 			fixed := min(r.fixed, took/2)
@@ -126,6 +171,7 @@ func (c *CostModel) price(m MachineFacts, host, gpu string, link uint64, cold bo
 	var cost Cost
 	var out []Step
 	stopped := false
+	cost.TotalRange.Measured, cost.StopRange.Measured = true, true
 	for _, s := range steps(move) {
 		r := c.rates[s.name]
 		p := Step{Name: s.name, What: s.what, Undo: s.undone, Predicted: r.fixed}
@@ -137,19 +183,23 @@ func (c *CostModel) price(m MachineFacts, host, gpu string, link uint64, cold bo
 		}
 		if p.Bytes > 0 {
 			grows := time.Duration(float64(r.perGiB) * float64(p.Bytes) / gib)
-			if s.name == StepFreeze || s.name == StepThaw {
-				grows += c.awayTime(move.GetAwayBytes(), m.Agent)
-			}
 			if s.name == StepMove && link > 0 && r.seen == 0 {
 				grows = max(grows, time.Duration(float64(p.Bytes)/float64(link)*float64(time.Second)))
 			}
 			p.Predicted += grows
 		}
+		p.Range = r.rangeOf(p.Predicted)
+		if t := c.awayTime(move.GetAwayBytes(), m.Agent); t > 0 && (s.name == StepFreeze || s.name == StepThaw) {
+			p.Predicted += t
+			p.Range = p.Range.plus(c.away.rangeOf(t))
+		}
 		stopped = stopped || s.name == StepFreeze || s.name == StepStop
 		cost.Total += p.Predicted
+		cost.TotalRange = cost.TotalRange.plus(p.Range)
 		cost.Bytes += p.Bytes
 		if stopped {
 			cost.Stop += p.Predicted
+			cost.StopRange = cost.StopRange.plus(p.Range)
 		}
 		if s.name == StepThaw || s.name == StepStart {
 			stopped = false

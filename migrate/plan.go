@@ -62,6 +62,8 @@ const (
 	ReasonLimits       = "limits"
 	ReasonGuestProfile = "guest_profile"
 	ReasonTransient    = "transient"
+	ReasonSessions     = "too_many_sessions"
+	NoteLockManager    = "no_lock_manager" // refuses nothing
 )
 
 // MachineFacts are what a plan needs to know of the VM.
@@ -167,6 +169,9 @@ type HostFacts struct {
 	// operator lets it keep any.
 	Keep  uint64
 	Keeps bool
+	// LockManager of its libvirt keeps a VM that runs elsewhere from running there;
+	// empty: it has none.
+	LockManager string
 }
 
 // GPUFacts are what a plan needs to know of a card.
@@ -203,6 +208,7 @@ type Candidate struct {
 type Step struct {
 	Name, What, Undo string
 	Predicted        time.Duration
+	Range            Range // that it is in
 	Bytes            uint64
 }
 
@@ -218,7 +224,8 @@ type Plan struct {
 	Reasons    []*gpuctlv1.Reason // against the VM itself, wherever it would go
 	Candidates []Candidate        // best first
 	Rejected   []Rejection
-	Away       uint64 // bytes of GPU state that leave the VM
+	Away       uint64             // bytes of GPU state that leave the VM
+	Notes      []*gpuctlv1.Reason // what to know beforehand
 	// Cold says that the VM is stopped, and started with the other card; Warm
 	// is the plan that does not work.
 	Cold bool
@@ -294,7 +301,28 @@ func judge(r Request, m MachineFacts, hosts []HostFacts, model *CostModel) *Plan
 		}
 	}
 	sortCandidates(r.Verb, current, p.Candidates)
+	p.Notes = notes(m, hosts, p.Candidates)
 	return p
+}
+
+// notes are what an operator should know beforehand, and is free to leave.
+func notes(m MachineFacts, hosts []HostFacts, candidates []Candidate) (out []*gpuctlv1.Reason) {
+	if len(candidates) == 0 || candidates[0].Host == m.Host {
+		return nil
+	}
+	var bare []string
+	file := ""
+	for _, h := range hosts {
+		if h.LockManager == "" && (h.Name == m.Host || h.Name == candidates[0].Host) {
+			bare = append(bare, h.Name)
+			file = map[string]string{"xen": "libxl.conf"}[h.Hypervisor]
+		}
+	}
+	if len(bare) == 0 {
+		return nil
+	}
+	return append(out, because(NoteLockManager, "libvirt has no lock manager on %s: if the last answer of the live migration is lost, VM %s may run on both hosts, with the same disks; lock_manager = \"lockd\" in /etc/libvirt/%s, and virtlockd on shared storage, keep it from that",
+		strings.Join(bare, " and "), m.Name, cmp.Or(file, "qemu.conf")))
 }
 
 // add takes a candidate that can be reached in time.
@@ -327,6 +355,9 @@ func againstMachine(r Request, m MachineFacts) (out []*gpuctlv1.Reason) {
 		return out
 	}
 	add(len(m.GPUs) > 1, ReasonSeveralGPUs, "VM %s has %d GPUs (%s); only VMs with one can be moved", m.Name, len(m.GPUs), strings.Join(m.GPUs, ", "))
+	if m.Agent != nil {
+		add(len(m.Agent.Sessions) > MostSessions, ReasonSessions, "%s", tooMany(m.Name, len(m.Agent.Sessions)))
+	}
 	add(!m.Passthrough, ReasonPassthrough, "the definition of VM %s does not let it have devices plugged in: add <features><xen><passthrough state='on'/></xen></features> and start it anew", m.Name)
 	if m.Agent == nil {
 		add(true, ReasonAgentAbsent, "no gpuguest answers in VM %s (%s): install it there; without it nobody can save the state of its applications", m.Name, cmp.Or(m.AgentError, "no channel"))

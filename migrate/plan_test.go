@@ -57,6 +57,7 @@ func TestReasons(t *testing.T) {
 		{ReasonOtherDevice, Request{}, func(m *MachineFacts, _ []HostFacts) { m.OtherDevices = []string{"0000:03:00.0"} }, "", "VM web has 0000:03:00.0: a VM with a host device cannot be migrated; detach it first"},
 		{ReasonNoGPU, Request{Verb: Upgrade}, func(m *MachineFacts, _ []HostFacts) { m.GPUs = nil }, "", "VM web has no GPU that could be exchanged: gpuctl attach web gives it one"},
 		{ReasonSeveralGPUs, Request{}, func(m *MachineFacts, _ []HostFacts) { m.GPUs = append(m.GPUs, "h1/b") }, "", "VM web has 2 GPUs (h1/a, h1/b); only VMs with one can be moved"},
+		{ReasonSessions, Request{}, func(m *MachineFacts, _ []HostFacts) { m.Agent.Sessions = make([]SessionFacts, 4097) }, "", "VM web has 4097 sessions, and at most 2000 can be moved: end some"},
 		{ReasonPassthrough, Request{}, func(m *MachineFacts, _ []HostFacts) { m.Passthrough = false }, "", "add <features><xen><passthrough state='on'/></xen></features> and start it anew"},
 		{ReasonAgentAbsent, Request{}, func(m *MachineFacts, _ []HostFacts) { m.Agent, m.AgentError = nil, "it did not answer within 5s" }, "", "no gpuguest answers in VM web (it did not answer within 5s): install it there"},
 		{ReasonAgentOld, Request{}, func(m *MachineFacts, _ []HostFacts) { m.Agent.Protocol = 0 }, "", "gpuguest 1.0 in VM web speaks protocol 0, and 1 is needed: install a newer one there"},
@@ -228,6 +229,76 @@ func TestOrder(t *testing.T) {
 	p := Make(Request{Verb: Migrate}, m, hosts, NewCostModel())
 	if len(p.Candidates) != 2 || !p.Possible() || p.Candidates[0].Steps[0].Name != StepMove {
 		t.Errorf("%+v %v", p.Candidates, p.Reasons)
+	}
+}
+
+// What nobody has seen yet is a guess, and is said to be one.
+func TestPredictionWithoutMeasurementIsARange(t *testing.T) {
+	m, hosts := facts()
+	model := NewCostModel()
+	guess := Make(Request{Verb: Migrate, To: "h2/a"}, m, hosts, model).Candidates[0]
+	for name, r := range map[string]struct {
+		likely time.Duration
+		Range
+	}{"all": {guess.Cost.Total, guess.Cost.TotalRange}, "stop": {guess.Cost.Stop, guess.Cost.StopRange}, "step": {guess.Steps[0].Predicted, guess.Steps[0].Range}} {
+		if r.Measured || r.Low > r.likely/3 || r.High < 14*r.likely { // as far off as a slow host was
+			t.Errorf("%s: %v, and %+v", name, r.likely, r.Range)
+		}
+	}
+	seen := &clusterv1.Migration{State: clusterv1.MigrationState_MIGRATION_STATE_DONE}
+	for _, s := range guess.Steps[:len(guess.Steps)-1] {
+		seen.Steps = append(seen.Steps, &clusterv1.MigrationStep{Name: s.Name, TookNs: int64(20 * s.Predicted), Bytes: s.Bytes})
+	}
+	model.Learn(seen)
+	if c := Make(Request{Verb: Migrate, To: "h2/a"}, m, hosts, model).Candidates[0].Cost; c.TotalRange.Measured || !c.StopRange.Measured {
+		t.Errorf("one step was never seen, and no one in which applications stand still: %+v", c)
+	}
+	last := guess.Steps[len(guess.Steps)-1]
+	seen.Steps = append(seen.Steps, &clusterv1.MigrationStep{Name: last.Name, TookNs: int64(20 * last.Predicted)})
+	for range 6 { // it is like that each time
+		model.Learn(seen)
+	}
+	c := Make(Request{Verb: Migrate, To: "h2/a"}, m, hosts, model).Candidates[0].Cost
+	if !c.TotalRange.Measured || c.TotalRange.Low < c.Total/2 || c.TotalRange.High > 2*c.Total || c.TotalRange.Low >= c.Total || c.TotalRange.High <= c.Total {
+		t.Errorf("%+v", c)
+	}
+}
+
+// That nothing keeps the VM from running twice is said, and refuses nothing.
+func TestPlanSaysThatThereIsNoLockManager(t *testing.T) {
+	for name, c := range map[string]struct {
+		to     string
+		has    []string
+		driver string
+		says   string
+	}{
+		"none":      {"h2/a", nil, "xen", "libvirt has no lock manager on h1 and h2: if the last answer of the live migration is lost, VM web may run on both hosts, with the same disks; lock_manager = \"lockd\" in /etc/libvirt/libxl.conf"},
+		"at one":    {"h2/a", []string{"h1"}, "kvm", "libvirt has no lock manager on h2: "},
+		"of qemu":   {"h2/a", nil, "kvm", "/etc/libvirt/qemu.conf"},
+		"both":      {"h2/a", []string{"h1", "h2"}, "xen", ""},
+		"same host": {"h1/b", nil, "xen", ""},
+	} {
+		m, hosts := facts()
+		if c.driver == "kvm" {
+			m.Type = "kvm"
+		}
+		for i := range hosts {
+			hosts[i].Hypervisor = c.driver
+			if slices.Contains(c.has, hosts[i].Name) {
+				hosts[i].LockManager = "lockd"
+			}
+		}
+		verb := Migrate
+		if HostOf(c.to) == "h1" {
+			verb = Downgrade
+		}
+		p := Make(Request{Verb: verb, To: c.to}, m, hosts, NewCostModel())
+		if !p.Possible() {
+			t.Fatalf("%s: %v %v", name, p.Reasons, p.Rejected)
+		}
+		if c.says == "" && len(p.Notes) != 0 || c.says != "" && (len(p.Notes) != 1 || p.Notes[0].GetCode() != NoteLockManager || !strings.Contains(p.Notes[0].GetMessage(), c.says)) {
+			t.Errorf("%s: %v", name, p.Notes)
+		}
 	}
 }
 

@@ -9,6 +9,8 @@ import (
 	"strings"
 	"time"
 
+	"google.golang.org/protobuf/proto"
+
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 )
 
@@ -26,7 +28,7 @@ type Config struct {
 	// Aborting says whether an operator wants a migration undone.
 	Aborting func(id string) bool
 	// Report hears of every moment; it must not block.
-	Report func(*clusterv1.Migration, uint64, uint64)
+	Report func(m *clusterv1.Migration, done, total uint64, waits string)
 	// Before is called before every step; an error is the step's. For tests.
 	Before func(step string, undo bool) error
 	Log    *slog.Logger
@@ -50,7 +52,7 @@ func New(c Config) *Runner {
 		c.Aborting = func(string) bool { return false }
 	}
 	if c.Report == nil {
-		c.Report = func(*clusterv1.Migration, uint64, uint64) {}
+		c.Report = func(*clusterv1.Migration, uint64, uint64, string) {}
 	}
 	return &Runner{c}
 }
@@ -59,6 +61,7 @@ func New(c Config) *Runner {
 type run struct {
 	*Runner
 	m     *clusterv1.Migration
+	kept  *clusterv1.Migration // m as it was recorded last
 	all   []step
 	a, b  Site // source and destination
 	bytes uint64
@@ -70,9 +73,9 @@ func (r *run) machine() Machine             { return Machine{r.move().GetUuid(),
 func (r *run) from() Site                   { return r.a }
 func (r *run) to() Site                     { return r.b }
 
-func (r *run) progress(done, total uint64) {
+func (r *run) progress(done, total uint64, waits string) {
 	r.bytes = done
-	r.Report(r.m, done, total)
+	r.Report(r.m, done, total, waits)
 }
 
 // Run drives a migration to its end: done, rolled back, held or failed, which
@@ -80,7 +83,7 @@ func (r *run) progress(done, total uint64) {
 // error says that nothing more can be done here now: the record is another
 // host's, or cannot be written; who drives it next goes on from there.
 func (c *Runner) Run(ctx context.Context, m *clusterv1.Migration) (*clusterv1.Migration, error) {
-	r := &run{Runner: c, m: m}
+	r := &run{Runner: c, m: m, kept: proto.CloneOf(m)}
 	if err := r.load(); err != nil {
 		return m, err
 	}
@@ -110,8 +113,11 @@ func (r *run) put(ctx context.Context) error {
 	for {
 		kept, err := r.Journal.Put(ctx, r.m)
 		if err == nil {
-			r.m = kept
+			r.m, r.kept = kept, proto.CloneOf(kept)
 			return nil
+		}
+		if errors.Is(err, ErrRefused) && r.kept != nil {
+			r.m = proto.CloneOf(r.kept) // from which there is a way back
 		}
 		if !errors.Is(err, ErrUnreachable) || ctx.Err() != nil {
 			return fmt.Errorf("migration %s: %w", r.m.GetId(), err)
@@ -163,6 +169,9 @@ func (r *run) next(ctx context.Context) (ended bool, err error) {
 		// The applications go on; the source's keeper cleans up by itself.
 		r.Log.Warn("not cleaned up yet", "migration", r.m.GetId(), "step", s.name, "err", err)
 		return true, r.finish(ctx, clusterv1.MigrationState_MIGRATION_STATE_DONE, fmt.Sprintf("%s: %v; the host does that when it can", s.name, err))
+	}
+	if errors.Is(err, errTwice) || r.move().GetSentTo() != "" && s.name == StepMove && errors.Is(err, ErrUnreachable) {
+		return true, r.halt(ctx, err)
 	}
 	if errors.Is(err, errLost) {
 		return true, r.finish(ctx, clusterv1.MigrationState_MIGRATION_STATE_FAILED, fmt.Sprintf("%s: %v", s.name, err))
@@ -235,7 +244,7 @@ func (r *run) attempt(ctx context.Context, s step, do func(context.Context, *run
 func (r *run) once(ctx context.Context, limit time.Duration, name string, do func(context.Context, *run) error, undo bool) error {
 	ctx, cancel := context.WithTimeout(ctx, limit)
 	defer cancel()
-	r.Report(r.m, 0, 0)
+	r.Report(r.m, 0, 0, "")
 	if r.Before != nil {
 		if err := r.Before(name, undo); err != nil {
 			return err
@@ -281,7 +290,10 @@ func (r *run) back(ctx context.Context) (ended bool, err error) {
 		if stop := r.halted(ctx, err); stop != nil {
 			return false, stop
 		}
-		if name != StepPrepare {
+		switch {
+		case errors.Is(err, errTwice), name == StepMove && r.move().GetSentTo() != "" && errors.Is(err, ErrUnreachable):
+			return true, r.halt(ctx, err)
+		case name != StepPrepare:
 			return true, r.hold(ctx, name, err)
 		}
 		r.leave(err)
@@ -312,6 +324,13 @@ func (r *run) undo(ctx context.Context, name string) error {
 	r.m.Done = slices.DeleteFunc(r.m.GetDone(), func(s string) bool { return s == name })
 	r.m.Step = ""
 	return r.put(ctx)
+}
+
+// halt leaves everything as it is, without a way back either: nobody knows where
+// the VM runs, or it runs twice. What is frozen stays so.
+func (r *run) halt(ctx context.Context, err error) error {
+	r.Log.Error("a VM is not known to be in one place", "migration", r.m.GetId(), "machine", r.machine().Name, "err", err)
+	return r.finish(ctx, clusterv1.MigrationState_MIGRATION_STATE_HELD, limited(err.Error()))
 }
 
 // hold leaves things as they are, with the state safe in the VM's memory or in

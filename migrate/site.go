@@ -3,6 +3,7 @@ package migrate
 import (
 	"context"
 	"errors"
+	"time"
 
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
@@ -15,6 +16,8 @@ var (
 	ErrUnreachable = errors.New("unreachable")
 	// ErrStale: another host drives the migration now. Nothing more is done.
 	ErrStale = errors.New("another host drives it")
+	// ErrRefused: the cluster does not keep such a record.
+	ErrRefused = errors.New("refused by the cluster")
 	// ErrTaken: somebody else has the GPU.
 	ErrTaken = errors.New("taken")
 )
@@ -37,8 +40,19 @@ func (p Presence) String() string {
 	return [...]string{"absent", "running", "moving", "stopped"}[p]
 }
 
-// Progress hears how far a step is; total 0: not known.
-type Progress func(done, total uint64)
+// Progress hears how far a step is; total 0: not known. waits says what it waits
+// for, if for anything.
+type Progress func(done, total uint64, waits string)
+
+// Freezing is which sessions of a VM are to be frozen, and how.
+type Freezing struct {
+	Sessions []string
+	Away     []string // those of them whose state leaves the VM
+	To       string   // host that keeps these states, too
+	// Patience is how long what they have launched may take to end; 0: the
+	// host's.
+	Patience time.Duration
+}
 
 // Site is a host as the driver of a migration reaches it. Every call brings
 // about what its name says and may be repeated: where it is so already it
@@ -61,6 +75,9 @@ type Site interface {
 	Detach(ctx context.Context, m Machine, gpu string) error
 	// GiveBack makes a card free that was held for the VM.
 	GiveBack(ctx context.Context, m Machine, gpu string) error
+	// Pause stops a VM that runs on another host, too; Unpause lets it go on.
+	Pause(ctx context.Context, m Machine) error
+	Unpause(ctx context.Context, m Machine) error
 	// Move sends the VM to another host.
 	Move(ctx context.Context, m Machine, to string, report Progress) error
 
@@ -80,9 +97,9 @@ type Site interface {
 	// VM has room for.
 	Sessions(ctx context.Context, m Machine) (*AgentFacts, error)
 	// Freeze stops them at their next call and has their state in the VM's
-	// memory or, of those that are away, in that of this host and of the host
-	// to: it is done when both have all of it. One that has ended is none.
-	Freeze(ctx context.Context, m Machine, sessions, away []string, to string, report Progress) error
+	// memory or, of those that are away, in that of this host and of another one:
+	// it is done when both have all of it. One that has ended is none.
+	Freeze(ctx context.Context, m Machine, f Freezing, report Progress) error
 	// Deposit sees to it that the host to has what this one has of the frozen
 	// sessions that are away.
 	Deposit(ctx context.Context, m Machine, away []string, to string, report Progress) error
@@ -118,6 +135,6 @@ type Claims interface {
 type Journal interface {
 	// Put writes the record, with its token; the answer is the record as it is
 	// kept. An error that wraps ErrStale says that the token is not the
-	// record's any more.
+	// record's any more, one that wraps ErrRefused that the record breaks a rule.
 	Put(ctx context.Context, m *clusterv1.Migration) (*clusterv1.Migration, error)
 }

@@ -33,8 +33,16 @@ const (
 	StepStart  = "start"
 )
 
-// expectTimeout is how long a VM's applications run on for its next runtime.
-const expectTimeout = time.Minute
+// MostSessions of a VM can be frozen by one migration: its record names them.
+const MostSessions = 2000
+
+func tooMany(name string, n int) string {
+	return fmt.Sprintf("VM %s has %d sessions, and at most %d can be moved: end some; maxSessions in its gpuguest.yaml keeps them fewer", name, n, MostSessions)
+}
+
+// expectTimeout is how long a VM's applications run on for its next runtime. The
+// VM gives up sooner, by what it has shown.
+const expectTimeout = 3 * time.Minute
 
 // step is one step of a transaction.
 type step struct {
@@ -64,7 +72,7 @@ func steps(m *clusterv1.MachineMove) []step {
 		},
 	})
 	add(card, step{
-		StepPrepare, "take " + m.GetToGpu() + " from its driver, reset it, read it back, have the VM load its runtime", "it is returned", 3 * time.Minute,
+		StepPrepare, "take " + m.GetToGpu() + " from its driver, reset it, read it back, have the VM load its runtime", "it is returned", 3*time.Minute + expectTimeout,
 		func(ctx context.Context, r *run) error {
 			id, err := r.to().Prepare(ctx, r.machine(), r.move().GetToGpu(), r.move().GetToClaim())
 			if err != nil || !gpu || slices.Contains(r.m.GetDone(), StepFreeze) { // of another candidate
@@ -81,7 +89,7 @@ func steps(m *clusterv1.MachineMove) []step {
 		func(ctx context.Context, r *run) error { return r.to().GiveBack(ctx, r.machine(), r.move().GetToGpu()) },
 	})
 	add(gpu, step{
-		StepFreeze, "stop the applications at their next call; their state is in the VM's memory" + whereElse(m), "they go on where they were", 10*time.Minute + awayLimit(m),
+		StepFreeze, "stop the applications at their next call; their state is in the VM's memory" + whereElse(m), "they go on where they were", 10*time.Minute + freezePatience(m) + awayLimit(m),
 		func(ctx context.Context, r *run) error {
 			// Which ones is recorded first: those that somebody has suspended
 			// before are not to be woken at the end. So is whose state leaves
@@ -90,11 +98,16 @@ func steps(m *clusterv1.MachineMove) []step {
 			if err != nil {
 				return err
 			}
+			all := r.move().GetSessions()
 			for _, s := range facts.Sessions {
 				if !slices.Contains(r.move().GetSessions(), s.ID) {
-					r.m.Machine.Sessions = append(r.move().GetSessions(), s.ID)
+					all = append(all, s.ID)
 				}
 			}
+			if len(all) > MostSessions {
+				return errors.New(tooMany(r.machine().Name, len(all)))
+			}
+			r.m.Machine.Sessions = all
 			leave := facts.away(r.move().GetAway())
 			r.m.Machine.AwayBytes = max(r.move().GetAwayBytes(), sum(leave))
 			for _, s := range leave {
@@ -106,7 +119,7 @@ func steps(m *clusterv1.MachineMove) []step {
 				return err
 			}
 			r.all = steps(r.move()) // with the time that what is away takes
-			return r.from().Freeze(ctx, r.machine(), r.move().GetSessions(), r.move().GetAway(), r.move().GetToHost(), r.progress)
+			return r.from().Freeze(ctx, r.machine(), r.freezing(r.move().GetToHost()), r.progress)
 		},
 		func(ctx context.Context, r *run) error {
 			if err := r.thaw(ctx, r.from(), r.move().GetFromGpu()); err != nil {
@@ -165,10 +178,10 @@ func steps(m *clusterv1.MachineMove) []step {
 		}, nil,
 	})
 	add(gpu, step{
-		StepThaw, "put the applications' state on it and let them go on", "they are frozen again", 10*time.Minute + awayLimit(m),
+		StepThaw, "put the applications' state on it and let them go on", "they are frozen again", 10*time.Minute + freezePatience(m) + awayLimit(m),
 		func(ctx context.Context, r *run) error { return r.thaw(ctx, r.to(), r.move().GetToGpu()) },
 		func(ctx context.Context, r *run) error {
-			return r.to().Freeze(ctx, r.machine(), r.move().GetSessions(), r.move().GetAway(), r.move().GetFromHost(), r.progress)
+			return r.to().Freeze(ctx, r.machine(), r.freezing(r.move().GetFromHost()), r.progress)
 		},
 	})
 	add(cold, step{
@@ -240,6 +253,16 @@ func whereElse(m *clusterv1.MachineMove) string {
 	return fmt.Sprintf(", but for %s that go out to hosts %s and %s", size.Format(m.GetAwayBytes()), m.GetFromHost(), m.GetToHost())
 }
 
+// freezing is which sessions are frozen; a host keeps what leaves the VM.
+func (r *run) freezing(to string) Freezing {
+	return Freezing{Sessions: r.move().GetSessions(), Away: r.move().GetAway(), To: to, Patience: freezePatience(r.move())}
+}
+
+// freezePatience is what the operator lets the applications take to come to rest.
+func freezePatience(m *clusterv1.MachineMove) time.Duration {
+	return time.Duration(m.GetFreezeTimeoutMs()) * time.Millisecond
+}
+
 // awayLimit is how much longer a step may take in which states leave the VM or
 // come back. Each of them ends by itself when it stalls.
 func awayLimit(m *clusterv1.MachineMove) time.Duration {
@@ -277,12 +300,23 @@ func leftover(m *clusterv1.MachineMove) string {
 }
 
 // errAtHome says that a VM whose destination is unreachable runs where it was,
-// and is not on its way: it can go on there.
+// and was never sent there: it can go on there.
 var errAtHome = errors.New("the VM is at home")
 
+// errTwice says that a VM runs on two hosts. Nothing is done any more but to stop
+// one of them.
+var errTwice = errors.New("the VM runs on two hosts")
+
+// looks are how often a VM is seen running on two hosts before it is believed:
+// each host is asked by itself.
+const looks = 3
+
 // carry moves the VM from one host to another. It is never sent twice: as long
-// as neither host alone has it, it is waited for. On the way home a host that is
-// gone need not be asked: a VM that runs at home, and is not moving, is there.
+// as neither host alone has it, it is waited for. Once it was sent, its source
+// running proves nothing: libvirt lets it go on there when the destination's last
+// answer is lost, and it may run there. Then the destination has to say that it
+// has not got it, or an operator. On the way home a host to which it was never
+// sent need not be asked.
 func (r *run) carry(ctx context.Context, from, to string, home bool) error {
 	a, err := r.Sites.Site(from)
 	if err != nil {
@@ -293,24 +327,61 @@ func (r *run) carry(ctx context.Context, from, to string, home bool) error {
 		return err
 	}
 	var sent error
+	both := 0
 	for {
-		there, lost := b.Where(ctx, r.machine())
+		// The source first: if nothing is on its way from there, what the
+		// destination says after that stays so.
 		here, err := a.Where(ctx, r.machine())
-		switch {
-		case errors.Is(lost, ErrUnreachable) && !home && err == nil && here == Running:
-			return fmt.Errorf("%w: host %s: %w", errAtHome, to, lost)
-		case lost != nil:
-			return fmt.Errorf("host %s: %w", to, lost)
-		case home && there == Running && errors.Is(err, ErrUnreachable):
-			return nil
-		case err != nil:
-			return fmt.Errorf("host %s: %w", from, err)
+		there, lost := b.Where(ctx, r.machine())
+		said := errors.Is(lost, ErrUnreachable) && r.saidAbsent(to)
+		if said {
+			there, lost = Absent, nil
+		}
+		if errors.Is(err, ErrUnreachable) && r.saidAbsent(from) {
+			here, err = Absent, nil
 		}
 		switch {
-		case there == Running && here != Running && here != Moving:
+		case errors.Is(lost, ErrUnreachable) && !home && err == nil && here == Running && r.move().GetSentTo() == "":
+			return fmt.Errorf("%w: host %s: %w", errAtHome, to, lost)
+		case lost != nil:
+			return r.unsure(to, lost)
+		case home && there == Running && errors.Is(err, ErrUnreachable) && r.move().GetSentTo() == "":
+			return nil
+		case err != nil:
+			return r.unsure(from, err)
+		}
+		if gone := (home && !alive(here) || !home && !alive(there)) && here != Moving && there != Moving; gone {
+			r.m.Machine.SentTo = "" // the other end has said that it is not there
+		}
+		if r.move().GetTwice() {
+			switch {
+			case alive(here) && alive(there):
+				return r.twice(ctx)
+			case r.move().GetPaused() && there == Moving && !home || here == Moving && home && r.move().GetPaused():
+				if err := r.to().Unpause(ctx, r.machine()); err != nil { // the only one now
+					return err
+				}
+			}
+			r.m.Machine.Twice, r.m.Machine.Paused = false, false
+			continue
+		}
+		if here == Running && there == Running {
+			if both++; both == looks {
+				return r.twice(ctx)
+			}
+			if err := wait(ctx, r.Pause); err != nil {
+				return fmt.Errorf("%w: it runs on host %s and on host %s, as it seems", ErrUnreachable, from, to)
+			}
+			continue
+		}
+		both = 0
+		switch {
+		case there == Running && here != Moving:
 			return nil
 		case sent != nil && here == Running && there != Moving:
 			return sent
+		case here == Running && said:
+			return fmt.Errorf("host %s cannot be reached", to) // to send it there
 		case here == Running && there != Moving:
 			// The states that are not in it are where it goes before it is.
 			if away := r.move().GetAway(); len(away) > 0 {
@@ -318,11 +389,17 @@ func (r *run) carry(ctx context.Context, from, to string, home bool) error {
 					return err
 				}
 			}
+			// From here on it may be there, whoever goes on with this record.
+			r.m.Machine.SentTo = r.move().GetToHost()
+			r.m.Machine.AbsentOn = nil // what was said before this
+			if err := r.put(ctx); err != nil {
+				return err
+			}
 			if sent = a.Move(ctx, r.machine(), to, r.progress); sent == nil {
 				sent = fmt.Errorf("host %s says that it is done, and the VM is still on it", from)
 			}
 			continue
-		case here != Running && here != Moving && there != Moving:
+		case here != Moving && there != Moving:
 			return fmt.Errorf("the VM is %s on host %s and %s on host %s: %w", here, from, there, to, errLost)
 		}
 		select {
@@ -331,6 +408,39 @@ func (r *run) carry(ctx context.Context, from, to string, home bool) error {
 		case <-time.After(r.Pause):
 		}
 	}
+}
+
+// alive says that a VM is at a host, and not merely known there.
+func alive(p Presence) bool { return p == Running || p == Moving }
+
+// saidAbsent says that an operator asserts that the VM is not at a host. That
+// counts where the host itself cannot be asked.
+func (r *run) saidAbsent(host string) bool { return slices.Contains(r.move().GetAbsentOn(), host) }
+
+// unsure says what a host that cannot be asked means for a VM that may be there.
+func (r *run) unsure(host string, err error) error {
+	if r.move().GetSentTo() == "" {
+		return fmt.Errorf("host %s: %w", host, err)
+	}
+	return fmt.Errorf("host %s: %w; the VM was sent to host %s and may run there: nothing goes on until host %s says that it does not, or you do: if it has no power, or the VM is destroyed there, gpuctl migrations resume %s --absent-on %s",
+		host, err, r.move().GetSentTo(), host, r.m.GetId(), host)
+}
+
+// twice stops the copy that is not at the record's home, which can be taken
+// back, and has nothing else done.
+func (r *run) twice(ctx context.Context) error {
+	home, copied := r.move().GetFromHost(), r.move().GetToHost()
+	r.m.Machine.Twice, r.m.Machine.Paused = true, true // first: who goes on has to know why it is
+	if err := r.put(ctx); err != nil {
+		return err
+	}
+	how := "the copy on host " + copied + " is paused"
+	if err := r.to().Pause(ctx, r.machine()); err != nil {
+		how = fmt.Sprintf("the copy on host %s could not be paused: %v", copied, err)
+		r.m.Machine.Paused = false
+	}
+	return fmt.Errorf("%w, %s and %s: %s; find out which is to stay, destroy the other (virsh destroy %s on its host), check the disks, then gpuctl migrations resume %s",
+		errTwice, home, copied, how, r.machine().Name, r.m.GetId())
 }
 
 // thaw lets the sessions go on with a card, once the VM has it.

@@ -47,6 +47,12 @@ type world struct {
 	down     map[string]bool  // hosts that do not answer
 	fails    map[string]error // "host step": what it answers
 	moves    int
+	loses    bool            // the destination's last answer of the next move: the source goes on, too
+	most     int             // names that a record may have
+	cuts     string          // host that is lost with it
+	twin     string          // host where the VM runs, too
+	paused   map[string]bool // hosts where it is
+	sessions int             // more of them, which nobody looks at
 
 	free   uint64                    // the VM's memory, bytes
 	sizes  map[string]uint64         // of sessions' states
@@ -65,7 +71,7 @@ func newWorld(t *testing.T) *world {
 	w := &world{
 		t: t, at: "h1", cards: map[string]*card{}, claims: map[string]string{"vm-1": from}, frozen: map[string]bool{"s1": false, "s2": false, "user": true},
 		free: gib, sizes: map[string]uint64{"s1": 100 * mib, "s2": 10 * mib}, waits: map[string]int{}, keeps: map[string]map[string]int{},
-		onGPU: from, stored: from, defined: map[string]bool{"h1": true}, down: map[string]bool{}, fails: map[string]error{},
+		onGPU: from, stored: from, defined: map[string]bool{"h1": true}, most: 4096, down: map[string]bool{}, paused: map[string]bool{}, fails: map[string]error{},
 	}
 	for _, g := range []string{from, to, other, "h1/d", "h3/e"} {
 		w.cards[g] = &card{gpu: g}
@@ -157,6 +163,9 @@ func (w *world) Put(_ context.Context, m *clusterv1.Migration) (*clusterv1.Migra
 		if w.kept != nil && m.GetToken() != w.kept.GetToken() {
 			return ErrStale
 		}
+		if mm := m.GetMachine(); len(mm.GetSessions())+len(mm.GetAway())+len(mm.GetCandidates()) > w.most {
+			return ErrRefused
+		}
 		w.kept = proto.CloneOf(m)
 		if w.token == 0 {
 			w.token = 7
@@ -210,7 +219,7 @@ func (s *site) do(name string, do func() error) error {
 
 // here is about a VM that runs on this host.
 func (s *site) here() error {
-	if s.at != s.host || s.dead || s.off {
+	if s.at != s.host && s.twin != s.host || s.dead || s.off || s.paused[s.host] {
 		return fmt.Errorf("host %s: the VM does not run here", s.host)
 	}
 	return nil
@@ -224,10 +233,39 @@ func (s *site) Where(context.Context, Machine) (p Presence, err error) {
 		return 0, errCrashed
 	case s.down[s.host]:
 		return 0, ErrUnreachable
-	case s.at == s.host && !s.dead:
+	case (s.at == s.host || s.twin == s.host) && s.paused[s.host]:
+		return Moving, nil
+	case (s.at == s.host || s.twin == s.host) && !s.dead:
 		return Running, nil
 	}
 	return Absent, nil
+}
+
+func (s *site) Pause(context.Context, Machine) error {
+	return s.do("pause", func() error {
+		if s.at == s.twin || s.twin == "" {
+			s.t.Error("the only VM is paused")
+		}
+		s.paused[s.host] = true
+		return nil
+	})
+}
+
+func (s *site) Unpause(context.Context, Machine) error {
+	return s.do("unpause", func() error {
+		if s.twin != "" {
+			s.t.Errorf("it goes on on %s, and runs on %s and %s", s.host, s.at, s.twin)
+		}
+		delete(s.paused, s.host)
+		return nil
+	})
+}
+
+// alone is broken where something is done that a VM which runs twice must not have.
+func (s *site) alone(what string) {
+	if s.twin != "" {
+		s.t.Errorf("%s on %s, while the VM runs on %s and %s", what, s.host, s.at, s.twin)
+	}
 }
 
 // Expect is only asked while the applications run.
@@ -265,6 +303,7 @@ func (s *site) Prepare(_ context.Context, m Machine, gpu, claim string) (*gpuctl
 func (s *site) Attach(_ context.Context, m Machine, gpu string, stored bool) error {
 	return s.do("attach", func() error {
 		c := s.cards[gpu]
+		s.alone("plugged in")
 		if err := s.here(); err != nil {
 			return err
 		}
@@ -335,14 +374,22 @@ func (s *site) Move(_ context.Context, _ Machine, to string, report Progress) er
 		if s.down[to] {
 			return fmt.Errorf("host %s: %w", to, ErrUnreachable)
 		}
-		report(1, 1)
+		report(1, 1, "")
 		for id, state := range s.waits {
 			if s.keeps[to][id] != state {
 				s.t.Errorf("the VM goes to %s, where state %d of session %s is not: %v", to, state, id, s.keeps)
 			}
 		}
-		s.at = to
 		s.moves++
+		if s.loses { // as libvirt does: there it runs, and here it goes on
+			s.loses = false
+			s.twin = to
+			if s.cuts != "" {
+				s.down[s.cuts] = true
+			}
+			return fmt.Errorf("the connection to %s was lost: %w", to, ErrUnreachable)
+		}
+		s.at = to
 		return nil
 	})
 }
@@ -420,6 +467,9 @@ func (s *site) Sessions(context.Context, Machine) (*AgentFacts, error) {
 			out.Sessions = append(out.Sessions, SessionFacts{ID: id, Memory: s.sizes[id]})
 		}
 	}
+	for i := range s.sessions {
+		out.Sessions = append(out.Sessions, SessionFacts{ID: fmt.Sprintf("more-%d", i)})
+	}
 	return out, nil
 }
 
@@ -442,7 +492,8 @@ func (s *site) keep(host, session string, state int) error {
 	return nil
 }
 
-func (s *site) Freeze(_ context.Context, _ Machine, sessions, away []string, to string, _ Progress) error {
+func (s *site) Freeze(_ context.Context, _ Machine, f Freezing, _ Progress) error {
+	sessions, away, to := f.Sessions, f.Away, f.To
 	return s.do("freeze", func() error {
 		if err := s.here(); err != nil {
 			return err
@@ -531,6 +582,7 @@ func (s *site) Await(_ context.Context, m Machine, gpu string) error {
 
 func (s *site) Thaw(_ context.Context, m Machine, gpu string, sessions []string, _ Progress) error {
 	return s.do("thaw", func() error {
+		s.alone("thawed")
 		if err := s.here(); err != nil {
 			return err
 		}

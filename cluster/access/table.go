@@ -113,6 +113,8 @@ func Table() map[string]Rule {
 		gpuctlv1connect.SiteServiceDefinitionProcedure:   {Host, nobody, false},
 		gpuctlv1connect.SiteServiceDefineProcedure:       {Host, nobody, change},
 		gpuctlv1connect.SiteServiceUndefineProcedure:     {Host, nobody, change},
+		gpuctlv1connect.SiteServicePauseProcedure:        {Host, nobody, change},
+		gpuctlv1connect.SiteServiceUnpauseProcedure:      {Host, nobody, change},
 		gpuctlv1connect.SiteServiceStopProcedure:         {Host, nobody, change},
 		gpuctlv1connect.SiteServiceStartProcedure:        {Host, nobody, change},
 		// States of VMs: the two hosts of a migration bring them to each other,

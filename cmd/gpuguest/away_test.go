@@ -99,18 +99,18 @@ func (h *awayHost) freeze(ctx context.Context, id string, to *awayHost) error {
 	return h.Freeze(ctx, &gpuctlv1.SiteSessionsRequest{
 		Machine:  &gpuctlv1.SiteMachine{Uuid: awayUUID, Name: "web", Migration: awayMigration},
 		Sessions: []string{id}, Away: []string{id}, To: to.Name,
-	}, func(uint64, uint64) {})
+	}, func(uint64, uint64, string) {})
 }
 
 func (h *awayHost) deposit(ctx context.Context, id string, to *awayHost) error {
 	return h.Deposit(ctx, &gpuctlv1.SiteSessionsRequest{
 		Machine:  &gpuctlv1.SiteMachine{Uuid: awayUUID, Name: "web", Migration: awayMigration},
 		Sessions: []string{id}, To: to.Name,
-	}, func(uint64, uint64) {})
+	}, func(uint64, uint64, string) {})
 }
 
 func (h *awayHost) thaw(ctx context.Context, id string) error {
-	return h.Thaw(ctx, awayUUID, h.Name+"/a", []string{id}, func(uint64, uint64) {})
+	return h.Thaw(ctx, awayUUID, h.Name+"/a", []string{id}, func(uint64, uint64, string) {})
 }
 
 // running are the sessions that compute, by what the host is told.

@@ -179,7 +179,12 @@ func shorten(s string) string {
 
 // runs says that a session has an executor.
 func runs(s *gpuctlv1.Session) bool {
-	return s.State == gpuctlv1.SessionState_SESSION_STATE_RUNNING || s.State == gpuctlv1.SessionState_SESSION_STATE_SWAPPING
+	switch s.State {
+	case gpuctlv1.SessionState_SESSION_STATE_RUNNING, gpuctlv1.SessionState_SESSION_STATE_SWAPPING, gpuctlv1.SessionState_SESSION_STATE_HELD:
+		return true
+	default:
+		return false
+	}
 }
 
 // serves says that a session's target is this function. A name that the agent

@@ -162,7 +162,9 @@ func (c *Client) HTTP() *http.Client { return c.http }
 
 // ConnectOptions bound what a guest's answers may be.
 func ConnectOptions() []connect.ClientOption {
-	return []connect.ClientOption{connect.WithReadMaxBytes(maxMessage)}
+	// Nothing compressed either: a few bytes of a guest's could keep this host busy
+	// for long, and a channel has little to gain.
+	return []connect.ClientOption{connect.WithReadMaxBytes(maxMessage), connect.WithAcceptCompression("gzip", nil, nil)}
 }
 
 // State says how the client stands.

@@ -3,6 +3,7 @@ package executor
 import (
 	"fmt"
 	"runtime"
+	"time"
 	"unsafe"
 
 	"github.com/gpuctl/gpuctl/guest/cl"
@@ -515,6 +516,7 @@ func (s *session) ndrange(c call, m *wire.Ndrange) (outcome, error) {
 		e.state = eventVendor
 	}
 	q.seq++
+	q.kernel, q.launched = k.name, time.Now()
 	s.usage.Launches++
 	s.usage.LocalMemory = max(s.usage.LocalMemory, k.local)
 	return done(cl.Success), nil

@@ -34,7 +34,7 @@ func (c *controller) Describe(_ context.Context, _ *connect.Request[gpuctlv1.Des
 	s := c.s
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	r := &gpuctlv1.DescribeResponse{Usage: s.describe(), Generation: s.cfg.Generation, Frozen: s.frozen, Active: s.active.Load()}
+	r := &gpuctlv1.DescribeResponse{Usage: s.describe(), Generation: s.cfg.Generation, Frozen: s.frozen, Active: s.active.Load(), Freezes: s.freezes}
 	for _, d := range s.devices {
 		r.Devices = append(r.Devices, deviceLimits(d.vendor))
 	}
@@ -94,6 +94,7 @@ func (c *controller) Prepare(_ context.Context, r *connect.Request[gpuctlv1.Prep
 	c.op.Lock()
 	defer c.op.Unlock()
 	s := c.s
+	defer s.does("objects are being made")()
 	if s.active.Load() {
 		return connect.NewError(connect.CodeFailedPrecondition, fmt.Errorf("prepare an active executor: %w", ErrState))
 	}
@@ -129,6 +130,7 @@ func (c *controller) Export(ctx context.Context, r *connect.Request[gpuctlv1.Exp
 	c.op.Lock()
 	defer c.op.Unlock()
 	s := c.s
+	defer s.does("contents are being read")()
 	m := r.Msg
 	if m.Final && !s.isFrozen() {
 		return connect.NewError(connect.CodeFailedPrecondition, fmt.Errorf("final export of a running session: %w", ErrState))
@@ -224,6 +226,7 @@ func (s *session) dropState() {
 func (c *controller) Freeze(ctx context.Context, r *connect.Request[gpuctlv1.FreezeRequest]) (*connect.Response[gpuctlv1.SnapshotResponse], error) {
 	c.op.Lock()
 	defer c.op.Unlock()
+	defer c.s.does("what was launched has to end")()
 	limit := time.Duration(r.Msg.TimeoutMs) * time.Millisecond
 	if limit <= 0 {
 		limit = 10 * time.Second
@@ -287,6 +290,9 @@ func (s *session) freeze(ctx context.Context, limit time.Duration) ([]string, er
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
+	if ctx.Err() != nil { // who asked has left and would not know of it
+		return undo("given up by the caller")
+	}
 	for _, c := range s.contexts() {
 		for _, q := range c.queues {
 			if q.busy() {
@@ -299,6 +305,7 @@ func (s *session) freeze(ctx context.Context, limit time.Duration) ([]string, er
 	}
 	s.deliver()
 	s.frozen = true
+	s.freezes++
 	return nil, nil
 }
 
@@ -362,13 +369,22 @@ func (s *session) busyWith() string {
 	return fmt.Sprintf("%d calls have not ended", s.inflight.Load())
 }
 
-func (c *controller) Thaw(_ context.Context, _ *connect.Request[gpuctlv1.ThawRequest]) (*connect.Response[gpuctlv1.ThawResponse], error) {
+func (c *controller) Thaw(ctx context.Context, r *connect.Request[gpuctlv1.ThawRequest]) (*connect.Response[gpuctlv1.ThawResponse], error) {
 	c.op.Lock()
 	defer c.op.Unlock()
 	if c.s.ring.Owner() != c.s.cfg.Generation {
 		return nil, connect.NewError(connect.CodeFailedPrecondition, fmt.Errorf("thaw, but another executor owns the session: %w", ErrState))
 	}
-	c.s.thaw()
+	// It may have waited long for its turn. A later freeze is not its to undo.
+	if err := ctx.Err(); err != nil {
+		return nil, err
+	}
+	c.s.mu.Lock()
+	due := c.s.frozen && (r.Msg.GetFreeze() == 0 || r.Msg.GetFreeze() == c.s.freezes)
+	c.s.mu.Unlock()
+	if due {
+		c.s.thaw()
+	}
 	return connect.NewResponse(&gpuctlv1.ThawResponse{}), nil
 }
 
@@ -391,6 +407,7 @@ func (c *controller) Load(_ context.Context, r *connect.Request[gpuctlv1.LoadReq
 	c.op.Lock()
 	defer c.op.Unlock()
 	s := c.s
+	defer s.does("contents are being loaded")()
 	if s.active.Load() {
 		return connect.NewError(connect.CodeFailedPrecondition, fmt.Errorf("load into an active executor: %w", ErrState))
 	}

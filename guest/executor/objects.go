@@ -2,6 +2,7 @@ package executor
 
 import (
 	"runtime"
+	"time"
 	"unsafe"
 
 	"github.com/gpuctl/gpuctl/guest/cl"
@@ -62,6 +63,8 @@ type queue struct {
 	users     int
 	dead      bool
 	seq, idle uint64 // commands enqueued, and how many of them are known to be over
+	kernel    string // that was launched last
+	launched  time.Time
 }
 
 func (q *queue) busy() bool { return q.seq != q.idle }

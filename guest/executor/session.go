@@ -71,6 +71,8 @@ type session struct {
 	standby        atomic.Int32
 	inflight       atomic.Int32
 	frozen         bool
+	freezes        uint64 // how often it was
+	doing          atomic.Pointer[activity]
 	calls          uint64
 	serial         uint64
 	cache          *programCache

@@ -92,6 +92,7 @@ func (c *controller) Send(ctx context.Context, _ *connect.Request[gpuctlv1.SendR
 	c.op.Lock()
 	defer c.op.Unlock()
 	s := c.s
+	defer s.does("contents are being read")()
 	if !s.isFrozen() {
 		return connect.NewError(connect.CodeFailedPrecondition, fmt.Errorf("send the contents of a running session: %w", ErrState))
 	}
@@ -128,6 +129,7 @@ func (c *controller) Receive(_ context.Context, in *connect.ClientStream[gpuctlv
 	c.op.Lock()
 	defer c.op.Unlock()
 	s := c.s
+	defer s.does("contents are being loaded")()
 	if s.active.Load() || !s.prepared {
 		return nil, connect.NewError(connect.CodeFailedPrecondition, fmt.Errorf("receive into an executor that is not prepared: %w", ErrState))
 	}

@@ -9,6 +9,8 @@ import (
 	"sync"
 	"time"
 
+	"connectrpc.com/connect"
+
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/guest/wire"
 )
@@ -78,25 +80,13 @@ func (m *Manager) adopt(dir, id string) {
 	}
 	s.stdout = openOutput(rec.PID, current, other)
 
-	ctx, cancel := context.WithTimeout(m.ctx, adoptTimeout)
-	defer cancel()
-	r := &repair{s: s, current: current, other: other}
-	if err := r.run(ctx); err != nil {
-		s.current = current
-		if other != nil && other != current {
-			other.kill()
-		}
-		s.rec.Op = nil
-		s.lose(err.Error())
-	}
-	if err := s.rec.write(dir); err != nil {
-		log.Warn("journal", "err", err)
-	}
+	r := &repair{s: s, current: current, other: other, patience: describeTimeout}
+	r.settle()
 	s.log.Info("session taken over", "state", s.state, "generation", s.rec.Current.Generation)
 	last := s.current
 	m.add(s)
 	s.watchApp()
-	if last != nil {
+	if last != nil && s.op == nil {
 		s.watchExecutor(last)
 	}
 }
@@ -170,10 +160,110 @@ func openOutput(pid int, executors ...*executor) *os.File {
 }
 
 // repair brings an adopted session to rest: RUNNING with one executor, or
-// SUSPENDED with none.
+// SUSPENDED with none. Where an executor that lives does not do now what that
+// takes, the session is held and it is tried again.
 type repair struct {
 	s              *session
-	current, other *executor // nil if dead
+	current, other *executor     // nil if dead
+	patience       time.Duration // with an executor that is busy
+
+	// What the session becomes once all is done.
+	rec     record
+	runs    *executor
+	usage   *gpuctlv1.Usage
+	state   gpuctlv1.SessionState
+	message string
+}
+
+// errUnsettled says that an executor which lives has not done what it was asked.
+var errUnsettled = errors.New("it lives and does not answer as it should")
+
+// settle tries to bring the session to rest. If that can't be now, the session
+// is held by an operation of its own until it can.
+func (r *repair) settle() {
+	s := r.s
+	err := r.try(s.m.ctx)
+	if !errors.Is(err, errUnsettled) {
+		r.end(err)
+		return
+	}
+	kind, text := kindCreate, fmt.Sprintf("it was taken over from an earlier gpuguest, which is not complete yet and goes on: %v", err)
+	if s.rec.Op != nil {
+		kind, text = s.rec.Op.Kind, heldText(s.rec.Op.Kind, err)
+	}
+	s.current = r.current
+	if s.current == nil {
+		s.current = r.other
+	}
+	s.state, s.message = gpuctlv1.SessionState_SESSION_STATE_HELD, text
+	s.log.Error("session is held", "err", err)
+	op := &operation{s: s, kind: kind, done: make(chan struct{}), source: s.current, sink: func(*gpuctlv1.Progress) {}, result: &gpuctlv1.SwapResult{}}
+	op.ctx, op.cancel = context.WithCancelCause(s.m.ctx)
+	op.rest, op.giveUp = context.WithCancel(s.m.ctx)
+	s.op = op
+	r.patience = quickTimeout
+	go func() {
+		var last error
+		err := s.untilTaken(op.rest, func(ctx context.Context) error {
+			if last = r.try(ctx); errors.Is(last, errUnsettled) {
+				return last
+			}
+			return nil
+		})
+		if err == nil {
+			r.end(last)
+		} else if !s.m.closing() { // its application has ended: end takes the rest down
+			r.drop()
+		}
+		s.mu.Lock()
+		s.op = nil
+		e := s.current
+		s.mu.Unlock()
+		op.over()
+		s.m.changed(s)
+		if err == nil && e != nil {
+			s.watchExecutor(e)
+		}
+	}()
+}
+
+// try is one attempt. It leaves the session's record as it is.
+func (r *repair) try(ctx context.Context) error {
+	for _, e := range []**executor{&r.current, &r.other} {
+		if *e != nil && (*e).dead() {
+			*e = nil
+		}
+	}
+	r.rec = r.s.rec
+	r.runs, r.usage = nil, r.s.usage
+	ctx, cancel := context.WithTimeout(ctx, adoptTimeout)
+	defer cancel()
+	return r.run(ctx)
+}
+
+// end makes the session what it was found to be. An error is its loss.
+func (r *repair) end(err error) {
+	s := r.s
+	r.rec.Op = nil
+	s.mu.Lock()
+	s.rec, s.usage = r.rec, r.usage
+	if err == nil {
+		s.current, s.state, s.message = r.runs, r.state, r.message
+	} else {
+		s.current = r.current
+	}
+	werr := s.rec.write(s.dir)
+	s.mu.Unlock()
+	if werr != nil {
+		s.log.Warn("journal", "err", werr)
+	}
+	if err == nil {
+		return
+	}
+	if r.other != nil && r.other != r.current {
+		r.other.kill()
+	}
+	s.lose(err.Error())
 }
 
 func (r *repair) run(ctx context.Context) error {
@@ -186,17 +276,20 @@ func (r *repair) run(ctx context.Context) error {
 		}
 		return r.running(ctx, r.current, false)
 	case op.Kind == kindSuspend && s.rec.SuspendedTo == "": // not yet marked
-		part := s.partFile() // the journal forgets it when the session runs
-		err := r.running(ctx, r.current, false)
-		if op.File != "" {
-			err = errors.Join(err, ignore(s, s.dropSaved(op.File, part)))
+		if err := r.running(ctx, r.current, false); errors.Is(err, errUnsettled) {
+			return err
+		} else if op.File != "" {
+			return errors.Join(err, ignore(s, s.dropSaved(op.File, s.partFile())))
+		} else {
+			return err
 		}
-		return err
 	case op.Kind == kindSuspend:
 		return r.suspend(ctx)
 	case op.Kind == kindResume && s.rec.SuspendedTo == "": // committed, state not yet discarded
-		err := r.running(ctx, r.current, false)
-		return errors.Join(err, ignore(s, s.dropSaved(op.File, "")))
+		if err := r.running(ctx, r.current, false); err != nil {
+			return err
+		}
+		return ignore(s, s.dropSaved(op.File, ""))
 	case op.Kind == kindResume:
 		if r.switched() && r.other != nil {
 			return r.finishResume(ctx)
@@ -213,10 +306,13 @@ func (r *repair) run(ctx context.Context) error {
 func (r *repair) suspend(ctx context.Context) error {
 	s, op := r.s, r.s.rec.Op
 	if r.current != nil {
-		d, err := r.current.describe(ctx)
-		if err == nil && !d.Frozen {
+		d, err := r.describe(ctx, r.current)
+		switch {
+		case errors.Is(err, errUnsettled):
+			return err
+		case err == nil && !d.Frozen:
 			to := s.rec.SuspendedTo
-			s.rec.SuspendedTo, s.rec.Away = "", nil
+			r.rec.SuspendedTo, r.rec.Away = "", nil
 			if err := r.running(ctx, r.current, false); err != nil {
 				return err
 			}
@@ -248,49 +344,62 @@ func (r *repair) swap(ctx context.Context) error {
 		r.drop()
 		return r.running(ctx, r.current, false)
 	}
-	target := *op.Other
 	if r.other != nil {
-		source := r.current
-		s.rec.Current = target
+		r.rec.Current = *op.Other
 		err := r.running(ctx, r.other, true)
-		if err == nil {
-			if source != nil {
-				source.kill()
+		switch {
+		case err == nil:
+			if r.current != nil {
+				r.current.kill()
 			}
 			return nil
+		case errors.Is(err, errUnsettled):
+			return err
 		}
 		s.log.Warn("finish the swap", "err", err)
 		r.other.kill()
-		s.rec.Current = executorRecordOf(source, s.rec.Current)
+		r.rec.Current = s.rec.Current
 	}
 	// The target is dead: back, unless it has begun to do what nobody else knows of.
-	if r.current == nil || s.mem.head() != *op.Head || s.mem.serving() == target.Generation {
+	if r.current == nil || s.mem.head() != *op.Head || s.mem.serving() == op.Other.Generation {
 		return errLost
 	}
 	s.mem.setOwner(r.current.gen)
-	s.rec.Current = r.current.record()
+	r.rec.Current = r.current.record()
 	return r.running(ctx, r.current, false)
-}
-
-func executorRecordOf(e *executor, or executorRecord) executorRecord {
-	if e == nil {
-		return or
-	}
-	return e.record()
 }
 
 func (r *repair) finishResume(ctx context.Context) error {
 	s, op := r.s, r.s.rec.Op
-	before, to := s.rec.Current, s.rec.SuspendedTo
-	s.rec.Current = *op.Other
-	if err := r.running(ctx, r.other, true); err != nil {
+	to := s.rec.SuspendedTo
+	r.rec.Current = *op.Other
+	err := r.running(ctx, r.other, true)
+	switch {
+	case errors.Is(err, errUnsettled):
+		return err
+	case err != nil:
 		s.log.Warn("finish the resume", "err", err)
 		r.other.kill()
-		s.rec.Current = before
+		r.rec.Current = s.rec.Current
 		return r.suspended(op.Head)
 	}
-	s.rec.SuspendedTo, s.rec.Away = "", nil
+	r.rec.SuspendedTo, r.rec.Away = "", nil
 	return ignore(s, s.dropSaved(to, ""))
+}
+
+// unsettled tells an executor that has not done something and lives from one
+// that has ended, or has said that it won't.
+func unsettled(e *executor, err error) error {
+	var said *saidError
+	if err == nil || e.dead() || errors.As(err, &said) && said.err.Code() == connect.CodeFailedPrecondition {
+		return err
+	}
+	return fmt.Errorf("%w: %w", errUnsettled, err)
+}
+
+func (r *repair) describe(ctx context.Context, e *executor) (*gpuctlv1.DescribeResponse, error) {
+	d, err := e.describeWithin(ctx, r.patience)
+	return d, unsettled(e, err)
 }
 
 // running lets the executor run the session, whatever it was in the middle
@@ -300,7 +409,7 @@ func (r *repair) running(ctx context.Context, e *executor, target bool) error {
 	if e == nil {
 		return errors.New("executor has ended while gpuguest was away")
 	}
-	d, err := e.describe(ctx)
+	d, err := r.describe(ctx, e)
 	if err != nil {
 		return err
 	}
@@ -309,16 +418,16 @@ func (r *repair) running(ctx context.Context, e *executor, target bool) error {
 	}
 	switch {
 	case d.Frozen && !target:
-		err = e.thaw(ctx)
+		err = e.thaw(ctx, d.Freezes)
 	case !d.Active:
 		err = e.activate(ctx)
 	}
 	if err != nil {
-		return err
+		return unsettled(e, err)
 	}
 	s.mem.setState(wire.StateRunning)
-	s.current, s.usage, s.rec.Op = e, d.Usage, nil
-	s.state, s.message = gpuctlv1.SessionState_SESSION_STATE_RUNNING, ""
+	r.runs, r.usage = e, d.Usage
+	r.state, r.message = gpuctlv1.SessionState_SESSION_STATE_RUNNING, ""
 	return nil
 }
 
@@ -330,15 +439,15 @@ func (r *repair) suspended(head *uint64) error {
 	if r.current != nil {
 		r.current.kill()
 	}
-	if s.mem.owner() != s.rec.Current.Generation && head != nil {
+	if s.mem.owner() != r.rec.Current.Generation && head != nil {
 		if s.mem.head() != *head {
 			return errLost
 		}
-		s.mem.setOwner(s.rec.Current.Generation)
+		s.mem.setOwner(r.rec.Current.Generation)
 	}
 	s.mem.setState(wire.StateSuspended)
-	s.current, s.rec.Op = nil, nil
-	s.state, s.message = gpuctlv1.SessionState_SESSION_STATE_SUSPENDED, suspendedText(s.rec.SuspendedTo)
+	r.runs = nil
+	r.state, r.message = gpuctlv1.SessionState_SESSION_STATE_SUSPENDED, suspendedText(r.rec.SuspendedTo)
 	return nil
 }
 

@@ -116,7 +116,7 @@ func (op *operation) sendAway(ctx context.Context, t *transit, total uint64) (ma
 		return mark, err
 	}
 	check := away.NewCheck()
-	err = op.source.send(ctx, func(chunk *gpuctlv1.StateChunk) error {
+	err = op.source.send(ctx, op, func(chunk *gpuctlv1.StateChunk) error {
 		end, err := check.Take(chunk)
 		if err != nil {
 			return err
@@ -171,7 +171,7 @@ func (op *operation) receiveAway(ctx context.Context, t *transit, want away.Mark
 		return err
 	}
 	check := away.NewCheck()
-	err = op.target.receive(ctx, func() (*gpuctlv1.StateChunk, error) {
+	err = op.target.receive(ctx, op, func() (*gpuctlv1.StateChunk, error) {
 		var chunk *gpuctlv1.StateChunk
 		var more bool
 		select {

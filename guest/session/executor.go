@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"net"
 	"net/http"
+	"sync"
 	"time"
 
 	"connectrpc.com/connect"
@@ -20,8 +21,11 @@ const (
 	startTimeout    = 3 * time.Minute // until an executor serves; a slow VM compiles first
 	describeTimeout = 2 * time.Second
 	quickTimeout    = 30 * time.Second // calls that touch the device but move no data
-	stallTimeout    = 60 * time.Second // without a word of progress, application standing still
-	buildTimeout    = 10 * time.Minute // without a word of progress, application running
+	stallTimeout    = 2 * time.Minute  // without progress of an executor that lives, application standing still
+	buildTimeout    = 10 * time.Minute // the same, application running
+	silentTimeout   = 30 * time.Second // of an executor in a long call, which lives if it can say so every second
+	pulseEvery      = time.Second
+	longWait        = 2 * time.Second // is told to who watches
 	retireTimeout   = 5 * time.Second
 	readyPoll       = time.Millisecond
 )
@@ -34,6 +38,7 @@ type executor struct {
 	proc         Process
 	api          gpuctlv1connect.ExecutorServiceClient
 	http         *http.Client
+	silent       time.Duration // silentTimeout
 }
 
 func newExecutor(gen uint32, target *gpuctlv1.Target, proc Process, socket, importSocket string) *executor {
@@ -44,7 +49,7 @@ func newExecutor(gen uint32, target *gpuctlv1.Target, proc Process, socket, impo
 		DisableCompression: true,
 	}}
 	return &executor{
-		gen: gen, target: target, importSocket: importSocket, proc: proc, http: h,
+		gen: gen, target: target, importSocket: importSocket, proc: proc, http: h, silent: silentTimeout,
 		// What an executor streams goes no further than this process.
 		api: gpuctlv1connect.NewExecutorServiceClient(h, "http://executor", connect.WithAcceptCompression("gzip", nil, nil)),
 	}
@@ -150,15 +155,15 @@ func (e *executor) snapshot(ctx context.Context) (*gpuctlv1.SnapshotResponse, er
 var errNotFrozen = errors.New("not frozen")
 
 // freeze returns the graph of the frozen session; blockers are an error.
-func (e *executor) freeze(ctx context.Context, timeout time.Duration) (*gpuctlv1.SnapshotResponse, error) {
-	ctx, cancel := e.bound(ctx, timeout+quickTimeout)
-	defer cancel()
-	resp, err := e.api.Freeze(ctx, connect.NewRequest(&gpuctlv1.FreezeRequest{TimeoutMs: timeout.Milliseconds()}))
+func (e *executor) freeze(ctx context.Context, timeout time.Duration, to listener) (*gpuctlv1.SnapshotResponse, error) {
+	l := e.long(ctx, "freeze", timeout+quickTimeout, to.waits)
+	defer l.end()
+	resp, err := e.api.Freeze(l.ctx, connect.NewRequest(&gpuctlv1.FreezeRequest{TimeoutMs: timeout.Milliseconds()}))
 	if connect.CodeOf(err) == connect.CodeFailedPrecondition {
 		return nil, fmt.Errorf("%w: %w", errNotFrozen, e.wrap("freeze", err))
 	}
 	if err != nil {
-		return nil, e.wrap("freeze", err)
+		return nil, l.fail(err)
 	}
 	if b := resp.Msg.Blockers; len(b) > 0 {
 		return nil, fmt.Errorf("the device did not drain within %v because of: %s", timeout, joinWords(b))
@@ -166,11 +171,12 @@ func (e *executor) freeze(ctx context.Context, timeout time.Duration) (*gpuctlv1
 	return resp.Msg, nil
 }
 
-// thaw lets a frozen executor go on; one that is not frozen is left alone.
-func (e *executor) thaw(ctx context.Context) error {
+// thaw lets a frozen executor go on; one that is not frozen is left alone. The
+// number of the freeze keeps a request that comes late from undoing another one.
+func (e *executor) thaw(ctx context.Context, freeze uint64) error {
 	ctx, cancel := e.bound(ctx, quickTimeout)
 	defer cancel()
-	_, err := e.api.Thaw(ctx, connect.NewRequest(&gpuctlv1.ThawRequest{}))
+	_, err := e.api.Thaw(ctx, connect.NewRequest(&gpuctlv1.ThawRequest{Freeze: freeze}))
 	if err == nil {
 		return nil
 	}
@@ -217,20 +223,29 @@ func (e *executor) retire(ctx context.Context) error {
 	return nil
 }
 
-// long is a call that may take any time as long as it goes on.
+// long is a call that may take any time as long as it goes on, or the executor
+// says that it lives and there is patience with what it waits for.
 type long struct {
 	e      *executor
 	what   string
 	ctx    context.Context // ends with a stall, or with the executor
 	cancel context.CancelCauseFunc
-	timer  *time.Timer
-	stall  time.Duration
+	still  time.Duration
+	stall  *time.Timer   // no progress
+	silent *time.Timer   // not a word either
+	over   chan struct{} // closed when nobody listens to the pulse any more
+
+	mu    sync.Mutex
+	waits string // for what, as the executor said last
 }
 
-func (e *executor) long(ctx context.Context, what string, stall time.Duration) *long {
-	l := &long{e: e, what: what, stall: stall}
+// long begins one. waits hears what the executor waits for, and again when that
+// changes or lasts.
+func (e *executor) long(ctx context.Context, what string, still time.Duration, waits func(string)) *long {
+	l := &long{e: e, what: what, still: still, over: make(chan struct{})}
 	l.ctx, l.cancel = context.WithCancelCause(ctx)
-	l.timer = time.AfterFunc(stall, func() { l.cancel(fmt.Errorf("no progress for %v", stall)) })
+	l.stall = time.AfterFunc(still, func() { l.cancel(&stallError{after: still, waits: l.waitsFor()}) })
+	l.silent = time.AfterFunc(e.silent, func() { l.cancel(&stallError{after: e.silent, hangs: true}) })
 	go func() {
 		select {
 		case <-e.proc.Done():
@@ -238,14 +253,84 @@ func (e *executor) long(ctx context.Context, what string, stall time.Duration) *
 		case <-l.ctx.Done():
 		}
 	}()
+	go func() {
+		defer close(l.over)
+		l.listen(waits)
+	}()
 	return l
 }
 
-func (l *long) goesOn() { l.timer.Reset(l.stall) }
+// listen follows the executor's pulse. One that has none, as it is of an earlier
+// version, may be silent.
+func (l *long) listen(waits func(string)) {
+	for l.ctx.Err() == nil {
+		err := l.pulse(waits)
+		if connect.CodeOf(err) == connect.CodeUnimplemented {
+			l.silent.Stop()
+			return
+		}
+		select {
+		case <-l.ctx.Done():
+		case <-time.After(pulseEvery):
+		}
+	}
+}
+
+func (l *long) pulse(waits func(string)) error {
+	st, err := l.e.api.Pulse(l.ctx, connect.NewRequest(&gpuctlv1.PulseRequest{EveryMs: uint32(pulseEvery.Milliseconds())}))
+	if err != nil {
+		return err
+	}
+	defer st.Close()
+	for st.Receive() {
+		l.silent.Reset(l.e.silent)
+		text, lasts := st.Msg().GetWaitsFor(), time.Duration(st.Msg().GetForNs())
+		if text != "" {
+			text += ", for " + lasts.Round(time.Second).String()
+		}
+		l.mu.Lock()
+		l.waits = text
+		l.mu.Unlock()
+		if text != "" && lasts >= longWait {
+			waits(fmt.Sprintf("executor %d waits: %s", l.e.gen, text))
+		}
+	}
+	return st.Err()
+}
+
+func (l *long) waitsFor() string {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.waits
+}
+
+// stallError says that an executor has not gone on for so long.
+type stallError struct {
+	after time.Duration
+	waits string
+	hangs bool // nobody in it answers
+}
+
+func (e *stallError) Error() string {
+	switch {
+	case e.hangs:
+		return fmt.Sprintf("it hangs: not a word for %v", e.after)
+	case e.waits != "":
+		return fmt.Sprintf("no progress for %v: it waits: %s", e.after, e.waits)
+	}
+	return fmt.Sprintf("no progress for %v", e.after)
+}
+
+func (l *long) goesOn() {
+	l.stall.Reset(l.still)
+	l.silent.Reset(l.e.silent)
+}
 
 func (l *long) end() {
-	l.timer.Stop()
+	l.stall.Stop()
+	l.silent.Stop()
 	l.cancel(nil)
+	<-l.over
 }
 
 func (l *long) fail(err error) error {
@@ -256,11 +341,10 @@ func (l *long) fail(err error) error {
 }
 
 // stream runs one long call and hands on its progress. A stall ends it.
-func (e *executor) stream(ctx context.Context, what string, stall time.Duration,
-	call func(context.Context) (*connect.ServerStreamForClient[gpuctlv1.Progress], error),
-	sink func(*gpuctlv1.Progress),
+func (e *executor) stream(ctx context.Context, what string, still time.Duration,
+	call func(context.Context) (*connect.ServerStreamForClient[gpuctlv1.Progress], error), to listener,
 ) error {
-	l := e.long(ctx, what, stall)
+	l := e.long(ctx, what, still, to.waits)
 	defer l.end()
 	st, err := call(l.ctx)
 	if err != nil {
@@ -271,7 +355,7 @@ func (e *executor) stream(ctx context.Context, what string, stall time.Duration,
 	for st.Receive() {
 		l.goesOn()
 		last = st.Msg()
-		sink(last)
+		to.progress(last)
 	}
 	if err := st.Err(); err != nil {
 		return l.fail(err)
@@ -289,14 +373,10 @@ func (e *executor) stream(ctx context.Context, what string, stall time.Duration,
 
 // prepare makes the session's objects. An executor that can't, while the
 // application runs, refuses the session.
-func (e *executor) prepare(ctx context.Context, req *gpuctlv1.PrepareRequest, sink func(*gpuctlv1.Progress)) error {
-	stall := buildTimeout
-	if req.Final {
-		stall = stallTimeout
-	}
-	err := e.stream(ctx, "prepare", stall, func(ctx context.Context) (*connect.ServerStreamForClient[gpuctlv1.Progress], error) {
+func (e *executor) prepare(ctx context.Context, req *gpuctlv1.PrepareRequest, to listener) error {
+	err := e.stream(ctx, "prepare", to.patience(req.Final), func(ctx context.Context) (*connect.ServerStreamForClient[gpuctlv1.Progress], error) {
 		return e.api.Prepare(ctx, connect.NewRequest(req))
-	}, sink)
+	}, to)
 	var ce *connect.Error
 	if !req.Final && errors.As(err, &ce) && ce.Code() == connect.CodeFailedPrecondition {
 		return &refusedError{reasons: reasonsIn(ce)}
@@ -321,27 +401,44 @@ func reasonsIn(ce *connect.Error) []*gpuctlv1.Reason {
 }
 
 // export returns how many bytes were sent.
-func (e *executor) export(ctx context.Context, req *gpuctlv1.ExportRequest, sink func(*gpuctlv1.Progress)) (uint64, error) {
-	var n uint64
-	err := e.stream(ctx, "export", stallTimeout, func(ctx context.Context) (*connect.ServerStreamForClient[gpuctlv1.Progress], error) {
+func (e *executor) export(ctx context.Context, req *gpuctlv1.ExportRequest, to listener) (uint64, error) {
+	count := &counter{listener: to}
+	err := e.stream(ctx, "export", to.patience(req.Final), func(ctx context.Context) (*connect.ServerStreamForClient[gpuctlv1.Progress], error) {
 		return e.api.Export(ctx, connect.NewRequest(req))
-	}, func(p *gpuctlv1.Progress) {
-		n = max(n, p.BytesDone)
-		sink(p)
-	})
-	return n, err
+	}, count)
+	return count.bytes, err
 }
 
-func (e *executor) load(ctx context.Context, req *gpuctlv1.LoadRequest, sink func(*gpuctlv1.Progress)) error {
-	return e.stream(ctx, "load", stallTimeout, func(ctx context.Context) (*connect.ServerStreamForClient[gpuctlv1.Progress], error) {
+func (e *executor) load(ctx context.Context, req *gpuctlv1.LoadRequest, to listener) error {
+	return e.stream(ctx, "load", to.patience(true), func(ctx context.Context) (*connect.ServerStreamForClient[gpuctlv1.Progress], error) {
 		return e.api.Load(ctx, connect.NewRequest(req))
-	}, sink)
+	}, to)
+}
+
+// listener hears of a long call, and says how long it may take.
+type listener interface {
+	progress(p *gpuctlv1.Progress)
+	// waits says what the executor waits for. It may be called beside progress.
+	waits(text string)
+	// patience is how long an executor that lives may make no progress.
+	patience(frozen bool) time.Duration
+}
+
+// counter is a listener that keeps how many bytes were done.
+type counter struct {
+	listener
+	bytes uint64
+}
+
+func (c *counter) progress(p *gpuctlv1.Progress) {
+	c.bytes = max(c.bytes, p.BytesDone)
+	c.listener.progress(p)
 }
 
 // send has the executor stream its contents. An error of take ends it, and is
 // returned as it is.
-func (e *executor) send(ctx context.Context, take func(*gpuctlv1.StateChunk) error) error {
-	l := e.long(ctx, "send", stallTimeout)
+func (e *executor) send(ctx context.Context, to listener, take func(*gpuctlv1.StateChunk) error) error {
+	l := e.long(ctx, "send", to.patience(true), to.waits)
 	defer l.end()
 	st, err := e.api.Send(l.ctx, connect.NewRequest(&gpuctlv1.SendRequest{}))
 	if err != nil {
@@ -362,8 +459,8 @@ func (e *executor) send(ctx context.Context, take func(*gpuctlv1.StateChunk) err
 
 // receive has the executor load the chunks that give returns, the last of which
 // has a mark.
-func (e *executor) receive(ctx context.Context, give func() (*gpuctlv1.StateChunk, error)) error {
-	l := e.long(ctx, "receive", stallTimeout)
+func (e *executor) receive(ctx context.Context, to listener, give func() (*gpuctlv1.StateChunk, error)) error {
+	l := e.long(ctx, "receive", to.patience(true), to.waits)
 	defer l.end()
 	st := e.api.Receive(l.ctx)
 	for end := false; !end; {

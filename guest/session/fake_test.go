@@ -12,6 +12,7 @@ import (
 	"slices"
 	"sync"
 	"testing"
+	"time"
 
 	"connectrpc.com/connect"
 
@@ -35,6 +36,7 @@ type fakeLauncher struct {
 	reasons  []*gpuctlv1.Reason // of Prepare
 	blockers []string           // of Freeze
 	blocked  chan struct{}      // if not nil: closed by the next Export, which then hangs
+	final    bool               // the next final one
 	probe    *gpuctlv1.ProbeResponse
 	warmed   []string // dirs
 }
@@ -71,6 +73,7 @@ type fakeExecutor struct {
 	gated    bool // Freeze was tried
 	frozen   bool
 	thaws    int
+	freezes  uint64
 	exported bool
 }
 
@@ -175,9 +178,12 @@ func (l *fakeLauncher) generation(gen uint32) *fakeExecutor {
 	return nil
 }
 
-func (l *fakeLauncher) takeBlock() chan struct{} {
+func (l *fakeLauncher) takeBlock(final bool) chan struct{} {
 	l.mu.Lock()
 	defer l.mu.Unlock()
+	if l.final && !final {
+		return nil
+	}
 	c := l.blocked
 	l.blocked = nil
 	return c
@@ -189,6 +195,15 @@ func (l *fakeLauncher) hangExport() chan struct{} {
 	defer l.mu.Unlock()
 	l.blocked = make(chan struct{})
 	return l.blocked
+}
+
+// hangFinal is the same for the next Export of a frozen session.
+func (l *fakeLauncher) hangFinal() chan struct{} {
+	c := l.hangExport()
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.final = true
+	return c
 }
 
 // running are the executors that have not ended.
@@ -245,7 +260,7 @@ func (e *fakeExecutor) Describe(context.Context, *connect.Request[gpuctlv1.Descr
 	return connect.NewResponse(&gpuctlv1.DescribeResponse{
 		Usage:      &gpuctlv1.Usage{Memory: 1000, LargestAlloc: 800, LargestWorkGroup: 256, Programs: 1},
 		Devices:    []*gpuctlv1.Limits{limits},
-		Generation: e.spec.Generation, Frozen: e.frozen, Active: e.active,
+		Generation: e.spec.Generation, Frozen: e.frozen, Active: e.active, Freezes: e.freezes,
 	}), nil
 }
 
@@ -293,7 +308,7 @@ func (e *fakeExecutor) Export(ctx context.Context, req *connect.Request[gpuctlv1
 		return err
 	}
 	defer leave()
-	if blocked := e.l.takeBlock(); blocked != nil {
+	if blocked := e.l.takeBlock(req.Msg.Final); blocked != nil {
 		close(blocked)
 		<-ctx.Done()
 		return ctx.Err()
@@ -354,10 +369,11 @@ func (e *fakeExecutor) Freeze(context.Context, *connect.Request[gpuctlv1.FreezeR
 	}
 	defer leave()
 	e.gated, e.frozen = true, true
+	e.freezes++
 	return connect.NewResponse(&gpuctlv1.SnapshotResponse{Graph: []byte("frozen graph"), Dirty: 100}), nil
 }
 
-func (e *fakeExecutor) Thaw(context.Context, *connect.Request[gpuctlv1.ThawRequest]) (*connect.Response[gpuctlv1.ThawResponse], error) {
+func (e *fakeExecutor) Thaw(_ context.Context, req *connect.Request[gpuctlv1.ThawRequest]) (*connect.Response[gpuctlv1.ThawResponse], error) {
 	leave, err := e.enter("Thaw")
 	if err != nil {
 		return nil, err
@@ -368,6 +384,9 @@ func (e *fakeExecutor) Thaw(context.Context, *connect.Request[gpuctlv1.ThawReque
 	}
 	if e.ring.Owner() != e.spec.Generation {
 		return nil, refusal("thaw of generation %d, owner is %d", e.spec.Generation, e.ring.Owner())
+	}
+	if n := req.Msg.GetFreeze(); e.frozen && n != 0 && n != e.freezes {
+		return nil, refusal("thaw of freeze %d, this is %d", n, e.freezes)
 	}
 	e.gated, e.frozen = false, false
 	e.thaws++
@@ -408,7 +427,7 @@ func (e *fakeExecutor) Send(ctx context.Context, _ *connect.Request[gpuctlv1.Sen
 		return refusal("send of an executor that is not frozen")
 	}
 	for _, c := range fakeChunks(e.content) {
-		if c.Mark != nil && e.l.takeBlock() != nil {
+		if c.Mark != nil && e.l.takeBlock(true) != nil {
 			<-ctx.Done()
 			return ctx.Err()
 		}
@@ -486,3 +505,18 @@ func (e *fakeExecutor) Retire(context.Context, *connect.Request[gpuctlv1.RetireR
 }
 
 var errFake = errors.New("fake failure")
+
+// Pulse is answered whatever else is under way.
+func (e *fakeExecutor) Pulse(ctx context.Context, _ *connect.Request[gpuctlv1.PulseRequest], st *connect.ServerStream[gpuctlv1.PulseResponse]) error {
+	if err := e.l.failure("Pulse", e.spec.Generation); err != nil {
+		return err
+	}
+	if err := st.Send(&gpuctlv1.PulseResponse{WaitsFor: "kernel spin of queue 3 has not ended", ForNs: int64(74 * time.Second)}); err != nil {
+		return err
+	}
+	select {
+	case <-ctx.Done():
+	case <-e.done:
+	}
+	return nil
+}

@@ -22,6 +22,7 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/internal/patience"
 )
 
 const (
@@ -52,7 +53,8 @@ type Manager struct {
 	cancel context.CancelFunc
 	wg     sync.WaitGroup
 	model  *model
-	die    func() // ends this process; only fault injection calls it
+	loads  *patience.Patience // with runtimes, by library
+	die    func()             // ends this process; only fault injection calls it
 
 	mu       sync.Mutex
 	sessions map[string]*session
@@ -91,7 +93,7 @@ func New(cfg Config) (*Manager, error) {
 		return nil, fmt.Errorf("lock %s: %w", dir, err)
 	}
 	m := &Manager{
-		cfg: cfg, log: cfg.Logger, lock: lock, model: newModel(), die: killSelf,
+		cfg: cfg, log: cfg.Logger, lock: lock, model: newModel(), loads: patience.New(leastLoad, mostLoad), die: killSelf,
 		sessions: map[string]*session{}, offers: map[string]*gpuctlv1.OfferRequest{}, watchers: map[*watcher]struct{}{},
 	}
 	m.ctx, m.cancel = context.WithCancel(context.Background())

@@ -21,7 +21,14 @@ type model struct {
 	rate  float64 // bytes per second of copying
 	dirty float64 // share of the memory that is left for the frozen time
 	fixed float64 // seconds of standing still beside copying
+	seen  int     // swaps
 }
+
+// How far off a prediction may be: one that follows no swap, and one that does.
+const (
+	guessLow, guessHigh = 4, 16
+	seenOff             = 2
+)
 
 func newModel() *model {
 	return &model{start: 0.2, build: 0.15, rate: 1 << 30, dirty: 0.05, fixed: 0.005}
@@ -36,6 +43,16 @@ func (m *model) predict(u *gpuctlv1.Usage) (total, stop time.Duration) {
 	return seconds(t), seconds(s)
 }
 
+// spread is between what a predicted time is expected to be.
+func (m *model) spread(d time.Duration) *gpuctlv1.Prediction {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.seen == 0 {
+		return &gpuctlv1.Prediction{LowNs: int64(d / guessLow), HighNs: int64(d * guessHigh)}
+	}
+	return &gpuctlv1.Prediction{LowNs: int64(d / seenOff), HighNs: int64(d * seenOff), Measured: true}
+}
+
 // learn takes in a swap that worked.
 func (m *model) learn(r *gpuctlv1.SwapResult, u *gpuctlv1.Usage) {
 	took := map[string]float64{}
@@ -44,7 +61,15 @@ func (m *model) learn(r *gpuctlv1.SwapResult, u *gpuctlv1.Usage) {
 	}
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	follow := func(v *float64, seen float64) { *v += (seen - *v) / 2 }
+	first := m.seen == 0
+	m.seen++
+	follow := func(v *float64, seen float64) {
+		if first {
+			*v = seen // is worth more than a guess
+			return
+		}
+		*v += (seen - *v) / 2
+	}
 	follow(&m.start, took[stepStart])
 	if n := u.GetPrograms(); n > 0 {
 		follow(&m.build, took[stepPrepare]/float64(n))

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"sync"
 	"time"
 
 	"connectrpc.com/connect"
@@ -61,18 +62,24 @@ var errLost = errors.New("the session's requests are lost with the target")
 
 // operation is a swap, suspend or resume in flight.
 type operation struct {
-	s      *session
-	kind   string
-	ctx    context.Context
-	cancel context.CancelCauseFunc
-	done   chan struct{}
-	fault  fault
-	sink   func(*gpuctlv1.Progress)
-	start  time.Time
-	now    gpuctlv1.Progress // step and bytes as last reported
-	result gpuctlv1.SwapResult
+	s       *session
+	kind    string
+	ctx     context.Context
+	cancel  context.CancelCauseFunc
+	done    chan struct{}
+	fault   fault
+	sink    func(*gpuctlv1.Progress)
+	start   time.Time
+	telling sync.Mutex
+	now     gpuctlv1.Progress // step and bytes as last reported
+	still   time.Duration     // that it may stand still without progress
+	result  *gpuctlv1.SwapResult
+
+	rest   context.Context // in which it is taken back once it is held
+	giveUp context.CancelFunc
 
 	source, target *executor
+	freeze         uint64    // that thawSource undoes
 	graph          []byte    // newest
 	frozenAt       time.Time // zero while the application runs
 	unfrozen       bool      // the source has refused to freeze
@@ -81,7 +88,7 @@ type operation struct {
 
 // begin starts an operation on a session, if none runs there. ctx, the end of
 // the application and that of the manager cancel it up to its commit point.
-func (s *session) begin(ctx context.Context, kind, failAt string, sink func(*gpuctlv1.Progress)) (*operation, error) {
+func (s *session) begin(ctx context.Context, kind, failAt string, still time.Duration, sink func(*gpuctlv1.Progress)) (*operation, error) {
 	f, err := parseFault(failAt, s.m.cfg.Faults, stepNames(kind))
 	if err != nil {
 		return nil, connect.NewError(connect.CodeInvalidArgument, err)
@@ -96,6 +103,8 @@ func (s *session) begin(ctx context.Context, kind, failAt string, sink func(*gpu
 	switch {
 	case s.ending:
 		return nil, precondition("session %s has ended", id)
+	case s.state == gpuctlv1.SessionState_SESSION_STATE_HELD:
+		return nil, precondition("session %s is held: %s", id, s.message)
 	case s.op != nil:
 		return nil, precondition("session %s: a %s is running, at step %s", id, s.op.kind, s.rec.Op.Step)
 	case s.state == gpuctlv1.SessionState_SESSION_STATE_LOST:
@@ -106,9 +115,10 @@ func (s *session) begin(ctx context.Context, kind, failAt string, sink func(*gpu
 		return nil, precondition("session %s is suspended already", id)
 	}
 	op := &operation{
-		s: s, kind: kind, fault: f, sink: sink, done: make(chan struct{}), start: time.Now(), source: s.current,
+		s: s, kind: kind, fault: f, sink: sink, done: make(chan struct{}), start: time.Now(), source: s.current, still: still, result: &gpuctlv1.SwapResult{},
 	}
 	op.ctx, op.cancel = context.WithCancelCause(ctx)
+	op.rest, op.giveUp = context.WithCancel(s.m.ctx)
 	s.op = op
 	s.rec.Op = &opRecord{Kind: kind, Step: stepNames(kind)[0]}
 	if kind != kindPlan {
@@ -127,8 +137,10 @@ func (op *operation) run(steps []step) *gpuctlv1.SwapResult {
 	r := &runner{
 		start: op.start,
 		begin: func(i, n int, name string) error {
-			op.now = gpuctlv1.Progress{Step: name, StepIndex: uint32(i), Steps: uint32(n)}
-			op.report()
+			op.report(func(now *gpuctlv1.Progress) {
+				proto.Reset(now)
+				now.Step, now.StepIndex, now.Steps = name, uint32(i), uint32(n)
+			})
 			if err := s.update(func(r *record) { r.Op.Step = name }); err != nil {
 				return err
 			}
@@ -160,25 +172,108 @@ func (op *operation) run(steps []step) *gpuctlv1.SwapResult {
 	op.failure = err
 	op.result.Steps = r.times
 	op.result.TotalNs = time.Since(op.start).Nanoseconds()
-	op.finish(err)
-	op.result.Session = s.snapshot()
-	return &op.result
+	res := op.result
+	var se *stepError
+	if errors.As(err, &se) && len(se.left) > 0 && op.hold(se, res) {
+		return res
+	}
+	op.finish(err, res)
+	res.Session = s.snapshot()
+	return res
+}
+
+// hold says that an operation has failed and cannot be taken back yet, and goes
+// on trying to. Until then nobody knows whether the application goes on, and
+// nothing else begins. It reports whether it holds: a session whose application
+// has ended has nothing to take back.
+func (op *operation) hold(se *stepError, res *gpuctlv1.SwapResult) bool {
+	s := op.s
+	s.mu.Lock()
+	ending := s.ending && !s.m.closing()
+	if !ending {
+		s.state, s.message = gpuctlv1.SessionState_SESSION_STATE_HELD, heldText(op.kind, se)
+	}
+	s.mu.Unlock()
+	if ending {
+		return false
+	}
+	s.log.Error("operation failed and is held", "op", op.kind, "err", se)
+	s.m.changed(s)
+	res.Held, res.Error = true, se.Error()
+	if !op.frozenAt.IsZero() {
+		res.StoppedNs = time.Since(op.frozenAt).Nanoseconds()
+	}
+	res.Session = s.snapshot()
+	op.result = &gpuctlv1.SwapResult{} // what comes now is not told to who asked
+	go func() {
+		err := s.untilTaken(op.rest, func(ctx context.Context) (err error) {
+			se.left, err = undo(ctx, se.left)
+			return err
+		})
+		if err != nil && s.m.closing() { // the next gpuguest's to take back
+			op.over()
+			return
+		}
+		op.finish(se, op.result)
+	}()
+	return true
+}
+
+// heldText says what a held session waits for.
+func heldText(kind string, why error) string {
+	return fmt.Sprintf("a %s failed and is not taken back yet, which is tried again: %v", kind, why)
+}
+
+// How soon what could not be taken back is tried again.
+const (
+	firstRetry = 50 * time.Millisecond
+	lastRetry  = 5 * time.Second
+)
+
+// untilTaken repeats try until it returns nil or ctx ends.
+func (s *session) untilTaken(ctx context.Context, try func(context.Context) error) error {
+	said := ""
+	for pause := firstRetry; ; pause = min(2*pause, lastRetry) {
+		select {
+		case <-ctx.Done():
+			return ctx.Err()
+		case <-time.After(pause):
+		}
+		err := try(ctx)
+		switch {
+		case err == nil:
+			return nil
+		case ctx.Err() == nil && err.Error() != said:
+			said = err.Error()
+			s.log.Warn("still held", "err", err)
+		}
+	}
+}
+
+// over lets who waits for the operation go on.
+func (op *operation) over() {
+	op.cancel(nil)
+	op.giveUp()
+	close(op.done)
 }
 
 // finish gives the session back, in the state that the operation left it in.
-func (op *operation) finish(err error) {
+func (op *operation) finish(err error, res *gpuctlv1.SwapResult) {
 	s := op.s
 	var refused *refusedError
 	switch {
 	case err == nil:
-		s.log.Info("operation done", "op", op.kind, "stopped", time.Duration(op.result.StoppedNs))
+		s.log.Info("operation done", "op", op.kind, "stopped", time.Duration(res.StoppedNs))
+	case op.appEnded():
+		res.Ended, res.Error = true, errAppEnded.Error()
+		s.log.Info("operation ended with its application", "op", op.kind, "err", err)
 	case errors.As(err, &refused):
-		op.result.Refused = true
-		op.result.Reasons = refused.reasons
-		op.result.Error = err.Error()
+		res.Refused = true
+		res.Reasons = refused.reasons
+		res.Error = err.Error()
 		s.log.Info("operation refused", "op", op.kind, "err", err)
 	default:
-		op.result.Error = err.Error()
+		res.Error = err.Error()
 		s.log.Warn("operation failed", "op", op.kind, "err", err)
 	}
 	s.mu.Lock()
@@ -208,18 +303,53 @@ func (op *operation) finish(err error) {
 		s.set(gpuctlv1.SessionState_SESSION_STATE_RUNNING, "")
 	}
 	lost := s.snapshot().State == gpuctlv1.SessionState_SESSION_STATE_LOST
-	op.result.RolledBack = err != nil && !op.result.Refused && !lost
-	op.cancel(nil)
-	close(op.done)
+	res.RolledBack = err != nil && !res.Refused && !res.Ended && !lost
+	op.over()
 }
 
-// report sends the progress as it is. The sink does not block.
-func (op *operation) report() { op.sink(proto.CloneOf(&op.now)) }
+// appEnded reports whether the application has ended, so that there is nothing
+// left that an operation could have failed at.
+func (op *operation) appEnded() bool {
+	op.s.mu.Lock()
+	defer op.s.mu.Unlock()
+	return op.s.ending && !op.s.m.closing()
+}
+
+// report changes the progress and sends it. The sink does not block.
+func (op *operation) report(change func(*gpuctlv1.Progress)) {
+	op.telling.Lock()
+	defer op.telling.Unlock()
+	change(&op.now)
+	op.sink(proto.CloneOf(&op.now))
+}
 
 // progress hands on what an executor reports within the running step.
 func (op *operation) progress(p *gpuctlv1.Progress) {
-	op.now.BytesDone, op.now.BytesTotal, op.now.Message = p.BytesDone, p.BytesTotal, p.Message
-	op.report()
+	op.report(func(now *gpuctlv1.Progress) {
+		now.BytesDone, now.BytesTotal, now.Message = p.BytesDone, p.BytesTotal, p.Message
+	})
+}
+
+// waits hands on what an executor waits for.
+func (op *operation) waits(text string) {
+	op.report(func(now *gpuctlv1.Progress) { now.Message = text })
+}
+
+// patience is how long an executor that lives may make no progress.
+func (op *operation) patience(frozen bool) time.Duration {
+	if !frozen {
+		return buildTimeout
+	}
+	return op.still
+}
+
+// stillPatience is the same with an application that stands still: as long as
+// the operator lets it.
+func stillPatience(timeoutMS, freezeMS int64) time.Duration {
+	if timeoutMS > 0 {
+		return time.Duration(timeoutMS) * time.Millisecond
+	}
+	return max(stallTimeout, 2*freezePatience(freezeMS))
 }
 
 // startTarget is the work of the start step: the target runs, and its devices,
@@ -259,9 +389,15 @@ func refuse(rs []*gpuctlv1.Reason) error {
 	return &refusedError{reasons: rs}
 }
 
+// killTarget undoes the start of a target. One that does not end still has its
+// device, and memory of the session.
 func (op *operation) killTarget(context.Context) error {
-	if op.target != nil {
-		op.target.kill()
+	if op.target == nil {
+		return nil
+	}
+	op.target.kill()
+	if !op.target.dead() {
+		return fmt.Errorf("executor %d was killed and has not ended: its driver does not let go of it", op.target.gen)
 	}
 	return nil
 }
@@ -275,7 +411,7 @@ func (op *operation) freezeSource(ctx context.Context, timeoutMS int64) error {
 	}
 	timeout := freezePatience(timeoutMS)
 	op.frozenAt = time.Now()
-	snap, err := op.source.freeze(ctx, timeout)
+	snap, err := op.source.freeze(ctx, timeout, op)
 	if err != nil {
 		op.unfrozen = errors.Is(err, errNotFrozen)
 		return err
@@ -304,9 +440,11 @@ func (op *operation) thawSource(ctx context.Context) error {
 		op.stands()
 		return nil
 	}
-	err := op.source.thaw(ctx)
+	if err := op.source.thaw(ctx, op.freeze); err != nil && !op.source.dead() {
+		return err // it may stand still for good
+	}
 	op.stands()
-	return err
+	return nil
 }
 
 // stands ends the time that the application stood still.

@@ -13,7 +13,28 @@ import (
 	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
 )
 
-const probeTimeout = 20 * time.Second
+// A runtime gets this to load at least, and at most: as long as this machine has
+// shown that it takes.
+const (
+	leastLoad = 20 * time.Second
+	mostLoad  = 3 * time.Minute
+)
+
+// loading does something for which a runtime is loaded.
+func (m *Manager) loading(ctx context.Context, library string, do func(context.Context) error) error {
+	limit := m.loads.Limit(library)
+	ctx, cancel := context.WithTimeout(ctx, limit)
+	defer cancel()
+	began := time.Now()
+	err := do(ctx)
+	switch {
+	case err == nil:
+		m.loads.Took(library, time.Since(began))
+	case time.Since(began) >= limit:
+		m.loads.Missed(library, limit)
+	}
+	return err
+}
 
 // service serves GuestService.
 type service struct{ m *Manager }
@@ -82,9 +103,11 @@ func (v service) Probe(ctx context.Context, req *connect.Request[gpuctlv1.ProbeR
 	if req.Msg.GetRuntime().GetLibrary() == "" {
 		return nil, connect.NewError(connect.CodeInvalidArgument, errors.New("no runtime library named"))
 	}
-	ctx, cancel := context.WithTimeout(ctx, probeTimeout)
-	defer cancel()
-	resp, err := v.m.cfg.Launcher.Probe(ctx, req.Msg.Runtime)
+	var resp *gpuctlv1.ProbeResponse
+	err := v.m.loading(ctx, req.Msg.GetRuntime().GetLibrary(), func(ctx context.Context) (err error) {
+		resp, err = v.m.cfg.Launcher.Probe(ctx, req.Msg.Runtime)
+		return err
+	})
 	if err != nil {
 		return nil, connect.NewError(connect.CodeFailedPrecondition, err)
 	}
@@ -95,9 +118,8 @@ func (v service) Warm(ctx context.Context, req *connect.Request[gpuctlv1.WarmReq
 	if req.Msg.GetRuntime().GetLibrary() == "" {
 		return nil, connect.NewError(connect.CodeInvalidArgument, errors.New("no runtime library named"))
 	}
-	ctx, cancel := context.WithTimeout(ctx, probeTimeout)
-	defer cancel()
-	if err := v.m.warm(ctx, req.Msg.Runtime); err != nil {
+	err := v.m.loading(ctx, req.Msg.GetRuntime().GetLibrary(), func(ctx context.Context) error { return v.m.warm(ctx, req.Msg.Runtime) })
+	if err != nil {
 		return nil, connect.NewError(connect.CodeFailedPrecondition, err)
 	}
 	return connect.NewResponse(&gpuctlv1.WarmResponse{}), nil

@@ -122,7 +122,11 @@ func (s *session) launch(ctx context.Context, target *gpuctlv1.Target,
 	if err != nil {
 		return nil, nil, err
 	}
+	began := time.Now()
 	d, err := e.ready(ctx)
+	if err == nil { // what a probe of this runtime may take, too
+		s.m.loads.Took(target.GetRuntime().GetLibrary(), time.Since(began))
+	}
 	if err == nil && d.Generation != gen {
 		err = fmt.Errorf("executor %d says it is generation %d", gen, d.Generation)
 	}
@@ -214,6 +218,7 @@ func (s *session) end() {
 	s.mu.Unlock()
 	if op != nil {
 		op.cancel(errAppEnded)
+		op.giveUp()
 		<-op.done
 	}
 	s.mu.Lock()

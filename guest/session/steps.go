@@ -4,12 +4,13 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"time"
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 )
 
-// undoTimeout bounds each undo: an executor that hangs is killed by the next.
+// undoTimeout bounds each try of an undo.
 const undoTimeout = 30 * time.Second
 
 // step is one named part of an operation.
@@ -17,22 +18,23 @@ type step struct {
 	name string
 	run  func(ctx context.Context) error
 	// undo takes back whatever a complete or partial run did. It is registered
-	// before run begins.
+	// before run begins, and repeated until it returns nil.
 	undo func(ctx context.Context) error
 	// commit marks the step after whose success nothing is taken back.
 	commit bool
 }
 
-// stepError says which step ended an operation and whether all undos worked.
+// stepError says which step ended an operation and what could not be undone.
 type stepError struct {
 	step string
 	err  error
 	undo error
+	left []step // those that are not undone, the next one first
 }
 
 func (e *stepError) Error() string {
 	if e.undo != nil {
-		return fmt.Sprintf("%s: %v (and undoing: %v)", e.step, e.err, e.undo)
+		return fmt.Sprintf("%s: %v; not taken back yet: %v", e.step, e.err, e.undo)
 	}
 	return fmt.Sprintf("%s: %v", e.step, e.err)
 }
@@ -54,8 +56,9 @@ type runner struct {
 }
 
 // run runs the steps in order. An error up to the commit point takes back
-// every step begun, last first, and is returned as a *stepError; an error
-// after it goes to late and the rest of the steps still runs.
+// every step begun, last first, and is returned as a *stepError, which has the
+// undos that failed; an error after it goes to late and the rest of the steps
+// still runs.
 func (r *runner) run(ctx context.Context, steps []step) error {
 	var begun []step
 	committed := false
@@ -87,24 +90,27 @@ func (r *runner) run(ctx context.Context, steps []step) error {
 			r.late(s.name, err)
 			continue
 		}
-		return &stepError{step: s.name, err: err, undo: undo(ctx, begun)}
+		slices.Reverse(begun)
+		left, uerr := undo(context.WithoutCancel(ctx), begun)
+		return &stepError{step: s.name, err: err, undo: uerr, left: left}
 	}
 	return nil
 }
 
-func undo(ctx context.Context, begun []step) error {
-	ctx = context.WithoutCancel(ctx)
+// undo takes steps back, each once and the first first. left are those whose
+// undo failed, which err says why.
+func undo(ctx context.Context, steps []step) (left []step, err error) {
 	var errs []error
-	for i := len(begun) - 1; i >= 0; i-- {
-		s := begun[i]
+	for _, s := range steps {
 		if s.undo == nil {
 			continue
 		}
 		ctx, cancel := context.WithTimeout(ctx, undoTimeout)
 		if err := s.undo(ctx); err != nil {
+			left = append(left, s)
 			errs = append(errs, fmt.Errorf("undo %s: %w", s.name, err))
 		}
 		cancel()
 	}
-	return errors.Join(errs...)
+	return left, errors.Join(errs...)
 }

@@ -40,7 +40,7 @@ func (m *Manager) suspend(ctx context.Context, req *gpuctlv1.SuspendRequest, sin
 		to, part = req.File, partName(req.File, req.Session)
 		export = &gpuctlv1.ExportRequest{File: part}
 	}
-	op, err := s.begin(ctx, kindSuspend, req.FailAt, sink)
+	op, err := s.begin(ctx, kindSuspend, req.FailAt, stillPatience(req.TimeoutMs, req.FreezeTimeoutMs), sink)
 	if err != nil {
 		return nil, err
 	}
@@ -50,6 +50,7 @@ func (m *Manager) suspend(ctx context.Context, req *gpuctlv1.SuspendRequest, sin
 			if err != nil {
 				return err
 			}
+			op.freeze = d.Freezes + 1
 			return refuse(roomFor(d.Usage.GetMemory(), req.File))
 		}},
 		// Room is made and filled while the application runs.
@@ -62,7 +63,7 @@ func (m *Manager) suspend(ctx context.Context, req *gpuctlv1.SuspendRequest, sin
 			}
 			first := proto.CloneOf(export)
 			first.All = true
-			n, err := op.source.export(ctx, first, op.progress)
+			n, err := op.source.export(ctx, first, op)
 			op.result.BytesPrecopied = n
 			return err
 		}},
@@ -71,7 +72,7 @@ func (m *Manager) suspend(ctx context.Context, req *gpuctlv1.SuspendRequest, sin
 		}},
 		{name: stepExport, run: func(ctx context.Context) error {
 			export.Final = true
-			n, err := op.source.export(ctx, export, op.progress)
+			n, err := op.source.export(ctx, export, op)
 			op.result.BytesFrozen = n
 			if err != nil {
 				return err
@@ -119,7 +120,7 @@ func (s *session) suspendAway(ctx context.Context, req *gpuctlv1.SuspendRequest,
 	if err := checkStateID(req.Away); err != nil {
 		return nil, err
 	}
-	op, err := s.begin(ctx, kindSuspend, req.FailAt, sink)
+	op, err := s.begin(ctx, kindSuspend, req.FailAt, stillPatience(req.TimeoutMs, req.FreezeTimeoutMs), sink)
 	if err != nil {
 		return nil, err
 	}
@@ -130,7 +131,7 @@ func (s *session) suspendAway(ctx context.Context, req *gpuctlv1.SuspendRequest,
 	return op.run([]step{
 		{name: stepCheck, run: func(ctx context.Context) error {
 			d, err := op.source.describeWithin(ctx, freezePatience(req.FreezeTimeoutMs))
-			total = d.GetUsage().GetMemory()
+			total, op.freeze = d.GetUsage().GetMemory(), d.GetFreezes()+1
 			return err
 		}},
 		{name: stepFreeze, undo: op.thawSource, run: func(ctx context.Context) error {
@@ -164,7 +165,7 @@ func (m *Manager) resume(ctx context.Context, req *gpuctlv1.ResumeRequest, sink 
 	if err := checkTarget(target); err != nil {
 		return nil, err
 	}
-	op, err := s.begin(ctx, kindResume, req.FailAt, sink)
+	op, err := s.begin(ctx, kindResume, req.FailAt, stillPatience(req.TimeoutMs, 0), sink)
 	if err != nil {
 		return nil, err
 	}
@@ -174,10 +175,10 @@ func (m *Manager) resume(ctx context.Context, req *gpuctlv1.ResumeRequest, sink 
 		if saved.SuspendedTo != toMemory {
 			req = &gpuctlv1.LoadRequest{File: saved.SuspendedTo}
 		}
-		return op.target.load(ctx, req, func(p *gpuctlv1.Progress) {
-			op.result.BytesFrozen = max(op.result.BytesFrozen, p.BytesDone)
-			op.progress(p)
-		})
+		count := &counter{listener: op}
+		err := op.target.load(ctx, req, count)
+		op.result.BytesFrozen = count.bytes
+		return err
 	}
 	if saved.SuspendedTo == toAway {
 		t := newTransit(saved.GetAway().GetId(), false)
@@ -202,7 +203,7 @@ func (m *Manager) resume(ctx context.Context, req *gpuctlv1.ResumeRequest, sink 
 			return op.startTarget(ctx, target, saved.Usage, 0)
 		}},
 		{name: stepPrepare, run: func(ctx context.Context) error {
-			return op.target.prepare(ctx, &gpuctlv1.PrepareRequest{Graph: op.graph, Final: true}, op.progress)
+			return op.target.prepare(ctx, &gpuctlv1.PrepareRequest{Graph: op.graph, Final: true}, op)
 		}},
 		{name: stepLoad, run: load},
 		{name: stepSwitch, commit: true, run: func(ctx context.Context) error {

@@ -26,9 +26,9 @@ func (m *Manager) swap(ctx context.Context, req *gpuctlv1.SwapRequest, sink func
 		return nil, err
 	}
 	if s.snapshot().SuspendedTo != "" {
-		return m.resume(ctx, &gpuctlv1.ResumeRequest{Session: req.Session, Target: req.Target, FailAt: req.FailAt}, sink)
+		return m.resume(ctx, &gpuctlv1.ResumeRequest{Session: req.Session, Target: req.Target, FailAt: req.FailAt, TimeoutMs: req.TimeoutMs}, sink)
 	}
-	op, err := s.begin(ctx, kindSwap, req.FailAt, sink)
+	op, err := s.begin(ctx, kindSwap, req.FailAt, stillPatience(req.TimeoutMs, req.FreezeTimeoutMs), sink)
 	if err != nil {
 		return nil, err
 	}
@@ -42,7 +42,7 @@ func (m *Manager) swap(ctx context.Context, req *gpuctlv1.SwapRequest, sink func
 			if err != nil {
 				return err
 			}
-			usage, devices = d.Usage, len(d.Devices)
+			usage, devices, op.freeze = d.Usage, len(d.Devices), d.Freezes+1
 			return refuse(Reasons(usage, req.Target.Limits))
 		}},
 		{name: stepStart, undo: op.killTarget, run: func(ctx context.Context) error {
@@ -54,17 +54,17 @@ func (m *Manager) swap(ctx context.Context, req *gpuctlv1.SwapRequest, sink func
 				return err
 			}
 			op.graph = snap.Graph
-			return op.target.prepare(ctx, &gpuctlv1.PrepareRequest{Graph: op.graph}, op.progress)
+			return op.target.prepare(ctx, &gpuctlv1.PrepareRequest{Graph: op.graph}, op)
 		}},
 		{name: stepPrecopy, run: func(ctx context.Context) error { return op.precopy(ctx, usage.GetMemory()) }},
 		{name: stepFreeze, undo: op.thawSource, run: func(ctx context.Context) error {
 			return op.freezeSource(ctx, req.FreezeTimeoutMs)
 		}},
 		{name: stepTransfer, run: func(ctx context.Context) error {
-			if err := op.target.prepare(ctx, &gpuctlv1.PrepareRequest{Graph: op.graph, Final: true}, op.progress); err != nil {
+			if err := op.target.prepare(ctx, &gpuctlv1.PrepareRequest{Graph: op.graph, Final: true}, op); err != nil {
 				return err
 			}
-			n, err := op.source.export(ctx, &gpuctlv1.ExportRequest{Peer: op.target.importSocket, Final: true}, op.progress)
+			n, err := op.source.export(ctx, &gpuctlv1.ExportRequest{Peer: op.target.importSocket, Final: true}, op)
 			op.result.BytesFrozen = n
 			return err
 		}},
@@ -92,7 +92,7 @@ func (op *operation) precopy(ctx context.Context, memory uint64) error {
 	for round := range precopyRounds {
 		n, err := op.source.export(ctx, &gpuctlv1.ExportRequest{
 			Peer: op.target.importSocket, All: round == 0, // earlier targets had what this one lacks
-		}, op.progress)
+		}, op)
 		op.result.BytesPrecopied += n
 		if err != nil {
 			return err
@@ -102,7 +102,7 @@ func (op *operation) precopy(ctx context.Context, memory uint64) error {
 			return err
 		}
 		op.graph = snap.Graph
-		if err := op.target.prepare(ctx, &gpuctlv1.PrepareRequest{Graph: op.graph}, op.progress); err != nil {
+		if err := op.target.prepare(ctx, &gpuctlv1.PrepareRequest{Graph: op.graph}, op); err != nil {
 			return err
 		}
 		if snap.Dirty <= memory/precopyEnough || snap.Dirty >= dirty {
@@ -145,6 +145,7 @@ func (m *Manager) plan(ctx context.Context, req *gpuctlv1.PlanRequest) (*gpuctlv
 	}
 	total, stop := m.model.predict(now.Usage)
 	resp.PredictedNs, resp.PredictedStopNs = total.Nanoseconds(), stop.Nanoseconds()
+	resp.Total, resp.Stop = m.model.spread(total), m.model.spread(stop)
 	if !req.Build || len(resp.Reasons) > 0 {
 		return resp, nil
 	}
@@ -158,7 +159,7 @@ func (m *Manager) plan(ctx context.Context, req *gpuctlv1.PlanRequest) (*gpuctlv
 
 // tryTarget starts the target, makes the session's objects there and drops it.
 func (s *session) tryTarget(ctx context.Context, target *gpuctlv1.Target) ([]*gpuctlv1.Reason, error) {
-	op, err := s.begin(ctx, kindPlan, "", func(*gpuctlv1.Progress) {})
+	op, err := s.begin(ctx, kindPlan, "", buildTimeout, func(*gpuctlv1.Progress) {})
 	if err != nil {
 		return nil, err
 	}
@@ -171,7 +172,7 @@ func (s *session) tryTarget(ctx context.Context, target *gpuctlv1.Target) ([]*gp
 		if err := op.startTarget(ctx, target, usage, devices); err != nil {
 			return err
 		}
-		if err := op.target.prepare(ctx, &gpuctlv1.PrepareRequest{Graph: graph}, op.progress); err != nil {
+		if err := op.target.prepare(ctx, &gpuctlv1.PrepareRequest{Graph: graph}, op); err != nil {
 			return err
 		}
 		return drop // success: the undo drops the target

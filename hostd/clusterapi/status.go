@@ -37,6 +37,11 @@ func (a *API) Report() *clusterv1.StatusResponse {
 	if err := a.member.Problem(); err != nil {
 		res.Message = err.Error()
 	}
+	for m := range l.State().View().Migrations() {
+		if m.GetMachine().GetTwice() && m.GetState() == clusterv1.MigrationState_MIGRATION_STATE_HELD {
+			res.Alarms = append(res.Alarms, "migration "+m.GetId()+": "+m.GetMessage())
+		}
+	}
 	return res
 }
 

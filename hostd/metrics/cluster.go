@@ -21,7 +21,7 @@ const maxModels = 256
 
 type clusterFamilies struct {
 	build, joined, healthy, leads, hasLeader, quorum, term, last, commit, applied, protocol, members, skipped, certificate,
-	objects, hosts, gpus, capacity, used, free, claims, oldest, assignments, sessions, migrations,
+	objects, hosts, gpus, capacity, used, free, claims, oldest, assignments, sessions, migrations, twice,
 	auditLines, auditLost, auditErrors family
 }
 
@@ -54,6 +54,7 @@ func (m *Metrics) clusterFamilies() clusterFamilies {
 		assignments: m.family("gpuctl_assignments", gauge,
 			"Assignments, by residence.", "residence"),
 		sessions:    m.family("gpuctl_sessions", gauge, "Sessions of the cluster, by state.", "state"),
+		twice:       m.family("gpuctl_machines_on_two_hosts", gauge, "VMs that were found running on two hosts and are not mended yet."),
 		migrations:  m.family("gpuctl_migrations", gauge, "Operations that the cluster remembers, by verb and state.", "verb", "state"),
 		auditLines:  m.family("gpuctl_audit_lines_total", counter, "Lines of the audit trail that were written."),
 		auditLost:   m.family("gpuctl_audit_lost_lines_total", counter, "Lines of the audit trail that were given up."),
@@ -167,6 +168,7 @@ type knownState struct {
 	assignments kept[tally[clusterv1.Residence]]
 	sessions    kept[tally[gpuctlv1.SessionState]]
 	migrations  kept[map[[2]string]int]
+	twice       kept[int]
 	vgpus       kept[int]
 	rest        kept[counts[clusterv1.Kind]]
 }
@@ -256,6 +258,14 @@ func (m *Metrics) view(ch chan<- prometheus.Metric, v *state.View, now time.Time
 		objects[kindMigration] += n
 		f.migrations.put(ch, float64(n), key[0], key[1])
 	}
+	f.twice.put(ch, float64(m.state.twice.of(v, func(v *state.View) (n int) {
+		for m := range v.Migrations() {
+			if m.GetMachine().GetTwice() && m.GetState() == clusterv1.MigrationState_MIGRATION_STATE_HELD {
+				n++
+			}
+		}
+		return n
+	}, kindMigration)))
 	rest := m.state.rest.of(v, func(v *state.View) counts[clusterv1.Kind] {
 		return counts[clusterv1.Kind]{kindModel: length(v.Models()), kindReservation: length(v.Reservations())}
 	}, kindModel, kindReservation)

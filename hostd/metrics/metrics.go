@@ -74,7 +74,7 @@ func New(s Sources) *Metrics {
 	m.cluster = m.clusterFamilies()
 	m.host = m.hostFamilies()
 	m.operations = m.counter("gpuctl_operations_total",
-		"Swaps, suspensions and resumptions that ended, by verb and outcome (done, refused, rolled_back, failed).", "verb", "outcome")
+		"Swaps, suspensions and resumptions that ended, by verb and outcome (done, refused, rolled_back, held, ended with its application, failed).", "verb", "outcome")
 	m.duration = m.histogram("gpuctl_operation_duration_seconds",
 		"How long operations took, from their beginning to their end.", []float64{.01, .03, .1, .3, 1, 3, 10, 30, 100, 300, 1000}, "verb")
 	m.stopped = m.histogram("gpuctl_operation_stopped_seconds",
@@ -145,6 +145,10 @@ func Outcome(r *gpuctlv1.SwapResult) string {
 		return "refused"
 	case r.GetRolledBack():
 		return "rolled_back"
+	case r.GetHeld():
+		return "held"
+	case r.GetEnded():
+		return "ended"
 	case r.GetError() != "":
 		return "failed"
 	}

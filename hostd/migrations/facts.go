@@ -175,6 +175,7 @@ func (m *Manager) host(ctx context.Context, v *state.View, h *migrate.HostFacts,
 		return nil, err
 	}
 	h.Hypervisor, h.FreeMemory, h.Missing, h.Link, h.CPU = res.Msg.GetHypervisor(), res.Msg.GetFreeMemory(), res.Msg.GetMissing(), res.Msg.GetLink(), res.Msg.GetCpu()
+	h.LockManager = res.Msg.GetLockManager()
 	h.Keep, h.Keeps = res.Msg.GetKeep(), res.Msg.GetKeeps()
 	for _, card := range res.Msg.GetCards() {
 		g := v.GPU(card.GetGpu())
@@ -200,10 +201,14 @@ func (m *Manager) host(ctx context.Context, v *state.View, h *migrate.HostFacts,
 	return ids, nil
 }
 
+func prediction(r migrate.Range) *gpuctlv1.Prediction {
+	return &gpuctlv1.Prediction{LowNs: int64(r.Low), HighNs: int64(r.High), Measured: r.Measured}
+}
+
 // proto is a plan as the API has it.
 func planProto(p *migrate.Plan) *gpuctlv1.MachinePlanResponse {
 	out := &gpuctlv1.MachinePlanResponse{Machine: p.Machine.Name, Host: p.Machine.Host, Gpus: p.Machine.GPUs, Reasons: p.Reasons}
-	out.Away = p.Away
+	out.Away, out.Notes = p.Away, p.Notes
 	if a := p.Machine.Agent; a != nil {
 		out.Sessions = uint32(len(a.Sessions))
 		for _, s := range a.Sessions {
@@ -216,9 +221,10 @@ func planProto(p *migrate.Plan) *gpuctlv1.MachinePlanResponse {
 	for _, c := range p.Candidates {
 		one := &gpuctlv1.MachineCandidate{
 			Host: c.Host, Gpu: c.GPU.ID, Model: c.GPU.Model, PredictedNs: int64(c.Cost.Total), PredictedStopNs: int64(c.Cost.Stop), Bytes: c.Cost.Bytes,
+			Total: prediction(c.Cost.TotalRange), Stop: prediction(c.Cost.StopRange),
 		}
 		for _, s := range c.Steps {
-			one.Steps = append(one.Steps, &gpuctlv1.MachineStep{Name: s.Name, What: s.What, Undo: s.Undo, PredictedNs: int64(s.Predicted), Bytes: s.Bytes})
+			one.Steps = append(one.Steps, &gpuctlv1.MachineStep{Name: s.Name, What: s.What, Undo: s.Undo, PredictedNs: int64(s.Predicted), Prediction: prediction(s.Range), Bytes: s.Bytes})
 		}
 		out.Candidates = append(out.Candidates, one)
 	}

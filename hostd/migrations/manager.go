@@ -30,6 +30,8 @@ type Node interface {
 	PutMigration(ctx context.Context, r *clusterv1.Migration, takeOver bool) (*clusterv1.Migration, error)
 	Site(host string) (gpuctlv1connect.SiteServiceClient, error)
 	Migrations(host string) (gpuctlv1connect.MigrationServiceClient, error)
+	// Note tells the cluster's log what happened.
+	Note(e *clusterv1.Event)
 }
 
 // Config is what a Manager needs.
@@ -250,8 +252,9 @@ func (m *Manager) mine(v *state.View, r *clusterv1.Migration) bool {
 
 // sites reaches hosts for one migration.
 type sites struct {
-	node Node
-	id   string
+	node  Node
+	id    string
+	token uint64
 }
 
 func (s sites) Site(host string) (migrate.Site, error) { return s.site(host) }
@@ -261,7 +264,7 @@ func (s sites) site(host string) (*site.Remote, error) {
 	if err != nil {
 		return nil, fmt.Errorf("host %s: %w", host, err)
 	}
-	return &site.Remote{Host: host, Migration: s.id, Service: c}, nil
+	return &site.Remote{Host: host, Migration: s.id, Token: s.token, Service: c}, nil
 }
 
 // Reserve has the card's host bind the claim: it is the one that manages it.
@@ -297,7 +300,7 @@ func (m *Manager) begin(r *clusterv1.Migration) *watched {
 	ctx := m.ctx
 	m.runs[r.GetId()] = w
 	m.mu.Unlock()
-	s := sites{m.Node, r.GetId()}
+	s := sites{m.Node, r.GetId(), r.GetToken()}
 	runner := migrate.New(migrate.Config{
 		Sites: s, Claims: s, Journal: s, Log: m.Log, Before: m.Before,
 		Aborting: func(string) bool {
@@ -305,17 +308,27 @@ func (m *Manager) begin(r *clusterv1.Migration) *watched {
 			defer m.mu.Unlock()
 			return w.aborting
 		},
-		Report: func(r *clusterv1.Migration, done, total uint64) { m.tell(w, progress(r, done, total)) },
+		Report: func(r *clusterv1.Migration, done, total uint64, waits string) {
+			p := progress(r, done, total)
+			if waits != "" {
+				p.Message = waits
+			}
+			m.tell(w, p)
+		},
 	})
 	m.work.Go(func() {
 		last, err := runner.Run(ctx, r)
 		p := progress(last, 0, 0)
 		switch {
+		case err == nil && last.GetMachine().GetTwice():
+			m.Node.Note(&clusterv1.Event{Kind: clusterv1.Kind_KIND_MIGRATION, Object: last.GetId(), Type: "MachineOnTwoHosts", Message: last.GetMessage()})
+			p.End = endOf(last)
+			m.Log.Error("a VM runs on two hosts", "migration", r.GetId(), "machine", r.GetMachine().GetName(), "message", last.GetMessage())
 		case err != nil:
 			p.Message = fmt.Sprintf("not driven here any more: %v", err)
 			m.Log.Warn("migration is not driven here any more", "migration", r.GetId(), "err", err)
 		default:
-			p.End = strings.ToLower(strings.TrimPrefix(last.GetState().String(), "MIGRATION_STATE_"))
+			p.End = endOf(last)
 			m.Log.Info("migration ended", "migration", r.GetId(), "machine", r.GetMachine().GetName(), "state", p.GetEnd(), "message", last.GetMessage(),
 				"stopped", time.Duration(last.GetStoppedNs()))
 		}
@@ -327,6 +340,11 @@ func (m *Manager) begin(r *clusterv1.Migration) *watched {
 		m.tell(w, p)
 	})
 	return w
+}
+
+// endOf is a state in a word.
+func endOf(r *clusterv1.Migration) string {
+	return strings.ToLower(strings.TrimPrefix(r.GetState().String(), "MIGRATION_STATE_"))
 }
 
 // tell wakes who watches.

@@ -128,7 +128,7 @@ func (s *Service) Start(ctx context.Context, req *connect.Request[gpuctlv1.Machi
 		State: clusterv1.MigrationState_MIGRATION_STATE_RUNNING, StartedUnixMs: time.Now().UnixMilli(),
 		Machine: &clusterv1.MachineMove{
 			Uuid: facts.GetUuid(), Name: facts.GetName(), FromHost: self, ToHost: best.Host, ToGpu: best.GPU.ID,
-			PredictedNs: int64(best.Cost.Total), PredictedStopNs: int64(best.Cost.Stop), Cold: p.Cold, AwayBytes: p.Away,
+			PredictedNs: int64(best.Cost.Total), PredictedStopNs: int64(best.Cost.Stop), Cold: p.Cold, AwayBytes: p.Away, FreezeTimeoutMs: req.Msg.GetPlan().GetFreezeTimeoutMs(),
 		},
 	}
 	if len(facts.GetGpus()) > 0 {
@@ -291,7 +291,11 @@ func (s *Service) Resume(ctx context.Context, req *connect.Request[gpuctlv1.Mach
 	if r.GetState() != clusterv1.MigrationState_MIGRATION_STATE_HELD {
 		return nil, connect.NewError(connect.CodeFailedPrecondition, fmt.Errorf("migration %s is not held", r.GetId()))
 	}
-	end, err := s.m.alone(r.GetMachine().GetUuid(), r.GetMachine().GetName())
+	move, host := r.GetMachine(), req.Msg.GetAbsentOn()
+	if host != "" && host != move.GetFromHost() && host != move.GetToHost() {
+		return nil, connect.NewError(connect.CodeInvalidArgument, fmt.Errorf("host %q has no part in migration %s: it is between %s and %s", host, r.GetId(), move.GetFromHost(), move.GetToHost()))
+	}
+	end, err := s.m.alone(move.GetUuid(), move.GetName())
 	if err != nil {
 		return nil, err
 	}
@@ -302,6 +306,13 @@ func (s *Service) Resume(ctx context.Context, req *connect.Request[gpuctlv1.Mach
 	}
 	next := proto.CloneOf(kept)
 	next.State = clusterv1.MigrationState_MIGRATION_STATE_RUNNING
+	if host != "" {
+		s.m.Log.Warn("an operator says that a VM is not on a host that cannot be asked", "migration", r.GetId(), "machine", move.GetName(), "host", host)
+		s.m.Node.Note(&clusterv1.Event{Kind: clusterv1.Kind_KIND_MIGRATION, Object: r.GetId(), Type: "MachineSaidAbsent", Message: "an operator says that VM " + move.GetName() + " does not run on host " + host})
+		if !slices.Contains(move.GetAbsentOn(), host) {
+			next.Machine.AbsentOn = append(next.GetMachine().GetAbsentOn(), host)
+		}
+	}
 	if kept, err = s.m.Node.PutMigration(ctx, next, false); err != nil {
 		return nil, err
 	}

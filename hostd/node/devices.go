@@ -147,6 +147,8 @@ func (n *Node) PutMigration(ctx context.Context, r *clusterv1.Migration, takeOve
 		return proto.CloneOf(res.GetMigration()), nil // the state's own must not be changed
 	case errors.As(err, &answer) && answer.Result.GetOutcome() == clusterv1.Outcome_OUTCOME_STALE:
 		return nil, fmt.Errorf("%w: %w", migrate.ErrStale, err)
+	case answer != nil && answer.Result.GetOutcome() == clusterv1.Outcome_OUTCOME_INVALID:
+		return nil, fmt.Errorf("%w: %w", migrate.ErrRefused, err)
 	case answer != nil:
 		return nil, err
 	}

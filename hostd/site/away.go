@@ -139,7 +139,7 @@ func peerError(host string, err error) error {
 // suspendAway has a session suspended whose state goes to this host and on to
 // another one while it is being extracted. One whose state is here already is
 // seen to be there, too.
-func (l *Local) suspendAway(ctx context.Context, m *gpuctlv1.SiteMachine, o *guest, s *gpuctlv1.Session, to string, report migrate.Progress) error {
+func (l *Local) suspendAway(ctx context.Context, m *gpuctlv1.SiteMachine, o *guest, s *gpuctlv1.Session, to string, times freezeTimes, report migrate.Progress) error {
 	if s.GetState() == gpuctlv1.SessionState_SESSION_STATE_SUSPENDED {
 		if !isAway(s) {
 			return nil // in the VM
@@ -159,7 +159,7 @@ func (l *Local) suspendAway(ctx context.Context, m *gpuctlv1.SiteMachine, o *gue
 		return err
 	}
 	defer done()
-	stream, err := o.work.Suspend(ctx, connect.NewRequest(&gpuctlv1.SuspendRequest{Session: s.GetId(), FreezeTimeoutMs: freezeTime.Milliseconds(), Away: id}))
+	stream, err := o.work.Suspend(ctx, connect.NewRequest(&gpuctlv1.SuspendRequest{Session: s.GetId(), FreezeTimeoutMs: times.freeze, TimeoutMs: times.still, Away: id}))
 	if err != nil {
 		return err
 	}
@@ -179,7 +179,7 @@ func (l *Local) suspendAway(ctx context.Context, m *gpuctlv1.SiteMachine, o *gue
 func accompany(ctx context.Context, cancel context.CancelFunc, stream *connect.ServerStreamForClient[gpuctlv1.Progress], report migrate.Progress, carry func(context.Context) error) error {
 	carried := make(chan error, 1)
 	began := false
-	err := watch(stream, func(done, total uint64) {
+	err := watch(stream, func(done, total uint64, waits string) {
 		if !began { // from its first word on it can be met
 			began = true
 			go func() {
@@ -190,7 +190,7 @@ func accompany(ctx context.Context, cancel context.CancelFunc, stream *connect.S
 				carried <- err
 			}()
 		}
-		report(done, total)
+		report(done, total, waits)
 	})
 	cancel()
 	if !began {
@@ -268,7 +268,7 @@ func (l *Local) deposit(ctx context.Context, m *gpuctlv1.SiteMachine, s *gpuctlv
 	var n uint64
 	err = l.Stash.Send(state, func(chunk *gpuctlv1.StateChunk) error {
 		n += uint64(len(chunk.GetData()))
-		report(n, state.Mark.Size)
+		report(n, state.Mark.Size, "")
 		return st.Send(&gpuctlv1.SiteKeepRequest{Chunk: chunk})
 	})
 	if errors.Is(err, away.ErrCorrupt) || errors.Is(err, stash.ErrNotFound) {
@@ -301,7 +301,7 @@ func (l *Local) resumeAway(ctx context.Context, uuid string, o *guest, s *gpuctl
 	}
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
-	stream, err := o.work.Resume(ctx, connect.NewRequest(&gpuctlv1.ResumeRequest{Session: s.GetId(), Target: target}))
+	stream, err := o.work.Resume(ctx, connect.NewRequest(&gpuctlv1.ResumeRequest{Session: s.GetId(), Target: target, TimeoutMs: timesOf(ctx, 0).still}))
 	if err != nil {
 		return err
 	}
@@ -349,6 +349,9 @@ func (s *Service) Keep(ctx context.Context, in *connect.ClientStream[gpuctlv1.Si
 		return nil, coded(errNoStash)
 	}
 	caller, _ := access.From(ctx)
+	if err := l.Fence.Admit(first.GetMachine()); err != nil {
+		return nil, coded(err)
+	}
 	if err := l.Party(first.GetMachine(), caller.Host); err != nil {
 		return nil, coded(err)
 	}
@@ -378,10 +381,10 @@ func (s *Service) Keep(ctx context.Context, in *connect.ClientStream[gpuctlv1.Si
 
 // Deposit sees to it that another host keeps what this one keeps.
 func (s *Service) Deposit(ctx context.Context, req *connect.Request[gpuctlv1.SiteSessionsRequest], out *connect.ServerStream[gpuctlv1.SiteProgress]) error {
-	return coded(s.local.Deposit(ctx, req.Msg, telling(out)))
+	return coded(s.step(req.Msg.GetMachine(), func() error { return s.local.Deposit(ctx, req.Msg, telling(out)) }))
 }
 
 // Forget drops what is kept of a VM.
 func (s *Service) Forget(_ context.Context, req *connect.Request[gpuctlv1.SiteMachine]) (*connect.Response[gpuctlv1.SiteDone], error) {
-	return done(s.local.Forget(req.Msg))
+	return done(s.step(req.Msg, func() error { return s.local.Forget(req.Msg) }))
 }

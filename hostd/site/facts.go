@@ -211,6 +211,9 @@ func (l *Local) HostFacts(ctx context.Context, r *gpuctlv1.SiteHostFactsRequest)
 			out.Cpu = "libvirt says that it lacks features of it: virsh cpu-compare tells which"
 		}
 	}
+	if l.LockManager != nil {
+		out.LockManager = l.LockManager()
+	}
 	if r.GetFrom() != "" && r.GetFrom() != l.Name && l.Link != nil {
 		out.Link = l.Link(ctx, r.GetFrom())
 	}

@@ -1,11 +1,15 @@
 package site
 
 import (
+	"compress/gzip"
 	"context"
 	"log/slog"
+	"net/http"
+	"strings"
 	"testing"
 
 	"connectrpc.com/connect"
+	"google.golang.org/protobuf/proto"
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
@@ -84,5 +88,43 @@ func TestGuestHas(t *testing.T) {
 		if has != want.has || (err != nil) != want.err {
 			t.Errorf("%s: %v, %v", want.name, has, err)
 		}
+	}
+}
+
+// A guest's answer that is compressed all the same is not unpacked: a few of its
+// bytes could be gigabytes.
+func TestNothingCompressedIsTakenFromAGuest(t *testing.T) {
+	v := &vm{console: channeltest.New(t)}
+	root := t.TempDir()
+	v.console.Root(root, channel.Name)
+	ctx, cancel := context.WithCancel(t.Context())
+	over := make(chan error)
+	asked := make(chan string, 16)
+	go func() {
+		over <- channel.Serve(ctx, channel.Port{Root: root}.Open, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+			asked <- r.Header.Get("Accept-Encoding")
+			w.Header().Set("Content-Type", "application/proto")
+			w.Header().Set("Content-Encoding", "gzip")
+			z := gzip.NewWriter(w)
+			data, _ := proto.Marshal(&gpuctlv1.HelloResponse{Version: "unpacked"})
+			_, _ = z.Write(data)
+			_ = z.Close()
+		}))
+	}()
+	g := NewGuests(v, func() ([]*pci.Card, error) { return nil, nil }, slog.New(slog.DiscardHandler))
+	defer func() {
+		if err := g.Close(); err != nil {
+			t.Error(err)
+		}
+		cancel()
+		if err := <-over; err != nil {
+			t.Error(err)
+		}
+	}()
+	if hello, err := g.hello(t.Context(), "vm"); err == nil {
+		t.Errorf("it was unpacked: %v", hello)
+	}
+	if s := <-asked; strings.Contains(s, "gzip") {
+		t.Errorf("compression is asked for: %q", s)
 	}
 }

@@ -54,6 +54,10 @@ type Local struct {
 	}
 	Guests *Guests
 	Stash  *stash.Stash // nil: no GPU states are kept
+	Fence  *Fence       // nil: every driver may do everything
+	// LockManager is what keeps libvirt from running a VM that runs elsewhere;
+	// empty: nothing.
+	LockManager func() string
 	// Peer reaches another host.
 	Peer func(host string) (gpuctlv1connect.SiteServiceClient, error)
 	// Party says why another host may not have states of a VM from this one, or
@@ -122,10 +126,46 @@ func (l *Local) Where(ctx context.Context, uuid string) (migrate.Presence, error
 	case state == virt.Paused: // a VM on its way is paused at one end
 		return migrate.Moving, nil
 	}
-	if job, err := l.Client.Job(ctx, d); err == nil && (job.State == virt.JobBounded || job.State == virt.JobUnbounded) {
+	switch job, err := l.Client.Job(ctx, d); {
+	case errors.Is(err, virt.ErrUnsupported):
+	case err != nil:
+		return 0, err // it may be on its way
+	case job.State == virt.JobBounded || job.State == virt.JobUnbounded:
 		return migrate.Moving, nil
 	}
 	return migrate.Running, nil
+}
+
+// Pause stops a VM that runs elsewhere, too. Nothing of it is lost.
+func (l *Local) Pause(ctx context.Context, uuid string) error {
+	d, err := l.domain(ctx, uuid)
+	if err != nil {
+		return err
+	}
+	if state, err := l.Client.State(ctx, d); err != nil || state == virt.Paused {
+		return err
+	}
+	if err := l.Fence.Halt(uuid, true); err != nil {
+		return err
+	}
+	l.Log.Error("a VM runs on two hosts: this copy is paused", "machine", d.Name)
+	return l.Client.Suspend(ctx, d)
+}
+
+// Unpause lets it go on.
+func (l *Local) Unpause(ctx context.Context, uuid string) error {
+	d, err := l.domain(ctx, uuid)
+	if err != nil {
+		return err
+	}
+	state, err := l.Client.State(ctx, d)
+	if err == nil && state == virt.Paused {
+		err = l.Client.Resume(ctx, d)
+	}
+	if err != nil {
+		return err
+	}
+	return l.Fence.Halt(uuid, false)
 }
 
 // Move sends the VM to another host.
@@ -145,7 +185,7 @@ func (l *Local) Move(ctx context.Context, uuid, to string, report migrate.Progre
 	m := virt.Migration{Destination: uri, Data: data, Persist: persistent, UndefineSource: persistent}
 	if l.Client.Driver() == virt.QEMU {
 		m.Unsafe, m.TLS, m.Bandwidth = l.Unsafe, l.TLS, (l.Rate+1<<20-1)>>20
-		m.Progress = func(j virt.Job) { report(j.Processed, j.Total) }
+		m.Progress = func(j virt.Job) { report(j.Processed, j.Total, "") }
 	} else {
 		end, err := l.follow(ctx, uuid, to, report)
 		if err != nil {
@@ -184,7 +224,7 @@ func (l *Local) follow(ctx context.Context, uuid, to string, report migrate.Prog
 			case <-tick.C:
 			}
 			if n, err := flow.Sent(counting); err == nil {
-				report(n, max(n, m.Memory))
+				report(n, max(n, m.Memory), "")
 			}
 		}
 	})
@@ -223,7 +263,7 @@ func (l *Local) Sessions(ctx context.Context, uuid string) (*gpuctlv1.SiteSessio
 	out := &gpuctlv1.SiteSessionsResponse{Hello: l.summary(hello)}
 	for _, s := range all {
 		switch s.GetState() {
-		case gpuctlv1.SessionState_SESSION_STATE_RUNNING, gpuctlv1.SessionState_SESSION_STATE_SWAPPING:
+		case gpuctlv1.SessionState_SESSION_STATE_RUNNING, gpuctlv1.SessionState_SESSION_STATE_SWAPPING, gpuctlv1.SessionState_SESSION_STATE_HELD:
 			out.Sessions = append(out.Sessions, s.GetId())
 			out.Running = append(out.Running, siteSession(s))
 		default:
@@ -259,11 +299,14 @@ func (l *Local) each(ctx context.Context, uuid string, ids []string, alone func(
 				defer func() { <-places }()
 			}
 			var last uint64
-			err := do(o, s, func(d, _ uint64) {
+			err := do(o, s, func(d, _ uint64, waits string) {
 				done.Add(d - last)
 				last = d
+				if waits != "" {
+					waits = "session " + s.GetId() + ": " + waits
+				}
 				mu.Lock()
-				report(done.Load(), total.Load())
+				report(done.Load(), total.Load(), waits)
 				mu.Unlock()
 			})
 			if err != nil {
@@ -288,32 +331,64 @@ const freezeTime = 2 * time.Minute
 // settled says why nothing can be said of a session yet: what a driver that has
 // died had begun may still be on its way, to its end or back.
 func settled(s *gpuctlv1.Session) error {
-	if s.GetState() == gpuctlv1.SessionState_SESSION_STATE_SWAPPING {
+	switch s.GetState() {
+	case gpuctlv1.SessionState_SESSION_STATE_SWAPPING:
 		return fmt.Errorf("%w: a %s of it has not ended", migrate.ErrUnreachable, cmp.Or(s.GetMessage(), "change"))
+	case gpuctlv1.SessionState_SESSION_STATE_HELD:
+		return fmt.Errorf("%w: it is held: %s", migrate.ErrUnreachable, s.GetMessage())
+	default:
+		return nil
 	}
-	return nil
 }
 
 // Freeze suspends sessions to the VM's memory, or has their state leave it.
 func (l *Local) Freeze(ctx context.Context, r *gpuctlv1.SiteSessionsRequest, report migrate.Progress) error {
+	times := timesOf(ctx, time.Duration(r.GetFreezeTimeoutMs())*time.Millisecond)
 	leaves := func(s *gpuctlv1.Session) bool { return slices.Contains(r.GetAway(), s.GetId()) }
 	return l.each(ctx, r.GetMachine().GetUuid(), r.GetSessions(), leaves, func(o *guest, s *gpuctlv1.Session, report migrate.Progress) error {
 		if err := settled(s); err != nil {
 			return err
 		}
 		if leaves(s) {
-			return l.suspendAway(ctx, r.GetMachine(), o, s, r.GetTo(), report)
+			return over(l.suspendAway(ctx, r.GetMachine(), o, s, r.GetTo(), times, report))
 		}
 		if s.GetState() == gpuctlv1.SessionState_SESSION_STATE_SUSPENDED {
 			return nil
 		}
-		stream, err := o.work.Suspend(ctx, connect.NewRequest(&gpuctlv1.SuspendRequest{Session: s.GetId(), FreezeTimeoutMs: freezeTime.Milliseconds()}))
+		stream, err := o.work.Suspend(ctx, connect.NewRequest(&gpuctlv1.SuspendRequest{Session: s.GetId(), FreezeTimeoutMs: times.freeze, TimeoutMs: times.still}))
 		if err != nil {
 			return err
 		}
-		return watch(stream, report)
+		return over(watch(stream, report))
 	}, report)
 }
+
+// freezeTimes are the times that a session gets, in milliseconds.
+type freezeTimes struct{ freeze, still int64 }
+
+// timesOf are those of a call: what its driver grants for the whole step, an
+// executor that lives may use, but for what the answer takes.
+func timesOf(ctx context.Context, freeze time.Duration) freezeTimes {
+	t := freezeTimes{freeze: cmp.Or(freeze, freezeTime).Milliseconds()}
+	if end, ok := ctx.Deadline(); ok {
+		t.still = max(time.Until(end)-answerTime, time.Second).Milliseconds()
+	}
+	return t
+}
+
+// answerTime is what a host keeps of a step's time for taking back and saying so.
+const answerTime = 30 * time.Second
+
+// over takes the end of an application for none: there is nothing to do any more.
+func over(err error) error {
+	if errors.Is(err, errEnded) {
+		return nil
+	}
+	return err
+}
+
+// errEnded says that an application has ended.
+var errEnded = errors.New("the application has ended")
 
 // Thaw resumes sessions on a card.
 func (l *Local) Thaw(ctx context.Context, uuid, gpu string, ids []string, report migrate.Progress) error {
@@ -325,6 +400,7 @@ func (l *Local) Thaw(ctx context.Context, uuid, gpu string, ids []string, report
 	if err != nil {
 		return err
 	}
+	times := timesOf(ctx, 0)
 	return l.each(ctx, uuid, ids, isAway, func(o *guest, s *gpuctlv1.Session, report migrate.Progress) error {
 		if err := settled(s); err != nil {
 			return err
@@ -333,13 +409,13 @@ func (l *Local) Thaw(ctx context.Context, uuid, gpu string, ids []string, report
 			return nil // it runs
 		}
 		if isAway(s) {
-			return l.resumeAway(ctx, uuid, o, s, d.GetTarget(), report)
+			return over(l.resumeAway(ctx, uuid, o, s, d.GetTarget(), report))
 		}
-		stream, err := o.work.Resume(ctx, connect.NewRequest(&gpuctlv1.ResumeRequest{Session: s.GetId(), Target: d.GetTarget()}))
+		stream, err := o.work.Resume(ctx, connect.NewRequest(&gpuctlv1.ResumeRequest{Session: s.GetId(), Target: d.GetTarget(), TimeoutMs: times.still}))
 		if err != nil {
 			return err
 		}
-		return watch(stream, report)
+		return over(watch(stream, report))
 	}, report)
 }
 
@@ -349,7 +425,7 @@ func watch(stream *connect.ServerStreamForClient[gpuctlv1.Progress], report migr
 	var result *gpuctlv1.SwapResult
 	for stream.Receive() {
 		m := stream.Msg()
-		report(m.GetBytesDone(), m.GetBytesTotal())
+		report(m.GetBytesDone(), m.GetBytesTotal(), m.GetMessage())
 		if r := m.GetResult(); r != nil {
 			result = r
 		}
@@ -359,6 +435,10 @@ func watch(stream *connect.ServerStreamForClient[gpuctlv1.Progress], report migr
 		return stream.Err()
 	case result == nil:
 		return errors.New("its gpuguest went away")
+	case result.GetEnded():
+		return errEnded
+	case result.GetHeld():
+		return fmt.Errorf("it is held: %s", result.GetError())
 	case result.GetRefused():
 		var why []string
 		for _, r := range result.GetReasons() {

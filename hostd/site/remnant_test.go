@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"path/filepath"
 	"testing"
 	"time"
 
@@ -36,14 +37,16 @@ func TestClear(t *testing.T) {
 		arrived bool
 		home    elsewhere
 		cleared bool
+		twice   bool
 	}{
-		"it is a copy":          {"xen", true, elsewhere{presence: "running"}, true},
-		"it comes from there":   {"xen", true, elsewhere{presence: "moving"}, false},
-		"it is the only one":    {"xen", true, elsewhere{presence: "absent"}, false},
-		"it ended there":        {"xen", true, elsewhere{presence: "stopped"}, false},
-		"home does not answer":  {"xen", true, elsewhere{err: connect.NewError(connect.CodeUnavailable, errors.New("no route"))}, false},
-		"it runs in both":       {"xen", false, elsewhere{presence: "running"}, false},
-		"qemu's end with their": {"qemu", true, elsewhere{presence: "running"}, false},
+		"it is a copy":          {"xen", true, elsewhere{presence: "running"}, true, false},
+		"it comes from there":   {"xen", true, elsewhere{presence: "moving"}, false, false},
+		"it is the only one":    {"xen", true, elsewhere{presence: "absent"}, false, false},
+		"it ended there":        {"xen", true, elsewhere{presence: "stopped"}, false, false},
+		"home does not answer":  {"xen", true, elsewhere{err: connect.NewError(connect.CodeUnavailable, errors.New("no route"))}, false, false},
+		"it runs in both":       {"xen", false, elsewhere{presence: "running"}, false, true},
+		"it runs in both, qemu": {"qemu", false, elsewhere{presence: "running"}, false, true},
+		"qemu's end with their": {"qemu", true, elsewhere{presence: "running"}, false, false},
 	} {
 		t.Run(name, func(t *testing.T) {
 			ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
@@ -67,10 +70,31 @@ func TestClear(t *testing.T) {
 			if c.arrived {
 				s.Arrive("web")
 			}
-			l := &Local{Client: v, Log: slog.New(slog.DiscardHandler), Peer: func(string) (gpuctlv1connect.SiteServiceClient, error) { return c.home, nil }}
+			path := filepath.Join(t.TempDir(), "tokens.json")
+			fence, err := OpenFence(path, func() string { return "c" })
+			if err != nil {
+				t.Fatal(err)
+			}
+			l := &Local{Name: "h1", Fence: fence, Client: v, Log: slog.New(slog.DiscardHandler), Peer: func(string) (gpuctlv1connect.SiteServiceClient, error) { return c.home, nil }}
 			cleared, err := l.Clear(ctx, lost, "h2")
-			if cleared != c.cleared || (err != nil) != (c.home.err != nil && c.driver == "xen") {
+			if cleared != c.cleared || errors.Is(err, ErrTwice) != c.twice || !c.twice && (err != nil) != (c.home.err != nil && c.driver == "xen") {
 				t.Errorf("cleared: %v, %v", cleared, err)
+			}
+			if c.twice {
+				// It is paused, and never taken for one that has not run, by the next
+				// hostd either.
+				if l.Fence, err = OpenFence(path, func() string { return "c" }); err != nil {
+					t.Fatal(err)
+				}
+				if cleared, err := l.Clear(ctx, lost, "h2"); cleared || err != nil {
+					t.Errorf("cleared: %v, %v", cleared, err)
+				}
+				if state, err := v.State(ctx, d); err != nil || state != virt.Paused {
+					t.Errorf("the copy is %v, %v", state, err)
+				}
+				if err := l.Unpause(ctx, lost); err != nil || l.Fence.Halted(lost) {
+					t.Errorf("%v, halted: %v", err, l.Fence.Halted(lost))
+				}
 			}
 			_, err = v.LookupUUID(ctx, d.UUID)
 			if gone := errors.Is(err, virt.ErrNotFound); gone != c.cleared {

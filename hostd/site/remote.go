@@ -17,6 +17,7 @@ import (
 type Remote struct {
 	Host      string
 	Migration string
+	Token     uint64 // of its record
 	Service   gpuctlv1connect.SiteServiceClient
 }
 
@@ -30,6 +31,8 @@ func (r *Remote) uncoded(err error) error {
 		return nil
 	case !errors.As(err, &c):
 		return fmt.Errorf("host %s: %w: %w", r.Host, migrate.ErrUnreachable, err)
+	case connect.IsWireError(err) && c.Code() == connect.CodeAborted:
+		return fmt.Errorf("host %s: %w: %s", r.Host, migrate.ErrStale, c.Message())
 	case connect.IsWireError(err) && c.Code() == connect.CodeResourceExhausted:
 		return fmt.Errorf("host %s: %w: %s", r.Host, migrate.ErrTaken, c.Message())
 	}
@@ -37,7 +40,7 @@ func (r *Remote) uncoded(err error) error {
 }
 
 func (r *Remote) machine(m migrate.Machine) *gpuctlv1.SiteMachine {
-	return &gpuctlv1.SiteMachine{Uuid: m.UUID, Name: m.Name, Migration: r.Migration}
+	return &gpuctlv1.SiteMachine{Uuid: m.UUID, Name: m.Name, Migration: r.Migration, Token: r.Token}
 }
 
 func (r *Remote) card(m migrate.Machine, gpu, claim string) *connect.Request[gpuctlv1.SiteCardRequest] {
@@ -190,9 +193,21 @@ func (r *Remote) follow(in *connect.ServerStreamForClient[gpuctlv1.SiteProgress]
 	}
 	defer func() { _ = in.Close() }()
 	for in.Receive() {
-		report(in.Msg().GetDone(), in.Msg().GetTotal())
+		report(in.Msg().GetDone(), in.Msg().GetTotal(), in.Msg().GetMessage())
 	}
 	return r.uncoded(in.Err())
+}
+
+// Pause stops a VM that runs elsewhere, too.
+func (r *Remote) Pause(ctx context.Context, m migrate.Machine) error {
+	_, err := r.Service.Pause(ctx, connect.NewRequest(r.machine(m)))
+	return r.uncoded(err)
+}
+
+// Unpause lets it go on.
+func (r *Remote) Unpause(ctx context.Context, m migrate.Machine) error {
+	_, err := r.Service.Unpause(ctx, connect.NewRequest(r.machine(m)))
+	return r.uncoded(err)
 }
 
 // Move sends the VM to another host.
@@ -206,9 +221,9 @@ func (r *Remote) sessions(m migrate.Machine, gpu string, ids []string) *connect.
 }
 
 // Freeze suspends sessions.
-func (r *Remote) Freeze(ctx context.Context, m migrate.Machine, ids, away []string, to string, report migrate.Progress) error {
-	req := r.sessions(m, "", ids)
-	req.Msg.Away, req.Msg.To = away, to
+func (r *Remote) Freeze(ctx context.Context, m migrate.Machine, f migrate.Freezing, report migrate.Progress) error {
+	req := r.sessions(m, "", f.Sessions)
+	req.Msg.Away, req.Msg.To, req.Msg.FreezeTimeoutMs = f.Away, f.To, f.Patience.Milliseconds()
 	in, err := r.Service.Freeze(ctx, req)
 	return r.follow(in, err, report)
 }

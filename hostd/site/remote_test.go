@@ -48,7 +48,7 @@ func TestRemoteErrors(t *testing.T) {
 		_, handler := gpuctlv1connect.NewSiteServiceHandler(broken{end: c.end})
 		srv := httptest.NewServer(handler)
 		r := &Remote{Host: "h2", Service: gpuctlv1connect.NewSiteServiceClient(srv.Client(), srv.URL)}
-		thaw := r.Thaw(t.Context(), migrate.Machine{UUID: "u"}, "", nil, func(uint64, uint64) {})
+		thaw := r.Thaw(t.Context(), migrate.Machine{UUID: "u"}, "", nil, func(uint64, uint64, string) {})
 		_, where := r.Where(t.Context(), migrate.Machine{UUID: "u"})
 		for name, err := range map[string]error{"in a stream": thaw, "in a call": where} {
 			for _, e := range []error{migrate.ErrUnreachable, migrate.ErrTaken} {

@@ -144,7 +144,7 @@ func (a *app) loginCommand() *cobra.Command {
 func (a *app) statusCommand() *cobra.Command {
 	return &cobra.Command{
 		Use: "status", Short: "Show the cluster's members and what is wrong",
-		Long:    "Show the cluster's members: who votes, who leads, who is healthy and how far each is\nbehind, and in words what is wrong. Without a leader the exit status is 4.",
+		Long:    "Show the cluster's members: who votes, who leads, who is healthy and how far each is\nbehind, and in words what is wrong. Without a leader the exit status is 4; with an alarm, as a VM that runs on two\nhosts, it is 1.",
 		Example: "  gpuctl cluster status\n  gpuctl cluster status -o json",
 		Args:    arguments(cobra.NoArgs),
 		RunE: func(cmd *cobra.Command, _ []string) error {
@@ -196,6 +196,7 @@ func (a *app) printStatus(s *clusterv1.StatusResponse) error {
 		{"Authority", s.GetCaFingerprint()},
 		{"Certificate", expires},
 		{"Message", s.GetMessage()},
+		{"Alarm", strings.Join(s.GetAlarms(), "\n")},
 	}); err != nil {
 		return err
 	}
@@ -253,6 +254,8 @@ func statusError(s *clusterv1.StatusResponse) error {
 		}
 	}
 	switch {
+	case len(s.GetAlarms()) > 0:
+		return errors.New(clean(strings.Join(s.GetAlarms(), "; ")))
 	case s.GetStandalone():
 		return nil
 	case !s.GetJoined():

@@ -73,7 +73,7 @@ func (f *machineFlags) named(cmd *cobra.Command) error {
 }
 
 func (f *machineFlags) check(cmd *cobra.Command) error {
-	for _, name := range []string{"build", "freeze-timeout", "fail-at"} {
+	for _, name := range []string{"build", "timeout", "fail-at"} {
 		if cmd.Flags().Changed(name) {
 			return program.Usage(fmt.Errorf("--%s is for sessions, and this is a VM", name))
 		}
@@ -658,6 +658,9 @@ func (a *app) printMachinePlan(verb string, r *gpuctlv1.MachinePlanResponse) err
 			rows = append(rows, [2]string{"Cold", "it is stopped and started; its applications end" + whyCold(r)})
 		}
 	}
+	for _, n := range r.GetNotes() {
+		rows = append(rows, [2]string{"Note", clean(n.GetMessage())})
+	}
 	if err := a.pairs(rows); err != nil {
 		return err
 	}
@@ -686,22 +689,30 @@ func whyCold(r *gpuctlv1.MachinePlanResponse) string {
 
 // takes is what a candidate is predicted to take.
 func takes(c *gpuctlv1.MachineCandidate) string {
-	text := "about " + lasted(c.GetPredictedNs())
+	text := "about " + expected(c.GetPredictedNs(), c.GetTotal(), lasted)
 	if c.GetPredictedStopNs() > 0 {
-		text += fmt.Sprintf(", the applications stand still for %s of it", lasted(c.GetPredictedStopNs()))
+		text += ", the applications stand still for " + expected(c.GetPredictedStopNs(), c.GetStop(), lasted) + " of it"
 	}
-	return text
+	return text + notMeasured(c.GetTotal())
+}
+
+// between is the same in a table.
+func between(likely int64, p *gpuctlv1.Prediction) string {
+	if likely == 0 {
+		return ""
+	}
+	return expected(likely, p, lasted)
 }
 
 func (a *app) printCandidates(all []*gpuctlv1.MachineCandidate) error {
 	var rows, steps [][]string
 	for _, c := range all {
 		rows = append(rows, []string{
-			c.GetHost(), strings.TrimPrefix(c.GetGpu(), c.GetHost()+"/"), c.GetModel(), lastedOr(c.GetPredictedNs()), lastedOr(c.GetPredictedStopNs()), bytesOr(c.GetBytes(), ""),
+			c.GetHost(), strings.TrimPrefix(c.GetGpu(), c.GetHost()+"/"), c.GetModel(), between(c.GetPredictedNs(), c.GetTotal()), between(c.GetPredictedStopNs(), c.GetStop()), bytesOr(c.GetBytes(), ""),
 		})
 	}
 	for i, s := range all[0].GetSteps() {
-		steps = append(steps, []string{strconv.Itoa(i + 1), s.GetName(), lastedOr(s.GetPredictedNs()), bytesOr(s.GetBytes(), ""), s.GetWhat(), s.GetUndo()})
+		steps = append(steps, []string{strconv.Itoa(i + 1), s.GetName(), between(s.GetPredictedNs(), s.GetPrediction()), bytesOr(s.GetBytes(), ""), s.GetWhat(), s.GetUndo()})
 	}
 	if err := a.section("Candidates, the best first", []string{"HOST", "GPU", "MODEL", "TAKES", "STANDS STILL", "COPIES"}, rows); err != nil {
 		return err

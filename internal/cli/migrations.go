@@ -157,20 +157,30 @@ then gone back.`,
 }
 
 func (a *app) resumeMigrationCommand() *cobra.Command {
-	return &cobra.Command{
+	var absent string
+	cmd := &cobra.Command{
 		Use: "resume ID", Short: "Let a held migration of a VM go on",
 		Long: `Let a migration go on that is held: its VM runs, and the applications that use the
 GPU are frozen with their state safe in the VM's memory. Mend first what its message
-names.`,
-		Example: "  gpuctl migrations --where 'state == \"held\"'\n  gpuctl migrations resume m7",
+names.
+
+A VM that was sent to a host which cannot be asked since may run there. Nothing goes on
+before that host says that it does not. Where it never will, as it has no power or the
+VM was destroyed there by hand, --absent-on says so in its place: with it you assert
+that the VM does not run on that host and will not. If that is wrong it runs twice, on
+the same disks.`,
+		Example: "  gpuctl migrations --where 'state == \"held\"'\n  gpuctl migrations resume m7\n  gpuctl migrations resume m7 --absent-on node2",
 		Args:    arguments(cobra.ExactArgs(1)), ValidArgsFunction: a.completeMigrations(`state == "held"`),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			return a.redirect(cmd.Context(), args[0], "goes on", func(c migrationClient, id string) (string, error) {
-				res, err := c.Resume(cmd.Context(), connect.NewRequest(&gpuctlv1.MachineResumeRequest{Id: id}))
+				res, err := c.Resume(cmd.Context(), connect.NewRequest(&gpuctlv1.MachineResumeRequest{Id: id, AbsentOn: absent}))
 				return answer(res).GetMessage(), err
 			})
 		},
 	}
+	cmd.Flags().StringVar(&absent, "absent-on", "", "`host` that cannot be asked: you assert that the VM does not run there, and will not")
+	_ = cmd.RegisterFlagCompletionFunc("absent-on", a.completeFlag(clusterv1.Kind_KIND_HOST))
+	return cmd
 }
 
 // redirect has a migration go another way and says that it does.

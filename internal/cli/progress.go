@@ -38,6 +38,8 @@ type resultView struct {
 	Steps          []stepView   `json:"steps"`
 	Refused        bool         `json:"refused"`
 	RolledBack     bool         `json:"rolled_back"`
+	Held           bool         `json:"held"`  // it failed and is not taken back yet
+	Ended          bool         `json:"ended"` // with its application
 	Error          string       `json:"error,omitempty"`
 	Session        *sessionView `json:"session,omitempty"`
 }
@@ -51,7 +53,7 @@ type stepView struct {
 func viewResult(r *gpuctlv1.SwapResult) resultView {
 	v := resultView{
 		StoppedNs: r.GetStoppedNs(), TotalNs: r.GetTotalNs(), BytesPrecopied: r.GetBytesPrecopied(), BytesFrozen: r.GetBytesFrozen(),
-		Steps: []stepView{}, Refused: r.GetRefused(), RolledBack: r.GetRolledBack(), Error: r.GetError(),
+		Steps: []stepView{}, Refused: r.GetRefused(), RolledBack: r.GetRolledBack(), Held: r.GetHeld(), Ended: r.GetEnded(), Error: r.GetError(),
 	}
 	for _, s := range r.GetSteps() {
 		v.Steps = append(v.Steps, stepView{s.GetStep(), s.GetStartNs(), s.GetDurationNs()})
@@ -69,6 +71,10 @@ func summary(r *gpuctlv1.SwapResult) string {
 		return "refused, nothing was touched"
 	case r.GetRolledBack():
 		return "rolled back: " + r.GetError()
+	case r.GetHeld():
+		return "held: " + r.GetError()
+	case r.GetEnded():
+		return r.GetError()
 	case r.GetError() != "":
 		return "failed: " + r.GetError()
 	}
@@ -113,6 +119,10 @@ func (a *app) follow(what string, stream *connect.ServerStreamForClient[gpuctlv1
 		return a.refuse(fmt.Sprintf("%s of session %s refused: no GPU can serve it; it goes on as it was", what, last.GetSession()), last.GetRejected())
 	case r.GetRolledBack():
 		return fmt.Errorf("%s of session %s failed and was rolled back, it goes on as it was: %s", what, last.GetSession(), r.GetError())
+	case r.GetHeld():
+		return fmt.Errorf("%s of session %s failed and is held, the application may stand still: %s; gpuguest goes on trying, and gpuctl sessions says when the session runs", what, last.GetSession(), r.GetError())
+	case r.GetEnded():
+		return fmt.Errorf("%s of session %s: %s", what, last.GetSession(), r.GetError())
 	case r.GetError() != "":
 		return fmt.Errorf("%s of session %s failed: %s", what, last.GetSession(), r.GetError())
 	case a.structured():
@@ -180,7 +190,10 @@ func (a *app) newProgress() *progress {
 	return p
 }
 
-const redraw = 50 * time.Millisecond
+const (
+	redraw = 50 * time.Millisecond
+	repeat = 10 * time.Second // of what is waited for, where there is no terminal
+)
 
 func (p *progress) update(u *gpuctlv1.Progress) {
 	now := time.Now()
@@ -191,6 +204,10 @@ func (p *progress) update(u *gpuctlv1.Progress) {
 	if p.columns == 0 {
 		if fresh {
 			fmt.Fprintf(p.w, "[%d/%d] %s%s\n", u.GetStepIndex()+1, u.GetSteps(), clean(u.GetStep()), note(u))
+			p.drawn = now
+		} else if u.GetMessage() != "" && now.Sub(p.drawn) >= repeat {
+			fmt.Fprintf(p.w, "      %s\n", clean(u.GetMessage()))
+			p.drawn = now
 		}
 		return
 	}

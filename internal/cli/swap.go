@@ -65,7 +65,7 @@ tried, and then the way back.`,
 func (a *app) swapCommand(v verb) *cobra.Command {
 	req := &gpuctlv1.HostSwapRequest{Verb: v.verb}
 	var plan, build bool
-	var freeze time.Duration
+	var freeze, timeout time.Duration
 	var machine machineFlags
 	cmd := &cobra.Command{
 		Use: v.name + " [SESSION | VM]", Short: v.short,
@@ -90,12 +90,13 @@ it is, every reason is listed and the exit status is 3.`,
 				}
 				return a.moveMachine(cmd.Context(), &gpuctlv1.MachinePlanRequest{
 					Machine: req.GetSession(), Host: m.GetHost(), Verb: v.name, To: req.GetTo(), DeadlineMs: machine.deadline.Milliseconds(), ForceCold: machine.cold,
+					FreezeTimeoutMs: freeze.Milliseconds(),
 				}, plan, machine.noWait)
 			}
 			if err := machine.named(cmd); err != nil {
 				return err
 			}
-			req.FreezeTimeoutMs = freeze.Milliseconds()
+			req.FreezeTimeoutMs, req.TimeoutMs = freeze.Milliseconds(), timeout.Milliseconds()
 			return a.swap(cmd.Context(), v, req, plan, build)
 		},
 	}
@@ -103,7 +104,8 @@ it is, every reason is listed and the exit status is 3.`,
 	flags.StringVar(&req.To, "to", "", v.to)
 	flags.BoolVar(&plan, "plan", false, "only say what would happen and what it would cost")
 	flags.BoolVar(&build, "build", false, "of a session, with --plan: build the programs at the target, too")
-	flags.DurationVar(&freeze, "freeze-timeout", 0, "of a session: how long to wait for the device before giving up")
+	flags.DurationVar(&freeze, "freeze-timeout", 0, "how long to wait for what was launched to end (default 10s, of a VM 2m)")
+	flags.DurationVar(&timeout, "timeout", 0, "of a session: "+stillUsage)
 	machine.add(cmd)
 	faultFlag(cmd, &req.FailAt)
 	_ = cmd.RegisterFlagCompletionFunc("to", a.completeAnyTo)
@@ -130,6 +132,9 @@ func (a *app) swap(ctx context.Context, v verb, req *gpuctlv1.HostSwapRequest, p
 	return a.follow(v.name, stream)
 }
 
+// stillUsage is what --timeout is for.
+const stillUsage = "how `long` the application may stand still without progress while its executors live (default 2m, or twice --freeze-timeout)"
+
 func faultFlag(cmd *cobra.Command, at *string) {
 	cmd.Flags().StringVar(at, "fail-at", "", "fail at this step, to test the way back (gpuguest needs GPUCTL_FAULTS=1)")
 	_ = cmd.Flags().MarkHidden("fail-at")
@@ -137,7 +142,7 @@ func faultFlag(cmd *cobra.Command, at *string) {
 
 func (a *app) suspendCommand() *cobra.Command {
 	req := &gpuctlv1.HostSuspendRequest{}
-	var freeze time.Duration
+	var freeze, timeout time.Duration
 	cmd := &cobra.Command{
 		Use: "suspend [SESSION]", Short: "Free a session's GPU; its application waits",
 		Long: "Keep a session's state in host memory, or in a file, and free its GPU. The\napplication waits until gpuctl resume.",
@@ -155,7 +160,7 @@ func (a *app) suspendCommand() *cobra.Command {
 				}
 				req.File = path
 			}
-			req.FreezeTimeoutMs = freeze.Milliseconds()
+			req.FreezeTimeoutMs, req.TimeoutMs = freeze.Milliseconds(), timeout.Milliseconds()
 			c, err := a.connect()
 			if err != nil {
 				return err
@@ -168,12 +173,14 @@ func (a *app) suspendCommand() *cobra.Command {
 		},
 	}
 	cmd.Flags().StringVar(&req.File, "file", "", "`file` for the state (default host memory)")
-	cmd.Flags().DurationVar(&freeze, "freeze-timeout", 0, "how long to wait for the device before giving up")
+	cmd.Flags().DurationVar(&freeze, "freeze-timeout", 0, "how long to wait for what was launched to end (default 10s)")
+	cmd.Flags().DurationVar(&timeout, "timeout", 0, stillUsage)
 	faultFlag(cmd, &req.FailAt)
 	return cmd
 }
 
 func (a *app) resumeCommand() *cobra.Command {
+	var timeout time.Duration
 	req := &gpuctlv1.HostResumeRequest{}
 	cmd := &cobra.Command{
 		Use: "resume [SESSION]", Short: "Let a suspended session go on",
@@ -189,6 +196,7 @@ func (a *app) resumeCommand() *cobra.Command {
 			if err != nil {
 				return err
 			}
+			req.TimeoutMs = timeout.Milliseconds()
 			stream, err := c.Resume(cmd.Context(), connect.NewRequest(req))
 			if err != nil {
 				return err
@@ -197,9 +205,40 @@ func (a *app) resumeCommand() *cobra.Command {
 		},
 	}
 	cmd.Flags().StringVar(&req.To, "to", "", "`GPU or model` to go on with")
+	cmd.Flags().DurationVar(&timeout, "timeout", 0, stillUsage)
 	faultFlag(cmd, &req.FailAt)
 	_ = cmd.RegisterFlagCompletionFunc("to", a.completeTo)
 	return cmd
+}
+
+// predictionView is how far a prediction can be trusted.
+type predictionView struct {
+	Low      int64 `json:"low_ns"`
+	High     int64 `json:"high_ns"`
+	Measured bool  `json:"measured"`
+}
+
+func viewPrediction(p *gpuctlv1.Prediction) *predictionView {
+	if p == nil {
+		return nil
+	}
+	return &predictionView{p.GetLowNs(), p.GetHighNs(), p.GetMeasured()}
+}
+
+// expected is a predicted time or, if nothing was measured here, what it may be
+// between.
+func expected(likely int64, p *gpuctlv1.Prediction, show func(int64) string) string {
+	if p == nil || p.GetMeasured() || p.GetHighNs() == 0 {
+		return show(likely)
+	}
+	return show(p.GetLowNs()) + " to " + show(p.GetHighNs())
+}
+
+func notMeasured(p *gpuctlv1.Prediction) string {
+	if p == nil || p.GetMeasured() {
+		return ""
+	}
+	return " (not measured here yet)"
 }
 
 // candidateView is a GPU that cannot serve.
@@ -267,10 +306,12 @@ func (a *app) plan(ctx context.Context, c client, req *gpuctlv1.HostPlanRequest)
 			Bytes         uint64          `json:"bytes"`
 			Predicted     int64           `json:"predicted_ns"`
 			PredictedStop int64           `json:"predicted_stop_ns"`
+			Total         *predictionView `json:"total,omitempty"`
+			Stop          *predictionView `json:"stop,omitempty"`
 			Rejected      []candidateView `json:"rejected"`
 		}{
 			m.GetSession(), append([]string{}, m.GetFrom()...), append([]string{}, m.GetGpus()...), m.GetModel(), append([]string{}, m.GetSteps()...),
-			m.GetBytes(), m.GetPredictedNs(), m.GetPredictedStopNs(), viewCandidates(m.GetRejected()),
+			m.GetBytes(), m.GetPredictedNs(), m.GetPredictedStopNs(), viewPrediction(m.GetTotal()), viewPrediction(m.GetStop()), viewCandidates(m.GetRejected()),
 		}); err != nil {
 			return err
 		}
@@ -289,7 +330,7 @@ func (a *app) plan(ctx context.Context, c client, req *gpuctlv1.HostPlanRequest)
 		{"Copies", size.Format(m.GetBytes())},
 	}
 	if m.GetPredictedNs() > 0 {
-		rows = append(rows, [2]string{"Takes", fmt.Sprintf("about %s, the application stands still for %s of it", duration(m.GetPredictedNs()), duration(m.GetPredictedStopNs()))})
+		rows = append(rows, [2]string{"Takes", "about " + expected(m.GetPredictedNs(), m.GetTotal(), duration) + ", the application stands still for " + expected(m.GetPredictedStopNs(), m.GetStop(), duration) + " of it" + notMeasured(m.GetTotal())})
 	}
 	for _, r := range m.GetRejected() {
 		for _, why := range r.GetReasons() {

@@ -29,7 +29,7 @@ import (
 const hostConfig = `version: 1
 discover: false
 cluster: {host: %s, listen: "%s:7650"}
-devices: {libvirt: "qemu:///system", migrateURI: "qemu+tcp://{address}/system", unsafeDisks: true, migrationTLS: true}
+devices: {libvirt: "qemu:///system", migrateURI: "%s", unsafeDisks: true, migrationTLS: true}
 `
 
 // host is a libvirtd with a hostd.
@@ -85,6 +85,12 @@ func build(t *testing.T, dir string) {
 // cluster starts two hosts, each with a hostd, as one cluster.
 func cluster(t *testing.T) (r *libvirt.Rig, a, b *host) {
 	t.Helper()
+	return clusterBy(t, "qemu+tcp://{address}/system")
+}
+
+// clusterBy is the same with another way from libvirtd to libvirtd.
+func clusterBy(t *testing.T, uri string) (r *libvirt.Rig, a, b *host) {
+	t.Helper()
 	r, err := libvirt.Start("hosta", "hostb")
 	libvirt.Need(t, err)
 	t.Cleanup(func() {
@@ -99,7 +105,7 @@ func cluster(t *testing.T) (r *libvirt.Rig, a, b *host) {
 		if err := os.MkdirAll(h.dir, 0o700); err != nil {
 			t.Fatal(err)
 		}
-		if err := os.WriteFile(filepath.Join(h.dir, "hostd.yaml"), fmt.Appendf(nil, hostConfig, l.Name, l.Address), 0o600); err != nil {
+		if err := os.WriteFile(filepath.Join(h.dir, "hostd.yaml"), fmt.Appendf(nil, hostConfig, l.Name, l.Address, uri), 0o600); err != nil {
 			t.Fatal(err)
 		}
 		if h.virt, err = virt.Open("qemu:///system", virt.WithSocket(l.Socket())); err != nil {

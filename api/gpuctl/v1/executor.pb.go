@@ -66,6 +66,7 @@ type DescribeResponse struct {
 	Active        bool                   `protobuf:"varint,5,opt,name=active,proto3" json:"active,omitempty"`
 	Platform      string                 `protobuf:"bytes,6,opt,name=platform,proto3" json:"platform,omitempty"`
 	Driver        string                 `protobuf:"bytes,7,opt,name=driver,proto3" json:"driver,omitempty"`
+	Freezes       uint64                 `protobuf:"varint,8,opt,name=freezes,proto3" json:"freezes,omitempty"` // how often the session has been frozen here
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -147,6 +148,13 @@ func (x *DescribeResponse) GetDriver() string {
 		return x.Driver
 	}
 	return ""
+}
+
+func (x *DescribeResponse) GetFreezes() uint64 {
+	if x != nil {
+		return x.Freezes
+	}
+	return 0
 }
 
 type SnapshotRequest struct {
@@ -443,6 +451,7 @@ func (x *FreezeRequest) GetTimeoutMs() int64 {
 
 type ThawRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
+	Freeze        uint64                 `protobuf:"varint,1,opt,name=freeze,proto3" json:"freeze,omitempty"` // the one to undo, counted as in Describe; 0: any. An older one is undone already
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -475,6 +484,13 @@ func (x *ThawRequest) ProtoReflect() protoreflect.Message {
 // Deprecated: Use ThawRequest.ProtoReflect.Descriptor instead.
 func (*ThawRequest) Descriptor() ([]byte, []int) {
 	return file_gpuctl_v1_executor_proto_rawDescGZIP(), []int{7}
+}
+
+func (x *ThawRequest) GetFreeze() uint64 {
+	if x != nil {
+		return x.Freeze
+	}
+	return 0
 }
 
 type ThawResponse struct {
@@ -789,12 +805,108 @@ func (*RetireResponse) Descriptor() ([]byte, []int) {
 	return file_gpuctl_v1_executor_proto_rawDescGZIP(), []int{15}
 }
 
+type PulseRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	EveryMs       uint32                 `protobuf:"varint,1,opt,name=every_ms,json=everyMs,proto3" json:"every_ms,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *PulseRequest) Reset() {
+	*x = PulseRequest{}
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[16]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *PulseRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*PulseRequest) ProtoMessage() {}
+
+func (x *PulseRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[16]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use PulseRequest.ProtoReflect.Descriptor instead.
+func (*PulseRequest) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_executor_proto_rawDescGZIP(), []int{16}
+}
+
+func (x *PulseRequest) GetEveryMs() uint32 {
+	if x != nil {
+		return x.EveryMs
+	}
+	return 0
+}
+
+type PulseResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	WaitsFor      string                 `protobuf:"bytes,1,opt,name=waits_for,json=waitsFor,proto3" json:"waits_for,omitempty"` // empty: for nothing
+	ForNs         int64                  `protobuf:"varint,2,opt,name=for_ns,json=forNs,proto3" json:"for_ns,omitempty"`         // how long it has
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *PulseResponse) Reset() {
+	*x = PulseResponse{}
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[17]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *PulseResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*PulseResponse) ProtoMessage() {}
+
+func (x *PulseResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[17]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use PulseResponse.ProtoReflect.Descriptor instead.
+func (*PulseResponse) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_executor_proto_rawDescGZIP(), []int{17}
+}
+
+func (x *PulseResponse) GetWaitsFor() string {
+	if x != nil {
+		return x.WaitsFor
+	}
+	return ""
+}
+
+func (x *PulseResponse) GetForNs() int64 {
+	if x != nil {
+		return x.ForNs
+	}
+	return 0
+}
+
 var File_gpuctl_v1_executor_proto protoreflect.FileDescriptor
 
 const file_gpuctl_v1_executor_proto_rawDesc = "" +
 	"\n" +
 	"\x18gpuctl/v1/executor.proto\x12\tgpuctl.v1\x1a\x15gpuctl/v1/types.proto\"\x11\n" +
-	"\x0fDescribeRequest\"\xeb\x01\n" +
+	"\x0fDescribeRequest\"\x85\x02\n" +
 	"\x10DescribeResponse\x12&\n" +
 	"\x05usage\x18\x01 \x01(\v2\x10.gpuctl.v1.UsageR\x05usage\x12+\n" +
 	"\adevices\x18\x02 \x03(\v2\x11.gpuctl.v1.LimitsR\adevices\x12\x1e\n" +
@@ -804,7 +916,8 @@ const file_gpuctl_v1_executor_proto_rawDesc = "" +
 	"\x06frozen\x18\x04 \x01(\bR\x06frozen\x12\x16\n" +
 	"\x06active\x18\x05 \x01(\bR\x06active\x12\x1a\n" +
 	"\bplatform\x18\x06 \x01(\tR\bplatform\x12\x16\n" +
-	"\x06driver\x18\a \x01(\tR\x06driver\"\x11\n" +
+	"\x06driver\x18\a \x01(\tR\x06driver\x12\x18\n" +
+	"\afreezes\x18\b \x01(\x04R\afreezes\"\x11\n" +
 	"\x0fSnapshotRequest\"\x9d\x01\n" +
 	"\x10SnapshotResponse\x12\x14\n" +
 	"\x05graph\x18\x01 \x01(\fR\x05graph\x12&\n" +
@@ -825,8 +938,9 @@ const file_gpuctl_v1_executor_proto_rawDesc = "" +
 	"\x03all\x18\x05 \x01(\bR\x03all\".\n" +
 	"\rFreezeRequest\x12\x1d\n" +
 	"\n" +
-	"timeout_ms\x18\x01 \x01(\x03R\ttimeoutMs\"\r\n" +
-	"\vThawRequest\"\x0e\n" +
+	"timeout_ms\x18\x01 \x01(\x03R\ttimeoutMs\"%\n" +
+	"\vThawRequest\x12\x16\n" +
+	"\x06freeze\x18\x01 \x01(\x04R\x06freeze\"\x0e\n" +
 	"\fThawResponse\"9\n" +
 	"\vLoadRequest\x12\x12\n" +
 	"\x04file\x18\x01 \x01(\tR\x04file\x12\x16\n" +
@@ -837,7 +951,12 @@ const file_gpuctl_v1_executor_proto_rawDesc = "" +
 	"\x0fActivateRequest\"\x12\n" +
 	"\x10ActivateResponse\"\x0f\n" +
 	"\rRetireRequest\"\x10\n" +
-	"\x0eRetireResponse2\xc1\x05\n" +
+	"\x0eRetireResponse\")\n" +
+	"\fPulseRequest\x12\x19\n" +
+	"\bevery_ms\x18\x01 \x01(\rR\aeveryMs\"C\n" +
+	"\rPulseResponse\x12\x1b\n" +
+	"\twaits_for\x18\x01 \x01(\tR\bwaitsFor\x12\x15\n" +
+	"\x06for_ns\x18\x02 \x01(\x03R\x05forNs2\xff\x05\n" +
 	"\x0fExecutorService\x12C\n" +
 	"\bDescribe\x12\x1a.gpuctl.v1.DescribeRequest\x1a\x1b.gpuctl.v1.DescribeResponse\x12C\n" +
 	"\bSnapshot\x12\x1a.gpuctl.v1.SnapshotRequest\x1a\x1b.gpuctl.v1.SnapshotResponse\x12;\n" +
@@ -849,7 +968,8 @@ const file_gpuctl_v1_executor_proto_rawDesc = "" +
 	"\x04Send\x12\x16.gpuctl.v1.SendRequest\x1a\x15.gpuctl.v1.StateChunk0\x01\x12>\n" +
 	"\aReceive\x12\x15.gpuctl.v1.StateChunk\x1a\x1a.gpuctl.v1.ReceiveResponse(\x01\x12C\n" +
 	"\bActivate\x12\x1a.gpuctl.v1.ActivateRequest\x1a\x1b.gpuctl.v1.ActivateResponse\x12=\n" +
-	"\x06Retire\x12\x18.gpuctl.v1.RetireRequest\x1a\x19.gpuctl.v1.RetireResponseB1Z/github.com/gpuctl/gpuctl/api/gpuctl/v1;gpuctlv1b\x06proto3"
+	"\x06Retire\x12\x18.gpuctl.v1.RetireRequest\x1a\x19.gpuctl.v1.RetireResponse\x12<\n" +
+	"\x05Pulse\x12\x17.gpuctl.v1.PulseRequest\x1a\x18.gpuctl.v1.PulseResponse0\x01B1Z/github.com/gpuctl/gpuctl/api/gpuctl/v1;gpuctlv1b\x06proto3"
 
 var (
 	file_gpuctl_v1_executor_proto_rawDescOnce sync.Once
@@ -863,7 +983,7 @@ func file_gpuctl_v1_executor_proto_rawDescGZIP() []byte {
 	return file_gpuctl_v1_executor_proto_rawDescData
 }
 
-var file_gpuctl_v1_executor_proto_msgTypes = make([]protoimpl.MessageInfo, 16)
+var file_gpuctl_v1_executor_proto_msgTypes = make([]protoimpl.MessageInfo, 18)
 var file_gpuctl_v1_executor_proto_goTypes = []any{
 	(*DescribeRequest)(nil),  // 0: gpuctl.v1.DescribeRequest
 	(*DescribeResponse)(nil), // 1: gpuctl.v1.DescribeResponse
@@ -881,15 +1001,17 @@ var file_gpuctl_v1_executor_proto_goTypes = []any{
 	(*ActivateResponse)(nil), // 13: gpuctl.v1.ActivateResponse
 	(*RetireRequest)(nil),    // 14: gpuctl.v1.RetireRequest
 	(*RetireResponse)(nil),   // 15: gpuctl.v1.RetireResponse
-	(*Usage)(nil),            // 16: gpuctl.v1.Usage
-	(*Limits)(nil),           // 17: gpuctl.v1.Limits
-	(*StateChunk)(nil),       // 18: gpuctl.v1.StateChunk
-	(*Progress)(nil),         // 19: gpuctl.v1.Progress
+	(*PulseRequest)(nil),     // 16: gpuctl.v1.PulseRequest
+	(*PulseResponse)(nil),    // 17: gpuctl.v1.PulseResponse
+	(*Usage)(nil),            // 18: gpuctl.v1.Usage
+	(*Limits)(nil),           // 19: gpuctl.v1.Limits
+	(*StateChunk)(nil),       // 20: gpuctl.v1.StateChunk
+	(*Progress)(nil),         // 21: gpuctl.v1.Progress
 }
 var file_gpuctl_v1_executor_proto_depIdxs = []int32{
-	16, // 0: gpuctl.v1.DescribeResponse.usage:type_name -> gpuctl.v1.Usage
-	17, // 1: gpuctl.v1.DescribeResponse.devices:type_name -> gpuctl.v1.Limits
-	16, // 2: gpuctl.v1.SnapshotResponse.usage:type_name -> gpuctl.v1.Usage
+	18, // 0: gpuctl.v1.DescribeResponse.usage:type_name -> gpuctl.v1.Usage
+	19, // 1: gpuctl.v1.DescribeResponse.devices:type_name -> gpuctl.v1.Limits
+	18, // 2: gpuctl.v1.SnapshotResponse.usage:type_name -> gpuctl.v1.Usage
 	0,  // 3: gpuctl.v1.ExecutorService.Describe:input_type -> gpuctl.v1.DescribeRequest
 	2,  // 4: gpuctl.v1.ExecutorService.Snapshot:input_type -> gpuctl.v1.SnapshotRequest
 	4,  // 5: gpuctl.v1.ExecutorService.Prepare:input_type -> gpuctl.v1.PrepareRequest
@@ -898,22 +1020,24 @@ var file_gpuctl_v1_executor_proto_depIdxs = []int32{
 	7,  // 8: gpuctl.v1.ExecutorService.Thaw:input_type -> gpuctl.v1.ThawRequest
 	9,  // 9: gpuctl.v1.ExecutorService.Load:input_type -> gpuctl.v1.LoadRequest
 	10, // 10: gpuctl.v1.ExecutorService.Send:input_type -> gpuctl.v1.SendRequest
-	18, // 11: gpuctl.v1.ExecutorService.Receive:input_type -> gpuctl.v1.StateChunk
+	20, // 11: gpuctl.v1.ExecutorService.Receive:input_type -> gpuctl.v1.StateChunk
 	12, // 12: gpuctl.v1.ExecutorService.Activate:input_type -> gpuctl.v1.ActivateRequest
 	14, // 13: gpuctl.v1.ExecutorService.Retire:input_type -> gpuctl.v1.RetireRequest
-	1,  // 14: gpuctl.v1.ExecutorService.Describe:output_type -> gpuctl.v1.DescribeResponse
-	3,  // 15: gpuctl.v1.ExecutorService.Snapshot:output_type -> gpuctl.v1.SnapshotResponse
-	19, // 16: gpuctl.v1.ExecutorService.Prepare:output_type -> gpuctl.v1.Progress
-	19, // 17: gpuctl.v1.ExecutorService.Export:output_type -> gpuctl.v1.Progress
-	3,  // 18: gpuctl.v1.ExecutorService.Freeze:output_type -> gpuctl.v1.SnapshotResponse
-	8,  // 19: gpuctl.v1.ExecutorService.Thaw:output_type -> gpuctl.v1.ThawResponse
-	19, // 20: gpuctl.v1.ExecutorService.Load:output_type -> gpuctl.v1.Progress
-	18, // 21: gpuctl.v1.ExecutorService.Send:output_type -> gpuctl.v1.StateChunk
-	11, // 22: gpuctl.v1.ExecutorService.Receive:output_type -> gpuctl.v1.ReceiveResponse
-	13, // 23: gpuctl.v1.ExecutorService.Activate:output_type -> gpuctl.v1.ActivateResponse
-	15, // 24: gpuctl.v1.ExecutorService.Retire:output_type -> gpuctl.v1.RetireResponse
-	14, // [14:25] is the sub-list for method output_type
-	3,  // [3:14] is the sub-list for method input_type
+	16, // 14: gpuctl.v1.ExecutorService.Pulse:input_type -> gpuctl.v1.PulseRequest
+	1,  // 15: gpuctl.v1.ExecutorService.Describe:output_type -> gpuctl.v1.DescribeResponse
+	3,  // 16: gpuctl.v1.ExecutorService.Snapshot:output_type -> gpuctl.v1.SnapshotResponse
+	21, // 17: gpuctl.v1.ExecutorService.Prepare:output_type -> gpuctl.v1.Progress
+	21, // 18: gpuctl.v1.ExecutorService.Export:output_type -> gpuctl.v1.Progress
+	3,  // 19: gpuctl.v1.ExecutorService.Freeze:output_type -> gpuctl.v1.SnapshotResponse
+	8,  // 20: gpuctl.v1.ExecutorService.Thaw:output_type -> gpuctl.v1.ThawResponse
+	21, // 21: gpuctl.v1.ExecutorService.Load:output_type -> gpuctl.v1.Progress
+	20, // 22: gpuctl.v1.ExecutorService.Send:output_type -> gpuctl.v1.StateChunk
+	11, // 23: gpuctl.v1.ExecutorService.Receive:output_type -> gpuctl.v1.ReceiveResponse
+	13, // 24: gpuctl.v1.ExecutorService.Activate:output_type -> gpuctl.v1.ActivateResponse
+	15, // 25: gpuctl.v1.ExecutorService.Retire:output_type -> gpuctl.v1.RetireResponse
+	17, // 26: gpuctl.v1.ExecutorService.Pulse:output_type -> gpuctl.v1.PulseResponse
+	15, // [15:27] is the sub-list for method output_type
+	3,  // [3:15] is the sub-list for method input_type
 	3,  // [3:3] is the sub-list for extension type_name
 	3,  // [3:3] is the sub-list for extension extendee
 	0,  // [0:3] is the sub-list for field type_name
@@ -931,7 +1055,7 @@ func file_gpuctl_v1_executor_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_gpuctl_v1_executor_proto_rawDesc), len(file_gpuctl_v1_executor_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   16,
+			NumMessages:   18,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

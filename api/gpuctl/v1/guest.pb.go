@@ -387,7 +387,9 @@ type PlanResponse struct {
 	Steps           []string               `protobuf:"bytes,2,rep,name=steps,proto3" json:"steps,omitempty"`
 	Bytes           uint64                 `protobuf:"varint,3,opt,name=bytes,proto3" json:"bytes,omitempty"`
 	PredictedNs     int64                  `protobuf:"varint,4,opt,name=predicted_ns,json=predictedNs,proto3" json:"predicted_ns,omitempty"`
-	PredictedStopNs int64                  `protobuf:"varint,5,opt,name=predicted_stop_ns,json=predictedStopNs,proto3" json:"predicted_stop_ns,omitempty"`
+	PredictedStopNs int64                  `protobuf:"varint,5,opt,name=predicted_stop_ns,json=predictedStopNs,proto3" json:"predicted_stop_ns,omitempty"` // most likely
+	Total           *Prediction            `protobuf:"bytes,6,opt,name=total,proto3" json:"total,omitempty"`
+	Stop            *Prediction            `protobuf:"bytes,7,opt,name=stop,proto3" json:"stop,omitempty"`
 	unknownFields   protoimpl.UnknownFields
 	sizeCache       protoimpl.SizeCache
 }
@@ -457,12 +459,27 @@ func (x *PlanResponse) GetPredictedStopNs() int64 {
 	return 0
 }
 
+func (x *PlanResponse) GetTotal() *Prediction {
+	if x != nil {
+		return x.Total
+	}
+	return nil
+}
+
+func (x *PlanResponse) GetStop() *Prediction {
+	if x != nil {
+		return x.Stop
+	}
+	return nil
+}
+
 type SwapRequest struct {
 	state           protoimpl.MessageState `protogen:"open.v1"`
 	Session         string                 `protobuf:"bytes,1,opt,name=session,proto3" json:"session,omitempty"`
 	Target          *Target                `protobuf:"bytes,2,opt,name=target,proto3" json:"target,omitempty"`
 	FreezeTimeoutMs int64                  `protobuf:"varint,3,opt,name=freeze_timeout_ms,json=freezeTimeoutMs,proto3" json:"freeze_timeout_ms,omitempty"` // 0: default
 	FailAt          string                 `protobuf:"bytes,4,opt,name=fail_at,json=failAt,proto3" json:"fail_at,omitempty"`                               // fault injection: name of a step; needs GPUCTL_FAULTS=1
+	TimeoutMs       int64                  `protobuf:"varint,5,opt,name=timeout_ms,json=timeoutMs,proto3" json:"timeout_ms,omitempty"`                     // how long it may stand still without progress while its executors live; 0: default
 	unknownFields   protoimpl.UnknownFields
 	sizeCache       protoimpl.SizeCache
 }
@@ -525,13 +542,21 @@ func (x *SwapRequest) GetFailAt() string {
 	return ""
 }
 
+func (x *SwapRequest) GetTimeoutMs() int64 {
+	if x != nil {
+		return x.TimeoutMs
+	}
+	return 0
+}
+
 type SuspendRequest struct {
 	state           protoimpl.MessageState `protogen:"open.v1"`
 	Session         string                 `protobuf:"bytes,1,opt,name=session,proto3" json:"session,omitempty"`
 	File            string                 `protobuf:"bytes,2,opt,name=file,proto3" json:"file,omitempty"` // empty: to host memory
 	FreezeTimeoutMs int64                  `protobuf:"varint,3,opt,name=freeze_timeout_ms,json=freezeTimeoutMs,proto3" json:"freeze_timeout_ms,omitempty"`
 	FailAt          string                 `protobuf:"bytes,4,opt,name=fail_at,json=failAt,proto3" json:"fail_at,omitempty"`
-	Away            string                 `protobuf:"bytes,5,opt,name=away,proto3" json:"away,omitempty"` // instead of a file: out by TakeState, as the state of this id
+	Away            string                 `protobuf:"bytes,5,opt,name=away,proto3" json:"away,omitempty"`                             // instead of a file: out by TakeState, as the state of this id
+	TimeoutMs       int64                  `protobuf:"varint,6,opt,name=timeout_ms,json=timeoutMs,proto3" json:"timeout_ms,omitempty"` // how long it may stand still without progress while its executors live; 0: default
 	unknownFields   protoimpl.UnknownFields
 	sizeCache       protoimpl.SizeCache
 }
@@ -599,6 +624,13 @@ func (x *SuspendRequest) GetAway() string {
 		return x.Away
 	}
 	return ""
+}
+
+func (x *SuspendRequest) GetTimeoutMs() int64 {
+	if x != nil {
+		return x.TimeoutMs
+	}
+	return 0
 }
 
 type TakeStateRequest struct {
@@ -850,6 +882,7 @@ type ResumeRequest struct {
 	Session       string                 `protobuf:"bytes,1,opt,name=session,proto3" json:"session,omitempty"`
 	Target        *Target                `protobuf:"bytes,2,opt,name=target,proto3" json:"target,omitempty"`
 	FailAt        string                 `protobuf:"bytes,3,opt,name=fail_at,json=failAt,proto3" json:"fail_at,omitempty"`
+	TimeoutMs     int64                  `protobuf:"varint,4,opt,name=timeout_ms,json=timeoutMs,proto3" json:"timeout_ms,omitempty"` // how long it may stand still without progress while its executors live; 0: default
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -903,6 +936,13 @@ func (x *ResumeRequest) GetFailAt() string {
 		return x.FailAt
 	}
 	return ""
+}
+
+func (x *ResumeRequest) GetTimeoutMs() int64 {
+	if x != nil {
+		return x.TimeoutMs
+	}
+	return 0
 }
 
 type WarmRequest struct {
@@ -1210,24 +1250,30 @@ const file_gpuctl_v1_guest_proto_rawDesc = "" +
 	"\vPlanRequest\x12\x18\n" +
 	"\asession\x18\x01 \x01(\tR\asession\x12)\n" +
 	"\x06target\x18\x02 \x01(\v2\x11.gpuctl.v1.TargetR\x06target\x12\x14\n" +
-	"\x05build\x18\x03 \x01(\bR\x05build\"\xb6\x01\n" +
+	"\x05build\x18\x03 \x01(\bR\x05build\"\x8e\x02\n" +
 	"\fPlanResponse\x12+\n" +
 	"\areasons\x18\x01 \x03(\v2\x11.gpuctl.v1.ReasonR\areasons\x12\x14\n" +
 	"\x05steps\x18\x02 \x03(\tR\x05steps\x12\x14\n" +
 	"\x05bytes\x18\x03 \x01(\x04R\x05bytes\x12!\n" +
 	"\fpredicted_ns\x18\x04 \x01(\x03R\vpredictedNs\x12*\n" +
-	"\x11predicted_stop_ns\x18\x05 \x01(\x03R\x0fpredictedStopNs\"\x97\x01\n" +
+	"\x11predicted_stop_ns\x18\x05 \x01(\x03R\x0fpredictedStopNs\x12+\n" +
+	"\x05total\x18\x06 \x01(\v2\x15.gpuctl.v1.PredictionR\x05total\x12)\n" +
+	"\x04stop\x18\a \x01(\v2\x15.gpuctl.v1.PredictionR\x04stop\"\xb6\x01\n" +
 	"\vSwapRequest\x12\x18\n" +
 	"\asession\x18\x01 \x01(\tR\asession\x12)\n" +
 	"\x06target\x18\x02 \x01(\v2\x11.gpuctl.v1.TargetR\x06target\x12*\n" +
 	"\x11freeze_timeout_ms\x18\x03 \x01(\x03R\x0ffreezeTimeoutMs\x12\x17\n" +
-	"\afail_at\x18\x04 \x01(\tR\x06failAt\"\x97\x01\n" +
+	"\afail_at\x18\x04 \x01(\tR\x06failAt\x12\x1d\n" +
+	"\n" +
+	"timeout_ms\x18\x05 \x01(\x03R\ttimeoutMs\"\xb6\x01\n" +
 	"\x0eSuspendRequest\x12\x18\n" +
 	"\asession\x18\x01 \x01(\tR\asession\x12\x12\n" +
 	"\x04file\x18\x02 \x01(\tR\x04file\x12*\n" +
 	"\x11freeze_timeout_ms\x18\x03 \x01(\x03R\x0ffreezeTimeoutMs\x12\x17\n" +
 	"\afail_at\x18\x04 \x01(\tR\x06failAt\x12\x12\n" +
-	"\x04away\x18\x05 \x01(\tR\x04away\"<\n" +
+	"\x04away\x18\x05 \x01(\tR\x04away\x12\x1d\n" +
+	"\n" +
+	"timeout_ms\x18\x06 \x01(\x03R\ttimeoutMs\"<\n" +
 	"\x10TakeStateRequest\x12\x18\n" +
 	"\asession\x18\x01 \x01(\tR\asession\x12\x0e\n" +
 	"\x02id\x18\x02 \x01(\tR\x02id\"p\n" +
@@ -1240,11 +1286,13 @@ const file_gpuctl_v1_guest_proto_rawDesc = "" +
 	"\asession\x18\x01 \x01(\tR\asession\x12\x0e\n" +
 	"\x02id\x18\x02 \x01(\tR\x02id\x12+\n" +
 	"\x05chunk\x18\x03 \x01(\v2\x15.gpuctl.v1.StateChunkR\x05chunk\"\x13\n" +
-	"\x11GiveStateResponse\"m\n" +
+	"\x11GiveStateResponse\"\x8c\x01\n" +
 	"\rResumeRequest\x12\x18\n" +
 	"\asession\x18\x01 \x01(\tR\asession\x12)\n" +
 	"\x06target\x18\x02 \x01(\v2\x11.gpuctl.v1.TargetR\x06target\x12\x17\n" +
-	"\afail_at\x18\x03 \x01(\tR\x06failAt\";\n" +
+	"\afail_at\x18\x03 \x01(\tR\x06failAt\x12\x1d\n" +
+	"\n" +
+	"timeout_ms\x18\x04 \x01(\x03R\ttimeoutMs\";\n" +
 	"\vWarmRequest\x12,\n" +
 	"\aruntime\x18\x01 \x01(\v2\x12.gpuctl.v1.RuntimeR\aruntime\"\x0e\n" +
 	"\fWarmResponse\"<\n" +
@@ -1319,11 +1367,12 @@ var file_gpuctl_v1_guest_proto_goTypes = []any{
 	(*VirtualDevice)(nil),        // 23: gpuctl.v1.VirtualDevice
 	(*Session)(nil),              // 24: gpuctl.v1.Session
 	(*Reason)(nil),               // 25: gpuctl.v1.Reason
-	(*StateMark)(nil),            // 26: gpuctl.v1.StateMark
-	(*StateChunk)(nil),           // 27: gpuctl.v1.StateChunk
-	(*Runtime)(nil),              // 28: gpuctl.v1.Runtime
-	(*Limits)(nil),               // 29: gpuctl.v1.Limits
-	(*Progress)(nil),             // 30: gpuctl.v1.Progress
+	(*Prediction)(nil),           // 26: gpuctl.v1.Prediction
+	(*StateMark)(nil),            // 27: gpuctl.v1.StateMark
+	(*StateChunk)(nil),           // 28: gpuctl.v1.StateChunk
+	(*Runtime)(nil),              // 29: gpuctl.v1.Runtime
+	(*Limits)(nil),               // 30: gpuctl.v1.Limits
+	(*Progress)(nil),             // 31: gpuctl.v1.Progress
 }
 var file_gpuctl_v1_guest_proto_depIdxs = []int32{
 	22, // 0: gpuctl.v1.OfferRequest.target:type_name -> gpuctl.v1.Target
@@ -1331,45 +1380,47 @@ var file_gpuctl_v1_guest_proto_depIdxs = []int32{
 	24, // 2: gpuctl.v1.ListSessionsResponse.sessions:type_name -> gpuctl.v1.Session
 	22, // 3: gpuctl.v1.PlanRequest.target:type_name -> gpuctl.v1.Target
 	25, // 4: gpuctl.v1.PlanResponse.reasons:type_name -> gpuctl.v1.Reason
-	22, // 5: gpuctl.v1.SwapRequest.target:type_name -> gpuctl.v1.Target
-	26, // 6: gpuctl.v1.KeptStateRequest.mark:type_name -> gpuctl.v1.StateMark
-	27, // 7: gpuctl.v1.GiveStateRequest.chunk:type_name -> gpuctl.v1.StateChunk
-	22, // 8: gpuctl.v1.ResumeRequest.target:type_name -> gpuctl.v1.Target
-	28, // 9: gpuctl.v1.WarmRequest.runtime:type_name -> gpuctl.v1.Runtime
-	28, // 10: gpuctl.v1.ProbeRequest.runtime:type_name -> gpuctl.v1.Runtime
-	21, // 11: gpuctl.v1.ProbeResponse.devices:type_name -> gpuctl.v1.ProbedDevice
-	29, // 12: gpuctl.v1.ProbedDevice.limits:type_name -> gpuctl.v1.Limits
-	0,  // 13: gpuctl.v1.GuestService.Offer:input_type -> gpuctl.v1.OfferRequest
-	2,  // 14: gpuctl.v1.GuestService.Withdraw:input_type -> gpuctl.v1.WithdrawRequest
-	4,  // 15: gpuctl.v1.GuestService.ListSessions:input_type -> gpuctl.v1.ListSessionsRequest
-	6,  // 16: gpuctl.v1.GuestService.WatchSessions:input_type -> gpuctl.v1.WatchSessionsRequest
-	7,  // 17: gpuctl.v1.GuestService.Plan:input_type -> gpuctl.v1.PlanRequest
-	9,  // 18: gpuctl.v1.GuestService.Swap:input_type -> gpuctl.v1.SwapRequest
-	10, // 19: gpuctl.v1.GuestService.Suspend:input_type -> gpuctl.v1.SuspendRequest
-	16, // 20: gpuctl.v1.GuestService.Resume:input_type -> gpuctl.v1.ResumeRequest
-	11, // 21: gpuctl.v1.GuestService.TakeState:input_type -> gpuctl.v1.TakeStateRequest
-	12, // 22: gpuctl.v1.GuestService.KeptState:input_type -> gpuctl.v1.KeptStateRequest
-	14, // 23: gpuctl.v1.GuestService.GiveState:input_type -> gpuctl.v1.GiveStateRequest
-	19, // 24: gpuctl.v1.GuestService.Probe:input_type -> gpuctl.v1.ProbeRequest
-	17, // 25: gpuctl.v1.GuestService.Warm:input_type -> gpuctl.v1.WarmRequest
-	1,  // 26: gpuctl.v1.GuestService.Offer:output_type -> gpuctl.v1.OfferResponse
-	3,  // 27: gpuctl.v1.GuestService.Withdraw:output_type -> gpuctl.v1.WithdrawResponse
-	5,  // 28: gpuctl.v1.GuestService.ListSessions:output_type -> gpuctl.v1.ListSessionsResponse
-	24, // 29: gpuctl.v1.GuestService.WatchSessions:output_type -> gpuctl.v1.Session
-	8,  // 30: gpuctl.v1.GuestService.Plan:output_type -> gpuctl.v1.PlanResponse
-	30, // 31: gpuctl.v1.GuestService.Swap:output_type -> gpuctl.v1.Progress
-	30, // 32: gpuctl.v1.GuestService.Suspend:output_type -> gpuctl.v1.Progress
-	30, // 33: gpuctl.v1.GuestService.Resume:output_type -> gpuctl.v1.Progress
-	27, // 34: gpuctl.v1.GuestService.TakeState:output_type -> gpuctl.v1.StateChunk
-	13, // 35: gpuctl.v1.GuestService.KeptState:output_type -> gpuctl.v1.KeptStateResponse
-	15, // 36: gpuctl.v1.GuestService.GiveState:output_type -> gpuctl.v1.GiveStateResponse
-	20, // 37: gpuctl.v1.GuestService.Probe:output_type -> gpuctl.v1.ProbeResponse
-	18, // 38: gpuctl.v1.GuestService.Warm:output_type -> gpuctl.v1.WarmResponse
-	26, // [26:39] is the sub-list for method output_type
-	13, // [13:26] is the sub-list for method input_type
-	13, // [13:13] is the sub-list for extension type_name
-	13, // [13:13] is the sub-list for extension extendee
-	0,  // [0:13] is the sub-list for field type_name
+	26, // 5: gpuctl.v1.PlanResponse.total:type_name -> gpuctl.v1.Prediction
+	26, // 6: gpuctl.v1.PlanResponse.stop:type_name -> gpuctl.v1.Prediction
+	22, // 7: gpuctl.v1.SwapRequest.target:type_name -> gpuctl.v1.Target
+	27, // 8: gpuctl.v1.KeptStateRequest.mark:type_name -> gpuctl.v1.StateMark
+	28, // 9: gpuctl.v1.GiveStateRequest.chunk:type_name -> gpuctl.v1.StateChunk
+	22, // 10: gpuctl.v1.ResumeRequest.target:type_name -> gpuctl.v1.Target
+	29, // 11: gpuctl.v1.WarmRequest.runtime:type_name -> gpuctl.v1.Runtime
+	29, // 12: gpuctl.v1.ProbeRequest.runtime:type_name -> gpuctl.v1.Runtime
+	21, // 13: gpuctl.v1.ProbeResponse.devices:type_name -> gpuctl.v1.ProbedDevice
+	30, // 14: gpuctl.v1.ProbedDevice.limits:type_name -> gpuctl.v1.Limits
+	0,  // 15: gpuctl.v1.GuestService.Offer:input_type -> gpuctl.v1.OfferRequest
+	2,  // 16: gpuctl.v1.GuestService.Withdraw:input_type -> gpuctl.v1.WithdrawRequest
+	4,  // 17: gpuctl.v1.GuestService.ListSessions:input_type -> gpuctl.v1.ListSessionsRequest
+	6,  // 18: gpuctl.v1.GuestService.WatchSessions:input_type -> gpuctl.v1.WatchSessionsRequest
+	7,  // 19: gpuctl.v1.GuestService.Plan:input_type -> gpuctl.v1.PlanRequest
+	9,  // 20: gpuctl.v1.GuestService.Swap:input_type -> gpuctl.v1.SwapRequest
+	10, // 21: gpuctl.v1.GuestService.Suspend:input_type -> gpuctl.v1.SuspendRequest
+	16, // 22: gpuctl.v1.GuestService.Resume:input_type -> gpuctl.v1.ResumeRequest
+	11, // 23: gpuctl.v1.GuestService.TakeState:input_type -> gpuctl.v1.TakeStateRequest
+	12, // 24: gpuctl.v1.GuestService.KeptState:input_type -> gpuctl.v1.KeptStateRequest
+	14, // 25: gpuctl.v1.GuestService.GiveState:input_type -> gpuctl.v1.GiveStateRequest
+	19, // 26: gpuctl.v1.GuestService.Probe:input_type -> gpuctl.v1.ProbeRequest
+	17, // 27: gpuctl.v1.GuestService.Warm:input_type -> gpuctl.v1.WarmRequest
+	1,  // 28: gpuctl.v1.GuestService.Offer:output_type -> gpuctl.v1.OfferResponse
+	3,  // 29: gpuctl.v1.GuestService.Withdraw:output_type -> gpuctl.v1.WithdrawResponse
+	5,  // 30: gpuctl.v1.GuestService.ListSessions:output_type -> gpuctl.v1.ListSessionsResponse
+	24, // 31: gpuctl.v1.GuestService.WatchSessions:output_type -> gpuctl.v1.Session
+	8,  // 32: gpuctl.v1.GuestService.Plan:output_type -> gpuctl.v1.PlanResponse
+	31, // 33: gpuctl.v1.GuestService.Swap:output_type -> gpuctl.v1.Progress
+	31, // 34: gpuctl.v1.GuestService.Suspend:output_type -> gpuctl.v1.Progress
+	31, // 35: gpuctl.v1.GuestService.Resume:output_type -> gpuctl.v1.Progress
+	28, // 36: gpuctl.v1.GuestService.TakeState:output_type -> gpuctl.v1.StateChunk
+	13, // 37: gpuctl.v1.GuestService.KeptState:output_type -> gpuctl.v1.KeptStateResponse
+	15, // 38: gpuctl.v1.GuestService.GiveState:output_type -> gpuctl.v1.GiveStateResponse
+	20, // 39: gpuctl.v1.GuestService.Probe:output_type -> gpuctl.v1.ProbeResponse
+	18, // 40: gpuctl.v1.GuestService.Warm:output_type -> gpuctl.v1.WarmResponse
+	28, // [28:41] is the sub-list for method output_type
+	15, // [15:28] is the sub-list for method input_type
+	15, // [15:15] is the sub-list for extension type_name
+	15, // [15:15] is the sub-list for extension extendee
+	0,  // [0:15] is the sub-list for field type_name
 }
 
 func init() { file_gpuctl_v1_guest_proto_init() }

@@ -1192,6 +1192,8 @@ type HostPlanResponse struct {
 	PredictedNs     int64                  `protobuf:"varint,7,opt,name=predicted_ns,json=predictedNs,proto3" json:"predicted_ns,omitempty"`
 	PredictedStopNs int64                  `protobuf:"varint,8,opt,name=predicted_stop_ns,json=predictedStopNs,proto3" json:"predicted_stop_ns,omitempty"`
 	Rejected        []*Candidate           `protobuf:"bytes,9,rep,name=rejected,proto3" json:"rejected,omitempty"`
+	Total           *Prediction            `protobuf:"bytes,10,opt,name=total,proto3" json:"total,omitempty"`
+	Stop            *Prediction            `protobuf:"bytes,11,opt,name=stop,proto3" json:"stop,omitempty"`
 	unknownFields   protoimpl.UnknownFields
 	sizeCache       protoimpl.SizeCache
 }
@@ -1289,6 +1291,20 @@ func (x *HostPlanResponse) GetRejected() []*Candidate {
 	return nil
 }
 
+func (x *HostPlanResponse) GetTotal() *Prediction {
+	if x != nil {
+		return x.Total
+	}
+	return nil
+}
+
+func (x *HostPlanResponse) GetStop() *Prediction {
+	if x != nil {
+		return x.Stop
+	}
+	return nil
+}
+
 type HostSwapRequest struct {
 	state           protoimpl.MessageState `protogen:"open.v1"`
 	Session         string                 `protobuf:"bytes,1,opt,name=session,proto3" json:"session,omitempty"`
@@ -1296,6 +1312,7 @@ type HostSwapRequest struct {
 	To              string                 `protobuf:"bytes,3,opt,name=to,proto3" json:"to,omitempty"`
 	FreezeTimeoutMs int64                  `protobuf:"varint,4,opt,name=freeze_timeout_ms,json=freezeTimeoutMs,proto3" json:"freeze_timeout_ms,omitempty"` // 0: default
 	FailAt          string                 `protobuf:"bytes,5,opt,name=fail_at,json=failAt,proto3" json:"fail_at,omitempty"`                               // fault injection, as in SwapRequest
+	TimeoutMs       int64                  `protobuf:"varint,6,opt,name=timeout_ms,json=timeoutMs,proto3" json:"timeout_ms,omitempty"`                     // how long it may stand still without progress while its executors live; 0: default
 	unknownFields   protoimpl.UnknownFields
 	sizeCache       protoimpl.SizeCache
 }
@@ -1365,12 +1382,20 @@ func (x *HostSwapRequest) GetFailAt() string {
 	return ""
 }
 
+func (x *HostSwapRequest) GetTimeoutMs() int64 {
+	if x != nil {
+		return x.TimeoutMs
+	}
+	return 0
+}
+
 type HostSuspendRequest struct {
 	state           protoimpl.MessageState `protogen:"open.v1"`
 	Session         string                 `protobuf:"bytes,1,opt,name=session,proto3" json:"session,omitempty"`
 	File            string                 `protobuf:"bytes,2,opt,name=file,proto3" json:"file,omitempty"` // absolute path; empty: host memory
 	FreezeTimeoutMs int64                  `protobuf:"varint,3,opt,name=freeze_timeout_ms,json=freezeTimeoutMs,proto3" json:"freeze_timeout_ms,omitempty"`
 	FailAt          string                 `protobuf:"bytes,4,opt,name=fail_at,json=failAt,proto3" json:"fail_at,omitempty"`
+	TimeoutMs       int64                  `protobuf:"varint,5,opt,name=timeout_ms,json=timeoutMs,proto3" json:"timeout_ms,omitempty"` // how long it may stand still without progress while its executors live; 0: default
 	unknownFields   protoimpl.UnknownFields
 	sizeCache       protoimpl.SizeCache
 }
@@ -1433,11 +1458,19 @@ func (x *HostSuspendRequest) GetFailAt() string {
 	return ""
 }
 
+func (x *HostSuspendRequest) GetTimeoutMs() int64 {
+	if x != nil {
+		return x.TimeoutMs
+	}
+	return 0
+}
+
 type HostResumeRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Session       string                 `protobuf:"bytes,1,opt,name=session,proto3" json:"session,omitempty"`
 	To            string                 `protobuf:"bytes,2,opt,name=to,proto3" json:"to,omitempty"`
 	FailAt        string                 `protobuf:"bytes,3,opt,name=fail_at,json=failAt,proto3" json:"fail_at,omitempty"`
+	TimeoutMs     int64                  `protobuf:"varint,4,opt,name=timeout_ms,json=timeoutMs,proto3" json:"timeout_ms,omitempty"` // how long it may stand still without progress while its executors live; 0: default
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1491,6 +1524,13 @@ func (x *HostResumeRequest) GetFailAt() string {
 		return x.FailAt
 	}
 	return ""
+}
+
+func (x *HostResumeRequest) GetTimeoutMs() int64 {
+	if x != nil {
+		return x.TimeoutMs
+	}
+	return 0
 }
 
 // OperationUpdate is one moment of a long operation. The last one carries
@@ -1657,7 +1697,7 @@ const file_gpuctl_v1_host_proto_rawDesc = "" +
 	"\asession\x18\x01 \x01(\tR\asession\x12#\n" +
 	"\x04verb\x18\x02 \x01(\x0e2\x0f.gpuctl.v1.VerbR\x04verb\x12\x0e\n" +
 	"\x02to\x18\x03 \x01(\tR\x02to\x12\x14\n" +
-	"\x05build\x18\x04 \x01(\bR\x05build\"\x97\x02\n" +
+	"\x05build\x18\x04 \x01(\bR\x05build\"\xef\x02\n" +
 	"\x10HostPlanResponse\x12\x18\n" +
 	"\asession\x18\x01 \x01(\tR\asession\x12\x12\n" +
 	"\x04from\x18\x02 \x03(\tR\x04from\x12\x12\n" +
@@ -1667,22 +1707,31 @@ const file_gpuctl_v1_host_proto_rawDesc = "" +
 	"\x05bytes\x18\x06 \x01(\x04R\x05bytes\x12!\n" +
 	"\fpredicted_ns\x18\a \x01(\x03R\vpredictedNs\x12*\n" +
 	"\x11predicted_stop_ns\x18\b \x01(\x03R\x0fpredictedStopNs\x120\n" +
-	"\brejected\x18\t \x03(\v2\x14.gpuctl.v1.CandidateR\brejected\"\xa5\x01\n" +
+	"\brejected\x18\t \x03(\v2\x14.gpuctl.v1.CandidateR\brejected\x12+\n" +
+	"\x05total\x18\n" +
+	" \x01(\v2\x15.gpuctl.v1.PredictionR\x05total\x12)\n" +
+	"\x04stop\x18\v \x01(\v2\x15.gpuctl.v1.PredictionR\x04stop\"\xc4\x01\n" +
 	"\x0fHostSwapRequest\x12\x18\n" +
 	"\asession\x18\x01 \x01(\tR\asession\x12#\n" +
 	"\x04verb\x18\x02 \x01(\x0e2\x0f.gpuctl.v1.VerbR\x04verb\x12\x0e\n" +
 	"\x02to\x18\x03 \x01(\tR\x02to\x12*\n" +
 	"\x11freeze_timeout_ms\x18\x04 \x01(\x03R\x0ffreezeTimeoutMs\x12\x17\n" +
-	"\afail_at\x18\x05 \x01(\tR\x06failAt\"\x87\x01\n" +
+	"\afail_at\x18\x05 \x01(\tR\x06failAt\x12\x1d\n" +
+	"\n" +
+	"timeout_ms\x18\x06 \x01(\x03R\ttimeoutMs\"\xa6\x01\n" +
 	"\x12HostSuspendRequest\x12\x18\n" +
 	"\asession\x18\x01 \x01(\tR\asession\x12\x12\n" +
 	"\x04file\x18\x02 \x01(\tR\x04file\x12*\n" +
 	"\x11freeze_timeout_ms\x18\x03 \x01(\x03R\x0ffreezeTimeoutMs\x12\x17\n" +
-	"\afail_at\x18\x04 \x01(\tR\x06failAt\"V\n" +
+	"\afail_at\x18\x04 \x01(\tR\x06failAt\x12\x1d\n" +
+	"\n" +
+	"timeout_ms\x18\x05 \x01(\x03R\ttimeoutMs\"u\n" +
 	"\x11HostResumeRequest\x12\x18\n" +
 	"\asession\x18\x01 \x01(\tR\asession\x12\x0e\n" +
 	"\x02to\x18\x02 \x01(\tR\x02to\x12\x17\n" +
-	"\afail_at\x18\x03 \x01(\tR\x06failAt\"\xb8\x01\n" +
+	"\afail_at\x18\x03 \x01(\tR\x06failAt\x12\x1d\n" +
+	"\n" +
+	"timeout_ms\x18\x04 \x01(\x03R\ttimeoutMs\"\xb8\x01\n" +
 	"\x0fOperationUpdate\x12\x18\n" +
 	"\asession\x18\x01 \x01(\tR\asession\x12\x12\n" +
 	"\x04gpus\x18\x02 \x03(\tR\x04gpus\x12\x14\n" +
@@ -1753,7 +1802,8 @@ var file_gpuctl_v1_host_proto_goTypes = []any{
 	(*Reason)(nil),                   // 27: gpuctl.v1.Reason
 	(*Session)(nil),                  // 28: gpuctl.v1.Session
 	(*SwapResult)(nil),               // 29: gpuctl.v1.SwapResult
-	(*Progress)(nil),                 // 30: gpuctl.v1.Progress
+	(*Prediction)(nil),               // 30: gpuctl.v1.Prediction
+	(*Progress)(nil),                 // 31: gpuctl.v1.Progress
 }
 var file_gpuctl_v1_host_proto_depIdxs = []int32{
 	24, // 0: gpuctl.v1.GPU.limits:type_name -> gpuctl.v1.Limits
@@ -1774,36 +1824,38 @@ var file_gpuctl_v1_host_proto_depIdxs = []int32{
 	29, // 15: gpuctl.v1.DescribeSessionResponse.last:type_name -> gpuctl.v1.SwapResult
 	0,  // 16: gpuctl.v1.HostPlanRequest.verb:type_name -> gpuctl.v1.Verb
 	12, // 17: gpuctl.v1.HostPlanResponse.rejected:type_name -> gpuctl.v1.Candidate
-	0,  // 18: gpuctl.v1.HostSwapRequest.verb:type_name -> gpuctl.v1.Verb
-	30, // 19: gpuctl.v1.OperationUpdate.progress:type_name -> gpuctl.v1.Progress
-	12, // 20: gpuctl.v1.OperationUpdate.rejected:type_name -> gpuctl.v1.Candidate
-	3,  // 21: gpuctl.v1.HostService.GetInventory:input_type -> gpuctl.v1.GetInventoryRequest
-	6,  // 22: gpuctl.v1.HostService.CreateClaim:input_type -> gpuctl.v1.CreateClaimRequest
-	8,  // 23: gpuctl.v1.HostService.ReleaseClaim:input_type -> gpuctl.v1.ReleaseClaimRequest
-	10, // 24: gpuctl.v1.HostService.ListClaims:input_type -> gpuctl.v1.ListClaimsRequest
-	13, // 25: gpuctl.v1.HostService.ListSessions:input_type -> gpuctl.v1.HostListSessionsRequest
-	15, // 26: gpuctl.v1.HostService.WatchSessions:input_type -> gpuctl.v1.HostWatchSessionsRequest
-	16, // 27: gpuctl.v1.HostService.DescribeSession:input_type -> gpuctl.v1.DescribeSessionRequest
-	18, // 28: gpuctl.v1.HostService.Plan:input_type -> gpuctl.v1.HostPlanRequest
-	20, // 29: gpuctl.v1.HostService.Swap:input_type -> gpuctl.v1.HostSwapRequest
-	21, // 30: gpuctl.v1.HostService.Suspend:input_type -> gpuctl.v1.HostSuspendRequest
-	22, // 31: gpuctl.v1.HostService.Resume:input_type -> gpuctl.v1.HostResumeRequest
-	4,  // 32: gpuctl.v1.HostService.GetInventory:output_type -> gpuctl.v1.GetInventoryResponse
-	7,  // 33: gpuctl.v1.HostService.CreateClaim:output_type -> gpuctl.v1.CreateClaimResponse
-	9,  // 34: gpuctl.v1.HostService.ReleaseClaim:output_type -> gpuctl.v1.ReleaseClaimResponse
-	11, // 35: gpuctl.v1.HostService.ListClaims:output_type -> gpuctl.v1.ListClaimsResponse
-	14, // 36: gpuctl.v1.HostService.ListSessions:output_type -> gpuctl.v1.HostListSessionsResponse
-	28, // 37: gpuctl.v1.HostService.WatchSessions:output_type -> gpuctl.v1.Session
-	17, // 38: gpuctl.v1.HostService.DescribeSession:output_type -> gpuctl.v1.DescribeSessionResponse
-	19, // 39: gpuctl.v1.HostService.Plan:output_type -> gpuctl.v1.HostPlanResponse
-	23, // 40: gpuctl.v1.HostService.Swap:output_type -> gpuctl.v1.OperationUpdate
-	23, // 41: gpuctl.v1.HostService.Suspend:output_type -> gpuctl.v1.OperationUpdate
-	23, // 42: gpuctl.v1.HostService.Resume:output_type -> gpuctl.v1.OperationUpdate
-	32, // [32:43] is the sub-list for method output_type
-	21, // [21:32] is the sub-list for method input_type
-	21, // [21:21] is the sub-list for extension type_name
-	21, // [21:21] is the sub-list for extension extendee
-	0,  // [0:21] is the sub-list for field type_name
+	30, // 18: gpuctl.v1.HostPlanResponse.total:type_name -> gpuctl.v1.Prediction
+	30, // 19: gpuctl.v1.HostPlanResponse.stop:type_name -> gpuctl.v1.Prediction
+	0,  // 20: gpuctl.v1.HostSwapRequest.verb:type_name -> gpuctl.v1.Verb
+	31, // 21: gpuctl.v1.OperationUpdate.progress:type_name -> gpuctl.v1.Progress
+	12, // 22: gpuctl.v1.OperationUpdate.rejected:type_name -> gpuctl.v1.Candidate
+	3,  // 23: gpuctl.v1.HostService.GetInventory:input_type -> gpuctl.v1.GetInventoryRequest
+	6,  // 24: gpuctl.v1.HostService.CreateClaim:input_type -> gpuctl.v1.CreateClaimRequest
+	8,  // 25: gpuctl.v1.HostService.ReleaseClaim:input_type -> gpuctl.v1.ReleaseClaimRequest
+	10, // 26: gpuctl.v1.HostService.ListClaims:input_type -> gpuctl.v1.ListClaimsRequest
+	13, // 27: gpuctl.v1.HostService.ListSessions:input_type -> gpuctl.v1.HostListSessionsRequest
+	15, // 28: gpuctl.v1.HostService.WatchSessions:input_type -> gpuctl.v1.HostWatchSessionsRequest
+	16, // 29: gpuctl.v1.HostService.DescribeSession:input_type -> gpuctl.v1.DescribeSessionRequest
+	18, // 30: gpuctl.v1.HostService.Plan:input_type -> gpuctl.v1.HostPlanRequest
+	20, // 31: gpuctl.v1.HostService.Swap:input_type -> gpuctl.v1.HostSwapRequest
+	21, // 32: gpuctl.v1.HostService.Suspend:input_type -> gpuctl.v1.HostSuspendRequest
+	22, // 33: gpuctl.v1.HostService.Resume:input_type -> gpuctl.v1.HostResumeRequest
+	4,  // 34: gpuctl.v1.HostService.GetInventory:output_type -> gpuctl.v1.GetInventoryResponse
+	7,  // 35: gpuctl.v1.HostService.CreateClaim:output_type -> gpuctl.v1.CreateClaimResponse
+	9,  // 36: gpuctl.v1.HostService.ReleaseClaim:output_type -> gpuctl.v1.ReleaseClaimResponse
+	11, // 37: gpuctl.v1.HostService.ListClaims:output_type -> gpuctl.v1.ListClaimsResponse
+	14, // 38: gpuctl.v1.HostService.ListSessions:output_type -> gpuctl.v1.HostListSessionsResponse
+	28, // 39: gpuctl.v1.HostService.WatchSessions:output_type -> gpuctl.v1.Session
+	17, // 40: gpuctl.v1.HostService.DescribeSession:output_type -> gpuctl.v1.DescribeSessionResponse
+	19, // 41: gpuctl.v1.HostService.Plan:output_type -> gpuctl.v1.HostPlanResponse
+	23, // 42: gpuctl.v1.HostService.Swap:output_type -> gpuctl.v1.OperationUpdate
+	23, // 43: gpuctl.v1.HostService.Suspend:output_type -> gpuctl.v1.OperationUpdate
+	23, // 44: gpuctl.v1.HostService.Resume:output_type -> gpuctl.v1.OperationUpdate
+	34, // [34:45] is the sub-list for method output_type
+	23, // [23:34] is the sub-list for method input_type
+	23, // [23:23] is the sub-list for extension type_name
+	23, // [23:23] is the sub-list for extension extendee
+	0,  // [0:23] is the sub-list for field type_name
 }
 
 func init() { file_gpuctl_v1_host_proto_init() }

@@ -22,15 +22,16 @@ const (
 )
 
 type MachinePlanRequest struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Machine       string                 `protobuf:"bytes,1,opt,name=machine,proto3" json:"machine,omitempty"`                          // VM, by name or UUID
-	Host          string                 `protobuf:"bytes,2,opt,name=host,proto3" json:"host,omitempty"`                                // that it is on; empty: it is found
-	Verb          string                 `protobuf:"bytes,3,opt,name=verb,proto3" json:"verb,omitempty"`                                // migrate, upgrade or downgrade
-	To            string                 `protobuf:"bytes,4,opt,name=to,proto3" json:"to,omitempty"`                                    // host, GPU id or model; empty: any
-	DeadlineMs    int64                  `protobuf:"varint,5,opt,name=deadline_ms,json=deadlineMs,proto3" json:"deadline_ms,omitempty"` // longest time that it may take; 0: any
-	ForceCold     bool                   `protobuf:"varint,6,opt,name=force_cold,json=forceCold,proto3" json:"force_cold,omitempty"`    // stop the VM and start it again if it can't be moved alive
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	state           protoimpl.MessageState `protogen:"open.v1"`
+	Machine         string                 `protobuf:"bytes,1,opt,name=machine,proto3" json:"machine,omitempty"`                                           // VM, by name or UUID
+	Host            string                 `protobuf:"bytes,2,opt,name=host,proto3" json:"host,omitempty"`                                                 // that it is on; empty: it is found
+	Verb            string                 `protobuf:"bytes,3,opt,name=verb,proto3" json:"verb,omitempty"`                                                 // migrate, upgrade or downgrade
+	To              string                 `protobuf:"bytes,4,opt,name=to,proto3" json:"to,omitempty"`                                                     // host, GPU id or model; empty: any
+	DeadlineMs      int64                  `protobuf:"varint,5,opt,name=deadline_ms,json=deadlineMs,proto3" json:"deadline_ms,omitempty"`                  // longest time that it may take; 0: any
+	ForceCold       bool                   `protobuf:"varint,6,opt,name=force_cold,json=forceCold,proto3" json:"force_cold,omitempty"`                     // stop the VM and start it again if it can't be moved alive
+	FreezeTimeoutMs int64                  `protobuf:"varint,7,opt,name=freeze_timeout_ms,json=freezeTimeoutMs,proto3" json:"freeze_timeout_ms,omitempty"` // how long what the applications have launched may take to end; 0: two minutes
+	unknownFields   protoimpl.UnknownFields
+	sizeCache       protoimpl.SizeCache
 }
 
 func (x *MachinePlanRequest) Reset() {
@@ -105,6 +106,13 @@ func (x *MachinePlanRequest) GetForceCold() bool {
 	return false
 }
 
+func (x *MachinePlanRequest) GetFreezeTimeoutMs() int64 {
+	if x != nil {
+		return x.FreezeTimeoutMs
+	}
+	return 0
+}
+
 type MachinePlanResponse struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Machine       string                 `protobuf:"bytes,1,opt,name=machine,proto3" json:"machine,omitempty"`
@@ -118,6 +126,7 @@ type MachinePlanResponse struct {
 	Cold          bool                   `protobuf:"varint,9,opt,name=cold,proto3" json:"cold,omitempty"`                                  // the VM is stopped, and started with the other card
 	WarmReasons   []*Reason              `protobuf:"bytes,10,rep,name=warm_reasons,json=warmReasons,proto3" json:"warm_reasons,omitempty"` // with cold: why it can't be moved alive
 	Away          uint64                 `protobuf:"varint,11,opt,name=away,proto3" json:"away,omitempty"`                                 // bytes of gpu_state that leave the VM for its hosts' memory
+	Notes         []*Reason              `protobuf:"bytes,12,rep,name=notes,proto3" json:"notes,omitempty"`                                // what to know beforehand; they refuse nothing
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -229,6 +238,13 @@ func (x *MachinePlanResponse) GetAway() uint64 {
 	return 0
 }
 
+func (x *MachinePlanResponse) GetNotes() []*Reason {
+	if x != nil {
+		return x.Notes
+	}
+	return nil
+}
+
 type MachineCandidate struct {
 	state           protoimpl.MessageState `protogen:"open.v1"`
 	Host            string                 `protobuf:"bytes,1,opt,name=host,proto3" json:"host,omitempty"`
@@ -238,6 +254,8 @@ type MachineCandidate struct {
 	PredictedStopNs int64                  `protobuf:"varint,5,opt,name=predicted_stop_ns,json=predictedStopNs,proto3" json:"predicted_stop_ns,omitempty"`
 	Bytes           uint64                 `protobuf:"varint,6,opt,name=bytes,proto3" json:"bytes,omitempty"`
 	Steps           []*MachineStep         `protobuf:"bytes,7,rep,name=steps,proto3" json:"steps,omitempty"`
+	Total           *Prediction            `protobuf:"bytes,8,opt,name=total,proto3" json:"total,omitempty"`
+	Stop            *Prediction            `protobuf:"bytes,9,opt,name=stop,proto3" json:"stop,omitempty"`
 	unknownFields   protoimpl.UnknownFields
 	sizeCache       protoimpl.SizeCache
 }
@@ -321,6 +339,20 @@ func (x *MachineCandidate) GetSteps() []*MachineStep {
 	return nil
 }
 
+func (x *MachineCandidate) GetTotal() *Prediction {
+	if x != nil {
+		return x.Total
+	}
+	return nil
+}
+
+func (x *MachineCandidate) GetStop() *Prediction {
+	if x != nil {
+		return x.Stop
+	}
+	return nil
+}
+
 type MachineStep struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Name          string                 `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
@@ -328,6 +360,7 @@ type MachineStep struct {
 	Undo          string                 `protobuf:"bytes,3,opt,name=undo,proto3" json:"undo,omitempty"` // empty: there is nothing to undo
 	PredictedNs   int64                  `protobuf:"varint,4,opt,name=predicted_ns,json=predictedNs,proto3" json:"predicted_ns,omitempty"`
 	Bytes         uint64                 `protobuf:"varint,5,opt,name=bytes,proto3" json:"bytes,omitempty"`
+	Prediction    *Prediction            `protobuf:"bytes,6,opt,name=prediction,proto3" json:"prediction,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -395,6 +428,13 @@ func (x *MachineStep) GetBytes() uint64 {
 		return x.Bytes
 	}
 	return 0
+}
+
+func (x *MachineStep) GetPrediction() *Prediction {
+	if x != nil {
+		return x.Prediction
+	}
+	return nil
 }
 
 type MachineRejection struct {
@@ -799,8 +839,11 @@ func (x *MachineAbortResponse) GetMessage() string {
 }
 
 type MachineResumeRequest struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Id            string                 `protobuf:"bytes,1,opt,name=id,proto3" json:"id,omitempty"`
+	state protoimpl.MessageState `protogen:"open.v1"`
+	Id    string                 `protobuf:"bytes,1,opt,name=id,proto3" json:"id,omitempty"`
+	// A host that cannot be asked, of which the operator asserts that the VM does
+	// not run there and will not: it has no power, or was cleaned. Empty: none.
+	AbsentOn      string `protobuf:"bytes,2,opt,name=absent_on,json=absentOn,proto3" json:"absent_on,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -838,6 +881,13 @@ func (*MachineResumeRequest) Descriptor() ([]byte, []int) {
 func (x *MachineResumeRequest) GetId() string {
 	if x != nil {
 		return x.Id
+	}
+	return ""
+}
+
+func (x *MachineResumeRequest) GetAbsentOn() string {
+	if x != nil {
+		return x.AbsentOn
 	}
 	return ""
 }
@@ -891,6 +941,7 @@ type SiteMachine struct {
 	Uuid          string                 `protobuf:"bytes,1,opt,name=uuid,proto3" json:"uuid,omitempty"`
 	Name          string                 `protobuf:"bytes,2,opt,name=name,proto3" json:"name,omitempty"`
 	Migration     string                 `protobuf:"bytes,3,opt,name=migration,proto3" json:"migration,omitempty"` // whose driver asks; empty: for a plan
+	Token         uint64                 `protobuf:"varint,4,opt,name=token,proto3" json:"token,omitempty"`        // of its record: a host does nothing for an older one than it has seen
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -944,6 +995,13 @@ func (x *SiteMachine) GetMigration() string {
 		return x.Migration
 	}
 	return ""
+}
+
+func (x *SiteMachine) GetToken() uint64 {
+	if x != nil {
+		return x.Token
+	}
+	return 0
 }
 
 type SitePrepareResponse struct {
@@ -1299,6 +1357,7 @@ type SiteProgress struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Done          uint64                 `protobuf:"varint,1,opt,name=done,proto3" json:"done,omitempty"`
 	Total         uint64                 `protobuf:"varint,2,opt,name=total,proto3" json:"total,omitempty"`
+	Message       string                 `protobuf:"bytes,3,opt,name=message,proto3" json:"message,omitempty"` // what is waited for
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1345,6 +1404,13 @@ func (x *SiteProgress) GetTotal() uint64 {
 		return x.Total
 	}
 	return 0
+}
+
+func (x *SiteProgress) GetMessage() string {
+	if x != nil {
+		return x.Message
+	}
+	return ""
 }
 
 type SiteSessionsResponse struct {
@@ -1408,14 +1474,15 @@ func (x *SiteSessionsResponse) GetRunning() []*SiteSession {
 }
 
 type SiteSessionsRequest struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Machine       *SiteMachine           `protobuf:"bytes,1,opt,name=machine,proto3" json:"machine,omitempty"`
-	Gpu           string                 `protobuf:"bytes,2,opt,name=gpu,proto3" json:"gpu,omitempty"` // of Thaw
-	Sessions      []string               `protobuf:"bytes,3,rep,name=sessions,proto3" json:"sessions,omitempty"`
-	Away          []string               `protobuf:"bytes,4,rep,name=away,proto3" json:"away,omitempty"` // of Freeze: those whose state leaves the VM
-	To            string                 `protobuf:"bytes,5,opt,name=to,proto3" json:"to,omitempty"`     // of Freeze and Deposit: host that keeps it, too
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	state           protoimpl.MessageState `protogen:"open.v1"`
+	Machine         *SiteMachine           `protobuf:"bytes,1,opt,name=machine,proto3" json:"machine,omitempty"`
+	Gpu             string                 `protobuf:"bytes,2,opt,name=gpu,proto3" json:"gpu,omitempty"` // of Thaw
+	Sessions        []string               `protobuf:"bytes,3,rep,name=sessions,proto3" json:"sessions,omitempty"`
+	Away            []string               `protobuf:"bytes,4,rep,name=away,proto3" json:"away,omitempty"`                                                 // of Freeze: those whose state leaves the VM
+	To              string                 `protobuf:"bytes,5,opt,name=to,proto3" json:"to,omitempty"`                                                     // of Freeze and Deposit: host that keeps it, too
+	FreezeTimeoutMs int64                  `protobuf:"varint,6,opt,name=freeze_timeout_ms,json=freezeTimeoutMs,proto3" json:"freeze_timeout_ms,omitempty"` // of Freeze; 0: two minutes
+	unknownFields   protoimpl.UnknownFields
+	sizeCache       protoimpl.SizeCache
 }
 
 func (x *SiteSessionsRequest) Reset() {
@@ -1481,6 +1548,13 @@ func (x *SiteSessionsRequest) GetTo() string {
 		return x.To
 	}
 	return ""
+}
+
+func (x *SiteSessionsRequest) GetFreezeTimeoutMs() int64 {
+	if x != nil {
+		return x.FreezeTimeoutMs
+	}
+	return 0
 }
 
 type SiteKeepRequest struct {
@@ -2125,8 +2199,9 @@ type SiteHostFacts struct {
 	Link          uint64                 `protobuf:"varint,5,opt,name=link,proto3" json:"link,omitempty"` // bytes per second; 0: not known
 	Cpu           string                 `protobuf:"bytes,6,opt,name=cpu,proto3" json:"cpu,omitempty"`    // why the VM's processor can't be had; empty: it can
 	Cards         []*SiteCard            `protobuf:"bytes,7,rep,name=cards,proto3" json:"cards,omitempty"`
-	Keep          uint64                 `protobuf:"varint,8,opt,name=keep,proto3" json:"keep,omitempty"`   // bytes of VMs' GPU states that can be kept
-	Keeps         bool                   `protobuf:"varint,9,opt,name=keeps,proto3" json:"keeps,omitempty"` // it keeps any
+	Keep          uint64                 `protobuf:"varint,8,opt,name=keep,proto3" json:"keep,omitempty"`                                  // bytes of VMs' GPU states that can be kept
+	Keeps         bool                   `protobuf:"varint,9,opt,name=keeps,proto3" json:"keeps,omitempty"`                                // it keeps any
+	LockManager   string                 `protobuf:"bytes,10,opt,name=lock_manager,json=lockManager,proto3" json:"lock_manager,omitempty"` // of libvirt: what keeps a VM from running on two hosts; empty: nothing
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2224,6 +2299,13 @@ func (x *SiteHostFacts) GetKeeps() bool {
 	return false
 }
 
+func (x *SiteHostFacts) GetLockManager() string {
+	if x != nil {
+		return x.LockManager
+	}
+	return ""
+}
+
 type SiteCard struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Gpu           string                 `protobuf:"bytes,1,opt,name=gpu,proto3" json:"gpu,omitempty"`             // id
@@ -2304,7 +2386,7 @@ var File_gpuctl_v1_migrate_proto protoreflect.FileDescriptor
 
 const file_gpuctl_v1_migrate_proto_rawDesc = "" +
 	"\n" +
-	"\x17gpuctl/v1/migrate.proto\x12\tgpuctl.v1\x1a\x15gpuctl/v1/agent.proto\x1a\x15gpuctl/v1/types.proto\"\xa6\x01\n" +
+	"\x17gpuctl/v1/migrate.proto\x12\tgpuctl.v1\x1a\x15gpuctl/v1/agent.proto\x1a\x15gpuctl/v1/types.proto\"\xd2\x01\n" +
 	"\x12MachinePlanRequest\x12\x18\n" +
 	"\amachine\x18\x01 \x01(\tR\amachine\x12\x12\n" +
 	"\x04host\x18\x02 \x01(\tR\x04host\x12\x12\n" +
@@ -2313,7 +2395,8 @@ const file_gpuctl_v1_migrate_proto_rawDesc = "" +
 	"\vdeadline_ms\x18\x05 \x01(\x03R\n" +
 	"deadlineMs\x12\x1d\n" +
 	"\n" +
-	"force_cold\x18\x06 \x01(\bR\tforceCold\"\x91\x03\n" +
+	"force_cold\x18\x06 \x01(\bR\tforceCold\x12*\n" +
+	"\x11freeze_timeout_ms\x18\a \x01(\x03R\x0ffreezeTimeoutMs\"\xba\x03\n" +
 	"\x13MachinePlanResponse\x12\x18\n" +
 	"\amachine\x18\x01 \x01(\tR\amachine\x12\x12\n" +
 	"\x04host\x18\x02 \x01(\tR\x04host\x12\x12\n" +
@@ -2328,7 +2411,8 @@ const file_gpuctl_v1_migrate_proto_rawDesc = "" +
 	"\x04cold\x18\t \x01(\bR\x04cold\x124\n" +
 	"\fwarm_reasons\x18\n" +
 	" \x03(\v2\x11.gpuctl.v1.ReasonR\vwarmReasons\x12\x12\n" +
-	"\x04away\x18\v \x01(\x04R\x04away\"\xe1\x01\n" +
+	"\x04away\x18\v \x01(\x04R\x04away\x12'\n" +
+	"\x05notes\x18\f \x03(\v2\x11.gpuctl.v1.ReasonR\x05notes\"\xb9\x02\n" +
 	"\x10MachineCandidate\x12\x12\n" +
 	"\x04host\x18\x01 \x01(\tR\x04host\x12\x10\n" +
 	"\x03gpu\x18\x02 \x01(\tR\x03gpu\x12\x14\n" +
@@ -2336,13 +2420,18 @@ const file_gpuctl_v1_migrate_proto_rawDesc = "" +
 	"\fpredicted_ns\x18\x04 \x01(\x03R\vpredictedNs\x12*\n" +
 	"\x11predicted_stop_ns\x18\x05 \x01(\x03R\x0fpredictedStopNs\x12\x14\n" +
 	"\x05bytes\x18\x06 \x01(\x04R\x05bytes\x12,\n" +
-	"\x05steps\x18\a \x03(\v2\x16.gpuctl.v1.MachineStepR\x05steps\"\x82\x01\n" +
+	"\x05steps\x18\a \x03(\v2\x16.gpuctl.v1.MachineStepR\x05steps\x12+\n" +
+	"\x05total\x18\b \x01(\v2\x15.gpuctl.v1.PredictionR\x05total\x12)\n" +
+	"\x04stop\x18\t \x01(\v2\x15.gpuctl.v1.PredictionR\x04stop\"\xb9\x01\n" +
 	"\vMachineStep\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x12\n" +
 	"\x04what\x18\x02 \x01(\tR\x04what\x12\x12\n" +
 	"\x04undo\x18\x03 \x01(\tR\x04undo\x12!\n" +
 	"\fpredicted_ns\x18\x04 \x01(\x03R\vpredictedNs\x12\x14\n" +
-	"\x05bytes\x18\x05 \x01(\x04R\x05bytes\"{\n" +
+	"\x05bytes\x18\x05 \x01(\x04R\x05bytes\x125\n" +
+	"\n" +
+	"prediction\x18\x06 \x01(\v2\x15.gpuctl.v1.PredictionR\n" +
+	"prediction\"{\n" +
 	"\x10MachineRejection\x12\x12\n" +
 	"\x04host\x18\x01 \x01(\tR\x04host\x12\x10\n" +
 	"\x03gpu\x18\x02 \x01(\tR\x03gpu\x12\x14\n" +
@@ -2376,15 +2465,17 @@ const file_gpuctl_v1_migrate_proto_rawDesc = "" +
 	"\x13MachineAbortRequest\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\"0\n" +
 	"\x14MachineAbortResponse\x12\x18\n" +
-	"\amessage\x18\x01 \x01(\tR\amessage\"&\n" +
+	"\amessage\x18\x01 \x01(\tR\amessage\"C\n" +
 	"\x14MachineResumeRequest\x12\x0e\n" +
-	"\x02id\x18\x01 \x01(\tR\x02id\"1\n" +
+	"\x02id\x18\x01 \x01(\tR\x02id\x12\x1b\n" +
+	"\tabsent_on\x18\x02 \x01(\tR\babsentOn\"1\n" +
 	"\x15MachineResumeResponse\x12\x18\n" +
-	"\amessage\x18\x01 \x01(\tR\amessage\"S\n" +
+	"\amessage\x18\x01 \x01(\tR\amessage\"i\n" +
 	"\vSiteMachine\x12\x12\n" +
 	"\x04uuid\x18\x01 \x01(\tR\x04uuid\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12\x1c\n" +
-	"\tmigration\x18\x03 \x01(\tR\tmigration\"=\n" +
+	"\tmigration\x18\x03 \x01(\tR\tmigration\x12\x14\n" +
+	"\x05token\x18\x04 \x01(\x04R\x05token\"=\n" +
 	"\x13SitePrepareResponse\x12&\n" +
 	"\x02id\x18\x01 \x01(\v2\x16.gpuctl.v1.PCIIdentityR\x02id\"m\n" +
 	"\x11SiteExpectRequest\x120\n" +
@@ -2404,20 +2495,22 @@ const file_gpuctl_v1_migrate_proto_rawDesc = "" +
 	"\x06stored\x18\x04 \x01(\bR\x06stored\"S\n" +
 	"\x0fSiteMoveRequest\x120\n" +
 	"\amachine\x18\x01 \x01(\v2\x16.gpuctl.v1.SiteMachineR\amachine\x12\x0e\n" +
-	"\x02to\x18\x02 \x01(\tR\x02to\"8\n" +
+	"\x02to\x18\x02 \x01(\tR\x02to\"R\n" +
 	"\fSiteProgress\x12\x12\n" +
 	"\x04done\x18\x01 \x01(\x04R\x04done\x12\x14\n" +
-	"\x05total\x18\x02 \x01(\x04R\x05total\"\x9b\x01\n" +
+	"\x05total\x18\x02 \x01(\x04R\x05total\x12\x18\n" +
+	"\amessage\x18\x03 \x01(\tR\amessage\"\x9b\x01\n" +
 	"\x14SiteSessionsResponse\x12\x1a\n" +
 	"\bsessions\x18\x01 \x03(\tR\bsessions\x125\n" +
 	"\x05hello\x18\x02 \x01(\v2\x1f.gpuctl.v1.HelloResponseSummaryR\x05hello\x120\n" +
-	"\arunning\x18\x03 \x03(\v2\x16.gpuctl.v1.SiteSessionR\arunning\"\x99\x01\n" +
+	"\arunning\x18\x03 \x03(\v2\x16.gpuctl.v1.SiteSessionR\arunning\"\xc5\x01\n" +
 	"\x13SiteSessionsRequest\x120\n" +
 	"\amachine\x18\x01 \x01(\v2\x16.gpuctl.v1.SiteMachineR\amachine\x12\x10\n" +
 	"\x03gpu\x18\x02 \x01(\tR\x03gpu\x12\x1a\n" +
 	"\bsessions\x18\x03 \x03(\tR\bsessions\x12\x12\n" +
 	"\x04away\x18\x04 \x03(\tR\x04away\x12\x0e\n" +
-	"\x02to\x18\x05 \x01(\tR\x02to\"\xcc\x01\n" +
+	"\x02to\x18\x05 \x01(\tR\x02to\x12*\n" +
+	"\x11freeze_timeout_ms\x18\x06 \x01(\x03R\x0ffreezeTimeoutMs\"\xcc\x01\n" +
 	"\x0fSiteKeepRequest\x120\n" +
 	"\amachine\x18\x01 \x01(\v2\x16.gpuctl.v1.SiteMachineR\amachine\x12\x18\n" +
 	"\asession\x18\x02 \x01(\tR\asession\x12(\n" +
@@ -2473,7 +2566,7 @@ const file_gpuctl_v1_migrate_proto_rawDesc = "" +
 	"\x04type\x18\x05 \x01(\tR\x04type\"]\n" +
 	"\x11SiteServesRequest\x12\x12\n" +
 	"\x04uuid\x18\x01 \x01(\tR\x04uuid\x124\n" +
-	"\tfunctions\x18\x02 \x03(\v2\x16.gpuctl.v1.PCIIdentityR\tfunctions\"\xf9\x01\n" +
+	"\tfunctions\x18\x02 \x03(\v2\x16.gpuctl.v1.PCIIdentityR\tfunctions\"\x9c\x02\n" +
 	"\rSiteHostFacts\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x1e\n" +
 	"\n" +
@@ -2486,7 +2579,9 @@ const file_gpuctl_v1_migrate_proto_rawDesc = "" +
 	"\x03cpu\x18\x06 \x01(\tR\x03cpu\x12)\n" +
 	"\x05cards\x18\a \x03(\v2\x13.gpuctl.v1.SiteCardR\x05cards\x12\x12\n" +
 	"\x04keep\x18\b \x01(\x04R\x04keep\x12\x14\n" +
-	"\x05keeps\x18\t \x01(\bR\x05keeps\"\x92\x01\n" +
+	"\x05keeps\x18\t \x01(\bR\x05keeps\x12!\n" +
+	"\flock_manager\x18\n" +
+	" \x01(\tR\vlockManager\"\x92\x01\n" +
 	"\bSiteCard\x12\x10\n" +
 	"\x03gpu\x18\x01 \x01(\tR\x03gpu\x12\x16\n" +
 	"\x06holder\x18\x02 \x01(\tR\x06holder\x12\x16\n" +
@@ -2498,12 +2593,14 @@ const file_gpuctl_v1_migrate_proto_rawDesc = "" +
 	"\x05Start\x12\x1e.gpuctl.v1.MachineStartRequest\x1a\x1a.gpuctl.v1.MachineProgress0\x01\x12E\n" +
 	"\x05Watch\x12\x1e.gpuctl.v1.MachineWatchRequest\x1a\x1a.gpuctl.v1.MachineProgress0\x01\x12H\n" +
 	"\x05Abort\x12\x1e.gpuctl.v1.MachineAbortRequest\x1a\x1f.gpuctl.v1.MachineAbortResponse\x12K\n" +
-	"\x06Resume\x12\x1f.gpuctl.v1.MachineResumeRequest\x1a .gpuctl.v1.MachineResumeResponse2\xab\f\n" +
+	"\x06Resume\x12\x1f.gpuctl.v1.MachineResumeRequest\x1a .gpuctl.v1.MachineResumeResponse2\x99\r\n" +
 	"\vSiteService\x12C\n" +
 	"\fMachineFacts\x12\x16.gpuctl.v1.SiteMachine\x1a\x1b.gpuctl.v1.SiteMachineFacts\x12A\n" +
 	"\x06Serves\x12\x1c.gpuctl.v1.SiteServesRequest\x1a\x19.gpuctl.v1.ServesResponse\x12F\n" +
 	"\tHostFacts\x12\x1f.gpuctl.v1.SiteHostFactsRequest\x1a\x18.gpuctl.v1.SiteHostFacts\x12=\n" +
-	"\x05Where\x12\x16.gpuctl.v1.SiteMachine\x1a\x1c.gpuctl.v1.SiteWhereResponse\x12:\n" +
+	"\x05Where\x12\x16.gpuctl.v1.SiteMachine\x1a\x1c.gpuctl.v1.SiteWhereResponse\x124\n" +
+	"\x05Pause\x12\x16.gpuctl.v1.SiteMachine\x1a\x13.gpuctl.v1.SiteDone\x126\n" +
+	"\aUnpause\x12\x16.gpuctl.v1.SiteMachine\x1a\x13.gpuctl.v1.SiteDone\x12:\n" +
 	"\aReserve\x12\x1a.gpuctl.v1.SiteCardRequest\x1a\x13.gpuctl.v1.SiteDone\x12E\n" +
 	"\aPrepare\x12\x1a.gpuctl.v1.SiteCardRequest\x1a\x1e.gpuctl.v1.SitePrepareResponse\x12;\n" +
 	"\x06Expect\x12\x1c.gpuctl.v1.SiteExpectRequest\x1a\x13.gpuctl.v1.SiteDone\x129\n" +
@@ -2575,108 +2672,117 @@ var file_gpuctl_v1_migrate_proto_goTypes = []any{
 	(*SiteHostFacts)(nil),         // 31: gpuctl.v1.SiteHostFacts
 	(*SiteCard)(nil),              // 32: gpuctl.v1.SiteCard
 	(*Reason)(nil),                // 33: gpuctl.v1.Reason
-	(*PCIIdentity)(nil),           // 34: gpuctl.v1.PCIIdentity
-	(*StateMark)(nil),             // 35: gpuctl.v1.StateMark
-	(*StateChunk)(nil),            // 36: gpuctl.v1.StateChunk
-	(*Usage)(nil),                 // 37: gpuctl.v1.Usage
-	(*ServesResponse)(nil),        // 38: gpuctl.v1.ServesResponse
+	(*Prediction)(nil),            // 34: gpuctl.v1.Prediction
+	(*PCIIdentity)(nil),           // 35: gpuctl.v1.PCIIdentity
+	(*StateMark)(nil),             // 36: gpuctl.v1.StateMark
+	(*StateChunk)(nil),            // 37: gpuctl.v1.StateChunk
+	(*Usage)(nil),                 // 38: gpuctl.v1.Usage
+	(*ServesResponse)(nil),        // 39: gpuctl.v1.ServesResponse
 }
 var file_gpuctl_v1_migrate_proto_depIdxs = []int32{
 	33, // 0: gpuctl.v1.MachinePlanResponse.reasons:type_name -> gpuctl.v1.Reason
 	2,  // 1: gpuctl.v1.MachinePlanResponse.candidates:type_name -> gpuctl.v1.MachineCandidate
 	4,  // 2: gpuctl.v1.MachinePlanResponse.rejected:type_name -> gpuctl.v1.MachineRejection
 	33, // 3: gpuctl.v1.MachinePlanResponse.warm_reasons:type_name -> gpuctl.v1.Reason
-	3,  // 4: gpuctl.v1.MachineCandidate.steps:type_name -> gpuctl.v1.MachineStep
-	33, // 5: gpuctl.v1.MachineRejection.reasons:type_name -> gpuctl.v1.Reason
-	0,  // 6: gpuctl.v1.MachineStartRequest.plan:type_name -> gpuctl.v1.MachinePlanRequest
-	1,  // 7: gpuctl.v1.MachineProgress.refused:type_name -> gpuctl.v1.MachinePlanResponse
-	34, // 8: gpuctl.v1.SitePrepareResponse.id:type_name -> gpuctl.v1.PCIIdentity
-	12, // 9: gpuctl.v1.SiteExpectRequest.machine:type_name -> gpuctl.v1.SiteMachine
-	34, // 10: gpuctl.v1.SiteExpectRequest.id:type_name -> gpuctl.v1.PCIIdentity
-	12, // 11: gpuctl.v1.SiteDefinition.machine:type_name -> gpuctl.v1.SiteMachine
-	12, // 12: gpuctl.v1.SiteCardRequest.machine:type_name -> gpuctl.v1.SiteMachine
-	12, // 13: gpuctl.v1.SiteMoveRequest.machine:type_name -> gpuctl.v1.SiteMachine
-	25, // 14: gpuctl.v1.SiteSessionsResponse.hello:type_name -> gpuctl.v1.HelloResponseSummary
-	26, // 15: gpuctl.v1.SiteSessionsResponse.running:type_name -> gpuctl.v1.SiteSession
-	12, // 16: gpuctl.v1.SiteSessionsRequest.machine:type_name -> gpuctl.v1.SiteMachine
-	12, // 17: gpuctl.v1.SiteKeepRequest.machine:type_name -> gpuctl.v1.SiteMachine
-	35, // 18: gpuctl.v1.SiteKeepRequest.mark:type_name -> gpuctl.v1.StateMark
-	36, // 19: gpuctl.v1.SiteKeepRequest.chunk:type_name -> gpuctl.v1.StateChunk
-	29, // 20: gpuctl.v1.SiteMachineFacts.cpu:type_name -> gpuctl.v1.SiteCPU
-	27, // 21: gpuctl.v1.SiteMachineFacts.disks:type_name -> gpuctl.v1.SiteDisk
-	25, // 22: gpuctl.v1.SiteMachineFacts.hello:type_name -> gpuctl.v1.HelloResponseSummary
-	26, // 23: gpuctl.v1.SiteMachineFacts.sessions:type_name -> gpuctl.v1.SiteSession
-	37, // 24: gpuctl.v1.SiteSession.usage:type_name -> gpuctl.v1.Usage
-	27, // 25: gpuctl.v1.SiteHostFactsRequest.disks:type_name -> gpuctl.v1.SiteDisk
-	29, // 26: gpuctl.v1.SiteHostFactsRequest.cpu:type_name -> gpuctl.v1.SiteCPU
-	34, // 27: gpuctl.v1.SiteServesRequest.functions:type_name -> gpuctl.v1.PCIIdentity
-	32, // 28: gpuctl.v1.SiteHostFacts.cards:type_name -> gpuctl.v1.SiteCard
-	34, // 29: gpuctl.v1.SiteCard.id:type_name -> gpuctl.v1.PCIIdentity
-	0,  // 30: gpuctl.v1.MigrationService.Plan:input_type -> gpuctl.v1.MachinePlanRequest
-	5,  // 31: gpuctl.v1.MigrationService.Start:input_type -> gpuctl.v1.MachineStartRequest
-	7,  // 32: gpuctl.v1.MigrationService.Watch:input_type -> gpuctl.v1.MachineWatchRequest
-	8,  // 33: gpuctl.v1.MigrationService.Abort:input_type -> gpuctl.v1.MachineAbortRequest
-	10, // 34: gpuctl.v1.MigrationService.Resume:input_type -> gpuctl.v1.MachineResumeRequest
-	12, // 35: gpuctl.v1.SiteService.MachineFacts:input_type -> gpuctl.v1.SiteMachine
-	30, // 36: gpuctl.v1.SiteService.Serves:input_type -> gpuctl.v1.SiteServesRequest
-	28, // 37: gpuctl.v1.SiteService.HostFacts:input_type -> gpuctl.v1.SiteHostFactsRequest
-	12, // 38: gpuctl.v1.SiteService.Where:input_type -> gpuctl.v1.SiteMachine
-	18, // 39: gpuctl.v1.SiteService.Reserve:input_type -> gpuctl.v1.SiteCardRequest
-	18, // 40: gpuctl.v1.SiteService.Prepare:input_type -> gpuctl.v1.SiteCardRequest
-	14, // 41: gpuctl.v1.SiteService.Expect:input_type -> gpuctl.v1.SiteExpectRequest
-	18, // 42: gpuctl.v1.SiteService.Attach:input_type -> gpuctl.v1.SiteCardRequest
-	18, // 43: gpuctl.v1.SiteService.Detach:input_type -> gpuctl.v1.SiteCardRequest
-	18, // 44: gpuctl.v1.SiteService.GiveBack:input_type -> gpuctl.v1.SiteCardRequest
-	19, // 45: gpuctl.v1.SiteService.Move:input_type -> gpuctl.v1.SiteMoveRequest
-	12, // 46: gpuctl.v1.SiteService.Sessions:input_type -> gpuctl.v1.SiteMachine
-	22, // 47: gpuctl.v1.SiteService.Freeze:input_type -> gpuctl.v1.SiteSessionsRequest
-	18, // 48: gpuctl.v1.SiteService.Release:input_type -> gpuctl.v1.SiteCardRequest
-	18, // 49: gpuctl.v1.SiteService.TakeUp:input_type -> gpuctl.v1.SiteCardRequest
-	18, // 50: gpuctl.v1.SiteService.Await:input_type -> gpuctl.v1.SiteCardRequest
-	22, // 51: gpuctl.v1.SiteService.Thaw:input_type -> gpuctl.v1.SiteSessionsRequest
-	18, // 52: gpuctl.v1.SiteService.Stop:input_type -> gpuctl.v1.SiteCardRequest
-	18, // 53: gpuctl.v1.SiteService.Start:input_type -> gpuctl.v1.SiteCardRequest
-	12, // 54: gpuctl.v1.SiteService.Definition:input_type -> gpuctl.v1.SiteMachine
-	16, // 55: gpuctl.v1.SiteService.Define:input_type -> gpuctl.v1.SiteDefinition
-	12, // 56: gpuctl.v1.SiteService.Undefine:input_type -> gpuctl.v1.SiteMachine
-	23, // 57: gpuctl.v1.SiteService.Keep:input_type -> gpuctl.v1.SiteKeepRequest
-	22, // 58: gpuctl.v1.SiteService.Deposit:input_type -> gpuctl.v1.SiteSessionsRequest
-	12, // 59: gpuctl.v1.SiteService.Forget:input_type -> gpuctl.v1.SiteMachine
-	1,  // 60: gpuctl.v1.MigrationService.Plan:output_type -> gpuctl.v1.MachinePlanResponse
-	6,  // 61: gpuctl.v1.MigrationService.Start:output_type -> gpuctl.v1.MachineProgress
-	6,  // 62: gpuctl.v1.MigrationService.Watch:output_type -> gpuctl.v1.MachineProgress
-	9,  // 63: gpuctl.v1.MigrationService.Abort:output_type -> gpuctl.v1.MachineAbortResponse
-	11, // 64: gpuctl.v1.MigrationService.Resume:output_type -> gpuctl.v1.MachineResumeResponse
-	24, // 65: gpuctl.v1.SiteService.MachineFacts:output_type -> gpuctl.v1.SiteMachineFacts
-	38, // 66: gpuctl.v1.SiteService.Serves:output_type -> gpuctl.v1.ServesResponse
-	31, // 67: gpuctl.v1.SiteService.HostFacts:output_type -> gpuctl.v1.SiteHostFacts
-	17, // 68: gpuctl.v1.SiteService.Where:output_type -> gpuctl.v1.SiteWhereResponse
-	15, // 69: gpuctl.v1.SiteService.Reserve:output_type -> gpuctl.v1.SiteDone
-	13, // 70: gpuctl.v1.SiteService.Prepare:output_type -> gpuctl.v1.SitePrepareResponse
-	15, // 71: gpuctl.v1.SiteService.Expect:output_type -> gpuctl.v1.SiteDone
-	15, // 72: gpuctl.v1.SiteService.Attach:output_type -> gpuctl.v1.SiteDone
-	15, // 73: gpuctl.v1.SiteService.Detach:output_type -> gpuctl.v1.SiteDone
-	15, // 74: gpuctl.v1.SiteService.GiveBack:output_type -> gpuctl.v1.SiteDone
-	20, // 75: gpuctl.v1.SiteService.Move:output_type -> gpuctl.v1.SiteProgress
-	21, // 76: gpuctl.v1.SiteService.Sessions:output_type -> gpuctl.v1.SiteSessionsResponse
-	20, // 77: gpuctl.v1.SiteService.Freeze:output_type -> gpuctl.v1.SiteProgress
-	15, // 78: gpuctl.v1.SiteService.Release:output_type -> gpuctl.v1.SiteDone
-	15, // 79: gpuctl.v1.SiteService.TakeUp:output_type -> gpuctl.v1.SiteDone
-	15, // 80: gpuctl.v1.SiteService.Await:output_type -> gpuctl.v1.SiteDone
-	20, // 81: gpuctl.v1.SiteService.Thaw:output_type -> gpuctl.v1.SiteProgress
-	15, // 82: gpuctl.v1.SiteService.Stop:output_type -> gpuctl.v1.SiteDone
-	15, // 83: gpuctl.v1.SiteService.Start:output_type -> gpuctl.v1.SiteDone
-	16, // 84: gpuctl.v1.SiteService.Definition:output_type -> gpuctl.v1.SiteDefinition
-	15, // 85: gpuctl.v1.SiteService.Define:output_type -> gpuctl.v1.SiteDone
-	15, // 86: gpuctl.v1.SiteService.Undefine:output_type -> gpuctl.v1.SiteDone
-	15, // 87: gpuctl.v1.SiteService.Keep:output_type -> gpuctl.v1.SiteDone
-	20, // 88: gpuctl.v1.SiteService.Deposit:output_type -> gpuctl.v1.SiteProgress
-	15, // 89: gpuctl.v1.SiteService.Forget:output_type -> gpuctl.v1.SiteDone
-	60, // [60:90] is the sub-list for method output_type
-	30, // [30:60] is the sub-list for method input_type
-	30, // [30:30] is the sub-list for extension type_name
-	30, // [30:30] is the sub-list for extension extendee
-	0,  // [0:30] is the sub-list for field type_name
+	33, // 4: gpuctl.v1.MachinePlanResponse.notes:type_name -> gpuctl.v1.Reason
+	3,  // 5: gpuctl.v1.MachineCandidate.steps:type_name -> gpuctl.v1.MachineStep
+	34, // 6: gpuctl.v1.MachineCandidate.total:type_name -> gpuctl.v1.Prediction
+	34, // 7: gpuctl.v1.MachineCandidate.stop:type_name -> gpuctl.v1.Prediction
+	34, // 8: gpuctl.v1.MachineStep.prediction:type_name -> gpuctl.v1.Prediction
+	33, // 9: gpuctl.v1.MachineRejection.reasons:type_name -> gpuctl.v1.Reason
+	0,  // 10: gpuctl.v1.MachineStartRequest.plan:type_name -> gpuctl.v1.MachinePlanRequest
+	1,  // 11: gpuctl.v1.MachineProgress.refused:type_name -> gpuctl.v1.MachinePlanResponse
+	35, // 12: gpuctl.v1.SitePrepareResponse.id:type_name -> gpuctl.v1.PCIIdentity
+	12, // 13: gpuctl.v1.SiteExpectRequest.machine:type_name -> gpuctl.v1.SiteMachine
+	35, // 14: gpuctl.v1.SiteExpectRequest.id:type_name -> gpuctl.v1.PCIIdentity
+	12, // 15: gpuctl.v1.SiteDefinition.machine:type_name -> gpuctl.v1.SiteMachine
+	12, // 16: gpuctl.v1.SiteCardRequest.machine:type_name -> gpuctl.v1.SiteMachine
+	12, // 17: gpuctl.v1.SiteMoveRequest.machine:type_name -> gpuctl.v1.SiteMachine
+	25, // 18: gpuctl.v1.SiteSessionsResponse.hello:type_name -> gpuctl.v1.HelloResponseSummary
+	26, // 19: gpuctl.v1.SiteSessionsResponse.running:type_name -> gpuctl.v1.SiteSession
+	12, // 20: gpuctl.v1.SiteSessionsRequest.machine:type_name -> gpuctl.v1.SiteMachine
+	12, // 21: gpuctl.v1.SiteKeepRequest.machine:type_name -> gpuctl.v1.SiteMachine
+	36, // 22: gpuctl.v1.SiteKeepRequest.mark:type_name -> gpuctl.v1.StateMark
+	37, // 23: gpuctl.v1.SiteKeepRequest.chunk:type_name -> gpuctl.v1.StateChunk
+	29, // 24: gpuctl.v1.SiteMachineFacts.cpu:type_name -> gpuctl.v1.SiteCPU
+	27, // 25: gpuctl.v1.SiteMachineFacts.disks:type_name -> gpuctl.v1.SiteDisk
+	25, // 26: gpuctl.v1.SiteMachineFacts.hello:type_name -> gpuctl.v1.HelloResponseSummary
+	26, // 27: gpuctl.v1.SiteMachineFacts.sessions:type_name -> gpuctl.v1.SiteSession
+	38, // 28: gpuctl.v1.SiteSession.usage:type_name -> gpuctl.v1.Usage
+	27, // 29: gpuctl.v1.SiteHostFactsRequest.disks:type_name -> gpuctl.v1.SiteDisk
+	29, // 30: gpuctl.v1.SiteHostFactsRequest.cpu:type_name -> gpuctl.v1.SiteCPU
+	35, // 31: gpuctl.v1.SiteServesRequest.functions:type_name -> gpuctl.v1.PCIIdentity
+	32, // 32: gpuctl.v1.SiteHostFacts.cards:type_name -> gpuctl.v1.SiteCard
+	35, // 33: gpuctl.v1.SiteCard.id:type_name -> gpuctl.v1.PCIIdentity
+	0,  // 34: gpuctl.v1.MigrationService.Plan:input_type -> gpuctl.v1.MachinePlanRequest
+	5,  // 35: gpuctl.v1.MigrationService.Start:input_type -> gpuctl.v1.MachineStartRequest
+	7,  // 36: gpuctl.v1.MigrationService.Watch:input_type -> gpuctl.v1.MachineWatchRequest
+	8,  // 37: gpuctl.v1.MigrationService.Abort:input_type -> gpuctl.v1.MachineAbortRequest
+	10, // 38: gpuctl.v1.MigrationService.Resume:input_type -> gpuctl.v1.MachineResumeRequest
+	12, // 39: gpuctl.v1.SiteService.MachineFacts:input_type -> gpuctl.v1.SiteMachine
+	30, // 40: gpuctl.v1.SiteService.Serves:input_type -> gpuctl.v1.SiteServesRequest
+	28, // 41: gpuctl.v1.SiteService.HostFacts:input_type -> gpuctl.v1.SiteHostFactsRequest
+	12, // 42: gpuctl.v1.SiteService.Where:input_type -> gpuctl.v1.SiteMachine
+	12, // 43: gpuctl.v1.SiteService.Pause:input_type -> gpuctl.v1.SiteMachine
+	12, // 44: gpuctl.v1.SiteService.Unpause:input_type -> gpuctl.v1.SiteMachine
+	18, // 45: gpuctl.v1.SiteService.Reserve:input_type -> gpuctl.v1.SiteCardRequest
+	18, // 46: gpuctl.v1.SiteService.Prepare:input_type -> gpuctl.v1.SiteCardRequest
+	14, // 47: gpuctl.v1.SiteService.Expect:input_type -> gpuctl.v1.SiteExpectRequest
+	18, // 48: gpuctl.v1.SiteService.Attach:input_type -> gpuctl.v1.SiteCardRequest
+	18, // 49: gpuctl.v1.SiteService.Detach:input_type -> gpuctl.v1.SiteCardRequest
+	18, // 50: gpuctl.v1.SiteService.GiveBack:input_type -> gpuctl.v1.SiteCardRequest
+	19, // 51: gpuctl.v1.SiteService.Move:input_type -> gpuctl.v1.SiteMoveRequest
+	12, // 52: gpuctl.v1.SiteService.Sessions:input_type -> gpuctl.v1.SiteMachine
+	22, // 53: gpuctl.v1.SiteService.Freeze:input_type -> gpuctl.v1.SiteSessionsRequest
+	18, // 54: gpuctl.v1.SiteService.Release:input_type -> gpuctl.v1.SiteCardRequest
+	18, // 55: gpuctl.v1.SiteService.TakeUp:input_type -> gpuctl.v1.SiteCardRequest
+	18, // 56: gpuctl.v1.SiteService.Await:input_type -> gpuctl.v1.SiteCardRequest
+	22, // 57: gpuctl.v1.SiteService.Thaw:input_type -> gpuctl.v1.SiteSessionsRequest
+	18, // 58: gpuctl.v1.SiteService.Stop:input_type -> gpuctl.v1.SiteCardRequest
+	18, // 59: gpuctl.v1.SiteService.Start:input_type -> gpuctl.v1.SiteCardRequest
+	12, // 60: gpuctl.v1.SiteService.Definition:input_type -> gpuctl.v1.SiteMachine
+	16, // 61: gpuctl.v1.SiteService.Define:input_type -> gpuctl.v1.SiteDefinition
+	12, // 62: gpuctl.v1.SiteService.Undefine:input_type -> gpuctl.v1.SiteMachine
+	23, // 63: gpuctl.v1.SiteService.Keep:input_type -> gpuctl.v1.SiteKeepRequest
+	22, // 64: gpuctl.v1.SiteService.Deposit:input_type -> gpuctl.v1.SiteSessionsRequest
+	12, // 65: gpuctl.v1.SiteService.Forget:input_type -> gpuctl.v1.SiteMachine
+	1,  // 66: gpuctl.v1.MigrationService.Plan:output_type -> gpuctl.v1.MachinePlanResponse
+	6,  // 67: gpuctl.v1.MigrationService.Start:output_type -> gpuctl.v1.MachineProgress
+	6,  // 68: gpuctl.v1.MigrationService.Watch:output_type -> gpuctl.v1.MachineProgress
+	9,  // 69: gpuctl.v1.MigrationService.Abort:output_type -> gpuctl.v1.MachineAbortResponse
+	11, // 70: gpuctl.v1.MigrationService.Resume:output_type -> gpuctl.v1.MachineResumeResponse
+	24, // 71: gpuctl.v1.SiteService.MachineFacts:output_type -> gpuctl.v1.SiteMachineFacts
+	39, // 72: gpuctl.v1.SiteService.Serves:output_type -> gpuctl.v1.ServesResponse
+	31, // 73: gpuctl.v1.SiteService.HostFacts:output_type -> gpuctl.v1.SiteHostFacts
+	17, // 74: gpuctl.v1.SiteService.Where:output_type -> gpuctl.v1.SiteWhereResponse
+	15, // 75: gpuctl.v1.SiteService.Pause:output_type -> gpuctl.v1.SiteDone
+	15, // 76: gpuctl.v1.SiteService.Unpause:output_type -> gpuctl.v1.SiteDone
+	15, // 77: gpuctl.v1.SiteService.Reserve:output_type -> gpuctl.v1.SiteDone
+	13, // 78: gpuctl.v1.SiteService.Prepare:output_type -> gpuctl.v1.SitePrepareResponse
+	15, // 79: gpuctl.v1.SiteService.Expect:output_type -> gpuctl.v1.SiteDone
+	15, // 80: gpuctl.v1.SiteService.Attach:output_type -> gpuctl.v1.SiteDone
+	15, // 81: gpuctl.v1.SiteService.Detach:output_type -> gpuctl.v1.SiteDone
+	15, // 82: gpuctl.v1.SiteService.GiveBack:output_type -> gpuctl.v1.SiteDone
+	20, // 83: gpuctl.v1.SiteService.Move:output_type -> gpuctl.v1.SiteProgress
+	21, // 84: gpuctl.v1.SiteService.Sessions:output_type -> gpuctl.v1.SiteSessionsResponse
+	20, // 85: gpuctl.v1.SiteService.Freeze:output_type -> gpuctl.v1.SiteProgress
+	15, // 86: gpuctl.v1.SiteService.Release:output_type -> gpuctl.v1.SiteDone
+	15, // 87: gpuctl.v1.SiteService.TakeUp:output_type -> gpuctl.v1.SiteDone
+	15, // 88: gpuctl.v1.SiteService.Await:output_type -> gpuctl.v1.SiteDone
+	20, // 89: gpuctl.v1.SiteService.Thaw:output_type -> gpuctl.v1.SiteProgress
+	15, // 90: gpuctl.v1.SiteService.Stop:output_type -> gpuctl.v1.SiteDone
+	15, // 91: gpuctl.v1.SiteService.Start:output_type -> gpuctl.v1.SiteDone
+	16, // 92: gpuctl.v1.SiteService.Definition:output_type -> gpuctl.v1.SiteDefinition
+	15, // 93: gpuctl.v1.SiteService.Define:output_type -> gpuctl.v1.SiteDone
+	15, // 94: gpuctl.v1.SiteService.Undefine:output_type -> gpuctl.v1.SiteDone
+	15, // 95: gpuctl.v1.SiteService.Keep:output_type -> gpuctl.v1.SiteDone
+	20, // 96: gpuctl.v1.SiteService.Deposit:output_type -> gpuctl.v1.SiteProgress
+	15, // 97: gpuctl.v1.SiteService.Forget:output_type -> gpuctl.v1.SiteDone
+	66, // [66:98] is the sub-list for method output_type
+	34, // [34:66] is the sub-list for method input_type
+	34, // [34:34] is the sub-list for extension type_name
+	34, // [34:34] is the sub-list for extension extendee
+	0,  // [0:34] is the sub-list for field type_name
 }
 
 func init() { file_gpuctl_v1_migrate_proto_init() }

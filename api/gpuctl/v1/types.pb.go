@@ -30,6 +30,7 @@ const (
 	SessionState_SESSION_STATE_SUSPENDED   SessionState = 3
 	SessionState_SESSION_STATE_LOST        SessionState = 4
 	SessionState_SESSION_STATE_ENDED       SessionState = 5
+	SessionState_SESSION_STATE_HELD        SessionState = 6 // an operation has failed and is not taken back yet: message says what is tried
 )
 
 // Enum value maps for SessionState.
@@ -41,6 +42,7 @@ var (
 		3: "SESSION_STATE_SUSPENDED",
 		4: "SESSION_STATE_LOST",
 		5: "SESSION_STATE_ENDED",
+		6: "SESSION_STATE_HELD",
 	}
 	SessionState_value = map[string]int32{
 		"SESSION_STATE_UNSPECIFIED": 0,
@@ -49,6 +51,7 @@ var (
 		"SESSION_STATE_SUSPENDED":   3,
 		"SESSION_STATE_LOST":        4,
 		"SESSION_STATE_ENDED":       5,
+		"SESSION_STATE_HELD":        6,
 	}
 )
 
@@ -1093,6 +1096,67 @@ func (x *Progress) GetResult() *SwapResult {
 	return nil
 }
 
+// Prediction is a time that is expected, and how far it can be trusted.
+type Prediction struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	LowNs         int64                  `protobuf:"varint,1,opt,name=low_ns,json=lowNs,proto3" json:"low_ns,omitempty"`
+	HighNs        int64                  `protobuf:"varint,2,opt,name=high_ns,json=highNs,proto3" json:"high_ns,omitempty"`
+	Measured      bool                   `protobuf:"varint,3,opt,name=measured,proto3" json:"measured,omitempty"` // it follows what has been seen here; if not, it is a guess
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Prediction) Reset() {
+	*x = Prediction{}
+	mi := &file_gpuctl_v1_types_proto_msgTypes[10]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Prediction) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Prediction) ProtoMessage() {}
+
+func (x *Prediction) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_types_proto_msgTypes[10]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Prediction.ProtoReflect.Descriptor instead.
+func (*Prediction) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{10}
+}
+
+func (x *Prediction) GetLowNs() int64 {
+	if x != nil {
+		return x.LowNs
+	}
+	return 0
+}
+
+func (x *Prediction) GetHighNs() int64 {
+	if x != nil {
+		return x.HighNs
+	}
+	return 0
+}
+
+func (x *Prediction) GetMeasured() bool {
+	if x != nil {
+		return x.Measured
+	}
+	return false
+}
+
 type StepTime struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Step          string                 `protobuf:"bytes,1,opt,name=step,proto3" json:"step,omitempty"`
@@ -1104,7 +1168,7 @@ type StepTime struct {
 
 func (x *StepTime) Reset() {
 	*x = StepTime{}
-	mi := &file_gpuctl_v1_types_proto_msgTypes[10]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1116,7 +1180,7 @@ func (x *StepTime) String() string {
 func (*StepTime) ProtoMessage() {}
 
 func (x *StepTime) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_types_proto_msgTypes[10]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1129,7 +1193,7 @@ func (x *StepTime) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StepTime.ProtoReflect.Descriptor instead.
 func (*StepTime) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{10}
+	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *StepTime) GetStep() string {
@@ -1165,13 +1229,15 @@ type SwapResult struct {
 	Reasons        []*Reason              `protobuf:"bytes,8,rep,name=reasons,proto3" json:"reasons,omitempty"`
 	RolledBack     bool                   `protobuf:"varint,9,opt,name=rolled_back,json=rolledBack,proto3" json:"rolled_back,omitempty"` // it failed and goes on where it was
 	Error          string                 `protobuf:"bytes,10,opt,name=error,proto3" json:"error,omitempty"`
+	Held           bool                   `protobuf:"varint,11,opt,name=held,proto3" json:"held,omitempty"`   // it failed and is not taken back yet, which goes on: the session says when
+	Ended          bool                   `protobuf:"varint,12,opt,name=ended,proto3" json:"ended,omitempty"` // the application has ended meanwhile
 	unknownFields  protoimpl.UnknownFields
 	sizeCache      protoimpl.SizeCache
 }
 
 func (x *SwapResult) Reset() {
 	*x = SwapResult{}
-	mi := &file_gpuctl_v1_types_proto_msgTypes[11]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1183,7 +1249,7 @@ func (x *SwapResult) String() string {
 func (*SwapResult) ProtoMessage() {}
 
 func (x *SwapResult) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_types_proto_msgTypes[11]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1196,7 +1262,7 @@ func (x *SwapResult) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SwapResult.ProtoReflect.Descriptor instead.
 func (*SwapResult) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{11}
+	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *SwapResult) GetSession() *Session {
@@ -1267,6 +1333,20 @@ func (x *SwapResult) GetError() string {
 		return x.Error
 	}
 	return ""
+}
+
+func (x *SwapResult) GetHeld() bool {
+	if x != nil {
+		return x.Held
+	}
+	return false
+}
+
+func (x *SwapResult) GetEnded() bool {
+	if x != nil {
+		return x.Ended
+	}
+	return false
 }
 
 var File_gpuctl_v1_types_proto protoreflect.FileDescriptor
@@ -1380,12 +1460,17 @@ const file_gpuctl_v1_types_proto_rawDesc = "" +
 	"\vbytes_total\x18\x05 \x01(\x04R\n" +
 	"bytesTotal\x12\x18\n" +
 	"\amessage\x18\x06 \x01(\tR\amessage\x12-\n" +
-	"\x06result\x18\a \x01(\v2\x15.gpuctl.v1.SwapResultR\x06result\"Z\n" +
+	"\x06result\x18\a \x01(\v2\x15.gpuctl.v1.SwapResultR\x06result\"X\n" +
+	"\n" +
+	"Prediction\x12\x15\n" +
+	"\x06low_ns\x18\x01 \x01(\x03R\x05lowNs\x12\x17\n" +
+	"\ahigh_ns\x18\x02 \x01(\x03R\x06highNs\x12\x1a\n" +
+	"\bmeasured\x18\x03 \x01(\bR\bmeasured\"Z\n" +
 	"\bStepTime\x12\x12\n" +
 	"\x04step\x18\x01 \x01(\tR\x04step\x12\x19\n" +
 	"\bstart_ns\x18\x02 \x01(\x03R\astartNs\x12\x1f\n" +
 	"\vduration_ns\x18\x03 \x01(\x03R\n" +
-	"durationNs\"\xe9\x02\n" +
+	"durationNs\"\x93\x03\n" +
 	"\n" +
 	"SwapResult\x12,\n" +
 	"\asession\x18\x01 \x01(\v2\x12.gpuctl.v1.SessionR\asession\x12\x1d\n" +
@@ -1400,14 +1485,17 @@ const file_gpuctl_v1_types_proto_rawDesc = "" +
 	"\vrolled_back\x18\t \x01(\bR\n" +
 	"rolledBack\x12\x14\n" +
 	"\x05error\x18\n" +
-	" \x01(\tR\x05error*\xb2\x01\n" +
+	" \x01(\tR\x05error\x12\x12\n" +
+	"\x04held\x18\v \x01(\bR\x04held\x12\x14\n" +
+	"\x05ended\x18\f \x01(\bR\x05ended*\xca\x01\n" +
 	"\fSessionState\x12\x1d\n" +
 	"\x19SESSION_STATE_UNSPECIFIED\x10\x00\x12\x19\n" +
 	"\x15SESSION_STATE_RUNNING\x10\x01\x12\x1a\n" +
 	"\x16SESSION_STATE_SWAPPING\x10\x02\x12\x1b\n" +
 	"\x17SESSION_STATE_SUSPENDED\x10\x03\x12\x16\n" +
 	"\x12SESSION_STATE_LOST\x10\x04\x12\x17\n" +
-	"\x13SESSION_STATE_ENDED\x10\x05B1Z/github.com/gpuctl/gpuctl/api/gpuctl/v1;gpuctlv1b\x06proto3"
+	"\x13SESSION_STATE_ENDED\x10\x05\x12\x16\n" +
+	"\x12SESSION_STATE_HELD\x10\x06B1Z/github.com/gpuctl/gpuctl/api/gpuctl/v1;gpuctlv1b\x06proto3"
 
 var (
 	file_gpuctl_v1_types_proto_rawDescOnce sync.Once
@@ -1422,7 +1510,7 @@ func file_gpuctl_v1_types_proto_rawDescGZIP() []byte {
 }
 
 var file_gpuctl_v1_types_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_gpuctl_v1_types_proto_msgTypes = make([]protoimpl.MessageInfo, 13)
+var file_gpuctl_v1_types_proto_msgTypes = make([]protoimpl.MessageInfo, 14)
 var file_gpuctl_v1_types_proto_goTypes = []any{
 	(SessionState)(0),     // 0: gpuctl.v1.SessionState
 	(*Limits)(nil),        // 1: gpuctl.v1.Limits
@@ -1435,12 +1523,13 @@ var file_gpuctl_v1_types_proto_goTypes = []any{
 	(*StateMark)(nil),     // 8: gpuctl.v1.StateMark
 	(*StateChunk)(nil),    // 9: gpuctl.v1.StateChunk
 	(*Progress)(nil),      // 10: gpuctl.v1.Progress
-	(*StepTime)(nil),      // 11: gpuctl.v1.StepTime
-	(*SwapResult)(nil),    // 12: gpuctl.v1.SwapResult
-	nil,                   // 13: gpuctl.v1.Runtime.EnvEntry
+	(*Prediction)(nil),    // 11: gpuctl.v1.Prediction
+	(*StepTime)(nil),      // 12: gpuctl.v1.StepTime
+	(*SwapResult)(nil),    // 13: gpuctl.v1.SwapResult
+	nil,                   // 14: gpuctl.v1.Runtime.EnvEntry
 }
 var file_gpuctl_v1_types_proto_depIdxs = []int32{
-	13, // 0: gpuctl.v1.Runtime.env:type_name -> gpuctl.v1.Runtime.EnvEntry
+	14, // 0: gpuctl.v1.Runtime.env:type_name -> gpuctl.v1.Runtime.EnvEntry
 	2,  // 1: gpuctl.v1.Target.runtime:type_name -> gpuctl.v1.Runtime
 	1,  // 2: gpuctl.v1.Target.limits:type_name -> gpuctl.v1.Limits
 	0,  // 3: gpuctl.v1.Session.state:type_name -> gpuctl.v1.SessionState
@@ -1449,9 +1538,9 @@ var file_gpuctl_v1_types_proto_depIdxs = []int32{
 	3,  // 6: gpuctl.v1.Session.device:type_name -> gpuctl.v1.VirtualDevice
 	8,  // 7: gpuctl.v1.Session.away:type_name -> gpuctl.v1.StateMark
 	8,  // 8: gpuctl.v1.StateChunk.mark:type_name -> gpuctl.v1.StateMark
-	12, // 9: gpuctl.v1.Progress.result:type_name -> gpuctl.v1.SwapResult
+	13, // 9: gpuctl.v1.Progress.result:type_name -> gpuctl.v1.SwapResult
 	7,  // 10: gpuctl.v1.SwapResult.session:type_name -> gpuctl.v1.Session
-	11, // 11: gpuctl.v1.SwapResult.steps:type_name -> gpuctl.v1.StepTime
+	12, // 11: gpuctl.v1.SwapResult.steps:type_name -> gpuctl.v1.StepTime
 	5,  // 12: gpuctl.v1.SwapResult.reasons:type_name -> gpuctl.v1.Reason
 	13, // [13:13] is the sub-list for method output_type
 	13, // [13:13] is the sub-list for method input_type
@@ -1471,7 +1560,7 @@ func file_gpuctl_v1_types_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_gpuctl_v1_types_proto_rawDesc), len(file_gpuctl_v1_types_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   13,
+			NumMessages:   14,
 			NumExtensions: 0,
 			NumServices:   0,
 		},

@@ -917,6 +917,7 @@ type StatusResponse struct {
 	Quorum                   bool                   `protobuf:"varint,14,opt,name=quorum,proto3" json:"quorum,omitempty"`         // the leader has heard of a majority lately
 	Message                  string                 `protobuf:"bytes,15,opt,name=message,proto3" json:"message,omitempty"`        // what is wrong, if anything
 	Standalone               bool                   `protobuf:"varint,16,opt,name=standalone,proto3" json:"standalone,omitempty"` // hostd --dev: a cluster of one, in memory
+	Alarms                   []string               `protobuf:"bytes,17,rep,name=alarms,proto3" json:"alarms,omitempty"`          // what has to be seen to now: a VM that runs on two hosts
 	unknownFields            protoimpl.UnknownFields
 	sizeCache                protoimpl.SizeCache
 }
@@ -1061,6 +1062,13 @@ func (x *StatusResponse) GetStandalone() bool {
 		return x.Standalone
 	}
 	return false
+}
+
+func (x *StatusResponse) GetAlarms() []string {
+	if x != nil {
+		return x.Alarms
+	}
+	return nil
 }
 
 type MemberStatus struct {
@@ -3547,7 +3555,7 @@ const file_gpuctl_cluster_v1_service_proto_rawDesc = "" +
 	"\acommand\x18\x03 \x01(\tR\acommand\x12\x16\n" +
 	"\x06memory\x18\x04 \x01(\x04R\x06memory\x12\x1a\n" +
 	"\blaunches\x18\x05 \x01(\x04R\blaunches\"\x0f\n" +
-	"\rStatusRequest\"\x96\x04\n" +
+	"\rStatusRequest\"\xae\x04\n" +
 	"\x0eStatusResponse\x12\x16\n" +
 	"\x06joined\x18\x01 \x01(\bR\x06joined\x12\x1d\n" +
 	"\n" +
@@ -3569,7 +3577,8 @@ const file_gpuctl_cluster_v1_service_proto_rawDesc = "" +
 	"\amessage\x18\x0f \x01(\tR\amessage\x12\x1e\n" +
 	"\n" +
 	"standalone\x18\x10 \x01(\bR\n" +
-	"standalone\"\x88\x02\n" +
+	"standalone\x12\x16\n" +
+	"\x06alarms\x18\x11 \x03(\tR\x06alarms\"\x88\x02\n" +
 	"\fMemberStatus\x12\x12\n" +
 	"\x04host\x18\x01 \x01(\tR\x04host\x12\x0e\n" +
 	"\x02id\x18\x02 \x01(\tR\x02id\x12\x18\n" +

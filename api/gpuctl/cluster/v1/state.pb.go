@@ -2125,14 +2125,19 @@ type MachineMove struct {
 	Sessions        []string               `protobuf:"bytes,10,rep,name=sessions,proto3" json:"sessions,omitempty"`    // of the VM, frozen by the migration
 	PredictedNs     int64                  `protobuf:"varint,11,opt,name=predicted_ns,json=predictedNs,proto3" json:"predicted_ns,omitempty"`
 	PredictedStopNs int64                  `protobuf:"varint,12,opt,name=predicted_stop_ns,json=predictedStopNs,proto3" json:"predicted_stop_ns,omitempty"`
-	Aborting        bool                   `protobuf:"varint,13,opt,name=aborting,proto3" json:"aborting,omitempty"`                            // an operator wants it undone
-	GuestAddress    string                 `protobuf:"bytes,14,opt,name=guest_address,json=guestAddress,proto3" json:"guest_address,omitempty"` // of the card inside the VM, before
-	Undoing         bool                   `protobuf:"varint,15,opt,name=undoing,proto3" json:"undoing,omitempty"`                              // it is on its way back
-	Failed          string                 `protobuf:"bytes,16,opt,name=failed,proto3" json:"failed,omitempty"`                                 // the step that failed: why it is on its way back
-	Stored          bool                   `protobuf:"varint,17,opt,name=stored,proto3" json:"stored,omitempty"`                                // the VM's stored definition has its card
-	Cold            bool                   `protobuf:"varint,18,opt,name=cold,proto3" json:"cold,omitempty"`                                    // the VM is stopped, and started with the other card
-	Away            []string               `protobuf:"bytes,19,rep,name=away,proto3" json:"away,omitempty"`                                     // those of sessions whose state leaves the VM
-	AwayBytes       uint64                 `protobuf:"varint,20,opt,name=away_bytes,json=awayBytes,proto3" json:"away_bytes,omitempty"`         // that they have, about
+	Aborting        bool                   `protobuf:"varint,13,opt,name=aborting,proto3" json:"aborting,omitempty"`                                        // an operator wants it undone
+	GuestAddress    string                 `protobuf:"bytes,14,opt,name=guest_address,json=guestAddress,proto3" json:"guest_address,omitempty"`             // of the card inside the VM, before
+	Undoing         bool                   `protobuf:"varint,15,opt,name=undoing,proto3" json:"undoing,omitempty"`                                          // it is on its way back
+	Failed          string                 `protobuf:"bytes,16,opt,name=failed,proto3" json:"failed,omitempty"`                                             // the step that failed: why it is on its way back
+	Stored          bool                   `protobuf:"varint,17,opt,name=stored,proto3" json:"stored,omitempty"`                                            // the VM's stored definition has its card
+	Cold            bool                   `protobuf:"varint,18,opt,name=cold,proto3" json:"cold,omitempty"`                                                // the VM is stopped, and started with the other card
+	Away            []string               `protobuf:"bytes,19,rep,name=away,proto3" json:"away,omitempty"`                                                 // those of sessions whose state leaves the VM
+	AwayBytes       uint64                 `protobuf:"varint,20,opt,name=away_bytes,json=awayBytes,proto3" json:"away_bytes,omitempty"`                     // that they have, about
+	SentTo          string                 `protobuf:"bytes,21,opt,name=sent_to,json=sentTo,proto3" json:"sent_to,omitempty"`                               // host that it was sent to, which has not said since that it is not there
+	AbsentOn        []string               `protobuf:"bytes,22,rep,name=absent_on,json=absentOn,proto3" json:"absent_on,omitempty"`                         // hosts of which an operator asserts that the VM is not there
+	Twice           bool                   `protobuf:"varint,23,opt,name=twice,proto3" json:"twice,omitempty"`                                              // it was found running on both hosts: nothing more is done
+	Paused          bool                   `protobuf:"varint,24,opt,name=paused,proto3" json:"paused,omitempty"`                                            // the copy on sent_to, because of that
+	FreezeTimeoutMs int64                  `protobuf:"varint,25,opt,name=freeze_timeout_ms,json=freezeTimeoutMs,proto3" json:"freeze_timeout_ms,omitempty"` // 0: default
 	unknownFields   protoimpl.UnknownFields
 	sizeCache       protoimpl.SizeCache
 }
@@ -2303,6 +2308,41 @@ func (x *MachineMove) GetAway() []string {
 func (x *MachineMove) GetAwayBytes() uint64 {
 	if x != nil {
 		return x.AwayBytes
+	}
+	return 0
+}
+
+func (x *MachineMove) GetSentTo() string {
+	if x != nil {
+		return x.SentTo
+	}
+	return ""
+}
+
+func (x *MachineMove) GetAbsentOn() []string {
+	if x != nil {
+		return x.AbsentOn
+	}
+	return nil
+}
+
+func (x *MachineMove) GetTwice() bool {
+	if x != nil {
+		return x.Twice
+	}
+	return false
+}
+
+func (x *MachineMove) GetPaused() bool {
+	if x != nil {
+		return x.Paused
+	}
+	return false
+}
+
+func (x *MachineMove) GetFreezeTimeoutMs() int64 {
+	if x != nil {
+		return x.FreezeTimeoutMs
 	}
 	return 0
 }
@@ -3526,7 +3566,7 @@ const file_gpuctl_cluster_v1_state_proto_rawDesc = "" +
 	"\x05token\x18\x10 \x01(\x04R\x05token\x12\x1a\n" +
 	"\brevision\x18\x11 \x01(\x04R\brevision\x128\n" +
 	"\amachine\x18\x12 \x01(\v2\x1e.gpuctl.cluster.v1.MachineMoveR\amachine\x126\n" +
-	"\x05steps\x18\x13 \x03(\v2 .gpuctl.cluster.v1.MigrationStepR\x05steps\"\xb4\x04\n" +
+	"\x05steps\x18\x13 \x03(\v2 .gpuctl.cluster.v1.MigrationStepR\x05steps\"\xc4\x05\n" +
 	"\vMachineMove\x12\x12\n" +
 	"\x04uuid\x18\x01 \x01(\tR\x04uuid\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12\x1b\n" +
@@ -3552,7 +3592,12 @@ const file_gpuctl_cluster_v1_state_proto_rawDesc = "" +
 	"\x04cold\x18\x12 \x01(\bR\x04cold\x12\x12\n" +
 	"\x04away\x18\x13 \x03(\tR\x04away\x12\x1d\n" +
 	"\n" +
-	"away_bytes\x18\x14 \x01(\x04R\tawayBytes\"\xa4\x01\n" +
+	"away_bytes\x18\x14 \x01(\x04R\tawayBytes\x12\x17\n" +
+	"\asent_to\x18\x15 \x01(\tR\x06sentTo\x12\x1b\n" +
+	"\tabsent_on\x18\x16 \x03(\tR\babsentOn\x12\x14\n" +
+	"\x05twice\x18\x17 \x01(\bR\x05twice\x12\x16\n" +
+	"\x06paused\x18\x18 \x01(\bR\x06paused\x12*\n" +
+	"\x11freeze_timeout_ms\x18\x19 \x01(\x03R\x0ffreezeTimeoutMs\"\xa4\x01\n" +
 	"\rMigrationStep\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12&\n" +
 	"\x0fstarted_unix_ns\x18\x02 \x01(\x03R\rstartedUnixNs\x12\x17\n" +

@@ -58,6 +58,8 @@ const (
 	ExecutorServiceActivateProcedure = "/gpuctl.v1.ExecutorService/Activate"
 	// ExecutorServiceRetireProcedure is the fully-qualified name of the ExecutorService's Retire RPC.
 	ExecutorServiceRetireProcedure = "/gpuctl.v1.ExecutorService/Retire"
+	// ExecutorServicePulseProcedure is the fully-qualified name of the ExecutorService's Pulse RPC.
+	ExecutorServicePulseProcedure = "/gpuctl.v1.ExecutorService/Pulse"
 )
 
 // ExecutorServiceClient is a client for the gpuctl.v1.ExecutorService service.
@@ -74,7 +76,7 @@ type ExecutorServiceClient interface {
 	Export(context.Context, *connect.Request[v1.ExportRequest]) (*connect.ServerStreamForClient[v1.Progress], error)
 	// Freeze gates the ring and drains the device. The session stands still.
 	Freeze(context.Context, *connect.Request[v1.FreezeRequest]) (*connect.Response[v1.SnapshotResponse], error)
-	// Thaw undoes Freeze.
+	// Thaw undoes Freeze. What runs already is left alone.
 	Thaw(context.Context, *connect.Request[v1.ThawRequest]) (*connect.Response[v1.ThawResponse], error)
 	// Load reads the contents that Export wrote to a file.
 	Load(context.Context, *connect.Request[v1.LoadRequest]) (*connect.ServerStreamForClient[v1.Progress], error)
@@ -87,6 +89,9 @@ type ExecutorServiceClient interface {
 	Activate(context.Context, *connect.Request[v1.ActivateRequest]) (*connect.Response[v1.ActivateResponse], error)
 	// Retire ends the executor after its reply.
 	Retire(context.Context, *connect.Request[v1.RetireRequest]) (*connect.Response[v1.RetireResponse], error)
+	// Pulse says again and again, until the caller leaves, that the executor lives
+	// and what it waits for. It is answered whatever else is under way.
+	Pulse(context.Context, *connect.Request[v1.PulseRequest]) (*connect.ServerStreamForClient[v1.PulseResponse], error)
 }
 
 // NewExecutorServiceClient constructs a client for the gpuctl.v1.ExecutorService service. By
@@ -166,6 +171,12 @@ func NewExecutorServiceClient(httpClient connect.HTTPClient, baseURL string, opt
 			connect.WithSchema(executorServiceMethods.ByName("Retire")),
 			connect.WithClientOptions(opts...),
 		),
+		pulse: connect.NewClient[v1.PulseRequest, v1.PulseResponse](
+			httpClient,
+			baseURL+ExecutorServicePulseProcedure,
+			connect.WithSchema(executorServiceMethods.ByName("Pulse")),
+			connect.WithClientOptions(opts...),
+		),
 	}
 }
 
@@ -182,6 +193,7 @@ type executorServiceClient struct {
 	receive  *connect.Client[v1.StateChunk, v1.ReceiveResponse]
 	activate *connect.Client[v1.ActivateRequest, v1.ActivateResponse]
 	retire   *connect.Client[v1.RetireRequest, v1.RetireResponse]
+	pulse    *connect.Client[v1.PulseRequest, v1.PulseResponse]
 }
 
 // Describe calls gpuctl.v1.ExecutorService.Describe.
@@ -239,6 +251,11 @@ func (c *executorServiceClient) Retire(ctx context.Context, req *connect.Request
 	return c.retire.CallUnary(ctx, req)
 }
 
+// Pulse calls gpuctl.v1.ExecutorService.Pulse.
+func (c *executorServiceClient) Pulse(ctx context.Context, req *connect.Request[v1.PulseRequest]) (*connect.ServerStreamForClient[v1.PulseResponse], error) {
+	return c.pulse.CallServerStream(ctx, req)
+}
+
 // ExecutorServiceHandler is an implementation of the gpuctl.v1.ExecutorService service.
 type ExecutorServiceHandler interface {
 	// Describe says what the session uses and what the device offers.
@@ -253,7 +270,7 @@ type ExecutorServiceHandler interface {
 	Export(context.Context, *connect.Request[v1.ExportRequest], *connect.ServerStream[v1.Progress]) error
 	// Freeze gates the ring and drains the device. The session stands still.
 	Freeze(context.Context, *connect.Request[v1.FreezeRequest]) (*connect.Response[v1.SnapshotResponse], error)
-	// Thaw undoes Freeze.
+	// Thaw undoes Freeze. What runs already is left alone.
 	Thaw(context.Context, *connect.Request[v1.ThawRequest]) (*connect.Response[v1.ThawResponse], error)
 	// Load reads the contents that Export wrote to a file.
 	Load(context.Context, *connect.Request[v1.LoadRequest], *connect.ServerStream[v1.Progress]) error
@@ -266,6 +283,9 @@ type ExecutorServiceHandler interface {
 	Activate(context.Context, *connect.Request[v1.ActivateRequest]) (*connect.Response[v1.ActivateResponse], error)
 	// Retire ends the executor after its reply.
 	Retire(context.Context, *connect.Request[v1.RetireRequest]) (*connect.Response[v1.RetireResponse], error)
+	// Pulse says again and again, until the caller leaves, that the executor lives
+	// and what it waits for. It is answered whatever else is under way.
+	Pulse(context.Context, *connect.Request[v1.PulseRequest], *connect.ServerStream[v1.PulseResponse]) error
 }
 
 // NewExecutorServiceHandler builds an HTTP handler from the service implementation. It returns the
@@ -341,6 +361,12 @@ func NewExecutorServiceHandler(svc ExecutorServiceHandler, opts ...connect.Handl
 		connect.WithSchema(executorServiceMethods.ByName("Retire")),
 		connect.WithHandlerOptions(opts...),
 	)
+	executorServicePulseHandler := connect.NewServerStreamHandler(
+		ExecutorServicePulseProcedure,
+		svc.Pulse,
+		connect.WithSchema(executorServiceMethods.ByName("Pulse")),
+		connect.WithHandlerOptions(opts...),
+	)
 	return "/gpuctl.v1.ExecutorService/", http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		switch r.URL.Path {
 		case ExecutorServiceDescribeProcedure:
@@ -365,6 +391,8 @@ func NewExecutorServiceHandler(svc ExecutorServiceHandler, opts ...connect.Handl
 			executorServiceActivateHandler.ServeHTTP(w, r)
 		case ExecutorServiceRetireProcedure:
 			executorServiceRetireHandler.ServeHTTP(w, r)
+		case ExecutorServicePulseProcedure:
+			executorServicePulseHandler.ServeHTTP(w, r)
 		default:
 			http.NotFound(w, r)
 		}
@@ -416,4 +444,8 @@ func (UnimplementedExecutorServiceHandler) Activate(context.Context, *connect.Re
 
 func (UnimplementedExecutorServiceHandler) Retire(context.Context, *connect.Request[v1.RetireRequest]) (*connect.Response[v1.RetireResponse], error) {
 	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("gpuctl.v1.ExecutorService.Retire is not implemented"))
+}
+
+func (UnimplementedExecutorServiceHandler) Pulse(context.Context, *connect.Request[v1.PulseRequest], *connect.ServerStream[v1.PulseResponse]) error {
+	return connect.NewError(connect.CodeUnimplemented, errors.New("gpuctl.v1.ExecutorService.Pulse is not implemented"))
 }

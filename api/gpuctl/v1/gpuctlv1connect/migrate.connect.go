@@ -54,6 +54,10 @@ const (
 	SiteServiceHostFactsProcedure = "/gpuctl.v1.SiteService/HostFacts"
 	// SiteServiceWhereProcedure is the fully-qualified name of the SiteService's Where RPC.
 	SiteServiceWhereProcedure = "/gpuctl.v1.SiteService/Where"
+	// SiteServicePauseProcedure is the fully-qualified name of the SiteService's Pause RPC.
+	SiteServicePauseProcedure = "/gpuctl.v1.SiteService/Pause"
+	// SiteServiceUnpauseProcedure is the fully-qualified name of the SiteService's Unpause RPC.
+	SiteServiceUnpauseProcedure = "/gpuctl.v1.SiteService/Unpause"
 	// SiteServiceReserveProcedure is the fully-qualified name of the SiteService's Reserve RPC.
 	SiteServiceReserveProcedure = "/gpuctl.v1.SiteService/Reserve"
 	// SiteServicePrepareProcedure is the fully-qualified name of the SiteService's Prepare RPC.
@@ -289,6 +293,9 @@ type SiteServiceClient interface {
 	Serves(context.Context, *connect.Request[v1.SiteServesRequest]) (*connect.Response[v1.ServesResponse], error)
 	HostFacts(context.Context, *connect.Request[v1.SiteHostFactsRequest]) (*connect.Response[v1.SiteHostFacts], error)
 	Where(context.Context, *connect.Request[v1.SiteMachine]) (*connect.Response[v1.SiteWhereResponse], error)
+	// Pause stops a VM that runs on another host, too; Unpause lets it go on.
+	Pause(context.Context, *connect.Request[v1.SiteMachine]) (*connect.Response[v1.SiteDone], error)
+	Unpause(context.Context, *connect.Request[v1.SiteMachine]) (*connect.Response[v1.SiteDone], error)
 	Reserve(context.Context, *connect.Request[v1.SiteCardRequest]) (*connect.Response[v1.SiteDone], error)
 	Prepare(context.Context, *connect.Request[v1.SiteCardRequest]) (*connect.Response[v1.SitePrepareResponse], error)
 	// Expect has the VM load what will serve a card that it does not have yet.
@@ -351,6 +358,18 @@ func NewSiteServiceClient(httpClient connect.HTTPClient, baseURL string, opts ..
 			httpClient,
 			baseURL+SiteServiceWhereProcedure,
 			connect.WithSchema(siteServiceMethods.ByName("Where")),
+			connect.WithClientOptions(opts...),
+		),
+		pause: connect.NewClient[v1.SiteMachine, v1.SiteDone](
+			httpClient,
+			baseURL+SiteServicePauseProcedure,
+			connect.WithSchema(siteServiceMethods.ByName("Pause")),
+			connect.WithClientOptions(opts...),
+		),
+		unpause: connect.NewClient[v1.SiteMachine, v1.SiteDone](
+			httpClient,
+			baseURL+SiteServiceUnpauseProcedure,
+			connect.WithSchema(siteServiceMethods.ByName("Unpause")),
 			connect.WithClientOptions(opts...),
 		),
 		reserve: connect.NewClient[v1.SiteCardRequest, v1.SiteDone](
@@ -488,6 +507,8 @@ type siteServiceClient struct {
 	serves       *connect.Client[v1.SiteServesRequest, v1.ServesResponse]
 	hostFacts    *connect.Client[v1.SiteHostFactsRequest, v1.SiteHostFacts]
 	where        *connect.Client[v1.SiteMachine, v1.SiteWhereResponse]
+	pause        *connect.Client[v1.SiteMachine, v1.SiteDone]
+	unpause      *connect.Client[v1.SiteMachine, v1.SiteDone]
 	reserve      *connect.Client[v1.SiteCardRequest, v1.SiteDone]
 	prepare      *connect.Client[v1.SiteCardRequest, v1.SitePrepareResponse]
 	expect       *connect.Client[v1.SiteExpectRequest, v1.SiteDone]
@@ -529,6 +550,16 @@ func (c *siteServiceClient) HostFacts(ctx context.Context, req *connect.Request[
 // Where calls gpuctl.v1.SiteService.Where.
 func (c *siteServiceClient) Where(ctx context.Context, req *connect.Request[v1.SiteMachine]) (*connect.Response[v1.SiteWhereResponse], error) {
 	return c.where.CallUnary(ctx, req)
+}
+
+// Pause calls gpuctl.v1.SiteService.Pause.
+func (c *siteServiceClient) Pause(ctx context.Context, req *connect.Request[v1.SiteMachine]) (*connect.Response[v1.SiteDone], error) {
+	return c.pause.CallUnary(ctx, req)
+}
+
+// Unpause calls gpuctl.v1.SiteService.Unpause.
+func (c *siteServiceClient) Unpause(ctx context.Context, req *connect.Request[v1.SiteMachine]) (*connect.Response[v1.SiteDone], error) {
+	return c.unpause.CallUnary(ctx, req)
 }
 
 // Reserve calls gpuctl.v1.SiteService.Reserve.
@@ -643,6 +674,9 @@ type SiteServiceHandler interface {
 	Serves(context.Context, *connect.Request[v1.SiteServesRequest]) (*connect.Response[v1.ServesResponse], error)
 	HostFacts(context.Context, *connect.Request[v1.SiteHostFactsRequest]) (*connect.Response[v1.SiteHostFacts], error)
 	Where(context.Context, *connect.Request[v1.SiteMachine]) (*connect.Response[v1.SiteWhereResponse], error)
+	// Pause stops a VM that runs on another host, too; Unpause lets it go on.
+	Pause(context.Context, *connect.Request[v1.SiteMachine]) (*connect.Response[v1.SiteDone], error)
+	Unpause(context.Context, *connect.Request[v1.SiteMachine]) (*connect.Response[v1.SiteDone], error)
 	Reserve(context.Context, *connect.Request[v1.SiteCardRequest]) (*connect.Response[v1.SiteDone], error)
 	Prepare(context.Context, *connect.Request[v1.SiteCardRequest]) (*connect.Response[v1.SitePrepareResponse], error)
 	// Expect has the VM load what will serve a card that it does not have yet.
@@ -701,6 +735,18 @@ func NewSiteServiceHandler(svc SiteServiceHandler, opts ...connect.HandlerOption
 		SiteServiceWhereProcedure,
 		svc.Where,
 		connect.WithSchema(siteServiceMethods.ByName("Where")),
+		connect.WithHandlerOptions(opts...),
+	)
+	siteServicePauseHandler := connect.NewUnaryHandler(
+		SiteServicePauseProcedure,
+		svc.Pause,
+		connect.WithSchema(siteServiceMethods.ByName("Pause")),
+		connect.WithHandlerOptions(opts...),
+	)
+	siteServiceUnpauseHandler := connect.NewUnaryHandler(
+		SiteServiceUnpauseProcedure,
+		svc.Unpause,
+		connect.WithSchema(siteServiceMethods.ByName("Unpause")),
 		connect.WithHandlerOptions(opts...),
 	)
 	siteServiceReserveHandler := connect.NewUnaryHandler(
@@ -839,6 +885,10 @@ func NewSiteServiceHandler(svc SiteServiceHandler, opts ...connect.HandlerOption
 			siteServiceHostFactsHandler.ServeHTTP(w, r)
 		case SiteServiceWhereProcedure:
 			siteServiceWhereHandler.ServeHTTP(w, r)
+		case SiteServicePauseProcedure:
+			siteServicePauseHandler.ServeHTTP(w, r)
+		case SiteServiceUnpauseProcedure:
+			siteServiceUnpauseHandler.ServeHTTP(w, r)
 		case SiteServiceReserveProcedure:
 			siteServiceReserveHandler.ServeHTTP(w, r)
 		case SiteServicePrepareProcedure:
@@ -904,6 +954,14 @@ func (UnimplementedSiteServiceHandler) HostFacts(context.Context, *connect.Reque
 
 func (UnimplementedSiteServiceHandler) Where(context.Context, *connect.Request[v1.SiteMachine]) (*connect.Response[v1.SiteWhereResponse], error) {
 	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("gpuctl.v1.SiteService.Where is not implemented"))
+}
+
+func (UnimplementedSiteServiceHandler) Pause(context.Context, *connect.Request[v1.SiteMachine]) (*connect.Response[v1.SiteDone], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("gpuctl.v1.SiteService.Pause is not implemented"))
+}
+
+func (UnimplementedSiteServiceHandler) Unpause(context.Context, *connect.Request[v1.SiteMachine]) (*connect.Response[v1.SiteDone], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("gpuctl.v1.SiteService.Unpause is not implemented"))
 }
 
 func (UnimplementedSiteServiceHandler) Reserve(context.Context, *connect.Request[v1.SiteCardRequest]) (*connect.Response[v1.SiteDone], error) {

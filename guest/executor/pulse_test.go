@@ -1,0 +1,99 @@
+package executor
+
+import (
+	"context"
+	"net/http/httptest"
+	"strings"
+	"testing"
+	"time"
+
+	"connectrpc.com/connect"
+
+	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
+)
+
+// A request to thaw that has waited for its turn must not undo the freeze of a
+// later operation, whose state is being copied.
+func TestLateThawDoesNotUndoALaterFreeze(t *testing.T) {
+	c := newClient(t)
+	s := c.executor(1)
+	s.activate()
+	ctl := &controller{s: s}
+	freeze := func() uint64 {
+		t.Helper()
+		if _, err := ctl.Freeze(t.Context(), connect.NewRequest(&gpuctlv1.FreezeRequest{})); err != nil {
+			t.Fatal(err)
+		}
+		d, err := ctl.Describe(t.Context(), nil)
+		if err != nil || !d.Msg.Frozen {
+			t.Fatal(d, err)
+		}
+		return d.Msg.Freezes
+	}
+	thaw := func(ctx context.Context, n uint64) error {
+		_, err := ctl.Thaw(ctx, connect.NewRequest(&gpuctlv1.ThawRequest{Freeze: n}))
+		return err
+	}
+	first := freeze()
+	if err := thaw(t.Context(), first); err != nil || s.isFrozen() {
+		t.Fatalf("frozen: %v, %v", s.isFrozen(), err)
+	}
+	second := freeze()
+	if err := thaw(t.Context(), first); err != nil || !s.isFrozen() {
+		t.Errorf("a thaw of freeze %d has undone freeze %d (%v)", first, second, err)
+	}
+	gone, cancel := context.WithCancel(t.Context())
+	cancel()
+	if err := thaw(gone, 0); err == nil || !s.isFrozen() {
+		t.Errorf("a thaw that nobody waits for was done (%v)", err)
+	}
+	if err := thaw(t.Context(), second); err != nil || s.isFrozen() {
+		t.Errorf("frozen: %v, %v", s.isFrozen(), err)
+	}
+}
+
+// While a runtime keeps the session's lock, and another request its turn, an
+// executor still says that it lives and what for it waits.
+func TestPulseIsAnsweredWhileTheRuntimeWorks(t *testing.T) {
+	c := newClient(t)
+	s := c.executor(1)
+	s.activate()
+	_, q, _ := c.setup(0)
+	ctl := &controller{s: s}
+	_, handler := gpuctlv1connect.NewExecutorServiceHandler(ctl)
+	srv := httptest.NewServer(handler)
+	defer srv.Close()
+	defer srv.CloseClientConnections()
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+	defer cancel()
+	st, err := gpuctlv1connect.NewExecutorServiceClient(srv.Client(), srv.URL).Pulse(ctx, connect.NewRequest(&gpuctlv1.PulseRequest{EveryMs: 10}))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer st.Close()
+	until := func(words string) {
+		t.Helper()
+		for st.Receive() {
+			if strings.Contains(st.Msg().GetWaitsFor(), words) && (words != "" || st.Msg().GetWaitsFor() == "") {
+				return
+			}
+		}
+		t.Fatalf("it never says %q: %v", words, st.Err())
+	}
+	until("")
+	ctl.op.Lock()
+	end := s.does("contents are being read")
+	s.mu.Lock()
+	until("contents are being read, in a call of the runtime")
+	queue := lookup[queue](s, q)
+	queue.seq, queue.kernel, queue.launched = queue.idle+1, "spin", time.Now()
+	s.mu.Unlock()
+	until("contents are being read: kernel spin of queue")
+	s.mu.Lock()
+	queue.seq = queue.idle
+	s.mu.Unlock()
+	end()
+	ctl.op.Unlock()
+	until("")
+}

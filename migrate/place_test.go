@@ -1,0 +1,201 @@
+package migrate
+
+import (
+	"slices"
+	"strings"
+	"testing"
+
+	"google.golang.org/protobuf/proto"
+
+	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
+)
+
+// resume drives a held migration on, as an operator has it.
+func (w *world) resume(m *clusterv1.Migration, absentOn ...string) *clusterv1.Migration {
+	w.t.Helper()
+	m = proto.CloneOf(m)
+	m.State, m.Machine.AbsentOn = clusterv1.MigrationState_MIGRATION_STATE_RUNNING, absentOn
+	return w.drive(m)
+}
+
+// isHeld checks that nothing has been done that a VM in two places must not have.
+func (w *world) isHeld(m *clusterv1.Migration, words ...string) {
+	w.t.Helper()
+	if m.GetState() != held {
+		w.t.Fatalf("it ended as %s: %s", m.GetState(), m.GetMessage())
+	}
+	for _, text := range words {
+		if !strings.Contains(m.GetMessage(), text) {
+			w.t.Errorf("it does not say %q: %s", text, m.GetMessage())
+		}
+	}
+	for _, id := range []string{"s1", "s2"} {
+		if !w.frozen[id] {
+			w.t.Errorf("session %s goes on", id)
+		}
+	}
+	for _, c := range w.cards {
+		if c.plugged != "" {
+			w.t.Errorf("%s is plugged in", c.gpu)
+		}
+	}
+}
+
+func TestLostLastAnswerHoldsTheMigrationWhileTheOtherCopyMayRun(t *testing.T) {
+	for _, free := range []uint64{gib, little} {
+		w := newWorld(t)
+		w.free = free
+		// The destination is lost in the moment of the answer.
+		w.loses, w.cuts = true, "h2"
+		m := w.drive(w.migration(to, "h3/e"))
+		w.isHeld(m, "host h2: ", "may run there", "gpuctl migrations resume m-1 --absent-on h2")
+		if m.GetMachine().GetTwice() {
+			t.Error("it is said to run twice, which nobody knows")
+		}
+		// Somebody tries again before it is back.
+		m = w.resume(m)
+		w.isHeld(m, "may run there")
+
+		// It is back, and the VM runs there, too.
+		w.down["h2"] = false
+		m = w.resume(m)
+		w.isHeld(m, "the VM runs on two hosts, h1 and h2", "the copy on host h2 is paused", "virsh destroy vm", "gpuctl migrations resume m-1")
+		if !m.GetMachine().GetTwice() || !w.paused["h2"] || w.paused["h1"] {
+			t.Errorf("twice %v, paused %v", m.GetMachine().GetTwice(), w.paused)
+		}
+		m = w.resume(m) // nothing was mended
+		w.isHeld(m, "the VM runs on two hosts")
+
+		w.twin, w.paused = "", map[string]bool{} // the copy is destroyed
+		m = w.resume(m)
+		if m.GetState() != done || m.GetMachine().GetTwice() {
+			t.Errorf("%s: %s", m.GetState(), m.GetMessage())
+		}
+		w.check(m)
+	}
+}
+
+func TestCopyThatWasPausedGoesOnWhereItIsTheOnlyOne(t *testing.T) {
+	w := newWorld(t)
+	w.loses = true
+	m := w.drive(w.migration(to))
+	w.isHeld(m, "the VM runs on two hosts, h1 and h2")
+	w.at, w.twin = w.twin, "" // the one at home is destroyed
+	m = w.resume(m)
+	if m.GetState() != done || len(w.paused) != 0 {
+		t.Errorf("%s: %s; paused %v", m.GetState(), m.GetMessage(), w.paused)
+	}
+	w.check(m)
+}
+
+func TestCopyThatCannotBePausedIsToldOf(t *testing.T) {
+	w := newWorld(t)
+	w.loses, w.fails = true, map[string]error{"h2 pause": ErrUnreachable}
+	m := w.drive(w.migration(to))
+	w.isHeld(m, "the VM runs on two hosts", "the copy on host h2 could not be paused: unreachable")
+	if w.paused["h1"] || m.GetMachine().GetPaused() {
+		t.Errorf("paused: %v", w.paused)
+	}
+}
+
+// The destination has gone for good: that the VM is not there is the operator's
+// to say. Then it goes on where it is.
+func TestOperatorSaysThatTheVMIsNotOnALostHost(t *testing.T) {
+	w := newWorld(t)
+	w.loses, w.cuts = true, "h2"
+	m := w.drive(w.migration(to))
+	w.isHeld(m, "--absent-on h2")
+	w.twin = "" // it has no power
+	m = w.resume(m, "h2")
+	if m.GetState() != back || !strings.Contains(m.GetMessage(), "host h2 cannot be reached") {
+		t.Errorf("%s: %s", m.GetState(), m.GetMessage())
+	}
+	if w.frozen["s1"] || w.cards[from].plugged != "vm" || w.at != "h1" {
+		t.Errorf("frozen %v, on %s", w.frozen, w.at)
+	}
+}
+
+// What an operator has said counts for a host that cannot be asked, not against
+// its own word.
+func TestHostItselfIsBelievedBeforeTheOperator(t *testing.T) {
+	w := newWorld(t)
+	w.loses, w.cuts = true, "h2"
+	m := w.drive(w.migration(to))
+	w.isHeld(m)
+	w.down["h2"] = false
+	m = w.resume(m, "h2")
+	w.isHeld(m, "the VM runs on two hosts")
+}
+
+// The same on the way back: the VM is sent home, and the answer is lost.
+func TestLostLastAnswerOnTheWayHome(t *testing.T) {
+	w := newWorld(t)
+	w.fails = map[string]error{"h2 thaw": ErrTaken}
+	r := w.runner()
+	r.Before = func(step string, undo bool) error {
+		if step == StepMove && undo {
+			w.mu.Lock()
+			w.loses, w.cuts = w.twin == "", "h2"
+			w.mu.Unlock()
+		}
+		return nil
+	}
+	m, err := r.Run(t.Context(), w.migration(to))
+	if err != nil {
+		t.Fatal(err)
+	}
+	w.isHeld(m, "host h2: ", "may run there")
+	w.down["h2"] = false
+	m = w.resume(m)
+	w.isHeld(m, "the VM runs on two hosts, h1 and h2", "the copy on host h2 is paused")
+	w.twin, w.at, w.paused = "", "h1", map[string]bool{}
+	m = w.resume(m)
+	if m.GetState() != back {
+		t.Errorf("%s: %s", m.GetState(), m.GetMessage())
+	}
+	w.check(m)
+}
+
+// Whoever goes on with a migration whose driver dies in this finds the same.
+func TestDriverDiesAnywhereWhileTheLastAnswerIsLost(t *testing.T) {
+	for _, cut := range []string{"", "h2"} {
+		for _, after := range []bool{false, true} {
+			for n := 1; ; n++ {
+				w := newWorld(t)
+				w.loses, w.cuts, w.crashAt, w.after = true, cut, n, after
+				m := w.drive(w.migration(to))
+				if m != nil && w.twin != "" {
+					w.isHeld(m)
+				}
+				if t.Failed() {
+					t.Fatalf("driver ended at call %d (effect: %v), cut off: %q", n, after, cut)
+				}
+				if w.crashAt != 0 {
+					break
+				}
+			}
+		}
+	}
+}
+
+func TestVMWithTooManySessionsIsRefusedOnce(t *testing.T) {
+	w := newWorld(t)
+	w.sessions = 5000
+	m := w.drive(w.migration(to, other))
+	if m.GetState() != back || !strings.Contains(m.GetMessage(), "VM vm has 5002 sessions, and at most 2000 can be moved") {
+		t.Errorf("%s: %s", m.GetState(), m.GetMessage())
+	}
+	w.check(m)
+
+	// Whatever else the cluster does not keep ends the step that needs it.
+	w = newWorld(t)
+	w.most = 1
+	m = w.drive(w.migration(to))
+	if m.GetState() != back || !strings.Contains(m.GetMessage(), "refused by the cluster") {
+		t.Errorf("%s: %s", m.GetState(), m.GetMessage())
+	}
+	w.check(m)
+	if slices.Contains(m.GetMachine().GetSessions(), "s1") {
+		t.Errorf("the record has what was refused: %v", m.GetMachine().GetSessions())
+	}
+}
