@@ -216,7 +216,9 @@ func (r *repair) settle() {
 			r.drop()
 		}
 		s.mu.Lock()
-		s.op = nil
+		if s.op == op {
+			s.op = nil
+		}
 		e := s.current
 		s.mu.Unlock()
 		op.over()
@@ -247,6 +249,7 @@ func (r *repair) end(err error) {
 	r.rec.Op = nil
 	s.mu.Lock()
 	s.rec, s.usage = r.rec, r.usage
+	s.op = nil // with the state: whoever sees that may begin the next one
 	if err == nil {
 		s.current, s.state, s.message = r.runs, r.state, r.message
 	} else {
