@@ -66,7 +66,9 @@ func run(ctx context.Context, args []string, out io.Writer) error {
 	swaps := fs.Int("swaps", 20, "swaps for the stand-still figures")
 	mib := fs.Int("mib", 256, "size of the bulk transfers, MiB")
 	gib := fs.Int("gib", 16, "state of the big swaps on a real GPU, GiB")
-	only := fs.String("only", "", "run only the parts that `NAMES`, with commas between, say: calls, programs, swap, suspend, replay, footprint, cluster, gpu")
+	only := fs.String("only", "", "run only the parts that `NAMES`, with commas between, say: calls, programs, swap, suspend, replay, footprint, cluster, gpu, chaos")
+	operations := fs.Int("operations", 200, "operations of the part chaos, of which 30 % are to fail and 10 % are killed")
+	seed := fs.Uint64("seed", uint64(time.Now().Unix()), "of the part chaos")
 	nvidia := fs.String("nvidia", "", "NVIDIA's OpenCL `library` (default: found in /etc/OpenCL/vendors)")
 	traces := fs.String("traces", "", "`folder` with the openb trace, for the inventory part")
 	dir := fs.String("out", "bench/out", "`folder` of the JSON file")
@@ -78,7 +80,7 @@ func run(ctx context.Context, args []string, out io.Writer) error {
 		return err
 	}
 	defer os.RemoveAll(tmp)
-	b := &bench{out: out, tmp: tmp, rounds: *rounds, swaps: *swaps, mib: *mib, gib: *gib, nvidia: *nvidia, traces: *traces}
+	b := &bench{out: out, tmp: tmp, rounds: *rounds, swaps: *swaps, mib: *mib, gib: *gib, operations: *operations, seed: *seed, nvidia: *nvidia, traces: *traces}
 	if b.nvidia == "" {
 		b.nvidia = findNVIDIA()
 	}
@@ -102,6 +104,7 @@ func run(ctx context.Context, args []string, out io.Writer) error {
 		{"cluster", "Three hosts on this machine", b.cluster},
 		{"inventory", "Inventory of 10 000 hosts with 8 GPUs each, and the openb cluster", b.inventory},
 		{"gpu", "Real GPU", b.gpu},
+		{"chaos", "Right results under failing swaps", b.chaos},
 	}
 	for _, p := range parts {
 		if *only != "" && !slices.Contains(strings.Split(*only, ","), p.name) || p.name == "gpu" && b.nvidia == "" {

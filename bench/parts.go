@@ -27,6 +27,8 @@ type bench struct {
 	tmp, root, nvidia       string
 	traces                  string // folder with the openb trace
 	rounds, swaps, mib, gib int
+	operations              int    // of chaos
+	seed                    uint64 // of chaos
 	report                  report
 	rigs                    int
 }

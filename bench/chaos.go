@@ -1,0 +1,131 @@
+package main
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/gpuctl/gpuctl/test/chaos"
+	"github.com/gpuctl/gpuctl/test/rig"
+)
+
+// chaos is not about speed: programs that carry a model of themselves are
+// swapped at random between the GPUs, with failures and kills in between, and
+// what they read must be right. The seed is printed.
+func (b *bench) chaos(ctx context.Context) error {
+	rounds := [][]string{
+		{"--kib", "4096"},
+		{"--kib", "1024", "--threads", "3"},
+		{"--kib", "49152", "--no-images"},
+		{"--kib", "16384", "--threads", "2"},
+	}
+	const share = 25 // operations of one program
+	left := b.operations
+	var all chaos.Result
+	var wrong []string
+	for i := 0; left > 0; i++ {
+		n := min(share, left)
+		left -= n
+		res, lines, err := b.disturb(ctx, n, uint64(i)+b.seed, rounds[i%len(rounds)])
+		all.Operations += res.Operations
+		all.Done += res.Done
+		all.Failed += res.Failed
+		all.Killed += res.Killed
+		all.Worst = max(all.Worst, res.Worst)
+		wrong = append(wrong, lines...)
+		fmt.Fprintf(b.out, "  %s, seed %d: %d operations, %d done; so far %d, of which %d were to fail and %d were killed, %d lines wrong\n",
+			strings.Join(rounds[i%len(rounds)], " "), uint64(i)+b.seed, res.Operations, res.Done, all.Operations, all.Failed, all.Killed, len(wrong))
+		for _, l := range lines {
+			fmt.Fprintln(b.out, "   ", l)
+		}
+		if err != nil {
+			return err
+		}
+	}
+	none := func() bool { return len(wrong) == 0 }
+	b.report.add(fmt.Sprintf("%d operations, %d to fail, %d killed", all.Operations, all.Failed, all.Killed), "lines wrong", 0, float64(len(wrong)), "0", none)
+	b.report.add("longest stand-still of one that was done", "ms", 0, float64(all.Worst.Milliseconds()), "", nil)
+	return nil
+}
+
+// disturb runs one program under n operations, on a hostd of its own.
+func (b *bench) disturb(ctx context.Context, n int, seed uint64, args []string) (res chaos.Result, wrong []string, err error) {
+	config, gpus, err := b.chaosConfig()
+	if err != nil {
+		return res, nil, err
+	}
+	b.rigs++
+	r, err := rig.Start(ctx, rig.Options{Dir: filepath.Join(b.tmp, fmt.Sprint("r", b.rigs)), Config: config, Env: []string{"GPUCTL_FAULTS=1"}})
+	if err != nil {
+		return res, nil, err
+	}
+	defer r.Close()
+	cmd := r.Command(ctx, gpus[0], append([]string{r.Program("model"), "--seed", strconv.FormatUint(seed, 10)}, args...)...)
+	var out bytes.Buffer
+	cmd.Stdout, cmd.Stderr = &out, &out
+	stop, err := cmd.StdinPipe()
+	if err != nil {
+		return res, nil, err
+	}
+	if err := cmd.Start(); err != nil {
+		return res, nil, err
+	}
+	var log bytes.Buffer
+	res, err = chaos.Run(ctx, r, chaos.Options{
+		GPUs: gpus, Operations: n, Fail: 30, Kill: 10, Seed: seed,
+		Log: func(format string, args ...any) { fmt.Fprintf(&log, "    "+format+"\n", args...) },
+	})
+	_ = stop.Close()
+	ended := make(chan error, 1)
+	go func() { ended <- cmd.Wait() }()
+	select {
+	case e := <-ended:
+		err = errors.Join(err, e)
+	case <-time.After(2 * time.Minute):
+		err = errors.Join(err, errors.New("the program does not end"), cmd.Process.Kill())
+		<-ended
+	}
+	wrong = chaos.Wrong(out.String())
+	if err != nil && len(wrong) == 0 {
+		_, _ = b.out.Write(log.Bytes())
+		text := r.Log()
+		return res, nil, fmt.Errorf("%w; it printed %s; hostd: %s", err, ending(out.String(), 500), ending(text, 4000))
+	}
+	return res, wrong, nil
+}
+
+// ending is the last n bytes of a text.
+func ending(s string, n int) string { return s[max(0, len(s)-n):] }
+
+// chaosConfig is every GPU of NVIDIA's that there is, and PoCL.
+func (b *bench) chaosConfig() (config string, gpus []string, err error) {
+	memory, err := rig.TestMemory()
+	if err != nil {
+		return "", nil, err
+	}
+	config, gpus = rig.Config(b.root, memory), []string{rig.Pthread, rig.Basic}
+	if b.nvidia == "" {
+		return config, gpus, nil
+	}
+	var lines strings.Builder
+	gpus = []string{rig.Pthread}
+	cards, _ := filepath.Glob("/dev/nvidia[0-9]*")
+	for i := range max(1, len(cards)) {
+		id := fmt.Sprintf("%s%d", gpuID, i)
+		fmt.Fprintf(&lines, "  - {id: %s, library: %s, devices: [%d], model: NVIDIA}\n", id, b.nvidia, i)
+		gpus = append([]string{id, id}, gpus...) // mostly there
+	}
+	config = strings.Replace(config, "models:\n", lines.String()+"models:\n  - {name: NVIDIA, rank: 9}\n", 1)
+	if _, err := os.Stat(rig.OclgrindLibrary); err != nil { // not on every GPU machine
+		i := strings.Index(config, "  - id: "+rig.Oclgrind)
+		j := i + strings.Index(config[i:], lines.String())
+		config = config[:i] + config[j:]
+	}
+	return config, gpus, nil
+}
