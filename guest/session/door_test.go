@@ -1,0 +1,119 @@
+package session
+
+import (
+	"errors"
+	"net"
+	"path/filepath"
+	"sync"
+	"testing"
+	"time"
+)
+
+// fakeConn is a connection of which only the end matters.
+type fakeConn struct{ closed bool }
+
+func (c *fakeConn) Close() error {
+	c.closed = true
+	return nil
+}
+
+func TestSilentConnectionsTakeNoPlaceOfOtherUsers(t *testing.T) {
+	d := newDoor(t.Context(), time.Hour)
+	honest := &fakeConn{}
+	d.enter(2, honest)
+	var many []*fakeConn
+	for range 4000 {
+		c := &fakeConn{}
+		many = append(many, c)
+		d.enter(1, c)
+	}
+	for i, c := range many {
+		if c.closed != (i < len(many)-silentPerUser) {
+			t.Fatalf("connection %d of %d: closed %v", i, len(many), c.closed)
+		}
+	}
+	for u := range uint32(2 * silentAll) { // of as many users, too
+		d.enter(100+u, &fakeConn{})
+	}
+	if d.all > silentAll {
+		t.Errorf("%d silent connections at once", d.all)
+	}
+	if honest.closed && d.leave(2, honest) {
+		t.Error("a closed connection is let in")
+	}
+	if d.leave(1, many[0]) {
+		t.Error("a connection that gave way is let in")
+	}
+}
+
+func TestUserWithFewConnectionsKeepsThem(t *testing.T) {
+	d := newDoor(t.Context(), time.Hour)
+	honest := &fakeConn{}
+	d.enter(2, honest)
+	for u := range uint32(silentAll) { // thirty-two users fill the house, and more come
+		for range 1 + u%silentPerUser {
+			d.enter(100+u%40, &fakeConn{})
+		}
+	}
+	if honest.closed || !d.leave(2, honest) {
+		t.Error("the only connection of a user gave way to others that have more")
+	}
+}
+
+func TestOneUserDoesNotTakeEveryTurn(t *testing.T) {
+	d := newDoor(t.Context(), time.Hour)
+	release := make(chan struct{})
+	var begun, over sync.WaitGroup
+	begun.Add(turnsPerUser)
+	for range turnsPerUser + 10 {
+		over.Go(func() {
+			_ = d.turn(1, func() error {
+				select {
+				case <-release: // one of those that waited
+				default:
+					begun.Done()
+					<-release
+				}
+				return nil
+			})
+		})
+	}
+	begun.Wait()
+	want := errors.New("made")
+	if err := d.turn(2, func() error { return want }); !errors.Is(err, want) {
+		t.Error(err)
+	}
+	close(release)
+	over.Wait()
+	if len(d.turns)+len(d.queue)+d.busy != 0 {
+		t.Errorf("left: %v %v %d", d.turns, d.queue, d.busy)
+	}
+}
+
+// With a greeting that may take an hour, only places that are given up let an
+// honest program of the same user in.
+func TestSilentConnectionsDoNotDelayHonestProgram(t *testing.T) {
+	b := newBench(t)
+	l, err := net.ListenUnix("unix", &net.UnixAddr{Name: filepath.Join(b.dir, "door"), Net: "unix"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	go func() { _ = b.m.serveApps(l, newDoor(b.m.ctx, time.Hour)) }()
+	var silent []net.Conn
+	for range 400 {
+		c, err := net.Dial("unix", l.Addr().String())
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer c.Close()
+		silent = append(silent, c)
+	}
+	// The oldest of them have to go, and hear of it.
+	if n, err := silent[0].Read(make([]byte, 1)); err == nil {
+		t.Error(n, "bytes for a silent connection")
+	}
+	if status, text := b.connectTo(l.Addr().String(), "tok"); status != 0 {
+		t.Errorf("greeting: %d %s", status, text)
+	}
+}

@@ -1,0 +1,100 @@
+package beneath
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+
+	"golang.org/x/sys/unix"
+)
+
+var (
+	// ErrKernel is returned where the kernel can't open files safely.
+	ErrKernel = errors.New("this kernel has no openat2, or a filter keeps it from us: Linux 5.6 or later is needed")
+	// ErrNotRegular is returned for a name of something that is no regular file.
+	ErrNotRegular = errors.New("not a regular file")
+)
+
+// OpenFile is os.OpenFile for a name in a folder, or in folders in it. The
+// folder's own path is trusted; what is in it is not.
+func OpenFile(dir, name string, flags int, perm os.FileMode) (*os.File, error) {
+	path := filepath.Join(dir, name)
+	fail := func(err error) (*os.File, error) {
+		if errors.Is(err, unix.ENOSYS) {
+			err = ErrKernel
+		}
+		return nil, &os.PathError{Op: "open", Path: path, Err: err}
+	}
+	d, err := unix.Open(dir, unix.O_PATH|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
+	if err != nil {
+		return fail(err)
+	}
+	defer unix.Close(d)
+	how := unix.OpenHow{
+		// An open of a named pipe or a device may wait, or do something.
+		Flags:   uint64(flags&^os.O_TRUNC) | unix.O_CLOEXEC | unix.O_NOCTTY | unix.O_NONBLOCK,
+		Resolve: unix.RESOLVE_BENEATH | unix.RESOLVE_NO_SYMLINKS | unix.RESOLVE_NO_MAGICLINKS,
+	}
+	if flags&os.O_CREATE != 0 {
+		how.Mode = uint64(perm.Perm())
+	}
+	var fd int
+	for {
+		fd, err = unix.Openat2(d, name, &how)
+		if !errors.Is(err, unix.EINTR) && !errors.Is(err, unix.EAGAIN) { // a rename nearby
+			break
+		}
+	}
+	if err != nil {
+		return fail(err)
+	}
+	var st unix.Stat_t
+	if err = unix.Fstat(fd, &st); err == nil && st.Mode&unix.S_IFMT != unix.S_IFREG {
+		err = ErrNotRegular
+	}
+	if err == nil && flags&os.O_TRUNC != 0 {
+		err = unix.Ftruncate(fd, 0) // now that it is known what it is
+	}
+	if err == nil {
+		err = unix.SetNonblock(fd, false) // regular files do not know it
+	}
+	if err != nil {
+		_ = unix.Close(fd)
+		return fail(err)
+	}
+	return os.NewFile(uintptr(fd), path), nil
+}
+
+// ReadFile is os.ReadFile of a file that is at most so many bytes long.
+func ReadFile(dir, name string, most int64) ([]byte, error) {
+	f, err := OpenFile(dir, name, os.O_RDONLY, 0)
+	if err != nil {
+		return nil, err
+	}
+	defer f.Close()
+	b, err := io.ReadAll(io.LimitReader(f, most+1))
+	if err != nil {
+		return nil, err
+	}
+	if int64(len(b)) > most {
+		return nil, fmt.Errorf("%s is longer than %d bytes", f.Name(), most)
+	}
+	return b, nil
+}
+
+// Replace writes a file so that readers find the old or the new content. What
+// another process began to write is begun anew.
+func Replace(dir, name string, b []byte, perm os.FileMode) error {
+	tmp := name + ".new"
+	f, err := OpenFile(dir, tmp, os.O_WRONLY|os.O_CREATE|os.O_TRUNC, perm)
+	if err != nil {
+		return err
+	}
+	_, err = f.Write(b)
+	if err = errors.Join(err, f.Close()); err != nil {
+		return errors.Join(err, os.Remove(filepath.Join(dir, tmp)))
+	}
+	return os.Rename(filepath.Join(dir, tmp), filepath.Join(dir, name))
+}
