@@ -86,7 +86,7 @@ func (a *ahead) load() error {
 }
 
 func runExecutor(ctx context.Context, in io.Reader, log *slog.Logger) error {
-	// The application's output may be a pipe that nobody reads any more.
+	// A runtime may write where nobody reads any more.
 	signal.Ignore(syscall.SIGPIPE)
 	var c session.ExecutorConfig
 	b, err := io.ReadAll(io.LimitReader(in, maxConfig))

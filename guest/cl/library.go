@@ -7,6 +7,8 @@ package cl
 #cgo nocallback gxOpen
 #cgo noescape gxPlatforms
 #cgo nocallback gxPlatforms
+#cgo noescape gxUnbuffer
+#cgo nocallback gxUnbuffer
 #cgo LDFLAGS: -ldl
 #include "trampolines.h"
 */
@@ -57,6 +59,15 @@ func load(library string) (icd unsafe.Pointer, err error) {
 		return nil, fmt.Errorf("%s: %w: %s", library, ErrNotRuntime, C.GoString(&why[0]))
 	}
 	return icd, nil
+}
+
+// Unbuffer has C's standard output keep nothing back, whoever prints: with the
+// end of a command all that its kernel printed has been written then.
+func Unbuffer() error {
+	if C.gxUnbuffer() != 0 {
+		return errors.New("standard output can't be unbuffered")
+	}
+	return nil
 }
 
 // Open finds the platforms of a library that it loads as Load does. Opening it

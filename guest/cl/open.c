@@ -26,6 +26,8 @@ void *gxOpen(const char *path, char *why, size_t len) {
 	return icd;
 }
 
+int gxUnbuffer(void) { return setvbuf(stdout, NULL, _IONBF, 0); }
+
 int32_t gxPlatforms(void *icd, uint32_t n, uintptr_t *platforms, uint32_t *ret) {
 	cl_int (*get)(cl_uint, cl_platform_id *, cl_uint *) = (cl_int(*)(cl_uint, cl_platform_id *, cl_uint *))icd;
 	return get(n, (cl_platform_id *)platforms, ret);

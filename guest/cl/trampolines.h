@@ -21,6 +21,8 @@ _Static_assert(sizeof(size_t) == 8 && sizeof(void *) == 8, "sizes are passed as 
 
 // gxOpen loads a library and returns its clIcdGetPlatformIDsKHR, or NULL and why.
 void *gxOpen(const char *path, char *why, size_t len);
+// gxUnbuffer has stdout keep nothing back.
+int gxUnbuffer(void);
 // gxPlatforms calls it.
 int32_t gxPlatforms(void *icd, uint32_t n, uintptr_t *platforms, uint32_t *ret);
 // gxAdmit notes the OpenCL version (12 for 1.2) that a platform's table serves:

@@ -53,6 +53,7 @@ func (s *session) bulk(x *cmd, m *mem, write bool, off, n, stage, stageLen, chun
 				st = s.stream(slot, q, m, write, off, n, stage, stageLen, chunk)
 			}
 		}
+		s.out.deliver(s.stop)
 		s.mu.Lock()
 		defer s.mu.Unlock()
 		for _, w := range wait {

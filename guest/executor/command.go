@@ -405,6 +405,7 @@ func (s *session) readAside(x *cmd, m *mem, off, n uint64, p unsafe.Pointer) fun
 	m.users++
 	return func() {
 		st := cl.EnqueueReadBuffer(q.vendor, m.vendor, true, off, n, p, wait, nil)
+		s.out.deliver(s.stop)
 		s.mu.Lock()
 		for _, w := range wait {
 			cl.ReleaseEvent(w)
@@ -554,6 +555,7 @@ func (s *session) finish(c call, m *wire.Finish) (outcome, error) {
 	slot := c.slot
 	return later(func() {
 		st := cl.Finish(v)
+		s.out.deliver(s.stop)
 		s.mu.Lock()
 		q.users--
 		q.idle = max(q.idle, n)

@@ -267,6 +267,10 @@ func (s *session) freeze(ctx context.Context, limit time.Duration) ([]string, er
 	drained := make(chan cl.Status, 1)
 	go func() { drained <- await(marks) }()
 	undo := func(what ...string) ([]string, error) {
+		s.out.begin()
+		if !s.out.offer() {
+			what = append(what, "what its kernels print is not taken: the application makes no call, or nobody reads its output")
+		}
 		s.gate.Store(false)
 		s.wakeAll()
 		go s.tidy()
@@ -287,6 +291,9 @@ func (s *session) freeze(ctx context.Context, limit time.Duration) ([]string, er
 			return undo("given up by the caller")
 		}
 		time.Sleep(nap)
+	}
+	if !s.out.hold(ctx, deadline) {
+		return undo()
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -391,6 +398,7 @@ func (c *controller) Thaw(ctx context.Context, r *connect.Request[gpuctlv1.ThawR
 func (s *session) thaw() {
 	s.dropState()
 	s.mu.Lock()
+	s.out.begin()
 	s.frozen, s.sent = false, false
 	s.exportedTo = ""
 	s.closeWindow()
@@ -451,6 +459,7 @@ func (s *session) activate() {
 	s.resumeClock()
 	s.ring.SetServing(s.cfg.Generation)
 	s.unpinPeerWindow()
+	s.out.begin()
 	s.active.Store(true)
 	s.advance()
 	s.mu.Unlock()

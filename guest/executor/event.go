@@ -129,6 +129,9 @@ func (s *session) poll(e *event) int32 {
 	if st != cl.Success {
 		return int32(st)
 	}
+	if n <= cl.Complete && !s.out.offer() {
+		return cl.Running // until there is room for what it printed
+	}
 	return n
 }
 
@@ -225,6 +228,7 @@ func (s *session) waitThen(c call, evs []cl.Event, data []byte, then func()) out
 	}
 	return later(func() {
 		st := cl.WaitForEvents(evs)
+		s.out.deliver(s.stop)
 		s.mu.Lock()
 		defer s.mu.Unlock()
 		for _, e := range evs {

@@ -26,7 +26,6 @@ const (
 	fdRing = 3 + iota
 	fdArena
 	fdState
-	fdOutput // the application's standard output, for kernels' printf
 )
 
 // Config of one executor.
@@ -52,15 +51,14 @@ func Main(ctx context.Context, cfg Config) error {
 	// The vendor's threads compete for processors with ours; one more than
 	// there are keeps a thread that comes back from a wait from queueing.
 	runtime.GOMAXPROCS(max(4, runtime.NumCPU()+1))
-	if _, err := unix.FcntlInt(fdOutput, unix.F_GETFD, 0); err == nil {
-		if err := unix.Dup3(fdOutput, 1, 0); err != nil {
-			return fmt.Errorf("standard output: %w", err)
-		}
-	}
 	s, err := open(cfg, fdRing, fdArena, fdState)
 	if err != nil {
 		return err
 	}
+	if s.out, err = captureOutput(s.ring); err != nil {
+		return err
+	}
+	defer s.out.close()
 	imports, err := listen(cfg.ImportSocket)
 	if err != nil {
 		return err

@@ -86,6 +86,7 @@ func (s *session) makeProgram(p *program) cl.Status {
 	}
 	p.vendor = v
 	p.exact = p.isExact()
+	s.out.expect(mayPrint(&p.content))
 	return cl.Success
 }
 
@@ -350,6 +351,7 @@ func (s *session) buildProgram(c call, m *wire.BuildProgram) (outcome, error) {
 	if p.loaded && use == "" {
 		use = p.content.Options
 	}
+	s.out.expect(mayPrintText([]byte(use)))
 	for _, d := range ds {
 		p.built[d.id] = &build{Status: cl.BuildInProgress, Options: options}
 	}
@@ -396,6 +398,7 @@ func (s *session) compileProgram(c call, m *wire.CompileProgram) (outcome, error
 		cl.RetainProgram(h.vendor)
 		hs, hn = append(hs, h.vendor), append(hn, names[i])
 	}
+	s.out.expect(mayPrintText([]byte(options)))
 	for _, d := range ds {
 		p.built[d.id] = &build{Status: cl.BuildInProgress, Options: options}
 	}

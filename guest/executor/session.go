@@ -20,7 +20,8 @@ type session struct {
 	cfg    Config
 	log    *slog.Logger
 	ring   transport
-	ringFD int // for the locks that say who is alive
+	out    *output // nil: this process's standard output is not the session's
+	ringFD int     // for the locks that say who is alive
 	arena  *shm.Region
 	state  *os.File
 	host   hostMemory

@@ -28,6 +28,11 @@ type transport interface {
 	PendDone(index, state uint32) error
 	PushCallback(token uint32, status int32, kind uint32, stop <-chan struct{}) error
 
+	// What is printed: as much as there is room for, and waiting for more.
+	Print(p []byte) (int, error)
+	WakeWaiting()
+	AwaitPrint(timeout time.Duration)
+
 	// Phases and counters of a bulk transfer.
 	Phase(slot uint16, phase uint32, direct uint64)
 	WaitProduced(slot uint16, old uint32, timeout time.Duration) uint32

@@ -55,6 +55,7 @@ static void deliver(uint32_t token, int32_t status)
 	if (!take_out(token, &c))
 		return;
 	gx_reap();
+	gx_output(true);
 	switch (c.kind) {
 	case CBK_EVENT: {
 		cl_event e = c.obj;

@@ -100,6 +100,7 @@ CL_API_ENTRY cl_int CL_API_CALL clGetEventInfo(cl_event e, cl_event_info name, I
 			return CL_INVALID_VALUE;
 		TRY(gx_event_poll(e, &st));
 		gx_reap();
+		gx_output(true); /* before it is known that what printed it is over */
 		INFO(cl_int, st);
 	}
 	}

@@ -204,6 +204,7 @@ struct session {
 	_Atomic uint64_t slots[GX_SLOT_COUNT / 64]; /* taken */
 	_Atomic uint32_t npending;
 	_Atomic uint32_t spin_ns;
+	_Atomic uint32_t out_busy; /* a thread writes what kernels printed */
 	bool can_spin;
 };
 extern struct session S;
@@ -334,6 +335,17 @@ static inline _Atomic uint32_t *gx_slot_word(uint32_t slot, uint32_t field)
 {
 	return gx_word(GX_SLOT_OFF + (uint64_t)slot * GX_SLOT_SIZE + field);
 }
+
+/* ---- output.c: what kernels print. gx_output writes it; all: what is there before it returns, otherwise as much as
+ * does not have to wait. */
+void gx_output_slow(bool all);
+static inline void gx_output(bool all)
+{
+	if (unlikely(atomic_load_explicit(gx_word(GX_HDR_OUT_TAIL), memory_order_relaxed) !=
+		     atomic_load_explicit(gx_word(GX_HDR_OUT_HEAD), memory_order_relaxed)))
+		gx_output_slow(all);
+}
+
 int gx_futex_wait(_Atomic uint32_t *w, uint32_t seen, unsigned ms); /* shared; 0 woken or changed, 1 timed out */
 void gx_futex_wake(_Atomic uint32_t *w, int n);
 uint64_t gx_now(void); /* ns */

@@ -191,21 +191,9 @@ static int hello(int sock)
 	const char *token = secure_getenv("GPUCTL_TOKEN");
 	if (token)
 		memcpy(msg + 16, token, strnlen(token, 48));
-	struct iovec iov = {msg, sizeof msg};
-	union { struct cmsghdr h; char buf[CMSG_SPACE(sizeof(int))]; } ctl = {0};
-	struct msghdr m = {.msg_iov = &iov, .msg_iovlen = 1};
-	if (fcntl(STDOUT_FILENO, F_GETFD) >= 0) {
-		m.msg_control = ctl.buf;
-		m.msg_controllen = sizeof ctl.buf;
-		ctl.h.cmsg_level = SOL_SOCKET;
-		ctl.h.cmsg_type = SCM_RIGHTS;
-		ctl.h.cmsg_len = CMSG_LEN(sizeof(int));
-		int out = STDOUT_FILENO;
-		memcpy(CMSG_DATA(&ctl.h), &out, sizeof out);
-	}
 	ssize_t r;
 	do
-		r = sendmsg(sock, &m, MSG_NOSIGNAL);
+		r = send(sock, msg, sizeof msg, MSG_NOSIGNAL);
 	while (r < 0 && errno == EINTR);
 	return r == (ssize_t)sizeof msg ? 0 : -1;
 }
@@ -407,6 +395,7 @@ bool gx_alive(struct alive *a)
 {
 	if (atomic_load(&S.lost) || !S.ring)
 		return false;
+	gx_output(false); /* a kernel may wait for room */
 	uint32_t state = atomic_load(gx_word(GX_HDR_STATE));
 	uint64_t now = gx_now();
 	if (state == GX_STATE_LOST) {
@@ -508,12 +497,14 @@ void gx_commit(void)
 	_Atomic uint32_t *sleep = gx_word(GX_HDR_SLEEP);
 	bool wake = atomic_load(sleep) == 1 && atomic_exchange(sleep, 0) == 1;
 	_Atomic uint32_t *nap = gx_word(GX_HDR_NAP);
-	bool rouse = S.urgent && atomic_load(nap) == 1 && atomic_exchange(nap, 0) == 1;
+	bool urgent = S.urgent, rouse = urgent && atomic_load(nap) == 1 && atomic_exchange(nap, 0) == 1;
 	gx_lock_drop(&S.lock);
 	if (wake)
 		gx_futex_wake(sleep, 1);
 	if (rouse)
 		gx_futex_wake(nap, 1);
+	if (urgent) /* of an application that flushes and never waits */
+		gx_output(false);
 }
 
 /* ---- reply slots */
@@ -594,13 +585,14 @@ static bool wait_done(uint32_t slot)
 	while (atomic_load_explicit(state, memory_order_acquire) != GX_SLOT_DONE) {
 		if (gx_futex_wait(state, GX_SLOT_ASLEEP, TICK_MS) && !gx_alive(&a))
 			return atomic_load(state) == GX_SLOT_DONE;
+		gx_output(false);
 		if (atomic_load(&S.lost))
 			return atomic_load(state) == GX_SLOT_DONE;
 	}
 	return true;
 }
 
-cl_int gx_wait(uint32_t op, uint32_t slot, struct gx_reply *r)
+static cl_int take_reply(uint32_t op, uint32_t slot, struct gx_reply *r)
 {
 	if (!wait_done(slot))
 		return gx_lost_error(op); /* the slot stays taken: a late executor may still write to it */
@@ -659,4 +651,25 @@ cl_int gx_wait(uint32_t op, uint32_t slot, struct gx_reply *r)
 		have += n;
 	}
 	return CL_SUCCESS;
+}
+
+/* completes tells whether a reply may say to the application that a command is over. What its kernel printed must be
+ * out by then. A status is also asked for by the library itself, with a lock held: clGetEventInfo waits on its own. */
+static bool completes(uint32_t op)
+{
+	switch (op) {
+	case GX_FINISH: case GX_WAIT_EVENTS: case GX_EVENT_PROFILING:
+	case GX_READ_BUFFER: case GX_READ_BUFFER_RECT: case GX_READ_IMAGE:
+	case GX_WRITE_BUFFER: case GX_WRITE_BUFFER_RECT: case GX_WRITE_IMAGE:
+	case GX_MAP_BUFFER: case GX_MAP_IMAGE:
+		return true;
+	}
+	return false;
+}
+
+cl_int gx_wait(uint32_t op, uint32_t slot, struct gx_reply *r)
+{
+	cl_int err = take_reply(op, slot, r);
+	gx_output(completes(op));
+	return err;
 }

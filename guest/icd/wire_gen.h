@@ -5,7 +5,7 @@
 #include <string.h>
 
 #define GX_MAGIC 0x31525847 /* GXR1 */
-#define GX_VERSION 1 /* of the protocol; both sides must agree */
+#define GX_VERSION 2 /* of the protocol; both sides must agree */
 #define GX_HDR_MAGIC 0x00 /* u32 */
 #define GX_HDR_VERSION 0x04 /* u32 */
 #define GX_HDR_RING_SIZE 0x08 /* u64, power of two */
@@ -23,6 +23,8 @@
 #define GX_HDR_SPACE 0x108 /* u32, set by a client that waits for room; futex */
 #define GX_HDR_CB_TAIL 0x140 /* u32, callbacks ever produced; futex */
 #define GX_HDR_CB_HEAD 0x180 /* u32, callbacks ever consumed; futex */
+#define GX_HDR_OUT_TAIL 0x1c0 /* u32, bytes ever printed */
+#define GX_HDR_OUT_HEAD 0x200 /* u32, bytes of them ever taken by the client; futex */
 #define GX_HDR_SIZE 0x1000 /* bytes of the header */
 #define GX_CB_OFF 0x1000 /* callback ring */
 #define GX_CB_COUNT 1024 /* entries of 16 bytes: u32 token, i32 status, u32 kind, u32 zero */
@@ -33,7 +35,9 @@
 #define GX_SLOT_SIZE 4096 /* 64 bytes of header, then data */
 #define GX_RING_OFF 0x110000 /* request ring */
 #define GX_RING_SIZE 0x100000 /* bytes */
-#define GX_RING_MEM 0x210000 /* bytes of the whole ring memfd */
+#define GX_OUT_OFF 0x210000 /* what kernels print, a ring of bytes */
+#define GX_OUT_SIZE 0x100000 /* bytes, power of two */
+#define GX_RING_MEM 0x310000 /* bytes of the whole ring memfd */
 #define GX_MAX_REQUEST 0x8000 /* bytes of the largest request, header included */
 #define GX_MAX_INLINE 0x1000 /* bytes of the largest inline content */
 #define GX_SLOT_STATE 0 /* u32, SLOT_*; futex */

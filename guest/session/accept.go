@@ -15,12 +15,12 @@ import (
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/guest/wire"
+	"github.com/gpuctl/gpuctl/internal/throttle"
 )
 
 const (
 	helloSize    = 64
 	helloTimeout = 5 * time.Second
-	maxGreeting  = 64 // greetings looked at and sessions made at once
 	maxAnswer    = 4096
 
 	clDeviceNotAvailable = -2
@@ -28,14 +28,18 @@ const (
 
 // greeting is an application that asks for a session.
 type greeting struct {
-	pid    int // 0 if it can't be seen from here
-	token  string
-	stdout *os.File
+	uid   uint32
+	pid   int // 0 if it can't be seen from here
+	token string
 }
 
 // ServeApps takes in applications until the listener is closed.
 func (m *Manager) ServeApps(l *net.UnixListener) error {
-	slots := make(chan struct{}, maxGreeting)
+	return m.serveApps(l, newDoor(m.ctx, helloTimeout))
+}
+
+func (m *Manager) serveApps(l *net.UnixListener, d *door) error {
+	log := throttle.Logger(m.log, refusalsLogged, refusalsEvery) // anybody can connect
 	for {
 		conn, err := l.AcceptUnix()
 		if errors.Is(err, net.ErrClosed) {
@@ -43,36 +47,51 @@ func (m *Manager) ServeApps(l *net.UnixListener) error {
 		}
 		if err != nil {
 			// Out of descriptors, mostly: those who wait may yet be served.
-			m.log.Warn("accept application", "err", err)
+			log.Warn("accept application", "err", err)
 			time.Sleep(100 * time.Millisecond)
 			continue
 		}
-		slots <- struct{}{}
+		cred, err := peer(conn)
+		if err != nil {
+			conn.Close()
+			log.Warn("accept application", "err", err)
+			continue
+		}
+		d.enter(cred.Uid, conn) // in the order in which they came
 		m.wg.Go(func() {
-			defer func() { <-slots }()
-			m.greet(conn)
+			if err := m.greet(conn, cred, d); err != nil {
+				log.Warn("application refused", "pid", cred.Pid, "uid", cred.Uid, "err", err)
+			}
 		})
 	}
 }
 
 // greet gives one application its session, or says why not.
-func (m *Manager) greet(conn *net.UnixConn) {
-	_ = conn.SetDeadline(time.Now().Add(helloTimeout))
-	g, err := readGreeting(conn)
-	if err == nil {
-		err = m.create(conn, g)
+func (m *Manager) greet(conn *net.UnixConn, cred *unix.Ucred, d *door) error {
+	_ = conn.SetDeadline(time.Now().Add(d.patience))
+	g, err := readGreeting(conn, cred)
+	if !d.leave(cred.Uid, conn) {
+		return errDropped // and closed
 	}
 	if err == nil {
-		return
+		// Who has no token does not wait behind who has one.
+		if _, ok := m.offered(g.token); !ok {
+			err = errNoToken
+		}
 	}
-	m.log.Warn("application refused", "pid", g.pid, "err", err)
-	if g.stdout != nil {
-		g.stdout.Close()
+	if err == nil {
+		err = d.turn(g.uid, func() error { return m.create(conn, g) })
+	}
+	if err == nil {
+		return nil
 	}
 	_ = conn.SetDeadline(time.Now().Add(helloTimeout))
 	_, _ = conn.Write(answer(clDeviceNotAvailable, err.Error()))
 	conn.Close()
+	return err
 }
+
+var errNoToken = errors.New("no GPU is claimed for this application: unknown token")
 
 func answer(status int32, text string) []byte {
 	text = text[:min(len(text), maxAnswer)]
@@ -81,33 +100,14 @@ func answer(status int32, text string) []byte {
 	return append(b, text...)
 }
 
-func readGreeting(conn *net.UnixConn) (greeting, error) {
-	var g greeting
-	cred, err := peer(conn)
-	if err != nil {
-		return g, err
-	}
-	g.pid = int(cred.Pid)
+func readGreeting(conn *net.UnixConn, cred *unix.Ucred) (greeting, error) {
+	g := greeting{uid: cred.Uid, pid: int(cred.Pid)}
 	if self := os.Getuid(); self != 0 && int(cred.Uid) != self {
 		return g, fmt.Errorf("user %d may not use the GPUs of user %d", cred.Uid, self)
 	}
 	var hello [helloSize]byte
-	oob := make([]byte, unix.CmsgSpace(16*4))
-	n, oobn, flags, _, err := conn.ReadMsgUnix(hello[:], oob)
-	if err != nil {
-		return g, fmt.Errorf("greeting: %w", err)
-	}
-	files, err := rights(oob[:oobn])
-	if len(files) > 0 {
-		g.stdout = files[0]
-		for _, f := range files[1:] {
-			f.Close()
-		}
-	}
-	if err != nil || flags&unix.MSG_CTRUNC != 0 {
-		return g, errors.New("greeting: malformed descriptors")
-	}
-	if _, err := io.ReadFull(conn, hello[n:]); err != nil {
+	// Descriptors that come along are closed by the kernel: none is taken.
+	if _, err := io.ReadFull(conn, hello[:]); err != nil {
 		return g, fmt.Errorf("greeting: %w", err)
 	}
 	word := func(i int) uint32 { return binary.LittleEndian.Uint32(hello[4*i:]) }
@@ -122,11 +122,6 @@ func readGreeting(conn *net.UnixConn) (greeting, error) {
 		return g, fmt.Errorf("greeting: process %d says it is %d", g.pid, claimed)
 	}
 	g.token, _, _ = strings.Cut(string(hello[16:]), "\x00")
-	if g.stdout == nil {
-		if g.stdout, err = os.OpenFile(os.DevNull, os.O_WRONLY, 0); err != nil {
-			return g, err
-		}
-	}
 	return g, nil
 }
 
@@ -147,30 +142,12 @@ func peer(conn *net.UnixConn) (*unix.Ucred, error) {
 	return cred, nil
 }
 
-func rights(oob []byte) (files []*os.File, err error) {
-	msgs, err := unix.ParseSocketControlMessage(oob)
-	if err != nil {
-		return nil, err
-	}
-	for i := range msgs {
-		fds, err := unix.ParseUnixRights(&msgs[i])
-		if err != nil {
-			continue // some other message
-		}
-		for _, fd := range fds {
-			unix.CloseOnExec(fd)
-			files = append(files, os.NewFile(uintptr(fd), "application's output"))
-		}
-	}
-	return files, nil
-}
-
-// create makes a session and answers the application. It takes conn and
-// g.stdout over if it succeeds.
+// create makes a session and answers the application. It takes conn over if it
+// succeeds.
 func (m *Manager) create(conn *net.UnixConn, g greeting) error {
 	offer, ok := m.offered(g.token)
 	if !ok {
-		return errors.New("no GPU is claimed for this application: unknown token")
+		return errNoToken
 	}
 	id, err := m.reserve()
 	if err != nil {
@@ -222,7 +199,6 @@ func (s *session) open(ctx context.Context, target *gpuctlv1.Target, g greeting)
 	}
 	defer func() {
 		if err != nil {
-			s.stdout = nil
 			s.discard()
 		}
 	}()
@@ -235,7 +211,6 @@ func (s *session) open(ctx context.Context, target *gpuctlv1.Target, g greeting)
 	if err := makeDirs(s.dir, s.executorsDir()); err != nil {
 		return fmt.Errorf("session folder: %w", err)
 	}
-	s.stdout = g.stdout
 	e, d, err := s.launch(ctx, target, func(r *record, e executorRecord) { r.Current = e })
 	if err != nil {
 		return err

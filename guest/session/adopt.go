@@ -78,7 +78,6 @@ func (m *Manager) adopt(dir, id string) {
 	if err := s.mem.lockManager(); err != nil {
 		log.Warn("adopt", "err", err) // the application can hold it, to its own harm
 	}
-	s.stdout = openOutput(rec.PID, current, other)
 
 	r := &repair{s: s, current: current, other: other, patience: describeTimeout}
 	r.settle()
@@ -140,24 +139,6 @@ func (s *session) partFile() string {
 }
 
 func partName(file, id string) string { return file + "." + id + ".part" }
-
-// openOutput finds the application's standard output again.
-func openOutput(pid int, executors ...*executor) *os.File {
-	const inExecutor = 6
-	var paths []string
-	for _, e := range executors {
-		if e != nil {
-			paths = append(paths, fmt.Sprintf("/proc/%d/fd/%d", e.proc.PID(), inExecutor))
-		}
-	}
-	paths = append(paths, fmt.Sprintf("/proc/%d/fd/1", pid), os.DevNull)
-	for _, p := range paths {
-		if f, err := os.OpenFile(p, os.O_WRONLY|os.O_APPEND, 0); err == nil {
-			return f
-		}
-	}
-	return nil
-}
 
 // repair brings an adopted session to rest: RUNNING with one executor, or
 // SUSPENDED with none. Where an executor that lives does not do now what that

@@ -20,6 +20,7 @@ import (
 	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
 	"github.com/gpuctl/gpuctl/guest/away"
 	"github.com/gpuctl/gpuctl/guest/shm"
+	"github.com/gpuctl/gpuctl/guest/wire"
 )
 
 // fakeLauncher starts executors inside the test. They keep the rules of
@@ -96,7 +97,7 @@ func (l *fakeLauncher) Launch(_ context.Context, spec Spec, journal func(Process
 	if err != nil {
 		return nil, err
 	}
-	if e.reg, err = shm.Open(fd, 0x210000); err != nil {
+	if e.reg, err = shm.Open(fd, wire.RingMem); err != nil {
 		return nil, err
 	}
 	if e.ring, err = shm.NewRing(e.reg); err != nil {

@@ -10,7 +10,6 @@ import (
 	"os"
 	"os/exec"
 	"os/user"
-	"path/filepath"
 	"runtime"
 	"slices"
 	"strconv"
@@ -23,6 +22,7 @@ import (
 	"google.golang.org/protobuf/encoding/protojson"
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/internal/beneath"
 )
 
 // Spec is what an executor is started with.
@@ -34,7 +34,6 @@ type Spec struct {
 	Runtime      *gpuctlv1.Runtime
 	Device       *gpuctlv1.VirtualDevice
 	Memory       [3]*os.File // ring, arena, state
-	Stdout       *os.File    // the application's
 	CacheKey     []byte      // signs the programs that executors for this runtime have built
 	AppPID       int         // the application, 0 if it can't be seen from here
 	AppStart     uint64
@@ -153,8 +152,8 @@ func (l *ExecLauncher) start(spec *Spec, loaded *os.File) (*started, error) {
 	if err := l.own(spec.Dir); err != nil {
 		return nil, err
 	}
-	logPath := filepath.Join(spec.Dir, fmt.Sprintf("executor-%d.log", spec.Generation))
-	log, err := os.OpenFile(logPath, os.O_CREATE|os.O_TRUNC|os.O_WRONLY|os.O_APPEND|unix.O_NOFOLLOW, 0o600)
+	logName := fmt.Sprintf("executor-%d.log", spec.Generation)
+	log, err := beneath.OpenFile(spec.Dir, logName, os.O_CREATE|os.O_TRUNC|os.O_WRONLY|os.O_APPEND, 0o600)
 	if err != nil {
 		return nil, fmt.Errorf("executor log: %w", err)
 	}
@@ -162,12 +161,11 @@ func (l *ExecLauncher) start(spec *Spec, loaded *os.File) (*started, error) {
 
 	// Not CommandContext: the executor outlives the operation that starts it.
 	cmd := l.command("executor", "--config", "-")
-	cmd.ExtraFiles = append(slices.Clone(spec.Memory[:]), spec.Stdout)
+	cmd.ExtraFiles = slices.Clone(spec.Memory[:])
 	ahead(cmd, spec.Runtime, loaded)
 	cmd.Env = l.environ(spec.Runtime.GetEnv(), spec.Dir)
-	cmd.Stdout = spec.Stdout
 	cmd.Stderr = log
-	st, err := l.run(cmd, func() string { return exitReason(cmd.ProcessState, logPath) })
+	st, err := l.run(cmd, func() string { return exitReason(cmd.ProcessState, spec.Dir, logName) })
 	if err != nil {
 		return nil, fmt.Errorf("start executor: %w", err)
 	}
@@ -175,7 +173,7 @@ func (l *ExecLauncher) start(spec *Spec, loaded *os.File) (*started, error) {
 	// Only what belongs to the process as a whole is set from here.
 	none := unix.Rlimit{}
 	_ = unix.Prlimit(st.pid, unix.RLIMIT_CORE, &none, nil)
-	_ = os.WriteFile("/proc/"+strconv.Itoa(st.pid)+"/oom_score_adj", []byte("300"), 0)
+	_ = writeProc(st.pid, "oom_score_adj", "300")
 	return st, nil
 }
 
@@ -471,12 +469,12 @@ func startConfined(cmd *exec.Cmd) error {
 	return <-err
 }
 
-func exitReason(st *os.ProcessState, logPath string) string {
+func exitReason(st *os.ProcessState, dir, name string) string {
 	how := "ended"
 	if st != nil {
 		how = st.String()
 	}
-	f, err := os.Open(logPath)
+	f, err := beneath.OpenFile(dir, name, os.O_RDONLY, 0)
 	if err != nil {
 		return how
 	}

@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"io"
 	"os"
+	"path/filepath"
 	"slices"
 	"strconv"
 	"strings"
@@ -32,7 +33,7 @@ type surroundings struct {
 }
 
 // reportSurroundings is this test's binary as an executor: it writes what it
-// finds to the application's output and waits to be killed.
+// finds to the named pipe that its socket would be, and waits to be killed.
 func reportSurroundings() int {
 	s := surroundings{Env: os.Environ(), Status: map[string]string{}, UID: os.Getuid()}
 	if i := slices.Index(os.Args, "--loaded-fd"); i >= 0 {
@@ -67,13 +68,12 @@ func reportSurroundings() int {
 	_ = unix.Getrlimit(unix.RLIMIT_CORE, &r)
 	s.Core = r.Max
 	for i := range s.Inodes {
-		var st unix.Stat_t
-		if err := unix.Fstat(3+i, &st); err != nil {
+		if s.Inodes[i], err = statInode(3+i, i); err != nil {
 			return 1
 		}
-		s.Inodes[i] = inode{Dev: st.Dev, Ino: st.Ino}
 	}
-	if err := json.NewEncoder(os.NewFile(6, "output")).Encode(s); err != nil {
+	to, err := os.OpenFile(s.Config.Socket, os.O_WRONLY, 0)
+	if err != nil || json.NewEncoder(to).Encode(s) != nil {
 		return 1
 	}
 	if s.Config.Generation == 2 {
@@ -100,13 +100,7 @@ func (s *surroundings) load(tell *os.File) error {
 // What was started ahead is the next executor of its folder, if it is of the
 // same runtime, and no other.
 func TestExecutorsStartedAhead(t *testing.T) {
-	r, w, err := os.Pipe()
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer r.Close()
-	defer w.Close()
-	spec, _ := launchSpec(t, w)
+	spec, _, r := launchSpec(t)
 	l := &ExecLauncher{Binary: os.Args[0]}
 	ahead := func() int {
 		l.mu.Lock()
@@ -190,30 +184,35 @@ func TestProbeStartedAhead(t *testing.T) {
 	}
 }
 
-func launchSpec(t *testing.T, out *os.File) (Spec, *memory) {
+// launchSpec is a spec whose executor's report can be read.
+func launchSpec(t *testing.T) (Spec, *memory, *os.File) {
 	t.Helper()
+	dir := t.TempDir()
+	report := filepath.Join(dir, "report")
+	if err := unix.Mkfifo(report, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	r, err := os.OpenFile(report, os.O_RDWR, 0) // a writer, too: it has no end between two
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { r.Close() })
 	mem, err := createMemory("s-test")
 	if err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(mem.close)
 	return Spec{
-		Dir: t.TempDir(), Generation: 1, Socket: "/s", ImportSocket: "/i",
+		Dir: dir, Generation: 1, Socket: report, ImportSocket: "/i",
 		Runtime: &gpuctlv1.Runtime{Library: "/l.so", Env: map[string]string{"POCL_DEVICES": "basic"}},
-		Memory:  mem.files(), Stdout: out, AppPID: 7, AppStart: 8,
-	}, mem
+		Memory:  mem.files(), AppPID: 7, AppStart: 8,
+	}, mem, r
 }
 
 func TestExecutorIsConfined(t *testing.T) {
 	t.Setenv("GPUCTL_SOCKET", "/not/for/executors")
 	t.Setenv("OCL_ICD_VENDORS", "/neither")
-	r, w, err := os.Pipe()
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer r.Close()
-	defer w.Close()
-	spec, mem := launchSpec(t, w)
+	spec, mem, r := launchSpec(t)
 	l := &ExecLauncher{Binary: os.Args[0]}
 	journalled := 0
 	p, err := l.Launch(context.Background(), spec, func(p Process) error {
@@ -266,14 +265,9 @@ func TestExecutorIsConfined(t *testing.T) {
 }
 
 func TestExecutorWithoutJournalDoesNotRun(t *testing.T) {
-	null, err := os.OpenFile(os.DevNull, os.O_WRONLY, 0)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer null.Close()
-	spec, _ := launchSpec(t, null)
+	spec, _, _ := launchSpec(t)
 	var p Process
-	_, err = (&ExecLauncher{Binary: os.Args[0]}).Launch(context.Background(), spec, func(q Process) error {
+	_, err := (&ExecLauncher{Binary: os.Args[0]}).Launch(context.Background(), spec, func(q Process) error {
 		p = q
 		return io.ErrShortWrite
 	})
@@ -284,12 +278,7 @@ func TestExecutorWithoutJournalDoesNotRun(t *testing.T) {
 }
 
 func TestExitTellsTheLastWord(t *testing.T) {
-	null, err := os.OpenFile(os.DevNull, os.O_WRONLY, 0)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer null.Close()
-	spec, _ := launchSpec(t, null)
+	spec, _, _ := launchSpec(t)
 	spec.Generation = 2
 	p, err := (&ExecLauncher{Binary: os.Args[0]}).Launch(context.Background(), spec, func(Process) error { return nil })
 	if err != nil {

@@ -22,6 +22,7 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/internal/beneath"
 	"github.com/gpuctl/gpuctl/internal/patience"
 )
 
@@ -81,7 +82,7 @@ func New(cfg Config) (*Manager, error) {
 	if err := os.MkdirAll(filepath.Join(dir, "sessions"), 0o711); err != nil {
 		return nil, fmt.Errorf("run folder: %w", err)
 	}
-	lock, err := os.OpenFile(filepath.Join(dir, "lock"), os.O_CREATE|os.O_RDWR, 0o600)
+	lock, err := beneath.OpenFile(dir, "lock", os.O_CREATE|os.O_RDWR, 0o600)
 	if err != nil {
 		return nil, fmt.Errorf("run folder: %w", err)
 	}
@@ -261,7 +262,7 @@ func (m *Manager) changeOffers(change func(map[string]*gpuctlv1.OfferRequest)) e
 	}
 	b, err := json.Marshal(list)
 	if err == nil {
-		err = replaceFile(m.offersPath(), b)
+		err = beneath.Replace(m.cfg.Dir, offersName, b, 0o600)
 	}
 	if err != nil {
 		return fmt.Errorf("keep offers: %w", err)
@@ -269,10 +270,13 @@ func (m *Manager) changeOffers(change func(map[string]*gpuctlv1.OfferRequest)) e
 	return nil
 }
 
-func (m *Manager) offersPath() string { return filepath.Join(m.cfg.Dir, "offers.json") }
+const (
+	offersName = "offers.json"
+	mostOffers = 64 << 20 // bytes
+)
 
 func (m *Manager) loadOffers() error {
-	b, err := os.ReadFile(m.offersPath())
+	b, err := beneath.ReadFile(m.cfg.Dir, offersName, mostOffers)
 	if errors.Is(err, fs.ErrNotExist) {
 		return nil
 	}
@@ -281,12 +285,12 @@ func (m *Manager) loadOffers() error {
 	}
 	var list []json.RawMessage
 	if err := json.Unmarshal(b, &list); err != nil {
-		return fmt.Errorf("%s: %w", m.offersPath(), err)
+		return fmt.Errorf("%s: %w", filepath.Join(m.cfg.Dir, offersName), err)
 	}
 	for _, raw := range list {
 		o := &gpuctlv1.OfferRequest{}
 		if err := protojson.Unmarshal(raw, o); err != nil {
-			return fmt.Errorf("%s: %w", m.offersPath(), err)
+			return fmt.Errorf("%s: %w", filepath.Join(m.cfg.Dir, offersName), err)
 		}
 		m.offers[o.Token] = o
 	}

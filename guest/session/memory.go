@@ -22,9 +22,22 @@ const (
 
 // inode identifies a memfd for as long as anything holds it open.
 type inode struct {
-	Dev uint64 `json:"dev"`
-	Ino uint64 `json:"ino"`
+	Dev  uint64 `json:"dev"`
+	Ino  uint64 `json:"ino"`
+	Size int64  `json:"size"` // bytes, of a sealed one; 0 else
 }
+
+// What is sealed of each memfd. The client could otherwise shrink what others
+// have mapped, or keep the state from being written.
+const (
+	sealsFixed = unix.F_SEAL_SHRINK | unix.F_SEAL_GROW | unix.F_SEAL_SEAL
+	sealsState = unix.F_SEAL_SEAL
+)
+
+// The memfds of a session have an order.
+const stateMemfd = 2
+
+func memfdName(i int) string { return [...]string{"ring", "arena", "state"}[i] }
 
 // memory is a session's shared memory: what survives every executor.
 type memory struct {
@@ -42,19 +55,11 @@ func createMemory(id string) (*memory, error) {
 	if err != nil {
 		return nil, err
 	}
-	// The client could otherwise shrink what others have mapped.
-	const fixed = unix.F_SEAL_SHRINK | unix.F_SEAL_GROW
-	for _, f := range []struct {
-		file  **os.File
-		name  string
-		size  uint64
-		seals int
-	}{
-		{&m.ring, "ring", wire.RingMem, fixed | unix.F_SEAL_SEAL},
-		{&m.arena, "arena", arena, fixed | unix.F_SEAL_SEAL},
-		{&m.state, "state", 0, 0},
-	} {
-		if *f.file, err = createMemfd("gpuctl-"+f.name+"-"+id, f.size, f.seals); err != nil {
+	for i, f := range []struct {
+		file **os.File
+		size uint64
+	}{{&m.ring, wire.RingMem}, {&m.arena, arena}, {&m.state, 0}} {
+		if *f.file, err = createMemfd("gpuctl-"+memfdName(i)+"-"+id, f.size, sealsOf(i)); err != nil {
 			m.close()
 			return nil, err
 		}
@@ -87,17 +92,17 @@ func createMemfd(name string, size uint64, seals int) (*os.File, error) {
 		f.Close()
 		return nil, fmt.Errorf("memfd %s of %s: %w", name, formatBytes(size), err)
 	}
-	if seals != 0 {
-		if _, err := unix.FcntlInt(f.Fd(), unix.F_ADD_SEALS, seals); err != nil {
-			f.Close()
-			return nil, fmt.Errorf("seal memfd %s: %w", name, err)
-		}
+	if _, err := unix.FcntlInt(f.Fd(), unix.F_ADD_SEALS, seals); err != nil {
+		f.Close()
+		return nil, fmt.Errorf("seal memfd %s: %w", name, err)
 	}
 	return f, nil
 }
 
 // findMemory opens the memfds with the given inodes through the descriptors of
-// any of the processes.
+// any of the processes. What those hold is theirs to choose, and to change at
+// any time: nothing is opened but what is one of the session's memfds for
+// certain.
 func findMemory(want [3]inode, pids ...int) (*memory, error) {
 	m := &memory{}
 	files := [3]**os.File{&m.ring, &m.arena, &m.state}
@@ -105,23 +110,19 @@ func findMemory(want [3]inode, pids ...int) (*memory, error) {
 		if pid <= 0 {
 			continue
 		}
-		dir := "/proc/" + strconv.Itoa(pid) + "/fd/"
-		entries, err := os.ReadDir(dir)
+		fds, err := openDescriptors(pid)
 		if err != nil {
 			continue // gone, or not ours to look at
 		}
-		for _, e := range entries {
-			id, err := statInode(dir + e.Name())
-			if err != nil {
-				continue
-			}
+		names, _ := fds.Readdirnames(-1)
+		for _, name := range names {
 			for i, f := range files {
-				if *f == nil && want[i] == id {
-					// A descriptor of its own, so that locks are its own too.
-					*f, _ = os.OpenFile(dir+e.Name(), os.O_RDWR, 0)
+				if *f == nil {
+					*f = openMemfd(fds, name, want[i], i)
 				}
 			}
 		}
+		fds.Close()
 	}
 	if m.ring == nil || m.arena == nil || m.state == nil {
 		m.close()
@@ -134,21 +135,71 @@ func findMemory(want [3]inode, pids ...int) (*memory, error) {
 	return m, nil
 }
 
-func statInode(path string) (inode, error) {
+// openDescriptors opens the folder of a process's descriptors.
+func openDescriptors(pid int) (*os.File, error) {
+	path := "/proc/" + strconv.Itoa(pid) + "/fd"
+	fd, err := unix.Open(path, unix.O_RDONLY|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
+	if err != nil {
+		return nil, err
+	}
+	return os.NewFile(uintptr(fd), path), nil
+}
+
+// openMemfd opens a process's descriptor anew, so that locks are our own, if it
+// is memfd i of the session as it was made; else it returns nil. It pins the
+// file first, without opening it: an open can wait, write, or wake a device.
+// What is then opened is what has been looked at.
+func openMemfd(fds *os.File, name string, want inode, i int) *os.File {
+	pin, err := unix.Openat(int(fds.Fd()), name, unix.O_PATH|unix.O_CLOEXEC, 0)
+	if err != nil {
+		return nil
+	}
+	defer unix.Close(pin)
+	if id, err := statInode(pin, i); err != nil || id != want {
+		return nil
+	}
+	fd, err := shm.Reopen(pin)
+	if err != nil {
+		return nil
+	}
+	// Files of the same system have no seals, or others.
+	id, err := statInode(fd, i)
+	seals, serr := unix.FcntlInt(uintptr(fd), unix.F_GET_SEALS, 0)
+	if err != nil || serr != nil || id != want || seals != sealsOf(i) {
+		_ = unix.Close(fd)
+		return nil
+	}
+	return os.NewFile(uintptr(fd), memfdName(i))
+}
+
+func sealsOf(i int) int {
+	if i == stateMemfd {
+		return sealsState
+	}
+	return sealsFixed
+}
+
+// statInode identifies what an open descriptor of memfd i is of.
+func statInode(fd, i int) (inode, error) {
 	var st unix.Stat_t
-	if err := unix.Stat(path, &st); err != nil {
+	if err := unix.Fstat(fd, &st); err != nil {
 		return inode{}, err
 	}
-	return inode{Dev: st.Dev, Ino: st.Ino}, nil
+	id := inode{Dev: st.Dev, Ino: st.Ino, Size: st.Size}
+	if i == stateMemfd {
+		id.Size = 0 // as it comes
+	}
+	if st.Mode&unix.S_IFMT != unix.S_IFREG {
+		return inode{}, unix.EINVAL
+	}
+	return id, nil
 }
 
 func (m *memory) inodes() (ids [3]inode, err error) {
 	for i, f := range m.files() {
-		var st unix.Stat_t
-		if err := unix.Fstat(int(f.Fd()), &st); err != nil {
+		if ids[i], err = statInode(int(f.Fd()), i); err != nil {
 			return ids, fmt.Errorf("stat %s: %w", f.Name(), err)
 		}
-		ids[i] = inode{Dev: st.Dev, Ino: st.Ino}
 	}
 	return ids, nil
 }

@@ -4,12 +4,16 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"os"
+	"path/filepath"
 	"strconv"
 	"strings"
 	"sync"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/gpuctl/gpuctl/internal/beneath"
 )
 
 // Process is a running executor, or an application, that may be nobody's child.
@@ -135,9 +139,32 @@ func WaitProcess(ctx context.Context, pid int, start uint64) error {
 	}
 }
 
+// mostOfProc is how much is looked at of what the kernel says of a process,
+// some of which the process chooses.
+const mostOfProc = 64 << 10
+
+func readProc(pid int, name string) ([]byte, error) {
+	f, err := beneath.OpenFile("/proc", filepath.Join(strconv.Itoa(pid), name), os.O_RDONLY, 0)
+	if err != nil {
+		return nil, err
+	}
+	defer f.Close()
+	return io.ReadAll(io.LimitReader(f, mostOfProc))
+}
+
+func writeProc(pid int, name, value string) error {
+	f, err := beneath.OpenFile("/proc", filepath.Join(strconv.Itoa(pid), name), os.O_WRONLY, 0)
+	if err != nil {
+		return err
+	}
+	defer f.Close()
+	_, err = f.WriteString(value)
+	return err
+}
+
 // startTime is field 22 of /proc/PID/stat; the name in field 2 may hold anything.
 func startTime(pid int) (uint64, error) {
-	b, err := os.ReadFile("/proc/" + strconv.Itoa(pid) + "/stat")
+	b, err := readProc(pid, "stat")
 	if err != nil {
 		return 0, err
 	}
@@ -154,7 +181,7 @@ func startTime(pid int) (uint64, error) {
 
 // commandLine is the process's command, as far as it fits into a table.
 func commandLine(pid int) string {
-	b, err := os.ReadFile("/proc/" + strconv.Itoa(pid) + "/cmdline")
+	b, err := readProc(pid, "cmdline")
 	if err != nil {
 		return ""
 	}
@@ -170,7 +197,7 @@ func commandLine(pid int) string {
 
 // innerPID is the process's pid in its own pid namespace.
 func innerPID(pid int) int {
-	b, err := os.ReadFile("/proc/" + strconv.Itoa(pid) + "/status")
+	b, err := readProc(pid, "status")
 	if err != nil {
 		return pid
 	}

@@ -15,10 +15,18 @@ import (
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/guest/away"
+	"github.com/gpuctl/gpuctl/internal/beneath"
 )
 
 // recordVersion is bumped when a gpuguest could misread an older record.
 const recordVersion = 1
+
+const (
+	recordName = "session.json"
+	graphName  = "graph.bin"
+	mostRecord = 1 << 20 // bytes
+	mostGraph  = 1 << 30
+)
 
 // record is a session as session.json has it: all that a new gpuguest needs.
 type record struct {
@@ -115,13 +123,13 @@ func marshal(m proto.Message) json.RawMessage {
 }
 
 func readRecord(dir string) (*record, error) {
-	b, err := os.ReadFile(filepath.Join(dir, "session.json"))
+	b, err := beneath.ReadFile(dir, recordName, mostRecord)
 	if err != nil {
 		return nil, err
 	}
 	r := &record{}
 	if err := json.Unmarshal(b, r); err != nil {
-		return nil, fmt.Errorf("%s: %w", filepath.Join(dir, "session.json"), err)
+		return nil, fmt.Errorf("%s: %w", filepath.Join(dir, recordName), err)
 	}
 	if r.Version != recordVersion {
 		return nil, fmt.Errorf("%s: version %d is not %d", dir, r.Version, recordVersion)
@@ -134,22 +142,16 @@ func (r *record) write(dir string) error {
 	if err != nil {
 		return fmt.Errorf("encode session %s: %w", r.ID, err)
 	}
-	return replaceFile(filepath.Join(dir, "session.json"), b)
+	return replaceFile(dir, recordName, b)
 }
 
 // replaceFile writes a file so that readers find the old or the new content.
 // It is not synced: applications do not outlive the kernel either.
-func replaceFile(path string, b []byte) error {
-	tmp := path + ".new"
-	if err := os.WriteFile(tmp, b, 0o600); err != nil {
-		return errors.Join(err, os.Remove(tmp))
-	}
-	return os.Rename(tmp, path)
-}
+func replaceFile(dir, name string, b []byte) error { return beneath.Replace(dir, name, b, 0o600) }
 
 // syncRename makes a finished file durable and gives it its name.
 func syncRename(tmp, path string) error {
-	f, err := os.Open(tmp)
+	f, err := os.Open(tmp) //nolint:forbidigo // only to sync what has been written
 	if err != nil {
 		return err
 	}
@@ -160,7 +162,7 @@ func syncRename(tmp, path string) error {
 	if err := os.Rename(tmp, path); err != nil {
 		return err
 	}
-	d, err := os.Open(filepath.Dir(path))
+	d, err := os.Open(filepath.Dir(path)) //nolint:forbidigo // the same
 	if err != nil {
 		return err
 	}

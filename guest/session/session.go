@@ -20,15 +20,14 @@ import (
 
 // session is one application.
 type session struct {
-	m      *Manager
-	id     string
-	began  int64 // Unix milliseconds
-	log    *slog.Logger
-	dir    string
-	mem    *memory
-	stdout *os.File
-	app    *process      // nil if the application's pid can't be seen from here
-	conn   *net.UnixConn // nil after re-adoption
+	m     *Manager
+	id    string
+	began int64 // Unix milliseconds
+	log   *slog.Logger
+	dir   string
+	mem   *memory
+	app   *process      // nil if the application's pid can't be seen from here
+	conn  *net.UnixConn // nil after re-adoption
 
 	mu      sync.Mutex
 	rec     record
@@ -97,7 +96,7 @@ func (s *session) spec(rt *gpuctlv1.Runtime) Spec {
 	control, imports := s.sockets(gen)
 	return Spec{
 		Dir: s.executorsDir(), Generation: gen, Socket: control, ImportSocket: imports,
-		Runtime: rt, Device: s.rec.device(), Memory: s.mem.files(), Stdout: s.stdout,
+		Runtime: rt, Device: s.rec.device(), Memory: s.mem.files(),
 		CacheKey: s.rec.cacheKey(rt), AppPID: s.rec.PID, AppStart: s.rec.Start,
 	}
 }
@@ -250,9 +249,6 @@ func (s *session) release() {
 	}
 	if s.app != nil {
 		s.app.close()
-	}
-	if s.stdout != nil {
-		s.stdout.Close()
 	}
 	s.mem.close()
 }

@@ -100,7 +100,12 @@ func newBench(t *testing.T) *bench {
 
 func (b *bench) connect(token string) (int32, string) {
 	b.t.Helper()
-	conn, err := net.DialUnix("unix", nil, &net.UnixAddr{Name: filepath.Join(b.dir, "apps"), Net: "unix"})
+	return b.connectTo(filepath.Join(b.dir, "apps"), token)
+}
+
+func (b *bench) connectTo(socket, token string) (int32, string) {
+	b.t.Helper()
+	conn, err := net.DialUnix("unix", nil, &net.UnixAddr{Name: socket, Net: "unix"})
 	if err != nil {
 		b.t.Fatal(err)
 	}
@@ -589,7 +594,7 @@ func TestApplicationGoneWhileManagerWasAway(t *testing.T) {
 		}
 		rec.Start++ // another process has the pid now
 		raw, _ := json.Marshal(rec)
-		if err := replaceFile(filepath.Join(dir, "session.json"), raw); err != nil {
+		if err := replaceFile(dir, recordName, raw); err != nil {
 			t.Error(err)
 		}
 	})

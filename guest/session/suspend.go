@@ -16,6 +16,7 @@ import (
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/guest/away"
 	"github.com/gpuctl/gpuctl/guest/wire"
+	"github.com/gpuctl/gpuctl/internal/beneath"
 )
 
 // suspend saves the session's state to memory or to a file, or has the host take
@@ -82,7 +83,7 @@ func (m *Manager) suspend(ctx context.Context, req *gpuctlv1.SuspendRequest, sin
 					return err
 				}
 			}
-			return replaceFile(s.graphPath(), op.graph)
+			return replaceFile(s.dir, graphName, op.graph)
 		}},
 		op.mark(func(r *record) { r.SuspendedTo = to }),
 		{name: stepRetire, run: func(ctx context.Context) error { return op.source.retire(ctx) }},
@@ -138,7 +139,7 @@ func (s *session) suspendAway(ctx context.Context, req *gpuctlv1.SuspendRequest,
 			return op.freezeSource(ctx, req.FreezeTimeoutMs)
 		}},
 		{name: stepExport, undo: func(context.Context) error { return s.dropSaved("", "") }, run: func(ctx context.Context) (err error) {
-			if err := replaceFile(s.graphPath(), op.graph); err != nil {
+			if err := replaceFile(s.dir, graphName, op.graph); err != nil {
 				return err
 			}
 			mark, err = op.sendAway(ctx, t, total)
@@ -250,10 +251,10 @@ func suspendedText(to string) string {
 	return "suspended to " + to
 }
 
-func (s *session) graphPath() string { return filepath.Join(s.dir, "graph.bin") }
+func (s *session) graphPath() string { return filepath.Join(s.dir, graphName) }
 
 func (s *session) readGraph() ([]byte, error) {
-	b, err := os.ReadFile(s.graphPath())
+	b, err := beneath.ReadFile(s.dir, graphName, mostGraph)
 	if err != nil {
 		return nil, fmt.Errorf("graph of session: %w", err)
 	}
@@ -274,7 +275,7 @@ func roomFor(need uint64, file string) []*gpuctlv1.Reason {
 		}
 		return nil
 	}
-	b, err := os.ReadFile("/proc/meminfo")
+	b, err := beneath.ReadFile("/proc", "meminfo", mostOfProc)
 	if err != nil {
 		return nil
 	}

@@ -5,7 +5,7 @@ package wire
 // Constants shared with the C side; PROTOCOL.md explains them.
 const (
 	Magic          = 0x31525847 // GXR1
-	Version        = 1          // of the protocol; both sides must agree
+	Version        = 2          // of the protocol; both sides must agree
 	HdrMagic       = 0x00       // u32
 	HdrVersion     = 0x04       // u32
 	HdrRingSize    = 0x08       // u64, power of two
@@ -23,6 +23,8 @@ const (
 	HdrSpace       = 0x108      // u32, set by a client that waits for room; futex
 	HdrCbTail      = 0x140      // u32, callbacks ever produced; futex
 	HdrCbHead      = 0x180      // u32, callbacks ever consumed; futex
+	HdrOutTail     = 0x1c0      // u32, bytes ever printed
+	HdrOutHead     = 0x200      // u32, bytes of them ever taken by the client; futex
 	HdrSize        = 0x1000     // bytes of the header
 	CbOff          = 0x1000     // callback ring
 	CbCount        = 1024       // entries of 16 bytes: u32 token, i32 status, u32 kind, u32 zero
@@ -33,7 +35,9 @@ const (
 	SlotSize       = 4096       // 64 bytes of header, then data
 	RingOff        = 0x110000   // request ring
 	RingSize       = 0x100000   // bytes
-	RingMem        = 0x210000   // bytes of the whole ring memfd
+	OutOff         = 0x210000   // what kernels print, a ring of bytes
+	OutSize        = 0x100000   // bytes, power of two
+	RingMem        = 0x310000   // bytes of the whole ring memfd
 	MaxRequest     = 0x8000     // bytes of the largest request, header included
 	MaxInline      = 0x1000     // bytes of the largest inline content
 	SlotState      = 0          // u32, SLOT_*; futex

@@ -6,7 +6,7 @@ type constant struct{ name, value, doc string }
 // Offsets are in bytes from the start of the ring memfd.
 var consts = []constant{
 	{"MAGIC", "0x31525847", "GXR1"},
-	{"VERSION", "1", "of the protocol; both sides must agree"},
+	{"VERSION", "2", "of the protocol; both sides must agree"},
 
 	{"HDR_MAGIC", "0x00", "u32"},
 	{"HDR_VERSION", "0x04", "u32"},
@@ -25,6 +25,8 @@ var consts = []constant{
 	{"HDR_SPACE", "0x108", "u32, set by a client that waits for room; futex"},
 	{"HDR_CB_TAIL", "0x140", "u32, callbacks ever produced; futex"},
 	{"HDR_CB_HEAD", "0x180", "u32, callbacks ever consumed; futex"},
+	{"HDR_OUT_TAIL", "0x1c0", "u32, bytes ever printed"},
+	{"HDR_OUT_HEAD", "0x200", "u32, bytes of them ever taken by the client; futex"},
 	{"HDR_SIZE", "0x1000", "bytes of the header"},
 
 	{"CB_OFF", "0x1000", "callback ring"},
@@ -36,7 +38,9 @@ var consts = []constant{
 	{"SLOT_SIZE", "4096", "64 bytes of header, then data"},
 	{"RING_OFF", "0x110000", "request ring"},
 	{"RING_SIZE", "0x100000", "bytes"},
-	{"RING_MEM", "0x210000", "bytes of the whole ring memfd"},
+	{"OUT_OFF", "0x210000", "what kernels print, a ring of bytes"},
+	{"OUT_SIZE", "0x100000", "bytes, power of two"},
+	{"RING_MEM", "0x310000", "bytes of the whole ring memfd"},
 	{"MAX_REQUEST", "0x8000", "bytes of the largest request, header included"},
 	{"MAX_INLINE", "0x1000", "bytes of the largest inline content"},
 

@@ -1,0 +1,131 @@
+package session
+
+import (
+	"os"
+	"path/filepath"
+	"strconv"
+	"testing"
+
+	"golang.org/x/sys/unix"
+)
+
+func testMemory(t *testing.T) (*memory, [3]inode) {
+	t.Helper()
+	m, err := createMemory("s-test")
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(m.close)
+	ids, err := m.inodes()
+	if err != nil {
+		t.Fatal(err)
+	}
+	return m, ids
+}
+
+// A process swaps what one of its descriptors is of, all the time, between the
+// session's state and a file that is none of its business.
+func TestNextManagerIsNotTrickedIntoAnotherFile(t *testing.T) {
+	mem, ids := testMemory(t)
+	other, err := os.Create(filepath.Join(t.TempDir(), "other"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer other.Close()
+	victim, err := unix.Dup(int(mem.state.Fd()))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer unix.Close(victim)
+	fds, err := openDescriptors(os.Getpid())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer fds.Close()
+	stop, over := make(chan struct{}), make(chan struct{})
+	go func() {
+		defer close(over)
+		for i := 0; ; i++ {
+			select {
+			case <-stop:
+				return
+			default:
+			}
+			from := int(mem.state.Fd())
+			if i%2 == 0 {
+				from = int(other.Fd())
+			}
+			_ = unix.Dup3(from, victim, unix.O_CLOEXEC)
+		}
+	}()
+	defer func() { close(stop); <-over }()
+	for found := 0; found < 3000; {
+		f := openMemfd(fds, strconv.Itoa(victim), ids[stateMemfd], stateMemfd)
+		if f == nil {
+			continue
+		}
+		found++
+		id, err := statInode(int(f.Fd()), stateMemfd)
+		f.Close()
+		if err != nil || id != ids[stateMemfd] {
+			t.Fatalf("after %d: %+v was opened (%v), not %+v", found, id, err, ids[stateMemfd])
+		}
+	}
+}
+
+// What a descriptor is of may wait when it is opened, or do something: it is
+// not even opened.
+func TestNextManagerOpensNothingButItsMemory(t *testing.T) {
+	_, ids := testMemory(t)
+	dir := t.TempDir()
+	fifo := filepath.Join(dir, "fifo")
+	if err := unix.Mkfifo(fifo, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	end, err := os.OpenFile(fifo, os.O_RDWR, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer end.Close()
+	unsealed, err := unix.MemfdCreate("unsealed", unix.MFD_ALLOW_SEALING|unix.MFD_CLOEXEC)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer unix.Close(unsealed)
+	shrunk, err := createMemfd("shrunk", 4096, sealsFixed)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer shrunk.Close()
+	file, err := os.Create(filepath.Join(dir, "file"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer file.Close()
+	fds, err := openDescriptors(os.Getpid())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer fds.Close()
+	for name, fd := range map[string]int{"a named pipe": int(end.Fd()), "a memfd without seals": unsealed, "a file": int(file.Fd()), "a folder": int(fds.Fd())} {
+		var st unix.Stat_t
+		if err := unix.Fstat(fd, &st); err != nil {
+			t.Fatal(err)
+		}
+		// Even if it were the very file that the journal names.
+		if f := openMemfd(fds, strconv.Itoa(fd), inode{Dev: st.Dev, Ino: st.Ino}, stateMemfd); f != nil {
+			t.Errorf("%s was opened", name)
+		}
+	}
+	id, err := statInode(int(shrunk.Fd()), 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	id.Size = ids[0].Size
+	if openMemfd(fds, strconv.Itoa(int(shrunk.Fd())), id, 0) != nil {
+		t.Error("a memfd of another size was opened")
+	}
+	if _, err := findMemory([3]inode{}, os.Getpid()); err == nil {
+		t.Error("memory that the journal does not name was found")
+	}
+}
