@@ -267,7 +267,10 @@ func (s *session) freeze(ctx context.Context, limit time.Duration) ([]string, er
 	drained := make(chan cl.Status, 1)
 	go func() { drained <- await(marks) }()
 	undo := func(what ...string) ([]string, error) {
+		s.mu.Lock()
 		s.gate.Store(false)
+		s.advance() // transfers that stopped for the freeze
+		s.mu.Unlock()
 		s.wakeAll()
 		go s.tidy()
 		return what, fmt.Errorf("%w after %s: %v", ErrBusy, limit, what)
@@ -394,9 +397,9 @@ func (s *session) thaw() {
 	s.frozen, s.sent = false, false
 	s.exportedTo = ""
 	s.closeWindow()
+	s.gate.Store(false)
 	s.advance()
 	s.mu.Unlock()
-	s.gate.Store(false)
 	s.wakeWatches()
 	s.wakeAll()
 	go s.worker()

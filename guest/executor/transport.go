@@ -28,12 +28,14 @@ type transport interface {
 	PendDone(index, state uint32) error
 	PushCallback(token uint32, status int32, kind uint32, stop <-chan struct{}) error
 
-	// Phases and counters of a bulk transfer.
-	Phase(slot uint16, phase uint32, direct uint64)
-	WaitProduced(slot uint16, old uint32, timeout time.Duration) uint32
-	WaitConsumed(slot uint16, old uint32, timeout time.Duration) uint32
-	SetProduced(slot uint16, n uint32)
-	SetConsumed(slot uint16, n uint32)
+	// The lanes of bulk transfers, and the bells of those who move their data.
+	LaneFree(lane int) bool
+	StartLane(lane int, l shm.Lane)
+	RaiseLane(lane int, limit uint32)
+	WaitLane(lane int, old uint32, timeout time.Duration) uint32
+	EndLane(lane int, state uint32)
+	RingMovers()
+	RingCaller(slot uint16)
 
 	// Whose turn it is, and how the session is.
 	Owner() uint32

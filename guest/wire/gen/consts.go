@@ -6,7 +6,7 @@ type constant struct{ name, value, doc string }
 // Offsets are in bytes from the start of the ring memfd.
 var consts = []constant{
 	{"MAGIC", "0x31525847", "GXR1"},
-	{"VERSION", "1", "of the protocol; both sides must agree"},
+	{"VERSION", "2", "of the protocol; both sides must agree"},
 
 	{"HDR_MAGIC", "0x00", "u32"},
 	{"HDR_VERSION", "0x04", "u32"},
@@ -25,7 +25,27 @@ var consts = []constant{
 	{"HDR_SPACE", "0x108", "u32, set by a client that waits for room; futex"},
 	{"HDR_CB_TAIL", "0x140", "u32, callbacks ever produced; futex"},
 	{"HDR_CB_HEAD", "0x180", "u32, callbacks ever consumed; futex"},
+	{"HDR_BELL", "0x1c0", "u32, counts changes of lanes that carry what nobody waits for in a call; futex"},
 	{"HDR_SIZE", "0x1000", "bytes of the header"},
+
+	{"LANE_OFF", "0x200", "lanes, which bulk transfers take"},
+	{"LANE_COUNT", "4", ""},
+	{"LANE_SIZE", "128", "bytes of a lane's words"},
+	{"LANE_STATE", "0", "u32, LANE_FREE and so on"},
+	{"LANE_RUN", "4", "u32, counts the transfers that were begun here"},
+	{"LANE_WORD", "8", "u32, completion word of the transfer"},
+	{"LANE_LIMIT", "12", "u32, chunks of this run that the client may move; only grows in a run"},
+	{"LANE_FROM", "16", "u64, byte of the transfer that the run begins at"},
+	{"LANE_DIRECT_AT", "24", "u64, arena offset of the transfer's first byte, of a direct lane"},
+	{"LANE_DONE", "64", "u32, chunks that the client has moved, without gaps; written by the client; futex"},
+	{"LANE_FREE", "0", "nobody uses it"},
+	{"LANE_STREAM", "1", "through the lane's chunks"},
+	{"LANE_DIRECT", "2", "between the application's memory and the arena at LANE_DIRECT_AT"},
+	{"LANE_LEFT", "3", "given up by the executor while the client was busy in it; the client frees it"},
+	{"LANE_CHUNK", "0x200000", "bytes of a chunk at most; also the alignment of the lanes' memory"},
+	{"LANE_CHUNKS", "8", "chunks of a lane, used in turn"},
+	{"LANE_AHEAD", "64", "chunks by which LANE_LIMIT is at most ahead of LANE_DONE"},
+	{"WINDOW", "0x10000000", "bytes of the arena, from the lanes' memory on, whose pages a client keeps for transfers"},
 
 	{"CB_OFF", "0x1000", "callback ring"},
 	{"CB_COUNT", "1024", "entries of 16 bytes: u32 token, i32 status, u32 kind, u32 zero"},
@@ -45,10 +65,7 @@ var consts = []constant{
 	{"SLOT_LEN", "8", "u32, bytes of data in the slot"},
 	{"SLOT_TOKEN", "12", "u32, for fetch when total > len, else 0"},
 	{"SLOT_TOTAL", "16", "u64, bytes of the whole reply"},
-	{"SLOT_PHASE", "24", "u32, PHASE_*; futex"},
-	{"SLOT_PRODUCED", "28", "u32, chunks filled; futex"},
-	{"SLOT_CONSUMED", "32", "u32, chunks emptied, or 1 when the direct copy is done; futex"},
-	{"SLOT_DIRECT", "40", "u64, arena offset of the direct copy"},
+	{"SLOT_BELL", "24", "u32, counts changes of the lane that carries the caller's transfer; futex"},
 	{"SLOT_DATA", "64", ""},
 
 	{"NO_SLOT", "0xffff", "slot number of a posted request"},
@@ -56,10 +73,6 @@ var consts = []constant{
 	{"SLOT_PENDING", "1", "the client spins"},
 	{"SLOT_ASLEEP", "2", "the client waits on the futex: wake it"},
 	{"SLOT_DONE", "3", ""},
-
-	{"PHASE_NONE", "0", ""},
-	{"PHASE_DIRECT", "1", "copy at SLOT_DIRECT in the arena, then set SLOT_CONSUMED"},
-	{"PHASE_STREAM", "2", "stream through the chunks"},
 
 	{"PEND_FREE", "0", ""},
 	{"PEND_BUSY", "1", "set by the client before it posts"},
@@ -73,7 +86,7 @@ var consts = []constant{
 	{"DATA_NONE", "0", ""},
 	{"DATA_INLINE", "1", "in the request"},
 	{"DATA_STAGED", "2", "at stage_off in the arena"},
-	{"DATA_BULK", "3", "blocking, in phases; the slot says which"},
+	{"DATA_BULK", "3", "through a lane, when the command's turn has come; stage_off: bytes that have been moved already"},
 
 	{"ARG_PLAIN", "0", "by value"},
 	{"ARG_MEM", "1", "global or constant pointer, object 0 for NULL"},
