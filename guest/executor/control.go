@@ -478,7 +478,8 @@ func (s *session) tidy() {
 				again = true
 				continue
 			}
-			s.host.free(m.arena)
+			s.freeHost(m.arena)
+			m.pinTried = false
 			m.hasArena, m.inArena = false, false
 		}
 		s.mu.Unlock()
