@@ -1,9 +1,12 @@
 /* Reads and writes of buffers, rectangles and images. */
 #include "gx.h"
 
+#ifndef BULK_MIN /* a test builds the library with other limits */
 #define BULK_MIN (64u << 10) /* blocking transfers of buffers */
 #define BULK_MIN_PACKED (1u << 20) /* blocking ones of rectangles and images */
 #define EAGER_MAX (4u << 20) /* others up to here are staged at once while the window has room */
+#define INLINE_MAX GX_MAX_INLINE
+#endif
 
 /* access refuses what the object's host flags forbid. */
 static cl_int access(cl_mem m, bool write)
@@ -94,8 +97,8 @@ static cl_int buffer(cl_command_queue q, cl_mem m, bool blocking, bool write, si
 	struct gx_write_buffer w = {.queue = q->o.id, .mem = m->o.id, .blocking = blocking, .offset = off, .size = size, .event = c.id, .wait = c.wait, .n_wait = c.nwait};
 	struct layout l = {ptr, size, size, size, 1, 1};
 	struct stage s = {0};
-	bool late = write && size <= GX_MAX_INLINE && (gx_pend_reads(&l) || gx_move_reads(&l));
-	if (write && size <= GX_MAX_INLINE && !late) {
+	bool late = write && size <= INLINE_MAX && (gx_pend_reads(&l) || gx_move_reads(&l));
+	if (write && size <= INLINE_MAX && !late) {
 		w.mode = GX_DATA_INLINE;
 		w.content = ptr;
 		w.n_content = (uint32_t)size;
