@@ -66,7 +66,7 @@ func run(ctx context.Context, args []string, out io.Writer) error {
 	swaps := fs.Int("swaps", 20, "swaps for the stand-still figures")
 	mib := fs.Int("mib", 256, "size of the bulk transfers, MiB")
 	gib := fs.Int("gib", 16, "state of the big swaps on a real GPU, GiB")
-	only := fs.String("only", "", "run only the parts that `NAMES`, with commas between, say: calls, programs, swap, suspend, replay, footprint, cluster, gpu")
+	only := fs.String("only", "", "run only the parts that `NAMES`, with commas between, say: calls, transfers, programs, swap, suspend, replay, footprint, cluster, gpu")
 	nvidia := fs.String("nvidia", "", "NVIDIA's OpenCL `library` (default: found in /etc/OpenCL/vendors)")
 	traces := fs.String("traces", "", "`folder` with the openb trace, for the inventory part")
 	dir := fs.String("out", "bench/out", "`folder` of the JSON file")
@@ -94,6 +94,7 @@ func run(ctx context.Context, args []string, out io.Writer) error {
 		run         func(context.Context) error
 	}{
 		{"calls", "Costs of single calls", b.calls},
+		{"transfers", "Transfers of clpeak", b.transfers},
 		{"programs", "Whole programs", b.programs},
 		{"swap", "Swap, PoCL basic to PoCL pthread and back, 64 MiB live", b.swap},
 		{"suspend", "Suspend and resume, 64 MiB", b.suspend},
