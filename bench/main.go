@@ -66,7 +66,7 @@ func run(ctx context.Context, args []string, out io.Writer) error {
 	swaps := fs.Int("swaps", 20, "swaps for the stand-still figures")
 	mib := fs.Int("mib", 256, "size of the bulk transfers, MiB")
 	gib := fs.Int("gib", 16, "state of the big swaps on a real GPU, GiB")
-	only := fs.String("only", "", "run only the parts that `NAMES`, with commas between, say: calls, programs, swap, suspend, replay, footprint, cluster, gpu, chaos")
+	only := fs.String("only", "", "run only the parts that `NAMES`, with commas between, say: calls, transfers, programs, swap, suspend, replay, footprint, cluster, gpu, chaos")
 	operations := fs.Int("operations", 200, "operations of the part chaos, of which 30 % are to fail and 10 % are killed")
 	seed := fs.Uint64("seed", uint64(time.Now().Unix()), "of the part chaos")
 	nvidia := fs.String("nvidia", "", "NVIDIA's OpenCL `library` (default: found in /etc/OpenCL/vendors)")
@@ -96,6 +96,7 @@ func run(ctx context.Context, args []string, out io.Writer) error {
 		run         func(context.Context) error
 	}{
 		{"calls", "Costs of single calls", b.calls},
+		{"transfers", "Transfers of clpeak", b.transfers},
 		{"programs", "Whole programs", b.programs},
 		{"swap", "Swap, PoCL basic to PoCL pthread and back, 64 MiB live", b.swap},
 		{"suspend", "Suspend and resume, 64 MiB", b.suspend},

@@ -42,9 +42,18 @@ func (b *bench) start(ctx context.Context) (*rig.Rig, error) {
 	if b.nvidia != "" {
 		config = strings.Replace(config, "models:\n", "  - {id: "+gpuID+", library: "+b.nvidia+", devices: [0], model: NVIDIA}\nmodels:\n  - {name: NVIDIA, rank: 9}\n", 1)
 	}
+	if b.nvidia == "" {
+		var env []string
+		for _, e := range discreteEnv {
+			k, v, _ := strings.Cut(e, "=")
+			env = append(env, fmt.Sprintf("%s: %q", k, v))
+		}
+		config = strings.Replace(config, "models:\n", fmt.Sprintf("  - {id: %s, library: %s, env: {%s}, model: discrete}\nmodels:\n  - {name: discrete, rank: 1}\n",
+			discreteID, filepath.Join(b.root, "test/cl/bin/gpushim.so"), strings.Join(env, ", ")), 1)
+	}
 	if _, err := os.Stat(rig.OclgrindLibrary); err != nil { // not on every GPU machine
 		i, j := strings.Index(config, "  - id: "+rig.Oclgrind), strings.Index(config, "models:")
-		if k := strings.Index(config, "  - {id: "+gpuID); k > 0 {
+		if k := strings.Index(config, "  - {id: "); k > 0 {
 			j = k
 		}
 		config = config[:i] + config[j:]
@@ -57,11 +66,17 @@ func (b *bench) start(ctx context.Context) (*rig.Rig, error) {
 func (b *bench) device() string { return b.report.Device }
 
 func (b *bench) native(gpu string) ([]string, error) {
+	if gpu == discreteID {
+		return rig.Vendor(filepath.Join(b.tmp, "native-discrete"), filepath.Join(b.root, "test/cl/bin/gpushim.so"), discreteEnv)
+	}
 	if gpu == gpuID {
 		return rig.Vendor(filepath.Join(b.tmp, "native-nvidia"), b.nvidia, nil)
 	}
 	return rig.Native(b.tmp, gpu)
 }
+
+// discreteEnv makes a card with memory of its own of PoCL.
+var discreteEnv = []string{"GPUSHIM_MEMORY=discrete", "POCL_DEVICES=pthread", "POCL_MEMORY_LIMIT=4"}
 
 // pair runs a program natively and through gpuctl in turns.
 func (b *bench) pair(ctx context.Context, r *rig.Rig, run func(*exec.Cmd, bool) error, argv ...string) error {

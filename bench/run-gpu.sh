@@ -1,6 +1,7 @@
 #!/bin/sh
 # run-gpu.sh [flags of bench]: the bench on a GPU machine that has no Go toolchain and no network. It expects bin/, lib/ and
-# test/cl/bin/ as `make build` leaves them, an OpenCL loader and the vendor's driver.
+# test/cl/bin/ as `make build` leaves them, an OpenCL loader and the vendor's driver. clpeak, for the part "transfers", may lie in
+# the folder clpeak/ with the libraries that the machine does not have.
 set -eu
 cd "$(dirname "$0")/.."
 for f in bin/gpuctl bin/hostd bin/gpuguest bin/gpuctl-bench lib/libgpuctl-opencl.so test/cl/bin/stream; do
@@ -11,5 +12,10 @@ if ! ls /etc/OpenCL/vendors/*.icd >/dev/null 2>&1; then
 	[ -n "$lib" ] || lib=$(find /usr/local/nvidia /usr/lib -name 'libnvidia-opencl.so.1' 2>/dev/null | head -1)
 	[ -n "$lib" ] || { echo "run-gpu.sh: no OpenCL driver found" >&2; exit 1; }
 	set -- --nvidia "$lib" "$@"
+fi
+if [ -x clpeak/clpeak ]; then
+	PATH=$PWD/clpeak:$PATH
+	LD_LIBRARY_PATH=$PWD/clpeak${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
+	export PATH LD_LIBRARY_PATH
 fi
 GPUCTL_ROOT=$PWD exec bin/gpuctl-bench "$@"

@@ -192,15 +192,15 @@ func (s *session) command(c call, m wire.Request) (outcome, error) {
 
 // cmd is one command on its way to the vendor.
 type cmd struct {
-	q    *queue
-	e    *event
-	wait []cl.Event
-	out  *cl.Event // where the vendor's event goes, nil when nobody wants it
-	own  cl.Event
-	mem  *mem
-	pend uint32
-	keep *runtime.Pinner
-	bulk func() // the command goes on aside
+	q     *queue
+	e     *event
+	wait  []cl.Event
+	out   *cl.Event // where the vendor's event goes, nil when nobody wants it
+	own   cl.Event
+	mem   *mem
+	pend  uint32
+	keep  *runtime.Pinner
+	aside func() // the command goes on aside: a small blocking read
 }
 
 // track makes sure that the command has an event of the vendor.
@@ -216,6 +216,9 @@ func (x *cmd) marker() cl.Status {
 }
 
 func (s *session) enqueue(c call, m wire.Request, queueID, eventID uint32, wait []uint32, pend uint32, blocking bool, f func(*cmd) (cl.Status, error)) (outcome, error) {
+	if _, bulk := bulkMode(m); bulk {
+		return s.enqueueBulk(c, m, queueID, eventID, wait, pend)
+	}
 	q := lookup[queue](s, queueID)
 	if q == nil {
 		return s.refuse(c, nil, nil, pend, cl.InvalidCommandQueue), nil
@@ -256,8 +259,8 @@ func (s *session) enqueue(c call, m wire.Request, queueID, eventID uint32, wait 
 		return s.refuse(c, q, e, pend, st), nil
 	}
 	q.seq++
-	if x.bulk != nil {
-		return later(x.bulk), nil
+	if x.aside != nil {
+		return later(x.aside), nil
 	}
 	if e != nil {
 		e.state = eventVendor
@@ -373,15 +376,12 @@ func (s *session) readBuffer(x *cmd, r *wire.ReadBuffer) (cl.Status, error) {
 	if st != cl.Success {
 		return st, nil
 	}
-	if r.Mode == wire.DataBulk {
-		return s.bulk(x, m, false, r.Offset, r.Size, r.StageOff, r.StageLen, r.Chunk)
-	}
 	p, ok := s.arenaRange(r.StageOff, r.StageLen)
 	if r.Mode != wire.DataStaged || !ok || r.StageLen < r.Size {
 		return 0, fmt.Errorf("%d staged bytes for %d: %w", r.StageLen, r.Size, errHostile)
 	}
 	if r.Blocking != 0 && x.e == nil && r.Size <= directRead {
-		x.bulk = s.readAside(x, m, r.Offset, r.Size, p)
+		x.aside = s.readAside(x, m, r.Offset, r.Size, p)
 		return cl.Success, nil
 	}
 	x.track()
@@ -429,9 +429,6 @@ func (s *session) writeBuffer(x *cmd, r *wire.WriteBuffer) (cl.Status, error) {
 		return st, nil
 	}
 	switch r.Mode {
-	case wire.DataBulk:
-		m.touch(r.Offset, r.Size)
-		return s.bulk(x, m, true, r.Offset, r.Size, r.StageOff, r.StageLen, r.Chunk)
 	case wire.DataInline:
 		if uint64(len(r.Content)) < r.Size {
 			return 0, fmt.Errorf("%d inline bytes for %d: %w", len(r.Content), r.Size, errHostile)

@@ -271,7 +271,10 @@ func (s *session) freeze(ctx context.Context, limit time.Duration) ([]string, er
 		if !s.out.offer() {
 			what = append(what, "what its kernels print is not taken: the application makes no call, or nobody reads its output")
 		}
+		s.mu.Lock()
 		s.gate.Store(false)
+		s.advance() // transfers that stopped for the freeze
+		s.mu.Unlock()
 		s.wakeAll()
 		go s.tidy()
 		return what, fmt.Errorf("%w after %s: %v", ErrBusy, limit, what)
@@ -402,9 +405,9 @@ func (s *session) thaw() {
 	s.frozen, s.sent = false, false
 	s.exportedTo = ""
 	s.closeWindow()
+	s.gate.Store(false)
 	s.advance()
 	s.mu.Unlock()
-	s.gate.Store(false)
 	s.wakeWatches()
 	s.wakeAll()
 	go s.worker()
@@ -484,7 +487,8 @@ func (s *session) tidy() {
 				again = true
 				continue
 			}
-			s.host.free(m.arena)
+			s.freeHost(m.arena)
+			m.pinTried = false
 			m.hasArena, m.inArena = false, false
 		}
 		s.mu.Unlock()

@@ -1,6 +1,8 @@
 package executor
 
 import (
+	"slices"
+
 	"github.com/gpuctl/gpuctl/guest/cl"
 	"github.com/gpuctl/gpuctl/guest/wire"
 )
@@ -21,6 +23,8 @@ type parkedCall struct {
 	pins   []*int   // counters of the objects it uses
 	drops  []any    // those objects
 	alias  map[uint32]uint32
+
+	looked, bulk bool // whether it is a bulk transfer, once somebody has looked
 }
 
 // isFence says whether the command waits for everything before it and, when
@@ -121,16 +125,13 @@ func uses(m wire.Request) []uint32 {
 
 // park keeps a request for later.
 func (s *session) park(c call, m wire.Request, q *queue, eventID uint32, wait []uint32) (outcome, error) {
-	p := &parkedCall{call: call{c.op, c.slot, append([]byte(nil), c.body...)}, q: q}
 	if s.redo != nil { // still not ready: keep what it holds
 		s.enlist(s.redo)
 		return held(), nil
 	}
-	if eventID != 0 {
-		p.e = &event{id: eventID, ctx: q.ctx, q: q, state: eventPending}
-		if err := s.put(eventID, p.e); err != nil {
-			return outcome{}, err
-		}
+	p, err := s.newParked(c, q, eventID)
+	if err != nil {
+		return outcome{}, err
 	}
 	if n, ok := m.(*wire.Ndrange); ok {
 		k := lookup[kernel](s, n.Kernel)
@@ -150,6 +151,18 @@ func (s *session) park(c call, m wire.Request, q *queue, eventID uint32, wait []
 	s.pinAll(p, uses(m), wait)
 	s.enlist(p)
 	return held(), nil
+}
+
+// newParked copies a request and makes its event.
+func (s *session) newParked(c call, q *queue, eventID uint32) (*parkedCall, error) {
+	p := &parkedCall{call: call{c.op, c.slot, append([]byte(nil), c.body...)}, q: q}
+	if eventID != 0 {
+		p.e = &event{id: eventID, ctx: q.ctx, q: q, state: eventPending}
+		if err := s.put(eventID, p.e); err != nil {
+			return nil, err
+		}
+	}
+	return p, nil
 }
 
 // waitsForReply says whether the call returns only when its command is over.
@@ -249,7 +262,7 @@ func (s *session) ghost(id uint32, o any, users int) {
 	if m, ok := o.(*mem); ok {
 		m.ghost = g
 	}
-	for _, p := range s.parked {
+	for _, p := range slices.Concat(s.parked, s.moving) {
 		for _, x := range p.drops {
 			if x != o {
 				continue
@@ -273,7 +286,7 @@ func (s *session) ghost(id uint32, o any, users int) {
 }
 
 func (s *session) parkedUse(o any) bool {
-	for _, p := range s.parked {
+	for _, p := range slices.Concat(s.parked, s.moving) {
 		for _, x := range p.drops {
 			if x == o {
 				return true
@@ -338,7 +351,11 @@ func (s *session) advance() {
 					p.q.fence--
 				}
 			}
-			s.rerun(p)
+			if !p.isBulk() {
+				s.rerun(p)
+			} else if run := s.begin(p); run != nil {
+				s.spawn(run)
+			}
 			break // running it may have changed the list
 		}
 	}
@@ -356,7 +373,7 @@ func (s *session) ready(p *parkedCall, blocked, fenced map[*queue]bool) bool {
 			return false
 		}
 	}
-	return true
+	return !p.isBulk() || s.canCarry()
 }
 
 // rerun runs a parked call as if it had just come.

@@ -134,7 +134,7 @@ func open(cfg Config, ringFD, arenaFD, stateFD int) (*session, error) {
 		return nil, err
 	}
 	s := &session{
-		cfg: cfg, log: cfg.Logger, ring: ring, ringFD: ringFD, arena: arena, state: os.NewFile(uintptr(stateFD), "state"),
+		cfg: cfg, log: cfg.Logger, ring: ring, ringFD: ringFD, arena: arena, split: split, state: os.NewFile(uintptr(stateFD), "state"),
 		patience: newPatience(), naps: newNaps(runtime.NumCPU() <= 2), host: host,
 		ghosts: map[uint32]any{}, replies: map[uint32][]byte{}, platf: platform, quirk: quirk,
 		watchWake: make(chan struct{}, 1), cbWake: make(chan struct{}, 1), stop: make(chan struct{}),
@@ -305,6 +305,9 @@ func (s *session) guard() {
 			held = shm.LockByte(fd, wire.LockExecutor) == nil
 		}
 		s.mu.Lock()
+		if len(s.parked) > 0 && s.active.Load() && !s.gate.Load() {
+			s.advance() // a client may have freed a lane that was given up
+		}
 		idle := s.frozen || !s.active.Load()
 		ready := s.prepared
 		s.mu.Unlock()

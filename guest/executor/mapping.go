@@ -3,6 +3,9 @@ package executor
 import (
 	"fmt"
 
+	"golang.org/x/sys/unix"
+
+	"github.com/gpuctl/gpuctl/guest/arena"
 	"github.com/gpuctl/gpuctl/guest/cl"
 	"github.com/gpuctl/gpuctl/guest/wire"
 )
@@ -37,7 +40,56 @@ func (s *session) shadow(m *mem) cl.Status {
 		return cl.MapFailure
 	}
 	m.arena, m.hasArena = off, true
+	s.hugePages(off, m.shadowSize())
 	return cl.Success
+}
+
+// Shadows are pinned from pinMin bytes on, and made ready beforehand from
+// readyMin bytes on.
+const (
+	pinMin   = 1 << 20
+	readyMin = 32 << 20
+)
+
+// pinShadow has the driver pin the shadow of an object that is mapped again and
+// again: one that the application asked host memory for, or mapped before. To
+// pin takes about as long as one transfer out of memory that is not.
+func (s *session) pinShadow(m *mem) {
+	again := m.wasMapped
+	m.wasMapped = true
+	if m.pinTried || m.unified || m.shadowSize() < pinMin || !again && m.flags&cl.MemAllocHostPtr == 0 {
+		return
+	}
+	m.pinTried = true
+	s.xfer.pin(s, m.ctx, m.arena, m.shadowSize())
+}
+
+// readyShadow makes and pins the shadow of a new buffer that is made to be
+// mapped, as drivers do when it is created, but beside what the application
+// does next.
+func (s *session) readyShadow(m *mem) {
+	if !s.pins || s.unified || m.flags&cl.MemAllocHostPtr == 0 || m.size < readyMin || s.shadow(m) != cl.Success {
+		return
+	}
+	m.users++
+	m.pinTried = true
+	b := s.arenaBytes(m.arena, m.size)
+	go func() {
+		populate(b)
+		s.xfer.pin(s, m.ctx, m.arena, m.size)
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		m.users--
+		s.dropMem(m)
+	}()
+}
+
+// hugePages asks for huge pages where the kernel has them for shared memory:
+// they take a fraction of the time to come into being and to be pinned.
+func (s *session) hugePages(off, n uint64) {
+	if n >= 2*arena.Huge {
+		_ = unix.Madvise(s.arenaBytes(off, n), unix.MADV_HUGEPAGE)
+	}
 }
 
 func (s *session) addMapping(m *mem, mp *mapping) error {
@@ -84,6 +136,7 @@ func (s *session) mapBuffer(c call, r *wire.MapBuffer) (outcome, error) {
 			mp.vendor = p
 			return st, nil
 		}
+		s.pinShadow(root)
 		if r.Flags&cl.MapWriteInvalidateRegion != 0 {
 			return x.marker(), nil
 		}

@@ -107,6 +107,9 @@ type mem struct {
 	unified  bool
 	extra    []span // further ranges that mappings from before a swap show
 
+	wasMapped bool
+	pinTried  bool // the driver was asked to pin the shadow
+
 	dirty    []bool // per dirtyChunk bytes: differs from what was last exported
 	known    uint32 // its id in the last graph or export: what a receiver has it by
 	maps     map[uint32]*mapping

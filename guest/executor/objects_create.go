@@ -165,6 +165,7 @@ func (s *session) createBuffer(r *wire.CreateBuffer) (outcome, error) {
 	}
 	s.memory += m.size
 	s.usage.LargestAlloc = max(s.usage.LargestAlloc, m.size)
+	s.readyShadow(m)
 	return answer(u64s(m.size, 0, 0, 0)), s.put(r.ID, m)
 }
 
@@ -452,13 +453,19 @@ func (s *session) dropVendorMem(m *mem) {
 
 const maxZombies = 256 << 20
 
+// freeHost gives arena memory back, which the driver must not have pinned then.
+func (s *session) freeHost(off uint64) {
+	s.xfer.unpin(s, s.arena.Pointer(off))
+	s.host.free(off)
+}
+
 // bury frees the memory of released buffers once the context is idle.
 func (s *session) bury(c *clContext) {
 	if len(c.zombies) == 0 || c.busy() {
 		return
 	}
 	for _, off := range c.zombies {
-		s.host.free(off)
+		s.freeHost(off)
 	}
 	c.zombies, c.zombieBytes = c.zombies[:0], 0
 }

@@ -23,6 +23,7 @@ type session struct {
 	out    *output // nil: this process's standard output is not the session's
 	ringFD int     // for the locks that say who is alive
 	arena  *shm.Region
+	split  uint64 // where the client's part of the arena begins
 	state  *os.File
 	host   hostMemory
 
@@ -34,6 +35,8 @@ type session struct {
 	redo    *parkedCall // the parked call that is being run now
 	devices []*device   // roots
 	parked  []*parkedCall
+	moving  []*parkedCall        // bulk transfers that run
+	lanes   [wire.LaneCount]bool // taken by them
 	watches []*watch
 	replies map[uint32][]byte // what did not fit into a slot, by token
 	token   uint32

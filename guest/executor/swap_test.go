@@ -247,19 +247,16 @@ func TestBulkWriteUnderAnExportIsNotLost(t *testing.T) {
 	ctx, q, _ := c.setup(0)
 	const size = 1 << 20
 	b := c.buffer(ctx, size)
-	slot := c.start(&wire.WriteBuffer{
-		Queue: q, Mem: b, Blocking: 1, Size: size, Mode: wire.DataBulk, StageOff: c.stage, StageLen: size, Chunk: size,
-	})
-	head := wire.SlotOff + uint64(slot)*wire.SlotSize
-	for c.ring.Load32(head+wire.SlotPhase) != wire.PhaseDirect {
+	slot := c.start(&wire.WriteBuffer{Queue: q, Mem: b, Blocking: 1, Size: size, Mode: wire.DataBulk, Pend: 1})
+	for c.ring.Load32(wire.LaneOff+wire.LaneState) != wire.LaneDirect {
 		time.Sleep(time.Millisecond)
 	}
 	s.mu.Lock()
 	m := lookup[mem](s, b)
 	clear(m.dirty) // as contents does
 	s.mu.Unlock()
-	c.ring.Store32(head+wire.SlotConsumed, 1)
-	shm.FutexWake(c.ring.Word32(head+wire.SlotConsumed), shm.All)
+	c.ring.Store32(wire.LaneOff+wire.LaneDone, 1)
+	shm.FutexWake(c.ring.Word32(wire.LaneOff+wire.LaneDone), shm.All)
 	if st, _ := c.answer(slot); st != cl.Success {
 		t.Fatal(st)
 	}

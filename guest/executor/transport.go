@@ -33,12 +33,14 @@ type transport interface {
 	WakeWaiting()
 	AwaitPrint(timeout time.Duration)
 
-	// Phases and counters of a bulk transfer.
-	Phase(slot uint16, phase uint32, direct uint64)
-	WaitProduced(slot uint16, old uint32, timeout time.Duration) uint32
-	WaitConsumed(slot uint16, old uint32, timeout time.Duration) uint32
-	SetProduced(slot uint16, n uint32)
-	SetConsumed(slot uint16, n uint32)
+	// The lanes of bulk transfers, and the bells of those who move their data.
+	LaneFree(lane int) bool
+	StartLane(lane int, l shm.Lane)
+	RaiseLane(lane int, limit uint32)
+	WaitLane(lane int, old uint32, timeout time.Duration) uint32
+	EndLane(lane int, state uint32)
+	RingMovers()
+	RingCaller(slot uint16)
 
 	// Whose turn it is, and how the session is.
 	Owner() uint32

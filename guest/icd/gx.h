@@ -360,7 +360,7 @@ static inline void gx_pause(void)
 
 /* ---- staging.c: the client's part of the arena and transfers under way */
 struct layout { uint8_t *host; uint64_t row, slice; uint64_t width, height, depth; }; /* bytes, rows, slices */
-uint64_t gx_stage_alloc(uint64_t len); /* arena offset, 0 when there is no room */
+uint64_t gx_stage_window(uint64_t len); /* arena offset in the window, 0 when there is no room */
 void gx_stage_free(uint64_t off, uint64_t len);
 bool gx_in_arena(const void *p, uint64_t len, uint64_t *off);
 void gx_pack(uint8_t *tight, const struct layout *l);
@@ -372,7 +372,16 @@ cl_int gx_pend_map(cl_mem mem, const struct map *m, cl_event ev);
 void gx_pend_forget(cl_mem mem, uint32_t map); /* map 0: all of mem */
 void gx_map_in(const struct map *m);
 void gx_map_out(const struct map *m);
-cl_int gx_stage_wait(uint64_t len, uint64_t *off); /* as alloc, but waits for transfers under way */
+cl_int gx_stage_wait(uint64_t len, uint64_t *off); /* anywhere; waits for transfers under way */
+bool gx_pend_reads(const struct layout *l); /* something under way reads into this memory */
+static inline bool gx_layouts_meet(const struct layout *a, const struct layout *b)
+{
+	const uint8_t *a1 = a->host + (a->depth - 1) * a->slice + (a->height - 1) * a->row + a->width;
+	const uint8_t *b1 = b->host + (b->depth - 1) * b->slice + (b->height - 1) * b->row + b->width;
+	return a->host < b1 && b->host < a1;
+}
+cl_int gx_word_wait(uint32_t *word);
+void gx_word_drop(uint32_t word);
 void gx_reap_slow(unsigned max);
 void gx_staging_reset(void);
 /* gx_reap copies what has arrived. Every call from which the application can learn of a completion makes it before it returns. */
@@ -381,9 +390,15 @@ static inline void gx_reap(void)
 	if (unlikely(atomic_load_explicit(&S.npending, memory_order_acquire)))
 		gx_reap_slow(~0u);
 }
-cl_int gx_bulk(uint32_t op, uint32_t slot, bool write, uint8_t *user, uint64_t size, uint64_t area, uint64_t chunk, uint32_t chunks);
-uint64_t gx_stream_get(uint64_t *chunk, uint32_t *chunks);
-void gx_stream_put(uint64_t off);
+
+/* ---- move.c: bulk transfers */
+void gx_moves_reset(void);
+uint64_t gx_lanes_at(void); /* arena offset of the lanes' memory */
+uint64_t gx_lanes_end(void);
+cl_int gx_move_add(const struct layout *l, bool write, bool reap, bool blocking, uint32_t *word);
+bool gx_move_reads(const struct layout *l); /* something under way reads into this memory */
+void gx_move_drop(uint32_t word);
+cl_int gx_move_wait(uint32_t op, uint32_t slot, uint32_t word);
 
 /* ---- callbacks.c */
 enum gx_cb { CBK_EVENT = 1, CBK_BUILD, CBK_MEM };

@@ -524,9 +524,6 @@ cl_int gx_slot_take(uint32_t *slot)
 				if (atomic_compare_exchange_weak(&S.slots[w], &taken, taken | bit)) {
 					hint = w;
 					*slot = w * 64 + (uint32_t)__builtin_ctzll(bit);
-					atomic_store_explicit(gx_slot_word(*slot, GX_SLOT_PHASE), 0, memory_order_relaxed);
-					atomic_store_explicit(gx_slot_word(*slot, GX_SLOT_PRODUCED), 0, memory_order_relaxed);
-					atomic_store_explicit(gx_slot_word(*slot, GX_SLOT_CONSUMED), 0, memory_order_relaxed);
 					atomic_store_explicit(gx_slot_word(*slot, GX_SLOT_STATE), GX_SLOT_PENDING, memory_order_relaxed);
 					return CL_SUCCESS;
 				}

@@ -3,15 +3,9 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <time.h>
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
 
 #define SMALL_ALIGN 64u
 #define PAGE 4096u
-#define KEEP (16u << 20) /* freed bytes whose pages stay */
-#define STREAM_CHUNK (1u << 20)
-#define STREAM_CHUNKS 4u
 #define PATIENCE_NS 60000000000ull
 
 /* ---- allocator: first fit over a sorted list of free extents. There are few: transfers end about in order. */
@@ -19,8 +13,6 @@ static gx_lock alloc_lock;
 static struct extent { uint64_t off, len; } *holes;
 static uint32_t nholes, cap_holes;
 static bool seeded;
-static uint64_t kept;
-static _Atomic uint64_t stream_area; /* the one that waits for its next use */
 
 static uint64_t rounded(uint64_t len)
 {
@@ -45,9 +37,7 @@ static bool seed(void)
 {
 	if (seeded)
 		return true;
-	uint64_t from = (S.split + PAGE - 1) & ~(uint64_t)(PAGE - 1);
-	if (!from)
-		from = PAGE; /* offset 0 means "none" */
+	uint64_t from = gx_lanes_end();
 	if (from >= S.arena_size || !reserve(1))
 		return false;
 	holes[0] = (struct extent){from, (S.arena_size - from) & ~(uint64_t)(PAGE - 1)};
@@ -55,7 +45,11 @@ static bool seed(void)
 	return seeded = true;
 }
 
-uint64_t gx_stage_alloc(uint64_t len)
+/* window_end is where the arena begins of which no pages are kept. */
+static uint64_t window_end(void) { return gx_lanes_at() + GX_WINDOW; }
+
+/* stage_alloc finds room below a limit, and 0 when there is none. */
+static uint64_t stage_alloc(uint64_t len, uint64_t below)
 {
 	uint64_t need = rounded(len), off = 0;
 	if (need < len)
@@ -64,7 +58,9 @@ uint64_t gx_stage_alloc(uint64_t len)
 	for (uint32_t i = 0; seed() && i < nholes; i++) {
 		struct extent *h = &holes[i];
 		uint64_t skip = need < PAGE ? 0 : -h->off & (PAGE - 1); /* large blocks start on a page */
-		if (h->len < skip || h->len - skip < need)
+		if (h->off >= below)
+			break;
+		if (h->len < skip || h->len - skip < need || h->off + skip + need > below)
 			continue;
 		if (skip && h->len - skip > need) { /* keeps the front and the rest */
 			if (!reserve(nholes + 1))
@@ -85,23 +81,22 @@ uint64_t gx_stage_alloc(uint64_t len)
 			if (!h->len)
 				memmove(h, h + 1, (--nholes - i) * sizeof *h);
 		}
-		kept -= kept < need ? kept : need;
 		break;
 	}
 	gx_lock_drop(&alloc_lock);
 	return off;
 }
 
+uint64_t gx_stage_window(uint64_t len) { return stage_alloc(len, window_end()); }
+
 void gx_stage_free(uint64_t off, uint64_t len)
 {
 	uint64_t n = rounded(len);
 	gx_lock_take(&alloc_lock);
-	bool punch = n >= 16 * PAGE && kept + n > KEEP;
-	if (!punch)
-		kept += n;
-	else { /* while nobody else can get it */
+	if (n >= PAGE && off + n > window_end()) { /* while nobody else can get it */
 		int saved = errno;
-		fallocate(S.arena_fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (off_t)off, (off_t)n);
+		uint64_t from = off < window_end() ? window_end() : off;
+		fallocate(S.arena_fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (off_t)from, (off_t)(off + n - from));
 		errno = saved;
 	}
 	uint32_t lo = 0, hi = nholes;
@@ -139,38 +134,6 @@ bool gx_in_arena(const void *p, uint64_t len, uint64_t *off)
 }
 
 /* ---- copying */
-
-#if defined(__x86_64__)
-__attribute__((target("avx2"))) static void copy_nt(uint8_t *d, const uint8_t *s, size_t n)
-{
-	size_t head = -(uintptr_t)d & 31;
-	memcpy(d, s, head);
-	d += head, s += head, n -= head;
-	for (; n >= 128; d += 128, s += 128, n -= 128) {
-		__m256i a = _mm256_loadu_si256((const __m256i *)(const void *)s), b = _mm256_loadu_si256((const __m256i *)(const void *)(s + 32));
-		__m256i c = _mm256_loadu_si256((const __m256i *)(const void *)(s + 64)), e = _mm256_loadu_si256((const __m256i *)(const void *)(s + 96));
-		_mm256_stream_si256((__m256i *)(void *)d, a);
-		_mm256_stream_si256((__m256i *)(void *)(d + 32), b);
-		_mm256_stream_si256((__m256i *)(void *)(d + 64), c);
-		_mm256_stream_si256((__m256i *)(void *)(d + 96), e);
-	}
-	_mm_sfence();
-	memcpy(d, s, n);
-}
-#endif
-
-/* copy_chunk empties a chunk, one of many: libc sees a small copy, but the whole will not stay in the cache, so it
- * bypasses it. Of copies in one piece libc knows best. */
-static void copy_chunk(void *dst, const void *src, size_t n)
-{
-#if defined(__x86_64__)
-	if (n >= 256 << 10 && __builtin_cpu_supports("avx2")) {
-		copy_nt(dst, src, n);
-		return;
-	}
-#endif
-	memcpy(dst, src, n);
-}
 
 static void rows(uint8_t *d, uint64_t drow, uint64_t dslice, const uint8_t *s, uint64_t srow, uint64_t sslice, uint64_t w, uint64_t h, uint64_t depth)
 {
@@ -273,29 +236,17 @@ static void pend_cut(struct pend **at)
 	atomic_fetch_sub(&S.npending, 1);
 }
 
-cl_int gx_pend_add(const struct layout *read, uint64_t off, uint64_t len, uint32_t *word)
+/* gx_word_wait takes a completion word. */
+cl_int gx_word_wait(uint32_t *word)
 {
 	struct alive alive = {0};
 	uint64_t start = 0;
 	for (;;) {
 		gx_lock_take(&pend_lock);
-		uint32_t w = word_take();
-		struct pend *p = w ? pend_new() : NULL;
-		if (p) {
-			p->word = w;
-			if ((p->read = read != NULL))
-				p->to = *read;
-			p->off = off;
-			p->len = len;
-			pend_link(p);
-			*word = w;
-		} else if (w)
-			word_drop(w);
+		*word = word_take();
 		gx_lock_drop(&pend_lock);
-		if (p)
+		if (*word)
 			return CL_SUCCESS;
-		if (w)
-			return CL_OUT_OF_HOST_MEMORY;
 		gx_reap_slow(~0u); /* 8191 transfers are under way: wait for one */
 		struct timespec t = {0, 200000};
 		nanosleep(&t, NULL);
@@ -304,6 +255,43 @@ cl_int gx_pend_add(const struct layout *read, uint64_t off, uint64_t len, uint32
 		if (gx_now() - start > PATIENCE_NS || !gx_alive(&alive))
 			return CL_OUT_OF_RESOURCES;
 	}
+}
+
+void gx_word_drop(uint32_t word)
+{
+	gx_lock_take(&pend_lock);
+	word_drop(word);
+	gx_lock_drop(&pend_lock);
+}
+
+cl_int gx_pend_add(const struct layout *read, uint64_t off, uint64_t len, uint32_t *word)
+{
+	TRY(gx_word_wait(word));
+	gx_lock_take(&pend_lock);
+	struct pend *p = pend_new();
+	if (p) {
+		p->word = *word;
+		if ((p->read = read != NULL))
+			p->to = *read;
+		p->off = off;
+		p->len = len;
+		pend_link(p);
+	} else
+		word_drop(*word);
+	gx_lock_drop(&pend_lock);
+	return p ? CL_SUCCESS : CL_OUT_OF_HOST_MEMORY;
+}
+
+bool gx_pend_reads(const struct layout *l)
+{
+	bool found = false;
+	if (!atomic_load(&S.npending))
+		return false;
+	gx_lock_take(&pend_lock);
+	for (struct pend *p = first; p && !found; p = p->next)
+		found = p->word && p->read && gx_layouts_meet(&p->to, l);
+	gx_lock_drop(&pend_lock);
+	return found;
 }
 
 void gx_pend_cancel(uint32_t word)
@@ -410,22 +398,14 @@ void gx_reap_slow(unsigned max)
 	} while (again);
 }
 
-/* gx_stage_wait gives way to transfers under way when there is no room. */
+/* gx_stage_wait finds room of any size, and gives way to transfers under way when there is none. */
 cl_int gx_stage_wait(uint64_t len, uint64_t *off)
 {
 	struct alive alive = {0};
 	uint64_t start = 0;
-	if (atomic_load(&S.npending) > 8)
-		gx_reap_slow(8); /* those at the front are done, as a rule */
-	while (!(*off = gx_stage_alloc(len))) {
-		if (!start) {
+	while (!(*off = stage_alloc(len, UINT64_MAX))) {
+		if (!start)
 			start = gx_now();
-			uint64_t area = atomic_exchange(&stream_area, 0);
-			if (area) {
-				gx_stage_free(area, STREAM_CHUNK * STREAM_CHUNKS);
-				continue;
-			}
-		}
 		uint32_t before = atomic_load(&S.npending);
 		if (!before || len > S.arena_size - S.split || gx_now() - start > PATIENCE_NS || !gx_alive(&alive))
 			return CL_OUT_OF_HOST_MEMORY;
@@ -443,91 +423,8 @@ void gx_staging_reset(void)
 	alloc_lock = pend_lock = (gx_lock){0};
 	nholes = 0;
 	seeded = false;
-	kept = 0;
-	atomic_store(&stream_area, 0);
 	first = NULL;
 	last = &first;
 	memset(words, 0, sizeof words);
-}
-
-/* ---- large blocking transfers */
-
-uint64_t gx_stream_get(uint64_t *chunk, uint32_t *chunks)
-{
-	uint64_t off = atomic_exchange(&stream_area, 0);
-	*chunk = STREAM_CHUNK;
-	*chunks = STREAM_CHUNKS;
-	return off ? off : gx_stage_alloc(STREAM_CHUNK * STREAM_CHUNKS);
-}
-
-void gx_stream_put(uint64_t off)
-{
-	uint64_t none = 0;
-	if (!atomic_compare_exchange_strong(&stream_area, &none, off))
-		gx_stage_free(off, STREAM_CHUNK * STREAM_CHUNKS);
-}
-
-/* wait_change waits until *w is no longer seen, or the slot is done. */
-static bool wait_change(uint32_t slot, _Atomic uint32_t *w, uint32_t seen, struct alive *alive)
-{
-	_Atomic uint32_t *state = gx_slot_word(slot, GX_SLOT_STATE);
-	for (int i = 0; S.can_spin && i < 2000; i++) {
-		if (atomic_load_explicit(w, memory_order_acquire) != seen || atomic_load_explicit(state, memory_order_acquire) == GX_SLOT_DONE)
-			return true;
-		gx_pause();
-	}
-	return !(gx_futex_wait(w, seen, 20) && !gx_alive(alive)) && !atomic_load(&S.lost);
-}
-
-/* gx_bulk moves the data of a request already sent with slot, waits for its reply and frees the slot. */
-cl_int gx_bulk(uint32_t op, uint32_t slot, bool write, uint8_t *user, uint64_t size, uint64_t area, uint64_t chunk, uint32_t chunks)
-{
-	_Atomic uint32_t *state = gx_slot_word(slot, GX_SLOT_STATE), *phase = gx_slot_word(slot, GX_SLOT_PHASE);
-	_Atomic uint32_t *produced = gx_slot_word(slot, GX_SLOT_PRODUCED), *consumed = gx_slot_word(slot, GX_SLOT_CONSUMED);
-	uint64_t total = (size + chunk - 1) / chunk;
-	struct alive alive = {0};
-	while (atomic_load_explicit(phase, memory_order_acquire) == GX_PHASE_NONE) {
-		if (atomic_load_explicit(state, memory_order_acquire) == GX_SLOT_DONE)
-			return gx_wait(op, slot, NULL);
-		if (!wait_change(slot, phase, GX_PHASE_NONE, &alive))
-			return gx_lost_error(op);
-	}
-	if (atomic_load(phase) == GX_PHASE_DIRECT) {
-		uint64_t at = atomic_load((_Atomic uint64_t *)(void *)gx_slot_word(slot, GX_SLOT_DIRECT));
-		if (at <= S.arena_size && size <= S.arena_size - at) {
-			if (write)
-				memcpy(S.arena + at, user, size);
-			else
-				memcpy(user, S.arena + at, size);
-		}
-		atomic_store(consumed, 1);
-		gx_futex_wake(consumed, 1 << 30);
-		return gx_wait(op, slot, NULL);
-	}
-	for (uint32_t i = 0; i < total; i++) {
-		uint8_t *c = S.arena + area + (i % chunks) * chunk, *u = user + i * chunk;
-		uint64_t n = size - i * chunk < chunk ? size - i * chunk : chunk;
-		if (write) {
-			for (uint32_t seen; i - (seen = atomic_load_explicit(consumed, memory_order_acquire)) >= chunks && seen <= i;) {
-				if (atomic_load(state) == GX_SLOT_DONE)
-					return gx_wait(op, slot, NULL);
-				if (!wait_change(slot, consumed, seen, &alive))
-					return gx_lost_error(op);
-			}
-			memcpy(c, u, n);
-			atomic_store(produced, i + 1);
-			gx_futex_wake(produced, 1 << 30);
-		} else {
-			for (uint32_t seen; (seen = atomic_load_explicit(produced, memory_order_acquire)) <= i;) {
-				if (atomic_load(state) == GX_SLOT_DONE && atomic_load(produced) <= i)
-					return gx_wait(op, slot, NULL);
-				if (!wait_change(slot, produced, seen, &alive))
-					return gx_lost_error(op);
-			}
-			copy_chunk(u, c, n);
-			atomic_store(consumed, i + 1);
-			gx_futex_wake(consumed, 1 << 30);
-		}
-	}
-	return gx_wait(op, slot, NULL);
+	gx_moves_reset();
 }

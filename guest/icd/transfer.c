@@ -1,7 +1,12 @@
 /* Reads and writes of buffers, rectangles and images. */
 #include "gx.h"
 
-#define BULK_MIN (64u << 10)
+#ifndef BULK_MIN /* a test builds the library with other limits */
+#define BULK_MIN (64u << 10) /* blocking transfers of buffers */
+#define BULK_MIN_PACKED (1u << 20) /* blocking ones of rectangles and images */
+#define EAGER_MAX (4u << 20) /* others up to here are staged at once while the window has room */
+#define INLINE_MAX GX_MAX_INLINE
+#endif
 
 /* access refuses what the object's host flags forbid. */
 static cl_int access(cl_mem m, bool write)
@@ -10,28 +15,41 @@ static cl_int access(cl_mem m, bool write)
 	return m->flags & no ? CL_INVALID_OPERATION : CL_SUCCESS;
 }
 
-struct stage { uint64_t off, len; uint32_t pend; bool own; };
+struct stage { uint64_t off, len; uint32_t pend, mode; bool own; };
 
-/* stage_begin finds arena memory for the data that l describes and, for writes, packs it there. Memory that lies in the
- * arena already, because the application mapped it, is used as it is. */
-static cl_int stage_begin(struct stage *s, const struct layout *l, bool write, bool blocking)
+/* stage_begin finds out how the data that l describes goes. Memory that lies in the arena already, because the application
+ * mapped it, is used as it is. A little data is staged in the window, packed at once if it is to be written. All else is moved
+ * when the command's turn has come, so what a write sends is read no earlier than it may have to be. */
+static cl_int stage_begin(struct stage *s, const struct layout *l, bool write, bool blocking, uint64_t bulk_min)
 {
 	bool tight = (l->height == 1 || l->row == l->width) && (l->depth == 1 || l->slice == l->width * l->height);
-	*s = (struct stage){.len = gx_layout_bytes(l)};
+	*s = (struct stage){.len = gx_layout_bytes(l), .mode = GX_DATA_STAGED};
 	if (tight && gx_in_arena(l->host, s->len, &s->off))
 		return CL_SUCCESS;
-	TRY(gx_stage_wait(s->len, &s->off));
-	s->own = true;
-	if (write)
-		gx_pack(S.arena + s->off, l);
-	cl_int err = blocking ? CL_SUCCESS : gx_pend_add(write ? NULL : l, s->off, s->len, &s->pend);
-	if (err)
-		gx_stage_free(s->off, s->len);
-	return err;
+	if (atomic_load(&S.npending) > 8)
+		gx_reap_slow(8); /* those at the front are done, as a rule */
+	bool late = write && (gx_pend_reads(l) || gx_move_reads(l));
+	if (!late && (blocking ? s->len < bulk_min : s->len <= EAGER_MAX) && (s->off = gx_stage_window(s->len))) {
+		s->own = true;
+		if (write)
+			gx_pack(S.arena + s->off, l);
+		cl_int err = blocking ? CL_SUCCESS : gx_pend_add(write ? NULL : l, s->off, s->len, &s->pend);
+		if (err)
+			gx_stage_free(s->off, s->len);
+		return err;
+	}
+	s->off = s->len = 0;
+	s->mode = GX_DATA_BULK;
+	return gx_move_add(l, write, late, blocking, &s->pend);
 }
 
 static void stage_end(struct stage *s, const struct layout *l, bool write, bool blocking, cl_int err)
 {
+	if (s->mode == GX_DATA_BULK) {
+		if (err && s->pend) /* the request was never sent */
+			gx_move_drop(s->pend);
+		return;
+	}
 	if (!s->own)
 		return;
 	if (!blocking) {
@@ -43,6 +61,24 @@ static void stage_end(struct stage *s, const struct layout *l, bool write, bool 
 		gx_unpack(l, S.arena + s->off);
 	gx_stage_free(s->off, s->len);
 }
+
+/* TRANSFER sends a request for what stage_begin has begun. */
+#define TRANSFER(name, NAME, m) \
+	do { \
+		uint32_t slot_; \
+		if (!blocking) \
+			err = post_##name(m); \
+		else if (s.mode != GX_DATA_BULK) \
+			err = call_##name(m, NULL); \
+		else if (!(err = gx_slot_take(&slot_))) { \
+			if ((err = send_##name(slot_, m))) \
+				gx_slot_drop(slot_); \
+			else { \
+				err = gx_move_wait(NAME, slot_, s.pend); \
+				s.pend = 0; \
+			} \
+		} \
+	} while (0)
 
 static cl_int buffer(cl_command_queue q, cl_mem m, bool blocking, bool write, size_t off, size_t size, void *ptr, cl_uint n, const cl_event *list, cl_event *event)
 {
@@ -61,35 +97,21 @@ static cl_int buffer(cl_command_queue q, cl_mem m, bool blocking, bool write, si
 	struct gx_write_buffer w = {.queue = q->o.id, .mem = m->o.id, .blocking = blocking, .offset = off, .size = size, .event = c.id, .wait = c.wait, .n_wait = c.nwait};
 	struct layout l = {ptr, size, size, size, 1, 1};
 	struct stage s = {0};
-	uint64_t chunk, area, in;
-	uint32_t chunks, slot;
-	if (write && size <= GX_MAX_INLINE) {
+	bool late = write && size <= INLINE_MAX && (gx_pend_reads(&l) || gx_move_reads(&l));
+	if (write && size <= INLINE_MAX && !late) {
 		w.mode = GX_DATA_INLINE;
 		w.content = ptr;
 		w.n_content = (uint32_t)size;
 		err = blocking ? call_write_buffer(&w, NULL) : post_write_buffer(&w);
-	} else if (blocking && size >= BULK_MIN && !gx_in_arena(ptr, size, &in) && (area = gx_stream_get(&chunk, &chunks))) {
-		r.mode = w.mode = GX_DATA_BULK;
-		r.stage_off = w.stage_off = area;
-		r.stage_len = w.stage_len = chunk * chunks;
-		r.chunk = w.chunk = chunk;
-		if (!(err = gx_slot_take(&slot))) {
-			err = write ? send_write_buffer(slot, &w) : send_read_buffer(slot, &r);
-			if (err)
-				gx_slot_drop(slot);
-			else
-				err = gx_bulk(write ? GX_WRITE_BUFFER : GX_READ_BUFFER, slot, write, ptr, size, area, chunk, chunks);
-		}
-		gx_stream_put(area);
-	} else if (!(err = stage_begin(&s, &l, write, blocking))) {
-		r.mode = w.mode = GX_DATA_STAGED;
+	} else if (!(err = stage_begin(&s, &l, write, blocking, BULK_MIN))) {
+		r.mode = w.mode = s.mode;
 		r.stage_off = w.stage_off = s.off;
 		r.stage_len = w.stage_len = s.len;
 		r.pend = w.pend = s.pend;
 		if (write)
-			err = blocking ? call_write_buffer(&w, NULL) : post_write_buffer(&w);
+			TRANSFER(write_buffer, GX_WRITE_BUFFER, &w);
 		else
-			err = blocking ? call_read_buffer(&r, NULL) : post_read_buffer(&r);
+			TRANSFER(read_buffer, GX_READ_BUFFER, &r);
 		stage_end(&s, &l, write, blocking, err);
 	}
 	if (blocking)
@@ -124,16 +146,16 @@ static cl_int rect(cl_command_queue q, cl_mem m, bool blocking, bool write, cons
 	cl_int err = gx_cmd_event(&c, write ? CL_COMMAND_WRITE_BUFFER_RECT : CL_COMMAND_READ_BUFFER_RECT, event);
 	struct layout l = {(uint8_t *)ptr + ho[2] * hs + ho[1] * hr + ho[0], hr, hs, region[0], region[1], region[2]};
 	struct stage s;
-	if (!err && !(err = stage_begin(&s, &l, write, blocking))) {
+	if (!err && !(err = stage_begin(&s, &l, write, blocking, BULK_MIN_PACKED))) {
 		uint64_t o3[3] = {bo[0], bo[1], bo[2]}, r3[3] = {region[0], region[1], region[2]};
 		struct gx_read_buffer_rect r = {.queue = q->o.id, .mem = m->o.id, .blocking = blocking, .origin = o3, .n_origin = 3, .region = r3, .n_region = 3, .row_pitch = br, .slice_pitch = bs,
-			.mode = GX_DATA_STAGED, .stage_off = s.off, .stage_len = s.len, .pend = s.pend, .event = c.id, .wait = c.wait, .n_wait = c.nwait};
+			.mode = s.mode, .stage_off = s.off, .stage_len = s.len, .pend = s.pend, .event = c.id, .wait = c.wait, .n_wait = c.nwait};
 		if (write) {
 			struct gx_write_buffer_rect w = {.queue = r.queue, .mem = r.mem, .blocking = blocking, .origin = o3, .n_origin = 3, .region = r3, .n_region = 3, .row_pitch = br, .slice_pitch = bs,
-				.mode = GX_DATA_STAGED, .stage_off = s.off, .stage_len = s.len, .pend = s.pend, .event = c.id, .wait = c.wait, .n_wait = c.nwait};
-			err = blocking ? call_write_buffer_rect(&w, NULL) : post_write_buffer_rect(&w);
+				.mode = s.mode, .stage_off = s.off, .stage_len = s.len, .pend = s.pend, .event = c.id, .wait = c.wait, .n_wait = c.nwait};
+			TRANSFER(write_buffer_rect, GX_WRITE_BUFFER_RECT, &w);
 		} else
-			err = blocking ? call_read_buffer_rect(&r, NULL) : post_read_buffer_rect(&r);
+			TRANSFER(read_buffer_rect, GX_READ_BUFFER_RECT, &r);
 		stage_end(&s, &l, write, blocking, err);
 	}
 	if (blocking)
@@ -176,16 +198,16 @@ static cl_int image(cl_command_queue q, cl_mem m, bool blocking, bool write, con
 	cl_int err = gx_cmd_event(&c, write ? CL_COMMAND_WRITE_IMAGE : CL_COMMAND_READ_IMAGE, event);
 	struct layout l = {ptr, array1d ? hs : hr, hs, w, region[1], region[2]};
 	struct stage s;
-	if (!err && !(err = stage_begin(&s, &l, write, blocking))) {
+	if (!err && !(err = stage_begin(&s, &l, write, blocking, BULK_MIN_PACKED))) {
 		uint64_t o3[3] = {origin[0], origin[1], origin[2]}, r3[3] = {region[0], region[1], region[2]};
 		if (write) {
 			struct gx_write_image r = {.queue = q->o.id, .image = m->o.id, .blocking = blocking, .origin = o3, .n_origin = 3, .region = r3, .n_region = 3,
-				.mode = GX_DATA_STAGED, .stage_off = s.off, .stage_len = s.len, .pend = s.pend, .event = c.id, .wait = c.wait, .n_wait = c.nwait};
-			err = blocking ? call_write_image(&r, NULL) : post_write_image(&r);
+				.mode = s.mode, .stage_off = s.off, .stage_len = s.len, .pend = s.pend, .event = c.id, .wait = c.wait, .n_wait = c.nwait};
+			TRANSFER(write_image, GX_WRITE_IMAGE, &r);
 		} else {
 			struct gx_read_image r = {.queue = q->o.id, .image = m->o.id, .blocking = blocking, .origin = o3, .n_origin = 3, .region = r3, .n_region = 3,
-				.mode = GX_DATA_STAGED, .stage_off = s.off, .stage_len = s.len, .pend = s.pend, .event = c.id, .wait = c.wait, .n_wait = c.nwait};
-			err = blocking ? call_read_image(&r, NULL) : post_read_image(&r);
+				.mode = s.mode, .stage_off = s.off, .stage_len = s.len, .pend = s.pend, .event = c.id, .wait = c.wait, .n_wait = c.nwait};
+			TRANSFER(read_image, GX_READ_IMAGE, &r);
 		}
 		stage_end(&s, &l, write, blocking, err);
 	}

@@ -23,9 +23,28 @@
 #define GX_HDR_SPACE 0x108 /* u32, set by a client that waits for room; futex */
 #define GX_HDR_CB_TAIL 0x140 /* u32, callbacks ever produced; futex */
 #define GX_HDR_CB_HEAD 0x180 /* u32, callbacks ever consumed; futex */
-#define GX_HDR_OUT_TAIL 0x1c0 /* u32, bytes ever printed */
-#define GX_HDR_OUT_HEAD 0x200 /* u32, bytes of them ever taken by the client; futex */
+#define GX_HDR_BELL 0x1c0 /* u32, counts changes of lanes that carry what nobody waits for in a call; futex */
+#define GX_HDR_OUT_TAIL 0x400 /* u32, bytes ever printed */
+#define GX_HDR_OUT_HEAD 0x440 /* u32, bytes of them ever taken by the client; futex */
 #define GX_HDR_SIZE 0x1000 /* bytes of the header */
+#define GX_LANE_OFF 0x200 /* lanes, which bulk transfers take */
+#define GX_LANE_COUNT 4 /*  */
+#define GX_LANE_SIZE 128 /* bytes of a lane's words */
+#define GX_LANE_STATE 0 /* u32, LANE_FREE and so on */
+#define GX_LANE_RUN 4 /* u32, counts the transfers that were begun here */
+#define GX_LANE_WORD 8 /* u32, completion word of the transfer */
+#define GX_LANE_LIMIT 12 /* u32, chunks of this run that the client may move; only grows in a run */
+#define GX_LANE_FROM 16 /* u64, byte of the transfer that the run begins at */
+#define GX_LANE_DIRECT_AT 24 /* u64, arena offset of the transfer's first byte, of a direct lane */
+#define GX_LANE_DONE 64 /* u32, chunks that the client has moved, without gaps; written by the client; futex */
+#define GX_LANE_FREE 0 /* nobody uses it */
+#define GX_LANE_STREAM 1 /* through the lane's chunks */
+#define GX_LANE_DIRECT 2 /* between the application's memory and the arena at LANE_DIRECT_AT */
+#define GX_LANE_LEFT 3 /* given up by the executor while the client was busy in it; the client frees it */
+#define GX_LANE_CHUNK 0x200000 /* bytes of a chunk at most; also the alignment of the lanes' memory */
+#define GX_LANE_CHUNKS 8 /* chunks of a lane, used in turn */
+#define GX_LANE_AHEAD 64 /* chunks by which LANE_LIMIT is at most ahead of LANE_DONE */
+#define GX_WINDOW 0x10000000 /* bytes of the arena, from the lanes' memory on, whose pages a client keeps for transfers */
 #define GX_CB_OFF 0x1000 /* callback ring */
 #define GX_CB_COUNT 1024 /* entries of 16 bytes: u32 token, i32 status, u32 kind, u32 zero */
 #define GX_PEND_OFF 0x8000 /* completion words, u32 each */
@@ -45,19 +64,13 @@
 #define GX_SLOT_LEN 8 /* u32, bytes of data in the slot */
 #define GX_SLOT_TOKEN 12 /* u32, for fetch when total > len, else 0 */
 #define GX_SLOT_TOTAL 16 /* u64, bytes of the whole reply */
-#define GX_SLOT_PHASE 24 /* u32, PHASE_*; futex */
-#define GX_SLOT_PRODUCED 28 /* u32, chunks filled; futex */
-#define GX_SLOT_CONSUMED 32 /* u32, chunks emptied, or 1 when the direct copy is done; futex */
-#define GX_SLOT_DIRECT 40 /* u64, arena offset of the direct copy */
+#define GX_SLOT_BELL 24 /* u32, counts changes of the lane that carries the caller's transfer; futex */
 #define GX_SLOT_DATA 64 /*  */
 #define GX_NO_SLOT 0xffff /* slot number of a posted request */
 #define GX_SLOT_FREE 0 /*  */
 #define GX_SLOT_PENDING 1 /* the client spins */
 #define GX_SLOT_ASLEEP 2 /* the client waits on the futex: wake it */
 #define GX_SLOT_DONE 3 /*  */
-#define GX_PHASE_NONE 0 /*  */
-#define GX_PHASE_DIRECT 1 /* copy at SLOT_DIRECT in the arena, then set SLOT_CONSUMED */
-#define GX_PHASE_STREAM 2 /* stream through the chunks */
 #define GX_PEND_FREE 0 /*  */
 #define GX_PEND_BUSY 1 /* set by the client before it posts */
 #define GX_PEND_DONE 2 /* set by the executor */
@@ -68,7 +81,7 @@
 #define GX_DATA_NONE 0 /*  */
 #define GX_DATA_INLINE 1 /* in the request */
 #define GX_DATA_STAGED 2 /* at stage_off in the arena */
-#define GX_DATA_BULK 3 /* blocking, in phases; the slot says which */
+#define GX_DATA_BULK 3 /* through a lane, when the command's turn has come; stage_off: bytes that have been moved already */
 #define GX_ARG_PLAIN 0 /* by value */
 #define GX_ARG_MEM 1 /* global or constant pointer, object 0 for NULL */
 #define GX_ARG_LOCAL 2 /* size only */
@@ -314,7 +327,6 @@ struct gx_create_buffer {
 	uint64_t size;
 	uint64_t stage_off;
 	uint64_t stage_len;
-	uint64_t chunk;
 	uint32_t id;
 	uint32_t context;
 	uint32_t mode;
@@ -324,7 +336,7 @@ struct gx_create_buffer {
 static inline size_t gx_size_create_buffer(const struct gx_create_buffer *m)
 {
 	(void)m;
-	return 64
+	return 56
 		+ GX_ALIGN8((size_t)m->n_content * 1)
 	;
 }
@@ -335,14 +347,13 @@ static inline void gx_put_create_buffer(uint8_t *p, const struct gx_create_buffe
 	memcpy(p + 8, &m->size, 8);
 	memcpy(p + 16, &m->stage_off, 8);
 	memcpy(p + 24, &m->stage_len, 8);
-	memcpy(p + 32, &m->chunk, 8);
-	memcpy(p + 40, &m->id, 4);
-	memcpy(p + 44, &m->context, 4);
-	memcpy(p + 48, &m->mode, 4);
-	memcpy(p + 52, &m->pend, 4);
-	memcpy(p + 56, &m->n_content, 4);
-	memset(p + 60, 0, 4);
-	p += 64;
+	memcpy(p + 32, &m->id, 4);
+	memcpy(p + 36, &m->context, 4);
+	memcpy(p + 40, &m->mode, 4);
+	memcpy(p + 44, &m->pend, 4);
+	memcpy(p + 48, &m->n_content, 4);
+	memset(p + 52, 0, 4);
+	p += 56;
 	if (m->n_content) memcpy(p, m->content, (size_t)m->n_content * 1);
 	p += GX_ALIGN8((size_t)m->n_content * 1);
 }
@@ -382,7 +393,6 @@ struct gx_create_image {
 	uint64_t slice_pitch;
 	uint64_t stage_off;
 	uint64_t stage_len;
-	uint64_t chunk;
 	uint32_t id;
 	uint32_t context;
 	uint32_t order;
@@ -397,7 +407,7 @@ struct gx_create_image {
 static inline size_t gx_size_create_image(const struct gx_create_image *m)
 {
 	(void)m;
-	return 120
+	return 112
 	;
 }
 static inline void gx_put_create_image(uint8_t *p, const struct gx_create_image *m)
@@ -412,17 +422,16 @@ static inline void gx_put_create_image(uint8_t *p, const struct gx_create_image 
 	memcpy(p + 48, &m->slice_pitch, 8);
 	memcpy(p + 56, &m->stage_off, 8);
 	memcpy(p + 64, &m->stage_len, 8);
-	memcpy(p + 72, &m->chunk, 8);
-	memcpy(p + 80, &m->id, 4);
-	memcpy(p + 84, &m->context, 4);
-	memcpy(p + 88, &m->order, 4);
-	memcpy(p + 92, &m->type, 4);
-	memcpy(p + 96, &m->image_type, 4);
-	memcpy(p + 100, &m->mip_levels, 4);
-	memcpy(p + 104, &m->samples, 4);
-	memcpy(p + 108, &m->buffer, 4);
-	memcpy(p + 112, &m->mode, 4);
-	memcpy(p + 116, &m->pend, 4);
+	memcpy(p + 72, &m->id, 4);
+	memcpy(p + 76, &m->context, 4);
+	memcpy(p + 80, &m->order, 4);
+	memcpy(p + 84, &m->type, 4);
+	memcpy(p + 88, &m->image_type, 4);
+	memcpy(p + 92, &m->mip_levels, 4);
+	memcpy(p + 96, &m->samples, 4);
+	memcpy(p + 100, &m->buffer, 4);
+	memcpy(p + 104, &m->mode, 4);
+	memcpy(p + 108, &m->pend, 4);
 }
 
 /* supported image formats */
@@ -474,7 +483,6 @@ static inline void gx_put_create_sampler(uint8_t *p, const struct gx_create_samp
 struct gx_create_program_source {
 	uint64_t stage_off;
 	uint64_t stage_len;
-	uint64_t chunk;
 	uint32_t id;
 	uint32_t context;
 	uint32_t mode;
@@ -484,7 +492,7 @@ struct gx_create_program_source {
 static inline size_t gx_size_create_program_source(const struct gx_create_program_source *m)
 {
 	(void)m;
-	return 48
+	return 40
 		+ GX_ALIGN8((size_t)m->n_source * 1)
 	;
 }
@@ -493,14 +501,13 @@ static inline void gx_put_create_program_source(uint8_t *p, const struct gx_crea
 	(void)p; (void)m;
 	memcpy(p + 0, &m->stage_off, 8);
 	memcpy(p + 8, &m->stage_len, 8);
-	memcpy(p + 16, &m->chunk, 8);
-	memcpy(p + 24, &m->id, 4);
-	memcpy(p + 28, &m->context, 4);
-	memcpy(p + 32, &m->mode, 4);
-	memcpy(p + 36, &m->pend, 4);
-	memcpy(p + 40, &m->n_source, 4);
-	memset(p + 44, 0, 4);
-	p += 48;
+	memcpy(p + 16, &m->id, 4);
+	memcpy(p + 20, &m->context, 4);
+	memcpy(p + 24, &m->mode, 4);
+	memcpy(p + 28, &m->pend, 4);
+	memcpy(p + 32, &m->n_source, 4);
+	memset(p + 36, 0, 4);
+	p += 40;
 	if (m->n_source) memcpy(p, m->source, (size_t)m->n_source * 1);
 	p += GX_ALIGN8((size_t)m->n_source * 1);
 }
@@ -509,7 +516,6 @@ static inline void gx_put_create_program_source(uint8_t *p, const struct gx_crea
 struct gx_create_program_il {
 	uint64_t stage_off;
 	uint64_t stage_len;
-	uint64_t chunk;
 	uint32_t id;
 	uint32_t context;
 	uint32_t mode;
@@ -519,7 +525,7 @@ struct gx_create_program_il {
 static inline size_t gx_size_create_program_il(const struct gx_create_program_il *m)
 {
 	(void)m;
-	return 48
+	return 40
 		+ GX_ALIGN8((size_t)m->n_il * 1)
 	;
 }
@@ -528,14 +534,13 @@ static inline void gx_put_create_program_il(uint8_t *p, const struct gx_create_p
 	(void)p; (void)m;
 	memcpy(p + 0, &m->stage_off, 8);
 	memcpy(p + 8, &m->stage_len, 8);
-	memcpy(p + 16, &m->chunk, 8);
-	memcpy(p + 24, &m->id, 4);
-	memcpy(p + 28, &m->context, 4);
-	memcpy(p + 32, &m->mode, 4);
-	memcpy(p + 36, &m->pend, 4);
-	memcpy(p + 40, &m->n_il, 4);
-	memset(p + 44, 0, 4);
-	p += 48;
+	memcpy(p + 16, &m->id, 4);
+	memcpy(p + 20, &m->context, 4);
+	memcpy(p + 24, &m->mode, 4);
+	memcpy(p + 28, &m->pend, 4);
+	memcpy(p + 32, &m->n_il, 4);
+	memset(p + 36, 0, 4);
+	p += 40;
 	if (m->n_il) memcpy(p, m->il, (size_t)m->n_il * 1);
 	p += GX_ALIGN8((size_t)m->n_il * 1);
 }
@@ -544,7 +549,6 @@ static inline void gx_put_create_program_il(uint8_t *p, const struct gx_create_p
 struct gx_create_program_binary {
 	uint64_t stage_off;
 	uint64_t stage_len;
-	uint64_t chunk;
 	uint32_t id;
 	uint32_t context;
 	uint32_t mode;
@@ -555,7 +559,7 @@ struct gx_create_program_binary {
 static inline size_t gx_size_create_program_binary(const struct gx_create_program_binary *m)
 {
 	(void)m;
-	return 48
+	return 40
 		+ GX_ALIGN8((size_t)m->n_devices * 4)
 		+ GX_ALIGN8((size_t)m->n_binary * 1)
 	;
@@ -565,14 +569,13 @@ static inline void gx_put_create_program_binary(uint8_t *p, const struct gx_crea
 	(void)p; (void)m;
 	memcpy(p + 0, &m->stage_off, 8);
 	memcpy(p + 8, &m->stage_len, 8);
-	memcpy(p + 16, &m->chunk, 8);
-	memcpy(p + 24, &m->id, 4);
-	memcpy(p + 28, &m->context, 4);
-	memcpy(p + 32, &m->mode, 4);
-	memcpy(p + 36, &m->pend, 4);
-	memcpy(p + 40, &m->n_devices, 4);
-	memcpy(p + 44, &m->n_binary, 4);
-	p += 48;
+	memcpy(p + 16, &m->id, 4);
+	memcpy(p + 20, &m->context, 4);
+	memcpy(p + 24, &m->mode, 4);
+	memcpy(p + 28, &m->pend, 4);
+	memcpy(p + 32, &m->n_devices, 4);
+	memcpy(p + 36, &m->n_binary, 4);
+	p += 40;
 	if (m->n_devices) memcpy(p, m->devices, (size_t)m->n_devices * 4);
 	p += GX_ALIGN8((size_t)m->n_devices * 4);
 	if (m->n_binary) memcpy(p, m->binary, (size_t)m->n_binary * 1);
@@ -1090,7 +1093,6 @@ struct gx_read_buffer {
 	uint64_t size;
 	uint64_t stage_off;
 	uint64_t stage_len;
-	uint64_t chunk;
 	uint32_t queue;
 	uint32_t mem;
 	uint32_t blocking;
@@ -1102,7 +1104,7 @@ struct gx_read_buffer {
 static inline size_t gx_size_read_buffer(const struct gx_read_buffer *m)
 {
 	(void)m;
-	return 72
+	return 64
 		+ GX_ALIGN8((size_t)m->n_wait * 4)
 	;
 }
@@ -1113,16 +1115,15 @@ static inline void gx_put_read_buffer(uint8_t *p, const struct gx_read_buffer *m
 	memcpy(p + 8, &m->size, 8);
 	memcpy(p + 16, &m->stage_off, 8);
 	memcpy(p + 24, &m->stage_len, 8);
-	memcpy(p + 32, &m->chunk, 8);
-	memcpy(p + 40, &m->queue, 4);
-	memcpy(p + 44, &m->mem, 4);
-	memcpy(p + 48, &m->blocking, 4);
-	memcpy(p + 52, &m->mode, 4);
-	memcpy(p + 56, &m->pend, 4);
-	memcpy(p + 60, &m->event, 4);
-	memcpy(p + 64, &m->n_wait, 4);
-	memset(p + 68, 0, 4);
-	p += 72;
+	memcpy(p + 32, &m->queue, 4);
+	memcpy(p + 36, &m->mem, 4);
+	memcpy(p + 40, &m->blocking, 4);
+	memcpy(p + 44, &m->mode, 4);
+	memcpy(p + 48, &m->pend, 4);
+	memcpy(p + 52, &m->event, 4);
+	memcpy(p + 56, &m->n_wait, 4);
+	memset(p + 60, 0, 4);
+	p += 64;
 	if (m->n_wait) memcpy(p, m->wait, (size_t)m->n_wait * 4);
 	p += GX_ALIGN8((size_t)m->n_wait * 4);
 }
@@ -1133,7 +1134,6 @@ struct gx_write_buffer {
 	uint64_t size;
 	uint64_t stage_off;
 	uint64_t stage_len;
-	uint64_t chunk;
 	uint32_t queue;
 	uint32_t mem;
 	uint32_t blocking;
@@ -1146,7 +1146,7 @@ struct gx_write_buffer {
 static inline size_t gx_size_write_buffer(const struct gx_write_buffer *m)
 {
 	(void)m;
-	return 72
+	return 64
 		+ GX_ALIGN8((size_t)m->n_content * 1)
 		+ GX_ALIGN8((size_t)m->n_wait * 4)
 	;
@@ -1158,16 +1158,15 @@ static inline void gx_put_write_buffer(uint8_t *p, const struct gx_write_buffer 
 	memcpy(p + 8, &m->size, 8);
 	memcpy(p + 16, &m->stage_off, 8);
 	memcpy(p + 24, &m->stage_len, 8);
-	memcpy(p + 32, &m->chunk, 8);
-	memcpy(p + 40, &m->queue, 4);
-	memcpy(p + 44, &m->mem, 4);
-	memcpy(p + 48, &m->blocking, 4);
-	memcpy(p + 52, &m->mode, 4);
-	memcpy(p + 56, &m->pend, 4);
-	memcpy(p + 60, &m->event, 4);
-	memcpy(p + 64, &m->n_content, 4);
-	memcpy(p + 68, &m->n_wait, 4);
-	p += 72;
+	memcpy(p + 32, &m->queue, 4);
+	memcpy(p + 36, &m->mem, 4);
+	memcpy(p + 40, &m->blocking, 4);
+	memcpy(p + 44, &m->mode, 4);
+	memcpy(p + 48, &m->pend, 4);
+	memcpy(p + 52, &m->event, 4);
+	memcpy(p + 56, &m->n_content, 4);
+	memcpy(p + 60, &m->n_wait, 4);
+	p += 64;
 	if (m->n_content) memcpy(p, m->content, (size_t)m->n_content * 1);
 	p += GX_ALIGN8((size_t)m->n_content * 1);
 	if (m->n_wait) memcpy(p, m->wait, (size_t)m->n_wait * 4);
@@ -1180,7 +1179,6 @@ struct gx_read_buffer_rect {
 	uint64_t slice_pitch;
 	uint64_t stage_off;
 	uint64_t stage_len;
-	uint64_t chunk;
 	uint32_t queue;
 	uint32_t mem;
 	uint32_t blocking;
@@ -1194,7 +1192,7 @@ struct gx_read_buffer_rect {
 static inline size_t gx_size_read_buffer_rect(const struct gx_read_buffer_rect *m)
 {
 	(void)m;
-	return 80
+	return 72
 		+ GX_ALIGN8((size_t)m->n_origin * 8)
 		+ GX_ALIGN8((size_t)m->n_region * 8)
 		+ GX_ALIGN8((size_t)m->n_wait * 4)
@@ -1207,18 +1205,17 @@ static inline void gx_put_read_buffer_rect(uint8_t *p, const struct gx_read_buff
 	memcpy(p + 8, &m->slice_pitch, 8);
 	memcpy(p + 16, &m->stage_off, 8);
 	memcpy(p + 24, &m->stage_len, 8);
-	memcpy(p + 32, &m->chunk, 8);
-	memcpy(p + 40, &m->queue, 4);
-	memcpy(p + 44, &m->mem, 4);
-	memcpy(p + 48, &m->blocking, 4);
-	memcpy(p + 52, &m->mode, 4);
-	memcpy(p + 56, &m->pend, 4);
-	memcpy(p + 60, &m->event, 4);
-	memcpy(p + 64, &m->n_origin, 4);
-	memcpy(p + 68, &m->n_region, 4);
-	memcpy(p + 72, &m->n_wait, 4);
-	memset(p + 76, 0, 4);
-	p += 80;
+	memcpy(p + 32, &m->queue, 4);
+	memcpy(p + 36, &m->mem, 4);
+	memcpy(p + 40, &m->blocking, 4);
+	memcpy(p + 44, &m->mode, 4);
+	memcpy(p + 48, &m->pend, 4);
+	memcpy(p + 52, &m->event, 4);
+	memcpy(p + 56, &m->n_origin, 4);
+	memcpy(p + 60, &m->n_region, 4);
+	memcpy(p + 64, &m->n_wait, 4);
+	memset(p + 68, 0, 4);
+	p += 72;
 	if (m->n_origin) memcpy(p, m->origin, (size_t)m->n_origin * 8);
 	p += GX_ALIGN8((size_t)m->n_origin * 8);
 	if (m->n_region) memcpy(p, m->region, (size_t)m->n_region * 8);
@@ -1233,7 +1230,6 @@ struct gx_write_buffer_rect {
 	uint64_t slice_pitch;
 	uint64_t stage_off;
 	uint64_t stage_len;
-	uint64_t chunk;
 	uint32_t queue;
 	uint32_t mem;
 	uint32_t blocking;
@@ -1247,7 +1243,7 @@ struct gx_write_buffer_rect {
 static inline size_t gx_size_write_buffer_rect(const struct gx_write_buffer_rect *m)
 {
 	(void)m;
-	return 80
+	return 72
 		+ GX_ALIGN8((size_t)m->n_origin * 8)
 		+ GX_ALIGN8((size_t)m->n_region * 8)
 		+ GX_ALIGN8((size_t)m->n_wait * 4)
@@ -1260,18 +1256,17 @@ static inline void gx_put_write_buffer_rect(uint8_t *p, const struct gx_write_bu
 	memcpy(p + 8, &m->slice_pitch, 8);
 	memcpy(p + 16, &m->stage_off, 8);
 	memcpy(p + 24, &m->stage_len, 8);
-	memcpy(p + 32, &m->chunk, 8);
-	memcpy(p + 40, &m->queue, 4);
-	memcpy(p + 44, &m->mem, 4);
-	memcpy(p + 48, &m->blocking, 4);
-	memcpy(p + 52, &m->mode, 4);
-	memcpy(p + 56, &m->pend, 4);
-	memcpy(p + 60, &m->event, 4);
-	memcpy(p + 64, &m->n_origin, 4);
-	memcpy(p + 68, &m->n_region, 4);
-	memcpy(p + 72, &m->n_wait, 4);
-	memset(p + 76, 0, 4);
-	p += 80;
+	memcpy(p + 32, &m->queue, 4);
+	memcpy(p + 36, &m->mem, 4);
+	memcpy(p + 40, &m->blocking, 4);
+	memcpy(p + 44, &m->mode, 4);
+	memcpy(p + 48, &m->pend, 4);
+	memcpy(p + 52, &m->event, 4);
+	memcpy(p + 56, &m->n_origin, 4);
+	memcpy(p + 60, &m->n_region, 4);
+	memcpy(p + 64, &m->n_wait, 4);
+	memset(p + 68, 0, 4);
+	p += 72;
 	if (m->n_origin) memcpy(p, m->origin, (size_t)m->n_origin * 8);
 	p += GX_ALIGN8((size_t)m->n_origin * 8);
 	if (m->n_region) memcpy(p, m->region, (size_t)m->n_region * 8);
@@ -1406,7 +1401,6 @@ static inline void gx_put_fill_buffer(uint8_t *p, const struct gx_fill_buffer *m
 struct gx_read_image {
 	uint64_t stage_off;
 	uint64_t stage_len;
-	uint64_t chunk;
 	uint32_t queue;
 	uint32_t image;
 	uint32_t blocking;
@@ -1420,7 +1414,7 @@ struct gx_read_image {
 static inline size_t gx_size_read_image(const struct gx_read_image *m)
 {
 	(void)m;
-	return 64
+	return 56
 		+ GX_ALIGN8((size_t)m->n_origin * 8)
 		+ GX_ALIGN8((size_t)m->n_region * 8)
 		+ GX_ALIGN8((size_t)m->n_wait * 4)
@@ -1431,18 +1425,17 @@ static inline void gx_put_read_image(uint8_t *p, const struct gx_read_image *m)
 	(void)p; (void)m;
 	memcpy(p + 0, &m->stage_off, 8);
 	memcpy(p + 8, &m->stage_len, 8);
-	memcpy(p + 16, &m->chunk, 8);
-	memcpy(p + 24, &m->queue, 4);
-	memcpy(p + 28, &m->image, 4);
-	memcpy(p + 32, &m->blocking, 4);
-	memcpy(p + 36, &m->mode, 4);
-	memcpy(p + 40, &m->pend, 4);
-	memcpy(p + 44, &m->event, 4);
-	memcpy(p + 48, &m->n_origin, 4);
-	memcpy(p + 52, &m->n_region, 4);
-	memcpy(p + 56, &m->n_wait, 4);
-	memset(p + 60, 0, 4);
-	p += 64;
+	memcpy(p + 16, &m->queue, 4);
+	memcpy(p + 20, &m->image, 4);
+	memcpy(p + 24, &m->blocking, 4);
+	memcpy(p + 28, &m->mode, 4);
+	memcpy(p + 32, &m->pend, 4);
+	memcpy(p + 36, &m->event, 4);
+	memcpy(p + 40, &m->n_origin, 4);
+	memcpy(p + 44, &m->n_region, 4);
+	memcpy(p + 48, &m->n_wait, 4);
+	memset(p + 52, 0, 4);
+	p += 56;
 	if (m->n_origin) memcpy(p, m->origin, (size_t)m->n_origin * 8);
 	p += GX_ALIGN8((size_t)m->n_origin * 8);
 	if (m->n_region) memcpy(p, m->region, (size_t)m->n_region * 8);
@@ -1455,7 +1448,6 @@ static inline void gx_put_read_image(uint8_t *p, const struct gx_read_image *m)
 struct gx_write_image {
 	uint64_t stage_off;
 	uint64_t stage_len;
-	uint64_t chunk;
 	uint32_t queue;
 	uint32_t image;
 	uint32_t blocking;
@@ -1469,7 +1461,7 @@ struct gx_write_image {
 static inline size_t gx_size_write_image(const struct gx_write_image *m)
 {
 	(void)m;
-	return 64
+	return 56
 		+ GX_ALIGN8((size_t)m->n_origin * 8)
 		+ GX_ALIGN8((size_t)m->n_region * 8)
 		+ GX_ALIGN8((size_t)m->n_wait * 4)
@@ -1480,18 +1472,17 @@ static inline void gx_put_write_image(uint8_t *p, const struct gx_write_image *m
 	(void)p; (void)m;
 	memcpy(p + 0, &m->stage_off, 8);
 	memcpy(p + 8, &m->stage_len, 8);
-	memcpy(p + 16, &m->chunk, 8);
-	memcpy(p + 24, &m->queue, 4);
-	memcpy(p + 28, &m->image, 4);
-	memcpy(p + 32, &m->blocking, 4);
-	memcpy(p + 36, &m->mode, 4);
-	memcpy(p + 40, &m->pend, 4);
-	memcpy(p + 44, &m->event, 4);
-	memcpy(p + 48, &m->n_origin, 4);
-	memcpy(p + 52, &m->n_region, 4);
-	memcpy(p + 56, &m->n_wait, 4);
-	memset(p + 60, 0, 4);
-	p += 64;
+	memcpy(p + 16, &m->queue, 4);
+	memcpy(p + 20, &m->image, 4);
+	memcpy(p + 24, &m->blocking, 4);
+	memcpy(p + 28, &m->mode, 4);
+	memcpy(p + 32, &m->pend, 4);
+	memcpy(p + 36, &m->event, 4);
+	memcpy(p + 40, &m->n_origin, 4);
+	memcpy(p + 44, &m->n_region, 4);
+	memcpy(p + 48, &m->n_wait, 4);
+	memset(p + 52, 0, 4);
+	p += 56;
 	if (m->n_origin) memcpy(p, m->origin, (size_t)m->n_origin * 8);
 	p += GX_ALIGN8((size_t)m->n_origin * 8);
 	if (m->n_region) memcpy(p, m->region, (size_t)m->n_region * 8);

@@ -266,8 +266,9 @@ func (m *memory) wakeAll() {
 	wake := func(off int) { shm.FutexWake(m.region.Word32(uint64(off)), shm.All) }
 	wake(wire.HdrSpace)
 	wake(wire.HdrCbTail)
+	wake(wire.HdrBell)
 	for i := range wire.SlotCount {
-		for _, off := range []int{wire.SlotState, wire.SlotPhase, wire.SlotProduced, wire.SlotConsumed} {
+		for _, off := range []int{wire.SlotState, wire.SlotBell} {
 			wake(wire.SlotOff + i*wire.SlotSize + off)
 		}
 	}

@@ -218,74 +218,84 @@ func (q *Ring) Reply(n uint16, err int32, data []byte, token uint32, total uint6
 	return nil
 }
 
-// Phase begins a phase of a bulk transfer: wire.PhaseDirect with the arena
-// offset of the copy, or wire.PhaseStream.
-func (q *Ring) Phase(n uint16, phase uint32, direct uint64) {
+// Lane is what the executor says of a bulk transfer that takes a lane.
+type Lane struct {
+	Direct bool   // the bytes are in the arena, from At on
+	Word   uint32 // the transfer's completion word
+	From   uint64 // its byte that this run begins at
+	At     uint64 // arena offset of its byte 0, when direct
+	Limit  uint32 // chunks that the client may move at first
+}
+
+func lane(n int) uint64 { return wire.LaneOff + uint64(n)*wire.LaneSize }
+
+// LaneFree tells whether a transfer may take lane n, one of wire.LaneCount.
+func (q *Ring) LaneFree(n int) bool { return q.r.Load32(lane(n)+wire.LaneState) == wire.LaneFree }
+
+// StartLane gives a free lane to a transfer.
+func (q *Ring) StartLane(n int, l Lane) {
+	o := lane(n)
+	state := uint32(wire.LaneStream)
+	if l.Direct {
+		state = wire.LaneDirect
+	}
+	q.r.Store32(o+wire.LaneWord, l.Word)
+	q.r.Store64(o+wire.LaneFrom, l.From)
+	q.r.Store64(o+wire.LaneDirectAt, l.At)
+	q.r.Store32(o+wire.LaneDone, 0)
+	q.r.Store32(o+wire.LaneLimit, l.Limit)
+	q.r.Store32(o+wire.LaneRun, q.r.Load32(o+wire.LaneRun)+1)
+	q.r.Store32(o+wire.LaneState, state)
+}
+
+// RaiseLane lets the client move the chunks of lane n below limit.
+func (q *Ring) RaiseLane(n int, limit uint32) { q.r.Store32(lane(n)+wire.LaneLimit, limit) }
+
+// EndLane ends a run: wire.LaneFree when the client has moved all that it was
+// allowed to, else wire.LaneLeft.
+func (q *Ring) EndLane(n int, state uint32) { q.r.Store32(lane(n)+wire.LaneState, state) }
+
+// WaitLane waits until the client's count of moved chunks in lane n is no
+// longer old, or for the timeout, and returns it.
+func (q *Ring) WaitLane(n int, old uint32, timeout time.Duration) uint32 {
+	return q.waitCounter(lane(n)+wire.LaneDone, old, timeout)
+}
+
+// RingMovers tells the client's threads that move data for nobody's call to
+// look at the lanes.
+func (q *Ring) RingMovers() { q.count(wire.HdrBell) }
+
+// RingCaller tells the thread whose call has the slot to look at the lanes.
+func (q *Ring) RingCaller(n uint16) {
 	if s, ok := slot(n); ok {
-		q.r.Store64(s+wire.SlotDirect, direct)
-		q.set(s+wire.SlotPhase, phase)
+		q.count(s + wire.SlotBell)
 	}
 }
 
-// Produced is a bulk transfer's count of filled chunks.
-func (q *Ring) Produced(n uint16) uint32 { return q.counter(n, wire.SlotProduced) }
-
-// Consumed is a bulk transfer's count of emptied chunks.
-func (q *Ring) Consumed(n uint16) uint32 { return q.counter(n, wire.SlotConsumed) }
-
-// SetProduced counts a filled chunk and wakes the client.
-func (q *Ring) SetProduced(n uint16, v uint32) { q.setCounter(n, wire.SlotProduced, v) }
-
-// SetConsumed counts an emptied chunk and wakes the client.
-func (q *Ring) SetConsumed(n uint16, v uint32) { q.setCounter(n, wire.SlotConsumed, v) }
-
-// WaitProduced waits until Produced is no longer old, or for the timeout, and returns it.
-func (q *Ring) WaitProduced(n uint16, old uint32, timeout time.Duration) uint32 {
-	return q.waitCounter(n, wire.SlotProduced, old, timeout)
-}
-
-// WaitConsumed waits until Consumed is no longer old, or for the timeout, and returns it.
-func (q *Ring) WaitConsumed(n uint16, old uint32, timeout time.Duration) uint32 {
-	return q.waitCounter(n, wire.SlotConsumed, old, timeout)
-}
-
-func (q *Ring) counter(n uint16, which uint64) uint32 {
-	s, ok := slot(n)
-	if !ok {
-		return 0
-	}
-	return q.r.Load32(s + which)
-}
-
-func (q *Ring) setCounter(n uint16, which uint64, v uint32) {
-	if s, ok := slot(n); ok {
-		q.set(s+which, v)
-	}
+func (q *Ring) count(off uint64) {
+	atomic.AddUint32(q.r.Word32(off), 1)
+	FutexWake(q.r.Word32(off), All)
 }
 
 // spins is how long a wait polls before it sleeps: some microseconds, what a
 // chunk's last bytes take and a wake-up costs.
 const spins = 200
 
-func (q *Ring) waitCounter(n uint16, which uint64, old uint32, timeout time.Duration) uint32 {
-	s, ok := slot(n)
-	if !ok {
-		return old
-	}
+func (q *Ring) waitCounter(off uint64, old uint32, timeout time.Duration) uint32 {
 	for range spins {
-		if v := q.r.Load32(s + which); v != old {
+		if v := q.r.Load32(off); v != old {
 			return v
 		}
 		Pause()
 	}
 	deadline := time.Now().Add(timeout)
 	for {
-		v := q.r.Load32(s + which)
+		v := q.r.Load32(off)
 		left := time.Until(deadline)
 		if v != old || left <= 0 {
 			return v
 		}
-		FutexWait(q.r.Word32(s+which), old, left)
+		FutexWait(q.r.Word32(off), old, left)
 	}
 }
 

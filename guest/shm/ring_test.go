@@ -323,12 +323,7 @@ func TestReplyLimits(t *testing.T) {
 		if err := q.Reply(n, -1, []byte("x"), 1, 1); err != nil {
 			t.Error(err)
 		}
-		q.Phase(n, wire.PhaseDirect, 1)
-		q.SetProduced(n, 1)
-		q.SetConsumed(n, 1)
-		if q.Produced(n) != 0 || q.WaitConsumed(n, 5, time.Minute) != 5 {
-			t.Errorf("slot %d has counters", n)
-		}
+		q.RingCaller(n)
 	}
 	if err := q.PendDone(wire.PendCount, wire.PendDone); !errors.Is(err, ErrRange) {
 		t.Errorf("completion word beyond the table: %v", err)
@@ -344,35 +339,53 @@ func TestReplyLimits(t *testing.T) {
 	}
 }
 
-func TestStreamCounters(t *testing.T) {
+func TestLaneCounters(t *testing.T) {
 	q, c := newRing(t)
 	const chunks = 200
-	s, _ := slot(9)
+	o := lane(2)
 	var wg sync.WaitGroup
 	defer wg.Wait()
-	wg.Go(func() {
-		for c.r.Load32(s+wire.SlotPhase) != wire.PhaseStream {
-			FutexWait(c.r.Word32(s+wire.SlotPhase), 0, 100*time.Millisecond)
-		}
-		for i := range uint32(chunks) {
-			for i-c.r.Load32(s+wire.SlotConsumed) >= 4 {
-				FutexWait(c.r.Word32(s+wire.SlotConsumed), c.r.Load32(s+wire.SlotConsumed), 100*time.Millisecond)
+	for run := range uint32(2) {
+		wg.Go(func() {
+			for c.r.Load32(o+wire.LaneState) != wire.LaneStream {
+				seen := c.r.Load32(wire.HdrBell)
+				if c.r.Load32(o+wire.LaneState) == wire.LaneFree {
+					FutexWait(c.r.Word32(wire.HdrBell), seen, 100*time.Millisecond)
+				}
 			}
-			c.r.Store32(s+wire.SlotProduced, i+1)
-			FutexWake(c.r.Word32(s+wire.SlotProduced), All)
+			if w, from := c.r.Load32(o+wire.LaneWord), c.r.Load64(o+wire.LaneFrom); w != 7 || from != 11 || c.r.Load32(o+wire.LaneRun) != run+1 {
+				t.Errorf("word %d, from %d", w, from)
+			}
+			for i := range uint32(chunks) {
+				for c.r.Load32(o+wire.LaneLimit) <= i {
+					seen := c.r.Load32(wire.HdrBell)
+					if c.r.Load32(o+wire.LaneLimit) <= i {
+						FutexWait(c.r.Word32(wire.HdrBell), seen, 100*time.Millisecond)
+					}
+				}
+				c.r.Store32(o+wire.LaneDone, i+1)
+				FutexWake(c.r.Word32(o+wire.LaneDone), All)
+			}
+		})
+		if !q.LaneFree(2) {
+			t.Fatal("the lane is taken")
 		}
-	})
-	q.Phase(9, wire.PhaseStream, 0)
-	for done := uint32(0); done < chunks; {
-		p := q.WaitProduced(9, done, 5*time.Second)
-		if p == done {
-			t.Fatalf("stuck at %d", done)
+		q.StartLane(2, Lane{Word: 7, From: 11, Limit: 4})
+		q.RingMovers()
+		if q.LaneFree(2) || !q.LaneFree(1) || !q.LaneFree(3) {
+			t.Fatal("another lane was started")
 		}
-		done = p
-		q.SetConsumed(9, done)
-	}
-	if q.WaitProduced(9, chunks, time.Millisecond) != chunks || q.Consumed(9) != chunks {
-		t.Error("counters went on")
+		for done := uint32(0); done < chunks; {
+			p := q.WaitLane(2, done, 30*time.Second)
+			if p == done {
+				t.Fatalf("stuck at %d", done)
+			}
+			done = p
+			q.RaiseLane(2, min(done+4, chunks))
+			q.RingMovers()
+		}
+		wg.Wait()
+		q.EndLane(2, wire.LaneFree)
 	}
 }
 

@@ -23,9 +23,28 @@ const (
 	HdrSpace       = 0x108      // u32, set by a client that waits for room; futex
 	HdrCbTail      = 0x140      // u32, callbacks ever produced; futex
 	HdrCbHead      = 0x180      // u32, callbacks ever consumed; futex
-	HdrOutTail     = 0x1c0      // u32, bytes ever printed
-	HdrOutHead     = 0x200      // u32, bytes of them ever taken by the client; futex
+	HdrBell        = 0x1c0      // u32, counts changes of lanes that carry what nobody waits for in a call; futex
+	HdrOutTail     = 0x400      // u32, bytes ever printed
+	HdrOutHead     = 0x440      // u32, bytes of them ever taken by the client; futex
 	HdrSize        = 0x1000     // bytes of the header
+	LaneOff        = 0x200      // lanes, which bulk transfers take
+	LaneCount      = 4          //
+	LaneSize       = 128        // bytes of a lane's words
+	LaneState      = 0          // u32, LANE_FREE and so on
+	LaneRun        = 4          // u32, counts the transfers that were begun here
+	LaneWord       = 8          // u32, completion word of the transfer
+	LaneLimit      = 12         // u32, chunks of this run that the client may move; only grows in a run
+	LaneFrom       = 16         // u64, byte of the transfer that the run begins at
+	LaneDirectAt   = 24         // u64, arena offset of the transfer's first byte, of a direct lane
+	LaneDone       = 64         // u32, chunks that the client has moved, without gaps; written by the client; futex
+	LaneFree       = 0          // nobody uses it
+	LaneStream     = 1          // through the lane's chunks
+	LaneDirect     = 2          // between the application's memory and the arena at LANE_DIRECT_AT
+	LaneLeft       = 3          // given up by the executor while the client was busy in it; the client frees it
+	LaneChunk      = 0x200000   // bytes of a chunk at most; also the alignment of the lanes' memory
+	LaneChunks     = 8          // chunks of a lane, used in turn
+	LaneAhead      = 64         // chunks by which LANE_LIMIT is at most ahead of LANE_DONE
+	Window         = 0x10000000 // bytes of the arena, from the lanes' memory on, whose pages a client keeps for transfers
 	CbOff          = 0x1000     // callback ring
 	CbCount        = 1024       // entries of 16 bytes: u32 token, i32 status, u32 kind, u32 zero
 	PendOff        = 0x8000     // completion words, u32 each
@@ -45,19 +64,13 @@ const (
 	SlotLen        = 8          // u32, bytes of data in the slot
 	SlotToken      = 12         // u32, for fetch when total > len, else 0
 	SlotTotal      = 16         // u64, bytes of the whole reply
-	SlotPhase      = 24         // u32, PHASE_*; futex
-	SlotProduced   = 28         // u32, chunks filled; futex
-	SlotConsumed   = 32         // u32, chunks emptied, or 1 when the direct copy is done; futex
-	SlotDirect     = 40         // u64, arena offset of the direct copy
+	SlotBell       = 24         // u32, counts changes of the lane that carries the caller's transfer; futex
 	SlotData       = 64         //
 	NoSlot         = 0xffff     // slot number of a posted request
 	SlotFree       = 0          //
 	SlotPending    = 1          // the client spins
 	SlotAsleep     = 2          // the client waits on the futex: wake it
 	SlotDone       = 3          //
-	PhaseNone      = 0          //
-	PhaseDirect    = 1          // copy at SLOT_DIRECT in the arena, then set SLOT_CONSUMED
-	PhaseStream    = 2          // stream through the chunks
 	PendFree       = 0          //
 	PendBusy       = 1          // set by the client before it posts
 	PendDone       = 2          // set by the executor
@@ -68,7 +81,7 @@ const (
 	DataNone       = 0          //
 	DataInline     = 1          // in the request
 	DataStaged     = 2          // at stage_off in the arena
-	DataBulk       = 3          // blocking, in phases; the slot says which
+	DataBulk       = 3          // through a lane, when the command's turn has come; stage_off: bytes that have been moved already
 	ArgPlain       = 0          // by value
 	ArgMem         = 1          // global or constant pointer, object 0 for NULL
 	ArgLocal       = 2          // size only
@@ -441,10 +454,9 @@ type CreateBuffer struct {
 	Size     uint64 // bytes
 	Content  []byte // initial content when mode is DATA_INLINE
 	Mode     uint32 // where the data lies: DATA_NONE, DATA_INLINE, DATA_STAGED, DATA_BULK
-	StageOff uint64 // arena offset of staged data, or of the stream chunks of a bulk transfer
+	StageOff uint64 // arena offset of staged data; of a bulk transfer the bytes that have been moved already: 0 from a client
 	StageLen uint64 // bytes of that region
-	Chunk    uint64 // bytes of one stream chunk of a bulk transfer
-	Pend     uint32 // index of the completion word to set when a staged transfer is done, 0 for none
+	Pend     uint32 // index of the completion word to set when the transfer is done, 0 for none
 }
 
 // Op returns the operation's number.
@@ -452,21 +464,20 @@ func (*CreateBuffer) Op() Op { return OpCreateBuffer }
 
 // Decode reads the request from b, which it keeps: lists alias it.
 func (m *CreateBuffer) Decode(b []byte) error {
-	if len(b) < 64 {
+	if len(b) < 56 {
 		return short(OpCreateBuffer, len(b))
 	}
 	m.Flags = le64(b[0:])
 	m.Size = le64(b[8:])
 	m.StageOff = le64(b[16:])
 	m.StageLen = le64(b[24:])
-	m.Chunk = le64(b[32:])
-	m.ID = le32(b[40:])
-	m.Context = le32(b[44:])
-	m.Mode = le32(b[48:])
-	m.Pend = le32(b[52:])
-	rest := b[64:]
+	m.ID = le32(b[32:])
+	m.Context = le32(b[36:])
+	m.Mode = le32(b[40:])
+	m.Pend = le32(b[44:])
+	rest := b[56:]
 	var err error
-	if m.Content, rest, err = takeBytes(OpCreateBuffer, rest, le32(b[56:])); err != nil {
+	if m.Content, rest, err = takeBytes(OpCreateBuffer, rest, le32(b[48:])); err != nil {
 		return err
 	}
 	_ = rest
@@ -479,7 +490,6 @@ func (m *CreateBuffer) Append(b []byte) []byte {
 	b = put64(b, m.Size)
 	b = put64(b, m.StageOff)
 	b = put64(b, m.StageLen)
-	b = put64(b, m.Chunk)
 	b = put32(b, uint32(m.ID))
 	b = put32(b, uint32(m.Context))
 	b = put32(b, uint32(m.Mode))
@@ -543,10 +553,9 @@ type CreateImage struct {
 	Samples    uint32
 	Buffer     uint32 // buffer or image the image is made from
 	Mode       uint32 // where the data lies: DATA_NONE, DATA_INLINE, DATA_STAGED, DATA_BULK
-	StageOff   uint64 // arena offset of staged data, or of the stream chunks of a bulk transfer
+	StageOff   uint64 // arena offset of staged data; of a bulk transfer the bytes that have been moved already: 0 from a client
 	StageLen   uint64 // bytes of that region
-	Chunk      uint64 // bytes of one stream chunk of a bulk transfer
-	Pend       uint32 // index of the completion word to set when a staged transfer is done, 0 for none
+	Pend       uint32 // index of the completion word to set when the transfer is done, 0 for none
 }
 
 // Op returns the operation's number.
@@ -554,7 +563,7 @@ func (*CreateImage) Op() Op { return OpCreateImage }
 
 // Decode reads the request from b, which it keeps: lists alias it.
 func (m *CreateImage) Decode(b []byte) error {
-	if len(b) < 120 {
+	if len(b) < 112 {
 		return short(OpCreateImage, len(b))
 	}
 	m.Flags = le64(b[0:])
@@ -566,17 +575,16 @@ func (m *CreateImage) Decode(b []byte) error {
 	m.SlicePitch = le64(b[48:])
 	m.StageOff = le64(b[56:])
 	m.StageLen = le64(b[64:])
-	m.Chunk = le64(b[72:])
-	m.ID = le32(b[80:])
-	m.Context = le32(b[84:])
-	m.Order = le32(b[88:])
-	m.Type = le32(b[92:])
-	m.ImageType = le32(b[96:])
-	m.MipLevels = le32(b[100:])
-	m.Samples = le32(b[104:])
-	m.Buffer = le32(b[108:])
-	m.Mode = le32(b[112:])
-	m.Pend = le32(b[116:])
+	m.ID = le32(b[72:])
+	m.Context = le32(b[76:])
+	m.Order = le32(b[80:])
+	m.Type = le32(b[84:])
+	m.ImageType = le32(b[88:])
+	m.MipLevels = le32(b[92:])
+	m.Samples = le32(b[96:])
+	m.Buffer = le32(b[100:])
+	m.Mode = le32(b[104:])
+	m.Pend = le32(b[108:])
 	return nil
 }
 
@@ -591,7 +599,6 @@ func (m *CreateImage) Append(b []byte) []byte {
 	b = put64(b, m.SlicePitch)
 	b = put64(b, m.StageOff)
 	b = put64(b, m.StageLen)
-	b = put64(b, m.Chunk)
 	b = put32(b, uint32(m.ID))
 	b = put32(b, uint32(m.Context))
 	b = put32(b, uint32(m.Order))
@@ -676,10 +683,9 @@ type CreateProgramSource struct {
 	Context  uint32
 	Source   []byte // when mode is DATA_INLINE
 	Mode     uint32 // where the data lies: DATA_NONE, DATA_INLINE, DATA_STAGED, DATA_BULK
-	StageOff uint64 // arena offset of staged data, or of the stream chunks of a bulk transfer
+	StageOff uint64 // arena offset of staged data; of a bulk transfer the bytes that have been moved already: 0 from a client
 	StageLen uint64 // bytes of that region
-	Chunk    uint64 // bytes of one stream chunk of a bulk transfer
-	Pend     uint32 // index of the completion word to set when a staged transfer is done, 0 for none
+	Pend     uint32 // index of the completion word to set when the transfer is done, 0 for none
 }
 
 // Op returns the operation's number.
@@ -687,19 +693,18 @@ func (*CreateProgramSource) Op() Op { return OpCreateProgramSource }
 
 // Decode reads the request from b, which it keeps: lists alias it.
 func (m *CreateProgramSource) Decode(b []byte) error {
-	if len(b) < 48 {
+	if len(b) < 40 {
 		return short(OpCreateProgramSource, len(b))
 	}
 	m.StageOff = le64(b[0:])
 	m.StageLen = le64(b[8:])
-	m.Chunk = le64(b[16:])
-	m.ID = le32(b[24:])
-	m.Context = le32(b[28:])
-	m.Mode = le32(b[32:])
-	m.Pend = le32(b[36:])
-	rest := b[48:]
+	m.ID = le32(b[16:])
+	m.Context = le32(b[20:])
+	m.Mode = le32(b[24:])
+	m.Pend = le32(b[28:])
+	rest := b[40:]
 	var err error
-	if m.Source, rest, err = takeBytes(OpCreateProgramSource, rest, le32(b[40:])); err != nil {
+	if m.Source, rest, err = takeBytes(OpCreateProgramSource, rest, le32(b[32:])); err != nil {
 		return err
 	}
 	_ = rest
@@ -710,7 +715,6 @@ func (m *CreateProgramSource) Decode(b []byte) error {
 func (m *CreateProgramSource) Append(b []byte) []byte {
 	b = put64(b, m.StageOff)
 	b = put64(b, m.StageLen)
-	b = put64(b, m.Chunk)
 	b = put32(b, uint32(m.ID))
 	b = put32(b, uint32(m.Context))
 	b = put32(b, uint32(m.Mode))
@@ -727,10 +731,9 @@ type CreateProgramIL struct {
 	Context  uint32
 	IL       []byte // when mode is DATA_INLINE
 	Mode     uint32 // where the data lies: DATA_NONE, DATA_INLINE, DATA_STAGED, DATA_BULK
-	StageOff uint64 // arena offset of staged data, or of the stream chunks of a bulk transfer
+	StageOff uint64 // arena offset of staged data; of a bulk transfer the bytes that have been moved already: 0 from a client
 	StageLen uint64 // bytes of that region
-	Chunk    uint64 // bytes of one stream chunk of a bulk transfer
-	Pend     uint32 // index of the completion word to set when a staged transfer is done, 0 for none
+	Pend     uint32 // index of the completion word to set when the transfer is done, 0 for none
 }
 
 // Op returns the operation's number.
@@ -738,19 +741,18 @@ func (*CreateProgramIL) Op() Op { return OpCreateProgramIL }
 
 // Decode reads the request from b, which it keeps: lists alias it.
 func (m *CreateProgramIL) Decode(b []byte) error {
-	if len(b) < 48 {
+	if len(b) < 40 {
 		return short(OpCreateProgramIL, len(b))
 	}
 	m.StageOff = le64(b[0:])
 	m.StageLen = le64(b[8:])
-	m.Chunk = le64(b[16:])
-	m.ID = le32(b[24:])
-	m.Context = le32(b[28:])
-	m.Mode = le32(b[32:])
-	m.Pend = le32(b[36:])
-	rest := b[48:]
+	m.ID = le32(b[16:])
+	m.Context = le32(b[20:])
+	m.Mode = le32(b[24:])
+	m.Pend = le32(b[28:])
+	rest := b[40:]
 	var err error
-	if m.IL, rest, err = takeBytes(OpCreateProgramIL, rest, le32(b[40:])); err != nil {
+	if m.IL, rest, err = takeBytes(OpCreateProgramIL, rest, le32(b[32:])); err != nil {
 		return err
 	}
 	_ = rest
@@ -761,7 +763,6 @@ func (m *CreateProgramIL) Decode(b []byte) error {
 func (m *CreateProgramIL) Append(b []byte) []byte {
 	b = put64(b, m.StageOff)
 	b = put64(b, m.StageLen)
-	b = put64(b, m.Chunk)
 	b = put32(b, uint32(m.ID))
 	b = put32(b, uint32(m.Context))
 	b = put32(b, uint32(m.Mode))
@@ -779,10 +780,9 @@ type CreateProgramBinary struct {
 	Devices  []uint32
 	Binary   []byte // when mode is DATA_INLINE
 	Mode     uint32 // where the data lies: DATA_NONE, DATA_INLINE, DATA_STAGED, DATA_BULK
-	StageOff uint64 // arena offset of staged data, or of the stream chunks of a bulk transfer
+	StageOff uint64 // arena offset of staged data; of a bulk transfer the bytes that have been moved already: 0 from a client
 	StageLen uint64 // bytes of that region
-	Chunk    uint64 // bytes of one stream chunk of a bulk transfer
-	Pend     uint32 // index of the completion word to set when a staged transfer is done, 0 for none
+	Pend     uint32 // index of the completion word to set when the transfer is done, 0 for none
 }
 
 // Op returns the operation's number.
@@ -790,22 +790,21 @@ func (*CreateProgramBinary) Op() Op { return OpCreateProgramBinary }
 
 // Decode reads the request from b, which it keeps: lists alias it.
 func (m *CreateProgramBinary) Decode(b []byte) error {
-	if len(b) < 48 {
+	if len(b) < 40 {
 		return short(OpCreateProgramBinary, len(b))
 	}
 	m.StageOff = le64(b[0:])
 	m.StageLen = le64(b[8:])
-	m.Chunk = le64(b[16:])
-	m.ID = le32(b[24:])
-	m.Context = le32(b[28:])
-	m.Mode = le32(b[32:])
-	m.Pend = le32(b[36:])
-	rest := b[48:]
+	m.ID = le32(b[16:])
+	m.Context = le32(b[20:])
+	m.Mode = le32(b[24:])
+	m.Pend = le32(b[28:])
+	rest := b[40:]
 	var err error
-	if m.Devices, rest, err = take32(OpCreateProgramBinary, rest, le32(b[40:])); err != nil {
+	if m.Devices, rest, err = take32(OpCreateProgramBinary, rest, le32(b[32:])); err != nil {
 		return err
 	}
-	if m.Binary, rest, err = takeBytes(OpCreateProgramBinary, rest, le32(b[44:])); err != nil {
+	if m.Binary, rest, err = takeBytes(OpCreateProgramBinary, rest, le32(b[36:])); err != nil {
 		return err
 	}
 	_ = rest
@@ -816,7 +815,6 @@ func (m *CreateProgramBinary) Decode(b []byte) error {
 func (m *CreateProgramBinary) Append(b []byte) []byte {
 	b = put64(b, m.StageOff)
 	b = put64(b, m.StageLen)
-	b = put64(b, m.Chunk)
 	b = put32(b, uint32(m.ID))
 	b = put32(b, uint32(m.Context))
 	b = put32(b, uint32(m.Mode))
@@ -1558,10 +1556,9 @@ type ReadBuffer struct {
 	Offset   uint64
 	Size     uint64
 	Mode     uint32   // where the data lies: DATA_NONE, DATA_INLINE, DATA_STAGED, DATA_BULK
-	StageOff uint64   // arena offset of staged data, or of the stream chunks of a bulk transfer
+	StageOff uint64   // arena offset of staged data; of a bulk transfer the bytes that have been moved already: 0 from a client
 	StageLen uint64   // bytes of that region
-	Chunk    uint64   // bytes of one stream chunk of a bulk transfer
-	Pend     uint32   // index of the completion word to set when a staged transfer is done, 0 for none
+	Pend     uint32   // index of the completion word to set when the transfer is done, 0 for none
 	Event    uint32   // id for the command's event, 0 when the application asked for none
 	Wait     []uint32 // ids of the events in the wait list
 }
@@ -1571,23 +1568,22 @@ func (*ReadBuffer) Op() Op { return OpReadBuffer }
 
 // Decode reads the request from b, which it keeps: lists alias it.
 func (m *ReadBuffer) Decode(b []byte) error {
-	if len(b) < 72 {
+	if len(b) < 64 {
 		return short(OpReadBuffer, len(b))
 	}
 	m.Offset = le64(b[0:])
 	m.Size = le64(b[8:])
 	m.StageOff = le64(b[16:])
 	m.StageLen = le64(b[24:])
-	m.Chunk = le64(b[32:])
-	m.Queue = le32(b[40:])
-	m.Mem = le32(b[44:])
-	m.Blocking = le32(b[48:])
-	m.Mode = le32(b[52:])
-	m.Pend = le32(b[56:])
-	m.Event = le32(b[60:])
-	rest := b[72:]
+	m.Queue = le32(b[32:])
+	m.Mem = le32(b[36:])
+	m.Blocking = le32(b[40:])
+	m.Mode = le32(b[44:])
+	m.Pend = le32(b[48:])
+	m.Event = le32(b[52:])
+	rest := b[64:]
 	var err error
-	if m.Wait, rest, err = take32(OpReadBuffer, rest, le32(b[64:])); err != nil {
+	if m.Wait, rest, err = take32(OpReadBuffer, rest, le32(b[56:])); err != nil {
 		return err
 	}
 	_ = rest
@@ -1600,7 +1596,6 @@ func (m *ReadBuffer) Append(b []byte) []byte {
 	b = put64(b, m.Size)
 	b = put64(b, m.StageOff)
 	b = put64(b, m.StageLen)
-	b = put64(b, m.Chunk)
 	b = put32(b, uint32(m.Queue))
 	b = put32(b, uint32(m.Mem))
 	b = put32(b, uint32(m.Blocking))
@@ -1622,10 +1617,9 @@ type WriteBuffer struct {
 	Size     uint64
 	Content  []byte
 	Mode     uint32   // where the data lies: DATA_NONE, DATA_INLINE, DATA_STAGED, DATA_BULK
-	StageOff uint64   // arena offset of staged data, or of the stream chunks of a bulk transfer
+	StageOff uint64   // arena offset of staged data; of a bulk transfer the bytes that have been moved already: 0 from a client
 	StageLen uint64   // bytes of that region
-	Chunk    uint64   // bytes of one stream chunk of a bulk transfer
-	Pend     uint32   // index of the completion word to set when a staged transfer is done, 0 for none
+	Pend     uint32   // index of the completion word to set when the transfer is done, 0 for none
 	Event    uint32   // id for the command's event, 0 when the application asked for none
 	Wait     []uint32 // ids of the events in the wait list
 }
@@ -1635,26 +1629,25 @@ func (*WriteBuffer) Op() Op { return OpWriteBuffer }
 
 // Decode reads the request from b, which it keeps: lists alias it.
 func (m *WriteBuffer) Decode(b []byte) error {
-	if len(b) < 72 {
+	if len(b) < 64 {
 		return short(OpWriteBuffer, len(b))
 	}
 	m.Offset = le64(b[0:])
 	m.Size = le64(b[8:])
 	m.StageOff = le64(b[16:])
 	m.StageLen = le64(b[24:])
-	m.Chunk = le64(b[32:])
-	m.Queue = le32(b[40:])
-	m.Mem = le32(b[44:])
-	m.Blocking = le32(b[48:])
-	m.Mode = le32(b[52:])
-	m.Pend = le32(b[56:])
-	m.Event = le32(b[60:])
-	rest := b[72:]
+	m.Queue = le32(b[32:])
+	m.Mem = le32(b[36:])
+	m.Blocking = le32(b[40:])
+	m.Mode = le32(b[44:])
+	m.Pend = le32(b[48:])
+	m.Event = le32(b[52:])
+	rest := b[64:]
 	var err error
-	if m.Content, rest, err = takeBytes(OpWriteBuffer, rest, le32(b[64:])); err != nil {
+	if m.Content, rest, err = takeBytes(OpWriteBuffer, rest, le32(b[56:])); err != nil {
 		return err
 	}
-	if m.Wait, rest, err = take32(OpWriteBuffer, rest, le32(b[68:])); err != nil {
+	if m.Wait, rest, err = take32(OpWriteBuffer, rest, le32(b[60:])); err != nil {
 		return err
 	}
 	_ = rest
@@ -1667,7 +1660,6 @@ func (m *WriteBuffer) Append(b []byte) []byte {
 	b = put64(b, m.Size)
 	b = put64(b, m.StageOff)
 	b = put64(b, m.StageLen)
-	b = put64(b, m.Chunk)
 	b = put32(b, uint32(m.Queue))
 	b = put32(b, uint32(m.Mem))
 	b = put32(b, uint32(m.Blocking))
@@ -1691,10 +1683,9 @@ type ReadBufferRect struct {
 	RowPitch   uint64   // of the buffer
 	SlicePitch uint64
 	Mode       uint32   // where the data lies: DATA_NONE, DATA_INLINE, DATA_STAGED, DATA_BULK
-	StageOff   uint64   // arena offset of staged data, or of the stream chunks of a bulk transfer
+	StageOff   uint64   // arena offset of staged data; of a bulk transfer the bytes that have been moved already: 0 from a client
 	StageLen   uint64   // bytes of that region
-	Chunk      uint64   // bytes of one stream chunk of a bulk transfer
-	Pend       uint32   // index of the completion word to set when a staged transfer is done, 0 for none
+	Pend       uint32   // index of the completion word to set when the transfer is done, 0 for none
 	Event      uint32   // id for the command's event, 0 when the application asked for none
 	Wait       []uint32 // ids of the events in the wait list
 }
@@ -1704,29 +1695,28 @@ func (*ReadBufferRect) Op() Op { return OpReadBufferRect }
 
 // Decode reads the request from b, which it keeps: lists alias it.
 func (m *ReadBufferRect) Decode(b []byte) error {
-	if len(b) < 80 {
+	if len(b) < 72 {
 		return short(OpReadBufferRect, len(b))
 	}
 	m.RowPitch = le64(b[0:])
 	m.SlicePitch = le64(b[8:])
 	m.StageOff = le64(b[16:])
 	m.StageLen = le64(b[24:])
-	m.Chunk = le64(b[32:])
-	m.Queue = le32(b[40:])
-	m.Mem = le32(b[44:])
-	m.Blocking = le32(b[48:])
-	m.Mode = le32(b[52:])
-	m.Pend = le32(b[56:])
-	m.Event = le32(b[60:])
-	rest := b[80:]
+	m.Queue = le32(b[32:])
+	m.Mem = le32(b[36:])
+	m.Blocking = le32(b[40:])
+	m.Mode = le32(b[44:])
+	m.Pend = le32(b[48:])
+	m.Event = le32(b[52:])
+	rest := b[72:]
 	var err error
-	if m.Origin, rest, err = take64(OpReadBufferRect, rest, le32(b[64:])); err != nil {
+	if m.Origin, rest, err = take64(OpReadBufferRect, rest, le32(b[56:])); err != nil {
 		return err
 	}
-	if m.Region, rest, err = take64(OpReadBufferRect, rest, le32(b[68:])); err != nil {
+	if m.Region, rest, err = take64(OpReadBufferRect, rest, le32(b[60:])); err != nil {
 		return err
 	}
-	if m.Wait, rest, err = take32(OpReadBufferRect, rest, le32(b[72:])); err != nil {
+	if m.Wait, rest, err = take32(OpReadBufferRect, rest, le32(b[64:])); err != nil {
 		return err
 	}
 	_ = rest
@@ -1739,7 +1729,6 @@ func (m *ReadBufferRect) Append(b []byte) []byte {
 	b = put64(b, m.SlicePitch)
 	b = put64(b, m.StageOff)
 	b = put64(b, m.StageLen)
-	b = put64(b, m.Chunk)
 	b = put32(b, uint32(m.Queue))
 	b = put32(b, uint32(m.Mem))
 	b = put32(b, uint32(m.Blocking))
@@ -1766,10 +1755,9 @@ type WriteBufferRect struct {
 	RowPitch   uint64
 	SlicePitch uint64
 	Mode       uint32   // where the data lies: DATA_NONE, DATA_INLINE, DATA_STAGED, DATA_BULK
-	StageOff   uint64   // arena offset of staged data, or of the stream chunks of a bulk transfer
+	StageOff   uint64   // arena offset of staged data; of a bulk transfer the bytes that have been moved already: 0 from a client
 	StageLen   uint64   // bytes of that region
-	Chunk      uint64   // bytes of one stream chunk of a bulk transfer
-	Pend       uint32   // index of the completion word to set when a staged transfer is done, 0 for none
+	Pend       uint32   // index of the completion word to set when the transfer is done, 0 for none
 	Event      uint32   // id for the command's event, 0 when the application asked for none
 	Wait       []uint32 // ids of the events in the wait list
 }
@@ -1779,29 +1767,28 @@ func (*WriteBufferRect) Op() Op { return OpWriteBufferRect }
 
 // Decode reads the request from b, which it keeps: lists alias it.
 func (m *WriteBufferRect) Decode(b []byte) error {
-	if len(b) < 80 {
+	if len(b) < 72 {
 		return short(OpWriteBufferRect, len(b))
 	}
 	m.RowPitch = le64(b[0:])
 	m.SlicePitch = le64(b[8:])
 	m.StageOff = le64(b[16:])
 	m.StageLen = le64(b[24:])
-	m.Chunk = le64(b[32:])
-	m.Queue = le32(b[40:])
-	m.Mem = le32(b[44:])
-	m.Blocking = le32(b[48:])
-	m.Mode = le32(b[52:])
-	m.Pend = le32(b[56:])
-	m.Event = le32(b[60:])
-	rest := b[80:]
+	m.Queue = le32(b[32:])
+	m.Mem = le32(b[36:])
+	m.Blocking = le32(b[40:])
+	m.Mode = le32(b[44:])
+	m.Pend = le32(b[48:])
+	m.Event = le32(b[52:])
+	rest := b[72:]
 	var err error
-	if m.Origin, rest, err = take64(OpWriteBufferRect, rest, le32(b[64:])); err != nil {
+	if m.Origin, rest, err = take64(OpWriteBufferRect, rest, le32(b[56:])); err != nil {
 		return err
 	}
-	if m.Region, rest, err = take64(OpWriteBufferRect, rest, le32(b[68:])); err != nil {
+	if m.Region, rest, err = take64(OpWriteBufferRect, rest, le32(b[60:])); err != nil {
 		return err
 	}
-	if m.Wait, rest, err = take32(OpWriteBufferRect, rest, le32(b[72:])); err != nil {
+	if m.Wait, rest, err = take32(OpWriteBufferRect, rest, le32(b[64:])); err != nil {
 		return err
 	}
 	_ = rest
@@ -1814,7 +1801,6 @@ func (m *WriteBufferRect) Append(b []byte) []byte {
 	b = put64(b, m.SlicePitch)
 	b = put64(b, m.StageOff)
 	b = put64(b, m.StageLen)
-	b = put64(b, m.Chunk)
 	b = put32(b, uint32(m.Queue))
 	b = put32(b, uint32(m.Mem))
 	b = put32(b, uint32(m.Blocking))
@@ -2012,10 +1998,9 @@ type ReadImage struct {
 	Origin   []uint64 // x, y, z in pixels
 	Region   []uint64 // width, height, depth in pixels
 	Mode     uint32   // where the data lies: DATA_NONE, DATA_INLINE, DATA_STAGED, DATA_BULK
-	StageOff uint64   // arena offset of staged data, or of the stream chunks of a bulk transfer
+	StageOff uint64   // arena offset of staged data; of a bulk transfer the bytes that have been moved already: 0 from a client
 	StageLen uint64   // bytes of that region
-	Chunk    uint64   // bytes of one stream chunk of a bulk transfer
-	Pend     uint32   // index of the completion word to set when a staged transfer is done, 0 for none
+	Pend     uint32   // index of the completion word to set when the transfer is done, 0 for none
 	Event    uint32   // id for the command's event, 0 when the application asked for none
 	Wait     []uint32 // ids of the events in the wait list
 }
@@ -2025,27 +2010,26 @@ func (*ReadImage) Op() Op { return OpReadImage }
 
 // Decode reads the request from b, which it keeps: lists alias it.
 func (m *ReadImage) Decode(b []byte) error {
-	if len(b) < 64 {
+	if len(b) < 56 {
 		return short(OpReadImage, len(b))
 	}
 	m.StageOff = le64(b[0:])
 	m.StageLen = le64(b[8:])
-	m.Chunk = le64(b[16:])
-	m.Queue = le32(b[24:])
-	m.Image = le32(b[28:])
-	m.Blocking = le32(b[32:])
-	m.Mode = le32(b[36:])
-	m.Pend = le32(b[40:])
-	m.Event = le32(b[44:])
-	rest := b[64:]
+	m.Queue = le32(b[16:])
+	m.Image = le32(b[20:])
+	m.Blocking = le32(b[24:])
+	m.Mode = le32(b[28:])
+	m.Pend = le32(b[32:])
+	m.Event = le32(b[36:])
+	rest := b[56:]
 	var err error
-	if m.Origin, rest, err = take64(OpReadImage, rest, le32(b[48:])); err != nil {
+	if m.Origin, rest, err = take64(OpReadImage, rest, le32(b[40:])); err != nil {
 		return err
 	}
-	if m.Region, rest, err = take64(OpReadImage, rest, le32(b[52:])); err != nil {
+	if m.Region, rest, err = take64(OpReadImage, rest, le32(b[44:])); err != nil {
 		return err
 	}
-	if m.Wait, rest, err = take32(OpReadImage, rest, le32(b[56:])); err != nil {
+	if m.Wait, rest, err = take32(OpReadImage, rest, le32(b[48:])); err != nil {
 		return err
 	}
 	_ = rest
@@ -2056,7 +2040,6 @@ func (m *ReadImage) Decode(b []byte) error {
 func (m *ReadImage) Append(b []byte) []byte {
 	b = put64(b, m.StageOff)
 	b = put64(b, m.StageLen)
-	b = put64(b, m.Chunk)
 	b = put32(b, uint32(m.Queue))
 	b = put32(b, uint32(m.Image))
 	b = put32(b, uint32(m.Blocking))
@@ -2081,10 +2064,9 @@ type WriteImage struct {
 	Origin   []uint64 // x, y, z in pixels
 	Region   []uint64 // width, height, depth in pixels
 	Mode     uint32   // where the data lies: DATA_NONE, DATA_INLINE, DATA_STAGED, DATA_BULK
-	StageOff uint64   // arena offset of staged data, or of the stream chunks of a bulk transfer
+	StageOff uint64   // arena offset of staged data; of a bulk transfer the bytes that have been moved already: 0 from a client
 	StageLen uint64   // bytes of that region
-	Chunk    uint64   // bytes of one stream chunk of a bulk transfer
-	Pend     uint32   // index of the completion word to set when a staged transfer is done, 0 for none
+	Pend     uint32   // index of the completion word to set when the transfer is done, 0 for none
 	Event    uint32   // id for the command's event, 0 when the application asked for none
 	Wait     []uint32 // ids of the events in the wait list
 }
@@ -2094,27 +2076,26 @@ func (*WriteImage) Op() Op { return OpWriteImage }
 
 // Decode reads the request from b, which it keeps: lists alias it.
 func (m *WriteImage) Decode(b []byte) error {
-	if len(b) < 64 {
+	if len(b) < 56 {
 		return short(OpWriteImage, len(b))
 	}
 	m.StageOff = le64(b[0:])
 	m.StageLen = le64(b[8:])
-	m.Chunk = le64(b[16:])
-	m.Queue = le32(b[24:])
-	m.Image = le32(b[28:])
-	m.Blocking = le32(b[32:])
-	m.Mode = le32(b[36:])
-	m.Pend = le32(b[40:])
-	m.Event = le32(b[44:])
-	rest := b[64:]
+	m.Queue = le32(b[16:])
+	m.Image = le32(b[20:])
+	m.Blocking = le32(b[24:])
+	m.Mode = le32(b[28:])
+	m.Pend = le32(b[32:])
+	m.Event = le32(b[36:])
+	rest := b[56:]
 	var err error
-	if m.Origin, rest, err = take64(OpWriteImage, rest, le32(b[48:])); err != nil {
+	if m.Origin, rest, err = take64(OpWriteImage, rest, le32(b[40:])); err != nil {
 		return err
 	}
-	if m.Region, rest, err = take64(OpWriteImage, rest, le32(b[52:])); err != nil {
+	if m.Region, rest, err = take64(OpWriteImage, rest, le32(b[44:])); err != nil {
 		return err
 	}
-	if m.Wait, rest, err = take32(OpWriteImage, rest, le32(b[56:])); err != nil {
+	if m.Wait, rest, err = take32(OpWriteImage, rest, le32(b[48:])); err != nil {
 		return err
 	}
 	_ = rest
@@ -2125,7 +2106,6 @@ func (m *WriteImage) Decode(b []byte) error {
 func (m *WriteImage) Append(b []byte) []byte {
 	b = put64(b, m.StageOff)
 	b = put64(b, m.StageLen)
-	b = put64(b, m.Chunk)
 	b = put32(b, uint32(m.Queue))
 	b = put32(b, uint32(m.Image))
 	b = put32(b, uint32(m.Blocking))

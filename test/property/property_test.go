@@ -453,9 +453,28 @@ func set(name, value string) {
 }
 
 // TestSwapsDoNotShow is the property.
-func TestSwapsDoNotShow(t *testing.T) {
+func TestSwapsDoNotShow(t *testing.T) { swapsDoNotShow(t, 40*time.Second) }
+
+// TestSwapsDoNotShowWithEveryTransferInALane runs such programs with a library
+// that puts no transfer aside, however small: each is moved when its turn has
+// come, and may be stopped for a swap in between.
+func TestSwapsDoNotShowWithEveryTransferInALane(t *testing.T) {
+	root, err := rig.Root()
+	if err != nil {
+		t.Fatal(err)
+	}
+	library := filepath.Join(t.TempDir(), "libgpuctl-opencl.so")
+	build := exec.Command(filepath.Join(root, "guest/icd/build.sh"), library, "-DBULK_MIN=0u", "-DBULK_MIN_PACKED=0u", "-DEAGER_MAX=0u", "-DINLINE_MAX=0u")
+	if out, err := build.CombinedOutput(); err != nil {
+		t.Fatalf("%v: %s", err, out)
+	}
+	t.Setenv("GPUCTL_ICD", library)
+	swapsDoNotShow(t, 20*time.Second)
+}
+
+func swapsDoNotShow(t *testing.T, most time.Duration) {
 	seconds, _ := strconv.Atoi(os.Getenv("GPUCTL_PROPERTY_SECONDS"))
-	end := time.Now().Add(40 * time.Second)
+	end := time.Now().Add(most)
 	set("rapid.checks", "10")
 	set("rapid.steps", "70")
 	set("rapid.nofailfile", "true")

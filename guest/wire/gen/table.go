@@ -35,10 +35,9 @@ func cmd(f ...field) []field { return append(f, command...) }
 // data says where the bytes of a transfer lie; see Data in guest/wire.
 var data = []field{
 	{"mode", u32, "where the data lies: DATA_NONE, DATA_INLINE, DATA_STAGED, DATA_BULK"},
-	{"stage_off", u64, "arena offset of staged data, or of the stream chunks of a bulk transfer"},
+	{"stage_off", u64, "arena offset of staged data; of a bulk transfer the bytes that have been moved already: 0 from a client"},
 	{"stage_len", u64, "bytes of that region"},
-	{"chunk", u64, "bytes of one stream chunk of a bulk transfer"},
-	{"pend", u32, "index of the completion word to set when a staged transfer is done, 0 for none"},
+	{"pend", u32, "index of the completion word to set when the transfer is done, 0 for none"},
 }
 
 func xfer(f ...field) []field { return append(append(f, data...), command...) }
