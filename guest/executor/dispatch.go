@@ -211,12 +211,12 @@ func (s *session) release(id, callback uint32) error {
 		s.dropSampler(o)
 	case *program:
 		o.dead = true
-		if o.vendor != 0 { // one that is being linked has none yet
-			cl.ReleaseProgram(o.vendor)
-		}
+		s.ghost(id, o, o.kernels) // of parked launches: others keep it alive in the library
+		s.dropProgram(o)
 	case *kernel:
-		o.prog.kernels--
 		cl.ReleaseKernel(o.vendor)
+		o.prog.kernels--
+		s.dropProgram(o.prog)
 	case *event:
 		o.dead = true
 		s.ghost(id, o, o.users)
@@ -228,6 +228,16 @@ func (s *session) release(id, callback uint32) error {
 func (s *session) dropQueue(q *queue) {
 	if q.dead && q.users == 0 {
 		s.closeQueue(q)
+	}
+}
+
+func (s *session) dropProgram(p *program) {
+	if !p.dead || p.kernels > 0 {
+		return
+	}
+	delete(s.ghosts, p.ghost)
+	if p.vendor != 0 { // one that is being linked has none yet
+		cl.ReleaseProgram(p.vendor)
 	}
 }
 

@@ -164,7 +164,11 @@ func decodeGraph(b []byte) (*graph, error) {
 func unmap(a *arg) gArg { return gArg{a.set, a.kind, a.size, a.object, a.value} }
 
 func (k *kernel) graph(serial uint64) gKernel {
-	g := gKernel{ID: k.id, Program: k.prog.id, Serial: serial, Name: k.name, Group: k.group}
+	prog := k.prog.id
+	if k.prog.ghost != 0 {
+		prog = k.prog.ghost
+	}
+	g := gKernel{ID: k.id, Program: prog, Serial: serial, Name: k.name, Group: k.group}
 	for i := range k.args {
 		a := unmap(&k.args[i])
 		a.Value = append([]byte(nil), a.Value...)

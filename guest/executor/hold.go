@@ -259,8 +259,11 @@ func (s *session) ghost(id uint32, o any, users int) {
 	s.ghostID++
 	g := wire.MaxID + s.ghostID
 	s.ghosts[g] = o
-	if m, ok := o.(*mem); ok {
-		m.ghost = g
+	switch o := o.(type) {
+	case *mem:
+		o.ghost = g
+	case *program:
+		o.ghost = g
 	}
 	for _, p := range slices.Concat(s.parked, s.moving) {
 		for _, x := range p.drops {
@@ -314,8 +317,9 @@ func (s *session) unpin(p *parkedCall) {
 		}
 	}
 	if p.kernel != nil {
-		p.kernel.prog.kernels--
 		cl.ReleaseKernel(p.kernel.vendor)
+		p.kernel.prog.kernels--
+		s.dropProgram(p.kernel.prog)
 	}
 	for _, g := range p.alias {
 		if _, ok := s.ghosts[g].(*mem); !ok && !s.parkedUse(s.ghosts[g]) { // dropMem knows when a memory object's time has come

@@ -155,7 +155,8 @@ type program struct {
 	devices  []*device
 	built    map[uint32]*build // by device id
 	building bool
-	dead     bool         // released; a build of it may go on
+	dead     bool         // released; a build of it may go on, or a kernel live
+	ghost    uint32       // its id since then
 	desc     *description // of the last build
 	told     told
 	recalled bool // made of the vendor's binary

@@ -139,8 +139,11 @@ func (s *session) have(id uint32, serial uint64) bool {
 func (s *session) set(id uint32, serial uint64, o any) {
 	if id > wire.MaxID {
 		s.ghosts[id] = o
-		if m, ok := o.(*mem); ok {
-			m.ghost = id
+		switch o := o.(type) {
+		case *mem:
+			o.ghost = id
+		case *program:
+			o.ghost, o.dead = id, true
 		}
 		return
 	}
@@ -229,6 +232,8 @@ func (s *session) dropStale(g *graph) {
 			s.dropQueue(o)
 		case *sampler:
 			s.dropSampler(o)
+		case *program:
+			s.dropProgram(o)
 		}
 	}
 }

@@ -285,3 +285,36 @@ func TestSourceLeavesContentsAloneAfterAGivenUpSuspension(t *testing.T) {
 	c.swap(s, to)
 	equal(t, c.read(q, b, 4096), 3)
 }
+
+// A launch that waits for the application keeps its kernel's program over a
+// swap, though kernel and program have been released and the id is used again.
+func TestParkedLaunchKeepsItsProgramOverASwap(t *testing.T) {
+	c := newClient(t)
+	s := c.executor(1)
+	s.activate()
+	ctx, q, _ := c.setup(0)
+	p, k, b, u := c.id(), c.id(), c.buffer(ctx, 4096), c.id()
+	c.call(&wire.CreateProgramSource{ID: p, Context: ctx, Mode: wire.DataInline, Source: []byte(
+		"kernel void double_it(global uint *a, uint n) { a[get_global_id(0)] *= n; }")})
+	c.call(&wire.BuildProgram{Program: p})
+	c.call(&wire.CreateKernel{ID: k, Program: p, Name: []byte("double_it")})
+	c.fill(q, b, 4096, 5)
+	c.post(&wire.CreateUserEvent{ID: u, Context: ctx})
+	c.launch(q, k, b, 3, 1024, 0, u)
+	c.post(&wire.Release{ID: k})
+	c.post(&wire.Release{ID: p})
+	c.call(&wire.CreateProgramSource{ID: p, Context: ctx, Mode: wire.DataInline, Source: []byte("kernel void other(void) {}")})
+	for gen := uint32(2); gen < 4; gen++ {
+		to := c.executor(gen)
+		c.swap(s, to)
+		s = to
+	}
+	c.call(&wire.SetUserEvent{Event: u, Status: 0})
+	c.call(&wire.Finish{Queue: q})
+	equal(t, c.read(q, b, 4096), 15)
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if len(s.ghosts) != 0 {
+		t.Fatalf("%d released objects are kept that nobody uses", len(s.ghosts))
+	}
+}
