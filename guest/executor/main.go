@@ -166,16 +166,16 @@ func openRuntime(rt *gpuctlv1.Runtime) (cl.Platform, []cl.Device, quirk, error) 
 	if len(ps) == 0 {
 		return 0, nil, quirk{}, fmt.Errorf("%s has no platform: %w", rt.GetLibrary(), ErrNoDevice)
 	}
-	var q quirk
-	if b, st := cl.GetPlatformInfo(ps[0], cl.PlatformName); st == cl.Success {
-		q = quirkOf(cl.CString(b))
-	}
-	if q.serial {
-		lib.Serialize()
-	}
 	all, st := cl.GetDeviceIDs(ps[0], cl.DeviceTypeAll)
 	if st != cl.Success {
 		return 0, nil, quirk{}, fmt.Errorf("devices of %s: %w", rt.GetLibrary(), st)
+	}
+	var q quirk
+	if b, st := cl.GetPlatformInfo(ps[0], cl.PlatformName); st == cl.Success {
+		q = quirkOf(cl.CString(b), infoString(all[0], cl.DeviceName))
+	}
+	if q.serial {
+		lib.Serialize()
 	}
 	if len(rt.GetDevices()) == 0 {
 		return ps[0], all[:1], q, nil

@@ -6,6 +6,7 @@ import "strings"
 // find out by themselves.
 type quirk struct {
 	platform string // its name begins with this
+	device   string // and its first device's with this
 	serial   bool   // not thread-safe: one call at a time
 	// Asked to describe arguments, it makes the same code: no other build is
 	// needed for that.
@@ -19,13 +20,17 @@ var quirks = [...]quirk{
 	// enqueue or wait, and crashes when a kernel of a binary is asked for its
 	// arguments. It builds in milliseconds.
 	{platform: "Oclgrind", serial: true, badBinaries: true},
+	// PoCL's basic device runs commands in whatever thread enqueues or waits,
+	// and locks events in the order of their dependence: two threads that use
+	// one buffer, in queues of their own or not, may block each other for ever.
+	{platform: "Portable Computing Language", device: "basic-", serial: true, sameCode: true},
 	// PoCL 3.1 adds metadata; what is compiled of it is equal, byte for byte.
 	{platform: "Portable Computing Language", sameCode: true},
 }
 
-func quirkOf(platform string) quirk {
+func quirkOf(platform, device string) quirk {
 	for _, q := range quirks {
-		if strings.HasPrefix(platform, q.platform) {
+		if strings.HasPrefix(platform, q.platform) && strings.HasPrefix(device, q.device) {
 			return q
 		}
 	}
