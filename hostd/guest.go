@@ -30,7 +30,8 @@ const (
 type Guest struct {
 	Dir    string // run folder
 	Binary string // empty: beside this program, or in PATH
-	User   string // whom executors run as; empty: the same as gpuguest
+	Users  string // whom executors run as if this is root, FIRST-LAST; empty: gpuguest's default
+	Memory string // most of a session; empty: gpuguest's default
 	Log    *slog.Logger
 }
 
@@ -56,11 +57,20 @@ func (g *Guest) Ensure(ctx context.Context) (started bool, err error) {
 	}
 	defer out.Close()
 	args := []string{"serve", "--socket", g.Socket(), "--app-socket", g.AppSocket(), "--rundir", filepath.Join(g.Dir, "guest")}
-	if g.User != "" {
-		args = append(args, "--executor-user", g.User)
-		// They pass through the folder on their way to their own.
-		if err := os.Chmod(g.Dir, 0o711); err != nil {
-			return false, fmt.Errorf("gpuguest: %w", err)
+	if g.Users != "" {
+		args = append(args, "--executor-users", g.Users)
+	}
+	if g.Memory != "" {
+		args = append(args, "--executor-memory", g.Memory)
+	}
+	if os.Geteuid() == 0 {
+		// Executors pass through the folder on their way to their own. An older
+		// hostd has closed it.
+		if info, err := os.Stat(g.Dir); err == nil && info.Mode().Perm()&0o001 == 0 {
+			err = os.Chmod(g.Dir, info.Mode().Perm()|0o001)
+			if err != nil {
+				return false, fmt.Errorf("gpuguest: %w", err)
+			}
 		}
 	}
 	cmd := exec.Command(binary, args...)

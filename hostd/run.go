@@ -45,7 +45,6 @@ type Options struct {
 	Config   config.Config
 	Private  bool   // ends gpuguest, whatever runs there, when it ends
 	Gpuguest string // path; empty: it is looked for
-	User     string // whom executors run as; empty: as hostd
 	Root     fs.FS  // the machine's files
 	Log      *slog.Logger
 }
@@ -63,7 +62,7 @@ func Run(ctx context.Context, o Options) (err error) {
 	if rundir.Answers(o.Socket) {
 		return fmt.Errorf("socket %s: another hostd is using it", o.Socket)
 	}
-	guest := &Guest{Dir: o.Dir, Binary: o.Gpuguest, User: o.User, Log: o.Log}
+	guest := &Guest{Dir: o.Dir, Binary: o.Gpuguest, Users: o.Config.Executors.Users, Memory: o.Config.Executors.Memory, Log: o.Log}
 	if _, err := guest.Ensure(ctx); err != nil {
 		return err
 	}

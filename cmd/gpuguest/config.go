@@ -16,6 +16,8 @@ import (
 
 	"github.com/gpuctl/gpuctl/guest/agent"
 	"github.com/gpuctl/gpuctl/guest/channel"
+	"github.com/gpuctl/gpuctl/guest/confine"
+	"github.com/gpuctl/gpuctl/internal/size"
 )
 
 const (
@@ -31,11 +33,13 @@ type vmOptions struct {
 	Version     int    `yaml:"version"`
 	RunDir      string `yaml:"runDir"`
 	AppSocket   string `yaml:"appSocket"`
-	AppMode     string `yaml:"appMode"`  // octal
-	AppGroup    string `yaml:"appGroup"` // name or number; empty: root's
-	Wait        string `yaml:"wait"`     // forever, no, or a duration
-	User        string `yaml:"executorUser"`
-	Profiles    string `yaml:"profiles"` // folder
+	AppMode     string `yaml:"appMode"`                // octal
+	AppGroup    string `yaml:"appGroup"`               // name or number; empty: root's
+	Wait        string `yaml:"wait"`                   // forever, no, or a duration
+	User        string `yaml:"executorUser,omitempty"` // of older versions
+	Users       string `yaml:"executorUsers"`
+	Memory      string `yaml:"executorMemory"` // as 8GiB; empty: 7/8 of the VM's
+	Profiles    string `yaml:"profiles"`       // folder
 	Emulated    bool   `yaml:"emulatedDevices"`
 	Channel     string `yaml:"channel"`
 	MaxSessions int    `yaml:"maxSessions"`
@@ -47,6 +51,7 @@ type vmOptions struct {
 func defaultVM() vmOptions {
 	return vmOptions{
 		Version: configVersion, RunDir: vmDir, AppMode: "0666", Wait: "forever", Profiles: vmProfiles, Channel: channel.Name,
+		Users: confine.DefaultRange.String(),
 	}
 }
 
@@ -125,6 +130,14 @@ func (o *vmOptions) check() error {
 	}
 	if !channelPattern.MatchString(o.Channel) {
 		bad("channel: %q is no channel's name", o.Channel)
+	}
+	if _, err := confine.ParseRange(o.Users); err != nil {
+		bad("executorUsers: %w", err)
+	}
+	if o.Memory != "" {
+		if _, err := size.Parse(o.Memory); err != nil {
+			bad("executorMemory: %w", err)
+		}
 	}
 	if o.MaxSessions < 0 {
 		bad("maxSessions: %d is negative", o.MaxSessions)

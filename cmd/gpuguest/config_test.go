@@ -23,16 +23,19 @@ func TestVMConfig(t *testing.T) {
 		t.Errorf("%+v, %v", o, err)
 	}
 	for in, want := range map[string]string{
-		"":                              "empty",
-		"wait: no":                      "version",
-		"version: 1\nwayt: no":          "wayt",
-		"version: 1\n---\nversion: 1":   "document",
-		"version: 1\nwait: -3s":         "wait",
-		"version: 1\nappMode: \"0068\"": "appMode",
-		"version: 1\nappMode: \"0060\"": "appMode",
-		"version: 1\nrunDir: here":      "runDir",
-		"version: 1\nchannel: a/b":      "channel",
-		"version: 1\nmaxSessions: -1":   "maxSessions",
+		"":                                       "empty",
+		"wait: no":                               "version",
+		"version: 1\nwayt: no":                   "wayt",
+		"version: 1\n---\nversion: 1":            "document",
+		"version: 1\nwait: -3s":                  "wait",
+		"version: 1\nappMode: \"0068\"":          "appMode",
+		"version: 1\nappMode: \"0060\"":          "appMode",
+		"version: 1\nrunDir: here":               "runDir",
+		"version: 1\nchannel: a/b":               "channel",
+		"version: 1\nmaxSessions: -1":            "maxSessions",
+		"version: 1\nexecutorUsers: 0-9999":      "executorUsers",
+		"version: 1\nexecutorUsers: 65000-70000": "executorUsers",
+		"version: 1\nexecutorMemory: much":       "executorMemory",
 	} {
 		if _, err := parseVM([]byte(in)); err == nil || !strings.Contains(err.Error(), want) {
 			t.Errorf("%q: %v, want %q", in, err, want)
@@ -51,7 +54,6 @@ func TestPackagedConfig(t *testing.T) {
 		t.Fatal(err)
 	}
 	want := defaultVM()
-	want.User = "gpuguest"
 	if err := want.check(); err != nil {
 		t.Fatal(err)
 	}

@@ -18,14 +18,22 @@ import (
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/guest/cl"
+	"github.com/gpuctl/gpuctl/guest/confine"
 	"github.com/gpuctl/gpuctl/guest/executor"
 	"github.com/gpuctl/gpuctl/guest/session"
+	"github.com/gpuctl/gpuctl/internal/throttle"
 )
 
 // orphanGrace is how long an executor waits to be ended after its application.
 const orphanGrace = 10 * time.Second
 
 const maxConfig = 1 << 20 // bytes
+
+// What an executor logs, which applications can cause.
+const (
+	logBurst = 50
+	logEvery = time.Second
+)
 
 func executorCommand(log *slog.Logger) *cobra.Command {
 	var (
@@ -42,10 +50,12 @@ func executorCommand(log *slog.Logger) *cobra.Command {
 			if config == "-" {
 				in = cmd.InOrStdin()
 			}
+			// The log may be a pipe that nobody reads any more; so may what a runtime writes to.
+			signal.Ignore(syscall.SIGPIPE)
 			if err := ahead.load(); err != nil {
 				return err
 			}
-			return runExecutor(cmd.Context(), in, log)
+			return runExecutor(cmd.Context(), in, throttle.Logger(log, logBurst, logEvery))
 		},
 	}
 	cmd.Flags().StringVar(&config, "config", "-", "configuration, - for standard input")
@@ -53,17 +63,19 @@ func executorCommand(log *slog.Logger) *cobra.Command {
 	return cmd
 }
 
-// ahead is what is loaded before the input is read, while the device may not
-// be there yet.
+// ahead is what is done before the input is read: what is loaded then, while
+// the device may not be there yet, and what is given up before that.
 type ahead struct {
 	library string
 	fd      uint
+	tasks   uint64
 }
 
 func (a *ahead) flags(cmd *cobra.Command) {
 	cmd.Flags().StringVar(&a.library, "load", "", "library to load before the input is read")
 	cmd.Flags().UintVar(&a.fd, "loaded-fd", 0, "descriptor to tell of that")
-	for _, f := range []string{"load", "loaded-fd"} {
+	cmd.Flags().Uint64Var(&a.tasks, session.TasksFlag, 0, "most tasks of this process's user, which is its own")
+	for _, f := range []string{"load", "loaded-fd", session.TasksFlag} {
 		if err := cmd.Flags().MarkHidden(f); err != nil {
 			panic(err) // no such flag
 		}
@@ -71,6 +83,9 @@ func (a *ahead) flags(cmd *cobra.Command) {
 }
 
 func (a *ahead) load() error {
+	if err := confine.Settle(a.tasks); err != nil {
+		return err
+	}
 	if a.library == "" {
 		return nil
 	}
@@ -86,8 +101,6 @@ func (a *ahead) load() error {
 }
 
 func runExecutor(ctx context.Context, in io.Reader, log *slog.Logger) error {
-	// A runtime may write where nobody reads any more.
-	signal.Ignore(syscall.SIGPIPE)
 	var c session.ExecutorConfig
 	b, err := io.ReadAll(io.LimitReader(in, maxConfig))
 	if err != nil {
@@ -100,7 +113,7 @@ func runExecutor(ctx context.Context, in io.Reader, log *slog.Logger) error {
 		return fmt.Errorf("configuration: %w", err)
 	}
 	cfg := executor.Config{
-		Dir: c.Dir, Generation: c.Generation, Socket: c.Socket, ImportSocket: c.ImportSocket,
+		Dir: c.Dir, Generation: c.Generation, Socket: c.Socket, ImportSocket: c.ImportSocket, FileSocket: c.FileSocket,
 		Runtime: &gpuctlv1.Runtime{}, Device: &gpuctlv1.VirtualDevice{},
 		CacheKey: c.CacheKey, Logger: log.With("generation", c.Generation),
 	}

@@ -1,19 +1,21 @@
 package main
 
 import (
-	"errors"
 	"fmt"
 	"log/slog"
 	"os"
-	"os/user"
+	"path/filepath"
 
 	"github.com/spf13/cobra"
+	"golang.org/x/sys/unix"
 
+	"github.com/gpuctl/gpuctl/guest/confine"
 	"github.com/gpuctl/gpuctl/guest/session"
+	"github.com/gpuctl/gpuctl/internal/size"
 )
 
 func serveCommand(log *slog.Logger) *cobra.Command {
-	var api, apps, dir, executorUser, config, root string
+	var api, apps, dir, users, memory, config, root string
 	var vm bool
 	cmd := &cobra.Command{
 		Use:   "serve --socket PATH --app-socket PATH --rundir DIR | --vm [--config FILE]",
@@ -33,13 +35,9 @@ GPU that the VM has been given, and the host over the VM's channel.`,
 				}
 				return serveVM(cmd.Context(), o, root, log)
 			}
-			launcher := &session.ExecLauncher{}
-			if executorUser != "" {
-				u, err := lookupUser(executorUser)
-				if err != nil {
-					return err
-				}
-				launcher.User = u
+			launcher, err := newLauncher(dir, hostUsers, users, memory, log)
+			if err != nil {
+				return err
 			}
 			return session.Serve(cmd.Context(), session.Config{
 				Dir:      dir,
@@ -53,7 +51,8 @@ GPU that the VM has been given, and the host over the VM's channel.`,
 	f.StringVar(&api, "socket", "", "unix socket to serve the host on")
 	f.StringVar(&apps, "app-socket", "", "unix socket to serve applications on")
 	f.StringVar(&dir, "rundir", "", "folder for sessions, made if missing")
-	f.StringVar(&executorUser, "executor-user", "", "user, by name or number, whom executors run as (needs root)")
+	f.StringVar(&users, "executor-users", confine.DefaultRange.String(), "numbers of users, of which each session's executors get one if gpuguest is root")
+	f.StringVar(&memory, "executor-memory", "", "most memory of a session's executors, as 8GiB (default 7/8 of the machine's)")
 	f.BoolVar(&vm, "vm", false, "be the agent of a VM")
 	f.StringVar(&config, "config", vmConfig, "with --vm: its configuration")
 	f.StringVar(&root, "root", "/", "with --vm: the folder below which the machine's files are")
@@ -69,16 +68,50 @@ GPU that the VM has been given, and the host over the VM's channel.`,
 	return cmd
 }
 
-func lookupUser(name string) (*user.User, error) {
-	if os.Getuid() != 0 {
-		return nil, errors.New("--executor-user needs root")
+const (
+	// hostUsers says which users of executors are taken on a host, by whichever
+	// gpuguest.
+	hostUsers = "/run/gpuctl/users"
+	// sessionsGroup is made by the unit gpuctl-sessions, and delegated.
+	sessionsGroup = "/sys/fs/cgroup/system.slice/gpuctl-sessions.service"
+)
+
+// newLauncher starts executors with all that keeps them apart here.
+func newLauncher(dir, taken, users, memory string, log *slog.Logger) (*session.ExecLauncher, error) {
+	dir, err := filepath.Abs(dir)
+	if err != nil {
+		return nil, fmt.Errorf("run folder: %w", err)
 	}
-	u, err := user.Lookup(name)
-	if err == nil {
-		return u, nil
+	l := &session.ExecLauncher{Dir: dir}
+	r, err := confine.ParseRange(users)
+	if err != nil {
+		return nil, fmt.Errorf("users of executors: %w", err)
 	}
-	if byID, iderr := user.LookupId(name); iderr == nil {
-		return byID, nil
+	most, err := mostMemory(memory)
+	if err != nil {
+		return nil, fmt.Errorf("memory of executors: %w", err)
 	}
-	return nil, fmt.Errorf("--executor-user: %w", err)
+	if v := confine.Landlock(); v == 0 {
+		log.Warn("the kernel has no Landlock: executors reach what their user may reach")
+	}
+	if os.Geteuid() != 0 {
+		log.Info("executors run as this user: other users are protected from them, this one's processes and sockets are not")
+		return l, nil
+	}
+	l.Users = &confine.Users{Range: r, Dir: taken}
+	if l.Limits, err = confine.FindLimits(sessionsGroup, most); err != nil {
+		log.Info("the memory of executors is not limited", "err", err)
+	}
+	return l, nil
+}
+
+func mostMemory(text string) (uint64, error) {
+	if text != "" {
+		return size.Parse(text)
+	}
+	var si unix.Sysinfo_t
+	if err := unix.Sysinfo(&si); err != nil {
+		return 0, fmt.Errorf("sysinfo: %w", err)
+	}
+	return si.Totalram * uint64(si.Unit) / 8 * 7, nil
 }

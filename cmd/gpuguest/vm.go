@@ -45,11 +45,12 @@ func serveVM(ctx context.Context, o vmOptions, root string, log *slog.Logger) er
 	if err != nil {
 		return err
 	}
-	launcher := &session.ExecLauncher{}
 	if o.User != "" {
-		if launcher.User, err = lookupUser(o.User); err != nil {
-			return err
-		}
+		log.Warn("executorUser is not used any more: each session has a user of its own, out of executorUsers")
+	}
+	launcher, err := newLauncher(o.RunDir, filepath.Join(o.RunDir, "users"), o.Users, o.Memory, log)
+	if err != nil {
+		return err
 	}
 	if err := os.MkdirAll(o.RunDir, 0o755); err != nil {
 		return fmt.Errorf("run folder: %w", err)

@@ -75,6 +75,9 @@ func newVM(t *testing.T) *vm {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { os.RemoveAll(dir) })
+	if err := os.Chmod(dir, 0o711); err != nil { // the sessions' users pass through it
+		t.Fatal(err)
+	}
 	v := &vm{t: t, dir: dir, tree: pcitest.New(t), console: channeltest.New(t), log: &lockedBuffer{}, binary: filepath.Join(dir, "gpuguest"), icd: filepath.Join(dir, "vendors")}
 	run := filepath.Join(dir, "run")
 	v.build("go", "build", "-o", v.binary, ".")

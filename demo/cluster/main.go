@@ -55,6 +55,9 @@ func run(ctx context.Context, args []string, out io.Writer) (err error) {
 	if err != nil {
 		return err
 	}
+	if err := os.Chmod(dir, 0o711); err != nil { // the users of sessions pass through it
+		return err
+	}
 	w, err := newNetwork(ctx, hosts)
 	if err != nil {
 		return err

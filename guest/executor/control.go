@@ -9,8 +9,6 @@ import (
 	"time"
 
 	"connectrpc.com/connect"
-	"golang.org/x/sys/unix"
-
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/guest/cl"
 )
@@ -179,7 +177,7 @@ func (s *session) exportState(ctx context.Context, to string, m *gpuctlv1.Export
 		f := s.state
 		if to != "memory" {
 			var err error
-			if f, err = os.OpenFile(to, os.O_RDWR|os.O_CREATE|os.O_EXCL|unix.O_NOFOLLOW, 0o600); err != nil {
+			if f, err = s.handed.take(to); err != nil {
 				return err
 			}
 		} else if err := f.Truncate(0); err != nil {
@@ -206,6 +204,34 @@ func (s *session) exportState(ctx context.Context, to string, m *gpuctlv1.Export
 	}
 	w.whole = true
 	return nil
+}
+
+// handed is the file that gpuguest handed over last. An executor opens none
+// that a request names.
+type handed struct {
+	mu   sync.Mutex
+	name string
+	f    *os.File
+}
+
+func (h *handed) put(name string, f *os.File) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if h.f != nil {
+		h.f.Close()
+	}
+	h.name, h.f = name, f
+}
+
+func (h *handed) take(name string) (*os.File, error) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if h.f == nil || h.name != name {
+		return nil, fmt.Errorf("%s was not handed over: %w", name, ErrState)
+	}
+	f := h.f
+	h.name, h.f = "", nil
+	return f, nil
 }
 
 // dropState forgets a state file that is not needed after all. Who asked for
@@ -425,7 +451,7 @@ func (c *controller) Load(_ context.Context, r *connect.Request[gpuctlv1.LoadReq
 	f := s.state
 	if !r.Msg.Memory {
 		var err error
-		if f, err = os.OpenFile(r.Msg.File, os.O_RDONLY, 0); err != nil {
+		if f, err = s.handed.take(r.Msg.File); err != nil {
 			return connect.NewError(connect.CodeNotFound, err)
 		}
 		defer f.Close()

@@ -17,6 +17,7 @@ import (
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
 	"github.com/gpuctl/gpuctl/guest/cl"
+	"github.com/gpuctl/gpuctl/guest/handover"
 	"github.com/gpuctl/gpuctl/guest/shm"
 	"github.com/gpuctl/gpuctl/guest/wire"
 )
@@ -34,6 +35,7 @@ type Config struct {
 	Generation   uint32 // grows with every executor of a session
 	Socket       string // control: ExecutorService over HTTP on this unix socket
 	ImportSocket string // contents from the session's former executor
+	FileSocket   string // files that gpuguest hands over
 	Runtime      *gpuctlv1.Runtime
 	Device       *gpuctlv1.VirtualDevice
 	CacheKey     []byte // signs built programs in Dir; none: they are not kept
@@ -64,6 +66,11 @@ func Main(ctx context.Context, cfg Config) error {
 		return err
 	}
 	defer imports.Close()
+	files, err := listen(cfg.FileSocket)
+	if err != nil {
+		return err
+	}
+	defer files.Close()
 	control, err := listen(cfg.Socket)
 	if err != nil {
 		return err
@@ -72,6 +79,7 @@ func Main(ctx context.Context, cfg Config) error {
 	mux.Handle(gpuctlv1connect.NewExecutorServiceHandler(&controller{s: s}))
 	srv := &http.Server{Handler: mux, ReadHeaderTimeout: 10 * time.Second}
 	go s.serveImports(imports)
+	go func() { _ = handover.Serve(files, s.handed.put) }()
 	go s.watchEvents()
 	go s.pushCallbacks()
 	go s.guard()
@@ -91,9 +99,9 @@ func Main(ctx context.Context, cfg Config) error {
 	return err
 }
 
-func listen(path string) (net.Listener, error) {
+func listen(path string) (*net.UnixListener, error) {
 	_ = os.Remove(path)
-	l, err := net.Listen("unix", path)
+	l, err := net.ListenUnix("unix", &net.UnixAddr{Name: path, Net: "unix"})
 	if err != nil {
 		return nil, fmt.Errorf("listen: %w", err)
 	}

@@ -56,6 +56,7 @@ type session struct {
 	window     uint64 // contents pass through here
 	windowSize uint64 // bytes; 0: there is none
 	peerWindow uint64 // the peer's, pinned here too
+	handed     handed
 	stateTo    *stateFile
 	stateName  string
 	swept      bool // our part of the arena, once it was known what live objects have there

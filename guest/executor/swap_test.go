@@ -3,6 +3,7 @@ package executor
 import (
 	"context"
 	"net"
+	"os"
 	"path/filepath"
 	"testing"
 	"time"
@@ -278,6 +279,11 @@ func TestSourceLeavesContentsAloneAfterAGivenUpSuspension(t *testing.T) {
 	c.fill(q, b, 4096, 3)
 	c.call(&wire.Finish{Queue: q})
 	file := filepath.Join(t.TempDir(), "state")
+	f, err := os.Create(file)
+	if err != nil {
+		t.Fatal(err)
+	}
+	s.handed.put(file, f)
 	if err := s.exportState(t.Context(), file, &gpuctlv1.ExportRequest{File: file, All: true}, noProgress); err != nil {
 		t.Fatal(err)
 	}

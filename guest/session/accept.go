@@ -264,7 +264,7 @@ func (s *session) discard() {
 		e.kill()
 	}
 	s.release()
-	if err := os.RemoveAll(s.dir); err != nil {
+	if err := s.m.removeDir(s.dir); err != nil {
 		s.log.Warn("remove session folder", "err", err)
 	}
 }

@@ -44,7 +44,7 @@ func (m *Manager) adopt(dir, id string) {
 	if err != nil {
 		// Made and not yet journalled: no executor runs without its record.
 		log.Warn("session folder dropped", "err", err)
-		_ = os.RemoveAll(dir)
+		_ = m.removeDir(dir)
 		return
 	}
 	s := &session{
@@ -94,7 +94,7 @@ func (s *session) adoptExecutor(rec *executorRecord) *executor {
 	if rec == nil || rec.PID == 0 {
 		return nil
 	}
-	p, err := s.m.cfg.Launcher.Adopt(rec.PID, rec.Start)
+	p, err := s.m.cfg.Launcher.Adopt(rec.PID, rec.Start, s.logFile(rec.Generation))
 	if err != nil {
 		return nil
 	}
@@ -115,10 +115,10 @@ func (s *session) abandon(why string, executors ...*executor) {
 	}
 	for _, f := range []string{s.rec.SuspendedTo, opFile(s.rec.Op), s.partFile()} {
 		if isFile(f) {
-			_ = os.Remove(f)
+			_ = s.removeState(f)
 		}
 	}
-	if err := os.RemoveAll(s.dir); err != nil {
+	if err := s.m.removeDir(s.dir); err != nil {
 		s.log.Warn("remove session folder", "err", err)
 	}
 }

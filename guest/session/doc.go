@@ -35,5 +35,8 @@
 //	offers.json              offers, so that they outlive gpuguest
 //	sessions/ID/session.json the journal, replaced by rename
 //	sessions/ID/graph.bin    object graph of a suspended session
-//	sessions/ID/x/           sockets and log of the session's executors
+//	sessions/ID/executor-N.log, .log.1, .pipe
+//	                         what executor N says
+//	sessions/ID/x/           the session's user's: sockets and caches of executors
+//	probe/                   the same for probes
 package session

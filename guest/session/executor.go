@@ -6,13 +6,18 @@ import (
 	"fmt"
 	"net"
 	"net/http"
+	"os"
+	"path/filepath"
+	"strings"
 	"sync"
 	"time"
 
 	"connectrpc.com/connect"
+	"google.golang.org/protobuf/proto"
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
+	"github.com/gpuctl/gpuctl/guest/handover"
 )
 
 // Times that nothing healthy needs. A hanging driver must not hang an
@@ -36,23 +41,77 @@ type executor struct {
 	target       *gpuctlv1.Target
 	importSocket string
 	proc         Process
+	fileSocket   string
 	api          gpuctlv1connect.ExecutorServiceClient
+	graphs       gpuctlv1connect.ExecutorServiceClient // for answers that hold one
 	http         *http.Client
 	silent       time.Duration // silentTimeout
 }
 
+// What an executor may answer. Its runtime may have been taken over by what the
+// application made it run.
+const (
+	maxAnswerHeader = 64 << 10
+	maxMessage      = 256 << 10 // a chunk of a state is the largest
+	maxGraph        = 64 << 20  // a session's objects, with the sources of its programs
+	maxUsage        = 4 << 10
+	maxSaid         = 4 << 10 // of an error's text
+)
+
 func newExecutor(gen uint32, target *gpuctlv1.Target, proc Process, socket, importSocket string) *executor {
-	h := &http.Client{Transport: &http.Transport{
-		DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
-			return (&net.Dialer{}).DialContext(ctx, "unix", socket)
-		},
-		DisableCompression: true,
+	e := &executor{gen: gen, target: target, importSocket: importSocket, proc: proc, silent: silentTimeout}
+	e.fileSocket = fileSocket(socket, gen)
+	e.http = &http.Client{Transport: &http.Transport{
+		DialContext:            func(ctx context.Context, _, _ string) (net.Conn, error) { return e.dial(ctx, socket) },
+		DisableCompression:     true,
+		MaxResponseHeaderBytes: maxAnswerHeader,
 	}}
-	return &executor{
-		gen: gen, target: target, importSocket: importSocket, proc: proc, http: h, silent: silentTimeout,
+	client := func(most int) gpuctlv1connect.ExecutorServiceClient {
 		// What an executor streams goes no further than this process.
-		api: gpuctlv1connect.NewExecutorServiceClient(h, "http://executor", connect.WithAcceptCompression("gzip", nil, nil)),
+		return gpuctlv1connect.NewExecutorServiceClient(e.http, "http://executor",
+			connect.WithAcceptCompression("gzip", nil, nil), connect.WithReadMaxBytes(most))
 	}
+	e.api, e.graphs = client(maxMessage), client(maxGraph)
+	return e
+}
+
+// fileSocket is beside the socket of the same generation.
+func fileSocket(socket string, gen uint32) string {
+	return filepath.Join(filepath.Dir(socket), fmt.Sprintf("f%d", gen))
+}
+
+// dial connects to a socket of the executor's folder. What is there is the
+// executor's to choose: a link would lead to somebody else's socket.
+func (e *executor) dial(ctx context.Context, socket string) (*net.UnixConn, error) {
+	c, err := (&net.Dialer{}).DialContext(ctx, "unix", socket)
+	if err != nil {
+		return nil, err
+	}
+	conn, ok := c.(*net.UnixConn)
+	if !ok {
+		c.Close()
+		return nil, fmt.Errorf("socket %s: it is a %s", socket, c.LocalAddr().Network())
+	}
+	cred, err := handover.Peer(conn)
+	if err == nil && !e.proc.Owns(cred) {
+		err = fmt.Errorf("socket %s: process %d serves it, which is not executor %d", socket, cred.Pid, e.gen)
+	}
+	if err != nil {
+		conn.Close()
+		return nil, err
+	}
+	return conn, nil
+}
+
+// give hands an open file over, for requests that name it.
+func (e *executor) give(ctx context.Context, name string, f *os.File) error {
+	ctx, cancel := e.bound(ctx, quickTimeout)
+	defer cancel()
+	conn, err := e.dial(ctx, e.fileSocket)
+	if err != nil {
+		return e.wrap("hand over", err)
+	}
+	return e.wrap("hand over", handover.Give(ctx, conn, name, f))
 }
 
 func (e *executor) dead() bool {
@@ -88,7 +147,15 @@ func (e *executor) wrap(what string, err error) error {
 // saidError is what an executor said, in its words alone.
 type saidError struct{ err *connect.Error }
 
-func (e *saidError) Error() string { return e.err.Message() }
+func (e *saidError) Error() string { return shorten(e.err.Message()) }
+
+// shorten keeps what an executor said short enough to be told on.
+func shorten(text string) string {
+	if len(text) > maxSaid {
+		text = strings.ToValidUTF8(text[:maxSaid], "") + " …"
+	}
+	return text
+}
 func (e *saidError) Unwrap() error { return e.err }
 
 // bound returns a context that ends with the timeout or the executor.
@@ -111,7 +178,7 @@ func (e *executor) ready(ctx context.Context) (*gpuctlv1.DescribeResponse, error
 	for {
 		resp, err := e.api.Describe(ctx, connect.NewRequest(&gpuctlv1.DescribeRequest{}))
 		if err == nil {
-			return resp.Msg, nil
+			return e.description(resp.Msg)
 		}
 		if connect.CodeOf(err) != connect.CodeUnavailable {
 			return nil, e.wrap("start", err)
@@ -137,13 +204,22 @@ func (e *executor) describeWithin(ctx context.Context, patience time.Duration) (
 	if err != nil {
 		return nil, e.wrap("describe", err)
 	}
-	return resp.Msg, nil
+	return e.description(resp.Msg)
+}
+
+// description checks what an executor says of itself: its usage is kept, and
+// told on.
+func (e *executor) description(d *gpuctlv1.DescribeResponse) (*gpuctlv1.DescribeResponse, error) {
+	if n := proto.Size(d.Usage); n > maxUsage {
+		return nil, e.wrap("describe", fmt.Errorf("its usage has %d bytes, and at most %d are allowed", n, maxUsage))
+	}
+	return d, nil
 }
 
 func (e *executor) snapshot(ctx context.Context) (*gpuctlv1.SnapshotResponse, error) {
 	ctx, cancel := e.bound(ctx, quickTimeout)
 	defer cancel()
-	resp, err := e.api.Snapshot(ctx, connect.NewRequest(&gpuctlv1.SnapshotRequest{}))
+	resp, err := e.graphs.Snapshot(ctx, connect.NewRequest(&gpuctlv1.SnapshotRequest{}))
 	if err != nil {
 		return nil, e.wrap("snapshot", err)
 	}
@@ -158,7 +234,7 @@ var errNotFrozen = errors.New("not frozen")
 func (e *executor) freeze(ctx context.Context, timeout time.Duration, to listener) (*gpuctlv1.SnapshotResponse, error) {
 	l := e.long(ctx, "freeze", timeout+quickTimeout, to.waits)
 	defer l.end()
-	resp, err := e.api.Freeze(l.ctx, connect.NewRequest(&gpuctlv1.FreezeRequest{TimeoutMs: timeout.Milliseconds()}))
+	resp, err := e.graphs.Freeze(l.ctx, connect.NewRequest(&gpuctlv1.FreezeRequest{TimeoutMs: timeout.Milliseconds()}))
 	if connect.CodeOf(err) == connect.CodeFailedPrecondition {
 		return nil, fmt.Errorf("%w: %w", errNotFrozen, e.wrap("freeze", err))
 	}
@@ -284,7 +360,7 @@ func (l *long) pulse(waits func(string)) error {
 	defer st.Close()
 	for st.Receive() {
 		l.silent.Reset(l.e.silent)
-		text, lasts := st.Msg().GetWaitsFor(), time.Duration(st.Msg().GetForNs())
+		text, lasts := shorten(st.Msg().GetWaitsFor()), time.Duration(st.Msg().GetForNs())
 		if text != "" {
 			text += ", for " + lasts.Round(time.Second).String()
 		}
@@ -355,6 +431,7 @@ func (e *executor) stream(ctx context.Context, what string, still time.Duration,
 	for st.Receive() {
 		l.goesOn()
 		last = st.Msg()
+		last.Message = shorten(last.Message)
 		to.progress(last)
 	}
 	if err := st.Err(); err != nil {
@@ -395,7 +472,7 @@ func reasonsIn(ce *connect.Error) []*gpuctlv1.Reason {
 		}
 	}
 	if len(rs) == 0 {
-		rs = append(rs, &gpuctlv1.Reason{Code: "objects", Message: ce.Message()})
+		rs = append(rs, &gpuctlv1.Reason{Code: "objects", Message: shorten(ce.Message())})
 	}
 	return rs
 }

@@ -15,10 +15,12 @@ import (
 	"time"
 
 	"connectrpc.com/connect"
+	"golang.org/x/sys/unix"
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
 	"github.com/gpuctl/gpuctl/guest/away"
+	"github.com/gpuctl/gpuctl/guest/handover"
 	"github.com/gpuctl/gpuctl/guest/shm"
 	"github.com/gpuctl/gpuctl/guest/wire"
 )
@@ -65,17 +67,21 @@ type fakeExecutor struct {
 	ring *shm.Ring
 	reg  *shm.Region
 
-	mu       sync.Mutex
-	content  string // of the session's memory
-	prepared bool
-	final    bool // prepared with a frozen session's graph
-	complete bool // has all contents
-	active   bool
-	gated    bool // Freeze was tried
-	frozen   bool
-	thaws    int
-	freezes  uint64
-	exported bool
+	files *net.UnixListener
+
+	mu         sync.Mutex
+	handedName string
+	handed     *os.File
+	content    string // of the session's memory
+	prepared   bool
+	final      bool // prepared with a frozen session's graph
+	complete   bool // has all contents
+	active     bool
+	gated      bool // Freeze was tried
+	frozen     bool
+	thaws      int
+	freezes    uint64
+	exported   bool
 }
 
 var (
@@ -113,6 +119,18 @@ func (l *fakeLauncher) Launch(_ context.Context, spec Spec, journal func(Process
 		e.Kill()
 		return nil, err
 	}
+	files, err := net.ListenUnix("unix", &net.UnixAddr{Name: fileSocket(spec.Socket, spec.Generation), Net: "unix"})
+	if err != nil {
+		return nil, err
+	}
+	e.files = files
+	go func() {
+		_ = handover.Serve(files, func(name string, f *os.File) {
+			e.mu.Lock()
+			defer e.mu.Unlock()
+			e.handedName, e.handed = name, f
+		})
+	}()
 	lis, err := net.Listen("unix", spec.Socket)
 	if err != nil {
 		return nil, err
@@ -124,7 +142,12 @@ func (l *fakeLauncher) Launch(_ context.Context, spec Spec, journal func(Process
 	return e, nil
 }
 
-func (l *fakeLauncher) Adopt(pid int, start uint64) (Process, error) {
+func (l *fakeLauncher) Forget(dir string) error {
+	l.Cool(dir)
+	return nil
+}
+
+func (l *fakeLauncher) Adopt(pid int, start uint64, _ string) (Process, error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if e := l.live[pid]; e != nil && start == e.Start() {
@@ -219,10 +242,11 @@ func (l *fakeLauncher) running() (gens []uint32) {
 	return gens
 }
 
-func (e *fakeExecutor) PID() int              { return e.pid }
-func (e *fakeExecutor) Start() uint64         { return uint64(e.pid) * 7 }
-func (e *fakeExecutor) Done() <-chan struct{} { return e.done }
-func (e *fakeExecutor) Exit() string          { return "was killed" }
+func (e *fakeExecutor) PID() int                { return e.pid }
+func (e *fakeExecutor) Start() uint64           { return uint64(e.pid) * 7 }
+func (e *fakeExecutor) Done() <-chan struct{}   { return e.done }
+func (e *fakeExecutor) Exit() string            { return "was killed" }
+func (e *fakeExecutor) Owns(c *unix.Ucred) bool { return int(c.Pid) == os.Getpid() }
 func (e *fakeExecutor) Kill() {
 	e.once.Do(func() {
 		e.l.mu.Lock()
@@ -230,6 +254,9 @@ func (e *fakeExecutor) Kill() {
 		e.l.mu.Unlock()
 		if e.srv != nil {
 			_ = e.srv.Close()
+		}
+		if e.files != nil {
+			_ = e.files.Close()
 		}
 		_ = os.Remove(e.spec.Socket)
 		close(e.done)
@@ -340,7 +367,10 @@ func (e *fakeExecutor) Export(ctx context.Context, req *connect.Request[gpuctlv1
 		peer.content = e.content
 		peer.complete = req.Msg.Final && peer.exported
 	case req.Msg.File != "":
-		if err := os.WriteFile(req.Msg.File, []byte(e.content), 0o600); err != nil {
+		if e.handedName != req.Msg.File {
+			return refusal("%s was not handed over", req.Msg.File)
+		}
+		if _, err := e.handed.WriteAt([]byte(e.content), 0); err != nil {
 			return connect.NewError(connect.CodeInternal, err)
 		}
 	case req.Msg.Memory:
@@ -404,7 +434,10 @@ func (e *fakeExecutor) Load(_ context.Context, req *connect.Request[gpuctlv1.Loa
 		return refusal("load before the final prepare")
 	}
 	if req.Msg.File != "" {
-		b, err := os.ReadFile(req.Msg.File)
+		if e.handedName != req.Msg.File {
+			return refusal("%s was not handed over", req.Msg.File)
+		}
+		b, err := io.ReadAll(e.handed)
 		if err != nil {
 			return connect.NewError(connect.CodeInternal, err)
 		}

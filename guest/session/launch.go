@@ -6,10 +6,12 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"io/fs"
 	"maps"
 	"os"
 	"os/exec"
 	"os/user"
+	"path/filepath"
 	"runtime"
 	"slices"
 	"strconv"
@@ -22,12 +24,13 @@ import (
 	"google.golang.org/protobuf/encoding/protojson"
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
-	"github.com/gpuctl/gpuctl/internal/beneath"
+	"github.com/gpuctl/gpuctl/guest/confine"
 )
 
 // Spec is what an executor is started with.
 type Spec struct {
-	Dir          string // of the session's executors
+	Dir          string // of the session's executors; it is theirs
+	Log          string // file that takes what the executor has to say; not in Dir
 	Generation   uint32
 	Socket       string // where it serves ExecutorService
 	ImportSocket string // where it takes contents in
@@ -44,8 +47,9 @@ type Launcher interface {
 	// Launch starts an executor. It calls journal with the new process before
 	// the executor does anything; an error of journal ends the executor.
 	Launch(ctx context.Context, spec Spec, journal func(Process) error) (Process, error)
-	// Adopt watches a running executor; ErrGone if it has ended.
-	Adopt(pid int, start uint64) (Process, error)
+	// Adopt watches a running executor that was started with that log; ErrGone if
+	// it has ended.
+	Adopt(pid int, start uint64, log string) (Process, error)
 	// Probe starts a short-lived executor that reports a runtime's devices.
 	Probe(ctx context.Context, rt *gpuctlv1.Runtime) (*gpuctlv1.ProbeResponse, error)
 	// Warm starts ahead what Launch will need for the spec, or Probe for its
@@ -55,6 +59,9 @@ type Launcher interface {
 	Warm(ctx context.Context, spec Spec) error
 	// Cool ends what was started ahead for executors of a Dir.
 	Cool(dir string)
+	// Forget ends all that executors of a Dir have started. The Dir is not used
+	// any more.
+	Forget(dir string) error
 }
 
 // WarmFor is how long what was started ahead waits to be used.
@@ -67,6 +74,7 @@ type ExecutorConfig struct {
 	Generation   uint32          `json:"generation"`
 	Socket       string          `json:"socket"`
 	ImportSocket string          `json:"import_socket"`
+	FileSocket   string          `json:"file_socket"`
 	Runtime      json.RawMessage `json:"runtime"`          // gpuctl.v1.Runtime
 	Device       json.RawMessage `json:"device,omitempty"` // gpuctl.v1.VirtualDevice
 	CacheKey     []byte          `json:"cache_key,omitempty"`
@@ -74,16 +82,21 @@ type ExecutorConfig struct {
 	AppStart     uint64          `json:"app_start,omitempty"`
 }
 
-// logTail is how much of an executor's log is looked at for why it ended.
-const logTail = 64 << 10 // a crash dump fits
+// TasksFlag tells an executor that it has a user of its own, and how many tasks
+// that may have: see confine.Settle.
+const TasksFlag = "tasks"
 
 // ExecLauncher starts executors as processes of this program's own binary.
 type ExecLauncher struct {
 	// Binary is the gpuguest to run, /proc/self/exe if empty.
 	Binary string
-	// User is whom executors run as if gpuguest is root; nil: root without
-	// capabilities.
-	User *user.User
+	// Dir is the run folder; probes have a folder in it.
+	Dir string
+	// Users gives each session's executors a user, and probes one. If gpuguest is
+	// root, nothing is started without; else all run as gpuguest's user.
+	Users *confine.Users
+	// Limits of what a session's executors use; nil: there are none.
+	Limits *confine.Limits
 
 	mu   sync.Mutex
 	warm map[string]*started // by Dir
@@ -149,42 +162,58 @@ func ahead(cmd *exec.Cmd, rt *gpuctlv1.Runtime, loaded *os.File) {
 
 // start starts an executor that waits for its configuration; loaded as in ahead.
 func (l *ExecLauncher) start(spec *Spec, loaded *os.File) (*started, error) {
-	if err := l.own(spec.Dir); err != nil {
+	log, out, err := createLog(spec.Log)
+	if err != nil {
 		return nil, err
 	}
-	logName := fmt.Sprintf("executor-%d.log", spec.Generation)
-	log, err := beneath.OpenFile(spec.Dir, logName, os.O_CREATE|os.O_TRUNC|os.O_WRONLY|os.O_APPEND, 0o600)
-	if err != nil {
-		return nil, fmt.Errorf("executor log: %w", err)
+	defer out.Close()
+	if gen := spec.Generation; gen > logsKept {
+		dropLog(strings.Replace(spec.Log, fmt.Sprintf("-%d.", gen), fmt.Sprintf("-%d.", gen-logsKept), 1))
 	}
-	defer log.Close()
 
 	// Not CommandContext: the executor outlives the operation that starts it.
 	cmd := l.command("executor", "--config", "-")
 	cmd.ExtraFiles = slices.Clone(spec.Memory[:])
 	ahead(cmd, spec.Runtime, loaded)
-	cmd.Env = l.environ(spec.Runtime.GetEnv(), spec.Dir)
-	cmd.Stderr = log
-	st, err := l.run(cmd, func() string { return exitReason(cmd.ProcessState, spec.Dir, logName) })
+	cmd.Stderr = out
+	st, err := l.run(cmd, spec.Dir, spec.Runtime, func() string { return exitReason(cmd.ProcessState, log.end()) })
 	if err != nil {
+		log.close()
 		return nil, fmt.Errorf("start executor: %w", err)
 	}
-	st.rt, st.gen = spec.Runtime, spec.Generation
-	// Only what belongs to the process as a whole is set from here.
-	none := unix.Rlimit{}
-	_ = unix.Prlimit(st.pid, unix.RLIMIT_CORE, &none, nil)
+	st.gen = spec.Generation
 	_ = writeProc(st.pid, "oom_score_adj", "300")
 	return st, nil
 }
 
-// run starts a process that reads its standard input; exit says how it ended.
-func (l *ExecLauncher) run(cmd *exec.Cmd, exit func() string) (*started, error) {
+// run starts a process that reads its standard input, confined to the folder
+// and to what the runtime needs; exit says how it ended.
+func (l *ExecLauncher) run(cmd *exec.Cmd, dir string, rt *gpuctlv1.Runtime, exit func() string) (*started, error) {
+	uid, err := l.user(dir)
+	if err != nil {
+		return nil, err
+	}
+	if uid != 0 {
+		cmd.SysProcAttr.Credential = &syscall.Credential{Uid: uid, Gid: uid, Groups: deviceGroups()}
+		cmd.Args = append(cmd.Args, "--"+TasksFlag, strconv.FormatUint(mostTasks(), 10))
+	}
+	cmd.Env = environ(rt.GetEnv(), dir)
 	in, err := cmd.StdinPipe()
 	if err != nil {
 		return nil, err
 	}
-	if err := startConfined(cmd); err != nil {
+	policy := confine.Policy{Program: cmd.Path, Read: runtimeFiles(rt), Write: []string{dir}}
+	err = confine.OnThread(func() error {
+		if err := policy.Enter(); err != nil {
+			return err
+		}
+		return cmd.Start()
+	})
+	if err != nil {
 		in.Close()
+		if uid != 0 {
+			err = fmt.Errorf("confined, as user %d: %w", uid, err)
+		}
 		return nil, err
 	}
 	p, err := openProcess(cmd.Process.Pid, 0, func() string {
@@ -196,7 +225,46 @@ func (l *ExecLauncher) run(cmd *exec.Cmd, exit func() string) (*started, error) 
 		_ = cmd.Process.Kill()
 		return nil, err
 	}
-	return &started{process: p, in: in}, nil
+	st := &started{process: p, in: in, rt: rt}
+	if uid != 0 {
+		// It does nothing for anybody yet.
+		if err := l.Limits.Add(groupOf(dir), p.pid); err != nil {
+			st.end()
+			return nil, err
+		}
+	}
+	return st, nil
+}
+
+// mostTasks is how many threads and processes a user of executors may have. Two
+// executors, each with a thread for every processor or two, are far below it.
+func mostTasks() uint64 { return uint64(1024 + 16*runtime.NumCPU()) }
+
+// groupOf is the name of the control group of a folder's executors: their session.
+func groupOf(dir string) string { return filepath.Base(filepath.Dir(dir)) }
+
+// user is whom processes of the folder run as; 0: as gpuguest, which is not root.
+func (l *ExecLauncher) user(dir string) (uint32, error) {
+	if os.Geteuid() != 0 {
+		return 0, nil
+	}
+	if l.Users == nil {
+		return 0, errors.New("gpuguest is root and has no users for executors: name a range of them")
+	}
+	if err := confine.Reachable(dir); err != nil {
+		return 0, err
+	}
+	return l.Users.Take(dir)
+}
+
+// Forget implements Launcher.
+func (l *ExecLauncher) Forget(dir string) error {
+	l.Cool(dir)
+	if os.Geteuid() != 0 || l.Users == nil {
+		return nil
+	}
+	err := l.Users.Release(dir)
+	return errors.Join(err, l.Limits.Remove(groupOf(dir)))
 }
 
 // Warm implements Launcher.
@@ -296,7 +364,8 @@ func (spec *Spec) config() ([]byte, error) {
 	}
 	c := ExecutorConfig{
 		Dir: spec.Dir, Generation: spec.Generation, Socket: spec.Socket, ImportSocket: spec.ImportSocket,
-		Runtime: rt, CacheKey: spec.CacheKey, AppPID: spec.AppPID, AppStart: spec.AppStart,
+		FileSocket: fileSocket(spec.Socket, spec.Generation),
+		Runtime:    rt, CacheKey: spec.CacheKey, AppPID: spec.AppPID, AppStart: spec.AppStart,
 	}
 	if spec.Device != nil {
 		if c.Device, err = protojson.Marshal(spec.Device); err != nil {
@@ -307,8 +376,12 @@ func (spec *Spec) config() ([]byte, error) {
 }
 
 // Adopt implements Launcher.
-func (l *ExecLauncher) Adopt(pid int, start uint64) (Process, error) {
-	p, err := openProcess(pid, start, nil)
+func (l *ExecLauncher) Adopt(pid int, start uint64, log string) (Process, error) {
+	var reap func() string
+	if log, err := adoptLog(log); err == nil { // else it has ended, or was started by an older gpuguest
+		reap = func() string { return exitReason(nil, log.end()) }
+	}
+	p, err := openProcess(pid, start, reap)
 	if err != nil {
 		return nil, err
 	}
@@ -357,15 +430,18 @@ const exitedWell = "exit status 0"
 func (l *ExecLauncher) startProbe(rt *gpuctlv1.Runtime, loaded *os.File) (*started, error) {
 	cmd := l.command("probe", "--runtime", "-")
 	ahead(cmd, rt, loaded)
-	cmd.Env = l.environ(rt.GetEnv(), os.TempDir())
 	var out, msg limitedBuffer
 	cmd.Stdout, cmd.Stderr = &out, &msg
 	cmd.WaitDelay = time.Second // for what the runtime may have started
-	st, err := l.run(cmd, func() string { return cmd.ProcessState.String() })
+	dir := filepath.Join(l.Dir, "probe")
+	if err := os.Mkdir(dir, 0o700); err != nil && !errors.Is(err, fs.ErrExist) {
+		return nil, fmt.Errorf("start probe: %w", err)
+	}
+	st, err := l.run(cmd, dir, rt, func() string { return cmd.ProcessState.String() })
 	if err != nil {
 		return nil, fmt.Errorf("start probe: %w", err)
 	}
-	st.rt, st.out, st.msg = rt, &out, &msg
+	st.out, st.msg = &out, &msg
 	return st, nil
 }
 
@@ -379,125 +455,59 @@ func (l *ExecLauncher) command(args ...string) *exec.Cmd {
 	cmd.Dir = "/"
 	// A session of its own: signals to gpuguest's group don't reach it.
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true}
-	if l.User != nil && os.Getuid() == 0 {
-		uid, gid := l.ids()
-		cmd.SysProcAttr.Credential = &syscall.Credential{Uid: uint32(uid), Gid: uint32(gid), Groups: l.groups()}
-	}
 	return cmd
 }
 
-func (l *ExecLauncher) ids() (uid, gid int) {
-	uid, _ = strconv.Atoi(l.User.Uid)
-	gid, _ = strconv.Atoi(l.User.Gid)
-	return uid, gid
-}
-
-// groups are the user's supplementary ones: render and video open GPUs.
-func (l *ExecLauncher) groups() []uint32 {
-	ids, err := l.User.GroupIds()
-	if err != nil {
-		return nil
-	}
-	var gs []uint32
-	for _, s := range ids {
-		if n, err := strconv.ParseUint(s, 10, 32); err == nil {
-			gs = append(gs, uint32(n))
+// deviceGroups are those that open GPUs, where the machine has them.
+func deviceGroups() []uint32 {
+	var gids []uint32
+	for _, name := range []string{"render", "video"} {
+		g, err := user.LookupGroup(name)
+		if err != nil {
+			continue
+		}
+		if n, err := strconv.ParseUint(g.Gid, 10, 32); err == nil && n != 0 {
+			gids = append(gids, uint32(n))
 		}
 	}
-	return gs
+	return gids
 }
 
-// own gives the executors' folder to the user they run as.
-func (l *ExecLauncher) own(dir string) error {
-	if l.User == nil || os.Getuid() != 0 {
-		return nil
+// runtimeFiles are what a runtime reads beside the system's files: the folder of
+// its library, and what its environment names.
+func runtimeFiles(rt *gpuctlv1.Runtime) []string {
+	var paths []string
+	if lib := rt.GetLibrary(); filepath.IsAbs(lib) {
+		paths = append(paths, filepath.Dir(lib))
+		if real, err := filepath.EvalSymlinks(lib); err == nil {
+			paths = append(paths, filepath.Dir(real))
+		}
 	}
-	uid, gid := l.ids()
-	if err := os.Chown(dir, uid, gid); err != nil {
-		return fmt.Errorf("executors' folder: %w", err)
+	for _, v := range rt.GetEnv() {
+		for _, path := range filepath.SplitList(v) {
+			if filepath.IsAbs(path) {
+				paths = append(paths, path)
+			}
+		}
 	}
-	return nil
+	return slices.DeleteFunc(paths, func(p string) bool { return filepath.Clean(p) == "/" })
 }
 
 // environ is a minimal environment with the runtime's on top. Variables that
-// would lead a runtime back to gpuctl are not among what is kept. Runtimes want
-// a home for their caches: home is that of a user without one.
-func (l *ExecLauncher) environ(rt map[string]string, home string) []string {
-	env := map[string]string{"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"}
-	keep := []string{"PATH", "HOME", "XDG_CACHE_HOME", "POCL_CACHE_DIR"}
-	if l.User != nil && os.Getuid() == 0 {
-		keep = keep[:1]
-		env["HOME"] = l.User.HomeDir
-		if fi, err := os.Stat(l.User.HomeDir); err != nil || !fi.IsDir() {
-			env["HOME"] = home
-		}
+// would lead a runtime back to gpuctl are not among what is kept. What runtimes
+// cache, native code among it, is the session's: dir is their home.
+func environ(rt map[string]string, dir string) []string {
+	env := map[string]string{"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "HOME": dir, "TMPDIR": dir}
+	if v, ok := os.LookupEnv("PATH"); ok {
+		env["PATH"] = v
 	}
-	for _, k := range keep {
-		if v, ok := os.LookupEnv(k); ok {
-			env[k] = v
-		}
-	}
-	for k, v := range rt {
-		env[k] = v
-	}
+	maps.Copy(env, rt)
 	list := make([]string, 0, len(env))
 	for k, v := range env {
 		list = append(list, k+"="+v)
 	}
 	slices.Sort(list)
 	return list
-}
-
-// startConfined starts cmd without any way to gain privileges. What is set
-// here belongs to the thread and is inherited; the thread ends afterwards.
-func startConfined(cmd *exec.Cmd) error {
-	err := make(chan error, 1)
-	go func() {
-		runtime.LockOSThread() // never unlocked: Go drops the thread
-		if e := unix.Prctl(unix.PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0); e != nil {
-			err <- fmt.Errorf("no_new_privs: %w", e)
-			return
-		}
-		if os.Getuid() == 0 {
-			// An empty bounding set: root keeps no capability through exec.
-			for c := uintptr(0); c <= unix.CAP_LAST_CAP; c++ {
-				_ = unix.Prctl(unix.PR_CAPBSET_DROP, c, 0, 0, 0)
-			}
-		}
-		err <- cmd.Start()
-	}()
-	return <-err
-}
-
-func exitReason(st *os.ProcessState, dir, name string) string {
-	how := "ended"
-	if st != nil {
-		how = st.String()
-	}
-	f, err := beneath.OpenFile(dir, name, os.O_RDONLY, 0)
-	if err != nil {
-		return how
-	}
-	defer f.Close()
-	if fi, err := f.Stat(); err == nil && fi.Size() > logTail {
-		_, _ = f.Seek(-logTail, io.SeekEnd)
-	}
-	b, _ := io.ReadAll(io.LimitReader(f, logTail))
-	for l := range strings.Lines(string(b)) {
-		// A dump begins with its cause and ends with registers.
-		if strings.HasPrefix(l, "panic: ") || strings.HasPrefix(l, "fatal error: ") || strings.HasPrefix(l, "SIG") {
-			return how + ": " + strings.TrimSpace(strings.ToValidUTF8(l, "?"))
-		}
-	}
-	if l := lastLine(b); l != "" {
-		return how + ": " + l
-	}
-	return how
-}
-
-func lastLine(b []byte) string {
-	s := strings.TrimSpace(strings.ToValidUTF8(string(b), "?"))
-	return s[strings.LastIndexByte(s, '\n')+1:]
 }
 
 // limitedBuffer keeps the first megabyte and refuses the rest.

@@ -16,9 +16,11 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+	"google.golang.org/protobuf/encoding/protojson"
 	"google.golang.org/protobuf/proto"
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/guest/confine"
 )
 
 // surroundings is what an executor finds itself in.
@@ -33,9 +35,17 @@ type surroundings struct {
 }
 
 // reportSurroundings is this test's binary as an executor: it writes what it
-// finds to the named pipe that its socket would be, and waits to be killed.
+// finds to a named pipe in its folder, and waits to be killed.
 func reportSurroundings() int {
 	s := surroundings{Env: os.Environ(), Status: map[string]string{}, UID: os.Getuid()}
+	var tasks uint64
+	if i := slices.Index(os.Args, "--"+TasksFlag); i >= 0 {
+		tasks, _ = strconv.ParseUint(os.Args[i+1], 10, 64)
+	}
+	if err := confine.Settle(tasks); err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		return 1
+	}
 	if i := slices.Index(os.Args, "--loaded-fd"); i >= 0 {
 		fd, err := strconv.Atoi(os.Args[i+1])
 		if err != nil || s.load(os.NewFile(uintptr(fd), "loaded")) != nil {
@@ -72,8 +82,18 @@ func reportSurroundings() int {
 			return 1
 		}
 	}
-	to, err := os.OpenFile(s.Config.Socket, os.O_WRONLY, 0)
-	if err != nil || json.NewEncoder(to).Encode(s) != nil {
+	report := filepath.Join(s.Config.Dir, reportName)
+	switch rt := (&gpuctlv1.Runtime{}); {
+	case protojson.Unmarshal(s.Config.Runtime, rt) != nil:
+		return 1
+	case rt.GetLibrary() == "/victim.so":
+		return beVictim(s.Config, report)
+	case rt.GetLibrary() == "/hostile.so":
+		return beHostile(rt.GetEnv()[victimEnv], report)
+	case rt.GetLibrary() == "/chatty.so":
+		return beChatty()
+	}
+	if err := tell(report, s); err != nil {
 		return 1
 	}
 	if s.Config.Generation == 2 {
@@ -82,6 +102,15 @@ func reportSurroundings() int {
 	}
 	time.Sleep(time.Minute)
 	return 0
+}
+
+// tell writes to the pipe that the test reads.
+func tell(report string, what any) error {
+	to, err := os.OpenFile(report, os.O_WRONLY, 0)
+	if err != nil {
+		return err
+	}
+	return errors.Join(json.NewEncoder(to).Encode(what), to.Close())
 }
 
 // load is a library's: /crashes.so and /hangs.so do what they say.
@@ -101,7 +130,7 @@ func (s *surroundings) load(tell *os.File) error {
 // same runtime, and no other.
 func TestExecutorsStartedAhead(t *testing.T) {
 	spec, _, r := launchSpec(t)
-	l := &ExecLauncher{Binary: os.Args[0]}
+	l := newExecLauncher(t)
 	ahead := func() int {
 		l.mu.Lock()
 		defer l.mu.Unlock()
@@ -120,7 +149,7 @@ func TestExecutorsStartedAhead(t *testing.T) {
 		{"another library", func(s *Spec) { s.Runtime.Library = "/other.so" }, false},
 		{"another environment", func(s *Spec) { s.Runtime.Env = map[string]string{"A": "b"} }, false},
 		{"another generation", func(s *Spec) { s.Generation = 3 }, false},
-		{"another folder", func(s *Spec) { s.Dir = t.TempDir() }, false},
+		{"another folder", func(s *Spec) { s.Dir = executorsFolder(t) }, false},
 	} {
 		if err := l.Warm(t.Context(), spec); err != nil {
 			t.Fatal(c.name, err)
@@ -134,7 +163,11 @@ func TestExecutorsStartedAhead(t *testing.T) {
 			t.Fatal(c.name, err)
 		}
 		var s surroundings
-		if err := json.NewDecoder(r).Decode(&s); err != nil || s.Config.Generation != other.Generation {
+		report := r
+		if other.Dir != spec.Dir {
+			report = openReport(t, other.Dir)
+		}
+		if err := json.NewDecoder(report).Decode(&s); err != nil || s.Config.Generation != other.Generation {
 			t.Error(c.name, s.Config, err)
 		}
 		if pid == 0 || (p.PID() == pid) != c.is {
@@ -165,7 +198,7 @@ func TestExecutorsStartedAhead(t *testing.T) {
 }
 
 func TestProbeStartedAhead(t *testing.T) {
-	l := &ExecLauncher{Binary: os.Args[0]}
+	l := newExecLauncher(t)
 	rt := &gpuctlv1.Runtime{Library: "/l.so"}
 	if err := l.Warm(t.Context(), Spec{Runtime: rt}); err != nil {
 		t.Fatal(err)
@@ -184,26 +217,69 @@ func TestProbeStartedAhead(t *testing.T) {
 	}
 }
 
-// launchSpec is a spec whose executor's report can be read.
-func launchSpec(t *testing.T) (Spec, *memory, *os.File) {
+// newExecLauncher runs this test's binary, with users of a range of its own if
+// that is root's.
+func newExecLauncher(t *testing.T) *ExecLauncher {
+	t.Helper()
+	l := &ExecLauncher{Dir: passable(t)}
+	if os.Getuid() == 0 {
+		l.Users = &confine.Users{Range: confine.Range{First: 0x7f100000, Last: 0x7f10ffff}, Dir: filepath.Join(t.TempDir(), "users")}
+	}
+	return l
+}
+
+// passable is a folder that all users may pass through.
+func passable(t *testing.T) string {
 	t.Helper()
 	dir := t.TempDir()
-	report := filepath.Join(dir, "report")
-	if err := unix.Mkfifo(report, 0o600); err != nil {
+	for d := dir; d != filepath.Clean(os.TempDir()) && d != "/"; d = filepath.Dir(d) {
+		if err := os.Chmod(d, 0o711); err != nil {
+			t.Fatal(err)
+		}
+	}
+	return dir
+}
+
+// executorsFolder is one in a session's, with a named pipe for a report.
+func executorsFolder(t *testing.T) string {
+	t.Helper()
+	session, err := os.MkdirTemp("", "gh") // short: a socket's path is
+	if err != nil {
 		t.Fatal(err)
 	}
-	r, err := os.OpenFile(report, os.O_RDWR, 0) // a writer, too: it has no end between two
+	t.Cleanup(func() { os.RemoveAll(session) })
+	dir := filepath.Join(session, executorsName)
+	report := filepath.Join(dir, reportName)
+	if err := errors.Join(os.Chmod(session, 0o711), os.Mkdir(dir, 0o700), unix.Mkfifo(report, 0o600), os.Chmod(report, 0o666)); err != nil {
+		t.Fatal(err)
+	}
+	return dir
+}
+
+const reportName = "report"
+
+func openReport(t *testing.T, dir string) *os.File {
+	t.Helper()
+	r, err := os.OpenFile(filepath.Join(dir, reportName), os.O_RDWR, 0) // a writer, too: it has no end between two
 	if err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { r.Close() })
+	return r
+}
+
+// launchSpec is a spec whose executor's report can be read.
+func launchSpec(t *testing.T) (Spec, *memory, *os.File) {
+	t.Helper()
+	dir := executorsFolder(t)
+	r := openReport(t, dir)
 	mem, err := createMemory("s-test")
 	if err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(mem.close)
 	return Spec{
-		Dir: dir, Generation: 1, Socket: report, ImportSocket: "/i",
+		Dir: dir, Log: filepath.Join(filepath.Dir(dir), "executor-1.log"), Generation: 1, Socket: filepath.Join(dir, "c1"), ImportSocket: "/i",
 		Runtime: &gpuctlv1.Runtime{Library: "/l.so", Env: map[string]string{"POCL_DEVICES": "basic"}},
 		Memory:  mem.files(), AppPID: 7, AppStart: 8,
 	}, mem, r
@@ -213,7 +289,7 @@ func TestExecutorIsConfined(t *testing.T) {
 	t.Setenv("GPUCTL_SOCKET", "/not/for/executors")
 	t.Setenv("OCL_ICD_VENDORS", "/neither")
 	spec, mem, r := launchSpec(t)
-	l := &ExecLauncher{Binary: os.Args[0]}
+	l := newExecLauncher(t)
 	journalled := 0
 	p, err := l.Launch(context.Background(), spec, func(p Process) error {
 		journalled = p.PID()
@@ -253,10 +329,10 @@ func TestExecutorIsConfined(t *testing.T) {
 		t.Fatal(err)
 	}
 	again.close()
-	if _, err := l.Adopt(p.PID(), p.Start()+1); !errors.Is(err, ErrGone) {
+	if _, err := l.Adopt(p.PID(), p.Start()+1, spec.Log); !errors.Is(err, ErrGone) {
 		t.Fatal("another process was taken for the executor")
 	}
-	adopted, err := l.Adopt(p.PID(), p.Start())
+	adopted, err := l.Adopt(p.PID(), p.Start(), spec.Log)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -267,7 +343,7 @@ func TestExecutorIsConfined(t *testing.T) {
 func TestExecutorWithoutJournalDoesNotRun(t *testing.T) {
 	spec, _, _ := launchSpec(t)
 	var p Process
-	_, err := (&ExecLauncher{Binary: os.Args[0]}).Launch(context.Background(), spec, func(q Process) error {
+	_, err := newExecLauncher(t).Launch(context.Background(), spec, func(q Process) error {
 		p = q
 		return io.ErrShortWrite
 	})
@@ -280,7 +356,7 @@ func TestExecutorWithoutJournalDoesNotRun(t *testing.T) {
 func TestExitTellsTheLastWord(t *testing.T) {
 	spec, _, _ := launchSpec(t)
 	spec.Generation = 2
-	p, err := (&ExecLauncher{Binary: os.Args[0]}).Launch(context.Background(), spec, func(Process) error { return nil })
+	p, err := newExecLauncher(t).Launch(context.Background(), spec, func(Process) error { return nil })
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -219,6 +219,12 @@ func (m *Manager) unreserve() {
 	m.mu.Unlock()
 }
 
+// removeDir removes a session's folder, and ends what may still run with its
+// executors' user.
+func (m *Manager) removeDir(dir string) error {
+	return errors.Join(m.cfg.Launcher.Forget(filepath.Join(dir, executorsName)), os.RemoveAll(dir))
+}
+
 func (m *Manager) sessionDir(id string) string { return filepath.Join(m.cfg.Dir, "sessions", id) }
 
 func (m *Manager) add(s *session) {

@@ -28,6 +28,9 @@ type Process interface {
 	Exit() string
 	// Kill ends it at once.
 	Kill()
+	// Owns reports whether a socket's other end, of which these are the
+	// credentials, is the process's.
+	Owns(cred *unix.Ucred) bool
 }
 
 // ErrGone is returned for a process that has ended, or whose pid is another's now.
@@ -96,9 +99,10 @@ func (p *process) watch(raw interface {
 	p.close()
 }
 
-func (p *process) PID() int              { return p.pid }
-func (p *process) Start() uint64         { return p.start }
-func (p *process) Done() <-chan struct{} { return p.done }
+func (p *process) PID() int                   { return p.pid }
+func (p *process) Start() uint64              { return p.start }
+func (p *process) Done() <-chan struct{}      { return p.done }
+func (p *process) Owns(cred *unix.Ucred) bool { return int(cred.Pid) == p.pid }
 
 func (p *process) Exit() string {
 	select {

@@ -7,6 +7,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"io/fs"
 	"os"
 	"path/filepath"
 
@@ -163,6 +164,9 @@ func syncRename(tmp, path string) error {
 		return err
 	}
 	d, err := os.Open(filepath.Dir(path)) //nolint:forbidigo // the same
+	if errors.Is(err, fs.ErrPermission) {
+		return nil // a folder that only takes files in; its file system keeps the name in time
+	}
 	if err != nil {
 		return err
 	}

@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"log/slog"
 	"net"
-	"os"
 	"path/filepath"
 	"strings"
 	"sync"
@@ -83,7 +82,14 @@ func (s *session) set(state gpuctlv1.SessionState, message string) {
 	s.m.changed(s)
 }
 
-func (s *session) executorsDir() string { return filepath.Join(s.dir, "x") }
+func (s *session) executorsDir() string { return filepath.Join(s.dir, executorsName) }
+
+// executorsName is of the folder in a session's that is its executors'.
+const executorsName = "x"
+
+func (s *session) logFile(gen uint32) string {
+	return filepath.Join(s.dir, fmt.Sprintf("executor-%d.log", gen))
+}
 
 func (s *session) sockets(gen uint32) (control, imports string) {
 	return filepath.Join(s.executorsDir(), fmt.Sprintf("c%d", gen)),
@@ -95,7 +101,7 @@ func (s *session) spec(rt *gpuctlv1.Runtime) Spec {
 	gen := s.rec.Generation + 1
 	control, imports := s.sockets(gen)
 	return Spec{
-		Dir: s.executorsDir(), Generation: gen, Socket: control, ImportSocket: imports,
+		Dir: s.executorsDir(), Log: s.logFile(gen), Generation: gen, Socket: control, ImportSocket: imports,
 		Runtime: rt, Device: s.rec.device(), Memory: s.mem.files(),
 		CacheKey: s.rec.cacheKey(rt), AppPID: s.rec.PID, AppStart: s.rec.Start,
 	}
@@ -229,10 +235,10 @@ func (s *session) end() {
 		cancel()
 	}
 	if isFile(rec.SuspendedTo) {
-		_ = os.Remove(rec.SuspendedTo)
+		_ = s.removeState(rec.SuspendedTo)
 	}
 	s.release()
-	if err := os.RemoveAll(s.dir); err != nil {
+	if err := s.m.removeDir(s.dir); err != nil {
 		s.log.Warn("remove session folder", "err", err)
 	}
 	s.log.Info("session ended")

@@ -62,6 +62,11 @@ func (m *Manager) suspend(ctx context.Context, req *gpuctlv1.SuspendRequest, sin
 			if err := s.dropSaved("", part); err != nil {
 				return err
 			}
+			if part != "" {
+				if err := s.createState(ctx, op.source, part); err != nil {
+					return err
+				}
+			}
 			first := proto.CloneOf(export)
 			first.All = true
 			n, err := op.source.export(ctx, first, op)
@@ -79,7 +84,7 @@ func (m *Manager) suspend(ctx context.Context, req *gpuctlv1.SuspendRequest, sin
 				return err
 			}
 			if part != "" {
-				if err := syncRename(part, to); err != nil {
+				if err := s.finishState(part, to); err != nil {
 					return err
 				}
 			}
@@ -174,6 +179,9 @@ func (m *Manager) resume(ctx context.Context, req *gpuctlv1.ResumeRequest, sink 
 	load := func(ctx context.Context) error {
 		req := &gpuctlv1.LoadRequest{Memory: true}
 		if saved.SuspendedTo != toMemory {
+			if err := s.openState(ctx, op.target, saved.SuspendedTo); err != nil {
+				return err
+			}
 			req = &gpuctlv1.LoadRequest{File: saved.SuspendedTo}
 		}
 		count := &counter{listener: op}
@@ -230,12 +238,15 @@ func (s *session) dropSaved(to, part string) error {
 		if f == "" || f == toAway {
 			continue
 		}
-		if f == toMemory {
+		switch f {
+		case toMemory:
 			errs = append(errs, s.mem.dropState())
-			continue
-		}
-		if err := os.Remove(f); err != nil && !errors.Is(err, fs.ErrNotExist) {
-			errs = append(errs, err)
+		case s.graphPath():
+			if err := os.Remove(f); err != nil && !errors.Is(err, fs.ErrNotExist) {
+				errs = append(errs, err)
+			}
+		default:
+			errs = append(errs, s.removeState(f))
 		}
 	}
 	return errors.Join(errs...)

@@ -30,7 +30,6 @@ type flags struct {
 	socket   string
 	private  bool
 	gpuguest string
-	user     string
 	level    string
 	json     bool
 }
@@ -78,7 +77,6 @@ sessions.`,
 	flags.StringVar(&f.socket, "socket", "", "`path` of the API's socket (default hostd.sock in the run folder)")
 	flags.BoolVar(&f.private, "private", false, "end, and end gpuguest, when standard input ends")
 	flags.StringVar(&f.gpuguest, "gpuguest", "", "`path` of gpuguest (default beside hostd, else in PATH)")
-	flags.StringVar(&f.user, "executor-user", "", "`user` whom executors run as (needs root)")
 	flags.StringVar(&f.level, "log-level", "info", "debug, info, warn or error")
 	flags.BoolVar(&f.json, "log-json", false, "log as JSON")
 	root.AddCommand(configCommand(), recoverCommand())
@@ -143,7 +141,7 @@ func serve(ctx context.Context, f flags, stdio program.Stdio) error {
 		}()
 	}
 	return hostd.Run(ctx, hostd.Options{
-		Dir: f.dir, Data: f.data, Version: program.Version(), Socket: f.socket, Config: c, Private: f.private, Gpuguest: f.gpuguest, User: f.user, Root: os.DirFS("/"), Log: log,
+		Dir: f.dir, Data: f.data, Version: program.Version(), Socket: f.socket, Config: c, Private: f.private, Gpuguest: f.gpuguest, Root: os.DirFS("/"), Log: log,
 	})
 }
 

@@ -15,6 +15,7 @@ import (
 
 	"go.yaml.in/yaml/v3"
 
+	"github.com/gpuctl/gpuctl/guest/confine"
 	"github.com/gpuctl/gpuctl/hostd/network"
 	"github.com/gpuctl/gpuctl/internal/size"
 )
@@ -42,6 +43,31 @@ type Config struct {
 	Tracing       Tracing       `yaml:"tracing,omitempty"`
 	Devices       Devices       `yaml:"devices,omitempty"`
 	Network       Network       `yaml:"network,omitempty"`
+	Executors     Executors     `yaml:"executors,omitempty"`
+}
+
+// Executors are the processes that hold vendors' runtimes, one or two for each
+// session.
+type Executors struct {
+	// Users are FIRST-LAST, numbers of users and groups that nobody else has: each
+	// session's executors get one if hostd is root. Empty: confine.DefaultRange.
+	Users  string `yaml:"users,omitempty"`
+	Memory string `yaml:"memory,omitempty"` // most that a session's take, as 8GiB; default 7/8 of the host's
+}
+
+func (e Executors) validate() error {
+	var errs []error
+	if e.Users != "" {
+		if _, err := confine.ParseRange(e.Users); err != nil {
+			errs = append(errs, fmt.Errorf("executors.users: %w", err))
+		}
+	}
+	if e.Memory != "" {
+		if n, err := size.Parse(e.Memory); err != nil || n == 0 {
+			errs = append(errs, fmt.Errorf("executors.memory: %q is not a size", e.Memory))
+		}
+	}
+	return errors.Join(errs...)
 }
 
 // Network is what hostd makes of network cards when it starts.
@@ -325,7 +351,7 @@ func (c Config) Validate() error {
 	if _, err := c.Devices.StashLimit(0, func() (uint64, error) { return 0, nil }); err != nil {
 		bad("devices.stash: %q is not a size, or 0", c.Devices.Stash)
 	}
-	errs = append(errs, c.Cluster.validate(), c.Access.validate(), c.Network.validate())
+	errs = append(errs, c.Cluster.validate(), c.Access.validate(), c.Network.validate(), c.Executors.validate())
 	if l := c.Metrics.Listen; l != "" {
 		errs = append(errs, address("metrics.listen", l))
 	}

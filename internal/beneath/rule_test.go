@@ -23,6 +23,7 @@ var naive = map[string][]string{
 var allowed = map[string]string{
 	"guest/session: openDescriptors": "a folder of the kernel's; what is in it is only pinned",
 	"guest/session: adoptAll":        "lists gpuguest's own folder",
+	"guest/session: openPipe":        "a named pipe of gpuguest's own, in its own folder",
 	"guest/session: syncRename":      "opens nothing that it reads or writes: what it syncs has been written",
 }
 

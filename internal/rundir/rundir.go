@@ -116,8 +116,8 @@ func Answers(socket string) bool {
 	return true
 }
 
-// Make creates a folder that only this user can enter, and refuses one that
-// somebody else prepared.
+// Make creates a folder that only this user can look into, and refuses one that
+// somebody else prepared. Through root's the users of executors can pass.
 func Make(dir string) error {
 	_, err := MakeNew(dir)
 	return err
@@ -126,10 +126,14 @@ func Make(dir string) error {
 // MakeNew is Make that says whether there was none before: the mode of one that
 // was there is somebody else's to change.
 func MakeNew(dir string) (made bool, err error) {
-	if err := os.MkdirAll(filepath.Dir(dir), 0o700); err != nil {
+	mode := os.FileMode(0o700)
+	if os.Geteuid() == 0 {
+		mode = 0o711
+	}
+	if err := os.MkdirAll(filepath.Dir(dir), mode); err != nil {
 		return false, fmt.Errorf("run folder: %w", err)
 	}
-	err = os.Mkdir(dir, 0o700)
+	err = os.Mkdir(dir, mode)
 	if err != nil && !errors.Is(err, fs.ErrExist) {
 		return false, fmt.Errorf("run folder: %w", err)
 	}

@@ -25,9 +25,6 @@ echo "configuration"
 rm -f "$tree/usr/sbin/policy-rc.d"
 # Programs find gpuctl and nothing else, so that none computes past it unasked.
 rm -f "$tree"/etc/OpenCL/vendors/*
-# As the package gpuguest makes it; systemd-sysusers is not here.
-chroot "$tree" useradd --system --home-dir /var/lib/gpuguest --shell /usr/sbin/nologin --uid 990 gpuguest
-install -d -o 990 -g 990 -m 700 "$tree/var/lib/gpuguest"
 echo guest >"$tree/etc/hostname"
 printf '127.0.0.1 localhost guest\n' >"$tree/etc/hosts"
 rm -rf "$tree"/var/cache/apt/* "$tree"/var/lib/apt/lists/* "$tree"/usr/share/{doc,man,locale,zoneinfo,info,i18n}/* \

@@ -33,7 +33,7 @@ guest/icd/build.sh "$work/libgpuctl-opencl.so" -g0 -ffile-prefix-map="$root=." -
 put 755 "$work/gpuguest" usr/bin/gpuguest
 put 644 "$work/libgpuctl-opencl.so" usr/lib/gpuctl/libgpuctl-opencl.so
 put 644 "$here/gpuguest.service" lib/systemd/system/gpuguest.service
-put 644 "$here/gpuguest.sysusers" usr/lib/sysusers.d/gpuguest.conf
+put 644 "$here/gpuctl-sessions.service" lib/systemd/system/gpuctl-sessions.service
 put 644 "$here/gpuguest.yaml" etc/gpuctl/gpuguest.yaml
 echo /usr/lib/gpuctl/libgpuctl-opencl.so > "$work/icd"
 put 644 "$work/icd" etc/OpenCL/vendors/gpuctl.icd

@@ -49,7 +49,7 @@ func TestPackage(t *testing.T) {
 		`-rw-r--r-- root/root +\d+ \S+ \S+ ./etc/gpuctl/gpuguest.yaml`,
 		`drwxr-xr-x root/root +\d+ \S+ \S+ ./etc/gpuctl/profiles.d/`,
 		`-rw-r--r-- root/root +\d+ \S+ \S+ ./lib/systemd/system/gpuguest.service`,
-		`-rw-r--r-- root/root +\d+ \S+ \S+ ./usr/lib/sysusers.d/gpuguest.conf`,
+		`-rw-r--r-- root/root +\d+ \S+ \S+ ./lib/systemd/system/gpuctl-sessions.service`,
 		`-rw-r--r-- root/root +\d+ \S+ \S+ ./usr/share/man/man8/gpuguest.8.gz`,
 	} {
 		if !regexp.MustCompile(`(?m)^` + want + `$`).MatchString(list) {

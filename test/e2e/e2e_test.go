@@ -10,6 +10,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"regexp"
+	"runtime"
 	"strconv"
 	"strings"
 	"sync"
@@ -21,6 +22,7 @@ import (
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
+	"github.com/gpuctl/gpuctl/guest/confine"
 	"github.com/gpuctl/gpuctl/internal/unixrpc"
 	"github.com/gpuctl/gpuctl/test/rig"
 )
@@ -409,11 +411,57 @@ func TestGpuguestKilled(t *testing.T) {
 	a.verify(t)
 }
 
+// states is a folder in dir where the users of sessions may make files.
+func states(t *testing.T, dir string) string {
+	t.Helper()
+	dir = filepath.Join(dir, "states")
+	if err := errors.Join(os.Mkdir(dir, 0o700), os.Chmod(dir, 0o777|os.ModeSticky)); err != nil {
+		t.Fatal(err)
+	}
+	return dir
+}
+
+// TestHostileKernel has a kernel make system calls, as it can where a kernel is
+// native code.
+func TestHostileKernel(t *testing.T) {
+	if os.Geteuid() != 0 {
+		t.Skip("needs root, to give sessions users of their own")
+	}
+	if runtime.GOARCH != "amd64" {
+		t.Skip("the kernel makes system calls of x86-64")
+	}
+	r := start(t)
+	secret := filepath.Join(r.Dir, "secret")
+	if err := os.WriteFile(secret, nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	for _, gpu := range []string{rig.Basic, rig.Pthread} {
+		out, err := r.Command(t.Context(), gpu, r.Program("hostile"), secret, strconv.Itoa(r.Pid())).CombinedOutput()
+		if err != nil {
+			t.Fatal(err, string(out))
+		}
+		var uid, read, write, signal, ptrace, network syscall.Errno
+		var n [6]int
+		if _, err := fmt.Sscanf(string(out), "uid %d read %d write %d signal %d ptrace %d network %d", &n[0], &n[1], &n[2], &n[3], &n[4], &n[5]); err != nil {
+			t.Fatalf("%v: %s", err, out)
+		}
+		for i, e := range []*syscall.Errno{&uid, &read, &write, &signal, &ptrace, &network} {
+			*e = syscall.Errno(max(-n[i], 0))
+		}
+		if uint32(n[0]) <= confine.DefaultRange.First || uint32(n[0]) > confine.DefaultRange.Last {
+			t.Errorf("%s: the kernel runs as user %d", gpu, n[0])
+		}
+		if read != syscall.EACCES || write != syscall.EACCES || signal != syscall.EPERM || ptrace != syscall.EPERM || network != syscall.EAFNOSUPPORT {
+			t.Errorf("%s: %s", gpu, out)
+		}
+	}
+}
+
 // TestSuspendResume suspends to memory and to a file, and resumes on another model.
 func TestSuspendResume(t *testing.T) {
 	r := start(t)
 	args := []string{"--mib", "1", "--mapped", "--images"}
-	for _, file := range []string{"", filepath.Join(r.Dir, "state")} {
+	for _, file := range []string{"", filepath.Join(states(t, r.Dir), "state")} {
 		t.Run("file="+filepath.Base(file), func(t *testing.T) {
 			a := launchStream(t, r, rig.Basic, args...)
 			a.until(t, "iteration 3 ")
@@ -450,6 +498,9 @@ func TestSuspendDiskFull(t *testing.T) {
 		t.Skipf("mount: %v", err)
 	}
 	t.Cleanup(func() { _ = syscall.Unmount(dir, syscall.MNT_DETACH) })
+	if err := rig.Passable(dir); err != nil {
+		t.Fatal(err)
+	}
 	args := []string{"--mib", "4"}
 	a := launchStream(t, r, rig.Pthread, args...)
 	a.until(t, "iteration 3 ")

@@ -231,6 +231,9 @@ func Start(ctx context.Context, o Options) (*Rig, error) {
 	if err := os.MkdirAll(o.Dir, 0o700); err != nil {
 		return nil, fmt.Errorf("rig: %w", err)
 	}
+	if err := Passable(o.Dir); err != nil {
+		return nil, err
+	}
 	file := filepath.Join(o.Dir, "hostd.yaml")
 	if err := os.WriteFile(file, []byte(o.Config), 0o600); err != nil {
 		return nil, fmt.Errorf("rig: %w", err)
@@ -264,6 +267,24 @@ func Start(ctx context.Context, o Options) (*Rig, error) {
 			return nil, fmt.Errorf("rig: hostd does not answer: %w; its log: %s", err, r.log)
 		}
 	}
+}
+
+// Passable lets the users of executors pass through a folder, and those above it
+// that a test has made, as a root hostd's run folder needs.
+func Passable(dir string) error {
+	if os.Geteuid() != 0 {
+		return nil
+	}
+	for ; dir != filepath.Clean(os.TempDir()) && dir != "/"; dir = filepath.Dir(dir) {
+		fi, err := os.Stat(dir)
+		if err == nil && fi.Mode().Perm()&0o001 == 0 {
+			err = os.Chmod(dir, fi.Mode().Perm()|0o011)
+		}
+		if err != nil {
+			return fmt.Errorf("rig: %w", err)
+		}
+	}
+	return nil
 }
 
 // Close ends hostd, gpuguest and the sessions.

@@ -1,0 +1,10 @@
+package confine
+
+import "golang.org/x/sys/unix"
+
+const (
+	auditArch = unix.AUDIT_ARCH_AARCH64
+	x32Calls  = 0x40000000 // there are none
+)
+
+var forbiddenHere []uint32

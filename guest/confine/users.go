@@ -1,0 +1,259 @@
+package confine
+
+import (
+	"errors"
+	"fmt"
+	"io/fs"
+	"math/rand/v2"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"syscall"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+// Range is the numbers of users, and of the groups that go with them, of which
+// each session gets one. The first is kept: no process is its.
+type Range struct{ First, Last uint32 }
+
+// DefaultRange is apart from systemd's users and containers, from the ranges of
+// /etc/subuid and from those that directory services map names to.
+var DefaultRange = Range{0x7f000000, 0x7f000fff}
+
+const (
+	minUsers   = 16
+	overflowID = 65534 // nobody; the one behind it is no user
+)
+
+// ParseRange reads FIRST-LAST.
+func ParseRange(s string) (Range, error) {
+	a, b, ok := strings.Cut(s, "-")
+	first, err1 := strconv.ParseUint(a, 10, 32)
+	last, err2 := strconv.ParseUint(b, 10, 32)
+	r := Range{uint32(first), uint32(last)}
+	switch {
+	case !ok || err1 != nil || err2 != nil:
+		return Range{}, fmt.Errorf("%q is no range of user numbers, as %v", s, DefaultRange)
+	case last < first || last-first+1 < minUsers:
+		return Range{}, fmt.Errorf("%v are fewer than %d users", r, minUsers)
+	case first < 1000 || last == uint64(^uint32(0)) || first <= overflowID+1 && last >= overflowID:
+		return Range{}, fmt.Errorf("%v has users that the system needs: those below 1000, %d and %d, or the last", r, overflowID, overflowID+1)
+	}
+	return r, nil
+}
+
+func (r Range) String() string { return fmt.Sprintf("%d-%d", r.First, r.Last) }
+
+// Users gives users of a range to folders, for all programs of a host that use
+// the same Dir. The owner of a folder is who it was given to.
+type Users struct {
+	Range Range
+	Dir   string // says which are taken; made if missing
+}
+
+// ErrNoUser is returned when all users of the range are taken.
+var ErrNoUser = errors.New("all users of the range are taken")
+
+// Take gives the folder, which is root's, to a user that nobody else has; one
+// that is somebody's stays so. The folder above it must be root's.
+func (u *Users) Take(folder string) (uint32, error) {
+	uid, err := Owner(folder)
+	if err != nil || uid != 0 {
+		return uid, err
+	}
+	unlock, err := u.lock()
+	if err != nil {
+		return 0, err
+	}
+	defer unlock()
+	if uid, err := Owner(folder); err != nil || uid != 0 {
+		return uid, err // meanwhile
+	}
+	first := u.Range.First + 1 // behind the keeper
+	n := u.Range.Last - first + 1
+	start := rand.Uint32N(n) // one that was given back rests a while
+	for i := range n {
+		uid := first + (start+i)%n
+		free, err := u.free(uid)
+		if err != nil {
+			return 0, err
+		}
+		if !free {
+			continue
+		}
+		if err := os.WriteFile(u.record(uid), []byte(folder), 0o600); err != nil {
+			return 0, fmt.Errorf("user %d of %v: %w", uid, u.Range, err)
+		}
+		if err := os.Lchown(folder, int(uid), int(uid)); err != nil {
+			return 0, errors.Join(fmt.Errorf("give %s to user %d: %w", folder, uid, err), os.Remove(u.record(uid)))
+		}
+		return uid, nil
+	}
+	return 0, fmt.Errorf("%v: %w", u.Range, ErrNoUser)
+}
+
+// Owner is whose a folder is.
+func Owner(folder string) (uint32, error) {
+	fi, err := os.Lstat(folder)
+	if err != nil {
+		return 0, err
+	}
+	st, ok := fi.Sys().(*syscall.Stat_t)
+	if !ok || !fi.IsDir() {
+		return 0, fmt.Errorf("%s is no folder", folder)
+	}
+	return st.Uid, nil
+}
+
+func (u *Users) record(uid uint32) string {
+	return filepath.Join(u.Dir, strconv.FormatUint(uint64(uid), 10))
+}
+
+// lock keeps others from taking users meanwhile.
+func (u *Users) lock() (unlock func(), err error) {
+	if err := os.MkdirAll(filepath.Dir(u.Dir), 0o755); err != nil {
+		return nil, fmt.Errorf("users of sessions: %w", err)
+	}
+	if err := os.Mkdir(u.Dir, 0o700); err != nil && !errors.Is(err, fs.ErrExist) {
+		return nil, fmt.Errorf("users of sessions: %w", err)
+	}
+	d, err := os.Open(u.Dir)
+	if err != nil {
+		return nil, fmt.Errorf("users of sessions: %w", err)
+	}
+	if err := unix.Flock(int(d.Fd()), unix.LOCK_EX); err != nil {
+		d.Close()
+		return nil, fmt.Errorf("users of sessions: lock %s: %w", u.Dir, err)
+	}
+	return func() { d.Close() }, nil
+}
+
+// free reports whether nobody has the user. One whose folder is gone, because
+// its gpuguest was killed at the wrong moment, is free if it has no process.
+func (u *Users) free(uid uint32) (bool, error) {
+	folder, err := os.ReadFile(u.record(uid))
+	if errors.Is(err, fs.ErrNotExist) {
+		return true, nil
+	}
+	if err != nil {
+		return false, fmt.Errorf("user %d of %v: %w", uid, u.Range, err)
+	}
+	if owner, err := Owner(string(folder)); err == nil && owner == uid {
+		return false, nil
+	}
+	busy, err := hasProcess(uid)
+	return err == nil && !busy, err
+}
+
+// endWait is how long a process that was killed may take to be gone: a driver
+// may hold it.
+const endWait = 2 * time.Second
+
+// Release ends all processes of the folder's user and gives the user back. One
+// with a process that does not end stays taken for as long as that is there; one
+// that Take did not give is left alone.
+func (u *Users) Release(folder string) error {
+	uid, err := Owner(folder)
+	if errors.Is(err, fs.ErrNotExist) || err == nil && uid == 0 {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	if given, err := os.ReadFile(u.record(uid)); err != nil || string(given) != folder {
+		return nil //nolint:nilerr // of an older gpuguest, whose sessions shared a user
+	}
+	for end := time.Now().Add(endWait); ; time.Sleep(5 * time.Millisecond) {
+		busy, err := hasProcess(uid)
+		if err != nil {
+			return err
+		}
+		if !busy {
+			break
+		}
+		if err := u.killAll(uid); err != nil {
+			return err
+		}
+		if time.Now().After(end) {
+			return fmt.Errorf("user %d: a process of it does not end", uid)
+		}
+	}
+	unlock, err := u.lock()
+	if err != nil {
+		return err
+	}
+	defer unlock()
+	// The folder is still there, so it is nobody else's record.
+	if err := os.Remove(u.record(uid)); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return fmt.Errorf("give user %d back: %w", uid, err)
+	}
+	return nil
+}
+
+// killAll kills every process of the user at once, however quickly it makes new ones.
+func (u *Users) killAll(uid uint32) error {
+	return signalling(uid, u.Range.First, func() error {
+		if err := unix.Kill(-1, unix.SIGKILL); err != nil && !errors.Is(err, unix.ESRCH) && !errors.Is(err, unix.EPERM) {
+			return fmt.Errorf("end processes of user %d: %w", uid, err)
+		}
+		return nil
+	})
+}
+
+// hasProcess reports whether a process has the user, zombies aside: they do
+// nothing, and their parents may be slow.
+func hasProcess(uid uint32) (bool, error) {
+	entries, err := os.ReadDir("/proc")
+	if err != nil {
+		return false, fmt.Errorf("processes of user %d: %w", uid, err)
+	}
+	want := strconv.FormatUint(uint64(uid), 10)
+	for _, e := range entries {
+		if c := e.Name()[0]; c < '0' || c > '9' {
+			continue
+		}
+		b, err := os.ReadFile("/proc/" + e.Name() + "/status")
+		if err != nil {
+			continue // it has ended
+		}
+		var state, ids string
+		for l := range strings.Lines(string(b)) {
+			if rest, ok := strings.CutPrefix(l, "State:"); ok {
+				state = strings.TrimSpace(rest)
+			}
+			if rest, ok := strings.CutPrefix(l, "Uid:"); ok {
+				ids = rest
+				break
+			}
+		}
+		if strings.HasPrefix(state, "Z") || strings.HasPrefix(state, "X") {
+			continue
+		}
+		for _, id := range strings.Fields(ids) {
+			if id == want {
+				return true, nil
+			}
+		}
+	}
+	return false, nil
+}
+
+// Reachable reports why a user without rights can't come to a folder: one above
+// it is closed.
+func Reachable(folder string) error {
+	for dir := filepath.Dir(folder); ; dir = filepath.Dir(dir) {
+		fi, err := os.Stat(dir)
+		if err != nil {
+			return err
+		}
+		if fi.Mode().Perm()&0o001 == 0 {
+			return fmt.Errorf("the users of sessions can't pass through %s (mode %04o) to %s: chmod o+x it, or choose another run folder", dir, fi.Mode().Perm(), folder)
+		}
+		if dir == "/" {
+			return nil
+		}
+	}
+}
