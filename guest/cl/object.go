@@ -103,7 +103,9 @@ type ImageDesc struct {
 	Type                                                  uint32
 	Width, Height, Depth, ArraySize, RowPitch, SlicePitch uint64
 	NumMipLevels, NumSamples                              uint32
-	MemObject                                             Mem // what the image is made from, 0 for none
+	// MemObject is what the image is made from, 0 for none. A handle is of one
+	// process and does not leave it.
+	MemObject Mem `cbor:"-"`
 }
 
 // The Go structs are passed to C as they are.

@@ -259,6 +259,11 @@ func (m *mem) createVendorImage() cl.Status {
 	return st
 }
 
+const (
+	maxExtent = 1 << 40 // of an image, in any direction
+	maxPixel  = 16      // bytes
+)
+
 func (s *session) createImage(r *wire.CreateImage) (outcome, error) {
 	c := lookup[clContext](s, r.Context)
 	if c == nil {
@@ -279,8 +284,7 @@ func (s *session) createImage(r *wire.CreateImage) (outcome, error) {
 			return done(cl.InvalidImageDescriptor), nil
 		}
 	}
-	const tooLarge = 1 << 40
-	if r.Width > tooLarge || r.Height > tooLarge || r.Depth > tooLarge || r.ArraySize > tooLarge {
+	if max(r.Width, r.Height, r.Depth, r.ArraySize) > maxExtent {
 		return done(cl.InvalidImageSize), nil
 	}
 	if st := m.createVendorImage(); st != cl.Success {
