@@ -262,10 +262,22 @@ func (m *gMem) check(parent *gMem) error {
 		return fmt.Errorf("kind %d with parent %d", m.Kind, m.Parent)
 	case m.Kind == memSub && (m.Origin > parent.Size || m.Size > parent.Size-m.Origin):
 		return fmt.Errorf("%d bytes at %d of a buffer of %d", m.Size, m.Origin, parent.Size)
-	case m.Kind == memImage && (max(d.Width, d.Height, d.Depth, d.ArraySize, d.RowPitch, d.SlicePitch) > maxExtent || m.Elem == 0 || m.Elem > maxPixel):
-		return fmt.Errorf("image of %d x %d x %d (%d), %d bytes each", d.Width, d.Height, d.Depth, d.ArraySize, m.Elem)
+	case m.Kind == memImage && (m.Elem == 0 || m.Elem > maxPixel || m.Size != m.pixels()*m.Elem || max(d.RowPitch, d.SlicePitch) > maxExtent):
+		return fmt.Errorf("%d bytes of an image of %d x %d x %d (%d), %d bytes each", m.Size, d.Width, d.Height, d.Depth, d.ArraySize, m.Elem)
 	}
 	return nil
+}
+
+// pixels of an image, 0 if they are none or too many.
+func (m *gMem) pixels() uint64 {
+	n := uint64(1)
+	for _, v := range (&mem{desc: m.Desc}).region() {
+		if v == 0 || v > maxExtent/n {
+			return 0
+		}
+		n *= v
+	}
+	return n
 }
 
 func unmap(a *arg) gArg { return gArg{a.set, a.kind, a.size, a.object, a.value} }

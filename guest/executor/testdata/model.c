@@ -42,10 +42,16 @@ static obj *graves[4096];
 static unsigned grave;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 
+static void die(const char *why)
+{
+	fprintf(stderr, "model: %s\n", why);
+	abort();
+}
+
 static void check(const void *p, enum kind k)
 {
 	if (((const obj *)p)->kind != k)
-		abort();
+		die("an object that is none of its kind, or no more");
 }
 
 static obj *make(enum kind k, obj *up, obj *ctx)
@@ -141,6 +147,7 @@ static cl_int CL_API_CALL device_info(cl_device_id d, INFO)
 	check(d, DEVICE);
 	size_t three[3] = {256, 256, 256};
 	switch (p) {
+	case CL_DEVICE_PLATFORM: PUT(cl_platform_id, &platform);
 	case CL_DEVICE_TYPE: PUT(cl_device_type, CL_DEVICE_TYPE_GPU);
 	case CL_DEVICE_GLOBAL_MEM_SIZE: PUT(cl_ulong, 8 * MAX_ALLOC);
 	case CL_DEVICE_MAX_MEM_ALLOC_SIZE: PUT(cl_ulong, MAX_ALLOC);
@@ -447,20 +454,15 @@ static cl_int done(cl_command_queue q, cl_event *ev)
 	return CL_SUCCESS;
 }
 
-static uintptr_t arena_begin, arena_size;
-
 static void host(const void *p, size_t n)
 {
-	if (!arena_size) {
-		const char *s = getenv("GPUCTL_MODEL_ARENA");
-		unsigned long a, b;
-		if (!s || sscanf(s, "%lx %lx", &a, &b) != 2)
-			abort();
-		arena_begin = a, arena_size = b;
-	}
+	const char *s = getenv("GPUCTL_MODEL_ARENA");
+	unsigned long arena_begin, arena_size;
+	if (!s || sscanf(s, "%lx %lx", &arena_begin, &arena_size) != 2)
+		abort();
 	uintptr_t at = (uintptr_t)p - arena_begin;
 	if (at < arena_size && n > arena_size - at)
-		abort();
+		die("memory that ends behind the arena");
 }
 
 static int inside(const obj *m, size_t off, size_t n) { return n && off <= m->size && n <= m->size - off; }
