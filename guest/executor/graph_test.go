@@ -159,3 +159,17 @@ func TestAnObjectThatBecomesAnotherIsRefused(t *testing.T) {
 		t.Errorf("a kernel with more arguments: %v", err)
 	}
 }
+
+// A driver reads partition properties up to a 0 that a graph need not have.
+func TestASubDeviceOfAGraphWithoutPropertiesIsRefused(t *testing.T) {
+	c := newModelled(t)
+	_, g := played(t, c)
+	g.Devices = []gDevice{{ID: 1000, Parent: 1}}
+	to := c.open(t, 2)
+	defer c.shut(t, to)
+	to.mu.Lock()
+	defer to.mu.Unlock()
+	if err := to.restore(g, noProgress); !errors.Is(err, ErrRefused) {
+		t.Errorf("it is made: %v", err)
+	}
+}
