@@ -86,7 +86,7 @@ func FuzzLeaf(f *testing.F) {
 		f.Fatal(err)
 	}
 	issued := map[[sha256.Size]byte]bool{}
-	for _, id := range []Identity{HostIdentity("h1", "node1", "192.0.2.1:7443"), {ID: "u@x", Role: clusterv1.Role_ROLE_ADMIN}} {
+	for _, id := range []Identity{HostIdentity("h1", "node1", "192.0.2.1:7443", "e1"), {ID: "u@x", Role: clusterv1.Role_ROLE_ADMIN}} {
 		for _, by := range []*CA{ca, other} {
 			der, err := by.Sign(csr, id, now)
 			if err != nil {

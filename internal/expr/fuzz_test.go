@@ -26,6 +26,6 @@ func FuzzCompile(f *testing.F) {
 		if len(source) > maxLength {
 			t.Fatalf("an expression of %d bytes", len(source))
 		}
-		_, _ = e.Match(object)
+		_, _ = e.Match(t.Context(), object)
 	})
 }
