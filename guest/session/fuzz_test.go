@@ -156,7 +156,7 @@ func FuzzOffers(f *testing.F) {
 	}); err != nil {
 		f.Fatal(err)
 	}
-	seed, err := os.ReadFile(m.offersPath())
+	seed, err := os.ReadFile(filepath.Join(dir, offersName))
 	if err != nil {
 		f.Fatal(err)
 	}
@@ -164,7 +164,7 @@ func FuzzOffers(f *testing.F) {
 	f.Add([]byte(`[{}, {"token":"a","target":{}}]`))
 	f.Fuzz(func(t *testing.T, in []byte) {
 		m := open()
-		if err := os.WriteFile(m.offersPath(), in, 0o600); err != nil {
+		if err := os.WriteFile(filepath.Join(dir, offersName), in, 0o600); err != nil {
 			t.Fatal(err)
 		}
 		if m.loadOffers() != nil {

@@ -6,7 +6,7 @@ import (
 )
 
 // FuzzCompile reads users' expressions and evaluates those that hold. One that
-// does not is an error of its own kind; the cost of one that does is bounded.
+// does not is an error of its own kind.
 func FuzzCompile(f *testing.F) {
 	for _, s := range []string{
 		"memory >= 4*GiB && free", `"cl_khr_fp64" in extensions`, `id.startsWith("pocl") || gpu.type == 'cpu'`, "", "memry > 1", "memory",
@@ -22,9 +22,6 @@ func FuzzCompile(f *testing.F) {
 				t.Fatalf("%q: %v", source, err)
 			}
 			return
-		}
-		if len(source) > maxLength {
-			t.Fatalf("an expression of %d bytes", len(source))
 		}
 		_, _ = e.Match(t.Context(), object)
 	})
