@@ -7,7 +7,7 @@ import (
 
 	"google.golang.org/protobuf/proto"
 	"google.golang.org/protobuf/reflect/protoreflect"
-	"google.golang.org/protobuf/types/dynamicpb"
+	"google.golang.org/protobuf/reflect/protoregistry"
 
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
@@ -16,36 +16,40 @@ import (
 // FuzzSummary sums up requests of every type. A summary is short, can be
 // written, and has no secret in it, wherever in the message it is.
 func FuzzSummary(f *testing.F) {
-	var types []protoreflect.MessageDescriptor
+	var types []protoreflect.MessageType
 	for _, file := range []protoreflect.FileDescriptor{
 		clusterv1.File_gpuctl_cluster_v1_service_proto, clusterv1.File_gpuctl_cluster_v1_command_proto, gpuctlv1.File_gpuctl_v1_host_proto, gpuctlv1.File_gpuctl_v1_migrate_proto,
 	} {
 		for i := range file.Messages().Len() {
-			types = append(types, file.Messages().Get(i))
+			typ, err := protoregistry.GlobalTypes.FindMessageByName(file.Messages().Get(i).FullName())
+			if err != nil {
+				f.Fatal(err)
+			}
+			types = append(types, typ)
 		}
 	}
 	const planted = "c0ffee-of-nobody-else"
-	for i, d := range types { // each with one of everything in it
-		m := dynamicpb.NewMessage(d)
+	for i, typ := range types { // each with one of everything in it
+		m := typ.New()
 		fill(m, "text", 3)
-		b, err := proto.Marshal(m)
+		b, err := proto.Marshal(m.Interface())
 		if err != nil {
 			f.Fatal(err)
 		}
 		f.Add(uint16(i), b)
 	}
 	f.Fuzz(func(t *testing.T, which uint16, in []byte) {
-		m := dynamicpb.NewMessage(types[int(which)%len(types)])
+		m := types[int(which)%len(types)].New().Interface()
 		if proto.Unmarshal(in, m) != nil {
 			return
 		}
-		hide(m, planted)
+		hide(m.ProtoReflect(), planted)
 		b, err := json.Marshal(summary(m))
 		if err != nil {
 			t.Fatal(err)
 		}
 		if strings.Contains(string(b), planted) {
-			t.Fatalf("a secret of %s is in its summary: %s", m.Descriptor().FullName(), b)
+			t.Fatalf("a secret of %s is in its summary: %s", m.ProtoReflect().Descriptor().FullName(), b)
 		}
 		// Each field has maxItems texts at most; JSON writes a byte as six.
 		if most := maxFields * 2 * maxItems * (6*maxText + 64); len(b) > most {
