@@ -140,6 +140,9 @@ func readJournal(path string) (journal, error) {
 	if j.Version != journalVersion {
 		return journal{}, fmt.Errorf("state %s: version %d is not known", path, j.Version)
 	}
+	if slices.Contains(j.Claims, nil) || slices.Contains(j.Operations, nil) {
+		return journal{}, fmt.Errorf("state %s: a claim or operation is null; without the file, hostd begins with none", path)
+	}
 	return j, nil
 }
 

@@ -3,7 +3,7 @@
 set -eu
 root=$(cd "$(dirname "$0")/.." && pwd)
 packages="build-essential git pkg-config curl unzip ca-certificates ocl-icd-opencl-dev opencl-headers pocl-opencl-icd oclgrind
-x264 ffmpeg clinfo clpeak clblast-tests protobuf-compiler iproute2 util-linux
+x264 ffmpeg clinfo clpeak clblast-tests protobuf-compiler iproute2 util-linux clang-15
 libvirt-daemon-system libvirt-daemon libvirt-daemon-driver-qemu qemu-system-x86"
 missing=
 for p in $packages; do

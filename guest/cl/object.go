@@ -88,6 +88,7 @@ package cl
 import "C"
 
 import (
+	"slices"
 	"strings"
 	"unsafe"
 )
@@ -103,7 +104,9 @@ type ImageDesc struct {
 	Type                                                  uint32
 	Width, Height, Depth, ArraySize, RowPitch, SlicePitch uint64
 	NumMipLevels, NumSamples                              uint32
-	MemObject                                             Mem // what the image is made from, 0 for none
+	// MemObject is what the image is made from, 0 for none. A handle is of one
+	// process and does not leave it.
+	MemObject Mem `cbor:"-"`
 }
 
 // The Go structs are passed to C as they are.
@@ -146,15 +149,18 @@ func GetDeviceIDs(p Platform, typ uint64) ([]Device, Status) {
 	return d, Status(C.gxGetDeviceIDs(C.uintptr_t(p), C.uint64_t(typ), n, list, nil))
 }
 
-// CountSubDevices says how many devices a partition would have. The
-// properties end with a 0.
+// terminated ends a list of partition properties for certain: some are followed
+// by a value, and a runtime reads on until it has met its 0.
+func terminated(props []uint64) []uint64 { return append(slices.Clip(props), 0, 0) }
+
+// CountSubDevices says how many devices a partition would have.
 func CountSubDevices(d Device, props []uint64) (uint32, Status) {
 	var n C.uint32_t
-	s := C.gxCreateSubDevices(C.uintptr_t(d), (*C.uint64_t)(start(props)), 0, nil, &n)
+	s := C.gxCreateSubDevices(C.uintptr_t(d), (*C.uint64_t)(start(terminated(props))), 0, nil, &n)
 	return uint32(n), Status(s)
 }
 
-// CreateSubDevices partitions a device. The properties end with a 0.
+// CreateSubDevices partitions a device.
 func CreateSubDevices(d Device, props []uint64) ([]Device, Status) {
 	n, s := CountSubDevices(d, props)
 	if s != Success || n == 0 {
@@ -162,7 +168,7 @@ func CreateSubDevices(d Device, props []uint64) ([]Device, Status) {
 	}
 	sub := make([]Device, n)
 	_, list := handles(sub)
-	return sub, Status(C.gxCreateSubDevices(C.uintptr_t(d), (*C.uint64_t)(start(props)), C.uint32_t(n), list, nil))
+	return sub, Status(C.gxCreateSubDevices(C.uintptr_t(d), (*C.uint64_t)(start(terminated(props))), C.uint32_t(n), list, nil))
 }
 
 // GetDeviceAndHostTimer returns two times in nanoseconds, taken together.

@@ -1,18 +1,21 @@
 package executor
 
 import (
-	"bytes"
-	"encoding/gob"
+	"errors"
 	"fmt"
+
+	"github.com/fxamacker/cbor/v2"
 
 	"github.com/gpuctl/gpuctl/guest/cl"
 	"github.com/gpuctl/gpuctl/guest/portable"
+	"github.com/gpuctl/gpuctl/guest/wire"
 )
 
 // graph is the pruned record of a session: the live objects and how to make
 // each of them again. Its size follows the live objects, never the number of
-// calls. It travels between executors of one version, encoded by gob, which
-// tolerates fields that one side does not know.
+// calls. It travels between executors as CBOR, whose decoder is made for bytes
+// of strangers: the executor that a graph comes from has run an application's
+// kernels. Fields that one side does not know are left out.
 type graph struct {
 	Version    int
 	Generation uint32
@@ -39,8 +42,19 @@ type graph struct {
 	Replies  map[uint32][]byte
 }
 
-// graphVersion is 2 since executors have parts of the arena by lock.
-const graphVersion = 2
+// graphVersion is 3 since graphs are CBOR; gobs were 1 and 2.
+const graphVersion = 3
+
+// Bounds of a graph. What a decoded one takes follows its length: an element is
+// one byte at least, and the largest takes some hundred.
+const (
+	maxGraph    = 1 << 30
+	maxElements = wire.MaxID + 1 // of one list
+	maxNesting  = 4*portable.MaxDepth + 8
+)
+
+// errGraph is returned for a graph that no executor made.
+var errGraph = errors.New("malformed session graph")
 
 type gDevice struct {
 	ID, Parent uint32
@@ -143,22 +157,127 @@ type gWatch struct {
 }
 
 func (g *graph) encode() ([]byte, error) {
-	var b bytes.Buffer
-	if err := gob.NewEncoder(&b).Encode(g); err != nil {
+	b, err := cbor.Marshal(g)
+	if err != nil {
 		return nil, fmt.Errorf("encode session graph: %w", err)
 	}
-	return b.Bytes(), nil
+	return b, nil
 }
 
 func decodeGraph(b []byte) (*graph, error) {
-	g := &graph{}
-	if err := gob.NewDecoder(bytes.NewReader(b)).Decode(g); err != nil {
+	if len(b) > maxGraph {
+		return nil, fmt.Errorf("session graph of %d bytes, more than %d: %w", len(b), maxGraph, errGraph)
+	}
+	mode, err := cbor.DecOptions{
+		MaxArrayElements: maxElements, MaxMapPairs: maxElements, MaxNestedLevels: maxNesting,
+		IndefLength: cbor.IndefLengthForbidden, TagsMd: cbor.TagsForbidden, DupMapKey: cbor.DupMapKeyEnforcedAPF,
+		UTF8: cbor.UTF8DecodeInvalid, // options and logs are an application's and a compiler's bytes
+	}.DecMode()
+	if err != nil {
 		return nil, fmt.Errorf("decode session graph: %w", err)
+	}
+	g := &graph{}
+	if err := mode.Unmarshal(b, g); err != nil {
+		return nil, fmt.Errorf("%w: %w", errGraph, err)
 	}
 	if g.Version != graphVersion {
 		return nil, fmt.Errorf("session graph of version %d, this executor knows %d", g.Version, graphVersion)
 	}
+	if err := g.check(); err != nil {
+		return nil, fmt.Errorf("%w: %w", errGraph, err)
+	}
 	return g, nil
+}
+
+// check finds what no executor writes and restore takes for granted. Whether
+// objects exist that others name is seen when they are made.
+func (g *graph) check() error {
+	var errs []error
+	seen := map[uint32]bool{}
+	id := func(what string, id uint32) {
+		switch {
+		case id < wire.FirstID:
+			errs = append(errs, fmt.Errorf("%s has id %d, which is a device's", what, id))
+		case seen[id]:
+			errs = append(errs, fmt.Errorf("%s has id %d, which another object has", what, id))
+		}
+		seen[id] = true
+	}
+	for _, x := range g.Devices {
+		id("sub-device", x.ID)
+		if x.Index < 0 {
+			errs = append(errs, fmt.Errorf("sub-device %d is part %d", x.ID, x.Index))
+		}
+	}
+	for _, x := range g.Contexts {
+		id("context", x.ID)
+		if len(x.Devices) == 0 {
+			errs = append(errs, fmt.Errorf("context %d has no device", x.ID))
+		}
+	}
+	for _, x := range g.Queues {
+		id("queue", x.ID)
+	}
+	mems := make(map[uint32]*gMem, len(g.Mems))
+	for i := range g.Mems {
+		id("memory object", g.Mems[i].ID)
+		mems[g.Mems[i].ID] = &g.Mems[i]
+	}
+	for i := range g.Mems {
+		if err := g.Mems[i].check(mems[g.Mems[i].Parent]); err != nil {
+			errs = append(errs, fmt.Errorf("memory object %d: %w", g.Mems[i].ID, err))
+		}
+		if len(errs) > 0 {
+			break
+		}
+	}
+	for _, x := range g.Samplers {
+		id("sampler", x.ID)
+	}
+	for _, x := range g.Programs {
+		id("program", x.ID)
+	}
+	for _, x := range g.Kernels {
+		id("kernel", x.ID)
+	}
+	for _, x := range g.Events {
+		id("event", x.ID)
+		if x.State > eventDone || x.State == eventVendor {
+			errs = append(errs, fmt.Errorf("event %d is in state %d", x.ID, x.State))
+		}
+	}
+	if len(errs) > 0 {
+		return errs[0]
+	}
+	return nil
+}
+
+// check holds an object against the one that it is a part of; nil: none.
+func (m *gMem) check(parent *gMem) error {
+	d := &m.Desc
+	switch {
+	case m.Kind > memImage:
+		return fmt.Errorf("kind %d", m.Kind)
+	case m.Kind == memBuffer && m.Parent != 0, m.Kind == memSub && (parent == nil || parent.Kind != memBuffer), parent != nil && parent.Kind == memImage:
+		return fmt.Errorf("kind %d with parent %d", m.Kind, m.Parent)
+	case m.Kind == memSub && (m.Origin > parent.Size || m.Size > parent.Size-m.Origin):
+		return fmt.Errorf("%d bytes at %d of a buffer of %d", m.Size, m.Origin, parent.Size)
+	case m.Kind == memImage && (m.Elem == 0 || m.Elem > maxPixel || m.Size != m.pixels()*m.Elem || max(d.RowPitch, d.SlicePitch) > maxExtent):
+		return fmt.Errorf("%d bytes of an image of %d x %d x %d (%d), %d bytes each", m.Size, d.Width, d.Height, d.Depth, d.ArraySize, m.Elem)
+	}
+	return nil
+}
+
+// pixels of an image, 0 if they are none or too many.
+func (m *gMem) pixels() uint64 {
+	n := uint64(1)
+	for _, v := range (&mem{desc: m.Desc}).region() {
+		if v == 0 || v > maxExtent/n {
+			return 0
+		}
+		n *= v
+	}
+	return n
 }
 
 func unmap(a *arg) gArg { return gArg{a.set, a.kind, a.size, a.object, a.value} }

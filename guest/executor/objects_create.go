@@ -253,11 +253,30 @@ func (m *mem) createVendorImage() cl.Status {
 	}
 	flags := m.flags &^ (hostPtrFlags | cl.MemHostReadOnly | cl.MemHostWriteOnly | cl.MemHostNoAccess)
 	v, st := cl.CreateImage(m.ctx.vendor, flags, &m.format, &desc, nil)
-	if st == cl.Success {
-		m.vendor = v
+	if st != cl.Success {
+		return st
 	}
-	return st
+	b, st := cl.GetImageInfo(v, cl.ImageElementSize)
+	switch {
+	case st != cl.Success || len(b) < 8:
+		st = cl.OutOfResources
+	case m.elem == 0:
+		m.elem = cl.Uint64(b)
+	case m.elem != cl.Uint64(b): // what a graph says: transfers would overrun their memory
+		st = cl.InvalidImageFormatDescriptor
+	}
+	if st != cl.Success {
+		cl.ReleaseMemObject(v)
+		return st
+	}
+	m.vendor = v
+	return cl.Success
 }
+
+const (
+	maxExtent = 1 << 40 // of an image, in any direction, and of its pitches
+	maxPixel  = 16      // bytes
+)
 
 func (s *session) createImage(r *wire.CreateImage) (outcome, error) {
 	c := lookup[clContext](s, r.Context)
@@ -279,19 +298,12 @@ func (s *session) createImage(r *wire.CreateImage) (outcome, error) {
 			return done(cl.InvalidImageDescriptor), nil
 		}
 	}
-	const tooLarge = 1 << 40
-	if r.Width > tooLarge || r.Height > tooLarge || r.Depth > tooLarge || r.ArraySize > tooLarge {
+	if max(r.Width, r.Height, r.Depth, r.ArraySize, r.RowPitch, r.SlicePitch) > maxExtent {
 		return done(cl.InvalidImageSize), nil
 	}
 	if st := m.createVendorImage(); st != cl.Success {
 		return done(st), nil
 	}
-	b, st := cl.GetImageInfo(m.vendor, cl.ImageElementSize)
-	if st != cl.Success || len(b) < 8 {
-		cl.ReleaseMemObject(m.vendor)
-		return done(cl.OutOfResources), nil
-	}
-	m.elem = cl.Uint64(b)
 	reg := m.region()
 	m.size = reg[0] * reg[1] * reg[2] * m.elem
 	if m.parent == nil {

@@ -280,6 +280,9 @@ func (s *session) restoreQueue(q gQueue) error {
 func (s *session) restoreMem(g gMem, final bool) error {
 	if s.have(g.ID, g.Serial) {
 		m := lookup[mem](s, g.ID)
+		if m == nil || m.kind != g.Kind || m.size != g.Size {
+			return fmt.Errorf("memory object %d is another one than before: %w", g.ID, errGraph)
+		}
 		m.dead, m.callback = g.Dead, g.Callback
 		return s.adoptMaps(m, g, final)
 	}
@@ -475,6 +478,9 @@ func (s *session) restoreKernel(g *gKernel) error {
 			return err
 		}
 		s.set(g.ID, g.Serial, k)
+	}
+	if k == nil || len(k.args) != len(g.Args) {
+		return fmt.Errorf("kernel %d is another one than before: %w", g.ID, errGraph)
 	}
 	return s.rebind(k, g)
 }

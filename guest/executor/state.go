@@ -1,8 +1,8 @@
 package executor
 
 import (
+	"bufio"
 	"encoding/binary"
-	"encoding/gob"
 	"errors"
 	"fmt"
 	"io"
@@ -26,11 +26,52 @@ const stateMagic = 0x5453585550474c43
 
 var errState = errors.New("not a complete session state")
 
-// stateEntry is one object in a state file.
+// stateEntry is one object in a state file, whose index has entries of
+// entrySize bytes: id, serial, place and size.
 type stateEntry struct {
 	ID     uint32
 	Serial uint64
 	At, N  uint64 // bytes
+}
+
+const entrySize = 32
+
+func (e *stateEntry) appendTo(b []byte) []byte {
+	for _, v := range []uint64{uint64(e.ID), e.Serial, e.At, e.N} {
+		b = binary.LittleEndian.AppendUint64(b, v)
+	}
+	return b
+}
+
+// readIndex finds the objects in a state file of size bytes. Each is there
+// once, so that an index makes no more work than the session has contents.
+func (s *session) readIndex(f io.ReaderAt, size uint64) (map[*mem]stateEntry, error) {
+	var tail [24]byte
+	if size < uint64(len(tail)) {
+		return nil, errState
+	}
+	if _, err := f.ReadAt(tail[:], int64(size)-int64(len(tail))); err != nil {
+		return nil, err
+	}
+	end, n := le64(tail[:]), le64(tail[8:])
+	if le64(tail[16:]) != stateMagic || end > size || n > size || end+n+uint64(len(tail)) != size || n%entrySize != 0 {
+		return nil, errState
+	}
+	in := bufio.NewReader(io.NewSectionReader(f, int64(end), int64(n)))
+	out := map[*mem]stateEntry{}
+	for range n / entrySize {
+		var b [entrySize]byte
+		if _, err := io.ReadFull(in, b[:]); err != nil {
+			return nil, fmt.Errorf("index: %w", err)
+		}
+		e := stateEntry{ID: uint32(le64(b[:])), Serial: le64(b[8:]), At: le64(b[16:]), N: le64(b[24:])}
+		m := lookup[mem](s, e.ID)
+		if _, twice := out[m]; m == nil || twice || m.parent != nil || m.size != e.N || e.At > end || e.N > end-e.At {
+			return nil, fmt.Errorf("object %d: %w", e.ID, errState)
+		}
+		out[m] = e
+	}
+	return out, nil
 }
 
 // stateFile is a sink that writes a state file.
@@ -160,10 +201,10 @@ func (w *stateFile) accept(ps []piece) error {
 
 // finish ends the file with its index and makes it durable.
 func (w *stateFile) finish() error {
-	var es []stateEntry
+	var index []byte
 	w.s.each(func(_ uint32, serial uint64, o any) {
 		if r := w.entries[serial]; r != nil {
-			es = append(es, r.stateEntry)
+			index = r.appendTo(index)
 		}
 	})
 	for _, b := range w.maps {
@@ -177,16 +218,12 @@ func (w *stateFile) finish() error {
 	if _, err := w.f.Seek(int64(w.end), io.SeekStart); err != nil {
 		return fmt.Errorf("write %s: %w", w.f.Name(), err)
 	}
-	c := &counter{w: w.f}
-	if err := gob.NewEncoder(c).Encode(es); err != nil {
-		return fmt.Errorf("write index of %s: %w", w.f.Name(), err)
+	n := len(index)
+	for _, v := range []uint64{w.end, uint64(n), stateMagic} {
+		index = binary.LittleEndian.AppendUint64(index, v)
 	}
-	var b [24]byte
-	binary.LittleEndian.PutUint64(b[:], w.end)
-	binary.LittleEndian.PutUint64(b[8:], c.n)
-	binary.LittleEndian.PutUint64(b[16:], stateMagic)
-	if _, err := w.f.Write(b[:]); err != nil {
-		return fmt.Errorf("write %s: %w", w.f.Name(), err)
+	if _, err := w.f.Write(index); err != nil {
+		return fmt.Errorf("write index of %s: %w", w.f.Name(), err)
 	}
 	if w.memory {
 		return nil
@@ -214,17 +251,6 @@ func (w *stateFile) release() {
 	w.maps = nil
 }
 
-type counter struct {
-	w io.Writer
-	n uint64
-}
-
-func (c *counter) Write(b []byte) (int, error) {
-	n, err := c.w.Write(b)
-	c.n += uint64(n)
-	return n, err
-}
-
 // load writes a state file's contents into the prepared objects, and those
 // that stayed in the arena too if this device keeps memory of its own.
 func (s *session) load(f *os.File, report progress) error {
@@ -232,36 +258,18 @@ func (s *session) load(f *os.File, report progress) error {
 	if err != nil {
 		return fmt.Errorf("state: %w", err)
 	}
-	var b [24]byte
-	if st.Size() < 24 {
-		return fmt.Errorf("%s: %w", f.Name(), errState)
-	}
-	if _, err := f.ReadAt(b[:], st.Size()-24); err != nil {
-		return fmt.Errorf("read %s: %w", f.Name(), err)
-	}
-	end, n := binary.LittleEndian.Uint64(b[:]), binary.LittleEndian.Uint64(b[8:])
-	size := uint64(st.Size())
-	if binary.LittleEndian.Uint64(b[16:]) != stateMagic || end > size || n > size || end+n+24 != size {
-		return fmt.Errorf("%s: %w", f.Name(), errState)
-	}
-	var es []stateEntry
-	if err := gob.NewDecoder(io.NewSectionReader(f, int64(end), int64(n))).Decode(&es); err != nil {
-		return fmt.Errorf("index of %s: %w: %w", f.Name(), err, errState)
-	}
 	if err := s.openWindow(windowChunk * windowDepth); err != nil {
 		return err
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	defer s.closeWindow()
+	filed, err := s.readIndex(f, uint64(st.Size())) // a file has what was in the arena, too
+	if err != nil {
+		return fmt.Errorf("%s: %w", f.Name(), err)
+	}
 	var ps []piece
-	filed := map[*mem]bool{} // a file has what was in the arena, too
-	for _, e := range es {
-		m := lookup[mem](s, e.ID)
-		if m == nil || m.size != e.N || e.At > end || e.N > end-e.At {
-			return fmt.Errorf("object %d in %s: %w", e.ID, f.Name(), errState)
-		}
-		filed[m] = true
+	for m, e := range filed {
 		m.markAll()
 		for _, p := range m.cut(windowChunk) {
 			off := p.Off
@@ -273,7 +281,7 @@ func (s *session) load(f *os.File, report progress) error {
 		}
 	}
 	s.each(func(id uint32, _ uint64, o any) {
-		if m, ok := o.(*mem); ok && m.inArena && !m.unified && m.parent == nil && !filed[m] {
+		if m, ok := o.(*mem); ok && m.inArena && !m.unified && m.parent == nil && filed[m].ID == 0 {
 			m.markAll()
 			for _, p := range m.cut(windowChunk) {
 				p.ID, p.ptr = id, s.arena.Pointer(m.arena+p.Off)

@@ -215,10 +215,8 @@ func (s *session) receiveState(r io.Reader) (total uint64, err error) {
 	if n, err := r.Read(head[:1]); n != 0 || !errors.Is(err, io.EOF) {
 		return total, fmt.Errorf("end of the state: %w", errors.Join(err, errState))
 	}
-	for m, n := range came {
-		if n != m.content() {
-			return total, fmt.Errorf("%w: %d bytes of %d of object %d", errState, n, m.content(), m.id)
-		}
+	if err := s.missing(came); err != nil {
+		return total, err
 	}
 	for i, evs := range fly {
 		fly[i] = nil
@@ -227,6 +225,18 @@ func (s *session) receiveState(r io.Reader) (total uint64, err error) {
 		}
 	}
 	return total, nil
+}
+
+// missing finds an object of which not all has come, or nothing at all.
+func (s *session) missing(came map[*mem]uint64) (err error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.each(func(id uint32, _ uint64, o any) {
+		if m, ok := o.(*mem); ok && m.parent == nil && m.vendor != 0 && came[m] != m.content() {
+			err = fmt.Errorf("%w: %d bytes of %d of object %d", errState, came[m], m.content(), id)
+		}
+	})
+	return err
 }
 
 // content is how many bytes an object has.

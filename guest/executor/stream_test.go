@@ -25,6 +25,11 @@ func sendAway(t testing.TB, s *session) (g *graph, all []*gpuctlv1.StateChunk) {
 	if _, err := s.freeze(t.Context(), 10*time.Second); err != nil {
 		t.Fatal(err)
 	}
+	return sendFrozen(t, s)
+}
+
+func sendFrozen(t testing.TB, s *session) (g *graph, all []*gpuctlv1.StateChunk) {
+	t.Helper()
 	s.mu.Lock()
 	b, err := s.graph(true).encode()
 	s.mu.Unlock()
@@ -196,10 +201,18 @@ func TestAwayDamaged(t *testing.T) {
 	}
 }
 
-// FuzzReceive reads whatever stream into an executor: it must survive.
-func FuzzReceive(f *testing.F) {
-	to, stream, _ := awayBench(f)
-	f.Add(stream)
-	f.Add(stream[:70])
-	f.Fuzz(func(_ *testing.T, in []byte) { _, _ = to.receiveState(bytes.NewReader(in)) })
+// A stream that is whole and says nothing of an object would leave it zero.
+func TestAStateWithoutAnObjectIsNotTakenForWhole(t *testing.T) {
+	to, stream, _ := awayBench(t)
+	// The last piece is the image's, which is all of it.
+	last := len(stream) - 2*streamHead - 8*4*4
+	tail := slices.Clone(stream[len(stream)-streamHead:])
+	tail[8]--
+	if n, err := to.receiveState(bytes.NewReader(slices.Concat(stream[:last], tail))); !errors.Is(err, errState) {
+		t.Errorf("%d bytes without the image are taken in: %v", n, err)
+	}
+	empty := slices.Concat(stream[:streamHead], make([]byte, streamHead))
+	if n, err := to.receiveState(bytes.NewReader(empty)); !errors.Is(err, errState) {
+		t.Errorf("%d bytes are taken for a state: %v", n, err)
+	}
 }

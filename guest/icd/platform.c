@@ -95,6 +95,7 @@ cl_int gx_devices_load(struct gx_reply *r)
 	take_u32(&c);
 	free(plat_params);
 	free(plat_blob);
+	plat_blob = NULL; /* take_params may fail before it sets it */
 	plat_params = take_params(&c, n, &plat_blob);
 	nplat = plat_params ? n : 0;
 	n = take_u32(&c);

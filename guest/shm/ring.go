@@ -50,6 +50,9 @@ func NewRing(r *Region) (*Ring, error) {
 	return &Ring{r: r, push: make(chan struct{}, 1)}, nil
 }
 
+// Close unmaps the ring's region. Nothing may use the ring any more.
+func (q *Ring) Close() error { return q.r.Close() }
+
 // Init formats a fresh ring memfd. The sizes are bytes.
 func (q *Ring) Init(arenaSize, arenaSplit uint64) {
 	q.r.Store32(wire.HdrVersion, wire.Version)

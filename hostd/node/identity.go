@@ -49,13 +49,21 @@ func readIdentity(dir string) (*identity, error) {
 	return id, nil
 }
 
-func (id *identity) write(dir string) error {
+func (id *identity) encode() ([]byte, error) {
 	id.Version = identityVersion
 	data, err := json.MarshalIndent(id, "", "  ")
 	if err != nil {
-		return fmt.Errorf("membership: %w", err)
+		return nil, fmt.Errorf("membership: %w", err)
 	}
-	if err := renameio.WriteFile(identityPath(dir), append(data, '\n'), 0o600); err != nil {
+	return append(data, '\n'), nil
+}
+
+func (id *identity) write(dir string) error {
+	data, err := id.encode()
+	if err != nil {
+		return err
+	}
+	if err := renameio.WriteFile(identityPath(dir), data, 0o600); err != nil {
 		return fmt.Errorf("membership: %w", err)
 	}
 	return nil
