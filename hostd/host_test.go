@@ -9,12 +9,10 @@ import (
 	"net/http"
 	"net/http/httptest"
 	"path/filepath"
-	"runtime"
 	"slices"
 	"strings"
 	"testing"
 	"testing/fstest"
-	"time"
 
 	"connectrpc.com/connect"
 	"go.uber.org/goleak"
@@ -270,24 +268,13 @@ func TestOwnershipHoldsWhateverHappens(t *testing.T) {
 				t.Fatal(err)
 			}
 		}
-		// A list of sessions that was asked for before they ended may still be on its way.
-		held := func() (gpu string, list []*gpuctlv1.Owner) {
-			if err := f.host.Resync(context.Background()); err != nil {
-				t.Fatal(err)
-			}
-			for gpu, list = range f.owners() {
-				if len(list) > 0 {
-					return gpu, list
-				}
-			}
-			return "", nil
+		if err := f.host.Resync(context.Background()); err != nil {
+			t.Fatal(err)
 		}
-		gpu, list := held()
-		for end := time.Now().Add(30 * time.Second); len(list) > 0 && time.Now().Before(end); gpu, list = held() {
-			runtime.Gosched()
-		}
-		if len(list) > 0 {
-			t.Fatalf("%s is held by %v in the end", gpu, list)
+		for gpu, list := range f.owners() {
+			if len(list) > 0 {
+				t.Fatalf("%s is held by %v in the end", gpu, list)
+			}
 		}
 		if left := f.guest.Offered(); len(left) > 0 {
 			t.Fatalf("offers are left: %v", left)

@@ -14,6 +14,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/guest/handover"
 	"github.com/gpuctl/gpuctl/guest/wire"
 	"github.com/gpuctl/gpuctl/internal/throttle"
 )
@@ -51,7 +52,7 @@ func (m *Manager) serveApps(l *net.UnixListener, d *door) error {
 			time.Sleep(100 * time.Millisecond)
 			continue
 		}
-		cred, err := peer(conn)
+		cred, err := handover.Peer(conn)
 		if err != nil {
 			conn.Close()
 			log.Warn("accept application", "err", err)
@@ -123,23 +124,6 @@ func readGreeting(conn *net.UnixConn, cred *unix.Ucred) (greeting, error) {
 	}
 	g.token, _, _ = strings.Cut(string(hello[16:]), "\x00")
 	return g, nil
-}
-
-func peer(conn *net.UnixConn) (*unix.Ucred, error) {
-	raw, err := conn.SyscallConn()
-	if err != nil {
-		return nil, err
-	}
-	var cred *unix.Ucred
-	if cerr := raw.Control(func(fd uintptr) {
-		cred, err = unix.GetsockoptUcred(int(fd), unix.SOL_SOCKET, unix.SO_PEERCRED)
-	}); cerr != nil {
-		return nil, cerr
-	}
-	if err != nil {
-		return nil, fmt.Errorf("peer's credentials: %w", err)
-	}
-	return cred, nil
 }
 
 // create makes a session and answers the application. It takes conn over if it

@@ -12,6 +12,7 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/guest/handover"
 	"github.com/gpuctl/gpuctl/guest/wire"
 )
 
@@ -73,7 +74,7 @@ func FuzzGreeting(f *testing.F) {
 		if err := unix.Shutdown(app, unix.SHUT_WR); err != nil {
 			t.Fatal(err)
 		}
-		cred, err := peer(conn)
+		cred, err := handover.Peer(conn)
 		if err != nil {
 			t.Fatal(err)
 		}
