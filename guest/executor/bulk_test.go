@@ -19,16 +19,22 @@ import (
 type mover struct {
 	c *client
 
-	mu    sync.Mutex
+	hold chan struct{} // closed when chunks may be moved without asking; nil: they may
+	step chan struct{} // one is moved for each that is taken from here, while hold is open
+
+	mu    sync.Mutex        // held while a chunk is moved, too
 	data  map[uint32][]byte // what to write, or where to read to, by completion word
 	write map[uint32]bool
-	froms []uint64      // where each run began
-	hold  chan struct{} // closed when chunks may be moved without asking; nil: they may
-	step  chan struct{} // one is moved for each that is taken from here, while hold is open
+	froms []uint64 // where each run began
 }
 
-func (c *client) mover() *mover {
+// mover returns threads that move chunks as they like; with held, only those
+// that the test asks for, until it closes hold.
+func (c *client) mover(held bool) *mover {
 	m := &mover{c: c, data: map[uint32][]byte{}, write: map[uint32]bool{}, step: make(chan struct{})}
+	if held {
+		m.hold = make(chan struct{})
+	}
 	stop := make(chan struct{})
 	var wg sync.WaitGroup
 	for lane := range wire.LaneCount {
@@ -73,7 +79,7 @@ func (m *mover) serve(lane int, stop chan struct{}) {
 			continue
 		}
 		m.mu.Lock()
-		data, write, hold := m.data[word], m.write[word], m.hold
+		data, write := m.data[word], m.write[word]
 		if r != run {
 			run, next, pos = r, 0, from
 			m.froms = append(m.froms, from)
@@ -83,9 +89,9 @@ func (m *mover) serve(lane int, stop chan struct{}) {
 			shm.FutexWait(ring.Word32(wire.HdrBell), seen, time.Millisecond)
 			continue
 		}
-		if hold != nil {
+		if m.hold != nil {
 			select {
-			case <-hold:
+			case <-m.hold:
 			case m.step <- struct{}{}:
 			case <-stop:
 				return
@@ -96,16 +102,25 @@ func (m *mover) serve(lane int, stop chan struct{}) {
 		if state == wire.LaneDirect {
 			off = at + pos
 		}
+		m.mu.Lock()
 		if write {
 			copy(m.c.arena.Bytes()[off:], data[pos:pos+n])
 		} else {
 			copy(data[pos:], m.c.arena.Bytes()[off:off+n])
 		}
+		m.mu.Unlock()
 		pos += n
 		next++
 		ring.Store32(o+wire.LaneDone, next)
 		shm.FutexWake(ring.Word32(o+wire.LaneDone), shm.All)
 	}
+}
+
+// moved is what the transfer of a completion word wrote or read, and where its runs began.
+func (m *mover) moved(word uint32) (data []byte, froms []uint64) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return m.data[word], m.froms
 }
 
 func (c *client) pend(word uint32) uint32 { return c.ring.Load32(wire.PendOff + 4*uint64(word)) }
@@ -147,6 +162,37 @@ func (c *client) bulk(q, b uint32, n uint64, write, rect bool, word, event uint3
 	}
 }
 
+// interrupted is in the middle of a bulk write of n bytes, after steps chunks; a
+// read of all of them is parked behind it.
+func (c *client) interrupted(n uint64, rect bool, steps int) (*mover, *session, uint32) {
+	c.t.Helper()
+	m := c.mover(true)
+	s := c.executor(1)
+	s.activate()
+	ctx, q, _ := c.setup(0)
+	b := c.buffer(ctx, n)
+	m.add(1, noise(int(n)), true)
+	m.add(2, make([]byte, n), false)
+	c.bulk(q, b, n, true, rect, 1, 0)
+	c.bulk(q, b, n, false, rect, 2, 0)
+	for range steps {
+		<-m.step
+	}
+	return m, s, q
+}
+
+// goOn lets both transfers end and checks that what was written was read.
+func (m *mover) goOn(q uint32) {
+	m.c.t.Helper()
+	close(m.hold)
+	m.c.finish(q)
+	in, _ := m.moved(1)
+	out, _ := m.moved(2)
+	if w, r := m.c.pend(1), m.c.pend(2); w != wire.PendDone || r != wire.PendDone || !bytes.Equal(in, out) {
+		m.c.t.Fatalf("completion words %d, %d; equal: %v", w, r, bytes.Equal(in, out))
+	}
+}
+
 // A session that is to stand still does not wait for a large transfer: it stops
 // between two chunks, and the other executor goes on with what is left. What is
 // parked behind it keeps its place.
@@ -154,20 +200,7 @@ func TestTransferGoesOnAtAnotherExecutor(t *testing.T) {
 	const n = 200 << 20
 	for _, rect := range []bool{false, true} {
 		c := newClient(t)
-		m := c.mover()
-		s := c.executor(1)
-		s.activate()
-		ctx, q, _ := c.setup(0)
-		b := c.buffer(ctx, n)
-		in, out := noise(n), make([]byte, n)
-		m.add(1, in, true)
-		m.add(2, out, false)
-		m.hold = make(chan struct{})
-		c.bulk(q, b, n, true, rect, 1, 0)
-		c.bulk(q, b, n, false, rect, 2, 0)
-		for range 10 {
-			<-m.step
-		}
+		m, s, q := c.interrupted(n, rect, 10)
 		to := c.executor(2)
 		go func() { // the application goes on once the session is to stand still
 			for !s.gate.Load() {
@@ -185,13 +218,9 @@ func TestTransferGoesOnAtAnotherExecutor(t *testing.T) {
 		if w := c.pend(1); w != wire.PendBusy {
 			t.Fatalf("rect %v: the transfer was over before the swap: %d", rect, w)
 		}
-		close(m.hold)
-		c.finish(q)
-		if c.pend(1) != wire.PendDone || c.pend(2) != wire.PendDone || !bytes.Equal(in, out) {
-			t.Fatalf("rect %v: completion words %d, %d; equal: %v", rect, c.pend(1), c.pend(2), bytes.Equal(in, out))
-		}
-		if len(m.froms) != 3 || m.froms[0] != 0 || m.froms[1] == 0 || m.froms[1] >= n || m.froms[2] != 0 {
-			t.Fatalf("rect %v: runs began at %d", rect, m.froms)
+		m.goOn(q)
+		if _, at := m.moved(2); len(at) != 3 || at[0] != 0 || at[1] == 0 || at[1] >= n || at[2] != 0 {
+			t.Fatalf("rect %v: runs began at %d", rect, at)
 		}
 	}
 }
@@ -201,63 +230,31 @@ func TestTransferGoesOnAtAnotherExecutor(t *testing.T) {
 func TestStoppedApplicationIsFrozenInTheMiddleOfATransfer(t *testing.T) {
 	const n = 64 << 20
 	c := newClient(t)
-	m := c.mover()
-	s := c.executor(1)
-	s.activate()
-	ctx, q, _ := c.setup(0)
-	b := c.buffer(ctx, n)
-	in, out := noise(n), make([]byte, n)
-	m.add(1, in, true)
-	m.add(2, out, false)
-	m.hold = make(chan struct{})
-	c.bulk(q, b, n, true, true, 1, 0)
-	c.bulk(q, b, n, false, true, 2, 0)
-	for range 3 {
-		<-m.step
-	}
+	m, s, q := c.interrupted(n, true, 3)
 	to := c.executor(2)
 	c.swap(s, to)
 	if st := c.ring.Load32(wire.LaneOff + wire.LaneState); st != wire.LaneLeft && st != wire.LaneFree {
 		t.Fatalf("lane 0 is in state %d", st)
 	}
-	close(m.hold)
-	c.finish(q)
-	if c.pend(1) != wire.PendDone || !bytes.Equal(in, out) {
-		t.Fatalf("completion word %d; equal: %v", c.pend(1), bytes.Equal(in, out))
-	}
+	m.goOn(q)
 }
 
 // A freeze that fails lets transfers that stopped for it go on.
 func TestTransferGoesOnAfterAFailedFreeze(t *testing.T) {
 	const n = 64 << 20
 	c := newClient(t)
-	m := c.mover()
-	s := c.executor(1)
-	s.activate()
-	ctx, q, _ := c.setup(0)
-	b := c.buffer(ctx, n)
-	in, out := noise(n), make([]byte, n)
-	m.add(1, in, true)
-	m.add(2, out, false)
-	m.hold = make(chan struct{})
-	c.bulk(q, b, n, true, true, 1, 0)
-	c.bulk(q, b, n, false, true, 2, 0)
-	<-m.step
+	m, s, q := c.interrupted(n, true, 1)
 	if _, err := s.freeze(t.Context(), time.Millisecond); err == nil {
 		t.Fatal("frozen within a millisecond")
 	}
-	close(m.hold)
-	c.finish(q)
-	if c.pend(1) != wire.PendDone || !bytes.Equal(in, out) {
-		t.Fatalf("completion word %d; equal: %v", c.pend(1), bytes.Equal(in, out))
-	}
+	m.goOn(q)
 }
 
 // However much is under way at once, it takes no more host memory than the lanes have.
 func TestTransfersInFlightTakeBoundedMemory(t *testing.T) {
 	const n, count = 32 << 20, 30
 	c := newClient(t)
-	m := c.mover()
+	m := c.mover(false)
 	c.executor(1).activate()
 	ctx, q, _ := c.setup(0)
 	b := c.buffer(ctx, n)

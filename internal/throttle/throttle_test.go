@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"log/slog"
 	"strings"
+	"sync"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -13,12 +14,11 @@ import (
 
 func TestFloodIsCountedAndNotLogged(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		var out bytes.Buffer
+		var out buffer
 		log := throttle.Logger(slog.New(slog.NewTextHandler(&out, nil)), 3, time.Second)
 		lines := func() []string {
 			synctest.Wait()
-			defer out.Reset()
-			return strings.Split(strings.TrimSuffix(out.String(), "\n"), "\n")
+			return strings.Split(strings.TrimSuffix(out.take(), "\n"), "\n")
 		}
 		for range 100000 {
 			log.With("pid", 1).Warn("refused")
@@ -50,4 +50,23 @@ func TestFloodIsCountedAndNotLogged(t *testing.T) {
 		}
 		time.Sleep(time.Hour)
 	})
+}
+
+// buffer is one that timers write to.
+type buffer struct {
+	mu sync.Mutex
+	b  bytes.Buffer
+}
+
+func (b *buffer) Write(p []byte) (int, error) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.b.Write(p)
+}
+
+func (b *buffer) take() string {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	defer b.b.Reset()
+	return b.b.String()
 }
