@@ -74,6 +74,7 @@ cluster-demo: build
 	bin/gpuctl-cluster-demo
 
 bench: build
+	@packaging/setup.sh hashcat
 	@packaging/get-etcd.sh .cache/etcd || echo "no etcd to compare with"
 	PATH=$$PATH:$(CURDIR)/.cache/etcd/usr/bin bin/gpuctl-bench
 

@@ -9,7 +9,10 @@ import (
 	"path/filepath"
 	"strconv"
 	"strings"
+	"sync"
 	"time"
+
+	"golang.org/x/sync/errgroup"
 
 	"github.com/gpuctl/gpuctl/test/chaos"
 	"github.com/gpuctl/gpuctl/test/rig"
@@ -26,32 +29,41 @@ func (b *bench) chaos(ctx context.Context) error {
 		{"--kib", "16384", "--threads", "2"},
 	}
 	const share = 25 // operations of one program
-	left := b.operations
+	var mu sync.Mutex
 	var all chaos.Result
 	var wrong []string
-	for i := 0; left > 0; i++ {
-		n := min(share, left)
-		left -= n
-		res, lines, err := b.disturb(ctx, n, uint64(i)+b.seed, rounds[i%len(rounds)])
-		all.Operations += res.Operations
-		all.Done += res.Done
-		all.Failed += res.Failed
-		all.Killed += res.Killed
-		all.Worst = max(all.Worst, res.Worst)
-		wrong = append(wrong, lines...)
-		fmt.Fprintf(b.out, "  %s, seed %d: %d operations, %d done; so far %d, of which %d were to fail and %d were killed, %d lines wrong\n",
-			strings.Join(rounds[i%len(rounds)], " "), uint64(i)+b.seed, res.Operations, res.Done, all.Operations, all.Failed, all.Killed, len(wrong))
-		for _, l := range lines {
-			fmt.Fprintln(b.out, "   ", l)
-		}
-		if err != nil {
-			return err
-		}
+	group, ctx := errgroup.WithContext(ctx)
+	group.SetLimit(b.together)
+	for i := range (b.operations + share - 1) / share {
+		n, seed, args := min(share, b.operations-i*share), uint64(i)+b.seed, rounds[i%len(rounds)]
+		group.Go(func() error {
+			begin := time.Now()
+			res, lines, err := b.disturb(ctx, n, seed, args)
+			mu.Lock()
+			defer mu.Unlock()
+			all.Operations += res.Operations
+			all.Done += res.Done
+			all.Failed += res.Failed
+			all.Killed += res.Killed
+			all.Worst = max(all.Worst, res.Worst)
+			wrong = append(wrong, lines...)
+			fmt.Fprintf(b.out, "  %s, seed %d: %d operations in %.0f s, %d done; so far %d, of which %d were to fail and %d were killed, %d lines wrong\n",
+				strings.Join(args, " "), seed, res.Operations, time.Since(begin).Seconds(), res.Done, all.Operations, all.Failed, all.Killed, len(wrong))
+			for _, l := range lines {
+				fmt.Fprintln(b.out, "   ", l)
+			}
+			if err != nil && ctx.Err() == nil {
+				fmt.Fprintf(b.out, "  seed %d: %v\n", seed, err)
+				return fmt.Errorf("seed %d: %w", seed, err)
+			}
+			return nil
+		})
 	}
+	err := group.Wait()
 	none := func() bool { return len(wrong) == 0 }
 	b.report.add(fmt.Sprintf("%d operations, %d to fail, %d killed", all.Operations, all.Failed, all.Killed), "lines wrong", 0, float64(len(wrong)), "0", none)
 	b.report.add("longest stand-still of one that was done", "ms", 0, float64(all.Worst.Milliseconds()), "", nil)
-	return nil
+	return err
 }
 
 // disturb runs one program under n operations, on a hostd of its own.
@@ -60,8 +72,7 @@ func (b *bench) disturb(ctx context.Context, n int, seed uint64, args []string) 
 	if err != nil {
 		return res, nil, err
 	}
-	b.rigs++
-	r, err := rig.Start(ctx, rig.Options{Dir: filepath.Join(b.tmp, fmt.Sprint("r", b.rigs)), Config: config, Env: []string{"GPUCTL_FAULTS=1"}})
+	r, err := rig.Start(ctx, rig.Options{Dir: filepath.Join(b.tmp, fmt.Sprint("c", seed)), Config: config, Env: []string{"GPUCTL_FAULTS=1"}})
 	if err != nil {
 		return res, nil, err
 	}
@@ -93,9 +104,7 @@ func (b *bench) disturb(ctx context.Context, n int, seed uint64, args []string) 
 	}
 	wrong = chaos.Wrong(out.String())
 	if err != nil && len(wrong) == 0 {
-		_, _ = b.out.Write(log.Bytes())
-		text := r.Log()
-		return res, nil, fmt.Errorf("%w; it printed %s; hostd: %s", err, ending(out.String(), 500), ending(text, 4000))
+		return res, nil, fmt.Errorf("%w; it printed %s; done to it:\n%s\nhostd: %s", err, ending(out.String(), 500), log.String(), ending(r.Log(), 4000))
 	}
 	return res, wrong, nil
 }

@@ -66,8 +66,9 @@ func run(ctx context.Context, args []string, out io.Writer) error {
 	swaps := fs.Int("swaps", 20, "swaps for the stand-still figures")
 	mib := fs.Int("mib", 256, "size of the bulk transfers, MiB")
 	gib := fs.Int("gib", 16, "state of the big swaps on a real GPU, GiB")
-	only := fs.String("only", "", "run only the parts that `NAMES`, with commas between, say: calls, transfers, programs, swap, suspend, replay, footprint, cluster, gpu, chaos")
+	only := fs.String("only", "", "run only the parts that `NAMES`, with commas between, say: calls, transfers, compute, programs, swap, suspend, replay, footprint, cluster, gpu, chaos")
 	operations := fs.Int("operations", 200, "operations of the part chaos, of which 30 % are to fail and 10 % are killed")
+	together := fs.Int("together", 1, "programs at a time of the part chaos")
 	seed := fs.Uint64("seed", uint64(time.Now().Unix()), "of the part chaos")
 	nvidia := fs.String("nvidia", "", "NVIDIA's OpenCL `library` (default: found in /etc/OpenCL/vendors)")
 	traces := fs.String("traces", "", "`folder` with the openb trace, for the inventory part")
@@ -80,7 +81,7 @@ func run(ctx context.Context, args []string, out io.Writer) error {
 		return err
 	}
 	defer os.RemoveAll(tmp)
-	b := &bench{out: out, tmp: tmp, rounds: *rounds, swaps: *swaps, mib: *mib, gib: *gib, operations: *operations, seed: *seed, nvidia: *nvidia, traces: *traces}
+	b := &bench{out: out, tmp: tmp, rounds: *rounds, swaps: *swaps, mib: *mib, gib: *gib, operations: *operations, together: *together, seed: *seed, nvidia: *nvidia, traces: *traces}
 	if b.nvidia == "" {
 		b.nvidia = findNVIDIA()
 	}
@@ -97,6 +98,7 @@ func run(ctx context.Context, args []string, out io.Writer) error {
 	}{
 		{"calls", "Costs of single calls", b.calls},
 		{"transfers", "Transfers of clpeak", b.transfers},
+		{"compute", "Kernels of clpeak and hashcat", b.compute},
 		{"programs", "Whole programs", b.programs},
 		{"swap", "Swap, PoCL basic to PoCL pthread and back, 64 MiB live", b.swap},
 		{"suspend", "Suspend and resume, 64 MiB", b.suspend},

@@ -28,6 +28,7 @@ type bench struct {
 	traces                  string // folder with the openb trace
 	rounds, swaps, mib, gib int
 	operations              int    // of chaos
+	together                int    // programs of chaos
 	seed                    uint64 // of chaos
 	report                  report
 	rigs                    int
@@ -163,7 +164,7 @@ func (b *bench) programs(ctx context.Context) error {
 			programs = append(programs, []string{"ffmpeg", "-v", "error", "-y", "-init_hw_device", "opencl=gpu:0.0", "-filter_hw_device", "gpu", "-i", clip, "-vf", "format=yuv420p,hwupload," + filter + ",hwdownload,format=yuv420p", "-f", "null", "-"})
 		}
 	}
-	for _, t := range []string{"clblast_test_xaxpy", "clblast_test_xgemv"} {
+	for _, t := range []string{"clblast_test_xaxpy", "clblast_test_xgemv", "clblast_test_xgemm"} {
 		if _, err := exec.LookPath(t); err == nil {
 			programs = append(programs, []string{t})
 		}

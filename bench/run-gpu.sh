@@ -1,7 +1,7 @@
 #!/bin/sh
 # run-gpu.sh [flags of bench]: the bench on a GPU machine that has no Go toolchain and no network. It expects bin/, lib/ and
-# test/cl/bin/ as `make build` leaves them, an OpenCL loader and the vendor's driver. clpeak, for the part "transfers", may lie in
-# the folder clpeak/ with the libraries that the machine does not have.
+# test/cl/bin/ as `make build` leaves them, an OpenCL loader and the vendor's driver. Programs that it measures, like clpeak,
+# hashcat and clblast_test_xgemm, may lie in the folder programs/ with the libraries that the machine does not have.
 set -eu
 cd "$(dirname "$0")/.."
 for f in bin/gpuctl bin/hostd bin/gpuguest bin/gpuctl-bench lib/libgpuctl-opencl.so test/cl/bin/stream; do
@@ -13,9 +13,9 @@ if ! ls /etc/OpenCL/vendors/*.icd >/dev/null 2>&1; then
 	[ -n "$lib" ] || { echo "run-gpu.sh: no OpenCL driver found" >&2; exit 1; }
 	set -- --nvidia "$lib" "$@"
 fi
-if [ -x clpeak/clpeak ]; then
-	PATH=$PWD/clpeak:$PATH
-	LD_LIBRARY_PATH=$PWD/clpeak${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
+if [ -d programs ]; then
+	PATH=$PWD/programs:$PATH
+	LD_LIBRARY_PATH=$PWD/programs${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
 	export PATH LD_LIBRARY_PATH
 fi
 GPUCTL_ROOT=$PWD exec bin/gpuctl-bench "$@"

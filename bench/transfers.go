@@ -3,12 +3,10 @@ package main
 import (
 	"bytes"
 	"context"
-	"errors"
 	"fmt"
 	"os"
 	"os/exec"
 	"path/filepath"
-	"regexp"
 	"strconv"
 	"strings"
 	"time"
@@ -28,7 +26,7 @@ const windowMiB = 256 + 64
 func (b *bench) transfers(ctx context.Context) error {
 	clpeak, err := exec.LookPath("clpeak")
 	if err != nil {
-		return fmt.Errorf("clpeak: %w: install the package, or carry the program and its libraries in the folder clpeak", err)
+		return fmt.Errorf("clpeak: %w: install the package, or carry the program and its libraries in the folder programs", err)
 	}
 	r, err := b.start(ctx)
 	if err != nil {
@@ -66,7 +64,7 @@ func (b *bench) peak(ctx context.Context, r *rig.Rig, device, clpeak string) err
 			if err != nil {
 				return err
 			}
-			names, got := bandwidths(out)
+			names, got := tableOf(out, "Transfer bandwidth")
 			if len(names) == 0 {
 				return fmt.Errorf("clpeak: %w: %s", errNoFigures, out)
 			}
@@ -95,26 +93,6 @@ func (b *bench) peak(ctx context.Context, r *rig.Rig, device, clpeak string) err
 	}
 	b.report.add(device+": memory of application and executor, most", "MiB", most[false], most[true], target, pass)
 	return nil
-}
-
-var errNoFigures = errors.New("no figures")
-
-var bandwidth = regexp.MustCompile(`^ +(\S.*?) *: *([0-9.]+)$`)
-
-// bandwidths reads the first device's table.
-func bandwidths(out []byte) (names []string, v map[string]float64) {
-	v = map[string]float64{}
-	_, table, _ := strings.Cut(string(out), "Transfer bandwidth")
-	for line := range strings.Lines(table) {
-		if m := bandwidth.FindStringSubmatch(strings.TrimRight(line, "\n")); m != nil {
-			f, err := strconv.ParseFloat(m[2], 64)
-			if _, again := v[m[1]]; err != nil || again {
-				break
-			}
-			names, v[m[1]] = append(names, m[1]), f
-		}
-	}
-	return names, v
 }
 
 // measured runs a program and returns its output and the most memory, in MiB,

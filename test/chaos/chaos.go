@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"math/rand/v2"
-	"os"
 	"path/filepath"
 	"strings"
 	"sync/atomic"
@@ -58,6 +57,7 @@ type actor struct {
 	client  gpuctlv1connect.HostServiceClient
 	random  *rand.Rand
 	session string
+	states  string // folder of state files
 	files   int
 	killed  atomic.Int32 // the gpuguest that was killed last
 	result  Result
@@ -73,6 +73,9 @@ func Run(ctx context.Context, r *rig.Rig, o Options) (Result, error) {
 	}
 	var err error
 	if a.session, err = r.Session(ctx); err != nil {
+		return a.result, err
+	}
+	if a.states, err = r.States(); err != nil {
 		return a.result, err
 	}
 	for (o.Operations == 0 || a.result.Operations < o.Operations) && (o.Until.IsZero() || time.Now().Before(o.Until)) {
@@ -134,7 +137,7 @@ func (a *actor) one(ctx context.Context) error {
 	switch {
 	case err != nil || res.GetError() != "" || res.GetRefused():
 		if fault == "" && strike == nil && timeout == 0 && !res.GetRefused() {
-			return fmt.Errorf("%s to %s, which nothing disturbed: %w%s", kind, to, err, res.GetError())
+			return errors.Join(fmt.Errorf("%s to %s, which nothing disturbed: %s", kind, to, res.GetError()), err)
 		}
 		a.Log("%s to %s: %v %s", what, to, err, res.GetError())
 	default:
@@ -200,7 +203,7 @@ func (a *actor) operate(ctx context.Context, kind, to, fault string, freeze time
 		req := &gpuctlv1.HostSuspendRequest{Session: a.session, FailAt: fault}
 		if a.random.IntN(2) == 0 {
 			a.files++
-			req.File = filepath.Join(a.r.Dir, fmt.Sprintf("state%d", a.files))
+			req.File = filepath.Join(a.states, fmt.Sprintf("state%d", a.files))
 		}
 		stream, err = a.client.Suspend(ctx, connect.NewRequest(req))
 	default:
@@ -263,7 +266,7 @@ func (a *actor) rest(ctx context.Context) error {
 			return err
 		}
 		if res, err := a.operate(ctx, "resume", a.GPUs[0], "", 0); err != nil || res.GetError() != "" {
-			return fmt.Errorf("last resumption: %w%s", err, res.GetError())
+			return errors.Join(fmt.Errorf("last resumption: %s", res.GetError()), err)
 		}
 	}
 }
@@ -277,12 +280,4 @@ func Wrong(output string) (lines []string) {
 		}
 	}
 	return lines
-}
-
-// Remove deletes the state files that a run may have left.
-func Remove(dir string) {
-	files, _ := filepath.Glob(filepath.Join(dir, "state*"))
-	for _, f := range files {
-		_ = os.Remove(f)
-	}
 }

@@ -411,16 +411,6 @@ func TestGpuguestKilled(t *testing.T) {
 	a.verify(t)
 }
 
-// states is a folder in dir where the users of sessions may make files.
-func states(t *testing.T, dir string) string {
-	t.Helper()
-	dir = filepath.Join(dir, "states")
-	if err := errors.Join(os.Mkdir(dir, 0o700), os.Chmod(dir, 0o777|os.ModeSticky)); err != nil {
-		t.Fatal(err)
-	}
-	return dir
-}
-
 // TestHostileKernel has a kernel make system calls, as it can where a kernel is
 // native code.
 func TestHostileKernel(t *testing.T) {
@@ -461,7 +451,11 @@ func TestHostileKernel(t *testing.T) {
 func TestSuspendResume(t *testing.T) {
 	r := start(t)
 	args := []string{"--mib", "1", "--mapped", "--images"}
-	for _, file := range []string{"", filepath.Join(states(t, r.Dir), "state")} {
+	states, err := r.States()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, file := range []string{"", filepath.Join(states, "state")} {
 		t.Run("file="+filepath.Base(file), func(t *testing.T) {
 			a := launchStream(t, r, rig.Basic, args...)
 			a.until(t, "iteration 3 ")

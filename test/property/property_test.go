@@ -237,8 +237,12 @@ func (r *runner) act(ctx context.Context, a action, release func()) error {
 	}
 	req := &gpuctlv1.HostSuspendRequest{Session: s, FailAt: fault}
 	if a.verb == "file" {
+		dir, err := r.States()
+		if err != nil {
+			return err
+		}
 		r.files++
-		req.File = filepath.Join(r.Dir, fmt.Sprintf("state%d", r.files))
+		req.File = filepath.Join(dir, fmt.Sprintf("state%d", r.files))
 	}
 	err = r.operation(r.client.Suspend(ctx, connect.NewRequest(req)))
 	r.ops["suspend "+fault]++

@@ -287,6 +287,15 @@ func Passable(dir string) error {
 	return nil
 }
 
+// States is a folder where the users of sessions may make files.
+func (r *Rig) States() (string, error) {
+	dir := filepath.Join(r.Dir, "states")
+	if err := os.MkdirAll(dir, 0o700); err != nil {
+		return "", fmt.Errorf("rig: %w", err)
+	}
+	return dir, os.Chmod(dir, 0o777|os.ModeSticky)
+}
+
 // Close ends hostd, gpuguest and the sessions.
 func (r *Rig) Close() {
 	_ = r.stdin.Close()

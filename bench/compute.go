@@ -1,0 +1,105 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"strconv"
+	"strings"
+)
+
+// compute runs what keeps a card busy and hardly calls: where it differs from
+// native, the kernels do.
+func (b *bench) compute(ctx context.Context) error {
+	r, err := b.start(ctx)
+	if err != nil {
+		return err
+	}
+	defer r.Close()
+	// compare runs a program in turns and reports each figure that read finds.
+	compare := func(name, unit string, target float64, read func([]byte) ([]string, map[string]float64), argv ...string) error {
+		var names []string
+		got := map[bool]map[string][]float64{false: {}, true: {}}
+		err := b.pair(ctx, r, func(cmd *exec.Cmd, ours bool) error {
+			if argv[0] == "hashcat" {
+				cmd.Env = append(cmd.Env, "HOME="+filepath.Join(b.tmp, fmt.Sprint("hashcat", ours))) // where it keeps built kernels
+			}
+			out, err := output(cmd)
+			if err != nil {
+				return fmt.Errorf("%w: %s", err, out)
+			}
+			found, v := read(out)
+			if len(found) == 0 {
+				return fmt.Errorf("%w: %s", errNoFigures, out)
+			}
+			names = found
+			for k, x := range v {
+				got[ours][k] = append(got[ours][k], x)
+			}
+			return nil
+		}, argv...)
+		for _, k := range names {
+			n, o := median(got[false][k]), median(got[true][k])
+			b.report.add(name+k, unit, n, o, fmt.Sprintf("%g x native", target), func() bool { return o >= target*n })
+		}
+		return err
+	}
+	var failed []error
+	if _, err := exec.LookPath("clpeak"); err == nil {
+		for _, t := range []struct{ flag, title, unit string }{
+			{"--global-bandwidth", "Global memory bandwidth", "GB/s"},
+			{"--compute-sp", "Single-precision compute", "GFLOP/s"},
+			{"--compute-integer", "Integer compute (GIOPS)", "GIOP/s"},
+		} {
+			read := func(out []byte) ([]string, map[string]float64) { return tableOf(out, t.title) }
+			failed = append(failed, compare("clpeak "+strings.ToLower(t.title)+", ", t.unit, 0.99, read, "clpeak", t.flag))
+		}
+	}
+	if _, err := exec.LookPath("hashcat"); err == nil {
+		// MD5, NTLM, SHA-256, SHA-512, a wireless network's PBKDF2, and bcrypt, whose
+		// kernel shows how it was built. Processors take minutes to compile some.
+		modes := []string{"0", "1000", "1400", "1700", "22000", "3200"}
+		if b.device() != gpuID {
+			modes = modes[:2]
+		}
+		for _, mode := range modes {
+			failed = append(failed, compare("hashcat -m "+mode, "MH/s", 0.997, hashes,
+				"hashcat", "-b", "-m", mode, "--force", "-D", "1,2", "--backend-ignore-cuda", "--machine-readable", "--quiet"))
+		}
+	}
+	return errors.Join(failed...)
+}
+
+// hashes reads "device:mode:…:…:ms:hashes in a second" of the first device.
+func hashes(out []byte) ([]string, map[string]float64) {
+	for line := range strings.Lines(string(out)) {
+		f := strings.Split(strings.TrimSpace(line), ":")
+		if v, err := strconv.ParseFloat(f[len(f)-1], 64); err == nil && len(f) == 6 {
+			return []string{""}, map[string]float64{"": v / 1e6}
+		}
+	}
+	return nil, nil
+}
+
+var errNoFigures = errors.New("no figures")
+
+var figureLine = regexp.MustCompile(`^ +(\S.*?) *: *([0-9.]+)$`)
+
+// tableOf reads the first device's table of clpeak with that title.
+func tableOf(out []byte, title string) (names []string, v map[string]float64) {
+	v = map[string]float64{}
+	_, table, _ := strings.Cut(string(out), title)
+	for line := range strings.Lines(table) {
+		if m := figureLine.FindStringSubmatch(strings.TrimRight(line, "\n")); m != nil {
+			f, err := strconv.ParseFloat(m[2], 64)
+			if _, again := v[m[1]]; err != nil || again {
+				break
+			}
+			names, v[m[1]] = append(names, m[1]), f
+		}
+	}
+	return names, v
+}
