@@ -41,12 +41,17 @@ func (b *bench) compute(ctx context.Context) error {
 			}
 			return nil
 		}, argv...)
+		from := len(b.report.Figures)
 		for _, k := range names {
 			n, o := median(got[false][k]), median(got[true][k])
 			b.report.add(name+k, unit, n, o, fmt.Sprintf("%g x native", target), func() bool { return o >= target*n })
 		}
+		for _, f := range b.report.Figures[from:] {
+			fmt.Fprintf(b.out, "  %s: %s natively, %s through gpuctl\n", f.Name, short(f.Native), short(f.Ours))
+		}
 		return err
 	}
+	fmt.Fprintln(b.out, "  each takes seconds to minutes")
 	var failed []error
 	if _, err := exec.LookPath("clpeak"); err == nil {
 		for _, t := range []struct{ flag, title, unit string }{

@@ -170,20 +170,37 @@ func (b *bench) hung(ctx context.Context, timeout time.Duration, told func(strin
 	b.t.Helper()
 	hangs := b.l.hangFinal()
 	var once sync.Once
-	done := make(chan *gpuctlv1.SwapResult, 1)
+	var telling sync.WaitGroup
+	done, over := make(chan *gpuctlv1.SwapResult, 1), make(chan struct{})
 	go func() {
 		res, err := b.m.suspend(ctx, &gpuctlv1.SuspendRequest{Session: b.id, TimeoutMs: timeout.Milliseconds()}, func(p *gpuctlv1.Progress) {
-			if p.Message != "" && p.Step == stepExport {
-				once.Do(func() { told(p.Message) })
+			if p.Message == "" || p.Step != stepExport {
+				return
 			}
+			once.Do(func() {
+				telling.Go(func() { // it may be said on the way there
+					select {
+					case <-hangs:
+						told(p.Message)
+					case <-over:
+					}
+				})
+			})
 		})
 		if err != nil {
 			b.t.Error(err)
 		}
 		done <- res
 	}()
-	<-hangs
-	return <-done
+	res := <-done
+	close(over)
+	telling.Wait()
+	select {
+	case <-hangs:
+	default:
+		b.t.Fatalf("it ended before it could hang: %v", res)
+	}
+	return res
 }
 
 // An executor that lives and says what it waits for is waited for as long as the
@@ -202,8 +219,8 @@ func TestBusyExecutorIsWaitedForAndSaysForWhat(t *testing.T) {
 	}
 	b.runsOn(1)
 
-	res = b.hung(context.Background(), 300*time.Millisecond, func(string) {})
-	if !res.RolledBack || !strings.Contains(res.Error, "no progress for 300ms: it waits: kernel spin of queue 3 has not ended") {
+	res = b.hung(context.Background(), time.Second, func(string) {})
+	if !res.RolledBack || !strings.Contains(res.Error, "no progress for 1s: it waits: kernel spin of queue 3 has not ended") {
 		t.Errorf("%v", res)
 	}
 	b.runsOn(1)
