@@ -385,6 +385,7 @@ func (s *session) recall(p *program, serial uint64) bool {
 		return false
 	}
 	p.vendor, p.recalled = v, true
+	s.out.expect(mayPrint(&p.content))
 	p.exact = p.isExact()
 	p.desc = &description{done: make(chan struct{}), sig: x.Signature, sure: true}
 	close(p.desc.done)

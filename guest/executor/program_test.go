@@ -374,6 +374,33 @@ func TestProgramsAreNotBuiltAgainOnADeviceWhereTheSessionWas(t *testing.T) {
 	equal(t, c.read(q, b, 64), 9)
 }
 
+// What kernels of a kept program print comes before the word that they are over,
+// as that of one which was built.
+func TestKeptProgramIsKnownToPrint(t *testing.T) {
+	dir := t.TempDir()
+	c := newClient(t)
+	a := c.cached(1, dir, "here")
+	a.activate()
+	ctx, _, _ := c.setup(0)
+	p := c.program(ctx, `kernel void say(int n) { printf("%d\n", n); }`)
+	c.call(&wire.BuildProgram{Program: p})
+	settled(t, a)
+	back := c.cached(2, dir, "here")
+	a.mu.Lock()
+	g := a.graph(false)
+	a.mu.Unlock()
+	back.mu.Lock()
+	defer back.mu.Unlock()
+	back.out = &output{}
+	defer func() { back.out = nil }()
+	if err := back.restore(g, noProgress); err != nil {
+		t.Fatal(err)
+	}
+	if x := lookup[program](back, p); x == nil || !x.recalled || !back.out.prints.Load() {
+		t.Errorf("%v; known to print: %v", x, back.out.prints.Load())
+	}
+}
+
 // Kept programs come back between runtimes of two vendors, in several contexts.
 func TestKeptProgramsRunAfterSwapsBetweenVendors(t *testing.T) {
 	dir := t.TempDir()

@@ -575,7 +575,11 @@ func (c *Client) abortAll(ctx context.Context, d Domain) error {
 		}
 		select {
 		case <-ctx.Done():
-			return several(append(ended(ctx, c.limits.Abort), err))
+			why := ended(ctx, c.limits.Abort)
+			if err != nil { // else the job was aborted, and has not ended yet
+				why = append(why, err)
+			}
+			return several(why)
 		case <-time.After(c.limits.Abort / 100):
 		}
 	}
