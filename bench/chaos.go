@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -27,6 +28,9 @@ func (b *bench) chaos(ctx context.Context) error {
 		{"--kib", "1024", "--threads", "3"},
 		{"--kib", "49152", "--no-images"},
 		{"--kib", "16384", "--threads", "2"},
+	}
+	if b.program != "" {
+		rounds = [][]string{strings.Fields(b.program)}
 	}
 	const share = 25 // operations of one program
 	var mu sync.Mutex
@@ -72,6 +76,10 @@ func (b *bench) disturb(ctx context.Context, n int, seed uint64, args []string) 
 	if err != nil {
 		return res, nil, err
 	}
+	if b.nvidia != "" && slices.Contains(args, "--threads") {
+		// PoCL 5 aborts under several threads, natively too (docs/testing.md).
+		gpus = slices.DeleteFunc(gpus, func(id string) bool { return id == rig.Pthread })
+	}
 	r, err := rig.Start(ctx, rig.Options{Dir: filepath.Join(b.tmp, fmt.Sprint("c", seed)), Config: config, Env: []string{"GPUCTL_FAULTS=1"}})
 	if err != nil {
 		return res, nil, err
@@ -92,6 +100,9 @@ func (b *bench) disturb(ctx context.Context, n int, seed uint64, args []string) 
 		GPUs: gpus, Operations: n, Fail: 30, Kill: 10, Seed: seed,
 		Log: func(format string, args ...any) { fmt.Fprintf(&log, "    "+format+"\n", args...) },
 	})
+	if err != nil {
+		fmt.Fprintf(&log, "%v\n%s", err, executorLogs(r.Dir))
+	}
 	_ = stop.Close()
 	ended := make(chan error, 1)
 	go func() { ended <- cmd.Wait() }()
@@ -106,7 +117,24 @@ func (b *bench) disturb(ctx context.Context, n int, seed uint64, args []string) 
 	if err != nil && len(wrong) == 0 {
 		return res, nil, fmt.Errorf("%w; it printed %s; done to it:\n%s\nhostd: %s", err, ending(out.String(), 500), log.String(), ending(r.Log(), 4000))
 	}
+	if len(wrong) > 0 {
+		wrong = append(wrong, "done to it:\n"+log.String(), "hostd: "+ending(r.Log(), 6000))
+	}
 	return res, wrong, nil
+}
+
+// executorLogs is what the executors below a folder said last.
+func executorLogs(dir string) string {
+	var all strings.Builder
+	_ = filepath.WalkDir(dir, func(path string, d os.DirEntry, err error) error {
+		if err == nil && d.Type().IsRegular() && strings.Contains(filepath.Base(path), "log") {
+			if text, err := os.ReadFile(path); err == nil && len(text) > 0 {
+				fmt.Fprintf(&all, "%s:\n%s\n", path, ending(string(text), 20000))
+			}
+		}
+		return nil
+	})
+	return all.String()
 }
 
 // ending is the last n bytes of a text.

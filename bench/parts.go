@@ -28,7 +28,8 @@ type bench struct {
 	traces                  string // folder with the openb trace
 	rounds, swaps, mib, gib int
 	operations              int    // of chaos
-	together                int    // programs of chaos
+	together                int    // programs of chaos at a time
+	program                 string // its arguments, if they are given
 	seed                    uint64 // of chaos
 	report                  report
 	rigs                    int
