@@ -10,7 +10,7 @@ GODIRS = api bench cluster cmd demo docs guest hostd internal lab migrate passth
 GOLANGCI = github.com/golangci/golangci-lint/v2/cmd/golangci-lint@v2.12.2
 
 .DEFAULT_GOAL := build
-.PHONY: setup build programs binaries deb test check unit conform e2e cluster-e2e libvirt-e2e property demo cluster-demo bench fuzz fuzz-c chaos chaos-cluster generate lint clean
+.PHONY: setup build programs binaries deb test modes check unit conform e2e cluster-e2e libvirt-e2e property demo cluster-demo bench fuzz fuzz-c chaos chaos-cluster generate lint clean
 
 setup:
 	@packaging/setup.sh
@@ -37,8 +37,14 @@ deb: build
 programs:
 	@$(MAKE) --no-print-directory -C test/cl
 
-test: build check unit conform e2e cluster-e2e libvirt-e2e property
+test: build check unit modes cluster-e2e libvirt-e2e
 	@echo "all tests passed"
+
+# What swaps GPUs, on such as compute in the host's memory, and on such as have memory of their own, as cards have. "mixed" has both.
+MEMORY ?= unified discrete
+modes:
+	@set -e; for m in $(MEMORY); do echo "== conform, e2e, property: $$m memory"; \
+		GPUCTL_TEST_MEMORY=$$m $(MAKE) --no-print-directory conform e2e property; done
 
 check:
 	@test -z "$$(gofmt -l $(GODIRS))" || { gofmt -l $(GODIRS); exit 1; }
@@ -96,9 +102,11 @@ fuzz-c: setup
 	GPUCTL_QUIET=1 .cache/fuzz/replies -max_total_time=$$time -malloc_limit_mb=0 -print_final_stats=1 -artifact_prefix=.cache/fuzz/ \
 		.cache/fuzz/corpus guest/icd/fuzz/testdata/seeds
 
-# Random swaps and suspensions under load.
+# Random swaps and suspensions under load, CHAOSTIME in each mode of memory.
+chaos: MEMORY = unified discrete mixed
 chaos: build
-	GPUCTL_CHAOS=$(CHAOSTIME) $(GO) test -count=1 -timeout 30m -run '^TestChaos' -v ./test/e2e
+	@set -e; for m in $(MEMORY); do echo "== $$m memory"; \
+		GPUCTL_TEST_MEMORY=$$m GPUCTL_CHAOS=$(CHAOSTIME) $(GO) test -count=1 -timeout 24h -run '^TestChaos' -v ./test/e2e; done
 
 # Faults in a cluster of five nodes; a minute for some 500.
 FAULTS ?= 500
