@@ -324,11 +324,11 @@ func (s *session) freeze(ctx context.Context, limit time.Duration) ([]string, er
 	if !s.out.hold(ctx, deadline) {
 		return undo()
 	}
-	s.mu.Lock()
-	defer s.mu.Unlock()
 	if ctx.Err() != nil { // who asked has left and would not know of it
 		return undo("given up by the caller")
 	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
 	for _, c := range s.contexts() {
 		for _, q := range c.queues {
 			if q.busy() {

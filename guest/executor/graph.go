@@ -280,18 +280,15 @@ func (m *gMem) pixels() uint64 {
 	return n
 }
 
-func unmap(a *arg) gArg { return gArg{a.set, a.kind, a.size, a.object, a.value} }
-
-func (k *kernel) graph(serial uint64) gKernel {
+func (s *session) kernelGraph(k *kernel, serial uint64) gKernel {
 	prog := k.prog.id
 	if k.prog.ghost != 0 {
 		prog = k.prog.ghost
 	}
 	g := gKernel{ID: k.id, Program: prog, Serial: serial, Name: k.name, Group: k.group}
 	for i := range k.args {
-		a := unmap(&k.args[i])
-		a.Value = append([]byte(nil), a.Value...)
-		g.Args = append(g.Args, a)
+		a := &k.args[i]
+		g.Args = append(g.Args, gArg{a.set && !s.argGone(a), a.kind, a.size, a.object, append([]byte(nil), a.value...)})
 	}
 	return g
 }
@@ -368,7 +365,7 @@ func (s *session) graph(final bool) *graph {
 			}
 			g.Programs = append(g.Programs, p)
 		case *kernel:
-			g.Kernels = append(g.Kernels, o.graph(serial))
+			g.Kernels = append(g.Kernels, s.kernelGraph(o, serial))
 		case *event:
 			if final {
 				g.Events = append(g.Events, s.eventGraph(id, o))
@@ -393,7 +390,7 @@ func (s *session) graph(final bool) *graph {
 			x.Event = ref(p.e, p.e.id)
 		}
 		if p.kernel != nil {
-			k := p.kernel.graph(0)
+			k := s.kernelGraph(p.kernel, 0)
 			x.Kernel = &k
 		}
 		for _, e := range p.wait {

@@ -136,11 +136,11 @@ func (s *session) park(c call, m wire.Request, q *queue, eventID uint32, wait []
 	if n, ok := m.(*wire.Ndrange); ok {
 		k := lookup[kernel](s, n.Kernel)
 		if k == nil {
-			return done(cl.InvalidKernel), nil
+			return s.refuse(c, q, p.e, 0, cl.InvalidKernel), nil
 		}
 		kc, st := s.copyKernel(k)
 		if st != cl.Success {
-			return done(st), nil
+			return s.refuse(c, q, p.e, 0, st), nil
 		}
 		p.kernel = kc
 	}
@@ -228,12 +228,8 @@ func (s *session) pinAll(p *parkedCall, ids, wait []uint32) {
 	}
 	if p.kernel != nil {
 		for i := range p.kernel.args {
-			a := &p.kernel.args[i]
-			if m := lookup[mem](s, a.object); m != nil && (a.kind == wire.ArgMem || a.kind == wire.ArgImage) {
-				pin(m)
-			}
-			if x := lookup[sampler](s, a.object); x != nil && a.kind == wire.ArgSampler {
-				pin(x)
+			if a := &p.kernel.args[i]; a.set {
+				pin(a.to)
 			}
 		}
 	}
@@ -280,8 +276,7 @@ func (s *session) ghost(id uint32, o any, users int) {
 			continue
 		}
 		for i := range p.kernel.args {
-			a := &p.kernel.args[i]
-			if a.object == id && (a.kind == wire.ArgMem || a.kind == wire.ArgImage || a.kind == wire.ArgSampler) {
+			if a := &p.kernel.args[i]; a.to == o {
 				a.object = g
 			}
 		}

@@ -96,6 +96,37 @@ func (s *session) cloneKernel(m *wire.CloneKernel) (outcome, error) {
 	return answer(k.reply()), s.put(m.ID, k)
 }
 
+// named is the object that an argument of a kind means by an id, nil if there is
+// none.
+func (s *session) named(kind, id uint32) any {
+	switch kind {
+	case wire.ArgMem, wire.ArgImage:
+		if m := lookup[mem](s, id); m != nil {
+			return m
+		}
+	case wire.ArgSampler:
+		if x := lookup[sampler](s, id); x != nil {
+			return x
+		}
+	}
+	return nil
+}
+
+// argGone says whether the argument's object was released since it was set.
+// Another one may have its id by now.
+func (s *session) argGone(a *arg) bool {
+	switch a.kind {
+	case wire.ArgMem, wire.ArgImage:
+		if a.object == 0 {
+			return false
+		}
+	case wire.ArgSampler:
+	default:
+		return false
+	}
+	return a.to == nil || s.named(a.kind, a.object) != a.to
+}
+
 // bindArg gives the vendor's kernel the argument as recorded.
 func (s *session) bindArg(k *kernel, i int) cl.Status {
 	a := &k.args[i]
@@ -104,15 +135,15 @@ func (s *session) bindArg(k *kernel, i int) cl.Status {
 		if a.object == 0 {
 			return cl.SetKernelArg(k.vendor, uint32(i), uint64(unsafe.Sizeof(uintptr(0))), nil)
 		}
-		m := lookup[mem](s, a.object)
-		if m == nil {
+		m, ok := a.to.(*mem)
+		if !ok {
 			return cl.InvalidMemObject
 		}
 		v := m.vendor
 		return cl.SetKernelArg(k.vendor, uint32(i), uint64(unsafe.Sizeof(v)), unsafe.Pointer(&v))
 	case wire.ArgSampler:
-		x := lookup[sampler](s, a.object)
-		if x == nil {
+		x, ok := a.to.(*sampler)
+		if !ok {
 			return cl.InvalidSampler
 		}
 		v := x.vendor
@@ -142,11 +173,8 @@ func (s *session) setArg(m *wire.SetArg) (outcome, error) {
 		return outcome{}, fmt.Errorf("kernel %s, argument %d: kind %d, not %d: %w", k.name, m.Index, m.Kind, in.kind, errHostile)
 	}
 	a := &k.args[m.Index]
-	if a.kind == wire.ArgLocal && a.set {
-		k.local -= a.size
-	}
 	old := *a
-	a.kind, a.size, a.object = m.Kind, m.Size, m.Object
+	a.kind, a.size, a.object, a.to = m.Kind, m.Size, m.Object, s.named(m.Kind, m.Object)
 	a.value = append(a.value[:0], m.Value...)
 	a.set = true
 	st := s.bindArg(k, int(m.Index))
@@ -160,6 +188,9 @@ func (s *session) setArg(m *wire.SetArg) (outcome, error) {
 	case wire.ArgMem, wire.ArgImage:
 		k.stale = true
 	case wire.ArgLocal:
+		if old.set {
+			k.local -= old.size
+		}
 		k.local += a.size
 	}
 	return done(st), nil
@@ -188,7 +219,7 @@ func (s *session) written(k *kernel) []*mem {
 		default:
 			continue
 		}
-		if m := lookup[mem](s, a.object); m != nil {
+		if m, ok := a.to.(*mem); ok {
 			k.writes = append(k.writes, m)
 		}
 	}

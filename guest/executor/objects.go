@@ -184,18 +184,17 @@ type build struct {
 }
 
 type kernel struct {
-	id      uint32
-	prog    *program
-	name    string
-	vendor  cl.Kernel
-	text    []argument // what the compiler says of its arguments
-	info    []argInfo
-	args    []arg
-	writes  []*mem // what a launch may write, by the arguments now set
-	stale   bool   // writes must be computed anew
-	local   uint64 // bytes of local arguments
-	group   uint64 // largest work-group asked for
-	boundTo []*mem // while preparing
+	id     uint32
+	prog   *program
+	name   string
+	vendor cl.Kernel
+	text   []argument // what the compiler says of its arguments
+	info   []argInfo
+	args   []arg
+	writes []*mem // what a launch may write, by the arguments now set
+	stale  bool   // writes must be computed anew
+	local  uint64 // bytes of local arguments
+	group  uint64 // largest work-group asked for
 }
 
 type argInfo struct {
@@ -215,6 +214,7 @@ type arg struct {
 	kind   uint32
 	size   uint64
 	object uint32
+	to     any // that object: a *mem, a *sampler, or nil
 	value  []byte
 }
 

@@ -199,9 +199,12 @@ func (s *session) dropStale(g *graph) {
 		}
 		return s.objs[id]
 	}
+	moved := s.movedParts(g)
 	var stale []uint32
 	for id, o := range s.ghosts {
-		if _, ok := keep[id]; ok {
+		if _, ok := keep[id]; ok && !moved[o] {
+			s.hold(o, 1)
+			defer s.hold(o, -1)
 			continue
 		}
 		if m, ok := o.(*mem); ok {
@@ -213,7 +216,7 @@ func (s *session) dropStale(g *graph) {
 		if o == nil || id < wire.FirstID {
 			continue
 		}
-		if n, ok := keep[uint32(id)]; !ok || n != s.serials[id] {
+		if n, ok := keep[uint32(id)]; !ok || n != s.serials[id] || moved[o] {
 			stale = append(stale, uint32(id))
 		}
 	}
@@ -235,6 +238,42 @@ func (s *session) dropStale(g *graph) {
 		case *program:
 			s.dropProgram(o)
 		}
+	}
+}
+
+// movedParts finds the parts of memory objects that are to be parts of other ones
+// now: their parent has been released since and is known by another id, under
+// which it is made anew.
+func (s *session) movedParts(g *graph) map[any]bool {
+	parents := map[uint32]gMem{}
+	for _, m := range g.Mems {
+		parents[m.ID] = m
+	}
+	same := func(m *mem, x gMem) bool { return x.ID != 0 && lookup[mem](s, x.ID) == m && s.have(x.ID, x.Serial) }
+	moved := map[any]bool{}
+	s.each(func(id uint32, _ uint64, o any) {
+		m, ok := o.(*mem)
+		if !ok {
+			return
+		}
+		for x := parents[id]; m.parent != nil; m, x = m.parent, parents[x.Parent] {
+			if !same(m.parent, parents[x.Parent]) {
+				moved[o] = true
+				return
+			}
+		}
+	})
+	return moved
+}
+
+// hold keeps a released object that the graph still has while others are dropped
+// that use it: who uses it besides is not here yet.
+func (s *session) hold(o any, n int) {
+	switch o := o.(type) {
+	case *mem:
+		o.users += n
+	case *program:
+		o.kernels += n
 	}
 }
 
@@ -261,6 +300,9 @@ func (s *session) restoreDevice(d gDevice) error {
 
 func (s *session) restoreQueue(q gQueue) error {
 	if s.have(q.ID, q.Serial) {
+		if x := lookup[queue](s, q.ID); x != nil {
+			x.failed = cl.Status(q.Failed) // told since, or not failed before
+		}
 		return nil
 	}
 	c, d := lookup[clContext](s, q.Context), lookup[device](s, q.Device)
@@ -534,17 +576,14 @@ func (s *session) rebind(k *kernel, g *gKernel) error {
 		if !b.Set {
 			continue
 		}
-		bound := lookup[mem](s, b.Object)
-		if a.set && a.kind == b.Kind && a.size == b.Size && a.object == b.Object && string(a.value) == string(b.Value) && (bound == nil || k.bound(i) == bound) {
+		to := s.named(b.Kind, b.Object)
+		if a.set && a.kind == b.Kind && a.size == b.Size && a.object == b.Object && a.to == to && string(a.value) == string(b.Value) {
 			continue
 		}
-		*a = arg{set: true, kind: b.Kind, size: b.Size, object: b.Object, value: append([]byte(nil), b.Value...)}
+		*a = arg{set: true, kind: b.Kind, size: b.Size, object: b.Object, to: to, value: append([]byte(nil), b.Value...)}
 		if s.argGone(a) {
 			a.set = false
 			continue
-		}
-		if bound != nil && a.kind != wire.ArgPlain {
-			k.bind(i, bound)
 		}
 		if st := s.bindArg(k, i); st != cl.Success {
 			return fmt.Errorf("kernel %s, argument %d: %w: %w", k.name, i, st, ErrRefused)
@@ -558,22 +597,6 @@ func (s *session) rebind(k *kernel, g *gKernel) error {
 		}
 	}
 	return nil
-}
-
-// bound remembers which object an argument was bound to while preparing, since
-// ids are used again.
-func (k *kernel) bound(i int) *mem {
-	if i < len(k.boundTo) {
-		return k.boundTo[i]
-	}
-	return nil
-}
-
-func (k *kernel) bind(i int, m *mem) {
-	if k.boundTo == nil {
-		k.boundTo = make([]*mem, len(k.args))
-	}
-	k.boundTo[i] = m
 }
 
 // restoreFinal brings what only an idle session has: events, and the calls
@@ -642,17 +665,6 @@ func (s *session) restoreParked(g *gParked) error {
 	s.pinAll(p, g.Uses, g.Wait)
 	s.enlist(p)
 	return nil
-}
-
-// argGone says whether the argument's object was released since it was set.
-func (s *session) argGone(a *arg) bool {
-	switch a.kind {
-	case wire.ArgMem, wire.ArgImage:
-		return a.object != 0 && lookup[mem](s, a.object) == nil
-	case wire.ArgSampler:
-		return lookup[sampler](s, a.object) == nil
-	}
-	return false
 }
 
 // copyKernel clones a kernel with its arguments, for a parked launch.

@@ -2,6 +2,7 @@ package executor
 
 import (
 	"context"
+	"errors"
 	"net"
 	"os"
 	"path/filepath"
@@ -322,5 +323,166 @@ func TestParkedLaunchKeepsItsProgramOverASwap(t *testing.T) {
 	defer s.mu.Unlock()
 	if len(s.ghosts) != 0 {
 		t.Fatalf("%d released objects are kept that nobody uses", len(s.ghosts))
+	}
+}
+
+// prepare makes the source's objects on the target and sends it their contents,
+// while the application runs.
+func prepare(t *testing.T, from, to *session, peer string) {
+	t.Helper()
+	from.mu.Lock()
+	g := from.graph(false)
+	from.mu.Unlock()
+	to.mu.Lock()
+	err := to.restore(g, noProgress)
+	to.mu.Unlock()
+	if err != nil {
+		t.Fatal(err)
+	}
+	p, err := from.dialPeer(peer)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := from.export(t.Context(), peer, false, false, p, noProgress); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// discrete makes a session behave as on a device with memory of its own.
+func discrete(ss ...*session) {
+	for _, s := range ss {
+		s.unified = false
+	}
+}
+
+// prepared returns the socket on which a target takes contents.
+func prepared(t *testing.T, to *session) string {
+	t.Helper()
+	sock := filepath.Join(t.TempDir(), "i")
+	l, err := net.Listen("unix", sock)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { l.Close() })
+	go to.serveImports(l)
+	return sock
+}
+
+// finish ends a swap whose target is prepared.
+func finish(t *testing.T, from, to *session, peer string) {
+	t.Helper()
+	if _, err := from.freeze(t.Context(), 10*time.Second); err != nil {
+		t.Fatal(err)
+	}
+	from.mu.Lock()
+	b, err := from.graph(true).encode()
+	from.mu.Unlock()
+	if err != nil {
+		t.Fatal(err)
+	}
+	g, err := decodeGraph(b)
+	if err != nil {
+		t.Fatal(err)
+	}
+	to.mu.Lock()
+	err = to.restore(g, noProgress)
+	to.mu.Unlock()
+	if err != nil {
+		t.Fatal(err)
+	}
+	p, err := from.dialPeer(peer)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := from.export(t.Context(), peer, false, true, p, noProgress); err != nil {
+		t.Fatal(err)
+	}
+	from.ring.(*shm.Ring).SetOwner(to.cfg.Generation)
+	to.activate()
+	from.closed.Store(true)
+	from.retire()
+	from.host.end()
+}
+
+// A buffer that the application releases while a target is prepared, and keeps a
+// part of, is made anew there: the part has to be of the new one.
+func TestPartOfABufferReleasedDuringThePreparationKeepsItsContent(t *testing.T) {
+	c := newClient(t)
+	s := c.executor(1)
+	discrete(s)
+	s.activate()
+	ctx, q, _ := c.setup(0)
+	whole, part := c.buffer(ctx, 8192), c.id()
+	c.fill(q, whole, 8192, 5)
+	c.call(&wire.CreateSubBuffer{ID: part, Parent: whole, Origin: 4096, Size: 4096})
+	c.call(&wire.Finish{Queue: q})
+	to := c.executor(2)
+	discrete(to)
+	peer := prepared(t, to)
+	prepare(t, s, to, peer)
+	c.post(&wire.Release{ID: whole})
+	c.fill(q, part, 4096, 6)
+	c.call(&wire.Finish{Queue: q})
+	prepare(t, s, to, peer)
+	c.fill(q, part, 4096, 7)
+	c.call(&wire.Finish{Queue: q})
+	finish(t, s, to, peer)
+	equal(t, c.read(q, part, 4096), 7)
+	c.post(&wire.Release{ID: part})
+	c.call(&wire.Finish{Queue: q})
+	to.mu.Lock()
+	defer to.mu.Unlock()
+	if len(to.ghosts) != 0 || to.memory != 0 {
+		t.Fatalf("%d released objects are left, %d bytes of memory", len(to.ghosts), to.memory)
+	}
+}
+
+// A released buffer that a parked command still needs stays on the target when a
+// part of it, prepared there too, goes.
+func TestReleasedBufferOfAParkedCommandOutlivesItsPartOnTheTarget(t *testing.T) {
+	c := newClient(t)
+	s := c.executor(1)
+	discrete(s)
+	s.activate()
+	ctx, q, _ := c.setup(0)
+	whole, part, copied, u := c.buffer(ctx, 8192), c.id(), c.buffer(ctx, 8192), c.id()
+	c.fill(q, whole, 8192, 5)
+	c.call(&wire.CreateSubBuffer{ID: part, Parent: whole, Origin: 4096, Size: 4096})
+	c.call(&wire.Finish{Queue: q})
+	c.post(&wire.CreateUserEvent{ID: u, Context: ctx})
+	c.post(&wire.CopyBuffer{Queue: q, Src: whole, Dst: copied, Size: 8192, Wait: []uint32{u}})
+	c.post(&wire.Release{ID: whole})
+	c.call(&wire.DeviceTimer{Device: 1}) // the above has been run
+	to := c.executor(2)
+	discrete(to)
+	peer := prepared(t, to)
+	prepare(t, s, to, peer)
+	c.post(&wire.Release{ID: part})
+	c.call(&wire.DeviceTimer{Device: 1})
+	finish(t, s, to, peer)
+	c.call(&wire.SetUserEvent{Event: u, Status: 0})
+	c.call(&wire.Finish{Queue: q})
+	equal(t, c.read(q, copied, 8192), 5)
+}
+
+// late is a context that ends just before nobody looks at it any more.
+type late struct{ context.Context }
+
+func (late) Err() error { return context.Canceled }
+
+// Who asked for a freeze may leave when it is about to succeed. The application
+// goes on then.
+func TestAFreezeGivenUpAtItsEndLetsTheApplicationGoOn(t *testing.T) {
+	c := newClient(t)
+	s := c.executor(1)
+	s.activate()
+	_, q, _ := c.setup(0)
+	c.call(&wire.Finish{Queue: q})
+	if _, err := s.freeze(late{t.Context()}, 10*time.Second); !errors.Is(err, ErrBusy) {
+		t.Fatalf("freeze: %v", err)
+	}
+	c.call(&wire.Finish{Queue: q})
+	if _, err := s.freeze(t.Context(), 10*time.Second); err != nil {
+		t.Fatal(err)
 	}
 }
