@@ -115,8 +115,9 @@ func (q *Ring) set(off uint64, v uint32) {
 // wire.MaxRequest bytes, and returns false if there is none. The record stays
 // in the ring until Advance.
 func (q *Ring) Next(buf []byte) (rec Record, ok bool, err error) {
-	for {
-		head, tail := q.r.Load64(wire.HdrHead), q.r.Load64(wire.HdrTail)
+	// Padding goes with the record behind it: a reader that is being replaced
+	// moves the head in Advance and nowhere else.
+	for head, tail := q.r.Load64(wire.HdrHead), q.r.Load64(wire.HdrTail); ; {
 		if head == tail {
 			return Record{}, false, nil
 		}
@@ -131,12 +132,12 @@ func (q *Ring) Next(buf []byte) (rec Record, ok bool, err error) {
 			return Record{}, false, fmt.Errorf("record of %d bytes at %d, tail %d: %w", n, head, tail, ErrRing)
 		}
 		if op == wire.OpPad {
-			// Where the ring begins there is nothing to pad; so no two follow each other.
-			if at == 0 || n != wire.RingSize-at {
+			// Where the ring begins there is nothing to pad; so no two follow each
+			// other. It comes with the record that it makes room for.
+			if at == 0 || n != wire.RingSize-at || n == tail-head {
 				return Record{}, false, fmt.Errorf("padding of %d bytes at %d: %w", n, head, ErrRing)
 			}
-			q.next = head + n
-			q.Advance()
+			head += n
 			continue
 		}
 		if n > wire.MaxRequest || n-8 > uint64(len(buf)) {

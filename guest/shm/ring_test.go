@@ -149,6 +149,27 @@ func TestRecordsArriveInOrder(t *testing.T) {
 	}
 }
 
+// A reader that looks at the ring while it is replaced must not move the head: it
+// is another one's by then.
+func TestPaddingIsTakenWithItsRecord(t *testing.T) {
+	q, c := newRing(t)
+	const at = wire.RingSize - 64
+	c.r.Store64(wire.HdrHead, at)
+	c.r.Store64(wire.HdrTail, at)
+	c.send(wire.OpFlush, wire.NoSlot, make([]byte, 128))
+	rec, ok, err := q.Next(buffer())
+	if err != nil || !ok || rec.Op != wire.OpFlush {
+		t.Fatal(rec.Op, ok, err)
+	}
+	if head := c.r.Load64(wire.HdrHead); head != at {
+		t.Fatalf("head %d after a look, not %d", head, at)
+	}
+	q.Advance()
+	if !q.Empty() {
+		t.Fatal("the record is there after it was taken")
+	}
+}
+
 func TestNextRefuses(t *testing.T) {
 	rec := func(n uint32, op wire.Op, slot uint16) uint64 {
 		return uint64(n) | uint64(op)<<32 | uint64(slot)<<48
@@ -167,6 +188,7 @@ func TestNextRefuses(t *testing.T) {
 		"tail before head":         {64, 32, rec(8, wire.OpFlush, 0)},
 		"more than the ring":       {0, wire.RingSize + 8, rec(8, wire.OpFlush, 0)},
 		"padding at the start":     {0, wire.RingSize, rec(wire.RingSize, wire.OpPad, wire.NoSlot)},
+		"padding alone":            {8, wire.RingSize, rec(wire.RingSize-8, wire.OpPad, wire.NoSlot)},
 		"padding short of the end": {8, wire.RingSize, rec(16, wire.OpPad, wire.NoSlot)},
 	} {
 		q, _ := newRing(t)
