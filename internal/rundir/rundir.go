@@ -92,6 +92,9 @@ func (d Dirs) PrivateSockets() []string {
 
 // Sweep removes what private daemons and clients that were killed left behind.
 func (d Dirs) Sweep() {
+	if Own(d.Default()) != nil {
+		return // what others have put there may lead anywhere
+	}
 	for _, pattern := range []string{"private/*", "vendors-*"} {
 		found, _ := filepath.Glob(filepath.Join(d.Default(), pattern))
 		for _, dir := range found {
@@ -138,18 +141,75 @@ func MakeNew(dir string) (made bool, err error) {
 		return false, fmt.Errorf("run folder: %w", err)
 	}
 	made = err == nil
-	info, err := os.Lstat(dir)
-	if err != nil {
-		return made, fmt.Errorf("run folder: %w", err)
-	}
-	stat, ok := info.Sys().(*syscall.Stat_t)
-	if !info.IsDir() || !ok || int(stat.Uid) != os.Getuid() {
-		return made, fmt.Errorf("run folder %s belongs to somebody else: %w", dir, fs.ErrPermission)
-	}
-	if info.Mode().Perm()&0o022 != 0 {
-		return made, fmt.Errorf("run folder %s can be written by others: %w", dir, fs.ErrPermission)
+	if err := Own(dir); err != nil {
+		return made, fmt.Errorf("run folder %w", err)
 	}
 	return made, nil
+}
+
+// Own is nil if nobody but this user and root can change what is in a folder,
+// nor put another in its place.
+func Own(dir string) error {
+	info, err := os.Lstat(dir)
+	if err != nil {
+		return err
+	}
+	if !info.IsDir() || owner(info) != os.Getuid() {
+		return fmt.Errorf("%s belongs to somebody else, or is no folder: %w", dir, fs.ErrPermission)
+	}
+	if info.Mode().Perm()&0o022 != 0 {
+		return fmt.Errorf("%s can be written by others: %w; chmod go-w %[1]s, if they have put nothing there", dir, fs.ErrPermission)
+	}
+	path, err := filepath.Abs(dir)
+	if err != nil {
+		return err
+	}
+	return lasting(path, dir)
+}
+
+// lasting is nil if what a path names stays so for all that others can do:
+// those who may write to a folder may rename what is in it, except where only
+// its owner may.
+func lasting(path, dir string) error {
+	links := false
+	for {
+		info, err := os.Lstat(path)
+		if err != nil {
+			return err
+		}
+		if uid := owner(info); uid != os.Getuid() && uid != 0 {
+			return fmt.Errorf("%s lies below %s, which belongs to another user: %w", dir, path, fs.ErrPermission)
+		}
+		link := info.Mode()&fs.ModeSymlink != 0
+		if !link && info.Mode().Perm()&0o022 != 0 && info.Mode()&fs.ModeSticky == 0 {
+			return fmt.Errorf("%s lies below %s, which others can write to: %w", dir, path, fs.ErrPermission)
+		}
+		links = links || link
+		up := filepath.Dir(path)
+		if up == path {
+			break
+		}
+		path = up
+	}
+	if !links {
+		return nil
+	}
+	real, err := filepath.EvalSymlinks(dir)
+	if err != nil {
+		return err
+	}
+	if real, err = filepath.Abs(real); err != nil {
+		return err
+	}
+	return lasting(real, dir)
+}
+
+// owner is a file's user; -1: not known.
+func owner(info fs.FileInfo) int {
+	if stat, ok := info.Sys().(*syscall.Stat_t); ok {
+		return int(stat.Uid)
+	}
+	return -1
 }
 
 // Listen opens a unix socket with mode 0600. A socket that nobody serves any
@@ -163,7 +223,7 @@ func Listen(path string) (net.Listener, error) {
 	}
 	l, err := net.Listen("unix", path)
 	if err != nil {
-		if strings.Contains(err.Error(), "invalid argument") {
+		if errors.Is(err, syscall.EINVAL) {
 			return nil, fmt.Errorf("socket %s: the path is longer than a socket's may be (107 bytes)", path)
 		}
 		return nil, fmt.Errorf("socket %s: %w", path, err)
