@@ -150,7 +150,14 @@ func MakeNew(dir string) (made bool, err error) {
 // Own is nil if nobody but this user and root can change what is in a folder,
 // nor put another in its place.
 func Own(dir string) error {
-	info, err := os.Lstat(dir)
+	path, err := filepath.Abs(dir)
+	if err != nil {
+		return err
+	}
+	if err := lasting(path, 0); err != nil {
+		return fmt.Errorf("%s: %w", dir, err)
+	}
+	info, err := os.Stat(path)
 	if err != nil {
 		return err
 	}
@@ -158,50 +165,47 @@ func Own(dir string) error {
 		return fmt.Errorf("%s belongs to somebody else, or is no folder: %w", dir, fs.ErrPermission)
 	}
 	if info.Mode().Perm()&0o022 != 0 {
-		return fmt.Errorf("%s can be written by others: %w; chmod go-w %[1]s, if they have put nothing there", dir, fs.ErrPermission)
+		return fmt.Errorf("%s can be written by others: %w; if they have put nothing there: chmod go-w %[1]s", dir, fs.ErrPermission)
 	}
-	path, err := filepath.Abs(dir)
-	if err != nil {
-		return err
-	}
-	return lasting(path, dir)
+	return nil
 }
 
-// lasting is nil if what a path names stays so for all that others can do:
-// those who may write to a folder may rename what is in it, except where only
-// its owner may.
-func lasting(path, dir string) error {
-	links := false
-	for {
-		info, err := os.Lstat(path)
+const maxLinks = 40 // as the kernel has it
+
+// lasting is nil if a path goes on naming what it does whatever others do: who
+// may write to a folder may rename what is in it, except where only its owner may.
+func lasting(path string, links int) error {
+	if links > maxLinks {
+		return syscall.ELOOP
+	}
+	at := "/"
+	parts := strings.Split(strings.Trim(path, "/"), "/")
+	for i := 0; ; i++ {
+		info, err := os.Lstat(at)
 		if err != nil {
 			return err
 		}
 		if uid := owner(info); uid != os.Getuid() && uid != 0 {
-			return fmt.Errorf("%s lies below %s, which belongs to another user: %w", dir, path, fs.ErrPermission)
+			return fmt.Errorf("%s belongs to another user, who could put something else there: %w", at, fs.ErrPermission)
 		}
-		link := info.Mode()&fs.ModeSymlink != 0
-		if !link && info.Mode().Perm()&0o022 != 0 && info.Mode()&fs.ModeSticky == 0 {
-			return fmt.Errorf("%s lies below %s, which others can write to: %w", dir, path, fs.ErrPermission)
+		if info.Mode()&fs.ModeSymlink != 0 {
+			target, err := os.Readlink(at)
+			if err != nil {
+				return err
+			}
+			if !filepath.IsAbs(target) {
+				target = filepath.Join(filepath.Dir(at), target)
+			}
+			return lasting(filepath.Join(target, filepath.Join(parts[i:]...)), links+1)
 		}
-		links = links || link
-		up := filepath.Dir(path)
-		if up == path {
-			break
+		if i == len(parts) {
+			return nil
 		}
-		path = up
+		if info.Mode().Perm()&0o022 != 0 && info.Mode()&fs.ModeSticky == 0 {
+			return fmt.Errorf("others can write to %s, and put something else there: %w", at, fs.ErrPermission)
+		}
+		at = filepath.Join(at, parts[i])
 	}
-	if !links {
-		return nil
-	}
-	real, err := filepath.EvalSymlinks(dir)
-	if err != nil {
-		return err
-	}
-	if real, err = filepath.Abs(real); err != nil {
-		return err
-	}
-	return lasting(real, dir)
 }
 
 // owner is a file's user; -1: not known.
