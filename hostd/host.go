@@ -91,7 +91,7 @@ type Host struct {
 	claims   map[string]*claim
 	claiming map[string]bool // that the cluster is being asked for
 	sessions map[string]*session
-	over     map[string]time.Time  // sessions that have ended, lately
+	over     map[string]time.Time  // sessions that ended after listed
 	listed   time.Time             // when the newest list that was taken in was asked for
 	ops      map[string]*operation // by session
 	last     map[string]*gpuctlv1.SwapResult
@@ -236,10 +236,7 @@ func (h *Host) follow(ctx context.Context) {
 		stream, err := h.Guest.WatchSessions(ctx, connect.NewRequest(&gpuctlv1.WatchSessionsRequest{}))
 		if err == nil {
 			for stream.Receive() {
-				s := proto.CloneOf(stream.Msg())
-				h.mu.Lock()
-				h.update(s, false)
-				h.mu.Unlock()
+				h.hear(ctx, proto.CloneOf(stream.Msg()))
 			}
 			err = cmp.Or(stream.Err(), errors.New("ended"))
 			_ = stream.Close()
@@ -248,6 +245,23 @@ func (h *Host) follow(ctx context.Context) {
 			h.Log.Debug("guest stream ended", "err", err)
 		}
 		sleep(ctx, 500*time.Millisecond)
+	}
+}
+
+// hear takes in what the stream says. It may lag behind a list, so it brings no
+// session in: one that is not known may have ended, and its GPU be another's.
+func (h *Host) hear(ctx context.Context, s *gpuctlv1.Session) {
+	h.mu.Lock()
+	known := h.sessions[s.GetId()] != nil || s.GetState() == gpuctlv1.SessionState_SESSION_STATE_ENDED
+	if known {
+		h.update(s, false)
+	}
+	h.mu.Unlock()
+	if known {
+		return
+	}
+	if err := h.Resync(ctx); err != nil && ctx.Err() == nil {
+		h.Log.Debug("sessions not listed", "err", err)
 	}
 }
 
@@ -274,7 +288,7 @@ func (h *Host) Resync(ctx context.Context) error {
 	}
 	h.listed = asked
 	for id, at := range h.over {
-		if at.Before(asked.Add(-callTimeout)) {
+		if at.Before(asked) { // no list names it from now on
 			delete(h.over, id)
 		}
 	}

@@ -11,11 +11,13 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"sync"
 	"testing"
 	"testing/fstest"
 
 	"connectrpc.com/connect"
 	"go.uber.org/goleak"
+	"google.golang.org/protobuf/proto"
 	"pgregory.net/rapid"
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
@@ -335,5 +337,103 @@ func TestLateListRevivesNothing(t *testing.T) {
 	}
 	if left := h.Sessions(); len(left) > 0 {
 		t.Fatalf("revived: %v", left)
+	}
+}
+
+// puppet is a guest whose stream says what the test does.
+type puppet struct {
+	*guesttest.Guest
+	say chan *gpuctlv1.Session
+}
+
+func (p puppet) WatchSessions(ctx context.Context, _ *connect.Request[gpuctlv1.WatchSessionsRequest], stream *connect.ServerStream[gpuctlv1.Session]) error {
+	for {
+		select {
+		case <-ctx.Done():
+			return nil
+		case s := <-p.say:
+			if err := stream.Send(s); err != nil {
+				return err
+			}
+		}
+	}
+}
+
+// What the guest's stream says late brings no session back that has ended
+// since, nor its claim, which would keep a GPU that nobody uses.
+func TestLateWordOfStreamRevivesNothing(t *testing.T) {
+	f := newFixture(t, filepath.Join(t.TempDir(), "state.json"))
+	defer f.close()
+	say := make(chan *gpuctlv1.Session)
+	mux := http.NewServeMux()
+	mux.Handle(gpuctlv1connect.NewGuestServiceHandler(puppet{f.guest, say}))
+	front := httptest.NewServer(mux)
+	defer front.Close()
+	h, err := NewHost(HostConfig{
+		Guest: gpuctlv1connect.NewGuestServiceClient(front.Client(), front.URL), Cluster: f.node,
+		StateFile: filepath.Join(t.TempDir(), "late.json"), Root: fstest.MapFS{"proc": {Mode: fs.ModeDir}}, Log: slog.New(slog.DiscardHandler),
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	var ids []string
+	var claims []*gpuctlv1.CreateClaimResponse
+	for range 2 {
+		c := f.claim(&gpuctlv1.CreateClaimRequest{Count: 1})
+		id, err := f.guest.Begin(c.GetToken(), 1, "x", 1<<20)
+		if err != nil {
+			t.Fatal(err)
+		}
+		ids, claims = append(ids, id), append(claims, c)
+	}
+	ctx, stop := context.WithCancel(t.Context())
+	var following sync.WaitGroup
+	following.Go(func() { h.follow(ctx) })
+	defer following.Wait()
+	defer stop()
+	if err := h.Resync(ctx); err != nil {
+		t.Fatal(err)
+	}
+	last := map[string]*gpuctlv1.Session{}
+	h.mu.Lock()
+	for _, id := range ids {
+		last[id] = proto.CloneOf(h.sessions[id].Session)
+	}
+	h.mu.Unlock()
+	f.guest.End(ids[0])
+	for range 2 { // the second one has nothing to end any more
+		if err := h.Resync(ctx); err != nil {
+			t.Fatal(err)
+		}
+	}
+	w := h.watch()
+	defer h.unwatch(w)
+	h.take(w)
+	last[ids[1]].Message = "heard"
+	say <- last[ids[0]]
+	say <- last[ids[1]]
+	for heard := false; !heard; {
+		<-w.bell
+		heard = slices.ContainsFunc(h.take(w), func(s *gpuctlv1.Session) bool { return s.GetMessage() == "heard" })
+	}
+	if got := h.Sessions(); len(got) != 1 || got[0].GetId() != ids[1] {
+		t.Errorf("sessions are %v; only %s runs", got, ids[1])
+	}
+	if h.Knows(claims[0].GetClaim().GetId()) {
+		t.Error("the claim of the session that ended is back")
+	}
+	if !h.Knows(claims[1].GetClaim().GetId()) {
+		t.Error("the claim of the session that runs is gone")
+	}
+	// One that the stream is the first to speak of is taken in from the list.
+	c := f.claim(&gpuctlv1.CreateClaimRequest{Count: 1})
+	id, err := f.guest.Begin(c.GetToken(), 1, "x", 1<<20)
+	if err != nil {
+		t.Fatal(err)
+	}
+	say <- &gpuctlv1.Session{Id: id, Claim: c.GetClaim().GetId(), State: gpuctlv1.SessionState_SESSION_STATE_RUNNING}
+	for heard := false; !heard; {
+		<-w.bell
+		heard = slices.ContainsFunc(h.take(w), func(s *gpuctlv1.Session) bool { return s.GetId() == id })
 	}
 }

@@ -2,6 +2,8 @@ package hostd
 
 import (
 	"bytes"
+	"errors"
+	"io/fs"
 	"log/slog"
 	"os"
 	"path/filepath"
@@ -46,6 +48,28 @@ func TestHostdChangesNoFolderThatItDidNotMake(t *testing.T) {
 		}
 		if got := strings.Contains(log.String(), "do not reach"); got != c.warns {
 			t.Errorf("%s: %s", name, &log)
+		}
+	}
+}
+
+// Who can write to the data folder could say which cards VMs have, and who
+// leads the cluster.
+func TestDataFolderThatOthersCanWriteIsRefused(t *testing.T) {
+	above := t.TempDir()
+	dir := filepath.Join(above, "data")
+	if err := makeData(dir); err != nil {
+		t.Fatal(err)
+	}
+	for _, path := range []string{dir, above} {
+		if err := os.Chmod(path, 0o777); err != nil {
+			t.Fatal(err)
+		}
+		err := Run(t.Context(), Options{Dir: filepath.Join(t.TempDir(), "run"), Data: dir, Socket: filepath.Join(t.TempDir(), "api", "x.sock")})
+		if !errors.Is(err, fs.ErrPermission) || !strings.Contains(err.Error(), "data folder") {
+			t.Errorf("%s is open to all: %v", path, err)
+		}
+		if err := os.Chmod(path, 0o700); err != nil {
+			t.Fatal(err)
 		}
 	}
 }

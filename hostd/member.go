@@ -80,6 +80,22 @@ func listen(o Options, made bool) (net.Listener, error) {
 	return l, nil
 }
 
+// makeData makes the data folder and refuses one that others can change: what
+// is in it decides who has which card, and is opened by name.
+func makeData(dir string) error {
+	if dir == "" {
+		return nil
+	}
+	err := os.MkdirAll(dir, 0o700)
+	if err == nil {
+		err = rundir.Own(dir)
+	}
+	if err != nil {
+		return fmt.Errorf("data folder: %w", err)
+	}
+	return nil
+}
+
 // join opens the membership that there is.
 func (o Options) join(ctx context.Context, host *Host) (m *member, err error) {
 	m = &member{nvml: nvml.New(nvml.Config{Log: o.Log})}
@@ -98,9 +114,6 @@ func (o Options) join(ctx context.Context, host *Host) (m *member, err error) {
 		return m, err
 	}
 	if o.Data != "" {
-		if err := os.MkdirAll(o.Data, 0o700); err != nil {
-			return m, fmt.Errorf("data folder: %w", err)
-		}
 		if m.audit, err = access.OpenAudit(access.AuditConfig{Path: filepath.Join(o.Data, "audit.log"), Log: o.Log}); err != nil {
 			return m, fmt.Errorf("audit trail: %w", err)
 		}
@@ -177,6 +190,7 @@ func (m *member) open(ctx context.Context, o Options, host *Host, name string) (
 		Rate:        m.rate, Follow: m.follow, Peer: func(to string) (gpuctlv1connect.SiteServiceClient, error) { return m.node.Site(to) },
 	}
 	m.guests = site.NewGuests(host.Site, host.PCI.Cards, o.Log)
+	m.guests.Locks = o.Dir
 	m.guests.Console, m.guests.Vchan = m.cards.Scheme() == "xen", m.cards.Vchan
 	host.Site.Guests = m.guests
 	if o.Data != "" { // hostd --dev moves nothing

@@ -59,6 +59,9 @@ func Run(ctx context.Context, o Options) (err error) {
 	if err := rundir.Make(o.Dir); err != nil {
 		return err
 	}
+	if err := makeData(o.Data); err != nil {
+		return err
+	}
 	if rundir.Answers(o.Socket) {
 		return fmt.Errorf("socket %s: another hostd is using it", o.Socket)
 	}

@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"log/slog"
 	"os"
-	"strings"
 	"sync"
 	"syscall"
 	"time"
@@ -348,7 +347,7 @@ func (a *AuditLog) rotate() {
 		a.problem("audit trail cannot be rotated", err)
 		return
 	}
-	if err := a.file.Close(); err != nil && !strings.Contains(err.Error(), "already closed") {
+	if err := a.file.Close(); err != nil && !errors.Is(err, os.ErrClosed) {
 		a.problem("audit trail cannot be closed", err)
 	}
 	a.file = nil

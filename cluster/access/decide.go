@@ -8,6 +8,7 @@ import (
 	"connectrpc.com/connect"
 
 	"github.com/gpuctl/gpuctl/cluster/pki"
+	"github.com/gpuctl/gpuctl/internal/reason"
 )
 
 // decide says why a caller may not call a procedure; nil: it may.
@@ -26,7 +27,11 @@ func decide(table map[string]Rule, c Caller, procedure string) *connect.Error {
 	case c.Kind == Anonymous && rule.Kinds == Local:
 		return refuse(connect.CodePermissionDenied, "only on the host itself: run it there")
 	case c.Kind == Anonymous && c.Problem != nil && !errors.Is(c.Problem, pki.ErrNoCertificate):
-		return refuse(connect.CodeUnauthenticated, "%w", c.Problem)
+		err := refuse(connect.CodeUnauthenticated, "%w", c.Problem)
+		if errors.Is(c.Problem, pki.ErrRevoked) {
+			err.Meta().Set(reason.Header, reason.Revoked)
+		}
+		return err
 	case c.Kind == Anonymous:
 		return refuse(connect.CodeUnauthenticated, "it needs a certificate of this cluster: ask an administrator for a token (gpuctl cluster token) and join with it")
 	case rule.Kinds == Local:

@@ -8,7 +8,9 @@ import (
 	"log/slog"
 	"net"
 	"net/http"
+	"net/url"
 	"os"
+	"path/filepath"
 	"sync"
 	"time"
 
@@ -76,6 +78,7 @@ type options struct {
 	deadAfter time.Duration
 	wait      time.Duration
 	hangUp    func()
+	locks     string
 }
 
 func gather(opts []Option) options {
@@ -101,12 +104,21 @@ func WithWait(d time.Duration) Option { return func(o *options) { o.wait = d } }
 // VM was migrated, or, with virtio-serial, the host let go.
 func WithHangUp(f func()) Option { return func(o *options) { o.hangUp = f } }
 
+// WithLocks is a folder of this process's user alone for the file that says who
+// has the channel. If not said, it is beside the socket, where the process of
+// the VM may have the right to write.
+func WithLocks(dir string) Option { return func(o *options) { o.locks = dir } }
+
 // Open takes a channel's socket for this process and keeps trying to connect
 // from then on. ErrBusy if somebody else has it. The socket need not be there
-// yet, its folder must.
+// yet, its folder must if WithLocks does not name one.
 func Open(path string, opts ...Option) (*Client, error) {
 	o := gather(opts)
-	lock, err := takeLock(path + lockSuffix)
+	named := path + lockSuffix
+	if o.locks != "" {
+		named = filepath.Join(o.locks, "channel-"+url.PathEscape(path)+lockSuffix)
+	}
+	lock, err := takeLock(named)
 	if err != nil {
 		return nil, fmt.Errorf("channel %s: %w", path, err)
 	}

@@ -337,18 +337,17 @@ func (m *Manager) refreshAll(ctx context.Context) {
 	wg.Wait()
 }
 
-// watcher collects changed sessions for one listener; of each the newest counts.
+// watcher collects changed sessions for one listener.
 type watcher struct {
 	wake  chan struct{}
-	dirty map[string]*gpuctlv1.Session // under Manager.mu
+	dirty map[string]*session // under Manager.mu
 }
 
 func (m *Manager) changed(s *session) {
-	now := s.snapshot()
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	for w := range m.watchers {
-		w.dirty[now.Id] = now
+		w.dirty[s.id] = s
 		select {
 		case w.wake <- struct{}{}:
 		default:
@@ -359,7 +358,7 @@ func (m *Manager) changed(s *session) {
 // watch calls send for every session as it is and then for every change, until
 // ctx or the manager ends or send fails.
 func (m *Manager) watch(ctx context.Context, send func(*gpuctlv1.Session) error) error {
-	w := &watcher{wake: make(chan struct{}, 1), dirty: map[string]*gpuctlv1.Session{}}
+	w := &watcher{wake: make(chan struct{}, 1), dirty: map[string]*session{}}
 	m.mu.Lock()
 	m.watchers[w] = struct{}{}
 	m.mu.Unlock()
@@ -384,10 +383,12 @@ func (m *Manager) watch(ctx context.Context, send func(*gpuctlv1.Session) error)
 		}
 		m.mu.Lock()
 		dirty := w.dirty
-		w.dirty = map[string]*gpuctlv1.Session{}
+		w.dirty = map[string]*session{}
 		m.mu.Unlock()
 		for _, s := range dirty {
-			if err := send(s); err != nil {
+			// As it is now: of two snapshots that were taken earlier the older
+			// one may have come later, and say that a session runs which has ended.
+			if err := send(s.snapshot()); err != nil {
 				return err
 			}
 		}

@@ -12,6 +12,7 @@ import (
 	"runtime"
 	"slices"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -694,4 +695,36 @@ func TestReasonsListsEveryReason(t *testing.T) {
 	if m := Reasons(usage, limits)[0].Message; m != "the session's memory objects take 3 GiB, the GPU has 1 GiB" {
 		t.Fatal(m)
 	}
+}
+
+// A session that ended while a word about it was on its way is never said to
+// run: who hears that takes its GPU for used.
+func TestWatcherHearsHowASessionIsNow(t *testing.T) {
+	ctx, cancel := context.WithCancel(t.Context())
+	m := &Manager{ctx: ctx, sessions: map[string]*session{}, watchers: map[*watcher]struct{}{}}
+	s := &session{m: m, id: "s-1", rec: record{ID: "s-1"}, state: running}
+	m.add(s)
+	said, read := make(chan gpuctlv1.SessionState), make(chan struct{})
+	var wg sync.WaitGroup
+	wg.Go(func() {
+		_ = m.watch(ctx, func(s *gpuctlv1.Session) error {
+			said <- s.State
+			<-read
+			return nil
+		})
+	})
+	defer wg.Wait()
+	defer cancel()
+	if got := <-said; got != running {
+		t.Fatal(got)
+	}
+	m.changed(s) // while the listener is busy
+	s.mu.Lock()
+	s.state = gpuctlv1.SessionState_SESSION_STATE_ENDED
+	s.mu.Unlock()
+	read <- struct{}{}
+	if got := <-said; got != gpuctlv1.SessionState_SESSION_STATE_ENDED {
+		t.Errorf("said to be %v after its end", got)
+	}
+	read <- struct{}{}
 }

@@ -214,6 +214,9 @@ gpuctl cluster remove --force.`,
 			if !yes {
 				return program.Usage(errors.New("recover gives up what only lost hosts know: say --yes, and see hostd recover --help"))
 			}
+			if err := rundir.Own(dir); err != nil {
+				return fmt.Errorf("data folder: %w", err)
+			}
 			host, err := node.Recover(dir)
 			if err != nil {
 				return err

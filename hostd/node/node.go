@@ -11,7 +11,6 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
-	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -28,6 +27,7 @@ import (
 	"github.com/gpuctl/gpuctl/cluster/store"
 	"github.com/gpuctl/gpuctl/hostd/clusterapi"
 	"github.com/gpuctl/gpuctl/internal/random"
+	"github.com/gpuctl/gpuctl/internal/reason"
 )
 
 // Host is what runs on this machine, as the cluster needs to know it.
@@ -512,7 +512,7 @@ func (n *Node) listen(ctx context.Context, m *membership) {
 			call, cancel := context.WithTimeout(ctx, retryAfter)
 			_, err := n.Peer(h.GetAddress()).Heartbeat(call, connect.NewRequest(&clusterv1.HeartbeatRequest{Host: m.Host, HostId: m.ID}))
 			cancel()
-			if connect.CodeOf(err) == connect.CodeUnauthenticated && strings.Contains(err.Error(), pki.ErrRevoked.Error()) {
+			if reason.Is(err, reason.Revoked) {
 				if !m.removed.Swap(true) {
 					n.Logger.Error("not a member any more", "err", n.Problem(), "said_by", h.GetName())
 				}

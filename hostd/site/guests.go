@@ -7,8 +7,6 @@ import (
 	"log/slog"
 	"net"
 	"net/http"
-	"os"
-	"path/filepath"
 	"strings"
 	"sync"
 	"time"
@@ -42,6 +40,9 @@ type Guests struct {
 	Vchan func(ctx context.Context, uuid, path string) (net.Conn, error)
 	// Console says that guest channels are Xen's PV consoles.
 	Console bool
+	// Locks is a folder of this hostd's own; what VMs' sockets lie in is their
+	// processes' to write. Empty: beside the sockets, for tests.
+	Locks string
 
 	channels Channels
 	scan     func() ([]*pci.Card, error)
@@ -138,10 +139,7 @@ func (g *Guests) get(ctx context.Context, uuid string) (*guest, error) {
 		o.close()
 		delete(g.open, uuid)
 	}
-	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
-		return nil, fmt.Errorf("%w: %w", errNoAgent, err)
-	}
-	link, err := channel.Open(path, channel.WithLogger(g.log), channel.WithWait(agentWait))
+	link, err := channel.Open(path, channel.WithLogger(g.log), channel.WithWait(agentWait), channel.WithLocks(g.Locks))
 	if err != nil {
 		return nil, fmt.Errorf("%w: %w", errNoAgent, err)
 	}

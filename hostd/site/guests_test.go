@@ -3,8 +3,11 @@ package site
 import (
 	"compress/gzip"
 	"context"
+	"errors"
 	"log/slog"
 	"net/http"
+	"os"
+	"path/filepath"
 	"strings"
 	"testing"
 
@@ -128,3 +131,36 @@ func TestNothingCompressedIsTakenFromAGuest(t *testing.T) {
 		t.Errorf("compression is asked for: %q", s)
 	}
 }
+
+// The folder of VMs' sockets is written to by the VMs' processes: nothing is made
+// there, nor through a link that one of them has put there.
+func TestNothingIsMadeWhereAVMsSocketLies(t *testing.T) {
+	sockets, target, locks := t.TempDir(), t.TempDir(), t.TempDir()
+	if err := os.Symlink(target, filepath.Join(sockets, "target")); err != nil {
+		t.Fatal(err)
+	}
+	for _, path := range []string{filepath.Join(sockets, "x.sock"), filepath.Join(sockets, "target", "x.sock"), filepath.Join(sockets, "target", "sub", "x.sock")} {
+		g := NewGuests(socketAt(path), nil, slog.New(slog.DiscardHandler))
+		g.Locks = locks
+		if _, err := g.get(t.Context(), "vm"); err != nil {
+			t.Fatal(err)
+		}
+		other := NewGuests(socketAt(path), nil, slog.New(slog.DiscardHandler))
+		other.Locks = locks
+		if _, err := other.get(t.Context(), "vm"); !errors.Is(err, channel.ErrBusy) {
+			t.Errorf("two have the channel %s: %v", path, err)
+		}
+		for dir, want := range map[string]int{sockets: 1, target: 0, locks: 1} {
+			if found, err := os.ReadDir(dir); err != nil || len(found) != want {
+				t.Errorf("%s: in %s are %v, %v", path, dir, found, err)
+			}
+		}
+		if err := g.Close(); err != nil {
+			t.Error(err)
+		}
+	}
+}
+
+type socketAt string
+
+func (s socketAt) Channel(context.Context, string) (string, error) { return string(s), nil }

@@ -5,5 +5,6 @@
 // is no regular file is neither waited for nor used.
 //
 // Packages whose files others can reach open them through this one only, which
-// a test of this package sees to.
+// a test of this package sees to. The other packages that root runs say there of
+// each function why it need not.
 package beneath

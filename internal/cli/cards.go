@@ -371,7 +371,7 @@ func (a *app) followDevice(stream *connect.ServerStreamForClient[gpuctlv1.Device
 	show.end()
 	if last == nil {
 		if err := stream.Err(); err != nil {
-			if connect.CodeOf(err) == connect.CodeFailedPrecondition && strings.Contains(err.Error(), "refused") {
+			if connect.CodeOf(err) == connect.CodeFailedPrecondition {
 				return program.WithCode(err, program.Refused)
 			}
 			return err

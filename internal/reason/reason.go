@@ -1,4 +1,4 @@
-// Package reason says on the wire which of the log's errors one is.
+// Package reason says on the wire which of a host's errors one is.
 package reason
 
 import (
@@ -7,8 +7,8 @@ import (
 	"connectrpc.com/connect"
 )
 
-// Header is where hosts say which of the log's errors one is: codes alone
-// do not tell them apart.
+// Header is where hosts say which error one is: codes alone do not tell them
+// apart.
 const Header = "Gpuctl-Reason"
 
 // The reasons of errors after which nothing was proposed.
@@ -17,13 +17,18 @@ const (
 	NotLeader = "not-leader"
 )
 
+// Revoked is the reason why a host refuses the certificate of one that was
+// removed from the cluster.
+const Revoked = "revoked"
+
+// Is reports whether a host gave this reason for its error.
+func Is(err error, reason string) bool {
+	var c *connect.Error
+	return errors.As(err, &c) && c.Meta().Get(Header) == reason
+}
+
 // Leaderless reports whether a host's error says that nothing was done as nobody
 // leads: what was asked may be asked again.
 func Leaderless(err error) bool {
-	var c *connect.Error
-	if !errors.As(err, &c) {
-		return false
-	}
-	reason := c.Meta().Get(Header)
-	return reason == NoLeader || reason == NotLeader
+	return Is(err, NoLeader) || Is(err, NotLeader)
 }

@@ -92,6 +92,9 @@ func (d Dirs) PrivateSockets() []string {
 
 // Sweep removes what private daemons and clients that were killed left behind.
 func (d Dirs) Sweep() {
+	if Own(d.Default()) != nil {
+		return // what others have put there may lead anywhere
+	}
 	for _, pattern := range []string{"private/*", "vendors-*"} {
 		found, _ := filepath.Glob(filepath.Join(d.Default(), pattern))
 		for _, dir := range found {
@@ -138,18 +141,79 @@ func MakeNew(dir string) (made bool, err error) {
 		return false, fmt.Errorf("run folder: %w", err)
 	}
 	made = err == nil
-	info, err := os.Lstat(dir)
-	if err != nil {
-		return made, fmt.Errorf("run folder: %w", err)
-	}
-	stat, ok := info.Sys().(*syscall.Stat_t)
-	if !info.IsDir() || !ok || int(stat.Uid) != os.Getuid() {
-		return made, fmt.Errorf("run folder %s belongs to somebody else: %w", dir, fs.ErrPermission)
-	}
-	if info.Mode().Perm()&0o022 != 0 {
-		return made, fmt.Errorf("run folder %s can be written by others: %w", dir, fs.ErrPermission)
+	if err := Own(dir); err != nil {
+		return made, fmt.Errorf("run folder %w", err)
 	}
 	return made, nil
+}
+
+// Own is nil if nobody but this user and root can change what is in a folder,
+// nor put another in its place.
+func Own(dir string) error {
+	path, err := filepath.Abs(dir)
+	if err != nil {
+		return err
+	}
+	if err := lasting(path, 0); err != nil {
+		return fmt.Errorf("%s: %w", dir, err)
+	}
+	info, err := os.Stat(path)
+	if err != nil {
+		return err
+	}
+	if !info.IsDir() || owner(info) != os.Getuid() {
+		return fmt.Errorf("%s belongs to somebody else, or is no folder: %w", dir, fs.ErrPermission)
+	}
+	if info.Mode().Perm()&0o022 != 0 {
+		return fmt.Errorf("%s can be written by others: %w; if they have put nothing there: chmod go-w %[1]s", dir, fs.ErrPermission)
+	}
+	return nil
+}
+
+const maxLinks = 40 // as the kernel has it
+
+// lasting is nil if a path goes on naming what it does whatever others do: who
+// may write to a folder may rename what is in it, except where only its owner may.
+func lasting(path string, links int) error {
+	if links > maxLinks {
+		return syscall.ELOOP
+	}
+	at := "/"
+	parts := strings.Split(strings.Trim(path, "/"), "/")
+	for i := 0; ; i++ {
+		info, err := os.Lstat(at)
+		if err != nil {
+			return err
+		}
+		if uid := owner(info); uid != os.Getuid() && uid != 0 {
+			return fmt.Errorf("%s belongs to another user, who could put something else there: %w", at, fs.ErrPermission)
+		}
+		if info.Mode()&fs.ModeSymlink != 0 {
+			target, err := os.Readlink(at)
+			if err != nil {
+				return err
+			}
+			if !filepath.IsAbs(target) {
+				target = filepath.Join(filepath.Dir(at), target)
+			}
+			return lasting(filepath.Join(target, filepath.Join(parts[i:]...)), links+1)
+		}
+		if i == len(parts) {
+			return nil
+		}
+		if info.Mode().Perm()&0o022 != 0 && info.Mode()&fs.ModeSticky == 0 {
+			return fmt.Errorf("others can write to %s, and put something else there: %w", at, fs.ErrPermission)
+		}
+		at = filepath.Join(at, parts[i])
+	}
+}
+
+// owner is a file's user; -1: not known.
+func owner(info fs.FileInfo) int {
+	if stat, ok := info.Sys().(*syscall.Stat_t); ok {
+		return int(stat.Uid)
+	}
+	return -1
 }
 
 // Listen opens a unix socket with mode 0600. A socket that nobody serves any
@@ -163,7 +227,7 @@ func Listen(path string) (net.Listener, error) {
 	}
 	l, err := net.Listen("unix", path)
 	if err != nil {
-		if strings.Contains(err.Error(), "invalid argument") {
+		if errors.Is(err, syscall.EINVAL) {
 			return nil, fmt.Errorf("socket %s: the path is longer than a socket's may be (107 bytes)", path)
 		}
 		return nil, fmt.Errorf("socket %s: %w", path, err)

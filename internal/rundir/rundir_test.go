@@ -1,6 +1,7 @@
 package rundir
 
 import (
+	"errors"
 	"os"
 	"path/filepath"
 	"strconv"
@@ -128,5 +129,71 @@ func TestMadeFoldersAreToldFromThoseThatWereThere(t *testing.T) {
 	}
 	if made, err := MakeNew(filepath.Join(there, "new")); made || err != nil {
 		t.Errorf("again: %v, %v", made, err)
+	}
+}
+
+// What others can write to, or can put something else in the place of, is
+// nobody's own.
+func TestFolderThatOthersCanReplaceIsNotOwn(t *testing.T) {
+	if os.Getuid() != 0 {
+		t.Skip("only root can make another user's folder")
+	}
+	type folder struct {
+		uid  int
+		mode os.FileMode
+	}
+	for name, c := range map[string]struct {
+		above, dir folder
+		own        bool
+	}{
+		"own":                      {folder{0, 0o755}, folder{0, 0o700}, true},
+		"passable":                 {folder{0, 0o755}, folder{0, 0o711}, true},
+		"as in /tmp":               {folder{0, 0o777 | os.ModeSticky}, folder{0, 0o700}, true},
+		"of another user":          {folder{0, 0o755}, folder{4242, 0o700}, false},
+		"open to the group":        {folder{0, 0o755}, folder{0, 0o770}, false},
+		"open to all":              {folder{0, 0o755}, folder{0, 0o777 | os.ModeSticky}, false},
+		"in another user's folder": {folder{4242, 0o755}, folder{0, 0o700}, false},
+		"in a folder open to all":  {folder{0, 0o777}, folder{0, 0o700}, false},
+	} {
+		t.Run(name, func(t *testing.T) {
+			above := filepath.Join(t.TempDir(), "above")
+			dir, link := filepath.Join(above, "dir"), filepath.Join(t.TempDir(), "link")
+			err := errors.Join(os.MkdirAll(dir, 0o700), os.Symlink(above, link))
+			for path, f := range map[string]folder{above: c.above, dir: c.dir} {
+				err = errors.Join(err, os.Chown(path, f.uid, f.uid), os.Chmod(path, f.mode))
+			}
+			if err != nil {
+				t.Fatal(err)
+			}
+			for _, path := range []string{dir, filepath.Join(link, "dir")} {
+				if err := Own(path); (err == nil) != c.own {
+					t.Errorf("%s: %v", path, err)
+				}
+				if err := Make(path); (err == nil) != c.own {
+					t.Errorf("a run folder at %s: %v", path, err)
+				}
+			}
+		})
+	}
+}
+
+// Who makes a user's folder in /tmp before that user does leads the removal of
+// old folders nowhere.
+func TestSweepRemovesNothingInAFolderOfAnotherUser(t *testing.T) {
+	if os.Getuid() != 0 {
+		t.Skip("only root can make another user's folder")
+	}
+	d := Dirs{Temp: t.TempDir(), UID: 7}
+	target := filepath.Join(t.TempDir(), strconv.Itoa(1<<30))
+	err := errors.Join(
+		os.MkdirAll(d.Default(), 0o755), os.Mkdir(target, 0o700),
+		os.Symlink(filepath.Dir(target), filepath.Join(d.Default(), "private")), os.Chown(d.Default(), 4242, 4242),
+	)
+	if err != nil {
+		t.Fatal(err)
+	}
+	d.Sweep()
+	if _, err := os.Stat(target); err != nil {
+		t.Error(err)
 	}
 }
