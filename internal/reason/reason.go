@@ -3,6 +3,7 @@ package reason
 
 import (
 	"errors"
+	"net"
 
 	"connectrpc.com/connect"
 )
@@ -27,3 +28,13 @@ func Leaderless(err error) bool {
 	reason := c.Meta().Get(Header)
 	return reason == NoLeader || reason == NotLeader
 }
+
+// Unsent reports whether nothing was sent to a host, as there was no connection.
+func Unsent(err error) bool {
+	var op *net.OpError
+	return errors.As(err, &op) && op.Op == "dial"
+}
+
+// Undone reports whether a call's error says that nothing was done. After any
+// other one, but for a host's refusal, it may have been.
+func Undone(err error) bool { return Leaderless(err) || Unsent(err) }
