@@ -199,3 +199,20 @@ func TestVMWithTooManySessionsIsRefusedOnce(t *testing.T) {
 		t.Errorf("the record has what was refused: %v", m.GetMachine().GetSessions())
 	}
 }
+
+// A VM chooses what its sessions are called: too much for a request would leave
+// them frozen, since that which lets them go on names them, too.
+func TestVMWhoseSessionsHaveLongNamesIsRefusedOnce(t *testing.T) {
+	w := newWorld(t)
+	w.sessions, w.long = 1900, strings.Repeat("x", 200)
+	m := w.drive(w.migration(to, other))
+	if m.GetState() != back || !strings.Contains(m.GetMessage(), "VM vm names a session with 20") {
+		t.Errorf("%s: %s", m.GetState(), m.GetMessage())
+	}
+	w.check(m)
+	w = newWorld(t)
+	w.sessions, w.long = 1900, strings.Repeat("x", 38)
+	if m := w.drive(w.migration(to)); m.GetState() != done {
+		t.Errorf("%s: %s", m.GetState(), m.GetMessage())
+	}
+}

@@ -356,7 +356,8 @@ func againstMachine(r Request, m MachineFacts) (out []*gpuctlv1.Reason) {
 	}
 	add(len(m.GPUs) > 1, ReasonSeveralGPUs, "VM %s has %d GPUs (%s); only VMs with one can be moved", m.Name, len(m.GPUs), strings.Join(m.GPUs, ", "))
 	if m.Agent != nil {
-		add(len(m.Agent.Sessions) > MostSessions, ReasonSessions, "%s", tooMany(m.Name, len(m.Agent.Sessions)))
+		why := nameable(m.Name, m.Agent.Sessions)
+		add(why != "", ReasonSessions, "%s", why)
 	}
 	add(!m.Passthrough, ReasonPassthrough, "the definition of VM %s does not let it have devices plugged in: add <features><xen><passthrough state='on'/></xen></features> and start it anew", m.Name)
 	if m.Agent == nil {

@@ -33,8 +33,25 @@ const (
 	StepStart  = "start"
 )
 
-// MostSessions of a VM can be frozen by one migration: its record names them.
-const MostSessions = 2000
+// MostSessions of a VM can be frozen by one migration: its record names them, and
+// so do requests, twice at most. Their names are the VM's to choose.
+const (
+	MostSessions = 2000
+	longestName  = 48 // bytes
+)
+
+// nameable says why a record can't name a VM's sessions.
+func nameable(name string, sessions []SessionFacts) string {
+	for _, s := range sessions {
+		if n := len(s.ID); n > longestName {
+			return fmt.Sprintf("VM %s names a session with %d bytes, and at most %d can be kept: its gpuguest is not a known one; install gpuctl's there", name, n, longestName)
+		}
+	}
+	if n := len(sessions); n > MostSessions {
+		return tooMany(name, n)
+	}
+	return ""
+}
 
 func tooMany(name string, n int) string {
 	return fmt.Sprintf("VM %s has %d sessions, and at most %d can be moved: end some; maxSessions in its gpuguest.yaml keeps them fewer", name, n, MostSessions)
@@ -97,6 +114,9 @@ func steps(m *clusterv1.MachineMove) []step {
 			facts, err := r.from().Sessions(ctx, r.machine())
 			if err != nil {
 				return err
+			}
+			if why := nameable(r.machine().Name, facts.Sessions); why != "" {
+				return errors.New(why)
 			}
 			all := r.move().GetSessions()
 			for _, s := range facts.Sessions {

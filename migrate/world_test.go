@@ -53,6 +53,7 @@ type world struct {
 	twin     string          // host where the VM runs, too
 	paused   map[string]bool // hosts where it is
 	sessions int             // more of them, which nobody looks at
+	long     string          // in their names
 
 	free   uint64                    // the VM's memory, bytes
 	sizes  map[string]uint64         // of sessions' states
@@ -468,7 +469,7 @@ func (s *site) Sessions(context.Context, Machine) (*AgentFacts, error) {
 		}
 	}
 	for i := range s.sessions {
-		out.Sessions = append(out.Sessions, SessionFacts{ID: fmt.Sprintf("more-%d", i)})
+		out.Sessions = append(out.Sessions, SessionFacts{ID: fmt.Sprintf("more%s-%d", s.long, i)})
 	}
 	return out, nil
 }
@@ -492,9 +493,20 @@ func (s *site) keep(host, session string, state int) error {
 	return nil
 }
 
+// requested is what a host takes in one request.
+func requested(names ...string) error {
+	if n := len(strings.Join(names, "  ")); n > 256<<10 {
+		return fmt.Errorf("a request of %d bytes is too large", n)
+	}
+	return nil
+}
+
 func (s *site) Freeze(_ context.Context, _ Machine, f Freezing, _ Progress) error {
 	sessions, away, to := f.Sessions, f.Away, f.To
 	return s.do("freeze", func() error {
+		if err := requested(slices.Concat(sessions, away)...); err != nil {
+			return err
+		}
 		if err := s.here(); err != nil {
 			return err
 		}
@@ -582,6 +594,9 @@ func (s *site) Await(_ context.Context, m Machine, gpu string) error {
 
 func (s *site) Thaw(_ context.Context, m Machine, gpu string, sessions []string, _ Progress) error {
 	return s.do("thaw", func() error {
+		if err := requested(sessions...); err != nil {
+			return err
+		}
 		s.alone("thawed")
 		if err := s.here(); err != nil {
 			return err

@@ -15,6 +15,7 @@ import (
 	"connectrpc.com/connect"
 	"google.golang.org/protobuf/proto"
 
+	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 	"github.com/gpuctl/gpuctl/cluster/pki"
 	"github.com/gpuctl/gpuctl/cluster/pki/throttle"
 )
@@ -49,7 +50,8 @@ type Gate struct {
 	calls   counter
 	streams counter
 
-	failures window // of callers without a certificate, in the trail
+	failures window             // of calls that anybody may make, in the trail
+	viewers  *throttle.Throttle // their lines in it
 }
 
 var _ connect.Interceptor = (*Gate)(nil)
@@ -68,7 +70,7 @@ func NewGate(c Config) *Gate {
 	if c.Local == nil {
 		c.Local = func() LocalPolicy { return LocalPolicy{} }
 	}
-	return &Gate{Config: c, self: uint32(os.Geteuid()), quiet: throttle.New(quietFor, c.Now)}
+	return &Gate{Config: c, self: uint32(os.Geteuid()), quiet: throttle.New(quietFor, c.Now), viewers: throttle.New(quietFor, c.Now)}
 }
 
 // connection is what a request knows of the connection that it came on.
@@ -244,12 +246,28 @@ func (g *Gate) audited(c Caller, procedure string, began time.Time) func(message
 		if !done {
 			err = connect.NewError(connect.CodeInternal, errors.New("the handler panicked"))
 		}
-		if c.Kind == Anonymous && err != nil && !g.failures.allow(g.Now()) {
-			return // the trail is not for anybody to fill
+		if !g.kept(c, procedure, err) {
+			return
 		}
 		m, _ := message.(proto.Message)
 		g.Audit.Append(g.entry(c, procedure, m, began, err))
 	}
+}
+
+// kept says whether a call is for the trail, which is not for everybody to fill:
+// its oldest lines go. What fails of that which anybody may call counts whoever
+// calls, as hosts pass it on for strangers; and who may only look has a line every
+// now and then.
+func (g *Gate) kept(c Caller, procedure string, err error) bool {
+	rule := g.Table[procedure]
+	switch {
+	case err != nil && rule.Kinds&Anonymous != 0:
+		return g.failures.allow(g.Now())
+	case c.Kind == User && rule.Role == clusterv1.Role_ROLE_VIEWER:
+		_, ok := g.viewers.Allow(c.key() + " " + procedure)
+		return ok
+	}
+	return true
 }
 
 // WrapStreamingClient changes nothing: a Gate is for handlers.

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"io"
+	"log/slog"
 	"net/http"
 	"net/http/httptest"
 	"os"
@@ -135,5 +136,34 @@ func TestStrangersDoNotFillTheTrail(t *testing.T) {
 	}
 	if let != failuresEach || !w.allow(now.Add(time.Minute)) {
 		t.Errorf("%d", let)
+	}
+}
+
+// Enrolments fail for whoever has no token: a stranger's on the leader, too, to
+// which another host passes them on, and a viewer's.
+func TestTrailIsNotFilledByCallsThatAnybodyMayMake(t *testing.T) {
+	lines := func(c Caller, procedure string, err error) uint64 {
+		audit := openAudit(t, AuditConfig{})
+		g := NewGate(Config{Audit: audit, Log: slog.New(slog.DiscardHandler), Now: func() time.Time { return time.Unix(1e9, 0) }})
+		for range 10 * failuresEach {
+			g.audited(c, procedure, g.Now())(&clusterv1.EnrollRequest{}, err, true)
+		}
+		audit.Close()
+		return audit.Counts().Lines
+	}
+	no := connect.NewError(connect.CodePermissionDenied, errors.New("no such token"))
+	for _, c := range []Caller{{Kind: Anonymous, Address: "192.0.2.7:1"}, {Kind: Host, ID: "h-1", Host: "n1"}, {Kind: User, ID: "vic", Role: viewer}} {
+		if n := lines(c, clusterv1connect.PeerServiceEnrollProcedure, no); n != failuresEach {
+			t.Errorf("%s: %d lines of enrolments that failed", c, n)
+		}
+		if n := lines(c, clusterv1connect.PeerServiceEnrollProcedure, nil); n != 10*failuresEach {
+			t.Errorf("%s: %d lines of enrolments", c, n)
+		}
+	}
+	if n := lines(Caller{Kind: User, ID: "vic", Role: viewer}, clusterv1connect.PeerServiceRenewProcedure, nil); n != 1 {
+		t.Errorf("%d lines of a viewer's renewals", n)
+	}
+	if n := lines(Caller{Kind: User, ID: "otto", Role: operator}, clusterv1connect.ClusterServiceSetDrainProcedure, no); n != 10*failuresEach {
+		t.Errorf("%d lines of what an operator does", n)
 	}
 }

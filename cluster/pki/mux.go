@@ -20,6 +20,7 @@ const (
 	maxHandshakes    = 256
 	maxAnonymous     = 64
 	maxPerAddress    = 16
+	maxPerUser       = 512
 	anonymousFor     = 2 * time.Minute
 	recheckEvery     = time.Second
 	acceptPause      = 50 * time.Millisecond
@@ -38,6 +39,7 @@ type MuxConfig struct {
 	MaxHandshakes    int           // at a time; 0: 256
 	MaxAnonymous     int           // connections without a valid certificate; 0: 64
 	MaxPerAddress    int           // of these, from one address; 0: 16
+	MaxPerUser       int           // connections with the certificates of one user; 0: 512
 	AnonymousFor     time.Duration // how long they may last; 0: 2 min
 	Recheck          time.Duration // how often raft's connections are looked at; 0: 1 s
 
@@ -65,6 +67,7 @@ type Mux struct {
 
 	mu    sync.Mutex
 	conns map[*tracked]Peer // of Raft, in both directions
+	users map[string]int    // connections of HTTP, by the user's id
 }
 
 // NewMux begins to accept connections. The caller serves HTTP and Raft.
@@ -73,6 +76,7 @@ func NewMux(c MuxConfig) *Mux {
 	set(&c.MaxHandshakes, maxHandshakes)
 	set(&c.MaxAnonymous, maxAnonymous)
 	set(&c.MaxPerAddress, maxPerAddress)
+	set(&c.MaxPerUser, maxPerUser)
 	set(&c.AnonymousFor, anonymousFor)
 	set(&c.Recheck, recheckEvery)
 	if c.DialContext == nil {
@@ -81,7 +85,7 @@ func NewMux(c MuxConfig) *Mux {
 	if c.Expect == nil {
 		c.Expect = func(string) string { return "" }
 	}
-	m := &Mux{MuxConfig: c, conns: map[*tracked]Peer{}, quiet: throttle.New(quietFor, time.Now)}
+	m := &Mux{MuxConfig: c, conns: map[*tracked]Peer{}, users: map[string]int{}, quiet: throttle.New(quietFor, time.Now)}
 	m.ctx, m.cancel = context.WithCancel(context.Background())
 	m.handshakes = newPool(c.MaxHandshakes, c.HandshakeTimeout/10)
 	m.anonymous = newPool(c.MaxAnonymous, c.HandshakeTimeout/10)
@@ -175,7 +179,15 @@ func (m *Mux) handshake(c *tracked, config *tls.Config) {
 		m.acceptRaft(ctx, c, conn, state)
 		return
 	}
-	if _, err := m.Trust.Verify(state.PeerCertificates); err != nil {
+	switch peer, err := m.Trust.Verify(state.PeerCertificates); {
+	case err == nil && peer.Kind == KindUser:
+		if !m.takeUser(peer.ID) {
+			_ = c.Close()
+			m.warn(c, "connection closed: "+peer.String()+" has too many", nil)
+			return
+		}
+		c.whenClosed(func() { m.giveUser(peer.ID) })
+	case err != nil:
 		c.endAfter(m.AnonymousFor)
 		if evicted := m.anonymous.add(ctx, c); evicted != nil {
 			m.warn(evicted, "connection without a valid certificate closed: too many at a time", nil)
@@ -187,6 +199,24 @@ func (m *Mux) handshake(c *tracked, config *tls.Config) {
 		}
 	}
 	m.http.deliver(ctx, conn)
+}
+
+func (m *Mux) takeUser(id string) bool {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.users[id] >= m.MaxPerUser {
+		return false
+	}
+	m.users[id]++
+	return true
+}
+
+func (m *Mux) giveUser(id string) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.users[id]--; m.users[id] == 0 {
+		delete(m.users, id)
+	}
 }
 
 func (m *Mux) acceptRaft(ctx context.Context, c *tracked, conn *tls.Conn, state tls.ConnectionState) {

@@ -14,6 +14,8 @@ import (
 	"sync/atomic"
 	"testing"
 	"time"
+
+	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 )
 
 // port is a Mux on loopback whose HTTP side says who called, and whose raft
@@ -318,6 +320,45 @@ func TestAnonymousConnectionsAreFewAndShort(t *testing.T) {
 	waitFor(t, func() bool { return open.Load() == 0 })
 	wait.Wait()
 	waitFor(t, func() bool { return a.anonymous.size() == 0 })
+}
+
+// A user has a certificate and may look at things: that must not be enough to
+// take all descriptors.
+func TestOneUserCannotHoldAllConnections(t *testing.T) {
+	ca := newCAFor("c1")
+	a := open(t, ca, "h-a", func(c *MuxConfig) { c.MaxPerUser = 3 })
+	// connect keeps its connection until it is closed.
+	connect := func(user string) (hangUp func(), err error) {
+		config := PinnedClientConfig(Fingerprint(ca.Certificate()), nil)
+		config.NextProtos = []string{"h2"}
+		config.Certificates = []tls.Certificate{*issue(ca, Identity{ID: user, Role: clusterv1.Role_ROLE_VIEWER}).Certificate}
+		tr := &http.Transport{TLSClientConfig: config, ForceAttemptHTTP2: true}
+		t.Cleanup(tr.CloseIdleConnections)
+		res, err := (&http.Client{Transport: tr}).Get("https://" + a.address)
+		if err == nil {
+			_, _ = io.Copy(io.Discard, res.Body)
+			res.Body.Close()
+		}
+		return tr.CloseIdleConnections, err
+	}
+	var hangUp func()
+	for range 3 {
+		var err error
+		if hangUp, err = connect("vic"); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if _, err := connect("vic"); err == nil {
+		t.Error("one more")
+	}
+	if _, err := connect("ann"); err != nil {
+		t.Errorf("another user: %v", err)
+	}
+	hangUp()
+	waitFor(t, func() bool { _, err := connect("vic"); return err == nil })
+	if _, err := connect("vic"); err == nil {
+		t.Error("one more, after one has ended")
+	}
 }
 
 func waitFor(t *testing.T, ok func() bool) {

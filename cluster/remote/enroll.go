@@ -14,6 +14,7 @@ import (
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 	"github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1/clusterv1connect"
 	"github.com/gpuctl/gpuctl/cluster/pki"
+	"github.com/gpuctl/gpuctl/internal/reason"
 )
 
 const dialTimeout = 5 * time.Second
@@ -63,13 +64,20 @@ func Enroll(ctx context.Context, token pki.Token, r *clusterv1.EnrollRequest) (*
 		ctx, cancel = context.WithTimeout(ctx, enrollPatience)
 		defer cancel()
 	}
+	maybe := false
 	for {
-		res, err := enrollRound(ctx, c, token.Addresses, r)
+		res, taken, err := enrollRound(ctx, c, token.Addresses, r)
 		if err == nil || !errors.Is(err, errSilent) {
 			return res, err
 		}
+		maybe = maybe || taken
 		select {
 		case <-ctx.Done():
+			if maybe {
+				// Not as a host says it that knows of no leader: who hears that asks
+				// again, with another request, for which the token is used up.
+				err = connect.NewError(connect.CodeUnavailable, errors.New(err.Error()))
+			}
 			return nil, err
 		case <-time.After(enrollPause):
 		}
@@ -79,8 +87,9 @@ func Enroll(ctx context.Context, token pki.Token, r *clusterv1.EnrollRequest) (*
 // errSilent says that asking again may help.
 var errSilent = errors.New("no host of the cluster let this one in")
 
-// enrollRound asks each host once.
-func enrollRound(ctx context.Context, c *http.Client, addresses []string, r *clusterv1.EnrollRequest) (*clusterv1.EnrollResponse, error) {
+// enrollRound asks each host once. maybe says that one may have let this one in,
+// and its answer was lost.
+func enrollRound(ctx context.Context, c *http.Client, addresses []string, r *clusterv1.EnrollRequest) (res *clusterv1.EnrollResponse, maybe bool, err error) {
 	var errs []error
 	hope := false
 	for _, address := range addresses {
@@ -88,21 +97,23 @@ func enrollRound(ctx context.Context, c *http.Client, addresses []string, r *clu
 		res, err := Peer(c, address).Enroll(one, connect.NewRequest(r))
 		cancel()
 		if err == nil {
-			return res.Msg, nil
+			return res.Msg, false, nil
 		}
 		switch connect.CodeOf(err) {
 		case connect.CodeUnavailable, connect.CodeUnknown, connect.CodeDeadlineExceeded:
 			errs = append(errs, fmt.Errorf("%s: %w", address, err))
-			hope = hope || !stranger(err)
+			if !stranger(err) {
+				hope, maybe = true, maybe || !reason.Undone(err)
+			}
 		default:
-			return nil, err // an answer
+			return nil, false, err // an answer
 		}
 	}
-	err := errors.Join(errs...)
+	err = errors.Join(errs...)
 	if !hope {
-		return nil, fmt.Errorf("no host of the cluster answered: %w", err)
+		return nil, false, fmt.Errorf("no host of the cluster answered: %w", err)
 	}
-	return nil, fmt.Errorf("%w: %w", errSilent, err)
+	return nil, maybe, fmt.Errorf("%w: %w", errSilent, err)
 }
 
 // stranger reports whether somebody answered who is no host of the cluster: it

@@ -14,6 +14,7 @@ import (
 
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 	"github.com/gpuctl/gpuctl/cluster/state"
+	"github.com/gpuctl/gpuctl/internal/reason"
 )
 
 // The state remembers the answers to the last 4096 commands. A command whose
@@ -68,25 +69,32 @@ func (s *Store) submit(ctx context.Context, cmds []*clusterv1.Command) ([]*clust
 			return nil, fate(a.err, maybe)
 		}
 		if maybe && s.fsm.index() > began+horizon {
-			return nil, fmt.Errorf("%w: %w", ErrTimeout, a.err)
+			return nil, fate(a.err, maybe)
 		}
 		select {
 		case <-ctx.Done():
 			if !maybe {
 				return nil, fmt.Errorf("%w: %w (%w)", ErrNoLeader, a.err, ctx.Err())
 			}
-			return nil, fmt.Errorf("%w: %w (%w)", ErrTimeout, a.err, ctx.Err())
+			return nil, fmt.Errorf("%w (%w)", fate(a.err, maybe), ctx.Err())
 		case <-time.After(wait):
 		}
 	}
 }
 
-// fate of a command that ends with an error.
+// fate of a command that ends with an error. Of one that may have been proposed
+// it must not be said that there was no leader for it, as of the last try: that
+// means that nothing was done.
 func fate(err error, maybe bool) error {
-	if maybe && !errors.Is(err, ErrTimeout) {
-		return fmt.Errorf("%w: %w", ErrTimeout, err)
+	switch {
+	case !maybe:
+		return err
+	case errors.Is(err, ErrNoLeader), errors.Is(err, ErrNotLeader):
+		return fmt.Errorf("%w: %s", ErrTimeout, err.Error())
+	case errors.Is(err, ErrTimeout):
+		return err
 	}
-	return err
+	return fmt.Errorf("%w: %w", ErrTimeout, err)
 }
 
 // alive is nil unless this node will do nothing more.
@@ -155,7 +163,7 @@ func (s *Store) forward(ctx context.Context, cmds []*clusterv1.Command, address 
 	}
 	return attempt{
 		err:   fmt.Errorf("leader %s: %w", address, err),
-		maybe: !errors.Is(err, ErrNotLeader) && !errors.Is(err, ErrProtocol),
+		maybe: !errors.Is(err, ErrNotLeader) && !errors.Is(err, ErrNoLeader) && !errors.Is(err, ErrProtocol) && !reason.Unsent(err),
 		final: errors.Is(err, ErrProtocol),
 	}
 }

@@ -3,6 +3,10 @@ package store
 import (
 	"context"
 	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -54,6 +58,48 @@ func (s *standing) Apply(ctx context.Context, _ string, cmds []*clusterv1.Comman
 		return nil, err
 	}
 	return []*clusterv1.Result{{Outcome: clusterv1.Outcome_OUTCOME_OK}}, nil
+}
+
+// Who is told that nobody leads asks again: what may have been proposed must not
+// be told so.
+func TestWhatMayHaveBeenProposedIsNotSaidToBeWithoutALeader(t *testing.T) {
+	for _, err := range []error{ErrNoLeader, &NotLeaderError{Leader: "b:1"}, fmt.Errorf("x: %w", ErrNoLeader), ErrClosed, ErrProtocol} {
+		if got := fate(err, false); !errors.Is(got, err) || errors.Is(got, ErrTimeout) {
+			t.Errorf("not proposed: %v", got)
+		}
+		got := fate(err, true)
+		if !errors.Is(got, ErrTimeout) || errors.Is(got, ErrNoLeader) || errors.Is(got, ErrNotLeader) {
+			t.Errorf("proposed: %v", got)
+		}
+	}
+}
+
+// refusing is a leader that cannot be spoken to, or proposes nothing.
+type refusing struct {
+	Forwarder
+	err error
+}
+
+func (r refusing) Apply(context.Context, string, []*clusterv1.Command) ([]*clusterv1.Result, error) {
+	return nil, r.err
+}
+
+func TestWhatWasNotSentWasNotProposed(t *testing.T) {
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	l.Close()
+	_, dialled := (&http.Client{}).Get("http://" + l.Addr().String())
+	for _, c := range []struct {
+		err   error
+		maybe bool
+	}{{dialled, false}, {ErrNoLeader, false}, {&NotLeaderError{}, false}, {ErrTimeout, true}, {io.ErrUnexpectedEOF, true}} {
+		store := &Store{cfg: Config{Address: "me:1", Peers: refusing{err: c.err}, Timing: Timing{RPC: time.Minute}}}
+		if a := store.forward(t.Context(), []*clusterv1.Command{{Id: "c"}}, "you:1", func() string { return "you:1" }); a.maybe != c.maybe || a.final {
+			t.Errorf("%v: %+v", c.err, a)
+		}
+	}
 }
 
 // A leader that stands still and stays leader does not use up the whole time,

@@ -2,6 +2,7 @@ package clusterapi
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"time"
 
@@ -13,6 +14,7 @@ import (
 	"github.com/gpuctl/gpuctl/cluster/placement"
 	"github.com/gpuctl/gpuctl/cluster/store"
 	"github.com/gpuctl/gpuctl/internal/random"
+	"github.com/gpuctl/gpuctl/internal/reason"
 )
 
 // request makes the placement's question of the API's.
@@ -106,6 +108,7 @@ func (a *API) Bind(ctx context.Context, c *clusterv1.Claim) (*clusterv1.CreateCl
 	if err != nil {
 		return nil, err
 	}
+	maybe := false // it may have been made
 	if _, address := l.Leader(); !l.IsLeader() && address != "" && !a.fromHost(ctx) {
 		forwarded, cancel := whileLeading(ctx, l, address)
 		res, err := a.member.Peer(address).CreateClaim(forwarded, connect.NewRequest(&clusterv1.CreateClaimRequest{Claim: c}))
@@ -118,8 +121,13 @@ func (a *API) Bind(ctx context.Context, c *clusterv1.Claim) (*clusterv1.CreateCl
 			return nil, err // an answer, not a connection that broke
 		}
 		// The id makes it safe to try from here.
+		maybe = !reason.Undone(err)
 	}
-	return a.Create(ctx, c)
+	res, err := a.Create(ctx, c)
+	if maybe && errors.Is(err, store.ErrNoLeader) {
+		err = fmt.Errorf("%w: %s", store.ErrTimeout, err.Error()) // who is told that nobody leads makes another one
+	}
+	return res, err
 }
 
 // forwardFor is the longest that one leader is waited for.

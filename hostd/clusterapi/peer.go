@@ -14,6 +14,7 @@ import (
 	"github.com/gpuctl/gpuctl/cluster/scheduler"
 	"github.com/gpuctl/gpuctl/cluster/state"
 	"github.com/gpuctl/gpuctl/cluster/store"
+	"github.com/gpuctl/gpuctl/internal/reason"
 )
 
 func (a *API) fromHost(ctx context.Context) bool {
@@ -108,6 +109,7 @@ func (a *API) Enroll(ctx context.Context, req *connect.Request[clusterv1.EnrollR
 // none; nil: that is this host. An answer that was lost can be asked for again.
 func (a *API) enrollElsewhere(ctx context.Context, l Log, req *connect.Request[clusterv1.EnrollRequest]) (*connect.Response[clusterv1.EnrollResponse], error) {
 	const pause = 20 * time.Millisecond
+	fate := store.ErrNoLeader
 	for {
 		if l.IsLeader() {
 			return nil, nil
@@ -122,10 +124,13 @@ func (a *API) enrollElsewhere(ctx context.Context, l Log, req *connect.Request[c
 			if err == nil || !lost && connect.IsWireError(err) && connect.CodeOf(err) != connect.CodeUnavailable {
 				return res, err
 			}
+			if !reason.Undone(err) {
+				fate = store.ErrTimeout
+			}
 		}
 		select {
 		case <-ctx.Done():
-			return nil, Coded(fmt.Errorf("%w: %w", store.ErrNoLeader, err))
+			return nil, Coded(fmt.Errorf("%w: %s", fate, err.Error()))
 		case <-time.After(pause):
 		}
 	}

@@ -144,7 +144,8 @@ func (m *Manager) Away(ctx context.Context) map[string]string {
 	last := map[string]*clusterv1.Migration{}
 	for r := range v.Migrations() {
 		uuid := r.GetMachine().GetUuid()
-		if now := last[uuid]; uuid != "" && (now == nil || !over(r) || over(now) && r.GetStartedUnixMs() > now.GetStartedUnixMs()) {
+		// By their tokens, which grow with the log: hosts' clocks may differ.
+		if now := last[uuid]; uuid != "" && (now == nil || !over(r) || over(now) && r.GetToken() > now.GetToken()) {
 			last[uuid] = r
 		}
 	}

@@ -149,8 +149,12 @@ func TestAway(t *testing.T) {
 	put("held", "h2", "h1", 8, held)
 	put("same", "h1", "h1", 9, done)
 	put("others", "h2", "h3", 10, done)
+	put("clocks", "h1", "h2", 101, done) // of a host whose clock is ahead
+	put("clocks", "h2", "h1", 11, done)
+	put("clocks2", "h3", "h1", 102, done)
+	put("clocks2", "h1", "h3", 12, done)
 	m := New(Config{Node: records{host: "h1", store: state.New(), now: s}})
-	if d := cmp.Diff(map[string]string{"gone": "h2", "undone": "h2"}, m.Away(t.Context())); d != "" {
+	if d := cmp.Diff(map[string]string{"gone": "h2", "undone": "h2", "clocks2": "h3"}, m.Away(t.Context())); d != "" {
 		t.Error(d)
 	}
 }

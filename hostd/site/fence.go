@@ -33,8 +33,8 @@ type Fence struct {
 type fenceFile struct {
 	Cluster string            `json:"cluster"`
 	Tokens  map[string]uint64 `json:"tokens"` // by the VM's UUID
-	// Halted are copies of VMs, by UUID, that were paused since they ran elsewhere,
-	// too. They have run, and are not to be taken for arrivals that never did.
+	// Halted are copies of VMs, by UUID, that ran here and elsewhere, too, and may
+	// have been paused since. They are not to be taken for arrivals that never ran.
 	Halted map[string]bool `json:"halted,omitempty"`
 }
 
@@ -108,8 +108,8 @@ func (f *Fence) write(next fenceFile) error {
 	return err
 }
 
-// Halt remembers that a copy of a VM is paused since it runs elsewhere, too, or
-// that it is no longer.
+// Halt remembers that a copy of a VM has run here while it ran elsewhere, too, or
+// that there is none any more.
 func (f *Fence) Halt(uuid string, halted bool) error {
 	if f == nil {
 		return nil
@@ -130,12 +130,12 @@ func (f *Fence) Halt(uuid string, halted bool) error {
 		delete(next.Halted, uuid)
 	}
 	if err := f.write(next); err != nil {
-		return fmt.Errorf("that a copy of VM %s is halted cannot be kept: %w", uuid, err)
+		return fmt.Errorf("that a copy of VM %s has run cannot be kept: %w", uuid, err)
 	}
 	return nil
 }
 
-// Halted reports whether a copy of a VM was paused.
+// Halted reports whether a copy of a VM has run here beside another one.
 func (f *Fence) Halted(uuid string) bool {
 	if f == nil {
 		return false
@@ -143,16 +143,6 @@ func (f *Fence) Halted(uuid string) bool {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	return f.kept.Halted[uuid]
-}
-
-// Copies is how many there are.
-func (f *Fence) Copies() int {
-	if f == nil {
-		return 0
-	}
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	return len(f.kept.Halted)
 }
 
 func oldest(tokens map[string]uint64) string {

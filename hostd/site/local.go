@@ -142,10 +142,11 @@ func (l *Local) Pause(ctx context.Context, uuid string) error {
 	if err != nil {
 		return err
 	}
-	if state, err := l.Client.State(ctx, d); err != nil || state == virt.Paused {
-		return err
+	state, err := l.Client.State(ctx, d)
+	if err == nil {
+		err = l.Fence.Halt(uuid, true) // also of one that somebody else has paused
 	}
-	if err := l.Fence.Halt(uuid, true); err != nil {
+	if err != nil || state == virt.Paused {
 		return err
 	}
 	l.Log.Error("a VM runs on two hosts: this copy is paused", "machine", d.Name)

@@ -24,8 +24,9 @@ func (l *Local) Clear(ctx context.Context, uuid, home string) (cleared bool, err
 		return false, nil
 	}
 	here, err := l.Where(ctx, uuid)
-	if err == nil && here != migrate.Moving { // what was paused here is so no more
-		err = l.Fence.Halt(uuid, false)
+	if err == nil && here != migrate.Moving {
+		// One that runs, or did, is no arrival, whoever pauses it.
+		err = l.Fence.Halt(uuid, here == migrate.Running)
 	}
 	if err != nil || here != migrate.Running && here != migrate.Moving {
 		return false, err

@@ -103,3 +103,60 @@ func TestClear(t *testing.T) {
 		})
 	}
 }
+
+// An operator may pause one of two copies, and let it go on, before hostd does:
+// it has run, and is not ended as one that never did.
+func TestCopyThatTheOperatorPausedIsNotEnded(t *testing.T) {
+	s := virttest.Start(t, "xen")
+	v, err := virt.Open("xen:///system", virt.WithSocket(s.Socket()))
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = v.Close() })
+	if err := v.Ready(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	d, err := v.Define(t.Context(), fmt.Appendf(nil, "<domain type='xen'><name>web</name><uuid>%s</uuid></domain>", lost))
+	if err == nil {
+		_, err = v.Start(t.Context(), d)
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	fence, err := OpenFence(filepath.Join(t.TempDir(), "tokens.json"), func() string { return "c" })
+	if err != nil {
+		t.Fatal(err)
+	}
+	home := elsewhere{presence: "running"}
+	l := &Local{Name: "h1", Fence: fence, Client: v, Log: slog.New(slog.DiscardHandler), Peer: func(string) (gpuctlv1connect.SiteServiceClient, error) { return home, nil }}
+	stays := func(when string) {
+		t.Helper()
+		if cleared, err := l.Clear(t.Context(), lost, "h2"); cleared || err != nil && !errors.Is(err, ErrTwice) {
+			t.Errorf("%s: cleared: %v, %v", when, cleared, err)
+		}
+		if _, err := v.LookupUUID(t.Context(), d.UUID); err != nil {
+			t.Fatalf("%s: it is gone: %v", when, err)
+		}
+	}
+	stays("it is paused")
+	// The other one is looked at meanwhile.
+	home.presence = "moving"
+	if err := v.Resume(t.Context(), d); err != nil {
+		t.Fatal(err)
+	}
+	stays("it runs alone")
+	if err := v.Suspend(t.Context(), d); err != nil {
+		t.Fatal(err)
+	}
+	home.presence = "running"
+	stays("the other one goes on")
+
+	// What the driver of a migration finds paused by somebody else is the same.
+	if err := fence.Halt(lost, false); err != nil {
+		t.Fatal(err)
+	}
+	if err := l.Pause(t.Context(), lost); err != nil {
+		t.Fatal(err)
+	}
+	stays("somebody was faster")
+}

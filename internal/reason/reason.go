@@ -3,6 +3,7 @@ package reason
 
 import (
 	"errors"
+	"net"
 
 	"connectrpc.com/connect"
 )
@@ -32,3 +33,13 @@ func Is(err error, reason string) bool {
 func Leaderless(err error) bool {
 	return Is(err, NoLeader) || Is(err, NotLeader)
 }
+
+// Unsent reports whether nothing was sent to a host, as there was no connection.
+func Unsent(err error) bool {
+	var op *net.OpError
+	return errors.As(err, &op) && op.Op == "dial"
+}
+
+// Undone reports whether a call's error says that nothing was done. After any
+// other one, but for a host's refusal, it may have been.
+func Undone(err error) bool { return Leaderless(err) || Unsent(err) }
