@@ -501,9 +501,13 @@ func (s *session) activate() {
 // gone and nothing enqueued can still use it.
 func (s *session) tidy() {
 	const most = 2 * time.Second
-	for nap, again := 20*time.Millisecond, true; again && !s.closed.Load(); nap = min(2*nap, most) {
+	for nap, again := 20*time.Millisecond, true; again; nap = min(2*nap, most) {
 		time.Sleep(nap)
 		s.mu.Lock()
+		if s.frozen || s.closed.Load() { // another may serve the session; a thaw begins anew
+			s.mu.Unlock()
+			return
+		}
 		again = !s.host.reclaim()
 		for _, m := range s.buffers() {
 			if m.unified || !m.inArena || !m.hasArena {

@@ -62,7 +62,9 @@ func swap(ctx context.Context, dir string, from, to *session, _ uint32) error {
 	to.activate()
 	from.closed.Store(true)
 	from.retire()
+	from.mu.Lock()
 	from.host.end()
+	from.mu.Unlock()
 	return nil
 }
 
@@ -401,7 +403,9 @@ func finish(t *testing.T, from, to *session, peer string) {
 	to.activate()
 	from.closed.Store(true)
 	from.retire()
+	from.mu.Lock()
 	from.host.end()
+	from.mu.Unlock()
 }
 
 // A buffer that the application releases while a target is prepared, and keeps a
