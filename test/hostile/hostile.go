@@ -13,17 +13,24 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"strconv"
 	"sync"
 	"sync/atomic"
 	"syscall"
 	"time"
 )
 
-// UID is the user, and the group, that the clients are if root starts them.
-const UID = 65534
+// If root starts the clients, those of each boundary are a user of their own, so
+// that none takes what its user may have from the others: LastUID and those
+// before it. All are of the group GID.
+const (
+	LastUID = 65534
+	GID     = 65534
+)
 
 const (
 	variable = "GPUCTL_TEST_HOSTILE"
+	least    = 19                     // of the priorities
 	held     = 20 * time.Second       // how long a client holds what it has got
 	calm     = 100 * time.Millisecond // after what was refused at once
 )
@@ -47,9 +54,19 @@ type client struct {
 	run  func(context.Context, Target) int
 }
 
-// boundaries has all clients by where they knock.
-func boundaries() map[string][]client {
-	return map[string][]client{"applications": applications(), "programs": programs(), "local": local(), "port": port()}
+// boundaries are where they knock.
+func boundaries() []string { return []string{"applications", "programs", "local", "port"} }
+
+func clients(boundary string) []client {
+	switch boundary {
+	case "applications":
+		return applications()
+	case "programs":
+		return programs()
+	case "local":
+		return local()
+	}
+	return port()
 }
 
 // Main plays hostile clients and does not return, in a process that Start has
@@ -74,7 +91,7 @@ func Main() {
 		_, _ = io.Copy(io.Discard, in)
 		cancel()
 	}()
-	_ = json.NewEncoder(os.Stdout).Encode(play(ctx, t, boundaries()[name]))
+	_ = json.NewEncoder(os.Stdout).Encode(play(ctx, t, clients(name)))
 	os.Exit(0)
 }
 
@@ -132,15 +149,21 @@ func Start(t Target) (*Clients, error) {
 	if err != nil {
 		return nil, fmt.Errorf("hostile clients: %w", err)
 	}
+	// The kernel says 20 less what it is.
+	priority, err := syscall.Getpriority(syscall.PRIO_PROCESS, 0)
+	if err != nil {
+		return nil, fmt.Errorf("hostile clients: %w", err)
+	}
+	now := 20 - priority
 	c := &Clients{}
-	for name := range boundaries() {
-		p := &process{boundary: name, cmd: exec.Command("nice", "-n", "19", self)}
+	for i, name := range boundaries() {
+		p := &process{boundary: name, cmd: exec.Command("nice", "-n", strconv.Itoa(least-now), self)}
 		p.cmd.Env = append(os.Environ(), variable+"="+name, "HOME=/nonexistent")
 		p.cmd.Stderr = os.Stderr
 		p.cmd.WaitDelay = 5 * time.Second
 		p.cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL}
 		if os.Geteuid() == 0 {
-			p.cmd.SysProcAttr.Credential = &syscall.Credential{Uid: UID, Gid: UID}
+			p.cmd.SysProcAttr.Credential = &syscall.Credential{Uid: LastUID - uint32(i), Gid: GID}
 		}
 		stdin, err := p.cmd.StdinPipe()
 		if err != nil {
