@@ -20,7 +20,6 @@ import (
 	"time"
 
 	"connectrpc.com/connect"
-	"golang.org/x/sys/unix"
 
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 	"github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1/clusterv1connect"
@@ -468,11 +467,7 @@ func (s *soak) idle(ctx context.Context) {
 					continue
 				}
 				done[pid] = true
-				threads, _ := os.ReadDir(fmt.Sprintf("/proc/%d/task", pid))
-				for _, t := range threads {
-					tid, _ := strconv.Atoi(t.Name())
-					_ = unix.SchedSetAttr(tid, &unix.SchedAttr{Size: unix.SizeofSchedAttr, Policy: unix.SCHED_IDLE}, 0)
-				}
+				hostile.Yield(pid)
 			}
 		}
 	}

@@ -13,10 +13,13 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"strconv"
 	"sync"
 	"sync/atomic"
 	"syscall"
 	"time"
+
+	"golang.org/x/sys/unix"
 )
 
 // If root starts the clients, those of each boundary are a user of their own, so
@@ -75,6 +78,7 @@ func Main() {
 	if name == "" {
 		return
 	}
+	Yield(os.Getpid())
 	var t Target
 	in := bufio.NewReader(os.Stdin)
 	line, err := in.ReadBytes('\n')
@@ -92,6 +96,21 @@ func Main() {
 	}()
 	_ = json.NewEncoder(os.Stdout).Encode(play(ctx, t, clients(name)))
 	os.Exit(0)
+}
+
+// Yield gives a process that leads a session of its own, and what it starts, the
+// least of the processors. Where the kernel groups processes by session
+// (autogroup), priorities hold within a session alone, and the session has one
+// of its own.
+func Yield(pid int) {
+	tasks, _ := os.ReadDir(fmt.Sprintf("/proc/%d/task", pid))
+	for _, t := range tasks {
+		tid, _ := strconv.Atoi(t.Name())
+		_ = unix.SchedSetAttr(tid, &unix.SchedAttr{Size: unix.SizeofSchedAttr, Policy: unix.SCHED_IDLE}, 0)
+	}
+	if sid, err := unix.Getsid(pid); err == nil && sid == pid {
+		_ = os.WriteFile(fmt.Sprintf("/proc/%d/autogroup", pid), []byte("19"), 0) // not every kernel has it
+	}
 }
 
 // play runs clients until ctx ends, and says how often each did what it does.
@@ -152,11 +171,11 @@ func Start(t Target) (*Clients, error) {
 	}
 	c := &Clients{}
 	for i, name := range boundaries() {
-		p := &process{boundary: name, cmd: exec.Command("chrt", "--idle", "0", self)}
+		p := &process{boundary: name, cmd: exec.Command(self)}
 		p.cmd.Env = append(os.Environ(), variable+"="+name, "HOME=/nonexistent")
 		p.cmd.Stderr = os.Stderr
 		p.cmd.WaitDelay = 5 * time.Second
-		p.cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL}
+		p.cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true, Pdeathsig: syscall.SIGKILL}
 		if os.Geteuid() == 0 {
 			p.cmd.SysProcAttr.Credential = &syscall.Credential{Uid: LastUID - uint32(i), Gid: GID}
 		}
@@ -189,7 +208,7 @@ func (c *Clients) Stop() (map[string]int64, error) {
 	all := map[string]int64{}
 	var errs []error
 	for _, p := range c.processes {
-		// What it has started is of its process group.
+		// What it has started is of its process group, too.
 		late := time.AfterFunc(held, func() { _ = syscall.Kill(-p.cmd.Process.Pid, syscall.SIGKILL) })
 		var done map[string]int64
 		if err := json.NewDecoder(p.stdout).Decode(&done); err != nil {
