@@ -28,9 +28,6 @@ func programs() []client {
 			if strings.Contains(string(said), "at it") {
 				return 1
 			}
-			if ctx.Err() == nil {
-				fmt.Fprintf(os.Stderr, "hostile %s: %s\n", how, said)
-			}
 			return 0
 		}})
 	}
