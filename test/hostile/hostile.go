@@ -98,8 +98,8 @@ func Main() {
 	os.Exit(0)
 }
 
-// Yield gives a process that leads a session of its own, and what it starts, the
-// least of the processors. Where the kernel groups processes by session
+// Yield gives a process that leads a session of its own, and what it starts, few
+// of the processors. Where the kernel groups processes by session
 // (autogroup), priorities hold within a session alone, and the session has one
 // of its own.
 func Yield(pid int) {
@@ -109,7 +109,7 @@ func Yield(pid int) {
 		_ = unix.SchedSetAttr(tid, &unix.SchedAttr{Size: unix.SizeofSchedAttr, Policy: unix.SCHED_IDLE}, 0)
 	}
 	if sid, err := unix.Getsid(pid); err == nil && sid == pid {
-		_ = os.WriteFile(fmt.Sprintf("/proc/%d/autogroup", pid), []byte("19"), 0) // not every kernel has it
+		_ = os.WriteFile(fmt.Sprintf("/proc/%d/autogroup", pid), []byte("10"), 0) // not every kernel has it
 	}
 }
 
