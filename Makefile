@@ -6,11 +6,12 @@ GO ?= go
 PKGS = ./...
 FUZZTIME ?= 10s
 CHAOSTIME ?= 60s
+SOAKTIME ?= 10m
 GODIRS = api bench cluster cmd demo docs guest hostd internal lab migrate passthrough test
 GOLANGCI = github.com/golangci/golangci-lint/v2/cmd/golangci-lint@v2.12.2
 
 .DEFAULT_GOAL := build
-.PHONY: setup build programs binaries deb test modes check unit conform e2e cluster-e2e libvirt-e2e property demo cluster-demo bench fuzz fuzz-c chaos chaos-cluster generate lint clean
+.PHONY: setup build programs binaries deb test modes check unit conform e2e cluster-e2e libvirt-e2e property demo cluster-demo bench fuzz fuzz-c chaos chaos-cluster soak-hostile generate lint clean
 
 setup:
 	@packaging/setup.sh
@@ -124,6 +125,10 @@ lint: setup
 	$(GO) run $(GOLANGCI) run
 
 include lab/lab.mk
+
+# Hostile clients at every boundary beside honest ones, for $(SOAKTIME) and a fifth of it without them. Best as root.
+soak-hostile: build
+	bin/gpuctl-bench --only hostile --soak $(SOAKTIME)
 
 clean:
 	rm -rf bin lib bench/out .demo

@@ -15,6 +15,7 @@ import (
 	"text/tabwriter"
 	"time"
 
+	"github.com/gpuctl/gpuctl/test/hostile"
 	"github.com/gpuctl/gpuctl/test/rig"
 )
 
@@ -52,6 +53,7 @@ func (r *report) add(name, unit string, native, ours float64, target string, pas
 }
 
 func main() {
+	hostile.Main() // in a process that this program starts
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt)
 	defer stop()
 	if err := run(ctx, os.Args[1:], os.Stdout); err != nil {
@@ -66,11 +68,12 @@ func run(ctx context.Context, args []string, out io.Writer) error {
 	swaps := fs.Int("swaps", 20, "swaps for the stand-still figures")
 	mib := fs.Int("mib", 256, "size of the bulk transfers, MiB")
 	gib := fs.Int("gib", 16, "state of the big swaps on a real GPU, GiB")
-	only := fs.String("only", "", "run only the parts that `NAMES`, with commas between, say: calls, transfers, compute, programs, swap, suspend, replay, footprint, cluster, gpu, chaos")
+	only := fs.String("only", "", "run only the parts that `NAMES`, with commas between, say: calls, transfers, compute, programs, swap, suspend, replay, footprint, cluster, inventory, gpu, chaos, hostile (the last only if it is named)")
 	operations := fs.Int("operations", 200, "operations of the part chaos, of which 30 % are to fail and 10 % are killed")
 	together := fs.Int("together", 1, "programs at a time of the part chaos")
 	program := fs.String("program", "", "`arguments` of the program of the part chaos, instead of those of four kinds in turns")
 	seed := fs.Uint64("seed", uint64(time.Now().Unix()), "of the part chaos")
+	soak := fs.Duration("soak", 10*time.Minute, "how long the hostile clients of the part hostile are at work")
 	nvidia := fs.String("nvidia", "", "NVIDIA's OpenCL `library` (default: found in /etc/OpenCL/vendors)")
 	traces := fs.String("traces", "", "`folder` with the openb trace, for the inventory part")
 	dir := fs.String("out", "bench/out", "`folder` of the JSON file")
@@ -82,7 +85,7 @@ func run(ctx context.Context, args []string, out io.Writer) error {
 		return err
 	}
 	defer os.RemoveAll(tmp)
-	b := &bench{out: out, tmp: tmp, rounds: *rounds, swaps: *swaps, mib: *mib, gib: *gib, operations: *operations, together: *together, program: *program, seed: *seed, nvidia: *nvidia, traces: *traces}
+	b := &bench{out: out, tmp: tmp, rounds: *rounds, swaps: *swaps, mib: *mib, gib: *gib, operations: *operations, together: *together, program: *program, seed: *seed, soak: *soak, nvidia: *nvidia, traces: *traces}
 	if b.nvidia == "" {
 		b.nvidia = findNVIDIA()
 	}
@@ -109,9 +112,10 @@ func run(ctx context.Context, args []string, out io.Writer) error {
 		{"inventory", "Inventory of 10 000 hosts with 8 GPUs each, and the openb cluster", b.inventory},
 		{"gpu", "Real GPU", b.gpu},
 		{"chaos", "Right results under failing swaps", b.chaos},
+		{"hostile", "Honest clients beside hostile ones", b.hostile},
 	}
 	for _, p := range parts {
-		if *only != "" && !slices.Contains(strings.Split(*only, ","), p.name) || p.name == "gpu" && b.nvidia == "" {
+		if *only != "" && !slices.Contains(strings.Split(*only, ","), p.name) || p.name == "gpu" && b.nvidia == "" || p.name == "hostile" && *only == "" {
 			continue
 		}
 		fmt.Fprintf(out, "\n%s\n", p.title)
@@ -121,6 +125,13 @@ func run(ctx context.Context, args []string, out io.Writer) error {
 			b.report.Errors = append(b.report.Errors, p.name+": "+err.Error())
 		}
 		table(out, b.report.Figures[from:])
+		if p.name == "hostile" {
+			for _, f := range b.report.Figures[from:] {
+				if f.Pass != nil && !*f.Pass {
+					b.report.Errors = append(b.report.Errors, p.name+": missed: "+f.Name)
+				}
+			}
+		}
 		if ctx.Err() != nil {
 			return ctx.Err()
 		}

@@ -27,10 +27,11 @@ type bench struct {
 	tmp, root, nvidia       string
 	traces                  string // folder with the openb trace
 	rounds, swaps, mib, gib int
-	operations              int    // of chaos
-	together                int    // programs of chaos at a time
-	program                 string // its arguments, if they are given
-	seed                    uint64 // of chaos
+	operations              int           // of chaos
+	together                int           // programs of chaos at a time
+	program                 string        // its arguments, if they are given
+	seed                    uint64        // of chaos
+	soak                    time.Duration // of hostile
 	report                  report
 	rigs                    int
 }
