@@ -47,7 +47,7 @@ func (b *bench) start(ctx context.Context) (*rig.Rig, error) {
 	}
 	if b.nvidia == "" {
 		var env []string
-		for _, e := range discreteEnv {
+		for _, e := range discreteEnv() {
 			k, v, _ := strings.Cut(e, "=")
 			env = append(env, fmt.Sprintf("%s: %q", k, v))
 		}
@@ -70,7 +70,7 @@ func (b *bench) device() string { return b.report.Device }
 
 func (b *bench) native(gpu string) ([]string, error) {
 	if gpu == discreteID {
-		return rig.Vendor(filepath.Join(b.tmp, "native-discrete"), filepath.Join(b.root, "test/cl/bin/gpushim.so"), discreteEnv)
+		return rig.Vendor(filepath.Join(b.tmp, "native-discrete"), filepath.Join(b.root, "test/cl/bin/gpushim.so"), discreteEnv())
 	}
 	if gpu == gpuID {
 		return rig.Vendor(filepath.Join(b.tmp, "native-nvidia"), b.nvidia, nil)
@@ -79,7 +79,9 @@ func (b *bench) native(gpu string) ([]string, error) {
 }
 
 // discreteEnv makes a card with memory of its own of PoCL.
-var discreteEnv = []string{"GPUSHIM_MEMORY=discrete", "POCL_DEVICES=pthread", "POCL_MEMORY_LIMIT=4"}
+func discreteEnv() []string {
+	return []string{"GPUSHIM_MEMORY=discrete", "POCL_DEVICES=pthread", "POCL_MEMORY_LIMIT=4"}
+}
 
 // pair runs a program natively and through gpuctl in turns.
 func (b *bench) pair(ctx context.Context, r *rig.Rig, run func(*exec.Cmd, bool) error, argv ...string) error {

@@ -51,7 +51,7 @@ type vmOptions struct {
 func defaultVM() vmOptions {
 	return vmOptions{
 		Version: configVersion, RunDir: vmDir, AppMode: "0666", Wait: "forever", Profiles: vmProfiles, Channel: channel.Name,
-		Users: confine.DefaultRange.String(),
+		Users: confine.DefaultRange().String(),
 	}
 }
 

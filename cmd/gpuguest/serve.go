@@ -51,7 +51,7 @@ GPU that the VM has been given, and the host over the VM's channel.`,
 	f.StringVar(&api, "socket", "", "unix socket to serve the host on")
 	f.StringVar(&apps, "app-socket", "", "unix socket to serve applications on")
 	f.StringVar(&dir, "rundir", "", "folder for sessions, made if missing")
-	f.StringVar(&users, "executor-users", confine.DefaultRange.String(), "numbers of users, of which each session's executors get one if gpuguest is root")
+	f.StringVar(&users, "executor-users", confine.DefaultRange().String(), "numbers of users, of which each session's executors get one if gpuguest is root")
 	f.StringVar(&memory, "executor-memory", "", "most memory of a session's executors, as 8GiB (default 7/8 of the machine's)")
 	f.BoolVar(&vm, "vm", false, "be the agent of a VM")
 	f.StringVar(&config, "config", vmConfig, "with --vm: its configuration")

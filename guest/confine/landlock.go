@@ -27,22 +27,27 @@ const (
 // systemFiles are where vendors' libraries, and what they need, are. /dev may be
 // written, by the rights of each device, but nothing can be made there; /proc
 // and /sys may be read.
-var systemFiles = []struct {
+func systemFiles() []pathRights {
+	return []pathRights{
+		{"/usr", runFiles},
+		{"/lib", runFiles},
+		{"/lib32", runFiles},
+		{"/lib64", runFiles},
+		{"/bin", runFiles},
+		{"/sbin", runFiles},
+		{"/opt", runFiles},
+		{"/etc", readFiles},
+		{"/proc", readFiles},
+		{"/sys", readFiles},
+		{"/run/udev", readFiles},
+		{"/dev", useFiles},
+	}
+}
+
+// pathRights are the rights that a rule gives below a path.
+type pathRights struct {
 	path   string
 	rights uint64
-}{
-	{"/usr", runFiles},
-	{"/lib", runFiles},
-	{"/lib32", runFiles},
-	{"/lib64", runFiles},
-	{"/bin", runFiles},
-	{"/sbin", runFiles},
-	{"/opt", runFiles},
-	{"/etc", readFiles},
-	{"/proc", readFiles},
-	{"/sys", readFiles},
-	{"/run/udev", readFiles},
-	{"/dev", useFiles},
 }
 
 // Landlock is the version that the kernel has; 0: none.
@@ -88,7 +93,7 @@ func (p Policy) restrictFiles() error {
 		return fmt.Errorf("landlock: %w", e)
 	}
 	defer unix.Close(int(set))
-	for _, f := range systemFiles {
+	for _, f := range systemFiles() {
 		if err := allow(int(set), f.path, f.rights&attr.Handled_access_fs); err != nil && !errors.Is(err, fs.ErrNotExist) {
 			return err
 		}

@@ -1,6 +1,7 @@
 package confine
 
 import (
+	"errors"
 	"fmt"
 	"runtime"
 	"syscall"
@@ -64,7 +65,7 @@ func signalling(uid, keeper uint32, f func() error) error {
 		}
 		var data [2]unix.CapUserData
 		if err := unix.Capget(&unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}, &data[0]); err != nil || data[0].Effective|data[1].Effective != 0 {
-			return fmt.Errorf("signal as user %d: the thread has capabilities %x (%v)", uid, data, err)
+			return errors.Join(fmt.Errorf("signal as user %d: the thread has capabilities %x", uid, data), err)
 		}
 		return f()
 	})

@@ -21,7 +21,7 @@ type Range struct{ First, Last uint32 }
 
 // DefaultRange is apart from systemd's users and containers, from the ranges of
 // /etc/subuid and from those that directory services map names to.
-var DefaultRange = Range{0x7f000000, 0x7f000fff}
+func DefaultRange() Range { return Range{0x7f000000, 0x7f000fff} }
 
 const (
 	minUsers   = 16
@@ -36,7 +36,7 @@ func ParseRange(s string) (Range, error) {
 	r := Range{uint32(first), uint32(last)}
 	switch {
 	case !ok || err1 != nil || err2 != nil:
-		return Range{}, fmt.Errorf("%q is no range of user numbers, as %v", s, DefaultRange)
+		return Range{}, fmt.Errorf("%q is no range of user numbers, as %v", s, DefaultRange())
 	case last < first || last-first+1 < minUsers:
 		return Range{}, fmt.Errorf("%v are fewer than %d users", r, minUsers)
 	case first < 1000 || last == uint64(^uint32(0)) || first <= overflowID+1 && last >= overflowID:
@@ -164,7 +164,7 @@ func (u *Users) Release(folder string) error {
 		return err
 	}
 	if given, err := os.ReadFile(u.record(uid)); err != nil || string(given) != folder {
-		return nil //nolint:nilerr // of an older gpuguest, whose sessions shared a user
+		return nil // of an older gpuguest, whose sessions shared a user
 	}
 	for end := time.Now().Add(endWait); ; time.Sleep(5 * time.Millisecond) {
 		busy, err := hasProcess(uid)

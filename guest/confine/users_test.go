@@ -11,7 +11,7 @@ import (
 )
 
 func TestParseRange(t *testing.T) {
-	if r, err := ParseRange(DefaultRange.String()); err != nil || r != DefaultRange {
+	if r, err := ParseRange(DefaultRange().String()); err != nil || r != DefaultRange() {
 		t.Error(r, err)
 	}
 	for _, in := range []string{"", "5", "a-b", "2000-1999", "2000-2005", "0-100", "500-5000", "65000-66000", "65534-70000", "65535-70000", "4294960000-4294967295", "1-99999999999"} {
@@ -21,7 +21,7 @@ func TestParseRange(t *testing.T) {
 	}
 	// Not systemd's dynamic users, not those of /etc/subuid, nor systemd's containers.
 	for _, taken := range []Range{{0, 99999}, {100000, 600100000}, {524288, 1879048191}, {1 << 31, ^uint32(0)}} {
-		if DefaultRange.First <= taken.Last && DefaultRange.Last >= taken.First {
+		if DefaultRange().First <= taken.Last && DefaultRange().Last >= taken.First {
 			t.Errorf("the default range is in %v", taken)
 		}
 	}

@@ -127,7 +127,7 @@ func (c *client) pend(word uint32) uint32 { return c.ring.Load32(wire.PendOff + 
 
 func noise(n int) []byte {
 	b := make([]byte, n)
-	r := rand.New(rand.NewPCG(1, uint64(n))) //nolint:gosec // not a secret
+	r := rand.New(rand.NewPCG(1, uint64(n)))
 	for i := 0; i+8 <= n; i += 8 {
 		v := r.Uint64()
 		for k := range 8 {

@@ -227,7 +227,7 @@ func (a *actor) operate(ctx context.Context, kind, to, fault string, freeze time
 func (a *actor) settled(ctx context.Context) (*gpuctlv1.Session, error) {
 	ctx, cancel := context.WithTimeout(ctx, settleTimeout)
 	defer cancel()
-	last := "never seen"
+	var last string
 	for {
 		resp, err := a.client.ListSessions(ctx, connect.NewRequest(&gpuctlv1.HostListSessionsRequest{}))
 		switch {

@@ -438,7 +438,7 @@ func TestHostileKernel(t *testing.T) {
 		for i, e := range []*syscall.Errno{&uid, &read, &write, &signal, &ptrace, &network} {
 			*e = syscall.Errno(max(-n[i], 0))
 		}
-		if uint32(n[0]) <= confine.DefaultRange.First || uint32(n[0]) > confine.DefaultRange.Last {
+		if uint32(n[0]) <= confine.DefaultRange().First || uint32(n[0]) > confine.DefaultRange().Last {
 			t.Errorf("%s: the kernel runs as user %d", gpu, n[0])
 		}
 		if read != syscall.EACCES || write != syscall.EACCES || signal != syscall.EPERM || ptrace != syscall.EPERM || network != syscall.EAFNOSUPPORT {
