@@ -346,7 +346,7 @@ static inline void gx_output(bool all)
 		gx_output_slow(all);
 }
 
-int gx_futex_wait(_Atomic uint32_t *w, uint32_t seen, unsigned ms); /* shared; 0 woken or changed, 1 timed out */
+int gx_futex_wait(_Atomic uint32_t *w, uint32_t seen, unsigned ms); /* shared; 0 woken or changed, 1 timed out, or a signal came: look whether the executor lives */
 void gx_futex_wake(_Atomic uint32_t *w, int n);
 uint64_t gx_now(void); /* ns */
 static inline void gx_pause(void)

@@ -51,7 +51,8 @@ static long futex(_Atomic uint32_t *w, int op, uint32_t val, const struct timesp
 int gx_futex_wait(_Atomic uint32_t *w, uint32_t seen, unsigned ms)
 {
 	struct timespec t = {ms / 1000, (long)(ms % 1000) * 1000000};
-	return futex(w, FUTEX_WAIT, seen, &t) == -ETIMEDOUT;
+	long r = futex(w, FUTEX_WAIT, seen, &t);
+	return r == -ETIMEDOUT || r == -EINTR; /* signals may come more often than every ms */
 }
 
 void gx_futex_wake(_Atomic uint32_t *w, int n) { futex(w, FUTEX_WAKE, (uint32_t)n, NULL); }

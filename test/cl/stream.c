@@ -2,20 +2,21 @@
  * stream: a long deterministic integer workload, to be swapped while it runs.
  *
  *   stream [--seconds S | --iterations N | --stdin] [--mib M | --kib K] [--buffers B] [--seed X] [--threads T] [--queues Q]
- *          [--events] [--mapped] [--images] [--verbose] [--write-percent P]
+ *          [--events] [--mapped] [--images] [--ticks] [--verbose] [--write-percent P]
  *
  * An iteration mixes every buffer of every thread, hashes them through atomics in local and global memory and, with
  * --images, sends a part through an image. --verbose prints a line with the time after each iteration. The last line is
  * "checksum N HEX": it depends on the options and on N, the iterations done, alone. --events adds callbacks, user events and a
  * check that profiling times only grow. --mapped keeps a region mapped over several iterations and writes it through
- * the mapping. --stdin
- * runs until standard input ends or has a line. --write-percent P lets an iteration touch only P percent of the buffers.
+ * the mapping. --ticks interrupts its threads' system calls all the time. --stdin runs until standard input ends or has a line. --write-percent P lets an iteration touch only P percent of the buffers.
  */
 #include "clx.h"
 #include <poll.h>
 #include <pthread.h>
+#include <signal.h>
 #include <stdatomic.h>
 #include <stdbool.h>
+#include <sys/time.h>
 
 static const char *source =
     "#define STEP(x) ((x) * 1664525u + 1013904223u)\n"
@@ -44,7 +45,7 @@ static struct {
     size_t kib, buffers;
     unsigned seed, percent;
     int threads, queues;
-    bool events, mapped, images, verbose, until_stdin;
+    bool events, mapped, images, ticks, verbose, until_stdin;
 } opt = {.iterations = 20, .kib = 1024, .buffers = 4, .seed = 1, .percent = 100, .threads = 1, .queues = 1};
 
 enum { MAX_QUEUES = 8, IW = 64, IH = 32 };
@@ -257,6 +258,18 @@ static void *work(void *u) {
     return NULL;
 }
 
+static void nothing(int signal) { (void)signal; }
+
+/* tick has a signal every 2 ms, for other threads than this one. */
+static void tick(void) {
+    struct sigaction a = {.sa_handler = nothing, .sa_flags = SA_RESTART};
+    struct itimerval v = {{0, 2000}, {0, 2000}};
+    sigset_t s;
+    sigemptyset(&s);
+    sigaddset(&s, SIGALRM);
+    CLX_CHECK(!sigaction(SIGALRM, &a, NULL) && !pthread_sigmask(SIG_BLOCK, &s, NULL) && !setitimer(ITIMER_REAL, &v, NULL), "no timer");
+}
+
 int main(int argc, char **argv) {
     unsigned device = 0;
     for (int i = 1; i < argc; i++) {
@@ -267,6 +280,8 @@ int main(int argc, char **argv) {
             opt.mapped = true;
         else if (!strcmp(a, "--images"))
             opt.images = true;
+        else if (!strcmp(a, "--ticks"))
+            opt.ticks = true;
         else if (!strcmp(a, "--stdin"))
             opt.until_stdin = true;
         else if (!strcmp(a, "--verbose"))
@@ -326,6 +341,8 @@ int main(int argc, char **argv) {
         w[i] = (struct worker){.id = i, .sum = 0xcbf29ce484222325ull};
         CLX_CHECK(!pthread_create(&t[i], NULL, work, &w[i]), "no thread");
     }
+    if (opt.ticks)
+        tick();
     uint64_t sum = 0;
     for (int i = 0; i < opt.threads; i++) {
         pthread_join(t[i], NULL);

@@ -358,9 +358,16 @@ func children(t *testing.T, pid int, text string) []int {
 }
 
 // TestExecutorKilled expects errors of OpenCL in the application, not a crash.
-func TestExecutorKilled(t *testing.T) {
+func TestExecutorKilled(t *testing.T) { executorKilled(t) }
+
+// A profiler's or a timer's signals, more often than the application's library
+// looks whether its executor lives, keep it from nothing.
+func TestExecutorKilledUnderAnApplicationThatGetsSignals(t *testing.T) { executorKilled(t, "--ticks") }
+
+func executorKilled(t *testing.T, args ...string) {
+	t.Helper()
 	r := start(t)
-	a := launch(t, r.Command(t.Context(), rig.Pthread, r.Program("stream"), "--verbose", "--seconds", "60"))
+	a := launch(t, r.Command(t.Context(), rig.Pthread, append([]string{r.Program("stream"), "--verbose", "--seconds", "60"}, args...)...))
 	a.until(t, "iteration 3 ")
 	victims := children(t, r.Pid(), "executor --config")
 	if len(victims) == 0 {
