@@ -179,6 +179,8 @@ func (s *session) setArg(m *wire.SetArg) (outcome, error) {
 	a.set = true
 	st := s.bindArg(k, int(m.Index))
 	if st != cl.Success {
+		// A library that asks for no answer learns nothing: its launch says no more than CL_INVALID_KERNEL_ARGS.
+		s.log.Warn("argument refused", "kernel", k.name, "argument", m.Index, "err", st)
 		old.value = nil
 		*a = old
 		a.set = a.set && a.kind != wire.ArgPlain
