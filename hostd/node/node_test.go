@@ -131,7 +131,7 @@ func timing() store.Timing {
 
 func limit(t *testing.T) context.Context {
 	t.Helper()
-	ctx, cancel := context.WithTimeout(t.Context(), 60*time.Second)
+	ctx, cancel := context.WithTimeout(t.Context(), 3*time.Minute) // on a busy machine, with the race detector
 	t.Cleanup(cancel)
 	return ctx
 }

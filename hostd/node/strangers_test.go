@@ -61,12 +61,12 @@ func TestStrangersCannotFillTheMemoryOrKeepAHostFromJoining(t *testing.T) {
 	var mu sync.Mutex
 	var sent int64
 	var wg sync.WaitGroup
-	refused := make(chan error, 400)
+	refused := make(chan error, 100)
 	defer func() { stop(); wg.Wait() }()
 	for range 2 {
 		c := remote.Client(pki.PinnedClientConfig(fingerprint, nil))
 		defer c.CloseIdleConnections()
-		for i := range 100 {
+		for i := range 50 {
 			wg.Go(func() {
 				for first := true; attack.Err() == nil; first = false {
 					// A message that is announced, and half of them in a form that
@@ -107,7 +107,7 @@ func TestStrangersCannotFillTheMemoryOrKeepAHostFromJoining(t *testing.T) {
 	if err := b.Join(ctx, &clusterv1.JoinRequest{Token: token}); err != nil {
 		t.Errorf("an honest host: %v", err)
 	}
-	for range 60 {
+	for range 50 {
 		select {
 		case <-refused:
 			sample()
