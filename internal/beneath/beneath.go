@@ -21,15 +21,15 @@ var (
 // folder's own path is trusted; what is in it is not.
 func OpenFile(dir, name string, flags int, perm os.FileMode) (*os.File, error) {
 	path := filepath.Join(dir, name)
-	fail := func(err error) (*os.File, error) {
+	fail := func(err error) error {
 		if errors.Is(err, unix.ENOSYS) {
 			err = ErrKernel
 		}
-		return nil, &os.PathError{Op: "open", Path: path, Err: err}
+		return &os.PathError{Op: "open", Path: path, Err: err}
 	}
 	d, err := unix.Open(dir, unix.O_PATH|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
 	if err != nil {
-		return fail(err)
+		return nil, fail(err)
 	}
 	defer unix.Close(d)
 	how := unix.OpenHow{
@@ -48,7 +48,7 @@ func OpenFile(dir, name string, flags int, perm os.FileMode) (*os.File, error) {
 		}
 	}
 	if err != nil {
-		return fail(err)
+		return nil, fail(err)
 	}
 	var st unix.Stat_t
 	if err = unix.Fstat(fd, &st); err == nil && st.Mode&unix.S_IFMT != unix.S_IFREG {
@@ -62,7 +62,7 @@ func OpenFile(dir, name string, flags int, perm os.FileMode) (*os.File, error) {
 	}
 	if err != nil {
 		_ = unix.Close(fd)
-		return fail(err)
+		return nil, fail(err)
 	}
 	return os.NewFile(uintptr(fd), path), nil
 }

@@ -94,8 +94,14 @@ func TestSocketInAFolderOfAnotherUserIsNotTrusted(t *testing.T) {
 		mode           os.FileMode
 		trusted        bool
 	}{
-		{4242, 4242, 0o700, true}, {0, 0, 0o711, true}, {4242, 0, 0o700, true},
-		{4243, 4243, 0o711, false}, {4242, 4243, 0o711, false}, {4243, 4242, 0o711, false}, {4242, 4242, 0o777, false}, {4242, 4242, 0o1777, false},
+		{4242, 4242, 0o700, true},
+		{0, 0, 0o711, true},
+		{4242, 0, 0o700, true},
+		{4243, 4243, 0o711, false},
+		{4242, 4243, 0o711, false},
+		{4243, 4242, 0o711, false},
+		{4242, 4242, 0o777, false},
+		{4242, 4242, 0o1777, false},
 	} {
 		dir := filepath.Dir(socket)
 		for path, uid := range map[string]int{dir: c.folder, socket: c.socket} {
