@@ -410,7 +410,7 @@ func (s *soak) phase(ctx context.Context, d time.Duration, ask func() (calls, er
 // usage is what the daemons have: MiB and descriptors, of hostd and gpuguest.
 type usage struct{ memory, files [2]float64 }
 
-var daemonNames = [2]string{"hostd", "gpuguest"} //nolint:gochecknoglobals // a constant
+var daemonNames = [2]string{"hostd", "gpuguest"}
 
 func (s *soak) daemons() (u usage) {
 	pids := [2]int{s.host.cmd.Process.Pid, s.guest()}
