@@ -23,9 +23,13 @@ func TestOneUserCannotHoldAllConnections(t *testing.T) {
 		uid       uint32
 		ask, want int
 	}{
-		{1000, 10, 4}, {1001, 10, 4}, {1002, 10, 4},
+		{1000, 10, 4},
+		{1001, 10, 4},
+		{1002, 10, 4},
 		{1003, 10, 0}, // three quarters are taken
-		{0, 2, 2}, {7, 10, 2}, {0, 1, 0},
+		{0, 2, 2},
+		{7, 10, 2},
+		{0, 1, 0},
 	} {
 		if got := took(c.uid, c.ask); got != c.want {
 			t.Errorf("uid %d: %d of %d, want %d", c.uid, got, c.ask, c.want)
