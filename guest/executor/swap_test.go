@@ -25,39 +25,48 @@ func swap(ctx context.Context, dir string, from, to *session, _ uint32) error {
 	}
 	defer l.Close()
 	go to.serveImports(l)
-	move := func(final bool) error {
-		from.mu.Lock()
-		b, err := from.graph(final).encode()
-		from.mu.Unlock()
-		if err != nil {
-			return err
-		}
-		g, err := decodeGraph(b)
-		if err != nil {
-			return err
-		}
-		to.mu.Lock()
-		err = to.restore(g, noProgress)
-		to.mu.Unlock()
-		if err != nil {
-			return err
-		}
-		p, err := from.dialPeer(sock)
-		if err != nil {
-			return err
-		}
-		return from.export(ctx, sock, false, final, p, noProgress)
-	}
-	if err := move(false); err != nil {
+	if err := move(ctx, from, to, sock, false); err != nil {
 		return err
 	}
 	if _, err := from.freeze(ctx, 10*time.Second); err != nil {
 		return err
 	}
-	if err := move(true); err != nil {
+	if err := move(ctx, from, to, sock, true); err != nil {
 		from.thaw()
 		return err
 	}
+	takeOver(from, to)
+	return nil
+}
+
+// move makes the source's objects on the target, which takes contents at the
+// socket, and sends it those.
+func move(ctx context.Context, from, to *session, sock string, final bool) error {
+	from.mu.Lock()
+	b, err := from.graph(final).encode()
+	from.mu.Unlock()
+	if err != nil {
+		return err
+	}
+	g, err := decodeGraph(b)
+	if err != nil {
+		return err
+	}
+	to.mu.Lock()
+	err = to.restore(g, noProgress)
+	to.mu.Unlock()
+	if err != nil {
+		return err
+	}
+	p, err := from.dialPeer(sock)
+	if err != nil {
+		return err
+	}
+	return from.export(ctx, sock, false, final, p, noProgress)
+}
+
+// takeOver ends a swap of which the target has everything.
+func takeOver(from, to *session) {
 	from.ring.(*shm.Ring).SetOwner(to.cfg.Generation)
 	to.activate()
 	from.closed.Store(true)
@@ -65,7 +74,6 @@ func swap(ctx context.Context, dir string, from, to *session, _ uint32) error {
 	from.mu.Lock()
 	from.host.end()
 	from.mu.Unlock()
-	return nil
 }
 
 func equal(t *testing.T, got []uint32, want uint32) {
@@ -332,20 +340,7 @@ func TestParkedLaunchKeepsItsProgramOverASwap(t *testing.T) {
 // while the application runs.
 func prepare(t *testing.T, from, to *session, peer string) {
 	t.Helper()
-	from.mu.Lock()
-	g := from.graph(false)
-	from.mu.Unlock()
-	to.mu.Lock()
-	err := to.restore(g, noProgress)
-	to.mu.Unlock()
-	if err != nil {
-		t.Fatal(err)
-	}
-	p, err := from.dialPeer(peer)
-	if err != nil {
-		t.Fatal(err)
-	}
-	if err := from.export(t.Context(), peer, false, false, p, noProgress); err != nil {
+	if err := move(t.Context(), from, to, peer, false); err != nil {
 		t.Fatal(err)
 	}
 }
@@ -376,36 +371,10 @@ func finish(t *testing.T, from, to *session, peer string) {
 	if _, err := from.freeze(t.Context(), 10*time.Second); err != nil {
 		t.Fatal(err)
 	}
-	from.mu.Lock()
-	b, err := from.graph(true).encode()
-	from.mu.Unlock()
-	if err != nil {
+	if err := move(t.Context(), from, to, peer, true); err != nil {
 		t.Fatal(err)
 	}
-	g, err := decodeGraph(b)
-	if err != nil {
-		t.Fatal(err)
-	}
-	to.mu.Lock()
-	err = to.restore(g, noProgress)
-	to.mu.Unlock()
-	if err != nil {
-		t.Fatal(err)
-	}
-	p, err := from.dialPeer(peer)
-	if err != nil {
-		t.Fatal(err)
-	}
-	if err := from.export(t.Context(), peer, false, true, p, noProgress); err != nil {
-		t.Fatal(err)
-	}
-	from.ring.(*shm.Ring).SetOwner(to.cfg.Generation)
-	to.activate()
-	from.closed.Store(true)
-	from.retire()
-	from.mu.Lock()
-	from.host.end()
-	from.mu.Unlock()
+	takeOver(from, to)
 }
 
 // A buffer that the application releases while a target is prepared, and keeps a
