@@ -1,7 +1,6 @@
 package main
 
 import (
-	"bufio"
 	"bytes"
 	"context"
 	"encoding/json"
@@ -184,20 +183,10 @@ type calls struct {
 // figures since it was last called.
 func (s *soak) latency(ctx context.Context) (ask func() (calls, error), end func() error, err error) {
 	cmd := s.rig.Command(ctx, "calls", s.rig.Program("latency"))
-	stdin, err := cmd.StdinPipe()
+	stdin, lines, errs, err := piped(cmd)
 	if err != nil {
 		return nil, nil, err
 	}
-	stdout, err := cmd.StdoutPipe()
-	if err != nil {
-		return nil, nil, err
-	}
-	var errs bytes.Buffer
-	cmd.Stderr = &errs
-	if err := cmd.Start(); err != nil {
-		return nil, nil, err
-	}
-	lines := bufio.NewReader(stdout)
 	ask = func() (c calls, err error) {
 		if _, err := io.WriteString(stdin, "\n"); err != nil {
 			return c, fmt.Errorf("latency: %w", err)

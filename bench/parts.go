@@ -223,21 +223,27 @@ func (b *bench) programs(ctx context.Context) error {
 	return nil
 }
 
+// piped starts a program that is talked to. What it writes to standard error is in
+// errs once it has been waited for.
+func piped(cmd *exec.Cmd) (stdin io.WriteCloser, lines *bufio.Reader, errs *bytes.Buffer, err error) {
+	if stdin, err = cmd.StdinPipe(); err != nil {
+		return nil, nil, nil, err
+	}
+	stdout, err := cmd.StdoutPipe()
+	if err != nil {
+		return nil, nil, nil, err
+	}
+	errs = new(bytes.Buffer)
+	cmd.Stderr = errs
+	return stdin, bufio.NewReader(stdout), errs, cmd.Start()
+}
+
 // live starts a program and waits for a line that contains the text.
 func live(cmd *exec.Cmd, text string) (stdin io.WriteCloser, wait func() (string, error), err error) {
-	if stdin, err = cmd.StdinPipe(); err != nil {
-		return nil, nil, err
-	}
-	pipe, err := cmd.StdoutPipe()
+	stdin, lines, errs, err := piped(cmd)
 	if err != nil {
 		return nil, nil, err
 	}
-	var errs bytes.Buffer
-	cmd.Stderr = &errs
-	if err := cmd.Start(); err != nil {
-		return nil, nil, err
-	}
-	lines := bufio.NewReader(pipe)
 	for {
 		line, err := lines.ReadString('\n')
 		if strings.Contains(line, text) {
