@@ -33,6 +33,8 @@ type Guest struct {
 	Users  string // whom executors run as if this is root, FIRST-LAST; empty: gpuguest's default
 	Memory string // most of a session; empty: gpuguest's default
 	Log    *slog.Logger
+
+	CompileAnew bool // see config.Executors
 }
 
 // Socket is where gpuguest serves GuestService.
@@ -62,6 +64,9 @@ func (g *Guest) Ensure(ctx context.Context) (started bool, err error) {
 	}
 	if g.Memory != "" {
 		args = append(args, "--executor-memory", g.Memory)
+	}
+	if g.CompileAnew {
+		args = append(args, "--compile-anew")
 	}
 	if os.Geteuid() == 0 {
 		// Executors pass through the folder on their way to their own. An older

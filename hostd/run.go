@@ -65,7 +65,8 @@ func Run(ctx context.Context, o Options) (err error) {
 	if rundir.Answers(o.Socket) {
 		return fmt.Errorf("socket %s: another hostd is using it", o.Socket)
 	}
-	guest := &Guest{Dir: o.Dir, Binary: o.Gpuguest, Users: o.Config.Executors.Users, Memory: o.Config.Executors.Memory, Log: o.Log}
+	exec := o.Config.Executors
+	guest := &Guest{Dir: o.Dir, Binary: o.Gpuguest, Users: exec.Users, Memory: exec.Memory, CompileAnew: exec.CompileAnew, Log: o.Log}
 	if _, err := guest.Ensure(ctx); err != nil {
 		return err
 	}

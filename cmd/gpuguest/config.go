@@ -39,6 +39,7 @@ type vmOptions struct {
 	User        string `yaml:"executorUser,omitempty"` // of older versions
 	Users       string `yaml:"executorUsers"`
 	Memory      string `yaml:"executorMemory"` // as 8GiB; empty: 7/8 of the VM's
+	CompileAnew bool   `yaml:"compileAnew"`    // keep nothing that runtimes compile for the next session
 	Profiles    string `yaml:"profiles"`       // folder
 	Emulated    bool   `yaml:"emulatedDevices"`
 	Channel     string `yaml:"channel"`

@@ -16,7 +16,7 @@ import (
 
 func serveCommand(log *slog.Logger) *cobra.Command {
 	var api, apps, dir, users, memory, config, root string
-	var vm bool
+	var vm, anew bool
 	cmd := &cobra.Command{
 		Use:   "serve --socket PATH --app-socket PATH --rundir DIR | --vm [--config FILE]",
 		Short: "Serve applications and the host",
@@ -40,10 +40,11 @@ GPU that the VM has been given, and the host over the VM's channel.`,
 				return err
 			}
 			return session.Serve(cmd.Context(), session.Config{
-				Dir:      dir,
-				Launcher: launcher,
-				Logger:   log,
-				Faults:   os.Getenv("GPUCTL_FAULTS") == "1",
+				Dir:         dir,
+				Launcher:    launcher,
+				Logger:      log,
+				Faults:      os.Getenv("GPUCTL_FAULTS") == "1",
+				CompileAnew: anew,
 			}, api, apps)
 		},
 	}
@@ -53,6 +54,7 @@ GPU that the VM has been given, and the host over the VM's channel.`,
 	f.StringVar(&dir, "rundir", "", "folder for sessions, made if missing")
 	f.StringVar(&users, "executor-users", confine.DefaultRange().String(), "numbers of users, of which each session's executors get one if gpuguest is root")
 	f.StringVar(&memory, "executor-memory", "", "most memory of a session's executors, as 8GiB (default 7/8 of the machine's)")
+	f.BoolVar(&anew, "compile-anew", false, "keep nothing that runtimes have compiled for a user's program for its next session")
 	f.BoolVar(&vm, "vm", false, "be the agent of a VM")
 	f.StringVar(&config, "config", vmConfig, "with --vm: its configuration")
 	f.StringVar(&root, "root", "/", "with --vm: the folder below which the machine's files are")

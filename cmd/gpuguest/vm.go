@@ -56,7 +56,7 @@ func serveVM(ctx context.Context, o vmOptions, root string, log *slog.Logger) er
 		return fmt.Errorf("run folder: %w", err)
 	}
 	m, err := session.New(session.Config{
-		Dir: o.RunDir, Launcher: launcher, Logger: log, Faults: os.Getenv("GPUCTL_FAULTS") == "1", MaxSessions: o.MaxSessions,
+		Dir: o.RunDir, Launcher: launcher, Logger: log, Faults: os.Getenv("GPUCTL_FAULTS") == "1", MaxSessions: o.MaxSessions, CompileAnew: o.CompileAnew,
 	})
 	if err != nil {
 		return err

@@ -7,6 +7,7 @@ import (
 	"math/rand/v2"
 	"os"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"syscall"
@@ -57,8 +58,8 @@ type Users struct {
 // ErrNoUser is returned when all users of the range are taken.
 var ErrNoUser = errors.New("all users of the range are taken")
 
-// Take gives the folder, which is root's, to a user that nobody else has; one
-// that is somebody's stays so. The folder above it must be root's.
+// Take gives the folder, which is root's as all that is in it, to a user that
+// nobody else has; one that is somebody's stays so. The folder above it must be root's.
 func (u *Users) Take(folder string) (uint32, error) {
 	uid, err := Owner(folder)
 	if err != nil || uid != 0 {
@@ -87,12 +88,28 @@ func (u *Users) Take(folder string) (uint32, error) {
 		if err := os.WriteFile(u.record(uid), []byte(folder), 0o600); err != nil {
 			return 0, fmt.Errorf("user %d of %v: %w", uid, u.Range, err)
 		}
-		if err := os.Lchown(folder, int(uid), int(uid)); err != nil {
+		if err := give(folder, uid); err != nil {
 			return 0, errors.Join(fmt.Errorf("give %s to user %d: %w", folder, uid, err), os.Remove(u.record(uid)))
 		}
 		return uid, nil
 	}
 	return 0, fmt.Errorf("%v: %w", u.Range, ErrNoUser)
+}
+
+// give makes the user the owner of a tree: of the folder last, since that says
+// that all is done, and lets the user in.
+func give(folder string, uid uint32) error {
+	var all []string
+	err := filepath.WalkDir(folder, func(path string, _ fs.DirEntry, err error) error {
+		all = append(all, path)
+		return err
+	})
+	for _, path := range slices.Backward(all) {
+		if err == nil {
+			err = os.Lchown(path, int(uid), int(uid))
+		}
+	}
+	return err
 }
 
 // Owner is whose a folder is.

@@ -14,6 +14,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/guest/compiled"
 	"github.com/gpuctl/gpuctl/guest/handover"
 	"github.com/gpuctl/gpuctl/guest/wire"
 	"github.com/gpuctl/gpuctl/internal/throttle"
@@ -144,7 +145,7 @@ func (m *Manager) create(conn *net.UnixConn, g greeting) error {
 		state: gpuctlv1.SessionState_SESSION_STATE_RUNNING,
 		rec: record{
 			Version: recordVersion, ID: id, Claim: offer.Claim, PID: g.pid, Command: commandLine(g.pid),
-			StartedMS: now, Op: &opRecord{Kind: kindCreate}, CacheSecret: newSecret(),
+			StartedMS: now, Op: &opRecord{Kind: kindCreate}, CacheSecret: newSecret(), Program: compiled.Of(g.uid, g.pid),
 		},
 	}
 	if offer.Device != nil {
@@ -194,6 +195,9 @@ func (s *session) open(ctx context.Context, target *gpuctlv1.Target, g greeting)
 	}
 	if err := makeDirs(s.dir, s.executorsDir()); err != nil {
 		return fmt.Errorf("session folder: %w", err)
+	}
+	if err := s.m.kept.Fill(s.rec.Program, s.executorsDir()); err != nil {
+		s.log.Warn("runtimes compile anew", "err", err)
 	}
 	e, d, err := s.launch(ctx, target, func(r *record, e executorRecord) { r.Current = e })
 	if err != nil {

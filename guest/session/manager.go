@@ -22,6 +22,7 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/guest/compiled"
 	"github.com/gpuctl/gpuctl/internal/beneath"
 	"github.com/gpuctl/gpuctl/internal/patience"
 )
@@ -42,6 +43,7 @@ type Config struct {
 	Logger      *slog.Logger
 	Faults      bool // allow fail_at
 	MaxSessions int  // at once; 0: 1024
+	CompileAnew bool // keep nothing that runtimes compile for the next session of a user's program
 }
 
 // Manager is the guest helper: the sessions of one run folder.
@@ -54,6 +56,7 @@ type Manager struct {
 	cancel context.CancelFunc
 	wg     sync.WaitGroup
 	model  *model
+	kept   *compiled.Store    // nil: nothing is kept
 	loads  *patience.Patience // with runtimes, by library
 	die    func()             // ends this process; only fault injection calls it
 
@@ -98,7 +101,13 @@ func New(cfg Config) (*Manager, error) {
 		sessions: map[string]*session{}, offers: map[string]*gpuctlv1.OfferRequest{}, watchers: map[*watcher]struct{}{},
 	}
 	m.ctx, m.cancel = context.WithCancel(context.Background())
-	if err := m.loadOffers(); err != nil {
+	if !cfg.CompileAnew {
+		m.kept, err = compiled.Open(filepath.Join(dir, "compiled"))
+	}
+	if err == nil {
+		err = m.loadOffers()
+	}
+	if err != nil {
 		m.Close()
 		return nil, err
 	}
@@ -223,6 +232,19 @@ func (m *Manager) unreserve() {
 // executors' user.
 func (m *Manager) removeDir(dir string) error {
 	return errors.Join(m.cfg.Launcher.Forget(filepath.Join(dir, executorsName)), os.RemoveAll(dir))
+}
+
+// keepCompiled keeps what the session's runtimes have compiled, for the next
+// session of its program. Its executors have ended, in order: one that was killed
+// may have been writing.
+func (s *session) keepCompiled() {
+	if err := s.m.cfg.Launcher.Forget(s.executorsDir()); err != nil { // what they have started ends, too
+		s.log.Debug("what was compiled is not kept", "err", err)
+		return
+	}
+	if err := s.m.kept.Keep(s.rec.Program, s.executorsDir()); err != nil {
+		s.log.Debug("what was compiled is not kept", "err", err)
+	}
 }
 
 func (m *Manager) sessionDir(id string) string { return filepath.Join(m.cfg.Dir, "sessions", id) }

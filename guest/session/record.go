@@ -16,6 +16,7 @@ import (
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/guest/away"
+	"github.com/gpuctl/gpuctl/guest/compiled"
 	"github.com/gpuctl/gpuctl/internal/beneath"
 )
 
@@ -31,22 +32,23 @@ const (
 
 // record is a session as session.json has it: all that a new gpuguest needs.
 type record struct {
-	Version     int             `json:"version"`
-	ID          string          `json:"id"`
-	Claim       string          `json:"claim"`
-	PID         int             `json:"pid"`
-	Start       uint64          `json:"start"`
-	Command     string          `json:"command"`
-	StartedMS   int64           `json:"started_ms"`
-	Device      json.RawMessage `json:"device,omitempty"`
-	Memory      [3]inode        `json:"memory"`
-	Generation  uint32          `json:"generation"` // last one given out
-	Current     executorRecord  `json:"current"`    // runs the session, or ran it before the suspend
-	Connected   bool            `json:"connected"`  // the application has its answer
-	SuspendedTo string          `json:"suspended_to,omitempty"`
-	Away        *awayRecord     `json:"away,omitempty"` // what is to come back
-	Op          *opRecord       `json:"op,omitempty"`
-	CacheSecret []byte          `json:"cache_secret,omitempty"`
+	Version     int              `json:"version"`
+	ID          string           `json:"id"`
+	Claim       string           `json:"claim"`
+	PID         int              `json:"pid"`
+	Start       uint64           `json:"start"`
+	Command     string           `json:"command"`
+	StartedMS   int64            `json:"started_ms"`
+	Device      json.RawMessage  `json:"device,omitempty"`
+	Memory      [3]inode         `json:"memory"`
+	Generation  uint32           `json:"generation"` // last one given out
+	Current     executorRecord   `json:"current"`    // runs the session, or ran it before the suspend
+	Connected   bool             `json:"connected"`  // the application has its answer
+	SuspendedTo string           `json:"suspended_to,omitempty"`
+	Away        *awayRecord      `json:"away,omitempty"` // what is to come back
+	Op          *opRecord        `json:"op,omitempty"`
+	CacheSecret []byte           `json:"cache_secret,omitempty"`
+	Program     compiled.Program `json:"program,omitzero"`
 }
 
 // cacheKey is what executors for a runtime's devices sign built programs with.

@@ -231,8 +231,11 @@ func (s *session) end() {
 	s.mu.Unlock()
 	if e != nil {
 		ctx, cancel := context.WithTimeout(context.Background(), retireTimeout)
-		_ = e.retire(ctx)
+		orderly := !e.dead() && e.retire(ctx) == nil
 		cancel()
+		if orderly {
+			s.keepCompiled()
+		}
 	}
 	if isFile(rec.SuspendedTo) {
 		_ = s.removeState(rec.SuspendedTo)

@@ -53,6 +53,9 @@ type Executors struct {
 	// session's executors get one if hostd is root. Empty: confine.DefaultRange.
 	Users  string `yaml:"users,omitempty"`
 	Memory string `yaml:"memory,omitempty"` // most that a session's take, as 8GiB; default 7/8 of the host's
+	// CompileAnew keeps nothing that runtimes have compiled for a program for the
+	// next session of the same user's same program.
+	CompileAnew bool `yaml:"compileAnew,omitempty"`
 }
 
 func (e Executors) validate() error {

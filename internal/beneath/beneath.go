@@ -20,6 +20,39 @@ var (
 // OpenFile is os.OpenFile for a name in a folder, or in folders in it. The
 // folder's own path is trusted; what is in it is not.
 func OpenFile(dir, name string, flags int, perm os.FileMode) (*os.File, error) {
+	var mode uint64
+	if flags&os.O_CREATE != 0 {
+		mode = uint64(perm.Perm())
+	}
+	// An open of a named pipe or a device may wait, or do something.
+	f, err := open(dir, name, flags&^os.O_TRUNC|unix.O_NOCTTY|unix.O_NONBLOCK, mode)
+	if err != nil {
+		return nil, err
+	}
+	fd := int(f.Fd())
+	var st unix.Stat_t
+	if err = unix.Fstat(fd, &st); err == nil && st.Mode&unix.S_IFMT != unix.S_IFREG {
+		err = ErrNotRegular
+	}
+	if err == nil && flags&os.O_TRUNC != 0 {
+		err = unix.Ftruncate(fd, 0) // now that it is known what it is
+	}
+	if err == nil {
+		err = unix.SetNonblock(fd, false) // regular files do not know it
+	}
+	if err != nil {
+		return nil, errors.Join(&os.PathError{Op: "open", Path: f.Name(), Err: err}, f.Close())
+	}
+	return f, nil
+}
+
+// OpenDir opens a folder in a folder, or in folders in it, to be listed; "." is
+// the folder itself.
+func OpenDir(dir, name string) (*os.File, error) {
+	return open(dir, name, os.O_RDONLY|unix.O_DIRECTORY, 0)
+}
+
+func open(dir, name string, flags int, mode uint64) (*os.File, error) {
 	path := filepath.Join(dir, name)
 	fail := func(err error) error {
 		if errors.Is(err, unix.ENOSYS) {
@@ -33,38 +66,19 @@ func OpenFile(dir, name string, flags int, perm os.FileMode) (*os.File, error) {
 	}
 	defer unix.Close(d)
 	how := unix.OpenHow{
-		// An open of a named pipe or a device may wait, or do something.
-		Flags:   uint64(flags&^os.O_TRUNC) | unix.O_CLOEXEC | unix.O_NOCTTY | unix.O_NONBLOCK,
+		Flags:   uint64(flags) | unix.O_CLOEXEC,
+		Mode:    mode,
 		Resolve: unix.RESOLVE_BENEATH | unix.RESOLVE_NO_SYMLINKS | unix.RESOLVE_NO_MAGICLINKS,
 	}
-	if flags&os.O_CREATE != 0 {
-		how.Mode = uint64(perm.Perm())
-	}
-	var fd int
 	for {
-		fd, err = unix.Openat2(d, name, &how)
+		fd, err := unix.Openat2(d, name, &how)
+		if err == nil {
+			return os.NewFile(uintptr(fd), path), nil
+		}
 		if !errors.Is(err, unix.EINTR) && !errors.Is(err, unix.EAGAIN) { // a rename nearby
-			break
+			return nil, fail(err)
 		}
 	}
-	if err != nil {
-		return nil, fail(err)
-	}
-	var st unix.Stat_t
-	if err = unix.Fstat(fd, &st); err == nil && st.Mode&unix.S_IFMT != unix.S_IFREG {
-		err = ErrNotRegular
-	}
-	if err == nil && flags&os.O_TRUNC != 0 {
-		err = unix.Ftruncate(fd, 0) // now that it is known what it is
-	}
-	if err == nil {
-		err = unix.SetNonblock(fd, false) // regular files do not know it
-	}
-	if err != nil {
-		_ = unix.Close(fd)
-		return nil, fail(err)
-	}
-	return os.NewFile(uintptr(fd), path), nil
 }
 
 // ReadFile is os.ReadFile of a file that is at most so many bytes long.
