@@ -2,6 +2,7 @@ package hostile
 
 import (
 	"bufio"
+	"bytes"
 	"context"
 	"encoding/json"
 	"errors"
@@ -13,7 +14,9 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strconv"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"syscall"
@@ -32,9 +35,11 @@ const (
 
 const (
 	variable = "GPUCTL_TEST_HOSTILE"
-	least    = 19                     // of the priorities
 	held     = 20 * time.Second       // how long a client holds what it has got
+	piece    = 500 * time.Microsecond // of what a neighbour computes
 	calm     = 100 * time.Millisecond // after what was refused at once
+
+	ticksPerSecond = 100 // of processors' time in /proc
 )
 
 // Target is what is attacked.
@@ -43,6 +48,10 @@ type Target struct {
 	Dir     string   `json:"dir"`     // hostd's run folder
 	Address string   `json:"address"` // of the port, HOST:PORT; it must listen on 127.0.0.0/8
 	GPUs    []string `json:"gpus"`    // for hostile applications, one each
+
+	// Compute, if not nil, has the clients of each boundary attack nothing and
+	// compute instead, for so many seconds each second.
+	Compute map[string]float64 `json:"compute,omitempty"`
 }
 
 func (t Target) hostd() string { return filepath.Join(t.Dir, "hostd.sock") }
@@ -56,8 +65,8 @@ type client struct {
 	run  func(context.Context, Target) int
 }
 
-// boundaries are where they knock.
-func boundaries() []string { return []string{"applications", "programs", "local", "port"} }
+// Boundaries are where they knock.
+func Boundaries() []string { return []string{"applications", "programs", "local", "port"} }
 
 func clients(boundary string) []client {
 	switch boundary {
@@ -94,14 +103,19 @@ func Main() {
 		_, _ = io.Copy(io.Discard, in)
 		cancel()
 	}()
-	_ = json.NewEncoder(os.Stdout).Encode(play(ctx, t, clients(name)))
+	list := clients(name)
+	if t.Compute != nil {
+		list = []client{neighbour(t.Compute[name])}
+	}
+	_ = json.NewEncoder(os.Stdout).Encode(play(ctx, t, list))
 	os.Exit(0)
 }
 
 // Yield gives a process that leads a session of its own, and what it starts, few
-// of the processors. Where the kernel groups processes by session
-// (autogroup), priorities hold within a session alone, and the session has one
-// of its own.
+// of the processors. Where the kernel groups processes by session (autogroup),
+// the policy holds within a session alone, and sessions share the processors by
+// priorities of their own: what the process gets is then a tenth of another's
+// share, not what is left.
 func Yield(pid int) {
 	tasks, _ := os.ReadDir(fmt.Sprintf("/proc/%d/task", pid))
 	for _, t := range tasks {
@@ -157,10 +171,14 @@ type process struct {
 	stdout   *bufio.Reader
 }
 
-// Start starts every client. The running program's Main plays them. They get
-// processors that nobody else wants (SCHED_IDLE): with another priority they are
-// left to their slices while those wait who are to be measured.
-func Start(t Target) (*Clients, error) {
+// Start starts every client, or those of the boundaries that are named. The
+// running program's Main plays them, with Yield: on one machine, clients and those
+// who are measured want the same processors. That makes the clients' own part
+// smaller and does not take it away: a call that comes while a client has the
+// processor waits for it, for up to a tick of the kernel's clock. Traces of the
+// scheduler show that almost all of what a call waits for is of this kind: other
+// sessions' compilers first, then the clients, hostd and gpuguest.
+func Start(t Target, only ...string) (*Clients, error) {
 	self, err := os.Executable()
 	if err != nil {
 		return nil, fmt.Errorf("hostile clients: %w", err)
@@ -170,7 +188,10 @@ func Start(t Target) (*Clients, error) {
 		return nil, fmt.Errorf("hostile clients: %w", err)
 	}
 	c := &Clients{}
-	for i, name := range boundaries() {
+	for i, name := range Boundaries() {
+		if len(only) > 0 && !slices.Contains(only, name) {
+			continue
+		}
 		p := &process{boundary: name, cmd: exec.Command(self)}
 		p.cmd.Env = append(os.Environ(), variable+"="+name, "HOME=/nonexistent")
 		p.cmd.Stderr = os.Stderr
@@ -198,6 +219,32 @@ func Start(t Target) (*Clients, error) {
 		}
 	}
 	return c, nil
+}
+
+// Processor is how many seconds of a processor the clients of each boundary, and
+// what they have started, have had so far.
+func (c *Clients) Processor() map[string]float64 {
+	had := map[int]float64{}
+	stats, _ := filepath.Glob("/proc/[0-9]*/stat")
+	for _, file := range stats {
+		text, _ := os.ReadFile(file)
+		// After the name: state, parent, group, session, ..., and from the 12th on
+		// ticks as user and as system, and the same of children that were waited for.
+		f := strings.Fields(string(text[bytes.LastIndexByte(text, ')')+1:]))
+		if len(f) < 15 {
+			continue // it has just ended
+		}
+		session, _ := strconv.Atoi(f[3])
+		for _, ticks := range f[11:15] {
+			n, _ := strconv.ParseFloat(ticks, 64)
+			had[session] += n / ticksPerSecond
+		}
+	}
+	out := map[string]float64{}
+	for _, p := range c.processes {
+		out[p.boundary] = had[p.cmd.Process.Pid]
+	}
+	return out
 }
 
 // Stop ends them all and says how often each did what it does, as "BOUNDARY: CLIENT".
@@ -247,6 +294,29 @@ func dialer(network string) *net.Dialer {
 		d.LocalAddr = &net.TCPAddr{IP: net.IPv4(127, 0, 0, byte(2+rand.IntN(16)))}
 	}
 	return d
+}
+
+// neighbour does nothing to gpuctl. It computes for a share of the time, in short
+// pieces as the hostile do.
+func neighbour(share float64) client {
+	return client{"neighbour", 1, func(ctx context.Context, _ Target) int {
+		for begin, had := time.Now(), own(); ctx.Err() == nil; {
+			if (own() - had).Seconds() >= share*time.Since(begin).Seconds() {
+				rest(ctx, piece)
+				continue
+			}
+			for end := time.Now().Add(piece); time.Now().Before(end); {
+			}
+		}
+		return 1
+	}}
+}
+
+// own is how long this process has had a processor.
+func own() time.Duration {
+	var u unix.Rusage
+	_ = unix.Getrusage(unix.RUSAGE_SELF, &u)
+	return time.Duration(u.Utime.Nano() + u.Stime.Nano())
 }
 
 // hold waits until the other side ends the connection.
