@@ -66,6 +66,7 @@ type soak struct {
 	rig     *rig.Rig
 	address string
 	local   gpuctlv1connect.HostServiceClient
+	group   *hostile.Group // of the hostile and their executors
 
 	mu     sync.Mutex
 	took   map[string][]float64 // ms, of honest clients, in this phase
@@ -75,11 +76,15 @@ type soak struct {
 // hostile has honest clients at work, first alone and then beside hostile ones,
 // and judges what the honest get.
 func (b *bench) hostile(ctx context.Context) (err error) {
-	s := &soak{bench: b, took: map[string][]float64{}}
+	s := &soak{bench: b, group: hostile.NewGroup(), took: map[string][]float64{}}
+	defer func() { err = errors.Join(err, s.group.Close()) }()
 	if err := s.start(ctx); err != nil {
 		return err
 	}
 	defer s.host.close()
+	if !s.group.Idle() {
+		fmt.Fprintln(b.out, "  no control group for processors: calls wait for hostile clients that have one")
+	}
 	defer func() {
 		if err != nil {
 			err = fmt.Errorf("%w; hostd: %s", err, hostLog(s.host))
@@ -143,7 +148,7 @@ func (b *bench) hostile(ctx context.Context) (err error) {
 // beside watches for a time while clients are at work, and says how often each
 // of them did what it does.
 func (s *soak) beside(ctx context.Context, d time.Duration, ask func() (calls, error), t hostile.Target) (h honest, seen []usage, done map[string]int64, err error) {
-	clients, err := hostile.Start(t, s.against...)
+	clients, err := hostile.Start(s.group, t, s.against...)
 	if err != nil {
 		_, _ = clients.Stop()
 		return h, nil, nil, err
@@ -497,7 +502,7 @@ func (s *soak) idle(ctx context.Context) {
 					continue
 				}
 				done[pid] = true
-				hostile.Yield(pid)
+				_ = s.group.Take(pid) // or it has ended
 			}
 		}
 	}

@@ -87,7 +87,7 @@ func Main() {
 	if name == "" {
 		return
 	}
-	Yield(os.Getpid())
+	yield(os.Getpid())
 	var t Target
 	in := bufio.NewReader(os.Stdin)
 	line, err := in.ReadBytes('\n')
@@ -111,12 +111,56 @@ func Main() {
 	os.Exit(0)
 }
 
-// Yield gives a process that leads a session of its own, and what it starts, few
-// of the processors. Where the kernel groups processes by session (autogroup),
-// the policy holds within a session alone, and sessions share the processors by
-// priorities of their own: what the process gets is then a tenth of another's
-// share, not what is left.
-func Yield(pid int) {
+// Group is a control group whose processes get the processors that nobody else
+// wants. Where the kernel groups processes by session (autogroup), a policy such
+// as SCHED_IDLE holds within a session alone: between sessions, one of the least
+// priority still keeps a processor up to a tick of the clock while others wait.
+type Group struct{ dir string }
+
+// NewGroup makes a group, if this process may and the kernel has such groups.
+// Without one, Take does what policies and priorities can.
+func NewGroup() *Group {
+	for _, root := range []string{"/sys/fs/cgroup/cpu", "/sys/fs/cgroup"} {
+		dir, err := os.MkdirTemp(root, "gpuctl-hostile-")
+		if err != nil {
+			continue
+		}
+		if os.WriteFile(filepath.Join(dir, "cpu.idle"), []byte("1"), 0) == nil {
+			return &Group{dir}
+		}
+		_ = os.Remove(dir) // no groups of processors here
+	}
+	return &Group{}
+}
+
+// Idle reports whether the processes of the group really get what is left only.
+func (g *Group) Idle() bool { return g.dir != "" }
+
+// Take puts a process that leads a session of its own, and what it starts, into
+// the group.
+func (g *Group) Take(pid int) error {
+	yield(pid)
+	if g.dir == "" {
+		return nil
+	}
+	if err := os.WriteFile(filepath.Join(g.dir, "cgroup.procs"), []byte(strconv.Itoa(pid)), 0); err != nil && !errors.Is(err, unix.ESRCH) {
+		return fmt.Errorf("hostile clients: control group: %w", err)
+	}
+	return nil
+}
+
+// Close removes the group; its processes must have ended.
+func (g *Group) Close() error {
+	if g.dir == "" {
+		return nil
+	}
+	if err := os.Remove(g.dir); err != nil {
+		return fmt.Errorf("hostile clients: control group: %w", err)
+	}
+	return nil
+}
+
+func yield(pid int) {
 	tasks, _ := os.ReadDir(fmt.Sprintf("/proc/%d/task", pid))
 	for _, t := range tasks {
 		tid, _ := strconv.Atoi(t.Name())
@@ -171,14 +215,13 @@ type process struct {
 	stdout   *bufio.Reader
 }
 
-// Start starts every client, or those of the boundaries that are named. The
-// running program's Main plays them, with Yield: on one machine, clients and those
-// who are measured want the same processors. That makes the clients' own part
-// smaller and does not take it away: a call that comes while a client has the
-// processor waits for it, for up to a tick of the kernel's clock. Traces of the
-// scheduler show that almost all of what a call waits for is of this kind: other
-// sessions' compilers first, then the clients, hostd and gpuguest.
-func Start(t Target, only ...string) (*Clients, error) {
+// Start starts every client, or those of the boundaries that are named, in a
+// group. The running program's Main plays them. On one machine, clients and those
+// who are measured want the same processors: traces of the scheduler show that
+// two thirds of what the slowest calls wait for is that a client has the processor,
+// if the clients are processes of the least priority. In a group that is idle they
+// give it up at once, and what others notice is what gpuctl does for them.
+func Start(g *Group, t Target, only ...string) (*Clients, error) {
 	self, err := os.Executable()
 	if err != nil {
 		return nil, fmt.Errorf("hostile clients: %w", err)
@@ -214,6 +257,9 @@ func Start(t Target, only ...string) (*Clients, error) {
 			return c, fmt.Errorf("hostile clients: %w", err)
 		}
 		c.processes = append(c.processes, p)
+		if err := g.Take(p.cmd.Process.Pid); err != nil { // it waits for its target
+			return c, err
+		}
 		if _, err := stdin.Write(append(target, '\n')); err != nil {
 			return c, fmt.Errorf("hostile clients: %w", err)
 		}
