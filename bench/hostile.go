@@ -66,6 +66,7 @@ type soak struct {
 	rig     *rig.Rig
 	address string
 	local   gpuctlv1connect.HostServiceClient
+	group   *hostile.Group // of the hostile and their executors
 
 	mu     sync.Mutex
 	took   map[string][]float64 // ms, of honest clients, in this phase
@@ -75,11 +76,15 @@ type soak struct {
 // hostile has honest clients at work, first alone and then beside hostile ones,
 // and judges what the honest get.
 func (b *bench) hostile(ctx context.Context) (err error) {
-	s := &soak{bench: b, took: map[string][]float64{}}
+	s := &soak{bench: b, group: hostile.NewGroup(), took: map[string][]float64{}}
+	defer func() { err = errors.Join(err, s.group.Close()) }()
 	if err := s.start(ctx); err != nil {
 		return err
 	}
 	defer s.host.close()
+	if !s.group.Idle() {
+		fmt.Fprintln(b.out, "  no control group for processors: calls wait for hostile clients that have one")
+	}
 	defer func() {
 		if err != nil {
 			err = fmt.Errorf("%w; hostd: %s", err, hostLog(s.host))
@@ -106,23 +111,24 @@ func (b *bench) hostile(ctx context.Context) (err error) {
 		return err
 	}
 
-	quiet, _, err := s.phase(ctx, b.soak/5, ask, nil)
+	quiet, _, err := s.phase(ctx, b.soak/5, ask)
 	if err != nil {
 		return err
 	}
 	before := s.daemons()
-	clients, err := hostile.Start(hostile.Target{Root: b.root, Dir: s.host.dir, Address: s.address, GPUs: []string{"bad-0", "bad-1", "bad-2", "bad-3"}})
+	target := hostile.Target{Root: b.root, Dir: s.host.dir, Address: s.address, GPUs: []string{"bad-0", "bad-1", "bad-2", "bad-3"}}
+	loud, seen, done, err := s.beside(ctx, b.soak, ask, target)
 	if err != nil {
-		_, _ = clients.Stop()
-		return err
-	}
-	var seen []usage
-	loud, seen, err := s.phase(ctx, b.soak, ask, seen)
-	done, stopped := clients.Stop()
-	if err = errors.Join(err, stopped); err != nil {
 		return err
 	}
 	after := s.recovered(ctx, before)
+	// The hostile are on the same processors as the honest. What that does by
+	// itself shows beside neighbours who compute as much and attack nothing.
+	target.Compute = loud.clients
+	near, _, _, err := s.beside(ctx, b.soak/5, ask, target)
+	if err != nil {
+		return err
+	}
 	stop()
 	wg.Wait()
 	err = errors.Join(endCalls(), endModel())
@@ -135,8 +141,26 @@ func (b *bench) hostile(ctx context.Context) (err error) {
 		}
 	}
 	b.report.add("hostile clients that could do nothing", "of "+strconv.Itoa(len(done)), 0, float64(idle), "0", func() bool { return idle == 0 })
-	s.judge(quiet, loud, before, after, seen)
+	s.judge(quiet, near, loud, before, after, seen)
 	return err
+}
+
+// beside watches for a time while clients are at work, and says how often each
+// of them did what it does.
+func (s *soak) beside(ctx context.Context, d time.Duration, ask func() (calls, error), t hostile.Target) (h honest, seen []usage, done map[string]int64, err error) {
+	clients, err := hostile.Start(s.group, t, s.against...)
+	if err != nil {
+		_, _ = clients.Stop()
+		return h, nil, nil, err
+	}
+	begin := time.Now()
+	h, seen, err = s.phase(ctx, d, ask)
+	h.clients = clients.Processor()
+	for name := range h.clients {
+		h.clients[name] /= time.Since(begin).Seconds()
+	}
+	done, stopped := clients.Stop()
+	return h, seen, done, errors.Join(err, stopped)
 }
 
 func (s *soak) start(ctx context.Context) error {
@@ -368,23 +392,30 @@ func (s *soak) try(ctx context.Context, name string, limit time.Duration, f func
 // honest is what honest clients got in a phase.
 type honest struct {
 	calls
-	took   map[string][]float64
-	failed []string
+	took    map[string][]float64
+	failed  []string
+	daemons [2]float64         // seconds of a processor each second
+	clients map[string]float64 // the same, of the hostile at each boundary
 }
 
 // phase watches for a time.
-func (s *soak) phase(ctx context.Context, d time.Duration, ask func() (calls, error), seen []usage) (h honest, _ []usage, err error) {
+func (s *soak) phase(ctx context.Context, d time.Duration, ask func() (calls, error)) (h honest, seen []usage, err error) {
 	if _, err := ask(); err != nil {
 		return h, nil, err
 	}
 	s.mu.Lock()
 	s.took, s.failed = map[string][]float64{}, nil
 	s.mu.Unlock()
-	for end := time.Now().Add(d); time.Now().Before(end); {
+	begin, before := time.Now(), s.daemons()
+	for end := begin.Add(d); time.Now().Before(end); {
 		if err := pause(ctx, min(500*time.Millisecond, time.Until(end))); err != nil {
 			return h, nil, err
 		}
 		seen = append(seen, s.daemons())
+	}
+	after := s.daemons()
+	for i := range h.daemons {
+		h.daemons[i] = (after.processor[i] - before.processor[i]) / time.Since(begin).Seconds()
 	}
 	if h.calls, err = ask(); err != nil {
 		return h, nil, err
@@ -396,8 +427,9 @@ func (s *soak) phase(ctx context.Context, d time.Duration, ask func() (calls, er
 	return h, seen, nil
 }
 
-// usage is what the daemons have: MiB and descriptors, of hostd and gpuguest.
-type usage struct{ memory, files [2]float64 }
+// usage is what the daemons have: MiB, descriptors, and seconds of a processor so
+// far, of hostd and gpuguest.
+type usage struct{ memory, files, processor [2]float64 }
 
 var daemonNames = [2]string{"hostd", "gpuguest"}
 
@@ -409,10 +441,24 @@ func (s *soak) daemons() (u usage) {
 			pages, _ := strconv.ParseFloat(f[1], 64)
 			u.memory[i] = pages * float64(os.Getpagesize()) / (1 << 20)
 		}
+		u.processor[i] = processor(pid)
 		files, _ := os.ReadDir(fmt.Sprintf("/proc/%d/fd", pid))
 		u.files[i] = float64(len(files))
 	}
 	return u
+}
+
+// processor is how many seconds of a processor a process has had, without its children.
+func processor(pid int) (seconds float64) {
+	text, _ := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
+	// After the name, ticks of 10 ms: as user, as system.
+	if f := strings.Fields(string(text[bytes.LastIndexByte(text, ')')+1:])); len(f) > 12 {
+		for _, ticks := range f[11:13] {
+			n, _ := strconv.ParseFloat(ticks, 64)
+			seconds += n / 100
+		}
+	}
+	return seconds
 }
 
 func (s *soak) guest() int {
@@ -456,20 +502,30 @@ func (s *soak) idle(ctx context.Context) {
 					continue
 				}
 				done[pid] = true
-				hostile.Yield(pid)
+				_ = s.group.Take(pid) // or it has ended
 			}
 		}
 	}
 }
 
-func (s *soak) judge(quiet, loud honest, before, after usage, seen []usage) {
+// judge makes the figures. The target of a call is to its neighbours: how long it
+// waits for a processor that another user's program has is the kernel's to say.
+func (s *soak) judge(quiet, near, loud honest, before, after usage, seen []usage) {
 	add := s.report.add
 	add("call of a session, p50, undisturbed and beside the hostile", "µs", quiet.P50, loud.P50, "", nil)
-	add("call of a session, p99, undisturbed and beside the hostile", "µs", quiet.P99, loud.P99, "2 x", func() bool { return loud.P99 <= 2*quiet.P99 })
+	add("call of a session, p99, undisturbed and beside neighbours", "µs", quiet.P99, near.P99, "", nil)
+	add("call of a session, p99, undisturbed and beside the hostile", "µs", quiet.P99, loud.P99, "", nil)
+	add("call of a session, p99, beside neighbours and beside the hostile", "µs", near.P99, loud.P99, "2 x", func() bool { return loud.P99 <= 2*near.P99 })
 	add("call of a session, longest", "µs", quiet.Most, loud.Most, "", nil)
+	for i, name := range daemonNames {
+		add("processor of "+name+", undisturbed and beside the hostile", "s/s", quiet.daemons[i], loud.daemons[i], "", nil)
+	}
+	for _, name := range slices.Sorted(maps.Keys(loud.clients)) {
+		add("processor of the hostile: "+name+", as neighbours and as they are", "s/s", near.clients[name], loud.clients[name], "", nil)
+	}
 	for _, name := range []string{"local calls", "TLS calls", "swaps", "new sessions"} {
 		failed := 0
-		for _, f := range slices.Concat(quiet.failed, loud.failed) {
+		for _, f := range slices.Concat(quiet.failed, loud.failed, near.failed) {
 			if strings.HasPrefix(f, name+": ") {
 				failed++
 			}

@@ -74,6 +74,7 @@ func run(ctx context.Context, args []string, out io.Writer) error {
 	program := fs.String("program", "", "`arguments` of the program of the part chaos, instead of those of four kinds in turns")
 	seed := fs.Uint64("seed", uint64(time.Now().Unix()), "of the part chaos")
 	soak := fs.Duration("soak", 10*time.Minute, "how long the hostile clients of the part hostile are at work")
+	against := fs.String("against", "", "the hostile clients of the part hostile, with commas between: applications, programs, local, port (default: all)")
 	nvidia := fs.String("nvidia", "", "NVIDIA's OpenCL `library` (default: found in /etc/OpenCL/vendors)")
 	traces := fs.String("traces", "", "`folder` with the openb trace, for the inventory part")
 	dir := fs.String("out", "bench/out", "`folder` of the JSON file")
@@ -85,7 +86,7 @@ func run(ctx context.Context, args []string, out io.Writer) error {
 		return err
 	}
 	defer os.RemoveAll(tmp)
-	b := &bench{out: out, tmp: tmp, rounds: *rounds, swaps: *swaps, mib: *mib, gib: *gib, operations: *operations, together: *together, program: *program, seed: *seed, soak: *soak, nvidia: *nvidia, traces: *traces}
+	b := &bench{out: out, tmp: tmp, rounds: *rounds, swaps: *swaps, mib: *mib, gib: *gib, operations: *operations, together: *together, program: *program, seed: *seed, soak: *soak, against: strings.FieldsFunc(*against, func(r rune) bool { return r == ',' }), nvidia: *nvidia, traces: *traces}
 	if b.nvidia == "" {
 		b.nvidia = findNVIDIA()
 	}

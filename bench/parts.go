@@ -32,6 +32,7 @@ type bench struct {
 	program                 string        // its arguments, if they are given
 	seed                    uint64        // of chaos
 	soak                    time.Duration // of hostile
+	against                 []string      // the hostile clients of hostile, if not all
 	report                  report
 	rigs                    int
 }

@@ -13,6 +13,7 @@ import (
 	"time"
 
 	"github.com/gpuctl/gpuctl/cluster/pki/throttle"
+	"github.com/gpuctl/gpuctl/internal/pace"
 )
 
 const (
@@ -25,6 +26,7 @@ const (
 	recheckEvery     = time.Second
 	acceptPause      = 50 * time.Millisecond
 	quietFor         = 10 * time.Second
+	readsPerAddress  = 100
 
 	welcome = 1 // the first byte of a raft connection: the dialer's certificate was accepted
 )
@@ -40,6 +42,7 @@ type MuxConfig struct {
 	MaxAnonymous     int           // connections without a valid certificate; 0: 64
 	MaxPerAddress    int           // of these, from one address; 0: 16
 	MaxPerUser       int           // connections with the certificates of one user; 0: 512
+	ReadsPerAddress  int           // a second, of those without a valid certificate, and four times as many at once; 0: 100
 	AnonymousFor     time.Duration // how long they may last; 0: 2 min
 	Recheck          time.Duration // how often raft's connections are looked at; 0: 1 s
 
@@ -63,6 +66,7 @@ type Mux struct {
 	raft       *RaftLayer
 	handshakes *pool
 	anonymous  *pool
+	pacer      *pace.Pacer
 	quiet      *throttle.Throttle
 
 	mu    sync.Mutex
@@ -77,6 +81,7 @@ func NewMux(c MuxConfig) *Mux {
 	set(&c.MaxAnonymous, maxAnonymous)
 	set(&c.MaxPerAddress, maxPerAddress)
 	set(&c.MaxPerUser, maxPerUser)
+	set(&c.ReadsPerAddress, readsPerAddress)
 	set(&c.AnonymousFor, anonymousFor)
 	set(&c.Recheck, recheckEvery)
 	if c.DialContext == nil {
@@ -85,7 +90,7 @@ func NewMux(c MuxConfig) *Mux {
 	if c.Expect == nil {
 		c.Expect = func(string) string { return "" }
 	}
-	m := &Mux{MuxConfig: c, conns: map[*tracked]Peer{}, users: map[string]int{}, quiet: throttle.New(quietFor, time.Now)}
+	m := &Mux{MuxConfig: c, conns: map[*tracked]Peer{}, users: map[string]int{}, pacer: pace.New(c.ReadsPerAddress, 4*c.ReadsPerAddress), quiet: throttle.New(quietFor, time.Now)}
 	m.ctx, m.cancel = context.WithCancel(context.Background())
 	m.handshakes = newPool(c.MaxHandshakes, c.HandshakeTimeout/10)
 	m.anonymous = newPool(c.MaxAnonymous, c.HandshakeTimeout/10)
@@ -153,6 +158,7 @@ func (m *Mux) accept() {
 			continue
 		}
 		c := track(conn)
+		c.flow = m.pacer.Flow(c.from)
 		if evicted := m.handshakes.add(m.ctx, c); evicted != nil {
 			m.warn(evicted, "handshake given up: too many at a time", nil)
 		}
@@ -179,7 +185,11 @@ func (m *Mux) handshake(c *tracked, config *tls.Config) {
 		m.acceptRaft(ctx, c, conn, state)
 		return
 	}
-	switch peer, err := m.Trust.Verify(state.PeerCertificates); {
+	peer, err := m.Trust.Verify(state.PeerCertificates)
+	if err == nil {
+		c.flow.Free()
+	}
+	switch {
 	case err == nil && peer.Kind == KindUser:
 		if !m.takeUser(peer.ID) {
 			_ = c.Close()
@@ -232,6 +242,7 @@ func (m *Mux) acceptRaft(ctx context.Context, c *tracked, conn *tls.Conn, state 
 		m.warn(c, "raft connection refused", err)
 		return
 	}
+	c.flow.Free()
 	m.watch(c, peer)
 	m.raft.deliver(ctx, conn)
 }

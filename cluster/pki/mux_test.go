@@ -38,6 +38,7 @@ func open(t *testing.T, ca *CA, id string, change func(*MuxConfig)) *port {
 	}
 	p.Mux, p.address = NewMux(config), config.Listener.Addr().String()
 	server := &http.Server{ReadHeaderTimeout: time.Second, Handler: http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		io.Copy(io.Discard, r.Body)
 		peer, err := p.trust.Verify(r.TLS.PeerCertificates)
 		fmt.Fprintf(w, "%s %s %v", r.Proto, peer, err)
 	})}
@@ -218,6 +219,36 @@ func TestRemovalCutsRaftConnections(t *testing.T) {
 	}
 	if _, err := b.Raft().Dial(a.address, time.Second); err == nil {
 		t.Error("it comes back")
+	}
+}
+
+// What an address without a certificate sends is read at a pace: each read costs
+// the host a processor for some time. Who has a certificate is not held up by
+// those of its address.
+func TestStrangersThatSendWithoutEndAreReadAtAPace(t *testing.T) {
+	ca := newCAFor("c1")
+	const rate = 50
+	a := open(t, ca, "h-a", func(c *MuxConfig) { c.ReadsPerAddress = rate })
+	send := func(config *tls.Config, kib int) (took time.Duration) {
+		config.NextProtos = []string{ProtoHTTP1}
+		tr := &http.Transport{TLSClientConfig: config}
+		defer tr.CloseIdleConnections()
+		began := time.Now()
+		res, err := (&http.Client{Transport: tr}).Post("https://"+a.address+"/", "text/plain", strings.NewReader(strings.Repeat("x", kib<<10)))
+		if err != nil {
+			t.Fatal(err)
+		}
+		res.Body.Close()
+		return time.Since(began)
+	}
+	const atOnce = 4 * rate
+	if took := send(&tls.Config{InsecureSkipVerify: true}, atOnce+rate); took < time.Second {
+		t.Errorf("%d KiB of a stranger are read in %v", atOnce+rate, took)
+	}
+	const much = 16 << 10
+	user := Trust{Provider: issue(ca, Identity{ID: "ann", Role: admin})}
+	if took := send(user.ClientConfig("h-a"), much); took > much/rate*time.Second/4 {
+		t.Errorf("%d KiB of a user are read in %v", much, took)
 	}
 }
 

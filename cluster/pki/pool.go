@@ -6,6 +6,8 @@ import (
 	"net/netip"
 	"sync"
 	"time"
+
+	"github.com/gpuctl/gpuctl/internal/pace"
 )
 
 // pool bounds how many connections there are of a kind that costs a client
@@ -134,6 +136,7 @@ type tracked struct {
 	net.Conn
 	from  string // the address without its port
 	since time.Time
+	flow  *pace.Flow // until its peer is known; nil: it was dialed from here
 
 	mu      sync.Mutex
 	closed  bool
@@ -183,12 +186,16 @@ func (t *tracked) Close() error {
 	if was {
 		return net.ErrClosed
 	}
+	t.flow.End()
 	err := t.Conn.Close()
 	for _, f := range todo {
 		f()
 	}
 	return err
 }
+
+// Read reads when it is the address's turn.
+func (t *tracked) Read(b []byte) (int, error) { return t.flow.Read(t.Conn.Read, b) }
 
 // endAfter closes the connection when it has lasted that long.
 func (t *tracked) endAfter(d time.Duration) {

@@ -2,14 +2,25 @@ package unixrpc
 
 import (
 	"net"
+	"strconv"
 	"sync"
+
+	"github.com/gpuctl/gpuctl/internal/pace"
 )
 
-// Limit bounds how many connections a listener has: one user's and all users'.
-// One too many is closed at once. Root and the server's own user are bounded by
-// the whole alone. onRefused, if not nil, is told.
+// How often the connections of one user together are read. A call takes two
+// reads or three.
+const (
+	readsPerSecond = 1000
+	readsAtOnce    = 4 * readsPerSecond
+)
+
+// Limit bounds how many connections a listener has, one user's and all users',
+// and how often those of one user are read. One too many is closed at once; who
+// sends too much waits. Root and the server's own user are bounded by the whole
+// number of connections alone. onRefused, if not nil, is told.
 func Limit(l net.Listener, self uint32, each, all int, onRefused func(Peer)) net.Listener {
-	return &limited{Listener: l, self: self, each: each, all: all, refused: onRefused, by: map[uint32]int{}}
+	return &limited{Listener: l, self: self, each: each, all: all, refused: onRefused, by: map[uint32]int{}, pacer: pace.New(readsPerSecond, readsAtOnce)}
 }
 
 type limited struct {
@@ -18,6 +29,7 @@ type limited struct {
 	self      uint32
 	each, all int
 	refused   func(Peer)
+	pacer     *pace.Pacer
 
 	mu    sync.Mutex
 	by    map[uint32]int
@@ -33,12 +45,7 @@ func (l *limited) Accept() (net.Conn, error) {
 		}
 		peer, err := credentials(c)
 		if err == nil && l.take(peer.UID) {
-			conn, ok := c.(*net.UnixConn)
-			if !ok {
-				l.give(peer.UID)
-				return c, nil
-			}
-			return &counted{UnixConn: conn, done: func() { l.give(peer.UID) }}, nil
+			return l.count(c, peer.UID), nil
 		}
 		_ = c.Close()
 		if err == nil && l.refused != nil {
@@ -47,12 +54,31 @@ func (l *limited) Accept() (net.Conn, error) {
 	}
 }
 
+// count watches over a connection that was taken.
+func (l *limited) count(c net.Conn, uid uint32) net.Conn {
+	conn, ok := c.(*net.UnixConn)
+	if !ok {
+		l.give(uid)
+		return c
+	}
+	return &counted{UnixConn: conn, flow: l.flow(uid), done: func() { l.give(uid) }}
+}
+
+func (l *limited) trusts(uid uint32) bool { return uid == 0 || uid == l.self }
+
+// flow paces what a user sends; nil: not at all.
+func (l *limited) flow(uid uint32) *pace.Flow {
+	if l.trusts(uid) {
+		return nil
+	}
+	return l.pacer.Flow(strconv.FormatUint(uint64(uid), 10))
+}
+
 func (l *limited) take(uid uint32) bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	trusted := uid == 0 || uid == l.self
 	// The last quarter is for those who look after the host.
-	if !trusted && (l.by[uid] >= l.each || l.total >= l.all-l.all/4) || l.total >= l.all {
+	if !l.trusts(uid) && (l.by[uid] >= l.each || l.total >= l.all-l.all/4) || l.total >= l.all {
 		return false
 	}
 	l.by[uid]++
@@ -73,13 +99,18 @@ func (l *limited) give(uid uint32) {
 type counted struct {
 	*net.UnixConn
 
+	flow *pace.Flow
 	once sync.Once
 	done func()
 }
 
+// Read reads when it is the user's turn.
+func (c *counted) Read(b []byte) (int, error) { return c.flow.Read(c.UnixConn.Read, b) }
+
 // Close closes the connection.
 func (c *counted) Close() error {
 	c.once.Do(c.done)
+	c.flow.End()
 	return c.UnixConn.Close()
 }
 

@@ -7,6 +7,9 @@ import (
 	"os"
 	"path/filepath"
 	"testing"
+	"time"
+
+	"github.com/gpuctl/gpuctl/internal/pace"
 )
 
 func TestOneUserCannotHoldAllConnections(t *testing.T) {
@@ -42,6 +45,51 @@ func TestOneUserCannotHoldAllConnections(t *testing.T) {
 	}
 	if l.total != 14 {
 		t.Errorf("%d are counted", l.total)
+	}
+}
+
+func TestOneUserWhoSendsWithoutEndIsReadAtAPace(t *testing.T) {
+	inner, err := net.Listen("unix", filepath.Join(t.TempDir(), "s"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	const rate, atOnce, reads = 20, 5, 15
+	l := &limited{Listener: inner, self: 7, each: 4, all: 16, by: map[uint32]int{}, pacer: pace.New(rate, atOnce)}
+	defer l.Close()
+	took := func(uid uint32) time.Duration {
+		client, err := net.Dial("unix", inner.Addr().String())
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer client.Close()
+		accepted, err := inner.Accept()
+		if err != nil {
+			t.Fatal(err)
+		}
+		if !l.take(uid) {
+			t.Fatal("not taken")
+		}
+		c := l.count(accepted, uid)
+		defer c.Close()
+		if _, err := client.Write(make([]byte, reads)); err != nil {
+			t.Fatal(err)
+		}
+		began := time.Now()
+		for range reads {
+			if _, err := c.Read(make([]byte, 1)); err != nil {
+				t.Fatal(err)
+			}
+		}
+		return time.Since(began)
+	}
+	least := (reads - atOnce) * time.Second / rate
+	if d := took(1000); d < least {
+		t.Errorf("%d reads of a user in %v", reads, d)
+	}
+	for _, uid := range []uint32{0, 7} {
+		if l.flow(uid) != nil {
+			t.Errorf("uid %d is paced", uid)
+		}
 	}
 }
 

@@ -2,6 +2,7 @@ package hostile
 
 import (
 	"bufio"
+	"bytes"
 	"context"
 	"encoding/json"
 	"errors"
@@ -13,7 +14,9 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strconv"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"syscall"
@@ -32,9 +35,11 @@ const (
 
 const (
 	variable = "GPUCTL_TEST_HOSTILE"
-	least    = 19                     // of the priorities
 	held     = 20 * time.Second       // how long a client holds what it has got
+	piece    = 500 * time.Microsecond // of what a neighbour computes
 	calm     = 100 * time.Millisecond // after what was refused at once
+
+	ticksPerSecond = 100 // of processors' time in /proc
 )
 
 // Target is what is attacked.
@@ -43,6 +48,10 @@ type Target struct {
 	Dir     string   `json:"dir"`     // hostd's run folder
 	Address string   `json:"address"` // of the port, HOST:PORT; it must listen on 127.0.0.0/8
 	GPUs    []string `json:"gpus"`    // for hostile applications, one each
+
+	// Compute, if not nil, has the clients of each boundary attack nothing and
+	// compute instead, for so many seconds each second.
+	Compute map[string]float64 `json:"compute,omitempty"`
 }
 
 func (t Target) hostd() string { return filepath.Join(t.Dir, "hostd.sock") }
@@ -56,8 +65,8 @@ type client struct {
 	run  func(context.Context, Target) int
 }
 
-// boundaries are where they knock.
-func boundaries() []string { return []string{"applications", "programs", "local", "port"} }
+// Boundaries are where they knock.
+func Boundaries() []string { return []string{"applications", "programs", "local", "port"} }
 
 func clients(boundary string) []client {
 	switch boundary {
@@ -78,7 +87,7 @@ func Main() {
 	if name == "" {
 		return
 	}
-	Yield(os.Getpid())
+	yield(os.Getpid())
 	var t Target
 	in := bufio.NewReader(os.Stdin)
 	line, err := in.ReadBytes('\n')
@@ -94,15 +103,64 @@ func Main() {
 		_, _ = io.Copy(io.Discard, in)
 		cancel()
 	}()
-	_ = json.NewEncoder(os.Stdout).Encode(play(ctx, t, clients(name)))
+	list := clients(name)
+	if t.Compute != nil {
+		list = []client{neighbour(t.Compute[name])}
+	}
+	_ = json.NewEncoder(os.Stdout).Encode(play(ctx, t, list))
 	os.Exit(0)
 }
 
-// Yield gives a process that leads a session of its own, and what it starts, few
-// of the processors. Where the kernel groups processes by session
-// (autogroup), priorities hold within a session alone, and the session has one
-// of its own.
-func Yield(pid int) {
+// Group is a control group whose processes get the processors that nobody else
+// wants. Where the kernel groups processes by session (autogroup), a policy such
+// as SCHED_IDLE holds within a session alone: between sessions, one of the least
+// priority still keeps a processor up to a tick of the clock while others wait.
+type Group struct{ dir string }
+
+// NewGroup makes a group, if this process may and the kernel has such groups.
+// Without one, Take does what policies and priorities can.
+func NewGroup() *Group {
+	for _, root := range []string{"/sys/fs/cgroup/cpu", "/sys/fs/cgroup"} {
+		dir, err := os.MkdirTemp(root, "gpuctl-hostile-")
+		if err != nil {
+			continue
+		}
+		if os.WriteFile(filepath.Join(dir, "cpu.idle"), []byte("1"), 0) == nil {
+			return &Group{dir}
+		}
+		_ = os.Remove(dir) // no groups of processors here
+	}
+	return &Group{}
+}
+
+// Idle reports whether the processes of the group really get what is left only.
+func (g *Group) Idle() bool { return g.dir != "" }
+
+// Take puts a process that leads a session of its own, and what it starts, into
+// the group.
+func (g *Group) Take(pid int) error {
+	yield(pid)
+	if g.dir == "" {
+		return nil
+	}
+	if err := os.WriteFile(filepath.Join(g.dir, "cgroup.procs"), []byte(strconv.Itoa(pid)), 0); err != nil && !errors.Is(err, unix.ESRCH) {
+		return fmt.Errorf("hostile clients: control group: %w", err)
+	}
+	return nil
+}
+
+// Close removes the group; its processes must have ended.
+func (g *Group) Close() error {
+	if g.dir == "" {
+		return nil
+	}
+	if err := os.Remove(g.dir); err != nil {
+		return fmt.Errorf("hostile clients: control group: %w", err)
+	}
+	return nil
+}
+
+func yield(pid int) {
 	tasks, _ := os.ReadDir(fmt.Sprintf("/proc/%d/task", pid))
 	for _, t := range tasks {
 		tid, _ := strconv.Atoi(t.Name())
@@ -157,20 +215,23 @@ type process struct {
 	stdout   *bufio.Reader
 }
 
-// Start starts every client. The running program's Main plays them. They get
-// processors that nobody else wants (SCHED_IDLE): with another priority they are
-// left to their slices while those wait who are to be measured.
-func Start(t Target) (*Clients, error) {
-	self, err := os.Executable()
-	if err != nil {
-		return nil, fmt.Errorf("hostile clients: %w", err)
-	}
+// Start starts every client, or those of the boundaries that are named, in a
+// group. The running program's Main plays them. On one machine, clients and those
+// who are measured want the same processors: traces of the scheduler show that
+// two thirds of what the slowest calls wait for is that a client has the processor,
+// if the clients are processes of the least priority. In a group that is idle they
+// give it up at once, and what others notice is what gpuctl does for them.
+func Start(g *Group, t Target, only ...string) (*Clients, error) {
+	const self = "/proc/self/exe" // which other users may start wherever it lies
 	target, err := json.Marshal(t)
 	if err != nil {
 		return nil, fmt.Errorf("hostile clients: %w", err)
 	}
 	c := &Clients{}
-	for i, name := range boundaries() {
+	for i, name := range Boundaries() {
+		if len(only) > 0 && !slices.Contains(only, name) {
+			continue
+		}
 		p := &process{boundary: name, cmd: exec.Command(self)}
 		p.cmd.Env = append(os.Environ(), variable+"="+name, "HOME=/nonexistent")
 		p.cmd.Stderr = os.Stderr
@@ -193,11 +254,40 @@ func Start(t Target) (*Clients, error) {
 			return c, fmt.Errorf("hostile clients: %w", err)
 		}
 		c.processes = append(c.processes, p)
+		if err := g.Take(p.cmd.Process.Pid); err != nil { // it waits for its target
+			return c, err
+		}
 		if _, err := stdin.Write(append(target, '\n')); err != nil {
 			return c, fmt.Errorf("hostile clients: %w", err)
 		}
 	}
 	return c, nil
+}
+
+// Processor is how many seconds of a processor the clients of each boundary, and
+// what they have started, have had so far.
+func (c *Clients) Processor() map[string]float64 {
+	had := map[int]float64{}
+	stats, _ := filepath.Glob("/proc/[0-9]*/stat")
+	for _, file := range stats {
+		text, _ := os.ReadFile(file)
+		// After the name: state, parent, group, session, ..., and from the 12th on
+		// ticks as user and as system, and the same of children that were waited for.
+		f := strings.Fields(string(text[bytes.LastIndexByte(text, ')')+1:]))
+		if len(f) < 15 {
+			continue // it has just ended
+		}
+		session, _ := strconv.Atoi(f[3])
+		for _, ticks := range f[11:15] {
+			n, _ := strconv.ParseFloat(ticks, 64)
+			had[session] += n / ticksPerSecond
+		}
+	}
+	out := map[string]float64{}
+	for _, p := range c.processes {
+		out[p.boundary] = had[p.cmd.Process.Pid]
+	}
+	return out
 }
 
 // Stop ends them all and says how often each did what it does, as "BOUNDARY: CLIENT".
@@ -247,6 +337,29 @@ func dialer(network string) *net.Dialer {
 		d.LocalAddr = &net.TCPAddr{IP: net.IPv4(127, 0, 0, byte(2+rand.IntN(16)))}
 	}
 	return d
+}
+
+// neighbour does nothing to gpuctl. It computes for a share of the time, in short
+// pieces as the hostile do.
+func neighbour(share float64) client {
+	return client{"neighbour", 1, func(ctx context.Context, _ Target) int {
+		for begin, had := time.Now(), own(); ctx.Err() == nil; {
+			if (own() - had).Seconds() >= share*time.Since(begin).Seconds() {
+				rest(ctx, piece)
+				continue
+			}
+			for end := time.Now().Add(piece); time.Now().Before(end); {
+			}
+		}
+		return 1
+	}}
+}
+
+// own is how long this process has had a processor.
+func own() time.Duration {
+	var u unix.Rusage
+	_ = unix.Getrusage(unix.RUSAGE_SELF, &u)
+	return time.Duration(u.Utime.Nano() + u.Stime.Nano())
 }
 
 // hold waits until the other side ends the connection.
