@@ -136,6 +136,12 @@ func NewGroup() *Group {
 // Idle reports whether the processes of the group really get what is left only.
 func (g *Group) Idle() bool { return g.dir != "" }
 
+func (g *Group) set(idle string) {
+	if g.dir != "" {
+		_ = os.WriteFile(filepath.Join(g.dir, "cpu.idle"), []byte(idle), 0)
+	}
+}
+
 // Take puts a process that leads a session of its own, and what it starts, into
 // the group.
 func (g *Group) Take(pid int) error {
@@ -205,6 +211,7 @@ func rest(ctx context.Context, d time.Duration) {
 
 // Clients are all hostile clients, at work.
 type Clients struct {
+	group     *Group
 	processes []*process
 }
 
@@ -227,7 +234,8 @@ func Start(g *Group, t Target, only ...string) (*Clients, error) {
 	if err != nil {
 		return nil, fmt.Errorf("hostile clients: %w", err)
 	}
-	c := &Clients{}
+	c := &Clients{group: g}
+	g.set("1")
 	for i, name := range Boundaries() {
 		if len(only) > 0 && !slices.Contains(only, name) {
 			continue
@@ -292,6 +300,7 @@ func (c *Clients) Processor() map[string]float64 {
 
 // Stop ends them all and says how often each did what it does, as "BOUNDARY: CLIENT".
 func (c *Clients) Stop() (map[string]int64, error) {
+	c.group.set("0") // on a busy machine they could not even end
 	for _, p := range c.processes {
 		_ = p.stdin.Close()
 	}
