@@ -421,8 +421,8 @@ func (h *Host) resume(req *gpuctlv1.HostResumeRequest, send emit) error {
 	return nil
 }
 
-// suspend is like swap; it needs no target.
-func (h *Host) suspend(req *gpuctlv1.HostSuspendRequest, send emit) error {
+// suspend is like swap; it needs no target. A file is made with the owner's rights.
+func (h *Host) suspend(req *gpuctlv1.HostSuspendRequest, owner *gpuctlv1.FileOwner, send emit) error {
 	if f := req.GetFile(); f != "" && !strings.HasPrefix(f, "/") {
 		return fmt.Errorf("%w: file %q: the path must be absolute", errInvalid, f)
 	}
@@ -433,7 +433,7 @@ func (h *Host) suspend(req *gpuctlv1.HostSuspendRequest, send emit) error {
 	h.work.Go(func() {
 		about := &gpuctlv1.OperationUpdate{Session: s.GetId()}
 		stream, err := h.Guest.Suspend(h.ctx, connect.NewRequest(&gpuctlv1.SuspendRequest{
-			Session: s.GetId(), File: req.GetFile(), FreezeTimeoutMs: req.GetFreezeTimeoutMs(), TimeoutMs: req.GetTimeoutMs(), FailAt: req.GetFailAt(),
+			Session: s.GetId(), File: req.GetFile(), FreezeTimeoutMs: req.GetFreezeTimeoutMs(), TimeoutMs: req.GetTimeoutMs(), FailAt: req.GetFailAt(), Owner: owner,
 		}))
 		var result *gpuctlv1.SwapResult
 		if err == nil {

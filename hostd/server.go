@@ -253,7 +253,17 @@ func (s *Server) Swap(ctx context.Context, req *connect.Request[gpuctlv1.HostSwa
 
 // Suspend frees a session's GPU.
 func (s *Server) Suspend(ctx context.Context, req *connect.Request[gpuctlv1.HostSuspendRequest], stream *connect.ServerStream[gpuctlv1.OperationUpdate]) error {
-	return s.operate(ctx, stream, func(send emit) error { return s.host.suspend(req.Msg, send) })
+	return s.operate(ctx, stream, func(send emit) error { return s.host.suspend(req.Msg, caller(ctx), send) })
+}
+
+// caller is who asks over this host's socket; nil: somebody from elsewhere, who has
+// no user here.
+func caller(ctx context.Context) *gpuctlv1.FileOwner {
+	p, ok := unixrpc.PeerFrom(ctx)
+	if !ok {
+		return nil
+	}
+	return &gpuctlv1.FileOwner{Uid: p.UID, Gid: p.GID}
 }
 
 // Resume lets a suspended session go on.

@@ -26,10 +26,10 @@ func OnThread(f func() error) error {
 	return <-err
 }
 
-// AsOwner runs f with a user's rights to files, and with no others' rights to
-// them. The thread stays root's otherwise, so that the user can't signal it. f
+// AsOwner runs f with a user's and one group's rights to files, and with no
+// others' rights to them. The thread stays root's otherwise, so that the user can't signal it. f
 // must not start goroutines. If this process is not root's, f has its rights.
-func AsOwner(uid uint32, f func() error) error {
+func AsOwner(uid, gid uint32, f func() error) error {
 	if unix.Geteuid() != 0 || uid == 0 {
 		return f()
 	}
@@ -38,9 +38,12 @@ func AsOwner(uid uint32, f func() error) error {
 		if _, _, e := syscall.RawSyscall(unix.SYS_SETGROUPS, 0, 0, 0); e != 0 {
 			return fmt.Errorf("act as user %d: drop groups: %w", uid, e)
 		}
-		for _, call := range []uintptr{unix.SYS_SETFSGID, unix.SYS_SETFSUID} {
-			_, _, _ = syscall.RawSyscall(call, uintptr(uid), 0, 0)
-			if now, _, _ := syscall.RawSyscall(call, ^uintptr(0), 0, 0); uint32(now) != uid {
+		for _, c := range []struct {
+			call uintptr
+			id   uint32
+		}{{unix.SYS_SETFSGID, gid}, {unix.SYS_SETFSUID, uid}} {
+			_, _, _ = syscall.RawSyscall(c.call, uintptr(c.id), 0, 0)
+			if now, _, _ := syscall.RawSyscall(c.call, ^uintptr(0), 0, 0); uint32(now) != c.id {
 				return fmt.Errorf("act as user %d: the kernel refuses; is it mapped in this container?", uid)
 			}
 		}

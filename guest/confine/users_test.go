@@ -133,10 +133,10 @@ func TestFilesAreOpenedWithTheUsersRightsAlone(t *testing.T) {
 	}
 	read := func() error { _, err := os.ReadFile(secret); return err }
 	const uid = 0x7f200400
-	if err := AsOwner(uid, read); !errors.Is(err, os.ErrPermission) {
+	if err := AsOwner(uid, uid, read); !errors.Is(err, os.ErrPermission) {
 		t.Error(err)
 	}
-	if err := AsOwner(uid, func() error { return os.WriteFile(filepath.Join(dir, "new"), nil, 0o600) }); !errors.Is(err, os.ErrPermission) {
+	if err := AsOwner(uid, uid, func() error { return os.WriteFile(filepath.Join(dir, "new"), nil, 0o600) }); !errors.Is(err, os.ErrPermission) {
 		t.Error(err)
 	}
 	if err := read(); err != nil {
@@ -145,7 +145,7 @@ func TestFilesAreOpenedWithTheUsersRightsAlone(t *testing.T) {
 	if err := os.Chmod(dir, 0o777); err != nil {
 		t.Fatal(err)
 	}
-	if err := AsOwner(uid, func() error { return os.WriteFile(filepath.Join(dir, "new"), nil, 0o600) }); err != nil {
+	if err := AsOwner(uid, uid, func() error { return os.WriteFile(filepath.Join(dir, "new"), nil, 0o600) }); err != nil {
 		t.Fatal(err)
 	}
 	if fi, err := os.Stat(filepath.Join(dir, "new")); err != nil || !strings.Contains(fmt.Sprint(fi.Sys()), fmt.Sprint(uid)) {

@@ -45,7 +45,8 @@ type record struct {
 	Current     executorRecord   `json:"current"`    // runs the session, or ran it before the suspend
 	Connected   bool             `json:"connected"`  // the application has its answer
 	SuspendedTo string           `json:"suspended_to,omitempty"`
-	Away        *awayRecord      `json:"away,omitempty"` // what is to come back
+	Away        *awayRecord      `json:"away,omitempty"`       // what is to come back
+	FileOwner   *fileOwner       `json:"file_owner,omitempty"` // of the file it is suspended to; nil: its executors' user
 	Op          *opRecord        `json:"op,omitempty"`
 	CacheSecret []byte           `json:"cache_secret,omitempty"`
 	Program     compiled.Program `json:"program,omitzero"`
@@ -78,6 +79,12 @@ type executorRecord struct {
 	PID        int             `json:"pid"`
 	Start      uint64          `json:"start"`
 	Target     json.RawMessage `json:"target,omitempty"`
+}
+
+// fileOwner is who makes, reads and removes a session's file.
+type fileOwner struct {
+	UID uint32 `json:"uid"`
+	GID uint32 `json:"gid"`
 }
 
 // awayRecord is the mark of a state that is out of the VM.

@@ -15,17 +15,33 @@ import (
 	"github.com/gpuctl/gpuctl/internal/beneath"
 )
 
-// Files of suspended sessions are where an operator wants them, and have in them
-// what an application wants. gpuguest, which may be root, makes, names and removes
-// them with the rights of the session's user, who owns them.
+// Files of suspended sessions are where their user, or an operator, wants them,
+// and have in them what an application wants. gpuguest, which may be root, makes,
+// names and removes them with the rights of who asked for them, or of the
+// session's user if that is not known: whose they are then.
 
-// owned runs f with the rights to files of the session's user.
-func (s *session) owned(f func() error) error {
+// owner is whose file the session is suspended to.
+func (s *session) owner() (fileOwner, error) {
+	s.mu.Lock()
+	o := s.rec.FileOwner
+	s.mu.Unlock()
+	if o != nil {
+		return *o, nil
+	}
 	uid, err := confine.Owner(s.executorsDir())
 	if err != nil {
-		return fmt.Errorf("user of session %s: %w", s.id, err)
+		return fileOwner{}, fmt.Errorf("user of session %s: %w", s.id, err)
 	}
-	return confine.AsOwner(uid, f)
+	return fileOwner{uid, uid}, nil
+}
+
+// owned runs f with the owner's rights to files.
+func (s *session) owned(f func() error) error {
+	o, err := s.owner()
+	if err != nil {
+		return err
+	}
+	return confine.AsOwner(o.UID, o.GID, f)
 }
 
 // createState makes the file and hands it over to the executor.
@@ -37,7 +53,7 @@ func (s *session) createState(ctx context.Context, e *executor, path string) err
 	})
 	if err != nil {
 		if errors.Is(err, fs.ErrPermission) {
-			return fmt.Errorf("%w: the session's user must be allowed to make files there, as in /var/tmp", err)
+			return fmt.Errorf("%w: who asks for the file must be allowed to make it, and without that the session's user, as in /var/tmp", err)
 		}
 		return err
 	}
@@ -60,11 +76,14 @@ func (s *session) openState(ctx context.Context, e *executor, path string) error
 	if err != nil {
 		return err
 	}
-	uid, err := confine.Owner(s.executorsDir())
+	o, err := s.owner()
 	if err != nil {
 		return err
 	}
-	if st, ok := fi.Sys().(*syscall.Stat_t); !ok || st.Uid != uid {
+	if os.Geteuid() != 0 { // it made the file itself
+		o.UID = uint32(os.Geteuid())
+	}
+	if st, ok := fi.Sys().(*syscall.Stat_t); !ok || st.Uid != o.UID {
 		return fmt.Errorf("%s is not the file that session %s was suspended to", path, s.id)
 	}
 	return e.give(ctx, path, f)

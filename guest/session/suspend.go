@@ -15,6 +15,7 @@ import (
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/guest/away"
+	"github.com/gpuctl/gpuctl/guest/confine"
 	"github.com/gpuctl/gpuctl/guest/wire"
 	"github.com/gpuctl/gpuctl/internal/beneath"
 )
@@ -30,12 +31,22 @@ func (m *Manager) suspend(ctx context.Context, req *gpuctlv1.SuspendRequest, sin
 		return s.suspendAway(ctx, req, sink)
 	}
 	to, part := toMemory, ""
+	var owner *fileOwner
 	export := &gpuctlv1.ExportRequest{Memory: true}
 	if req.File != "" {
 		if !filepath.IsAbs(req.File) || filepath.Clean(req.File) != req.File {
 			return nil, connect.NewError(connect.CodeInvalidArgument, fmt.Errorf("%q is not an absolute, clean path", req.File))
 		}
-		if _, err := os.Lstat(req.File); !errors.Is(err, fs.ErrNotExist) {
+		if o := req.Owner; o != nil {
+			owner = &fileOwner{o.Uid, o.Gid}
+		}
+		look := func() error { _, err := os.Lstat(req.File); return err }
+		if owner != nil {
+			err = confine.AsOwner(owner.UID, owner.GID, look)
+		} else {
+			err = look()
+		}
+		if !errors.Is(err, fs.ErrNotExist) {
 			return nil, connect.NewError(connect.CodeFailedPrecondition, fmt.Errorf("%s exists, or can't be looked at", req.File))
 		}
 		to, part = req.File, partName(req.File, req.Session)
@@ -56,7 +67,7 @@ func (m *Manager) suspend(ctx context.Context, req *gpuctlv1.SuspendRequest, sin
 		}},
 		// Room is made and filled while the application runs.
 		{name: stepPrecopy, undo: func(context.Context) error { return s.dropSaved(to, part) }, run: func(ctx context.Context) error {
-			if err := s.update(func(r *record) { r.Op.File = to }); err != nil {
+			if err := s.update(func(r *record) { r.Op.File, r.FileOwner = to, owner }); err != nil {
 				return err
 			}
 			if err := s.dropSaved("", part); err != nil {

@@ -462,7 +462,7 @@ func TestSuspendResume(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	for _, file := range []string{"", filepath.Join(states, "state")} {
+	for _, file := range []string{"", filepath.Join(states, "state"), filepath.Join(t.TempDir(), "of-who-asks")} {
 		t.Run("file="+filepath.Base(file), func(t *testing.T) {
 			a := launchStream(t, r, rig.Basic, args...)
 			a.until(t, "iteration 3 ")

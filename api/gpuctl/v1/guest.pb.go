@@ -557,6 +557,7 @@ type SuspendRequest struct {
 	FailAt          string                 `protobuf:"bytes,4,opt,name=fail_at,json=failAt,proto3" json:"fail_at,omitempty"`
 	Away            string                 `protobuf:"bytes,5,opt,name=away,proto3" json:"away,omitempty"`                             // instead of a file: out by TakeState, as the state of this id
 	TimeoutMs       int64                  `protobuf:"varint,6,opt,name=timeout_ms,json=timeoutMs,proto3" json:"timeout_ms,omitempty"` // how long it may stand still without progress while its executors live; 0: default
+	Owner           *FileOwner             `protobuf:"bytes,7,opt,name=owner,proto3" json:"owner,omitempty"`                           // with whose rights the file is made; not set: the session's own user's
 	unknownFields   protoimpl.UnknownFields
 	sizeCache       protoimpl.SizeCache
 }
@@ -633,6 +634,66 @@ func (x *SuspendRequest) GetTimeoutMs() int64 {
 	return 0
 }
 
+func (x *SuspendRequest) GetOwner() *FileOwner {
+	if x != nil {
+		return x.Owner
+	}
+	return nil
+}
+
+// FileOwner is a user of the machine that gpuguest runs on.
+type FileOwner struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Uid           uint32                 `protobuf:"varint,1,opt,name=uid,proto3" json:"uid,omitempty"`
+	Gid           uint32                 `protobuf:"varint,2,opt,name=gid,proto3" json:"gid,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *FileOwner) Reset() {
+	*x = FileOwner{}
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[11]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *FileOwner) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*FileOwner) ProtoMessage() {}
+
+func (x *FileOwner) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[11]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use FileOwner.ProtoReflect.Descriptor instead.
+func (*FileOwner) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{11}
+}
+
+func (x *FileOwner) GetUid() uint32 {
+	if x != nil {
+		return x.Uid
+	}
+	return 0
+}
+
+func (x *FileOwner) GetGid() uint32 {
+	if x != nil {
+		return x.Gid
+	}
+	return 0
+}
+
 type TakeStateRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Session       string                 `protobuf:"bytes,1,opt,name=session,proto3" json:"session,omitempty"`
@@ -643,7 +704,7 @@ type TakeStateRequest struct {
 
 func (x *TakeStateRequest) Reset() {
 	*x = TakeStateRequest{}
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[11]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -655,7 +716,7 @@ func (x *TakeStateRequest) String() string {
 func (*TakeStateRequest) ProtoMessage() {}
 
 func (x *TakeStateRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[11]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -668,7 +729,7 @@ func (x *TakeStateRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TakeStateRequest.ProtoReflect.Descriptor instead.
 func (*TakeStateRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{11}
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *TakeStateRequest) GetSession() string {
@@ -696,7 +757,7 @@ type KeptStateRequest struct {
 
 func (x *KeptStateRequest) Reset() {
 	*x = KeptStateRequest{}
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[12]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -708,7 +769,7 @@ func (x *KeptStateRequest) String() string {
 func (*KeptStateRequest) ProtoMessage() {}
 
 func (x *KeptStateRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[12]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -721,7 +782,7 @@ func (x *KeptStateRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use KeptStateRequest.ProtoReflect.Descriptor instead.
 func (*KeptStateRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{12}
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *KeptStateRequest) GetSession() string {
@@ -753,7 +814,7 @@ type KeptStateResponse struct {
 
 func (x *KeptStateResponse) Reset() {
 	*x = KeptStateResponse{}
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[13]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -765,7 +826,7 @@ func (x *KeptStateResponse) String() string {
 func (*KeptStateResponse) ProtoMessage() {}
 
 func (x *KeptStateResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[13]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -778,7 +839,7 @@ func (x *KeptStateResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use KeptStateResponse.ProtoReflect.Descriptor instead.
 func (*KeptStateResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{13}
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{14}
 }
 
 type GiveStateRequest struct {
@@ -792,7 +853,7 @@ type GiveStateRequest struct {
 
 func (x *GiveStateRequest) Reset() {
 	*x = GiveStateRequest{}
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[14]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -804,7 +865,7 @@ func (x *GiveStateRequest) String() string {
 func (*GiveStateRequest) ProtoMessage() {}
 
 func (x *GiveStateRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[14]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -817,7 +878,7 @@ func (x *GiveStateRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GiveStateRequest.ProtoReflect.Descriptor instead.
 func (*GiveStateRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{14}
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *GiveStateRequest) GetSession() string {
@@ -849,7 +910,7 @@ type GiveStateResponse struct {
 
 func (x *GiveStateResponse) Reset() {
 	*x = GiveStateResponse{}
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[15]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -861,7 +922,7 @@ func (x *GiveStateResponse) String() string {
 func (*GiveStateResponse) ProtoMessage() {}
 
 func (x *GiveStateResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[15]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -874,7 +935,7 @@ func (x *GiveStateResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GiveStateResponse.ProtoReflect.Descriptor instead.
 func (*GiveStateResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{15}
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{16}
 }
 
 type ResumeRequest struct {
@@ -889,7 +950,7 @@ type ResumeRequest struct {
 
 func (x *ResumeRequest) Reset() {
 	*x = ResumeRequest{}
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[16]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -901,7 +962,7 @@ func (x *ResumeRequest) String() string {
 func (*ResumeRequest) ProtoMessage() {}
 
 func (x *ResumeRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[16]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -914,7 +975,7 @@ func (x *ResumeRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResumeRequest.ProtoReflect.Descriptor instead.
 func (*ResumeRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{16}
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *ResumeRequest) GetSession() string {
@@ -954,7 +1015,7 @@ type WarmRequest struct {
 
 func (x *WarmRequest) Reset() {
 	*x = WarmRequest{}
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[17]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -966,7 +1027,7 @@ func (x *WarmRequest) String() string {
 func (*WarmRequest) ProtoMessage() {}
 
 func (x *WarmRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[17]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -979,7 +1040,7 @@ func (x *WarmRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WarmRequest.ProtoReflect.Descriptor instead.
 func (*WarmRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{17}
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *WarmRequest) GetRuntime() *Runtime {
@@ -997,7 +1058,7 @@ type WarmResponse struct {
 
 func (x *WarmResponse) Reset() {
 	*x = WarmResponse{}
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[18]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1009,7 +1070,7 @@ func (x *WarmResponse) String() string {
 func (*WarmResponse) ProtoMessage() {}
 
 func (x *WarmResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[18]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1022,7 +1083,7 @@ func (x *WarmResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WarmResponse.ProtoReflect.Descriptor instead.
 func (*WarmResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{18}
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{19}
 }
 
 type ProbeRequest struct {
@@ -1034,7 +1095,7 @@ type ProbeRequest struct {
 
 func (x *ProbeRequest) Reset() {
 	*x = ProbeRequest{}
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[19]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1046,7 +1107,7 @@ func (x *ProbeRequest) String() string {
 func (*ProbeRequest) ProtoMessage() {}
 
 func (x *ProbeRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[19]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1059,7 +1120,7 @@ func (x *ProbeRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ProbeRequest.ProtoReflect.Descriptor instead.
 func (*ProbeRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{19}
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *ProbeRequest) GetRuntime() *Runtime {
@@ -1081,7 +1142,7 @@ type ProbeResponse struct {
 
 func (x *ProbeResponse) Reset() {
 	*x = ProbeResponse{}
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[20]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1093,7 +1154,7 @@ func (x *ProbeResponse) String() string {
 func (*ProbeResponse) ProtoMessage() {}
 
 func (x *ProbeResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[20]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1106,7 +1167,7 @@ func (x *ProbeResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ProbeResponse.ProtoReflect.Descriptor instead.
 func (*ProbeResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{20}
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *ProbeResponse) GetPlatform() string {
@@ -1152,7 +1213,7 @@ type ProbedDevice struct {
 
 func (x *ProbedDevice) Reset() {
 	*x = ProbedDevice{}
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[21]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1164,7 +1225,7 @@ func (x *ProbedDevice) String() string {
 func (*ProbedDevice) ProtoMessage() {}
 
 func (x *ProbedDevice) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[21]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1177,7 +1238,7 @@ func (x *ProbedDevice) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ProbedDevice.ProtoReflect.Descriptor instead.
 func (*ProbedDevice) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{21}
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *ProbedDevice) GetIndex() uint32 {
@@ -1265,7 +1326,7 @@ const file_gpuctl_v1_guest_proto_rawDesc = "" +
 	"\x11freeze_timeout_ms\x18\x03 \x01(\x03R\x0ffreezeTimeoutMs\x12\x17\n" +
 	"\afail_at\x18\x04 \x01(\tR\x06failAt\x12\x1d\n" +
 	"\n" +
-	"timeout_ms\x18\x05 \x01(\x03R\ttimeoutMs\"\xb6\x01\n" +
+	"timeout_ms\x18\x05 \x01(\x03R\ttimeoutMs\"\xe2\x01\n" +
 	"\x0eSuspendRequest\x12\x18\n" +
 	"\asession\x18\x01 \x01(\tR\asession\x12\x12\n" +
 	"\x04file\x18\x02 \x01(\tR\x04file\x12*\n" +
@@ -1273,7 +1334,11 @@ const file_gpuctl_v1_guest_proto_rawDesc = "" +
 	"\afail_at\x18\x04 \x01(\tR\x06failAt\x12\x12\n" +
 	"\x04away\x18\x05 \x01(\tR\x04away\x12\x1d\n" +
 	"\n" +
-	"timeout_ms\x18\x06 \x01(\x03R\ttimeoutMs\"<\n" +
+	"timeout_ms\x18\x06 \x01(\x03R\ttimeoutMs\x12*\n" +
+	"\x05owner\x18\a \x01(\v2\x14.gpuctl.v1.FileOwnerR\x05owner\"/\n" +
+	"\tFileOwner\x12\x10\n" +
+	"\x03uid\x18\x01 \x01(\rR\x03uid\x12\x10\n" +
+	"\x03gid\x18\x02 \x01(\rR\x03gid\"<\n" +
 	"\x10TakeStateRequest\x12\x18\n" +
 	"\asession\x18\x01 \x01(\tR\asession\x12\x0e\n" +
 	"\x02id\x18\x02 \x01(\tR\x02id\"p\n" +
@@ -1339,7 +1404,7 @@ func file_gpuctl_v1_guest_proto_rawDescGZIP() []byte {
 	return file_gpuctl_v1_guest_proto_rawDescData
 }
 
-var file_gpuctl_v1_guest_proto_msgTypes = make([]protoimpl.MessageInfo, 22)
+var file_gpuctl_v1_guest_proto_msgTypes = make([]protoimpl.MessageInfo, 23)
 var file_gpuctl_v1_guest_proto_goTypes = []any{
 	(*OfferRequest)(nil),         // 0: gpuctl.v1.OfferRequest
 	(*OfferResponse)(nil),        // 1: gpuctl.v1.OfferResponse
@@ -1352,75 +1417,77 @@ var file_gpuctl_v1_guest_proto_goTypes = []any{
 	(*PlanResponse)(nil),         // 8: gpuctl.v1.PlanResponse
 	(*SwapRequest)(nil),          // 9: gpuctl.v1.SwapRequest
 	(*SuspendRequest)(nil),       // 10: gpuctl.v1.SuspendRequest
-	(*TakeStateRequest)(nil),     // 11: gpuctl.v1.TakeStateRequest
-	(*KeptStateRequest)(nil),     // 12: gpuctl.v1.KeptStateRequest
-	(*KeptStateResponse)(nil),    // 13: gpuctl.v1.KeptStateResponse
-	(*GiveStateRequest)(nil),     // 14: gpuctl.v1.GiveStateRequest
-	(*GiveStateResponse)(nil),    // 15: gpuctl.v1.GiveStateResponse
-	(*ResumeRequest)(nil),        // 16: gpuctl.v1.ResumeRequest
-	(*WarmRequest)(nil),          // 17: gpuctl.v1.WarmRequest
-	(*WarmResponse)(nil),         // 18: gpuctl.v1.WarmResponse
-	(*ProbeRequest)(nil),         // 19: gpuctl.v1.ProbeRequest
-	(*ProbeResponse)(nil),        // 20: gpuctl.v1.ProbeResponse
-	(*ProbedDevice)(nil),         // 21: gpuctl.v1.ProbedDevice
-	(*Target)(nil),               // 22: gpuctl.v1.Target
-	(*VirtualDevice)(nil),        // 23: gpuctl.v1.VirtualDevice
-	(*Session)(nil),              // 24: gpuctl.v1.Session
-	(*Reason)(nil),               // 25: gpuctl.v1.Reason
-	(*Prediction)(nil),           // 26: gpuctl.v1.Prediction
-	(*StateMark)(nil),            // 27: gpuctl.v1.StateMark
-	(*StateChunk)(nil),           // 28: gpuctl.v1.StateChunk
-	(*Runtime)(nil),              // 29: gpuctl.v1.Runtime
-	(*Limits)(nil),               // 30: gpuctl.v1.Limits
-	(*Progress)(nil),             // 31: gpuctl.v1.Progress
+	(*FileOwner)(nil),            // 11: gpuctl.v1.FileOwner
+	(*TakeStateRequest)(nil),     // 12: gpuctl.v1.TakeStateRequest
+	(*KeptStateRequest)(nil),     // 13: gpuctl.v1.KeptStateRequest
+	(*KeptStateResponse)(nil),    // 14: gpuctl.v1.KeptStateResponse
+	(*GiveStateRequest)(nil),     // 15: gpuctl.v1.GiveStateRequest
+	(*GiveStateResponse)(nil),    // 16: gpuctl.v1.GiveStateResponse
+	(*ResumeRequest)(nil),        // 17: gpuctl.v1.ResumeRequest
+	(*WarmRequest)(nil),          // 18: gpuctl.v1.WarmRequest
+	(*WarmResponse)(nil),         // 19: gpuctl.v1.WarmResponse
+	(*ProbeRequest)(nil),         // 20: gpuctl.v1.ProbeRequest
+	(*ProbeResponse)(nil),        // 21: gpuctl.v1.ProbeResponse
+	(*ProbedDevice)(nil),         // 22: gpuctl.v1.ProbedDevice
+	(*Target)(nil),               // 23: gpuctl.v1.Target
+	(*VirtualDevice)(nil),        // 24: gpuctl.v1.VirtualDevice
+	(*Session)(nil),              // 25: gpuctl.v1.Session
+	(*Reason)(nil),               // 26: gpuctl.v1.Reason
+	(*Prediction)(nil),           // 27: gpuctl.v1.Prediction
+	(*StateMark)(nil),            // 28: gpuctl.v1.StateMark
+	(*StateChunk)(nil),           // 29: gpuctl.v1.StateChunk
+	(*Runtime)(nil),              // 30: gpuctl.v1.Runtime
+	(*Limits)(nil),               // 31: gpuctl.v1.Limits
+	(*Progress)(nil),             // 32: gpuctl.v1.Progress
 }
 var file_gpuctl_v1_guest_proto_depIdxs = []int32{
-	22, // 0: gpuctl.v1.OfferRequest.target:type_name -> gpuctl.v1.Target
-	23, // 1: gpuctl.v1.OfferRequest.device:type_name -> gpuctl.v1.VirtualDevice
-	24, // 2: gpuctl.v1.ListSessionsResponse.sessions:type_name -> gpuctl.v1.Session
-	22, // 3: gpuctl.v1.PlanRequest.target:type_name -> gpuctl.v1.Target
-	25, // 4: gpuctl.v1.PlanResponse.reasons:type_name -> gpuctl.v1.Reason
-	26, // 5: gpuctl.v1.PlanResponse.total:type_name -> gpuctl.v1.Prediction
-	26, // 6: gpuctl.v1.PlanResponse.stop:type_name -> gpuctl.v1.Prediction
-	22, // 7: gpuctl.v1.SwapRequest.target:type_name -> gpuctl.v1.Target
-	27, // 8: gpuctl.v1.KeptStateRequest.mark:type_name -> gpuctl.v1.StateMark
-	28, // 9: gpuctl.v1.GiveStateRequest.chunk:type_name -> gpuctl.v1.StateChunk
-	22, // 10: gpuctl.v1.ResumeRequest.target:type_name -> gpuctl.v1.Target
-	29, // 11: gpuctl.v1.WarmRequest.runtime:type_name -> gpuctl.v1.Runtime
-	29, // 12: gpuctl.v1.ProbeRequest.runtime:type_name -> gpuctl.v1.Runtime
-	21, // 13: gpuctl.v1.ProbeResponse.devices:type_name -> gpuctl.v1.ProbedDevice
-	30, // 14: gpuctl.v1.ProbedDevice.limits:type_name -> gpuctl.v1.Limits
-	0,  // 15: gpuctl.v1.GuestService.Offer:input_type -> gpuctl.v1.OfferRequest
-	2,  // 16: gpuctl.v1.GuestService.Withdraw:input_type -> gpuctl.v1.WithdrawRequest
-	4,  // 17: gpuctl.v1.GuestService.ListSessions:input_type -> gpuctl.v1.ListSessionsRequest
-	6,  // 18: gpuctl.v1.GuestService.WatchSessions:input_type -> gpuctl.v1.WatchSessionsRequest
-	7,  // 19: gpuctl.v1.GuestService.Plan:input_type -> gpuctl.v1.PlanRequest
-	9,  // 20: gpuctl.v1.GuestService.Swap:input_type -> gpuctl.v1.SwapRequest
-	10, // 21: gpuctl.v1.GuestService.Suspend:input_type -> gpuctl.v1.SuspendRequest
-	16, // 22: gpuctl.v1.GuestService.Resume:input_type -> gpuctl.v1.ResumeRequest
-	11, // 23: gpuctl.v1.GuestService.TakeState:input_type -> gpuctl.v1.TakeStateRequest
-	12, // 24: gpuctl.v1.GuestService.KeptState:input_type -> gpuctl.v1.KeptStateRequest
-	14, // 25: gpuctl.v1.GuestService.GiveState:input_type -> gpuctl.v1.GiveStateRequest
-	19, // 26: gpuctl.v1.GuestService.Probe:input_type -> gpuctl.v1.ProbeRequest
-	17, // 27: gpuctl.v1.GuestService.Warm:input_type -> gpuctl.v1.WarmRequest
-	1,  // 28: gpuctl.v1.GuestService.Offer:output_type -> gpuctl.v1.OfferResponse
-	3,  // 29: gpuctl.v1.GuestService.Withdraw:output_type -> gpuctl.v1.WithdrawResponse
-	5,  // 30: gpuctl.v1.GuestService.ListSessions:output_type -> gpuctl.v1.ListSessionsResponse
-	24, // 31: gpuctl.v1.GuestService.WatchSessions:output_type -> gpuctl.v1.Session
-	8,  // 32: gpuctl.v1.GuestService.Plan:output_type -> gpuctl.v1.PlanResponse
-	31, // 33: gpuctl.v1.GuestService.Swap:output_type -> gpuctl.v1.Progress
-	31, // 34: gpuctl.v1.GuestService.Suspend:output_type -> gpuctl.v1.Progress
-	31, // 35: gpuctl.v1.GuestService.Resume:output_type -> gpuctl.v1.Progress
-	28, // 36: gpuctl.v1.GuestService.TakeState:output_type -> gpuctl.v1.StateChunk
-	13, // 37: gpuctl.v1.GuestService.KeptState:output_type -> gpuctl.v1.KeptStateResponse
-	15, // 38: gpuctl.v1.GuestService.GiveState:output_type -> gpuctl.v1.GiveStateResponse
-	20, // 39: gpuctl.v1.GuestService.Probe:output_type -> gpuctl.v1.ProbeResponse
-	18, // 40: gpuctl.v1.GuestService.Warm:output_type -> gpuctl.v1.WarmResponse
-	28, // [28:41] is the sub-list for method output_type
-	15, // [15:28] is the sub-list for method input_type
-	15, // [15:15] is the sub-list for extension type_name
-	15, // [15:15] is the sub-list for extension extendee
-	0,  // [0:15] is the sub-list for field type_name
+	23, // 0: gpuctl.v1.OfferRequest.target:type_name -> gpuctl.v1.Target
+	24, // 1: gpuctl.v1.OfferRequest.device:type_name -> gpuctl.v1.VirtualDevice
+	25, // 2: gpuctl.v1.ListSessionsResponse.sessions:type_name -> gpuctl.v1.Session
+	23, // 3: gpuctl.v1.PlanRequest.target:type_name -> gpuctl.v1.Target
+	26, // 4: gpuctl.v1.PlanResponse.reasons:type_name -> gpuctl.v1.Reason
+	27, // 5: gpuctl.v1.PlanResponse.total:type_name -> gpuctl.v1.Prediction
+	27, // 6: gpuctl.v1.PlanResponse.stop:type_name -> gpuctl.v1.Prediction
+	23, // 7: gpuctl.v1.SwapRequest.target:type_name -> gpuctl.v1.Target
+	11, // 8: gpuctl.v1.SuspendRequest.owner:type_name -> gpuctl.v1.FileOwner
+	28, // 9: gpuctl.v1.KeptStateRequest.mark:type_name -> gpuctl.v1.StateMark
+	29, // 10: gpuctl.v1.GiveStateRequest.chunk:type_name -> gpuctl.v1.StateChunk
+	23, // 11: gpuctl.v1.ResumeRequest.target:type_name -> gpuctl.v1.Target
+	30, // 12: gpuctl.v1.WarmRequest.runtime:type_name -> gpuctl.v1.Runtime
+	30, // 13: gpuctl.v1.ProbeRequest.runtime:type_name -> gpuctl.v1.Runtime
+	22, // 14: gpuctl.v1.ProbeResponse.devices:type_name -> gpuctl.v1.ProbedDevice
+	31, // 15: gpuctl.v1.ProbedDevice.limits:type_name -> gpuctl.v1.Limits
+	0,  // 16: gpuctl.v1.GuestService.Offer:input_type -> gpuctl.v1.OfferRequest
+	2,  // 17: gpuctl.v1.GuestService.Withdraw:input_type -> gpuctl.v1.WithdrawRequest
+	4,  // 18: gpuctl.v1.GuestService.ListSessions:input_type -> gpuctl.v1.ListSessionsRequest
+	6,  // 19: gpuctl.v1.GuestService.WatchSessions:input_type -> gpuctl.v1.WatchSessionsRequest
+	7,  // 20: gpuctl.v1.GuestService.Plan:input_type -> gpuctl.v1.PlanRequest
+	9,  // 21: gpuctl.v1.GuestService.Swap:input_type -> gpuctl.v1.SwapRequest
+	10, // 22: gpuctl.v1.GuestService.Suspend:input_type -> gpuctl.v1.SuspendRequest
+	17, // 23: gpuctl.v1.GuestService.Resume:input_type -> gpuctl.v1.ResumeRequest
+	12, // 24: gpuctl.v1.GuestService.TakeState:input_type -> gpuctl.v1.TakeStateRequest
+	13, // 25: gpuctl.v1.GuestService.KeptState:input_type -> gpuctl.v1.KeptStateRequest
+	15, // 26: gpuctl.v1.GuestService.GiveState:input_type -> gpuctl.v1.GiveStateRequest
+	20, // 27: gpuctl.v1.GuestService.Probe:input_type -> gpuctl.v1.ProbeRequest
+	18, // 28: gpuctl.v1.GuestService.Warm:input_type -> gpuctl.v1.WarmRequest
+	1,  // 29: gpuctl.v1.GuestService.Offer:output_type -> gpuctl.v1.OfferResponse
+	3,  // 30: gpuctl.v1.GuestService.Withdraw:output_type -> gpuctl.v1.WithdrawResponse
+	5,  // 31: gpuctl.v1.GuestService.ListSessions:output_type -> gpuctl.v1.ListSessionsResponse
+	25, // 32: gpuctl.v1.GuestService.WatchSessions:output_type -> gpuctl.v1.Session
+	8,  // 33: gpuctl.v1.GuestService.Plan:output_type -> gpuctl.v1.PlanResponse
+	32, // 34: gpuctl.v1.GuestService.Swap:output_type -> gpuctl.v1.Progress
+	32, // 35: gpuctl.v1.GuestService.Suspend:output_type -> gpuctl.v1.Progress
+	32, // 36: gpuctl.v1.GuestService.Resume:output_type -> gpuctl.v1.Progress
+	29, // 37: gpuctl.v1.GuestService.TakeState:output_type -> gpuctl.v1.StateChunk
+	14, // 38: gpuctl.v1.GuestService.KeptState:output_type -> gpuctl.v1.KeptStateResponse
+	16, // 39: gpuctl.v1.GuestService.GiveState:output_type -> gpuctl.v1.GiveStateResponse
+	21, // 40: gpuctl.v1.GuestService.Probe:output_type -> gpuctl.v1.ProbeResponse
+	19, // 41: gpuctl.v1.GuestService.Warm:output_type -> gpuctl.v1.WarmResponse
+	29, // [29:42] is the sub-list for method output_type
+	16, // [16:29] is the sub-list for method input_type
+	16, // [16:16] is the sub-list for extension type_name
+	16, // [16:16] is the sub-list for extension extendee
+	0,  // [0:16] is the sub-list for field type_name
 }
 
 func init() { file_gpuctl_v1_guest_proto_init() }
@@ -1435,7 +1502,7 @@ func file_gpuctl_v1_guest_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_gpuctl_v1_guest_proto_rawDesc), len(file_gpuctl_v1_guest_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   22,
+			NumMessages:   23,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

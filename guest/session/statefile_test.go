@@ -1,0 +1,75 @@
+package session
+
+import (
+	"context"
+	"os"
+	"path/filepath"
+	"testing"
+
+	"golang.org/x/sys/unix"
+
+	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+)
+
+// A file of a suspended session is made with the rights of who asks for it, who
+// owns it, and not with root's or with those of the session's user alone.
+func TestFileOfASuspendedSessionIsMadeWithTheRightsOfWhoAsks(t *testing.T) {
+	needRoot(t)
+	const user, group = 0x7f200500, 0x7f200501
+	b := newBench(t)
+	own := passable(t)
+	if err := os.Chown(own, user, group); err != nil {
+		t.Fatal(err)
+	}
+	roots := passable(t)
+	for _, dir := range []string{own, roots} {
+		if err := os.Chmod(dir, 0o700); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for _, c := range []struct {
+		who  string
+		uid  uint32
+		gid  uint32
+		dir  string
+		made bool
+	}{
+		{"a user, in root's folder", user, group, roots, false},
+		{"another user, in the user's folder", user + 5, group + 5, own, false},
+		{"a user of the folder's group, in a folder that its owner alone may use", user + 5, group, own, false},
+		{"a user, in the own folder", user, group, own, true},
+		{"root, in root's folder", 0, 0, roots, true},
+	} {
+		file := filepath.Join(c.dir, "state")
+		req := &gpuctlv1.SuspendRequest{Session: b.id, File: file, Owner: &gpuctlv1.FileOwner{Uid: c.uid, Gid: c.gid}}
+		res, err := b.m.suspend(context.Background(), req, b.sink)
+		if !c.made {
+			if err == nil && res.Error == "" {
+				t.Errorf("%s: %v", c.who, res)
+			}
+			if left, _ := filepath.Glob(file + "*"); len(left) > 0 {
+				t.Errorf("%s: made %v", c.who, left)
+			}
+			continue
+		}
+		if err != nil || res.Error != "" {
+			t.Fatal(c.who, res, err)
+		}
+		if uid, err := ownerOfFile(file); err != nil || uid != c.uid {
+			t.Errorf("%s: the file is of user %d, %v", c.who, uid, err)
+		}
+		b.restart(func() {}) // who asked is remembered
+		if res := b.resume(""); res.Error != "" {
+			t.Fatal(c.who, res)
+		}
+		if left, _ := filepath.Glob(file + "*"); len(left) > 0 {
+			t.Errorf("%s: left %v", c.who, left)
+		}
+	}
+}
+
+func ownerOfFile(path string) (uint32, error) {
+	var st unix.Stat_t
+	err := unix.Lstat(path, &st)
+	return st.Uid, err
+}
