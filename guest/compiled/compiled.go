@@ -21,7 +21,8 @@ import (
 
 const (
 	mostBytes = 256 << 20 // of a Store
-	mostFiles = 8192      // of a program
+	mostFiles = 8192      // of a program, folders among them
+	mostNames = 32768     // that are looked at
 	mostDepth = 12        // of folders in one another
 )
 
@@ -88,7 +89,7 @@ func Open(dir string) (*Store, error) {
 		return nil, fmt.Errorf("compiled programs: %s: %w", dir, err)
 	}
 	// A run folder is memory, and small in a small VM.
-	room := int64(st.Blocks/8) * st.Bsize //nolint:gosec // a size
+	room := int64(st.Blocks/8) * st.Bsize
 	s := &Store{dir: dir, most: min(mostBytes, room)}
 	es, err := list(dir, ".")
 	if err != nil {
@@ -242,6 +243,7 @@ type tree struct {
 	folders []string
 	files   []file
 	bytes   int64
+	names   int // that were seen
 }
 
 type file struct {
@@ -271,6 +273,9 @@ func (t *tree) add(folder string, most int64) error {
 		return err
 	}
 	t.folders = append(t.folders, folder)
+	if t.names += len(es); t.names > mostNames {
+		return fmt.Errorf("%d names: %w", t.names, ErrTooMuch)
+	}
 	for _, e := range es {
 		name := filepath.Join(folder, e.Name())
 		switch {
@@ -318,7 +323,7 @@ func (t *tree) same(other *tree) bool { return slices.Equal(t.files, other.files
 // copy makes the tree in a folder that is the caller's.
 func (t *tree) copy(to string) error {
 	for _, f := range t.folders {
-		if err := os.Mkdir(filepath.Join(to, f), 0o700); err != nil { //nolint:forbidigo // made by us, in a folder of ours
+		if err := os.Mkdir(filepath.Join(to, f), 0o700); err != nil {
 			return err
 		}
 	}

@@ -2,6 +2,7 @@ package compiled
 
 import (
 	"errors"
+	"fmt"
 	"io/fs"
 	"os"
 	"path/filepath"
@@ -160,6 +161,13 @@ func TestNoProgramFillsTheStore(t *testing.T) {
 	deep := map[string]string{".cache" + strings.Repeat("/d", mostDepth) + "/k": "k"}
 	if err := s.Keep(p(1, 1), home(t, deep)); !errors.Is(err, ErrTooMuch) {
 		t.Error(err)
+	}
+	empty := map[string]string{".cache/k": "k"}
+	for i := range mostNames {
+		empty[fmt.Sprintf(".cache/%d/%d", i%8, i)] = ""
+	}
+	if err := s.Keep(p(1, 1), home(t, empty)); !errors.Is(err, ErrTooMuch) {
+		t.Error("names without end were looked at", err)
 	}
 	if got := has(t, s, p(1, 1)); len(got[".cache/k"]) != 900 {
 		t.Errorf("what was kept is gone: %v", got)
