@@ -392,8 +392,19 @@ func (s *session) recall(p *program, serial uint64) bool {
 	return true
 }
 
+// included is a program for others to include, which the caller releases. One
+// that was made of a binary has no source there, and stays what it is: there may
+// be kernels of it, and more to come.
+func (p *program) included() (cl.Program, cl.Status) {
+	if !p.recalled || len(p.content.Inputs) > 0 {
+		cl.RetainProgram(p.vendor)
+		return p.vendor, cl.Success
+	}
+	return p.ctx.vendorProgram(unbuilt(&p.content), nil, nil)
+}
+
 // original gives a program that was made of a binary its source again, for one
-// that is to be built anew or included.
+// that is to be built anew.
 func (s *session) original(p *program) cl.Status {
 	if !p.recalled || len(p.content.Inputs) > 0 { // what was linked stays so
 		return cl.Success

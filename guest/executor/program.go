@@ -390,13 +390,13 @@ func (s *session) compileProgram(c call, m *wire.CompileProgram) (outcome, error
 			releasePrograms(hs)
 			return done(cl.InvalidProgram), nil
 		}
-		if st := s.original(h); st != cl.Success {
+		v, st := h.included()
+		if st != cl.Success {
 			releasePrograms(hs)
 			return done(st), nil
 		}
 		x.Headers = append(x.Headers, portable.Header{Name: names[i], Program: h.content})
-		cl.RetainProgram(h.vendor)
-		hs, hn = append(hs, h.vendor), append(hn, names[i])
+		hs, hn = append(hs, v), append(hn, names[i])
 	}
 	s.out.expect(mayPrintText([]byte(options)))
 	for _, d := range ds {

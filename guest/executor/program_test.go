@@ -374,6 +374,35 @@ func TestProgramsAreNotBuiltAgainOnADeviceWhereTheSessionWas(t *testing.T) {
 	equal(t, c.read(q, b, 64), 9)
 }
 
+// A program whose built form came back from the cache can be included by others,
+// and is built all the same.
+func TestKeptProgramThatIsIncludedStaysBuilt(t *testing.T) {
+	dir := t.TempDir()
+	c := newClient(t)
+	a := c.cached(1, dir, "here")
+	a.activate()
+	ctx, q, _ := c.setup(0)
+	h := c.program(ctx, "#ifndef H\n#define H 3\nkernel void f(global uint *a) { a[get_global_id(0)] = H; }\n#endif")
+	c.call(&wire.BuildProgram{Program: h})
+	settled(t, a)
+	s := c.cached(2, dir, "here")
+	c.swap(a, s)
+	if !recalled(s, h) {
+		t.Fatal("built again")
+	}
+	object, p, k, b := c.program(ctx, "#include \"h\"\n"), c.id(), c.id(), c.buffer(ctx, 64)
+	c.call(&wire.CompileProgram{Program: object, Headers: []uint32{h}, Names: []byte("h")})
+	c.call(&wire.LinkProgram{ID: p, Context: ctx, Inputs: []uint32{object}})
+	for _, program := range []uint32{p, h} {
+		c.call(&wire.CreateKernel{ID: k, Program: program, Name: []byte("f")})
+		c.post(&wire.SetArg{Kernel: k, Index: 0, Kind: wire.ArgMem, Object: b, Size: 8})
+		c.post(&wire.Ndrange{Queue: q, Kernel: k, Dims: 1, Glob0: 16})
+		equal(t, c.read(q, b, 64), 3)
+		c.post(&wire.Release{ID: k})
+		k = c.id()
+	}
+}
+
 // What kernels of a kept program print comes before the word that they are over,
 // as that of one which was built.
 func TestKeptProgramIsKnownToPrint(t *testing.T) {
