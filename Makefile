@@ -8,6 +8,8 @@ FUZZTIME ?= 10s
 CHAOSTIME ?= 60s
 SOAKTIME ?= 10m
 GODIRS = api bench cluster cmd demo docs guest hostd internal lab migrate passthrough test
+# Where git can tell, programs know their release or commit.
+STAMP := $(shell git rev-parse HEAD >/dev/null 2>&1 && echo -buildvcs=true || echo -buildvcs=false)
 GOLANGCI = github.com/golangci/golangci-lint/v2/cmd/golangci-lint@v2.12.2
 
 .DEFAULT_GOAL := build
@@ -21,14 +23,14 @@ build: setup binaries programs
 # gpuguest loads vendors' libraries and needs cgo; the others are static.
 binaries:
 	@mkdir -p bin lib
-	CGO_ENABLED=0 $(GO) build -trimpath -o bin/gpuctl ./cmd/gpuctl
-	CGO_ENABLED=0 $(GO) build -trimpath -o bin/hostd ./cmd/hostd
-	CGO_ENABLED=0 $(GO) build -trimpath -ldflags='-s -w' -o bin/gpuctl-hook ./cmd/gpuctl-hook
-	CGO_ENABLED=1 $(GO) build -trimpath -o bin/gpuguest ./cmd/gpuguest
-	CGO_ENABLED=1 CGO_CFLAGS="-O2 -g -w" $(GO) build -trimpath -o bin/hostd-nvml ./cmd/hostd-nvml
-	CGO_ENABLED=0 $(GO) build -trimpath -o bin/gpuctl-bench ./bench
-	CGO_ENABLED=0 $(GO) build -trimpath -o bin/gpuctl-demo ./demo
-	CGO_ENABLED=0 $(GO) build -trimpath -o bin/gpuctl-cluster-demo ./demo/cluster
+	CGO_ENABLED=0 $(GO) build -trimpath $(STAMP) -o bin/gpuctl ./cmd/gpuctl
+	CGO_ENABLED=0 $(GO) build -trimpath $(STAMP) -o bin/hostd ./cmd/hostd
+	CGO_ENABLED=0 $(GO) build -trimpath $(STAMP) -ldflags='-s -w' -o bin/gpuctl-hook ./cmd/gpuctl-hook
+	CGO_ENABLED=1 $(GO) build -trimpath $(STAMP) -o bin/gpuguest ./cmd/gpuguest
+	CGO_ENABLED=1 CGO_CFLAGS="-O2 -g -w" $(GO) build -trimpath $(STAMP) -o bin/hostd-nvml ./cmd/hostd-nvml
+	CGO_ENABLED=0 $(GO) build -trimpath $(STAMP) -o bin/gpuctl-bench ./bench
+	CGO_ENABLED=0 $(GO) build -trimpath $(STAMP) -o bin/gpuctl-demo ./demo
+	CGO_ENABLED=0 $(GO) build -trimpath $(STAMP) -o bin/gpuctl-cluster-demo ./demo/cluster
 	guest/icd/build.sh lib/libgpuctl-opencl.so
 
 # The package for VMs.

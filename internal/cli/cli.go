@@ -156,12 +156,9 @@ func (a *app) versionCommand() *cobra.Command {
 				Version  string `json:"version"`
 				Go       string `json:"go"`
 				Revision string `json:"revision,omitempty"`
-			}{Version: "devel"}
+			}{Version: program.Version()}
 			if info, ok := debug.ReadBuildInfo(); ok {
 				v.Go = info.GoVersion
-				if info.Main.Version != "" && info.Main.Version != "(devel)" {
-					v.Version = info.Main.Version
-				}
 				for _, s := range info.Settings {
 					if s.Key == "vcs.revision" {
 						v.Revision = s.Value

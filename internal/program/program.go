@@ -57,7 +57,7 @@ func Code(err error) int {
 	return Failed
 }
 
-// Version is the build's: a release's, or devel.
+// Version is the build's: a release's tag, one that names the commit, or devel.
 func Version() string {
 	if info, ok := debug.ReadBuildInfo(); ok && info.Main.Version != "" && info.Main.Version != "(devel)" {
 		return info.Main.Version
