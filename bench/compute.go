@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"os"
 	"os/exec"
 	"path/filepath"
 	"regexp"
@@ -70,23 +71,37 @@ func (b *bench) compute(ctx context.Context) error {
 		if b.device() != gpuID {
 			modes = modes[:2]
 		}
+		if len(b.modes) > 0 {
+			modes = b.modes
+		}
+		read := func(out []byte) ([]string, map[string]float64) {
+			fmt.Fprintf(b.out, "  %s\n", speed.Find(out)) // the sizes that it chose belong to the figure
+			return hashes(out)
+		}
 		for _, mode := range modes {
-			failed = append(failed, compare("hashcat -m "+mode, "MH/s", 0.997, hashes,
-				"hashcat", "-b", "-m", mode, "--force", "-D", "1,2", "--backend-ignore-cuda", "--machine-readable", "--quiet"))
+			failed = append(failed, compare("hashcat -m "+mode, "MH/s", 0.997, read,
+				"hashcat", "-b", "-m", mode, "--force", "-D", "1,2", "--backend-ignore-cuda", "--quiet", "--session", fmt.Sprint("bench", os.Getpid())))
 		}
 	}
 	return errors.Join(failed...)
 }
 
-// hashes reads "device:mode:…:…:ms:hashes in a second" of the first device.
+// speed is what hashcat prints of its first device, as
+// "Speed.#1.........:   379.7 MH/s (4.94ms) @ Accel:1024 Loops:1024 Thr:1 Vec:16".
+var speed = regexp.MustCompile(`(?m)^Speed\.#1\.*: *([0-9.]+) ([kMGT]?)H/s.*$`)
+
+// hashes reads hashcat's speed.
 func hashes(out []byte) ([]string, map[string]float64) {
-	for line := range strings.Lines(string(out)) {
-		f := strings.Split(strings.TrimSpace(line), ":")
-		if v, err := strconv.ParseFloat(f[len(f)-1], 64); err == nil && len(f) == 6 {
-			return []string{""}, map[string]float64{"": v / 1e6}
-		}
+	m := speed.FindSubmatch(out)
+	if m == nil {
+		return nil, nil
 	}
-	return nil, nil
+	v, err := strconv.ParseFloat(string(m[1]), 64)
+	if err != nil {
+		return nil, nil
+	}
+	unit := map[string]float64{"": 1e-6, "k": 1e-3, "M": 1, "G": 1e3, "T": 1e6}
+	return []string{""}, map[string]float64{"": v * unit[string(m[2])]}
 }
 
 var errNoFigures = errors.New("no figures")

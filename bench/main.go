@@ -75,6 +75,8 @@ func run(ctx context.Context, args []string, out io.Writer) error {
 	seed := fs.Uint64("seed", uint64(time.Now().Unix()), "of the part chaos")
 	soak := fs.Duration("soak", 10*time.Minute, "how long the hostile clients of the part hostile are at work")
 	against := fs.String("against", "", "the hostile clients of the part hostile, with commas between: applications, programs, local, port (default: all)")
+	card := fs.Int("card", 0, "`index` of the GPU of NVIDIA's that is measured")
+	modes := fs.String("modes", "", "`modes` of hashcat that the part compute runs, with commas between (default: six)")
 	nvidia := fs.String("nvidia", "", "NVIDIA's OpenCL `library` (default: found in /etc/OpenCL/vendors)")
 	traces := fs.String("traces", "", "`folder` with the openb trace, for the inventory part")
 	dir := fs.String("out", "bench/out", "`folder` of the JSON file")
@@ -86,7 +88,7 @@ func run(ctx context.Context, args []string, out io.Writer) error {
 		return err
 	}
 	defer os.RemoveAll(tmp)
-	b := &bench{out: out, tmp: tmp, rounds: *rounds, swaps: *swaps, mib: *mib, gib: *gib, operations: *operations, together: *together, program: *program, seed: *seed, soak: *soak, against: strings.FieldsFunc(*against, func(r rune) bool { return r == ',' }), nvidia: *nvidia, traces: *traces}
+	b := &bench{out: out, tmp: tmp, rounds: *rounds, swaps: *swaps, mib: *mib, gib: *gib, operations: *operations, together: *together, program: *program, seed: *seed, soak: *soak, against: list(*against), card: *card, modes: list(*modes), nvidia: *nvidia, traces: *traces}
 	if b.nvidia == "" {
 		b.nvidia = findNVIDIA()
 	}
@@ -203,6 +205,11 @@ func machine() string {
 	}
 	kernel, _ := os.ReadFile("/proc/sys/kernel/osrelease")
 	return fmt.Sprintf("%d x %s, Linux %s", cores, cpu, strings.TrimSpace(string(kernel)))
+}
+
+// list splits what commas separate.
+func list(s string) []string {
+	return strings.FieldsFunc(s, func(r rune) bool { return r == ',' })
 }
 
 func findNVIDIA() string {

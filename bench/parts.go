@@ -20,7 +20,10 @@ import (
 	"github.com/gpuctl/gpuctl/test/rig"
 )
 
-const gpuID = "nvidia"
+const (
+	gpuID   = "nvidia"
+	otherID = "nvidia-other" // a second card
+)
 
 type bench struct {
 	out                     io.Writer
@@ -33,6 +36,8 @@ type bench struct {
 	seed                    uint64        // of chaos
 	soak                    time.Duration // of hostile
 	against                 []string      // the hostile clients of hostile, if not all
+	card                    int           // the GPU of NVIDIA's that is measured, by its index
+	modes                   []string      // hashcat's, if not all
 	report                  report
 	rigs                    int
 }
@@ -44,7 +49,11 @@ func (b *bench) start(ctx context.Context) (*rig.Rig, error) {
 	}
 	config := rig.Config(b.root, memory)
 	if b.nvidia != "" {
-		config = strings.Replace(config, "models:\n", "  - {id: "+gpuID+", library: "+b.nvidia+", devices: [0], model: NVIDIA}\nmodels:\n  - {name: NVIDIA, rank: 9}\n", 1)
+		lines := fmt.Sprintf("  - {id: %s, library: %s, devices: [%d], model: NVIDIA}\n", gpuID, b.nvidia, b.card)
+		if other, ok := b.otherCard(); ok {
+			lines += fmt.Sprintf("  - {id: %s, library: %s, devices: [%d], model: NVIDIA}\n", otherID, b.nvidia, other)
+		}
+		config = strings.Replace(config, "models:\n", lines+"models:\n  - {name: NVIDIA, rank: 9}\n", 1)
 	}
 	if b.nvidia == "" {
 		var env []string
@@ -66,6 +75,12 @@ func (b *bench) start(ctx context.Context) (*rig.Rig, error) {
 	return rig.Start(ctx, rig.Options{Dir: filepath.Join(b.tmp, fmt.Sprint("r", b.rigs)), Config: config})
 }
 
+// otherCard is a second GPU of NVIDIA's, if there is one.
+func (b *bench) otherCard() (index int, ok bool) {
+	cards, _ := filepath.Glob("/dev/nvidia[0-9]*")
+	return (b.card + 1) % max(1, len(cards)), len(cards) > 1
+}
+
 // device is the GPU that calls and programs are measured on.
 func (b *bench) device() string { return b.report.Device }
 
@@ -74,7 +89,7 @@ func (b *bench) native(gpu string) ([]string, error) {
 		return rig.Vendor(filepath.Join(b.tmp, "native-discrete"), filepath.Join(b.root, "test/cl/bin/gpushim.so"), discreteEnv())
 	}
 	if gpu == gpuID {
-		return rig.Vendor(filepath.Join(b.tmp, "native-nvidia"), b.nvidia, nil)
+		return rig.Vendor(filepath.Join(b.tmp, "native-nvidia"), b.nvidia, []string{fmt.Sprint("CUDA_VISIBLE_DEVICES=", b.card)})
 	}
 	return rig.Native(b.tmp, gpu)
 }
@@ -307,7 +322,7 @@ func (b *bench) stillness(ctx context.Context, r *rig.Rig, swaps int, gpus [2]st
 	if m == nil {
 		return results, fmt.Errorf("no checksum: %q", line)
 	}
-	env, err := b.native(gpus[1])
+	env, err := b.native(gpus[0])
 	if err != nil {
 		return results, err
 	}
@@ -469,6 +484,13 @@ func (b *bench) gpu(ctx context.Context) error {
 	b.stops(fmt.Sprintf("%d GiB, 5 %% written", b.gib/2), results, 50)
 	if err != nil {
 		return err
+	}
+	if _, ok := b.otherCard(); ok {
+		results, err = b.stillness(ctx, r, 4, [2]string{gpuID, otherID}, big...)
+		b.stops(fmt.Sprintf("%d GiB, from one GPU to another", b.gib), results, 600)
+		if err != nil {
+			return err
+		}
 	}
 	if err := b.suspendOn(ctx, r, gpuID, 1000, big...); err != nil {
 		return err
