@@ -226,7 +226,7 @@ func (s *session) release(id, callback uint32) error {
 }
 
 func (s *session) dropQueue(q *queue) {
-	if q.dead && q.users == 0 {
+	if q.dead && q.users == 0 && q.vendor != 0 {
 		s.closeQueue(q)
 	}
 }
@@ -242,8 +242,9 @@ func (s *session) dropProgram(p *program) {
 }
 
 func (s *session) dropSampler(x *sampler) {
-	if x.dead && x.users == 0 {
+	if x.dead && x.users == 0 && x.vendor != 0 {
 		cl.ReleaseSampler(x.vendor)
+		x.vendor = 0
 	}
 }
 

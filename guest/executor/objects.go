@@ -117,6 +117,7 @@ type mem struct {
 	subs     []*mem // sub-buffers
 	inArena  bool   // its content is in the arena, from an executor that computed there
 	dead     bool   // released by the application, kept for its users
+	gone     bool   // dropped: nobody has it any more
 	ghost    uint32 // its id since then
 	callback uint32 // to deliver when it is gone
 }

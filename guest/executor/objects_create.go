@@ -319,6 +319,7 @@ func (s *session) createImage(r *wire.CreateImage) (outcome, error) {
 	}
 	if r.Mode == wire.DataStaged {
 		if st, err := s.initialise(m, r.Mode, nil, r.StageOff, r.StageLen); err != nil || st != cl.Success {
+			m.dead = true
 			s.dropMem(m)
 			return done(st), err
 		}
@@ -410,9 +411,10 @@ func (m *mem) touch(off, n uint64) {
 // dropMem lets go of an object that neither the application nor a command
 // needs any more.
 func (s *session) dropMem(m *mem) {
-	if !m.dead || m.users > 0 {
+	if !m.dead || m.users > 0 || m.gone { // gone: a command may name an object twice, or one and its part
 		return
 	}
+	m.gone = true
 	if m.callback != 0 {
 		s.notifyDestroyed(m.callback, m.ctx)
 	}
