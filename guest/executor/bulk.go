@@ -189,7 +189,7 @@ func (s *session) enqueueBulk(c call, m wire.Request, queueID, eventID uint32, w
 	switch {
 	case run == nil:
 	case c.slot != wire.NoSlot:
-		return later(run), nil
+		return later(func(func()) { run() }), nil
 	default:
 		s.spawn(run)
 	}

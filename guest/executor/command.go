@@ -200,7 +200,7 @@ type cmd struct {
 	mem   *mem
 	pend  uint32
 	keep  *runtime.Pinner
-	aside func() // the command goes on aside: a small blocking read
+	aside after // the command goes on aside: a small blocking read
 }
 
 // track makes sure that the command has an event of the vendor.
@@ -275,12 +275,13 @@ func (s *session) enqueue(c call, m wire.Request, queueID, eventID uint32, wait 
 	}
 	o := done(cl.Success)
 	if blocking {
-		n := q.seq
-		o = s.waitThen(c, []cl.Event{ev}, s.answer, func() {
+		n, data := q.seq, s.answer
+		o = s.waitThen(c, []cl.Event{ev}, func() []byte {
 			if q.inOrder() { // what came before is over too
 				q.idle = max(q.idle, n)
 				s.gateIfIdle()
 			}
+			return data
 		})
 	}
 	if x.own != 0 {
@@ -395,7 +396,7 @@ const directRead = 64 << 10
 // readAside lets the vendor enqueue and wait in one call, outside the lock.
 // Another thread's command may overtake it then; but the application's call
 // has not returned, so nothing can be ordered behind it.
-func (s *session) readAside(x *cmd, m *mem, off, n uint64, p unsafe.Pointer) func() {
+func (s *session) readAside(x *cmd, m *mem, off, n uint64, p unsafe.Pointer) after {
 	q, slot := x.q, s.bulkSlot
 	wait := append([]cl.Event(nil), x.wait...)
 	for _, w := range wait {
@@ -403,9 +404,10 @@ func (s *session) readAside(x *cmd, m *mem, off, n uint64, p unsafe.Pointer) fun
 	}
 	q.users++
 	m.users++
-	return func() {
+	return func(back func()) {
 		st := cl.EnqueueReadBuffer(q.vendor, m.vendor, true, off, n, p, wait, nil)
 		s.out.deliver(s.stop)
+		back()
 		s.mu.Lock()
 		for _, w := range wait {
 			cl.ReleaseEvent(w)
@@ -550,9 +552,10 @@ func (s *session) finish(c call, m *wire.Finish) (outcome, error) {
 	v, n := q.vendor, q.seq
 	q.users++
 	slot := c.slot
-	return later(func() {
+	return later(func(back func()) {
 		st := cl.Finish(v)
 		s.out.deliver(s.stop)
+		back()
 		s.mu.Lock()
 		q.users--
 		q.idle = max(q.idle, n)

@@ -31,13 +31,18 @@ func (r *requests) get(op wire.Op) wire.Request {
 type outcome struct {
 	status cl.Status
 	data   []byte
-	after  func()
+	after  after
 	parked bool
 }
 
+// after is the part of a call that waits. Once that is over, and before it
+// replies, it may call back: the application's next request then finds somebody
+// who reads it.
+type after func(back func())
+
 func done(st cl.Status) outcome  { return outcome{status: st} }
 func answer(data []byte) outcome { return outcome{data: data} }
-func later(f func()) outcome     { return outcome{after: f} }
+func later(f after) outcome      { return outcome{after: f} }
 func held() outcome              { return outcome{parked: true} }
 func u64s(v ...uint64) []byte {
 	var b []byte
@@ -48,7 +53,7 @@ func u64s(v ...uint64) []byte {
 }
 
 // dispatch runs one request. The error is the client's, and the end of it.
-func (s *session) dispatch(c call) (after func(), err error) {
+func (s *session) dispatch(c call) (after, error) {
 	m := s.req.get(c.op)
 	if m == nil {
 		return nil, fmt.Errorf("%s: %w", c.op, wire.ErrUnknownOp)

@@ -194,6 +194,7 @@ func (s *session) eventProfiling(m *wire.EventProfiling) (outcome, error) {
 	if s.poll(e) > 0 {
 		return done(cl.ProfilingInfoNotAvailable), nil
 	}
+	s.profiled = true
 	s.settleAll()
 	t, st := s.stamps(e)
 	if st != cl.Success {
@@ -218,27 +219,51 @@ func (s *session) waitEvents(c call, m *wire.WaitEvents) (outcome, error) {
 		s.settleAll()
 		return done(cl.Success), nil
 	}
-	return s.waitThen(c, evs, nil, nil), nil
+	e := s.timedAlone(m.Wait)
+	if e == nil {
+		return s.waitThen(c, evs, func() []byte { return nil }), nil
+	}
+	e.users++ // it may be released meanwhile
+	return s.waitThen(c, evs, func() (times []byte) {
+		if t, st := s.stamps(e); st == cl.Success {
+			times = u64s(t[:]...)
+		}
+		e.users--
+		s.dropEvent(e)
+		return times
+	}), nil
 }
 
-// waitThen waits for vendor events aside and then answers the call.
-func (s *session) waitThen(c call, evs []cl.Event, data []byte, then func()) outcome {
+// timedAlone finds the one event that is waited for, if its times are asked for
+// next, as a program that measures does: the answer brings them along.
+func (s *session) timedAlone(wait []uint32) *event {
+	if !s.profiled || len(wait) != 1 {
+		return nil
+	}
+	e := lookup[event](s, wait[0])
+	if e == nil || e.state != eventVendor || e.q == nil || e.q.props&cl.QueueProfilingEnable == 0 {
+		return nil
+	}
+	return e
+}
+
+// waitThen waits for vendor events aside and then answers the call with what
+// then returns.
+func (s *session) waitThen(c call, evs []cl.Event, then func() []byte) outcome {
 	for _, e := range evs {
 		cl.RetainEvent(e)
 	}
-	return later(func() {
+	return later(func(back func()) {
 		st := cl.WaitForEvents(evs)
 		s.out.deliver(s.stop)
+		back()
 		s.mu.Lock()
 		defer s.mu.Unlock()
 		for _, e := range evs {
 			cl.ReleaseEvent(e)
 		}
 		s.settleAll()
-		if then != nil {
-			then()
-		}
-		s.reply(c.slot, st, data)
+		s.reply(c.slot, st, then())
 	})
 }
 

@@ -275,7 +275,7 @@ func (s *session) play(b []byte) error {
 			return err
 		}
 		if after != nil {
-			after()
+			after(func() {})
 		}
 	}
 	return nil

@@ -392,7 +392,7 @@ func (s *session) rerun(p *parkedCall) {
 	case o.parked:
 		return
 	case o.after != nil:
-		s.spawn(o.after)
+		s.spawn(func() { o.after(func() {}) })
 	default:
 		s.reply(p.slot, o.status, o.data)
 	}

@@ -45,7 +45,7 @@ func (s *session) createKernel(c call, m *wire.CreateKernel) (outcome, error) {
 	p.kernels++ // no build may begin
 	if _, err := argumentsOf(k.vendor); errors.Is(err, errArgInfo) && !p.desc.ready() {
 		d := p.desc
-		return later(func() {
+		return later(func(func()) {
 			as, err := d.arguments(k.vendor, k.name)
 			s.mu.Lock()
 			defer s.mu.Unlock()

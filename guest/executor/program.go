@@ -307,7 +307,7 @@ func (s *session) building(c call, p *program, callback uint32, f func() cl.Stat
 		s.spawn(func() { s.callback(callback, int32(run()), wire.CbBuild) })
 		return held()
 	}
-	return later(func() { run() })
+	return later(func(func()) { run() })
 }
 
 // buildable finds a program that may be built or compiled now, and for which

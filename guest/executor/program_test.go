@@ -295,7 +295,7 @@ func TestProgramBeingLinkedIsInProgress(t *testing.T) {
 	if err != nil || int32(cl.Uint32(b.data)) != cl.BuildInProgress {
 		t.Errorf("status %v, %v", b, err)
 	}
-	o.after()
+	o.after(func() {})
 	if b := c.call(&wire.BuildInfo{Program: p, Device: 1, Param: cl.ProgramBuildStatus}); int32(cl.Uint32(b)) != cl.BuildSuccess {
 		t.Errorf("status %v", b)
 	}

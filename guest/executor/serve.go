@@ -247,7 +247,7 @@ func (s *session) sleep() bool {
 
 // aside runs the part of a call that waits for the device or the application,
 // with the lead given up. It says whether the caller leads again.
-func (s *session) aside(after func()) bool {
+func (s *session) aside(f after) bool {
 	if s.standby.Load() == 0 {
 		go s.worker()
 	}
@@ -256,13 +256,17 @@ func (s *session) aside(after func()) bool {
 	if !s.ring.Empty() { // came between the last look and the announcement
 		s.wakeAll()
 	}
-	after()
-	s.inflight.Add(-1)
-	if !s.leader.CompareAndSwap(false, true) {
-		return false
+	leads := false
+	back := func() {
+		if !leads && s.leader.CompareAndSwap(false, true) {
+			leads = true
+			s.ring.Withdraw()
+		}
 	}
-	s.ring.Withdraw()
-	return true
+	f(back)
+	s.inflight.Add(-1)
+	back()
+	return leads
 }
 
 // spawn runs a waiting part outside of the leader, for requests that were held

@@ -49,6 +49,7 @@ type session struct {
 	unified    bool   // the device computes in host memory it is given
 	usage      usage
 	clock      clock
+	profiled   bool // the application asks for times of events
 	xfer       transfers
 	pinMu      sync.Mutex
 	pins       bool // transfers are faster out of pinned memory

@@ -49,6 +49,14 @@ cl_int gx_event_poll(cl_event e, int32_t *status)
 	return CL_SUCCESS;
 }
 
+static void note_times(cl_event e, const struct gx_reply *r)
+{
+	for (size_t i = 0; i < COUNT(e->times); i++)
+		e->times[i] = gx_u64(r, i);
+	atomic_store(&e->status, CL_COMPLETE);
+	atomic_store(&e->profiled, true);
+}
+
 CL_API_ENTRY cl_int CL_API_CALL clWaitForEvents(cl_uint n, const cl_event *list)
 {
 	gx_enter();
@@ -71,7 +79,13 @@ CL_API_ENTRY cl_int CL_API_CALL clWaitForEvents(cl_uint n, const cl_event *list)
 				ids[k++] = list[i]->o.id;
 		}
 		if (k) {
-			cl_int e = call_wait_events(&(struct gx_wait_events){.wait = ids, .n_wait = k}, NULL);
+			struct gx_reply r;
+			cl_int e = call_wait_events(&(struct gx_wait_events){.wait = ids, .n_wait = k}, &r);
+			if (!e) {
+				if (n == 1 && r.len == sizeof list[0]->times)
+					note_times(list[0], &r);
+				gx_reply_free(&r);
+			}
 			if (e && atomic_load(&S.lost))
 				e = CL_EXEC_STATUS_ERROR_FOR_EVENTS_IN_WAIT_LIST;
 			if (!e && !err)
@@ -118,11 +132,8 @@ CL_API_ENTRY cl_int CL_API_CALL clGetEventProfilingInfo(cl_event e, cl_profiling
 	if (!atomic_load(&e->profiled)) {
 		struct gx_reply r;
 		TRY(call_event_profiling(&(struct gx_event_profiling){.event = e->o.id}, &r));
-		for (size_t i = 0; i < COUNT(e->times); i++)
-			e->times[i] = gx_u64(&r, i);
+		note_times(e, &r);
 		gx_reply_free(&r);
-		atomic_store(&e->status, CL_COMPLETE);
-		atomic_store(&e->profiled, true);
 	}
 	gx_reap();
 	INFO(cl_ulong, e->times[name - CL_PROFILING_COMMAND_QUEUED]);

@@ -17,6 +17,7 @@
 #define TICK_MS 100
 #define SPIN_MAX_NS 100000u
 #define SPIN_MIN_NS 2000u
+#define SPIN_FEW_NS 20000u
 #define SPIN_TRY 16u /* waits, of which one spins for the most */
 #define DEAD_NS 5000000000ull
 #define SAY_NS 10000000000ull
@@ -543,6 +544,18 @@ void gx_slot_drop(uint32_t slot)
 	atomic_fetch_and(&S.slots[slot / 64], ~(1ull << (slot % 64)));
 }
 
+static bool spin_until(_Atomic uint32_t *state, uint64_t end)
+{
+	do
+		for (int i = 0; i < 32; i++) {
+			if (atomic_load_explicit(state, memory_order_acquire) == GX_SLOT_DONE)
+				return true;
+			gx_pause();
+		}
+	while (gx_now() < end);
+	return false;
+}
+
 /* spin_done watches the slot for as long as that has been of use before, and now and then, in case things have changed,
  * for the most that it may be: it keeps a processor from whoever is to answer. */
 static bool spin_done(_Atomic uint32_t *state)
@@ -550,31 +563,68 @@ static bool spin_done(_Atomic uint32_t *state)
 	static _Thread_local uint32_t tries;
 	uint32_t budget = atomic_load_explicit(&S.spin_ns, memory_order_relaxed);
 	uint32_t spin = ++tries % SPIN_TRY ? budget : SPIN_MAX_NS;
-	for (uint64_t end = 0;;) {
-		for (int i = 0; i < 32; i++) {
-			if (atomic_load_explicit(state, memory_order_acquire) == GX_SLOT_DONE) {
-				uint32_t more = 2 * budget > spin ? 2 * budget : spin;
-				if (budget < SPIN_MAX_NS)
-					atomic_store_explicit(&S.spin_ns, more < SPIN_MAX_NS ? more : SPIN_MAX_NS, memory_order_relaxed);
-				return true;
-			}
-			gx_pause();
-		}
-		uint64_t now = gx_now();
-		if (!end)
-			end = now + spin;
-		else if (now > end)
-			break;
+	bool done = spin_until(state, gx_now() + spin);
+	uint32_t next = !done ? budget / 2 : 2 * budget > spin ? 2 * budget : spin;
+	if (next < SPIN_MIN_NS)
+		next = SPIN_MIN_NS;
+	if (next > SPIN_MAX_NS)
+		next = SPIN_MAX_NS;
+	if (next != budget)
+		atomic_store_explicit(&S.spin_ns, next, memory_order_relaxed);
+	return done;
+}
+
+/* completes tells whether a reply may say to the application that a command is over. What its kernel printed must be
+ * out by then. A status is also asked for by the library itself, with a lock held: clGetEventInfo waits on its own. */
+static bool completes(uint32_t op)
+{
+	switch (op) {
+	case GX_FINISH: case GX_WAIT_EVENTS: case GX_EVENT_PROFILING:
+	case GX_READ_BUFFER: case GX_READ_BUFFER_RECT: case GX_READ_IMAGE:
+	case GX_WRITE_BUFFER: case GX_WRITE_BUFFER_RECT: case GX_WRITE_IMAGE:
+	case GX_MAP_BUFFER: case GX_MAP_IMAGE:
+		return true;
 	}
-	atomic_store_explicit(&S.spin_ns, budget / 2 > SPIN_MIN_NS ? budget / 2 : SPIN_MIN_NS, memory_order_relaxed);
 	return false;
 }
 
-/* wait_done returns false when the session is lost. */
-static bool wait_done(uint32_t slot)
+#define PACED_MIN_NS 1200000u /* shorter waits are not paced */
+#define PACED_MAX_NS 100000000u
+#define EARLY_NS 150000u /* what it takes to be woken, and more than a timer is late */
+
+/* pace is what a thread knows of its waits of one kind. */
+struct pace {
+	uint64_t last; /* ns that the last one took */
+	uint32_t rest; /* waits to leave alone, after one that was watched in vain */
+};
+
+/* A wait for the device that takes as long as the one before is slept through but for its end, which is watched: to be
+ * woken takes a thread as long as a short kernel. At most an eighth of the wait is watched. */
+static bool paced(_Atomic uint32_t *state, struct pace *p, uint64_t begin)
 {
-	_Atomic uint32_t *state = gx_slot_word(slot, GX_SLOT_STATE);
-	if (S.can_spin && spin_done(state))
+	uint64_t early = p->last / 32 > EARLY_NS ? p->last / 32 : EARLY_NS, nap = p->last - early;
+	if (spin_until(state, begin + SPIN_FEW_NS)) /* not so long this time */
+		return true;
+	uint32_t pending = GX_SLOT_PENDING;
+	if (!atomic_compare_exchange_strong(state, &pending, GX_SLOT_ASLEEP))
+		return true; /* nobody else ends what is pending */
+	uint32_t asleep = GX_SLOT_ASLEEP;
+	if (futex(state, FUTEX_WAIT, asleep, &(struct timespec){0, (long)nap}) != -ETIMEDOUT)
+		return atomic_load_explicit(state, memory_order_acquire) == GX_SLOT_DONE;
+	if (!atomic_compare_exchange_strong(state, &asleep, GX_SLOT_PENDING))
+		return asleep == GX_SLOT_DONE;
+	if (spin_until(state, begin + p->last + early))
+		return true;
+	p->rest = SPIN_TRY;
+	return false;
+}
+
+static bool wait_state(_Atomic uint32_t *state, struct pace *p, uint64_t begin)
+{
+	bool known = p && p->last > PACED_MIN_NS && p->last < PACED_MAX_NS;
+	if (known && p->rest)
+		p->rest--;
+	else if (S.can_spin && (known ? paced(state, p, begin) : spin_done(state)))
 		return true;
 	struct alive a = {0};
 	uint32_t pending = GX_SLOT_PENDING;
@@ -590,9 +640,21 @@ static bool wait_done(uint32_t slot)
 	return true;
 }
 
+/* wait_done returns false when the session is lost. */
+static bool wait_done(uint32_t op, uint32_t slot)
+{
+	static _Thread_local struct pace commands, transfers;
+	struct pace *p = !completes(op) ? NULL : op == GX_WAIT_EVENTS || op == GX_FINISH ? &commands : &transfers;
+	uint64_t begin = p ? gx_now() : 0;
+	bool done = wait_state(gx_slot_word(slot, GX_SLOT_STATE), p, begin);
+	if (p)
+		p->last = gx_now() - begin;
+	return done;
+}
+
 static cl_int take_reply(uint32_t op, uint32_t slot, struct gx_reply *r)
 {
-	if (!wait_done(slot))
+	if (!wait_done(op, slot))
 		return gx_lost_error(op); /* the slot stays taken: a late executor may still write to it */
 	const uint8_t *s = S.ring + GX_SLOT_OFF + (uint64_t)slot * GX_SLOT_SIZE;
 	cl_int err;
@@ -630,7 +692,7 @@ static cl_int take_reply(uint32_t op, uint32_t slot, struct gx_reply *r)
 		err = gx_slot_take(&fs);
 		if (!err && (err = send_fetch(fs, &f)))
 			gx_slot_drop(fs);
-		if (!err && !wait_done(fs))
+		if (!err && !wait_done(GX_FETCH, fs))
 			err = CL_OUT_OF_RESOURCES;
 		else if (!err) {
 			s = S.ring + GX_SLOT_OFF + (uint64_t)fs * GX_SLOT_SIZE;
@@ -649,20 +711,6 @@ static cl_int take_reply(uint32_t op, uint32_t slot, struct gx_reply *r)
 		have += n;
 	}
 	return CL_SUCCESS;
-}
-
-/* completes tells whether a reply may say to the application that a command is over. What its kernel printed must be
- * out by then. A status is also asked for by the library itself, with a lock held: clGetEventInfo waits on its own. */
-static bool completes(uint32_t op)
-{
-	switch (op) {
-	case GX_FINISH: case GX_WAIT_EVENTS: case GX_EVENT_PROFILING:
-	case GX_READ_BUFFER: case GX_READ_BUFFER_RECT: case GX_READ_IMAGE:
-	case GX_WRITE_BUFFER: case GX_WRITE_BUFFER_RECT: case GX_WRITE_IMAGE:
-	case GX_MAP_BUFFER: case GX_MAP_IMAGE:
-		return true;
-	}
-	return false;
 }
 
 cl_int gx_wait(uint32_t op, uint32_t slot, struct gx_reply *r)

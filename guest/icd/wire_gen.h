@@ -946,7 +946,7 @@ static inline void gx_put_set_user_event(uint8_t *p, const struct gx_set_user_ev
 	memcpy(p + 4, &m->status, 4);
 }
 
-/* wait_events */
+/* maybe the times of the one event */
 struct gx_wait_events {
 	const uint32_t *wait; uint32_t n_wait;
 };

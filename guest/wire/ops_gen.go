@@ -1345,7 +1345,7 @@ func (m *SetUserEvent) Append(b []byte) []byte {
 	return b
 }
 
-// WaitEvents: see the OpenCL call of that name.
+// WaitEvents: maybe the times of the one event.
 type WaitEvents struct {
 	Wait []uint32
 }

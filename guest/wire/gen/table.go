@@ -96,7 +96,7 @@ var table = []op{
 	{"kernel_sub_group_info", "", []field{{"kernel", u32, ""}, {"device", u32, ""}, {"param", u32, ""}, {"input", u64s, ""}}},
 	{"create_user_event", "", []field{{"id", u32, ""}, {"context", u32, ""}}},
 	{"set_user_event", "", []field{{"event", u32, ""}, {"status", i32, ""}}},
-	{"wait_events", "", []field{{"wait", u32s, ""}}},
+	{"wait_events", "maybe the times of the one event", []field{{"wait", u32s, ""}}},
 	{"event_status", "execution status", []field{{"event", u32, ""}}},
 	{"event_profiling", "queued, submit, start, end, complete in ns", []field{{"event", u32, ""}}},
 	{"event_callback", "", []field{{"event", u32, ""}, {"type", i32, ""}, {"callback", u32, ""}}},
