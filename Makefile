@@ -31,7 +31,7 @@ binaries:
 	CGO_ENABLED=0 $(GO) build -trimpath $(STAMP) -o bin/gpuctl-bench ./bench
 	CGO_ENABLED=0 $(GO) build -trimpath $(STAMP) -o bin/gpuctl-demo ./demo
 	CGO_ENABLED=0 $(GO) build -trimpath $(STAMP) -o bin/gpuctl-cluster-demo ./demo/cluster
-	guest/icd/build.sh lib/libgpuctl-opencl.so
+	guest/opencl/icd/build.sh lib/libgpuctl-opencl.so
 
 # The package for VMs.
 deb: build
@@ -99,11 +99,11 @@ fuzz: build fuzz-c
 
 # What the application's library takes from its executor, with AddressSanitizer.
 fuzz-c: setup
-	guest/icd/fuzz/build.sh .cache/fuzz/replies
+	guest/opencl/icd/fuzz/build.sh .cache/fuzz/replies
 	@mkdir -p .cache/fuzz/corpus
 	time=$(FUZZTIME); case $$time in *m) time=$$((60 * $${time%m}));; *) time=$${time%s};; esac; \
 	GPUCTL_QUIET=1 .cache/fuzz/replies -max_total_time=$$time -malloc_limit_mb=0 -print_final_stats=1 -artifact_prefix=.cache/fuzz/ \
-		.cache/fuzz/corpus guest/icd/fuzz/testdata/seeds
+		.cache/fuzz/corpus guest/opencl/icd/fuzz/testdata/seeds
 
 # Random swaps and suspensions under load, CHAOSTIME in each mode of memory.
 chaos: MEMORY = unified discrete mixed

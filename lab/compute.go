@@ -54,7 +54,7 @@ func (l *Lab) computeBase(ctx context.Context) (string, error) {
 
 func (l *Lab) computeLayer(ctx context.Context) (string, error) {
 	root := filepath.Dir(l.source)
-	files, err := digest(root, "packaging/deb", "guest/icd", "lab/guestimage/layer.sh", "lab/guestimage/rc.sh", "test/cl/Makefile", "test/cl/clx.h",
+	files, err := digest(root, "packaging/deb", "guest/opencl/icd", "lab/guestimage/layer.sh", "lab/guestimage/rc.sh", "test/cl/Makefile", "test/cl/clx.h",
 		"test/cl/endure.c", "test/cl/stream.c")
 	if err != nil {
 		return "", err

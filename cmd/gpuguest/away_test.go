@@ -26,7 +26,7 @@ import (
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
 	"github.com/gpuctl/gpuctl/cluster/access"
-	"github.com/gpuctl/gpuctl/guest/away"
+	"github.com/gpuctl/gpuctl/guest/vm/statestream"
 	"github.com/gpuctl/gpuctl/hostd/site"
 	"github.com/gpuctl/gpuctl/hostd/stash"
 	"github.com/gpuctl/gpuctl/migrate"
@@ -256,7 +256,7 @@ func TestVMStateLeaves(t *testing.T) {
 	if err := os.WriteFile(body, data, 0o600); err != nil {
 		t.Fatal(err)
 	}
-	if err := b.thaw(ctx, id); !errors.Is(err, away.ErrCorrupt) {
+	if err := b.thaw(ctx, id); !errors.Is(err, statestream.ErrCorrupt) {
 		t.Fatalf("thawed with a wrong byte: %v", err)
 	}
 	if err := b.Forget(&gpuctlv1.SiteMachine{Uuid: awayUUID, Migration: awayMigration}); err != nil {

@@ -9,7 +9,7 @@ import (
 	"sync"
 	"time"
 
-	"github.com/gpuctl/gpuctl/guest/channel"
+	"github.com/gpuctl/gpuctl/guest/vm/channel"
 	"github.com/gpuctl/gpuctl/internal/random"
 	"github.com/gpuctl/gpuctl/internal/vchan"
 	"github.com/gpuctl/gpuctl/internal/xenstore"

@@ -11,7 +11,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/gpuctl/gpuctl/guest/channel"
+	"github.com/gpuctl/gpuctl/guest/vm/channel"
 	"github.com/gpuctl/gpuctl/internal/vchan"
 	"github.com/gpuctl/gpuctl/internal/vchan/vchantest"
 )

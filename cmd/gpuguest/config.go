@@ -14,15 +14,15 @@ import (
 
 	"go.yaml.in/yaml/v3"
 
-	"github.com/gpuctl/gpuctl/guest/agent"
-	"github.com/gpuctl/gpuctl/guest/channel"
 	"github.com/gpuctl/gpuctl/guest/confine"
+	"github.com/gpuctl/gpuctl/guest/vm/agent"
+	"github.com/gpuctl/gpuctl/guest/vm/channel"
 	"github.com/gpuctl/gpuctl/internal/size"
 )
 
 const (
 	configVersion = 1
-	// vmDir is known to applications' OpenCL library: guest/icd/shm.c.
+	// vmDir is known to applications' OpenCL library: guest/opencl/icd/shm.c.
 	vmDir      = "/run/gpuctl-guest"
 	vmConfig   = "/etc/gpuctl/gpuguest.yaml"
 	vmProfiles = "/etc/gpuctl/profiles.d"

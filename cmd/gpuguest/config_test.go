@@ -7,7 +7,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/gpuctl/gpuctl/guest/agent"
+	"github.com/gpuctl/gpuctl/guest/vm/agent"
 )
 
 func TestVMConfig(t *testing.T) {
@@ -64,7 +64,7 @@ func TestPackagedConfig(t *testing.T) {
 
 // The OpenCL library has the socket's name, too.
 func TestLibraryKnowsTheSocket(t *testing.T) {
-	source, err := os.ReadFile("../../guest/icd/shm.c")
+	source, err := os.ReadFile("../../guest/opencl/icd/shm.c")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -73,6 +73,6 @@ func TestLibraryKnowsTheSocket(t *testing.T) {
 		t.Fatal(err)
 	}
 	if !strings.Contains(string(source), `#define GX_VM_SOCKET "`+o.AppSocket+`"`) {
-		t.Errorf("guest/icd/shm.c does not look for %s", o.AppSocket)
+		t.Errorf("guest/opencl/icd/shm.c does not look for %s", o.AppSocket)
 	}
 }

@@ -17,9 +17,9 @@ import (
 	"google.golang.org/protobuf/encoding/protojson"
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
-	"github.com/gpuctl/gpuctl/guest/cl"
 	"github.com/gpuctl/gpuctl/guest/confine"
-	"github.com/gpuctl/gpuctl/guest/executor"
+	"github.com/gpuctl/gpuctl/guest/opencl/cl"
+	"github.com/gpuctl/gpuctl/guest/opencl/executor"
 	"github.com/gpuctl/gpuctl/guest/session"
 	"github.com/gpuctl/gpuctl/internal/throttle"
 )

@@ -5,7 +5,7 @@ import (
 	"path/filepath"
 	"testing"
 
-	"github.com/gpuctl/gpuctl/guest/agent"
+	"github.com/gpuctl/gpuctl/guest/vm/agent"
 )
 
 // FuzzConfig reads a gpuguest.yaml. What is taken holds its rules.

@@ -10,7 +10,7 @@ import (
 	"google.golang.org/protobuf/encoding/protojson"
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
-	"github.com/gpuctl/gpuctl/guest/executor"
+	"github.com/gpuctl/gpuctl/guest/opencl/executor"
 )
 
 func probeCommand() *cobra.Command {

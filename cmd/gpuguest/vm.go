@@ -17,10 +17,10 @@ import (
 	"github.com/coreos/go-systemd/v22/daemon"
 
 	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
-	"github.com/gpuctl/gpuctl/guest/agent"
-	"github.com/gpuctl/gpuctl/guest/channel"
-	"github.com/gpuctl/gpuctl/guest/profile"
 	"github.com/gpuctl/gpuctl/guest/session"
+	"github.com/gpuctl/gpuctl/guest/vm/agent"
+	"github.com/gpuctl/gpuctl/guest/vm/channel"
+	"github.com/gpuctl/gpuctl/guest/vm/profile"
 	"github.com/gpuctl/gpuctl/internal/program"
 	"github.com/gpuctl/gpuctl/internal/rundir"
 	"github.com/gpuctl/gpuctl/internal/unixrpc"

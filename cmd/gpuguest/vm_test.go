@@ -19,9 +19,9 @@ import (
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
-	"github.com/gpuctl/gpuctl/guest/agent"
-	"github.com/gpuctl/gpuctl/guest/channel"
-	"github.com/gpuctl/gpuctl/guest/channel/channeltest"
+	"github.com/gpuctl/gpuctl/guest/vm/agent"
+	"github.com/gpuctl/gpuctl/guest/vm/channel"
+	"github.com/gpuctl/gpuctl/guest/vm/channel/channeltest"
 	"github.com/gpuctl/gpuctl/passthrough/pci/pcitest"
 )
 
@@ -81,7 +81,7 @@ func newVM(t *testing.T) *vm {
 	v := &vm{t: t, dir: dir, tree: pcitest.New(t), console: channeltest.New(t), log: &lockedBuffer{}, binary: filepath.Join(dir, "gpuguest"), icd: filepath.Join(dir, "vendors")}
 	run := filepath.Join(dir, "run")
 	v.build("go", "build", "-o", v.binary, ".")
-	v.build("sh", "../../guest/icd/build.sh", filepath.Join(dir, "lib.so"), fmt.Sprintf("-DGX_VM_SOCKET=%q", filepath.Join(run, "app.sock")))
+	v.build("sh", "../../guest/opencl/icd/build.sh", filepath.Join(dir, "lib.so"), fmt.Sprintf("-DGX_VM_SOCKET=%q", filepath.Join(run, "app.sock")))
 	v.build("gcc", "-O1", "-std=gnu11", "-o", filepath.Join(dir, "stream"), "../../test/cl/stream.c", "-lOpenCL", "-lpthread")
 	v.write(filepath.Join(v.icd, "gpuctl.icd"), filepath.Join(dir, "lib.so")+"\n")
 	v.config = filepath.Join(dir, "gpuguest.yaml")

@@ -14,9 +14,9 @@ import (
 	"golang.org/x/sys/unix"
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
-	"github.com/gpuctl/gpuctl/guest/compiled"
 	"github.com/gpuctl/gpuctl/guest/handover"
-	"github.com/gpuctl/gpuctl/guest/wire"
+	"github.com/gpuctl/gpuctl/guest/opencl/compiled"
+	"github.com/gpuctl/gpuctl/guest/opencl/wire"
 	"github.com/gpuctl/gpuctl/internal/throttle"
 )
 

@@ -12,7 +12,7 @@ import (
 	"connectrpc.com/connect"
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
-	"github.com/gpuctl/gpuctl/guest/wire"
+	"github.com/gpuctl/gpuctl/guest/opencl/wire"
 )
 
 // adoptTimeout bounds what repairing one session may take.

@@ -10,7 +10,7 @@ import (
 	"connectrpc.com/connect"
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
-	"github.com/gpuctl/gpuctl/guest/away"
+	"github.com/gpuctl/gpuctl/guest/vm/statestream"
 )
 
 const (
@@ -24,9 +24,9 @@ type transit struct {
 	id   string
 	out  bool
 	meet chan *flow
-	kept chan away.Mark // what the host says that it keeps
-	lost chan error     // why it does not
-	over chan struct{}  // closed with the operation
+	kept chan statestream.Mark // what the host says that it keeps
+	lost chan error            // why it does not
+	over chan struct{}         // closed with the operation
 }
 
 // flow is one call of the host that carries chunks. It has one at a time, so
@@ -38,12 +38,12 @@ type flow struct {
 }
 
 func newTransit(id string, out bool) *transit {
-	return &transit{id: id, out: out, meet: make(chan *flow), kept: make(chan away.Mark, 1), lost: make(chan error, 1), over: make(chan struct{})}
+	return &transit{id: id, out: out, meet: make(chan *flow), kept: make(chan statestream.Mark, 1), lost: make(chan error, 1), over: make(chan struct{})}
 }
 
 func checkStateID(id string) error {
-	if len(id) > away.MaxID {
-		return connect.NewError(connect.CodeInvalidArgument, fmt.Errorf("the id of a state has %d bytes, and at most %d are allowed", len(id), away.MaxID))
+	if len(id) > statestream.MaxID {
+		return connect.NewError(connect.CodeInvalidArgument, fmt.Errorf("the id of a state has %d bytes, and at most %d are allowed", len(id), statestream.MaxID))
 	}
 	return nil
 }
@@ -110,12 +110,12 @@ var errHostLeft = errors.New("the host went away")
 
 // sendAway passes the contents that the source streams on to the host, and
 // returns when the host has said that it keeps all of them.
-func (op *operation) sendAway(ctx context.Context, t *transit, total uint64) (mark away.Mark, err error) {
+func (op *operation) sendAway(ctx context.Context, t *transit, total uint64) (mark statestream.Mark, err error) {
 	f, err := t.await(ctx)
 	if err != nil {
 		return mark, err
 	}
-	check := away.NewCheck()
+	check := statestream.NewCheck()
 	err = op.source.send(ctx, op, func(chunk *gpuctlv1.StateChunk) error {
 		end, err := check.Take(chunk)
 		if err != nil {
@@ -139,7 +139,7 @@ func (op *operation) sendAway(ctx context.Context, t *transit, total uint64) (ma
 		return nil
 	})
 	if err == nil && mark.ID == "" {
-		err = away.ErrTruncated
+		err = statestream.ErrTruncated
 	}
 	f.result <- err
 	op.result.BytesFrozen = check.Size()
@@ -151,7 +151,7 @@ func (op *operation) sendAway(ctx context.Context, t *transit, total uint64) (ma
 	select {
 	case kept := <-t.kept:
 		if kept != mark {
-			return mark, fmt.Errorf("the host keeps %v, and %v went out: %w", kept, mark, away.ErrStale)
+			return mark, fmt.Errorf("the host keeps %v, and %v went out: %w", kept, mark, statestream.ErrStale)
 		}
 		return mark, nil
 	case err := <-t.lost:
@@ -165,19 +165,19 @@ func (op *operation) sendAway(ctx context.Context, t *transit, total uint64) (ma
 
 // receiveAway has the target load what the host brings back, if that is what
 // went out.
-func (op *operation) receiveAway(ctx context.Context, t *transit, want away.Mark) error {
+func (op *operation) receiveAway(ctx context.Context, t *transit, want statestream.Mark) error {
 	f, err := t.await(ctx)
 	if err != nil {
 		return err
 	}
-	check := away.NewCheck()
+	check := statestream.NewCheck()
 	err = op.target.receive(ctx, op, func() (*gpuctlv1.StateChunk, error) {
 		var chunk *gpuctlv1.StateChunk
 		var more bool
 		select {
 		case chunk, more = <-f.chunks:
 			if !more {
-				return nil, away.ErrTruncated
+				return nil, statestream.ErrTruncated
 			}
 		case <-f.ctx.Done():
 			return nil, errHostLeft
@@ -186,7 +186,7 @@ func (op *operation) receiveAway(ctx context.Context, t *transit, want away.Mark
 		}
 		end, err := check.Take(chunk)
 		if err == nil && end && check.Mark() != want {
-			err = fmt.Errorf("the host brings %v, and %v went out: %w", check.Mark(), want, away.ErrStale)
+			err = fmt.Errorf("the host brings %v, and %v went out: %w", check.Mark(), want, statestream.ErrStale)
 		}
 		op.progress(&gpuctlv1.Progress{BytesDone: check.Size(), BytesTotal: max(want.Size, check.Size())})
 		return chunk, err
@@ -235,7 +235,7 @@ func (v service) KeptState(_ context.Context, req *connect.Request[gpuctlv1.Kept
 		}
 		return connect.NewResponse(&gpuctlv1.KeptStateResponse{}), nil
 	}
-	mark, err := away.MarkOf(req.Msg.GetMark())
+	mark, err := statestream.MarkOf(req.Msg.GetMark())
 	if err != nil {
 		return nil, connect.NewError(connect.CodeInvalidArgument, err)
 	}
@@ -265,7 +265,7 @@ func (v service) GiveState(ctx context.Context, in *connect.ClientStream[gpuctlv
 		select {
 		case f.chunks <- in.Msg().GetChunk():
 		case err := <-f.result:
-			return nil, aborted(cmp.Or(err, away.ErrCorrupt)) // nil: there is more than the state
+			return nil, aborted(cmp.Or(err, statestream.ErrCorrupt)) // nil: there is more than the state
 		case <-ctx.Done():
 			return nil, ctx.Err()
 		}

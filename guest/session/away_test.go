@@ -12,7 +12,7 @@ import (
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
-	"github.com/gpuctl/gpuctl/guest/away"
+	"github.com/gpuctl/gpuctl/guest/vm/statestream"
 )
 
 // awayHost takes states out of a bench's VM, keeps them and brings them back.
@@ -371,7 +371,7 @@ func TestAwayWithoutOperation(t *testing.T) {
 	refused("give", err, connect.CodeFailedPrecondition)
 	_, err = c.GiveState(ctx).CloseAndReceive()
 	refused("give nothing", err, connect.CodeInvalidArgument)
-	for _, r := range []*gpuctlv1.SuspendRequest{{Away: "a", File: "/x"}, {Away: strings.Repeat("a", away.MaxID+1)}} {
+	for _, r := range []*gpuctlv1.SuspendRequest{{Away: "a", File: "/x"}, {Away: strings.Repeat("a", statestream.MaxID+1)}} {
 		r.Session = h.id
 		_, err := h.m.suspend(ctx, r, h.sink)
 		refused("suspend", err, connect.CodeInvalidArgument)

@@ -19,10 +19,10 @@ import (
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
-	"github.com/gpuctl/gpuctl/guest/away"
 	"github.com/gpuctl/gpuctl/guest/handover"
-	"github.com/gpuctl/gpuctl/guest/shm"
-	"github.com/gpuctl/gpuctl/guest/wire"
+	"github.com/gpuctl/gpuctl/guest/opencl/shm"
+	"github.com/gpuctl/gpuctl/guest/opencl/wire"
+	"github.com/gpuctl/gpuctl/guest/vm/statestream"
 )
 
 // fakeLauncher starts executors inside the test. They keep the rules of
@@ -493,7 +493,7 @@ func (e *fakeExecutor) Receive(_ context.Context, in *connect.ClientStream[gpuct
 	if !e.final {
 		return nil, refusal("receive before the final prepare")
 	}
-	b, err := io.ReadAll(away.NewReader(func() (*gpuctlv1.StateChunk, error) {
+	b, err := io.ReadAll(statestream.NewReader(func() (*gpuctlv1.StateChunk, error) {
 		if !in.Receive() {
 			return nil, io.EOF
 		}

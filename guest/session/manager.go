@@ -22,7 +22,7 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
-	"github.com/gpuctl/gpuctl/guest/compiled"
+	"github.com/gpuctl/gpuctl/guest/opencl/compiled"
 	"github.com/gpuctl/gpuctl/internal/beneath"
 	"github.com/gpuctl/gpuctl/internal/patience"
 )

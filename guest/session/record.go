@@ -15,8 +15,8 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
-	"github.com/gpuctl/gpuctl/guest/away"
-	"github.com/gpuctl/gpuctl/guest/compiled"
+	"github.com/gpuctl/gpuctl/guest/opencl/compiled"
+	"github.com/gpuctl/gpuctl/guest/vm/statestream"
 	"github.com/gpuctl/gpuctl/internal/beneath"
 )
 
@@ -94,7 +94,7 @@ type awayRecord struct {
 	Digest []byte `json:"digest"`
 }
 
-func newAwayRecord(m away.Mark) *awayRecord { return &awayRecord{m.ID, m.Size, m.Digest[:]} }
+func newAwayRecord(m statestream.Mark) *awayRecord { return &awayRecord{m.ID, m.Size, m.Digest[:]} }
 
 func (a *awayRecord) proto() *gpuctlv1.StateMark {
 	if a == nil {

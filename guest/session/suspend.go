@@ -14,9 +14,9 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
-	"github.com/gpuctl/gpuctl/guest/away"
 	"github.com/gpuctl/gpuctl/guest/confine"
-	"github.com/gpuctl/gpuctl/guest/wire"
+	"github.com/gpuctl/gpuctl/guest/opencl/wire"
+	"github.com/gpuctl/gpuctl/guest/vm/statestream"
 	"github.com/gpuctl/gpuctl/internal/beneath"
 )
 
@@ -144,7 +144,7 @@ func (s *session) suspendAway(ctx context.Context, req *gpuctlv1.SuspendRequest,
 	t := newTransit(req.Away, true)
 	defer op.offer(t)()
 	var total uint64
-	var mark away.Mark
+	var mark statestream.Mark
 	return op.run([]step{
 		{name: stepCheck, run: func(ctx context.Context) error {
 			d, err := op.source.describeWithin(ctx, freezePatience(req.FreezeTimeoutMs))
@@ -204,7 +204,7 @@ func (m *Manager) resume(ctx context.Context, req *gpuctlv1.ResumeRequest, sink 
 		t := newTransit(saved.GetAway().GetId(), false)
 		defer op.offer(t)()
 		load = func(ctx context.Context) error {
-			want, err := away.MarkOf(saved.GetAway())
+			want, err := statestream.MarkOf(saved.GetAway())
 			if err != nil {
 				return err
 			}

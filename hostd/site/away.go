@@ -12,8 +12,8 @@ import (
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
 	"github.com/gpuctl/gpuctl/cluster/access"
-	"github.com/gpuctl/gpuctl/guest/away"
-	"github.com/gpuctl/gpuctl/guest/channel"
+	"github.com/gpuctl/gpuctl/guest/vm/channel"
+	"github.com/gpuctl/gpuctl/guest/vm/statestream"
 	"github.com/gpuctl/gpuctl/hostd/stash"
 	"github.com/gpuctl/gpuctl/internal/random"
 	"github.com/gpuctl/gpuctl/migrate"
@@ -52,7 +52,7 @@ func (l *Local) begin(ctx context.Context, m *gpuctlv1.SiteMachine, session, id 
 		return nil, fmt.Errorf("host %s: %w", l.Name, err)
 	}
 	if to != "" && to != l.Name {
-		if c.there, err = l.upload(ctx, m, session, away.Mark{ID: id}, expect, to); err != nil {
+		if c.there, err = l.upload(ctx, m, session, statestream.Mark{ID: id}, expect, to); err != nil {
 			c.here.Abort()
 			return nil, err
 		}
@@ -61,7 +61,7 @@ func (l *Local) begin(ctx context.Context, m *gpuctlv1.SiteMachine, session, id 
 }
 
 // upload begins to send a state to another host. Its ctx ends it.
-func (l *Local) upload(ctx context.Context, m *gpuctlv1.SiteMachine, session string, mark away.Mark, expect uint64, to string) (*connect.ClientStreamForClient[gpuctlv1.SiteKeepRequest, gpuctlv1.SiteDone], error) {
+func (l *Local) upload(ctx context.Context, m *gpuctlv1.SiteMachine, session string, mark statestream.Mark, expect uint64, to string) (*connect.ClientStreamForClient[gpuctlv1.SiteKeepRequest, gpuctlv1.SiteDone], error) {
 	if err := l.Party(m, to); err != nil {
 		return nil, err
 	}
@@ -76,7 +76,7 @@ func (l *Local) upload(ctx context.Context, m *gpuctlv1.SiteMachine, session str
 	}
 	if st.Send(first) != nil {
 		_, err := st.CloseAndReceive()
-		return nil, peerError(to, cmp.Or(err, away.ErrTruncated))
+		return nil, peerError(to, cmp.Or(err, statestream.ErrTruncated))
 	}
 	return st, nil
 }
@@ -85,7 +85,7 @@ func (l *Local) upload(ctx context.Context, m *gpuctlv1.SiteMachine, session str
 // safe wherever it is to be.
 func (c *copies) take(chunk *gpuctlv1.StateChunk) (kept bool, err error) {
 	if c.there != nil && c.there.Send(&gpuctlv1.SiteKeepRequest{Chunk: chunk}) != nil {
-		return false, peerError(c.to, cmp.Or(c.close(), away.ErrTruncated))
+		return false, peerError(c.to, cmp.Or(c.close(), statestream.ErrTruncated))
 	}
 	if kept, err = c.here.Take(chunk); err != nil || !kept || c.there == nil {
 		return kept, err
@@ -225,7 +225,7 @@ func takeState(ctx context.Context, states, work gpuctlv1connect.GuestServiceCli
 			return err
 		}
 	}
-	return cmp.Or(st.Err(), away.ErrTruncated)
+	return cmp.Or(st.Err(), statestream.ErrTruncated)
 }
 
 // kept finds the state that a suspended session waits for.
@@ -233,13 +233,13 @@ func (l *Local) kept(uuid string, s *gpuctlv1.Session) (stash.State, error) {
 	if l.Stash == nil {
 		return stash.State{}, fmt.Errorf("host %s: %w", l.Name, errNoStash)
 	}
-	want, err := away.MarkOf(s.GetAway())
+	want, err := statestream.MarkOf(s.GetAway())
 	if err != nil {
 		return stash.State{}, err
 	}
 	state, err := l.Stash.Find(uuid, s.GetId())
 	if err == nil && state.Mark != want {
-		err = fmt.Errorf("%v is kept, and it waits for %v: %w", state.Mark, want, away.ErrStale)
+		err = fmt.Errorf("%v is kept, and it waits for %v: %w", state.Mark, want, statestream.ErrStale)
 	}
 	if err != nil {
 		return stash.State{}, fmt.Errorf("host %s: %w", l.Name, err)
@@ -271,7 +271,7 @@ func (l *Local) deposit(ctx context.Context, m *gpuctlv1.SiteMachine, s *gpuctlv
 		report(n, state.Mark.Size, "")
 		return st.Send(&gpuctlv1.SiteKeepRequest{Chunk: chunk})
 	})
-	if errors.Is(err, away.ErrCorrupt) || errors.Is(err, stash.ErrNotFound) {
+	if errors.Is(err, statestream.ErrCorrupt) || errors.Is(err, stash.ErrNotFound) {
 		cancel()
 		_, _ = st.CloseAndReceive()
 		return err
@@ -322,7 +322,7 @@ func (l *Local) giveState(ctx context.Context, uuid string, s *gpuctlv1.Session,
 	if err == nil {
 		err = l.Stash.Send(state, func(chunk *gpuctlv1.StateChunk) error { return st.Send(&gpuctlv1.GiveStateRequest{Chunk: chunk}) })
 	}
-	if errors.Is(err, away.ErrCorrupt) || errors.Is(err, stash.ErrNotFound) {
+	if errors.Is(err, statestream.ErrCorrupt) || errors.Is(err, stash.ErrNotFound) {
 		cancel()
 		_, _ = st.CloseAndReceive()
 		return err
@@ -376,7 +376,7 @@ func (s *Service) Keep(ctx context.Context, in *connect.ClientStream[gpuctlv1.Si
 			return done(nil)
 		}
 	}
-	return nil, connect.NewError(connect.CodeAborted, errors.Join(in.Err(), away.ErrTruncated))
+	return nil, connect.NewError(connect.CodeAborted, errors.Join(in.Err(), statestream.ErrTruncated))
 }
 
 // Deposit sees to it that another host keeps what this one keeps.

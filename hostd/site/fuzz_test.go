@@ -6,7 +6,7 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
-	"github.com/gpuctl/gpuctl/guest/away"
+	"github.com/gpuctl/gpuctl/guest/vm/statestream"
 )
 
 // FuzzGuest takes what a VM's agent says of its devices and its sessions. A
@@ -55,7 +55,7 @@ func FuzzGuest(f *testing.F) {
 				t.Fatal(x)
 			}
 			if isAway(s) {
-				_, _ = away.MarkOf(s.GetAway())
+				_, _ = statestream.MarkOf(s.GetAway())
 			}
 		}
 	})

@@ -16,8 +16,8 @@ import (
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
-	"github.com/gpuctl/gpuctl/guest/channel"
-	"github.com/gpuctl/gpuctl/guest/channel/channeltest"
+	"github.com/gpuctl/gpuctl/guest/vm/channel"
+	"github.com/gpuctl/gpuctl/guest/vm/channel/channeltest"
 	"github.com/gpuctl/gpuctl/passthrough/pci"
 )
 

@@ -16,7 +16,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
-	"github.com/gpuctl/gpuctl/guest/away"
+	"github.com/gpuctl/gpuctl/guest/vm/statestream"
 	"github.com/gpuctl/gpuctl/internal/durable"
 	"github.com/gpuctl/gpuctl/internal/size"
 )
@@ -46,7 +46,7 @@ type State struct {
 	Machine   string // UUID
 	Session   string
 	Migration string
-	Mark      away.Mark
+	Mark      statestream.Mark
 	Kept      time.Time
 }
 
@@ -124,7 +124,7 @@ func read(dir string) (State, error) {
 	if err := json.Unmarshal(data, &m); err != nil {
 		return State{}, err
 	}
-	mark, err := away.MarkOf(&gpuctlv1.StateMark{Id: m.ID, Size: m.Size, Digest: m.Digest})
+	mark, err := statestream.MarkOf(&gpuctlv1.StateMark{Id: m.ID, Size: m.Size, Digest: m.Digest})
 	if err != nil {
 		return State{}, err
 	}
@@ -136,7 +136,7 @@ func read(dir string) (State, error) {
 		return State{}, err
 	}
 	if !info.Mode().IsRegular() || uint64(info.Size()) != mark.Size {
-		return State{}, fmt.Errorf("%d bytes of %d: %w", info.Size(), mark.Size, away.ErrTruncated)
+		return State{}, fmt.Errorf("%d bytes of %d: %w", info.Size(), mark.Size, statestream.ErrTruncated)
 	}
 	return State{Machine: m.Machine, Session: m.Session, Migration: m.Migration, Mark: mark, Kept: time.UnixMilli(m.KeptMS)}, nil
 }
@@ -208,7 +208,7 @@ type Writer struct {
 	s     *Stash
 	state State
 	f     *os.File
-	check *away.Check
+	check *statestream.Check
 	size  uint64 // written, or about to be
 	aside uint64 // set aside for it
 	err   error
@@ -221,7 +221,7 @@ func (s *Stash) Begin(machine, session, migration, id string, expect uint64) (*W
 	if !named(machine) || !named(session) || !named(id) {
 		return nil, fmt.Errorf("state %.80q of session %.80q of VM %.80q: %w", id, session, machine, errName)
 	}
-	w := &Writer{s: s, state: State{Machine: machine, Session: session, Migration: migration}, check: away.NewCheck()}
+	w := &Writer{s: s, state: State{Machine: machine, Session: session, Migration: migration}, check: statestream.NewCheck()}
 	w.state.Mark.ID = id
 	k := key{machine, session}
 	s.mu.Lock()
@@ -334,7 +334,7 @@ func (w *Writer) grow(n uint64) error {
 func (w *Writer) keep() error {
 	mark := w.check.Mark()
 	if mark.ID != w.state.Mark.ID {
-		return fmt.Errorf("%v came as %s: %w", mark, w.state.Mark.ID, away.ErrStale)
+		return fmt.Errorf("%v came as %s: %w", mark, w.state.Mark.ID, statestream.ErrStale)
 	}
 	w.state.Mark, w.state.Kept = mark, w.s.Now()
 	data, err := json.Marshal(meta{
@@ -390,12 +390,12 @@ func (s *Stash) Send(state State, send func(*gpuctlv1.StateChunk) error) error {
 		return fmt.Errorf("state of session %s of VM %s: %w", state.Session, state.Machine, err)
 	}
 	defer f.Close()
-	w := away.NewWriter(func(chunk *gpuctlv1.StateChunk) error {
+	w := statestream.NewWriter(func(chunk *gpuctlv1.StateChunk) error {
 		if chunk.GetMark() == nil {
 			return send(chunk)
 		}
-		if mark, err := away.MarkOf(chunk.GetMark()); err != nil || mark != state.Mark {
-			return fmt.Errorf("what is kept of session %s of VM %s: %w", state.Session, state.Machine, away.ErrCorrupt)
+		if mark, err := statestream.MarkOf(chunk.GetMark()); err != nil || mark != state.Mark {
+			return fmt.Errorf("what is kept of session %s of VM %s: %w", state.Session, state.Machine, statestream.ErrCorrupt)
 		}
 		return send(chunk)
 	})

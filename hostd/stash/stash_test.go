@@ -17,7 +17,7 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
-	"github.com/gpuctl/gpuctl/guest/away"
+	"github.com/gpuctl/gpuctl/guest/vm/statestream"
 )
 
 const (
@@ -45,7 +45,7 @@ func chunks(id string, n int) (all []*gpuctlv1.StateChunk, data []byte) {
 	for i := range data {
 		data[i] = byte(r.Uint32())
 	}
-	w := away.NewWriter(func(c *gpuctlv1.StateChunk) error { all = append(all, proto.CloneOf(c)); return nil })
+	w := statestream.NewWriter(func(c *gpuctlv1.StateChunk) error { all = append(all, proto.CloneOf(c)); return nil })
 	_, _ = w.Write(data)
 	_, _ = w.End(id)
 	return all, data
@@ -77,7 +77,7 @@ func load(s *Stash, machine, session string) ([]byte, error) {
 	if err := s.Send(state, func(c *gpuctlv1.StateChunk) error { all = append(all, proto.CloneOf(c)); return nil }); err != nil {
 		return nil, err
 	}
-	return io.ReadAll(away.NewReader(func() (*gpuctlv1.StateChunk, error) {
+	return io.ReadAll(statestream.NewReader(func() (*gpuctlv1.StateChunk, error) {
 		if len(all) == 0 {
 			return nil, io.EOF
 		}
@@ -191,7 +191,7 @@ func TestDamagedFiles(t *testing.T) {
 	if err := os.WriteFile(filepath.Join(dir, vm, "s-1", "a1.state"), data, 0o600); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := load(s, vm, "s-1"); !errors.Is(err, away.ErrCorrupt) {
+	if _, err := load(s, vm, "s-1"); !errors.Is(err, statestream.ErrCorrupt) {
 		t.Errorf("a wrong byte: %v", err)
 	}
 }
@@ -360,7 +360,7 @@ func TestConcurrent(t *testing.T) {
 					}
 				}
 				w.Abort()
-				if _, err := load(s, vm, session); err != nil && !errors.Is(err, ErrNotFound) && !errors.Is(err, away.ErrCorrupt) {
+				if _, err := load(s, vm, session); err != nil && !errors.Is(err, ErrNotFound) && !errors.Is(err, statestream.ErrCorrupt) {
 					t.Error(err)
 				}
 				if n%5 == 0 {

@@ -29,7 +29,7 @@ put() { # put MODE FROM TO
 
 cd "$root"
 CGO_ENABLED=1 "${GO:-go}" build -trimpath -buildvcs=false -ldflags="-s -w -buildid= -linkmode=external -extldflags=-Wl,--build-id=none" -o "$work/gpuguest" ./cmd/gpuguest
-guest/icd/build.sh "$work/libgpuctl-opencl.so" -g0 -ffile-prefix-map="$root=." -Wl,--build-id=none -Wl,-s
+guest/opencl/icd/build.sh "$work/libgpuctl-opencl.so" -g0 -ffile-prefix-map="$root=." -Wl,--build-id=none -Wl,-s
 put 755 "$work/gpuguest" usr/bin/gpuguest
 put 644 "$work/libgpuctl-opencl.so" usr/lib/gpuctl/libgpuctl-opencl.so
 put 644 "$here/gpuguest.service" lib/systemd/system/gpuguest.service

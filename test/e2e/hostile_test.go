@@ -12,9 +12,9 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/gpuctl/gpuctl/guest/cl"
-	"github.com/gpuctl/gpuctl/guest/shm"
-	"github.com/gpuctl/gpuctl/guest/wire"
+	"github.com/gpuctl/gpuctl/guest/opencl/cl"
+	"github.com/gpuctl/gpuctl/guest/opencl/shm"
+	"github.com/gpuctl/gpuctl/guest/opencl/wire"
 	"github.com/gpuctl/gpuctl/test/rig"
 )
 

@@ -7,8 +7,8 @@ import (
 	"net"
 	"os"
 
-	"github.com/gpuctl/gpuctl/guest/shm"
-	"github.com/gpuctl/gpuctl/guest/wire"
+	"github.com/gpuctl/gpuctl/guest/opencl/shm"
+	"github.com/gpuctl/gpuctl/guest/opencl/wire"
 )
 
 const descriptors = 250 // in one message; the kernel takes 253

@@ -12,7 +12,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/gpuctl/gpuctl/guest/wire"
+	"github.com/gpuctl/gpuctl/guest/opencl/wire"
 	"github.com/gpuctl/gpuctl/internal/unixrpc"
 	"github.com/gpuctl/gpuctl/test/rig"
 )

@@ -468,7 +468,7 @@ func TestSwapsDoNotShowWithEveryTransferInALane(t *testing.T) {
 		t.Fatal(err)
 	}
 	library := filepath.Join(t.TempDir(), "libgpuctl-opencl.so")
-	build := exec.Command(filepath.Join(root, "guest/icd/build.sh"), library, "-DBULK_MIN=0u", "-DBULK_MIN_PACKED=0u", "-DEAGER_MAX=0u", "-DINLINE_MAX=0u")
+	build := exec.Command(filepath.Join(root, "guest/opencl/icd/build.sh"), library, "-DBULK_MIN=0u", "-DBULK_MIN_PACKED=0u", "-DEAGER_MAX=0u", "-DINLINE_MAX=0u")
 	if out, err := build.CombinedOutput(); err != nil {
 		t.Fatalf("%v: %s", err, out)
 	}

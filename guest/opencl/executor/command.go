@@ -1,0 +1,573 @@
+package executor
+
+import (
+	"fmt"
+	"runtime"
+	"time"
+	"unsafe"
+
+	"github.com/gpuctl/gpuctl/guest/opencl/cl"
+	"github.com/gpuctl/gpuctl/guest/opencl/wire"
+)
+
+// command runs what a queue takes.
+func (s *session) command(c call, m wire.Request) (outcome, error) {
+	switch m := m.(type) {
+	case *wire.ReadBuffer:
+		return s.enqueue(c, m, m.Queue, m.Event, m.Wait, m.Pend, m.Blocking != 0, func(x *cmd) (cl.Status, error) { return s.readBuffer(x, m) })
+	case *wire.WriteBuffer:
+		return s.enqueue(c, m, m.Queue, m.Event, m.Wait, m.Pend, m.Blocking != 0, func(x *cmd) (cl.Status, error) { return s.writeBuffer(x, m) })
+	case *wire.ReadBufferRect:
+		return s.enqueue(c, m, m.Queue, m.Event, m.Wait, m.Pend, m.Blocking != 0, func(x *cmd) (cl.Status, error) {
+			p, st, err := s.staged(x, m.Mode, m.StageOff, m.StageLen, m.Mem, m.Region)
+			if err != nil || st != cl.Success {
+				return st, err
+			}
+			o, r, ok := pos(m.Origin, m.Region)
+			if !ok {
+				return cl.InvalidValue, nil
+			}
+			x.track()
+			return cl.EnqueueReadBufferRect(x.q.vendor, x.mem.vendor, false, &o, &[3]uint64{}, &r, m.RowPitch, m.SlicePitch, r[0], r[0]*r[1], p, x.wait, x.out), nil
+		})
+	case *wire.WriteBufferRect:
+		return s.enqueue(c, m, m.Queue, m.Event, m.Wait, m.Pend, m.Blocking != 0, func(x *cmd) (cl.Status, error) {
+			p, st, err := s.staged(x, m.Mode, m.StageOff, m.StageLen, m.Mem, m.Region)
+			if err != nil || st != cl.Success {
+				return st, err
+			}
+			o, r, ok := pos(m.Origin, m.Region)
+			if !ok {
+				return cl.InvalidValue, nil
+			}
+			x.track()
+			x.mem.touch(0, x.mem.size)
+			return cl.EnqueueWriteBufferRect(x.q.vendor, x.mem.vendor, false, &o, &[3]uint64{}, &r, m.RowPitch, m.SlicePitch, r[0], r[0]*r[1], p, x.wait, x.out), nil
+		})
+	case *wire.CopyBuffer:
+		return s.enqueue(c, m, m.Queue, m.Event, m.Wait, 0, false, func(x *cmd) (cl.Status, error) {
+			src, dst := lookup[mem](s, m.Src), lookup[mem](s, m.Dst)
+			if src == nil || dst == nil {
+				return cl.InvalidMemObject, nil
+			}
+			dst.touch(m.DstOff, m.Size)
+			return cl.EnqueueCopyBuffer(x.q.vendor, src.vendor, dst.vendor, m.SrcOff, m.DstOff, m.Size, x.wait, x.out), nil
+		})
+	case *wire.CopyBufferRect:
+		return s.enqueue(c, m, m.Queue, m.Event, m.Wait, 0, false, func(x *cmd) (cl.Status, error) {
+			src, dst := lookup[mem](s, m.Src), lookup[mem](s, m.Dst)
+			if src == nil || dst == nil {
+				return cl.InvalidMemObject, nil
+			}
+			so, r, ok := pos(m.SrcOrigin, m.Region)
+			do, _, ok2 := pos(m.DstOrigin, m.Region)
+			if !ok || !ok2 {
+				return cl.InvalidValue, nil
+			}
+			dst.touch(0, dst.size)
+			return cl.EnqueueCopyBufferRect(x.q.vendor, src.vendor, dst.vendor, &so, &do, &r, m.SrcRowPitch, m.SrcSlicePitch, m.DstRowPitch, m.DstSlicePitch, x.wait, x.out), nil
+		})
+	case *wire.FillBuffer:
+		return s.enqueue(c, m, m.Queue, m.Event, m.Wait, 0, false, func(x *cmd) (cl.Status, error) {
+			d := lookup[mem](s, m.Mem)
+			if d == nil {
+				return cl.InvalidMemObject, nil
+			}
+			if len(m.Pattern) == 0 {
+				return cl.InvalidValue, nil
+			}
+			d.touch(m.Offset, m.Size)
+			return cl.EnqueueFillBuffer(x.q.vendor, d.vendor, unsafe.Pointer(unsafe.SliceData(m.Pattern)), uint64(len(m.Pattern)), m.Offset, m.Size, x.wait, x.out), nil
+		})
+	case *wire.ReadImage:
+		return s.enqueue(c, m, m.Queue, m.Event, m.Wait, m.Pend, m.Blocking != 0, func(x *cmd) (cl.Status, error) {
+			p, st, err := s.staged(x, m.Mode, m.StageOff, m.StageLen, m.Image, m.Region)
+			if err != nil || st != cl.Success {
+				return st, err
+			}
+			o, r, ok := pos(m.Origin, m.Region)
+			if !ok {
+				return cl.InvalidValue, nil
+			}
+			x.track()
+			return cl.EnqueueReadImage(x.q.vendor, x.mem.vendor, false, &o, &r, 0, 0, p, x.wait, x.out), nil
+		})
+	case *wire.WriteImage:
+		return s.enqueue(c, m, m.Queue, m.Event, m.Wait, m.Pend, m.Blocking != 0, func(x *cmd) (cl.Status, error) {
+			p, st, err := s.staged(x, m.Mode, m.StageOff, m.StageLen, m.Image, m.Region)
+			if err != nil || st != cl.Success {
+				return st, err
+			}
+			o, r, ok := pos(m.Origin, m.Region)
+			if !ok {
+				return cl.InvalidValue, nil
+			}
+			x.track()
+			x.mem.touch(0, x.mem.size)
+			return cl.EnqueueWriteImage(x.q.vendor, x.mem.vendor, false, &o, &r, 0, 0, p, x.wait, x.out), nil
+		})
+	case *wire.CopyImage:
+		return s.enqueue(c, m, m.Queue, m.Event, m.Wait, 0, false, func(x *cmd) (cl.Status, error) {
+			src, dst := lookup[mem](s, m.Src), lookup[mem](s, m.Dst)
+			if src == nil || dst == nil {
+				return cl.InvalidMemObject, nil
+			}
+			so, r, ok := pos(m.SrcOrigin, m.Region)
+			do, _, ok2 := pos(m.DstOrigin, m.Region)
+			if !ok || !ok2 {
+				return cl.InvalidValue, nil
+			}
+			dst.touch(0, dst.size)
+			return cl.EnqueueCopyImage(x.q.vendor, src.vendor, dst.vendor, &so, &do, &r, x.wait, x.out), nil
+		})
+	case *wire.FillImage:
+		return s.enqueue(c, m, m.Queue, m.Event, m.Wait, 0, false, func(x *cmd) (cl.Status, error) {
+			d := lookup[mem](s, m.Image)
+			o, r, ok := pos(m.Origin, m.Region)
+			if d == nil {
+				return cl.InvalidMemObject, nil
+			}
+			if !ok || len(m.Color) != 16 {
+				return cl.InvalidValue, nil
+			}
+			d.touch(0, d.size)
+			color := [16]byte(m.Color)
+			return cl.EnqueueFillImage(x.q.vendor, d.vendor, &color, &o, &r, x.wait, x.out), nil
+		})
+	case *wire.CopyImageToBuffer:
+		return s.enqueue(c, m, m.Queue, m.Event, m.Wait, 0, false, func(x *cmd) (cl.Status, error) {
+			src, dst := lookup[mem](s, m.Src), lookup[mem](s, m.Dst)
+			o, r, ok := pos(m.Origin, m.Region)
+			if src == nil || dst == nil {
+				return cl.InvalidMemObject, nil
+			}
+			if !ok {
+				return cl.InvalidValue, nil
+			}
+			dst.touch(m.DstOff, min(r[0]*r[1]*r[2]*src.elem, dst.size))
+			return cl.EnqueueCopyImageToBuffer(x.q.vendor, src.vendor, dst.vendor, &o, &r, m.DstOff, x.wait, x.out), nil
+		})
+	case *wire.CopyBufferToImage:
+		return s.enqueue(c, m, m.Queue, m.Event, m.Wait, 0, false, func(x *cmd) (cl.Status, error) {
+			src, dst := lookup[mem](s, m.Src), lookup[mem](s, m.Dst)
+			o, r, ok := pos(m.Origin, m.Region)
+			if src == nil || dst == nil {
+				return cl.InvalidMemObject, nil
+			}
+			if !ok {
+				return cl.InvalidValue, nil
+			}
+			dst.touch(0, dst.size)
+			return cl.EnqueueCopyBufferToImage(x.q.vendor, src.vendor, dst.vendor, m.SrcOff, &o, &r, x.wait, x.out), nil
+		})
+	case *wire.MapBuffer:
+		return s.mapBuffer(c, m)
+	case *wire.MapImage:
+		return s.mapImage(c, m)
+	case *wire.Unmap:
+		return s.enqueue(c, m, m.Queue, m.Event, m.Wait, 0, false, func(x *cmd) (cl.Status, error) { return s.unmap(x, m) })
+	case *wire.Migrate:
+		return s.enqueue(c, m, m.Queue, m.Event, m.Wait, 0, false, func(x *cmd) (cl.Status, error) {
+			var ms []cl.Mem
+			for _, id := range m.Mems {
+				o := lookup[mem](s, id)
+				if o == nil {
+					return cl.InvalidMemObject, nil
+				}
+				ms = append(ms, o.vendor)
+			}
+			return cl.EnqueueMigrateMemObjects(x.q.vendor, ms, m.Flags, x.wait, x.out), nil
+		})
+	case *wire.Marker:
+		return s.enqueue(c, m, m.Queue, m.Event, m.Wait, 0, false, func(x *cmd) (cl.Status, error) {
+			return x.marker(), nil
+		})
+	case *wire.Barrier:
+		return s.enqueue(c, m, m.Queue, m.Event, m.Wait, 0, false, func(x *cmd) (cl.Status, error) {
+			return cl.EnqueueBarrierWithWaitList(x.q.vendor, x.wait, x.out), nil
+		})
+	}
+	return outcome{}, wire.ErrUnknownOp
+}
+
+// cmd is one command on its way to the vendor.
+type cmd struct {
+	q     *queue
+	e     *event
+	wait  []cl.Event
+	out   *cl.Event // where the vendor's event goes, nil when nobody wants it
+	own   cl.Event
+	mem   *mem
+	pend  uint32
+	keep  *runtime.Pinner
+	aside after // the command goes on aside: a small blocking read
+}
+
+// track makes sure that the command has an event of the vendor.
+func (x *cmd) track() {
+	if x.out == nil {
+		x.out = &x.own
+	}
+}
+
+// marker stands for a command whose work is already done, or is none.
+func (x *cmd) marker() cl.Status {
+	return cl.EnqueueMarkerWithWaitList(x.q.vendor, x.wait, x.out)
+}
+
+func (s *session) enqueue(c call, m wire.Request, queueID, eventID uint32, wait []uint32, pend uint32, blocking bool, f func(*cmd) (cl.Status, error)) (outcome, error) {
+	if _, bulk := bulkMode(m); bulk {
+		return s.enqueueBulk(c, m, queueID, eventID, wait, pend)
+	}
+	q := lookup[queue](s, queueID)
+	if q == nil {
+		return s.refuse(c, nil, nil, pend, cl.InvalidCommandQueue), nil
+	}
+	hold, failed, st := s.mustHold(q, c.op, wait)
+	if st != cl.Success {
+		return s.refuse(c, q, nil, pend, st), nil
+	}
+	if hold {
+		return s.park(c, m, q, eventID, wait)
+	}
+	e, err := s.commandEvent(q, eventID)
+	if err != nil {
+		return outcome{}, err
+	}
+	if failed {
+		e.fail(cl.ExecStatusErrorForEventsInWaitList)
+		o := s.refuse(c, nil, nil, pend, cl.ExecStatusErrorForEventsInWaitList)
+		s.afterFail()
+		return o, nil
+	}
+	s.bulkSlot = c.slot
+	x := &cmd{q: q, e: e, wait: s.waits(wait), pend: pend}
+	if e != nil {
+		x.out = &e.vendor
+	}
+	if blocking {
+		x.track()
+	}
+	st, err = f(x)
+	if err != nil {
+		return outcome{}, err
+	}
+	if st != cl.Success {
+		if x.keep != nil {
+			x.keep.Unpin()
+		}
+		return s.refuse(c, q, e, pend, st), nil
+	}
+	q.seq++
+	if x.aside != nil {
+		return later(x.aside), nil
+	}
+	if e != nil {
+		e.state = eventVendor
+	}
+	ev := x.own
+	if e != nil {
+		ev = e.vendor
+	}
+	if x.pend != 0 || x.keep != nil {
+		cl.RetainEvent(ev)
+		q.pends = append(q.pends, pending{ev, x.pend, x.keep})
+	}
+	o := done(cl.Success)
+	if blocking {
+		n, data := q.seq, s.answer
+		o = s.waitThen(c, []cl.Event{ev}, func() []byte {
+			if q.inOrder() { // what came before is over too
+				q.idle = max(q.idle, n)
+				s.gateIfIdle()
+			}
+			return data
+		})
+	}
+	if x.own != 0 {
+		cl.ReleaseEvent(x.own)
+	}
+	return o, nil
+}
+
+// commandEvent makes the event of a command, or finds the one it was parked with.
+func (s *session) commandEvent(q *queue, id uint32) (*event, error) {
+	if s.redo != nil {
+		return s.redo.e, nil
+	}
+	if id == 0 {
+		return nil, nil
+	}
+	e := &event{id: id, ctx: q.ctx, q: q, state: eventVendor}
+	return e, s.put(id, e)
+}
+
+// refuse reports that a command could not be enqueued. If its caller does not
+// wait, the error goes to its event and the queue's next blocking call.
+func (s *session) refuse(c call, q *queue, e *event, pend uint32, st cl.Status) outcome {
+	if pend != 0 {
+		s.ring.PendDone(pend, wire.PendFailed)
+	}
+	if e != nil {
+		e.fail(st)
+		s.afterFail()
+	}
+	if q != nil && c.slot == wire.NoSlot {
+		s.log.Warn("posted command failed", "op", c.op, "queue", q.id, "err", st)
+		if q.failed == cl.Success {
+			q.failed = st
+		}
+	}
+	return done(st)
+}
+
+// afterFail lets what waited for a failed event run, or fail in its turn.
+func (s *session) afterFail() {
+	s.wakeWatches()
+	s.advance()
+}
+
+func pos(o, r []uint64) (origin, region [3]uint64, ok bool) {
+	if len(o) != 3 || len(r) != 3 {
+		return origin, region, false
+	}
+	return [3]uint64(o), [3]uint64(r), true
+}
+
+// staged finds the staged data of a rectangle or image region and checks that
+// there is enough of it.
+func (s *session) staged(x *cmd, mode uint32, off, n uint64, id uint32, region []uint64) (unsafe.Pointer, cl.Status, error) {
+	x.mem = lookup[mem](s, id)
+	if x.mem == nil {
+		return nil, cl.InvalidMemObject, nil
+	}
+	if len(region) != 3 {
+		return nil, cl.InvalidValue, nil
+	}
+	need, elem := uint64(1), uint64(1)
+	if x.mem.kind == memImage {
+		elem = x.mem.elem
+	}
+	for _, v := range []uint64{elem, region[0], region[1], region[2]} {
+		if v == 0 || v > 1<<40 || need > 1<<44/v {
+			return nil, cl.InvalidValue, nil
+		}
+		need *= v
+	}
+	p, ok := s.arenaRange(off, n)
+	if mode != wire.DataStaged || !ok || n < need {
+		return nil, 0, fmt.Errorf("%d staged bytes at %#x for %d: %w", n, off, need, errHostile)
+	}
+	return p, cl.Success, nil
+}
+
+func (s *session) bufferRange(id uint32, off, n uint64) (*mem, cl.Status) {
+	m := lookup[mem](s, id)
+	if m == nil || m.kind == memImage {
+		return nil, cl.InvalidMemObject
+	}
+	if n == 0 || off > m.size || n > m.size-off {
+		return nil, cl.InvalidValue
+	}
+	return m, cl.Success
+}
+
+func (s *session) readBuffer(x *cmd, r *wire.ReadBuffer) (cl.Status, error) {
+	m, st := s.bufferRange(r.Mem, r.Offset, r.Size)
+	if st != cl.Success {
+		return st, nil
+	}
+	p, ok := s.arenaRange(r.StageOff, r.StageLen)
+	if r.Mode != wire.DataStaged || !ok || r.StageLen < r.Size {
+		return 0, fmt.Errorf("%d staged bytes for %d: %w", r.StageLen, r.Size, errHostile)
+	}
+	if r.Blocking != 0 && x.e == nil && r.Size <= directRead {
+		x.aside = s.readAside(x, m, r.Offset, r.Size, p)
+		return cl.Success, nil
+	}
+	x.track()
+	return cl.EnqueueReadBuffer(x.q.vendor, m.vendor, false, r.Offset, r.Size, p, x.wait, x.out), nil
+}
+
+// directRead is the size up to which a blocking read is the vendor's own: for
+// little data a runtime's blocking read is much quicker than an event.
+const directRead = 64 << 10
+
+// readAside lets the vendor enqueue and wait in one call, outside the lock.
+// Another thread's command may overtake it then; but the application's call
+// has not returned, so nothing can be ordered behind it.
+func (s *session) readAside(x *cmd, m *mem, off, n uint64, p unsafe.Pointer) after {
+	q, slot := x.q, s.bulkSlot
+	wait := append([]cl.Event(nil), x.wait...)
+	for _, w := range wait {
+		cl.RetainEvent(w)
+	}
+	q.users++
+	m.users++
+	return func(back func()) {
+		st := cl.EnqueueReadBuffer(q.vendor, m.vendor, true, off, n, p, wait, nil)
+		s.out.deliver(s.stop)
+		back()
+		s.mu.Lock()
+		for _, w := range wait {
+			cl.ReleaseEvent(w)
+		}
+		s.settleAll()
+		if st == cl.Success && q.failed != cl.Success {
+			st, q.failed = q.failed, cl.Success
+		}
+		s.reply(slot, st, nil)
+		q.users--
+		m.users--
+		s.dropMem(m)
+		s.dropQueue(q)
+		s.mu.Unlock()
+	}
+}
+
+func (s *session) writeBuffer(x *cmd, r *wire.WriteBuffer) (cl.Status, error) {
+	m, st := s.bufferRange(r.Mem, r.Offset, r.Size)
+	if st != cl.Success {
+		return st, nil
+	}
+	switch r.Mode {
+	case wire.DataInline:
+		if uint64(len(r.Content)) < r.Size {
+			return 0, fmt.Errorf("%d inline bytes for %d: %w", len(r.Content), r.Size, errHostile)
+		}
+		b := append([]byte(nil), r.Content[:r.Size]...)
+		x.keep = new(runtime.Pinner)
+		x.keep.Pin(&b[0])
+		x.track()
+		m.touch(r.Offset, r.Size)
+		return cl.EnqueueWriteBuffer(x.q.vendor, m.vendor, false, r.Offset, r.Size, unsafe.Pointer(&b[0]), x.wait, x.out), nil
+	}
+	p, ok := s.arenaRange(r.StageOff, r.StageLen)
+	if r.Mode != wire.DataStaged || !ok || r.StageLen < r.Size {
+		return 0, fmt.Errorf("%d staged bytes for %d: %w", r.StageLen, r.Size, errHostile)
+	}
+	x.track()
+	m.touch(r.Offset, r.Size)
+	return cl.EnqueueWriteBuffer(x.q.vendor, m.vendor, false, r.Offset, r.Size, p, x.wait, x.out), nil
+}
+
+// ndrange is the hot path: no allocation when nobody wants the event.
+func (s *session) ndrange(c call, m *wire.Ndrange) (outcome, error) {
+	q := lookup[queue](s, m.Queue)
+	if q == nil {
+		return s.refuse(c, nil, nil, 0, cl.InvalidCommandQueue), nil
+	}
+	hold, failed, st := s.mustHold(q, c.op, m.Wait)
+	if st != cl.Success {
+		return s.refuse(c, q, nil, 0, st), nil
+	}
+	if hold {
+		return s.park(c, m, q, m.Event, m.Wait)
+	}
+	k := lookup[kernel](s, m.Kernel)
+	if s.redo != nil && s.redo.kernel != nil {
+		k = s.redo.kernel
+	}
+	if k == nil {
+		return s.refuse(c, q, nil, 0, cl.InvalidKernel), nil
+	}
+	e, err := s.commandEvent(q, m.Event)
+	if err != nil {
+		return outcome{}, err
+	}
+	if failed {
+		e.fail(cl.ExecStatusErrorForEventsInWaitList)
+		s.afterFail()
+		return done(cl.Success), nil
+	}
+	if m.Dims < 1 || m.Dims > 3 {
+		return s.refuse(c, q, e, 0, cl.InvalidWorkDimension), nil
+	}
+	if k.local > s.limits.LocalMemory { // some runtimes crash instead
+		return s.refuse(c, q, e, 0, cl.OutOfResources), nil
+	}
+	for _, x := range s.written(k) {
+		if x.vendor != 0 {
+			x.touch(0, x.size)
+		}
+	}
+	s.off, s.glob, s.loc = [3]uint64{m.Off0, m.Off1, m.Off2}, [3]uint64{m.Glob0, m.Glob1, m.Glob2}, [3]uint64{m.Loc0, m.Loc1, m.Loc2}
+	var off, loc *[3]uint64
+	if m.Has&1 != 0 {
+		off = &s.off
+	}
+	if m.Has&2 != 0 {
+		loc = &s.loc
+		for i := range m.Dims {
+			if s.loc[i] == 0 {
+				return s.refuse(c, q, e, 0, cl.InvalidWorkGroupSize), nil
+			}
+		}
+		s.used(k, m.Dims)
+	}
+	var out *cl.Event
+	if e != nil {
+		out = &e.vendor
+	}
+	if st := cl.EnqueueNDRangeKernel(q.vendor, k.vendor, m.Dims, off, &s.glob, loc, s.waits(m.Wait), out); st != cl.Success {
+		return s.refuse(c, q, e, 0, st), nil
+	}
+	if e != nil {
+		e.state = eventVendor
+	}
+	q.seq++
+	q.kernel, q.launched = k.name, time.Now()
+	s.usage.Launches++
+	s.usage.LocalMemory = max(s.usage.LocalMemory, k.local)
+	return done(cl.Success), nil
+}
+
+// used records how large a work-group was asked for.
+func (s *session) used(k *kernel, dims uint32) {
+	n := uint64(1)
+	for i := range dims {
+		n *= max(s.loc[i], 1)
+		s.usage.WorkItems[i] = max(s.usage.WorkItems[i], s.loc[i])
+	}
+	s.usage.LargestWorkGroup = max(s.usage.LargestWorkGroup, n)
+	k.group = max(k.group, n)
+}
+
+func (s *session) flush(m *wire.Flush) (outcome, error) {
+	q := lookup[queue](s, m.Queue)
+	if q == nil {
+		return done(cl.InvalidCommandQueue), nil
+	}
+	return done(cl.Flush(q.vendor)), nil
+}
+
+func (s *session) finish(c call, m *wire.Finish) (outcome, error) {
+	q := lookup[queue](s, m.Queue)
+	if q == nil {
+		return done(cl.InvalidCommandQueue), nil
+	}
+	if hold, _, _ := s.mustHold(q, c.op, nil); hold {
+		return s.park(c, m, q, 0, nil)
+	}
+	v, n := q.vendor, q.seq
+	q.users++
+	slot := c.slot
+	return later(func(back func()) {
+		st := cl.Finish(v)
+		s.out.deliver(s.stop)
+		back()
+		s.mu.Lock()
+		q.users--
+		q.idle = max(q.idle, n)
+		s.settle(q, q.seq == n)
+		s.settleAll()
+		s.bury(q.ctx)
+		s.gateIfIdle()
+		if st == cl.Success && q.failed != cl.Success {
+			st, q.failed = q.failed, cl.Success
+		}
+		s.reply(slot, st, nil)
+		s.dropQueue(q)
+		s.mu.Unlock()
+	}), nil
+}

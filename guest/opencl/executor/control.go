@@ -1,0 +1,572 @@
+package executor
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"sync"
+	"time"
+
+	"connectrpc.com/connect"
+
+	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/guest/opencl/cl"
+)
+
+// Errors of the control interface.
+var (
+	// ErrBusy is returned by Freeze when the device does not drain in time.
+	ErrBusy = errors.New("the device is still busy")
+	// ErrState is returned for a request that does not fit the executor's state.
+	ErrState = errors.New("not in this state")
+)
+
+// controller serves ExecutorService. Its requests are serialised by gpuguest;
+// op guards against two gpuguests.
+type controller struct {
+	s  *session
+	op sync.Mutex
+}
+
+func (c *controller) Describe(_ context.Context, _ *connect.Request[gpuctlv1.DescribeRequest]) (*connect.Response[gpuctlv1.DescribeResponse], error) {
+	s := c.s
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	r := &gpuctlv1.DescribeResponse{Usage: s.describe(), Generation: s.cfg.Generation, Frozen: s.frozen, Active: s.active.Load(), Freezes: s.freezes}
+	for _, d := range s.devices {
+		r.Devices = append(r.Devices, deviceLimits(d.vendor))
+	}
+	b, _ := cl.GetPlatformInfo(s.platf, cl.PlatformName)
+	r.Platform, r.Driver = cl.CString(b), infoString(s.devices[0].vendor, cl.DriverVersion)
+	return connect.NewResponse(r), nil
+}
+
+// describe is what the session uses, for people and for the limits check.
+func (s *session) describe() *gpuctlv1.Usage {
+	u := &gpuctlv1.Usage{
+		Memory: s.memory, LargestAlloc: s.usage.LargestAlloc, LargestWorkGroup: s.usage.LargestWorkGroup,
+		WorkItemSizes: s.usage.WorkItems[:], LocalMemory: s.usage.LocalMemory, Dirty: s.dirtyBytes(),
+		Calls: s.calls, Launches: s.usage.Launches, Held: uint32(len(s.parked)),
+	}
+	u.LargestAlloc = 0 // of what is live: what is gone need not fit
+	s.each(func(_ uint32, _ uint64, o any) {
+		switch o := o.(type) {
+		case *mem:
+			if o.kind == memImage {
+				u.Images++
+			} else {
+				u.Buffers++
+			}
+			if o.parent == nil {
+				u.LargestAlloc = max(u.LargestAlloc, o.size)
+			}
+			u.Mapped += uint32(len(o.maps))
+		case *program:
+			u.Programs++
+		case *kernel:
+			u.Kernels++
+		case *queue:
+			u.Queues++
+		case *clContext:
+			u.Contexts++
+		}
+	})
+	return u
+}
+
+func (c *controller) Snapshot(_ context.Context, _ *connect.Request[gpuctlv1.SnapshotRequest]) (*connect.Response[gpuctlv1.SnapshotResponse], error) {
+	return c.s.snapshot()
+}
+
+func (s *session) snapshot() (*connect.Response[gpuctlv1.SnapshotResponse], error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	b, err := s.graph(s.frozen).encode()
+	if err != nil {
+		return nil, err
+	}
+	return connect.NewResponse(&gpuctlv1.SnapshotResponse{Graph: b, Usage: s.describe(), Dirty: s.dirtyBytes()}), nil
+}
+
+func (c *controller) Prepare(_ context.Context, r *connect.Request[gpuctlv1.PrepareRequest], out *connect.ServerStream[gpuctlv1.Progress]) error {
+	c.op.Lock()
+	defer c.op.Unlock()
+	s := c.s
+	defer s.does("objects are being made")()
+	if s.active.Load() {
+		return connect.NewError(connect.CodeFailedPrecondition, fmt.Errorf("prepare an active executor: %w", ErrState))
+	}
+	g, err := decodeGraph(r.Msg.Graph)
+	if err != nil {
+		return connect.NewError(connect.CodeInvalidArgument, err)
+	}
+	if r.Msg.Final && !g.Final {
+		return connect.NewError(connect.CodeInvalidArgument, fmt.Errorf("graph of a running session as the final one: %w", ErrState))
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	var last time.Time
+	report := func(step string, done, total uint64) {
+		if time.Since(last) < 50*time.Millisecond {
+			return
+		}
+		last = time.Now()
+		_ = out.Send(&gpuctlv1.Progress{Step: step, BytesDone: done, BytesTotal: total})
+	}
+	if err := s.restore(g, report); err != nil {
+		code := connect.CodeInternal
+		if errors.Is(err, ErrRefused) {
+			code = connect.CodeFailedPrecondition
+		}
+		return connect.NewError(code, err)
+	}
+	s.prepared = g.Final
+	return nil
+}
+
+func (c *controller) Export(ctx context.Context, r *connect.Request[gpuctlv1.ExportRequest], out *connect.ServerStream[gpuctlv1.Progress]) error {
+	c.op.Lock()
+	defer c.op.Unlock()
+	s := c.s
+	defer s.does("contents are being read")()
+	m := r.Msg
+	if m.Final && !s.isFrozen() {
+		return connect.NewError(connect.CodeFailedPrecondition, fmt.Errorf("final export of a running session: %w", ErrState))
+	}
+	var last time.Time
+	var sentTotal uint64
+	report := func(step string, done, total uint64) {
+		sentTotal = done
+		if time.Since(last) < 50*time.Millisecond && done < total {
+			return
+		}
+		last = time.Now()
+		_ = out.Send(&gpuctlv1.Progress{Step: step, BytesDone: done, BytesTotal: total})
+	}
+	var err error
+	switch {
+	case m.Peer != "":
+		var p *peerSink
+		if p, err = s.dialPeer(m.Peer); err == nil {
+			err = s.export(ctx, m.Peer, m.All, m.Final, p, report)
+		}
+	case m.Memory:
+		err = s.exportState(ctx, "memory", m, report)
+	case m.File != "":
+		err = s.exportState(ctx, m.File, m, report)
+	default:
+		err = connect.NewError(connect.CodeInvalidArgument, errors.New("export to where?"))
+	}
+	if err != nil {
+		var ce *connect.Error
+		if errors.As(err, &ce) {
+			return err
+		}
+		return connect.NewError(connect.CodeInternal, err)
+	}
+	return out.Send(&gpuctlv1.Progress{Step: "copy", BytesDone: sentTotal, BytesTotal: sentTotal})
+}
+
+// exportState writes contents to a state file. The first call reserves room,
+// so that a session can be copied for the greater part before it is frozen.
+func (s *session) exportState(ctx context.Context, to string, m *gpuctlv1.ExportRequest, report progress) error {
+	if m.All || s.stateName != to {
+		s.dropState()
+	}
+	if s.stateTo == nil {
+		f := s.state
+		if to != "memory" {
+			var err error
+			if f, err = s.handed.take(to); err != nil {
+				return err
+			}
+		} else if err := f.Truncate(0); err != nil {
+			return fmt.Errorf("state memory: %w", err)
+		}
+		s.stateTo, s.stateName = newStateFile(s, f, to == "memory"), to
+	}
+	w := s.stateTo
+	if err := w.reserve(); err != nil {
+		s.dropState()
+		return err
+	}
+	if err := s.export(ctx, to, m.All, m.Final, w, report); err != nil {
+		return err
+	}
+	if !m.Final {
+		return nil
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	defer w.letGo()
+	if err := w.finish(); err != nil {
+		return err
+	}
+	w.whole = true
+	return nil
+}
+
+// handed is the file that gpuguest handed over last. An executor opens none
+// that a request names.
+type handed struct {
+	mu   sync.Mutex
+	name string
+	f    *os.File
+}
+
+func (h *handed) put(name string, f *os.File) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if h.f != nil {
+		h.f.Close()
+	}
+	h.name, h.f = name, f
+}
+
+func (h *handed) take(name string) (*os.File, error) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if h.f == nil || h.name != name {
+		return nil, fmt.Errorf("%s was not handed over: %w", name, ErrState)
+	}
+	f := h.f
+	h.name, h.f = "", nil
+	return f, nil
+}
+
+// dropState forgets a state file that is not needed after all. Who asked for
+// it removes the file.
+func (s *session) dropState() {
+	if s.stateTo == nil {
+		return
+	}
+	s.stateTo.release()
+	if s.stateTo.memory {
+		_ = s.state.Truncate(0)
+	} else {
+		s.stateTo.f.Close()
+	}
+	s.stateTo = nil
+}
+
+func (c *controller) Freeze(ctx context.Context, r *connect.Request[gpuctlv1.FreezeRequest]) (*connect.Response[gpuctlv1.SnapshotResponse], error) {
+	c.op.Lock()
+	defer c.op.Unlock()
+	defer c.s.does("what was launched has to end")()
+	limit := time.Duration(r.Msg.TimeoutMs) * time.Millisecond
+	if limit <= 0 {
+		limit = 10 * time.Second
+	}
+	if blockers, err := c.s.freeze(ctx, limit); err != nil {
+		ce := connect.NewError(connect.CodeFailedPrecondition, err)
+		if d, derr := connect.NewErrorDetail(&gpuctlv1.SnapshotResponse{Blockers: blockers}); derr == nil {
+			ce.AddDetail(d)
+		}
+		return nil, ce
+	}
+	r2, err := c.s.snapshot()
+	if err == nil {
+		r2.Msg.GatedNs = time.Since(c.s.gatedAt).Nanoseconds()
+	}
+	return r2, err
+}
+
+func (s *session) isFrozen() bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.frozen
+}
+
+// freeze gates the ring and drains the device. Nothing that the device does
+// waits for the application, so this ends when what was launched ends.
+func (s *session) freeze(ctx context.Context, limit time.Duration) ([]string, error) {
+	if !s.active.Load() || s.isFrozen() {
+		return nil, fmt.Errorf("freeze: %w", ErrState)
+	}
+	deadline := time.Now().Add(limit)
+	s.awaitIdle(ctx, min(limit/8, longestIdleWait))
+	s.wakeAll()
+	s.mu.Lock()
+	cs := s.contexts()
+	marks := s.markers(cs)
+	s.mu.Unlock()
+	drained := make(chan cl.Status, 1)
+	go func() { drained <- await(marks) }()
+	undo := func(what ...string) ([]string, error) {
+		s.out.begin()
+		if !s.out.offer() {
+			what = append(what, "what its kernels print is not taken: the application makes no call, or nobody reads its output")
+		}
+		s.mu.Lock()
+		s.gate.Store(false)
+		s.advance() // transfers that stopped for the freeze
+		s.mu.Unlock()
+		s.wakeAll()
+		go s.tidy()
+		return what, fmt.Errorf("%w after %s: %v", ErrBusy, limit, what)
+	}
+	select {
+	case <-drained:
+	case <-time.After(time.Until(deadline)):
+		return undo("a command that was launched has not ended")
+	case <-ctx.Done():
+		return undo("given up by the caller")
+	}
+	for nap := 5 * time.Microsecond; s.inflight.Load() > 0; nap = min(2*nap, time.Millisecond) {
+		if time.Now().After(deadline) {
+			return undo(s.busyWith())
+		}
+		if ctx.Err() != nil {
+			return undo("given up by the caller")
+		}
+		time.Sleep(nap)
+	}
+	if !s.out.hold(ctx, deadline) {
+		return undo()
+	}
+	if ctx.Err() != nil { // who asked has left and would not know of it
+		return undo("given up by the caller")
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for _, c := range s.contexts() {
+		for _, q := range c.queues {
+			if q.busy() {
+				cl.Finish(q.vendor)
+				q.idle = q.seq
+			}
+			s.settle(q, true)
+		}
+		s.bury(c)
+	}
+	s.deliver()
+	s.frozen = true
+	s.freezes++
+	return nil, nil
+}
+
+// longestIdleWait is how long a freeze waits for a moment when the device has
+// nothing to do. An application that waits for its results has such moments,
+// and does not stand still for work that was under way.
+const longestIdleWait = 300 * time.Millisecond
+
+// awaitIdle closes the gate at the first such moment, or when the time is up.
+func (s *session) awaitIdle(ctx context.Context, limit time.Duration) {
+	s.mu.Lock()
+	s.gateWanted, s.gated = true, make(chan struct{})
+	gated := s.gated
+	s.gateIfIdle()
+	s.mu.Unlock()
+	select {
+	case <-gated:
+	case <-ctx.Done():
+	case <-time.After(limit):
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.gateWanted {
+		s.closeGate()
+	}
+}
+
+// gateIfIdle closes the gate if that is wanted and the device has nothing to
+// do. The caller holds s.mu.
+func (s *session) gateIfIdle() {
+	if !s.gateWanted {
+		return
+	}
+	for _, c := range s.contexts() {
+		if c.busy() {
+			return
+		}
+	}
+	s.closeGate()
+}
+
+func (s *session) closeGate() {
+	s.gateWanted = false
+	s.gatedAt = time.Now()
+	s.gate.Store(true)
+	close(s.gated)
+}
+
+func (s *session) busyWith() string {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	builds := 0
+	for _, o := range s.objs {
+		if p, ok := o.(*program); ok && p.building {
+			builds++
+		}
+	}
+	if builds > 0 {
+		return fmt.Sprintf("%d programs are being built", builds)
+	}
+	return fmt.Sprintf("%d calls have not ended", s.inflight.Load())
+}
+
+func (c *controller) Thaw(ctx context.Context, r *connect.Request[gpuctlv1.ThawRequest]) (*connect.Response[gpuctlv1.ThawResponse], error) {
+	c.op.Lock()
+	defer c.op.Unlock()
+	if c.s.ring.Owner() != c.s.cfg.Generation {
+		return nil, connect.NewError(connect.CodeFailedPrecondition, fmt.Errorf("thaw, but another executor owns the session: %w", ErrState))
+	}
+	// It may have waited long for its turn. A later freeze is not its to undo.
+	if err := ctx.Err(); err != nil {
+		return nil, err
+	}
+	c.s.mu.Lock()
+	due := c.s.frozen && (r.Msg.GetFreeze() == 0 || r.Msg.GetFreeze() == c.s.freezes)
+	c.s.mu.Unlock()
+	if due {
+		c.s.thaw()
+	}
+	return connect.NewResponse(&gpuctlv1.ThawResponse{}), nil
+}
+
+func (s *session) thaw() {
+	s.dropState()
+	s.mu.Lock()
+	s.out.begin()
+	s.frozen, s.sent = false, false
+	s.exportedTo = ""
+	s.closeWindow()
+	s.gate.Store(false)
+	s.advance()
+	s.mu.Unlock()
+	s.wakeWatches()
+	s.wakeAll()
+	go s.worker()
+	go s.tidy() // what the target had
+}
+
+func (c *controller) Load(_ context.Context, r *connect.Request[gpuctlv1.LoadRequest], out *connect.ServerStream[gpuctlv1.Progress]) error {
+	c.op.Lock()
+	defer c.op.Unlock()
+	s := c.s
+	defer s.does("contents are being loaded")()
+	if s.active.Load() {
+		return connect.NewError(connect.CodeFailedPrecondition, fmt.Errorf("load into an active executor: %w", ErrState))
+	}
+	f := s.state
+	if !r.Msg.Memory {
+		var err error
+		if f, err = s.handed.take(r.Msg.File); err != nil {
+			return connect.NewError(connect.CodeNotFound, err)
+		}
+		defer f.Close()
+	}
+	var last time.Time
+	err := s.load(f, func(step string, done, total uint64) {
+		if time.Since(last) > 50*time.Millisecond || done == total {
+			last = time.Now()
+			_ = out.Send(&gpuctlv1.Progress{Step: step, BytesDone: done, BytesTotal: total})
+		}
+	})
+	if err != nil {
+		return connect.NewError(connect.CodeInternal, err)
+	}
+	return nil
+}
+
+func (c *controller) Activate(_ context.Context, _ *connect.Request[gpuctlv1.ActivateRequest]) (*connect.Response[gpuctlv1.ActivateResponse], error) {
+	c.op.Lock()
+	defer c.op.Unlock()
+	s := c.s
+	if s.ring.Owner() != s.cfg.Generation {
+		return nil, connect.NewError(connect.CodeFailedPrecondition, fmt.Errorf("activate generation %d, the ring's owner is %d: %w", s.cfg.Generation, s.ring.Owner(), ErrState))
+	}
+	if !s.active.Load() {
+		s.activate()
+	}
+	return connect.NewResponse(&gpuctlv1.ActivateResponse{}), nil
+}
+
+// activate begins to serve the session.
+func (s *session) activate() {
+	s.mu.Lock()
+	s.resumeClock()
+	s.ring.SetServing(s.cfg.Generation)
+	s.unpinPeerWindow()
+	s.out.begin()
+	s.active.Store(true)
+	s.advance()
+	s.mu.Unlock()
+	go s.worker()
+	s.wakeWatches()
+	go s.tidy()
+}
+
+// tidy gives back host memory that only former executors needed, once they are
+// gone and nothing enqueued can still use it.
+func (s *session) tidy() {
+	const most = 2 * time.Second
+	for nap, again := 20*time.Millisecond, true; again; nap = min(2*nap, most) {
+		time.Sleep(nap)
+		s.mu.Lock()
+		if s.frozen || s.closed.Load() { // another may serve the session; a thaw begins anew
+			s.mu.Unlock()
+			return
+		}
+		again = !s.host.reclaim()
+		for _, m := range s.buffers() {
+			if m.unified || !m.inArena || !m.hasArena {
+				continue
+			}
+			if m.users > 0 || m.ctx.busy() || m.isMapped() {
+				again = true
+				continue
+			}
+			s.freeHost(m.arena)
+			m.pinTried = false
+			m.hasArena, m.inArena = false, false
+		}
+		s.mu.Unlock()
+	}
+}
+
+// buffers lists the objects that own content, images left out.
+func (s *session) buffers() []*mem {
+	var out []*mem
+	s.each(func(_ uint32, _ uint64, o any) {
+		if m, ok := o.(*mem); ok && m.kind == memBuffer {
+			out = append(out, m)
+		}
+	})
+	return out
+}
+
+func (c *controller) Retire(_ context.Context, _ *connect.Request[gpuctlv1.RetireRequest]) (*connect.Response[gpuctlv1.RetireResponse], error) {
+	c.s.retire()
+	return connect.NewResponse(&gpuctlv1.RetireResponse{}), nil
+}
+
+func (s *session) retire() {
+	s.once.Do(func() {
+		s.gate.Store(true)
+		s.mu.Lock()
+		s.closeWindow()
+		if s.frozen && s.ring.Owner() == s.cfg.Generation && (s.sent || s.stateTo != nil && s.stateTo.whole && !s.stateTo.memory) {
+			// All of it is in the file, or away, and nobody has taken over: host memory
+			// can go, but for what the application has mapped.
+			s.each(func(_ uint32, _ uint64, o any) {
+				if m, ok := o.(*mem); ok && m.parent == nil && m.hasArena && !m.isMapped() {
+					_ = s.arena.PunchHole(m.arena, pages(m.shadowSize()))
+				}
+			})
+		}
+		s.mu.Unlock()
+		close(s.stop)
+	})
+}
+
+func (s *session) contexts() []*clContext {
+	var cs []*clContext
+	for _, o := range s.objs {
+		if c, ok := o.(*clContext); ok {
+			cs = append(cs, c)
+		}
+	}
+	return cs
+}

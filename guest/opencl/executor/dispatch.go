@@ -1,0 +1,261 @@
+package executor
+
+import (
+	"encoding/binary"
+	"fmt"
+	"unsafe"
+
+	"github.com/gpuctl/gpuctl/guest/opencl/cl"
+	"github.com/gpuctl/gpuctl/guest/opencl/wire"
+)
+
+// requests are decoded into, again and again, so that the hot path does not
+// allocate. Whoever keeps a field longer than its dispatch copies it.
+type requests struct {
+	all [256]wire.Request
+}
+
+func (r *requests) get(op wire.Op) wire.Request {
+	if int(op) >= len(r.all) {
+		return nil
+	}
+	if r.all[op] == nil {
+		r.all[op] = wire.New(op)
+	}
+	return r.all[op]
+}
+
+// outcome of a handler: a status and data for the reply; or more, later: after
+// runs without the session's lock and replies itself; or nothing yet, because
+// the request was parked.
+type outcome struct {
+	status cl.Status
+	data   []byte
+	after  after
+	parked bool
+}
+
+// after is the part of a call that waits. Once that is over, and before it
+// replies, it may call back: the application's next request then finds somebody
+// who reads it.
+type after func(back func())
+
+func done(st cl.Status) outcome  { return outcome{status: st} }
+func answer(data []byte) outcome { return outcome{data: data} }
+func later(f after) outcome      { return outcome{after: f} }
+func held() outcome              { return outcome{parked: true} }
+func u64s(v ...uint64) []byte {
+	var b []byte
+	for _, x := range v {
+		b = binary.LittleEndian.AppendUint64(b, x)
+	}
+	return b
+}
+
+// dispatch runs one request. The error is the client's, and the end of it.
+func (s *session) dispatch(c call) (after, error) {
+	m := s.req.get(c.op)
+	if m == nil {
+		return nil, fmt.Errorf("%s: %w", c.op, wire.ErrUnknownOp)
+	}
+	if err := m.Decode(c.body); err != nil {
+		return nil, err
+	}
+	o, err := s.run(c, m)
+	if err != nil {
+		return nil, fmt.Errorf("%s: %w", c.op, err)
+	}
+	switch {
+	case o.parked:
+	case o.after != nil:
+		return o.after, nil
+	default:
+		s.reply(c.slot, o.status, o.data)
+	}
+	return nil, nil
+}
+
+func (s *session) run(c call, m wire.Request) (outcome, error) {
+	switch m := m.(type) {
+	case *wire.SetArg:
+		return s.setArg(m)
+	case *wire.Ndrange:
+		return s.ndrange(c, m)
+	case *wire.SessionInfo:
+		return answer(s.info), nil
+	case *wire.Fetch:
+		return s.fetch(m), nil
+	case *wire.Release:
+		return done(cl.Success), s.release(m.ID, m.Callback)
+	case *wire.CreateSubDevices:
+		return s.createSubDevices(m)
+	case *wire.CreateContext:
+		return s.createContext(m)
+	case *wire.CreateQueue:
+		return s.createQueue(m)
+	case *wire.CreateBuffer:
+		return s.createBuffer(m)
+	case *wire.CreateSubBuffer:
+		return s.createSubBuffer(m)
+	case *wire.CreateImage:
+		return s.createImage(m)
+	case *wire.ImageFormats:
+		return s.imageFormats(m)
+	case *wire.CreateSampler:
+		return s.createSampler(m)
+	case *wire.CreateProgramSource:
+		return s.createProgram(m.ID, m.Context, programSource, m.Mode, m.Source, m.StageOff, m.StageLen)
+	case *wire.CreateProgramIL:
+		return s.createProgram(m.ID, m.Context, programIL, m.Mode, m.IL, m.StageOff, m.StageLen)
+	case *wire.CreateProgramBinary:
+		return s.createProgram(m.ID, m.Context, programBinary, m.Mode, m.Binary, m.StageOff, m.StageLen)
+	case *wire.BuildProgram:
+		return s.buildProgram(c, m)
+	case *wire.CompileProgram:
+		return s.compileProgram(c, m)
+	case *wire.LinkProgram:
+		return s.linkProgram(c, m)
+	case *wire.ProgramInfo:
+		return s.programInfo(m)
+	case *wire.BuildInfo:
+		return s.buildInfo(m)
+	case *wire.SpecConstant:
+		return s.specConstant(m)
+	case *wire.CreateKernel:
+		return s.createKernel(c, m)
+	case *wire.CloneKernel:
+		return s.cloneKernel(m)
+	case *wire.KernelInfo:
+		return s.kernelInfo(m)
+	case *wire.KernelArgInfo:
+		return s.kernelArgInfo(m)
+	case *wire.KernelWgInfo:
+		return s.kernelWgInfo(m)
+	case *wire.KernelSubGroupInfo:
+		return s.kernelSubGroupInfo(m)
+	case *wire.CreateUserEvent:
+		return s.createUserEvent(m)
+	case *wire.SetUserEvent:
+		return s.setUserEvent(m)
+	case *wire.WaitEvents:
+		return s.waitEvents(c, m)
+	case *wire.EventStatus:
+		return s.eventStatus(m)
+	case *wire.EventProfiling:
+		return s.eventProfiling(m)
+	case *wire.EventCallback:
+		return s.eventCallback(m)
+	case *wire.DeviceTimer:
+		return s.deviceTimer(m)
+	case *wire.Flush:
+		return s.flush(m)
+	case *wire.Finish:
+		return s.finish(c, m)
+	}
+	return s.command(c, m)
+}
+
+func (s *session) fetch(m *wire.Fetch) outcome {
+	data, ok := s.replies[m.Token]
+	if !ok {
+		return done(cl.InvalidValue)
+	}
+	if m.Offset >= uint64(len(data)) {
+		delete(s.replies, m.Token)
+		return done(cl.Success)
+	}
+	rest := data[m.Offset:]
+	if len(rest) <= slotData {
+		delete(s.replies, m.Token)
+	}
+	return outcome{data: rest[:min(len(rest), slotData)]}
+}
+
+// content returns bytes that the client sent along, copied where they could
+// change under the reader.
+func (s *session) content(mode uint32, inline []byte, off, n uint64) ([]byte, error) {
+	switch mode {
+	case wire.DataInline:
+		return append([]byte(nil), inline...), nil
+	case wire.DataStaged:
+		p, ok := s.arenaRange(off, n)
+		if !ok {
+			return nil, fmt.Errorf("staged data at %#x, %d bytes: %w", off, n, errHostile)
+		}
+		return append([]byte(nil), unsafe.Slice((*byte)(p), n)...), nil
+	}
+	return nil, nil
+}
+
+// release drops the application's last reference.
+func (s *session) release(id, callback uint32) error {
+	if id < wire.FirstID || int64(id) >= int64(len(s.objs)) || s.objs[id] == nil {
+		return fmt.Errorf("release of id %d: %w", id, errHostile)
+	}
+	o := s.objs[id]
+	s.objs[id] = nil
+	switch o := o.(type) {
+	case *device:
+		cl.ReleaseDevice(o.vendor)
+	case *clContext:
+		s.bury(o)
+		cl.ReleaseContext(o.vendor)
+		s.xfer.forget(o)
+	case *queue:
+		o.dead = true
+		s.ghost(id, o, o.users)
+		s.dropQueue(o)
+	case *mem:
+		o.dead = true
+		s.ghost(id, o, o.users)
+		o.callback = callback
+		s.dropMem(o)
+	case *sampler:
+		o.dead = true
+		s.ghost(id, o, o.users)
+		s.dropSampler(o)
+	case *program:
+		o.dead = true
+		s.ghost(id, o, o.kernels) // of parked launches: others keep it alive in the library
+		s.dropProgram(o)
+	case *kernel:
+		cl.ReleaseKernel(o.vendor)
+		o.prog.kernels--
+		s.dropProgram(o.prog)
+	case *event:
+		o.dead = true
+		s.ghost(id, o, o.users)
+		s.dropEvent(o)
+	}
+	return nil
+}
+
+func (s *session) dropQueue(q *queue) {
+	if q.dead && q.users == 0 && q.vendor != 0 {
+		s.closeQueue(q)
+	}
+}
+
+func (s *session) dropProgram(p *program) {
+	if !p.dead || p.kernels > 0 {
+		return
+	}
+	delete(s.ghosts, p.ghost)
+	if p.vendor != 0 { // one that is being linked has none yet
+		cl.ReleaseProgram(p.vendor)
+	}
+}
+
+func (s *session) dropSampler(x *sampler) {
+	if x.dead && x.users == 0 && x.vendor != 0 {
+		cl.ReleaseSampler(x.vendor)
+		x.vendor = 0
+	}
+}
+
+func (s *session) dropEvent(e *event) {
+	if e.dead && e.users == 0 && e.vendor != 0 {
+		cl.ReleaseEvent(e.vendor)
+		e.vendor = 0
+	}
+}

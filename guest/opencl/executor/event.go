@@ -1,0 +1,425 @@
+package executor
+
+import (
+	"time"
+
+	"github.com/gpuctl/gpuctl/guest/opencl/cl"
+	"github.com/gpuctl/gpuctl/guest/opencl/wire"
+)
+
+// clock turns the device's timestamps into the session's: nanoseconds that go
+// on from one device to the next and never back.
+type clock struct {
+	offset int64  // session time minus device time
+	last   uint64 // largest value the application has seen
+}
+
+func (c *clock) session(device uint64) uint64 {
+	return uint64(int64(device) + c.offset)
+}
+
+// hostNow is CLOCK_MONOTONIC in nanoseconds, near enough for stamps of commands
+// that the executor runs itself.
+func hostNow() uint64 { return uint64(monotonic()) }
+
+func (s *session) createUserEvent(m *wire.CreateUserEvent) (outcome, error) {
+	c := lookup[clContext](s, m.Context)
+	if c == nil {
+		return done(cl.InvalidContext), nil
+	}
+	return done(cl.Success), s.put(m.ID, &event{id: m.ID, ctx: c, user: true, state: eventPending})
+}
+
+func (s *session) setUserEvent(m *wire.SetUserEvent) (outcome, error) {
+	e := lookup[event](s, m.Event)
+	if e == nil || !e.user {
+		return done(cl.InvalidEvent), nil
+	}
+	if m.Status > 0 {
+		return done(cl.InvalidValue), nil
+	}
+	if e.state == eventDone {
+		return done(cl.InvalidOperation), nil
+	}
+	s.resolve(e, m.Status)
+	return done(cl.Success), nil
+}
+
+// resolve gives an event its final status and runs what waited for it.
+func (s *session) resolve(e *event, status int32) {
+	e.state, e.status = eventDone, status
+	s.wakeWatches()
+	s.advance()
+}
+
+// fail ends an event whose command will not run. Its dependents fail in turn.
+func (e *event) fail(status cl.Status) {
+	if e != nil {
+		e.state, e.status = eventDone, int32(status)
+	}
+}
+
+// settle sets the completion words of staged transfers that are over. Called
+// before the application can learn of anything's completion.
+func (s *session) settle(q *queue, all bool) {
+	if len(q.pends) == 0 {
+		return
+	}
+	keep := q.pends[:0]
+	for i, p := range q.pends {
+		status := int32(cl.Complete)
+		if !all {
+			var st cl.Status
+			if status, st = cl.EventStatus(p.ev); st != cl.Success {
+				status = int32(st)
+			}
+		} else if n, st := cl.EventStatus(p.ev); st == cl.Success && n < 0 {
+			status = n
+		}
+		if status > 0 {
+			if q.inOrder() {
+				keep = append(keep, q.pends[i:]...)
+				break
+			}
+			keep = append(keep, p)
+			continue
+		}
+		s.finishPending(p, status)
+	}
+	q.pends = keep
+}
+
+func (s *session) finishPending(p pending, status int32) {
+	if p.keep != nil {
+		p.keep.Unpin()
+	}
+	cl.ReleaseEvent(p.ev)
+	if p.pend != 0 {
+		w := uint32(wire.PendDone)
+		if status < 0 {
+			w = wire.PendFailed
+		}
+		s.ring.PendDone(p.pend, w)
+	}
+}
+
+func (s *session) settleAll() {
+	for _, c := range s.contexts() {
+		for _, q := range c.queues {
+			s.settle(q, false)
+		}
+	}
+}
+
+// poll brings a vendor event up to date.
+func (s *session) poll(e *event) int32 {
+	switch e.state {
+	case eventDone:
+		return e.status
+	case eventPending:
+		switch {
+		case e.user:
+			return cl.Submitted
+		case s.isParked(e):
+			return cl.Queued
+		}
+		return cl.Running
+	}
+	n, st := cl.EventStatus(e.vendor)
+	if st != cl.Success {
+		return int32(st)
+	}
+	if n <= cl.Complete && !s.out.offer() {
+		return cl.Running // until there is room for what it printed
+	}
+	return n
+}
+
+func (s *session) isParked(e *event) bool {
+	for _, p := range s.parked {
+		if p.e == e {
+			return true
+		}
+	}
+	return false
+}
+
+func (s *session) eventStatus(m *wire.EventStatus) (outcome, error) {
+	e := lookup[event](s, m.Event)
+	if e == nil {
+		return done(cl.InvalidEvent), nil
+	}
+	n := s.poll(e)
+	if n <= 0 {
+		s.settleAll()
+	} else if e.q != nil && e.state == eventVendor {
+		// An application that polls must see progress.
+		cl.Flush(e.q.vendor)
+	}
+	return answer(pair(nil, uint32(n), 0)), nil
+}
+
+// stamps reads the profiling times of a finished event, in session time.
+func (s *session) stamps(e *event) ([5]uint64, cl.Status) {
+	var t [5]uint64
+	if e.timed {
+		return e.times, cl.Success
+	}
+	if e.state != eventVendor {
+		return t, cl.ProfilingInfoNotAvailable
+	}
+	for i, p := range []uint32{cl.ProfilingCommandQueued, cl.ProfilingCommandSubmit, cl.ProfilingCommandStart, cl.ProfilingCommandEnd, cl.ProfilingCommandComplete} {
+		v, st := cl.EventTime(e.vendor, p)
+		if st != cl.Success && i == 4 {
+			t[4] = t[3]
+			break
+		}
+		if st != cl.Success {
+			return t, st
+		}
+		t[i] = s.clock.session(v)
+		if i > 0 {
+			t[i] = max(t[i], t[i-1]) //nolint:gosec // i is above 0
+		}
+	}
+	s.clock.last = max(s.clock.last, t[4])
+	return t, cl.Success
+}
+
+func (s *session) eventProfiling(m *wire.EventProfiling) (outcome, error) {
+	e := lookup[event](s, m.Event)
+	if e == nil {
+		return done(cl.InvalidEvent), nil
+	}
+	if s.poll(e) > 0 {
+		return done(cl.ProfilingInfoNotAvailable), nil
+	}
+	s.profiled = true
+	s.settleAll()
+	t, st := s.stamps(e)
+	if st != cl.Success {
+		return done(st), nil
+	}
+	return answer(u64s(t[:]...)), nil
+}
+
+func (s *session) waitEvents(c call, m *wire.WaitEvents) (outcome, error) {
+	hold, failed, st := s.mustHold(nil, c.op, m.Wait)
+	if st != cl.Success {
+		return done(cl.InvalidEvent), nil
+	}
+	if hold {
+		return s.park(c, m, nil, 0, m.Wait)
+	}
+	evs := append([]cl.Event(nil), s.waits(m.Wait)...)
+	if failed {
+		return done(cl.ExecStatusErrorForEventsInWaitList), nil
+	}
+	if len(evs) == 0 {
+		s.settleAll()
+		return done(cl.Success), nil
+	}
+	e := s.timedAlone(m.Wait)
+	if e == nil {
+		return s.waitThen(c, evs, func() []byte { return nil }), nil
+	}
+	e.users++ // it may be released meanwhile
+	return s.waitThen(c, evs, func() (times []byte) {
+		if t, st := s.stamps(e); st == cl.Success {
+			times = u64s(t[:]...)
+		}
+		e.users--
+		s.dropEvent(e)
+		return times
+	}), nil
+}
+
+// timedAlone finds the one event that is waited for, if its times are asked for
+// next, as a program that measures does: the answer brings them along.
+func (s *session) timedAlone(wait []uint32) *event {
+	if !s.profiled || len(wait) != 1 {
+		return nil
+	}
+	e := lookup[event](s, wait[0])
+	if e == nil || e.state != eventVendor || e.q == nil || e.q.props&cl.QueueProfilingEnable == 0 {
+		return nil
+	}
+	return e
+}
+
+// waitThen waits for vendor events aside and then answers the call with what
+// then returns.
+func (s *session) waitThen(c call, evs []cl.Event, then func() []byte) outcome {
+	for _, e := range evs {
+		cl.RetainEvent(e)
+	}
+	return later(func(back func()) {
+		st := cl.WaitForEvents(evs)
+		s.out.deliver(s.stop)
+		back()
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		for _, e := range evs {
+			cl.ReleaseEvent(e)
+		}
+		s.settleAll()
+		s.reply(c.slot, st, then())
+	})
+}
+
+func (s *session) deviceTimer(m *wire.DeviceTimer) (outcome, error) {
+	d := lookup[device](s, m.Device)
+	if d == nil {
+		return done(cl.InvalidDevice), nil
+	}
+	now := hostNow()
+	return answer(u64s(now, now)), nil
+}
+
+// watch is an event callback that is to be delivered.
+type watch struct {
+	e     *event
+	typ   int32
+	token uint32
+}
+
+func (s *session) eventCallback(m *wire.EventCallback) (outcome, error) {
+	e := lookup[event](s, m.Event)
+	if e == nil {
+		return done(cl.InvalidEvent), nil
+	}
+	if e.state == eventVendor && e.q != nil {
+		cl.Flush(e.q.vendor)
+	}
+	if n := s.poll(e); n <= m.Type && n > cl.Complete {
+		// Reached already: it must not come with what the event becomes later.
+		s.callback(m.Callback, m.Type, wire.CbEvent)
+		return done(cl.Success), nil
+	}
+	e.users++
+	s.watches = append(s.watches, &watch{e, m.Type, m.Callback})
+	s.wakeWatches()
+	return done(cl.Success), nil
+}
+
+func (s *session) wakeWatches() {
+	select {
+	case s.watchWake <- struct{}{}:
+	default:
+	}
+}
+
+// watchEvents delivers event callbacks. It polls, briefly and then ever more
+// slowly, because a thread per event would be dearer.
+func (s *session) watchEvents() {
+	const first, last = 20 * time.Microsecond, time.Millisecond
+	nap := first
+	for !s.closed.Load() {
+		s.mu.Lock()
+		n, hit := len(s.watches), s.deliver()
+		s.mu.Unlock()
+		if hit {
+			nap = first
+		}
+		if n == 0 {
+			select {
+			case <-s.watchWake:
+			case <-time.After(time.Second):
+			}
+			nap = first
+			continue
+		}
+		select {
+		case <-s.watchWake:
+		case <-time.After(nap):
+		}
+		nap = min(nap*2, last)
+	}
+}
+
+func (s *session) deliver() bool {
+	keep, hit := s.watches[:0], false
+	settled := false
+	for _, w := range s.watches {
+		n := s.poll(w.e)
+		if n > w.typ {
+			keep = append(keep, w)
+			continue
+		}
+		if !settled {
+			s.settleAll()
+			settled = true
+		}
+		hit = true
+		status := w.typ
+		if n < 0 {
+			status = n
+		}
+		s.callback(w.token, status, wire.CbEvent)
+		w.e.users--
+		s.dropEvent(w.e)
+	}
+	clear(s.watches[len(keep):])
+	s.watches = keep
+	return hit
+}
+
+// callback queues a callback for the application, in order.
+func (s *session) callback(token uint32, status int32, kind uint32) {
+	s.cbMu.Lock()
+	s.cbs = append(s.cbs, [3]uint32{token, uint32(status), kind})
+	s.cbMu.Unlock()
+	select {
+	case s.cbWake <- struct{}{}:
+	default:
+	}
+}
+
+// pushCallbacks moves callbacks into the shared ring, waiting for room there.
+func (s *session) pushCallbacks() {
+	for {
+		select {
+		case <-s.stop:
+			return
+		case <-s.cbWake:
+		}
+		for {
+			s.cbMu.Lock()
+			todo := s.cbs
+			s.cbs = nil
+			s.cbMu.Unlock()
+			if len(todo) == 0 {
+				break
+			}
+			for _, c := range todo {
+				if err := s.ring.PushCallback(c[0], int32(c[1]), c[2], s.stop); err != nil {
+					s.log.Warn("callback", "err", err)
+				}
+			}
+		}
+	}
+}
+
+// notifyDestroyed tells the application that a memory object is gone, once the
+// commands that may use it are over.
+func (s *session) notifyDestroyed(token uint32, c *clContext) {
+	var evs []cl.Event
+	for _, q := range c.queues {
+		var e cl.Event
+		if q.busy() && cl.EnqueueMarkerWithWaitList(q.vendor, nil, &e) == cl.Success {
+			cl.Flush(q.vendor)
+			evs = append(evs, e)
+		}
+	}
+	if len(evs) == 0 {
+		s.callback(token, 0, wire.CbDestroyed)
+		return
+	}
+	s.spawn(func() {
+		cl.WaitForEvents(evs)
+		for _, e := range evs {
+			cl.ReleaseEvent(e)
+		}
+		s.callback(token, 0, wire.CbDestroyed)
+	})
+}

@@ -1,0 +1,366 @@
+package executor
+
+import (
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"time"
+	"unsafe"
+
+	"github.com/gpuctl/gpuctl/guest/opencl/cl"
+)
+
+// sink is where exported contents go.
+type sink interface {
+	// place says where the bytes of a batch are to be read to, by setting
+	// At and ptr of each piece, and waits until that memory is free.
+	place(ps []piece) error
+	// accept takes a batch whose bytes are in place.
+	accept(ps []piece) error
+	// close waits until everything accepted is safe.
+	close() error
+	// knows reports whether the receiver has room for the object. One that was
+	// made a moment ago goes with a later export.
+	knows(id uint32, serial uint64, m *mem) bool
+	// shares says that the receiver finds contents which are in the arena
+	// where they are, so that they need not go.
+	shares() bool
+	// inPlace says that the receiver can read the arena itself.
+	inPlace() bool
+	// chunk is how many bytes one batch has at most.
+	chunk() uint64
+}
+
+// windowChunk is how much one batch moves at most within the VM, and
+// windowDepth how many batches are under way.
+const (
+	windowChunk = 32 << 20
+	windowDepth = 4
+	batchPieces = 4096
+)
+
+// contents lists what an export has to move, and marks it clean.
+func (s *session) contents(final bool, out sink) []piece {
+	var ps []piece
+	s.each(func(id uint32, serial uint64, o any) {
+		m, ok := o.(*mem)
+		switch {
+		case !ok || m.parent != nil || m.vendor == 0:
+			return
+		case m.isMapped() && !final:
+			return // the application writes it behind our back
+		case !out.knows(id, serial, m):
+			return
+		case m.isMapped():
+			m.markAll()
+		}
+		if !m.unified || !out.shares() {
+			for _, p := range m.cut(out.chunk()) {
+				p.ID, p.serial = id, serial
+				m.users++
+				ps = append(ps, p)
+			}
+		}
+		clear(m.dirty)
+		m.known = id
+	})
+	return ps
+}
+
+// export sends what changed since the last export to the same receiver.
+func (s *session) export(ctx context.Context, to string, all, final bool, out sink, report progress) error {
+	s.mu.Lock()
+	if all || s.exportedTo != to {
+		s.exportedTo = to
+		s.each(func(_ uint32, _ uint64, o any) {
+			if m, ok := o.(*mem); ok && m.parent == nil {
+				m.markAll()
+			}
+		})
+	}
+	ps := s.contents(final, out)
+	var marks []cl.Event
+	if !final && len(ps) > 0 {
+		// What was enqueued before this moment has to be over before the
+		// bytes are read; what comes later marks them dirty again.
+		marks = s.markers(s.contexts())
+	}
+	s.mu.Unlock()
+	await(marks)
+	var total, sent uint64
+	for i := range ps {
+		total += ps[i].bytes()
+	}
+	err := s.pump(ctx, ps, out, func(n uint64) {
+		sent += n
+		report("copy", sent, total)
+	})
+	if e := out.close(); err == nil {
+		err = e
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for i := range ps {
+		ps[i].m.users--
+		s.dropMem(ps[i].m)
+	}
+	if err != nil {
+		s.exportedTo = "" // what has arrived is not known
+	}
+	return err
+}
+
+// markers enqueues a marker on every busy queue.
+func (s *session) markers(cs []*clContext) []cl.Event {
+	var marks []cl.Event
+	for _, c := range cs {
+		for _, q := range c.queues {
+			var e cl.Event
+			if q.busy() && cl.EnqueueMarkerWithWaitList(q.vendor, nil, &e) == cl.Success {
+				cl.Flush(q.vendor)
+				marks = append(marks, e)
+			}
+		}
+	}
+	return marks
+}
+
+func await(evs []cl.Event) cl.Status {
+	st := cl.Success
+	for _, e := range evs {
+		// One at a time: events of several contexts cannot be waited for together.
+		if x := cl.WaitForEvents([]cl.Event{e}); x != cl.Success {
+			st = x
+		}
+		cl.ReleaseEvent(e)
+	}
+	return st
+}
+
+func (m *mem) markAll() {
+	for i := range m.dirty {
+		m.dirty[i] = true
+	}
+}
+
+// pump reads pieces out of the device, batch by batch: while the receiver
+// takes one, the next is being read.
+func (s *session) pump(ctx context.Context, ps []piece, out sink, sent func(uint64)) error {
+	var last []piece
+	var lastEvs []cl.Event
+	hand := func() error {
+		if last == nil {
+			return nil
+		}
+		if st := await(lastEvs); st != cl.Success {
+			return fmt.Errorf("read object %d: %w", last[0].ID, st)
+		}
+		if err := out.accept(last); err != nil {
+			return err
+		}
+		var n uint64
+		for i := range last {
+			n += last[i].bytes()
+		}
+		sent(n)
+		return nil
+	}
+	defer func() { await(lastEvs) }()
+	for len(ps) > 0 {
+		if err := ctx.Err(); err != nil {
+			return err
+		}
+		var n int
+		var size uint64
+		for n < len(ps) && n < batchPieces && (n == 0 || size+ps[n].padded() <= out.chunk()) && ps[n].m.unified == ps[0].m.unified {
+			size += ps[n].padded()
+			n++
+		}
+		b := ps[:n]
+		ps = ps[n:]
+		var evs []cl.Event
+		if b[0].m.unified && out.inPlace() {
+			for k := range b {
+				b[k].At = b[k].m.arena + b[k].Off
+			}
+		} else {
+			if err := out.place(b); err != nil {
+				return err
+			}
+			var err error
+			if evs, err = s.fetchPieces(b); err != nil {
+				await(evs)
+				return err
+			}
+		}
+		err := hand()
+		last, lastEvs = b, evs
+		if err != nil {
+			return err
+		}
+	}
+	err := hand()
+	lastEvs = nil
+	return err
+}
+
+// fetchPieces begins to read a batch to where it was placed.
+func (s *session) fetchPieces(b []piece) (evs []cl.Event, err error) {
+	for k := range b {
+		x := &b[k]
+		if x.m.unified {
+			copy(unsafe.Slice((*byte)(x.ptr), x.N), s.arenaBytes(x.m.arena+x.Off, x.N))
+			continue
+		}
+		s.mu.Lock()
+		q, st := s.xfer.queue(x.m.ctx)
+		s.mu.Unlock()
+		if st != cl.Success {
+			return evs, fmt.Errorf("read object %d: %w", x.ID, st)
+		}
+		var ev cl.Event
+		if st := x.read(q, x.ptr, &ev); st != cl.Success {
+			return evs, fmt.Errorf("read object %d: %w", x.ID, st)
+		}
+		evs = append(evs, ev)
+		cl.Flush(q)
+	}
+	return evs, nil
+}
+
+// peerSink hands contents to the target executor, which reads them in the
+// arena: out of a window of chunks, or where they are.
+type peerSink struct {
+	s    *session
+	conn net.Conn
+	unif bool
+	next uint64
+	used int
+	fly  []bool // for each batch under way: it took a chunk of the window
+}
+
+const importMagic = 0x49525847
+
+func (s *session) dialPeer(path string) (*peerSink, error) {
+	conn, err := net.DialTimeout("unix", path, 10*time.Second)
+	if err != nil {
+		return nil, fmt.Errorf("reach the target executor: %w", err)
+	}
+	var hello [8]byte
+	if _, err := io.ReadFull(conn, hello[:]); err != nil || binary.LittleEndian.Uint32(hello[:]) != importMagic {
+		conn.Close()
+		return nil, fmt.Errorf("target executor at %s does not greet: %w", path, errors.Join(err, errHostile))
+	}
+	return &peerSink{s: s, conn: conn, unif: hello[4] != 0}, nil
+}
+
+// knows: who is younger than the target's graph would get lost there.
+func (p *peerSink) knows(id uint32, _ uint64, m *mem) bool { return m.known == id }
+
+func (p *peerSink) shares() bool  { return p.unif }
+func (p *peerSink) inPlace() bool { return true }
+func (p *peerSink) chunk() uint64 { return windowChunk }
+
+func (p *peerSink) place(ps []piece) error {
+	s := p.s
+	if err := s.openWindow(windowChunk * windowDepth); err != nil {
+		return err
+	}
+	for p.used >= windowDepth {
+		if err := p.ack(); err != nil {
+			return err
+		}
+	}
+	at := s.window + p.next%windowDepth*windowChunk
+	p.next++
+	p.used++
+	for i := range ps {
+		ps[i].At, ps[i].ptr = at, s.arena.Pointer(at)
+		at += ps[i].padded()
+	}
+	return nil
+}
+
+// openWindow makes the memory of that size that contents pass through. One
+// that is there and large enough stays.
+func (s *session) openWindow(size uint64) error {
+	if s.windowSize >= size {
+		return nil
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.closeWindow()
+	off, err := s.host.alloc(size + 4096)
+	if err != nil {
+		return err
+	}
+	s.window, s.windowSize = off+4096, size // 0 means none
+	if s.pins {
+		populate(s.arenaBytes(s.window, size))
+		for _, c := range s.contexts() {
+			s.xfer.pin(s, c, s.window, size)
+		}
+	}
+	return nil
+}
+
+// closeWindow gives the window back. The caller holds s.mu.
+func (s *session) closeWindow() {
+	if s.window == 0 {
+		return
+	}
+	s.xfer.unpin(s, s.arena.Pointer(s.window))
+	s.host.free(s.window - 4096)
+	s.window, s.windowSize = 0, 0
+}
+
+func (p *peerSink) ack() error {
+	var b [4]byte
+	_ = p.conn.SetReadDeadline(time.Now().Add(time.Minute))
+	if _, err := io.ReadFull(p.conn, b[:]); err != nil {
+		return fmt.Errorf("target executor: %w", err)
+	}
+	if n := binary.LittleEndian.Uint32(b[:]); n != 0 {
+		return fmt.Errorf("target executor refuses contents: %w", cl.Status(int32(n)))
+	}
+	if p.fly[0] {
+		p.used--
+	}
+	p.fly = p.fly[1:]
+	return nil
+}
+
+func (p *peerSink) accept(ps []piece) error {
+	b := make([]byte, 0, 8+32*len(ps))
+	b = binary.LittleEndian.AppendUint64(b, uint64(len(ps)))
+	for i := range ps {
+		x := &ps[i]
+		b = binary.LittleEndian.AppendUint64(b, uint64(x.ID))
+		b = binary.LittleEndian.AppendUint64(b, x.Off)
+		b = binary.LittleEndian.AppendUint64(b, x.N)
+		b = binary.LittleEndian.AppendUint64(b, x.At)
+	}
+	if _, err := p.conn.Write(b); err != nil {
+		return fmt.Errorf("target executor: %w", err)
+	}
+	p.fly = append(p.fly, ps[0].ptr != nil)
+	for len(p.fly) > 4*windowDepth {
+		if err := p.ack(); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func (p *peerSink) close() error {
+	defer p.conn.Close()
+	for len(p.fly) > 0 {
+		if err := p.ack(); err != nil {
+			return err
+		}
+	}
+	return nil
+}

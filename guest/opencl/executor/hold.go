@@ -1,0 +1,403 @@
+package executor
+
+import (
+	"slices"
+
+	"github.com/gpuctl/gpuctl/guest/opencl/cl"
+	"github.com/gpuctl/gpuctl/guest/opencl/wire"
+)
+
+// A command that waits for something only the application can do (a user
+// event, a bulk transfer it takes part in) is parked here as the bytes it came
+// as, and run later as if it had just come. So the device never waits for the
+// application, a frozen session drains in bounded time, and what is parked
+// moves to another executor as plain data.
+
+// parkedCall is one request that could not be run yet.
+type parkedCall struct {
+	call
+	q      *queue   // of a command
+	e      *event   // its event, nil when the application wants none
+	kernel *kernel  // of a launch: a copy with the arguments of that moment
+	wait   []*event // what it waits for
+	pins   []*int   // counters of the objects it uses
+	drops  []any    // those objects
+	alias  map[uint32]uint32
+
+	looked, bulk bool // whether it is a bulk transfer, once somebody has looked
+}
+
+// isFence says whether the command waits for everything before it and, when
+// it is a barrier, holds everything behind it, on an out-of-order queue too.
+func isFence(op wire.Op, wait int) (fence, waitsAll bool) {
+	switch op {
+	case wire.OpBarrier:
+		return true, wait == 0
+	case wire.OpMarker:
+		return false, wait == 0
+	case wire.OpFinish:
+		return false, true
+	}
+	return false, false
+}
+
+// mustHold says whether a command may not be run now. failed says that an
+// event in its wait list ended in an error.
+func (s *session) mustHold(q *queue, op wire.Op, wait []uint32) (hold, failed bool, st cl.Status) {
+	if q != nil && (q.held > 0 || q.bulk > 0) && s.redo == nil {
+		_, all := isFence(op, len(wait))
+		if q.inOrder() || q.fence > 0 || all {
+			return true, false, cl.Success
+		}
+	}
+	for _, id := range wait {
+		e := lookup[event](s, id)
+		if e == nil {
+			return false, false, cl.InvalidEventWaitList
+		}
+		switch {
+		case e.state == eventPending:
+			hold = true
+		case e.state == eventDone && e.status < 0:
+			failed = true
+		}
+	}
+	return hold, failed, cl.Success
+}
+
+// waits turns ids into the vendor's events; those that are over are left out.
+func (s *session) waits(ids []uint32) []cl.Event {
+	if len(ids) == 0 {
+		return nil
+	}
+	s.wait = s.wait[:0]
+	for _, id := range ids {
+		if e := lookup[event](s, id); e != nil && e.state == eventVendor && e.vendor != 0 {
+			s.wait = append(s.wait, e.vendor)
+		}
+	}
+	if len(s.wait) == 0 {
+		return nil
+	}
+	return s.wait
+}
+
+// uses lists the objects of a request, so that they outlive their release.
+func uses(m wire.Request) []uint32 {
+	switch m := m.(type) {
+	case *wire.ReadBuffer:
+		return []uint32{m.Mem}
+	case *wire.WriteBuffer:
+		return []uint32{m.Mem}
+	case *wire.ReadBufferRect:
+		return []uint32{m.Mem}
+	case *wire.WriteBufferRect:
+		return []uint32{m.Mem}
+	case *wire.CopyBuffer:
+		return []uint32{m.Src, m.Dst}
+	case *wire.CopyBufferRect:
+		return []uint32{m.Src, m.Dst}
+	case *wire.FillBuffer:
+		return []uint32{m.Mem}
+	case *wire.ReadImage:
+		return []uint32{m.Image}
+	case *wire.WriteImage:
+		return []uint32{m.Image}
+	case *wire.CopyImage:
+		return []uint32{m.Src, m.Dst}
+	case *wire.FillImage:
+		return []uint32{m.Image}
+	case *wire.CopyImageToBuffer:
+		return []uint32{m.Src, m.Dst}
+	case *wire.CopyBufferToImage:
+		return []uint32{m.Src, m.Dst}
+	case *wire.MapBuffer:
+		return []uint32{m.Mem}
+	case *wire.MapImage:
+		return []uint32{m.Image}
+	case *wire.Unmap:
+		return []uint32{m.Mem}
+	case *wire.Migrate:
+		return append([]uint32(nil), m.Mems...)
+	}
+	return nil
+}
+
+// park keeps a request for later.
+func (s *session) park(c call, m wire.Request, q *queue, eventID uint32, wait []uint32) (outcome, error) {
+	if s.redo != nil { // still not ready: keep what it holds
+		s.enlist(s.redo)
+		return held(), nil
+	}
+	p, err := s.newParked(c, q, eventID)
+	if err != nil {
+		return outcome{}, err
+	}
+	if n, ok := m.(*wire.Ndrange); ok {
+		k := lookup[kernel](s, n.Kernel)
+		if k == nil {
+			return s.refuse(c, q, p.e, 0, cl.InvalidKernel), nil
+		}
+		kc, st := s.copyKernel(k)
+		if st != cl.Success {
+			return s.refuse(c, q, p.e, 0, st), nil
+		}
+		p.kernel = kc
+	}
+	if !waitsForReply(m) { // the application may have to go on to release it
+		s.reply(p.slot, cl.Success, s.answer)
+		p.slot = wire.NoSlot
+	}
+	s.pinAll(p, uses(m), wait)
+	s.enlist(p)
+	return held(), nil
+}
+
+// newParked copies a request and makes its event.
+func (s *session) newParked(c call, q *queue, eventID uint32) (*parkedCall, error) {
+	p := &parkedCall{call: call{c.op, c.slot, append([]byte(nil), c.body...)}, q: q}
+	if eventID != 0 {
+		p.e = &event{id: eventID, ctx: q.ctx, q: q, state: eventPending}
+		if err := s.put(eventID, p.e); err != nil {
+			return nil, err
+		}
+	}
+	return p, nil
+}
+
+// waitsForReply says whether the call returns only when its command is over.
+func waitsForReply(m wire.Request) bool {
+	switch m := m.(type) {
+	case *wire.Finish, *wire.WaitEvents:
+		return true
+	case *wire.ReadBuffer:
+		return m.Blocking != 0
+	case *wire.WriteBuffer:
+		return m.Blocking != 0
+	case *wire.ReadBufferRect:
+		return m.Blocking != 0
+	case *wire.WriteBufferRect:
+		return m.Blocking != 0
+	case *wire.ReadImage:
+		return m.Blocking != 0
+	case *wire.WriteImage:
+		return m.Blocking != 0
+	case *wire.MapBuffer:
+		return m.Blocking != 0
+	case *wire.MapImage:
+		return m.Blocking != 0
+	}
+	return false
+}
+
+// pinAll makes the objects that a parked call uses outlive their release.
+func (s *session) pinAll(p *parkedCall, ids, wait []uint32) {
+	pin := func(o any) {
+		var n *int
+		switch o := o.(type) {
+		case *mem:
+			n = &o.users
+		case *queue:
+			n = &o.users
+		case *event:
+			n = &o.users
+		case *sampler:
+			n = &o.users
+		default:
+			return
+		}
+		*n++
+		p.pins, p.drops = append(p.pins, n), append(p.drops, o)
+	}
+	if p.q != nil {
+		pin(p.q)
+	}
+	for _, id := range ids {
+		if o := lookup[mem](s, id); o != nil {
+			pin(o)
+		}
+	}
+	for _, id := range wait {
+		if e := lookup[event](s, id); e != nil {
+			pin(e)
+			p.wait = append(p.wait, e)
+		}
+	}
+	if p.e != nil {
+		pin(p.e)
+	}
+	if p.kernel != nil {
+		for i := range p.kernel.args {
+			if a := &p.kernel.args[i]; a.set {
+				pin(a.to)
+			}
+		}
+	}
+}
+
+func (s *session) enlist(p *parkedCall) {
+	s.parked = append(s.parked, p)
+	if p.q != nil {
+		p.q.held++
+		if f, _ := isFence(p.op, len(p.wait)); f {
+			p.q.fence++
+		}
+	}
+}
+
+// ghost gives a released object that is still used, by parked calls or by its
+// sub-buffers and images, an id of its own: the application may use the old one
+// again.
+func (s *session) ghost(id uint32, o any, users int) {
+	if users == 0 {
+		return
+	}
+	s.ghostID++
+	g := wire.MaxID + s.ghostID
+	s.ghosts[g] = o
+	switch o := o.(type) {
+	case *mem:
+		o.ghost = g
+	case *program:
+		o.ghost = g
+	}
+	for _, p := range slices.Concat(s.parked, s.moving) {
+		for _, x := range p.drops {
+			if x != o {
+				continue
+			}
+			if p.alias == nil {
+				p.alias = map[uint32]uint32{}
+			}
+			p.alias[id] = g
+			break
+		}
+		if p.kernel == nil {
+			continue
+		}
+		for i := range p.kernel.args {
+			if a := &p.kernel.args[i]; a.to == o {
+				a.object = g
+			}
+		}
+	}
+}
+
+func (s *session) parkedUse(o any) bool {
+	for _, p := range slices.Concat(s.parked, s.moving) {
+		for _, x := range p.drops {
+			if x == o {
+				return true
+			}
+		}
+	}
+	return false
+}
+
+// unpin lets go of what a parked call used.
+func (s *session) unpin(p *parkedCall) {
+	for _, n := range p.pins {
+		*n--
+	}
+	for _, o := range p.drops {
+		switch o := o.(type) {
+		case *mem:
+			s.dropMem(o)
+		case *queue:
+			s.dropQueue(o)
+		case *event:
+			s.dropEvent(o)
+		case *sampler:
+			s.dropSampler(o)
+		}
+	}
+	if p.kernel != nil {
+		cl.ReleaseKernel(p.kernel.vendor)
+		p.kernel.prog.kernels--
+		s.dropProgram(p.kernel.prog)
+	}
+	for _, g := range p.alias {
+		if _, ok := s.ghosts[g].(*mem); !ok && !s.parkedUse(s.ghosts[g]) { // dropMem knows when a memory object's time has come
+			delete(s.ghosts, g)
+		}
+	}
+	p.pins, p.drops = nil, nil
+}
+
+// advance runs every parked call whose time has come, in the order they came.
+func (s *session) advance() {
+	if s.redo != nil || s.frozen {
+		return
+	}
+	for again := true; again; {
+		again = false
+		blocked := map[*queue]bool{}
+		fenced := map[*queue]bool{}
+		for i, p := range s.parked {
+			f, _ := isFence(p.op, len(p.wait))
+			if !s.ready(p, blocked, fenced) {
+				if p.q != nil {
+					blocked[p.q] = true
+					fenced[p.q] = fenced[p.q] || f
+				}
+				continue
+			}
+			again = true
+			s.parked = append(s.parked[:i:i], s.parked[i+1:]...)
+			if p.q != nil {
+				p.q.held--
+				if f {
+					p.q.fence--
+				}
+			}
+			if !p.isBulk() {
+				s.rerun(p)
+			} else if run := s.begin(p); run != nil {
+				s.spawn(run)
+			}
+			break // running it may have changed the list
+		}
+	}
+}
+
+func (s *session) ready(p *parkedCall, blocked, fenced map[*queue]bool) bool {
+	if q := p.q; q != nil {
+		_, all := isFence(p.op, len(p.wait))
+		if q.inOrder() && (blocked[q] || q.bulk > 0) || fenced[q] || all && (blocked[q] || q.bulk > 0) {
+			return false
+		}
+	}
+	for _, e := range p.wait {
+		if e.state == eventPending {
+			return false
+		}
+	}
+	return !p.isBulk() || s.canCarry()
+}
+
+// rerun runs a parked call as if it had just come.
+func (s *session) rerun(p *parkedCall) {
+	m := wire.New(p.op)
+	if err := m.Decode(p.body); err != nil {
+		s.log.Error("parked call", "op", p.op, "err", err)
+		return
+	}
+	s.redo = p
+	o, err := s.run(p.call, m)
+	s.redo = nil
+	switch {
+	case err != nil:
+		s.log.Error("parked call", "op", p.op, "err", err)
+		s.reply(p.slot, cl.OutOfResources, nil)
+	case o.parked:
+		return
+	case o.after != nil:
+		s.spawn(func() { o.after(func() {}) })
+	default:
+		s.reply(p.slot, o.status, o.data)
+	}
+	if p.q != nil && p.q.vendor != 0 {
+		cl.Flush(p.q.vendor)
+	}
+	s.unpin(p)
+}

@@ -1,0 +1,91 @@
+package executor
+
+import (
+	"testing"
+
+	"github.com/gpuctl/gpuctl/guest/opencl/cl"
+	"github.com/gpuctl/gpuctl/guest/opencl/wire"
+)
+
+// A held command may name an object twice, or an object and its part. What the
+// application released meanwhile is let go of once all the same, and what it
+// still has stays.
+func TestHeldCommandThatNamesAnObjectTwiceLetsGoOfItOnce(t *testing.T) {
+	const size = 1 << 20
+	copied := func(q, src, dst uint32, wait ...uint32) *wire.CopyBuffer {
+		return &wire.CopyBuffer{Queue: q, Src: src, Dst: dst, DstOff: 8192, Size: 4096, Wait: wait}
+	}
+	for _, test := range []struct {
+		name string
+		// held enqueues what waits for the event and releases what it made for it.
+		held func(c *client, ctx, q, b, event uint32)
+	}{
+		{"a buffer to itself", func(c *client, ctx, q, _, event uint32) {
+			x := c.buffer(ctx, size)
+			c.fill(q, x, size, 1)
+			c.post(copied(q, x, x, event))
+			c.post(&wire.Release{ID: x})
+		}},
+		{"a part to itself", func(c *client, _, q, b, event uint32) {
+			x := c.id()
+			c.call(&wire.CreateSubBuffer{ID: x, Parent: b, Origin: size / 2, Size: size / 4})
+			c.post(copied(q, x, x, event))
+			c.post(&wire.Release{ID: x})
+		}},
+		{"a part to its buffer", func(c *client, ctx, q, _, event uint32) {
+			x, y := c.buffer(ctx, size), c.id()
+			c.call(&wire.CreateSubBuffer{ID: y, Parent: x, Origin: size / 2, Size: size / 4})
+			c.post(copied(q, y, x, event))
+			c.post(&wire.Release{ID: x})
+			c.post(&wire.Release{ID: y})
+		}},
+		{"a migration", func(c *client, ctx, q, _, event uint32) {
+			x := c.buffer(ctx, size)
+			c.post(&wire.Migrate{Queue: q, Mems: []uint32{x, x}, Wait: []uint32{event}})
+			c.post(&wire.Release{ID: x})
+		}},
+		{"a sampler", func(c *client, ctx, q, _, event uint32) {
+			p, k, x := c.id(), c.id(), c.id()
+			c.call(&wire.CreateProgramSource{ID: p, Context: ctx, Mode: wire.DataInline, Source: []byte("kernel void two(sampler_t a, sampler_t b) { }")})
+			c.call(&wire.BuildProgram{Program: p})
+			c.call(&wire.CreateKernel{ID: k, Program: p, Name: []byte("two")})
+			c.call(&wire.CreateSampler{ID: x, Context: ctx, Normalized: 1, Addressing: 0x1131, Filter: 0x1140})
+			for i := range uint32(2) {
+				c.post(&wire.SetArg{Kernel: k, Index: i, Kind: wire.ArgSampler, Object: x, Size: 8})
+			}
+			c.post(&wire.Ndrange{Queue: q, Kernel: k, Dims: 1, Glob0: 1, Wait: []uint32{event}})
+			c.post(&wire.Release{ID: k})
+			c.post(&wire.Release{ID: x})
+		}},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			c := newClient(t)
+			s := c.executor(1)
+			s.activate()
+			ctx, q, k := c.setup(0)
+			b, part, event := c.buffer(ctx, size), c.id(), c.id()
+			c.call(&wire.CreateSubBuffer{ID: part, Parent: b, Size: size / 4})
+			c.fill(q, b, size, 3)
+			c.post(&wire.CreateUserEvent{ID: event, Context: ctx})
+			test.held(c, ctx, q, b, event)
+			c.post(&wire.Release{ID: b})
+			c.call(&wire.SetUserEvent{Event: event, Status: int32(cl.Complete)})
+			c.call(&wire.Finish{Queue: q})
+			s.mu.Lock()
+			taken := s.memory
+			s.mu.Unlock()
+			if taken != size {
+				t.Fatalf("%d bytes are counted as taken, %d are", int64(taken), size)
+			}
+			c.launch(q, k, part, 4, size/16, 0)
+			equal(t, c.read(q, part, size/4), 7)
+			c.post(&wire.Release{ID: part})
+			c.call(&wire.Finish{Queue: q})
+			s.mu.Lock()
+			defer s.mu.Unlock()
+			if s.memory != 0 {
+				t.Fatalf("%d bytes are counted as taken, none are", int64(s.memory))
+			}
+		})
+	}
+}

@@ -1,0 +1,142 @@
+package executor
+
+import (
+	"encoding/binary"
+	"fmt"
+	"io"
+	"net"
+
+	"github.com/gpuctl/gpuctl/guest/opencl/cl"
+)
+
+// serveImports takes contents from the session's present executor.
+func (s *session) serveImports(l net.Listener) {
+	for {
+		conn, err := l.Accept()
+		if err != nil {
+			return
+		}
+		if err := s.receive(conn); err != nil {
+			s.log.Error("import", "err", err)
+		}
+		conn.Close()
+	}
+}
+
+type landing struct {
+	evs []cl.Event
+	st  cl.Status
+}
+
+// receive takes batches off one connection and acknowledges each when its
+// bytes are in the device. Batches overlap.
+func (s *session) receive(conn net.Conn) error {
+	hello := binary.LittleEndian.AppendUint32(nil, importMagic)
+	u := byte(0)
+	if s.unified {
+		u = 1
+	}
+	if _, err := conn.Write(append(hello, u, 0, 0, 0)); err != nil {
+		return err
+	}
+	acks := make(chan landing, 64)
+	gone := make(chan struct{})
+	go func() {
+		defer close(gone)
+		for l := range acks {
+			st := l.st
+			if x := await(l.evs); st == cl.Success {
+				st = x
+			}
+			var b [4]byte
+			binary.LittleEndian.PutUint32(b[:], uint32(int32(st)))
+			if _, err := conn.Write(b[:]); err != nil {
+				s.log.Warn("import", "err", err)
+			}
+		}
+	}()
+	defer func() { close(acks); <-gone }()
+	for {
+		var head [8]byte
+		if _, err := io.ReadFull(conn, head[:]); err != nil {
+			if err == io.EOF {
+				return nil
+			}
+			return err
+		}
+		n := binary.LittleEndian.Uint64(head[:])
+		if n == 0 || n > batchPieces {
+			return fmt.Errorf("batch of %d pieces: %w", n, errHostile)
+		}
+		b := make([]byte, 32*n)
+		if _, err := io.ReadFull(conn, b); err != nil {
+			return err
+		}
+		acks <- s.land(b)
+	}
+}
+
+func (s *session) land(b []byte) landing {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	var l landing
+	for ; len(b) > 0; b = b[32:] {
+		p := piece{ID: uint32(le64(b)), Off: le64(b[8:]), N: le64(b[16:]), At: le64(b[24:])}
+		p.m = lookup[mem](s, p.ID)
+		if p.m == nil {
+			continue // released meanwhile: the next graph no longer has it
+		}
+		if !p.fits() {
+			return landing{l.evs, cl.InvalidValue}
+		}
+		ptr, ok := s.arenaRange(p.At, p.bytes())
+		if !ok {
+			return landing{l.evs, cl.InvalidValue}
+		}
+		p.ptr = ptr
+		if s.peerWindow == 0 && !p.m.unified {
+			s.pinPeerWindow(p.At)
+		}
+		ev, err := s.take(&p)
+		if err != nil {
+			s.log.Error("import", "err", err)
+			return landing{l.evs, cl.OutOfResources}
+		}
+		if ev != 0 {
+			l.evs = append(l.evs, ev)
+		}
+	}
+	return l
+}
+
+// pinPeerWindow pins the source's window in this process too, from the first
+// chunk that comes out of it.
+func (s *session) pinPeerWindow(at uint64) {
+	if _, ok := s.arenaRange(at, windowChunk*windowDepth); !ok {
+		return
+	}
+	s.peerWindow = at
+	for _, c := range s.contexts() {
+		s.xfer.pin(s, c, at, windowChunk*windowDepth)
+	}
+}
+
+// unpinPeerWindow lets go of the source's window before the source gives its
+// pages back.
+func (s *session) unpinPeerWindow() {
+	if s.peerWindow != 0 {
+		s.xfer.unpin(s, s.arena.Pointer(s.peerWindow))
+		s.peerWindow = 0
+	}
+}
+
+// fits checks a piece against its object.
+func (p *piece) fits() bool {
+	if p.m.kind == memImage {
+		rows := p.m.rows()
+		return p.N > 0 && p.Off <= rows && p.N <= rows-p.Off
+	}
+	return p.N > 0 && p.Off <= p.m.size && p.N <= p.m.size-p.Off
+}
+
+func le64(b []byte) uint64 { return binary.LittleEndian.Uint64(b) }

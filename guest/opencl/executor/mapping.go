@@ -1,0 +1,270 @@
+package executor
+
+import (
+	"fmt"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/gpuctl/gpuctl/guest/opencl/arena"
+	"github.com/gpuctl/gpuctl/guest/opencl/cl"
+	"github.com/gpuctl/gpuctl/guest/opencl/wire"
+)
+
+// host is the object whose arena memory shows this one's content, and where
+// this one begins there.
+func (m *mem) hostRoot() (*mem, uint64) {
+	if m.kind == memImage {
+		return m, 0
+	}
+	return m.root()
+}
+
+// shadowSize is how much arena memory the object's mapped form takes.
+func (m *mem) shadowSize() uint64 {
+	if m.kind != memImage {
+		return m.size
+	}
+	row, slice := m.pitches()
+	r := m.region()
+	return max(row*r[1]*r[2], slice*r[2])
+}
+
+// shadow makes sure that the object has memory in the arena.
+func (s *session) shadow(m *mem) cl.Status {
+	if m.hasArena {
+		return cl.Success
+	}
+	off, err := s.host.alloc(m.shadowSize())
+	if err != nil {
+		s.log.Warn("mapping", "object", m.id, "err", err)
+		return cl.MapFailure
+	}
+	m.arena, m.hasArena = off, true
+	s.hugePages(off, m.shadowSize())
+	return cl.Success
+}
+
+// Shadows are pinned from pinMin bytes on, and made ready beforehand from
+// readyMin bytes on.
+const (
+	pinMin   = 1 << 20
+	readyMin = 32 << 20
+)
+
+// pinShadow has the driver pin the shadow of an object that is mapped again and
+// again: one that the application asked host memory for, or mapped before. To
+// pin takes about as long as one transfer out of memory that is not.
+func (s *session) pinShadow(m *mem) {
+	again := m.wasMapped
+	m.wasMapped = true
+	if m.pinTried || m.unified || m.shadowSize() < pinMin || !again && m.flags&cl.MemAllocHostPtr == 0 {
+		return
+	}
+	m.pinTried = true
+	s.xfer.pin(s, m.ctx, m.arena, m.shadowSize())
+}
+
+// readyShadow makes and pins the shadow of a new buffer that is made to be
+// mapped, as drivers do when it is created, but beside what the application
+// does next.
+func (s *session) readyShadow(m *mem) {
+	if !s.pins || s.unified || m.flags&cl.MemAllocHostPtr == 0 || m.size < readyMin || s.shadow(m) != cl.Success {
+		return
+	}
+	m.users++
+	m.pinTried = true
+	b := s.arenaBytes(m.arena, m.size)
+	go func() {
+		populate(b)
+		s.xfer.pin(s, m.ctx, m.arena, m.size)
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		m.users--
+		s.dropMem(m)
+	}()
+}
+
+// hugePages asks for huge pages where the kernel has them for shared memory:
+// they take a fraction of the time to come into being and to be pinned.
+func (s *session) hugePages(off, n uint64) {
+	if n >= 2*arena.Huge {
+		_ = unix.Madvise(s.arenaBytes(off, n), unix.MADV_HUGEPAGE)
+	}
+}
+
+func (s *session) addMapping(m *mem, mp *mapping) error {
+	if m.maps == nil {
+		m.maps = map[uint32]*mapping{}
+	}
+	if m.maps[mp.ID] != nil {
+		return fmt.Errorf("mapping %d of object %d is taken: %w", mp.ID, m.id, errHostile)
+	}
+	m.maps[mp.ID] = mp
+	return nil
+}
+
+func (s *session) mapBuffer(c call, r *wire.MapBuffer) (outcome, error) {
+	m, st := s.bufferRange(r.Mem, r.Offset, r.Size)
+	if st != cl.Success {
+		return done(st), nil
+	}
+	root, base := m.hostRoot()
+	if s.redo == nil {
+		if st := s.shadow(root); st != cl.Success {
+			return done(st), nil
+		}
+		at := root.arena + base + r.Offset
+		if err := s.addMapping(m, &mapping{ID: r.Map, Flags: r.Flags, At: at, Offset: r.Offset, Size: r.Size}); err != nil {
+			return outcome{}, err
+		}
+	}
+	mp := m.maps[r.Map]
+	var at uint64 // as the application was told, maybe by another executor
+	if mp != nil {
+		at = mp.At
+	}
+	return s.mapping(c, r, r.Queue, r.Event, r.Wait, r.Blocking != 0, m, mp, u64s(at, 0, 0, 0), func(x *cmd) (cl.Status, error) {
+		if mp == nil {
+			return cl.MapFailure, nil
+		}
+		if root.unified && at == root.arena+base+r.Offset {
+			p, st := cl.EnqueueMapBuffer(x.q.vendor, m.vendor, false, r.Flags, r.Offset, r.Size, x.wait, x.out)
+			if st == cl.Success && p != s.arena.Pointer(at) {
+				s.log.Error("runtime maps outside the memory it was given", "object", m.id)
+				return cl.MapFailure, nil
+			}
+			mp.vendor = p
+			return st, nil
+		}
+		s.pinShadow(root)
+		if r.Flags&cl.MapWriteInvalidateRegion != 0 {
+			return x.marker(), nil
+		}
+		return cl.EnqueueReadBuffer(x.q.vendor, m.vendor, false, r.Offset, r.Size, s.arena.Pointer(at), x.wait, x.out), nil
+	})
+}
+
+func (s *session) mapImage(c call, r *wire.MapImage) (outcome, error) {
+	m := lookup[mem](s, r.Image)
+	if m == nil || m.kind != memImage {
+		return done(cl.InvalidMemObject), nil
+	}
+	o, reg, ok := pos(r.Origin, r.Region)
+	if !ok {
+		return done(cl.InvalidValue), nil
+	}
+	whole := m.region()
+	for i := range whole {
+		if reg[i] == 0 || o[i] > whole[i] || reg[i] > whole[i]-o[i] {
+			return done(cl.InvalidValue), nil
+		}
+	}
+	if s.redo == nil {
+		if st := s.shadow(m); st != cl.Success {
+			return done(st), nil
+		}
+		at, _, _ := m.pixel(o)
+		if err := s.addMapping(m, &mapping{ID: r.Map, Flags: r.Flags, At: at, Origin: o, Region: reg}); err != nil {
+			return outcome{}, err
+		}
+	}
+	mp := m.maps[r.Map]
+	var at uint64
+	if mp != nil {
+		at = mp.At
+	}
+	row, slice := m.pitches()
+	return s.mapping(c, r, r.Queue, r.Event, r.Wait, r.Blocking != 0, m, mp, u64s(at, row, slice, 0), func(x *cmd) (cl.Status, error) {
+		if mp == nil {
+			return cl.MapFailure, nil
+		}
+		if r.Flags&cl.MapWriteInvalidateRegion != 0 {
+			return x.marker(), nil
+		}
+		rp, sp := m.transferPitches()
+		return cl.EnqueueReadImage(x.q.vendor, m.vendor, false, &o, &reg, rp, sp, s.arena.Pointer(at), x.wait, x.out), nil
+	})
+}
+
+// pixel is where a pixel of the image lies in the arena, with the pitches.
+func (m *mem) pixel(o [3]uint64) (at, row, slice uint64) {
+	row, slice = m.pitches()
+	if m.desc.Type == cl.MemObjectImage1dArray {
+		return m.arena + o[1]*slice + o[0]*m.elem, row, slice
+	}
+	return m.arena + o[2]*slice + o[1]*row + o[0]*m.elem, row, slice
+}
+
+// transferPitches are the pitches that a transfer between the image and its
+// shadow has to name.
+func (m *mem) transferPitches() (row, slice uint64) {
+	row, slice = m.pitches()
+	switch m.desc.Type {
+	case cl.MemObjectImage1d, cl.MemObjectImage1dBuffer, cl.MemObjectImage2d:
+		slice = 0
+	case cl.MemObjectImage1dArray:
+		row, slice = 0, row
+	}
+	return row, slice
+}
+
+// mapping enqueues a map command. Its pointer is known at once; a blocking map
+// is answered when the data is there.
+func (s *session) mapping(c call, m wire.Request, queueID, eventID uint32, wait []uint32, blocking bool, o *mem, mp *mapping, data []byte, f func(*cmd) (cl.Status, error)) (outcome, error) {
+	s.answer = data
+	out, err := s.enqueue(c, m, queueID, eventID, wait, 0, blocking, f)
+	s.answer = nil
+	if err != nil {
+		return out, err
+	}
+	switch {
+	case out.parked, out.after != nil: // answered when it was parked, or by the wait
+	case out.status != cl.Success:
+		if mp != nil {
+			delete(o.maps, mp.ID)
+		}
+	default:
+		out.data = data
+	}
+	return out, nil
+}
+
+func (s *session) unmap(x *cmd, r *wire.Unmap) (cl.Status, error) {
+	m := lookup[mem](s, r.Mem)
+	if m == nil {
+		return cl.InvalidMemObject, nil
+	}
+	mp := m.maps[r.Map]
+	if mp == nil {
+		return cl.InvalidValue, nil
+	}
+	delete(m.maps, r.Map)
+	root, base := m.hostRoot()
+	writes := mp.Flags&(cl.MapWrite|cl.MapWriteInvalidateRegion) != 0
+	if writes {
+		m.touch(mp.Offset, max(mp.Size, 1))
+	}
+	defer s.shed(root)
+	switch {
+	case root.unified && mp.vendor != nil:
+		return cl.EnqueueUnmapMemObject(x.q.vendor, m.vendor, mp.vendor, x.wait, x.out), nil
+	case !writes || root.unified && mp.At == root.arena+base+mp.Offset:
+		return x.marker(), nil
+	case m.kind == memImage:
+		rp, sp := m.transferPitches()
+		return cl.EnqueueWriteImage(x.q.vendor, m.vendor, false, &mp.Origin, &mp.Region, rp, sp, s.arena.Pointer(mp.At), x.wait, x.out), nil
+	}
+	return cl.EnqueueWriteBuffer(x.q.vendor, m.vendor, false, mp.Offset, mp.Size, s.arena.Pointer(mp.At), x.wait, x.out), nil
+}
+
+// shed gives up the memory that only mappings from before a swap showed, once
+// there is none left and what was written out of it has arrived.
+func (s *session) shed(m *mem) {
+	if len(m.extra) == 0 || m.isMapped() {
+		return
+	}
+	for _, x := range m.extra {
+		m.ctx.zombies = append(m.ctx.zombies, x.Off)
+	}
+	m.extra = nil
+}

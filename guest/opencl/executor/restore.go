@@ -1,0 +1,695 @@
+package executor
+
+import (
+	"errors"
+	"fmt"
+	"runtime"
+	"slices"
+	"sort"
+	"strings"
+	"sync"
+
+	"github.com/gpuctl/gpuctl/guest/opencl/cl"
+	"github.com/gpuctl/gpuctl/guest/opencl/portable"
+	"github.com/gpuctl/gpuctl/guest/opencl/wire"
+)
+
+// ErrRefused is returned when this device cannot honour the session's graph.
+var ErrRefused = errors.New("the device cannot take the session")
+
+// progress of a preparation.
+type progress func(step string, done, total uint64)
+
+// markMapped notes which objects' host memory the application has a mapping of,
+// through the object itself or a part of it.
+func (g *graph) markMapped() {
+	at := map[uint32]int{}
+	for i := range g.Mems {
+		at[g.Mems[i].ID] = i
+	}
+	for i := range g.Mems {
+		if len(g.Mems[i].Maps) == 0 {
+			continue
+		}
+		g.Mems[i].mapped = true
+		if p, ok := at[g.Mems[i].Parent]; ok && g.Mems[i].Kind == memSub {
+			g.Mems[p].mapped = true
+		}
+	}
+}
+
+// restore makes the executor's objects equal to the graph's: what is missing
+// is made, what is gone is dropped. It may be called again with a newer graph
+// of the same session; the last one is final and brings events and parked
+// calls. The caller holds s.mu; s serves nobody yet.
+func (s *session) restore(g *graph, report progress) error {
+	s.info, s.usage, s.ghostID, s.calls = g.Info, g.Usage, g.GhostID, g.Calls
+	g.markMapped()
+	s.dropStale(g)
+	// First take what is taken, so that nothing new is put there.
+	if err := s.host.begin(g.Part, g.Held); err != nil {
+		return fmt.Errorf("executor %d: %w", g.Generation, err)
+	}
+	for i := range g.Mems {
+		if m := &g.Mems[i]; m.keeps(g.Final) {
+			if err := s.host.inherit(m.Arena, m.shadowSize()); err != nil {
+				return fmt.Errorf("memory object %d: %w", m.ID, err)
+			}
+		}
+	}
+	if !s.swept {
+		s.host.sweep(s.host.own)
+		s.swept = true
+	}
+	for _, d := range sorted(g.Devices, func(d gDevice) uint32 { return d.ID }) {
+		if err := s.restoreDevice(d); err != nil {
+			return err
+		}
+	}
+	for _, c := range g.Contexts {
+		if s.have(c.ID, c.Serial) {
+			continue
+		}
+		ds, vs, ok := s.vendorDevices(c.Devices)
+		if !ok {
+			return fmt.Errorf("context %d: device missing: %w", c.ID, ErrRefused)
+		}
+		v, st := cl.CreateContext(vs)
+		if st != cl.Success {
+			return fmt.Errorf("context %d: %w: %w", c.ID, st, ErrRefused)
+		}
+		s.set(c.ID, c.Serial, &clContext{id: c.ID, devices: ds, vendor: v})
+	}
+	for _, q := range g.Queues {
+		if err := s.restoreQueue(q); err != nil {
+			return err
+		}
+	}
+	total := uint64(len(g.Mems) + len(g.Programs) + len(g.Kernels))
+	for i, m := range sorted(g.Mems, func(m gMem) uint64 { return uint64(m.Kind)<<32 | uint64(m.ID) }) {
+		if err := s.restoreMem(m, g.Final); err != nil {
+			return err
+		}
+		if i%64 == 0 {
+			report("objects", uint64(i), total)
+		}
+	}
+	for _, x := range g.Samplers {
+		if s.have(x.ID, x.Serial) {
+			continue
+		}
+		c := lookup[clContext](s, x.Context)
+		if c == nil {
+			return fmt.Errorf("sampler %d: context missing: %w", x.ID, ErrRefused)
+		}
+		v, st := cl.CreateSampler(c.vendor, x.Normalized != 0, x.Addr, x.Filt)
+		if st != cl.Success {
+			return fmt.Errorf("sampler %d: %w: %w", x.ID, st, ErrRefused)
+		}
+		s.set(x.ID, x.Serial, &sampler{id: x.ID, ctx: c, normalized: x.Normalized, addr: x.Addr, filt: x.Filt, vendor: v, dead: x.Dead})
+	}
+	if err := s.restorePrograms(g.Programs, report); err != nil {
+		return err
+	}
+	for i := range g.Kernels {
+		if err := s.restoreKernel(&g.Kernels[i]); err != nil {
+			return err
+		}
+	}
+	if g.Final {
+		return s.restoreFinal(g)
+	}
+	return nil
+}
+
+func sorted[T any, K ~uint32 | ~uint64](in []T, key func(T) K) []T {
+	out := append([]T(nil), in...)
+	sort.SliceStable(out, func(i, j int) bool { return key(out[i]) < key(out[j]) })
+	return out
+}
+
+// have says whether this very object exists already.
+func (s *session) have(id uint32, serial uint64) bool {
+	if id > wire.MaxID {
+		return s.ghosts[id] != nil
+	}
+	return int(id) < len(s.objs) && s.objs[id] != nil && s.serials[id] == serial
+}
+
+func (s *session) set(id uint32, serial uint64, o any) {
+	if id > wire.MaxID {
+		s.ghosts[id] = o
+		switch o := o.(type) {
+		case *mem:
+			o.ghost = id
+		case *program:
+			o.ghost, o.dead = id, true
+		}
+		return
+	}
+	s.grow(id)
+	s.objs[id], s.serials[id] = o, serial
+	s.serial = max(s.serial, serial)
+}
+
+// dropStale releases what the newer graph no longer has, dependents first.
+func (s *session) dropStale(g *graph) {
+	keep := map[uint32]uint64{}
+	for _, x := range g.Devices {
+		keep[x.ID] = x.Serial
+	}
+	for _, x := range g.Contexts {
+		keep[x.ID] = x.Serial
+	}
+	for _, x := range g.Queues {
+		keep[x.ID] = x.Serial
+	}
+	for _, x := range g.Mems {
+		keep[x.ID] = x.Serial
+	}
+	for _, x := range g.Samplers {
+		keep[x.ID] = x.Serial
+	}
+	for _, x := range g.Programs {
+		keep[x.ID] = x.Serial
+	}
+	for _, x := range g.Kernels {
+		keep[x.ID] = x.Serial
+	}
+	rank := func(o any) int {
+		switch o := o.(type) {
+		case *event:
+			return 0
+		case *kernel:
+			return 1
+		case *program, *sampler:
+			return 2
+		case *mem:
+			return 5 - int(o.kind)
+		case *queue:
+			return 6
+		case *clContext:
+			return 7
+		}
+		return 8
+	}
+	object := func(id uint32) any {
+		if id > wire.MaxID {
+			return s.ghosts[id]
+		}
+		return s.objs[id]
+	}
+	moved := s.movedParts(g)
+	var stale []uint32
+	for id, o := range s.ghosts {
+		if _, ok := keep[id]; ok && !moved[o] {
+			s.hold(o, 1)
+			defer s.hold(o, -1)
+			continue
+		}
+		if m, ok := o.(*mem); ok {
+			m.callback = 0 // who serves the session has told the application
+		}
+		stale = append(stale, id)
+	}
+	for id, o := range s.objs {
+		if o == nil || id < wire.FirstID {
+			continue
+		}
+		if n, ok := keep[uint32(id)]; !ok || n != s.serials[id] || moved[o] {
+			stale = append(stale, uint32(id))
+		}
+	}
+	sort.SliceStable(stale, func(i, j int) bool { return rank(object(stale[i])) < rank(object(stale[j])) })
+	for _, id := range stale {
+		if id <= wire.MaxID {
+			_ = s.release(id, 0)
+			continue
+		}
+		o := s.ghosts[id]
+		delete(s.ghosts, id)
+		switch o := o.(type) { // who used it has gone before
+		case *mem:
+			s.dropMem(o)
+		case *queue:
+			s.dropQueue(o)
+		case *sampler:
+			s.dropSampler(o)
+		case *program:
+			s.dropProgram(o)
+		}
+	}
+}
+
+// movedParts finds the parts of memory objects that are to be parts of other ones
+// now: their parent has been released since and is known by another id, under
+// which it is made anew.
+func (s *session) movedParts(g *graph) map[any]bool {
+	parents := map[uint32]gMem{}
+	for _, m := range g.Mems {
+		parents[m.ID] = m
+	}
+	same := func(m *mem, x gMem) bool { return x.ID != 0 && lookup[mem](s, x.ID) == m && s.have(x.ID, x.Serial) }
+	moved := map[any]bool{}
+	s.each(func(id uint32, _ uint64, o any) {
+		m, ok := o.(*mem)
+		if !ok {
+			return
+		}
+		for x := parents[id]; m.parent != nil; m, x = m.parent, parents[x.Parent] {
+			if !same(m.parent, parents[x.Parent]) {
+				moved[o] = true
+				return
+			}
+		}
+	})
+	return moved
+}
+
+// hold keeps a released object that the graph still has while others are dropped
+// that use it: who uses it besides is not here yet.
+func (s *session) hold(o any, n int) {
+	switch o := o.(type) {
+	case *mem:
+		o.users += n
+	case *program:
+		o.kernels += n
+	}
+}
+
+func (s *session) restoreDevice(d gDevice) error {
+	if s.have(d.ID, d.Serial) {
+		return nil
+	}
+	parent := lookup[device](s, d.Parent)
+	if parent == nil {
+		return fmt.Errorf("sub-device %d: parent missing: %w", d.ID, ErrRefused)
+	}
+	parts, st := cl.CreateSubDevices(parent.vendor, d.Part)
+	if st != cl.Success || d.Index >= len(parts) {
+		return fmt.Errorf("sub-device %d: the device cannot be partitioned alike (%w, %d parts): %w", d.ID, st, len(parts), ErrRefused)
+	}
+	for i, v := range parts {
+		if i != d.Index {
+			cl.ReleaseDevice(v)
+		}
+	}
+	s.set(d.ID, d.Serial, &device{id: d.ID, parent: parent, part: d.Part, index: d.Index, vendor: parts[d.Index]})
+	return nil
+}
+
+func (s *session) restoreQueue(q gQueue) error {
+	if s.have(q.ID, q.Serial) {
+		if x := lookup[queue](s, q.ID); x != nil {
+			x.failed = cl.Status(q.Failed) // told since, or not failed before
+		}
+		return nil
+	}
+	c, d := lookup[clContext](s, q.Context), lookup[device](s, q.Device)
+	if c == nil || d == nil {
+		return fmt.Errorf("queue %d: context or device missing: %w", q.ID, ErrRefused)
+	}
+	v, st := newQueue(c, d, q.Props)
+	if st != cl.Success {
+		return fmt.Errorf("queue %d with properties %#x: %w: %w", q.ID, q.Props, st, ErrRefused)
+	}
+	x := &queue{id: q.ID, ctx: c, dev: d, props: q.Props, vendor: v, failed: cl.Status(q.Failed), dead: q.Dead}
+	c.queues = append(c.queues, x)
+	s.set(q.ID, q.Serial, x)
+	return nil
+}
+
+func (s *session) restoreMem(g gMem, final bool) error {
+	if s.have(g.ID, g.Serial) {
+		m := lookup[mem](s, g.ID)
+		if m == nil || m.kind != g.Kind || m.size != g.Size {
+			return fmt.Errorf("memory object %d is another one than before: %w", g.ID, errGraph)
+		}
+		m.dead, m.callback = g.Dead, g.Callback
+		return s.adoptMaps(m, g, final)
+	}
+	c := lookup[clContext](s, g.Context)
+	if c == nil {
+		return fmt.Errorf("memory object %d: context missing: %w", g.ID, ErrRefused)
+	}
+	m := &mem{
+		id: g.ID, ctx: c, kind: g.Kind, flags: g.Flags, size: g.Size, origin: g.Origin,
+		format: g.Format, desc: g.Desc, elem: g.Elem, dead: g.Dead, callback: g.Callback,
+	}
+	if g.Parent != 0 {
+		if m.parent = lookup[mem](s, g.Parent); m.parent == nil {
+			return fmt.Errorf("memory object %d: parent %d missing: %w", g.ID, g.Parent, ErrRefused)
+		}
+		m.parent.users++
+		if m.kind == memSub {
+			m.parent.subs = append(m.parent.subs, m)
+		}
+	} else {
+		if g.Size > s.limits.MaxAlloc && g.Kind == memBuffer {
+			return fmt.Errorf("memory object %d has %d bytes, the device allocates at most %d: %w", g.ID, g.Size, s.limits.MaxAlloc, ErrRefused)
+		}
+		if s.memory+g.Size > s.memoryLimit() {
+			return fmt.Errorf("memory object %d: %d bytes needed, %d of %d are taken: %w", g.ID, g.Size, s.memory, s.memoryLimit(), ErrRefused)
+		}
+	}
+	// Content that the session has in the arena stays where it is: the
+	// application may hold pointers into it, and it need not move.
+	if g.Unified {
+		if err := s.host.inherit(g.Arena, g.shadowSize()); err != nil {
+			return fmt.Errorf("memory object %d: %w", g.ID, err)
+		}
+		m.arena, m.hasArena, m.inArena = g.Arena, true, true
+	}
+	var st cl.Status
+	switch g.Kind {
+	case memBuffer:
+		st = s.createVendorBuffer(m)
+	case memSub:
+		st = m.createVendorSub()
+	case memImage:
+		st = m.createVendorImage()
+	}
+	if st != cl.Success {
+		return fmt.Errorf("memory object %d (%d bytes): %w: %w", g.ID, g.Size, st, ErrRefused)
+	}
+	if m.parent == nil {
+		s.memory += m.size
+		m.initDirty()
+	}
+	s.set(g.ID, g.Serial, m)
+	return s.adoptMaps(m, g, final)
+}
+
+func (g *gMem) shadowSize() uint64 {
+	m := mem{kind: g.Kind, size: g.Size, desc: g.Desc, elem: g.Elem}
+	return m.shadowSize()
+}
+
+// keeps reports whether the object's memory in the arena is taken over. Content
+// is, always, and never changes its place. A shadow is when the application has
+// a mapping that shows it and the session stands still: until then its owner may
+// give it up and put something else there.
+func (g *gMem) keeps(final bool) bool { return g.HasArena && (g.Unified || final && g.mapped) }
+
+// adoptMaps takes over the application's live mappings, and, when nothing
+// changes any more, the memory that they show.
+func (s *session) adoptMaps(m *mem, g gMem, final bool) error {
+	m.maps = map[uint32]*mapping{}
+	for i := range g.Maps {
+		mp := g.Maps[i]
+		m.maps[mp.ID] = &mp
+	}
+	if !final || !g.mapped {
+		return nil
+	}
+	take := slices.Clone(g.Extra)
+	if g.HasArena && !g.Unified {
+		if m.kind == memBuffer && m.unified || m.hasArena {
+			take = append(take, span{g.Arena, g.shadowSize()})
+		} else {
+			m.arena, m.hasArena = g.Arena, true
+		}
+	}
+	for _, x := range take {
+		if err := s.host.inherit(x.Off, x.Size); err != nil {
+			return fmt.Errorf("mapping of object %d: %w", m.id, err)
+		}
+	}
+	m.extra = take
+	return nil
+}
+
+// restorePrograms builds what is built, several at once: compilers take most
+// of the time that a preparation needs.
+func (s *session) restorePrograms(gs []gProgram, report progress) error {
+	type job struct {
+		g gProgram
+		p *program
+	}
+	var jobs []job
+	for _, g := range gs {
+		if s.have(g.ID, g.Serial) {
+			continue
+		}
+		c := lookup[clContext](s, g.Context)
+		ds, _, ok := s.vendorDevices(g.Devices)
+		if c == nil || !ok {
+			return fmt.Errorf("program %d: context or device missing: %w", g.ID, ErrRefused)
+		}
+		jobs = append(jobs, job{g, &program{id: g.ID, ctx: c, content: g.Content, spec: g.Spec, devices: ds, built: map[uint32]*build{}, loaded: g.Loaded, told: g.Told}})
+	}
+	var (
+		mu   sync.Mutex
+		errs []error
+		wg   sync.WaitGroup
+		n    uint64
+		sem  = make(chan struct{}, runtime.NumCPU())
+	)
+	for _, j := range jobs {
+		wg.Add(1)
+		sem <- struct{}{}
+		go func() {
+			defer func() { <-sem; wg.Done() }()
+			err := s.remake(j.p, &j.g)
+			mu.Lock()
+			defer mu.Unlock()
+			n++
+			report("programs", n, uint64(len(jobs)))
+			if err != nil {
+				errs = append(errs, err)
+			}
+		}()
+	}
+	wg.Wait()
+	if len(errs) > 0 {
+		return errors.Join(errs...)
+	}
+	for _, j := range jobs {
+		s.set(j.p.id, j.g.Serial, j.p)
+	}
+	return nil
+}
+
+// remake makes a program in the state in which it was. What the application
+// was told of its builds stays as it was.
+func (s *session) remake(p *program, g *gProgram) error {
+	ok := false
+	for id, b := range g.Built {
+		x := b
+		p.built[id] = &x
+		ok = ok || b.Status == cl.BuildSuccess
+	}
+	if ok && s.recall(p, g.Serial) {
+		return nil
+	}
+	if st := s.makeProgram(p); st != cl.Success {
+		return fmt.Errorf("program %d: %w: %w", p.id, st, ErrRefused)
+	}
+	if !ok || p.content.Kind != portable.Executable {
+		return nil
+	}
+	if len(p.content.Inputs) > 0 {
+		p.describeNow()
+		s.keepNow(p, g.Serial)
+		return nil
+	}
+	ds := p.builtFor()
+	if st := cl.BuildProgram(p.vendor, vendorIDs(ds), s.quirk.options(p.content.Options)); st != cl.Success {
+		log := ""
+		if b, st := cl.GetProgramBuildInfo(p.vendor, ds[0].vendor, cl.ProgramBuildLog); st == cl.Success {
+			log = strings.TrimSpace(cl.CString(b))
+		}
+		return fmt.Errorf("program %d does not build (%w): %.400s: %w", p.id, st, log, ErrRefused)
+	}
+	p.describeNow()
+	s.keepNow(p, g.Serial)
+	return nil
+}
+
+// describeNow is for a program that is being prepared.
+func (p *program) describeNow() {
+	p.desc = &description{done: make(chan struct{})}
+	p.desc.find(p.describer())
+}
+
+func (s *session) restoreKernel(g *gKernel) error {
+	k := lookup[kernel](s, g.ID)
+	if !s.have(g.ID, g.Serial) {
+		var err error
+		if k, err = s.remakeKernel(g); err != nil {
+			return err
+		}
+		s.set(g.ID, g.Serial, k)
+	}
+	if k == nil || len(k.args) != len(g.Args) {
+		return fmt.Errorf("kernel %d is another one than before: %w", g.ID, errGraph)
+	}
+	return s.rebind(k, g)
+}
+
+func (s *session) remakeKernel(g *gKernel) (*kernel, error) {
+	p := lookup[program](s, g.Program)
+	if p == nil {
+		return nil, fmt.Errorf("kernel %s: program %d missing: %w", g.Name, g.Program, ErrRefused)
+	}
+	k := &kernel{id: g.ID, prog: p, name: g.Name, group: g.Group}
+	var st cl.Status
+	if k.vendor, st = cl.CreateKernel(p.vendor, g.Name); st != cl.Success {
+		return nil, fmt.Errorf("kernel %s of program %d: %w: %w", g.Name, g.Program, st, ErrRefused)
+	}
+	if err := k.remember(g); err != nil {
+		cl.ReleaseKernel(k.vendor)
+		return nil, fmt.Errorf("kernel %s of program %d: %w: %w", g.Name, g.Program, err, ErrRefused)
+	}
+	p.kernels++
+	for _, d := range p.devices {
+		if b, st := cl.GetKernelWorkGroupInfo(k.vendor, d.vendor, cl.KernelWorkGroupSize); st == cl.Success && len(b) >= 8 && cl.Uint64(b) < g.Group {
+			return nil, fmt.Errorf("kernel %s is launched with work-groups of %d, this device takes at most %d: %w", g.Name, g.Group, cl.Uint64(b), ErrRefused)
+		}
+	}
+	return k, nil
+}
+
+// remember describes a kernel as its program is described here. What the graph
+// says of its arguments must be of the same kinds.
+func (k *kernel) remember(g *gKernel) error {
+	as, err := k.prog.desc.arguments(k.vendor, g.Name)
+	if err != nil {
+		return err
+	}
+	if len(as) != len(g.Args) {
+		return fmt.Errorf("%d arguments here, not %d: %w", len(as), len(g.Args), errDiffers)
+	}
+	k.describe(as)
+	for i := range g.Args {
+		if g.Args[i].Set && g.Args[i].Kind != k.info[i].kind {
+			return fmt.Errorf("argument %d is of kind %d here, not %d: %w", i, k.info[i].kind, g.Args[i].Kind, errDiffers)
+		}
+	}
+	return nil
+}
+
+// rebind sets the arguments that differ from the graph's.
+func (s *session) rebind(k *kernel, g *gKernel) error {
+	for i := range g.Args {
+		a, b := &k.args[i], &g.Args[i]
+		if !b.Set {
+			continue
+		}
+		to := s.named(b.Kind, b.Object)
+		if a.set && a.kind == b.Kind && a.size == b.Size && a.object == b.Object && a.to == to && string(a.value) == string(b.Value) {
+			continue
+		}
+		*a = arg{set: true, kind: b.Kind, size: b.Size, object: b.Object, to: to, value: append([]byte(nil), b.Value...)}
+		if s.argGone(a) {
+			a.set = false
+			continue
+		}
+		if st := s.bindArg(k, i); st != cl.Success {
+			return fmt.Errorf("kernel %s, argument %d: %w: %w", k.name, i, st, ErrRefused)
+		}
+	}
+	k.stale = true
+	k.local = 0
+	for i := range k.args {
+		if k.args[i].set && k.args[i].kind == wire.ArgLocal {
+			k.local += k.args[i].size
+		}
+	}
+	return nil
+}
+
+// restoreFinal brings what only an idle session has: events, and the calls
+// that wait for the application.
+func (s *session) restoreFinal(g *graph) error {
+	for _, e := range g.Events {
+		x := &event{id: e.ID, ctx: lookup[clContext](s, e.Context), q: lookup[queue](s, e.Queue), state: e.State, user: e.User, status: e.Status, times: e.Times, timed: e.Timed, dead: e.Dead}
+		if x.ctx == nil {
+			return fmt.Errorf("event %d: context missing: %w", e.ID, ErrRefused)
+		}
+		s.set(e.ID, 0, x)
+	}
+	for i := range g.Parked {
+		if err := s.restoreParked(&g.Parked[i]); err != nil {
+			return err
+		}
+	}
+	for _, w := range g.Watches {
+		e := lookup[event](s, w.Event)
+		if e == nil {
+			return fmt.Errorf("callback of event %d: event missing: %w", w.Event, ErrRefused)
+		}
+		e.users++
+		s.watches = append(s.watches, &watch{e, w.Type, w.Token})
+	}
+	s.replies = g.Replies
+	if s.replies == nil {
+		s.replies = map[uint32][]byte{}
+	}
+	for t := range s.replies {
+		s.token = max(s.token, t)
+	}
+	s.clock.last = g.Clock
+	return nil
+}
+
+func (s *session) restoreParked(g *gParked) error {
+	p := &parkedCall{call: call{wire.Op(g.Op), g.Slot, g.Body}, alias: g.Alias}
+	m := wire.New(p.op)
+	if m == nil {
+		return fmt.Errorf("parked %s: %w", p.op, wire.ErrUnknownOp)
+	}
+	if err := m.Decode(p.body); err != nil {
+		return fmt.Errorf("parked call: %w", err)
+	}
+	if g.Queue != 0 {
+		if p.q = lookup[queue](s, g.Queue); p.q == nil {
+			return fmt.Errorf("parked %s: queue %d missing: %w", p.op, g.Queue, ErrRefused)
+		}
+	}
+	if g.Event != 0 {
+		if p.e = lookup[event](s, g.Event); p.e == nil {
+			return fmt.Errorf("parked %s: event %d missing: %w", p.op, g.Event, ErrRefused)
+		}
+	}
+	if g.Kernel != nil {
+		k, err := s.remakeKernel(g.Kernel)
+		if err != nil {
+			return err
+		}
+		if err := s.rebind(k, g.Kernel); err != nil {
+			return err
+		}
+		p.kernel = k
+	}
+	s.pinAll(p, g.Uses, g.Wait)
+	s.enlist(p)
+	return nil
+}
+
+// copyKernel clones a kernel with its arguments, for a parked launch.
+func (s *session) copyKernel(src *kernel) (*kernel, cl.Status) {
+	k := &kernel{prog: src.prog, name: src.name, text: src.text, info: src.info, stale: true, local: src.local, group: src.group}
+	var st cl.Status
+	if k.vendor, st = cl.CreateKernel(src.prog.vendor, src.name); st != cl.Success {
+		return nil, st
+	}
+	k.args = make([]arg, len(src.args))
+	for i, a := range src.args {
+		a.value = append([]byte(nil), a.value...)
+		k.args[i] = a
+		if !a.set {
+			continue
+		}
+		if s.argGone(&k.args[i]) { // the application must set it anew to launch
+			k.args[i].set = false
+			continue
+		}
+		if st := s.bindArg(k, i); st != cl.Success {
+			cl.ReleaseKernel(k.vendor)
+			return nil, st
+		}
+	}
+	k.prog.kernels++
+	return k, cl.Success
+}

@@ -1,0 +1,444 @@
+package executor
+
+import (
+	"bufio"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"slices"
+	"sync"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/gpuctl/gpuctl/guest/opencl/cl"
+)
+
+// A state file holds the contents of a suspended session: the objects one
+// behind the other, then an index, then where the index is. It is a file or
+// the state memfd. Both are mapped, so that the device writes into them
+// directly; room is reserved first, so that a full disk shows while the
+// session still runs.
+
+const stateMagic = 0x5453585550474c43
+
+var errState = errors.New("not a complete session state")
+
+// stateEntry is one object in a state file, whose index has entries of
+// entrySize bytes: id, serial, place and size.
+type stateEntry struct {
+	ID     uint32
+	Serial uint64
+	At, N  uint64 // bytes
+}
+
+const entrySize = 32
+
+func (e *stateEntry) appendTo(b []byte) []byte {
+	for _, v := range []uint64{uint64(e.ID), e.Serial, e.At, e.N} {
+		b = binary.LittleEndian.AppendUint64(b, v)
+	}
+	return b
+}
+
+// readIndex finds the objects in a state file of size bytes. Each is there
+// once, so that an index makes no more work than the session has contents.
+func (s *session) readIndex(f io.ReaderAt, size uint64) (map[*mem]stateEntry, error) {
+	var tail [24]byte
+	if size < uint64(len(tail)) {
+		return nil, errState
+	}
+	if _, err := f.ReadAt(tail[:], int64(size)-int64(len(tail))); err != nil {
+		return nil, err
+	}
+	end, n := le64(tail[:]), le64(tail[8:])
+	if le64(tail[16:]) != stateMagic || end > size || n > size || end+n+uint64(len(tail)) != size || n%entrySize != 0 {
+		return nil, errState
+	}
+	in := bufio.NewReader(io.NewSectionReader(f, int64(end), int64(n)))
+	out := map[*mem]stateEntry{}
+	for range n / entrySize {
+		var b [entrySize]byte
+		if _, err := io.ReadFull(in, b[:]); err != nil {
+			return nil, fmt.Errorf("index: %w", err)
+		}
+		e := stateEntry{ID: uint32(le64(b[:])), Serial: le64(b[8:]), At: le64(b[16:]), N: le64(b[24:])}
+		m := lookup[mem](s, e.ID)
+		if _, twice := out[m]; m == nil || twice || m.parent != nil || m.size != e.N || e.At > end || e.N > end-e.At {
+			return nil, fmt.Errorf("object %d: %w", e.ID, errState)
+		}
+		out[m] = e
+	}
+	return out, nil
+}
+
+// stateFile is a sink that writes a state file.
+type stateFile struct {
+	s       *session
+	f       *os.File
+	memory  bool
+	entries map[uint64]*stateRoom // by serial
+	end     uint64
+	maps    [][]byte
+	next    uint64 // chunk of the window
+	whole   bool   // everything of the frozen session is in it
+}
+
+type stateRoom struct {
+	stateEntry
+	mem []byte
+}
+
+func newStateFile(s *session, f *os.File, memory bool) *stateFile {
+	return &stateFile{s: s, f: f, memory: memory, entries: map[uint64]*stateRoom{}}
+}
+
+func (w *stateFile) knows(_ uint32, serial uint64, m *mem) bool {
+	return w.entries[serial] != nil || m.unified && w.memory
+}
+
+func (w *stateFile) shares() bool  { return w.memory }
+func (w *stateFile) inPlace() bool { return false }
+func (w *stateFile) chunk() uint64 { return windowChunk }
+func (w *stateFile) close() error  { return nil }
+
+// reserve makes room for every object that has none yet.
+func (w *stateFile) reserve() error {
+	s := w.s
+	var fresh []*stateRoom
+	begin := w.end
+	s.mu.Lock()
+	s.each(func(id uint32, serial uint64, o any) {
+		m, ok := o.(*mem)
+		if !ok || m.parent != nil || m.unified && w.memory || w.entries[serial] != nil {
+			return
+		}
+		r := &stateRoom{stateEntry: stateEntry{ID: id, Serial: serial, At: w.end, N: m.size}}
+		w.entries[serial] = r
+		fresh = append(fresh, r)
+		w.end += (m.size + 4095) &^ 4095
+	})
+	s.mu.Unlock()
+	if w.end == begin {
+		return nil
+	}
+	if err := unix.Fallocate(int(w.f.Fd()), 0, int64(begin), int64(w.end-begin)); err != nil {
+		if !errors.Is(err, unix.EOPNOTSUPP) {
+			return fmt.Errorf("room for %d bytes of state in %s: %w", w.end-begin, w.f.Name(), err)
+		}
+		if err := w.f.Truncate(int64(w.end)); err != nil {
+			return fmt.Errorf("room for %d bytes of state in %s: %w", w.end-begin, w.f.Name(), err)
+		}
+	}
+	b, err := unix.Mmap(int(w.f.Fd()), int64(begin), int(w.end-begin), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)
+	if err != nil {
+		return fmt.Errorf("map %s: %w", w.f.Name(), err)
+	}
+	w.maps = append(w.maps, b)
+	if w.memory {
+		populate(b)
+	}
+	for _, r := range fresh {
+		r.mem = b[r.At-begin : r.At-begin+r.N : r.At-begin+r.N]
+	}
+	return nil
+}
+
+// place has the device write into the window, which is pinned; accept copies
+// from there with every processor. To pin the state itself would cost as much
+// as to move it, and again when the executor ends.
+func (w *stateFile) place(ps []piece) error {
+	if err := w.s.openWindow(windowChunk * windowDepth); err != nil {
+		return err
+	}
+	at := w.s.window + w.next%windowDepth*windowChunk
+	w.next++
+	for i := range ps {
+		x := &ps[i]
+		b, err := w.room(x)
+		if err != nil {
+			return err
+		}
+		if x.m.unified {
+			x.ptr = unsafe.Pointer(&b[0])
+			continue
+		}
+		x.ptr = w.s.arena.Pointer(at)
+		at += x.padded()
+	}
+	return nil
+}
+
+// room is where a piece's bytes belong in the file.
+func (w *stateFile) room(x *piece) ([]byte, error) {
+	r := w.entries[x.serial]
+	off := x.Off
+	if x.m.kind == memImage {
+		off *= x.m.rowBytes()
+	}
+	if r == nil || off+x.bytes() > r.N {
+		return nil, fmt.Errorf("no room for object %d in %s", x.ID, w.f.Name())
+	}
+	return r.mem[off : off+x.bytes()], nil
+}
+
+func (w *stateFile) accept(ps []piece) error {
+	for i := range ps {
+		x := &ps[i]
+		if x.m.unified {
+			continue
+		}
+		b, err := w.room(x)
+		if err != nil {
+			return err
+		}
+		copyWide(b, unsafe.Slice((*byte)(x.ptr), len(b)))
+	}
+	return nil
+}
+
+// finish ends the file with its index and makes it durable.
+func (w *stateFile) finish() error {
+	var index []byte
+	w.s.each(func(_ uint32, serial uint64, o any) {
+		if r := w.entries[serial]; r != nil {
+			index = r.appendTo(index)
+		}
+	})
+	for _, b := range w.maps {
+		if w.memory {
+			break
+		}
+		if err := unix.Msync(b, unix.MS_SYNC); err != nil {
+			return fmt.Errorf("write %s: %w", w.f.Name(), err)
+		}
+	}
+	if _, err := w.f.Seek(int64(w.end), io.SeekStart); err != nil {
+		return fmt.Errorf("write %s: %w", w.f.Name(), err)
+	}
+	n := len(index)
+	for _, v := range []uint64{w.end, uint64(n), stateMagic} {
+		index = binary.LittleEndian.AppendUint64(index, v)
+	}
+	if _, err := w.f.Write(index); err != nil {
+		return fmt.Errorf("write index of %s: %w", w.f.Name(), err)
+	}
+	if w.memory {
+		return nil
+	}
+	if err := w.f.Sync(); err != nil {
+		return fmt.Errorf("write %s: %w", w.f.Name(), err)
+	}
+	return nil
+}
+
+// letGo drops the file's pages from this process; they stay in the file. That
+// costs some 50 ns a page, and the end of the process, for which the resume
+// waits, would do it with one processor.
+func (w *stateFile) letGo() {
+	for _, b := range w.maps {
+		wide(len(b), 64<<20, func(off, end int) { _ = unix.Madvise(b[off:end], unix.MADV_DONTNEED) })
+	}
+}
+
+// release unmaps the file. Nothing may be read into it any more.
+func (w *stateFile) release() {
+	for _, b := range w.maps {
+		_ = unix.Munmap(b)
+	}
+	w.maps = nil
+}
+
+// load writes a state file's contents into the prepared objects, and those
+// that stayed in the arena too if this device keeps memory of its own.
+func (s *session) load(f *os.File, report progress) error {
+	st, err := f.Stat()
+	if err != nil {
+		return fmt.Errorf("state: %w", err)
+	}
+	if err := s.openWindow(windowChunk * windowDepth); err != nil {
+		return err
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	defer s.closeWindow()
+	filed, err := s.readIndex(f, uint64(st.Size())) // a file has what was in the arena, too
+	if err != nil {
+		return fmt.Errorf("%s: %w", f.Name(), err)
+	}
+	var ps []piece
+	for m, e := range filed {
+		m.markAll()
+		for _, p := range m.cut(windowChunk) {
+			off := p.Off
+			if m.kind == memImage {
+				off *= m.rowBytes()
+			}
+			p.ID, p.At = e.ID, e.At+off
+			ps = append(ps, p)
+		}
+	}
+	s.each(func(id uint32, _ uint64, o any) {
+		if m, ok := o.(*mem); ok && m.inArena && !m.unified && m.parent == nil && filed[m].ID == 0 {
+			m.markAll()
+			for _, p := range m.cut(windowChunk) {
+				p.ID, p.ptr = id, s.arena.Pointer(m.arena+p.Off)
+				ps = append(ps, p)
+			}
+		}
+	})
+	return s.fill(f, ps, report)
+}
+
+// fill reads pieces from a state file, those that have no address yet, and
+// puts them into their objects. Each chunk of the window has a worker: some
+// read while the device takes what others have read.
+func (s *session) fill(f *os.File, ps []piece, report progress) error {
+	var total, done uint64
+	for i := range ps {
+		total += ps[i].bytes()
+		if _, st := s.xfer.queue(ps[i].m.ctx); st != cl.Success { // workers only look queues up
+			return fmt.Errorf("object %d: %w", ps[i].ID, st)
+		}
+	}
+	var (
+		mu     sync.Mutex
+		errs   []error
+		wg     sync.WaitGroup
+		todo   = make(chan []piece)
+		failed = func() bool { mu.Lock(); defer mu.Unlock(); return len(errs) > 0 }
+	)
+	for chunk := range uint64(windowDepth) {
+		wg.Go(func() {
+			for b := range todo {
+				n, err := s.fillBatch(f, b, s.window+chunk*windowChunk)
+				mu.Lock()
+				if done += n; err != nil {
+					errs = append(errs, fmt.Errorf("load %s: %w", f.Name(), err))
+				} else {
+					report("load", done, total)
+				}
+				mu.Unlock()
+			}
+		})
+	}
+	for len(ps) > 0 && !failed() {
+		n, size := 0, uint64(0)
+		for n < len(ps) && (n == 0 || size+ps[n].padded() <= windowChunk) {
+			size += ps[n].padded()
+			n++
+		}
+		todo <- ps[:n]
+		ps = ps[n:]
+	}
+	close(todo)
+	wg.Wait()
+	return errors.Join(errs...)
+}
+
+// fillBatch moves a batch through a chunk of the window and waits until it is
+// in the device.
+func (s *session) fillBatch(f *os.File, ps []piece, at uint64) (n uint64, err error) {
+	var evs []cl.Event
+	for i := range ps {
+		x := &ps[i]
+		if x.ptr == nil {
+			if err := readWide(f, s.arenaBytes(at, x.bytes()), int64(x.At)); err != nil {
+				await(evs)
+				return n, err
+			}
+			x.ptr = s.arena.Pointer(at)
+			at += x.padded()
+		}
+		ev, err := s.take(x)
+		if err != nil {
+			await(evs)
+			return n, err
+		}
+		if ev != 0 {
+			evs = append(evs, ev)
+		}
+		n += x.bytes()
+	}
+	if st := await(evs); st != cl.Success {
+		return n, st
+	}
+	return n, nil
+}
+
+// take begins to put a piece of content into its object. The event is 0 when
+// it is there already.
+func (s *session) take(p *piece) (cl.Event, error) {
+	m := p.m
+	if m.unified {
+		s.takeUnified(p)
+		return 0, nil
+	}
+	q, st := s.xfer.queue(m.ctx)
+	if st != cl.Success {
+		return 0, fmt.Errorf("object %d: %w", p.ID, st)
+	}
+	var ev cl.Event
+	if st := p.write(q, p.ptr, &ev); st != cl.Success {
+		return 0, fmt.Errorf("object %d: %w", p.ID, st)
+	}
+	cl.Flush(q)
+	return ev, nil
+}
+
+// takeUnified copies into a buffer in the arena, around what the application
+// has mapped: there its own bytes are the newer ones.
+func (s *session) takeUnified(p *piece) {
+	m := p.m
+	dst := s.arenaBytes(m.arena+p.Off, p.N)
+	src := unsafe.Slice((*byte)(p.ptr), p.N)
+	if p.ptr == unsafe.Pointer(&dst[0]) {
+		return
+	}
+	spans := m.mapped(func(mp *mapping, base uint64) bool { return mp.At == m.arena+base+mp.Offset })
+	for at := p.Off; at < p.Off+p.N; {
+		end := p.Off + p.N
+		skip := false
+		for _, sp := range spans {
+			if at >= sp[0] && at < sp[1] {
+				at, skip = min(sp[1], end), true
+				break
+			}
+			if sp[0] > at {
+				end = min(end, sp[0])
+			}
+		}
+		if skip {
+			continue
+		}
+		copy(dst[at-p.Off:end-p.Off], src[at-p.Off:end-p.Off])
+		at = end
+	}
+}
+
+// isMapped says whether the application has a mapping of the object, or of a
+// part of it.
+func (m *mem) isMapped() bool {
+	return len(m.maps) > 0 || slices.ContainsFunc(m.subs, func(x *mem) bool { return len(x.maps) > 0 })
+}
+
+// mapped lists the byte ranges of a buffer that are mapped now, through itself
+// or a sub-buffer that begins at base, by mappings that are wanted.
+func (m *mem) mapped(want func(mp *mapping, base uint64) bool) [][2]uint64 {
+	var out [][2]uint64
+	for _, x := range append([]*mem{m}, m.subs...) {
+		for _, mp := range x.maps {
+			base := uint64(0)
+			if x != m {
+				base = x.origin
+			}
+			if !want(mp, base) {
+				continue
+			}
+			out = append(out, [2]uint64{base + mp.Offset, base + mp.Offset + mp.Size})
+		}
+	}
+	return out
+}

@@ -1,0 +1,461 @@
+package executor
+
+import (
+	"context"
+	"errors"
+	"net"
+	"os"
+	"path/filepath"
+	"testing"
+	"time"
+
+	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/guest/opencl/cl"
+	"github.com/gpuctl/gpuctl/guest/opencl/shm"
+	"github.com/gpuctl/gpuctl/guest/opencl/wire"
+)
+
+func noProgress(string, uint64, uint64) {}
+
+func swap(ctx context.Context, dir string, from, to *session, _ uint32) error {
+	sock := filepath.Join(dir, "i")
+	l, err := net.Listen("unix", sock)
+	if err != nil {
+		return err
+	}
+	defer l.Close()
+	go to.serveImports(l)
+	if err := move(ctx, from, to, sock, false); err != nil {
+		return err
+	}
+	if _, err := from.freeze(ctx, 10*time.Second); err != nil {
+		return err
+	}
+	if err := move(ctx, from, to, sock, true); err != nil {
+		from.thaw()
+		return err
+	}
+	takeOver(from, to)
+	return nil
+}
+
+// move makes the source's objects on the target, which takes contents at the
+// socket, and sends it those.
+func move(ctx context.Context, from, to *session, sock string, final bool) error {
+	from.mu.Lock()
+	b, err := from.graph(final).encode()
+	from.mu.Unlock()
+	if err != nil {
+		return err
+	}
+	g, err := decodeGraph(b)
+	if err != nil {
+		return err
+	}
+	to.mu.Lock()
+	err = to.restore(g, noProgress)
+	to.mu.Unlock()
+	if err != nil {
+		return err
+	}
+	p, err := from.dialPeer(sock)
+	if err != nil {
+		return err
+	}
+	return from.export(ctx, sock, false, final, p, noProgress)
+}
+
+// takeOver ends a swap of which the target has everything.
+func takeOver(from, to *session) {
+	from.ring.(*shm.Ring).SetOwner(to.cfg.Generation)
+	to.activate()
+	from.closed.Store(true)
+	from.retire()
+	from.mu.Lock()
+	from.host.end()
+	from.mu.Unlock()
+}
+
+func equal(t *testing.T, got []uint32, want uint32) {
+	t.Helper()
+	for i, v := range got {
+		if v != want {
+			t.Fatalf("element %d is %d, want %d", i, v, want)
+		}
+	}
+}
+
+func TestLaunchAndRead(t *testing.T) {
+	c := newClient(t)
+	c.executor(1).activate()
+	ctx, q, k := c.setup(0)
+	b := c.buffer(ctx, 4096)
+	c.fill(q, b, 4096, 7)
+	for range 100 {
+		c.launch(q, k, b, 2, 1024, 0)
+	}
+	equal(t, c.read(q, b, 4096), 207)
+	c.call(&wire.Finish{Queue: q})
+}
+
+// Nothing that waits for a user event reaches the device before its time, in
+// whatever order the application goes on; and it survives a swap.
+func TestHeldCommandsSurviveSwap(t *testing.T) {
+	for _, swapped := range []bool{false, true} {
+		c := newClient(t)
+		s := c.executor(1)
+		s.activate()
+		ctx, q, k := c.setup(cl.QueueProfilingEnable)
+		b := c.buffer(ctx, 4096)
+		c.fill(q, b, 4096, 1)
+		u, e := c.id(), c.id()
+		c.post(&wire.CreateUserEvent{ID: u, Context: ctx})
+		c.launch(q, k, b, 10, 1024, e, u)
+		c.launch(q, k, b, 100, 1024, 0)
+		c.post(&wire.Release{ID: k})
+		finish := c.start(&wire.Finish{Queue: q})
+		waiter := c.start(&wire.WaitEvents{Wait: []uint32{e}})
+		c.post(&wire.Release{ID: b})
+		b2 := c.buffer(ctx, 64) // the application goes on meanwhile
+		_ = b2
+		if c.answered(finish) || c.answered(waiter) {
+			t.Fatal("a wait on a user event returned early")
+		}
+		if swapped {
+			to := c.executor(2)
+			c.swap(s, to)
+			time.Sleep(20 * time.Millisecond)
+			if c.answered(finish) {
+				t.Fatal("finish returned over the swap")
+			}
+		}
+		c.call(&wire.SetUserEvent{Event: u, Status: 0})
+		if st, _ := c.answer(waiter); st != cl.Success {
+			t.Fatal(st)
+		}
+		if st, _ := c.answer(finish); st != cl.Success {
+			t.Fatal(st)
+		}
+		ts := numbers(c.call(&wire.EventProfiling{Event: e}))
+		for i := 1; i < 4; i++ {
+			if ts[i] < ts[i-1] {
+				t.Fatalf("times go back: %v", ts)
+			}
+		}
+	}
+}
+
+// A session keeps its contents, kernel arguments and timestamps over many swaps.
+func TestSwapChain(t *testing.T) {
+	c := newClient(t)
+	s := c.executor(1)
+	s.activate()
+	ctx, q, k := c.setup(cl.QueueProfilingEnable)
+	b := c.buffer(ctx, 1<<20)
+	c.fill(q, b, 1<<20, 5)
+	want := uint32(5)
+	var last uint64
+	for gen := uint32(2); gen < 6; gen++ {
+		for range 10 {
+			c.launch(q, k, b, 3, 1<<18, 0)
+			want += 3
+		}
+		extra := c.buffer(ctx, 1<<16)
+		c.fill(q, extra, 1<<16, gen)
+		to := c.executor(gen)
+		c.swap(s, to)
+		s = to
+		equal(t, c.read(q, extra, 1<<16), gen)
+		if gen%2 == 0 {
+			c.post(&wire.Release{ID: extra})
+		}
+		e := c.id()
+		c.launch(q, k, b, 1, 1<<18, e)
+		want++
+		c.call(&wire.WaitEvents{Wait: []uint32{e}})
+		ts := numbers(c.call(&wire.EventProfiling{Event: e}))
+		if ts[0] < last {
+			t.Fatalf("generation %d: queued at %d, before %d", gen, ts[0], last)
+		}
+		last = ts[3]
+		equal(t, c.read(q, b, 1<<20), want)
+	}
+}
+
+// A sub-buffer outlives its parent's release over a swap, also when the
+// application gives the parent's id to another buffer.
+func TestSubBufferOfAReleasedBufferSurvivesSwap(t *testing.T) {
+	c := newClient(t)
+	s := c.executor(1)
+	s.activate()
+	ctx, q, k := c.setup(0)
+	parent, part := c.buffer(ctx, 8192), c.id()
+	c.fill(q, parent, 8192, 5)
+	c.call(&wire.CreateSubBuffer{ID: part, Parent: parent, Origin: 4096, Size: 4096})
+	c.post(&wire.Release{ID: parent})
+	c.call(&wire.CreateBuffer{ID: parent, Context: ctx, Flags: cl.MemReadWrite, Size: 8192})
+	c.fill(q, parent, 8192, 9)
+	c.call(&wire.Finish{Queue: q})
+	for gen := uint32(2); gen < 4; gen++ {
+		to := c.executor(gen)
+		c.swap(s, to)
+		s = to
+		c.launch(q, k, part, 1, 1024, 0)
+		equal(t, c.read(q, part, 4096), 4+gen)
+		equal(t, c.read(q, parent, 8192), 9)
+	}
+	c.post(&wire.Release{ID: part})
+	c.call(&wire.Finish{Queue: q})
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if len(s.ghosts) != 0 {
+		t.Fatalf("%d released objects are kept that nobody uses", len(s.ghosts))
+	}
+}
+
+// An object that a target has prepared and that is gone since leaves it, even
+// if a parked call kept it alive meanwhile.
+func TestTargetDropsWhatWasReleasedWhileItWasPrepared(t *testing.T) {
+	c := newClient(t)
+	s := c.executor(1)
+	s.activate()
+	ctx, q, k := c.setup(0)
+	b, u := c.buffer(ctx, 4096), c.id()
+	c.post(&wire.CreateUserEvent{ID: u, Context: ctx})
+	c.launch(q, k, b, 1, 1024, 0, u)
+	c.post(&wire.Release{ID: b})
+	c.call(&wire.DeviceTimer{Device: 1}) // the above has been run
+	to := c.executor(2)
+	prepare := func() {
+		s.mu.Lock()
+		g := s.graph(false)
+		s.mu.Unlock()
+		to.mu.Lock()
+		defer to.mu.Unlock()
+		if err := to.restore(g, noProgress); err != nil {
+			t.Fatal(err)
+		}
+	}
+	prepare()
+	if len(to.ghosts) != 1 {
+		t.Fatalf("%d released objects were prepared, not 1", len(to.ghosts))
+	}
+	c.call(&wire.SetUserEvent{Event: u, Status: 0})
+	c.call(&wire.Finish{Queue: q})
+	c.post(&wire.Release{ID: u})
+	c.call(&wire.DeviceTimer{Device: 1})
+	prepare()
+	if len(to.ghosts) != 0 || to.memory != 0 {
+		t.Fatalf("%d released objects are left, %d bytes of memory", len(to.ghosts), to.memory)
+	}
+}
+
+// A write that the application takes part in may go on while an export reads
+// the buffer and calls it clean: what comes then is to be exported again.
+func TestBulkWriteUnderAnExportIsNotLost(t *testing.T) {
+	c := newClient(t)
+	s := c.executor(1)
+	s.activate()
+	ctx, q, _ := c.setup(0)
+	const size = 1 << 20
+	b := c.buffer(ctx, size)
+	slot := c.start(&wire.WriteBuffer{Queue: q, Mem: b, Blocking: 1, Size: size, Mode: wire.DataBulk, Pend: 1})
+	for c.ring.Load32(wire.LaneOff+wire.LaneState) != wire.LaneDirect {
+		time.Sleep(time.Millisecond)
+	}
+	s.mu.Lock()
+	m := lookup[mem](s, b)
+	clear(m.dirty) // as contents does
+	s.mu.Unlock()
+	c.ring.Store32(wire.LaneOff+wire.LaneDone, 1)
+	shm.FutexWake(c.ring.Word32(wire.LaneOff+wire.LaneDone), shm.All)
+	if st, _ := c.answer(slot); st != cl.Success {
+		t.Fatal(st)
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if !anyOf(m.dirty) {
+		t.Fatal("the buffer counts as clean")
+	}
+}
+
+// Who retires after another executor has taken over leaves the contents alone,
+// even if a suspension to a file was begun and given up before.
+func TestSourceLeavesContentsAloneAfterAGivenUpSuspension(t *testing.T) {
+	c := newClient(t)
+	s := c.executor(1)
+	s.activate()
+	ctx, q, _ := c.setup(0)
+	b := c.buffer(ctx, 4096)
+	c.fill(q, b, 4096, 3)
+	c.call(&wire.Finish{Queue: q})
+	file := filepath.Join(t.TempDir(), "state")
+	f, err := os.Create(file)
+	if err != nil {
+		t.Fatal(err)
+	}
+	s.handed.put(file, f)
+	if err := s.exportState(t.Context(), file, &gpuctlv1.ExportRequest{File: file, All: true}, noProgress); err != nil {
+		t.Fatal(err)
+	}
+	to := c.executor(2)
+	c.swap(s, to)
+	equal(t, c.read(q, b, 4096), 3)
+}
+
+// A launch that waits for the application keeps its kernel's program over a
+// swap, though kernel and program have been released and the id is used again.
+func TestParkedLaunchKeepsItsProgramOverASwap(t *testing.T) {
+	c := newClient(t)
+	s := c.executor(1)
+	s.activate()
+	ctx, q, _ := c.setup(0)
+	p, k, b, u := c.id(), c.id(), c.buffer(ctx, 4096), c.id()
+	c.call(&wire.CreateProgramSource{ID: p, Context: ctx, Mode: wire.DataInline, Source: []byte(
+		"kernel void double_it(global uint *a, uint n) { a[get_global_id(0)] *= n; }")})
+	c.call(&wire.BuildProgram{Program: p})
+	c.call(&wire.CreateKernel{ID: k, Program: p, Name: []byte("double_it")})
+	c.fill(q, b, 4096, 5)
+	c.post(&wire.CreateUserEvent{ID: u, Context: ctx})
+	c.launch(q, k, b, 3, 1024, 0, u)
+	c.post(&wire.Release{ID: k})
+	c.post(&wire.Release{ID: p})
+	c.call(&wire.CreateProgramSource{ID: p, Context: ctx, Mode: wire.DataInline, Source: []byte("kernel void other(void) {}")})
+	for gen := uint32(2); gen < 4; gen++ {
+		to := c.executor(gen)
+		c.swap(s, to)
+		s = to
+	}
+	c.call(&wire.SetUserEvent{Event: u, Status: 0})
+	c.call(&wire.Finish{Queue: q})
+	equal(t, c.read(q, b, 4096), 15)
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if len(s.ghosts) != 0 {
+		t.Fatalf("%d released objects are kept that nobody uses", len(s.ghosts))
+	}
+}
+
+// prepare makes the source's objects on the target and sends it their contents,
+// while the application runs.
+func prepare(t *testing.T, from, to *session, peer string) {
+	t.Helper()
+	if err := move(t.Context(), from, to, peer, false); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// discrete makes a session behave as on a device with memory of its own.
+func discrete(ss ...*session) {
+	for _, s := range ss {
+		s.unified = false
+	}
+}
+
+// prepared returns the socket on which a target takes contents.
+func prepared(t *testing.T, to *session) string {
+	t.Helper()
+	sock := filepath.Join(t.TempDir(), "i")
+	l, err := net.Listen("unix", sock)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { l.Close() })
+	go to.serveImports(l)
+	return sock
+}
+
+// finish ends a swap whose target is prepared.
+func finish(t *testing.T, from, to *session, peer string) {
+	t.Helper()
+	if _, err := from.freeze(t.Context(), 10*time.Second); err != nil {
+		t.Fatal(err)
+	}
+	if err := move(t.Context(), from, to, peer, true); err != nil {
+		t.Fatal(err)
+	}
+	takeOver(from, to)
+}
+
+// A buffer that the application releases while a target is prepared, and keeps a
+// part of, is made anew there: the part has to be of the new one.
+func TestPartOfABufferReleasedDuringThePreparationKeepsItsContent(t *testing.T) {
+	c := newClient(t)
+	s := c.executor(1)
+	discrete(s)
+	s.activate()
+	ctx, q, _ := c.setup(0)
+	whole, part := c.buffer(ctx, 8192), c.id()
+	c.fill(q, whole, 8192, 5)
+	c.call(&wire.CreateSubBuffer{ID: part, Parent: whole, Origin: 4096, Size: 4096})
+	c.call(&wire.Finish{Queue: q})
+	to := c.executor(2)
+	discrete(to)
+	peer := prepared(t, to)
+	prepare(t, s, to, peer)
+	c.post(&wire.Release{ID: whole})
+	c.fill(q, part, 4096, 6)
+	c.call(&wire.Finish{Queue: q})
+	prepare(t, s, to, peer)
+	c.fill(q, part, 4096, 7)
+	c.call(&wire.Finish{Queue: q})
+	finish(t, s, to, peer)
+	equal(t, c.read(q, part, 4096), 7)
+	c.post(&wire.Release{ID: part})
+	c.call(&wire.Finish{Queue: q})
+	to.mu.Lock()
+	defer to.mu.Unlock()
+	if len(to.ghosts) != 0 || to.memory != 0 {
+		t.Fatalf("%d released objects are left, %d bytes of memory", len(to.ghosts), to.memory)
+	}
+}
+
+// A released buffer that a parked command still needs stays on the target when a
+// part of it, prepared there too, goes.
+func TestReleasedBufferOfAParkedCommandOutlivesItsPartOnTheTarget(t *testing.T) {
+	c := newClient(t)
+	s := c.executor(1)
+	discrete(s)
+	s.activate()
+	ctx, q, _ := c.setup(0)
+	whole, part, copied, u := c.buffer(ctx, 8192), c.id(), c.buffer(ctx, 8192), c.id()
+	c.fill(q, whole, 8192, 5)
+	c.call(&wire.CreateSubBuffer{ID: part, Parent: whole, Origin: 4096, Size: 4096})
+	c.call(&wire.Finish{Queue: q})
+	c.post(&wire.CreateUserEvent{ID: u, Context: ctx})
+	c.post(&wire.CopyBuffer{Queue: q, Src: whole, Dst: copied, Size: 8192, Wait: []uint32{u}})
+	c.post(&wire.Release{ID: whole})
+	c.call(&wire.DeviceTimer{Device: 1}) // the above has been run
+	to := c.executor(2)
+	discrete(to)
+	peer := prepared(t, to)
+	prepare(t, s, to, peer)
+	c.post(&wire.Release{ID: part})
+	c.call(&wire.DeviceTimer{Device: 1})
+	finish(t, s, to, peer)
+	c.call(&wire.SetUserEvent{Event: u, Status: 0})
+	c.call(&wire.Finish{Queue: q})
+	equal(t, c.read(q, copied, 8192), 5)
+}
+
+// late is a context that ends just before nobody looks at it any more.
+type late struct{ context.Context }
+
+func (late) Err() error { return context.Canceled }
+
+// Who asked for a freeze may leave when it is about to succeed. The application
+// goes on then.
+func TestAFreezeGivenUpAtItsEndLetsTheApplicationGoOn(t *testing.T) {
+	c := newClient(t)
+	s := c.executor(1)
+	s.activate()
+	_, q, _ := c.setup(0)
+	c.call(&wire.Finish{Queue: q})
+	if _, err := s.freeze(late{t.Context()}, 10*time.Second); !errors.Is(err, ErrBusy) {
+		t.Fatalf("freeze: %v", err)
+	}
+	c.call(&wire.Finish{Queue: q})
+	if _, err := s.freeze(t.Context(), 10*time.Second); err != nil {
+		t.Fatal(err)
+	}
+}

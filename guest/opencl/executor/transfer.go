@@ -1,0 +1,258 @@
+package executor
+
+import (
+	"io"
+	"runtime"
+	"sync"
+	"sync/atomic"
+	"unsafe"
+
+	"github.com/gpuctl/gpuctl/guest/opencl/cl"
+)
+
+// transfers holds what moves contents in and out of the device: one queue per
+// context, and the pieces of host memory that the driver has pinned.
+type transfers struct {
+	queues map[*clContext]cl.Queue
+	pinned map[pinKey]cl.Mem
+}
+
+type pinKey struct {
+	c *clContext
+	p uintptr
+	n uint64
+}
+
+func (t *transfers) queue(c *clContext) (cl.Queue, cl.Status) {
+	if q := t.queues[c]; q != 0 {
+		return q, cl.Success
+	}
+	q, st := cl.CreateCommandQueue(c.vendor, c.devices[0].vendor, 0)
+	if st == cl.Success {
+		t.queues[c] = q
+	}
+	return q, st
+}
+
+func (t *transfers) forget(c *clContext) {
+	if q := t.queues[c]; q != 0 {
+		cl.ReleaseCommandQueue(q)
+		delete(t.queues, c)
+	}
+	for k, m := range t.pinned {
+		if k.c == c {
+			cl.ReleaseMemObject(m)
+			delete(t.pinned, k)
+		}
+	}
+}
+
+// pin has the driver pin a range of the arena, if it works with memory of its
+// own: transfers out of pinned memory run at the bus's speed.
+func (t *transfers) pin(s *session, c *clContext, off, n uint64) {
+	p := s.arena.Pointer(off)
+	if s.unified || !s.pins {
+		return
+	}
+	k := pinKey{c, uintptr(p), n}
+	s.pinMu.Lock()
+	defer s.pinMu.Unlock()
+	if t.pinned[k] != 0 {
+		return
+	}
+	if m, st := cl.CreateBuffer(c.vendor, cl.MemReadWrite|cl.MemUseHostPtr, n, p); st == cl.Success {
+		t.pinned[k] = m
+	}
+}
+
+// unpin undoes pin, for whatever context it was done.
+func (t *transfers) unpin(s *session, p unsafe.Pointer) {
+	s.pinMu.Lock()
+	defer s.pinMu.Unlock()
+	for k, m := range t.pinned {
+		if k.p == uintptr(p) {
+			cl.ReleaseMemObject(m)
+			delete(t.pinned, k)
+		}
+	}
+}
+
+// populate makes the pages of b exist: the kernel zeroes some 2 GiB a second
+// on one processor.
+func populate(b []byte) {
+	const page = 4096
+	wide(len(b), 32<<20, func(off, end int) {
+		for i := off; i < end; i += page {
+			atomic.AddUint32((*uint32)(unsafe.Pointer(&b[i])), 0)
+		}
+	})
+}
+
+// copyWide copies with several processors: one moves 5 to 11 GB/s.
+func copyWide(dst, src []byte) {
+	wide(len(dst), 2<<20, func(off, end int) { copy(dst[off:end], src[off:end]) })
+}
+
+// readWide reads from a file with several processors.
+func readWide(f io.ReaderAt, b []byte, at int64) error {
+	var first atomic.Pointer[error]
+	wide(len(b), 2<<20, func(off, end int) {
+		if _, err := f.ReadAt(b[off:end], at+int64(off)); err != nil {
+			first.CompareAndSwap(nil, &err)
+		}
+	})
+	if err := first.Load(); err != nil {
+		return *err
+	}
+	return nil
+}
+
+// wide cuts n bytes into grains and works on all processors.
+func wide(n, grain int, work func(off, end int)) {
+	if n <= grain {
+		work(0, n)
+		return
+	}
+	var wg sync.WaitGroup
+	var next atomic.Int64
+	for range min(runtime.NumCPU(), (n+grain-1)/grain) {
+		wg.Go(func() {
+			for {
+				off := int(next.Add(int64(grain))) - grain
+				if off >= n {
+					return
+				}
+				work(off, min(off+grain, n))
+			}
+		})
+	}
+	wg.Wait()
+}
+
+// piece is a part of one object's content: bytes of a buffer, or whole rows of
+// an image, which are numbered through all its slices.
+type piece struct {
+	m      *mem
+	ID     uint32
+	serial uint64 // by which a state file knows the object
+	Off, N uint64
+	At     uint64 // where the bytes lie: an offset of the arena or of a file
+	ptr    unsafe.Pointer
+}
+
+// padded is what a piece takes in a window.
+func (p *piece) padded() uint64 { return (p.bytes() + 127) &^ 127 }
+
+func (p *piece) bytes() uint64 {
+	if p.m.kind == memImage {
+		return p.N * p.m.rowBytes()
+	}
+	return p.N
+}
+
+func (m *mem) rowBytes() uint64 { return m.desc.Width * m.elem }
+
+// rows of an image, all slices together.
+func (m *mem) rows() uint64 {
+	r := m.region()
+	return r[1] * r[2]
+}
+
+// box turns a run of rows into an origin and region. A run is within one slice
+// or of whole slices.
+func (m *mem) box(row, n uint64) (o, r [3]uint64) {
+	reg := m.region()
+	o = [3]uint64{0, row % reg[1], row / reg[1]}
+	if n >= reg[1] {
+		return [3]uint64{0, 0, o[2]}, [3]uint64{reg[0], reg[1], n / reg[1]}
+	}
+	return o, [3]uint64{reg[0], n, 1}
+}
+
+func (p *piece) read(q cl.Queue, dst unsafe.Pointer, ev *cl.Event) cl.Status {
+	if p.m.kind == memImage {
+		o, r := p.m.box(p.Off, p.N)
+		return cl.EnqueueReadImage(q, p.m.vendor, false, &o, &r, 0, 0, dst, nil, ev)
+	}
+	return cl.EnqueueReadBuffer(q, p.m.vendor, false, p.Off, p.N, dst, nil, ev)
+}
+
+func (p *piece) write(q cl.Queue, src unsafe.Pointer, ev *cl.Event) cl.Status {
+	if p.m.kind == memImage {
+		o, r := p.m.box(p.Off, p.N)
+		return cl.EnqueueWriteImage(q, p.m.vendor, false, &o, &r, 0, 0, src, nil, ev)
+	}
+	return cl.EnqueueWriteBuffer(q, p.m.vendor, false, p.Off, p.N, src, nil, ev)
+}
+
+// cut splits the dirty parts of an object into pieces of at most most bytes, or
+// one row of an image.
+func (m *mem) cut(most uint64) []piece {
+	var ps []piece
+	if m.kind == memImage {
+		if !anyOf(m.dirty) {
+			return nil
+		}
+		perSlice := m.region()[1]
+		n := max(most/max(m.rowBytes(), 1), 1)
+		if n >= perSlice {
+			n -= n % perSlice
+		}
+		for row := uint64(0); row < m.rows(); {
+			k := min(n, m.rows()-row)
+			if n < perSlice {
+				k = min(n, perSlice-row%perSlice)
+			}
+			ps = append(ps, piece{m: m, ID: m.id, Off: row, N: k})
+			row += k
+		}
+		return ps
+	}
+	for i := uint64(0); i < uint64(len(m.dirty)); i++ {
+		if !m.dirty[i] {
+			continue
+		}
+		for off, end := i*dirtyChunk, min((i+1)*dirtyChunk, m.size); off < end; {
+			n := min(end-off, most)
+			if k := len(ps); k > 0 && ps[k-1].Off+ps[k-1].N == off && ps[k-1].N+n <= most {
+				ps[k-1].N += n
+			} else {
+				ps = append(ps, piece{m: m, ID: m.id, Off: off, N: n})
+			}
+			off += n
+		}
+	}
+	return ps
+}
+
+func anyOf(b []bool) bool {
+	for _, x := range b {
+		if x {
+			return true
+		}
+	}
+	return false
+}
+
+// dirtyBytes is how much an export would move now.
+func (s *session) dirtyBytes() uint64 {
+	var n uint64
+	s.each(func(_ uint32, _ uint64, o any) {
+		m, ok := o.(*mem)
+		if !ok || m.parent != nil {
+			return
+		}
+		if m.kind == memImage {
+			if anyOf(m.dirty) {
+				n += m.size
+			}
+			return
+		}
+		for i, d := range m.dirty {
+			if d {
+				n += min(dirtyChunk, m.size-uint64(i)*dirtyChunk)
+			}
+		}
+	})
+	return n
+}

@@ -1,0 +1,10 @@
+// Package wire is the session protocol between an application's OpenCL
+// library (guest/opencl/icd) and its executor (guest/opencl/executor): request encoding,
+// generated from the table in gen/table.go, and the layout of the shared
+// memory that carries it. PROTOCOL.md in this folder is its specification.
+//
+// What a request does lives in guest/opencl/executor; who starts executors and hands
+// out the shared memory lives in guest/session.
+package wire
+
+//go:generate go run ./gen -go ops_gen.go -c ../icd/wire_gen.h
