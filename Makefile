@@ -114,7 +114,7 @@ chaos: build
 # Faults in a cluster of five nodes; a minute for some 500.
 FAULTS ?= 500
 chaos-cluster: setup
-	GPUCTL_CHAOS_FAULTS=$(FAULTS) $(GO) test -count=1 -timeout 90m -run '^TestChaos' -v ./cluster/store
+	GPUCTL_CHAOS_FAULTS=$(FAULTS) $(GO) test -count=1 -timeout 90m -run '^TestChaos' -v ./cluster/replica
 
 # Everything generated, anew: wire and OpenCL tables, protobuf, the manual. Fails if that changes a file.
 generate: setup

@@ -9,7 +9,7 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/gpuctl/gpuctl/hostd/metrics"
+	"github.com/gpuctl/gpuctl/hostd/telemetry/metrics"
 )
 
 type source struct {

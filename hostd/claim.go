@@ -15,7 +15,7 @@ import (
 
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
-	"github.com/gpuctl/gpuctl/hostd/trace"
+	"github.com/gpuctl/gpuctl/hostd/telemetry/trace"
 )
 
 // claim is what an application needs and what it got.

@@ -16,10 +16,10 @@ import (
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
 	place "github.com/gpuctl/gpuctl/cluster/placement"
-	"github.com/gpuctl/gpuctl/hostd/discover"
-	"github.com/gpuctl/gpuctl/hostd/hostinfo"
-	"github.com/gpuctl/gpuctl/hostd/node"
-	"github.com/gpuctl/gpuctl/hostd/nvml"
+	"github.com/gpuctl/gpuctl/hostd/inventory/discover"
+	"github.com/gpuctl/gpuctl/hostd/inventory/hostinfo"
+	"github.com/gpuctl/gpuctl/hostd/inventory/nvml"
+	"github.com/gpuctl/gpuctl/hostd/member"
 	"github.com/gpuctl/gpuctl/internal/expr"
 )
 
@@ -53,8 +53,8 @@ type Cluster interface {
 }
 
 var (
-	_ Cluster   = (*node.Node)(nil)
-	_ node.Host = (*Host)(nil)
+	_ Cluster     = (*member.Node)(nil)
+	_ member.Host = (*Host)(nil)
 )
 
 // gpusAsked is how long the other sources of GPUs may take.
@@ -286,17 +286,17 @@ func (h *Host) Uses(id, gpu string) bool {
 }
 
 // Holdings are what this host's claims have, as the cluster should know it.
-func (h *Host) Holdings() []node.Holding {
-	var out []node.Holding
+func (h *Host) Holdings() []member.Holding {
+	var out []member.Holding
 	if h.Cards != nil {
 		for c, gpu := range h.Cards.Keeper.Held() {
-			out = append(out, node.Holding{Claim: c, GPUs: []string{gpu}})
+			out = append(out, member.Holding{Claim: c, GPUs: []string{gpu}})
 		}
 	}
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	for _, c := range h.claims {
-		held := node.Holding{Claim: c.forCluster(nil)}
+		held := member.Holding{Claim: c.forCluster(nil)}
 		for _, g := range h.gpus {
 			if amount, ok := h.ledger.Holds(c.ID, g.GetId()); ok {
 				held.GPUs, held.Amount = append(held.GPUs, g.GetId()), amount

@@ -21,18 +21,18 @@ import (
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
+	"github.com/gpuctl/gpuctl/hostd/cards/cardapi"
+	"github.com/gpuctl/gpuctl/hostd/cards/platform"
 	"github.com/gpuctl/gpuctl/hostd/config"
-	"github.com/gpuctl/gpuctl/hostd/deviceapi"
 	"github.com/gpuctl/gpuctl/hostd/inventory"
+	"github.com/gpuctl/gpuctl/hostd/inventory/nvml"
 	"github.com/gpuctl/gpuctl/hostd/ledger"
-	"github.com/gpuctl/gpuctl/hostd/metrics"
-	"github.com/gpuctl/gpuctl/hostd/migrations"
-	"github.com/gpuctl/gpuctl/hostd/nvml"
-	"github.com/gpuctl/gpuctl/hostd/platform"
-	"github.com/gpuctl/gpuctl/hostd/site"
-	"github.com/gpuctl/gpuctl/hostd/trace"
+	"github.com/gpuctl/gpuctl/hostd/migration"
+	"github.com/gpuctl/gpuctl/hostd/migration/endpoint"
+	"github.com/gpuctl/gpuctl/hostd/telemetry/metrics"
+	"github.com/gpuctl/gpuctl/hostd/telemetry/trace"
 	"github.com/gpuctl/gpuctl/internal/expr"
-	"github.com/gpuctl/gpuctl/internal/near"
+	"github.com/gpuctl/gpuctl/internal/suggest"
 	"github.com/gpuctl/gpuctl/passthrough/pci"
 )
 
@@ -65,9 +65,9 @@ type HostConfig struct {
 	Cluster    Cluster
 	NVML       *nvml.Client       // nil: not asked
 	Cards      *platform.Platform // nil: no card is given to VMs
-	Devices    *deviceapi.API     // with Cards, as the next two
-	Site       *site.Local
-	Migrations *migrations.Manager
+	Devices    *cardapi.API       // with Cards, as the next two
+	Site       *endpoint.Local
+	Migrations *migration.Manager
 	Metrics    *metrics.Metrics // nil: not counted
 	Tracer     *trace.Tracer    // nil: not traced
 	Log        *slog.Logger
@@ -733,7 +733,7 @@ func (h *Host) find(ref string) (*gpuctlv1.Session, error) {
 	case 1:
 		return h.sessions[matches[0]].Session, nil
 	case 0:
-		return nil, fmt.Errorf("%w: no session %q%s; gpuctl sessions lists them", errNotFound, ref, near.Hint(ref, ids))
+		return nil, fmt.Errorf("%w: no session %q%s; gpuctl sessions lists them", errNotFound, ref, suggest.Hint(ref, ids))
 	}
 	return nil, fmt.Errorf("%w: session %q can be %s", errInvalid, ref, strings.Join(matches, " or "))
 }

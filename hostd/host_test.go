@@ -25,7 +25,7 @@ import (
 	"github.com/gpuctl/gpuctl/cluster/access"
 	"github.com/gpuctl/gpuctl/hostd/config"
 	"github.com/gpuctl/gpuctl/hostd/guesttest"
-	"github.com/gpuctl/gpuctl/hostd/node"
+	"github.com/gpuctl/gpuctl/hostd/member"
 	"github.com/gpuctl/gpuctl/passthrough/pci"
 )
 
@@ -42,7 +42,7 @@ type fixture struct {
 	state string
 
 	host *Host
-	node *node.Node
+	node *member.Node
 	api  *httptest.Server
 	stop context.CancelFunc
 	done chan struct{}
@@ -71,7 +71,7 @@ func (f *fixture) start() {
 		f.t.Fatal(err)
 	}
 	ctx, stop := context.WithCancel(context.Background())
-	f.node, err = node.Open(ctx, node.Config{
+	f.node, err = member.Open(ctx, member.Config{
 		Name: "here", Host: host, Local: func() access.LocalPolicy { return access.LocalPolicy{} }, Logger: slog.New(slog.DiscardHandler),
 	})
 	if err != nil {

@@ -14,9 +14,9 @@ import (
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	place "github.com/gpuctl/gpuctl/cluster/placement"
-	"github.com/gpuctl/gpuctl/cluster/store"
-	"github.com/gpuctl/gpuctl/hostd/metrics"
-	"github.com/gpuctl/gpuctl/hostd/trace"
+	"github.com/gpuctl/gpuctl/cluster/replica"
+	"github.com/gpuctl/gpuctl/hostd/telemetry/metrics"
+	"github.com/gpuctl/gpuctl/hostd/telemetry/trace"
 	"github.com/gpuctl/gpuctl/internal/random"
 )
 
@@ -334,7 +334,7 @@ func (h *Host) destinations(ctx context.Context, s *gpuctlv1.Session, c *claim, 
 	switch {
 	case err == nil:
 		err = d.Err
-	case errors.Is(err, store.ErrNoLeader):
+	case errors.Is(err, replica.ErrNoLeader):
 		err = fmt.Errorf("%w; where the session could go is decided by the cluster", err)
 	}
 	switch {

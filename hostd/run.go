@@ -21,7 +21,7 @@ import (
 	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
 	"github.com/gpuctl/gpuctl/cluster/pki/throttle"
 	"github.com/gpuctl/gpuctl/hostd/config"
-	"github.com/gpuctl/gpuctl/hostd/systemd"
+	"github.com/gpuctl/gpuctl/hostd/telemetry/systemd"
 	"github.com/gpuctl/gpuctl/internal/rundir"
 	"github.com/gpuctl/gpuctl/internal/unixrpc"
 	"github.com/gpuctl/gpuctl/passthrough/pci"
@@ -83,40 +83,40 @@ func Run(ctx context.Context, o Options) (err error) {
 	if err != nil {
 		return err
 	}
-	member, err := o.join(ctx, host)
+	wired, err := o.join(ctx, host)
 	if err != nil {
 		return err
 	}
-	defer func() { err = errors.Join(err, member.close()) }()
+	defer func() { err = errors.Join(err, wired.close()) }()
 	if o.Data != "" { // VMs that start with libvirtd, which comes after hostd, find their functions
-		member.nics.Apply(ctx, o.Config.Network)
+		wired.nics.Apply(ctx, o.Config.Network)
 	}
 	work, stop := context.WithCancel(ctx)
 	defer stop()
 	var wg sync.WaitGroup
 	failed := make(chan error, 4)
-	watched, err := o.serveMetrics(member, failed)
+	watched, err := o.serveMetrics(wired, failed)
 	if err != nil {
 		return err
 	}
 	defer watched()
 	notify := systemd.New(o.Log)
-	wg.Go(func() { member.metrics.Follow(work) })
+	wg.Go(func() { wired.metrics.Follow(work) })
 	wg.Go(func() {
-		if err := member.cards.Run(work); err != nil {
+		if err := wired.cards.Run(work); err != nil {
 			failed <- err
 		}
 	})
 	wg.Go(func() { host.Migrations.Run(work) })
-	wg.Go(func() { member.sweep(work, host) })
-	wg.Go(func() { o.reload(work, member, notify) })
+	wg.Go(func() { wired.sweep(work, host) })
+	wg.Go(func() { o.reload(work, wired, notify) })
 	wg.Go(func() { notify.Watch(work, host.Alive) })
-	server := unixrpc.Server(member.node.Handler(), func(p unixrpc.Peer) {
+	server := unixrpc.Server(wired.node.Handler(), func(p unixrpc.Peer) {
 		o.Log.Debug("client connected", "pid", p.PID, "uid", p.UID)
 	})
 	peers := server.ConnContext
 	server.ConnContext = func(ctx context.Context, c net.Conn) context.Context {
-		return member.node.ConnContext(peers(ctx, c), c)
+		return wired.node.ConnContext(peers(ctx, c), c)
 	}
 	quiet := throttle.New(10*time.Second, time.Now)
 	limited := unixrpc.Limit(listener, uint32(os.Geteuid()), connectionsOfUser, connections, func(p unixrpc.Peer) {
@@ -169,7 +169,7 @@ func Run(ctx context.Context, o Options) (err error) {
 }
 
 // serveMetrics answers scrapes if the configuration says where.
-func (o Options) serveMetrics(m *member, failed chan<- error) (end func(), err error) {
+func (o Options) serveMetrics(m *wiring, failed chan<- error) (end func(), err error) {
 	address := o.Config.Metrics.Listen
 	if address == "" {
 		return func() {}, nil
@@ -198,7 +198,7 @@ func (o Options) serveMetrics(m *member, failed chan<- error) (end func(), err e
 }
 
 // reload takes a new certificate from disk when it is told to (SIGHUP).
-func (o Options) reload(ctx context.Context, m *member, notify *systemd.Notifier) {
+func (o Options) reload(ctx context.Context, m *wiring, notify *systemd.Notifier) {
 	hup := make(chan os.Signal, 1)
 	signal.Notify(hup, syscall.SIGHUP)
 	defer signal.Stop(hup)

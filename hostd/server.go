@@ -13,10 +13,10 @@ import (
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
-	"github.com/gpuctl/gpuctl/hostd/clusterapi"
 	"github.com/gpuctl/gpuctl/hostd/ledger"
-	"github.com/gpuctl/gpuctl/internal/near"
+	"github.com/gpuctl/gpuctl/hostd/member/clusterapi"
 	"github.com/gpuctl/gpuctl/internal/random"
+	"github.com/gpuctl/gpuctl/internal/suggest"
 	"github.com/gpuctl/gpuctl/internal/unixrpc"
 )
 
@@ -136,7 +136,7 @@ func (s *Server) ReleaseClaim(ctx context.Context, req *connect.Request[gpuctlv1
 	}
 	s.host.mu.Unlock()
 	if c == nil {
-		return nil, coded(fmt.Errorf("%w: no claim %q%s", errNotFound, req.Msg.GetClaim(), near.Hint(req.Msg.GetClaim(), ids)))
+		return nil, coded(fmt.Errorf("%w: no claim %q%s", errNotFound, req.Msg.GetClaim(), suggest.Hint(req.Msg.GetClaim(), ids)))
 	}
 	s.host.release(ctx, c)
 	if c.Holder.PID != 0 {

@@ -23,5 +23,5 @@
 // that was asked for; its applications end.
 //
 // Here are no connections, no libvirt and no PCI: sites are interfaces. What a
-// host does for a step is in hostd/site.
+// host does for a step is in hostd/migration/endpoint.
 package migrate

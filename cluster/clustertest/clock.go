@@ -4,20 +4,20 @@ import (
 	"sync"
 	"time"
 
-	"github.com/gpuctl/gpuctl/cluster/store"
+	"github.com/gpuctl/gpuctl/cluster/replica"
 )
 
 // Clock of a node. Its time of day jumps on command; its monotonic time leaps
 // forward, as after a suspension, but never goes back.
 type Clock struct {
-	real store.Clock
+	real replica.Clock
 	mu   sync.Mutex
 	wall time.Duration
 	mono time.Duration
 }
 
 // NewClock returns one that agrees with the machine's.
-func NewClock() *Clock { return &Clock{real: store.SystemClock()} }
+func NewClock() *Clock { return &Clock{real: replica.SystemClock()} }
 
 // Wall implements store.Clock.
 func (c *Clock) Wall() time.Time {

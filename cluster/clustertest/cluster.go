@@ -12,8 +12,8 @@ import (
 	"time"
 
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
+	"github.com/gpuctl/gpuctl/cluster/replica"
 	"github.com/gpuctl/gpuctl/cluster/state"
-	"github.com/gpuctl/gpuctl/cluster/store"
 )
 
 // Options of a cluster.
@@ -23,13 +23,13 @@ type Options struct {
 	GPUs   int  // of each host; 0: none
 	Labels func(node int) map[string]string
 	// Config changes a node's configuration.
-	Config func(node int, c *store.Config)
+	Config func(node int, c *replica.Config)
 	Log    *slog.Logger
 }
 
 // Timing for tests: everything happens about five times as fast as it would.
-func Timing() store.Timing {
-	return store.Timing{
+func Timing() replica.Timing {
+	return replica.Timing{
 		Heartbeat: 60 * time.Millisecond, Election: 60 * time.Millisecond, Lease: 50 * time.Millisecond,
 		Commit: 5 * time.Millisecond, RPC: 250 * time.Millisecond,
 		Pulse: 50 * time.Millisecond, Down: 500 * time.Millisecond,
@@ -56,7 +56,7 @@ type Node struct {
 	n                 int
 
 	mu    sync.Mutex
-	store *store.Store
+	store *replica.Store
 	layer *layer
 }
 
@@ -257,7 +257,7 @@ func (c *Cluster) close() {
 }
 
 // Store of the node; nil while it does not run.
-func (n *Node) Store() *store.Store {
+func (n *Node) Store() *replica.Store {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	return n.store
@@ -275,11 +275,11 @@ func (n *Node) Voters() []string {
 }
 
 // Config of the node.
-func (n *Node) Config() store.Config {
-	cfg := store.Config{
+func (n *Node) Config() replica.Config {
+	cfg := replica.Config{
 		ID: n.ID, Name: n.Name, Address: n.Address, Version: "test",
 		Peers: &peers{n}, Clock: n.Clock, Timing: Timing(), Log: n.cluster.opts.Log.With("node", n.Name),
-		Members: store.Members{Stabilize: 100 * time.Millisecond},
+		Members: replica.Members{Stabilize: 100 * time.Millisecond},
 		Wrap:    n.Disk.wrap,
 	}
 	if n.cluster.dir != "" {
@@ -305,7 +305,7 @@ func (n *Node) Start(ctx context.Context) error {
 	}
 	cfg := n.Config()
 	cfg.Stream = l
-	s, err := store.Open(ctx, cfg)
+	s, err := replica.Open(ctx, cfg)
 	if err != nil {
 		l.kill()
 		return fmt.Errorf("%s: %w", n.Name, err)
@@ -343,9 +343,9 @@ func (n *Node) Stop() error {
 // peers reaches other nodes.
 type peers struct{ from *Node }
 
-var _ store.Forwarder = (*peers)(nil)
+var _ replica.Forwarder = (*peers)(nil)
 
-func (p *peers) call(ctx context.Context, address string, f func(*store.Store) error) error {
+func (p *peers) call(ctx context.Context, address string, f func(*replica.Store) error) error {
 	c := p.from.cluster
 	c.calls.Add(1)
 	defer c.calls.Done()
@@ -360,7 +360,7 @@ func (p *peers) call(ctx context.Context, address string, f func(*store.Store) e
 }
 
 func (p *peers) Apply(ctx context.Context, address string, cmds []*clusterv1.Command) (rs []*clusterv1.Result, err error) {
-	err = p.call(ctx, address, func(s *store.Store) (err error) {
+	err = p.call(ctx, address, func(s *replica.Store) (err error) {
 		rs, err = s.ApplyLocal(ctx, cmds)
 		return err
 	})
@@ -371,7 +371,7 @@ func (p *peers) Apply(ctx context.Context, address string, cmds []*clusterv1.Com
 }
 
 func (p *peers) ReadIndex(ctx context.Context, address string) (index uint64, err error) {
-	err = p.call(ctx, address, func(s *store.Store) (err error) {
+	err = p.call(ctx, address, func(s *replica.Store) (err error) {
 		index, err = s.ReadIndex(ctx)
 		return err
 	})
@@ -379,7 +379,7 @@ func (p *peers) ReadIndex(ctx context.Context, address string) (index uint64, er
 }
 
 func (p *peers) Heartbeat(ctx context.Context, address string, r *clusterv1.HeartbeatRequest) (resp *clusterv1.HeartbeatResponse, err error) {
-	err = p.call(ctx, address, func(s *store.Store) (err error) {
+	err = p.call(ctx, address, func(s *replica.Store) (err error) {
 		resp, err = s.HandleHeartbeat(r)
 		return err
 	})

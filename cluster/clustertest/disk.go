@@ -10,7 +10,7 @@ import (
 
 	"github.com/hashicorp/raft"
 
-	"github.com/gpuctl/gpuctl/cluster/store"
+	"github.com/gpuctl/gpuctl/cluster/replica"
 )
 
 // Disk of a node.
@@ -70,8 +70,8 @@ func (d *Disk) write(f func() error) error {
 	return f()
 }
 
-func (d *Disk) wrap(s store.Storage) store.Storage {
-	return store.Storage{Logs: &logs{s.Logs, d}, Stable: &stable{s.Stable, d}, Snapshots: &snapshots{s.Snapshots, d}}
+func (d *Disk) wrap(s replica.Storage) replica.Storage {
+	return replica.Storage{Logs: &logs{s.Logs, d}, Stable: &stable{s.Stable, d}, Snapshots: &snapshots{s.Snapshots, d}}
 }
 
 type logs struct {

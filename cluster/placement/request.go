@@ -11,7 +11,7 @@ import (
 
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 	"github.com/gpuctl/gpuctl/cluster/query"
-	"github.com/gpuctl/gpuctl/internal/near"
+	"github.com/gpuctl/gpuctl/internal/suggest"
 )
 
 var (
@@ -221,5 +221,5 @@ func (r *run) unknown(ids []string) error {
 		all = append(all, n)
 	}
 	slices.Sort(all)
-	return fmt.Errorf("%w: no GPU, model or host %q%s; gpuctl get gpus lists them", ErrNotFound, missing, near.Hint(missing, all))
+	return fmt.Errorf("%w: no GPU, model or host %q%s; gpuctl get gpus lists them", ErrNotFound, missing, suggest.Hint(missing, all))
 }

@@ -14,8 +14,8 @@ import (
 
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 	"github.com/gpuctl/gpuctl/internal/celenv"
-	"github.com/gpuctl/gpuctl/internal/near"
 	"github.com/gpuctl/gpuctl/internal/size"
+	"github.com/gpuctl/gpuctl/internal/suggest"
 )
 
 // ErrInvalid is wrapped by every error about an expression that cannot be used.
@@ -189,7 +189,7 @@ func (l *language) hint(parsed *ast.AST) string {
 		case "KiB", "MiB", "GiB", "TiB":
 			return
 		}
-		if out = near.Hint(name, names); out == "" {
+		if out = suggest.Hint(name, names); out == "" {
 			out = fmt.Sprintf(" (a %s has no field %s; fields: %s)", l.name, name, strings.Join(names, ", "))
 		}
 	}))

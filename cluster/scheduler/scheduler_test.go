@@ -18,9 +18,9 @@ import (
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/cluster/clustertest"
 	"github.com/gpuctl/gpuctl/cluster/placement"
+	"github.com/gpuctl/gpuctl/cluster/replica"
 	"github.com/gpuctl/gpuctl/cluster/scheduler"
 	"github.com/gpuctl/gpuctl/cluster/state"
-	"github.com/gpuctl/gpuctl/cluster/store"
 )
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
@@ -35,7 +35,7 @@ func limit(t *testing.T) context.Context {
 }
 
 // start makes a cluster whose hosts have GPUs of 8 GiB each.
-func start(t *testing.T, nodes, gpus int, config func(int, *store.Config)) *clustertest.Cluster {
+func start(t *testing.T, nodes, gpus int, config func(int, *replica.Config)) *clustertest.Cluster {
 	t.Helper()
 	ctx := limit(t)
 	c := clustertest.New(t, clustertest.Options{Nodes: nodes, Config: config})
@@ -203,8 +203,8 @@ func TestContention(t *testing.T) {
 	c.Equal(ctx) // checks that every GPU has one owner
 }
 
-func task(s *atomic.Pointer[scheduler.Scheduler]) store.LeaderTask {
-	return store.LeaderTask{Name: "pending claims", Run: func(ctx context.Context, l *store.Lead) error {
+func task(s *atomic.Pointer[scheduler.Scheduler]) replica.LeaderTask {
+	return replica.LeaderTask{Name: "pending claims", Run: func(ctx context.Context, l *replica.Lead) error {
 		for s.Load() == nil {
 			select {
 			case <-ctx.Done():
@@ -223,7 +223,7 @@ func TestWaiting(t *testing.T) {
 	t.Parallel()
 	ctx := limit(t)
 	running := make([]atomic.Pointer[scheduler.Scheduler], 3)
-	c := start(t, 3, 1, func(n int, cfg *store.Config) { cfg.Tasks = []store.LeaderTask{task(&running[n])} })
+	c := start(t, 3, 1, func(n int, cfg *replica.Config) { cfg.Tasks = []replica.LeaderTask{task(&running[n])} })
 	for i, n := range c.Nodes {
 		running[i].Store(on(n))
 	}
@@ -348,7 +348,7 @@ func TestNoLeader(t *testing.T) {
 	defer cancel()
 	began := time.Now()
 	_, err := on(c.Nodes[0]).Create(short, whole("a"), "test", "n0")
-	if !errors.Is(err, store.ErrNoLeader) && !errors.Is(err, store.ErrTimeout) {
+	if !errors.Is(err, replica.ErrNoLeader) && !errors.Is(err, replica.ErrTimeout) {
 		t.Errorf("%v", err)
 	}
 	if d := time.Since(began); d > 2*time.Second {
@@ -375,7 +375,7 @@ func TestPreviousLeader(t *testing.T) {
 	if o, err := next.Assign(ctx, placement.Request{Claim: r.GetClaim()}, "test"); err != nil || len(o.Assignments) != 1 {
 		t.Fatalf("%v, %v", o.Claim, err)
 	}
-	lead.apply = func(context.Context, *clusterv1.Command) (*clusterv1.Result, error) { return nil, store.ErrNotLeader }
+	lead.apply = func(context.Context, *clusterv1.Command) (*clusterv1.Result, error) { return nil, replica.ErrNotLeader }
 	close(lead.hold)
 	time.Sleep(100 * time.Millisecond)
 	cancel()

@@ -12,7 +12,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/gpuctl/gpuctl/hostd/hook"
+	"github.com/gpuctl/gpuctl/hostd/cards/libvirthook"
 	"github.com/gpuctl/gpuctl/internal/hook/wire"
 )
 
@@ -23,7 +23,7 @@ const maxSize = 4 << 20
 
 // install builds the program into the hooks folder of a machine of its own, of
 // which a real server's socket is part.
-func install(t testing.TB, h hook.HandlerFunc) (program string) {
+func install(t testing.TB, h libvirthook.HandlerFunc) (program string) {
 	t.Helper()
 	root := t.TempDir()
 	program = filepath.Join(root, "etc/libvirt/hooks/qemu.d/50-gpuctl")
@@ -43,13 +43,13 @@ func install(t testing.TB, h hook.HandlerFunc) (program string) {
 	if err := os.WriteFile(filepath.Join(root, "etc/gpuctl/hook.yaml"), []byte(config), 0o644); err != nil {
 		t.Fatal(err)
 	}
-	l, err := hook.Listen(run)
+	l, err := libvirthook.Listen(run)
 	if err != nil {
 		t.Fatal(err)
 	}
 	ctx, stop := context.WithCancel(context.Background())
 	ended := make(chan error, 1)
-	go func() { ended <- hook.New(h, hook.WithUser(os.Getuid())).Serve(ctx, l) }()
+	go func() { ended <- libvirthook.New(h, libvirthook.WithUser(os.Getuid())).Serve(ctx, l) }()
 	t.Cleanup(func() { stop(); <-ended })
 	return program
 }
@@ -64,14 +64,14 @@ func call(program, operation, stdin string) (out, said string, err error) {
 }
 
 func TestProgram(t *testing.T) {
-	program := install(t, func(_ context.Context, e hook.Event) (hook.Answer, error) {
+	program := install(t, func(_ context.Context, e libvirthook.Event) (libvirthook.Answer, error) {
 		switch {
 		case e.Driver != "qemu" || e.Domain != "vm1" || e.Sub != "begin" || e.Extra != "-" || string(e.XML) != xml:
-			return hook.Answer{}, errors.New("that is not what libvirt said")
+			return libvirthook.Answer{}, errors.New("that is not what libvirt said")
 		case e.Operation == wire.Prepare:
-			return hook.Answer{}, errors.New("GPU 0000:65:00.0 is vm2's")
+			return libvirthook.Answer{}, errors.New("GPU 0000:65:00.0 is vm2's")
 		}
-		return hook.Answer{XML: []byte("<domain/>")}, nil
+		return libvirthook.Answer{XML: []byte("<domain/>")}, nil
 	})
 	_, said, err := call(program, wire.Prepare, xml)
 	var exit *exec.ExitError
@@ -98,7 +98,7 @@ func TestProgram(t *testing.T) {
 // against a server that agrees at once. p99-ms is what libvirtd waits at most,
 // one call in a hundred excepted; version-ms the same without the round trip.
 func BenchmarkHook(b *testing.B) {
-	program := install(b, func(context.Context, hook.Event) (hook.Answer, error) { return hook.Answer{}, nil })
+	program := install(b, func(context.Context, libvirthook.Event) (libvirthook.Answer, error) { return libvirthook.Answer{}, nil })
 	measure := func(f func() error) []time.Duration {
 		var all []time.Duration
 		for range b.N {

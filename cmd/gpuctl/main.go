@@ -9,7 +9,7 @@ import (
 
 	"github.com/gpuctl/gpuctl/cluster/remote"
 	"github.com/gpuctl/gpuctl/internal/cli"
-	"github.com/gpuctl/gpuctl/internal/program"
+	"github.com/gpuctl/gpuctl/internal/cmdutil"
 	"github.com/gpuctl/gpuctl/migrate"
 )
 
@@ -19,9 +19,9 @@ func main() {
 	if user, err := remote.NewUser(os.Getenv); err == nil {
 		options = append(options, cli.WithRemote(user))
 	}
-	err := cli.Run(context.Background(), os.Args[1:], program.Stdio{In: os.Stdin, Out: os.Stdout, Err: os.Stderr}, options...)
-	if err != nil && !errors.As(err, new(program.Status)) {
+	err := cli.Run(context.Background(), os.Args[1:], cmdutil.Stdio{In: os.Stdin, Out: os.Stdout, Err: os.Stderr}, options...)
+	if err != nil && !errors.As(err, new(cmdutil.Status)) {
 		fmt.Fprintln(os.Stderr, "gpuctl:", err)
 	}
-	os.Exit(program.Code(err))
+	os.Exit(cmdutil.Code(err))
 }

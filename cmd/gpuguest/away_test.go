@@ -27,14 +27,14 @@ import (
 	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
 	"github.com/gpuctl/gpuctl/cluster/access"
 	"github.com/gpuctl/gpuctl/guest/vm/statestream"
-	"github.com/gpuctl/gpuctl/hostd/site"
-	"github.com/gpuctl/gpuctl/hostd/stash"
+	"github.com/gpuctl/gpuctl/hostd/migration/endpoint"
+	"github.com/gpuctl/gpuctl/hostd/migration/stash"
 	"github.com/gpuctl/gpuctl/migrate"
 )
 
 // awayHost is what hostd is for a migration's states.
 type awayHost struct {
-	*site.Local
+	*endpoint.Local
 	dir     string
 	service gpuctlv1connect.SiteServiceClient // as another host reaches it
 	parties bool
@@ -42,7 +42,7 @@ type awayHost struct {
 
 // oneCard is a host's only card, which the VM has or gets.
 type oneCard struct {
-	site.Keeper
+	endpoint.Keeper
 	vendor, device uint16
 }
 
@@ -70,8 +70,8 @@ func newAwayHosts(t *testing.T, v *vm) (a, b *awayHost) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		h.Local = &site.Local{Name: name, Keeper: card, Stash: s, Log: log}
-		h.Guests = site.NewGuests(oneChannel(v.console.Socket()), nil, log)
+		h.Local = &endpoint.Local{Name: name, Keeper: card, Stash: s, Log: log}
+		h.Guests = endpoint.NewGuests(oneChannel(v.console.Socket()), nil, log)
 		t.Cleanup(func() { h.Guests.Close() })
 		h.Peer = func(host string) (gpuctlv1connect.SiteServiceClient, error) { return all[host].service, nil }
 		h.Party = func(m *gpuctlv1.SiteMachine, other string) error {
@@ -348,7 +348,7 @@ func (a *stream) verify() {
 // moved is a host of a migration: what concerns the VM's applications is real,
 // its cards and its way are the test's.
 type moved struct {
-	*site.Remote
+	*endpoint.Remote
 	h  *awayHost
 	vm *movedVM
 }
@@ -364,7 +364,7 @@ type movedVM struct {
 
 func (m *movedVM) Site(host string) (migrate.Site, error) {
 	h := m.hosts[host]
-	return &moved{&site.Remote{Host: host, Migration: awayMigration, Service: h.service}, h, m}, nil
+	return &moved{&endpoint.Remote{Host: host, Migration: awayMigration, Service: h.service}, h, m}, nil
 }
 
 func (m *movedVM) Reserve(context.Context, string, migrate.Machine, string) error { return nil }

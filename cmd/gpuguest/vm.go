@@ -21,7 +21,7 @@ import (
 	"github.com/gpuctl/gpuctl/guest/vm/agent"
 	"github.com/gpuctl/gpuctl/guest/vm/channel"
 	"github.com/gpuctl/gpuctl/guest/vm/profile"
-	"github.com/gpuctl/gpuctl/internal/program"
+	"github.com/gpuctl/gpuctl/internal/cmdutil"
 	"github.com/gpuctl/gpuctl/internal/rundir"
 	"github.com/gpuctl/gpuctl/internal/unixrpc"
 	"github.com/gpuctl/gpuctl/passthrough/bind"
@@ -90,7 +90,7 @@ func serveVM(ctx context.Context, o vmOptions, root string, log *slog.Logger) er
 		openBulk = b.Open
 	}
 	a, err := agent.New(agent.Config{
-		Root: machine, Dir: o.RunDir, Profiles: profiles, Prober: launcher, Version: program.Version(),
+		Root: machine, Dir: o.RunDir, Profiles: profiles, Prober: launcher, Version: cmdutil.Version(),
 		Sessions: &agent.GuestSessions{Client: gpuctlv1connect.NewGuestServiceClient(client, "http://gpuguest"), RunDir: o.RunDir},
 		Users:    usersOf(machine), Events: events, Ready: gate.Set, Bulk: openBulk, Logger: log,
 	})

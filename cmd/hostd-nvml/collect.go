@@ -9,7 +9,7 @@ import (
 
 	driver "github.com/NVIDIA/go-nvml/pkg/nvml"
 
-	"github.com/gpuctl/gpuctl/hostd/nvml"
+	"github.com/gpuctl/gpuctl/hostd/inventory/nvml"
 	"github.com/gpuctl/gpuctl/passthrough/pci"
 )
 

@@ -7,7 +7,7 @@ import (
 	"github.com/NVIDIA/go-nvml/pkg/nvml/mock/dgxa100"
 	"github.com/NVIDIA/go-nvml/pkg/nvml/mock/server"
 
-	"github.com/gpuctl/gpuctl/hostd/nvml"
+	"github.com/gpuctl/gpuctl/hostd/inventory/nvml"
 )
 
 // A server of eight A100, one of them sliced. The mock has few functions, so

@@ -15,8 +15,8 @@ import (
 	"github.com/google/go-cmp/cmp"
 	"go.uber.org/goleak"
 
-	"github.com/gpuctl/gpuctl/hostd/nvml"
-	"github.com/gpuctl/gpuctl/internal/program"
+	"github.com/gpuctl/gpuctl/hostd/inventory/nvml"
+	"github.com/gpuctl/gpuctl/internal/cmdutil"
 )
 
 const selfEnv = "GPUCTL_TEST_HOSTD_NVML"
@@ -162,7 +162,7 @@ func TestNoLibrary(t *testing.T) {
 		t.Errorf("got %v", err)
 	}
 	var out, errs bytes.Buffer
-	if err := run([]string{"--once", "list"}, program.Stdio{Out: &out, Err: &errs}); err != nil {
+	if err := run([]string{"--once", "list"}, cmdutil.Stdio{Out: &out, Err: &errs}); err != nil {
 		t.Error(err)
 	}
 	var answer nvml.Response
@@ -174,7 +174,7 @@ func TestNoLibrary(t *testing.T) {
 func TestUsage(t *testing.T) {
 	for _, args := range [][]string{{"--once", "release"}, {"--twice"}, {"list"}} {
 		var out, errs bytes.Buffer
-		if err := run(args, program.Stdio{In: strings.NewReader(""), Out: &out, Err: &errs}); program.Code(err) != program.BadUse {
+		if err := run(args, cmdutil.Stdio{In: strings.NewReader(""), Out: &out, Err: &errs}); cmdutil.Code(err) != cmdutil.BadUse {
 			t.Errorf("%v: %v", args, err)
 		}
 	}

@@ -12,31 +12,31 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/gpuctl/gpuctl/hostd/nvml"
-	"github.com/gpuctl/gpuctl/internal/program"
+	"github.com/gpuctl/gpuctl/hostd/inventory/nvml"
+	"github.com/gpuctl/gpuctl/internal/cmdutil"
 )
 
 func main() {
-	err := run(os.Args[1:], program.Stdio{In: os.Stdin, Out: os.Stdout, Err: os.Stderr})
+	err := run(os.Args[1:], cmdutil.Stdio{In: os.Stdin, Out: os.Stdout, Err: os.Stderr})
 	if err != nil {
 		fmt.Fprintln(os.Stderr, "hostd-nvml:", err)
 	}
-	os.Exit(program.Code(err))
+	os.Exit(cmdutil.Code(err))
 }
 
 // run is the program. With --once its error says that the library did not
 // work; that there is none is no error.
-func run(args []string, std program.Stdio) error {
+func run(args []string, std cmdutil.Stdio) error {
 	flags := flag.NewFlagSet("hostd-nvml", flag.ContinueOnError)
 	flags.SetOutput(std.Err)
 	once := flags.String("once", "", "print `list` or facts as JSON and end")
 	if err := flags.Parse(args); errors.Is(err, flag.ErrHelp) {
 		return nil
 	} else if err != nil {
-		return program.Usage(err)
+		return cmdutil.Usage(err)
 	}
 	if flags.NArg() > 0 {
-		return program.Usage(fmt.Errorf("unexpected argument %q", flags.Arg(0)))
+		return cmdutil.Usage(fmt.Errorf("unexpected argument %q", flags.Arg(0)))
 	}
 	collector := newCollector(open)
 	if *once != "" {
@@ -53,7 +53,7 @@ func run(args []string, std program.Stdio) error {
 
 func printOnce(c *collector, op nvml.Op, out io.Writer) error {
 	if op != nvml.List && op != nvml.Facts {
-		return program.Usage(fmt.Errorf("--once %q: say list or facts", op))
+		return cmdutil.Usage(fmt.Errorf("--once %q: say list or facts", op))
 	}
 	answer := c.answer(nvml.Request{Version: nvml.Version, Op: op})
 	c.answer(nvml.Request{Version: nvml.Version, Op: nvml.Release})

@@ -7,7 +7,7 @@ import (
 	"os"
 	"time"
 
-	"github.com/gpuctl/gpuctl/hostd/nvml"
+	"github.com/gpuctl/gpuctl/hostd/inventory/nvml"
 )
 
 // A call that hangs in the driver may outlive hostd by this.

@@ -7,13 +7,13 @@ import (
 	"os"
 
 	"github.com/gpuctl/gpuctl/hostd/command"
-	"github.com/gpuctl/gpuctl/internal/program"
+	"github.com/gpuctl/gpuctl/internal/cmdutil"
 )
 
 func main() {
-	err := command.Run(context.Background(), os.Args[1:], program.Stdio{In: os.Stdin, Out: os.Stdout, Err: os.Stderr})
+	err := command.Run(context.Background(), os.Args[1:], cmdutil.Stdio{In: os.Stdin, Out: os.Stdout, Err: os.Stderr})
 	if err != nil {
 		fmt.Fprintln(os.Stderr, "hostd:", err)
 	}
-	os.Exit(program.Code(err))
+	os.Exit(cmdutil.Code(err))
 }

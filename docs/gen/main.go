@@ -15,7 +15,7 @@ import (
 
 	"github.com/gpuctl/gpuctl/hostd/command"
 	"github.com/gpuctl/gpuctl/internal/cli"
-	"github.com/gpuctl/gpuctl/internal/program"
+	"github.com/gpuctl/gpuctl/internal/cmdutil"
 )
 
 func main() {
@@ -44,8 +44,8 @@ func run(dir string) error {
 		cmd     *cobra.Command
 		section string
 	}{
-		{cli.Command(program.Stdio{}), "1"},
-		{command.Command(program.Stdio{}), "8"},
+		{cli.Command(cmdutil.Stdio{}), "1"},
+		{command.Command(cmdutil.Stdio{}), "8"},
 	} {
 		c.cmd.DisableAutoGenTag = true // a date would differ every day
 		if err := doc.GenMarkdownTree(c.cmd, markdown); err != nil {

@@ -16,8 +16,8 @@ import (
 
 	"github.com/gpuctl/gpuctl/hostd"
 	"github.com/gpuctl/gpuctl/hostd/config"
-	"github.com/gpuctl/gpuctl/hostd/node"
-	"github.com/gpuctl/gpuctl/internal/program"
+	"github.com/gpuctl/gpuctl/hostd/member"
+	"github.com/gpuctl/gpuctl/internal/cmdutil"
 	"github.com/gpuctl/gpuctl/internal/rundir"
 	"github.com/gpuctl/gpuctl/passthrough/catalog"
 )
@@ -35,7 +35,7 @@ type flags struct {
 }
 
 // Run is hostd. Its error says which exit status (program.Code) is due.
-func Run(ctx context.Context, args []string, stdio program.Stdio) error {
+func Run(ctx context.Context, args []string, stdio cmdutil.Stdio) error {
 	ctx, stop := signal.NotifyContext(ctx, os.Interrupt, syscall.SIGTERM)
 	defer stop()
 	root := Command(stdio)
@@ -47,7 +47,7 @@ func Run(ctx context.Context, args []string, stdio program.Stdio) error {
 }
 
 // Command is hostd as cobra knows it, for the manual.
-func Command(stdio program.Stdio) *cobra.Command {
+func Command(stdio cmdutil.Stdio) *cobra.Command {
 	var f flags
 	root := &cobra.Command{
 		Use:   "hostd",
@@ -68,7 +68,7 @@ sessions.`,
 		CompletionOptions: cobra.CompletionOptions{HiddenDefaultCmd: true},
 		RunE:              func(cmd *cobra.Command, _ []string) error { return serve(cmd.Context(), f, stdio) },
 	}
-	root.SetFlagErrorFunc(func(_ *cobra.Command, err error) error { return program.Usage(err) })
+	root.SetFlagErrorFunc(func(_ *cobra.Command, err error) error { return cmdutil.Usage(err) })
 	flags := root.Flags()
 	flags.BoolVar(&f.dev, "dev", false, "a cluster of one in memory, for this user alone")
 	flags.StringVar(&f.config, "config", "", "configuration `file` (hostd config default prints what holds without one)")
@@ -89,22 +89,22 @@ const defaultData = "/var/lib/gpuctl"
 func usage(check cobra.PositionalArgs) cobra.PositionalArgs {
 	return func(cmd *cobra.Command, args []string) error {
 		if err := check(cmd, args); err != nil {
-			return program.Usage(err)
+			return cmdutil.Usage(err)
 		}
 		return nil
 	}
 }
 
-func serve(ctx context.Context, f flags, stdio program.Stdio) error {
+func serve(ctx context.Context, f flags, stdio cmdutil.Stdio) error {
 	switch {
 	case f.dev && f.data != "":
-		return program.Usage(errors.New("--dev keeps the cluster's state in memory: it takes no --data-dir"))
+		return cmdutil.Usage(errors.New("--dev keeps the cluster's state in memory: it takes no --data-dir"))
 	case !f.dev && f.data == "":
 		f.data = defaultData
 	}
 	log, err := newLog(f, stdio.Err)
 	if err != nil {
-		return program.Usage(err)
+		return cmdutil.Usage(err)
 	}
 	c := config.Default()
 	if f.config != "" {
@@ -141,7 +141,7 @@ func serve(ctx context.Context, f flags, stdio program.Stdio) error {
 		}()
 	}
 	return hostd.Run(ctx, hostd.Options{
-		Dir: f.dir, Data: f.data, Version: program.Version(), Socket: f.socket, Config: c, Private: f.private, Gpuguest: f.gpuguest, Root: os.DirFS("/"), Log: log,
+		Dir: f.dir, Data: f.data, Version: cmdutil.Version(), Socket: f.socket, Config: c, Private: f.private, Gpuguest: f.gpuguest, Root: os.DirFS("/"), Log: log,
 	})
 }
 
@@ -212,12 +212,12 @@ gpuctl cluster remove --force.`,
 		Example: "  systemctl stop gpuctl-hostd && hostd recover --yes && systemctl start gpuctl-hostd",
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if !yes {
-				return program.Usage(errors.New("recover gives up what only lost hosts know: say --yes, and see hostd recover --help"))
+				return cmdutil.Usage(errors.New("recover gives up what only lost hosts know: say --yes, and see hostd recover --help"))
 			}
 			if err := rundir.Own(dir); err != nil {
 				return fmt.Errorf("data folder: %w", err)
 			}
-			host, err := node.Recover(dir)
+			host, err := member.Recover(dir)
 			if err != nil {
 				return err
 			}

@@ -14,8 +14,8 @@ import (
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/hostd/config"
-	"github.com/gpuctl/gpuctl/internal/near"
 	"github.com/gpuctl/gpuctl/internal/size"
+	"github.com/gpuctl/gpuctl/internal/suggest"
 )
 
 const (
@@ -109,7 +109,7 @@ func plan(root fs.FS, c config.Config) (sources []source, warnings []string) {
 				for _, l := range libs {
 					names = append(names, l.Runtime)
 				}
-				warnings = append(warnings, fmt.Sprintf("gpu %s: no runtime %q on this machine%s; install it or name its library", g.ID, g.Runtime, near.Hint(g.Runtime, names)))
+				warnings = append(warnings, fmt.Sprintf("gpu %s: no runtime %q on this machine%s; install it or name its library", g.ID, g.Runtime, suggest.Hint(g.Runtime, names)))
 				continue
 			}
 			lib = libs[at]

@@ -2,7 +2,7 @@
 // sets up the virtual functions of network cards for domains that reach remote
 // GPUs, and caps the bandwidth of a migration. It is the only place that
 // changes anything about the network; inventory reads interfaces through
-// hostd/hostinfo.
+// hostd/inventory/hostinfo.
 //
 // It asks the kernel by netlink, in the network namespace of the thread that
 // Open was called on, and reads speeds from sysfs below an injected root. Every

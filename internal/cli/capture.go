@@ -13,8 +13,8 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/gpuctl/gpuctl/internal/capture"
+	"github.com/gpuctl/gpuctl/internal/cmdutil"
 	"github.com/gpuctl/gpuctl/internal/hook/install"
-	"github.com/gpuctl/gpuctl/internal/program"
 	"github.com/gpuctl/gpuctl/internal/size"
 )
 
@@ -75,16 +75,16 @@ func (a *app) capture(ctx context.Context, f captureFlags, name string) error {
 	if err != nil {
 		return fmt.Errorf("--root: %w", err)
 	}
-	o := capture.Options{Version: program.Version(), Redact: f.redact, Extra: a.hookFacts(ctx, root)}
+	o := capture.Options{Version: cmdutil.Version(), Redact: f.redact, Extra: a.hookFacts(ctx, root)}
 	if root == "/" && !f.files {
 		o.Run = capture.Commands
 	}
 	if name == "-" {
 		if isTerminal(a.Out) {
-			return program.Usage(errors.New("standard output is a terminal: name a file"))
+			return cmdutil.Usage(errors.New("standard output is a terminal: name a file"))
 		}
 		if a.structured() {
-			return program.Usage(errors.New("standard output gets the archive: name a file, or leave --output out"))
+			return cmdutil.Usage(errors.New("standard output gets the archive: name a file, or leave --output out"))
 		}
 		m, err := capture.Write(ctx, a.Out, os.DirFS(root), o)
 		if err != nil {

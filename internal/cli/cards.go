@@ -13,7 +13,7 @@ import (
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
 	"github.com/gpuctl/gpuctl/internal/cli/view"
-	"github.com/gpuctl/gpuctl/internal/program"
+	"github.com/gpuctl/gpuctl/internal/cmdutil"
 	"github.com/gpuctl/gpuctl/internal/size"
 )
 
@@ -203,7 +203,7 @@ lists the profiles. A card of which slices are out is given to nobody as a whole
 			if memory != "" {
 				var err error
 				if req.MinMemory, err = size.Parse(memory); err != nil {
-					return program.Usage(fmt.Errorf("--min-memory: %w", err))
+					return cmdutil.Usage(fmt.Errorf("--min-memory: %w", err))
 				}
 			}
 			c, err := a.connectDevices()
@@ -372,7 +372,7 @@ func (a *app) followDevice(stream *connect.ServerStreamForClient[gpuctlv1.Device
 	if last == nil {
 		if err := stream.Err(); err != nil {
 			if connect.CodeOf(err) == connect.CodeFailedPrecondition {
-				return program.WithCode(err, program.Refused)
+				return cmdutil.WithCode(err, cmdutil.Refused)
 			}
 			return err
 		}
@@ -395,7 +395,7 @@ func (a *app) printPlan(plan []*gpuctlv1.PlannedStep, reasons []*gpuctlv1.Reason
 		if len(reasons) == 0 {
 			return nil
 		}
-		return program.WithCode(errors.New("it would be refused"), program.Refused)
+		return cmdutil.WithCode(errors.New("it would be refused"), cmdutil.Refused)
 	}
 	if a.structured() {
 		return refused() // the plan is printed

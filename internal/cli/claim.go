@@ -17,9 +17,9 @@ import (
 
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 	"github.com/gpuctl/gpuctl/internal/cli/view"
-	"github.com/gpuctl/gpuctl/internal/near"
-	"github.com/gpuctl/gpuctl/internal/program"
+	"github.com/gpuctl/gpuctl/internal/cmdutil"
 	"github.com/gpuctl/gpuctl/internal/size"
+	"github.com/gpuctl/gpuctl/internal/suggest"
 )
 
 // claimFlags are what a claim needs, as flags of claim create and of plan.
@@ -67,17 +67,17 @@ func (f *claimFlags) claim() (*clusterv1.Claim, error) {
 			continue
 		}
 		if *s.to, err = size.Parse(s.text); err != nil {
-			return nil, program.Usage(fmt.Errorf("%s: %w", s.name, err))
+			return nil, cmdutil.Usage(fmt.Errorf("%s: %w", s.name, err))
 		}
 	}
 	if c.PreferMemory > 0 && c.PreferMemory < c.MinMemory {
-		return nil, program.Usage(errors.New("--prefer-memory is less than --min-memory"))
+		return nil, cmdutil.Usage(errors.New("--prefer-memory is less than --min-memory"))
 	}
 	if f.count == 0 {
-		return nil, program.Usage(errors.New("--count: at least 1"))
+		return nil, cmdutil.Usage(errors.New("--count: at least 1"))
 	}
 	if f.on != "" && slices.Contains(f.notOn, f.on) {
-		return nil, program.Usage(fmt.Errorf("--on and --not-on both name %s", f.on))
+		return nil, cmdutil.Usage(fmt.Errorf("--on and --not-on both name %s", f.on))
 	}
 	if f.policy != "" {
 		all := clusterv1.Policy(0).Descriptor().Values()
@@ -87,13 +87,13 @@ func (f *claimFlags) claim() (*clusterv1.Claim, error) {
 			}
 		}
 		if c.Policy == clusterv1.Policy_POLICY_UNSPECIFIED {
-			return nil, program.Usage(fmt.Errorf("--policy: %q is not one of %s%s", f.policy, strings.Join(policies(), ", "), near.Hint(f.policy, policies())))
+			return nil, cmdutil.Usage(fmt.Errorf("--policy: %q is not one of %s%s", f.policy, strings.Join(policies(), ", "), suggest.Hint(f.policy, policies())))
 		}
 	}
 	for _, l := range f.labels {
 		k, v, ok := strings.Cut(l, "=")
 		if !ok || k == "" {
-			return nil, program.Usage(fmt.Errorf("--label: %q is not KEY=VALUE", l))
+			return nil, cmdutil.Usage(fmt.Errorf("--label: %q is not KEY=VALUE", l))
 		}
 		c.Labels[k] = v
 	}
@@ -128,7 +128,7 @@ can. A claim of the same name with the same needs is answered as it is.`,
 				return err
 			}
 			if cmd.Flags().Changed("timeout") && (!wait || timeout <= 0) {
-				return program.Usage(errors.New("--timeout needs --wait, and a time greater than 0"))
+				return cmdutil.Usage(errors.New("--timeout needs --wait, and a time greater than 0"))
 			}
 			if len(args) > 0 {
 				claim.Id = args[0]

@@ -13,7 +13,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
-	"github.com/gpuctl/gpuctl/internal/program"
+	"github.com/gpuctl/gpuctl/internal/cmdutil"
 	"github.com/gpuctl/gpuctl/internal/rundir"
 )
 
@@ -22,7 +22,7 @@ type client = gpuctlv1connect.HostServiceClient
 
 // app is what all commands share.
 type app struct {
-	program.Stdio
+	cmdutil.Stdio
 	dirs   rundir.Dirs
 	getenv func(string) string
 	now    func() time.Time
@@ -35,7 +35,7 @@ type app struct {
 }
 
 // Run is gpuctl. Its error says which exit status (program.Code) is due.
-func Run(ctx context.Context, args []string, stdio program.Stdio, options ...Option) error {
+func Run(ctx context.Context, args []string, stdio cmdutil.Stdio, options ...Option) error {
 	root := Command(stdio, options...)
 	root.SetArgs(args)
 	root.SetIn(stdio.In)
@@ -45,7 +45,7 @@ func Run(ctx context.Context, args []string, stdio program.Stdio, options ...Opt
 }
 
 // Command is gpuctl as cobra knows it, for the manual.
-func Command(stdio program.Stdio, options ...Option) *cobra.Command {
+func Command(stdio cmdutil.Stdio, options ...Option) *cobra.Command {
 	a := &app{Stdio: stdio, dirs: rundir.FromEnv(os.Getenv), getenv: os.Getenv, now: time.Now}
 	for _, o := range options {
 		o(a)
@@ -77,7 +77,7 @@ listed; 4 nobody answers, or the cluster has no leader.`,
 		RunE:          func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
 	}
 	root.SetFlagErrorFunc(func(cmd *cobra.Command, err error) error {
-		return program.Usage(fmt.Errorf("%w; see %s --help", err, cmd.CommandPath()))
+		return cmdutil.Usage(fmt.Errorf("%w; see %s --help", err, cmd.CommandPath()))
 	})
 	flags := root.PersistentFlags()
 	flags.StringVar(&a.host, "host", "", "hostd's socket, as unix://PATH, or another machine's `hostd`: a name from gpuctl cluster login, or https://HOST:PORT (default $GPUCTL_HOST, else the one that runs)")
@@ -85,10 +85,10 @@ listed; 4 nobody answers, or the cluster has no leader.`,
 	flags.DurationVar(&a.timeout, "timeout", defaultPatience, "of a command that changes something: how long to wait for the cluster to have a leader, and for its answer")
 	root.PersistentPreRunE = func(cmd *cobra.Command, _ []string) error {
 		if a.timeout <= 0 {
-			return program.Usage(errors.New("--timeout: a time greater than 0"))
+			return cmdutil.Usage(errors.New("--timeout: a time greater than 0"))
 		}
 		if all := outputs(cmd); !slices.Contains(all, a.output) {
-			return program.Usage(fmt.Errorf("output %q is not one of %s", a.output, strings.Join(all, ", ")))
+			return cmdutil.Usage(fmt.Errorf("output %q is not one of %s", a.output, strings.Join(all, ", ")))
 		}
 		return nil
 	}
@@ -135,14 +135,14 @@ func noSuchCommand(cmd *cobra.Command, args []string) error {
 	if near := cmd.SuggestionsFor(args[0]); len(near) > 0 {
 		text += " (did you mean " + strings.Join(near, " or ") + "?)"
 	}
-	return program.Usage(errors.New(text + "; see gpuctl --help"))
+	return cmdutil.Usage(errors.New(text + "; see gpuctl --help"))
 }
 
 // arguments checks the number of arguments as cobra does, with our exit status.
 func arguments(check cobra.PositionalArgs) cobra.PositionalArgs {
 	return func(cmd *cobra.Command, args []string) error {
 		if err := check(cmd, args); err != nil {
-			return program.Usage(fmt.Errorf("%w; usage: %s", err, cmd.UseLine()))
+			return cmdutil.Usage(fmt.Errorf("%w; usage: %s", err, cmd.UseLine()))
 		}
 		return nil
 	}
@@ -156,7 +156,7 @@ func (a *app) versionCommand() *cobra.Command {
 				Version  string `json:"version"`
 				Go       string `json:"go"`
 				Revision string `json:"revision,omitempty"`
-			}{Version: program.Version()}
+			}{Version: cmdutil.Version()}
 			if info, ok := debug.ReadBuildInfo(); ok {
 				v.Go = info.GoVersion
 				for _, s := range info.Settings {

@@ -18,7 +18,7 @@ import (
 
 	"github.com/gpuctl/gpuctl/hostd/command"
 	"github.com/gpuctl/gpuctl/hostd/guesttest"
-	"github.com/gpuctl/gpuctl/internal/program"
+	"github.com/gpuctl/gpuctl/internal/cmdutil"
 	"github.com/gpuctl/gpuctl/internal/rundir"
 	"github.com/gpuctl/gpuctl/internal/unixrpc"
 )
@@ -26,13 +26,13 @@ import (
 // The scripts run gpuctl and hostd as processes; gpuguest is the fake, and app
 // an application that uses a GPU until the file it is told exists.
 func TestMain(m *testing.M) {
-	exit := func(name string, run func(context.Context, []string, program.Stdio) error) func() {
+	exit := func(name string, run func(context.Context, []string, cmdutil.Stdio) error) func() {
 		return func() {
-			err := run(context.Background(), os.Args[1:], program.Stdio{In: os.Stdin, Out: os.Stdout, Err: os.Stderr})
-			if err != nil && !errors.As(err, new(program.Status)) {
+			err := run(context.Background(), os.Args[1:], cmdutil.Stdio{In: os.Stdin, Out: os.Stdout, Err: os.Stderr})
+			if err != nil && !errors.As(err, new(cmdutil.Status)) {
 				fmt.Fprintln(os.Stderr, name+":", err)
 			}
-			os.Exit(program.Code(err))
+			os.Exit(cmdutil.Code(err))
 		}
 	}
 	testscript.Main(m, map[string]func(){
@@ -66,7 +66,7 @@ func TestScripts(t *testing.T) {
 }
 
 // gpuguest has the flags of the real one.
-func gpuguest(ctx context.Context, args []string, _ program.Stdio) error {
+func gpuguest(ctx context.Context, args []string, _ cmdutil.Stdio) error {
 	ctx, stop := signal.NotifyContext(ctx, syscall.SIGTERM)
 	defer stop()
 	flags := flag.NewFlagSet("gpuguest", flag.ContinueOnError)
@@ -101,7 +101,7 @@ func gpuguest(ctx context.Context, args []string, _ program.Stdio) error {
 	return server.Close()
 }
 
-func app(ctx context.Context, args []string, _ program.Stdio) error {
+func app(ctx context.Context, args []string, _ cmdutil.Stdio) error {
 	vendors, err := filepath.Glob(filepath.Join(os.Getenv("OCL_ICD_VENDORS"), "*.icd"))
 	if err != nil || len(vendors) != 1 {
 		return fmt.Errorf("vendors: %v, %w", vendors, err)
@@ -121,12 +121,12 @@ func app(ctx context.Context, args []string, _ program.Stdio) error {
 	if err := os.WriteFile(args[0], []byte(id), 0o600); err != nil {
 		return err
 	}
-	return await(ctx, args[1:2], program.Stdio{})
+	return await(ctx, args[1:2], cmdutil.Stdio{})
 }
 
 // await returns when a file exists; a socket, when somebody answers: one whose
 // daemon was killed is still there.
-func await(_ context.Context, args []string, _ program.Stdio) error {
+func await(_ context.Context, args []string, _ cmdutil.Stdio) error {
 	for range 3000 {
 		_, err := os.Stat(args[0])
 		if err == nil && (filepath.Ext(args[0]) != ".sock" || rundir.Answers(args[0])) {

@@ -12,7 +12,7 @@ import (
 
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 	"github.com/gpuctl/gpuctl/internal/cli/view"
-	"github.com/gpuctl/gpuctl/internal/program"
+	"github.com/gpuctl/gpuctl/internal/cmdutil"
 )
 
 // expiresSoon is when a certificate should have renewed itself.
@@ -100,7 +100,7 @@ func (a *app) readToken(arg string) (string, error) {
 	}
 	arg = strings.TrimSpace(arg)
 	if arg == "" || len(arg) > maxToken {
-		return "", program.Usage(errors.New("that is no token; gpuctl cluster token create prints one"))
+		return "", cmdutil.Usage(errors.New("that is no token; gpuctl cluster token create prints one"))
 	}
 	return arg, nil
 }

@@ -18,14 +18,14 @@ import (
 	"github.com/gpuctl/gpuctl/cluster/query"
 	"github.com/gpuctl/gpuctl/internal/cli"
 	"github.com/gpuctl/gpuctl/internal/cli/clitest"
-	"github.com/gpuctl/gpuctl/internal/program"
+	"github.com/gpuctl/gpuctl/internal/cmdutil"
 	"github.com/gpuctl/gpuctl/internal/unixrpc"
 	"github.com/gpuctl/gpuctl/migrate"
 )
 
 // gpuctl is the command with a way to one other cluster, prod, whose socket
 // is $PROD.
-func gpuctl(ctx context.Context, args []string, stdio program.Stdio) error {
+func gpuctl(ctx context.Context, args []string, stdio cmdutil.Stdio) error {
 	return cli.Run(ctx, args, stdio, cli.WithRemote(remote{}), cli.WithTimeline(migrate.SVG))
 }
 

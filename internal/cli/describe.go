@@ -17,7 +17,7 @@ import (
 
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 	"github.com/gpuctl/gpuctl/internal/cli/view"
-	"github.com/gpuctl/gpuctl/internal/program"
+	"github.com/gpuctl/gpuctl/internal/cmdutil"
 	"github.com/gpuctl/gpuctl/internal/size"
 )
 
@@ -51,16 +51,16 @@ copied and how long the applications stood still.`,
 			}
 			if len(args) > 1 {
 				if name != "" {
-					return program.Usage(errors.New("want KIND NAME or KIND/NAME, not both"))
+					return cmdutil.Usage(errors.New("want KIND NAME or KIND/NAME, not both"))
 				}
 				name = args[1]
 			}
 			if a.output == "svg" && (isolation || k.kind != clusterv1.Kind_KIND_MIGRATION) {
-				return program.Usage(errors.New("only a migration has a timeline: gpuctl describe migration ID -o svg"))
+				return cmdutil.Usage(errors.New("only a migration has a timeline: gpuctl describe migration ID -o svg"))
 			}
 			if isolation {
 				if k.kind != clusterv1.Kind_KIND_GPU || name == "" {
-					return program.Usage(errors.New("--isolation is about a gpu: gpuctl describe gpu NAME --isolation"))
+					return cmdutil.Usage(errors.New("--isolation is about a gpu: gpuctl describe gpu NAME --isolation"))
 				}
 				return a.printIsolation(cmd.Context(), name)
 			}
@@ -75,7 +75,7 @@ copied and how long the applications stood still.`,
 func (a *app) describe(ctx context.Context, k kind, name string, stale bool) error {
 	local := (k.kind == clusterv1.Kind_KIND_GPU || k.kind == clusterv1.Kind_KIND_SESSION) && !strings.Contains(name, "/")
 	if !local && name == "" {
-		return program.Usage(fmt.Errorf("name a %s; gpuctl get %s lists them", k.one, k.many))
+		return cmdutil.Usage(fmt.Errorf("name a %s; gpuctl get %s lists them", k.one, k.many))
 	}
 	c, err := a.connectCluster()
 	if err != nil {

@@ -11,7 +11,7 @@ import (
 
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 	"github.com/gpuctl/gpuctl/internal/cli/view"
-	"github.com/gpuctl/gpuctl/internal/program"
+	"github.com/gpuctl/gpuctl/internal/cmdutil"
 )
 
 func (a *app) drainCommand() *cobra.Command {
@@ -31,14 +31,14 @@ which VMs can be moved and which would have to be stopped, and changes nothing.`
 		RunE: func(cmd *cobra.Command, args []string) error {
 			for _, name := range []string{"parallel", "all", "deadline"} {
 				if cmd.Flags().Changed(name) && !f.move && !plan {
-					return program.Usage(fmt.Errorf("--%s says how VMs are moved: add --move", name))
+					return cmdutil.Usage(fmt.Errorf("--%s says how VMs are moved: add --move", name))
 				}
 			}
 			if f.parallel < 1 || f.parallel > maxParallel {
-				return program.Usage(fmt.Errorf("--parallel %d: want 1 to %d", f.parallel, maxParallel))
+				return cmdutil.Usage(fmt.Errorf("--parallel %d: want 1 to %d", f.parallel, maxParallel))
 			}
 			if cmd.Flags().Changed("deadline") && f.deadline < time.Millisecond {
-				return program.Usage(fmt.Errorf("--deadline %v: want a time, as 60s", f.deadline))
+				return cmdutil.Usage(fmt.Errorf("--deadline %v: want a time, as 60s", f.deadline))
 			}
 			c, err := a.connectCluster()
 			if err != nil {

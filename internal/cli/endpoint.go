@@ -11,9 +11,9 @@ import (
 
 	"github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1/clusterv1connect"
 	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
-	"github.com/gpuctl/gpuctl/internal/near"
-	"github.com/gpuctl/gpuctl/internal/program"
+	"github.com/gpuctl/gpuctl/internal/cmdutil"
 	"github.com/gpuctl/gpuctl/internal/rundir"
+	"github.com/gpuctl/gpuctl/internal/suggest"
 	"github.com/gpuctl/gpuctl/internal/unixrpc"
 )
 
@@ -82,13 +82,13 @@ func (a *app) parseHost(named string) (endpoint, error) {
 	path, unix := strings.CutPrefix(named, "unix://")
 	switch {
 	case unix && path == "":
-		return endpoint{}, program.Usage(fmt.Errorf("host %q: %s", named, want))
+		return endpoint{}, cmdutil.Usage(fmt.Errorf("host %q: %s", named, want))
 	case unix:
 		return endpoint{socket: path}, nil
 	case strings.HasPrefix(named, "https://"):
 		return endpoint{remote: named}, nil
 	case strings.Contains(named, "://"):
-		return endpoint{}, program.Usage(fmt.Errorf("host %q: %s", named, want))
+		return endpoint{}, cmdutil.Usage(fmt.Errorf("host %q: %s", named, want))
 	case strings.Contains(named, "/"):
 		return endpoint{socket: named}, nil
 	}
@@ -105,14 +105,14 @@ func (a *app) parseHost(named string) (endpoint, error) {
 	if _, err := os.Stat(named); err == nil {
 		return endpoint{socket: named}, nil
 	}
-	return endpoint{}, program.Usage(fmt.Errorf("host %q: you are enrolled in no cluster of that name%s; %s", named, near.Hint(named, clusters), want))
+	return endpoint{}, cmdutil.Usage(fmt.Errorf("host %q: you are enrolled in no cluster of that name%s; %s", named, suggest.Hint(named, clusters), want))
 }
 
 // socket finds the daemon of this machine.
 func (a *app) socket() (path string, explicit bool, err error) {
 	at, explicit, err := a.find()
 	if err == nil && at.remote != "" {
-		err = program.Usage(fmt.Errorf("host %s is another machine, and applications run on this one: leave --host and $GPUCTL_HOST out", at.remote))
+		err = cmdutil.Usage(fmt.Errorf("host %s is another machine, and applications run on this one: leave --host and $GPUCTL_HOST out", at.remote))
 	}
 	return at.socket, explicit, err
 }
@@ -125,7 +125,7 @@ func (a *app) dialer() (*http.Client, string, error) {
 		private := a.dirs.PrivateSockets()
 		switch len(private) {
 		case 0:
-			return nil, "", program.WithCode(fmt.Errorf("%w (no socket at %s); start hostd --dev, or an application with gpuctl run", errNoHost, strings.Join(a.dirs.Sockets(), ", ")), exitUnavailable)
+			return nil, "", cmdutil.WithCode(fmt.Errorf("%w (no socket at %s); start hostd --dev, or an application with gpuctl run", errNoHost, strings.Join(a.dirs.Sockets(), ", ")), exitUnavailable)
 		case 1:
 			at.socket = private[0]
 		default:

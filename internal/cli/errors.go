@@ -15,8 +15,8 @@ import (
 	"connectrpc.com/connect"
 
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
-	"github.com/gpuctl/gpuctl/internal/near"
-	"github.com/gpuctl/gpuctl/internal/program"
+	"github.com/gpuctl/gpuctl/internal/cmdutil"
+	"github.com/gpuctl/gpuctl/internal/suggest"
 )
 
 // exitUnavailable is the exit status when nobody answers, or there is no leader.
@@ -26,7 +26,7 @@ const exitUnavailable = 4
 const statusTimeout = 2 * time.Second
 
 func unavailable(format string, args ...any) error {
-	return program.WithCode(fmt.Errorf(format, args...), exitUnavailable)
+	return cmdutil.WithCode(fmt.Errorf(format, args...), exitUnavailable)
 }
 
 // explain turns an answer's error into words and an exit status.
@@ -40,7 +40,7 @@ func explain(err error) error {
 	}
 	switch c.Code() {
 	case connect.CodeInvalidArgument:
-		return program.Usage(errors.New(words(c)))
+		return cmdutil.Usage(errors.New(words(c)))
 	case connect.CodeUnavailable:
 		return unavailable("hostd went away: %s", words(c))
 	default:
@@ -107,7 +107,7 @@ func advise(ctx context.Context, c clusterClient, err error) error {
 	text := words(e)
 	switch e.Code() {
 	case connect.CodeInvalidArgument:
-		return program.Usage(errors.New(text))
+		return cmdutil.Usage(errors.New(text))
 	case connect.CodeUnimplemented:
 		return errors.New("this hostd knows no clusters, or not this command: it is older than gpuctl")
 	case connect.CodePermissionDenied:
@@ -115,7 +115,7 @@ func advise(ctx context.Context, c clusterClient, err error) error {
 	case connect.CodeUnauthenticated:
 		return errors.New(next(text, "enrol first: gpuctl cluster login TOKEN"))
 	case connect.CodeResourceExhausted:
-		return program.WithCode(errors.New(text), program.Refused)
+		return cmdutil.WithCode(errors.New(text), cmdutil.Refused)
 	case connect.CodeAborted:
 		return fmt.Errorf("%s; it changed in the meantime: look again, then repeat", text)
 	case connect.CodeDeadlineExceeded:
@@ -125,7 +125,7 @@ func advise(ctx context.Context, c clusterClient, err error) error {
 			return err
 		}
 		if e.Code() == connect.CodeFailedPrecondition {
-			return program.WithCode(errors.New(text), program.Refused)
+			return cmdutil.WithCode(errors.New(text), cmdutil.Refused)
 		}
 		return unavailable("%s; gpuctl cluster status says which hosts answer, and gpuctl get --stale reads without them", text)
 	default:
@@ -161,12 +161,12 @@ func errNotJoined(host string) error {
 	return fmt.Errorf("host%s is in no cluster yet; make one with gpuctl cluster init, or enter one with gpuctl cluster join TOKEN", host)
 }
 
-// suggest adds near names to an error about one that does not exist.
-func suggest(ctx context.Context, c clusterClient, k kind, name string, err error) error {
+// withSuggestion adds near names to an error about one that does not exist.
+func withSuggestion(ctx context.Context, c clusterClient, k kind, name string, err error) error {
 	if strings.Contains(err.Error(), "gpuctl get") || strings.Contains(err.Error(), "did you mean") {
 		return err // hostd did
 	}
-	hint := near.Hint(name, listNames(ctx, c, k))
+	hint := suggest.Hint(name, listNames(ctx, c, k))
 	if hint == "" {
 		return fmt.Errorf("%w; gpuctl get %s lists them", err, k.many)
 	}
@@ -181,7 +181,7 @@ func callOn[Req, Res any](ctx context.Context, c clusterClient, k kind, name str
 	}
 	advice := advise(ctx, c, err)
 	if connect.CodeOf(err) == connect.CodeNotFound {
-		return nil, suggest(ctx, c, k, name, advice)
+		return nil, withSuggestion(ctx, c, k, name, advice)
 	}
 	return nil, advice
 }
@@ -193,7 +193,7 @@ func resolve(ctx context.Context, c clusterClient, k kind, name string, stale bo
 		return nil, err
 	}
 	if len(res.GetObjects()) == 0 {
-		return nil, suggest(ctx, c, k, name, fmt.Errorf("there is no %s %q", k.one, name))
+		return nil, withSuggestion(ctx, c, k, name, fmt.Errorf("there is no %s %q", k.one, name))
 	}
 	return res.GetObjects()[0], nil
 }

@@ -17,7 +17,7 @@ import (
 
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 	"github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1/clusterv1connect"
-	"github.com/gpuctl/gpuctl/internal/program"
+	"github.com/gpuctl/gpuctl/internal/cmdutil"
 )
 
 // answers is a service that answers List and Status as it is told.
@@ -44,20 +44,20 @@ func TestAdvice(t *testing.T) {
 		exit   int
 		want   string
 	}{
-		{connect.CodeInvalidArgument, joined, program.BadUse, "no way"},
-		{connect.CodeNotFound, joined, program.Failed, "no way"},
-		{connect.CodeFailedPrecondition, joined, program.Refused, "no way"},
-		{connect.CodeFailedPrecondition, &clusterv1.StatusResponse{Host: "h1"}, program.Failed, "gpuctl cluster init, or enter one with gpuctl cluster join"},
-		{connect.CodeFailedPrecondition, &clusterv1.StatusResponse{Standalone: true}, program.Refused, "no way"},
+		{connect.CodeInvalidArgument, joined, cmdutil.BadUse, "no way"},
+		{connect.CodeNotFound, joined, cmdutil.Failed, "no way"},
+		{connect.CodeFailedPrecondition, joined, cmdutil.Refused, "no way"},
+		{connect.CodeFailedPrecondition, &clusterv1.StatusResponse{Host: "h1"}, cmdutil.Failed, "gpuctl cluster init, or enter one with gpuctl cluster join"},
+		{connect.CodeFailedPrecondition, &clusterv1.StatusResponse{Standalone: true}, cmdutil.Refused, "no way"},
 		{connect.CodeUnavailable, joined, exitUnavailable, "gpuctl cluster status says"},
-		{connect.CodeUnavailable, &clusterv1.StatusResponse{}, program.Failed, "in no cluster yet"},
+		{connect.CodeUnavailable, &clusterv1.StatusResponse{}, cmdutil.Failed, "in no cluster yet"},
 		{connect.CodeDeadlineExceeded, joined, exitUnavailable, "no answer in time"},
-		{connect.CodeResourceExhausted, joined, program.Refused, "no way"},
-		{connect.CodeAborted, joined, program.Failed, "look again, then repeat"},
-		{connect.CodePermissionDenied, joined, program.Failed, "gpuctl cluster token create --role"},
-		{connect.CodeUnauthenticated, joined, program.Failed, "gpuctl cluster login"},
-		{connect.CodeUnimplemented, joined, program.Failed, "older than gpuctl"},
-		{connect.CodeInternal, joined, program.Failed, "no way"},
+		{connect.CodeResourceExhausted, joined, cmdutil.Refused, "no way"},
+		{connect.CodeAborted, joined, cmdutil.Failed, "look again, then repeat"},
+		{connect.CodePermissionDenied, joined, cmdutil.Failed, "gpuctl cluster token create --role"},
+		{connect.CodeUnauthenticated, joined, cmdutil.Failed, "gpuctl cluster login"},
+		{connect.CodeUnimplemented, joined, cmdutil.Failed, "older than gpuctl"},
+		{connect.CodeInternal, joined, cmdutil.Failed, "no way"},
 	} {
 		_, handler := clusterv1connect.NewClusterServiceHandler(&answers{err: connect.NewError(c.code, errors.New("no way\x1b[2J")), status: c.status})
 		server := httptest.NewServer(handler)
@@ -65,8 +65,8 @@ func TestAdvice(t *testing.T) {
 		_, err := call(t.Context(), client, client.List, &clusterv1.ListRequest{})
 		server.Close()
 		err = explain(err)
-		if err == nil || program.Code(err) != c.exit || !strings.Contains(err.Error(), c.want) || strings.Contains(err.Error(), "\x1b") {
-			t.Errorf("%v: %q, exit status %d; want %q, %d", c.code, err, program.Code(err), c.want, c.exit)
+		if err == nil || cmdutil.Code(err) != c.exit || !strings.Contains(err.Error(), c.want) || strings.Contains(err.Error(), "\x1b") {
+			t.Errorf("%v: %q, exit status %d; want %q, %d", c.code, err, cmdutil.Code(err), c.want, c.exit)
 		}
 	}
 }
@@ -79,8 +79,8 @@ func TestAdviceOnCertificates(t *testing.T) {
 	defer server.Close()
 	client := clusterv1connect.NewClusterServiceClient(&http.Client{Transport: &http.Transport{}}, server.URL)
 	_, err := call(t.Context(), client, client.List, &clusterv1.ListRequest{})
-	if err == nil || !strings.Contains(err.Error(), "not of this cluster") || program.Code(err) != program.Failed {
-		t.Errorf("%v, exit status %d", err, program.Code(err))
+	if err == nil || !strings.Contains(err.Error(), "not of this cluster") || cmdutil.Code(err) != cmdutil.Failed {
+		t.Errorf("%v, exit status %d", err, cmdutil.Code(err))
 	}
 	crashed := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
 		if conn, _, err := http.NewResponseController(w).Hijack(); err == nil {
@@ -89,14 +89,14 @@ func TestAdviceOnCertificates(t *testing.T) {
 	}))
 	defer crashed.Close()
 	client = clusterv1connect.NewClusterServiceClient(crashed.Client(), crashed.URL)
-	if _, err := call(t.Context(), client, client.List, &clusterv1.ListRequest{}); program.Code(err) != exitUnavailable || !strings.Contains(err.Error(), "went away") {
-		t.Errorf("one that crashed: %v, exit status %d", err, program.Code(err))
+	if _, err := call(t.Context(), client, client.List, &clusterv1.ListRequest{}); cmdutil.Code(err) != exitUnavailable || !strings.Contains(err.Error(), "went away") {
+		t.Errorf("one that crashed: %v, exit status %d", err, cmdutil.Code(err))
 	}
 	gone := httptest.NewServer(http.NotFoundHandler())
 	gone.Close()
 	client = clusterv1connect.NewClusterServiceClient(http.DefaultClient, gone.URL)
-	if _, err := call(t.Context(), client, client.List, &clusterv1.ListRequest{}); program.Code(err) != exitUnavailable {
-		t.Errorf("nobody there: %v, exit status %d", err, program.Code(err))
+	if _, err := call(t.Context(), client, client.List, &clusterv1.ListRequest{}); cmdutil.Code(err) != exitUnavailable {
+		t.Errorf("nobody there: %v, exit status %d", err, cmdutil.Code(err))
 	}
 }
 
@@ -113,7 +113,7 @@ func TestCompletionEnds(t *testing.T) {
 			t.Parallel()
 			var out, log bytes.Buffer
 			begin := time.Now()
-			err := Run(t.Context(), append([]string{"--host", "unix://" + socket, "__complete"}, args...), program.Stdio{Out: &out, Err: &log})
+			err := Run(t.Context(), append([]string{"--host", "unix://" + socket, "__complete"}, args...), cmdutil.Stdio{Out: &out, Err: &log})
 			if spent := time.Since(begin); err != nil || spent > completionTimeout+time.Second || spent < completionTimeout/2 {
 				t.Errorf("it took %v: %v", spent, err)
 			}

@@ -7,7 +7,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 
 	"github.com/gpuctl/gpuctl/cluster/query"
-	"github.com/gpuctl/gpuctl/internal/program"
+	"github.com/gpuctl/gpuctl/internal/cmdutil"
 	"github.com/gpuctl/gpuctl/internal/rundir"
 )
 
@@ -15,7 +15,7 @@ import (
 // and types that we find in the messages are those that the service compiles
 // expressions with.
 func TestFieldsAreThoseOfQueries(t *testing.T) {
-	a := &app{Stdio: program.Stdio{}, dirs: rundir.FromEnv(os.Getenv), getenv: os.Getenv}
+	a := &app{Stdio: cmdutil.Stdio{}, dirs: rundir.FromEnv(os.Getenv), getenv: os.Getenv}
 	for _, k := range a.kinds() {
 		want, got := map[string]string{}, map[string]string{}
 		for _, f := range query.Fields(k.kind) {

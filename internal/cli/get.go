@@ -13,8 +13,8 @@ import (
 
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 	"github.com/gpuctl/gpuctl/internal/cli/view"
-	"github.com/gpuctl/gpuctl/internal/near"
-	"github.com/gpuctl/gpuctl/internal/program"
+	"github.com/gpuctl/gpuctl/internal/cmdutil"
+	"github.com/gpuctl/gpuctl/internal/suggest"
 )
 
 type getFlags struct {
@@ -51,7 +51,7 @@ func (a *app) getCommand() *cobra.Command {
 					case err != nil:
 						return err
 					case i > 0 && ki.kind != k.kind:
-						return program.Usage(fmt.Errorf("get one kind at a time: %s and %s are two", k.many, ki.many))
+						return cmdutil.Usage(fmt.Errorf("get one kind at a time: %s and %s are two", k.many, ki.many))
 					}
 					k, names = ki, append(names, name)
 				}
@@ -102,7 +102,7 @@ func (a *app) get(ctx context.Context, k kind, names []string, f getFlags) error
 		return err
 	}
 	if f.watch && (f.sortBy != "" || f.limit > 0 || f.stale) {
-		return program.Usage(errors.New("--watch shows changes as they come: it cannot be sorted, limited or stale"))
+		return cmdutil.Usage(errors.New("--watch shows changes as they come: it cannot be sorted, limited or stale"))
 	}
 	c, err := a.connectCluster()
 	if err != nil {
@@ -131,7 +131,7 @@ func (a *app) get(ctx context.Context, k kind, names []string, f getFlags) error
 		res, err := c.List(ctx, connect.NewRequest(&clusterv1.ListRequest{Kind: k.kind, Where: f.where, Stale: f.stale, Name: name}))
 		switch {
 		case connect.CodeOf(err) == connect.CodeNotFound, err == nil && len(res.Msg.GetObjects()) == 0 && f.where == "":
-			missing = append(missing, suggest(ctx, c, k, name, fmt.Errorf("there is no %s %q", k.one, name)))
+			missing = append(missing, withSuggestion(ctx, c, k, name, fmt.Errorf("there is no %s %q", k.one, name)))
 		case err != nil:
 			return advise(ctx, c, err)
 		default:
@@ -180,7 +180,7 @@ func ordering(k kind, by string) (func(x, y proto.Message) int, error) {
 		}
 	}
 	if path == "" {
-		return nil, program.Usage(fmt.Errorf("--sort-by: a %s has no field %q%s; gpuctl get %s --help lists them", k.one, field, near.Hint(field, names), k.many))
+		return nil, cmdutil.Usage(fmt.Errorf("--sort-by: a %s has no field %q%s; gpuctl get %s --help lists them", k.one, field, suggest.Hint(field, names), k.many))
 	}
 	return func(x, y proto.Message) int {
 		n := view.Compare(view.Value(x, path), view.Value(y, path))

@@ -10,10 +10,10 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/gpuctl/gpuctl/internal/cmdutil"
 	"github.com/gpuctl/gpuctl/internal/hook/install"
 	"github.com/gpuctl/gpuctl/internal/hook/wire"
-	"github.com/gpuctl/gpuctl/internal/near"
-	"github.com/gpuctl/gpuctl/internal/program"
+	"github.com/gpuctl/gpuctl/internal/suggest"
 )
 
 const hookName = "gpuctl-hook"
@@ -60,7 +60,7 @@ func (f *hookFlags) add(cmd *cobra.Command, changes bool) {
 func (f *hookFlags) check() error {
 	for _, d := range f.drivers {
 		if !slices.Contains(wire.Drivers(), d) {
-			return program.Usage(fmt.Errorf("--driver: %q is not %s%s", d, strings.Join(wire.Drivers(), " or "), near.Hint(d, wire.Drivers())))
+			return cmdutil.Usage(fmt.Errorf("--driver: %q is not %s%s", d, strings.Join(wire.Drivers(), " or "), suggest.Hint(d, wire.Drivers())))
 		}
 	}
 	root, err := filepath.Abs(f.root)
@@ -147,7 +147,7 @@ func (a *app) changeHooks(f hookFlags, plan func(driver string) (install.Change,
 		c, err := plan(d)
 		switch {
 		case errors.Is(err, install.ErrForeign):
-			return program.WithCode(err, program.Refused)
+			return cmdutil.WithCode(err, cmdutil.Refused)
 		case err != nil:
 			return err
 		}
@@ -221,7 +221,7 @@ listed with what to do about it, and makes the exit status 1.`,
 				return err
 			}
 			if wrong {
-				return program.Status(program.Failed)
+				return cmdutil.Status(cmdutil.Failed)
 			}
 			return nil
 		},

@@ -9,7 +9,7 @@ import (
 
 	"github.com/rogpeppe/go-internal/testscript"
 
-	"github.com/gpuctl/gpuctl/hostd/hook"
+	"github.com/gpuctl/gpuctl/hostd/cards/libvirthook"
 )
 
 // TestHookScripts installs the real hook into the files of another machine,
@@ -44,10 +44,10 @@ func TestHookScripts(t *testing.T) {
 
 // hookServer has a hostd answer hooks until the script ends.
 func hookServer(ts *testscript.TestScript, _ bool, _ []string) {
-	l, err := hook.Listen(filepath.Join(ts.Getenv("ROOT"), "run/gpuctl"))
+	l, err := libvirthook.Listen(filepath.Join(ts.Getenv("ROOT"), "run/gpuctl"))
 	ts.Check(err)
 	ctx, stop := context.WithCancel(context.Background())
 	ended := make(chan error, 1)
-	go func() { ended <- hook.New(nil, hook.WithUser(os.Getuid())).Serve(ctx, l) }()
+	go func() { ended <- libvirthook.New(nil, libvirthook.WithUser(os.Getuid())).Serve(ctx, l) }()
 	ts.Defer(func() { stop(); <-ended })
 }

@@ -17,7 +17,7 @@ import (
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 	"github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1/clusterv1connect"
 	"github.com/gpuctl/gpuctl/internal/cli/clitest"
-	"github.com/gpuctl/gpuctl/internal/program"
+	"github.com/gpuctl/gpuctl/internal/cmdutil"
 )
 
 func TestSpan(t *testing.T) {
@@ -90,7 +90,7 @@ func TestPictureFits(t *testing.T) {
 func TestWatchAddsUp(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		var out bytes.Buffer
-		a := &app{Stdio: program.Stdio{Out: &out, Err: io.Discard}, output: "name", now: time.Now}
+		a := &app{Stdio: cmdutil.Stdio{Out: &out, Err: io.Discard}, output: "name", now: time.Now}
 		k := a.must(clusterv1.Kind_KIND_HOST)
 		w := &watcher{a: a, k: k, known: map[string]proto.Message{}}
 		truth, shown := map[string]uint64{}, map[string]bool{}
@@ -163,7 +163,7 @@ func TestWatchEndsWithItsOutput(t *testing.T) {
 	defer server.Close()
 	ctx, cancel := context.WithTimeout(context.Background(), 5*time.Second)
 	defer cancel()
-	a := &app{Stdio: program.Stdio{Out: fullDisk{}, Err: io.Discard}, output: "json", now: time.Now}
+	a := &app{Stdio: cmdutil.Stdio{Out: fullDisk{}, Err: io.Discard}, output: "json", now: time.Now}
 	c := clusterv1connect.NewClusterServiceClient(server.Client(), server.URL)
 	begin := time.Now()
 	if err := a.watch(ctx, c, a.must(clusterv1.Kind_KIND_HOST), "", nil); !errors.Is(err, errFull) {

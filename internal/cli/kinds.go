@@ -10,8 +10,8 @@ import (
 
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 	"github.com/gpuctl/gpuctl/internal/cli/view"
-	"github.com/gpuctl/gpuctl/internal/near"
-	"github.com/gpuctl/gpuctl/internal/program"
+	"github.com/gpuctl/gpuctl/internal/cmdutil"
+	"github.com/gpuctl/gpuctl/internal/suggest"
 )
 
 // kind is one kind of object of the cluster's inventory.
@@ -63,7 +63,7 @@ func (a *app) kind(name string) (kind, error) {
 		}
 		names = append(names, k.many)
 	}
-	return kind{}, program.Usage(fmt.Errorf("there is no kind %q%s; the kinds are %s", name, near.Hint(name, names), strings.Join(names, ", ")))
+	return kind{}, cmdutil.Usage(fmt.Errorf("there is no kind %q%s; the kinds are %s", name, suggest.Hint(name, names), strings.Join(names, ", ")))
 }
 
 // must is kind for a name that is one.
@@ -179,7 +179,7 @@ func (a *app) kindOf(m proto.Message) kind {
 func (a *app) splitName(arg string) (kind, string, error) {
 	word, name, ok := strings.Cut(arg, "/")
 	if !ok || name == "" {
-		return kind{}, "", program.Usage(fmt.Errorf("object %q: want KIND/NAME, as gpu/h1/0", arg))
+		return kind{}, "", cmdutil.Usage(fmt.Errorf("object %q: want KIND/NAME, as gpu/h1/0", arg))
 	}
 	k, err := a.kind(word)
 	return k, name, err

@@ -11,7 +11,7 @@ import (
 
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 	"github.com/gpuctl/gpuctl/internal/cli/view"
-	"github.com/gpuctl/gpuctl/internal/program"
+	"github.com/gpuctl/gpuctl/internal/cmdutil"
 )
 
 func (a *app) labelCommand() *cobra.Command {
@@ -27,11 +27,11 @@ func (a *app) labelCommand() *cobra.Command {
 				return err
 			}
 			if k.kind != clusterv1.Kind_KIND_HOST {
-				return program.Usage(fmt.Errorf("only hosts have labels, a %s has none", k.one))
+				return cmdutil.Usage(fmt.Errorf("only hosts have labels, a %s has none", k.one))
 			}
 			req := &clusterv1.SetLabelsRequest{Host: args[1]}
 			if req.Set, req.Remove, err = parseLabels(args[2:]); err != nil {
-				return program.Usage(err)
+				return cmdutil.Usage(err)
 			}
 			c, err := a.connectCluster()
 			if err != nil {
@@ -87,13 +87,13 @@ func (a *app) rankCommand() *cobra.Command {
 		Args: arguments(cobra.RangeArgs(1, 2)), ValidArgsFunction: a.completeArgs(clusterv1.Kind_KIND_MODEL),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if clearIt == (len(args) == 2) {
-				return program.Usage(errors.New("want either a number or --clear; usage: " + cmd.UseLine()))
+				return cmdutil.Usage(errors.New("want either a number or --clear; usage: " + cmd.UseLine()))
 			}
 			req := &clusterv1.SetRankRequest{Model: args[0], Clear: clearIt}
 			if !clearIt {
 				n, err := strconv.ParseUint(args[1], 10, 32)
 				if err != nil {
-					return program.Usage(fmt.Errorf("rank %q is not a number from 0 to 4294967295", args[1]))
+					return cmdutil.Usage(fmt.Errorf("rank %q is not a number from 0 to 4294967295", args[1]))
 				}
 				req.Rank = uint32(n)
 			}

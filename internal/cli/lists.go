@@ -12,10 +12,10 @@ import (
 	"github.com/spf13/cobra"
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/internal/cmdutil"
 	"github.com/gpuctl/gpuctl/internal/expr"
-	"github.com/gpuctl/gpuctl/internal/near"
-	"github.com/gpuctl/gpuctl/internal/program"
 	"github.com/gpuctl/gpuctl/internal/size"
+	"github.com/gpuctl/gpuctl/internal/suggest"
 )
 
 // gpuView is a GPU as programs see it; names are those of expressions.
@@ -128,7 +128,7 @@ func (a *app) inventoryCommand() *cobra.Command {
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			filter, err := expr.Compile(where, expr.GPU())
 			if err != nil {
-				return program.Usage(err)
+				return cmdutil.Usage(err)
 			}
 			c, err := a.connect()
 			if err != nil {
@@ -140,7 +140,7 @@ func (a *app) inventoryCommand() *cobra.Command {
 			}
 			gpus, err := keep(cmd.Context(), res.Msg.GetGpus(), filter, expr.OfGPU)
 			if err != nil {
-				return program.Usage(err)
+				return cmdutil.Usage(err)
 			}
 			slices.SortStableFunc(gpus, func(x, y *gpuctlv1.GPU) int { return int(y.GetRank()) - int(x.GetRank()) })
 			if a.structured() {
@@ -220,7 +220,7 @@ func (a *app) sessionsCommand() *cobra.Command {
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			filter, err := expr.Compile(where, expr.Session())
 			if err != nil {
-				return program.Usage(err)
+				return cmdutil.Usage(err)
 			}
 			c, err := a.connect()
 			if err != nil {
@@ -235,7 +235,7 @@ func (a *app) sessionsCommand() *cobra.Command {
 			}
 			sessions, err := keep(cmd.Context(), res.Msg.GetSessions(), filter, expr.OfSession)
 			if err != nil {
-				return program.Usage(err)
+				return cmdutil.Usage(err)
 			}
 			if a.structured() {
 				views := []sessionView{}
@@ -304,7 +304,7 @@ func (a *app) watchSessions(ctx context.Context, c client, filter *expr.Expr) er
 	for first := true; stream.Receive(); {
 		s := stream.Msg()
 		if ok, err := filter.Match(ctx, expr.OfSession(s)); err != nil {
-			return program.Usage(err)
+			return cmdutil.Usage(err)
 		} else if !ok {
 			continue
 		}
@@ -395,9 +395,9 @@ func (a *app) describeGPU(ctx context.Context, c client, name string) error {
 		}
 	}
 	if name == "" {
-		return program.Usage(fmt.Errorf("name one of the GPUs %s", strings.Join(names, ", ")))
+		return cmdutil.Usage(fmt.Errorf("name one of the GPUs %s", strings.Join(names, ", ")))
 	}
-	return fmt.Errorf("%w %q%s; gpuctl inventory lists them", errNoGPU, name, near.Hint(name, names))
+	return fmt.Errorf("%w %q%s; gpuctl inventory lists them", errNoGPU, name, suggest.Hint(name, names))
 }
 
 func (a *app) describeSession(ctx context.Context, c client, name string) error {

@@ -17,9 +17,9 @@ import (
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
 	"github.com/gpuctl/gpuctl/internal/cli/view"
-	"github.com/gpuctl/gpuctl/internal/near"
-	"github.com/gpuctl/gpuctl/internal/program"
+	"github.com/gpuctl/gpuctl/internal/cmdutil"
 	"github.com/gpuctl/gpuctl/internal/size"
+	"github.com/gpuctl/gpuctl/internal/suggest"
 )
 
 // migrationClient is MigrationService as commands use it.
@@ -66,7 +66,7 @@ func (f *machineFlags) add(cmd *cobra.Command) {
 func (f *machineFlags) named(cmd *cobra.Command) error {
 	for _, name := range []string{"deadline", "no-wait", "force-cold"} {
 		if cmd.Flags().Changed(name) {
-			return program.Usage(fmt.Errorf("--%s is for VMs, and this is a session; a VM is meant with --vm", name))
+			return cmdutil.Usage(fmt.Errorf("--%s is for VMs, and this is a session; a VM is meant with --vm", name))
 		}
 	}
 	return nil
@@ -75,11 +75,11 @@ func (f *machineFlags) named(cmd *cobra.Command) error {
 func (f *machineFlags) check(cmd *cobra.Command) error {
 	for _, name := range []string{"build", "timeout", "fail-at"} {
 		if cmd.Flags().Changed(name) {
-			return program.Usage(fmt.Errorf("--%s is for sessions, and this is a VM", name))
+			return cmdutil.Usage(fmt.Errorf("--%s is for sessions, and this is a VM", name))
 		}
 	}
 	if cmd.Flags().Changed("deadline") && f.deadline < time.Millisecond {
-		return program.Usage(fmt.Errorf("--deadline %v: want a time, as 60s", f.deadline))
+		return cmdutil.Usage(fmt.Errorf("--deadline %v: want a time, as 60s", f.deadline))
 	}
 	return nil
 }
@@ -105,7 +105,7 @@ func (a *app) subject(ctx context.Context, verb, name string, f machineFlags) (m
 	case err == nil:
 		// A beginning of its id, which may be a VM's whole name.
 		if m, _, err := a.machineNamed(ctx, name); err == nil && m != nil {
-			return nil, program.Usage(fmt.Errorf("%q is the beginning of session %s and the name of a VM: write the session's whole id, or --vm", name, clean(s.GetId())))
+			return nil, cmdutil.Usage(fmt.Errorf("%q is the beginning of session %s and the name of a VM: write the session's whole id, or --vm", name, clean(s.GetId())))
 		}
 		return nil, nil //nolint:nilnil // no VM is an answer
 	case notThere(err) && name == "":
@@ -149,9 +149,9 @@ func (a *app) machineNamed(ctx context.Context, name string) (m *gpuctlv1.Machin
 		}
 	}
 	if len(at) > 1 {
-		return nil, "", program.Usage(fmt.Errorf("VM %s is on %s: say which with --on", clean(name), clean(strings.Join(at, " and "))))
+		return nil, "", cmdutil.Usage(fmt.Errorf("VM %s is on %s: say which with --on", clean(name), clean(strings.Join(at, " and "))))
 	}
-	hint = clean(near.Hint(name, names)) + "; gpuctl sessions and gpuctl vms list them"
+	hint = clean(suggest.Hint(name, names)) + "; gpuctl sessions and gpuctl vms list them"
 	if missing := res.GetMissing(); len(missing) > 0 {
 		hint += " (no answer from host " + clean(strings.Join(missing, ", ")) + ")"
 	}
@@ -191,9 +191,9 @@ func (a *app) whichMachine(ctx context.Context, verb string, cause error) error 
 	case 0:
 		return cause
 	case 1:
-		return program.Usage(fmt.Errorf("%s; the only VM with a GPU is %s: gpuctl %s %s", what, names[0], verb, names[0]))
+		return cmdutil.Usage(fmt.Errorf("%s; the only VM with a GPU is %s: gpuctl %s %s", what, names[0], verb, names[0]))
 	}
-	return program.Usage(fmt.Errorf("%s; name one of the VMs with a GPU: %s", what, strings.Join(names, ", ")))
+	return cmdutil.Usage(fmt.Errorf("%s; name one of the VMs with a GPU: %s", what, strings.Join(names, ", ")))
 }
 
 // adviseMachine turns a refusal of a call about a VM, perhaps on a named host,
@@ -216,9 +216,9 @@ func (a *app) adviseMachine(ctx context.Context, host, name string, err error) e
 				names = append(names, m.GetName())
 			}
 		}
-		text += clean(near.Hint(name, names)) + "; gpuctl vms lists them"
+		text += clean(suggest.Hint(name, names)) + "; gpuctl vms lists them"
 	case host != "" && strings.Contains(text, strconv.Quote(host)):
-		return suggest(ctx, c, a.must(clusterv1.Kind_KIND_HOST), host, errors.New(text))
+		return withSuggestion(ctx, c, a.must(clusterv1.Kind_KIND_HOST), host, errors.New(text))
 	}
 	return errors.New(text)
 }
@@ -590,7 +590,7 @@ func (a *app) impossible(verb, name string, r *gpuctlv1.MachinePlanResponse) err
 	case verb == "migrate" && len(r.GetGpus()) == 0:
 		why = "no host of the cluster can take it"
 	}
-	return program.WithCode(fmt.Errorf("%s of VM %s refused: %s; it goes on as it was", verb, clean(name), why), program.Refused)
+	return cmdutil.WithCode(fmt.Errorf("%s of VM %s refused: %s; it goes on as it was", verb, clean(name), why), cmdutil.Refused)
 }
 
 func possible(r *gpuctlv1.MachinePlanResponse) bool {

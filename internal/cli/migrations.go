@@ -14,7 +14,7 @@ import (
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/internal/cli/view"
-	"github.com/gpuctl/gpuctl/internal/program"
+	"github.com/gpuctl/gpuctl/internal/cmdutil"
 )
 
 // Timeline draws a migration as an SVG.
@@ -124,8 +124,8 @@ func (a *app) machineMigration(ctx context.Context, id string) (*clusterv1.Migra
 	}
 	m := o.GetMigration()
 	if m.GetMachine() == nil {
-		return nil, program.WithCode(fmt.Errorf("migration %s is of session %s, and its host ends it by itself: gpuctl describe migration %s shows it",
-			clean(m.GetId()), clean(m.GetObject()), clean(m.GetId())), program.Refused)
+		return nil, cmdutil.WithCode(fmt.Errorf("migration %s is of session %s, and its host ends it by itself: gpuctl describe migration %s shows it",
+			clean(m.GetId()), clean(m.GetObject()), clean(m.GetId())), cmdutil.Refused)
 	}
 	return m, nil
 }

@@ -11,7 +11,7 @@ import (
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/internal/cli/view"
-	"github.com/gpuctl/gpuctl/internal/program"
+	"github.com/gpuctl/gpuctl/internal/cmdutil"
 )
 
 func (a *app) nicsCommand() *cobra.Command {
@@ -198,7 +198,7 @@ changed. A VM that has the function keeps it; a new MAC is its own after its nex
 		RunE: func(cmd *cobra.Command, args []string) error {
 			index, err := strconv.ParseUint(args[1], 10, 16)
 			if err != nil {
-				return program.Usage(fmt.Errorf("virtual function %q is no number; gpuctl nics lists them", args[1]))
+				return cmdutil.Usage(fmt.Errorf("virtual function %q is no number; gpuctl nics lists them", args[1]))
 			}
 			req := &gpuctlv1.SetVFRequest{Host: all.host, Nic: args[0], Function: uint32(index), Plan: all.plan}
 			something := false
@@ -212,7 +212,7 @@ changed. A VM that has the function keeps it; a new MAC is its own after its nex
 			req.MinRate, req.MaxRate = given(said("min-rate"), all.least), given(said("max-rate"), all.most)
 			req.SpoofCheck, req.Trust = given(said("spoof-check"), all.spoofCheck), given(said("trust"), all.trust)
 			if !something {
-				return program.Usage(fmt.Errorf("nothing to set of virtual function %d of %s: say --mac, --vlan or another; see gpuctl nic set --help", index, args[0]))
+				return cmdutil.Usage(fmt.Errorf("nothing to set of virtual function %d of %s: say --mac, --vlan or another; see gpuctl nic set --help", index, args[0]))
 			}
 			c, err := a.connectDevices()
 			if err != nil {
@@ -254,7 +254,7 @@ func given[T any](said bool, v T) *T {
 // refusedNIC gives a refusal its exit status.
 func refusedNIC(err error) error {
 	if connect.CodeOf(err) == connect.CodeFailedPrecondition {
-		return program.WithCode(explain(err), program.Refused)
+		return cmdutil.WithCode(explain(err), cmdutil.Refused)
 	}
 	return err
 }

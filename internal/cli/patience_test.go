@@ -15,7 +15,7 @@ import (
 
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 	"github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1/clusterv1connect"
-	"github.com/gpuctl/gpuctl/internal/program"
+	"github.com/gpuctl/gpuctl/internal/cmdutil"
 	"github.com/gpuctl/gpuctl/internal/reason"
 )
 
@@ -53,7 +53,7 @@ func TestCallsThatChangeSomethingRideOutElections(t *testing.T) {
 	server := httptest.NewServer(mux)
 	defer server.Close()
 	var said bytes.Buffer
-	a := &app{Stdio: program.Stdio{Err: &said}, timeout: time.Hour}
+	a := &app{Stdio: cmdutil.Stdio{Err: &said}, timeout: time.Hour}
 	c := clusterv1connect.NewClusterServiceClient(server.Client(), server.URL, a.patience())
 	join := func() error {
 		_, err := c.Join(t.Context(), connect.NewRequest(&clusterv1.JoinRequest{}))
@@ -93,7 +93,7 @@ func TestCallsThatChangeSomethingRideOutElections(t *testing.T) {
 
 func TestWaitingIsTold(t *testing.T) {
 	var said bytes.Buffer
-	a := &app{Stdio: program.Stdio{Err: &said}, timeout: quietPatience + time.Second}
+	a := &app{Stdio: cmdutil.Stdio{Err: &said}, timeout: quietPatience + time.Second}
 	ctx, cancel := context.WithTimeout(t.Context(), a.timeout)
 	defer cancel()
 	_, err := a.ride(ctx, func() (connect.AnyResponse, error) {

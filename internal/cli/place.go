@@ -10,7 +10,7 @@ import (
 
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 	"github.com/gpuctl/gpuctl/internal/cli/view"
-	"github.com/gpuctl/gpuctl/internal/program"
+	"github.com/gpuctl/gpuctl/internal/cmdutil"
 	"github.com/gpuctl/gpuctl/internal/size"
 )
 
@@ -125,5 +125,5 @@ func (a *app) refuseHosts(what string, rejected []*clusterv1.Rejection) error {
 			return err
 		}
 	}
-	return program.WithCode(errors.New(what), program.Refused)
+	return cmdutil.WithCode(errors.New(what), cmdutil.Refused)
 }

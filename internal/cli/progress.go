@@ -11,7 +11,7 @@ import (
 	"connectrpc.com/connect"
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
-	"github.com/gpuctl/gpuctl/internal/program"
+	"github.com/gpuctl/gpuctl/internal/cmdutil"
 	"github.com/gpuctl/gpuctl/internal/size"
 )
 
@@ -267,7 +267,7 @@ func (a *app) refusedClaim(rejected []*gpuctlv1.Candidate) error {
 		if err := a.print(struct {
 			Rejected []candidateView `json:"rejected"`
 		}{viewCandidates(rejected)}); err != nil {
-			return program.WithCode(err, program.Refused)
+			return cmdutil.WithCode(err, cmdutil.Refused)
 		}
 	}
 	return a.refuse("no GPU meets the claim", rejected)

@@ -19,8 +19,8 @@ import (
 	"golang.org/x/sys/unix"
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/internal/cmdutil"
 	"github.com/gpuctl/gpuctl/internal/expr"
-	"github.com/gpuctl/gpuctl/internal/program"
 	"github.com/gpuctl/gpuctl/internal/rundir"
 	"github.com/gpuctl/gpuctl/internal/size"
 )
@@ -56,7 +56,7 @@ Without a running hostd, a private one is started for the application's lifetime
   gpuctl run --min-memory 1GiB --prefer-memory 4GiB --device-type gpu -- x264 --opencl -o out.264 in.y4m`,
 		Args: func(_ *cobra.Command, args []string) error {
 			if len(args) == 0 {
-				return program.Usage(errors.New("name a command to run: gpuctl run [flags] -- COMMAND [ARGS…]"))
+				return cmdutil.Usage(errors.New("name a command to run: gpuctl run [flags] -- COMMAND [ARGS…]"))
 			}
 			return nil
 		},
@@ -83,22 +83,22 @@ func (f runFlags) request() (*gpuctlv1.CreateClaimRequest, error) {
 	var err error
 	if f.min != "" {
 		if req.MinMemory, err = size.Parse(f.min); err != nil {
-			return nil, program.Usage(fmt.Errorf("--min-memory: %w", err))
+			return nil, cmdutil.Usage(fmt.Errorf("--min-memory: %w", err))
 		}
 	}
 	if f.prefer != "" {
 		if req.PreferMemory, err = size.Parse(f.prefer); err != nil {
-			return nil, program.Usage(fmt.Errorf("--prefer-memory: %w", err))
+			return nil, cmdutil.Usage(fmt.Errorf("--prefer-memory: %w", err))
 		}
 	}
 	if f.count == 0 {
-		return nil, program.Usage(errors.New("--count: at least 1"))
+		return nil, cmdutil.Usage(errors.New("--count: at least 1"))
 	}
 	if !slices.Contains([]string{"", "gpu", "cpu", "accelerator"}, f.kind) {
-		return nil, program.Usage(fmt.Errorf("--device-type: %q is not gpu, cpu or accelerator", f.kind))
+		return nil, cmdutil.Usage(fmt.Errorf("--device-type: %q is not gpu, cpu or accelerator", f.kind))
 	}
 	if _, err := expr.Compile(f.gpu, expr.GPU()); err != nil {
-		return nil, program.Usage(fmt.Errorf("--gpu: %w", err))
+		return nil, cmdutil.Usage(fmt.Errorf("--gpu: %w", err))
 	}
 	return req, nil
 }
@@ -114,7 +114,7 @@ func (a *app) run(ctx context.Context, f runFlags, args []string) (err error) {
 		if errors.Is(err, os.ErrPermission) {
 			code = exitNoExec
 		}
-		return program.WithCode(fmt.Errorf("command %s: %w", args[0], err), code)
+		return cmdutil.WithCode(fmt.Errorf("command %s: %w", args[0], err), code)
 	}
 	icd, err := a.findICD()
 	if err != nil {
@@ -139,7 +139,7 @@ func (a *app) run(ctx context.Context, f runFlags, args []string) (err error) {
 	case err != nil:
 		return err
 	case f.config != "":
-		return program.Usage(fmt.Errorf("--config is for a private hostd, but one runs at %s: give it the file instead", socket))
+		return cmdutil.Usage(fmt.Errorf("--config is for a private hostd, but one runs at %s: give it the file instead", socket))
 	case explicit && !rundir.Answers(socket):
 		return fmt.Errorf("no hostd answers at %s; start it, or leave --host and $GPUCTL_HOST out to use a private one", socket)
 	}
@@ -169,7 +169,7 @@ func (a *app) run(ctx context.Context, f runFlags, args []string) (err error) {
 		Env: appEnv(os.Environ(), vendors, claim.GetAppSocket(), claim.GetToken()),
 	}
 	if err := cmd.Start(); err != nil {
-		return program.WithCode(fmt.Errorf("command %s: %w", args[0], err), exitNoExec)
+		return cmdutil.WithCode(fmt.Errorf("command %s: %w", args[0], err), exitNoExec)
 	}
 	return wait(cmd, signals)
 }
@@ -195,9 +195,9 @@ func wait(cmd *exec.Cmd, signals <-chan os.Signal) error {
 				return fmt.Errorf("command %s: %w", cmd.Args[0], err)
 			}
 			if status, ok := exit.Sys().(syscall.WaitStatus); ok && status.Signaled() {
-				return program.Status(128 + int(status.Signal()))
+				return cmdutil.Status(128 + int(status.Signal()))
 			}
-			return program.Status(exit.ExitCode())
+			return cmdutil.Status(exit.ExitCode())
 		}
 	}
 }
@@ -341,7 +341,7 @@ func (a *app) startPrivate(ctx context.Context, config string, signals <-chan os
 		case s := <-signals:
 			p.stop()
 			if number, ok := s.(syscall.Signal); ok {
-				return nil, program.Status(128 + int(number))
+				return nil, cmdutil.Status(128 + int(number))
 			}
 			return nil, context.Canceled
 		case <-deadline:

@@ -10,7 +10,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/gpuctl/gpuctl/internal/program"
+	"github.com/gpuctl/gpuctl/internal/cmdutil"
 )
 
 // say prints a line of data.
@@ -39,7 +39,7 @@ func (a *app) confirm(yes bool, question string) error {
 		return nil
 	}
 	if !isTerminal(a.In) {
-		return program.Usage(errors.New("there is no terminal to ask for confirmation: say --yes"))
+		return cmdutil.Usage(errors.New("there is no terminal to ask for confirmation: say --yes"))
 	}
 	fmt.Fprint(a.Err, clean(question), " [y/N] ")
 	answer, err := bufio.NewReader(a.In).ReadString('\n')

@@ -6,7 +6,7 @@ import (
 	"testing"
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
-	"github.com/gpuctl/gpuctl/internal/program"
+	"github.com/gpuctl/gpuctl/internal/cmdutil"
 )
 
 // A card's slices stand below it.
@@ -30,7 +30,7 @@ func TestPrintSlices(t *testing.T) {
 		"json": {`"slices": [`, `"function": "0000:65:00.4"`, `"phase": "attached"`},
 	} {
 		var out bytes.Buffer
-		a := &app{Stdio: program.Stdio{Out: &out, Err: &out}, output: output}
+		a := &app{Stdio: cmdutil.Stdio{Out: &out, Err: &out}, output: output}
 		if err := a.printCards(res); err != nil {
 			t.Fatal(err)
 		}

@@ -13,7 +13,7 @@ import (
 
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
-	"github.com/gpuctl/gpuctl/internal/program"
+	"github.com/gpuctl/gpuctl/internal/cmdutil"
 	"github.com/gpuctl/gpuctl/internal/size"
 )
 
@@ -116,7 +116,7 @@ it is, every reason is listed and the exit status is 3.`,
 // swap is a verb on a session.
 func (a *app) swap(ctx context.Context, v verb, req *gpuctlv1.HostSwapRequest, plan, build bool) error {
 	if v.verb == gpuctlv1.Verb_VERB_MIGRATE && req.GetTo() == "" {
-		return program.Usage(errors.New("migrate of a session needs --to GPU; gpuctl inventory lists them"))
+		return cmdutil.Usage(errors.New("migrate of a session needs --to GPU; gpuctl inventory lists them"))
 	}
 	c, err := a.connect()
 	if err != nil {
@@ -287,7 +287,7 @@ func (a *app) refuse(what string, rejected []*gpuctlv1.Candidate) error {
 	if len(rejected) == 0 {
 		what += ": the inventory has none (gpuctl inventory)"
 	}
-	return program.WithCode(errors.New(what), program.Refused)
+	return cmdutil.WithCode(errors.New(what), cmdutil.Refused)
 }
 
 func (a *app) plan(ctx context.Context, c client, req *gpuctlv1.HostPlanRequest) error {

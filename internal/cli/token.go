@@ -11,8 +11,8 @@ import (
 
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 	"github.com/gpuctl/gpuctl/internal/cli/view"
-	"github.com/gpuctl/gpuctl/internal/near"
-	"github.com/gpuctl/gpuctl/internal/program"
+	"github.com/gpuctl/gpuctl/internal/cmdutil"
+	"github.com/gpuctl/gpuctl/internal/suggest"
 )
 
 func (a *app) tokenCommand() *cobra.Command {
@@ -33,7 +33,7 @@ func parseRole(word string) (clusterv1.Role, error) {
 			return r, nil
 		}
 	}
-	return 0, program.Usage(fmt.Errorf("--role: %q is not one of %s%s", word, strings.Join(roles(), ", "), near.Hint(word, roles())))
+	return 0, cmdutil.Usage(fmt.Errorf("--role: %q is not one of %s%s", word, strings.Join(roles(), ", "), suggest.Hint(word, roles())))
 }
 
 func (a *app) tokenCreateCommand() *cobra.Command {
@@ -54,7 +54,7 @@ others in and remove them.`,
 				return err
 			}
 			if ttl < time.Second || ttl > math.MaxUint32*time.Second {
-				return program.Usage(fmt.Errorf("--ttl: %v is less than a second, or too long", ttl))
+				return cmdutil.Usage(fmt.Errorf("--ttl: %v is less than a second, or too long", ttl))
 			}
 			c, err := a.connectCluster()
 			if err != nil {

@@ -16,7 +16,7 @@ import (
 
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 	"github.com/gpuctl/gpuctl/internal/cli/view"
-	"github.com/gpuctl/gpuctl/internal/program"
+	"github.com/gpuctl/gpuctl/internal/cmdutil"
 	"github.com/gpuctl/gpuctl/internal/size"
 )
 
@@ -34,7 +34,7 @@ func (a *app) topCommand() *cobra.Command {
 		Args: arguments(cobra.MaximumNArgs(1)), ValidArgsFunction: a.completeArgs(clusterv1.Kind_KIND_HOST),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if interval < leastInterval || interval > time.Hour {
-				return program.Usage(fmt.Errorf("--interval: %v is not between %v and %v", interval, leastInterval, time.Hour))
+				return cmdutil.Usage(fmt.Errorf("--interval: %v is not between %v and %v", interval, leastInterval, time.Hour))
 			}
 			req := &clusterv1.TopRequest{IntervalMs: uint32(interval.Milliseconds())}
 			if len(args) > 0 {

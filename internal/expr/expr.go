@@ -12,8 +12,8 @@ import (
 	"github.com/google/cel-go/cel"
 
 	"github.com/gpuctl/gpuctl/internal/celenv"
-	"github.com/gpuctl/gpuctl/internal/near"
 	"github.com/gpuctl/gpuctl/internal/size"
+	"github.com/gpuctl/gpuctl/internal/suggest"
 )
 
 // ErrInvalid is wrapped by every error about an expression that cannot be used.
@@ -130,7 +130,7 @@ func hint(issues *cel.Issues, fields Fields) string {
 			continue
 		}
 		name, _, _ := strings.Cut(rest, "'")
-		if h := near.Hint(name, names); h != "" {
+		if h := suggest.Hint(name, names); h != "" {
 			return h
 		}
 		return " (fields: " + strings.Join(names, ", ") + ")"

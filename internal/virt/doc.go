@@ -21,7 +21,7 @@
 //   - Every message of libvirtd is checked before go-libvirt sees it.
 //
 // What lives elsewhere: what to write into a domain's XML (passthrough/domxml),
-// hooks (hostd/hook), and whether an attach or a detach worked. What libvirt
+// hooks (hostd/cards/libvirthook), and whether an attach or a detach worked. What libvirt
 // returns is not proof of that: its libxl driver has no device events, and
 // after a detach that the guest did not answer it has forgotten a device that
 // Xen still has. Ask Xen and the guest.

@@ -18,7 +18,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/gpuctl/gpuctl/cluster/store"
+	"github.com/gpuctl/gpuctl/cluster/replica"
 )
 
 // TestCluster goes through the life of a cluster of three hosts.
@@ -527,7 +527,7 @@ func (c *life) leave(t *testing.T, ctx context.Context, h *host, lost []*host, l
 			continue
 		}
 		got, err := h.get(ctx, what[0], what[1:]...)
-		unknown := errs[i] != nil && strings.Contains(errs[i].Error(), store.ErrTimeout.Error())
+		unknown := errs[i] != nil && strings.Contains(errs[i].Error(), replica.ErrTimeout.Error())
 		if err != nil || len(got) > 0 && !unknown {
 			t.Errorf("%v, but: %v, %v", errs[i], got, err)
 		}

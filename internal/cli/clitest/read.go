@@ -9,7 +9,7 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
-	"github.com/gpuctl/gpuctl/internal/near"
+	"github.com/gpuctl/gpuctl/internal/suggest"
 )
 
 // List is the service's.
@@ -67,7 +67,7 @@ func (c *Cluster) one(kind clusterv1.Kind, name string) (proto.Message, error) {
 	switch len(found) {
 	case 0:
 		word := kindWord(kind)
-		return nil, fail(connect.CodeNotFound, "not found: no %s %q%s; gpuctl get %ss lists them", word, name, near.Hint(name, names), word)
+		return nil, fail(connect.CodeNotFound, "not found: no %s %q%s; gpuctl get %ss lists them", word, name, suggest.Hint(name, names), word)
 	case 1:
 		return found[0], nil
 	}

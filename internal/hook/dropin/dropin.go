@@ -11,8 +11,8 @@ import (
 	"strings"
 	"time"
 
+	"github.com/gpuctl/gpuctl/internal/cmdutil"
 	"github.com/gpuctl/gpuctl/internal/hook/wire"
-	"github.com/gpuctl/gpuctl/internal/program"
 )
 
 const (
@@ -27,7 +27,7 @@ const (
 func Run(args []string, in io.Reader, out, err io.Writer) int {
 	switch {
 	case len(args) == 2 && args[1] == "--version":
-		fmt.Fprintln(out, "gpuctl-hook", program.Version())
+		fmt.Fprintln(out, "gpuctl-hook", cmdutil.Version())
 		return 0
 	case len(args) < 4:
 		fmt.Fprintln(err, "gpuctl-hook is called by libvirt, as DRIVER.d/50-gpuctl DOMAIN OPERATION SUB EXTRA; gpuctl hook install puts it there")

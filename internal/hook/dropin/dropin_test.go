@@ -12,7 +12,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/gpuctl/gpuctl/hostd/hook"
+	"github.com/gpuctl/gpuctl/hostd/cards/libvirthook"
 	"github.com/gpuctl/gpuctl/internal/hook/dropin"
 	"github.com/gpuctl/gpuctl/internal/hook/wire"
 )
@@ -62,15 +62,15 @@ func (m machine) write(name, content string) {
 	}
 }
 
-func (m machine) serve(h hook.HandlerFunc, options ...hook.Option) {
+func (m machine) serve(h libvirthook.HandlerFunc, options ...libvirthook.Option) {
 	m.t.Helper()
-	l, err := hook.Listen(m.root)
+	l, err := libvirthook.Listen(m.root)
 	if err != nil {
 		m.t.Fatal(err)
 	}
 	ctx, stop := context.WithCancel(context.Background())
 	ended := make(chan error, 1)
-	s := hook.New(h, append([]hook.Option{hook.WithUser(os.Getuid())}, options...)...)
+	s := libvirthook.New(h, append([]libvirthook.Option{libvirthook.WithUser(os.Getuid())}, options...)...)
 	go func() { ended <- s.Serve(ctx, l) }()
 	m.t.Cleanup(func() { stop(); <-ended })
 }
@@ -144,7 +144,7 @@ func TestWaitsForHostd(t *testing.T) {
 		done <- result{status, said}
 	}()
 	time.Sleep(200 * time.Millisecond)
-	m.serve(func(context.Context, hook.Event) (hook.Answer, error) { return hook.Answer{}, nil })
+	m.serve(func(context.Context, libvirthook.Event) (libvirthook.Answer, error) { return libvirthook.Answer{}, nil })
 	if r := <-done; r.status != 0 || r.said != "" {
 		t.Errorf("status %d: %s", r.status, r.said)
 	}
@@ -215,8 +215,8 @@ func TestMessages(t *testing.T) {
 		t.Errorf("got  %swant %s", said, want)
 	}
 	m.write("etc/gpuctl/hook.yaml", "socket: "+m.socket()+"\n")
-	m.serve(func(context.Context, hook.Event) (hook.Answer, error) {
-		return hook.Answer{}, errors.New("GPU 0000:65:00.0 is vm2's\nuntil \x1b[31mit ends; gpuctl get claims" + strings.Repeat("x", 3000))
+	m.serve(func(context.Context, libvirthook.Event) (libvirthook.Answer, error) {
+		return libvirthook.Answer{}, errors.New("GPU 0000:65:00.0 is vm2's\nuntil \x1b[31mit ends; gpuctl get claims" + strings.Repeat("x", 3000))
 	})
 	status, _, said := m.call(wire.LibXL, wire.Prepare, withGPU)
 	if status != 1 || !strings.HasPrefix(said, "gpuctl: GPU 0000:65:00.0 is vm2's until  [31mit ends; gpuctl get claims") || strings.Count(said, "\n") != 1 || len(said) > 600 {
@@ -227,7 +227,9 @@ func TestMessages(t *testing.T) {
 // A refusal counts where a domain does not run yet, and nowhere else.
 func TestRefusal(t *testing.T) {
 	m := newMachine(t, "on-unreachable: allow\n")
-	m.serve(func(context.Context, hook.Event) (hook.Answer, error) { return hook.Answer{}, errors.New("no") })
+	m.serve(func(context.Context, libvirthook.Event) (libvirthook.Answer, error) {
+		return libvirthook.Answer{}, errors.New("no")
+	})
 	for _, driver := range wire.Drivers() {
 		for _, op := range wire.Operations(driver) {
 			want := map[string]int{wire.Prepare: 1, wire.Start: 1, wire.Started: 1, wire.Migrate: 1, wire.Restore: 1}[op]
@@ -240,11 +242,11 @@ func TestRefusal(t *testing.T) {
 
 func TestXMLOfMigrations(t *testing.T) {
 	m := newMachine(t, "")
-	m.serve(func(_ context.Context, e hook.Event) (hook.Answer, error) {
+	m.serve(func(_ context.Context, e libvirthook.Event) (libvirthook.Answer, error) {
 		if len(e.XML) == 0 {
-			return hook.Answer{}, nil // libxl of libvirt 9.0
+			return libvirthook.Answer{}, nil // libxl of libvirt 9.0
 		}
-		return hook.Answer{XML: bytes.ReplaceAll(e.XML, []byte("0x65"), []byte("0x67"))}, nil
+		return libvirthook.Answer{XML: bytes.ReplaceAll(e.XML, []byte("0x65"), []byte("0x67"))}, nil
 	})
 	changed := strings.ReplaceAll(withGPU, "0x65", "0x67")
 	for _, c := range []struct{ driver, op, in, out string }{
@@ -267,7 +269,9 @@ func (brokenWriter) Write([]byte) (int, error) { return 0, errors.New("broken pi
 
 func TestXMLThatCannotBeHandedOver(t *testing.T) {
 	m := newMachine(t, "")
-	m.serve(func(_ context.Context, e hook.Event) (hook.Answer, error) { return hook.Answer{XML: e.XML}, nil })
+	m.serve(func(_ context.Context, e libvirthook.Event) (libvirthook.Answer, error) {
+		return libvirthook.Answer{XML: e.XML}, nil
+	})
 	program := filepath.Join(m.root, "etc/libvirt/hooks/qemu.d/50-gpuctl")
 	if status := dropin.Run([]string{program, "vm1", wire.Migrate, "begin", "-"}, strings.NewReader(withGPU), brokenWriter{}, io.Discard); status != 1 {
 		t.Errorf("status %d", status)
@@ -277,9 +281,9 @@ func TestXMLThatCannotBeHandedOver(t *testing.T) {
 // hostd hangs: libvirtd does not, and domains without GPUs wait less.
 func TestTooSlow(t *testing.T) {
 	m := newMachine(t, "timeout: 1s\nnotify-timeout: 400ms\n")
-	m.serve(func(ctx context.Context, _ hook.Event) (hook.Answer, error) {
+	m.serve(func(ctx context.Context, _ libvirthook.Event) (libvirthook.Answer, error) {
 		<-ctx.Done()
-		return hook.Answer{}, ctx.Err()
+		return libvirthook.Answer{}, ctx.Err()
 	})
 	for _, c := range []struct {
 		op, xml     string

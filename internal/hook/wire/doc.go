@@ -9,5 +9,5 @@
 //
 // The package is small on purpose: libvirtd waits while the hook starts, so
 // it knows no protobuf, no HTTP and no JSON. What the hook does when nobody
-// answers is in internal/hook/dropin; the server is in hostd/hook.
+// answers is in internal/hook/dropin; the server is in hostd/cards/libvirthook.
 package wire

@@ -1,0 +1,294 @@
+package replica
+
+import (
+	"context"
+	"crypto/rand"
+	"errors"
+	"fmt"
+	mathrand "math/rand/v2"
+	"strings"
+	"time"
+
+	"github.com/hashicorp/raft"
+	"google.golang.org/protobuf/proto"
+
+	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
+	"github.com/gpuctl/gpuctl/cluster/state"
+	"github.com/gpuctl/gpuctl/internal/reason"
+)
+
+// The state remembers the answers to the last 4096 commands. A command whose
+// fate is not known is not sent again after most of these.
+const horizon = 3000
+
+// Apply proposes a command and returns what the state machine answered. It
+// goes on, over changes of the leader, until the context ends. A result that
+// is not OK is no error. The result is shared: read only.
+func (s *Store) Apply(ctx context.Context, cmd *clusterv1.Command) (*clusterv1.Result, error) {
+	c := s.stamp(cmd)
+	rs, err := s.submit(ctx, []*clusterv1.Command{c})
+	if err != nil {
+		return nil, fmt.Errorf("command %s: %w", c.GetId(), err)
+	}
+	return rs[0], nil
+}
+
+// stamp gives a command what every one must have. Later tries keep it.
+func (s *Store) stamp(cmd *clusterv1.Command) *clusterv1.Command {
+	c := proto.CloneOf(cmd)
+	c.Id = or(c.GetId(), rand.Text())
+	c.Version = or(c.GetVersion(), state.VersionOf(c))
+	c.UnixMs = or(c.GetUnixMs(), s.cfg.Clock.Wall().UnixMilli())
+	return c
+}
+
+// attempt is what one try came to.
+type attempt struct {
+	results []*clusterv1.Result
+	err     error
+	maybe   bool // it may have been proposed
+	final   bool // trying again would be the same
+}
+
+func (s *Store) submit(ctx context.Context, cmds []*clusterv1.Command) ([]*clusterv1.Result, error) {
+	began, maybe, hint := s.fsm.index(), false, ""
+	for wait := 2 * time.Millisecond; ; wait = min(2*wait, 50*time.Millisecond) {
+		if err := s.alive(); err != nil {
+			return nil, fate(err, maybe)
+		}
+		a := s.try(ctx, cmds, s.leaderOr(hint))
+		if a.err == nil {
+			return a.results, nil
+		}
+		maybe, hint = maybe || a.maybe, ""
+		var other *NotLeaderError
+		if errors.As(a.err, &other) {
+			hint = other.Leader
+		}
+		if a.final {
+			return nil, fate(a.err, maybe)
+		}
+		if maybe && s.fsm.index() > began+horizon {
+			return nil, fate(a.err, maybe)
+		}
+		select {
+		case <-ctx.Done():
+			if !maybe {
+				return nil, fmt.Errorf("%w: %w (%w)", ErrNoLeader, a.err, ctx.Err())
+			}
+			return nil, fmt.Errorf("%w (%w)", fate(a.err, maybe), ctx.Err())
+		case <-time.After(wait):
+		}
+	}
+}
+
+// fate of a command that ends with an error. Of one that may have been proposed
+// it must not be said that there was no leader for it, as of the last try: that
+// means that nothing was done.
+func fate(err error, maybe bool) error {
+	switch {
+	case !maybe:
+		return err
+	case errors.Is(err, ErrNoLeader), errors.Is(err, ErrNotLeader):
+		return fmt.Errorf("%w: %s", ErrTimeout, err.Error())
+	case errors.Is(err, ErrTimeout):
+		return err
+	}
+	return fmt.Errorf("%w: %w", ErrTimeout, err)
+}
+
+// alive is nil unless this node will do nothing more.
+func (s *Store) alive() error {
+	if err := s.fsm.err(); err != nil {
+		return err
+	}
+	if s.ctx.Err() != nil {
+		return ErrClosed
+	}
+	return nil
+}
+
+// leaderOr is the address of the leader; if none is known, what another host
+// said. A node whose disk is sick follows nobody: it asks any member.
+func (s *Store) leaderOr(hint string) string {
+	a, _ := s.raft.LeaderWithID()
+	if string(a) == s.cfg.Address {
+		a = ""
+	}
+	if a != "" || hint != "" || s.guard.health() == nil && !s.stalled() {
+		return or(string(a), hint)
+	}
+	var all []string
+	for _, x := range s.servers() {
+		if x.ID != raft.ServerID(s.cfg.ID) {
+			all = append(all, string(x.Address))
+		}
+	}
+	if len(all) == 0 {
+		return ""
+	}
+	return all[mathrand.IntN(len(all))] //nolint:gosec // any will do
+}
+
+func (s *Store) try(ctx context.Context, cmds []*clusterv1.Command, address string) attempt {
+	if s.IsLeader() {
+		return s.propose(ctx, cmds)
+	}
+	if address == "" {
+		if err := s.member(); err != nil {
+			return attempt{err: err, final: true}
+		}
+		return attempt{err: ErrNoLeader}
+	}
+	if address == s.cfg.Address || s.cfg.Peers == nil {
+		return attempt{err: ErrNoLeader} // it has just ceased to be, or just begun
+	}
+	return s.forward(ctx, cmds, address, func() string {
+		a, _ := s.raft.LeaderWithID()
+		return string(a)
+	})
+}
+
+// forward makes one try with the leader at an address. That has its own limit
+// for what it proposes, and another one for its answer to come back.
+func (s *Store) forward(ctx context.Context, cmds []*clusterv1.Command, address string, leader func() string) attempt {
+	ctx, cancel := WhileLeading(ctx, leader, address, 2*s.cfg.Timing.RPC)
+	defer cancel()
+	rs, err := s.cfg.Peers.Apply(ctx, address, cmds)
+	switch {
+	case err == nil && len(rs) == len(cmds):
+		return attempt{results: rs}
+	case err == nil:
+		return attempt{err: fmt.Errorf("leader %s: %d results for %d commands", address, len(rs), len(cmds)), maybe: true}
+	}
+	return attempt{
+		err:   fmt.Errorf("leader %s: %w", address, err),
+		maybe: !errors.Is(err, ErrNotLeader) && !errors.Is(err, ErrNoLeader) && !errors.Is(err, ErrProtocol) && !reason.Unsent(err),
+		final: errors.Is(err, ErrProtocol),
+	}
+}
+
+// ApplyLocal proposes commands that another host forwards. Only the leader
+// does; others return a *NotLeaderError. Every command must have an id.
+func (s *Store) ApplyLocal(ctx context.Context, cmds []*clusterv1.Command) ([]*clusterv1.Result, error) {
+	for i, c := range cmds {
+		if c.GetId() == "" || c.GetVersion() == 0 || c.GetOp() == nil {
+			return nil, fmt.Errorf("command %d of %d: without id, version or operation", i+1, len(cmds))
+		}
+	}
+	if err := s.alive(); err != nil {
+		return nil, err
+	}
+	a := s.propose(ctx, cmds)
+	if a.err != nil {
+		return nil, fate(a.err, a.maybe)
+	}
+	return a.results, nil
+}
+
+func (s *Store) notLeader() error {
+	address, _ := s.raft.LeaderWithID()
+	if string(address) == s.cfg.Address {
+		address = ""
+	}
+	return &NotLeaderError{Leader: string(address)}
+}
+
+func (s *Store) propose(ctx context.Context, cmds []*clusterv1.Command) attempt {
+	// Only with everything applied that was committed before does the leader
+	// know which protocol is in force and which tokens there are.
+	term, err := s.leading(ctx)
+	if err != nil {
+		return attempt{err: err}
+	}
+	results := make([]*clusterv1.Result, len(cmds))
+	answers := make([]<-chan *clusterv1.Result, len(cmds))
+	proposed := false
+	for i, c := range cmds {
+		refused, err := s.check(c)
+		if err != nil {
+			return attempt{err: err, final: true, maybe: proposed}
+		}
+		if refused != nil {
+			results[i] = refused
+			continue
+		}
+		data, err := state.Encode(c)
+		if err != nil {
+			return attempt{err: err, final: true, maybe: proposed}
+		}
+		var forget func()
+		answers[i], forget = s.fsm.expect(c.GetId())
+		defer forget()
+		s.raft.Apply(data, s.cfg.Timing.RPC)
+		proposed = true
+	}
+	for i, answer := range answers {
+		if answer == nil {
+			continue
+		}
+		r, err := s.await(ctx, term, answer)
+		if err != nil {
+			return attempt{err: err, maybe: true}
+		}
+		results[i] = r
+	}
+	return attempt{results: results}
+}
+
+// await an answer while this node leads. It comes when the command is
+// committed and applied here, and at no other time.
+func (s *Store) await(ctx context.Context, term uint64, answer <-chan *clusterv1.Result) (*clusterv1.Result, error) {
+	look := time.NewTicker(10 * time.Millisecond)
+	defer look.Stop()
+	limit := time.After(s.cfg.Timing.RPC)
+	for {
+		select {
+		case r := <-answer:
+			return r, nil
+		case <-s.fsm.stopped:
+			return nil, s.fsm.err()
+		case <-s.ctx.Done():
+			return nil, ErrClosed
+		case <-ctx.Done():
+			return nil, ctx.Err()
+		case <-limit:
+			return nil, errors.New("the leader's log did not take it in time")
+		case <-look.C:
+			if !s.IsLeader() || s.raft.CurrentTerm() != term {
+				return nil, errors.New("leadership was lost")
+			}
+		}
+	}
+}
+
+// check is what the leader must know before it proposes: an error for a
+// command that not every host knows, an answer for one that is refused.
+func (s *Store) check(c *clusterv1.Command) (*clusterv1.Result, error) {
+	v := s.fsm.state.View()
+	if c.GetVersion() > v.Protocol() {
+		var old []string
+		for h := range v.Hosts() {
+			if h.GetProtocol() < c.GetVersion() {
+				old = append(old, fmt.Sprintf("%s (protocol %d)", h.GetName(), h.GetProtocol()))
+			}
+		}
+		if len(old) == 0 {
+			old = []string{fmt.Sprintf("%s (protocol %d)", s.cfg.Name, v.Protocol())}
+		}
+		if len(old) > 10 {
+			old = append(old[:10], fmt.Sprintf("and %d more", len(old)-10))
+		}
+		return nil, fmt.Errorf("%w, which needs protocol %d: upgrade %s", ErrProtocol, c.GetVersion(), strings.Join(old, ", "))
+	}
+	if use := c.GetUseJoinToken(); use != nil {
+		if t := v.JoinToken(use.GetId()); t != nil && t.GetExpiresUnixMs() > 0 && s.cfg.Clock.Wall().UnixMilli() >= t.GetExpiresUnixMs() {
+			at := time.UnixMilli(t.GetExpiresUnixMs()).UTC().Format(time.RFC3339)
+			return &clusterv1.Result{
+				Outcome: clusterv1.Outcome_OUTCOME_REFUSED, Index: v.Index(),
+				Message: fmt.Sprintf("join token %s: expired at %s", use.GetId(), at),
+			}, nil
+		}
+	}
+	return nil, nil
+}

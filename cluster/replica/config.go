@@ -1,0 +1,182 @@
+package replica
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"time"
+
+	"github.com/hashicorp/raft"
+
+	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
+)
+
+// Forwarder reaches other hosts. Its errors must wrap this package's where the
+// other side returned one.
+type Forwarder interface {
+	Apply(ctx context.Context, address string, cmds []*clusterv1.Command) ([]*clusterv1.Result, error)
+	ReadIndex(ctx context.Context, address string) (uint64, error)
+	Heartbeat(ctx context.Context, address string, r *clusterv1.HeartbeatRequest) (*clusterv1.HeartbeatResponse, error)
+}
+
+// Config of a node.
+type Config struct {
+	ID      string // random, made once; the Raft server id
+	Name    string // of the host
+	Address string // where others reach it
+	Version string // of the program, for heartbeats
+	BootID  string // of the machine, for heartbeats
+	// Dir holds the log and the snapshots. Empty: everything is in memory, for a
+	// cluster of one and for tests; a voter that forgets its votes is unsafe.
+	Dir string
+
+	// Stream carries Raft between hosts, or Transport does (tests). Neither: a
+	// cluster of one.
+	Stream    raft.StreamLayer
+	Transport raft.Transport
+	Peers     Forwarder // nil: a cluster of one
+
+	Clock   Clock // nil: the machine's
+	Timing  Timing
+	Members Members
+	Log     *slog.Logger // nil: none
+
+	// Snapshots are taken when there are this many entries since the last (0:
+	// 8192), looked for this often (0: 30 s). This many entries stay in the log
+	// for hosts that are behind (0: 4096).
+	SnapshotThreshold uint64
+	SnapshotInterval  time.Duration
+	TrailingLogs      uint64
+
+	// Tasks run while this node leads.
+	Tasks []LeaderTask
+	// Unknown is called when the leader does not know this host as it is: it
+	// must report itself.
+	Unknown func()
+	// Wrap puts something between Raft and its disk: fault injection.
+	Wrap func(Storage) Storage
+}
+
+// Storage is what Raft keeps on disk.
+type Storage struct {
+	Logs      raft.LogStore
+	Stable    raft.StableStore
+	Snapshots raft.SnapshotStore
+}
+
+// Timing of a node. Zero fields are taken from Fast.
+type Timing struct {
+	Heartbeat time.Duration // a follower that hears nothing for that long seeks election
+	Election  time.Duration // an election that takes longer begins anew
+	Lease     time.Duration // a leader that reaches no majority for that long steps down
+	Commit    time.Duration // how late followers may learn what is committed
+	RPC       time.Duration // of one call between hosts
+
+	Pulse  time.Duration // between heartbeats of hosts
+	Down   time.Duration // a host that was not heard of for that long is down
+	Review time.Duration // between looks at the membership
+	Expiry time.Duration // between looks at reservations
+}
+
+// Fast is for hosts in one network: a new leader is there in less than a
+// second after the last one is lost.
+func Fast() Timing {
+	return Timing{
+		Heartbeat: 250 * time.Millisecond, Election: 250 * time.Millisecond,
+		Lease: 200 * time.Millisecond, Commit: 100 * time.Millisecond, RPC: 2 * time.Second,
+		Pulse: 500 * time.Millisecond, Down: 3 * time.Second,
+		Review: time.Second, Expiry: 100 * time.Millisecond,
+	}
+}
+
+// Stretched has the timeouts of Raft's leader n times as long: hosts that are
+// slow or far apart do not elect without need, and exchange fewer messages. A
+// new leader is there the later.
+func (t Timing) Stretched(n int) Timing {
+	for _, d := range []*time.Duration{&t.Heartbeat, &t.Election, &t.Lease} {
+		*d *= time.Duration(n)
+	}
+	return t
+}
+
+// Solo is for a cluster of one, which elects itself in about 10 ms.
+func Solo() Timing {
+	t := Fast()
+	t.Heartbeat, t.Election, t.Lease, t.Commit = 5*time.Millisecond, 5*time.Millisecond, 5*time.Millisecond, 5*time.Millisecond
+	return t
+}
+
+// Members are the rules of who votes. Zero fields are taken from defaults.
+type Members struct {
+	MaxVoters int           // 3, 5 or 7; 0: 7
+	Stabilize time.Duration // a host must be healthy for that long to become a voter; 0: 10 s
+	Lost      time.Duration // a voter that is gone for that long is replaced; 0: 10 min
+	Behind    uint64        // entries that a healthy host may be behind; 0: 1000
+	Zone      string        // label of a host that names its failure domain; empty: zone
+}
+
+func or[T comparable](x, otherwise T) T {
+	var zero T
+	if x == zero {
+		return otherwise
+	}
+	return x
+}
+
+func (c *Config) fill() error {
+	var errs []error
+	if c.ID == "" {
+		errs = append(errs, errors.New("no id"))
+	}
+	if c.Name == "" {
+		errs = append(errs, errors.New("no host name"))
+	}
+	if c.Address == "" {
+		errs = append(errs, errors.New("no address"))
+	}
+	if c.Stream != nil && c.Transport != nil {
+		errs = append(errs, errors.New("both a stream and a transport"))
+	}
+	c.Members.MaxVoters = or(c.Members.MaxVoters, 7)
+	if n := c.Members.MaxVoters; n < 3 || n > 7 || n%2 == 0 {
+		errs = append(errs, fmt.Errorf("at most %d voters: must be 3, 5 or 7", n))
+	}
+	if c.Clock == nil {
+		c.Clock = SystemClock()
+	}
+	if c.Log == nil {
+		c.Log = slog.New(slog.DiscardHandler)
+	}
+	f, t := Fast(), &c.Timing
+	t.Heartbeat, t.Election, t.Lease = or(t.Heartbeat, f.Heartbeat), or(t.Election, f.Election), or(t.Lease, f.Lease)
+	t.Commit, t.RPC = or(t.Commit, f.Commit), or(t.RPC, f.RPC)
+	t.Pulse, t.Down = or(t.Pulse, f.Pulse), or(t.Down, f.Down)
+	t.Review, t.Expiry = or(t.Review, f.Review), or(t.Expiry, f.Expiry)
+	c.Members.Stabilize = or(c.Members.Stabilize, 10*time.Second)
+	c.Members.Lost = or(c.Members.Lost, 10*time.Minute)
+	c.Members.Behind = or(c.Members.Behind, 1000)
+	c.Members.Zone = or(c.Members.Zone, "zone")
+	c.SnapshotThreshold = or(c.SnapshotThreshold, 8192)
+	c.SnapshotInterval = or(c.SnapshotInterval, 30*time.Second)
+	c.TrailingLogs = or(c.TrailingLogs, 4096)
+	if err := errors.Join(errs...); err != nil {
+		return fmt.Errorf("store: %w", err)
+	}
+	return nil
+}
+
+// raft's own configuration.
+func (c *Config) raft() *raft.Config {
+	r := raft.DefaultConfig()
+	r.LocalID = raft.ServerID(c.ID)
+	r.HeartbeatTimeout, r.ElectionTimeout = c.Timing.Heartbeat, c.Timing.Election
+	r.LeaderLeaseTimeout, r.CommitTimeout = c.Timing.Lease, c.Timing.Commit
+	r.SnapshotThreshold, r.SnapshotInterval, r.TrailingLogs = c.SnapshotThreshold, c.SnapshotInterval, c.TrailingLogs
+	// Proposals that come while the disk is busy share its next write.
+	r.BatchApplyCh, r.MaxAppendEntries = true, 256
+	r.ShutdownOnRemove = false
+	r.NoLegacyTelemetry = true
+	r.Logger = newLogger(c.Log)
+	return r
+}

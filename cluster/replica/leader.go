@@ -1,0 +1,145 @@
+package replica
+
+import (
+	"context"
+	"fmt"
+	"time"
+
+	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
+	"github.com/gpuctl/gpuctl/cluster/state"
+)
+
+// LeaderTask is work that only the leader does. Run begins when this node leads
+// and has applied everything that was committed before. Its context ends with
+// the leadership; Run must then return soon. One that returns earlier is
+// started again.
+type LeaderTask struct {
+	Name string
+	Run  func(ctx context.Context, l *Lead) error
+}
+
+// OnChange is a task that looks at the state when leadership begins and
+// whenever an object of the kinds (none: anything) has changed. Changes that
+// come while it looks are looked at together.
+func OnChange(name string, f func(ctx context.Context, l *Lead, v *state.View) error, kinds ...clusterv1.Kind) LeaderTask {
+	return LeaderTask{Name: name, Run: func(ctx context.Context, l *Lead) error {
+		for {
+			v := l.View()
+			if err := f(ctx, l, v); err != nil {
+				return err
+			}
+			select {
+			case <-v.Changed(kinds...):
+			case <-ctx.Done():
+				return nil
+			}
+		}
+	}}
+}
+
+// Lead is one term of leadership. It is of no use when that is over.
+type Lead struct {
+	store *Store
+	term  uint64
+	since time.Duration // on the store's clock
+}
+
+// Term of the leadership.
+func (l *Lead) Term() uint64 { return l.term }
+
+// View of the state. It has everything that was committed before this
+// leadership, and everything that this leader has applied since.
+func (l *Lead) View() *state.View { return l.store.fsm.state.View() }
+
+// Apply proposes a command as Store.Apply does, but only in this term: a leader
+// that is not any more does not act on what it knew.
+func (l *Lead) Apply(ctx context.Context, cmd *clusterv1.Command) (*clusterv1.Result, error) {
+	s := l.store
+	c := s.stamp(cmd)
+	if s.raft.CurrentTerm() != l.term {
+		return nil, fmt.Errorf("command %s: %w", c.GetId(), s.notLeader())
+	}
+	a := s.propose(ctx, []*clusterv1.Command{c})
+	if a.err != nil {
+		return nil, fmt.Errorf("command %s: %w", c.GetId(), fate(a.err, a.maybe))
+	}
+	return a.results[0], nil
+}
+
+// follow starts the leader's work and ends it.
+func (s *Store) follow() {
+	var end func()
+	for {
+		select {
+		case <-s.ctx.Done():
+			if end != nil {
+				end()
+			}
+			return
+		case leads := <-s.raft.LeaderCh():
+			// A loss and a gain may have come as one gain.
+			if end != nil {
+				end()
+				end = nil
+			}
+			if leads {
+				end = s.begin()
+			}
+		}
+	}
+}
+
+// begin the leader's work. What it returns ends it, and waits for that.
+func (s *Store) begin() func() {
+	ctx, cancel := context.WithCancel(s.ctx)
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		s.lead(ctx)
+	}()
+	return func() {
+		cancel()
+		<-done
+	}
+}
+
+func (s *Store) lead(ctx context.Context) {
+	s.pulse.reset()
+	term, err := s.leading(ctx)
+	if err != nil {
+		if ctx.Err() == nil {
+			s.log.Info("leadership was lost before it began", "err", err)
+		}
+		return
+	}
+	s.log.Info("this host leads", "term", term)
+	l := &Lead{store: s, term: term, since: s.cfg.Clock.Monotonic()}
+	tasks := append([]LeaderTask{
+		{Name: "liveness", Run: s.watchHosts},
+		{Name: "members", Run: s.review},
+		{Name: "reservations", Run: s.expire},
+	}, s.cfg.Tasks...)
+	done := make(chan struct{})
+	for _, t := range tasks {
+		go func() {
+			defer func() { done <- struct{}{} }()
+			s.keep(ctx, l, t)
+		}()
+	}
+	for range tasks {
+		<-done
+	}
+}
+
+// keep a task running.
+func (s *Store) keep(ctx context.Context, l *Lead, t LeaderTask) {
+	for ctx.Err() == nil {
+		if err := t.Run(ctx, l); err != nil && ctx.Err() == nil {
+			s.log.Warn("leader's work failed; it is tried again", "task", t.Name, "err", err)
+		}
+		select {
+		case <-ctx.Done():
+		case <-time.After(time.Second):
+		}
+	}
+}

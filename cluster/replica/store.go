@@ -1,0 +1,374 @@
+package replica
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"os"
+	"path/filepath"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/hashicorp/raft"
+
+	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
+	"github.com/gpuctl/gpuctl/cluster/state"
+)
+
+// Store is a node of the cluster.
+type Store struct {
+	cfg   Config
+	log   *slog.Logger
+	fsm   *fsm
+	raft  *raft.Raft
+	logs  raft.LogStore // read only, without the guard
+	guard *guard
+	acks  *acks
+	pulse *pulse
+
+	reads   coalescer // of this node as the leader
+	remote  coalescer // of the leader, by this node
+	ctx     context.Context
+	cancel  context.CancelFunc
+	work    sync.WaitGroup
+	closers []io.Closer
+	once    sync.Once
+	closed  error
+	ready   atomic.Uint64 // term in which this node leads and has applied all that was before
+	began   uint64        // last entry of the log when this node started
+	caught  atomic.Bool   // that entry, or what replaced it, is applied
+}
+
+// Open starts a node with what its folder holds. A new one is in no cluster
+// until Bootstrap, or until a leader adds it.
+func Open(ctx context.Context, cfg Config) (*Store, error) {
+	if err := cfg.fill(); err != nil {
+		return nil, err
+	}
+	s := &Store{
+		cfg: cfg, log: cfg.Log, fsm: newFSM(cfg.Log), guard: newGuard(cfg.Log),
+		acks: newAcks(), pulse: newPulse(cfg.Clock),
+	}
+	s.ctx, s.cancel = context.WithCancel(context.WithoutCancel(ctx))
+	if err := s.open(ctx); err != nil {
+		s.cancel()
+		return nil, errors.Join(fmt.Errorf("open store %s: %w", cfg.Dir, err), s.closeFiles())
+	}
+	s.work.Go(s.follow)
+	s.work.Go(s.watchStop)
+	s.work.Go(s.beat)
+	return s, nil
+}
+
+func (s *Store) open(ctx context.Context) error {
+	disk, err := s.disk()
+	if err != nil {
+		return err
+	}
+	if s.cfg.Wrap != nil {
+		disk = s.cfg.Wrap(disk)
+	}
+	s.logs = disk.Logs // the guard ends goroutines of Raft, not those of callers
+	disk = s.guard.wrap(disk)
+	cache, err := raft.NewLogCache(1024, disk.Logs)
+	if err != nil {
+		return err
+	}
+	disk.Logs = cache
+	trans, err := s.transport()
+	if err != nil {
+		return err
+	}
+	if s.raft, err = s.start(ctx, disk, trans); err == nil {
+		s.began = s.raft.LastIndex()
+	}
+	return err
+}
+
+// CaughtUp says whether this node has applied what was in its log when it was
+// started. Before, its state is that of some moment in the past: Raft applies
+// nothing until it has heard from a leader how far the log is committed.
+func (s *Store) CaughtUp() bool {
+	if s.caught.Load() {
+		return true
+	}
+	applied := s.raft.AppliedIndex()
+	if applied < min(s.began, s.raft.LastIndex()) {
+		return false
+	}
+	// Raft counts what it has handed on.
+	command, err := s.lastCommand(applied)
+	if err != nil || s.fsm.index() < command {
+		return false
+	}
+	s.caught.Store(true)
+	return true
+}
+
+// start starts Raft. It waits for a disk that takes no writes until the
+// context ends.
+func (s *Store) start(ctx context.Context, disk Storage, trans raft.Transport) (*raft.Raft, error) {
+	type started struct {
+		raft *raft.Raft
+		err  error
+	}
+	done := make(chan started, 1)
+	go func() {
+		var st started
+		// The library panics when its log has a hole: a snapshot was damaged
+		// after the entries before it had been dropped.
+		defer func() {
+			if p := recover(); p != nil {
+				st.err = fmt.Errorf("its log cannot be read: %v; remove the host from the cluster and join it anew", p)
+			}
+			if st.err == nil && st.raft == nil {
+				st.err = errors.New("it was closed")
+			}
+			done <- st
+		}()
+		st.raft, st.err = raft.NewRaft(s.cfg.raft(), s.fsm, disk.Logs, disk.Stable, disk.Snapshots, trans)
+	}()
+	select {
+	case st := <-done:
+		return st.raft, errors.Join(st.err, s.fsm.restoreErr(st.err))
+	case <-ctx.Done():
+		s.guard.close()
+		st := <-done
+		if st.raft != nil { // it came just now
+			_ = st.raft.Shutdown().Error()
+		}
+		return nil, errors.Join(ctx.Err(), s.guard.health())
+	}
+}
+
+// restoreErr is why a snapshot was refused, if the node could not start.
+func (f *fsm) restoreErr(failed error) error {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if failed == nil {
+		return nil
+	}
+	return f.restored
+}
+
+// disk opens what Raft keeps.
+func (s *Store) disk() (Storage, error) {
+	if s.cfg.Dir == "" {
+		m := raft.NewInmemStore()
+		return Storage{Logs: m, Stable: m, Snapshots: raft.NewInmemSnapshotStore()}, nil
+	}
+	if err := os.MkdirAll(s.cfg.Dir, 0o700); err != nil {
+		return Storage{}, err
+	}
+	if err := prepare(s.cfg.Dir, s.log); err != nil {
+		return Storage{}, err
+	}
+	folder := filepath.Join(s.cfg.Dir, logFolder)
+	stable, err := openBolt(filepath.Join(folder, stableFile)) // before the log: it keeps others out
+	if err != nil {
+		return Storage{}, err
+	}
+	s.closers = append(s.closers, stable)
+	logs, err := openJournal(folder, s.log)
+	if err != nil {
+		return Storage{}, err
+	}
+	s.closers = append(s.closers, logs)
+	snaps, err := raft.NewFileSnapshotStoreWithLogger(s.cfg.Dir, 2, newLogger(s.log))
+	if err != nil {
+		return Storage{}, err
+	}
+	if err := logs.cover(snaps); err != nil {
+		return Storage{}, err
+	}
+	return Storage{Logs: logs, Stable: stable, Snapshots: snaps}, nil
+}
+
+func (s *Store) transport() (raft.Transport, error) {
+	inner := s.cfg.Transport
+	switch {
+	case inner != nil:
+	case s.cfg.Stream != nil:
+		t := raft.NewNetworkTransportWithConfig(&raft.NetworkTransportConfig{
+			Stream: s.cfg.Stream, MaxPool: 3, Timeout: s.cfg.Timing.RPC,
+			// No pipelining: a pipeline whose follower answers with a newer term
+			// can block its sender for ever, and with it Shutdown. Entries that
+			// come during a call go with the next one.
+			MaxRPCsInFlight: 1,
+			Logger:          newLogger(s.log), MsgpackUseNewTimeFormat: true,
+		})
+		s.closers = append(s.closers, t)
+		inner = t
+	default:
+		_, t := raft.NewInmemTransport(raft.ServerAddress(s.cfg.Address))
+		s.closers = append(s.closers, t)
+		inner = t
+	}
+	pre, ok := inner.(raft.WithPreVote)
+	if !ok {
+		return nil, fmt.Errorf("the transport %T knows no pre-votes", inner)
+	}
+	return &transport{Transport: inner, WithPreVote: pre, acks: s.acks, stalled: s.stalled}, nil
+}
+
+// Bootstrap makes a new cluster of this node alone. It may be repeated when it
+// did not get to its end.
+func (s *Store) Bootstrap(ctx context.Context, init *clusterv1.InitCluster) error {
+	servers := s.servers()
+	unfinished := len(servers) == 1 && servers[0].ID == raft.ServerID(s.cfg.ID)
+	if len(servers) > 0 && !unfinished {
+		return ErrExists
+	}
+	if len(servers) == 0 {
+		err := s.raft.BootstrapCluster(raft.Configuration{Servers: []raft.Server{{
+			Suffrage: raft.Voter, ID: raft.ServerID(s.cfg.ID), Address: raft.ServerAddress(s.cfg.Address),
+		}}}).Error()
+		if errors.Is(err, raft.ErrCantBootstrap) {
+			return ErrExists
+		}
+		if err != nil {
+			return fmt.Errorf("bootstrap: %w", err)
+		}
+	}
+	view, err := s.Read(ctx, false)
+	if err != nil {
+		return fmt.Errorf("bootstrap: %w", err)
+	}
+	if view.ClusterID() != "" {
+		return ErrExists
+	}
+	r, err := s.Apply(ctx, &clusterv1.Command{Actor: s.cfg.Name, Op: &clusterv1.Command_InitCluster{InitCluster: init}})
+	if err != nil {
+		return fmt.Errorf("bootstrap: %w", err)
+	}
+	if r.GetOutcome() != clusterv1.Outcome_OUTCOME_OK {
+		return fmt.Errorf("bootstrap: %s", r.GetMessage())
+	}
+	return nil
+}
+
+// servers of the latest configuration.
+func (s *Store) servers() []raft.Server {
+	f := s.raft.GetConfiguration()
+	if f.Error() != nil {
+		return nil
+	}
+	return f.Configuration().Servers
+}
+
+// member is nil if this node is part of the cluster, as far as it knows.
+func (s *Store) member() error {
+	servers := s.servers()
+	for _, x := range servers {
+		if x.ID == raft.ServerID(s.cfg.ID) {
+			return nil
+		}
+	}
+	if len(servers) > 0 {
+		return fmt.Errorf("%w: it was removed", ErrNotInCluster)
+	}
+	return ErrNotInCluster
+}
+
+// Joined waits until this node has heard from the leader that it is a member.
+func (s *Store) Joined(ctx context.Context) error {
+	for {
+		err := s.member()
+		if err == nil {
+			return nil
+		}
+		select {
+		case <-time.After(5 * time.Millisecond):
+		case <-s.ctx.Done():
+			return ErrClosed
+		case <-ctx.Done():
+			return fmt.Errorf("%w (%w)", err, ctx.Err())
+		}
+	}
+}
+
+// Leader returns the name and address of the leader; empty if none is known.
+func (s *Store) Leader() (name, address string) {
+	a, id := s.raft.LeaderWithID()
+	if id == raft.ServerID(s.cfg.ID) {
+		return s.cfg.Name, string(a)
+	}
+	if h := s.fsm.state.View().HostByID(string(id)); h != nil {
+		return h.GetName(), string(a)
+	}
+	return string(id), string(a)
+}
+
+// IsLeader says whether this node believes that it leads, and could.
+func (s *Store) IsLeader() bool { return s.raft.State() == raft.Leader && !s.stalled() }
+
+// stalled says whether this node cannot lead for its disk.
+func (s *Store) stalled() bool { return s.guard.stalled(2 * s.cfg.Timing.Heartbeat) }
+
+// State that is applied here.
+func (s *Store) State() *state.Store { return s.fsm.state }
+
+// Close hands leadership over, if there is somebody, and stops.
+func (s *Store) Close() error {
+	if others, _ := s.others(); s.IsLeader() && s.fsm.err() == nil && len(others) > 0 {
+		s.raft.LeadershipTransfer()
+		for end := time.Now().Add(2*s.cfg.Timing.Election + 100*time.Millisecond); s.IsLeader() && time.Now().Before(end); {
+			time.Sleep(time.Millisecond)
+		}
+	}
+	return s.Halt()
+}
+
+// others are the voters that are not this node, and how many of them make a
+// majority together with it.
+func (s *Store) others() (ids []raft.ServerID, need int) {
+	voters, self := 0, 0
+	for _, x := range s.servers() {
+		switch {
+		case x.Suffrage != raft.Voter:
+			continue
+		case x.ID == raft.ServerID(s.cfg.ID):
+			self = 1
+		default:
+			ids = append(ids, x.ID)
+		}
+		voters++
+	}
+	return ids, voters/2 + 1 - self
+}
+
+// Halt stops at once, as a crash would.
+func (s *Store) Halt() error {
+	s.once.Do(func() {
+		s.cancel()
+		s.guard.close()
+		err := s.raft.Shutdown().Error()
+		s.work.Wait()
+		s.closed = errors.Join(err, s.closeFiles())
+	})
+	return s.closed
+}
+
+func (s *Store) closeFiles() error {
+	var errs []error
+	for i := len(s.closers) - 1; i >= 0; i-- {
+		errs = append(errs, s.closers[i].Close())
+	}
+	s.closers = nil
+	return errors.Join(errs...)
+}
+
+// watchStop ends Raft when an entry must not be applied. The node's log stays.
+func (s *Store) watchStop() {
+	select {
+	case <-s.fsm.stopped:
+		s.guard.close()
+		if err := s.raft.Shutdown().Error(); err != nil {
+			s.log.Error("stop", "err", err)
+		}
+	case <-s.ctx.Done():
+	}
+}

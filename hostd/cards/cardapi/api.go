@@ -1,0 +1,360 @@
+package cardapi
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net/http"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"connectrpc.com/connect"
+
+	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
+	"github.com/gpuctl/gpuctl/hostd/cards"
+	"github.com/gpuctl/gpuctl/hostd/member/clusterapi"
+	"github.com/gpuctl/gpuctl/hostd/network"
+)
+
+// others is how long another host may take to list its VMs.
+const others = 3 * time.Second
+
+// Keeper has the cards of this host.
+type Keeper interface {
+	Cards(ctx context.Context) ([]*gpuctlv1.Card, error)
+	List(ctx context.Context) ([]*gpuctlv1.Machine, error)
+	Isolated(ctx context.Context, gpu string) (*gpuctlv1.IsolationResponse, error)
+	Attach(ctx context.Context, r *gpuctlv1.AttachRequest, report cards.Report) error
+	Detach(ctx context.Context, r *gpuctlv1.DetachRequest, report cards.Report) error
+	Reset(ctx context.Context, r *gpuctlv1.ResetRequest, report cards.Report) error
+	Resize(ctx context.Context, r *gpuctlv1.ResizeRequest, report cards.Report) error
+}
+
+// NICs has the network cards of this host.
+type NICs interface {
+	List(ctx context.Context) ([]*gpuctlv1.NIC, error)
+	Resize(ctx context.Context, r *gpuctlv1.ResizeNICRequest) (*gpuctlv1.ChangeNICResponse, error)
+	Set(ctx context.Context, r *gpuctlv1.SetVFRequest) (*gpuctlv1.ChangeNICResponse, error)
+}
+
+// Cluster is the way to other hosts.
+type Cluster interface {
+	HostName() string
+	// OtherHosts names those that are up.
+	OtherHosts() []string
+	Devices(host string) (gpuctlv1connect.DeviceServiceClient, error)
+}
+
+// API is DeviceService.
+type API struct {
+	keeper  Keeper
+	nics    NICs
+	cluster Cluster
+	log     *slog.Logger
+}
+
+var _ gpuctlv1connect.DeviceServiceHandler = (*API)(nil)
+
+// New returns the API of a host's cards.
+func New(k Keeper, n NICs, c Cluster, log *slog.Logger) *API { return &API{k, n, c, log} }
+
+// Handle adds the service to a mux.
+func (a *API) Handle(mux *http.ServeMux, options ...connect.HandlerOption) {
+	options = append(options, connect.WithReadMaxBytes(64<<10))
+	mux.Handle(gpuctlv1connect.NewDeviceServiceHandler(a, options...))
+}
+
+// Everywhere lists the VMs of all hosts, and the hosts that did not answer.
+func (a *API) Everywhere(ctx context.Context) (machines []*gpuctlv1.Machine, missing []string) {
+	res := a.everywhere(ctx)
+	return res.GetMachines(), res.GetMissing()
+}
+
+// Coded gives an error of devices or network the code that clients know it by.
+func Coded(err error) error {
+	switch {
+	case errors.Is(err, cards.ErrNotFound), errors.Is(err, network.ErrNoLink), errors.Is(err, network.ErrNoVF):
+		return connect.NewError(connect.CodeNotFound, err)
+	case errors.Is(err, cards.ErrInvalid), errors.Is(err, network.ErrInvalid):
+		return connect.NewError(connect.CodeInvalidArgument, err)
+	case errors.Is(err, cards.ErrRefused), errors.Is(err, cards.ErrBusy), errors.Is(err, network.ErrInUse):
+		return connect.NewError(connect.CodeFailedPrecondition, err)
+	}
+	return clusterapi.Coded(err)
+}
+
+// hostOf is the host that a request is for: said, or part of the GPU's id.
+func (a *API) hostOf(host, gpu string) string {
+	if name, _, ok := strings.Cut(gpu, "/"); ok && host == "" {
+		host = name
+	}
+	if host == a.cluster.HostName() {
+		return ""
+	}
+	return host
+}
+
+// there returns the other host's service; nil: this host is meant.
+func (a *API) there(host, gpu string) (gpuctlv1connect.DeviceServiceClient, error) {
+	if host = a.hostOf(host, gpu); host == "" {
+		return nil, nil
+	}
+	c, err := a.cluster.Devices(host)
+	if err != nil {
+		return nil, Coded(err)
+	}
+	return c, nil
+}
+
+// ListCards lists the cards of a host.
+func (a *API) ListCards(ctx context.Context, req *connect.Request[gpuctlv1.ListCardsRequest]) (*connect.Response[gpuctlv1.ListCardsResponse], error) {
+	there, err := a.there(req.Msg.GetHost(), "")
+	if err != nil {
+		return nil, err
+	}
+	if there != nil {
+		return forward(ctx, req.Msg, there.ListCards)
+	}
+	cards, err := a.keeper.Cards(ctx)
+	if err != nil {
+		return nil, Coded(err)
+	}
+	return connect.NewResponse(&gpuctlv1.ListCardsResponse{Host: a.cluster.HostName(), Cards: cards}), nil
+}
+
+func forward[Req, Res any](ctx context.Context, m *Req, call func(context.Context, *connect.Request[Req]) (*connect.Response[Res], error)) (*connect.Response[Res], error) {
+	res, err := call(ctx, connect.NewRequest(m))
+	if err != nil {
+		return nil, err
+	}
+	return connect.NewResponse(res.Msg), nil
+}
+
+// ListMachines lists VMs: of this host, another one, or all.
+func (a *API) ListMachines(ctx context.Context, req *connect.Request[gpuctlv1.ListMachinesRequest]) (*connect.Response[gpuctlv1.ListMachinesResponse], error) {
+	if req.Msg.GetHost() == "*" {
+		return connect.NewResponse(a.everywhere(ctx)), nil
+	}
+	there, err := a.there(req.Msg.GetHost(), "")
+	if err != nil {
+		return nil, err
+	}
+	if there != nil {
+		return forward(ctx, req.Msg, there.ListMachines)
+	}
+	all, err := a.keeper.List(ctx)
+	if err != nil {
+		return nil, Coded(err)
+	}
+	return connect.NewResponse(&gpuctlv1.ListMachinesResponse{Machines: all}), nil
+}
+
+// everywhere asks all hosts at once. Who does not answer is named.
+func (a *API) everywhere(ctx context.Context) *gpuctlv1.ListMachinesResponse {
+	ctx, cancel := context.WithTimeout(ctx, others)
+	defer cancel()
+	out := &gpuctlv1.ListMachinesResponse{}
+	var mu sync.Mutex
+	add := func(host string, machines []*gpuctlv1.Machine, err error) {
+		mu.Lock()
+		defer mu.Unlock()
+		out.Machines = append(out.Machines, machines...)
+		if err != nil {
+			out.Missing = append(out.Missing, host+": "+err.Error())
+		}
+	}
+	var wg sync.WaitGroup
+	wg.Go(func() {
+		all, err := a.keeper.List(ctx)
+		add(a.cluster.HostName(), all, err)
+	})
+	for _, host := range a.cluster.OtherHosts() {
+		wg.Go(func() {
+			c, err := a.cluster.Devices(host)
+			if err != nil {
+				add(host, nil, err)
+				return
+			}
+			res, err := c.ListMachines(ctx, connect.NewRequest(&gpuctlv1.ListMachinesRequest{Host: host}))
+			if err != nil {
+				add(host, nil, err)
+				return
+			}
+			add(host, res.Msg.GetMachines(), nil)
+		})
+	}
+	wg.Wait()
+	slices.SortFunc(out.Machines, func(x, y *gpuctlv1.Machine) int {
+		return strings.Compare(x.GetName()+"\x00"+x.GetHost(), y.GetName()+"\x00"+y.GetHost())
+	})
+	slices.Sort(out.Missing)
+	return out
+}
+
+// Isolation judges a card.
+func (a *API) Isolation(ctx context.Context, req *connect.Request[gpuctlv1.IsolationRequest]) (*connect.Response[gpuctlv1.IsolationResponse], error) {
+	there, err := a.there(req.Msg.GetHost(), req.Msg.GetGpu())
+	if err != nil {
+		return nil, err
+	}
+	if there != nil {
+		return forward(ctx, req.Msg, there.Isolation)
+	}
+	res, err := a.keeper.Isolated(ctx, req.Msg.GetGpu())
+	if err != nil {
+		return nil, Coded(err)
+	}
+	return connect.NewResponse(res), nil
+}
+
+// machineHost finds the host of a VM that no host was named for.
+func (a *API) machineHost(ctx context.Context, host, gpu, machine string) (string, error) {
+	if host = a.hostOf(host, gpu); host != "" || gpu != "" && strings.Contains(gpu, "/") {
+		return host, nil
+	}
+	var at []string
+	for _, m := range a.everywhere(ctx).GetMachines() {
+		if m.GetName() == machine || m.GetUuid() == machine {
+			at = append(at, m.GetHost())
+		}
+	}
+	switch {
+	case len(at) == 0 || slices.Contains(at, a.cluster.HostName()):
+		return "", nil // also the one that says that there is none
+	case len(at) > 1:
+		return "", connect.NewError(connect.CodeInvalidArgument, fmt.Errorf("vm %s is on %s: say which with --on", machine, strings.Join(at, " and ")))
+	}
+	return at[0], nil
+}
+
+// stream is what Attach, Detach and Reset have in common.
+func stream[Req any](ctx context.Context, a *API, host string, m *Req, out *connect.ServerStream[gpuctlv1.DeviceUpdate],
+	do func(context.Context, *Req, cards.Report) error,
+	there func(gpuctlv1connect.DeviceServiceClient) func(context.Context, *connect.Request[Req]) (*connect.ServerStreamForClient[gpuctlv1.DeviceUpdate], error),
+) error {
+	if host != "" {
+		c, err := a.cluster.Devices(host)
+		if err != nil {
+			return Coded(err)
+		}
+		in, err := there(c)(ctx, connect.NewRequest(m))
+		if err != nil {
+			return err
+		}
+		defer func() { _ = in.Close() }()
+		for in.Receive() {
+			if err := out.Send(in.Msg()); err != nil {
+				return err
+			}
+		}
+		return in.Err()
+	}
+	// The change goes on when the caller leaves, and tells nobody then.
+	var mu sync.Mutex
+	over := false
+	defer func() {
+		mu.Lock()
+		over = true
+		mu.Unlock()
+	}()
+	return Coded(do(ctx, m, func(u *gpuctlv1.DeviceUpdate) {
+		mu.Lock()
+		defer mu.Unlock()
+		if over {
+			return
+		}
+		if err := out.Send(u); err != nil {
+			over = true
+			a.log.Debug("nobody watches a change any more", "gpu", u.GetGpu(), "err", err)
+		}
+	}))
+}
+
+// Attach gives a card to a VM.
+func (a *API) Attach(ctx context.Context, req *connect.Request[gpuctlv1.AttachRequest], out *connect.ServerStream[gpuctlv1.DeviceUpdate]) error {
+	host, err := a.machineHost(ctx, req.Msg.GetHost(), req.Msg.GetGpu(), req.Msg.GetMachine())
+	if err != nil {
+		return err
+	}
+	return stream(ctx, a, host, req.Msg, out, a.keeper.Attach, func(c gpuctlv1connect.DeviceServiceClient) func(context.Context, *connect.Request[gpuctlv1.AttachRequest]) (*connect.ServerStreamForClient[gpuctlv1.DeviceUpdate], error) {
+		req.Msg.Host = host
+		return c.Attach
+	})
+}
+
+// Detach takes a card back.
+func (a *API) Detach(ctx context.Context, req *connect.Request[gpuctlv1.DetachRequest], out *connect.ServerStream[gpuctlv1.DeviceUpdate]) error {
+	host, err := a.machineHost(ctx, req.Msg.GetHost(), req.Msg.GetGpu(), req.Msg.GetMachine())
+	if err != nil {
+		return err
+	}
+	return stream(ctx, a, host, req.Msg, out, a.keeper.Detach, func(c gpuctlv1connect.DeviceServiceClient) func(context.Context, *connect.Request[gpuctlv1.DetachRequest]) (*connect.ServerStreamForClient[gpuctlv1.DeviceUpdate], error) {
+		req.Msg.Host = host
+		return c.Detach
+	})
+}
+
+// Reset brings a card to a known state.
+func (a *API) Reset(ctx context.Context, req *connect.Request[gpuctlv1.ResetRequest], out *connect.ServerStream[gpuctlv1.DeviceUpdate]) error {
+	return stream(ctx, a, a.hostOf(req.Msg.GetHost(), req.Msg.GetGpu()), req.Msg, out, a.keeper.Reset, func(c gpuctlv1connect.DeviceServiceClient) func(context.Context, *connect.Request[gpuctlv1.ResetRequest]) (*connect.ServerStreamForClient[gpuctlv1.DeviceUpdate], error) {
+		return c.Reset
+	})
+}
+
+// Resize sets the number of a card's virtual functions.
+func (a *API) Resize(ctx context.Context, req *connect.Request[gpuctlv1.ResizeRequest], out *connect.ServerStream[gpuctlv1.DeviceUpdate]) error {
+	return stream(ctx, a, a.hostOf(req.Msg.GetHost(), req.Msg.GetGpu()), req.Msg, out, a.keeper.Resize, func(c gpuctlv1connect.DeviceServiceClient) func(context.Context, *connect.Request[gpuctlv1.ResizeRequest]) (*connect.ServerStreamForClient[gpuctlv1.DeviceUpdate], error) {
+		return c.Resize
+	})
+}
+
+// ListNICs lists the network interfaces of a host.
+func (a *API) ListNICs(ctx context.Context, req *connect.Request[gpuctlv1.ListNICsRequest]) (*connect.Response[gpuctlv1.ListNICsResponse], error) {
+	there, err := a.there(req.Msg.GetHost(), "")
+	if err != nil {
+		return nil, err
+	}
+	if there != nil {
+		return forward(ctx, req.Msg, there.ListNICs)
+	}
+	all, err := a.nics.List(ctx)
+	if err != nil {
+		return nil, Coded(err)
+	}
+	return connect.NewResponse(&gpuctlv1.ListNICsResponse{Host: a.cluster.HostName(), Nics: all}), nil
+}
+
+// ResizeNIC sets the number of a network card's virtual functions.
+func (a *API) ResizeNIC(ctx context.Context, req *connect.Request[gpuctlv1.ResizeNICRequest]) (*connect.Response[gpuctlv1.ChangeNICResponse], error) {
+	there, err := a.there(req.Msg.GetHost(), "")
+	if err != nil {
+		return nil, err
+	}
+	if there != nil {
+		return forward(ctx, req.Msg, there.ResizeNIC)
+	}
+	return answer(a.nics.Resize(ctx, req.Msg))
+}
+
+// SetVF sets a virtual function of a network card up.
+func (a *API) SetVF(ctx context.Context, req *connect.Request[gpuctlv1.SetVFRequest]) (*connect.Response[gpuctlv1.ChangeNICResponse], error) {
+	there, err := a.there(req.Msg.GetHost(), "")
+	if err != nil {
+		return nil, err
+	}
+	if there != nil {
+		return forward(ctx, req.Msg, there.SetVF)
+	}
+	return answer(a.nics.Set(ctx, req.Msg))
+}
+
+func answer[T any](m *T, err error) (*connect.Response[T], error) {
+	if err != nil {
+		return nil, Coded(err)
+	}
+	return connect.NewResponse(m), nil
+}

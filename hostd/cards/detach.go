@@ -1,0 +1,235 @@
+package cards
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+
+	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/passthrough/pci"
+)
+
+var errNoAgents = errors.New("this host asks no gpuguest")
+
+// Detach takes a card back from a VM.
+func (k *Keeper) Detach(ctx context.Context, r *gpuctlv1.DetachRequest, report Report) error {
+	m, err := k.Machines.Find(ctx, r.GetMachine())
+	if err != nil {
+		return err
+	}
+	h, err := k.ofMachine(ctx, m, r.GetGpu())
+	if err != nil {
+		return err
+	}
+	steps, reasons := k.planDetach(ctx, m, h, r)
+	if r.GetPlan() {
+		report(&gpuctlv1.DeviceUpdate{Gpu: h.GPU, Machine: m.Name, Plan: steps, Reasons: reasons, Done: true, Steps: uint32(len(steps))})
+		return nil
+	}
+	what := fmt.Sprintf("detach %s from vm %s", h.GPU, m.Name)
+	if len(reasons) > 0 {
+		return refusal(what, reasons)
+	}
+	return k.outlive(ctx, func(ctx context.Context) error {
+		end, err := k.begin(h.Card, "a detach from vm "+m.Name)
+		if err != nil {
+			return err
+		}
+		defer end()
+		now := k.current(h)
+		if now == nil || now.rev != h.rev {
+			return fmt.Errorf("%s: %w: it has changed meanwhile", what, ErrBusy)
+		}
+		c := &change{k: k, steps: steps, report: report, hold: *now}
+		if err := k.detach(ctx, c, r); err != nil {
+			return fmt.Errorf("%s: %w", what, err)
+		}
+		report(&gpuctlv1.DeviceUpdate{Gpu: h.GPU, Machine: m.Name, Done: true, Steps: uint32(len(steps)), StepIndex: uint32(c.at)})
+		return nil
+	})
+}
+
+// ofMachine finds the card of a VM that is meant.
+func (k *Keeper) ofMachine(ctx context.Context, m Machine, gpu string) (*hold, error) {
+	k.mu.Lock()
+	var has []*hold
+	var names []string
+	for h := range k.each() {
+		if h.UUID == m.UUID {
+			c := *h
+			has, names = append(has, &c), append(names, h.label())
+		}
+	}
+	slices.Sort(names)
+	k.mu.Unlock()
+	if gpu == "" {
+		switch len(has) {
+		case 0:
+			return nil, fmt.Errorf("vm %s: %w: it has no gpu of this host", m.Name, ErrNotFound)
+		case 1:
+			return has[0], nil
+		}
+		return nil, fmt.Errorf("vm %s: %w: it has %s; name one of them", m.Name, ErrInvalid, strings.Join(names, ", "))
+	}
+	for _, h := range has {
+		if h.Slice != nil && h.called(gpu) {
+			return h, nil
+		}
+	}
+	card, name, err := k.find(ctx, gpu)
+	if err != nil {
+		return nil, err
+	}
+	has = slices.DeleteFunc(has, func(h *hold) bool { return h.Card != card.Address })
+	switch len(has) {
+	case 0:
+	case 1:
+		return has[0], nil
+	default:
+		return nil, fmt.Errorf("vm %s: %w: it has %s; name the function or id of one", m.Name, ErrInvalid, strings.Join(names, ", "))
+	}
+	return nil, fmt.Errorf("vm %s: %w: it does not have %s", m.Name, ErrNotFound, name)
+}
+
+func (k *Keeper) planDetach(ctx context.Context, m Machine, h *hold, r *gpuctlv1.DetachRequest) (steps []*gpuctlv1.PlannedStep, reasons []*gpuctlv1.Reason) {
+	if m.Active() {
+		if r.GetUnconfirmed() {
+			steps = append(steps, planned(stepConfirm, "nobody confirms that the VM has let go of it: you said so", ""))
+		} else {
+			steps = append(steps, planned(stepConfirm, "have the VM's gpuguest let go of it and confirm that it can be unplugged", "the VM takes it up again"))
+		}
+		steps = append(steps, planned(stepDetach, "unplug it from "+m.Name+", and have the hypervisor confirm it", "it is plugged in again"))
+	}
+	if r.GetPersistent() {
+		steps = append(steps, planned(stepUnstore, "take it out of the stored definition of "+m.Name, "the definition as it was"))
+	}
+	if h.bound() {
+		steps = append(steps,
+			planned(stepReset, "reset it and read it back; what no reset brings back is quarantined", ""),
+			planned(stepReturn, "bind its functions to the drivers that they had", ""))
+	}
+	if h.Slice != nil && !h.Slice.Kept {
+		steps = append(steps, planned(stepUncut, "delete the slice, and with the last one the virtual functions that were made for slices", ""))
+	}
+	switch {
+	case h.Phase != attached:
+		reasons = append(reasons, why("phase", "%s is %s, not attached: wait for it to end", h.GPU, h.Phase))
+	case m.State != "running" && m.Active():
+		// It would fail after ten seconds and leave libvirt and Xen in
+		// disagreement for good.
+		reasons = append(reasons, why("not_running", "VM %s is %s and cannot answer: resume it, or stop it", m.Name, m.State))
+	case h.mediated() && m.Active() && !r.GetUnconfirmed():
+		reasons = append(reasons, why("no_agent", "the VM knows a mediated device by another address than this host, so nobody confirms that it has let go: say --unconfirmed if you know that nothing there uses it"))
+	case m.Active() && !r.GetUnconfirmed():
+		err := errNoAgents
+		if k.Guests != nil {
+			err = k.Guests.Answers(ctx, m.UUID)
+		}
+		if err != nil {
+			reasons = append(reasons, why("no_agent", "nobody in VM %s can confirm that it has let go (%v), and a detach that the VM does not answer cannot be undone: install gpuguest there, or say --unconfirmed if you know that nothing there uses it", m.Name, err))
+		}
+	}
+	return steps, reasons
+}
+
+func (k *Keeper) detach(ctx context.Context, c *change, r *gpuctlv1.DetachRequest) error {
+	confirm := func(ctx context.Context) error {
+		if r.GetUnconfirmed() {
+			return nil
+		}
+		for _, f := range c.hold.Functions {
+			if err := k.Guests.LetGo(ctx, c.hold.UUID, f); err != nil {
+				return err
+			}
+		}
+		return nil
+	}
+	if err := c.step(ctx, stepConfirm, confirm); err != nil {
+		return err // nothing has been touched
+	}
+	if err := c.detach(ctx); err != nil {
+		return errors.Join(err, k.stillHas(ctx, c))
+	}
+	if r.GetPersistent() {
+		if err := c.step(ctx, stepUnstore, func(ctx context.Context) error { return k.Machines.Unstore(ctx, c.hold.UUID, c.hold.Functions) }); err != nil {
+			// The next start asks for it again; that is no reason to leave it half-way.
+			c.report(&gpuctlv1.DeviceUpdate{Gpu: c.hold.GPU, Machine: c.hold.machine(), Message: err.Error()})
+		}
+	}
+	return c.giveBack(ctx)
+}
+
+// stillHas notes after a failed detach what the hypervisor says.
+func (k *Keeper) stillHas(ctx context.Context, c *change) error {
+	owners, err := k.owners(ctx, &c.hold)
+	if err != nil {
+		return err // the phase stays; the next look decides
+	}
+	if contradicts(owners, c.hold.Functions, c.hold.UUID, false) == "" {
+		return nil // it went in the last moment; the next look resets and returns it
+	}
+	c.hold.Message = "a detach failed: the VM still has it"
+	return c.enter(attached)
+}
+
+// Reset brings a free or quarantined card to a known state.
+func (k *Keeper) Reset(ctx context.Context, r *gpuctlv1.ResetRequest, report Report) error {
+	if a, err := pci.ParseAddress(r.GetGpu()); err == nil {
+		if h := k.sliceAt(a); h != nil {
+			return k.resetSlice(ctx, h, r.GetPlan(), report)
+		}
+	}
+	card, name, err := k.find(ctx, r.GetGpu())
+	if err != nil {
+		return err
+	}
+	steps := []*gpuctlv1.PlannedStep{
+		planned(stepTake, "unbind all of its functions from their drivers and bind them to "+k.Hypervisor.Driver(), "they go back to their drivers"),
+		planned(stepReset, "reset it and read it back", ""),
+		planned(stepReturn, "bind its functions to the drivers that they had", ""),
+	}
+	var reasons []*gpuctlv1.Reason
+	if h := k.held(card.Address); h != nil && h.Phase != quarantined {
+		reasons = append(reasons, why("owned", "%s belongs to VM %s (%s)", name, h.machine(), h.Phase))
+	}
+	reasons = append(reasons, k.againstWhole(card, name)...)
+	if r.GetPlan() {
+		report(&gpuctlv1.DeviceUpdate{Gpu: name, Plan: steps, Reasons: reasons, Done: true, Steps: uint32(len(steps))})
+		return nil
+	}
+	if len(reasons) > 0 {
+		return refusal("reset "+name, reasons)
+	}
+	return k.outlive(ctx, func(ctx context.Context) error {
+		end, err := k.begin(card.Address, "a reset")
+		if err != nil {
+			return err
+		}
+		defer end()
+		if reasons := k.againstWhole(card, name); len(reasons) > 0 {
+			return refusal("reset "+name, reasons) // meanwhile
+		}
+		c := &change{k: k, card: card, steps: steps, report: report, hold: hold{Card: card.Address, Functions: addresses(card), GPU: name}}
+		if h := k.held(card.Address); h == nil {
+			// Nobody may get it meanwhile: the cluster has to know.
+			claim, _, err := k.obtain(ctx, Machine{Name: "(reset)"}, []string{name}, "", 0)
+			if err != nil {
+				return err
+			}
+			c.hold.Claim = claim
+			defer k.forgo(claim)
+		} else {
+			c.hold.Message = ""
+		}
+		if err := c.take(ctx); err != nil {
+			return fmt.Errorf("reset %s: %w", name, c.unwind(ctx, err))
+		}
+		if err := c.giveBack(ctx); err != nil {
+			return fmt.Errorf("reset %s: %w", name, err)
+		}
+		report(k.last(c))
+		return nil
+	})
+}

@@ -1,0 +1,474 @@
+package cards
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
+	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/passthrough/pci"
+)
+
+// What an error of this package is, beside what it says.
+var (
+	ErrNotFound = errors.New("not found")
+	ErrRefused  = errors.New("refused")
+	ErrBusy     = errors.New("busy")
+	ErrInvalid  = errors.New("invalid")
+)
+
+// Binder changes the drivers of functions; all of them or none.
+type Binder interface {
+	Take(ctx context.Context, functions []pci.Address, driver string) error
+	// Return gives them back to where they were. Repeating it changes nothing.
+	Return(ctx context.Context, functions []pci.Address) error
+}
+
+// Resetter brings a card to a known state and proves it. The error says that
+// no way did.
+type Resetter interface {
+	Reset(ctx context.Context, card *pci.Card) (method string, err error)
+}
+
+// Domain is a running VM as the hypervisor knows it.
+type Domain struct {
+	UUID, Name string
+}
+
+// Hypervisor has the last word on who has a device.
+type Hypervisor interface {
+	// Driver is what a card is bound to while it is a VM's.
+	Driver() string
+	// Owners are the functions that running VMs have.
+	Owners(ctx context.Context) (map[pci.Address]Domain, error)
+	// Dom0Access is the state of a card as seen from dom0; empty: not known.
+	Dom0Access(card *pci.Card) string
+	// OneByOne says why a card cannot be plugged into a running VM, function
+	// by function; empty: it can.
+	OneByOne(card *pci.Card) string
+	// Expel takes a function off the list of a VM that has it no more, Readmit
+	// gives a VM one without libvirt's knowledge: for what a libvirtd has left
+	// that died in a detach.
+	Expel(ctx context.Context, uuid string, function pci.Address) error
+	Readmit(ctx context.Context, uuid string, function pci.Address) error
+}
+
+// Machine is a VM as libvirt knows it.
+type Machine struct {
+	UUID, Name string
+	State      string // running, paused, shutoff, …
+	Type       string // hvm, pvh, pv or kvm
+	Memory     uint64 // bytes
+	CPUs       uint32
+	Persistent bool
+}
+
+// Active says that the VM exists for the hypervisor.
+func (m Machine) Active() bool { return m.State != "shutoff" && m.State != "crashed" && m.State != "" }
+
+// Machines are the VMs of the host. Errors wrap ErrNotFound where there is no
+// such VM.
+type Machines interface {
+	List(ctx context.Context) ([]Machine, error)
+	Find(ctx context.Context, ref string) (Machine, error)
+	// Check says what keeps a VM from getting a device while it runs.
+	Check(ctx context.Context, uuid string) ([]*gpuctlv1.Reason, error)
+	// Attach and Detach change the running VM; that they return no error does
+	// not mean that it has happened.
+	Attach(ctx context.Context, uuid string, function pci.Address) error
+	Detach(ctx context.Context, uuid string, function pci.Address) error
+	// Listed says whether libvirt believes that the running VM has a function.
+	// It must not be asked to detach one that the VM has not got.
+	Listed(ctx context.Context, uuid string, function pci.Address) (bool, error)
+	// Store and Unstore change the stored definition. Repeating them changes nothing.
+	Store(ctx context.Context, uuid string, functions []pci.Address) error
+	Unstore(ctx context.Context, uuid string, functions []pci.Address) error
+}
+
+// Guests are the agents in VMs.
+type Guests interface {
+	// LetGo returns once the VM has let go of a function and can unplug it.
+	LetGo(ctx context.Context, uuid string, function pci.Address) error
+	// Has is what the VM's agent says of a function being there. It errs for
+	// functions that agents do not tell of, such as a card's sound.
+	Has(ctx context.Context, uuid string, function pci.Address) (bool, error)
+	// Answers says why a VM's agent can't be asked.
+	Answers(ctx context.Context, uuid string) error
+	// About is what is known of a VM's agent, in words.
+	About(uuid string) string
+}
+
+// Cluster binds claims to cards.
+type Cluster interface {
+	HostName() string
+	Claim(ctx context.Context, c *clusterv1.Claim) (*clusterv1.CreateClaimResponse, error)
+	Settle(ctx context.Context)
+	Kick()
+}
+
+// Isolation judges whether a card may be given away.
+type Isolation interface {
+	Report(ctx context.Context, card *pci.Card) (*gpuctlv1.IsolationResponse, error)
+}
+
+// Config is what a Keeper needs.
+type Config struct {
+	PCI        *pci.Scanner // of the machine
+	File       string       // the record
+	Binder     Binder
+	Resetter   Resetter
+	Hypervisor Hypervisor
+	Machines   Machines
+	Isolation  Isolation
+	Slicer     Slicer   // nil: cards are given away whole
+	Mediated   Mediated // nil: VMs get PCI functions only
+	Guests     Guests   // nil: no VM has an agent
+	Cluster    Cluster
+	// GPUs are the host's, as the inventory names them.
+	GPUs func(ctx context.Context) ([]*clusterv1.GPU, error)
+	// Pending says whether a migration has not ended, or that is not known now;
+	// nil: none has.
+	Pending func(ctx context.Context, migration string) bool
+	// Event tells the operator what happened to a card.
+	Event func(gpu, kind, message string)
+	Now   func() time.Time
+	Log   *slog.Logger
+	// Park leaves cards bound for the next VM instead of returning them.
+	Park bool
+	Timing
+}
+
+// Timing has the patience of a Keeper; zeros are the defaults.
+type Timing struct {
+	Verify time.Duration // for the hypervisor to confirm a change: 15 s
+	Step   time.Duration // for one step: 90 s
+	Grace  time.Duration // for a VM that is being started to have its cards: 90 s
+	Every  time.Duration // between looks without a cause: 30 s
+}
+
+func (t *Timing) defaults() {
+	for _, d := range []struct {
+		at   *time.Duration
+		with time.Duration
+	}{{&t.Verify, 15 * time.Second}, {&t.Step, 90 * time.Second}, {&t.Grace, 90 * time.Second}, {&t.Every, 30 * time.Second}} {
+		if *d.at == 0 {
+			*d.at = d.with
+		}
+	}
+}
+
+// Keeper is safe for concurrent use.
+type Keeper struct {
+	Config
+	wake chan struct{}
+	work sync.WaitGroup
+
+	mu       sync.Mutex
+	ctx      context.Context        // ends with the daemon: changes outlive their callers, not it
+	holds    map[pci.Address]*hold  // of cards
+	cuts     map[string]*hold       // of slices, by their ids
+	busy     map[pci.Address]string // what is being done to a card
+	claiming map[string]bool
+	missing  map[string]time.Time   // since when nobody has had what a VM had, by the hold's key
+	rev      uint64                 // of the change made last
+	resets   map[pci.Address]string // how each card was reset last
+	ready    bool                   // the record has been compared with what is
+}
+
+// New reads the record. A damaged one is an error: what it said cannot be
+// guessed from elsewhere.
+func New(c Config) (*Keeper, error) {
+	c.defaults()
+	if c.Now == nil {
+		c.Now = time.Now
+	}
+	if c.Event == nil {
+		c.Event = func(string, string, string) {}
+	}
+	k := &Keeper{
+		Config: c, wake: make(chan struct{}, 1), ctx: context.Background(), holds: map[pci.Address]*hold{}, cuts: map[string]*hold{},
+		busy: map[pci.Address]string{}, claiming: map[string]bool{}, missing: map[string]time.Time{},
+	}
+	r, err := readRecord(c.File)
+	if err != nil {
+		return nil, err
+	}
+	if k.resets = r.Resets; k.resets == nil {
+		k.resets = map[pci.Address]string{}
+	}
+	for _, h := range r.Holds {
+		k.set(h, h)
+	}
+	return k, nil
+}
+
+// Run reconciles at once, when something changes, and now and then, until ctx
+// ends and what was begun has ended.
+func (k *Keeper) Run(ctx context.Context) {
+	k.mu.Lock()
+	k.ctx = ctx
+	k.mu.Unlock()
+	tick := time.NewTicker(k.Every)
+	defer tick.Stop()
+	for {
+		if err := k.Reconcile(ctx); err != nil && ctx.Err() == nil {
+			k.Log.Warn("cards not reconciled", "err", err)
+		}
+		select {
+		case <-ctx.Done():
+			k.work.Wait()
+			return
+		case <-tick.C:
+		case <-k.wake:
+		}
+	}
+}
+
+// Kick makes the keeper look now.
+func (k *Keeper) Kick() {
+	select {
+	case k.wake <- struct{}{}:
+	default:
+	}
+}
+
+// Settled says whether Uses, Knows and Held can be believed.
+func (k *Keeper) Settled() bool {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	return k.ready
+}
+
+// Knows says whether a claim is one of a card that is held.
+func (k *Keeper) Knows(claim string) bool {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	if k.claiming[claim] {
+		return true
+	}
+	for h := range k.each() {
+		if h.Claim == claim {
+			return true
+		}
+	}
+	return false
+}
+
+// Uses says whether a claim has a card.
+func (k *Keeper) Uses(claim, gpu string) bool {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	if k.claiming[claim] {
+		return true
+	}
+	for h := range k.each() {
+		if h.Claim == claim && h.GPU == gpu {
+			return true
+		}
+	}
+	return false
+}
+
+// Held are the claims of cards, each with its GPU's name.
+func (k *Keeper) Held() map[*clusterv1.Claim]string {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	out := map[*clusterv1.Claim]string{}
+	for h := range k.each() {
+		if h.Claim != "" {
+			out[h.claim()] = h.GPU
+		}
+	}
+	return out
+}
+
+// Annotate puts into a host's GPUs what the keeper knows of them: the name
+// that a card had when it was taken, and its health.
+func (k *Keeper) Annotate(gpus []*clusterv1.GPU) {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	for _, g := range gpus {
+		a, err := pci.ParseAddress(g.GetPciAddress())
+		if err != nil {
+			continue
+		}
+		for _, s := range k.cuts {
+			if s.Card == a && s.Phase == quarantined && g.GetHealth() < clusterv1.Health_HEALTH_DEGRADED {
+				g.Health, g.HealthReason = clusterv1.Health_HEALTH_DEGRADED, s.label()+" is quarantined: "+s.Message
+			}
+		}
+		h := k.holds[a]
+		if h == nil {
+			continue
+		}
+		g.Name = h.GPU
+		if h.Phase == quarantined {
+			g.Health, g.HealthReason = clusterv1.Health_HEALTH_FAILED, "quarantined: "+h.Message
+		} else if h.Message != "" && g.GetHealth() < clusterv1.Health_HEALTH_FAILED {
+			g.Health, g.HealthReason = clusterv1.Health_HEALTH_DEGRADED, h.Message
+		}
+	}
+}
+
+// begin makes a card the caller's alone until end is called.
+func (k *Keeper) begin(card pci.Address, what string) (end func(), err error) {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	if other := k.busy[card]; other != "" {
+		return nil, fmt.Errorf("card %s: %w: %s is under way; wait for it to end (gpuctl cards shows its phase)", card, ErrBusy, other)
+	}
+	k.busy[card] = what
+	return func() {
+		k.mu.Lock()
+		defer k.mu.Unlock()
+		delete(k.busy, card)
+	}, nil
+}
+
+// held is a copy of a card's hold; nil: it is free.
+func (k *Keeper) held(card pci.Address) *hold {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	if h := k.holds[card]; h != nil {
+		c := *h
+		return &c
+	}
+	return nil
+}
+
+// put records a hold before what it says is done. The previous record stays
+// true if that fails.
+func (k *Keeper) put(h hold) error {
+	h.Since = k.Now().UnixMilli()
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	k.rev++
+	h.rev = k.rev
+	old := k.at(&h)
+	k.set(&h, &h)
+	if err := k.save(); err != nil {
+		k.set(&h, old)
+		return fmt.Errorf("card %s: not recorded, so nothing is done to it: %w", h.Card, err)
+	}
+	return nil
+}
+
+// drop forgets a hold: the card is free.
+func (k *Keeper) drop(card pci.Address) error { return k.remove(&hold{Card: card}) }
+
+// remove is drop of a card or a slice.
+func (k *Keeper) remove(h *hold) error {
+	k.mu.Lock()
+	old := k.at(h)
+	k.set(h, nil)
+	err := k.save()
+	if err != nil {
+		k.set(h, old)
+	}
+	k.mu.Unlock()
+	k.Cluster.Kick()
+	return err
+}
+
+// save writes the record. k.mu is held.
+func (k *Keeper) save() error {
+	holds := make([]*hold, 0, len(k.holds))
+	for h := range k.each() {
+		holds = append(holds, h)
+	}
+	return writeRecord(k.File, record{Holds: holds, Resets: k.resets})
+}
+
+// scan lists the cards as they are.
+func (k *Keeper) scan() ([]*pci.Card, error) {
+	cards, err := k.PCI.Cards()
+	if err != nil {
+		return nil, fmt.Errorf("pci devices: %w", err)
+	}
+	return cards, nil
+}
+
+// find resolves what a user calls a card.
+func (k *Keeper) find(ctx context.Context, ref string) (*pci.Card, string, error) {
+	cards, err := k.scan()
+	if err != nil {
+		return nil, "", err
+	}
+	gpus, err := k.GPUs(ctx)
+	if err != nil {
+		return nil, "", err
+	}
+	ref = strings.TrimPrefix(ref, k.Cluster.HostName()+"/")
+	name := func(c *pci.Card) string {
+		for _, g := range gpus {
+			if a, err := pci.ParseAddress(g.GetPciAddress()); err == nil && a == c.Address {
+				return g.GetName()
+			}
+		}
+		return c.Address.String()
+	}
+	address, addressErr := pci.ParseAddress(ref)
+	var names []string
+	for _, c := range cards {
+		n := name(c)
+		if n == ref || addressErr == nil && slices.ContainsFunc(c.Functions, func(f *pci.Device) bool { return f.Address == address }) {
+			return c, n, nil
+		}
+		names = append(names, n)
+	}
+	class, there := uint16(0), false
+	if addressErr == nil {
+		class, there = k.PCI.Class(address)
+	}
+	if there {
+		return nil, "", fmt.Errorf("gpu %s: %w: it is a device of class %04x, and GPUs are of class 03 (display) or 12 (accelerator); if it is one nevertheless, name its ids with \"anyClass: true\" in a file of devices.catalog", ref, ErrNotFound, class)
+	}
+	if len(names) == 0 {
+		return nil, "", fmt.Errorf("gpu %s: %w: this host has no display or accelerator card", ref, ErrNotFound)
+	}
+	slices.Sort(names)
+	return nil, "", fmt.Errorf("gpu %s: %w on host %s; it has %s", ref, ErrNotFound, k.Cluster.HostName(), strings.Join(names, ", "))
+}
+
+// addresses of all functions of a card, the main one first.
+func addresses(c *pci.Card) []pci.Address {
+	out := []pci.Address{c.Address}
+	for _, f := range c.Functions {
+		if f.Address != c.Address {
+			out = append(out, f.Address)
+		}
+	}
+	return out
+}
+
+// Of names the GPUs that are held for a VM.
+func (k *Keeper) Of(uuid string) (gpus []string) {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	for h := range k.each() {
+		if h.UUID == uuid {
+			gpus = append(gpus, h.GPU)
+		}
+	}
+	slices.Sort(gpus)
+	return slices.Compact(gpus)
+}
+
+// ReadyFor are the functions of cards that wait for a VM.
+func (k *Keeper) ReadyFor(uuid string) (functions []pci.Address) {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	for h := range k.each() {
+		if h.UUID == uuid && h.Phase == ready && !h.mediated() {
+			functions = append(functions, h.Functions...)
+		}
+	}
+	slices.SortFunc(functions, pci.Address.Compare)
+	return functions
+}

@@ -1,0 +1,77 @@
+package platform
+
+import (
+	"context"
+	"fmt"
+
+	"github.com/gpuctl/gpuctl/hostd/cards"
+	"github.com/gpuctl/gpuctl/hostd/cards/libvirthook"
+	"github.com/gpuctl/gpuctl/internal/hook/wire"
+	"github.com/gpuctl/gpuctl/passthrough/domxml"
+	"github.com/gpuctl/gpuctl/passthrough/pci"
+)
+
+// Hook decides about libvirt's events. It calls libvirt for nothing: libvirtd
+// waits for it.
+func (p *Platform) Hook(ctx context.Context, e libvirthook.Event) (libvirthook.Answer, error) {
+	switch e.Operation {
+	case wire.Prepare:
+		doc, functions, err := assigned(e)
+		if err != nil || len(functions) == 0 {
+			return libvirthook.Answer{}, err
+		}
+		return libvirthook.Answer{}, p.Keeper.Prepare(ctx, cards.Domain{UUID: canonical(doc.UUID()), Name: e.Domain}, functions)
+	case wire.Release:
+		if doc, _, err := assigned(e); err == nil {
+			p.Keeper.Stopped(canonical(doc.UUID()))
+			return libvirthook.Answer{}, nil
+		}
+		p.Keeper.Kick() // without the XML it is found out what has ended
+	case wire.Migrate:
+		return p.incoming(e)
+	case wire.Started, wire.Stopped, wire.Reconnect, wire.Attach:
+		p.Keeper.Kick()
+	}
+	return libvirthook.Answer{}, nil
+}
+
+// assigned are the PCI functions in the XML of an event.
+func assigned(e libvirthook.Event) (*domxml.Document, []pci.Address, error) {
+	doc, err := domxml.Parse(e.XML)
+	if err != nil {
+		return nil, nil, fmt.Errorf("vm %s: its definition: %w", e.Domain, err)
+	}
+	var out []pci.Address
+	for _, h := range doc.HostDevices() {
+		if h.Source.MDev == "" {
+			out = append(out, h.Source.PCI)
+		}
+	}
+	return doc, out, nil
+}
+
+// incoming puts this host's cards into the XML of a VM that arrives, where the
+// driver hands it over (qemu does; libxl of libvirt 9.0 gives nothing, and cards
+// are plugged in after the arrival).
+func (p *Platform) incoming(e libvirthook.Event) (libvirthook.Answer, error) {
+	if len(e.XML) == 0 {
+		return libvirthook.Answer{}, nil
+	}
+	doc, functions, err := assigned(e)
+	if err != nil || len(functions) == 0 {
+		return libvirthook.Answer{XML: e.XML}, err
+	}
+	held := p.Keeper.ReadyFor(canonical(doc.UUID()))
+	for i, f := range functions {
+		if i >= len(held) {
+			return libvirthook.Answer{}, fmt.Errorf("vm %s arrives with %s and this host has no card ready for it: gpuctl migrate prepares one", e.Domain, f)
+		}
+		if f == held[i] {
+			continue
+		}
+		if err := doc.Replace(domxml.Source{PCI: f}, domxml.Source{PCI: held[i]}); err != nil {
+			return libvirthook.Answer{}, fmt.Errorf("vm %s: %w", e.Domain, err)
+		}
+	}
+	return libvirthook.Answer{XML: doc.Bytes()}, nil
+}

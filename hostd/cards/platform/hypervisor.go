@@ -1,0 +1,191 @@
+package platform
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"slices"
+	"strings"
+
+	"github.com/gpuctl/gpuctl/hostd/cards"
+	"github.com/gpuctl/gpuctl/internal/virt"
+	"github.com/gpuctl/gpuctl/passthrough/domxml"
+	"github.com/gpuctl/gpuctl/passthrough/pci"
+	"github.com/gpuctl/gpuctl/passthrough/xen"
+)
+
+// Drivers that hold a card for a VM.
+const (
+	driverXen = "pciback"
+	driverKVM = "vfio-pci"
+)
+
+// xenHypervisor asks Xen's own lists.
+type xenHypervisor struct {
+	host *xen.Host
+	xl   *xen.XL
+	log  *slog.Logger
+}
+
+func (x xenHypervisor) Driver() string { return driverXen }
+
+func (x xenHypervisor) Owners(ctx context.Context) (map[pci.Address]cards.Domain, error) {
+	assigned, err := x.host.Assigned(ctx)
+	if err != nil || len(assigned) == 0 {
+		return nil, err
+	}
+	domains, err := x.host.Domains(ctx)
+	if err != nil {
+		return nil, err
+	}
+	byID := map[uint16]cards.Domain{}
+	for _, d := range domains {
+		name := d.Name
+		if name == "" {
+			name = fmt.Sprintf("domain %d", d.ID)
+		}
+		byID[d.ID] = cards.Domain{UUID: canonical(d.UUID), Name: name}
+	}
+	out := map[pci.Address]cards.Domain{}
+	for _, a := range assigned {
+		d, known := byID[a.Domain]
+		if !known {
+			continue // what a domain leaves behind that is gone
+		}
+		out[a.Device] = d
+	}
+	return out, nil
+}
+
+func (x xenHypervisor) Dom0Access(card *pci.Card) string {
+	a, err := x.host.Access(card.Address)
+	if err != nil {
+		x.log.Debug("access of dom0 is not known", "card", card.Address, "err", err)
+		return ""
+	}
+	return string(a)
+}
+
+// OneByOne is what libvirt's libxl driver makes of cards of several functions:
+// it resets each before it plugs it in, and by the bus, if the function cannot be
+// reset alone, only as long as no other one of the card is in use.
+func (x xenHypervisor) OneByOne(card *pci.Card) string {
+	if len(card.Functions) < 2 {
+		return ""
+	}
+	for _, f := range card.Functions {
+		alone := slices.ContainsFunc(f.ResetMethods, func(m string) bool { return m == "flr" || m == "af_flr" || m == "pm" })
+		if !alone {
+			return fmt.Sprintf("it has %d functions, %s has no reset of its own, and libvirt cannot plug such a card into a running VM of Xen: give it to the VM before it starts (gpuctl attach VM %s --stored)",
+				len(card.Functions), f.Address, card.Address)
+		}
+	}
+	return ""
+}
+
+// Expel has xl remove a device that the device model does not know any more.
+func (x xenHypervisor) Expel(ctx context.Context, uuid string, f pci.Address) error {
+	id, err := x.domain(ctx, uuid)
+	if err != nil {
+		return err
+	}
+	return x.xl.Expel(ctx, id, f)
+}
+
+// Readmit has xl plug a device in.
+func (x xenHypervisor) Readmit(ctx context.Context, uuid string, f pci.Address) error {
+	id, err := x.domain(ctx, uuid)
+	if err != nil {
+		return err
+	}
+	return x.xl.Attach(ctx, id, f)
+}
+
+func (x xenHypervisor) domain(ctx context.Context, uuid string) (id uint16, err error) {
+	domains, err := x.host.Domains(ctx)
+	if err != nil {
+		return 0, err
+	}
+	for _, d := range domains {
+		if canonical(d.UUID) == uuid {
+			return d.ID, nil
+		}
+	}
+	return 0, fmt.Errorf("vm %s: %w", uuid, cards.ErrNotFound)
+}
+
+// kvmHypervisor believes libvirt's description of running VMs.
+type kvmHypervisor struct{ client *virt.Client }
+
+func (kvmHypervisor) Driver() string              { return driverKVM }
+func (kvmHypervisor) Dom0Access(*pci.Card) string { return "" }
+func (kvmHypervisor) OneByOne(*pci.Card) string   { return "" }
+
+func (kvmHypervisor) Expel(context.Context, string, pci.Address) error   { return errOneList }
+func (kvmHypervisor) Readmit(context.Context, string, pci.Address) error { return errOneList }
+
+// errOneList: what libvirt says is all that there is.
+var errOneList = errors.New("only Xen keeps a list beside libvirt's")
+
+func (k kvmHypervisor) Owners(ctx context.Context) (map[pci.Address]cards.Domain, error) {
+	all, err := k.client.Domains(ctx)
+	if err != nil {
+		return nil, err
+	}
+	out := map[pci.Address]cards.Domain{}
+	for _, d := range all {
+		if d.ID < 0 {
+			continue
+		}
+		doc, err := document(ctx, k.client, d, 0)
+		if err != nil {
+			return nil, err
+		}
+		has := doc.Interfaces()
+		for _, h := range doc.HostDevices() {
+			if h.Source.MDev == "" {
+				has = append(has, h.Source.PCI)
+			}
+		}
+		for _, a := range has {
+			out[a] = cards.Domain{UUID: d.UUID.String(), Name: d.Name}
+		}
+	}
+	return out, nil
+}
+
+// noHypervisor has no VMs.
+type noHypervisor struct{}
+
+func (noHypervisor) Driver() string              { return driverKVM }
+func (noHypervisor) Dom0Access(*pci.Card) string { return "" }
+func (noHypervisor) OneByOne(*pci.Card) string   { return "" }
+
+func (noHypervisor) Expel(context.Context, string, pci.Address) error   { return errOneList }
+func (noHypervisor) Readmit(context.Context, string, pci.Address) error { return errOneList }
+
+func (noHypervisor) Owners(context.Context) (map[pci.Address]cards.Domain, error) {
+	return map[pci.Address]cards.Domain{}, nil
+}
+
+// canonical is a UUID as libvirt writes it; what is none stays.
+func canonical(uuid string) string {
+	u, err := virt.ParseUUID(strings.TrimSpace(uuid))
+	if err != nil {
+		return uuid
+	}
+	return u.String()
+}
+
+func document(ctx context.Context, c *virt.Client, d virt.Domain, flags virt.XMLFlags) (*domxml.Document, error) {
+	text, err := c.XML(ctx, d, flags)
+	if err != nil {
+		return nil, err
+	}
+	doc, err := domxml.Parse(text)
+	if err != nil {
+		return nil, fmt.Errorf("vm %s: its definition: %w", d.Name, err)
+	}
+	return doc, nil
+}

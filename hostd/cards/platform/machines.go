@@ -1,0 +1,275 @@
+package platform
+
+import (
+	"context"
+	"errors"
+	"fmt"
+
+	"libvirt.org/go/libvirtxml"
+
+	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/hostd/cards"
+	"github.com/gpuctl/gpuctl/internal/suggest"
+	"github.com/gpuctl/gpuctl/internal/virt"
+	"github.com/gpuctl/gpuctl/passthrough/domxml"
+	"github.com/gpuctl/gpuctl/passthrough/pci"
+)
+
+// machines are libvirt's domains.
+type machines struct{ client *virt.Client }
+
+// stateWords are states as gpuctl names them.
+func stateWord(s virt.State) string {
+	switch s {
+	case virt.Running, virt.Blocked: // Xen calls a VM blocked that waits for work
+		return "running"
+	case virt.ShutOff, virt.NoState:
+		return "shutoff"
+	case virt.ShuttingDown:
+		return "shutdown"
+	default:
+		return s.String()
+	}
+}
+
+func (m machines) List(ctx context.Context) ([]cards.Machine, error) {
+	all, err := m.client.Domains(ctx)
+	if err != nil {
+		return nil, err
+	}
+	var out []cards.Machine
+	for _, d := range all {
+		if m.client.Driver() == virt.Xen && d.ID == 0 {
+			continue // the control domain
+		}
+		one, err := m.describe(ctx, d)
+		if errors.Is(err, virt.ErrNotFound) {
+			continue // gone since it was listed
+		}
+		if err != nil {
+			return nil, err
+		}
+		out = append(out, one)
+	}
+	return out, nil
+}
+
+func (m machines) describe(ctx context.Context, d virt.Domain) (cards.Machine, error) {
+	state, err := m.client.State(ctx, d)
+	if err != nil {
+		return cards.Machine{}, err
+	}
+	text, err := m.client.XML(ctx, d, 0)
+	if err != nil {
+		return cards.Machine{}, err
+	}
+	var x libvirtxml.Domain
+	if err := x.Unmarshal(string(text)); err != nil {
+		return cards.Machine{}, fmt.Errorf("vm %s: its definition: %w", d.Name, err)
+	}
+	out := cards.Machine{UUID: d.UUID.String(), Name: d.Name, State: stateWord(state), Type: kind(&x)}
+	if x.Memory != nil {
+		out.Memory = inBytes(uint64(x.Memory.Value), x.Memory.Unit)
+	}
+	if x.VCPU != nil {
+		out.CPUs = uint32(x.VCPU.Value)
+	}
+	out.Persistent, err = m.client.Persistent(ctx, d)
+	return out, err
+}
+
+// inBytes is an amount of memory as libvirt's XML writes it.
+func inBytes(n uint64, unit string) uint64 {
+	switch unit {
+	case "b", "bytes":
+		return n
+	case "MiB", "M":
+		return n << 20
+	case "GiB", "G":
+		return n << 30
+	}
+	return n << 10
+}
+
+func kind(x *libvirtxml.Domain) string {
+	if x.Type != "xen" {
+		return "kvm"
+	}
+	if x.OS == nil || x.OS.Type == nil {
+		return ""
+	}
+	switch x.OS.Type.Type {
+	case "hvm":
+		return "hvm"
+	case "xenpvh":
+		return "pvh"
+	}
+	return "pv"
+}
+
+func (m machines) Find(ctx context.Context, ref string) (cards.Machine, error) {
+	if ref == "" {
+		return cards.Machine{}, fmt.Errorf("vm: %w: say which", cards.ErrInvalid)
+	}
+	d, err := m.find(ctx, ref)
+	if err != nil {
+		return cards.Machine{}, err
+	}
+	return m.describe(ctx, d)
+}
+
+func (m machines) find(ctx context.Context, ref string) (virt.Domain, error) {
+	d, err := m.client.Lookup(ctx, ref)
+	if !errors.Is(err, virt.ErrNotFound) {
+		return d, err
+	}
+	all, listErr := m.client.Domains(ctx)
+	if listErr != nil {
+		return virt.Domain{}, listErr
+	}
+	var names []string
+	for _, d := range all {
+		names = append(names, d.Name)
+	}
+	return virt.Domain{}, fmt.Errorf("vm %q: %w on this host%s; gpuctl vms lists them", ref, cards.ErrNotFound, suggest.Hint(ref, names))
+}
+
+func (m machines) Check(ctx context.Context, uuid string) ([]*gpuctlv1.Reason, error) {
+	d, err := m.find(ctx, uuid)
+	if err != nil {
+		return nil, err
+	}
+	doc, err := document(ctx, m.client, d, 0)
+	if err != nil {
+		return nil, err
+	}
+	var out []*gpuctlv1.Reason
+	for _, p := range doc.Check(domxml.Use{HotPlug: true}) {
+		if p.Fatal {
+			out = append(out, &gpuctlv1.Reason{Code: string(p.Kind), Message: p.Message})
+		}
+	}
+	return out, nil
+}
+
+func device(f pci.Address) domxml.HostDevice {
+	return domxml.HostDevice{Source: domxml.Source{PCI: f}}
+}
+
+func (m machines) Attach(ctx context.Context, uuid string, f pci.Address) error {
+	d, err := m.find(ctx, uuid)
+	if err != nil {
+		return err
+	}
+	return m.client.Attach(ctx, d, device(f).XML(), virt.Live)
+}
+
+func (m machines) Detach(ctx context.Context, uuid string, f pci.Address) error {
+	d, text, err := m.entry(ctx, uuid, f)
+	if errors.Is(err, domxml.ErrNotFound) {
+		text, err = device(f).XML(), nil // libvirt may know it all the same
+	}
+	if err != nil {
+		return err
+	}
+	return m.client.Detach(ctx, d, text, virt.Live)
+}
+
+func (m machines) Listed(ctx context.Context, uuid string, f pci.Address) (bool, error) {
+	_, _, err := m.entry(ctx, uuid, f)
+	if errors.Is(err, domxml.ErrNotFound) {
+		return false, nil
+	}
+	return err == nil, err
+}
+
+// entry is what the definition of a running VM says of a function; if nothing,
+// domxml.ErrNotFound.
+func (m machines) entry(ctx context.Context, uuid string, f pci.Address) (d virt.Domain, text []byte, err error) {
+	if d, err = m.find(ctx, uuid); err != nil {
+		return d, nil, err
+	}
+	doc, err := document(ctx, m.client, d, 0)
+	if err != nil {
+		return d, nil, err
+	}
+	text, err = doc.DeviceXML(domxml.Source{PCI: f})
+	return d, text, err
+}
+
+// edit changes a stored definition.
+func (m machines) edit(ctx context.Context, uuid string, change func(*domxml.Document) error) error {
+	d, err := m.find(ctx, uuid)
+	if err != nil {
+		return err
+	}
+	doc, err := document(ctx, m.client, d, virt.XMLInactive|virt.XMLSecure)
+	if err != nil {
+		return err
+	}
+	before := string(doc.Bytes())
+	if err := change(doc); err != nil {
+		return fmt.Errorf("vm %s: %w", d.Name, err)
+	}
+	if string(doc.Bytes()) == before {
+		return nil
+	}
+	_, err = m.client.Define(ctx, doc.Bytes())
+	return err
+}
+
+func (m machines) Store(ctx context.Context, uuid string, functions []pci.Address) error {
+	return m.edit(ctx, uuid, func(doc *domxml.Document) error { return store(doc, functions) })
+}
+
+// store puts functions into a definition that will start with them.
+func store(doc *domxml.Document, functions []pci.Address) error {
+	for _, f := range functions {
+		if err := doc.Add(device(f)); err != nil && !errors.Is(err, domxml.ErrExists) {
+			return err
+		}
+	}
+	if doc.Xen() && !doc.Passthrough() {
+		if err := doc.EnablePassthrough(); err != nil {
+			return err
+		}
+	}
+	var errs []error
+	for _, p := range doc.Check(domxml.Use{}) {
+		if p.Fatal {
+			errs = append(errs, fmt.Errorf("%w: %s", cards.ErrRefused, p.Message))
+		}
+	}
+	return errors.Join(errs...)
+}
+
+func (m machines) Unstore(ctx context.Context, uuid string, functions []pci.Address) error {
+	return m.edit(ctx, uuid, func(doc *domxml.Document) error {
+		for _, f := range functions {
+			if err := doc.Remove(domxml.Source{PCI: f}); err != nil && !errors.Is(err, domxml.ErrNotFound) {
+				return err
+			}
+		}
+		return nil
+	})
+}
+
+// noMachines is a host without libvirt.
+type noMachines struct{ why string }
+
+func (n noMachines) err() error {
+	return fmt.Errorf("%w: this host has no VMs that hostd knows of (%s)", cards.ErrRefused, n.why)
+}
+
+func (n noMachines) List(context.Context) ([]cards.Machine, error) { return nil, nil }
+
+func (n noMachines) Find(context.Context, string) (cards.Machine, error) {
+	return cards.Machine{}, n.err()
+}
+
+func (n noMachines) Check(context.Context, string) ([]*gpuctlv1.Reason, error) { return nil, n.err() }
+func (n noMachines) Attach(context.Context, string, pci.Address) error         { return n.err() }
+func (n noMachines) Detach(context.Context, string, pci.Address) error         { return n.err() }
+func (n noMachines) Listed(context.Context, string, pci.Address) (bool, error) { return false, n.err() }
+func (n noMachines) Store(context.Context, string, []pci.Address) error        { return n.err() }
+func (n noMachines) Unstore(context.Context, string, []pci.Address) error      { return n.err() }

@@ -1,0 +1,110 @@
+package platform
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os/exec"
+	"strconv"
+	"strings"
+
+	"github.com/gpuctl/gpuctl/hostd/cards"
+	"github.com/gpuctl/gpuctl/internal/virt"
+	"github.com/gpuctl/gpuctl/passthrough/domxml"
+	"github.com/gpuctl/gpuctl/passthrough/pci"
+)
+
+// mediated gives mediated devices to libvirt's qemu VMs.
+type mediated struct{ client *virt.Client }
+
+func (m mediated) Owners(ctx context.Context) (map[string]cards.Domain, error) {
+	all, err := m.client.Domains(ctx)
+	if err != nil {
+		return nil, err
+	}
+	out := map[string]cards.Domain{}
+	for _, d := range all {
+		if d.ID < 0 {
+			continue
+		}
+		doc, err := document(ctx, m.client, d, 0)
+		if err != nil {
+			return nil, err
+		}
+		for _, h := range doc.HostDevices() {
+			if h.Source.MDev != "" {
+				out[strings.ToLower(h.Source.MDev)] = cards.Domain{UUID: d.UUID.String(), Name: d.Name}
+			}
+		}
+	}
+	return out, nil
+}
+
+func (m mediated) Attach(ctx context.Context, machine, device string) error {
+	d, err := machines(m).find(ctx, machine)
+	if err != nil {
+		return err
+	}
+	return m.client.Attach(ctx, d, domxml.HostDevice{Source: domxml.Source{MDev: device}}.XML(), virt.Live)
+}
+
+func (m mediated) Detach(ctx context.Context, machine, device string) error {
+	d, err := machines(m).find(ctx, machine)
+	if err != nil {
+		return err
+	}
+	doc, err := document(ctx, m.client, d, 0)
+	if err != nil {
+		return err
+	}
+	source := domxml.Source{MDev: device}
+	text, err := doc.DeviceXML(source)
+	if errors.Is(err, domxml.ErrNotFound) {
+		text, err = domxml.HostDevice{Source: source}.XML(), nil // libvirt may know it all the same
+	}
+	if err != nil {
+		return err
+	}
+	return m.client.Detach(ctx, d, text, virt.Live)
+}
+
+// sriovManage is what NVIDIA's vGPU software sets the number of virtual
+// functions by: all or none. Its driver refuses to have the kernel's file written.
+const sriovManage = "usr/lib/nvidia/sriov-manage"
+
+func exists(root fs.FS, name string) bool {
+	_, err := fs.Stat(root, name)
+	return err == nil
+}
+
+// read is an attribute of a function; empty: there is none.
+func read(root fs.FS, a pci.Address, name string) string {
+	data, err := fs.ReadFile(root, "sys/bus/pci/devices/"+a.String()+"/"+name)
+	if err != nil {
+		return ""
+	}
+	return strings.TrimSpace(string(data))
+}
+
+// switchNVIDIA sets the number of virtual functions of NVIDIA's cards, where
+// there is their program for it.
+func switchNVIDIA(root fs.FS) func(context.Context, pci.Address, int) (bool, error) {
+	return func(ctx context.Context, pf pci.Address, n int) (bool, error) {
+		if read(root, pf, "vendor") != "0x10de" || !exists(root, sriovManage) {
+			return false, nil
+		}
+		if most := read(root, pf, "sriov_totalvfs"); n > 0 && most != "" && most != strconv.Itoa(n) {
+			return false, fmt.Errorf("NVIDIA's sriov-manage makes all %s virtual functions or none, not %d", most, n)
+		}
+		flag := "-e"
+		if n == 0 {
+			flag = "-d"
+		}
+		out, err := exec.CommandContext(ctx, "/"+sriovManage, flag, pf.String()).CombinedOutput()
+		if err != nil {
+			err = fmt.Errorf("sriov-manage %s %s: %w: %.300s", flag, pf, err, out)
+		}
+		return err == nil, err
+	}
+}

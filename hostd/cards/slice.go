@@ -1,0 +1,765 @@
+package cards
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"iter"
+	"slices"
+	"strings"
+
+	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
+	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/internal/random"
+	"github.com/gpuctl/gpuctl/passthrough/pci"
+	"github.com/gpuctl/gpuctl/passthrough/vgpu"
+)
+
+// Slicer cuts cards into virtual GPUs. What is picked for a VM is recorded
+// before it is made.
+type Slicer interface {
+	List(card *pci.Card, use vgpu.Use) ([]vgpu.Profile, error)
+	Instances(card *pci.Card) ([]vgpu.Instance, error)
+	VFs(card *pci.Card) (vfs []pci.Address, total int)
+	Pick(card *pci.Card, profile, id string, use vgpu.Use) (vgpu.Instance, error)
+	Make(ctx context.Context, i vgpu.Instance) error
+	// Delete of what is not there is no error.
+	Delete(ctx context.Context, i vgpu.Instance) error
+	Resize(ctx context.Context, card *pci.Card, n int, use vgpu.Use) error
+	Whole(card *pci.Card) error
+}
+
+// Mediated gives mediated devices to VMs, by their UUIDs.
+type Mediated interface {
+	Owners(ctx context.Context) (map[string]Domain, error)
+	Attach(ctx context.Context, machine, device string) error
+	Detach(ctx context.Context, machine, device string) error
+}
+
+// slice is what a hold has that stands for a part of a card. It is never
+// changed, but replaced.
+type slice struct {
+	ID      string    `json:"id"` // UUID; of a mediated device the kernel's
+	Profile string    `json:"profile"`
+	Kind    vgpu.Kind `json:"kind"`
+	Made    bool      `json:"made,omitempty"` // the card's virtual functions were made for slices, and go with the last one
+	Kept    bool      `json:"kept,omitempty"` // it was there before, and stays
+}
+
+// errGone says that a slice's function is not there any more.
+var errGone = errors.New("it is not there any more")
+
+// mediated says that h is of a mediated device.
+func (h *hold) mediated() bool { return h.Slice != nil && h.Slice.Kind == vgpu.Mdev }
+
+// bound says that the functions are bound to the hypervisor's driver for the
+// VM: not those of slices that the card's own driver gives away.
+func (h *hold) bound() bool { return h.Slice == nil || h.Slice.Kind == vgpu.SRIOV }
+
+// key tells holds apart.
+func (h *hold) key() string {
+	if h.Slice != nil {
+		return h.Slice.ID
+	}
+	return h.Card.String()
+}
+
+// label names what is held, for people.
+func (h *hold) label() string {
+	if h.Slice == nil {
+		return h.GPU
+	}
+	at := h.Slice.ID
+	if len(h.Functions) > 0 && h.Slice.Kind != vgpu.Mdev {
+		at = h.Functions[0].String()
+	}
+	return h.GPU + " (" + h.Slice.Profile + " " + at + ")"
+}
+
+// what is it, or the slice of it.
+func (h *hold) what() string {
+	if h.Slice == nil {
+		return "it"
+	}
+	return h.label()
+}
+
+func (h *hold) instance() vgpu.Instance {
+	i := vgpu.Instance{ID: h.Slice.ID, Kind: h.Slice.Kind, Profile: h.Slice.Profile, Function: h.Functions[0]}
+	if i.Kind != vgpu.Mdev {
+		i.ID = i.Function.String()
+	}
+	return i
+}
+
+// called says that ref is the slice's id or function.
+func (h *hold) called(ref string) bool {
+	a, err := pci.ParseAddress(ref)
+	return ref == h.Slice.ID || err == nil && h.Slice.Kind != vgpu.Mdev && slices.Contains(h.Functions, a)
+}
+
+// checkSlice says what in a record of a slice makes no sense.
+func (h *hold) checkSlice() error {
+	s := h.Slice
+	switch {
+	case !vgpu.IsUUID(s.ID), s.Profile == "", len(h.Functions) > 1, s.Kind != vgpu.SRIOV && s.Kind != vgpu.Mdev && s.Kind != vgpu.Vendor:
+		return errors.New("an entry of a slice makes no sense")
+	case len(h.Functions) == 0 && h.Phase != cutting && h.Phase != returning:
+		return fmt.Errorf("slice %s is %s and has no function", s.ID, h.Phase)
+	}
+	return nil
+}
+
+// each are all holds, of cards and of slices. k.mu is held.
+func (k *Keeper) each() iter.Seq[*hold] {
+	return func(yield func(*hold) bool) {
+		for _, h := range k.holds {
+			if !yield(h) {
+				return
+			}
+		}
+		for _, h := range k.cuts {
+			if !yield(h) {
+				return
+			}
+		}
+	}
+}
+
+// set puts a hold in its place; nil takes the one like was away. k.mu is held.
+func (k *Keeper) set(like, h *hold) {
+	switch {
+	case like.Slice == nil && h == nil:
+		delete(k.holds, like.Card)
+	case like.Slice == nil:
+		k.holds[like.Card] = h
+	case h == nil:
+		delete(k.cuts, like.Slice.ID)
+	default:
+		k.cuts[like.Slice.ID] = h
+	}
+}
+
+// at is what is recorded in the place of h. k.mu is held.
+func (k *Keeper) at(h *hold) *hold {
+	if h.Slice != nil {
+		return k.cuts[h.Slice.ID]
+	}
+	return k.holds[h.Card]
+}
+
+// current is a copy of what the record has in the place of h now.
+func (k *Keeper) current(h *hold) *hold {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	if now := k.at(h); now != nil {
+		c := *now
+		return &c
+	}
+	return nil
+}
+
+// slicesOf are copies of the holds of a card's slices, in the order of their
+// functions.
+func (k *Keeper) slicesOf(card pci.Address) (out []hold) {
+	k.mu.Lock()
+	for _, h := range k.cuts {
+		if h.Card == card {
+			out = append(out, *h)
+		}
+	}
+	k.mu.Unlock()
+	slices.SortFunc(out, func(a, b hold) int { return strings.Compare(a.label(), b.label()) })
+	return out
+}
+
+// sliceAt is the hold of a virtual function.
+func (k *Keeper) sliceAt(f pci.Address) *hold {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	for _, h := range k.cuts {
+		if h.Slice.Kind != vgpu.Mdev && slices.Contains(h.Functions, f) {
+			c := *h
+			return &c
+		}
+	}
+	return nil
+}
+
+// use is what is known of a card's slices beyond what the kernel shows, but
+// for one of them.
+func (k *Keeper) use(card pci.Address, but string) vgpu.Use {
+	u := vgpu.Use{Scheduled: map[string]uint32{}, Profiles: map[string]string{}}
+	for _, h := range k.slicesOf(card) {
+		switch {
+		case h.key() == but:
+		case len(h.Functions) == 0:
+			if h.Phase == cutting {
+				u.Scheduled[h.Slice.Profile]++
+			}
+		default:
+			u.Held = append(u.Held, h.instance().ID)
+			u.Profiles[h.instance().ID] = h.Slice.Profile
+		}
+	}
+	return u
+}
+
+// owners is what the hypervisor says, as far as it is about h. A mediated
+// device stands there by its parent.
+func (k *Keeper) owners(ctx context.Context, h *hold) (map[pci.Address]Domain, error) {
+	if !h.mediated() {
+		return k.Hypervisor.Owners(ctx)
+	}
+	if k.Mediated == nil {
+		return nil, errors.New("this hypervisor has no mediated devices")
+	}
+	all, err := k.Mediated.Owners(ctx)
+	if err != nil {
+		return nil, err
+	}
+	return h.view(all), nil
+}
+
+func (h *hold) view(mediated map[string]Domain) map[pci.Address]Domain {
+	out := map[pci.Address]Domain{}
+	if d, owned := mediated[h.Slice.ID]; owned && len(h.Functions) > 0 {
+		out[h.Functions[0]] = d
+	}
+	return out
+}
+
+// plug and unplug change the running VM.
+func (c *change) plug(ctx context.Context, f pci.Address) error {
+	if c.hold.mediated() {
+		return c.k.Mediated.Attach(ctx, c.hold.UUID, c.hold.Slice.ID)
+	}
+	return c.k.Machines.Attach(ctx, c.hold.UUID, f)
+}
+
+func (c *change) unplug(ctx context.Context, f pci.Address) error {
+	if c.hold.mediated() {
+		return c.k.Mediated.Detach(ctx, c.hold.UUID, c.hold.Slice.ID)
+	}
+	return c.k.Machines.Detach(ctx, c.hold.UUID, f)
+}
+
+// part is a virtual function of a card as something to be reset or judged.
+func part(card *pci.Card, f pci.Address) (*pci.Card, error) {
+	for _, d := range card.VFs {
+		if d.Address == f {
+			return &pci.Card{Address: f, Functions: []*pci.Device{d}}, nil
+		}
+	}
+	return nil, fmt.Errorf("virtual function %s: %w", f, errGone)
+}
+
+// parent is the card of a slice as it is now.
+func (c *change) parent() (*pci.Card, error) {
+	cards, err := c.k.scan()
+	if err != nil {
+		return nil, err
+	}
+	for _, card := range cards {
+		if card.Address == c.hold.Card {
+			return card, nil
+		}
+	}
+	return nil, fmt.Errorf("card %s: %w", c.hold.Card, errGone)
+}
+
+// madeVFs says that a card's virtual functions were made for slices.
+func (k *Keeper) madeVFs(card pci.Address) bool {
+	return slices.ContainsFunc(k.slicesOf(card), func(h hold) bool { return h.Slice.Made })
+}
+
+// cut makes the slice. What is to be made is recorded before; uncut takes it
+// away again.
+func (c *change) cut(ctx context.Context, care bool) error {
+	card, err := c.parent()
+	if err != nil {
+		return err
+	}
+	s := *c.hold.Slice
+	vfs, total := c.k.Slicer.VFs(card)
+	first := s.Kind == vgpu.SRIOV && len(vfs) == 0
+	s.Made = first || c.k.madeVFs(c.hold.Card)
+	c.hold.Slice = &s
+	if err := c.enter(cutting); err != nil {
+		return err
+	}
+	return c.step(ctx, stepCut, func(ctx context.Context) error {
+		use := c.k.use(c.hold.Card, s.ID)
+		if first {
+			if err := c.k.Slicer.Resize(ctx, card, total, use); err != nil {
+				return err
+			}
+		}
+		i, err := c.k.Slicer.Pick(card, s.Profile, s.ID, use)
+		if err != nil {
+			return err
+		}
+		c.hold.Functions = []pci.Address{i.Function}
+		if err := c.enter(cutting); err != nil {
+			return err
+		}
+		if err := c.k.Slicer.Make(ctx, i); err != nil {
+			return err
+		}
+		if !c.hold.bound() {
+			return nil
+		}
+		return c.isolated(ctx, care)
+	})
+}
+
+// isolated says why a virtual function may not be given away.
+func (c *change) isolated(ctx context.Context, care bool) error {
+	f, err := c.rescan()
+	if err != nil {
+		return err
+	}
+	reasons, err := c.k.isolation(ctx, f, care)
+	if err == nil && len(reasons) > 0 {
+		err = refusal("virtual function "+f.Address.String(), reasons)
+	}
+	return err
+}
+
+// uncut takes a slice away, and with the last one the virtual functions that
+// were made for them.
+func (c *change) uncut(ctx context.Context) error {
+	h := &c.hold
+	card, err := c.parent()
+	if errors.Is(err, errGone) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	if len(h.Functions) > 0 && !h.Slice.Kept {
+		there, err := c.k.Slicer.Instances(card)
+		if err != nil {
+			return err
+		}
+		if i := h.instance(); slices.ContainsFunc(there, func(x vgpu.Instance) bool { return x.ID == i.ID }) {
+			if err := c.k.Slicer.Delete(ctx, i); err != nil {
+				return err
+			}
+		}
+	}
+	if !h.Slice.Made || len(c.k.slicesOf(h.Card)) > 1 {
+		return nil
+	}
+	return c.k.Slicer.Resize(ctx, card, 0, vgpu.Use{})
+}
+
+// untake returns the slice's function to its driver, if it is there.
+func (c *change) untake(ctx context.Context) error {
+	if !c.hold.bound() || len(c.hold.Functions) == 0 {
+		return nil
+	}
+	if _, err := c.rescan(); errors.Is(err, errGone) {
+		return nil
+	} else if err != nil {
+		return err
+	}
+	return c.k.Binder.Return(ctx, c.hold.Functions)
+}
+
+// profiles of a card, with what its slices take.
+func (k *Keeper) profiles(card *pci.Card) ([]vgpu.Profile, error) {
+	if k.Slicer == nil {
+		return nil, nil
+	}
+	return k.Slicer.List(card, k.use(card.Address, ""))
+}
+
+// canGive says why instances of a kind cannot be a VM's on this host.
+func (k *Keeper) canGive(kind vgpu.Kind) string {
+	switch kind {
+	case vgpu.SRIOV:
+		return ""
+	case vgpu.Mdev, vgpu.Vendor:
+		if k.Mediated != nil {
+			return ""
+		}
+		return "slices of kind " + string(kind) + " are given to VMs by VFIO and qemu; Xen's toolstack assigns PCI functions only: use a card with SR-IOV virtual functions, or the whole card"
+	}
+	return "slices of kind " + string(kind) + " serve programs of this host, and cannot be given to a VM"
+}
+
+// againstSlice are the reasons why a VM may not get a slice of a card, and of
+// what kind it would be.
+func (k *Keeper) againstSlice(ctx context.Context, card *pci.Card, name, profile string) (kind vgpu.Kind, out []*gpuctlv1.Reason, err error) {
+	if h := k.held(card.Address); h != nil {
+		if h.Phase == quarantined {
+			out = append(out, why("quarantined", "%s is quarantined (%s): gpuctl reset %s tries to bring it back", h.GPU, h.Message, h.GPU))
+		} else {
+			out = append(out, why("owned", "%s belongs as a whole to VM %s (%s): gpuctl detach %s %s gives it back", h.GPU, h.machine(), h.Phase, h.machine(), h.GPU))
+		}
+		return "", out, nil
+	}
+	owners, err := k.Hypervisor.Owners(ctx)
+	if err != nil {
+		return "", nil, err
+	}
+	for _, f := range addresses(card) {
+		if d, owned := owners[f]; owned {
+			return "", []*gpuctlv1.Reason{why("owned", "the hypervisor says that VM %s has %s", d.Name, f)}, nil
+		}
+	}
+	all, err := k.profiles(card)
+	if err != nil {
+		return "", nil, err
+	}
+	i := slices.IndexFunc(all, func(p vgpu.Profile) bool { return p.Name == profile })
+	if i < 0 {
+		var names []string
+		for _, p := range all {
+			names = append(names, p.Name)
+		}
+		if len(names) == 0 {
+			return "", []*gpuctlv1.Reason{why("profile", "%s cannot be cut into slices as it is: it has neither SR-IOV functions nor a driver that makes vGPUs", name)}, nil
+		}
+		return "", []*gpuctlv1.Reason{why("profile", "%s has no profile %q; it has %s", name, profile, strings.Join(names, ", "))}, nil
+	}
+	p := all[i]
+	if no := k.canGive(p.Kind); no != "" {
+		out = append(out, why("kind", "%s of %s: %s", profile, name, no))
+	}
+	if p.Free == 0 {
+		text := fmt.Sprintf("%s has no room for another %s: %s", name, profile, p.Why)
+		if has := k.whoHas(card.Address); has != "" {
+			text += "; " + has
+		}
+		out = append(out, why("full", "%s", text))
+	}
+	if p.Memory == 0 {
+		out = append(out, why("memory", "it is not known how much memory a %s of %s has, so it cannot be accounted for: add the model to a catalogue file", profile, name))
+	}
+	return p.Kind, out, nil
+}
+
+// whoHas says which VMs have which slices of a card; empty: none has.
+func (k *Keeper) whoHas(card pci.Address) string {
+	var out []string
+	for _, h := range k.slicesOf(card) {
+		who := "VM " + h.machine() + " has"
+		if h.Phase == quarantined {
+			who = "quarantined is"
+		}
+		out = append(out, who+" "+h.label())
+	}
+	return strings.Join(out, ", ")
+}
+
+// againstWhole are the reasons why a card may not be taken as a whole: slices
+// of it are out.
+func (k *Keeper) againstWhole(card *pci.Card, name string) []*gpuctlv1.Reason {
+	if has := k.whoHas(card.Address); has != "" {
+		return []*gpuctlv1.Reason{why("sliced", "%s is cut into slices: %s; detach them first", name, has)}
+	}
+	if k.Slicer == nil {
+		return nil
+	}
+	if err := k.Slicer.Whole(card); err != nil {
+		text := err.Error()
+		if vfs, _ := k.Slicer.VFs(card); len(vfs) > 0 {
+			text += fmt.Sprintf(" (gpuctl resize %s --functions 0)", name)
+		}
+		return []*gpuctlv1.Reason{why("sliced", "%s: %s", name, text)}
+	}
+	return nil
+}
+
+// Profiles are what a card can be cut into, for the inventory: how many of each
+// its claims may have together. Those whose memory is not known cannot be
+// accounted for, and virtual functions of NVIDIA's are nothing without a type.
+func (k *Keeper) Profiles(card *pci.Card) []*clusterv1.Profile {
+	all, err := k.profiles(card)
+	if err != nil {
+		k.Log.Warn("slices of a card are not known", "card", card.Address, "err", err)
+		return nil
+	}
+	held := map[string]uint32{}
+	for _, h := range k.slicesOf(card.Address) {
+		if h.Phase != quarantined {
+			held[h.Slice.Profile]++
+		}
+	}
+	var out []*clusterv1.Profile
+	for _, p := range all {
+		if p.Memory == 0 || k.canGive(p.Kind) != "" || p.Kind == vgpu.SRIOV && card.Main().VendorID == vendorNVIDIA {
+			continue
+		}
+		// What is being made is counted by the record and as scheduled.
+		out = append(out, &clusterv1.Profile{Name: p.Name, Memory: p.Memory, MaxInstances: min(held[p.Name]+p.Free, maxInstances), Apart: p.Apart})
+	}
+	return out
+}
+
+const (
+	vendorNVIDIA = 0x10de
+	maxInstances = 256
+)
+
+// describeSlices adds what a card can be cut into, and who has which.
+func (k *Keeper) describeSlices(card *pci.Card, out *gpuctlv1.Card) {
+	if k.Slicer == nil {
+		return
+	}
+	all, err := k.profiles(card)
+	if err != nil && out.GetMessage() == "" {
+		out.Message = err.Error()
+	}
+	for _, p := range all {
+		out.Profiles = append(out.Profiles, &gpuctlv1.SliceProfile{
+			Name: p.Name, Kind: string(p.Kind), Memory: p.Memory, Max: p.Max, Existing: p.Existing, Scheduled: p.Scheduled, Free: p.Free, Why: p.Why,
+		})
+	}
+	for _, h := range k.slicesOf(card.Address) {
+		s := &gpuctlv1.Slice{
+			Id: h.Slice.ID, Profile: h.Slice.Profile, Kind: string(h.Slice.Kind), Phase: phases()[h.Phase], Machine: h.UUID, MachineName: h.Name,
+			Claim: h.Claim, Message: h.Message, SinceUnixMs: h.Since,
+		}
+		if len(h.Functions) > 0 {
+			s.Function = h.Functions[0].String()
+		}
+		out.Slices = append(out.Slices, s)
+	}
+	vfs, total := k.Slicer.VFs(card)
+	out.FunctionsNow, out.FunctionsMost = uint32(len(vfs)), uint32(max(total, 0))
+}
+
+// Resize sets the number of a card's virtual functions. They stay until they
+// are resized again.
+func (k *Keeper) Resize(ctx context.Context, r *gpuctlv1.ResizeRequest, report Report) error {
+	card, name, err := k.find(ctx, r.GetGpu())
+	if err != nil {
+		return err
+	}
+	if k.Slicer == nil {
+		return fmt.Errorf("gpu %s: %w: this hostd cuts no cards", name, ErrRefused)
+	}
+	n := int(min(r.GetFunctions(), 1<<16))
+	vfs, total := k.Slicer.VFs(card)
+	steps := []*gpuctlv1.PlannedStep{planned(stepResize, fmt.Sprintf("set the number of its virtual functions from %d to %d", len(vfs), n), "as many as before are made again")}
+	var reasons []*gpuctlv1.Reason
+	switch {
+	case total == 0:
+		reasons = append(reasons, why("no_sriov", "%s can have no virtual functions: it has no SR-IOV, or it is switched off in the firmware", name))
+	case n > total:
+		reasons = append(reasons, why("functions", "%s can have %d virtual functions at most, not %d", name, total, n))
+	}
+	if h := k.held(card.Address); h != nil {
+		reasons = append(reasons, why("owned", "%s is %s for VM %s", name, h.Phase, h.machine()))
+	}
+	if has := k.whoHas(card.Address); has != "" {
+		reasons = append(reasons, why("sliced", "all functions go when their number changes, and %s", has))
+	}
+	if r.GetPlan() {
+		report(&gpuctlv1.DeviceUpdate{Gpu: name, Plan: steps, Reasons: reasons, Done: true, Steps: uint32(len(steps))})
+		return nil
+	}
+	if len(reasons) > 0 {
+		return refusal("resize "+name, reasons)
+	}
+	return k.outlive(ctx, func(ctx context.Context) error {
+		end, err := k.begin(card.Address, "a resize")
+		if err != nil {
+			return err
+		}
+		defer end()
+		if k.held(card.Address) != nil || k.whoHas(card.Address) != "" {
+			return fmt.Errorf("resize %s: %w: it has been given away meanwhile", name, ErrBusy)
+		}
+		c := &change{k: k, card: card, steps: steps, report: report, hold: hold{Card: card.Address, Functions: addresses(card), GPU: name}}
+		err = c.step(ctx, stepResize, func(ctx context.Context) error { return k.Slicer.Resize(ctx, card, n, vgpu.Use{}) })
+		if err != nil {
+			return fmt.Errorf("%s: %w", name, err)
+		}
+		k.Event(name, "Resized", fmt.Sprintf("it has %d virtual functions", n))
+		k.Cluster.Kick()
+		report(k.last(c))
+		return nil
+	})
+}
+
+// obtainSlice is obtain for a slice.
+func (k *Keeper) obtainSlice(ctx context.Context, m Machine, profile string, gpus []string, more string, memory uint64) (claim, gpu string, err error) {
+	claim = "vm-" + random.Hex(6)
+	h := hold{Claim: claim, UUID: m.UUID, Name: m.Name, Slice: &slice{Profile: profile}}
+	gpu, err = k.obtainFor(ctx, &h, gpus, more, memory)
+	return claim, gpu, err
+}
+
+// foundSlice is a hold for a virtual function that is there already.
+func (k *Keeper) foundSlice(card *pci.Card, name string, f pci.Address, d Domain) (*hold, error) {
+	all, err := k.Slicer.Instances(card)
+	if err != nil {
+		return nil, err
+	}
+	i := slices.IndexFunc(all, func(i vgpu.Instance) bool { return i.Kind != vgpu.Mdev && i.Function == f })
+	if i < 0 {
+		return nil, fmt.Errorf("virtual function %s of %s: %w: there is no vGPU on it; gpuctl attach --profile makes one", f, name, ErrRefused)
+	}
+	return &hold{
+		Card: card.Address, Functions: []pci.Address{f}, GPU: name, UUID: d.UUID, Name: d.Name,
+		Slice: &slice{ID: vgpu.NewUUID(), Profile: all[i].Profile, Kind: all[i].Kind, Kept: true},
+	}, nil
+}
+
+// prepareSlice makes a virtual function that is in a VM's definition ready for
+// its start.
+func (k *Keeper) prepareSlice(ctx context.Context, d Domain, card *pci.Card, f pci.Address) error {
+	end, err := k.await(ctx, card.Address, "the start of vm "+d.Name)
+	if err != nil {
+		return err
+	}
+	defer end()
+	_, name, err := k.find(ctx, card.Address.String())
+	if err != nil {
+		return err
+	}
+	if h := k.sliceAt(f); h != nil {
+		if h.UUID == d.UUID && (h.Phase == ready || h.Phase == attached) {
+			return k.again(ctx, d, h)
+		}
+		return refusal(fmt.Sprintf("vm %s cannot have %s", d.Name, f), []*gpuctlv1.Reason{why("owned", "%s belongs to VM %s (%s): gpuctl detach %s %s gives it back", h.label(), h.machine(), h.Phase, h.machine(), f)})
+	}
+	h, err := k.foundSlice(card, name, f, d)
+	if err != nil {
+		return fmt.Errorf("vm %s cannot have %s: %w", d.Name, f, err)
+	}
+	m := Machine{UUID: d.UUID, Name: d.Name, State: "starting"}
+	claim, _, err := k.obtainSlice(ctx, m, h.Slice.Profile, []string{name}, "", 0)
+	if err != nil {
+		return err
+	}
+	defer k.forgo(claim)
+	h.Claim, h.Starting = claim, true
+	c := &change{k: k, card: card, report: quiet, hold: *h}
+	if err = c.isolated(ctx, true); err == nil {
+		err = c.take(ctx)
+	}
+	if err == nil {
+		err = c.reset(ctx)
+	}
+	if err == nil {
+		err = c.enter(ready)
+	}
+	if err != nil && k.current(&c.hold) != nil {
+		err = c.unwind(ctx, err)
+	}
+	if err != nil {
+		return fmt.Errorf("vm %s cannot have %s: %w", d.Name, f, err)
+	}
+	return nil
+}
+
+// prepareSlices makes the virtual functions among a VM's devices ready.
+func (k *Keeper) prepareSlices(ctx context.Context, d Domain, cards []*pci.Card, devices []pci.Address) error {
+	if k.Slicer == nil {
+		return nil
+	}
+	for _, card := range cards {
+		for _, f := range card.VFs {
+			if !slices.Contains(devices, f.Address) {
+				continue
+			}
+			if err := k.prepareSlice(ctx, d, card, f.Address); err != nil {
+				k.forgetStart(d)
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+// forgetStart gives back slices that were made ready for a start that is
+// refused.
+func (k *Keeper) forgetStart(d Domain) {
+	k.mu.Lock()
+	var had []hold
+	for _, h := range k.cuts {
+		if h.UUID == d.UUID && h.Phase == ready && h.Starting {
+			had = append(had, *h)
+		}
+	}
+	k.mu.Unlock()
+	for _, h := range had {
+		k.background(h)
+	}
+}
+
+// adoptSlices takes note of virtual functions that somebody gave to VMs without
+// asking.
+func (k *Keeper) adoptSlices(ctx context.Context, card *pci.Card, owners map[pci.Address]Domain) error {
+	var errs []error
+	for _, f := range card.VFs {
+		d, owned := owners[f.Address]
+		if !owned || k.Slicer == nil || k.sliceAt(f.Address) != nil {
+			continue
+		}
+		errs = append(errs, func() error {
+			end, err := k.begin(card.Address, "a look after it")
+			if err != nil {
+				return err
+			}
+			defer end()
+			_, name, err := k.find(ctx, card.Address.String())
+			if err != nil {
+				return err
+			}
+			h, err := k.foundSlice(card, name, f.Address, d)
+			if err != nil {
+				return err
+			}
+			k.Log.Warn("a VM has a virtual function that nobody asked this hostd for", "gpu", name, "function", f.Address, "machine", d.Name)
+			k.Event(name, "Adopted", "VM "+d.Name+" has "+h.label()+"; it was not given by gpuctl")
+			return k.owned(ctx, &change{k: k, report: quiet, hold: *h}, d)
+		}())
+	}
+	return errors.Join(errs...)
+}
+
+// resetSlice brings a quarantined virtual function to a known state.
+func (k *Keeper) resetSlice(ctx context.Context, h *hold, plan bool, report Report) error {
+	steps := []*gpuctlv1.PlannedStep{
+		planned(stepTake, "bind it to "+k.Hypervisor.Driver(), "it goes back to its driver"),
+		planned(stepReset, "reset it and read it back", ""),
+		planned(stepReturn, "bind it to the driver that it had", ""),
+	}
+	var reasons []*gpuctlv1.Reason
+	if h.Phase != quarantined {
+		reasons = append(reasons, why("owned", "%s belongs to VM %s (%s)", h.label(), h.machine(), h.Phase))
+	}
+	if plan {
+		report(&gpuctlv1.DeviceUpdate{Gpu: h.label(), Plan: steps, Reasons: reasons, Done: true, Steps: uint32(len(steps))})
+		return nil
+	}
+	if len(reasons) > 0 {
+		return refusal("reset "+h.label(), reasons)
+	}
+	return k.outlive(ctx, func(ctx context.Context) error {
+		end, err := k.begin(h.Card, "a reset")
+		if err != nil {
+			return err
+		}
+		defer end()
+		if now := k.current(h); now == nil || now.rev != h.rev {
+			return fmt.Errorf("reset %s: %w: it has changed meanwhile", h.label(), ErrBusy)
+		}
+		c := &change{k: k, steps: steps, report: report, hold: *h}
+		c.hold.Message = ""
+		if err := c.take(ctx); err != nil {
+			return fmt.Errorf("reset %s: %w", h.label(), c.unwind(ctx, err))
+		}
+		if err := c.giveBack(ctx); err != nil {
+			return fmt.Errorf("reset %s: %w", h.label(), err)
+		}
+		report(&gpuctlv1.DeviceUpdate{Gpu: h.label(), Done: true, Steps: uint32(len(steps)), StepIndex: uint32(c.at)})
+		return nil
+	})
+}

@@ -1,0 +1,217 @@
+package cards
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+	"time"
+
+	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/passthrough/pci"
+)
+
+// Prepare makes the cards among a VM's devices ready before it starts, or says
+// why it must not start. Devices that are no cards of this host are not its
+// business. What it has done for a start that does not come about is undone
+// after Grace.
+func (k *Keeper) Prepare(ctx context.Context, d Domain, devices []pci.Address) error {
+	if len(devices) == 0 {
+		return nil
+	}
+	cards, err := k.scan()
+	if err != nil {
+		return err
+	}
+	var wanted []*pci.Card
+	for _, card := range cards {
+		if slices.ContainsFunc(addresses(card), func(a pci.Address) bool { return slices.Contains(devices, a) }) {
+			wanted = append(wanted, card)
+		}
+	}
+	if err := k.prepareSlices(ctx, d, cards, devices); err != nil {
+		return err
+	}
+	for i, card := range wanted {
+		if err := k.prepare(ctx, d, card, devices); err != nil {
+			// The others go back at once, not after Grace.
+			for _, before := range wanted[:i] {
+				if h := k.held(before.Address); h != nil && h.UUID == d.UUID {
+					k.background(*h)
+				}
+			}
+			k.forgetStart(d)
+			return err
+		}
+	}
+	return nil
+}
+
+// prepare makes one card ready for a VM that starts.
+func (k *Keeper) prepare(ctx context.Context, d Domain, card *pci.Card, devices []pci.Address) error {
+	end, err := k.await(ctx, card.Address, "the start of vm "+d.Name)
+	if err != nil {
+		return err
+	}
+	defer end()
+	if h := k.held(card.Address); h != nil && h.UUID == d.UUID && (h.Phase == ready || h.Phase == attached) {
+		return k.again(ctx, d, h)
+	}
+	_, name, err := k.find(ctx, card.Address.String())
+	if err != nil {
+		return err
+	}
+	m := Machine{UUID: d.UUID, Name: d.Name, State: "starting"}
+	reasons, err := k.against(ctx, m, card, true)
+	if err != nil {
+		return err
+	}
+	if reasons = append(reasons, k.inPart(card, devices)...); len(reasons) > 0 {
+		return refusal(fmt.Sprintf("vm %s cannot have %s", d.Name, name), reasons)
+	}
+	claim, _, err := k.obtain(ctx, m, []string{name}, "", 0)
+	if err != nil {
+		return err
+	}
+	defer k.forgo(claim)
+	c := &change{k: k, card: card, report: func(*gpuctlv1.DeviceUpdate) {}, hold: hold{
+		Card: card.Address, Functions: addresses(card), GPU: name, UUID: d.UUID, Name: d.Name, Claim: claim, Starting: true,
+	}}
+	if err = c.ready(ctx); err != nil && k.held(card.Address) != nil {
+		return fmt.Errorf("vm %s cannot have %s: %w", d.Name, name, c.unwind(ctx, err))
+	}
+	return err
+}
+
+// inPart is the reason why a VM cannot start with some functions of a card alone.
+func (k *Keeper) inPart(card *pci.Card, devices []pci.Address) (out []*gpuctlv1.Reason) {
+	if k.Hypervisor.OneByOne(card) == "" {
+		return nil
+	}
+	for _, f := range addresses(card) {
+		if !slices.Contains(devices, f) {
+			out = append(out, why("missing_function", "the VM has not got function %s of that card, which can only be reset as a whole: add it to its definition (gpuctl attach VM %s --stored adds all)", f, card.Address))
+		}
+	}
+	return out
+}
+
+// again makes a card ready for the VM that had it last: it is started anew
+// before the card was given back.
+func (k *Keeper) again(ctx context.Context, d Domain, h *hold) error {
+	c := &change{k: k, hold: *h, report: func(*gpuctlv1.DeviceUpdate) {}}
+	if err := c.verify(ctx, false); err != nil {
+		return fmt.Errorf("vm %s cannot have %s: %w", d.Name, h.GPU, err)
+	}
+	c.hold.Starting, c.hold.Name = true, d.Name
+	err := c.enter(ready)
+	if err == nil {
+		err = c.reset(ctx)
+	}
+	if err != nil {
+		return fmt.Errorf("vm %s cannot have %s: %w", d.Name, h.GPU, err)
+	}
+	return nil
+}
+
+// await is begin for callers that cannot come again: it waits for what is
+// under way.
+func (k *Keeper) await(ctx context.Context, card pci.Address, what string) (end func(), err error) {
+	for {
+		end, err = k.begin(card, what)
+		if err == nil || !errors.Is(err, ErrBusy) {
+			return end, err
+		}
+		select {
+		case <-ctx.Done():
+			return nil, err
+		case <-time.After(20 * time.Millisecond):
+		}
+	}
+}
+
+// Stopped takes back what a VM had that has ended, or that did not start. It
+// does not wait: libvirt does. What a migration held is left to the next look,
+// which can ask the cluster for it.
+func (k *Keeper) Stopped(uuid string) {
+	k.mu.Lock()
+	var had []hold
+	moved := false
+	for h := range k.each() {
+		switch {
+		case h.UUID != uuid || h.Phase == quarantined:
+		case h.Migration != "" && keeps(h.Phase):
+			moved = true
+		default:
+			had = append(had, *h)
+		}
+	}
+	k.mu.Unlock()
+	if moved {
+		k.Kick()
+	}
+	for _, h := range had {
+		k.background(h)
+	}
+}
+
+// background gives a card back once nobody has it any more, unless it has
+// been asked for anew until then.
+func (k *Keeper) background(was hold) {
+	k.mu.Lock()
+	base := k.ctx
+	k.mu.Unlock()
+	k.work.Go(func() {
+		if err := k.afterEnd(base, was); err != nil && base.Err() == nil {
+			k.Log.Warn("card not given back yet", "gpu", was.GPU, "err", err)
+			k.Kick()
+		}
+	})
+}
+
+func (k *Keeper) afterEnd(ctx context.Context, was hold) error {
+	ctx, cancel := context.WithTimeout(ctx, 3*k.Step)
+	defer cancel()
+	end, err := k.await(ctx, was.Card, "its return")
+	if err != nil {
+		return err
+	}
+	defer end()
+	if h := k.current(&was); h == nil || h.rev != was.rev {
+		return nil
+	}
+	c := &change{k: k, hold: was, report: func(*gpuctlv1.DeviceUpdate) {}}
+	if err := c.verify(ctx, false); err != nil {
+		return err // it runs again, or the hypervisor does not answer: the next look decides
+	}
+	return c.giveBack(ctx)
+}
+
+// List are the VMs of the host with the cards that they have.
+func (k *Keeper) List(ctx context.Context) ([]*gpuctlv1.Machine, error) {
+	all, err := k.Machines.List(ctx)
+	if err != nil {
+		return nil, err
+	}
+	out := make([]*gpuctlv1.Machine, 0, len(all))
+	for _, m := range all {
+		d := &gpuctlv1.Machine{
+			Uuid: m.UUID, Name: m.Name, Host: k.Cluster.HostName(), State: m.State, Type: m.Type, Memory: m.Memory, Cpus: m.CPUs, Persistent: m.Persistent,
+		}
+		k.mu.Lock()
+		for h := range k.each() {
+			if h.UUID == m.UUID {
+				d.Gpus = append(d.Gpus, h.label())
+			}
+		}
+		k.mu.Unlock()
+		slices.Sort(d.Gpus)
+		if k.Guests != nil && m.Active() {
+			d.Agent = k.Guests.About(m.UUID)
+		}
+		out = append(out, d)
+	}
+	slices.SortFunc(out, func(a, b *gpuctlv1.Machine) int { return strings.Compare(a.GetName(), b.GetName()) })
+	return out, nil
+}

@@ -1,3 +1,0 @@
-// Package deviceapi serves DeviceService: what hostd's keeper of cards offers,
-// and the way to the keepers of other hosts. It decides nothing.
-package deviceapi

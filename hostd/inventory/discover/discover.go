@@ -1,0 +1,366 @@
+package discover
+
+import (
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+
+	"google.golang.org/protobuf/proto"
+
+	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
+	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/hostd/inventory/nvml"
+	"github.com/gpuctl/gpuctl/passthrough/catalog"
+	"github.com/gpuctl/gpuctl/passthrough/pci"
+)
+
+const (
+	vendorNVIDIA = 0x10de
+	driverNVIDIA = "nvidia"
+)
+
+// Input is what was found on a host.
+type Input struct {
+	Host     string          // its name
+	Cards    []*pci.Card     // of the PCI scan
+	NVML     *nvml.Response  // its last answer; nil: none
+	NVMLErr  error           // why there is none, or none lately
+	Runtimes []*gpuctlv1.GPU // of the OpenCL runtimes
+	// RuntimeKey is equal for GPUs that one executor can serve together; nil:
+	// none can.
+	RuntimeKey func(*gpuctlv1.GPU) string
+	// Catalog knows models by their PCI ids; nil: nobody does.
+	Catalog func(*pci.Device) (catalog.Entry, bool)
+	// Profiles are the slices that a card can be cut into for VMs; nil: none.
+	Profiles func(*pci.Card) []*clusterv1.Profile
+	// Ours says that a process uses a GPU by an assignment; nil: none does.
+	Ours func(pid uint32) bool
+}
+
+// Merge returns the GPUs by id, and a warning for everything that was found
+// twice.
+func Merge(in Input) (gpus []*clusterv1.GPU, warnings []string) {
+	m := &merge{in: in, byAddress: map[string]*entry{}, byUUID: map[string]*entry{}}
+	for _, c := range in.Cards {
+		m.card(c)
+	}
+	for i := range in.NVML.GetGPUs() {
+		m.nvml(&in.NVML.GPUs[i])
+	}
+	for _, g := range in.Runtimes {
+		m.runtime(g)
+	}
+	names := map[string]bool{}
+	for _, e := range m.entries {
+		g := e.gpu(in)
+		if g == nil {
+			continue
+		}
+		if names[g.GetName()] {
+			m.warn("gpu %s: there is another of that name: left out", g.GetName())
+			continue
+		}
+		names[g.GetName()] = true
+		g.Host, g.Id = in.Host, in.Host+"/"+g.GetName()
+		gpus = append(gpus, g)
+	}
+	slices.SortFunc(gpus, func(a, b *clusterv1.GPU) int { return strings.Compare(a.GetId(), b.GetId()) })
+	return gpus, m.warnings
+}
+
+// entry is one card, and who knows it.
+type entry struct {
+	card    *pci.Card
+	nvml    *nvml.GPU
+	runtime *gpuctlv1.GPU
+}
+
+type merge struct {
+	in        Input
+	entries   []*entry
+	byAddress map[string]*entry
+	byUUID    map[string]*entry
+	warnings  []string
+}
+
+func (m *merge) warn(format string, args ...any) {
+	m.warnings = append(m.warnings, fmt.Sprintf(format, args...))
+}
+
+func (m *merge) add(e *entry) *entry {
+	m.entries = append(m.entries, e)
+	return e
+}
+
+func (m *merge) card(c *pci.Card) {
+	e := m.add(&entry{card: c})
+	// Whoever names any function of it means the card.
+	for _, d := range slices.Concat(c.Functions, c.VFs) {
+		m.byAddress[d.Address.String()] = e
+	}
+}
+
+// known is the entry of an address or UUID, in whatever way they are written.
+func (m *merge) known(address, uuid string) *entry {
+	if e := m.byAddress[canonical(address)]; e != nil {
+		return e
+	}
+	return m.byUUID[plain(uuid)]
+}
+
+func (m *merge) remember(e *entry, address, uuid string) {
+	if a := canonical(address); a != "" {
+		m.byAddress[a] = e
+	}
+	if u := plain(uuid); u != "" {
+		m.byUUID[u] = e
+	}
+}
+
+func (m *merge) nvml(g *nvml.GPU) {
+	e := m.known(g.PCIAddress, g.UUID)
+	switch {
+	case e == nil:
+		e = m.add(&entry{nvml: g})
+	case e.nvml != nil:
+		m.warn("NVML lists %s twice", g.PCIAddress)
+		return
+	default:
+		e.nvml = g
+	}
+	m.remember(e, g.PCIAddress, g.UUID)
+	if g.MIG != nil {
+		for _, i := range g.MIG.Instances {
+			m.remember(e, "", i.UUID)
+		}
+	}
+}
+
+func (m *merge) runtime(g *gpuctlv1.GPU) {
+	e := m.known(g.GetPciAddress(), g.GetUuid())
+	switch {
+	case e == nil:
+		e = m.add(&entry{runtime: g})
+		// Runtimes on the processors all may have one UUID: only addresses
+		// make two of them one.
+		m.remember(e, g.GetPciAddress(), "")
+	case e.runtime != nil:
+		m.warn("gpu %s is the same card as %s: left out", g.GetId(), e.runtime.GetId())
+	default:
+		e.runtime = g
+		m.remember(e, g.GetPciAddress(), "")
+	}
+}
+
+// canonical is an address as sysfs writes it; empty if it is none.
+func canonical(address string) string {
+	a, err := pci.ParseAddress(address)
+	if err != nil {
+		return ""
+	}
+	return a.String()
+}
+
+// plain is the digits of a UUID: NVML and OpenCL write one in two ways.
+func plain(uuid string) string {
+	digits := strings.ReplaceAll(strings.TrimPrefix(strings.TrimPrefix(strings.ToLower(uuid), "gpu-"), "mig-"), "-", "")
+	if strings.Trim(digits, "0") == "" {
+		return ""
+	}
+	return digits
+}
+
+// gpu is the entry as the inventory keeps it; nil if it is no GPU.
+func (e *entry) gpu(in Input) *clusterv1.GPU {
+	g := &clusterv1.GPU{NumaNode: -1, Present: true, Health: clusterv1.Health_HEALTH_OK, Limits: &gpuctlv1.Limits{}, Type: "gpu"}
+	if e.card != nil {
+		if e.runtime == nil && e.nvml == nil && console(e.card.Main()) {
+			return nil
+		}
+		e.fromCard(g)
+		if in.Catalog != nil {
+			e.fromCatalog(g, in.Catalog)
+		}
+	}
+	if n := e.nvml; n != nil {
+		o := n.Object(g.GetDriver())
+		g.Model, g.Vendor, g.Uuid, g.Limits, g.Profiles = o.GetModel(), o.GetVendor(), o.GetUuid(), o.GetLimits(), o.GetProfiles()
+		g.Driver, g.PciAddress = or(g.GetDriver(), driverNVIDIA), or(g.GetPciAddress(), o.GetPciAddress())
+		g.Name = or(g.GetPciAddress(), o.GetUuid())
+		if g.GetNumaNode() < 0 {
+			g.NumaNode = o.GetNumaNode()
+		}
+		for _, p := range o.GetProcesses() {
+			if in.Ours == nil || !in.Ours(p.GetPid()) {
+				g.Processes = append(g.Processes, p)
+			}
+		}
+	}
+	if r := e.runtime; r != nil {
+		g.Name, g.Model, g.Type = r.GetId(), r.GetModel(), or(r.GetType(), g.GetType())
+		g.Vendor, g.Platform, g.Runtime, g.Rank = or(r.GetVendor(), g.GetVendor()), r.GetPlatform(), r.GetRuntimeName(), r.GetRank()
+		g.Driver, g.Uuid = or(g.GetDriver(), r.GetDriver()), or(g.GetUuid(), r.GetUuid())
+		g.PciAddress = or(g.GetPciAddress(), canonical(r.GetPciAddress()))
+		// What applications get is what the runtime has.
+		if r.GetLimits() != nil {
+			g.Limits = r.GetLimits()
+		}
+		if in.RuntimeKey != nil {
+			g.RuntimeKey = in.RuntimeKey(r)
+		}
+	}
+	if e.card != nil && in.Profiles != nil {
+		g.Profiles = profiles(in.Profiles(e.card), g.GetProfiles())
+	}
+	g.Health, g.HealthReason = e.health(in)
+	return g
+}
+
+// profiles are those for VMs and those of MIG. Of one name the former counts:
+// it says what VMs have, too.
+func profiles(machines, mig []*clusterv1.Profile) []*clusterv1.Profile {
+	out := machines
+	for _, p := range mig {
+		if !slices.ContainsFunc(machines, func(m *clusterv1.Profile) bool { return m.GetName() == p.GetName() }) {
+			if len(machines) > 0 {
+				p.Apart = "mig" // as vgpu.Profile has it
+			}
+			out = append(out, p)
+		}
+	}
+	return out
+}
+
+func (e *entry) fromCard(g *clusterv1.GPU) {
+	c, d := e.card, e.card.Main()
+	g.Name, g.PciAddress = c.Address.String(), c.Address.String()
+	g.Model, g.Vendor, g.Driver = modelName(d), d.VendorName, d.Driver
+	g.NumaNode, g.IsolationGroup = int32(d.NUMANode), c.Group
+	g.Limits.GlobalMemory = d.VideoMemory
+	if d.Class>>8 == pci.ClassAccelerator {
+		g.Type = "accelerator"
+	}
+}
+
+// fromCatalog adds what is known of the model without a driver's help.
+func (e *entry) fromCatalog(g *clusterv1.GPU, lookup func(*pci.Device) (catalog.Entry, bool)) {
+	d := e.card.Main()
+	model, ok := lookup(d)
+	if ok {
+		g.Model, g.Rank = model.Model, model.Rank
+		if model.Limits != nil {
+			g.Limits = proto.CloneOf(model.Limits)
+		}
+	}
+	g.Limits.GlobalMemory, _ = catalog.Memory(d, model, ok)
+}
+
+// modelName is the name in brackets that people know a card by, else that of
+// the chip, else its ids.
+func modelName(d *pci.Device) string {
+	if d.DeviceName == fmt.Sprintf("%04x", d.DeviceID) {
+		return fmt.Sprintf("%04x:%04x", d.VendorID, d.DeviceID)
+	}
+	if _, after, ok := strings.Cut(d.DeviceName, "["); ok {
+		if name, _, ok := strings.Cut(after, "]"); ok && name != "" {
+			return name
+		}
+	}
+	return d.DeviceName
+}
+
+// health is the worst of what the sources say, with all reasons of that rank.
+func (e *entry) health(in Input) (clusterv1.Health, string) {
+	worst, reasons := clusterv1.Health_HEALTH_OK, []string(nil)
+	say := func(h clusterv1.Health, reason string) {
+		if h > worst {
+			worst, reasons = h, nil
+		}
+		if h == worst && h != clusterv1.Health_HEALTH_OK {
+			reasons = append(reasons, reason)
+		}
+	}
+	if e.nvml != nil {
+		say(e.nvml.Health())
+	}
+	if e.card != nil {
+		d := e.card.Main()
+		if d.Dead() {
+			say(clusterv1.Health_HEALTH_FAILED, "its configuration space reads all ones: it does not answer")
+		}
+		for _, f := range e.card.Functions {
+			if f != d && f.Dead() {
+				say(clusterv1.Health_HEALTH_DEGRADED, fmt.Sprintf("function %s does not answer", f.Address))
+			}
+		}
+		switch {
+		case d.Driver == "" && e.runtime == nil:
+			say(clusterv1.Health_HEALTH_DEGRADED, "no driver is bound")
+		case d.VendorID == vendorNVIDIA && d.Driver == driverNVIDIA && e.nvml == nil:
+			say(withoutNVML(in))
+		}
+	}
+	if e.nvml != nil && in.NVMLErr != nil && !errors.Is(in.NVMLErr, nvml.ErrReleased) {
+		say(clusterv1.Health_HEALTH_DEGRADED, in.NVMLErr.Error())
+	}
+	return worst, strings.Join(reasons, "; ")
+}
+
+// withoutNVML judges a card that the NVIDIA driver holds and NVML did not list.
+func withoutNVML(in Input) (clusterv1.Health, string) {
+	switch {
+	case errors.Is(in.NVMLErr, nvml.ErrReleased): // for a moment, and on purpose
+		return clusterv1.Health_HEALTH_OK, ""
+	case in.NVMLErr != nil:
+		return clusterv1.Health_HEALTH_DEGRADED, "its health is not known: " + in.NVMLErr.Error()
+	case in.NVML != nil:
+		return clusterv1.Health_HEALTH_FAILED, "the NVIDIA driver is bound but does not list it"
+	}
+	return clusterv1.Health_HEALTH_OK, "" // NVML was not asked
+}
+
+// console says that a display controller is no GPU.
+func console(d *pci.Device) bool {
+	switch d.VendorID {
+	case 0x1a03, 0x102b, 0x18ca: // ASPEED, Matrox, XGI: management controllers
+		return true
+	case 0x19e5: // HiSilicon's
+		return d.DeviceID == 0x1711
+	case 0x1234, 0x1013, 0x15ad, 0x1b36: // emulated VGA: Bochs, Cirrus, VMware, QXL
+		return d.Class>>8 == pci.ClassVGA
+	}
+	return false
+}
+
+// Facts are what changes often, of those GPUs that NVML knows.
+func Facts(gpus []*clusterv1.GPU, answer *nvml.Response) []*clusterv1.GPUFacts {
+	byAddress, byUUID := map[string]*nvml.GPU{}, map[string]*nvml.GPU{}
+	for i := range answer.GetGPUs() {
+		g := &answer.GPUs[i]
+		if a := canonical(g.PCIAddress); a != "" {
+			byAddress[a] = g
+		}
+		if u := plain(g.UUID); u != "" {
+			byUUID[u] = g
+		}
+	}
+	var out []*clusterv1.GPUFacts
+	for _, g := range gpus {
+		n := byAddress[canonical(g.GetPciAddress())]
+		if n == nil {
+			n = byUUID[plain(g.GetUuid())]
+		}
+		if n != nil {
+			out = append(out, n.Facts(g.GetId()))
+		}
+	}
+	return out
+}
+
+func or(s, t string) string {
+	if s != "" {
+		return s
+	}
+	return t
+}

@@ -1,0 +1,255 @@
+package member
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+	"time"
+
+	"google.golang.org/protobuf/proto"
+
+	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
+	"github.com/gpuctl/gpuctl/cluster/placement"
+	"github.com/gpuctl/gpuctl/cluster/replica"
+	"github.com/gpuctl/gpuctl/cluster/scheduler"
+	"github.com/gpuctl/gpuctl/cluster/state"
+	"github.com/gpuctl/gpuctl/hostd/member/clusterapi"
+	"github.com/gpuctl/gpuctl/internal/random"
+)
+
+// ErrTaken says that the cluster has given a GPU to somebody else.
+var ErrTaken = errors.New("given to others")
+
+// Holding is what a claim has of this host's GPUs.
+type Holding struct {
+	Claim  *clusterv1.Claim
+	GPUs   []string
+	Amount uint64 // bytes of each; 0: whole GPUs
+}
+
+func (n *Node) membership() (*membership, error) {
+	if m := n.member(); m != nil {
+		return m, nil
+	}
+	return nil, clusterapi.ErrNotJoined
+}
+
+// own makes a claim one that this host manages.
+func (m *membership) own(c *clusterv1.Claim) *clusterv1.Claim {
+	c = proto.CloneOf(c)
+	c.Host, c.Owner = m.Host, "host "+m.Host
+	if c.Labels == nil {
+		c.Labels = map[string]string{}
+	}
+	c.Labels[managedBy] = m.ID
+	return c
+}
+
+// Settle returns when the cluster has heard of everything that this host no
+// longer uses, or soon all the same: who asks next is to find it free.
+func (n *Node) Settle(ctx context.Context) {
+	m := n.member()
+	if m == nil {
+		return
+	}
+	ctx, cancel := context.WithTimeout(ctx, settleTimeout)
+	defer cancel()
+	for ctx.Err() == nil {
+		v := m.store.State().View()
+		changed := v.Changed(clusterv1.Kind_KIND_ASSIGNMENT)
+		if !n.unsettled(m, v) {
+			return
+		}
+		n.Kick()
+		select {
+		case <-changed:
+		case <-ctx.Done():
+		}
+	}
+}
+
+const settleTimeout = time.Second
+
+func (n *Node) unsettled(m *membership, v *state.View) bool {
+	for as := range v.AssignmentsOfHost(m.Host) {
+		if n.manages(m, v.Claim(as.GetClaim())) && !n.Host.Uses(as.GetClaim(), m.name(as.GetGpu())) {
+			return true
+		}
+	}
+	return false
+}
+
+// Known returns when the cluster knows GPUs of this host, or after the time of
+// one attempt all the same: one that was just started has to report them first.
+func (n *Node) Known(ctx context.Context, gpus []string) {
+	m := n.member()
+	if m == nil {
+		return
+	}
+	ctx, cancel := context.WithTimeout(ctx, attempt)
+	defer cancel()
+	for ctx.Err() == nil {
+		v := m.store.State().View()
+		changed := v.Changed(clusterv1.Kind_KIND_GPU, clusterv1.Kind_KIND_HOST)
+		if !slices.ContainsFunc(gpus, func(g string) bool { return !v.GPU(m.id(g)).GetPresent() }) {
+			return
+		}
+		if err := n.reportOnce(ctx, m); err != nil {
+			n.Logger.Debug("host not reported yet", "err", err)
+		}
+		select {
+		case <-changed:
+		case <-ctx.Done():
+		case <-time.After(retryAfter):
+		}
+	}
+}
+
+// HostName is what the cluster calls this host.
+func (n *Node) HostName() string { return n.Self().Host }
+
+// Claim binds a claim to GPUs of this host, or says why not.
+func (n *Node) Claim(ctx context.Context, c *clusterv1.Claim) (*clusterv1.CreateClaimResponse, error) {
+	ctx, cancel := context.WithTimeout(ctx, attempt)
+	defer cancel()
+	m, err := n.membership()
+	if err != nil {
+		return nil, err
+	}
+	res, err := n.api.Bind(ctx, m.own(c))
+	return res, clusterapi.Uncoded(err)
+}
+
+// Place ranks where a claim of this host can go.
+func (n *Node) Place(ctx context.Context, r placement.Request) (placement.Decision, error) {
+	caller := ctx // the decision explains itself later
+	ctx, cancel := context.WithTimeout(ctx, attempt)
+	defer cancel()
+	m, err := n.membership()
+	if err != nil {
+		return placement.Decision{}, err
+	}
+	v, err := m.store.Read(ctx, false)
+	if err != nil {
+		return placement.Decision{}, err
+	}
+	r.Claim, r.Host, r.Context = m.own(r.Claim), m.Host, caller
+	for i, g := range r.From {
+		r.From[i] = m.id(g)
+	}
+	return m.scheduler.Place(v, r), nil
+}
+
+// Acquire gives a claim GPUs beside what it has, and makes the claim if the
+// cluster does not know it.
+func (n *Node) Acquire(ctx context.Context, c *clusterv1.Claim, gpus []string, amount uint64) error {
+	ctx, cancel := context.WithTimeout(ctx, attempt)
+	defer cancel()
+	m, err := n.membership()
+	if err != nil {
+		return err
+	}
+	c = m.own(c)
+	ids := map[string]bool{}
+	for _, g := range gpus {
+		ids[m.id(g)] = true
+	}
+	kind := clusterv1.VGPUKind_VGPU_KIND_WHOLE
+	if amount > 0 {
+		kind = clusterv1.VGPUKind_VGPU_KIND_SHARE
+	}
+	v, err := m.store.Read(ctx, false)
+	if err != nil {
+		return err
+	}
+	known := v.Claim(c.GetId()) != nil
+	for as := range v.AssignmentsOfClaim(c.GetId()) {
+		delete(ids, as.GetGpu())
+	}
+	if len(ids) == 0 {
+		return nil
+	}
+	var choices []*clusterv1.Choice
+	for _, g := range gpus {
+		if id := m.id(g); ids[id] {
+			choices = append(choices, &clusterv1.Choice{Gpu: id, Memory: amount, Kind: kind})
+		}
+	}
+	cmd := &clusterv1.Command{}
+	if known {
+		cmd.Op = &clusterv1.Command_Assign{Assign: &clusterv1.Assign{Claim: c.GetId(), Choices: choices}}
+	} else {
+		c.Count = uint32(len(choices))
+		cmd.Op = &clusterv1.Command_PutClaim{PutClaim: &clusterv1.PutClaim{Claim: c, Choices: choices}}
+	}
+	_, err = m.propose(ctx, cmd)
+	var answer *scheduler.Error
+	if errors.As(err, &answer) && answer.Result.GetOutcome() == clusterv1.Outcome_OUTCOME_NO_CAPACITY {
+		return fmt.Errorf("gpu %s: %w: %s", strings.Join(gpus, ","), ErrTaken, answer.Result.GetMessage())
+	}
+	return err
+}
+
+// Announce reports this host now. A host that is no member has nobody to tell.
+func (n *Node) Announce(ctx context.Context) error {
+	m := n.member()
+	if m == nil {
+		return nil
+	}
+	if err := n.reportOnce(ctx, m); err != nil && !errors.Is(err, replica.ErrNoLeader) {
+		return err
+	}
+	return nil
+}
+
+// Record notes where a long operation is. It does not wait for the cluster.
+func (n *Node) Record(r *clusterv1.Migration) {
+	select {
+	case n.records <- r:
+	default:
+		n.Logger.Warn("operation not recorded: too many wait", "migration", r.GetId())
+	}
+}
+
+// keepRecords writes records, in order and each with the token that its
+// migration has. While there is no leader they wait.
+func (n *Node) keepRecords(ctx context.Context, m *membership) {
+	tokens := map[string]uint64{}
+	for {
+		var r *clusterv1.Migration
+		select {
+		case <-ctx.Done():
+			return
+		case r = <-n.records:
+		}
+		r.Driver, r.Token = m.Host, tokens[r.GetId()]
+		r.Object = m.id(r.GetObject())
+		token, err := n.keep(ctx, m, r)
+		if err != nil {
+			n.Logger.Warn("operation not recorded", "migration", r.GetId(), "err", err)
+			continue
+		}
+		tokens[r.GetId()] = token
+		if r.GetState() != clusterv1.MigrationState_MIGRATION_STATE_RUNNING {
+			delete(tokens, r.GetId())
+		}
+	}
+}
+
+// keep returns a migration's token. Its error is the state machine's answer,
+// or that of ctx.
+func (n *Node) keep(ctx context.Context, m *membership, r *clusterv1.Migration) (uint64, error) {
+	c := &clusterv1.Command{Id: random.Hex(16), Op: &clusterv1.Command_PutMigration{
+		PutMigration: &clusterv1.PutMigration{Migration: r},
+	}}
+	for {
+		res, err := m.propose(ctx, c)
+		var answer *scheduler.Error
+		if err == nil || errors.As(err, &answer) || ctx.Err() != nil {
+			return res.GetMigration().GetToken(), err
+		}
+		sleep(ctx, retryAfter)
+	}
+}

@@ -1,0 +1,156 @@
+package member
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"slices"
+
+	"connectrpc.com/connect"
+	"google.golang.org/protobuf/proto"
+
+	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
+	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
+	"github.com/gpuctl/gpuctl/cluster/scheduler"
+	"github.com/gpuctl/gpuctl/hostd/member/clusterapi"
+	"github.com/gpuctl/gpuctl/internal/random"
+	"github.com/gpuctl/gpuctl/migrate"
+)
+
+// OtherHosts names the hosts that are up, without this one.
+func (n *Node) OtherHosts() []string {
+	v := n.View()
+	if v == nil {
+		return nil
+	}
+	var out []string
+	for h := range v.Hosts() {
+		if h.GetName() != n.HostName() && h.GetState() != clusterv1.HostState_HOST_STATE_DOWN {
+			out = append(out, h.GetName())
+		}
+	}
+	slices.Sort(out)
+	return out
+}
+
+// Devices reaches the cards of another host.
+func (n *Node) Devices(host string) (gpuctlv1connect.DeviceServiceClient, error) {
+	v := n.View()
+	if v == nil {
+		return nil, clusterapi.ErrNotJoined
+	}
+	h := v.Host(host)
+	switch {
+	case h == nil:
+		return nil, connect.NewError(connect.CodeNotFound, fmt.Errorf("there is no host %q; gpuctl get hosts lists them", host))
+	case h.GetState() == clusterv1.HostState_HOST_STATE_DOWN:
+		return nil, connect.NewError(connect.CodeUnavailable, fmt.Errorf("host %s is down: %s", host, h.GetMessage()))
+	}
+	return gpuctlv1connect.NewDeviceServiceClient(n.http, "https://"+h.GetAddress()), nil
+}
+
+// Note tells the cluster's log what happened. It does not wait for the cluster.
+func (n *Node) Note(e *clusterv1.Event) {
+	select {
+	case n.notes <- e:
+	default:
+		n.Logger.Warn("event not noted: too many wait", "object", e.GetObject(), "type", e.GetType())
+	}
+}
+
+// keepNotes writes events, in order. While there is no leader they wait.
+func (n *Node) keepNotes(ctx context.Context, m *membership) {
+	for {
+		var e *clusterv1.Event
+		select {
+		case <-ctx.Done():
+			return
+		case e = <-n.notes:
+		}
+		c := &clusterv1.Command{Id: random.Hex(16), Op: &clusterv1.Command_Note{Note: &clusterv1.Note{Event: e}}}
+		for ctx.Err() == nil {
+			_, err := m.propose(ctx, c)
+			var answer *scheduler.Error
+			if errors.As(err, &answer) {
+				n.Logger.Warn("event not noted", "object", e.GetObject(), "type", e.GetType(), "err", err)
+			}
+			if err == nil || answer != nil {
+				break
+			}
+			sleep(ctx, retryAfter)
+		}
+	}
+}
+
+// address of a host, this one included.
+func (n *Node) address(host string) (string, error) {
+	v := n.View()
+	if v == nil {
+		return "", clusterapi.ErrNotJoined
+	}
+	h := v.Host(host)
+	if h == nil {
+		return "", connect.NewError(connect.CodeNotFound, fmt.Errorf("there is no host %q; gpuctl get hosts lists them", host))
+	}
+	return h.GetAddress(), nil
+}
+
+// Site reaches what a host does for migrations; also this host's.
+func (n *Node) Site(host string) (gpuctlv1connect.SiteServiceClient, error) {
+	address, err := n.address(host)
+	if err != nil {
+		return nil, err
+	}
+	return gpuctlv1connect.NewSiteServiceClient(n.http, "https://"+address), nil
+}
+
+// Migrations reaches another host's migrations.
+func (n *Node) Migrations(host string) (gpuctlv1connect.MigrationServiceClient, error) {
+	address, err := n.address(host)
+	if err != nil {
+		return nil, err
+	}
+	return gpuctlv1connect.NewMigrationServiceClient(n.http, "https://"+address), nil
+}
+
+// Address is where a host is reached, without the port.
+func (n *Node) Address(host string) (string, error) {
+	address, err := n.address(host)
+	if err != nil {
+		return "", err
+	}
+	name, _, err := net.SplitHostPort(address)
+	return name, err
+}
+
+// PutMigration writes a migration's record with the token that it has; takeOver
+// makes this host its driver. The answer is the record as it is kept. An error
+// that wraps migrate.ErrStale says that another host drives it; one that wraps
+// migrate.ErrUnreachable that nobody knows.
+func (n *Node) PutMigration(ctx context.Context, r *clusterv1.Migration, takeOver bool) (*clusterv1.Migration, error) {
+	m, err := n.membership()
+	if err != nil {
+		return nil, err
+	}
+	r = proto.CloneOf(r)
+	r.Driver = m.Host
+	if takeOver {
+		r.Token = 0
+	}
+	res, err := m.propose(ctx, &clusterv1.Command{Id: random.Hex(16), Op: &clusterv1.Command_PutMigration{
+		PutMigration: &clusterv1.PutMigration{Migration: r, TakeOver: takeOver},
+	}})
+	var answer *scheduler.Error
+	switch {
+	case err == nil:
+		return proto.CloneOf(res.GetMigration()), nil // the state's own must not be changed
+	case errors.As(err, &answer) && answer.Result.GetOutcome() == clusterv1.Outcome_OUTCOME_STALE:
+		return nil, fmt.Errorf("%w: %w", migrate.ErrStale, err)
+	case answer != nil && answer.Result.GetOutcome() == clusterv1.Outcome_OUTCOME_INVALID:
+		return nil, fmt.Errorf("%w: %w", migrate.ErrRefused, err)
+	case answer != nil:
+		return nil, err
+	}
+	return nil, fmt.Errorf("%w: %w", migrate.ErrUnreachable, err)
+}

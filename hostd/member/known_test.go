@@ -1,0 +1,36 @@
+package member
+
+import (
+	"testing"
+	"time"
+
+	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
+	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+)
+
+// Who asks for a GPU that the host has just found, and the cluster not heard of,
+// waits for that, and is not told that there is none.
+func TestGPUThatTheClusterHasNotHeardOfIsWaitedFor(t *testing.T) {
+	t.Parallel()
+	ctx := limit(t)
+	m := newMachine(t, "a")
+	m.dir = "" // a cluster of one in memory, as of gpuctl run
+	m.stop()
+	m.start(ctx)
+	m.Known(ctx, []string{"g0", "g1"})
+	m.host.do(func() {
+		m.host.gpus = append(m.host.gpus, &clusterv1.GPU{Name: "new", Model: "test", Type: "gpu", Limits: &gpuctlv1.Limits{GlobalMemory: 8 << 30}})
+	})
+	if m.view(ctx).GPU("a/new").GetPresent() {
+		t.Fatal("known before it was reported")
+	}
+	began := time.Now()
+	m.Known(ctx, []string{"g0", "new"})
+	if !m.view(ctx).GPU("a/new").GetPresent() {
+		t.Fatal("not known after it was waited for")
+	}
+	res, err := m.Claim(ctx, &clusterv1.Claim{Id: "c", Count: 1, Expr: `name == "new"`})
+	if err != nil || len(res.GetAssignments()) != 1 {
+		t.Errorf("%v, %v, after %s", res, err, time.Since(began))
+	}
+}

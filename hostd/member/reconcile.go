@@ -1,0 +1,261 @@
+package member
+
+import (
+	"cmp"
+	"context"
+	"log/slog"
+	"slices"
+	"strings"
+	"time"
+
+	"google.golang.org/protobuf/proto"
+
+	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
+	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/cluster/scheduler"
+	"github.com/gpuctl/gpuctl/cluster/state"
+)
+
+const (
+	reportEvery    = 10 * time.Second
+	reconcileEvery = 5 * time.Second
+	retryAfter     = time.Second
+	attempt        = 10 * time.Second // of one command
+	// together are changes that come within this time: a word about each of
+	// them alone would double the log.
+	together = 20 * time.Millisecond
+)
+
+// managedBy is the label of claims that a host made for its own sessions.
+const managedBy = "gpuctl.managed-by"
+
+// Kick makes the node look at the host now: something has changed there.
+func (n *Node) Kick() {
+	select {
+	case n.kick <- struct{}{}:
+	default:
+	}
+}
+
+// propose a command in this host's name.
+func (m *membership) propose(ctx context.Context, c *clusterv1.Command) (*clusterv1.Result, error) {
+	ctx, cancel := context.WithTimeout(ctx, attempt)
+	defer cancel()
+	c.Actor = "host " + m.Host
+	return scheduler.Check(m.store.Apply(ctx, c))
+}
+
+// id is what the cluster calls something of this host's, and name the inverse.
+func (m *membership) id(name string) string { return m.Host + "/" + name }
+
+func (m *membership) name(id string) string { return strings.TrimPrefix(id, m.Host+"/") }
+
+// report tells the cluster what this host is whenever that has changed.
+func (n *Node) report(ctx context.Context, m *membership) {
+	for ctx.Err() == nil {
+		pause := reportEvery
+		if err := n.reportOnce(ctx, m); err != nil && ctx.Err() == nil {
+			level := slog.LevelWarn
+			if !n.Host.Ready() { // it has just been started, and looks for its GPUs
+				level = slog.LevelDebug
+			}
+			n.Logger.Log(ctx, level, "host not reported", "err", err)
+			pause = retryAfter
+		}
+		v := m.store.State().View()
+		t := time.NewTimer(pause)
+		select {
+		case <-ctx.Done():
+		case <-t.C:
+		case <-v.Changed(clusterv1.Kind_KIND_HOST): // we may have been forgotten
+			sleep(ctx, 100*time.Millisecond)
+		}
+		t.Stop()
+	}
+}
+
+func (n *Node) reportOnce(ctx context.Context, m *membership) error {
+	if m.store.State().View().Identity(m.ID) == nil {
+		return nil // not let in yet as far as is known here, or removed
+	}
+	h, gpus, err := n.Host.Report(ctx)
+	if err != nil {
+		return err
+	}
+	h = proto.CloneOf(h)
+	h.Name, h.Id, h.Address, h.Version, h.Protocol = m.Host, m.ID, m.Address, n.Version, state.Protocol
+	own := make([]*clusterv1.GPU, len(gpus))
+	for i, g := range gpus {
+		g = proto.CloneOf(g)
+		g.Host, g.Id, g.Present = m.Host, m.id(g.GetName()), true
+		// As the state has them that are left out.
+		if g.GetLimits() == nil {
+			g.Limits = &gpuctlv1.Limits{}
+		}
+		g.Health = cmp.Or(g.GetHealth(), clusterv1.Health_HEALTH_OK)
+		own[i] = g
+	}
+	v := m.store.State().View()
+	if reported(v, h, own) {
+		return nil
+	}
+	_, err = m.propose(ctx, &clusterv1.Command{Op: &clusterv1.Command_ReportHost{ReportHost: &clusterv1.ReportHost{Host: h, Gpus: own}}})
+	return err
+}
+
+// reported says whether the state has all of a report already.
+func reported(v *state.View, h *clusterv1.Host, gpus []*clusterv1.GPU) bool {
+	old := v.Host(h.GetName())
+	if old == nil || old.GetId() != h.GetId() {
+		return false
+	}
+	want := proto.CloneOf(h)
+	want.Labels, want.State, want.Draining, want.Down = old.GetLabels(), old.GetState(), old.GetDraining(), old.GetDown()
+	want.Message, want.JoinedUnixMs, want.Revision = old.GetMessage(), old.GetJoinedUnixMs(), old.GetRevision()
+	if !proto.Equal(want, old) {
+		return false
+	}
+	present := 0
+	for g := range v.GPUsOfHost(h.GetName()) {
+		if g.GetPresent() {
+			present++
+		}
+	}
+	if present != len(gpus) {
+		return false
+	}
+	for _, g := range gpus {
+		old := v.GPU(g.GetId())
+		if old == nil || !old.GetPresent() {
+			return false
+		}
+		want := proto.CloneOf(g)
+		want.Cordoned, want.CordonReason, want.UsedMemory = old.GetCordoned(), old.GetCordonReason(), old.GetUsedMemory()
+		want.FreeMemory, want.Free, want.Revision = old.GetFreeMemory(), old.GetFree(), old.GetRevision()
+		if !proto.Equal(want, old) {
+			return false
+		}
+	}
+	return true
+}
+
+// reconcile brings what the log says of this host's assignments and sessions
+// together with what is.
+func (n *Node) reconcile(ctx context.Context, m *membership) {
+	for ctx.Err() == nil {
+		v := m.store.State().View()
+		pause := reconcileEvery
+		if v.Host(m.Host) != nil && n.Host.Ready() && m.store.CaughtUp() {
+			if err := n.reconcileOnce(ctx, m, v); err != nil && ctx.Err() == nil {
+				n.Logger.Warn("assignments not settled", "err", err)
+				pause = retryAfter
+			}
+		} else {
+			pause = retryAfter
+		}
+		t := time.NewTimer(pause)
+		select {
+		case <-ctx.Done():
+		case <-t.C:
+		case <-n.kick:
+		case <-v.Changed(clusterv1.Kind_KIND_ASSIGNMENT):
+			sleep(ctx, together)
+		}
+		t.Stop()
+	}
+}
+
+func (n *Node) reconcileOnce(ctx context.Context, m *membership, v *state.View) error {
+	var words []*clusterv1.Confirmation
+	over := map[string]bool{}
+	for as := range v.AssignmentsOfHost(m.Host) {
+		gpu := m.name(as.GetGpu())
+		used := n.Host.Uses(as.GetClaim(), gpu)
+		mine := n.manages(m, v.Claim(as.GetClaim()))
+		switch {
+		case !used && (mine || as.GetResidence() == clusterv1.Residence_RESIDENCE_RELEASING):
+			words = append(words, &clusterv1.Confirmation{Assignment: as.GetId(), Token: as.GetToken(), Gone: true})
+			if mine && !n.Host.Knows(as.GetClaim()) {
+				over[as.GetClaim()] = true
+			}
+		case as.GetResidence() == clusterv1.Residence_RESIDENCE_SCHEDULED:
+			words = append(words, &clusterv1.Confirmation{Assignment: as.GetId(), Token: as.GetToken()})
+		}
+	}
+	for c := range v.PendingClaims() {
+		if n.manages(m, c) && len(c.GetAssignments()) == 0 && !n.Host.Knows(c.GetId()) {
+			over[c.GetId()] = true
+		}
+	}
+	for c := range over {
+		if _, err := m.propose(ctx, &clusterv1.Command{Op: &clusterv1.Command_DeleteClaim{DeleteClaim: &clusterv1.DeleteClaim{Claim: c}}}); err != nil {
+			return err
+		}
+	}
+	// What a claim has here and the log does not know, after a restart most of
+	// all. It is in use: that others have it, too, is for people to hear of.
+	for _, held := range n.Host.Holdings() {
+		if n.assigned(m, v, held) {
+			continue
+		}
+		if err := n.Acquire(ctx, held.Claim, held.GPUs, held.Amount); err != nil {
+			n.Logger.Error("a claim uses a gpu that the cluster has not given to it", "claim", held.Claim.GetId(), "gpu", strings.Join(held.GPUs, ","), "err", err)
+		}
+	}
+	if len(words) > 0 {
+		_, err := m.propose(ctx, &clusterv1.Command{Op: &clusterv1.Command_ConfirmAssignments{
+			ConfirmAssignments: &clusterv1.ConfirmAssignments{Host: m.Host, Confirmations: words},
+		}})
+		if err != nil {
+			return err
+		}
+	}
+	return n.tellSessions(ctx, m, v)
+}
+
+func (n *Node) assigned(m *membership, v *state.View, held Holding) bool {
+	missing := slices.Clone(held.GPUs)
+	for as := range v.AssignmentsOfClaim(held.Claim.GetId()) {
+		missing = slices.DeleteFunc(missing, func(g string) bool { return m.id(g) == as.GetGpu() })
+	}
+	return len(missing) == 0
+}
+
+func (n *Node) manages(m *membership, c *clusterv1.Claim) bool {
+	return c != nil && c.GetLabels()[managedBy] == m.ID
+}
+
+// tellSessions reports sessions that the log has otherwise.
+func (n *Node) tellSessions(ctx context.Context, m *membership, v *state.View) error {
+	known := map[string]*clusterv1.Session{}
+	for s := range v.SessionsOfHost(m.Host) {
+		known[s.GetId()] = s
+	}
+	var news []*clusterv1.Session
+	for _, s := range n.Host.Sessions() {
+		s.Id, s.Host = m.id(s.GetId()), m.Host
+		for i, g := range s.GetGpus() {
+			s.Gpus[i] = m.id(g)
+		}
+		old := known[s.GetId()]
+		delete(known, s.GetId())
+		if old != nil {
+			s.Revision = old.GetRevision()
+		}
+		if old == nil || !proto.Equal(old, s) {
+			s.Revision = 0
+			news = append(news, s)
+		}
+	}
+	for id := range known {
+		news = append(news, &clusterv1.Session{Id: id, Host: m.Host, State: gpuctlv1.SessionState_SESSION_STATE_ENDED})
+	}
+	if len(news) == 0 {
+		return nil
+	}
+	slices.SortFunc(news, func(a, b *clusterv1.Session) int { return strings.Compare(a.GetId(), b.GetId()) })
+	_, err := m.propose(ctx, &clusterv1.Command{Op: &clusterv1.Command_ReportSessions{
+		ReportSessions: &clusterv1.ReportSessions{Host: m.Host, Sessions: news},
+	}})
+	return err
+}

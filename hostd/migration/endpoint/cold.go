@@ -1,0 +1,156 @@
+package endpoint
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"time"
+
+	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/internal/virt"
+)
+
+const (
+	shutdownTime = time.Minute // that a VM has to shut down before it is destroyed
+	lookEvery    = 200 * time.Millisecond
+)
+
+// Stop ends a VM, which stays defined; its card is reset and stays held for it.
+func (l *Local) Stop(ctx context.Context, m *gpuctlv1.SiteMachine, gpu string) error {
+	d, err := l.domain(ctx, m.GetUuid())
+	if err != nil {
+		return err
+	}
+	if gpu != "" {
+		if err := l.Keeper.Keep(ctx, machine(m), local(gpu), m.GetMigration()); err != nil {
+			return err
+		}
+	}
+	if err := l.end(ctx, d); err != nil {
+		return err
+	}
+	l.Guests.Forget(m.GetUuid())
+	if gpu == "" {
+		return nil
+	}
+	return l.Keeper.Ended(ctx, machine(m), local(gpu))
+}
+
+// end shuts a VM down, and destroys it if it does not heed that.
+func (l *Local) end(ctx context.Context, d virt.Domain) error {
+	patience, cancel := context.WithTimeout(ctx, shutdownTime)
+	defer cancel()
+	asked := false
+	for {
+		state, err := l.Client.State(ctx, d)
+		if err != nil {
+			return err
+		}
+		if !state.Active() {
+			return nil
+		}
+		if !asked && state != virt.Paused {
+			if err := l.Client.Shutdown(ctx, d); err != nil && !errors.Is(err, virt.ErrState) {
+				l.Log.Warn("a VM does not shut down", "machine", d.Name, "err", err)
+				cancel()
+			}
+			asked = true
+		} else if state == virt.Paused {
+			cancel()
+		}
+		select {
+		case <-ctx.Done():
+			return ctx.Err()
+		case <-patience.Done():
+			if err := l.Client.Destroy(ctx, d); err != nil && !errors.Is(err, virt.ErrState) {
+				return err
+			}
+		case <-time.After(lookEvery):
+		}
+	}
+}
+
+// Start has a VM run with a card that is held for it. The hook makes the card
+// ready as for any start.
+func (l *Local) Start(ctx context.Context, m *gpuctlv1.SiteMachine, gpu string, stored bool) error {
+	d, err := l.domain(ctx, m.GetUuid())
+	if err != nil {
+		return err
+	}
+	state, err := l.Client.State(ctx, d)
+	if err != nil {
+		return err
+	}
+	if !state.Active() {
+		if err := l.startWith(ctx, d, m, gpu); err != nil {
+			return err
+		}
+	}
+	if gpu == "" {
+		return nil
+	}
+	// The hypervisor has the last word, and the definition follows.
+	if err := l.Keeper.Plug(ctx, machine(m), local(gpu), stored); err != nil || stored {
+		return err
+	}
+	functions, err := l.Keeper.Functions(ctx, local(gpu))
+	if err != nil {
+		return err
+	}
+	return l.Machines.Unstore(ctx, m.GetUuid(), functions)
+}
+
+func (l *Local) startWith(ctx context.Context, d virt.Domain, m *gpuctlv1.SiteMachine, gpu string) error {
+	if gpu != "" {
+		functions, err := l.Keeper.Functions(ctx, local(gpu))
+		if err == nil {
+			err = l.Machines.Store(ctx, m.GetUuid(), functions)
+		}
+		if err != nil {
+			return err
+		}
+	}
+	_, err := l.Client.Start(ctx, d)
+	return err
+}
+
+// Definition is what a VM that does not run is started from.
+func (l *Local) Definition(ctx context.Context, uuid string) (string, error) {
+	d, err := l.domain(ctx, uuid)
+	if err != nil {
+		return "", err
+	}
+	text, err := l.Client.XML(ctx, d, virt.XMLInactive|virt.XMLSecure)
+	return string(text), err
+}
+
+// Define takes another host's definition of a VM.
+func (l *Local) Define(ctx context.Context, m *gpuctlv1.SiteMachine, xml string) error {
+	if l.Client == nil {
+		return fmt.Errorf("host %s has no libvirt", l.Name)
+	}
+	d, err := l.Client.Define(ctx, []byte(xml))
+	if err == nil && d.UUID.String() != m.GetUuid() {
+		err = fmt.Errorf("the definition of VM %s is of another one, %s", m.GetName(), d.UUID)
+	}
+	return err
+}
+
+// Undefine forgets a VM that does not run here.
+func (l *Local) Undefine(ctx context.Context, m *gpuctlv1.SiteMachine) error {
+	d, err := l.domain(ctx, m.GetUuid())
+	if errors.Is(err, virt.ErrNotFound) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	state, err := l.Client.State(ctx, d)
+	if err != nil {
+		return err
+	}
+	if state.Active() {
+		return fmt.Errorf("VM %s runs on host %s: its definition stays", d.Name, l.Name)
+	}
+	return l.Client.Undefine(ctx, d)
+}

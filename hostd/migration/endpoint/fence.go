@@ -1,0 +1,159 @@
+package endpoint
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io/fs"
+	"maps"
+	"os"
+	"slices"
+	"sync"
+
+	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/internal/durable"
+	"github.com/gpuctl/gpuctl/migrate"
+)
+
+// Fence is what a host has to remember of migrations.
+//
+// It keeps drivers of migrations from doing anything here once another one has
+// taken over. A record's token is higher than those of all records and drivers
+// before it, so that one number for each VM tells them apart; it outlives this
+// process. It is safe for concurrent use.
+type Fence struct {
+	path    string
+	cluster func() string // whose tokens they are
+
+	mu   sync.Mutex
+	kept fenceFile
+}
+
+// fenceFile is what is on disk.
+type fenceFile struct {
+	Cluster string            `json:"cluster"`
+	Tokens  map[string]uint64 `json:"tokens"` // by the VM's UUID
+	// Halted are copies of VMs, by UUID, that ran here and elsewhere, too, and may
+	// have been paused since. They are not to be taken for arrivals that never ran.
+	Halted map[string]bool `json:"halted,omitempty"`
+}
+
+// mostFenced are the VMs whose tokens are kept; those of the oldest go first.
+const mostFenced = 4096
+
+// OpenFence reads what was kept. cluster is the id of the cluster that this host
+// is in now: tokens of another one say nothing.
+func OpenFence(path string, cluster func() string) (*Fence, error) {
+	f := &Fence{path: path, cluster: cluster, kept: fenceFile{Tokens: map[string]uint64{}}}
+	data, err := os.ReadFile(path)
+	if errors.Is(err, fs.ErrNotExist) {
+		return f, nil
+	}
+	if err == nil {
+		err = json.Unmarshal(data, &f.kept)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("tokens of migrations in %s: %w", path, err)
+	}
+	if f.kept.Tokens == nil {
+		f.kept.Tokens = map[string]uint64{}
+	}
+	return f, nil
+}
+
+// Admit says why a driver may not do a step on a VM: another one has been here
+// since. A nil Fence admits all.
+func (f *Fence) Admit(m *gpuctlv1.SiteMachine) error {
+	if f == nil {
+		return nil
+	}
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	next := f.kept
+	if id := f.cluster(); id != next.Cluster {
+		next = fenceFile{Cluster: id, Halted: next.Halted}
+	}
+	seen := next.Tokens[m.GetUuid()]
+	switch {
+	case m.GetToken() < seen:
+		return fmt.Errorf("%w: migration %s of VM %s comes with token %d, and %d was here", migrate.ErrStale, m.GetMigration(), m.GetName(), m.GetToken(), seen)
+	case m.GetToken() == seen:
+		return nil // of a driver of an earlier version, too, which has none
+	}
+	tokens := map[string]uint64{m.GetUuid(): m.GetToken()}
+	for uuid, t := range next.Tokens {
+		if uuid != m.GetUuid() {
+			tokens[uuid] = t
+		}
+	}
+	for len(tokens) > mostFenced {
+		delete(tokens, oldest(tokens))
+	}
+	next.Tokens = tokens
+	if err := f.write(next); err != nil { // it would be forgotten
+		return fmt.Errorf("the token of migration %s cannot be kept: %w", m.GetMigration(), err)
+	}
+	return nil
+}
+
+// write keeps what is to be kept; mu is held.
+func (f *Fence) write(next fenceFile) error {
+	data, err := json.Marshal(next)
+	if err == nil {
+		err = durable.Replace(f.path, append(data, '\n'), 0o600)
+	}
+	if err == nil {
+		f.kept = next
+	}
+	return err
+}
+
+// Halt remembers that a copy of a VM has run here while it ran elsewhere, too, or
+// that there is none any more.
+func (f *Fence) Halt(uuid string, halted bool) error {
+	if f == nil {
+		return nil
+	}
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if f.kept.Halted[uuid] == halted {
+		return nil
+	}
+	next := f.kept
+	next.Halted = maps.Clone(next.Halted)
+	if next.Halted == nil {
+		next.Halted = map[string]bool{}
+	}
+	if halted {
+		next.Halted[uuid] = true
+	} else {
+		delete(next.Halted, uuid)
+	}
+	if err := f.write(next); err != nil {
+		return fmt.Errorf("that a copy of VM %s has run cannot be kept: %w", uuid, err)
+	}
+	return nil
+}
+
+// Halted reports whether a copy of a VM has run here beside another one.
+func (f *Fence) Halted(uuid string) bool {
+	if f == nil {
+		return false
+	}
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return f.kept.Halted[uuid]
+}
+
+func oldest(tokens map[string]uint64) string {
+	all := make([]string, 0, len(tokens))
+	for uuid := range tokens {
+		all = append(all, uuid)
+	}
+	return slices.MinFunc(all, func(a, b string) int {
+		if tokens[a] < tokens[b] {
+			return -1
+		}
+		return 1
+	})
+}

@@ -1,0 +1,382 @@
+package endpoint
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"net/http"
+	"strings"
+	"sync"
+	"time"
+
+	"connectrpc.com/connect"
+
+	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
+	"github.com/gpuctl/gpuctl/guest/vm/channel"
+	"github.com/gpuctl/gpuctl/passthrough/pci"
+)
+
+// errNoAgent says that nobody in the VM answers.
+var errNoAgent = errors.New("no gpuguest answers")
+
+// Channels finds a VM's guest channel: the path of its socket on this host.
+type Channels interface {
+	Channel(ctx context.Context, uuid string) (path string, err error)
+}
+
+// channelName is what the guest finds its channel by.
+const channelName = channel.Name
+
+// Guests are the agents in this host's VMs. Connections are made when they are
+// needed, and kept. It is safe for concurrent use.
+type Guests struct {
+	// Bulk is the way that states of a VM's sessions take: a client that reaches
+	// the VM's GuestService until done is called.
+	Bulk func(ctx context.Context, uuid string) (client *http.Client, done func(), err error)
+	// Vchan connects to a path of a VM; nil: this is no Xen.
+	Vchan func(ctx context.Context, uuid, path string) (net.Conn, error)
+	// Console says that guest channels are Xen's PV consoles.
+	Console bool
+	// Locks is a folder of this hostd's own; what VMs' sockets lie in is their
+	// processes' to write. Empty: beside the sockets, for tests.
+	Locks string
+
+	channels Channels
+	scan     func() ([]*pci.Card, error)
+	log      *slog.Logger
+
+	mu   sync.Mutex
+	open map[string]*guest // by UUID
+}
+
+// guest is a VM's agent.
+type guest struct {
+	path  string
+	link  *channel.Client
+	agent gpuctlv1connect.AgentServiceClient
+	work  gpuctlv1connect.GuestServiceClient
+}
+
+// NewGuests returns Guests that have no connection yet.
+func NewGuests(c Channels, scan func() ([]*pci.Card, error), log *slog.Logger) *Guests {
+	g := &Guests{channels: c, scan: scan, log: log, open: map[string]*guest{}}
+	g.Bulk = g.bulk
+	return g
+}
+
+// How fast states move, in bytes per second, before a migration has shown it: a
+// PV console moves a page for each interrupt, a virtio-serial port is held up by
+// the channel's acknowledgements alone, a vchan does not know of disks faster.
+const (
+	consoleSpeed = 500_000
+	portSpeed    = 30_000_000
+	vchanSpeed   = 12_000_000 // in emulation
+)
+
+func (g *Guests) speed() uint64 {
+	switch {
+	case g.Vchan != nil:
+		return vchanSpeed
+	case g.Console:
+		return consoleSpeed
+	}
+	return portSpeed
+}
+
+// bulk is a vchan of its own, or else the guest channel.
+func (g *Guests) bulk(ctx context.Context, uuid string) (*http.Client, func(), error) {
+	o, err := g.get(ctx, uuid)
+	if err != nil {
+		return nil, nil, err
+	}
+	if g.Vchan != nil {
+		client, end, err := g.overVchan(ctx, uuid, o)
+		if err == nil {
+			return client, end, nil
+		}
+		g.log.Warn("states take the slow way: the VM's channel", "machine", uuid, "err", err)
+	}
+	return o.link.HTTP(), func() {}, nil
+}
+
+func (g *Guests) overVchan(ctx context.Context, uuid string, o *guest) (*http.Client, func(), error) {
+	ctx, cancel := context.WithTimeout(ctx, agentWait)
+	defer cancel()
+	res, err := o.agent.OpenBulk(ctx, connect.NewRequest(&gpuctlv1.OpenBulkRequest{}))
+	if err != nil {
+		return nil, nil, err
+	}
+	path := res.Msg.GetVchan() // a guest's word: of its own, and not of another domain's home
+	if !strings.HasPrefix(path, "data/") {
+		return nil, nil, fmt.Errorf("the VM offers a vchan at %.80q", path)
+	}
+	conn, err := g.Vchan(ctx, uuid, path)
+	if err != nil {
+		return nil, nil, err
+	}
+	client, end, err := channel.Over(conn)
+	if err != nil {
+		return nil, nil, errors.Join(err, conn.Close())
+	}
+	return client, func() { _ = end.Close() }, nil
+}
+
+// get connects to a VM's agent.
+func (g *Guests) get(ctx context.Context, uuid string) (*guest, error) {
+	path, err := g.channels.Channel(ctx, uuid)
+	if err != nil {
+		return nil, fmt.Errorf("%w: %w", errNoAgent, err)
+	}
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	if o := g.open[uuid]; o != nil {
+		if o.path == path {
+			return o, nil
+		}
+		o.close()
+		delete(g.open, uuid)
+	}
+	link, err := channel.Open(path, channel.WithLogger(g.log), channel.WithWait(agentWait), channel.WithLocks(g.Locks))
+	if err != nil {
+		return nil, fmt.Errorf("%w: %w", errNoAgent, err)
+	}
+	o := &guest{
+		path: path, link: link,
+		agent: gpuctlv1connect.NewAgentServiceClient(link.HTTP(), "http://vm", channel.ConnectOptions()...),
+		work:  gpuctlv1connect.NewGuestServiceClient(link.HTTP(), "http://vm", channel.ConnectOptions()...),
+	}
+	g.open[uuid] = o
+	return o, nil
+}
+
+// agentWait is how long a request waits for a channel that is down.
+const agentWait = 20 * time.Second
+
+func (o *guest) close() {
+	if err := o.link.Close(); err != nil {
+		return
+	}
+}
+
+// Forget lets go of a VM's channel: it moves, or has ended.
+func (g *Guests) Forget(uuid string) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	if o := g.open[uuid]; o != nil {
+		o.close()
+		delete(g.open, uuid)
+	}
+}
+
+// Close lets go of all.
+func (g *Guests) Close() error {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	for uuid, o := range g.open {
+		o.close()
+		delete(g.open, uuid)
+	}
+	return nil
+}
+
+// hello asks a VM's agent what runs there.
+func (g *Guests) hello(ctx context.Context, uuid string) (*gpuctlv1.HelloResponse, error) {
+	o, err := g.get(ctx, uuid)
+	if err != nil {
+		return nil, err
+	}
+	res, err := o.agent.Hello(ctx, connect.NewRequest(&gpuctlv1.HelloRequest{}))
+	if err != nil {
+		return nil, fmt.Errorf("%w: %w", errNoAgent, err)
+	}
+	return res.Msg, nil
+}
+
+// About is what is known of a VM's agent, in words.
+func (g *Guests) About(uuid string) string {
+	g.mu.Lock()
+	o := g.open[uuid]
+	g.mu.Unlock()
+	if o == nil {
+		return ""
+	}
+	s := o.link.State()
+	if s.Up {
+		return "gpuguest answers in " + s.RoundTrip.Round(100*time.Microsecond).String()
+	}
+	if s.Err != nil {
+		return s.Err.Error()
+	}
+	return "connecting"
+}
+
+// Answers says why a VM's agent can't be asked.
+func (g *Guests) Answers(ctx context.Context, uuid string) error {
+	ctx, cancel := context.WithTimeout(ctx, agentWait)
+	defer cancel()
+	_, err := g.hello(ctx, uuid)
+	return err
+}
+
+// LetGo has a VM let go of a function of this host and confirm that it can be
+// unplugged.
+func (g *Guests) LetGo(ctx context.Context, uuid string, function pci.Address) error {
+	f, err := g.function(function)
+	if err != nil {
+		return err
+	}
+	return g.release(ctx, uuid, f.VendorID, f.DeviceID)
+}
+
+// Has is what a VM's agent says of a function of this host being there.
+func (g *Guests) Has(ctx context.Context, uuid string, function pci.Address) (bool, error) {
+	f, err := g.function(function)
+	if err != nil {
+		return false, err
+	}
+	hello, err := g.hello(ctx, uuid)
+	if err != nil {
+		return false, err
+	}
+	d, err := find(hello, f.VendorID, f.DeviceID)
+	if ofGPU := (&pci.Device{Class: f.Class}).Managed(); err == nil && d == nil && !ofGPU {
+		return false, fmt.Errorf("the VM's gpuguest does not tell of functions like %s, whose class is %06x", function, f.Class)
+	}
+	return d != nil, err
+}
+
+// function of this host.
+func (g *Guests) function(at pci.Address) (*pci.Device, error) {
+	cards, err := g.scan()
+	if err != nil {
+		return nil, err
+	}
+	for _, c := range cards {
+		for _, f := range c.Functions {
+			if f.Address == at {
+				return f, nil
+			}
+		}
+	}
+	return nil, fmt.Errorf("function %s: it is not on the bus", at)
+}
+
+// device finds a function in the VM by its ids; nil: the VM does not have it.
+func find(hello *gpuctlv1.HelloResponse, vendor, device uint16) (*gpuctlv1.GuestDevice, error) {
+	var found *gpuctlv1.GuestDevice
+	for _, d := range hello.GetDevices() {
+		if d.GetVendorId() != uint32(vendor) || d.GetDeviceId() != uint32(device) {
+			continue
+		}
+		if found != nil {
+			return nil, fmt.Errorf("the VM has two devices %04x:%04x, and which is meant cannot be told", vendor, device)
+		}
+		found = d
+	}
+	return found, nil
+}
+
+func (g *Guests) release(ctx context.Context, uuid string, vendor, device uint16) error {
+	hello, err := g.hello(ctx, uuid)
+	if err != nil {
+		return err
+	}
+	d, err := find(hello, vendor, device)
+	if err != nil {
+		return err
+	}
+	if d == nil {
+		return nil // what it is told of no longer: functions that are no GPUs, or gone already
+	}
+	o, err := g.get(ctx, uuid)
+	if err != nil {
+		return err
+	}
+	if _, err := o.agent.Release(ctx, connect.NewRequest(&gpuctlv1.ReleaseRequest{Address: d.GetAddress()})); err != nil {
+		return fmt.Errorf("the VM does not let go of %s: %w", d.GetAddress(), err)
+	}
+	return nil
+}
+
+// takeUp undoes release.
+func (g *Guests) takeUp(ctx context.Context, uuid string, vendor, device uint16) error {
+	hello, err := g.hello(ctx, uuid)
+	if err != nil {
+		return err
+	}
+	d, err := find(hello, vendor, device)
+	if err != nil || d == nil {
+		return err
+	}
+	o, err := g.get(ctx, uuid)
+	if err != nil {
+		return err
+	}
+	_, err = o.agent.TakeUp(ctx, connect.NewRequest(&gpuctlv1.TakeUpRequest{Address: d.GetAddress()}))
+	return err
+}
+
+// expect has the VM load what will serve a card.
+func (g *Guests) expect(ctx context.Context, uuid string, id *gpuctlv1.PCIIdentity) error {
+	o, err := g.get(ctx, uuid)
+	if err != nil {
+		return err
+	}
+	_, err = o.agent.Expect(ctx, connect.NewRequest(&gpuctlv1.ExpectRequest{Function: id}))
+	return err
+}
+
+// await returns when the VM has a card and a runtime serves it. A card that
+// the VM has let go of before is taken up: it was plugged in to be used.
+func (g *Guests) await(ctx context.Context, uuid string, vendor, device uint16) (*gpuctlv1.GuestDevice, error) {
+	for {
+		o, err := g.get(ctx, uuid)
+		if err == nil {
+			var d *gpuctlv1.GuestDevice
+			d, err = o.await(ctx, vendor, device)
+			if err == nil && d.GetReady() {
+				return d, nil
+			}
+			if err == nil {
+				err = fmt.Errorf("device %s in the VM is not ready: %s", d.GetAddress(), d.GetMessage())
+			}
+		}
+		select {
+		case <-ctx.Done():
+			return nil, err
+		case <-time.After(200 * time.Millisecond):
+		}
+	}
+}
+
+func (o *guest) await(ctx context.Context, vendor, device uint16) (*gpuctlv1.GuestDevice, error) {
+	// Short, as a card that comes only now, where another one was let go of, has
+	// to be taken up first.
+	const most = 3 * time.Second
+	hello, err := o.agent.Hello(ctx, connect.NewRequest(&gpuctlv1.HelloRequest{}))
+	if err != nil {
+		return nil, fmt.Errorf("%w: %w", errNoAgent, err)
+	}
+	d, err := find(hello.Msg, vendor, device)
+	if err != nil {
+		return nil, err
+	}
+	if d.GetReady() {
+		return d, nil
+	}
+	if d.GetReleased() {
+		if _, err := o.agent.TakeUp(ctx, connect.NewRequest(&gpuctlv1.TakeUpRequest{Address: d.GetAddress()})); err != nil {
+			return nil, err
+		}
+	}
+	res, err := o.agent.AwaitDevice(ctx, connect.NewRequest(&gpuctlv1.AwaitDeviceRequest{
+		VendorId: uint32(vendor), DeviceId: uint32(device), TimeoutMs: uint32(most.Milliseconds()),
+	}))
+	if err != nil {
+		return nil, err
+	}
+	return res.Msg.GetDevice(), nil
+}

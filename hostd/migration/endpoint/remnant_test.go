@@ -1,0 +1,162 @@
+package endpoint
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"path/filepath"
+	"testing"
+	"time"
+
+	"connectrpc.com/connect"
+
+	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
+	"github.com/gpuctl/gpuctl/internal/virt"
+	"github.com/gpuctl/gpuctl/internal/virt/virttest"
+)
+
+const lost = "0c9f1f5e-3a55-4c3d-8d2c-7c6a8f1a2b3c"
+
+// elsewhere is another host that knows where a VM is.
+type elsewhere struct {
+	gpuctlv1connect.SiteServiceClient
+	presence string
+	err      error
+}
+
+func (e elsewhere) Where(context.Context, *connect.Request[gpuctlv1.SiteMachine]) (*connect.Response[gpuctlv1.SiteWhereResponse], error) {
+	return connect.NewResponse(&gpuctlv1.SiteWhereResponse{Presence: e.presence}), e.err
+}
+
+// A copy goes only where it is one: paused here, and running at home.
+func TestClear(t *testing.T) {
+	for name, c := range map[string]struct {
+		driver  string
+		arrived bool
+		home    elsewhere
+		cleared bool
+		twice   bool
+	}{
+		"it is a copy":          {"xen", true, elsewhere{presence: "running"}, true, false},
+		"it comes from there":   {"xen", true, elsewhere{presence: "moving"}, false, false},
+		"it is the only one":    {"xen", true, elsewhere{presence: "absent"}, false, false},
+		"it ended there":        {"xen", true, elsewhere{presence: "stopped"}, false, false},
+		"home does not answer":  {"xen", true, elsewhere{err: connect.NewError(connect.CodeUnavailable, errors.New("no route"))}, false, false},
+		"it runs in both":       {"xen", false, elsewhere{presence: "running"}, false, true},
+		"it runs in both, qemu": {"qemu", false, elsewhere{presence: "running"}, false, true},
+		"qemu's end with their": {"qemu", true, elsewhere{presence: "running"}, false, false},
+	} {
+		t.Run(name, func(t *testing.T) {
+			ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
+			defer cancel()
+			s := virttest.Start(t, c.driver)
+			v, err := virt.Open(c.driver+":///system", virt.WithSocket(s.Socket()))
+			if err != nil {
+				t.Fatal(err)
+			}
+			t.Cleanup(func() { _ = v.Close() })
+			if err := v.Ready(ctx); err != nil {
+				t.Fatal(err)
+			}
+			d, err := v.Define(ctx, fmt.Appendf(nil, "<domain type='%s'><name>web</name><uuid>%s</uuid></domain>", c.driver, lost))
+			if err == nil {
+				_, err = v.Start(ctx, d)
+			}
+			if err != nil {
+				t.Fatal(err)
+			}
+			if c.arrived {
+				s.Arrive("web")
+			}
+			path := filepath.Join(t.TempDir(), "tokens.json")
+			fence, err := OpenFence(path, func() string { return "c" })
+			if err != nil {
+				t.Fatal(err)
+			}
+			l := &Local{Name: "h1", Fence: fence, Client: v, Log: slog.New(slog.DiscardHandler), Peer: func(string) (gpuctlv1connect.SiteServiceClient, error) { return c.home, nil }}
+			cleared, err := l.Clear(ctx, lost, "h2")
+			if cleared != c.cleared || errors.Is(err, ErrTwice) != c.twice || !c.twice && (err != nil) != (c.home.err != nil && c.driver == "xen") {
+				t.Errorf("cleared: %v, %v", cleared, err)
+			}
+			if c.twice {
+				// It is paused, and never taken for one that has not run, by the next
+				// hostd either.
+				if l.Fence, err = OpenFence(path, func() string { return "c" }); err != nil {
+					t.Fatal(err)
+				}
+				if cleared, err := l.Clear(ctx, lost, "h2"); cleared || err != nil {
+					t.Errorf("cleared: %v, %v", cleared, err)
+				}
+				if state, err := v.State(ctx, d); err != nil || state != virt.Paused {
+					t.Errorf("the copy is %v, %v", state, err)
+				}
+				if err := l.Unpause(ctx, lost); err != nil || l.Fence.Halted(lost) {
+					t.Errorf("%v, halted: %v", err, l.Fence.Halted(lost))
+				}
+			}
+			_, err = v.LookupUUID(ctx, d.UUID)
+			if gone := errors.Is(err, virt.ErrNotFound); gone != c.cleared {
+				t.Errorf("it is gone: %v (%v)", gone, err)
+			}
+		})
+	}
+}
+
+// An operator may pause one of two copies, and let it go on, before hostd does:
+// it has run, and is not ended as one that never did.
+func TestCopyThatTheOperatorPausedIsNotEnded(t *testing.T) {
+	s := virttest.Start(t, "xen")
+	v, err := virt.Open("xen:///system", virt.WithSocket(s.Socket()))
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = v.Close() })
+	if err := v.Ready(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	d, err := v.Define(t.Context(), fmt.Appendf(nil, "<domain type='xen'><name>web</name><uuid>%s</uuid></domain>", lost))
+	if err == nil {
+		_, err = v.Start(t.Context(), d)
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	fence, err := OpenFence(filepath.Join(t.TempDir(), "tokens.json"), func() string { return "c" })
+	if err != nil {
+		t.Fatal(err)
+	}
+	home := elsewhere{presence: "running"}
+	l := &Local{Name: "h1", Fence: fence, Client: v, Log: slog.New(slog.DiscardHandler), Peer: func(string) (gpuctlv1connect.SiteServiceClient, error) { return home, nil }}
+	stays := func(when string) {
+		t.Helper()
+		if cleared, err := l.Clear(t.Context(), lost, "h2"); cleared || err != nil && !errors.Is(err, ErrTwice) {
+			t.Errorf("%s: cleared: %v, %v", when, cleared, err)
+		}
+		if _, err := v.LookupUUID(t.Context(), d.UUID); err != nil {
+			t.Fatalf("%s: it is gone: %v", when, err)
+		}
+	}
+	stays("it is paused")
+	// The other one is looked at meanwhile.
+	home.presence = "moving"
+	if err := v.Resume(t.Context(), d); err != nil {
+		t.Fatal(err)
+	}
+	stays("it runs alone")
+	if err := v.Suspend(t.Context(), d); err != nil {
+		t.Fatal(err)
+	}
+	home.presence = "running"
+	stays("the other one goes on")
+
+	// What the driver of a migration finds paused by somebody else is the same.
+	if err := fence.Halt(lost, false); err != nil {
+		t.Fatal(err)
+	}
+	if err := l.Pause(t.Context(), lost); err != nil {
+		t.Fatal(err)
+	}
+	stays("somebody was faster")
+}

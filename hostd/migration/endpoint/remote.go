@@ -1,0 +1,249 @@
+package endpoint
+
+import (
+	"context"
+	"errors"
+	"fmt"
+
+	"connectrpc.com/connect"
+
+	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
+	"github.com/gpuctl/gpuctl/migrate"
+)
+
+// Remote is a host by its SiteService, for one migration. This host's own is
+// asked in the same way, so that there is one way only.
+type Remote struct {
+	Host      string
+	Migration string
+	Token     uint64 // of its record
+	Service   gpuctlv1connect.SiteServiceClient
+}
+
+var _ migrate.Site = (*Remote)(nil)
+
+// uncoded makes of an answer the error that it was.
+func (r *Remote) uncoded(err error) error {
+	var c *connect.Error
+	switch {
+	case err == nil:
+		return nil
+	case !errors.As(err, &c):
+		return fmt.Errorf("host %s: %w: %w", r.Host, migrate.ErrUnreachable, err)
+	case connect.IsWireError(err) && c.Code() == connect.CodeAborted:
+		return fmt.Errorf("host %s: %w: %s", r.Host, migrate.ErrStale, c.Message())
+	case connect.IsWireError(err) && c.Code() == connect.CodeResourceExhausted:
+		return fmt.Errorf("host %s: %w: %s", r.Host, migrate.ErrTaken, c.Message())
+	}
+	return peerError(r.Host, err)
+}
+
+func (r *Remote) machine(m migrate.Machine) *gpuctlv1.SiteMachine {
+	return &gpuctlv1.SiteMachine{Uuid: m.UUID, Name: m.Name, Migration: r.Migration, Token: r.Token}
+}
+
+func (r *Remote) card(m migrate.Machine, gpu, claim string) *connect.Request[gpuctlv1.SiteCardRequest] {
+	return connect.NewRequest(&gpuctlv1.SiteCardRequest{Machine: r.machine(m), Gpu: gpu, Claim: claim})
+}
+
+// Where says what the host knows of the VM.
+func (r *Remote) Where(ctx context.Context, m migrate.Machine) (migrate.Presence, error) {
+	res, err := r.Service.Where(ctx, connect.NewRequest(r.machine(m)))
+	if err != nil {
+		return 0, r.uncoded(err)
+	}
+	for _, p := range []migrate.Presence{migrate.Absent, migrate.Running, migrate.Moving, migrate.Stopped} {
+		if p.String() == res.Msg.GetPresence() {
+			return p, nil
+		}
+	}
+	return 0, fmt.Errorf("host %s says that the VM is %q, which this gpuctl does not know", r.Host, res.Msg.GetPresence())
+}
+
+// Reserve binds a claim to a card of this host.
+func (r *Remote) Reserve(ctx context.Context, m migrate.Machine, gpu, claim string) error {
+	_, err := r.Service.Reserve(ctx, r.card(m, gpu, claim))
+	return r.uncoded(err)
+}
+
+// Prepare takes and resets a reserved card.
+func (r *Remote) Prepare(ctx context.Context, m migrate.Machine, gpu, claim string) (*gpuctlv1.PCIIdentity, error) {
+	res, err := r.Service.Prepare(ctx, r.card(m, gpu, claim))
+	if err != nil {
+		return nil, r.uncoded(err)
+	}
+	return res.Msg.GetId(), nil
+}
+
+// Expect has the VM load what will serve a card.
+func (r *Remote) Expect(ctx context.Context, m migrate.Machine, id *gpuctlv1.PCIIdentity) error {
+	_, err := r.Service.Expect(ctx, connect.NewRequest(&gpuctlv1.SiteExpectRequest{Machine: r.machine(m), Id: id}))
+	return r.uncoded(err)
+}
+
+// Attach plugs a card in.
+func (r *Remote) Attach(ctx context.Context, m migrate.Machine, gpu string, stored bool) error {
+	req := r.card(m, gpu, "")
+	req.Msg.Stored = stored
+	_, err := r.Service.Attach(ctx, req)
+	return r.uncoded(err)
+}
+
+// Detach unplugs a card and resets it.
+func (r *Remote) Detach(ctx context.Context, m migrate.Machine, gpu string) error {
+	_, err := r.Service.Detach(ctx, r.card(m, gpu, ""))
+	return r.uncoded(err)
+}
+
+// Stop ends the VM.
+func (r *Remote) Stop(ctx context.Context, m migrate.Machine, gpu string) error {
+	_, err := r.Service.Stop(ctx, r.card(m, gpu, ""))
+	return r.uncoded(err)
+}
+
+// Start begins it with a card.
+func (r *Remote) Start(ctx context.Context, m migrate.Machine, gpu string, stored bool) error {
+	req := r.card(m, gpu, "")
+	req.Msg.Stored = stored
+	_, err := r.Service.Start(ctx, req)
+	return r.uncoded(err)
+}
+
+// Definition is what the VM is started from.
+func (r *Remote) Definition(ctx context.Context, m migrate.Machine) (string, error) {
+	res, err := r.Service.Definition(ctx, connect.NewRequest(r.machine(m)))
+	if err != nil {
+		return "", r.uncoded(err)
+	}
+	return res.Msg.GetXml(), nil
+}
+
+// Define gives the host a definition.
+func (r *Remote) Define(ctx context.Context, m migrate.Machine, xml string) error {
+	_, err := r.Service.Define(ctx, connect.NewRequest(&gpuctlv1.SiteDefinition{Machine: r.machine(m), Xml: xml}))
+	return r.uncoded(err)
+}
+
+// Undefine takes it away.
+func (r *Remote) Undefine(ctx context.Context, m migrate.Machine) error {
+	_, err := r.Service.Undefine(ctx, connect.NewRequest(r.machine(m)))
+	return r.uncoded(err)
+}
+
+// GiveBack makes a card free.
+func (r *Remote) GiveBack(ctx context.Context, m migrate.Machine, gpu string) error {
+	_, err := r.Service.GiveBack(ctx, r.card(m, gpu, ""))
+	return r.uncoded(err)
+}
+
+// Release has the VM let go of a card.
+func (r *Remote) Release(ctx context.Context, m migrate.Machine, gpu string) error {
+	_, err := r.Service.Release(ctx, r.card(m, gpu, ""))
+	return r.uncoded(err)
+}
+
+// TakeUp lets it have the card again.
+func (r *Remote) TakeUp(ctx context.Context, m migrate.Machine, gpu string) error {
+	_, err := r.Service.TakeUp(ctx, r.card(m, gpu, ""))
+	return r.uncoded(err)
+}
+
+// Await returns when the VM can use a card.
+func (r *Remote) Await(ctx context.Context, m migrate.Machine, gpu string) error {
+	_, err := r.Service.Await(ctx, r.card(m, gpu, ""))
+	return r.uncoded(err)
+}
+
+// Sessions are those that run, and what the VM has room for.
+func (r *Remote) Sessions(ctx context.Context, m migrate.Machine) (*migrate.AgentFacts, error) {
+	res, err := r.Service.Sessions(ctx, connect.NewRequest(r.machine(m)))
+	if err != nil {
+		return nil, r.uncoded(err)
+	}
+	facts := AgentFacts(res.Msg.GetHello(), res.Msg.GetRunning())
+	if len(facts.Sessions) == 0 { // a host of before says no more than this
+		for _, id := range res.Msg.GetSessions() {
+			facts.Sessions = append(facts.Sessions, migrate.SessionFacts{ID: id})
+		}
+	}
+	return facts, nil
+}
+
+// AgentFacts are what a VM's agent said, for a plan.
+func AgentFacts(h *gpuctlv1.HelloResponseSummary, sessions []*gpuctlv1.SiteSession) *migrate.AgentFacts {
+	out := &migrate.AgentFacts{
+		Version: h.GetVersion(), Protocol: h.GetProtocol(), Hotplug: h.GetHotplug(), HotplugReason: h.GetHotplugReason(),
+		FreeMemory: h.GetFreeMemory(), Bulk: h.GetBulk(),
+	}
+	for _, s := range sessions {
+		one := migrate.SessionFacts{ID: s.GetId(), Command: s.GetCommand(), Memory: s.GetUsage().GetMemory(), Need: s.GetUsage()}
+		if s.GetFrozen() {
+			one.Resident = one.Memory
+		}
+		out.Sessions = append(out.Sessions, one)
+	}
+	return out
+}
+
+// follow reports a step's progress to its end.
+func (r *Remote) follow(in *connect.ServerStreamForClient[gpuctlv1.SiteProgress], err error, report migrate.Progress) error {
+	if err != nil {
+		return r.uncoded(err)
+	}
+	defer func() { _ = in.Close() }()
+	for in.Receive() {
+		report(in.Msg().GetDone(), in.Msg().GetTotal(), in.Msg().GetMessage())
+	}
+	return r.uncoded(in.Err())
+}
+
+// Pause stops a VM that runs elsewhere, too.
+func (r *Remote) Pause(ctx context.Context, m migrate.Machine) error {
+	_, err := r.Service.Pause(ctx, connect.NewRequest(r.machine(m)))
+	return r.uncoded(err)
+}
+
+// Unpause lets it go on.
+func (r *Remote) Unpause(ctx context.Context, m migrate.Machine) error {
+	_, err := r.Service.Unpause(ctx, connect.NewRequest(r.machine(m)))
+	return r.uncoded(err)
+}
+
+// Move sends the VM to another host.
+func (r *Remote) Move(ctx context.Context, m migrate.Machine, to string, report migrate.Progress) error {
+	in, err := r.Service.Move(ctx, connect.NewRequest(&gpuctlv1.SiteMoveRequest{Machine: r.machine(m), To: to}))
+	return r.follow(in, err, report)
+}
+
+func (r *Remote) sessions(m migrate.Machine, gpu string, ids []string) *connect.Request[gpuctlv1.SiteSessionsRequest] {
+	return connect.NewRequest(&gpuctlv1.SiteSessionsRequest{Machine: r.machine(m), Gpu: gpu, Sessions: ids})
+}
+
+// Freeze suspends sessions.
+func (r *Remote) Freeze(ctx context.Context, m migrate.Machine, f migrate.Freezing, report migrate.Progress) error {
+	req := r.sessions(m, "", f.Sessions)
+	req.Msg.Away, req.Msg.To, req.Msg.FreezeTimeoutMs = f.Away, f.To, f.Patience.Milliseconds()
+	in, err := r.Service.Freeze(ctx, req)
+	return r.follow(in, err, report)
+}
+
+// Deposit sees to it that another host keeps what this one keeps.
+func (r *Remote) Deposit(ctx context.Context, m migrate.Machine, away []string, to string, report migrate.Progress) error {
+	req := r.sessions(m, "", away)
+	req.Msg.To = to
+	in, err := r.Service.Deposit(ctx, req)
+	return r.follow(in, err, report)
+}
+
+// Forget drops what is kept of the VM.
+func (r *Remote) Forget(ctx context.Context, m migrate.Machine) error {
+	_, err := r.Service.Forget(ctx, connect.NewRequest(r.machine(m)))
+	return r.uncoded(err)
+}
+
+// Thaw resumes sessions on a card.
+func (r *Remote) Thaw(ctx context.Context, m migrate.Machine, gpu string, ids []string, report migrate.Progress) error {
+	in, err := r.Service.Thaw(ctx, r.sessions(m, gpu, ids))
+	return r.follow(in, err, report)
+}

@@ -1,0 +1,257 @@
+package endpoint
+
+import (
+	"context"
+	"errors"
+	"net/http"
+
+	"connectrpc.com/connect"
+
+	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
+	"github.com/gpuctl/gpuctl/hostd/cards"
+	"github.com/gpuctl/gpuctl/internal/virt"
+	"github.com/gpuctl/gpuctl/migrate"
+)
+
+// Service offers this host to drivers on other ones.
+type Service struct{ local *Local }
+
+var _ gpuctlv1connect.SiteServiceHandler = (*Service)(nil)
+
+// Handle adds the service to a mux.
+func (l *Local) Handle(mux *http.ServeMux, options ...connect.HandlerOption) {
+	options = append(options, connect.WithReadMaxBytes(256<<10))
+	mux.Handle(gpuctlv1connect.NewSiteServiceHandler(&Service{l}, options...))
+}
+
+// coded gives an error a code from which [Remote] makes it again.
+func coded(err error) error {
+	var c *connect.Error
+	switch {
+	case err == nil:
+		return nil
+	case errors.Is(err, migrate.ErrStale):
+		return connect.NewError(connect.CodeAborted, err)
+	case errors.Is(err, cards.ErrTaken), errors.Is(err, migrate.ErrTaken):
+		return connect.NewError(connect.CodeResourceExhausted, err)
+	case errors.Is(err, cards.ErrNotFound), errors.Is(err, virt.ErrNotFound):
+		return connect.NewError(connect.CodeNotFound, err)
+	case doubtful(err):
+		return connect.NewError(connect.CodeUnavailable, err)
+	case errors.As(err, &c):
+		// An agent's error: its code is about the VM, not about this host.
+		return connect.NewError(connect.CodeFailedPrecondition, err)
+	}
+	return connect.NewError(connect.CodeFailedPrecondition, err)
+}
+
+// doubtful says that an error leaves open whether it was done, or that it may
+// work in a moment.
+func doubtful(err error) bool {
+	for _, e := range []error{virt.ErrDisconnected, virt.ErrTimeout, virt.ErrUnknownOutcome, cards.ErrBusy, migrate.ErrUnreachable, context.DeadlineExceeded, context.Canceled} {
+		if errors.Is(err, e) {
+			return true
+		}
+	}
+	return false
+}
+
+func done(err error) (*connect.Response[gpuctlv1.SiteDone], error) {
+	if err != nil {
+		return nil, coded(err)
+	}
+	return connect.NewResponse(&gpuctlv1.SiteDone{}), nil
+}
+
+// step does a step of a migration, if its driver is still the one.
+func (s *Service) step(m *gpuctlv1.SiteMachine, do func() error) error {
+	if err := s.local.Fence.Admit(m); err != nil {
+		return err
+	}
+	return do()
+}
+
+// MachineFacts are for plans.
+func (s *Service) MachineFacts(ctx context.Context, req *connect.Request[gpuctlv1.SiteMachine]) (*connect.Response[gpuctlv1.SiteMachineFacts], error) {
+	res, err := s.local.MachineFacts(ctx, req.Msg.GetUuid())
+	if err != nil {
+		return nil, coded(err)
+	}
+	return connect.NewResponse(res), nil
+}
+
+// Serves is for plans.
+func (s *Service) Serves(ctx context.Context, req *connect.Request[gpuctlv1.SiteServesRequest]) (*connect.Response[gpuctlv1.ServesResponse], error) {
+	o, err := s.local.Guests.get(ctx, req.Msg.GetUuid())
+	if err != nil {
+		return nil, coded(err)
+	}
+	res, err := o.agent.Serves(ctx, connect.NewRequest(&gpuctlv1.ServesRequest{Functions: req.Msg.GetFunctions()}))
+	if err != nil {
+		return nil, coded(err)
+	}
+	return res, nil
+}
+
+// HostFacts are for plans.
+func (s *Service) HostFacts(ctx context.Context, req *connect.Request[gpuctlv1.SiteHostFactsRequest]) (*connect.Response[gpuctlv1.SiteHostFacts], error) {
+	res, err := s.local.HostFacts(ctx, req.Msg)
+	if err != nil {
+		return nil, coded(err)
+	}
+	return connect.NewResponse(res), nil
+}
+
+// Where says what this host knows of a VM.
+func (s *Service) Where(ctx context.Context, req *connect.Request[gpuctlv1.SiteMachine]) (*connect.Response[gpuctlv1.SiteWhereResponse], error) {
+	// What a driver decides by this is to hold: another one's late step must not
+	// come after it.
+	if req.Msg.GetMigration() != "" {
+		if err := s.local.Fence.Admit(req.Msg); err != nil {
+			return nil, coded(err)
+		}
+	}
+	p, err := s.local.Where(ctx, req.Msg.GetUuid())
+	if err != nil {
+		return nil, coded(err)
+	}
+	return connect.NewResponse(&gpuctlv1.SiteWhereResponse{Presence: p.String()}), nil
+}
+
+// Pause stops a VM that runs elsewhere, too.
+func (s *Service) Pause(ctx context.Context, req *connect.Request[gpuctlv1.SiteMachine]) (*connect.Response[gpuctlv1.SiteDone], error) {
+	return done(s.step(req.Msg, func() error { return s.local.Pause(ctx, req.Msg.GetUuid()) }))
+}
+
+// Unpause lets it go on.
+func (s *Service) Unpause(ctx context.Context, req *connect.Request[gpuctlv1.SiteMachine]) (*connect.Response[gpuctlv1.SiteDone], error) {
+	return done(s.step(req.Msg, func() error { return s.local.Unpause(ctx, req.Msg.GetUuid()) }))
+}
+
+// Reserve binds a claim to a card.
+func (s *Service) Reserve(ctx context.Context, req *connect.Request[gpuctlv1.SiteCardRequest]) (*connect.Response[gpuctlv1.SiteDone], error) {
+	m := req.Msg
+	return done(s.step(req.Msg.GetMachine(), func() error {
+		return s.local.Keeper.Reserve(ctx, machine(m.GetMachine()), local(m.GetGpu()), m.GetClaim(), m.GetMachine().GetMigration())
+	}))
+}
+
+// Prepare takes and resets a reserved card.
+func (s *Service) Prepare(ctx context.Context, req *connect.Request[gpuctlv1.SiteCardRequest]) (*connect.Response[gpuctlv1.SitePrepareResponse], error) {
+	m := req.Msg
+	err := s.step(m.GetMachine(), func() error {
+		return s.local.Keeper.Ready(ctx, machine(m.GetMachine()), local(m.GetGpu()), m.GetClaim(), m.GetMachine().GetMigration())
+	})
+	if err != nil {
+		return nil, coded(err)
+	}
+	id, err := s.local.Keeper.Identity(ctx, local(m.GetGpu()))
+	if err != nil {
+		return nil, coded(err)
+	}
+	return connect.NewResponse(&gpuctlv1.SitePrepareResponse{Id: id}), nil
+}
+
+// Expect has a VM load what will serve a card.
+func (s *Service) Expect(ctx context.Context, req *connect.Request[gpuctlv1.SiteExpectRequest]) (*connect.Response[gpuctlv1.SiteDone], error) {
+	return done(s.step(req.Msg.GetMachine(), func() error { return s.local.Guests.expect(ctx, req.Msg.GetMachine().GetUuid(), req.Msg.GetId()) }))
+}
+
+// Attach plugs a card in.
+func (s *Service) Attach(ctx context.Context, req *connect.Request[gpuctlv1.SiteCardRequest]) (*connect.Response[gpuctlv1.SiteDone], error) {
+	m := req.Msg
+	return done(s.step(req.Msg.GetMachine(), func() error {
+		return s.local.Keeper.Plug(ctx, machine(m.GetMachine()), local(m.GetGpu()), m.GetStored())
+	}))
+}
+
+// Detach unplugs a card.
+func (s *Service) Detach(ctx context.Context, req *connect.Request[gpuctlv1.SiteCardRequest]) (*connect.Response[gpuctlv1.SiteDone], error) {
+	m := req.Msg
+	return done(s.step(req.Msg.GetMachine(), func() error {
+		return s.local.Keeper.Unplug(ctx, machine(m.GetMachine()), local(m.GetGpu()), m.GetMachine().GetMigration())
+	}))
+}
+
+// GiveBack makes a card free.
+func (s *Service) GiveBack(ctx context.Context, req *connect.Request[gpuctlv1.SiteCardRequest]) (*connect.Response[gpuctlv1.SiteDone], error) {
+	return done(s.step(req.Msg.GetMachine(), func() error { return s.local.Keeper.Drop(ctx, machine(req.Msg.GetMachine()), local(req.Msg.GetGpu())) }))
+}
+
+// Release has a VM let go of a card.
+func (s *Service) Release(ctx context.Context, req *connect.Request[gpuctlv1.SiteCardRequest]) (*connect.Response[gpuctlv1.SiteDone], error) {
+	return done(s.step(req.Msg.GetMachine(), func() error { return s.local.Release(ctx, req.Msg.GetMachine().GetUuid(), req.Msg.GetGpu()) }))
+}
+
+// TakeUp lets it have it again.
+func (s *Service) TakeUp(ctx context.Context, req *connect.Request[gpuctlv1.SiteCardRequest]) (*connect.Response[gpuctlv1.SiteDone], error) {
+	return done(s.step(req.Msg.GetMachine(), func() error { return s.local.TakeUp(ctx, req.Msg.GetMachine().GetUuid(), req.Msg.GetGpu()) }))
+}
+
+// Await returns when a VM can use a card.
+func (s *Service) Await(ctx context.Context, req *connect.Request[gpuctlv1.SiteCardRequest]) (*connect.Response[gpuctlv1.SiteDone], error) {
+	return done(s.step(req.Msg.GetMachine(), func() error { return s.local.Await(ctx, req.Msg.GetMachine().GetUuid(), req.Msg.GetGpu()) }))
+}
+
+// Stop ends a VM.
+func (s *Service) Stop(ctx context.Context, req *connect.Request[gpuctlv1.SiteCardRequest]) (*connect.Response[gpuctlv1.SiteDone], error) {
+	return done(s.step(req.Msg.GetMachine(), func() error { return s.local.Stop(ctx, req.Msg.GetMachine(), req.Msg.GetGpu()) }))
+}
+
+// Start begins it with a card.
+func (s *Service) Start(ctx context.Context, req *connect.Request[gpuctlv1.SiteCardRequest]) (*connect.Response[gpuctlv1.SiteDone], error) {
+	return done(s.step(req.Msg.GetMachine(), func() error { return s.local.Start(ctx, req.Msg.GetMachine(), req.Msg.GetGpu(), req.Msg.GetStored()) }))
+}
+
+// Definition is what a VM is started from.
+func (s *Service) Definition(ctx context.Context, req *connect.Request[gpuctlv1.SiteMachine]) (*connect.Response[gpuctlv1.SiteDefinition], error) {
+	xml, err := s.local.Definition(ctx, req.Msg.GetUuid())
+	if err != nil {
+		return nil, coded(err)
+	}
+	return connect.NewResponse(&gpuctlv1.SiteDefinition{Machine: req.Msg, Xml: xml}), nil
+}
+
+// Define takes another host's definition.
+func (s *Service) Define(ctx context.Context, req *connect.Request[gpuctlv1.SiteDefinition]) (*connect.Response[gpuctlv1.SiteDone], error) {
+	return done(s.step(req.Msg.GetMachine(), func() error { return s.local.Define(ctx, req.Msg.GetMachine(), req.Msg.GetXml()) }))
+}
+
+// Undefine forgets a VM.
+func (s *Service) Undefine(ctx context.Context, req *connect.Request[gpuctlv1.SiteMachine]) (*connect.Response[gpuctlv1.SiteDone], error) {
+	return done(s.step(req.Msg, func() error { return s.local.Undefine(ctx, req.Msg) }))
+}
+
+// Sessions names those that run in a VM.
+func (s *Service) Sessions(ctx context.Context, req *connect.Request[gpuctlv1.SiteMachine]) (*connect.Response[gpuctlv1.SiteSessionsResponse], error) {
+	res, err := s.local.Sessions(ctx, req.Msg.GetUuid())
+	if err != nil {
+		return nil, coded(err)
+	}
+	return connect.NewResponse(res), nil
+}
+
+// telling sends progress as it comes.
+func telling(out *connect.ServerStream[gpuctlv1.SiteProgress]) migrate.Progress {
+	return func(done, total uint64, waits string) {
+		_ = out.Send(&gpuctlv1.SiteProgress{Done: done, Total: total, Message: waits}) // a driver that has gone needs none
+	}
+}
+
+// Move sends a VM to another host.
+func (s *Service) Move(ctx context.Context, req *connect.Request[gpuctlv1.SiteMoveRequest], out *connect.ServerStream[gpuctlv1.SiteProgress]) error {
+	return coded(s.step(req.Msg.GetMachine(), func() error { return s.local.Move(ctx, req.Msg.GetMachine().GetUuid(), req.Msg.GetTo(), telling(out)) }))
+}
+
+// Freeze suspends sessions.
+func (s *Service) Freeze(ctx context.Context, req *connect.Request[gpuctlv1.SiteSessionsRequest], out *connect.ServerStream[gpuctlv1.SiteProgress]) error {
+	return coded(s.step(req.Msg.GetMachine(), func() error { return s.local.Freeze(ctx, req.Msg, telling(out)) }))
+}
+
+// Thaw resumes sessions on a card.
+func (s *Service) Thaw(ctx context.Context, req *connect.Request[gpuctlv1.SiteSessionsRequest], out *connect.ServerStream[gpuctlv1.SiteProgress]) error {
+	return coded(s.step(req.Msg.GetMachine(), func() error {
+		return s.local.Thaw(ctx, req.Msg.GetMachine().GetUuid(), req.Msg.GetGpu(), req.Msg.GetSessions(), telling(out))
+	}))
+}

@@ -1,0 +1,406 @@
+package migration
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"google.golang.org/protobuf/proto"
+
+	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
+	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
+	"github.com/gpuctl/gpuctl/cluster/state"
+	"github.com/gpuctl/gpuctl/hostd/migration/endpoint"
+	"github.com/gpuctl/gpuctl/migrate"
+)
+
+// Node is this host's part in the cluster.
+type Node interface {
+	HostName() string
+	View() *state.View
+	// Read is View with all that is committed; an error: it cannot be known now.
+	Read(ctx context.Context) (*state.View, error)
+	Status() *clusterv1.StatusResponse
+	PutMigration(ctx context.Context, r *clusterv1.Migration, takeOver bool) (*clusterv1.Migration, error)
+	Site(host string) (gpuctlv1connect.SiteServiceClient, error)
+	Migrations(host string) (gpuctlv1connect.MigrationServiceClient, error)
+	// Note tells the cluster's log what happened.
+	Note(e *clusterv1.Event)
+}
+
+// Config is what a Manager needs.
+type Config struct {
+	Node Node
+	// Machines lists the VMs of all hosts, and the hosts that did not answer.
+	Machines func(ctx context.Context) ([]*gpuctlv1.Machine, []string)
+	// Ready says whether this host may go on with what it drove before.
+	Ready func() bool
+	Most  int // migrations from or to one host at a time; 0: 2
+	Log   *slog.Logger
+	Every time.Duration // between looks for migrations without a driver; 0: 2 s
+	// Before is migrate.Config's, for tests.
+	Before func(step string, undo bool) error
+}
+
+// Manager is safe for concurrent use.
+type Manager struct {
+	Config
+	work sync.WaitGroup
+
+	mu   sync.Mutex
+	ctx  context.Context
+	runs map[string]*watched // those that run here
+	// starting are the VMs, by UUID, of which one is being begun or taken over:
+	// its record is there already, and not yet in runs.
+	starting map[string]bool
+}
+
+// watched is a migration that runs here, with who watches.
+type watched struct {
+	last     *gpuctlv1.MachineProgress
+	changed  chan struct{} // closed when last changes
+	aborting bool
+	began    time.Time
+}
+
+// New returns a Manager that drives nothing before Run.
+func New(c Config) *Manager {
+	if c.Most == 0 {
+		c.Most = 2
+	}
+	if c.Every == 0 {
+		c.Every = 2 * time.Second
+	}
+	return &Manager{Config: c, runs: map[string]*watched{}, starting: map[string]bool{}}
+}
+
+// Run goes on with what this host drove before and with what others can't any
+// more, until ctx ends.
+func (m *Manager) Run(ctx context.Context) {
+	m.mu.Lock()
+	m.ctx = ctx
+	m.mu.Unlock()
+	tick := time.NewTicker(m.Every)
+	defer tick.Stop()
+	for {
+		if m.Ready() {
+			m.adopt(ctx)
+		}
+		select {
+		case <-ctx.Done():
+			m.work.Wait()
+			return
+		case <-tick.C:
+		}
+	}
+}
+
+// Pending says whether a migration has not ended, or that cannot be known now. A
+// host that was just started knows of no migration until it has caught up.
+func (m *Manager) Pending(ctx context.Context, id string) bool {
+	if v := m.Node.View(); v != nil {
+		if r := v.Migration(id); r != nil {
+			return !over(r)
+		}
+	}
+	ctx, cancel := context.WithTimeout(ctx, readTimeout)
+	defer cancel()
+	v, err := m.Node.Read(ctx)
+	if err != nil {
+		return true
+	}
+	r := v.Migration(id)
+	return r != nil && !over(r)
+}
+
+// readTimeout is how long an answer of the cluster is waited for.
+const readTimeout = 5 * time.Second
+
+// Ended says whether a migration has ended, and whether this host knows of it.
+func (m *Manager) Ended(id string) (ended, known bool) {
+	v := m.Node.View()
+	if v == nil {
+		return false, true
+	}
+	r := v.Migration(id)
+	return r != nil && over(r), r != nil
+}
+
+// Away are VMs, by UUID, that are at home on another host since their last
+// migration, which has ended, and that host. Nothing of them should be here.
+func (m *Manager) Away(ctx context.Context) map[string]string {
+	ctx, cancel := context.WithTimeout(ctx, readTimeout)
+	defer cancel()
+	v, err := m.Node.Read(ctx)
+	if err != nil {
+		return nil
+	}
+	last := map[string]*clusterv1.Migration{}
+	for r := range v.Migrations() {
+		uuid := r.GetMachine().GetUuid()
+		// By their tokens, which grow with the log: hosts' clocks may differ.
+		if now := last[uuid]; uuid != "" && (now == nil || !over(r) || over(now) && r.GetToken() > now.GetToken()) {
+			last[uuid] = r
+		}
+	}
+	self, out := m.Node.HostName(), map[string]string{}
+	for uuid, r := range last {
+		from, to := r.GetMachine().GetFromHost(), r.GetMachine().GetToHost()
+		switch {
+		case r.GetState() == clusterv1.MigrationState_MIGRATION_STATE_DONE && from == self && to != self:
+			out[uuid] = to
+		case r.GetState() == clusterv1.MigrationState_MIGRATION_STATE_ROLLED_BACK && to == self && from != self:
+			out[uuid] = from
+		}
+	}
+	return out
+}
+
+// Party says why another host may not share states of a VM with this one: the
+// record of a migration that runs must name both.
+func (m *Manager) Party(machine *gpuctlv1.SiteMachine, other string) error {
+	self := m.Node.HostName()
+	var r *clusterv1.Migration
+	if v := m.Node.View(); v != nil {
+		r = v.Migration(machine.GetMigration())
+	}
+	move := r.GetMachine()
+	switch {
+	case r == nil:
+		return fmt.Errorf("%w: migration %q of VM %s is not known on host %s yet", migrate.ErrUnreachable, machine.GetMigration(), machine.GetName(), self)
+	case over(r) || move.GetUuid() != machine.GetUuid():
+		return fmt.Errorf("migration %s of VM %s: it does not run, or is another VM's", r.GetId(), machine.GetName())
+	case self == move.GetFromHost() && other == move.GetToHost(), other == move.GetFromHost() && self == move.GetToHost():
+		return nil
+	}
+	// Its driver may have turned to another candidate a moment ago.
+	return fmt.Errorf("%w: migration %s of VM %s is not between hosts %s and %s, as far as is known on %s", migrate.ErrUnreachable, r.GetId(), machine.GetName(), self, other, self)
+}
+
+func over(r *clusterv1.Migration) bool {
+	switch r.GetState() {
+	case clusterv1.MigrationState_MIGRATION_STATE_DONE, clusterv1.MigrationState_MIGRATION_STATE_ROLLED_BACK, clusterv1.MigrationState_MIGRATION_STATE_FAILED:
+		return true
+	default:
+		return false
+	}
+}
+
+// adopt takes over migrations that nobody drives.
+func (m *Manager) adopt(ctx context.Context) {
+	v := m.Node.View()
+	if v == nil {
+		return
+	}
+	for r := range v.Migrations() {
+		if r.GetMachine() == nil || r.GetState() != clusterv1.MigrationState_MIGRATION_STATE_RUNNING || !m.mine(v, r) {
+			continue
+		}
+		if err := m.takeOver(ctx, r); err != nil {
+			m.Log.Warn("migration not taken over", "migration", r.GetId(), "err", err)
+		}
+	}
+}
+
+// takeOver drives a migration, unless it is driven here.
+func (m *Manager) takeOver(ctx context.Context, r *clusterv1.Migration) error {
+	end, err := m.alone(r.GetMachine().GetUuid(), r.GetMachine().GetName())
+	if err != nil {
+		return nil // whoever begins it is about to drive it
+	}
+	defer end()
+	m.mu.Lock()
+	_, running := m.runs[r.GetId()]
+	m.mu.Unlock()
+	if running {
+		return nil
+	}
+	kept, err := m.Node.PutMigration(ctx, r, true)
+	if err != nil || kept.GetState() != clusterv1.MigrationState_MIGRATION_STATE_RUNNING { // it is held, which is not known here yet
+		return err
+	}
+	m.Log.Info("going on with a migration", "migration", r.GetId(), "step", r.GetStep(), "driver", r.GetDriver())
+	m.begin(kept)
+	return nil
+}
+
+// mine says whether this host is to drive a migration.
+func (m *Manager) mine(v *state.View, r *clusterv1.Migration) bool {
+	self := m.Node.HostName()
+	if r.GetDriver() == self {
+		return true
+	}
+	down := func(host string) bool {
+		h := v.Host(host)
+		return h == nil || h.GetState() == clusterv1.HostState_HOST_STATE_DOWN
+	}
+	switch {
+	case !down(r.GetDriver()):
+		return false
+	case !down(r.GetMachine().GetToHost()):
+		return r.GetMachine().GetToHost() == self
+	case !down(r.GetMachine().GetFromHost()):
+		return r.GetMachine().GetFromHost() == self
+	}
+	return m.Node.Status().GetLeader() == self
+}
+
+// sites reaches hosts for one migration.
+type sites struct {
+	node  Node
+	id    string
+	token uint64
+}
+
+func (s sites) Site(host string) (migrate.Site, error) { return s.site(host) }
+
+func (s sites) site(host string) (*endpoint.Remote, error) {
+	c, err := s.node.Site(host)
+	if err != nil {
+		return nil, fmt.Errorf("host %s: %w", host, err)
+	}
+	return &endpoint.Remote{Host: host, Migration: s.id, Token: s.token, Service: c}, nil
+}
+
+// Reserve has the card's host bind the claim: it is the one that manages it.
+func (s sites) Reserve(ctx context.Context, claim string, m migrate.Machine, gpu string) error {
+	at, err := s.site(migrate.HostOf(gpu))
+	if err != nil {
+		return err
+	}
+	return at.Reserve(ctx, m, gpu, claim)
+}
+
+// Release has it end the claim, by giving the card back.
+func (s sites) Release(ctx context.Context, _ string, m migrate.Machine, gpu string) error {
+	at, err := s.site(migrate.HostOf(gpu))
+	if err != nil {
+		return err
+	}
+	return at.GiveBack(ctx, m, gpu)
+}
+
+// Put writes the record.
+func (s sites) Put(ctx context.Context, r *clusterv1.Migration) (*clusterv1.Migration, error) {
+	return s.node.PutMigration(ctx, r, false)
+}
+
+// begin drives a recorded migration to its end.
+func (m *Manager) begin(r *clusterv1.Migration) *watched {
+	w := &watched{last: progress(r, 0, 0), changed: make(chan struct{}), began: time.Now()}
+	if r.GetStartedUnixMs() > 0 {
+		w.began = time.UnixMilli(r.GetStartedUnixMs())
+	}
+	m.mu.Lock()
+	ctx := m.ctx
+	m.runs[r.GetId()] = w
+	m.mu.Unlock()
+	s := sites{m.Node, r.GetId(), r.GetToken()}
+	runner := migrate.New(migrate.Config{
+		Sites: s, Claims: s, Journal: s, Log: m.Log, Before: m.Before,
+		Aborting: func(string) bool {
+			m.mu.Lock()
+			defer m.mu.Unlock()
+			return w.aborting
+		},
+		Report: func(r *clusterv1.Migration, done, total uint64, waits string) {
+			p := progress(r, done, total)
+			if waits != "" {
+				p.Message = waits
+			}
+			m.tell(w, p)
+		},
+	})
+	m.work.Go(func() {
+		last, err := runner.Run(ctx, r)
+		p := progress(last, 0, 0)
+		switch {
+		case err == nil && last.GetMachine().GetTwice():
+			m.Node.Note(&clusterv1.Event{Kind: clusterv1.Kind_KIND_MIGRATION, Object: last.GetId(), Type: "MachineOnTwoHosts", Message: last.GetMessage()})
+			p.End = endOf(last)
+			m.Log.Error("a VM runs on two hosts", "migration", r.GetId(), "machine", r.GetMachine().GetName(), "message", last.GetMessage())
+		case err != nil:
+			p.Message = fmt.Sprintf("not driven here any more: %v", err)
+			m.Log.Warn("migration is not driven here any more", "migration", r.GetId(), "err", err)
+		default:
+			p.End = endOf(last)
+			m.Log.Info("migration ended", "migration", r.GetId(), "machine", r.GetMachine().GetName(), "state", p.GetEnd(), "message", last.GetMessage(),
+				"stopped", time.Duration(last.GetStoppedNs()))
+		}
+		m.mu.Lock()
+		if m.runs[r.GetId()] == w { // or it was taken over
+			delete(m.runs, r.GetId())
+		}
+		m.mu.Unlock()
+		m.tell(w, p)
+	})
+	return w
+}
+
+// endOf is a state in a word.
+func endOf(r *clusterv1.Migration) string {
+	return strings.ToLower(strings.TrimPrefix(r.GetState().String(), "MIGRATION_STATE_"))
+}
+
+// tell wakes who watches.
+func (m *Manager) tell(w *watched, p *gpuctlv1.MachineProgress) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	p.TookNs = int64(time.Since(w.began))
+	w.last = p
+	close(w.changed)
+	w.changed = make(chan struct{})
+}
+
+// progress is a moment of a migration.
+func progress(r *clusterv1.Migration, done, total uint64) *gpuctlv1.MachineProgress {
+	p := &gpuctlv1.MachineProgress{
+		Id: r.GetId(), Step: r.GetStep(), BytesDone: done, BytesTotal: total, Gpu: r.GetMachine().GetToGpu(), Message: r.GetMessage(),
+		StoppedNs: r.GetStoppedNs(), PredictedNs: r.GetMachine().GetPredictedNs(),
+	}
+	names := migrate.StepNames(r.GetMachine())
+	p.Steps, p.StepIndex = uint32(len(names)), uint32(slices.Index(names, r.GetStep())+1)
+	if n := len(r.GetSteps()); n > 0 {
+		p.Undo = r.GetSteps()[n-1].GetUndo()
+	}
+	return p
+}
+
+// follow sends what happens to a migration that runs here, until its end. ok
+// is false if it does not run here.
+func (m *Manager) follow(ctx context.Context, id string, send func(*gpuctlv1.MachineProgress) error) (ok bool, err error) {
+	m.mu.Lock()
+	w := m.runs[id]
+	m.mu.Unlock()
+	if w == nil {
+		return false, nil
+	}
+	return true, m.watch(ctx, w, send)
+}
+
+func (m *Manager) watch(ctx context.Context, w *watched, send func(*gpuctlv1.MachineProgress) error) error {
+	for {
+		m.mu.Lock()
+		last, changed := proto.CloneOf(w.last), w.changed
+		m.mu.Unlock()
+		if err := send(last); err != nil {
+			return err
+		}
+		if last.GetEnd() != "" || strings.HasPrefix(last.GetMessage(), "not driven here") {
+			return nil
+		}
+		select {
+		case <-changed:
+		case <-ctx.Done():
+			return ctx.Err()
+		}
+	}
+}
+
+var errNotFound = errors.New("not found")

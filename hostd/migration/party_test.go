@@ -1,0 +1,160 @@
+package migration
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+
+	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
+	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/cluster/state"
+	"github.com/gpuctl/gpuctl/migrate"
+)
+
+// records is a node that knows migrations.
+type records struct {
+	Node
+	host  string
+	store *state.Store // what is applied here
+	now   *state.Store // what is committed; nil: nobody answers
+}
+
+func (r records) HostName() string  { return r.host }
+func (r records) View() *state.View { return r.store.View() }
+
+func (r records) Read(context.Context) (*state.View, error) {
+	if r.now == nil {
+		return nil, errors.New("no leader")
+	}
+	return r.now.View(), nil
+}
+
+// A host that has not caught up takes no migration for ended.
+func TestPending(t *testing.T) {
+	empty, full := state.New(), state.New()
+	put := putter(t, full)
+	put(&clusterv1.Migration{Id: "m-runs", Verb: "migrate", Object: "web", Driver: "h1"})
+	over := put(&clusterv1.Migration{Id: "m-over", Verb: "migrate", Object: "db", Driver: "h1"})
+	over.State = clusterv1.MigrationState_MIGRATION_STATE_DONE
+	put(over)
+	for _, c := range []struct {
+		name      string
+		here, now *state.Store
+		id        string
+		want      bool
+	}{
+		{"runs", full, full, "m-runs", true},
+		{"over", full, full, "m-over", false},
+		{"nobody knows it", full, full, "m-other", false},
+		{"not applied here yet, runs", empty, full, "m-runs", true},
+		{"not applied here yet, over", empty, full, "m-over", false},
+		{"not applied here yet, and nobody answers", empty, nil, "m-over", true},
+		{"over, and nobody answers", full, nil, "m-over", false},
+	} {
+		if got := New(Config{Node: records{host: "h1", store: c.here, now: c.now}}).Pending(t.Context(), c.id); got != c.want {
+			t.Errorf("%s: %v", c.name, got)
+		}
+	}
+}
+
+// putter puts records of migrations into a store.
+func putter(t *testing.T, s *state.Store) func(*clusterv1.Migration) *clusterv1.Migration {
+	index := uint64(0)
+	return func(m *clusterv1.Migration) *clusterv1.Migration {
+		t.Helper()
+		index++
+		res := s.Apply(index, &clusterv1.Command{Version: 1, Op: &clusterv1.Command_PutMigration{PutMigration: &clusterv1.PutMigration{Migration: m}}})
+		if res.GetOutcome() != clusterv1.Outcome_OUTCOME_OK {
+			t.Fatal(res)
+		}
+		return res.GetMigration()
+	}
+}
+
+// States of a VM are for the two hosts of its migration, while that runs.
+func TestParty(t *testing.T) {
+	s := state.New()
+	put := putter(t, s)
+	move := func(id, from, to string) *clusterv1.Migration {
+		return &clusterv1.Migration{
+			Id: id, Verb: "migrate", Object: "web", Driver: "h1",
+			Machine: &clusterv1.MachineMove{Uuid: "u1", Name: "web", FromHost: from, ToHost: to},
+		}
+	}
+	over := put(move("m-over", "h1", "h2"))
+	over.State = clusterv1.MigrationState_MIGRATION_STATE_DONE
+	put(over)
+	put(move("m-runs", "h1", "h2"))
+	put(move("m-same", "h1", "h1"))
+
+	for _, c := range []struct {
+		self, other, uuid, migration string
+		ok, later                    bool // later: it may be so in a moment
+	}{
+		{"h1", "h2", "u1", "m-runs", true, false},
+		{"h2", "h1", "u1", "m-runs", true, false},
+		{"h1", "h3", "u1", "m-runs", false, true},
+		{"h3", "h1", "u1", "m-runs", false, true},
+		{"h1", "h1", "u1", "m-runs", false, true},
+		{"h1", "", "u1", "m-runs", false, true},
+		{"h1", "h2", "u2", "m-runs", false, false},
+		{"h1", "h2", "u1", "m-over", false, false},
+		{"h1", "h2", "u1", "m-none", false, true},
+		{"h1", "h2", "u1", "", false, true},
+		{"h1", "h2", "u1", "m-same", false, true},
+	} {
+		m := New(Config{Node: records{host: c.self, store: s}})
+		err := m.Party(&gpuctlv1.SiteMachine{Uuid: c.uuid, Name: "web", Migration: c.migration}, c.other)
+		if (err == nil) != c.ok || errors.Is(err, migrate.ErrUnreachable) != c.later {
+			t.Errorf("%+v: %v", c, err)
+		}
+	}
+	m := New(Config{Node: records{host: "h1", store: s}})
+	for id, want := range map[string][2]bool{"m-over": {true, true}, "m-runs": {false, true}, "m-none": {false, false}} {
+		if ended, known := m.Ended(id); [2]bool{ended, known} != want {
+			t.Errorf("%s: ended %v, known %v", id, ended, known)
+		}
+	}
+}
+
+// What a VM's last migration has left is looked for where it is not at home.
+func TestAway(t *testing.T) {
+	s := state.New()
+	record := putter(t, s)
+	put := func(uuid, from, to string, started int64, end clusterv1.MigrationState) {
+		t.Helper()
+		r := record(&clusterv1.Migration{
+			Id: fmt.Sprint("m-", started), Verb: "migrate", Object: uuid, Driver: "h1", StartedUnixMs: started,
+			Machine: &clusterv1.MachineMove{Uuid: uuid, Name: uuid, FromHost: from, ToHost: to},
+		})
+		if end != clusterv1.MigrationState_MIGRATION_STATE_RUNNING {
+			r.State = end
+			record(r)
+		}
+	}
+	const (
+		done, back, running = clusterv1.MigrationState_MIGRATION_STATE_DONE, clusterv1.MigrationState_MIGRATION_STATE_ROLLED_BACK, clusterv1.MigrationState_MIGRATION_STATE_RUNNING
+		held                = clusterv1.MigrationState_MIGRATION_STATE_HELD
+	)
+	put("gone", "h1", "h2", 1, done)
+	put("returned", "h1", "h2", 2, done)
+	put("returned", "h2", "h1", 3, done)
+	put("undone", "h2", "h1", 4, back)
+	put("stayed", "h1", "h2", 5, back)
+	put("goes", "h1", "h2", 6, done)
+	put("goes", "h2", "h1", 7, running)
+	put("held", "h2", "h1", 8, held)
+	put("same", "h1", "h1", 9, done)
+	put("others", "h2", "h3", 10, done)
+	put("clocks", "h1", "h2", 101, done) // of a host whose clock is ahead
+	put("clocks", "h2", "h1", 11, done)
+	put("clocks2", "h3", "h1", 102, done)
+	put("clocks2", "h1", "h3", 12, done)
+	m := New(Config{Node: records{host: "h1", store: state.New(), now: s}})
+	if d := cmp.Diff(map[string]string{"gone": "h2", "undone": "h2", "clocks2": "h3"}, m.Away(t.Context())); d != "" {
+		t.Error(d)
+	}
+}

@@ -1,0 +1,321 @@
+package migration
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net/http"
+	"slices"
+	"strings"
+	"time"
+
+	"connectrpc.com/connect"
+	"google.golang.org/protobuf/proto"
+
+	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
+	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
+	"github.com/gpuctl/gpuctl/internal/random"
+	"github.com/gpuctl/gpuctl/internal/suggest"
+)
+
+// Service is MigrationService.
+type Service struct{ m *Manager }
+
+var _ gpuctlv1connect.MigrationServiceHandler = (*Service)(nil)
+
+// Handle adds the service to a mux.
+func (m *Manager) Handle(mux *http.ServeMux, options ...connect.HandlerOption) {
+	options = append(options, connect.WithReadMaxBytes(64<<10))
+	mux.Handle(gpuctlv1connect.NewMigrationServiceHandler(&Service{m}, options...))
+}
+
+// find says which host a VM is on, and what it is called.
+func (m *Manager) find(ctx context.Context, r *gpuctlv1.MachinePlanRequest) (*gpuctlv1.Machine, error) {
+	all, missing := m.Machines(ctx)
+	var found []*gpuctlv1.Machine
+	var names []string
+	for _, one := range all {
+		names = append(names, one.GetName())
+		if (one.GetName() == r.GetMachine() || one.GetUuid() == r.GetMachine()) && (r.GetHost() == "" || r.GetHost() == one.GetHost()) {
+			found = append(found, one)
+		}
+	}
+	switch {
+	case len(found) == 1:
+		return found[0], nil
+	case len(found) > 1:
+		return nil, connect.NewError(connect.CodeInvalidArgument, fmt.Errorf("vm %s is on %s and %s: say which with --on", r.GetMachine(), found[0].GetHost(), found[1].GetHost()))
+	}
+	text := fmt.Sprintf("vm %q: not found%s; gpuctl vms lists them", r.GetMachine(), suggest.Hint(r.GetMachine(), names))
+	if len(missing) > 0 {
+		text += "; no answer from " + strings.Join(missing, ", ")
+	}
+	return nil, connect.NewError(connect.CodeNotFound, errors.New(text))
+}
+
+func check(r *gpuctlv1.MachinePlanRequest) error {
+	if !slices.Contains([]string{"migrate", "upgrade", "downgrade"}, r.GetVerb()) {
+		return connect.NewError(connect.CodeInvalidArgument, fmt.Errorf("verb %q is not migrate, upgrade or downgrade", r.GetVerb()))
+	}
+	if r.GetMachine() == "" {
+		return connect.NewError(connect.CodeInvalidArgument, errors.New("no VM is named"))
+	}
+	return nil
+}
+
+// here finds the VM and, if it is on another host, that host's service.
+func (s *Service) here(ctx context.Context, r *gpuctlv1.MachinePlanRequest) (*gpuctlv1.Machine, gpuctlv1connect.MigrationServiceClient, error) {
+	if err := check(r); err != nil {
+		return nil, nil, err
+	}
+	machine, err := s.m.find(ctx, r)
+	if err != nil || machine.GetHost() == s.m.Node.HostName() {
+		return machine, nil, err
+	}
+	c, err := s.m.Node.Migrations(machine.GetHost())
+	r.Host = machine.GetHost()
+	return machine, c, err
+}
+
+// Plan says what would be done.
+func (s *Service) Plan(ctx context.Context, req *connect.Request[gpuctlv1.MachinePlanRequest]) (*connect.Response[gpuctlv1.MachinePlanResponse], error) {
+	machine, there, err := s.here(ctx, req.Msg)
+	if err != nil {
+		return nil, err
+	}
+	if there != nil {
+		res, err := there.Plan(ctx, connect.NewRequest(req.Msg))
+		if err != nil {
+			return nil, err
+		}
+		return connect.NewResponse(res.Msg), nil
+	}
+	p, _, err := s.m.plan(ctx, req.Msg, machine.GetUuid())
+	if err != nil {
+		return nil, err
+	}
+	return connect.NewResponse(planProto(p)), nil
+}
+
+// Start plans, records and begins.
+func (s *Service) Start(ctx context.Context, req *connect.Request[gpuctlv1.MachineStartRequest], out *connect.ServerStream[gpuctlv1.MachineProgress]) error {
+	machine, there, err := s.here(ctx, req.Msg.GetPlan())
+	if err != nil {
+		return err
+	}
+	if there != nil {
+		in, err := there.Start(ctx, connect.NewRequest(req.Msg))
+		return pass(in, err, out)
+	}
+	// Nothing else may begin for this VM between the plan and the record.
+	end, err := s.m.alone(machine.GetUuid(), machine.GetName())
+	if err != nil {
+		return err
+	}
+	defer func() { end() }()
+	p, facts, err := s.m.plan(ctx, req.Msg.GetPlan(), machine.GetUuid())
+	if err != nil {
+		return err
+	}
+	if !p.Possible() {
+		return out.Send(&gpuctlv1.MachineProgress{Refused: planProto(p), End: "refused"})
+	}
+	best := p.Candidates[0]
+	self := s.m.Node.HostName()
+	r := &clusterv1.Migration{
+		Id: "m-" + random.Hex(6), Verb: req.Msg.GetPlan().GetVerb(), Object: facts.GetName(), Driver: self, From: self, To: best.Host,
+		State: clusterv1.MigrationState_MIGRATION_STATE_RUNNING, StartedUnixMs: time.Now().UnixMilli(),
+		Machine: &clusterv1.MachineMove{
+			Uuid: facts.GetUuid(), Name: facts.GetName(), FromHost: self, ToHost: best.Host, ToGpu: best.GPU.ID,
+			PredictedNs: int64(best.Cost.Total), PredictedStopNs: int64(best.Cost.Stop), Cold: p.Cold, AwayBytes: p.Away, FreezeTimeoutMs: req.Msg.GetPlan().GetFreezeTimeoutMs(),
+		},
+	}
+	if len(facts.GetGpus()) > 0 {
+		r.Machine.FromGpu, r.From, r.To = facts.GetGpus()[0], facts.GetGpus()[0], best.GPU.ID
+		r.Machine.ToClaim, r.Machine.Stored = "vm-"+random.Hex(6), facts.GetStored()
+		r.Machine.FromClaim = s.m.claimOf(r.GetMachine().GetFromGpu())
+	}
+	for _, c := range p.Candidates[1:] {
+		if c.GPU.ID != "" && len(r.GetMachine().GetCandidates()) < mostCandidates {
+			r.Machine.Candidates = append(r.Machine.Candidates, c.GPU.ID)
+		}
+	}
+	kept, err := s.m.Node.PutMigration(ctx, r, false)
+	if err != nil {
+		return err
+	}
+	w := s.m.begin(kept)
+	end()
+	end = func() {}
+	if req.Msg.GetNoWait() {
+		return out.Send(progress(kept, 0, 0))
+	}
+	return s.m.watch(ctx, w, out.Send)
+}
+
+// alone makes the beginning of a migration of a VM the caller's.
+func (m *Manager) alone(uuid, name string) (end func(), err error) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.starting[uuid] {
+		return nil, connect.NewError(connect.CodeFailedPrecondition, fmt.Errorf("a migration of vm %s is just being begun", name))
+	}
+	m.starting[uuid] = true
+	return func() {
+		m.mu.Lock()
+		defer m.mu.Unlock()
+		delete(m.starting, uuid)
+	}, nil
+}
+
+// mostCandidates are tried after the first.
+const mostCandidates = 8
+
+// claimOf is the claim that a GPU is assigned by.
+func (m *Manager) claimOf(gpu string) string {
+	v := m.Node.View()
+	if v == nil {
+		return ""
+	}
+	for as := range v.AssignmentsOfGPU(gpu) {
+		return as.GetClaim()
+	}
+	return ""
+}
+
+// pass hands on another host's stream.
+func pass(in *connect.ServerStreamForClient[gpuctlv1.MachineProgress], err error, out *connect.ServerStream[gpuctlv1.MachineProgress]) error {
+	if err != nil {
+		return err
+	}
+	defer func() { _ = in.Close() }()
+	for in.Receive() {
+		if err := out.Send(in.Msg()); err != nil {
+			return err
+		}
+	}
+	return in.Err()
+}
+
+// record finds a migration of a VM.
+func (s *Service) record(id string) (*clusterv1.Migration, error) {
+	v := s.m.Node.View()
+	if v == nil {
+		return nil, connect.NewError(connect.CodeFailedPrecondition, errors.New("this host is in no cluster"))
+	}
+	r := v.Migration(id)
+	if r.GetMachine() == nil {
+		return nil, connect.NewError(connect.CodeNotFound, fmt.Errorf("migration %q of a VM: %w; gpuctl migrations lists them", id, errNotFound))
+	}
+	return r, nil
+}
+
+// Watch streams a migration to its end.
+func (s *Service) Watch(ctx context.Context, req *connect.Request[gpuctlv1.MachineWatchRequest], out *connect.ServerStream[gpuctlv1.MachineProgress]) error {
+	for {
+		r, err := s.record(req.Msg.GetId())
+		if err != nil {
+			return err
+		}
+		if r.GetState() != clusterv1.MigrationState_MIGRATION_STATE_RUNNING {
+			p := progress(r, 0, 0)
+			p.End = strings.ToLower(strings.TrimPrefix(r.GetState().String(), "MIGRATION_STATE_"))
+			return out.Send(p)
+		}
+		if ok, err := s.m.follow(ctx, r.GetId(), out.Send); ok || err != nil {
+			return err
+		}
+		if r.GetDriver() != s.m.Node.HostName() {
+			c, err := s.m.Node.Migrations(r.GetDriver())
+			if err != nil {
+				return err
+			}
+			in, err := c.Watch(ctx, connect.NewRequest(req.Msg))
+			return pass(in, err, out)
+		}
+		// It is ours and does not run: it will, or has just ended.
+		select {
+		case <-ctx.Done():
+			return ctx.Err()
+		case <-time.After(200 * time.Millisecond):
+		}
+	}
+}
+
+// Abort has a migration undone.
+func (s *Service) Abort(ctx context.Context, req *connect.Request[gpuctlv1.MachineAbortRequest]) (*connect.Response[gpuctlv1.MachineAbortResponse], error) {
+	r, err := s.record(req.Msg.GetId())
+	if err != nil {
+		return nil, err
+	}
+	if over(r) {
+		return nil, connect.NewError(connect.CodeFailedPrecondition, fmt.Errorf("migration %s is over", r.GetId()))
+	}
+	if r.GetDriver() != s.m.Node.HostName() {
+		c, err := s.m.Node.Migrations(r.GetDriver())
+		if err != nil {
+			return nil, err
+		}
+		res, err := c.Abort(ctx, connect.NewRequest(req.Msg))
+		if err != nil {
+			return nil, err
+		}
+		return connect.NewResponse(res.Msg), nil
+	}
+	if slices.Contains(r.GetDone(), "commit") {
+		return nil, connect.NewError(connect.CodeFailedPrecondition, fmt.Errorf("migration %s is committed: what is left is to clean up", r.GetId()))
+	}
+	s.m.mu.Lock()
+	w := s.m.runs[r.GetId()]
+	if w != nil {
+		w.aborting = true
+	}
+	s.m.mu.Unlock()
+	if w == nil {
+		return nil, connect.NewError(connect.CodeUnavailable, fmt.Errorf("migration %s is not driven now: try again in a moment, or gpuctl migrations resume %s", r.GetId(), r.GetId()))
+	}
+	message := "it is undone after the step that runs"
+	if r.GetStep() == "move" {
+		message = "the VM is on its way, which can't be stopped: it is moved back after that"
+	}
+	return connect.NewResponse(&gpuctlv1.MachineAbortResponse{Message: message}), nil
+}
+
+// Resume lets a held migration go on.
+func (s *Service) Resume(ctx context.Context, req *connect.Request[gpuctlv1.MachineResumeRequest]) (*connect.Response[gpuctlv1.MachineResumeResponse], error) {
+	r, err := s.record(req.Msg.GetId())
+	if err != nil {
+		return nil, err
+	}
+	if r.GetState() != clusterv1.MigrationState_MIGRATION_STATE_HELD {
+		return nil, connect.NewError(connect.CodeFailedPrecondition, fmt.Errorf("migration %s is not held", r.GetId()))
+	}
+	move, host := r.GetMachine(), req.Msg.GetAbsentOn()
+	if host != "" && host != move.GetFromHost() && host != move.GetToHost() {
+		return nil, connect.NewError(connect.CodeInvalidArgument, fmt.Errorf("host %q has no part in migration %s: it is between %s and %s", host, r.GetId(), move.GetFromHost(), move.GetToHost()))
+	}
+	end, err := s.m.alone(move.GetUuid(), move.GetName())
+	if err != nil {
+		return nil, err
+	}
+	defer end()
+	kept, err := s.m.Node.PutMigration(ctx, r, true)
+	if err != nil {
+		return nil, err
+	}
+	next := proto.CloneOf(kept)
+	next.State = clusterv1.MigrationState_MIGRATION_STATE_RUNNING
+	if host != "" {
+		s.m.Log.Warn("an operator says that a VM is not on a host that cannot be asked", "migration", r.GetId(), "machine", move.GetName(), "host", host)
+		s.m.Node.Note(&clusterv1.Event{Kind: clusterv1.Kind_KIND_MIGRATION, Object: r.GetId(), Type: "MachineSaidAbsent", Message: "an operator says that VM " + move.GetName() + " does not run on host " + host})
+		if !slices.Contains(move.GetAbsentOn(), host) {
+			next.Machine.AbsentOn = append(next.GetMachine().GetAbsentOn(), host)
+		}
+	}
+	if kept, err = s.m.Node.PutMigration(ctx, next, false); err != nil {
+		return nil, err
+	}
+	s.m.begin(kept)
+	return connect.NewResponse(&gpuctlv1.MachineResumeResponse{Message: "it goes on: gpuctl migrations watch " + r.GetId() + " shows it"}), nil
+}

@@ -1,0 +1,479 @@
+package hostd
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+	"os"
+	"os/user"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"time"
+
+	"connectrpc.com/connect"
+
+	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
+	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
+	"github.com/gpuctl/gpuctl/cluster/access"
+	"github.com/gpuctl/gpuctl/cluster/replica"
+	"github.com/gpuctl/gpuctl/cluster/state"
+	"github.com/gpuctl/gpuctl/hostd/cards/cardapi"
+	"github.com/gpuctl/gpuctl/hostd/cards/platform"
+	"github.com/gpuctl/gpuctl/hostd/config"
+	"github.com/gpuctl/gpuctl/hostd/inventory/hostinfo"
+	"github.com/gpuctl/gpuctl/hostd/inventory/nvml"
+	"github.com/gpuctl/gpuctl/hostd/member"
+	"github.com/gpuctl/gpuctl/hostd/migration"
+	"github.com/gpuctl/gpuctl/hostd/migration/endpoint"
+	"github.com/gpuctl/gpuctl/hostd/migration/stash"
+	"github.com/gpuctl/gpuctl/hostd/network"
+	"github.com/gpuctl/gpuctl/hostd/network/nics"
+	"github.com/gpuctl/gpuctl/hostd/telemetry/metrics"
+	"github.com/gpuctl/gpuctl/hostd/telemetry/trace"
+	"github.com/gpuctl/gpuctl/internal/rundir"
+	"github.com/gpuctl/gpuctl/internal/virt"
+	"github.com/gpuctl/gpuctl/passthrough/pci"
+	"github.com/gpuctl/gpuctl/passthrough/sysfs"
+)
+
+// wiring is the host's part in a cluster with all that it needs.
+type wiring struct {
+	node   *member.Node
+	audit  *access.AuditLog
+	nvml   *nvml.Client
+	cards  *platform.Platform
+	guests *endpoint.Guests
+
+	network *network.Host
+	nics    *nics.Manager
+	rate    uint64 // that VMs may be sent at, bytes per second; 0: any
+
+	metrics *metrics.Metrics
+	tracer  *trace.Tracer // nil: none
+}
+
+// listen opens the API's socket. In a cluster who may do what is decided by
+// who calls, so anybody may connect; hostd --dev is its user's alone. made says
+// that the socket's folder is this hostd's own: it opens no other to anybody, nor
+// closes it.
+func listen(o Options, made bool) (net.Listener, error) {
+	l, err := rundir.Listen(o.Socket)
+	if err != nil || o.Data == "" {
+		return l, err
+	}
+	folder := filepath.Dir(o.Socket)
+	err = os.Chmod(o.Socket, 0o666)
+	if err == nil && made {
+		err = os.Chmod(folder, 0o711)
+	}
+	if err != nil {
+		l.Close()
+		return nil, fmt.Errorf("socket %s: %w", o.Socket, err)
+	}
+	if info, err := os.Stat(folder); err == nil && info.Mode().Perm()&0o001 == 0 {
+		o.Log.Warn("other users do not reach the API's socket: its folder was there before and is closed to them; to open it: chmod o+x", "folder", folder)
+	}
+	return l, nil
+}
+
+// makeData makes the data folder and refuses one that others can change: what
+// is in it decides who has which card, and is opened by name.
+func makeData(dir string) error {
+	if dir == "" {
+		return nil
+	}
+	err := os.MkdirAll(dir, 0o700)
+	if err == nil {
+		err = rundir.Own(dir)
+	}
+	if err != nil {
+		return fmt.Errorf("data folder: %w", err)
+	}
+	return nil
+}
+
+// join opens the membership that there is.
+func (o Options) join(ctx context.Context, host *Host) (m *wiring, err error) {
+	m = &wiring{nvml: nvml.New(nvml.Config{Log: o.Log})}
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, m.close())
+		}
+	}()
+	host.NVML = m.nvml
+	name, err := hostName(o.Config.Cluster)
+	if err != nil {
+		return m, err
+	}
+	policy, err := localPolicy(o.Config.Access)
+	if err != nil {
+		return m, err
+	}
+	if o.Data != "" {
+		if m.audit, err = access.OpenAudit(access.AuditConfig{Path: filepath.Join(o.Data, "audit.log"), Log: o.Log}); err != nil {
+			return m, fmt.Errorf("audit trail: %w", err)
+		}
+	}
+	if err := m.observe(ctx, o, host, name); err != nil {
+		return m, err
+	}
+	if err := m.open(ctx, o, host, name); err != nil {
+		return m, err
+	}
+	c := o.Config.Cluster
+	m.node, err = member.Open(ctx, member.Config{
+		Dir: o.Data, Name: name, Listen: cmp.Or(c.Listen, config.DefaultListen), Advertise: c.Advertise, Version: o.Version,
+		Host: host, Local: func() access.LocalPolicy { return policy }, Audit: m.audit,
+		Timing: replica.Fast().Stretched(cmp.Or(c.RaftMultiplier, 1)), Members: replica.Members{MaxVoters: c.Voters, Lost: c.Lost(), Zone: c.Zone},
+		Services: host.Handle, Interceptors: []connect.Interceptor{m.metrics.Interceptor()}, Refused: m.metrics.Refused, Logger: o.Log,
+	})
+	host.Cluster = m.node
+	return m, err
+}
+
+// open finds the hypervisor and what VMs have of this host's cards.
+func (m *wiring) open(ctx context.Context, o Options, host *Host, name string) (err error) {
+	dir := cmp.Or(o.Data, o.Dir)
+	m.cards, err = platform.Open(ctx, platform.Options{
+		Config: o.Config.Devices, Dev: o.Data == "", Root: sysfs.Dir("/"), PCI: host.PCI, Dir: dir, RunDir: o.Dir, Cluster: late{host}, GPUs: host.devices,
+		LetGo: m.letGo, Event: host.noteCard, Log: o.Log,
+	})
+	if err != nil {
+		return err
+	}
+	host.Cards = m.cards
+	if m.network, err = network.Open(sysfs.Dir("/")); err != nil {
+		return err
+	}
+	m.nics = &nics.Manager{Network: m.network, Owners: m.cards.Keeper.Hypervisor.Owners, Peers: m.peers, Event: host.noteHost, Log: o.Log}
+	host.Devices = cardapi.New(m.cards.Keeper, m.nics, late{host}, o.Log)
+	if m.rate, err = o.Config.Devices.Rate(); err != nil {
+		return err
+	}
+	if o.Data != "" { // hostd --dev sends nothing, and others' limits are not its
+		lifted, err := m.network.Reconcile(ctx, nil)
+		if err != nil {
+			o.Log.Warn("limits of a former migration are left", "err", err)
+		} else if len(lifted) > 0 {
+			o.Log.Info("limits of a former migration lifted", "limits", len(lifted))
+		}
+	}
+	if o.Config.Devices.MigrationTLS && m.cards.Client != nil && m.cards.Client.Driver() == virt.Xen {
+		return errors.New("devices.migrationTLS: libxl sends the memory of VMs unencrypted; leave it out, and use a network of your own for the cluster's addresses")
+	}
+	uri := o.Config.Devices.MigrateURI
+	if uri == "" {
+		uri = m.cards.Scheme() + "+tls://{address}/system"
+	}
+	host.Site = &endpoint.Local{
+		Name: name, Keeper: m.cards.Keeper, Client: m.cards.Client, Machines: m.cards.Keeper.Machines, Files: present, Log: o.Log,
+		Unsafe: o.Config.Devices.UnsafeDisks, TLS: o.Config.Devices.MigrationTLS,
+		URI: func(to string) (string, string, error) {
+			address, err := m.node.Address(to)
+			if strings.Contains(address, ":") {
+				address = "[" + address + "]"
+			}
+			return strings.NewReplacer("{host}", to, "{address}", address).Replace(uri), "tcp://" + address, err
+		},
+		Link: func(_ context.Context, from string) uint64 {
+			link := slowest(m.node.View(), from, m.node.HostName())
+			if m.rate > 0 && (link == 0 || m.rate < link) {
+				return m.rate
+			}
+			return link
+		},
+		LockManager: func() string { return virt.LockManager(sysfs.Dir("/"), virt.Driver(m.cards.Scheme())) },
+		Rate:        m.rate, Follow: m.follow, Peer: func(to string) (gpuctlv1connect.SiteServiceClient, error) { return m.node.Site(to) },
+	}
+	m.guests = endpoint.NewGuests(host.Site, host.PCI.Cards, o.Log)
+	m.guests.Locks = o.Dir
+	m.guests.Console, m.guests.Vchan = m.cards.Scheme() == "xen", m.cards.Vchan
+	host.Site.Guests = m.guests
+	if o.Data != "" { // hostd --dev moves nothing
+		if host.Site.Fence, err = endpoint.OpenFence(filepath.Join(o.Data, "migration-tokens.json"), func() string { return m.node.Status().GetClusterId() }); err != nil {
+			return err
+		}
+		host.Site.Stash, err = stash.Open(stash.Config{Dir: filepath.Join(o.Dir, "stash"), Log: o.Log, Limit: func(used uint64) (uint64, error) {
+			return o.Config.Devices.StashLimit(used, func() (uint64, error) {
+				_, free, err := hostinfo.Load(o.Root)
+				return free, err
+			})
+		}})
+		if err != nil {
+			return err
+		}
+	}
+	host.Migrations = migration.New(migration.Config{
+		Node: lateNode{late{host}, m}, Machines: host.Devices.Everywhere, Ready: host.Ready, Most: o.Config.Devices.Migrations, Log: o.Log,
+	})
+	host.Site.Party = host.Migrations.Party
+	m.cards.Keeper.Guests, m.cards.Keeper.Pending = m.guests, host.Migrations.Pending
+	return nil
+}
+
+// sweep drops what migrations have left here that ended without saying so: GPU
+// states, and copies of VMs.
+func (m *wiring) sweep(ctx context.Context, host *Host) {
+	if host.Site == nil || host.Site.Stash == nil {
+		return
+	}
+	tick := time.NewTicker(sweepEvery)
+	defer tick.Stop()
+	for {
+		if err := host.Site.Stash.Sweep(host.Migrations.Ended); err != nil {
+			host.Log.Warn("GPU states of former migrations are left", "err", err)
+		}
+		for uuid, home := range host.Migrations.Away(ctx) {
+			look, cancel := context.WithTimeout(ctx, sweepEvery)
+			cleared, err := host.Site.Clear(look, uuid, home)
+			switch {
+			case errors.Is(err, endpoint.ErrTwice):
+				host.Log.Error("a VM runs on two hosts", "machine", uuid, "home", home, "err", err)
+				host.noteHost("MachineOnTwoHosts", err.Error())
+			case err != nil && cleared:
+				host.Log.Warn("a copy of a VM is left", "machine", uuid, "home", home, "err", err)
+			}
+			cancel()
+		}
+		select {
+		case <-ctx.Done():
+			return
+		case <-tick.C:
+		}
+	}
+}
+
+const sweepEvery = 30 * time.Second
+
+// follow counts what this host sends to another one while a VM goes there, and
+// holds it to the rate that is configured.
+func (m *wiring) follow(ctx context.Context, to string) (endpoint.Flow, error) {
+	address, err := m.address(ctx, to)
+	if err != nil {
+		return nil, err
+	}
+	return m.network.Follow(ctx, address, 8*m.rate)
+}
+
+// address is where VMs are sent that go to a host.
+func (m *wiring) address(ctx context.Context, host string) (netip.Addr, error) {
+	name, err := m.node.Address(host)
+	if err != nil {
+		return netip.Addr{}, err
+	}
+	all, err := net.DefaultResolver.LookupNetIP(ctx, "ip", name)
+	if err != nil {
+		return netip.Addr{}, err
+	}
+	return all[0], nil
+}
+
+// peers are the addresses of other hosts, as far as they are known.
+func (m *wiring) peers(ctx context.Context) map[string]netip.Addr {
+	out := map[string]netip.Addr{}
+	for _, host := range m.node.OtherHosts() {
+		if a, err := m.address(ctx, host); err == nil {
+			out[host] = a
+		}
+	}
+	return out
+}
+
+// present says whether a file is there, for a VM's disks.
+func present(path string) error {
+	_, err := os.Stat(path)
+	return err
+}
+
+// slowest is how fast one host can send to another at best, in bytes per
+// second, by the speed of their fastest interfaces; 0: not known.
+func slowest(v *state.View, from, to string) uint64 {
+	if v == nil {
+		return 0
+	}
+	var out uint64
+	for _, host := range []string{from, to} {
+		var best uint64
+		for _, n := range v.Host(host).GetNics() {
+			best = max(best, n.GetSpeed()/8)
+		}
+		if best == 0 {
+			return 0
+		}
+		if out == 0 || best < out {
+			out = best
+		}
+	}
+	return out
+}
+
+// lateNode is the node that there will be.
+type lateNode struct {
+	late
+	m *wiring
+}
+
+func (l lateNode) View() *state.View { return l.m.node.View() }
+func (l lateNode) Read(ctx context.Context) (*state.View, error) {
+	return l.m.node.Read(ctx)
+}
+func (l lateNode) Status() *clusterv1.StatusResponse { return l.m.node.Status() }
+
+func (l lateNode) PutMigration(ctx context.Context, r *clusterv1.Migration, takeOver bool) (*clusterv1.Migration, error) {
+	return l.m.node.PutMigration(ctx, r, takeOver)
+}
+
+func (l lateNode) Note(e *clusterv1.Event) { l.m.node.Note(e) }
+
+func (l lateNode) Site(host string) (gpuctlv1connect.SiteServiceClient, error) {
+	return l.m.node.Site(host)
+}
+
+func (l lateNode) Migrations(host string) (gpuctlv1connect.MigrationServiceClient, error) {
+	return l.m.node.Migrations(host)
+}
+
+// letGo has NVML give up all cards while drivers change.
+func (m *wiring) letGo(ctx context.Context, _ []pci.Address) (resume func(), err error) {
+	if err := m.nvml.Release(ctx); err != nil {
+		return nil, err
+	}
+	return m.nvml.Resume, nil
+}
+
+// late is the cluster that a host is to be a member of: its services are made
+// before it is one.
+type late struct{ host *Host }
+
+func (l late) HostName() string           { return l.host.Cluster.HostName() }
+func (l late) Settle(ctx context.Context) { l.host.Cluster.Settle(ctx) }
+func (l late) OtherHosts() []string       { return l.host.Cluster.OtherHosts() }
+
+func (l late) Kick() {
+	if c := l.host.Cluster; c != nil {
+		c.Kick()
+	}
+}
+
+func (l late) Claim(ctx context.Context, c *clusterv1.Claim) (*clusterv1.CreateClaimResponse, error) {
+	return l.host.Cluster.Claim(ctx, c)
+}
+
+func (l late) Devices(host string) (gpuctlv1connect.DeviceServiceClient, error) {
+	return l.host.Cluster.Devices(host)
+}
+
+// observe prepares metrics and traces. They ask the node, once there is one.
+func (m *wiring) observe(ctx context.Context, o Options, host *Host, name string) (err error) {
+	m.metrics = metrics.New(metrics.Sources{
+		View:    func() *state.View { return m.node.View() },
+		Status:  func() *clusterv1.StatusResponse { return m.node.Status() },
+		Health:  func() error { return m.node.Health() },
+		Skipped: func() uint64 { return m.node.Skipped() },
+		Facts:   func(ctx context.Context) (*clusterv1.HostFacts, error) { return m.node.Facts(ctx) },
+		Audit:   m.audit.Counts,
+		Version: o.Version, Log: o.Log,
+	})
+	t := o.Config.Tracing
+	m.tracer, err = trace.New(ctx, trace.Config{
+		Endpoint: t.Endpoint, Insecure: t.Insecure, SampleRatio: t.Sample, Version: o.Version, Host: name, Log: o.Log,
+	})
+	if err != nil {
+		return fmt.Errorf("tracing: %w", err)
+	}
+	host.Metrics, host.Tracer = m.metrics, m.tracer
+	return nil
+}
+
+func (m *wiring) close() error {
+	var errs []error
+	if m.tracer != nil {
+		ctx, cancel := context.WithTimeout(context.Background(), shutdown)
+		if err := m.tracer.Shutdown(ctx); err != nil {
+			errs = append(errs, fmt.Errorf("tracing: %w", err))
+		}
+		cancel()
+	}
+	if m.node != nil {
+		errs = append(errs, m.node.Close())
+	}
+	if m.guests != nil {
+		errs = append(errs, m.guests.Close())
+	}
+	if m.network != nil {
+		m.network.Close()
+	}
+	if m.cards != nil {
+		errs = append(errs, m.cards.Close())
+	}
+	if m.nvml != nil {
+		errs = append(errs, m.nvml.Close())
+	}
+	if m.audit != nil {
+		errs = append(errs, m.audit.Close())
+	}
+	return errors.Join(errs...)
+}
+
+// hostName is what the cluster is to call this host.
+func hostName(c config.Cluster) (string, error) {
+	if c.Host != "" {
+		return c.Host, nil
+	}
+	name, err := os.Hostname()
+	if err != nil {
+		return "", fmt.Errorf("host name: %w; say cluster.host in the configuration", err)
+	}
+	if name = strings.TrimSpace(name); name == "" || name == "(none)" {
+		name = "localhost"
+	}
+	return name, nil
+}
+
+// localPolicy looks up users and groups.
+func localPolicy(a config.Access) (p access.LocalPolicy, err error) {
+	number := func(what, name, id string, err error) (uint32, error) {
+		if err != nil {
+			return 0, fmt.Errorf("access: %s %q: %w", what, name, err)
+		}
+		n, err := strconv.ParseUint(id, 10, 32)
+		return uint32(n), err
+	}
+	for _, name := range a.AdminUsers {
+		u, err := user.Lookup(name)
+		id := ""
+		if u != nil {
+			id = u.Uid
+		}
+		uid, err := number("user", name, id, err)
+		if err != nil {
+			return p, err
+		}
+		p.AdminUIDs = append(p.AdminUIDs, uid)
+	}
+	for _, list := range []struct {
+		names []string
+		gids  *[]uint32
+	}{{a.AdminGroups, &p.AdminGIDs}, {a.OperatorGroups, &p.OperatorGIDs}, {a.ViewerGroups, &p.ViewerGIDs}} {
+		for _, name := range list.names {
+			g, err := user.LookupGroup(name)
+			id := ""
+			if g != nil {
+				id = g.Gid
+			}
+			gid, err := number("group", name, id, err)
+			if err != nil {
+				return p, err
+			}
+			*list.gids = append(*list.gids, gid)
+		}
+	}
+	if a.Others == "viewer" {
+		p.Others = clusterv1.Role_ROLE_VIEWER
+	}
+	return p, nil
+}

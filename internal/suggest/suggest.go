@@ -1,0 +1,65 @@
+// Package suggest finds the names that somebody who mistyped may have meant.
+package suggest
+
+import (
+	"fmt"
+	"slices"
+	"strings"
+)
+
+// Names returns those of the names that are close to the given one or have it
+// as a part, the nearest first, at most three.
+func Names(name string, among []string) []string {
+	type match struct {
+		name     string
+		distance int
+	}
+	var found []match
+	want := strings.ToLower(name)
+	for _, n := range among {
+		have := strings.ToLower(n)
+		d := distance(want, have)
+		if len(want) > 2 && strings.Contains(have, want) {
+			d = min(d, 1)
+		}
+		if d <= max(1, len(want)/3) {
+			found = append(found, match{n, d})
+		}
+	}
+	slices.SortStableFunc(found, func(a, b match) int { return a.distance - b.distance })
+	var out []string
+	for _, m := range found[:min(3, len(found))] {
+		out = append(out, m.name)
+	}
+	return out
+}
+
+// Hint is " (did you mean a or b?)", or nothing.
+func Hint(name string, among []string) string {
+	names := Names(name, among)
+	if len(names) == 0 {
+		return ""
+	}
+	return fmt.Sprintf(" (did you mean %s?)", strings.Join(names, " or "))
+}
+
+// distance is the number of single-byte edits between a and b.
+func distance(a, b string) int {
+	row := make([]int, len(b)+1)
+	for j := range row {
+		row[j] = j
+	}
+	for i := range len(a) {
+		last := row[0]
+		row[0] = i + 1
+		for j := range len(b) {
+			cost := last
+			if a[i] != b[j] {
+				cost++
+			}
+			last = row[j+1]
+			row[j+1] = min(cost, row[j+1]+1, row[j]+1)
+		}
+	}
+	return row[len(b)]
+}
