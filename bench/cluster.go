@@ -23,6 +23,7 @@ import (
 	"github.com/gpuctl/gpuctl/internal/rundir"
 	"github.com/gpuctl/gpuctl/internal/size"
 	"github.com/gpuctl/gpuctl/internal/unixrpc"
+	"github.com/gpuctl/gpuctl/internal/wait"
 )
 
 const (
@@ -350,7 +351,7 @@ func (b *bench) atRest(ctx context.Context, c *benchCluster) error {
 	if err != nil {
 		return err
 	}
-	if err := pause(ctx, restTime); err != nil {
+	if err := wait.For(ctx, restTime); err != nil {
 		return err
 	}
 	hosts := append([]*clusterHost{leader}, others...)
@@ -361,7 +362,7 @@ func (b *bench) atRest(ctx context.Context, c *benchCluster) error {
 			return err
 		}
 	}
-	if err := pause(ctx, restTime); err != nil {
+	if err := wait.For(ctx, restTime); err != nil {
 		return err
 	}
 	var rss, cpu []float64
@@ -386,15 +387,6 @@ func (b *bench) atRest(ctx context.Context, c *benchCluster) error {
 		b.report.add(fmt.Sprintf("at rest, %d GPUs: share of a core, %s", memberGPUs, who), "%", 0, p, "1", func() bool { return p <= 1 })
 	}
 	return nil
-}
-
-func pause(ctx context.Context, d time.Duration) error {
-	select {
-	case <-ctx.Done():
-		return ctx.Err()
-	case <-time.After(d):
-		return nil
-	}
 }
 
 // resident is VmRSS, in MiB.
@@ -553,7 +545,7 @@ func takeTurns(ctx context.Context, lanes []*lane) error {
 				}
 				l.ms = append(l.ms, took.Seconds()*1e3)
 			}
-			if err := pause(ctx, 100*time.Millisecond); err != nil { // hosts confirm what they got
+			if err := wait.For(ctx, 100*time.Millisecond); err != nil { // hosts confirm what they got
 				return err
 			}
 		}

@@ -26,6 +26,7 @@ import (
 	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
 	"github.com/gpuctl/gpuctl/cluster/remote"
 	"github.com/gpuctl/gpuctl/internal/unixrpc"
+	"github.com/gpuctl/gpuctl/internal/wait"
 	"github.com/gpuctl/gpuctl/test/chaos"
 	"github.com/gpuctl/gpuctl/test/hostile"
 	"github.com/gpuctl/gpuctl/test/rig"
@@ -107,7 +108,7 @@ func (b *bench) hostile(ctx context.Context) (err error) {
 		return err
 	}
 	wg.Go(func() { s.idle(honest) })
-	if err := pause(ctx, 5*time.Second); err != nil { // caches are warm
+	if err := wait.For(ctx, 5*time.Second); err != nil { // caches are warm
 		return err
 	}
 
@@ -265,7 +266,7 @@ func (s *soak) model(ctx context.Context, wg *sync.WaitGroup) (end func() error,
 				}
 				return nil
 			})
-			_ = pause(ctx, time.Second)
+			_ = wait.For(ctx, time.Second)
 		}
 	})
 	return func() error {
@@ -292,7 +293,7 @@ func (s *soak) session(ctx context.Context, gpu string) (string, error) {
 				return session.GetId(), nil
 			}
 		}
-		if err := pause(ctx, 100*time.Millisecond); err != nil {
+		if err := wait.For(ctx, 100*time.Millisecond); err != nil {
 			return "", err
 		}
 	}
@@ -364,7 +365,7 @@ func (s *soak) clients(ctx context.Context, wg *sync.WaitGroup) error {
 		wg.Go(func() {
 			for ctx.Err() == nil {
 				s.try(ctx, c.name, c.limit, c.f)
-				_ = pause(ctx, c.every)
+				_ = wait.For(ctx, c.every)
 			}
 		})
 	}
@@ -408,7 +409,7 @@ func (s *soak) phase(ctx context.Context, d time.Duration, ask func() (calls, er
 	s.mu.Unlock()
 	begin, before := time.Now(), s.daemons()
 	for end := begin.Add(d); time.Now().Before(end); {
-		if err := pause(ctx, min(500*time.Millisecond, time.Until(end))); err != nil {
+		if err := wait.For(ctx, min(500*time.Millisecond, time.Until(end))); err != nil {
 			return h, nil, err
 		}
 		seen = append(seen, s.daemons())
@@ -477,7 +478,7 @@ func (s *soak) recovered(ctx context.Context, before usage) (u usage) {
 		for i := range daemonNames {
 			ok = ok && u.memory[i] <= before.memory[i]+memoryAfter && u.files[i] <= before.files[i]+filesAfter
 		}
-		if ok || time.Now().After(end) || pause(ctx, time.Second) != nil {
+		if ok || time.Now().After(end) || wait.For(ctx, time.Second) != nil {
 			return u
 		}
 	}
@@ -488,7 +489,7 @@ func (s *soak) recovered(ctx context.Context, before usage) (u usage) {
 func (s *soak) idle(ctx context.Context) {
 	guest := strconv.Itoa(s.guest())
 	done := map[int]bool{}
-	for ; ctx.Err() == nil; _ = pause(ctx, 20*time.Millisecond) {
+	for ; ctx.Err() == nil; _ = wait.For(ctx, 20*time.Millisecond) {
 		lists, _ := filepath.Glob("/proc/" + guest + "/task/*/children")
 		for _, list := range lists {
 			text, _ := os.ReadFile(list)

@@ -1,25 +1,16 @@
-// Package hostd is the daemon of one host: it knows the host's GPUs, decides
-// which claim gets which, and has the guest helper move sessions between them.
+// Package hostd is the daemon of one host. Run makes its parts, joins them and
+// serves; Guest starts gpuguest, or finds the one that runs. What the daemon
+// does is in the rooms below, by subject:
 //
-// # Parts
+//   - sessions: which claim has which GPU, and operations on sessions;
+//   - cards: the life of PCI cards, and how VMs get them;
+//   - member: this host's membership in a cluster;
+//   - migration: VMs that move to other hosts;
+//   - inventory: the GPUs that the host has;
+//   - network: network cards and their functions;
+//   - telemetry: metrics, traces, and what systemd is told;
+//   - command and config: the command line and the file.
 //
-// Host is the state and the rules; it talks to the guest helper through the
-// generated GuestService client. Server offers a Host as HostService. Guest
-// starts gpuguest, or finds the one that runs, and Run wires it all together.
-//
-// # Guarantees
-//
-//   - A GPU has one owner, or several claims whose stated memory fits (see
-//     package ledger). An operation reserves its target before it begins; the
-//     source is given back after the commit, the target after a roll-back. When
-//     the outcome is not known, both stay reserved until the guest says where
-//     the session is.
-//   - hostd may be killed at any moment. gpuguest and its sessions go on; the
-//     next hostd on the same folder reads claims and operations in flight from
-//     state.json, and takes from the guest where each session runs. The guest
-//     is right when they differ.
-//   - gpuguest may be killed at any moment. hostd starts it again and repeats
-//     the offers of all claims.
-//   - A claim ends with ReleaseClaim, or with the process that it was made for,
-//     but never before the last session that uses it.
+// hostd may be killed at any moment, and so may gpuguest: what each of them
+// finds when it starts again is said in the rooms that keep it.
 package hostd

@@ -14,6 +14,7 @@ import (
 
 	"github.com/gpuctl/gpuctl/internal/rundir"
 	"github.com/gpuctl/gpuctl/internal/unixrpc"
+	"github.com/gpuctl/gpuctl/internal/wait"
 )
 
 const (
@@ -118,12 +119,12 @@ func (g *Guest) Keep(ctx context.Context, restarted func(context.Context)) {
 		switch {
 		case err != nil && ctx.Err() == nil:
 			g.Log.Error("gpuguest is not running", "err", err)
-			sleep(ctx, guestRetry)
+			_ = wait.For(ctx, guestRetry)
 		case started:
 			g.Log.Warn("gpuguest was gone")
 			restarted(ctx)
 		}
-		sleep(ctx, guestCheck)
+		_ = wait.For(ctx, guestCheck)
 	}
 }
 

@@ -21,6 +21,7 @@ import (
 	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
 	"github.com/gpuctl/gpuctl/cluster/pki/throttle"
 	"github.com/gpuctl/gpuctl/hostd/config"
+	"github.com/gpuctl/gpuctl/hostd/sessions"
 	"github.com/gpuctl/gpuctl/hostd/telemetry/systemd"
 	"github.com/gpuctl/gpuctl/internal/rundir"
 	"github.com/gpuctl/gpuctl/internal/unixrpc"
@@ -75,7 +76,7 @@ func Run(ctx context.Context, o Options) (err error) {
 		return err
 	}
 	defer listener.Close()
-	host, err := NewHost(HostConfig{
+	host, err := sessions.NewHost(sessions.HostConfig{
 		Guest:     gpuctlv1connect.NewGuestServiceClient(unixrpc.Client(guest.Socket()), "http://guest"),
 		AppSocket: guest.AppSocket(), StateFile: filepath.Join(o.Dir, "state.json"),
 		Config: o.Config, Root: o.Root, PCI: pci.NewScanner(o.Root), Log: o.Log,
@@ -214,23 +215,4 @@ func (o Options) reload(ctx context.Context, m *wiring, notify *systemd.Notifier
 		}
 		notify.Ready("serving " + o.Socket)
 	}
-}
-
-// Alive returns once the host's lock was free: what works with the host comes
-// by it.
-func (h *Host) Alive(context.Context) error {
-	h.mu.Lock()
-	defer h.mu.Unlock()
-	return nil
-}
-
-// Live is how many sessions there are; when the guest does not answer, those
-// last seen.
-func (h *Host) Live(ctx context.Context) int {
-	if err := h.Resync(ctx); err != nil {
-		h.Log.Debug("sessions are as last seen", "err", err)
-	}
-	h.mu.Lock()
-	defer h.mu.Unlock()
-	return len(h.sessions)
 }

@@ -32,6 +32,7 @@ import (
 	"github.com/gpuctl/gpuctl/hostd/migration/stash"
 	"github.com/gpuctl/gpuctl/hostd/network"
 	"github.com/gpuctl/gpuctl/hostd/network/nics"
+	"github.com/gpuctl/gpuctl/hostd/sessions"
 	"github.com/gpuctl/gpuctl/hostd/telemetry/metrics"
 	"github.com/gpuctl/gpuctl/hostd/telemetry/trace"
 	"github.com/gpuctl/gpuctl/internal/rundir"
@@ -97,7 +98,7 @@ func makeData(dir string) error {
 }
 
 // join opens the membership that there is.
-func (o Options) join(ctx context.Context, host *Host) (m *wiring, err error) {
+func (o Options) join(ctx context.Context, host *sessions.Host) (m *wiring, err error) {
 	m = &wiring{nvml: nvml.New(nvml.Config{Log: o.Log})}
 	defer func() {
 		if err != nil {
@@ -136,11 +137,11 @@ func (o Options) join(ctx context.Context, host *Host) (m *wiring, err error) {
 }
 
 // open finds the hypervisor and what VMs have of this host's cards.
-func (m *wiring) open(ctx context.Context, o Options, host *Host, name string) (err error) {
+func (m *wiring) open(ctx context.Context, o Options, host *sessions.Host, name string) (err error) {
 	dir := cmp.Or(o.Data, o.Dir)
 	m.cards, err = platform.Open(ctx, platform.Options{
-		Config: o.Config.Devices, Dev: o.Data == "", Root: sysfs.Dir("/"), PCI: host.PCI, Dir: dir, RunDir: o.Dir, Cluster: late{host}, GPUs: host.devices,
-		LetGo: m.letGo, Event: host.noteCard, Log: o.Log,
+		Config: o.Config.Devices, Dev: o.Data == "", Root: sysfs.Dir("/"), PCI: host.PCI, Dir: dir, RunDir: o.Dir, Cluster: late{host}, GPUs: host.DetectedGPUs,
+		LetGo: m.letGo, Event: host.RecordCardEvent, Log: o.Log,
 	})
 	if err != nil {
 		return err
@@ -149,7 +150,7 @@ func (m *wiring) open(ctx context.Context, o Options, host *Host, name string) (
 	if m.network, err = network.Open(sysfs.Dir("/")); err != nil {
 		return err
 	}
-	m.nics = &nics.Manager{Network: m.network, Owners: m.cards.Keeper.Hypervisor.Owners, Peers: m.peers, Event: host.noteHost, Log: o.Log}
+	m.nics = &nics.Manager{Network: m.network, Owners: m.cards.Keeper.Hypervisor.Owners, Peers: m.peers, Event: host.RecordHostEvent, Log: o.Log}
 	host.Devices = cardapi.New(m.cards.Keeper, m.nics, late{host}, o.Log)
 	if m.rate, err = o.Config.Devices.Rate(); err != nil {
 		return err
@@ -217,7 +218,7 @@ func (m *wiring) open(ctx context.Context, o Options, host *Host, name string) (
 
 // sweep drops what migrations have left here that ended without saying so: GPU
 // states, and copies of VMs.
-func (m *wiring) sweep(ctx context.Context, host *Host) {
+func (m *wiring) sweep(ctx context.Context, host *sessions.Host) {
 	if host.Site == nil || host.Site.Stash == nil {
 		return
 	}
@@ -233,7 +234,7 @@ func (m *wiring) sweep(ctx context.Context, host *Host) {
 			switch {
 			case errors.Is(err, endpoint.ErrTwice):
 				host.Log.Error("a VM runs on two hosts", "machine", uuid, "home", home, "err", err)
-				host.noteHost("MachineOnTwoHosts", err.Error())
+				host.RecordHostEvent("MachineOnTwoHosts", err.Error())
 			case err != nil && cleared:
 				host.Log.Warn("a copy of a VM is left", "machine", uuid, "home", home, "err", err)
 			}
@@ -347,7 +348,7 @@ func (m *wiring) letGo(ctx context.Context, _ []pci.Address) (resume func(), err
 
 // late is the cluster that a host is to be a member of: its services are made
 // before it is one.
-type late struct{ host *Host }
+type late struct{ host *sessions.Host }
 
 func (l late) HostName() string           { return l.host.Cluster.HostName() }
 func (l late) Settle(ctx context.Context) { l.host.Cluster.Settle(ctx) }
@@ -368,7 +369,7 @@ func (l late) Devices(host string) (gpuctlv1connect.DeviceServiceClient, error) 
 }
 
 // observe prepares metrics and traces. They ask the node, once there is one.
-func (m *wiring) observe(ctx context.Context, o Options, host *Host, name string) (err error) {
+func (m *wiring) observe(ctx context.Context, o Options, host *sessions.Host, name string) (err error) {
 	m.metrics = metrics.New(metrics.Sources{
 		View:    func() *state.View { return m.node.View() },
 		Status:  func() *clusterv1.StatusResponse { return m.node.Status() },

@@ -19,6 +19,8 @@ import (
 
 	"golang.org/x/crypto/ssh"
 	"golang.org/x/sys/unix"
+
+	"github.com/gpuctl/gpuctl/internal/wait"
 )
 
 // disk is the name of a running host's disk in its folder.
@@ -200,7 +202,7 @@ func (h *Host) start(ctx context.Context, img image, ready string, more ...strin
 		if _, cerr := h.current(); cerr != nil {
 			return fmt.Errorf("QEMU ended:\n%s", h.tail("qemu.log"))
 		}
-		if err := sleep(ctx, 50*time.Millisecond); err != nil {
+		if err := wait.For(ctx, 50*time.Millisecond); err != nil {
 			return err
 		}
 	}
@@ -226,15 +228,6 @@ func freePort() (int, error) {
 		return 0, errors.New("no TCP address")
 	}
 	return a.Port, nil
-}
-
-func sleep(ctx context.Context, d time.Duration) error {
-	select {
-	case <-ctx.Done():
-		return ctx.Err()
-	case <-time.After(d):
-		return nil
-	}
 }
 
 // coldBoot boots the host from a fresh disk and waits until libvirt answers.
@@ -277,7 +270,7 @@ func (h *Host) waitBooted(ctx context.Context) error {
 		if ctx.Err() != nil {
 			return fmt.Errorf("it did not boot: %w; its console ends with\n%s", errors.Join(ctx.Err(), err), h.tail("console.log"))
 		}
-		if err := sleep(ctx, 500*time.Millisecond); err != nil {
+		if err := wait.For(ctx, 500*time.Millisecond); err != nil {
 			continue // the next round tells why
 		}
 	}
@@ -303,7 +296,7 @@ func (h *Host) save(ctx context.Context) error {
 			return err
 		}
 		for h.Alive() {
-			if err := sleep(ctx, 20*time.Millisecond); err != nil {
+			if err := wait.For(ctx, 20*time.Millisecond); err != nil {
 				return err
 			}
 		}

@@ -13,6 +13,8 @@ import (
 	"time"
 
 	"golang.org/x/crypto/ssh"
+
+	"github.com/gpuctl/gpuctl/internal/wait"
 )
 
 // RunError is a command on a host that failed.
@@ -114,7 +116,7 @@ func (h *Host) connected(ctx context.Context) error {
 		if ctx.Err() != nil {
 			return fmt.Errorf("sshd does not answer: %w", err)
 		}
-		_ = sleep(ctx, 100*time.Millisecond)
+		_ = wait.For(ctx, 100*time.Millisecond)
 	}
 }
 

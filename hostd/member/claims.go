@@ -17,6 +17,7 @@ import (
 	"github.com/gpuctl/gpuctl/cluster/state"
 	"github.com/gpuctl/gpuctl/hostd/member/clusterapi"
 	"github.com/gpuctl/gpuctl/internal/random"
+	"github.com/gpuctl/gpuctl/internal/wait"
 )
 
 // ErrTaken says that the cluster has given a GPU to somebody else.
@@ -250,6 +251,6 @@ func (n *Node) keep(ctx context.Context, m *membership, r *clusterv1.Migration) 
 		if err == nil || errors.As(err, &answer) || ctx.Err() != nil {
 			return res.GetMigration().GetToken(), err
 		}
-		sleep(ctx, retryAfter)
+		_ = wait.For(ctx, retryAfter)
 	}
 }

@@ -21,6 +21,7 @@ import (
 	"github.com/gpuctl/gpuctl/cluster/state"
 	"github.com/gpuctl/gpuctl/hostd/member/clusterapi"
 	"github.com/gpuctl/gpuctl/internal/random"
+	"github.com/gpuctl/gpuctl/internal/wait"
 )
 
 // ErrMember says that this host is in a cluster already.
@@ -248,7 +249,7 @@ func (n *Node) await(ctx context.Context) error {
 		if ctx.Err() != nil {
 			return fmt.Errorf("this host was let in, but has not heard of the cluster's leader for %v: check that %s reaches it; it goes on trying", joinTimeout, n.member().Address)
 		}
-		sleep(ctx, 20*time.Millisecond)
+		_ = wait.For(ctx, 20*time.Millisecond)
 	}
 	return nil
 }

@@ -28,6 +28,7 @@ import (
 	"github.com/gpuctl/gpuctl/hostd/member/clusterapi"
 	"github.com/gpuctl/gpuctl/internal/random"
 	"github.com/gpuctl/gpuctl/internal/reason"
+	"github.com/gpuctl/gpuctl/internal/wait"
 )
 
 // Host is what runs on this machine, as the cluster needs to know it.
@@ -483,7 +484,7 @@ func (n *Node) recheck(ctx context.Context, m *membership) {
 		case <-changed:
 			m.port.Recheck()
 		}
-		sleep(ctx, time.Second)
+		_ = wait.For(ctx, time.Second)
 	}
 }
 
@@ -500,7 +501,7 @@ func (n *Node) Problem() error {
 // listen asks others why nobody leads.
 func (n *Node) listen(ctx context.Context, m *membership) {
 	for ctx.Err() == nil {
-		sleep(ctx, retryAfter)
+		_ = wait.For(ctx, retryAfter)
 		if _, address := m.store.Leader(); address != "" {
 			m.removed.Store(false)
 			continue
@@ -558,15 +559,6 @@ func (n *Node) Close() error {
 	n.cancel()
 	n.http.CloseIdleConnections()
 	return nil
-}
-
-func sleep(ctx context.Context, d time.Duration) {
-	t := time.NewTimer(d)
-	defer t.Stop()
-	select {
-	case <-ctx.Done():
-	case <-t.C:
-	}
 }
 
 // missing says that a file or folder is not there.

@@ -14,6 +14,7 @@ import (
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/cluster/scheduler"
 	"github.com/gpuctl/gpuctl/cluster/state"
+	"github.com/gpuctl/gpuctl/internal/wait"
 )
 
 const (
@@ -68,7 +69,7 @@ func (n *Node) report(ctx context.Context, m *membership) {
 		case <-ctx.Done():
 		case <-t.C:
 		case <-v.Changed(clusterv1.Kind_KIND_HOST): // we may have been forgotten
-			sleep(ctx, 100*time.Millisecond)
+			_ = wait.For(ctx, 100*time.Millisecond)
 		}
 		t.Stop()
 	}
@@ -159,7 +160,7 @@ func (n *Node) reconcile(ctx context.Context, m *membership) {
 		case <-t.C:
 		case <-n.kick:
 		case <-v.Changed(clusterv1.Kind_KIND_ASSIGNMENT):
-			sleep(ctx, together)
+			_ = wait.For(ctx, together)
 		}
 		t.Stop()
 	}

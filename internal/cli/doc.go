@@ -9,6 +9,6 @@
 // were.
 //
 // Data goes to standard output, what is said on the way to standard error. Exit
-// statuses are those of package program; `gpuctl run` exits as the command that
+// statuses are those of package cmdutil; `gpuctl run` exits as the command that
 // it ran.
 package cli

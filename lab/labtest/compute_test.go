@@ -9,6 +9,7 @@ import (
 	"connectrpc.com/connect"
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/internal/wait"
 )
 
 var virtio = model{slot: "0000:05:00.0", id: "1af4:1050"}
@@ -97,7 +98,7 @@ func TestComputeGuest(t *testing.T) {
 			if err == nil && after.Msg.Instance != before.Msg.Instance {
 				break
 			}
-			if err := pause(ctx); err != nil {
+			if err := wait.For(ctx, 200*time.Millisecond); err != nil {
 				t.Fatalf("no other gpuguest answers: %v %v", err, after)
 			}
 		}

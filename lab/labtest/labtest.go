@@ -15,6 +15,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/gpuctl/gpuctl/internal/wait"
 	"github.com/gpuctl/gpuctl/lab"
 	"github.com/gpuctl/gpuctl/lab/guestinit/wire"
 )
@@ -247,7 +248,7 @@ func (g *Guest) WaitReady(ctx context.Context) error {
 		// Asking libvirt takes from the guest what it needs to boot: host and
 		// guest share a processor.
 		if time.Since(asked) < 10*time.Second {
-			_ = pause(ctx) // the next round tells if it ended
+			_ = wait.For(ctx, 200*time.Millisecond) // the next round tells if it ended
 			continue
 		}
 		asked = time.Now()
@@ -256,7 +257,7 @@ func (g *Guest) WaitReady(ctx context.Context) error {
 		} else if !strings.HasPrefix(state, "running") && !strings.HasPrefix(state, "no state") {
 			return fmt.Errorf("guest %s on %s is %s: %w", g.Name, g.host.Name, strings.TrimSpace(state), err)
 		}
-		_ = pause(ctx)
+		_ = wait.For(ctx, 200*time.Millisecond)
 	}
 }
 
@@ -386,7 +387,7 @@ func (g *Guest) WaitDevice(ctx context.Context, id string) (wire.Device, error) 
 				return d, nil
 			}
 		}
-		if err := pause(ctx); err != nil {
+		if err := wait.For(ctx, 200*time.Millisecond); err != nil {
 			return wire.Device{}, fmt.Errorf("guest %s has no device %s: %w", g.Name, id, err)
 		}
 	}
@@ -406,18 +407,9 @@ func (g *Guest) WaitGone(ctx context.Context, id string) error {
 		if !found {
 			return nil
 		}
-		if err := pause(ctx); err != nil {
+		if err := wait.For(ctx, 200*time.Millisecond); err != nil {
 			return fmt.Errorf("guest %s still has device %s: %w", g.Name, id, err)
 		}
-	}
-}
-
-func pause(ctx context.Context) error {
-	select {
-	case <-ctx.Done():
-		return ctx.Err()
-	case <-time.After(200 * time.Millisecond):
-		return nil
 	}
 }
 

@@ -7,6 +7,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/gpuctl/gpuctl/internal/wait"
 	"github.com/gpuctl/gpuctl/lab"
 )
 
@@ -139,6 +140,6 @@ func waitVchan(t *testing.T, ctx context.Context, what string, is func() (bool, 
 		if time.Now().After(end) {
 			t.Fatalf("%s: not within a minute:\n%s", what, seen)
 		}
-		must(t, pause(ctx))
+		must(t, wait.For(ctx, 200*time.Millisecond))
 	}
 }

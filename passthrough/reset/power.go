@@ -15,6 +15,7 @@ import (
 
 	"github.com/google/renameio/v2"
 
+	"github.com/gpuctl/gpuctl/internal/wait"
 	"github.com/gpuctl/gpuctl/passthrough/pci"
 	"github.com/gpuctl/gpuctl/passthrough/sysfs"
 )
@@ -224,13 +225,13 @@ func (j *job) hot(ctx context.Context, bridge pci.Address) error {
 		if err := j.busReset(ctx, bridge, true); err != nil {
 			return err
 		}
-		if err := pause(ctx, holdReset); err != nil {
+		if err := wait.For(ctx, holdReset); err != nil {
 			return err // restore ends the reset
 		}
 		if err := j.busReset(ctx, bridge, false); err != nil {
 			return err
 		}
-		return pause(ctx, afterReset)
+		return wait.For(ctx, afterReset)
 	})
 }
 
@@ -258,15 +259,6 @@ func (r *Resetter) busReset(ctx context.Context, bridge pci.Address, on bool) er
 		return fmt.Errorf("reset the bus below %s: its control register is %#04x", bridge, now)
 	}
 	return nil
-}
-
-func pause(ctx context.Context, d time.Duration) error {
-	select {
-	case <-ctx.Done():
-		return context.Cause(ctx)
-	case <-time.After(d):
-		return nil
-	}
 }
 
 // away does something while the functions are off the bus and no driver comes

@@ -21,6 +21,7 @@ import (
 	"github.com/gpuctl/gpuctl/internal/hook/wire"
 	"github.com/gpuctl/gpuctl/internal/vchan"
 	"github.com/gpuctl/gpuctl/internal/virt"
+	"github.com/gpuctl/gpuctl/internal/wait"
 	"github.com/gpuctl/gpuctl/internal/xenstore"
 	"github.com/gpuctl/gpuctl/passthrough/bind"
 	"github.com/gpuctl/gpuctl/passthrough/catalog"
@@ -264,7 +265,7 @@ func (p *Platform) uevents(ctx context.Context) {
 			if ctx.Err() == nil {
 				p.pci.Changed()
 				p.log.Warn("uevents", "err", err)
-				sleep(ctx, time.Second)
+				_ = wait.For(ctx, time.Second)
 			}
 			continue
 		}
@@ -272,13 +273,6 @@ func (p *Platform) uevents(ctx context.Context) {
 			p.pci.Changed()
 			p.Keeper.Kick()
 		}
-	}
-}
-
-func sleep(ctx context.Context, d time.Duration) {
-	select {
-	case <-ctx.Done():
-	case <-time.After(d):
 	}
 }
 

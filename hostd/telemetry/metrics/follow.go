@@ -6,6 +6,7 @@ import (
 
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 	"github.com/gpuctl/gpuctl/cluster/state"
+	"github.com/gpuctl/gpuctl/internal/wait"
 )
 
 const (
@@ -36,7 +37,7 @@ func (m *Metrics) Follow(ctx context.Context) {
 			}
 			of, seen = v.ClusterID(), v.Index()
 		}
-		if !sleep(ctx, pause) {
+		if wait.For(ctx, pause) != nil {
 			return
 		}
 		if changed == nil {
@@ -89,16 +90,5 @@ func recent(v *state.View, after uint64) []*clusterv1.Event {
 		if len(events) < last || events[0].GetIndex() <= after {
 			return events
 		}
-	}
-}
-
-func sleep(ctx context.Context, d time.Duration) bool {
-	timer := time.NewTimer(d)
-	defer timer.Stop()
-	select {
-	case <-ctx.Done():
-		return false
-	case <-timer.C:
-		return true
 	}
 }

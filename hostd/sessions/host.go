@@ -1,4 +1,4 @@
-package hostd
+package sessions
 
 import (
 	"bytes"
@@ -26,13 +26,14 @@ import (
 	"github.com/gpuctl/gpuctl/hostd/config"
 	"github.com/gpuctl/gpuctl/hostd/inventory"
 	"github.com/gpuctl/gpuctl/hostd/inventory/nvml"
-	"github.com/gpuctl/gpuctl/hostd/ledger"
 	"github.com/gpuctl/gpuctl/hostd/migration"
 	"github.com/gpuctl/gpuctl/hostd/migration/endpoint"
+	"github.com/gpuctl/gpuctl/hostd/sessions/ledger"
 	"github.com/gpuctl/gpuctl/hostd/telemetry/metrics"
 	"github.com/gpuctl/gpuctl/hostd/telemetry/trace"
 	"github.com/gpuctl/gpuctl/internal/expr"
 	"github.com/gpuctl/gpuctl/internal/suggest"
+	"github.com/gpuctl/gpuctl/internal/wait"
 	"github.com/gpuctl/gpuctl/passthrough/pci"
 )
 
@@ -244,7 +245,7 @@ func (h *Host) follow(ctx context.Context) {
 		if ctx.Err() == nil {
 			h.Log.Debug("guest stream ended", "err", err)
 		}
-		sleep(ctx, 500*time.Millisecond)
+		_ = wait.For(ctx, 500*time.Millisecond)
 	}
 }
 
@@ -262,13 +263,6 @@ func (h *Host) hear(ctx context.Context, s *gpuctlv1.Session) {
 	}
 	if err := h.Resync(ctx); err != nil && ctx.Err() == nil {
 		h.Log.Debug("sessions not listed", "err", err)
-	}
-}
-
-func sleep(ctx context.Context, d time.Duration) {
-	select {
-	case <-ctx.Done():
-	case <-time.After(d):
 	}
 }
 
@@ -596,7 +590,7 @@ func (h *Host) awaitEnd(ctx context.Context, c *claim) {
 		if err := h.Resync(ctx); err != nil && ctx.Err() == nil {
 			h.Log.Debug("sessions not listed", "err", err)
 		}
-		sleep(ctx, 10*time.Millisecond)
+		_ = wait.For(ctx, 10*time.Millisecond)
 	}
 }
 
@@ -743,4 +737,22 @@ func cloneLimits(l *gpuctlv1.Limits) *gpuctlv1.Limits {
 		return &gpuctlv1.Limits{}
 	}
 	return proto.CloneOf(l)
+}
+
+// Alive is the watchdog's probe: it does not return while h.mu is deadlocked.
+func (h *Host) Alive(context.Context) error {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	return nil
+}
+
+// Live is how many sessions there are; when the guest does not answer, those
+// last seen.
+func (h *Host) Live(ctx context.Context) int {
+	if err := h.Resync(ctx); err != nil {
+		h.Log.Debug("sessions are as last seen", "err", err)
+	}
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	return len(h.sessions)
 }

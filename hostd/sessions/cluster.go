@@ -1,4 +1,4 @@
-package hostd
+package sessions
 
 import (
 	"context"
@@ -155,7 +155,7 @@ func localName(id string) string {
 
 // Report says what the host is and has.
 func (h *Host) Report(ctx context.Context) (*clusterv1.Host, []*clusterv1.GPU, error) {
-	gpus, err := h.devices(ctx)
+	gpus, err := h.DetectedGPUs(ctx)
 	if err != nil {
 		return nil, nil, err
 	}
@@ -166,8 +166,8 @@ func (h *Host) Report(ctx context.Context) (*clusterv1.Host, []*clusterv1.GPU, e
 	return info, gpus, nil
 }
 
-// devices are the host's GPUs, of all sources.
-func (h *Host) devices(ctx context.Context) ([]*clusterv1.GPU, error) {
+// DetectedGPUs returns the GPUs of this host, of all sources.
+func (h *Host) DetectedGPUs(ctx context.Context) ([]*clusterv1.GPU, error) {
 	select {
 	case <-h.discovered:
 	default:
@@ -210,7 +210,7 @@ func (h *Host) Facts(ctx context.Context) (*clusterv1.HostFacts, error) {
 	if f.Load1, f.FreeMemory, err = hostinfo.Load(h.Root); err != nil {
 		h.Log.Debug("load is not known", "err", err)
 	}
-	gpus, err := h.devices(ctx)
+	gpus, err := h.DetectedGPUs(ctx)
 	if err != nil {
 		return nil, err
 	}
@@ -347,15 +347,15 @@ func (h *Host) record(op *operation, change func(*clusterv1.Migration)) {
 	h.Cluster.Record(m)
 }
 
-// noteCard tells the cluster what happened to a card.
-func (h *Host) noteCard(gpu, kind, message string) {
+// RecordCardEvent tells the cluster what happened to a card.
+func (h *Host) RecordCardEvent(gpu, kind, message string) {
 	if c := h.Cluster; c != nil {
 		c.Note(&clusterv1.Event{Kind: clusterv1.Kind_KIND_GPU, Object: c.HostName() + "/" + gpu, Type: kind, Message: message})
 	}
 }
 
-// noteHost tells the cluster what happened to this host.
-func (h *Host) noteHost(kind, message string) {
+// RecordHostEvent tells the cluster what happened to this host.
+func (h *Host) RecordHostEvent(kind, message string) {
 	if c := h.Cluster; c != nil {
 		c.Note(&clusterv1.Event{Kind: clusterv1.Kind_KIND_HOST, Object: c.HostName(), Type: kind, Message: message})
 	}

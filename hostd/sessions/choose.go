@@ -1,4 +1,4 @@
-package hostd
+package sessions
 
 import (
 	"crypto/sha256"
@@ -8,7 +8,7 @@ import (
 	"strings"
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
-	"github.com/gpuctl/gpuctl/hostd/ledger"
+	"github.com/gpuctl/gpuctl/hostd/sessions/ledger"
 	"github.com/gpuctl/gpuctl/internal/size"
 )
 

@@ -15,6 +15,7 @@ import (
 	"github.com/gpuctl/gpuctl/cluster/scheduler"
 	"github.com/gpuctl/gpuctl/hostd/member/clusterapi"
 	"github.com/gpuctl/gpuctl/internal/random"
+	"github.com/gpuctl/gpuctl/internal/wait"
 	"github.com/gpuctl/gpuctl/migrate"
 )
 
@@ -78,7 +79,7 @@ func (n *Node) keepNotes(ctx context.Context, m *membership) {
 			if err == nil || answer != nil {
 				break
 			}
-			sleep(ctx, retryAfter)
+			_ = wait.For(ctx, retryAfter)
 		}
 	}
 }

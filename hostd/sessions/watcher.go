@@ -1,4 +1,4 @@
-package hostd
+package sessions
 
 import (
 	"slices"
