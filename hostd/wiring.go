@@ -284,7 +284,7 @@ func (m *wiring) peers(ctx context.Context) map[string]netip.Addr {
 	return out
 }
 
-// present says whether a file is there, for a VM's disks.
+// present reports whether a file is there, for a VM's disks.
 func present(path string) error {
 	_, err := os.Stat(path)
 	return err

@@ -232,7 +232,7 @@ type Plan struct {
 	Warm *Plan
 }
 
-// Possible says whether anything can be done.
+// Possible reports whether anything can be done.
 func (p *Plan) Possible() bool { return len(p.Reasons) == 0 && len(p.Candidates) > 0 }
 
 func because(code, format string, args ...any) *gpuctlv1.Reason {

@@ -25,7 +25,7 @@ type Config struct {
 	Sites   Sites
 	Claims  Claims
 	Journal Journal
-	// Aborting says whether an operator wants a migration undone.
+	// Aborting reports whether an operator wants a migration undone.
 	Aborting func(id string) bool
 	// Report hears of every moment; it must not block.
 	Report func(m *clusterv1.Migration, done, total uint64, waits string)

@@ -254,7 +254,7 @@ func (g *Gate) audited(c Caller, procedure string, began time.Time) func(message
 	}
 }
 
-// kept says whether a call is for the trail, which is not for everybody to fill:
+// kept reports whether a call is for the trail, which is not for everybody to fill:
 // its oldest lines go. What fails of that which anybody may call counts whoever
 // calls, as hosts pass it on for strangers; and who may only look has a line every
 // now and then.

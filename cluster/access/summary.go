@@ -17,7 +17,7 @@ const (
 	hidden    = "(hidden)"
 )
 
-// secret says whether a field must not be in the trail.
+// secret reports whether a field must not be in the trail.
 func secret(fd protoreflect.FieldDescriptor) bool {
 	if fd.Kind() == protoreflect.BytesKind {
 		return true

@@ -50,7 +50,7 @@ func (n *Network) Heal() {
 	clear(n.links)
 }
 
-// pass delays a message and says whether it arrives.
+// pass delays a message and reports whether it arrives.
 func (n *Network) pass(from, to string) bool {
 	n.mu.Lock()
 	l := n.links[[2]string{from, to}]

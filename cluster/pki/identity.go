@@ -56,12 +56,12 @@ type Peer struct {
 
 func (p Peer) String() string { return p.Kind.String() + " " + p.ID }
 
-// Is says whether the peer is the host of that id or name.
+// Is reports whether the peer is the host of that id or name.
 func (p Peer) Is(host string) bool {
 	return p.Kind == KindHost && (p.ID == host || slices.ContainsFunc(p.Names, func(n string) bool { return strings.EqualFold(n, host) }))
 }
 
-// Valid says whether the certificate holds at that time.
+// Valid reports whether the certificate holds at that time.
 func (p Peer) Valid(now time.Time) error {
 	switch {
 	case now.Before(p.NotBefore):
@@ -168,7 +168,7 @@ func (id Identity) validate() error {
 	return nil
 }
 
-// ValidName says whether a host, user, cluster or token may have this name.
+// ValidName reports whether a host, user, cluster or token may have this name.
 func ValidName(name string) bool {
 	if name == "" || len(name) > maxNameLength {
 		return false

@@ -183,7 +183,7 @@ func (r *tokenReader) take(n, limit int) []byte {
 func (r *tokenReader) byte() byte              { return r.take(1, 1)[0] }
 func (r *tokenReader) string(limit int) string { return string(r.take(int(r.byte()), limit)) }
 
-// VerifyToken says whether who shows this secret may come in under this name.
+// VerifyToken reports whether who shows this secret may come in under this name.
 // That a token works once is the log's to see to (UseJoinToken). Only who has
 // the secret learns more than that it is wrong.
 func VerifyToken(secret []byte, stored *clusterv1.JoinToken, name string, now time.Time) error {

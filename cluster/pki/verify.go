@@ -21,7 +21,7 @@ const (
 // Trust decides whose certificates hold.
 type Trust struct {
 	Provider Provider
-	// Revoked says whether a peer's identity was removed, or is of another
+	// Revoked reports whether a peer's identity was removed, or is of another
 	// enrolment than its certificate. Until the cluster's state is known here
 	// it must say no: a host that has just joined learns the state from hosts
 	// that it could not let in otherwise. Nil: nobody was.
@@ -36,7 +36,7 @@ func (t Trust) now() time.Time {
 	return time.Now()
 }
 
-// Check says whether a peer that was verified before still holds: its
+// Check reports whether a peer that was verified before still holds: its
 // certificate has not expired since and its identity was not removed.
 func (t Trust) Check(p Peer) error {
 	if err := p.Valid(t.now()); err != nil {

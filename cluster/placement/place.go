@@ -819,7 +819,7 @@ func (r *run) judge(h *host, g *gpu, special bool) (member, cause) {
 	return m, r.judgeRoom(&m, special)
 }
 
-// suits says whether the expression holds for a GPU, the i-th of its host, if
+// suits reports whether the expression holds for a GPU, the i-th of its host, if
 // it was not asked for the class.
 func (r *run) suits(m *member, i int) bool {
 	if r.match == nil || r.perClass {
@@ -871,7 +871,7 @@ func (r *run) judgeRoom(m *member, special bool) cause {
 	return r.part(m, room, free)
 }
 
-// keeps says whether what the claim has of a GPU is what it needs.
+// keeps reports whether what the claim has of a GPU is what it needs.
 func (r *run) keeps(m *member, a *clusterv1.Assignment) bool {
 	has := a.GetMemory()
 	switch {

@@ -129,7 +129,7 @@ type table struct {
 	blocks  []*block        // by name
 }
 
-// serves says whether the table is what a view has: it is that view's, or
+// serves reports whether the table is what a view has: it is that view's, or
 // nothing has changed since.
 func (t *table) serves(v *state.View) bool {
 	if t == nil {

@@ -65,7 +65,7 @@ func (q *Query) String() string { return q.source }
 // Kind of the objects that the query is over.
 func (q *Query) Kind() clusterv1.Kind { return q.kind }
 
-// Uses says whether the expression may read a field.
+// Uses reports whether the expression may read a field.
 func (q *Query) Uses(name string) bool {
 	if q.program == nil {
 		return false

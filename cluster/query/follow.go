@@ -149,7 +149,7 @@ func (r *Rows) look(block, from int) {
 	}
 }
 
-// Match says whether the expression holds for the object of a row; one for
+// Match reports whether the expression holds for the object of a row; one for
 // which it fails does not match. known is false if that row is not of the
 // object, which is given as state.Stored returns it.
 func (r *Rows) Match(row int, stored any) (matches, known bool) {

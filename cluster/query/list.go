@@ -10,7 +10,7 @@ import (
 	"github.com/gpuctl/gpuctl/cluster/state"
 )
 
-// Match says whether the expression holds for an object of the query's kind;
+// Match reports whether the expression holds for an object of the query's kind;
 // it does not for one of another.
 func (q *Query) Match(o *clusterv1.Object) (bool, error) {
 	if state.KindOf(o) != q.kind {

@@ -111,7 +111,7 @@ func (g *guard) main(f func()) {
 	f()
 }
 
-// stalled says whether Raft's main thread has been writing for longer than a
+// stalled reports whether Raft's main thread has been writing for longer than a
 // limit.
 func (g *guard) stalled(limit time.Duration) bool {
 	since := g.since.Load()

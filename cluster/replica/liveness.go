@@ -74,7 +74,7 @@ func (p *pulse) silent(id string) (d time.Duration, heard bool) {
 	return p.clock.Monotonic() - b.at, true
 }
 
-// judge says whether a host is healthy, and for how long it has been so.
+// judge reports whether a host is healthy, and for how long it has been so.
 func (p *pulse) judge(id string, down time.Duration, commit, behind uint64) (ok bool, since time.Duration) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -243,7 +243,7 @@ func (s *Store) expire(ctx context.Context, l *Lead) error {
 	}
 }
 
-// quorum says whether this leader has heard of a majority lately.
+// quorum reports whether this leader has heard of a majority lately.
 func (s *Store) quorum() bool {
 	others, need := s.others()
 	n, _ := s.acks.since(others, s.raft.CurrentTerm(), time.Now().Add(-2*s.cfg.Timing.Heartbeat))

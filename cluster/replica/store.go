@@ -88,7 +88,7 @@ func (s *Store) open(ctx context.Context) error {
 	return err
 }
 
-// CaughtUp says whether this node has applied what was in its log when it was
+// CaughtUp reports whether this node has applied what was in its log when it was
 // started. Before, its state is that of some moment in the past: Raft applies
 // nothing until it has heard from a leader how far the log is committed.
 func (s *Store) CaughtUp() bool {
@@ -302,10 +302,10 @@ func (s *Store) Leader() (name, address string) {
 	return string(id), string(a)
 }
 
-// IsLeader says whether this node believes that it leads, and could.
+// IsLeader reports whether this node believes that it leads, and could.
 func (s *Store) IsLeader() bool { return s.raft.State() == raft.Leader && !s.stalled() }
 
-// stalled says whether this node cannot lead for its disk.
+// stalled reports whether this node cannot lead for its disk.
 func (s *Store) stalled() bool { return s.guard.stalled(2 * s.cfg.Timing.Heartbeat) }
 
 // State that is applied here.

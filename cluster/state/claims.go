@@ -255,7 +255,7 @@ func (t *tx) vgpuID(gpu string, kind clusterv1.VGPUKind, profile string, a *clus
 	return id
 }
 
-// speaksFor says whether a reservation's owner is a claim, or a migration of it.
+// speaksFor reports whether a reservation's owner is a claim, or a migration of it.
 func (t *tx) speaksFor(owner, claim string) bool {
 	return owner == claim || t.Migration(owner) != nil && t.Migration(owner).GetClaim() == claim
 }

@@ -18,7 +18,7 @@ type Limits struct {
 	Memory uint64 // bytes of each session; what it has in memory file systems counts
 }
 
-// FindLimits says whether sessions can be limited by groups in the folder: it is
+// FindLimits reports whether sessions can be limited by groups in the folder: it is
 // a control group with a controller for memory, and ours to write to.
 func FindLimits(group string, memory uint64) (*Limits, error) {
 	have, err := os.ReadFile(filepath.Join(group, "cgroup.controllers"))

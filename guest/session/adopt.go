@@ -310,7 +310,7 @@ func (r *repair) suspend(ctx context.Context) error {
 	return r.suspended(nil)
 }
 
-// switched tells whether the other executor of the journal owns the ring. The
+// switched reports whether the other executor of the journal owns the ring. The
 // word is the application's to write; before the freeze it can't be true.
 func (r *repair) switched() bool {
 	op := r.s.rec.Op

@@ -68,7 +68,7 @@ func (f fault) fail(step string) error {
 	return nil
 }
 
-// deadly tells whether gpuguest is to die at the step.
+// deadly reports whether gpuguest is to die at the step.
 func (f fault) deadly(step string) bool { return f.step == step && f.victim == "self" }
 
 // killSelf ends this process as nothing but a kill does.

@@ -263,7 +263,7 @@ func (s *session) dropSaved(to, part string) error {
 	return errors.Join(errs...)
 }
 
-// isFile says whether a suspended session's state is in a file of that name.
+// isFile reports whether a suspended session's state is in a file of that name.
 func isFile(to string) bool { return to != "" && to != toMemory && to != toAway }
 
 func suspendedText(to string) string {

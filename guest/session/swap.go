@@ -120,7 +120,7 @@ func checkTarget(t *gpuctlv1.Target) error {
 	return nil
 }
 
-// plan says whether a swap could work and what it would cost.
+// plan reports whether a swap could work and what it would cost.
 func (m *Manager) plan(ctx context.Context, req *gpuctlv1.PlanRequest) (*gpuctlv1.PlanResponse, error) {
 	s, err := m.lookup(req.Session)
 	if err != nil {

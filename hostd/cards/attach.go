@@ -450,7 +450,7 @@ func (k *Keeper) Cards(ctx context.Context) ([]*gpuctlv1.Card, error) {
 	return out, nil
 }
 
-// Isolated says whether a card may be given away.
+// Isolated reports whether a card may be given away.
 func (k *Keeper) Isolated(ctx context.Context, gpu string) (*gpuctlv1.IsolationResponse, error) {
 	card, name, err := k.find(ctx, gpu)
 	if err != nil {

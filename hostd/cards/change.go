@@ -242,7 +242,7 @@ func (c *change) detach(ctx context.Context) error {
 }
 
 // mend brings the hypervisor, libvirt and the VM to agree on whether the VM has
-// a function, and says whether it has. A libvirtd that died in a detach leaves
+// a function, and reports whether it has. A libvirtd that died in a detach leaves
 // the VM without it, and the hypervisor or itself in the belief that it is
 // there. Asked for another detach libvirt would fail, and never be right again:
 // its libxl driver frees what it goes on using. So the VM gets back what libvirt

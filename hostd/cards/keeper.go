@@ -83,7 +83,7 @@ type Machines interface {
 	// not mean that it has happened.
 	Attach(ctx context.Context, uuid string, function pci.Address) error
 	Detach(ctx context.Context, uuid string, function pci.Address) error
-	// Listed says whether libvirt believes that the running VM has a function.
+	// Listed reports whether libvirt believes that the running VM has a function.
 	// It must not be asked to detach one that the VM has not got.
 	Listed(ctx context.Context, uuid string, function pci.Address) (bool, error)
 	// Store and Unstore change the stored definition. Repeating them changes nothing.
@@ -132,7 +132,7 @@ type Config struct {
 	Cluster    Cluster
 	// GPUs are the host's, as the inventory names them.
 	GPUs func(ctx context.Context) ([]*clusterv1.GPU, error)
-	// Pending says whether a migration has not ended, or that is not known now;
+	// Pending reports whether a migration has not ended, or that is not known now;
 	// nil: none has.
 	Pending func(ctx context.Context, migration string) bool
 	// Event tells the operator what happened to a card.
@@ -238,14 +238,14 @@ func (k *Keeper) Kick() {
 	}
 }
 
-// Settled says whether Uses, Knows and Held can be believed.
+// Settled reports whether Uses, Knows and Held can be believed.
 func (k *Keeper) Settled() bool {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	return k.ready
 }
 
-// Knows says whether a claim is one of a card that is held.
+// Knows reports whether a claim is one of a card that is held.
 func (k *Keeper) Knows(claim string) bool {
 	k.mu.Lock()
 	defer k.mu.Unlock()
@@ -260,7 +260,7 @@ func (k *Keeper) Knows(claim string) bool {
 	return false
 }
 
-// Uses says whether a claim has a card.
+// Uses reports whether a claim has a card.
 func (k *Keeper) Uses(claim, gpu string) bool {
 	k.mu.Lock()
 	defer k.mu.Unlock()

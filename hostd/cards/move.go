@@ -302,7 +302,7 @@ func (k *Keeper) Identity(ctx context.Context, gpu string) (*gpuctlv1.PCIIdentit
 	}, nil
 }
 
-// keeps says whether a phase is one in which a migration may leave a card: its
+// keeps reports whether a phase is one in which a migration may leave a card: its
 // driver repeats the step that did not end.
 func keeps(p phase) bool {
 	return slices.Contains([]phase{reserved, taking, ready, attaching, attached, detaching}, p)

@@ -26,9 +26,9 @@ const (
 	cutting     phase = "cutting"     // of a slice: undone by deleting it
 	taking      phase = "taking"      // undone by returning it
 	ready       phase = "ready"       // bound; its VM is about to start, or to get it
-	attaching   phase = "attaching"   // the hypervisor says whether that has happened
+	attaching   phase = "attaching"   // the hypervisor reports whether that has happened
 	attached    phase = "attached"    // the VM has it
-	detaching   phase = "detaching"   // the hypervisor says whether that has happened
+	detaching   phase = "detaching"   // the hypervisor reports whether that has happened
 	resetting   phase = "resetting"   // repeated after a crash
 	returning   phase = "returning"   // repeated after a crash
 	quarantined phase = "quarantined" // until somebody resets it with success

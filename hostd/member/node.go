@@ -37,15 +37,15 @@ type Host interface {
 	// host's name).
 	Report(ctx context.Context) (*clusterv1.Host, []*clusterv1.GPU, error)
 	Facts(ctx context.Context) (*clusterv1.HostFacts, error)
-	// Knows says whether a claim that this host made is still one.
+	// Knows reports whether a claim that this host made is still one.
 	Knows(claim string) bool
-	// Uses says whether anything uses a GPU by a claim.
+	// Uses reports whether anything uses a GPU by a claim.
 	Uses(claim, gpu string) bool
 	// Holdings are what this host's own claims have.
 	Holdings() []Holding
 	// Sessions as they are now.
 	Sessions() []*clusterv1.Session
-	// Ready says whether Knows, Uses, Holdings and Sessions can be believed.
+	// Ready reports whether Knows, Uses, Holdings and Sessions can be believed.
 	Ready() bool
 }
 
@@ -162,14 +162,14 @@ func (n *Node) trust() pki.Trust {
 	}}
 }
 
-// holds says whether a certificate is of an identity that there is, and of the
+// holds reports whether a certificate is of an identity that there is, and of the
 // same enrolment.
 func holds(v *state.View, p pki.Peer) bool {
 	i := v.Identity(p.ID)
 	return i != nil && i.GetEnrolment() == p.Enrolment
 }
 
-// revoked says whether a certificate's identity was removed. One that is not
+// revoked reports whether a certificate's identity was removed. One that is not
 // known here may have been let in a moment ago: before its owner is told to
 // ask for a new token, this host asks the leader.
 func (n *Node) revoked(p pki.Peer) bool {

@@ -104,7 +104,7 @@ func (n *Node) reportOnce(ctx context.Context, m *membership) error {
 	return err
 }
 
-// reported says whether the state has all of a report already.
+// reported reports whether the state has all of a report already.
 func reported(v *state.View, h *clusterv1.Host, gpus []*clusterv1.GPU) bool {
 	old := v.Host(h.GetName())
 	if old == nil || old.GetId() != h.GetId() {

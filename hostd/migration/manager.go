@@ -39,7 +39,7 @@ type Config struct {
 	Node Node
 	// Machines lists the VMs of all hosts, and the hosts that did not answer.
 	Machines func(ctx context.Context) ([]*gpuctlv1.Machine, []string)
-	// Ready says whether this host may go on with what it drove before.
+	// Ready reports whether this host may go on with what it drove before.
 	Ready func() bool
 	Most  int // migrations from or to one host at a time; 0: 2
 	Log   *slog.Logger
@@ -101,7 +101,7 @@ func (m *Manager) Run(ctx context.Context) {
 	}
 }
 
-// Pending says whether a migration has not ended, or that cannot be known now. A
+// Pending reports whether a migration has not ended, or that cannot be known now. A
 // host that was just started knows of no migration until it has caught up.
 func (m *Manager) Pending(ctx context.Context, id string) bool {
 	if v := m.Node.View(); v != nil {
@@ -122,7 +122,7 @@ func (m *Manager) Pending(ctx context.Context, id string) bool {
 // readTimeout is how long an answer of the cluster is waited for.
 const readTimeout = 5 * time.Second
 
-// Ended says whether a migration has ended, and whether this host knows of it.
+// Ended reports whether a migration has ended, and whether this host knows of it.
 func (m *Manager) Ended(id string) (ended, known bool) {
 	v := m.Node.View()
 	if v == nil {
@@ -230,7 +230,7 @@ func (m *Manager) takeOver(ctx context.Context, r *clusterv1.Migration) error {
 	return nil
 }
 
-// mine says whether this host is to drive a migration.
+// mine reports whether this host is to drive a migration.
 func (m *Manager) mine(v *state.View, r *clusterv1.Migration) bool {
 	self := m.Node.HostName()
 	if r.GetDriver() == self {

@@ -267,7 +267,7 @@ func gone(err error) bool {
 	return errors.Is(err, syscall.ENOENT) || errors.Is(err, syscall.ENODEV) || errors.Is(err, syscall.EINVAL)
 }
 
-// ours says whether the interface's discipline is. Another's is ErrBusy; the
+// ours reports whether the interface's discipline is. Another's is ErrBusy; the
 // kernel's own, which has no handle, is nobody's.
 func (h *Host) ours(ctx context.Context, link netlink.Link) (bool, error) {
 	all, err := whole(ctx, func() ([]netlink.Qdisc, error) { return h.k.QdiscList(link) })

@@ -81,7 +81,7 @@ func ownerNames(l *ledger.Ledger, gpu, but string) []string {
 	return names
 }
 
-// judgeRoom says whether others hold too much of the GPU.
+// judgeRoom reports whether others hold too much of the GPU.
 func judgeRoom(g *gpuctlv1.GPU, c *claim, l *ledger.Ledger, room uint64, free bool) *gpuctlv1.Reason {
 	owners := strings.Join(ownerNames(l, g.GetId(), c.ID), ", ")
 	switch {

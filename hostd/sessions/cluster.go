@@ -254,7 +254,7 @@ func (h *Host) Facts(ctx context.Context) (*clusterv1.HostFacts, error) {
 	return f, nil
 }
 
-// Knows says whether a claim of this host's making is still one.
+// Knows reports whether a claim of this host's making is still one.
 func (h *Host) Knows(id string) bool {
 	if h.Cards != nil && h.Cards.Keeper.Knows(id) {
 		return true
@@ -264,7 +264,7 @@ func (h *Host) Knows(id string) bool {
 	return h.claims[id] != nil || h.claiming[id]
 }
 
-// Uses says whether a claim has something on a GPU.
+// Uses reports whether a claim has something on a GPU.
 func (h *Host) Uses(id, gpu string) bool {
 	if h.Cards != nil && h.Cards.Keeper.Uses(id, gpu) {
 		return true
@@ -309,7 +309,7 @@ func (h *Host) Holdings() []member.Holding {
 	return out
 }
 
-// Ready says whether Uses and Knows can be believed: a host that has just been
+// Ready reports whether Uses and Knows can be believed: a host that has just been
 // started has to hear of its sessions first.
 func (h *Host) Ready() bool {
 	select {

@@ -432,7 +432,7 @@ func (h *Host) adopt(s *gpuctlv1.Session) *claim {
 	return c
 }
 
-// onGPU says whether a session in this state holds its GPU.
+// onGPU reports whether a session in this state holds its GPU.
 func onGPU(s gpuctlv1.SessionState) bool {
 	return s == gpuctlv1.SessionState_SESSION_STATE_RUNNING || changing(s)
 }

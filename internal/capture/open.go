@@ -141,7 +141,7 @@ func (b *bounded) Read(p []byte) (int, error) {
 	return n, err
 }
 
-// checkLink says whether a link stays below the root by its text alone. Where
+// checkLink reports whether a link stays below the root by its text alone. Where
 // it goes through other links, a lookup sees to it.
 func checkLink(name, target string) error {
 	if target == "" || len(target) > maxPath || path.IsAbs(target) || !utf8.ValidString(target) || strings.ContainsAny(target, "\x00\\") {

@@ -127,7 +127,7 @@ func shape(e ast.Expr) (why string) {
 	return why
 }
 
-// accumulates says whether a call adds to what a macro collects.
+// accumulates reports whether a call adds to what a macro collects.
 func accumulates(c ast.CallExpr) bool {
 	return len(c.Args()) == 2 && c.Args()[0].Kind() == ast.IdentKind && c.Args()[0].AsIdent() == accumulator
 }

@@ -415,7 +415,7 @@ func (a *app) printPlan(plan []*gpuctlv1.PlannedStep, reasons []*gpuctlv1.Reason
 	return refused()
 }
 
-// printIsolation says whether a card may be given away.
+// printIsolation reports whether a card may be given away.
 func (a *app) printIsolation(ctx context.Context, gpu string) error {
 	c, err := a.connectDevices()
 	if err != nil {

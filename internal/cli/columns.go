@@ -98,7 +98,7 @@ func (a *app) gpuColumns() []column {
 	}
 }
 
-// clusterGPUState says whether a GPU can be had, and why not.
+// clusterGPUState reports whether a GPU can be had, and why not.
 func clusterGPUState(g *clusterv1.GPU) string {
 	var all []string
 	add := func(is bool, state, reason string) {

@@ -18,7 +18,7 @@ const maxCompletions = 1000
 
 type completer = func(*cobra.Command, []string, string) ([]string, cobra.ShellCompDirective)
 
-// repetition says whether a command takes one name or several.
+// repetition reports whether a command takes one name or several.
 type repetition bool
 
 const many repetition = true

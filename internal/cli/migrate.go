@@ -330,7 +330,7 @@ func (a *app) unfinished(ctx context.Context, req *gpuctlv1.MachinePlanRequest, 
 	id := clean(last.GetId())
 	switch {
 	case id == "" && ctx.Err() != nil:
-		return errors.New("interrupted; gpuctl migrations says whether it has begun")
+		return errors.New("interrupted; gpuctl migrations reports whether it has begun")
 	case id == "":
 		return a.adviseMachine(ctx, req.GetHost(), req.GetMachine(), err)
 	case ctx.Err() != nil:

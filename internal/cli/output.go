@@ -118,7 +118,7 @@ func duration(ns int64) string {
 	return fmt.Sprintf("%d µs", d.Microseconds())
 }
 
-// terminal says whether a stream is one, and how wide.
+// terminal reports whether a stream is one, and how wide.
 func terminal(w io.Writer) (columns int, ok bool) {
 	f, isFile := w.(*os.File)
 	if !isFile {

@@ -208,7 +208,7 @@ func forwarded() []os.Signal {
 	}
 }
 
-// inForeground says whether a terminal's Ctrl-C reaches our process group.
+// inForeground reports whether a terminal's Ctrl-C reaches our process group.
 func inForeground() bool {
 	tty, err := os.Open("/dev/tty")
 	if err != nil {

@@ -53,7 +53,7 @@ func (a *app) confirm(yes bool, question string) error {
 	return errors.New("not confirmed: nothing was changed")
 }
 
-// isTerminal says whether a stream is one.
+// isTerminal reports whether a stream is one.
 func isTerminal(stream any) bool {
 	f, ok := stream.(*os.File)
 	if !ok {

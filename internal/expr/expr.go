@@ -87,7 +87,7 @@ func Compile(source string, fields Fields) (*Expr, error) {
 // String is the expression's source.
 func (e *Expr) String() string { return e.source }
 
-// Match says whether the expression holds for an object, which must have a
+// Match reports whether the expression holds for an object, which must have a
 // value for every field that the expression was compiled with.
 func (e *Expr) Match(ctx context.Context, object map[string]any) (bool, error) {
 	if e.program == nil {

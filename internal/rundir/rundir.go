@@ -109,7 +109,7 @@ func (d Dirs) Sweep() {
 	}
 }
 
-// Answers says whether somebody listens on a unix socket.
+// Answers reports whether somebody listens on a unix socket.
 func Answers(socket string) bool {
 	conn, err := net.DialTimeout("unix", socket, time.Second)
 	if err != nil {
@@ -126,7 +126,7 @@ func Make(dir string) error {
 	return err
 }
 
-// MakeNew is Make that says whether there was none before: the mode of one that
+// MakeNew is Make that reports whether there was none before: the mode of one that
 // was there is somebody else's to change.
 func MakeNew(dir string) (made bool, err error) {
 	mode := os.FileMode(0o700)

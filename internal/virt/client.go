@@ -178,7 +178,7 @@ func (c *Client) Ready(ctx context.Context) error {
 	}
 }
 
-// Up says whether libvirtd answers, and if not, why.
+// Up reports whether libvirtd answers, and if not, why.
 func (c *Client) Up() (bool, error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -470,7 +470,7 @@ func do[T any](ctx context.Context, c *Client, o op, f func(*libvirt.Libvirt) (T
 	}
 }
 
-// try makes a call once, and says whether to try again: over an idle connection
+// try makes a call once, and reports whether to try again: over an idle connection
 // that turned out to be dead, a call that only reads or was never sent.
 func try[T any](ctx context.Context, c *Client, o op, began time.Time, f func(*libvirt.Libvirt) (T, error)) (v T, again bool, err error) {
 	l, fresh, err := c.borrow(ctx)

@@ -131,7 +131,7 @@ type CPU struct {
 	Emulator, Arch, Machine, Type string
 }
 
-// HasCPU says whether domains can get such a processor on this host.
+// HasCPU reports whether domains can get such a processor on this host.
 func (c *Client) HasCPU(ctx context.Context, cpu CPU) (bool, error) {
 	opt := func(s string) libvirt.OptString {
 		if s == "" {
@@ -333,7 +333,7 @@ func (c *Client) Detach(ctx context.Context, d Domain, device []byte, what Affec
 	})
 }
 
-// Persistent says whether a domain has a stored definition.
+// Persistent reports whether a domain has a stored definition.
 func (c *Client) Persistent(ctx context.Context, d Domain) (bool, error) {
 	return do(ctx, c, c.query("dominfo", d.Name), func(rpc *libvirt.Libvirt) (bool, error) {
 		n, err := rpc.DomainIsPersistent(d.raw())

@@ -455,7 +455,7 @@ func (c *Client) DomainPath(ctx context.Context, domain uint16) (string, error) 
 	return s[0], nil
 }
 
-// Introduced says whether the store speaks to a domain. Only a control domain
+// Introduced reports whether the store speaks to a domain. Only a control domain
 // may ask.
 func (c *Client) Introduced(ctx context.Context, domain uint16) (bool, error) {
 	id := strconv.Itoa(int(domain))

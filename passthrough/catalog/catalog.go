@@ -140,7 +140,7 @@ func (c *Catalog) Lookup(d *pci.Device) (Entry, bool) {
 	return e, true
 }
 
-// AnyClass says whether a device is a GPU whatever its class; nil: no model has
+// AnyClass reports whether a device is a GPU whatever its class; nil: no model has
 // such devices.
 func (c *Catalog) AnyClass() func(*pci.Device) bool {
 	for _, e := range c.models {

@@ -414,7 +414,7 @@ func (d *Document) Replace(old, by Source) error {
 	return d.apply(edits...)
 }
 
-// SetManaged says whether libvirt binds a device itself.
+// SetManaged reports whether libvirt binds a device itself.
 func (d *Document) SetManaged(s Source, managed bool) error {
 	h, err := d.find(s)
 	if err != nil || h.Managed == managed {
@@ -423,7 +423,7 @@ func (d *Document) SetManaged(s Source, managed bool) error {
 	return d.apply(d.set(h.node, "managed", map[bool]string{true: "yes", false: "no"}[managed]))
 }
 
-// Passthrough says whether <features><xen><passthrough state='on'/> is there.
+// Passthrough reports whether <features><xen><passthrough state='on'/> is there.
 func (d *Document) Passthrough() bool {
 	return d.root.child("features", "xen", "passthrough").attr("state") == "on"
 }

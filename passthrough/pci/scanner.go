@@ -33,7 +33,7 @@ type Scanner struct {
 // NewScanner returns a Scanner of the machine whose files root holds.
 func NewScanner(root fs.FS) *Scanner { return &Scanner{root: root} }
 
-// Hears says whether Changed is called from now on whenever a device comes,
+// Hears reports whether Changed is called from now on whenever a device comes,
 // goes or changes drivers. Until then every look is a scan.
 func (s *Scanner) Hears(yes bool) {
 	s.Changed()

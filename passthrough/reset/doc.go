@@ -1,5 +1,5 @@
 // Package reset brings a card back to the state in which it came out of power,
-// before another virtual machine gets it, and tells whether that worked.
+// before another virtual machine gets it, and reports whether that worked.
 //
 // It climbs a ladder from what disturbs least to what disturbs most: function
 // level reset, power management (D3hot and back), secondary bus or slot reset,

@@ -36,7 +36,7 @@ type Device struct {
 // driver does not say.
 func (d Device) Most() int { n, _ := d.number("sriov_totalvfs"); return n }
 
-// Now is how many there are. ok says whether the device can have any.
+// Now is how many there are. ok reports whether the device can have any.
 func (d Device) Now() (n int, ok bool) { return d.number(numFile) }
 
 func (d Device) number(file string) (int, bool) {

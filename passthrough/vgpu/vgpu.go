@@ -252,7 +252,7 @@ func (m *Manager) Delete(ctx context.Context, i Instance) error {
 	return nil // a virtual function goes with the others
 }
 
-// Whole says whether the card itself may be given away, reset or taken from its
+// Whole reports whether the card itself may be given away, reset or taken from its
 // driver: ErrInUse while virtual functions or mediated devices are out.
 func (m *Manager) Whole(card *pci.Card) error {
 	instances, err := m.Instances(card)

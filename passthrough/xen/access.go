@@ -23,7 +23,7 @@ const (
 	AccessEnableOnReboot  Access = "enable_on_reboot"  // hidden now, not by the next boot
 )
 
-// Access says whether the control domain may use a device. Hidden now is what
+// Access reports whether the control domain may use a device. Hidden now is what
 // pciback drives, or what the running kernel's command line hides and nobody
 // drives. The next boot is read from the configuration of grub and modprobe; a
 // change of it that "update-grub" was not run for counts already.

@@ -43,7 +43,7 @@ type Hypervisor interface {
 	// Running lists the domains that exist, by id, those that are ending
 	// included. Names are the store's business.
 	Running(ctx context.Context) ([]Running, error)
-	// IOMMU says whether devices can be given to guests behind an IOMMU.
+	// IOMMU reports whether devices can be given to guests behind an IOMMU.
 	IOMMU(ctx context.Context) (State, error)
 	// Group returns the devices that the IOMMU cannot tell from this one.
 	Group(ctx context.Context, a pci.Address) ([]pci.Address, error)

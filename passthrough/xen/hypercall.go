@@ -217,7 +217,7 @@ func parseDomain(b []byte) Running {
 	return r
 }
 
-// IOMMU says whether Xen has one that it uses.
+// IOMMU reports whether Xen has one that it uses.
 func (p *Privcmd) IOMMU(ctx context.Context) (State, error) {
 	state := Off
 	err := p.sysctl(ctx, "its capabilities", sysctlPhysInfo, func([]byte, []byte) {}, func(b, _ []byte) {

@@ -73,7 +73,7 @@ func (x *XL) Running(ctx context.Context) ([]Running, error) {
 	return parseList(out)
 }
 
-// IOMMU says whether devices can be given away, "hvm_directio" in "xl info".
+// IOMMU reports whether devices can be given away, "hvm_directio" in "xl info".
 func (x *XL) IOMMU(ctx context.Context) (State, error) {
 	out, err := x.run(ctx, "info")
 	if err != nil {

@@ -614,7 +614,7 @@ func (g *generator) held(th int) {
 	}
 }
 
-// visible tells whether the thread has passed the line that made the event.
+// visible reports whether the thread has passed the line that made the event.
 func (g *generator) visible(e *event, th int) bool {
 	want := fmt.Sprintf("> %d", e.id)
 	last := len(g.lines)

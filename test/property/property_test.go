@@ -122,7 +122,7 @@ func start(t *testing.T) *runner {
 	}
 }
 
-// run runs a script; swaps says whether its plan is carried out. It returns
+// run runs a script; swaps reports whether its plan is carried out. It returns
 // what the script prints.
 func (r *runner) run(ctx context.Context, script string, swaps bool) (string, error) {
 	ctx, cancel := context.WithTimeout(ctx, limit)

@@ -30,7 +30,7 @@ func New(interval time.Duration, now func() time.Time) *Throttle {
 	return &Throttle{interval: interval, now: now, seen: map[string]*entry{}}
 }
 
-// Allow says whether to let one of this kind through, and how many were not
+// Allow reports whether to let one of this kind through, and how many were not
 // since the last that was. Kinds come from outside: when there are too many,
 // those that are new count as one.
 func (t *Throttle) Allow(key string) (skipped uint64, ok bool) {

@@ -55,7 +55,7 @@ type bulk struct {
 	start      uint64
 }
 
-// bulkMode tells whether a request is a bulk transfer, and how many of its
+// bulkMode reports whether a request is a bulk transfer, and how many of its
 // bytes have been moved. The field is where to note that.
 func bulkMode(m wire.Request) (moved *uint64, ok bool) {
 	switch m := m.(type) {
@@ -75,7 +75,7 @@ func bulkMode(m wire.Request) (moved *uint64, ok bool) {
 	return nil, false
 }
 
-// isBulk tells whether the call is a bulk transfer.
+// isBulk reports whether the call is a bulk transfer.
 func (p *parkedCall) isBulk() bool {
 	if !p.looked {
 		p.looked = true
@@ -206,7 +206,7 @@ func (s *session) freeLane() int {
 	return -1
 }
 
-// canCarry tells whether a bulk transfer may begin now.
+// canCarry reports whether a bulk transfer may begin now.
 func (s *session) canCarry() bool { return !s.gate.Load() && s.freeLane() >= 0 }
 
 // begin prepares a transfer whose turn has come. What it returns is to be run

@@ -27,7 +27,7 @@ type parkedCall struct {
 	looked, bulk bool // whether it is a bulk transfer, once somebody has looked
 }
 
-// isFence says whether the command waits for everything before it and, when
+// isFence reports whether the command waits for everything before it and, when
 // it is a barrier, holds everything behind it, on an out-of-order queue too.
 func isFence(op wire.Op, wait int) (fence, waitsAll bool) {
 	switch op {
@@ -41,7 +41,7 @@ func isFence(op wire.Op, wait int) (fence, waitsAll bool) {
 	return false, false
 }
 
-// mustHold says whether a command may not be run now. failed says that an
+// mustHold reports whether a command may not be run now. failed says that an
 // event in its wait list ended in an error.
 func (s *session) mustHold(q *queue, op wire.Op, wait []uint32) (hold, failed bool, st cl.Status) {
 	if q != nil && (q.held > 0 || q.bulk > 0) && s.redo == nil {
@@ -165,7 +165,7 @@ func (s *session) newParked(c call, q *queue, eventID uint32) (*parkedCall, erro
 	return p, nil
 }
 
-// waitsForReply says whether the call returns only when its command is over.
+// waitsForReply reports whether the call returns only when its command is over.
 func waitsForReply(m wire.Request) bool {
 	switch m := m.(type) {
 	case *wire.Finish, *wire.WaitEvents:

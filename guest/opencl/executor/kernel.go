@@ -112,7 +112,7 @@ func (s *session) named(kind, id uint32) any {
 	return nil
 }
 
-// argGone says whether the argument's object was released since it was set.
+// argGone reports whether the argument's object was released since it was set.
 // Another one may have its id by now.
 func (s *session) argGone(a *arg) bool {
 	switch a.kind {

@@ -28,7 +28,7 @@ type clContext struct {
 	zombieBytes uint64
 }
 
-// busy says whether a command may still be running.
+// busy reports whether a command may still be running.
 func (c *clContext) busy() bool {
 	for _, q := range c.queues {
 		if q.busy() {
@@ -166,7 +166,7 @@ type program struct {
 	exact    bool // arguments declared const are never written
 }
 
-// told says whether the application may know a program's arguments, which is
+// told reports whether the application may know a program's arguments, which is
 // the first runtime's to decide and then stays.
 type told uint8
 

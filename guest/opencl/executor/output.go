@@ -273,7 +273,7 @@ var printing = regexp.MustCompile(`printf|##|#\s*include`)
 
 func mayPrintText(b []byte) bool { return printing.Match(spliced.ReplaceAll(b, nil)) }
 
-// mayPrint says whether a program's kernels may print.
+// mayPrint reports whether a program's kernels may print.
 func mayPrint(x *portable.Program) bool {
 	if x.Kind == portable.IL || len(x.IL) > 0 || mayPrintText(x.Source) || mayPrintText([]byte(x.Options)) {
 		return true

@@ -219,7 +219,7 @@ func (p *program) finishBuild(ds []*device, options string) {
 	p.exact = p.exact && p.isExact()
 }
 
-// isExact says whether the program's arguments declared const are never
+// isExact reports whether the program's arguments declared const are never
 // written, by its text and what compilers said of it.
 func (p *program) isExact() bool {
 	for _, b := range p.built {
@@ -592,7 +592,7 @@ func (s *session) specConstant(m *wire.SpecConstant) (outcome, error) {
 // unions. Macros do not matter: their text is searched like any other.
 var castsAway = regexp.MustCompile(`\(\s*(?:volatile\s+|restrict\s+|unsigned\s+|struct\s+)*_{0,2}(?:global|generic)\b[^()]*\*|\(\s*\w+(?:\s+\w+)?\s+_{0,2}global\s*\*|typedef[^;]*\*|\bunion\b|#\s*include|\(\s*u?intptr_t\s*\)|\(\s*u?(?:long|size_t)\s*\)\s*\(?\s*[A-Za-z_]|atomic_|##`)
 
-// exactConst says whether "const" on a kernel's pointer argument can be
+// exactConst reports whether "const" on a kernel's pointer argument can be
 // believed, so that a launch leaves that buffer clean. C allows it to be cast
 // away; when in doubt the buffer counts as written.
 func exactConst(x *portable.Program) bool {
@@ -620,7 +620,7 @@ func exactConst(x *portable.Program) bool {
 	return true
 }
 
-// executable says whether kernels can be made from the program.
+// executable reports whether kernels can be made from the program.
 func (p *program) executable() bool {
 	for _, b := range p.built {
 		if b.Status == cl.BuildSuccess && b.Type == cl.ProgramBinaryTypeExecutable {
@@ -630,7 +630,7 @@ func (p *program) executable() bool {
 	return false
 }
 
-// linkable says whether the program is compiled, or a library, for a device.
+// linkable reports whether the program is compiled, or a library, for a device.
 func (p *program) linkable() bool {
 	for _, b := range p.built {
 		if b.Type == cl.ProgramBinaryTypeCompiledObject || b.Type == cl.ProgramBinaryTypeLibrary {

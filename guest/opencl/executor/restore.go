@@ -128,7 +128,7 @@ func sorted[T any, K ~uint32 | ~uint64](in []T, key func(T) K) []T {
 	return out
 }
 
-// have says whether this very object exists already.
+// have reports whether this very object exists already.
 func (s *session) have(id uint32, serial uint64) bool {
 	if id > wire.MaxID {
 		return s.ghosts[id] != nil

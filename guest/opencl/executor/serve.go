@@ -228,7 +228,7 @@ func (s *session) lead() {
 	}
 }
 
-// sleep gives up the lead until a client rings. It says whether the caller
+// sleep gives up the lead until a client rings. It reports whether the caller
 // leads again.
 func (s *session) sleep() bool {
 	s.leader.Store(false)
@@ -246,7 +246,7 @@ func (s *session) sleep() bool {
 }
 
 // aside runs the part of a call that waits for the device or the application,
-// with the lead given up. It says whether the caller leads again.
+// with the lead given up. It reports whether the caller leads again.
 func (s *session) aside(f after) bool {
 	if s.standby.Load() == 0 {
 		go s.worker()

@@ -339,7 +339,7 @@ func (q quirk) options(o string) string {
 	return o
 }
 
-// asksToTell says whether the application has asked for its kernels' arguments
+// asksToTell reports whether the application has asked for its kernels' arguments
 // to be described.
 func asksToTell(x *portable.Program) bool {
 	return strings.Contains(x.Options, argInfoOption) || strings.Contains(x.LinkOptions, argInfoOption) ||

@@ -418,7 +418,7 @@ func (s *session) takeUnified(p *piece) {
 	}
 }
 
-// isMapped says whether the application has a mapping of the object, or of a
+// isMapped reports whether the application has a mapping of the object, or of a
 // part of it.
 func (m *mem) isMapped() bool {
 	return len(m.maps) > 0 || slices.ContainsFunc(m.subs, func(x *mem) bool { return len(x.maps) > 0 })

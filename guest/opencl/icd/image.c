@@ -53,7 +53,7 @@ static uint64_t limit(cl_device_id d, cl_device_info name)
 	return v;
 }
 
-/* fits says whether some device of the context can have an image of this size. */
+/* fits reports whether some device of the context can have an image of this size. */
 static bool fits(cl_context c, const cl_image_desc *d)
 {
 	for (cl_uint i = 0; i < c->ndev; i++) {

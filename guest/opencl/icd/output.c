@@ -20,7 +20,7 @@ static long put(const void *p, size_t n)
 	return r < 0 ? -errno : r;
 }
 
-/* writable tells whether a write of few bytes would not wait. One that fails at once would not. */
+/* writable reports whether a write of few bytes would not wait. One that fails at once would not. */
 static bool writable(unsigned ms)
 {
 	struct pollfd p = {.fd = STDOUT_FILENO, .events = POLLOUT};

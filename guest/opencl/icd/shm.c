@@ -574,7 +574,7 @@ static bool spin_done(_Atomic uint32_t *state)
 	return done;
 }
 
-/* completes tells whether a reply may say to the application that a command is over. What its kernel printed must be
+/* completes reports whether a reply may say to the application that a command is over. What its kernel printed must be
  * out by then. A status is also asked for by the library itself, with a lock held: clGetEventInfo waits on its own. */
 static bool completes(uint32_t op)
 {

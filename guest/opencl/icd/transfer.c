@@ -242,7 +242,7 @@ static cl_int map_flags(cl_mem m, cl_map_flags f)
 	return CL_SUCCESS;
 }
 
-/* in_arena says whether the executor has put all of a mapping into the arena, with pitches that keep its rows apart: the
+/* in_arena reports whether the executor has put all of a mapping into the arena, with pitches that keep its rows apart: the
  * application writes by them, and so do we. */
 static bool in_arena(const struct map *p)
 {

@@ -91,7 +91,7 @@ type SpecConstant struct {
 	Value []byte
 }
 
-// IsPortable tells whether bytes claim to be a container.
+// IsPortable reports whether bytes claim to be a container.
 func IsPortable(b []byte) bool { return bytes.HasPrefix(b, []byte(magic)) }
 
 // Marshal encodes a program. Equal programs have equal encodings.

@@ -48,7 +48,7 @@ func UnlockByte(fd int, off int64) error {
 	return nil
 }
 
-// Locked tells whether another open file description has the lock of a byte.
+// Locked reports whether another open file description has the lock of a byte.
 func Locked(fd int, off int64) (bool, error) {
 	l := byteLock(unix.F_WRLCK, off)
 	if err := unix.FcntlFlock(uintptr(fd), unix.F_OFD_GETLK, l); err != nil {

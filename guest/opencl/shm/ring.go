@@ -65,7 +65,7 @@ func (q *Ring) Init(arenaSize, arenaSplit uint64) {
 	q.r.Store32(wire.HdrMagic, wire.Magic)
 }
 
-// Check tells whether the ring is formatted as this version does it.
+// Check reports whether the ring is formatted as this version does it.
 func (q *Ring) Check() error {
 	if m := q.r.Load32(wire.HdrMagic); m != wire.Magic {
 		return fmt.Errorf("ring magic %#x: %w", m, ErrRing)
@@ -163,10 +163,10 @@ func (q *Ring) Advance() {
 	}
 }
 
-// Empty tells whether the ring holds no request.
+// Empty reports whether the ring holds no request.
 func (q *Ring) Empty() bool { return q.r.Load64(wire.HdrHead) == q.r.Load64(wire.HdrTail) }
 
-// Sleep waits for a request, WakeReader or the timeout, and tells whether
+// Sleep waits for a request, WakeReader or the timeout, and reports whether
 // there is a request. Whoever leaves it is to read the ring.
 func (q *Ring) Sleep(timeout time.Duration) bool {
 	q.r.Store32(wire.HdrSleep, 1)
@@ -233,7 +233,7 @@ type Lane struct {
 
 func lane(n int) uint64 { return wire.LaneOff + uint64(n)*wire.LaneSize }
 
-// LaneFree tells whether a transfer may take lane n, one of wire.LaneCount.
+// LaneFree reports whether a transfer may take lane n, one of wire.LaneCount.
 func (q *Ring) LaneFree(n int) bool { return q.r.Load32(lane(n)+wire.LaneState) == wire.LaneFree }
 
 // StartLane gives a free lane to a transfer.

@@ -86,7 +86,7 @@ func New(c Config) *Client {
 	return &Client{config: c.withDefaults(), turn: make(chan struct{}, 1)}
 }
 
-// Available says whether the last request was answered and NVML is not
+// Available reports whether the last request was answered and NVML is not
 // released.
 func (c *Client) Available() bool {
 	c.mu.Lock()

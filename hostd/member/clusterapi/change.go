@@ -163,7 +163,7 @@ func (a *API) DeleteClaim(ctx context.Context, req *connect.Request[clusterv1.De
 	return connect.NewResponse(&clusterv1.DeleteClaimResponse{Claim: res.GetClaim()}), nil
 }
 
-// SetDrain says whether a host gets anything new.
+// SetDrain reports whether a host gets anything new.
 func (a *API) SetDrain(ctx context.Context, req *connect.Request[clusterv1.SetDrainRequest]) (*connect.Response[clusterv1.SetDrainResponse], error) {
 	m := req.Msg
 	res, err := a.apply(ctx, &clusterv1.Command{Op: &clusterv1.Command_DrainHost{
@@ -179,7 +179,7 @@ func (a *API) SetDrain(ctx context.Context, req *connect.Request[clusterv1.SetDr
 	return connect.NewResponse(&clusterv1.SetDrainResponse{Host: o.GetHost()}), nil
 }
 
-// SetCordon says whether a GPU gets anything new.
+// SetCordon reports whether a GPU gets anything new.
 func (a *API) SetCordon(ctx context.Context, req *connect.Request[clusterv1.SetCordonRequest]) (*connect.Response[clusterv1.SetCordonResponse], error) {
 	m := req.Msg
 	res, err := a.apply(ctx, &clusterv1.Command{Op: &clusterv1.Command_CordonGpu{

@@ -339,7 +339,7 @@ func (l *Local) Forget(m *gpuctlv1.SiteMachine) error {
 	return l.Stash.Forget(m.GetUuid(), m.GetMigration())
 }
 
-// Keep takes a state from the host where its VM is, or says whether it is here.
+// Keep takes a state from the host where its VM is, or reports whether it is here.
 func (s *Service) Keep(ctx context.Context, in *connect.ClientStream[gpuctlv1.SiteKeepRequest]) (*connect.Response[gpuctlv1.SiteDone], error) {
 	if !in.Receive() {
 		return nil, connect.NewError(connect.CodeInvalidArgument, errors.Join(in.Err(), errors.New("no state is named")))

@@ -71,7 +71,7 @@ func (l *Local) MachineFacts(ctx context.Context, uuid string) (*gpuctlv1.SiteMa
 	return out, nil
 }
 
-// stores says whether the VM's stored definition has one of these functions.
+// stores reports whether the VM's stored definition has one of these functions.
 func (l *Local) stores(ctx context.Context, d virt.Domain, functions map[string]bool) (bool, error) {
 	text, err := l.Client.XML(ctx, d, virt.XMLInactive)
 	if err != nil {

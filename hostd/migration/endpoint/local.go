@@ -71,7 +71,7 @@ type Local struct {
 	Unsafe bool
 	// TLS encrypts the memory of VMs that are sent; qemu only.
 	TLS bool
-	// Files says whether a file is here, for disks of VMs.
+	// Files reports whether a file is here, for disks of VMs.
 	Files func(path string) error
 	// Link is how fast another host is reached, in bytes per second; 0: not known.
 	Link func(ctx context.Context, host string) uint64

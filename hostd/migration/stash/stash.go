@@ -154,7 +154,7 @@ func (s *Stash) tidy(dir, body string) {
 	}
 }
 
-// named says whether others may choose this as a part of a path.
+// named reports whether others may choose this as a part of a path.
 func named(s string) bool { return namePattern().MatchString(s) }
 
 func namePattern() *regexp.Regexp { return regexp.MustCompile(`^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$`) }
@@ -180,7 +180,7 @@ func (s *Stash) Room() (uint64, error) {
 	return s.room()
 }
 
-// Keeps says whether states are kept here at all.
+// Keeps reports whether states are kept here at all.
 func (s *Stash) Keeps() bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()

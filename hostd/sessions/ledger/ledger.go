@@ -69,7 +69,7 @@ func (l *Ledger) Retain(claim string, keep []string) {
 	}
 }
 
-// Holds says whether the claim holds the GPU, and how much of it.
+// Holds reports whether the claim holds the GPU, and how much of it.
 func (l *Ledger) Holds(claim, gpu string) (uint64, bool) {
 	if a, ok := l.gpus[gpu]; ok {
 		amount, held := a.held[claim]

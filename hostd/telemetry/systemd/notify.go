@@ -38,7 +38,7 @@ func New(log *slog.Logger) *Notifier {
 	return n
 }
 
-// Enabled says whether somebody listens.
+// Enabled reports whether somebody listens.
 func (n *Notifier) Enabled() bool { return n != nil && os.Getenv(socketVariable) != "" }
 
 // Ready says that the daemon serves, at its start and after a reload.

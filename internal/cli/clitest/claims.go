@@ -15,7 +15,7 @@ import (
 
 func sortedKeys[T any](m map[string]T) []string { return slices.Sorted(maps.Keys(m)) }
 
-// fits says whether a GPU could serve a claim now, and why not.
+// fits reports whether a GPU could serve a claim now, and why not.
 func (c *Cluster) fits(claim *clusterv1.Claim, match func(proto.Message) (bool, error), g *clusterv1.GPU) ([]*gpuctlv1.Reason, error) {
 	var why []*gpuctlv1.Reason
 	add := func(is bool, code, format string, args ...any) {

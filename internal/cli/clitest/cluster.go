@@ -95,7 +95,7 @@ func (c *Cluster) SetLeader(host string) {
 	c.leader = host
 }
 
-// SetJoined says whether the host is in a cluster at all.
+// SetJoined reports whether the host is in a cluster at all.
 func (c *Cluster) SetJoined(joined bool) {
 	c.mu.Lock()
 	defer c.mu.Unlock()

@@ -32,7 +32,7 @@ func Fields(d protoreflect.MessageDescriptor) []Field {
 }
 
 // At is the field that a dotted path leads to, under a name of its own; ok
-// says whether there is one.
+// reports whether there is one.
 func At(d protoreflect.MessageDescriptor, name, path string) (field Field, ok bool) {
 	parts := strings.Split(path, ".")
 	for _, part := range parts[:len(parts)-1] {

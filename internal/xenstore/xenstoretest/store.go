@@ -91,7 +91,7 @@ func parent(path string) string {
 	return path[:at]
 }
 
-// check says whether domain may access a node, or, if it is not there, make it
+// check reports whether domain may access a node, or, if it is not there, make it
 // below the nearest one that is.
 func (v *view) check(domain uint16, path string, access xenstore.Access) error {
 	n := v.get(path)

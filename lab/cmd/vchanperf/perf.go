@@ -58,7 +58,7 @@ func send(w io.Writer, p []byte, count uint64) error {
 	return nil
 }
 
-// receive reads count bytes and says whether they are the pattern's.
+// receive reads count bytes and reports whether they are the pattern's.
 func receive(r io.Reader, p []byte, count uint64) (same bool, err error) {
 	same = true
 	buf := make([]byte, chunk)

@@ -73,7 +73,7 @@ type GuestServiceClient interface {
 	ListSessions(context.Context, *connect.Request[v1.ListSessionsRequest]) (*connect.Response[v1.ListSessionsResponse], error)
 	// WatchSessions streams every change, first the state as it is.
 	WatchSessions(context.Context, *connect.Request[v1.WatchSessionsRequest]) (*connect.ServerStreamForClient[v1.Session], error)
-	// Plan says whether the session could run on the target, and the cost.
+	// Plan reports whether the session could run on the target, and the cost.
 	Plan(context.Context, *connect.Request[v1.PlanRequest]) (*connect.Response[v1.PlanResponse], error)
 	Swap(context.Context, *connect.Request[v1.SwapRequest]) (*connect.ServerStreamForClient[v1.Progress], error)
 	Suspend(context.Context, *connect.Request[v1.SuspendRequest]) (*connect.ServerStreamForClient[v1.Progress], error)
@@ -278,7 +278,7 @@ type GuestServiceHandler interface {
 	ListSessions(context.Context, *connect.Request[v1.ListSessionsRequest]) (*connect.Response[v1.ListSessionsResponse], error)
 	// WatchSessions streams every change, first the state as it is.
 	WatchSessions(context.Context, *connect.Request[v1.WatchSessionsRequest], *connect.ServerStream[v1.Session]) error
-	// Plan says whether the session could run on the target, and the cost.
+	// Plan reports whether the session could run on the target, and the cost.
 	Plan(context.Context, *connect.Request[v1.PlanRequest]) (*connect.Response[v1.PlanResponse], error)
 	Swap(context.Context, *connect.Request[v1.SwapRequest], *connect.ServerStream[v1.Progress]) error
 	Suspend(context.Context, *connect.Request[v1.SuspendRequest], *connect.ServerStream[v1.Progress]) error
