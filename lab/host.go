@@ -248,15 +248,23 @@ func (h *Host) coldBoot(ctx context.Context, img image) error {
 	return err
 }
 
-// bootTimeout is for a boot on a busy machine.
-const bootTimeout = 8 * time.Minute
+// How long a host may boot depends on the machine. One whose console goes on is
+// waited for; one that hangs says nothing any more.
+const (
+	bootTimeout = 45 * time.Minute
+	bootSilence = 8 * time.Minute
+	bootAsk     = 2 * time.Minute // for one answer
+)
 
 func (h *Host) waitBooted(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, bootTimeout)
 	defer cancel()
+	said, since := int64(-1), time.Now()
 	for {
 		// Settled means that nothing of the boot goes on behind a snapshot.
-		out, err := h.Run(ctx, "systemctl is-system-running --wait; timeout 60 virsh -q -c xen:///system list")
+		ask, answered := context.WithTimeout(ctx, bootAsk)
+		out, err := h.Run(ask, "systemctl is-system-running --wait; timeout 60 virsh -q -c xen:///system list")
+		answered()
 		if err == nil && strings.Contains(out, "Domain-0") {
 			if !strings.HasPrefix(out, "running\n") {
 				failed, _ := h.Run(ctx, "systemctl --failed --no-legend")
@@ -267,8 +275,12 @@ func (h *Host) waitBooted(ctx context.Context) error {
 		if _, cerr := h.current(); cerr != nil {
 			return cerr
 		}
-		if ctx.Err() != nil {
-			return fmt.Errorf("it did not boot: %w; its console ends with\n%s", errors.Join(ctx.Err(), err), h.tail("console.log"))
+		if i, serr := os.Stat(filepath.Join(h.dir, "console.log")); serr == nil && i.Size() != said {
+			said, since = i.Size(), time.Now()
+		}
+		if silent := time.Since(since); ctx.Err() != nil || silent > bootSilence {
+			return fmt.Errorf("it did not boot, and its console has been silent for %v: %w; it ends with\n%s",
+				silent.Round(time.Second), errors.Join(ctx.Err(), err), h.tail("console.log"))
 		}
 		if err := wait.For(ctx, 500*time.Millisecond); err != nil {
 			continue // the next round tells why
@@ -326,7 +338,7 @@ func (h *Host) fromSnapshot(ctx context.Context, img image, ready string) error 
 
 // resume makes a host whole after QEMU started.
 func (h *Host) resume(ctx context.Context) error {
-	ctx, cancel := context.WithTimeout(ctx, 2*time.Minute)
+	ctx, cancel := context.WithTimeout(ctx, bootSilence)
 	defer cancel()
 	var out string
 	err := h.connected(ctx)
