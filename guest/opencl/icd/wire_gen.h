@@ -1846,4 +1846,62 @@ static inline void gx_put_barrier(uint8_t *p, const struct gx_barrier *m)
 	p += GX_ALIGN8((size_t)m->n_wait * 4);
 }
 
+/* All operations: x(name, NUMBER) for each. */
+#define GX_OPERATIONS(x) \
+	x(session_info, GX_SESSION_INFO) \
+	x(fetch, GX_FETCH) \
+	x(release, GX_RELEASE) \
+	x(create_sub_devices, GX_CREATE_SUB_DEVICES) \
+	x(create_context, GX_CREATE_CONTEXT) \
+	x(create_queue, GX_CREATE_QUEUE) \
+	x(flush, GX_FLUSH) \
+	x(finish, GX_FINISH) \
+	x(create_buffer, GX_CREATE_BUFFER) \
+	x(create_sub_buffer, GX_CREATE_SUB_BUFFER) \
+	x(create_image, GX_CREATE_IMAGE) \
+	x(image_formats, GX_IMAGE_FORMATS) \
+	x(create_sampler, GX_CREATE_SAMPLER) \
+	x(create_program_source, GX_CREATE_PROGRAM_SOURCE) \
+	x(create_program_il, GX_CREATE_PROGRAM_IL) \
+	x(create_program_binary, GX_CREATE_PROGRAM_BINARY) \
+	x(build_program, GX_BUILD_PROGRAM) \
+	x(compile_program, GX_COMPILE_PROGRAM) \
+	x(link_program, GX_LINK_PROGRAM) \
+	x(program_info, GX_PROGRAM_INFO) \
+	x(build_info, GX_BUILD_INFO) \
+	x(spec_constant, GX_SPEC_CONSTANT) \
+	x(create_kernel, GX_CREATE_KERNEL) \
+	x(clone_kernel, GX_CLONE_KERNEL) \
+	x(set_arg, GX_SET_ARG) \
+	x(kernel_info, GX_KERNEL_INFO) \
+	x(kernel_arg_info, GX_KERNEL_ARG_INFO) \
+	x(kernel_wg_info, GX_KERNEL_WG_INFO) \
+	x(kernel_sub_group_info, GX_KERNEL_SUB_GROUP_INFO) \
+	x(create_user_event, GX_CREATE_USER_EVENT) \
+	x(set_user_event, GX_SET_USER_EVENT) \
+	x(wait_events, GX_WAIT_EVENTS) \
+	x(event_status, GX_EVENT_STATUS) \
+	x(event_profiling, GX_EVENT_PROFILING) \
+	x(event_callback, GX_EVENT_CALLBACK) \
+	x(device_timer, GX_DEVICE_TIMER) \
+	x(ndrange, GX_NDRANGE) \
+	x(read_buffer, GX_READ_BUFFER) \
+	x(write_buffer, GX_WRITE_BUFFER) \
+	x(read_buffer_rect, GX_READ_BUFFER_RECT) \
+	x(write_buffer_rect, GX_WRITE_BUFFER_RECT) \
+	x(copy_buffer, GX_COPY_BUFFER) \
+	x(copy_buffer_rect, GX_COPY_BUFFER_RECT) \
+	x(fill_buffer, GX_FILL_BUFFER) \
+	x(read_image, GX_READ_IMAGE) \
+	x(write_image, GX_WRITE_IMAGE) \
+	x(copy_image, GX_COPY_IMAGE) \
+	x(fill_image, GX_FILL_IMAGE) \
+	x(copy_image_to_buffer, GX_COPY_IMAGE_TO_BUFFER) \
+	x(copy_buffer_to_image, GX_COPY_BUFFER_TO_IMAGE) \
+	x(map_buffer, GX_MAP_BUFFER) \
+	x(map_image, GX_MAP_IMAGE) \
+	x(unmap, GX_UNMAP) \
+	x(migrate, GX_MIGRATE) \
+	x(marker, GX_MARKER) \
+	x(barrier, GX_BARRIER)
 #endif

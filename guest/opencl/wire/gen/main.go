@@ -218,6 +218,14 @@ func cSide() string {
 		}
 		p("}\n")
 	}
+	p("/* All operations: x(name, NUMBER) for each. */\n#define GX_OPERATIONS(x) \\")
+	for i, o := range table {
+		end := " \\"
+		if i == len(table)-1 {
+			end = ""
+		}
+		p("\tx(%s, GX_%s)%s", o.name, strings.ToUpper(o.name), end)
+	}
 	p("#endif")
 	return b.String()
 }
