@@ -18,25 +18,6 @@ type LeaderTask struct {
 	Run  func(ctx context.Context, l *Lead) error
 }
 
-// OnChange is a task that looks at the state when leadership begins and
-// whenever an object of the kinds (none: anything) has changed. Changes that
-// come while it looks are looked at together.
-func OnChange(name string, f func(ctx context.Context, l *Lead, v *state.View) error, kinds ...clusterv1.Kind) LeaderTask {
-	return LeaderTask{Name: name, Run: func(ctx context.Context, l *Lead) error {
-		for {
-			v := l.View()
-			if err := f(ctx, l, v); err != nil {
-				return err
-			}
-			select {
-			case <-v.Changed(kinds...):
-			case <-ctx.Done():
-				return nil
-			}
-		}
-	}}
-}
-
 // Lead is one term of leadership. It is of no use when that is over.
 type Lead struct {
 	store *Store

@@ -58,9 +58,6 @@ type Option func(*Client)
 // said.
 func WithTimeout(d time.Duration) Option { return func(c *Client) { c.timeout = d } }
 
-// WithLogger says where lost and new connections are told.
-func WithLogger(l *slog.Logger) Option { return func(c *Client) { c.log = l } }
-
 // Dial connects to xenstored's socket or to the kernel's xenbus device,
 // whichever path is. The first connection is made before it returns.
 func Dial(ctx context.Context, path string, opts ...Option) (*Client, error) {

@@ -101,14 +101,6 @@ func (g *ComputeGuest) Create(ctx context.Context, h *lab.Host, devices ...strin
 	return nil
 }
 
-// XML returns the domain, with devices of dom0.
-func (g *ComputeGuest) XML(devices ...string) (string, error) {
-	if err := g.furnish(); err != nil {
-		return "", err
-	}
-	return g.Guest.XML(devices...)
-}
-
 // furnish adds disks and channel to the description, once.
 func (g *ComputeGuest) furnish() error {
 	if g.MemoryMiB == 0 {
@@ -288,13 +280,6 @@ func (p *Program) path(file string) string { return lab.Quote(programOutputs + p
 func (p *Program) Output(ctx context.Context) (string, error) {
 	_, _, out, err := p.look(ctx)
 	return out, err
-}
-
-// Ended reports whether the program has ended, and with which exit status; of a
-// shell: 128 and the signal's number if one ended it.
-func (p *Program) Ended(ctx context.Context) (bool, int, error) {
-	ended, status, _, err := p.look(ctx)
-	return ended, status, err
 }
 
 // look asks for everything at once: programs take long to start in a guest, and

@@ -501,12 +501,6 @@ func StartUnit(ctx context.Context, h *lab.Host, unit, command string, propertie
 	return err
 }
 
-// KillUnit sends SIGKILL to every process of a unit.
-func KillUnit(ctx context.Context, h *lab.Host, unit string) error {
-	_, err := h.Run(ctx, "systemctl kill -s KILL --kill-whom=all "+lab.Quote(unit))
-	return err
-}
-
 // Journal returns what a unit wrote to the journal.
 func Journal(ctx context.Context, h *lab.Host, unit string) (string, error) {
 	return h.Run(ctx, "journalctl -q --no-pager -o cat -u "+lab.Quote(unit))

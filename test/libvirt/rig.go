@@ -391,9 +391,6 @@ func (h *Host) URI() string { return "qemu+tcp://" + h.Address + "/system" }
 // DataURI is where this host receives the memory of guests.
 func (h *Host) DataURI() string { return "tcp://" + h.Address }
 
-// Hooks is the host's /etc/libvirt/hooks. libvirtd looks into it when it starts.
-func (h *Host) Hooks() string { return filepath.Join(h.dir, "etc/hooks") }
-
 // Log is the end of what libvirtd has logged.
 func (h *Host) Log() string {
 	const most = 8 << 10
@@ -404,6 +401,3 @@ func (h *Host) Log() string {
 	}
 	return string(all)
 }
-
-// Network is nsenter's arguments to run something in the host's network only.
-func (h *Host) Network() []string { return []string{"-t", strconv.Itoa(h.init), "-n"} }

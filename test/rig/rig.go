@@ -60,24 +60,6 @@ func shim(root string) (library, env string) {
 	return filepath.Join(root, "test/cl/bin/gpushim.so"), "GPUSHIM_MEMORY=discrete"
 }
 
-// Runtime is the library in which an executor of the tests finds PoCL with that
-// memory; a discrete one reads the variable from the environment, too.
-func Runtime(m Memory) (library, env string, err error) {
-	if m == Unified {
-		ms, _ := filepath.Glob("/usr/lib/*/libpocl.so.2*")
-		if len(ms) == 0 {
-			return "", "", errors.New("PoCL is missing: make setup")
-		}
-		return ms[0], "", nil
-	}
-	root, err := Root()
-	if err != nil {
-		return "", "", err
-	}
-	library, env = shim(root)
-	return library, env, nil
-}
-
 // Config declares the three GPUs above with that kind of memory, and a virtual
 // device that says GPU.
 func Config(root string, m Memory) string {

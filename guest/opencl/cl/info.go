@@ -1,10 +1,6 @@
 package cl
 
 /*
-#cgo noescape gxGetCommandQueueInfo
-#cgo nocallback gxGetCommandQueueInfo
-#cgo noescape gxGetContextInfo
-#cgo nocallback gxGetContextInfo
 #cgo noescape gxGetDeviceInfo
 #cgo nocallback gxGetDeviceInfo
 #cgo noescape gxGetEventInfo
@@ -23,8 +19,6 @@ package cl
 #cgo nocallback gxGetKernelSubGroupInfoKHR
 #cgo noescape gxGetKernelWorkGroupInfo
 #cgo nocallback gxGetKernelWorkGroupInfo
-#cgo noescape gxGetMemObjectInfo
-#cgo nocallback gxGetMemObjectInfo
 #cgo noescape gxGetPlatformInfo
 #cgo nocallback gxGetPlatformInfo
 #cgo noescape gxGetProgramBinaries
@@ -33,8 +27,6 @@ package cl
 #cgo nocallback gxGetProgramBuildInfo
 #cgo noescape gxGetProgramInfo
 #cgo nocallback gxGetProgramInfo
-#cgo noescape gxGetSamplerInfo
-#cgo nocallback gxGetSamplerInfo
 #include "trampolines.h"
 */
 import "C"
@@ -105,38 +97,10 @@ func GetDeviceInfo(d Device, param uint32) ([]byte, Status) {
 	})
 }
 
-// GetContextInfo returns a property of a context.
-func GetContextInfo(c Context, param uint32) ([]byte, Status) {
-	return info(func(size C.size_t, value *C.uint8_t, ret *C.size_t) C.int32_t {
-		return C.gxGetContextInfo(C.uintptr_t(c), C.uint32_t(param), size, value, ret)
-	})
-}
-
-// GetCommandQueueInfo returns a property of a queue.
-func GetCommandQueueInfo(q Queue, param uint32) ([]byte, Status) {
-	return info(func(size C.size_t, value *C.uint8_t, ret *C.size_t) C.int32_t {
-		return C.gxGetCommandQueueInfo(C.uintptr_t(q), C.uint32_t(param), size, value, ret)
-	})
-}
-
-// GetMemObjectInfo returns a property of a buffer or image.
-func GetMemObjectInfo(m Mem, param uint32) ([]byte, Status) {
-	return info(func(size C.size_t, value *C.uint8_t, ret *C.size_t) C.int32_t {
-		return C.gxGetMemObjectInfo(C.uintptr_t(m), C.uint32_t(param), size, value, ret)
-	})
-}
-
 // GetImageInfo returns a property of an image.
 func GetImageInfo(m Mem, param uint32) ([]byte, Status) {
 	return info(func(size C.size_t, value *C.uint8_t, ret *C.size_t) C.int32_t {
 		return C.gxGetImageInfo(C.uintptr_t(m), C.uint32_t(param), size, value, ret)
-	})
-}
-
-// GetSamplerInfo returns a property of a sampler.
-func GetSamplerInfo(s Sampler, param uint32) ([]byte, Status) {
-	return info(func(size C.size_t, value *C.uint8_t, ret *C.size_t) C.int32_t {
-		return C.gxGetSamplerInfo(C.uintptr_t(s), C.uint32_t(param), size, value, ret)
 	})
 }
 
@@ -172,20 +136,6 @@ func GetKernelArgInfo(k Kernel, index, param uint32) ([]byte, Status) {
 func GetKernelWorkGroupInfo(k Kernel, d Device, param uint32) ([]byte, Status) {
 	return info(func(size C.size_t, value *C.uint8_t, ret *C.size_t) C.int32_t {
 		return C.gxGetKernelWorkGroupInfo(C.uintptr_t(k), C.uintptr_t(d), C.uint32_t(param), size, value, ret)
-	})
-}
-
-// GetEventInfo returns a property of an event.
-func GetEventInfo(e Event, param uint32) ([]byte, Status) {
-	return info(func(size C.size_t, value *C.uint8_t, ret *C.size_t) C.int32_t {
-		return C.gxGetEventInfo(C.uintptr_t(e), C.uint32_t(param), size, value, ret)
-	})
-}
-
-// GetEventProfilingInfo returns a time of an event's command.
-func GetEventProfilingInfo(e Event, param uint32) ([]byte, Status) {
-	return info(func(size C.size_t, value *C.uint8_t, ret *C.size_t) C.int32_t {
-		return C.gxGetEventProfilingInfo(C.uintptr_t(e), C.uint32_t(param), size, value, ret)
 	})
 }
 

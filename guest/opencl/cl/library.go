@@ -101,9 +101,6 @@ func Open(library string) (*Library, error) {
 	return l, nil
 }
 
-// Path is the library as it was named to Open.
-func (l *Library) Path() string { return l.path }
-
 // Platforms are the library's platforms; it may have none.
 func (l *Library) Platforms() []Platform { return l.platforms }
 

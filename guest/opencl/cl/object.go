@@ -37,8 +37,6 @@ package cl
 #cgo nocallback gxGetDeviceAndHostTimer
 #cgo noescape gxGetDeviceIDs
 #cgo nocallback gxGetDeviceIDs
-#cgo noescape gxGetHostTimer
-#cgo nocallback gxGetHostTimer
 #cgo noescape gxGetSupportedImageFormats
 #cgo nocallback gxGetSupportedImageFormats
 #cgo noescape gxLinkProgram
@@ -59,22 +57,14 @@ package cl
 #cgo nocallback gxReleaseProgram
 #cgo noescape gxReleaseSampler
 #cgo nocallback gxReleaseSampler
-#cgo noescape gxRetainCommandQueue
-#cgo nocallback gxRetainCommandQueue
 #cgo noescape gxRetainContext
 #cgo nocallback gxRetainContext
 #cgo noescape gxRetainDevice
 #cgo nocallback gxRetainDevice
 #cgo noescape gxRetainEvent
 #cgo nocallback gxRetainEvent
-#cgo noescape gxRetainKernel
-#cgo nocallback gxRetainKernel
-#cgo noescape gxRetainMemObject
-#cgo nocallback gxRetainMemObject
 #cgo noescape gxRetainProgram
 #cgo nocallback gxRetainProgram
-#cgo noescape gxRetainSampler
-#cgo nocallback gxRetainSampler
 #cgo noescape gxSetKernelArg
 #cgo nocallback gxSetKernelArg
 #cgo noescape gxSetProgramSpecializationConstant
@@ -176,13 +166,6 @@ func GetDeviceAndHostTimer(d Device) (device, host uint64, status Status) {
 	var dt, ht C.uint64_t
 	s := C.gxGetDeviceAndHostTimer(C.uintptr_t(d), &dt, &ht)
 	return uint64(dt), uint64(ht), Status(s)
-}
-
-// GetHostTimer returns the host's time as GetDeviceAndHostTimer has it, in nanoseconds.
-func GetHostTimer(d Device) (uint64, Status) {
-	var ht C.uint64_t
-	s := C.gxGetHostTimer(C.uintptr_t(d), &ht)
-	return uint64(ht), Status(s)
 }
 
 // CreateContext makes a context of devices of one platform.
@@ -375,20 +358,11 @@ func RetainContext(c Context) Status { return Status(C.gxRetainContext(C.uintptr
 // ReleaseContext drops a reference to a context.
 func ReleaseContext(c Context) Status { return Status(C.gxReleaseContext(C.uintptr_t(c))) }
 
-// RetainCommandQueue adds a reference to a queue.
-func RetainCommandQueue(q Queue) Status { return Status(C.gxRetainCommandQueue(C.uintptr_t(q))) }
-
 // ReleaseCommandQueue drops a reference to a queue.
 func ReleaseCommandQueue(q Queue) Status { return Status(C.gxReleaseCommandQueue(C.uintptr_t(q))) }
 
-// RetainMemObject adds a reference to a buffer or image.
-func RetainMemObject(m Mem) Status { return Status(C.gxRetainMemObject(C.uintptr_t(m))) }
-
 // ReleaseMemObject drops a reference to a buffer or image.
 func ReleaseMemObject(m Mem) Status { return Status(C.gxReleaseMemObject(C.uintptr_t(m))) }
-
-// RetainSampler adds a reference to a sampler.
-func RetainSampler(s Sampler) Status { return Status(C.gxRetainSampler(C.uintptr_t(s))) }
 
 // ReleaseSampler drops a reference to a sampler.
 func ReleaseSampler(s Sampler) Status { return Status(C.gxReleaseSampler(C.uintptr_t(s))) }
@@ -398,9 +372,6 @@ func RetainProgram(p Program) Status { return Status(C.gxRetainProgram(C.uintptr
 
 // ReleaseProgram drops a reference to a program.
 func ReleaseProgram(p Program) Status { return Status(C.gxReleaseProgram(C.uintptr_t(p))) }
-
-// RetainKernel adds a reference to a kernel.
-func RetainKernel(k Kernel) Status { return Status(C.gxRetainKernel(C.uintptr_t(k))) }
 
 // ReleaseKernel drops a reference to a kernel.
 func ReleaseKernel(k Kernel) Status { return Status(C.gxReleaseKernel(C.uintptr_t(k))) }

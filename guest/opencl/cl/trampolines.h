@@ -81,24 +81,8 @@ static inline int32_t gxGetDeviceInfo(uintptr_t d, uint32_t param, size_t size, 
 	STATUS(10, d, CL_INVALID_DEVICE, clGetDeviceInfo, (cl_device_id)d, param, size, value, ret);
 }
 
-static inline int32_t gxGetContextInfo(uintptr_t c, uint32_t param, size_t size, uint8_t *value, size_t *ret) {
-	STATUS(10, c, CL_INVALID_CONTEXT, clGetContextInfo, (cl_context)c, param, size, value, ret);
-}
-
-static inline int32_t gxGetCommandQueueInfo(uintptr_t q, uint32_t param, size_t size, uint8_t *value, size_t *ret) {
-	STATUS(10, q, CL_INVALID_COMMAND_QUEUE, clGetCommandQueueInfo, (cl_command_queue)q, param, size, value, ret);
-}
-
-static inline int32_t gxGetMemObjectInfo(uintptr_t m, uint32_t param, size_t size, uint8_t *value, size_t *ret) {
-	STATUS(10, m, CL_INVALID_MEM_OBJECT, clGetMemObjectInfo, (cl_mem)m, param, size, value, ret);
-}
-
 static inline int32_t gxGetImageInfo(uintptr_t m, uint32_t param, size_t size, uint8_t *value, size_t *ret) {
 	STATUS(10, m, CL_INVALID_MEM_OBJECT, clGetImageInfo, (cl_mem)m, param, size, value, ret);
-}
-
-static inline int32_t gxGetSamplerInfo(uintptr_t s, uint32_t param, size_t size, uint8_t *value, size_t *ret) {
-	STATUS(10, s, CL_INVALID_SAMPLER, clGetSamplerInfo, (cl_sampler)s, param, size, value, ret);
 }
 
 static inline int32_t gxGetProgramInfo(uintptr_t p, uint32_t param, size_t size, uint8_t *value, size_t *ret) {
@@ -145,24 +129,12 @@ static inline int32_t gxReleaseContext(uintptr_t c) {
 	STATUS(10, c, CL_INVALID_CONTEXT, clReleaseContext, (cl_context)c);
 }
 
-static inline int32_t gxRetainCommandQueue(uintptr_t q) {
-	STATUS(10, q, CL_INVALID_COMMAND_QUEUE, clRetainCommandQueue, (cl_command_queue)q);
-}
-
 static inline int32_t gxReleaseCommandQueue(uintptr_t q) {
 	STATUS(10, q, CL_INVALID_COMMAND_QUEUE, clReleaseCommandQueue, (cl_command_queue)q);
 }
 
-static inline int32_t gxRetainMemObject(uintptr_t m) {
-	STATUS(10, m, CL_INVALID_MEM_OBJECT, clRetainMemObject, (cl_mem)m);
-}
-
 static inline int32_t gxReleaseMemObject(uintptr_t m) {
 	STATUS(10, m, CL_INVALID_MEM_OBJECT, clReleaseMemObject, (cl_mem)m);
-}
-
-static inline int32_t gxRetainSampler(uintptr_t s) {
-	STATUS(10, s, CL_INVALID_SAMPLER, clRetainSampler, (cl_sampler)s);
 }
 
 static inline int32_t gxReleaseSampler(uintptr_t s) {
@@ -175,10 +147,6 @@ static inline int32_t gxRetainProgram(uintptr_t p) {
 
 static inline int32_t gxReleaseProgram(uintptr_t p) {
 	STATUS(10, p, CL_INVALID_PROGRAM, clReleaseProgram, (cl_program)p);
-}
-
-static inline int32_t gxRetainKernel(uintptr_t k) {
-	STATUS(10, k, CL_INVALID_KERNEL, clRetainKernel, (cl_kernel)k);
 }
 
 static inline int32_t gxReleaseKernel(uintptr_t k) {
@@ -211,10 +179,6 @@ static inline int32_t gxCreateSubDevices(uintptr_t d, const uint64_t *props, uin
 
 static inline int32_t gxGetDeviceAndHostTimer(uintptr_t d, uint64_t *dev, uint64_t *host) {
 	STATUS(21, d, CL_INVALID_DEVICE, clGetDeviceAndHostTimer, (cl_device_id)d, (cl_ulong *)dev, (cl_ulong *)host);
-}
-
-static inline int32_t gxGetHostTimer(uintptr_t d, uint64_t *host) {
-	STATUS(21, d, CL_INVALID_DEVICE, clGetHostTimer, (cl_device_id)d, (cl_ulong *)host);
 }
 
 static inline int32_t gxGetSupportedImageFormats(uintptr_t c, uint64_t flags, uint32_t type, uint32_t n, uint8_t *formats, uint32_t *ret) {
