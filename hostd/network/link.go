@@ -83,25 +83,6 @@ func (h *Host) Link(ctx context.Context, name string) (Link, error) {
 	return out, nil
 }
 
-// Grown says in words which errors an interface has had between two looks.
-func Grown(before, after Link) []string {
-	var out []string
-	for _, c := range []struct {
-		what          string
-		before, after uint64
-	}{
-		{"errors receiving", before.Counters.RxErrors, after.Counters.RxErrors},
-		{"errors sending", before.Counters.TxErrors, after.Counters.TxErrors},
-		{"packets dropped receiving", before.Counters.RxDropped, after.Counters.RxDropped},
-		{"packets dropped sending", before.Counters.TxDropped, after.Counters.TxDropped},
-	} {
-		if c.after > c.before { // counters of a card begin anew when it is reset
-			out = append(out, fmt.Sprintf("%s had %d %s", after.Name, c.after-c.before, c.what))
-		}
-	}
-	return out
-}
-
 func carrier(l netlink.Link) bool {
 	a := l.Attrs()
 	return a.OperState == netlink.OperUp || a.OperState == netlink.OperUnknown && a.Flags&net.FlagUp != 0

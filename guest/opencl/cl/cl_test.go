@@ -253,13 +253,6 @@ func TestImages(t *testing.T) {
 		if string(in) != string(out) {
 			t.Error("read back other pixels")
 		}
-		p, row, _, s := EnqueueMapImage(r.q, img, true, MapRead, &[3]uint64{1, 1, 0}, &[3]uint64{1, 1, 1}, nil, nil)
-		must(t, s)
-		if p == nil || row < 4 || *(*byte)(p) != in[32+4] {
-			t.Errorf("mapped %v, row pitch %d", p, row)
-		}
-		must(t, EnqueueUnmapMemObject(r.q, img, p, nil, nil))
-		must(t, Finish(r.q))
 		smp, s := CreateSampler(r.ctx, false, AddressClamp, FilterNearest)
 		must(t, s)
 		must(t, ReleaseSampler(smp))
@@ -282,7 +275,7 @@ func TestCompileAndLink(t *testing.T) {
 		m, s := CreateBuffer(r.ctx, MemReadWrite, 4, nil)
 		must(t, s)
 		must(t, SetKernelArg(k, 0, 8, unsafe.Pointer(&m)))
-		must(t, EnqueueTask(r.q, k, nil, nil))
+		must(t, EnqueueNDRangeKernel(r.q, k, 1, nil, &[3]uint64{1}, nil, nil, nil))
 		var v int32
 		must(t, EnqueueReadBuffer(r.q, m, true, 0, 4, unsafe.Pointer(&v), nil, nil))
 		if v != 42 {
@@ -312,32 +305,13 @@ func TestErrorsNotCrashes(t *testing.T) {
 			t.Errorf("empty buffer: %v", s)
 		}
 		// What a runtime may lack: whatever comes back, it is no crash.
-		_, _, s = GetDeviceAndHostTimer(r.dev)
-		t.Logf("GetDeviceAndHostTimer: %v", s)
 		_, s = CreateProgramWithIL(r.ctx, []byte{1, 2, 3, 4})
 		t.Logf("CreateProgramWithIL: %v", s)
 		_, k := r.kernel(t, vadd, "vadd")
-		c, s := CloneKernel(k)
-		t.Logf("CloneKernel: %v", s)
-		if s == Success {
-			must(t, ReleaseKernel(c))
-		}
 		_, s = GetKernelSubGroupInfo(k, r.dev, KernelMaxSubGroupSizeForNdrange, []byte{8, 0, 0, 0, 0, 0, 0, 0})
 		t.Logf("GetKernelSubGroupInfo: %v", s)
-		q, s := CreateCommandQueueWithProperties(r.ctx, r.dev, nil)
-		t.Logf("CreateCommandQueueWithProperties: %v", s)
-		if s == Success {
-			must(t, ReleaseCommandQueue(q))
-		}
 		n, s := CountSubDevices(r.dev, []uint64{DevicePartitionEqually, 1, 0})
 		t.Logf("CountSubDevices: %d, %v", n, s)
-		e, s := CreateUserEvent(r.ctx)
-		must(t, s)
-		if st, s := EventStatus(e); s != Success || st != Submitted {
-			t.Errorf("user event: %d, %v", st, s)
-		}
-		must(t, SetUserEventStatus(e, Complete))
-		must(t, ReleaseEvent(e))
 	})
 }
 
@@ -382,7 +356,6 @@ func TestZeroHandles(t *testing.T) {
 		"WaitForEvents":        {WaitForEvents(nil), InvalidValue},
 		"WaitForEvents of 0":   {WaitForEvents([]Event{0}), InvalidEvent},
 		"EnqueueNDRangeKernel": {EnqueueNDRangeKernel(0, 0, 1, nil, nil, nil, nil, nil), InvalidCommandQueue},
-		"RetainDevice":         {RetainDevice(0), InvalidDevice},
 	} {
 		if c.got != c.want {
 			t.Errorf("%s: %v, want %v", name, c.got, c.want)

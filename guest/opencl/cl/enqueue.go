@@ -19,8 +19,6 @@ package cl
 #cgo nocallback gxEnqueueFillImage
 #cgo noescape gxEnqueueMapBuffer
 #cgo nocallback gxEnqueueMapBuffer
-#cgo noescape gxEnqueueMapImage
-#cgo nocallback gxEnqueueMapImage
 #cgo noescape gxEnqueueMarkerWithWaitList
 #cgo nocallback gxEnqueueMarkerWithWaitList
 #cgo noescape gxEnqueueMigrateMemObjects
@@ -33,8 +31,6 @@ package cl
 #cgo nocallback gxEnqueueReadBufferRect
 #cgo noescape gxEnqueueReadImage
 #cgo nocallback gxEnqueueReadImage
-#cgo noescape gxEnqueueTask
-#cgo nocallback gxEnqueueTask
 #cgo noescape gxEnqueueUnmapMemObject
 #cgo nocallback gxEnqueueUnmapMemObject
 #cgo noescape gxEnqueueWriteBuffer
@@ -70,12 +66,6 @@ func Finish(q Queue) Status { return Status(C.gxFinish(C.uintptr_t(q))) }
 func EnqueueNDRangeKernel(q Queue, k Kernel, dims uint32, off, glob, loc *[3]uint64, wait []Event, ev *Event) Status {
 	n, list := handles(wait)
 	return Status(C.gxEnqueueNDRangeKernel(C.uintptr_t(q), C.uintptr_t(k), C.uint32_t(dims), dims3(off), dims3(glob), dims3(loc), n, list, out(ev)))
-}
-
-// EnqueueTask runs a kernel once.
-func EnqueueTask(q Queue, k Kernel, wait []Event, ev *Event) Status {
-	n, list := handles(wait)
-	return Status(C.gxEnqueueTask(C.uintptr_t(q), C.uintptr_t(k), n, list, out(ev)))
 }
 
 // EnqueueReadBuffer copies out of a buffer.
@@ -193,13 +183,4 @@ func EnqueueMapBuffer(q Queue, m Mem, blocking bool, flags, off, size uint64, wa
 	var err C.int32_t
 	p := C.gxEnqueueMapBuffer(C.uintptr_t(q), C.uintptr_t(m), flag(blocking), C.uint64_t(flags), C.size_t(off), C.size_t(size), n, list, out(ev), &err)
 	return p, Status(err)
-}
-
-// EnqueueMapImage maps a part of an image. The pitches are bytes.
-func EnqueueMapImage(q Queue, m Mem, blocking bool, flags uint64, origin, region *[3]uint64, wait []Event, ev *Event) (ptr unsafe.Pointer, rowPitch, slicePitch uint64, status Status) {
-	n, list := handles(wait)
-	var err C.int32_t
-	var row, slice C.size_t
-	p := C.gxEnqueueMapImage(C.uintptr_t(q), C.uintptr_t(m), flag(blocking), C.uint64_t(flags), dims3(origin), dims3(region), &row, &slice, n, list, out(ev), &err)
-	return p, uint64(row), uint64(slice), Status(err)
 }

@@ -3,16 +3,12 @@ package cl
 /*
 #cgo noescape gxBuildProgram
 #cgo nocallback gxBuildProgram
-#cgo noescape gxCloneKernel
-#cgo nocallback gxCloneKernel
 #cgo noescape gxCompileProgram
 #cgo nocallback gxCompileProgram
 #cgo noescape gxCreateBuffer
 #cgo nocallback gxCreateBuffer
 #cgo noescape gxCreateCommandQueue
 #cgo nocallback gxCreateCommandQueue
-#cgo noescape gxCreateCommandQueueWithProperties
-#cgo nocallback gxCreateCommandQueueWithProperties
 #cgo noescape gxCreateContext
 #cgo nocallback gxCreateContext
 #cgo noescape gxCreateImage
@@ -31,10 +27,6 @@ package cl
 #cgo nocallback gxCreateSubBuffer
 #cgo noescape gxCreateSubDevices
 #cgo nocallback gxCreateSubDevices
-#cgo noescape gxCreateUserEvent
-#cgo nocallback gxCreateUserEvent
-#cgo noescape gxGetDeviceAndHostTimer
-#cgo nocallback gxGetDeviceAndHostTimer
 #cgo noescape gxGetDeviceIDs
 #cgo nocallback gxGetDeviceIDs
 #cgo noescape gxGetSupportedImageFormats
@@ -59,8 +51,6 @@ package cl
 #cgo nocallback gxReleaseSampler
 #cgo noescape gxRetainContext
 #cgo nocallback gxRetainContext
-#cgo noescape gxRetainDevice
-#cgo nocallback gxRetainDevice
 #cgo noescape gxRetainEvent
 #cgo nocallback gxRetainEvent
 #cgo noescape gxRetainProgram
@@ -69,8 +59,6 @@ package cl
 #cgo nocallback gxSetKernelArg
 #cgo noescape gxSetProgramSpecializationConstant
 #cgo nocallback gxSetProgramSpecializationConstant
-#cgo noescape gxSetUserEventStatus
-#cgo nocallback gxSetUserEventStatus
 #cgo noescape gxWaitForEvents
 #cgo nocallback gxWaitForEvents
 #include "trampolines.h"
@@ -161,13 +149,6 @@ func CreateSubDevices(d Device, props []uint64) ([]Device, Status) {
 	return sub, Status(C.gxCreateSubDevices(C.uintptr_t(d), (*C.uint64_t)(start(terminated(props))), C.uint32_t(n), list, nil))
 }
 
-// GetDeviceAndHostTimer returns two times in nanoseconds, taken together.
-func GetDeviceAndHostTimer(d Device) (device, host uint64, status Status) {
-	var dt, ht C.uint64_t
-	s := C.gxGetDeviceAndHostTimer(C.uintptr_t(d), &dt, &ht)
-	return uint64(dt), uint64(ht), Status(s)
-}
-
 // CreateContext makes a context of devices of one platform.
 func CreateContext(devs []Device) (Context, Status) {
 	if len(devs) == 0 {
@@ -187,14 +168,6 @@ func CreateContext(devs []Device) (Context, Status) {
 func CreateCommandQueue(c Context, d Device, props uint64) (Queue, Status) {
 	var err C.int32_t
 	q := C.gxCreateCommandQueue(C.uintptr_t(c), C.uintptr_t(d), C.uint64_t(props), &err)
-	return Queue(q), Status(err)
-}
-
-// CreateCommandQueueWithProperties makes a queue with the function of OpenCL
-// 2.0. The properties end with a 0; none is nil.
-func CreateCommandQueueWithProperties(c Context, d Device, props []uint64) (Queue, Status) {
-	var err C.int32_t
-	q := C.gxCreateCommandQueueWithProperties(C.uintptr_t(c), C.uintptr_t(d), (*C.uint64_t)(start(props)), &err)
 	return Queue(q), Status(err)
 }
 
@@ -316,28 +289,9 @@ func CreateKernel(p Program, name string) (Kernel, Status) {
 	return Kernel(k), Status(err)
 }
 
-// CloneKernel copies a kernel with its arguments.
-func CloneKernel(k Kernel) (Kernel, Status) {
-	var err C.int32_t
-	clone := C.gxCloneKernel(C.uintptr_t(k), &err)
-	return Kernel(clone), Status(err)
-}
-
 // SetKernelArg sets an argument; value is nil for local memory. It does not allocate.
 func SetKernelArg(k Kernel, index uint32, size uint64, value unsafe.Pointer) Status {
 	return Status(C.gxSetKernelArg(C.uintptr_t(k), C.uint32_t(index), C.size_t(size), (*C.uint8_t)(value)))
-}
-
-// CreateUserEvent makes an event that SetUserEventStatus completes.
-func CreateUserEvent(c Context) (Event, Status) {
-	var err C.int32_t
-	e := C.gxCreateUserEvent(C.uintptr_t(c), &err)
-	return Event(e), Status(err)
-}
-
-// SetUserEventStatus completes a user event with Complete or a negative error.
-func SetUserEventStatus(e Event, status int32) Status {
-	return Status(C.gxSetUserEventStatus(C.uintptr_t(e), C.int32_t(status)))
 }
 
 // WaitForEvents waits until all events, of one platform, are complete.
@@ -345,9 +299,6 @@ func WaitForEvents(wait []Event) Status {
 	n, list := handles(wait)
 	return Status(C.gxWaitForEvents(n, list))
 }
-
-// RetainDevice adds a reference to a sub-device.
-func RetainDevice(d Device) Status { return Status(C.gxRetainDevice(C.uintptr_t(d))) }
 
 // ReleaseDevice drops a reference to a sub-device.
 func ReleaseDevice(d Device) Status { return Status(C.gxReleaseDevice(C.uintptr_t(d))) }

@@ -161,10 +161,6 @@ static inline int32_t gxReleaseEvent(uintptr_t e) {
 	STATUS(10, e, CL_INVALID_EVENT, clReleaseEvent, (cl_event)e);
 }
 
-static inline int32_t gxRetainDevice(uintptr_t d) {
-	STATUS(12, d, CL_INVALID_DEVICE, clRetainDevice, (cl_device_id)d);
-}
-
 static inline int32_t gxReleaseDevice(uintptr_t d) {
 	STATUS(12, d, CL_INVALID_DEVICE, clReleaseDevice, (cl_device_id)d);
 }
@@ -175,10 +171,6 @@ static inline int32_t gxGetDeviceIDs(uintptr_t f, uint64_t type, uint32_t n, uin
 
 static inline int32_t gxCreateSubDevices(uintptr_t d, const uint64_t *props, uint32_t n, uintptr_t *devs, uint32_t *ret) {
 	STATUS(12, d, CL_INVALID_DEVICE, clCreateSubDevices, (cl_device_id)d, (const cl_device_partition_property *)props, n, (cl_device_id *)devs, ret);
-}
-
-static inline int32_t gxGetDeviceAndHostTimer(uintptr_t d, uint64_t *dev, uint64_t *host) {
-	STATUS(21, d, CL_INVALID_DEVICE, clGetDeviceAndHostTimer, (cl_device_id)d, (cl_ulong *)dev, (cl_ulong *)host);
 }
 
 static inline int32_t gxGetSupportedImageFormats(uintptr_t c, uint64_t flags, uint32_t type, uint32_t n, uint8_t *formats, uint32_t *ret) {
@@ -197,10 +189,6 @@ static inline int32_t gxSetKernelArg(uintptr_t k, uint32_t idx, size_t size, con
 	STATUS(10, k, CL_INVALID_KERNEL, clSetKernelArg, (cl_kernel)k, idx, size, value);
 }
 
-static inline int32_t gxSetUserEventStatus(uintptr_t e, int32_t status) {
-	STATUS(11, e, CL_INVALID_EVENT, clSetUserEventStatus, (cl_event)e, status);
-}
-
 static inline int32_t gxFlush(uintptr_t q) {
 	STATUS(10, q, CL_INVALID_COMMAND_QUEUE, clFlush, (cl_command_queue)q);
 }
@@ -211,10 +199,6 @@ static inline int32_t gxFinish(uintptr_t q) {
 
 static inline int32_t gxEnqueueNDRangeKernel(uintptr_t q, uintptr_t k, uint32_t dims, const size_t *off, const size_t *glob, const size_t *loc, uint32_t nwait, const uintptr_t *wait, uintptr_t *ev) {
 	STATUS(10, q, CL_INVALID_COMMAND_QUEUE, clEnqueueNDRangeKernel, (cl_command_queue)q, (cl_kernel)k, dims, off, glob, loc, nwait, (const cl_event *)wait, (cl_event *)ev);
-}
-
-static inline int32_t gxEnqueueTask(uintptr_t q, uintptr_t k, uint32_t nwait, const uintptr_t *wait, uintptr_t *ev) {
-	STATUS(10, q, CL_INVALID_COMMAND_QUEUE, clEnqueueTask, (cl_command_queue)q, (cl_kernel)k, nwait, (const cl_event *)wait, (cl_event *)ev);
 }
 
 static inline int32_t gxEnqueueReadBuffer(uintptr_t q, uintptr_t m, uint32_t blocking, size_t off, size_t size, uint8_t *ptr, uint32_t nwait, const uintptr_t *wait, uintptr_t *ev) {
@@ -324,10 +308,6 @@ static inline uintptr_t gxCreateCommandQueue(uintptr_t c, uintptr_t d, uint64_t 
 	HANDLE(10, c, CL_INVALID_CONTEXT, clCreateCommandQueue, (cl_context)c, (cl_device_id)d, props, err);
 }
 
-static inline uintptr_t gxCreateCommandQueueWithProperties(uintptr_t c, uintptr_t d, const uint64_t *props, int32_t *err) {
-	HANDLE(20, c, CL_INVALID_CONTEXT, clCreateCommandQueueWithProperties, (cl_context)c, (cl_device_id)d, (const cl_queue_properties *)props, err);
-}
-
 static inline uintptr_t gxCreateBuffer(uintptr_t c, uint64_t flags, size_t size, uint8_t *host, int32_t *err) {
 	HANDLE(10, c, CL_INVALID_CONTEXT, clCreateBuffer, (cl_context)c, flags, size, host, err);
 }
@@ -346,14 +326,6 @@ static inline uintptr_t gxCreateProgramWithIL(uintptr_t c, const uint8_t *il, si
 
 static inline uintptr_t gxCreateKernel(uintptr_t p, const char *name, int32_t *err) {
 	HANDLE(10, p, CL_INVALID_PROGRAM, clCreateKernel, (cl_program)p, name, err);
-}
-
-static inline uintptr_t gxCloneKernel(uintptr_t k, int32_t *err) {
-	HANDLE(21, k, CL_INVALID_KERNEL, clCloneKernel, (cl_kernel)k, err);
-}
-
-static inline uintptr_t gxCreateUserEvent(uintptr_t c, int32_t *err) {
-	HANDLE(11, c, CL_INVALID_CONTEXT, clCreateUserEvent, (cl_context)c, err);
 }
 
 static inline uintptr_t gxCreateContext(uintptr_t f, uint32_t n, const uintptr_t *devs, int32_t *err) {
@@ -391,10 +363,6 @@ static inline uintptr_t gxLinkProgram(uintptr_t c, uint32_t n, const uintptr_t *
 
 static inline void *gxEnqueueMapBuffer(uintptr_t q, uintptr_t m, uint32_t blocking, uint64_t flags, size_t off, size_t size, uint32_t nwait, const uintptr_t *wait, uintptr_t *ev, int32_t *err) {
 	POINTER(10, q, CL_INVALID_COMMAND_QUEUE, clEnqueueMapBuffer, (cl_command_queue)q, (cl_mem)m, blocking, flags, off, size, nwait, (const cl_event *)wait, (cl_event *)ev, err);
-}
-
-static inline void *gxEnqueueMapImage(uintptr_t q, uintptr_t m, uint32_t blocking, uint64_t flags, const size_t *origin, const size_t *region, size_t *row, size_t *slice, uint32_t nwait, const uintptr_t *wait, uintptr_t *ev, int32_t *err) {
-	POINTER(10, q, CL_INVALID_COMMAND_QUEUE, clEnqueueMapImage, (cl_command_queue)q, (cl_mem)m, blocking, flags, origin, region, row, slice, nwait, (const cl_event *)wait, (cl_event *)ev, err);
 }
 
 #undef FAIL

@@ -56,14 +56,6 @@ func (n *Notifier) Reloading() {
 // Stopping says that the daemon ends.
 func (n *Notifier) Stopping(status string) { n.send(daemon.SdNotifyStopping, line(status)) }
 
-// Status is what `systemctl status` shows.
-func (n *Notifier) Status(status string) { n.send(line(status)) }
-
-// ExtendTimeout asks for more time to start or stop.
-func (n *Notifier) ExtendTimeout(d time.Duration) {
-	n.send(fmt.Sprintf("EXTEND_TIMEOUT_USEC=%d", d.Microseconds()))
-}
-
 // line makes a status of a text: it must not look like a second assignment.
 func line(status string) string {
 	if status == "" {

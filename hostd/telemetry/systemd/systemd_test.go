@@ -12,7 +12,6 @@ import (
 	"sync"
 	"sync/atomic"
 	"testing"
-	"testing/synctest"
 	"time"
 
 	"github.com/google/go-cmp/cmp"
@@ -66,13 +65,11 @@ func TestMessages(t *testing.T) {
 		t.Fatal("not enabled")
 	}
 	n.Ready("4 GPUs")
-	n.Status("a\nWATCHDOG=trigger\n b")
+	n.Ready("a\nWATCHDOG=trigger\n b")
 	n.Stopping("")
-	n.ExtendTimeout(2 * time.Second)
-	n.Status("") // nothing
-	n.Status(strings.Repeat("é", 400))
+	n.Stopping(strings.Repeat("é", 400))
 	for _, want := range []string{
-		"READY=1\nSTATUS=4 GPUs", "STATUS=a WATCHDOG=trigger b", "STOPPING=1", "EXTEND_TIMEOUT_USEC=2000000", "STATUS=" + strings.Repeat("é", 256),
+		"READY=1\nSTATUS=4 GPUs", "READY=1\nSTATUS=a WATCHDOG=trigger b", "STOPPING=1", "STOPPING=1\nSTATUS=" + strings.Repeat("é", 256),
 	} {
 		if diff := cmp.Diff(want, next(t, c, 5*time.Second)); diff != "" {
 			t.Error(diff)
@@ -191,23 +188,4 @@ func TestWatchdogNoticesWhatHangs(t *testing.T) {
 		t.Fatalf("not petted after it came back: %q", m)
 	}
 	stop()
-}
-
-func TestPulse(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		p := systemd.NewPulse("resync", 10*time.Second)
-		time.Sleep(9 * time.Second)
-		if err := p.Health(t.Context()); err != nil {
-			t.Error(err)
-		}
-		p.Beat()
-		time.Sleep(9 * time.Second)
-		if err := p.Health(t.Context()); err != nil {
-			t.Error(err)
-		}
-		time.Sleep(2 * time.Second)
-		if err := p.Health(t.Context()); err == nil || err.Error() != "resync: stuck for 11s" {
-			t.Error(err)
-		}
-	})
 }
