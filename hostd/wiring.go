@@ -171,7 +171,7 @@ func (m *wiring) open(ctx context.Context, o Options, host *sessions.Host, name 
 		uri = m.cards.Scheme() + "+tls://{address}/system"
 	}
 	host.Site = &endpoint.Local{
-		Name: name, Keeper: m.cards.Keeper, Client: m.cards.Client, Machines: m.cards.Keeper.Machines, Files: present, Log: o.Log,
+		Name: name, Keeper: m.cards.Keeper, Client: m.cards.Client, Machines: m.cards.Keeper.Machines, Files: statFile, Log: o.Log,
 		Unsafe: o.Config.Devices.UnsafeDisks, TLS: o.Config.Devices.MigrationTLS,
 		URI: func(to string) (string, string, error) {
 			address, err := m.node.Address(to)
@@ -284,8 +284,8 @@ func (m *wiring) peers(ctx context.Context) map[string]netip.Addr {
 	return out
 }
 
-// present reports whether a file is there, for a VM's disks.
-func present(path string) error {
+// statFile returns an error unless a VM's disk is there.
+func statFile(path string) error {
 	_, err := os.Stat(path)
 	return err
 }

@@ -127,8 +127,8 @@ type Claims interface {
 	// Reserve binds a claim to exactly this GPU (HOST/NAME). An error that
 	// wraps ErrTaken says that somebody else has it.
 	Reserve(ctx context.Context, claim string, m Machine, gpu string) error
-	// Release ends a claim. Its card is free already, or was never taken.
-	Release(ctx context.Context, claim string, m Machine, gpu string) error
+	// EndClaim ends a claim. Its card is free already, or was never taken.
+	EndClaim(ctx context.Context, claim string, m Machine, gpu string) error
 }
 
 // Journal keeps the record of a migration on every host.

@@ -85,7 +85,7 @@ func steps(m *clusterv1.MachineMove) []step {
 			return r.Claims.Reserve(ctx, r.move().GetToClaim(), r.machine(), r.move().GetToGpu())
 		},
 		func(ctx context.Context, r *run) error {
-			return r.Claims.Release(ctx, r.move().GetToClaim(), r.machine(), r.move().GetToGpu())
+			return r.Claims.EndClaim(ctx, r.move().GetToClaim(), r.machine(), r.move().GetToGpu())
 		},
 	})
 	add(card, step{
@@ -256,7 +256,7 @@ func steps(m *clusterv1.MachineMove) []step {
 			if err := r.from().GiveBack(ctx, r.machine(), r.move().GetFromGpu()); err != nil {
 				return err
 			}
-			return r.Claims.Release(ctx, r.move().GetFromClaim(), r.machine(), r.move().GetFromGpu())
+			return r.Claims.EndClaim(ctx, r.move().GetFromClaim(), r.machine(), r.move().GetFromGpu())
 		}, nil,
 	})
 	return out

@@ -195,7 +195,7 @@ func (w *world) Reserve(_ context.Context, claim string, _ Machine, gpu string) 
 	})
 }
 
-func (w *world) Release(_ context.Context, claim string, _ Machine, _ string) error {
+func (w *world) EndClaim(_ context.Context, claim string, _ Machine, _ string) error {
 	return w.call(func() error { delete(w.claims, claim); return nil })
 }
 

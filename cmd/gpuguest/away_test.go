@@ -367,8 +367,8 @@ func (m *movedVM) Site(host string) (migrate.Site, error) {
 	return &moved{&endpoint.Remote{Host: host, Migration: awayMigration, Service: h.service}, h, m}, nil
 }
 
-func (m *movedVM) Reserve(context.Context, string, migrate.Machine, string) error { return nil }
-func (m *movedVM) Release(context.Context, string, migrate.Machine, string) error { return nil }
+func (m *movedVM) Reserve(context.Context, string, migrate.Machine, string) error  { return nil }
+func (m *movedVM) EndClaim(context.Context, string, migrate.Machine, string) error { return nil }
 
 func (m *movedVM) Put(_ context.Context, r *clusterv1.Migration) (*clusterv1.Migration, error) {
 	m.record = proto.CloneOf(r)

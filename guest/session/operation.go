@@ -437,18 +437,18 @@ func freezePatience(timeoutMS int64) time.Duration {
 // thawSource undoes freezeSource.
 func (op *operation) thawSource(ctx context.Context) error {
 	if op.unfrozen || errors.Is(op.failure, errLost) { // lost: somebody else has read on
-		op.stands()
+		op.recordDowntime()
 		return nil
 	}
 	if err := op.source.thaw(ctx, op.freeze); err != nil && !op.source.dead() {
 		return err // it may stand still for good
 	}
-	op.stands()
+	op.recordDowntime()
 	return nil
 }
 
-// stands ends the time that the application stood still.
-func (op *operation) stands() {
+// recordDowntime ends the application's downtime and notes it in the result.
+func (op *operation) recordDowntime() {
 	if !op.frozenAt.IsZero() {
 		op.result.StoppedNs = time.Since(op.frozenAt).Nanoseconds()
 		op.frozenAt = time.Time{}

@@ -121,7 +121,7 @@ func (op *operation) mark(change func(*record)) step {
 		s.mu.Lock()
 		s.current = nil
 		s.mu.Unlock()
-		op.stands()
+		op.recordDowntime()
 		return nil
 	}}
 }

@@ -72,7 +72,7 @@ func (m *Manager) swap(ctx context.Context, req *gpuctlv1.SwapRequest, sink func
 			if err := op.handOver(ctx, op.source.gen); err != nil {
 				return err
 			}
-			op.stands()
+			op.recordDowntime()
 			old := op.source.record()
 			op.adoptTarget(func(r *record) { r.Op.Other = &old })
 			return nil

@@ -185,7 +185,7 @@ func (k *Keeper) againstRequest(ctx context.Context, m Machine, p *attachPlan, c
 	if r.GetProfile() == "" {
 		out, err := k.against(ctx, m, card, r.GetAcceptCare())
 		if !r.GetStoredOnly() {
-			out = append(out, k.oneByOne(card)...)
+			out = append(out, k.againstHotplug(card)...)
 		}
 		return out, err
 	}
@@ -239,14 +239,14 @@ func (k *Keeper) choose(ctx context.Context, m Machine, r *gpuctlv1.AttachReques
 
 // against are the reasons why a VM may not get a card.
 func (k *Keeper) against(ctx context.Context, m Machine, card *pci.Card, care bool) (out []*gpuctlv1.Reason, err error) {
-	if h := k.held(card.Address); h != nil {
+	if a := k.assignmentOf(card.Address); a != nil {
 		switch {
-		case h.Phase == quarantined:
-			out = append(out, why("quarantined", "%s is quarantined (%s): gpuctl reset %s tries to bring it back", h.GPU, h.Message, h.GPU))
-		case h.UUID == m.UUID:
-			out = append(out, why("has_it", "VM %s has %s already (%s)", m.Name, h.GPU, h.Phase))
+		case a.Phase == quarantined:
+			out = append(out, why("quarantined", "%s is quarantined (%s): gpuctl reset %s tries to bring it back", a.GPU, a.Message, a.GPU))
+		case a.UUID == m.UUID:
+			out = append(out, why("has_it", "VM %s has %s already (%s)", m.Name, a.GPU, a.Phase))
 		default:
-			out = append(out, why("owned", "%s belongs to VM %s (%s): gpuctl detach %s %s gives it back", h.GPU, h.machine(), h.Phase, h.machine(), h.GPU))
+			out = append(out, why("owned", "%s belongs to VM %s (%s): gpuctl detach %s %s gives it back", a.GPU, a.vm(), a.Phase, a.vm(), a.GPU))
 		}
 	}
 	owners, err := k.Hypervisor.Owners(ctx)
@@ -263,9 +263,9 @@ func (k *Keeper) against(ctx context.Context, m Machine, card *pci.Card, care bo
 	return append(out, more...), err
 }
 
-// oneByOne is the reason why a card cannot be plugged into a running VM.
-func (k *Keeper) oneByOne(card *pci.Card) (out []*gpuctlv1.Reason) {
-	if said := k.Hypervisor.OneByOne(card); said != "" {
+// againstHotplug is why a card cannot be attached to a running VM.
+func (k *Keeper) againstHotplug(card *pci.Card) (out []*gpuctlv1.Reason) {
+	if said := k.Hypervisor.HotplugBlocker(card); said != "" {
 		out = append(out, why("one_by_one", "%s: %s", card.Address, said))
 	}
 	return out
@@ -304,7 +304,7 @@ func (k *Keeper) attach(ctx context.Context, m Machine, p *attachPlan, r *gpuctl
 	// One card is its own before the cluster is asked for it; of several the
 	// claim that is made excludes others.
 	var end func()
-	begin := k.begin
+	begin := k.lockCard
 	if r.GetProfile() != "" { // others may be at slices of it
 		begin = func(card pci.Address, what string) (func(), error) {
 			ctx, cancel := context.WithTimeout(ctx, k.Step)
@@ -329,7 +329,7 @@ func (k *Keeper) attach(ctx context.Context, m Machine, p *attachPlan, r *gpuctl
 	if err == nil && end == nil {
 		end, err = begin(p.choices[gpu].Address, "an attach to vm "+m.Name)
 		if err != nil {
-			k.forgo(claim)
+			k.dropClaim(claim)
 		}
 	}
 	if end != nil {
@@ -339,26 +339,26 @@ func (k *Keeper) attach(ctx context.Context, m Machine, p *attachPlan, r *gpuctl
 		return err
 	}
 	card := p.choices[gpu]
-	c := &change{k: k, card: card, steps: p.steps, at: 1, report: report, hold: hold{
+	c := &change{k: k, card: card, steps: p.steps, at: 1, report: report, assignment: cardAssignment{
 		Card: card.Address, Functions: addresses(card), GPU: gpu, UUID: m.UUID, Name: m.Name, Claim: claim, Persistent: r.GetPersistent(),
 	}}
 	if r.GetProfile() != "" {
-		c.hold.Functions, c.hold.Slice = nil, &slice{ID: vgpu.NewUUID(), Profile: r.GetProfile(), Kind: p.kinds[gpu]}
+		c.assignment.Functions, c.assignment.Slice = nil, &slice{ID: vgpu.NewUUID(), Profile: r.GetProfile(), Kind: p.kinds[gpu]}
 	}
 	report(c.update(stepClaim, time.Since(began)))
-	if h := k.held(card.Address); h != nil { // between the plan and now
-		k.forgo(claim)
-		return fmt.Errorf("attach %s to vm %s: %w: VM %s has got it meanwhile", gpu, m.Name, ErrRefused, h.machine())
+	if a := k.assignmentOf(card.Address); a != nil { // between the plan and now
+		k.dropClaim(claim)
+		return fmt.Errorf("attach %s to vm %s: %w: VM %s has got it meanwhile", gpu, m.Name, ErrRefused, a.vm())
 	}
-	if c.hold.Slice != nil {
-		err = c.cut(ctx, r.GetAcceptCare())
+	if c.assignment.Slice != nil {
+		err = c.createSlice(ctx, r.GetAcceptCare())
 	} else if reasons := k.againstWhole(card, gpu); len(reasons) > 0 { // between the plan and now
 		err = refusal(gpu, reasons)
 	}
 	if err == nil {
 		err = c.take(ctx)
 	}
-	k.forgo(claim) // the hold stands for it, or nothing does
+	k.dropClaim(claim) // the recorded assignment has the claim now, or nothing has
 	if err == nil {
 		err = c.reset(ctx)
 	}
@@ -366,15 +366,15 @@ func (k *Keeper) attach(ctx context.Context, m Machine, p *attachPlan, r *gpuctl
 		err = c.attach(ctx)
 	}
 	if err != nil {
-		if k.current(&c.hold) == nil { // not even recorded
+		if k.current(&c.assignment) == nil { // not even recorded
 			return err
 		}
 		return fmt.Errorf("attach %s to vm %s: %w", gpu, m.Name, c.unwind(ctx, err))
 	}
 	if r.GetPersistent() {
-		if err := c.step(ctx, stepStore, func(ctx context.Context) error { return k.Machines.Store(ctx, m.UUID, c.hold.Functions) }); err != nil {
-			c.hold.Persistent, c.hold.Message = false, ""
-			return errors.Join(fmt.Errorf("vm %s has %s, but only until it stops: %w", m.Name, gpu, err), k.put(c.hold))
+		if err := c.step(ctx, stepStore, func(ctx context.Context) error { return k.Machines.Store(ctx, m.UUID, c.assignment.Functions) }); err != nil {
+			c.assignment.Persistent, c.assignment.Message = false, ""
+			return errors.Join(fmt.Errorf("vm %s has %s, but only until it stops: %w", m.Name, gpu, err), k.put(c.assignment))
 		}
 	}
 	report(k.last(c))
@@ -383,9 +383,9 @@ func (k *Keeper) attach(ctx context.Context, m Machine, p *attachPlan, r *gpuctl
 
 // last is the message that ends a change.
 func (k *Keeper) last(c *change) *gpuctlv1.DeviceUpdate {
-	u := &gpuctlv1.DeviceUpdate{Gpu: c.hold.label(), Machine: c.hold.machine(), Done: true, Steps: uint32(len(c.steps)), StepIndex: uint32(c.at)}
+	u := &gpuctlv1.DeviceUpdate{Gpu: c.assignment.label(), Machine: c.assignment.vm(), Done: true, Steps: uint32(len(c.steps)), StepIndex: uint32(c.at)}
 	if card, err := c.parent(); err == nil {
-		u.Card = k.describe(card, c.hold.GPU)
+		u.Card = k.describe(card, c.assignment.GPU)
 	}
 	return u
 }
@@ -393,7 +393,7 @@ func (k *Keeper) last(c *change) *gpuctlv1.DeviceUpdate {
 // store changes the stored definition alone: the VM's next start asks for the card.
 func (k *Keeper) store(ctx context.Context, m Machine, p *attachPlan, report Report) error {
 	name := p.name()
-	c := &change{k: k, card: p.choices[name], steps: p.steps, report: report, hold: hold{GPU: name, UUID: m.UUID, Name: m.Name, Card: p.choices[name].Address}}
+	c := &change{k: k, card: p.choices[name], steps: p.steps, report: report, assignment: cardAssignment{GPU: name, UUID: m.UUID, Name: m.Name, Card: p.choices[name].Address}}
 	functions := addresses(c.card)
 	if err := c.step(ctx, stepStore, func(ctx context.Context) error { return k.Machines.Store(ctx, m.UUID, functions) }); err != nil {
 		return err
@@ -418,9 +418,9 @@ func (k *Keeper) describe(card *pci.Card, gpu string) *gpuctlv1.Card {
 	k.mu.Lock()
 	out.ResetMethod = k.resets[card.Address]
 	k.mu.Unlock()
-	if h := k.held(card.Address); h != nil {
-		out.Phase, out.Machine, out.MachineName, out.Claim = phases()[h.Phase], h.UUID, h.Name, h.Claim
-		out.Persistent, out.Message, out.SinceUnixMs = h.Persistent, h.Message, h.Since
+	if a := k.assignmentOf(card.Address); a != nil {
+		out.Phase, out.Machine, out.MachineName, out.Claim = phases()[a.Phase], a.UUID, a.Name, a.Claim
+		out.Persistent, out.Message, out.SinceUnixMs = a.Persistent, a.Message, a.Since
 	}
 	k.describeSlices(card, out)
 	return out

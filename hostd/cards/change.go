@@ -18,12 +18,12 @@ type Report func(*gpuctlv1.DeviceUpdate)
 
 // change is one operation on one card. It owns the card until end.
 type change struct {
-	k      *Keeper
-	hold   hold
-	card   *pci.Card
-	steps  []*gpuctlv1.PlannedStep
-	at     int
-	report Report
+	k          *Keeper
+	assignment cardAssignment
+	card       *pci.Card
+	steps      []*gpuctlv1.PlannedStep
+	at         int
+	report     Report
 }
 
 // step does one named step within the time that a step may take.
@@ -43,32 +43,32 @@ func (c *change) step(ctx context.Context, name string, do func(ctx context.Cont
 
 func (c *change) update(name string, took time.Duration) *gpuctlv1.DeviceUpdate {
 	return &gpuctlv1.DeviceUpdate{
-		Gpu: c.hold.GPU, Machine: c.hold.machine(), Step: name, StepIndex: uint32(c.at), Steps: uint32(max(c.at, len(c.steps))), TookNs: int64(took),
+		Gpu: c.assignment.GPU, Machine: c.assignment.vm(), Step: name, StepIndex: uint32(c.at), Steps: uint32(max(c.at, len(c.steps))), TookNs: int64(took),
 	}
 }
 
-// enter records a phase before what it stands for is done.
+// enter records a phase before the work of that phase begins.
 func (c *change) enter(p phase) error {
-	c.hold.Phase = p
-	return c.k.put(c.hold)
+	c.assignment.Phase = p
+	return c.k.put(c.assignment)
 }
 
 // take makes the card one that a VM can get.
 func (c *change) take(ctx context.Context) error {
-	if !c.hold.bound() {
+	if !c.assignment.bound() {
 		return nil
 	}
 	if err := c.enter(taking); err != nil {
 		return err
 	}
 	return c.step(ctx, stepTake, func(ctx context.Context) error {
-		return c.k.Binder.Take(ctx, c.hold.Functions, c.k.Hypervisor.Driver())
+		return c.k.Binder.Take(ctx, c.assignment.Functions, c.k.Hypervisor.Driver())
 	})
 }
 
 // reset brings the card to a known state; if nothing does, it is quarantined.
 func (c *change) reset(ctx context.Context) error {
-	if !c.hold.bound() {
+	if !c.assignment.bound() {
 		return nil // the card's driver sees to it
 	}
 	return c.step(ctx, stepReset, func(ctx context.Context) error {
@@ -76,7 +76,7 @@ func (c *change) reset(ctx context.Context) error {
 		if err == nil {
 			var method string
 			method, err = c.k.Resetter.Reset(ctx, card)
-			c.k.noteReset(c.hold.Card, method, err)
+			c.k.noteReset(c.assignment.Card, method, err)
 		}
 		if err != nil && ctx.Err() == nil && !errors.Is(err, errGone) {
 			return errors.Join(err, c.quarantine(err.Error()))
@@ -112,53 +112,53 @@ func (c *change) rescan() (*pci.Card, error) {
 		return nil, err
 	}
 	for _, card := range cards {
-		if card.Address == c.hold.Card && c.hold.Slice == nil {
+		if card.Address == c.assignment.Card && c.assignment.Slice == nil {
 			return card, nil
-		} else if card.Address == c.hold.Card && len(c.hold.Functions) > 0 {
-			return part(card, c.hold.Functions[0])
+		} else if card.Address == c.assignment.Card && len(c.assignment.Functions) > 0 {
+			return part(card, c.assignment.Functions[0])
 		}
 	}
-	if c.hold.Slice != nil {
-		return nil, fmt.Errorf("slice %s of card %s: %w", c.hold.Slice.ID, c.hold.Card, errGone)
+	if c.assignment.Slice != nil {
+		return nil, fmt.Errorf("slice %s of card %s: %w", c.assignment.Slice.ID, c.assignment.Card, errGone)
 	}
-	return nil, fmt.Errorf("card %s: it is not on the bus any more", c.hold.Card)
+	return nil, fmt.Errorf("card %s: it is not on the bus any more", c.assignment.Card)
 }
 
 var errQuarantined = errors.New("quarantined")
 
-// quarantine keeps the card from everybody. Its claim ends, its health tells.
+// quarantine withdraws the card from use. Its claim ends, and its health says why.
 func (c *change) quarantine(why string) error {
-	c.hold.Phase, c.hold.Message = quarantined, why
-	c.hold.Claim, c.hold.UUID, c.hold.Name, c.hold.Starting = "", "", "", false
-	err := c.k.put(c.hold)
+	c.assignment.Phase, c.assignment.Message = quarantined, why
+	c.assignment.Claim, c.assignment.UUID, c.assignment.Name, c.assignment.Starting = "", "", "", false
+	err := c.k.put(c.assignment)
 	c.k.Cluster.Kick()
-	c.k.Log.Error("card quarantined", "gpu", c.hold.GPU, "why", why)
-	c.k.Event(c.hold.GPU, "Quarantined", why)
-	return errors.Join(fmt.Errorf("card %s: %w; gpuctl reset %s tries again", c.hold.Card, errQuarantined, c.hold.GPU), err)
+	c.k.Log.Error("card quarantined", "gpu", c.assignment.GPU, "why", why)
+	c.k.Event(c.assignment.GPU, "Quarantined", why)
+	return errors.Join(fmt.Errorf("card %s: %w; gpuctl reset %s tries again", c.assignment.Card, errQuarantined, c.assignment.GPU), err)
 }
 
-// attach gives the card to its running VM. What libvirt answers is noted, what
-// the hypervisor says counts.
+// attach gives the card to its running VM. libvirt's answer is only logged; the
+// hypervisor decides whether the VM has the card.
 func (c *change) attach(ctx context.Context) error {
-	cut := c.hold.Phase == attaching // an attach before this one
+	resumed := c.assignment.Phase == attaching // an earlier attach was interrupted
 	if err := c.enter(attaching); err != nil {
 		return err
 	}
 	err := c.step(ctx, stepAttach, func(ctx context.Context) error {
-		for _, f := range c.hold.Functions {
-			if cut {
-				if there, err := c.mend(ctx, f); err != nil {
+		for _, f := range c.assignment.Functions {
+			if resumed {
+				if there, err := c.repairOwnership(ctx, f); err != nil {
 					return fmt.Errorf("function %s: %w", f, err)
 				} else if there {
 					continue
 				}
 			}
-			if err := c.plug(ctx, f); err != nil {
+			if err := c.attachFunction(ctx, f); err != nil {
 				// libvirt refuses what it believes to be there since an earlier detach.
-				if there, mending := c.mend(ctx, f); mending != nil || !there {
+				if there, repairErr := c.repairOwnership(ctx, f); repairErr != nil || !there {
 					return fmt.Errorf("function %s: %w", f, err)
 				}
-				c.k.Log.Warn("an attach failed, but the VM has the function", "function", f, "machine", c.hold.machine(), "err", err)
+				c.k.Log.Warn("an attach failed, but the VM has the function", "function", f, "machine", c.assignment.vm(), "err", err)
 			}
 		}
 		return c.verify(ctx, true)
@@ -169,7 +169,7 @@ func (c *change) attach(ctx context.Context) error {
 	if err := c.enter(attached); err != nil {
 		return err
 	}
-	c.k.Event(c.hold.GPU, "Attached", "VM "+c.hold.machine()+" has "+c.hold.what())
+	c.k.Event(c.assignment.GPU, "Attached", "VM "+c.assignment.vm()+" has "+c.assignment.what())
 	return nil
 }
 
@@ -180,9 +180,9 @@ func (c *change) verify(ctx context.Context, want bool) error {
 	defer cancel()
 	for {
 		said := "it does not answer"
-		owners, err := c.k.owners(ctx, &c.hold)
+		owners, err := c.k.owners(ctx, &c.assignment)
 		if err == nil {
-			if said = contradicts(owners, c.hold.Functions, c.hold.UUID, want); said == "" {
+			if said = contradicts(owners, c.assignment.Functions, c.assignment.UUID, want); said == "" {
 				return nil
 			}
 		} else if ctx.Err() == nil {
@@ -196,7 +196,8 @@ func (c *change) verify(ctx context.Context, want bool) error {
 	}
 }
 
-// contradicts says what in the hypervisor's list is not as it should be.
+// contradicts says which function is not where it should be, by the
+// hypervisor's list; empty: all are.
 func contradicts(owners map[pci.Address]Domain, functions []pci.Address, uuid string, want bool) string {
 	for _, f := range functions {
 		d, owned := owners[f]
@@ -214,20 +215,20 @@ func contradicts(owners map[pci.Address]Domain, functions []pci.Address, uuid st
 
 // detach takes the card out of its running VM, the main function last.
 func (c *change) detach(ctx context.Context) error {
-	cut := c.hold.Phase == detaching || c.hold.Message != "" // a detach before this one, perhaps
+	resumed := c.assignment.Phase == detaching || c.assignment.Message != "" // an earlier detach was perhaps interrupted
 	if err := c.enter(detaching); err != nil {
 		return err
 	}
 	return c.step(ctx, stepDetach, func(ctx context.Context) error {
 		var errs []error
-		for i := len(c.hold.Functions) - 1; i >= 0; i-- {
-			f := c.hold.Functions[i]
+		for i := len(c.assignment.Functions) - 1; i >= 0; i-- {
+			f := c.assignment.Functions[i]
 			there, err := true, error(nil)
-			if cut {
-				there, err = c.mend(ctx, f)
+			if resumed {
+				there, err = c.repairOwnership(ctx, f)
 			}
 			if err == nil && there {
-				err = c.unplug(ctx, f)
+				err = c.detachFunction(ctx, f)
 			}
 			if err != nil {
 				errs = append(errs, fmt.Errorf("function %s: %w", f, err))
@@ -241,26 +242,26 @@ func (c *change) detach(ctx context.Context) error {
 	})
 }
 
-// mend brings the hypervisor, libvirt and the VM to agree on whether the VM has
-// a function, and reports whether it has. A libvirtd that died in a detach leaves
-// the VM without it, and the hypervisor or itself in the belief that it is
-// there. Asked for another detach libvirt would fail, and never be right again:
-// its libxl driver frees what it goes on using. So the VM gets back what libvirt
-// believes it to have.
-func (c *change) mend(ctx context.Context, f pci.Address) (there bool, err error) {
-	owners, err := c.k.owners(ctx, &c.hold)
+// repairOwnership makes the hypervisor, libvirt and the VM agree on whether the
+// VM has a function, and reports whether it has. A libvirtd that dies during a
+// detach can leave the VM without the function while the hypervisor or libvirt
+// still lists it. libvirt must not be asked for another detach then: it would
+// fail, and its libxl driver would go on using memory that it has freed. So the
+// VM gets back every function that libvirt lists.
+func (c *change) repairOwnership(ctx context.Context, f pci.Address) (there bool, err error) {
+	owners, err := c.k.owners(ctx, &c.assignment)
 	if err != nil {
 		return false, err
 	}
-	there = owners[f].UUID == c.hold.UUID
-	if c.hold.mediated() {
+	there = owners[f].UUID == c.assignment.UUID
+	if c.assignment.mediated() {
 		return there, nil
 	}
-	uuid := c.hold.UUID
+	uuid := c.assignment.UUID
 	// Without an agent the hypervisor is believed.
-	if there && c.hold.Phase == detaching && c.parted(ctx, f) {
-		c.k.Log.Warn("a detach has ended half-way: the hypervisor lists what the VM has parted with", "function", f, "machine", c.hold.machine())
-		if err := c.k.Hypervisor.Expel(ctx, uuid, f); err != nil {
+	if there && c.assignment.Phase == detaching && c.guestReleased(ctx, f) {
+		c.k.Log.Warn("a detach has ended half-way: the hypervisor still lists a function that the VM has released", "function", f, "machine", c.assignment.vm())
+		if err := c.k.Hypervisor.ForceDetach(ctx, uuid, f); err != nil {
 			return false, err
 		}
 		there = false
@@ -272,19 +273,20 @@ func (c *change) mend(ctx context.Context, f pci.Address) (there bool, err error
 	if err != nil || !listed {
 		return false, err
 	}
-	c.k.Log.Warn("libvirt lists what the VM has not got: it gets it back", "function", f, "machine", c.hold.machine())
-	if err := c.k.Hypervisor.Readmit(ctx, uuid, f); err != nil || c.hold.Phase != detaching {
+	c.k.Log.Warn("libvirt lists a function that the VM does not have: it is attached again", "function", f, "machine", c.assignment.vm())
+	if err := c.k.Hypervisor.ForceAttach(ctx, uuid, f); err != nil || c.assignment.Phase != detaching {
 		return true, err
 	}
 	return true, c.letGo(ctx, f)
 }
 
-// parted says that the VM's agent answers, and has not got a function.
-func (c *change) parted(ctx context.Context, f pci.Address) bool {
+// guestReleased reports whether the VM's agent answers and does not have the
+// function.
+func (c *change) guestReleased(ctx context.Context, f pci.Address) bool {
 	if c.k.Guests == nil {
 		return false
 	}
-	has, err := c.k.Guests.Has(ctx, c.hold.UUID, f)
+	has, err := c.k.Guests.Has(ctx, c.assignment.UUID, f)
 	return err == nil && !has
 }
 
@@ -293,17 +295,17 @@ func (c *change) parted(ctx context.Context, f pci.Address) bool {
 func (c *change) letGo(ctx context.Context, f pci.Address) error {
 	waiting, cancel := context.WithTimeout(ctx, c.k.Verify)
 	defer cancel()
-	for c.parted(waiting, f) {
+	for c.guestReleased(waiting, f) {
 		select {
 		case <-waiting.Done():
 			return fmt.Errorf("the VM does not see what it got back: %w", waiting.Err())
 		case <-time.After(c.k.Verify / 50):
 		}
 	}
-	if c.k.Guests == nil || c.k.Guests.Answers(ctx, c.hold.UUID) != nil {
+	if c.k.Guests == nil || c.k.Guests.Answers(ctx, c.assignment.UUID) != nil {
 		return nil // there is nobody to ask, as before the first detach
 	}
-	return c.k.Guests.LetGo(ctx, c.hold.UUID, f)
+	return c.k.Guests.LetGo(ctx, c.assignment.UUID, f)
 }
 
 // giveBack makes the card free again: reset and returned to dom0.
@@ -322,52 +324,52 @@ func (c *change) release(ctx context.Context) error {
 	if err := c.enter(returning); err != nil {
 		return err
 	}
-	if c.hold.Slice != nil {
-		err := c.step(ctx, stepReturn, c.untake)
+	if c.assignment.Slice != nil {
+		err := c.step(ctx, stepReturn, c.returnFunction)
 		if err == nil {
-			err = c.step(ctx, stepUncut, c.uncut)
+			err = c.step(ctx, stepUncut, c.deleteSlice)
 		}
 		if err != nil {
-			c.hold.Message = err.Error()
-			return errors.Join(err, c.k.put(c.hold))
+			c.assignment.Message = err.Error()
+			return errors.Join(err, c.k.put(c.assignment))
 		}
 	} else if !c.k.Park {
-		if err := c.step(ctx, stepReturn, func(ctx context.Context) error { return c.k.Binder.Return(ctx, c.hold.Functions) }); err != nil {
-			c.hold.Message = err.Error()
-			return errors.Join(err, c.k.put(c.hold))
+		if err := c.step(ctx, stepReturn, func(ctx context.Context) error { return c.k.Binder.Return(ctx, c.assignment.Functions) }); err != nil {
+			c.assignment.Message = err.Error()
+			return errors.Join(err, c.k.put(c.assignment))
 		}
 	}
-	if err := c.k.remove(&c.hold); err != nil {
-		return fmt.Errorf("card %s: %w", c.hold.Card, err)
+	if err := c.k.remove(&c.assignment); err != nil {
+		return fmt.Errorf("card %s: %w", c.assignment.Card, err)
 	}
 	said := ""
-	if c.hold.Slice != nil {
-		said = c.hold.label()
+	if c.assignment.Slice != nil {
+		said = c.assignment.label()
 	}
-	c.k.Event(c.hold.GPU, "Released", said)
-	c.k.Log.Info("card is free", "gpu", c.hold.label(), "card", c.hold.Card)
+	c.k.Event(c.assignment.GPU, "Released", said)
+	c.k.Log.Info("card is free", "gpu", c.assignment.label(), "card", c.assignment.Card)
 	return nil
 }
 
-// unwind takes back what a failed change has done. Where the VM has got the
-// card all the same, it keeps it.
+// unwind undoes a change that failed. If the VM has the card nevertheless, it
+// keeps it.
 func (c *change) unwind(ctx context.Context, cause error) error {
 	if errors.Is(cause, errQuarantined) {
 		return cause
 	}
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), 2*c.k.Step)
 	defer cancel()
-	owners, err := c.k.owners(ctx, &c.hold)
+	owners, err := c.k.owners(ctx, &c.assignment)
 	if err != nil {
 		return fmt.Errorf("%w (not undone yet: the hypervisor does not say who has it: %w)", cause, err)
 	}
-	if said := contradicts(owners, c.hold.Functions, c.hold.UUID, false); said != "" {
-		c.hold.Message = fmt.Sprintf("an attach failed half-way (%v); %s", cause, said)
+	if said := contradicts(owners, c.assignment.Functions, c.assignment.UUID, false); said != "" {
+		c.assignment.Message = fmt.Sprintf("an attach failed half-way (%v); %s", cause, said)
 		return errors.Join(cause, c.enter(attached))
 	}
-	c.report(&gpuctlv1.DeviceUpdate{Gpu: c.hold.GPU, Machine: c.hold.machine(), Message: "undoing: " + cause.Error()})
+	c.report(&gpuctlv1.DeviceUpdate{Gpu: c.assignment.GPU, Machine: c.assignment.vm(), Message: "undoing: " + cause.Error()})
 	undo := c.release
-	if c.hold.Phase == attaching { // the VM may have touched it
+	if c.assignment.Phase == attaching { // the VM may have touched it
 		undo = c.giveBack
 	}
 	if err := undo(ctx); err != nil {
@@ -388,22 +390,22 @@ func (k *Keeper) obtain(ctx context.Context, m Machine, gpus []string, more stri
 
 // obtainNamed is obtain for a claim that has its name already.
 func (k *Keeper) obtainNamed(ctx context.Context, claim string, m Machine, gpus []string, more string, memory uint64) (gpu string, err error) {
-	return k.obtainFor(ctx, &hold{Claim: claim, UUID: m.UUID, Name: m.Name}, gpus, more, memory)
+	return k.obtainFor(ctx, &cardAssignment{Claim: claim, UUID: m.UUID, Name: m.Name}, gpus, more, memory)
 }
 
-// obtainFor has the cluster bind the claim of what is to be held.
-func (k *Keeper) obtainFor(ctx context.Context, h *hold, gpus []string, more string, memory uint64) (gpu string, err error) {
+// obtainFor has the cluster bind the claim of an assignment.
+func (k *Keeper) obtainFor(ctx context.Context, a *cardAssignment, gpus []string, more string, memory uint64) (gpu string, err error) {
 	quoted := make([]string, len(gpus))
 	for i, g := range gpus {
 		quoted[i] = fmt.Sprintf("%q", g)
 	}
-	c := h.claim()
+	c := a.claim()
 	c.CreatedUnixMs = k.Now().UnixMilli()
 	c.Expr = "name in [" + strings.Join(quoted, ", ") + "]"
 	if more != "" {
 		c.Expr += " && (" + more + ")"
 	}
-	if memory > 0 && h.Slice != nil {
+	if memory > 0 && a.Slice != nil {
 		c.MinMemory = memory
 	} else if memory > 0 {
 		c.Expr += fmt.Sprintf(" && memory >= %d", memory)
@@ -413,23 +415,23 @@ func (k *Keeper) obtainFor(ctx context.Context, h *hold, gpus []string, more str
 	k.mu.Unlock()
 	defer func() {
 		if err != nil {
-			k.forgo(c.Id)
+			k.dropClaim(c.Id)
 		}
 	}()
 	k.Cluster.Settle(ctx)
 	res, err := k.Cluster.Claim(ctx, c)
 	if err != nil {
-		return "", fmt.Errorf("vm %s: %w", h.Name, err)
+		return "", fmt.Errorf("vm %s: %w", a.Name, err)
 	}
 	if len(res.GetAssignments()) == 0 {
-		return "", fmt.Errorf("vm %s: %w: %s", h.Name, ErrRefused, whyNot(res.GetRejected(), k.Cluster.HostName(), gpus))
+		return "", fmt.Errorf("vm %s: %w: %s", a.Name, ErrRefused, whyNot(res.GetRejected(), k.Cluster.HostName(), gpus))
 	}
 	id := res.GetAssignments()[0].GetGpu()
 	return strings.TrimPrefix(id, k.Cluster.HostName()+"/"), nil
 }
 
-// forgo lets the cluster take a claim back that no hold stands for.
-func (k *Keeper) forgo(claim string) {
+// dropClaim lets the cluster take back a claim that no assignment uses.
+func (k *Keeper) dropClaim(claim string) {
 	k.mu.Lock()
 	delete(k.claiming, claim)
 	k.mu.Unlock()
@@ -459,7 +461,7 @@ func whyNot(rejected []*clusterv1.Rejection, host string, gpus []string) string 
 	return strings.Join(out, "; ")
 }
 
-// outlive runs a change that goes on when its caller leaves.
+// outlive runs a change that goes on when its caller has gone.
 func (k *Keeper) outlive(ctx context.Context, do func(ctx context.Context) error) error {
 	k.mu.Lock()
 	base := k.ctx

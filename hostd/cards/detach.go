@@ -19,47 +19,47 @@ func (k *Keeper) Detach(ctx context.Context, r *gpuctlv1.DetachRequest, report R
 	if err != nil {
 		return err
 	}
-	h, err := k.ofMachine(ctx, m, r.GetGpu())
+	a, err := k.ofMachine(ctx, m, r.GetGpu())
 	if err != nil {
 		return err
 	}
-	steps, reasons := k.planDetach(ctx, m, h, r)
+	steps, reasons := k.planDetach(ctx, m, a, r)
 	if r.GetPlan() {
-		report(&gpuctlv1.DeviceUpdate{Gpu: h.GPU, Machine: m.Name, Plan: steps, Reasons: reasons, Done: true, Steps: uint32(len(steps))})
+		report(&gpuctlv1.DeviceUpdate{Gpu: a.GPU, Machine: m.Name, Plan: steps, Reasons: reasons, Done: true, Steps: uint32(len(steps))})
 		return nil
 	}
-	what := fmt.Sprintf("detach %s from vm %s", h.GPU, m.Name)
+	what := fmt.Sprintf("detach %s from vm %s", a.GPU, m.Name)
 	if len(reasons) > 0 {
 		return refusal(what, reasons)
 	}
 	return k.outlive(ctx, func(ctx context.Context) error {
-		end, err := k.begin(h.Card, "a detach from vm "+m.Name)
+		end, err := k.lockCard(a.Card, "a detach from vm "+m.Name)
 		if err != nil {
 			return err
 		}
 		defer end()
-		now := k.current(h)
-		if now == nil || now.rev != h.rev {
+		now := k.current(a)
+		if now == nil || now.rev != a.rev {
 			return fmt.Errorf("%s: %w: it has changed meanwhile", what, ErrBusy)
 		}
-		c := &change{k: k, steps: steps, report: report, hold: *now}
+		c := &change{k: k, steps: steps, report: report, assignment: *now}
 		if err := k.detach(ctx, c, r); err != nil {
 			return fmt.Errorf("%s: %w", what, err)
 		}
-		report(&gpuctlv1.DeviceUpdate{Gpu: h.GPU, Machine: m.Name, Done: true, Steps: uint32(len(steps)), StepIndex: uint32(c.at)})
+		report(&gpuctlv1.DeviceUpdate{Gpu: a.GPU, Machine: m.Name, Done: true, Steps: uint32(len(steps)), StepIndex: uint32(c.at)})
 		return nil
 	})
 }
 
 // ofMachine finds the card of a VM that is meant.
-func (k *Keeper) ofMachine(ctx context.Context, m Machine, gpu string) (*hold, error) {
+func (k *Keeper) ofMachine(ctx context.Context, m Machine, gpu string) (*cardAssignment, error) {
 	k.mu.Lock()
-	var has []*hold
+	var has []*cardAssignment
 	var names []string
-	for h := range k.each() {
-		if h.UUID == m.UUID {
-			c := *h
-			has, names = append(has, &c), append(names, h.label())
+	for a := range k.each() {
+		if a.UUID == m.UUID {
+			c := *a
+			has, names = append(has, &c), append(names, a.label())
 		}
 	}
 	slices.Sort(names)
@@ -73,16 +73,16 @@ func (k *Keeper) ofMachine(ctx context.Context, m Machine, gpu string) (*hold, e
 		}
 		return nil, fmt.Errorf("vm %s: %w: it has %s; name one of them", m.Name, ErrInvalid, strings.Join(names, ", "))
 	}
-	for _, h := range has {
-		if h.Slice != nil && h.called(gpu) {
-			return h, nil
+	for _, a := range has {
+		if a.Slice != nil && a.called(gpu) {
+			return a, nil
 		}
 	}
 	card, name, err := k.find(ctx, gpu)
 	if err != nil {
 		return nil, err
 	}
-	has = slices.DeleteFunc(has, func(h *hold) bool { return h.Card != card.Address })
+	has = slices.DeleteFunc(has, func(a *cardAssignment) bool { return a.Card != card.Address })
 	switch len(has) {
 	case 0:
 	case 1:
@@ -93,7 +93,7 @@ func (k *Keeper) ofMachine(ctx context.Context, m Machine, gpu string) (*hold, e
 	return nil, fmt.Errorf("vm %s: %w: it does not have %s", m.Name, ErrNotFound, name)
 }
 
-func (k *Keeper) planDetach(ctx context.Context, m Machine, h *hold, r *gpuctlv1.DetachRequest) (steps []*gpuctlv1.PlannedStep, reasons []*gpuctlv1.Reason) {
+func (k *Keeper) planDetach(ctx context.Context, m Machine, a *cardAssignment, r *gpuctlv1.DetachRequest) (steps []*gpuctlv1.PlannedStep, reasons []*gpuctlv1.Reason) {
 	if m.Active() {
 		if r.GetUnconfirmed() {
 			steps = append(steps, planned(stepConfirm, "nobody confirms that the VM has let go of it: you said so", ""))
@@ -105,22 +105,22 @@ func (k *Keeper) planDetach(ctx context.Context, m Machine, h *hold, r *gpuctlv1
 	if r.GetPersistent() {
 		steps = append(steps, planned(stepUnstore, "take it out of the stored definition of "+m.Name, "the definition as it was"))
 	}
-	if h.bound() {
+	if a.bound() {
 		steps = append(steps,
 			planned(stepReset, "reset it and read it back; what no reset brings back is quarantined", ""),
 			planned(stepReturn, "bind its functions to the drivers that they had", ""))
 	}
-	if h.Slice != nil && !h.Slice.Kept {
+	if a.Slice != nil && !a.Slice.Kept {
 		steps = append(steps, planned(stepUncut, "delete the slice, and with the last one the virtual functions that were made for slices", ""))
 	}
 	switch {
-	case h.Phase != attached:
-		reasons = append(reasons, why("phase", "%s is %s, not attached: wait for it to end", h.GPU, h.Phase))
+	case a.Phase != attached:
+		reasons = append(reasons, why("phase", "%s is %s, not attached: wait for it to end", a.GPU, a.Phase))
 	case m.State != "running" && m.Active():
 		// It would fail after ten seconds and leave libvirt and Xen in
 		// disagreement for good.
 		reasons = append(reasons, why("not_running", "VM %s is %s and cannot answer: resume it, or stop it", m.Name, m.State))
-	case h.mediated() && m.Active() && !r.GetUnconfirmed():
+	case a.mediated() && m.Active() && !r.GetUnconfirmed():
 		reasons = append(reasons, why("no_agent", "the VM knows a mediated device by another address than this host, so nobody confirms that it has let go: say --unconfirmed if you know that nothing there uses it"))
 	case m.Active() && !r.GetUnconfirmed():
 		err := errNoAgents
@@ -139,8 +139,8 @@ func (k *Keeper) detach(ctx context.Context, c *change, r *gpuctlv1.DetachReques
 		if r.GetUnconfirmed() {
 			return nil
 		}
-		for _, f := range c.hold.Functions {
-			if err := k.Guests.LetGo(ctx, c.hold.UUID, f); err != nil {
+		for _, f := range c.assignment.Functions {
+			if err := k.Guests.LetGo(ctx, c.assignment.UUID, f); err != nil {
 				return err
 			}
 		}
@@ -153,9 +153,11 @@ func (k *Keeper) detach(ctx context.Context, c *change, r *gpuctlv1.DetachReques
 		return errors.Join(err, k.stillHas(ctx, c))
 	}
 	if r.GetPersistent() {
-		if err := c.step(ctx, stepUnstore, func(ctx context.Context) error { return k.Machines.Unstore(ctx, c.hold.UUID, c.hold.Functions) }); err != nil {
+		if err := c.step(ctx, stepUnstore, func(ctx context.Context) error {
+			return k.Machines.Unstore(ctx, c.assignment.UUID, c.assignment.Functions)
+		}); err != nil {
 			// The next start asks for it again; that is no reason to leave it half-way.
-			c.report(&gpuctlv1.DeviceUpdate{Gpu: c.hold.GPU, Machine: c.hold.machine(), Message: err.Error()})
+			c.report(&gpuctlv1.DeviceUpdate{Gpu: c.assignment.GPU, Machine: c.assignment.vm(), Message: err.Error()})
 		}
 	}
 	return c.giveBack(ctx)
@@ -163,14 +165,14 @@ func (k *Keeper) detach(ctx context.Context, c *change, r *gpuctlv1.DetachReques
 
 // stillHas notes after a failed detach what the hypervisor says.
 func (k *Keeper) stillHas(ctx context.Context, c *change) error {
-	owners, err := k.owners(ctx, &c.hold)
+	owners, err := k.owners(ctx, &c.assignment)
 	if err != nil {
 		return err // the phase stays; the next look decides
 	}
-	if contradicts(owners, c.hold.Functions, c.hold.UUID, false) == "" {
+	if contradicts(owners, c.assignment.Functions, c.assignment.UUID, false) == "" {
 		return nil // it went in the last moment; the next look resets and returns it
 	}
-	c.hold.Message = "a detach failed: the VM still has it"
+	c.assignment.Message = "a detach failed: the VM still has it"
 	return c.enter(attached)
 }
 
@@ -191,8 +193,8 @@ func (k *Keeper) Reset(ctx context.Context, r *gpuctlv1.ResetRequest, report Rep
 		planned(stepReturn, "bind its functions to the drivers that they had", ""),
 	}
 	var reasons []*gpuctlv1.Reason
-	if h := k.held(card.Address); h != nil && h.Phase != quarantined {
-		reasons = append(reasons, why("owned", "%s belongs to VM %s (%s)", name, h.machine(), h.Phase))
+	if h := k.assignmentOf(card.Address); h != nil && h.Phase != quarantined {
+		reasons = append(reasons, why("owned", "%s belongs to VM %s (%s)", name, h.vm(), h.Phase))
 	}
 	reasons = append(reasons, k.againstWhole(card, name)...)
 	if r.GetPlan() {
@@ -203,7 +205,7 @@ func (k *Keeper) Reset(ctx context.Context, r *gpuctlv1.ResetRequest, report Rep
 		return refusal("reset "+name, reasons)
 	}
 	return k.outlive(ctx, func(ctx context.Context) error {
-		end, err := k.begin(card.Address, "a reset")
+		end, err := k.lockCard(card.Address, "a reset")
 		if err != nil {
 			return err
 		}
@@ -211,17 +213,17 @@ func (k *Keeper) Reset(ctx context.Context, r *gpuctlv1.ResetRequest, report Rep
 		if reasons := k.againstWhole(card, name); len(reasons) > 0 {
 			return refusal("reset "+name, reasons) // meanwhile
 		}
-		c := &change{k: k, card: card, steps: steps, report: report, hold: hold{Card: card.Address, Functions: addresses(card), GPU: name}}
-		if h := k.held(card.Address); h == nil {
+		c := &change{k: k, card: card, steps: steps, report: report, assignment: cardAssignment{Card: card.Address, Functions: addresses(card), GPU: name}}
+		if h := k.assignmentOf(card.Address); h == nil {
 			// Nobody may get it meanwhile: the cluster has to know.
 			claim, _, err := k.obtain(ctx, Machine{Name: "(reset)"}, []string{name}, "", 0)
 			if err != nil {
 				return err
 			}
-			c.hold.Claim = claim
-			defer k.forgo(claim)
+			c.assignment.Claim = claim
+			defer k.dropClaim(claim)
 		} else {
-			c.hold.Message = ""
+			c.assignment.Message = ""
 		}
 		if err := c.take(ctx); err != nil {
 			return fmt.Errorf("reset %s: %w", name, c.unwind(ctx, err))

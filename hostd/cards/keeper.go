@@ -15,7 +15,7 @@ import (
 	"github.com/gpuctl/gpuctl/passthrough/pci"
 )
 
-// What an error of this package is, beside what it says.
+// Errors of this package wrap one of these.
 var (
 	ErrNotFound = errors.New("not found")
 	ErrRefused  = errors.New("refused")
@@ -49,14 +49,15 @@ type Hypervisor interface {
 	Owners(ctx context.Context) (map[pci.Address]Domain, error)
 	// Dom0Access is the state of a card as seen from dom0; empty: not known.
 	Dom0Access(card *pci.Card) string
-	// OneByOne says why a card cannot be plugged into a running VM, function
-	// by function; empty: it can.
-	OneByOne(card *pci.Card) string
-	// Expel takes a function off the list of a VM that has it no more, Readmit
-	// gives a VM one without libvirt's knowledge: for what a libvirtd has left
-	// that died in a detach.
-	Expel(ctx context.Context, uuid string, function pci.Address) error
-	Readmit(ctx context.Context, uuid string, function pci.Address) error
+	// HotplugBlocker says what keeps a card from being attached to a running
+	// VM, one function after the other; empty: nothing does.
+	HotplugBlocker(card *pci.Card) string
+	// ForceDetach removes a function from the hypervisor's list of a VM that
+	// does not have it any more. ForceAttach gives a VM a function without
+	// libvirt's knowledge. Both repair what a libvirtd has left that died
+	// during a detach.
+	ForceDetach(ctx context.Context, uuid string, function pci.Address) error
+	ForceAttach(ctx context.Context, uuid string, function pci.Address) error
 }
 
 // Machine is a VM as libvirt knows it.
@@ -144,7 +145,7 @@ type Config struct {
 	Timing
 }
 
-// Timing has the patience of a Keeper; zeros are the defaults.
+// Timing has the time limits of a Keeper; zeros are the defaults.
 type Timing struct {
 	Verify time.Duration // for the hypervisor to confirm a change: 15 s
 	Step   time.Duration // for one step: 90 s
@@ -169,16 +170,16 @@ type Keeper struct {
 	wake chan struct{}
 	work sync.WaitGroup
 
-	mu       sync.Mutex
-	ctx      context.Context        // ends with the daemon: changes outlive their callers, not it
-	holds    map[pci.Address]*hold  // of cards
-	cuts     map[string]*hold       // of slices, by their ids
-	busy     map[pci.Address]string // what is being done to a card
-	claiming map[string]bool
-	missing  map[string]time.Time   // since when nobody has had what a VM had, by the hold's key
-	rev      uint64                 // of the change made last
-	resets   map[pci.Address]string // how each card was reset last
-	ready    bool                   // the record has been compared with what is
+	mu          sync.Mutex
+	ctx         context.Context                 // ends with the daemon: changes outlive their callers, not it
+	assignments map[pci.Address]*cardAssignment // of cards
+	slices      map[string]*cardAssignment      // of slices, by their ids
+	busy        map[pci.Address]string          // what is being done to a card
+	claiming    map[string]bool
+	missing     map[string]time.Time   // since when nobody has had what a VM had, by the assignment's key
+	rev         uint64                 // of the change made last
+	resets      map[pci.Address]string // how each card was reset last
+	ready       bool                   // the record has been compared with what is
 }
 
 // New reads the record. A damaged one is an error: what it said cannot be
@@ -192,7 +193,7 @@ func New(c Config) (*Keeper, error) {
 		c.Event = func(string, string, string) {}
 	}
 	k := &Keeper{
-		Config: c, wake: make(chan struct{}, 1), ctx: context.Background(), holds: map[pci.Address]*hold{}, cuts: map[string]*hold{},
+		Config: c, wake: make(chan struct{}, 1), ctx: context.Background(), assignments: map[pci.Address]*cardAssignment{}, slices: map[string]*cardAssignment{},
 		busy: map[pci.Address]string{}, claiming: map[string]bool{}, missing: map[string]time.Time{},
 	}
 	r, err := readRecord(c.File)
@@ -202,14 +203,14 @@ func New(c Config) (*Keeper, error) {
 	if k.resets = r.Resets; k.resets == nil {
 		k.resets = map[pci.Address]string{}
 	}
-	for _, h := range r.Holds {
-		k.set(h, h)
+	for _, a := range r.Assignments {
+		k.set(a, a)
 	}
 	return k, nil
 }
 
-// Run reconciles at once, when something changes, and now and then, until ctx
-// ends and what was begun has ended.
+// Run reconciles at once, when something changes, and every Config.Every. It
+// returns when ctx has ended and all changes that have begun have ended.
 func (k *Keeper) Run(ctx context.Context) {
 	k.mu.Lock()
 	k.ctx = ctx
@@ -245,15 +246,15 @@ func (k *Keeper) Settled() bool {
 	return k.ready
 }
 
-// Knows reports whether a claim is one of a card that is held.
+// Knows reports whether a claim is of a card that is assigned.
 func (k *Keeper) Knows(claim string) bool {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	if k.claiming[claim] {
 		return true
 	}
-	for h := range k.each() {
-		if h.Claim == claim {
+	for a := range k.each() {
+		if a.Claim == claim {
 			return true
 		}
 	}
@@ -267,8 +268,8 @@ func (k *Keeper) Uses(claim, gpu string) bool {
 	if k.claiming[claim] {
 		return true
 	}
-	for h := range k.each() {
-		if h.Claim == claim && h.GPU == gpu {
+	for a := range k.each() {
+		if a.Claim == claim && a.GPU == gpu {
 			return true
 		}
 	}
@@ -280,9 +281,9 @@ func (k *Keeper) Held() map[*clusterv1.Claim]string {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	out := map[*clusterv1.Claim]string{}
-	for h := range k.each() {
-		if h.Claim != "" {
-			out[h.claim()] = h.GPU
+	for a := range k.each() {
+		if a.Claim != "" {
+			out[a.claim()] = a.GPU
 		}
 	}
 	return out
@@ -298,12 +299,12 @@ func (k *Keeper) Annotate(gpus []*clusterv1.GPU) {
 		if err != nil {
 			continue
 		}
-		for _, s := range k.cuts {
+		for _, s := range k.slices {
 			if s.Card == a && s.Phase == quarantined && g.GetHealth() < clusterv1.Health_HEALTH_DEGRADED {
 				g.Health, g.HealthReason = clusterv1.Health_HEALTH_DEGRADED, s.label()+" is quarantined: "+s.Message
 			}
 		}
-		h := k.holds[a]
+		h := k.assignments[a]
 		if h == nil {
 			continue
 		}
@@ -316,8 +317,8 @@ func (k *Keeper) Annotate(gpus []*clusterv1.GPU) {
 	}
 }
 
-// begin makes a card the caller's alone until end is called.
-func (k *Keeper) begin(card pci.Address, what string) (end func(), err error) {
+// lockCard makes a card the caller's alone until end is called.
+func (k *Keeper) lockCard(card pci.Address, what string) (end func(), err error) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	if other := k.busy[card]; other != "" {
@@ -331,45 +332,45 @@ func (k *Keeper) begin(card pci.Address, what string) (end func(), err error) {
 	}, nil
 }
 
-// held is a copy of a card's hold; nil: it is free.
-func (k *Keeper) held(card pci.Address) *hold {
+// assignmentOf is a copy of a card's assignment; nil: the card is free.
+func (k *Keeper) assignmentOf(card pci.Address) *cardAssignment {
 	k.mu.Lock()
 	defer k.mu.Unlock()
-	if h := k.holds[card]; h != nil {
-		c := *h
+	if a := k.assignments[card]; a != nil {
+		c := *a
 		return &c
 	}
 	return nil
 }
 
-// put records a hold before what it says is done. The previous record stays
+// put records an assignment before the work that it announces begins. The previous record stays
 // true if that fails.
-func (k *Keeper) put(h hold) error {
-	h.Since = k.Now().UnixMilli()
+func (k *Keeper) put(a cardAssignment) error {
+	a.Since = k.Now().UnixMilli()
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	k.rev++
-	h.rev = k.rev
-	old := k.at(&h)
-	k.set(&h, &h)
+	a.rev = k.rev
+	old := k.at(&a)
+	k.set(&a, &a)
 	if err := k.save(); err != nil {
-		k.set(&h, old)
-		return fmt.Errorf("card %s: not recorded, so nothing is done to it: %w", h.Card, err)
+		k.set(&a, old)
+		return fmt.Errorf("card %s: not recorded, so nothing is done to it: %w", a.Card, err)
 	}
 	return nil
 }
 
-// drop forgets a hold: the card is free.
-func (k *Keeper) drop(card pci.Address) error { return k.remove(&hold{Card: card}) }
+// drop removes a card's assignment: the card is free.
+func (k *Keeper) drop(card pci.Address) error { return k.remove(&cardAssignment{Card: card}) }
 
 // remove is drop of a card or a slice.
-func (k *Keeper) remove(h *hold) error {
+func (k *Keeper) remove(a *cardAssignment) error {
 	k.mu.Lock()
-	old := k.at(h)
-	k.set(h, nil)
+	old := k.at(a)
+	k.set(a, nil)
 	err := k.save()
 	if err != nil {
-		k.set(h, old)
+		k.set(a, old)
 	}
 	k.mu.Unlock()
 	k.Cluster.Kick()
@@ -378,11 +379,11 @@ func (k *Keeper) remove(h *hold) error {
 
 // save writes the record. k.mu is held.
 func (k *Keeper) save() error {
-	holds := make([]*hold, 0, len(k.holds))
-	for h := range k.each() {
-		holds = append(holds, h)
+	holds := make([]*cardAssignment, 0, len(k.assignments))
+	for a := range k.each() {
+		holds = append(holds, a)
 	}
-	return writeRecord(k.File, record{Holds: holds, Resets: k.resets})
+	return writeRecord(k.File, record{Assignments: holds, Resets: k.resets})
 }
 
 // scan lists the cards as they are.
@@ -447,13 +448,13 @@ func addresses(c *pci.Card) []pci.Address {
 	return out
 }
 
-// Of names the GPUs that are held for a VM.
+// Of names the GPUs that are assigned to a VM.
 func (k *Keeper) Of(uuid string) (gpus []string) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
-	for h := range k.each() {
-		if h.UUID == uuid {
-			gpus = append(gpus, h.GPU)
+	for a := range k.each() {
+		if a.UUID == uuid {
+			gpus = append(gpus, a.GPU)
 		}
 	}
 	slices.Sort(gpus)
@@ -464,9 +465,9 @@ func (k *Keeper) Of(uuid string) (gpus []string) {
 func (k *Keeper) ReadyFor(uuid string) (functions []pci.Address) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
-	for h := range k.each() {
-		if h.UUID == uuid && h.Phase == ready && !h.mediated() {
-			functions = append(functions, h.Functions...)
+	for a := range k.each() {
+		if a.UUID == uuid && a.Phase == ready && !a.mediated() {
+			functions = append(functions, a.Functions...)
 		}
 	}
 	slices.SortFunc(functions, pci.Address.Compare)

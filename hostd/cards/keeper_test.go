@@ -30,7 +30,7 @@ func (w *world) detach(machine, gpu string) error {
 }
 
 func (w *world) prepare(uuid string, devices ...pci.Address) error {
-	return w.keeper.Prepare(w.t.Context(), Domain{uuid, w.machines[uuid].Name}, devices)
+	return w.keeper.PrepareStart(w.t.Context(), Domain{uuid, w.machines[uuid].Name}, devices)
 }
 
 func TestLife(t *testing.T) {
@@ -58,8 +58,8 @@ func TestLife(t *testing.T) {
 		t.Fatal(err)
 	}
 	w.settled()
-	if len(w.keeper.holds) != 0 || len(w.stored) != 0 {
-		t.Errorf("%v %v", w.keeper.holds, w.stored)
+	if len(w.keeper.assignments) != 0 || len(w.stored) != 0 {
+		t.Errorf("%v %v", w.keeper.assignments, w.stored)
 	}
 	w.restart()
 	cards, err := w.keeper.Cards(t.Context())
@@ -140,8 +140,8 @@ func TestDetachUnanswered(t *testing.T) {
 		t.Errorf("%v", err)
 	}
 	w.settled()
-	if h := w.keeper.holds[card4[0]]; h.Phase != attached || !strings.Contains(h.Message, "still has it") {
-		t.Errorf("%+v", h)
+	if a := w.keeper.assignments[card4[0]]; a.Phase != attached || !strings.Contains(a.Message, "still has it") {
+		t.Errorf("%+v", a)
 	}
 }
 
@@ -155,8 +155,8 @@ func TestQuarantine(t *testing.T) {
 		t.Errorf("%v", err)
 	}
 	w.settled()
-	if h := w.keeper.holds[card4[0]]; h == nil || h.Phase != quarantined {
-		t.Fatalf("%+v", h)
+	if a := w.keeper.assignments[card4[0]]; a == nil || a.Phase != quarantined {
+		t.Fatalf("%+v", a)
 	}
 	if err := w.attach("two", "nvidia-0", false); err == nil || !strings.Contains(err.Error(), "quarantined (its configuration space") {
 		t.Errorf("%v", err)
@@ -173,8 +173,8 @@ func TestQuarantine(t *testing.T) {
 		t.Fatal(err)
 	}
 	w.settled()
-	if len(w.keeper.holds) != 0 {
-		t.Errorf("%v", w.keeper.holds)
+	if len(w.keeper.assignments) != 0 {
+		t.Errorf("%v", w.keeper.assignments)
 	}
 }
 
@@ -190,7 +190,7 @@ func TestStart(t *testing.T) {
 		t.Errorf("%v", err)
 	}
 	w.keeper.work.Wait()
-	if w.keeper.holds[card1[0]] != nil {
+	if w.keeper.assignments[card1[0]] != nil {
 		t.Error("the other card was not given back")
 	}
 	w.run(uuid1, card4...)
@@ -200,8 +200,8 @@ func TestStart(t *testing.T) {
 	w.keeper.Stopped(uuid1) // clean-up events come more than once
 	w.keeper.work.Wait()
 	w.settled()
-	if len(w.keeper.holds) != 0 {
-		t.Errorf("%v", w.keeper.holds)
+	if len(w.keeper.assignments) != 0 {
+		t.Errorf("%v", w.keeper.assignments)
 	}
 }
 
@@ -237,12 +237,12 @@ func TestStartThatNeverCame(t *testing.T) {
 	if err := w.keeper.Reconcile(t.Context()); err != nil {
 		t.Fatal(err)
 	}
-	if w.keeper.holds[card4[0]] == nil {
+	if w.keeper.assignments[card4[0]] == nil {
 		t.Fatal("taken back while the VM may still be starting")
 	}
 	w.settled()
-	if len(w.keeper.holds) != 0 {
-		t.Errorf("%v", w.keeper.holds)
+	if len(w.keeper.assignments) != 0 {
+		t.Errorf("%v", w.keeper.assignments)
 	}
 }
 
@@ -251,9 +251,9 @@ func TestByHand(t *testing.T) {
 	w.driver[card1[0]] = "pciback"
 	w.run(uuid2, card1[0])
 	w.settled()
-	h := w.keeper.holds[card1[0]]
-	if h == nil || h.UUID != uuid2 || h.Claim == "" {
-		t.Fatalf("%+v", h)
+	a := w.keeper.assignments[card1[0]]
+	if a == nil || a.UUID != uuid2 || a.Claim == "" {
+		t.Fatalf("%+v", a)
 	}
 	// And the wrong VM's.
 	if err := w.attach("one", "nvidia-0", false); err != nil {
@@ -265,8 +265,8 @@ func TestByHand(t *testing.T) {
 	}
 	w.mu.Unlock()
 	w.settled()
-	if h := w.keeper.holds[card4[0]]; h.UUID != uuid2 || !strings.Contains(h.Message, "VM two has it, though it was meant for one") {
-		t.Errorf("%+v", h)
+	if a := w.keeper.assignments[card4[0]]; a.UUID != uuid2 || !strings.Contains(a.Message, "VM two has it, though it was meant for one") {
+		t.Errorf("%+v", a)
 	}
 }
 
@@ -320,8 +320,8 @@ func TestMigrationHolds(t *testing.T) {
 	for range 2 { // each may be repeated
 		step("reserve", w.keeper.Reserve(t.Context(), m, "nvidia-0", "vm-x", "m-1"))
 	}
-	if h := w.keeper.holds[card4[0]]; h == nil || h.Phase != reserved || w.driver[card4[0]] != "nvidia" {
-		t.Fatalf("%+v %v", h, w.driver)
+	if a := w.keeper.assignments[card4[0]]; a == nil || a.Phase != reserved || w.driver[card4[0]] != "nvidia" {
+		t.Fatalf("%+v %v", a, w.driver)
 	}
 	if err := w.attach("two", "nvidia-0", false); !errors.Is(err, ErrRefused) {
 		t.Errorf("taken by another: %v", err)
@@ -330,13 +330,13 @@ func TestMigrationHolds(t *testing.T) {
 		t.Errorf("reserved twice: %v", err)
 	}
 	for range 2 {
-		step("ready", w.keeper.Ready(t.Context(), m, "nvidia-0", "vm-x", "m-1"))
+		step("ready", w.keeper.Prepare(t.Context(), m, "nvidia-0", "vm-x", "m-1"))
 	}
-	if h := w.keeper.holds[card4[0]]; h == nil || h.Phase != ready || w.driver[card4[0]] != "pciback" || w.claims["vm-x"] != "nvidia-0" {
-		t.Fatalf("%+v %v %v", h, w.driver, w.claims)
+	if a := w.keeper.assignments[card4[0]]; a == nil || a.Phase != ready || w.driver[card4[0]] != "pciback" || w.claims["vm-x"] != "nvidia-0" {
+		t.Fatalf("%+v %v %v", a, w.driver, w.claims)
 	}
 	for range 2 {
-		if err := w.keeper.Plug(t.Context(), m, "nvidia-0", true); err != nil {
+		if err := w.keeper.AttachPrepared(t.Context(), m, "nvidia-0", true); err != nil {
 			t.Fatal(err)
 		}
 		if !slices.Equal(w.stored[m.UUID], card4) {
@@ -345,21 +345,21 @@ func TestMigrationHolds(t *testing.T) {
 		delete(w.stored, m.UUID)
 	}
 	w.stored[m.UUID] = card4
-	if err := w.keeper.Drop(t.Context(), m, "nvidia-0"); !errors.Is(err, ErrBusy) {
+	if err := w.keeper.GiveBack(t.Context(), m, "nvidia-0"); !errors.Is(err, ErrBusy) {
 		t.Errorf("dropped while the VM has it: %v", err)
 	}
 	for range 2 {
-		step("unplug", w.keeper.Unplug(t.Context(), m, "nvidia-0", "m-1"))
+		step("unplug", w.keeper.DetachReleased(t.Context(), m, "nvidia-0", "m-1"))
 	}
 	if len(w.stored) != 0 {
 		t.Errorf("still stored: %v", w.stored)
 	}
 	w.pending = false
 	w.settled()
-	if len(w.keeper.holds) != 0 {
-		t.Errorf("after its end: %v", w.keeper.holds)
+	if len(w.keeper.assignments) != 0 {
+		t.Errorf("after its end: %v", w.keeper.assignments)
 	}
-	if err := w.keeper.Drop(t.Context(), m, "nvidia-0"); err != nil {
+	if err := w.keeper.GiveBack(t.Context(), m, "nvidia-0"); err != nil {
 		t.Error(err)
 	}
 }
@@ -380,10 +380,10 @@ func TestMigrationStepsCanBeRepeated(t *testing.T) {
 				do   func() error
 			}{
 				{"reserve", func() error { return w.keeper.Reserve(t.Context(), m, "nvidia-0", "vm-x", "m-1") }},
-				{"ready", func() error { return w.keeper.Ready(t.Context(), m, "nvidia-0", "vm-x", "m-1") }},
-				{"plug", func() error { return w.keeper.Plug(t.Context(), m, "nvidia-0", true) }},
-				{"unplug", func() error { return w.keeper.Unplug(t.Context(), m, "nvidia-0", "m-1") }},
-				{"drop", func() error { return w.keeper.Drop(t.Context(), m, "nvidia-0") }},
+				{"ready", func() error { return w.keeper.Prepare(t.Context(), m, "nvidia-0", "vm-x", "m-1") }},
+				{"plug", func() error { return w.keeper.AttachPrepared(t.Context(), m, "nvidia-0", true) }},
+				{"unplug", func() error { return w.keeper.DetachReleased(t.Context(), m, "nvidia-0", "m-1") }},
+				{"drop", func() error { return w.keeper.GiveBack(t.Context(), m, "nvidia-0") }},
 			} {
 				err := s.do()
 				if w.crashed {
@@ -399,8 +399,8 @@ func TestMigrationStepsCanBeRepeated(t *testing.T) {
 					t.Fatalf("ended at call %d (after it: %v): %s: %v", at, after, s.name, err)
 				}
 			}
-			if len(w.keeper.holds) != 0 || w.driver[card4[0]] != "nvidia" || w.owner[card4[0]] != "" {
-				t.Fatalf("ended at call %d: %v %v %v", at, w.keeper.holds, w.driver, w.owner)
+			if len(w.keeper.assignments) != 0 || w.driver[card4[0]] != "nvidia" || w.owner[card4[0]] != "" {
+				t.Fatalf("ended at call %d: %v %v %v", at, w.keeper.assignments, w.driver, w.owner)
 			}
 			if !crashed {
 				break
@@ -434,9 +434,9 @@ func TestHeldCardIsBoundAnew(t *testing.T) {
 		do   func() error
 	}{
 		{"reserve", func() error { return w.keeper.Reserve(t.Context(), m, "nvidia-0", "vm-x", "m-1") }},
-		{"ready", func() error { return w.keeper.Ready(t.Context(), m, "nvidia-0", "vm-x", "m-1") }},
-		{"ready again", func() error { return w.keeper.Ready(t.Context(), m, "nvidia-0", "vm-x", "m-1") }},
-		{"plug", func() error { return w.keeper.Plug(t.Context(), m, "nvidia-0", false) }},
+		{"ready", func() error { return w.keeper.Prepare(t.Context(), m, "nvidia-0", "vm-x", "m-1") }},
+		{"ready again", func() error { return w.keeper.Prepare(t.Context(), m, "nvidia-0", "vm-x", "m-1") }},
+		{"plug", func() error { return w.keeper.AttachPrepared(t.Context(), m, "nvidia-0", false) }},
 	} {
 		if err := s.do(); err != nil {
 			t.Fatalf("%s: %v", s.name, err)
@@ -445,8 +445,8 @@ func TestHeldCardIsBoundAnew(t *testing.T) {
 			reboot()
 		}
 	}
-	if h := w.keeper.holds[card4[0]]; h == nil || h.Phase != attached || w.owner[card4[0]] != uuid1 {
-		t.Errorf("%+v, %v", h, w.owner)
+	if a := w.keeper.assignments[card4[0]]; a == nil || a.Phase != attached || w.owner[card4[0]] != uuid1 {
+		t.Errorf("%+v, %v", a, w.owner)
 	}
 }
 
@@ -464,19 +464,19 @@ func TestLibvirtDiesInADetach(t *testing.T) {
 			}
 		}
 		must("reserve", w.keeper.Reserve(t.Context(), m, "nvidia-0", "vm-x", "m-1"))
-		must("ready", w.keeper.Ready(t.Context(), m, "nvidia-0", "vm-x", "m-1"))
-		must("plug", w.keeper.Plug(t.Context(), m, "nvidia-0", false))
+		must("ready", w.keeper.Prepare(t.Context(), m, "nvidia-0", "vm-x", "m-1"))
+		must("plug", w.keeper.AttachPrepared(t.Context(), m, "nvidia-0", false))
 		w.libvirtDies = when
-		if err := w.keeper.Unplug(t.Context(), m, "nvidia-0", "m-1"); err != nil {
+		if err := w.keeper.DetachReleased(t.Context(), m, "nvidia-0", "m-1"); err != nil {
 			must("reconcile", w.keeper.Reconcile(t.Context()))
-			must("unplug again", w.keeper.Unplug(t.Context(), m, "nvidia-0", "m-1"))
+			must("unplug again", w.keeper.DetachReleased(t.Context(), m, "nvidia-0", "m-1"))
 		}
 		if len(w.listed) != 0 || len(w.parted) != 0 || w.libvirtDies != "" {
 			t.Errorf("%s: listed %v, parted %v", when, w.listed, w.parted)
 		}
-		must("plug again", w.keeper.Plug(t.Context(), m, "nvidia-0", false))
-		must("unplug", w.keeper.Unplug(t.Context(), m, "nvidia-0", "m-1"))
-		must("drop", w.keeper.Drop(t.Context(), m, "nvidia-0"))
+		must("plug again", w.keeper.AttachPrepared(t.Context(), m, "nvidia-0", false))
+		must("unplug", w.keeper.DetachReleased(t.Context(), m, "nvidia-0", "m-1"))
+		must("drop", w.keeper.GiveBack(t.Context(), m, "nvidia-0"))
 	}
 }
 
@@ -493,18 +493,18 @@ func TestHeldCardVanishes(t *testing.T) {
 		}
 	}
 	must("reserve", w.keeper.Reserve(t.Context(), m, "nvidia-0", "vm-x", "m-1"))
-	must("ready", w.keeper.Ready(t.Context(), m, "nvidia-0", "vm-x", "m-1"))
+	must("ready", w.keeper.Prepare(t.Context(), m, "nvidia-0", "vm-x", "m-1"))
 	if w.keeper.Lost(t.Context(), uuid1, "nvidia-0") {
 		t.Error("it is lost while it is there")
 	}
 	back := w.root
 	w.root = fstest.MapFS{}
 	w.restart()
-	if err := w.keeper.Plug(t.Context(), m, "nvidia-0", false); !errors.Is(err, ErrNotFound) {
+	if err := w.keeper.AttachPrepared(t.Context(), m, "nvidia-0", false); !errors.Is(err, ErrNotFound) {
 		t.Errorf("plugged: %v", err)
 	}
-	must("unplug", w.keeper.Unplug(t.Context(), m, "nvidia-0", "m-1"))
-	must("drop", w.keeper.Drop(t.Context(), m, "nvidia-0"))
+	must("unplug", w.keeper.DetachReleased(t.Context(), m, "nvidia-0", "m-1"))
+	must("drop", w.keeper.GiveBack(t.Context(), m, "nvidia-0"))
 	if w.keeper.Lost(t.Context(), uuid2, "nvidia-0") {
 		t.Error("it is lost to a VM that never had it")
 	}
@@ -512,8 +512,8 @@ func TestHeldCardVanishes(t *testing.T) {
 	w.restart()
 	w.pass(time.Hour)
 	w.settled()
-	if len(w.keeper.holds) != 0 || w.driver[card4[0]] != "nvidia" {
-		t.Errorf("%v %v", w.keeper.holds, w.driver)
+	if len(w.keeper.assignments) != 0 || w.driver[card4[0]] != "nvidia" {
+		t.Errorf("%v %v", w.keeper.assignments, w.driver)
 	}
 }
 
@@ -539,23 +539,23 @@ var scenarios = map[string]func(w *world){
 	"moves in": func(w *world) {
 		ctx, m := w.t.Context(), *w.machines[uuid1]
 		_ = w.keeper.Reserve(ctx, m, "nvidia-0", "vm-x", "m-1")
-		_ = w.keeper.Ready(ctx, m, "nvidia-0", "vm-x", "m-1")
-		_ = w.keeper.Plug(ctx, m, "nvidia-0", false)
+		_ = w.keeper.Prepare(ctx, m, "nvidia-0", "vm-x", "m-1")
+		_ = w.keeper.AttachPrepared(ctx, m, "nvidia-0", false)
 	},
 	"moves out": func(w *world) {
 		ctx, m := w.t.Context(), *w.machines[uuid1]
 		_ = w.attach("one", "nvidia-0", true)
-		if w.keeper.Unplug(ctx, m, "nvidia-0", "m-1") == nil {
+		if w.keeper.DetachReleased(ctx, m, "nvidia-0", "m-1") == nil {
 			w.stop(uuid1)
 			w.keeper.Stopped(uuid1)
 		}
-		_ = w.keeper.Drop(ctx, m, "nvidia-0")
+		_ = w.keeper.GiveBack(ctx, m, "nvidia-0")
 	},
 	"is moved back": func(w *world) {
 		ctx, m := w.t.Context(), *w.machines[uuid1]
 		_ = w.attach("one", "nvidia-0", false)
-		_ = w.keeper.Unplug(ctx, m, "nvidia-0", "m-1")
-		_ = w.keeper.Plug(ctx, m, "nvidia-0", false)
+		_ = w.keeper.DetachReleased(ctx, m, "nvidia-0", "m-1")
+		_ = w.keeper.AttachPrepared(ctx, m, "nvidia-0", false)
 	},
 	"failed attach": func(w *world) {
 		w.driver[card4[3]], w.native[card4[3]] = "snd", "snd"
@@ -676,8 +676,8 @@ func TestCallerLeaves(t *testing.T) {
 	})
 	w.keeper.work.Wait()
 	w.settled()
-	if h := w.keeper.holds[card4[0]]; h == nil || h.Phase != attached {
-		t.Errorf("%+v", h)
+	if a := w.keeper.assignments[card4[0]]; a == nil || a.Phase != attached {
+		t.Errorf("%+v", a)
 	}
 }
 
@@ -730,17 +730,17 @@ func FuzzRecord(f *testing.F) {
 			t.Fatal(err)
 		}
 		again, err := readRecord(file)
-		if err != nil || len(again.Holds) != len(r.Holds) || !maps.Equal(again.Resets, r.Resets) {
+		if err != nil || len(again.Assignments) != len(r.Assignments) || !maps.Equal(again.Resets, r.Resets) {
 			t.Fatalf("%v, %v", again, err)
 		}
 	})
 }
 
 // A card whose functions cannot be reset alone is a VM's as a whole, from its start.
-func TestOneByOne(t *testing.T) {
+func TestCardThatCannotBeHotpluggedIsRefused(t *testing.T) {
 	w := newWorld(t)
-	w.oneByOne = "it resets only as a whole"
-	if err := w.attach("one", "nvidia-0", false); !errors.Is(err, ErrRefused) || !strings.Contains(err.Error(), w.oneByOne) {
+	w.hotplugBlocker = "it resets only as a whole"
+	if err := w.attach("one", "nvidia-0", false); !errors.Is(err, ErrRefused) || !strings.Contains(err.Error(), w.hotplugBlocker) {
 		t.Errorf("attach: %v", err)
 	}
 	if err := w.keeper.Reserve(t.Context(), *w.machines[uuid1], "nvidia-0", "vm-x", "m-1"); !errors.Is(err, ErrTaken) {
@@ -775,7 +775,7 @@ func TestColdMigrationHolds(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	if err := w.keeper.Ended(t.Context(), m, "nvidia-0"); err == nil {
+	if err := w.keeper.ResetStopped(t.Context(), m, "nvidia-0"); err == nil {
 		t.Error("it has ended while the VM has it")
 	}
 	w.stop(uuid1)
@@ -787,34 +787,34 @@ func TestColdMigrationHolds(t *testing.T) {
 		}
 		w.pass(2 * time.Minute)
 	}
-	if h := w.keeper.holds[card4[0]]; h == nil || h.UUID != uuid1 {
-		t.Fatalf("given back: %+v", h)
+	if a := w.keeper.assignments[card4[0]]; a == nil || a.UUID != uuid1 {
+		t.Fatalf("given back: %+v", a)
 	}
 	for range 2 {
-		if err := w.keeper.Ended(t.Context(), m, "nvidia-0"); err != nil {
+		if err := w.keeper.ResetStopped(t.Context(), m, "nvidia-0"); err != nil {
 			t.Fatal(err)
 		}
 	}
-	if h := w.keeper.holds[card4[0]]; h.Phase != ready || len(w.stored) != 0 || w.dirty[card4[0]] != "" {
-		t.Errorf("%+v, stored %v, dirty %v", h, w.stored, w.dirty)
+	if a := w.keeper.assignments[card4[0]]; a.Phase != ready || len(w.stored) != 0 || w.dirty[card4[0]] != "" {
+		t.Errorf("%+v, stored %v, dirty %v", a, w.stored, w.dirty)
 	}
 	// It is started again with the same card: the way back.
 	if err := w.prepare(uuid1, card4...); err != nil {
 		t.Fatal(err)
 	}
 	w.run(uuid1, card4...)
-	if err := w.keeper.Plug(t.Context(), m, "nvidia-0", true); err != nil {
+	if err := w.keeper.AttachPrepared(t.Context(), m, "nvidia-0", true); err != nil {
 		t.Fatal(err)
 	}
 	w.settled()
-	if h := w.keeper.holds[card4[0]]; h == nil || h.Phase != attached || len(w.stored[uuid1]) != 4 {
-		t.Errorf("%+v, stored %v", h, w.stored)
+	if a := w.keeper.assignments[card4[0]]; a == nil || a.Phase != attached || len(w.stored[uuid1]) != 4 {
+		t.Errorf("%+v, stored %v", a, w.stored)
 	}
 	w.pending = false
 	w.stop(uuid1)
 	w.keeper.Stopped(uuid1)
 	w.settled()
-	if len(w.keeper.holds) != 0 {
-		t.Errorf("after its end: %v", w.keeper.holds)
+	if len(w.keeper.assignments) != 0 {
+		t.Errorf("after its end: %v", w.keeper.assignments)
 	}
 }

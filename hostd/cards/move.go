@@ -11,9 +11,9 @@ import (
 	"github.com/gpuctl/gpuctl/passthrough/pci"
 )
 
-// A migration's driver asks for these. Each brings about a state and may be
-// repeated. A card that a migration holds is neither given back nor lost by
-// the end of its VM on this host until the migration has ended.
+// The driver of a migration calls these functions. Each brings about a state and
+// may be repeated. A card that is assigned to a migration stays assigned until
+// the migration has ended, even if its VM ends on this host.
 
 // ErrTaken says that somebody else has the card.
 var ErrTaken = errors.New("taken")
@@ -31,17 +31,17 @@ func (k *Keeper) movable(ctx context.Context, gpu, what string) (card *pci.Card,
 	return card, name, end, err
 }
 
-// Lost says that a card is not on the bus any more that is held for a VM, and
-// that the VM has nothing of it. It is given back when it is there again.
+// Lost reports whether a card that is assigned to a VM is not on the bus any
+// more, and the VM has no function of it. It is given back when it is on the bus again.
 func (k *Keeper) Lost(ctx context.Context, uuid, gpu string) bool {
 	if _, _, err := k.find(ctx, gpu); !errors.Is(err, ErrNotFound) {
 		return false
 	}
 	k.mu.Lock()
 	var functions []pci.Address
-	for _, h := range k.holds {
-		if h.UUID == uuid && h.GPU == gpu {
-			functions = h.Functions
+	for _, a := range k.assignments {
+		if a.UUID == uuid && a.GPU == gpu {
+			functions = a.Functions
 		}
 	}
 	k.mu.Unlock()
@@ -49,19 +49,19 @@ func (k *Keeper) Lost(ctx context.Context, uuid, gpu string) bool {
 	return err == nil && len(functions) > 0 && contradicts(owners, functions, uuid, false) == ""
 }
 
-// holding finds a card that is held for a VM, as a quarantined one is not, and
-// makes it the caller's alone.
+// holding finds a card that is assigned to a VM, which a quarantined one is not,
+// and makes it the caller's alone.
 func (k *Keeper) holding(ctx context.Context, m Machine, gpu string) (c *change, name string, end func(), err error) {
 	card, name, end, err := k.movable(ctx, gpu, "a migration of vm "+m.Name)
 	if err != nil {
 		return nil, "", nil, err
 	}
-	h := k.held(card.Address)
-	if h == nil || h.UUID != m.UUID {
+	a := k.assignmentOf(card.Address)
+	if a == nil || a.UUID != m.UUID {
 		end()
 		return nil, "", nil, fmt.Errorf("gpu %s: %w: it is not held for vm %s", name, ErrTaken, m.Name)
 	}
-	return &change{k: k, card: card, report: quiet, hold: *h}, name, end, nil
+	return &change{k: k, card: card, report: quiet, assignment: *a}, name, end, nil
 }
 
 // Reserve binds a claim to a card for a VM that a migration brings. Its driver
@@ -72,52 +72,52 @@ func (k *Keeper) Reserve(ctx context.Context, m Machine, gpu, claim, migration s
 		return err
 	}
 	defer end()
-	if h := k.held(card.Address); h != nil {
-		if h.UUID == m.UUID && h.Claim == claim {
+	if a := k.assignmentOf(card.Address); a != nil {
+		if a.UUID == m.UUID && a.Claim == claim {
 			return nil
 		}
-		return fmt.Errorf("gpu %s: %w: it belongs to VM %s (%s)", name, ErrTaken, h.machine(), h.Phase)
+		return fmt.Errorf("gpu %s: %w: it belongs to VM %s (%s)", name, ErrTaken, a.vm(), a.Phase)
 	}
 	reasons, err := k.against(ctx, m, card, true)
 	if err != nil {
 		return err
 	}
-	if reasons = append(reasons, k.oneByOne(card)...); len(reasons) > 0 {
+	if reasons = append(reasons, k.againstHotplug(card)...); len(reasons) > 0 {
 		return fmt.Errorf("%w: %w", ErrTaken, refusal("gpu "+name, reasons))
 	}
 	if _, err := k.obtainNamed(ctx, claim, m, []string{name}, "", 0); err != nil {
 		return fmt.Errorf("%w: %w", ErrTaken, err)
 	}
-	defer k.forgo(claim)
-	return k.put(hold{
+	defer k.dropClaim(claim)
+	return k.put(cardAssignment{
 		Card: card.Address, Functions: addresses(card), GPU: name, Phase: reserved, UUID: m.UUID, Name: m.Name, Claim: claim, Migration: migration,
 	})
 }
 
-// Ready takes and resets a reserved card.
-func (k *Keeper) Ready(ctx context.Context, m Machine, gpu, claim, migration string) error {
+// Prepare binds a reserved card to the hypervisor's driver and resets it.
+func (k *Keeper) Prepare(ctx context.Context, m Machine, gpu, claim, migration string) error {
 	card, name, end, err := k.movable(ctx, gpu, "a migration of vm "+m.Name)
 	if err != nil {
 		return err
 	}
 	defer end()
-	h := k.held(card.Address)
+	a := k.assignmentOf(card.Address)
 	switch {
-	case h == nil || h.UUID != m.UUID || h.Claim != claim:
+	case a == nil || a.UUID != m.UUID || a.Claim != claim:
 		return fmt.Errorf("gpu %s: %w: it is not reserved for vm %s", name, ErrTaken, m.Name)
-	case h.Phase == ready && k.taken(card) || h.Phase == attached:
+	case a.Phase == ready && k.taken(card) || a.Phase == attached:
 		return nil
 	}
-	c := &change{k: k, card: card, report: quiet, hold: *h}
-	c.hold.Migration = migration
+	c := &change{k: k, card: card, report: quiet, assignment: *a}
+	c.assignment.Migration = migration
 	if err := c.ready(ctx); err != nil {
 		return fmt.Errorf("gpu %s: %w", name, err)
 	}
 	return nil
 }
 
-// taken says that a card is still what was made of it for a VM, which a reboot
-// of the host undoes.
+// taken reports whether a card is still bound to the hypervisor's driver. A
+// reboot of the host undoes that.
 func (k *Keeper) taken(card *pci.Card) bool {
 	for _, f := range card.Functions {
 		if f.Driver != k.Hypervisor.Driver() {
@@ -127,9 +127,9 @@ func (k *Keeper) taken(card *pci.Card) bool {
 	return true
 }
 
-// Plug gives a ready card to its VM, which runs here, and if stored to its
-// stored definition.
-func (k *Keeper) Plug(ctx context.Context, m Machine, gpu string, stored bool) error {
+// AttachPrepared gives a prepared card to its VM, which runs here, and if stored
+// to its stored definition.
+func (k *Keeper) AttachPrepared(ctx context.Context, m Machine, gpu string, stored bool) error {
 	c, name, end, err := k.holding(ctx, m, gpu)
 	if err != nil {
 		return err
@@ -139,19 +139,19 @@ func (k *Keeper) Plug(ctx context.Context, m Machine, gpu string, stored bool) e
 	if err != nil {
 		return err
 	}
-	c.hold.Persistent = stored || c.hold.Persistent
-	if contradicts(owners, c.hold.Functions, m.UUID, true) == "" {
+	c.assignment.Persistent = stored || c.assignment.Persistent
+	if contradicts(owners, c.assignment.Functions, m.UUID, true) == "" {
 		err = c.enter(attached)
 	} else {
-		if c.hold.Phase == ready && !k.taken(c.card) {
+		if c.assignment.Phase == ready && !k.taken(c.card) {
 			err = c.ready(ctx)
 		}
 		if err == nil {
 			err = c.attach(ctx)
 		}
 	}
-	if err == nil && c.hold.Persistent {
-		err = k.Machines.Store(ctx, m.UUID, c.hold.Functions)
+	if err == nil && c.assignment.Persistent {
+		err = k.Machines.Store(ctx, m.UUID, c.assignment.Functions)
 	}
 	if err != nil {
 		return fmt.Errorf("gpu %s: %w", name, err)
@@ -159,9 +159,9 @@ func (k *Keeper) Plug(ctx context.Context, m Machine, gpu string, stored bool) e
 	return nil
 }
 
-// Unplug takes a card out of its VM, which has let go of it, resets it, and
-// keeps it for that VM.
-func (k *Keeper) Unplug(ctx context.Context, m Machine, gpu, migration string) error {
+// DetachReleased takes a card out of its VM, which has released it, resets it,
+// and keeps it assigned to that VM.
+func (k *Keeper) DetachReleased(ctx context.Context, m Machine, gpu, migration string) error {
 	if k.Lost(ctx, m.UUID, gpu) {
 		return nil
 	}
@@ -170,12 +170,12 @@ func (k *Keeper) Unplug(ctx context.Context, m Machine, gpu, migration string) e
 		return err
 	}
 	defer end()
-	c.hold.Migration = migration
+	c.assignment.Migration = migration
 	if err := c.detach(ctx); err != nil {
 		return errors.Join(fmt.Errorf("gpu %s: %w", name, err), k.stillHas(ctx, c))
 	}
 	// The definition travels with the VM, the card does not.
-	if err := k.Machines.Unstore(ctx, m.UUID, c.hold.Functions); err != nil {
+	if err := k.Machines.Unstore(ctx, m.UUID, c.assignment.Functions); err != nil {
 		return fmt.Errorf("gpu %s: %w", name, err)
 	}
 	if err := c.enter(ready); err != nil {
@@ -184,24 +184,24 @@ func (k *Keeper) Unplug(ctx context.Context, m Machine, gpu, migration string) e
 	return c.reset(ctx)
 }
 
-// Keep has a card stay its VM's when the VM is stopped, which a migration is
-// about to do.
+// Keep makes a card stay assigned when its VM stops. A migration calls it before
+// it stops the VM.
 func (k *Keeper) Keep(ctx context.Context, m Machine, gpu, migration string) error {
 	c, _, end, err := k.holding(ctx, m, gpu)
 	if err != nil {
 		return err
 	}
 	defer end()
-	if c.hold.Migration == migration {
+	if c.assignment.Migration == migration {
 		return nil
 	}
-	c.hold.Migration = migration
-	return k.put(c.hold)
+	c.assignment.Migration = migration
+	return k.put(c.assignment)
 }
 
-// Ended resets a kept card whose VM has stopped, and goes on keeping it. The
-// VM's stored definition does not have it any more.
-func (k *Keeper) Ended(ctx context.Context, m Machine, gpu string) error {
+// ResetStopped resets a kept card whose VM has stopped; the card stays assigned.
+// The VM's stored definition does not have it any more.
+func (k *Keeper) ResetStopped(ctx context.Context, m Machine, gpu string) error {
 	c, name, end, err := k.holding(ctx, m, gpu)
 	if err != nil {
 		return err
@@ -209,7 +209,7 @@ func (k *Keeper) Ended(ctx context.Context, m Machine, gpu string) error {
 	defer end()
 	err = c.verify(ctx, false)
 	if err == nil {
-		err = k.Machines.Unstore(ctx, m.UUID, c.hold.Functions)
+		err = k.Machines.Unstore(ctx, m.UUID, c.assignment.Functions)
 	}
 	if err == nil {
 		err = c.enter(ready)
@@ -223,8 +223,8 @@ func (k *Keeper) Ended(ctx context.Context, m Machine, gpu string) error {
 	return nil
 }
 
-// Drop makes a card free that is held for a VM and that it does not have.
-func (k *Keeper) Drop(ctx context.Context, m Machine, gpu string) error {
+// GiveBack makes a card free that is assigned to a VM which does not have it.
+func (k *Keeper) GiveBack(ctx context.Context, m Machine, gpu string) error {
 	if k.Lost(ctx, m.UUID, gpu) {
 		return nil
 	}
@@ -233,19 +233,19 @@ func (k *Keeper) Drop(ctx context.Context, m Machine, gpu string) error {
 		return err
 	}
 	defer end()
-	h := k.held(card.Address)
-	if h == nil || h.UUID != m.UUID {
+	a := k.assignmentOf(card.Address)
+	if a == nil || a.UUID != m.UUID {
 		return nil // nobody's, or somebody else's by now
 	}
 	owners, err := k.Hypervisor.Owners(ctx)
 	if err != nil {
 		return err
 	}
-	if said := contradicts(owners, h.Functions, h.UUID, false); said != "" {
+	if said := contradicts(owners, a.Functions, a.UUID, false); said != "" {
 		return fmt.Errorf("gpu %s: %w: %s", name, ErrBusy, said)
 	}
-	c := &change{k: k, card: card, report: quiet, hold: *h}
-	switch h.Phase {
+	c := &change{k: k, card: card, report: quiet, assignment: *a}
+	switch a.Phase {
 	case quarantined:
 		return nil
 	case reserved: // nothing has been done to it
@@ -255,27 +255,28 @@ func (k *Keeper) Drop(ctx context.Context, m Machine, gpu string) error {
 	return c.giveBack(ctx)
 }
 
-// migrating says that a hold belongs to a migration that has not ended, as far
+// migrating reports whether an assignment is of a migration that has not ended, as far
 // as is known.
-func (k *Keeper) migrating(ctx context.Context, h *hold) bool {
-	if h.Migration == "" {
+func (k *Keeper) migrating(ctx context.Context, a *cardAssignment) bool {
+	if a.Migration == "" {
 		return false
 	}
-	if k.Pending == nil || k.Now().Sub(time.UnixMilli(h.Since)) < k.Grace {
+	if k.Pending == nil || k.Now().Sub(time.UnixMilli(a.Since)) < k.Grace {
 		return true // the record of it may not have come here yet
 	}
-	return k.Pending(ctx, h.Migration)
+	return k.Pending(ctx, a.Migration)
 }
 
-// Pluggable says why a card, named by its address, cannot be plugged into a running VM; empty: it can.
-func (k *Keeper) Pluggable(card string) (string, error) {
+// HotplugBlocker says what keeps a card, named by its address, from being
+// attached to a running VM; empty: nothing does.
+func (k *Keeper) HotplugBlocker(card string) (string, error) {
 	cards, err := k.scan()
 	if err != nil {
 		return "", err
 	}
 	for _, c := range cards {
 		if c.Address.String() == card {
-			return k.Hypervisor.OneByOne(c), nil
+			return k.Hypervisor.HotplugBlocker(c), nil
 		}
 	}
 	return "", fmt.Errorf("card %s: %w", card, ErrNotFound)

@@ -18,12 +18,12 @@ import (
 	"github.com/gpuctl/gpuctl/passthrough/vgpu"
 )
 
-// phase is where a card is; a free one has no record.
+// phase is how far the assignment of a card is; a free card has no record.
 type phase string
 
 const (
 	reserved    phase = "reserved"    // a migration's claim on it; nothing has been done
-	cutting     phase = "cutting"     // of a slice: undone by deleting it
+	cutting     phase = "cutting"     // a slice is being created; undone by deleting it
 	taking      phase = "taking"      // undone by returning it
 	ready       phase = "ready"       // bound; its VM is about to start, or to get it
 	attaching   phase = "attaching"   // the hypervisor reports whether that has happened
@@ -46,8 +46,9 @@ func phases() map[phase]gpuctlv1.CardPhase {
 	}
 }
 
-// hold is what the record says of a card.
-type hold struct {
+// cardAssignment is what the record says of a card that is assigned to a VM, or
+// of one in quarantine.
+type cardAssignment struct {
 	Card       pci.Address   `json:"card"`
 	Functions  []pci.Address `json:"functions"` // the main one first; of a slice its function, or its parent
 	Slice      *slice        `json:"slice,omitempty"`
@@ -65,22 +66,22 @@ type hold struct {
 	rev uint64 // of this hostd's life; differs after every change
 }
 
-// machine names the VM in messages.
-func (h *hold) machine() string {
-	if h.Name == "" {
-		return h.UUID
+// vm names the VM in messages.
+func (a *cardAssignment) vm() string {
+	if a.Name == "" {
+		return a.UUID
 	}
-	return h.Name
+	return a.Name
 }
 
-// claim is the hold's claim as the cluster keeps it.
-func (h *hold) claim() *clusterv1.Claim {
+// claim is the assignment's claim as the cluster keeps it.
+func (a *cardAssignment) claim() *clusterv1.Claim {
 	c := &clusterv1.Claim{
-		Id: h.Claim, Holder: "vm " + h.machine(), Count: 1, Unmet: clusterv1.Unmet_UNMET_REFUSE,
-		Labels: map[string]string{labelMachine: h.UUID},
+		Id: a.Claim, Holder: "vm " + a.vm(), Count: 1, Unmet: clusterv1.Unmet_UNMET_REFUSE,
+		Labels: map[string]string{labelMachine: a.UUID},
 	}
-	if h.Slice != nil {
-		c.Profile = h.Slice.Profile
+	if a.Slice != nil {
+		c.Profile = a.Slice.Profile
 	}
 	return c
 }
@@ -94,8 +95,8 @@ const (
 )
 
 type record struct {
-	Version int     `json:"version"`
-	Holds   []*hold `json:"holds"`
+	Version     int               `json:"version"`
+	Assignments []*cardAssignment `json:"holds"`
 	// Resets says how each card was reset last, free ones too.
 	Resets map[pci.Address]string `json:"resets,omitempty"`
 }
@@ -133,25 +134,25 @@ func decodeRecord(data []byte) (record, error) {
 		return record{}, fmt.Errorf("version %d is not %d: another gpuctl has written it", r.Version, recordVersion)
 	}
 	seen, ids := map[pci.Address]bool{}, map[string]bool{}
-	for _, h := range r.Holds {
+	for _, a := range r.Assignments {
 		switch {
-		case h == nil || phases()[h.Phase] == gpuctlv1.CardPhase_CARD_PHASE_UNSPECIFIED:
+		case a == nil || phases()[a.Phase] == gpuctlv1.CardPhase_CARD_PHASE_UNSPECIFIED:
 			return record{}, errors.New("an entry makes no sense")
-		case h.Slice != nil:
-			if err := h.checkSlice(); err != nil {
+		case a.Slice != nil:
+			if err := a.checkSlice(); err != nil {
 				return record{}, err
 			}
-			if ids[h.Slice.ID] {
-				return record{}, fmt.Errorf("slice %s is in it twice", h.Slice.ID)
+			if ids[a.Slice.ID] {
+				return record{}, fmt.Errorf("slice %s is in it twice", a.Slice.ID)
 			}
-			ids[h.Slice.ID] = true
-			if h.Slice.Kind == vgpu.Mdev {
+			ids[a.Slice.ID] = true
+			if a.Slice.Kind == vgpu.Mdev {
 				continue // several have one parent
 			}
-		case h.Phase == cutting || len(h.Functions) == 0 || h.Functions[0] != h.Card:
+		case a.Phase == cutting || len(a.Functions) == 0 || a.Functions[0] != a.Card:
 			return record{}, errors.New("an entry makes no sense")
 		}
-		for _, f := range h.Functions {
+		for _, f := range a.Functions {
 			if seen[f] {
 				return record{}, fmt.Errorf("function %s is in it twice", f)
 			}
@@ -165,7 +166,9 @@ func decodeRecord(data []byte) (record, error) {
 // keeps it.
 func writeRecord(path string, r record) error {
 	r.Version = recordVersion
-	slices.SortFunc(r.Holds, func(a, b *hold) int { return cmp.Or(a.Card.Compare(b.Card), strings.Compare(a.key(), b.key())) })
+	slices.SortFunc(r.Assignments, func(a, b *cardAssignment) int {
+		return cmp.Or(a.Card.Compare(b.Card), strings.Compare(a.key(), b.key()))
+	})
 	data, err := json.MarshalIndent(r, "", "\t")
 	if err != nil {
 		return err

@@ -36,8 +36,8 @@ type Mediated interface {
 	Detach(ctx context.Context, machine, device string) error
 }
 
-// slice is what a hold has that stands for a part of a card. It is never
-// changed, but replaced.
+// slice is the part of a card that an assignment is about. It is never changed,
+// but replaced.
 type slice struct {
 	ID      string    `json:"id"` // UUID; of a mediated device the kernel's
 	Profile string    `json:"profile"`
@@ -49,137 +49,138 @@ type slice struct {
 // errGone says that a slice's function is not there any more.
 var errGone = errors.New("it is not there any more")
 
-// mediated says that h is of a mediated device.
-func (h *hold) mediated() bool { return h.Slice != nil && h.Slice.Kind == vgpu.Mdev }
+// mediated reports whether the assignment is of a mediated device.
+func (a *cardAssignment) mediated() bool { return a.Slice != nil && a.Slice.Kind == vgpu.Mdev }
 
-// bound says that the functions are bound to the hypervisor's driver for the
+// bound reports whether the functions are bound to the hypervisor's driver for the
 // VM: not those of slices that the card's own driver gives away.
-func (h *hold) bound() bool { return h.Slice == nil || h.Slice.Kind == vgpu.SRIOV }
+func (a *cardAssignment) bound() bool { return a.Slice == nil || a.Slice.Kind == vgpu.SRIOV }
 
-// key tells holds apart.
-func (h *hold) key() string {
-	if h.Slice != nil {
-		return h.Slice.ID
+// key tells assignments apart.
+func (a *cardAssignment) key() string {
+	if a.Slice != nil {
+		return a.Slice.ID
 	}
-	return h.Card.String()
+	return a.Card.String()
 }
 
-// label names what is held, for people.
-func (h *hold) label() string {
-	if h.Slice == nil {
-		return h.GPU
+// label names what is assigned, for people.
+func (a *cardAssignment) label() string {
+	if a.Slice == nil {
+		return a.GPU
 	}
-	at := h.Slice.ID
-	if len(h.Functions) > 0 && h.Slice.Kind != vgpu.Mdev {
-		at = h.Functions[0].String()
+	at := a.Slice.ID
+	if len(a.Functions) > 0 && a.Slice.Kind != vgpu.Mdev {
+		at = a.Functions[0].String()
 	}
-	return h.GPU + " (" + h.Slice.Profile + " " + at + ")"
+	return a.GPU + " (" + a.Slice.Profile + " " + at + ")"
 }
 
 // what is it, or the slice of it.
-func (h *hold) what() string {
-	if h.Slice == nil {
+func (a *cardAssignment) what() string {
+	if a.Slice == nil {
 		return "it"
 	}
-	return h.label()
+	return a.label()
 }
 
-func (h *hold) instance() vgpu.Instance {
-	i := vgpu.Instance{ID: h.Slice.ID, Kind: h.Slice.Kind, Profile: h.Slice.Profile, Function: h.Functions[0]}
+func (a *cardAssignment) instance() vgpu.Instance {
+	i := vgpu.Instance{ID: a.Slice.ID, Kind: a.Slice.Kind, Profile: a.Slice.Profile, Function: a.Functions[0]}
 	if i.Kind != vgpu.Mdev {
 		i.ID = i.Function.String()
 	}
 	return i
 }
 
-// called says that ref is the slice's id or function.
-func (h *hold) called(ref string) bool {
-	a, err := pci.ParseAddress(ref)
-	return ref == h.Slice.ID || err == nil && h.Slice.Kind != vgpu.Mdev && slices.Contains(h.Functions, a)
+// called reports whether ref is the slice's id or function.
+func (a *cardAssignment) called(ref string) bool {
+	function, err := pci.ParseAddress(ref)
+	return ref == a.Slice.ID || err == nil && a.Slice.Kind != vgpu.Mdev && slices.Contains(a.Functions, function)
 }
 
 // checkSlice says what in a record of a slice makes no sense.
-func (h *hold) checkSlice() error {
-	s := h.Slice
+func (a *cardAssignment) checkSlice() error {
+	s := a.Slice
 	switch {
-	case !vgpu.IsUUID(s.ID), s.Profile == "", len(h.Functions) > 1, s.Kind != vgpu.SRIOV && s.Kind != vgpu.Mdev && s.Kind != vgpu.Vendor:
+	case !vgpu.IsUUID(s.ID), s.Profile == "", len(a.Functions) > 1, s.Kind != vgpu.SRIOV && s.Kind != vgpu.Mdev && s.Kind != vgpu.Vendor:
 		return errors.New("an entry of a slice makes no sense")
-	case len(h.Functions) == 0 && h.Phase != cutting && h.Phase != returning:
-		return fmt.Errorf("slice %s is %s and has no function", s.ID, h.Phase)
+	case len(a.Functions) == 0 && a.Phase != cutting && a.Phase != returning:
+		return fmt.Errorf("slice %s is %s and has no function", s.ID, a.Phase)
 	}
 	return nil
 }
 
-// each are all holds, of cards and of slices. k.mu is held.
-func (k *Keeper) each() iter.Seq[*hold] {
-	return func(yield func(*hold) bool) {
-		for _, h := range k.holds {
-			if !yield(h) {
+// each are all assignments, of cards and of slices. k.mu is held.
+func (k *Keeper) each() iter.Seq[*cardAssignment] {
+	return func(yield func(*cardAssignment) bool) {
+		for _, a := range k.assignments {
+			if !yield(a) {
 				return
 			}
 		}
-		for _, h := range k.cuts {
-			if !yield(h) {
+		for _, a := range k.slices {
+			if !yield(a) {
 				return
 			}
 		}
 	}
 }
 
-// set puts a hold in its place; nil takes the one like was away. k.mu is held.
-func (k *Keeper) set(like, h *hold) {
+// set replaces the assignment of the same card or slice as like; nil removes
+// it. k.mu is held.
+func (k *Keeper) set(like, a *cardAssignment) {
 	switch {
-	case like.Slice == nil && h == nil:
-		delete(k.holds, like.Card)
+	case like.Slice == nil && a == nil:
+		delete(k.assignments, like.Card)
 	case like.Slice == nil:
-		k.holds[like.Card] = h
-	case h == nil:
-		delete(k.cuts, like.Slice.ID)
+		k.assignments[like.Card] = a
+	case a == nil:
+		delete(k.slices, like.Slice.ID)
 	default:
-		k.cuts[like.Slice.ID] = h
+		k.slices[like.Slice.ID] = a
 	}
 }
 
-// at is what is recorded in the place of h. k.mu is held.
-func (k *Keeper) at(h *hold) *hold {
-	if h.Slice != nil {
-		return k.cuts[h.Slice.ID]
+// at is the recorded assignment of the same card or slice as a. k.mu is held.
+func (k *Keeper) at(a *cardAssignment) *cardAssignment {
+	if a.Slice != nil {
+		return k.slices[a.Slice.ID]
 	}
-	return k.holds[h.Card]
+	return k.assignments[a.Card]
 }
 
-// current is a copy of what the record has in the place of h now.
-func (k *Keeper) current(h *hold) *hold {
+// current is a copy of what is recorded now for the same card or slice as a.
+func (k *Keeper) current(a *cardAssignment) *cardAssignment {
 	k.mu.Lock()
 	defer k.mu.Unlock()
-	if now := k.at(h); now != nil {
+	if now := k.at(a); now != nil {
 		c := *now
 		return &c
 	}
 	return nil
 }
 
-// slicesOf are copies of the holds of a card's slices, in the order of their
+// slicesOf are copies of the assignments of a card's slices, in the order of their
 // functions.
-func (k *Keeper) slicesOf(card pci.Address) (out []hold) {
+func (k *Keeper) slicesOf(card pci.Address) (out []cardAssignment) {
 	k.mu.Lock()
-	for _, h := range k.cuts {
+	for _, h := range k.slices {
 		if h.Card == card {
 			out = append(out, *h)
 		}
 	}
 	k.mu.Unlock()
-	slices.SortFunc(out, func(a, b hold) int { return strings.Compare(a.label(), b.label()) })
+	slices.SortFunc(out, func(a, b cardAssignment) int { return strings.Compare(a.label(), b.label()) })
 	return out
 }
 
-// sliceAt is the hold of a virtual function.
-func (k *Keeper) sliceAt(f pci.Address) *hold {
+// sliceAt is the assignment of a virtual function.
+func (k *Keeper) sliceAt(f pci.Address) *cardAssignment {
 	k.mu.Lock()
 	defer k.mu.Unlock()
-	for _, h := range k.cuts {
-		if h.Slice.Kind != vgpu.Mdev && slices.Contains(h.Functions, f) {
-			c := *h
+	for _, a := range k.slices {
+		if a.Slice.Kind != vgpu.Mdev && slices.Contains(a.Functions, f) {
+			c := *a
 			return &c
 		}
 	}
@@ -190,25 +191,25 @@ func (k *Keeper) sliceAt(f pci.Address) *hold {
 // for one of them.
 func (k *Keeper) use(card pci.Address, but string) vgpu.Use {
 	u := vgpu.Use{Scheduled: map[string]uint32{}, Profiles: map[string]string{}}
-	for _, h := range k.slicesOf(card) {
+	for _, a := range k.slicesOf(card) {
 		switch {
-		case h.key() == but:
-		case len(h.Functions) == 0:
-			if h.Phase == cutting {
-				u.Scheduled[h.Slice.Profile]++
+		case a.key() == but:
+		case len(a.Functions) == 0:
+			if a.Phase == cutting {
+				u.Scheduled[a.Slice.Profile]++
 			}
 		default:
-			u.Held = append(u.Held, h.instance().ID)
-			u.Profiles[h.instance().ID] = h.Slice.Profile
+			u.Held = append(u.Held, a.instance().ID)
+			u.Profiles[a.instance().ID] = a.Slice.Profile
 		}
 	}
 	return u
 }
 
-// owners is what the hypervisor says, as far as it is about h. A mediated
-// device stands there by its parent.
-func (k *Keeper) owners(ctx context.Context, h *hold) (map[pci.Address]Domain, error) {
-	if !h.mediated() {
+// owners is what the hypervisor says about an assignment. A mediated device is
+// listed by its parent.
+func (k *Keeper) owners(ctx context.Context, a *cardAssignment) (map[pci.Address]Domain, error) {
+	if !a.mediated() {
 		return k.Hypervisor.Owners(ctx)
 	}
 	if k.Mediated == nil {
@@ -218,30 +219,30 @@ func (k *Keeper) owners(ctx context.Context, h *hold) (map[pci.Address]Domain, e
 	if err != nil {
 		return nil, err
 	}
-	return h.view(all), nil
+	return a.view(all), nil
 }
 
-func (h *hold) view(mediated map[string]Domain) map[pci.Address]Domain {
+func (a *cardAssignment) view(mediated map[string]Domain) map[pci.Address]Domain {
 	out := map[pci.Address]Domain{}
-	if d, owned := mediated[h.Slice.ID]; owned && len(h.Functions) > 0 {
-		out[h.Functions[0]] = d
+	if d, owned := mediated[a.Slice.ID]; owned && len(a.Functions) > 0 {
+		out[a.Functions[0]] = d
 	}
 	return out
 }
 
-// plug and unplug change the running VM.
-func (c *change) plug(ctx context.Context, f pci.Address) error {
-	if c.hold.mediated() {
-		return c.k.Mediated.Attach(ctx, c.hold.UUID, c.hold.Slice.ID)
+// attachFunction and detachFunction change the running VM.
+func (c *change) attachFunction(ctx context.Context, f pci.Address) error {
+	if c.assignment.mediated() {
+		return c.k.Mediated.Attach(ctx, c.assignment.UUID, c.assignment.Slice.ID)
 	}
-	return c.k.Machines.Attach(ctx, c.hold.UUID, f)
+	return c.k.Machines.Attach(ctx, c.assignment.UUID, f)
 }
 
-func (c *change) unplug(ctx context.Context, f pci.Address) error {
-	if c.hold.mediated() {
-		return c.k.Mediated.Detach(ctx, c.hold.UUID, c.hold.Slice.ID)
+func (c *change) detachFunction(ctx context.Context, f pci.Address) error {
+	if c.assignment.mediated() {
+		return c.k.Mediated.Detach(ctx, c.assignment.UUID, c.assignment.Slice.ID)
 	}
-	return c.k.Machines.Detach(ctx, c.hold.UUID, f)
+	return c.k.Machines.Detach(ctx, c.assignment.UUID, f)
 }
 
 // part is a virtual function of a card as something to be reset or judged.
@@ -261,35 +262,35 @@ func (c *change) parent() (*pci.Card, error) {
 		return nil, err
 	}
 	for _, card := range cards {
-		if card.Address == c.hold.Card {
+		if card.Address == c.assignment.Card {
 			return card, nil
 		}
 	}
-	return nil, fmt.Errorf("card %s: %w", c.hold.Card, errGone)
+	return nil, fmt.Errorf("card %s: %w", c.assignment.Card, errGone)
 }
 
-// madeVFs says that a card's virtual functions were made for slices.
+// madeVFs reports whether a card's virtual functions were made for slices.
 func (k *Keeper) madeVFs(card pci.Address) bool {
-	return slices.ContainsFunc(k.slicesOf(card), func(h hold) bool { return h.Slice.Made })
+	return slices.ContainsFunc(k.slicesOf(card), func(a cardAssignment) bool { return a.Slice.Made })
 }
 
-// cut makes the slice. What is to be made is recorded before; uncut takes it
+// createSlice makes the slice. It is recorded before; deleteSlice takes it
 // away again.
-func (c *change) cut(ctx context.Context, care bool) error {
+func (c *change) createSlice(ctx context.Context, care bool) error {
 	card, err := c.parent()
 	if err != nil {
 		return err
 	}
-	s := *c.hold.Slice
+	s := *c.assignment.Slice
 	vfs, total := c.k.Slicer.VFs(card)
 	first := s.Kind == vgpu.SRIOV && len(vfs) == 0
-	s.Made = first || c.k.madeVFs(c.hold.Card)
-	c.hold.Slice = &s
+	s.Made = first || c.k.madeVFs(c.assignment.Card)
+	c.assignment.Slice = &s
 	if err := c.enter(cutting); err != nil {
 		return err
 	}
 	return c.step(ctx, stepCut, func(ctx context.Context) error {
-		use := c.k.use(c.hold.Card, s.ID)
+		use := c.k.use(c.assignment.Card, s.ID)
 		if first {
 			if err := c.k.Slicer.Resize(ctx, card, total, use); err != nil {
 				return err
@@ -299,14 +300,14 @@ func (c *change) cut(ctx context.Context, care bool) error {
 		if err != nil {
 			return err
 		}
-		c.hold.Functions = []pci.Address{i.Function}
+		c.assignment.Functions = []pci.Address{i.Function}
 		if err := c.enter(cutting); err != nil {
 			return err
 		}
 		if err := c.k.Slicer.Make(ctx, i); err != nil {
 			return err
 		}
-		if !c.hold.bound() {
+		if !c.assignment.bound() {
 			return nil
 		}
 		return c.isolated(ctx, care)
@@ -326,10 +327,10 @@ func (c *change) isolated(ctx context.Context, care bool) error {
 	return err
 }
 
-// uncut takes a slice away, and with the last one the virtual functions that
+// deleteSlice removes a slice, and with the last one the virtual functions that
 // were made for them.
-func (c *change) uncut(ctx context.Context) error {
-	h := &c.hold
+func (c *change) deleteSlice(ctx context.Context) error {
+	a := &c.assignment
 	card, err := c.parent()
 	if errors.Is(err, errGone) {
 		return nil
@@ -337,26 +338,26 @@ func (c *change) uncut(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	if len(h.Functions) > 0 && !h.Slice.Kept {
+	if len(a.Functions) > 0 && !a.Slice.Kept {
 		there, err := c.k.Slicer.Instances(card)
 		if err != nil {
 			return err
 		}
-		if i := h.instance(); slices.ContainsFunc(there, func(x vgpu.Instance) bool { return x.ID == i.ID }) {
+		if i := a.instance(); slices.ContainsFunc(there, func(x vgpu.Instance) bool { return x.ID == i.ID }) {
 			if err := c.k.Slicer.Delete(ctx, i); err != nil {
 				return err
 			}
 		}
 	}
-	if !h.Slice.Made || len(c.k.slicesOf(h.Card)) > 1 {
+	if !a.Slice.Made || len(c.k.slicesOf(a.Card)) > 1 {
 		return nil
 	}
 	return c.k.Slicer.Resize(ctx, card, 0, vgpu.Use{})
 }
 
-// untake returns the slice's function to its driver, if it is there.
-func (c *change) untake(ctx context.Context) error {
-	if !c.hold.bound() || len(c.hold.Functions) == 0 {
+// returnFunction returns the slice's function to its driver, if it is there.
+func (c *change) returnFunction(ctx context.Context) error {
+	if !c.assignment.bound() || len(c.assignment.Functions) == 0 {
 		return nil
 	}
 	if _, err := c.rescan(); errors.Is(err, errGone) {
@@ -364,7 +365,7 @@ func (c *change) untake(ctx context.Context) error {
 	} else if err != nil {
 		return err
 	}
-	return c.k.Binder.Return(ctx, c.hold.Functions)
+	return c.k.Binder.Return(ctx, c.assignment.Functions)
 }
 
 // profiles of a card, with what its slices take.
@@ -392,11 +393,11 @@ func (k *Keeper) canGive(kind vgpu.Kind) string {
 // againstSlice are the reasons why a VM may not get a slice of a card, and of
 // what kind it would be.
 func (k *Keeper) againstSlice(ctx context.Context, card *pci.Card, name, profile string) (kind vgpu.Kind, out []*gpuctlv1.Reason, err error) {
-	if h := k.held(card.Address); h != nil {
-		if h.Phase == quarantined {
-			out = append(out, why("quarantined", "%s is quarantined (%s): gpuctl reset %s tries to bring it back", h.GPU, h.Message, h.GPU))
+	if a := k.assignmentOf(card.Address); a != nil {
+		if a.Phase == quarantined {
+			out = append(out, why("quarantined", "%s is quarantined (%s): gpuctl reset %s tries to bring it back", a.GPU, a.Message, a.GPU))
 		} else {
-			out = append(out, why("owned", "%s belongs as a whole to VM %s (%s): gpuctl detach %s %s gives it back", h.GPU, h.machine(), h.Phase, h.machine(), h.GPU))
+			out = append(out, why("owned", "%s belongs as a whole to VM %s (%s): gpuctl detach %s %s gives it back", a.GPU, a.vm(), a.Phase, a.vm(), a.GPU))
 		}
 		return "", out, nil
 	}
@@ -444,12 +445,12 @@ func (k *Keeper) againstSlice(ctx context.Context, card *pci.Card, name, profile
 // whoHas says which VMs have which slices of a card; empty: none has.
 func (k *Keeper) whoHas(card pci.Address) string {
 	var out []string
-	for _, h := range k.slicesOf(card) {
-		who := "VM " + h.machine() + " has"
-		if h.Phase == quarantined {
+	for _, a := range k.slicesOf(card) {
+		who := "VM " + a.vm() + " has"
+		if a.Phase == quarantined {
 			who = "quarantined is"
 		}
-		out = append(out, who+" "+h.label())
+		out = append(out, who+" "+a.label())
 	}
 	return strings.Join(out, ", ")
 }
@@ -483,9 +484,9 @@ func (k *Keeper) Profiles(card *pci.Card) []*clusterv1.Profile {
 		return nil
 	}
 	held := map[string]uint32{}
-	for _, h := range k.slicesOf(card.Address) {
-		if h.Phase != quarantined {
-			held[h.Slice.Profile]++
+	for _, a := range k.slicesOf(card.Address) {
+		if a.Phase != quarantined {
+			held[a.Slice.Profile]++
 		}
 	}
 	var out []*clusterv1.Profile
@@ -518,13 +519,13 @@ func (k *Keeper) describeSlices(card *pci.Card, out *gpuctlv1.Card) {
 			Name: p.Name, Kind: string(p.Kind), Memory: p.Memory, Max: p.Max, Existing: p.Existing, Scheduled: p.Scheduled, Free: p.Free, Why: p.Why,
 		})
 	}
-	for _, h := range k.slicesOf(card.Address) {
+	for _, a := range k.slicesOf(card.Address) {
 		s := &gpuctlv1.Slice{
-			Id: h.Slice.ID, Profile: h.Slice.Profile, Kind: string(h.Slice.Kind), Phase: phases()[h.Phase], Machine: h.UUID, MachineName: h.Name,
-			Claim: h.Claim, Message: h.Message, SinceUnixMs: h.Since,
+			Id: a.Slice.ID, Profile: a.Slice.Profile, Kind: string(a.Slice.Kind), Phase: phases()[a.Phase], Machine: a.UUID, MachineName: a.Name,
+			Claim: a.Claim, Message: a.Message, SinceUnixMs: a.Since,
 		}
-		if len(h.Functions) > 0 {
-			s.Function = h.Functions[0].String()
+		if len(a.Functions) > 0 {
+			s.Function = a.Functions[0].String()
 		}
 		out.Slices = append(out.Slices, s)
 	}
@@ -552,8 +553,8 @@ func (k *Keeper) Resize(ctx context.Context, r *gpuctlv1.ResizeRequest, report R
 	case n > total:
 		reasons = append(reasons, why("functions", "%s can have %d virtual functions at most, not %d", name, total, n))
 	}
-	if h := k.held(card.Address); h != nil {
-		reasons = append(reasons, why("owned", "%s is %s for VM %s", name, h.Phase, h.machine()))
+	if a := k.assignmentOf(card.Address); a != nil {
+		reasons = append(reasons, why("owned", "%s is %s for VM %s", name, a.Phase, a.vm()))
 	}
 	if has := k.whoHas(card.Address); has != "" {
 		reasons = append(reasons, why("sliced", "all functions go when their number changes, and %s", has))
@@ -566,15 +567,15 @@ func (k *Keeper) Resize(ctx context.Context, r *gpuctlv1.ResizeRequest, report R
 		return refusal("resize "+name, reasons)
 	}
 	return k.outlive(ctx, func(ctx context.Context) error {
-		end, err := k.begin(card.Address, "a resize")
+		end, err := k.lockCard(card.Address, "a resize")
 		if err != nil {
 			return err
 		}
 		defer end()
-		if k.held(card.Address) != nil || k.whoHas(card.Address) != "" {
+		if k.assignmentOf(card.Address) != nil || k.whoHas(card.Address) != "" {
 			return fmt.Errorf("resize %s: %w: it has been given away meanwhile", name, ErrBusy)
 		}
-		c := &change{k: k, card: card, steps: steps, report: report, hold: hold{Card: card.Address, Functions: addresses(card), GPU: name}}
+		c := &change{k: k, card: card, steps: steps, report: report, assignment: cardAssignment{Card: card.Address, Functions: addresses(card), GPU: name}}
 		err = c.step(ctx, stepResize, func(ctx context.Context) error { return k.Slicer.Resize(ctx, card, n, vgpu.Use{}) })
 		if err != nil {
 			return fmt.Errorf("%s: %w", name, err)
@@ -589,13 +590,13 @@ func (k *Keeper) Resize(ctx context.Context, r *gpuctlv1.ResizeRequest, report R
 // obtainSlice is obtain for a slice.
 func (k *Keeper) obtainSlice(ctx context.Context, m Machine, profile string, gpus []string, more string, memory uint64) (claim, gpu string, err error) {
 	claim = "vm-" + random.Hex(6)
-	h := hold{Claim: claim, UUID: m.UUID, Name: m.Name, Slice: &slice{Profile: profile}}
-	gpu, err = k.obtainFor(ctx, &h, gpus, more, memory)
+	a := cardAssignment{Claim: claim, UUID: m.UUID, Name: m.Name, Slice: &slice{Profile: profile}}
+	gpu, err = k.obtainFor(ctx, &a, gpus, more, memory)
 	return claim, gpu, err
 }
 
-// foundSlice is a hold for a virtual function that is there already.
-func (k *Keeper) foundSlice(card *pci.Card, name string, f pci.Address, d Domain) (*hold, error) {
+// foundSlice is the assignment of a virtual function that is there already.
+func (k *Keeper) foundSlice(card *pci.Card, name string, f pci.Address, d Domain) (*cardAssignment, error) {
 	all, err := k.Slicer.Instances(card)
 	if err != nil {
 		return nil, err
@@ -604,7 +605,7 @@ func (k *Keeper) foundSlice(card *pci.Card, name string, f pci.Address, d Domain
 	if i < 0 {
 		return nil, fmt.Errorf("virtual function %s of %s: %w: there is no vGPU on it; gpuctl attach --profile makes one", f, name, ErrRefused)
 	}
-	return &hold{
+	return &cardAssignment{
 		Card: card.Address, Functions: []pci.Address{f}, GPU: name, UUID: d.UUID, Name: d.Name,
 		Slice: &slice{ID: vgpu.NewUUID(), Profile: all[i].Profile, Kind: all[i].Kind, Kept: true},
 	}, nil
@@ -622,24 +623,24 @@ func (k *Keeper) prepareSlice(ctx context.Context, d Domain, card *pci.Card, f p
 	if err != nil {
 		return err
 	}
-	if h := k.sliceAt(f); h != nil {
-		if h.UUID == d.UUID && (h.Phase == ready || h.Phase == attached) {
-			return k.again(ctx, d, h)
+	if a := k.sliceAt(f); a != nil {
+		if a.UUID == d.UUID && (a.Phase == ready || a.Phase == attached) {
+			return k.again(ctx, d, a)
 		}
-		return refusal(fmt.Sprintf("vm %s cannot have %s", d.Name, f), []*gpuctlv1.Reason{why("owned", "%s belongs to VM %s (%s): gpuctl detach %s %s gives it back", h.label(), h.machine(), h.Phase, h.machine(), f)})
+		return refusal(fmt.Sprintf("vm %s cannot have %s", d.Name, f), []*gpuctlv1.Reason{why("owned", "%s belongs to VM %s (%s): gpuctl detach %s %s gives it back", a.label(), a.vm(), a.Phase, a.vm(), f)})
 	}
-	h, err := k.foundSlice(card, name, f, d)
+	a, err := k.foundSlice(card, name, f, d)
 	if err != nil {
 		return fmt.Errorf("vm %s cannot have %s: %w", d.Name, f, err)
 	}
 	m := Machine{UUID: d.UUID, Name: d.Name, State: "starting"}
-	claim, _, err := k.obtainSlice(ctx, m, h.Slice.Profile, []string{name}, "", 0)
+	claim, _, err := k.obtainSlice(ctx, m, a.Slice.Profile, []string{name}, "", 0)
 	if err != nil {
 		return err
 	}
-	defer k.forgo(claim)
-	h.Claim, h.Starting = claim, true
-	c := &change{k: k, card: card, report: quiet, hold: *h}
+	defer k.dropClaim(claim)
+	a.Claim, a.Starting = claim, true
+	c := &change{k: k, card: card, report: quiet, assignment: *a}
 	if err = c.isolated(ctx, true); err == nil {
 		err = c.take(ctx)
 	}
@@ -649,7 +650,7 @@ func (k *Keeper) prepareSlice(ctx context.Context, d Domain, card *pci.Card, f p
 	if err == nil {
 		err = c.enter(ready)
 	}
-	if err != nil && k.current(&c.hold) != nil {
+	if err != nil && k.current(&c.assignment) != nil {
 		err = c.unwind(ctx, err)
 	}
 	if err != nil {
@@ -681,15 +682,15 @@ func (k *Keeper) prepareSlices(ctx context.Context, d Domain, cards []*pci.Card,
 // refused.
 func (k *Keeper) forgetStart(d Domain) {
 	k.mu.Lock()
-	var had []hold
-	for _, h := range k.cuts {
-		if h.UUID == d.UUID && h.Phase == ready && h.Starting {
-			had = append(had, *h)
+	var had []cardAssignment
+	for _, a := range k.slices {
+		if a.UUID == d.UUID && a.Phase == ready && a.Starting {
+			had = append(had, *a)
 		}
 	}
 	k.mu.Unlock()
-	for _, h := range had {
-		k.background(h)
+	for _, a := range had {
+		k.background(a)
 	}
 }
 
@@ -703,7 +704,7 @@ func (k *Keeper) adoptSlices(ctx context.Context, card *pci.Card, owners map[pci
 			continue
 		}
 		errs = append(errs, func() error {
-			end, err := k.begin(card.Address, "a look after it")
+			end, err := k.lockCard(card.Address, "a look after it")
 			if err != nil {
 				return err
 			}
@@ -712,54 +713,54 @@ func (k *Keeper) adoptSlices(ctx context.Context, card *pci.Card, owners map[pci
 			if err != nil {
 				return err
 			}
-			h, err := k.foundSlice(card, name, f.Address, d)
+			a, err := k.foundSlice(card, name, f.Address, d)
 			if err != nil {
 				return err
 			}
 			k.Log.Warn("a VM has a virtual function that nobody asked this hostd for", "gpu", name, "function", f.Address, "machine", d.Name)
-			k.Event(name, "Adopted", "VM "+d.Name+" has "+h.label()+"; it was not given by gpuctl")
-			return k.owned(ctx, &change{k: k, report: quiet, hold: *h}, d)
+			k.Event(name, "Adopted", "VM "+d.Name+" has "+a.label()+"; it was not given by gpuctl")
+			return k.owned(ctx, &change{k: k, report: quiet, assignment: *a}, d)
 		}())
 	}
 	return errors.Join(errs...)
 }
 
 // resetSlice brings a quarantined virtual function to a known state.
-func (k *Keeper) resetSlice(ctx context.Context, h *hold, plan bool, report Report) error {
+func (k *Keeper) resetSlice(ctx context.Context, a *cardAssignment, plan bool, report Report) error {
 	steps := []*gpuctlv1.PlannedStep{
 		planned(stepTake, "bind it to "+k.Hypervisor.Driver(), "it goes back to its driver"),
 		planned(stepReset, "reset it and read it back", ""),
 		planned(stepReturn, "bind it to the driver that it had", ""),
 	}
 	var reasons []*gpuctlv1.Reason
-	if h.Phase != quarantined {
-		reasons = append(reasons, why("owned", "%s belongs to VM %s (%s)", h.label(), h.machine(), h.Phase))
+	if a.Phase != quarantined {
+		reasons = append(reasons, why("owned", "%s belongs to VM %s (%s)", a.label(), a.vm(), a.Phase))
 	}
 	if plan {
-		report(&gpuctlv1.DeviceUpdate{Gpu: h.label(), Plan: steps, Reasons: reasons, Done: true, Steps: uint32(len(steps))})
+		report(&gpuctlv1.DeviceUpdate{Gpu: a.label(), Plan: steps, Reasons: reasons, Done: true, Steps: uint32(len(steps))})
 		return nil
 	}
 	if len(reasons) > 0 {
-		return refusal("reset "+h.label(), reasons)
+		return refusal("reset "+a.label(), reasons)
 	}
 	return k.outlive(ctx, func(ctx context.Context) error {
-		end, err := k.begin(h.Card, "a reset")
+		end, err := k.lockCard(a.Card, "a reset")
 		if err != nil {
 			return err
 		}
 		defer end()
-		if now := k.current(h); now == nil || now.rev != h.rev {
-			return fmt.Errorf("reset %s: %w: it has changed meanwhile", h.label(), ErrBusy)
+		if now := k.current(a); now == nil || now.rev != a.rev {
+			return fmt.Errorf("reset %s: %w: it has changed meanwhile", a.label(), ErrBusy)
 		}
-		c := &change{k: k, steps: steps, report: report, hold: *h}
-		c.hold.Message = ""
+		c := &change{k: k, steps: steps, report: report, assignment: *a}
+		c.assignment.Message = ""
 		if err := c.take(ctx); err != nil {
-			return fmt.Errorf("reset %s: %w", h.label(), c.unwind(ctx, err))
+			return fmt.Errorf("reset %s: %w", a.label(), c.unwind(ctx, err))
 		}
 		if err := c.giveBack(ctx); err != nil {
-			return fmt.Errorf("reset %s: %w", h.label(), err)
+			return fmt.Errorf("reset %s: %w", a.label(), err)
 		}
-		report(&gpuctlv1.DeviceUpdate{Gpu: h.label(), Done: true, Steps: uint32(len(steps)), StepIndex: uint32(c.at)})
+		report(&gpuctlv1.DeviceUpdate{Gpu: a.label(), Done: true, Steps: uint32(len(steps)), StepIndex: uint32(c.at)})
 		return nil
 	})
 }

@@ -207,24 +207,24 @@ func (w *world) checkSlices() {
 		w.t.Error(err)
 	}
 	card := cards[slices.IndexFunc(cards, func(c *pci.Card) bool { return c.Address == slicedPF })]
-	held := map[string]*hold{} // by function or UUID
-	for _, h := range w.keeper.cuts {
-		if len(h.Functions) == 0 {
-			w.t.Errorf("left without a function: %+v", h)
+	held := map[string]*cardAssignment{} // by function or UUID
+	for _, a := range w.keeper.slices {
+		if len(a.Functions) == 0 {
+			w.t.Errorf("left without a function: %+v", a)
 			continue
 		}
-		id := h.instance().ID
-		held[id] = h
-		owner := w.owner[h.Functions[0]]
-		if h.mediated() {
+		id := a.instance().ID
+		held[id] = a
+		owner := w.owner[a.Functions[0]]
+		if a.mediated() {
 			owner = w.mediated[id]
 		}
 		switch {
-		case h.Phase == quarantined && owner == "":
-		case h.Phase != attached || h.UUID != owner || owner == "":
-			w.t.Errorf("VM %q has %s, and the record is %+v", owner, h.label(), h)
-		case w.claims[h.Claim] != h.GPU || w.profiles[h.Claim] != h.Slice.Profile:
-			w.t.Errorf("VM %s has %s without a claim of it: %v", owner, h.label(), w.claims)
+		case a.Phase == quarantined && owner == "":
+		case a.Phase != attached || a.UUID != owner || owner == "":
+			w.t.Errorf("VM %q has %s, and the record is %+v", owner, a.label(), a)
+		case w.claims[a.Claim] != a.GPU || w.profiles[a.Claim] != a.Slice.Profile:
+			w.t.Errorf("VM %s has %s without a claim of it: %v", owner, a.label(), w.claims)
 		}
 	}
 	for f, owner := range w.owner {
@@ -251,8 +251,8 @@ func (w *world) checkSlices() {
 			w.t.Errorf("%s is nobody's and bound to %q", f, w.driver[f])
 		}
 	}
-	if len(held) > 0 && (w.driver[slicedPF] != "nvidia" || w.keeper.holds[slicedPF] != nil) {
-		w.t.Errorf("slices are out, and the card is bound to %s for %+v", w.driver[slicedPF], w.keeper.holds[slicedPF])
+	if len(held) > 0 && (w.driver[slicedPF] != "nvidia" || w.keeper.assignments[slicedPF] != nil) {
+		w.t.Errorf("slices are out, and the card is bound to %s for %+v", w.driver[slicedPF], w.keeper.assignments[slicedPF])
 	}
 }
 
@@ -352,8 +352,8 @@ func TestSlicesOfOneVM(t *testing.T) {
 	w.keeper.Stopped(uuid1)
 	w.keeper.work.Wait()
 	w.settled()
-	if len(w.keeper.cuts) != 0 {
-		t.Errorf("%v", w.keeper.cuts)
+	if len(w.keeper.slices) != 0 {
+		t.Errorf("%v", w.keeper.slices)
 	}
 }
 
@@ -417,8 +417,8 @@ func TestSliceNotIsolated(t *testing.T) {
 		t.Errorf("%v", err)
 	}
 	w.settled()
-	if len(w.keeper.cuts) != 0 {
-		t.Errorf("%v", w.keeper.cuts)
+	if len(w.keeper.slices) != 0 {
+		t.Errorf("%v", w.keeper.slices)
 	}
 }
 
@@ -508,8 +508,8 @@ func TestSliceAfterReboot(t *testing.T) {
 		w.machine.Reboot()
 		w.restart()
 		w.settled()
-		if len(w.keeper.cuts) != 0 {
-			t.Errorf("%v", w.keeper.cuts)
+		if len(w.keeper.slices) != 0 {
+			t.Errorf("%v", w.keeper.slices)
 		}
 	}
 }
@@ -520,8 +520,8 @@ func TestSliceByHand(t *testing.T) {
 	w.driver[vf(1)] = "pciback"
 	w.run(uuid2, vf(1))
 	w.settled()
-	if h := w.keeper.sliceAt(vf(1)); h == nil || h.UUID != uuid2 || !h.Slice.Kept {
-		t.Fatalf("%+v", h)
+	if a := w.keeper.sliceAt(vf(1)); a == nil || a.UUID != uuid2 || !a.Slice.Kept {
+		t.Fatalf("%+v", a)
 	}
 	if err := w.attach("one", slicedGPU, false); !errors.Is(err, ErrRefused) || !strings.Contains(err.Error(), "VM two has a10-0 (vf 0000:07:00.5)") {
 		t.Errorf("%v", err)
@@ -664,9 +664,9 @@ func TestAnySequenceOfSlices(t *testing.T) {
 			case 3:
 				w.mu.Lock()
 				id := ""
-				for _, h := range w.keeper.cuts {
-					if h.UUID == uuid {
-						id = h.Slice.ID
+				for _, a := range w.keeper.slices {
+					if a.UUID == uuid {
+						id = a.Slice.ID
 					}
 				}
 				w.mu.Unlock()
@@ -715,8 +715,8 @@ func TestSlicesAtOnce(t *testing.T) {
 		}
 	}
 	w.settled()
-	if len(w.keeper.cuts) != 4 {
-		t.Errorf("%v", w.keeper.cuts)
+	if len(w.keeper.slices) != 4 {
+		t.Errorf("%v", w.keeper.slices)
 	}
 }
 

@@ -16,7 +16,7 @@ import (
 // why it must not start. Devices that are no cards of this host are not its
 // business. What it has done for a start that does not come about is undone
 // after Grace.
-func (k *Keeper) Prepare(ctx context.Context, d Domain, devices []pci.Address) error {
+func (k *Keeper) PrepareStart(ctx context.Context, d Domain, devices []pci.Address) error {
 	if len(devices) == 0 {
 		return nil
 	}
@@ -37,7 +37,7 @@ func (k *Keeper) Prepare(ctx context.Context, d Domain, devices []pci.Address) e
 		if err := k.prepare(ctx, d, card, devices); err != nil {
 			// The others go back at once, not after Grace.
 			for _, before := range wanted[:i] {
-				if h := k.held(before.Address); h != nil && h.UUID == d.UUID {
+				if h := k.assignmentOf(before.Address); h != nil && h.UUID == d.UUID {
 					k.background(*h)
 				}
 			}
@@ -55,8 +55,8 @@ func (k *Keeper) prepare(ctx context.Context, d Domain, card *pci.Card, devices 
 		return err
 	}
 	defer end()
-	if h := k.held(card.Address); h != nil && h.UUID == d.UUID && (h.Phase == ready || h.Phase == attached) {
-		return k.again(ctx, d, h)
+	if a := k.assignmentOf(card.Address); a != nil && a.UUID == d.UUID && (a.Phase == ready || a.Phase == attached) {
+		return k.again(ctx, d, a)
 	}
 	_, name, err := k.find(ctx, card.Address.String())
 	if err != nil {
@@ -74,11 +74,11 @@ func (k *Keeper) prepare(ctx context.Context, d Domain, card *pci.Card, devices 
 	if err != nil {
 		return err
 	}
-	defer k.forgo(claim)
-	c := &change{k: k, card: card, report: func(*gpuctlv1.DeviceUpdate) {}, hold: hold{
+	defer k.dropClaim(claim)
+	c := &change{k: k, card: card, report: func(*gpuctlv1.DeviceUpdate) {}, assignment: cardAssignment{
 		Card: card.Address, Functions: addresses(card), GPU: name, UUID: d.UUID, Name: d.Name, Claim: claim, Starting: true,
 	}}
-	if err = c.ready(ctx); err != nil && k.held(card.Address) != nil {
+	if err = c.ready(ctx); err != nil && k.assignmentOf(card.Address) != nil {
 		return fmt.Errorf("vm %s cannot have %s: %w", d.Name, name, c.unwind(ctx, err))
 	}
 	return err
@@ -86,7 +86,7 @@ func (k *Keeper) prepare(ctx context.Context, d Domain, card *pci.Card, devices 
 
 // inPart is the reason why a VM cannot start with some functions of a card alone.
 func (k *Keeper) inPart(card *pci.Card, devices []pci.Address) (out []*gpuctlv1.Reason) {
-	if k.Hypervisor.OneByOne(card) == "" {
+	if k.Hypervisor.HotplugBlocker(card) == "" {
 		return nil
 	}
 	for _, f := range addresses(card) {
@@ -99,18 +99,18 @@ func (k *Keeper) inPart(card *pci.Card, devices []pci.Address) (out []*gpuctlv1.
 
 // again makes a card ready for the VM that had it last: it is started anew
 // before the card was given back.
-func (k *Keeper) again(ctx context.Context, d Domain, h *hold) error {
-	c := &change{k: k, hold: *h, report: func(*gpuctlv1.DeviceUpdate) {}}
+func (k *Keeper) again(ctx context.Context, d Domain, a *cardAssignment) error {
+	c := &change{k: k, assignment: *a, report: func(*gpuctlv1.DeviceUpdate) {}}
 	if err := c.verify(ctx, false); err != nil {
-		return fmt.Errorf("vm %s cannot have %s: %w", d.Name, h.GPU, err)
+		return fmt.Errorf("vm %s cannot have %s: %w", d.Name, a.GPU, err)
 	}
-	c.hold.Starting, c.hold.Name = true, d.Name
+	c.assignment.Starting, c.assignment.Name = true, d.Name
 	err := c.enter(ready)
 	if err == nil {
 		err = c.reset(ctx)
 	}
 	if err != nil {
-		return fmt.Errorf("vm %s cannot have %s: %w", d.Name, h.GPU, err)
+		return fmt.Errorf("vm %s cannot have %s: %w", d.Name, a.GPU, err)
 	}
 	return nil
 }
@@ -119,7 +119,7 @@ func (k *Keeper) again(ctx context.Context, d Domain, h *hold) error {
 // under way.
 func (k *Keeper) await(ctx context.Context, card pci.Address, what string) (end func(), err error) {
 	for {
-		end, err = k.begin(card, what)
+		end, err = k.lockCard(card, what)
 		if err == nil || !errors.Is(err, ErrBusy) {
 			return end, err
 		}
@@ -136,29 +136,29 @@ func (k *Keeper) await(ctx context.Context, card pci.Address, what string) (end 
 // which can ask the cluster for it.
 func (k *Keeper) Stopped(uuid string) {
 	k.mu.Lock()
-	var had []hold
+	var had []cardAssignment
 	moved := false
-	for h := range k.each() {
+	for a := range k.each() {
 		switch {
-		case h.UUID != uuid || h.Phase == quarantined:
-		case h.Migration != "" && keeps(h.Phase):
+		case a.UUID != uuid || a.Phase == quarantined:
+		case a.Migration != "" && keeps(a.Phase):
 			moved = true
 		default:
-			had = append(had, *h)
+			had = append(had, *a)
 		}
 	}
 	k.mu.Unlock()
 	if moved {
 		k.Kick()
 	}
-	for _, h := range had {
-		k.background(h)
+	for _, a := range had {
+		k.background(a)
 	}
 }
 
 // background gives a card back once nobody has it any more, unless it has
 // been asked for anew until then.
-func (k *Keeper) background(was hold) {
+func (k *Keeper) background(was cardAssignment) {
 	k.mu.Lock()
 	base := k.ctx
 	k.mu.Unlock()
@@ -170,7 +170,7 @@ func (k *Keeper) background(was hold) {
 	})
 }
 
-func (k *Keeper) afterEnd(ctx context.Context, was hold) error {
+func (k *Keeper) afterEnd(ctx context.Context, was cardAssignment) error {
 	ctx, cancel := context.WithTimeout(ctx, 3*k.Step)
 	defer cancel()
 	end, err := k.await(ctx, was.Card, "its return")
@@ -178,10 +178,10 @@ func (k *Keeper) afterEnd(ctx context.Context, was hold) error {
 		return err
 	}
 	defer end()
-	if h := k.current(&was); h == nil || h.rev != was.rev {
+	if a := k.current(&was); a == nil || a.rev != was.rev {
 		return nil
 	}
-	c := &change{k: k, hold: was, report: func(*gpuctlv1.DeviceUpdate) {}}
+	c := &change{k: k, assignment: was, report: func(*gpuctlv1.DeviceUpdate) {}}
 	if err := c.verify(ctx, false); err != nil {
 		return err // it runs again, or the hypervisor does not answer: the next look decides
 	}

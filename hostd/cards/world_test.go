@@ -32,28 +32,28 @@ type world struct {
 	sliced
 	dir string
 
-	mu          sync.Mutex
-	driver      map[pci.Address]string // bound
-	native      map[pci.Address]string
-	owner       map[pci.Address]string // VM's UUID
-	dirty       map[pci.Address]string // the VM that has had it since it was reset
-	machines    map[string]*Machine
-	stored      map[string][]pci.Address
-	claims      map[string]string // claim: GPU
-	dead        map[pci.Address]bool
-	deaf        map[string]bool // VMs that do not answer a detach
-	hyperDown   bool
-	care        bool
-	oneByOne    string
-	noQuorum    bool
-	parted      map[pci.Address]bool   // by their VM, and still on the hypervisor's list
-	listed      map[pci.Address]string // by libvirt as a VM's
-	again       map[pci.Address]string // to their VM, and unseen or inUse there
-	libvirtDies string                 // in the next detach: early or late
-	resetFail   map[pci.Address]error
-	pending     bool // migrations have not ended
-	events      []string
-	now         time.Time
+	mu             sync.Mutex
+	driver         map[pci.Address]string // bound
+	native         map[pci.Address]string
+	owner          map[pci.Address]string // VM's UUID
+	dirty          map[pci.Address]string // the VM that has had it since it was reset
+	machines       map[string]*Machine
+	stored         map[string][]pci.Address
+	claims         map[string]string // claim: GPU
+	dead           map[pci.Address]bool
+	deaf           map[string]bool // VMs that do not answer a detach
+	hyperDown      bool
+	care           bool
+	hotplugBlocker string
+	noQuorum       bool
+	parted         map[pci.Address]bool   // by their VM, and still on the hypervisor's list
+	listed         map[pci.Address]string // by libvirt as a VM's
+	again          map[pci.Address]string // to their VM, and unseen or inUse there
+	libvirtDies    string                 // in the next detach: early or late
+	resetFail      map[pci.Address]error
+	pending        bool // migrations have not ended
+	events         []string
+	now            time.Time
 
 	calls   int
 	crashAt int  // 0: never
@@ -256,7 +256,7 @@ func (w *world) Reset(_ context.Context, card *pci.Card) (string, error) {
 
 func (w *world) Driver() string                        { return "pciback" }
 func (w *world) Dom0Access(*pci.Card) string           { return "enabled" }
-func (w *world) OneByOne(*pci.Card) string             { return w.oneByOne }
+func (w *world) HotplugBlocker(*pci.Card) string       { return w.hotplugBlocker }
 func (w *world) Answers(context.Context, string) error { return nil }
 func (w *world) About(string) string                   { return "gpuguest 1" }
 func (w *world) Report(context.Context, *pci.Card) (*gpuctlv1.IsolationResponse, error) {
@@ -350,7 +350,7 @@ func (w *world) Has(_ context.Context, uuid string, f pci.Address) (bool, error)
 	return w.owner[f] == uuid && !w.parted[f], nil
 }
 
-func (w *world) Expel(_ context.Context, uuid string, f pci.Address) error {
+func (w *world) ForceDetach(_ context.Context, uuid string, f pci.Address) error {
 	return w.call(func() error {
 		if w.owner[f] != uuid || !w.parted[f] {
 			w.t.Errorf("%s was taken off the list of VM %s, which has it", f, uuid)
@@ -361,7 +361,7 @@ func (w *world) Expel(_ context.Context, uuid string, f pci.Address) error {
 	})
 }
 
-func (w *world) Readmit(_ context.Context, uuid string, f pci.Address) error {
+func (w *world) ForceAttach(_ context.Context, uuid string, f pci.Address) error {
 	return w.call(func() error {
 		if w.listed[f] != uuid {
 			w.t.Errorf("VM %s got %s, which libvirt does not list", uuid, f)
@@ -465,7 +465,7 @@ func (c cluster) HostName() string       { return "h" }
 func (c cluster) Settle(context.Context) { c.sweep() }
 func (c cluster) Kick()                  {}
 
-// sweep is the node's part: claims go that no hold stands for.
+// sweep is the node's part: claims go that no assignment uses.
 func (c cluster) sweep() {
 	c.mu.Lock()
 	all := map[string]string{}
@@ -538,27 +538,27 @@ func (w *world) check() {
 	defer w.mu.Unlock()
 	for _, functions := range [][]pci.Address{card4, card1} {
 		owner := w.owner[functions[0]]
-		h := w.keeper.holds[functions[0]]
+		a := w.keeper.assignments[functions[0]]
 		for _, f := range functions {
 			switch {
 			case w.owner[f] != owner:
 				w.t.Errorf("the card of %s is torn apart: %v", f, w.owner)
-			case owner == "" && h == nil && w.driver[f] != w.native[f]:
+			case owner == "" && a == nil && w.driver[f] != w.native[f]:
 				w.t.Errorf("%s is free and bound to %q, not %q", f, w.driver[f], w.native[f])
-			case owner == "" && h != nil && h.Phase != quarantined:
-				w.t.Errorf("nobody has %s, and it is %s for %s", f, h.Phase, h.machine())
-			case owner != "" && (h == nil || h.Phase != attached || h.UUID != owner):
-				w.t.Errorf("VM %s has %s, and the record is %+v", owner, f, h)
+			case owner == "" && a != nil && a.Phase != quarantined:
+				w.t.Errorf("nobody has %s, and it is %s for %s", f, a.Phase, a.vm())
+			case owner != "" && (a == nil || a.Phase != attached || a.UUID != owner):
+				w.t.Errorf("VM %s has %s, and the record is %+v", owner, f, a)
 			}
 		}
-		if owner != "" && h != nil && w.claims[h.Claim] != h.GPU {
-			w.t.Errorf("VM %s has %s without a claim: %v", owner, h.GPU, w.claims)
+		if owner != "" && a != nil && w.claims[a.Claim] != a.GPU {
+			w.t.Errorf("VM %s has %s without a claim: %v", owner, a.GPU, w.claims)
 		}
 	}
 	for id, gpu := range w.claims {
 		used := false
-		for h := range w.keeper.each() {
-			used = used || h.Claim == id && h.GPU == gpu
+		for a := range w.keeper.each() {
+			used = used || a.Claim == id && a.GPU == gpu
 		}
 		if !used {
 			w.t.Errorf("claim %s of %s stands for nothing", id, gpu)

@@ -278,7 +278,7 @@ func (s sites) Reserve(ctx context.Context, claim string, m migrate.Machine, gpu
 }
 
 // Release has it end the claim, by giving the card back.
-func (s sites) Release(ctx context.Context, _ string, m migrate.Machine, gpu string) error {
+func (s sites) EndClaim(ctx context.Context, _ string, m migrate.Machine, gpu string) error {
 	at, err := s.site(migrate.HostOf(gpu))
 	if err != nil {
 		return err

@@ -105,9 +105,9 @@ func (x *XL) Nodes(ctx context.Context, devices []pci.Address) (map[pci.Address]
 // Log is the hypervisor's log.
 func (x *XL) Log(ctx context.Context) (string, error) { return x.run(ctx, "dmesg") }
 
-// Expel takes a device off the list of a domain although its device model does
-// not know the device: "xl pci-detach -f". The domain must not have it.
-func (x *XL) Expel(ctx context.Context, domain uint16, f pci.Address) error {
+// ForceDetach removes a device from the list of a domain although its device
+// model does not know the device: "xl pci-detach -f". The domain must not have it.
+func (x *XL) ForceDetach(ctx context.Context, domain uint16, f pci.Address) error {
 	_, err := x.run(ctx, "pci-detach", "-f", strconv.Itoa(int(domain)), f.String())
 	return err
 }

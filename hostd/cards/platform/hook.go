@@ -20,7 +20,7 @@ func (p *Platform) Hook(ctx context.Context, e libvirthook.Event) (libvirthook.A
 		if err != nil || len(functions) == 0 {
 			return libvirthook.Answer{}, err
 		}
-		return libvirthook.Answer{}, p.Keeper.Prepare(ctx, cards.Domain{UUID: canonical(doc.UUID()), Name: e.Domain}, functions)
+		return libvirthook.Answer{}, p.Keeper.PrepareStart(ctx, cards.Domain{UUID: canonical(doc.UUID()), Name: e.Domain}, functions)
 	case wire.Release:
 		if doc, _, err := assigned(e); err == nil {
 			p.Keeper.Stopped(canonical(doc.UUID()))

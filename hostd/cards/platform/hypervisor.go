@@ -67,10 +67,11 @@ func (x xenHypervisor) Dom0Access(card *pci.Card) string {
 	return string(a)
 }
 
-// OneByOne is what libvirt's libxl driver makes of cards of several functions:
-// it resets each before it plugs it in, and by the bus, if the function cannot be
-// reset alone, only as long as no other one of the card is in use.
-func (x xenHypervisor) OneByOne(card *pci.Card) string {
+// HotplugBlocker is about libvirt's libxl driver and cards of several functions.
+// The driver resets each function before it attaches it. If the function has no
+// reset of its own, the driver resets the bus, and refuses while another function
+// of the card is in use.
+func (x xenHypervisor) HotplugBlocker(card *pci.Card) string {
 	if len(card.Functions) < 2 {
 		return ""
 	}
@@ -84,17 +85,17 @@ func (x xenHypervisor) OneByOne(card *pci.Card) string {
 	return ""
 }
 
-// Expel has xl remove a device that the device model does not know any more.
-func (x xenHypervisor) Expel(ctx context.Context, uuid string, f pci.Address) error {
+// ForceDetach has xl remove a device that the device model does not know any more.
+func (x xenHypervisor) ForceDetach(ctx context.Context, uuid string, f pci.Address) error {
 	id, err := x.domain(ctx, uuid)
 	if err != nil {
 		return err
 	}
-	return x.xl.Expel(ctx, id, f)
+	return x.xl.ForceDetach(ctx, id, f)
 }
 
-// Readmit has xl plug a device in.
-func (x xenHypervisor) Readmit(ctx context.Context, uuid string, f pci.Address) error {
+// ForceAttach has xl attach a device.
+func (x xenHypervisor) ForceAttach(ctx context.Context, uuid string, f pci.Address) error {
 	id, err := x.domain(ctx, uuid)
 	if err != nil {
 		return err
@@ -118,12 +119,12 @@ func (x xenHypervisor) domain(ctx context.Context, uuid string) (id uint16, err 
 // kvmHypervisor believes libvirt's description of running VMs.
 type kvmHypervisor struct{ client *virt.Client }
 
-func (kvmHypervisor) Driver() string              { return driverKVM }
-func (kvmHypervisor) Dom0Access(*pci.Card) string { return "" }
-func (kvmHypervisor) OneByOne(*pci.Card) string   { return "" }
+func (kvmHypervisor) Driver() string                  { return driverKVM }
+func (kvmHypervisor) Dom0Access(*pci.Card) string     { return "" }
+func (kvmHypervisor) HotplugBlocker(*pci.Card) string { return "" }
 
-func (kvmHypervisor) Expel(context.Context, string, pci.Address) error   { return errOneList }
-func (kvmHypervisor) Readmit(context.Context, string, pci.Address) error { return errOneList }
+func (kvmHypervisor) ForceDetach(context.Context, string, pci.Address) error { return errOneList }
+func (kvmHypervisor) ForceAttach(context.Context, string, pci.Address) error { return errOneList }
 
 // errOneList: what libvirt says is all that there is.
 var errOneList = errors.New("only Xen keeps a list beside libvirt's")
@@ -158,12 +159,12 @@ func (k kvmHypervisor) Owners(ctx context.Context) (map[pci.Address]cards.Domain
 // noHypervisor has no VMs.
 type noHypervisor struct{}
 
-func (noHypervisor) Driver() string              { return driverKVM }
-func (noHypervisor) Dom0Access(*pci.Card) string { return "" }
-func (noHypervisor) OneByOne(*pci.Card) string   { return "" }
+func (noHypervisor) Driver() string                  { return driverKVM }
+func (noHypervisor) Dom0Access(*pci.Card) string     { return "" }
+func (noHypervisor) HotplugBlocker(*pci.Card) string { return "" }
 
-func (noHypervisor) Expel(context.Context, string, pci.Address) error   { return errOneList }
-func (noHypervisor) Readmit(context.Context, string, pci.Address) error { return errOneList }
+func (noHypervisor) ForceDetach(context.Context, string, pci.Address) error { return errOneList }
+func (noHypervisor) ForceAttach(context.Context, string, pci.Address) error { return errOneList }
 
 func (noHypervisor) Owners(context.Context) (map[pci.Address]cards.Domain, error) {
 	return map[pci.Address]cards.Domain{}, nil

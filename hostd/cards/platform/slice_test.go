@@ -165,9 +165,9 @@ func (r *rig) restart() {
 	}
 }
 
-func (r *rig) Driver() string              { return driverXen }
-func (r *rig) Dom0Access(*pci.Card) string { return "" }
-func (r *rig) OneByOne(*pci.Card) string   { return "" }
+func (r *rig) Driver() string                  { return driverXen }
+func (r *rig) Dom0Access(*pci.Card) string     { return "" }
+func (r *rig) HotplugBlocker(*pci.Card) string { return "" }
 
 func (r *rig) Owners(context.Context) (map[pci.Address]cards.Domain, error) {
 	if r.m.Crashed() {
@@ -206,8 +206,8 @@ func (r *rig) Detach(_ context.Context, _ string, f pci.Address) error {
 	return nil
 }
 
-func (r *rig) Expel(context.Context, string, pci.Address) error   { return errOneList }
-func (r *rig) Readmit(context.Context, string, pci.Address) error { return errOneList }
+func (r *rig) ForceDetach(context.Context, string, pci.Address) error { return errOneList }
+func (r *rig) ForceAttach(context.Context, string, pci.Address) error { return errOneList }
 func (r *rig) Listed(_ context.Context, _ string, f pci.Address) (bool, error) {
 	return r.m.Guest(f) != "", nil
 }

@@ -346,14 +346,14 @@ func (s *Service) Keep(ctx context.Context, in *connect.ClientStream[gpuctlv1.Si
 	}
 	l, first := s.local, in.Msg()
 	if l.Stash == nil {
-		return nil, coded(errNoStash)
+		return nil, toConnect(errNoStash)
 	}
 	caller, _ := access.From(ctx)
 	if err := l.Fence.Admit(first.GetMachine()); err != nil {
-		return nil, coded(err)
+		return nil, toConnect(err)
 	}
 	if err := l.Party(first.GetMachine(), caller.Host); err != nil {
-		return nil, coded(err)
+		return nil, toConnect(err)
 	}
 	uuid, session := first.GetMachine().GetUuid(), first.GetSession()
 	if len(first.GetMark().GetDigest()) > 0 && first.GetExpect() == 0 { // a question
@@ -364,13 +364,13 @@ func (s *Service) Keep(ctx context.Context, in *connect.ClientStream[gpuctlv1.Si
 	}
 	w, err := l.Stash.Begin(uuid, session, first.GetMachine().GetMigration(), first.GetMark().GetId(), first.GetExpect())
 	if err != nil {
-		return nil, coded(err)
+		return nil, toConnect(err)
 	}
 	defer w.Abort()
 	for in.Receive() {
 		kept, err := w.Take(in.Msg().GetChunk())
 		if err != nil {
-			return nil, coded(err)
+			return nil, toConnect(err)
 		}
 		if kept {
 			return done(nil)
@@ -381,7 +381,7 @@ func (s *Service) Keep(ctx context.Context, in *connect.ClientStream[gpuctlv1.Si
 
 // Deposit sees to it that another host keeps what this one keeps.
 func (s *Service) Deposit(ctx context.Context, req *connect.Request[gpuctlv1.SiteSessionsRequest], out *connect.ServerStream[gpuctlv1.SiteProgress]) error {
-	return coded(s.step(req.Msg.GetMachine(), func() error { return s.local.Deposit(ctx, req.Msg, telling(out)) }))
+	return toConnect(s.step(req.Msg.GetMachine(), func() error { return s.local.Deposit(ctx, req.Msg, telling(out)) }))
 }
 
 // Forget drops what is kept of a VM.

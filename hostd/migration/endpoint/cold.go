@@ -33,7 +33,7 @@ func (l *Local) Stop(ctx context.Context, m *gpuctlv1.SiteMachine, gpu string) e
 	if gpu == "" {
 		return nil
 	}
-	return l.Keeper.Ended(ctx, machine(m), local(gpu))
+	return l.Keeper.ResetStopped(ctx, machine(m), local(gpu))
 }
 
 // end shuts a VM down, and destroys it if it does not heed that.
@@ -90,7 +90,7 @@ func (l *Local) Start(ctx context.Context, m *gpuctlv1.SiteMachine, gpu string, 
 		return nil
 	}
 	// The hypervisor has the last word, and the definition follows.
-	if err := l.Keeper.Plug(ctx, machine(m), local(gpu), stored); err != nil || stored {
+	if err := l.Keeper.AttachPrepared(ctx, machine(m), local(gpu), stored); err != nil || stored {
 		return err
 	}
 	functions, err := l.Keeper.Functions(ctx, local(gpu))

@@ -249,7 +249,7 @@ func (l *Local) HostFacts(ctx context.Context, r *gpuctlv1.SiteHostFactsRequest)
 			}
 		}
 		if s.GetIsolation() == "" {
-			if s.Isolation, err = l.Keeper.Pluggable(c.GetAddress()); err != nil {
+			if s.Isolation, err = l.Keeper.HotplugBlocker(c.GetAddress()); err != nil {
 				return nil, err
 			}
 		}

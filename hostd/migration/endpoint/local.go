@@ -27,18 +27,18 @@ import (
 // Keeper has this host's cards.
 type Keeper interface {
 	Reserve(ctx context.Context, m cards.Machine, gpu, claim, migration string) error
-	Ready(ctx context.Context, m cards.Machine, gpu, claim, migration string) error
-	Plug(ctx context.Context, m cards.Machine, gpu string, stored bool) error
+	Prepare(ctx context.Context, m cards.Machine, gpu, claim, migration string) error
+	AttachPrepared(ctx context.Context, m cards.Machine, gpu string, stored bool) error
 	Keep(ctx context.Context, m cards.Machine, gpu, migration string) error
-	Ended(ctx context.Context, m cards.Machine, gpu string) error
+	ResetStopped(ctx context.Context, m cards.Machine, gpu string) error
 	Functions(ctx context.Context, gpu string) ([]pci.Address, error)
-	Unplug(ctx context.Context, m cards.Machine, gpu, migration string) error
-	Drop(ctx context.Context, m cards.Machine, gpu string) error
+	DetachReleased(ctx context.Context, m cards.Machine, gpu, migration string) error
+	GiveBack(ctx context.Context, m cards.Machine, gpu string) error
 	Lost(ctx context.Context, uuid, gpu string) bool
 	Identity(ctx context.Context, gpu string) (*gpuctlv1.PCIIdentity, error)
 	Cards(ctx context.Context) ([]*gpuctlv1.Card, error)
 	Isolated(ctx context.Context, gpu string) (*gpuctlv1.IsolationResponse, error)
-	Pluggable(card string) (why string, err error)
+	HotplugBlocker(card string) (why string, err error)
 }
 
 // Local is this host.

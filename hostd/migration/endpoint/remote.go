@@ -23,8 +23,8 @@ type Remote struct {
 
 var _ migrate.Site = (*Remote)(nil)
 
-// uncoded makes of an answer the error that it was.
-func (r *Remote) uncoded(err error) error {
+// fromConnect maps a Connect error back to its sentinel.
+func (r *Remote) fromConnect(err error) error {
 	var c *connect.Error
 	switch {
 	case err == nil:
@@ -51,7 +51,7 @@ func (r *Remote) card(m migrate.Machine, gpu, claim string) *connect.Request[gpu
 func (r *Remote) Where(ctx context.Context, m migrate.Machine) (migrate.Presence, error) {
 	res, err := r.Service.Where(ctx, connect.NewRequest(r.machine(m)))
 	if err != nil {
-		return 0, r.uncoded(err)
+		return 0, r.fromConnect(err)
 	}
 	for _, p := range []migrate.Presence{migrate.Absent, migrate.Running, migrate.Moving, migrate.Stopped} {
 		if p.String() == res.Msg.GetPresence() {
@@ -64,14 +64,14 @@ func (r *Remote) Where(ctx context.Context, m migrate.Machine) (migrate.Presence
 // Reserve binds a claim to a card of this host.
 func (r *Remote) Reserve(ctx context.Context, m migrate.Machine, gpu, claim string) error {
 	_, err := r.Service.Reserve(ctx, r.card(m, gpu, claim))
-	return r.uncoded(err)
+	return r.fromConnect(err)
 }
 
 // Prepare takes and resets a reserved card.
 func (r *Remote) Prepare(ctx context.Context, m migrate.Machine, gpu, claim string) (*gpuctlv1.PCIIdentity, error) {
 	res, err := r.Service.Prepare(ctx, r.card(m, gpu, claim))
 	if err != nil {
-		return nil, r.uncoded(err)
+		return nil, r.fromConnect(err)
 	}
 	return res.Msg.GetId(), nil
 }
@@ -79,7 +79,7 @@ func (r *Remote) Prepare(ctx context.Context, m migrate.Machine, gpu, claim stri
 // Expect has the VM load what will serve a card.
 func (r *Remote) Expect(ctx context.Context, m migrate.Machine, id *gpuctlv1.PCIIdentity) error {
 	_, err := r.Service.Expect(ctx, connect.NewRequest(&gpuctlv1.SiteExpectRequest{Machine: r.machine(m), Id: id}))
-	return r.uncoded(err)
+	return r.fromConnect(err)
 }
 
 // Attach plugs a card in.
@@ -87,19 +87,19 @@ func (r *Remote) Attach(ctx context.Context, m migrate.Machine, gpu string, stor
 	req := r.card(m, gpu, "")
 	req.Msg.Stored = stored
 	_, err := r.Service.Attach(ctx, req)
-	return r.uncoded(err)
+	return r.fromConnect(err)
 }
 
 // Detach unplugs a card and resets it.
 func (r *Remote) Detach(ctx context.Context, m migrate.Machine, gpu string) error {
 	_, err := r.Service.Detach(ctx, r.card(m, gpu, ""))
-	return r.uncoded(err)
+	return r.fromConnect(err)
 }
 
 // Stop ends the VM.
 func (r *Remote) Stop(ctx context.Context, m migrate.Machine, gpu string) error {
 	_, err := r.Service.Stop(ctx, r.card(m, gpu, ""))
-	return r.uncoded(err)
+	return r.fromConnect(err)
 }
 
 // Start begins it with a card.
@@ -107,14 +107,14 @@ func (r *Remote) Start(ctx context.Context, m migrate.Machine, gpu string, store
 	req := r.card(m, gpu, "")
 	req.Msg.Stored = stored
 	_, err := r.Service.Start(ctx, req)
-	return r.uncoded(err)
+	return r.fromConnect(err)
 }
 
 // Definition is what the VM is started from.
 func (r *Remote) Definition(ctx context.Context, m migrate.Machine) (string, error) {
 	res, err := r.Service.Definition(ctx, connect.NewRequest(r.machine(m)))
 	if err != nil {
-		return "", r.uncoded(err)
+		return "", r.fromConnect(err)
 	}
 	return res.Msg.GetXml(), nil
 }
@@ -122,44 +122,44 @@ func (r *Remote) Definition(ctx context.Context, m migrate.Machine) (string, err
 // Define gives the host a definition.
 func (r *Remote) Define(ctx context.Context, m migrate.Machine, xml string) error {
 	_, err := r.Service.Define(ctx, connect.NewRequest(&gpuctlv1.SiteDefinition{Machine: r.machine(m), Xml: xml}))
-	return r.uncoded(err)
+	return r.fromConnect(err)
 }
 
 // Undefine takes it away.
 func (r *Remote) Undefine(ctx context.Context, m migrate.Machine) error {
 	_, err := r.Service.Undefine(ctx, connect.NewRequest(r.machine(m)))
-	return r.uncoded(err)
+	return r.fromConnect(err)
 }
 
 // GiveBack makes a card free.
 func (r *Remote) GiveBack(ctx context.Context, m migrate.Machine, gpu string) error {
 	_, err := r.Service.GiveBack(ctx, r.card(m, gpu, ""))
-	return r.uncoded(err)
+	return r.fromConnect(err)
 }
 
 // Release has the VM let go of a card.
 func (r *Remote) Release(ctx context.Context, m migrate.Machine, gpu string) error {
 	_, err := r.Service.Release(ctx, r.card(m, gpu, ""))
-	return r.uncoded(err)
+	return r.fromConnect(err)
 }
 
 // TakeUp lets it have the card again.
 func (r *Remote) TakeUp(ctx context.Context, m migrate.Machine, gpu string) error {
 	_, err := r.Service.TakeUp(ctx, r.card(m, gpu, ""))
-	return r.uncoded(err)
+	return r.fromConnect(err)
 }
 
 // Await returns when the VM can use a card.
 func (r *Remote) Await(ctx context.Context, m migrate.Machine, gpu string) error {
 	_, err := r.Service.Await(ctx, r.card(m, gpu, ""))
-	return r.uncoded(err)
+	return r.fromConnect(err)
 }
 
 // Sessions are those that run, and what the VM has room for.
 func (r *Remote) Sessions(ctx context.Context, m migrate.Machine) (*migrate.AgentFacts, error) {
 	res, err := r.Service.Sessions(ctx, connect.NewRequest(r.machine(m)))
 	if err != nil {
-		return nil, r.uncoded(err)
+		return nil, r.fromConnect(err)
 	}
 	facts := AgentFacts(res.Msg.GetHello(), res.Msg.GetRunning())
 	if len(facts.Sessions) == 0 { // a host of before says no more than this
@@ -189,25 +189,25 @@ func AgentFacts(h *gpuctlv1.HelloResponseSummary, sessions []*gpuctlv1.SiteSessi
 // follow reports a step's progress to its end.
 func (r *Remote) follow(in *connect.ServerStreamForClient[gpuctlv1.SiteProgress], err error, report migrate.Progress) error {
 	if err != nil {
-		return r.uncoded(err)
+		return r.fromConnect(err)
 	}
 	defer func() { _ = in.Close() }()
 	for in.Receive() {
 		report(in.Msg().GetDone(), in.Msg().GetTotal(), in.Msg().GetMessage())
 	}
-	return r.uncoded(in.Err())
+	return r.fromConnect(in.Err())
 }
 
 // Pause stops a VM that runs elsewhere, too.
 func (r *Remote) Pause(ctx context.Context, m migrate.Machine) error {
 	_, err := r.Service.Pause(ctx, connect.NewRequest(r.machine(m)))
-	return r.uncoded(err)
+	return r.fromConnect(err)
 }
 
 // Unpause lets it go on.
 func (r *Remote) Unpause(ctx context.Context, m migrate.Machine) error {
 	_, err := r.Service.Unpause(ctx, connect.NewRequest(r.machine(m)))
-	return r.uncoded(err)
+	return r.fromConnect(err)
 }
 
 // Move sends the VM to another host.
@@ -239,7 +239,7 @@ func (r *Remote) Deposit(ctx context.Context, m migrate.Machine, away []string, 
 // Forget drops what is kept of the VM.
 func (r *Remote) Forget(ctx context.Context, m migrate.Machine) error {
 	_, err := r.Service.Forget(ctx, connect.NewRequest(r.machine(m)))
-	return r.uncoded(err)
+	return r.fromConnect(err)
 }
 
 // Thaw resumes sessions on a card.

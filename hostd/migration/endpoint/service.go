@@ -25,8 +25,9 @@ func (l *Local) Handle(mux *http.ServeMux, options ...connect.HandlerOption) {
 	mux.Handle(gpuctlv1connect.NewSiteServiceHandler(&Service{l}, options...))
 }
 
-// coded gives an error a code from which [Remote] makes it again.
-func coded(err error) error {
+// toConnect gives an error the code from which [Remote.fromConnect] finds its
+// sentinel.
+func toConnect(err error) error {
 	var c *connect.Error
 	switch {
 	case err == nil:
@@ -59,7 +60,7 @@ func doubtful(err error) bool {
 
 func done(err error) (*connect.Response[gpuctlv1.SiteDone], error) {
 	if err != nil {
-		return nil, coded(err)
+		return nil, toConnect(err)
 	}
 	return connect.NewResponse(&gpuctlv1.SiteDone{}), nil
 }
@@ -76,7 +77,7 @@ func (s *Service) step(m *gpuctlv1.SiteMachine, do func() error) error {
 func (s *Service) MachineFacts(ctx context.Context, req *connect.Request[gpuctlv1.SiteMachine]) (*connect.Response[gpuctlv1.SiteMachineFacts], error) {
 	res, err := s.local.MachineFacts(ctx, req.Msg.GetUuid())
 	if err != nil {
-		return nil, coded(err)
+		return nil, toConnect(err)
 	}
 	return connect.NewResponse(res), nil
 }
@@ -85,11 +86,11 @@ func (s *Service) MachineFacts(ctx context.Context, req *connect.Request[gpuctlv
 func (s *Service) Serves(ctx context.Context, req *connect.Request[gpuctlv1.SiteServesRequest]) (*connect.Response[gpuctlv1.ServesResponse], error) {
 	o, err := s.local.Guests.get(ctx, req.Msg.GetUuid())
 	if err != nil {
-		return nil, coded(err)
+		return nil, toConnect(err)
 	}
 	res, err := o.agent.Serves(ctx, connect.NewRequest(&gpuctlv1.ServesRequest{Functions: req.Msg.GetFunctions()}))
 	if err != nil {
-		return nil, coded(err)
+		return nil, toConnect(err)
 	}
 	return res, nil
 }
@@ -98,7 +99,7 @@ func (s *Service) Serves(ctx context.Context, req *connect.Request[gpuctlv1.Site
 func (s *Service) HostFacts(ctx context.Context, req *connect.Request[gpuctlv1.SiteHostFactsRequest]) (*connect.Response[gpuctlv1.SiteHostFacts], error) {
 	res, err := s.local.HostFacts(ctx, req.Msg)
 	if err != nil {
-		return nil, coded(err)
+		return nil, toConnect(err)
 	}
 	return connect.NewResponse(res), nil
 }
@@ -109,12 +110,12 @@ func (s *Service) Where(ctx context.Context, req *connect.Request[gpuctlv1.SiteM
 	// come after it.
 	if req.Msg.GetMigration() != "" {
 		if err := s.local.Fence.Admit(req.Msg); err != nil {
-			return nil, coded(err)
+			return nil, toConnect(err)
 		}
 	}
 	p, err := s.local.Where(ctx, req.Msg.GetUuid())
 	if err != nil {
-		return nil, coded(err)
+		return nil, toConnect(err)
 	}
 	return connect.NewResponse(&gpuctlv1.SiteWhereResponse{Presence: p.String()}), nil
 }
@@ -141,14 +142,14 @@ func (s *Service) Reserve(ctx context.Context, req *connect.Request[gpuctlv1.Sit
 func (s *Service) Prepare(ctx context.Context, req *connect.Request[gpuctlv1.SiteCardRequest]) (*connect.Response[gpuctlv1.SitePrepareResponse], error) {
 	m := req.Msg
 	err := s.step(m.GetMachine(), func() error {
-		return s.local.Keeper.Ready(ctx, machine(m.GetMachine()), local(m.GetGpu()), m.GetClaim(), m.GetMachine().GetMigration())
+		return s.local.Keeper.Prepare(ctx, machine(m.GetMachine()), local(m.GetGpu()), m.GetClaim(), m.GetMachine().GetMigration())
 	})
 	if err != nil {
-		return nil, coded(err)
+		return nil, toConnect(err)
 	}
 	id, err := s.local.Keeper.Identity(ctx, local(m.GetGpu()))
 	if err != nil {
-		return nil, coded(err)
+		return nil, toConnect(err)
 	}
 	return connect.NewResponse(&gpuctlv1.SitePrepareResponse{Id: id}), nil
 }
@@ -162,7 +163,7 @@ func (s *Service) Expect(ctx context.Context, req *connect.Request[gpuctlv1.Site
 func (s *Service) Attach(ctx context.Context, req *connect.Request[gpuctlv1.SiteCardRequest]) (*connect.Response[gpuctlv1.SiteDone], error) {
 	m := req.Msg
 	return done(s.step(req.Msg.GetMachine(), func() error {
-		return s.local.Keeper.Plug(ctx, machine(m.GetMachine()), local(m.GetGpu()), m.GetStored())
+		return s.local.Keeper.AttachPrepared(ctx, machine(m.GetMachine()), local(m.GetGpu()), m.GetStored())
 	}))
 }
 
@@ -170,13 +171,15 @@ func (s *Service) Attach(ctx context.Context, req *connect.Request[gpuctlv1.Site
 func (s *Service) Detach(ctx context.Context, req *connect.Request[gpuctlv1.SiteCardRequest]) (*connect.Response[gpuctlv1.SiteDone], error) {
 	m := req.Msg
 	return done(s.step(req.Msg.GetMachine(), func() error {
-		return s.local.Keeper.Unplug(ctx, machine(m.GetMachine()), local(m.GetGpu()), m.GetMachine().GetMigration())
+		return s.local.Keeper.DetachReleased(ctx, machine(m.GetMachine()), local(m.GetGpu()), m.GetMachine().GetMigration())
 	}))
 }
 
 // GiveBack makes a card free.
 func (s *Service) GiveBack(ctx context.Context, req *connect.Request[gpuctlv1.SiteCardRequest]) (*connect.Response[gpuctlv1.SiteDone], error) {
-	return done(s.step(req.Msg.GetMachine(), func() error { return s.local.Keeper.Drop(ctx, machine(req.Msg.GetMachine()), local(req.Msg.GetGpu())) }))
+	return done(s.step(req.Msg.GetMachine(), func() error {
+		return s.local.Keeper.GiveBack(ctx, machine(req.Msg.GetMachine()), local(req.Msg.GetGpu()))
+	}))
 }
 
 // Release has a VM let go of a card.
@@ -208,7 +211,7 @@ func (s *Service) Start(ctx context.Context, req *connect.Request[gpuctlv1.SiteC
 func (s *Service) Definition(ctx context.Context, req *connect.Request[gpuctlv1.SiteMachine]) (*connect.Response[gpuctlv1.SiteDefinition], error) {
 	xml, err := s.local.Definition(ctx, req.Msg.GetUuid())
 	if err != nil {
-		return nil, coded(err)
+		return nil, toConnect(err)
 	}
 	return connect.NewResponse(&gpuctlv1.SiteDefinition{Machine: req.Msg, Xml: xml}), nil
 }
@@ -227,7 +230,7 @@ func (s *Service) Undefine(ctx context.Context, req *connect.Request[gpuctlv1.Si
 func (s *Service) Sessions(ctx context.Context, req *connect.Request[gpuctlv1.SiteMachine]) (*connect.Response[gpuctlv1.SiteSessionsResponse], error) {
 	res, err := s.local.Sessions(ctx, req.Msg.GetUuid())
 	if err != nil {
-		return nil, coded(err)
+		return nil, toConnect(err)
 	}
 	return connect.NewResponse(res), nil
 }
@@ -241,17 +244,17 @@ func telling(out *connect.ServerStream[gpuctlv1.SiteProgress]) migrate.Progress 
 
 // Move sends a VM to another host.
 func (s *Service) Move(ctx context.Context, req *connect.Request[gpuctlv1.SiteMoveRequest], out *connect.ServerStream[gpuctlv1.SiteProgress]) error {
-	return coded(s.step(req.Msg.GetMachine(), func() error { return s.local.Move(ctx, req.Msg.GetMachine().GetUuid(), req.Msg.GetTo(), telling(out)) }))
+	return toConnect(s.step(req.Msg.GetMachine(), func() error { return s.local.Move(ctx, req.Msg.GetMachine().GetUuid(), req.Msg.GetTo(), telling(out)) }))
 }
 
 // Freeze suspends sessions.
 func (s *Service) Freeze(ctx context.Context, req *connect.Request[gpuctlv1.SiteSessionsRequest], out *connect.ServerStream[gpuctlv1.SiteProgress]) error {
-	return coded(s.step(req.Msg.GetMachine(), func() error { return s.local.Freeze(ctx, req.Msg, telling(out)) }))
+	return toConnect(s.step(req.Msg.GetMachine(), func() error { return s.local.Freeze(ctx, req.Msg, telling(out)) }))
 }
 
 // Thaw resumes sessions on a card.
 func (s *Service) Thaw(ctx context.Context, req *connect.Request[gpuctlv1.SiteSessionsRequest], out *connect.ServerStream[gpuctlv1.SiteProgress]) error {
-	return coded(s.step(req.Msg.GetMachine(), func() error {
+	return toConnect(s.step(req.Msg.GetMachine(), func() error {
 		return s.local.Thaw(ctx, req.Msg.GetMachine().GetUuid(), req.Msg.GetGpu(), req.Msg.GetSessions(), telling(out))
 	}))
 }
