@@ -41,7 +41,7 @@ import (
 	"github.com/gpuctl/gpuctl/passthrough/sysfs"
 )
 
-// wiring is the host's part in a cluster with all that it needs.
+// wiring has the parts of a host beside its sessions, as they were made.
 type wiring struct {
 	node   *member.Node
 	audit  *access.AuditLog
@@ -97,7 +97,9 @@ func makeData(dir string) error {
 	return nil
 }
 
-// join opens the membership that there is.
+// join makes the parts of the host in their order, each from those before it:
+// metrics, the node, which is in no cluster yet, and what uses the node. Then the
+// node starts: it serves all of them, and is the member that it was.
 func (o Options) join(ctx context.Context, host *sessions.Host) (m *wiring, err error) {
 	m = &wiring{nvml: nvml.New(nvml.Config{Log: o.Log})}
 	defer func() {
@@ -122,25 +124,25 @@ func (o Options) join(ctx context.Context, host *sessions.Host) (m *wiring, err 
 	if err := m.observe(ctx, o, host, name); err != nil {
 		return m, err
 	}
-	if err := m.open(ctx, o, host, name); err != nil {
-		return m, err
-	}
 	c := o.Config.Cluster
-	m.node, err = member.Open(ctx, member.Config{
+	m.node = member.New(ctx, member.Config{
 		Dir: o.Data, Name: name, Listen: cmp.Or(c.Listen, config.DefaultListen), Advertise: c.Advertise, Version: o.Version,
 		Host: host, Local: func() access.LocalPolicy { return policy }, Audit: m.audit,
 		Timing: replica.Fast().Stretched(cmp.Or(c.RaftMultiplier, 1)), Members: replica.Members{MaxVoters: c.Voters, Lost: c.Lost(), Zone: c.Zone},
 		Services: host.Handle, Interceptors: []connect.Interceptor{m.metrics.Interceptor()}, Refused: m.metrics.Refused, Logger: o.Log,
 	})
 	host.Cluster = m.node
-	return m, err
+	if err := m.open(ctx, o, host, name); err != nil {
+		return m, err
+	}
+	return m, m.node.Start(ctx)
 }
 
 // open finds the hypervisor and what VMs have of this host's cards.
 func (m *wiring) open(ctx context.Context, o Options, host *sessions.Host, name string) (err error) {
 	dir := cmp.Or(o.Data, o.Dir)
 	m.cards, err = platform.Open(ctx, platform.Options{
-		Config: o.Config.Devices, Dev: o.Data == "", Root: sysfs.Dir("/"), PCI: host.PCI, Dir: dir, RunDir: o.Dir, Cluster: late{host}, GPUs: host.DetectedGPUs,
+		Config: o.Config.Devices, Dev: o.Data == "", Root: sysfs.Dir("/"), PCI: host.PCI, Dir: dir, RunDir: o.Dir, Cluster: m.node, GPUs: host.DetectedGPUs,
 		LetGo: m.letGo, Event: host.RecordCardEvent, Log: o.Log,
 	})
 	if err != nil {
@@ -151,7 +153,7 @@ func (m *wiring) open(ctx context.Context, o Options, host *sessions.Host, name 
 		return err
 	}
 	m.nics = &nics.Manager{Network: m.network, Owners: m.cards.Keeper.Hypervisor.Owners, Peers: m.peers, Event: host.RecordHostEvent, Log: o.Log}
-	host.Devices = cardapi.New(m.cards.Keeper, m.nics, late{host}, o.Log)
+	host.Devices = cardapi.New(m.cards.Keeper, m.nics, m.node, o.Log)
 	if m.rate, err = o.Config.Devices.Rate(); err != nil {
 		return err
 	}
@@ -209,7 +211,7 @@ func (m *wiring) open(ctx context.Context, o Options, host *sessions.Host, name 
 		}
 	}
 	host.Migrations = migration.New(migration.Config{
-		Node: lateNode{late{host}, m}, Machines: host.Devices.Everywhere, Ready: host.Ready, Most: o.Config.Devices.Migrations, Log: o.Log,
+		Node: m.node, Machines: host.Devices.Everywhere, Ready: host.Ready, Most: o.Config.Devices.Migrations, Log: o.Log,
 	})
 	host.Site.Party = host.Migrations.Party
 	m.cards.Keeper.Guests, m.cards.Keeper.Pending = m.guests, host.Migrations.Pending
@@ -312,32 +314,6 @@ func slowest(v *state.View, from, to string) uint64 {
 	return out
 }
 
-// lateNode is the node that there will be.
-type lateNode struct {
-	late
-	m *wiring
-}
-
-func (l lateNode) View() *state.View { return l.m.node.View() }
-func (l lateNode) Read(ctx context.Context) (*state.View, error) {
-	return l.m.node.Read(ctx)
-}
-func (l lateNode) Status() *clusterv1.StatusResponse { return l.m.node.Status() }
-
-func (l lateNode) PutMigration(ctx context.Context, r *clusterv1.Migration, takeOver bool) (*clusterv1.Migration, error) {
-	return l.m.node.PutMigration(ctx, r, takeOver)
-}
-
-func (l lateNode) Note(e *clusterv1.Event) { l.m.node.Note(e) }
-
-func (l lateNode) Site(host string) (gpuctlv1connect.SiteServiceClient, error) {
-	return l.m.node.Site(host)
-}
-
-func (l lateNode) Migrations(host string) (gpuctlv1connect.MigrationServiceClient, error) {
-	return l.m.node.Migrations(host)
-}
-
 // letGo has NVML give up all cards while drivers change.
 func (m *wiring) letGo(ctx context.Context, _ []pci.Address) (resume func(), err error) {
 	if err := m.nvml.Release(ctx); err != nil {
@@ -346,29 +322,8 @@ func (m *wiring) letGo(ctx context.Context, _ []pci.Address) (resume func(), err
 	return m.nvml.Resume, nil
 }
 
-// late is the cluster that a host is to be a member of: its services are made
-// before it is one.
-type late struct{ host *sessions.Host }
-
-func (l late) HostName() string           { return l.host.Cluster.HostName() }
-func (l late) Settle(ctx context.Context) { l.host.Cluster.Settle(ctx) }
-func (l late) OtherHosts() []string       { return l.host.Cluster.OtherHosts() }
-
-func (l late) Kick() {
-	if c := l.host.Cluster; c != nil {
-		c.Kick()
-	}
-}
-
-func (l late) Claim(ctx context.Context, c *clusterv1.Claim) (*clusterv1.CreateClaimResponse, error) {
-	return l.host.Cluster.Claim(ctx, c)
-}
-
-func (l late) Devices(host string) (gpuctlv1connect.DeviceServiceClient, error) {
-	return l.host.Cluster.Devices(host)
-}
-
-// observe prepares metrics and traces. They ask the node, once there is one.
+// observe prepares metrics and traces. The node counts its calls with these
+// metrics, so it is made after them; they ask it when somebody reads them.
 func (m *wiring) observe(ctx context.Context, o Options, host *sessions.Host, name string) (err error) {
 	m.metrics = metrics.New(metrics.Sources{
 		View:    func() *state.View { return m.node.View() },

@@ -64,7 +64,8 @@ type Config struct {
 	Refused   func(procedure string, code connect.Code)
 	// Interceptors see calls before anybody is refused.
 	Interceptors []connect.Interceptor
-	// Services are added to those of the cluster.
+	// Services adds services to those of the cluster. Start calls it, so that
+	// the services may be made after the node, and use it.
 	Services func(mux *http.ServeMux, options ...connect.HandlerOption)
 	Logger   *slog.Logger
 }
@@ -109,9 +110,19 @@ const (
 	maxRecords = 1024
 )
 
-// Open starts a node: as the member that it was, or as none. Without a folder
-// it is a cluster of its own at once.
+// Open returns a node that has started: New and Start in one.
 func Open(ctx context.Context, c Config) (*Node, error) {
+	n := New(ctx, c)
+	if err := n.Start(ctx); err != nil {
+		return nil, err
+	}
+	return n, nil
+}
+
+// New returns a node that is in no cluster yet. All its methods may be called: it
+// answers like a host that has not joined. Close frees it. The values of ctx, but
+// not its end, are the node's.
+func New(ctx context.Context, c Config) *Node {
 	n := &Node{Config: c, kick: make(chan struct{}, 1), records: make(chan *clusterv1.Migration, maxRecords), notes: make(chan *clusterv1.Event, maxRecords)}
 	n.ctx, n.cancel = context.WithCancel(context.WithoutCancel(ctx))
 	trust := n.trust()
@@ -122,16 +133,23 @@ func Open(ctx context.Context, c Config) (*Node, error) {
 	n.http = remote.Client(trust.ClientConfig(""))
 	n.api = clusterapi.New(n, c.Logger)
 	n.mux = http.NewServeMux()
-	chain := connect.WithInterceptors(append(slices.Clone(c.Interceptors), n.gate)...)
+	return n
+}
+
+// Start serves the cluster's services and Config.Services, and makes the host the
+// member that it was. Without a folder the host is a cluster of its own. It is
+// called once, before Handler serves anybody.
+func (n *Node) Start(ctx context.Context) error {
+	chain := connect.WithInterceptors(append(slices.Clone(n.Interceptors), n.gate)...)
 	n.api.Handle(n.mux, chain)
-	if c.Services != nil {
-		c.Services(n.mux, chain)
+	if n.Services != nil {
+		n.Services(n.mux, chain)
 	}
 	if err := n.open(ctx); err != nil {
 		n.cancel()
-		return nil, err
+		return err
 	}
-	return n, nil
+	return nil
 }
 
 func (n *Node) open(ctx context.Context) error {
