@@ -173,7 +173,7 @@ func (m *wiring) open(ctx context.Context, o Options, host *sessions.Host, name 
 		uri = m.cards.Scheme() + "+tls://{address}/system"
 	}
 	host.Site = &endpoint.Local{
-		Name: name, Keeper: m.cards.Keeper, Client: m.cards.Client, Machines: m.cards.Keeper.Machines, Files: statFile, Log: o.Log,
+		Name: name, Keeper: m.cards.Keeper, Client: m.cards.Client, VMs: m.cards.Keeper.VMs, Files: statFile, Log: o.Log,
 		Unsafe: o.Config.Devices.UnsafeDisks, TLS: o.Config.Devices.MigrationTLS,
 		URI: func(to string) (string, string, error) {
 			address, err := m.node.Address(to)
@@ -211,7 +211,7 @@ func (m *wiring) open(ctx context.Context, o Options, host *sessions.Host, name 
 		}
 	}
 	host.Migrations = migration.New(migration.Config{
-		Node: m.node, Machines: host.Devices.Everywhere, Ready: host.Ready, Most: o.Config.Devices.Migrations, Log: o.Log,
+		Node: m.node, VMs: host.Devices.Everywhere, Ready: host.Ready, Most: o.Config.Devices.Migrations, Log: o.Log,
 	})
 	host.Site.Party = host.Migrations.Party
 	m.cards.Keeper.Guests, m.cards.Keeper.Pending = m.guests, host.Migrations.Pending

@@ -160,7 +160,7 @@ func mix(old, now time.Duration, w float64) time.Duration {
 }
 
 // price is what a candidate costs, step by step. link is in bytes per second.
-func (c *CostModel) price(m MachineFacts, host, gpu string, link uint64, cold bool) (Cost, []Step) {
+func (c *CostModel) price(m VMFacts, host, gpu string, link uint64, cold bool) (Cost, []Step) {
 	move := &clusterv1.MachineMove{Name: m.Name, FromHost: m.Host, ToHost: host, ToGpu: gpu, Cold: cold}
 	if !cold {
 		move.AwayBytes = sum(m.Agent.away(nil))

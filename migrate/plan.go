@@ -9,6 +9,7 @@ import (
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/internal/size"
+	"github.com/gpuctl/gpuctl/internal/vm"
 )
 
 // Verb is what is wanted.
@@ -66,14 +67,11 @@ const (
 	NoteLockManager    = "no_lock_manager" // refuses nothing
 )
 
-// MachineFacts are what a plan needs to know of the VM.
-type MachineFacts struct {
-	Machine
+// VMFacts are what a plan needs to know of the VM.
+type VMFacts struct {
+	vm.Info
 	Host         string
-	State, Type  string // as the keeper of cards says them
-	Memory       uint64 // bytes
-	Passthrough  bool   // its definition lets it have devices plugged in
-	Persistent   bool   // it has a stored definition
+	Passthrough  bool // its definition lets it have devices plugged in
 	Disks        []Disk
 	OtherDevices []string // host devices that are no GPUs
 	GPUs         []string // ids
@@ -220,7 +218,7 @@ type Rejection struct {
 
 // Plan is what a migration would do, or why it can't be done.
 type Plan struct {
-	Machine    MachineFacts
+	VM         VMFacts
 	Reasons    []*gpuctlv1.Reason // against the VM itself, wherever it would go
 	Candidates []Candidate        // best first
 	Rejected   []Rejection
@@ -242,7 +240,7 @@ func because(code, format string, args ...any) *gpuctlv1.Reason {
 // Make judges every host and card. It is pure: the transaction uses the same
 // judgement, so a plan can't promise what would be refused. The VM is stopped
 // only if that was allowed and it cannot be moved alive.
-func Make(r Request, m MachineFacts, hosts []HostFacts, model *CostModel) *Plan {
+func Make(r Request, m VMFacts, hosts []HostFacts, model *CostModel) *Plan {
 	cold := r.Cold
 	r.Cold = false
 	p := judge(r, m, hosts, model)
@@ -256,8 +254,8 @@ func Make(r Request, m MachineFacts, hosts []HostFacts, model *CostModel) *Plan 
 	return stopped
 }
 
-func judge(r Request, m MachineFacts, hosts []HostFacts, model *CostModel) *Plan {
-	p := &Plan{Machine: m, Reasons: againstMachine(r, m)}
+func judge(r Request, m VMFacts, hosts []HostFacts, model *CostModel) *Plan {
+	p := &Plan{VM: m, Reasons: againstVM(r, m)}
 	var current GPUFacts
 	for _, h := range hosts {
 		if h.Name == m.Host && !r.Cold && len(m.GPUs) > 0 {
@@ -306,7 +304,7 @@ func judge(r Request, m MachineFacts, hosts []HostFacts, model *CostModel) *Plan
 }
 
 // notes are what an operator should know beforehand, and is free to leave.
-func notes(m MachineFacts, hosts []HostFacts, candidates []Candidate) (out []*gpuctlv1.Reason) {
+func notes(m VMFacts, hosts []HostFacts, candidates []Candidate) (out []*gpuctlv1.Reason) {
 	if len(candidates) == 0 || candidates[0].Host == m.Host {
 		return nil
 	}
@@ -326,7 +324,7 @@ func notes(m MachineFacts, hosts []HostFacts, candidates []Candidate) (out []*gp
 }
 
 // add takes a candidate that can be reached in time.
-func (p *Plan) add(r Request, m MachineFacts, c Candidate) {
+func (p *Plan) add(r Request, m VMFacts, c Candidate) {
 	if r.Deadline > 0 && c.Cost.Total > r.Deadline {
 		p.Rejected = append(p.Rejected, Rejection{c.Host, c.GPU.ID, c.GPU.Model, []*gpuctlv1.Reason{because(ReasonLink,
 			"moving %s of VM %s to host %s takes about %s, longer than %s: a faster link, or a later deadline, would do", size.Format(m.Memory), m.Name, c.Host, c.Cost.Total.Round(time.Second), r.Deadline)}})
@@ -335,8 +333,8 @@ func (p *Plan) add(r Request, m MachineFacts, c Candidate) {
 	p.Candidates = append(p.Candidates, c)
 }
 
-// againstMachine is what keeps the VM from being moved at all.
-func againstMachine(r Request, m MachineFacts) (out []*gpuctlv1.Reason) {
+// againstVM is what keeps the VM from being moved at all.
+func againstVM(r Request, m VMFacts) (out []*gpuctlv1.Reason) {
 	add := func(when bool, code, format string, args ...any) {
 		if when {
 			out = append(out, because(code, format, args...))
@@ -372,7 +370,7 @@ func againstMachine(r Request, m MachineFacts) (out []*gpuctlv1.Reason) {
 
 // againstKeeping is what keeps the state of the VM's applications from having a
 // place: the VM's memory, or else that of its host, h.
-func againstKeeping(m MachineFacts, h HostFacts) (out []*gpuctlv1.Reason) {
+func againstKeeping(m VMFacts, h HostFacts) (out []*gpuctlv1.Reason) {
 	if m.Agent == nil || h.Error != "" {
 		return nil // it is said elsewhere
 	}
@@ -391,13 +389,13 @@ func againstKeeping(m MachineFacts, h HostFacts) (out []*gpuctlv1.Reason) {
 	return out
 }
 
-func notKept(m MachineFacts, away uint64, h HostFacts) *gpuctlv1.Reason {
+func notKept(m VMFacts, away uint64, h HostFacts) *gpuctlv1.Reason {
 	return because(ReasonStash, "%s of the GPU state of VM %s is more than its memory has room for, and host %s can keep %s (devices.stash): end something in the VM, or give it or the host more memory",
 		size.Format(away), m.Name, h.Name, size.Format(h.Keep))
 }
 
 // againstStopping is what keeps the VM from being stopped and started elsewhere.
-func againstStopping(r Request, m MachineFacts) (out []*gpuctlv1.Reason) {
+func againstStopping(r Request, m VMFacts) (out []*gpuctlv1.Reason) {
 	add := func(when bool, code, format string, args ...any) {
 		if when {
 			out = append(out, because(code, format, args...))
@@ -413,7 +411,7 @@ func againstStopping(r Request, m MachineFacts) (out []*gpuctlv1.Reason) {
 }
 
 // state is how many bytes of GPU memory the VM's applications have.
-func (m *MachineFacts) state() (n uint64) {
+func (m *VMFacts) state() (n uint64) {
 	if m.Agent == nil {
 		return 0
 	}
@@ -424,7 +422,7 @@ func (m *MachineFacts) state() (n uint64) {
 }
 
 // againstHost is what keeps a host from taking the VM, whichever card it has.
-func againstHost(r Request, m MachineFacts, h HostFacts) (out []*gpuctlv1.Reason) {
+func againstHost(r Request, m VMFacts, h HostFacts) (out []*gpuctlv1.Reason) {
 	add := func(when bool, code, format string, args ...any) {
 		if when {
 			out = append(out, because(code, format, args...))
@@ -472,7 +470,7 @@ func (r Request) names(h HostFacts) bool {
 }
 
 // againstGPU is what keeps a card from serving the VM's applications.
-func againstGPU(r Request, m MachineFacts, current, g GPUFacts) (out []*gpuctlv1.Reason) {
+func againstGPU(r Request, m VMFacts, current, g GPUFacts) (out []*gpuctlv1.Reason) {
 	add := func(when bool, code, format string, args ...any) {
 		if when {
 			out = append(out, because(code, format, args...))
@@ -524,7 +522,7 @@ func outgrown(s SessionFacts, g GPUFacts) (out []*gpuctlv1.Reason) {
 }
 
 // price fills in what a candidate costs.
-func (c *Candidate) price(r Request, m MachineFacts, model *CostModel, h HostFacts) {
+func (c *Candidate) price(r Request, m VMFacts, model *CostModel, h HostFacts) {
 	c.Cost, c.Steps = model.price(m, h.Name, c.GPU.ID, h.Link, r.Cold)
 }
 

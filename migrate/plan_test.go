@@ -13,20 +13,21 @@ import (
 
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/internal/vm"
 )
 
 const mib = 1 << 20
 
 // facts of a VM that can be moved, and of three hosts.
-func facts() (MachineFacts, []HostFacts) {
+func facts() (VMFacts, []HostFacts) {
 	card := func(id, model string, rank uint32) GPUFacts {
 		return GPUFacts{
 			ID: id, Model: model, Rank: rank, Memory: 16 * gib,
 			Limits: &gpuctlv1.Limits{GlobalMemory: 16 * gib, MaxAlloc: 4 * gib, MaxWorkGroupSize: 1024, LocalMemory: 48 << 10, Images: true},
 		}
 	}
-	m := MachineFacts{
-		Machine: Machine{"uuid", "web"}, Host: "h1", State: "running", Type: "hvm", Memory: 2 * gib, Passthrough: true, GPUs: []string{"h1/a"},
+	m := VMFacts{
+		Info: vm.Info{VM: vm.VM{UUID: "uuid", Name: "web"}, State: "running", Type: "hvm", Memory: 2 * gib}, Host: "h1", Passthrough: true, GPUs: []string{"h1/a"},
 		Agent: &AgentFacts{Version: "1.0", Protocol: AwayProtocol, Hotplug: true, FreeMemory: gib, Sessions: []SessionFacts{
 			{ID: "s-1", Command: "train", Memory: 64 * mib, Need: &gpuctlv1.Usage{LargestAlloc: 32 * mib, LargestWorkGroup: 256, LocalMemory: 16 << 10}},
 		}},
@@ -46,66 +47,66 @@ func TestReasons(t *testing.T) {
 	for _, c := range []struct {
 		code string
 		r    Request
-		with func(m *MachineFacts, h []HostFacts)
+		with func(m *VMFacts, h []HostFacts)
 		at   string // empty: against the VM; a host or GPU otherwise
 		says string
 	}{
-		{ReasonBusy, Request{}, func(m *MachineFacts, _ []HostFacts) { m.Migration = "m-9" }, "", "migration m-9 of VM web runs already: gpuctl describe migration m-9 shows how far it is"},
-		{ReasonNotRunning, Request{}, func(m *MachineFacts, _ []HostFacts) { m.State = "paused" }, "", "VM web is paused: only a running VM can be moved with its applications"},
-		{ReasonType, Request{}, func(m *MachineFacts, _ []HostFacts) { m.Type = "pv" }, "", "VM web is a PV guest: Xen cannot migrate it live; only HVM guests can part with a GPU"},
-		{ReasonType, Request{}, func(m *MachineFacts, _ []HostFacts) { m.Type = "pvh" }, "", "VM web is a PVH guest: only HVM guests can have a GPU plugged in"},
-		{ReasonOtherDevice, Request{}, func(m *MachineFacts, _ []HostFacts) { m.OtherDevices = []string{"0000:03:00.0"} }, "", "VM web has 0000:03:00.0: a VM with a host device cannot be migrated; detach it first"},
-		{ReasonNoGPU, Request{Verb: Upgrade}, func(m *MachineFacts, _ []HostFacts) { m.GPUs = nil }, "", "VM web has no GPU that could be exchanged: gpuctl attach web gives it one"},
-		{ReasonSeveralGPUs, Request{}, func(m *MachineFacts, _ []HostFacts) { m.GPUs = append(m.GPUs, "h1/b") }, "", "VM web has 2 GPUs (h1/a, h1/b); only VMs with one can be moved"},
-		{ReasonSessions, Request{}, func(m *MachineFacts, _ []HostFacts) { m.Agent.Sessions = make([]SessionFacts, 4097) }, "", "VM web has 4097 sessions, and at most 2000 can be moved: end some"},
-		{ReasonPassthrough, Request{}, func(m *MachineFacts, _ []HostFacts) { m.Passthrough = false }, "", "add <features><xen><passthrough state='on'/></xen></features> and start it anew"},
-		{ReasonAgentAbsent, Request{}, func(m *MachineFacts, _ []HostFacts) { m.Agent, m.AgentError = nil, "it did not answer within 5s" }, "", "no gpuguest answers in VM web (it did not answer within 5s): install it there"},
-		{ReasonAgentOld, Request{}, func(m *MachineFacts, _ []HostFacts) { m.Agent.Protocol = 0 }, "", "gpuguest 1.0 in VM web speaks protocol 0, and 1 is needed: install a newer one there"},
-		{ReasonHotplug, Request{}, func(m *MachineFacts, _ []HostFacts) {
+		{ReasonBusy, Request{}, func(m *VMFacts, _ []HostFacts) { m.Migration = "m-9" }, "", "migration m-9 of VM web runs already: gpuctl describe migration m-9 shows how far it is"},
+		{ReasonNotRunning, Request{}, func(m *VMFacts, _ []HostFacts) { m.State = "paused" }, "", "VM web is paused: only a running VM can be moved with its applications"},
+		{ReasonType, Request{}, func(m *VMFacts, _ []HostFacts) { m.Type = "pv" }, "", "VM web is a PV guest: Xen cannot migrate it live; only HVM guests can part with a GPU"},
+		{ReasonType, Request{}, func(m *VMFacts, _ []HostFacts) { m.Type = "pvh" }, "", "VM web is a PVH guest: only HVM guests can have a GPU plugged in"},
+		{ReasonOtherDevice, Request{}, func(m *VMFacts, _ []HostFacts) { m.OtherDevices = []string{"0000:03:00.0"} }, "", "VM web has 0000:03:00.0: a VM with a host device cannot be migrated; detach it first"},
+		{ReasonNoGPU, Request{Verb: Upgrade}, func(m *VMFacts, _ []HostFacts) { m.GPUs = nil }, "", "VM web has no GPU that could be exchanged: gpuctl attach web gives it one"},
+		{ReasonSeveralGPUs, Request{}, func(m *VMFacts, _ []HostFacts) { m.GPUs = append(m.GPUs, "h1/b") }, "", "VM web has 2 GPUs (h1/a, h1/b); only VMs with one can be moved"},
+		{ReasonSessions, Request{}, func(m *VMFacts, _ []HostFacts) { m.Agent.Sessions = make([]SessionFacts, 4097) }, "", "VM web has 4097 sessions, and at most 2000 can be moved: end some"},
+		{ReasonPassthrough, Request{}, func(m *VMFacts, _ []HostFacts) { m.Passthrough = false }, "", "add <features><xen><passthrough state='on'/></xen></features> and start it anew"},
+		{ReasonAgentAbsent, Request{}, func(m *VMFacts, _ []HostFacts) { m.Agent, m.AgentError = nil, "it did not answer within 5s" }, "", "no gpuguest answers in VM web (it did not answer within 5s): install it there"},
+		{ReasonAgentOld, Request{}, func(m *VMFacts, _ []HostFacts) { m.Agent.Protocol = 0 }, "", "gpuguest 1.0 in VM web speaks protocol 0, and 1 is needed: install a newer one there"},
+		{ReasonHotplug, Request{}, func(m *VMFacts, _ []HostFacts) {
 			m.Agent.Hotplug = false
 			m.Agent.HotplugReason = "acpiphp is not there"
 		}, "", "VM web cannot unplug PCI devices (acpiphp is not there): a detach that it does not answer cannot be undone"},
-		{ReasonGuestMemory, Request{}, func(m *MachineFacts, h []HostFacts) {
+		{ReasonGuestMemory, Request{}, func(m *VMFacts, h []HostFacts) {
 			m.Agent.FreeMemory = 32 * mib
 			h[0].Keeps, h[0].Keep = false, 0
 		}, "", "the GPU state of VM web takes 64 MiB more of its memory and 32 MiB is free, and host h1 keeps none of it (devices.stash): end something in the VM, or give it more memory"},
-		{ReasonAwayOld, Request{}, func(m *MachineFacts, _ []HostFacts) { m.Agent.FreeMemory, m.Agent.Protocol = 32*mib, 1 }, "", "the GPU state of VM web takes 64 MiB more of its memory and 32 MiB is free, and gpuguest 1.0 there cannot send it out to the host (it speaks protocol 1, which takes 2): install a newer one there, end something, or give it more memory"},
-		{ReasonStash, Request{}, func(m *MachineFacts, h []HostFacts) { m.Agent.FreeMemory, h[0].Keep = 0, 32*mib }, "", "64 MiB of the GPU state of VM web is more than its memory has room for, and host h1 can keep 32 MiB (devices.stash): end something in the VM, or give it or the host more memory"},
-		{ReasonTransient, Request{Cold: true}, func(m *MachineFacts, _ []HostFacts) { m.Agent = nil }, "", "VM web has no stored definition that it could be started from again"},
+		{ReasonAwayOld, Request{}, func(m *VMFacts, _ []HostFacts) { m.Agent.FreeMemory, m.Agent.Protocol = 32*mib, 1 }, "", "the GPU state of VM web takes 64 MiB more of its memory and 32 MiB is free, and gpuguest 1.0 there cannot send it out to the host (it speaks protocol 1, which takes 2): install a newer one there, end something, or give it more memory"},
+		{ReasonStash, Request{}, func(m *VMFacts, h []HostFacts) { m.Agent.FreeMemory, h[0].Keep = 0, 32*mib }, "", "64 MiB of the GPU state of VM web is more than its memory has room for, and host h1 can keep 32 MiB (devices.stash): end something in the VM, or give it or the host more memory"},
+		{ReasonTransient, Request{Cold: true}, func(m *VMFacts, _ []HostFacts) { m.Agent = nil }, "", "VM web has no stored definition that it could be started from again"},
 
 		{ReasonSameHost, Request{}, nil, "h1", "VM web is on host h1 already"},
 		{ReasonSameHost, Request{Verb: Upgrade}, nil, "h2", "upgrade leaves VM web on host h1: gpuctl migrate moves it"},
-		{ReasonNoFacts, Request{}, func(_ *MachineFacts, h []HostFacts) { h[1].Error = "no route" }, "h2", "host h2 does not say what it has: no route"},
-		{ReasonHostState, Request{}, func(_ *MachineFacts, h []HostFacts) { h[1].State, h[1].Message = "draining", "new disks" }, "h2", "host h2 is draining (new disks)"},
+		{ReasonNoFacts, Request{}, func(_ *VMFacts, h []HostFacts) { h[1].Error = "no route" }, "h2", "host h2 does not say what it has: no route"},
+		{ReasonHostState, Request{}, func(_ *VMFacts, h []HostFacts) { h[1].State, h[1].Message = "draining", "new disks" }, "h2", "host h2 is draining (new disks)"},
 		{ReasonHostState, Request{To: "h3"}, nil, "h2", "it is not h3"},
-		{ReasonHypervisor, Request{}, func(_ *MachineFacts, h []HostFacts) { h[1].Hypervisor = "kvm" }, "h2", "host h2 runs kvm and VM web needs xen"},
-		{ReasonHypervisor, Request{}, func(m *MachineFacts, _ []HostFacts) { m.Type = "kvm" }, "h2", "host h2 runs xen and VM web needs kvm"},
-		{ReasonMemory, Request{}, func(_ *MachineFacts, h []HostFacts) { h[1].FreeMemory = gib }, "h2", "VM web needs 2 GiB and host h2 has 1 GiB free"},
-		{ReasonCPU, Request{}, func(_ *MachineFacts, h []HostFacts) { h[1].CPU = "it lacks avx512f" }, "h2", "VM web has a processor that host h2 cannot give it: it lacks avx512f"},
-		{ReasonStorage, Request{}, func(_ *MachineFacts, h []HostFacts) { h[1].Missing = []string{"/img/web.raw"} }, "h2", "host h2 has not got /img/web.raw of VM web: it has to be shared, or copied there"},
-		{ReasonStash, Request{}, func(m *MachineFacts, h []HostFacts) { m.Agent.FreeMemory, h[1].Keep = 0, 32*mib }, "h2", "64 MiB of the GPU state of VM web is more than its memory has room for, and host h2 can keep 32 MiB (devices.stash)"},
-		{ReasonLimit, Request{}, func(_ *MachineFacts, h []HostFacts) { h[1].Migrations, h[1].Most = 2, 2 }, "h2", "2 migrations from or to host h2 run already, and no more than 2 may"},
+		{ReasonHypervisor, Request{}, func(_ *VMFacts, h []HostFacts) { h[1].Hypervisor = "kvm" }, "h2", "host h2 runs kvm and VM web needs xen"},
+		{ReasonHypervisor, Request{}, func(m *VMFacts, _ []HostFacts) { m.Type = "kvm" }, "h2", "host h2 runs xen and VM web needs kvm"},
+		{ReasonMemory, Request{}, func(_ *VMFacts, h []HostFacts) { h[1].FreeMemory = gib }, "h2", "VM web needs 2 GiB and host h2 has 1 GiB free"},
+		{ReasonCPU, Request{}, func(_ *VMFacts, h []HostFacts) { h[1].CPU = "it lacks avx512f" }, "h2", "VM web has a processor that host h2 cannot give it: it lacks avx512f"},
+		{ReasonStorage, Request{}, func(_ *VMFacts, h []HostFacts) { h[1].Missing = []string{"/img/web.raw"} }, "h2", "host h2 has not got /img/web.raw of VM web: it has to be shared, or copied there"},
+		{ReasonStash, Request{}, func(m *VMFacts, h []HostFacts) { m.Agent.FreeMemory, h[1].Keep = 0, 32*mib }, "h2", "64 MiB of the GPU state of VM web is more than its memory has room for, and host h2 can keep 32 MiB (devices.stash)"},
+		{ReasonLimit, Request{}, func(_ *VMFacts, h []HostFacts) { h[1].Migrations, h[1].Most = 2, 2 }, "h2", "2 migrations from or to host h2 run already, and no more than 2 may"},
 		{ReasonNoCard, Request{}, nil, "h3", "host h3 has no card"},
 		{ReasonLink, Request{Deadline: 3 * time.Second}, nil, "h2/a", "longer than 3s: a faster link, or a later deadline, would do"},
 
 		{ReasonModel, Request{To: "h2/b"}, nil, "h2/a", "it is not h2/b"},
 		{ReasonModel, Request{Verb: Upgrade}, nil, "h1/b", "T4 (rank 1) is no higher model than A10 (rank 2)"},
-		{ReasonModel, Request{Verb: Downgrade}, func(_ *MachineFacts, h []HostFacts) { h[0].GPUs[1].Rank = 2 }, "h1/b", "T4 (rank 2) is no lower model than A10 (rank 2)"},
-		{ReasonTaken, Request{}, func(_ *MachineFacts, h []HostFacts) { h[1].GPUs[0].Holder = "VM db" }, "h2/a", "h2/a belongs to VM db"},
-		{ReasonHealth, Request{}, func(_ *MachineFacts, h []HostFacts) { h[1].GPUs[0].Health = "quarantined" }, "h2/a", "h2/a is not fit: quarantined"},
-		{ReasonCordoned, Request{}, func(_ *MachineFacts, h []HostFacts) {
+		{ReasonModel, Request{Verb: Downgrade}, func(_ *VMFacts, h []HostFacts) { h[0].GPUs[1].Rank = 2 }, "h1/b", "T4 (rank 2) is no lower model than A10 (rank 2)"},
+		{ReasonTaken, Request{}, func(_ *VMFacts, h []HostFacts) { h[1].GPUs[0].Holder = "VM db" }, "h2/a", "h2/a belongs to VM db"},
+		{ReasonHealth, Request{}, func(_ *VMFacts, h []HostFacts) { h[1].GPUs[0].Health = "quarantined" }, "h2/a", "h2/a is not fit: quarantined"},
+		{ReasonCordoned, Request{}, func(_ *VMFacts, h []HostFacts) {
 			h[1].GPUs[0].IsCordoned = true
 			h[1].GPUs[0].Cordoned = "loud fan"
 		}, "h2/a", "h2/a is cordoned (loud fan)"},
-		{ReasonIsolation, Request{}, func(_ *MachineFacts, h []HostFacts) { h[1].GPUs[0].Isolation = "it shares its group with a NIC" }, "h2/a", "h2/a may not be given away: it shares its group with a NIC"},
-		{ReasonGPUMemory, Request{}, func(_ *MachineFacts, h []HostFacts) { h[1].GPUs[0].Memory = 32 * mib }, "h2/a", "the applications of VM web use 64 MiB and h2/a has 32 MiB"},
-		{ReasonGuestProfile, Request{}, func(_ *MachineFacts, h []HostFacts) {
+		{ReasonIsolation, Request{}, func(_ *VMFacts, h []HostFacts) { h[1].GPUs[0].Isolation = "it shares its group with a NIC" }, "h2/a", "h2/a may not be given away: it shares its group with a NIC"},
+		{ReasonGPUMemory, Request{}, func(_ *VMFacts, h []HostFacts) { h[1].GPUs[0].Memory = 32 * mib }, "h2/a", "the applications of VM web use 64 MiB and h2/a has 32 MiB"},
+		{ReasonGuestProfile, Request{}, func(_ *VMFacts, h []HostFacts) {
 			h[1].GPUs[0].GuestLacks = "profile nvidia needs libcuda.so.1: install it in the VM"
 		}, "h2/a", "VM web cannot use a A10: profile nvidia needs libcuda.so.1: install it in the VM"},
-		{ReasonLimits, Request{}, func(_ *MachineFacts, h []HostFacts) { h[1].GPUs[0].Limits.MaxAlloc = 16 * mib }, "h2/a", "session s-1 (train) uses an allocation of 33554432 bytes and h2/a has 16777216"},
-		{ReasonLimits, Request{}, func(_ *MachineFacts, h []HostFacts) { h[1].GPUs[0].Limits.MaxWorkGroupSize = 128 }, "h2/a", "session s-1 (train) uses work-groups of 256 work-items and h2/a has 128"},
-		{ReasonLimits, Request{}, func(_ *MachineFacts, h []HostFacts) { h[1].GPUs[0].Limits.LocalMemory = 1024 }, "h2/a", "session s-1 (train) uses 16384 bytes of local memory and h2/a has 1024"},
-		{ReasonLimits, Request{}, func(m *MachineFacts, h []HostFacts) {
+		{ReasonLimits, Request{}, func(_ *VMFacts, h []HostFacts) { h[1].GPUs[0].Limits.MaxAlloc = 16 * mib }, "h2/a", "session s-1 (train) uses an allocation of 33554432 bytes and h2/a has 16777216"},
+		{ReasonLimits, Request{}, func(_ *VMFacts, h []HostFacts) { h[1].GPUs[0].Limits.MaxWorkGroupSize = 128 }, "h2/a", "session s-1 (train) uses work-groups of 256 work-items and h2/a has 128"},
+		{ReasonLimits, Request{}, func(_ *VMFacts, h []HostFacts) { h[1].GPUs[0].Limits.LocalMemory = 1024 }, "h2/a", "session s-1 (train) uses 16384 bytes of local memory and h2/a has 1024"},
+		{ReasonLimits, Request{}, func(m *VMFacts, h []HostFacts) {
 			m.Agent.Sessions[0].Need.Images, h[1].GPUs[0].Limits.Images = 1, false
 		}, "h2/a", "session s-1 (train) uses images and h2/a has none"},
 	} {
@@ -142,7 +143,7 @@ func TestReasons(t *testing.T) {
 
 // A VM is stopped only if that was allowed and nothing else works.
 func TestForceCold(t *testing.T) {
-	plan := func(r Request, with func(*MachineFacts)) *Plan {
+	plan := func(r Request, with func(*VMFacts)) *Plan {
 		m, hosts := facts()
 		m.Persistent = true
 		if with != nil {
@@ -150,7 +151,7 @@ func TestForceCold(t *testing.T) {
 		}
 		return Make(r, m, hosts, NewCostModel())
 	}
-	hung := func(m *MachineFacts) { m.Agent, m.AgentError = nil, "it hangs" }
+	hung := func(m *VMFacts) { m.Agent, m.AgentError = nil, "it hangs" }
 	if p := plan(Request{Verb: Migrate}, hung); p.Possible() || p.Cold {
 		t.Errorf("stopped unasked: %+v", p)
 	}

@@ -12,6 +12,7 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
+	"github.com/gpuctl/gpuctl/internal/vm"
 )
 
 // errLost says that no host has the VM any more.
@@ -69,7 +70,7 @@ type run struct {
 }
 
 func (r *run) move() *clusterv1.MachineMove { return r.m.GetMachine() }
-func (r *run) machine() Machine             { return Machine{r.move().GetUuid(), r.move().GetName()} }
+func (r *run) vm() vm.VM                    { return vm.VM{UUID: r.move().GetUuid(), Name: r.move().GetName()} }
 func (r *run) from() Site                   { return r.a }
 func (r *run) to() Site                     { return r.b }
 
@@ -329,7 +330,7 @@ func (r *run) undo(ctx context.Context, name string) error {
 // halt leaves everything as it is, without a way back either: nobody knows where
 // the VM runs, or it runs twice. What is frozen stays so.
 func (r *run) halt(ctx context.Context, err error) error {
-	r.Log.Error("a VM is not known to be in one place", "migration", r.m.GetId(), "machine", r.machine().Name, "err", err)
+	r.Log.Error("a VM is not known to be in one place", "migration", r.m.GetId(), "machine", r.vm().Name, "err", err)
 	return r.finish(ctx, clusterv1.MigrationState_MIGRATION_STATE_HELD, limited(err.Error()))
 }
 

@@ -82,28 +82,28 @@ func steps(m *clusterv1.MachineMove) []step {
 	add(card, step{
 		StepReserve, fmt.Sprintf("bind a claim of %s to %s", m.GetName(), m.GetToGpu()), "the claim is released", 30 * time.Second,
 		func(ctx context.Context, r *run) error {
-			return r.Claims.Reserve(ctx, r.move().GetToClaim(), r.machine(), r.move().GetToGpu())
+			return r.Claims.Reserve(ctx, r.move().GetToClaim(), r.vm(), r.move().GetToGpu())
 		},
 		func(ctx context.Context, r *run) error {
-			return r.Claims.EndClaim(ctx, r.move().GetToClaim(), r.machine(), r.move().GetToGpu())
+			return r.Claims.EndClaim(ctx, r.move().GetToClaim(), r.vm(), r.move().GetToGpu())
 		},
 	})
 	add(card, step{
 		StepPrepare, "take " + m.GetToGpu() + " from its driver, reset it, read it back, have the VM load its runtime", "it is returned", 3*time.Minute + expectTimeout,
 		func(ctx context.Context, r *run) error {
-			id, err := r.to().Prepare(ctx, r.machine(), r.move().GetToGpu(), r.move().GetToClaim())
+			id, err := r.to().Prepare(ctx, r.vm(), r.move().GetToGpu(), r.move().GetToClaim())
 			if err != nil || !gpu || slices.Contains(r.m.GetDone(), StepFreeze) { // of another candidate
 				return err
 			}
 			// Without it the applications stand still for longer, no more.
 			ctx, cancel := context.WithTimeout(ctx, expectTimeout)
 			defer cancel()
-			if err := r.from().Expect(ctx, r.machine(), id); err != nil {
+			if err := r.from().Expect(ctx, r.vm(), id); err != nil {
 				r.Log.Warn("the runtime of the next card is not loaded ahead", "migration", r.m.GetId(), "gpu", r.move().GetToGpu(), "err", err)
 			}
 			return nil
 		},
-		func(ctx context.Context, r *run) error { return r.to().GiveBack(ctx, r.machine(), r.move().GetToGpu()) },
+		func(ctx context.Context, r *run) error { return r.to().GiveBack(ctx, r.vm(), r.move().GetToGpu()) },
 	})
 	add(gpu, step{
 		StepFreeze, "stop the applications at their next call; their state is in the VM's memory" + whereElse(m), "they go on where they were", 10*time.Minute + freezePatience(m) + awayLimit(m),
@@ -111,11 +111,11 @@ func steps(m *clusterv1.MachineMove) []step {
 			// Which ones is recorded first: those that somebody has suspended
 			// before are not to be woken at the end. So is whose state leaves
 			// the VM, for whoever has to bring it back.
-			facts, err := r.from().Sessions(ctx, r.machine())
+			facts, err := r.from().Sessions(ctx, r.vm())
 			if err != nil {
 				return err
 			}
-			if why := nameable(r.machine().Name, facts.Sessions); why != "" {
+			if why := nameable(r.vm().Name, facts.Sessions); why != "" {
 				return errors.New(why)
 			}
 			all := r.move().GetSessions()
@@ -125,7 +125,7 @@ func steps(m *clusterv1.MachineMove) []step {
 				}
 			}
 			if len(all) > MostSessions {
-				return errors.New(tooMany(r.machine().Name, len(all)))
+				return errors.New(tooMany(r.vm().Name, len(all)))
 			}
 			r.m.Machine.Sessions = all
 			leave := facts.away(r.move().GetAway())
@@ -139,7 +139,7 @@ func steps(m *clusterv1.MachineMove) []step {
 				return err
 			}
 			r.all = steps(r.move()) // with the time that what is away takes
-			return r.from().Freeze(ctx, r.machine(), r.freezing(r.move().GetToHost()), r.progress)
+			return r.from().Freeze(ctx, r.vm(), r.freezing(r.move().GetToHost()), r.progress)
 		},
 		func(ctx context.Context, r *run) error {
 			if err := r.thaw(ctx, r.from(), r.move().GetFromGpu()); err != nil {
@@ -155,19 +155,19 @@ func steps(m *clusterv1.MachineMove) []step {
 	add(gpu, step{
 		StepRelease, "have the VM let go of " + m.GetFromGpu() + " and confirm that it can be unplugged", "the VM takes it up again", time.Minute,
 		func(ctx context.Context, r *run) error {
-			return r.from().Release(ctx, r.machine(), r.move().GetFromGpu())
+			return r.from().Release(ctx, r.vm(), r.move().GetFromGpu())
 		},
 		func(ctx context.Context, r *run) error {
-			return r.from().TakeUp(ctx, r.machine(), r.move().GetFromGpu())
+			return r.from().TakeUp(ctx, r.vm(), r.move().GetFromGpu())
 		},
 	})
 	add(gpu, step{
 		StepDetach, "unplug " + m.GetFromGpu() + ", have the hypervisor confirm it, reset it", "it is plugged in again", 3 * time.Minute,
 		func(ctx context.Context, r *run) error {
-			return r.from().Detach(ctx, r.machine(), r.move().GetFromGpu())
+			return r.from().Detach(ctx, r.vm(), r.move().GetFromGpu())
 		},
 		func(ctx context.Context, r *run) error {
-			return r.from().Attach(ctx, r.machine(), r.move().GetFromGpu(), r.move().GetStored())
+			return r.from().Attach(ctx, r.vm(), r.move().GetFromGpu(), r.move().GetStored())
 		},
 	})
 	add(moves && !cold, step{
@@ -182,55 +182,55 @@ func steps(m *clusterv1.MachineMove) []step {
 	add(gpu, step{
 		StepAttach, "plug " + m.GetToGpu() + " in, and have the hypervisor confirm it", "it is unplugged", 3 * time.Minute,
 		func(ctx context.Context, r *run) error {
-			return r.to().Attach(ctx, r.machine(), r.move().GetToGpu(), r.move().GetStored())
+			return r.to().Attach(ctx, r.vm(), r.move().GetToGpu(), r.move().GetStored())
 		},
 		func(ctx context.Context, r *run) error {
-			if err := r.to().Release(ctx, r.machine(), r.move().GetToGpu()); err != nil {
+			if err := r.to().Release(ctx, r.vm(), r.move().GetToGpu()); err != nil {
 				return err
 			}
-			return r.to().Detach(ctx, r.machine(), r.move().GetToGpu())
+			return r.to().Detach(ctx, r.vm(), r.move().GetToGpu())
 		},
 	})
 	add(gpu, step{
 		StepAwait, "wait until the VM has found it and a runtime serves it", "", 3 * time.Minute,
 		func(ctx context.Context, r *run) error {
-			return r.to().Await(ctx, r.machine(), r.move().GetToGpu())
+			return r.to().Await(ctx, r.vm(), r.move().GetToGpu())
 		}, nil,
 	})
 	add(gpu, step{
 		StepThaw, "put the applications' state on it and let them go on", "they are frozen again", 10*time.Minute + freezePatience(m) + awayLimit(m),
 		func(ctx context.Context, r *run) error { return r.thaw(ctx, r.to(), r.move().GetToGpu()) },
 		func(ctx context.Context, r *run) error {
-			return r.to().Freeze(ctx, r.machine(), r.freezing(r.move().GetFromHost()), r.progress)
+			return r.to().Freeze(ctx, r.vm(), r.freezing(r.move().GetFromHost()), r.progress)
 		},
 	})
 	add(cold, step{
 		StepStop, "end the VM, and its applications with it", "it is started again", 5 * time.Minute,
 		func(ctx context.Context, r *run) error {
-			return r.from().Stop(ctx, r.machine(), r.move().GetFromGpu())
+			return r.from().Stop(ctx, r.vm(), r.move().GetFromGpu())
 		},
 		func(ctx context.Context, r *run) error {
-			return r.from().Start(ctx, r.machine(), r.move().GetFromGpu(), r.move().GetStored())
+			return r.from().Start(ctx, r.vm(), r.move().GetFromGpu(), r.move().GetStored())
 		},
 	})
 	add(cold && moves, step{
 		StepDefine, "give its definition to " + to, "it is taken away from there", time.Minute,
 		func(ctx context.Context, r *run) error {
-			xml, err := r.from().Definition(ctx, r.machine())
+			xml, err := r.from().Definition(ctx, r.vm())
 			if err != nil {
 				return err
 			}
-			return r.to().Define(ctx, r.machine(), xml)
+			return r.to().Define(ctx, r.vm(), xml)
 		},
-		func(ctx context.Context, r *run) error { return r.to().Undefine(ctx, r.machine()) },
+		func(ctx context.Context, r *run) error { return r.to().Undefine(ctx, r.vm()) },
 	})
 	add(cold, step{
 		StepStart, "start it" + with(m.GetToGpu()), "it is ended", 5 * time.Minute,
 		func(ctx context.Context, r *run) error {
-			return r.to().Start(ctx, r.machine(), r.move().GetToGpu(), r.move().GetStored())
+			return r.to().Start(ctx, r.vm(), r.move().GetToGpu(), r.move().GetStored())
 		},
 		func(ctx context.Context, r *run) error {
-			return r.to().Stop(ctx, r.machine(), r.move().GetToGpu())
+			return r.to().Stop(ctx, r.vm(), r.move().GetToGpu())
 		},
 	})
 	add(true, step{
@@ -241,7 +241,7 @@ func steps(m *clusterv1.MachineMove) []step {
 		StepClean, leftover(m), "", 3 * time.Minute,
 		func(ctx context.Context, r *run) error {
 			if cold && moves {
-				if err := r.from().Undefine(ctx, r.machine()); err != nil {
+				if err := r.from().Undefine(ctx, r.vm()); err != nil {
 					return err
 				}
 			}
@@ -249,14 +249,14 @@ func steps(m *clusterv1.MachineMove) []step {
 				return nil
 			}
 			if len(r.move().GetAway()) > 0 {
-				if err := errors.Join(r.from().Forget(ctx, r.machine()), r.to().Forget(ctx, r.machine())); err != nil {
+				if err := errors.Join(r.from().Forget(ctx, r.vm()), r.to().Forget(ctx, r.vm())); err != nil {
 					return err
 				}
 			}
-			if err := r.from().GiveBack(ctx, r.machine(), r.move().GetFromGpu()); err != nil {
+			if err := r.from().GiveBack(ctx, r.vm(), r.move().GetFromGpu()); err != nil {
 				return err
 			}
-			return r.Claims.EndClaim(ctx, r.move().GetFromClaim(), r.machine(), r.move().GetFromGpu())
+			return r.Claims.EndClaim(ctx, r.move().GetFromClaim(), r.vm(), r.move().GetFromGpu())
 		}, nil,
 	})
 	return out
@@ -295,7 +295,7 @@ func (r *run) forget(ctx context.Context, s Site) {
 	if len(r.move().GetAway()) == 0 {
 		return
 	}
-	if err := s.Forget(ctx, r.machine()); err != nil {
+	if err := s.Forget(ctx, r.vm()); err != nil {
 		r.Log.Warn("a GPU state is not dropped yet", "migration", r.m.GetId(), "err", err)
 	}
 }
@@ -351,8 +351,8 @@ func (r *run) carry(ctx context.Context, from, to string, home bool) error {
 	for {
 		// The source first: if nothing is on its way from there, what the
 		// destination says after that stays so.
-		here, err := a.Where(ctx, r.machine())
-		there, lost := b.Where(ctx, r.machine())
+		here, err := a.Where(ctx, r.vm())
+		there, lost := b.Where(ctx, r.vm())
 		said := errors.Is(lost, ErrUnreachable) && r.saidAbsent(to)
 		if said {
 			there, lost = Absent, nil
@@ -378,7 +378,7 @@ func (r *run) carry(ctx context.Context, from, to string, home bool) error {
 			case alive(here) && alive(there):
 				return r.twice(ctx)
 			case r.move().GetPaused() && there == Moving && !home || here == Moving && home && r.move().GetPaused():
-				if err := r.to().Unpause(ctx, r.machine()); err != nil { // the only one now
+				if err := r.to().Unpause(ctx, r.vm()); err != nil { // the only one now
 					return err
 				}
 			}
@@ -405,7 +405,7 @@ func (r *run) carry(ctx context.Context, from, to string, home bool) error {
 		case here == Running && there != Moving:
 			// The states that are not in it are where it goes before it is.
 			if away := r.move().GetAway(); len(away) > 0 {
-				if err := a.Deposit(ctx, r.machine(), away, to, r.progress); err != nil {
+				if err := a.Deposit(ctx, r.vm(), away, to, r.progress); err != nil {
 					return err
 				}
 			}
@@ -415,7 +415,7 @@ func (r *run) carry(ctx context.Context, from, to string, home bool) error {
 			if err := r.put(ctx); err != nil {
 				return err
 			}
-			if sent = a.Move(ctx, r.machine(), to, r.progress); sent == nil {
+			if sent = a.Move(ctx, r.vm(), to, r.progress); sent == nil {
 				sent = fmt.Errorf("host %s says that it is done, and the VM is still on it", from)
 			}
 			continue
@@ -455,20 +455,20 @@ func (r *run) twice(ctx context.Context) error {
 		return err
 	}
 	how := "the copy on host " + copied + " is paused"
-	if err := r.to().Pause(ctx, r.machine()); err != nil {
+	if err := r.to().Pause(ctx, r.vm()); err != nil {
 		how = fmt.Sprintf("the copy on host %s could not be paused: %v", copied, err)
 		r.m.Machine.Paused = false
 	}
 	return fmt.Errorf("%w, %s and %s: %s; find out which is to stay, destroy the other (virsh destroy %s on its host), check the disks, then gpuctl migrations resume %s",
-		errTwice, home, copied, how, r.machine().Name, r.m.GetId())
+		errTwice, home, copied, how, r.vm().Name, r.m.GetId())
 }
 
 // thaw lets the sessions go on with a card, once the VM has it.
 func (r *run) thaw(ctx context.Context, s Site, gpu string) error {
-	if err := s.Await(ctx, r.machine(), gpu); err != nil {
+	if err := s.Await(ctx, r.vm(), gpu); err != nil {
 		return err
 	}
-	return s.Thaw(ctx, r.machine(), gpu, r.move().GetSessions(), r.progress)
+	return s.Thaw(ctx, r.vm(), gpu, r.move().GetSessions(), r.progress)
 }
 
 // index of a step by name; -1: there is none.

@@ -15,6 +15,7 @@ import (
 
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/internal/vm"
 )
 
 var errCrashed = errors.New("the driver is dead")
@@ -180,7 +181,7 @@ func (w *world) Put(_ context.Context, m *clusterv1.Migration) (*clusterv1.Migra
 	return proto.CloneOf(w.kept), nil
 }
 
-func (w *world) Reserve(_ context.Context, claim string, _ Machine, gpu string) error {
+func (w *world) Reserve(_ context.Context, claim string, _ vm.VM, gpu string) error {
 	return w.call(func() error {
 		if err := w.fails[HostOf(gpu)+" reserve"]; err != nil {
 			return err
@@ -195,7 +196,7 @@ func (w *world) Reserve(_ context.Context, claim string, _ Machine, gpu string) 
 	})
 }
 
-func (w *world) EndClaim(_ context.Context, claim string, _ Machine, _ string) error {
+func (w *world) EndClaim(_ context.Context, claim string, _ vm.VM, _ string) error {
 	return w.call(func() error { delete(w.claims, claim); return nil })
 }
 
@@ -226,7 +227,7 @@ func (s *site) here() error {
 	return nil
 }
 
-func (s *site) Where(context.Context, Machine) (p Presence, err error) {
+func (s *site) Where(context.Context, vm.VM) (p Presence, err error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	switch {
@@ -242,7 +243,7 @@ func (s *site) Where(context.Context, Machine) (p Presence, err error) {
 	return Absent, nil
 }
 
-func (s *site) Pause(context.Context, Machine) error {
+func (s *site) Pause(context.Context, vm.VM) error {
 	return s.do("pause", func() error {
 		if s.at == s.twin || s.twin == "" {
 			s.t.Error("the only VM is paused")
@@ -252,7 +253,7 @@ func (s *site) Pause(context.Context, Machine) error {
 	})
 }
 
-func (s *site) Unpause(context.Context, Machine) error {
+func (s *site) Unpause(context.Context, vm.VM) error {
 	return s.do("unpause", func() error {
 		if s.twin != "" {
 			s.t.Errorf("it goes on on %s, and runs on %s and %s", s.host, s.at, s.twin)
@@ -270,7 +271,7 @@ func (s *site) alone(what string) {
 }
 
 // Expect is only asked while the applications run.
-func (s *site) Expect(_ context.Context, _ Machine, id *gpuctlv1.PCIIdentity) error {
+func (s *site) Expect(_ context.Context, _ vm.VM, id *gpuctlv1.PCIIdentity) error {
 	return s.do("expect", func() error {
 		if id.GetDeviceId() != 1 {
 			s.t.Errorf("it expects %v", id)
@@ -284,7 +285,7 @@ func (s *site) Expect(_ context.Context, _ Machine, id *gpuctlv1.PCIIdentity) er
 	})
 }
 
-func (s *site) Prepare(_ context.Context, m Machine, gpu, claim string) (*gpuctlv1.PCIIdentity, error) {
+func (s *site) Prepare(_ context.Context, m vm.VM, gpu, claim string) (*gpuctlv1.PCIIdentity, error) {
 	return &gpuctlv1.PCIIdentity{DeviceId: 1}, s.do("prepare", func() error {
 		c := s.cards[gpu]
 		if HostOf(gpu) != s.host {
@@ -301,7 +302,7 @@ func (s *site) Prepare(_ context.Context, m Machine, gpu, claim string) (*gpuctl
 	})
 }
 
-func (s *site) Attach(_ context.Context, m Machine, gpu string, stored bool) error {
+func (s *site) Attach(_ context.Context, m vm.VM, gpu string, stored bool) error {
 	return s.do("attach", func() error {
 		c := s.cards[gpu]
 		s.alone("plugged in")
@@ -323,7 +324,7 @@ func (s *site) Attach(_ context.Context, m Machine, gpu string, stored bool) err
 	})
 }
 
-func (s *site) Detach(_ context.Context, m Machine, gpu string) error {
+func (s *site) Detach(_ context.Context, m vm.VM, gpu string) error {
 	return s.do("detach", func() error {
 		c := s.cards[gpu]
 		if s.stored == gpu {
@@ -349,7 +350,7 @@ func (s *site) Detach(_ context.Context, m Machine, gpu string) error {
 	})
 }
 
-func (s *site) GiveBack(_ context.Context, m Machine, gpu string) error {
+func (s *site) GiveBack(_ context.Context, m vm.VM, gpu string) error {
 	return s.do("giveback", func() error {
 		c := s.cards[gpu]
 		if c.plugged != "" {
@@ -362,7 +363,7 @@ func (s *site) GiveBack(_ context.Context, m Machine, gpu string) error {
 	})
 }
 
-func (s *site) Move(_ context.Context, _ Machine, to string, report Progress) error {
+func (s *site) Move(_ context.Context, _ vm.VM, to string, report Progress) error {
 	return s.do("move", func() error {
 		if err := s.here(); err != nil {
 			return err
@@ -395,7 +396,7 @@ func (s *site) Move(_ context.Context, _ Machine, to string, report Progress) er
 	})
 }
 
-func (s *site) Stop(_ context.Context, m Machine, gpu string) error {
+func (s *site) Stop(_ context.Context, m vm.VM, gpu string) error {
 	return s.do("stop", func() error {
 		if s.at != s.host || s.off {
 			return nil
@@ -414,7 +415,7 @@ func (s *site) Stop(_ context.Context, m Machine, gpu string) error {
 	})
 }
 
-func (s *site) Start(_ context.Context, m Machine, gpu string, stored bool) error {
+func (s *site) Start(_ context.Context, m vm.VM, gpu string, stored bool) error {
 	return s.do("start", func() error {
 		c := s.cards[gpu]
 		switch {
@@ -436,7 +437,7 @@ func (s *site) Start(_ context.Context, m Machine, gpu string, stored bool) erro
 	})
 }
 
-func (s *site) Definition(context.Context, Machine) (string, error) {
+func (s *site) Definition(context.Context, vm.VM) (string, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if !s.defined[s.host] {
@@ -445,11 +446,11 @@ func (s *site) Definition(context.Context, Machine) (string, error) {
 	return "<domain/>", nil
 }
 
-func (s *site) Define(context.Context, Machine, string) error {
+func (s *site) Define(context.Context, vm.VM, string) error {
 	return s.do("define", func() error { s.defined[s.host] = true; return nil })
 }
 
-func (s *site) Undefine(context.Context, Machine) error {
+func (s *site) Undefine(context.Context, vm.VM) error {
 	return s.do("undefine", func() error {
 		if s.at == s.host && !s.off {
 			s.t.Errorf("undefined on %s, where it runs", s.host)
@@ -459,7 +460,7 @@ func (s *site) Undefine(context.Context, Machine) error {
 	})
 }
 
-func (s *site) Sessions(context.Context, Machine) (*AgentFacts, error) {
+func (s *site) Sessions(context.Context, vm.VM) (*AgentFacts, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	out := &AgentFacts{Protocol: AwayProtocol, FreeMemory: s.free}
@@ -501,7 +502,7 @@ func requested(names ...string) error {
 	return nil
 }
 
-func (s *site) Freeze(_ context.Context, _ Machine, f Freezing, _ Progress) error {
+func (s *site) Freeze(_ context.Context, _ vm.VM, f Freezing, _ Progress) error {
 	sessions, away, to := f.Sessions, f.Away, f.To
 	return s.do("freeze", func() error {
 		if err := requested(slices.Concat(sessions, away)...); err != nil {
@@ -538,7 +539,7 @@ func (s *site) Freeze(_ context.Context, _ Machine, f Freezing, _ Progress) erro
 	})
 }
 
-func (s *site) Deposit(_ context.Context, _ Machine, away []string, to string, _ Progress) error {
+func (s *site) Deposit(_ context.Context, _ vm.VM, away []string, to string, _ Progress) error {
 	return s.do("deposit", func() error {
 		for _, id := range away {
 			if state, ok := s.waits[id]; ok {
@@ -554,7 +555,7 @@ func (s *site) Deposit(_ context.Context, _ Machine, away []string, to string, _
 	})
 }
 
-func (s *site) Forget(context.Context, Machine) error {
+func (s *site) Forget(context.Context, vm.VM) error {
 	return s.do("forget", func() error {
 		if len(s.waits) > 0 && s.at == s.host {
 			s.t.Errorf("%s forgets what sessions wait for: %v", s.host, s.waits)
@@ -564,7 +565,7 @@ func (s *site) Forget(context.Context, Machine) error {
 	})
 }
 
-func (s *site) Release(_ context.Context, _ Machine, gpu string) error {
+func (s *site) Release(_ context.Context, _ vm.VM, gpu string) error {
 	return s.do("release", func() error {
 		if err := s.here(); err != nil {
 			return err
@@ -579,11 +580,11 @@ func (s *site) Release(_ context.Context, _ Machine, gpu string) error {
 	})
 }
 
-func (s *site) TakeUp(context.Context, Machine, string) error {
+func (s *site) TakeUp(context.Context, vm.VM, string) error {
 	return s.do("takeup", func() error { s.released = false; return s.here() })
 }
 
-func (s *site) Await(_ context.Context, m Machine, gpu string) error {
+func (s *site) Await(_ context.Context, m vm.VM, gpu string) error {
 	return s.do("await", func() error {
 		if s.cards[gpu].plugged != m.UUID || s.released {
 			return fmt.Errorf("the VM does not have %s", gpu)
@@ -592,7 +593,7 @@ func (s *site) Await(_ context.Context, m Machine, gpu string) error {
 	})
 }
 
-func (s *site) Thaw(_ context.Context, m Machine, gpu string, sessions []string, _ Progress) error {
+func (s *site) Thaw(_ context.Context, m vm.VM, gpu string, sessions []string, _ Progress) error {
 	return s.do("thaw", func() error {
 		if err := requested(sessions...); err != nil {
 			return err

@@ -29,6 +29,7 @@ import (
 	"github.com/gpuctl/gpuctl/guest/vm/statestream"
 	"github.com/gpuctl/gpuctl/hostd/migration/endpoint"
 	"github.com/gpuctl/gpuctl/hostd/migration/stash"
+	"github.com/gpuctl/gpuctl/internal/vm"
 	"github.com/gpuctl/gpuctl/migrate"
 )
 
@@ -60,7 +61,7 @@ const (
 )
 
 // newAwayHosts are two hosts that reach each other.
-func newAwayHosts(t *testing.T, v *vm) (a, b *awayHost) {
+func newAwayHosts(t *testing.T, v *testVM) (a, b *awayHost) {
 	t.Helper()
 	all := map[string]*awayHost{}
 	for name, card := range map[string]oneCard{"h1": {vendor: 0x1234, device: 0x1111}, "h2": {vendor: 0x1af4, device: 0x1050}} {
@@ -293,7 +294,7 @@ func TestVMStateLeaves(t *testing.T) {
 
 // stream is an application that computes in a VM.
 type stream struct {
-	v   *vm
+	v   *testVM
 	cmd *exec.Cmd
 	in  io.Closer
 	out lockedBuffer
@@ -301,7 +302,7 @@ type stream struct {
 
 const streamKiB = 160 // in each of its two buffers
 
-func (v *vm) stream() *stream {
+func (v *testVM) stream() *stream {
 	v.t.Helper()
 	a := &stream{v: v, cmd: exec.Command(filepath.Join(v.dir, "stream"), "--stdin", "--kib", fmt.Sprint(streamKiB), "--buffers", "2")}
 	a.cmd.Env = []string{"OCL_ICD_VENDORS=" + v.icd + "/", "PATH=" + os.Getenv("PATH")}
@@ -355,7 +356,7 @@ type moved struct {
 
 // movedVM is where the VM is.
 type movedVM struct {
-	*vm
+	*testVM
 	at      string
 	hosts   map[string]*awayHost
 	record  *clusterv1.Migration
@@ -367,28 +368,28 @@ func (m *movedVM) Site(host string) (migrate.Site, error) {
 	return &moved{&endpoint.Remote{Host: host, Migration: awayMigration, Service: h.service}, h, m}, nil
 }
 
-func (m *movedVM) Reserve(context.Context, string, migrate.Machine, string) error  { return nil }
-func (m *movedVM) EndClaim(context.Context, string, migrate.Machine, string) error { return nil }
+func (m *movedVM) Reserve(context.Context, string, vm.VM, string) error  { return nil }
+func (m *movedVM) EndClaim(context.Context, string, vm.VM, string) error { return nil }
 
 func (m *movedVM) Put(_ context.Context, r *clusterv1.Migration) (*clusterv1.Migration, error) {
 	m.record = proto.CloneOf(r)
 	return proto.CloneOf(r), nil
 }
 
-func (s *moved) Where(context.Context, migrate.Machine) (migrate.Presence, error) {
+func (s *moved) Where(context.Context, vm.VM) (migrate.Presence, error) {
 	if s.vm.at == s.h.Name {
 		return migrate.Running, nil
 	}
 	return migrate.Absent, nil
 }
 
-func (s *moved) Prepare(ctx context.Context, _ migrate.Machine, _, _ string) (*gpuctlv1.PCIIdentity, error) {
+func (s *moved) Prepare(ctx context.Context, _ vm.VM, _, _ string) (*gpuctlv1.PCIIdentity, error) {
 	return s.h.Keeper.Identity(ctx, "")
 }
 
-func (s *moved) GiveBack(context.Context, migrate.Machine, string) error { return nil }
+func (s *moved) GiveBack(context.Context, vm.VM, string) error { return nil }
 
-func (s *moved) Attach(ctx context.Context, _ migrate.Machine, _ string, _ bool) error {
+func (s *moved) Attach(ctx context.Context, _ vm.VM, _ string, _ bool) error {
 	if !s.vm.plugged {
 		id, _ := s.h.Keeper.Identity(ctx, "")
 		s.vm.plug(uint16(id.GetVendorId()), uint16(id.GetDeviceId()), 0x038000)
@@ -397,7 +398,7 @@ func (s *moved) Attach(ctx context.Context, _ migrate.Machine, _ string, _ bool)
 	return nil
 }
 
-func (s *moved) Detach(context.Context, migrate.Machine, string) error {
+func (s *moved) Detach(context.Context, vm.VM, string) error {
 	if s.vm.plugged {
 		s.vm.unplug()
 		s.vm.plugged = false
@@ -405,7 +406,7 @@ func (s *moved) Detach(context.Context, migrate.Machine, string) error {
 	return nil
 }
 
-func (s *moved) Move(_ context.Context, _ migrate.Machine, to string, _ migrate.Progress) error {
+func (s *moved) Move(_ context.Context, _ vm.VM, to string, _ migrate.Progress) error {
 	state, err := s.vm.hosts[to].Stash.Find(awayUUID, s.vm.record.GetMachine().GetAway()[0])
 	if err != nil {
 		s.vm.t.Errorf("the VM goes to %s before its state: %v %v", to, state, err)
@@ -428,7 +429,7 @@ func TestVMMovesWithoutItsState(t *testing.T) {
 	id := v.session(0).Id
 	v.host.Close() // the hosts' now
 	a, b := newAwayHosts(t, v)
-	world := &movedVM{vm: v, at: "h1", hosts: map[string]*awayHost{"h1": a, "h2": b}, plugged: true}
+	world := &movedVM{testVM: v, at: "h1", hosts: map[string]*awayHost{"h1": a, "h2": b}, plugged: true}
 	fails := ""
 	runner := migrate.New(migrate.Config{
 		Sites: world, Claims: world, Journal: world, Log: slog.New(slog.DiscardHandler), Patience: time.Second,

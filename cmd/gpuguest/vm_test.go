@@ -30,8 +30,8 @@ const (
 	oclgrind   = "/usr/lib/oclgrind/liboclgrind-rt-icd.so"
 )
 
-// vm is a machine of files with a console, gpuguest in it and a host outside.
-type vm struct {
+// testVM is a machine of files with a console, gpuguest in it and a host outside.
+type testVM struct {
 	t       *testing.T
 	dir     string
 	tree    *pcitest.Tree
@@ -63,7 +63,7 @@ func (l *lockedBuffer) String() string {
 	return l.b.String()
 }
 
-func newVM(t *testing.T) *vm {
+func newVM(t *testing.T) *testVM {
 	t.Helper()
 	for _, need := range []string{oclgrind, "/etc/OpenCL/vendors/pocl.icd"} {
 		if _, err := os.Stat(need); err != nil {
@@ -78,7 +78,7 @@ func newVM(t *testing.T) *vm {
 	if err := os.Chmod(dir, 0o711); err != nil { // the sessions' users pass through it
 		t.Fatal(err)
 	}
-	v := &vm{t: t, dir: dir, tree: pcitest.New(t), console: channeltest.New(t), log: &lockedBuffer{}, binary: filepath.Join(dir, "gpuguest"), icd: filepath.Join(dir, "vendors")}
+	v := &testVM{t: t, dir: dir, tree: pcitest.New(t), console: channeltest.New(t), log: &lockedBuffer{}, binary: filepath.Join(dir, "gpuguest"), icd: filepath.Join(dir, "vendors")}
 	run := filepath.Join(dir, "run")
 	v.build("go", "build", "-o", v.binary, ".")
 	v.build("sh", "../../guest/opencl/icd/build.sh", filepath.Join(dir, "lib.so"), fmt.Sprintf("-DGX_VM_SOCKET=%q", filepath.Join(run, "app.sock")))
@@ -113,14 +113,14 @@ func newVM(t *testing.T) *vm {
 	return v
 }
 
-func (v *vm) build(name string, args ...string) {
+func (v *testVM) build(name string, args ...string) {
 	v.t.Helper()
 	if out, err := exec.Command(name, args...).CombinedOutput(); err != nil {
 		v.t.Fatalf("%s %v: %v\n%s", name, args, err, out)
 	}
 }
 
-func (v *vm) write(path, text string) {
+func (v *testVM) write(path, text string) {
 	v.t.Helper()
 	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
 		v.t.Fatal(err)
@@ -130,7 +130,7 @@ func (v *vm) write(path, text string) {
 	}
 }
 
-func (v *vm) start() {
+func (v *testVM) start() {
 	v.t.Helper()
 	v.cmd = exec.Command(v.binary, "serve", "--vm", "--config", v.config, "--root", v.tree.Root)
 	v.cmd.Stdout, v.cmd.Stderr = v.log, v.log
@@ -140,18 +140,18 @@ func (v *vm) start() {
 	}
 }
 
-func (v *vm) kill(sig syscall.Signal) error {
+func (v *testVM) kill(sig syscall.Signal) error {
 	_ = v.cmd.Process.Signal(sig)
 	return v.cmd.Wait()
 }
 
-func (v *vm) plug(vendor, device uint16, class uint32) {
+func (v *testVM) plug(vendor, device uint16, class uint32) {
 	v.tree.Add(pcitest.Function{Address: "0000:00:05.0", Vendor: vendor, Device: device, Class: class, IOMMUGroup: -1, NUMANode: -1})
 }
 
 // unplug takes the function away; the tree is another one afterwards, as one
 // address is added once.
-func (v *vm) unplug() {
+func (v *testVM) unplug() {
 	v.t.Helper()
 	root := v.tree.Root
 	if err := os.Remove(filepath.Join(root, "sys/bus/pci/devices/0000:00:05.0")); err != nil {
@@ -164,14 +164,14 @@ func (v *vm) unplug() {
 	v.tree.Root = root
 }
 
-func (v *vm) ctx() context.Context {
+func (v *testVM) ctx() context.Context {
 	ctx, cancel := context.WithTimeout(v.t.Context(), vmPatience)
 	v.t.Cleanup(cancel)
 	return ctx
 }
 
 // hello is asked until it works: a connection may just have been lost.
-func (v *vm) hello() *gpuctlv1.HelloResponse {
+func (v *testVM) hello() *gpuctlv1.HelloResponse {
 	v.t.Helper()
 	ctx := v.ctx()
 	for {
@@ -185,7 +185,7 @@ func (v *vm) hello() *gpuctlv1.HelloResponse {
 	}
 }
 
-func (v *vm) await(vendor, device uint32) *gpuctlv1.GuestDevice {
+func (v *testVM) await(vendor, device uint32) *gpuctlv1.GuestDevice {
 	v.t.Helper()
 	resp, err := v.agent.AwaitDevice(v.ctx(), connect.NewRequest(&gpuctlv1.AwaitDeviceRequest{VendorId: vendor, DeviceId: device, TimeoutMs: 60000}))
 	if err != nil {
@@ -195,7 +195,7 @@ func (v *vm) await(vendor, device uint32) *gpuctlv1.GuestDevice {
 }
 
 // session waits until the application's has launched kernels since before.
-func (v *vm) session(before uint64) *gpuctlv1.Session {
+func (v *testVM) session(before uint64) *gpuctlv1.Session {
 	v.t.Helper()
 	ctx := v.ctx()
 	for {

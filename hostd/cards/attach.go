@@ -11,6 +11,7 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/internal/vm"
 	"github.com/gpuctl/gpuctl/passthrough/pci"
 	"github.com/gpuctl/gpuctl/passthrough/vgpu"
 )
@@ -56,7 +57,7 @@ func (k *Keeper) Attach(ctx context.Context, r *gpuctlv1.AttachRequest, report R
 	if r.GetProfile() != "" && (r.GetStoredOnly() || k.Slicer == nil) {
 		return fmt.Errorf("%w: a slice is made for a running VM, so the stored definition alone cannot have it, and this hostd must manage VMs", ErrInvalid)
 	}
-	m, err := k.Machines.Find(ctx, r.GetMachine())
+	m, err := k.VMs.Find(ctx, r.GetMachine())
 	if err != nil {
 		return err
 	}
@@ -73,7 +74,7 @@ func (k *Keeper) Attach(ctx context.Context, r *gpuctlv1.AttachRequest, report R
 	}
 	return k.outlive(ctx, func(ctx context.Context) error {
 		if r.GetStoredOnly() {
-			return k.store(ctx, m, p, report)
+			return k.store(ctx, m.VM, p, report)
 		}
 		return k.attach(ctx, m, p, r, report)
 	})
@@ -103,13 +104,13 @@ func (p *attachPlan) name() string {
 	return "a gpu"
 }
 
-func (p *attachPlan) update(m Machine) *gpuctlv1.DeviceUpdate {
+func (p *attachPlan) update(m vm.Info) *gpuctlv1.DeviceUpdate {
 	return &gpuctlv1.DeviceUpdate{
 		Gpu: strings.Join(p.names(), " or "), Machine: m.Name, Plan: p.steps, Reasons: p.reasons, Done: true, Steps: uint32(len(p.steps)),
 	}
 }
 
-func (k *Keeper) planAttach(ctx context.Context, m Machine, r *gpuctlv1.AttachRequest) (*attachPlan, error) {
+func (k *Keeper) planAttach(ctx context.Context, m vm.Info, r *gpuctlv1.AttachRequest) (*attachPlan, error) {
 	p := &attachPlan{choices: map[string]*pci.Card{}, kinds: map[string]vgpu.Kind{}}
 	if r.GetStoredOnly() {
 		p.steps = []*gpuctlv1.PlannedStep{planned(stepStore, "add it to the stored definition of "+m.Name, "the definition as it was")}
@@ -132,7 +133,7 @@ func (k *Keeper) planAttach(ctx context.Context, m Machine, r *gpuctlv1.AttachRe
 		if m.State != "running" {
 			p.reasons = append(p.reasons, why("not_running", "VM %s is %s: start it, or change only its stored definition (--stored)", m.Name, m.State))
 		} else {
-			reasons, err := k.Machines.Check(ctx, m.UUID)
+			reasons, err := k.VMs.Check(ctx, m.UUID)
 			if err != nil {
 				return nil, err
 			}
@@ -181,9 +182,9 @@ func (p *attachPlan) slice(profile string) {
 }
 
 // againstRequest are the reasons why a VM may not get what it asks of a card.
-func (k *Keeper) againstRequest(ctx context.Context, m Machine, p *attachPlan, card *pci.Card, name string, r *gpuctlv1.AttachRequest) ([]*gpuctlv1.Reason, error) {
+func (k *Keeper) againstRequest(ctx context.Context, m vm.Info, p *attachPlan, card *pci.Card, name string, r *gpuctlv1.AttachRequest) ([]*gpuctlv1.Reason, error) {
 	if r.GetProfile() == "" {
-		out, err := k.against(ctx, m, card, r.GetAcceptCare())
+		out, err := k.against(ctx, m.VM, card, r.GetAcceptCare())
 		if !r.GetStoredOnly() {
 			out = append(out, k.againstHotplug(card)...)
 		}
@@ -201,7 +202,7 @@ func (k *Keeper) againstRequest(ctx context.Context, m Machine, p *attachPlan, c
 }
 
 // choose finds the cards that a VM may get; the cluster picks one of them.
-func (k *Keeper) choose(ctx context.Context, m Machine, r *gpuctlv1.AttachRequest, p *attachPlan) error {
+func (k *Keeper) choose(ctx context.Context, m vm.Info, r *gpuctlv1.AttachRequest, p *attachPlan) error {
 	if r.GetStoredOnly() {
 		return fmt.Errorf("%w: name the gpu that the stored definition is to have", ErrInvalid)
 	}
@@ -238,7 +239,7 @@ func (k *Keeper) choose(ctx context.Context, m Machine, r *gpuctlv1.AttachReques
 }
 
 // against are the reasons why a VM may not get a card.
-func (k *Keeper) against(ctx context.Context, m Machine, card *pci.Card, care bool) (out []*gpuctlv1.Reason, err error) {
+func (k *Keeper) against(ctx context.Context, m vm.VM, card *pci.Card, care bool) (out []*gpuctlv1.Reason, err error) {
 	if a := k.assignmentOf(card.Address); a != nil {
 		switch {
 		case a.Phase == quarantined:
@@ -300,7 +301,7 @@ func (k *Keeper) isolation(ctx context.Context, card *pci.Card, care bool) (out 
 	return out, nil
 }
 
-func (k *Keeper) attach(ctx context.Context, m Machine, p *attachPlan, r *gpuctlv1.AttachRequest, report Report) error {
+func (k *Keeper) attach(ctx context.Context, m vm.Info, p *attachPlan, r *gpuctlv1.AttachRequest, report Report) error {
 	// One card is its own before the cluster is asked for it; of several the
 	// claim that is made excludes others.
 	var end func()
@@ -322,9 +323,9 @@ func (k *Keeper) attach(ctx context.Context, m Machine, p *attachPlan, r *gpuctl
 	var err error
 	began := time.Now()
 	if r.GetProfile() != "" {
-		claim, gpu, err = k.obtainSlice(ctx, m, r.GetProfile(), p.names(), r.GetExpr(), r.GetMinMemory())
+		claim, gpu, err = k.obtainSlice(ctx, m.VM, r.GetProfile(), p.names(), r.GetExpr(), r.GetMinMemory())
 	} else {
-		claim, gpu, err = k.obtain(ctx, m, p.names(), r.GetExpr(), r.GetMinMemory())
+		claim, gpu, err = k.obtain(ctx, m.VM, p.names(), r.GetExpr(), r.GetMinMemory())
 	}
 	if err == nil && end == nil {
 		end, err = begin(p.choices[gpu].Address, "an attach to vm "+m.Name)
@@ -372,7 +373,7 @@ func (k *Keeper) attach(ctx context.Context, m Machine, p *attachPlan, r *gpuctl
 		return fmt.Errorf("attach %s to vm %s: %w", gpu, m.Name, c.unwind(ctx, err))
 	}
 	if r.GetPersistent() {
-		if err := c.step(ctx, stepStore, func(ctx context.Context) error { return k.Machines.Store(ctx, m.UUID, c.assignment.Functions) }); err != nil {
+		if err := c.step(ctx, stepStore, func(ctx context.Context) error { return k.VMs.Store(ctx, m.UUID, c.assignment.Functions) }); err != nil {
 			c.assignment.Persistent, c.assignment.Message = false, ""
 			return errors.Join(fmt.Errorf("vm %s has %s, but only until it stops: %w", m.Name, gpu, err), k.put(c.assignment))
 		}
@@ -391,11 +392,11 @@ func (k *Keeper) last(c *change) *gpuctlv1.DeviceUpdate {
 }
 
 // store changes the stored definition alone: the VM's next start asks for the card.
-func (k *Keeper) store(ctx context.Context, m Machine, p *attachPlan, report Report) error {
+func (k *Keeper) store(ctx context.Context, m vm.VM, p *attachPlan, report Report) error {
 	name := p.name()
 	c := &change{k: k, card: p.choices[name], steps: p.steps, report: report, assignment: cardAssignment{GPU: name, UUID: m.UUID, Name: m.Name, Card: p.choices[name].Address}}
 	functions := addresses(c.card)
-	if err := c.step(ctx, stepStore, func(ctx context.Context) error { return k.Machines.Store(ctx, m.UUID, functions) }); err != nil {
+	if err := c.step(ctx, stepStore, func(ctx context.Context) error { return k.VMs.Store(ctx, m.UUID, functions) }); err != nil {
 		return err
 	}
 	report(k.last(c))

@@ -10,6 +10,7 @@ import (
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/internal/random"
+	"github.com/gpuctl/gpuctl/internal/vm"
 	"github.com/gpuctl/gpuctl/passthrough/pci"
 )
 
@@ -198,7 +199,7 @@ func (c *change) verify(ctx context.Context, want bool) error {
 
 // contradicts says which function is not where it should be, by the
 // hypervisor's list; empty: all are.
-func contradicts(owners map[pci.Address]Domain, functions []pci.Address, uuid string, want bool) string {
+func contradicts(owners map[pci.Address]vm.VM, functions []pci.Address, uuid string, want bool) string {
 	for _, f := range functions {
 		d, owned := owners[f]
 		switch {
@@ -269,7 +270,7 @@ func (c *change) repairOwnership(ctx context.Context, f pci.Address) (there bool
 	if there {
 		return true, nil
 	}
-	listed, err := c.k.Machines.Listed(ctx, uuid, f)
+	listed, err := c.k.VMs.Listed(ctx, uuid, f)
 	if err != nil || !listed {
 		return false, err
 	}
@@ -379,7 +380,7 @@ func (c *change) unwind(ctx context.Context, cause error) error {
 }
 
 // obtain has the cluster bind a claim for a VM to one of some cards.
-func (k *Keeper) obtain(ctx context.Context, m Machine, gpus []string, more string, memory uint64) (claim, gpu string, err error) {
+func (k *Keeper) obtain(ctx context.Context, m vm.VM, gpus []string, more string, memory uint64) (claim, gpu string, err error) {
 	claim = "vm-" + random.Hex(6)
 	gpu, err = k.obtainNamed(ctx, claim, m, gpus, more, memory)
 	if err != nil {
@@ -389,7 +390,7 @@ func (k *Keeper) obtain(ctx context.Context, m Machine, gpus []string, more stri
 }
 
 // obtainNamed is obtain for a claim that has its name already.
-func (k *Keeper) obtainNamed(ctx context.Context, claim string, m Machine, gpus []string, more string, memory uint64) (gpu string, err error) {
+func (k *Keeper) obtainNamed(ctx context.Context, claim string, m vm.VM, gpus []string, more string, memory uint64) (gpu string, err error) {
 	return k.obtainFor(ctx, &cardAssignment{Claim: claim, UUID: m.UUID, Name: m.Name}, gpus, more, memory)
 }
 

@@ -8,6 +8,7 @@ import (
 	"strings"
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/internal/vm"
 	"github.com/gpuctl/gpuctl/passthrough/pci"
 )
 
@@ -15,11 +16,11 @@ var errNoAgents = errors.New("this host asks no gpuguest")
 
 // Detach takes a card back from a VM.
 func (k *Keeper) Detach(ctx context.Context, r *gpuctlv1.DetachRequest, report Report) error {
-	m, err := k.Machines.Find(ctx, r.GetMachine())
+	m, err := k.VMs.Find(ctx, r.GetMachine())
 	if err != nil {
 		return err
 	}
-	a, err := k.ofMachine(ctx, m, r.GetGpu())
+	a, err := k.ofVM(ctx, m.VM, r.GetGpu())
 	if err != nil {
 		return err
 	}
@@ -51,8 +52,8 @@ func (k *Keeper) Detach(ctx context.Context, r *gpuctlv1.DetachRequest, report R
 	})
 }
 
-// ofMachine finds the card of a VM that is meant.
-func (k *Keeper) ofMachine(ctx context.Context, m Machine, gpu string) (*cardAssignment, error) {
+// ofVM finds the card of a VM that is meant.
+func (k *Keeper) ofVM(ctx context.Context, m vm.VM, gpu string) (*cardAssignment, error) {
 	k.mu.Lock()
 	var has []*cardAssignment
 	var names []string
@@ -93,7 +94,7 @@ func (k *Keeper) ofMachine(ctx context.Context, m Machine, gpu string) (*cardAss
 	return nil, fmt.Errorf("vm %s: %w: it does not have %s", m.Name, ErrNotFound, name)
 }
 
-func (k *Keeper) planDetach(ctx context.Context, m Machine, a *cardAssignment, r *gpuctlv1.DetachRequest) (steps []*gpuctlv1.PlannedStep, reasons []*gpuctlv1.Reason) {
+func (k *Keeper) planDetach(ctx context.Context, m vm.Info, a *cardAssignment, r *gpuctlv1.DetachRequest) (steps []*gpuctlv1.PlannedStep, reasons []*gpuctlv1.Reason) {
 	if m.Active() {
 		if r.GetUnconfirmed() {
 			steps = append(steps, planned(stepConfirm, "nobody confirms that the VM has let go of it: you said so", ""))
@@ -154,7 +155,7 @@ func (k *Keeper) detach(ctx context.Context, c *change, r *gpuctlv1.DetachReques
 	}
 	if r.GetPersistent() {
 		if err := c.step(ctx, stepUnstore, func(ctx context.Context) error {
-			return k.Machines.Unstore(ctx, c.assignment.UUID, c.assignment.Functions)
+			return k.VMs.Unstore(ctx, c.assignment.UUID, c.assignment.Functions)
 		}); err != nil {
 			// The next start asks for it again; that is no reason to leave it half-way.
 			c.report(&gpuctlv1.DeviceUpdate{Gpu: c.assignment.GPU, Machine: c.assignment.vm(), Message: err.Error()})
@@ -216,7 +217,7 @@ func (k *Keeper) Reset(ctx context.Context, r *gpuctlv1.ResetRequest, report Rep
 		c := &change{k: k, card: card, steps: steps, report: report, assignment: cardAssignment{Card: card.Address, Functions: addresses(card), GPU: name}}
 		if h := k.assignmentOf(card.Address); h == nil {
 			// Nobody may get it meanwhile: the cluster has to know.
-			claim, _, err := k.obtain(ctx, Machine{Name: "(reset)"}, []string{name}, "", 0)
+			claim, _, err := k.obtain(ctx, vm.VM{Name: "(reset)"}, []string{name}, "", 0)
 			if err != nil {
 				return err
 			}

@@ -12,6 +12,7 @@ import (
 
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/internal/vm"
 	"github.com/gpuctl/gpuctl/passthrough/pci"
 )
 
@@ -36,17 +37,12 @@ type Resetter interface {
 	Reset(ctx context.Context, card *pci.Card) (method string, err error)
 }
 
-// Domain is a running VM as the hypervisor knows it.
-type Domain struct {
-	UUID, Name string
-}
-
 // Hypervisor has the last word on who has a device.
 type Hypervisor interface {
 	// Driver is what a card is bound to while it is a VM's.
 	Driver() string
 	// Owners are the functions that running VMs have.
-	Owners(ctx context.Context) (map[pci.Address]Domain, error)
+	Owners(ctx context.Context) (map[pci.Address]vm.VM, error)
 	// Dom0Access is the state of a card as seen from dom0; empty: not known.
 	Dom0Access(card *pci.Card) string
 	// HotplugBlocker says what keeps a card from being attached to a running
@@ -60,24 +56,11 @@ type Hypervisor interface {
 	ForceAttach(ctx context.Context, uuid string, function pci.Address) error
 }
 
-// Machine is a VM as libvirt knows it.
-type Machine struct {
-	UUID, Name string
-	State      string // running, paused, shutoff, …
-	Type       string // hvm, pvh, pv or kvm
-	Memory     uint64 // bytes
-	CPUs       uint32
-	Persistent bool
-}
-
-// Active says that the VM exists for the hypervisor.
-func (m Machine) Active() bool { return m.State != "shutoff" && m.State != "crashed" && m.State != "" }
-
-// Machines are the VMs of the host. Errors wrap ErrNotFound where there is no
+// VMs are those of the host. Errors wrap ErrNotFound where there is no
 // such VM.
-type Machines interface {
-	List(ctx context.Context) ([]Machine, error)
-	Find(ctx context.Context, ref string) (Machine, error)
+type VMs interface {
+	List(ctx context.Context) ([]vm.Info, error)
+	Find(ctx context.Context, ref string) (vm.Info, error)
 	// Check says what keeps a VM from getting a device while it runs.
 	Check(ctx context.Context, uuid string) ([]*gpuctlv1.Reason, error)
 	// Attach and Detach change the running VM; that they return no error does
@@ -125,7 +108,7 @@ type Config struct {
 	Binder     Binder
 	Resetter   Resetter
 	Hypervisor Hypervisor
-	Machines   Machines
+	VMs        VMs
 	Isolation  Isolation
 	Slicer     Slicer   // nil: cards are given away whole
 	Mediated   Mediated // nil: VMs get PCI functions only

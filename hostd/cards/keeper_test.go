@@ -16,6 +16,7 @@ import (
 	"go.uber.org/goleak"
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/internal/vm"
 	"github.com/gpuctl/gpuctl/passthrough/pci"
 )
 
@@ -30,7 +31,7 @@ func (w *world) detach(machine, gpu string) error {
 }
 
 func (w *world) prepare(uuid string, devices ...pci.Address) error {
-	return w.keeper.PrepareStart(w.t.Context(), Domain{uuid, w.machines[uuid].Name}, devices)
+	return w.keeper.PrepareStart(w.t.Context(), vm.VM{UUID: uuid, Name: w.machines[uuid].Name}, devices)
 }
 
 func TestLife(t *testing.T) {
@@ -300,7 +301,7 @@ func TestHypervisorDown(t *testing.T) {
 func TestMigrationHolds(t *testing.T) {
 	w := newWorld(t)
 	w.pending = true
-	m := *w.machines[uuid1]
+	m := w.machines[uuid1].VM
 	step := func(what string, err error) {
 		t.Helper()
 		if err != nil {
@@ -326,7 +327,7 @@ func TestMigrationHolds(t *testing.T) {
 	if err := w.attach("two", "nvidia-0", false); !errors.Is(err, ErrRefused) {
 		t.Errorf("taken by another: %v", err)
 	}
-	if err := w.keeper.Reserve(t.Context(), *w.machines[uuid2], "nvidia-0", "vm-y", "m-2"); !errors.Is(err, ErrTaken) {
+	if err := w.keeper.Reserve(t.Context(), w.machines[uuid2].VM, "nvidia-0", "vm-y", "m-2"); !errors.Is(err, ErrTaken) {
 		t.Errorf("reserved twice: %v", err)
 	}
 	for range 2 {
@@ -373,7 +374,7 @@ func TestMigrationStepsCanBeRepeated(t *testing.T) {
 			w := newWorld(t)
 			w.pending = true
 			w.crashAt, w.after = at, after
-			m := *w.machines[uuid1]
+			m := w.machines[uuid1].VM
 			crashed := false
 			for _, s := range []struct {
 				name string
@@ -418,7 +419,7 @@ func TestMigrationStepsCanBeRepeated(t *testing.T) {
 func TestHeldCardIsBoundAnew(t *testing.T) {
 	w := newWorld(t)
 	w.pending = true
-	m := *w.machines[uuid1]
+	m := w.machines[uuid1].VM
 	reboot := func() {
 		for _, f := range card4 {
 			w.bind(f, w.native[f])
@@ -456,7 +457,7 @@ func TestLibvirtDiesInADetach(t *testing.T) {
 	for _, when := range []string{"early", "late"} {
 		w := newWorld(t)
 		w.pending = true
-		m := *w.machines[uuid1]
+		m := w.machines[uuid1].VM
 		must := func(what string, err error) {
 			t.Helper()
 			if err != nil {
@@ -471,8 +472,8 @@ func TestLibvirtDiesInADetach(t *testing.T) {
 			must("reconcile", w.keeper.Reconcile(t.Context()))
 			must("unplug again", w.keeper.DetachReleased(t.Context(), m, "nvidia-0", "m-1"))
 		}
-		if len(w.listed) != 0 || len(w.parted) != 0 || w.libvirtDies != "" {
-			t.Errorf("%s: listed %v, parted %v", when, w.listed, w.parted)
+		if len(w.listed) != 0 || len(w.released) != 0 || w.libvirtDies != "" {
+			t.Errorf("%s: listed %v, released %v", when, w.listed, w.released)
 		}
 		must("plug again", w.keeper.AttachPrepared(t.Context(), m, "nvidia-0", false))
 		must("unplug", w.keeper.DetachReleased(t.Context(), m, "nvidia-0", "m-1"))
@@ -485,7 +486,7 @@ func TestLibvirtDiesInADetach(t *testing.T) {
 func TestHeldCardVanishes(t *testing.T) {
 	w := newWorld(t)
 	w.pending = true
-	m := *w.machines[uuid1]
+	m := w.machines[uuid1].VM
 	must := func(what string, err error) {
 		t.Helper()
 		if err != nil {
@@ -537,13 +538,13 @@ var scenarios = map[string]func(w *world){
 		w.keeper.work.Wait()
 	},
 	"moves in": func(w *world) {
-		ctx, m := w.t.Context(), *w.machines[uuid1]
+		ctx, m := w.t.Context(), w.machines[uuid1].VM
 		_ = w.keeper.Reserve(ctx, m, "nvidia-0", "vm-x", "m-1")
 		_ = w.keeper.Prepare(ctx, m, "nvidia-0", "vm-x", "m-1")
 		_ = w.keeper.AttachPrepared(ctx, m, "nvidia-0", false)
 	},
 	"moves out": func(w *world) {
-		ctx, m := w.t.Context(), *w.machines[uuid1]
+		ctx, m := w.t.Context(), w.machines[uuid1].VM
 		_ = w.attach("one", "nvidia-0", true)
 		if w.keeper.DetachReleased(ctx, m, "nvidia-0", "m-1") == nil {
 			w.stop(uuid1)
@@ -552,7 +553,7 @@ var scenarios = map[string]func(w *world){
 		_ = w.keeper.GiveBack(ctx, m, "nvidia-0")
 	},
 	"is moved back": func(w *world) {
-		ctx, m := w.t.Context(), *w.machines[uuid1]
+		ctx, m := w.t.Context(), w.machines[uuid1].VM
 		_ = w.attach("one", "nvidia-0", false)
 		_ = w.keeper.DetachReleased(ctx, m, "nvidia-0", "m-1")
 		_ = w.keeper.AttachPrepared(ctx, m, "nvidia-0", false)
@@ -743,7 +744,7 @@ func TestCardThatCannotBeHotpluggedIsRefused(t *testing.T) {
 	if err := w.attach("one", "nvidia-0", false); !errors.Is(err, ErrRefused) || !strings.Contains(err.Error(), w.hotplugBlocker) {
 		t.Errorf("attach: %v", err)
 	}
-	if err := w.keeper.Reserve(t.Context(), *w.machines[uuid1], "nvidia-0", "vm-x", "m-1"); !errors.Is(err, ErrTaken) {
+	if err := w.keeper.Reserve(t.Context(), w.machines[uuid1].VM, "nvidia-0", "vm-x", "m-1"); !errors.Is(err, ErrTaken) {
 		t.Errorf("reserved for a migration: %v", err)
 	}
 	if err := w.prepare(uuid1, card4[:3]...); !errors.Is(err, ErrRefused) || !strings.Contains(err.Error(), "has not got function "+card4[3].String()) {
@@ -762,11 +763,11 @@ func TestCardThatCannotBeHotpluggedIsRefused(t *testing.T) {
 // A card stays its VM's while a migration stops and starts that, and no longer.
 func TestColdMigrationHolds(t *testing.T) {
 	w := newWorld(t)
-	m := *w.machines[uuid1]
+	m := w.machines[uuid1].VM
 	if err := w.attach("one", "nvidia-0", true); err != nil {
 		t.Fatal(err)
 	}
-	if err := w.keeper.Keep(t.Context(), *w.machines[uuid2], "nvidia-0", "m-1"); !errors.Is(err, ErrTaken) {
+	if err := w.keeper.Keep(t.Context(), w.machines[uuid2].VM, "nvidia-0", "m-1"); !errors.Is(err, ErrTaken) {
 		t.Errorf("kept for another: %v", err)
 	}
 	w.pending = true

@@ -8,6 +8,7 @@ import (
 	"time"
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/internal/vm"
 	"github.com/gpuctl/gpuctl/passthrough/pci"
 )
 
@@ -51,7 +52,7 @@ func (k *Keeper) Lost(ctx context.Context, uuid, gpu string) bool {
 
 // holding finds a card that is assigned to a VM, which a quarantined one is not,
 // and makes it the caller's alone.
-func (k *Keeper) holding(ctx context.Context, m Machine, gpu string) (c *change, name string, end func(), err error) {
+func (k *Keeper) holding(ctx context.Context, m vm.VM, gpu string) (c *change, name string, end func(), err error) {
 	card, name, end, err := k.movable(ctx, gpu, "a migration of vm "+m.Name)
 	if err != nil {
 		return nil, "", nil, err
@@ -66,7 +67,7 @@ func (k *Keeper) holding(ctx context.Context, m Machine, gpu string) (c *change,
 
 // Reserve binds a claim to a card for a VM that a migration brings. Its driver
 // is not changed yet.
-func (k *Keeper) Reserve(ctx context.Context, m Machine, gpu, claim, migration string) error {
+func (k *Keeper) Reserve(ctx context.Context, m vm.VM, gpu, claim, migration string) error {
 	card, name, end, err := k.movable(ctx, gpu, "a migration of vm "+m.Name)
 	if err != nil {
 		return err
@@ -95,7 +96,7 @@ func (k *Keeper) Reserve(ctx context.Context, m Machine, gpu, claim, migration s
 }
 
 // Prepare binds a reserved card to the hypervisor's driver and resets it.
-func (k *Keeper) Prepare(ctx context.Context, m Machine, gpu, claim, migration string) error {
+func (k *Keeper) Prepare(ctx context.Context, m vm.VM, gpu, claim, migration string) error {
 	card, name, end, err := k.movable(ctx, gpu, "a migration of vm "+m.Name)
 	if err != nil {
 		return err
@@ -129,7 +130,7 @@ func (k *Keeper) taken(card *pci.Card) bool {
 
 // AttachPrepared gives a prepared card to its VM, which runs here, and if stored
 // to its stored definition.
-func (k *Keeper) AttachPrepared(ctx context.Context, m Machine, gpu string, stored bool) error {
+func (k *Keeper) AttachPrepared(ctx context.Context, m vm.VM, gpu string, stored bool) error {
 	c, name, end, err := k.holding(ctx, m, gpu)
 	if err != nil {
 		return err
@@ -151,7 +152,7 @@ func (k *Keeper) AttachPrepared(ctx context.Context, m Machine, gpu string, stor
 		}
 	}
 	if err == nil && c.assignment.Persistent {
-		err = k.Machines.Store(ctx, m.UUID, c.assignment.Functions)
+		err = k.VMs.Store(ctx, m.UUID, c.assignment.Functions)
 	}
 	if err != nil {
 		return fmt.Errorf("gpu %s: %w", name, err)
@@ -161,7 +162,7 @@ func (k *Keeper) AttachPrepared(ctx context.Context, m Machine, gpu string, stor
 
 // DetachReleased takes a card out of its VM, which has released it, resets it,
 // and keeps it assigned to that VM.
-func (k *Keeper) DetachReleased(ctx context.Context, m Machine, gpu, migration string) error {
+func (k *Keeper) DetachReleased(ctx context.Context, m vm.VM, gpu, migration string) error {
 	if k.Lost(ctx, m.UUID, gpu) {
 		return nil
 	}
@@ -175,7 +176,7 @@ func (k *Keeper) DetachReleased(ctx context.Context, m Machine, gpu, migration s
 		return errors.Join(fmt.Errorf("gpu %s: %w", name, err), k.stillHas(ctx, c))
 	}
 	// The definition travels with the VM, the card does not.
-	if err := k.Machines.Unstore(ctx, m.UUID, c.assignment.Functions); err != nil {
+	if err := k.VMs.Unstore(ctx, m.UUID, c.assignment.Functions); err != nil {
 		return fmt.Errorf("gpu %s: %w", name, err)
 	}
 	if err := c.enter(ready); err != nil {
@@ -186,7 +187,7 @@ func (k *Keeper) DetachReleased(ctx context.Context, m Machine, gpu, migration s
 
 // Keep makes a card stay assigned when its VM stops. A migration calls it before
 // it stops the VM.
-func (k *Keeper) Keep(ctx context.Context, m Machine, gpu, migration string) error {
+func (k *Keeper) Keep(ctx context.Context, m vm.VM, gpu, migration string) error {
 	c, _, end, err := k.holding(ctx, m, gpu)
 	if err != nil {
 		return err
@@ -201,7 +202,7 @@ func (k *Keeper) Keep(ctx context.Context, m Machine, gpu, migration string) err
 
 // ResetStopped resets a kept card whose VM has stopped; the card stays assigned.
 // The VM's stored definition does not have it any more.
-func (k *Keeper) ResetStopped(ctx context.Context, m Machine, gpu string) error {
+func (k *Keeper) ResetStopped(ctx context.Context, m vm.VM, gpu string) error {
 	c, name, end, err := k.holding(ctx, m, gpu)
 	if err != nil {
 		return err
@@ -209,7 +210,7 @@ func (k *Keeper) ResetStopped(ctx context.Context, m Machine, gpu string) error 
 	defer end()
 	err = c.verify(ctx, false)
 	if err == nil {
-		err = k.Machines.Unstore(ctx, m.UUID, c.assignment.Functions)
+		err = k.VMs.Unstore(ctx, m.UUID, c.assignment.Functions)
 	}
 	if err == nil {
 		err = c.enter(ready)
@@ -224,7 +225,7 @@ func (k *Keeper) ResetStopped(ctx context.Context, m Machine, gpu string) error 
 }
 
 // GiveBack makes a card free that is assigned to a VM which does not have it.
-func (k *Keeper) GiveBack(ctx context.Context, m Machine, gpu string) error {
+func (k *Keeper) GiveBack(ctx context.Context, m vm.VM, gpu string) error {
 	if k.Lost(ctx, m.UUID, gpu) {
 		return nil
 	}

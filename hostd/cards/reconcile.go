@@ -8,6 +8,7 @@ import (
 	"time"
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/internal/vm"
 	"github.com/gpuctl/gpuctl/passthrough/pci"
 )
 
@@ -33,7 +34,7 @@ func (k *Keeper) Reconcile(ctx context.Context) error {
 		all = append(all, *h)
 	}
 	k.mu.Unlock()
-	var mediated map[string]Domain
+	var mediated map[string]vm.VM
 	if slices.ContainsFunc(all, func(h cardAssignment) bool { return h.mediated() }) {
 		if k.Mediated == nil {
 			return errors.New("the record has mediated devices, and this hypervisor has none")
@@ -69,7 +70,7 @@ func (k *Keeper) Reconcile(ctx context.Context) error {
 }
 
 // reconcileCard makes one assignment and the real state agree.
-func (k *Keeper) reconcileCard(ctx context.Context, a *cardAssignment, owners map[pci.Address]Domain) error {
+func (k *Keeper) reconcileCard(ctx context.Context, a *cardAssignment, owners map[pci.Address]vm.VM) error {
 	end, err := k.lockCard(a.Card, "a look after it")
 	if err != nil {
 		return err
@@ -107,7 +108,7 @@ func (k *Keeper) reconcileCard(ctx context.Context, a *cardAssignment, owners ma
 }
 
 // owned notes that a VM has the card.
-func (k *Keeper) owned(ctx context.Context, c *change, d Domain) error {
+func (k *Keeper) owned(ctx context.Context, c *change, d vm.VM) error {
 	a := &c.assignment
 	before := *a
 	a.Phase = attached
@@ -134,13 +135,13 @@ func (k *Keeper) owned(ctx context.Context, c *change, d Domain) error {
 		a.Migration = ""
 	}
 	if before.Phase != attached && a.Persistent {
-		if err := k.Machines.Store(ctx, a.UUID, a.Functions); err != nil {
+		if err := k.VMs.Store(ctx, a.UUID, a.Functions); err != nil {
 			k.Log.Warn("not in the stored definition", "gpu", a.GPU, "machine", a.vm(), "err", err)
 			a.Persistent = false
 		}
 	}
 	if a.Claim == "" {
-		m := Machine{UUID: a.UUID, Name: a.Name}
+		m := vm.VM{UUID: a.UUID, Name: a.Name}
 		var claim string
 		var err error
 		if a.Slice != nil {
@@ -162,7 +163,7 @@ func (k *Keeper) owned(ctx context.Context, c *change, d Domain) error {
 
 // complete gives a VM the functions of its card that it does not have: an
 // attach or detach has ended half-way.
-func (k *Keeper) complete(ctx context.Context, c *change, owners map[pci.Address]Domain) {
+func (k *Keeper) complete(ctx context.Context, c *change, owners map[pci.Address]vm.VM) {
 	for _, f := range c.assignment.Functions {
 		if _, owned := owners[f]; owned {
 			continue
@@ -208,7 +209,7 @@ func (k *Keeper) absent(a *cardAssignment) bool {
 }
 
 // adopt takes note of a card that somebody gave to a VM without asking.
-func (k *Keeper) adopt(ctx context.Context, card *pci.Card, owners map[pci.Address]Domain) error {
+func (k *Keeper) adopt(ctx context.Context, card *pci.Card, owners map[pci.Address]vm.VM) error {
 	if k.assignmentOf(card.Address) != nil {
 		return nil
 	}

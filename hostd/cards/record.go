@@ -78,7 +78,7 @@ func (a *cardAssignment) vm() string {
 func (a *cardAssignment) claim() *clusterv1.Claim {
 	c := &clusterv1.Claim{
 		Id: a.Claim, Holder: "vm " + a.vm(), Count: 1, Unmet: clusterv1.Unmet_UNMET_REFUSE,
-		Labels: map[string]string{labelMachine: a.UUID},
+		Labels: map[string]string{labelVM: a.UUID},
 	}
 	if a.Slice != nil {
 		c.Profile = a.Slice.Profile
@@ -86,8 +86,8 @@ func (a *cardAssignment) claim() *clusterv1.Claim {
 	return c
 }
 
-// labelMachine on a claim is the UUID of the VM that it is for.
-const labelMachine = "gpuctl.machine"
+// labelVM on a claim is the UUID of the VM that it is for.
+const labelVM = "gpuctl.machine"
 
 const (
 	recordVersion = 1

@@ -11,6 +11,7 @@ import (
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/internal/random"
+	"github.com/gpuctl/gpuctl/internal/vm"
 	"github.com/gpuctl/gpuctl/passthrough/pci"
 	"github.com/gpuctl/gpuctl/passthrough/vgpu"
 )
@@ -31,7 +32,7 @@ type Slicer interface {
 
 // Mediated gives mediated devices to VMs, by their UUIDs.
 type Mediated interface {
-	Owners(ctx context.Context) (map[string]Domain, error)
+	Owners(ctx context.Context) (map[string]vm.VM, error)
 	Attach(ctx context.Context, machine, device string) error
 	Detach(ctx context.Context, machine, device string) error
 }
@@ -208,7 +209,7 @@ func (k *Keeper) use(card pci.Address, but string) vgpu.Use {
 
 // owners is what the hypervisor says about an assignment. A mediated device is
 // listed by its parent.
-func (k *Keeper) owners(ctx context.Context, a *cardAssignment) (map[pci.Address]Domain, error) {
+func (k *Keeper) owners(ctx context.Context, a *cardAssignment) (map[pci.Address]vm.VM, error) {
 	if !a.mediated() {
 		return k.Hypervisor.Owners(ctx)
 	}
@@ -222,8 +223,8 @@ func (k *Keeper) owners(ctx context.Context, a *cardAssignment) (map[pci.Address
 	return a.view(all), nil
 }
 
-func (a *cardAssignment) view(mediated map[string]Domain) map[pci.Address]Domain {
-	out := map[pci.Address]Domain{}
+func (a *cardAssignment) view(mediated map[string]vm.VM) map[pci.Address]vm.VM {
+	out := map[pci.Address]vm.VM{}
 	if d, owned := mediated[a.Slice.ID]; owned && len(a.Functions) > 0 {
 		out[a.Functions[0]] = d
 	}
@@ -235,14 +236,14 @@ func (c *change) attachFunction(ctx context.Context, f pci.Address) error {
 	if c.assignment.mediated() {
 		return c.k.Mediated.Attach(ctx, c.assignment.UUID, c.assignment.Slice.ID)
 	}
-	return c.k.Machines.Attach(ctx, c.assignment.UUID, f)
+	return c.k.VMs.Attach(ctx, c.assignment.UUID, f)
 }
 
 func (c *change) detachFunction(ctx context.Context, f pci.Address) error {
 	if c.assignment.mediated() {
 		return c.k.Mediated.Detach(ctx, c.assignment.UUID, c.assignment.Slice.ID)
 	}
-	return c.k.Machines.Detach(ctx, c.assignment.UUID, f)
+	return c.k.VMs.Detach(ctx, c.assignment.UUID, f)
 }
 
 // part is a virtual function of a card as something to be reset or judged.
@@ -588,7 +589,7 @@ func (k *Keeper) Resize(ctx context.Context, r *gpuctlv1.ResizeRequest, report R
 }
 
 // obtainSlice is obtain for a slice.
-func (k *Keeper) obtainSlice(ctx context.Context, m Machine, profile string, gpus []string, more string, memory uint64) (claim, gpu string, err error) {
+func (k *Keeper) obtainSlice(ctx context.Context, m vm.VM, profile string, gpus []string, more string, memory uint64) (claim, gpu string, err error) {
 	claim = "vm-" + random.Hex(6)
 	a := cardAssignment{Claim: claim, UUID: m.UUID, Name: m.Name, Slice: &slice{Profile: profile}}
 	gpu, err = k.obtainFor(ctx, &a, gpus, more, memory)
@@ -596,7 +597,7 @@ func (k *Keeper) obtainSlice(ctx context.Context, m Machine, profile string, gpu
 }
 
 // foundSlice is the assignment of a virtual function that is there already.
-func (k *Keeper) foundSlice(card *pci.Card, name string, f pci.Address, d Domain) (*cardAssignment, error) {
+func (k *Keeper) foundSlice(card *pci.Card, name string, f pci.Address, d vm.VM) (*cardAssignment, error) {
 	all, err := k.Slicer.Instances(card)
 	if err != nil {
 		return nil, err
@@ -613,7 +614,7 @@ func (k *Keeper) foundSlice(card *pci.Card, name string, f pci.Address, d Domain
 
 // prepareSlice makes a virtual function that is in a VM's definition ready for
 // its start.
-func (k *Keeper) prepareSlice(ctx context.Context, d Domain, card *pci.Card, f pci.Address) error {
+func (k *Keeper) prepareSlice(ctx context.Context, d vm.VM, card *pci.Card, f pci.Address) error {
 	end, err := k.await(ctx, card.Address, "the start of vm "+d.Name)
 	if err != nil {
 		return err
@@ -633,7 +634,7 @@ func (k *Keeper) prepareSlice(ctx context.Context, d Domain, card *pci.Card, f p
 	if err != nil {
 		return fmt.Errorf("vm %s cannot have %s: %w", d.Name, f, err)
 	}
-	m := Machine{UUID: d.UUID, Name: d.Name, State: "starting"}
+	m := vm.VM{UUID: d.UUID, Name: d.Name}
 	claim, _, err := k.obtainSlice(ctx, m, a.Slice.Profile, []string{name}, "", 0)
 	if err != nil {
 		return err
@@ -660,7 +661,7 @@ func (k *Keeper) prepareSlice(ctx context.Context, d Domain, card *pci.Card, f p
 }
 
 // prepareSlices makes the virtual functions among a VM's devices ready.
-func (k *Keeper) prepareSlices(ctx context.Context, d Domain, cards []*pci.Card, devices []pci.Address) error {
+func (k *Keeper) prepareSlices(ctx context.Context, d vm.VM, cards []*pci.Card, devices []pci.Address) error {
 	if k.Slicer == nil {
 		return nil
 	}
@@ -680,7 +681,7 @@ func (k *Keeper) prepareSlices(ctx context.Context, d Domain, cards []*pci.Card,
 
 // forgetStart gives back slices that were made ready for a start that is
 // refused.
-func (k *Keeper) forgetStart(d Domain) {
+func (k *Keeper) forgetStart(d vm.VM) {
 	k.mu.Lock()
 	var had []cardAssignment
 	for _, a := range k.slices {
@@ -696,7 +697,7 @@ func (k *Keeper) forgetStart(d Domain) {
 
 // adoptSlices takes note of virtual functions that somebody gave to VMs without
 // asking.
-func (k *Keeper) adoptSlices(ctx context.Context, card *pci.Card, owners map[pci.Address]Domain) error {
+func (k *Keeper) adoptSlices(ctx context.Context, card *pci.Card, owners map[pci.Address]vm.VM) error {
 	var errs []error
 	for _, f := range card.VFs {
 		d, owned := owners[f.Address]

@@ -13,6 +13,7 @@ import (
 
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/internal/vm"
 	"github.com/gpuctl/gpuctl/passthrough/catalog"
 	"github.com/gpuctl/gpuctl/passthrough/pci"
 	"github.com/gpuctl/gpuctl/passthrough/pci/pcitest"
@@ -158,15 +159,15 @@ func (s slicer) Resize(ctx context.Context, card *pci.Card, n int, use vgpu.Use)
 // mediator is the hypervisor's part for mediated devices.
 type mediator struct{ w *world }
 
-func (m mediator) Owners(context.Context) (map[string]Domain, error) {
+func (m mediator) Owners(context.Context) (map[string]vm.VM, error) {
 	m.w.mu.Lock()
 	defer m.w.mu.Unlock()
 	if m.w.crashed {
 		return nil, errCrashed
 	}
-	out := map[string]Domain{}
+	out := map[string]vm.VM{}
 	for id, uuid := range m.w.mediated {
-		out[id] = Domain{uuid, m.w.machines[uuid].Name}
+		out[id] = vm.VM{UUID: uuid, Name: m.w.machines[uuid].Name}
 	}
 	return out, nil
 }

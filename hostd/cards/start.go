@@ -9,6 +9,7 @@ import (
 	"time"
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/internal/vm"
 	"github.com/gpuctl/gpuctl/passthrough/pci"
 )
 
@@ -16,7 +17,7 @@ import (
 // why it must not start. Devices that are no cards of this host are not its
 // business. What it has done for a start that does not come about is undone
 // after Grace.
-func (k *Keeper) PrepareStart(ctx context.Context, d Domain, devices []pci.Address) error {
+func (k *Keeper) PrepareStart(ctx context.Context, d vm.VM, devices []pci.Address) error {
 	if len(devices) == 0 {
 		return nil
 	}
@@ -49,7 +50,7 @@ func (k *Keeper) PrepareStart(ctx context.Context, d Domain, devices []pci.Addre
 }
 
 // prepare makes one card ready for a VM that starts.
-func (k *Keeper) prepare(ctx context.Context, d Domain, card *pci.Card, devices []pci.Address) error {
+func (k *Keeper) prepare(ctx context.Context, d vm.VM, card *pci.Card, devices []pci.Address) error {
 	end, err := k.await(ctx, card.Address, "the start of vm "+d.Name)
 	if err != nil {
 		return err
@@ -62,7 +63,7 @@ func (k *Keeper) prepare(ctx context.Context, d Domain, card *pci.Card, devices 
 	if err != nil {
 		return err
 	}
-	m := Machine{UUID: d.UUID, Name: d.Name, State: "starting"}
+	m := vm.VM{UUID: d.UUID, Name: d.Name}
 	reasons, err := k.against(ctx, m, card, true)
 	if err != nil {
 		return err
@@ -99,7 +100,7 @@ func (k *Keeper) inPart(card *pci.Card, devices []pci.Address) (out []*gpuctlv1.
 
 // again makes a card ready for the VM that had it last: it is started anew
 // before the card was given back.
-func (k *Keeper) again(ctx context.Context, d Domain, a *cardAssignment) error {
+func (k *Keeper) again(ctx context.Context, d vm.VM, a *cardAssignment) error {
 	c := &change{k: k, assignment: *a, report: func(*gpuctlv1.DeviceUpdate) {}}
 	if err := c.verify(ctx, false); err != nil {
 		return fmt.Errorf("vm %s cannot have %s: %w", d.Name, a.GPU, err)
@@ -190,7 +191,7 @@ func (k *Keeper) afterEnd(ctx context.Context, was cardAssignment) error {
 
 // List are the VMs of the host with the cards that they have.
 func (k *Keeper) List(ctx context.Context) ([]*gpuctlv1.Machine, error) {
-	all, err := k.Machines.List(ctx)
+	all, err := k.VMs.List(ctx)
 	if err != nil {
 		return nil, err
 	}

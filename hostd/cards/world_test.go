@@ -17,6 +17,7 @@ import (
 
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/internal/vm"
 	"github.com/gpuctl/gpuctl/passthrough/pci"
 	"github.com/gpuctl/gpuctl/passthrough/pci/pcitest"
 )
@@ -37,7 +38,7 @@ type world struct {
 	native         map[pci.Address]string
 	owner          map[pci.Address]string // VM's UUID
 	dirty          map[pci.Address]string // the VM that has had it since it was reset
-	machines       map[string]*Machine
+	machines       map[string]*vm.Info
 	stored         map[string][]pci.Address
 	claims         map[string]string // claim: GPU
 	dead           map[pci.Address]bool
@@ -46,7 +47,7 @@ type world struct {
 	care           bool
 	hotplugBlocker string
 	noQuorum       bool
-	parted         map[pci.Address]bool   // by their VM, and still on the hypervisor's list
+	released       map[pci.Address]bool   // by their VM, and still on the hypervisor's list
 	listed         map[pci.Address]string // by libvirt as a VM's
 	again          map[pci.Address]string // to their VM, and unseen or inUse there
 	libvirtDies    string                 // in the next detach: early or late
@@ -107,10 +108,10 @@ func emptyWorld(t *testing.T) *world {
 	return &world{
 		t: t, dir: inMemory(t), driver: map[pci.Address]string{}, native: map[pci.Address]string{}, owner: map[pci.Address]string{},
 		dirty: map[pci.Address]string{}, stored: map[string][]pci.Address{}, claims: map[string]string{}, dead: map[pci.Address]bool{}, deaf: map[string]bool{},
-		resetFail: map[pci.Address]error{}, parted: map[pci.Address]bool{}, listed: map[pci.Address]string{}, again: map[pci.Address]string{}, now: time.Unix(1e9, 0),
-		machines: map[string]*Machine{
-			uuid1: {UUID: uuid1, Name: "one", State: "running", Type: "hvm", Persistent: true},
-			uuid2: {UUID: uuid2, Name: "two", State: "running", Type: "hvm", Persistent: true},
+		resetFail: map[pci.Address]error{}, released: map[pci.Address]bool{}, listed: map[pci.Address]string{}, again: map[pci.Address]string{}, now: time.Unix(1e9, 0),
+		machines: map[string]*vm.Info{
+			uuid1: {VM: vm.VM{UUID: uuid1, Name: "one"}, State: "running", Type: "hvm", Persistent: true},
+			uuid2: {VM: vm.VM{UUID: uuid2, Name: "two"}, State: "running", Type: "hvm", Persistent: true},
 		},
 	}
 }
@@ -134,7 +135,7 @@ func (w *world) file() string { return filepath.Join(w.dir, "cards.json") }
 func (w *world) start() {
 	w.t.Helper()
 	c := Config{
-		PCI: pci.NewScanner(w.root), File: w.file(), Binder: w, Resetter: w, Hypervisor: w, Machines: w, Isolation: w, Guests: w, Cluster: cluster{w},
+		PCI: pci.NewScanner(w.root), File: w.file(), Binder: w, Resetter: w, Hypervisor: w, VMs: w, Isolation: w, Guests: w, Cluster: cluster{w},
 		GPUs: w.gpus, Now: w.clock, Pending: func(context.Context, string) bool { return w.pending }, Log: slog.New(slog.DiscardHandler),
 		Event:  w.event,
 		Timing: Timing{Verify: 30 * time.Millisecond, Step: time.Second, Grace: time.Minute},
@@ -268,7 +269,7 @@ func (w *world) Report(context.Context, *pci.Card) (*gpuctlv1.IsolationResponse,
 	return &gpuctlv1.IsolationResponse{Verdict: "yes"}, nil
 }
 
-func (w *world) Owners(context.Context) (map[pci.Address]Domain, error) {
+func (w *world) Owners(context.Context) (map[pci.Address]vm.VM, error) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	if w.hyperDown {
@@ -277,23 +278,23 @@ func (w *world) Owners(context.Context) (map[pci.Address]Domain, error) {
 	if w.crashed {
 		return nil, errCrashed
 	}
-	out := map[pci.Address]Domain{}
+	out := map[pci.Address]vm.VM{}
 	for f, uuid := range w.owner {
 		if uuid != "" {
-			out[f] = Domain{uuid, w.machines[uuid].Name}
+			out[f] = vm.VM{UUID: uuid, Name: w.machines[uuid].Name}
 		}
 	}
 	return out, nil
 }
 
-func (w *world) List(context.Context) (out []Machine, err error) {
+func (w *world) List(context.Context) (out []vm.Info, err error) {
 	for _, m := range w.machines {
 		out = append(out, *m)
 	}
 	return out, nil
 }
 
-func (w *world) Find(_ context.Context, ref string) (Machine, error) {
+func (w *world) Find(_ context.Context, ref string) (vm.Info, error) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	for _, m := range w.machines {
@@ -301,7 +302,7 @@ func (w *world) Find(_ context.Context, ref string) (Machine, error) {
 			return *m, nil
 		}
 	}
-	return Machine{}, fmt.Errorf("vm %s: %w", ref, ErrNotFound)
+	return vm.Info{}, fmt.Errorf("vm %s: %w", ref, ErrNotFound)
 }
 
 func (w *world) Check(_ context.Context, uuid string) ([]*gpuctlv1.Reason, error) {
@@ -347,16 +348,16 @@ func (w *world) Has(_ context.Context, uuid string, f pci.Address) (bool, error)
 		w.again[f] = inUse
 		return false, nil
 	}
-	return w.owner[f] == uuid && !w.parted[f], nil
+	return w.owner[f] == uuid && !w.released[f], nil
 }
 
 func (w *world) ForceDetach(_ context.Context, uuid string, f pci.Address) error {
 	return w.call(func() error {
-		if w.owner[f] != uuid || !w.parted[f] {
+		if w.owner[f] != uuid || !w.released[f] {
 			w.t.Errorf("%s was taken off the list of VM %s, which has it", f, uuid)
 		}
 		w.owner[f] = ""
-		delete(w.parted, f)
+		delete(w.released, f)
 		return nil
 	})
 }
@@ -382,14 +383,14 @@ func (w *world) Detach(_ context.Context, uuid string, f pci.Address) error {
 		switch {
 		case w.deaf[uuid]:
 			return errors.New("timed out")
-		case w.parted[f] || w.owner[f] != uuid && w.listed[f] == uuid:
+		case w.released[f] || w.owner[f] != uuid && w.listed[f] == uuid:
 			w.t.Errorf("libvirt is to detach %s, which VM %s has not got, and corrupts its list", f, uuid)
 		case w.owner[f] != uuid:
 			return fmt.Errorf("%s: no such device", f)
 		case w.again[f] != "":
 			w.t.Errorf("libvirt is to detach %s, which is %s in VM %s", f, w.again[f], uuid)
 		case w.libvirtDies == "early": // with this detach
-			w.libvirtDies, w.parted[f] = "", true
+			w.libvirtDies, w.released[f] = "", true
 			return errors.New("end of file while reading data")
 		}
 		w.owner[f] = ""

@@ -13,6 +13,7 @@ import (
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/cluster/state"
 	"github.com/gpuctl/gpuctl/hostd/migration/endpoint"
+	"github.com/gpuctl/gpuctl/internal/vm"
 	"github.com/gpuctl/gpuctl/migrate"
 )
 
@@ -33,7 +34,7 @@ func (m *Manager) plan(ctx context.Context, r *gpuctlv1.MachinePlanRequest, uuid
 	if err != nil {
 		return nil, nil, err
 	}
-	facts := machineFacts(m.Node.HostName(), res.Msg)
+	facts := vmFacts(m.Node.HostName(), res.Msg)
 	for one := range v.Migrations() {
 		if one.GetMachine().GetUuid() == uuid && !over(one) {
 			facts.Migration = one.GetId()
@@ -59,10 +60,12 @@ func past(v *state.View) (out []*clusterv1.Migration) {
 	return out
 }
 
-func machineFacts(host string, f *gpuctlv1.SiteMachineFacts) migrate.MachineFacts {
-	out := migrate.MachineFacts{
-		Machine: migrate.Machine{UUID: f.GetUuid(), Name: f.GetName()}, Host: host, State: f.GetState(), Type: f.GetType(), Memory: f.GetMemory(),
-		Persistent: f.GetPersistent(), Passthrough: f.GetPassthrough(), OtherDevices: f.GetOtherDevices(), GPUs: f.GetGpus(), AgentError: f.GetAgentError(),
+func vmFacts(host string, f *gpuctlv1.SiteMachineFacts) migrate.VMFacts {
+	out := migrate.VMFacts{
+		Info: vm.Info{
+			VM: vm.VM{UUID: f.GetUuid(), Name: f.GetName()}, State: f.GetState(), Type: f.GetType(), Memory: f.GetMemory(), Persistent: f.GetPersistent(),
+		},
+		Host: host, Passthrough: f.GetPassthrough(), OtherDevices: f.GetOtherDevices(), GPUs: f.GetGpus(), AgentError: f.GetAgentError(),
 	}
 	for _, d := range f.GetDisks() {
 		out.Disks = append(out.Disks, migrate.Disk{Path: d.GetPath(), ReadOnly: d.GetReadOnly()})
@@ -207,9 +210,9 @@ func prediction(r migrate.Range) *gpuctlv1.Prediction {
 
 // proto is a plan as the API has it.
 func planProto(p *migrate.Plan) *gpuctlv1.MachinePlanResponse {
-	out := &gpuctlv1.MachinePlanResponse{Machine: p.Machine.Name, Host: p.Machine.Host, Gpus: p.Machine.GPUs, Reasons: p.Reasons}
+	out := &gpuctlv1.MachinePlanResponse{Machine: p.VM.Name, Host: p.VM.Host, Gpus: p.VM.GPUs, Reasons: p.Reasons}
 	out.Away, out.Notes = p.Away, p.Notes
-	if a := p.Machine.Agent; a != nil {
+	if a := p.VM.Agent; a != nil {
 		out.Sessions = uint32(len(a.Sessions))
 		for _, s := range a.Sessions {
 			out.GpuState += s.Memory

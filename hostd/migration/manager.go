@@ -17,6 +17,7 @@ import (
 	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
 	"github.com/gpuctl/gpuctl/cluster/state"
 	"github.com/gpuctl/gpuctl/hostd/migration/endpoint"
+	"github.com/gpuctl/gpuctl/internal/vm"
 	"github.com/gpuctl/gpuctl/migrate"
 )
 
@@ -38,7 +39,7 @@ type Node interface {
 type Config struct {
 	Node Node
 	// Machines lists the VMs of all hosts, and the hosts that did not answer.
-	Machines func(ctx context.Context) ([]*gpuctlv1.Machine, []string)
+	VMs func(ctx context.Context) ([]*gpuctlv1.Machine, []string)
 	// Ready reports whether this host may go on with what it drove before.
 	Ready func() bool
 	Most  int // migrations from or to one host at a time; 0: 2
@@ -269,7 +270,7 @@ func (s sites) site(host string) (*endpoint.Remote, error) {
 }
 
 // Reserve has the card's host bind the claim: it is the one that manages it.
-func (s sites) Reserve(ctx context.Context, claim string, m migrate.Machine, gpu string) error {
+func (s sites) Reserve(ctx context.Context, claim string, m vm.VM, gpu string) error {
 	at, err := s.site(migrate.HostOf(gpu))
 	if err != nil {
 		return err
@@ -278,7 +279,7 @@ func (s sites) Reserve(ctx context.Context, claim string, m migrate.Machine, gpu
 }
 
 // Release has it end the claim, by giving the card back.
-func (s sites) EndClaim(ctx context.Context, _ string, m migrate.Machine, gpu string) error {
+func (s sites) EndClaim(ctx context.Context, _ string, m vm.VM, gpu string) error {
 	at, err := s.site(migrate.HostOf(gpu))
 	if err != nil {
 		return err

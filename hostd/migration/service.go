@@ -32,7 +32,7 @@ func (m *Manager) Handle(mux *http.ServeMux, options ...connect.HandlerOption) {
 
 // find says which host a VM is on, and what it is called.
 func (m *Manager) find(ctx context.Context, r *gpuctlv1.MachinePlanRequest) (*gpuctlv1.Machine, error) {
-	all, missing := m.Machines(ctx)
+	all, missing := m.VMs(ctx)
 	var found []*gpuctlv1.Machine
 	var names []string
 	for _, one := range all {

@@ -4,9 +4,9 @@ import (
 	"context"
 	"fmt"
 
-	"github.com/gpuctl/gpuctl/hostd/cards"
 	"github.com/gpuctl/gpuctl/hostd/cards/libvirthook"
 	"github.com/gpuctl/gpuctl/internal/hook/wire"
+	"github.com/gpuctl/gpuctl/internal/vm"
 	"github.com/gpuctl/gpuctl/passthrough/domxml"
 	"github.com/gpuctl/gpuctl/passthrough/pci"
 )
@@ -20,7 +20,7 @@ func (p *Platform) Hook(ctx context.Context, e libvirthook.Event) (libvirthook.A
 		if err != nil || len(functions) == 0 {
 			return libvirthook.Answer{}, err
 		}
-		return libvirthook.Answer{}, p.Keeper.PrepareStart(ctx, cards.Domain{UUID: canonical(doc.UUID()), Name: e.Domain}, functions)
+		return libvirthook.Answer{}, p.Keeper.PrepareStart(ctx, vm.VM{UUID: canonical(doc.UUID()), Name: e.Domain}, functions)
 	case wire.Release:
 		if doc, _, err := assigned(e); err == nil {
 			p.Keeper.Stopped(canonical(doc.UUID()))

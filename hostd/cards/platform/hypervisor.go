@@ -10,6 +10,7 @@ import (
 
 	"github.com/gpuctl/gpuctl/hostd/cards"
 	"github.com/gpuctl/gpuctl/internal/virt"
+	"github.com/gpuctl/gpuctl/internal/vm"
 	"github.com/gpuctl/gpuctl/passthrough/domxml"
 	"github.com/gpuctl/gpuctl/passthrough/pci"
 	"github.com/gpuctl/gpuctl/passthrough/xen"
@@ -30,7 +31,7 @@ type xenHypervisor struct {
 
 func (x xenHypervisor) Driver() string { return driverXen }
 
-func (x xenHypervisor) Owners(ctx context.Context) (map[pci.Address]cards.Domain, error) {
+func (x xenHypervisor) Owners(ctx context.Context) (map[pci.Address]vm.VM, error) {
 	assigned, err := x.host.Assigned(ctx)
 	if err != nil || len(assigned) == 0 {
 		return nil, err
@@ -39,15 +40,15 @@ func (x xenHypervisor) Owners(ctx context.Context) (map[pci.Address]cards.Domain
 	if err != nil {
 		return nil, err
 	}
-	byID := map[uint16]cards.Domain{}
+	byID := map[uint16]vm.VM{}
 	for _, d := range domains {
 		name := d.Name
 		if name == "" {
 			name = fmt.Sprintf("domain %d", d.ID)
 		}
-		byID[d.ID] = cards.Domain{UUID: canonical(d.UUID), Name: name}
+		byID[d.ID] = vm.VM{UUID: canonical(d.UUID), Name: name}
 	}
-	out := map[pci.Address]cards.Domain{}
+	out := map[pci.Address]vm.VM{}
 	for _, a := range assigned {
 		d, known := byID[a.Domain]
 		if !known {
@@ -129,12 +130,12 @@ func (kvmHypervisor) ForceAttach(context.Context, string, pci.Address) error { r
 // errOneList: what libvirt says is all that there is.
 var errOneList = errors.New("only Xen keeps a list beside libvirt's")
 
-func (k kvmHypervisor) Owners(ctx context.Context) (map[pci.Address]cards.Domain, error) {
+func (k kvmHypervisor) Owners(ctx context.Context) (map[pci.Address]vm.VM, error) {
 	all, err := k.client.Domains(ctx)
 	if err != nil {
 		return nil, err
 	}
-	out := map[pci.Address]cards.Domain{}
+	out := map[pci.Address]vm.VM{}
 	for _, d := range all {
 		if d.ID < 0 {
 			continue
@@ -150,7 +151,7 @@ func (k kvmHypervisor) Owners(ctx context.Context) (map[pci.Address]cards.Domain
 			}
 		}
 		for _, a := range has {
-			out[a] = cards.Domain{UUID: d.UUID.String(), Name: d.Name}
+			out[a] = vm.VM{UUID: d.UUID.String(), Name: d.Name}
 		}
 	}
 	return out, nil
@@ -166,8 +167,8 @@ func (noHypervisor) HotplugBlocker(*pci.Card) string { return "" }
 func (noHypervisor) ForceDetach(context.Context, string, pci.Address) error { return errOneList }
 func (noHypervisor) ForceAttach(context.Context, string, pci.Address) error { return errOneList }
 
-func (noHypervisor) Owners(context.Context) (map[pci.Address]cards.Domain, error) {
-	return map[pci.Address]cards.Domain{}, nil
+func (noHypervisor) Owners(context.Context) (map[pci.Address]vm.VM, error) {
+	return map[pci.Address]vm.VM{}, nil
 }
 
 // canonical is a UUID as libvirt writes it; what is none stays.

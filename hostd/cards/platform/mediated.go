@@ -9,8 +9,8 @@ import (
 	"strconv"
 	"strings"
 
-	"github.com/gpuctl/gpuctl/hostd/cards"
 	"github.com/gpuctl/gpuctl/internal/virt"
+	"github.com/gpuctl/gpuctl/internal/vm"
 	"github.com/gpuctl/gpuctl/passthrough/domxml"
 	"github.com/gpuctl/gpuctl/passthrough/pci"
 )
@@ -18,12 +18,12 @@ import (
 // mediated gives mediated devices to libvirt's qemu VMs.
 type mediated struct{ client *virt.Client }
 
-func (m mediated) Owners(ctx context.Context) (map[string]cards.Domain, error) {
+func (m mediated) Owners(ctx context.Context) (map[string]vm.VM, error) {
 	all, err := m.client.Domains(ctx)
 	if err != nil {
 		return nil, err
 	}
-	out := map[string]cards.Domain{}
+	out := map[string]vm.VM{}
 	for _, d := range all {
 		if d.ID < 0 {
 			continue
@@ -34,7 +34,7 @@ func (m mediated) Owners(ctx context.Context) (map[string]cards.Domain, error) {
 		}
 		for _, h := range doc.HostDevices() {
 			if h.Source.MDev != "" {
-				out[strings.ToLower(h.Source.MDev)] = cards.Domain{UUID: d.UUID.String(), Name: d.Name}
+				out[strings.ToLower(h.Source.MDev)] = vm.VM{UUID: d.UUID.String(), Name: d.Name}
 			}
 		}
 	}
@@ -42,7 +42,7 @@ func (m mediated) Owners(ctx context.Context) (map[string]cards.Domain, error) {
 }
 
 func (m mediated) Attach(ctx context.Context, machine, device string) error {
-	d, err := machines(m).find(ctx, machine)
+	d, err := vms(m).find(ctx, machine)
 	if err != nil {
 		return err
 	}
@@ -50,7 +50,7 @@ func (m mediated) Attach(ctx context.Context, machine, device string) error {
 }
 
 func (m mediated) Detach(ctx context.Context, machine, device string) error {
-	d, err := machines(m).find(ctx, machine)
+	d, err := vms(m).find(ctx, machine)
 	if err != nil {
 		return err
 	}

@@ -154,7 +154,7 @@ func guests(h cards.Hypervisor) func(context.Context, []pci.Address) ([]bind.Use
 // domain, else libvirt's qemu driver where there is a socket of it.
 func (p *Platform) hypervisor(ctx context.Context, o Options, c *cards.Config) error {
 	if o.Dev {
-		c.Hypervisor, c.Machines, c.Isolation = noHypervisor{}, noMachines{why: "hostd --dev manages none"}, judge{isolation.Kernel{Root: o.Root}}
+		c.Hypervisor, c.VMs, c.Isolation = noHypervisor{}, noVMs{why: "hostd --dev manages none"}, judge{isolation.Kernel{Root: o.Root}}
 		return nil
 	}
 	uri, socket := o.Config.Libvirt, o.Config.LibvirtSocket
@@ -193,7 +193,7 @@ func (p *Platform) hypervisor(ctx context.Context, o Options, c *cards.Config) e
 		c.Isolation = judge{isolation.Kernel{Root: o.Root}}
 	}
 	if _, err := os.Stat(socket); err != nil && !isXen && o.Config.Libvirt == "" {
-		c.Hypervisor, c.Machines = noHypervisor{}, noMachines{why: "there is no libvirtd: " + err.Error()}
+		c.Hypervisor, c.VMs = noHypervisor{}, noVMs{why: "there is no libvirtd: " + err.Error()}
 		return nil
 	}
 	client, err := virt.Open(uri, virt.WithSocket(socket))
@@ -202,7 +202,7 @@ func (p *Platform) hypervisor(ctx context.Context, o Options, c *cards.Config) e
 	}
 	p.Client = client
 	p.close = append(p.close, client.Close)
-	c.Machines = machines{client}
+	c.VMs = vms{client}
 	if !isXen {
 		c.Hypervisor, c.Mediated = kvmHypervisor{client}, mediated{client}
 	}

@@ -17,6 +17,7 @@ import (
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/hostd/cards"
+	"github.com/gpuctl/gpuctl/internal/vm"
 	"github.com/gpuctl/gpuctl/passthrough/bind"
 	"github.com/gpuctl/gpuctl/passthrough/catalog"
 	"github.com/gpuctl/gpuctl/passthrough/isolation"
@@ -137,7 +138,7 @@ func (r *rig) start() {
 	r.reset = reset.New(kernel{r.m, r}, reset.WithRecords(filepath.Join(r.dir, "resets")))
 	r.binder = bind.New(kernel{r.m, r}, r.journal, bind.WithUsers(guests(r)))
 	r.keeper, err = cards.New(cards.Config{
-		PCI: pci.NewScanner(kernel{r.m, r}), File: filepath.Join(r.dir, "cards.json"), Binder: r.binder, Resetter: resetter{r.reset, known, log}, Hypervisor: r, Machines: r,
+		PCI: pci.NewScanner(kernel{r.m, r}), File: filepath.Join(r.dir, "cards.json"), Binder: r.binder, Resetter: resetter{r.reset, known, log}, Hypervisor: r, VMs: r,
 		Isolation: judge{isolation.Kernel{Root: kernel{r.m, r}}}, Slicer: vgpu.New(kernel{r.m, r}, known.Lookup), Cluster: r, Log: log,
 		GPUs: func(context.Context) ([]*clusterv1.GPU, error) {
 			return []*clusterv1.GPU{{Name: "a10-0", PciAddress: pf}}, nil
@@ -169,24 +170,24 @@ func (r *rig) Driver() string                  { return driverXen }
 func (r *rig) Dom0Access(*pci.Card) string     { return "" }
 func (r *rig) HotplugBlocker(*pci.Card) string { return "" }
 
-func (r *rig) Owners(context.Context) (map[pci.Address]cards.Domain, error) {
+func (r *rig) Owners(context.Context) (map[pci.Address]vm.VM, error) {
 	if r.m.Crashed() {
 		return nil, sysfstest.ErrCrashed
 	}
-	out := map[pci.Address]cards.Domain{}
+	out := map[pci.Address]vm.VM{}
 	for n := range 6 {
 		a, _ := pci.ParseAddress(fmt.Sprintf("0000:65:00.%d", n))
 		if r.m.Guest(a) != "" {
-			out[a] = cards.Domain{UUID: guest, Name: "web"}
+			out[a] = vm.VM{UUID: guest, Name: "web"}
 		}
 	}
 	return out, nil
 }
 
-func (r *rig) List(context.Context) ([]cards.Machine, error) { return nil, nil }
+func (r *rig) List(context.Context) ([]vm.Info, error) { return nil, nil }
 
-func (r *rig) Find(context.Context, string) (cards.Machine, error) {
-	return cards.Machine{UUID: guest, Name: "web", State: "running", Type: "hvm"}, nil
+func (r *rig) Find(context.Context, string) (vm.Info, error) {
+	return vm.Info{VM: vm.VM{UUID: guest, Name: "web"}, State: "running", Type: "hvm"}, nil
 }
 
 func (r *rig) Check(context.Context, string) ([]*gpuctlv1.Reason, error) { return nil, nil }

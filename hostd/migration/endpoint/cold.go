@@ -22,7 +22,7 @@ func (l *Local) Stop(ctx context.Context, m *gpuctlv1.SiteMachine, gpu string) e
 		return err
 	}
 	if gpu != "" {
-		if err := l.Keeper.Keep(ctx, machine(m), local(gpu), m.GetMigration()); err != nil {
+		if err := l.Keeper.Keep(ctx, vmOf(m), local(gpu), m.GetMigration()); err != nil {
 			return err
 		}
 	}
@@ -33,7 +33,7 @@ func (l *Local) Stop(ctx context.Context, m *gpuctlv1.SiteMachine, gpu string) e
 	if gpu == "" {
 		return nil
 	}
-	return l.Keeper.ResetStopped(ctx, machine(m), local(gpu))
+	return l.Keeper.ResetStopped(ctx, vmOf(m), local(gpu))
 }
 
 // end shuts a VM down, and destroys it if it does not heed that.
@@ -90,21 +90,21 @@ func (l *Local) Start(ctx context.Context, m *gpuctlv1.SiteMachine, gpu string, 
 		return nil
 	}
 	// The hypervisor has the last word, and the definition follows.
-	if err := l.Keeper.AttachPrepared(ctx, machine(m), local(gpu), stored); err != nil || stored {
+	if err := l.Keeper.AttachPrepared(ctx, vmOf(m), local(gpu), stored); err != nil || stored {
 		return err
 	}
 	functions, err := l.Keeper.Functions(ctx, local(gpu))
 	if err != nil {
 		return err
 	}
-	return l.Machines.Unstore(ctx, m.GetUuid(), functions)
+	return l.VMs.Unstore(ctx, m.GetUuid(), functions)
 }
 
 func (l *Local) startWith(ctx context.Context, d virt.Domain, m *gpuctlv1.SiteMachine, gpu string) error {
 	if gpu != "" {
 		functions, err := l.Keeper.Functions(ctx, local(gpu))
 		if err == nil {
-			err = l.Machines.Store(ctx, m.GetUuid(), functions)
+			err = l.VMs.Store(ctx, m.GetUuid(), functions)
 		}
 		if err != nil {
 			return err

@@ -33,7 +33,7 @@ func (l *Local) MachineFacts(ctx context.Context, uuid string) (*gpuctlv1.SiteMa
 	if err := x.Unmarshal(string(text)); err != nil {
 		return nil, fmt.Errorf("vm %s: %w", d.Name, err)
 	}
-	m, err := l.Machines.Find(ctx, uuid)
+	m, err := l.VMs.Find(ctx, uuid)
 	if err != nil {
 		return nil, err
 	}

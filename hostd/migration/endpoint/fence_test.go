@@ -12,6 +12,7 @@ import (
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
+	"github.com/gpuctl/gpuctl/internal/vm"
 	"github.com/gpuctl/gpuctl/migrate"
 )
 
@@ -69,33 +70,33 @@ func TestHostRefusesStepsOfADriverThatWasReplaced(t *testing.T) {
 	driver := func(token uint64) *Remote {
 		return &Remote{Host: "h1", Migration: "m-1", Token: token, Service: gpuctlv1connect.NewSiteServiceClient(srv.Client(), srv.URL)}
 	}
-	vm := migrate.Machine{UUID: lost, Name: "web"}
+	web := vm.VM{UUID: lost, Name: "web"}
 	silent := func(uint64, uint64, string) {}
 	steps := map[string]func(context.Context, *Remote) error{
-		"where":    func(ctx context.Context, r *Remote) error { _, err := r.Where(ctx, vm); return err },
-		"reserve":  func(ctx context.Context, r *Remote) error { return r.Reserve(ctx, vm, "h1/a", "c") },
-		"prepare":  func(ctx context.Context, r *Remote) error { _, err := r.Prepare(ctx, vm, "h1/a", "c"); return err },
-		"expect":   func(ctx context.Context, r *Remote) error { return r.Expect(ctx, vm, nil) },
-		"attach":   func(ctx context.Context, r *Remote) error { return r.Attach(ctx, vm, "h1/a", false) },
-		"detach":   func(ctx context.Context, r *Remote) error { return r.Detach(ctx, vm, "h1/a") },
-		"giveback": func(ctx context.Context, r *Remote) error { return r.GiveBack(ctx, vm, "h1/a") },
-		"move":     func(ctx context.Context, r *Remote) error { return r.Move(ctx, vm, "h2", silent) },
-		"pause":    func(ctx context.Context, r *Remote) error { return r.Pause(ctx, vm) },
-		"unpause":  func(ctx context.Context, r *Remote) error { return r.Unpause(ctx, vm) },
-		"stop":     func(ctx context.Context, r *Remote) error { return r.Stop(ctx, vm, "h1/a") },
-		"start":    func(ctx context.Context, r *Remote) error { return r.Start(ctx, vm, "h1/a", false) },
-		"define":   func(ctx context.Context, r *Remote) error { return r.Define(ctx, vm, "<domain/>") },
-		"undefine": func(ctx context.Context, r *Remote) error { return r.Undefine(ctx, vm) },
-		"freeze":   func(ctx context.Context, r *Remote) error { return r.Freeze(ctx, vm, migrate.Freezing{}, silent) },
-		"deposit":  func(ctx context.Context, r *Remote) error { return r.Deposit(ctx, vm, nil, "h2", silent) },
-		"forget":   func(ctx context.Context, r *Remote) error { return r.Forget(ctx, vm) },
-		"release":  func(ctx context.Context, r *Remote) error { return r.Release(ctx, vm, "h1/a") },
-		"takeup":   func(ctx context.Context, r *Remote) error { return r.TakeUp(ctx, vm, "h1/a") },
-		"await":    func(ctx context.Context, r *Remote) error { return r.Await(ctx, vm, "h1/a") },
-		"thaw":     func(ctx context.Context, r *Remote) error { return r.Thaw(ctx, vm, "h1/a", nil, silent) },
+		"where":    func(ctx context.Context, r *Remote) error { _, err := r.Where(ctx, web); return err },
+		"reserve":  func(ctx context.Context, r *Remote) error { return r.Reserve(ctx, web, "h1/a", "c") },
+		"prepare":  func(ctx context.Context, r *Remote) error { _, err := r.Prepare(ctx, web, "h1/a", "c"); return err },
+		"expect":   func(ctx context.Context, r *Remote) error { return r.Expect(ctx, web, nil) },
+		"attach":   func(ctx context.Context, r *Remote) error { return r.Attach(ctx, web, "h1/a", false) },
+		"detach":   func(ctx context.Context, r *Remote) error { return r.Detach(ctx, web, "h1/a") },
+		"giveback": func(ctx context.Context, r *Remote) error { return r.GiveBack(ctx, web, "h1/a") },
+		"move":     func(ctx context.Context, r *Remote) error { return r.Move(ctx, web, "h2", silent) },
+		"pause":    func(ctx context.Context, r *Remote) error { return r.Pause(ctx, web) },
+		"unpause":  func(ctx context.Context, r *Remote) error { return r.Unpause(ctx, web) },
+		"stop":     func(ctx context.Context, r *Remote) error { return r.Stop(ctx, web, "h1/a") },
+		"start":    func(ctx context.Context, r *Remote) error { return r.Start(ctx, web, "h1/a", false) },
+		"define":   func(ctx context.Context, r *Remote) error { return r.Define(ctx, web, "<domain/>") },
+		"undefine": func(ctx context.Context, r *Remote) error { return r.Undefine(ctx, web) },
+		"freeze":   func(ctx context.Context, r *Remote) error { return r.Freeze(ctx, web, migrate.Freezing{}, silent) },
+		"deposit":  func(ctx context.Context, r *Remote) error { return r.Deposit(ctx, web, nil, "h2", silent) },
+		"forget":   func(ctx context.Context, r *Remote) error { return r.Forget(ctx, web) },
+		"release":  func(ctx context.Context, r *Remote) error { return r.Release(ctx, web, "h1/a") },
+		"takeup":   func(ctx context.Context, r *Remote) error { return r.TakeUp(ctx, web, "h1/a") },
+		"await":    func(ctx context.Context, r *Remote) error { return r.Await(ctx, web, "h1/a") },
+		"thaw":     func(ctx context.Context, r *Remote) error { return r.Thaw(ctx, web, "h1/a", nil, silent) },
 	}
 	// The second has asked where the VM is, and decides by that.
-	if _, err := driver(8).Where(t.Context(), vm); err == nil || errors.Is(err, migrate.ErrStale) {
+	if _, err := driver(8).Where(t.Context(), web); err == nil || errors.Is(err, migrate.ErrStale) {
 		t.Fatal(err) // this host has no libvirt
 	}
 	for name, step := range steps {
@@ -103,11 +104,11 @@ func TestHostRefusesStepsOfADriverThatWasReplaced(t *testing.T) {
 			t.Errorf("%s of the first driver: %v", name, err)
 		}
 	}
-	if err := driver(8).Forget(t.Context(), vm); err != nil {
+	if err := driver(8).Forget(t.Context(), web); err != nil {
 		t.Errorf("the second driver: %v", err)
 	}
 	// A plan asks as nobody's driver.
-	if _, err := (&Remote{Host: "h1", Service: driver(0).Service}).Where(t.Context(), vm); errors.Is(err, migrate.ErrStale) || connect.CodeOf(err) == connect.CodeAborted {
+	if _, err := (&Remote{Host: "h1", Service: driver(0).Service}).Where(t.Context(), web); errors.Is(err, migrate.ErrStale) || connect.CodeOf(err) == connect.CodeAborted {
 		t.Errorf("a plan: %v", err)
 	}
 }

@@ -21,24 +21,24 @@ import (
 	"github.com/gpuctl/gpuctl/passthrough/pci"
 )
 
-// vm is a VM's agent.
-type vm struct {
+// guestAgent is a VM's agent.
+type guestAgent struct {
 	gpuctlv1connect.UnimplementedAgentServiceHandler
 
 	console *channeltest.Console
 	devices []*gpuctlv1.GuestDevice
 }
 
-func (v *vm) Channel(context.Context, string) (string, error) { return v.console.Socket(), nil }
+func (v *guestAgent) Channel(context.Context, string) (string, error) { return v.console.Socket(), nil }
 
-func (v *vm) Hello(context.Context, *connect.Request[gpuctlv1.HelloRequest]) (*connect.Response[gpuctlv1.HelloResponse], error) {
+func (v *guestAgent) Hello(context.Context, *connect.Request[gpuctlv1.HelloRequest]) (*connect.Response[gpuctlv1.HelloResponse], error) {
 	return connect.NewResponse(&gpuctlv1.HelloResponse{Devices: v.devices}), nil
 }
 
 // A VM's agent tells of GPUs alone. What it does not mention has left the VM
 // only if it would have been mentioned.
 func TestGuestHas(t *testing.T) {
-	v := &vm{console: channeltest.New(t), devices: []*gpuctlv1.GuestDevice{
+	v := &guestAgent{console: channeltest.New(t), devices: []*gpuctlv1.GuestDevice{
 		{Address: "0000:00:05.0", VendorId: 0x10de, DeviceId: 0x2330},
 		{Address: "0000:00:06.0", VendorId: 0x1002, DeviceId: 1},
 		{Address: "0000:00:07.0", VendorId: 0x1002, DeviceId: 1},
@@ -97,7 +97,7 @@ func TestGuestHas(t *testing.T) {
 // A guest's answer that is compressed all the same is not unpacked: a few of its
 // bytes could be gigabytes.
 func TestNothingCompressedIsTakenFromAGuest(t *testing.T) {
-	v := &vm{console: channeltest.New(t)}
+	v := &guestAgent{console: channeltest.New(t)}
 	root := t.TempDir()
 	v.console.Root(root, channel.Name)
 	ctx, cancel := context.WithCancel(t.Context())

@@ -16,24 +16,24 @@ import (
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
-	"github.com/gpuctl/gpuctl/hostd/cards"
 	"github.com/gpuctl/gpuctl/hostd/migration/stash"
 	"github.com/gpuctl/gpuctl/internal/size"
 	"github.com/gpuctl/gpuctl/internal/virt"
+	"github.com/gpuctl/gpuctl/internal/vm"
 	"github.com/gpuctl/gpuctl/migrate"
 	"github.com/gpuctl/gpuctl/passthrough/pci"
 )
 
 // Keeper has this host's cards.
 type Keeper interface {
-	Reserve(ctx context.Context, m cards.Machine, gpu, claim, migration string) error
-	Prepare(ctx context.Context, m cards.Machine, gpu, claim, migration string) error
-	AttachPrepared(ctx context.Context, m cards.Machine, gpu string, stored bool) error
-	Keep(ctx context.Context, m cards.Machine, gpu, migration string) error
-	ResetStopped(ctx context.Context, m cards.Machine, gpu string) error
+	Reserve(ctx context.Context, m vm.VM, gpu, claim, migration string) error
+	Prepare(ctx context.Context, m vm.VM, gpu, claim, migration string) error
+	AttachPrepared(ctx context.Context, m vm.VM, gpu string, stored bool) error
+	Keep(ctx context.Context, m vm.VM, gpu, migration string) error
+	ResetStopped(ctx context.Context, m vm.VM, gpu string) error
 	Functions(ctx context.Context, gpu string) ([]pci.Address, error)
-	DetachReleased(ctx context.Context, m cards.Machine, gpu, migration string) error
-	GiveBack(ctx context.Context, m cards.Machine, gpu string) error
+	DetachReleased(ctx context.Context, m vm.VM, gpu, migration string) error
+	GiveBack(ctx context.Context, m vm.VM, gpu string) error
 	Lost(ctx context.Context, uuid, gpu string) bool
 	Identity(ctx context.Context, gpu string) (*gpuctlv1.PCIIdentity, error)
 	Cards(ctx context.Context) ([]*gpuctlv1.Card, error)
@@ -47,8 +47,8 @@ type Local struct {
 	Keeper Keeper
 	Client *virt.Client
 	// Machines are the VMs as the keeper knows them.
-	Machines interface {
-		Find(ctx context.Context, ref string) (cards.Machine, error)
+	VMs interface {
+		Find(ctx context.Context, ref string) (vm.Info, error)
 		Store(ctx context.Context, uuid string, functions []pci.Address) error
 		Unstore(ctx context.Context, uuid string, functions []pci.Address) error
 	}
@@ -89,9 +89,9 @@ type Flow interface {
 	End(ctx context.Context) error
 }
 
-// machine is the VM as the keeper names it.
-func machine(m *gpuctlv1.SiteMachine) cards.Machine {
-	return cards.Machine{UUID: m.GetUuid(), Name: m.GetName(), State: "running"}
+// vmOf is the VM that a request is about.
+func vmOf(m *gpuctlv1.SiteMachine) vm.VM {
+	return vm.VM{UUID: m.GetUuid(), Name: m.GetName()}
 }
 
 // domain finds the VM in libvirt.
@@ -201,7 +201,7 @@ func (l *Local) Move(ctx context.Context, uuid, to string, report migrate.Progre
 // follow holds what goes to a host to the rate that it may have, and reports it
 // until end is called. libxl does neither.
 func (l *Local) follow(ctx context.Context, uuid, to string, report migrate.Progress) (end func(), err error) {
-	m, err := l.Machines.Find(ctx, uuid)
+	m, err := l.VMs.Find(ctx, uuid)
 	if err != nil {
 		return nil, err
 	}

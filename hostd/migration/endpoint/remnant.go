@@ -6,6 +6,7 @@ import (
 	"fmt"
 
 	"github.com/gpuctl/gpuctl/internal/virt"
+	"github.com/gpuctl/gpuctl/internal/vm"
 	"github.com/gpuctl/gpuctl/migrate"
 )
 
@@ -38,7 +39,7 @@ func (l *Local) Clear(ctx context.Context, uuid, home string) (cleared bool, err
 	if err != nil {
 		return false, err
 	}
-	there, err := (&Remote{Host: home, Service: peer}).Where(ctx, migrate.Machine{UUID: uuid})
+	there, err := (&Remote{Host: home, Service: peer}).Where(ctx, vm.VM{UUID: uuid})
 	if err != nil || there != migrate.Running {
 		return false, err
 	}

@@ -9,6 +9,7 @@ import (
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
+	"github.com/gpuctl/gpuctl/internal/vm"
 	"github.com/gpuctl/gpuctl/migrate"
 )
 
@@ -39,17 +40,17 @@ func (r *Remote) fromConnect(err error) error {
 	return peerError(r.Host, err)
 }
 
-func (r *Remote) machine(m migrate.Machine) *gpuctlv1.SiteMachine {
+func (r *Remote) request(m vm.VM) *gpuctlv1.SiteMachine {
 	return &gpuctlv1.SiteMachine{Uuid: m.UUID, Name: m.Name, Migration: r.Migration, Token: r.Token}
 }
 
-func (r *Remote) card(m migrate.Machine, gpu, claim string) *connect.Request[gpuctlv1.SiteCardRequest] {
-	return connect.NewRequest(&gpuctlv1.SiteCardRequest{Machine: r.machine(m), Gpu: gpu, Claim: claim})
+func (r *Remote) card(m vm.VM, gpu, claim string) *connect.Request[gpuctlv1.SiteCardRequest] {
+	return connect.NewRequest(&gpuctlv1.SiteCardRequest{Machine: r.request(m), Gpu: gpu, Claim: claim})
 }
 
 // Where says what the host knows of the VM.
-func (r *Remote) Where(ctx context.Context, m migrate.Machine) (migrate.Presence, error) {
-	res, err := r.Service.Where(ctx, connect.NewRequest(r.machine(m)))
+func (r *Remote) Where(ctx context.Context, m vm.VM) (migrate.Presence, error) {
+	res, err := r.Service.Where(ctx, connect.NewRequest(r.request(m)))
 	if err != nil {
 		return 0, r.fromConnect(err)
 	}
@@ -62,13 +63,13 @@ func (r *Remote) Where(ctx context.Context, m migrate.Machine) (migrate.Presence
 }
 
 // Reserve binds a claim to a card of this host.
-func (r *Remote) Reserve(ctx context.Context, m migrate.Machine, gpu, claim string) error {
+func (r *Remote) Reserve(ctx context.Context, m vm.VM, gpu, claim string) error {
 	_, err := r.Service.Reserve(ctx, r.card(m, gpu, claim))
 	return r.fromConnect(err)
 }
 
 // Prepare takes and resets a reserved card.
-func (r *Remote) Prepare(ctx context.Context, m migrate.Machine, gpu, claim string) (*gpuctlv1.PCIIdentity, error) {
+func (r *Remote) Prepare(ctx context.Context, m vm.VM, gpu, claim string) (*gpuctlv1.PCIIdentity, error) {
 	res, err := r.Service.Prepare(ctx, r.card(m, gpu, claim))
 	if err != nil {
 		return nil, r.fromConnect(err)
@@ -77,13 +78,13 @@ func (r *Remote) Prepare(ctx context.Context, m migrate.Machine, gpu, claim stri
 }
 
 // Expect has the VM load what will serve a card.
-func (r *Remote) Expect(ctx context.Context, m migrate.Machine, id *gpuctlv1.PCIIdentity) error {
-	_, err := r.Service.Expect(ctx, connect.NewRequest(&gpuctlv1.SiteExpectRequest{Machine: r.machine(m), Id: id}))
+func (r *Remote) Expect(ctx context.Context, m vm.VM, id *gpuctlv1.PCIIdentity) error {
+	_, err := r.Service.Expect(ctx, connect.NewRequest(&gpuctlv1.SiteExpectRequest{Machine: r.request(m), Id: id}))
 	return r.fromConnect(err)
 }
 
 // Attach plugs a card in.
-func (r *Remote) Attach(ctx context.Context, m migrate.Machine, gpu string, stored bool) error {
+func (r *Remote) Attach(ctx context.Context, m vm.VM, gpu string, stored bool) error {
 	req := r.card(m, gpu, "")
 	req.Msg.Stored = stored
 	_, err := r.Service.Attach(ctx, req)
@@ -91,19 +92,19 @@ func (r *Remote) Attach(ctx context.Context, m migrate.Machine, gpu string, stor
 }
 
 // Detach unplugs a card and resets it.
-func (r *Remote) Detach(ctx context.Context, m migrate.Machine, gpu string) error {
+func (r *Remote) Detach(ctx context.Context, m vm.VM, gpu string) error {
 	_, err := r.Service.Detach(ctx, r.card(m, gpu, ""))
 	return r.fromConnect(err)
 }
 
 // Stop ends the VM.
-func (r *Remote) Stop(ctx context.Context, m migrate.Machine, gpu string) error {
+func (r *Remote) Stop(ctx context.Context, m vm.VM, gpu string) error {
 	_, err := r.Service.Stop(ctx, r.card(m, gpu, ""))
 	return r.fromConnect(err)
 }
 
 // Start begins it with a card.
-func (r *Remote) Start(ctx context.Context, m migrate.Machine, gpu string, stored bool) error {
+func (r *Remote) Start(ctx context.Context, m vm.VM, gpu string, stored bool) error {
 	req := r.card(m, gpu, "")
 	req.Msg.Stored = stored
 	_, err := r.Service.Start(ctx, req)
@@ -111,8 +112,8 @@ func (r *Remote) Start(ctx context.Context, m migrate.Machine, gpu string, store
 }
 
 // Definition is what the VM is started from.
-func (r *Remote) Definition(ctx context.Context, m migrate.Machine) (string, error) {
-	res, err := r.Service.Definition(ctx, connect.NewRequest(r.machine(m)))
+func (r *Remote) Definition(ctx context.Context, m vm.VM) (string, error) {
+	res, err := r.Service.Definition(ctx, connect.NewRequest(r.request(m)))
 	if err != nil {
 		return "", r.fromConnect(err)
 	}
@@ -120,44 +121,44 @@ func (r *Remote) Definition(ctx context.Context, m migrate.Machine) (string, err
 }
 
 // Define gives the host a definition.
-func (r *Remote) Define(ctx context.Context, m migrate.Machine, xml string) error {
-	_, err := r.Service.Define(ctx, connect.NewRequest(&gpuctlv1.SiteDefinition{Machine: r.machine(m), Xml: xml}))
+func (r *Remote) Define(ctx context.Context, m vm.VM, xml string) error {
+	_, err := r.Service.Define(ctx, connect.NewRequest(&gpuctlv1.SiteDefinition{Machine: r.request(m), Xml: xml}))
 	return r.fromConnect(err)
 }
 
 // Undefine takes it away.
-func (r *Remote) Undefine(ctx context.Context, m migrate.Machine) error {
-	_, err := r.Service.Undefine(ctx, connect.NewRequest(r.machine(m)))
+func (r *Remote) Undefine(ctx context.Context, m vm.VM) error {
+	_, err := r.Service.Undefine(ctx, connect.NewRequest(r.request(m)))
 	return r.fromConnect(err)
 }
 
 // GiveBack makes a card free.
-func (r *Remote) GiveBack(ctx context.Context, m migrate.Machine, gpu string) error {
+func (r *Remote) GiveBack(ctx context.Context, m vm.VM, gpu string) error {
 	_, err := r.Service.GiveBack(ctx, r.card(m, gpu, ""))
 	return r.fromConnect(err)
 }
 
 // Release has the VM let go of a card.
-func (r *Remote) Release(ctx context.Context, m migrate.Machine, gpu string) error {
+func (r *Remote) Release(ctx context.Context, m vm.VM, gpu string) error {
 	_, err := r.Service.Release(ctx, r.card(m, gpu, ""))
 	return r.fromConnect(err)
 }
 
 // TakeUp lets it have the card again.
-func (r *Remote) TakeUp(ctx context.Context, m migrate.Machine, gpu string) error {
+func (r *Remote) TakeUp(ctx context.Context, m vm.VM, gpu string) error {
 	_, err := r.Service.TakeUp(ctx, r.card(m, gpu, ""))
 	return r.fromConnect(err)
 }
 
 // Await returns when the VM can use a card.
-func (r *Remote) Await(ctx context.Context, m migrate.Machine, gpu string) error {
+func (r *Remote) Await(ctx context.Context, m vm.VM, gpu string) error {
 	_, err := r.Service.Await(ctx, r.card(m, gpu, ""))
 	return r.fromConnect(err)
 }
 
 // Sessions are those that run, and what the VM has room for.
-func (r *Remote) Sessions(ctx context.Context, m migrate.Machine) (*migrate.AgentFacts, error) {
-	res, err := r.Service.Sessions(ctx, connect.NewRequest(r.machine(m)))
+func (r *Remote) Sessions(ctx context.Context, m vm.VM) (*migrate.AgentFacts, error) {
+	res, err := r.Service.Sessions(ctx, connect.NewRequest(r.request(m)))
 	if err != nil {
 		return nil, r.fromConnect(err)
 	}
@@ -199,29 +200,29 @@ func (r *Remote) follow(in *connect.ServerStreamForClient[gpuctlv1.SiteProgress]
 }
 
 // Pause stops a VM that runs elsewhere, too.
-func (r *Remote) Pause(ctx context.Context, m migrate.Machine) error {
-	_, err := r.Service.Pause(ctx, connect.NewRequest(r.machine(m)))
+func (r *Remote) Pause(ctx context.Context, m vm.VM) error {
+	_, err := r.Service.Pause(ctx, connect.NewRequest(r.request(m)))
 	return r.fromConnect(err)
 }
 
 // Unpause lets it go on.
-func (r *Remote) Unpause(ctx context.Context, m migrate.Machine) error {
-	_, err := r.Service.Unpause(ctx, connect.NewRequest(r.machine(m)))
+func (r *Remote) Unpause(ctx context.Context, m vm.VM) error {
+	_, err := r.Service.Unpause(ctx, connect.NewRequest(r.request(m)))
 	return r.fromConnect(err)
 }
 
 // Move sends the VM to another host.
-func (r *Remote) Move(ctx context.Context, m migrate.Machine, to string, report migrate.Progress) error {
-	in, err := r.Service.Move(ctx, connect.NewRequest(&gpuctlv1.SiteMoveRequest{Machine: r.machine(m), To: to}))
+func (r *Remote) Move(ctx context.Context, m vm.VM, to string, report migrate.Progress) error {
+	in, err := r.Service.Move(ctx, connect.NewRequest(&gpuctlv1.SiteMoveRequest{Machine: r.request(m), To: to}))
 	return r.follow(in, err, report)
 }
 
-func (r *Remote) sessions(m migrate.Machine, gpu string, ids []string) *connect.Request[gpuctlv1.SiteSessionsRequest] {
-	return connect.NewRequest(&gpuctlv1.SiteSessionsRequest{Machine: r.machine(m), Gpu: gpu, Sessions: ids})
+func (r *Remote) sessions(m vm.VM, gpu string, ids []string) *connect.Request[gpuctlv1.SiteSessionsRequest] {
+	return connect.NewRequest(&gpuctlv1.SiteSessionsRequest{Machine: r.request(m), Gpu: gpu, Sessions: ids})
 }
 
 // Freeze suspends sessions.
-func (r *Remote) Freeze(ctx context.Context, m migrate.Machine, f migrate.Freezing, report migrate.Progress) error {
+func (r *Remote) Freeze(ctx context.Context, m vm.VM, f migrate.Freezing, report migrate.Progress) error {
 	req := r.sessions(m, "", f.Sessions)
 	req.Msg.Away, req.Msg.To, req.Msg.FreezeTimeoutMs = f.Away, f.To, f.Patience.Milliseconds()
 	in, err := r.Service.Freeze(ctx, req)
@@ -229,7 +230,7 @@ func (r *Remote) Freeze(ctx context.Context, m migrate.Machine, f migrate.Freezi
 }
 
 // Deposit sees to it that another host keeps what this one keeps.
-func (r *Remote) Deposit(ctx context.Context, m migrate.Machine, away []string, to string, report migrate.Progress) error {
+func (r *Remote) Deposit(ctx context.Context, m vm.VM, away []string, to string, report migrate.Progress) error {
 	req := r.sessions(m, "", away)
 	req.Msg.To = to
 	in, err := r.Service.Deposit(ctx, req)
@@ -237,13 +238,13 @@ func (r *Remote) Deposit(ctx context.Context, m migrate.Machine, away []string, 
 }
 
 // Forget drops what is kept of the VM.
-func (r *Remote) Forget(ctx context.Context, m migrate.Machine) error {
-	_, err := r.Service.Forget(ctx, connect.NewRequest(r.machine(m)))
+func (r *Remote) Forget(ctx context.Context, m vm.VM) error {
+	_, err := r.Service.Forget(ctx, connect.NewRequest(r.request(m)))
 	return r.fromConnect(err)
 }
 
 // Thaw resumes sessions on a card.
-func (r *Remote) Thaw(ctx context.Context, m migrate.Machine, gpu string, ids []string, report migrate.Progress) error {
+func (r *Remote) Thaw(ctx context.Context, m vm.VM, gpu string, ids []string, report migrate.Progress) error {
 	in, err := r.Service.Thaw(ctx, r.sessions(m, gpu, ids))
 	return r.follow(in, err, report)
 }

@@ -11,6 +11,7 @@ import (
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
+	"github.com/gpuctl/gpuctl/internal/vm"
 	"github.com/gpuctl/gpuctl/migrate"
 )
 
@@ -48,8 +49,8 @@ func TestRemoteErrors(t *testing.T) {
 		_, handler := gpuctlv1connect.NewSiteServiceHandler(broken{end: c.end})
 		srv := httptest.NewServer(handler)
 		r := &Remote{Host: "h2", Service: gpuctlv1connect.NewSiteServiceClient(srv.Client(), srv.URL)}
-		thaw := r.Thaw(t.Context(), migrate.Machine{UUID: "u"}, "", nil, func(uint64, uint64, string) {})
-		_, where := r.Where(t.Context(), migrate.Machine{UUID: "u"})
+		thaw := r.Thaw(t.Context(), vm.VM{UUID: "u"}, "", nil, func(uint64, uint64, string) {})
+		_, where := r.Where(t.Context(), vm.VM{UUID: "u"})
 		for name, err := range map[string]error{"in a stream": thaw, "in a call": where} {
 			for _, e := range []error{migrate.ErrUnreachable, migrate.ErrTaken} {
 				if want := errors.Is(c.want, e); err == nil || errors.Is(err, e) != want {

@@ -134,7 +134,7 @@ func (s *Service) Unpause(ctx context.Context, req *connect.Request[gpuctlv1.Sit
 func (s *Service) Reserve(ctx context.Context, req *connect.Request[gpuctlv1.SiteCardRequest]) (*connect.Response[gpuctlv1.SiteDone], error) {
 	m := req.Msg
 	return done(s.step(req.Msg.GetMachine(), func() error {
-		return s.local.Keeper.Reserve(ctx, machine(m.GetMachine()), local(m.GetGpu()), m.GetClaim(), m.GetMachine().GetMigration())
+		return s.local.Keeper.Reserve(ctx, vmOf(m.GetMachine()), local(m.GetGpu()), m.GetClaim(), m.GetMachine().GetMigration())
 	}))
 }
 
@@ -142,7 +142,7 @@ func (s *Service) Reserve(ctx context.Context, req *connect.Request[gpuctlv1.Sit
 func (s *Service) Prepare(ctx context.Context, req *connect.Request[gpuctlv1.SiteCardRequest]) (*connect.Response[gpuctlv1.SitePrepareResponse], error) {
 	m := req.Msg
 	err := s.step(m.GetMachine(), func() error {
-		return s.local.Keeper.Prepare(ctx, machine(m.GetMachine()), local(m.GetGpu()), m.GetClaim(), m.GetMachine().GetMigration())
+		return s.local.Keeper.Prepare(ctx, vmOf(m.GetMachine()), local(m.GetGpu()), m.GetClaim(), m.GetMachine().GetMigration())
 	})
 	if err != nil {
 		return nil, toConnect(err)
@@ -163,7 +163,7 @@ func (s *Service) Expect(ctx context.Context, req *connect.Request[gpuctlv1.Site
 func (s *Service) Attach(ctx context.Context, req *connect.Request[gpuctlv1.SiteCardRequest]) (*connect.Response[gpuctlv1.SiteDone], error) {
 	m := req.Msg
 	return done(s.step(req.Msg.GetMachine(), func() error {
-		return s.local.Keeper.AttachPrepared(ctx, machine(m.GetMachine()), local(m.GetGpu()), m.GetStored())
+		return s.local.Keeper.AttachPrepared(ctx, vmOf(m.GetMachine()), local(m.GetGpu()), m.GetStored())
 	}))
 }
 
@@ -171,14 +171,14 @@ func (s *Service) Attach(ctx context.Context, req *connect.Request[gpuctlv1.Site
 func (s *Service) Detach(ctx context.Context, req *connect.Request[gpuctlv1.SiteCardRequest]) (*connect.Response[gpuctlv1.SiteDone], error) {
 	m := req.Msg
 	return done(s.step(req.Msg.GetMachine(), func() error {
-		return s.local.Keeper.DetachReleased(ctx, machine(m.GetMachine()), local(m.GetGpu()), m.GetMachine().GetMigration())
+		return s.local.Keeper.DetachReleased(ctx, vmOf(m.GetMachine()), local(m.GetGpu()), m.GetMachine().GetMigration())
 	}))
 }
 
 // GiveBack makes a card free.
 func (s *Service) GiveBack(ctx context.Context, req *connect.Request[gpuctlv1.SiteCardRequest]) (*connect.Response[gpuctlv1.SiteDone], error) {
 	return done(s.step(req.Msg.GetMachine(), func() error {
-		return s.local.Keeper.GiveBack(ctx, machine(req.Msg.GetMachine()), local(req.Msg.GetGpu()))
+		return s.local.Keeper.GiveBack(ctx, vmOf(req.Msg.GetMachine()), local(req.Msg.GetGpu()))
 	}))
 }
 

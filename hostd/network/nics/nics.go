@@ -11,10 +11,10 @@ import (
 	"time"
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
-	"github.com/gpuctl/gpuctl/hostd/cards"
 	"github.com/gpuctl/gpuctl/hostd/config"
 	"github.com/gpuctl/gpuctl/hostd/network"
 	"github.com/gpuctl/gpuctl/internal/suggest"
+	"github.com/gpuctl/gpuctl/internal/vm"
 	"github.com/gpuctl/gpuctl/passthrough/pci"
 )
 
@@ -41,7 +41,7 @@ var _ Network = (*network.Host)(nil)
 type Manager struct {
 	Network Network
 	// Owners are the PCI functions that running VMs have.
-	Owners func(ctx context.Context) (map[pci.Address]cards.Domain, error)
+	Owners func(ctx context.Context) (map[pci.Address]vm.VM, error)
 	// Peers are the other hosts with the addresses that VMs are sent to.
 	Peers func(ctx context.Context) map[string]netip.Addr
 	// Event tells the operator what happened.
@@ -99,14 +99,14 @@ func (m *Manager) carries(ctx context.Context) map[string][]string {
 }
 
 // owners are the VMs' functions by address, as far as the hypervisor answers.
-func (m *Manager) owners(ctx context.Context) map[string]cards.Domain {
+func (m *Manager) owners(ctx context.Context) map[string]vm.VM {
 	ctx, cancel := context.WithTimeout(ctx, askTime)
 	defer cancel()
 	all, err := m.Owners(ctx)
 	if err != nil {
 		m.Log.Debug("VMs' functions are not known", "err", err)
 	}
-	out := map[string]cards.Domain{}
+	out := map[string]vm.VM{}
 	for a, d := range all {
 		out[a.String()] = d
 	}
@@ -114,14 +114,14 @@ func (m *Manager) owners(ctx context.Context) map[string]cards.Domain {
 }
 
 // inUse is a function's, of which it may be known that a VM has it.
-func inUse(f *network.Function, owners map[string]cards.Domain) string {
+func inUse(f *network.Function, owners map[string]vm.VM) string {
 	if vm, ok := owners[f.Address]; ok && f.Address != "" {
 		return fmt.Sprintf("VM %s has it: stop it, or detach its interface with virsh", vm.Name)
 	}
 	return f.InUse
 }
 
-func message(n network.NIC, owners map[string]cards.Domain, hosts []string) *gpuctlv1.NIC {
+func message(n network.NIC, owners map[string]vm.VM, hosts []string) *gpuctlv1.NIC {
 	out := &gpuctlv1.NIC{
 		Name: n.Name, Kind: n.Kind, Address: n.Address, Driver: n.Driver, Mtu: uint32(max(0, n.MTU)), Speed: n.Speed, Up: n.Up, Carrier: n.Carrier,
 		Problems: n.Problems, Physical: n.Physical, Hosts: hosts, Sriov: n.SRIOV, FunctionsMost: uint32(max(0, n.Most)),

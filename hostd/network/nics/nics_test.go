@@ -15,9 +15,9 @@ import (
 	"github.com/google/go-cmp/cmp"
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
-	"github.com/gpuctl/gpuctl/hostd/cards"
 	"github.com/gpuctl/gpuctl/hostd/config"
 	"github.com/gpuctl/gpuctl/hostd/network"
+	"github.com/gpuctl/gpuctl/internal/vm"
 	"github.com/gpuctl/gpuctl/passthrough/pci"
 )
 
@@ -112,8 +112,8 @@ func manager() (*Manager, *host, *[]string) {
 	events := &[]string{}
 	return &Manager{
 		Network: h, Log: slog.New(slog.DiscardHandler),
-		Owners: func(context.Context) (map[pci.Address]cards.Domain, error) {
-			return map[pci.Address]cards.Domain{{Bus: 0x3b, Device: 0x10, Function: 1}: {UUID: "u-web", Name: "web"}}, nil
+		Owners: func(context.Context) (map[pci.Address]vm.VM, error) {
+			return map[pci.Address]vm.VM{{Bus: 0x3b, Device: 0x10, Function: 1}: {UUID: "u-web", Name: "web"}}, nil
 		},
 		Peers: func(context.Context) map[string]netip.Addr {
 			return map[string]netip.Addr{"h3": netip.MustParseAddr("192.0.2.3"), "h2": netip.MustParseAddr("192.0.2.2"), "h4": netip.MustParseAddr("fd00::4")}
@@ -142,7 +142,7 @@ func TestList(t *testing.T) {
 		t.Error(f)
 	}
 	// Without a hypervisor that answers there are no VMs, and all else.
-	m.Owners = func(context.Context) (map[pci.Address]cards.Domain, error) {
+	m.Owners = func(context.Context) (map[pci.Address]vm.VM, error) {
 		return nil, errors.New("libvirt is away")
 	}
 	if all, err := m.List(t.Context()); err != nil || all[2].GetFunctions()[1].GetMachineName() != "" {
@@ -183,7 +183,7 @@ func TestResize(t *testing.T) {
 	}
 	// A caller that leaves ends nothing.
 	ctx, cancel := context.WithCancel(t.Context())
-	m.Owners = func(context.Context) (map[pci.Address]cards.Domain, error) { cancel(); return nil, nil }
+	m.Owners = func(context.Context) (map[pci.Address]vm.VM, error) { cancel(); return nil, nil }
 	if _, err := m.Resize(ctx, &gpuctlv1.ResizeNICRequest{Nic: "ens1f0", Functions: 3}); err != nil || len(h.nics["ens1f0"].Functions) != 3 {
 		t.Error(err)
 	}

@@ -11,14 +11,15 @@ import (
 	"github.com/gpuctl/gpuctl/hostd/cards"
 	"github.com/gpuctl/gpuctl/internal/suggest"
 	"github.com/gpuctl/gpuctl/internal/virt"
+	"github.com/gpuctl/gpuctl/internal/vm"
 	"github.com/gpuctl/gpuctl/passthrough/domxml"
 	"github.com/gpuctl/gpuctl/passthrough/pci"
 )
 
-// machines are libvirt's domains.
-type machines struct{ client *virt.Client }
+// vms are the VMs that libvirt has as domains.
+type vms struct{ client *virt.Client }
 
-// stateWords are states as gpuctl names them.
+// stateWord is a state as gpuctl names it.
 func stateWord(s virt.State) string {
 	switch s {
 	case virt.Running, virt.Blocked: // Xen calls a VM blocked that waits for work
@@ -32,12 +33,12 @@ func stateWord(s virt.State) string {
 	}
 }
 
-func (m machines) List(ctx context.Context) ([]cards.Machine, error) {
+func (m vms) List(ctx context.Context) ([]vm.Info, error) {
 	all, err := m.client.Domains(ctx)
 	if err != nil {
 		return nil, err
 	}
-	var out []cards.Machine
+	var out []vm.Info
 	for _, d := range all {
 		if m.client.Driver() == virt.Xen && d.ID == 0 {
 			continue // the control domain
@@ -54,20 +55,20 @@ func (m machines) List(ctx context.Context) ([]cards.Machine, error) {
 	return out, nil
 }
 
-func (m machines) describe(ctx context.Context, d virt.Domain) (cards.Machine, error) {
+func (m vms) describe(ctx context.Context, d virt.Domain) (vm.Info, error) {
 	state, err := m.client.State(ctx, d)
 	if err != nil {
-		return cards.Machine{}, err
+		return vm.Info{}, err
 	}
 	text, err := m.client.XML(ctx, d, 0)
 	if err != nil {
-		return cards.Machine{}, err
+		return vm.Info{}, err
 	}
 	var x libvirtxml.Domain
 	if err := x.Unmarshal(string(text)); err != nil {
-		return cards.Machine{}, fmt.Errorf("vm %s: its definition: %w", d.Name, err)
+		return vm.Info{}, fmt.Errorf("vm %s: its definition: %w", d.Name, err)
 	}
-	out := cards.Machine{UUID: d.UUID.String(), Name: d.Name, State: stateWord(state), Type: kind(&x)}
+	out := vm.Info{VM: vm.VM{UUID: d.UUID.String(), Name: d.Name}, State: stateWord(state), Type: kind(&x)}
 	if x.Memory != nil {
 		out.Memory = inBytes(uint64(x.Memory.Value), x.Memory.Unit)
 	}
@@ -107,18 +108,18 @@ func kind(x *libvirtxml.Domain) string {
 	return "pv"
 }
 
-func (m machines) Find(ctx context.Context, ref string) (cards.Machine, error) {
+func (m vms) Find(ctx context.Context, ref string) (vm.Info, error) {
 	if ref == "" {
-		return cards.Machine{}, fmt.Errorf("vm: %w: say which", cards.ErrInvalid)
+		return vm.Info{}, fmt.Errorf("vm: %w: say which", cards.ErrInvalid)
 	}
 	d, err := m.find(ctx, ref)
 	if err != nil {
-		return cards.Machine{}, err
+		return vm.Info{}, err
 	}
 	return m.describe(ctx, d)
 }
 
-func (m machines) find(ctx context.Context, ref string) (virt.Domain, error) {
+func (m vms) find(ctx context.Context, ref string) (virt.Domain, error) {
 	d, err := m.client.Lookup(ctx, ref)
 	if !errors.Is(err, virt.ErrNotFound) {
 		return d, err
@@ -134,7 +135,7 @@ func (m machines) find(ctx context.Context, ref string) (virt.Domain, error) {
 	return virt.Domain{}, fmt.Errorf("vm %q: %w on this host%s; gpuctl vms lists them", ref, cards.ErrNotFound, suggest.Hint(ref, names))
 }
 
-func (m machines) Check(ctx context.Context, uuid string) ([]*gpuctlv1.Reason, error) {
+func (m vms) Check(ctx context.Context, uuid string) ([]*gpuctlv1.Reason, error) {
 	d, err := m.find(ctx, uuid)
 	if err != nil {
 		return nil, err
@@ -156,7 +157,7 @@ func device(f pci.Address) domxml.HostDevice {
 	return domxml.HostDevice{Source: domxml.Source{PCI: f}}
 }
 
-func (m machines) Attach(ctx context.Context, uuid string, f pci.Address) error {
+func (m vms) Attach(ctx context.Context, uuid string, f pci.Address) error {
 	d, err := m.find(ctx, uuid)
 	if err != nil {
 		return err
@@ -164,7 +165,7 @@ func (m machines) Attach(ctx context.Context, uuid string, f pci.Address) error 
 	return m.client.Attach(ctx, d, device(f).XML(), virt.Live)
 }
 
-func (m machines) Detach(ctx context.Context, uuid string, f pci.Address) error {
+func (m vms) Detach(ctx context.Context, uuid string, f pci.Address) error {
 	d, text, err := m.entry(ctx, uuid, f)
 	if errors.Is(err, domxml.ErrNotFound) {
 		text, err = device(f).XML(), nil // libvirt may know it all the same
@@ -175,7 +176,7 @@ func (m machines) Detach(ctx context.Context, uuid string, f pci.Address) error 
 	return m.client.Detach(ctx, d, text, virt.Live)
 }
 
-func (m machines) Listed(ctx context.Context, uuid string, f pci.Address) (bool, error) {
+func (m vms) Listed(ctx context.Context, uuid string, f pci.Address) (bool, error) {
 	_, _, err := m.entry(ctx, uuid, f)
 	if errors.Is(err, domxml.ErrNotFound) {
 		return false, nil
@@ -185,7 +186,7 @@ func (m machines) Listed(ctx context.Context, uuid string, f pci.Address) (bool,
 
 // entry is what the definition of a running VM says of a function; if nothing,
 // domxml.ErrNotFound.
-func (m machines) entry(ctx context.Context, uuid string, f pci.Address) (d virt.Domain, text []byte, err error) {
+func (m vms) entry(ctx context.Context, uuid string, f pci.Address) (d virt.Domain, text []byte, err error) {
 	if d, err = m.find(ctx, uuid); err != nil {
 		return d, nil, err
 	}
@@ -198,7 +199,7 @@ func (m machines) entry(ctx context.Context, uuid string, f pci.Address) (d virt
 }
 
 // edit changes a stored definition.
-func (m machines) edit(ctx context.Context, uuid string, change func(*domxml.Document) error) error {
+func (m vms) edit(ctx context.Context, uuid string, change func(*domxml.Document) error) error {
 	d, err := m.find(ctx, uuid)
 	if err != nil {
 		return err
@@ -218,7 +219,7 @@ func (m machines) edit(ctx context.Context, uuid string, change func(*domxml.Doc
 	return err
 }
 
-func (m machines) Store(ctx context.Context, uuid string, functions []pci.Address) error {
+func (m vms) Store(ctx context.Context, uuid string, functions []pci.Address) error {
 	return m.edit(ctx, uuid, func(doc *domxml.Document) error { return store(doc, functions) })
 }
 
@@ -243,7 +244,7 @@ func store(doc *domxml.Document, functions []pci.Address) error {
 	return errors.Join(errs...)
 }
 
-func (m machines) Unstore(ctx context.Context, uuid string, functions []pci.Address) error {
+func (m vms) Unstore(ctx context.Context, uuid string, functions []pci.Address) error {
 	return m.edit(ctx, uuid, func(doc *domxml.Document) error {
 		for _, f := range functions {
 			if err := doc.Remove(domxml.Source{PCI: f}); err != nil && !errors.Is(err, domxml.ErrNotFound) {
@@ -254,22 +255,22 @@ func (m machines) Unstore(ctx context.Context, uuid string, functions []pci.Addr
 	})
 }
 
-// noMachines is a host without libvirt.
-type noMachines struct{ why string }
+// noVMs is a host without libvirt.
+type noVMs struct{ why string }
 
-func (n noMachines) err() error {
+func (n noVMs) err() error {
 	return fmt.Errorf("%w: this host has no VMs that hostd knows of (%s)", cards.ErrRefused, n.why)
 }
 
-func (n noMachines) List(context.Context) ([]cards.Machine, error) { return nil, nil }
+func (n noVMs) List(context.Context) ([]vm.Info, error) { return nil, nil }
 
-func (n noMachines) Find(context.Context, string) (cards.Machine, error) {
-	return cards.Machine{}, n.err()
+func (n noVMs) Find(context.Context, string) (vm.Info, error) {
+	return vm.Info{}, n.err()
 }
 
-func (n noMachines) Check(context.Context, string) ([]*gpuctlv1.Reason, error) { return nil, n.err() }
-func (n noMachines) Attach(context.Context, string, pci.Address) error         { return n.err() }
-func (n noMachines) Detach(context.Context, string, pci.Address) error         { return n.err() }
-func (n noMachines) Listed(context.Context, string, pci.Address) (bool, error) { return false, n.err() }
-func (n noMachines) Store(context.Context, string, []pci.Address) error        { return n.err() }
-func (n noMachines) Unstore(context.Context, string, []pci.Address) error      { return n.err() }
+func (n noVMs) Check(context.Context, string) ([]*gpuctlv1.Reason, error) { return nil, n.err() }
+func (n noVMs) Attach(context.Context, string, pci.Address) error         { return n.err() }
+func (n noVMs) Detach(context.Context, string, pci.Address) error         { return n.err() }
+func (n noVMs) Listed(context.Context, string, pci.Address) (bool, error) { return false, n.err() }
+func (n noVMs) Store(context.Context, string, []pci.Address) error        { return n.err() }
+func (n noVMs) Unstore(context.Context, string, []pci.Address) error      { return n.err() }
