@@ -13,7 +13,7 @@ import (
 	"path/filepath"
 	"syscall"
 
-	"github.com/google/renameio/v2"
+	"github.com/gpuctl/gpuctl/internal/durable"
 )
 
 const (
@@ -254,19 +254,10 @@ func (d Dir) write(name, kind string, der []byte, perm fs.FileMode) error {
 }
 
 func (d Dir) writeBytes(name string, data []byte, perm fs.FileMode) error {
-	// The mode of a file that was there is not kept, and keys never lie elsewhere.
-	f, err := renameio.NewPendingFile(d.file(name), renameio.WithStaticPermissions(perm), renameio.WithTempDir(d.path))
-	if err != nil {
+	if err := durable.Replace(d.file(name), data, perm); err != nil {
 		return fmt.Errorf("file %s: %w", d.file(name), err)
 	}
-	defer f.Cleanup() //nolint:errcheck // nothing is left to do about it
-	if _, err := f.Write(data); err != nil {
-		return fmt.Errorf("file %s: %w", d.file(name), err)
-	}
-	if err := f.CloseAtomicallyReplace(); err != nil {
-		return fmt.Errorf("file %s: %w", d.file(name), err)
-	}
-	return d.sync()
+	return nil
 }
 
 // sync makes renames last.

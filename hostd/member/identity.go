@@ -8,7 +8,7 @@ import (
 	"os"
 	"path/filepath"
 
-	"github.com/google/renameio/v2"
+	"github.com/gpuctl/gpuctl/internal/durable"
 )
 
 // identity is the content of node.json.
@@ -63,7 +63,7 @@ func (id *identity) write(dir string) error {
 	if err != nil {
 		return err
 	}
-	if err := renameio.WriteFile(identityPath(dir), data, 0o600); err != nil {
+	if err := durable.Replace(identityPath(dir), data, 0o600); err != nil {
 		return fmt.Errorf("membership: %w", err)
 	}
 	return nil

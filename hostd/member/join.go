@@ -12,14 +12,13 @@ import (
 	"path/filepath"
 	"time"
 
-	"github.com/google/renameio/v2"
-
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 	"github.com/gpuctl/gpuctl/cluster/pki"
 	"github.com/gpuctl/gpuctl/cluster/remote"
 	"github.com/gpuctl/gpuctl/cluster/replica"
 	"github.com/gpuctl/gpuctl/cluster/state"
 	"github.com/gpuctl/gpuctl/hostd/member/clusterapi"
+	"github.com/gpuctl/gpuctl/internal/durable"
 	"github.com/gpuctl/gpuctl/internal/random"
 	"github.com/gpuctl/gpuctl/internal/wait"
 )
@@ -81,7 +80,7 @@ func (n *Node) newIdentity() (id identity, err error) {
 	if data, err = json.Marshal(id); err != nil {
 		return id, fmt.Errorf("membership: %w", err)
 	}
-	if err := renameio.WriteFile(beginningPath(n.Dir), data, 0o600); err != nil {
+	if err := durable.Replace(beginningPath(n.Dir), data, 0o600); err != nil {
 		return id, fmt.Errorf("membership: %w", err)
 	}
 	return id, nil

@@ -7,7 +7,6 @@ import (
 	"fmt"
 	"io/fs"
 	"os"
-	"path/filepath"
 	"slices"
 	"strconv"
 	"strings"
@@ -154,16 +153,4 @@ func (j journal) encode() ([]byte, error) {
 		return nil, fmt.Errorf("state: %w", err)
 	}
 	return data, nil
-}
-
-// replaceFile changes a file's content in one step.
-func replaceFile(path string, data []byte) error {
-	tmp := filepath.Join(filepath.Dir(path), "."+filepath.Base(path)+".new")
-	if err := os.WriteFile(tmp, data, 0o600); err != nil {
-		return fmt.Errorf("state: %w", err)
-	}
-	if err := os.Rename(tmp, path); err != nil {
-		return fmt.Errorf("state: %w", err)
-	}
-	return nil
 }

@@ -9,6 +9,7 @@ import (
 	"io/fs"
 	"log/slog"
 	"maps"
+	"path/filepath"
 	"slices"
 	"strconv"
 	"strings"
@@ -31,6 +32,7 @@ import (
 	"github.com/gpuctl/gpuctl/hostd/sessions/ledger"
 	"github.com/gpuctl/gpuctl/hostd/telemetry/metrics"
 	"github.com/gpuctl/gpuctl/hostd/telemetry/trace"
+	"github.com/gpuctl/gpuctl/internal/beneath"
 	"github.com/gpuctl/gpuctl/internal/expr"
 	"github.com/gpuctl/gpuctl/internal/suggest"
 	"github.com/gpuctl/gpuctl/internal/wait"
@@ -541,7 +543,8 @@ func (h *Host) save() {
 		return
 	}
 	if err == nil {
-		err = replaceFile(h.StateFile, data)
+		// Not synced: sessions do not outlive the kernel either.
+		err = beneath.Replace(filepath.Dir(h.StateFile), filepath.Base(h.StateFile), data, 0o600)
 	}
 	if h.saved = data; err != nil {
 		h.saved = nil

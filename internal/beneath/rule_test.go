@@ -67,8 +67,7 @@ var allowed = map[string]string{
 	"hostd: Ensure":                       own,
 	"hostd: listen":                       own,
 	"hostd: makeData":                     state,
-	"hostd: readJournal":                  own,
-	"hostd: replaceFile":                  own,
+	"hostd/sessions: readJournal":         own,
 	"hostd: tail":                         own,
 	"passthrough/bind: OpenJournal":       state,
 	"passthrough/bind: readJournal":       state,
@@ -77,7 +76,6 @@ var allowed = map[string]string{
 	"passthrough/reset: Recover":          state,
 	"passthrough/reset: readRecord":       state,
 	"passthrough/reset: record":           state,
-	"passthrough/reset: syncFolder":       state,
 	"passthrough/sysfs: writeOnce":        kernels,
 	"passthrough/xen: open":               kernels,
 }

@@ -13,8 +13,7 @@ import (
 	"strings"
 	"time"
 
-	"github.com/google/renameio/v2"
-
+	"github.com/gpuctl/gpuctl/internal/durable"
 	"github.com/gpuctl/gpuctl/internal/wait"
 	"github.com/gpuctl/gpuctl/passthrough/pci"
 	"github.com/gpuctl/gpuctl/passthrough/sysfs"
@@ -80,22 +79,10 @@ func (j *job) record(rec *record) (forget func(), err error) {
 	if err := os.MkdirAll(j.records, 0o700); err != nil {
 		return nil, fmt.Errorf("record of the reset: %w", err)
 	}
-	if err := renameio.WriteFile(name, data, 0o600); err != nil {
-		return nil, fmt.Errorf("record of the reset: %w", err)
-	}
-	if err := syncFolder(j.records); err != nil {
+	if err := durable.Replace(name, data, 0o600); err != nil {
 		return nil, fmt.Errorf("record of the reset: %w", err)
 	}
 	return func() { _ = os.Remove(name) }, nil // else Recover does once more what is done
-}
-
-func syncFolder(dir string) error {
-	f, err := os.Open(dir)
-	if err != nil {
-		return err
-	}
-	defer f.Close()
-	return f.Sync()
 }
 
 // d3cold switches the card's power off and on. It asks the functions to sleep;

@@ -12,12 +12,11 @@ import (
 	"sync"
 	"time"
 
-	"github.com/google/renameio/v2"
-
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 	"github.com/gpuctl/gpuctl/hostd/cards"
 	"github.com/gpuctl/gpuctl/hostd/cards/libvirthook"
 	"github.com/gpuctl/gpuctl/hostd/config"
+	"github.com/gpuctl/gpuctl/internal/durable"
 	"github.com/gpuctl/gpuctl/internal/hook/wire"
 	"github.com/gpuctl/gpuctl/internal/vchan"
 	"github.com/gpuctl/gpuctl/internal/virt"
@@ -230,7 +229,7 @@ func (p *Platform) Run(ctx context.Context) error {
 	}
 	// For hooks that find nobody here.
 	ids := strings.Join(append(p.Catalog.AnyClassIDs(), ""), "\n")
-	if err := renameio.WriteFile(filepath.Join(p.runDir, wire.IDsName), []byte(ids), 0o600, renameio.WithStaticPermissions(0o600)); err != nil {
+	if err := durable.Replace(filepath.Join(p.runDir, wire.IDsName), []byte(ids), 0o600); err != nil {
 		return err
 	}
 	var wg sync.WaitGroup
