@@ -198,7 +198,7 @@ func (s *server) run(ctx context.Context, q *wire.Request, a *wire.Answer) error
 	c.Stdin = bytes.NewReader(q.Input)
 	var out, errs limited
 	c.Stdout, c.Stderr = &out, &errs
-	c.WaitDelay = time.Second
+	c.WaitDelay = time.Minute // for its output, on a host that is slow; one that leaves children behind ends by it, too
 	s.mu.Lock() // so that the child is known before it can end
 	err := c.Start()
 	if err == nil {
