@@ -144,7 +144,7 @@ func (d *demo) operate(ctx context.Context, verb string, args ...string) (rig.Sw
 		err = fmt.Errorf("%s: %s", verb, s.Error)
 	}
 	if err == nil {
-		fmt.Fprintf(d.out, "    stood still for %.1f ms of %.0f ms\n", ms(s.Stopped), ms(s.Total))
+		fmt.Fprintf(d.out, "    downtime %.1f ms of %.0f ms\n", ms(s.Stopped), ms(s.Total))
 	}
 	return s, err
 }

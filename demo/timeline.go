@@ -92,7 +92,7 @@ func (t *timeline) draw(w io.Writer) {
 	}
 	fmt.Fprintf(w, "        └%s\n         0 s%*.1f s\n", string(axis), columns-5, t.end.Seconds())
 	for _, b := range t.bands {
-		fmt.Fprintf(w, "  ▲ %-10s %6.2f s to %6.2f s, stood still %.1f ms\n", b.verb, b.from.Seconds(), b.to.Seconds(), ms(b.stopped))
+		fmt.Fprintf(w, "  ▲ %-10s %6.2f s to %6.2f s, downtime %.1f ms\n", b.verb, b.from.Seconds(), b.to.Seconds(), ms(b.stopped))
 	}
 }
 
@@ -108,7 +108,7 @@ func (t *timeline) svg() []byte {
 	fmt.Fprintf(&b, `<text x="%d" y="20" font-size="15">x264 --opencl: frames per second while the GPU is exchanged</text>`+"\n", left)
 	for i, s := range t.bands {
 		fmt.Fprintf(&b, `<rect x="%.1f" y="%d" width="%.1f" height="%d" fill="#f5c46b" fill-opacity="0.6"/>`+"\n", x(s.from), top, max(1, x(s.to)-x(s.from)), bottom-top)
-		fmt.Fprintf(&b, `<text x="%.1f" y="%d">%s: stood still %.1f ms</text>`+"\n", x(s.from)+3, top+14+16*(i%2), s.verb, ms(s.stopped))
+		fmt.Fprintf(&b, `<text x="%.1f" y="%d">%s: downtime %.1f ms</text>`+"\n", x(s.from)+3, top+14+16*(i%2), s.verb, ms(s.stopped))
 	}
 	fmt.Fprint(&b, `<polyline fill="none" stroke="#1f5fa8" stroke-width="1.5" points="`)
 	for i, r := range v {

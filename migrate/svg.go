@@ -37,7 +37,7 @@ func SVG(m *clusterv1.Migration) []byte {
 	title := fmt.Sprintf("%s of %s: %s to %s", m.GetVerb(), m.GetObject(), m.GetFrom(), m.GetTo())
 	fmt.Fprintf(&b, `<text x="10" y="20" font-size="15" font-weight="bold">%s</text>`+"\n", html.EscapeString(clean(title)))
 	state := strings.ToLower(strings.TrimPrefix(m.GetState().String(), "MIGRATION_STATE_"))
-	fmt.Fprintf(&b, `<text x="10" y="40">%s, %s, stood still %s, %s copied</text>`+"\n",
+	fmt.Fprintf(&b, `<text x="10" y="40">%s, %s, downtime %s, %s copied</text>`+"\n",
 		state, seconds(time.Duration(span)), seconds(time.Duration(m.GetStoppedNs())), size.Format(m.GetBytes()))
 	if from, to := still(steps); to > from {
 		fmt.Fprintf(&b, `<rect x="%.1f" y="%d" width="%.1f" height="%d" fill="#fde3e0"/>`+"\n", x(from), top-4, x(to)-x(from), row*len(steps)+4)
@@ -65,7 +65,7 @@ func SVG(m *clusterv1.Migration) []byte {
 		fmt.Fprintf(&b, `<title>%s</title></rect>`, html.EscapeString(clean(text+" "+s.GetError())))
 		fmt.Fprintf(&b, `<text x="%.1f" y="%d" fill="#444">%s</text>`+"\n", to+5, y+13, text)
 	}
-	fmt.Fprintf(&b, `<text x="%d" y="%d" fill="#a33">shaded: the applications stand still</text>`+"\n</svg>\n", left, height-14)
+	fmt.Fprintf(&b, `<text x="%d" y="%d" fill="#a33">shaded: downtime of the applications</text>`+"\n</svg>\n", left, height-14)
 	return []byte(b.String())
 }
 

@@ -354,7 +354,7 @@ func migrationFields() []field {
 		text("step", "step that runs", func(o object) string { return o.GetMigration().GetStep() }),
 		text("message", "what went wrong", func(o object) string { return o.GetMigration().GetMessage() }),
 		number("bytes", "bytes moved", func(o object) int64 { return expr.Int(o.GetMigration().GetBytes()) }),
-		number("stopped_ns", "how long the application stood still", func(o object) int64 { return o.GetMigration().GetStoppedNs() }),
+		number("stopped_ns", "downtime of the application", func(o object) int64 { return o.GetMigration().GetStoppedNs() }),
 		moment("started", "when it started", func(o object) int64 { return o.GetMigration().GetStartedUnixMs() }),
 		moment("ended", "when it ended", func(o object) int64 { return o.GetMigration().GetEndedUnixMs() }),
 		number("token", "fencing token", func(o object) int64 { return expr.Int(o.GetMigration().GetToken()) }),

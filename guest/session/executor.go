@@ -390,7 +390,7 @@ type stallError struct {
 func (e *stallError) Error() string {
 	switch {
 	case e.hangs:
-		return fmt.Sprintf("it hangs: not a word for %v", e.after)
+		return fmt.Sprintf("it does not answer: nothing was heard of it for %v", e.after)
 	case e.waits != "":
 		return fmt.Sprintf("no progress for %v: it waits: %s", e.after, e.waits)
 	}

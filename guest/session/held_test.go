@@ -231,7 +231,7 @@ func TestExecutorThatSaysNothingIsFoundAtOnce(t *testing.T) {
 	b.l.setFailure("Pulse", errors.New("stuck"))
 	b.current().silent = 100 * time.Millisecond
 	res := b.hung(context.Background(), time.Hour, func(string) {})
-	if !res.RolledBack || !strings.Contains(res.Error, "it hangs: not a word for 100ms") {
+	if !res.RolledBack || !strings.Contains(res.Error, "it does not answer: nothing was heard of it for 100ms") {
 		t.Errorf("%v", res)
 	}
 	b.runsOn(1)

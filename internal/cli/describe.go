@@ -31,7 +31,7 @@ func (a *app) describeCommand() *cobra.Command {
 sessions and GPUs of the host itself are named as gpuctl sessions and gpuctl
 inventory do; of a kind that there is only one of, the name can be left out. With
 -o svg the timeline of a VM's migration is drawn: its steps, the bytes that were
-copied and how long the applications stood still.`,
+copied and the downtime of the applications.`,
 		Example: `  gpuctl describe session
   gpuctl describe session 3f2a
   gpuctl describe gpu oclgrind -o yaml

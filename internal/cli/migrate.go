@@ -397,7 +397,7 @@ func (a *app) doneWords(ctx context.Context, name string, u *gpuctlv1.MachinePro
 	}
 	text += ": took " + lasted(u.GetTookNs())
 	if u.GetStoppedNs() > 0 {
-		text += ", applications stood still " + lasted(u.GetStoppedNs())
+		text += ", downtime of its applications " + lasted(u.GetStoppedNs())
 	}
 	return text
 }
@@ -691,7 +691,7 @@ func whyCold(r *gpuctlv1.MachinePlanResponse) string {
 func takes(c *gpuctlv1.MachineCandidate) string {
 	text := "about " + expected(c.GetPredictedNs(), c.GetTotal(), lasted)
 	if c.GetPredictedStopNs() > 0 {
-		text += ", the applications stand still for " + expected(c.GetPredictedStopNs(), c.GetStop(), lasted) + " of it"
+		text += ", downtime of its applications " + expected(c.GetPredictedStopNs(), c.GetStop(), lasted)
 	}
 	return text + notMeasured(c.GetTotal())
 }

@@ -78,8 +78,8 @@ func summary(r *gpuctlv1.SwapResult) string {
 	case r.GetError() != "":
 		return "failed: " + r.GetError()
 	}
-	text := "stood still " + duration(r.GetStoppedNs())
-	if r.GetStoppedNs() == 0 { // a resume: it stood still before, too
+	text := "downtime " + duration(r.GetStoppedNs())
+	if r.GetStoppedNs() == 0 { // a resume: it was frozen before, too
 		text = "took " + duration(r.GetTotalNs())
 	}
 	if copied := r.GetBytesPrecopied() + r.GetBytesFrozen(); copied > 0 {
@@ -120,7 +120,7 @@ func (a *app) follow(what string, stream *connect.ServerStreamForClient[gpuctlv1
 	case r.GetRolledBack():
 		return fmt.Errorf("%s of session %s failed and was rolled back, it goes on as it was: %s", what, last.GetSession(), r.GetError())
 	case r.GetHeld():
-		return fmt.Errorf("%s of session %s failed and is held, the application may stand still: %s; gpuguest goes on trying, and gpuctl sessions says when the session runs", what, last.GetSession(), r.GetError())
+		return fmt.Errorf("%s of session %s failed and is held, the application may be frozen: %s; gpuguest goes on trying, and gpuctl sessions says when the session runs", what, last.GetSession(), r.GetError())
 	case r.GetEnded():
 		return fmt.Errorf("%s of session %s: %s", what, last.GetSession(), r.GetError())
 	case r.GetError() != "":

@@ -133,7 +133,7 @@ func (a *app) swap(ctx context.Context, v verb, req *gpuctlv1.HostSwapRequest, p
 }
 
 // stillUsage is what --timeout is for.
-const stillUsage = "how `long` the application may stand still without progress while its executors live (default 2m, or twice --freeze-timeout)"
+const stillUsage = "how `long` a downtime may be without progress while the session's executors live (default 2m, or twice --freeze-timeout)"
 
 func faultFlag(cmd *cobra.Command, at *string) {
 	cmd.Flags().StringVar(at, "fail-at", "", "fail at this step, to test the way back (gpuguest needs GPUCTL_FAULTS=1)")
@@ -330,7 +330,7 @@ func (a *app) plan(ctx context.Context, c client, req *gpuctlv1.HostPlanRequest)
 		{"Copies", size.Format(m.GetBytes())},
 	}
 	if m.GetPredictedNs() > 0 {
-		rows = append(rows, [2]string{"Takes", "about " + expected(m.GetPredictedNs(), m.GetTotal(), duration) + ", the application stands still for " + expected(m.GetPredictedStopNs(), m.GetStop(), duration) + " of it" + notMeasured(m.GetTotal())})
+		rows = append(rows, [2]string{"Takes", "about " + expected(m.GetPredictedNs(), m.GetTotal(), duration) + ", downtime " + expected(m.GetPredictedStopNs(), m.GetStop(), duration) + notMeasured(m.GetTotal())})
 	}
 	for _, r := range m.GetRejected() {
 		for _, why := range r.GetReasons() {

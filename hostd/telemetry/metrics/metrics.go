@@ -78,11 +78,11 @@ func New(s Sources) *Metrics {
 	m.duration = m.histogram("gpuctl_operation_duration_seconds",
 		"How long operations took, from their beginning to their end.", []float64{.01, .03, .1, .3, 1, 3, 10, 30, 100, 300, 1000}, "verb")
 	m.stopped = m.histogram("gpuctl_operation_stopped_seconds",
-		"How long applications stood still in operations that changed something.", []float64{.001, .003, .01, .03, .1, .3, 1, 3, 10, 30, 100}, "verb")
+		"Downtime of applications in operations that changed something.", []float64{.001, .003, .01, .03, .1, .3, 1, 3, 10, 30, 100}, "verb")
 	m.steps = m.histogram("gpuctl_operation_step_duration_seconds",
 		"How long the steps of operations took.", []float64{.001, .01, .1, 1, 10, 100, 1000}, "verb", "step")
 	m.copied = m.counter("gpuctl_operation_copied_bytes_total",
-		"Bytes that operations copied, while the application ran (precopied) and while it stood still (frozen).", "verb", "phase")
+		"Bytes that operations copied, while the application ran (precopied) and while it was frozen (frozen).", "verb", "phase")
 	m.refused = m.counter("gpuctl_refused_calls_total", "Calls that were not authorized.", "procedure", "code")
 	m.bound = m.histogram("gpuctl_claim_bound_seconds",
 		"How long claims waited in the log for what they need, as the leader saw it; 0 if they got it at once.",

@@ -514,7 +514,7 @@ func TestManualIsComplete(t *testing.T) {
 			t.Errorf("%s has %d labels, listed with %v", f.GetName(), n, d.Labels)
 		}
 	}
-	const file = "../../docs/metrics.md"
+	const file = "../../../docs/metrics.md"
 	want := manual(m)
 	if *update {
 		if err := os.WriteFile(file, want, 0o644); err != nil {
