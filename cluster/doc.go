@@ -1,13 +1,15 @@
-// Package cluster holds the replicated inventory. What lives where:
+// Package cluster has the replicated inventory in the packages below it:
 //
 //   - state: the state machine on go-memdb, its log entries and snapshots
 //   - query: filters over its objects
-//   - placement: where a claim goes, as a pure function of the state
-//   - store: Raft, membership, reads and the leader's work
+//   - placement: chooses GPUs for a claim, as a pure function of the state
+//   - scheduler: binds claims that wait, on the leader
+//   - replica: Raft, membership, reads and the leader's work
 //   - pki: the cluster's CA, certificates and join tokens
-//   - access: roles, and who may do what
+//   - access: roles, who may call what, and the audit trail
+//   - remote: enrolment, and connections of users from outside
 //   - clustertest: clusters inside a test
 //
-// Imports point down this list's order: state knows none of the others, store
-// knows state. Nothing here knows hostd, a command line or an HTTP server.
+// state imports none of the others. No package here imports hostd or knows a
+// command line.
 package cluster

@@ -1,6 +1,6 @@
-// Package hostd is the daemon of one host. Run makes its parts, joins them and
-// serves; Guest starts gpuguest, or finds the one that runs. What the daemon
-// does is in the rooms below, by subject:
+// Package hostd is the daemon of one host. Run makes its parts, connects them
+// and serves. Guest starts gpuguest, or finds the one that runs. The work is in
+// the packages below, by subject:
 //
 //   - sessions: which claim has which GPU, and operations on sessions;
 //   - cards: the life of PCI cards, and how VMs get them;
@@ -9,8 +9,8 @@
 //   - inventory: the GPUs that the host has;
 //   - network: network cards and their functions;
 //   - telemetry: metrics, traces, and what systemd is told;
-//   - command and config: the command line and the file.
+//   - command and config: the command line and the configuration file.
 //
-// hostd may be killed at any moment, and so may gpuguest: what each of them
-// finds when it starts again is said in the rooms that keep it.
+// hostd and gpuguest may be killed at any moment. Each package that writes
+// files says what it finds in them when it starts again.
 package hostd

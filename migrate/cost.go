@@ -10,7 +10,7 @@ import (
 // Cost is what a migration is predicted to take.
 type Cost struct {
 	Total time.Duration
-	Stop  time.Duration // that the applications stand still
+	Stop  time.Duration // downtime of the applications
 	Bytes uint64        // of the VM and its GPU state that are copied
 	// TotalRange and StopRange are what Total and Stop may really become.
 	TotalRange, StopRange Range

@@ -34,7 +34,7 @@ type Config struct {
 	Before func(step string, undo bool) error
 	Log    *slog.Logger
 
-	Patience time.Duration // with hosts that are unreachable: 2 min; a quarter while the VM stands still at home
+	Patience time.Duration // with hosts that are unreachable: 2 min; a quarter while the VM is at home and its applications are frozen
 	Pause    time.Duration // between looks: 100 ms
 }
 

@@ -1,10 +1,8 @@
-// Package confine starts processes that can do little: those that run vendors'
-// libraries on what applications send, and so may run an application's own
-// native code.
+// Package confine starts processes with few rights. They run vendors' libraries on
+// what applications send, so they may run an application's own native code.
 //
-// A Policy is entered by a thread that then starts the process and ends: what
-// the thread gave up, the process has not. Users gives each session a user of
-// its own, which is what keeps sessions from each other on every kernel;
-// Landlock, where the kernel has it, and a list of forbidden system calls come
-// on top.
+// A thread enters a Policy, starts the process, and ends: the process does not
+// have the rights that the thread gave up. Users gives each session a user of its
+// own; that keeps sessions apart on every kernel. Landlock, if the kernel has it,
+// and a list of forbidden system calls are added.
 package confine

@@ -1,6 +1,6 @@
-// Package handover passes open files to executors. They open no file that
-// somebody names: gpuguest does, with the rights of the session, and hands over
-// the descriptor with the name that the calls will use for it.
+// Package handover passes open files to executors. An executor does not open a
+// file that somebody names. gpuguest opens it, with the rights of the session,
+// and passes the descriptor with the name that later calls use for the file.
 package handover
 
 import (

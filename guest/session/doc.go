@@ -1,6 +1,6 @@
-// Package session is the guest helper's brain: it takes in applications, gives
-// each of them a session with an executor of its own, and moves sessions from
-// one executor to another.
+// Package session serves the sessions of gpuguest. It gives each application that
+// connects a session with an executor of its own, and moves sessions from one
+// executor to another.
 //
 // # Parts
 //
@@ -18,16 +18,16 @@
 //   - The commit point of a swap and of a resume is one store, that of the
 //     ring's owner word; that of a suspend is the rename of the session.json
 //     that says so, after the state is complete and synced.
-//   - A state that the VM has no room for goes out to the host while it is being
-//     extracted, and comes back at the resume (away.go). The session lets go of
-//     it after the host has said that it keeps exactly what went out, and runs
-//     again only with exactly that: its mark is in the journal.
+//   - A state that the VM has no room for is kept on the host (away.go). It is
+//     sent out while it is extracted, and read back at the resume. The session
+//     drops its copy after the host has confirmed the same size and digest. It
+//     runs again only with a state that has this mark, which is in the journal.
 //   - A dead gpuguest changes nothing for running applications. The next one
 //     over the same run folder takes their sessions over and finishes or rolls
 //     back what was in flight: the owner word says which of the two.
-//   - An application can damage its own session only. The ring is its to write,
-//     so an owner word that names neither executor of an operation is overruled
-//     by the journal.
+//   - An application can damage its own session only. It can write to the ring.
+//     So an owner word that names neither executor of an operation is ignored,
+//     and the journal decides.
 //
 // # Run folder
 //

@@ -1,19 +1,20 @@
-// Package cards keeps the life of every PCI card of a host: taken from
-// dom0's driver, reset, given to a VM, taken back, reset again, returned, or
-// put into quarantine. Nothing else in hostd binds, resets or gives away a
-// card.
+// Package cards keeps the life of every PCI card of a host. A card is taken from
+// its driver in dom0, reset, attached to a VM, detached, reset again and
+// returned, or put into quarantine. No other package of hostd binds, resets or
+// attaches a card.
 //
-// What is true is what the hypervisor says; the record on disk says what is
-// wanted and how far it got. It is written before every step, so that after a
-// crash at any point [Keeper.Reconcile] finishes or undoes what it finds. That
-// a card has one owner is decided three times: by the cluster's claim, by this
-// record, and by the hypervisor, and a step goes on only if they agree.
+// The hypervisor decides what is true. The record on disk says what is wanted,
+// and which step has begun. It is written before every step, so after a crash at
+// any point [Keeper.Reconcile] finishes or undoes the step. Three agree that a
+// card has one owner: the cluster's claim, this record, and the hypervisor. A
+// step goes on only if they do.
 //
-// A VM gets a card whole, or a slice of it: a virtual function, mediated device
-// or vGPU, which is made for it and deleted after it. While slices of a card
-// are out it is not taken, reset or given away, and the other way round.
+// A VM gets a whole card, or a slice of it: a virtual function, a mediated
+// device or a vGPU. The slice is created for the VM and deleted after it. While
+// slices of a card are assigned, the card is not taken, reset or attached as a
+// whole. While the card is assigned as a whole, no slice is created.
 //
-// How a driver is bound or a card is reset is with the packages under
-// passthrough; talking to libvirt is with internal/virt; the protocol of the
-// hooks is with hostd/cards/libvirthook. They are interfaces here.
+// The packages under passthrough bind drivers and reset cards, internal/virt
+// talks to libvirt, and hostd/cards/libvirthook has the protocol of libvirt's
+// hook. Here they are interfaces.
 package cards

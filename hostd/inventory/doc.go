@@ -1,9 +1,8 @@
 // Package inventory finds the GPUs of a machine: every device of every OpenCL
-// runtime that is installed, and those that the configuration declares. It
-// looks at files below an injected root only; what a vendor's library offers is
-// asked through a Prober, in another process, because such libraries may crash
-// or hang.
+// runtime that is installed, and those that the configuration declares. It reads
+// files below an injected root only. A vendor's library may crash or hang, so a
+// Prober asks it in another process.
 //
-// It also knows the order of models, by which a swap is an upgrade or a
+// It also knows the order of models. By that order a swap is an upgrade or a
 // downgrade.
 package inventory

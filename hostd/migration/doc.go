@@ -1,9 +1,9 @@
-// Package migration drives migrations of VMs on this host and serves
-// MigrationService: it gathers the facts of a plan from all hosts, records a
-// migration, runs its transaction (migrate) against the hosts, and takes over
-// what a host that has gone has left half-way.
+// Package migration runs migrations of VMs on this host and serves
+// MigrationService. It collects the facts for a plan from all hosts, records a
+// migration, runs its transaction (package migrate) against the hosts, and takes
+// over migrations whose driver has gone.
 //
-// A migration is driven by the host that the VM was on when it began. When
-// that one is down its destination goes on, else the host that leads: there is
-// one that may, so that drivers do not take it from each other.
+// The driver of a migration is the host that the VM was on when it began. If that
+// host is down, the destination takes over, else the leader. The rule names one
+// host, so two hosts do not take a migration from each other.
 package migration

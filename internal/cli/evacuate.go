@@ -136,7 +136,7 @@ func (f evacuation) request(host string, m *gpuctlv1.Machine) *gpuctlv1.MachineP
 }
 
 func vmHeading() []string {
-	return []string{"VM", "GPUS", "MOVES TO", "TAKES", "STANDS STILL", "WHY NOT"}
+	return []string{"VM", "GPUS", "MOVES TO", "TAKES", "DOWNTIME", "WHY NOT"}
 }
 
 func (v vms) rows(host string) [][]string {

@@ -714,7 +714,7 @@ func (a *app) printCandidates(all []*gpuctlv1.MachineCandidate) error {
 	for i, s := range all[0].GetSteps() {
 		steps = append(steps, []string{strconv.Itoa(i + 1), s.GetName(), between(s.GetPredictedNs(), s.GetPrediction()), bytesOr(s.GetBytes(), ""), s.GetWhat(), s.GetUndo()})
 	}
-	if err := a.section("Candidates, the best first", []string{"HOST", "GPU", "MODEL", "TAKES", "STANDS STILL", "COPIES"}, rows); err != nil {
+	if err := a.section("Candidates, the best first", []string{"HOST", "GPU", "MODEL", "TAKES", "DOWNTIME", "COPIES"}, rows); err != nil {
 		return err
 	}
 	return a.section("Steps of the best", []string{"STEP", "NAME", "TAKES", "COPIES", "WHAT", "UNDO"}, steps)

@@ -59,7 +59,7 @@ func (a *app) migrationColumns() []column {
 	return []column{
 		col("MIGRATION", T.GetId), col("VERB", T.GetVerb), col("OBJECT", movedObject), col("FROM", T.GetFrom), col("TO", T.GetTo),
 		col("STATE", migrationState), col("STEP", stepOf), col("TOOK", func(m T) string { return lastedOr(a.tookSoFar(m)) }),
-		col("STOOD STILL", func(m T) string { return lastedOr(m.GetStoppedNs()) }),
+		col("DOWNTIME", func(m T) string { return lastedOr(m.GetStoppedNs()) }),
 		col("AGE", func(m T) string { return a.age(m.GetStartedUnixMs()) }),
 		col("MESSAGE", func(m T) string { return a.cut(m.GetMessage(), 48) }),
 		wide("DRIVER", T.GetDriver), wide("COPIED", func(m T) string { return bytesOr(m.GetBytes(), "") }),

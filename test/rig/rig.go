@@ -390,10 +390,10 @@ func (r *Rig) Session(ctx context.Context) (string, error) {
 
 // Swap is what an operation reported.
 type Swap struct {
-	Stopped    time.Duration // the application stood still
+	Stopped    time.Duration // downtime of the application
 	Total      time.Duration
 	Precopied  uint64 // bytes
-	Frozen     uint64 // bytes copied while it stood still
+	Frozen     uint64 // bytes copied while it was frozen
 	RolledBack bool
 	Refused    bool
 	Error      string

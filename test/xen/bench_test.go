@@ -121,8 +121,8 @@ func TestBenchMigrate(t *testing.T) {
 		after, err := v.work.Progress(ctx)
 		must(t, err)
 		all.add("longest between two results", longest(after[max(0, len(before)-1):]))
-		all.add("application stands still", time.Duration(m.StoppedNs))
-		all.add("predicted to stand still", time.Duration(m.Machine.PredictedStopNs))
+		all.add("downtime", time.Duration(m.StoppedNs))
+		all.add("predicted downtime", time.Duration(m.Machine.PredictedStopNs))
 		all.add("predicted, all of it", time.Duration(m.Machine.PredictedNs))
 		beyond := time.Duration(m.StoppedNs)
 		for _, s := range m.Steps {

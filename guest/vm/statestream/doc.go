@@ -1,13 +1,13 @@
-// Package statestream is the form that the state of a suspended session has on its way
-// out of a VM, through hosts, and back: StateChunks in order, the last of which
-// has a mark with the size and the SHA-256 of all before it. A stream without
-// the mark was cut off; one whose mark is another's is stale or damaged. Nobody
-// who takes a state in may use or keep it before [Check] has seen the mark.
+// Package statestream is the form of a suspended session's state on its way out
+// of a VM, through hosts, and back. A stream is StateChunks in order. The last
+// one has a mark: the size and the SHA-256 of all bytes before it. A stream
+// without a mark was interrupted. A stream with another state's mark is stale or
+// damaged. Nobody may use or keep a state before [Check] has seen its mark.
 //
-// It is a stream and not a file since it never lies in the VM: nothing of it is
-// read twice, whoever passes it on has a chunk or two of it, and one that is
-// slow to take them holds up the one that makes them.
+// The state never lies in the VM as a file. Each part of it is read once. Whoever
+// passes it on has one or two chunks in memory, and the slowest one sets the
+// pace.
 //
-// Here is nothing of what the bytes say, which is guest/opencl/executor's, nor of where
-// they are kept, which is hostd/migration/stash's.
+// guest/opencl/executor knows what the bytes mean. hostd/migration/stash keeps
+// them.
 package statestream

@@ -1,3 +1,3 @@
-// Package cardapi serves DeviceService: what hostd's keeper of cards offers,
-// and the way to the keepers of other hosts. It decides nothing.
+// Package cardapi serves DeviceService. It calls this host's keeper of cards, or
+// forwards a call to the host that it is for. It decides nothing.
 package cardapi

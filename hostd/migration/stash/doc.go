@@ -1,17 +1,18 @@
-// Package stash keeps the GPU states of VMs' sessions on a host, in its memory,
-// while their VMs are migrated: those that a VM has no room for itself.
+// Package stash keeps GPU states of sessions in this host's memory while their
+// VMs migrate: those states that a VM has no room for.
 //
-// It is a folder, on a tmpfs (a VM's data must not come to lie on a disk), that
-// outlives hostd: a state that is kept is a file with its mark beside it, and
-// there only once it is whole; what a hostd that died was still writing goes at
-// the next Open. A state is read back with its digest compared, so that a wrong
+// A stash is a folder on a tmpfs, because a VM's data must not be written to a
+// disk. It outlives hostd. A kept state is a file with its mark beside it; the
+// file has its name only once it is complete. Open removes what a hostd that died
+// was still writing. A state is read back with its digest compared, so a wrong
 // byte is an error and never a result.
 //
-// Of a session there is one state, the newest. What is kept counts against a
-// limit, from the moment that it is announced: it is the host's memory, and VMs
-// are not to be starved of it. States go when their migration has ended, by
-// Forget, or by Sweep where nobody could say so.
+// There is one state of each session, the newest. Its size counts against a limit
+// from the moment that it is announced: it is the host's memory, and VMs need
+// that, too. Forget removes states when their migration has ended. Sweep removes
+// those whose migration has ended without a call of Forget.
 //
-// Nothing here says who may bring a state or have it: that is hostd/migration/endpoint, which
-// gives one to nobody but the VM that it came from.
+// This package does not decide who may bring or get a state. Package
+// hostd/migration/endpoint does: it returns a state only to the VM that it came
+// from.
 package stash

@@ -1,7 +1,8 @@
-// Package nics is what operators see and change of this host's network cards:
-// it joins what hostd/network reads and sets with which VM has what and which
-// hosts are reached, plans changes, and makes of a host what its configuration
-// says. Nothing is recorded: the kernel has all of it, until the host restarts.
+// Package nics has what operators see and change of this host's network cards.
+// It combines the interfaces that hostd/network reads with the VMs that have
+// their functions and the hosts that they reach. It plans changes, and applies
+// the configuration to the host. Nothing is recorded: the kernel has the settings
+// until the host restarts.
 //
-// Attaching a virtual function to a VM is libvirt's business.
+// libvirt attaches a virtual function to a VM; this package does not.
 package nics

@@ -1,5 +1,5 @@
-// Package ledger keeps who holds which GPU. A GPU is held by one claim as a
-// whole, or by several that each state how much memory they need, as long as
-// the sum fits. Both never hold at once, and no call leaves a GPU with two
-// owners.
+// Package ledger keeps who has which GPU. One claim has a GPU as a whole, or
+// several claims share it. Each claim that shares states how much memory it
+// needs, and the sum must fit. No call leaves a GPU with two owners, or with an
+// owner and a share.
 package ledger

@@ -1,11 +1,10 @@
-// Package metrics is what hostd tells Prometheus.
+// Package metrics has hostd's metrics for Prometheus.
 //
-// What the cluster and the host are like is read when somebody asks, from the
-// replicated state and from what they answer: nothing polls and nothing is
-// counted twice. What happens (operations, calls, refusals) is counted by hooks
-// that the daemon calls.
+// The state of the cluster and of the host is read at each scrape, so nothing
+// polls and nothing is counted twice. The daemon calls hooks that count events:
+// operations, calls, refusals.
 //
-// No label has a value from outside whose number nobody bounds: never a
-// session, a process, a claim or a text. GPUs have series of their own on their
-// own host only; of the cluster there are sums by model.
+// No label has a value that others choose and nobody bounds: never a session, a
+// process, a claim or a text. A host has series for its own GPUs only; for the
+// cluster there are sums by model.
 package metrics

@@ -1,4 +1,4 @@
-// Package systemd tells systemd how hostd is: that it is ready, reloads or
-// stops, a line of status, and, as long as the daemon works, that it lives.
-// Without systemd it does nothing.
+// Package systemd tells systemd the state of hostd: ready, reloading or stopping,
+// and a line of status. As long as the daemon works it also notifies the
+// watchdog. Without systemd it does nothing.
 package systemd

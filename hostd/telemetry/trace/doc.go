@@ -1,6 +1,6 @@
-// Package trace makes an OpenTelemetry trace of every long operation: a root
-// span for the operation and a span for each of its steps, with the times at
-// which they really ran. It is off unless the configuration names a collector;
-// then a collector that is slow or down costs spans and never time: nothing
-// here waits for it but Shutdown, and that no longer than it is told to.
+// Package trace makes an OpenTelemetry trace of every long operation: a root span
+// for the operation and a span for each of its steps, with the times at which
+// they ran. It is off unless the configuration names a collector. If a collector
+// is slow or down, spans are lost, and no operation waits. Only Shutdown waits for
+// the collector, with a limit.
 package trace
