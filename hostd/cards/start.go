@@ -13,7 +13,7 @@ import (
 	"github.com/gpuctl/gpuctl/passthrough/pci"
 )
 
-// Prepare makes the cards among a VM's devices ready before it starts, or says
+// PrepareStart makes the cards among a VM's devices ready before it starts, or says
 // why it must not start. Devices that are no cards of this host are not its
 // business. What it has done for a start that does not come about is undone
 // after Grace.

@@ -199,7 +199,7 @@ func (s *server) run(ctx context.Context, q *wire.Request, a *wire.Answer) error
 	var out, errs limited
 	c.Stdout, c.Stderr = &out, &errs
 	c.WaitDelay = time.Minute // for its output, on a host that is slow; one that leaves children behind ends by it, too
-	s.mu.Lock() // so that the child is known before it can end
+	s.mu.Lock()               // so that the child is known before it can end
 	err := c.Start()
 	if err == nil {
 		s.child = c.Process.Pid

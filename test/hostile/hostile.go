@@ -36,6 +36,7 @@ const (
 const (
 	variable = "GPUCTL_TEST_HOSTILE"
 	held     = 20 * time.Second       // how long a client holds what it has got
+	ending   = 5 * time.Minute        // how long clients may take to end: they get what others leave
 	piece    = 500 * time.Microsecond // of what a neighbour computes
 	calm     = 100 * time.Millisecond // after what was refused at once
 
@@ -308,7 +309,7 @@ func (c *Clients) Stop() (map[string]int64, error) {
 	var errs []error
 	for _, p := range c.processes {
 		// What it has started is of its process group, too.
-		late := time.AfterFunc(held, func() { _ = syscall.Kill(-p.cmd.Process.Pid, syscall.SIGKILL) })
+		late := time.AfterFunc(ending, func() { _ = syscall.Kill(-p.cmd.Process.Pid, syscall.SIGKILL) })
 		var done map[string]int64
 		if err := json.NewDecoder(p.stdout).Decode(&done); err != nil {
 			errs = append(errs, fmt.Errorf("hostile clients of %s: %w", p.boundary, err))
