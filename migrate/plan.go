@@ -464,7 +464,7 @@ func message(s string) string {
 	return " (" + s + ")"
 }
 
-// names says that the target is a model of the host's.
+// names reports whether the target is a model of the host's.
 func (r Request) names(h HostFacts) bool {
 	return slices.ContainsFunc(h.GPUs, func(g GPUFacts) bool { return g.Model == r.To })
 }

@@ -10,12 +10,12 @@ import (
 	"github.com/gpuctl/gpuctl/internal/vm"
 )
 
-// What an error of a site or journal is, beside what it says.
+// Errors of a Site or a Journal wrap one of these where it applies.
 var (
-	// ErrUnreachable: nobody knows whether it was done. It is tried again for
-	// a while.
+	// ErrUnreachable: the host did not answer, so nobody knows whether the step
+	// was done. The driver repeats it for a while.
 	ErrUnreachable = errors.New("unreachable")
-	// ErrStale: another host drives the migration now. Nothing more is done.
+	// ErrStale: another host drives the migration now. This driver stops.
 	ErrStale = errors.New("another host drives it")
 	// ErrRefused: the cluster does not keep such a record.
 	ErrRefused = errors.New("refused by the cluster")
@@ -26,7 +26,7 @@ var (
 // Presence is what a host knows of a VM.
 type Presence int
 
-// A VM is at one host, but for the moment in which it moves.
+// A VM is at one host, except while it moves.
 const (
 	Absent  Presence = iota
 	Running          // and able to answer
@@ -38,40 +38,40 @@ func (p Presence) String() string {
 	return [...]string{"absent", "running", "moving", "stopped"}[p]
 }
 
-// Progress hears how far a step is; total 0: not known. waits says what it waits
-// for, if for anything.
+// Progress is called with the progress of a step. A total of 0 is not known.
+// waits is what the step waits for; empty: nothing.
 type Progress func(done, total uint64, waits string)
 
 // Freezing is which sessions of a VM are to be frozen, and how.
 type Freezing struct {
 	Sessions []string
-	Away     []string // those of them whose state leaves the VM
-	To       string   // host that keeps these states, too
-	// Patience is how long what they have launched may take to end; 0: the
-	// host's.
+	Away     []string // those whose state is kept on the hosts, not in the VM
+	To       string   // the other host that keeps these states: the destination
+	// Patience is how long kernels that were launched may take to end; 0: as
+	// long as the host is configured for.
 	Patience time.Duration
 }
 
-// Site is a host as the driver of a migration reaches it. Every call brings
-// about what its name says and may be repeated: where it is so already it
-// returns nil. An error that wraps ErrUnreachable leaves open whether it has
-// happened.
+// Site is a host that takes part in a migration. The driver calls it. Every call
+// brings about a state and may be repeated: if the host is in that state already,
+// the call returns nil. After an error that wraps ErrUnreachable nobody knows
+// whether the step was done.
 type Site interface {
 	// Where says what the host knows of the VM.
 	Where(ctx context.Context, m vm.VM) (Presence, error)
-	// Prepare takes a card from whoever drives it, resets it and holds it for
-	// the VM, by a claim. It returns what a driver in the VM will choose it by.
+	// Prepare takes a card from its driver, resets it and assigns it to the VM, by
+	// a claim. It returns the PCI identity, by which a driver in the VM is chosen.
 	Prepare(ctx context.Context, m vm.VM, gpu, claim string) (*gpuctlv1.PCIIdentity, error)
-	// Expect has the VM load what will serve such a card, while its applications
-	// run.
+	// Expect has the VM load the runtime for such a card in advance, while its
+	// applications run.
 	Expect(ctx context.Context, m vm.VM, id *gpuctlv1.PCIIdentity) error
-	// Attach plugs a held card into the running VM; the hypervisor confirms it.
-	// If stored the VM's stored definition gets it, too.
+	// Attach attaches an assigned card to the running VM; the hypervisor confirms
+	// it. If stored, the VM's stored definition gets it, too.
 	Attach(ctx context.Context, m vm.VM, gpu string, stored bool) error
-	// Detach unplugs it; the hypervisor confirms it. The card is reset and
-	// stays held for the VM, whose stored definition does not have it any more.
+	// Detach detaches it; the hypervisor confirms it. The card is reset and stays
+	// assigned to the VM. The stored definition does not have it any more.
 	Detach(ctx context.Context, m vm.VM, gpu string) error
-	// GiveBack makes a card free that was held for the VM.
+	// GiveBack makes a card free that was assigned to the VM.
 	GiveBack(ctx context.Context, m vm.VM, gpu string) error
 	// Pause stops a VM that runs on another host, too; Unpause lets it go on.
 	Pause(ctx context.Context, m vm.VM) error
@@ -79,11 +79,11 @@ type Site interface {
 	// Move sends the VM to another host.
 	Move(ctx context.Context, m vm.VM, to string, report Progress) error
 
-	// Stop ends the VM, which stays defined; its card is reset and stays held
-	// for it.
+	// Stop ends the VM, which stays defined. Its card is reset and stays assigned
+	// to it.
 	Stop(ctx context.Context, m vm.VM, gpu string) error
-	// Start has the VM run with a card that is held for it, or was before. Its
-	// stored definition has that card if stored, and no other.
+	// Start starts the VM with a card that is assigned to it, or was before. If
+	// stored, its stored definition has that card, and no other.
 	Start(ctx context.Context, m vm.VM, gpu string, stored bool) error
 	// Definition is what the VM is started from, without its cards; Define and
 	// Undefine give it to another host and take it away.
@@ -94,24 +94,24 @@ type Site interface {
 	// Sessions are those of the VM's applications that use a card, and what the
 	// VM has room for.
 	Sessions(ctx context.Context, m vm.VM) (*AgentFacts, error)
-	// Freeze stops them at their next call and has their state in the VM's
-	// memory or, of those that are away, in that of this host and of another one:
-	// it is done when both have all of it. One that has ended is none.
+	// Freeze stops them at their next call. Their state is then in the VM's
+	// memory. For sessions in Freezing.Away it is in the memory of this host and
+	// of another one, and Freeze returns when both have all of it. A session that
+	// has ended is left out.
 	Freeze(ctx context.Context, m vm.VM, f Freezing, report Progress) error
-	// Deposit sees to it that the host to has what this one has of the frozen
-	// sessions that are away.
+	// Deposit copies the states that this host keeps to the host to.
 	Deposit(ctx context.Context, m vm.VM, away []string, to string, report Progress) error
-	// Forget drops what this host has of the VM's sessions.
+	// Forget drops the states that this host keeps of the VM's sessions.
 	Forget(ctx context.Context, m vm.VM) error
-	// Release has the VM's kernel let go of a card, and confirm that it can be
-	// unplugged.
+	// Release has the VM's kernel release a card and confirm that it can be
+	// detached.
 	Release(ctx context.Context, m vm.VM, gpu string) error
-	// TakeUp lets the VM's kernel have it again.
+	// TakeUp undoes Release: the VM's kernel may use the card again.
 	TakeUp(ctx context.Context, m vm.VM, gpu string) error
-	// Await returns when the VM has found the card and a runtime serves it.
+	// Await returns when the VM has found the card and a runtime works with it.
 	Await(ctx context.Context, m vm.VM, gpu string) error
-	// Thaw puts the frozen sessions on the card and lets them go on. The state
-	// of those that are away comes from this host.
+	// Thaw restores the frozen sessions on the card and lets them go on. States
+	// that are kept on this host come from it.
 	Thaw(ctx context.Context, m vm.VM, gpu string, sessions []string, report Progress) error
 }
 

@@ -430,10 +430,10 @@ func (r *run) carry(ctx context.Context, from, to string, home bool) error {
 	}
 }
 
-// alive says that a VM is at a host, and not merely known there.
+// alive reports whether a VM is at a host, and not merely known there.
 func alive(p Presence) bool { return p == Running || p == Moving }
 
-// saidAbsent says that an operator asserts that the VM is not at a host. That
+// saidAbsent reports whether an operator asserts that the VM is not at a host. That
 // counts where the host itself cannot be asked.
 func (r *run) saidAbsent(host string) bool { return slices.Contains(r.move().GetAbsentOn(), host) }
 

@@ -130,7 +130,7 @@ func (r *run) rejected(yield func(*clusterv1.Rejection) bool) {
 	}
 }
 
-// considered says that the request does not leave a host out by naming others.
+// considered reports whether the request does not leave a host out by naming others.
 func (r *run) considered(h *host) bool {
 	if r.toHost != "" {
 		return r.toHost == h.name
@@ -213,7 +213,7 @@ func (r *run) tooFew(all []verdict) {
 	}
 }
 
-// apart says that GPUs of several hosts may serve.
+// apart reports whether GPUs of several hosts may serve.
 func (r *run) apart() bool {
 	return len(r.toGPUs) > 0 || r.req.Span && !r.claim.GetOneRuntime() && r.fits > 0
 }

@@ -415,7 +415,7 @@ func (ix *Index) host(v *state.View, name string, object *clusterv1.Host, gpus [
 	return h
 }
 
-// apart says that a GPU can be given away without its neighbours: cards of one
+// apart reports whether a GPU can be given away without its neighbours: cards of one
 // isolation group are passed through together or not at all; an executor shares
 // nothing with its neighbour's.
 func (g *gpu) apart() bool {

@@ -274,7 +274,7 @@ func (r *run) compile() error {
 	return nil
 }
 
-// ofClass says that all GPUs of a class have the same value of a field.
+// ofClass reports whether all GPUs of a class have the same value of a field.
 func ofClass(field string) bool {
 	switch field {
 	case "model", "vendor", "type", "runtime", "platform", "driver", "rank", "profiles",
@@ -418,7 +418,7 @@ func (r *run) scanAll() {
 	r.row = -1
 }
 
-// short says that the claim cannot get what it needs of GPUs of which so many
+// short reports whether the claim cannot get what it needs of GPUs of which so many
 // are free and so much can be had of one at most.
 func (r *run) short(free int, room uint64) bool {
 	if r.need == 0 && r.claim.GetProfile() == "" {
@@ -521,7 +521,7 @@ func (r *run) scanHost(h *host) {
 	}
 }
 
-// passed says that a host has nothing that is better than what was found, and
+// passed reports whether a host has nothing that is better than what was found, and
 // counts what it has. How good the best of it can be is known without a look at
 // its GPUs if they are of one class.
 func (r *run) passed(h *host, bits uint64) bool {
@@ -679,7 +679,7 @@ func (r *run) chunk(members []member) {
 	}
 }
 
-// beaten says that a candidate cannot be among the best any more. Of equal
+// beaten reports whether a candidate cannot be among the best any more. Of equal
 // ones the first stays.
 func (r *run) beaten(hi, lo uint64) bool {
 	if len(r.best) < r.limit {

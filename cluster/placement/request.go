@@ -106,7 +106,7 @@ type Decision struct {
 	run *run
 }
 
-// OK says that there is a candidate.
+// OK reports whether there is a candidate.
 func (d Decision) OK() bool { return d.Err == nil && len(d.Candidates) > 0 }
 
 // Rejected are the hosts and GPUs that cannot serve, in order, with all reasons:

@@ -447,7 +447,7 @@ func (l *lowerer) plainTexts(operator string, x, y ast.Expr) predicate {
 	return nil
 }
 
-// fixed says that an expression of numbers reads no field.
+// fixed reports whether an expression of numbers reads no field.
 func (l *lowerer) fixed(e ast.Expr) bool {
 	if l.constant(e) != nil {
 		return true

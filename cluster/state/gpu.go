@@ -45,7 +45,7 @@ func (r reader) held(gpu string) (who string, whole bool) {
 	return "", false
 }
 
-// usable says that a GPU may get something new.
+// usable reports whether a GPU may get something new.
 func usable(g *clusterv1.GPU, h *clusterv1.Host) bool { return len(obstacles(g, h)) == 0 }
 
 // obstacles are the reasons why a GPU gets nothing new, whatever its room.

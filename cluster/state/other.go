@@ -81,7 +81,7 @@ func (t *tx) reportSession(host string, said *clusterv1.Session) {
 	}
 }
 
-// over says that a migration is not coming back.
+// over reports whether a migration is not coming back.
 func over(m *clusterv1.Migration) bool {
 	switch m.GetState() {
 	case clusterv1.MigrationState_MIGRATION_STATE_DONE, clusterv1.MigrationState_MIGRATION_STATE_ROLLED_BACK, clusterv1.MigrationState_MIGRATION_STATE_FAILED:

@@ -93,7 +93,7 @@ func persistOrder() []clusterv1.Kind {
 	}
 }
 
-// sameLimits says that a GPU's are its model's. In a snapshot it then has
+// sameLimits reports whether a GPU's are its model's. In a snapshot it then has
 // none: they are most of its bytes. What reports none is stored with empty
 // ones, which are written. Equal states have equal snapshots, so pointers must
 // not decide.

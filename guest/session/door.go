@@ -82,7 +82,7 @@ func (d *door) enter(uid uint32, conn io.Closer) {
 	}
 }
 
-// leave says that a connection is silent no more. It returns false for one that
+// leave marks a connection as no longer silent. It returns false for one that
 // had to give way.
 func (d *door) leave(uid uint32, conn io.Closer) bool {
 	d.mu.Lock()

@@ -182,7 +182,7 @@ func (op *operation) run(steps []step) *gpuctlv1.SwapResult {
 	return res
 }
 
-// hold says that an operation has failed and cannot be taken back yet, and goes
+// hold marks an operation as held: it has failed and cannot be undone yet. It goes
 // on trying to. Until then nobody knows whether the application goes on, and
 // nothing else begins. It reports whether it holds: a session whose application
 // has ended has nothing to take back.

@@ -24,24 +24,23 @@ var (
 	ErrInvalid  = errors.New("invalid")
 )
 
-// Binder changes the drivers of functions; all of them or none.
+// Binder binds functions to drivers: all of them or none.
 type Binder interface {
 	Take(ctx context.Context, functions []pci.Address, driver string) error
-	// Return gives them back to where they were. Repeating it changes nothing.
+	// Return binds them to their former drivers. Repeating it changes nothing.
 	Return(ctx context.Context, functions []pci.Address) error
 }
 
-// Resetter brings a card to a known state and proves it. The error says that
-// no way did.
+// Resetter resets a card and reads it back. An error means that no method worked.
 type Resetter interface {
 	Reset(ctx context.Context, card *pci.Card) (method string, err error)
 }
 
-// Hypervisor has the last word on who has a device.
+// Hypervisor knows which VM has which function. Its answer decides.
 type Hypervisor interface {
-	// Driver is what a card is bound to while it is a VM's.
+	// Driver is the driver of the kernel that a card is bound to while a VM has it.
 	Driver() string
-	// Owners are the functions that running VMs have.
+	// Owners are the functions that running VMs have, each with its VM.
 	Owners(ctx context.Context) (map[pci.Address]vm.VM, error)
 	// Dom0Access is the state of a card as seen from dom0; empty: not known.
 	Dom0Access(card *pci.Card) string
@@ -61,10 +60,10 @@ type Hypervisor interface {
 type VMs interface {
 	List(ctx context.Context) ([]vm.Info, error)
 	Find(ctx context.Context, ref string) (vm.Info, error)
-	// Check says what keeps a VM from getting a device while it runs.
+	// Check returns what keeps a VM from getting a device while it runs.
 	Check(ctx context.Context, uuid string) ([]*gpuctlv1.Reason, error)
-	// Attach and Detach change the running VM; that they return no error does
-	// not mean that it has happened.
+	// Attach and Detach ask libvirt to change the running VM. Without an error
+	// it is still not certain that the VM has changed: ask the hypervisor.
 	Attach(ctx context.Context, uuid string, function pci.Address) error
 	Detach(ctx context.Context, uuid string, function pci.Address) error
 	// Listed reports whether libvirt believes that the running VM has a function.
@@ -77,12 +76,12 @@ type VMs interface {
 
 // Guests are the agents in VMs.
 type Guests interface {
-	// LetGo returns once the VM has let go of a function and can unplug it.
+	// LetGo returns once the VM has released a function and can unplug it.
 	LetGo(ctx context.Context, uuid string, function pci.Address) error
-	// Has is what the VM's agent says of a function being there. It errs for
-	// functions that agents do not tell of, such as a card's sound.
+	// Has reports whether the VM's agent sees a function. It returns an error for
+	// functions that agents do not report, such as a card's sound.
 	Has(ctx context.Context, uuid string, function pci.Address) (bool, error)
-	// Answers says why a VM's agent can't be asked.
+	// Answers returns why a VM's agent can't be asked; nil: it can.
 	Answers(ctx context.Context, uuid string) error
 	// About is what is known of a VM's agent, in words.
 	About(uuid string) string

@@ -186,12 +186,12 @@ func equal(a, b *cardAssignment) bool {
 		a.Starting == b.Starting && a.Migration == b.Migration && a.Message == b.Message
 }
 
-// starting says that a VM which asked for the card may still be on its way.
+// starting reports whether a VM which asked for the card may still be on its way.
 func (k *Keeper) starting(a *cardAssignment) bool {
 	return k.Now().Sub(time.UnixMilli(a.Since)) < k.Grace
 }
 
-// absent says that nobody has had the card for long enough.
+// absent reports whether nobody has had the card for long enough.
 func (k *Keeper) absent(a *cardAssignment) bool {
 	k.mu.Lock()
 	defer k.mu.Unlock()

@@ -98,7 +98,7 @@ func (s *sliced) slicedGPUs() []*clusterv1.GPU {
 	return []*clusterv1.GPU{{Name: slicedGPU, PciAddress: slicedPF.String(), Model: "A10"}}
 }
 
-// vendorTyped says that a function has a vGPU, which the card's own driver
+// vendorTyped reports whether a function has a vGPU, which the card's own driver
 // gives to VMs.
 func (s *sliced) vendorTyped(f pci.Address) bool {
 	if s.machine == nil || !s.vfio {

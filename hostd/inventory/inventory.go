@@ -138,7 +138,7 @@ func newRuntime(lib Library, env map[string]string, limit string) *gpuctlv1.Runt
 	return &gpuctlv1.Runtime{Library: lib.Path, Env: env}
 }
 
-// operators says that the limit of PoCL's memory is the operator's choice.
+// operators reports whether the limit of PoCL's memory is the operator's choice.
 func (s source) operators() bool {
 	if s.declared == nil {
 		return false

@@ -31,17 +31,17 @@ import (
 	"github.com/gpuctl/gpuctl/internal/wait"
 )
 
-// Host is what runs on this machine, as the cluster needs to know it.
+// Host has what the cluster needs to know of this machine.
 type Host interface {
-	// Report says what the host is and has. GPU ids are its own (without the
-	// host's name).
+	// Report describes the host and its GPUs. Ids of GPUs are without the host's
+	// name.
 	Report(ctx context.Context) (*clusterv1.Host, []*clusterv1.GPU, error)
 	Facts(ctx context.Context) (*clusterv1.HostFacts, error)
-	// Knows reports whether a claim that this host made is still one.
+	// Knows reports whether a claim that this host made still exists.
 	Knows(claim string) bool
 	// Uses reports whether anything uses a GPU by a claim.
 	Uses(claim, gpu string) bool
-	// Holdings are what this host's own claims have.
+	// Holdings are the GPUs that this host's own claims have.
 	Holdings() []Holding
 	// Sessions as they are now.
 	Sessions() []*clusterv1.Session
@@ -89,7 +89,7 @@ type Node struct {
 	live    *membership
 }
 
-// membership is what a member has running.
+// membership has the running parts of a member.
 type membership struct {
 	identity
 	store     *replica.Store
@@ -278,7 +278,7 @@ func (n *Node) Read(ctx context.Context) (*state.View, error) {
 // Status is how the cluster is, as this host sees it.
 func (n *Node) Status() *clusterv1.StatusResponse { return n.api.Report() }
 
-// Health is nil, or why this host cannot do its part.
+// Health is nil, or why this host does not work as a member.
 func (n *Node) Health() error {
 	if m := n.member(); m != nil {
 		return m.store.Health()
@@ -579,5 +579,5 @@ func (n *Node) Close() error {
 	return nil
 }
 
-// missing says that a file or folder is not there.
+// missing reports whether a file or folder is not there.
 func missing(err error) bool { return errors.Is(err, fs.ErrNotExist) }

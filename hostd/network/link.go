@@ -88,7 +88,7 @@ func carrier(l netlink.Link) bool {
 	return a.OperState == netlink.OperUp || a.OperState == netlink.OperUnknown && a.Flags&net.FlagUp != 0
 }
 
-// stacked says that an interface is one on top of its parent.
+// stacked reports whether an interface is one on top of its parent.
 func stacked(l netlink.Link) bool {
 	return slices.Contains([]string{"vlan", "macvlan", "macvtap", "ipvlan", "ipvtap", "macsec"}, l.Type())
 }
@@ -192,7 +192,7 @@ func (t topology) ports(master int) []netlink.Link {
 	return out
 }
 
-// real says that a device of the machine is behind a port, not a guest.
+// real reports whether a device of the machine is behind a port, not a guest.
 func (t topology) real(l netlink.Link, depth int) bool {
 	if stacked(l) {
 		lower := t.byIndex[l.Attrs().ParentIndex]
@@ -207,7 +207,7 @@ func (t topology) real(l netlink.Link, depth int) bool {
 	return false
 }
 
-// device says that a device of the machine is behind an interface itself.
+// device reports whether a device of the machine is behind an interface itself.
 func (t topology) device(l netlink.Link) bool {
 	name := l.Attrs().Name
 	return isName(name) && t.h.exists(t.h.dir(name)) && t.h.target(path.Join(t.h.dir(name), "subsystem")) != "xen-backend"

@@ -269,7 +269,7 @@ func (h *Host) target(link string) string {
 	return path.Base(to)
 }
 
-// isName says that a name is a single part of a path.
+// isName reports whether a name is a single part of a path.
 func isName(s string) bool {
 	return s != "" && s != "." && s != ".." && !strings.ContainsAny(s, "/\x00")
 }

@@ -196,7 +196,7 @@ func (h *Host) DetectedGPUs(ctx context.Context) ([]*clusterv1.GPU, error) {
 	return gpus, nil
 }
 
-// ours says that a process uses a GPU for a session: it is an executor.
+// ours reports whether a process uses a GPU for a session: it is an executor.
 func (h *Host) ours(pid uint32) bool {
 	data, err := fs.ReadFile(h.proc, strconv.FormatUint(uint64(pid), 10)+"/cmdline")
 	args := strings.Split(string(data), "\x00")

@@ -439,7 +439,7 @@ func onGPU(s gpuctlv1.SessionState) bool {
 	return s == gpuctlv1.SessionState_SESSION_STATE_RUNNING || changing(s)
 }
 
-// changing says that an operation on a session has not come to its end, or back.
+// changing reports whether an operation on a session has not come to its end, or back.
 func changing(s gpuctlv1.SessionState) bool {
 	return s == gpuctlv1.SessionState_SESSION_STATE_SWAPPING || s == gpuctlv1.SessionState_SESSION_STATE_HELD
 }

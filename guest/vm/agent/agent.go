@@ -450,7 +450,7 @@ func (a *Agent) targetOf(at pci.Address) *gpuctlv1.Target {
 	return nil
 }
 
-// releasable says that a function is one that the host may take out.
+// releasable reports whether a function is one that the host may take out.
 func (a *Agent) releasable(f *function) bool {
 	if _, ok := a.cfg.Profiles.Lookup(f.id); ok || f.display() || f.companion() {
 		return true

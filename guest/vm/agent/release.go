@@ -177,7 +177,7 @@ func shorten(s string) string {
 	return s
 }
 
-// runs says that a session has an executor.
+// runs reports whether a session has an executor.
 func runs(s *gpuctlv1.Session) bool {
 	switch s.State {
 	case gpuctlv1.SessionState_SESSION_STATE_RUNNING, gpuctlv1.SessionState_SESSION_STATE_SWAPPING, gpuctlv1.SessionState_SESSION_STATE_HELD:
@@ -187,7 +187,7 @@ func runs(s *gpuctlv1.Session) bool {
 	}
 }
 
-// serves says that a session's target is this function. A name that the agent
+// serves reports whether a session's target is this function. A name that the agent
 // gave is right; with another, that of the host's inventory, the runtime tells,
 // and may accuse a function of the same kind.
 func serves(t, ours *gpuctlv1.Target, at pci.Address) bool {

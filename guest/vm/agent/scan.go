@@ -34,12 +34,12 @@ type function struct {
 	override string
 }
 
-// display says that it is a display controller or an accelerator.
+// display reports whether it is a display controller or an accelerator.
 func (f *function) display() bool {
 	return (&pci.Device{Class: f.id.Class}).Managed()
 }
 
-// companion says that it may be one of the other functions of a graphics card.
+// companion reports whether it may be one of the other functions of a graphics card.
 func (f *function) companion() bool {
 	switch f.id.Class >> 8 {
 	case pci.ClassAudio, pci.ClassUSB, pci.ClassSerialOther:
@@ -203,7 +203,7 @@ func (k kernel) memory() (total, free uint64) {
 	return total, free
 }
 
-// hasDriver says that a driver of the kernel's is there or can be loaded.
+// hasDriver reports whether a driver of the kernel's is there or can be loaded.
 func (k kernel) hasDriver(name string) bool {
 	if _, err := fs.Stat(k.root, path.Join("sys/bus/pci/drivers", name)); err == nil {
 		return true
@@ -230,7 +230,7 @@ func (k kernel) hasDriver(name string) bool {
 	return false
 }
 
-// hasLibrary says that a library is where the loader looks for it.
+// hasLibrary reports whether a library is where the loader looks for it.
 func (k kernel) hasLibrary(name string) bool {
 	if path.IsAbs(name) {
 		_, err := fs.Stat(k.root, strings.TrimPrefix(name, "/"))

@@ -43,7 +43,7 @@ type ID struct {
 	Class                                uint32 // 24 bits
 }
 
-// managed says that the function is a display controller or an accelerator.
+// managed reports whether the function is a display controller or an accelerator.
 func (id ID) managed() bool {
 	base := id.Class >> 16
 	return base == 0x03 || base == 0x12
@@ -83,7 +83,7 @@ func (p *Profile) Runtimes() []*gpuctlv1.Runtime {
 	return out
 }
 
-// Binds says that a function with this kernel driver can be served.
+// Binds reports whether a function with this kernel driver can be served.
 func (p *Profile) Binds(driver string) bool {
 	return len(p.Drivers) == 0 || slices.Contains(p.Drivers, driver)
 }

@@ -320,7 +320,7 @@ func withoutNVML(in Input) (clusterv1.Health, string) {
 	return clusterv1.Health_HEALTH_OK, "" // NVML was not asked
 }
 
-// console says that a display controller is no GPU.
+// console reports whether a display controller is no GPU.
 func console(d *pci.Device) bool {
 	switch d.VendorID {
 	case 0x1a03, 0x102b, 0x18ca: // ASPEED, Matrox, XGI: management controllers

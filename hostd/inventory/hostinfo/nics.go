@@ -71,7 +71,7 @@ func routable(p netip.Prefix) bool {
 	return a.IsValid() && !a.IsLinkLocalUnicast() && !a.IsLoopback() && !a.IsMulticast()
 }
 
-// physical says that a device of the machine is behind the interface, and that
+// physical reports whether a device of the machine is behind the interface and
 // it is the host's own: no virtual function, no end of a guest's.
 func physical(root fs.FS, name string) bool {
 	device := path.Join(netDir, name, "device")

@@ -17,7 +17,7 @@ const (
 	xidGSPError    = 120
 )
 
-// ApplicationXid says that an Xid is a program's fault, or its end, and says
+// ApplicationXid reports whether an Xid is a program's fault, or its end, and says
 // nothing of the card.
 func ApplicationXid(code uint64) bool {
 	return slices.Contains([]uint64{13, 31, 43, 45, 68, 109}, code)

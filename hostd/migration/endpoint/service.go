@@ -47,8 +47,8 @@ func toConnect(err error) error {
 	return connect.NewError(connect.CodeFailedPrecondition, err)
 }
 
-// doubtful says that an error leaves open whether it was done, or that it may
-// work in a moment.
+// doubtful reports whether an error leaves open if the step was done, or may be
+// gone in a moment.
 func doubtful(err error) bool {
 	for _, e := range []error{virt.ErrDisconnected, virt.ErrTimeout, virt.ErrUnknownOutcome, cards.ErrBusy, migrate.ErrUnreachable, context.DeadlineExceeded, context.Canceled} {
 		if errors.Is(err, e) {
