@@ -153,7 +153,7 @@ func steps(m *clusterv1.MachineMove) []step {
 		},
 	})
 	add(gpu, step{
-		StepRelease, "have the VM let go of " + m.GetFromGpu() + " and confirm that it can be unplugged", "the VM takes it up again", time.Minute,
+		StepRelease, "have the VM release " + m.GetFromGpu() + " and confirm that it can be detached", "the VM takes it up again", time.Minute,
 		func(ctx context.Context, r *run) error {
 			return r.from().Release(ctx, r.vm(), r.move().GetFromGpu())
 		},
@@ -162,7 +162,7 @@ func steps(m *clusterv1.MachineMove) []step {
 		},
 	})
 	add(gpu, step{
-		StepDetach, "unplug " + m.GetFromGpu() + ", have the hypervisor confirm it, reset it", "it is plugged in again", 3 * time.Minute,
+		StepDetach, "detach " + m.GetFromGpu() + ", have the hypervisor confirm it, reset it", "it is attached again", 3 * time.Minute,
 		func(ctx context.Context, r *run) error {
 			return r.from().Detach(ctx, r.vm(), r.move().GetFromGpu())
 		},
@@ -180,7 +180,7 @@ func steps(m *clusterv1.MachineMove) []step {
 		},
 	})
 	add(gpu, step{
-		StepAttach, "plug " + m.GetToGpu() + " in, and have the hypervisor confirm it", "it is unplugged", 3 * time.Minute,
+		StepAttach, "attach " + m.GetToGpu() + ", and have the hypervisor confirm it", "it is detached", 3 * time.Minute,
 		func(ctx context.Context, r *run) error {
 			return r.to().Attach(ctx, r.vm(), r.move().GetToGpu(), r.move().GetStored())
 		},

@@ -122,7 +122,7 @@ func (k *Keeper) planAttach(ctx context.Context, m vm.Info, r *gpuctlv1.AttachRe
 			planned(stepClaim, "bind a claim of "+m.Name+" to it in the cluster", "the claim is released"),
 			planned(stepTake, "unbind all of its functions from their drivers and bind them to "+k.Hypervisor.Driver(), "they go back to their drivers"),
 			planned(stepReset, "reset it and read it back", ""),
-			planned(stepAttach, "plug it into "+m.Name+", and have the hypervisor confirm it", "it is unplugged, if the VM lets it"),
+			planned(stepAttach, "attach it to "+m.Name+", and have the hypervisor confirm it", "it is detached, if the VM lets it"),
 		}
 		if r.GetPersistent() {
 			p.steps = append(p.steps, planned(stepStore, "add it to the stored definition of "+m.Name, "the definition as it was"))

@@ -99,9 +99,9 @@ func (k *Keeper) planDetach(ctx context.Context, m vm.Info, a *cardAssignment, r
 		if r.GetUnconfirmed() {
 			steps = append(steps, planned(stepConfirm, "nobody confirms that the VM has let go of it: you said so", ""))
 		} else {
-			steps = append(steps, planned(stepConfirm, "have the VM's gpuguest let go of it and confirm that it can be unplugged", "the VM takes it up again"))
+			steps = append(steps, planned(stepConfirm, "have the VM's gpuguest release it and confirm that it can be detached", "the VM takes it up again"))
 		}
-		steps = append(steps, planned(stepDetach, "unplug it from "+m.Name+", and have the hypervisor confirm it", "it is plugged in again"))
+		steps = append(steps, planned(stepDetach, "detach it from "+m.Name+", and have the hypervisor confirm it", "it is attached again"))
 	}
 	if r.GetPersistent() {
 		steps = append(steps, planned(stepUnstore, "take it out of the stored definition of "+m.Name, "the definition as it was"))

@@ -182,7 +182,7 @@ func (a *app) attachCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use: "attach VM [GPU]", Short: "Give a GPU to a VM, also while it runs",
 		Long: `Give a card with all of its functions to a VM: a claim is bound in the cluster, the
-card is taken from its driver, reset and read back, and plugged in. It is done when
+card is taken from its driver, reset and read back, and attached. It is done when
 the hypervisor confirms it. On a failure every step is undone. Without GPU the
 cluster chooses among the cards of the VM's host.
 
@@ -235,7 +235,7 @@ func (a *app) detachCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use: "detach VM [GPU]", Short: "Take a GPU back from a VM",
 		Long: `Take a card back from a VM: its gpuguest lets go of it and confirms that it can be
-unplugged, it is unplugged, reset, read back and returned to its driver. A card that
+detached, it is detached, reset, read back and returned to its driver. A card that
 no reset brings back is quarantined. A detach that the VM does not answer cannot be
 undone on Xen; so nothing is begun before the VM has confirmed. A slice is named by
 its card, or by its id or function where the VM has several of one card.`,

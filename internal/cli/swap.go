@@ -53,7 +53,7 @@ func migrate() verb {
 whether that is higher, lower or the same.
 
 A VM moves to another host: its applications are frozen with the state of its GPU in
-the VM's own memory, the card is unplugged, the VM migrates live, gets a card there
+the VM's own memory, the card is detached, the VM migrates live, gets a card there
 and its applications go on. Without --to the best host is chosen; --to names a host,
 a GPU or a model. Every step has its undo: when one fails the next candidate is
 tried, and then the way back.`,

@@ -343,7 +343,7 @@ func (m *Machines) attach(r *gpuctlv1.AttachRequest) (*script, error) {
 		{Name: "claim", What: "bind a claim to " + id, Undo: "the claim is released"},
 		{Name: "take", What: "take it from its driver", Undo: "it is returned"},
 		{Name: "reset", What: "reset it and read it back"},
-		{Name: "attach", What: "plug it into VM " + vm.GetName(), Undo: "it is unplugged"},
+		{Name: "attach", What: "attach it to VM " + vm.GetName(), Undo: "it is detached"},
 	}
 	v := m.verdict(id)
 	s.against(card.GetMachine() != "", "taken", "%s belongs to VM %s", id, card.GetMachineName())
@@ -422,8 +422,8 @@ func (m *Machines) detach(r *gpuctlv1.DetachRequest) (*script, error) {
 	}
 	s := &script{gpu: id, machine: vm.GetName(), card: card}
 	s.plan = []*gpuctlv1.PlannedStep{
-		{Name: "release", What: "have VM " + vm.GetName() + " let go of it", Undo: "it takes it up again"},
-		{Name: "detach", What: "unplug it"},
+		{Name: "release", What: "have VM " + vm.GetName() + " release it", Undo: "it takes it up again"},
+		{Name: "detach", What: "detach it"},
 		{Name: "reset", What: "reset it and read it back"},
 		{Name: "return", What: "give it back to its driver"},
 	}
