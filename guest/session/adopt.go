@@ -391,7 +391,7 @@ func (r *repair) describe(ctx context.Context, e *executor) (*gpuctlv1.DescribeR
 func (r *repair) running(ctx context.Context, e *executor, target bool) error {
 	s := r.s
 	if e == nil {
-		return errors.New("executor has ended while gpuguest was away")
+		return errors.New("executor has ended while no gpuguest ran")
 	}
 	d, err := r.describe(ctx, e)
 	if err != nil {

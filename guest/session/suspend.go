@@ -132,7 +132,7 @@ func (op *operation) mark(change func(*record)) step {
 // nowhere where a part could wait for its newer version.
 func (s *session) suspendAway(ctx context.Context, req *gpuctlv1.SuspendRequest, sink func(*gpuctlv1.Progress)) (*gpuctlv1.SwapResult, error) {
 	if req.File != "" {
-		return nil, connect.NewError(connect.CodeInvalidArgument, errors.New("a state goes away or to a file, not both"))
+		return nil, connect.NewError(connect.CodeInvalidArgument, errors.New("a state is kept on the host or in a file, not both"))
 	}
 	if err := checkStateID(req.Away); err != nil {
 		return nil, err

@@ -33,7 +33,7 @@ type Cluster interface {
 	// Place ranks where a claim of this host can go.
 	Place(ctx context.Context, r place.Request) (place.Decision, error)
 	// Acquire gives a claim GPUs beside what it has. An error that wraps
-	// node.ErrTaken says that others have them.
+	// member.ErrTaken says that others have them.
 	Acquire(ctx context.Context, c *clusterv1.Claim, gpus []string, amount uint64) error
 	// Settle waits until the cluster knows what this host has given back.
 	Settle(ctx context.Context)

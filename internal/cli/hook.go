@@ -124,7 +124,7 @@ touched by that.`,
 func (a *app) hookRemoveCommand() *cobra.Command {
 	var f hookFlags
 	cmd := &cobra.Command{
-		Use: "remove", Short: "Take the hook away from libvirt",
+		Use: "remove", Short: "Remove the hook from libvirt",
 		Long: `Take the hook away. libvirtd need not be started anew. From then on nothing keeps
 libvirt from starting a domain with a GPU that is somebody else's.`,
 		Example: "  gpuctl hook remove --driver qemu",

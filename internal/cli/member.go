@@ -73,8 +73,8 @@ func (a *app) identitiesCommand() *cobra.Command {
 func (a *app) revokeCommand() *cobra.Command {
 	var sure bool
 	cmd := &cobra.Command{
-		Use: "revoke ID", Short: "Take somebody's certificates' power away",
-		Long:    "Take somebody's certificates' power away, at once and on every host. A host is\nremoved with gpuctl cluster remove instead.",
+		Use: "revoke ID", Short: "Revoke somebody's certificates",
+		Long:    "Revoke somebody's certificates, at once and on every host. A host is removed with\ngpuctl cluster remove instead.",
 		Example: "  gpuctl cluster revoke ada --yes",
 		Args:    arguments(cobra.ExactArgs(1)), ValidArgsFunction: a.completeIdentities,
 		RunE: func(cmd *cobra.Command, args []string) error {
