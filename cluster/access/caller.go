@@ -2,7 +2,6 @@ package access
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"slices"
 	"strconv"
@@ -10,6 +9,7 @@ import (
 
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 	"github.com/gpuctl/gpuctl/cluster/pki"
+	"github.com/gpuctl/gpuctl/internal/reason"
 )
 
 // Kind is how a caller is known.
@@ -124,7 +124,7 @@ func FromPeer(p Peer, self uint32, policy LocalPolicy) Caller {
 }
 
 // ErrNotReady says that this host does not know the cluster's state yet.
-var ErrNotReady = errors.New("this host has not caught up with the cluster yet")
+var ErrNotReady = reason.New(reason.NotReady, "this host has not caught up with the cluster yet")
 
 // Lookup finds an identity in the cluster's state: nil when there is none, and
 // an error that wraps ErrNotReady when that is not known yet.

@@ -2,7 +2,6 @@ package access
 
 import (
 	"errors"
-	"fmt"
 	"strings"
 
 	"connectrpc.com/connect"
@@ -14,34 +13,34 @@ import (
 // decide says why a caller may not call a procedure; nil: it may.
 func decide(table map[string]Rule, c Caller, procedure string) *connect.Error {
 	name := procedure[strings.LastIndexByte(procedure, '/')+1:]
-	refuse := func(code connect.Code, format string, args ...any) *connect.Error {
-		return connect.NewError(code, fmt.Errorf(name+": "+format, args...))
+	refuse := func(code reason.Code, next, format string, args ...any) *connect.Error {
+		return reason.Refuse(reason.Errorf(code, name+": "+format, args...).On("procedure", procedure).Do(next))
 	}
 	rule, known := table[procedure]
 	switch {
 	case !known:
-		return connect.NewError(connect.CodePermissionDenied, fmt.Errorf("procedure %.200q is not one that anybody may call", procedure))
+		return refuse(reason.Denied, "", "procedure %.200q is not one that anybody may call", procedure)
 	case rule.Kinds&c.Kind != 0:
 	case errors.Is(c.Problem, ErrNotReady):
-		return refuse(connect.CodeUnavailable, "%w; ask again in a moment, or ask another host", c.Problem)
+		return refuse(reason.NotReady, "ask again in a moment, or ask another host", "%w", c.Problem)
 	case c.Kind == Anonymous && rule.Kinds == Local:
-		return refuse(connect.CodePermissionDenied, "only on the host itself: run it there")
+		return refuse(reason.LocalOnly, "run it there", "only on the host itself")
 	case c.Kind == Anonymous && c.Problem != nil && !errors.Is(c.Problem, pki.ErrNoCertificate):
-		err := refuse(connect.CodeUnauthenticated, "%w", c.Problem)
+		code := reason.CertificateRejected
 		if errors.Is(c.Problem, pki.ErrRevoked) {
-			err.Meta().Set(reason.Header, reason.Revoked)
+			code = reason.Revoked
 		}
-		return err
+		return refuse(code, "", "%w", c.Problem)
 	case c.Kind == Anonymous:
-		return refuse(connect.CodeUnauthenticated, "it needs a certificate of this cluster: ask an administrator for a token (gpuctl cluster token) and join with it")
+		return refuse(reason.Unauthenticated, "ask an administrator for a token (gpuctl cluster token) and join with it", "it needs a certificate of this cluster")
 	case rule.Kinds == Local:
-		return refuse(connect.CodePermissionDenied, "%s: only on the host itself: run it there", c)
+		return refuse(reason.LocalOnly, "run it there", "%s: only on the host itself", c)
 	case c.Kind == Local:
-		return refuse(connect.CodePermissionDenied, "%s: not on this socket: hosts call it on each other, and on the cluster's port", c)
+		return refuse(reason.HostsOnly, "", "%s: not on this socket: hosts call it on each other, and on the cluster's port", c)
 	case c.Kind == User:
-		return refuse(connect.CodePermissionDenied, "%s: for hosts alone; use the commands of gpuctl", c)
+		return refuse(reason.HostsOnly, "use the commands of gpuctl", "%s: for hosts alone", c)
 	default:
-		return refuse(connect.CodePermissionDenied, "%s: not for hosts; ask as a user", c)
+		return refuse(reason.NotForHosts, "ask as a user", "%s: not for hosts", c)
 	}
 	if c.Kind&(Local|User) == 0 || c.Role >= rule.Role && rule.Kinds&c.Kind != 0 {
 		return nil
@@ -50,5 +49,5 @@ func decide(table map[string]Rule, c Caller, procedure string) *connect.Error {
 	if c.Kind == Local {
 		advice = "run it as root, or have the user put into a group that hostd's configuration names"
 	}
-	return refuse(connect.CodePermissionDenied, "%s has role %s and it needs %s: %s", c, roleName(c.Role), roleName(rule.Role), advice)
+	return refuse(reason.RoleTooLow, advice, "%s has role %s and it needs %s", c, roleName(c.Role), roleName(rule.Role))
 }

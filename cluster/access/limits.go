@@ -2,7 +2,6 @@ package access
 
 import (
 	"errors"
-	"fmt"
 	"io"
 	"net"
 	"net/http"
@@ -13,6 +12,7 @@ import (
 	"connectrpc.com/connect"
 
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
+	"github.com/gpuctl/gpuctl/internal/reason"
 )
 
 // Limits are what one caller may have of this host at a time: a process's user,
@@ -89,11 +89,11 @@ func (g *Gate) count(in *counter, c Caller, what string, most int) (end func(), 
 	key := c.key()
 	if !in.take(key, most) {
 		// Who may not ask now may later: clients ask again.
-		code := connect.CodeResourceExhausted
+		code := reason.TooManyCalls
 		if c.Kind == Anonymous {
-			code = connect.CodeUnavailable
+			code = reason.TooManyFromStranger
 		}
-		return nil, connect.NewError(code, fmt.Errorf("%s has %d %s under way, as many as it may: wait until one has ended", c, most, what))
+		return nil, reason.Refuse(reason.Errorf(code, "%s has %d %s under way, as many as it may", c, most, what).Do("wait until one has ended"))
 	}
 	return func() { in.give(key) }, nil
 }

@@ -1,6 +1,10 @@
 package pki
 
-import "errors"
+import (
+	"errors"
+
+	"github.com/gpuctl/gpuctl/internal/reason"
+)
 
 // Why a certificate is not accepted. The errors that wrap these say what to do.
 var (
@@ -17,8 +21,8 @@ var (
 
 // What is wrong with a certificate signing request or what it is for.
 var (
-	ErrRequest  = errors.New("unusable certificate request")
-	ErrIdentity = errors.New("unusable identity")
+	ErrRequest  = reason.New(reason.Invalid, "unusable certificate request")
+	ErrIdentity = reason.New(reason.Invalid, "unusable identity")
 )
 
 // What is wrong with files.
@@ -30,9 +34,9 @@ var (
 
 // Why a join token does not let anybody in.
 var (
-	ErrTokenMalformed = errors.New("not a join token")
-	ErrTokenUnknown   = errors.New("join token is not known")
-	ErrTokenExpired   = errors.New("join token has expired")
-	ErrTokenSecret    = errors.New("join token's secret is wrong")
-	ErrTokenName      = errors.New("join token is for another name")
+	ErrTokenMalformed = reason.New(reason.TokenMalformed, "not a join token")
+	ErrTokenUnknown   = reason.New(reason.TokenRejected, "join token is not known")
+	ErrTokenExpired   = reason.New(reason.TokenRejected, "join token has expired")
+	ErrTokenSecret    = reason.New(reason.TokenRejected, "join token's secret is wrong")
+	ErrTokenName      = reason.New(reason.TokenRejected, "join token is for another name")
 )

@@ -108,7 +108,7 @@ func round(d time.Duration) time.Duration {
 	return d
 }
 
-func reason(code, format string, args ...any) *gpuctlv1.Reason {
+func against(code, format string, args ...any) *gpuctlv1.Reason {
 	return &gpuctlv1.Reason{Code: code, Message: fmt.Sprintf(format, args...)}
 }
 
@@ -148,7 +148,7 @@ func (r *run) rejectHost(h *host) []*clusterv1.Rejection {
 		return []*clusterv1.Rejection{{Host: h.name, Reasons: r.hostReasons(h, why)}}
 	}
 	if len(h.gpus) == 0 {
-		return []*clusterv1.Rejection{{Host: h.name, Reasons: []*gpuctlv1.Reason{reason("count", "host %s has no GPU", h.name)}}}
+		return []*clusterv1.Rejection{{Host: h.name, Reasons: []*gpuctlv1.Reason{against("count", "host %s has no GPU", h.name)}}}
 	}
 	all := r.verdicts[:0]
 	for i := range h.gpus {
@@ -305,7 +305,7 @@ func (r *run) hostReasons(h *host, why cause) []*gpuctlv1.Reason {
 	var out []*gpuctlv1.Reason
 	add := func(c cause, code, format string, args ...any) {
 		if why&c != 0 {
-			out = append(out, reason(code, format, args...))
+			out = append(out, against(code, format, args...))
 		}
 	}
 	add(causeUnknown, "unknown", "host %s has been removed", h.name)
@@ -348,7 +348,7 @@ func (r *run) reword(h *host, v verdict) []*gpuctlv1.Reason {
 	var out []*gpuctlv1.Reason
 	add := func(c cause, code, format string, args ...any) {
 		if why&c != 0 {
-			out = append(out, reason(code, format, args...))
+			out = append(out, against(code, format, args...))
 		}
 	}
 	o := g.object

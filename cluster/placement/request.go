@@ -2,7 +2,6 @@ package placement
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"iter"
 	"slices"
@@ -11,14 +10,15 @@ import (
 
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 	"github.com/gpuctl/gpuctl/cluster/query"
+	"github.com/gpuctl/gpuctl/internal/reason"
 	"github.com/gpuctl/gpuctl/internal/suggest"
 )
 
 var (
 	// ErrInvalid says that a request makes no sense.
-	ErrInvalid = errors.New("invalid placement")
+	ErrInvalid = reason.New(reason.Invalid, "invalid placement")
 	// ErrNotFound says that a request names what does not exist.
-	ErrNotFound = errors.New("not found")
+	ErrNotFound = reason.New(reason.NotFound, "not found")
 )
 
 // Verb is what a placement is for.
@@ -221,5 +221,5 @@ func (r *run) unknown(ids []string) error {
 		all = append(all, n)
 	}
 	slices.Sort(all)
-	return fmt.Errorf("%w: no GPU, model or host %q%s; gpuctl get gpus lists them", ErrNotFound, missing, suggest.Hint(missing, all))
+	return reason.Detail(fmt.Errorf("%w: no GPU, model or host %q%s", ErrNotFound, missing, suggest.Hint(missing, all))).On("gpu", missing).Do("gpuctl get gpus lists them")
 }

@@ -2,7 +2,6 @@ package query
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"strings"
 	"sync"
@@ -14,12 +13,13 @@ import (
 
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 	"github.com/gpuctl/gpuctl/internal/celenv"
+	"github.com/gpuctl/gpuctl/internal/reason"
 	"github.com/gpuctl/gpuctl/internal/size"
 	"github.com/gpuctl/gpuctl/internal/suggest"
 )
 
 // ErrInvalid is wrapped by every error about an expression that cannot be used.
-var ErrInvalid = errors.New("invalid expression")
+var ErrInvalid = reason.New(reason.Invalid, "invalid expression")
 
 // Query is a compiled expression over the objects of one kind. It may be used
 // by several goroutines.

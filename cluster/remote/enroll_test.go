@@ -3,7 +3,6 @@ package remote
 import (
 	"context"
 	"crypto/tls"
-	"errors"
 	"net"
 	"net/http"
 	"sync/atomic"
@@ -29,9 +28,7 @@ func (d *dying) Enroll(context.Context, *connect.Request[clusterv1.EnrollRequest
 	if d.asked.Add(1) == 1 {
 		panic(http.ErrAbortHandler)
 	}
-	err := connect.NewError(connect.CodeUnavailable, errors.New("the cluster has no leader"))
-	err.Meta().Set(reason.Header, reason.NoLeader)
-	return nil, err
+	return nil, reason.Coded(reason.Errorf(reason.NoLeader, "the cluster has no leader"))
 }
 
 // Who hears that nobody leads joins again, with another request; the token of the
@@ -72,8 +69,8 @@ func TestLostEnrolmentIsNotSaidToBeWithoutALeader(t *testing.T) {
 	ctx, cancel := context.WithTimeout(t.Context(), 3*time.Second)
 	defer cancel()
 	_, err = Enroll(ctx, pki.Token{Addresses: []string{l.Addr().String()}, Fingerprint: pki.Fingerprint(ca.Certificate())}, &clusterv1.EnrollRequest{})
-	if connect.CodeOf(err) != connect.CodeUnavailable || reason.Leaderless(err) {
-		t.Errorf("%v, leaderless: %v", err, reason.Leaderless(err))
+	if connect.CodeOf(err) != connect.CodeUnavailable || reason.Retry(err) {
+		t.Errorf("%v, leaderless: %v", err, reason.Retry(err))
 	}
 	if host.asked.Load() == 0 {
 		t.Error("it was not asked")

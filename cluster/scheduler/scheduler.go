@@ -6,18 +6,18 @@ import (
 	"fmt"
 	"log/slog"
 	"slices"
-	"strings"
 	"sync"
 	"time"
 
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 	"github.com/gpuctl/gpuctl/cluster/placement"
 	"github.com/gpuctl/gpuctl/cluster/state"
+	"github.com/gpuctl/gpuctl/internal/reason"
 )
 
 // ErrContended says that others were faster every time. Trying again later may
 // help.
-var ErrContended = errors.New("the GPUs were taken by others meanwhile")
+var ErrContended = reason.New(reason.Contended, "the GPUs were taken by others meanwhile")
 
 const (
 	tries      = 24
@@ -107,8 +107,10 @@ func (s *Scheduler) assign(ctx context.Context, to proposer, claim string, choic
 	}})
 }
 
-// errTaken says that a choice no longer fits.
-var errTaken = errors.New("taken")
+// takenError says that a choice no longer fits, in the state machine's words.
+type takenError string
+
+func (e takenError) Error() string { return string(e) }
 
 // bind finds choices and commits them, again when they were taken meanwhile.
 func (s *Scheduler) bind(ctx context.Context, r placement.Request, waits bool, commit func([]*clusterv1.Choice) (Outcome, error)) (Outcome, error) {
@@ -144,11 +146,12 @@ func (s *Scheduler) bind(ctx context.Context, r placement.Request, waits bool, c
 		n := min(len(d.Candidates), 1+turn+try)
 		pick := d.Candidates[(turn+try)%n]
 		o, err := commit(pick.New())
-		if err == nil || !errors.Is(err, errTaken) {
+		var taken takenError
+		if err == nil || !errors.As(err, &taken) {
 			o.Decision = d
 			return o, err
 		}
-		last = strings.TrimSuffix(err.Error(), ": "+errTaken.Error())
+		last = string(taken)
 		if view, err = s.log.Read(ctx, false); err != nil {
 			return Outcome{}, err
 		}
@@ -185,7 +188,7 @@ func (s *Scheduler) propose(ctx context.Context, to proposer, c *clusterv1.Comma
 	case clusterv1.Outcome_OUTCOME_OK:
 		return Outcome{Claim: res.GetClaim(), Assignments: res.GetAssignments()}, nil
 	case clusterv1.Outcome_OUTCOME_NO_CAPACITY:
-		return Outcome{}, fmt.Errorf("%s: %w", res.GetMessage(), errTaken)
+		return Outcome{}, takenError(res.GetMessage())
 	}
 	return Outcome{}, &Error{res}
 }
@@ -194,6 +197,25 @@ func (s *Scheduler) propose(ctx context.Context, to proposer, c *clusterv1.Comma
 type Error struct{ Result *clusterv1.Result }
 
 func (e *Error) Error() string { return e.Result.GetMessage() }
+
+// Reason is what the state machine has against it.
+func (e *Error) Reason() reason.Reason {
+	code := reason.Refused
+	switch e.Result.GetOutcome() {
+	case clusterv1.Outcome_OUTCOME_INVALID:
+		code = reason.Invalid
+	case clusterv1.Outcome_OUTCOME_NOT_FOUND:
+		code = reason.NotFound
+	case clusterv1.Outcome_OUTCOME_ALREADY_EXISTS:
+		code = reason.Exists
+	case clusterv1.Outcome_OUTCOME_NO_CAPACITY:
+		code = reason.NoCapacity
+	case clusterv1.Outcome_OUTCOME_STALE:
+		code = reason.Stale
+	case clusterv1.Outcome_OUTCOME_REFUSED, clusterv1.Outcome_OUTCOME_OK, clusterv1.Outcome_OUTCOME_UNSPECIFIED:
+	}
+	return reason.Reason{Code: code}
+}
 
 // Check turns an answer that is not OK into an *Error.
 func Check(res *clusterv1.Result, err error) (*clusterv1.Result, error) {

@@ -2,7 +2,6 @@ package cards
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"log/slog"
 	"slices"
@@ -12,16 +11,17 @@ import (
 
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/internal/reason"
 	"github.com/gpuctl/gpuctl/internal/vm"
 	"github.com/gpuctl/gpuctl/passthrough/pci"
 )
 
 // Errors of this package wrap one of these.
 var (
-	ErrNotFound = errors.New("not found")
-	ErrRefused  = errors.New("refused")
-	ErrBusy     = errors.New("busy")
-	ErrInvalid  = errors.New("invalid")
+	ErrNotFound = reason.New(reason.NotFound, "not found")
+	ErrRefused  = reason.New(reason.Refused, "refused")
+	ErrBusy     = reason.New(reason.Busy, "busy")
+	ErrInvalid  = reason.New(reason.Invalid, "invalid")
 )
 
 // Binder binds functions to drivers: all of them or none.
@@ -304,7 +304,7 @@ func (k *Keeper) lockCard(card pci.Address, what string) (end func(), err error)
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	if other := k.busy[card]; other != "" {
-		return nil, fmt.Errorf("card %s: %w: %s is under way; wait for it to end (gpuctl cards shows its phase)", card, ErrBusy, other)
+		return nil, reason.Detail(fmt.Errorf("card %s: %w: %s is under way", card, ErrBusy, other)).On("gpu", card.String()).Do("wait for it to end (gpuctl cards shows its phase)")
 	}
 	k.busy[card] = what
 	return func() {
@@ -410,13 +410,13 @@ func (k *Keeper) find(ctx context.Context, ref string) (*pci.Card, string, error
 		class, there = k.PCI.Class(address)
 	}
 	if there {
-		return nil, "", fmt.Errorf("gpu %s: %w: it is a device of class %04x, and GPUs are of class 03 (display) or 12 (accelerator); if it is one nevertheless, name its ids with \"anyClass: true\" in a file of devices.catalog", ref, ErrNotFound, class)
+		return nil, "", reason.Detail(fmt.Errorf("gpu %s: %w: it is a device of class %04x, and GPUs are of class 03 (display) or 12 (accelerator)", ref, ErrNotFound, class)).On("gpu", ref).Do(`if it is one nevertheless, name its ids with "anyClass: true" in a file of devices.catalog`)
 	}
 	if len(names) == 0 {
-		return nil, "", fmt.Errorf("gpu %s: %w: this host has no display or accelerator card", ref, ErrNotFound)
+		return nil, "", reason.Detail(fmt.Errorf("gpu %s: %w: this host has no display or accelerator card", ref, ErrNotFound)).On("gpu", ref)
 	}
 	slices.Sort(names)
-	return nil, "", fmt.Errorf("gpu %s: %w on host %s; it has %s", ref, ErrNotFound, k.Cluster.HostName(), strings.Join(names, ", "))
+	return nil, "", reason.Detail(fmt.Errorf("gpu %s: %w on host %s; it has %s", ref, ErrNotFound, k.Cluster.HostName(), strings.Join(names, ", "))).On("gpu", ref)
 }
 
 // addresses of all functions of a card, the main one first.

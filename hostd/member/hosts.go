@@ -7,7 +7,6 @@ import (
 	"net"
 	"slices"
 
-	"connectrpc.com/connect"
 	"google.golang.org/protobuf/proto"
 
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
@@ -15,6 +14,7 @@ import (
 	"github.com/gpuctl/gpuctl/cluster/scheduler"
 	"github.com/gpuctl/gpuctl/hostd/member/clusterapi"
 	"github.com/gpuctl/gpuctl/internal/random"
+	"github.com/gpuctl/gpuctl/internal/reason"
 	"github.com/gpuctl/gpuctl/internal/wait"
 	"github.com/gpuctl/gpuctl/migrate"
 )
@@ -44,9 +44,9 @@ func (n *Node) Devices(host string) (gpuctlv1connect.DeviceServiceClient, error)
 	h := v.Host(host)
 	switch {
 	case h == nil:
-		return nil, connect.NewError(connect.CodeNotFound, fmt.Errorf("there is no host %q; gpuctl get hosts lists them", host))
+		return nil, reason.Coded(reason.Errorf(reason.NotFound, "there is no host %q", host).On("host", host).Do("gpuctl get hosts lists them"))
 	case h.GetState() == clusterv1.HostState_HOST_STATE_DOWN:
-		return nil, connect.NewError(connect.CodeUnavailable, fmt.Errorf("host %s is down: %s", host, h.GetMessage()))
+		return nil, reason.Coded(reason.Errorf(reason.HostDown, "host %s is down: %s", host, h.GetMessage()).On("host", host))
 	}
 	return gpuctlv1connect.NewDeviceServiceClient(n.http, "https://"+h.GetAddress()), nil
 }
@@ -92,7 +92,7 @@ func (n *Node) address(host string) (string, error) {
 	}
 	h := v.Host(host)
 	if h == nil {
-		return "", connect.NewError(connect.CodeNotFound, fmt.Errorf("there is no host %q; gpuctl get hosts lists them", host))
+		return "", reason.Coded(reason.Errorf(reason.NotFound, "there is no host %q", host).On("host", host).Do("gpuctl get hosts lists them"))
 	}
 	return h.GetAddress(), nil
 }

@@ -2,7 +2,6 @@ package migration
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"log/slog"
 	"slices"
@@ -65,6 +64,7 @@ type Manager struct {
 // watched is a migration that runs here, with who watches.
 type watched struct {
 	last     *gpuctlv1.MachineProgress
+	left     bool          // not driven here any more: last is the last that is said
 	changed  chan struct{} // closed when last changes
 	aborting bool
 	began    time.Time
@@ -315,19 +315,19 @@ func (m *Manager) begin(r *clusterv1.Migration) *watched {
 			if waits != "" {
 				p.Message = waits
 			}
-			m.tell(w, p)
+			m.tell(w, p, false)
 		},
 	})
 	m.work.Go(func() {
 		last, err := runner.Run(ctx, r)
-		p := progress(last, 0, 0)
+		p, left := progress(last, 0, 0), false
 		switch {
 		case err == nil && last.GetMachine().GetTwice():
 			m.Node.Note(&clusterv1.Event{Kind: clusterv1.Kind_KIND_MIGRATION, Object: last.GetId(), Type: "MachineOnTwoHosts", Message: last.GetMessage()})
 			p.End = endOf(last)
 			m.Log.Error("a VM runs on two hosts", "migration", r.GetId(), "machine", r.GetMachine().GetName(), "message", last.GetMessage())
 		case err != nil:
-			p.Message = fmt.Sprintf("not driven here any more: %v", err)
+			p.Message, left = fmt.Sprintf("not driven here any more: %v", err), true
 			m.Log.Warn("migration is not driven here any more", "migration", r.GetId(), "err", err)
 		default:
 			p.End = endOf(last)
@@ -339,7 +339,7 @@ func (m *Manager) begin(r *clusterv1.Migration) *watched {
 			delete(m.runs, r.GetId())
 		}
 		m.mu.Unlock()
-		m.tell(w, p)
+		m.tell(w, p, left)
 	})
 	return w
 }
@@ -349,12 +349,12 @@ func endOf(r *clusterv1.Migration) string {
 	return strings.ToLower(strings.TrimPrefix(r.GetState().String(), "MIGRATION_STATE_"))
 }
 
-// tell wakes who watches.
-func (m *Manager) tell(w *watched, p *gpuctlv1.MachineProgress) {
+// tell wakes who watches. left says that no more is told.
+func (m *Manager) tell(w *watched, p *gpuctlv1.MachineProgress, left bool) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	p.TookNs = int64(time.Since(w.began))
-	w.last = p
+	w.last, w.left = p, left
 	close(w.changed)
 	w.changed = make(chan struct{})
 }
@@ -388,12 +388,12 @@ func (m *Manager) follow(ctx context.Context, id string, send func(*gpuctlv1.Mac
 func (m *Manager) watch(ctx context.Context, w *watched, send func(*gpuctlv1.MachineProgress) error) error {
 	for {
 		m.mu.Lock()
-		last, changed := proto.CloneOf(w.last), w.changed
+		last, left, changed := proto.CloneOf(w.last), w.left, w.changed
 		m.mu.Unlock()
 		if err := send(last); err != nil {
 			return err
 		}
-		if last.GetEnd() != "" || strings.HasPrefix(last.GetMessage(), "not driven here") {
+		if last.GetEnd() != "" || left {
 			return nil
 		}
 		select {
@@ -403,5 +403,3 @@ func (m *Manager) watch(ctx context.Context, w *watched, send func(*gpuctlv1.Mac
 		}
 	}
 }
-
-var errNotFound = errors.New("not found")

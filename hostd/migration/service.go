@@ -2,7 +2,6 @@ package migration
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"net/http"
 	"slices"
@@ -16,6 +15,7 @@ import (
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
 	"github.com/gpuctl/gpuctl/internal/random"
+	"github.com/gpuctl/gpuctl/internal/reason"
 	"github.com/gpuctl/gpuctl/internal/suggest"
 )
 
@@ -45,21 +45,21 @@ func (m *Manager) find(ctx context.Context, r *gpuctlv1.MachinePlanRequest) (*gp
 	case len(found) == 1:
 		return found[0], nil
 	case len(found) > 1:
-		return nil, connect.NewError(connect.CodeInvalidArgument, fmt.Errorf("vm %s is on %s and %s: say which with --on", r.GetMachine(), found[0].GetHost(), found[1].GetHost()))
+		return nil, reason.Coded(reason.Errorf(reason.Ambiguous, "vm %s is on %s and %s", r.GetMachine(), found[0].GetHost(), found[1].GetHost()).On("vm", r.GetMachine()).Do("say which with --on"))
 	}
-	text := fmt.Sprintf("vm %q: not found%s; gpuctl vms lists them", r.GetMachine(), suggest.Hint(r.GetMachine(), names))
+	text := fmt.Sprintf("vm %q: not found%s", r.GetMachine(), suggest.Hint(r.GetMachine(), names))
 	if len(missing) > 0 {
 		text += "; no answer from " + strings.Join(missing, ", ")
 	}
-	return nil, connect.NewError(connect.CodeNotFound, errors.New(text))
+	return nil, reason.Coded(reason.Errorf(reason.NotFound, "%s", text).On("vm", r.GetMachine()).Do("gpuctl vms lists them"))
 }
 
 func check(r *gpuctlv1.MachinePlanRequest) error {
 	if !slices.Contains([]string{"migrate", "upgrade", "downgrade"}, r.GetVerb()) {
-		return connect.NewError(connect.CodeInvalidArgument, fmt.Errorf("verb %q is not migrate, upgrade or downgrade", r.GetVerb()))
+		return reason.Coded(reason.Errorf(reason.Invalid, "verb %q is not migrate, upgrade or downgrade", r.GetVerb()))
 	}
 	if r.GetMachine() == "" {
-		return connect.NewError(connect.CodeInvalidArgument, errors.New("no VM is named"))
+		return reason.Coded(reason.Errorf(reason.Invalid, "no VM is named"))
 	}
 	return nil
 }
@@ -159,7 +159,7 @@ func (m *Manager) alone(uuid, name string) (end func(), err error) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	if m.starting[uuid] {
-		return nil, connect.NewError(connect.CodeFailedPrecondition, fmt.Errorf("a migration of vm %s is just being begun", name))
+		return nil, reason.Coded(reason.Errorf(reason.Busy, "a migration of vm %s is just being begun", name).On("vm", name))
 	}
 	m.starting[uuid] = true
 	return func() {
@@ -202,11 +202,11 @@ func pass(in *connect.ServerStreamForClient[gpuctlv1.MachineProgress], err error
 func (s *Service) record(id string) (*clusterv1.Migration, error) {
 	v := s.m.Node.View()
 	if v == nil {
-		return nil, connect.NewError(connect.CodeFailedPrecondition, errors.New("this host is in no cluster"))
+		return nil, reason.Coded(reason.Errorf(reason.NotJoined, "this host is in no cluster"))
 	}
 	r := v.Migration(id)
 	if r.GetMachine() == nil {
-		return nil, connect.NewError(connect.CodeNotFound, fmt.Errorf("migration %q of a VM: %w; gpuctl migrations lists them", id, errNotFound))
+		return nil, reason.Coded(reason.Errorf(reason.NotFound, "migration %q of a VM: not found", id).On("migration", id).Do("gpuctl migrations lists them"))
 	}
 	return r, nil
 }
@@ -250,7 +250,7 @@ func (s *Service) Abort(ctx context.Context, req *connect.Request[gpuctlv1.Machi
 		return nil, err
 	}
 	if over(r) {
-		return nil, connect.NewError(connect.CodeFailedPrecondition, fmt.Errorf("migration %s is over", r.GetId()))
+		return nil, reason.Coded(reason.Errorf(reason.MigrationOver, "migration %s is over", r.GetId()).On("migration", r.GetId()))
 	}
 	if r.GetDriver() != s.m.Node.HostName() {
 		c, err := s.m.Node.Migrations(r.GetDriver())
@@ -264,7 +264,7 @@ func (s *Service) Abort(ctx context.Context, req *connect.Request[gpuctlv1.Machi
 		return connect.NewResponse(res.Msg), nil
 	}
 	if slices.Contains(r.GetDone(), "commit") {
-		return nil, connect.NewError(connect.CodeFailedPrecondition, fmt.Errorf("migration %s is committed: what is left is to clean up", r.GetId()))
+		return nil, reason.Coded(reason.Errorf(reason.MigrationCommitted, "migration %s is committed: what is left is to clean up", r.GetId()).On("migration", r.GetId()))
 	}
 	s.m.mu.Lock()
 	w := s.m.runs[r.GetId()]
@@ -273,7 +273,7 @@ func (s *Service) Abort(ctx context.Context, req *connect.Request[gpuctlv1.Machi
 	}
 	s.m.mu.Unlock()
 	if w == nil {
-		return nil, connect.NewError(connect.CodeUnavailable, fmt.Errorf("migration %s is not driven now: try again in a moment, or gpuctl migrations resume %s", r.GetId(), r.GetId()))
+		return nil, reason.Coded(reason.Errorf(reason.MigrationNotDriven, "migration %s is not driven now", r.GetId()).On("migration", r.GetId()).Do("try again in a moment, or gpuctl migrations resume %s", r.GetId()))
 	}
 	message := "it is undone after the step that runs"
 	if r.GetStep() == "move" {
@@ -289,11 +289,11 @@ func (s *Service) Resume(ctx context.Context, req *connect.Request[gpuctlv1.Mach
 		return nil, err
 	}
 	if r.GetState() != clusterv1.MigrationState_MIGRATION_STATE_HELD {
-		return nil, connect.NewError(connect.CodeFailedPrecondition, fmt.Errorf("migration %s is not held", r.GetId()))
+		return nil, reason.Coded(reason.Errorf(reason.MigrationNotHeld, "migration %s is not held", r.GetId()).On("migration", r.GetId()))
 	}
 	move, host := r.GetMachine(), req.Msg.GetAbsentOn()
 	if host != "" && host != move.GetFromHost() && host != move.GetToHost() {
-		return nil, connect.NewError(connect.CodeInvalidArgument, fmt.Errorf("host %q has no part in migration %s: it is between %s and %s", host, r.GetId(), move.GetFromHost(), move.GetToHost()))
+		return nil, reason.Coded(reason.Errorf(reason.Invalid, "host %q has no part in migration %s: it is between %s and %s", host, r.GetId(), move.GetFromHost(), move.GetToHost()).On("host", host))
 	}
 	end, err := s.m.alone(move.GetUuid(), move.GetName())
 	if err != nil {

@@ -12,18 +12,19 @@ import (
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
+	"github.com/gpuctl/gpuctl/internal/reason"
 	"github.com/gpuctl/gpuctl/passthrough/sysfs"
 )
 
 // Errors of this package.
 var (
-	ErrNoLink   = errors.New("no such network interface")
+	ErrNoLink   = reason.New(reason.NotFound, "no such network interface")
 	ErrBusy     = errors.New("the interface's traffic is somebody else's to control")
 	ErrReadBack = errors.New("the kernel took the setting and shows another")
-	ErrNoVF     = errors.New("no such virtual function")
+	ErrNoVF     = reason.New(reason.NotFound, "no such virtual function")
 	ErrGone     = errors.New("the limit is not there any more")
-	ErrInvalid  = errors.New("invalid")
-	ErrInUse    = errors.New("refused")
+	ErrInvalid  = reason.New(reason.Invalid, "invalid")
+	ErrInUse    = reason.New(reason.FunctionsInUse, "refused")
 )
 
 const (

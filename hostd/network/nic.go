@@ -13,6 +13,7 @@ import (
 
 	"github.com/vishvananda/netlink"
 
+	"github.com/gpuctl/gpuctl/internal/reason"
 	"github.com/gpuctl/gpuctl/passthrough/sriov"
 )
 
@@ -71,7 +72,7 @@ func (h *Host) NICs(ctx context.Context) ([]NIC, error) {
 // NIC describes an interface of any kind.
 func (h *Host) NIC(ctx context.Context, name string) (NIC, error) {
 	if !isName(name) {
-		return NIC{}, fmt.Errorf("%w: %q", ErrNoLink, name)
+		return NIC{}, reason.Detail(fmt.Errorf("%w: %q", ErrNoLink, name)).On("nic", name)
 	}
 	link, err := h.Link(ctx, name)
 	if err != nil {

@@ -62,7 +62,7 @@ func runtimeKey(g *gpuctlv1.GPU) string {
 	return hex.EncodeToString(sum[:8])
 }
 
-func reason(code, format string, args ...any) *gpuctlv1.Reason {
+func because(code, format string, args ...any) *gpuctlv1.Reason {
 	return &gpuctlv1.Reason{Code: code, Message: fmt.Sprintf(format, args...)}
 }
 
@@ -86,9 +86,9 @@ func judgeRoom(g *gpuctlv1.GPU, c *claim, l *ledger.Ledger, room uint64, free bo
 	owners := strings.Join(ownerNames(l, g.GetId(), c.ID), ", ")
 	switch {
 	case c.Min == 0 && !free:
-		return reason("busy", "held by claim %s; wait for it, or share the GPU with --min-memory", owners)
+		return because("busy", "held by claim %s; wait for it, or share the GPU with --min-memory", owners)
 	case c.Min > 0 && room < c.Min:
-		return reason("busy", "%s needed, %s left beside claim %s", size.Format(c.Min), size.Format(room), owners)
+		return because("busy", "%s needed, %s left beside claim %s", size.Format(c.Min), size.Format(room), owners)
 	}
 	return nil
 }

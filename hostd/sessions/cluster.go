@@ -96,9 +96,9 @@ func matching(ctx context.Context, gpus []*gpuctlv1.GPU, e *expr.Expr) (names []
 		}
 		switch ok, err := e.Match(ctx, expr.OfGPU(g)); {
 		case err != nil:
-			out = append(out, rejected(g, reason("expr", "%v", err)))
+			out = append(out, rejected(g, because("expr", "%v", err)))
 		case !ok:
-			out = append(out, rejected(g, reason("expr", "%s is not true of it", e)))
+			out = append(out, rejected(g, because("expr", "%s is not true of it", e)))
 		default:
 			names = append(names, g.GetId())
 		}
@@ -127,7 +127,7 @@ func (h *Host) candidates(rejections []*clusterv1.Rejection, asked []string) (ou
 		}
 		var reasons []*gpuctlv1.Reason
 		for _, why := range r.GetReasons() { // in this host's own names; they are shared
-			reasons = append(reasons, reason(why.GetCode(), "%s", strings.ReplaceAll(why.GetMessage(), r.GetHost()+"/", "")))
+			reasons = append(reasons, because(why.GetCode(), "%s", strings.ReplaceAll(why.GetMessage(), r.GetHost()+"/", "")))
 		}
 		if r.GetGpu() != "" {
 			say(localName(r.GetGpu()), reasons)
@@ -139,7 +139,7 @@ func (h *Host) candidates(rejections []*clusterv1.Rejection, asked []string) (ou
 	}
 	if len(out) == 0 {
 		for _, id := range asked {
-			say(id, []*gpuctlv1.Reason{reason("unknown", "the cluster does not know it yet")})
+			say(id, []*gpuctlv1.Reason{because("unknown", "the cluster does not know it yet")})
 		}
 	}
 	return out

@@ -34,15 +34,16 @@ import (
 	"github.com/gpuctl/gpuctl/hostd/telemetry/trace"
 	"github.com/gpuctl/gpuctl/internal/beneath"
 	"github.com/gpuctl/gpuctl/internal/expr"
+	"github.com/gpuctl/gpuctl/internal/reason"
 	"github.com/gpuctl/gpuctl/internal/suggest"
 	"github.com/gpuctl/gpuctl/internal/wait"
 	"github.com/gpuctl/gpuctl/passthrough/pci"
 )
 
 var (
-	errNotFound = errors.New("not found")
-	errInvalid  = errors.New("invalid")
-	errBusy     = errors.New("busy")
+	errNotFound = reason.New(reason.NotFound, "not found")
+	errInvalid  = reason.New(reason.Invalid, "invalid")
+	errBusy     = reason.New(reason.Busy, "busy")
 )
 
 const (
@@ -700,11 +701,11 @@ func (h *Host) find(ref string) (*gpuctlv1.Session, error) {
 	if ref == "" {
 		switch len(ids) {
 		case 0:
-			return nil, fmt.Errorf("%w: there is no session; start one with gpuctl run -- COMMAND", errNotFound)
+			return nil, reason.Detail(fmt.Errorf("%w: there is no session", errNotFound)).On("session", "").Do("start one with gpuctl run -- COMMAND")
 		case 1:
 			return h.sessions[ids[0]].Session, nil
 		}
-		return nil, fmt.Errorf("%w: there are %d sessions, name one of %s", errInvalid, len(ids), strings.Join(ids, ", "))
+		return nil, reason.Errorf(reason.Ambiguous, "%w: there are %d sessions, name one of %s", errInvalid, len(ids), strings.Join(ids, ", "))
 	}
 	if s := h.sessions[ref]; s != nil {
 		return s.Session, nil
@@ -730,9 +731,9 @@ func (h *Host) find(ref string) (*gpuctlv1.Session, error) {
 	case 1:
 		return h.sessions[matches[0]].Session, nil
 	case 0:
-		return nil, fmt.Errorf("%w: no session %q%s; gpuctl sessions lists them", errNotFound, ref, suggest.Hint(ref, ids))
+		return nil, reason.Detail(fmt.Errorf("%w: no session %q%s", errNotFound, ref, suggest.Hint(ref, ids))).On("session", ref).Do("gpuctl sessions lists them")
 	}
-	return nil, fmt.Errorf("%w: session %q can be %s", errInvalid, ref, strings.Join(matches, " or "))
+	return nil, reason.Errorf(reason.Ambiguous, "%w: session %q can be %s", errInvalid, ref, strings.Join(matches, " or ")).On("session", ref)
 }
 
 func cloneLimits(l *gpuctlv1.Limits) *gpuctlv1.Limits {

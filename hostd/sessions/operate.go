@@ -18,6 +18,7 @@ import (
 	"github.com/gpuctl/gpuctl/hostd/telemetry/metrics"
 	"github.com/gpuctl/gpuctl/hostd/telemetry/trace"
 	"github.com/gpuctl/gpuctl/internal/random"
+	"github.com/gpuctl/gpuctl/internal/reason"
 )
 
 // emit receives the moments of an operation. It must not block.
@@ -49,7 +50,7 @@ func (h *Host) begin(ref, kind string) (*operation, *gpuctlv1.Session, *claim, e
 	case kind == "resume" && !suspended:
 		return nil, nil, nil, fmt.Errorf("session %s: %w: it is not suspended", s.GetId(), errBusy)
 	case kind != "resume" && suspended:
-		return nil, nil, nil, fmt.Errorf("session %s: %w: it is suspended; gpuctl resume %s --to GPU continues it elsewhere", s.GetId(), errBusy, s.GetId())
+		return nil, nil, nil, reason.Detail(fmt.Errorf("session %s: %w: it is suspended", s.GetId(), errBusy)).On("session", s.GetId()).Do("gpuctl resume %s --to GPU continues it elsewhere", s.GetId())
 	}
 	c := h.claims[s.GetClaim()]
 	if c == nil {
@@ -102,7 +103,7 @@ func (h *Host) reserve(ctx context.Context, op *operation, c *claim, p placement
 	if err != nil {
 		op.GPUs = nil
 		h.settle(c)
-		return 0, rejected(p[0], reason("busy", "%v", err))
+		return 0, rejected(p[0], because("busy", "%v", err))
 	}
 	return amount, nil
 }
@@ -159,7 +160,7 @@ func (h *Host) move(ctx context.Context, op *operation, s *gpuctlv1.Session, c *
 			finish(&gpuctlv1.SwapResult{Error: fmt.Sprintf("the guest helper does not answer: %v; nothing was changed", plain(err)), RolledBack: true})
 			return
 		case err != nil && op.Kind != "resume": // the plan of a suspended session is made by its resume
-			out = append(out, rejected(p[0], reason("plan", "%v", plain(err))))
+			out = append(out, rejected(p[0], because("plan", "%v", plain(err))))
 			h.drop(op, c)
 			continue
 		}
@@ -338,10 +339,6 @@ func (h *Host) destinations(ctx context.Context, s *gpuctlv1.Session, c *claim, 
 		err = fmt.Errorf("%w; where the session could go is decided by the cluster", err)
 	}
 	switch {
-	case errors.Is(err, place.ErrNotFound):
-		return nil, nil, fmt.Errorf("%w: %s", errNotFound, detail(err, place.ErrNotFound))
-	case errors.Is(err, place.ErrInvalid):
-		return nil, nil, fmt.Errorf("%w: %s", errInvalid, detail(err, place.ErrInvalid))
 	case err != nil:
 		return nil, nil, err
 	}
@@ -358,11 +355,6 @@ func (h *Host) destinations(ctx context.Context, s *gpuctlv1.Session, c *claim, 
 		}
 	}
 	return fit, h.candidates(slices.Collect(d.Rejected()), all), nil
-}
-
-// detail is an error's text without its sentinel's.
-func detail(err, sentinel error) string {
-	return strings.TrimPrefix(err.Error(), sentinel.Error()+": ")
 }
 
 // verbs are the API's as the placement has them.
@@ -486,7 +478,7 @@ func (h *Host) planSwap(ctx context.Context, req *gpuctlv1.HostPlanRequest) (*gp
 			if connect.CodeOf(err) == connect.CodeUnavailable {
 				return nil, err
 			}
-			plan = &gpuctlv1.PlanResponse{Reasons: []*gpuctlv1.Reason{reason("plan", "%v", plain(err))}}
+			plan = &gpuctlv1.PlanResponse{Reasons: []*gpuctlv1.Reason{because("plan", "%v", plain(err))}}
 		}
 		reasons := plan.GetReasons()
 		if busy != nil { // say what else is against it, too

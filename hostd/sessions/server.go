@@ -2,7 +2,6 @@ package sessions
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"net/http"
 	"slices"
@@ -13,9 +12,8 @@ import (
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
-	"github.com/gpuctl/gpuctl/hostd/member/clusterapi"
-	"github.com/gpuctl/gpuctl/hostd/sessions/ledger"
 	"github.com/gpuctl/gpuctl/internal/random"
+	"github.com/gpuctl/gpuctl/internal/reason"
 	"github.com/gpuctl/gpuctl/internal/suggest"
 	"github.com/gpuctl/gpuctl/internal/unixrpc"
 )
@@ -38,29 +36,13 @@ func (h *Host) Handle(mux *http.ServeMux, options ...connect.HandlerOption) {
 	mux.Handle(gpuctlv1connect.NewHostServiceHandler(&Server{h}, options...))
 }
 
-// coded gives an error the code that clients know it by.
-func coded(err error) error {
-	var c *connect.Error
-	switch {
-	case err == nil, errors.As(err, &c):
-		return err
-	case errors.Is(err, errNotFound):
-		return connect.NewError(connect.CodeNotFound, err)
-	case errors.Is(err, errInvalid):
-		return connect.NewError(connect.CodeInvalidArgument, err)
-	case errors.Is(err, errBusy), errors.Is(err, ledger.ErrBusy):
-		return connect.NewError(connect.CodeFailedPrecondition, err)
-	}
-	return clusterapi.Coded(err)
-}
-
 // wait returns when the inventory is known.
 func (s *Server) wait(ctx context.Context) error {
 	select {
 	case <-s.host.ready:
 		return nil
 	case <-ctx.Done():
-		return coded(ctx.Err())
+		return reason.Coded(ctx.Err())
 	}
 }
 
@@ -92,27 +74,27 @@ func (s *Server) CreateClaim(ctx context.Context, req *connect.Request[gpuctlv1.
 	}
 	switch {
 	case c.Count > maxClaimGPUs:
-		return nil, coded(fmt.Errorf("%w: count %d is more than %d", errInvalid, c.Count, maxClaimGPUs))
+		return nil, reason.Coded(fmt.Errorf("%w: count %d is more than %d", errInvalid, c.Count, maxClaimGPUs))
 	case !slices.Contains([]string{"", "gpu", "cpu", "accelerator"}, c.Type):
-		return nil, coded(fmt.Errorf("%w: device type %q is not gpu, cpu or accelerator", errInvalid, c.Type))
+		return nil, reason.Coded(fmt.Errorf("%w: device type %q is not gpu, cpu or accelerator", errInvalid, c.Type))
 	case len(c.Name) > maxNameLength || strings.ContainsRune(c.Name, 0):
-		return nil, coded(fmt.Errorf("%w: the device's name is longer than %d bytes, or has a NUL", errInvalid, maxNameLength))
+		return nil, reason.Coded(fmt.Errorf("%w: the device's name is longer than %d bytes, or has a NUL", errInvalid, maxNameLength))
 	case c.Prefer > 0 && c.Prefer < c.Min:
-		return nil, coded(fmt.Errorf("%w: the preferred memory is less than the least", errInvalid))
+		return nil, reason.Coded(fmt.Errorf("%w: the preferred memory is less than the least", errInvalid))
 	}
 	if m.GetWhileCallerLives() {
 		peer, ok := unixrpc.PeerFrom(ctx)
 		if !ok {
-			return nil, coded(fmt.Errorf("%w: while_caller_lives needs a unix socket", errInvalid))
+			return nil, reason.Coded(fmt.Errorf("%w: while_caller_lives needs a unix socket", errInvalid))
 		}
 		var err error
 		if c.Holder, err = newHolder(s.host.proc, int(peer.PID)); err != nil {
-			return nil, coded(fmt.Errorf("%w: %w", errInvalid, err))
+			return nil, reason.Coded(fmt.Errorf("%w: %w", errInvalid, err))
 		}
 	}
 	p, out, err := s.host.createClaim(ctx, c)
 	if err != nil {
-		return nil, coded(err)
+		return nil, reason.Coded(err)
 	}
 	res := &gpuctlv1.CreateClaimResponse{Rejected: out}
 	if p != nil {
@@ -136,7 +118,7 @@ func (s *Server) ReleaseClaim(ctx context.Context, req *connect.Request[gpuctlv1
 	}
 	s.host.mu.Unlock()
 	if c == nil {
-		return nil, coded(fmt.Errorf("%w: no claim %q%s", errNotFound, req.Msg.GetClaim(), suggest.Hint(req.Msg.GetClaim(), ids)))
+		return nil, reason.Coded(fmt.Errorf("%w: no claim %q%s", errNotFound, req.Msg.GetClaim(), suggest.Hint(req.Msg.GetClaim(), ids)))
 	}
 	s.host.release(ctx, c)
 	if c.Holder.PID != 0 {
@@ -192,7 +174,7 @@ func (s *Server) WatchSessions(ctx context.Context, _ *connect.Request[gpuctlv1.
 		case <-ctx.Done():
 			return nil
 		case <-s.host.ctx.Done():
-			return connect.NewError(connect.CodeUnavailable, errors.New("hostd is stopping"))
+			return reason.Coded(reason.Errorf(reason.Stopping, "hostd is stopping"))
 		case <-w.bell:
 		}
 		for _, session := range s.host.take(w) {
@@ -216,7 +198,7 @@ func (s *Server) DescribeSession(ctx context.Context, req *connect.Request[gpuct
 	defer h.mu.Unlock()
 	found, err := h.find(req.Msg.GetSession())
 	if err != nil {
-		return nil, coded(err)
+		return nil, reason.Coded(err)
 	}
 	res := &gpuctlv1.DescribeSessionResponse{Session: found, Last: h.last[found.GetId()]}
 	if c := h.claims[found.GetClaim()]; c != nil {
@@ -241,7 +223,7 @@ func (s *Server) Plan(ctx context.Context, req *connect.Request[gpuctlv1.HostPla
 	}
 	res, err := s.host.planSwap(ctx, req.Msg)
 	if err != nil {
-		return nil, coded(err)
+		return nil, reason.Coded(err)
 	}
 	return connect.NewResponse(res), nil
 }
@@ -295,7 +277,7 @@ func (s *Server) operate(ctx context.Context, stream *connect.ServerStream[gpuct
 		s.host.Log.Warn("sessions are as last seen", "err", err)
 	}
 	if err := start(send); err != nil {
-		return coded(err)
+		return reason.Coded(err)
 	}
 	for {
 		select {

@@ -371,9 +371,6 @@ func (a *app) followDevice(stream *connect.ServerStreamForClient[gpuctlv1.Device
 	show.end()
 	if last == nil {
 		if err := stream.Err(); err != nil {
-			if connect.CodeOf(err) == connect.CodeFailedPrecondition {
-				return cmdutil.WithCode(err, cmdutil.Refused)
-			}
 			return err
 		}
 		return errors.New("hostd went away; when it is back, gpuctl cards says where the card is")

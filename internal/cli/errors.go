@@ -16,11 +16,11 @@ import (
 
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 	"github.com/gpuctl/gpuctl/internal/cmdutil"
+	"github.com/gpuctl/gpuctl/internal/reason"
 	"github.com/gpuctl/gpuctl/internal/suggest"
 )
 
-// exitUnavailable is the exit status when nobody answers, or there is no leader.
-const exitUnavailable = 4
+const exitUnavailable = reason.ExitUnavailable
 
 // statusTimeout limits the question why a call failed.
 const statusTimeout = 2 * time.Second
@@ -29,7 +29,8 @@ func unavailable(format string, args ...any) error {
 	return cmdutil.WithCode(fmt.Errorf(format, args...), exitUnavailable)
 }
 
-// explain turns an answer's error into words and an exit status.
+// explain turns an answer's error into words, what to do next, and the exit
+// status that its reason calls for.
 func explain(err error) error {
 	var c *connect.Error
 	if !errors.As(err, &c) {
@@ -38,14 +39,24 @@ func explain(err error) error {
 	if err := unreachable(c); err != nil {
 		return err
 	}
-	switch c.Code() {
-	case connect.CodeInvalidArgument:
-		return cmdutil.Usage(errors.New(words(c)))
-	case connect.CodeUnavailable:
-		return unavailable("hostd went away: %s", words(c))
+	r, text := reason.Of(c), words(c)
+	switch r.Code {
+	case reason.Unavailable:
+		text = "hostd went away: " + text
+	case reason.TimedOut:
+		text = "no answer in time: " + text
 	default:
-		return errors.New(words(c))
+		text = withAdvice(text, r)
 	}
+	return cmdutil.WithCode(errors.New(text), r.Exit)
+}
+
+// withAdvice adds what to do next, unless hostd has said it.
+func withAdvice(text string, r reason.Reason) string {
+	if next := r.Advice(); next != "" {
+		return text + "; " + next
+	}
+	return text
 }
 
 // words is an error's message without its sentinels.
@@ -104,43 +115,20 @@ func advise(ctx context.Context, c clusterClient, err error) error {
 	if err := unreachable(e); err != nil {
 		return err
 	}
-	text := words(e)
-	switch e.Code() {
-	case connect.CodeInvalidArgument:
-		return cmdutil.Usage(errors.New(text))
-	case connect.CodeUnimplemented:
+	r := reason.Of(e)
+	switch r.Code {
+	case reason.Unimplemented:
 		return errors.New("this hostd knows no clusters, or not this command: it is older than gpuctl")
-	case connect.CodePermissionDenied:
-		return errors.New(next(text, "an administrator can give you a token: gpuctl cluster token create --role ROLE"))
-	case connect.CodeUnauthenticated:
-		return errors.New(next(text, "enrol first: gpuctl cluster login TOKEN"))
-	case connect.CodeResourceExhausted:
-		return cmdutil.WithCode(errors.New(text), cmdutil.Refused)
-	case connect.CodeAborted:
-		return fmt.Errorf("%s; it changed in the meantime: look again, then repeat", text)
-	case connect.CodeDeadlineExceeded:
-		return unavailable("no answer in time: %s", text)
-	case connect.CodeFailedPrecondition, connect.CodeUnavailable:
+	case reason.NotJoined, reason.NotInCluster, reason.Refused, reason.Unavailable:
+		// An older host does not say which of these it is.
 		if err := memberless(ctx, c); err != nil {
 			return err
 		}
-		if e.Code() == connect.CodeFailedPrecondition {
-			return cmdutil.WithCode(errors.New(text), cmdutil.Refused)
-		}
-		return unavailable("%s; gpuctl cluster status says which hosts answer, and gpuctl get --stale reads without them", text)
-	default:
-		return errors.New(text)
 	}
-}
-
-// next adds what to do next, unless hostd has said it.
-func next(text, advice string) string {
-	for _, said := range []string{"gpuctl ", "run it", "token"} {
-		if strings.Contains(text, said) {
-			return text
-		}
+	if r.Code == reason.Unavailable {
+		return unavailable("%s", withAdvice(words(e), r))
 	}
-	return text + "; " + advice
+	return explain(e)
 }
 
 // memberless says that the daemon is in no cluster, if that is so.
@@ -163,9 +151,6 @@ func errNotJoined(host string) error {
 
 // withSuggestion adds near names to an error about one that does not exist.
 func withSuggestion(ctx context.Context, c clusterClient, k kind, name string, err error) error {
-	if strings.Contains(err.Error(), "gpuctl get") || strings.Contains(err.Error(), "did you mean") {
-		return err // hostd did
-	}
 	hint := suggest.Hint(name, listNames(ctx, c, k))
 	if hint == "" {
 		return fmt.Errorf("%w; gpuctl get %s lists them", err, k.many)
@@ -180,7 +165,7 @@ func callOn[Req, Res any](ctx context.Context, c clusterClient, k kind, name str
 		return res.Msg, nil
 	}
 	advice := advise(ctx, c, err)
-	if connect.CodeOf(err) == connect.CodeNotFound {
+	if r := reason.Of(err); r.Code == reason.NotFound && r.Next == "" {
 		return nil, withSuggestion(ctx, c, k, name, advice)
 	}
 	return nil, advice

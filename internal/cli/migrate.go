@@ -18,6 +18,7 @@ import (
 	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
 	"github.com/gpuctl/gpuctl/internal/cli/view"
 	"github.com/gpuctl/gpuctl/internal/cmdutil"
+	"github.com/gpuctl/gpuctl/internal/reason"
 	"github.com/gpuctl/gpuctl/internal/size"
 	"github.com/gpuctl/gpuctl/internal/suggest"
 )
@@ -203,24 +204,25 @@ func (a *app) adviseMachine(ctx context.Context, host, name string, err error) e
 	if dialErr != nil {
 		return err
 	}
-	if connect.CodeOf(err) != connect.CodeNotFound {
+	r := reason.Of(err)
+	if r.Code != reason.NotFound {
 		return advise(ctx, c, err)
 	}
-	text := explain(err).Error()
+	why := explain(err)
 	switch {
-	case strings.Contains(text, "did you mean") || strings.Contains(text, "gpuctl "):
-	case name != "" && strings.Contains(text, strconv.Quote(name)):
+	case r.Next != "":
+	case name != "" && r.Kind == "vm" && r.Object == name:
 		var names []string
 		if res, err := a.machines(ctx, "*"); err == nil {
 			for _, m := range res.GetMachines() {
 				names = append(names, m.GetName())
 			}
 		}
-		text += clean(suggest.Hint(name, names)) + "; gpuctl vms lists them"
-	case host != "" && strings.Contains(text, strconv.Quote(host)):
-		return withSuggestion(ctx, c, a.must(clusterv1.Kind_KIND_HOST), host, errors.New(text))
+		return fmt.Errorf("%w%s; gpuctl vms lists them", why, clean(suggest.Hint(name, names)))
+	case host != "" && r.Kind == "host" && r.Object == host:
+		return withSuggestion(ctx, c, a.must(clusterv1.Kind_KIND_HOST), host, why)
 	}
-	return errors.New(text)
+	return why
 }
 
 // moveMachine is migrate, upgrade and downgrade of a VM.

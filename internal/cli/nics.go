@@ -163,7 +163,7 @@ for seconds meanwhile.`,
 			}
 			res, err := c.ResizeNIC(cmd.Context(), connect.NewRequest(req))
 			if err != nil {
-				return refusedNIC(err)
+				return err
 			}
 			if req.GetPlan() {
 				return a.printNICPlan(res.Msg)
@@ -220,7 +220,7 @@ changed. A VM that has the function keeps it; a new MAC is its own after its nex
 			}
 			res, err := c.SetVF(cmd.Context(), connect.NewRequest(req))
 			if err != nil {
-				return refusedNIC(err)
+				return err
 			}
 			if all.plan {
 				return a.printNICPlan(res.Msg)
@@ -249,14 +249,6 @@ func given[T any](said bool, v T) *T {
 		return nil
 	}
 	return &v
-}
-
-// refusedNIC gives a refusal its exit status.
-func refusedNIC(err error) error {
-	if connect.CodeOf(err) == connect.CodeFailedPrecondition {
-		return cmdutil.WithCode(explain(err), cmdutil.Refused)
-	}
-	return err
 }
 
 func (a *app) printNICPlan(res *gpuctlv1.ChangeNICResponse) error {

@@ -70,7 +70,7 @@ func (a *app) ride(ctx context.Context, call func() (connect.AnyResponse, error)
 		for waiting := true; waiting; {
 			select {
 			case got := <-answers:
-				if !reason.Leaderless(got.err) {
+				if !reason.Retry(got.err) {
 					if last != nil && connect.CodeOf(got.err) == connect.CodeDeadlineExceeded {
 						return nil, last
 					}

@@ -3,7 +3,6 @@ package cli
 import (
 	"bytes"
 	"context"
-	"errors"
 	"net/http"
 	"net/http/httptest"
 	"strings"
@@ -25,7 +24,7 @@ type electing struct {
 
 	without atomic.Int32 // calls that nobody takes
 	asked   atomic.Int32
-	reason  string
+	reason  reason.Code
 }
 
 func (e *electing) answer() error {
@@ -33,9 +32,7 @@ func (e *electing) answer() error {
 	if e.without.Add(-1) < 0 {
 		return nil
 	}
-	err := connect.NewError(connect.CodeUnavailable, errors.New("the cluster has no leader"))
-	err.Meta().Set(reason.Header, e.reason)
-	return err
+	return reason.Coded(reason.Errorf(e.reason, "the cluster has no leader"))
 }
 
 func (e *electing) Join(context.Context, *connect.Request[clusterv1.JoinRequest]) (*connect.Response[clusterv1.JoinResponse], error) {
@@ -59,7 +56,7 @@ func TestCallsThatChangeSomethingRideOutElections(t *testing.T) {
 		_, err := c.Join(t.Context(), connect.NewRequest(&clusterv1.JoinRequest{}))
 		return err
 	}
-	for _, r := range []string{reason.NoLeader, reason.NotLeader} {
+	for _, r := range []reason.Code{reason.NoLeader, reason.NotLeader} {
 		e.reason = r
 		e.without.Store(3)
 		e.asked.Store(0)
@@ -68,7 +65,7 @@ func TestCallsThatChangeSomethingRideOutElections(t *testing.T) {
 		}
 	}
 	// What may have been done is not done again.
-	e.reason = "timeout"
+	e.reason = reason.OutcomeUnknown
 	e.without.Store(1)
 	e.asked.Store(0)
 	if err := join(); connect.CodeOf(err) != connect.CodeUnavailable || e.asked.Load() != 1 {
@@ -79,14 +76,14 @@ func TestCallsThatChangeSomethingRideOutElections(t *testing.T) {
 	e.without.Store(1)
 	e.asked.Store(0)
 	_, err := c.List(t.Context(), connect.NewRequest(&clusterv1.ListRequest{}))
-	if !reason.Leaderless(err) || e.asked.Load() != 1 {
+	if !reason.Retry(err) || e.asked.Load() != 1 {
 		t.Errorf("a read: %v after %d calls", err, e.asked.Load())
 	}
 	// The time is up, and the error is why.
 	a.timeout = time.Second
 	e.without.Store(1 << 30)
 	e.asked.Store(0)
-	if err := join(); !reason.Leaderless(err) || e.asked.Load() < 2 {
+	if err := join(); !reason.Retry(err) || e.asked.Load() < 2 {
 		t.Errorf("no leader at all: %v after %d calls", err, e.asked.Load())
 	}
 }
@@ -97,11 +94,9 @@ func TestWaitingIsTold(t *testing.T) {
 	ctx, cancel := context.WithTimeout(t.Context(), a.timeout)
 	defer cancel()
 	_, err := a.ride(ctx, func() (connect.AnyResponse, error) {
-		err := connect.NewError(connect.CodeUnavailable, errors.New("nobody leads"))
-		err.Meta().Set(reason.Header, reason.NoLeader)
-		return nil, err
+		return nil, reason.Coded(reason.Errorf(reason.NoLeader, "nobody leads"))
 	})
-	if !reason.Leaderless(err) || !strings.Contains(said.String(), "waiting for the cluster to have a leader") {
+	if !reason.Retry(err) || !strings.Contains(said.String(), "waiting for the cluster to have a leader") {
 		t.Errorf("%v, said %q", err, said.String())
 	}
 }

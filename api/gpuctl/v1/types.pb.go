@@ -582,6 +582,84 @@ func (x *Reason) GetMessage() string {
 	return ""
 }
 
+// ErrorReason is a detail of an error: programs decide by it, never by the
+// error's message. docs/errors.md lists the codes.
+type ErrorReason struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Code          string                 `protobuf:"bytes,1,opt,name=code,proto3" json:"code,omitempty"`                               // e.g. NOT_FOUND, NO_LEADER; a code keeps its meaning
+	ObjectKind    string                 `protobuf:"bytes,2,opt,name=object_kind,json=objectKind,proto3" json:"object_kind,omitempty"` // what it is about: host, gpu, vm, session, ...; may be empty
+	Object        string                 `protobuf:"bytes,3,opt,name=object,proto3" json:"object,omitempty"`                           // its name, or what was asked for; may be empty
+	Next          string                 `protobuf:"bytes,4,opt,name=next,proto3" json:"next,omitempty"`                               // what to do next, which the message says, too; empty: as docs/errors.md says
+	Retry         bool                   `protobuf:"varint,5,opt,name=retry,proto3" json:"retry,omitempty"`                            // nothing was done, and the same may be asked again
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ErrorReason) Reset() {
+	*x = ErrorReason{}
+	mi := &file_gpuctl_v1_types_proto_msgTypes[5]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ErrorReason) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ErrorReason) ProtoMessage() {}
+
+func (x *ErrorReason) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_types_proto_msgTypes[5]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ErrorReason.ProtoReflect.Descriptor instead.
+func (*ErrorReason) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{5}
+}
+
+func (x *ErrorReason) GetCode() string {
+	if x != nil {
+		return x.Code
+	}
+	return ""
+}
+
+func (x *ErrorReason) GetObjectKind() string {
+	if x != nil {
+		return x.ObjectKind
+	}
+	return ""
+}
+
+func (x *ErrorReason) GetObject() string {
+	if x != nil {
+		return x.Object
+	}
+	return ""
+}
+
+func (x *ErrorReason) GetNext() string {
+	if x != nil {
+		return x.Next
+	}
+	return ""
+}
+
+func (x *ErrorReason) GetRetry() bool {
+	if x != nil {
+		return x.Retry
+	}
+	return false
+}
+
 // Usage is what a session has used so far, and what a target must honour.
 type Usage struct {
 	state            protoimpl.MessageState `protogen:"open.v1"`
@@ -607,7 +685,7 @@ type Usage struct {
 
 func (x *Usage) Reset() {
 	*x = Usage{}
-	mi := &file_gpuctl_v1_types_proto_msgTypes[5]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -619,7 +697,7 @@ func (x *Usage) String() string {
 func (*Usage) ProtoMessage() {}
 
 func (x *Usage) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_types_proto_msgTypes[5]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -632,7 +710,7 @@ func (x *Usage) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Usage.ProtoReflect.Descriptor instead.
 func (*Usage) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{5}
+	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *Usage) GetMemory() uint64 {
@@ -769,7 +847,7 @@ type Session struct {
 
 func (x *Session) Reset() {
 	*x = Session{}
-	mi := &file_gpuctl_v1_types_proto_msgTypes[6]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -781,7 +859,7 @@ func (x *Session) String() string {
 func (*Session) ProtoMessage() {}
 
 func (x *Session) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_types_proto_msgTypes[6]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -794,7 +872,7 @@ func (x *Session) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Session.ProtoReflect.Descriptor instead.
 func (*Session) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{6}
+	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *Session) GetId() string {
@@ -900,7 +978,7 @@ type StateMark struct {
 
 func (x *StateMark) Reset() {
 	*x = StateMark{}
-	mi := &file_gpuctl_v1_types_proto_msgTypes[7]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -912,7 +990,7 @@ func (x *StateMark) String() string {
 func (*StateMark) ProtoMessage() {}
 
 func (x *StateMark) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_types_proto_msgTypes[7]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -925,7 +1003,7 @@ func (x *StateMark) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StateMark.ProtoReflect.Descriptor instead.
 func (*StateMark) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{7}
+	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *StateMark) GetId() string {
@@ -961,7 +1039,7 @@ type StateChunk struct {
 
 func (x *StateChunk) Reset() {
 	*x = StateChunk{}
-	mi := &file_gpuctl_v1_types_proto_msgTypes[8]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -973,7 +1051,7 @@ func (x *StateChunk) String() string {
 func (*StateChunk) ProtoMessage() {}
 
 func (x *StateChunk) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_types_proto_msgTypes[8]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -986,7 +1064,7 @@ func (x *StateChunk) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StateChunk.ProtoReflect.Descriptor instead.
 func (*StateChunk) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{8}
+	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *StateChunk) GetData() []byte {
@@ -1019,7 +1097,7 @@ type Progress struct {
 
 func (x *Progress) Reset() {
 	*x = Progress{}
-	mi := &file_gpuctl_v1_types_proto_msgTypes[9]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1031,7 +1109,7 @@ func (x *Progress) String() string {
 func (*Progress) ProtoMessage() {}
 
 func (x *Progress) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_types_proto_msgTypes[9]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1044,7 +1122,7 @@ func (x *Progress) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Progress.ProtoReflect.Descriptor instead.
 func (*Progress) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{9}
+	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *Progress) GetStep() string {
@@ -1108,7 +1186,7 @@ type Prediction struct {
 
 func (x *Prediction) Reset() {
 	*x = Prediction{}
-	mi := &file_gpuctl_v1_types_proto_msgTypes[10]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1120,7 +1198,7 @@ func (x *Prediction) String() string {
 func (*Prediction) ProtoMessage() {}
 
 func (x *Prediction) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_types_proto_msgTypes[10]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1133,7 +1211,7 @@ func (x *Prediction) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Prediction.ProtoReflect.Descriptor instead.
 func (*Prediction) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{10}
+	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *Prediction) GetLowNs() int64 {
@@ -1168,7 +1246,7 @@ type StepTime struct {
 
 func (x *StepTime) Reset() {
 	*x = StepTime{}
-	mi := &file_gpuctl_v1_types_proto_msgTypes[11]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1180,7 +1258,7 @@ func (x *StepTime) String() string {
 func (*StepTime) ProtoMessage() {}
 
 func (x *StepTime) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_types_proto_msgTypes[11]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1193,7 +1271,7 @@ func (x *StepTime) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StepTime.ProtoReflect.Descriptor instead.
 func (*StepTime) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{11}
+	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *StepTime) GetStep() string {
@@ -1237,7 +1315,7 @@ type SwapResult struct {
 
 func (x *SwapResult) Reset() {
 	*x = SwapResult{}
-	mi := &file_gpuctl_v1_types_proto_msgTypes[12]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1249,7 +1327,7 @@ func (x *SwapResult) String() string {
 func (*SwapResult) ProtoMessage() {}
 
 func (x *SwapResult) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_types_proto_msgTypes[12]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1262,7 +1340,7 @@ func (x *SwapResult) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SwapResult.ProtoReflect.Descriptor instead.
 func (*SwapResult) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{12}
+	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *SwapResult) GetSession() *Session {
@@ -1406,7 +1484,14 @@ const file_gpuctl_v1_types_proto_rawDesc = "" +
 	"\x06limits\x18\x04 \x01(\v2\x11.gpuctl.v1.LimitsR\x06limits\"6\n" +
 	"\x06Reason\x12\x12\n" +
 	"\x04code\x18\x01 \x01(\tR\x04code\x12\x18\n" +
-	"\amessage\x18\x02 \x01(\tR\amessage\"\xcd\x03\n" +
+	"\amessage\x18\x02 \x01(\tR\amessage\"\x84\x01\n" +
+	"\vErrorReason\x12\x12\n" +
+	"\x04code\x18\x01 \x01(\tR\x04code\x12\x1f\n" +
+	"\vobject_kind\x18\x02 \x01(\tR\n" +
+	"objectKind\x12\x16\n" +
+	"\x06object\x18\x03 \x01(\tR\x06object\x12\x12\n" +
+	"\x04next\x18\x04 \x01(\tR\x04next\x12\x14\n" +
+	"\x05retry\x18\x05 \x01(\bR\x05retry\"\xcd\x03\n" +
 	"\x05Usage\x12\x16\n" +
 	"\x06memory\x18\x01 \x01(\x04R\x06memory\x12#\n" +
 	"\rlargest_alloc\x18\x02 \x01(\x04R\flargestAlloc\x12,\n" +
@@ -1510,7 +1595,7 @@ func file_gpuctl_v1_types_proto_rawDescGZIP() []byte {
 }
 
 var file_gpuctl_v1_types_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_gpuctl_v1_types_proto_msgTypes = make([]protoimpl.MessageInfo, 14)
+var file_gpuctl_v1_types_proto_msgTypes = make([]protoimpl.MessageInfo, 15)
 var file_gpuctl_v1_types_proto_goTypes = []any{
 	(SessionState)(0),     // 0: gpuctl.v1.SessionState
 	(*Limits)(nil),        // 1: gpuctl.v1.Limits
@@ -1518,29 +1603,30 @@ var file_gpuctl_v1_types_proto_goTypes = []any{
 	(*VirtualDevice)(nil), // 3: gpuctl.v1.VirtualDevice
 	(*Target)(nil),        // 4: gpuctl.v1.Target
 	(*Reason)(nil),        // 5: gpuctl.v1.Reason
-	(*Usage)(nil),         // 6: gpuctl.v1.Usage
-	(*Session)(nil),       // 7: gpuctl.v1.Session
-	(*StateMark)(nil),     // 8: gpuctl.v1.StateMark
-	(*StateChunk)(nil),    // 9: gpuctl.v1.StateChunk
-	(*Progress)(nil),      // 10: gpuctl.v1.Progress
-	(*Prediction)(nil),    // 11: gpuctl.v1.Prediction
-	(*StepTime)(nil),      // 12: gpuctl.v1.StepTime
-	(*SwapResult)(nil),    // 13: gpuctl.v1.SwapResult
-	nil,                   // 14: gpuctl.v1.Runtime.EnvEntry
+	(*ErrorReason)(nil),   // 6: gpuctl.v1.ErrorReason
+	(*Usage)(nil),         // 7: gpuctl.v1.Usage
+	(*Session)(nil),       // 8: gpuctl.v1.Session
+	(*StateMark)(nil),     // 9: gpuctl.v1.StateMark
+	(*StateChunk)(nil),    // 10: gpuctl.v1.StateChunk
+	(*Progress)(nil),      // 11: gpuctl.v1.Progress
+	(*Prediction)(nil),    // 12: gpuctl.v1.Prediction
+	(*StepTime)(nil),      // 13: gpuctl.v1.StepTime
+	(*SwapResult)(nil),    // 14: gpuctl.v1.SwapResult
+	nil,                   // 15: gpuctl.v1.Runtime.EnvEntry
 }
 var file_gpuctl_v1_types_proto_depIdxs = []int32{
-	14, // 0: gpuctl.v1.Runtime.env:type_name -> gpuctl.v1.Runtime.EnvEntry
+	15, // 0: gpuctl.v1.Runtime.env:type_name -> gpuctl.v1.Runtime.EnvEntry
 	2,  // 1: gpuctl.v1.Target.runtime:type_name -> gpuctl.v1.Runtime
 	1,  // 2: gpuctl.v1.Target.limits:type_name -> gpuctl.v1.Limits
 	0,  // 3: gpuctl.v1.Session.state:type_name -> gpuctl.v1.SessionState
 	4,  // 4: gpuctl.v1.Session.target:type_name -> gpuctl.v1.Target
-	6,  // 5: gpuctl.v1.Session.usage:type_name -> gpuctl.v1.Usage
+	7,  // 5: gpuctl.v1.Session.usage:type_name -> gpuctl.v1.Usage
 	3,  // 6: gpuctl.v1.Session.device:type_name -> gpuctl.v1.VirtualDevice
-	8,  // 7: gpuctl.v1.Session.away:type_name -> gpuctl.v1.StateMark
-	8,  // 8: gpuctl.v1.StateChunk.mark:type_name -> gpuctl.v1.StateMark
-	13, // 9: gpuctl.v1.Progress.result:type_name -> gpuctl.v1.SwapResult
-	7,  // 10: gpuctl.v1.SwapResult.session:type_name -> gpuctl.v1.Session
-	12, // 11: gpuctl.v1.SwapResult.steps:type_name -> gpuctl.v1.StepTime
+	9,  // 7: gpuctl.v1.Session.away:type_name -> gpuctl.v1.StateMark
+	9,  // 8: gpuctl.v1.StateChunk.mark:type_name -> gpuctl.v1.StateMark
+	14, // 9: gpuctl.v1.Progress.result:type_name -> gpuctl.v1.SwapResult
+	8,  // 10: gpuctl.v1.SwapResult.session:type_name -> gpuctl.v1.Session
+	13, // 11: gpuctl.v1.SwapResult.steps:type_name -> gpuctl.v1.StepTime
 	5,  // 12: gpuctl.v1.SwapResult.reasons:type_name -> gpuctl.v1.Reason
 	13, // [13:13] is the sub-list for method output_type
 	13, // [13:13] is the sub-list for method input_type
@@ -1560,7 +1646,7 @@ func file_gpuctl_v1_types_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_gpuctl_v1_types_proto_rawDesc), len(file_gpuctl_v1_types_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   14,
+			NumMessages:   15,
 			NumExtensions: 0,
 			NumServices:   0,
 		},

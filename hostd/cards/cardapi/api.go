@@ -2,8 +2,6 @@ package cardapi
 
 import (
 	"context"
-	"errors"
-	"fmt"
 	"log/slog"
 	"net/http"
 	"slices"
@@ -16,8 +14,7 @@ import (
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
 	"github.com/gpuctl/gpuctl/hostd/cards"
-	"github.com/gpuctl/gpuctl/hostd/member/clusterapi"
-	"github.com/gpuctl/gpuctl/hostd/network"
+	"github.com/gpuctl/gpuctl/internal/reason"
 )
 
 // others is how long another host may take to list its VMs.
@@ -74,19 +71,6 @@ func (a *API) Everywhere(ctx context.Context) (machines []*gpuctlv1.Machine, mis
 	return res.GetMachines(), res.GetMissing()
 }
 
-// Coded gives an error of devices or network the code that clients know it by.
-func Coded(err error) error {
-	switch {
-	case errors.Is(err, cards.ErrNotFound), errors.Is(err, network.ErrNoLink), errors.Is(err, network.ErrNoVF):
-		return connect.NewError(connect.CodeNotFound, err)
-	case errors.Is(err, cards.ErrInvalid), errors.Is(err, network.ErrInvalid):
-		return connect.NewError(connect.CodeInvalidArgument, err)
-	case errors.Is(err, cards.ErrRefused), errors.Is(err, cards.ErrBusy), errors.Is(err, network.ErrInUse):
-		return connect.NewError(connect.CodeFailedPrecondition, err)
-	}
-	return clusterapi.Coded(err)
-}
-
 // hostOf is the host that a request is for: said, or part of the GPU's id.
 func (a *API) hostOf(host, gpu string) string {
 	if name, _, ok := strings.Cut(gpu, "/"); ok && host == "" {
@@ -105,7 +89,7 @@ func (a *API) there(host, gpu string) (gpuctlv1connect.DeviceServiceClient, erro
 	}
 	c, err := a.cluster.Devices(host)
 	if err != nil {
-		return nil, Coded(err)
+		return nil, reason.Coded(err)
 	}
 	return c, nil
 }
@@ -121,7 +105,7 @@ func (a *API) ListCards(ctx context.Context, req *connect.Request[gpuctlv1.ListC
 	}
 	cards, err := a.keeper.Cards(ctx)
 	if err != nil {
-		return nil, Coded(err)
+		return nil, reason.Coded(err)
 	}
 	return connect.NewResponse(&gpuctlv1.ListCardsResponse{Host: a.cluster.HostName(), Cards: cards}), nil
 }
@@ -148,7 +132,7 @@ func (a *API) ListMachines(ctx context.Context, req *connect.Request[gpuctlv1.Li
 	}
 	all, err := a.keeper.List(ctx)
 	if err != nil {
-		return nil, Coded(err)
+		return nil, reason.Coded(err)
 	}
 	return connect.NewResponse(&gpuctlv1.ListMachinesResponse{Machines: all}), nil
 }
@@ -206,7 +190,7 @@ func (a *API) Isolation(ctx context.Context, req *connect.Request[gpuctlv1.Isola
 	}
 	res, err := a.keeper.Isolated(ctx, req.Msg.GetGpu())
 	if err != nil {
-		return nil, Coded(err)
+		return nil, reason.Coded(err)
 	}
 	return connect.NewResponse(res), nil
 }
@@ -226,7 +210,7 @@ func (a *API) machineHost(ctx context.Context, host, gpu, machine string) (strin
 	case len(at) == 0 || slices.Contains(at, a.cluster.HostName()):
 		return "", nil // also the one that says that there is none
 	case len(at) > 1:
-		return "", connect.NewError(connect.CodeInvalidArgument, fmt.Errorf("vm %s is on %s: say which with --on", machine, strings.Join(at, " and ")))
+		return "", reason.Coded(reason.Errorf(reason.Ambiguous, "vm %s is on %s", machine, strings.Join(at, " and ")).On("vm", machine).Do("say which with --on"))
 	}
 	return at[0], nil
 }
@@ -239,7 +223,7 @@ func stream[Req any](ctx context.Context, a *API, host string, m *Req, out *conn
 	if host != "" {
 		c, err := a.cluster.Devices(host)
 		if err != nil {
-			return Coded(err)
+			return reason.Coded(err)
 		}
 		in, err := there(c)(ctx, connect.NewRequest(m))
 		if err != nil {
@@ -261,7 +245,7 @@ func stream[Req any](ctx context.Context, a *API, host string, m *Req, out *conn
 		over = true
 		mu.Unlock()
 	}()
-	return Coded(do(ctx, m, func(u *gpuctlv1.DeviceUpdate) {
+	return reason.Coded(do(ctx, m, func(u *gpuctlv1.DeviceUpdate) {
 		mu.Lock()
 		defer mu.Unlock()
 		if over {
@@ -323,7 +307,7 @@ func (a *API) ListNICs(ctx context.Context, req *connect.Request[gpuctlv1.ListNI
 	}
 	all, err := a.nics.List(ctx)
 	if err != nil {
-		return nil, Coded(err)
+		return nil, reason.Coded(err)
 	}
 	return connect.NewResponse(&gpuctlv1.ListNICsResponse{Host: a.cluster.HostName(), Nics: all}), nil
 }
@@ -354,7 +338,7 @@ func (a *API) SetVF(ctx context.Context, req *connect.Request[gpuctlv1.SetVFRequ
 
 func answer[T any](m *T, err error) (*connect.Response[T], error) {
 	if err != nil {
-		return nil, Coded(err)
+		return nil, reason.Coded(err)
 	}
 	return connect.NewResponse(m), nil
 }

@@ -9,6 +9,7 @@ import (
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/hostd/cards"
+	"github.com/gpuctl/gpuctl/internal/reason"
 	"github.com/gpuctl/gpuctl/internal/suggest"
 	"github.com/gpuctl/gpuctl/internal/virt"
 	"github.com/gpuctl/gpuctl/internal/vm"
@@ -132,7 +133,7 @@ func (m vms) find(ctx context.Context, ref string) (virt.Domain, error) {
 	for _, d := range all {
 		names = append(names, d.Name)
 	}
-	return virt.Domain{}, fmt.Errorf("vm %q: %w on this host%s; gpuctl vms lists them", ref, cards.ErrNotFound, suggest.Hint(ref, names))
+	return virt.Domain{}, reason.Detail(fmt.Errorf("vm %q: %w on this host%s", ref, cards.ErrNotFound, suggest.Hint(ref, names))).On("vm", ref).Do("gpuctl vms lists them")
 }
 
 func (m vms) Check(ctx context.Context, uuid string) ([]*gpuctlv1.Reason, error) {

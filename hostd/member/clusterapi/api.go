@@ -17,6 +17,7 @@ import (
 	"github.com/gpuctl/gpuctl/cluster/query"
 	"github.com/gpuctl/gpuctl/cluster/replica"
 	"github.com/gpuctl/gpuctl/cluster/scheduler"
+	"github.com/gpuctl/gpuctl/internal/reason"
 )
 
 // maxRequest is the largest message that is read, in bytes: a host with all
@@ -115,7 +116,7 @@ func (a *API) replicated() (Log, error) {
 	if l := a.member.Log(); l != nil {
 		return l, nil
 	}
-	return nil, Coded(ErrNotJoined)
+	return nil, reason.Coded(ErrNotJoined)
 }
 
 // actor is who asked, as commands and events name them.
@@ -145,5 +146,5 @@ func (a *API) apply(ctx context.Context, c *clusterv1.Command) (*clusterv1.Resul
 	ctx, cancel := context.WithTimeout(ctx, patience)
 	defer cancel()
 	res, err := scheduler.Check(l.Apply(ctx, c))
-	return res, Coded(err)
+	return res, reason.Coded(err)
 }

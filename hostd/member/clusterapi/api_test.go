@@ -25,6 +25,7 @@ import (
 	"github.com/gpuctl/gpuctl/cluster/replica"
 	"github.com/gpuctl/gpuctl/cluster/scheduler"
 	"github.com/gpuctl/gpuctl/cluster/state"
+	"github.com/gpuctl/gpuctl/internal/reason"
 )
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
@@ -708,17 +709,16 @@ func peersWrong(ctx context.Context, l, follower *member) (wrong []string) {
 // TestErrorsTravel: what the store says is what another host hears.
 func TestErrorsTravel(t *testing.T) {
 	t.Parallel()
-	for name, e := range reasons() {
-		wire := Coded(fmt.Errorf("x: %w", e))
-		var c *connect.Error
-		if !errors.As(wire, &c) || c.Meta().Get(reasonHeader) != name {
-			t.Errorf("%s: %v", name, wire)
+	for code, e := range logErrors() {
+		wire := reason.Coded(fmt.Errorf("x: %w", e))
+		if !reason.Is(wire, code) {
+			t.Errorf("%s: %v", code, wire)
 		}
 		if back := Uncoded(wire); !errors.Is(back, e) {
-			t.Errorf("%s: %v", name, back)
+			t.Errorf("%s: %v", code, back)
 		}
 	}
-	if err := errors.New("x"); !errors.Is(Uncoded(err), err) || Coded(nil) != nil || Uncoded(nil) != nil {
+	if err := errors.New("x"); !errors.Is(Uncoded(err), err) || reason.Coded(nil) != nil || Uncoded(nil) != nil {
 		t.Error("errors that are not the store's change")
 	}
 }

@@ -42,14 +42,14 @@ func (a *API) Place(ctx context.Context, req *connect.Request[clusterv1.PlaceReq
 	}
 	r, err := request(req.Msg, a.member.Self().Host)
 	if err != nil {
-		return nil, Coded(err)
+		return nil, reason.Coded(err)
 	}
 	bound, cancel := context.WithTimeout(ctx, patience)
 	defer cancel()
 	r.Context = bound
 	d := a.member.Scheduler().Place(v, r)
 	if d.Err != nil {
-		return nil, Coded(d.Err)
+		return nil, reason.Coded(d.Err)
 	}
 	return connect.NewResponse(decision(d, req.Msg.GetLimitRejected())), nil
 }
@@ -80,7 +80,7 @@ func (a *API) CreateClaim(ctx context.Context, req *connect.Request[clusterv1.Cr
 		return nil, err
 	}
 	if req.Msg.GetClaim() == nil {
-		return nil, Coded(fmt.Errorf("%w: there is no claim in it", errInvalid))
+		return nil, reason.Coded(fmt.Errorf("%w: there is no claim in it", errInvalid))
 	}
 	ctx, cancel := context.WithTimeout(ctx, patience)
 	defer cancel()
@@ -96,7 +96,7 @@ func (a *API) CreateClaim(ctx context.Context, req *connect.Request[clusterv1.Cr
 	}
 	res, err := a.Bind(ctx, c)
 	if err != nil {
-		return nil, Coded(err)
+		return nil, reason.Coded(err)
 	}
 	return connect.NewResponse(res), nil
 }
@@ -236,13 +236,13 @@ func (a *API) after(ctx context.Context, res *clusterv1.Result, kind clusterv1.K
 	v := l.State().View()
 	if v.Index() < res.GetIndex() { // the leader has applied it, this host not yet
 		if v, err = l.Read(ctx, false); err != nil {
-			return nil, Coded(err)
+			return nil, reason.Coded(err)
 		}
 	}
 	if o := v.Object(kind, name); o != nil {
 		return o, nil
 	}
-	return nil, Coded(fmt.Errorf("%w: %q is gone again", errNotFound, name))
+	return nil, reason.Coded(fmt.Errorf("%w: %q is gone again", errNotFound, name))
 }
 
 const (
@@ -260,14 +260,14 @@ func (a *API) CreateToken(ctx context.Context, req *connect.Request[clusterv1.Cr
 	}
 	cert := a.member.Certificate()
 	if cert == nil {
-		return nil, Coded(fmt.Errorf("%w: hostd --dev is a cluster of one in memory that nobody can join; run hostd as a service", errRefused))
+		return nil, reason.Coded(reason.Detail(fmt.Errorf("%w: hostd --dev is a cluster of one in memory that nobody can join", errRefused)).Do("run hostd as a service"))
 	}
 	ttl := time.Duration(m.GetTtlS()) * time.Second
 	switch {
 	case ttl == 0:
 		ttl = tokenTTL
 	case ttl > maxTokenTTL:
-		return nil, Coded(fmt.Errorf("%w: a token lasts at most %v", errInvalid, maxTokenTTL))
+		return nil, reason.Coded(fmt.Errorf("%w: a token lasts at most %v", errInvalid, maxTokenTTL))
 	}
 	role := m.GetRole()
 	if role == clusterv1.Role_ROLE_UNSPECIFIED {
@@ -283,14 +283,14 @@ func (a *API) CreateToken(ctx context.Context, req *connect.Request[clusterv1.Cr
 		Addresses: addresses, Fingerprint: pki.Fingerprint(cert.CA), Name: m.GetName(), Role: role, Expires: a.now().Add(ttl),
 	}, a.actor(ctx))
 	if err != nil {
-		return nil, Coded(fmt.Errorf("%w: %w", errInvalid, err))
+		return nil, reason.Coded(fmt.Errorf("%w: %w", errInvalid, err))
 	}
 	if _, err := a.apply(ctx, &clusterv1.Command{Op: &clusterv1.Command_PutJoinToken{PutJoinToken: &clusterv1.PutJoinToken{Token: stored}}}); err != nil {
 		return nil, err
 	}
 	text, err := token.Encode()
 	if err != nil {
-		return nil, Coded(err)
+		return nil, reason.Coded(err)
 	}
 	return connect.NewResponse(&clusterv1.CreateTokenResponse{Token: text, Id: token.ID, ExpiresUnixMs: stored.GetExpiresUnixMs()}), nil
 }

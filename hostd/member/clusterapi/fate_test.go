@@ -46,8 +46,7 @@ func (l *lostLeader) Enroll(context.Context, *connect.Request[clusterv1.EnrollRe
 // must not be answered so.
 func TestLostAnswerOfALeaderIsNotSaidToBeNone(t *testing.T) {
 	t.Parallel()
-	none := connect.NewError(connect.CodeUnavailable, errors.New("none"))
-	none.Meta().Set(reason.Header, reason.NoLeader)
+	none := reason.Coded(reason.Errorf(reason.NoLeader, "none"))
 	for _, c := range []struct {
 		err        error
 		leaderless bool
@@ -68,13 +67,13 @@ func TestLostAnswerOfALeaderIsNotSaidToBeNone(t *testing.T) {
 		short, cancel := context.WithTimeout(ctx, 3*time.Second)
 		_, err := api.Bind(short, &clusterv1.Claim{Id: "c", Expr: `name == "none"`, Count: 1})
 		cancel()
-		if errors.Is(err, replica.ErrNoLeader) != c.leaderless || reason.Leaderless(Coded(err)) != c.leaderless {
+		if errors.Is(err, replica.ErrNoLeader) != c.leaderless || reason.Retry(reason.Coded(err)) != c.leaderless {
 			t.Errorf("%v: the claim: %v", c.err, err)
 		}
 		short, cancel = context.WithTimeout(ctx, 3*time.Second)
 		_, err = api.enrollElsewhere(short, &following{Log: f.Log(), leader: l.Address}, connect.NewRequest(&clusterv1.EnrollRequest{}))
 		cancel()
-		if connect.CodeOf(err) != connect.CodeUnavailable || reason.Leaderless(err) != c.leaderless {
+		if connect.CodeOf(err) != connect.CodeUnavailable || reason.Retry(err) != c.leaderless {
 			t.Errorf("%v: the enrolment: %v", c.err, err)
 		}
 	}

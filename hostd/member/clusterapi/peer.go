@@ -31,11 +31,11 @@ func (a *API) Apply(ctx context.Context, req *connect.Request[clusterv1.ApplyReq
 		return nil, err
 	}
 	if n := len(req.Msg.GetCommands()); n == 0 || n > maxForwarded {
-		return nil, Coded(fmt.Errorf("%w: %d commands at once", errInvalid, n))
+		return nil, reason.Coded(fmt.Errorf("%w: %d commands at once", errInvalid, n))
 	}
 	results, err := l.ApplyLocal(ctx, req.Msg.GetCommands())
 	if err != nil {
-		return nil, Coded(err)
+		return nil, reason.Coded(err)
 	}
 	return connect.NewResponse(&clusterv1.ApplyResponse{Results: results}), nil
 }
@@ -48,7 +48,7 @@ func (a *API) ReadIndex(ctx context.Context, _ *connect.Request[clusterv1.ReadIn
 	}
 	index, err := l.ReadIndex(ctx)
 	if err != nil {
-		return nil, Coded(err)
+		return nil, reason.Coded(err)
 	}
 	return connect.NewResponse(&clusterv1.ReadIndexResponse{Index: index}), nil
 }
@@ -60,11 +60,11 @@ func (a *API) Heartbeat(ctx context.Context, req *connect.Request[clusterv1.Hear
 		return nil, err
 	}
 	if c, ok := access.From(ctx); ok && c.ID != req.Msg.GetHostId() {
-		return nil, connect.NewError(connect.CodePermissionDenied, fmt.Errorf("host %s speaks for host %s", c.ID, req.Msg.GetHostId()))
+		return nil, reason.Coded(reason.Errorf(reason.Denied, "host %s speaks for host %s", c.ID, req.Msg.GetHostId()).On("host", c.ID))
 	}
 	res, err := l.HandleHeartbeat(req.Msg)
 	if err != nil {
-		return nil, Coded(err)
+		return nil, reason.Coded(err)
 	}
 	return connect.NewResponse(res), nil
 }
@@ -73,7 +73,7 @@ func (a *API) Heartbeat(ctx context.Context, req *connect.Request[clusterv1.Hear
 func (a *API) Facts(ctx context.Context, _ *connect.Request[clusterv1.FactsRequest]) (*connect.Response[clusterv1.FactsResponse], error) {
 	facts, err := a.member.Facts(ctx)
 	if err != nil {
-		return nil, Coded(err)
+		return nil, reason.Coded(err)
 	}
 	return connect.NewResponse(&clusterv1.FactsResponse{Facts: facts}), nil
 }
@@ -99,7 +99,7 @@ func (a *API) Enroll(ctx context.Context, req *connect.Request[clusterv1.EnrollR
 		if skipped, ok := a.quiet.Allow("enroll"); ok {
 			a.log.Warn("nobody was let in", "token", fmt.Sprintf("%.64s", req.Msg.GetTokenId()), "name", fmt.Sprintf("%.64s", req.Msg.GetHost()), "err", fmt.Sprintf("%.500s", err.Error()), "skipped", skipped)
 		}
-		return nil, Coded(err)
+		return nil, reason.Coded(err)
 	}
 	a.log.Info("let in", "name", req.Msg.GetHost(), "token", req.Msg.GetTokenId())
 	return connect.NewResponse(res), nil
@@ -130,7 +130,7 @@ func (a *API) enrollElsewhere(ctx context.Context, l Log, req *connect.Request[c
 		}
 		select {
 		case <-ctx.Done():
-			return nil, Coded(fmt.Errorf("%w: %s", fate, err.Error()))
+			return nil, reason.Coded(fmt.Errorf("%w: %s", fate, err.Error()))
 		case <-time.After(pause):
 		}
 	}
@@ -241,15 +241,15 @@ func (a *API) newcomer(v *state.View, token *clusterv1.JoinToken, m *clusterv1.E
 	}
 	identity.Id, identity.Host = m.GetHostId(), name
 	if h := v.Host(name); h != nil && h.GetId() != m.GetHostId() {
-		return nil, pki.Identity{}, fmt.Errorf("%w: there is a host %q already, at %s; join with another name (--name), or remove that one first", errRefused, name, h.GetAddress())
+		return nil, pki.Identity{}, reason.Detail(fmt.Errorf("%w: there is a host %q already, at %s", errRefused, name, h.GetAddress())).On("host", name).Do("join with another name (--name), or remove that one first")
 	}
 	for h := range v.Hosts() {
 		if h.GetAddress() == m.GetAddress() && h.GetId() != m.GetHostId() {
-			return nil, pki.Identity{}, fmt.Errorf("%w: the address %s is host %s's; join with another one (--address), or remove that host first", errRefused, m.GetAddress(), h.GetName())
+			return nil, pki.Identity{}, reason.Detail(fmt.Errorf("%w: the address %s is host %s's", errRefused, m.GetAddress(), h.GetName())).On("host", h.GetName()).Do("join with another one (--address), or remove that host first")
 		}
 	}
 	if m.GetProtocol() < v.Protocol() {
-		return nil, pki.Identity{}, fmt.Errorf("%w: host %s speaks protocol %d, the cluster %d: install a newer gpuctl there", errRefused, name, m.GetProtocol(), v.Protocol())
+		return nil, pki.Identity{}, reason.Errorf(reason.HostTooOld, "%w: host %s speaks protocol %d, the cluster %d", errRefused, name, m.GetProtocol(), v.Protocol()).On("host", name).Do("install a newer gpuctl there")
 	}
 	return identity, pki.HostIdentity(m.GetHostId(), name, m.GetAddress(), identity.GetEnrolment()), nil
 }
@@ -258,11 +258,11 @@ func (a *API) newcomer(v *state.View, token *clusterv1.JoinToken, m *clusterv1.E
 func (a *API) Renew(ctx context.Context, req *connect.Request[clusterv1.RenewRequest]) (*connect.Response[clusterv1.RenewResponse], error) {
 	ca, err := a.member.Authority()
 	if err != nil {
-		return nil, Coded(err)
+		return nil, reason.Coded(err)
 	}
 	c, ok := access.From(ctx)
 	if !ok {
-		return nil, connect.NewError(connect.CodeUnauthenticated, errors.New("nobody to renew a certificate for"))
+		return nil, reason.Coded(reason.Errorf(reason.Unauthenticated, "nobody to renew a certificate for"))
 	}
 	// The enrolment of the certificate that asked: one that was revoked
 	// meanwhile gets nothing that holds.
@@ -276,7 +276,7 @@ func (a *API) Renew(ctx context.Context, req *connect.Request[clusterv1.RenewReq
 	}
 	cert, err := ca.Sign(req.Msg.GetCsr(), who, a.now())
 	if err != nil {
-		return nil, Coded(err)
+		return nil, reason.Coded(err)
 	}
 	return connect.NewResponse(&clusterv1.RenewResponse{Certificate: cert, Ca: ca.Certificate().Raw}), nil
 }

@@ -12,6 +12,7 @@ import (
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 	"github.com/gpuctl/gpuctl/cluster/query"
 	"github.com/gpuctl/gpuctl/cluster/state"
+	"github.com/gpuctl/gpuctl/internal/reason"
 	"github.com/gpuctl/gpuctl/internal/suggest"
 )
 
@@ -24,12 +25,12 @@ func (a *API) read(ctx context.Context, stale bool) (*state.View, error) {
 	ctx, cancel := context.WithTimeout(ctx, patience)
 	defer cancel()
 	v, err := l.Read(ctx, stale)
-	return v, Coded(err)
+	return v, reason.Coded(err)
 }
 
 func known(kind clusterv1.Kind) error {
 	if kind == clusterv1.Kind_KIND_UNSPECIFIED || clusterv1.Kind_name[int32(kind)] == "" {
-		return connect.NewError(connect.CodeInvalidArgument, fmt.Errorf("%w: kind %d is not one", errInvalid, kind))
+		return reason.Coded(fmt.Errorf("%w: kind %d is not one", errInvalid, kind))
 	}
 	return nil
 }
@@ -42,7 +43,7 @@ func (a *API) List(ctx context.Context, req *connect.Request[clusterv1.ListReque
 	}
 	q, err := a.cache.Compile(m.GetKind(), m.GetWhere())
 	if err != nil {
-		return nil, Coded(err)
+		return nil, reason.Coded(err)
 	}
 	bound, cancel := context.WithTimeout(ctx, patience)
 	defer cancel()
@@ -59,7 +60,7 @@ func (a *API) List(ctx context.Context, req *connect.Request[clusterv1.ListReque
 		}
 		match, err := q.Match(o)
 		if err != nil {
-			return nil, Coded(unanswerable(err))
+			return nil, reason.Coded(unanswerable(err))
 		}
 		if match {
 			res.Objects = []*clusterv1.Object{o}
@@ -68,7 +69,7 @@ func (a *API) List(ctx context.Context, req *connect.Request[clusterv1.ListReque
 	}
 	res.Objects, res.More, err = a.cache.List(q, v, m.GetAfter(), int(m.GetLimit()))
 	if err != nil {
-		return nil, Coded(unanswerable(err))
+		return nil, reason.Coded(unanswerable(err))
 	}
 	return connect.NewResponse(res), nil
 }
@@ -100,9 +101,9 @@ func (a *API) one(v *state.View, kind clusterv1.Kind, name string) (*clusterv1.O
 	case 1:
 		return found[0], nil
 	case 0:
-		return nil, Coded(fmt.Errorf("%w: no %s %q%s; gpuctl get %ss lists them", errNotFound, what, name, suggest.Hint(name, names), what))
+		return nil, reason.Coded(reason.Detail(fmt.Errorf("%w: no %s %q%s", errNotFound, what, name, suggest.Hint(name, names))).On(what, name).Do("gpuctl get %ss lists them", what))
 	}
-	return nil, Coded(fmt.Errorf("%w: %s %q can be %s or %s", errInvalid, what, name, state.Name(found[0]), state.Name(found[1])))
+	return nil, reason.Coded(reason.Errorf(reason.Ambiguous, "%w: %s %q can be %s or %s", errInvalid, what, name, state.Name(found[0]), state.Name(found[1])).On(what, name))
 }
 
 // Watch streams what changes, first everything that is there. A watcher that
@@ -115,7 +116,7 @@ func (a *API) Watch(ctx context.Context, req *connect.Request[clusterv1.WatchReq
 	}
 	q, err := a.cache.Compile(m.GetKind(), m.GetWhere())
 	if err != nil {
-		return Coded(err)
+		return reason.Coded(err)
 	}
 	q = q.Within(ctx)
 	v, err := a.read(ctx, false)
@@ -126,7 +127,7 @@ func (a *API) Watch(ctx context.Context, req *connect.Request[clusterv1.WatchReq
 	for synced := false; ; synced = true {
 		now, err := a.matching(q, v, m.GetName())
 		if err != nil {
-			return Coded(unanswerable(err))
+			return reason.Coded(unanswerable(err))
 		}
 		for _, o := range now {
 			name := state.Name(o)

@@ -13,6 +13,7 @@ import (
 
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 	"github.com/gpuctl/gpuctl/cluster/pki"
+	"github.com/gpuctl/gpuctl/internal/reason"
 )
 
 // Status says how the cluster is, as this host sees it. It answers without a
@@ -48,7 +49,7 @@ func (a *API) Report() *clusterv1.StatusResponse {
 // Init makes a cluster of this host.
 func (a *API) Init(ctx context.Context, req *connect.Request[clusterv1.InitRequest]) (*connect.Response[clusterv1.InitResponse], error) {
 	if err := a.member.Init(ctx, req.Msg); err != nil {
-		return nil, Coded(err)
+		return nil, reason.Coded(err)
 	}
 	return connect.NewResponse(&clusterv1.InitResponse{Status: a.Report()}), nil
 }
@@ -56,7 +57,7 @@ func (a *API) Init(ctx context.Context, req *connect.Request[clusterv1.InitReque
 // Join makes this host a member of a cluster.
 func (a *API) Join(ctx context.Context, req *connect.Request[clusterv1.JoinRequest]) (*connect.Response[clusterv1.JoinResponse], error) {
 	if err := a.member.Join(ctx, req.Msg); err != nil {
-		return nil, Coded(err)
+		return nil, reason.Coded(err)
 	}
 	return connect.NewResponse(&clusterv1.JoinResponse{Status: a.Report()}), nil
 }

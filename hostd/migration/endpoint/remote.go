@@ -9,6 +9,7 @@ import (
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
+	"github.com/gpuctl/gpuctl/internal/reason"
 	"github.com/gpuctl/gpuctl/internal/vm"
 	"github.com/gpuctl/gpuctl/migrate"
 )
@@ -24,7 +25,7 @@ type Remote struct {
 
 var _ migrate.Site = (*Remote)(nil)
 
-// fromConnect maps a Connect error back to its sentinel.
+// fromConnect maps a Connect error back to its sentinel, by its reason.
 func (r *Remote) fromConnect(err error) error {
 	var c *connect.Error
 	switch {
@@ -32,9 +33,9 @@ func (r *Remote) fromConnect(err error) error {
 		return nil
 	case !errors.As(err, &c):
 		return fmt.Errorf("host %s: %w: %w", r.Host, migrate.ErrUnreachable, err)
-	case connect.IsWireError(err) && c.Code() == connect.CodeAborted:
+	case connect.IsWireError(err) && reason.Is(err, reason.Stale):
 		return fmt.Errorf("host %s: %w: %s", r.Host, migrate.ErrStale, c.Message())
-	case connect.IsWireError(err) && c.Code() == connect.CodeResourceExhausted:
+	case connect.IsWireError(err) && reason.Is(err, reason.NoCapacity):
 		return fmt.Errorf("host %s: %w: %s", r.Host, migrate.ErrTaken, c.Message())
 	}
 	return peerError(r.Host, err)

@@ -10,6 +10,7 @@ import (
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
 	"github.com/gpuctl/gpuctl/hostd/cards"
+	"github.com/gpuctl/gpuctl/internal/reason"
 	"github.com/gpuctl/gpuctl/internal/virt"
 	"github.com/gpuctl/gpuctl/migrate"
 )
@@ -25,26 +26,24 @@ func (l *Local) Handle(mux *http.ServeMux, options ...connect.HandlerOption) {
 	mux.Handle(gpuctlv1connect.NewSiteServiceHandler(&Service{l}, options...))
 }
 
-// toConnect gives an error the code from which [Remote.fromConnect] finds its
-// sentinel.
+// toConnect gives an error a reason from which [Remote] makes it again. That of an
+// agent's error does not count: it is about the VM, not about this host.
 func toConnect(err error) error {
-	var c *connect.Error
-	switch {
-	case err == nil:
+	if err == nil {
 		return nil
-	case errors.Is(err, migrate.ErrStale):
-		return connect.NewError(connect.CodeAborted, err)
-	case errors.Is(err, cards.ErrTaken), errors.Is(err, migrate.ErrTaken):
-		return connect.NewError(connect.CodeResourceExhausted, err)
-	case errors.Is(err, cards.ErrNotFound), errors.Is(err, virt.ErrNotFound):
-		return connect.NewError(connect.CodeNotFound, err)
-	case doubtful(err):
-		return connect.NewError(connect.CodeUnavailable, err)
-	case errors.As(err, &c):
-		// An agent's error: its code is about the VM, not about this host.
-		return connect.NewError(connect.CodeFailedPrecondition, err)
 	}
-	return connect.NewError(connect.CodeFailedPrecondition, err)
+	code := reason.Refused
+	switch {
+	case errors.Is(err, migrate.ErrStale):
+		code = reason.Stale
+	case errors.Is(err, cards.ErrTaken), errors.Is(err, migrate.ErrTaken):
+		code = reason.NoCapacity
+	case errors.Is(err, cards.ErrNotFound), errors.Is(err, virt.ErrNotFound):
+		code = reason.NotFound
+	case doubtful(err):
+		code = reason.Unavailable
+	}
+	return reason.Refuse(reason.Errorf(code, "%w", err))
 }
 
 // doubtful reports whether an error leaves open if the step was done, or may be

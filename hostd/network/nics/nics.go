@@ -13,6 +13,7 @@ import (
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/hostd/config"
 	"github.com/gpuctl/gpuctl/hostd/network"
+	"github.com/gpuctl/gpuctl/internal/reason"
 	"github.com/gpuctl/gpuctl/internal/suggest"
 	"github.com/gpuctl/gpuctl/internal/vm"
 	"github.com/gpuctl/gpuctl/passthrough/pci"
@@ -149,7 +150,7 @@ func (m *Manager) find(ctx context.Context, name string) (network.NIC, error) {
 			names = append(names, n.Name)
 		}
 	}
-	return n, fmt.Errorf("%w%s; gpuctl nics lists them", err, suggest.Hint(name, names))
+	return n, reason.Detail(fmt.Errorf("%w%s", err, suggest.Hint(name, names))).Do("gpuctl nics lists them")
 }
 
 // Resize sets the number of a card's virtual functions.
@@ -204,7 +205,7 @@ func (m *Manager) Set(ctx context.Context, r *gpuctlv1.SetVFRequest) (*gpuctlv1.
 	index := int(min(r.GetFunction(), maxVFs))
 	i := slices.IndexFunc(n.Functions, func(f network.Function) bool { return f.Index == index })
 	if i < 0 {
-		return nil, fmt.Errorf("%w: %s has %d, and none is number %d; gpuctl nic resize makes some", network.ErrNoVF, n.Name, len(n.Functions), index)
+		return nil, reason.Detail(fmt.Errorf("%w: %s has %d, and none is number %d", network.ErrNoVF, n.Name, len(n.Functions), index)).On("nic", n.Name).Do("gpuctl nic resize makes some")
 	}
 	c := network.Change{
 		MAC: r.GetMac(), LinkState: r.GetLinkState(), SpoofCheck: r.SpoofCheck, Trust: r.Trust,

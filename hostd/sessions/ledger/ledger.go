@@ -7,12 +7,13 @@ import (
 	"slices"
 	"strings"
 
+	"github.com/gpuctl/gpuctl/internal/reason"
 	"github.com/gpuctl/gpuctl/internal/size"
 )
 
 var (
 	// ErrBusy says that a GPU has no room for the claim.
-	ErrBusy = errors.New("busy")
+	ErrBusy = reason.New(reason.Busy, "busy")
 	// ErrUnknownGPU says that a GPU is not in the ledger.
 	ErrUnknownGPU = errors.New("unknown GPU")
 )

@@ -1,7 +1,6 @@
 package clitest
 
 import (
-	"errors"
 	"fmt"
 	"maps"
 	"net/http"
@@ -15,6 +14,7 @@ import (
 
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 	"github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1/clusterv1connect"
+	"github.com/gpuctl/gpuctl/internal/reason"
 )
 
 // Cluster is the fake. Use New.
@@ -228,24 +228,24 @@ func get[T proto.Message](c *Cluster, kind clusterv1.Kind, name string) (T, erro
 		return proto.CloneOf(m), nil
 	}
 	var none T
-	return none, fail(connect.CodeNotFound, "there is no %s %q", kindWord(kind), name)
+	return none, reason.Coded(reason.Errorf(reason.NotFound, "there is no %s %q", kindWord(kind), name).On(kindWord(kind), name))
 }
 
 func fail(code connect.Code, format string, args ...any) error {
 	return connect.NewError(code, fmt.Errorf(format, args...))
 }
 
-var errNoLeader = errors.New("the cluster has no leader")
+var errNoLeader = reason.New(reason.NoLeader, "the cluster has no leader")
 
 // may checks that there is a cluster, a leader if one is needed, and the role.
 func (c *Cluster) may(stale bool, least clusterv1.Role) error {
 	switch {
 	case !c.joined:
-		return fail(connect.CodeFailedPrecondition, "not a member of a cluster")
+		return reason.Coded(reason.Errorf(reason.NotJoined, "not a member of a cluster"))
 	case c.role < least:
-		return fail(connect.CodePermissionDenied, "ada is a %s, and this takes a %s", roleWord(c.role), roleWord(least))
+		return reason.Coded(reason.Errorf(reason.RoleTooLow, "ada is a %s, and this takes a %s", roleWord(c.role), roleWord(least)))
 	case !stale && c.leader == "":
-		return connect.NewError(connect.CodeUnavailable, errNoLeader)
+		return reason.Coded(errNoLeader)
 	}
 	return nil
 }

@@ -15,6 +15,7 @@ import (
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
+	"github.com/gpuctl/gpuctl/internal/reason"
 )
 
 // Machines are the VMs and cards of the hosts of a Cluster: DeviceService and
@@ -134,7 +135,7 @@ func (m *Machines) host(name string) (string, error) {
 		return "", err
 	}
 	if m.missing[name] {
-		return "", fail(connect.CodeUnavailable, "host %s does not answer", name)
+		return "", reason.Coded(reason.Errorf(reason.HostDown, "host %s does not answer", name).On("host", name))
 	}
 	return name, nil
 }
@@ -154,7 +155,7 @@ func (m *Machines) card(host, gpu string) (string, *gpuctlv1.Card, error) {
 			return id, card, nil
 		}
 	}
-	return "", nil, fail(connect.CodeNotFound, "not found: host %s has no card %q; gpuctl cards --on %s lists them", host, gpu, host)
+	return "", nil, reason.Coded(reason.Errorf(reason.NotFound, "not found: host %s has no card %q", host, gpu).On("gpu", gpu).Do("gpuctl cards --on %s lists them", host))
 }
 
 // machine finds a VM by its name or UUID.
@@ -174,9 +175,9 @@ func (m *Machines) machine(host, name string) (*gpuctlv1.Machine, error) {
 	}
 	switch {
 	case len(found) == 0 && host != "":
-		return nil, fail(connect.CodeNotFound, "not found: host %s has no VM %q", host, name)
+		return nil, reason.Coded(reason.Errorf(reason.NotFound, "not found: host %s has no VM %q", host, name).On("vm", name))
 	case len(found) == 0:
-		return nil, fail(connect.CodeNotFound, "not found: there is no VM %q", name)
+		return nil, reason.Coded(reason.Errorf(reason.NotFound, "not found: there is no VM %q", name).On("vm", name))
 	case len(found) > 1:
 		return nil, fail(connect.CodeInvalidArgument, "invalid: VM %s is on %s: say which with --on", name, strings.Join(at, " and "))
 	}

@@ -9,6 +9,7 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/internal/reason"
 )
 
 // AddNIC puts a network interface into a host.
@@ -29,7 +30,7 @@ func (m *Machines) nic(host, name string) (*gpuctlv1.NIC, error) {
 			return n, nil
 		}
 	}
-	return nil, fail(connect.CodeNotFound, "no such network interface: %q; gpuctl nics lists them", name)
+	return nil, reason.Coded(reason.Errorf(reason.NotFound, "no such network interface: %q", name).On("nic", name).Do("gpuctl nics lists them"))
 }
 
 // ListNICs is the service's.

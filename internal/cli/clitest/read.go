@@ -9,6 +9,7 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
+	"github.com/gpuctl/gpuctl/internal/reason"
 	"github.com/gpuctl/gpuctl/internal/suggest"
 )
 
@@ -67,7 +68,7 @@ func (c *Cluster) one(kind clusterv1.Kind, name string) (proto.Message, error) {
 	switch len(found) {
 	case 0:
 		word := kindWord(kind)
-		return nil, fail(connect.CodeNotFound, "not found: no %s %q%s; gpuctl get %ss lists them", word, name, suggest.Hint(name, names), word)
+		return nil, reason.Coded(reason.Errorf(reason.NotFound, "not found: no %s %q%s", word, name, suggest.Hint(name, names)).On(word, name).Do("gpuctl get %ss lists them", word))
 	case 1:
 		return found[0], nil
 	}

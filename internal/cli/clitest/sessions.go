@@ -12,6 +12,7 @@ import (
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
+	"github.com/gpuctl/gpuctl/internal/reason"
 )
 
 // Sessions are those of one host: of its HostService what names them and plans
@@ -51,9 +52,9 @@ func (s *Sessions) find(name string) (*gpuctlv1.Session, error) {
 	}
 	switch {
 	case len(s.all) == 0 && name == "":
-		return nil, fail(connect.CodeNotFound, "not found: there is no session; start one with gpuctl run -- COMMAND")
+		return nil, reason.Coded(reason.Errorf(reason.NotFound, "not found: there is no session").On("session", "").Do("start one with gpuctl run -- COMMAND"))
 	case len(found) == 0:
-		return nil, fail(connect.CodeNotFound, "not found: no session %q; gpuctl sessions lists them", name)
+		return nil, reason.Coded(reason.Errorf(reason.NotFound, "not found: no session %q", name).On("session", name).Do("gpuctl sessions lists them"))
 	case len(found) > 1:
 		return nil, fail(connect.CodeInvalidArgument, "invalid: %q can be %s or %s", name, found[0].GetId(), found[1].GetId())
 	}
