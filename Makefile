@@ -130,7 +130,7 @@ generate: setup
 	$(GO) generate $(PKGS)
 	api/generate.sh
 	$(GO) run ./docs/gen docs
-	@if $(GIT) rev-parse HEAD >/dev/null 2>&1; then $(GIT) diff --exit-code -- '*_gen.*' '*.pb.go' '*.connect.go' docs/cli docs/man; \
+	@if $(GIT) rev-parse HEAD >/dev/null 2>&1; then $(GIT) diff --exit-code -- '*_gen.*' '*.pb.go' '*.connect.go' docs/cli docs/man docs/errors.md; \
 		else echo "no git repository to compare with"; fi
 
 lint: setup

@@ -1,5 +1,6 @@
 // Command gen writes the manual of the commands, as Markdown and as man pages,
-// from the commands themselves. Run by `make generate`.
+// from the commands themselves, and the list of errors from their table. Run by
+// `make generate`.
 package main
 
 import (
@@ -29,7 +30,7 @@ func main() {
 	}
 }
 
-// run writes dir/cli/*.md and dir/man/*, in place of what was there.
+// run writes dir/cli/*.md, dir/man/* and dir/errors.md, in place of what was there.
 func run(dir string) error {
 	markdown, man := filepath.Join(dir, "cli"), filepath.Join(dir, "man")
 	for _, d := range []string{markdown, man} {
@@ -58,7 +59,7 @@ func run(dir string) error {
 			return fmt.Errorf("%s: %w", c.cmd.Name(), err)
 		}
 	}
-	return nil
+	return writeErrors(dir)
 }
 
 // genMan writes a page per command, without a date: it would differ every day.

@@ -92,7 +92,7 @@ type Entry struct {
 
 const (
 	lookAround = "gpuctl cluster status says which hosts answer, and gpuctl get --stale reads without them"
-	getToken   = "an administrator can give you a token: gpuctl cluster token create --role ROLE" //nolint:gosec // not one
+	askForRole = "an administrator can give you a token: gpuctl cluster token create --role ROLE"
 	enrol      = "enrol first: gpuctl cluster login TOKEN"
 	enrolAnew  = "enrol anew: gpuctl cluster login TOKEN"
 )
@@ -126,12 +126,12 @@ func Table() []Entry {
 
 		{Stale, connect.CodeAborted, failed, false, "it changed in the meantime: look again, then repeat", "it was decided on what is not so any more"},
 
-		{Denied, connect.CodePermissionDenied, failed, false, getToken, "the caller may not do that"},
-		{RoleTooLow, connect.CodePermissionDenied, failed, false, getToken, "the caller's role is too low"},
+		{Denied, connect.CodePermissionDenied, failed, false, askForRole, "the caller may not do that"},
+		{RoleTooLow, connect.CodePermissionDenied, failed, false, askForRole, "the caller's role is too low"},
 		{LocalOnly, connect.CodePermissionDenied, failed, false, "run it on the host itself", "only who is on the host may call it"},
 		{HostsOnly, connect.CodePermissionDenied, failed, false, "use the commands of gpuctl", "only hosts may call it"},
 		{NotForHosts, connect.CodePermissionDenied, failed, false, "ask as a user", "hosts may not call it"},
-		{TokenRejected, connect.CodePermissionDenied, failed, false, getToken, "a token was used, deleted, has expired, is for another name, or never was"},
+		{TokenRejected, connect.CodePermissionDenied, failed, false, askForRole, "a token was used, deleted, has expired, is for another name, or never was"},
 
 		{Unauthenticated, connect.CodeUnauthenticated, failed, false, enrol, "the caller shows no certificate"},
 		{CertificateRejected, connect.CodeUnauthenticated, failed, false, enrolAnew, "the caller's certificate is not good"},
