@@ -365,6 +365,9 @@ func progress(r *clusterv1.Migration, done, total uint64) *gpuctlv1.MachineProgr
 		Id: r.GetId(), Step: r.GetStep(), BytesDone: done, BytesTotal: total, Gpu: r.GetMachine().GetToGpu(), Message: r.GetMessage(),
 		StoppedNs: r.GetStoppedNs(), PredictedNs: r.GetMachine().GetPredictedNs(),
 	}
+	if r.GetState() == clusterv1.MigrationState_MIGRATION_STATE_HELD {
+		p.Next = "gpuctl migrations resume " + r.GetId() // in one form or another, as its message says
+	}
 	names := migrate.StepNames(r.GetMachine())
 	p.Steps, p.StepIndex = uint32(len(names)), uint32(slices.Index(names, r.GetStep())+1)
 	if n := len(r.GetSteps()); n > 0 {

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"errors"
+	"fmt"
 	"log/slog"
 	"net"
 	"net/http"
@@ -17,7 +18,9 @@ import (
 
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 	"github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1/clusterv1connect"
+	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/internal/cmdutil"
+	"github.com/gpuctl/gpuctl/internal/reason"
 )
 
 // answers is a service that answers List and Status as it is told.
@@ -67,6 +70,72 @@ func TestAdvice(t *testing.T) {
 		err = explain(err)
 		if err == nil || cmdutil.Code(err) != c.exit || !strings.Contains(err.Error(), c.want) || strings.Contains(err.Error(), "\x1b") {
 			t.Errorf("%v: %q, exit status %d; want %q, %d", c.code, err, cmdutil.Code(err), c.want, c.exit)
+		}
+	}
+}
+
+// The host's message names the command, or gpuctl does: never both, and whatever
+// the words are.
+func TestHeldMigrationSaysOnceHowItGoesOn(t *testing.T) {
+	for _, u := range []*gpuctlv1.MachineProgress{
+		{Id: "m-1", End: endHeld, Message: "the link is down; resume it: gpuctl migrations resume m-1", Next: "gpuctl migrations resume m-1"},
+		{Id: "m-1", End: endHeld, Message: "the link is down"},
+	} {
+		if said := endWords("migrate", "web", u, nil); strings.Count(said, "gpuctl migrations resume m-1") != 1 {
+			t.Errorf("%q", said)
+		}
+	}
+	// A message that only mentions it is no advice.
+	if said := endWords("migrate", "web", &gpuctlv1.MachineProgress{Id: "m-1", End: endHeld, Message: "migrations resume failed"}, nil); !strings.Contains(said, "gpuctl migrations resume m-1") {
+		t.Errorf("%q", said)
+	}
+}
+
+// Advice of a host's is not followed by gpuctl's own, and what names nothing to
+// do is: by the reason, not by the words.
+func TestAdviceIsGivenOnce(t *testing.T) {
+	for _, c := range []struct {
+		err  error
+		want string
+		exit int
+	}{
+		{reason.Errorf(reason.RoleTooLow, "a viewer may not").Do("ask ada"), "a viewer may not; ask ada", cmdutil.Failed},
+		{reason.Errorf(reason.RoleTooLow, "the token of gpuctl is a viewer's: run it elsewhere"), "the token of gpuctl is a viewer's: run it elsewhere; an administrator can give you a token: gpuctl cluster token create --role ROLE", cmdutil.Failed},
+		{reason.Errorf(reason.Stale, "other"), "other; it changed in the meantime: look again, then repeat", cmdutil.Failed},
+		{reason.Errorf(reason.FunctionsInUse, "eth0 has addresses"), "eth0 has addresses", cmdutil.Refused},
+		{reason.Errorf(reason.Internal, "refused: it says"), "it says", cmdutil.Failed},
+		{reason.Errorf(reason.HostDown, "host h2 is down").On("host", "h2").Do("wait"), "host h2 is down; wait", exitUnavailable},
+	} {
+		_, handler := clusterv1connect.NewClusterServiceHandler(&answers{err: reason.Coded(c.err), status: &clusterv1.StatusResponse{Joined: true}})
+		server := httptest.NewServer(handler)
+		client := clusterv1connect.NewClusterServiceClient(server.Client(), server.URL)
+		_, err := client.List(t.Context(), connect.NewRequest(&clusterv1.ListRequest{}))
+		server.Close()
+		for how, got := range map[string]error{"explained": explain(err), "advised": advise(t.Context(), client, err), "inside another": explain(fmt.Errorf("x: %w", err))} {
+			if got == nil || got.Error() != c.want || cmdutil.Code(got) != c.exit {
+				t.Errorf("%s: %q, exit status %d; want %q, %d", how, got, cmdutil.Code(got), c.want, c.exit)
+			}
+		}
+	}
+}
+
+// What does not exist gets near names from gpuctl only if hostd has named none.
+func TestNearNamesAreGivenOnce(t *testing.T) {
+	for _, c := range []struct{ err, want string }{
+		{"", `there is no host "h9" (did you mean gpuctl get?); gpuctl get hosts lists them`},
+		{"gpuctl get hosts lists them", `there is no host "h9" (did you mean gpuctl get?); gpuctl get hosts lists them`},
+	} {
+		refusal := reason.Errorf(reason.NotFound, `there is no host "h9" (did you mean gpuctl get?)`).On("host", "h9")
+		if c.err != "" {
+			refusal = refusal.Do(c.err)
+		}
+		_, handler := clusterv1connect.NewClusterServiceHandler(&answers{err: reason.Coded(refusal), status: &clusterv1.StatusResponse{Joined: true}})
+		server := httptest.NewServer(handler)
+		client := clusterv1connect.NewClusterServiceClient(server.Client(), server.URL)
+		_, err := callOn(t.Context(), client, kind{one: "host", many: "hosts"}, "h9", client.List, &clusterv1.ListRequest{})
+		server.Close()
+		if err == nil || err.Error() != c.want || cmdutil.Code(err) != cmdutil.Failed {
+			t.Errorf("%q: %v, exit status %d; want %s", c.err, err, cmdutil.Code(err), c.want)
 		}
 	}
 }

@@ -424,7 +424,7 @@ func endWords(verb, name string, u *gpuctlv1.MachineProgress, m *clusterv1.Migra
 		text += ": " + orWord(why, "hostd does not say why")
 	case endHeld:
 		text += "is held, its applications are frozen and their state is safe: " + orWord(why, "hostd does not say why")
-		if !strings.Contains(why, "migrations resume") {
+		if u.GetNext() == "" { // or its message has it
 			text += fmt.Sprintf("; mend the cause, then gpuctl migrations resume %s", id)
 		}
 	default:

@@ -143,8 +143,12 @@ func (o op) answered(err error) *Error {
 	return our
 }
 
-// kind sorts libvirt's errors. Where several things share a code the daemon's
-// own text decides; the daemon writes English unless it was given a language.
+// kind sorts libvirt's errors by their codes. Only for two of these its text is
+// asked, as libvirt has no codes of their own for what they say: a domain that
+// exists and a device that is not there are "operation failed" like any other
+// failure, a PCI device that another domain has is "operation invalid" like a
+// domain that does not run. The daemon writes English unless it was given a
+// language; a text that is not known is the code's general meaning.
 func kind(code libvirt.ErrorNumber, message string) error {
 	switch code {
 	case libvirt.ErrNoDomain, libvirt.ErrNoNodeDevice, libvirt.ErrDeviceMissing:

@@ -574,6 +574,7 @@ type MachineProgress struct {
 	TookNs        int64                  `protobuf:"varint,12,opt,name=took_ns,json=tookNs,proto3" json:"took_ns,omitempty"`          // so far
 	PredictedNs   int64                  `protobuf:"varint,13,opt,name=predicted_ns,json=predictedNs,proto3" json:"predicted_ns,omitempty"`
 	Refused       *MachinePlanResponse   `protobuf:"bytes,14,opt,name=refused,proto3" json:"refused,omitempty"` // it was not begun: why
+	Next          string                 `protobuf:"bytes,15,opt,name=next,proto3" json:"next,omitempty"`       // what to do next, if it is held; the message says it, too
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -704,6 +705,13 @@ func (x *MachineProgress) GetRefused() *MachinePlanResponse {
 		return x.Refused
 	}
 	return nil
+}
+
+func (x *MachineProgress) GetNext() string {
+	if x != nil {
+		return x.Next
+	}
+	return ""
 }
 
 type MachineWatchRequest struct {
@@ -2439,7 +2447,7 @@ const file_gpuctl_v1_migrate_proto_rawDesc = "" +
 	"\areasons\x18\x04 \x03(\v2\x11.gpuctl.v1.ReasonR\areasons\"a\n" +
 	"\x13MachineStartRequest\x121\n" +
 	"\x04plan\x18\x01 \x01(\v2\x1d.gpuctl.v1.MachinePlanRequestR\x04plan\x12\x17\n" +
-	"\ano_wait\x18\x02 \x01(\bR\x06noWait\"\x91\x03\n" +
+	"\ano_wait\x18\x02 \x01(\bR\x06noWait\"\xa5\x03\n" +
 	"\x0fMachineProgress\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12\x12\n" +
 	"\x04step\x18\x02 \x01(\tR\x04step\x12\x12\n" +
@@ -2459,7 +2467,8 @@ const file_gpuctl_v1_migrate_proto_rawDesc = "" +
 	"stopped_ns\x18\v \x01(\x03R\tstoppedNs\x12\x17\n" +
 	"\atook_ns\x18\f \x01(\x03R\x06tookNs\x12!\n" +
 	"\fpredicted_ns\x18\r \x01(\x03R\vpredictedNs\x128\n" +
-	"\arefused\x18\x0e \x01(\v2\x1e.gpuctl.v1.MachinePlanResponseR\arefused\"%\n" +
+	"\arefused\x18\x0e \x01(\v2\x1e.gpuctl.v1.MachinePlanResponseR\arefused\x12\x12\n" +
+	"\x04next\x18\x0f \x01(\tR\x04next\"%\n" +
 	"\x13MachineWatchRequest\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\"%\n" +
 	"\x13MachineAbortRequest\x12\x0e\n" +
