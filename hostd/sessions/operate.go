@@ -338,8 +338,7 @@ func (h *Host) destinations(ctx context.Context, s *gpuctlv1.Session, c *claim, 
 	case errors.Is(err, replica.ErrNoLeader):
 		err = fmt.Errorf("%w; where the session could go is decided by the cluster", err)
 	}
-	switch {
-	case err != nil:
+	if err != nil {
 		return nil, nil, err
 	}
 	h.mu.Lock()

@@ -26,7 +26,7 @@ type Code string
 const (
 	Invalid        Code = "INVALID"
 	Ambiguous      Code = "AMBIGUOUS"
-	TokenMalformed Code = "TOKEN_MALFORMED"
+	TokenMalformed Code = "TOKEN_MALFORMED" //nolint:gosec // a name
 
 	NotFound Code = "NOT_FOUND"
 	Exists   Code = "ALREADY_EXISTS"
