@@ -98,9 +98,10 @@ func (d *dir) end(w write) {
 }
 
 // writeOnce uses the calls themselves: a store that is cut in two is two
-// commands to the kernel.
+// commands to the kernel. It truncates, as a shell does: that means nothing to
+// the kernel's files, and no copy of them keeps the end of what was longer.
 func writeOnce(path, data string) error {
-	fd, err := unix.Open(path, unix.O_WRONLY|unix.O_CLOEXEC, 0)
+	fd, err := unix.Open(path, unix.O_WRONLY|unix.O_TRUNC|unix.O_CLOEXEC, 0)
 	if err != nil {
 		return err
 	}
