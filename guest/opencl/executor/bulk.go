@@ -55,32 +55,12 @@ type bulk struct {
 	start      uint64
 }
 
-// bulkMode reports whether a request is a bulk transfer, and how many of its
-// bytes have been moved. The field is where to note that.
-func bulkMode(m wire.Request) (moved *uint64, ok bool) {
-	switch m := m.(type) {
-	case *wire.ReadBuffer:
-		return &m.StageOff, m.Mode == wire.DataBulk
-	case *wire.WriteBuffer:
-		return &m.StageOff, m.Mode == wire.DataBulk
-	case *wire.ReadBufferRect:
-		return &m.StageOff, m.Mode == wire.DataBulk
-	case *wire.WriteBufferRect:
-		return &m.StageOff, m.Mode == wire.DataBulk
-	case *wire.ReadImage:
-		return &m.StageOff, m.Mode == wire.DataBulk
-	case *wire.WriteImage:
-		return &m.StageOff, m.Mode == wire.DataBulk
-	}
-	return nil, false
-}
-
 // isBulk reports whether the call is a bulk transfer.
 func (p *parkedCall) isBulk() bool {
 	if !p.looked {
 		p.looked = true
 		if m := wire.New(p.op); m != nil && m.Decode(p.body) == nil {
-			_, p.bulk = bulkMode(m)
+			_, p.bulk = wire.Bulk(m)
 		}
 	}
 	return p.bulk
@@ -112,7 +92,7 @@ func (s *session) describeBulk(m wire.Request) (*bulk, cl.Status, error) {
 		b.pend, image, b.write = m.Pend, true, true
 		id, origin, region = m.Image, m.Origin, m.Region
 	}
-	moved, _ := bulkMode(m)
+	moved, _ := wire.Bulk(m)
 	b.moved = *moved
 	if b.pend == 0 || b.pend >= wire.PendCount {
 		return nil, 0, fmt.Errorf("bulk transfer with completion word %d: %w", b.pend, errHostile)
@@ -180,7 +160,7 @@ func (s *session) enqueueBulk(c call, m wire.Request, queueID, eventID uint32, w
 		return outcome{}, err
 	}
 	p.looked, p.bulk = true, true
-	s.pinAll(p, uses(m), wait)
+	s.pinAll(p, wire.Mems(m), wait)
 	if hold || !s.canCarry() {
 		s.enlist(p)
 		return held(), nil
@@ -324,7 +304,7 @@ func (s *session) putBack(b *bulk) {
 	if e := p.e; e != nil && e.times[2] == 0 {
 		e.times[2] = b.start
 	}
-	moved, _ := bulkMode(b.req)
+	moved, _ := wire.Bulk(b.req)
 	*moved = b.moved
 	p.body = b.req.Append(nil)
 	s.parked = append([]*parkedCall{p}, s.parked...)

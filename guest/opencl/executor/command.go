@@ -216,7 +216,7 @@ func (x *cmd) marker() cl.Status {
 }
 
 func (s *session) enqueue(c call, m wire.Request, queueID, eventID uint32, wait []uint32, pend uint32, blocking bool, f func(*cmd) (cl.Status, error)) (outcome, error) {
-	if _, bulk := bulkMode(m); bulk {
+	if _, bulk := wire.Bulk(m); bulk {
 		return s.enqueueBulk(c, m, queueID, eventID, wait, pend)
 	}
 	q := lookup[queue](s, queueID)

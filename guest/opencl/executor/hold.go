@@ -82,47 +82,6 @@ func (s *session) waits(ids []uint32) []cl.Event {
 	return s.wait
 }
 
-// uses lists the objects of a request, so that they outlive their release.
-func uses(m wire.Request) []uint32 {
-	switch m := m.(type) {
-	case *wire.ReadBuffer:
-		return []uint32{m.Mem}
-	case *wire.WriteBuffer:
-		return []uint32{m.Mem}
-	case *wire.ReadBufferRect:
-		return []uint32{m.Mem}
-	case *wire.WriteBufferRect:
-		return []uint32{m.Mem}
-	case *wire.CopyBuffer:
-		return []uint32{m.Src, m.Dst}
-	case *wire.CopyBufferRect:
-		return []uint32{m.Src, m.Dst}
-	case *wire.FillBuffer:
-		return []uint32{m.Mem}
-	case *wire.ReadImage:
-		return []uint32{m.Image}
-	case *wire.WriteImage:
-		return []uint32{m.Image}
-	case *wire.CopyImage:
-		return []uint32{m.Src, m.Dst}
-	case *wire.FillImage:
-		return []uint32{m.Image}
-	case *wire.CopyImageToBuffer:
-		return []uint32{m.Src, m.Dst}
-	case *wire.CopyBufferToImage:
-		return []uint32{m.Src, m.Dst}
-	case *wire.MapBuffer:
-		return []uint32{m.Mem}
-	case *wire.MapImage:
-		return []uint32{m.Image}
-	case *wire.Unmap:
-		return []uint32{m.Mem}
-	case *wire.Migrate:
-		return append([]uint32(nil), m.Mems...)
-	}
-	return nil
-}
-
 // park keeps a request for later.
 func (s *session) park(c call, m wire.Request, q *queue, eventID uint32, wait []uint32) (outcome, error) {
 	if s.redo != nil { // still not ready: keep what it holds
@@ -148,7 +107,7 @@ func (s *session) park(c call, m wire.Request, q *queue, eventID uint32, wait []
 		s.reply(p.slot, cl.Success, s.answer)
 		p.slot = wire.NoSlot
 	}
-	s.pinAll(p, uses(m), wait)
+	s.pinAll(p, wire.Mems(m), wait)
 	s.enlist(p)
 	return held(), nil
 }
@@ -167,27 +126,11 @@ func (s *session) newParked(c call, q *queue, eventID uint32) (*parkedCall, erro
 
 // waitsForReply reports whether the call returns only when its command is over.
 func waitsForReply(m wire.Request) bool {
-	switch m := m.(type) {
+	switch m.(type) {
 	case *wire.Finish, *wire.WaitEvents:
 		return true
-	case *wire.ReadBuffer:
-		return m.Blocking != 0
-	case *wire.WriteBuffer:
-		return m.Blocking != 0
-	case *wire.ReadBufferRect:
-		return m.Blocking != 0
-	case *wire.WriteBufferRect:
-		return m.Blocking != 0
-	case *wire.ReadImage:
-		return m.Blocking != 0
-	case *wire.WriteImage:
-		return m.Blocking != 0
-	case *wire.MapBuffer:
-		return m.Blocking != 0
-	case *wire.MapImage:
-		return m.Blocking != 0
 	}
-	return false
+	return wire.Blocking(m)
 }
 
 // pinAll makes the objects that a parked call uses outlive their release.

@@ -2740,3 +2740,88 @@ func New(op Op) Request {
 	}
 	return nil
 }
+
+// Blocking reports whether the caller of a command waits until it is over.
+func Blocking(m Request) bool {
+	switch m := m.(type) {
+	case *ReadBuffer:
+		return m.Blocking != 0
+	case *WriteBuffer:
+		return m.Blocking != 0
+	case *ReadBufferRect:
+		return m.Blocking != 0
+	case *WriteBufferRect:
+		return m.Blocking != 0
+	case *ReadImage:
+		return m.Blocking != 0
+	case *WriteImage:
+		return m.Blocking != 0
+	case *MapBuffer:
+		return m.Blocking != 0
+	case *MapImage:
+		return m.Blocking != 0
+	}
+	return false
+}
+
+// Bulk reports whether a command is a bulk transfer, and how many of its bytes
+// have been moved. The field is where to note that.
+func Bulk(m Request) (moved *uint64, ok bool) {
+	switch m := m.(type) {
+	case *ReadBuffer:
+		return &m.StageOff, m.Mode == DataBulk
+	case *WriteBuffer:
+		return &m.StageOff, m.Mode == DataBulk
+	case *ReadBufferRect:
+		return &m.StageOff, m.Mode == DataBulk
+	case *WriteBufferRect:
+		return &m.StageOff, m.Mode == DataBulk
+	case *ReadImage:
+		return &m.StageOff, m.Mode == DataBulk
+	case *WriteImage:
+		return &m.StageOff, m.Mode == DataBulk
+	}
+	return nil, false
+}
+
+// Mems lists the memory objects that a command names itself, not by its
+// kernel. It may alias the request.
+func Mems(m Request) []uint32 {
+	switch m := m.(type) {
+	case *ReadBuffer:
+		return []uint32{m.Mem}
+	case *WriteBuffer:
+		return []uint32{m.Mem}
+	case *ReadBufferRect:
+		return []uint32{m.Mem}
+	case *WriteBufferRect:
+		return []uint32{m.Mem}
+	case *CopyBuffer:
+		return []uint32{m.Src, m.Dst}
+	case *CopyBufferRect:
+		return []uint32{m.Src, m.Dst}
+	case *FillBuffer:
+		return []uint32{m.Mem}
+	case *ReadImage:
+		return []uint32{m.Image}
+	case *WriteImage:
+		return []uint32{m.Image}
+	case *CopyImage:
+		return []uint32{m.Src, m.Dst}
+	case *FillImage:
+		return []uint32{m.Image}
+	case *CopyImageToBuffer:
+		return []uint32{m.Src, m.Dst}
+	case *CopyBufferToImage:
+		return []uint32{m.Src, m.Dst}
+	case *MapBuffer:
+		return []uint32{m.Mem}
+	case *MapImage:
+		return []uint32{m.Image}
+	case *Unmap:
+		return []uint32{m.Mem}
+	case *Migrate:
+		return m.Mems
+	}
+	return nil
+}

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"go/format"
 	"os"
+	"slices"
 	"strings"
 )
 
@@ -62,6 +63,36 @@ func (o op) split() (wide, narrow, lists []field) {
 func (o op) fixed() int {
 	w, n, l := o.split()
 	return (8*len(w) + 4*len(n) + 4*len(l) + 7) &^ 7
+}
+
+// has reports whether the operation has fields of all these names.
+func (o op) has(names ...string) bool {
+	for _, n := range names {
+		if !slices.ContainsFunc(o.fields, func(f field) bool { return f.name == n }) {
+			return false
+		}
+	}
+	return true
+}
+
+// mems is Go's list of the memory objects that a command names, "" if it names none.
+func (o op) mems() string {
+	if !o.has("queue", "wait") {
+		return ""
+	}
+	var ids []string
+	for _, f := range o.fields {
+		switch f.name {
+		case "mem", "image", "src", "dst":
+			ids = append(ids, "m."+camel(f.name))
+		case "mems":
+			return "m." + camel(f.name)
+		}
+	}
+	if len(ids) == 0 {
+		return ""
+	}
+	return "[]uint32{" + strings.Join(ids, ", ") + "}"
 }
 
 func goType(k kind) string {
@@ -153,8 +184,36 @@ func goSide() string {
 	for _, o := range table {
 		p("case Op%s: return new(%s)", camel(o.name), camel(o.name))
 	}
-	p("}\nreturn nil\n}")
+	p("}\nreturn nil\n}\n")
+	goQuestions(p)
 	return b.String()
+}
+
+// goQuestions writes what can be asked of any request: the answer follows from
+// the fields that its operation has.
+func goQuestions(p func(f string, a ...any)) {
+	p("// Blocking reports whether the caller of a command waits until it is over.\nfunc Blocking(m Request) bool {\nswitch m := m.(type) {")
+	for _, o := range table {
+		if o.has("blocking") {
+			p("case *%s: return m.Blocking != 0", camel(o.name))
+		}
+	}
+	p("}\nreturn false\n}\n")
+	p("// Bulk reports whether a command is a bulk transfer, and how many of its bytes\n// have been moved. The field is where to note that.")
+	p("func Bulk(m Request) (moved *uint64, ok bool) {\nswitch m := m.(type) {")
+	for _, o := range table {
+		if o.has("mode", "wait") {
+			p("case *%s: return &m.StageOff, m.Mode == DataBulk", camel(o.name))
+		}
+	}
+	p("}\nreturn nil, false\n}\n")
+	p("// Mems lists the memory objects that a command names itself, not by its\n// kernel. It may alias the request.\nfunc Mems(m Request) []uint32 {\nswitch m := m.(type) {")
+	for _, o := range table {
+		if ids := o.mems(); ids != "" {
+			p("case *%s: return %s", camel(o.name), ids)
+		}
+	}
+	p("}\nreturn nil\n}")
 }
 
 func cSide() string {

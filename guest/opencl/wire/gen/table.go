@@ -48,6 +48,9 @@ var imgRegion = []field{
 }
 
 // table is the whole protocol. Append only: an op's number is its place here.
+// Names of fields have a meaning in commands: mem, image, src, dst and mems are
+// memory objects that outlive their release until the command is over; a caller
+// that set blocking waits for that.
 var table = []op{
 	{"session_info", "platform and device properties; the first call of a session", nil},
 	{"fetch", "next part of a reply that did not fit into its slot", []field{
