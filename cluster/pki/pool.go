@@ -125,12 +125,6 @@ func (p *pool) heaviest() (*tracked, int) {
 	return best, count[best.from]
 }
 
-func (p *pool) size() int {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	return len(p.conns)
-}
-
 // tracked is a connection under TLS that says when it is closed.
 type tracked struct {
 	net.Conn

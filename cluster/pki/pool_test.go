@@ -7,6 +7,13 @@ import (
 	"time"
 )
 
+// size is how many connections the pool holds.
+func (p *pool) size() int {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return len(p.conns)
+}
+
 func TestWhoHasManyMakesRoom(t *testing.T) {
 	p := newPool(4, time.Hour)
 	conn := func(from string) *tracked {

@@ -25,9 +25,6 @@ type Lead struct {
 	since time.Duration // on the store's clock
 }
 
-// Term of the leadership.
-func (l *Lead) Term() uint64 { return l.term }
-
 // View of the state. It has everything that was committed before this
 // leadership, and everything that this leader has applied since.
 func (l *Lead) View() *state.View { return l.store.fsm.state.View() }

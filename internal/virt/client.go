@@ -146,9 +146,6 @@ func (c *Client) dialSocket(ctx context.Context) (net.Conn, error) {
 	return nil, fmt.Errorf("is libvirtd running? %w", errs)
 }
 
-// URI is what the client was opened with.
-func (c *Client) URI() string { return c.uri }
-
 // Driver is the hypervisor's.
 func (c *Client) Driver() Driver { return c.driver }
 

@@ -142,7 +142,6 @@ func FuzzAnswers(f *testing.F) {
 			func(c *Client, ctx context.Context) error { _, err := c.XML(ctx, Domain{}, 0); return err },
 			func(c *Client, ctx context.Context) error { _, err := c.State(ctx, Domain{}); return err },
 			func(c *Client, ctx context.Context) error { return c.Suspend(ctx, Domain{}) },
-			func(c *Client, ctx context.Context) error { _, err := c.NodeDevices(ctx); return err },
 		}
 		c, err := Open("qemu:///system", WithDialer(func(context.Context) (net.Conn, error) {
 			here, there := net.Pipe()
@@ -190,19 +189,4 @@ func answerAll(conn net.Conn, body []byte) {
 			return
 		}
 	}
-}
-
-func FuzzParseNodeDevice(f *testing.F) {
-	f.Add([]byte(`<device><name>pci_0000_65_00_0</name><capability type='pci'><class>0x030200</class><domain>0</domain><bus>101</bus><slot>0</slot><function>0</function>
-<product id='0x20b0'/><vendor id='0x10de'/><capability type='virt_functions' maxCount='16'><address domain='0' bus='101' slot='0' function='4'/></capability></capability></device>`))
-	f.Add([]byte("<device><capability type='mdev'/></device>"))
-	f.Fuzz(func(t *testing.T, xml []byte) {
-		d, err := ParseNodeDevice(xml)
-		if (err == nil) == (d.Address == "") {
-			t.Fatalf("%+v, %v", d, err)
-		}
-		if err == nil && len(d.Address) < len("0000:00:00.0") {
-			t.Fatalf("address %q", d.Address)
-		}
-	})
 }

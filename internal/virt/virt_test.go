@@ -658,30 +658,6 @@ func TestMigrateOutOfTime(t *testing.T) {
 	}
 }
 
-func TestNodeDevices(t *testing.T) {
-	s, c := open(t, "xen", quick())
-	s.Node("pci_0000_65_00_0", `<device><name>pci_0000_65_00_0</name><path>/sys/devices/pci0000:64/0000:64:00.0/0000:65:00.0</path>
-<driver><name>pciback</name></driver><capability type='pci'><class>0x030200</class><domain>0</domain><bus>101</bus><slot>0</slot><function>0</function>
-<product id='0x20b0'>A100</product><vendor id='0x10de'>NVIDIA</vendor>
-<capability type='virt_functions' maxCount='16'><address domain='0x0000' bus='0x65' slot='0x00' function='0x4'/></capability>
-<capability type='mdev_types'><type id='nvidia-471'><name>GRID A100-1-5C</name><deviceAPI>vfio-pci</deviceAPI><availableInstances>4</availableInstances></type></capability>
-<iommuGroup number='12'/><numa node='1'/></capability></device>`)
-	got, err := c.NodeDevices(t.Context())
-	if err != nil || len(got) != 1 {
-		t.Fatalf("%v, %v", got, err)
-	}
-	d := got[0]
-	if d.Address != "0000:65:00.0" || d.Vendor != 0x10de || d.Product != 0x20b0 || d.Class != 0x030200 || d.Driver != "pciback" ||
-		d.IOMMUGroup != 12 || d.NUMA != 1 || d.VirtualFunctions != 1 || d.MaxVirtualFunctions != 16 || len(d.MDevTypes) != 1 || d.MDevTypes[0] != "nvidia-471" {
-		t.Errorf("%+v", d)
-	}
-	for _, bad := range []string{"", "<device/>", "<device><capability type='pci'/></device>", "<device><capability type='pci'><domain>0</domain><bus>300</bus><slot>0</slot><function>0</function></capability></device>"} {
-		if d, err := virt.ParseNodeDevice([]byte(bad)); !errors.Is(err, virt.ErrInvalid) {
-			t.Errorf("%q: %+v, %v", bad, d, err)
-		}
-	}
-}
-
 // More calls hang than there are connections: the next one says so in time.
 func TestAllConnectionsHang(t *testing.T) {
 	limits := quick()

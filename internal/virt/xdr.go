@@ -42,7 +42,6 @@ const (
 	procAuthList        = 66
 	procAuthPolkit      = 70
 	procFreeMemory      = 102
-	procNodeDeviceXML   = 114
 	procIsPersistent    = 151
 	procCompareCPU      = 158
 	procLibVersion      = 157
@@ -56,7 +55,6 @@ const (
 	procDestroy         = 234
 	procShutdown        = 258
 	procDomains         = 273
-	procNodeDevices     = 285
 	procJobStats        = 298
 	procMigrate         = 305
 	procMigrateFinish   = 306
@@ -71,7 +69,6 @@ const (
 	procCompareHyperCPU = 393
 	shapeError          = "ii?si?(sui)?s?s?sii?(su)"
 	shapeDomain         = "sui"
-	shapeDomainAndAlias = "i" + shapeDomain + "s"
 )
 
 // shape is what a procedure's reply, or an event, is made of:
@@ -83,7 +80,7 @@ func shape(proc uint32) (string, bool) {
 	switch proc {
 	case procOpen, procResume, procSuspend, procAttach, procDetach, procAbort, procUndefine, procDestroy, procShutdown:
 		return "", true
-	case procGetType, procCapabilities, procXML, procHostname, procNodeDeviceXML:
+	case procGetType, procCapabilities, procXML, procHostname:
 		return "s", true
 	case procGetVersion, procLibVersion, procFreeMemory:
 		return "h", true
@@ -105,8 +102,6 @@ func shape(proc uint32) (string, bool) {
 		return shapeDomain + "o", true
 	case procDomains:
 		return "*(" + shapeDomain + ")i", true
-	case procNodeDevices:
-		return "*si", true
 	}
 	return "", false
 }

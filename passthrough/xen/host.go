@@ -100,9 +100,6 @@ type Host struct {
 // New returns the host whose files are below root.
 func New(root fs.FS, store Store, hv Hypervisor) *Host { return &Host{root, store, hv} }
 
-// Hypervisor is what answers for Xen.
-func (h *Host) Hypervisor() Hypervisor { return h.hv }
-
 // Detect is ErrNotControl unless the files below root are a control domain's.
 func Detect(root fs.FS) error {
 	if kind := text(root, "sys/hypervisor/type"); kind != "xen" {

@@ -64,9 +64,6 @@ func takeHostMemory(r *shm.Region, ringFD int, split uint64) (hostMemory, error)
 	return h, fmt.Errorf("every part of the session's memory belongs to an executor that has not ended: %w: %w", ErrOwned, err)
 }
 
-// end gives the part up, as the end of the process does.
-func (h *hostMemory) end() { _ = unix.Close(h.locks) }
-
 func (h *hostMemory) lock(part int) error { return shm.LockByte(h.locks, wire.LockPart+int64(part)) }
 
 func (h *hostMemory) unlock(part int) { _ = shm.UnlockByte(h.locks, wire.LockPart+int64(part)) }

@@ -192,13 +192,6 @@ func (c *Client) State() State {
 	return s
 }
 
-// Changed is closed at the next change of Up.
-func (c *Client) Changed() <-chan struct{} {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	return c.changed
-}
-
 // Wait returns when there is a connection. If ctx ends before, the error wraps
 // ErrDown and says what was tried.
 func (c *Client) Wait(ctx context.Context) (State, error) {

@@ -48,7 +48,6 @@ type Server struct {
 	always   map[string]Fault
 	calls    []string
 	domains  map[[16]byte]*domain
-	nodes    map[string]string
 	peers    map[string]*Server
 	loses    bool // the last answer of the next migration out
 	nextID   int
@@ -88,7 +87,7 @@ func Start(t testing.TB, driver string) *Server {
 	s := &Server{
 		t: t, xen: driver == "xen", socket: filepath.Join(t.TempDir(), "libvirt-sock"),
 		conns: map[net.Conn]*peer{}, events: map[net.Conn]bool{}, faults: map[string][]Fault{}, always: map[string]Fault{},
-		domains: map[[16]byte]*domain{}, nodes: map[string]string{}, peers: map[string]*Server{},
+		domains: map[[16]byte]*domain{}, peers: map[string]*Server{},
 	}
 	s.Up()
 	t.Cleanup(func() {
@@ -209,13 +208,6 @@ func (s *Server) Conns() int {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return len(s.conns)
-}
-
-// Node adds a node device.
-func (s *Server) Node(name, xml string) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	s.nodes[name] = xml
 }
 
 // Peer is the server that a migration to this URI goes to.
@@ -409,19 +401,6 @@ func (s *Server) call(conn net.Conn, req request) ([]byte, *refusal) {
 			w.domain(d)
 		}
 		w.u32(uint32(len(s.domains)))
-	case "nodedev-list":
-		w.u32(uint32(len(s.nodes)))
-		for n := range s.nodes {
-			w.str(n)
-		}
-		w.u32(uint32(len(s.nodes)))
-	case "nodedev-dumpxml":
-		n := r.str()
-		xml, ok := s.nodes[n]
-		if !ok {
-			return nil, refuse(53, "no node device with matching name '%s'", n)
-		}
-		w.str(xml)
 	case "define":
 		d, err := s.define(r.str())
 		if err != nil {

@@ -11,9 +11,9 @@ import (
 func procedures() map[uint32]string {
 	return map[uint32]string{
 		1: "open", 2: "close", 3: "type", 4: "hypervisor version", 7: "capabilities", 14: "dumpxml", 23: "lookup name", 24: "lookup uuid",
-		28: "resume", 34: "suspend", 59: "hostname", 66: "auth list", 114: "nodedev-dumpxml", 157: "version", 160: "attach-device",
+		28: "resume", 34: "suspend", 59: "hostname", 66: "auth list", 157: "version", 160: "attach-device",
 		161: "detach-device", 164: "domjobabort", 196: "start", 212: "domstate", 231: "undefine", 234: "destroy", 258: "shutdown",
-		273: "list", 285: "nodedev-list", 298: "domjobinfo", 305: "migrate", 306: "finish", 316: "register", 350: "define",
+		273: "list", 298: "domjobinfo", 305: "migrate", 306: "finish", 316: "register", 350: "define",
 	}
 }
 
