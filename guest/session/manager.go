@@ -24,6 +24,7 @@ import (
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/guest/opencl/compiled"
 	"github.com/gpuctl/gpuctl/internal/beneath"
+	"github.com/gpuctl/gpuctl/internal/news"
 	"github.com/gpuctl/gpuctl/internal/patience"
 )
 
@@ -60,11 +61,12 @@ type Manager struct {
 	loads  *patience.Patience // with runtimes, by library
 	die    func()             // ends this process; only fault injection calls it
 
+	changes news.Changes[string, *session]
+
 	mu       sync.Mutex
 	sessions map[string]*session
 	creating int
 	offers   map[string]*gpuctlv1.OfferRequest
-	watchers map[*watcher]struct{}
 }
 
 // New locks the run folder and takes over the sessions that it finds there.
@@ -98,7 +100,7 @@ func New(cfg Config) (*Manager, error) {
 	}
 	m := &Manager{
 		cfg: cfg, log: cfg.Logger, lock: lock, model: newModel(), loads: patience.New(leastLoad, mostLoad), die: killSelf,
-		sessions: map[string]*session{}, offers: map[string]*gpuctlv1.OfferRequest{}, watchers: map[*watcher]struct{}{},
+		sessions: map[string]*session{}, offers: map[string]*gpuctlv1.OfferRequest{},
 	}
 	m.ctx, m.cancel = context.WithCancel(context.Background())
 	if !cfg.CompileAnew {
@@ -342,10 +344,7 @@ func (m *Manager) refreshLoop() {
 			return
 		case <-t.C:
 		}
-		m.mu.Lock()
-		watched := len(m.watchers) > 0
-		m.mu.Unlock()
-		if watched {
+		if m.changes.Watched() {
 			m.refreshAll(m.ctx)
 		}
 	}
@@ -359,36 +358,13 @@ func (m *Manager) refreshAll(ctx context.Context) {
 	wg.Wait()
 }
 
-// watcher collects changed sessions for one listener.
-type watcher struct {
-	wake  chan struct{}
-	dirty map[string]*session // under Manager.mu
-}
-
-func (m *Manager) changed(s *session) {
-	m.mu.Lock()
-	defer m.mu.Unlock()
-	for w := range m.watchers {
-		w.dirty[s.id] = s
-		select {
-		case w.wake <- struct{}{}:
-		default:
-		}
-	}
-}
+func (m *Manager) changed(s *session) { m.changes.Put(s.id, s) }
 
 // watch calls send for every session as it is and then for every change, until
 // ctx or the manager ends or send fails.
 func (m *Manager) watch(ctx context.Context, send func(*gpuctlv1.Session) error) error {
-	w := &watcher{wake: make(chan struct{}, 1), dirty: map[string]*session{}}
-	m.mu.Lock()
-	m.watchers[w] = struct{}{}
-	m.mu.Unlock()
-	defer func() {
-		m.mu.Lock()
-		delete(m.watchers, w)
-		m.mu.Unlock()
-	}()
+	changed := m.changes.Read()
+	defer changed.Close()
 	m.refreshAll(ctx)
 	for _, s := range m.list() {
 		if err := send(s.snapshot()); err != nil {
@@ -401,13 +377,9 @@ func (m *Manager) watch(ctx context.Context, send func(*gpuctlv1.Session) error)
 			return ctx.Err()
 		case <-m.ctx.Done():
 			return nil
-		case <-w.wake:
+		case <-changed.Bell():
 		}
-		m.mu.Lock()
-		dirty := w.dirty
-		w.dirty = map[string]*session{}
-		m.mu.Unlock()
-		for _, s := range dirty {
+		for _, s := range changed.Take() {
 			// As it is now: of two snapshots that were taken earlier the older
 			// one may have come later, and say that a session runs which has ended.
 			if err := send(s.snapshot()); err != nil {

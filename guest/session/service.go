@@ -8,9 +8,11 @@ import (
 	"time"
 
 	"connectrpc.com/connect"
+	"google.golang.org/protobuf/proto"
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
+	"github.com/gpuctl/gpuctl/internal/news"
 )
 
 // A runtime gets this to load at least, and at most: as long as this machine has
@@ -82,19 +84,19 @@ func (v service) Plan(ctx context.Context, req *connect.Request[gpuctlv1.PlanReq
 }
 
 func (v service) Swap(ctx context.Context, req *connect.Request[gpuctlv1.SwapRequest], st *connect.ServerStream[gpuctlv1.Progress]) error {
-	return report(st, func(sink func(*gpuctlv1.Progress)) (*gpuctlv1.SwapResult, error) {
+	return report(ctx, st, func(sink func(*gpuctlv1.Progress)) (*gpuctlv1.SwapResult, error) {
 		return v.m.swap(ctx, req.Msg, sink)
 	})
 }
 
 func (v service) Suspend(ctx context.Context, req *connect.Request[gpuctlv1.SuspendRequest], st *connect.ServerStream[gpuctlv1.Progress]) error {
-	return report(st, func(sink func(*gpuctlv1.Progress)) (*gpuctlv1.SwapResult, error) {
+	return report(ctx, st, func(sink func(*gpuctlv1.Progress)) (*gpuctlv1.SwapResult, error) {
 		return v.m.suspend(ctx, req.Msg, sink)
 	})
 }
 
 func (v service) Resume(ctx context.Context, req *connect.Request[gpuctlv1.ResumeRequest], st *connect.ServerStream[gpuctlv1.Progress]) error {
-	return report(st, func(sink func(*gpuctlv1.Progress)) (*gpuctlv1.SwapResult, error) {
+	return report(ctx, st, func(sink func(*gpuctlv1.Progress)) (*gpuctlv1.SwapResult, error) {
 		return v.m.resume(ctx, req.Msg, sink)
 	})
 }
@@ -126,30 +128,27 @@ func (v service) Warm(ctx context.Context, req *connect.Request[gpuctlv1.WarmReq
 }
 
 // report runs an operation and streams its progress. A listener that does not
-// read must not keep an application waiting, so what it missed is dropped.
-func report(st *connect.ServerStream[gpuctlv1.Progress],
+// read must not keep an application waiting, so it misses some of it.
+func report(ctx context.Context, st *connect.ServerStream[gpuctlv1.Progress],
 	run func(sink func(*gpuctlv1.Progress)) (*gpuctlv1.SwapResult, error),
 ) error {
-	news := make(chan *gpuctlv1.Progress, 64)
+	relay := news.NewRelay[*gpuctlv1.Progress]()
 	var wg sync.WaitGroup
-	wg.Go(func() {
-		for p := range news {
-			_ = st.Send(p) // a listener that went away has its context cancelled
-		}
-	})
+	var sent error
+	wg.Go(func() { sent = relay.Send(ctx, st.Send) })
 	last := &gpuctlv1.Progress{}
 	res, err := run(func(p *gpuctlv1.Progress) {
 		last = p
-		select {
-		case news <- p:
-		default:
-		}
+		relay.Tell(p)
 	})
-	close(news)
-	wg.Wait()
 	if err != nil {
+		relay.Close()
+		wg.Wait()
 		return err
 	}
+	last = proto.CloneOf(last) // what was told may be on its way
 	last.Result = res
-	return st.Send(last)
+	relay.End(last)
+	wg.Wait()
+	return sent
 }

@@ -701,7 +701,7 @@ func TestReasonsListsEveryReason(t *testing.T) {
 // run: who hears that takes its GPU for used.
 func TestWatcherHearsHowASessionIsNow(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
-	m := &Manager{ctx: ctx, sessions: map[string]*session{}, watchers: map[*watcher]struct{}{}}
+	m := &Manager{ctx: ctx, sessions: map[string]*session{}}
 	s := &session{m: m, id: "s-1", rec: record{ID: "s-1"}, state: running}
 	m.add(s)
 	said, read := make(chan gpuctlv1.SessionState), make(chan struct{})

@@ -34,6 +34,7 @@ import (
 	"github.com/gpuctl/gpuctl/hostd/telemetry/trace"
 	"github.com/gpuctl/gpuctl/internal/beneath"
 	"github.com/gpuctl/gpuctl/internal/expr"
+	"github.com/gpuctl/gpuctl/internal/news"
 	"github.com/gpuctl/gpuctl/internal/reason"
 	"github.com/gpuctl/gpuctl/internal/suggest"
 	"github.com/gpuctl/gpuctl/internal/wait"
@@ -88,6 +89,8 @@ type Host struct {
 	ctx  context.Context
 	work sync.WaitGroup
 
+	changes news.Changes[string, *gpuctlv1.Session]
+
 	mu       sync.Mutex
 	gpus     []*gpuctlv1.GPU // without owners; never changed once ready
 	warnings []string
@@ -99,7 +102,6 @@ type Host struct {
 	listed   time.Time             // when the newest list that was taken in was asked for
 	ops      map[string]*operation // by session
 	last     map[string]*gpuctlv1.SwapResult
-	watchers map[*watcher]bool
 	saved    []byte // content of the state file
 }
 
@@ -118,7 +120,7 @@ func NewHost(c HostConfig) (*Host, error) {
 	return &Host{
 		HostConfig: c, proc: proc, discovered: make(chan struct{}), ready: make(chan struct{}), ctx: context.Background(),
 		ledger: ledger.New(), claims: map[string]*claim{}, claiming: map[string]bool{}, sessions: map[string]*session{}, over: map[string]time.Time{},
-		ops: map[string]*operation{}, last: map[string]*gpuctlv1.SwapResult{}, watchers: map[*watcher]bool{},
+		ops: map[string]*operation{}, last: map[string]*gpuctlv1.SwapResult{},
 	}, nil
 }
 
@@ -419,7 +421,7 @@ func (h *Host) update(s *gpuctlv1.Session, listed bool) {
 	if c != nil {
 		h.settle(c)
 	}
-	h.publish(s)
+	h.changes.Put(s.GetId(), s)
 }
 
 // adopt makes a claim for a session whose claim this hostd does not know. Its

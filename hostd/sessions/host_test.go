@@ -407,14 +407,14 @@ func TestLateWordOfStreamRevivesNothing(t *testing.T) {
 		}
 	}
 	w := h.watch()
-	defer h.unwatch(w)
-	h.take(w)
+	defer w.Close()
+	w.Take()
 	last[ids[1]].Message = "heard"
 	say <- last[ids[0]]
 	say <- last[ids[1]]
 	for heard := false; !heard; {
-		<-w.bell
-		heard = slices.ContainsFunc(h.take(w), func(s *gpuctlv1.Session) bool { return s.GetMessage() == "heard" })
+		<-w.Bell()
+		heard = slices.ContainsFunc(w.Take(), func(s *gpuctlv1.Session) bool { return s.GetMessage() == "heard" })
 	}
 	if got := h.Sessions(); len(got) != 1 || got[0].GetId() != ids[1] {
 		t.Errorf("sessions are %v; only %s runs", got, ids[1])
@@ -433,7 +433,7 @@ func TestLateWordOfStreamRevivesNothing(t *testing.T) {
 	}
 	say <- &gpuctlv1.Session{Id: id, Claim: c.GetClaim().GetId(), State: gpuctlv1.SessionState_SESSION_STATE_RUNNING}
 	for heard := false; !heard; {
-		<-w.bell
-		heard = slices.ContainsFunc(h.take(w), func(s *gpuctlv1.Session) bool { return s.GetId() == id })
+		<-w.Bell()
+		heard = slices.ContainsFunc(w.Take(), func(s *gpuctlv1.Session) bool { return s.GetId() == id })
 	}
 }

@@ -258,7 +258,7 @@ func (h *Host) commit(op *operation, c *claim, s *gpuctlv1.Session) {
 		known := h.sessions[s.GetId()]
 		if known != nil && s.GetGeneration() >= known.GetGeneration() {
 			known.Session = s
-			h.publish(s)
+			h.changes.Put(s.GetId(), s)
 		}
 		moved = known != nil && h.moved(c, known.Session)
 	}

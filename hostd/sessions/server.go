@@ -12,6 +12,7 @@ import (
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
+	"github.com/gpuctl/gpuctl/internal/news"
 	"github.com/gpuctl/gpuctl/internal/random"
 	"github.com/gpuctl/gpuctl/internal/reason"
 	"github.com/gpuctl/gpuctl/internal/suggest"
@@ -168,21 +169,32 @@ func (s *Server) WatchSessions(ctx context.Context, _ *connect.Request[gpuctlv1.
 		return err
 	}
 	w := s.host.watch()
-	defer s.host.unwatch(w)
+	defer w.Close()
 	for {
 		select {
 		case <-ctx.Done():
 			return nil
 		case <-s.host.ctx.Done():
 			return reason.Coded(reason.Errorf(reason.Stopping, "hostd is stopping"))
-		case <-w.bell:
+		case <-w.Bell():
 		}
-		for _, session := range s.host.take(w) {
+		for _, session := range w.Take() {
 			if err := stream.Send(session); err != nil {
 				return fmt.Errorf("watch: %w", err)
 			}
 		}
 	}
+}
+
+// watch reads changes, with the sessions as they are to begin with.
+func (h *Host) watch() *news.Reader[string, *gpuctlv1.Session] {
+	h.mu.Lock() // nothing changes between the two
+	defer h.mu.Unlock()
+	w := h.changes.Read()
+	for id, s := range h.sessions {
+		w.Put(id, s.Session)
+	}
+	return w
 }
 
 // DescribeSession says all about one.
@@ -259,18 +271,13 @@ func (s *Server) operate(ctx context.Context, stream *connect.ServerStream[gpuct
 	if err := s.wait(ctx); err != nil {
 		return err
 	}
-	updates := make(chan *gpuctlv1.OperationUpdate, 64)
-	last := make(chan *gpuctlv1.OperationUpdate, 1)
+	relay := news.NewRelay[*gpuctlv1.OperationUpdate]()
 	send := func(u *gpuctlv1.OperationUpdate) {
 		if u.GetProgress().GetResult() != nil {
-			last <- u
-			close(updates)
+			relay.End(u)
 			return
 		}
-		select {
-		case updates <- u:
-		default:
-		}
+		relay.Tell(u)
 	}
 	// A session that began a moment ago may not have been heard of yet.
 	if err := s.host.Resync(ctx); err != nil {
@@ -279,17 +286,5 @@ func (s *Server) operate(ctx context.Context, stream *connect.ServerStream[gpuct
 	if err := start(send); err != nil {
 		return reason.Coded(err)
 	}
-	for {
-		select {
-		case <-ctx.Done():
-			return nil // it goes on without us
-		case u, ok := <-updates:
-			if !ok {
-				u = <-last
-			}
-			if err := stream.Send(u); err != nil || !ok {
-				return err
-			}
-		}
-	}
+	return relay.Send(ctx, stream.Send)
 }
