@@ -23,6 +23,7 @@ func TestFree(t *testing.T) {
 		{Name: "1-10C", Memory: 10 * gib, Max: 4, MIG: "1g.10gb"},
 		{Name: "3-24C", Memory: 24 * gib, Max: 2, MIG: "3g.24gb"},
 		{Name: "7-48C", Memory: 48 * gib, Max: 1, MIG: "7g.48gb"},
+		{Name: "untold"},
 	} {
 		types[v.Name] = v
 	}
@@ -51,6 +52,9 @@ func TestFree(t *testing.T) {
 		{"3-24C", map[string]uint32{"1-10C": 2}, false, 1, ""},
 		{"7-48C", map[string]uint32{"1-10C": 1}, false, 0, "more than what is left"},
 		{"4Q", map[string]uint32{"4Q": 1<<32 - 1, "48Q": 1<<32 - 1}, true, 0, "is the most"},
+		{"untold", nil, false, 1, ""},
+		{"untold", map[string]uint32{"B7": 1<<32 - 1}, false, 0, "4294967295 others"},
+		{"untold", map[string]uint32{"B7": 1<<32 - 1, "untold": 1}, false, 0, "4294967295 others"}, // a sum that wraps around would be none
 	} {
 		r := rules{types: types, mixed: c.mixed}
 		n, why := r.free(types[c.profile], c.used)
