@@ -27,7 +27,7 @@ const (
 	defaultFreeze = 10 * time.Second
 )
 
-// Step names, in the order in which they run.
+// Step names.
 const (
 	stepCheck    = "check"
 	stepStart    = "start"
@@ -43,18 +43,18 @@ const (
 	stepDiscard  = "discard"
 )
 
+// stepNames are the names of the steps that an operation of this kind runs.
 func stepNames(kind string) []string {
+	op := &operation{}
 	switch kind {
 	case kindSwap:
-		return []string{stepCheck, stepStart, stepPrepare, stepPrecopy, stepFreeze, stepTransfer, stepSwitch, stepRetire}
+		op.steps = (&swapping{}).steps(op)
 	case kindSuspend:
-		return []string{stepCheck, stepPrecopy, stepFreeze, stepExport, stepMark, stepRetire}
+		op.steps = (&suspending{}).steps(op)
 	case kindResume:
-		return []string{stepCheck, stepStart, stepPrepare, stepLoad, stepSwitch, stepDiscard}
-	case kindPlan:
-		return []string{stepPrepare}
+		op.steps = (&resuming{}).steps(op)
 	}
-	return nil
+	return op.names()
 }
 
 // errLost means that neither side of a switch can go on.
@@ -64,6 +64,7 @@ var errLost = errors.New("the session's requests are lost with the target")
 type operation struct {
 	s       *session
 	kind    string
+	steps   []step
 	ctx     context.Context
 	cancel  context.CancelCauseFunc
 	done    chan struct{}
@@ -86,11 +87,24 @@ type operation struct {
 	failure        error     // of the operation
 }
 
+// names of the steps, in the order in which they run.
+func (op *operation) names() []string {
+	var names []string
+	for _, st := range op.steps {
+		names = append(names, st.name)
+	}
+	return names
+}
+
 // begin starts an operation on a session, if none runs there. ctx, the end of
 // the application and that of the manager cancel it up to its commit point.
-func (s *session) begin(ctx context.Context, kind, failAt string, still time.Duration, sink func(*gpuctlv1.Progress)) (*operation, error) {
-	f, err := parseFault(failAt, s.m.cfg.Faults, stepNames(kind))
-	if err != nil {
+func (s *session) begin(
+	ctx context.Context, kind string, steps func(*operation) []step, failAt string, still time.Duration, sink func(*gpuctlv1.Progress),
+) (*operation, error) {
+	op := &operation{s: s, kind: kind, sink: sink, done: make(chan struct{}), start: time.Now(), still: still, result: &gpuctlv1.SwapResult{}}
+	op.steps = steps(op)
+	var err error
+	if op.fault, err = parseFault(failAt, s.m.cfg.Faults, op.names()); err != nil {
 		return nil, connect.NewError(connect.CodeInvalidArgument, err)
 	}
 	s.mu.Lock()
@@ -114,13 +128,11 @@ func (s *session) begin(ctx context.Context, kind, failAt string, still time.Dur
 	case kind == kindSuspend && suspended:
 		return nil, precondition("session %s is suspended already", id)
 	}
-	op := &operation{
-		s: s, kind: kind, fault: f, sink: sink, done: make(chan struct{}), start: time.Now(), source: s.current, still: still, result: &gpuctlv1.SwapResult{},
-	}
+	op.source = s.current
 	op.ctx, op.cancel = context.WithCancelCause(ctx)
 	op.rest, op.giveUp = context.WithCancel(s.m.ctx)
 	s.op = op
-	s.rec.Op = &opRecord{Kind: kind, Step: stepNames(kind)[0]}
+	s.rec.Op = &opRecord{Kind: kind, Step: op.steps[0].name}
 	if kind != kindPlan {
 		s.state, s.message = gpuctlv1.SessionState_SESSION_STATE_SWAPPING, kind
 	}
@@ -128,7 +140,7 @@ func (s *session) begin(ctx context.Context, kind, failAt string, still time.Dur
 }
 
 // run runs the steps and ends the operation.
-func (op *operation) run(steps []step) *gpuctlv1.SwapResult {
+func (op *operation) run() *gpuctlv1.SwapResult {
 	s := op.s
 	s.m.changed(s)
 	s.log.Info("operation starts", "op", op.kind)
@@ -163,7 +175,7 @@ func (op *operation) run(steps []step) *gpuctlv1.SwapResult {
 			s.log.Warn("step failed after the commit", "op", op.kind, "step", name, "err", err)
 		},
 	}
-	err := r.run(op.ctx, steps)
+	err := r.run(op.ctx, op.steps)
 	if err != nil {
 		if cause := context.Cause(op.ctx); cause != nil {
 			err = fmt.Errorf("%w (%w)", err, cause)

@@ -30,80 +30,90 @@ func (m *Manager) suspend(ctx context.Context, req *gpuctlv1.SuspendRequest, sin
 	if req.Away != "" {
 		return s.suspendAway(ctx, req, sink)
 	}
-	to, part := toMemory, ""
-	var owner *fileOwner
-	export := &gpuctlv1.ExportRequest{Memory: true}
+	w := &suspending{req: req, to: toMemory, export: &gpuctlv1.ExportRequest{Memory: true}}
 	if req.File != "" {
 		if !filepath.IsAbs(req.File) || filepath.Clean(req.File) != req.File {
 			return nil, connect.NewError(connect.CodeInvalidArgument, fmt.Errorf("%q is not an absolute, clean path", req.File))
 		}
 		if o := req.Owner; o != nil {
-			owner = &fileOwner{o.Uid, o.Gid}
+			w.owner = &fileOwner{o.Uid, o.Gid}
 		}
 		look := func() error { _, err := os.Lstat(req.File); return err }
-		if owner != nil {
-			err = confine.AsOwner(owner.UID, owner.GID, look)
+		if w.owner != nil {
+			err = confine.AsOwner(w.owner.UID, w.owner.GID, look)
 		} else {
 			err = look()
 		}
 		if !errors.Is(err, fs.ErrNotExist) {
 			return nil, connect.NewError(connect.CodeFailedPrecondition, fmt.Errorf("%s exists, or can't be looked at", req.File))
 		}
-		to, part = req.File, partName(req.File, req.Session)
-		export = &gpuctlv1.ExportRequest{File: part}
+		w.to, w.part = req.File, partName(req.File, req.Session)
+		w.export = &gpuctlv1.ExportRequest{File: w.part}
 	}
-	op, err := s.begin(ctx, kindSuspend, req.FailAt, stillPatience(req.TimeoutMs, req.FreezeTimeoutMs), sink)
+	op, err := s.begin(ctx, kindSuspend, w.steps, req.FailAt, stillPatience(req.TimeoutMs, req.FreezeTimeoutMs), sink)
 	if err != nil {
 		return nil, err
 	}
-	return op.run([]step{
+	return op.run(), nil
+}
+
+// suspending is what the steps of a suspend to memory or to a file share.
+type suspending struct {
+	req      *gpuctlv1.SuspendRequest
+	to, part string     // where the state goes; what the file is called until it is complete
+	owner    *fileOwner // of the file; nil: gpuguest's user
+	export   *gpuctlv1.ExportRequest
+}
+
+func (w *suspending) steps(op *operation) []step {
+	return []step{
 		{name: stepCheck, run: func(ctx context.Context) error {
-			d, err := op.source.describeWithin(ctx, freezePatience(req.FreezeTimeoutMs))
+			d, err := op.source.describeWithin(ctx, freezePatience(w.req.FreezeTimeoutMs))
 			if err != nil {
 				return err
 			}
 			op.freeze = d.Freezes + 1
-			return refuse(roomFor(d.Usage.GetMemory(), req.File))
+			return refuse(roomFor(d.Usage.GetMemory(), w.req.File))
 		}},
 		// Room is made and filled while the application runs.
-		{name: stepPrecopy, undo: func(context.Context) error { return s.dropSaved(to, part) }, run: func(ctx context.Context) error {
-			if err := s.update(func(r *record) { r.Op.File, r.FileOwner = to, owner }); err != nil {
+		{name: stepPrecopy, undo: func(context.Context) error { return op.s.dropSaved(w.to, w.part) }, run: func(ctx context.Context) error {
+			if err := op.s.update(func(r *record) { r.Op.File, r.FileOwner = w.to, w.owner }); err != nil {
 				return err
 			}
-			if err := s.dropSaved("", part); err != nil {
+			if err := op.s.dropSaved("", w.part); err != nil {
 				return err
 			}
-			if part != "" {
-				if err := s.createState(ctx, op.source, part); err != nil {
+			if w.part != "" {
+				if err := op.s.createState(ctx, op.source, w.part); err != nil {
 					return err
 				}
 			}
-			first := proto.CloneOf(export)
+			first := proto.CloneOf(w.export)
 			first.All = true
 			n, err := op.source.export(ctx, first, op)
 			op.result.BytesPrecopied = n
 			return err
 		}},
 		{name: stepFreeze, undo: op.thawSource, run: func(ctx context.Context) error {
-			return op.freezeSource(ctx, req.FreezeTimeoutMs)
+			return op.freezeSource(ctx, w.req.FreezeTimeoutMs)
 		}},
 		{name: stepExport, run: func(ctx context.Context) error {
-			export.Final = true
-			n, err := op.source.export(ctx, export, op)
+			w.export.Final = true
+			n, err := op.source.export(ctx, w.export, op)
 			op.result.BytesFrozen = n
 			if err != nil {
 				return err
 			}
-			if part != "" {
-				if err := s.finishState(part, to); err != nil {
+			if w.part != "" {
+				if err := op.s.finishState(w.part, w.to); err != nil {
 					return err
 				}
 			}
-			return replaceFile(s.dir, graphName, op.graph)
+			return replaceFile(op.s.dir, graphName, op.graph)
 		}},
-		op.mark(func(r *record) { r.SuspendedTo = to }),
+		op.mark(func(r *record) { r.SuspendedTo = w.to }),
 		{name: stepRetire, run: func(ctx context.Context) error { return op.source.retire(ctx) }},
-	}), nil
+	}
 }
 
 // mark is the step that says that the session is suspended.
@@ -137,33 +147,43 @@ func (s *session) suspendAway(ctx context.Context, req *gpuctlv1.SuspendRequest,
 	if err := checkStateID(req.Away); err != nil {
 		return nil, err
 	}
-	op, err := s.begin(ctx, kindSuspend, req.FailAt, stillPatience(req.TimeoutMs, req.FreezeTimeoutMs), sink)
+	w := &leaving{req: req, transit: newTransit(req.Away, true)}
+	op, err := s.begin(ctx, kindSuspend, w.steps, req.FailAt, stillPatience(req.TimeoutMs, req.FreezeTimeoutMs), sink)
 	if err != nil {
 		return nil, err
 	}
-	t := newTransit(req.Away, true)
-	defer op.offer(t)()
-	var total uint64
-	var mark statestream.Mark
-	return op.run([]step{
+	defer op.offer(w.transit)()
+	return op.run(), nil
+}
+
+// leaving is what the steps of a suspend share whose state goes away.
+type leaving struct {
+	req     *gpuctlv1.SuspendRequest
+	transit *transit
+	total   uint64 // bytes of memory objects
+	mark    statestream.Mark
+}
+
+func (w *leaving) steps(op *operation) []step {
+	return []step{
 		{name: stepCheck, run: func(ctx context.Context) error {
-			d, err := op.source.describeWithin(ctx, freezePatience(req.FreezeTimeoutMs))
-			total, op.freeze = d.GetUsage().GetMemory(), d.GetFreezes()+1
+			d, err := op.source.describeWithin(ctx, freezePatience(w.req.FreezeTimeoutMs))
+			w.total, op.freeze = d.GetUsage().GetMemory(), d.GetFreezes()+1
 			return err
 		}},
 		{name: stepFreeze, undo: op.thawSource, run: func(ctx context.Context) error {
-			return op.freezeSource(ctx, req.FreezeTimeoutMs)
+			return op.freezeSource(ctx, w.req.FreezeTimeoutMs)
 		}},
-		{name: stepExport, undo: func(context.Context) error { return s.dropSaved("", "") }, run: func(ctx context.Context) (err error) {
-			if err := replaceFile(s.dir, graphName, op.graph); err != nil {
+		{name: stepExport, undo: func(context.Context) error { return op.s.dropSaved("", "") }, run: func(ctx context.Context) (err error) {
+			if err := replaceFile(op.s.dir, graphName, op.graph); err != nil {
 				return err
 			}
-			mark, err = op.sendAway(ctx, t, total)
+			w.mark, err = op.sendAway(ctx, w.transit, w.total)
 			return err
 		}},
-		op.mark(func(r *record) { r.SuspendedTo, r.Away = toAway, newAwayRecord(mark) }),
+		op.mark(func(r *record) { r.SuspendedTo, r.Away = toAway, newAwayRecord(w.mark) }),
 		{name: stepRetire, run: func(ctx context.Context) error { return op.source.retire(ctx) }},
-	}), nil
+	}
 }
 
 // resume makes a suspended session run on the target. If that fails it stays
@@ -182,12 +202,14 @@ func (m *Manager) resume(ctx context.Context, req *gpuctlv1.ResumeRequest, sink 
 	if err := checkTarget(target); err != nil {
 		return nil, err
 	}
-	op, err := s.begin(ctx, kindResume, req.FailAt, stillPatience(req.TimeoutMs, 0), sink)
+	w := &resuming{target: target}
+	op, err := s.begin(ctx, kindResume, w.steps, req.FailAt, stillPatience(req.TimeoutMs, 0), sink)
 	if err != nil {
 		return nil, err
 	}
 	saved := s.snapshot()
-	load := func(ctx context.Context) error {
+	w.saved = saved
+	w.load = func(ctx context.Context) error {
 		req := &gpuctlv1.LoadRequest{Memory: true}
 		if saved.SuspendedTo != toMemory {
 			if err := s.openState(ctx, op.target, saved.SuspendedTo); err != nil {
@@ -203,7 +225,7 @@ func (m *Manager) resume(ctx context.Context, req *gpuctlv1.ResumeRequest, sink 
 	if saved.SuspendedTo == toAway {
 		t := newTransit(saved.GetAway().GetId(), false)
 		defer op.offer(t)()
-		load = func(ctx context.Context) error {
+		w.load = func(ctx context.Context) error {
 			want, err := statestream.MarkOf(saved.GetAway())
 			if err != nil {
 				return err
@@ -211,34 +233,45 @@ func (m *Manager) resume(ctx context.Context, req *gpuctlv1.ResumeRequest, sink 
 			return op.receiveAway(ctx, t, want)
 		}
 	}
-	return op.run([]step{
+	return op.run(), nil
+}
+
+// resuming is what the steps of a resume share.
+type resuming struct {
+	target *gpuctlv1.Target
+	saved  *gpuctlv1.Session // as the operation found it
+	load   func(context.Context) error
+}
+
+func (w *resuming) steps(op *operation) []step {
+	return []step{
 		{name: stepCheck, run: func(context.Context) (err error) {
-			if err := refuse(Reasons(saved.Usage, target.Limits)); err != nil {
+			if err := refuse(Reasons(w.saved.Usage, w.target.Limits)); err != nil {
 				return err
 			}
-			op.graph, err = s.readGraph()
+			op.graph, err = op.s.readGraph()
 			return err
 		}},
 		{name: stepStart, undo: op.killTarget, run: func(ctx context.Context) error {
-			return op.startTarget(ctx, target, saved.Usage, 0)
+			return op.startTarget(ctx, w.target, w.saved.Usage, 0)
 		}},
 		{name: stepPrepare, run: func(ctx context.Context) error {
 			return op.target.prepare(ctx, &gpuctlv1.PrepareRequest{Graph: op.graph, Final: true}, op)
 		}},
-		{name: stepLoad, run: load},
+		{name: stepLoad, run: func(ctx context.Context) error { return w.load(ctx) }},
 		{name: stepSwitch, commit: true, run: func(ctx context.Context) error {
-			s.mem.setState(wire.StateRunning)
-			if err := op.handOver(ctx, saved.Generation); err != nil {
+			op.s.mem.setState(wire.StateRunning)
+			if err := op.handOver(ctx, w.saved.Generation); err != nil {
 				if !errors.Is(err, errLost) {
-					s.mem.setState(wire.StateSuspended)
+					op.s.mem.setState(wire.StateSuspended)
 				}
 				return err
 			}
-			op.adoptTarget(func(r *record) { r.SuspendedTo, r.Away, r.Op.File = "", nil, saved.SuspendedTo })
+			op.adoptTarget(func(r *record) { r.SuspendedTo, r.Away, r.Op.File = "", nil, w.saved.SuspendedTo })
 			return nil
 		}},
-		{name: stepDiscard, run: func(context.Context) error { return s.dropSaved(saved.SuspendedTo, "") }},
-	}), nil
+		{name: stepDiscard, run: func(context.Context) error { return op.s.dropSaved(w.saved.SuspendedTo, "") }},
+	}
 }
 
 // dropSaved removes a suspended state: what it went to, the part of a file

@@ -28,25 +28,37 @@ func (m *Manager) swap(ctx context.Context, req *gpuctlv1.SwapRequest, sink func
 	if s.snapshot().SuspendedTo != "" {
 		return m.resume(ctx, &gpuctlv1.ResumeRequest{Session: req.Session, Target: req.Target, FailAt: req.FailAt, TimeoutMs: req.TimeoutMs}, sink)
 	}
-	op, err := s.begin(ctx, kindSwap, req.FailAt, stillPatience(req.TimeoutMs, req.FreezeTimeoutMs), sink)
+	w := &swapping{req: req}
+	op, err := s.begin(ctx, kindSwap, w.steps, req.FailAt, stillPatience(req.TimeoutMs, req.FreezeTimeoutMs), sink)
 	if err != nil {
 		return nil, err
 	}
-	var (
-		usage   *gpuctlv1.Usage
-		devices int
-	)
-	res := op.run([]step{
+	res := op.run()
+	if res.Error == "" {
+		m.model.learn(res, w.usage)
+	}
+	return res, nil
+}
+
+// swapping is what the steps of a swap share.
+type swapping struct {
+	req     *gpuctlv1.SwapRequest
+	usage   *gpuctlv1.Usage
+	devices int
+}
+
+func (w *swapping) steps(op *operation) []step {
+	return []step{
 		{name: stepCheck, run: func(ctx context.Context) error {
-			d, err := op.source.describeWithin(ctx, freezePatience(req.FreezeTimeoutMs))
+			d, err := op.source.describeWithin(ctx, freezePatience(w.req.FreezeTimeoutMs))
 			if err != nil {
 				return err
 			}
-			usage, devices, op.freeze = d.Usage, len(d.Devices), d.Freezes+1
-			return refuse(Reasons(usage, req.Target.Limits))
+			w.usage, w.devices, op.freeze = d.Usage, len(d.Devices), d.Freezes+1
+			return refuse(Reasons(w.usage, w.req.Target.Limits))
 		}},
 		{name: stepStart, undo: op.killTarget, run: func(ctx context.Context) error {
-			return op.startTarget(ctx, req.Target, usage, devices)
+			return op.startTarget(ctx, w.req.Target, w.usage, w.devices)
 		}},
 		{name: stepPrepare, run: func(ctx context.Context) error {
 			snap, err := op.source.snapshot(ctx)
@@ -56,9 +68,9 @@ func (m *Manager) swap(ctx context.Context, req *gpuctlv1.SwapRequest, sink func
 			op.graph = snap.Graph
 			return op.target.prepare(ctx, &gpuctlv1.PrepareRequest{Graph: op.graph}, op)
 		}},
-		{name: stepPrecopy, run: func(ctx context.Context) error { return op.precopy(ctx, usage.GetMemory()) }},
+		{name: stepPrecopy, run: func(ctx context.Context) error { return op.precopy(ctx, w.usage.GetMemory()) }},
 		{name: stepFreeze, undo: op.thawSource, run: func(ctx context.Context) error {
-			return op.freezeSource(ctx, req.FreezeTimeoutMs)
+			return op.freezeSource(ctx, w.req.FreezeTimeoutMs)
 		}},
 		{name: stepTransfer, run: func(ctx context.Context) error {
 			if err := op.target.prepare(ctx, &gpuctlv1.PrepareRequest{Graph: op.graph, Final: true}, op); err != nil {
@@ -78,11 +90,7 @@ func (m *Manager) swap(ctx context.Context, req *gpuctlv1.SwapRequest, sink func
 			return nil
 		}},
 		{name: stepRetire, run: func(ctx context.Context) error { return op.source.retire(ctx) }},
-	})
-	if res.Error == "" {
-		m.model.learn(res, usage)
 	}
-	return res, nil
 }
 
 // precopy sends contents while the application runs, in rounds, as long as
@@ -159,24 +167,26 @@ func (m *Manager) plan(ctx context.Context, req *gpuctlv1.PlanRequest) (*gpuctlv
 
 // tryTarget starts the target, makes the session's objects there and drops it.
 func (s *session) tryTarget(ctx context.Context, target *gpuctlv1.Target) ([]*gpuctlv1.Reason, error) {
-	op, err := s.begin(ctx, kindPlan, "", buildTimeout, func(*gpuctlv1.Progress) {})
+	drop := errors.New("dropped")
+	op, err := s.begin(ctx, kindPlan, func(op *operation) []step {
+		return []step{{name: stepPrepare, undo: op.killTarget, run: func(ctx context.Context) error {
+			usage, devices, graph, err := s.needs(ctx, op.source)
+			if err != nil {
+				return err
+			}
+			if err := op.startTarget(ctx, target, usage, devices); err != nil {
+				return err
+			}
+			if err := op.target.prepare(ctx, &gpuctlv1.PrepareRequest{Graph: graph}, op); err != nil {
+				return err
+			}
+			return drop // success: the undo drops the target
+		}}}
+	}, "", buildTimeout, func(*gpuctlv1.Progress) {})
 	if err != nil {
 		return nil, err
 	}
-	drop := errors.New("dropped")
-	res := op.run([]step{{name: stepPrepare, undo: op.killTarget, run: func(ctx context.Context) error {
-		usage, devices, graph, err := s.needs(ctx, op.source)
-		if err != nil {
-			return err
-		}
-		if err := op.startTarget(ctx, target, usage, devices); err != nil {
-			return err
-		}
-		if err := op.target.prepare(ctx, &gpuctlv1.PrepareRequest{Graph: graph}, op); err != nil {
-			return err
-		}
-		return drop // success: the undo drops the target
-	}}})
+	res := op.run()
 	switch {
 	case res.Refused:
 		return res.Reasons, nil
