@@ -1,0 +1,309 @@
+package placement
+
+import (
+	"math"
+	"time"
+
+	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
+)
+
+// cause is a set of reasons why something cannot serve.
+type cause uint32
+
+const (
+	causeUnknown cause = 1 << iota
+	causeDown
+	causeDraining
+	causeCordoned
+	causeHealth
+	causeHost
+	causeGroup
+	causeLink
+	causeRank
+	causeLimits
+	causeRuntime
+	causeMemory
+	causeBusy
+	causeProfile
+	causeIsolation
+	causeExpr
+	causeCount
+)
+
+// obstacles are why a GPU gets nothing new, whatever its room.
+func obstacles(g *clusterv1.GPU, h *clusterv1.Host) cause {
+	c := hostObstacles(h)
+	if !g.GetPresent() {
+		c |= causeUnknown
+	}
+	if g.GetCordoned() {
+		c |= causeCordoned
+	}
+	if g.GetHealth() == clusterv1.Health_HEALTH_FAILED {
+		c |= causeHealth
+	}
+	return c
+}
+
+func hostObstacles(h *clusterv1.Host) cause {
+	var c cause
+	if h == nil {
+		c |= causeUnknown
+	}
+	if h.GetDown() {
+		c |= causeDown
+	}
+	if h.GetDraining() {
+		c |= causeDraining
+	}
+	return c
+}
+
+// judgeHost says why a host cannot serve, whatever its GPUs.
+func (r *run) judgeHost(h *host) cause {
+	c := h.causes
+	if want := r.claim.GetHost(); want != "" && want != h.name || r.hostsNot[h.name] {
+		c |= causeHost
+	}
+	if r.toHost != "" && r.toHost != h.name {
+		c |= causeHost
+	}
+	if len(r.rivals) > 0 {
+		if _, ok := r.rivals[h.name]; ok {
+			c |= causeGroup
+		}
+	}
+	if r.req.Deadline > 0 && r.transfer(h) > r.req.Deadline {
+		c |= causeLink
+	}
+	return c
+}
+
+// speed of the link to a host, bits per second; 0: not known.
+func (r *run) speed(h *host) uint64 {
+	if r.fromHost == nil {
+		return h.speed
+	}
+	if h.speed == 0 || r.fromHost.speed == 0 {
+		return 0
+	}
+	return min(h.speed, r.fromHost.speed)
+}
+
+// transfer is how long the bytes take to a host; 0 if none move or it is not
+// known.
+func (r *run) transfer(h *host) time.Duration {
+	if r.req.Bytes == 0 || h.name == r.asking {
+		return 0
+	}
+	return r.link(r.speed(h)).time
+}
+
+// link of a speed. There are few of them.
+func (r *run) link(speed uint64) link {
+	for _, l := range r.links {
+		if l.speed == speed {
+			return l
+		}
+	}
+	// A link of unknown speed is as bad as a slow one.
+	l := link{speed: speed, cost: 1<<16 - 1}
+	if speed > 0 {
+		seconds := float64(r.req.Bytes) * 8 / float64(speed)
+		l.time = time.Duration(min(seconds*float64(time.Second), math.MaxInt64/2))
+		ms := float64(l.time) / float64(time.Millisecond)
+		l.cost = min(1<<16-2, uint64(1+2000*math.Log2(1+ms)))
+	}
+	if len(r.links) < 64 {
+		r.links = append(r.links, l)
+	}
+	return l
+}
+
+// judgeClass says why GPUs of a class cannot serve, whatever else is with them.
+func (r *run) judgeClass(c *class) cause {
+	if r.judged[c.number] {
+		return r.classes[c.number]
+	}
+	var why cause
+	switch {
+	case r.req.Verb == Upgrade && c.rank <= r.rank, r.req.Verb == Downgrade && c.rank >= r.rank:
+		why |= causeRank
+	}
+	if len(shortfalls(c.like.GetLimits(), r.claim.GetMinLimits())) > 0 {
+		why |= causeLimits
+	}
+	if r.claim.GetOneRuntime() && c.like.GetRuntimeKey() == "" {
+		why |= causeRuntime
+	}
+	if c.like.GetLimits().GetGlobalMemory() < r.need {
+		why |= causeMemory
+	}
+	if r.match != nil && r.perClass && !r.matches(c.like) {
+		why |= causeExpr
+	}
+	r.classes[c.number], r.judged[c.number] = why, true
+	return why
+}
+
+// matches evaluates the expression; one that fails does not hold.
+func (r *run) matches(g *clusterv1.GPU) bool {
+	r.objectGPU.Gpu = g
+	ok, err := r.match(r.object)
+	return ok && err == nil
+}
+
+// judge says how the claim would have a GPU, or why it cannot: one reason of
+// possibly several. What suits says comes last, for it takes longest.
+func (r *run) judge(h *host, g *gpu, special bool) (member, cause) {
+	m := member{host: h, gpu: g}
+	if g.flags&flagBlocked != 0 {
+		return m, obstacles(g.object, h.object)
+	}
+	if why := r.judgeClass(g.class); why != 0 {
+		return m, why
+	}
+	return m, r.judgeRoom(&m, special)
+}
+
+// suits reports whether the expression holds for a GPU, the i-th of its host, if
+// it was not asked for the class.
+func (r *run) suits(m *member, i int) bool {
+	if r.match == nil || r.perClass {
+		return true
+	}
+	if r.rows != nil && r.row >= 0 {
+		if ok, known := r.rows.Match(r.row+i, m.gpu.object); known {
+			return ok
+		}
+	}
+	return r.matches(m.gpu.object)
+}
+
+// judgeRoom finds the part of a GPU that the claim would have.
+func (r *run) judgeRoom(m *member, special bool) cause {
+	g := m.gpu
+	room, free := g.room, g.flags&flagFree != 0
+	if special {
+		if o := r.own[g.object.GetId()]; o != nil {
+			if o.kept != nil && r.keeps(m, o.kept) {
+				return 0
+			}
+			if o.reservation != nil {
+				room, free, m.reservation = o.room, o.free, o.reservation.GetId()
+			}
+		}
+	}
+	m.room = room
+	switch {
+	case r.claim.GetProfile() != "":
+		for _, p := range g.class.profiles {
+			if p.GetName() == r.claim.GetProfile() {
+				if p.GetMemory() < r.need {
+					return causeMemory
+				}
+				return r.slice(m, p, room)
+			}
+		}
+		return causeProfile
+	case r.need == 0:
+		return r.whole(m, free)
+	case g.class.like.GetRuntime() != "":
+		if room < r.need {
+			return causeBusy
+		}
+		m.kind, m.amount = clusterv1.VGPUKind_VGPU_KIND_SHARE, min(r.want, room)
+		return 0
+	}
+	return r.part(m, room, free)
+}
+
+// keeps reports whether what the claim has of a GPU is what it needs.
+func (r *run) keeps(m *member, a *clusterv1.Assignment) bool {
+	has := a.GetMemory()
+	switch {
+	case r.claim.GetProfile() != "" && has == 0, r.need == 0 && r.claim.GetProfile() == "" && has != 0:
+		return false
+	case has == 0:
+		has = m.gpu.total
+	}
+	if has < r.need {
+		return false
+	}
+	m.kept, m.room, m.amount = true, has, a.GetMemory()
+	m.kind = clusterv1.VGPUKind_VGPU_KIND_SHARE
+	if a.GetMemory() == 0 {
+		m.kind = clusterv1.VGPUKind_VGPU_KIND_WHOLE
+	}
+	if r.claim.GetProfile() != "" {
+		m.kind, m.profile = clusterv1.VGPUKind_VGPU_KIND_VENDOR, r.claim.GetProfile()
+	}
+	return true
+}
+
+func (r *run) whole(m *member, free bool) cause {
+	switch {
+	case !free:
+		return causeBusy
+	case !m.gpu.apart():
+		return causeIsolation
+	}
+	m.kind, m.room = clusterv1.VGPUKind_VGPU_KIND_WHOLE, m.gpu.total
+	return 0
+}
+
+// unlike is a profile that is taken of the GPU and does not go together with p.
+func (m *member) unlike(p *clusterv1.Profile) string {
+	if p.GetApart() == "" || len(m.host.taken) == 0 {
+		return ""
+	}
+	for _, other := range m.gpu.class.profiles {
+		if other.GetApart() != "" && other.GetApart() != p.GetApart() && m.host.taken[instance(m.gpu.object, other.GetName())] > 0 {
+			return other.GetName()
+		}
+	}
+	return ""
+}
+
+// slice takes one of a profile.
+func (r *run) slice(m *member, p *clusterv1.Profile, room uint64) cause {
+	switch {
+	case p.GetMemory() == 0: // it cannot be accounted for
+		return causeProfile
+	case p.GetMemory() > room, m.host.taken[instance(m.gpu.object, p.GetName())] >= p.GetMaxInstances(), m.unlike(p) != "":
+		return causeBusy
+	}
+	m.kind, m.profile, m.amount = clusterv1.VGPUKind_VGPU_KIND_VENDOR, p.GetName(), p.GetMemory()
+	return 0
+}
+
+// part takes what suffices of a GPU that no runtime serves: the smallest slice
+// that has all that is preferred, else the largest that suffices, else the card.
+func (r *run) part(m *member, room uint64, free bool) cause {
+	var why cause
+	var fallback *clusterv1.Profile
+	for _, p := range m.gpu.class.profiles {
+		if p.GetMemory() < r.need {
+			continue
+		}
+		trial := *m
+		if c := r.slice(&trial, p, room); c != 0 {
+			why |= c
+			continue
+		}
+		if p.GetMemory() >= r.want {
+			*m = trial
+			return 0
+		}
+		fallback = p
+	}
+	if free && r.whole(m, free) == 0 {
+		if fallback == nil || m.gpu.total >= r.want {
+			return 0
+		}
+	}
+	if fallback != nil {
+		return r.slice(m, fallback, room)
+	}
+	return r.whole(m, free)
+}
