@@ -1,0 +1,214 @@
+package member
+
+import (
+	"errors"
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"connectrpc.com/connect"
+
+	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
+)
+
+// TestForeignClaim is a claim that was made from outside: the host takes note,
+// and gives the GPU back when nothing uses it any more.
+func TestForeignClaim(t *testing.T) {
+	t.Parallel()
+	ctx := limit(t)
+	ms := cluster(ctx, t, "a", "b", "c")
+	b := ms[1]
+	claim := &clusterv1.Claim{Id: "vm", Host: "b"}
+	res, err := ms[2].api.CreateClaim(admin(ctx), connect.NewRequest(&clusterv1.CreateClaimRequest{Claim: claim}))
+	if err != nil || len(res.Msg.GetAssignments()) != 1 {
+		t.Fatalf("%v, %v", res, err)
+	}
+	as := res.Msg.GetAssignments()[0]
+	_, gpu, _ := strings.Cut(as.GetGpu(), "/")
+	b.host.do(func() { b.host.uses["vm"] = []string{gpu} })
+	residence := func(want clusterv1.Residence) {
+		t.Helper()
+		until(ctx, t, want.String(), func() error {
+			if got := ms[0].view(ctx).Assignment(as.GetId()).GetResidence(); got != want {
+				return fmt.Errorf("it is %v", got)
+			}
+			return nil
+		})
+	}
+	residence(clusterv1.Residence_RESIDENCE_RESIDENT)
+	if _, err := ms[0].api.DeleteClaim(admin(ctx), connect.NewRequest(&clusterv1.DeleteClaimRequest{Claim: "vm"})); err != nil {
+		t.Fatal(err)
+	}
+	residence(clusterv1.Residence_RESIDENCE_RELEASING)
+	for range 5 { // as long as it is used
+		b.Kick()
+		time.Sleep(50 * time.Millisecond)
+		residence(clusterv1.Residence_RESIDENCE_RELEASING)
+	}
+	// A host that does not know yet what it has does not say that it is gone.
+	b.host.do(func() { b.host.unready, b.host.uses = true, map[string][]string{} })
+	b.crash()
+	b.start(ctx)
+	time.Sleep(300 * time.Millisecond)
+	residence(clusterv1.Residence_RESIDENCE_RELEASING)
+	b.host.do(func() { b.host.unready = false })
+	until(ctx, t, "gone", func() error {
+		if v := ms[0].view(ctx); v.Claim("vm") != nil || v.Assignment(as.GetId()) != nil {
+			return fmt.Errorf("%v", v.Claim("vm"))
+		}
+		return nil
+	})
+}
+
+// TestOwnClaims are claims of a host's sessions: bound through the cluster,
+// moved, released when the host forgets them, and told again when the cluster
+// has lost them.
+func TestOwnClaims(t *testing.T) {
+	t.Parallel()
+	ctx := limit(t)
+	ms := cluster(ctx, t, "a", "b", "c")
+	for _, b := range ms { // the leader and others
+		h := b.host
+		id := "own-" + b.name
+		h.do(func() { h.claims[id] = true; h.uses[id] = []string{"g0", "g1"} })
+		res, err := b.Claim(ctx, &clusterv1.Claim{Id: id, Expr: `name in ["g0"]`})
+		if err != nil || len(res.GetAssignments()) != 1 || res.GetAssignments()[0].GetGpu() != b.name+"/g0" {
+			t.Fatalf("%v, %v", res, err)
+		}
+		if err := b.Acquire(ctx, &clusterv1.Claim{Id: id}, []string{"g1"}, 0); err != nil {
+			t.Fatal(err)
+		}
+		if err := b.Acquire(ctx, &clusterv1.Claim{Id: id}, []string{"g1"}, 0); err != nil {
+			t.Errorf("again: %v", err)
+		}
+		if err := b.Acquire(ctx, &clusterv1.Claim{Id: "late-" + b.name}, []string{"g1"}, 0); !errors.Is(err, ErrTaken) {
+			t.Errorf("a GPU that is held: %v", err)
+		}
+		if err := b.Acquire(ctx, &clusterv1.Claim{Id: "late-" + b.name}, []string{"g9"}, 0); err == nil {
+			t.Errorf("a GPU that there is not: %v", err)
+		}
+		owned := func(want ...string) {
+			t.Helper()
+			until(ctx, t, fmt.Sprint("owned: ", want), func() error {
+				got := map[string]bool{}
+				v := ms[0].view(ctx)
+				for as := range v.AssignmentsOfClaim(id) {
+					if as.GetResidence() != clusterv1.Residence_RESIDENCE_RESIDENT {
+						return fmt.Errorf("%v", as)
+					}
+					got[as.GetGpu()] = true
+				}
+				if names := slices.Sorted(maps.Keys(got)); !slices.Equal(names, want) {
+					return fmt.Errorf("%v, claim %v", names, v.Claim(id))
+				}
+				return v.Check()
+			})
+		}
+		owned(b.name+"/g0", b.name+"/g1")
+		// A swap is over: the session has moved to g1.
+		h.do(func() { h.uses[id] = []string{"g1"} })
+		b.Kick()
+		owned(b.name + "/g1")
+		// Somebody deletes the claim that is in use: the GPU stays until it is not.
+		if _, err := ms[2].api.DeleteClaim(admin(ctx), connect.NewRequest(&clusterv1.DeleteClaimRequest{Claim: id})); err != nil {
+			t.Fatal(err)
+		}
+		b.Kick()
+		time.Sleep(100 * time.Millisecond)
+		if c := ms[0].view(ctx).Claim(id); c.GetState() != clusterv1.ClaimState_CLAIM_STATE_RELEASING || len(c.GetAssignments()) != 1 {
+			t.Errorf("%v", c)
+		}
+		h.do(func() { delete(h.uses, id); delete(h.claims, id) })
+		b.Kick()
+		until(ctx, t, "released", func() error {
+			if v := ms[0].view(ctx); v.Claim(id) != nil || !v.GPU(b.name+"/g1").GetFree() {
+				return fmt.Errorf("%v", v.Claim(id))
+			}
+			return nil
+		})
+		// What it holds and the cluster has never heard of, it is told.
+		h.do(func() {
+			h.claims[id], h.uses[id] = true, []string{"g0"}
+			h.holdings = []Holding{{Claim: &clusterv1.Claim{Id: id}, GPUs: []string{"g0"}, Amount: 1 << 30}}
+		})
+		b.Kick()
+		owned(b.name + "/g0")
+		h.do(func() { h.claims, h.uses, h.holdings = map[string]bool{}, map[string][]string{}, nil })
+		b.Kick()
+		until(ctx, t, "forgotten", func() error {
+			if c := ms[0].view(ctx).Claim(id); c != nil {
+				return fmt.Errorf("%v", c)
+			}
+			return nil
+		})
+	}
+}
+
+// TestHoldingOfOthers: what others were given meanwhile stays theirs.
+func TestHoldingOfOthers(t *testing.T) {
+	t.Parallel()
+	ctx := limit(t)
+	a := cluster(ctx, t, "a")[0]
+	if _, err := a.api.CreateClaim(admin(ctx), connect.NewRequest(&clusterv1.CreateClaimRequest{Claim: &clusterv1.Claim{Id: "vm", Expr: `name == "g0"`}})); err != nil {
+		t.Fatal(err)
+	}
+	a.host.do(func() {
+		a.host.claims["mine"], a.host.uses["mine"] = true, []string{"g0"}
+		a.host.holdings = []Holding{{Claim: &clusterv1.Claim{Id: "mine"}, GPUs: []string{"g0"}}}
+	})
+	a.Kick()
+	until(ctx, t, "said", func() error {
+		if !strings.Contains(a.log.String(), "has not given to it") {
+			return errors.New("not yet")
+		}
+		return nil
+	})
+	v := a.view(ctx)
+	owners := slices.Collect(v.AssignmentsOfGPU("a/g0"))
+	if len(owners) != 1 || owners[0].GetClaim() != "vm" {
+		t.Errorf("%v", owners)
+	}
+}
+
+// TestRecords notes operations, with nobody to note them at times.
+func TestRecords(t *testing.T) {
+	t.Parallel()
+	ctx := limit(t)
+	ms := cluster(ctx, t, "a", "b", "c")
+	l, others := leader(ctx, t, ms)
+	b := others[0]
+	r := func(step string, s clusterv1.MigrationState) *clusterv1.Migration {
+		return &clusterv1.Migration{Id: "m1", Verb: "upgrade", Object: "s1", Claim: "c1", From: "g0", To: "g1", Step: step, State: s, StartedUnixMs: 1}
+	}
+	const running, done = clusterv1.MigrationState_MIGRATION_STATE_RUNNING, clusterv1.MigrationState_MIGRATION_STATE_DONE
+	b.Record(r("freeze", running))
+	b.Record(r("copy", running))
+	wait := func(state clusterv1.MigrationState, step string) {
+		t.Helper()
+		until(ctx, t, step, func() error {
+			v, err := b.member().store.Read(ctx, false)
+			if err != nil {
+				return err
+			}
+			o := v.Object(clusterv1.Kind_KIND_MIGRATION, "m1").GetMigration()
+			if o.GetState() != state || o.GetStep() != step || o.GetDriver() != b.name || o.GetObject() != b.name+"/s1" {
+				return fmt.Errorf("%v", o)
+			}
+			return nil
+		})
+	}
+	wait(running, "copy")
+	// Nobody leads for longer than one try lasts.
+	l.crash()
+	others[1].crash()
+	b.Record(r("thaw", running))
+	b.Record(r("end", done))
+	time.Sleep(attempt + time.Second)
+	others[1].start(ctx)
+	wait(done, "end")
+	l.start(ctx)
+	complete(ctx, t, ms)
+}

@@ -1,0 +1,210 @@
+package reset_test
+
+import (
+	"context"
+	"errors"
+	"io/fs"
+	"os"
+	"path"
+	"slices"
+	"strings"
+	"syscall"
+	"testing"
+	"testing/fstest"
+	"testing/synctest"
+
+	"github.com/gpuctl/gpuctl/passthrough/pci"
+	"github.com/gpuctl/gpuctl/passthrough/pci/pcitest"
+	"github.com/gpuctl/gpuctl/passthrough/reset"
+	"github.com/gpuctl/gpuctl/passthrough/sysfs/sysfstest"
+)
+
+// slot is a machine whose root port cuts the power of an empty slot.
+type slot struct {
+	*sysfstest.Machine
+	t         testing.TB
+	functions []string
+	dead      bool // switch does not work
+	locked    bool // the kernel is locked down: no writing of registers
+	cut       int  // times
+	bridge    []byte
+	hot       int // resets of the bus
+}
+
+const bridgeConfig = dir + port + "/config"
+
+func (s *slot) Open(name string) (fs.File, error) {
+	if name == bridgeConfig && !s.Crashed() {
+		return fstest.MapFS{"config": {Data: slices.Clone(s.bridge)}}.Open("config")
+	}
+	return s.Machine.Open(name)
+}
+
+func (s *slot) inReset() bool { return s.bridge[0x3e]&0x40 != 0 }
+
+func (s *slot) Write(ctx context.Context, name, data string) error {
+	switch {
+	case name == bridgeConfig:
+		if err := s.Step(name); err != nil {
+			return err
+		}
+		if s.locked {
+			return syscall.EPERM
+		}
+		was := s.inReset()
+		b := []byte(data)
+		for at := range b {
+			if at == 0x06 || at == 0x07 || at == 0x1e || at == 0x1f {
+				if b[at] != 0 {
+					s.t.Errorf("status is cleared")
+				}
+				b[at] = s.bridge[at]
+			}
+		}
+		copy(s.bridge, b)
+		if now := s.inReset(); now && !was {
+			s.hot++
+			for _, f := range s.functions {
+				if _, err := s.Machine.Lstat(dir + f); err == nil {
+					s.t.Errorf("%s was on the bus during its reset", f)
+				}
+			}
+		}
+		return nil
+	case path.Base(name) == "rescan" && s.inReset():
+		return s.Step(name) // nobody answers
+	}
+	return s.Machine.Write(ctx, name, data)
+}
+
+const port = "0000:00:01.0"
+
+func newSlot(t testing.TB) *slot {
+	m := sysfstest.New()
+	m.Load(sysfstest.Pciback())
+	m.Add(pcitest.Port(port, "", -1, pci.PortRoot, pcitest.FullACS()))
+	card := pcitest.NVIDIACard("0000:65:00", port, -1, 0)
+	s := &slot{Machine: m, t: t}
+	for i := range card {
+		card[i].Driver, card[i].DriverOverride, card[i].Reset = "pciback", "pciback", ""
+		s.functions = append(s.functions, card[i].Address)
+	}
+	m.Add(card...)
+	m.Load(sysfstest.Driver{Name: "nvidia", IDs: []sysfstest.ID{{Vendor: 0x10de, Device: sysfstest.Any}}})
+	data, err := m.ReadFile(bridgeConfig)
+	if err != nil {
+		t.Fatal(err)
+	}
+	s.bridge = data
+	s.bridge[7], s.bridge[0x1f] = 0x20, 0x20
+	return s
+}
+
+func (s *slot) state() string {
+	control, err := s.Machine.ReadFile(dir + port + "/power/control")
+	if err != nil {
+		return ""
+	}
+	for _, f := range s.functions {
+		if _, err := s.Machine.Lstat(dir + f); err == nil {
+			return "D0\n"
+		}
+	}
+	if string(control) != "auto\n" || s.dead {
+		return "D0\n"
+	}
+	return "D3cold\n"
+}
+
+func (s *slot) ReadFile(name string) ([]byte, error) {
+	if name == dir+port+"/power_state" {
+		state := s.state()
+		if state == "D3cold\n" {
+			s.cut++
+		}
+		return []byte(state), nil
+	}
+	return s.Machine.ReadFile(name)
+}
+
+func (s *slot) right() (wrong []string) {
+	for _, f := range s.functions {
+		a := addr(s.t, f)
+		if _, err := s.Lstat(dir + f); err != nil {
+			wrong = append(wrong, f+" is off the bus")
+			continue
+		}
+		if s.Driver(a) != "pciback" || s.Override(a) != "pciback" {
+			wrong = append(wrong, f+" has driver "+s.Driver(a)+" and override "+s.Override(a))
+		}
+	}
+	if s.inReset() {
+		wrong = append(wrong, "the bus is in reset")
+	}
+	for name, want := range map[string]string{"sys/bus/pci/drivers_autoprobe": "1\n", dir + port + "/power/control": "on\n"} {
+		if got, _ := s.ReadFile(name); string(got) != want {
+			wrong = append(wrong, name+" is "+string(got))
+		}
+	}
+	return append(wrong, s.Violations()...)
+}
+
+func TestCardWhoseDriverKeepsItAwake(t *testing.T) {
+	noBus := []reset.Avoid{{Method: reset.Bus, Why: "x"}}
+	for _, c := range []struct {
+		name    string
+		records bool
+		avoid   []reset.Avoid
+		set     func(*slot)
+		by      reset.Method
+		err     error
+		why     map[reset.Method]string
+	}{
+		{name: "the bus is reset by its bridge", records: true, by: reset.Bus},
+		{
+			name: "registers cannot be written", records: true, by: reset.D3cold, set: func(s *slot) { s.locked = true },
+			why: map[reset.Method]string{reset.Bus: "operation not permitted"},
+		},
+		{name: "the slot's power is switched", records: true, avoid: noBus, by: reset.D3cold},
+		{
+			name: "the platform does not", records: true, avoid: noBus, set: func(s *slot) { s.dead = true }, err: reset.ErrDead,
+			why: map[reset.Method]string{reset.D3cold: "does not switch this slot's power"},
+		},
+		{
+			name: "no folder for records", err: reset.ErrNoMethod,
+			why: map[reset.Method]string{reset.Bus: "no folder for records", reset.D3cold: "no folder for records"},
+		},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			records := t.TempDir()
+			synctest.Test(t, func(t *testing.T) {
+				s := newSlot(t)
+				if c.set != nil {
+					c.set(s)
+				}
+				var opts []reset.Option
+				if c.records {
+					opts = append(opts, reset.WithRecords(records))
+				}
+				result, err := reset.New(s, opts...).Reset(t.Context(), scan(t, s.Machine), c.avoid)
+				if result.By != c.by || !errors.Is(err, c.err) {
+					t.Errorf("%s, %v", result, err)
+				}
+				for method, part := range c.why {
+					if got := why(result, method); !strings.Contains(got, part) {
+						t.Errorf("%s: %q does not say %q", method, got, part)
+					}
+				}
+				if wrong := s.right(); len(wrong) > 0 {
+					t.Errorf("left behind: %v", wrong)
+				}
+				if (s.cut > 0) != (c.by == reset.D3cold) || (s.hot > 0) != (c.by == reset.Bus) {
+					t.Errorf("power was cut %d times, the bus was reset %d times", s.cut, s.hot)
+				}
+				if left, _ := os.ReadDir(records); len(left) > 0 {
+					t.Errorf("records remain: %v", left)
+				}
+			})
+		})
+	}
+}
