@@ -495,6 +495,25 @@ func (b *bench) claims(ctx context.Context, c *benchCluster, dir string) error {
 	for _, l := range lanes {
 		got[l.name] = l.ms
 	}
+	b.claimTimes(got)
+	b.report.add("entries in the log for each claim", "", 0, float64(to.GetLastIndex()-from.GetLastIndex())/(2*claimRounds*claimsARound), "", nil)
+	for _, at := range []float64{0.5, 0.99} {
+		b.report.add(fmt.Sprintf("write and fsync of %d B, p%.0f", entry, at*100), "ms", 0, quantile(sync, at), "", nil)
+	}
+	var rss float64
+	for _, h := range c.hosts {
+		mib, err := resident(h.cmd.Process.Pid)
+		if err != nil {
+			return err
+		}
+		rss = math.Max(rss, mib)
+	}
+	b.report.add(fmt.Sprintf("memory (RSS) with %d claims", 2*claimRounds*claimsARound), "MiB", 0, rss, "", nil)
+	return nil
+}
+
+// claimTimes reports how long claims took, in ms, by lane.
+func (b *bench) claimTimes(got map[string][]float64) {
 	for _, through := range []string{"leader", "follower"} {
 		ours, native := got[through], got["etcd "+through]
 		for _, q := range []struct {
@@ -517,20 +536,6 @@ func (b *bench) claims(ctx context.Context, c *benchCluster, dir string) error {
 			b.report.add(fmt.Sprintf("claim to assignment through the %s, %s of %d", through, q.name, len(ours)), "ms", n, o, target, pass)
 		}
 	}
-	b.report.add("entries in the log for each claim", "", 0, float64(to.GetLastIndex()-from.GetLastIndex())/(2*claimRounds*claimsARound), "", nil)
-	for _, at := range []float64{0.5, 0.99} {
-		b.report.add(fmt.Sprintf("write and fsync of %d B, p%.0f", entry, at*100), "ms", 0, quantile(sync, at), "", nil)
-	}
-	var rss float64
-	for _, h := range c.hosts {
-		mib, err := resident(h.cmd.Process.Pid)
-		if err != nil {
-			return err
-		}
-		rss = math.Max(rss, mib)
-	}
-	b.report.add(fmt.Sprintf("memory (RSS) with %d claims", 2*claimRounds*claimsARound), "MiB", 0, rss, "", nil)
-	return nil
 }
 
 // takeTurns lets all lanes feel the machine's noise alike.

@@ -112,19 +112,7 @@ func Run(ctx context.Context, o Options) (err error) {
 	wg.Go(func() { wired.sweep(work, host) })
 	wg.Go(func() { o.reload(work, wired, notify) })
 	wg.Go(func() { notify.Watch(work, host.Alive) })
-	server := unixrpc.Server(wired.node.Handler(), func(p unixrpc.Peer) {
-		o.Log.Debug("client connected", "pid", p.PID, "uid", p.UID)
-	})
-	peers := server.ConnContext
-	server.ConnContext = func(ctx context.Context, c net.Conn) context.Context {
-		return wired.node.ConnContext(peers(ctx, c), c)
-	}
-	quiet := throttle.New(10*time.Second, time.Now)
-	limited := unixrpc.Limit(listener, uint32(os.Geteuid()), connectionsOfUser, connections, func(p unixrpc.Peer) {
-		if skipped, ok := quiet.Allow(strconv.FormatUint(uint64(p.UID), 10)); ok {
-			o.Log.Warn("connection refused: there are too many", "uid", p.UID, "pid", p.PID, "of_one_user", connectionsOfUser, "of_all", connections, "skipped", skipped)
-		}
-	})
+	server, limited := o.clients(wired, listener)
 	wg.Go(func() {
 		if err := server.Serve(limited); !errors.Is(err, http.ErrServerClosed) {
 			failed <- fmt.Errorf("socket %s: %w", o.Socket, err)
@@ -167,6 +155,25 @@ func Run(ctx context.Context, o Options) (err error) {
 		return err
 	}
 	return errors.Join(err, guest.Stop())
+}
+
+// clients returns what serves the clients of hostd's socket, and its listener with
+// limits.
+func (o Options) clients(wired *wiring, listener net.Listener) (*http.Server, net.Listener) {
+	server := unixrpc.Server(wired.node.Handler(), func(p unixrpc.Peer) {
+		o.Log.Debug("client connected", "pid", p.PID, "uid", p.UID)
+	})
+	peers := server.ConnContext
+	server.ConnContext = func(ctx context.Context, c net.Conn) context.Context {
+		return wired.node.ConnContext(peers(ctx, c), c)
+	}
+	quiet := throttle.New(10*time.Second, time.Now)
+	limited := unixrpc.Limit(listener, uint32(os.Geteuid()), connectionsOfUser, connections, func(p unixrpc.Peer) {
+		if skipped, ok := quiet.Allow(strconv.FormatUint(uint64(p.UID), 10)); ok {
+			o.Log.Warn("connection refused: there are too many", "uid", p.UID, "pid", p.PID, "of_one_user", connectionsOfUser, "of_all", connections, "skipped", skipped)
+		}
+	})
+	return server, limited
 }
 
 // serveMetrics answers scrapes if the configuration says where.

@@ -18,148 +18,27 @@ func (s *session) command(c call, m wire.Request) (outcome, error) {
 	case *wire.WriteBuffer:
 		return s.enqueue(c, m, m.Queue, m.Event, m.Wait, m.Pend, m.Blocking != 0, func(x *cmd) (cl.Status, error) { return s.writeBuffer(x, m) })
 	case *wire.ReadBufferRect:
-		return s.enqueue(c, m, m.Queue, m.Event, m.Wait, m.Pend, m.Blocking != 0, func(x *cmd) (cl.Status, error) {
-			p, st, err := s.staged(x, m.Mode, m.StageOff, m.StageLen, m.Mem, m.Region)
-			if err != nil || st != cl.Success {
-				return st, err
-			}
-			o, r, ok := pos(m.Origin, m.Region)
-			if !ok {
-				return cl.InvalidValue, nil
-			}
-			x.track()
-			return cl.EnqueueReadBufferRect(x.q.vendor, x.mem.vendor, false, &o, &[3]uint64{}, &r, m.RowPitch, m.SlicePitch, r[0], r[0]*r[1], p, x.wait, x.out), nil
-		})
+		return s.enqueue(c, m, m.Queue, m.Event, m.Wait, m.Pend, m.Blocking != 0, func(x *cmd) (cl.Status, error) { return s.readBufferRect(x, m) })
 	case *wire.WriteBufferRect:
-		return s.enqueue(c, m, m.Queue, m.Event, m.Wait, m.Pend, m.Blocking != 0, func(x *cmd) (cl.Status, error) {
-			p, st, err := s.staged(x, m.Mode, m.StageOff, m.StageLen, m.Mem, m.Region)
-			if err != nil || st != cl.Success {
-				return st, err
-			}
-			o, r, ok := pos(m.Origin, m.Region)
-			if !ok {
-				return cl.InvalidValue, nil
-			}
-			x.track()
-			x.mem.touch(0, x.mem.size)
-			return cl.EnqueueWriteBufferRect(x.q.vendor, x.mem.vendor, false, &o, &[3]uint64{}, &r, m.RowPitch, m.SlicePitch, r[0], r[0]*r[1], p, x.wait, x.out), nil
-		})
+		return s.enqueue(c, m, m.Queue, m.Event, m.Wait, m.Pend, m.Blocking != 0, func(x *cmd) (cl.Status, error) { return s.writeBufferRect(x, m) })
 	case *wire.CopyBuffer:
-		return s.enqueue(c, m, m.Queue, m.Event, m.Wait, 0, false, func(x *cmd) (cl.Status, error) {
-			src, dst := lookup[mem](s, m.Src), lookup[mem](s, m.Dst)
-			if src == nil || dst == nil {
-				return cl.InvalidMemObject, nil
-			}
-			dst.touch(m.DstOff, m.Size)
-			return cl.EnqueueCopyBuffer(x.q.vendor, src.vendor, dst.vendor, m.SrcOff, m.DstOff, m.Size, x.wait, x.out), nil
-		})
+		return s.enqueue(c, m, m.Queue, m.Event, m.Wait, 0, false, func(x *cmd) (cl.Status, error) { return s.copyBuffer(x, m) })
 	case *wire.CopyBufferRect:
-		return s.enqueue(c, m, m.Queue, m.Event, m.Wait, 0, false, func(x *cmd) (cl.Status, error) {
-			src, dst := lookup[mem](s, m.Src), lookup[mem](s, m.Dst)
-			if src == nil || dst == nil {
-				return cl.InvalidMemObject, nil
-			}
-			so, r, ok := pos(m.SrcOrigin, m.Region)
-			do, _, ok2 := pos(m.DstOrigin, m.Region)
-			if !ok || !ok2 {
-				return cl.InvalidValue, nil
-			}
-			dst.touch(0, dst.size)
-			return cl.EnqueueCopyBufferRect(x.q.vendor, src.vendor, dst.vendor, &so, &do, &r, m.SrcRowPitch, m.SrcSlicePitch, m.DstRowPitch, m.DstSlicePitch, x.wait, x.out), nil
-		})
+		return s.enqueue(c, m, m.Queue, m.Event, m.Wait, 0, false, func(x *cmd) (cl.Status, error) { return s.copyBufferRect(x, m) })
 	case *wire.FillBuffer:
-		return s.enqueue(c, m, m.Queue, m.Event, m.Wait, 0, false, func(x *cmd) (cl.Status, error) {
-			d := lookup[mem](s, m.Mem)
-			if d == nil {
-				return cl.InvalidMemObject, nil
-			}
-			if len(m.Pattern) == 0 {
-				return cl.InvalidValue, nil
-			}
-			d.touch(m.Offset, m.Size)
-			return cl.EnqueueFillBuffer(x.q.vendor, d.vendor, unsafe.Pointer(unsafe.SliceData(m.Pattern)), uint64(len(m.Pattern)), m.Offset, m.Size, x.wait, x.out), nil
-		})
+		return s.enqueue(c, m, m.Queue, m.Event, m.Wait, 0, false, func(x *cmd) (cl.Status, error) { return s.fillBuffer(x, m) })
 	case *wire.ReadImage:
-		return s.enqueue(c, m, m.Queue, m.Event, m.Wait, m.Pend, m.Blocking != 0, func(x *cmd) (cl.Status, error) {
-			p, st, err := s.staged(x, m.Mode, m.StageOff, m.StageLen, m.Image, m.Region)
-			if err != nil || st != cl.Success {
-				return st, err
-			}
-			o, r, ok := pos(m.Origin, m.Region)
-			if !ok {
-				return cl.InvalidValue, nil
-			}
-			x.track()
-			return cl.EnqueueReadImage(x.q.vendor, x.mem.vendor, false, &o, &r, 0, 0, p, x.wait, x.out), nil
-		})
+		return s.enqueue(c, m, m.Queue, m.Event, m.Wait, m.Pend, m.Blocking != 0, func(x *cmd) (cl.Status, error) { return s.readImage(x, m) })
 	case *wire.WriteImage:
-		return s.enqueue(c, m, m.Queue, m.Event, m.Wait, m.Pend, m.Blocking != 0, func(x *cmd) (cl.Status, error) {
-			p, st, err := s.staged(x, m.Mode, m.StageOff, m.StageLen, m.Image, m.Region)
-			if err != nil || st != cl.Success {
-				return st, err
-			}
-			o, r, ok := pos(m.Origin, m.Region)
-			if !ok {
-				return cl.InvalidValue, nil
-			}
-			x.track()
-			x.mem.touch(0, x.mem.size)
-			return cl.EnqueueWriteImage(x.q.vendor, x.mem.vendor, false, &o, &r, 0, 0, p, x.wait, x.out), nil
-		})
+		return s.enqueue(c, m, m.Queue, m.Event, m.Wait, m.Pend, m.Blocking != 0, func(x *cmd) (cl.Status, error) { return s.writeImage(x, m) })
 	case *wire.CopyImage:
-		return s.enqueue(c, m, m.Queue, m.Event, m.Wait, 0, false, func(x *cmd) (cl.Status, error) {
-			src, dst := lookup[mem](s, m.Src), lookup[mem](s, m.Dst)
-			if src == nil || dst == nil {
-				return cl.InvalidMemObject, nil
-			}
-			so, r, ok := pos(m.SrcOrigin, m.Region)
-			do, _, ok2 := pos(m.DstOrigin, m.Region)
-			if !ok || !ok2 {
-				return cl.InvalidValue, nil
-			}
-			dst.touch(0, dst.size)
-			return cl.EnqueueCopyImage(x.q.vendor, src.vendor, dst.vendor, &so, &do, &r, x.wait, x.out), nil
-		})
+		return s.enqueue(c, m, m.Queue, m.Event, m.Wait, 0, false, func(x *cmd) (cl.Status, error) { return s.copyImage(x, m) })
 	case *wire.FillImage:
-		return s.enqueue(c, m, m.Queue, m.Event, m.Wait, 0, false, func(x *cmd) (cl.Status, error) {
-			d := lookup[mem](s, m.Image)
-			o, r, ok := pos(m.Origin, m.Region)
-			if d == nil {
-				return cl.InvalidMemObject, nil
-			}
-			if !ok || len(m.Color) != 16 {
-				return cl.InvalidValue, nil
-			}
-			d.touch(0, d.size)
-			color := [16]byte(m.Color)
-			return cl.EnqueueFillImage(x.q.vendor, d.vendor, &color, &o, &r, x.wait, x.out), nil
-		})
+		return s.enqueue(c, m, m.Queue, m.Event, m.Wait, 0, false, func(x *cmd) (cl.Status, error) { return s.fillImage(x, m) })
 	case *wire.CopyImageToBuffer:
-		return s.enqueue(c, m, m.Queue, m.Event, m.Wait, 0, false, func(x *cmd) (cl.Status, error) {
-			src, dst := lookup[mem](s, m.Src), lookup[mem](s, m.Dst)
-			o, r, ok := pos(m.Origin, m.Region)
-			if src == nil || dst == nil {
-				return cl.InvalidMemObject, nil
-			}
-			if !ok {
-				return cl.InvalidValue, nil
-			}
-			dst.touch(m.DstOff, min(r[0]*r[1]*r[2]*src.elem, dst.size))
-			return cl.EnqueueCopyImageToBuffer(x.q.vendor, src.vendor, dst.vendor, &o, &r, m.DstOff, x.wait, x.out), nil
-		})
+		return s.enqueue(c, m, m.Queue, m.Event, m.Wait, 0, false, func(x *cmd) (cl.Status, error) { return s.copyImageToBuffer(x, m) })
 	case *wire.CopyBufferToImage:
-		return s.enqueue(c, m, m.Queue, m.Event, m.Wait, 0, false, func(x *cmd) (cl.Status, error) {
-			src, dst := lookup[mem](s, m.Src), lookup[mem](s, m.Dst)
-			o, r, ok := pos(m.Origin, m.Region)
-			if src == nil || dst == nil {
-				return cl.InvalidMemObject, nil
-			}
-			if !ok {
-				return cl.InvalidValue, nil
-			}
-			dst.touch(0, dst.size)
-			return cl.EnqueueCopyBufferToImage(x.q.vendor, src.vendor, dst.vendor, m.SrcOff, &o, &r, x.wait, x.out), nil
-		})
+		return s.enqueue(c, m, m.Queue, m.Event, m.Wait, 0, false, func(x *cmd) (cl.Status, error) { return s.copyBufferToImage(x, m) })
 	case *wire.MapBuffer:
 		return s.mapBuffer(c, m)
 	case *wire.MapImage:
@@ -167,17 +46,7 @@ func (s *session) command(c call, m wire.Request) (outcome, error) {
 	case *wire.Unmap:
 		return s.enqueue(c, m, m.Queue, m.Event, m.Wait, 0, false, func(x *cmd) (cl.Status, error) { return s.unmap(x, m) })
 	case *wire.Migrate:
-		return s.enqueue(c, m, m.Queue, m.Event, m.Wait, 0, false, func(x *cmd) (cl.Status, error) {
-			var ms []cl.Mem
-			for _, id := range m.Mems {
-				o := lookup[mem](s, id)
-				if o == nil {
-					return cl.InvalidMemObject, nil
-				}
-				ms = append(ms, o.vendor)
-			}
-			return cl.EnqueueMigrateMemObjects(x.q.vendor, ms, m.Flags, x.wait, x.out), nil
-		})
+		return s.enqueue(c, m, m.Queue, m.Event, m.Wait, 0, false, func(x *cmd) (cl.Status, error) { return s.migrate(x, m) })
 	case *wire.Marker:
 		return s.enqueue(c, m, m.Queue, m.Event, m.Wait, 0, false, func(x *cmd) (cl.Status, error) {
 			return x.marker(), nil

@@ -317,6 +317,12 @@ func (s *session) graph(final bool) *graph {
 	for id, o := range s.ghosts {
 		ghostOf[o] = id
 	}
+	ref := func(o any, id uint32) uint32 {
+		if n := ghostOf[o]; n != 0 {
+			return n
+		}
+		return id
+	}
 	s.each(func(id uint32, serial uint64, o any) {
 		switch o := o.(type) {
 		case *device:
@@ -332,24 +338,7 @@ func (s *session) graph(final bool) *graph {
 		case *queue:
 			g.Queues = append(g.Queues, gQueue{id, o.ctx.id, o.dev.id, serial, o.props, int32(o.failed), o.dead})
 		case *mem:
-			if o.known != id && o.known != 0 {
-				o.markAll() // the receiver has the content of another object
-			}
-			o.known = id
-			m := gMem{
-				ID: id, Context: o.ctx.id, Serial: serial, Kind: o.kind, Flags: o.flags, Size: o.size, Origin: o.origin,
-				Format: o.format, Desc: o.desc, Elem: o.elem, Arena: o.arena, HasArena: o.hasArena, Unified: o.unified, Extra: o.extra, Dead: o.dead, Callback: o.callback,
-			}
-			if o.parent != nil {
-				m.Parent = o.parent.id
-				if x := ghostOf[o.parent]; x != 0 {
-					m.Parent = x
-				}
-			}
-			for _, mp := range o.maps {
-				m.Maps = append(m.Maps, *mp)
-			}
-			g.Mems = append(g.Mems, m)
+			g.Mems = append(g.Mems, memGraph(id, serial, o, ref))
 		case *sampler:
 			g.Samplers = append(g.Samplers, gSampler{id, o.ctx.id, serial, o.normalized, o.addr, o.filt, o.dead})
 		case *program:
@@ -376,41 +365,56 @@ func (s *session) graph(final bool) *graph {
 		return g
 	}
 	for _, p := range s.parked {
-		x := gParked{Op: uint16(p.op), Slot: p.slot, Body: p.body, Alias: p.alias}
-		ref := func(o any, id uint32) uint32 {
-			if n := ghostOf[o]; n != 0 {
-				return n
-			}
-			return id
-		}
-		if p.q != nil {
-			x.Queue = ref(p.q, p.q.id)
-		}
-		if p.e != nil {
-			x.Event = ref(p.e, p.e.id)
-		}
-		if p.kernel != nil {
-			k := s.kernelGraph(p.kernel, 0)
-			x.Kernel = &k
-		}
-		for _, e := range p.wait {
-			x.Wait = append(x.Wait, ref(e, e.id))
-		}
-		for _, o := range p.drops {
-			if m, ok := o.(*mem); ok {
-				x.Uses = append(x.Uses, ref(m, m.id))
-			}
-		}
-		g.Parked = append(g.Parked, x)
+		g.Parked = append(g.Parked, s.parkedGraph(p, ref))
 	}
 	for _, w := range s.watches {
-		id := w.e.id
-		if n := ghostOf[w.e]; n != 0 {
-			id = n
-		}
-		g.Watches = append(g.Watches, gWatch{id, w.typ, w.token})
+		g.Watches = append(g.Watches, gWatch{ref(w.e, w.e.id), w.typ, w.token})
 	}
 	return g
+}
+
+// memGraph records a memory object, and notes the id that the receiver knows it
+// by. ref is the id of an object, or of the ghost that it is.
+func memGraph(id uint32, serial uint64, o *mem, ref func(o any, id uint32) uint32) gMem {
+	if o.known != id && o.known != 0 {
+		o.markAll() // the receiver has the content of another object
+	}
+	o.known = id
+	m := gMem{
+		ID: id, Context: o.ctx.id, Serial: serial, Kind: o.kind, Flags: o.flags, Size: o.size, Origin: o.origin,
+		Format: o.format, Desc: o.desc, Elem: o.elem, Arena: o.arena, HasArena: o.hasArena, Unified: o.unified, Extra: o.extra, Dead: o.dead, Callback: o.callback,
+	}
+	if o.parent != nil {
+		m.Parent = ref(o.parent, o.parent.id)
+	}
+	for _, mp := range o.maps {
+		m.Maps = append(m.Maps, *mp)
+	}
+	return m
+}
+
+// parkedGraph records a parked call; ref is as memGraph has it.
+func (s *session) parkedGraph(p *parkedCall, ref func(o any, id uint32) uint32) gParked {
+	x := gParked{Op: uint16(p.op), Slot: p.slot, Body: p.body, Alias: p.alias}
+	if p.q != nil {
+		x.Queue = ref(p.q, p.q.id)
+	}
+	if p.e != nil {
+		x.Event = ref(p.e, p.e.id)
+	}
+	if p.kernel != nil {
+		k := s.kernelGraph(p.kernel, 0)
+		x.Kernel = &k
+	}
+	for _, e := range p.wait {
+		x.Wait = append(x.Wait, ref(e, e.id))
+	}
+	for _, o := range p.drops {
+		if m, ok := o.(*mem); ok {
+			x.Uses = append(x.Uses, ref(m, m.id))
+		}
+	}
+	return x
 }
 
 // eventGraph records an event. The device is idle, so one that the vendor had
