@@ -258,16 +258,7 @@ func (d drawer) op(c *clusterv1.Command) {
 		}
 		c.Op = &clusterv1.Command_ReleaseAssignments{ReleaseAssignments: op}
 	case 12:
-		op := &clusterv1.ConfirmAssignments{Host: d.host()}
-		for n := rapid.IntRange(0, 3).Draw(d.t, "confirmations"); n > 0; n-- {
-			id := d.assignment()
-			a := d.v.Assignment(id)
-			if a != nil && !d.chance("other host", 6) {
-				op.Host = a.GetHost()
-			}
-			op.Confirmations = append(op.Confirmations, &clusterv1.Confirmation{Assignment: id, Token: d.token(a.GetToken()), Gone: d.chance("gone", 2)})
-		}
-		c.Op = &clusterv1.Command_ConfirmAssignments{ConfirmAssignments: op}
+		c.Op = &clusterv1.Command_ConfirmAssignments{ConfirmAssignments: d.confirmations()}
 	case 13:
 		c.Op = &clusterv1.Command_CancelAssignments{CancelAssignments: &clusterv1.CancelAssignments{Assignments: []string{d.assignment()}, Reason: "lost"}}
 	case 14:
@@ -278,13 +269,7 @@ func (d drawer) op(c *clusterv1.Command) {
 		id := d.one("reservation", "r1", "r2")
 		c.Op = &clusterv1.Command_DeleteReservation{DeleteReservation: &clusterv1.DeleteReservation{Id: id, Token: d.token(d.v.Reservation(id).GetToken()), Expired: d.chance("expired", 2)}}
 	case 16:
-		op := &clusterv1.ReportSessions{Host: d.host(), All: d.chance("all", 3)}
-		for n := rapid.IntRange(0, 2).Draw(d.t, "sessions"); n > 0; n-- {
-			op.Sessions = append(op.Sessions, &clusterv1.Session{
-				Id: op.GetHost() + "/" + d.one("session", "s1", "s2", "s3"), Claim: d.claim(), State: gpuctlv1.SessionState(d.pick("state", 1, 2, 3, 5, 0, 77)), Gpus: []string{d.gpu()},
-			})
-		}
-		c.Op = &clusterv1.Command_ReportSessions{ReportSessions: op}
+		c.Op = &clusterv1.Command_ReportSessions{ReportSessions: d.sessions()}
 	case 17:
 		id := d.one("migration", "m1", "m2", "a")
 		c.Op = &clusterv1.Command_PutMigration{PutMigration: &clusterv1.PutMigration{TakeOver: d.chance("take over", 4), Migration: &clusterv1.Migration{
@@ -327,6 +312,29 @@ func (d drawer) op(c *clusterv1.Command) {
 		x := hostile[rapid.IntRange(0, len(hostile)-1).Draw(d.t, "hostile")]
 		c.Op = x.Op
 	}
+}
+
+func (d drawer) confirmations() *clusterv1.ConfirmAssignments {
+	op := &clusterv1.ConfirmAssignments{Host: d.host()}
+	for n := rapid.IntRange(0, 3).Draw(d.t, "confirmations"); n > 0; n-- {
+		id := d.assignment()
+		a := d.v.Assignment(id)
+		if a != nil && !d.chance("other host", 6) {
+			op.Host = a.GetHost()
+		}
+		op.Confirmations = append(op.Confirmations, &clusterv1.Confirmation{Assignment: id, Token: d.token(a.GetToken()), Gone: d.chance("gone", 2)})
+	}
+	return op
+}
+
+func (d drawer) sessions() *clusterv1.ReportSessions {
+	op := &clusterv1.ReportSessions{Host: d.host(), All: d.chance("all", 3)}
+	for n := rapid.IntRange(0, 2).Draw(d.t, "sessions"); n > 0; n-- {
+		op.Sessions = append(op.Sessions, &clusterv1.Session{
+			Id: op.GetHost() + "/" + d.one("session", "s1", "s2", "s3"), Claim: d.claim(), State: gpuctlv1.SessionState(d.pick("state", 1, 2, 3, 5, 0, 77)), Gpus: []string{d.gpu()},
+		})
+	}
+	return op
 }
 
 func (d drawer) identity() *clusterv1.Identity {

@@ -238,28 +238,7 @@ func TestOwnershipHoldsWhateverHappens(t *testing.T) {
 				if err := f.host.Resync(context.Background()); err != nil {
 					t.Fatal(err)
 				}
-				owners := f.owners()
-				for gpu, list := range owners {
-					var sum uint64
-					for _, o := range list {
-						if o.GetMemory() == 0 && len(list) > 1 {
-							t.Fatalf("%s has several owners: %v", gpu, list)
-						}
-						sum += o.GetMemory()
-					}
-					if sum > capacity[gpu] {
-						t.Fatalf("%s: %d of %d", gpu, sum, capacity[gpu])
-					}
-				}
-				for at, ids := range f.guest.Holders() {
-					for _, gpu := range strings.Split(at, ",") {
-						for _, id := range ids {
-							if !slices.ContainsFunc(owners[gpu], func(o *gpuctlv1.Owner) bool { return slices.Contains(o.GetSessions(), id) }) {
-								t.Fatalf("session %s is on %s, which is held by %v", id, gpu, owners[gpu])
-							}
-						}
-					}
-				}
+				f.checkOwners(t, capacity)
 			},
 		})
 		for id := range sessions {
@@ -282,6 +261,34 @@ func TestOwnershipHoldsWhateverHappens(t *testing.T) {
 			t.Fatalf("offers are left: %v", left)
 		}
 	})
+}
+
+// checkOwners fails where a GPU has more owners than it may have, or a session
+// runs on one that its claim does not hold.
+func (f *fixture) checkOwners(t *rapid.T, capacity map[string]uint64) {
+	t.Helper()
+	owners := f.owners()
+	for gpu, list := range owners {
+		var sum uint64
+		for _, o := range list {
+			if o.GetMemory() == 0 && len(list) > 1 {
+				t.Fatalf("%s has several owners: %v", gpu, list)
+			}
+			sum += o.GetMemory()
+		}
+		if sum > capacity[gpu] {
+			t.Fatalf("%s: %d of %d", gpu, sum, capacity[gpu])
+		}
+	}
+	for at, ids := range f.guest.Holders() {
+		for _, gpu := range strings.Split(at, ",") {
+			for _, id := range ids {
+				if !slices.ContainsFunc(owners[gpu], func(o *gpuctlv1.Owner) bool { return slices.Contains(o.GetSessions(), id) }) {
+					t.Fatalf("session %s is on %s, which is held by %v", id, gpu, owners[gpu])
+				}
+			}
+		}
+	}
 }
 
 // A list of sessions that was asked for early and comes late brings no session

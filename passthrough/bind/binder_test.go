@@ -156,180 +156,184 @@ func TestVirtualFunctions(t *testing.T) {
 	r.same(before)
 }
 
+func hold(pid int, comm string, files ...string) func(*rig) {
+	return func(r *rig) { r.machine.Run(pid, comm, files...) }
+}
+
+// refusals are the cases of TestRefusals.
+var refusals = []struct {
+	name   string
+	setup  func(r *rig)
+	take   []pci.Address
+	driver string
+	is     error
+	want   string
+}{
+	{
+		name: "nothing there", take: list("0000:99:00.0"), is: bind.ErrNotFound,
+		want: "0000:99:00.0: no such PCI function: lspci -D lists what there is",
+	},
+	{
+		name: "half a card", take: gpuCard[:1], is: bind.ErrPartial,
+		want: "a card is given away whole: 0000:65:00.1 belongs to the card of 0000:65:00.0 too; name all of its functions",
+	},
+	{
+		name: "a bridge", take: list("0000:00:01.0"), is: bind.ErrBridge,
+		want: "0000:00:01.0: a bridge cannot be given away; name the functions of the card behind it",
+	},
+	{
+		name: "no module", setup: func(r *rig) { r.machine.Unload("pciback") }, is: bind.ErrNoDriver,
+		want: "pciback: driver is not loaded: modprobe xen-pciback",
+	},
+	{
+		name: "no variant", driver: "mlx5_vfio_pci", is: bind.ErrNoDriver,
+		want: "mlx5_vfio_pci: driver is not loaded: modprobe mlx5_vfio_pci",
+	},
+	{
+		name: "not a name", driver: "../../etc", want: `"../../etc" cannot be the name of a driver`,
+	},
+	{
+		name: "no IOMMU", driver: bind.VFIOPCI, is: bind.ErrNoIOMMU, take: list("0000:99:00.0"),
+		setup: func(r *rig) {
+			r.machine.Add(pcitest.Function{Address: "0000:99:00.0", Vendor: 0x10de, Device: 1, Class: pci.Class3D << 8, IOMMUGroup: -1, NUMANode: -1})
+		},
+		want: "0000:99:00.0: no IOMMU group, and vfio-pci wants one: turn the IOMMU on in the firmware and with intel_iommu=on or amd_iommu=on; in a Xen dom0 take xen-pciback",
+	},
+	{
+		name: "dead", setup: func(r *rig) { r.machine.FallOff(at(gpu)) }, is: bind.ErrDead,
+		want: "0000:65:00.0: device does not answer, its configuration space reads all ones: reset it first, or power the host off and on",
+	},
+	{
+		name: "a render node", setup: hold(812, "python3", "/dev/null", "/dev/dri/renderD128", "/dev/dri/renderD128"), is: bind.ErrInUse,
+		want: "in use: 0000:65:00.0: python3 (pid 812) has /dev/dri/renderD128 open",
+	},
+	{
+		name: "nvidia0", setup: func(r *rig) {
+			r.machine.File("proc/driver/nvidia/gpus/"+gpu+"/information", "Model: \t\t A6000\nDevice Minor: \t 0\n")
+			r.machine.Run(812, "train", "/dev/nvidiactl", "/dev/nvidia0", "/dev/nvidia1")
+		}, is: bind.ErrInUse,
+		want: "in use: 0000:65:00.0: train (pid 812) has /dev/nvidia0 open",
+	},
+	{
+		name: "an nvidia that does not say which", setup: hold(812, "train", "/dev/nvidiactl", "/dev/nvidia7"), is: bind.ErrInUse,
+		want: "in use: 0000:65:00.0: train (pid 812) has /dev/nvidia7 open",
+	},
+	{
+		name: "kfd", take: amdCard, setup: hold(9, "hip", "/dev/kfd"), is: bind.ErrInUse,
+		want: "in use: 0000:03:00.0: hip (pid 9) has /dev/kfd open",
+	},
+	{
+		name: "vfio", setup: func(r *rig) {
+			r.must(r.Take(r.t.Context(), gpuCard, bind.VFIOPCI))
+			r.machine.Run(77, "qemu-system-x86", "/dev/vfio/vfio", "/dev/vfio/10")
+		}, is: bind.ErrInUse,
+		want: "in use: 0000:65:00.0: qemu-system-x86 (pid 77) has /dev/vfio/10 open; 0000:65:00.1: qemu-system-x86 (pid 77) has /dev/vfio/10 open; " +
+			"0000:65:00.2: qemu-system-x86 (pid 77) has /dev/vfio/10 open; 0000:65:00.3: qemu-system-x86 (pid 77) has /dev/vfio/10 open",
+	},
+	{
+		name: "a mapped BAR", setup: hold(5, "dcgm", "/sys/devices/pci0000:00/0000:00:01.0/0000:65:00.0/resource0"), is: bind.ErrInUse,
+		want: "in use: 0000:65:00.0: dcgm (pid 5) has /sys/devices/pci0000:00/0000:00:01.0/0000:65:00.0/resource0 open",
+	},
+	{
+		name: "a process with a name to fool terminals", setup: hold(5, "x\x1b[2Jy", "/dev/dri/renderD128"), is: bind.ErrInUse,
+		want: "in use: 0000:65:00.0: x?[2Jy (pid 5) has /dev/dri/renderD128 open",
+	},
+	{
+		name: "boot display", setup: func(r *rig) {
+			r.machine.File("sys/bus/pci/devices/"+gpu+"/boot_vga", "1\n")
+		}, is: bind.ErrInUse,
+		want: "in use: 0000:65:00.0: the host's boot display is on it",
+	},
+	{
+		name: "framebuffer console", setup: func(r *rig) {
+			r.machine.File("sys/bus/pci/devices/"+gpu+"/graphics/fb0/uevent", "DEVNAME=fb0\n")
+			r.machine.File("sys/class/vtconsole/vtcon1/name", "(M) frame buffer device\n")
+			r.machine.File("sys/class/vtconsole/vtcon1/bind", "1\n")
+		}, is: bind.ErrInUse,
+		want: "in use: 0000:65:00.0: the framebuffer console vtcon1 is on it",
+	},
+	{
+		name: "a disk on its USB port", setup: func(r *rig) {
+			disk := "../../devices/pci0000:00/0000:00:01.0/0000:65:00.2/usb3/3-1/block/sdb"
+			r.machine.Link("sys/dev/block/8:17", disk+"/sdb1")
+			r.machine.Link("sys/class/block/sdb2", disk+"/sdb2")
+			r.machine.File("proc/1/mountinfo", "36 35 8:1 / / rw - ext4 /dev/sda1 rw\n40 35 8:17 / /mnt/backup rw - ext4 /dev/sdb1 rw\nshort\n")
+			r.machine.File("proc/swaps", "Filename\tType\tSize\tUsed\tPriority\n/dev/sdb2 partition 1 0 -2\n")
+		}, is: bind.ErrInUse,
+		want: "in use: 0000:65:00.2: /mnt/backup is mounted from it; 0000:65:00.2: the host swaps to /dev/sdb2",
+	},
+	{
+		name: "a disk behind a mapper", setup: func(r *rig) {
+			r.machine.Link("sys/dev/block/253:0", "../../devices/virtual/block/dm-0")
+			r.machine.File("sys/devices/virtual/block/dm-0/slaves/sdb1/x", "")
+			r.machine.Link("sys/class/block/sdb1", "../../devices/pci0000:00/0000:00:01.0/0000:65:00.2/usb3/3-1/block/sdb/sdb1")
+			r.machine.File("proc/1/mountinfo", "40 35 253:0 / /data rw - ext4 /dev/mapper/data rw\n")
+		}, is: bind.ErrInUse,
+		want: "in use: 0000:65:00.2: /data is mounted from it",
+	},
+	{
+		name: "an interface that is up", setup: func(r *rig) {
+			r.machine.File("sys/bus/pci/devices/"+gpu+"/net/eth7/operstate", "up\n")
+		}, is: bind.ErrInUse,
+		want: "in use: 0000:65:00.0: network interface eth7 is up",
+	},
+	{
+		name: "virtual functions are out", take: list(pf), setup: func(r *rig) {
+			r.must(r.machine.Write(r.t.Context(), "sys/bus/pci/devices/"+pf+"/sriov_numvfs", "3"))
+		}, is: bind.ErrInUse,
+		want: "in use: 0000:05:00.0: its 3 virtual functions are out; write 0 to /sys/bus/pci/devices/0000:05:00.0/sriov_numvfs",
+	},
+	{
+		name: "mediated devices", take: list(pf), setup: func(r *rig) {
+			r.machine.AddMdevTypes(at(pf), sysfstest.MdevType{ID: "nvidia-22", Instances: 1})
+			r.must(r.machine.Write(r.t.Context(), "sys/bus/pci/devices/"+pf+"/mdev_supported_types/nvidia-22/create", "11111111-2222-3333-4444-555555555555"))
+		}, is: bind.ErrInUse,
+		want: "in use: 0000:05:00.0: it carries 1 mediated devices; remove them",
+	},
+	{
+		name: "a vGPU of the vendor's framework", take: list("0000:05:00.4"), setup: func(r *rig) {
+			r.machine.AddVGPUTypes(at(pf), sysfstest.VGPUType{ID: 588, Name: "NVIDIA L40-1B", Instances: 2})
+			r.must(r.machine.Write(r.t.Context(), "sys/bus/pci/devices/"+pf+"/sriov_numvfs", "1"))
+			r.must(r.machine.Write(r.t.Context(), "sys/bus/pci/devices/0000:05:00.4/nvidia/current_vgpu_type", "588"))
+		}, is: bind.ErrInUse,
+		want: "in use: 0000:05:00.4: it carries a vGPU of type 588; write 0 to /sys/bus/pci/devices/0000:05:00.4/nvidia/current_vgpu_type",
+	},
+	{
+		name: "a guest", driver: bind.VFIOPCI, setup: func(r *rig) {
+			r.must(r.Take(r.t.Context(), gpuCard, bind.XenPciback))
+			r.must(r.machine.Give(gpuCard[1], "vm7"))
+		}, is: bind.ErrInUse,
+		want: "in use: 0000:65:00.1: guest vm7 has it",
+	},
+	{
+		name: "a crowd", setup: func(r *rig) {
+			for pid := range 10 {
+				r.machine.Run(100+pid, "p", "/dev/dri/renderD128")
+			}
+		}, is: bind.ErrInUse,
+		want: "in use: " + strings.Join(slices.Collect(func(yield func(string) bool) {
+			for pid := range 8 {
+				yield(fmt.Sprintf("0000:65:00.0: p (pid %d) has /dev/dri/renderD128 open", 100+pid))
+			}
+		}), "; ") + "; and 2 more",
+	},
+	{
+		name: "somebody else bound it meanwhile", setup: func(r *rig) {
+			r.must(r.Take(r.t.Context(), gpuCard, bind.XenPciback))
+			r.must(r.machine.Write(r.t.Context(), "sys/bus/pci/devices/"+gpu+"/driver_override", "vfio-pci"))
+			r.must(r.machine.Write(r.t.Context(), "sys/bus/pci/drivers/pciback/unbind", gpu))
+			r.must(r.machine.Write(r.t.Context(), "sys/bus/pci/drivers_probe", gpu))
+		}, is: bind.ErrForeign,
+		want: "0000:65:00.0: somebody else has bound it to vfio-pci, and it was taken for pciback: unbind it, or bind it to pciback again",
+	},
+	{
+		name: "the driver refuses", setup: func(r *rig) { r.machine.RefuseProbe("pciback", gpuCard[3], syscall.EBUSY) }, is: bind.ErrRefused,
+		want: "give 0000:65:00.3 to pciback: 0000:65:00.3: the driver did not take it: pciback write sys/bus/pci/drivers/pciback/bind: device or resource busy; see what the kernel logs",
+	},
+}
+
 func TestRefusals(t *testing.T) {
-	hold := func(pid int, comm string, files ...string) func(*rig) {
-		return func(r *rig) { r.machine.Run(pid, comm, files...) }
-	}
-	for _, c := range []struct {
-		name   string
-		setup  func(r *rig)
-		take   []pci.Address
-		driver string
-		is     error
-		want   string
-	}{
-		{
-			name: "nothing there", take: list("0000:99:00.0"), is: bind.ErrNotFound,
-			want: "0000:99:00.0: no such PCI function: lspci -D lists what there is",
-		},
-		{
-			name: "half a card", take: gpuCard[:1], is: bind.ErrPartial,
-			want: "a card is given away whole: 0000:65:00.1 belongs to the card of 0000:65:00.0 too; name all of its functions",
-		},
-		{
-			name: "a bridge", take: list("0000:00:01.0"), is: bind.ErrBridge,
-			want: "0000:00:01.0: a bridge cannot be given away; name the functions of the card behind it",
-		},
-		{
-			name: "no module", setup: func(r *rig) { r.machine.Unload("pciback") }, is: bind.ErrNoDriver,
-			want: "pciback: driver is not loaded: modprobe xen-pciback",
-		},
-		{
-			name: "no variant", driver: "mlx5_vfio_pci", is: bind.ErrNoDriver,
-			want: "mlx5_vfio_pci: driver is not loaded: modprobe mlx5_vfio_pci",
-		},
-		{
-			name: "not a name", driver: "../../etc", want: `"../../etc" cannot be the name of a driver`,
-		},
-		{
-			name: "no IOMMU", driver: bind.VFIOPCI, is: bind.ErrNoIOMMU, take: list("0000:99:00.0"),
-			setup: func(r *rig) {
-				r.machine.Add(pcitest.Function{Address: "0000:99:00.0", Vendor: 0x10de, Device: 1, Class: pci.Class3D << 8, IOMMUGroup: -1, NUMANode: -1})
-			},
-			want: "0000:99:00.0: no IOMMU group, and vfio-pci wants one: turn the IOMMU on in the firmware and with intel_iommu=on or amd_iommu=on; in a Xen dom0 take xen-pciback",
-		},
-		{
-			name: "dead", setup: func(r *rig) { r.machine.FallOff(at(gpu)) }, is: bind.ErrDead,
-			want: "0000:65:00.0: device does not answer, its configuration space reads all ones: reset it first, or power the host off and on",
-		},
-		{
-			name: "a render node", setup: hold(812, "python3", "/dev/null", "/dev/dri/renderD128", "/dev/dri/renderD128"), is: bind.ErrInUse,
-			want: "in use: 0000:65:00.0: python3 (pid 812) has /dev/dri/renderD128 open",
-		},
-		{
-			name: "nvidia0", setup: func(r *rig) {
-				r.machine.File("proc/driver/nvidia/gpus/"+gpu+"/information", "Model: \t\t A6000\nDevice Minor: \t 0\n")
-				r.machine.Run(812, "train", "/dev/nvidiactl", "/dev/nvidia0", "/dev/nvidia1")
-			}, is: bind.ErrInUse,
-			want: "in use: 0000:65:00.0: train (pid 812) has /dev/nvidia0 open",
-		},
-		{
-			name: "an nvidia that does not say which", setup: hold(812, "train", "/dev/nvidiactl", "/dev/nvidia7"), is: bind.ErrInUse,
-			want: "in use: 0000:65:00.0: train (pid 812) has /dev/nvidia7 open",
-		},
-		{
-			name: "kfd", take: amdCard, setup: hold(9, "hip", "/dev/kfd"), is: bind.ErrInUse,
-			want: "in use: 0000:03:00.0: hip (pid 9) has /dev/kfd open",
-		},
-		{
-			name: "vfio", setup: func(r *rig) {
-				r.must(r.Take(r.t.Context(), gpuCard, bind.VFIOPCI))
-				r.machine.Run(77, "qemu-system-x86", "/dev/vfio/vfio", "/dev/vfio/10")
-			}, is: bind.ErrInUse,
-			want: "in use: 0000:65:00.0: qemu-system-x86 (pid 77) has /dev/vfio/10 open; 0000:65:00.1: qemu-system-x86 (pid 77) has /dev/vfio/10 open; " +
-				"0000:65:00.2: qemu-system-x86 (pid 77) has /dev/vfio/10 open; 0000:65:00.3: qemu-system-x86 (pid 77) has /dev/vfio/10 open",
-		},
-		{
-			name: "a mapped BAR", setup: hold(5, "dcgm", "/sys/devices/pci0000:00/0000:00:01.0/0000:65:00.0/resource0"), is: bind.ErrInUse,
-			want: "in use: 0000:65:00.0: dcgm (pid 5) has /sys/devices/pci0000:00/0000:00:01.0/0000:65:00.0/resource0 open",
-		},
-		{
-			name: "a process with a name to fool terminals", setup: hold(5, "x\x1b[2Jy", "/dev/dri/renderD128"), is: bind.ErrInUse,
-			want: "in use: 0000:65:00.0: x?[2Jy (pid 5) has /dev/dri/renderD128 open",
-		},
-		{
-			name: "boot display", setup: func(r *rig) {
-				r.machine.File("sys/bus/pci/devices/"+gpu+"/boot_vga", "1\n")
-			}, is: bind.ErrInUse,
-			want: "in use: 0000:65:00.0: the host's boot display is on it",
-		},
-		{
-			name: "framebuffer console", setup: func(r *rig) {
-				r.machine.File("sys/bus/pci/devices/"+gpu+"/graphics/fb0/uevent", "DEVNAME=fb0\n")
-				r.machine.File("sys/class/vtconsole/vtcon1/name", "(M) frame buffer device\n")
-				r.machine.File("sys/class/vtconsole/vtcon1/bind", "1\n")
-			}, is: bind.ErrInUse,
-			want: "in use: 0000:65:00.0: the framebuffer console vtcon1 is on it",
-		},
-		{
-			name: "a disk on its USB port", setup: func(r *rig) {
-				disk := "../../devices/pci0000:00/0000:00:01.0/0000:65:00.2/usb3/3-1/block/sdb"
-				r.machine.Link("sys/dev/block/8:17", disk+"/sdb1")
-				r.machine.Link("sys/class/block/sdb2", disk+"/sdb2")
-				r.machine.File("proc/1/mountinfo", "36 35 8:1 / / rw - ext4 /dev/sda1 rw\n40 35 8:17 / /mnt/backup rw - ext4 /dev/sdb1 rw\nshort\n")
-				r.machine.File("proc/swaps", "Filename\tType\tSize\tUsed\tPriority\n/dev/sdb2 partition 1 0 -2\n")
-			}, is: bind.ErrInUse,
-			want: "in use: 0000:65:00.2: /mnt/backup is mounted from it; 0000:65:00.2: the host swaps to /dev/sdb2",
-		},
-		{
-			name: "a disk behind a mapper", setup: func(r *rig) {
-				r.machine.Link("sys/dev/block/253:0", "../../devices/virtual/block/dm-0")
-				r.machine.File("sys/devices/virtual/block/dm-0/slaves/sdb1/x", "")
-				r.machine.Link("sys/class/block/sdb1", "../../devices/pci0000:00/0000:00:01.0/0000:65:00.2/usb3/3-1/block/sdb/sdb1")
-				r.machine.File("proc/1/mountinfo", "40 35 253:0 / /data rw - ext4 /dev/mapper/data rw\n")
-			}, is: bind.ErrInUse,
-			want: "in use: 0000:65:00.2: /data is mounted from it",
-		},
-		{
-			name: "an interface that is up", setup: func(r *rig) {
-				r.machine.File("sys/bus/pci/devices/"+gpu+"/net/eth7/operstate", "up\n")
-			}, is: bind.ErrInUse,
-			want: "in use: 0000:65:00.0: network interface eth7 is up",
-		},
-		{
-			name: "virtual functions are out", take: list(pf), setup: func(r *rig) {
-				r.must(r.machine.Write(r.t.Context(), "sys/bus/pci/devices/"+pf+"/sriov_numvfs", "3"))
-			}, is: bind.ErrInUse,
-			want: "in use: 0000:05:00.0: its 3 virtual functions are out; write 0 to /sys/bus/pci/devices/0000:05:00.0/sriov_numvfs",
-		},
-		{
-			name: "mediated devices", take: list(pf), setup: func(r *rig) {
-				r.machine.AddMdevTypes(at(pf), sysfstest.MdevType{ID: "nvidia-22", Instances: 1})
-				r.must(r.machine.Write(r.t.Context(), "sys/bus/pci/devices/"+pf+"/mdev_supported_types/nvidia-22/create", "11111111-2222-3333-4444-555555555555"))
-			}, is: bind.ErrInUse,
-			want: "in use: 0000:05:00.0: it carries 1 mediated devices; remove them",
-		},
-		{
-			name: "a vGPU of the vendor's framework", take: list("0000:05:00.4"), setup: func(r *rig) {
-				r.machine.AddVGPUTypes(at(pf), sysfstest.VGPUType{ID: 588, Name: "NVIDIA L40-1B", Instances: 2})
-				r.must(r.machine.Write(r.t.Context(), "sys/bus/pci/devices/"+pf+"/sriov_numvfs", "1"))
-				r.must(r.machine.Write(r.t.Context(), "sys/bus/pci/devices/0000:05:00.4/nvidia/current_vgpu_type", "588"))
-			}, is: bind.ErrInUse,
-			want: "in use: 0000:05:00.4: it carries a vGPU of type 588; write 0 to /sys/bus/pci/devices/0000:05:00.4/nvidia/current_vgpu_type",
-		},
-		{
-			name: "a guest", driver: bind.VFIOPCI, setup: func(r *rig) {
-				r.must(r.Take(r.t.Context(), gpuCard, bind.XenPciback))
-				r.must(r.machine.Give(gpuCard[1], "vm7"))
-			}, is: bind.ErrInUse,
-			want: "in use: 0000:65:00.1: guest vm7 has it",
-		},
-		{
-			name: "a crowd", setup: func(r *rig) {
-				for pid := range 10 {
-					r.machine.Run(100+pid, "p", "/dev/dri/renderD128")
-				}
-			}, is: bind.ErrInUse,
-			want: "in use: " + strings.Join(slices.Collect(func(yield func(string) bool) {
-				for pid := range 8 {
-					yield(fmt.Sprintf("0000:65:00.0: p (pid %d) has /dev/dri/renderD128 open", 100+pid))
-				}
-			}), "; ") + "; and 2 more",
-		},
-		{
-			name: "somebody else bound it meanwhile", setup: func(r *rig) {
-				r.must(r.Take(r.t.Context(), gpuCard, bind.XenPciback))
-				r.must(r.machine.Write(r.t.Context(), "sys/bus/pci/devices/"+gpu+"/driver_override", "vfio-pci"))
-				r.must(r.machine.Write(r.t.Context(), "sys/bus/pci/drivers/pciback/unbind", gpu))
-				r.must(r.machine.Write(r.t.Context(), "sys/bus/pci/drivers_probe", gpu))
-			}, is: bind.ErrForeign,
-			want: "0000:65:00.0: somebody else has bound it to vfio-pci, and it was taken for pciback: unbind it, or bind it to pciback again",
-		},
-		{
-			name: "the driver refuses", setup: func(r *rig) { r.machine.RefuseProbe("pciback", gpuCard[3], syscall.EBUSY) }, is: bind.ErrRefused,
-			want: "give 0000:65:00.3 to pciback: 0000:65:00.3: the driver did not take it: pciback write sys/bus/pci/drivers/pciback/bind: device or resource busy; see what the kernel logs",
-		},
-	} {
+	for _, c := range refusals {
 		t.Run(c.name, func(t *testing.T) {
 			r := newRig(t)
 			if c.setup != nil {

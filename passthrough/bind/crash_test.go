@@ -162,24 +162,26 @@ func (r *rig) machine2() *sysfstest.Machine {
 	return r.machine
 }
 
-func TestRecover(t *testing.T) {
-	outcome := func(t *testing.T, r *rig) map[bind.Outcome]int {
-		t.Helper()
-		got, err := r.Recover(t.Context())
-		r.must(err)
-		out := map[bind.Outcome]int{}
-		for _, g := range got {
-			out[g.Outcome]++
-		}
-		return out
+// outcomes recovers, and counts what became of functions.
+func (r *rig) outcomes() map[bind.Outcome]int {
+	r.t.Helper()
+	got, err := r.Recover(r.t.Context())
+	r.must(err)
+	out := map[bind.Outcome]int{}
+	for _, g := range got {
+		out[g.Outcome]++
 	}
+	return out
+}
+
+func TestRecoverAfterAReboot(t *testing.T) {
 	t.Run("after a reboot the kernel's choice stays", func(t *testing.T) {
 		r := newRig(t)
 		before := places(r.machine)
 		r.must(r.Take(t.Context(), gpuCard, bind.XenPciback))
 		r.machine.Reboot()
 		r.restart()
-		if got := outcome(t, r); got[bind.Rebooted] != 4 || len(r.journal.Records()) != 0 {
+		if got := r.outcomes(); got[bind.Rebooted] != 4 || len(r.journal.Records()) != 0 {
 			t.Errorf("%v", got)
 		}
 		r.same(before)
@@ -195,7 +197,7 @@ func TestRecover(t *testing.T) {
 			t.Errorf("got %v, want %s", err, want)
 		}
 		r.machine.Load(sysfstest.Driver{Name: "nvidia", IDs: []sysfstest.ID{{Vendor: 0x10de, Device: 0x2236}}})
-		if got := outcome(t, r); got[bind.Finished] != 1 {
+		if got := r.outcomes(); got[bind.Finished] != 1 {
 			t.Errorf("%v", got)
 		}
 		r.at("nvidia", list(pf))
@@ -206,22 +208,25 @@ func TestRecover(t *testing.T) {
 		r.must(r.Take(t.Context(), list("0000:05:00.4"), bind.VFIOPCI))
 		r.machine.Reboot()
 		r.restart()
-		if got := outcome(t, r); got[bind.Missing] != 1 || len(r.journal.Records()) != 0 {
+		if got := r.outcomes(); got[bind.Missing] != 1 || len(r.journal.Records()) != 0 {
 			t.Errorf("%v, left %+v", got, r.journal.Records())
 		}
 	})
+}
+
+func TestRecoverWhatOthersDid(t *testing.T) {
 	t.Run("another card in the slot", func(t *testing.T) {
 		r := newRig(t)
 		r.must(r.Take(t.Context(), list(pf), bind.XenPciback))
 		r.machine.Unplug(at(pf))
-		if got := outcome(t, r); got[bind.Missing] != 1 {
+		if got := r.outcomes(); got[bind.Missing] != 1 {
 			t.Errorf("%v", got)
 		}
 		if err := r.Return(t.Context(), list(pf)); !errors.Is(err, bind.ErrNotFound) {
 			t.Errorf("returned: %v", err)
 		}
 		r.machine.Add(pcitest.Function{Address: pf, Vendor: 0x1002, Device: 1, Class: pci.Class3D << 8, IOMMUGroup: -1, NUMANode: -1, Driver: "amdgpu"})
-		if got := outcome(t, r); got[bind.Replaced] != 1 || len(r.journal.Records()) != 0 {
+		if got := r.outcomes(); got[bind.Replaced] != 1 || len(r.journal.Records()) != 0 {
 			t.Errorf("%v", got)
 		}
 		r.at("amdgpu", list(pf))
@@ -232,7 +237,7 @@ func TestRecover(t *testing.T) {
 		r.must(r.Take(t.Context(), list(pf), bind.VFIOPCI))
 		r.machine.Unplug(at(pf))
 		r.machine.Plug(at(pf))
-		if got := outcome(t, r); got[bind.Undone] != 1 {
+		if got := r.outcomes(); got[bind.Undone] != 1 {
 			t.Errorf("%v", got)
 		}
 		r.same(before)
@@ -241,7 +246,7 @@ func TestRecover(t *testing.T) {
 		r := newRig(t)
 		r.must(r.Take(t.Context(), list(pf), bind.VFIOPCI))
 		r.must(r.machine.Write(t.Context(), "sys/bus/pci/devices/"+pf+"/driver_override", "\n"))
-		if got := outcome(t, r); got[bind.Kept] != 1 || r.machine.Override(at(pf)) != "vfio-pci" {
+		if got := r.outcomes(); got[bind.Kept] != 1 || r.machine.Override(at(pf)) != "vfio-pci" {
 			t.Errorf("%v", got)
 		}
 	})
@@ -268,7 +273,7 @@ func TestRecover(t *testing.T) {
 			t.Errorf("left %+v", left)
 		}
 		r.machine.RefuseProbe("nvidia", at(gpu), nil)
-		if got := outcome(t, r); got[bind.Finished] != 1 {
+		if got := r.outcomes(); got[bind.Finished] != 1 {
 			t.Errorf("%v", got)
 		}
 		r.same(before)

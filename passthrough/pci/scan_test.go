@@ -150,95 +150,101 @@ func TestScannerAlsoFindsWhatIsNamed(t *testing.T) {
 	}
 }
 
-func TestIsolation(t *testing.T) {
-	type group struct {
-		group, why string
-		shared     []string
+type group struct {
+	group, why string
+	shared     []string
+}
+
+var acs, none = pcitest.FullACS(), (*pci.ACS)(nil)
+
+func two(tree *pcitest.Tree, root, down *pci.ACS) {
+	tree.Add(pcitest.Port("0000:00:01.0", "", -1, pci.PortRoot, root), pcitest.Port("0000:01:00.0", "0000:00:01.0", -1, pci.PortUpstream, nil))
+	for i, slot := range []string{"0000:03:00", "0000:04:00"} {
+		p := pcitest.Port("0000:02:0"+string(rune('0'+i))+".0", "0000:01:00.0", -1, pci.PortDownstream, down)
+		tree.Add(p)
+		tree.Add(pcitest.NVIDIACard(slot, p.Address, -1, 0)[:2]...)
 	}
-	acs, none := pcitest.FullACS(), (*pci.ACS)(nil)
-	two := func(tree *pcitest.Tree, root, down *pci.ACS) {
-		tree.Add(pcitest.Port("0000:00:01.0", "", -1, pci.PortRoot, root), pcitest.Port("0000:01:00.0", "0000:00:01.0", -1, pci.PortUpstream, nil))
-		for i, slot := range []string{"0000:03:00", "0000:04:00"} {
-			p := pcitest.Port("0000:02:0"+string(rune('0'+i))+".0", "0000:01:00.0", -1, pci.PortDownstream, down)
+}
+
+// isolations are the cases of TestIsolation.
+var isolations = []struct {
+	name  string
+	build func(*pcitest.Tree)
+	want  map[string]group
+}{
+	{"an IOMMU group with a stranger", func(tree *pcitest.Tree) {
+		tree.Add(pcitest.Port("0000:00:01.0", "", 7, pci.PortRoot, none))
+		tree.Add(pcitest.NVIDIACard("0000:01:00", "0000:00:01.0", 7, 0)...)
+		tree.Add(pcitest.Function{Address: "0000:00:1f.3", Vendor: 0x8086, Class: 0x040300, IOMMUGroup: 7, NUMANode: -1})
+	}, map[string]group{"0000:01:00.0": {"iommu-7", "IOMMU group 7", []string{"0000:00:1f.3"}}}},
+	{"a card over two IOMMU groups", func(tree *pcitest.Tree) {
+		f := pcitest.NVIDIACard("0000:01:00", "", 7, 0)
+		f[1].IOMMUGroup = 8
+		tree.Add(f...)
+		tree.Add(pcitest.NVIDIACard("0000:02:00", "", 8, 0)[:1]...)
+	}, map[string]group{
+		"0000:01:00.0": {"iommu-7", "IOMMU groups [7 8] of one card", []string{"0000:02:00.0"}},
+		"0000:02:00.0": {"iommu-7", "IOMMU group 8", []string{"0000:01:00.0", "0000:01:00.1", "0000:01:00.2", "0000:01:00.3"}},
+	}},
+	{"a switch that isolates", func(tree *pcitest.Tree) { two(tree, acs, acs) }, map[string]group{
+		"0000:03:00.0": {"pci-0000:03:00.0", "no IOMMU groups; every port above isolates", nil},
+		"0000:04:00.0": {"pci-0000:04:00.0", "no IOMMU groups; every port above isolates", nil},
+	}},
+	{"a switch that does not", func(tree *pcitest.Tree) { two(tree, acs, none) }, map[string]group{
+		"0000:03:00.0": {"pci-0000:01:00.0", "no IOMMU groups; port 0000:02:00.0 has no ACS", []string{"0000:04:00.0", "0000:04:00.1"}},
+		"0000:04:00.0": {"pci-0000:01:00.0", "no IOMMU groups; port 0000:02:00.0 has no ACS", []string{"0000:03:00.0", "0000:03:00.1"}},
+	}},
+	{"a switch of which one port does not", func(tree *pcitest.Tree) {
+		two(tree, acs, acs)
+		tree.Add(pcitest.Port("0000:02:02.0", "0000:01:00.0", -1, pci.PortDownstream, none))
+	}, map[string]group{
+		"0000:03:00.0": {"pci-0000:01:00.0", "no IOMMU groups; port 0000:02:02.0 has no ACS", []string{"0000:04:00.0", "0000:04:00.1"}},
+		"0000:04:00.0": {"pci-0000:01:00.0", "no IOMMU groups; port 0000:02:02.0 has no ACS", []string{"0000:03:00.0", "0000:03:00.1"}},
+	}},
+	{"a root port that does not", func(tree *pcitest.Tree) { two(tree, &pci.ACS{Can: 0x1d}, acs) }, map[string]group{
+		"0000:03:00.0": {"pci-0000:00:01.0", "no IOMMU groups; port 0000:00:01.0 has not all of its ACS on (0x0 of 0x1d)", []string{"0000:04:00.0", "0000:04:00.1"}},
+		"0000:04:00.0": {"pci-0000:00:01.0", "no IOMMU groups; port 0000:00:01.0 has not all of its ACS on (0x0 of 0x1d)", []string{"0000:03:00.0", "0000:03:00.1"}},
+	}},
+	{"behind a conventional bridge", func(tree *pcitest.Tree) {
+		b := pcitest.Port("0000:00:1e.0", "", -1, 0, none)
+		b.Config = pcitest.ConfigSpace{Vendor: 0x8086, Device: 1, Class: b.Class, Conventional: true}.Bytes()
+		tree.Add(b, pcitest.Function{Address: "0000:05:01.0", Parent: b.Address, Vendor: 1, Class: 0x030000, IOMMUGroup: -1, NUMANode: -1},
+			pcitest.Function{Address: "0000:05:02.0", Parent: b.Address, Vendor: 1, Class: 0x020000, IOMMUGroup: -1, NUMANode: -1})
+	}, map[string]group{"0000:05:01.0": {"pci-0000:00:1e.0", "no IOMMU groups; bridge 0000:00:1e.0 is not PCI Express on both sides", []string{"0000:05:02.0"}}}},
+	{"root ports that are functions of one device", func(tree *pcitest.Tree) {
+		for _, a := range []string{"0000:00:01.0", "0000:00:01.1"} {
+			p := pcitest.Port(a, "", -1, pci.PortRoot, none)
+			p.Config = pcitest.ConfigSpace{Vendor: 0x8086, Device: 1, Class: p.Class, Port: pci.PortRoot, Multifunction: true}.Bytes()
 			tree.Add(p)
-			tree.Add(pcitest.NVIDIACard(slot, p.Address, -1, 0)[:2]...)
 		}
-	}
-	for _, c := range []struct {
-		name  string
-		build func(*pcitest.Tree)
-		want  map[string]group
-	}{
-		{"an IOMMU group with a stranger", func(tree *pcitest.Tree) {
-			tree.Add(pcitest.Port("0000:00:01.0", "", 7, pci.PortRoot, none))
-			tree.Add(pcitest.NVIDIACard("0000:01:00", "0000:00:01.0", 7, 0)...)
-			tree.Add(pcitest.Function{Address: "0000:00:1f.3", Vendor: 0x8086, Class: 0x040300, IOMMUGroup: 7, NUMANode: -1})
-		}, map[string]group{"0000:01:00.0": {"iommu-7", "IOMMU group 7", []string{"0000:00:1f.3"}}}},
-		{"a card over two IOMMU groups", func(tree *pcitest.Tree) {
-			f := pcitest.NVIDIACard("0000:01:00", "", 7, 0)
-			f[1].IOMMUGroup = 8
-			tree.Add(f...)
-			tree.Add(pcitest.NVIDIACard("0000:02:00", "", 8, 0)[:1]...)
-		}, map[string]group{
-			"0000:01:00.0": {"iommu-7", "IOMMU groups [7 8] of one card", []string{"0000:02:00.0"}},
-			"0000:02:00.0": {"iommu-7", "IOMMU group 8", []string{"0000:01:00.0", "0000:01:00.1", "0000:01:00.2", "0000:01:00.3"}},
-		}},
-		{"a switch that isolates", func(tree *pcitest.Tree) { two(tree, acs, acs) }, map[string]group{
-			"0000:03:00.0": {"pci-0000:03:00.0", "no IOMMU groups; every port above isolates", nil},
-			"0000:04:00.0": {"pci-0000:04:00.0", "no IOMMU groups; every port above isolates", nil},
-		}},
-		{"a switch that does not", func(tree *pcitest.Tree) { two(tree, acs, none) }, map[string]group{
-			"0000:03:00.0": {"pci-0000:01:00.0", "no IOMMU groups; port 0000:02:00.0 has no ACS", []string{"0000:04:00.0", "0000:04:00.1"}},
-			"0000:04:00.0": {"pci-0000:01:00.0", "no IOMMU groups; port 0000:02:00.0 has no ACS", []string{"0000:03:00.0", "0000:03:00.1"}},
-		}},
-		{"a switch of which one port does not", func(tree *pcitest.Tree) {
-			two(tree, acs, acs)
-			tree.Add(pcitest.Port("0000:02:02.0", "0000:01:00.0", -1, pci.PortDownstream, none))
-		}, map[string]group{
-			"0000:03:00.0": {"pci-0000:01:00.0", "no IOMMU groups; port 0000:02:02.0 has no ACS", []string{"0000:04:00.0", "0000:04:00.1"}},
-			"0000:04:00.0": {"pci-0000:01:00.0", "no IOMMU groups; port 0000:02:02.0 has no ACS", []string{"0000:03:00.0", "0000:03:00.1"}},
-		}},
-		{"a root port that does not", func(tree *pcitest.Tree) { two(tree, &pci.ACS{Can: 0x1d}, acs) }, map[string]group{
-			"0000:03:00.0": {"pci-0000:00:01.0", "no IOMMU groups; port 0000:00:01.0 has not all of its ACS on (0x0 of 0x1d)", []string{"0000:04:00.0", "0000:04:00.1"}},
-			"0000:04:00.0": {"pci-0000:00:01.0", "no IOMMU groups; port 0000:00:01.0 has not all of its ACS on (0x0 of 0x1d)", []string{"0000:03:00.0", "0000:03:00.1"}},
-		}},
-		{"behind a conventional bridge", func(tree *pcitest.Tree) {
-			b := pcitest.Port("0000:00:1e.0", "", -1, 0, none)
-			b.Config = pcitest.ConfigSpace{Vendor: 0x8086, Device: 1, Class: b.Class, Conventional: true}.Bytes()
-			tree.Add(b, pcitest.Function{Address: "0000:05:01.0", Parent: b.Address, Vendor: 1, Class: 0x030000, IOMMUGroup: -1, NUMANode: -1},
-				pcitest.Function{Address: "0000:05:02.0", Parent: b.Address, Vendor: 1, Class: 0x020000, IOMMUGroup: -1, NUMANode: -1})
-		}, map[string]group{"0000:05:01.0": {"pci-0000:00:1e.0", "no IOMMU groups; bridge 0000:00:1e.0 is not PCI Express on both sides", []string{"0000:05:02.0"}}}},
-		{"root ports that are functions of one device", func(tree *pcitest.Tree) {
-			for _, a := range []string{"0000:00:01.0", "0000:00:01.1"} {
-				p := pcitest.Port(a, "", -1, pci.PortRoot, none)
-				p.Config = pcitest.ConfigSpace{Vendor: 0x8086, Device: 1, Class: p.Class, Port: pci.PortRoot, Multifunction: true}.Bytes()
-				tree.Add(p)
-			}
-			tree.Add(pcitest.NVIDIACard("0000:01:00", "0000:00:01.0", -1, 0)[:1]...)
-			tree.Add(pcitest.NVIDIACard("0000:02:00", "0000:00:01.1", -1, 0)[:1]...)
-		}, map[string]group{
-			"0000:01:00.0": {"pci-0000:00:01.0", "no IOMMU groups; port 0000:00:01.0 has no ACS", []string{"0000:02:00.0"}},
-			"0000:02:00.0": {"pci-0000:00:01.0", "no IOMMU groups; port 0000:00:01.1 has no ACS", []string{"0000:01:00.0"}},
-		}},
-		{"a configuration space that is not root's to read", func(tree *pcitest.Tree) {
-			p := pcitest.Port("0000:00:01.0", "", -1, pci.PortRoot, acs)
-			p.Config = p.Config[:256]
-			tree.Add(p)
-			tree.Add(pcitest.NVIDIACard("0000:01:00", p.Address, -1, 0)[:1]...)
-		}, map[string]group{"0000:01:00.0": {"pci-0000:00:01.0", "no IOMMU groups; port 0000:00:01.0 has an extended configuration space that cannot be read", nil}}},
-		{"an AMD card with a switch of its own", func(tree *pcitest.Tree) {
-			tree.Add(pcitest.Port("0000:00:03.1", "", -1, pci.PortRoot, none))
-			tree.Add(pcitest.AMDCard("0000:0a", "0000:0b", "0000:0c", "0000:00:03.1", -1, none)...)
-		}, map[string]group{"0000:0c:00.0": {"pci-0000:00:03.1", "no IOMMU groups; port 0000:00:03.1 has no ACS", nil}}},
-		{"on the root bus", func(tree *pcitest.Tree) {
-			tree.Add(pcitest.Function{Address: "0000:00:02.0", Vendor: 0x8086, Class: 0x030000, IOMMUGroup: -1, NUMANode: -1})
-		}, map[string]group{"0000:00:02.0": {"pci-0000:00:02.0", "no IOMMU groups; on the root bus", nil}}},
-		{"a Xen dom0", func(tree *pcitest.Tree) { pcitest.XenDom0(tree) }, map[string]group{
-			"0000:65:00.0": {"pci-0000:65:00.0", "no IOMMU groups; every port above isolates", nil},
-			"0000:05:00.0": {"pci-0000:00:02.0", "no IOMMU groups; port 0000:00:02.0 has no ACS", []string{"0000:06:00.0"}},
-			"0000:06:00.0": {"pci-0000:00:02.0", "no IOMMU groups; port 0000:00:02.0 has no ACS", []string{"0000:05:00.0"}},
-		}},
-	} {
+		tree.Add(pcitest.NVIDIACard("0000:01:00", "0000:00:01.0", -1, 0)[:1]...)
+		tree.Add(pcitest.NVIDIACard("0000:02:00", "0000:00:01.1", -1, 0)[:1]...)
+	}, map[string]group{
+		"0000:01:00.0": {"pci-0000:00:01.0", "no IOMMU groups; port 0000:00:01.0 has no ACS", []string{"0000:02:00.0"}},
+		"0000:02:00.0": {"pci-0000:00:01.0", "no IOMMU groups; port 0000:00:01.1 has no ACS", []string{"0000:01:00.0"}},
+	}},
+	{"a configuration space that is not root's to read", func(tree *pcitest.Tree) {
+		p := pcitest.Port("0000:00:01.0", "", -1, pci.PortRoot, acs)
+		p.Config = p.Config[:256]
+		tree.Add(p)
+		tree.Add(pcitest.NVIDIACard("0000:01:00", p.Address, -1, 0)[:1]...)
+	}, map[string]group{"0000:01:00.0": {"pci-0000:00:01.0", "no IOMMU groups; port 0000:00:01.0 has an extended configuration space that cannot be read", nil}}},
+	{"an AMD card with a switch of its own", func(tree *pcitest.Tree) {
+		tree.Add(pcitest.Port("0000:00:03.1", "", -1, pci.PortRoot, none))
+		tree.Add(pcitest.AMDCard("0000:0a", "0000:0b", "0000:0c", "0000:00:03.1", -1, none)...)
+	}, map[string]group{"0000:0c:00.0": {"pci-0000:00:03.1", "no IOMMU groups; port 0000:00:03.1 has no ACS", nil}}},
+	{"on the root bus", func(tree *pcitest.Tree) {
+		tree.Add(pcitest.Function{Address: "0000:00:02.0", Vendor: 0x8086, Class: 0x030000, IOMMUGroup: -1, NUMANode: -1})
+	}, map[string]group{"0000:00:02.0": {"pci-0000:00:02.0", "no IOMMU groups; on the root bus", nil}}},
+	{"a Xen dom0", func(tree *pcitest.Tree) { pcitest.XenDom0(tree) }, map[string]group{
+		"0000:65:00.0": {"pci-0000:65:00.0", "no IOMMU groups; every port above isolates", nil},
+		"0000:05:00.0": {"pci-0000:00:02.0", "no IOMMU groups; port 0000:00:02.0 has no ACS", []string{"0000:06:00.0"}},
+		"0000:06:00.0": {"pci-0000:00:02.0", "no IOMMU groups; port 0000:00:02.0 has no ACS", []string{"0000:05:00.0"}},
+	}},
+}
+
+func TestIsolation(t *testing.T) {
+	for _, c := range isolations {
 		t.Run(c.name, func(t *testing.T) {
 			tree := pcitest.New(t)
 			c.build(tree)

@@ -92,153 +92,160 @@ func why(r reset.Result, m reset.Method) string {
 	return ""
 }
 
+var graphics = "0000:65:00.0"
+
+func neighbour(driver string) func(*testing.T, *sysfstest.Machine) {
+	return func(_ *testing.T, m *sysfstest.Machine) {
+		m.Add(pcitest.Function{Address: "0000:65:01.0", Parent: "0000:00:01.0", Vendor: 0x8086, Device: 0x1533, Class: 0x020000, Driver: driver, IOMMUGroup: -1})
+	}
+}
+
+func onReset(method string, o sysfstest.Outcome) func(*testing.T, *sysfstest.Machine) {
+	return func(t *testing.T, m *sysfstest.Machine) { m.OnReset(addr(t, graphics), method, o) }
+}
+
+func hook(ok bool, err error) reset.Option {
+	return reset.WithVendor(func(context.Context, *pci.Card) (bool, error) { return ok, err })
+}
+
+// ladders are the cases of TestLadder.
+var ladders = []struct {
+	name    string
+	machine func(*sysfstest.Machine)
+	change  func(*testing.T, *sysfstest.Machine)
+	opts    []reset.Option
+	avoid   []reset.Avoid
+	tries   string
+	by      reset.Method
+	err     error
+	because map[reset.Method]string // parts of errors
+}{
+	{name: "FLR works", machine: accelerator, tries: "flr", by: reset.FLR},
+	{
+		name: "FLR is refused, then the bus", machine: accelerator, change: onReset("flr", sysfstest.Outcome{Err: syscall.ENOTTY}),
+		tries: "flr! bus", by: reset.Bus, because: map[reset.Method]string{reset.FLR: "inappropriate ioctl", reset.PM: "the kernel has no pm"},
+	},
+	{
+		name: "FLR kills it", machine: accelerator, change: onReset("flr", sysfstest.Outcome{Kills: true}),
+		tries: "flr! bus!", err: reset.ErrDead, because: map[reset.Method]string{reset.FLR: "reads all ones"},
+	},
+	{
+		name: "dead before, a bus reset wakes it", machine: accelerator,
+		change: func(t *testing.T, m *sysfstest.Machine) { m.FallOff(addr(t, graphics), "bus") },
+		tries:  "bus", by: reset.Bus, because: map[reset.Method]string{reset.FLR: "does not answer", reset.PM: "does not answer"},
+	},
+	{
+		name: "dead before, only power wakes it", machine: accelerator,
+		change: func(t *testing.T, m *sysfstest.Machine) {
+			m.FallOff(addr(t, graphics), "d3cold")
+			m.PowersOff(addr(t, graphics))
+		},
+		tries: "bus! d3cold", by: reset.D3cold,
+	},
+	{
+		name: "dead for good", machine: accelerator,
+		change: func(t *testing.T, m *sysfstest.Machine) {
+			m.FallOff(addr(t, graphics))
+			m.PowersOff(addr(t, graphics))
+		},
+		tries: "bus! d3cold!", err: reset.ErrDead,
+	},
+	{
+		name: "the model hangs on FLR and bus", machine: accelerator,
+		change: func(t *testing.T, m *sysfstest.Machine) { m.PowersOff(addr(t, graphics)) },
+		avoid:  []reset.Avoid{{Method: reset.FLR, Why: "ACME hangs"}, {Method: reset.Bus, Why: "ACME sleeps"}},
+		tries:  "d3cold", by: reset.D3cold, because: map[reset.Method]string{reset.FLR: "ACME hangs", reset.Bus: "ACME sleeps"},
+	},
+	{
+		name: "a neighbour at work", machine: accelerator, change: neighbour("igb"), avoid: []reset.Avoid{{Method: reset.FLR, Why: "x"}},
+		err:     reset.ErrNoMethod,
+		because: map[reset.Method]string{reset.Bus: "0000:65:01.0 (driver igb) is below the bridge 0000:00:01.0", reset.D3cold: "0000:65:01.0 (driver igb)"},
+	},
+	{
+		name: "a neighbour at rest", machine: accelerator, change: neighbour(""), avoid: []reset.Avoid{{Method: reset.FLR, Why: "x"}},
+		err:     reset.ErrNoMethod,
+		because: map[reset.Method]string{reset.Bus: "since Linux 6.13", reset.D3cold: "would keep its power on"},
+	},
+	{
+		name: "several functions, an old bridge", machine: workstation,
+		change: func(t *testing.T, m *sysfstest.Machine) { m.PowersOff(addr(t, graphics)) },
+		tries:  "d3cold", by: reset.D3cold, because: map[reset.Method]string{reset.Bus: "since Linux 6.13"},
+	},
+	{
+		name: "several functions, a new bridge", machine: workstation,
+		change: func(_ *testing.T, m *sysfstest.Machine) {
+			m.Attr("sys/devices/pci0000:00/0000:00:01.0/reset_subordinate", nil, func(s string) error {
+				if s != "1" {
+					return syscall.EINVAL
+				}
+				return nil
+			})
+		},
+		tries: "bus", by: reset.Bus,
+	},
+	{
+		name: "a new bridge that fails", machine: workstation,
+		change: func(_ *testing.T, m *sysfstest.Machine) {
+			m.Attr("sys/devices/pci0000:00/0000:00:01.0/reset_subordinate", nil, func(string) error { return syscall.ENOTTY })
+		},
+		tries: "bus!", err: reset.ErrDead,
+	},
+	{
+		name: "power may not be switched", machine: workstation,
+		change: func(t *testing.T, m *sysfstest.Machine) {
+			m.PowersOff(addr(t, graphics))
+			if err := m.Write(t.Context(), dir+graphics+"/d3cold_allowed", "0"); err != nil {
+				t.Fatal(err)
+			}
+		},
+		err: reset.ErrNoMethod, because: map[reset.Method]string{reset.D3cold: "d3cold_allowed of 0000:65:00.0 is not 1"},
+	},
+	{
+		name: "nothing to be done", err: reset.ErrNoMethod,
+		machine: func(m *sysfstest.Machine) {
+			m.Add(pcitest.Function{Address: graphics, Vendor: 0x1234, Device: 0x1111, Class: 0x030000, IOMMUGroup: -1})
+		},
+		because: map[reset.Method]string{reset.Bus: "root bus", reset.Vendor: "no device_specific", reset.D3cold: "no bridge above"},
+	},
+	{
+		name: "the operator's own", machine: workstation, opts: []reset.Option{hook(true, nil)}, tries: "vendor", by: reset.Vendor,
+	},
+	{
+		name: "the operator's own fails", machine: workstation, opts: []reset.Option{hook(true, errors.New("no tool"))},
+		tries: "vendor!", err: reset.ErrDead, because: map[reset.Method]string{reset.Vendor: "no tool"},
+	},
+	{
+		name: "the maker's module", tries: "vendor", by: reset.Vendor,
+		machine: func(m *sysfstest.Machine) {
+			m.Add(pcitest.Function{Address: graphics, Vendor: 0x1002, Device: 0x731f, Class: 0x030000, IOMMUGroup: -1, Reset: "device_specific bus"})
+		},
+		opts: []reset.Option{hook(false, nil)}, avoid: []reset.Avoid{{Method: reset.Bus, Why: "x"}},
+	},
+	{
+		name: "firmware", tries: "acpi", by: reset.ACPI,
+		machine: func(m *sysfstest.Machine) {
+			m.Add(pcitest.Function{Address: graphics, Vendor: 0x8086, Device: 0x56c0, Class: 0x038000, IOMMUGroup: -1, Reset: "acpi"})
+		},
+	},
+	{
+		name: "power management", tries: "pm", by: reset.PM,
+		machine: func(m *sysfstest.Machine) {
+			m.Add(pcitest.Function{Address: graphics, Vendor: 0x8086, Device: 0x56c0, Class: 0x038000, IOMMUGroup: -1, Reset: "pm"})
+		},
+	},
+	{
+		name: "virtual functions are out", machine: accelerator, err: reset.ErrInUse,
+		change: func(t *testing.T, m *sysfstest.Machine) {
+			m.Load(sysfstest.Driver{Name: "nvidia", IDs: []sysfstest.ID{{Vendor: 0x10de, Device: 0x2236}}, SRIOV: true})
+			if err := m.Write(t.Context(), dir+graphics+"/sriov_numvfs", "2"); err != nil {
+				t.Fatal(err)
+			}
+		},
+	},
+}
+
 func TestLadder(t *testing.T) {
-	main := "0000:65:00.0"
-	neighbour := func(driver string) func(*testing.T, *sysfstest.Machine) {
-		return func(_ *testing.T, m *sysfstest.Machine) {
-			m.Add(pcitest.Function{Address: "0000:65:01.0", Parent: "0000:00:01.0", Vendor: 0x8086, Device: 0x1533, Class: 0x020000, Driver: driver, IOMMUGroup: -1})
-		}
-	}
-	onReset := func(method string, o sysfstest.Outcome) func(*testing.T, *sysfstest.Machine) {
-		return func(t *testing.T, m *sysfstest.Machine) { m.OnReset(addr(t, main), method, o) }
-	}
-	hook := func(ok bool, err error) reset.Option {
-		return reset.WithVendor(func(context.Context, *pci.Card) (bool, error) { return ok, err })
-	}
-	for _, c := range []struct {
-		name    string
-		machine func(*sysfstest.Machine)
-		change  func(*testing.T, *sysfstest.Machine)
-		opts    []reset.Option
-		avoid   []reset.Avoid
-		tries   string
-		by      reset.Method
-		err     error
-		because map[reset.Method]string // parts of errors
-	}{
-		{name: "FLR works", machine: accelerator, tries: "flr", by: reset.FLR},
-		{
-			name: "FLR is refused, then the bus", machine: accelerator, change: onReset("flr", sysfstest.Outcome{Err: syscall.ENOTTY}),
-			tries: "flr! bus", by: reset.Bus, because: map[reset.Method]string{reset.FLR: "inappropriate ioctl", reset.PM: "the kernel has no pm"},
-		},
-		{
-			name: "FLR kills it", machine: accelerator, change: onReset("flr", sysfstest.Outcome{Kills: true}),
-			tries: "flr! bus!", err: reset.ErrDead, because: map[reset.Method]string{reset.FLR: "reads all ones"},
-		},
-		{
-			name: "dead before, a bus reset wakes it", machine: accelerator,
-			change: func(t *testing.T, m *sysfstest.Machine) { m.FallOff(addr(t, main), "bus") },
-			tries:  "bus", by: reset.Bus, because: map[reset.Method]string{reset.FLR: "does not answer", reset.PM: "does not answer"},
-		},
-		{
-			name: "dead before, only power wakes it", machine: accelerator,
-			change: func(t *testing.T, m *sysfstest.Machine) {
-				m.FallOff(addr(t, main), "d3cold")
-				m.PowersOff(addr(t, main))
-			},
-			tries: "bus! d3cold", by: reset.D3cold,
-		},
-		{
-			name: "dead for good", machine: accelerator,
-			change: func(t *testing.T, m *sysfstest.Machine) {
-				m.FallOff(addr(t, main))
-				m.PowersOff(addr(t, main))
-			},
-			tries: "bus! d3cold!", err: reset.ErrDead,
-		},
-		{
-			name: "the model hangs on FLR and bus", machine: accelerator,
-			change: func(t *testing.T, m *sysfstest.Machine) { m.PowersOff(addr(t, main)) },
-			avoid:  []reset.Avoid{{Method: reset.FLR, Why: "ACME hangs"}, {Method: reset.Bus, Why: "ACME sleeps"}},
-			tries:  "d3cold", by: reset.D3cold, because: map[reset.Method]string{reset.FLR: "ACME hangs", reset.Bus: "ACME sleeps"},
-		},
-		{
-			name: "a neighbour at work", machine: accelerator, change: neighbour("igb"), avoid: []reset.Avoid{{Method: reset.FLR, Why: "x"}},
-			err:     reset.ErrNoMethod,
-			because: map[reset.Method]string{reset.Bus: "0000:65:01.0 (driver igb) is below the bridge 0000:00:01.0", reset.D3cold: "0000:65:01.0 (driver igb)"},
-		},
-		{
-			name: "a neighbour at rest", machine: accelerator, change: neighbour(""), avoid: []reset.Avoid{{Method: reset.FLR, Why: "x"}},
-			err:     reset.ErrNoMethod,
-			because: map[reset.Method]string{reset.Bus: "since Linux 6.13", reset.D3cold: "would keep its power on"},
-		},
-		{
-			name: "several functions, an old bridge", machine: workstation,
-			change: func(t *testing.T, m *sysfstest.Machine) { m.PowersOff(addr(t, main)) },
-			tries:  "d3cold", by: reset.D3cold, because: map[reset.Method]string{reset.Bus: "since Linux 6.13"},
-		},
-		{
-			name: "several functions, a new bridge", machine: workstation,
-			change: func(_ *testing.T, m *sysfstest.Machine) {
-				m.Attr("sys/devices/pci0000:00/0000:00:01.0/reset_subordinate", nil, func(s string) error {
-					if s != "1" {
-						return syscall.EINVAL
-					}
-					return nil
-				})
-			},
-			tries: "bus", by: reset.Bus,
-		},
-		{
-			name: "a new bridge that fails", machine: workstation,
-			change: func(_ *testing.T, m *sysfstest.Machine) {
-				m.Attr("sys/devices/pci0000:00/0000:00:01.0/reset_subordinate", nil, func(string) error { return syscall.ENOTTY })
-			},
-			tries: "bus!", err: reset.ErrDead,
-		},
-		{
-			name: "power may not be switched", machine: workstation,
-			change: func(t *testing.T, m *sysfstest.Machine) {
-				m.PowersOff(addr(t, main))
-				if err := m.Write(t.Context(), dir+main+"/d3cold_allowed", "0"); err != nil {
-					t.Fatal(err)
-				}
-			},
-			err: reset.ErrNoMethod, because: map[reset.Method]string{reset.D3cold: "d3cold_allowed of 0000:65:00.0 is not 1"},
-		},
-		{
-			name: "nothing to be done", err: reset.ErrNoMethod,
-			machine: func(m *sysfstest.Machine) {
-				m.Add(pcitest.Function{Address: main, Vendor: 0x1234, Device: 0x1111, Class: 0x030000, IOMMUGroup: -1})
-			},
-			because: map[reset.Method]string{reset.Bus: "root bus", reset.Vendor: "no device_specific", reset.D3cold: "no bridge above"},
-		},
-		{
-			name: "the operator's own", machine: workstation, opts: []reset.Option{hook(true, nil)}, tries: "vendor", by: reset.Vendor,
-		},
-		{
-			name: "the operator's own fails", machine: workstation, opts: []reset.Option{hook(true, errors.New("no tool"))},
-			tries: "vendor!", err: reset.ErrDead, because: map[reset.Method]string{reset.Vendor: "no tool"},
-		},
-		{
-			name: "the maker's module", tries: "vendor", by: reset.Vendor,
-			machine: func(m *sysfstest.Machine) {
-				m.Add(pcitest.Function{Address: main, Vendor: 0x1002, Device: 0x731f, Class: 0x030000, IOMMUGroup: -1, Reset: "device_specific bus"})
-			},
-			opts: []reset.Option{hook(false, nil)}, avoid: []reset.Avoid{{Method: reset.Bus, Why: "x"}},
-		},
-		{
-			name: "firmware", tries: "acpi", by: reset.ACPI,
-			machine: func(m *sysfstest.Machine) {
-				m.Add(pcitest.Function{Address: main, Vendor: 0x8086, Device: 0x56c0, Class: 0x038000, IOMMUGroup: -1, Reset: "acpi"})
-			},
-		},
-		{
-			name: "power management", tries: "pm", by: reset.PM,
-			machine: func(m *sysfstest.Machine) {
-				m.Add(pcitest.Function{Address: main, Vendor: 0x8086, Device: 0x56c0, Class: 0x038000, IOMMUGroup: -1, Reset: "pm"})
-			},
-		},
-		{
-			name: "virtual functions are out", machine: accelerator, err: reset.ErrInUse,
-			change: func(t *testing.T, m *sysfstest.Machine) {
-				m.Load(sysfstest.Driver{Name: "nvidia", IDs: []sysfstest.ID{{Vendor: 0x10de, Device: 0x2236}}, SRIOV: true})
-				if err := m.Write(t.Context(), dir+main+"/sriov_numvfs", "2"); err != nil {
-					t.Fatal(err)
-				}
-			},
-		},
-	} {
+	for _, c := range ladders {
 		t.Run(c.name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				m := sysfstest.New()
@@ -246,7 +253,7 @@ func TestLadder(t *testing.T) {
 				if c.change != nil {
 					c.change(t, m)
 				}
-				before, _ := m.ReadFile(dir + main + "/reset_method")
+				before, _ := m.ReadFile(dir + graphics + "/reset_method")
 				result, err := reset.New(m, c.opts...).Reset(t.Context(), scan(t, m), c.avoid)
 				if !errors.Is(err, c.err) || result.By != c.by || tries(result) != c.tries {
 					t.Errorf("by %q, tried %q, %v; want %q, %q, %v", result.By, tries(result), err, c.by, c.tries, c.err)
@@ -256,10 +263,10 @@ func TestLadder(t *testing.T) {
 						t.Errorf("%s: %q does not say %q", method, got, part)
 					}
 				}
-				if after, _ := m.ReadFile(dir + main + "/reset_method"); string(after) != string(before) {
+				if after, _ := m.ReadFile(dir + graphics + "/reset_method"); string(after) != string(before) {
 					t.Errorf("reset_method is %q, it was %q", after, before)
 				}
-				if control, _ := m.ReadFile(dir + main + "/power/control"); string(control) != "on\n" {
+				if control, _ := m.ReadFile(dir + graphics + "/power/control"); string(control) != "on\n" {
 					t.Errorf("power/control is %q", control)
 				}
 				if v := m.Violations(); len(v) > 0 {
@@ -481,106 +488,111 @@ func newDevice(t *testing.T) *device {
 	return &device{Machine: m, config: data}
 }
 
+var le = binary.LittleEndian
+
+func lose(d *device) {
+	le.PutUint16(d.config[4:], 0)
+	le.PutUint32(d.config[0x10:], 0)
+	le.PutUint32(d.config[0x14:], 0xc)
+	le.PutUint32(d.config[0x18:], 0)
+}
+
+// verdicts are the cases of TestVerify.
+var verdicts = []struct {
+	name     string
+	set      func(*device)
+	by       reset.Method
+	restored bool
+	why      string // of FLR
+	longest  time.Duration
+}{
+	{name: "all is as it was", set: func(*device) {}, by: reset.FLR},
+	{name: "registers are written back", set: func(d *device) { d.onReset = lose }, by: reset.FLR, restored: true},
+	{
+		name: "registers stay lost", why: "lost BAR 0 (0x0, it was 0xd0000000), also after it was written back",
+		set: func(d *device) {
+			d.onReset = lose
+			d.write = func(*device, string) error { return nil }
+		},
+	},
+	{
+		name: "registers may not be written", why: "lost BAR 0 (0x0, it was 0xd0000000), and cannot be written back: operation not permitted",
+		set: func(d *device) {
+			d.onReset = lose
+			d.write = func(*device, string) error { return syscall.EPERM }
+		},
+	},
+	{
+		name: "it dies of the writing", why: "stopped answering when its registers",
+		set: func(d *device) {
+			d.onReset = lose
+			d.write = func(d *device, _ string) error { copy(d.config, strings.Repeat("\xff", len(d.config))); return nil }
+		},
+	},
+	{
+		name: "only the command register", by: reset.FLR, restored: true,
+		set: func(d *device) { d.onReset = func(d *device) { le.PutUint16(d.config[4:], 0) } },
+	},
+	{
+		name: "another device", why: "is another device: 10de:1eb8, it was 10de:2236",
+		set: func(d *device) { d.onReset = func(d *device) { le.PutUint16(d.config[2:], 0x1eb8) } },
+	},
+	{
+		name: "another class", why: "class, revision or subsystem",
+		set: func(d *device) { d.onReset = func(d *device) { d.config[0x0b] = 1 } },
+	},
+	{
+		name: "status errors", why: "reports errors: status 0x4000",
+		set: func(d *device) { d.onReset = func(d *device) { d.config[7] |= 0x40 } },
+	},
+	{
+		name: "status errors that it had", by: reset.FLR,
+		set: func(d *device) { d.config[7] |= 0x40 },
+	},
+	{
+		name: "a fatal error", why: "reports a fatal error",
+		set: func(d *device) { d.onReset = func(d *device) { d.config[0x60+0x0a] |= 4 } },
+	},
+	{
+		name: "what peers answered is not its fault", by: reset.FLR,
+		set: func(d *device) { d.onReset = func(d *device) { d.config[7] |= 0x30 } },
+	},
+	{
+		name: "it asks for patience", by: reset.FLR, longest: 30 * time.Second,
+		set: func(d *device) {
+			d.reads = func(d *device, n int) []byte {
+				if n < 3 || n > 30 {
+					return nil
+				}
+				b := []byte(strings.Repeat("\xff", len(d.config)))
+				b[0], b[1] = 1, 0
+				return b
+			}
+		},
+	},
+	{
+		name: "it asks for ever", why: "still asks for patience after 1m0s", longest: 4 * time.Minute,
+		set: func(d *device) {
+			d.onReset = func(d *device) {
+				copy(d.config, strings.Repeat("\xff", len(d.config)))
+				d.config[0], d.config[1] = 1, 0
+			}
+		},
+	},
+	{
+		name: "it is gone", why: "does not answer: it reads all ones", longest: 4 * time.Minute,
+		set: func(d *device) {
+			d.onReset = func(d *device) { copy(d.config, strings.Repeat("\xff", len(d.config))) }
+		},
+	},
+	{
+		name: "the file is cut off", why: "cannot be read", longest: 4 * time.Minute,
+		set: func(d *device) { d.onReset = func(d *device) { d.config = d.config[:40] } },
+	},
+}
+
 func TestVerify(t *testing.T) {
-	le := binary.LittleEndian
-	lose := func(d *device) {
-		le.PutUint16(d.config[4:], 0)
-		le.PutUint32(d.config[0x10:], 0)
-		le.PutUint32(d.config[0x14:], 0xc)
-		le.PutUint32(d.config[0x18:], 0)
-	}
-	for _, c := range []struct {
-		name     string
-		set      func(*device)
-		by       reset.Method
-		restored bool
-		why      string // of FLR
-		longest  time.Duration
-	}{
-		{name: "all is as it was", set: func(*device) {}, by: reset.FLR},
-		{name: "registers are written back", set: func(d *device) { d.onReset = lose }, by: reset.FLR, restored: true},
-		{
-			name: "registers stay lost", why: "lost BAR 0 (0x0, it was 0xd0000000), also after it was written back",
-			set: func(d *device) {
-				d.onReset = lose
-				d.write = func(*device, string) error { return nil }
-			},
-		},
-		{
-			name: "registers may not be written", why: "lost BAR 0 (0x0, it was 0xd0000000), and cannot be written back: operation not permitted",
-			set: func(d *device) {
-				d.onReset = lose
-				d.write = func(*device, string) error { return syscall.EPERM }
-			},
-		},
-		{
-			name: "it dies of the writing", why: "stopped answering when its registers",
-			set: func(d *device) {
-				d.onReset = lose
-				d.write = func(d *device, _ string) error { copy(d.config, strings.Repeat("\xff", len(d.config))); return nil }
-			},
-		},
-		{
-			name: "only the command register", by: reset.FLR, restored: true,
-			set: func(d *device) { d.onReset = func(d *device) { le.PutUint16(d.config[4:], 0) } },
-		},
-		{
-			name: "another device", why: "is another device: 10de:1eb8, it was 10de:2236",
-			set: func(d *device) { d.onReset = func(d *device) { le.PutUint16(d.config[2:], 0x1eb8) } },
-		},
-		{
-			name: "another class", why: "class, revision or subsystem",
-			set: func(d *device) { d.onReset = func(d *device) { d.config[0x0b] = 1 } },
-		},
-		{
-			name: "status errors", why: "reports errors: status 0x4000",
-			set: func(d *device) { d.onReset = func(d *device) { d.config[7] |= 0x40 } },
-		},
-		{
-			name: "status errors that it had", by: reset.FLR,
-			set: func(d *device) { d.config[7] |= 0x40 },
-		},
-		{
-			name: "a fatal error", why: "reports a fatal error",
-			set: func(d *device) { d.onReset = func(d *device) { d.config[0x60+0x0a] |= 4 } },
-		},
-		{
-			name: "what peers answered is not its fault", by: reset.FLR,
-			set: func(d *device) { d.onReset = func(d *device) { d.config[7] |= 0x30 } },
-		},
-		{
-			name: "it asks for patience", by: reset.FLR, longest: 30 * time.Second,
-			set: func(d *device) {
-				d.reads = func(d *device, n int) []byte {
-					if n < 3 || n > 30 {
-						return nil
-					}
-					b := []byte(strings.Repeat("\xff", len(d.config)))
-					b[0], b[1] = 1, 0
-					return b
-				}
-			},
-		},
-		{
-			name: "it asks for ever", why: "still asks for patience after 1m0s", longest: 4 * time.Minute,
-			set: func(d *device) {
-				d.onReset = func(d *device) {
-					copy(d.config, strings.Repeat("\xff", len(d.config)))
-					d.config[0], d.config[1] = 1, 0
-				}
-			},
-		},
-		{
-			name: "it is gone", why: "does not answer: it reads all ones", longest: 4 * time.Minute,
-			set: func(d *device) {
-				d.onReset = func(d *device) { copy(d.config, strings.Repeat("\xff", len(d.config))) }
-			},
-		},
-		{
-			name: "the file is cut off", why: "cannot be read", longest: 4 * time.Minute,
-			set: func(d *device) { d.onReset = func(d *device) { d.config = d.config[:40] } },
-		},
-	} {
+	for _, c := range verdicts {
 		t.Run(c.name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				d := newDevice(t)

@@ -74,162 +74,166 @@ type do struct {
 func dev(a, file string) string    { return "sys/bus/pci/devices/" + a + "/" + file }
 func drv(name, file string) string { return "sys/bus/pci/drivers/" + name + "/" + file }
 
+const probe = "sys/bus/pci/drivers_probe"
+
+// kernelRules are the cases of TestKernelKeepsItsRules.
+var kernelRules = []struct {
+	name   string
+	setup  func(m *sysfstest.Machine)
+	do     []do
+	driver map[string]string
+	vanish []string
+}{
+	{name: "unbind twice", do: []do{
+		{drv("nvidia", "unbind"), gpu, nil},
+		{drv("nvidia", "unbind"), gpu, syscall.ENODEV},
+	}, driver: map[string]string{gpu: ""}},
+	{name: "unbind from another driver", do: []do{{drv("nvidia", "unbind"), audio, syscall.ENODEV}}, driver: map[string]string{audio: "snd_hda_intel"}},
+	{name: "bind what is bound", do: []do{{drv("nvidia", "bind"), gpu, syscall.EBUSY}}},
+	{name: "bind what does not match", do: []do{
+		{drv("snd_hda_intel", "unbind"), audio, nil},
+		{drv("nvidia", "bind"), audio, syscall.ENODEV},
+		{drv("snd_hda_intel", "bind"), audio, nil},
+	}, driver: map[string]string{audio: "snd_hda_intel"}},
+	{name: "override needs a probe", do: []do{
+		{dev(gpu, "driver_override"), "vfio-pci", nil},
+		{drv("nvidia", "unbind"), gpu, nil},
+	}, driver: map[string]string{gpu: ""}},
+	{name: "override and probe", do: []do{
+		{dev(gpu, "driver_override"), "vfio-pci\n", nil},
+		{drv("nvidia", "unbind"), gpu + "\n", nil},
+		{drv("nvidia", "bind"), gpu, syscall.ENODEV},
+		{probe, gpu, nil},
+	}, driver: map[string]string{gpu: "vfio-pci"}},
+	{name: "vfio-pci matches only by override", do: []do{
+		{drv("snd_hda_intel", "unbind"), audio, nil},
+		{drv("vfio-pci", "bind"), audio, syscall.ENODEV},
+		{drv("vfio-pci", "new_id"), "10de 10f8", nil},
+	}, driver: map[string]string{audio: "vfio-pci"}},
+	{name: "an override of a driver that is not there", do: []do{
+		{dev(gpu, "driver_override"), "nouveau", nil},
+		{drv("nvidia", "unbind"), gpu, nil},
+		{probe, gpu, nil},
+	}, driver: map[string]string{gpu: ""}},
+	{name: "probe of nothing", do: []do{{probe, "0000:99:00.0", syscall.ENODEV}}},
+	{name: "override too long", do: []do{{dev(gpu, "driver_override"), strings.Repeat("x", 4095), syscall.EINVAL}}},
+	{name: "a refused probe is quiet but for bind", setup: func(m *sysfstest.Machine) {
+		a, _ := pci.ParseAddress(gpu)
+		m.RefuseProbe("nvidia", a, syscall.ENODEV)
+	}, do: []do{
+		{drv("nvidia", "unbind"), gpu, nil},
+		{probe, gpu, nil},
+		{drv("nvidia", "bind"), gpu, syscall.ENODEV},
+	}, driver: map[string]string{gpu: ""}},
+	{name: "pciback wants a slot", do: []do{
+		{drv("nvidia", "unbind"), gpu, nil},
+		{drv("pciback", "bind"), gpu, syscall.ENODEV},
+		{drv("pciback", "new_slot"), gpu, nil},
+		{drv("pciback", "bind"), gpu, nil},
+	}, driver: map[string]string{gpu: "pciback"}},
+	{name: "a slot stays when the driver has gone", do: []do{
+		{dev(gpu, "driver_override"), "pciback", nil},
+		{drv("nvidia", "unbind"), gpu, nil},
+		{probe, gpu, nil},
+		{drv("pciback", "unbind"), gpu, nil},
+		{dev(gpu, "driver_override"), "\n", nil},
+		{drv("pciback", "bind"), gpu, nil},
+		{drv("pciback", "remove_slot"), gpu, nil},
+		{drv("pciback", "remove_slot"), gpu, syscall.ENOENT},
+	}, driver: map[string]string{gpu: "pciback"}},
+	{name: "bad slots", do: []do{{drv("pciback", "new_slot"), "gpu", syscall.EINVAL}, {drv("pciback", "remove_slot"), "gpu", syscall.EINVAL}}},
+	{name: "files that are only read, or only written to", do: []do{
+		{dev(gpu, "vendor"), "1", syscall.EACCES}, {dev(gpu, "power"), "1", syscall.EISDIR}, {dev(gpu, "nothing"), "1", fs.ErrNotExist}, {"/sys", "1", fs.ErrInvalid},
+	}},
+	{name: "virtual functions come and go at once", do: []do{
+		{dev(pf, "sriov_numvfs"), "5", syscall.ERANGE},
+		{dev(pf, "sriov_numvfs"), "many", syscall.EINVAL},
+		{dev(pf, "sriov_numvfs"), "2", nil},
+		{dev(pf, "sriov_numvfs"), "2", nil},
+		{dev(pf, "sriov_numvfs"), "3", syscall.EBUSY},
+		{dev(pf, "sriov_numvfs"), "0", nil},
+		{dev(pf, "sriov_numvfs"), "4", nil},
+	}, driver: map[string]string{vf: "nvidia"}},
+	{name: "no virtual functions without a driver", do: []do{
+		{drv("nvidia", "unbind"), pf, nil},
+		{dev(pf, "sriov_numvfs"), "1", syscall.ENOENT},
+	}},
+	{name: "virtual functions without drivers", do: []do{
+		{dev(pf, "sriov_drivers_autoprobe"), "0", nil},
+		{dev(pf, "sriov_numvfs"), "1", nil},
+		{drv("nvidia", "bind"), vf, syscall.ENODEV},
+		{dev(vf, "driver_override"), "vfio-pci", nil},
+		{probe, vf, nil},
+	}, driver: map[string]string{vf: "vfio-pci"}},
+	{name: "what pciback has stays", do: []do{
+		{dev(pf, "sriov_numvfs"), "1", nil},
+		{drv("nvidia", "unbind"), vf, nil},
+		{dev(vf, "driver_override"), "pciback", nil},
+		{probe, vf, nil},
+		{dev(pf, "sriov_numvfs"), "0", syscall.EPERM},
+	}, driver: map[string]string{vf: "pciback"}},
+	{name: "a physical function takes its virtual ones along", do: []do{
+		{dev(pf, "sriov_numvfs"), "1", nil},
+		{drv("nvidia", "unbind"), pf, nil},
+	}, vanish: []string{vf}},
+	{name: "resets", do: []do{
+		{dev(gpu, "reset"), "0", syscall.EINVAL},
+		{dev(gpu, "reset"), "1", syscall.ENOTTY}, // not alone on its bus
+		{dev(pf, "reset"), "1", nil},
+		{dev(pf, "reset_method"), "flr pm", syscall.EINVAL},
+		{dev(pf, "reset_method"), "", nil},
+		{dev(pf, "reset"), "1", syscall.ENOTTY},
+		{dev(pf, "reset_method"), "default", nil},
+		{dev(pf, "reset_method"), "bus", nil},
+		{dev(pf, "reset"), "1", nil},
+	}},
+	{name: "remove and rescan", do: []do{
+		{dev(gpu, "driver_override"), "vfio-pci", nil},
+		{dev(gpu, "remove"), "x", syscall.EINVAL},
+		{dev(gpu, "remove"), "1", nil},
+		{dev(gpu, "remove"), "1", fs.ErrNotExist},
+		{probe, gpu, syscall.ENODEV},
+		{"sys/bus/pci/rescan", "1", nil},
+	}, driver: map[string]string{gpu: "nvidia"}},
+	{name: "a bridge takes all below along", do: []do{{dev("0000:00:01.0", "remove"), "1", nil}}, vanish: []string{gpu, audio}},
+	{name: "without autoprobe", do: []do{
+		{"sys/bus/pci/drivers_autoprobe", "0", nil},
+		{dev(gpu, "remove"), "1", nil},
+		{"sys/bus/pci/rescan", "1", nil},
+	}, driver: map[string]string{gpu: ""}},
+	{name: "mediated devices", setup: mdevs, do: []do{
+		{dev(pf, "mdev_supported_types/nvidia-22/create"), "no", syscall.EINVAL},
+		{dev(pf, "mdev_supported_types/nvidia-22/create"), uuid(1), nil},
+		{dev(pf, "mdev_supported_types/nvidia-22/create"), uuid(1), syscall.EEXIST},
+		{dev(pf, "mdev_supported_types/nvidia-23/create"), uuid(2), syscall.EUSERS},
+		{dev(pf, "mdev_supported_types/nvidia-22/create"), uuid(2), nil},
+		{dev(pf, "mdev_supported_types/nvidia-22/create"), uuid(3), syscall.EUSERS},
+		{"sys/bus/mdev/devices/" + uuid(1) + "/remove", "1", nil},
+		{"sys/bus/mdev/devices/" + uuid(1) + "/remove", "1", fs.ErrNotExist},
+		{"sys/bus/mdev/devices/" + uuid(2) + "/remove", "1", nil},
+		{dev(pf, "mdev_supported_types/nvidia-23/create"), uuid(2), nil},
+		{drv("nvidia", "unbind"), pf, nil},
+		{dev(pf, "mdev_supported_types/nvidia-23/create"), uuid(3), fs.ErrNotExist},
+	}},
+	{name: "vGPUs of the vendor's framework", setup: func(m *sysfstest.Machine) {
+		a, _ := pci.ParseAddress(pf)
+		m.AddVGPUTypes(a, sysfstest.VGPUType{ID: 588, Name: "NVIDIA L40-1B", Instances: 2}, sysfstest.VGPUType{ID: 600, Name: "NVIDIA L40-48Q", Instances: 1})
+	}, do: []do{
+		{dev(pf, "sriov_numvfs"), "3", nil},
+		{dev(vf, "nvidia/current_vgpu_type"), "x", syscall.EINVAL},
+		{dev(vf, "nvidia/current_vgpu_type"), "1", syscall.EINVAL},
+		{dev(vf, "nvidia/current_vgpu_type"), "588", nil},
+		{dev(vf, "nvidia/current_vgpu_type"), "600", syscall.EBUSY},
+		{dev("0000:05:00.5", "nvidia/current_vgpu_type"), "600", syscall.EIO},
+		{dev("0000:05:00.5", "nvidia/current_vgpu_type"), "588", nil},
+		{dev("0000:05:00.6", "nvidia/current_vgpu_type"), "588", syscall.EIO},
+		{dev(vf, "nvidia/current_vgpu_type"), "0", nil},
+		{dev("0000:05:00.6", "nvidia/current_vgpu_type"), "588", nil},
+	}},
+}
+
 func TestKernelKeepsItsRules(t *testing.T) {
-	const probe = "sys/bus/pci/drivers_probe"
-	for _, c := range []struct {
-		name   string
-		setup  func(m *sysfstest.Machine)
-		do     []do
-		driver map[string]string
-		vanish []string
-	}{
-		{name: "unbind twice", do: []do{
-			{drv("nvidia", "unbind"), gpu, nil},
-			{drv("nvidia", "unbind"), gpu, syscall.ENODEV},
-		}, driver: map[string]string{gpu: ""}},
-		{name: "unbind from another driver", do: []do{{drv("nvidia", "unbind"), audio, syscall.ENODEV}}, driver: map[string]string{audio: "snd_hda_intel"}},
-		{name: "bind what is bound", do: []do{{drv("nvidia", "bind"), gpu, syscall.EBUSY}}},
-		{name: "bind what does not match", do: []do{
-			{drv("snd_hda_intel", "unbind"), audio, nil},
-			{drv("nvidia", "bind"), audio, syscall.ENODEV},
-			{drv("snd_hda_intel", "bind"), audio, nil},
-		}, driver: map[string]string{audio: "snd_hda_intel"}},
-		{name: "override needs a probe", do: []do{
-			{dev(gpu, "driver_override"), "vfio-pci", nil},
-			{drv("nvidia", "unbind"), gpu, nil},
-		}, driver: map[string]string{gpu: ""}},
-		{name: "override and probe", do: []do{
-			{dev(gpu, "driver_override"), "vfio-pci\n", nil},
-			{drv("nvidia", "unbind"), gpu + "\n", nil},
-			{drv("nvidia", "bind"), gpu, syscall.ENODEV},
-			{probe, gpu, nil},
-		}, driver: map[string]string{gpu: "vfio-pci"}},
-		{name: "vfio-pci matches only by override", do: []do{
-			{drv("snd_hda_intel", "unbind"), audio, nil},
-			{drv("vfio-pci", "bind"), audio, syscall.ENODEV},
-			{drv("vfio-pci", "new_id"), "10de 10f8", nil},
-		}, driver: map[string]string{audio: "vfio-pci"}},
-		{name: "an override of a driver that is not there", do: []do{
-			{dev(gpu, "driver_override"), "nouveau", nil},
-			{drv("nvidia", "unbind"), gpu, nil},
-			{probe, gpu, nil},
-		}, driver: map[string]string{gpu: ""}},
-		{name: "probe of nothing", do: []do{{probe, "0000:99:00.0", syscall.ENODEV}}},
-		{name: "override too long", do: []do{{dev(gpu, "driver_override"), strings.Repeat("x", 4095), syscall.EINVAL}}},
-		{name: "a refused probe is quiet but for bind", setup: func(m *sysfstest.Machine) {
-			a, _ := pci.ParseAddress(gpu)
-			m.RefuseProbe("nvidia", a, syscall.ENODEV)
-		}, do: []do{
-			{drv("nvidia", "unbind"), gpu, nil},
-			{probe, gpu, nil},
-			{drv("nvidia", "bind"), gpu, syscall.ENODEV},
-		}, driver: map[string]string{gpu: ""}},
-		{name: "pciback wants a slot", do: []do{
-			{drv("nvidia", "unbind"), gpu, nil},
-			{drv("pciback", "bind"), gpu, syscall.ENODEV},
-			{drv("pciback", "new_slot"), gpu, nil},
-			{drv("pciback", "bind"), gpu, nil},
-		}, driver: map[string]string{gpu: "pciback"}},
-		{name: "a slot stays when the driver has gone", do: []do{
-			{dev(gpu, "driver_override"), "pciback", nil},
-			{drv("nvidia", "unbind"), gpu, nil},
-			{probe, gpu, nil},
-			{drv("pciback", "unbind"), gpu, nil},
-			{dev(gpu, "driver_override"), "\n", nil},
-			{drv("pciback", "bind"), gpu, nil},
-			{drv("pciback", "remove_slot"), gpu, nil},
-			{drv("pciback", "remove_slot"), gpu, syscall.ENOENT},
-		}, driver: map[string]string{gpu: "pciback"}},
-		{name: "bad slots", do: []do{{drv("pciback", "new_slot"), "gpu", syscall.EINVAL}, {drv("pciback", "remove_slot"), "gpu", syscall.EINVAL}}},
-		{name: "files that are only read, or only written to", do: []do{
-			{dev(gpu, "vendor"), "1", syscall.EACCES}, {dev(gpu, "power"), "1", syscall.EISDIR}, {dev(gpu, "nothing"), "1", fs.ErrNotExist}, {"/sys", "1", fs.ErrInvalid},
-		}},
-		{name: "virtual functions come and go at once", do: []do{
-			{dev(pf, "sriov_numvfs"), "5", syscall.ERANGE},
-			{dev(pf, "sriov_numvfs"), "many", syscall.EINVAL},
-			{dev(pf, "sriov_numvfs"), "2", nil},
-			{dev(pf, "sriov_numvfs"), "2", nil},
-			{dev(pf, "sriov_numvfs"), "3", syscall.EBUSY},
-			{dev(pf, "sriov_numvfs"), "0", nil},
-			{dev(pf, "sriov_numvfs"), "4", nil},
-		}, driver: map[string]string{vf: "nvidia"}},
-		{name: "no virtual functions without a driver", do: []do{
-			{drv("nvidia", "unbind"), pf, nil},
-			{dev(pf, "sriov_numvfs"), "1", syscall.ENOENT},
-		}},
-		{name: "virtual functions without drivers", do: []do{
-			{dev(pf, "sriov_drivers_autoprobe"), "0", nil},
-			{dev(pf, "sriov_numvfs"), "1", nil},
-			{drv("nvidia", "bind"), vf, syscall.ENODEV},
-			{dev(vf, "driver_override"), "vfio-pci", nil},
-			{probe, vf, nil},
-		}, driver: map[string]string{vf: "vfio-pci"}},
-		{name: "what pciback has stays", do: []do{
-			{dev(pf, "sriov_numvfs"), "1", nil},
-			{drv("nvidia", "unbind"), vf, nil},
-			{dev(vf, "driver_override"), "pciback", nil},
-			{probe, vf, nil},
-			{dev(pf, "sriov_numvfs"), "0", syscall.EPERM},
-		}, driver: map[string]string{vf: "pciback"}},
-		{name: "a physical function takes its virtual ones along", do: []do{
-			{dev(pf, "sriov_numvfs"), "1", nil},
-			{drv("nvidia", "unbind"), pf, nil},
-		}, vanish: []string{vf}},
-		{name: "resets", do: []do{
-			{dev(gpu, "reset"), "0", syscall.EINVAL},
-			{dev(gpu, "reset"), "1", syscall.ENOTTY}, // not alone on its bus
-			{dev(pf, "reset"), "1", nil},
-			{dev(pf, "reset_method"), "flr pm", syscall.EINVAL},
-			{dev(pf, "reset_method"), "", nil},
-			{dev(pf, "reset"), "1", syscall.ENOTTY},
-			{dev(pf, "reset_method"), "default", nil},
-			{dev(pf, "reset_method"), "bus", nil},
-			{dev(pf, "reset"), "1", nil},
-		}},
-		{name: "remove and rescan", do: []do{
-			{dev(gpu, "driver_override"), "vfio-pci", nil},
-			{dev(gpu, "remove"), "x", syscall.EINVAL},
-			{dev(gpu, "remove"), "1", nil},
-			{dev(gpu, "remove"), "1", fs.ErrNotExist},
-			{probe, gpu, syscall.ENODEV},
-			{"sys/bus/pci/rescan", "1", nil},
-		}, driver: map[string]string{gpu: "nvidia"}},
-		{name: "a bridge takes all below along", do: []do{{dev("0000:00:01.0", "remove"), "1", nil}}, vanish: []string{gpu, audio}},
-		{name: "without autoprobe", do: []do{
-			{"sys/bus/pci/drivers_autoprobe", "0", nil},
-			{dev(gpu, "remove"), "1", nil},
-			{"sys/bus/pci/rescan", "1", nil},
-		}, driver: map[string]string{gpu: ""}},
-		{name: "mediated devices", setup: mdevs, do: []do{
-			{dev(pf, "mdev_supported_types/nvidia-22/create"), "no", syscall.EINVAL},
-			{dev(pf, "mdev_supported_types/nvidia-22/create"), uuid(1), nil},
-			{dev(pf, "mdev_supported_types/nvidia-22/create"), uuid(1), syscall.EEXIST},
-			{dev(pf, "mdev_supported_types/nvidia-23/create"), uuid(2), syscall.EUSERS},
-			{dev(pf, "mdev_supported_types/nvidia-22/create"), uuid(2), nil},
-			{dev(pf, "mdev_supported_types/nvidia-22/create"), uuid(3), syscall.EUSERS},
-			{"sys/bus/mdev/devices/" + uuid(1) + "/remove", "1", nil},
-			{"sys/bus/mdev/devices/" + uuid(1) + "/remove", "1", fs.ErrNotExist},
-			{"sys/bus/mdev/devices/" + uuid(2) + "/remove", "1", nil},
-			{dev(pf, "mdev_supported_types/nvidia-23/create"), uuid(2), nil},
-			{drv("nvidia", "unbind"), pf, nil},
-			{dev(pf, "mdev_supported_types/nvidia-23/create"), uuid(3), fs.ErrNotExist},
-		}},
-		{name: "vGPUs of the vendor's framework", setup: func(m *sysfstest.Machine) {
-			a, _ := pci.ParseAddress(pf)
-			m.AddVGPUTypes(a, sysfstest.VGPUType{ID: 588, Name: "NVIDIA L40-1B", Instances: 2}, sysfstest.VGPUType{ID: 600, Name: "NVIDIA L40-48Q", Instances: 1})
-		}, do: []do{
-			{dev(pf, "sriov_numvfs"), "3", nil},
-			{dev(vf, "nvidia/current_vgpu_type"), "x", syscall.EINVAL},
-			{dev(vf, "nvidia/current_vgpu_type"), "1", syscall.EINVAL},
-			{dev(vf, "nvidia/current_vgpu_type"), "588", nil},
-			{dev(vf, "nvidia/current_vgpu_type"), "600", syscall.EBUSY},
-			{dev("0000:05:00.5", "nvidia/current_vgpu_type"), "600", syscall.EIO},
-			{dev("0000:05:00.5", "nvidia/current_vgpu_type"), "588", nil},
-			{dev("0000:05:00.6", "nvidia/current_vgpu_type"), "588", syscall.EIO},
-			{dev(vf, "nvidia/current_vgpu_type"), "0", nil},
-			{dev("0000:05:00.6", "nvidia/current_vgpu_type"), "588", nil},
-		}},
-	} {
+	for _, c := range kernelRules {
 		t.Run(c.name, func(t *testing.T) {
 			m := machine()
 			m.Load(sysfstest.VFIOPCI())
