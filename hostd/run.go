@@ -52,19 +52,9 @@ type Options struct {
 
 // Run serves one host until ctx ends.
 func Run(ctx context.Context, o Options) (err error) {
-	folder := filepath.Dir(o.Socket)
-	made, err := rundir.MakeNew(folder)
+	made, err := o.folders()
 	if err != nil {
 		return err
-	}
-	if err := rundir.Make(o.Dir); err != nil {
-		return err
-	}
-	if err := makeData(o.Data); err != nil {
-		return err
-	}
-	if rundir.Answers(o.Socket) {
-		return fmt.Errorf("socket %s: another hostd is using it", o.Socket)
 	}
 	exec := o.Config.Executors
 	guest := &Guest{Dir: o.Dir, Binary: o.Gpuguest, Users: exec.Users, Memory: exec.Memory, CompileAnew: exec.CompileAnew, Log: o.Log}
@@ -155,6 +145,23 @@ func Run(ctx context.Context, o Options) (err error) {
 		return err
 	}
 	return errors.Join(err, guest.Stop())
+}
+
+// folders makes hostd's folders, and reports whether that of its socket is new.
+func (o Options) folders() (made bool, err error) {
+	if made, err = rundir.MakeNew(filepath.Dir(o.Socket)); err != nil {
+		return made, err
+	}
+	if err := rundir.Make(o.Dir); err != nil {
+		return made, err
+	}
+	if err := makeData(o.Data); err != nil {
+		return made, err
+	}
+	if rundir.Answers(o.Socket) {
+		return made, fmt.Errorf("socket %s: another hostd is using it", o.Socket)
+	}
+	return made, nil
 }
 
 // clients returns what serves the clients of hostd's socket, and its listener with

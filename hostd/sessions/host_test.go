@@ -171,17 +171,6 @@ func TestOwnershipHoldsWhateverHappens(t *testing.T) {
 		capacity := map[string]uint64{"big": 8 << 30, "mid": 4 << 30, "low": 1 << 30, "duo-0": 2 << 30, "duo-1": 2 << 30}
 		claims := map[string]*gpuctlv1.CreateClaimResponse{}
 		sessions := map[string]bool{}
-		pick := func(t *rapid.T, from map[string]bool, label string) string {
-			if len(from) == 0 {
-				t.Skip("none")
-			}
-			var all []string
-			for id := range from {
-				all = append(all, id)
-			}
-			slices.Sort(all)
-			return rapid.SampledFrom(all).Draw(t, label)
-		}
 		targets := rapid.SampledFrom([]string{"", "big", "mid", "low", "duo-0", "duo-1", "duo-0,duo-1"})
 		faults := rapid.SampledFrom([]string{"", "", "freeze", "commit", "load"})
 		t.Repeat(map[string]func(*rapid.T){
@@ -261,6 +250,19 @@ func TestOwnershipHoldsWhateverHappens(t *testing.T) {
 			t.Fatalf("offers are left: %v", left)
 		}
 	})
+}
+
+// pick draws one of a set.
+func pick(t *rapid.T, from map[string]bool, label string) string {
+	if len(from) == 0 {
+		t.Skip("none")
+	}
+	var all []string
+	for id := range from {
+		all = append(all, id)
+	}
+	slices.Sort(all)
+	return rapid.SampledFrom(all).Draw(t, label)
 }
 
 // checkOwners fails where a GPU has more owners than it may have, or a session
