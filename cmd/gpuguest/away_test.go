@@ -26,7 +26,7 @@ import (
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
 	"github.com/gpuctl/gpuctl/cluster/access"
-	"github.com/gpuctl/gpuctl/guest/vm/statestream"
+	"github.com/gpuctl/gpuctl/guest/statestream"
 	"github.com/gpuctl/gpuctl/hostd/migration/endpoint"
 	"github.com/gpuctl/gpuctl/hostd/migration/stash"
 	"github.com/gpuctl/gpuctl/internal/vm"

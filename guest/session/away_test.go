@@ -12,7 +12,7 @@ import (
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
-	"github.com/gpuctl/gpuctl/guest/vm/statestream"
+	"github.com/gpuctl/gpuctl/guest/statestream"
 )
 
 // awayHost takes states out of a bench's VM, keeps them and brings them back.

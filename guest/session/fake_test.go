@@ -22,7 +22,7 @@ import (
 	"github.com/gpuctl/gpuctl/guest/handover"
 	"github.com/gpuctl/gpuctl/guest/opencl/shm"
 	"github.com/gpuctl/gpuctl/guest/opencl/wire"
-	"github.com/gpuctl/gpuctl/guest/vm/statestream"
+	"github.com/gpuctl/gpuctl/guest/statestream"
 )
 
 // fakeLauncher starts executors inside the test. They keep the rules of

@@ -16,7 +16,7 @@ import (
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/guest/opencl/compiled"
-	"github.com/gpuctl/gpuctl/guest/vm/statestream"
+	"github.com/gpuctl/gpuctl/guest/statestream"
 	"github.com/gpuctl/gpuctl/internal/beneath"
 )
 

@@ -12,14 +12,14 @@ import (
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/guest/opencl/cl"
-	"github.com/gpuctl/gpuctl/guest/vm/statestream"
+	"github.com/gpuctl/gpuctl/guest/statestream"
 )
 
 // A session's contents leave the VM as a stream: a head, then for each piece
 // its place and its bytes, then a tail with the number of pieces. Nothing is
 // read twice and nothing waits here but two small chunks of the window, since
 // a VM whose memory had room for the state would have it suspended there. That
-// what comes in is what went out is guest/vm/statestream's to say; here it is checked
+// what comes in is what went out is guest/statestream's to say; here it is checked
 // that it fits the objects, since a vendor's library does not.
 
 const (

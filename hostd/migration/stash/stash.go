@@ -16,7 +16,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
-	"github.com/gpuctl/gpuctl/guest/vm/statestream"
+	"github.com/gpuctl/gpuctl/guest/statestream"
 	"github.com/gpuctl/gpuctl/internal/durable"
 	"github.com/gpuctl/gpuctl/internal/size"
 )

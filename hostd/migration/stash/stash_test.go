@@ -17,7 +17,7 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
-	"github.com/gpuctl/gpuctl/guest/vm/statestream"
+	"github.com/gpuctl/gpuctl/guest/statestream"
 )
 
 const (
