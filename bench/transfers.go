@@ -22,7 +22,8 @@ const discreteID = "discrete"
 const windowMiB = 256 + 64
 
 // transfers runs clpeak's transfers, 2 GB each on a large card and up to twenty
-// under way, natively and through gpuctl in turns.
+// under way, and the making of large objects with content, natively and through
+// gpuctl in turns.
 func (b *bench) transfers(ctx context.Context) error {
 	clpeak, err := exec.LookPath("clpeak")
 	if err != nil {
@@ -38,14 +39,17 @@ func (b *bench) transfers(ctx context.Context) error {
 		devices = append(devices, discreteID)
 	}
 	for _, d := range devices {
-		if err := b.peak(ctx, r, d, clpeak); err != nil {
-			return fmt.Errorf("%s: %w", d, err)
+		for _, args := range [][]string{{clpeak, "--transfer-bandwidth"}, {r.Program("content")}} {
+			if err := b.bandwidth(ctx, r, d, args...); err != nil {
+				return fmt.Errorf("%s: %w", d, err)
+			}
 		}
 	}
 	return nil
 }
 
-func (b *bench) peak(ctx context.Context, r *rig.Rig, device, clpeak string) error {
+// bandwidth runs a program that prints a table of GB/s.
+func (b *bench) bandwidth(ctx context.Context, r *rig.Rig, device string, args ...string) error {
 	env, err := b.native(device)
 	if err != nil {
 		return err
@@ -55,10 +59,10 @@ func (b *bench) peak(ctx context.Context, r *rig.Rig, device, clpeak string) err
 	most := map[bool]float64{}
 	for range min(b.rounds, 3) {
 		for _, ours := range []bool{false, true} {
-			cmd := exec.CommandContext(ctx, clpeak, "--transfer-bandwidth")
+			cmd := exec.CommandContext(ctx, args[0], args[1:]...)
 			cmd.Env = append(os.Environ(), env...)
 			if ours {
-				cmd = r.Command(ctx, device, clpeak, "--transfer-bandwidth")
+				cmd = r.Command(ctx, device, args...)
 			}
 			out, mib, err := measured(cmd, r.Pid())
 			if err != nil {
@@ -66,7 +70,7 @@ func (b *bench) peak(ctx context.Context, r *rig.Rig, device, clpeak string) err
 			}
 			names, got := tableOf(out, "Transfer bandwidth")
 			if len(names) == 0 {
-				return fmt.Errorf("clpeak: %w: %s", errNoFigures, out)
+				return fmt.Errorf("%s: %w: %s", args[0], errNoFigures, out)
 			}
 			lines = names
 			for k, v := range got {
@@ -91,7 +95,7 @@ func (b *bench) peak(ctx context.Context, r *rig.Rig, device, clpeak string) err
 	if device == gpuID || device == discreteID { // a card's driver maps memory that counts as nobody's
 		pass, target = nil, target+" + what is mapped"
 	}
-	b.report.add(device+": memory of application and executor, most", "MiB", most[false], most[true], target, pass)
+	b.report.add(device+": memory of "+filepath.Base(args[0])+" and executor, most", "MiB", most[false], most[true], target, pass)
 	return nil
 }
 

@@ -184,3 +184,60 @@ CASE(large_after_a_failed_event) {
     OK(clReleaseMemObject(m));
     free(src);
 }
+
+/* first_content makes an image from memory with pitches, and reads it. */
+static void first_content(cl_mem_object_type type, size_t w, size_t h, size_t z, size_t layers, size_t gap) {
+    size_t row = w * 4 + gap, slice = type == CL_MEM_OBJECT_IMAGE1D_ARRAY ? row : row * (h + (gap ? 1 : 0));
+    size_t lines = h ? h : 1, parts = layers ? layers : z ? z : 1, n = slice * parts;
+    unsigned char *src = bytes(n, 9), *dst = calloc(1, w * 4 * lines * parts);
+    NEED(dst);
+    cl_image_format f = {CL_RGBA, CL_UNSIGNED_INT8};
+    cl_image_desc d = {.image_type = type, .image_width = w, .image_height = h, .image_depth = z, .image_array_size = layers,
+                       .image_row_pitch = gap ? row : 0, .image_slice_pitch = gap && parts > 1 ? slice : 0};
+    cl_mem m;
+    MK(m, clCreateImage(C, CL_MEM_READ_ONLY | CL_MEM_COPY_HOST_PTR | CL_MEM_HOST_READ_ONLY, &f, &d, src, &E));
+    size_t o[3] = {0}, r[3] = {w, lines, parts};
+    if (type == CL_MEM_OBJECT_IMAGE1D_ARRAY)
+        r[1] = parts, r[2] = 1;
+    OK(clEnqueueReadImage(Q, m, CL_TRUE, o, r, 0, 0, dst, 0, NULL, NULL));
+    size_t wrong = 0;
+    for (size_t k = 0; k < parts; k++)
+        for (size_t j = 0; j < lines; j++)
+            wrong += memcmp(dst + (k * lines + j) * w * 4, src + k * slice + j * row, w * 4) != 0;
+    if (wrong)
+        tfail(__FILE__, __LINE__, "image of type %#x, %zux%zux%zu, gap %zu: %zu rows are wrong", type, w, lines, parts, gap, wrong);
+    free(src), free(dst);
+    OK(clReleaseMemObject(m));
+}
+
+/* The first content of an object is there when its creation returns, whatever its flags say of the host's later accesses. */
+CASE(large_first_content) {
+    enum { S = 18 * MIB + 4321 };
+    static const cl_mem_flags from[] = {CL_MEM_COPY_HOST_PTR, CL_MEM_USE_HOST_PTR, CL_MEM_COPY_HOST_PTR | CL_MEM_ALLOC_HOST_PTR},
+                              later[] = {0, CL_MEM_HOST_READ_ONLY, CL_MEM_HOST_WRITE_ONLY, CL_MEM_HOST_NO_ACCESS};
+    unsigned char *src = NULL, *dst = malloc(S), *want = bytes(S, 7);
+    NEED(dst && want && !posix_memalign((void **)&src, 4096, S));
+    for (size_t i = 0; i < 3; i++)
+        for (size_t j = 0; j < 4; j++) {
+            memcpy(src, want, S);
+            memset(dst, 0, S);
+            cl_mem a = buffer(from[i] | later[j] | CL_MEM_READ_ONLY, S, src), b = buffer(0, S, NULL);
+            if (!(from[i] & CL_MEM_USE_HOST_PTR))
+                memset(src, 0, S); /* it is ours again */
+            cl_mem_flags flags = 0;
+            OK(clGetMemObjectInfo(a, CL_MEM_FLAGS, sizeof flags, &flags, NULL));
+            T(flags == (from[i] | later[j] | CL_MEM_READ_ONLY));
+            OK(clEnqueueCopyBuffer(Q, a, b, 0, 0, S, 0, NULL, NULL));
+            OK(clEnqueueReadBuffer(Q, b, CL_TRUE, 0, S, dst, 0, NULL, NULL));
+            T(!memcmp(dst, want, S));
+            OK(clReleaseMemObject(a));
+            OK(clReleaseMemObject(b));
+        }
+    free(src), free(dst), free(want);
+    for (size_t gap = 0; dev_bool(CL_DEVICE_IMAGE_SUPPORT) && gap <= 64; gap += 64) {
+        first_content(CL_MEM_OBJECT_IMAGE2D, 1500, 1100, 0, 0, gap);
+        first_content(CL_MEM_OBJECT_IMAGE3D, 300, 200, 40, 0, gap);
+        first_content(CL_MEM_OBJECT_IMAGE2D_ARRAY, 300, 200, 0, 40, gap);
+        first_content(CL_MEM_OBJECT_IMAGE1D_ARRAY, 1500, 0, 0, 1100, gap);
+    }
+}

@@ -317,6 +317,8 @@ cl_int gx_pend_map(cl_mem mem, const struct map *m, cl_event ev);
 void gx_pend_forget(cl_mem mem, uint32_t map); /* map 0: all of mem */
 void gx_map_in(const struct map *m);
 void gx_map_out(const struct map *m);
+bool gx_content_apart(uint64_t size); /* an object's first content of that size is written once it exists */
+cl_int gx_content(cl_mem m, const void *host, size_t row, size_t slice);
 cl_int gx_stage_wait(uint64_t len, uint64_t *off); /* anywhere; waits for transfers under way */
 bool gx_pend_reads(const struct layout *l); /* something under way reads into this memory */
 static inline bool gx_layouts_meet(const struct layout *a, const struct layout *b)

@@ -184,8 +184,7 @@ static cl_mem make_image(cl_context c, const cl_mem_properties *props, cl_mem_fl
 		m->host = full & CL_MEM_USE_HOST_PTR ? host : NULL;
 		struct layout l = {host, m->host_row, m->host_slice, m->width * elem, m->height, z};
 		bytes = gx_layout_bytes(&l);
-		err = gx_stage_wait(bytes, &stage);
-		if (!err) {
+		if (!gx_content_apart(bytes) && !(err = gx_stage_wait(bytes, &stage))) {
 			gx_pack(S.arena + stage, &l);
 			r.mode = GX_DATA_STAGED;
 			r.stage_off = stage;
@@ -206,10 +205,12 @@ static cl_mem make_image(cl_context c, const cl_mem_properties *props, cl_mem_fl
 		/* The application allocates by these. */
 		bool sliced = t == CL_MEM_OBJECT_IMAGE3D || m->array;
 		if ((theirs && theirs != m->elem) || __builtin_mul_overflow(m->width, m->elem, &least) || m->row < least ||
-			__builtin_mul_overflow(m->row, m->height, &least) || (sliced && m->slice < least)) {
-			post_release(&(struct gx_release){.id = m->o.id});
+			__builtin_mul_overflow(m->row, m->height, &least) || (sliced && m->slice < least))
 			err = CL_OUT_OF_RESOURCES;
-		}
+		else if (host && !r.mode)
+			err = gx_content(m, host, m->host_row, m->host_slice);
+		if (err)
+			post_release(&(struct gx_release){.id = m->o.id});
 		if (m->host && m->host_row) {
 			m->row = m->host_row;
 			if (t == CL_MEM_OBJECT_IMAGE3D || m->array)

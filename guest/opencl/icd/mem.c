@@ -7,9 +7,6 @@
 
 static bool one_bit(cl_mem_flags f) { return (f & (f - 1)) == 0; }
 
-
-
-
 cl_int gx_mem_flags(cl_mem_flags f)
 {
 	if (f & ~(cl_mem_flags)(ACCESS | HOSTPTR | HOSTACC))
@@ -84,7 +81,7 @@ static cl_mem make_buffer(cl_context c, const cl_mem_properties *props, cl_mem_f
 	} else if (host && gx_in_arena(host, size, &r.stage_off)) {
 		r.mode = GX_DATA_STAGED;
 		r.stage_len = size;
-	} else if (host) {
+	} else if (host && !gx_content_apart(size)) {
 		err = gx_stage_wait(size, &stage);
 		if (!err) {
 			memcpy(S.arena + stage, host, size);
@@ -97,6 +94,8 @@ static cl_mem make_buffer(cl_context c, const cl_mem_properties *props, cl_mem_f
 		err = call_create_buffer(&r, NULL);
 	if (stage)
 		gx_stage_free(stage, size);
+	if (!err && host && !r.mode && (err = gx_content(m, host, 0, 0)))
+		post_release(&(struct gx_release){.id = m->o.id});
 	if (err) {
 		gx_abandon(m);
 		FAIL(err);

@@ -228,6 +228,38 @@ CL_API_ENTRY cl_int CL_API_CALL clEnqueueWriteImage(cl_command_queue q, cl_mem m
 	return image(q, m, blocking != 0, true, origin, region, row, slice, (void *)(uintptr_t)ptr, n, list, event);
 }
 
+/* ---- the first content of objects */
+
+bool gx_content_apart(uint64_t size) { return size > EAGER_MAX; }
+
+/* gx_content writes the first content of an object, which only the caller knows yet, with a queue of its own: as a transfer it takes no
+ * more memory than others, however large it is. row and slice are the pitches of an image's content. */
+cl_int gx_content(cl_mem m, const void *host, size_t row, size_t slice)
+{
+	cl_int err = CL_INVALID_OPERATION;
+	cl_device_id d = NULL;
+	for (cl_uint i = 0; i < m->ctx->ndev && !d; i++)
+		if (m->type == CL_MEM_OBJECT_BUFFER || m->ctx->devs[i]->images)
+			d = m->ctx->devs[i];
+	cl_command_queue q = d ? clCreateCommandQueue(m->ctx, d, 0, &err) : NULL;
+	if (!q)
+		return err;
+	cl_mem_flags flags = m->flags;
+	m->flags &= ~(cl_mem_flags)(CL_MEM_HOST_NO_ACCESS | CL_MEM_HOST_READ_ONLY); /* that is for later */
+	void *from = (void *)(uintptr_t)host;
+	if (m->type == CL_MEM_OBJECT_BUFFER)
+		err = buffer(q, m, true, true, 0, m->size, from, 0, NULL, NULL);
+	else {
+		static const size_t origin[3];
+		bool array1d = m->type == CL_MEM_OBJECT_IMAGE1D_ARRAY, sliced = m->array || m->type == CL_MEM_OBJECT_IMAGE3D;
+		size_t region[3] = {m->width, array1d ? m->array : m->height, array1d || !m->array ? m->depth : m->array};
+		err = image(q, m, true, true, origin, region, row, sliced ? slice : 0, from, 0, NULL, NULL);
+	}
+	m->flags = flags;
+	clReleaseCommandQueue(q);
+	return err;
+}
+
 /* ---- mappings */
 
 static cl_int map_flags(cl_mem m, cl_map_flags f)
