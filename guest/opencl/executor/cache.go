@@ -35,6 +35,9 @@ const (
 	// longer than cachePatience.
 	cacheRest     = 300 * time.Millisecond
 	cachePatience = 5 * time.Second
+	// stillPatience is how long a program that can be kept in an idle moment
+	// only waits for one.
+	stillPatience = 30 * time.Second
 )
 
 // programCache keeps what the session's programs were built to on one device,
@@ -267,6 +270,8 @@ type unkept struct {
 	prog   *program
 	since  time.Time
 	done   chan struct{} // closed when it is kept, or will not be
+	// unwanted says that somebody waits for done, and not for it to be kept.
+	unwanted bool
 }
 
 // keep has the program's build kept once there is time. The caller holds s.mu.
@@ -277,7 +282,7 @@ func (s *session) keep(p *program, serial uint64) {
 	}
 	s.built = time.Now()
 	cl.RetainProgram(p.vendor)
-	s.unkept = append(s.unkept, &unkept{k, p.vendor, p.desc, p, s.built, make(chan struct{})})
+	s.unkept = append(s.unkept, &unkept{key: k, vendor: p.vendor, desc: p.desc, prog: p, since: s.built, done: make(chan struct{})})
 	if !s.keeping {
 		s.keeping = true
 		go s.keepAll()
@@ -314,12 +319,66 @@ func (s *session) keepAll() {
 		u := s.unkept[0]
 		s.unkept, s.storing = s.unkept[1:], u
 		s.mu.Unlock()
-		if err := s.cache.keep(u); err != nil {
+		keep := s.cache.keep
+		if s.quirk.stillBinaries && fixedGroups(u.vendor) {
+			keep = s.keepStill
+		}
+		if err := keep(u); err != nil {
 			s.log.Debug("built program not kept", "err", err)
 		}
 		cl.ReleaseProgram(u.vendor)
 		close(u.done)
 	}
+}
+
+// fixedGroups reports whether a built program has a kernel of a fixed group
+// size (reqd_work_group_size), or can't be asked.
+func fixedGroups(v cl.Program) bool {
+	return slices.ContainsFunc(kernelNames(v), func(name string) bool {
+		k, st := cl.CreateKernel(v, name)
+		if st != cl.Success {
+			return true
+		}
+		defer cl.ReleaseKernel(k)
+		b, st := cl.GetKernelWorkGroupInfo(k, 0, cl.KernelCompileWorkGroupSize)
+		return st != cl.Success || slices.ContainsFunc(b, func(x byte) bool { return x != 0 })
+	})
+}
+
+// keepStill keeps a program's build at a moment when no command runs, and lets
+// none begin before that is done. It gives up if there is no such moment for long.
+func (s *session) keepStill(u *unkept) error {
+	<-u.desc.done // not while the others wait
+	for from := time.Now(); time.Since(from) < stillPatience; time.Sleep(cacheRest / 10) {
+		s.mu.Lock()
+		cs := s.contexts()
+		marks, launched := s.markers(cs), launches(cs)
+		s.mu.Unlock()
+		await(marks)
+		s.mu.Lock()
+		if u.unwanted {
+			s.mu.Unlock()
+			return ErrBusy
+		}
+		// Somebody waits for the session to stand still, or it does.
+		over := s.frozen || s.closed.Load() || s.gate.Load()
+		if !over && launches(s.contexts()) == launched {
+			defer s.mu.Unlock()
+			return s.cache.keep(u)
+		}
+		s.mu.Unlock()
+	}
+	return ErrBusy
+}
+
+// launches is how many commands the queues have taken. The caller holds s.mu.
+func launches(cs []*clContext) (n uint64) {
+	for _, c := range cs {
+		for _, q := range c.queues {
+			n += q.seq
+		}
+	}
+	return n
 }
 
 // unused returns what must be over before the program is built anew: a program
@@ -331,6 +390,7 @@ func (s *session) unused(p *program) []chan struct{} {
 		over = append(over, p.desc.done)
 	}
 	if s.storing != nil && s.storing.prog == p {
+		s.storing.unwanted = true
 		over = append(over, s.storing.done)
 	}
 	s.unkept = slices.DeleteFunc(s.unkept, func(u *unkept) bool {

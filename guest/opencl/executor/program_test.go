@@ -374,6 +374,38 @@ func TestProgramsAreNotBuiltAgainOnADeviceWhereTheSessionWas(t *testing.T) {
 	equal(t, c.read(q, b, 64), 9)
 }
 
+// PoCL counts the users of a kernel's code by group size alone, and makes more
+// code for kernels of a fixed size when it is asked for a program's binaries:
+// while one of them runs, that ended the executor.
+func TestProgramsWithFixedGroupsAreKeptWhileTheDeviceStandsStill(t *testing.T) {
+	c := newClient(t)
+	s := c.cached(1, t.TempDir(), "here")
+	s.activate()
+	ctx, q, _ := c.setup(0)
+	b := c.buffer(ctx, 1<<16)
+	const programs = 4
+	for range programs {
+		p, k := c.program(ctx, fmt.Sprintf("kernel __attribute__((reqd_work_group_size(16, 1, 1))) void add(global uint *a, uint n) {"+
+			" for (uint i = 0; i < 5000; i++) a[get_global_id(0)] += (n ^ i) * %du; }", uint32(time.Now().UnixNano()))), c.id() // code that it has not kept itself
+		c.call(&wire.BuildProgram{Program: p})
+		c.call(&wire.CreateKernel{ID: k, Program: p, Name: []byte("add")})
+		c.post(&wire.SetArg{Kernel: k, Index: 0, Kind: wire.ArgMem, Object: b, Size: 8})
+		c.post(&wire.SetArg{Kernel: k, Index: 1, Kind: wire.ArgPlain, Size: 4, Value: make([]byte, 4)})
+		for keeping := true; keeping; {
+			for i := range 20 {
+				c.post(&wire.Ndrange{Queue: q, Kernel: k, Dims: 1, Has: 3, Off0: uint64(i % 2), Glob0: 1024, Loc0: 16})
+			}
+			c.call(&wire.Finish{Queue: q})
+			s.mu.Lock()
+			keeping = s.keeping
+			s.mu.Unlock()
+		}
+	}
+	if kept, err := filepath.Glob(filepath.Join(s.cache.dir, "*")); err != nil || len(kept) < programs {
+		t.Errorf("%d of %d programs were kept: %v", len(kept), programs, err)
+	}
+}
+
 // A program whose built form came back from the cache can be included by others,
 // and is built all the same.
 func TestKeptProgramThatIsIncludedStaysBuilt(t *testing.T) {

@@ -13,6 +13,9 @@ type quirk struct {
 	sameCode bool
 	// What it makes of its own binaries can't be used.
 	badBinaries bool
+	// Kernels of a program that have a fixed group size must not run while it
+	// is asked for its binaries.
+	stillBinaries bool
 }
 
 var quirks = [...]quirk{
@@ -23,9 +26,12 @@ var quirks = [...]quirk{
 	// PoCL's basic device runs commands in whatever thread enqueues or waits,
 	// and locks events in the order of their dependence: two threads that use
 	// one buffer, in queues of their own or not, may block each other for ever.
-	{platform: "Portable Computing Language", device: "basic-", serial: true, sameCode: true},
-	// PoCL 3.1 adds metadata; what is compiled of it is equal, byte for byte.
-	{platform: "Portable Computing Language", sameCode: true},
+	{platform: "Portable Computing Language", device: "basic-", serial: true, sameCode: true, stillBinaries: true},
+	// PoCL 3.1 adds metadata; what is compiled of it is equal, byte for byte. For
+	// a program's binaries it compiles kernels of a fixed group size once more,
+	// for other offsets and grids. pocl_release_dlhandle_cache takes that code,
+	// which nobody uses, for the code of a kernel that ends, and aborts.
+	{platform: "Portable Computing Language", sameCode: true, stillBinaries: true},
 }
 
 func quirkOf(platform, device string) quirk {
