@@ -26,13 +26,13 @@ const (
 	guestBinary = "gpuguest"
 )
 
-// Guest is the gpuguest process of a run folder. It is started when it is not
-// there, outlives hostd, and is started again when it dies.
+// Guest manages the gpuguest process of a run folder. It starts gpuguest if none runs,
+// and again if it dies. gpuguest goes on when hostd ends.
 type Guest struct {
 	Dir    string // run folder
-	Binary string // empty: beside this program, or in PATH
-	Users  string // whom executors run as if this is root, FIRST-LAST; empty: gpuguest's default
-	Memory string // most of a session; empty: gpuguest's default
+	Binary string // path of gpuguest; empty: beside this program, or in PATH
+	Users  string // range of user ids for executors if hostd is root, FIRST-LAST; empty: gpuguest's default
+	Memory string // most memory of a session's executors; empty: gpuguest's default
 	Log    *slog.Logger
 
 	CompileAnew bool // see config.Executors
@@ -44,7 +44,8 @@ func (g *Guest) Socket() string { return filepath.Join(g.Dir, "guest.sock") }
 // AppSocket is where applications connect to gpuguest.
 func (g *Guest) AppSocket() string { return filepath.Join(g.Dir, "app.sock") }
 
-// Ensure returns when gpuguest answers; started says that it was not there.
+// Ensure returns when gpuguest answers. It starts gpuguest if none runs; started reports
+// whether it did.
 func (g *Guest) Ensure(ctx context.Context) (started bool, err error) {
 	if rundir.Answers(g.Socket()) {
 		return false, nil
@@ -70,8 +71,8 @@ func (g *Guest) Ensure(ctx context.Context) (started bool, err error) {
 		args = append(args, "--compile-anew")
 	}
 	if os.Geteuid() == 0 {
-		// Executors pass through the folder on their way to their own. An older
-		// hostd has closed it.
+		// Executors reach their own folders through this one. Older versions of hostd
+		// made it without that permission.
 		if info, err := os.Stat(g.Dir); err == nil && info.Mode().Perm()&0o001 == 0 {
 			err = os.Chmod(g.Dir, info.Mode().Perm()|0o001)
 			if err != nil {
@@ -83,14 +84,14 @@ func (g *Guest) Ensure(ctx context.Context) (started bool, err error) {
 	cmd.Stdout, cmd.Stderr = out, out
 	cmd.Env = guestEnv(os.Environ())
 	cmd.Dir = "/"
-	// Of a session of its own: what ends hostd's terminal must not end it.
+	// A new session (setsid(2)): gpuguest goes on when hostd's terminal is closed.
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true}
 	if err := cmd.Start(); err != nil {
 		return false, fmt.Errorf("gpuguest: %w", err)
 	}
 	g.Log.Info("gpuguest started", "pid", cmd.Process.Pid, "path", binary)
 	exited := make(chan error, 1)
-	go func() { exited <- cmd.Wait() }() // also reaps it, whenever it ends
+	go func() { exited <- cmd.Wait() }() // also reaps the process, whenever it ends
 	deadline := time.After(guestStart)
 	tick := time.NewTicker(5 * time.Millisecond)
 	defer tick.Stop()
@@ -111,8 +112,8 @@ func (g *Guest) Ensure(ctx context.Context) (started bool, err error) {
 	}
 }
 
-// Keep starts gpuguest again whenever it is gone, until ctx ends, and calls
-// restarted each time.
+// Keep starts gpuguest again whenever it has ended, until ctx ends. It calls restarted
+// after each start.
 func (g *Guest) Keep(ctx context.Context, restarted func(context.Context)) {
 	for ctx.Err() == nil {
 		started, err := g.Ensure(ctx)
@@ -128,7 +129,7 @@ func (g *Guest) Keep(ctx context.Context, restarted func(context.Context)) {
 	}
 }
 
-// Stop ends gpuguest, first by asking.
+// Stop ends gpuguest: first it asks, then it kills.
 func (g *Guest) Stop() error {
 	peer, err := unixrpc.PeerOf(g.Socket())
 	if err != nil {
@@ -172,8 +173,8 @@ func (g *Guest) find() (string, error) {
 	return path, nil
 }
 
-// guestEnv drops what would lead a vendor's library, or an executor that uses
-// OpenCL, back to us.
+// guestEnv removes the variables that would make a vendor's library, or an executor that
+// uses OpenCL, load gpuctl's own library.
 func guestEnv(env []string) []string {
 	var out []string
 	for _, v := range env {
@@ -187,7 +188,7 @@ func guestEnv(env []string) []string {
 	return out
 }
 
-// tail is the end of a log, to go with an error.
+// tail returns the end of a log, for an error message.
 func tail(path string) string {
 	data, err := os.ReadFile(path)
 	if err != nil || len(data) == 0 {

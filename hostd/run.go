@@ -30,27 +30,27 @@ import (
 
 const shutdown = 5 * time.Second
 
-// How many connections the API's socket has at a time.
+// Most connections at a time.
 const (
 	connectionsOfUser = 64
 	connections       = 1024
-	scrapers          = 32 // connections of the metrics' port
+	scrapers          = 32 // on the port of the metrics
 )
 
-// Options are how a daemon runs.
+// Options has what Run needs to know.
 type Options struct {
 	Dir      string // run folder
-	Data     string // folder of the membership in a cluster; empty: a cluster of one in memory
-	Version  string // of the program
-	Socket   string // of the API
+	Data     string // folder of the membership in a cluster; empty: a cluster of this host alone, in memory
+	Version  string // version of the program
+	Socket   string // path of the API's socket
 	Config   config.Config
-	Private  bool   // ends gpuguest, whatever runs there, when it ends
-	Gpuguest string // path; empty: it is looked for
-	Root     fs.FS  // the machine's files
+	Private  bool   // ends gpuguest, with all sessions, when hostd ends
+	Gpuguest string // path of gpuguest; empty: see Guest
+	Root     fs.FS  // the host's root folder
 	Log      *slog.Logger
 }
 
-// Run serves one host until ctx ends.
+// Run runs the daemon of a host until ctx ends.
 func Run(ctx context.Context, o Options) (err error) {
 	made, err := o.folders()
 	if err != nil {
@@ -79,7 +79,7 @@ func Run(ctx context.Context, o Options) (err error) {
 		return err
 	}
 	defer func() { err = errors.Join(err, wired.close()) }()
-	if o.Data != "" { // VMs that start with libvirtd, which comes after hostd, find their functions
+	if o.Data != "" { // libvirtd starts after hostd, so the functions exist when VMs start
 		wired.nics.Apply(ctx, o.Config.Network)
 	}
 	work, stop := context.WithCancel(ctx)
@@ -164,8 +164,7 @@ func (o Options) folders() (made bool, err error) {
 	return made, nil
 }
 
-// clients returns what serves the clients of hostd's socket, and its listener with
-// limits.
+// clients returns the server for clients of hostd's socket, and the listener with limits.
 func (o Options) clients(wired *wiring, listener net.Listener) (*http.Server, net.Listener) {
 	server := unixrpc.Server(wired.node.Handler(), func(p unixrpc.Peer) {
 		o.Log.Debug("client connected", "pid", p.PID, "uid", p.UID)
@@ -183,7 +182,7 @@ func (o Options) clients(wired *wiring, listener net.Listener) (*http.Server, ne
 	return server, limited
 }
 
-// serveMetrics answers scrapes if the configuration says where.
+// serveMetrics serves metrics over HTTP, if an address is configured. end stops it.
 func (o Options) serveMetrics(m *wiring, failed chan<- error) (end func(), err error) {
 	address := o.Config.Metrics.Listen
 	if address == "" {
@@ -195,7 +194,7 @@ func (o Options) serveMetrics(m *wiring, failed chan<- error) (end func(), err e
 	}
 	mux := http.NewServeMux()
 	mux.Handle("GET /metrics", m.metrics.Handler())
-	// Anybody may ask it: little, briefly, and not many at a time.
+	// Anybody may call it, so requests are limited in size, time and number.
 	server := &http.Server{
 		Handler: mux, ReadHeaderTimeout: shutdown, ReadTimeout: shutdown, WriteTimeout: 30 * time.Second, IdleTimeout: time.Minute, MaxHeaderBytes: 16 << 10,
 	}
@@ -212,7 +211,7 @@ func (o Options) serveMetrics(m *wiring, failed chan<- error) (end func(), err e
 	}, nil
 }
 
-// reload takes a new certificate from disk when it is told to (SIGHUP).
+// reload loads a new certificate from disk at each SIGHUP.
 func (o Options) reload(ctx context.Context, m *wiring, notify *systemd.Notifier) {
 	hup := make(chan os.Signal, 1)
 	signal.Notify(hup, syscall.SIGHUP)

@@ -41,7 +41,8 @@ import (
 	"github.com/gpuctl/gpuctl/passthrough/sysfs"
 )
 
-// wiring has the parts of a host beside its sessions, as they were made.
+// wiring has the parts of a host other than its sessions, in the order in which they are
+// made.
 type wiring struct {
 	node   *member.Node
 	audit  *access.AuditLog
@@ -51,16 +52,15 @@ type wiring struct {
 
 	network *network.Host
 	nics    *nics.Manager
-	rate    uint64 // that VMs may be sent at, bytes per second; 0: any
+	rate    uint64 // limit for sending VMs, bytes per second; 0: not limited
 
 	metrics *metrics.Metrics
-	tracer  *trace.Tracer // nil: none
+	tracer  *trace.Tracer // nil: no traces
 }
 
-// listen opens the API's socket. In a cluster who may do what is decided by
-// who calls, so anybody may connect; hostd --dev is its user's alone. made says
-// that the socket's folder is this hostd's own: it opens no other to anybody, nor
-// closes it.
+// listen opens the API's socket. In a cluster, access is decided for each caller, so
+// anybody may connect. hostd --dev accepts only its own user. made means that hostd has
+// just made the socket's folder; it changes the permissions of no other folder.
 func listen(o Options, made bool) (net.Listener, error) {
 	l, err := rundir.Listen(o.Socket)
 	if err != nil || o.Data == "" {
@@ -81,8 +81,8 @@ func listen(o Options, made bool) (net.Listener, error) {
 	return l, nil
 }
 
-// makeData makes the data folder and refuses one that others can change: what
-// is in it decides who has which card, and is opened by name.
+// makeData makes the data folder. It refuses one that other users can change, as its
+// content decides who has which card.
 func makeData(dir string) error {
 	if dir == "" {
 		return nil
@@ -97,9 +97,9 @@ func makeData(dir string) error {
 	return nil
 }
 
-// join makes the parts of the host in their order, each from those before it:
-// metrics, the node, which is in no cluster yet, and what uses the node. Then the
-// node starts: it serves all of them, and is the member that it was.
+// join makes the parts of the host in order: metrics, then the node, which is in no
+// cluster yet, then what uses the node. At the end it starts the node, which serves all
+// of them and takes up its former membership.
 func (o Options) join(ctx context.Context, host *sessions.Host) (m *wiring, err error) {
 	m = &wiring{nvml: nvml.New(nvml.Config{Log: o.Log})}
 	defer func() {
@@ -138,7 +138,7 @@ func (o Options) join(ctx context.Context, host *sessions.Host) (m *wiring, err 
 	return m, m.node.Start(ctx)
 }
 
-// open finds the hypervisor and what VMs have of this host's cards.
+// open finds out which hypervisor runs, and which cards VMs have.
 func (m *wiring) open(ctx context.Context, o Options, host *sessions.Host, name string) (err error) {
 	dir := cmp.Or(o.Data, o.Dir)
 	m.cards, err = platform.Open(ctx, platform.Options{
@@ -157,7 +157,7 @@ func (m *wiring) open(ctx context.Context, o Options, host *sessions.Host, name 
 	if m.rate, err = o.Config.Devices.Rate(); err != nil {
 		return err
 	}
-	if o.Data != "" { // hostd --dev sends nothing, and others' limits are not its
+	if o.Data != "" { // hostd --dev sends no VMs, and does not remove other daemons' limits
 		lifted, err := m.network.Reconcile(ctx, nil)
 		if err != nil {
 			o.Log.Warn("limits of a former migration are left", "err", err)
@@ -196,7 +196,7 @@ func (m *wiring) open(ctx context.Context, o Options, host *sessions.Host, name 
 	m.guests.Locks = o.Dir
 	m.guests.Console, m.guests.Vchan = m.cards.Scheme() == "xen", m.cards.Vchan
 	host.Site.Guests = m.guests
-	if o.Data != "" { // hostd --dev moves nothing
+	if o.Data != "" { // hostd --dev migrates no VMs
 		if host.Site.Fence, err = endpoint.OpenFence(filepath.Join(o.Data, "migration-tokens.json"), func() string { return m.node.Status().GetClusterId() }); err != nil {
 			return err
 		}
@@ -218,8 +218,8 @@ func (m *wiring) open(ctx context.Context, o Options, host *sessions.Host, name 
 	return nil
 }
 
-// sweep drops what migrations have left here that ended without saying so: GPU
-// states, and copies of VMs.
+// sweep removes what interrupted migrations have left on this host: GPU states, and
+// copies of VMs.
 func (m *wiring) sweep(ctx context.Context, host *sessions.Host) {
 	if host.Site == nil || host.Site.Stash == nil {
 		return
@@ -252,8 +252,8 @@ func (m *wiring) sweep(ctx context.Context, host *sessions.Host) {
 
 const sweepEvery = 30 * time.Second
 
-// follow counts what this host sends to another one while a VM goes there, and
-// holds it to the rate that is configured.
+// follow counts what this host sends to another host during a migration, and limits it to
+// the configured rate.
 func (m *wiring) follow(ctx context.Context, to string) (endpoint.Flow, error) {
 	address, err := m.address(ctx, to)
 	if err != nil {
@@ -262,7 +262,7 @@ func (m *wiring) follow(ctx context.Context, to string) (endpoint.Flow, error) {
 	return m.network.Follow(ctx, address, 8*m.rate)
 }
 
-// address is where VMs are sent that go to a host.
+// address returns the address to which VMs for that host are sent.
 func (m *wiring) address(ctx context.Context, host string) (netip.Addr, error) {
 	name, err := m.node.Address(host)
 	if err != nil {
@@ -275,7 +275,7 @@ func (m *wiring) address(ctx context.Context, host string) (netip.Addr, error) {
 	return all[0], nil
 }
 
-// peers are the addresses of other hosts, as far as they are known.
+// peers returns the known addresses of other hosts.
 func (m *wiring) peers(ctx context.Context) map[string]netip.Addr {
 	out := map[string]netip.Addr{}
 	for _, host := range m.node.OtherHosts() {
@@ -286,14 +286,14 @@ func (m *wiring) peers(ctx context.Context) map[string]netip.Addr {
 	return out
 }
 
-// statFile returns an error unless a VM's disk is there.
+// statFile returns an error unless the file of a VM's disk exists.
 func statFile(path string) error {
 	_, err := os.Stat(path)
 	return err
 }
 
-// slowest is how fast one host can send to another at best, in bytes per
-// second, by the speed of their fastest interfaces; 0: not known.
+// slowest returns the highest possible rate between two hosts in bytes per second: that
+// of the slower one's fastest interface. 0: unknown.
 func slowest(v *state.View, from, to string) uint64 {
 	if v == nil {
 		return 0
@@ -314,7 +314,7 @@ func slowest(v *state.View, from, to string) uint64 {
 	return out
 }
 
-// letGo has NVML give up all cards while drivers change.
+// letGo makes NVML close all cards while drivers change; resume ends that.
 func (m *wiring) letGo(ctx context.Context, _ []pci.Address) (resume func(), err error) {
 	if err := m.nvml.Release(ctx); err != nil {
 		return nil, err
@@ -322,8 +322,8 @@ func (m *wiring) letGo(ctx context.Context, _ []pci.Address) (resume func(), err
 	return m.nvml.Resume, nil
 }
 
-// observe prepares metrics and traces. The node counts its calls with these
-// metrics, so it is made after them; they ask it when somebody reads them.
+// observe makes metrics and traces. The node counts its calls with them, so they are made
+// first. They read the node's state only when they are read.
 func (m *wiring) observe(ctx context.Context, o Options, host *sessions.Host, name string) (err error) {
 	m.metrics = metrics.New(metrics.Sources{
 		View:    func() *state.View { return m.node.View() },
@@ -375,7 +375,7 @@ func (m *wiring) close() error {
 	return errors.Join(errs...)
 }
 
-// hostName is what the cluster is to call this host.
+// hostName returns the name of this host in the cluster.
 func hostName(c config.Cluster) (string, error) {
 	if c.Host != "" {
 		return c.Host, nil

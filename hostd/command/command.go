@@ -34,7 +34,8 @@ type flags struct {
 	json     bool
 }
 
-// Run is hostd. Its error says which exit status (program.Code) is due.
+// Run runs hostd with command-line arguments. cmdutil.Code returns the exit status for
+// its error.
 func Run(ctx context.Context, args []string, stdio cmdutil.Stdio) error {
 	ctx, stop := signal.NotifyContext(ctx, os.Interrupt, syscall.SIGTERM)
 	defer stop()
@@ -46,7 +47,7 @@ func Run(ctx context.Context, args []string, stdio cmdutil.Stdio) error {
 	return root.ExecuteContext(ctx)
 }
 
-// Command is hostd as cobra knows it, for the manual.
+// Command returns hostd's cobra command; the manual is generated from it.
 func Command(stdio cmdutil.Stdio) *cobra.Command {
 	var f flags
 	root := &cobra.Command{
@@ -83,7 +84,7 @@ sessions.`,
 	return root
 }
 
-// defaultData is where a host keeps what it is to its cluster.
+// defaultData is the folder of the host's membership in its cluster.
 const defaultData = "/var/lib/gpuctl"
 
 func usage(check cobra.PositionalArgs) cobra.PositionalArgs {
@@ -134,8 +135,8 @@ func serve(ctx context.Context, f flags, stdio cmdutil.Stdio) error {
 		ctx, cancel = context.WithCancel(ctx)
 		defer cancel()
 		go func() {
-			// Who started us holds the other end; the kernel closes it even
-			// when they are killed.
+			// The process that started hostd has the other end of this pipe. The kernel
+			// closes it even if that process is killed.
 			_, _ = io.Copy(io.Discard, stdio.In)
 			cancel()
 		}()

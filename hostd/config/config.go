@@ -29,11 +29,11 @@ const maxSize = 1 << 20
 // ErrInvalid is wrapped by every error about a file's content.
 var ErrInvalid = errors.New("invalid configuration")
 
-// Config is what a host's operator decides.
+// Config is the content of the configuration file.
 type Config struct {
 	Version       int           `yaml:"version"`
-	Discover      bool          `yaml:"discover"`             // use every OpenCL runtime of the machine
-	VendorDirs    []string      `yaml:"vendorDirs,omitempty"` // more folders of .icd files
+	Discover      bool          `yaml:"discover"`             // use every OpenCL runtime that is installed
+	VendorDirs    []string      `yaml:"vendorDirs,omitempty"` // additional folders with .icd files
 	VirtualDevice VirtualDevice `yaml:"virtualDevice,omitempty"`
 	GPUs          []GPU         `yaml:"gpus,omitempty"`
 	Models        []Model       `yaml:"models,omitempty"`
@@ -46,15 +46,16 @@ type Config struct {
 	Executors     Executors     `yaml:"executors,omitempty"`
 }
 
-// Executors are the processes that hold vendors' runtimes, one or two for each
+// Executors configures the processes that load vendors' runtimes: one or two for each
 // session.
 type Executors struct {
-	// Users are FIRST-LAST, numbers of users and groups that nobody else has: each
-	// session's executors get one if hostd is root. Empty: confine.DefaultRange.
+	// Users is a range of user and group ids, FIRST-LAST, that nobody else uses. If hostd
+	// is root, the executors of each session get one of them. Empty:
+	// confine.DefaultRange.
 	Users  string `yaml:"users,omitempty"`
-	Memory string `yaml:"memory,omitempty"` // most that a session's take, as 8GiB; default 7/8 of the host's
-	// CompileAnew keeps nothing that runtimes have compiled for a program for the
-	// next session of the same user's same program.
+	Memory string `yaml:"memory,omitempty"` // most memory for the executors of one session, such as 8GiB; default 7/8 of the host's memory
+	// CompileAnew turns the cache of compiled programs off. Otherwise what a runtime has
+	// compiled is kept for the next session of the same user with the same program.
 	CompileAnew bool `yaml:"compileAnew,omitempty"`
 }
 
@@ -73,26 +74,26 @@ func (e Executors) validate() error {
 	return errors.Join(errs...)
 }
 
-// Network is what hostd makes of network cards when it starts.
+// Network configures network cards when hostd starts.
 type Network struct {
 	VFs []NetworkVFs `yaml:"vfs,omitempty"`
 }
 
-// NetworkVFs are the virtual functions of an interface's card.
+// NetworkVFs configures the virtual functions of an interface's card.
 type NetworkVFs struct {
 	Interface string      `yaml:"interface"`
 	Count     int         `yaml:"count"`
 	Set       []NetworkVF `yaml:"set,omitempty"`
 }
 
-// NetworkVF is how one of them is set up; what is not said stays as it is.
+// NetworkVF configures one virtual function. Settings that are left out are not changed.
 type NetworkVF struct {
-	VF             int `yaml:"vf"` // its number, from 0
+	VF             int `yaml:"vf"` // index, from 0
 	network.Change `yaml:",inline"`
 }
 
 const (
-	maxInterface = 15 // bytes of a name, as the kernel has it
+	maxInterface = 15 // longest name of an interface in bytes (IFNAMSIZ in linux/if.h, less the final zero)
 	maxVFs       = 1<<16 - 1
 )
 
@@ -129,24 +130,25 @@ func (n Network) validate() error {
 	return errors.Join(errs...)
 }
 
-// Devices is how PCI cards are given to VMs.
+// Devices configures how PCI cards are given to VMs.
 type Devices struct {
 	Libvirt       string   `yaml:"libvirt,omitempty"`       // URI; default xen:///system in a control domain of Xen, else qemu:///system
 	LibvirtSocket string   `yaml:"libvirtSocket,omitempty"` // default /run/libvirt/libvirt-sock
-	MigrateURI    string   `yaml:"migrateURI,omitempty"`    // of another host's libvirtd, with {host} or {address}; default xen+tls://{address}/system
-	UnsafeDisks   bool     `yaml:"unsafeDisks,omitempty"`   // move VMs of qemu although their disks are cached by the host
-	MigrationRate string   `yaml:"migrationRate,omitempty"` // most that VMs are sent to one host at, in bytes per second, as 100MiB; default as fast as it goes
+	MigrateURI    string   `yaml:"migrateURI,omitempty"`    // URI of another host's libvirtd, with {host} or {address}; default xen+tls://{address}/system
+	UnsafeDisks   bool     `yaml:"unsafeDisks,omitempty"`   // migrate VMs of qemu although the host caches their disks
+	MigrationRate string   `yaml:"migrationRate,omitempty"` // highest rate at which VMs are sent to one host, bytes per second, such as 100MiB; default: not limited
 	MigrationTLS  bool     `yaml:"migrationTLS,omitempty"`  // encrypt the memory of VMs that are sent; qemu only
-	Migrations    int      `yaml:"migrations,omitempty"`    // most from or to this host at a time; default 2
-	Stash         string   `yaml:"stash,omitempty"`         // most memory for GPU states of VMs that have no room for them, as 8GiB; 0: none; default a quarter of what is free
-	Park          bool     `yaml:"park,omitempty"`          // leave cards that come back bound for the next VM
+	Migrations    int      `yaml:"migrations,omitempty"`    // most migrations from or to this host at a time; default 2
+	Stash         string   `yaml:"stash,omitempty"`         // most memory for GPU states that VMs have no room for, such as 8GiB; 0: none; default a quarter of the free memory
+	Park          bool     `yaml:"park,omitempty"`          // leave cards bound to the hypervisor's driver after use, for the next VM
 	Catalog       []string `yaml:"catalog,omitempty"`       // files that extend the catalogue of models
 }
 
-// minRate is 10 Mbit/s; slower, and a VM writes memory faster than it is sent.
+// minRate is 10 Mbit/s. At a lower rate, a VM usually writes memory faster than it can be
+// sent.
 const minRate = 10_000_000 / 8
 
-// Rate is MigrationRate in bytes per second; 0: there is none.
+// Rate returns MigrationRate in bytes per second; 0: not limited.
 func (d Devices) Rate() (uint64, error) {
 	if d.MigrationRate == "" {
 		return 0, nil
@@ -154,9 +156,9 @@ func (d Devices) Rate() (uint64, error) {
 	return size.Parse(d.MigrationRate)
 }
 
-// StashLimit is how many bytes of GPU states may be kept, of which used are now,
-// where free is what programs can still get. free is asked where Stash says
-// nothing.
+// StashLimit returns how many bytes of GPU states may be kept on this host, including the
+// used bytes that are kept now. free returns the memory in bytes that programs can still
+// get. It is called only if Stash is empty.
 func (d Devices) StashLimit(used uint64, free func() (uint64, error)) (uint64, error) {
 	if d.Stash == "" {
 		n, err := free()
@@ -165,75 +167,76 @@ func (d Devices) StashLimit(used uint64, free func() (uint64, error)) (uint64, e
 	return size.Parse(d.Stash)
 }
 
-// stashShare is which part of the memory that is free states may take, unless
-// an operator says otherwise.
+// stashShare is the part of the free memory, 1/stashShare, that GPU states may use if
+// Stash is empty.
 const stashShare = 4
 
-// Cluster is how this host takes part in one. hostd --dev does not read it.
+// Cluster configures this host's membership in a cluster. hostd --dev ignores it.
 type Cluster struct {
-	Host      string `yaml:"host,omitempty"`      // name; default: the machine's
-	Listen    string `yaml:"listen,omitempty"`    // HOST:PORT; default DefaultListen
-	Advertise string `yaml:"advertise,omitempty"` // HOST:PORT at which others reach it; default: from listen
+	Host      string `yaml:"host,omitempty"`      // this host's name; default: the system's host name
+	Listen    string `yaml:"listen,omitempty"`    // HOST:PORT to listen on; default DefaultListen
+	Advertise string `yaml:"advertise,omitempty"` // HOST:PORT at which other hosts reach this one; default: from listen
 	Voters    int    `yaml:"voters,omitempty"`    // most voters: 3, 5 or 7 (the default)
-	LostAfter string `yaml:"lostAfter,omitempty"` // a voter gone for that long is replaced; default 10m
-	Zone      string `yaml:"zone,omitempty"`      // label of hosts that names their failure domain; default zone
-	// RaftMultiplier stretches Raft's timeouts for hosts that are slow or far
-	// apart: 1 (the default) to 10, the same on all hosts.
+	LostAfter string `yaml:"lostAfter,omitempty"` // a voter that is down for so long is replaced; default 10m
+	Zone      string `yaml:"zone,omitempty"`      // label that names a host's failure domain; default zone
+	// RaftMultiplier multiplies Raft's time-outs, for hosts that are slow or far apart: 1
+	// (the default) to 10. It must be the same on all hosts.
 	RaftMultiplier int `yaml:"raftMultiplier,omitempty"`
 }
 
-// DefaultListen is the port of hosts, on all addresses.
+// DefaultListen is the default address of the hosts' API: all addresses, port 7650.
 const DefaultListen = ":7650"
 
-// Access gives local users their roles, by the groups that they are in. Root
-// and hostd's own user are administrators.
+// Access gives local users their roles, by their groups. Root and hostd's own user are
+// administrators.
 type Access struct {
 	AdminUsers     []string `yaml:"adminUsers,omitempty,flow"`
 	AdminGroups    []string `yaml:"adminGroups,omitempty,flow"`
 	OperatorGroups []string `yaml:"operatorGroups,omitempty,flow"`
 	ViewerGroups   []string `yaml:"viewerGroups,omitempty,flow"`
-	Others         string   `yaml:"others,omitempty"` // none (the default) or viewer
+	Others         string   `yaml:"others,omitempty"` // role of all other users: none (the default) or viewer
 }
 
-// Metrics for Prometheus, over plain HTTP.
+// Metrics configures the metrics for Prometheus, over HTTP without TLS.
 type Metrics struct {
-	Listen string `yaml:"listen,omitempty"` // HOST:PORT; empty: none
+	Listen string `yaml:"listen,omitempty"` // HOST:PORT to listen on; empty: no metrics
 }
 
-// Tracing of long operations with OpenTelemetry.
+// Tracing configures traces of long operations, with OpenTelemetry.
 type Tracing struct {
-	Endpoint string  `yaml:"endpoint,omitempty"` // HOST:PORT of a collector (OTLP over HTTP); empty: none
+	Endpoint string  `yaml:"endpoint,omitempty"` // HOST:PORT of a collector (OTLP over HTTP); empty: no traces
 	Insecure bool    `yaml:"insecure,omitempty"` // without TLS
-	Sample   float64 `yaml:"sample,omitempty"`   // part of the operations, above 0 to 1; default 1
+	Sample   float64 `yaml:"sample,omitempty"`   // share of the operations that is traced, above 0 to 1; default 1
 }
 
-// VirtualDevice is what applications see unless they ask for something else.
+// VirtualDevice is the default of what applications see as their device.
 type VirtualDevice struct {
 	Name string `yaml:"name,omitempty"`
-	Type string `yaml:"type,omitempty"` // gpu, cpu or accelerator; empty: as the first GPU
+	Type string `yaml:"type,omitempty"` // gpu, cpu or accelerator; empty: the type of the first GPU
 }
 
-// GPU declares devices of a runtime in an environment.
+// GPU declares devices of a runtime, with environment variables for that runtime.
 type GPU struct {
 	ID      string            `yaml:"id"`
-	Library string            `yaml:"library,omitempty"` // the vendor's ICD library, or
-	Runtime string            `yaml:"runtime,omitempty"` // the name of a runtime that the machine has
+	Library string            `yaml:"library,omitempty"` // path of the vendor's ICD library; this or Runtime
+	Runtime string            `yaml:"runtime,omitempty"` // name of an installed runtime
 	Env     map[string]string `yaml:"env,omitempty"`
 	Model   string            `yaml:"model,omitempty"`        // default: the device's name
-	Devices []uint32          `yaml:"devices,flow,omitempty"` // default: all; several become ID-0, ID-1, …
+	Devices []uint32          `yaml:"devices,flow,omitempty"` // indexes of devices; default: all; several become ID-0, ID-1, …
 }
 
-// Model places a model in the order of upgrades and downgrades. Models that
-// are not listed have rank 0; equal ranks are ordered by what devices offer.
+// Model gives a model its rank in the order of upgrades and downgrades. A model that is
+// not listed has rank 0. Models of equal rank are ordered by the properties of their
+// devices.
 type Model struct {
 	Name string `yaml:"name"`
 	Rank int    `yaml:"rank"`
 }
 
-// Default is the configuration of a host without a file.
+// Default returns the configuration of a host that has no file.
 func Default() Config { return Config{Version: Version, Discover: true} }
 
-// Load reads a file.
+// Load reads the configuration from a file. Errors about its content wrap ErrInvalid.
 func Load(path string) (Config, error) {
 	f, err := os.Open(path)
 	if err != nil {
@@ -251,7 +254,8 @@ func Load(path string) (Config, error) {
 	return c, nil
 }
 
-// Parse reads a file's content; what it leaves out has the default value.
+// Parse reads the content of a file. What is left out has its default value. Errors wrap
+// ErrInvalid.
 func Parse(data []byte) (Config, error) {
 	if len(data) > maxSize {
 		return Config{}, fmt.Errorf("%w: larger than %d bytes", ErrInvalid, maxSize)
@@ -275,7 +279,7 @@ func Parse(data []byte) (Config, error) {
 	return c, nil
 }
 
-// Dump writes the configuration as Parse reads it.
+// Dump returns the configuration as YAML that Parse accepts.
 func (c Config) Dump() ([]byte, error) {
 	var b bytes.Buffer
 	enc := yaml.NewEncoder(&b)
@@ -286,7 +290,7 @@ func (c Config) Dump() ([]byte, error) {
 	return b.Bytes(), nil
 }
 
-// Validate returns everything that is wrong, joined.
+// Validate returns all errors in the configuration, joined. Each wraps ErrInvalid.
 func (c Config) Validate() error {
 	var errs []error
 	bad := func(format string, args ...any) { errs = append(errs, fmt.Errorf(format, args...)) }
@@ -364,7 +368,7 @@ func (c Config) Validate() error {
 	if s := c.Tracing.Sample; s < 0 || s > 1 {
 		bad("tracing.sample: %v is not from 0 to 1", s)
 	}
-	// PoCL would read a malformed limit as no limit at all.
+	// PoCL silently ignores a limit that it cannot parse, so it is checked here.
 	for _, g := range c.GPUs {
 		if v, ok := g.Env["POCL_MEMORY_LIMIT"]; ok {
 			if n, err := strconv.ParseUint(v, 10, 32); err != nil || n == 0 {
@@ -406,9 +410,9 @@ func (c Cluster) validate() error {
 	return errors.Join(errs...)
 }
 
-// Lost is lostAfter, 0 when it is not said.
+// Lost returns LostAfter as a duration; 0: not set.
 func (c Cluster) Lost() time.Duration {
-	d, _ := time.ParseDuration(c.LostAfter) // validated
+	d, _ := time.ParseDuration(c.LostAfter) // Validate has checked it
 	return d
 }
 

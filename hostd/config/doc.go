@@ -1,3 +1,3 @@
-// Package config reads hostd's configuration: a small, versioned YAML file in
-// which nothing unknown is accepted.
+// Package config reads hostd's configuration: a YAML file with a version. Unknown keys
+// are errors.
 package config

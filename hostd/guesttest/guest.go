@@ -29,17 +29,18 @@ const (
 	invalid    = -30 // CL_INVALID_VALUE
 )
 
-// Guest is the fake. Its zero value is not usable; see New.
+// Guest is the fake. Make one with New.
 type Guest struct {
-	gpuctlv1connect.UnimplementedGuestServiceHandler // of states that leave a VM: this is none
+	gpuctlv1connect.UnimplementedGuestServiceHandler // for the RPCs that stream a state out of a VM: the fake has none of them
 
 	// Step, if not nil, is called in every step of every operation.
 	Step func(operation, step string) error
-	// Probes answers Probe by the library's path; an absent one crashes.
+	// Probes are the answers of Probe, by the library's path. Probing any other library
+	// is reported as a crash.
 	Probes map[string]*gpuctlv1.ProbeResponse
 
 	mu       sync.Mutex
-	changed  chan struct{} // closed and replaced at every change
+	changed  chan struct{} // closed and replaced at each change
 	offers   map[string]*gpuctlv1.OfferRequest
 	sessions map[string]*gpuctlv1.Session
 	busy     map[string]bool
@@ -64,7 +65,7 @@ func (g *Guest) Handler() http.Handler {
 	return mux
 }
 
-// Holders are the sessions that are on a GPU now, by GPU.
+// Holders returns the sessions that are on a GPU now, by GPU.
 func (g *Guest) Holders() map[string][]string {
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -84,7 +85,7 @@ func (g *Guest) set(s *gpuctlv1.Session) {
 	g.changed = make(chan struct{})
 }
 
-// Begin starts a session as an application with the token does.
+// Begin starts a session, as an application with this token does. memory is in bytes.
 func (g *Guest) Begin(token string, pid int, command string, memory uint64) (string, error) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -105,7 +106,7 @@ func (g *Guest) Begin(token string, pid int, command string, memory uint64) (str
 	return id, nil
 }
 
-// End ends a session as the end of its application does.
+// End ends a session, as it ends with its application.
 func (g *Guest) End(id string) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -116,12 +117,12 @@ func (g *Guest) End(id string) {
 	}
 }
 
-// Warm has nothing to load.
+// Warm implements GuestService. There is nothing to load.
 func (g *Guest) Warm(context.Context, *connect.Request[gpuctlv1.WarmRequest]) (*connect.Response[gpuctlv1.WarmResponse], error) {
 	return connect.NewResponse(&gpuctlv1.WarmResponse{}), nil
 }
 
-// Serve takes in applications until the listener is closed.
+// Serve accepts applications until the listener is closed.
 func (g *Guest) Serve(l net.Listener) {
 	for {
 		c, err := l.Accept()
@@ -403,7 +404,7 @@ func (g *Guest) Probe(_ context.Context, r *connect.Request[gpuctlv1.ProbeReques
 	return nil, connect.NewError(connect.CodeInternal, errors.New("the library crashed (signal 11)"))
 }
 
-// Offered are the tokens on offer, ordered.
+// Offered returns the tokens that are offered, sorted.
 func (g *Guest) Offered() []string {
 	g.mu.Lock()
 	defer g.mu.Unlock()

@@ -1,27 +1,27 @@
-// Package network looks at the network interfaces that migrations go through,
-// sets up the virtual functions of network cards for domains that reach remote
-// GPUs, and caps the bandwidth of a migration. It is the only place that
-// changes anything about the network; inventory reads interfaces through
+// Package network reads the network interfaces that migrations use, configures the
+// virtual functions of network cards, and limits the bandwidth of a migration. No other
+// package changes the network. Package inventory reads interfaces through
 // hostd/inventory/hostinfo.
 //
-// It asks the kernel by netlink, in the network namespace of the thread that
-// Open was called on, and reads speeds from sysfs below an injected root. Every
-// answer of the kernel has a deadline; what is set is read back.
+// It talks to the kernel by netlink, in the network namespace of the thread that called
+// Open. It reads speeds from sysfs, below the root that is passed to Open. Each answer of
+// the kernel has a deadline. Each setting is read back after it was made.
 //
 // # Bandwidth
 //
-// libvirt's libxl driver can't limit a migration. So the packets to the
-// destination are led through a class of a token bucket (HTB) on the interface
-// that they leave by. Ours is the root queueing discipline 4750:, and there
-// only while there are limits; another's is never touched: ErrBusy names it.
-// All other traffic passes by the class at once, though through the one queue
-// of the discipline, which costs cards of 25 Gbit/s and more with many cores
-// some of their speed meanwhile.
+// libvirt's libxl driver cannot limit a migration. So this package uses traffic control
+// (tc-htb(8)): packets to the destination go through a class of a hierarchical token
+// bucket (HTB) on the interface that they leave by. The HTB is the root queueing
+// discipline 4750: of that interface. It exists only while there are limits. If the
+// interface has a root queueing discipline of somebody else, it is not changed, and the
+// error wraps ErrBusy and names it. Other traffic is not limited, but it goes through the
+// single queue of the discipline, too. Fast cards (25 Gbit/s and more) on hosts with many
+// cores lose some speed by that.
 //
-// A class counts what went through it, headers and repetitions included, which
-// is how far a migration has come. What a hostd that was killed left behind
-// Reconcile removes.
+// A class counts the bytes that went through it, including headers and retransmissions.
+// That is how far a migration has come. A hostd that was killed leaves its limits behind;
+// Reconcile removes them.
 //
-// Only packets without options (IPv4) and extension headers (IPv6) are found,
-// which is what TCP of this host sends.
+// Packets with IPv4 options or IPv6 extension headers are not limited. TCP connections of
+// this host send none.
 package network

@@ -9,31 +9,32 @@ import (
 	"github.com/vishvananda/netlink"
 )
 
-// Where libvirt's drivers send VMs unless they are told otherwise: TCP 49152 to
-// 49215 (migration_port_min and _max of libxl.conf and qemu.conf).
+// TCP ports that libvirt's drivers send VMs to by default: 49152 to 49215
+// (migration_port_min and migration_port_max in libxl.conf and qemu.conf).
 const (
 	migrationPort  = 49152
 	migrationPorts = 64
 )
 
-// Flow is what this host sends to another one while a VM goes there.
+// Flow counts what this host sends to another host while a VM migrates there.
 type Flow struct {
 	h      *Host
 	link   string
 	to     netip.Addr
-	cap    *Cap   // nil: counted for the whole interface
-	before uint64 // bytes that its counter had
+	cap    *Cap   // nil: the counter of the whole interface is used
+	before uint64 // value of the counter in bytes when Follow was called
 }
 
-// shared is a limit to a host that several flows use.
+// shared is a limit for one destination, used by several flows.
 type shared struct {
 	cap   Cap
 	flows int
 }
 
-// Follow counts what goes to a host until End, and caps the VMs among it at
-// rate bits per second; 0: it caps nothing, and what else leaves by the same
-// interface is counted, too. Flows to one host share the rate of the first.
+// Follow begins to count what is sent to a host, until End. rate, in bits per second,
+// limits what is sent to libvirt's migration ports there. If rate is 0, there is no
+// limit, and the counter includes everything that leaves by the same interface. Flows to
+// the same host share the limit of the first one.
 func (h *Host) Follow(ctx context.Context, to netip.Addr, rate uint64) (*Flow, error) {
 	to = to.Unmap()
 	link, err := h.toward(ctx, to)
@@ -52,7 +53,7 @@ func (h *Host) Follow(ctx context.Context, to netip.Addr, rate uint64) (*Flow, e
 	return f, nil
 }
 
-// share makes the flow one of those under the limit to its host.
+// share makes the flow use the limit for its destination. The first flow sets that limit.
 func (f *Flow) share(ctx context.Context, rate uint64) error {
 	f.h.flowing.Lock()
 	defer f.h.flowing.Unlock()
@@ -70,7 +71,7 @@ func (f *Flow) share(ctx context.Context, rate uint64) error {
 	return nil
 }
 
-// Sent is how many bytes have gone since Follow.
+// Sent returns how many bytes were sent since Follow.
 func (f *Flow) Sent(ctx context.Context) (uint64, error) {
 	now, err := f.count(ctx)
 	return now - min(now, f.before), err
@@ -85,7 +86,7 @@ func (f *Flow) count(ctx context.Context) (uint64, error) {
 	return l.Counters.TxBytes, err
 }
 
-// End lifts the cap with the last flow to the host.
+// End ends the flow. The last flow to a host removes the limit.
 func (f *Flow) End(ctx context.Context) error {
 	if f.cap == nil {
 		return nil
@@ -101,7 +102,7 @@ func (f *Flow) End(ctx context.Context) error {
 	return f.h.Remove(ctx, s.cap)
 }
 
-// toward names the interface by which packets to an address leave.
+// toward returns the name of the interface by which packets to an address leave.
 func (h *Host) toward(ctx context.Context, to netip.Addr) (string, error) {
 	routes, err := whole(ctx, func() ([]netlink.Route, error) { return h.k.RouteGet(to.AsSlice()) })
 	if err != nil {

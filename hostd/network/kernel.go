@@ -29,10 +29,10 @@ var (
 
 const (
 	answerTime   = 5 * time.Second
-	dumpAttempts = 20 // a dump is interrupted when something changes meanwhile
+	dumpAttempts = 20 // the kernel interrupts a dump if something changes during it
 )
 
-// kernel is what is used of netlink.
+// kernel has the netlink calls that this package uses.
 type kernel interface {
 	LinkByName(name string) (netlink.Link, error)
 	LinkList() ([]netlink.Link, error)
@@ -59,22 +59,22 @@ type kernel interface {
 
 var _ kernel = (*netlink.Handle)(nil)
 
-// Host is this host's network.
+// Host is the network of this host.
 type Host struct {
 	root sysfs.Root
 	k    kernel
 	end  func()
 
-	mu     sync.Mutex // of changes to queueing disciplines
-	sizing sync.Mutex // of numbers of virtual functions
-	vfs    sync.Mutex // of changes to their settings
+	mu     sync.Mutex // held while queueing disciplines are changed
+	sizing sync.Mutex // held while the number of virtual functions is changed
+	vfs    sync.Mutex // held while settings of virtual functions are changed
 
 	flowing sync.Mutex
 	flows   map[netip.Addr]*shared
 }
 
-// Open connects to the kernel, in the network namespace of the calling thread.
-// root has the machine's sys folder.
+// Open connects to the kernel by netlink, in the network namespace of the calling thread.
+// root contains sysfs.
 func Open(root sysfs.Root) (*Host, error) {
 	h, err := netlink.NewHandle(unix.NETLINK_ROUTE)
 	if err != nil {
@@ -87,7 +87,7 @@ func Open(root sysfs.Root) (*Host, error) {
 	return &Host{root: root, k: h, end: h.Close, flows: map[netip.Addr]*shared{}}, nil
 }
 
-// Close ends the connection. Limits stay.
+// Close closes the connection. Limits stay in force.
 func (h *Host) Close() { h.end() }
 
 func (h *Host) link(ctx context.Context, name string) (netlink.Link, error) {
@@ -103,7 +103,7 @@ func (h *Host) link(ctx context.Context, name string) (netlink.Link, error) {
 	return l, nil
 }
 
-// whole repeats a dump that was interrupted, and so may be inconsistent.
+// whole repeats a dump that was interrupted, as its result may be inconsistent.
 func whole[T any](ctx context.Context, dump func() ([]T, error)) ([]T, error) {
 	for attempt := 1; ; attempt++ {
 		if err := ctx.Err(); err != nil {

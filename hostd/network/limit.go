@@ -15,30 +15,30 @@ import (
 )
 
 const (
-	// major is the handle of our queueing discipline: "GP".
+	// major number of our queueing discipline's handle: "GP" in ASCII
 	major = 0x4750
 
 	maxLimits = 256
 	minRate   = 64_000          // bit/s
 	maxRate   = 800_000_000_000 // bit/s
-	minBurst  = 64 << 10        // the largest packet that the kernel hands over at once
+	minBurst  = 64 << 10        // bytes; the largest packet that the kernel passes to a device at once
 	quantum   = 60_000
-	queue     = 1000 // packets that pass by the classes
+	queue     = 1000 // length of the queue for packets that are in no class
 )
 
-// Limit is what is to be capped.
+// Limit describes which packets are limited, and to what rate.
 type Limit struct {
 	Link string     // the interface that the packets leave by
 	To   netip.Addr // the destination
 	Port uint16     // TCP port there; 0: all traffic to it
-	// Ports is how many from Port on: a power of two of which Port is a
-	// multiple; 0: one.
+	// Ports is the number of ports from Port on. It must be a power of two, and Port a
+	// multiple of it. 0: one port.
 	Ports uint16
 	Rate  uint64 // in bits per second
 }
 
-// Cap is a limit in force. It is plain data: who writes it down finds the limit
-// again after a restart.
+// Cap identifies a limit that is in force. It contains data only: a caller may store it,
+// and use it after a restart.
 type Cap struct {
 	Link  string `json:"link"`
 	Class uint16 `json:"class"`
@@ -58,7 +58,7 @@ func (l Limit) check() error {
 	return errors.Join(failures...)
 }
 
-// Limit caps what this host sends to a destination. Undone by Remove.
+// Limit limits the rate of what this host sends to a destination. Remove undoes it.
 func (h *Host) Limit(ctx context.Context, l Limit) (Cap, error) {
 	if err := l.check(); err != nil {
 		return Cap{}, err
@@ -80,7 +80,7 @@ func (h *Host) Limit(ctx context.Context, l Limit) (Cap, error) {
 	}
 	c := Cap{Link: l.Link}
 	if err := h.limit(ctx, link, l, &c); err != nil {
-		// Whatever there is of it goes, and the discipline if it was the first.
+		// Remove what was made of it, and the discipline if this was the first limit.
 		return Cap{}, errors.Join(fmt.Errorf("limit on %s: %w", l.Link, err), h.remove(context.WithoutCancel(ctx), link, c.Class))
 	}
 	return c, nil
@@ -107,7 +107,7 @@ func (h *Host) limit(ctx context.Context, link netlink.Link, l Limit, c *Cap) er
 	return nil
 }
 
-// Change sets another rate, in bits per second.
+// Change sets a new rate, in bits per second.
 func (h *Host) Change(ctx context.Context, c Cap, rate uint64) error {
 	if rate < minRate || rate > maxRate {
 		return fmt.Errorf("limit on %s: %d bit/s is not within %d to %d", c.Link, rate, minRate, uint64(maxRate))
@@ -124,8 +124,8 @@ func (h *Host) Change(ctx context.Context, c Cap, rate uint64) error {
 	return nil
 }
 
-// Sent is how many bytes went to the destination since the limit is in force,
-// and its rate in bits per second.
+// Sent returns how many bytes were sent to the destination since the limit was set, and
+// the limit's rate in bits per second.
 func (h *Host) Sent(ctx context.Context, c Cap) (bytes, rate uint64, err error) {
 	_, class, err := h.find(ctx, c)
 	if err != nil {
@@ -137,7 +137,7 @@ func (h *Host) Sent(ctx context.Context, c Cap) (bytes, rate uint64, err error) 
 	return bytes, class.Rate * 8, nil
 }
 
-// Remove lifts a limit. One that is gone is no error.
+// Remove removes a limit. If it does not exist any more, there is no error.
 func (h *Host) Remove(ctx context.Context, c Cap) error {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -157,7 +157,8 @@ func (h *Host) Remove(ctx context.Context, c Cap) error {
 	return h.remove(ctx, link, c.Class)
 }
 
-// Limits lists those in force on all interfaces, a former hostd's included.
+// Limits returns the limits on all interfaces, including those that an earlier hostd has
+// left.
 func (h *Host) Limits(ctx context.Context) ([]Cap, error) {
 	links, err := whole(ctx, h.k.LinkList)
 	if err != nil {
@@ -167,7 +168,7 @@ func (h *Host) Limits(ctx context.Context) ([]Cap, error) {
 	for _, link := range links {
 		ours, err := h.ours(ctx, link)
 		if err != nil || !ours {
-			continue // vanished, or another's
+			continue // the interface has vanished, or the discipline is not ours
 		}
 		classes, err := h.classes(ctx, link)
 		if err != nil {
@@ -189,8 +190,8 @@ func (h *Host) Limits(ctx context.Context) ([]Cap, error) {
 	return out, nil
 }
 
-// Reconcile lifts all limits but those to keep: what a hostd that was killed
-// left behind. It returns those that it lifted.
+// Reconcile removes all limits except those in keep: an earlier hostd that was killed has
+// left them. It returns the removed ones.
 func (h *Host) Reconcile(ctx context.Context, keep []Cap) ([]Cap, error) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -221,15 +222,15 @@ func (h *Host) Reconcile(ctx context.Context, keep []Cap) ([]Cap, error) {
 			}
 			lifted = append(lifted, c)
 		}
-		if len(classes) == 0 { // it was killed in between
+		if len(classes) == 0 { // hostd was killed after it had made the discipline and before the class
 			failures = append(failures, h.remove(ctx, link, 0))
 		}
 	}
 	return lifted, errors.Join(failures...)
 }
 
-// remove takes a class with its filter away, and the discipline after the last
-// one. Class 0 is none.
+// remove removes a class with its filters, and after the last class the discipline. Class
+// 0 means no class: only the discipline.
 func (h *Host) remove(ctx context.Context, link netlink.Link, class uint16) error {
 	name := link.Attrs().Name
 	var failures []error
@@ -238,7 +239,7 @@ func (h *Host) remove(ctx context.Context, link netlink.Link, class uint16) erro
 		return err
 	}
 	if class != 0 {
-		// A class can't go while a filter leads to it.
+		// The kernel does not delete a class while a filter refers to it.
 		for _, protocol := range []uint16{unix.ETH_P_IP, unix.ETH_P_IPV6} {
 			f := &netlink.U32{FilterAttrs: netlink.FilterAttrs{
 				LinkIndex: link.Attrs().Index, Parent: netlink.MakeHandle(major, 0), Priority: class, Protocol: protocol,
@@ -267,8 +268,9 @@ func gone(err error) bool {
 	return errors.Is(err, syscall.ENOENT) || errors.Is(err, syscall.ENODEV) || errors.Is(err, syscall.EINVAL)
 }
 
-// ours reports whether the interface's discipline is. Another's is ErrBusy; the
-// kernel's own, which has no handle, is nobody's.
+// ours reports whether the root queueing discipline of the interface is ours. If it is
+// somebody else's, the error wraps ErrBusy. The kernel's default discipline, which has no
+// handle, counts as none.
 func (h *Host) ours(ctx context.Context, link netlink.Link) (bool, error) {
 	all, err := whole(ctx, func() ([]netlink.Qdisc, error) { return h.k.QdiscList(link) })
 	if err != nil {
@@ -287,7 +289,7 @@ func (h *Host) ours(ctx context.Context, link netlink.Link) (bool, error) {
 	return false, nil
 }
 
-// classes are those of our discipline, by number.
+// classes returns the classes of our discipline, by minor number.
 func (h *Host) classes(ctx context.Context, link netlink.Link) (map[uint16]*netlink.HtbClass, error) {
 	all, err := whole(ctx, func() ([]netlink.Class, error) { return h.k.ClassList(link, netlink.HANDLE_NONE) })
 	if err != nil {
@@ -327,7 +329,7 @@ func (h *Host) find(ctx context.Context, c Cap) (netlink.Link, *netlink.HtbClass
 
 func qdisc(link netlink.Link) *netlink.Htb {
 	q := netlink.NewHtb(netlink.QdiscAttrs{LinkIndex: link.Attrs().Index, Handle: netlink.MakeHandle(major, 0), Parent: netlink.HANDLE_ROOT})
-	length := uint32(queue) // the interface's own may be 0
+	length := uint32(queue) // the interface's own queue length may be 0
 	q.DirectQlen = &length
 	return q
 }
@@ -335,9 +337,9 @@ func qdisc(link netlink.Link) *netlink.Htb {
 func htb(link netlink.Link, class uint16, rate uint64) *netlink.HtbClass {
 	bytes := rate / 8
 	if bytes >= 1<<32 && bytes&0xffffffff == 0 {
-		bytes++ // the old field, of 32 bits, must not be zero
+		bytes++ // the older 32-bit field must not be zero
 	}
-	// 10 ms at that rate: what may go at once.
+	// the burst is what is sent in 10 ms at that rate
 	burst := uint32(min(max(bytes/100, minBurst), 1<<30))
 	return netlink.NewHtbClass(
 		netlink.ClassAttrs{LinkIndex: link.Attrs().Index, Parent: netlink.MakeHandle(major, 0), Handle: netlink.MakeHandle(major, class)},
@@ -345,10 +347,10 @@ func htb(link netlink.Link, class uint16, rate uint64) *netlink.HtbClass {
 	)
 }
 
-// filter leads packets to a destination into a class. Its priority is the
-// class's number, by which it is found again. Offsets are those of the headers
-// of IPv4 (RFC 791), IPv6 (RFC 8200) and TCP (RFC 9293), masks those of words
-// in network order.
+// filter returns a u32 filter (tc-u32(8)) that puts packets to a destination into a
+// class. Its priority is the class's minor number; so it is found again. Offsets are
+// those of the headers of IPv4 (RFC 791), IPv6 (RFC 8200) and TCP (RFC 9293). Masks are
+// for 32-bit words in network byte order.
 func filter(link netlink.Link, class uint16, l Limit) *netlink.U32 {
 	f := &netlink.U32{
 		FilterAttrs: netlink.FilterAttrs{
@@ -361,14 +363,14 @@ func filter(link netlink.Link, class uint16, l Limit) *netlink.U32 {
 		f.Sel.Keys = append(f.Sel.Keys, nl.TcU32Key{Mask: mask, Val: value, Off: offset})
 	}
 	to, port := l.To.Unmap(), l.Port
-	ports := uint32(0xffff &^ (max(l.Ports, 1) - 1)) // bits of the port that count
+	ports := uint32(0xffff &^ (max(l.Ports, 1) - 1)) // mask for the port
 	address := to.AsSlice()
 	if to.Is4() {
 		match(16, 0xffffffff, binary.BigEndian.Uint32(address))
 		if port != 0 {
-			match(0, 0x0f000000, 0x05000000)           // no options: TCP follows at 20
-			match(8, 0x00ff0000, unix.IPPROTO_TCP<<16) // protocol
-			match(4, 0x00001fff, 0)                    // not a later fragment
+			match(0, 0x0f000000, 0x05000000)           // IPv4 header without options: TCP begins at byte 20
+			match(8, 0x00ff0000, unix.IPPROTO_TCP<<16) // protocol is TCP
+			match(4, 0x00001fff, 0)                    // not a later fragment: fragment offset 0
 			match(20, ports, uint32(port))             // destination port
 		}
 	} else {

@@ -14,32 +14,32 @@ import (
 )
 
 const (
-	maxBelow = 8 // a VLAN on a bond on …
+	maxBelow = 8 // most interfaces on top of each other, such as a VLAN on a bond
 	maxMbps  = 10_000_000
 )
 
-// Link is how an interface is, and what of the machine is below it.
+// Link describes an interface, and the physical interfaces below it.
 type Link struct {
 	Name     string
-	Kind     string // as the kernel has it: device, bond, bridge, vlan, …
+	Kind     string // kind of the kernel: device, bond, bridge, vlan, …
 	MTU      int
-	Up       bool // by the operator
+	Up       bool // the operator has set it up (IFF_UP)
 	Carrier  bool
-	Speed    uint64 // in bits per second, of the physical interfaces that carry it; 0: not known
+	Speed    uint64 // in bits per second, the sum of the physical interfaces that carry it; 0: unknown
 	Physical []string
 	Counters Counters
-	Problems []string // in words; none: healthy
+	Problems []string // in words; empty: no problems
 }
 
-// Counters are the kernel's since the interface is there, those of the
-// physical interfaces below included as far as errors go.
+// Counters are the kernel's counters since the interface exists. The errors include those
+// of the physical interfaces below.
 type Counters struct {
 	RxBytes, TxBytes     uint64
 	RxErrors, TxErrors   uint64
 	RxDropped, TxDropped uint64
 }
 
-// Link describes an interface.
+// Link describes an interface. Errors wrap ErrNoLink if it does not exist.
 func (h *Host) Link(ctx context.Context, name string) (Link, error) {
 	all, err := whole(ctx, h.k.LinkList)
 	if err != nil {
@@ -88,7 +88,7 @@ func carrier(l netlink.Link) bool {
 	return a.OperState == netlink.OperUp || a.OperState == netlink.OperUnknown && a.Flags&net.FlagUp != 0
 }
 
-// stacked reports whether an interface is one on top of its parent.
+// stacked reports whether the interface is on top of a parent interface, such as a VLAN.
 func stacked(l netlink.Link) bool {
 	return slices.Contains([]string{"vlan", "macvlan", "macvtap", "ipvlan", "ipvtap", "macsec"}, l.Type())
 }
@@ -98,15 +98,16 @@ type topology struct {
 	byIndex map[int]netlink.Link
 }
 
-// carriers are the physical interfaces that carry one.
+// carriers are the physical interfaces that carry another interface.
 type carriers struct {
 	speed    uint64
 	physical []string
 	problems []string
 }
 
-// below resolves bonds, bridges and what is stacked on one interface. Links in
-// the kernel form no loops; what we read piece by piece might.
+// below finds the physical interfaces below bonds, bridges and stacked interfaces. The
+// kernel permits no loops, but the links are not read at one moment, so the depth is
+// limited.
 func (t topology) below(l netlink.Link, depth int) carriers {
 	a := l.Attrs()
 	if depth == maxBelow {
@@ -116,17 +117,18 @@ func (t topology) below(l netlink.Link, depth int) carriers {
 		if lower := t.byIndex[a.ParentIndex]; lower != nil && a.ParentIndex != a.Index {
 			return t.below(lower, depth+1)
 		}
-		return carriers{} // it is in another namespace
+		return carriers{} // the parent is in another network namespace
 	}
 	switch l.Type() {
 	case "bond", "team":
 		return t.bond(l, depth)
 	case "bridge":
-		// Frames to the destination leave by one port.
+		// Frames to one destination leave by one port. Which one is unknown, so the
+		// fastest counts.
 		var best carriers
 		for _, p := range t.ports(a.Index) {
 			if !t.real(p, depth+1) {
-				continue // guests' ends claim any speed
+				continue // the host's ends of VMs' interfaces report any speed
 			}
 			c := t.below(p, depth+1)
 			best.problems = append(best.problems, c.problems...)
@@ -141,7 +143,7 @@ func (t topology) below(l netlink.Link, depth int) carriers {
 	return carriers{speed: t.h.speed(a.Name), physical: []string{a.Name}}
 }
 
-// bond adds up the ports that are in use, or takes the one that is.
+// bond adds the speeds of the ports in use, or returns that of the active one.
 func (t topology) bond(l netlink.Link, depth int) carriers {
 	a := l.Attrs()
 	one := false
@@ -192,7 +194,8 @@ func (t topology) ports(master int) []netlink.Link {
 	return out
 }
 
-// real reports whether a device of the machine is behind a port, not a guest.
+// real reports whether a hardware device is below a port. The host's end of a VM's
+// interface has none.
 func (t topology) real(l netlink.Link, depth int) bool {
 	if stacked(l) {
 		lower := t.byIndex[l.Attrs().ParentIndex]
@@ -207,13 +210,13 @@ func (t topology) real(l netlink.Link, depth int) bool {
 	return false
 }
 
-// device reports whether a device of the machine is behind an interface itself.
+// device reports whether the interface itself is that of a hardware device.
 func (t topology) device(l netlink.Link) bool {
 	name := l.Attrs().Name
 	return isName(name) && t.h.exists(t.h.dir(name)) && t.h.target(path.Join(t.h.dir(name), "subsystem")) != "xen-backend"
 }
 
-// speed is that of one interface in bits per second.
+// speed returns the speed of one interface in bits per second; 0: unknown.
 func (h *Host) speed(name string) uint64 {
 	if !isName(name) {
 		return 0
@@ -225,10 +228,10 @@ func (h *Host) speed(name string) uint64 {
 	defer f.Close()
 	data, err := io.ReadAll(io.LimitReader(f, 64))
 	if err != nil {
-		return 0 // it is down
+		return 0 // the interface is down
 	}
 	mbps, err := strconv.ParseInt(strings.TrimSpace(string(data)), 10, 64)
-	if err != nil || mbps <= 0 || mbps > maxMbps { // -1, or the same unsigned: not known
+	if err != nil || mbps <= 0 || mbps > maxMbps { // the kernel's value for an unknown speed is -1, or the same number unsigned
 		return 0
 	}
 	return uint64(mbps) * 1_000_000

@@ -19,31 +19,31 @@ import (
 
 const (
 	classNet    = "sys/class/net"
-	carrierTime = 10 * time.Second // for a card to have its link again
+	carrierTime = 10 * time.Second // most time for a card to have its link again
 )
 
-// NIC is an interface with what is behind it on the machine's buses.
+// NIC describes an interface, and its device if it has one.
 type NIC struct {
 	Link
-	Address   string // as 0000:65:00.0; empty: it has no device, as a bond
+	Address   string // PCI address such as 0000:65:00.0; empty: no device, as for a bond
 	Driver    string
 	SRIOV     bool // it can have virtual functions
-	Most      int  // of these; 0: its driver does not say
+	Most      int  // most virtual functions; 0: the driver does not report it
 	Functions []Function
 }
 
-// Function is a virtual function that is there.
+// Function describes a virtual function that exists.
 type Function struct {
-	VF        // with nothing but an index if the card's driver does not tell
+	VF        // only Index is set if the card's driver does not report the rest
 	Address   string
-	Driver    string // bound; empty: none
-	Interface string // that it has on this host
-	// InUse says in words why it must not go away; empty: it may.
+	Driver    string // driver that it is bound to; empty: none
+	Interface string // its interface on this host; empty: none
+	// InUse says in words why the function must not be removed; empty: it may be.
 	InUse string
 }
 
-// NICs lists the interfaces with a device of the machine behind them; no
-// virtual functions, and no ends of guests'.
+// NICs lists the interfaces of hardware devices. Virtual functions and the host's ends of
+// VMs' interfaces are left out.
 func (h *Host) NICs(ctx context.Context) ([]NIC, error) {
 	all, err := whole(ctx, h.k.LinkList)
 	if err != nil {
@@ -58,7 +58,7 @@ func (h *Host) NICs(ctx context.Context) ([]NIC, error) {
 		}
 		n, err := h.NIC(ctx, name)
 		if errors.Is(err, ErrNoLink) {
-			continue // gone since it was listed
+			continue // removed since it was listed
 		}
 		if err != nil {
 			return nil, err
@@ -69,7 +69,7 @@ func (h *Host) NICs(ctx context.Context) ([]NIC, error) {
 	return out, nil
 }
 
-// NIC describes an interface of any kind.
+// NIC describes an interface of any kind. Errors wrap ErrNoLink if it does not exist.
 func (h *Host) NIC(ctx context.Context, name string) (NIC, error) {
 	if !isName(name) {
 		return NIC{}, reason.Detail(fmt.Errorf("%w: %q", ErrNoLink, name)).On("nic", name)
@@ -106,8 +106,8 @@ func (h *Host) NIC(ctx context.Context, name string) (NIC, error) {
 	return out, nil
 }
 
-// inspect finds out what a virtual function is used for. One whose interface is
-// in another network namespace looks like one that a guest has: so it is.
+// inspect finds out what a virtual function is used for. If its interface is in another
+// network namespace, it is in use there, as a VM's function is.
 func (h *Host) inspect(ctx context.Context, dir string, f *Function) error {
 	f.Driver = h.target(path.Join(dir, "driver"))
 	found, err := h.root.ReadDir(path.Join(dir, "net"))
@@ -128,7 +128,7 @@ func (h *Host) inspect(ctx context.Context, dir string, f *Function) error {
 	return err
 }
 
-// used says in words what an interface is needed for; empty: nothing.
+// used returns in words what an interface is used for; empty: it is not in use.
 func (h *Host) used(ctx context.Context, name string) (string, error) {
 	l, err := h.link(ctx, name)
 	if errors.Is(err, ErrNoLink) {
@@ -157,7 +157,8 @@ func (h *Host) used(ctx context.Context, name string) (string, error) {
 	return "", nil
 }
 
-// Refusal is why an interface cannot have another number of virtual functions.
+// Refusal contains the reasons why the number of an interface's virtual functions cannot
+// be changed.
 type Refusal struct {
 	Reasons []string // in words
 	invalid bool
@@ -165,7 +166,7 @@ type Refusal struct {
 
 func (r *Refusal) Error() string { return r.Unwrap().Error() + ": " + strings.Join(r.Reasons, "; ") }
 
-// Unwrap is ErrInvalid for a number that cannot be, else ErrInUse.
+// Unwrap returns ErrInvalid if the number is impossible, otherwise ErrInUse.
 func (r *Refusal) Unwrap() error {
 	if r.invalid {
 		return ErrInvalid
@@ -173,8 +174,9 @@ func (r *Refusal) Unwrap() error {
 	return ErrInUse
 }
 
-// Resizable says what is against giving an interface another number of virtual
-// functions: all that there are go when it changes. nil: nothing.
+// Resizable returns the reasons why the number of virtual functions cannot be changed to
+// the given one, or nil. A change removes all existing functions, so none of them may be
+// in use.
 func (n NIC) Resizable(to int) *Refusal {
 	r := &Refusal{}
 	switch {
@@ -198,10 +200,10 @@ func (n NIC) Resizable(to int) *Refusal {
 	return r
 }
 
-// Resize sets the number of an interface's virtual functions and reads it back:
-// to none first, as the kernel wants it. If that fails there are as many as
-// before, or the error says that this failed, too. Their settings are gone all
-// the same.
+// Resize sets the number of an interface's virtual functions, and reads it back. The
+// kernel requires 0 in between, so all functions are made again. If that fails, the
+// former number is restored, or the error contains that this failed, too. The functions
+// lose their settings in any case.
 func (h *Host) Resize(ctx context.Context, pf string, n int) error {
 	h.sizing.Lock()
 	defer h.sizing.Unlock()
@@ -224,9 +226,9 @@ func (h *Host) Resize(ctx context.Context, pf string, n int) error {
 	return nil
 }
 
-// awaitCarrier waits until a card has its link again, which drivers reset with
-// the number of functions: some refuse rates without one. That it has none is
-// for who looks at the interface to say.
+// awaitCarrier waits until a card has its link again, at most carrierTime. Drivers reset
+// the link when the number of functions changes, and some refuse to set rates without a
+// link. A missing link is no error here: Link reports it.
 func (h *Host) awaitCarrier(ctx context.Context, name string) {
 	ctx, cancel := context.WithTimeout(ctx, carrierTime)
 	defer cancel()
@@ -244,7 +246,7 @@ func (h *Host) awaitCarrier(ctx context.Context, name string) {
 	}
 }
 
-// Toward names the interface by which packets to an address leave.
+// Toward returns the name of the interface by which packets to an address leave.
 func (h *Host) Toward(ctx context.Context, to netip.Addr) (string, error) {
 	name, err := h.toward(ctx, to.Unmap())
 	if err != nil {
@@ -253,7 +255,7 @@ func (h *Host) Toward(ctx context.Context, to netip.Addr) (string, error) {
 	return name, nil
 }
 
-// dir is the folder of the device behind an interface.
+// dir returns the sysfs folder of an interface's device.
 func (h *Host) dir(name string) string { return path.Join(classNet, name, "device") }
 
 func (h *Host) exists(name string) bool {
@@ -261,7 +263,8 @@ func (h *Host) exists(name string) bool {
 	return err == nil
 }
 
-// target is the last part of where a link leads; empty: there is none.
+// target returns the last element of a symbolic link's destination; empty: there is no
+// such link.
 func (h *Host) target(link string) string {
 	to, err := h.root.ReadLink(link)
 	if err != nil {
@@ -270,7 +273,7 @@ func (h *Host) target(link string) string {
 	return path.Base(to)
 }
 
-// isName reports whether a name is a single part of a path.
+// isName reports whether a name is a single path element.
 func isName(s string) bool {
 	return s != "" && s != "." && s != ".." && !strings.ContainsAny(s, "/\x00")
 }

@@ -17,35 +17,36 @@ const (
 	maxQoS  = 7
 )
 
-// VF is how a virtual function of a network card is set up.
+// VF has the settings of a virtual function of a network card.
 type VF struct {
 	Index      int
 	MAC        net.HardwareAddr
-	VLAN       int // 0: none
-	QoS        int // priority of the VLAN's frames, 0 to 7
-	MinRate    int // in Mbit/s; 0: no promise
+	VLAN       int // 0: no VLAN
+	QoS        int // priority of the VLAN's frames (IEEE 802.1p), 0 to 7
+	MinRate    int // in Mbit/s; 0: no guaranteed rate
 	MaxRate    int // in Mbit/s; 0: no limit
 	SpoofCheck bool
 	Trust      bool
 	LinkState  uint32 // netlink.VF_LINK_STATE_AUTO, _ENABLE or _DISABLE
 }
 
-// Change is what is to change of a virtual function; the rest stays.
+// Change has the settings of a virtual function that are to be changed. The others stay.
 type Change struct {
-	MAC        string `yaml:"mac,omitempty"` // empty: as it is
+	MAC        string `yaml:"mac,omitempty"` // empty: unchanged
 	VLAN       *int   `yaml:"vlan,omitempty"`
 	QoS        *int   `yaml:"qos,omitempty"`
 	MinRate    *int   `yaml:"minRate,omitempty"` // in Mbit/s, as in VF
 	MaxRate    *int   `yaml:"maxRate,omitempty"`
 	SpoofCheck *bool  `yaml:"spoofCheck,omitempty"`
 	Trust      *bool  `yaml:"trust,omitempty"`
-	LinkState  string `yaml:"linkState,omitempty"` // one of LinkStates; empty: as it is
+	LinkState  string `yaml:"linkState,omitempty"` // one of LinkStates; empty: unchanged
 }
 
-// LinkStates are the words for link states, by their numbers.
+// LinkStates returns the names of link states. The index is the kernel's number.
 func LinkStates() []string { return []string{"auto", "enable", "disable"} }
 
-// Of is the virtual function of pf with the change made. Errors wrap ErrInvalid.
+// Of returns the settings v with the change applied. pf is the interface, for errors.
+// Errors wrap ErrInvalid.
 func (c Change) Of(pf string, v VF) (VF, error) {
 	if c.MAC != "" {
 		mac, err := net.ParseMAC(c.MAC)
@@ -55,7 +56,7 @@ func (c Change) Of(pf string, v VF) (VF, error) {
 		v.MAC = mac
 	}
 	if c.VLAN != nil && *c.VLAN == 0 && c.QoS == nil {
-		v.QoS = 0 // it is of the VLAN's frames
+		v.QoS = 0 // the priority is a part of the VLAN tag
 	}
 	set(&v.VLAN, c.VLAN)
 	set(&v.QoS, c.QoS)
@@ -79,7 +80,7 @@ func set[T any](to, from *T) {
 	}
 }
 
-// VFs lists the virtual functions of a card's physical function.
+// VFs lists the virtual functions of a card, by the interface of its physical function.
 func (h *Host) VFs(ctx context.Context, pf string) ([]VF, error) {
 	l, err := h.link(ctx, pf)
 	if err != nil {
@@ -132,7 +133,7 @@ func (v VF) check(pf string) error {
 	return fmt.Errorf("%w: virtual function %d of %s: %s", ErrInvalid, v.Index, pf, strings.Join(wrong, "; "))
 }
 
-// setting is one thing that is set at a time.
+// setting is a setting that one netlink message changes.
 type setting struct {
 	name string
 	text func(v VF) string
@@ -175,7 +176,7 @@ func settings() []setting {
 	}
 }
 
-// ChangeVF is SetVF for a change of how the function is.
+// ChangeVF changes some settings of a virtual function, as SetVF does.
 func (h *Host) ChangeVF(ctx context.Context, pf string, index int, c Change) error {
 	h.vfs.Lock()
 	defer h.vfs.Unlock()
@@ -191,10 +192,11 @@ func (h *Host) ChangeVF(ctx context.Context, pf string, index int, c Change) err
 	return err
 }
 
-// Difference is a setting of two states of a virtual function, in words.
+// Difference is a setting that differs between two states of a virtual function, in
+// words.
 type Difference struct{ Name, From, To string }
 
-// Differences says what SetVF would change.
+// Differences returns the settings that SetVF would change.
 func (v VF) Differences(want VF) []Difference {
 	var out []Difference
 	for _, s := range settings() {
@@ -205,7 +207,7 @@ func (v VF) Differences(want VF) []Difference {
 	return out
 }
 
-// State is the link state, one of LinkStates; empty: another.
+// State returns the link state, one of LinkStates; empty: an unknown one.
 func (v VF) State() string {
 	if all := LinkStates(); int(v.LinkState) < len(all) {
 		return all[v.LinkState]
@@ -234,10 +236,10 @@ func onOff(b bool) string {
 	return "off"
 }
 
-// SetVF sets a virtual function up, reads it back, and returns how it was
-// before: setting that again is the undo, which a caller that must survive a
-// crash writes down first (VFs). On an error it is as it was, or the error
-// says that this failed, too. Empty MACs are left as they are.
+// SetVF changes the settings of a virtual function, reads them back, and returns the
+// former settings. SetVF with those is the undo. A caller that must be able to undo after
+// a crash first stores them (see VFs). If SetVF fails, it restores the former settings,
+// or the error contains that this failed, too. An empty MAC is not set.
 func (h *Host) SetVF(ctx context.Context, pf string, want VF) (before VF, err error) {
 	if err := want.check(pf); err != nil {
 		return VF{}, err
@@ -257,7 +259,7 @@ func (h *Host) SetVF(ctx context.Context, pf string, want VF) (before VF, err er
 		now, unknown := h.vf(ctx, pf, want.Index)
 		for i := len(done) - 1; i >= 0; i-- {
 			if unknown == nil && done[i].same(now, before) {
-				continue // it was refused as a whole
+				continue // the driver refused this change: the setting has its former value
 			}
 			if err := done[i].set(h.k, l, before); err != nil {
 				cause = errors.Join(cause, fmt.Errorf("%s of virtual function %d of %s could not be set back: %w", done[i].name, want.Index, pf, err))
@@ -269,7 +271,7 @@ func (h *Host) SetVF(ctx context.Context, pf string, want VF) (before VF, err er
 		if s.same(before, want) {
 			continue
 		}
-		// Before the call: it may fail half done.
+		// Added before the call, as a call that fails may have changed something.
 		done = append(done, s)
 		if err := s.set(h.k, l, want); err != nil {
 			return VF{}, undo(fmt.Errorf("%s of virtual function %d of %s: %w", s.name, want.Index, pf, err))

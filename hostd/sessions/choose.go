@@ -12,7 +12,8 @@ import (
 	"github.com/gpuctl/gpuctl/internal/size"
 )
 
-// placement is what a claim runs on: GPUs of one runtime, in order.
+// placement is the GPUs that a claim uses. They belong to one runtime, and their order
+// matters.
 type placement []*gpuctlv1.GPU
 
 func (p placement) ids() []string {
@@ -25,7 +26,7 @@ func (p placement) ids() []string {
 
 func (p placement) String() string { return strings.Join(p.ids(), separator) }
 
-// separator stands between the GPUs of one target.
+// separator is put between the GPUs of one target.
 const separator = ","
 
 func splitIDs(ids string) []string {
@@ -35,8 +36,8 @@ func splitIDs(ids string) []string {
 	return strings.Split(ids, separator)
 }
 
-// target describes the placement to the guest, with the amount that the claim
-// has of it.
+// target describes the placement to gpuguest. amount is how much of each GPU the claim
+// has, in bytes; 0 is the whole GPU.
 func (p placement) target(amount uint64) *gpuctlv1.Target {
 	limits := cloneLimits(p[0].GetLimits())
 	if amount != ledger.Whole {
@@ -50,7 +51,7 @@ func (p placement) target(amount uint64) *gpuctlv1.Target {
 	return &gpuctlv1.Target{Gpu: p.String(), Model: p[0].GetModel(), Runtime: runtime, Limits: limits}
 }
 
-// runtimeKey is equal for GPUs that one executor can serve together.
+// runtimeKey returns the same key for all GPUs that one executor can use together.
 func runtimeKey(g *gpuctlv1.GPU) string {
 	r := g.GetRuntime()
 	var env []string
@@ -81,7 +82,8 @@ func ownerNames(l *ledger.Ledger, gpu, but string) []string {
 	return names
 }
 
-// judgeRoom reports whether others hold too much of the GPU.
+// judgeRoom returns the reason why the claim does not fit on the GPU beside the other
+// claims, or nil if it fits.
 func judgeRoom(g *gpuctlv1.GPU, c *claim, l *ledger.Ledger, room uint64, free bool) *gpuctlv1.Reason {
 	owners := strings.Join(ownerNames(l, g.GetId(), c.ID), ", ")
 	switch {

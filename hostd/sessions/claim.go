@@ -17,27 +17,27 @@ import (
 	"github.com/gpuctl/gpuctl/hostd/telemetry/trace"
 )
 
-// claim is what an application needs and what it got.
+// claim is what an application has asked for, and what it has got.
 type claim struct {
 	ID      string            `json:"id"`
 	Token   string            `json:"token"`
 	Expr    string            `json:"expr,omitempty"`
-	Min     uint64            `json:"min,omitempty"`    // bytes; not 0: may share its GPU
+	Min     uint64            `json:"min,omitempty"`    // bytes; if it is not 0, the claim may share its GPU
 	Prefer  uint64            `json:"prefer,omitempty"` // bytes
 	Count   int               `json:"count"`
-	Name    string            `json:"name,omitempty"` // of the virtual device
+	Name    string            `json:"name,omitempty"` // name of the virtual device
 	Type    string            `json:"type,omitempty"`
-	Memory  uint64            `json:"memory,omitempty"` // of the virtual device, bytes
-	GPUs    []string          `json:"gpus,omitempty"`   // where its next session starts
-	Held    map[string]uint64 `json:"held,omitempty"`   // amounts, by GPU
+	Memory  uint64            `json:"memory,omitempty"` // memory of the virtual device, bytes
+	GPUs    []string          `json:"gpus,omitempty"`   // GPUs on which the claim's next session starts
+	Held    map[string]uint64 `json:"held,omitempty"`   // amount by GPU, bytes; 0: the whole GPU
 	Holder  holder            `json:"holder"`
 	Created int64             `json:"created"` // Unix time, ms
-	// Released claims take no new sessions and end with their last one.
+	// Released: no new session may use the claim. The claim ends with its last session.
 	Released bool `json:"released,omitempty"`
 }
 
-// holder is the process that a claim belongs to. The start time tells it from
-// a later process with the same id.
+// holder is the process that a claim belongs to. The start time distinguishes it from a
+// later process with the same id.
 type holder struct {
 	PID   int    `json:"pid,omitempty"`
 	Start uint64 `json:"start,omitempty"` // clock ticks since boot
@@ -57,8 +57,8 @@ func (p holder) alive(proc fs.FS) bool {
 	return err == nil && start == p.Start
 }
 
-// startTime reads the 22nd field of a process's stat file. The second, its
-// name, may hold blanks and parentheses.
+// startTime reads field 22 of /proc/PID/stat (proc_pid_stat(5)): the process's start
+// time, in clock ticks since boot. Field 2, the name, may contain blanks and parentheses.
 func startTime(proc fs.FS, pid int) (uint64, error) {
 	data, err := fs.ReadFile(proc, strconv.Itoa(pid)+"/stat")
 	if err != nil {
@@ -76,8 +76,9 @@ func startTime(proc fs.FS, pid int) (uint64, error) {
 	return start, nil
 }
 
-// amount is how much of a GPU with that much room the claim takes: all of the
-// GPU (0) unless it stated a need.
+// amount returns how much of a GPU the claim takes, in bytes. room is the memory that is
+// available to it there. 0 means the whole GPU: the claim did not state how much it
+// needs.
 func (c *claim) amount(room uint64) uint64 {
 	if c.Min == 0 {
 		return 0
@@ -85,7 +86,8 @@ func (c *claim) amount(room uint64) uint64 {
 	return min(c.want(), room)
 }
 
-// want is what the claim would like to have, in bytes; 0 when it did not say.
+// want returns how much memory the claim prefers to have, in bytes. 0: it did not state
+// any.
 func (c *claim) want() uint64 { return max(c.Min, c.Prefer) }
 
 func (c *claim) proto() *gpuctlv1.Claim {
@@ -99,17 +101,18 @@ func (c *claim) device() *gpuctlv1.VirtualDevice {
 	return &gpuctlv1.VirtualDevice{Name: c.Name, Type: c.Type, GlobalMemory: c.Memory}
 }
 
-// operation is a swap, suspend or resume in flight.
+// operation is a swap, suspend or resume that is in progress.
 type operation struct {
 	Session string   `json:"session"`
 	Claim   string   `json:"claim"`
 	Kind    string   `json:"kind"`
-	GPUs    []string `json:"gpus,omitempty"` // reserved as its target
+	GPUs    []string `json:"gpus,omitempty"` // reserved GPUs: the operation's target
 
-	// doubt is set when its outcome is not known: the stream broke, or this
-	// hostd was not there. The target stays reserved until the guest says.
+	// doubt is set while the outcome is unknown: the stream broke, or hostd was restarted
+	// during the operation. The target stays reserved until gpuguest reports the
+	// session's state.
 	doubt bool
-	// record is what the cluster knows of it.
+	// record is the operation's entry in the cluster.
 	record *clusterv1.Migration
 	trace  *trace.Operation
 	began  time.Time

@@ -23,31 +23,33 @@ import (
 	"github.com/gpuctl/gpuctl/internal/expr"
 )
 
-// Cluster has the last word on who gets a GPU. GPUs are named as this host
-// names them, without its own name.
+// Cluster decides who gets a GPU. In its calls, a GPU has the name that this host uses
+// for it, without the host's name.
 type Cluster interface {
-	// HostName is what the cluster calls this host.
+	// HostName returns the name that the cluster uses for this host.
 	HostName() string
-	// Claim binds a claim to GPUs of this host, or says why not.
+	// Claim assigns GPUs of this host to a claim, or returns why it cannot.
 	Claim(ctx context.Context, c *clusterv1.Claim) (*clusterv1.CreateClaimResponse, error)
-	// Place ranks where a claim of this host can go.
+	// Place finds where a claim of this host can go, best first.
 	Place(ctx context.Context, r place.Request) (place.Decision, error)
-	// Acquire gives a claim GPUs beside what it has. An error that wraps
-	// member.ErrTaken says that others have them.
+	// Acquire gives a claim GPUs in addition to those that it has. The error wraps
+	// member.ErrTaken if other claims have them.
 	Acquire(ctx context.Context, c *clusterv1.Claim, gpus []string, amount uint64) error
-	// Settle waits until the cluster knows what this host has given back.
+	// Settle waits until the cluster knows which GPUs this host has given back.
 	Settle(ctx context.Context)
-	// Kick makes the cluster look at what this host uses.
+	// Kick starts a comparison of the cluster's claims with what this host uses. It does
+	// not wait.
 	Kick()
-	// Known waits until the cluster knows GPUs of this host.
+	// Known waits until the cluster knows the given GPUs of this host.
 	Known(ctx context.Context, gpus []string)
-	// Announce reports this host now.
+	// Announce sends this host's report to the cluster now.
 	Announce(ctx context.Context) error
-	// Record notes where a long operation is.
+	// Record stores the progress of a long operation in the cluster.
 	Record(m *clusterv1.Migration)
-	// Note tells the cluster's log what happened to an object.
+	// Note adds an event about an object to the cluster's log.
 	Note(e *clusterv1.Event)
-	// OtherHosts names those that are up; Devices reaches the cards of one.
+	// OtherHosts returns the names of the other hosts that are up. Devices returns a
+	// client for the cards of one of them.
 	OtherHosts() []string
 	Devices(host string) (gpuctlv1connect.DeviceServiceClient, error)
 }
@@ -57,13 +59,13 @@ var (
 	_ member.Host = (*Host)(nil)
 )
 
-// gpusAsked is how long the other sources of GPUs may take.
+// gpusAsked limits the time that the other sources of GPUs (not OpenCL) may take.
 const gpusAsked = 5 * time.Second
 
 var errNotReady = errors.New("the GPUs of this host are not known yet")
 
-// forCluster is the claim as the cluster knows it: for those of this host's
-// GPUs for which its expression holds.
+// forCluster returns the claim in the form of the cluster. If gpus is not empty, the
+// cluster may choose only from these GPUs of this host.
 func (c *claim) forCluster(gpus []string) *clusterv1.Claim {
 	quoted := make([]string, len(gpus))
 	for i, g := range gpus {
@@ -87,8 +89,8 @@ func (c *claim) holderName() string {
 	return fmt.Sprintf("process %d", c.Holder.PID)
 }
 
-// matching are the GPUs for which an expression holds, and those for which it
-// does not.
+// matching returns the names of the GPUs for which the expression is true, and the others
+// with the reason.
 func matching(ctx context.Context, gpus []*gpuctlv1.GPU, e *expr.Expr) (names []string, out []*gpuctlv1.Candidate, err error) {
 	for _, g := range gpus {
 		if err := ctx.Err(); err != nil {
@@ -106,9 +108,9 @@ func matching(ctx context.Context, gpus []*gpuctlv1.GPU, e *expr.Expr) (names []
 	return names, out, nil
 }
 
-// candidates makes GPUs' reasons of the cluster's. A host that is rejected as
-// a whole stands for those of its GPUs that were asked for.
-// h.mu is held.
+// candidates converts the cluster's rejections to reasons for each GPU. If a host is
+// rejected as a whole, its reasons apply to each of its GPUs that is in asked. The caller
+// holds h.mu.
 func (h *Host) candidates(rejections []*clusterv1.Rejection, asked []string) (out []*gpuctlv1.Candidate) {
 	byID := map[string]*gpuctlv1.GPU{}
 	for _, g := range h.gpus {
@@ -126,7 +128,7 @@ func (h *Host) candidates(rejections []*clusterv1.Rejection, asked []string) (ou
 			continue
 		}
 		var reasons []*gpuctlv1.Reason
-		for _, why := range r.GetReasons() { // in this host's own names; they are shared
+		for _, why := range r.GetReasons() { // rejections are shared, so the copy gets this host's names of GPUs
 			reasons = append(reasons, because(why.GetCode(), "%s", strings.ReplaceAll(why.GetMessage(), r.GetHost()+"/", "")))
 		}
 		if r.GetGpu() != "" {
@@ -145,7 +147,7 @@ func (h *Host) candidates(rejections []*clusterv1.Rejection, asked []string) (ou
 	return out
 }
 
-// localName is a GPU's name without its host's.
+// localName returns a GPU's name without the host's name.
 func localName(id string) string {
 	if _, name, ok := strings.Cut(id, "/"); ok {
 		return name
@@ -153,7 +155,7 @@ func localName(id string) string {
 	return id
 }
 
-// Report says what the host is and has.
+// Report returns the properties of this host and its GPUs, for the cluster.
 func (h *Host) Report(ctx context.Context) (*clusterv1.Host, []*clusterv1.GPU, error) {
 	gpus, err := h.DetectedGPUs(ctx)
 	if err != nil {
@@ -196,14 +198,14 @@ func (h *Host) DetectedGPUs(ctx context.Context) ([]*clusterv1.GPU, error) {
 	return gpus, nil
 }
 
-// ours reports whether a process uses a GPU for a session: it is an executor.
+// ours reports whether the process is an executor, that is, uses a GPU for a session.
 func (h *Host) ours(pid uint32) bool {
 	data, err := fs.ReadFile(h.proc, strconv.FormatUint(uint64(pid), 10)+"/cmdline")
 	args := strings.Split(string(data), "\x00")
 	return err == nil && len(args) > 1 && args[1] == "executor"
 }
 
-// Facts are what changes often.
+// Facts returns the properties of this host that change often.
 func (h *Host) Facts(ctx context.Context) (*clusterv1.HostFacts, error) {
 	f := &clusterv1.HostFacts{UnixMs: time.Now().UnixMilli()}
 	var err error
@@ -217,7 +219,7 @@ func (h *Host) Facts(ctx context.Context) (*clusterv1.HostFacts, error) {
 	var answer *nvml.Response
 	if h.NVML != nil {
 		ctx, cancel := context.WithTimeout(ctx, gpusAsked)
-		answer, _ = h.NVML.Facts(ctx) // its reason is in the GPUs' health
+		answer, _ = h.NVML.Facts(ctx) // the health of the GPUs contains the error
 		cancel()
 	}
 	known := map[string]*clusterv1.GPUFacts{}
@@ -254,7 +256,7 @@ func (h *Host) Facts(ctx context.Context) (*clusterv1.HostFacts, error) {
 	return f, nil
 }
 
-// Knows reports whether a claim of this host's making is still one.
+// Knows reports whether a claim that this host has made still exists.
 func (h *Host) Knows(id string) bool {
 	if h.Cards != nil && h.Cards.Keeper.Knows(id) {
 		return true
@@ -264,7 +266,7 @@ func (h *Host) Knows(id string) bool {
 	return h.claims[id] != nil || h.claiming[id]
 }
 
-// Uses reports whether a claim has something on a GPU.
+// Uses reports whether a claim uses a GPU, has part of it reserved, or is getting one.
 func (h *Host) Uses(id, gpu string) bool {
 	if h.Cards != nil && h.Cards.Keeper.Uses(id, gpu) {
 		return true
@@ -285,7 +287,7 @@ func (h *Host) Uses(id, gpu string) bool {
 	return false
 }
 
-// Holdings are what this host's claims have, as the cluster should know it.
+// Holdings returns which GPUs this host's claims have, for the cluster's inventory.
 func (h *Host) Holdings() []member.Holding {
 	var out []member.Holding
 	if h.Cards != nil {
@@ -309,8 +311,8 @@ func (h *Host) Holdings() []member.Holding {
 	return out
 }
 
-// Ready reports whether Uses and Knows can be believed: a host that has just been
-// started has to hear of its sessions first.
+// Ready reports whether the answers of Uses and Knows are complete. After its start, a
+// host first has to learn which sessions exist.
 func (h *Host) Ready() bool {
 	select {
 	case <-h.ready:
@@ -320,7 +322,7 @@ func (h *Host) Ready() bool {
 	}
 }
 
-// Sessions as they are now.
+// Sessions returns the sessions in their present state.
 func (h *Host) Sessions() []*clusterv1.Session {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -338,7 +340,7 @@ func (h *Host) Sessions() []*clusterv1.Session {
 	return out
 }
 
-// record notes in the cluster where an operation is.
+// record changes the operation's entry in the cluster.
 func (h *Host) record(op *operation, change func(*clusterv1.Migration)) {
 	h.mu.Lock()
 	change(op.record)
@@ -347,14 +349,14 @@ func (h *Host) record(op *operation, change func(*clusterv1.Migration)) {
 	h.Cluster.Record(m)
 }
 
-// RecordCardEvent tells the cluster what happened to a card.
+// RecordCardEvent adds an event about a card to the cluster's log.
 func (h *Host) RecordCardEvent(gpu, kind, message string) {
 	if c := h.Cluster; c != nil {
 		c.Note(&clusterv1.Event{Kind: clusterv1.Kind_KIND_GPU, Object: c.HostName() + "/" + gpu, Type: kind, Message: message})
 	}
 }
 
-// RecordHostEvent tells the cluster what happened to this host.
+// RecordHostEvent adds an event about this host to the cluster's log.
 func (h *Host) RecordHostEvent(kind, message string) {
 	if c := h.Cluster; c != nil {
 		c.Note(&clusterv1.Event{Kind: clusterv1.Kind_KIND_HOST, Object: c.HostName(), Type: kind, Message: message})

@@ -48,9 +48,9 @@ var (
 )
 
 const (
-	callTimeout   = 20 * time.Second // of a short call to the guest
+	callTimeout   = 20 * time.Second // for a short call to gpuguest
 	holdTimeout   = 3 * time.Second
-	buildTimeout  = 10 * time.Minute // of a plan that builds programs
+	buildTimeout  = 10 * time.Minute // for a plan that builds programs
 	resyncEvery   = 5 * time.Second
 	holdersEvery  = time.Second
 	releaseWait   = time.Second
@@ -59,59 +59,60 @@ const (
 	maxNameLength = 255
 )
 
-// HostConfig is what a Host needs.
+// HostConfig has what a Host depends on.
 type HostConfig struct {
 	Guest      gpuctlv1connect.GuestServiceClient
-	AppSocket  string // given to applications
+	AppSocket  string // path of the socket that applications connect to
 	StateFile  string
 	Config     config.Config
-	Root       fs.FS        // the machine's files
-	PCI        *pci.Scanner // of the same machine
+	Root       fs.FS        // the host's root folder
+	PCI        *pci.Scanner // reads the same host's PCI devices
 	Cluster    Cluster
-	NVML       *nvml.Client       // nil: not asked
-	Cards      *platform.Platform // nil: no card is given to VMs
-	Devices    *cardapi.API       // with Cards, as the next two
+	NVML       *nvml.Client       // nil: NVML is not used
+	Cards      *platform.Platform // nil: cards are not given to VMs
+	Devices    *cardapi.API       // set if Cards is, as are the next two
 	Site       *endpoint.Local
 	Migrations *migration.Manager
-	Metrics    *metrics.Metrics // nil: not counted
-	Tracer     *trace.Tracer    // nil: not traced
+	Metrics    *metrics.Metrics // nil: no metrics
+	Tracer     *trace.Tracer    // nil: no traces
 	Log        *slog.Logger
 }
 
-// Host is the state of one host and the rules by which it changes.
+// Host is the state of one host, and the rules by which it changes.
 type Host struct {
 	HostConfig
 	proc       fs.FS
-	discovered chan struct{} // closed when the inventory is there
-	ready      chan struct{} // closed when the sessions are there, too
+	discovered chan struct{} // closed when the GPUs are known
+	ready      chan struct{} // closed when the sessions are known, too
 
-	// ctx ends with the daemon: operations outlive their callers, not it.
+	// ctx ends with the daemon. Operations use it, as they go on after their caller has
+	// left.
 	ctx  context.Context
 	work sync.WaitGroup
 
 	changes news.Changes[string, *gpuctlv1.Session]
 
 	mu       sync.Mutex
-	gpus     []*gpuctlv1.GPU // without owners; never changed once ready
+	gpus     []*gpuctlv1.GPU // without owners; not changed after discovered is closed
 	warnings []string
 	ledger   *ledger.Ledger
 	claims   map[string]*claim
-	claiming map[string]bool // that the cluster is being asked for
+	claiming map[string]bool // claims for which a call to the cluster is in progress
 	sessions map[string]*session
-	over     map[string]time.Time  // sessions that ended after listed
-	listed   time.Time             // when the newest list that was taken in was asked for
+	over     map[string]time.Time  // when sessions ended that a later list may still contain
+	listed   time.Time             // when the newest accepted list was requested
 	ops      map[string]*operation // by session
 	last     map[string]*gpuctlv1.SwapResult
 	saved    []byte // content of the state file
 }
 
-// session is what the guest said last.
+// session is what gpuguest has reported last.
 type session struct {
 	*gpuctlv1.Session
-	seen time.Time // first
+	seen time.Time // when it was reported first
 }
 
-// NewHost returns a host that knows nothing yet; Start makes it work.
+// NewHost returns a host that knows no GPUs, claims or sessions. Start finds them.
 func NewHost(c HostConfig) (*Host, error) {
 	proc, err := fs.Sub(c.Root, "proc")
 	if err != nil {
@@ -124,13 +125,14 @@ func NewHost(c HostConfig) (*Host, error) {
 	}, nil
 }
 
-// Start reads the journal, discovers the inventory and takes over the claims
-// and sessions that exist. Until it returns, calls that need them wait.
+// Start reads the journal, discovers the GPUs, and takes over the existing claims and
+// sessions. Calls that need these wait until Start has returned.
 func (h *Host) Start(ctx context.Context) error {
 	h.ctx = ctx
 	j, err := readJournal(h.StateFile)
 	if err != nil {
-		// Reality is with the guest; a damaged journal must not keep it from being managed.
+		// The true state is in gpuguest. hostd can manage it without the journal, if that
+		// is damaged.
 		h.Log.Warn("state file is not used", "err", err)
 	}
 	gpus, warnings, err := inventory.Discover(ctx, h.Root, h.Config, prober{h.Guest})
@@ -175,8 +177,8 @@ func (h *Host) Start(ctx context.Context) error {
 	return nil
 }
 
-// hold tells the cluster what this host's claims have, before others are made:
-// one in memory has forgotten. Where that fails now it is repeated later.
+// hold reports to the cluster what this host's claims have, before new claims are made. A
+// cluster that is in memory only has lost that. What fails here is repeated later.
 func (h *Host) hold(ctx context.Context) {
 	ctx, cancel := context.WithTimeout(ctx, holdTimeout)
 	defer cancel()
@@ -190,7 +192,7 @@ func (h *Host) hold(ctx context.Context) {
 	}
 }
 
-// Wait returns when all operations have ended; they do when Start's context does.
+// Wait returns when all operations have ended. They end when the context of Start ends.
 func (h *Host) Wait() { h.work.Wait() }
 
 type prober struct {
@@ -205,7 +207,7 @@ func (p prober) Probe(ctx context.Context, r *gpuctlv1.Runtime) (*gpuctlv1.Probe
 	return res.Msg, nil
 }
 
-// plain drops Connect's code from an error's text; it says nothing to people.
+// plain removes Connect's code from an error's text. It has no meaning for people.
 func plain(err error) error {
 	var c *connect.Error
 	if errors.As(err, &c) {
@@ -214,7 +216,7 @@ func plain(err error) error {
 	return err
 }
 
-// Watch follows the guest until ctx ends, and keeps the claims in step.
+// Watch follows gpuguest until ctx ends, and updates the claims.
 func (h *Host) Watch(ctx context.Context) {
 	var wg sync.WaitGroup
 	wg.Go(func() { h.follow(ctx) })
@@ -236,7 +238,7 @@ func (h *Host) Watch(ctx context.Context) {
 	}
 }
 
-// follow reads the guest's stream of sessions, again and again.
+// follow reads gpuguest's stream of sessions, and opens it again when it ends.
 func (h *Host) follow(ctx context.Context) {
 	for ctx.Err() == nil {
 		stream, err := h.Guest.WatchSessions(ctx, connect.NewRequest(&gpuctlv1.WatchSessionsRequest{}))
@@ -254,8 +256,9 @@ func (h *Host) follow(ctx context.Context) {
 	}
 }
 
-// hear takes in what the stream says. It may lag behind a list, so it brings no
-// session in: one that is not known may have ended, and its GPU be another's.
+// hear processes a message of the stream. The stream may be behind a list. So an unknown
+// session is not added from it: that session may have ended already, and another one may
+// have its GPU. A new list is requested instead.
 func (h *Host) hear(ctx context.Context, s *gpuctlv1.Session) {
 	h.mu.Lock()
 	known := h.sessions[s.GetId()] != nil || s.GetState() == gpuctlv1.SessionState_SESSION_STATE_ENDED
@@ -271,7 +274,7 @@ func (h *Host) hear(ctx context.Context, s *gpuctlv1.Session) {
 	}
 }
 
-// Resync takes the guest's list of sessions as the truth.
+// Resync requests gpuguest's list of sessions and makes the host's state agree with it.
 func (h *Host) Resync(ctx context.Context) error {
 	asked := time.Now()
 	ctx, cancel := context.WithTimeout(ctx, callTimeout)
@@ -283,11 +286,11 @@ func (h *Host) Resync(ctx context.Context) error {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	if asked.Before(h.listed) {
-		return nil // overtaken: a list of later is known
+		return nil // a list that was requested later has been processed
 	}
 	h.listed = asked
 	for id, at := range h.over {
-		if at.Before(asked) { // no list names it from now on
+		if at.Before(asked) { // no later list contains it
 			delete(h.over, id)
 		}
 	}
@@ -295,12 +298,12 @@ func (h *Host) Resync(ctx context.Context) error {
 	for _, s := range res.Msg.GetSessions() {
 		listed[s.GetId()] = true
 		if _, over := h.over[s.GetId()]; over {
-			continue // it ended while the answer was on its way
+			continue // it ended after the list was made
 		}
 		h.update(s, true)
 	}
 	for id, s := range h.sessions {
-		// One that began after the question is rightly not in the answer.
+		// A session that was first seen after the request may be missing from the answer.
 		if !listed[id] && s.seen.Before(asked) {
 			gone := proto.CloneOf(s.Session)
 			gone.State = gpuctlv1.SessionState_SESSION_STATE_ENDED
@@ -310,7 +313,7 @@ func (h *Host) Resync(ctx context.Context) error {
 	return nil
 }
 
-// Reoffer tells the guest every claim's placement, as after its restart.
+// Reoffer repeats the offers of all claims to gpuguest, for example after its restart.
 func (h *Host) Reoffer(ctx context.Context) {
 	h.mu.Lock()
 	claims := slices.Collect(maps.Values(h.claims))
@@ -320,8 +323,8 @@ func (h *Host) Reoffer(ctx context.Context) {
 	}
 }
 
-// repeatOffer tells the guest where the claim's next session starts, if
-// anywhere.
+// repeatOffer tells gpuguest on which GPUs the claim's next session starts. If it has
+// none, nothing is offered.
 func (h *Host) repeatOffer(ctx context.Context, c *claim) {
 	h.mu.Lock()
 	p, open := h.placement(c.GPUs), !c.Released && c.Token != ""
@@ -364,7 +367,8 @@ func (h *Host) withdraw(ctx context.Context, c *claim) {
 	}
 }
 
-// placement looks up GPUs; nil when there are none or one is not there.
+// placement returns the GPUs with these ids. It returns nil if ids is empty or one is
+// unknown.
 func (h *Host) placement(ids []string) placement {
 	var p placement
 	for _, id := range ids {
@@ -377,13 +381,14 @@ func (h *Host) placement(ids []string) placement {
 	return p
 }
 
-// update takes in what the guest says about a session. h.mu is held. Only a
-// list (asked for later than anything it contradicts) settles doubts.
+// update processes gpuguest's report on a session. Only a report from a list ends the
+// doubt about an operation, as a list that was requested earlier than what it contradicts
+// is not accepted. The caller holds h.mu.
 func (h *Host) update(s *gpuctlv1.Session, listed bool) {
 	id := s.GetId()
 	old := h.sessions[id]
 	if old != nil && s.GetGeneration() < old.GetGeneration() && s.GetState() != gpuctlv1.SessionState_SESSION_STATE_ENDED {
-		return // an old message that was overtaken
+		return // this message is older than what is known
 	}
 	ended := s.GetState() == gpuctlv1.SessionState_SESSION_STATE_ENDED
 	if ended {
@@ -424,8 +429,8 @@ func (h *Host) update(s *gpuctlv1.Session, listed bool) {
 	h.changes.Put(s.GetId(), s)
 }
 
-// adopt makes a claim for a session whose claim this hostd does not know. Its
-// token is lost, so it takes no new sessions.
+// adopt makes a claim for a session whose claim is unknown to this hostd. The claim's
+// token is lost, so no new session can use it.
 func (h *Host) adopt(s *gpuctlv1.Session) *claim {
 	gpus := splitIDs(s.GetTarget().GetGpu())
 	c := &claim{
@@ -437,26 +442,28 @@ func (h *Host) adopt(s *gpuctlv1.Session) *claim {
 	return c
 }
 
-// onGPU reports whether a session in this state holds its GPU.
+// onGPU reports whether a session in this state has its GPU.
 func onGPU(s gpuctlv1.SessionState) bool {
 	return s == gpuctlv1.SessionState_SESSION_STATE_RUNNING || changing(s)
 }
 
-// changing reports whether an operation on a session has not come to its end, or back.
+// changing reports whether an operation on the session has neither been completed nor
+// rolled back.
 func changing(s gpuctlv1.SessionState) bool {
 	return s == gpuctlv1.SessionState_SESSION_STATE_SWAPPING || s == gpuctlv1.SessionState_SESSION_STATE_HELD
 }
 
-// onGPU is the same for a session, of which a resume is in flight too: that
-// one names the GPU which it gave back at its suspend. h.mu is held.
+// onGPU reports whether the session has the GPU that it names. While a resume is in
+// progress it has not: the name is that of the GPU that it gave back at its suspend. The
+// caller holds h.mu.
 func (h *Host) onGPU(s *gpuctlv1.Session) bool {
 	op := h.ops[s.GetId()]
 	resuming := op != nil && op.Kind == "resume" && changing(s.GetState())
 	return onGPU(s.GetState()) && !resuming
 }
 
-// settle makes the ledger agree with what the claim needs: its placement, the
-// GPUs of its sessions, the targets of their operations. h.mu is held.
+// settle makes the ledger agree with what the claim needs: its placement, the GPUs of its
+// sessions, and the targets of their operations. The caller holds h.mu.
 func (h *Host) settle(c *claim) {
 	need := map[string]bool{}
 	live := false
@@ -506,9 +513,9 @@ func (h *Host) settle(c *claim) {
 	h.save()
 }
 
-// moved lets the claim follow its session: new sessions start where this one
-// is, unless another one is still at the old place. h.mu is held; the caller
-// repeats the offer.
+// moved changes the claim's placement to that of its session, so that new sessions start
+// there, and reports whether it did. It does not if another session of the claim has a
+// GPU. The caller holds h.mu and repeats the offer.
 func (h *Host) moved(c *claim, s *gpuctlv1.Session) bool {
 	for _, other := range h.sessions {
 		if other.GetClaim() == c.ID && other.GetId() != s.GetId() && h.onGPU(other.Session) {
@@ -526,7 +533,7 @@ func (h *Host) moved(c *claim, s *gpuctlv1.Session) bool {
 	return true
 }
 
-// save writes the journal. h.mu is held.
+// save writes the journal. The caller holds h.mu.
 func (h *Host) save() {
 	j := journal{Version: journalVersion}
 	for _, c := range h.claims {
@@ -546,7 +553,7 @@ func (h *Host) save() {
 		return
 	}
 	if err == nil {
-		// Not synced: sessions do not outlive the kernel either.
+		// Not synced to disk: the sessions end with the kernel, too.
 		err = beneath.Replace(filepath.Dir(h.StateFile), filepath.Base(h.StateFile), data, 0o600)
 	}
 	if h.saved = data; err != nil {
@@ -555,7 +562,7 @@ func (h *Host) save() {
 	}
 }
 
-// releaseOrphans ends the claims of processes that are gone.
+// releaseOrphans releases the claims of processes that have ended.
 func (h *Host) releaseOrphans(ctx context.Context) {
 	h.mu.Lock()
 	var gone []*claim
@@ -581,8 +588,8 @@ func (h *Host) release(ctx context.Context, c *claim) {
 	}
 }
 
-// awaitEnd returns when a released claim has ended, or soon all the same: a
-// process that its application left behind may use it for long.
+// awaitEnd returns when a released claim has ended, but after releaseWait at the latest:
+// a process that the application has left behind may use the claim for long.
 func (h *Host) awaitEnd(ctx context.Context, c *claim) {
 	ctx, cancel := context.WithTimeout(ctx, releaseWait)
 	defer cancel()
@@ -600,8 +607,8 @@ func (h *Host) awaitEnd(ctx context.Context, c *claim) {
 	}
 }
 
-// createClaim has the cluster choose among the GPUs for which the claim's
-// expression holds. A refusal is a nil placement.
+// createClaim asks the cluster to choose among the GPUs for which the claim's expression
+// is true. If it refuses, the placement is nil.
 func (h *Host) createClaim(ctx context.Context, c *claim) (placement, []*gpuctlv1.Candidate, error) {
 	e, err := expr.Compile(c.Expr, expr.GPU())
 	if err != nil {
@@ -614,7 +621,7 @@ func (h *Host) createClaim(ctx context.Context, c *claim) (placement, []*gpuctlv
 	}
 	gpus := h.view() // copies
 	h.mu.Unlock()
-	// Without the lock: what an expression costs is its writer's choice, and the
+	// Not under the lock: an expression may be expensive, as its user writes it, and the
 	// watchdog needs the lock.
 	names, out, err := matching(ctx, gpus, e)
 	if err != nil || len(names) == 0 {
@@ -634,7 +641,7 @@ func (h *Host) createClaim(ctx context.Context, c *claim) (placement, []*gpuctlv
 	}
 	h.mu.Unlock()
 	if p == nil {
-		h.Cluster.Kick() // what it got all the same is given back
+		h.Cluster.Kick() // gives back what the claim was given all the same
 		return nil, out, err
 	}
 	h.Log.Info("claim made", "claim", c.ID, "gpu", p.String(), "memory", amount)
@@ -648,7 +655,8 @@ func (h *Host) createClaim(ctx context.Context, c *claim) (placement, []*gpuctlv
 	return p, out, nil
 }
 
-// admit enters what the cluster has given to a new claim. h.mu is held.
+// admit enters into the ledger what the cluster has given to a new claim. The caller
+// holds h.mu.
 func (h *Host) admit(c *claim, res *clusterv1.CreateClaimResponse, err error) (placement, uint64, error) {
 	if err != nil {
 		return nil, 0, fmt.Errorf("claim %s: %w", c.ID, err)
@@ -675,7 +683,7 @@ func (h *Host) admit(c *claim, res *clusterv1.CreateClaimResponse, err error) (p
 	return p, amount, nil
 }
 
-// view returns copies of the GPUs with their owners. h.mu is held.
+// view returns copies of the GPUs, with their owners. The caller holds h.mu.
 func (h *Host) view() []*gpuctlv1.GPU {
 	out := make([]*gpuctlv1.GPU, 0, len(h.gpus))
 	for _, g := range h.gpus {
@@ -697,7 +705,8 @@ func (h *Host) view() []*gpuctlv1.GPU {
 	return out
 }
 
-// find resolves what a user calls a session. h.mu is held.
+// find returns the session that the user's reference names: an id, the beginning of one,
+// or a process id. The caller holds h.mu.
 func (h *Host) find(ref string) (*gpuctlv1.Session, error) {
 	ids := slices.Sorted(maps.Keys(h.sessions))
 	if ref == "" {
@@ -752,8 +761,8 @@ func (h *Host) Alive(context.Context) error {
 	return nil
 }
 
-// Live is how many sessions there are; when the guest does not answer, those
-// last seen.
+// Live returns the number of sessions. If gpuguest does not answer, it counts those that
+// were known last.
 func (h *Host) Live(ctx context.Context) int {
 	if err := h.Resync(ctx); err != nil {
 		h.Log.Debug("sessions are as last seen", "err", err)

@@ -21,10 +21,10 @@ import (
 	"github.com/gpuctl/gpuctl/internal/reason"
 )
 
-// emit receives the moments of an operation. It must not block.
+// emit receives the updates of an operation. It must not block.
 type emit func(*gpuctlv1.OperationUpdate)
 
-// progressStream is a stream of Progress from the guest.
+// progressStream is a stream of Progress from gpuguest.
 type progressStream interface {
 	Receive() bool
 	Msg() *gpuctlv1.Progress
@@ -32,7 +32,7 @@ type progressStream interface {
 	Close() error
 }
 
-// begin registers an operation on a session, one at a time.
+// begin registers an operation on a session. A session has one operation at a time.
 func (h *Host) begin(ref, kind string) (*operation, *gpuctlv1.Session, *claim, error) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -72,7 +72,7 @@ func (h *Host) begin(ref, kind string) (*operation, *gpuctlv1.Session, *claim, e
 	return op, s, c, nil
 }
 
-// end removes the operation and gives back what it no longer needs.
+// end removes the operation, and gives back the GPUs that the claim no longer needs.
 func (h *Host) end(op *operation, c *claim) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -82,7 +82,8 @@ func (h *Host) end(op *operation, c *claim) {
 	h.settle(c)
 }
 
-// reserve holds a target for the operation, first in the cluster.
+// reserve reserves a target for the operation: first in the cluster, then in the ledger.
+// It returns how much of each GPU the claim gets, or the reason why it gets none.
 func (h *Host) reserve(ctx context.Context, op *operation, c *claim, p placement) (uint64, *gpuctlv1.Candidate) {
 	h.mu.Lock()
 	amount, busy := h.room(c, p)
@@ -108,7 +109,8 @@ func (h *Host) reserve(ctx context.Context, op *operation, c *claim, p placement
 	return amount, nil
 }
 
-// room is how much of each GPU the claim would get. h.mu is held.
+// room returns how much of each GPU the claim would get (bytes, or ledger.Whole). The
+// caller holds h.mu.
 func (h *Host) room(c *claim, p placement) (amount uint64, busy *gpuctlv1.Candidate) {
 	for i, g := range p {
 		room, free := h.ledger.Room(c.ID, g.GetId())
@@ -130,7 +132,8 @@ func (h *Host) drop(op *operation, c *claim) {
 	h.settle(c)
 }
 
-// move swaps or resumes a session to the first placement that serves.
+// move swaps or resumes a session: it tries the placements in order, until one is not
+// refused.
 func (h *Host) move(ctx context.Context, op *operation, s *gpuctlv1.Session, c *claim, to []placement, out []*gpuctlv1.Candidate,
 	start func(context.Context, *gpuctlv1.Target) (progressStream, error), send emit,
 ) {
@@ -139,7 +142,7 @@ func (h *Host) move(ctx context.Context, op *operation, s *gpuctlv1.Session, c *
 		final.Rejected = out
 		final.Progress = &gpuctlv1.Progress{Result: r}
 		h.note(op, r)
-		h.end(op, c) // first, so that who hears of it can go on from there
+		h.end(op, c) // before send: the receiver may start the next operation at once
 		send(final)
 	}
 	for _, p := range to {
@@ -159,7 +162,7 @@ func (h *Host) move(ctx context.Context, op *operation, s *gpuctlv1.Session, c *
 			h.drop(op, c)
 			finish(&gpuctlv1.SwapResult{Error: fmt.Sprintf("the guest helper does not answer: %v; nothing was changed", plain(err)), RolledBack: true})
 			return
-		case err != nil && op.Kind != "resume": // the plan of a suspended session is made by its resume
+		case err != nil && op.Kind != "resume": // the plan of a suspended session is made during its resume
 			out = append(out, rejected(p[0], because("plan", "%v", plain(err))))
 			h.drop(op, c)
 			continue
@@ -192,7 +195,7 @@ func (h *Host) move(ctx context.Context, op *operation, s *gpuctlv1.Session, c *
 	finish(&gpuctlv1.SwapResult{Session: s, Refused: true, Error: "no GPU can serve the session"})
 }
 
-// relay passes progress on and returns the result that ends it.
+// relay passes the progress on, and returns the result at the end of the stream.
 func (h *Host) relay(op *operation, stream progressStream, about *gpuctlv1.OperationUpdate, send emit) (*gpuctlv1.SwapResult, error) {
 	defer func() { _ = stream.Close() }()
 	step := ""
@@ -225,8 +228,9 @@ func (h *Host) relay(op *operation, stream progressStream, about *gpuctlv1.Opera
 	return nil, errors.New("the guest helper ended the operation without a result")
 }
 
-// doubtful leaves the target reserved until the guest says where the session
-// is, unless the guest said that it did nothing.
+// doubtful makes a result of an error that ended the stream. If gpuguest refused the
+// call, nothing has changed. Otherwise the outcome is unknown, and the target stays
+// reserved.
 func (h *Host) doubtful(op *operation, err error) *gpuctlv1.SwapResult {
 	switch connect.CodeOf(err) {
 	case connect.CodeNotFound, connect.CodeInvalidArgument, connect.CodeFailedPrecondition, connect.CodeUnimplemented, connect.CodeAlreadyExists:
@@ -236,21 +240,23 @@ func (h *Host) doubtful(op *operation, err error) *gpuctlv1.SwapResult {
 	return &gpuctlv1.SwapResult{Error: fmt.Sprintf("lost track of it (%v); the session either goes on where it was or is at its target: gpuctl sessions says which", plain(err))}
 }
 
-// doubt keeps what an operation has until the guest says where the session is.
+// doubt keeps the operation and its target until gpuguest reports on which GPU the
+// session is.
 func (h *Host) doubt(op *operation) {
 	h.mu.Lock()
 	op.doubt = true
 	h.save()
 	h.mu.Unlock()
 	h.work.Go(func() {
-		// The next periodic one does the same; this one is sooner.
+		// Do not wait for the next periodic list.
 		if err := h.Resync(h.ctx); err != nil && h.ctx.Err() == nil {
 			h.Log.Warn("outcome of an operation is not known yet", "session", op.Session, "err", err)
 		}
 	})
 }
 
-// commit lets the claim follow its session and releases the source.
+// commit changes the claim's placement to the session's new GPUs. The source is given
+// back by end.
 func (h *Host) commit(op *operation, c *claim, s *gpuctlv1.Session) {
 	h.mu.Lock()
 	moved := false
@@ -270,7 +276,7 @@ func (h *Host) commit(op *operation, c *claim, s *gpuctlv1.Session) {
 	}
 }
 
-// note keeps and logs a result.
+// note stores the result in the metrics, the trace and the cluster, and logs it.
 func (h *Host) note(op *operation, r *gpuctlv1.SwapResult) {
 	now := time.Now()
 	h.Metrics.Operation(op.Kind, now.Sub(op.began), r)
@@ -301,7 +307,8 @@ func (h *Host) note(op *operation, r *gpuctlv1.SwapResult) {
 		"stopped", time.Duration(r.GetStoppedNs()), "refused", r.GetRefused(), "rolled_back", r.GetRolledBack(), "held", r.GetHeld(), "err", r.GetError())
 }
 
-// plan asks the guest.
+// plan asks gpuguest what an operation with this target would do. build: also build the
+// session's programs.
 func (h *Host) plan(ctx context.Context, id string, t *gpuctlv1.Target, build bool) (*gpuctlv1.PlanResponse, error) {
 	timeout := callTimeout
 	if build {
@@ -316,12 +323,12 @@ func (h *Host) plan(ctx context.Context, id string, t *gpuctlv1.Target, build bo
 	return res.Msg, nil
 }
 
-// destinations finds where a session may go, best first, and what rules out
-// the other GPUs.
+// destinations returns the placements that a session may move to, best first, and the
+// reasons against the other GPUs.
 func (h *Host) destinations(ctx context.Context, s *gpuctlv1.Session, c *claim, verb place.Verb, to string) ([]placement, []*gpuctlv1.Candidate, error) {
 	const most = 64
 	from := splitIDs(s.GetTarget().GetGpu())
-	claim := c.forCluster(nil) // what was asked of the first GPU does not bind the next
+	claim := c.forCluster(nil) // the claim's expression holds for its first GPU only
 	claim.Count = uint32(max(1, len(from)))
 	h.mu.Lock()
 	all := make([]string, len(h.gpus))
@@ -356,7 +363,7 @@ func (h *Host) destinations(ctx context.Context, s *gpuctlv1.Session, c *claim, 
 	return fit, h.candidates(slices.Collect(d.Rejected()), all), nil
 }
 
-// verbs are the API's as the placement has them.
+// verbs maps the API's verbs to those of the placement.
 func verbs() map[gpuctlv1.Verb]place.Verb {
 	return map[gpuctlv1.Verb]place.Verb{
 		gpuctlv1.Verb_VERB_UPGRADE: place.Upgrade, gpuctlv1.Verb_VERB_DOWNGRADE: place.Downgrade, gpuctlv1.Verb_VERB_MIGRATE: place.Migrate,
@@ -364,7 +371,7 @@ func verbs() map[gpuctlv1.Verb]place.Verb {
 	}
 }
 
-// swap runs in the background once it returns without an error.
+// swap starts a swap. If it returns nil, the swap goes on in the background.
 func (h *Host) swap(req *gpuctlv1.HostSwapRequest, send emit) error {
 	verb := req.GetVerb()
 	kind := strings.ToLower(strings.TrimPrefix(verb.String(), "VERB_"))
@@ -393,7 +400,7 @@ func (h *Host) swap(req *gpuctlv1.HostSwapRequest, send emit) error {
 	return nil
 }
 
-// resume is like swap.
+// resume starts a resume, as swap does.
 func (h *Host) resume(req *gpuctlv1.HostResumeRequest, send emit) error {
 	op, s, c, err := h.begin(req.GetSession(), "resume")
 	if err != nil {
@@ -412,7 +419,8 @@ func (h *Host) resume(req *gpuctlv1.HostResumeRequest, send emit) error {
 	return nil
 }
 
-// suspend is like swap; it needs no target. A file is made with the owner's rights.
+// suspend starts a suspend, as swap does; it needs no target. If the state is written to
+// a file, it is written with the owner's rights.
 func (h *Host) suspend(req *gpuctlv1.HostSuspendRequest, owner *gpuctlv1.FileOwner, send emit) error {
 	if f := req.GetFile(); f != "" && !strings.HasPrefix(f, "/") {
 		return fmt.Errorf("%w: file %q: the path must be absolute", errInvalid, f)
@@ -448,7 +456,7 @@ func (h *Host) suspend(req *gpuctlv1.HostSuspendRequest, owner *gpuctlv1.FileOwn
 	return nil
 }
 
-// planSwap says what swap would do, without reserving anything.
+// planSwap returns what swap would do. It reserves nothing.
 func (h *Host) planSwap(ctx context.Context, req *gpuctlv1.HostPlanRequest) (*gpuctlv1.HostPlanResponse, error) {
 	h.mu.Lock()
 	s, err := h.find(req.GetSession())
@@ -480,7 +488,7 @@ func (h *Host) planSwap(ctx context.Context, req *gpuctlv1.HostPlanRequest) (*gp
 			plan = &gpuctlv1.PlanResponse{Reasons: []*gpuctlv1.Reason{because("plan", "%v", plain(err))}}
 		}
 		reasons := plan.GetReasons()
-		if busy != nil { // say what else is against it, too
+		if busy != nil { // gpuguest's reasons are added to this one
 			reasons = slices.Concat(busy.GetReasons(), reasons)
 		}
 		if len(reasons) > 0 {

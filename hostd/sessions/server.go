@@ -37,7 +37,7 @@ func (h *Host) Handle(mux *http.ServeMux, options ...connect.HandlerOption) {
 	mux.Handle(gpuctlv1connect.NewHostServiceHandler(&Server{h}, options...))
 }
 
-// wait returns when the inventory is known.
+// wait returns when the GPUs of this host are known.
 func (s *Server) wait(ctx context.Context) error {
 	select {
 	case <-s.host.ready:
@@ -47,7 +47,7 @@ func (s *Server) wait(ctx context.Context) error {
 	}
 }
 
-// GetInventory lists the GPUs and who holds them.
+// GetInventory lists the GPUs and the claims that have them.
 func (s *Server) GetInventory(ctx context.Context, _ *connect.Request[gpuctlv1.GetInventoryRequest]) (*connect.Response[gpuctlv1.GetInventoryResponse], error) {
 	if err := s.wait(ctx); err != nil {
 		return nil, err
@@ -106,7 +106,7 @@ func (s *Server) CreateClaim(ctx context.Context, req *connect.Request[gpuctlv1.
 	return connect.NewResponse(res), nil
 }
 
-// ReleaseClaim ends a claim; sessions that still use it keep their GPUs.
+// ReleaseClaim releases a claim. Sessions that still use it keep their GPUs.
 func (s *Server) ReleaseClaim(ctx context.Context, req *connect.Request[gpuctlv1.ReleaseClaimRequest]) (*connect.Response[gpuctlv1.ReleaseClaimResponse], error) {
 	if err := s.wait(ctx); err != nil {
 		return nil, err
@@ -123,14 +123,14 @@ func (s *Server) ReleaseClaim(ctx context.Context, req *connect.Request[gpuctlv1
 	}
 	s.host.release(ctx, c)
 	if c.Holder.PID != 0 {
-		// Its application has just ended, as a rule: who asks for the GPU next
-		// is to find it free.
+		// Usually the application has just ended. Wait for its sessions, so that the next
+		// caller finds the GPU free.
 		s.host.awaitEnd(ctx, c)
 	}
 	return connect.NewResponse(&gpuctlv1.ReleaseClaimResponse{}), nil
 }
 
-// ListClaims lists the claims, those that only wait for their last session too.
+// ListClaims lists the claims, including released ones whose last session has not ended.
 func (s *Server) ListClaims(ctx context.Context, _ *connect.Request[gpuctlv1.ListClaimsRequest]) (*connect.Response[gpuctlv1.ListClaimsResponse], error) {
 	if err := s.wait(ctx); err != nil {
 		return nil, err
@@ -145,7 +145,7 @@ func (s *Server) ListClaims(ctx context.Context, _ *connect.Request[gpuctlv1.Lis
 	return connect.NewResponse(res), nil
 }
 
-// ListSessions asks the guest, so that the usage is of now.
+// ListSessions asks gpuguest for its sessions, so that their usage is up to date.
 func (s *Server) ListSessions(ctx context.Context, _ *connect.Request[gpuctlv1.HostListSessionsRequest]) (*connect.Response[gpuctlv1.HostListSessionsResponse], error) {
 	if err := s.wait(ctx); err != nil {
 		return nil, err
@@ -186,9 +186,9 @@ func (s *Server) WatchSessions(ctx context.Context, _ *connect.Request[gpuctlv1.
 	}
 }
 
-// watch reads changes, with the sessions as they are to begin with.
+// watch returns a reader of changes. It begins with the present sessions.
 func (h *Host) watch() *news.Reader[string, *gpuctlv1.Session] {
-	h.mu.Lock() // nothing changes between the two
+	h.mu.Lock() // under the lock, so that no change is missed between the list and the reader
 	defer h.mu.Unlock()
 	w := h.changes.Read()
 	for id, s := range h.sessions {
@@ -197,7 +197,7 @@ func (h *Host) watch() *news.Reader[string, *gpuctlv1.Session] {
 	return w
 }
 
-// DescribeSession says all about one.
+// DescribeSession returns everything that is known about a session.
 func (s *Server) DescribeSession(ctx context.Context, req *connect.Request[gpuctlv1.DescribeSessionRequest]) (*connect.Response[gpuctlv1.DescribeSessionResponse], error) {
 	if err := s.wait(ctx); err != nil {
 		return nil, err
@@ -228,7 +228,7 @@ func (s *Server) DescribeSession(ctx context.Context, req *connect.Request[gpuct
 	return connect.NewResponse(res), nil
 }
 
-// Plan says what Swap would do.
+// Plan returns what Swap would do.
 func (s *Server) Plan(ctx context.Context, req *connect.Request[gpuctlv1.HostPlanRequest]) (*connect.Response[gpuctlv1.HostPlanResponse], error) {
 	if err := s.wait(ctx); err != nil {
 		return nil, err
@@ -245,13 +245,13 @@ func (s *Server) Swap(ctx context.Context, req *connect.Request[gpuctlv1.HostSwa
 	return s.operate(ctx, stream, func(send emit) error { return s.host.swap(req.Msg, send) })
 }
 
-// Suspend frees a session's GPU.
+// Suspend saves a session's state and frees its GPU.
 func (s *Server) Suspend(ctx context.Context, req *connect.Request[gpuctlv1.HostSuspendRequest], stream *connect.ServerStream[gpuctlv1.OperationUpdate]) error {
 	return s.operate(ctx, stream, func(send emit) error { return s.host.suspend(req.Msg, caller(ctx), send) })
 }
 
-// caller is who asks over this host's socket; nil: somebody from elsewhere, who has
-// no user here.
+// caller returns the user who calls over this host's socket, or nil for a call from
+// another host: its user is unknown here.
 func caller(ctx context.Context) *gpuctlv1.FileOwner {
 	p, ok := unixrpc.PeerFrom(ctx)
 	if !ok {
@@ -260,13 +260,13 @@ func caller(ctx context.Context) *gpuctlv1.FileOwner {
 	return &gpuctlv1.FileOwner{Uid: p.UID, Gid: p.GID}
 }
 
-// Resume lets a suspended session go on.
+// Resume continues a suspended session.
 func (s *Server) Resume(ctx context.Context, req *connect.Request[gpuctlv1.HostResumeRequest], stream *connect.ServerStream[gpuctlv1.OperationUpdate]) error {
 	return s.operate(ctx, stream, func(send emit) error { return s.host.resume(req.Msg, send) })
 }
 
-// operate starts an operation and sends its moments as long as the client is
-// there. A client that reads slowly misses some, but not the last.
+// operate starts an operation and sends its updates until it ends or the client leaves. A
+// slow client misses some updates, but not the last one.
 func (s *Server) operate(ctx context.Context, stream *connect.ServerStream[gpuctlv1.OperationUpdate], start func(emit) error) error {
 	if err := s.wait(ctx); err != nil {
 		return err
@@ -279,7 +279,7 @@ func (s *Server) operate(ctx context.Context, stream *connect.ServerStream[gpuct
 		}
 		relay.Tell(u)
 	}
-	// A session that began a moment ago may not have been heard of yet.
+	// A session may have begun since the last list.
 	if err := s.host.Resync(ctx); err != nil {
 		s.host.Log.Warn("sessions are as last seen", "err", err)
 	}

@@ -20,38 +20,37 @@ import (
 )
 
 const (
-	changeTime = 2 * time.Minute // cards make some of their functions slowly
-	applyTime  = time.Minute     // all of the configuration: hostd starts meanwhile
-	askTime    = 3 * time.Second // whom VMs' functions and hosts' addresses are asked of
+	changeTime = 2 * time.Minute // some cards need long to make their functions
+	applyTime  = time.Minute     // limit for the whole configuration, as hostd's start waits for it
+	askTime    = 3 * time.Second // limit for asking which VMs have functions, and for other hosts' addresses
 	maxVFs     = 1 << 16
 )
 
-// Network is this host's; *network.Host is one.
+// Network is the network of this host, *network.Host.
 type Network interface {
 	NICs(ctx context.Context) ([]network.NIC, error)
 	NIC(ctx context.Context, name string) (network.NIC, error)
 	Resize(ctx context.Context, name string, n int) error
 	ChangeVF(ctx context.Context, name string, index int, c network.Change) error
-	// Toward names the interface by which packets to an address leave.
+	// Toward returns the name of the interface by which packets to an address leave.
 	Toward(ctx context.Context, to netip.Addr) (string, error)
 }
 
 var _ Network = (*network.Host)(nil)
 
-// Manager has the network cards of this host.
+// Manager manages the network cards of this host.
 type Manager struct {
 	Network Network
-	// Owners are the PCI functions that running VMs have.
+	// Owners returns the PCI functions that running VMs have.
 	Owners func(ctx context.Context) (map[pci.Address]vm.VM, error)
-	// Peers are the other hosts with the addresses that VMs are sent to.
+	// Peers returns the other hosts, with the addresses that VMs are sent to.
 	Peers func(ctx context.Context) map[string]netip.Addr
-	// Event tells the operator what happened.
+	// Event records an event for the operator.
 	Event func(kind, message string)
 	Log   *slog.Logger
 }
 
-// List describes the interfaces with a device behind them and those that carry
-// migrations.
+// List returns the interfaces of hardware devices, and those that migrations use.
 func (m *Manager) List(ctx context.Context) ([]*gpuctlv1.NIC, error) {
 	all, err := m.Network.NICs(ctx)
 	if err != nil {
@@ -79,8 +78,8 @@ func (m *Manager) List(ctx context.Context) ([]*gpuctlv1.NIC, error) {
 	return out, nil
 }
 
-// carries are the hosts that VMs are sent to, by interface. A host whose
-// address is not known is left out.
+// carries returns, for each interface, the hosts that VMs are sent to through it. Hosts
+// without a known address are left out.
 func (m *Manager) carries(ctx context.Context) map[string][]string {
 	ctx, cancel := context.WithTimeout(ctx, askTime)
 	defer cancel()
@@ -99,7 +98,8 @@ func (m *Manager) carries(ctx context.Context) map[string][]string {
 	return out
 }
 
-// owners are the VMs' functions by address, as far as the hypervisor answers.
+// owners returns the VMs that have functions, by PCI address. If the hypervisor does not
+// answer, the result is empty.
 func (m *Manager) owners(ctx context.Context) map[string]vm.VM {
 	ctx, cancel := context.WithTimeout(ctx, askTime)
 	defer cancel()
@@ -114,7 +114,8 @@ func (m *Manager) owners(ctx context.Context) map[string]vm.VM {
 	return out
 }
 
-// inUse is a function's, of which it may be known that a VM has it.
+// inUse says why a function must not be removed; empty: it may be. owners are the VMs
+// that have functions.
 func inUse(f *network.Function, owners map[string]vm.VM) string {
 	if vm, ok := owners[f.Address]; ok && f.Address != "" {
 		return fmt.Sprintf("VM %s has it: stop it, or detach its interface with virsh", vm.Name)
@@ -138,7 +139,8 @@ func message(n network.NIC, owners map[string]vm.VM, hosts []string) *gpuctlv1.N
 	return out
 }
 
-// find is an interface by its name.
+// find returns the interface with this name. If there is none, the error suggests similar
+// names and wraps network.ErrNoLink.
 func (m *Manager) find(ctx context.Context, name string) (network.NIC, error) {
 	n, err := m.Network.NIC(ctx, name)
 	if !errors.Is(err, network.ErrNoLink) {
@@ -153,7 +155,8 @@ func (m *Manager) find(ctx context.Context, name string) (network.NIC, error) {
 	return n, reason.Detail(fmt.Errorf("%w%s", err, suggest.Hint(name, names))).Do("gpuctl nics lists them")
 }
 
-// Resize sets the number of a card's virtual functions.
+// Resize sets the number of a card's virtual functions, or plans it. Errors wrap
+// network.ErrNoLink, network.ErrInvalid or network.ErrInUse if it is refused.
 func (m *Manager) Resize(ctx context.Context, r *gpuctlv1.ResizeNICRequest) (*gpuctlv1.ChangeNICResponse, error) {
 	n, err := m.find(ctx, r.GetNic())
 	if err != nil {
@@ -196,7 +199,8 @@ func (m *Manager) resize(ctx context.Context, n network.NIC, to int) error {
 	return nil
 }
 
-// Set sets a virtual function up.
+// Set changes the settings of a virtual function, or plans it. Errors wrap
+// network.ErrNoLink, network.ErrNoVF or network.ErrInvalid if it is refused.
 func (m *Manager) Set(ctx context.Context, r *gpuctlv1.SetVFRequest) (*gpuctlv1.ChangeNICResponse, error) {
 	n, err := m.find(ctx, r.GetNic())
 	if err != nil {
@@ -237,7 +241,8 @@ func (m *Manager) Set(ctx context.Context, r *gpuctlv1.SetVFRequest) (*gpuctlv1.
 	})
 }
 
-// number is a request's as network has it. None of its limits is above those.
+// number converts a number of a request to package network's form. Values of uint32 fit;
+// ChangeVF checks the limits.
 func number(n *uint32) *int {
 	if n == nil {
 		return nil
@@ -245,8 +250,8 @@ func number(n *uint32) *int {
 	return new(int(*n))
 }
 
-// outlive makes a change that goes on when its caller leaves, and shows what
-// has become of the interface.
+// outlive makes a change that goes on if its caller leaves, and returns the interface as
+// it is after the change.
 func (m *Manager) outlive(ctx context.Context, name string, change func(ctx context.Context) error) (*gpuctlv1.ChangeNICResponse, error) {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), changeTime)
 	defer cancel()
@@ -260,8 +265,8 @@ func (m *Manager) outlive(ctx context.Context, name string, change func(ctx cont
 	return &gpuctlv1.ChangeNICResponse{Nic: message(n, m.owners(ctx), nil)}, nil
 }
 
-// Apply makes of the host what its configuration says. What cannot be is an
-// event and in the log; the rest is done all the same.
+// Apply changes the network cards as the configuration says. A setting that fails is
+// logged and recorded as an event; the others are applied nevertheless.
 func (m *Manager) Apply(ctx context.Context, c config.Network) {
 	ctx, cancel := context.WithTimeout(ctx, applyTime)
 	defer cancel()
@@ -279,7 +284,7 @@ func (m *Manager) apply(ctx context.Context, v config.NetworkVFs) error {
 		return err
 	}
 	if err := m.resize(ctx, n, v.Count); err != nil {
-		return err // settings are of those that there would be
+		return err // without the functions, the settings cannot be made
 	}
 	var failures []error
 	for _, set := range v.Set {

@@ -12,29 +12,29 @@ import (
 )
 
 var (
-	// ErrBusy says that a GPU has no room for the claim.
+	// ErrBusy means that a GPU has no room for the claim.
 	ErrBusy = reason.New(reason.Busy, "busy")
-	// ErrUnknownGPU says that a GPU is not in the ledger.
+	// ErrUnknownGPU means that a GPU is not in the ledger.
 	ErrUnknownGPU = errors.New("unknown GPU")
 )
 
 // Whole is the amount of a claim that shares its GPU with nobody.
 const Whole = 0
 
-// Ledger is not safe for use by several goroutines.
+// Ledger must not be used by several goroutines at once.
 type Ledger struct {
 	gpus map[string]*account
 }
 
 type account struct {
 	capacity uint64
-	held     map[string]uint64 // by claim; Whole or bytes
+	held     map[string]uint64 // by claim: Whole, or bytes
 }
 
 // New returns an empty ledger.
 func New() *Ledger { return &Ledger{map[string]*account{}} }
 
-// SetGPU adds a GPU with its memory in bytes, or changes the memory of one.
+// SetGPU adds a GPU, or changes its memory. capacity is in bytes.
 func (l *Ledger) SetGPU(gpu string, capacity uint64) {
 	if a, ok := l.gpus[gpu]; ok {
 		a.capacity = capacity
@@ -43,8 +43,9 @@ func (l *Ledger) SetGPU(gpu string, capacity uint64) {
 	l.gpus[gpu] = &account{capacity, map[string]uint64{}}
 }
 
-// Reserve gives the claim an amount of every GPU, or nothing at all. On a GPU
-// that the claim holds already, it changes the amount.
+// Reserve gives the claim an amount (bytes, or Whole) of each of the GPUs, or nothing at
+// all. If the claim has a part of a GPU already, its amount is changed. Errors wrap
+// ErrBusy or ErrUnknownGPU.
 func (l *Ledger) Reserve(claim string, gpus []string, amount uint64) error {
 	for _, gpu := range gpus {
 		a, ok := l.gpus[gpu]
@@ -61,7 +62,7 @@ func (l *Ledger) Reserve(claim string, gpus []string, amount uint64) error {
 	return nil
 }
 
-// Retain takes from the claim every GPU but those to keep.
+// Retain takes all GPUs from the claim, except those in keep.
 func (l *Ledger) Retain(claim string, keep []string) {
 	for gpu, a := range l.gpus {
 		if !slices.Contains(keep, gpu) {
@@ -70,7 +71,7 @@ func (l *Ledger) Retain(claim string, keep []string) {
 	}
 }
 
-// Holds reports whether the claim holds the GPU, and how much of it.
+// Holds reports whether the claim has the GPU, and how much of it (bytes, or Whole).
 func (l *Ledger) Holds(claim, gpu string) (uint64, bool) {
 	if a, ok := l.gpus[gpu]; ok {
 		amount, held := a.held[claim]
@@ -79,8 +80,8 @@ func (l *Ledger) Holds(claim, gpu string) (uint64, bool) {
 	return 0, false
 }
 
-// Room is how many bytes the claim may get on a GPU, what it has there
-// included, and whether no other claim holds any of it.
+// Room returns how many bytes of a GPU the claim can have, including what it has already,
+// and whether no other claim has any of it.
 func (l *Ledger) Room(claim, gpu string) (bytes uint64, free bool) {
 	if a, ok := l.gpus[gpu]; ok {
 		return a.room(claim)
@@ -88,7 +89,7 @@ func (l *Ledger) Room(claim, gpu string) (bytes uint64, free bool) {
 	return 0, false
 }
 
-// Owners are the claims that hold a GPU, with their amounts.
+// Owners returns the claims that have the GPU, with their amounts (bytes, or Whole).
 func (l *Ledger) Owners(gpu string) map[string]uint64 {
 	if a, ok := l.gpus[gpu]; ok {
 		return maps.Clone(a.held)
