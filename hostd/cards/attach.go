@@ -16,7 +16,8 @@ import (
 	"github.com/gpuctl/gpuctl/passthrough/vgpu"
 )
 
-// Names of steps, as operators see them.
+// Names of steps, as operators see them. The steps cut and uncut create and delete a
+// slice.
 const (
 	stepClaim   = "claim"
 	stepTake    = "take"
@@ -40,7 +41,7 @@ func why(code, format string, args ...any) *gpuctlv1.Reason {
 	return &gpuctlv1.Reason{Code: code, Message: fmt.Sprintf(format, args...)}
 }
 
-// refusal makes one error of all reasons.
+// refusal makes one error of all reasons. It wraps ErrRefused.
 func refusal(what string, reasons []*gpuctlv1.Reason) error {
 	texts := make([]string, len(reasons))
 	for i, r := range reasons {
@@ -49,7 +50,8 @@ func refusal(what string, reasons []*gpuctlv1.Reason) error {
 	return fmt.Errorf("%s: %w: %s", what, ErrRefused, strings.Join(texts, "; "))
 }
 
-// Attach gives a card to a VM.
+// Attach gives a card, or a slice of one, to a VM. Errors wrap ErrNotFound, ErrRefused or
+// ErrBusy.
 func (k *Keeper) Attach(ctx context.Context, r *gpuctlv1.AttachRequest, report Report) error {
 	if r.GetPersistent() && r.GetStoredOnly() {
 		return fmt.Errorf("%w: persistent and stored-only exclude each other", ErrInvalid)
@@ -80,10 +82,10 @@ func (k *Keeper) Attach(ctx context.Context, r *gpuctlv1.AttachRequest, report R
 	})
 }
 
-// attachPlan is what Attach would do.
+// attachPlan is what Attach is going to do.
 type attachPlan struct {
-	choices map[string]*pci.Card // by GPU
-	kinds   map[string]vgpu.Kind // of the slices, by GPU
+	choices map[string]*pci.Card // cards that the VM may get, by GPU name
+	kinds   map[string]vgpu.Kind // kinds of the slices, by GPU name
 	steps   []*gpuctlv1.PlannedStep
 	reasons []*gpuctlv1.Reason
 }
@@ -156,7 +158,8 @@ func (k *Keeper) planAttach(ctx context.Context, m vm.Info, r *gpuctlv1.AttachRe
 	return p, err
 }
 
-// slice makes the steps those of a slice.
+// slice changes the steps to those of attaching a slice. An empty profile means a whole
+// card.
 func (p *attachPlan) slice(profile string) {
 	if profile == "" {
 		return
@@ -181,7 +184,7 @@ func (p *attachPlan) slice(profile string) {
 	p.steps = out
 }
 
-// againstRequest are the reasons why a VM may not get what it asks of a card.
+// againstRequest returns the reasons why a VM must not get the requested card or slice.
 func (k *Keeper) againstRequest(ctx context.Context, m vm.Info, p *attachPlan, card *pci.Card, name string, r *gpuctlv1.AttachRequest) ([]*gpuctlv1.Reason, error) {
 	if r.GetProfile() == "" {
 		out, err := k.against(ctx, m.VM, card, r.GetAcceptCare())
@@ -201,7 +204,7 @@ func (k *Keeper) againstRequest(ctx context.Context, m vm.Info, p *attachPlan, c
 	return reasons, nil
 }
 
-// choose finds the cards that a VM may get; the cluster picks one of them.
+// choose adds to the plan the cards that a VM may get. The cluster chooses one of them.
 func (k *Keeper) choose(ctx context.Context, m vm.Info, r *gpuctlv1.AttachRequest, p *attachPlan) error {
 	if r.GetStoredOnly() {
 		return fmt.Errorf("%w: name the gpu that the stored definition is to have", ErrInvalid)
@@ -238,7 +241,7 @@ func (k *Keeper) choose(ctx context.Context, m vm.Info, r *gpuctlv1.AttachReques
 	return nil
 }
 
-// against are the reasons why a VM may not get a card.
+// against returns the reasons why a VM must not get a card.
 func (k *Keeper) against(ctx context.Context, m vm.VM, card *pci.Card, care bool) (out []*gpuctlv1.Reason, err error) {
 	if a := k.assignmentOf(card.Address); a != nil {
 		switch {
@@ -264,7 +267,7 @@ func (k *Keeper) against(ctx context.Context, m vm.VM, card *pci.Card, care bool
 	return append(out, more...), err
 }
 
-// againstHotplug is why a card cannot be attached to a running VM.
+// againstHotplug returns the reasons why a card cannot be attached to a running VM.
 func (k *Keeper) againstHotplug(card *pci.Card) (out []*gpuctlv1.Reason) {
 	if said := k.Hypervisor.HotplugBlocker(card); said != "" {
 		out = append(out, why("one_by_one", "%s: %s", card.Address, said))
@@ -272,7 +275,8 @@ func (k *Keeper) againstHotplug(card *pci.Card) (out []*gpuctlv1.Reason) {
 	return out
 }
 
-// nameOf is a card's in the inventory, if that is known.
+// nameOf returns a card's name in the inventory, or its address if the inventory does not
+// have it.
 func (k *Keeper) nameOf(ctx context.Context, card *pci.Card) string {
 	if _, name, err := k.find(ctx, card.Address.String()); err == nil {
 		return name
@@ -280,7 +284,8 @@ func (k *Keeper) nameOf(ctx context.Context, card *pci.Card) string {
 	return card.Address.String()
 }
 
-// isolation are the reasons of the isolation report.
+// isolation returns the reasons against a card that its isolation report contains. care:
+// the operator accepts findings of level care.
 func (k *Keeper) isolation(ctx context.Context, card *pci.Card, care bool) (out []*gpuctlv1.Reason, err error) {
 	report, err := k.Isolation.Report(ctx, card)
 	if err != nil {
@@ -302,11 +307,11 @@ func (k *Keeper) isolation(ctx context.Context, card *pci.Card, care bool) (out 
 }
 
 func (k *Keeper) attach(ctx context.Context, m vm.Info, p *attachPlan, r *gpuctlv1.AttachRequest, report Report) error {
-	// One card is its own before the cluster is asked for it; of several the
-	// claim that is made excludes others.
+	// If there is only one card, lock it before the cluster assigns it. If there are
+	// several, the cluster chooses, and the claim keeps others away.
 	var end func()
 	begin := k.lockCard
-	if r.GetProfile() != "" { // others may be at slices of it
+	if r.GetProfile() != "" { // another change may be working on a slice of the same card
 		begin = func(card pci.Address, what string) (func(), error) {
 			ctx, cancel := context.WithTimeout(ctx, k.Step)
 			defer cancel()
@@ -347,19 +352,19 @@ func (k *Keeper) attach(ctx context.Context, m vm.Info, p *attachPlan, r *gpuctl
 		c.assignment.Functions, c.assignment.Slice = nil, &slice{ID: vgpu.NewUUID(), Profile: r.GetProfile(), Kind: p.kinds[gpu]}
 	}
 	report(c.update(stepClaim, time.Since(began)))
-	if a := k.assignmentOf(card.Address); a != nil { // between the plan and now
+	if a := k.assignmentOf(card.Address); a != nil { // assigned after the plan was made
 		k.dropClaim(claim)
 		return fmt.Errorf("attach %s to vm %s: %w: VM %s has got it meanwhile", gpu, m.Name, ErrRefused, a.vm())
 	}
 	if c.assignment.Slice != nil {
 		err = c.createSlice(ctx, r.GetAcceptCare())
-	} else if reasons := k.againstWhole(card, gpu); len(reasons) > 0 { // between the plan and now
+	} else if reasons := k.againstWhole(card, gpu); len(reasons) > 0 { // sliced after the plan was made
 		err = refusal(gpu, reasons)
 	}
 	if err == nil {
 		err = c.take(ctx)
 	}
-	k.dropClaim(claim) // the recorded assignment has the claim now, or nothing has
+	k.dropClaim(claim) // the record has the claim now, or the attach failed and nothing has it
 	if err == nil {
 		err = c.reset(ctx)
 	}
@@ -367,7 +372,7 @@ func (k *Keeper) attach(ctx context.Context, m vm.Info, p *attachPlan, r *gpuctl
 		err = c.attach(ctx)
 	}
 	if err != nil {
-		if k.current(&c.assignment) == nil { // not even recorded
+		if k.current(&c.assignment) == nil { // it failed before it was recorded
 			return err
 		}
 		return fmt.Errorf("attach %s to vm %s: %w", gpu, m.Name, c.unwind(ctx, err))
@@ -382,7 +387,7 @@ func (k *Keeper) attach(ctx context.Context, m vm.Info, p *attachPlan, r *gpuctl
 	return nil
 }
 
-// last is the message that ends a change.
+// last returns the final update of a change.
 func (k *Keeper) last(c *change) *gpuctlv1.DeviceUpdate {
 	u := &gpuctlv1.DeviceUpdate{Gpu: c.assignment.label(), Machine: c.assignment.vm(), Done: true, Steps: uint32(len(c.steps)), StepIndex: uint32(c.at)}
 	if card, err := c.parent(); err == nil {
@@ -391,7 +396,7 @@ func (k *Keeper) last(c *change) *gpuctlv1.DeviceUpdate {
 	return u
 }
 
-// store changes the stored definition alone: the VM's next start asks for the card.
+// store changes only the stored definition: the VM gets the card at its next start.
 func (k *Keeper) store(ctx context.Context, m vm.VM, p *attachPlan, report Report) error {
 	name := p.name()
 	c := &change{k: k, card: p.choices[name], steps: p.steps, report: report, assignment: cardAssignment{GPU: name, UUID: m.UUID, Name: m.Name, Card: p.choices[name].Address}}
@@ -403,7 +408,7 @@ func (k *Keeper) store(ctx context.Context, m vm.VM, p *attachPlan, report Repor
 	return nil
 }
 
-// describe is a card as the API shows it.
+// describe returns a card in the API's form.
 func (k *Keeper) describe(card *pci.Card, gpu string) *gpuctlv1.Card {
 	main := card.Main()
 	out := &gpuctlv1.Card{
@@ -427,7 +432,7 @@ func (k *Keeper) describe(card *pci.Card, gpu string) *gpuctlv1.Card {
 	return out
 }
 
-// Cards are the host's, as they are.
+// Cards returns the cards of the host in their present state.
 func (k *Keeper) Cards(ctx context.Context) ([]*gpuctlv1.Card, error) {
 	cards, err := k.scan()
 	if err != nil {
@@ -451,7 +456,7 @@ func (k *Keeper) Cards(ctx context.Context) ([]*gpuctlv1.Card, error) {
 	return out, nil
 }
 
-// Isolated reports whether a card may be given away.
+// Isolated judges whether a card may be given to a VM.
 func (k *Keeper) Isolated(ctx context.Context, gpu string) (*gpuctlv1.IsolationResponse, error) {
 	card, name, err := k.find(ctx, gpu)
 	if err != nil {

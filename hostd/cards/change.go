@@ -14,10 +14,10 @@ import (
 	"github.com/gpuctl/gpuctl/passthrough/pci"
 )
 
-// Report hears of every moment of a change.
+// Report receives the updates of a change.
 type Report func(*gpuctlv1.DeviceUpdate)
 
-// change is one operation on one card. It owns the card until end.
+// change is one operation on one card. The card is locked until the end.
 type change struct {
 	k          *Keeper
 	assignment cardAssignment
@@ -27,7 +27,7 @@ type change struct {
 	report     Report
 }
 
-// step does one named step within the time that a step may take.
+// step executes one named step, with Timing.Step as its time limit.
 func (c *change) step(ctx context.Context, name string, do func(ctx context.Context) error) error {
 	c.at++
 	c.report(c.update(name, 0))
@@ -54,7 +54,7 @@ func (c *change) enter(p phase) error {
 	return c.k.put(c.assignment)
 }
 
-// take makes the card one that a VM can get.
+// take binds the card to the hypervisor's driver, so that a VM can have it.
 func (c *change) take(ctx context.Context) error {
 	if !c.assignment.bound() {
 		return nil
@@ -67,10 +67,10 @@ func (c *change) take(ctx context.Context) error {
 	})
 }
 
-// reset brings the card to a known state; if nothing does, it is quarantined.
+// reset brings the card to a known state. If no method works, the card is quarantined.
 func (c *change) reset(ctx context.Context) error {
 	if !c.assignment.bound() {
-		return nil // the card's driver sees to it
+		return nil // the card's own driver resets the slice
 	}
 	return c.step(ctx, stepReset, func(ctx context.Context) error {
 		card, err := c.rescan()
@@ -86,7 +86,7 @@ func (c *change) reset(ctx context.Context) error {
 	})
 }
 
-// ready takes the card, and brings it to a known state, for its VM.
+// ready takes and resets the card for its VM.
 func (c *change) ready(ctx context.Context) error {
 	if err := c.take(ctx); err != nil {
 		return err
@@ -97,7 +97,7 @@ func (c *change) ready(ctx context.Context) error {
 	return c.enter(ready)
 }
 
-// noteReset remembers how a card was reset; it is recorded with what comes next.
+// noteReset remembers how a card was reset. The next save writes it to disk.
 func (k *Keeper) noteReset(card pci.Address, method string, err error) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
@@ -106,7 +106,7 @@ func (k *Keeper) noteReset(card pci.Address, method string, err error) {
 	}
 }
 
-// rescan reads the card as it is now: its driver has changed.
+// rescan reads the card again, as its driver has changed.
 func (c *change) rescan() (*pci.Card, error) {
 	cards, err := c.k.PCI.Scan()
 	if err != nil {
@@ -127,7 +127,8 @@ func (c *change) rescan() (*pci.Card, error) {
 
 var errQuarantined = errors.New("quarantined")
 
-// quarantine withdraws the card from use. Its claim ends, and its health says why.
+// quarantine withdraws the card from use. Its claim ends. Its health contains the reason.
+// The error wraps errQuarantined.
 func (c *change) quarantine(why string) error {
 	c.assignment.Phase, c.assignment.Message = quarantined, why
 	c.assignment.Claim, c.assignment.UUID, c.assignment.Name, c.assignment.Starting = "", "", "", false
@@ -138,8 +139,8 @@ func (c *change) quarantine(why string) error {
 	return errors.Join(fmt.Errorf("card %s: %w; gpuctl reset %s tries again", c.assignment.Card, errQuarantined, c.assignment.GPU), err)
 }
 
-// attach gives the card to its running VM. libvirt's answer is only logged; the
-// hypervisor decides whether the VM has the card.
+// attach attaches the card to its running VM. If libvirt reports an error, the hypervisor
+// decides whether the VM has the card.
 func (c *change) attach(ctx context.Context) error {
 	resumed := c.assignment.Phase == attaching // an earlier attach was interrupted
 	if err := c.enter(attaching); err != nil {
@@ -155,7 +156,8 @@ func (c *change) attach(ctx context.Context) error {
 				}
 			}
 			if err := c.attachFunction(ctx, f); err != nil {
-				// libvirt refuses what it believes to be there since an earlier detach.
+				// libvirt refuses a function that is still in its list after an
+				// interrupted detach.
 				if there, repairErr := c.repairOwnership(ctx, f); repairErr != nil || !there {
 					return fmt.Errorf("function %s: %w", f, err)
 				}
@@ -174,8 +176,8 @@ func (c *change) attach(ctx context.Context) error {
 	return nil
 }
 
-// verify waits until the hypervisor says that the VM has all functions, or
-// that nobody has any.
+// verify waits until the hypervisor confirms that the VM has all functions (want), or
+// that nobody has any (not want). It waits Timing.Verify at most.
 func (c *change) verify(ctx context.Context, want bool) error {
 	ctx, cancel := context.WithTimeout(ctx, c.k.Verify)
 	defer cancel()
@@ -197,8 +199,8 @@ func (c *change) verify(ctx context.Context, want bool) error {
 	}
 }
 
-// contradicts says which function is not where it should be, by the
-// hypervisor's list; empty: all are.
+// contradicts returns in words which function the hypervisor assigns otherwise than
+// wanted; empty: none.
 func contradicts(owners map[pci.Address]vm.VM, functions []pci.Address, uuid string, want bool) string {
 	for _, f := range functions {
 		d, owned := owners[f]
@@ -214,9 +216,9 @@ func contradicts(owners map[pci.Address]vm.VM, functions []pci.Address, uuid str
 	return ""
 }
 
-// detach takes the card out of its running VM, the main function last.
+// detach detaches the card from its running VM, the main function last.
 func (c *change) detach(ctx context.Context) error {
-	resumed := c.assignment.Phase == detaching || c.assignment.Message != "" // an earlier detach was perhaps interrupted
+	resumed := c.assignment.Phase == detaching || c.assignment.Message != "" // an earlier detach may have been interrupted
 	if err := c.enter(detaching); err != nil {
 		return err
 	}
@@ -239,16 +241,15 @@ func (c *change) detach(ctx context.Context) error {
 		if err := c.verify(ctx, false); err != nil {
 			return errors.Join(append(errs, err)...)
 		}
-		return nil // whatever libvirt said
+		return nil // the hypervisor decides, whatever libvirt has answered
 	})
 }
 
-// repairOwnership makes the hypervisor, libvirt and the VM agree on whether the
-// VM has a function, and reports whether it has. A libvirtd that dies during a
-// detach can leave the VM without the function while the hypervisor or libvirt
-// still lists it. libvirt must not be asked for another detach then: it would
-// fail, and its libxl driver would go on using memory that it has freed. So the
-// VM gets back every function that libvirt lists.
+// repairOwnership makes the hypervisor, libvirt and the VM agree on whether the VM has a
+// function, and reports whether it has. If libvirtd dies during a detach, the VM may have
+// lost the function while the hypervisor or libvirt still lists it. libvirt must not be
+// asked to detach it again: that would fail, and then its libxl driver uses memory that
+// it has freed. So the VM gets back each function that libvirt lists.
 func (c *change) repairOwnership(ctx context.Context, f pci.Address) (there bool, err error) {
 	owners, err := c.k.owners(ctx, &c.assignment)
 	if err != nil {
@@ -259,7 +260,7 @@ func (c *change) repairOwnership(ctx context.Context, f pci.Address) (there bool
 		return there, nil
 	}
 	uuid := c.assignment.UUID
-	// Without an agent the hypervisor is believed.
+	// Without an agent, only the hypervisor's list counts.
 	if there && c.assignment.Phase == detaching && c.guestReleased(ctx, f) {
 		c.k.Log.Warn("a detach has ended half-way: the hypervisor still lists a function that the VM has released", "function", f, "machine", c.assignment.vm())
 		if err := c.k.Hypervisor.ForceDetach(ctx, uuid, f); err != nil {
@@ -281,7 +282,7 @@ func (c *change) repairOwnership(ctx context.Context, f pci.Address) (there bool
 	return true, c.letGo(ctx, f)
 }
 
-// guestReleased reports whether the VM's agent answers and does not have the
+// guestReleased reports whether the VM's agent answers, and the VM does not have the
 // function.
 func (c *change) guestReleased(ctx context.Context, f pci.Address) bool {
 	if c.k.Guests == nil {
@@ -291,8 +292,8 @@ func (c *change) guestReleased(ctx context.Context, f pci.Address) bool {
 	return err == nil && !has
 }
 
-// letGo has the VM let go of a function that it has just been given. Its kernel
-// does not answer an unplug while it is still taking the function up.
+// letGo makes the VM release a function that it has just got back. First it waits until
+// the VM sees the function: until then, the VM's kernel does not answer an unplug.
 func (c *change) letGo(ctx context.Context, f pci.Address) error {
 	waiting, cancel := context.WithTimeout(ctx, c.k.Verify)
 	defer cancel()
@@ -304,12 +305,13 @@ func (c *change) letGo(ctx context.Context, f pci.Address) error {
 		}
 	}
 	if c.k.Guests == nil || c.k.Guests.Answers(ctx, c.assignment.UUID) != nil {
-		return nil // there is nobody to ask, as before the first detach
+		return nil // without an agent, nobody can be asked
 	}
 	return c.k.Guests.LetGo(ctx, c.assignment.UUID, f)
 }
 
-// giveBack makes the card free again: reset and returned to dom0.
+// giveBack makes the card free again: it is reset, and its functions are returned to
+// their drivers.
 func (c *change) giveBack(ctx context.Context) error {
 	if err := c.enter(resetting); err != nil {
 		return err
@@ -320,7 +322,7 @@ func (c *change) giveBack(ctx context.Context) error {
 	return c.release(ctx)
 }
 
-// release returns the card and ends its claim.
+// release returns the card and ends its claim. A slice is deleted.
 func (c *change) release(ctx context.Context) error {
 	if err := c.enter(returning); err != nil {
 		return err
@@ -352,8 +354,8 @@ func (c *change) release(ctx context.Context) error {
 	return nil
 }
 
-// unwind undoes a change that failed. If the VM has the card nevertheless, it
-// keeps it.
+// unwind undoes a change that failed with cause, and returns what is to be reported. If
+// the VM has the card nevertheless, it keeps it.
 func (c *change) unwind(ctx context.Context, cause error) error {
 	if errors.Is(cause, errQuarantined) {
 		return cause
@@ -370,7 +372,7 @@ func (c *change) unwind(ctx context.Context, cause error) error {
 	}
 	c.report(&gpuctlv1.DeviceUpdate{Gpu: c.assignment.GPU, Machine: c.assignment.vm(), Message: "undoing: " + cause.Error()})
 	undo := c.release
-	if c.assignment.Phase == attaching { // the VM may have touched it
+	if c.assignment.Phase == attaching { // the VM may have changed the card's state
 		undo = c.giveBack
 	}
 	if err := undo(ctx); err != nil {
@@ -379,7 +381,9 @@ func (c *change) unwind(ctx context.Context, cause error) error {
 	return cause
 }
 
-// obtain has the cluster bind a claim for a VM to one of some cards.
+// obtain has the cluster assign one of the given GPUs to a new claim for a VM. more is an
+// additional condition (an expression, or empty), memory the least memory in bytes. If
+// the cluster refuses, the error wraps ErrRefused.
 func (k *Keeper) obtain(ctx context.Context, m vm.VM, gpus []string, more string, memory uint64) (claim, gpu string, err error) {
 	claim = "vm-" + random.Hex(6)
 	gpu, err = k.obtainNamed(ctx, claim, m, gpus, more, memory)
@@ -389,12 +393,12 @@ func (k *Keeper) obtain(ctx context.Context, m vm.VM, gpus []string, more string
 	return claim, gpu, nil
 }
 
-// obtainNamed is obtain for a claim that has its name already.
+// obtainNamed does the same for a claim that has its name already.
 func (k *Keeper) obtainNamed(ctx context.Context, claim string, m vm.VM, gpus []string, more string, memory uint64) (gpu string, err error) {
 	return k.obtainFor(ctx, &cardAssignment{Claim: claim, UUID: m.UUID, Name: m.Name}, gpus, more, memory)
 }
 
-// obtainFor has the cluster bind the claim of an assignment.
+// obtainFor does the same for the claim of an assignment.
 func (k *Keeper) obtainFor(ctx context.Context, a *cardAssignment, gpus []string, more string, memory uint64) (gpu string, err error) {
 	quoted := make([]string, len(gpus))
 	for i, g := range gpus {
@@ -431,7 +435,8 @@ func (k *Keeper) obtainFor(ctx context.Context, a *cardAssignment, gpus []string
 	return strings.TrimPrefix(id, k.Cluster.HostName()+"/"), nil
 }
 
-// dropClaim lets the cluster take back a claim that no assignment uses.
+// dropClaim ends the protection of a new claim: if no assignment uses it, the cluster
+// takes it back.
 func (k *Keeper) dropClaim(claim string) {
 	k.mu.Lock()
 	delete(k.claiming, claim)
@@ -439,7 +444,7 @@ func (k *Keeper) dropClaim(claim string) {
 	k.Cluster.Kick()
 }
 
-// whyNot puts the cluster's reasons into one line.
+// whyNot returns the cluster's reasons in one line.
 func whyNot(rejected []*clusterv1.Rejection, host string, gpus []string) string {
 	var out []string
 	for _, r := range rejected {
@@ -462,7 +467,7 @@ func whyNot(rejected []*clusterv1.Rejection, host string, gpus []string) string 
 	return strings.Join(out, "; ")
 }
 
-// outlive runs a change that goes on when its caller has gone.
+// outlive runs a change that goes on if its caller leaves.
 func (k *Keeper) outlive(ctx context.Context, do func(ctx context.Context) error) error {
 	k.mu.Lock()
 	base := k.ctx

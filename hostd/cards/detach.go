@@ -14,7 +14,8 @@ import (
 
 var errNoAgents = errors.New("this host asks no gpuguest")
 
-// Detach takes a card back from a VM.
+// Detach takes a card or slice back from a VM. Errors wrap ErrNotFound, ErrRefused or
+// ErrBusy.
 func (k *Keeper) Detach(ctx context.Context, r *gpuctlv1.DetachRequest, report Report) error {
 	m, err := k.VMs.Find(ctx, r.GetMachine())
 	if err != nil {
@@ -52,7 +53,8 @@ func (k *Keeper) Detach(ctx context.Context, r *gpuctlv1.DetachRequest, report R
 	})
 }
 
-// ofVM finds the card of a VM that is meant.
+// ofVM returns the assignment of a VM that gpu names. If gpu is empty, the VM must have
+// only one.
 func (k *Keeper) ofVM(ctx context.Context, m vm.VM, gpu string) (*cardAssignment, error) {
 	k.mu.Lock()
 	var has []*cardAssignment
@@ -118,8 +120,8 @@ func (k *Keeper) planDetach(ctx context.Context, m vm.Info, a *cardAssignment, r
 	case a.Phase != attached:
 		reasons = append(reasons, why("phase", "%s is %s, not attached: wait for it to end", a.GPU, a.Phase))
 	case m.State != "running" && m.Active():
-		// It would fail after ten seconds and leave libvirt and Xen in
-		// disagreement for good.
+		// A detach would fail after ten seconds, and libvirt and Xen would disagree from
+		// then on.
 		reasons = append(reasons, why("not_running", "VM %s is %s and cannot answer: resume it, or stop it", m.Name, m.State))
 	case a.mediated() && m.Active() && !r.GetUnconfirmed():
 		reasons = append(reasons, why("no_agent", "the VM knows a mediated device by another address than this host, so nobody confirms that it has let go: say --unconfirmed if you know that nothing there uses it"))
@@ -148,7 +150,7 @@ func (k *Keeper) detach(ctx context.Context, c *change, r *gpuctlv1.DetachReques
 		return nil
 	}
 	if err := c.step(ctx, stepConfirm, confirm); err != nil {
-		return err // nothing has been touched
+		return err // nothing has been changed
 	}
 	if err := c.detach(ctx); err != nil {
 		return errors.Join(err, k.stillHas(ctx, c))
@@ -157,27 +159,28 @@ func (k *Keeper) detach(ctx context.Context, c *change, r *gpuctlv1.DetachReques
 		if err := c.step(ctx, stepUnstore, func(ctx context.Context) error {
 			return k.VMs.Unstore(ctx, c.assignment.UUID, c.assignment.Functions)
 		}); err != nil {
-			// The next start asks for it again; that is no reason to leave it half-way.
+			// The VM's next start asks for the card again. The detach itself goes on.
 			c.report(&gpuctlv1.DeviceUpdate{Gpu: c.assignment.GPU, Machine: c.assignment.vm(), Message: err.Error()})
 		}
 	}
 	return c.giveBack(ctx)
 }
 
-// stillHas notes after a failed detach what the hypervisor says.
+// stillHas records after a failed detach what the hypervisor reports.
 func (k *Keeper) stillHas(ctx context.Context, c *change) error {
 	owners, err := k.owners(ctx, &c.assignment)
 	if err != nil {
-		return err // the phase stays; the next look decides
+		return err // the phase stays; Reconcile decides later
 	}
 	if contradicts(owners, c.assignment.Functions, c.assignment.UUID, false) == "" {
-		return nil // it went in the last moment; the next look resets and returns it
+		return nil // the VM has lost it just now; Reconcile resets and returns it
 	}
 	c.assignment.Message = "a detach failed: the VM still has it"
 	return c.enter(attached)
 }
 
-// Reset brings a free or quarantined card to a known state.
+// Reset resets a free or quarantined card, or a quarantined slice. Errors wrap
+// ErrNotFound, ErrRefused or ErrBusy.
 func (k *Keeper) Reset(ctx context.Context, r *gpuctlv1.ResetRequest, report Report) error {
 	if a, err := pci.ParseAddress(r.GetGpu()); err == nil {
 		if h := k.sliceAt(a); h != nil {
@@ -212,11 +215,12 @@ func (k *Keeper) Reset(ctx context.Context, r *gpuctlv1.ResetRequest, report Rep
 		}
 		defer end()
 		if reasons := k.againstWhole(card, name); len(reasons) > 0 {
-			return refusal("reset "+name, reasons) // meanwhile
+			return refusal("reset "+name, reasons) // the card has changed meanwhile
 		}
 		c := &change{k: k, card: card, steps: steps, report: report, assignment: cardAssignment{Card: card.Address, Functions: addresses(card), GPU: name}}
 		if h := k.assignmentOf(card.Address); h == nil {
-			// Nobody may get it meanwhile: the cluster has to know.
+			// A claim of its own keeps the cluster from assigning the card during the
+			// reset.
 			claim, _, err := k.obtain(ctx, vm.VM{Name: "(reset)"}, []string{name}, "", 0)
 			if err != nil {
 				return err

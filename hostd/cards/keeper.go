@@ -24,70 +24,71 @@ var (
 	ErrInvalid  = reason.New(reason.Invalid, "invalid")
 )
 
-// Binder binds functions to drivers: all of them or none.
+// Binder binds all of the given functions to a driver, or none of them.
 type Binder interface {
 	Take(ctx context.Context, functions []pci.Address, driver string) error
-	// Return binds them to their former drivers. Repeating it changes nothing.
+	// Return binds functions to their former drivers. It may be repeated.
 	Return(ctx context.Context, functions []pci.Address) error
 }
 
-// Resetter resets a card and reads it back. An error means that no method worked.
+// Resetter resets a card, reads it back, and returns the method that worked. An error
+// means that no method worked.
 type Resetter interface {
 	Reset(ctx context.Context, card *pci.Card) (method string, err error)
 }
 
-// Hypervisor knows which VM has which function. Its answer decides.
+// Hypervisor knows which VM has which function. If sources disagree, it is right.
 type Hypervisor interface {
-	// Driver is the driver of the kernel that a card is bound to while a VM has it.
+	// Driver returns the kernel driver that a card is bound to while a VM has it.
 	Driver() string
-	// Owners are the functions that running VMs have, each with its VM.
+	// Owners returns the functions that running VMs have, each with its VM.
 	Owners(ctx context.Context) (map[pci.Address]vm.VM, error)
-	// Dom0Access is the state of a card as seen from dom0; empty: not known.
+	// Dom0Access returns the state of a card as seen from dom0; empty: unknown.
 	Dom0Access(card *pci.Card) string
-	// HotplugBlocker says what keeps a card from being attached to a running
-	// VM, one function after the other; empty: nothing does.
+	// HotplugBlocker returns why a card cannot be attached to a running VM, one function
+	// after the other; empty: it can.
 	HotplugBlocker(card *pci.Card) string
-	// ForceDetach removes a function from the hypervisor's list of a VM that
-	// does not have it any more. ForceAttach gives a VM a function without
-	// libvirt's knowledge. Both repair what a libvirtd has left that died
-	// during a detach.
+	// ForceDetach removes a function from the hypervisor's list of a VM that does not
+	// have it any more. ForceAttach gives a function to a VM without libvirt. Both are
+	// repairs after a libvirtd that died during a detach.
 	ForceDetach(ctx context.Context, uuid string, function pci.Address) error
 	ForceAttach(ctx context.Context, uuid string, function pci.Address) error
 }
 
-// VMs are those of the host. Errors wrap ErrNotFound where there is no
-// such VM.
+// VMs gives access to the VMs of the host. Errors wrap ErrNotFound if there is no such
+// VM.
 type VMs interface {
 	List(ctx context.Context) ([]vm.Info, error)
 	Find(ctx context.Context, ref string) (vm.Info, error)
-	// Check returns what keeps a VM from getting a device while it runs.
+	// Check returns the reasons why a running VM cannot get a device.
 	Check(ctx context.Context, uuid string) ([]*gpuctlv1.Reason, error)
-	// Attach and Detach ask libvirt to change the running VM. Without an error
-	// it is still not certain that the VM has changed: ask the hypervisor.
+	// Attach and Detach ask libvirt to change the running VM. Even if there is no error,
+	// only the hypervisor can confirm the change.
 	Attach(ctx context.Context, uuid string, function pci.Address) error
 	Detach(ctx context.Context, uuid string, function pci.Address) error
-	// Listed reports whether libvirt believes that the running VM has a function.
-	// It must not be asked to detach one that the VM has not got.
+	// Listed reports whether libvirt lists a function for the running VM. libvirt must
+	// not be asked to detach a function that the VM does not have.
 	Listed(ctx context.Context, uuid string, function pci.Address) (bool, error)
-	// Store and Unstore change the stored definition. Repeating them changes nothing.
+	// Store adds functions to the stored definition, and Unstore removes them. Both may
+	// be repeated.
 	Store(ctx context.Context, uuid string, functions []pci.Address) error
 	Unstore(ctx context.Context, uuid string, functions []pci.Address) error
 }
 
-// Guests are the agents in VMs.
+// Guests gives access to the agents in VMs.
 type Guests interface {
-	// LetGo returns once the VM has released a function and can unplug it.
+	// LetGo returns after the VM has released a function, so that it can be detached.
 	LetGo(ctx context.Context, uuid string, function pci.Address) error
 	// Has reports whether the VM's agent sees a function. It returns an error for
-	// functions that agents do not report, such as a card's sound.
+	// functions that agents do not report, such as a card's audio function.
 	Has(ctx context.Context, uuid string, function pci.Address) (bool, error)
-	// Answers returns why a VM's agent can't be asked; nil: it can.
+	// Answers returns why a VM's agent cannot be asked, or nil if it can.
 	Answers(ctx context.Context, uuid string) error
-	// About is what is known of a VM's agent, in words.
+	// About returns a description of a VM's agent.
 	About(uuid string) string
 }
 
-// Cluster binds claims to cards.
+// Cluster assigns cards to claims.
 type Cluster interface {
 	HostName() string
 	Claim(ctx context.Context, c *clusterv1.Claim) (*clusterv1.CreateClaimResponse, error)
@@ -95,44 +96,45 @@ type Cluster interface {
 	Kick()
 }
 
-// Isolation judges whether a card may be given away.
+// Isolation judges whether a card may be given to a VM.
 type Isolation interface {
 	Report(ctx context.Context, card *pci.Card) (*gpuctlv1.IsolationResponse, error)
 }
 
-// Config is what a Keeper needs.
+// Config has what a Keeper depends on, and its settings.
 type Config struct {
-	PCI        *pci.Scanner // of the machine
-	File       string       // the record
+	PCI        *pci.Scanner // reads the host's PCI devices
+	File       string       // path of the record
 	Binder     Binder
 	Resetter   Resetter
 	Hypervisor Hypervisor
 	VMs        VMs
 	Isolation  Isolation
-	Slicer     Slicer   // nil: cards are given away whole
-	Mediated   Mediated // nil: VMs get PCI functions only
+	Slicer     Slicer   // nil: no slices, only whole cards
+	Mediated   Mediated // nil: no mediated devices, only PCI functions
 	Guests     Guests   // nil: no VM has an agent
 	Cluster    Cluster
-	// GPUs are the host's, as the inventory names them.
+	// GPUs returns the host's GPUs with their names in the inventory.
 	GPUs func(ctx context.Context) ([]*clusterv1.GPU, error)
-	// Pending reports whether a migration has not ended, or that is not known now;
-	// nil: none has.
+	// Pending reports whether a migration has not ended, or whether its state is unknown
+	// now. nil: no migrations.
 	Pending func(ctx context.Context, migration string) bool
-	// Event tells the operator what happened to a card.
+	// Event records an event about a card for the operator.
 	Event func(gpu, kind, message string)
 	Now   func() time.Time
 	Log   *slog.Logger
-	// Park leaves cards bound for the next VM instead of returning them.
+	// Park leaves cards bound to the hypervisor's driver for the next VM, instead of
+	// returning them.
 	Park bool
 	Timing
 }
 
-// Timing has the time limits of a Keeper; zeros are the defaults.
+// Timing has the time limits of a Keeper. A zero means the default.
 type Timing struct {
-	Verify time.Duration // for the hypervisor to confirm a change: 15 s
-	Step   time.Duration // for one step: 90 s
-	Grace  time.Duration // for a VM that is being started to have its cards: 90 s
-	Every  time.Duration // between looks without a cause: 30 s
+	Verify time.Duration // time for the hypervisor to confirm a change: 15 s
+	Step   time.Duration // time for one step: 90 s
+	Grace  time.Duration // time between the preparation of a VM's start and the VM having its cards: 90 s
+	Every  time.Duration // time between periodic reconciliations: 30 s
 }
 
 func (t *Timing) defaults() {
@@ -146,26 +148,26 @@ func (t *Timing) defaults() {
 	}
 }
 
-// Keeper is safe for concurrent use.
+// Keeper manages the cards of a host. It is safe for concurrent use.
 type Keeper struct {
 	Config
 	wake chan struct{}
 	work sync.WaitGroup
 
 	mu          sync.Mutex
-	ctx         context.Context                 // ends with the daemon: changes outlive their callers, not it
+	ctx         context.Context                 // ends with the daemon; changes use it, as they go on after their caller has left
 	assignments map[pci.Address]*cardAssignment // of cards
-	slices      map[string]*cardAssignment      // of slices, by their ids
-	busy        map[pci.Address]string          // what is being done to a card
+	slices      map[string]*cardAssignment      // assignments of slices, by the slices' ids
+	busy        map[pci.Address]string          // what is being done to each locked card
 	claiming    map[string]bool
-	missing     map[string]time.Time   // since when nobody has had what a VM had, by the assignment's key
-	rev         uint64                 // of the change made last
-	resets      map[pci.Address]string // how each card was reset last
-	ready       bool                   // the record has been compared with what is
+	missing     map[string]time.Time   // since when the hypervisor has listed no owner for what a VM had, by the assignment's key
+	rev         uint64                 // number of the last change of the record
+	resets      map[pci.Address]string // method of each card's last reset
+	ready       bool                   // Reconcile has succeeded once
 }
 
-// New reads the record. A damaged one is an error: what it said cannot be
-// guessed from elsewhere.
+// New returns a keeper with the record on disk. A damaged record is an error, because its
+// content cannot be recovered from elsewhere.
 func New(c Config) (*Keeper, error) {
 	c.defaults()
 	if c.Now == nil {
@@ -191,8 +193,8 @@ func New(c Config) (*Keeper, error) {
 	return k, nil
 }
 
-// Run reconciles at once, when something changes, and every Config.Every. It
-// returns when ctx has ended and all changes that have begun have ended.
+// Run reconciles at once, at each Kick, and every Timing.Every. It returns when ctx has
+// ended, and all changes that have begun have ended.
 func (k *Keeper) Run(ctx context.Context) {
 	k.mu.Lock()
 	k.ctx = ctx
@@ -213,7 +215,7 @@ func (k *Keeper) Run(ctx context.Context) {
 	}
 }
 
-// Kick makes the keeper look now.
+// Kick makes Run reconcile now.
 func (k *Keeper) Kick() {
 	select {
 	case k.wake <- struct{}{}:
@@ -221,14 +223,15 @@ func (k *Keeper) Kick() {
 	}
 }
 
-// Settled reports whether Uses, Knows and Held can be believed.
+// Settled reports whether Uses, Knows and Held are complete: Reconcile has succeeded
+// once.
 func (k *Keeper) Settled() bool {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	return k.ready
 }
 
-// Knows reports whether a claim is of a card that is assigned.
+// Knows reports whether a claim belongs to an assigned card, or is being made.
 func (k *Keeper) Knows(claim string) bool {
 	k.mu.Lock()
 	defer k.mu.Unlock()
@@ -243,7 +246,7 @@ func (k *Keeper) Knows(claim string) bool {
 	return false
 }
 
-// Uses reports whether a claim has a card.
+// Uses reports whether a claim has a card, or is being made.
 func (k *Keeper) Uses(claim, gpu string) bool {
 	k.mu.Lock()
 	defer k.mu.Unlock()
@@ -258,7 +261,7 @@ func (k *Keeper) Uses(claim, gpu string) bool {
 	return false
 }
 
-// Held are the claims of cards, each with its GPU's name.
+// Held returns the claims of assigned cards, each with its GPU's name.
 func (k *Keeper) Held() map[*clusterv1.Claim]string {
 	k.mu.Lock()
 	defer k.mu.Unlock()
@@ -271,8 +274,8 @@ func (k *Keeper) Held() map[*clusterv1.Claim]string {
 	return out
 }
 
-// Annotate puts into a host's GPUs what the keeper knows of them: the name
-// that a card had when it was taken, and its health.
+// Annotate adds what the keeper knows to a host's GPUs: the name that a card had when it
+// was taken, and its health.
 func (k *Keeper) Annotate(gpus []*clusterv1.GPU) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
@@ -299,7 +302,8 @@ func (k *Keeper) Annotate(gpus []*clusterv1.GPU) {
 	}
 }
 
-// lockCard makes a card the caller's alone until end is called.
+// lockCard locks a card until end is called. what describes the change, for the errors of
+// others. If the card is locked already, the error wraps ErrBusy.
 func (k *Keeper) lockCard(card pci.Address, what string) (end func(), err error) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
@@ -314,7 +318,7 @@ func (k *Keeper) lockCard(card pci.Address, what string) (end func(), err error)
 	}, nil
 }
 
-// assignmentOf is a copy of a card's assignment; nil: the card is free.
+// assignmentOf returns a copy of a card's assignment; nil: the card is free.
 func (k *Keeper) assignmentOf(card pci.Address) *cardAssignment {
 	k.mu.Lock()
 	defer k.mu.Unlock()
@@ -325,8 +329,8 @@ func (k *Keeper) assignmentOf(card pci.Address) *cardAssignment {
 	return nil
 }
 
-// put records an assignment before the work that it announces begins. The previous record stays
-// true if that fails.
+// put records an assignment before the work for it begins. If that fails, the previous
+// record stays in force.
 func (k *Keeper) put(a cardAssignment) error {
 	a.Since = k.Now().UnixMilli()
 	k.mu.Lock()
@@ -342,10 +346,10 @@ func (k *Keeper) put(a cardAssignment) error {
 	return nil
 }
 
-// drop removes a card's assignment: the card is free.
+// drop removes a card's assignment. The card is free afterwards.
 func (k *Keeper) drop(card pci.Address) error { return k.remove(&cardAssignment{Card: card}) }
 
-// remove is drop of a card or a slice.
+// remove removes the assignment of a card or a slice.
 func (k *Keeper) remove(a *cardAssignment) error {
 	k.mu.Lock()
 	old := k.at(a)
@@ -359,7 +363,7 @@ func (k *Keeper) remove(a *cardAssignment) error {
 	return err
 }
 
-// save writes the record. k.mu is held.
+// save writes the record. The caller holds k.mu.
 func (k *Keeper) save() error {
 	holds := make([]*cardAssignment, 0, len(k.assignments))
 	for a := range k.each() {
@@ -368,7 +372,7 @@ func (k *Keeper) save() error {
 	return writeRecord(k.File, record{Assignments: holds, Resets: k.resets})
 }
 
-// scan lists the cards as they are.
+// scan reads the cards in their present state.
 func (k *Keeper) scan() ([]*pci.Card, error) {
 	cards, err := k.PCI.Cards()
 	if err != nil {
@@ -377,7 +381,8 @@ func (k *Keeper) scan() ([]*pci.Card, error) {
 	return cards, nil
 }
 
-// find resolves what a user calls a card.
+// find returns the card that the user's reference names, and its name in the inventory.
+// Errors wrap ErrNotFound.
 func (k *Keeper) find(ctx context.Context, ref string) (*pci.Card, string, error) {
 	cards, err := k.scan()
 	if err != nil {
@@ -419,7 +424,7 @@ func (k *Keeper) find(ctx context.Context, ref string) (*pci.Card, string, error
 	return nil, "", reason.Detail(fmt.Errorf("gpu %s: %w on host %s; it has %s", ref, ErrNotFound, k.Cluster.HostName(), strings.Join(names, ", "))).On("gpu", ref)
 }
 
-// addresses of all functions of a card, the main one first.
+// addresses returns the addresses of all functions of a card, the main one first.
 func addresses(c *pci.Card) []pci.Address {
 	out := []pci.Address{c.Address}
 	for _, f := range c.Functions {
@@ -430,7 +435,7 @@ func addresses(c *pci.Card) []pci.Address {
 	return out
 }
 
-// Of names the GPUs that are assigned to a VM.
+// Of returns the names of the GPUs that are assigned to a VM.
 func (k *Keeper) Of(uuid string) (gpus []string) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
@@ -443,7 +448,7 @@ func (k *Keeper) Of(uuid string) (gpus []string) {
 	return slices.Compact(gpus)
 }
 
-// ReadyFor are the functions of cards that wait for a VM.
+// ReadyFor returns the functions of cards that are prepared for a VM.
 func (k *Keeper) ReadyFor(uuid string) (functions []pci.Address) {
 	k.mu.Lock()
 	defer k.mu.Unlock()

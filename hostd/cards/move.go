@@ -12,17 +12,17 @@ import (
 	"github.com/gpuctl/gpuctl/passthrough/pci"
 )
 
-// The driver of a migration calls these functions. Each brings about a state and
-// may be repeated. A card that is assigned to a migration stays assigned until
-// the migration has ended, even if its VM ends on this host.
+// The driver of a migration calls these functions. Each brings the card to a state, and
+// may be repeated. A card that is assigned to a migration stays assigned until the
+// migration has ended, even if its VM ends on this host.
 
-// ErrTaken says that somebody else has the card.
+// ErrTaken means that the card belongs to somebody else.
 var ErrTaken = errors.New("taken")
 
-// quiet reports to nobody.
+// quiet is a Report that ignores all updates.
 func quiet(*gpuctlv1.DeviceUpdate) {}
 
-// movable finds a card for a migration and makes it the caller's alone.
+// movable finds a card for a migration and locks it until end is called.
 func (k *Keeper) movable(ctx context.Context, gpu, what string) (card *pci.Card, name string, end func(), err error) {
 	card, name, err = k.find(ctx, gpu)
 	if err != nil {
@@ -32,8 +32,8 @@ func (k *Keeper) movable(ctx context.Context, gpu, what string) (card *pci.Card,
 	return card, name, end, err
 }
 
-// Lost reports whether a card that is assigned to a VM is not on the bus any
-// more, and the VM has no function of it. It is given back when it is on the bus again.
+// Lost reports whether a card that is assigned to a VM is not on the bus any more, and
+// the VM has none of its functions. The card is given back when it is on the bus again.
 func (k *Keeper) Lost(ctx context.Context, uuid, gpu string) bool {
 	if _, _, err := k.find(ctx, gpu); !errors.Is(err, ErrNotFound) {
 		return false
@@ -50,8 +50,8 @@ func (k *Keeper) Lost(ctx context.Context, uuid, gpu string) bool {
 	return err == nil && len(functions) > 0 && contradicts(owners, functions, uuid, false) == ""
 }
 
-// holding finds a card that is assigned to a VM, which a quarantined one is not,
-// and makes it the caller's alone.
+// holding finds a card that is assigned to a VM, and locks it until end is called. A
+// quarantined card has no VM. If the VM does not have the card, the error wraps ErrTaken.
 func (k *Keeper) holding(ctx context.Context, m vm.VM, gpu string) (c *change, name string, end func(), err error) {
 	card, name, end, err := k.movable(ctx, gpu, "a migration of vm "+m.Name)
 	if err != nil {
@@ -65,8 +65,8 @@ func (k *Keeper) holding(ctx context.Context, m vm.VM, gpu string) (c *change, n
 	return &change{k: k, card: card, report: quiet, assignment: *a}, name, end, nil
 }
 
-// Reserve binds a claim to a card for a VM that a migration brings. Its driver
-// is not changed yet.
+// Reserve assigns a card to a claim, for a VM that a migration brings to this host. The
+// card's driver is not changed yet. Errors wrap ErrNotFound or ErrTaken.
 func (k *Keeper) Reserve(ctx context.Context, m vm.VM, gpu, claim, migration string) error {
 	card, name, end, err := k.movable(ctx, gpu, "a migration of vm "+m.Name)
 	if err != nil {
@@ -95,7 +95,8 @@ func (k *Keeper) Reserve(ctx context.Context, m vm.VM, gpu, claim, migration str
 	})
 }
 
-// Prepare binds a reserved card to the hypervisor's driver and resets it.
+// Prepare binds a reserved card to the hypervisor's driver and resets it. Errors wrap
+// ErrNotFound or ErrTaken.
 func (k *Keeper) Prepare(ctx context.Context, m vm.VM, gpu, claim, migration string) error {
 	card, name, end, err := k.movable(ctx, gpu, "a migration of vm "+m.Name)
 	if err != nil {
@@ -117,8 +118,8 @@ func (k *Keeper) Prepare(ctx context.Context, m vm.VM, gpu, claim, migration str
 	return nil
 }
 
-// taken reports whether a card is still bound to the hypervisor's driver. A
-// reboot of the host undoes that.
+// taken reports whether a card is still bound to the hypervisor's driver. After a reboot
+// of the host it is not.
 func (k *Keeper) taken(card *pci.Card) bool {
 	for _, f := range card.Functions {
 		if f.Driver != k.Hypervisor.Driver() {
@@ -128,8 +129,8 @@ func (k *Keeper) taken(card *pci.Card) bool {
 	return true
 }
 
-// AttachPrepared gives a prepared card to its VM, which runs here, and if stored
-// to its stored definition.
+// AttachPrepared attaches a prepared card to its VM, which runs on this host. If stored,
+// it also adds the card to the VM's stored definition.
 func (k *Keeper) AttachPrepared(ctx context.Context, m vm.VM, gpu string, stored bool) error {
 	c, name, end, err := k.holding(ctx, m, gpu)
 	if err != nil {
@@ -160,8 +161,8 @@ func (k *Keeper) AttachPrepared(ctx context.Context, m vm.VM, gpu string, stored
 	return nil
 }
 
-// DetachReleased takes a card out of its VM, which has released it, resets it,
-// and keeps it assigned to that VM.
+// DetachReleased detaches a card from its VM, which has released it, and resets it. The
+// card stays assigned to that VM.
 func (k *Keeper) DetachReleased(ctx context.Context, m vm.VM, gpu, migration string) error {
 	if k.Lost(ctx, m.UUID, gpu) {
 		return nil
@@ -175,7 +176,7 @@ func (k *Keeper) DetachReleased(ctx context.Context, m vm.VM, gpu, migration str
 	if err := c.detach(ctx); err != nil {
 		return errors.Join(fmt.Errorf("gpu %s: %w", name, err), k.stillHas(ctx, c))
 	}
-	// The definition travels with the VM, the card does not.
+	// The stored definition goes to the destination with the VM; the card does not.
 	if err := k.VMs.Unstore(ctx, m.UUID, c.assignment.Functions); err != nil {
 		return fmt.Errorf("gpu %s: %w", name, err)
 	}
@@ -185,8 +186,8 @@ func (k *Keeper) DetachReleased(ctx context.Context, m vm.VM, gpu, migration str
 	return c.reset(ctx)
 }
 
-// Keep makes a card stay assigned when its VM stops. A migration calls it before
-// it stops the VM.
+// Keep makes a card stay assigned when its VM stops. A migration calls it before it stops
+// the VM.
 func (k *Keeper) Keep(ctx context.Context, m vm.VM, gpu, migration string) error {
 	c, _, end, err := k.holding(ctx, m, gpu)
 	if err != nil {
@@ -200,8 +201,8 @@ func (k *Keeper) Keep(ctx context.Context, m vm.VM, gpu, migration string) error
 	return k.put(c.assignment)
 }
 
-// ResetStopped resets a kept card whose VM has stopped; the card stays assigned.
-// The VM's stored definition does not have it any more.
+// ResetStopped resets a card after its VM has stopped, and removes it from the VM's
+// stored definition. Keep was called before. The card stays assigned.
 func (k *Keeper) ResetStopped(ctx context.Context, m vm.VM, gpu string) error {
 	c, name, end, err := k.holding(ctx, m, gpu)
 	if err != nil {
@@ -224,7 +225,8 @@ func (k *Keeper) ResetStopped(ctx context.Context, m vm.VM, gpu string) error {
 	return nil
 }
 
-// GiveBack makes a card free that is assigned to a VM which does not have it.
+// GiveBack makes a card free that is assigned to a VM. If the VM still has the card, the
+// error wraps ErrBusy.
 func (k *Keeper) GiveBack(ctx context.Context, m vm.VM, gpu string) error {
 	if k.Lost(ctx, m.UUID, gpu) {
 		return nil
@@ -236,7 +238,7 @@ func (k *Keeper) GiveBack(ctx context.Context, m vm.VM, gpu string) error {
 	defer end()
 	a := k.assignmentOf(card.Address)
 	if a == nil || a.UUID != m.UUID {
-		return nil // nobody's, or somebody else's by now
+		return nil // it is free, or assigned to somebody else by now
 	}
 	owners, err := k.Hypervisor.Owners(ctx)
 	if err != nil {
@@ -249,27 +251,27 @@ func (k *Keeper) GiveBack(ctx context.Context, m vm.VM, gpu string) error {
 	switch a.Phase {
 	case quarantined:
 		return nil
-	case reserved: // nothing has been done to it
+	case reserved: // nothing has been changed on the card
 		return k.drop(card.Address)
 	default:
 	}
 	return c.giveBack(ctx)
 }
 
-// migrating reports whether an assignment is of a migration that has not ended, as far
-// as is known.
+// migrating reports whether the assignment belongs to a migration that has not ended, or
+// may not have ended.
 func (k *Keeper) migrating(ctx context.Context, a *cardAssignment) bool {
 	if a.Migration == "" {
 		return false
 	}
 	if k.Pending == nil || k.Now().Sub(time.UnixMilli(a.Since)) < k.Grace {
-		return true // the record of it may not have come here yet
+		return true // the migration's entry may not have been replicated to this host yet
 	}
 	return k.Pending(ctx, a.Migration)
 }
 
-// HotplugBlocker says what keeps a card, named by its address, from being
-// attached to a running VM; empty: nothing does.
+// HotplugBlocker returns why the card with this address cannot be attached to a running
+// VM; empty: it can.
 func (k *Keeper) HotplugBlocker(card string) (string, error) {
 	cards, err := k.scan()
 	if err != nil {
@@ -283,7 +285,7 @@ func (k *Keeper) HotplugBlocker(card string) (string, error) {
 	return "", fmt.Errorf("card %s: %w", card, ErrNotFound)
 }
 
-// Functions are those of a card.
+// Functions returns the functions of a card, the main one first.
 func (k *Keeper) Functions(ctx context.Context, gpu string) ([]pci.Address, error) {
 	card, _, err := k.find(ctx, gpu)
 	if err != nil {
@@ -292,7 +294,7 @@ func (k *Keeper) Functions(ctx context.Context, gpu string) ([]pci.Address, erro
 	return addresses(card), nil
 }
 
-// Identity of a card's main function, as a VM sees it.
+// Identity returns the PCI identity of a card's main function, as a VM sees it.
 func (k *Keeper) Identity(ctx context.Context, gpu string) (*gpuctlv1.PCIIdentity, error) {
 	card, _, err := k.find(ctx, gpu)
 	if err != nil {
@@ -304,8 +306,8 @@ func (k *Keeper) Identity(ctx context.Context, gpu string) (*gpuctlv1.PCIIdentit
 	}, nil
 }
 
-// keeps reports whether a phase is one in which a migration may leave a card: its
-// driver repeats the step that did not end.
+// keeps reports whether a card may stay in this phase during a migration. The driver of
+// the migration repeats the step that was interrupted.
 func keeps(p phase) bool {
 	return slices.Contains([]phase{reserved, taking, ready, attaching, attached, detaching}, p)
 }

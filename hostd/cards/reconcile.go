@@ -12,13 +12,12 @@ import (
 	"github.com/gpuctl/gpuctl/passthrough/pci"
 )
 
-// gone is how long nobody must have had a card that a VM had before it is
-// taken back: a VM that is started anew has none for a moment.
+// gone is how long the hypervisor must list no owner for a card that a VM had, before the
+// card is taken back. A VM that restarts has no card for a moment.
 const gone = 5 * time.Second
 
-// Reconcile compares the record with what the hypervisor says and finishes or
-// undoes what is half-way. Where the hypervisor does not answer nothing is
-// touched.
+// Reconcile compares the record with the hypervisor's list, and finishes or undoes what
+// was interrupted. If the hypervisor does not answer, nothing is changed.
 func (k *Keeper) Reconcile(ctx context.Context) error {
 	owners, err := k.Hypervisor.Owners(ctx)
 	if err != nil {
@@ -77,7 +76,7 @@ func (k *Keeper) reconcileCard(ctx context.Context, a *cardAssignment, owners ma
 	}
 	defer end()
 	if now := k.current(a); now == nil || now.rev != a.rev {
-		return nil // it has moved on since
+		return nil // it was changed after it was copied
 	}
 	c := &change{k: k, assignment: *a, report: func(*gpuctlv1.DeviceUpdate) {}}
 	for _, f := range a.Functions {
@@ -107,7 +106,7 @@ func (k *Keeper) reconcileCard(ctx context.Context, a *cardAssignment, owners ma
 	return c.giveBack(ctx)
 }
 
-// owned notes that a VM has the card.
+// owned records that a VM has the card.
 func (k *Keeper) owned(ctx context.Context, c *change, d vm.VM) error {
 	a := &c.assignment
 	before := *a
@@ -161,8 +160,8 @@ func (k *Keeper) owned(ctx context.Context, c *change, d vm.VM) error {
 	return k.put(*a)
 }
 
-// complete gives a VM the functions of its card that it does not have: an
-// attach or detach has ended half-way.
+// complete gives a VM the functions of its card that it does not have, because an attach
+// or detach was interrupted.
 func (k *Keeper) complete(ctx context.Context, c *change, owners map[pci.Address]vm.VM) {
 	for _, f := range c.assignment.Functions {
 		if _, owned := owners[f]; owned {
@@ -186,12 +185,12 @@ func equal(a, b *cardAssignment) bool {
 		a.Starting == b.Starting && a.Migration == b.Migration && a.Message == b.Message
 }
 
-// starting reports whether a VM which asked for the card may still be on its way.
+// starting reports whether a VM that asked for the card may still be starting.
 func (k *Keeper) starting(a *cardAssignment) bool {
 	return k.Now().Sub(time.UnixMilli(a.Since)) < k.Grace
 }
 
-// absent reports whether nobody has had the card for long enough.
+// absent reports whether the hypervisor has listed no owner for the time gone.
 func (k *Keeper) absent(a *cardAssignment) bool {
 	k.mu.Lock()
 	defer k.mu.Unlock()
@@ -208,7 +207,7 @@ func (k *Keeper) absent(a *cardAssignment) bool {
 	return true
 }
 
-// adopt takes note of a card that somebody gave to a VM without asking.
+// adopt records a card that was given to a VM without gpuctl.
 func (k *Keeper) adopt(ctx context.Context, card *pci.Card, owners map[pci.Address]vm.VM) error {
 	if k.assignmentOf(card.Address) != nil {
 		return nil

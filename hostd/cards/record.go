@@ -18,23 +18,23 @@ import (
 	"github.com/gpuctl/gpuctl/passthrough/vgpu"
 )
 
-// phase is how far the assignment of a card is; a free card has no record.
+// phase is the state of an assigned card. A free card has no record.
 type phase string
 
 const (
-	reserved    phase = "reserved"    // a migration's claim on it; nothing has been done
-	cutting     phase = "cutting"     // a slice is being created; undone by deleting it
-	taking      phase = "taking"      // undone by returning it
-	ready       phase = "ready"       // bound; its VM is about to start, or to get it
-	attaching   phase = "attaching"   // the hypervisor reports whether that has happened
+	reserved    phase = "reserved"    // a migration has claimed it; the card is unchanged
+	cutting     phase = "cutting"     // its slice is being created; the undo deletes the slice
+	taking      phase = "taking"      // it is being bound to the hypervisor's driver; the undo returns it
+	ready       phase = "ready"       // bound; its VM starts soon, or gets the card soon
+	attaching   phase = "attaching"   // the hypervisor decides whether the VM has it
 	attached    phase = "attached"    // the VM has it
-	detaching   phase = "detaching"   // the hypervisor reports whether that has happened
-	resetting   phase = "resetting"   // repeated after a crash
-	returning   phase = "returning"   // repeated after a crash
-	quarantined phase = "quarantined" // until somebody resets it with success
+	detaching   phase = "detaching"   // the hypervisor decides whether the VM has it
+	resetting   phase = "resetting"   // being reset; repeated after a crash
+	returning   phase = "returning"   // being returned to its drivers; repeated after a crash
+	quarantined phase = "quarantined" // until a reset succeeds
 )
 
-// phases are those of the API.
+// phases maps the record's phases to the API's.
 func phases() map[phase]gpuctlv1.CardPhase {
 	return map[phase]gpuctlv1.CardPhase{
 		cutting:  gpuctlv1.CardPhase_CARD_PHASE_CUTTING,
@@ -46,27 +46,27 @@ func phases() map[phase]gpuctlv1.CardPhase {
 	}
 }
 
-// cardAssignment is what the record says of a card that is assigned to a VM, or
-// of one in quarantine.
+// cardAssignment is the record of a card, or a slice, that is assigned to a VM, or is in
+// quarantine.
 type cardAssignment struct {
 	Card       pci.Address   `json:"card"`
-	Functions  []pci.Address `json:"functions"` // the main one first; of a slice its function, or its parent
+	Functions  []pci.Address `json:"functions"` // the main function first; for a slice: its function or its parent's
 	Slice      *slice        `json:"slice,omitempty"`
-	GPU        string        `json:"gpu"` // its name when it was taken
+	GPU        string        `json:"gpu"` // the card's name when it was taken
 	Phase      phase         `json:"phase"`
 	UUID       string        `json:"machine,omitempty"`
 	Name       string        `json:"machineName,omitempty"`
 	Claim      string        `json:"claim,omitempty"`
 	Persistent bool          `json:"persistent,omitempty"`
-	Starting   bool          `json:"starting,omitempty"` // the VM's start asked for it
+	Starting   bool          `json:"starting,omitempty"` // the VM asked for it when it started
 	Migration  string        `json:"migration,omitempty"`
 	Message    string        `json:"message,omitempty"`
 	Since      int64         `json:"since"` // Unix milliseconds
 
-	rev uint64 // of this hostd's life; differs after every change
+	rev uint64 // number of the change; not stored
 }
 
-// vm names the VM in messages.
+// vm returns the VM's name, for messages.
 func (a *cardAssignment) vm() string {
 	if a.Name == "" {
 		return a.UUID
@@ -74,7 +74,7 @@ func (a *cardAssignment) vm() string {
 	return a.Name
 }
 
-// claim is the assignment's claim as the cluster keeps it.
+// claim returns the assignment's claim in the cluster's form.
 func (a *cardAssignment) claim() *clusterv1.Claim {
 	c := &clusterv1.Claim{
 		Id: a.Claim, Holder: "vm " + a.vm(), Count: 1, Unmet: clusterv1.Unmet_UNMET_REFUSE,
@@ -86,7 +86,7 @@ func (a *cardAssignment) claim() *clusterv1.Claim {
 	return c
 }
 
-// labelVM on a claim is the UUID of the VM that it is for.
+// labelVM is the label of a claim that contains the VM's UUID.
 const labelVM = "gpuctl.machine"
 
 const (
@@ -97,11 +97,11 @@ const (
 type record struct {
 	Version     int               `json:"version"`
 	Assignments []*cardAssignment `json:"holds"`
-	// Resets says how each card was reset last, free ones too.
+	// Resets has the method of each card's last reset, including free cards.
 	Resets map[pci.Address]string `json:"resets,omitempty"`
 }
 
-// readRecord returns nothing if there is no file.
+// readRecord reads the record. Without a file, the record is empty.
 func readRecord(path string) (record, error) {
 	info, err := os.Stat(path)
 	if errors.Is(err, fs.ErrNotExist) {
@@ -147,7 +147,7 @@ func decodeRecord(data []byte) (record, error) {
 			}
 			ids[a.Slice.ID] = true
 			if a.Slice.Kind == vgpu.Mdev {
-				continue // several have one parent
+				continue // several mediated devices have the same parent
 			}
 		case a.Phase == cutting || len(a.Functions) == 0 || a.Functions[0] != a.Card:
 			return record{}, errors.New("an entry makes no sense")
@@ -162,8 +162,8 @@ func decodeRecord(data []byte) (record, error) {
 	return r, nil
 }
 
-// writeRecord replaces the file; after it returns nil a crash of the machine
-// keeps it.
+// writeRecord replaces the file. When it has returned nil, the record survives a crash of
+// the host.
 func writeRecord(path string, r record) error {
 	r.Version = recordVersion
 	slices.SortFunc(r.Assignments, func(a, b *cardAssignment) int {

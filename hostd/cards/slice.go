@@ -16,48 +16,48 @@ import (
 	"github.com/gpuctl/gpuctl/passthrough/vgpu"
 )
 
-// Slicer cuts cards into virtual GPUs. What is picked for a VM is recorded
-// before it is made.
+// Slicer creates slices of cards and deletes them. What Pick has chosen for a VM is
+// recorded before Make creates it.
 type Slicer interface {
 	List(card *pci.Card, use vgpu.Use) ([]vgpu.Profile, error)
 	Instances(card *pci.Card) ([]vgpu.Instance, error)
 	VFs(card *pci.Card) (vfs []pci.Address, total int)
 	Pick(card *pci.Card, profile, id string, use vgpu.Use) (vgpu.Instance, error)
 	Make(ctx context.Context, i vgpu.Instance) error
-	// Delete of what is not there is no error.
+	// Delete deletes an instance. If it does not exist, there is no error.
 	Delete(ctx context.Context, i vgpu.Instance) error
 	Resize(ctx context.Context, card *pci.Card, n int, use vgpu.Use) error
 	Whole(card *pci.Card) error
 }
 
-// Mediated gives mediated devices to VMs, by their UUIDs.
+// Mediated attaches mediated devices to VMs, by their UUIDs.
 type Mediated interface {
 	Owners(ctx context.Context) (map[string]vm.VM, error)
 	Attach(ctx context.Context, machine, device string) error
 	Detach(ctx context.Context, machine, device string) error
 }
 
-// slice is the part of a card that an assignment is about. It is never changed,
-// but replaced.
+// slice is the part of a card that an assignment is about. A slice is never modified: a
+// change replaces it.
 type slice struct {
-	ID      string    `json:"id"` // UUID; of a mediated device the kernel's
+	ID      string    `json:"id"` // a UUID; for a mediated device, the one that the kernel uses
 	Profile string    `json:"profile"`
 	Kind    vgpu.Kind `json:"kind"`
-	Made    bool      `json:"made,omitempty"` // the card's virtual functions were made for slices, and go with the last one
-	Kept    bool      `json:"kept,omitempty"` // it was there before, and stays
+	Made    bool      `json:"made,omitempty"` // the card's virtual functions were made for slices, and are removed with the last slice
+	Kept    bool      `json:"kept,omitempty"` // the slice existed before the assignment, and is not deleted
 }
 
-// errGone says that a slice's function is not there any more.
+// errGone means that a slice's function does not exist any more.
 var errGone = errors.New("it is not there any more")
 
 // mediated reports whether the assignment is of a mediated device.
 func (a *cardAssignment) mediated() bool { return a.Slice != nil && a.Slice.Kind == vgpu.Mdev }
 
-// bound reports whether the functions are bound to the hypervisor's driver for the
-// VM: not those of slices that the card's own driver gives away.
+// bound reports whether the functions are bound to the hypervisor's driver. Those of
+// slices that the card's own driver provides are not.
 func (a *cardAssignment) bound() bool { return a.Slice == nil || a.Slice.Kind == vgpu.SRIOV }
 
-// key tells assignments apart.
+// key returns a key that is unique among assignments.
 func (a *cardAssignment) key() string {
 	if a.Slice != nil {
 		return a.Slice.ID
@@ -65,7 +65,7 @@ func (a *cardAssignment) key() string {
 	return a.Card.String()
 }
 
-// label names what is assigned, for people.
+// label returns a name of what is assigned, for people.
 func (a *cardAssignment) label() string {
 	if a.Slice == nil {
 		return a.GPU
@@ -77,7 +77,7 @@ func (a *cardAssignment) label() string {
 	return a.GPU + " (" + a.Slice.Profile + " " + at + ")"
 }
 
-// what is it, or the slice of it.
+// what returns "it" for a whole card, or the label of the slice, for messages.
 func (a *cardAssignment) what() string {
 	if a.Slice == nil {
 		return "it"
@@ -93,13 +93,13 @@ func (a *cardAssignment) instance() vgpu.Instance {
 	return i
 }
 
-// called reports whether ref is the slice's id or function.
+// called reports whether ref is the slice's id or the address of its function.
 func (a *cardAssignment) called(ref string) bool {
 	function, err := pci.ParseAddress(ref)
 	return ref == a.Slice.ID || err == nil && a.Slice.Kind != vgpu.Mdev && slices.Contains(a.Functions, function)
 }
 
-// checkSlice says what in a record of a slice makes no sense.
+// checkSlice returns an error if the record of a slice is inconsistent.
 func (a *cardAssignment) checkSlice() error {
 	s := a.Slice
 	switch {
@@ -111,7 +111,7 @@ func (a *cardAssignment) checkSlice() error {
 	return nil
 }
 
-// each are all assignments, of cards and of slices. k.mu is held.
+// each iterates over all assignments, of cards and of slices. The caller holds k.mu.
 func (k *Keeper) each() iter.Seq[*cardAssignment] {
 	return func(yield func(*cardAssignment) bool) {
 		for _, a := range k.assignments {
@@ -127,8 +127,8 @@ func (k *Keeper) each() iter.Seq[*cardAssignment] {
 	}
 }
 
-// set replaces the assignment of the same card or slice as like; nil removes
-// it. k.mu is held.
+// set replaces the assignment of the same card or slice as like; if a is nil, it removes
+// it. The caller holds k.mu.
 func (k *Keeper) set(like, a *cardAssignment) {
 	switch {
 	case like.Slice == nil && a == nil:
@@ -142,7 +142,8 @@ func (k *Keeper) set(like, a *cardAssignment) {
 	}
 }
 
-// at is the recorded assignment of the same card or slice as a. k.mu is held.
+// at returns the recorded assignment of the same card or slice as a. The caller holds
+// k.mu.
 func (k *Keeper) at(a *cardAssignment) *cardAssignment {
 	if a.Slice != nil {
 		return k.slices[a.Slice.ID]
@@ -150,7 +151,8 @@ func (k *Keeper) at(a *cardAssignment) *cardAssignment {
 	return k.assignments[a.Card]
 }
 
-// current is a copy of what is recorded now for the same card or slice as a.
+// current returns a copy of the recorded assignment of the same card or slice as a; nil:
+// there is none.
 func (k *Keeper) current(a *cardAssignment) *cardAssignment {
 	k.mu.Lock()
 	defer k.mu.Unlock()
@@ -161,7 +163,7 @@ func (k *Keeper) current(a *cardAssignment) *cardAssignment {
 	return nil
 }
 
-// slicesOf are copies of the assignments of a card's slices, in the order of their
+// slicesOf returns copies of the assignments of a card's slices, in the order of their
 // functions.
 func (k *Keeper) slicesOf(card pci.Address) (out []cardAssignment) {
 	k.mu.Lock()
@@ -175,7 +177,7 @@ func (k *Keeper) slicesOf(card pci.Address) (out []cardAssignment) {
 	return out
 }
 
-// sliceAt is the assignment of a virtual function.
+// sliceAt returns a copy of the assignment of a virtual function; nil: there is none.
 func (k *Keeper) sliceAt(f pci.Address) *cardAssignment {
 	k.mu.Lock()
 	defer k.mu.Unlock()
@@ -188,8 +190,8 @@ func (k *Keeper) sliceAt(f pci.Address) *cardAssignment {
 	return nil
 }
 
-// use is what is known of a card's slices beyond what the kernel shows, but
-// for one of them.
+// use returns what the record has about a card's slices. The slice with the key but is
+// left out.
 func (k *Keeper) use(card pci.Address, but string) vgpu.Use {
 	u := vgpu.Use{Scheduled: map[string]uint32{}, Profiles: map[string]string{}}
 	for _, a := range k.slicesOf(card) {
@@ -207,8 +209,8 @@ func (k *Keeper) use(card pci.Address, but string) vgpu.Use {
 	return u
 }
 
-// owners is what the hypervisor says about an assignment. A mediated device is
-// listed by its parent.
+// owners returns what the hypervisor reports about an assignment. The owner of a mediated
+// device is listed under its parent's address.
 func (k *Keeper) owners(ctx context.Context, a *cardAssignment) (map[pci.Address]vm.VM, error) {
 	if !a.mediated() {
 		return k.Hypervisor.Owners(ctx)
@@ -231,7 +233,8 @@ func (a *cardAssignment) view(mediated map[string]vm.VM) map[pci.Address]vm.VM {
 	return out
 }
 
-// attachFunction and detachFunction change the running VM.
+// attachFunction and detachFunction change the running VM. The hypervisor must confirm
+// that.
 func (c *change) attachFunction(ctx context.Context, f pci.Address) error {
 	if c.assignment.mediated() {
 		return c.k.Mediated.Attach(ctx, c.assignment.UUID, c.assignment.Slice.ID)
@@ -246,7 +249,8 @@ func (c *change) detachFunction(ctx context.Context, f pci.Address) error {
 	return c.k.VMs.Detach(ctx, c.assignment.UUID, f)
 }
 
-// part is a virtual function of a card as something to be reset or judged.
+// part returns a virtual function as a card of its own, to be reset or judged. The error
+// wraps errGone if it does not exist.
 func part(card *pci.Card, f pci.Address) (*pci.Card, error) {
 	for _, d := range card.VFs {
 		if d.Address == f {
@@ -256,7 +260,8 @@ func part(card *pci.Card, f pci.Address) (*pci.Card, error) {
 	return nil, fmt.Errorf("virtual function %s: %w", f, errGone)
 }
 
-// parent is the card of a slice as it is now.
+// parent returns the card of a slice in its present state. The error wraps errGone if it
+// does not exist.
 func (c *change) parent() (*pci.Card, error) {
 	cards, err := c.k.scan()
 	if err != nil {
@@ -275,8 +280,7 @@ func (k *Keeper) madeVFs(card pci.Address) bool {
 	return slices.ContainsFunc(k.slicesOf(card), func(a cardAssignment) bool { return a.Slice.Made })
 }
 
-// createSlice makes the slice. It is recorded before; deleteSlice takes it
-// away again.
+// createSlice creates the slice. It is recorded first. deleteSlice is the undo.
 func (c *change) createSlice(ctx context.Context, care bool) error {
 	card, err := c.parent()
 	if err != nil {
@@ -315,7 +319,7 @@ func (c *change) createSlice(ctx context.Context, care bool) error {
 	})
 }
 
-// isolated says why a virtual function may not be given away.
+// isolated returns an error if the virtual function must not be given to a VM.
 func (c *change) isolated(ctx context.Context, care bool) error {
 	f, err := c.rescan()
 	if err != nil {
@@ -328,8 +332,8 @@ func (c *change) isolated(ctx context.Context, care bool) error {
 	return err
 }
 
-// deleteSlice removes a slice, and with the last one the virtual functions that
-// were made for them.
+// deleteSlice deletes a slice. With the last slice, it removes the virtual functions that
+// were made for slices.
 func (c *change) deleteSlice(ctx context.Context) error {
 	a := &c.assignment
 	card, err := c.parent()
@@ -356,7 +360,7 @@ func (c *change) deleteSlice(ctx context.Context) error {
 	return c.k.Slicer.Resize(ctx, card, 0, vgpu.Use{})
 }
 
-// returnFunction returns the slice's function to its driver, if it is there.
+// returnFunction returns the slice's function to its driver, if the function exists.
 func (c *change) returnFunction(ctx context.Context) error {
 	if !c.assignment.bound() || len(c.assignment.Functions) == 0 {
 		return nil
@@ -369,7 +373,7 @@ func (c *change) returnFunction(ctx context.Context) error {
 	return c.k.Binder.Return(ctx, c.assignment.Functions)
 }
 
-// profiles of a card, with what its slices take.
+// profiles returns the profiles of a card, and how much room is left for each.
 func (k *Keeper) profiles(card *pci.Card) ([]vgpu.Profile, error) {
 	if k.Slicer == nil {
 		return nil, nil
@@ -377,7 +381,8 @@ func (k *Keeper) profiles(card *pci.Card) ([]vgpu.Profile, error) {
 	return k.Slicer.List(card, k.use(card.Address, ""))
 }
 
-// canGive says why instances of a kind cannot be a VM's on this host.
+// canGive returns why instances of this kind cannot be given to a VM on this host; empty:
+// they can.
 func (k *Keeper) canGive(kind vgpu.Kind) string {
 	switch kind {
 	case vgpu.SRIOV:
@@ -391,8 +396,8 @@ func (k *Keeper) canGive(kind vgpu.Kind) string {
 	return "slices of kind " + string(kind) + " serve programs of this host, and cannot be given to a VM"
 }
 
-// againstSlice are the reasons why a VM may not get a slice of a card, and of
-// what kind it would be.
+// againstSlice returns the reasons why a VM must not get a slice of a card, and the
+// slice's kind.
 func (k *Keeper) againstSlice(ctx context.Context, card *pci.Card, name, profile string) (kind vgpu.Kind, out []*gpuctlv1.Reason, err error) {
 	if a := k.assignmentOf(card.Address); a != nil {
 		if a.Phase == quarantined {
@@ -443,7 +448,8 @@ func (k *Keeper) againstSlice(ctx context.Context, card *pci.Card, name, profile
 	return p.Kind, out, nil
 }
 
-// whoHas says which VMs have which slices of a card; empty: none has.
+// whoHas returns in words which VMs have which slices of a card; empty: no slice is
+// assigned.
 func (k *Keeper) whoHas(card pci.Address) string {
 	var out []string
 	for _, a := range k.slicesOf(card) {
@@ -456,8 +462,8 @@ func (k *Keeper) whoHas(card pci.Address) string {
 	return strings.Join(out, ", ")
 }
 
-// againstWhole are the reasons why a card may not be taken as a whole: slices
-// of it are out.
+// againstWhole returns the reasons why a card cannot be taken as a whole: slices of it
+// exist.
 func (k *Keeper) againstWhole(card *pci.Card, name string) []*gpuctlv1.Reason {
 	if has := k.whoHas(card.Address); has != "" {
 		return []*gpuctlv1.Reason{why("sliced", "%s is cut into slices: %s; detach them first", name, has)}
@@ -475,9 +481,10 @@ func (k *Keeper) againstWhole(card *pci.Card, name string) []*gpuctlv1.Reason {
 	return nil
 }
 
-// Profiles are what a card can be cut into, for the inventory: how many of each
-// its claims may have together. Those whose memory is not known cannot be
-// accounted for, and virtual functions of NVIDIA's are nothing without a type.
+// Profiles returns the profiles of a card for the inventory, with the number of slices of
+// each that may exist together. Profiles without a known memory are left out, because
+// claims on them could not be accounted for. So are virtual functions of NVIDIA's cards,
+// which need a vGPU type.
 func (k *Keeper) Profiles(card *pci.Card) []*clusterv1.Profile {
 	all, err := k.profiles(card)
 	if err != nil {
@@ -495,7 +502,7 @@ func (k *Keeper) Profiles(card *pci.Card) []*clusterv1.Profile {
 		if p.Memory == 0 || k.canGive(p.Kind) != "" || p.Kind == vgpu.SRIOV && card.Main().VendorID == vendorNVIDIA {
 			continue
 		}
-		// What is being made is counted by the record and as scheduled.
+		// A slice that is being created is both in held and taken from Free.
 		out = append(out, &clusterv1.Profile{Name: p.Name, Memory: p.Memory, MaxInstances: min(held[p.Name]+p.Free, maxInstances), Apart: p.Apart})
 	}
 	return out
@@ -506,7 +513,7 @@ const (
 	maxInstances = 256
 )
 
-// describeSlices adds what a card can be cut into, and who has which.
+// describeSlices adds the profiles of a card, and the VMs that have its slices.
 func (k *Keeper) describeSlices(card *pci.Card, out *gpuctlv1.Card) {
 	if k.Slicer == nil {
 		return
@@ -534,8 +541,8 @@ func (k *Keeper) describeSlices(card *pci.Card, out *gpuctlv1.Card) {
 	out.FunctionsNow, out.FunctionsMost = uint32(len(vfs)), uint32(max(total, 0))
 }
 
-// Resize sets the number of a card's virtual functions. They stay until they
-// are resized again.
+// Resize sets the number of a card's virtual functions. They stay until they are resized
+// again. Errors wrap ErrNotFound, ErrRefused or ErrBusy.
 func (k *Keeper) Resize(ctx context.Context, r *gpuctlv1.ResizeRequest, report Report) error {
 	card, name, err := k.find(ctx, r.GetGpu())
 	if err != nil {
@@ -588,7 +595,7 @@ func (k *Keeper) Resize(ctx context.Context, r *gpuctlv1.ResizeRequest, report R
 	})
 }
 
-// obtainSlice is obtain for a slice.
+// obtainSlice does the same as obtain, for a slice.
 func (k *Keeper) obtainSlice(ctx context.Context, m vm.VM, profile string, gpus []string, more string, memory uint64) (claim, gpu string, err error) {
 	claim = "vm-" + random.Hex(6)
 	a := cardAssignment{Claim: claim, UUID: m.UUID, Name: m.Name, Slice: &slice{Profile: profile}}
@@ -596,7 +603,7 @@ func (k *Keeper) obtainSlice(ctx context.Context, m vm.VM, profile string, gpus 
 	return claim, gpu, err
 }
 
-// foundSlice is the assignment of a virtual function that is there already.
+// foundSlice returns an assignment for a virtual function that exists already.
 func (k *Keeper) foundSlice(card *pci.Card, name string, f pci.Address, d vm.VM) (*cardAssignment, error) {
 	all, err := k.Slicer.Instances(card)
 	if err != nil {
@@ -612,8 +619,8 @@ func (k *Keeper) foundSlice(card *pci.Card, name string, f pci.Address, d vm.VM)
 	}, nil
 }
 
-// prepareSlice makes a virtual function that is in a VM's definition ready for
-// its start.
+// prepareSlice prepares a virtual function that is in a VM's definition for the VM's
+// start.
 func (k *Keeper) prepareSlice(ctx context.Context, d vm.VM, card *pci.Card, f pci.Address) error {
 	end, err := k.await(ctx, card.Address, "the start of vm "+d.Name)
 	if err != nil {
@@ -660,7 +667,7 @@ func (k *Keeper) prepareSlice(ctx context.Context, d vm.VM, card *pci.Card, f pc
 	return nil
 }
 
-// prepareSlices makes the virtual functions among a VM's devices ready.
+// prepareSlices prepares the virtual functions among a VM's devices for its start.
 func (k *Keeper) prepareSlices(ctx context.Context, d vm.VM, cards []*pci.Card, devices []pci.Address) error {
 	if k.Slicer == nil {
 		return nil
@@ -679,8 +686,7 @@ func (k *Keeper) prepareSlices(ctx context.Context, d vm.VM, cards []*pci.Card, 
 	return nil
 }
 
-// forgetStart gives back slices that were made ready for a start that is
-// refused.
+// forgetStart gives back the slices that were prepared for a start that is now refused.
 func (k *Keeper) forgetStart(d vm.VM) {
 	k.mu.Lock()
 	var had []cardAssignment
@@ -695,8 +701,7 @@ func (k *Keeper) forgetStart(d vm.VM) {
 	}
 }
 
-// adoptSlices takes note of virtual functions that somebody gave to VMs without
-// asking.
+// adoptSlices records virtual functions that were given to VMs without gpuctl.
 func (k *Keeper) adoptSlices(ctx context.Context, card *pci.Card, owners map[pci.Address]vm.VM) error {
 	var errs []error
 	for _, f := range card.VFs {
@@ -726,7 +731,7 @@ func (k *Keeper) adoptSlices(ctx context.Context, card *pci.Card, owners map[pci
 	return errors.Join(errs...)
 }
 
-// resetSlice brings a quarantined virtual function to a known state.
+// resetSlice resets a quarantined virtual function.
 func (k *Keeper) resetSlice(ctx context.Context, a *cardAssignment, plan bool, report Report) error {
 	steps := []*gpuctlv1.PlannedStep{
 		planned(stepTake, "bind it to "+k.Hypervisor.Driver(), "it goes back to its driver"),

@@ -13,10 +13,9 @@ import (
 	"github.com/gpuctl/gpuctl/passthrough/pci"
 )
 
-// PrepareStart makes the cards among a VM's devices ready before it starts, or says
-// why it must not start. Devices that are no cards of this host are not its
-// business. What it has done for a start that does not come about is undone
-// after Grace.
+// PrepareStart prepares the cards among a VM's devices for the VM's start. An error says
+// why the VM must not start. Devices that are not cards of this host are ignored. If the
+// VM does not start within Timing.Grace, the preparation is undone.
 func (k *Keeper) PrepareStart(ctx context.Context, d vm.VM, devices []pci.Address) error {
 	if len(devices) == 0 {
 		return nil
@@ -36,7 +35,7 @@ func (k *Keeper) PrepareStart(ctx context.Context, d vm.VM, devices []pci.Addres
 	}
 	for i, card := range wanted {
 		if err := k.prepare(ctx, d, card, devices); err != nil {
-			// The others go back at once, not after Grace.
+			// Give back the other cards at once, not after Grace.
 			for _, before := range wanted[:i] {
 				if h := k.assignmentOf(before.Address); h != nil && h.UUID == d.UUID {
 					k.background(*h)
@@ -49,7 +48,7 @@ func (k *Keeper) PrepareStart(ctx context.Context, d vm.VM, devices []pci.Addres
 	return nil
 }
 
-// prepare makes one card ready for a VM that starts.
+// prepare prepares one card for a VM that starts.
 func (k *Keeper) prepare(ctx context.Context, d vm.VM, card *pci.Card, devices []pci.Address) error {
 	end, err := k.await(ctx, card.Address, "the start of vm "+d.Name)
 	if err != nil {
@@ -85,7 +84,7 @@ func (k *Keeper) prepare(ctx context.Context, d vm.VM, card *pci.Card, devices [
 	return err
 }
 
-// inPart is the reason why a VM cannot start with some functions of a card alone.
+// inPart returns the reasons why a VM cannot start with only some of a card's functions.
 func (k *Keeper) inPart(card *pci.Card, devices []pci.Address) (out []*gpuctlv1.Reason) {
 	if k.Hypervisor.HotplugBlocker(card) == "" {
 		return nil
@@ -98,8 +97,8 @@ func (k *Keeper) inPart(card *pci.Card, devices []pci.Address) (out []*gpuctlv1.
 	return out
 }
 
-// again makes a card ready for the VM that had it last: it is started anew
-// before the card was given back.
+// again prepares a card for the VM that had it last: the VM restarts before the card was
+// given back.
 func (k *Keeper) again(ctx context.Context, d vm.VM, a *cardAssignment) error {
 	c := &change{k: k, assignment: *a, report: func(*gpuctlv1.DeviceUpdate) {}}
 	if err := c.verify(ctx, false); err != nil {
@@ -116,8 +115,8 @@ func (k *Keeper) again(ctx context.Context, d vm.VM, a *cardAssignment) error {
 	return nil
 }
 
-// await is begin for callers that cannot come again: it waits for what is
-// under way.
+// await locks a card as lockCard does, but waits while the card is locked by another
+// change.
 func (k *Keeper) await(ctx context.Context, card pci.Address, what string) (end func(), err error) {
 	for {
 		end, err = k.lockCard(card, what)
@@ -132,9 +131,9 @@ func (k *Keeper) await(ctx context.Context, card pci.Address, what string) (end 
 	}
 }
 
-// Stopped takes back what a VM had that has ended, or that did not start. It
-// does not wait: libvirt does. What a migration held is left to the next look,
-// which can ask the cluster for it.
+// Stopped takes back what a VM had that has ended or did not start. It does not wait,
+// because libvirt waits for it. Cards of a migration are left to Reconcile, which can ask
+// the cluster about the migration.
 func (k *Keeper) Stopped(uuid string) {
 	k.mu.Lock()
 	var had []cardAssignment
@@ -157,8 +156,8 @@ func (k *Keeper) Stopped(uuid string) {
 	}
 }
 
-// background gives a card back once nobody has it any more, unless it has
-// been asked for anew until then.
+// background gives a card back as soon as no VM has it. It does nothing if the assignment
+// has changed until then.
 func (k *Keeper) background(was cardAssignment) {
 	k.mu.Lock()
 	base := k.ctx
@@ -184,12 +183,12 @@ func (k *Keeper) afterEnd(ctx context.Context, was cardAssignment) error {
 	}
 	c := &change{k: k, assignment: was, report: func(*gpuctlv1.DeviceUpdate) {}}
 	if err := c.verify(ctx, false); err != nil {
-		return err // it runs again, or the hypervisor does not answer: the next look decides
+		return err // the VM runs again, or the hypervisor does not answer: Reconcile decides later
 	}
 	return c.giveBack(ctx)
 }
 
-// List are the VMs of the host with the cards that they have.
+// List returns the VMs of the host, with the cards that they have.
 func (k *Keeper) List(ctx context.Context) ([]*gpuctlv1.Machine, error) {
 	all, err := k.VMs.List(ctx)
 	if err != nil {

@@ -17,10 +17,10 @@ import (
 	"github.com/gpuctl/gpuctl/internal/reason"
 )
 
-// others is how long another host may take to list its VMs.
+// others limits the time for another host to list its VMs.
 const others = 3 * time.Second
 
-// Keeper has the cards of this host.
+// Keeper manages the cards of this host.
 type Keeper interface {
 	Cards(ctx context.Context) ([]*gpuctlv1.Card, error)
 	List(ctx context.Context) ([]*gpuctlv1.Machine, error)
@@ -31,22 +31,22 @@ type Keeper interface {
 	Resize(ctx context.Context, r *gpuctlv1.ResizeRequest, report cards.Report) error
 }
 
-// NICs has the network cards of this host.
+// NICs manages the network cards of this host.
 type NICs interface {
 	List(ctx context.Context) ([]*gpuctlv1.NIC, error)
 	Resize(ctx context.Context, r *gpuctlv1.ResizeNICRequest) (*gpuctlv1.ChangeNICResponse, error)
 	Set(ctx context.Context, r *gpuctlv1.SetVFRequest) (*gpuctlv1.ChangeNICResponse, error)
 }
 
-// Cluster is the way to other hosts.
+// Cluster connects to other hosts.
 type Cluster interface {
 	HostName() string
-	// OtherHosts names those that are up.
+	// OtherHosts returns the names of the other hosts that are up.
 	OtherHosts() []string
 	Devices(host string) (gpuctlv1connect.DeviceServiceClient, error)
 }
 
-// API is DeviceService.
+// API implements DeviceService.
 type API struct {
 	keeper  Keeper
 	nics    NICs
@@ -56,7 +56,7 @@ type API struct {
 
 var _ gpuctlv1connect.DeviceServiceHandler = (*API)(nil)
 
-// New returns the API of a host's cards.
+// New returns the API of this host's cards and network cards.
 func New(k Keeper, n NICs, c Cluster, log *slog.Logger) *API { return &API{k, n, c, log} }
 
 // Handle adds the service to a mux.
@@ -65,13 +65,14 @@ func (a *API) Handle(mux *http.ServeMux, options ...connect.HandlerOption) {
 	mux.Handle(gpuctlv1connect.NewDeviceServiceHandler(a, options...))
 }
 
-// Everywhere lists the VMs of all hosts, and the hosts that did not answer.
+// Everywhere lists the VMs of all hosts, and names the hosts that did not answer.
 func (a *API) Everywhere(ctx context.Context) (machines []*gpuctlv1.Machine, missing []string) {
 	res := a.everywhere(ctx)
 	return res.GetMachines(), res.GetMissing()
 }
 
-// hostOf is the host that a request is for: said, or part of the GPU's id.
+// hostOf returns the host that a request is for: the given one, or the one in the GPU's
+// id.
 func (a *API) hostOf(host, gpu string) string {
 	if name, _, ok := strings.Cut(gpu, "/"); ok && host == "" {
 		host = name
@@ -82,7 +83,8 @@ func (a *API) hostOf(host, gpu string) string {
 	return host
 }
 
-// there returns the other host's service; nil: this host is meant.
+// there returns a client for the other host's service, or nil if the request is for this
+// host.
 func (a *API) there(host, gpu string) (gpuctlv1connect.DeviceServiceClient, error) {
 	if host = a.hostOf(host, gpu); host == "" {
 		return nil, nil
@@ -118,7 +120,7 @@ func forward[Req, Res any](ctx context.Context, m *Req, call func(context.Contex
 	return connect.NewResponse(res.Msg), nil
 }
 
-// ListMachines lists VMs: of this host, another one, or all.
+// ListMachines lists the VMs of this host, of another one, or of all.
 func (a *API) ListMachines(ctx context.Context, req *connect.Request[gpuctlv1.ListMachinesRequest]) (*connect.Response[gpuctlv1.ListMachinesResponse], error) {
 	if req.Msg.GetHost() == "*" {
 		return connect.NewResponse(a.everywhere(ctx)), nil
@@ -137,7 +139,7 @@ func (a *API) ListMachines(ctx context.Context, req *connect.Request[gpuctlv1.Li
 	return connect.NewResponse(&gpuctlv1.ListMachinesResponse{Machines: all}), nil
 }
 
-// everywhere asks all hosts at once. Who does not answer is named.
+// everywhere asks all hosts at once. The answer names those that did not answer.
 func (a *API) everywhere(ctx context.Context) *gpuctlv1.ListMachinesResponse {
 	ctx, cancel := context.WithTimeout(ctx, others)
 	defer cancel()
@@ -195,7 +197,7 @@ func (a *API) Isolation(ctx context.Context, req *connect.Request[gpuctlv1.Isola
 	return connect.NewResponse(res), nil
 }
 
-// machineHost finds the host of a VM that no host was named for.
+// machineHost finds the host of a VM for a request that names no host.
 func (a *API) machineHost(ctx context.Context, host, gpu, machine string) (string, error) {
 	if host = a.hostOf(host, gpu); host != "" || gpu != "" && strings.Contains(gpu, "/") {
 		return host, nil
@@ -208,14 +210,14 @@ func (a *API) machineHost(ctx context.Context, host, gpu, machine string) (strin
 	}
 	switch {
 	case len(at) == 0 || slices.Contains(at, a.cluster.HostName()):
-		return "", nil // also the one that says that there is none
+		return "", nil // the keeper of this host reports that there is no such VM
 	case len(at) > 1:
 		return "", reason.Coded(reason.Errorf(reason.Ambiguous, "vm %s is on %s", machine, strings.Join(at, " and ")).On("vm", machine).Do("say which with --on"))
 	}
 	return at[0], nil
 }
 
-// stream is what Attach, Detach and Reset have in common.
+// stream does what Attach, Detach, Reset and Resize have in common.
 func stream[Req any](ctx context.Context, a *API, host string, m *Req, out *connect.ServerStream[gpuctlv1.DeviceUpdate],
 	do func(context.Context, *Req, cards.Report) error,
 	there func(gpuctlv1connect.DeviceServiceClient) func(context.Context, *connect.Request[Req]) (*connect.ServerStreamForClient[gpuctlv1.DeviceUpdate], error),
@@ -237,7 +239,7 @@ func stream[Req any](ctx context.Context, a *API, host string, m *Req, out *conn
 		}
 		return in.Err()
 	}
-	// The change goes on when the caller leaves, and tells nobody then.
+	// The change goes on if the caller leaves. From then on, nothing is sent.
 	var mu sync.Mutex
 	over := false
 	defer func() {
@@ -324,7 +326,7 @@ func (a *API) ResizeNIC(ctx context.Context, req *connect.Request[gpuctlv1.Resiz
 	return answer(a.nics.Resize(ctx, req.Msg))
 }
 
-// SetVF sets a virtual function of a network card up.
+// SetVF changes the settings of a network card's virtual function.
 func (a *API) SetVF(ctx context.Context, req *connect.Request[gpuctlv1.SetVFRequest]) (*connect.Response[gpuctlv1.ChangeNICResponse], error) {
 	there, err := a.there(req.Msg.GetHost(), "")
 	if err != nil {

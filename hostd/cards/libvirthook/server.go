@@ -20,42 +20,44 @@ import (
 // Event is one call of libvirt's hook.
 type Event = wire.Event
 
-// Answer is what is to be done about it.
+// Answer is the reply to an event.
 type Answer = wire.Answer
 
-// Handler decides about events. An error refuses the operation: its text is
-// what the operator sees, so it names the device, the owner, and what to do
-// next, in one line. Of operations that can't be refused it is only logged.
+// Handler decides about events. If it returns an error, the operation is refused. The
+// error's text is shown to the operator, so it names the device, the owner and what to do
+// next, in one line. For operations that cannot be refused, the error is only logged.
 //
-// Events may come at once, also of one domain, and again.
+// Several events may arrive at the same time, even of one domain, and events may be
+// repeated.
 type Handler interface {
 	Hook(ctx context.Context, e Event) (Answer, error)
 }
 
-// HandlerFunc is a function as a Handler.
+// HandlerFunc makes a Handler of a function.
 type HandlerFunc func(ctx context.Context, e Event) (Answer, error)
 
 // Hook calls f.
 func (f HandlerFunc) Hook(ctx context.Context, e Event) (Answer, error) { return f(ctx, e) }
 
-// Outcome is how one event ended.
+// Outcome is the result of one event.
 type Outcome struct {
 	Driver, Operation string
 	Status            wire.Status
 	Took              time.Duration // from the request to the answer
-	Err               error         // the Handler's
+	Err               error         // the Handler's error
 }
 
 const (
-	requestTime = 5 * time.Second // for the hook to send its request
-	answerTime  = 5 * time.Second // for it to take the answer
+	requestTime = 5 * time.Second // limit for the hook to send its request
+	answerTime  = 5 * time.Second // limit for the hook to read the answer
 	lastWord    = 200 * time.Millisecond
-	// atOnce bounds the requests in work: libvirtd has some twenty workers.
+	// atOnce limits the requests that are served at the same time. libvirtd has about
+	// twenty worker threads.
 	atOnce = 64
 )
 
-// Defaults are the deadlines of the operations. Binding and resetting devices
-// takes seconds; what only tells us something must not hold libvirtd up.
+// Defaults returns the deadlines of the operations. Binding and resetting devices takes
+// seconds. Operations that only notify hostd must not delay libvirtd.
 func Defaults() map[string]time.Duration {
 	long, brief := 30*time.Second, 10*time.Second
 	return map[string]time.Duration{
@@ -64,7 +66,7 @@ func Defaults() map[string]time.Duration {
 	}
 }
 
-// Option changes a Server.
+// Option is an option of New.
 type Option func(*Server)
 
 // WithDeadline sets the deadline of an operation.
@@ -72,18 +74,18 @@ func WithDeadline(operation string, d time.Duration) Option {
 	return func(s *Server) { s.deadlines[operation] = d }
 }
 
-// WithObserver has f called at the end of each event, for metrics. It must not
+// WithObserver makes the server call f at the end of each event, for metrics. f must not
 // block.
 func WithObserver(f func(Outcome)) Option { return func(s *Server) { s.observe = f } }
 
-// WithUser lets a user call, beside root: for tests, and for a hostd and a
-// libvirtd that one user runs for himself.
+// WithUser permits another user beside root to call: for tests, and for a hostd and a
+// libvirtd that run as the same user.
 func WithUser(uid int) Option { return func(s *Server) { s.users[uid] = true } }
 
-// WithLog has the server log there; otherwise it logs nothing.
+// WithLog sets the log. Without it, the server logs nothing.
 func WithLog(l *slog.Logger) Option { return func(s *Server) { s.log = l } }
 
-// Server answers hooks.
+// Server answers the requests of hooks.
 type Server struct {
 	handler   Handler
 	deadlines map[string]time.Duration
@@ -93,7 +95,7 @@ type Server struct {
 	slots     chan struct{}
 }
 
-// New returns a server that leaves decisions to h.
+// New returns a server that asks h for decisions.
 func New(h Handler, options ...Option) *Server {
 	s := &Server{
 		handler: h, deadlines: maps.Clone(Defaults()), users: map[int]bool{0: true}, observe: func(Outcome) {},
@@ -105,7 +107,7 @@ func New(h Handler, options ...Option) *Server {
 	return s
 }
 
-// Listen opens the socket in a run folder, for root alone.
+// Listen opens the socket in a run folder. Only root may connect.
 func Listen(dir string) (*net.UnixListener, error) {
 	l, err := rundir.Listen(filepath.Join(dir, wire.SocketName))
 	if err != nil {
@@ -119,7 +121,7 @@ func Listen(dir string) (*net.UnixListener, error) {
 	return u, nil
 }
 
-// Serve answers until ctx ends, and then waits for what is in work, whose
+// Serve answers requests until ctx ends. Then it waits for those in progress, whose
 // contexts have ended as well. It closes the listener.
 func (s *Server) Serve(ctx context.Context, l *net.UnixListener) error {
 	var wg sync.WaitGroup
@@ -136,7 +138,7 @@ func (s *Server) Serve(ctx context.Context, l *net.UnixListener) error {
 			return nil
 		case errors.Is(err, net.ErrClosed):
 			return fmt.Errorf("hook: %w", err)
-		case err != nil: // out of file descriptors, or the caller has gone
+		case err != nil: // out of file descriptors, or the caller has left before it was accepted
 			s.log.Warn("a hook could not be accepted", "err", err)
 			select {
 			case <-ctx.Done():
@@ -160,7 +162,7 @@ func (s *Server) serve(ctx context.Context, conn *net.UnixConn, wg *sync.WaitGro
 	_ = conn.SetReadDeadline(time.Now().Add(requestTime))
 	req, err := wire.ReadRequest(conn)
 	if err != nil {
-		if !errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) { // somebody looked whether we listen
+		if !errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) { // without a request, the connection only tested whether hostd listens
 			s.log.Warn("a hook's request can't be read", "err", err)
 		}
 		return
@@ -181,7 +183,7 @@ type result struct {
 	err    error
 }
 
-// event has the handler decide, and answers at the deadline without it.
+// event calls the Handler. At the deadline it answers without the Handler's decision.
 func (s *Server) event(ctx context.Context, conn net.Conn, req wire.Request, wg *sync.WaitGroup) wire.Response {
 	began := time.Now()
 	e := req.Event
@@ -190,7 +192,7 @@ func (s *Server) event(ctx context.Context, conn net.Conn, req wire.Request, wg 
 		took := time.Since(began)
 		operation := e.Operation
 		if _, ok := s.deadlines[operation]; !ok {
-			operation = "other" // a metric's label comes from a bounded set
+			operation = "other" // labels of metrics are from a bounded set
 		}
 		s.observe(Outcome{Driver: e.Driver, Operation: operation, Status: res.Status, Took: took, Err: err})
 		level := slog.LevelInfo
@@ -201,7 +203,7 @@ func (s *Server) event(ctx context.Context, conn net.Conn, req wire.Request, wg 
 		return res
 	}
 	if !wire.Known(e.Driver, e.Operation) {
-		return end(wire.Response{Status: wire.Done}, nil) // a libvirt of the future
+		return end(wire.Response{Status: wire.Done}, nil) // an operation that only newer versions of libvirt have
 	}
 	limit := s.deadlines[e.Operation]
 	if req.Budget > 0 {
@@ -210,12 +212,12 @@ func (s *Server) event(ctx context.Context, conn net.Conn, req wire.Request, wg 
 	ctx, cancel := context.WithTimeout(ctx, limit)
 	defer cancel()
 	gone := make(chan struct{})
-	wg.Go(func() { // the hook sends nothing more: this returns when it closes
+	wg.Go(func() { // the hook sends nothing after its request, so this returns when it closes the connection
 		defer close(gone)
 		_, _ = conn.Read(make([]byte, 1))
 		cancel()
 	})
-	defer func() { // only when the answer's way is still open
+	defer func() { // ends the read; the connection stays open for the answer
 		_ = conn.SetReadDeadline(time.Unix(1, 0))
 		<-gone
 	}()

@@ -1,9 +1,9 @@
-// Package platform gives the keeper of cards what it needs of this machine: the
-// hypervisor (Xen, or KVM through libvirt), libvirt's VMs, drivers, resets,
-// isolation and the catalogue of models. Each implements an interface of
-// hostd/cards. The package also listens to uevents of the kernel, events of
-// libvirt and libvirt's hook, and passes them on to the keeper.
+// Package platform implements what the keeper of cards needs on this host: the hypervisor
+// (Xen, or KVM through libvirt), libvirt's VMs, drivers, resets, isolation and the
+// catalogue of models. Each part implements an interface of hostd/cards. The package also
+// listens to uevents of the kernel, events of libvirt and libvirt's hook, and passes them
+// on to the keeper.
 //
-// It decides nothing. On a machine without a hypervisor cards are listed and
-// judged, too; an attach is refused with the reason.
+// It decides nothing. On a host without a hypervisor, cards are listed and judged as
+// well, and an attach is refused with the reason.
 package platform

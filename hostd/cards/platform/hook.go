@@ -11,8 +11,8 @@ import (
 	"github.com/gpuctl/gpuctl/passthrough/pci"
 )
 
-// Hook decides about libvirt's events. It calls libvirt for nothing: libvirtd
-// waits for it.
+// Hook decides about libvirt's events. It never calls libvirt, because libvirtd waits for
+// its answer.
 func (p *Platform) Hook(ctx context.Context, e libvirthook.Event) (libvirthook.Answer, error) {
 	switch e.Operation {
 	case wire.Prepare:
@@ -26,7 +26,7 @@ func (p *Platform) Hook(ctx context.Context, e libvirthook.Event) (libvirthook.A
 			p.Keeper.Stopped(canonical(doc.UUID()))
 			return libvirthook.Answer{}, nil
 		}
-		p.Keeper.Kick() // without the XML it is found out what has ended
+		p.Keeper.Kick() // without the XML, Reconcile finds out what has ended
 	case wire.Migrate:
 		return p.incoming(e)
 	case wire.Started, wire.Stopped, wire.Reconnect, wire.Attach:
@@ -35,7 +35,7 @@ func (p *Platform) Hook(ctx context.Context, e libvirthook.Event) (libvirthook.A
 	return libvirthook.Answer{}, nil
 }
 
-// assigned are the PCI functions in the XML of an event.
+// assigned returns the PCI functions in the XML of an event.
 func assigned(e libvirthook.Event) (*domxml.Document, []pci.Address, error) {
 	doc, err := domxml.Parse(e.XML)
 	if err != nil {
@@ -50,9 +50,9 @@ func assigned(e libvirthook.Event) (*domxml.Document, []pci.Address, error) {
 	return doc, out, nil
 }
 
-// incoming puts this host's cards into the XML of a VM that arrives, where the
-// driver hands it over (qemu does; libxl of libvirt 9.0 gives nothing, and cards
-// are plugged in after the arrival).
+// incoming writes this host's cards into the XML of a VM that arrives. It can do so only
+// if the driver passes the XML to the hook. qemu's does. libxl's of libvirt 9.0 does not;
+// there, cards are attached after the arrival.
 func (p *Platform) incoming(e libvirthook.Event) (libvirthook.Answer, error) {
 	if len(e.XML) == 0 {
 		return libvirthook.Answer{}, nil

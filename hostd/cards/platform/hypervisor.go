@@ -16,13 +16,13 @@ import (
 	"github.com/gpuctl/gpuctl/passthrough/xen"
 )
 
-// Drivers that hold a card for a VM.
+// Drivers that a card is bound to while a VM has it.
 const (
 	driverXen = "pciback"
 	driverKVM = "vfio-pci"
 )
 
-// xenHypervisor asks Xen's own lists.
+// xenHypervisor reads Xen's lists of devices.
 type xenHypervisor struct {
 	host *xen.Host
 	xl   *xen.XL
@@ -52,7 +52,7 @@ func (x xenHypervisor) Owners(ctx context.Context) (map[pci.Address]vm.VM, error
 	for _, a := range assigned {
 		d, known := byID[a.Domain]
 		if !known {
-			continue // what a domain leaves behind that is gone
+			continue // an entry of a domain that has ended
 		}
 		out[a.Device] = d
 	}
@@ -68,10 +68,10 @@ func (x xenHypervisor) Dom0Access(card *pci.Card) string {
 	return string(a)
 }
 
-// HotplugBlocker is about libvirt's libxl driver and cards of several functions.
-// The driver resets each function before it attaches it. If the function has no
-// reset of its own, the driver resets the bus, and refuses while another function
-// of the card is in use.
+// HotplugBlocker is about libvirt's libxl driver and cards with several functions. The
+// driver resets each function before it attaches it. If the function has no reset of its
+// own, the driver resets the bus, and refuses that while another function of the card is
+// in use.
 func (x xenHypervisor) HotplugBlocker(card *pci.Card) string {
 	if len(card.Functions) < 2 {
 		return ""
@@ -86,7 +86,7 @@ func (x xenHypervisor) HotplugBlocker(card *pci.Card) string {
 	return ""
 }
 
-// ForceDetach has xl remove a device that the device model does not know any more.
+// ForceDetach has xl remove a device that the device model (qemu) does not have any more.
 func (x xenHypervisor) ForceDetach(ctx context.Context, uuid string, f pci.Address) error {
 	id, err := x.domain(ctx, uuid)
 	if err != nil {
@@ -95,7 +95,7 @@ func (x xenHypervisor) ForceDetach(ctx context.Context, uuid string, f pci.Addre
 	return x.xl.ForceDetach(ctx, id, f)
 }
 
-// ForceAttach has xl attach a device.
+// ForceAttach has xl attach a device, without libvirt.
 func (x xenHypervisor) ForceAttach(ctx context.Context, uuid string, f pci.Address) error {
 	id, err := x.domain(ctx, uuid)
 	if err != nil {
@@ -117,7 +117,7 @@ func (x xenHypervisor) domain(ctx context.Context, uuid string) (id uint16, err 
 	return 0, fmt.Errorf("vm %s: %w", uuid, cards.ErrNotFound)
 }
 
-// kvmHypervisor believes libvirt's description of running VMs.
+// kvmHypervisor uses libvirt's XML of running VMs.
 type kvmHypervisor struct{ client *virt.Client }
 
 func (kvmHypervisor) Driver() string                  { return driverKVM }
@@ -127,7 +127,8 @@ func (kvmHypervisor) HotplugBlocker(*pci.Card) string { return "" }
 func (kvmHypervisor) ForceDetach(context.Context, string, pci.Address) error { return errOneList }
 func (kvmHypervisor) ForceAttach(context.Context, string, pci.Address) error { return errOneList }
 
-// errOneList: what libvirt says is all that there is.
+// errOneList means that there is only libvirt's list of devices, so there is nothing to
+// repair.
 var errOneList = errors.New("only Xen keeps a list beside libvirt's")
 
 func (k kvmHypervisor) Owners(ctx context.Context) (map[pci.Address]vm.VM, error) {
@@ -157,7 +158,7 @@ func (k kvmHypervisor) Owners(ctx context.Context) (map[pci.Address]vm.VM, error
 	return out, nil
 }
 
-// noHypervisor has no VMs.
+// noHypervisor is the Hypervisor of a host without VMs.
 type noHypervisor struct{}
 
 func (noHypervisor) Driver() string                  { return driverKVM }
@@ -171,7 +172,7 @@ func (noHypervisor) Owners(context.Context) (map[pci.Address]vm.VM, error) {
 	return map[pci.Address]vm.VM{}, nil
 }
 
-// canonical is a UUID as libvirt writes it; what is none stays.
+// canonical returns a UUID as libvirt writes it. Other text is returned unchanged.
 func canonical(uuid string) string {
 	u, err := virt.ParseUUID(strings.TrimSpace(uuid))
 	if err != nil {

@@ -12,7 +12,7 @@ import (
 	"github.com/gpuctl/gpuctl/passthrough/reset"
 )
 
-// judge is the isolation report as the API has it.
+// judge converts the isolation report to the API's form.
 type judge struct{ source isolation.Source }
 
 func (j judge) Report(ctx context.Context, card *pci.Card) (*gpuctlv1.IsolationResponse, error) {
@@ -21,7 +21,7 @@ func (j judge) Report(ctx context.Context, card *pci.Card) (*gpuctlv1.IsolationR
 		return nil, err
 	}
 	word := func(v isolation.Verdict) string {
-		text, _ := v.MarshalText() // it never fails
+		text, _ := v.MarshalText() // MarshalText of a verdict never fails
 		return string(text)
 	}
 	out := &gpuctlv1.IsolationResponse{Gpu: card.Address.String(), Verdict: word(r.Verdict), Summary: r.Verdict.String(), Source: r.Source}
@@ -37,7 +37,7 @@ func (j judge) Report(ctx context.Context, card *pci.Card) (*gpuctlv1.IsolationR
 	return out, nil
 }
 
-// resetter resets as the catalogue says of the model.
+// resetter resets a card with the methods that the catalogue has for its model.
 type resetter struct {
 	*reset.Resetter
 	catalog *catalog.Catalog

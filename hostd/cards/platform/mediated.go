@@ -15,7 +15,7 @@ import (
 	"github.com/gpuctl/gpuctl/passthrough/pci"
 )
 
-// mediated gives mediated devices to libvirt's qemu VMs.
+// mediated attaches mediated devices to VMs of libvirt's qemu driver.
 type mediated struct{ client *virt.Client }
 
 func (m mediated) Owners(ctx context.Context) (map[string]vm.VM, error) {
@@ -61,7 +61,7 @@ func (m mediated) Detach(ctx context.Context, machine, device string) error {
 	source := domxml.Source{MDev: device}
 	text, err := doc.DeviceXML(source)
 	if errors.Is(err, domxml.ErrNotFound) {
-		text, err = domxml.HostDevice{Source: source}.XML(), nil // libvirt may know it all the same
+		text, err = domxml.HostDevice{Source: source}.XML(), nil // libvirt may have changed the VM nevertheless
 	}
 	if err != nil {
 		return err
@@ -69,8 +69,9 @@ func (m mediated) Detach(ctx context.Context, machine, device string) error {
 	return m.client.Detach(ctx, d, text, virt.Live)
 }
 
-// sriovManage is what NVIDIA's vGPU software sets the number of virtual
-// functions by: all or none. Its driver refuses to have the kernel's file written.
+// sriovManage is the program of NVIDIA's vGPU software that switches all virtual
+// functions of a card on or off. NVIDIA's driver does not accept a number in
+// sriov_numvfs.
 const sriovManage = "usr/lib/nvidia/sriov-manage"
 
 func exists(root fs.FS, name string) bool {
@@ -78,7 +79,7 @@ func exists(root fs.FS, name string) bool {
 	return err == nil
 }
 
-// read is an attribute of a function; empty: there is none.
+// read returns an attribute of a function in sysfs; empty: it does not exist.
 func read(root fs.FS, a pci.Address, name string) string {
 	data, err := fs.ReadFile(root, "sys/bus/pci/devices/"+a.String()+"/"+name)
 	if err != nil {
@@ -87,8 +88,9 @@ func read(root fs.FS, a pci.Address, name string) string {
 	return strings.TrimSpace(string(data))
 }
 
-// switchNVIDIA sets the number of virtual functions of NVIDIA's cards, where
-// there is their program for it.
+// switchNVIDIA returns a function that sets the number of virtual functions of NVIDIA's
+// cards. It reports false if NVIDIA's program is not installed, or the card is another
+// vendor's.
 func switchNVIDIA(root fs.FS) func(context.Context, pci.Address, int) (bool, error) {
 	return func(ctx context.Context, pf pci.Address, n int) (bool, error) {
 		if read(root, pf, "vendor") != "0x10de" || !exists(root, sriovManage) {

@@ -33,7 +33,7 @@ import (
 	"github.com/gpuctl/gpuctl/passthrough/xen"
 )
 
-// Where a Debian host has what platform talks to.
+// Default paths of what platform talks to, on Debian.
 const (
 	xenDevices     = "/dev/xen"
 	xenstoreSocket = "/run/xenstored/socket"
@@ -42,28 +42,29 @@ const (
 	uriQEMU        = "qemu:///system"
 )
 
-// Options are how a platform is opened.
+// Options are the options of Open.
 type Options struct {
 	Config  config.Devices
-	Dev     bool       // no VMs are managed
-	Root    sysfs.Root // the machine's files
+	Dev     bool       // development mode: no VMs are managed
+	Root    sysfs.Root // the host's root folder
 	PCI     *pci.Scanner
-	Dir     string // where records are kept
-	RunDir  string // of the hooks' socket
+	Dir     string // folder for records
+	RunDir  string // folder for the hook's socket
 	Cluster cards.Cluster
 	GPUs    func(ctx context.Context) ([]*clusterv1.GPU, error)
-	// LetGo has NVML give up cards before their drivers are changed.
+	// LetGo makes NVML close cards before their drivers are changed; resume ends that.
 	LetGo func(context.Context, []pci.Address) (resume func(), err error)
 	Event func(gpu, kind, message string)
 	Log   *slog.Logger
 }
 
-// Platform is what there is on this machine.
+// Platform has the keeper of cards, and the connections to libvirt and the hypervisor.
 type Platform struct {
 	Keeper  *cards.Keeper
 	Catalog *catalog.Catalog
-	Client  *virt.Client // nil: no libvirt
-	// Vchan connects to a path of a running VM; nil: this is no Xen.
+	Client  *virt.Client // nil: no libvirt on this host
+	// Vchan connects to a path of a running VM over vchan; nil: the hypervisor is not
+	// Xen.
 	Vchan    func(ctx context.Context, uuid, path string) (net.Conn, error)
 	log      *slog.Logger
 	pci      *pci.Scanner
@@ -74,7 +75,7 @@ type Platform struct {
 	close    []func() error
 }
 
-// Open finds out what the machine is. It touches no card.
+// Open finds out what this host has. It changes no card.
 func Open(ctx context.Context, o Options) (p *Platform, err error) {
 	p = &Platform{log: o.Log, runDir: o.RunDir, event: o.Event, pci: o.PCI}
 	defer func() {
@@ -112,8 +113,8 @@ func Open(ctx context.Context, o Options) (p *Platform, err error) {
 	return p, nil
 }
 
-// openJournal waits for a hostd that was killed: the kernel may still be at the
-// last of its writes.
+// openJournal opens the binder's journal. A hostd that was killed may still be in its
+// last write in the kernel, so it waits for that.
 func openJournal(ctx context.Context, dir string) (*bind.Journal, error) {
 	ctx, cancel := context.WithTimeout(ctx, journalPatience)
 	defer cancel()
@@ -132,7 +133,8 @@ func openJournal(ctx context.Context, dir string) (*bind.Journal, error) {
 
 const journalPatience = 30 * time.Second
 
-// guests tells the binder of VMs that have a function: files do not show them.
+// guests makes the binder see the VMs that have a function, as open files do not show
+// them.
 func guests(h cards.Hypervisor) func(context.Context, []pci.Address) ([]bind.User, error) {
 	return func(ctx context.Context, functions []pci.Address) ([]bind.User, error) {
 		owners, err := h.Owners(ctx)
@@ -149,8 +151,8 @@ func guests(h cards.Hypervisor) func(context.Context, []pci.Address) ([]bind.Use
 	}
 }
 
-// hypervisor chooses what answers for VMs: Xen where this is its control
-// domain, else libvirt's qemu driver where there is a socket of it.
+// hypervisor chooses the hypervisor: Xen if this is its control domain, otherwise
+// libvirt's qemu driver if its socket exists.
 func (p *Platform) hypervisor(ctx context.Context, o Options, c *cards.Config) error {
 	if o.Dev {
 		c.Hypervisor, c.VMs, c.Isolation = noHypervisor{}, noVMs{why: "hostd --dev manages none"}, judge{isolation.Kernel{Root: o.Root}}
@@ -208,10 +210,10 @@ func (p *Platform) hypervisor(ctx context.Context, o Options, c *cards.Config) e
 	return nil
 }
 
-// Run finishes or undoes what was left half-way, keeps the cards, and passes
-// on what happens, until ctx ends.
+// Run finishes or undoes what was interrupted. Then it runs the keeper of cards, and
+// passes events to it, until ctx ends.
 func (p *Platform) Run(ctx context.Context) error {
-	// First what a reset has left, which may have no driver for that time.
+	// First finish an interrupted reset, because its card may have no driver until then.
 	if _, err := p.resetter.Recover(ctx); err != nil {
 		p.log.Error("a reset that was cut short is not undone", "err", err)
 	}
@@ -220,14 +222,14 @@ func (p *Platform) Run(ctx context.Context) error {
 		p.log.Info("driver settled", "function", r.Function, "outcome", r.Outcome, "driver", r.Driver)
 	}
 	if err != nil {
-		// Others than these cards can be kept all the same.
+		// The other cards can be managed nevertheless.
 		p.log.Error("a driver is not as it was recorded", "err", err)
 	}
 	listener, err := libvirthook.Listen(p.runDir)
 	if err != nil {
 		return err
 	}
-	// For hooks that find nobody here.
+	// gpuctl-hook reads this when hostd does not run.
 	ids := strings.Join(append(p.Catalog.AnyClassIDs(), ""), "\n")
 	if err := durable.Replace(filepath.Join(p.runDir, wire.IDsName), []byte(ids), 0o600); err != nil {
 		return err
@@ -247,8 +249,8 @@ func (p *Platform) Run(ctx context.Context) error {
 	return nil
 }
 
-// uevents has cards looked at anew whenever a PCI device comes, goes or changes
-// drivers, and the keeper look.
+// uevents makes the keeper reconcile when a PCI device appears, disappears or changes its
+// driver.
 func (p *Platform) uevents(ctx context.Context) {
 	l, err := uevent.Listen()
 	if err != nil {
@@ -275,7 +277,7 @@ func (p *Platform) uevents(ctx context.Context) {
 	}
 }
 
-// libvirt passes on what happens to VMs.
+// libvirt passes libvirt's events about VMs to the keeper.
 func (p *Platform) libvirt(ctx context.Context) {
 	sub := p.Client.Subscribe()
 	defer sub.Close()
@@ -300,8 +302,8 @@ func (p *Platform) libvirt(ctx context.Context) {
 // stoppedSaved is VIR_DOMAIN_EVENT_STOPPED_SAVED.
 const stoppedSaved = 4
 
-// saved tells the operator of a VM that was saved while it had a card: libvirt
-// does not refuse that, and it does damage.
+// saved reports to the operator that a VM was saved while it had a card. libvirt does not
+// refuse that, although the card's state is lost.
 func (p *Platform) saved(d virt.Domain) {
 	for _, gpu := range p.Keeper.Of(d.UUID.String()) {
 		p.event(gpu, "SavedWithGPU", "VM "+d.Name+" was saved while it had it: the state in the card is lost, and a restore may not get it back; detach a card before saving")
@@ -309,7 +311,7 @@ func (p *Platform) saved(d virt.Domain) {
 	}
 }
 
-// Close gives back what was opened.
+// Close closes what Open has opened.
 func (p *Platform) Close() error {
 	var errs []error
 	for i := len(p.close) - 1; i >= 0; i-- {
@@ -318,7 +320,7 @@ func (p *Platform) Close() error {
 	return errors.Join(errs...)
 }
 
-// Scheme is that of libvirt's URIs on hosts of this kind.
+// Scheme returns the scheme of libvirt's URIs for this host's hypervisor.
 func (p *Platform) Scheme() string {
 	if p.Client != nil && p.Client.Driver() == virt.QEMU {
 		return string(virt.QEMU)

@@ -17,13 +17,13 @@ import (
 	"github.com/gpuctl/gpuctl/passthrough/pci"
 )
 
-// vms are the VMs that libvirt has as domains.
+// vms are the VMs that libvirt has as its domains.
 type vms struct{ client *virt.Client }
 
-// stateWord is a state as gpuctl names it.
+// stateWord returns gpuctl's name of a domain's state.
 func stateWord(s virt.State) string {
 	switch s {
-	case virt.Running, virt.Blocked: // Xen calls a VM blocked that waits for work
+	case virt.Running, virt.Blocked: // Xen calls a VM blocked that has no work at the moment
 		return "running"
 	case virt.ShutOff, virt.NoState:
 		return "shutoff"
@@ -42,11 +42,11 @@ func (m vms) List(ctx context.Context) ([]vm.Info, error) {
 	var out []vm.Info
 	for _, d := range all {
 		if m.client.Driver() == virt.Xen && d.ID == 0 {
-			continue // the control domain
+			continue // dom0
 		}
 		one, err := m.describe(ctx, d)
 		if errors.Is(err, virt.ErrNotFound) {
-			continue // gone since it was listed
+			continue // it has ended since it was listed
 		}
 		if err != nil {
 			return nil, err
@@ -80,7 +80,7 @@ func (m vms) describe(ctx context.Context, d virt.Domain) (vm.Info, error) {
 	return out, err
 }
 
-// inBytes is an amount of memory as libvirt's XML writes it.
+// inBytes converts an amount of memory from libvirt's XML to bytes.
 func inBytes(n uint64, unit string) uint64 {
 	switch unit {
 	case "b", "bytes":
@@ -169,7 +169,7 @@ func (m vms) Attach(ctx context.Context, uuid string, f pci.Address) error {
 func (m vms) Detach(ctx context.Context, uuid string, f pci.Address) error {
 	d, text, err := m.entry(ctx, uuid, f)
 	if errors.Is(err, domxml.ErrNotFound) {
-		text, err = device(f).XML(), nil // libvirt may know it all the same
+		text, err = device(f).XML(), nil // libvirt may have changed the VM nevertheless
 	}
 	if err != nil {
 		return err
@@ -185,8 +185,8 @@ func (m vms) Listed(ctx context.Context, uuid string, f pci.Address) (bool, erro
 	return err == nil, err
 }
 
-// entry is what the definition of a running VM says of a function; if nothing,
-// domxml.ErrNotFound.
+// entry returns the running VM's definition, and the XML of a function in it. If the
+// function is not in it, the error wraps domxml.ErrNotFound.
 func (m vms) entry(ctx context.Context, uuid string, f pci.Address) (d virt.Domain, text []byte, err error) {
 	if d, err = m.find(ctx, uuid); err != nil {
 		return d, nil, err
@@ -224,7 +224,7 @@ func (m vms) Store(ctx context.Context, uuid string, functions []pci.Address) er
 	return m.edit(ctx, uuid, func(doc *domxml.Document) error { return store(doc, functions) })
 }
 
-// store puts functions into a definition that will start with them.
+// store adds functions to a definition; the VM has them from its next start on.
 func store(doc *domxml.Document, functions []pci.Address) error {
 	for _, f := range functions {
 		if err := doc.Add(device(f)); err != nil && !errors.Is(err, domxml.ErrExists) {
@@ -256,7 +256,7 @@ func (m vms) Unstore(ctx context.Context, uuid string, functions []pci.Address) 
 	})
 }
 
-// noVMs is a host without libvirt.
+// noVMs is the VMs of a host without libvirt.
 type noVMs struct{ why string }
 
 func (n noVMs) err() error {
