@@ -21,24 +21,24 @@ import (
 const (
 	probeTimeout = 30 * time.Second
 	probesAtOnce = 2
-	maxDevices   = 64                  // of one runtime
-	poclMemory   = "POCL_MEMORY_LIMIT" // GiB
+	maxDevices   = 64                  // most devices of one runtime
+	poclMemory   = "POCL_MEMORY_LIMIT" // PoCL's environment variable for its memory, in GiB
 )
 
-// Prober asks a runtime, in a process of its own, what devices it has.
+// Prober loads a runtime in another process, and returns the runtime's devices.
 type Prober interface {
 	Probe(ctx context.Context, runtime *gpuctlv1.Runtime) (*gpuctlv1.ProbeResponse, error)
 }
 
-// source is one runtime with an environment, and what it is to become.
+// source is one runtime with an environment, and the configuration that declares it.
 type source struct {
 	lib      Library
 	runtime  *gpuctlv1.Runtime
-	declared *config.GPU // nil: discovered
+	declared *config.GPU // nil: it was discovered
 }
 
-// Discover returns the machine's GPUs, ordered by id, and a warning for every
-// runtime or declared GPU that cannot be used. Its error is that of ctx.
+// Discover returns the host's GPUs, sorted by id, and a warning for each runtime or
+// declared GPU that cannot be used. It returns an error only if ctx has ended.
 func Discover(ctx context.Context, root fs.FS, c config.Config, prober Prober) ([]*gpuctlv1.GPU, []string, error) {
 	sources, warnings := plan(root, c)
 	answers := make([]*gpuctlv1.ProbeResponse, len(sources))
@@ -53,8 +53,8 @@ func Discover(ctx context.Context, root fs.FS, c config.Config, prober Prober) (
 			defer cancel()
 			answers[i], failures[i] = prober.Probe(ctx, s.runtime)
 			if offered, limited := s.belowLimit(answers[i]); limited && !s.operators() {
-				// PoCL follows the free memory as long as that is less than
-				// its limit. Half of it will hold.
+				// While less memory is free than its limit, PoCL offers only the free
+				// memory. Half of that stays available.
 				s.runtime.Env[poclMemory] = strconv.FormatUint(max(1, offered/size.GiB/2), 10)
 				answers[i], failures[i] = prober.Probe(ctx, s.runtime)
 			}
@@ -66,7 +66,7 @@ func Discover(ctx context.Context, root fs.FS, c config.Config, prober Prober) (
 	}
 	var gpus []*gpuctlv1.GPU
 	taken := map[string]bool{}
-	for _, g := range c.GPUs { // declared ids are the operator's and never yield
+	for _, g := range c.GPUs { // ids in the configuration are never changed
 		taken[g.ID] = true
 	}
 	for i, s := range sources {
@@ -138,7 +138,7 @@ func newRuntime(lib Library, env map[string]string, limit string) *gpuctlv1.Runt
 	return &gpuctlv1.Runtime{Library: lib.Path, Env: env}
 }
 
-// operators reports whether the limit of PoCL's memory is the operator's choice.
+// operators reports whether the operator has set the limit of PoCL's memory.
 func (s source) operators() bool {
 	if s.declared == nil {
 		return false
@@ -147,7 +147,8 @@ func (s source) operators() bool {
 	return set
 }
 
-// belowLimit says that PoCL offers less memory, in bytes, than its limit.
+// belowLimit reports whether PoCL offers less memory than its limit, and how many bytes
+// it offers.
 func (s source) belowLimit(answer *gpuctlv1.ProbeResponse) (offered uint64, limited bool) {
 	limit, err := strconv.ParseUint(s.runtime.GetEnv()[poclMemory], 10, 32)
 	if s.lib.Runtime != "pocl" || err != nil || len(answer.GetDevices()) == 0 {
@@ -157,7 +158,8 @@ func (s source) belowLimit(answer *gpuctlv1.ProbeResponse) (offered uint64, limi
 	return offered, offered < limit*size.GiB
 }
 
-// gpus makes GPUs of a runtime's answer. What cannot be made is in the error.
+// gpus returns the GPUs of a runtime's answer. The error contains those that cannot be
+// used.
 func (s source) gpus(answer *gpuctlv1.ProbeResponse, taken map[string]bool) ([]*gpuctlv1.GPU, error) {
 	devices := answer.GetDevices()
 	if len(devices) == 0 {
@@ -208,8 +210,8 @@ func (s source) gpus(answer *gpuctlv1.ProbeResponse, taken map[string]bool) ([]*
 	return gpus, missing
 }
 
-// baseID names a discovered device: cards by their place among the runtime's,
-// devices that compute on the processor by their kind.
+// baseID returns the name of a discovered device. Cards are named by their index in the
+// runtime, devices that compute on the processor by their kind.
 func (s source) baseID(d *gpuctlv1.ProbedDevice, n, of int) string {
 	name := s.lib.Runtime
 	if name == "pocl" {
@@ -232,8 +234,8 @@ func unique(id string, taken map[string]bool) string {
 	return name
 }
 
-// dropDoubles removes cards that were found before under another name (those
-// declared come first): one card must not get two owners.
+// dropDoubles removes cards that are in the list twice under different names, so that one
+// card cannot get two owners. Declared GPUs come first and are kept.
 func dropDoubles(gpus []*gpuctlv1.GPU) (kept []*gpuctlv1.GPU, warnings []string) {
 	card := map[string]string{}
 	for _, g := range gpus {
@@ -251,7 +253,8 @@ func dropDoubles(gpus []*gpuctlv1.GPU) (kept []*gpuctlv1.GPU, warnings []string)
 	return kept, warnings
 }
 
-// tellModelsApart adds the memory to names that differing devices share.
+// tellModelsApart adds the memory to a model's name if different devices have the same
+// name.
 func tellModelsApart(gpus []*gpuctlv1.GPU) {
 	sizes := map[string]map[uint64]bool{}
 	for _, g := range gpus {
@@ -267,10 +270,10 @@ func tellModelsApart(gpus []*gpuctlv1.GPU) {
 	}
 }
 
-// Rank gives every GPU its place in the order of models, from 1. Models with
-// equal rank in the configuration are ordered by what they are: a card before
-// a runtime that computes on the processor, then memory, compute units and the
-// largest allocation.
+// Rank sets the rank of all GPUs in the order of models, from 1. Models with equal rank
+// in the configuration are ordered by their properties: a card is above a runtime that
+// computes on the processor; then memory, compute units and the largest allocation
+// decide.
 func Rank(gpus []*gpuctlv1.GPU, models []config.Model) {
 	given := map[string]int{}
 	for _, m := range models {

@@ -12,16 +12,16 @@ import (
 
 // Library is a vendor's OpenCL runtime.
 type Library struct {
-	Path    string // absolute, or a name for the dynamic linker
+	Path    string // absolute path, or a name for the dynamic linker
 	Runtime string // pocl, oclgrind, nvidia, …
 }
 
-// ownLibrary is the part of our own ICD's file name that tells it from vendors'.
+// ownLibrary is the part of the file name by which gpuctl's own ICD is recognized.
 const ownLibrary = "libgpuctl-opencl"
 
-// Libraries lists the runtimes that the machine has: those registered in
-// /etc/OpenCL/vendors or one of the extra folders, and some that distributions
-// install without registering them.
+// Libraries lists the runtimes that are installed: those registered in
+// /etc/OpenCL/vendors or one of the extra folders, and some that distributions install
+// without registering them.
 func Libraries(root fs.FS, extra []string) []Library {
 	var out []Library
 	seen := map[string]bool{}
@@ -57,8 +57,8 @@ func Libraries(root fs.FS, extra []string) []Library {
 			add("/" + file)
 		}
 	}
-	// One runtime under two names (a link and its target) is one runtime, and
-	// so is one that is registered twice.
+	// A link and its target are one runtime. So are two registrations of the same
+	// library.
 	return slices.CompactFunc(sorted(out), func(a, b Library) bool {
 		return a.Runtime == b.Runtime && soName(a.Path) == soName(b.Path)
 	})
@@ -74,14 +74,14 @@ func sorted(libs []Library) []Library {
 	return libs
 }
 
-// soName is a library's path up to its version.
+// soName returns a library's path without its version.
 func soName(p string) string {
 	name, _, _ := strings.Cut(p, ".so")
 	return name
 }
 
-// resolve makes a path of a bare library name, looking where the dynamic
-// linker does; a name that is nowhere stays as it is.
+// resolve returns the path of a bare library name. It searches the folders of the dynamic
+// linker. If the library is not found, the name is returned.
 func resolve(root fs.FS, name string) string {
 	if strings.Contains(name, "/") {
 		return path.Clean(name)
@@ -132,7 +132,7 @@ func runtimeName(base string) string {
 	return slug(name)
 }
 
-// slug keeps letters and digits and puts one dash for everything else.
+// slug keeps letters and digits, and replaces everything between them with one dash.
 func slug(s string) string {
 	var b strings.Builder
 	for _, r := range strings.ToLower(s) {
@@ -150,9 +150,9 @@ func slug(s string) string {
 	return out
 }
 
-// poclLimit is a memory limit for PoCL in whole GiB: half of the machine's
-// memory. PoCL's own default follows the memory that is free at the moment,
-// and a GPU must not change its size.
+// poclLimit returns a memory limit for PoCL in GiB: half of the host's memory. PoCL's
+// default depends on the memory that is free at the moment, but the size of a GPU must
+// not change.
 func poclLimit(root fs.FS) string {
 	data, err := fs.ReadFile(root, "proc/meminfo")
 	if err != nil {

@@ -20,14 +20,14 @@ import (
 	"github.com/gpuctl/gpuctl/internal/wait"
 )
 
-// ErrTaken says that the cluster has given a GPU to somebody else.
+// ErrTaken means that the cluster has given a GPU to another claim.
 var ErrTaken = errors.New("given to others")
 
-// Holding is what a claim has of this host's GPUs.
+// Holding is which GPUs of this host a claim has, and how much of each.
 type Holding struct {
 	Claim  *clusterv1.Claim
 	GPUs   []string
-	Amount uint64 // bytes of each; 0: whole GPUs
+	Amount uint64 // bytes of each GPU; 0: whole GPUs
 }
 
 func (n *Node) membership() (*membership, error) {
@@ -37,7 +37,7 @@ func (n *Node) membership() (*membership, error) {
 	return nil, clusterapi.ErrNotJoined
 }
 
-// own makes a claim one that this host manages.
+// own returns a copy of the claim that is marked as managed by this host.
 func (m *membership) own(c *clusterv1.Claim) *clusterv1.Claim {
 	c = proto.CloneOf(c)
 	c.Host, c.Owner = m.Host, "host "+m.Host
@@ -48,8 +48,8 @@ func (m *membership) own(c *clusterv1.Claim) *clusterv1.Claim {
 	return c
 }
 
-// Settle returns when the cluster has heard of everything that this host no
-// longer uses, or soon all the same: who asks next is to find it free.
+// Settle waits until the cluster knows everything that this host has given back, so that
+// a claim that is made next finds it free. It waits settleTimeout at most.
 func (n *Node) Settle(ctx context.Context) {
 	m := n.member()
 	if m == nil {
@@ -82,8 +82,8 @@ func (n *Node) unsettled(m *membership, v *state.View) bool {
 	return false
 }
 
-// Known returns when the cluster knows GPUs of this host, or after the time of
-// one attempt all the same: one that was just started has to report them first.
+// Known waits until the cluster knows the given GPUs of this host. A host that was just
+// started must report them first. It waits for the time of one attempt at most.
 func (n *Node) Known(ctx context.Context, gpus []string) {
 	m := n.member()
 	if m == nil {
@@ -108,10 +108,11 @@ func (n *Node) Known(ctx context.Context, gpus []string) {
 	}
 }
 
-// HostName is what the cluster calls this host.
+// HostName returns the name that the cluster uses for this host.
 func (n *Node) HostName() string { return n.Self().Host }
 
-// Claim binds a claim to GPUs of this host, or says why not.
+// Claim assigns GPUs of this host to a claim, or returns why it cannot. Errors wrap
+// clusterapi.ErrNotJoined or those of package replica.
 func (n *Node) Claim(ctx context.Context, c *clusterv1.Claim) (*clusterv1.CreateClaimResponse, error) {
 	ctx, cancel := context.WithTimeout(ctx, attempt)
 	defer cancel()
@@ -123,9 +124,9 @@ func (n *Node) Claim(ctx context.Context, c *clusterv1.Claim) (*clusterv1.Create
 	return res, clusterapi.Uncoded(err)
 }
 
-// Place ranks where a claim of this host can go.
+// Place finds where a claim of this host can go, best first.
 func (n *Node) Place(ctx context.Context, r placement.Request) (placement.Decision, error) {
-	caller := ctx // the decision explains itself later
+	caller := ctx // the decision's explanation is made later, with the caller's context
 	ctx, cancel := context.WithTimeout(ctx, attempt)
 	defer cancel()
 	m, err := n.membership()
@@ -143,8 +144,8 @@ func (n *Node) Place(ctx context.Context, r placement.Request) (placement.Decisi
 	return m.scheduler.Place(v, r), nil
 }
 
-// Acquire gives a claim GPUs beside what it has, and makes the claim if the
-// cluster does not know it.
+// Acquire gives a claim GPUs in addition to those that it has. If the cluster does not
+// know the claim, it makes it. The error wraps ErrTaken if other claims have the GPUs.
 func (n *Node) Acquire(ctx context.Context, c *clusterv1.Claim, gpus []string, amount uint64) error {
 	ctx, cancel := context.WithTimeout(ctx, attempt)
 	defer cancel()
@@ -193,7 +194,8 @@ func (n *Node) Acquire(ctx context.Context, c *clusterv1.Claim, gpus []string, a
 	return err
 }
 
-// Announce reports this host now. A host that is no member has nobody to tell.
+// Announce reports this host to the cluster now. If the host has not joined a cluster, or
+// there is no leader, it does nothing.
 func (n *Node) Announce(ctx context.Context) error {
 	m := n.member()
 	if m == nil {
@@ -205,7 +207,7 @@ func (n *Node) Announce(ctx context.Context) error {
 	return nil
 }
 
-// Record notes where a long operation is. It does not wait for the cluster.
+// Record writes the progress of a long operation to the cluster. It does not wait.
 func (n *Node) Record(r *clusterv1.Migration) {
 	select {
 	case n.records <- r:
@@ -214,8 +216,8 @@ func (n *Node) Record(r *clusterv1.Migration) {
 	}
 }
 
-// keepRecords writes records, in order and each with the token that its
-// migration has. While there is no leader they wait.
+// keepRecords writes records in order, each with its migration's token. While there is no
+// leader, they are kept.
 func (n *Node) keepRecords(ctx context.Context, m *membership) {
 	tokens := map[string]uint64{}
 	for {
@@ -239,8 +241,8 @@ func (n *Node) keepRecords(ctx context.Context, m *membership) {
 	}
 }
 
-// keep returns a migration's token. Its error is the state machine's answer,
-// or that of ctx.
+// keep writes a record, and returns the migration's token. It repeats that until the
+// state machine has accepted or refused the record, or ctx has ended.
 func (n *Node) keep(ctx context.Context, m *membership, r *clusterv1.Migration) (uint64, error) {
 	c := &clusterv1.Command{Id: random.Hex(16), Op: &clusterv1.Command_PutMigration{
 		PutMigration: &clusterv1.PutMigration{Migration: r},

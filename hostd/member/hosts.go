@@ -19,7 +19,7 @@ import (
 	"github.com/gpuctl/gpuctl/migrate"
 )
 
-// OtherHosts names the hosts that are up, without this one.
+// OtherHosts returns the names of the hosts that are up, without this one.
 func (n *Node) OtherHosts() []string {
 	v := n.View()
 	if v == nil {
@@ -35,7 +35,7 @@ func (n *Node) OtherHosts() []string {
 	return out
 }
 
-// Devices reaches the cards of another host.
+// Devices returns a client for the cards of another host.
 func (n *Node) Devices(host string) (gpuctlv1connect.DeviceServiceClient, error) {
 	v := n.View()
 	if v == nil {
@@ -51,7 +51,7 @@ func (n *Node) Devices(host string) (gpuctlv1connect.DeviceServiceClient, error)
 	return gpuctlv1connect.NewDeviceServiceClient(n.http, "https://"+h.GetAddress()), nil
 }
 
-// Note tells the cluster's log what happened. It does not wait for the cluster.
+// Note adds an event to the cluster's log. It does not wait.
 func (n *Node) Note(e *clusterv1.Event) {
 	select {
 	case n.notes <- e:
@@ -60,7 +60,7 @@ func (n *Node) Note(e *clusterv1.Event) {
 	}
 }
 
-// keepNotes writes events, in order. While there is no leader they wait.
+// keepNotes writes events in order. While there is no leader, they are kept.
 func (n *Node) keepNotes(ctx context.Context, m *membership) {
 	for {
 		var e *clusterv1.Event
@@ -84,7 +84,7 @@ func (n *Node) keepNotes(ctx context.Context, m *membership) {
 	}
 }
 
-// address of a host, this one included.
+// address returns the address of a host, or of this one.
 func (n *Node) address(host string) (string, error) {
 	v := n.View()
 	if v == nil {
@@ -97,7 +97,7 @@ func (n *Node) address(host string) (string, error) {
 	return h.GetAddress(), nil
 }
 
-// Site reaches what a host does for migrations; also this host's.
+// Site returns a client for a host's part in migrations. The host may be this one.
 func (n *Node) Site(host string) (gpuctlv1connect.SiteServiceClient, error) {
 	address, err := n.address(host)
 	if err != nil {
@@ -106,7 +106,7 @@ func (n *Node) Site(host string) (gpuctlv1connect.SiteServiceClient, error) {
 	return gpuctlv1connect.NewSiteServiceClient(n.http, "https://"+address), nil
 }
 
-// Migrations reaches another host's migrations.
+// Migrations returns a client for another host's MigrationService.
 func (n *Node) Migrations(host string) (gpuctlv1connect.MigrationServiceClient, error) {
 	address, err := n.address(host)
 	if err != nil {
@@ -115,7 +115,7 @@ func (n *Node) Migrations(host string) (gpuctlv1connect.MigrationServiceClient, 
 	return gpuctlv1connect.NewMigrationServiceClient(n.http, "https://"+address), nil
 }
 
-// Address is where a host is reached, without the port.
+// Address returns the address at which a host is reached, without the port.
 func (n *Node) Address(host string) (string, error) {
 	address, err := n.address(host)
 	if err != nil {
@@ -125,10 +125,10 @@ func (n *Node) Address(host string) (string, error) {
 	return name, err
 }
 
-// PutMigration writes a migration's record with the token that it has; takeOver
-// makes this host its driver. The answer is the record as it is kept. An error
-// that wraps migrate.ErrStale says that another host drives it; one that wraps
-// migrate.ErrUnreachable that nobody knows.
+// PutMigration writes a migration's record with its token, and returns the record as it
+// is stored. takeOver makes this host its driver. Errors wrap migrate.ErrStale if another
+// host is the driver, and migrate.ErrUnreachable if it is unknown whether the record was
+// written.
 func (n *Node) PutMigration(ctx context.Context, r *clusterv1.Migration, takeOver bool) (*clusterv1.Migration, error) {
 	m, err := n.membership()
 	if err != nil {
@@ -145,7 +145,7 @@ func (n *Node) PutMigration(ctx context.Context, r *clusterv1.Migration, takeOve
 	var answer *scheduler.Error
 	switch {
 	case err == nil:
-		return proto.CloneOf(res.GetMigration()), nil // the state's own must not be changed
+		return proto.CloneOf(res.GetMigration()), nil // a copy, as the state's own objects must not be changed
 	case errors.As(err, &answer) && answer.Result.GetOutcome() == clusterv1.Outcome_OUTCOME_STALE:
 		return nil, fmt.Errorf("%w: %w", migrate.ErrStale, err)
 	case answer != nil && answer.Result.GetOutcome() == clusterv1.Outcome_OUTCOME_INVALID:

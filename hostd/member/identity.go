@@ -18,7 +18,7 @@ type identity struct {
 	ID      string `json:"id"`
 	Address string `json:"address"`
 	Cluster string `json:"cluster"`
-	// Found is set until this host's new cluster has its first entry.
+	// Found is set until the new cluster of this host has its first log entry.
 	Found bool `json:"found,omitempty"`
 }
 
@@ -26,10 +26,10 @@ const identityVersion = 1
 
 func identityPath(dir string) string { return filepath.Join(dir, "node.json") }
 
-// beginningPath is of a membership that has not come about yet.
+// beginningPath is the file of a membership that is not complete yet.
 func beginningPath(dir string) string { return filepath.Join(dir, "beginning.json") }
 
-// readIdentity returns nil when the host has never been a member.
+// readIdentity reads node.json. It returns nil if the host has never been a member.
 func readIdentity(dir string) (*identity, error) {
 	path := identityPath(dir)
 	data, err := os.ReadFile(path)

@@ -23,13 +23,13 @@ import (
 	"github.com/gpuctl/gpuctl/internal/wait"
 )
 
-// ErrMember says that this host is in a cluster already.
+// ErrMember means that this host is already in a cluster.
 var ErrMember = fmt.Errorf("%w: gpuctl cluster status shows which", replica.ErrExists)
 
 const joinTimeout = time.Minute
 
-// begin checks that the host can become a member, and opens its port: that it
-// is taken must be known before anything is written. The caller unlocks.
+// begin checks that the host can become a member, and opens its port, so that a port that
+// is in use is noticed before anything is written. The caller unlocks n.joining.
 func (n *Node) begin(ctx context.Context, name, address string) (id identity, l net.Listener, err error) {
 	if n.Dir == "" {
 		return id, nil, errors.New("hostd --dev is a cluster of one in memory; run hostd as a service to make or join a cluster")
@@ -53,7 +53,7 @@ func (n *Node) begin(ctx context.Context, name, address string) (id identity, l 
 		l.Close()
 		return id, nil, fmt.Errorf("address %q: %w", address, err)
 	}
-	// What a membership that did not come about left behind is of no use.
+	// Files of a join that was not completed are of no use.
 	for _, left := range []string{"raft", "pki"} {
 		if err := os.RemoveAll(filepath.Join(n.Dir, left)); err != nil {
 			l.Close()
@@ -68,9 +68,9 @@ func (n *Node) begin(ctx context.Context, name, address string) (id identity, l 
 	return id, l, nil
 }
 
-// newIdentity is kept until it has become a member's: a host that was let in
-// and then crashed comes back as the same, or its name and address would be
-// taken.
+// newIdentity returns the identity of a join that was not completed, or makes a new one,
+// and writes it to disk. So a host that was admitted and then crashed tries again with
+// the same id. With another id, its name and address would be taken.
 func (n *Node) newIdentity() (id identity, err error) {
 	data, err := os.ReadFile(beginningPath(n.Dir))
 	if err == nil && json.Unmarshal(data, &id) == nil && id.Version == identityVersion && id.ID != "" {
@@ -86,7 +86,8 @@ func (n *Node) newIdentity() (id identity, err error) {
 	return id, nil
 }
 
-// reachable is the port at an address of this host that is not only its own.
+// reachable returns the listener's port at an address of this host that other hosts can
+// reach, which loopback is not.
 func (n *Node) reachable(ctx context.Context, l net.Listener) (string, error) {
 	host, port, err := net.SplitHostPort(l.Addr().String())
 	if err != nil {
@@ -109,7 +110,7 @@ func (n *Node) reachable(ctx context.Context, l net.Listener) (string, error) {
 	return "", errors.New("this host has no address at which others reach it: say --address HOST:PORT")
 }
 
-// Init makes a new cluster of this host.
+// Init makes a new cluster with this host as its only member. Errors wrap ErrMember.
 func (n *Node) Init(ctx context.Context, r *clusterv1.InitRequest) error {
 	n.joining.Lock()
 	defer n.joining.Unlock()
@@ -136,7 +137,7 @@ func (n *Node) Init(ctx context.Context, r *clusterv1.InitRequest) error {
 	return n.begun()
 }
 
-// begun says that the membership has come about.
+// begun removes the file of the incomplete membership: it is complete now.
 func (n *Node) begun() error {
 	if err := os.Remove(beginningPath(n.Dir)); err != nil && !missing(err) {
 		return fmt.Errorf("data folder: %w", err)
@@ -176,7 +177,7 @@ func newRequest() (*ecdsa.PrivateKey, []byte, error) {
 	return key, csr, err
 }
 
-// forget removes a membership that did not come about.
+// forget removes node.json of a membership that was not completed.
 func (n *Node) forget() error {
 	if err := os.Remove(identityPath(n.Dir)); err != nil && !missing(err) {
 		return fmt.Errorf("data folder: %w", err)
@@ -184,7 +185,7 @@ func (n *Node) forget() error {
 	return nil
 }
 
-// Join makes this host a member of the cluster that a token is of.
+// Join makes this host a member of the token's cluster. Errors wrap ErrMember.
 func (n *Node) Join(ctx context.Context, r *clusterv1.JoinRequest) error {
 	n.joining.Lock()
 	defer n.joining.Unlock()
@@ -204,7 +205,7 @@ func (n *Node) Join(ctx context.Context, r *clusterv1.JoinRequest) error {
 		l.Close()
 		return err
 	}
-	// The leader may try to reach us as soon as it has let us in.
+	// As soon as the leader has admitted this host, it may connect to it.
 	res, err := remote.Enroll(ctx, token, &clusterv1.EnrollRequest{Csr: csr, Host: id.Host, HostId: id.ID, Address: id.Address, Protocol: state.Protocol})
 	if err != nil {
 		l.Close()
@@ -240,7 +241,7 @@ func (n *Node) joined(token pki.Token, id identity, res *clusterv1.EnrollRespons
 	return id.write(n.Dir)
 }
 
-// await returns when the cluster's state has reached this host.
+// await waits until the cluster's state has reached this host.
 func (n *Node) await(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, joinTimeout)
 	defer cancel()

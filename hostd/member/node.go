@@ -31,46 +31,46 @@ import (
 	"github.com/gpuctl/gpuctl/internal/wait"
 )
 
-// Host has what the cluster needs to know of this machine.
+// Host is what the cluster needs to know about this host.
 type Host interface {
-	// Report describes the host and its GPUs. Ids of GPUs are without the host's
-	// name.
+	// Report returns the host and its GPUs. The GPUs' ids do not contain the host's name.
 	Report(ctx context.Context) (*clusterv1.Host, []*clusterv1.GPU, error)
 	Facts(ctx context.Context) (*clusterv1.HostFacts, error)
 	// Knows reports whether a claim that this host made still exists.
 	Knows(claim string) bool
-	// Uses reports whether anything uses a GPU by a claim.
+	// Uses reports whether anything uses a GPU for a claim.
 	Uses(claim, gpu string) bool
-	// Holdings are the GPUs that this host's own claims have.
+	// Holdings returns the GPUs that this host's own claims have.
 	Holdings() []Holding
-	// Sessions as they are now.
+	// Sessions returns the sessions in their present state.
 	Sessions() []*clusterv1.Session
-	// Ready reports whether Knows, Uses, Holdings and Sessions can be believed.
+	// Ready reports whether the answers of Knows, Uses, Holdings and Sessions are
+	// complete.
 	Ready() bool
 }
 
-// Config of a Node.
+// Config has what a Node depends on, and its settings.
 type Config struct {
-	Dir       string // empty: a cluster of one in memory
-	Name      string // of the host, unless Init or Join say another
+	Dir       string // data folder; empty: a cluster of this host alone, in memory
+	Name      string // of the host, unless Init or Join name another one
 	Listen    string // host:port
-	Advertise string // host:port at which others reach it; empty: from Listen
-	Version   string // of the program
+	Advertise string // host:port at which other hosts reach it; empty: from Listen
+	Version   string // version of the program
 	Host      Host
 	Local     func() access.LocalPolicy
 	Audit     *access.AuditLog
 	Timing    replica.Timing
 	Members   replica.Members
 	Refused   func(procedure string, code connect.Code)
-	// Interceptors see calls before anybody is refused.
+	// Interceptors see all calls, including those that are refused.
 	Interceptors []connect.Interceptor
-	// Services adds services to those of the cluster. Start calls it, so that
-	// the services may be made after the node, and use it.
+	// Services adds more services to the server. Start calls it, so the services may use
+	// the node.
 	Services func(mux *http.ServeMux, options ...connect.HandlerOption)
 	Logger   *slog.Logger
 }
 
-// Node is safe for concurrent use.
+// Node is the membership of a host. It is safe for concurrent use.
 type Node struct {
 	Config
 	ctx    context.Context
@@ -80,11 +80,11 @@ type Node struct {
 	http   *http.Client
 	mux    *http.ServeMux
 	kick   chan struct{}
-	// records of operations wait here while there is no leader.
+	// records and events are kept here while there is no leader.
 	records chan *clusterv1.Migration
 	notes   chan *clusterv1.Event
 
-	joining sync.Mutex // one at a time
+	joining sync.Mutex // held during Init, Join and Close
 	mu      sync.Mutex
 	live    *membership
 }
@@ -94,13 +94,13 @@ type membership struct {
 	identity
 	store     *replica.Store
 	scheduler *scheduler.Scheduler
-	ready     chan struct{} // closed when scheduler is there
-	renewer   *pki.Renewer  // nil: in memory
+	ready     chan struct{} // closed when scheduler is set
+	renewer   *pki.Renewer  // nil: the cluster is in memory
 	port      *pki.Mux
 	servers   []*http.Server
 	stop      context.CancelFunc
 	work      sync.WaitGroup
-	removed   atomic.Bool // others say so
+	removed   atomic.Bool // other hosts report that this host was removed
 }
 
 var _ clusterapi.Member = (*Node)(nil)
@@ -110,7 +110,7 @@ const (
 	maxRecords = 1024
 )
 
-// Open returns a node that has started: New and Start in one.
+// Open makes a node and starts it: New and Start.
 func Open(ctx context.Context, c Config) (*Node, error) {
 	n := New(ctx, c)
 	if err := n.Start(ctx); err != nil {
@@ -119,9 +119,9 @@ func Open(ctx context.Context, c Config) (*Node, error) {
 	return n, nil
 }
 
-// New returns a node that is in no cluster yet. All its methods may be called: it
-// answers like a host that has not joined. Close frees it. The values of ctx, but
-// not its end, are the node's.
+// New returns a node that is in no cluster yet. All its methods may be called before
+// Start: they answer as on a host that has not joined. Close frees it. The node uses the
+// values of ctx, but goes on after the end of ctx.
 func New(ctx context.Context, c Config) *Node {
 	n := &Node{Config: c, kick: make(chan struct{}, 1), records: make(chan *clusterv1.Migration, maxRecords), notes: make(chan *clusterv1.Event, maxRecords)}
 	n.ctx, n.cancel = context.WithCancel(context.WithoutCancel(ctx))
@@ -136,9 +136,9 @@ func New(ctx context.Context, c Config) *Node {
 	return n
 }
 
-// Start serves the cluster's services and Config.Services, and makes the host the
-// member that it was. Without a folder the host is a cluster of its own. It is
-// called once, before Handler serves anybody.
+// Start serves the cluster's services and Config.Services, and resumes the host's
+// membership. Without a data folder, the host is a cluster of its own. It must be called
+// once, before Handler serves requests.
 func (n *Node) Start(ctx context.Context) error {
 	chain := connect.WithInterceptors(append(slices.Clone(n.Interceptors), n.gate)...)
 	n.api.Handle(n.mux, chain)
@@ -172,7 +172,7 @@ func (n *Node) open(ctx context.Context) error {
 
 func (n *Node) pki() pki.Dir { return pki.NewDir(filepath.Join(n.Dir, "pki")) }
 
-// trust is made before there is anything to trust: it asks again each time.
+// trust decides which certificates are valid. It reads the state at each check.
 func (n *Node) trust() pki.Trust {
 	return pki.Trust{Provider: n, Revoked: func(p pki.Peer) bool {
 		v := n.known()
@@ -180,16 +180,15 @@ func (n *Node) trust() pki.Trust {
 	}}
 }
 
-// holds reports whether a certificate is of an identity that there is, and of the
-// same enrolment.
+// holds reports whether the identity of a certificate exists, with the same enrolment.
 func holds(v *state.View, p pki.Peer) bool {
 	i := v.Identity(p.ID)
 	return i != nil && i.GetEnrolment() == p.Enrolment
 }
 
-// revoked reports whether a certificate's identity was removed. One that is not
-// known here may have been let in a moment ago: before its owner is told to
-// ask for a new token, this host asks the leader.
+// revoked reports whether a certificate's identity was removed. If the identity is
+// unknown to this host, it may have been admitted a moment ago. So this host first asks
+// the leader, before the owner is told to get a new token.
 func (n *Node) revoked(p pki.Peer) bool {
 	v := n.known()
 	if v == nil || holds(v, p) {
@@ -201,7 +200,7 @@ func (n *Node) revoked(p pki.Peer) bool {
 	return err != nil || !holds(now, p)
 }
 
-// Current is the certificate in force.
+// Current returns the certificate in use.
 func (n *Node) Current() *pki.Material {
 	if m := n.member(); m != nil && m.renewer != nil {
 		return m.renewer.Current()
@@ -209,12 +208,13 @@ func (n *Node) Current() *pki.Material {
 	return nil
 }
 
-// Certificate is the same.
+// Certificate returns the certificate in use; see Current.
 func (n *Node) Certificate() *pki.Material { return n.Current() }
 
-// known is the state, once it says who this host is: until then it has not
-// been told who anybody is. One that was just started has forgotten who joined
-// since its last snapshot, and learns it again from just those.
+// known returns the state, but only after it contains this host's own identity. Until
+// then, the state may lack the identities of other hosts, too. A host that was just
+// started does not know who joined after its last snapshot. It learns it from the other
+// hosts.
 func (n *Node) known() *state.View {
 	m := n.member()
 	if m == nil || !m.store.CaughtUp() {
@@ -241,7 +241,7 @@ func (n *Node) member() *membership {
 	return n.live
 }
 
-// Log is nil while the host is in no cluster.
+// Log returns the replicated log, or nil if the host has not joined a cluster.
 func (n *Node) Log() clusterapi.Log {
 	if m := n.member(); m != nil {
 		return m.store
@@ -249,7 +249,7 @@ func (n *Node) Log() clusterapi.Log {
 	return nil
 }
 
-// Scheduler is nil while the host is in no cluster.
+// Scheduler returns the scheduler, or nil if the host has not joined a cluster.
 func (n *Node) Scheduler() *scheduler.Scheduler {
 	if m := n.member(); m != nil {
 		return m.scheduler
@@ -257,7 +257,8 @@ func (n *Node) Scheduler() *scheduler.Scheduler {
 	return nil
 }
 
-// View is the state as it is applied here; nil while the host is in no cluster.
+// View returns the state that is applied on this host, or nil if it has not joined a
+// cluster.
 func (n *Node) View() *state.View {
 	if m := n.member(); m != nil {
 		return m.store.State().View()
@@ -265,8 +266,8 @@ func (n *Node) View() *state.View {
 	return nil
 }
 
-// Read is View with everything that is committed. An error says that this
-// cannot be known now.
+// Read returns the state with everything that is committed. It returns an error if that
+// is unknown now.
 func (n *Node) Read(ctx context.Context) (*state.View, error) {
 	m, err := n.membership()
 	if err != nil {
@@ -275,10 +276,10 @@ func (n *Node) Read(ctx context.Context) (*state.View, error) {
 	return m.store.Read(ctx, false)
 }
 
-// Status is how the cluster is, as this host sees it.
+// Status returns the state of the cluster as this host sees it.
 func (n *Node) Status() *clusterv1.StatusResponse { return n.api.Report() }
 
-// Health is nil, or why this host does not work as a member.
+// Health returns why this host does not work as a member, or nil if it does.
 func (n *Node) Health() error {
 	if m := n.member(); m != nil {
 		return m.store.Health()
@@ -286,7 +287,7 @@ func (n *Node) Health() error {
 	return nil
 }
 
-// Skipped counts entries of the log that this build left out.
+// Skipped returns how many log entries this version of gpuctl has not applied.
 func (n *Node) Skipped() uint64 {
 	if m := n.member(); m != nil {
 		return m.store.Skipped()
@@ -294,7 +295,7 @@ func (n *Node) Skipped() uint64 {
 	return 0
 }
 
-// Reload reads the certificate from disk anew.
+// Reload reads the certificate from disk again.
 func (n *Node) Reload() error {
 	if m := n.member(); m != nil && m.renewer != nil {
 		return m.renewer.Reload()
@@ -302,7 +303,7 @@ func (n *Node) Reload() error {
 	return nil
 }
 
-// Self is who this host is.
+// Self returns this host's identity in the cluster.
 func (n *Node) Self() clusterapi.Self {
 	if m := n.member(); m != nil {
 		return clusterapi.Self{Host: m.Host, ID: m.ID}
@@ -310,7 +311,7 @@ func (n *Node) Self() clusterapi.Self {
 	return clusterapi.Self{Host: n.Name}
 }
 
-// Authority signs for the cluster.
+// Authority returns the cluster's certificate authority.
 func (n *Node) Authority() (*pki.CA, error) {
 	if n.Dir == "" {
 		return nil, errors.New("a cluster of one in memory has no authority")
@@ -318,12 +319,12 @@ func (n *Node) Authority() (*pki.CA, error) {
 	return n.pki().LoadCA()
 }
 
-// Peer reaches another host.
+// Peer returns a client for another host.
 func (n *Node) Peer(address string) clusterv1connect.PeerServiceClient {
 	return remote.Peer(n.http, address)
 }
 
-// Facts are this host's.
+// Facts returns this host's properties that change often.
 func (n *Node) Facts(ctx context.Context) (*clusterv1.HostFacts, error) {
 	f, err := n.Host.Facts(ctx)
 	if err != nil {
@@ -336,15 +337,15 @@ func (n *Node) Facts(ctx context.Context) (*clusterv1.HostFacts, error) {
 	return f, nil
 }
 
-// Handler serves the API behind the gate; ConnContext must be the server's.
+// Handler serves the API, and checks who may call what. The server must use ConnContext.
 func (n *Node) Handler() http.Handler { return n.gate.Middleware(n.mux) }
 
-// ConnContext tells requests who called.
+// ConnContext adds the caller's identity to the context of a connection.
 func (n *Node) ConnContext(ctx context.Context, c net.Conn) context.Context {
 	return n.gate.ConnContext(ctx, c)
 }
 
-// start makes the host a member. A listener that is not nil is the port's.
+// start makes the host a member. listener is the open port; nil: start opens it.
 func (n *Node) start(ctx context.Context, id identity, listener net.Listener) (err error) {
 	m := &membership{identity: id, ready: make(chan struct{})}
 	work, stop := context.WithCancel(n.ctx)
@@ -416,9 +417,9 @@ func (n *Node) newServer() *http.Server {
 	}
 }
 
-// newStrangers serves who has no certificate yet, and so may be anybody: little
-// at a time, and not for long. With the connections that the port lets in, that
-// bounds what all of them can have of this host's memory.
+// newStrangers returns the server for callers without a certificate, which may be
+// anybody. Its limits on sizes and times, and the port's limit on connections, bound the
+// memory that they can use on this host.
 func (n *Node) newStrangers() *http.Server {
 	s := n.newServer()
 	s.MaxHeaderBytes, s.IdleTimeout, s.WriteTimeout = 8<<10, 15*time.Second, time.Minute
@@ -429,7 +430,7 @@ func (n *Node) newStrangers() *http.Server {
 	return s
 }
 
-// connect opens the port and says how the store reaches others.
+// connect opens the port, and configures how the store reaches other hosts.
 func (n *Node) connect(ctx context.Context, m *membership, listener net.Listener, cfg *replica.Config) error {
 	var err error
 	m.renewer, err = pki.NewRenewer(pki.RenewerConfig{Dir: n.pki(), Renew: n.renew, Log: n.Logger})
@@ -451,7 +452,7 @@ func (n *Node) connect(ctx context.Context, m *membership, listener net.Listener
 	return nil
 }
 
-// found writes a new cluster's first entries. It may be repeated.
+// found writes the first entries of a new cluster. It may be repeated.
 func (n *Node) found(ctx context.Context, m *membership) error {
 	first := &clusterv1.InitCluster{ClusterId: m.Cluster}
 	if n.Dir != "" {
@@ -477,8 +478,8 @@ func (n *Node) found(ctx context.Context, m *membership) error {
 	return nil
 }
 
-// renew signs here: this host has the authority's key, and whether it is
-// still a member everybody sees in the log.
+// renew signs this host's next certificate on this host, which has the authority's key.
+// The identities in the log decide whether it is still a member.
 func (n *Node) renew(_ context.Context, csr []byte) (cert, ca []byte, err error) {
 	m := n.member()
 	if m == nil {
@@ -492,7 +493,7 @@ func (n *Node) renew(_ context.Context, csr []byte) (cert, ca []byte, err error)
 	return cert, authority.Certificate().Raw, err
 }
 
-// recheck ends Raft's connections to who was removed, at once.
+// recheck closes Raft's connections to removed hosts at once.
 func (n *Node) recheck(ctx context.Context, m *membership) {
 	for ctx.Err() == nil {
 		changed := m.store.State().View().Changed()
@@ -506,9 +507,8 @@ func (n *Node) recheck(ctx context.Context, m *membership) {
 	}
 }
 
-// Problem is that this host was removed from its cluster, if it was. Its own
-// state does not say so: with the entry that removes it, others cease to speak
-// to it.
+// Problem returns an error if this host was removed from its cluster. Its own state does
+// not contain that: other hosts stop sending to it with the log entry that removes it.
 func (n *Node) Problem() error {
 	if m := n.member(); m != nil && m.removed.Load() {
 		return fmt.Errorf("this host was removed from the cluster: to come back, stop hostd, delete %s, start hostd and join with a new token", n.Dir)
@@ -516,7 +516,7 @@ func (n *Node) Problem() error {
 	return nil
 }
 
-// listen asks others why nobody leads.
+// listen asks other hosts, while there is no leader, whether this host was removed.
 func (n *Node) listen(ctx context.Context, m *membership) {
 	for ctx.Err() == nil {
 		_ = wait.For(ctx, retryAfter)
@@ -541,7 +541,7 @@ func (n *Node) listen(ctx context.Context, m *membership) {
 	}
 }
 
-// halt stops what a membership has running.
+// halt stops all parts of a membership.
 func (n *Node) halt(m *membership) {
 	n.mu.Lock()
 	if n.live == m {
@@ -567,7 +567,7 @@ func (n *Node) halt(m *membership) {
 	m.work.Wait()
 }
 
-// Close leaves everything as a later Open finds it.
+// Close stops the node. Its files stay, so that a later Open resumes the membership.
 func (n *Node) Close() error {
 	n.joining.Lock()
 	defer n.joining.Unlock()
@@ -579,5 +579,5 @@ func (n *Node) Close() error {
 	return nil
 }
 
-// missing reports whether a file or folder is not there.
+// missing reports whether the error means that a file or folder does not exist.
 func missing(err error) bool { return errors.Is(err, fs.ErrNotExist) }

@@ -16,7 +16,7 @@ import (
 	"github.com/gpuctl/gpuctl/hostd/member/clusterapi"
 )
 
-// forwarder carries the store's requests to other hosts.
+// forwarder sends the store's requests to other hosts.
 type forwarder struct{ http *http.Client }
 
 var _ replica.Forwarder = forwarder{}
@@ -30,7 +30,7 @@ func (f forwarder) Apply(ctx context.Context, address string, cmds []*clusterv1.
 	return res.Msg.GetResults(), nil
 }
 
-// ReadIndex asks the leader for one.
+// ReadIndex asks the leader for a read index.
 func (f forwarder) ReadIndex(ctx context.Context, address string) (uint64, error) {
 	res, err := remote.Peer(f.http, address).ReadIndex(ctx, connect.NewRequest(&clusterv1.ReadIndexRequest{}))
 	if err != nil {
@@ -39,7 +39,7 @@ func (f forwarder) ReadIndex(ctx context.Context, address string) (uint64, error
 	return res.Msg.GetIndex(), nil
 }
 
-// Heartbeat tells the leader that this host lives.
+// Heartbeat tells the leader that this host is alive.
 func (f forwarder) Heartbeat(ctx context.Context, address string, r *clusterv1.HeartbeatRequest) (*clusterv1.HeartbeatResponse, error) {
 	res, err := remote.Peer(f.http, address).Heartbeat(ctx, connect.NewRequest(r))
 	if err != nil {
@@ -48,7 +48,7 @@ func (f forwarder) Heartbeat(ctx context.Context, address string, r *clusterv1.H
 	return res.Msg, nil
 }
 
-// stream is the mux's part for Raft as Raft wants it.
+// stream adapts Raft's connections of the port to raft.StreamLayer.
 type stream struct{ *pki.RaftLayer }
 
 var _ raft.StreamLayer = stream{}

@@ -21,16 +21,16 @@ const (
 	reportEvery    = 10 * time.Second
 	reconcileEvery = 5 * time.Second
 	retryAfter     = time.Second
-	attempt        = 10 * time.Second // of one command
-	// together are changes that come within this time: a word about each of
-	// them alone would double the log.
+	attempt        = 10 * time.Second // limit for one command
+	// together is the time in which changes are collected. A log entry for each of them
+	// would double the log.
 	together = 20 * time.Millisecond
 )
 
 // managedBy is the label of claims that a host made for its own sessions.
 const managedBy = "gpuctl.managed-by"
 
-// Kick makes the node look at the host now: something has changed there.
+// Kick makes the node compare the host with the log now.
 func (n *Node) Kick() {
 	select {
 	case n.kick <- struct{}{}:
@@ -38,7 +38,7 @@ func (n *Node) Kick() {
 	}
 }
 
-// propose a command in this host's name.
+// propose proposes a command in this host's name.
 func (m *membership) propose(ctx context.Context, c *clusterv1.Command) (*clusterv1.Result, error) {
 	ctx, cancel := context.WithTimeout(ctx, attempt)
 	defer cancel()
@@ -46,18 +46,19 @@ func (m *membership) propose(ctx context.Context, c *clusterv1.Command) (*cluste
 	return scheduler.Check(m.store.Apply(ctx, c))
 }
 
-// id is what the cluster calls something of this host's, and name the inverse.
+// id returns the name that the cluster uses for something of this host. name is the
+// inverse.
 func (m *membership) id(name string) string { return m.Host + "/" + name }
 
 func (m *membership) name(id string) string { return strings.TrimPrefix(id, m.Host+"/") }
 
-// report tells the cluster what this host is whenever that has changed.
+// report sends the host's report to the cluster whenever it has changed.
 func (n *Node) report(ctx context.Context, m *membership) {
 	for ctx.Err() == nil {
 		pause := reportEvery
 		if err := n.reportOnce(ctx, m); err != nil && ctx.Err() == nil {
 			level := slog.LevelWarn
-			if !n.Host.Ready() { // it has just been started, and looks for its GPUs
+			if !n.Host.Ready() { // the host was just started and is finding its GPUs
 				level = slog.LevelDebug
 			}
 			n.Logger.Log(ctx, level, "host not reported", "err", err)
@@ -68,7 +69,7 @@ func (n *Node) report(ctx context.Context, m *membership) {
 		select {
 		case <-ctx.Done():
 		case <-t.C:
-		case <-v.Changed(clusterv1.Kind_KIND_HOST): // we may have been forgotten
+		case <-v.Changed(clusterv1.Kind_KIND_HOST): // the cluster may have removed this host's entry
 			_ = wait.For(ctx, 100*time.Millisecond)
 		}
 		t.Stop()
@@ -77,7 +78,7 @@ func (n *Node) report(ctx context.Context, m *membership) {
 
 func (n *Node) reportOnce(ctx context.Context, m *membership) error {
 	if m.store.State().View().Identity(m.ID) == nil {
-		return nil // not let in yet as far as is known here, or removed
+		return nil // not admitted yet, as far as this host knows, or removed
 	}
 	h, gpus, err := n.Host.Report(ctx)
 	if err != nil {
@@ -89,7 +90,7 @@ func (n *Node) reportOnce(ctx context.Context, m *membership) error {
 	for i, g := range gpus {
 		g = proto.CloneOf(g)
 		g.Host, g.Id, g.Present = m.Host, m.id(g.GetName()), true
-		// As the state has them that are left out.
+		// The state has these values where a report leaves them out.
 		if g.GetLimits() == nil {
 			g.Limits = &gpuctlv1.Limits{}
 		}
@@ -104,7 +105,7 @@ func (n *Node) reportOnce(ctx context.Context, m *membership) error {
 	return err
 }
 
-// reported reports whether the state has all of a report already.
+// reported reports whether the state already contains the whole report.
 func reported(v *state.View, h *clusterv1.Host, gpus []*clusterv1.GPU) bool {
 	old := v.Host(h.GetName())
 	if old == nil || old.GetId() != h.GetId() {
@@ -140,8 +141,8 @@ func reported(v *state.View, h *clusterv1.Host, gpus []*clusterv1.GPU) bool {
 	return true
 }
 
-// reconcile brings what the log says of this host's assignments and sessions
-// together with what is.
+// reconcile compares the assignments and sessions of this host in the log with the real
+// ones, and makes them agree.
 func (n *Node) reconcile(ctx context.Context, m *membership) {
 	for ctx.Err() == nil {
 		v := m.store.State().View()
@@ -193,8 +194,9 @@ func (n *Node) reconcileOnce(ctx context.Context, m *membership, v *state.View) 
 			return err
 		}
 	}
-	// What a claim has here and the log does not know, after a restart most of
-	// all. It is in use: that others have it, too, is for people to hear of.
+	// What a claim has on this host without an assignment in the log, usually after a
+	// restart. It is in use. If another claim has the GPU in the log, an error is logged
+	// for the operator.
 	for _, held := range n.Host.Holdings() {
 		if n.assigned(m, v, held) {
 			continue
@@ -226,7 +228,7 @@ func (n *Node) manages(m *membership, c *clusterv1.Claim) bool {
 	return c != nil && c.GetLabels()[managedBy] == m.ID
 }
 
-// tellSessions reports sessions that the log has otherwise.
+// tellSessions reports the sessions that differ from the log.
 func (n *Node) tellSessions(ctx context.Context, m *membership, v *state.View) error {
 	known := map[string]*clusterv1.Session{}
 	for s := range v.SessionsOfHost(m.Host) {

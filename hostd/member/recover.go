@@ -8,11 +8,11 @@ import (
 	"github.com/gpuctl/gpuctl/hostd/member/clusterapi"
 )
 
-// Recover makes the host of a data folder the only voter of its cluster. It is
-// for a cluster whose majority will never come back; no hostd may run on the
-// folder. What only the lost hosts knew is lost. Hosts that are left join
-// again by themselves once they can reach this one, unless one of them was
-// recovered, too: then there are two clusters, and one must be removed.
+// Recover makes the host of a data folder the only voter of its cluster. It is for a
+// cluster that has lost its majority for ever. No hostd may run on the folder. Entries
+// that only the lost hosts had are lost. The remaining hosts join again automatically as
+// soon as they can reach this one, unless one of them was recovered, too. Then there are
+// two clusters, and one must be removed.
 func Recover(dir string) (host string, err error) {
 	id, err := readIdentity(dir)
 	if err != nil {

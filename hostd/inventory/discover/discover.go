@@ -20,26 +20,25 @@ const (
 	driverNVIDIA = "nvidia"
 )
 
-// Input is what was found on a host.
+// Input is what the sources have found on a host.
 type Input struct {
-	Host     string          // its name
+	Host     string          // the host's name
 	Cards    []*pci.Card     // of the PCI scan
-	NVML     *nvml.Response  // its last answer; nil: none
-	NVMLErr  error           // why there is none, or none lately
-	Runtimes []*gpuctlv1.GPU // of the OpenCL runtimes
-	// RuntimeKey is equal for GPUs that one executor can serve together; nil:
-	// none can.
+	NVML     *nvml.Response  // NVML's last answer; nil: none
+	NVMLErr  error           // why NVML has not answered, or not lately
+	Runtimes []*gpuctlv1.GPU // GPUs of the OpenCL runtimes
+	// RuntimeKey returns the same key for all GPUs that one executor can use together;
+	// nil: none can.
 	RuntimeKey func(*gpuctlv1.GPU) string
-	// Catalog knows models by their PCI ids; nil: nobody does.
+	// Catalog finds a model by its PCI ids; nil: no catalogue.
 	Catalog func(*pci.Device) (catalog.Entry, bool)
-	// Profiles are the slices that a card can be cut into for VMs; nil: none.
+	// Profiles returns the profiles of a card's slices for VMs; nil: none.
 	Profiles func(*pci.Card) []*clusterv1.Profile
-	// Ours says that a process uses a GPU by an assignment; nil: none does.
+	// Ours reports whether a process uses a GPU for an assignment; nil: none does.
 	Ours func(pid uint32) bool
 }
 
-// Merge returns the GPUs by id, and a warning for everything that was found
-// twice.
+// Merge returns the GPUs, sorted by id, and a warning for each GPU that was found twice.
 func Merge(in Input) (gpus []*clusterv1.GPU, warnings []string) {
 	m := &merge{in: in, byAddress: map[string]*entry{}, byUUID: map[string]*entry{}}
 	for _, c := range in.Cards {
@@ -69,7 +68,7 @@ func Merge(in Input) (gpus []*clusterv1.GPU, warnings []string) {
 	return gpus, m.warnings
 }
 
-// entry is one card, and who knows it.
+// entry is one card, with what each source has about it.
 type entry struct {
 	card    *pci.Card
 	nvml    *nvml.GPU
@@ -95,13 +94,13 @@ func (m *merge) add(e *entry) *entry {
 
 func (m *merge) card(c *pci.Card) {
 	e := m.add(&entry{card: c})
-	// Whoever names any function of it means the card.
+	// The address of any of its functions identifies the card.
 	for _, d := range slices.Concat(c.Functions, c.VFs) {
 		m.byAddress[d.Address.String()] = e
 	}
 }
 
-// known is the entry of an address or UUID, in whatever way they are written.
+// known returns the entry with this address or UUID, in any spelling.
 func (m *merge) known(address, uuid string) *entry {
 	if e := m.byAddress[canonical(address)]; e != nil {
 		return e
@@ -142,8 +141,8 @@ func (m *merge) runtime(g *gpuctlv1.GPU) {
 	switch {
 	case e == nil:
 		e = m.add(&entry{runtime: g})
-		// Runtimes on the processors all may have one UUID: only addresses
-		// make two of them one.
+		// Runtimes that compute on processors may all have the same UUID, so only the
+		// address identifies a card here.
 		m.remember(e, g.GetPciAddress(), "")
 	case e.runtime != nil:
 		m.warn("gpu %s is the same card as %s: left out", g.GetId(), e.runtime.GetId())
@@ -153,7 +152,7 @@ func (m *merge) runtime(g *gpuctlv1.GPU) {
 	}
 }
 
-// canonical is an address as sysfs writes it; empty if it is none.
+// canonical returns an address as sysfs writes it; empty: it is not an address.
 func canonical(address string) string {
 	a, err := pci.ParseAddress(address)
 	if err != nil {
@@ -162,7 +161,8 @@ func canonical(address string) string {
 	return a.String()
 }
 
-// plain is the digits of a UUID: NVML and OpenCL write one in two ways.
+// plain returns the hexadecimal digits of a UUID. NVML and OpenCL write UUIDs
+// differently.
 func plain(uuid string) string {
 	digits := strings.ReplaceAll(strings.TrimPrefix(strings.TrimPrefix(strings.ToLower(uuid), "gpu-"), "mig-"), "-", "")
 	if strings.Trim(digits, "0") == "" {
@@ -171,7 +171,7 @@ func plain(uuid string) string {
 	return digits
 }
 
-// gpu is the entry as the inventory keeps it; nil if it is no GPU.
+// gpu returns the entry in the form of the inventory; nil: it is not a GPU.
 func (e *entry) gpu(in Input) *clusterv1.GPU {
 	g := &clusterv1.GPU{NumaNode: -1, Present: true, Health: clusterv1.Health_HEALTH_OK, Limits: &gpuctlv1.Limits{}, Type: "gpu"}
 	if e.card != nil {
@@ -202,7 +202,7 @@ func (e *entry) gpu(in Input) *clusterv1.GPU {
 		g.Vendor, g.Platform, g.Runtime, g.Rank = or(r.GetVendor(), g.GetVendor()), r.GetPlatform(), r.GetRuntimeName(), r.GetRank()
 		g.Driver, g.Uuid = or(g.GetDriver(), r.GetDriver()), or(g.GetUuid(), r.GetUuid())
 		g.PciAddress = or(g.GetPciAddress(), canonical(r.GetPciAddress()))
-		// What applications get is what the runtime has.
+		// Applications get what the runtime has, so its limits count.
 		if r.GetLimits() != nil {
 			g.Limits = r.GetLimits()
 		}
@@ -217,14 +217,14 @@ func (e *entry) gpu(in Input) *clusterv1.GPU {
 	return g
 }
 
-// profiles are those for VMs and those of MIG. Of one name the former counts:
-// it says what VMs have, too.
+// profiles joins the profiles for VMs with those of MIG. If both have the same name, the
+// profile for VMs counts, because it contains what VMs have.
 func profiles(machines, mig []*clusterv1.Profile) []*clusterv1.Profile {
 	out := machines
 	for _, p := range mig {
 		if !slices.ContainsFunc(machines, func(m *clusterv1.Profile) bool { return m.GetName() == p.GetName() }) {
 			if len(machines) > 0 {
-				p.Apart = "mig" // as vgpu.Profile has it
+				p.Apart = "mig" // as in vgpu.Profile
 			}
 			out = append(out, p)
 		}
@@ -243,7 +243,7 @@ func (e *entry) fromCard(g *clusterv1.GPU) {
 	}
 }
 
-// fromCatalog adds what is known of the model without a driver's help.
+// fromCatalog adds what the catalogue knows about the model.
 func (e *entry) fromCatalog(g *clusterv1.GPU, lookup func(*pci.Device) (catalog.Entry, bool)) {
 	d := e.card.Main()
 	model, ok := lookup(d)
@@ -256,8 +256,8 @@ func (e *entry) fromCatalog(g *clusterv1.GPU, lookup func(*pci.Device) (catalog.
 	g.Limits.GlobalMemory, _ = catalog.Memory(d, model, ok)
 }
 
-// modelName is the name in brackets that people know a card by, else that of
-// the chip, else its ids.
+// modelName returns the product name, which pci.ids has in brackets. Without one, it
+// returns the chip's name, or the ids.
 func modelName(d *pci.Device) string {
 	if d.DeviceName == fmt.Sprintf("%04x", d.DeviceID) {
 		return fmt.Sprintf("%04x:%04x", d.VendorID, d.DeviceID)
@@ -270,7 +270,7 @@ func modelName(d *pci.Device) string {
 	return d.DeviceName
 }
 
-// health is the worst of what the sources say, with all reasons of that rank.
+// health returns the worst health that any source reports, with all reasons for it.
 func (e *entry) health(in Input) (clusterv1.Health, string) {
 	worst, reasons := clusterv1.Health_HEALTH_OK, []string(nil)
 	say := func(h clusterv1.Health, reason string) {
@@ -307,10 +307,10 @@ func (e *entry) health(in Input) (clusterv1.Health, string) {
 	return worst, strings.Join(reasons, "; ")
 }
 
-// withoutNVML judges a card that the NVIDIA driver holds and NVML did not list.
+// withoutNVML judges a card that is bound to NVIDIA's driver and that NVML did not list.
 func withoutNVML(in Input) (clusterv1.Health, string) {
 	switch {
-	case errors.Is(in.NVMLErr, nvml.ErrReleased): // for a moment, and on purpose
+	case errors.Is(in.NVMLErr, nvml.ErrReleased): // released on purpose, for a moment
 		return clusterv1.Health_HEALTH_OK, ""
 	case in.NVMLErr != nil:
 		return clusterv1.Health_HEALTH_DEGRADED, "its health is not known: " + in.NVMLErr.Error()
@@ -320,7 +320,7 @@ func withoutNVML(in Input) (clusterv1.Health, string) {
 	return clusterv1.Health_HEALTH_OK, "" // NVML was not asked
 }
 
-// console reports whether a display controller is no GPU.
+// console reports whether a display controller is not a GPU.
 func console(d *pci.Device) bool {
 	switch d.VendorID {
 	case 0x1a03, 0x102b, 0x18ca: // ASPEED, Matrox, XGI: management controllers
@@ -333,7 +333,7 @@ func console(d *pci.Device) bool {
 	return false
 }
 
-// Facts are what changes often, of those GPUs that NVML knows.
+// Facts returns what changes often, for the GPUs that NVML knows.
 func Facts(gpus []*clusterv1.GPU, answer *nvml.Response) []*clusterv1.GPUFacts {
 	byAddress, byUUID := map[string]*nvml.GPU{}, map[string]*nvml.GPU{}
 	for i := range answer.GetGPUs() {

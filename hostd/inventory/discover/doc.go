@@ -1,12 +1,12 @@
-// Package discover makes one list of GPUs of what a host's sources say: the
-// scan of its PCI devices, NVML, and the OpenCL runtimes. A physical card is
-// one entry, whoever else knows it; what is no card (a runtime on the
-// processors) is an entry of its own. It is a pure function: a source that
-// failed takes no GPU away but makes its health tell.
+// Package discover makes one list of GPUs from the sources of a host: the scan of its PCI
+// devices, NVML, and the OpenCL runtimes. A physical card is one entry, however many
+// sources have it. A runtime that computes on processors is an entry of its own. The
+// package is a pure function. If a source has failed, its GPUs stay in the list, and
+// their health contains the failure.
 //
-// A card is named as the runtime that serves it is (nvidia-0), else by its PCI
-// address. Sources are matched by PCI address, else by UUID.
+// A card has the name that the runtime gave it (nvidia-0), or its PCI address. Sources
+// are matched by PCI address, otherwise by UUID.
 //
-// Left out, unless a runtime serves them, are the consoles of management
-// controllers and of emulated machines: display controllers that are no GPUs.
+// The display controllers of management controllers and emulated machines are no GPUs.
+// They are left out, unless a runtime serves them.
 package discover

@@ -1,22 +1,22 @@
-// Package hostinfo says what a host is: its hypervisor, processors, memory,
-// NUMA nodes, boot and network interfaces, and, for what changes often, its
-// load and free memory. It reads files below an injected root, and asks the
-// kernel for network interfaces through an interface of its own.
+// Package hostinfo reads the properties of a host: its hypervisor, processors, memory,
+// NUMA nodes, boot id and network interfaces, and its load and free memory. It reads
+// files below the root that it is given, and asks the kernel for network interfaces
+// through an interface of its own.
 //
-// In a Xen dom0 the kernel shows the processors and the memory of dom0, not of
-// the machine.
+// In a Xen dom0, the kernel shows the processors and the memory of dom0, not of the
+// computer.
 //
 // # Network interfaces
 //
-// Those are listed that traffic of this host can go through:
+// These interfaces, which traffic of this host can use, are listed:
 //
 //   - a physical one that is up, with or without an address;
 //   - a virtual one (bond, bridge, VLAN, veth, …) that is up and has an address
-//     that is not just link-local: a host in a network namespace has nothing
-//     but a veth.
+//     other than a link-local one: a host in a network namespace has only
+//     a veth.
 //
-// Not listed are the loopback, what is down, and the host's ends of guests'
-// interfaces (tap, vif), virtual functions and ports of bridges without an
-// address. A virtual interface that does not know its speed, or its NUMA node,
-// has that of the fastest physical one below it.
+// The loopback, interfaces that are down, and the host's ends of VMs' interfaces (tap,
+// vif), virtual functions and ports of bridges without an address are not listed. If a
+// virtual interface has no speed or NUMA node of its own, it gets that of the fastest
+// physical interface below it.
 package hostinfo

@@ -18,15 +18,15 @@ const (
 	maxText = 256
 	maxCPUs = 1 << 16
 
-	// What Host.hypervisor can be.
+	// Values of Host.hypervisor.
 	hypervisorXen  = "xen"
 	hypervisorKVM  = "kvm"
 	hypervisorNone = "none"
 )
 
-// Read returns what the host is: a Host without name, id, address, labels,
-// version and state. An error says what of it could not be read; the rest is
-// there nevertheless.
+// Read returns the properties of the host. Name, id, address, labels, version and state
+// are not set. If something cannot be read, the error contains it, and the rest is
+// returned nevertheless.
 func Read(ctx context.Context, root fs.FS, network Network) (*clusterv1.Host, error) {
 	h := &clusterv1.Host{BootId: text(root, "proc/sys/kernel/random/boot_id")}
 	h.Hypervisor, h.HypervisorVersion = hypervisor(root)
@@ -47,8 +47,8 @@ func Read(ctx context.Context, root fs.FS, network Network) (*clusterv1.Host, er
 	return h, errors.Join(failures...)
 }
 
-// Load returns the load average over one minute and the memory in bytes that
-// programs can still get.
+// Load returns the load average over one minute, and the free memory in bytes:
+// MemAvailable of proc_meminfo(5).
 func Load(root fs.FS) (load1 float64, freeMemory uint64, err error) {
 	first, _, _ := strings.Cut(text(root, "proc/loadavg"), " ")
 	load1, err = strconv.ParseFloat(first, 64)
@@ -57,13 +57,13 @@ func Load(root fs.FS) (load1 float64, freeMemory uint64, err error) {
 	}
 	freeMemory, memoryErr := meminfo(root, "MemAvailable")
 	if memoryErr != nil {
-		freeMemory, memoryErr = meminfo(root, "MemFree") // kernels before 3.14
+		freeMemory, memoryErr = meminfo(root, "MemFree") // Linux before 3.14 has no MemAvailable
 	}
 	return load1, freeMemory, errors.Join(err, memoryErr)
 }
 
-// hypervisor is Xen only for its control domain: a guest of Xen can do no more
-// than any other machine.
+// hypervisor returns Xen only in the control domain. Another domain of Xen is treated
+// like any other computer.
 func hypervisor(root fs.FS) (name, version string) {
 	if text(root, "sys/hypervisor/type") == "xen" && strings.Contains(text(root, "proc/xen/capabilities"), "control_d") {
 		major, minor, extra := text(root, "sys/hypervisor/version/major"), text(root, "sys/hypervisor/version/minor"), text(root, "sys/hypervisor/version/extra")
@@ -73,13 +73,13 @@ func hypervisor(root fs.FS) (name, version string) {
 		return hypervisorXen, clip(major + "." + minor + extra)
 	}
 	if _, err := fs.Stat(root, "dev/kvm"); err == nil {
-		// KVM is part of the kernel.
+		// The version of KVM is that of the kernel.
 		return hypervisorKVM, text(root, "proc/sys/kernel/osrelease")
 	}
 	return hypervisorNone, ""
 }
 
-// meminfo is in bytes.
+// meminfo returns a value of /proc/meminfo in bytes.
 func meminfo(root fs.FS, key string) (uint64, error) {
 	for line := range strings.Lines(string(read(root, "proc/meminfo"))) {
 		f := strings.Fields(line)
@@ -94,7 +94,7 @@ func meminfo(root fs.FS, key string) (uint64, error) {
 	return 0, fmt.Errorf("memory: no %s in /proc/meminfo", key)
 }
 
-// count is how many numbers a list as "0-3,8" has; 0 if it is none.
+// count returns how many numbers a list such as "0-3,8" contains; 0: it is not a list.
 func count(list string) uint32 {
 	var n uint64
 	for part := range strings.SplitSeq(list, ",") {
@@ -127,7 +127,7 @@ func read(root fs.FS, name string) []byte {
 
 func text(root fs.FS, name string) string { return clip(string(read(root, name))) }
 
-// clip makes one line of limited length of a text.
+// clip returns a text as one line of limited length.
 func clip(s string) string {
 	s = strings.ToValidUTF8(s, "")
 	s, _, _ = strings.Cut(strings.TrimSpace(s), "\n")

@@ -11,10 +11,10 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// A dump is interrupted when something changes meanwhile.
+// The kernel interrupts a dump if something changes during it.
 const dumpAttempts = 20
 
-// Netlink asks the kernel, in the network namespace that the process is in.
+// Netlink lists interfaces by netlink, in the network namespace of the process.
 type Netlink struct{}
 
 var _ Network = Netlink{}
@@ -48,7 +48,7 @@ func (Netlink) Interfaces(ctx context.Context) ([]Interface, error) {
 	return out, nil
 }
 
-// whole repeats a dump that was interrupted, and so may be inconsistent.
+// whole repeats a dump that was interrupted, as its result may be inconsistent.
 func whole[T any](ctx context.Context, dump func() ([]T, error)) ([]T, error) {
 	for attempt := 1; ; attempt++ {
 		out, err := dump()

@@ -16,17 +16,17 @@ import (
 const (
 	netDir   = "sys/class/net"
 	maxNICs  = 256
-	maxIPs   = 64 // of one interface
-	maxBelow = 8  // a VLAN on a bond on …
+	maxIPs   = 64 // most addresses of one interface
+	maxBelow = 8  // most interfaces on top of each other, such as a VLAN on a bond
 	maxMbps  = 10_000_000
 )
 
-// Interface is a network interface as the kernel has it.
+// Interface is a network interface as the kernel reports it.
 type Interface struct {
 	Name      string
 	MAC       string
 	MTU       int
-	Up        bool // by the operator, and with a carrier as far as it knows
+	Up        bool // set up by the operator, and its carrier, if known, is present
 	Loopback  bool
 	Addresses []netip.Prefix
 }
@@ -44,7 +44,7 @@ func nics(ctx context.Context, root fs.FS, network Network) ([]*clusterv1.NIC, e
 	slices.SortFunc(interfaces, func(a, b Interface) int { return strings.Compare(a.Name, b.Name) })
 	var out []*clusterv1.NIC
 	for _, i := range interfaces {
-		// A name that is no single part of a path would lead elsewhere.
+		// A name that is not a single path element would lead to another folder.
 		if !i.Up || i.Loopback || !isName(i.Name) || len(out) == maxNICs {
 			continue
 		}
@@ -71,8 +71,8 @@ func routable(p netip.Prefix) bool {
 	return a.IsValid() && !a.IsLinkLocalUnicast() && !a.IsLoopback() && !a.IsMulticast()
 }
 
-// physical reports whether a device of the machine is behind the interface and
-// it is the host's own: no virtual function, no end of a guest's.
+// physical reports whether the interface is that of a hardware device and belongs to this
+// host: not a virtual function, and not the host's end of a VM's interface.
 func physical(root fs.FS, name string) bool {
 	device := path.Join(netDir, name, "device")
 	if _, err := fs.Stat(root, device); err != nil {
@@ -85,14 +85,15 @@ func physical(root fs.FS, name string) bool {
 	return err != nil || path.Base(bus) != "xen-backend"
 }
 
-// below is the speed in bits per second and the NUMA node of an interface, or
-// of the fastest below it.
+// below returns the speed in bits per second and the NUMA node of an interface, or of the
+// fastest one below it.
 func below(root fs.FS, name string, depth int) (speed uint64, node int32) {
 	node = -1
 	if n, err := strconv.ParseInt(text(root, path.Join(netDir, name, "device/numa_node")), 10, 16); err == nil && n >= 0 {
 		node = int32(n)
 	}
-	// -1, or the same unsigned: not known. Reading fails while it is down.
+	// The kernel's value for an unknown speed is -1, or the same number unsigned. Reading
+	// fails while the interface is down.
 	if mbps, err := strconv.ParseInt(text(root, path.Join(netDir, name, "speed")), 10, 64); err == nil && mbps > 0 && mbps <= maxMbps {
 		speed = uint64(mbps) * 1_000_000
 	}
@@ -110,7 +111,7 @@ func below(root fs.FS, name string, depth int) (speed uint64, node int32) {
 			continue
 		}
 		s, n := below(root, lower, depth+1)
-		// Guests' ends claim any speed.
+		// The host's ends of VMs' interfaces report any speed.
 		if n < 0 && !physical(root, lower) && !hasLower(root, lower) {
 			continue
 		}

@@ -14,35 +14,33 @@ import (
 	"time"
 )
 
-// Program is the helper's file name.
+// Program is the file name of the helper process.
 const Program = "hostd-nvml"
 
 var (
-	// ErrNoDriver says that this machine has no NVIDIA driver, or that it is
-	// not loaded.
+	// ErrNoDriver means that this host has no NVIDIA driver, or that it is not loaded.
 	ErrNoDriver = errors.New("no NVIDIA driver")
-	// ErrNoHelper says that hostd-nvml is not installed.
+	// ErrNoHelper means that hostd-nvml is not installed.
 	ErrNoHelper = errors.New("hostd-nvml is not installed")
-	// ErrReleased says that the driver was let go of and Resume has not been
-	// called.
+	// ErrReleased means that Release was called, and Resume not yet.
 	ErrReleased = errors.New("NVML is released")
-	// ErrUnhealthy says that the helper crashed or gave no answer. It is tried
-	// again after a pause.
+	// ErrUnhealthy means that the helper crashed or did not answer. It is started again
+	// after a pause.
 	ErrUnhealthy = errors.New("NVML does not work")
-	// ErrClosed says that the client is closed.
+	// ErrClosed means that the client is closed.
 	ErrClosed = errors.New("NVML client is closed")
 )
 
-// Config of a Client. Zero times are the defaults.
+// Config has the settings of a Client. A zero time means its default.
 type Config struct {
-	Path       string        // of the helper; empty: beside this program, else in PATH
-	Env        []string      // nil: this process's
-	Log        *slog.Logger  // nil: none
-	Timeout    time.Duration // of a request
-	EndTimeout time.Duration // for the helper to end after it was released or killed
-	Backoff    time.Duration // after the first failure; doubles
+	Path       string        // path of the helper; empty: beside this program, or in PATH
+	Env        []string      // environment of the helper; nil: this process's
+	Log        *slog.Logger  // nil: no log
+	Timeout    time.Duration // time limit for a request
+	EndTimeout time.Duration // time limit for the helper to end after it was released or killed
+	Backoff    time.Duration // pause after the first failure; it doubles with each further one
 	MaxBackoff time.Duration
-	LookAgain  time.Duration // after there was no driver or no helper
+	LookAgain  time.Duration // pause if there was no driver or no helper
 }
 
 func (c Config) withDefaults() Config {
@@ -51,7 +49,7 @@ func (c Config) withDefaults() Config {
 			*d = to
 		}
 	}
-	set(&c.Timeout, 30*time.Second) // the first call loads the driver's state of every card
+	set(&c.Timeout, 30*time.Second) // the first call initializes the driver for all cards
 	set(&c.EndTimeout, 10*time.Second)
 	set(&c.Backoff, time.Second)
 	set(&c.MaxBackoff, 5*time.Minute)
@@ -62,16 +60,16 @@ func (c Config) withDefaults() Config {
 	return c
 }
 
-// Client asks the helper. It is safe for use by several goroutines; requests
-// go one after the other.
+// Client sends requests to the helper, one after the other. It is safe for concurrent
+// use.
 type Client struct {
 	config Config
-	turn   chan struct{} // held by who talks to the helper
+	turn   chan struct{} // held by the caller that uses the helper
 
-	// Of who has the turn.
+	// Only the holder of turn uses these.
 	helper   *helper
 	failures int
-	lastWord error // what callers get until notUntil
+	lastWord error // error for callers until notUntil
 	notUntil time.Time
 	number   uint64
 
@@ -81,7 +79,7 @@ type Client struct {
 	working  bool
 }
 
-// New returns a client that has started nothing yet.
+// New returns a client. It starts the helper at the first request.
 func New(c Config) *Client {
 	return &Client{config: c.withDefaults(), turn: make(chan struct{}, 1)}
 }
@@ -94,16 +92,17 @@ func (c *Client) Available() bool {
 	return c.working && c.released == 0 && !c.closed
 }
 
-// List returns everything of every GPU.
+// List returns all properties of all GPUs. Errors wrap ErrNoDriver, ErrNoHelper,
+// ErrReleased, ErrUnhealthy or ErrClosed.
 func (c *Client) List(ctx context.Context) (*Response, error) { return c.ask(ctx, List) }
 
-// Facts returns what changes often of every GPU.
+// Facts returns what changes often, of all GPUs. Errors are those of List.
 func (c *Client) Facts(ctx context.Context) (*Response, error) { return c.ask(ctx, Facts) }
 
-// Release makes the helper let go of the driver and end. When it returns
-// without an error, nothing of NVML is open, and nothing will be until Resume
-// has been called as often as Release. After an error nothing has changed for
-// other callers: the helper may still hold the driver.
+// Release makes the helper close the driver and end. When it has returned without an
+// error, no process of NVML has the driver open, and none will until Resume has been
+// called as often as Release. After an error, nothing has changed for other callers: the
+// helper may still have the driver open.
 func (c *Client) Release(ctx context.Context) error {
 	c.hold(1)
 	err := c.withTurn(ctx, func() error {
@@ -117,7 +116,7 @@ func (c *Client) Release(ctx context.Context) error {
 		ctx, cancel := context.WithTimeout(ctx, c.config.EndTimeout)
 		defer cancel()
 		c.number++
-		// Whatever it says, what counts is that it ends.
+		// Whatever the helper answers, it must end.
 		_, askErr := c.helper.ask(ctx, Request{Version, c.number, Release})
 		if err := c.end(ctx, askErr != nil); err != nil {
 			return fmt.Errorf("release NVML: %w", err)
@@ -141,7 +140,7 @@ func (c *Client) hold(n int) {
 	c.working = c.working && c.released == 0
 }
 
-// Close ends the helper. A client that is closed stays so.
+// Close ends the helper. Requests fail with ErrClosed afterwards.
 func (c *Client) Close() error {
 	c.mu.Lock()
 	c.closed, c.working = true, false
@@ -197,13 +196,13 @@ func (c *Client) askNow(ctx context.Context, op Op) (*Response, error) {
 	answer, err := c.helper.ask(limited, Request{Version, c.number, op})
 	switch {
 	case err != nil && ctx.Err() != nil:
-		// The caller has left; its answer would be taken for the next one's.
+		// The caller has left. The next caller must not get this answer.
 		_ = c.end(ctx, true)
 		return nil, fmt.Errorf("ask hostd-nvml: %w", ctx.Err())
 	case err != nil:
 		return nil, c.failed(fmt.Errorf("%w: hostd-nvml: %w", ErrUnhealthy, c.bury(ctx, err)))
 	case answer.Status == NoDriver:
-		_ = c.end(ctx, false) // it has nothing to do
+		_ = c.end(ctx, false) // the helper is idle
 		return nil, c.absent(fmt.Errorf("%w: %s", ErrNoDriver, answer.Message))
 	case answer.Status != OK:
 		_ = c.end(ctx, false)
@@ -216,14 +215,14 @@ func (c *Client) askNow(ctx context.Context, op Op) (*Response, error) {
 	return answer, nil
 }
 
-// bury ends a helper that gave no answer, and says what became of it.
+// bury ends a helper that did not answer, and returns why it failed.
 func (c *Client) bury(ctx context.Context, err error) error {
 	h := c.helper
 	switch {
 	case errors.Is(err, os.ErrDeadlineExceeded):
 		err = fmt.Errorf("no answer in %v", c.config.Timeout)
 	case errors.Is(err, io.EOF), errors.Is(err, io.ErrUnexpectedEOF), errors.Is(err, syscall.EPIPE):
-		// It is ending; how is worth a moment.
+		// It is ending. Wait a moment for its exit status.
 		wait := time.NewTimer(min(time.Second, c.config.EndTimeout))
 		defer wait.Stop()
 		select {
@@ -242,7 +241,8 @@ func (c *Client) bury(ctx context.Context, err error) error {
 	return err
 }
 
-// failed remembers an error for a pause that grows.
+// failed stores an error for callers until the pause is over. The pause grows with each
+// failure.
 func (c *Client) failed(err error) error {
 	pause := c.config.MaxBackoff
 	if c.failures < 20 {
@@ -255,7 +255,8 @@ func (c *Client) failed(err error) error {
 	return err
 }
 
-// absent is no fault: it is said once, quietly, and looked at again rarely.
+// absent stores that there is no driver or no helper. That is not a fault: it is logged
+// once, at a low level, and checked again rarely.
 func (c *Client) absent(err error) error {
 	if c.setWorking(false) || c.lastWord == nil || c.lastWord.Error() != err.Error() {
 		c.config.Log.Info("nvml not available", "reason", err)
@@ -273,7 +274,7 @@ func (c *Client) setWorking(now bool) (changed bool) {
 	return changed
 }
 
-// start makes sure that a helper runs.
+// start starts the helper if it does not run.
 func (c *Client) start() error {
 	if c.helper != nil {
 		if !c.helper.ended() && !c.helper.killed {
@@ -284,7 +285,7 @@ func (c *Client) start() error {
 		}
 		died := c.helper
 		c.helper = nil
-		if !died.killed { // between two requests
+		if !died.killed { // it ended between two requests
 			return c.failed(fmt.Errorf("%w: hostd-nvml ended: %s", ErrUnhealthy, died.why()))
 		}
 	}
@@ -325,8 +326,8 @@ func isProgram(path string) bool {
 	return err == nil && info.Mode().IsRegular() && info.Mode()&0o111 != 0
 }
 
-// end makes the helper end: by itself, because nobody asks any more, or at
-// once. It is only forgotten when it is gone.
+// end ends the helper: by closing its input, or by killing it. The helper is forgotten
+// only after it has ended.
 func (c *Client) end(ctx context.Context, kill bool) error {
 	h := c.helper
 	if h == nil {
@@ -345,7 +346,7 @@ func (c *Client) end(ctx context.Context, kill bool) error {
 		}
 	}
 	h.kill()
-	// The caller may have left; killing takes a moment nevertheless.
+	// The caller may have left. Killing takes only a moment, so it is done nevertheless.
 	wait := time.NewTimer(c.config.EndTimeout)
 	defer wait.Stop()
 	select {
@@ -357,14 +358,14 @@ func (c *Client) end(ctx context.Context, kill bool) error {
 	}
 }
 
-// helper is one process.
+// helper is one process of hostd-nvml.
 type helper struct {
 	cmd    *exec.Cmd
 	in     *os.File // its standard input
 	out    *os.File // its standard output
 	stderr *words
-	done   chan struct{} // closed when it has ended
-	err    error         // how, once done
+	done   chan struct{} // closed when the process has ended
+	err    error         // how it ended, after done
 	killed bool
 }
 
@@ -383,7 +384,7 @@ func start(path string, env []string) (*helper, error) {
 	h.cmd.Env = env
 	h.cmd.Stdin, h.cmd.Stdout, h.cmd.Stderr = theirIn, theirOut, h.stderr
 	h.cmd.Dir = "/"
-	h.cmd.WaitDelay = time.Second // who holds its stderr must not hold us
+	h.cmd.WaitDelay = time.Second // another process that has its stderr open must not delay Wait
 	err = h.cmd.Start()
 	_ = theirIn.Close()
 	_ = theirOut.Close()
@@ -427,10 +428,10 @@ func (h *helper) closePipes() {
 
 func (h *helper) kill() {
 	h.killed = true
-	_ = h.cmd.Process.Kill() // fails if it has ended, which is as good
+	_ = h.cmd.Process.Kill() // fails only if it has ended already
 }
 
-// ask sends one request and reads its answer, or fails when ctx ends.
+// ask sends one request and returns its answer. It fails when ctx ends.
 func (h *helper) ask(ctx context.Context, r Request) (*Response, error) {
 	cut := make(chan struct{})
 	deadline := func(t time.Time) {
@@ -442,7 +443,7 @@ func (h *helper) ask(ctx context.Context, r Request) (*Response, error) {
 		deadline(time.Unix(1, 0))
 	})
 	defer func() {
-		if !stop() { // too late to be of this request must not be of the next
+		if !stop() { // ctx has ended; a late answer must not be taken for the next request's
 			<-cut
 			deadline(time.Time{})
 		}
@@ -463,8 +464,8 @@ func (h *helper) ask(ctx context.Context, r Request) (*Response, error) {
 	return answer, nil
 }
 
-// words keeps the first and the last of what a helper writes: a crash says
-// first what it is, and other ends say it last.
+// words keeps the first and the last part of what a helper writes. A crash is described
+// at the beginning, other failures at the end.
 type words struct {
 	mu          sync.Mutex
 	first, last []byte

@@ -5,8 +5,8 @@ import (
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 )
 
-// Object is the GPU as the inventory keeps it, without id, host, name, rank
-// and isolation group.
+// Object returns the GPU in the form of the inventory, without id, host, name, rank and
+// isolation group.
 func (g *GPU) Object(driver string) *clusterv1.GPU {
 	out := &clusterv1.GPU{
 		Model: g.Name, Vendor: "NVIDIA Corporation", Type: "gpu", Driver: driver, Uuid: g.UUID, PciAddress: g.PCIAddress, NumaNode: -1,
@@ -30,7 +30,7 @@ func (g *GPU) Object(driver string) *clusterv1.GPU {
 	return out
 }
 
-// Facts is what changes often of the GPU with this id.
+// Facts returns what changes often of the GPU, under this id.
 func (g *GPU) Facts(id string) *clusterv1.GPUFacts {
 	out := &clusterv1.GPUFacts{
 		Gpu: id, Utilization: g.Utilization, MemoryUtilization: g.MemoryUtilization, UsedMemory: g.UsedMemory,

@@ -8,7 +8,8 @@ import (
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 )
 
-// Xids after which the card is of no use until it has been reset.
+// Xids after which the card cannot be used until it has been reset. See NVIDIA's document
+// "Xid Errors".
 const (
 	xidDoubleBit   = 48
 	xidOffBus      = 79
@@ -17,13 +18,13 @@ const (
 	xidGSPError    = 120
 )
 
-// ApplicationXid reports whether an Xid is a program's fault, or its end, and says
-// nothing of the card.
+// ApplicationXid reports whether an Xid is caused by a program, so that it is not an
+// error of the card.
 func ApplicationXid(code uint64) bool {
 	return slices.Contains([]uint64{13, 31, 43, 45, 68, 109}, code)
 }
 
-// Health judges a GPU, with the reason if it is not fine.
+// Health returns the health of a GPU, with the reason if it is not OK.
 func (g *GPU) Health() (clusterv1.Health, string) {
 	var failed, degraded []string
 	if g.Lost {

@@ -9,43 +9,43 @@ import (
 	"io"
 )
 
-// Version of the protocol. Client and helper are installed together; another
-// version means that they were not.
+// Version is the version of the protocol. Client and helper are installed together, so
+// another version means that the installation is inconsistent.
 const Version = 1
 
-// Largest messages.
+// Sizes of the largest messages in bytes.
 const (
 	MaxRequest  = 4 << 10
 	MaxResponse = 4 << 20
 )
 
-// ErrProtocol says that what came is no message of this protocol.
+// ErrProtocol means that a message does not conform to the protocol.
 var ErrProtocol = errors.New("not a message of hostd-nvml")
 
-// Op is what a request is for.
+// Op is the operation that a request asks for.
 type Op string
 
-// What the helper does.
+// Operations of the helper.
 const (
-	List    Op = "list"    // everything of every GPU
-	Facts   Op = "facts"   // what changes often
-	Release Op = "release" // let go of the driver, answer, and end
+	List    Op = "list"    // all properties of all GPUs
+	Facts   Op = "facts"   // what changes often, of all GPUs
+	Release Op = "release" // close the driver, answer, and end
 )
 
-// Request asks the helper for something.
+// Request is a request to the helper.
 type Request struct {
 	Version int    `json:"version"`
 	Number  uint64 `json:"number"`
 	Op      Op     `json:"op"`
 }
 
-// Status is how a request went.
+// Status is the result of a request.
 type Status string
 
-// How requests go.
+// Results of requests.
 const (
 	OK       Status = "ok"
-	NoDriver Status = "no_driver" // the library or the driver is not there
+	NoDriver Status = "no_driver" // the library or the driver is missing
 	Failed   Status = "failed"
 )
 
@@ -54,13 +54,13 @@ type Response struct {
 	Version int    `json:"version"`
 	Number  uint64 `json:"number"`
 	Status  Status `json:"status"`
-	Message string `json:"message,omitempty"` // why it is not OK
-	Driver  string `json:"driver,omitempty"`  // version
-	CUDA    string `json:"cuda,omitempty"`    // highest version that the driver serves
+	Message string `json:"message,omitempty"` // why Status is not OK
+	Driver  string `json:"driver,omitempty"`  // version of the driver
+	CUDA    string `json:"cuda,omitempty"`    // highest version of CUDA that the driver supports
 	GPUs    []GPU  `json:"gpus,omitempty"`
 }
 
-// GPU is what NVML says of one. Numbers that it does not have are nil.
+// GPU has what NVML reports about a GPU. Numbers that NVML does not report are nil.
 type GPU struct {
 	UUID       string   `json:"uuid,omitempty"`
 	Name       string   `json:"name,omitempty"`
@@ -70,13 +70,13 @@ type GPU struct {
 	Memory     *uint64  `json:"memory,omitempty"` // bytes
 	UsedMemory *uint64  `json:"used_memory,omitempty"`
 	Link       *Link    `json:"link,omitempty"`
-	MIG        *MIG     `json:"mig,omitempty"` // nil: cannot be sliced
+	MIG        *MIG     `json:"mig,omitempty"` // nil: the GPU has no MIG
 	ECC        *ECC     `json:"ecc,omitempty"`
-	Xids       []Xid    `json:"xids,omitempty"`   // since the helper started, those that speak of the card
-	Errors     []string `json:"errors,omitempty"` // calls that failed though the GPU has what they ask for
+	Xids       []Xid    `json:"xids,omitempty"`   // errors of the card since the helper was started
+	Errors     []string `json:"errors,omitempty"` // calls that failed although the GPU supports them
 
-	Lost          bool `json:"lost,omitempty"`           // fallen off the bus
-	ResetRequired bool `json:"reset_required,omitempty"` // until then it computes nothing
+	Lost          bool `json:"lost,omitempty"`           // not on the bus any more
+	ResetRequired bool `json:"reset_required,omitempty"` // the GPU does not work until it is reset
 
 	Processes         []Process `json:"processes,omitempty"`
 	Utilization       *uint32   `json:"utilization,omitempty"`        // percent
@@ -94,32 +94,32 @@ type Link struct {
 	MaxWidth      int `json:"max_width,omitempty"`
 }
 
-// MIG is how a GPU is cut into slices.
+// MIG is the configuration of a GPU that can be partitioned (Multi-Instance GPU).
 type MIG struct {
 	Enabled   bool          `json:"enabled"`
-	Pending   bool          `json:"pending"` // what it will be after a reset
+	Pending   bool          `json:"pending"` // Enabled after the next reset
 	Instances []MIGInstance `json:"instances,omitempty"`
 	Profiles  []MIGProfile  `json:"profiles,omitempty"`
 }
 
-// MIGInstance is a slice that exists.
+// MIGInstance is a MIG device that exists.
 type MIGInstance struct {
 	UUID    string `json:"uuid"`
 	Name    string `json:"name,omitempty"`
 	Memory  uint64 `json:"memory,omitempty"` // bytes
-	GPU     int    `json:"gpu"`              // instance ids
+	GPU     int    `json:"gpu"`              // ids of the GPU instance and the compute instance
 	Compute int    `json:"compute"`
 }
 
-// MIGProfile is a kind of slice that the GPU can be cut into.
+// MIGProfile is a profile of GPU instances that the GPU supports.
 type MIGProfile struct {
 	ID     uint32 `json:"id"`
 	Name   string `json:"name"`
 	Memory uint64 `json:"memory"` // bytes
-	Max    uint32 `json:"max"`    // of them on the whole GPU
+	Max    uint32 `json:"max"`    // most instances on the whole GPU
 }
 
-// ECC is the health of the memory.
+// ECC has the counters of memory errors.
 type ECC struct {
 	Enabled          bool    `json:"enabled"`
 	Uncorrected      *uint64 `json:"uncorrected,omitempty"` // since the driver was loaded
@@ -130,20 +130,21 @@ type ECC struct {
 	UncorrectedRemap *int    `json:"uncorrected_remap,omitempty"`
 }
 
-// Xid is a kind of error that the driver has reported.
+// Xid is an error number that the driver has reported, with its count.
 type Xid struct {
 	Code  uint64 `json:"code"`
 	Count int    `json:"count"`
 }
 
-// Process uses a GPU.
+// Process is a process that uses a GPU.
 type Process struct {
 	PID    uint32  `json:"pid"`
 	Name   string  `json:"name,omitempty"`
-	Memory *uint64 `json:"memory,omitempty"` // bytes; nil: the driver does not say
+	Memory *uint64 `json:"memory,omitempty"` // bytes; nil: the driver does not report it
 }
 
-// WriteMessage writes one message, in one piece.
+// WriteMessage writes one message in one call of Write. A message of more than limit
+// bytes is an error.
 func WriteMessage(w io.Writer, m any, limit int) error {
 	body, err := json.Marshal(m)
 	if err != nil {
@@ -157,8 +158,9 @@ func WriteMessage(w io.Writer, m any, limit int) error {
 	return err
 }
 
-// ReadMessage reads one. At the end of the stream it returns io.EOF, within a
-// message io.ErrUnexpectedEOF.
+// ReadMessage reads one message. At the end of the stream it returns io.EOF, within a
+// message io.ErrUnexpectedEOF. A message of more than limit bytes is an error that wraps
+// ErrProtocol.
 func ReadMessage(r io.Reader, m any, limit int) error {
 	var head [4]byte
 	if _, err := io.ReadFull(r, head[:]); err != nil {
@@ -168,7 +170,7 @@ func ReadMessage(r io.Reader, m any, limit int) error {
 	if int64(size) > int64(limit) {
 		return fmt.Errorf("%w: %d bytes, more than %d", ErrProtocol, size, limit)
 	}
-	// Memory follows what comes, not what was announced.
+	// The buffer grows with what arrives, not with the announced length.
 	var body bytes.Buffer
 	if n, err := io.CopyN(&body, r, int64(size)); err != nil {
 		if errors.Is(err, io.EOF) || n < int64(size) && err == nil {
@@ -182,7 +184,7 @@ func ReadMessage(r io.Reader, m any, limit int) error {
 	return nil
 }
 
-// GetGPUs are the GPUs of an answer; of none, none.
+// GetGPUs returns the GPUs of an answer; r may be nil.
 func (r *Response) GetGPUs() []GPU {
 	if r == nil {
 		return nil

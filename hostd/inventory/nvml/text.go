@@ -2,7 +2,7 @@ package nvml
 
 import "strings"
 
-// printable makes one line of a text that a library wrote.
+// printable returns a text of a library as one line of printable characters.
 func printable(s string) string {
 	s = strings.Map(func(r rune) rune {
 		switch {

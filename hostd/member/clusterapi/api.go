@@ -20,25 +20,25 @@ import (
 	"github.com/gpuctl/gpuctl/internal/reason"
 )
 
-// maxRequest is the largest message that is read, in bytes: a host with all
+// maxRequest is the size of the largest request in bytes. The report of a host with all
 // its GPUs fits.
 const maxRequest = 8 << 20
 
-// maxEnroll is the same for who may be anybody: a request for a certificate and
-// some names.
+// maxEnroll is the same for callers that are not authenticated: they send a certificate
+// request and some names.
 const maxEnroll = 32 << 10
 
 // maxOthers is the same for calls that users make.
 const maxOthers = 1 << 20
 
-// minCompressed is the smallest answer that is worth its compression, in bytes.
+// minCompressed is the size of the smallest answer in bytes that is compressed.
 const minCompressed = 64 << 10
 
-// patience is how long a caller waits for a leader: an election takes a second
-// at most, and who waits in vain is to hear why.
+// patience is how long a call waits for a leader. An election takes a second at most.
+// Afterwards the caller gets an error that says what is wrong.
 const patience = 8 * time.Second
 
-// Log is the replicated log with what only its store knows.
+// Log is the replicated log, with the state of its store.
 type Log interface {
 	scheduler.Log
 	ApplyLocal(ctx context.Context, cmds []*clusterv1.Command) ([]*clusterv1.Result, error)
@@ -52,7 +52,7 @@ type Log interface {
 
 var _ Log = (*replica.Store)(nil)
 
-// Self is what this host is to the cluster.
+// Self is the identity of this host in the cluster.
 type Self struct {
 	Host string // name
 	ID   string
@@ -60,24 +60,27 @@ type Self struct {
 
 // Member is this host's membership.
 type Member interface {
-	// Log is nil while the host is in no cluster.
+	// Log returns nil if the host has not joined a cluster.
 	Log() Log
 	Scheduler() *scheduler.Scheduler
-	// Problem is what the log cannot know is wrong with this host.
+	// Problem returns a fault of this host's membership that the log does not contain, or
+	// nil.
 	Problem() error
 	Self() Self
-	// Authority signs certificates; an error says why this host cannot.
+	// Authority returns the cluster's certificate authority, or an error if this host
+	// does not have its key.
 	Authority() (*pki.CA, error)
-	// Certificate is nil for a cluster of one that talks to nobody.
+	// Certificate returns this host's certificate. It is nil in a cluster of one host
+	// that communicates with nobody.
 	Certificate() *pki.Material
 	Init(ctx context.Context, r *clusterv1.InitRequest) error
 	Join(ctx context.Context, r *clusterv1.JoinRequest) error
-	// Peer reaches the host at an address.
+	// Peer returns a client for the host at an address.
 	Peer(address string) clusterv1connect.PeerServiceClient
 	Facts(ctx context.Context) (*clusterv1.HostFacts, error)
 }
 
-// API serves both services.
+// API implements both services.
 type API struct {
 	member Member
 	log    *slog.Logger
@@ -111,7 +114,7 @@ func (a *API) Handle(mux *http.ServeMux, options ...connect.HandlerOption) {
 	mux.Handle(clusterv1connect.NewPeerServiceHandler(a, options...))
 }
 
-// replicated returns the log, or that there is none.
+// replicated returns the log, or ErrNotJoined.
 func (a *API) replicated() (Log, error) {
 	if l := a.member.Log(); l != nil {
 		return l, nil
@@ -119,7 +122,7 @@ func (a *API) replicated() (Log, error) {
 	return nil, reason.Coded(ErrNotJoined)
 }
 
-// actor is who asked, as commands and events name them.
+// actor returns the caller's name for commands and events.
 func (a *API) actor(ctx context.Context) string {
 	if c, ok := access.From(ctx); ok {
 		return c.Actor() + "@" + a.member.Self().Host
@@ -127,8 +130,7 @@ func (a *API) actor(ctx context.Context) string {
 	return "host " + a.member.Self().Host
 }
 
-// owner is who asked, as claims name them: a user is the same on whichever
-// host the request comes in.
+// owner returns the caller's name for claims. A user's name is the same on all hosts.
 func (a *API) owner(ctx context.Context) string {
 	if c, ok := access.From(ctx); ok && c.Kind == access.User {
 		return c.Actor()
@@ -136,7 +138,7 @@ func (a *API) owner(ctx context.Context) string {
 	return a.actor(ctx)
 }
 
-// apply proposes a command for the caller.
+// apply proposes a command in the caller's name.
 func (a *API) apply(ctx context.Context, c *clusterv1.Command) (*clusterv1.Result, error) {
 	l, err := a.replicated()
 	if err != nil {

@@ -17,7 +17,7 @@ import (
 	"github.com/gpuctl/gpuctl/internal/reason"
 )
 
-// request makes the placement's question of the API's.
+// request converts a request of the API to one of package placement.
 func request(m *clusterv1.PlaceRequest, host string) (placement.Request, error) {
 	const most = 1000
 	r := placement.Request{
@@ -34,7 +34,7 @@ func request(m *clusterv1.PlaceRequest, host string) (placement.Request, error) 
 	return r, fmt.Errorf("%w: verb %q is not upgrade, downgrade, migrate or resume", errInvalid, m.GetVerb())
 }
 
-// Place says where a claim would go.
+// Place returns where a claim would go. It changes nothing.
 func (a *API) Place(ctx context.Context, req *connect.Request[clusterv1.PlaceRequest]) (*connect.Response[clusterv1.PlaceResponse], error) {
 	v, err := a.read(ctx, req.Msg.GetStale())
 	if err != nil {
@@ -73,8 +73,8 @@ func rejected(d placement.Decision, limit uint32) (out []*clusterv1.Rejection) {
 	return out
 }
 
-// CreateClaim makes a claim, on the leader: that is where the least stands
-// between a decision and the log.
+// CreateClaim makes a claim on the leader. There, the state that decides is closest to
+// the log, so conflicts are rarest.
 func (a *API) CreateClaim(ctx context.Context, req *connect.Request[clusterv1.CreateClaimRequest]) (*connect.Response[clusterv1.CreateClaimResponse], error) {
 	if _, err := a.replicated(); err != nil {
 		return nil, err
@@ -101,14 +101,14 @@ func (a *API) CreateClaim(ctx context.Context, req *connect.Request[clusterv1.Cr
 	return connect.NewResponse(res), nil
 }
 
-// Bind makes a claim, which has an id, on the leader if that can be reached,
-// and else from here.
+// Bind makes a claim that has an id. It does so on the leader if the leader can be
+// reached, otherwise on this host.
 func (a *API) Bind(ctx context.Context, c *clusterv1.Claim) (*clusterv1.CreateClaimResponse, error) {
 	l, err := a.replicated()
 	if err != nil {
 		return nil, err
 	}
-	maybe := false // it may have been made
+	maybe := false // whether the claim may have been made
 	if _, address := l.Leader(); !l.IsLeader() && address != "" && !a.fromHost(ctx) {
 		forwarded, cancel := whileLeading(ctx, l, address)
 		res, err := a.member.Peer(address).CreateClaim(forwarded, connect.NewRequest(&clusterv1.CreateClaimRequest{Claim: c}))
@@ -118,19 +118,19 @@ func (a *API) Bind(ctx context.Context, c *clusterv1.Claim) (*clusterv1.CreateCl
 			return res.Msg, nil
 		}
 		if !lost && connect.IsWireError(err) && connect.CodeOf(err) != connect.CodeUnavailable {
-			return nil, err // an answer, not a connection that broke
+			return nil, err // the leader has answered; the connection did not fail
 		}
-		// The id makes it safe to try from here.
+		// The claim's id makes it safe to try again on this host.
 		maybe = !reason.Undone(err)
 	}
 	res, err := a.Create(ctx, c)
 	if maybe && errors.Is(err, replica.ErrNoLeader) {
-		err = fmt.Errorf("%w: %s", replica.ErrTimeout, err.Error()) // who is told that nobody leads makes another one
+		err = fmt.Errorf("%w: %s", replica.ErrTimeout, err.Error()) // a caller that gets ErrNoLeader may make another claim
 	}
 	return res, err
 }
 
-// forwardFor is the longest that one leader is waited for.
+// forwardFor limits the time that a call waits for one leader.
 const forwardFor = 4 * time.Second
 
 func whileLeading(ctx context.Context, l Log, address string) (context.Context, context.CancelFunc) {
@@ -140,7 +140,7 @@ func whileLeading(ctx context.Context, l Log, address string) (context.Context, 
 	}, address, forwardFor)
 }
 
-// Create makes a claim from this host.
+// Create makes a claim on this host.
 func (a *API) Create(ctx context.Context, c *clusterv1.Claim) (*clusterv1.CreateClaimResponse, error) {
 	o, err := a.member.Scheduler().Create(ctx, c, c.GetOwner(), a.member.Self().Host)
 	if err != nil {
@@ -154,7 +154,8 @@ func (a *API) Create(ctx context.Context, c *clusterv1.Claim) (*clusterv1.Create
 	return res, nil
 }
 
-// DeleteClaim releases what a claim has; it goes with the last of it.
+// DeleteClaim releases the assignments of a claim. The claim ends when the last one is
+// free.
 func (a *API) DeleteClaim(ctx context.Context, req *connect.Request[clusterv1.DeleteClaimRequest]) (*connect.Response[clusterv1.DeleteClaimResponse], error) {
 	res, err := a.apply(ctx, &clusterv1.Command{Op: &clusterv1.Command_DeleteClaim{DeleteClaim: &clusterv1.DeleteClaim{Claim: req.Msg.GetClaim()}}})
 	if err != nil {
@@ -163,7 +164,7 @@ func (a *API) DeleteClaim(ctx context.Context, req *connect.Request[clusterv1.De
 	return connect.NewResponse(&clusterv1.DeleteClaimResponse{Claim: res.GetClaim()}), nil
 }
 
-// SetDrain reports whether a host gets anything new.
+// SetDrain starts or ends the drain of a host: while it is drained, it gets nothing new.
 func (a *API) SetDrain(ctx context.Context, req *connect.Request[clusterv1.SetDrainRequest]) (*connect.Response[clusterv1.SetDrainResponse], error) {
 	m := req.Msg
 	res, err := a.apply(ctx, &clusterv1.Command{Op: &clusterv1.Command_DrainHost{
@@ -179,7 +180,7 @@ func (a *API) SetDrain(ctx context.Context, req *connect.Request[clusterv1.SetDr
 	return connect.NewResponse(&clusterv1.SetDrainResponse{Host: o.GetHost()}), nil
 }
 
-// SetCordon reports whether a GPU gets anything new.
+// SetCordon cordons a GPU or ends that: while it is cordoned, it gets nothing new.
 func (a *API) SetCordon(ctx context.Context, req *connect.Request[clusterv1.SetCordonRequest]) (*connect.Response[clusterv1.SetCordonResponse], error) {
 	m := req.Msg
 	res, err := a.apply(ctx, &clusterv1.Command{Op: &clusterv1.Command_CordonGpu{
@@ -211,7 +212,7 @@ func (a *API) SetLabels(ctx context.Context, req *connect.Request[clusterv1.SetL
 	return connect.NewResponse(&clusterv1.SetLabelsResponse{Host: o.GetHost()}), nil
 }
 
-// SetRank places a model in the order of upgrades.
+// SetRank sets the rank of a model in the order of upgrades.
 func (a *API) SetRank(ctx context.Context, req *connect.Request[clusterv1.SetRankRequest]) (*connect.Response[clusterv1.SetRankResponse], error) {
 	m := req.Msg
 	res, err := a.apply(ctx, &clusterv1.Command{Op: &clusterv1.Command_RankModel{
@@ -227,14 +228,14 @@ func (a *API) SetRank(ctx context.Context, req *connect.Request[clusterv1.SetRan
 	return connect.NewResponse(&clusterv1.SetRankResponse{Model: o.GetModel()}), nil
 }
 
-// after reads an object with a command's effect.
+// after reads an object after a command was applied to it.
 func (a *API) after(ctx context.Context, res *clusterv1.Result, kind clusterv1.Kind, name string) (*clusterv1.Object, error) {
 	l, err := a.replicated()
 	if err != nil {
 		return nil, err
 	}
 	v := l.State().View()
-	if v.Index() < res.GetIndex() { // the leader has applied it, this host not yet
+	if v.Index() < res.GetIndex() { // the leader has applied the command, but this host has not yet
 		if v, err = l.Read(ctx, false); err != nil {
 			return nil, reason.Coded(err)
 		}
@@ -248,10 +249,10 @@ func (a *API) after(ctx context.Context, res *clusterv1.Result, kind clusterv1.K
 const (
 	tokenTTL    = time.Hour
 	maxTokenTTL = 30 * 24 * time.Hour
-	tokenHosts  = 5 // addresses in a token
+	tokenHosts  = 5 // most addresses in a token
 )
 
-// CreateToken makes a token that lets one host or user in.
+// CreateToken makes a join token. It admits one host or user.
 func (a *API) CreateToken(ctx context.Context, req *connect.Request[clusterv1.CreateTokenRequest]) (*connect.Response[clusterv1.CreateTokenResponse], error) {
 	m := req.Msg
 	l, err := a.replicated()
@@ -310,13 +311,13 @@ func (a *API) ListTokens(ctx context.Context, _ *connect.Request[clusterv1.ListT
 	return connect.NewResponse(res), nil
 }
 
-// DeleteToken makes a token worthless.
+// DeleteToken makes a token invalid.
 func (a *API) DeleteToken(ctx context.Context, req *connect.Request[clusterv1.DeleteTokenRequest]) (*connect.Response[clusterv1.DeleteTokenResponse], error) {
 	_, err := a.apply(ctx, &clusterv1.Command{Op: &clusterv1.Command_DeleteJoinToken{DeleteJoinToken: &clusterv1.DeleteJoinToken{Id: req.Msg.GetId()}}})
 	return connect.NewResponse(&clusterv1.DeleteTokenResponse{}), err
 }
 
-// RemoveHost makes the cluster forget a host.
+// RemoveHost removes a host from the cluster.
 func (a *API) RemoveHost(ctx context.Context, req *connect.Request[clusterv1.RemoveHostRequest]) (*connect.Response[clusterv1.RemoveHostResponse], error) {
 	_, err := a.apply(ctx, &clusterv1.Command{Op: &clusterv1.Command_RemoveHost{
 		RemoveHost: &clusterv1.RemoveHost{Host: req.Msg.GetHost(), Force: req.Msg.GetForce()},
@@ -324,13 +325,13 @@ func (a *API) RemoveHost(ctx context.Context, req *connect.Request[clusterv1.Rem
 	return connect.NewResponse(&clusterv1.RemoveHostResponse{}), err
 }
 
-// RevokeIdentity ends what somebody's certificate is good for.
+// RevokeIdentity revokes the certificates of a host or user.
 func (a *API) RevokeIdentity(ctx context.Context, req *connect.Request[clusterv1.RevokeIdentityRequest]) (*connect.Response[clusterv1.RevokeIdentityResponse], error) {
 	_, err := a.apply(ctx, &clusterv1.Command{Op: &clusterv1.Command_DeleteIdentity{DeleteIdentity: &clusterv1.DeleteIdentity{Id: req.Msg.GetId()}}})
 	return connect.NewResponse(&clusterv1.RevokeIdentityResponse{}), err
 }
 
-// ListIdentities lists whom certificates are good for.
+// ListIdentities lists the hosts and users whose certificates are valid.
 func (a *API) ListIdentities(ctx context.Context, _ *connect.Request[clusterv1.ListIdentitiesRequest]) (*connect.Response[clusterv1.ListIdentitiesResponse], error) {
 	v, err := a.read(ctx, false)
 	if err != nil {

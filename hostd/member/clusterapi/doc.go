@@ -1,6 +1,5 @@
-// Package clusterapi serves ClusterService to people and programs, and
-// PeerService to other hosts. It turns requests into commands, views and
-// placements, and their errors into codes. Who may call what is decided before
-// (package access); how this host became a member, and its connections to
-// others, are package member's.
+// Package clusterapi serves ClusterService to users and programs, and PeerService to
+// other hosts. It converts requests to commands, reads and placements, and errors to
+// codes. Package access decides before who may call what. Package member joins this host
+// to the cluster, and connects to other hosts.
 package clusterapi

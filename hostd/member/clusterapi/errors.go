@@ -11,7 +11,7 @@ import (
 	"github.com/gpuctl/gpuctl/internal/reason"
 )
 
-// ErrNotJoined says that this host is in no cluster.
+// ErrNotJoined means that this host is in no cluster.
 var ErrNotJoined error = reason.Errorf(reason.NotJoined, "this host is in no cluster").Do("make one with gpuctl cluster init, or join one with gpuctl cluster join TOKEN")
 
 var (
@@ -20,8 +20,7 @@ var (
 	errRefused  = reason.New(reason.Refused, "refused")
 )
 
-// logErrors are the errors of the log that hosts tell each other, by their
-// reasons.
+// logErrors maps reasons to errors of the log. Hosts send the reasons to each other.
 func logErrors() map[reason.Code]error {
 	return map[reason.Code]error{
 		reason.NoLeader: replica.ErrNoLeader, reason.OutcomeUnknown: replica.ErrTimeout, reason.NotInCluster: replica.ErrNotInCluster,
@@ -30,7 +29,8 @@ func logErrors() map[reason.Code]error {
 	}
 }
 
-// Uncoded makes of another host's answer the log's error that it was.
+// Uncoded converts another host's answer to the log's error that it was there. Other
+// errors are returned unchanged.
 func Uncoded(err error) error {
 	var c *connect.Error
 	if err == nil || !errors.As(err, &c) {

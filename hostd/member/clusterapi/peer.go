@@ -22,7 +22,7 @@ func (a *API) fromHost(ctx context.Context) bool {
 	return ok && c.Kind == access.Host
 }
 
-const maxForwarded = 256 // commands in one request
+const maxForwarded = 256 // most commands in one request
 
 // Apply proposes commands that another host forwards.
 func (a *API) Apply(ctx context.Context, req *connect.Request[clusterv1.ApplyRequest]) (*connect.Response[clusterv1.ApplyResponse], error) {
@@ -40,7 +40,8 @@ func (a *API) Apply(ctx context.Context, req *connect.Request[clusterv1.ApplyReq
 	return connect.NewResponse(&clusterv1.ApplyResponse{Results: results}), nil
 }
 
-// ReadIndex serves linearizable reads of other hosts.
+// ReadIndex returns an index for linearizable reads of other hosts (Raft, section 6.4 of
+// Ongaro's thesis).
 func (a *API) ReadIndex(ctx context.Context, _ *connect.Request[clusterv1.ReadIndexRequest]) (*connect.Response[clusterv1.ReadIndexResponse], error) {
 	l, err := a.replicated()
 	if err != nil {
@@ -53,7 +54,7 @@ func (a *API) ReadIndex(ctx context.Context, _ *connect.Request[clusterv1.ReadIn
 	return connect.NewResponse(&clusterv1.ReadIndexResponse{Index: index}), nil
 }
 
-// Heartbeat hears that a host lives.
+// Heartbeat records that a host is alive.
 func (a *API) Heartbeat(ctx context.Context, req *connect.Request[clusterv1.HeartbeatRequest]) (*connect.Response[clusterv1.HeartbeatResponse], error) {
 	l, err := a.replicated()
 	if err != nil {
@@ -69,7 +70,7 @@ func (a *API) Heartbeat(ctx context.Context, req *connect.Request[clusterv1.Hear
 	return connect.NewResponse(res), nil
 }
 
-// Facts are this host's part of Top.
+// Facts returns this host's part of Top.
 func (a *API) Facts(ctx context.Context, _ *connect.Request[clusterv1.FactsRequest]) (*connect.Response[clusterv1.FactsResponse], error) {
 	facts, err := a.member.Facts(ctx)
 	if err != nil {
@@ -78,8 +79,8 @@ func (a *API) Facts(ctx context.Context, _ *connect.Request[clusterv1.FactsReque
 	return connect.NewResponse(&clusterv1.FactsResponse{Facts: facts}), nil
 }
 
-// Enroll lets somebody in who has a token. The leader does it: its clock says
-// whether the token still holds, and the log that it is used once.
+// Enroll admits a host or user that has a token. The leader does so: its clock decides
+// whether the token has expired, and the log that it is used only once.
 func (a *API) Enroll(ctx context.Context, req *connect.Request[clusterv1.EnrollRequest]) (*connect.Response[clusterv1.EnrollResponse], error) {
 	l, err := a.replicated()
 	if err != nil {
@@ -95,7 +96,7 @@ func (a *API) Enroll(ctx context.Context, req *connect.Request[clusterv1.EnrollR
 	}
 	res, err := a.enroll(ctx, l, req.Msg)
 	if err != nil {
-		// Anybody can have this written: seldom, and not at any length.
+		// Anybody can cause this line of the log, so its rate and its length are limited.
 		if skipped, ok := a.quiet.Allow("enroll"); ok {
 			a.log.Warn("nobody was let in", "token", fmt.Sprintf("%.64s", req.Msg.GetTokenId()), "name", fmt.Sprintf("%.64s", req.Msg.GetHost()), "err", fmt.Sprintf("%.500s", err.Error()), "skipped", skipped)
 		}
@@ -105,8 +106,9 @@ func (a *API) Enroll(ctx context.Context, req *connect.Request[clusterv1.EnrollR
 	return connect.NewResponse(res), nil
 }
 
-// enrollElsewhere has the leader let somebody in, waiting for one while there is
-// none; nil: that is this host. An answer that was lost can be asked for again.
+// enrollElsewhere forwards the request to the leader, and waits for one if there is none.
+// It returns nil if this host is the leader. If an answer was lost, the request may be
+// repeated.
 func (a *API) enrollElsewhere(ctx context.Context, l Log, req *connect.Request[clusterv1.EnrollRequest]) (*connect.Response[clusterv1.EnrollResponse], error) {
 	const pause = 20 * time.Millisecond
 	fate := replica.ErrNoLeader
@@ -156,13 +158,14 @@ func (a *API) enroll(ctx context.Context, l Log, m *clusterv1.EnrollRequest) (*c
 	if err != nil {
 		return nil, err
 	}
-	// What can be wrong with the request must not cost the token.
+	// Check everything in the request first, so that a wrong one does not use up the
+	// token.
 	res, err := a.welcome(v, ca, who, m)
 	if err != nil {
 		return nil, err
 	}
 	if v.Identity(identity.GetId()).GetRole() == clusterv1.Role_ROLE_HOST && v.HostByID(identity.GetId()) == nil {
-		// It was let in before and crashed before it was a member.
+		// It was admitted before, and crashed before it was a member.
 		_, err := scheduler.Check(l.Apply(ctx, &clusterv1.Command{Actor: token.GetCreatedBy(), Op: &clusterv1.Command_DeleteIdentity{
 			DeleteIdentity: &clusterv1.DeleteIdentity{Id: identity.GetId()},
 		}}))
@@ -178,14 +181,14 @@ func (a *API) enroll(ctx context.Context, l Log, m *clusterv1.EnrollRequest) (*c
 	}
 	if identity.GetRole() == clusterv1.Role_ROLE_HOST {
 		if err := l.AddServer(ctx, m.GetHostId(), m.GetAddress()); err != nil {
-			// It is let in all the same: the leader adds hosts that it hears of.
+			// It is admitted nevertheless: the leader adds hosts that send heartbeats.
 			a.log.Warn("host not added yet", "host", m.GetHost(), "err", err)
 		}
 	}
 	return res, nil
 }
 
-// welcome is the answer to who is let in.
+// welcome makes the answer for a host or user that is admitted.
 func (a *API) welcome(v *state.View, ca *pki.CA, who pki.Identity, m *clusterv1.EnrollRequest) (*clusterv1.EnrollResponse, error) {
 	cert, err := ca.Sign(m.GetCsr(), who, a.now())
 	if err != nil {
@@ -207,8 +210,9 @@ func (a *API) welcome(v *state.View, ca *pki.CA, who pki.Identity, m *clusterv1.
 	return res, nil
 }
 
-// again answers who was let in with the very same request, as when the leader
-// stood still before its answer was out. A used token is good for nothing else.
+// again repeats the answer for a request that was admitted before, if it is the very same
+// request: the first answer may have been lost with the leader. Otherwise a used token is
+// refused.
 func (a *API) again(v *state.View, m *clusterv1.EnrollRequest) (*clusterv1.EnrollResponse, error) {
 	id := m.GetHostId()
 	if id == "" {
@@ -229,7 +233,7 @@ func (a *API) again(v *state.View, m *clusterv1.EnrollRequest) (*clusterv1.Enrol
 	return a.welcome(v, ca, who, m)
 }
 
-// newcomer is who a token lets in.
+// newcomer returns the identity that a token admits.
 func (a *API) newcomer(v *state.View, token *clusterv1.JoinToken, m *clusterv1.EnrollRequest) (*clusterv1.Identity, pki.Identity, error) {
 	name := m.GetHost()
 	identity := &clusterv1.Identity{Id: name, Role: token.GetRole(), CreatedUnixMs: a.now().UnixMilli()}
@@ -254,7 +258,7 @@ func (a *API) newcomer(v *state.View, token *clusterv1.JoinToken, m *clusterv1.E
 	return identity, pki.HostIdentity(m.GetHostId(), name, m.GetAddress(), identity.GetEnrolment()), nil
 }
 
-// Renew gives a host or user the next certificate.
+// Renew issues the next certificate to a host or user.
 func (a *API) Renew(ctx context.Context, req *connect.Request[clusterv1.RenewRequest]) (*connect.Response[clusterv1.RenewResponse], error) {
 	ca, err := a.member.Authority()
 	if err != nil {
@@ -264,8 +268,8 @@ func (a *API) Renew(ctx context.Context, req *connect.Request[clusterv1.RenewReq
 	if !ok {
 		return nil, reason.Coded(reason.Errorf(reason.Unauthenticated, "nobody to renew a certificate for"))
 	}
-	// The enrolment of the certificate that asked: one that was revoked
-	// meanwhile gets nothing that holds.
+	// The new certificate has the enrolment of the caller's. If that was revoked
+	// meanwhile, the new one is not valid either.
 	who := pki.Identity{ID: c.ID, Role: c.Role, Enrolment: c.Enrolment}
 	if c.Kind == access.Host {
 		v, err := a.read(ctx, true)

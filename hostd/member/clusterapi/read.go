@@ -16,7 +16,7 @@ import (
 	"github.com/gpuctl/gpuctl/internal/suggest"
 )
 
-// read returns a view: linearizable unless stale.
+// read returns a view of the state. It is linearizable, unless stale is set.
 func (a *API) read(ctx context.Context, stale bool) (*state.View, error) {
 	l, err := a.replicated()
 	if err != nil {
@@ -35,7 +35,7 @@ func known(kind clusterv1.Kind) error {
 	return nil
 }
 
-// List returns the objects of a kind for which an expression holds.
+// List returns the objects of a kind for which an expression is true.
 func (a *API) List(ctx context.Context, req *connect.Request[clusterv1.ListRequest]) (*connect.Response[clusterv1.ListResponse], error) {
 	m := req.Msg
 	if err := known(m.GetKind()); err != nil {
@@ -74,11 +74,11 @@ func (a *API) List(ctx context.Context, req *connect.Request[clusterv1.ListReque
 	return connect.NewResponse(res), nil
 }
 
-// unanswerable says that an expression has no value for some object, as one
-// about a label that it does not have.
+// unanswerable wraps the error of an expression that has no value for some object, such
+// as one about a label that the object does not have.
 func unanswerable(err error) error { return fmt.Errorf("%w: %w", errInvalid, err) }
 
-// one finds an object by its name, or by the beginning of it if that is
+// one returns the object with this name. The beginning of the name is enough if it is
 // unique.
 func (a *API) one(v *state.View, kind clusterv1.Kind, name string) (*clusterv1.Object, error) {
 	if o := v.Object(kind, name); o != nil {
@@ -86,7 +86,7 @@ func (a *API) one(v *state.View, kind clusterv1.Kind, name string) (*clusterv1.O
 	}
 	var found []*clusterv1.Object
 	var names []string
-	const most = 20_000 // names to compare; beyond it nobody is helped by a hint
+	const most = 20_000 // with more names, similar ones are not searched for
 	for o := range v.Objects(kind, "") {
 		n := state.Name(o)
 		if name != "" && strings.HasPrefix(n, name) {
@@ -106,10 +106,10 @@ func (a *API) one(v *state.View, kind clusterv1.Kind, name string) (*clusterv1.O
 	return nil, reason.Coded(reason.Errorf(reason.Ambiguous, "%w: %s %q can be %s or %s", errInvalid, what, name, state.Name(found[0]), state.Name(found[1])).On(what, name))
 }
 
-// Watch streams what changes, first everything that is there. A watcher that
-// reads slowly misses what lies between, never how it ends.
+// Watch streams changes, after all objects that exist. A client that reads slowly misses
+// intermediate states, but never the last one.
 func (a *API) Watch(ctx context.Context, req *connect.Request[clusterv1.WatchRequest], stream *connect.ServerStream[clusterv1.WatchResponse]) error {
-	const pace = 50 * time.Millisecond // so that a busy log does not cost a scan for each entry
+	const pace = 50 * time.Millisecond // limits how often the state is scanned if the log is busy
 	m := req.Msg
 	if err := known(m.GetKind()); err != nil {
 		return err
@@ -203,7 +203,7 @@ func sendGone(stream *connect.ServerStream[clusterv1.WatchResponse], v *state.Vi
 	return nil
 }
 
-// Describe returns one object with what belongs to it and its events.
+// Describe returns one object, with related objects and its events.
 func (a *API) Describe(ctx context.Context, req *connect.Request[clusterv1.DescribeRequest]) (*connect.Response[clusterv1.DescribeResponse], error) {
 	const events = 50
 	m := req.Msg
@@ -223,7 +223,7 @@ func (a *API) Describe(ctx context.Context, req *connect.Request[clusterv1.Descr
 	}), nil
 }
 
-// related are the objects that an object is made of or stands on.
+// related returns the objects that an object consists of or depends on.
 func related(v *state.View, o *clusterv1.Object) []*clusterv1.Object {
 	var out []*clusterv1.Object
 	add := func(kind clusterv1.Kind, names ...string) {
@@ -289,7 +289,7 @@ func related(v *state.View, o *clusterv1.Object) []*clusterv1.Object {
 	return out
 }
 
-// Events streams the past that is kept, and what follows if asked to.
+// Events streams the stored events, and new ones if the request asks for them.
 func (a *API) Events(ctx context.Context, req *connect.Request[clusterv1.EventsRequest], stream *connect.ServerStream[clusterv1.Event]) error {
 	m := req.Msg
 	v, err := a.read(ctx, false)

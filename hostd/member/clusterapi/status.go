@@ -16,13 +16,13 @@ import (
 	"github.com/gpuctl/gpuctl/internal/reason"
 )
 
-// Status says how the cluster is, as this host sees it. It answers without a
+// Status returns the state of the cluster as this host sees it. It works without a
 // leader, too.
 func (a *API) Status(ctx context.Context, _ *connect.Request[clusterv1.StatusRequest]) (*connect.Response[clusterv1.StatusResponse], error) {
 	return connect.NewResponse(a.Report()), nil
 }
 
-// Report is what Status answers.
+// Report returns the answer of Status.
 func (a *API) Report() *clusterv1.StatusResponse {
 	self := a.member.Self()
 	l := a.member.Log()
@@ -64,10 +64,10 @@ func (a *API) Join(ctx context.Context, req *connect.Request[clusterv1.JoinReque
 
 const (
 	leastInterval = 100 * time.Millisecond
-	askAtOnce     = 64 // hosts
+	askAtOnce     = 64 // most hosts at a time
 )
 
-// Top streams what changes often, asked of the hosts themselves.
+// Top streams what changes often. It asks the hosts themselves for it.
 func (a *API) Top(ctx context.Context, req *connect.Request[clusterv1.TopRequest], stream *connect.ServerStream[clusterv1.TopResponse]) error {
 	interval := time.Duration(cmp.Or(req.Msg.GetIntervalMs(), 1000)) * time.Millisecond
 	interval = max(interval, leastInterval)

@@ -15,8 +15,8 @@ import (
 	"github.com/gpuctl/gpuctl/cluster/state"
 )
 
-// maxModels is how many models have series of their own; those with the fewest
-// GPUs share one.
+// maxModels is how many models have series of their own. Those with the fewest GPUs share
+// one series.
 const maxModels = 256
 
 type clusterFamilies struct {
@@ -114,8 +114,7 @@ func (f clusterFamilies) status(ch chan<- prometheus.Metric, s *clusterv1.Status
 	}
 }
 
-// counts are numbers by an enum's value; those of which there are none are
-// there, too.
+// counts has a number for each value of an enum, including zeros.
 type counts[E ~int32] map[E]int
 
 func zeros[E ~int32](names map[int32]string) counts[E] {
@@ -134,7 +133,7 @@ func (c counts[E]) put(ch chan<- prometheus.Metric, f family, names map[int32]st
 	}
 }
 
-// enum is a value's name; those of newer hosts are one.
+// enum returns the name of a value. All values that only newer hosts know have one name.
 func enum[E ~int32](v E, names map[int32]string, prefix string) string {
 	name, ok := names[int32(v)]
 	if !ok {
@@ -143,8 +142,8 @@ func enum[E ~int32](v E, names map[int32]string, prefix string) string {
 	return word(name, prefix)
 }
 
-// kept is what has been read of the state, as long as nothing of those kinds
-// changes: until then Changed gives the same channel.
+// kept caches what was read of the state, until an object of these kinds changes: until
+// then, Changed returns the same channel.
 type kept[T any] struct {
 	mu      sync.Mutex
 	changed <-chan struct{}
@@ -161,7 +160,7 @@ func (k *kept[T]) of(v *state.View, read func(*state.View) T, kinds ...clusterv1
 	return k.value
 }
 
-// knownState is the state as of the last scrape.
+// knownState caches the state for the next scrape.
 type knownState struct {
 	inventory   kept[inventory]
 	claims      kept[claims]
@@ -175,10 +174,10 @@ type knownState struct {
 
 type claims struct {
 	tally[clusterv1.ClaimState]
-	oldest int64 // creation of that which has been pending longest, Unix ms; 0: none
+	oldest int64 // creation time of the claim that has been pending longest, Unix ms; 0: none
 }
 
-// tally are objects by state.
+// tally counts objects by state.
 type tally[E ~int32] struct {
 	counts[E]
 	total int
@@ -233,7 +232,7 @@ func (m *Metrics) view(ch chan<- prometheus.Metric, v *state.View, now time.Time
 		kindMigration   = clusterv1.Kind_KIND_MIGRATION
 		kindReservation = clusterv1.Kind_KIND_RESERVATION
 	)
-	// Half of what there is to read are GPUs.
+	// About half of the state are GPUs, so they are read by another goroutine.
 	var in inventory
 	var gpus sync.WaitGroup
 	gpus.Go(func() { in = m.state.inventory.of(v, readInventory, kindGPU, kindHost) })
@@ -279,7 +278,8 @@ func (m *Metrics) view(ch chan<- prometheus.Metric, v *state.View, now time.Time
 	objects.put(ch, f.objects, clusterv1.Kind_name, "KIND_")
 }
 
-// gpuState is the first that holds of what keeps a GPU from being given away.
+// gpuState is whether a GPU can get claims: free, or the first reason that applies why
+// not.
 type gpuState int
 
 const (
@@ -310,7 +310,7 @@ func stateOf(g *clusterv1.GPU, host gpuState) gpuState {
 	return stateUsed
 }
 
-// stock is what there is of one model.
+// stock counts the GPUs of one model.
 type stock struct {
 	gpus                 [gpuStates]counts[clusterv1.Health]
 	total                int
@@ -337,16 +337,16 @@ func newStock() *stock {
 	return s
 }
 
-// inventory is what there is of all models.
+// inventory counts the GPUs of all models.
 type inventory struct {
 	hosts  tally[clusterv1.HostState]
 	gpus   int
-	models map[string]*stock // by label
+	models map[string]*stock // by the label's value
 }
 
 func readInventory(v *state.View) inventory {
 	in := inventory{hosts: tally[clusterv1.HostState]{counts: zeros[clusterv1.HostState](clusterv1.HostState_name)}}
-	away := map[string]gpuState{} // hosts that take nothing
+	away := map[string]gpuState{} // hosts that get no claims
 	for h := range v.Hosts() {
 		in.hosts.total++
 		in.hosts.counts[h.GetState()]++
@@ -358,7 +358,7 @@ func readInventory(v *state.View) inventory {
 		}
 	}
 	models := map[string]*stock{}
-	// GPUs come by host, and those of one are alike as a rule.
+	// GPUs are sorted by host, and those of one host are usually of the same model.
 	var s *stock
 	var model, host string
 	var at gpuState
@@ -399,8 +399,8 @@ func (in inventory) put(ch chan<- prometheus.Metric, f clusterFamilies) {
 	}
 }
 
-// fold bounds the number of models, and lets names that are one as labels be
-// one.
+// fold limits the number of models, and adds up models whose names are the same as
+// labels.
 func fold(models map[string]*stock) map[string]*stock {
 	names := slices.SortedFunc(maps.Keys(models), func(a, b string) int {
 		if n := models[b].total - models[a].total; n != 0 {

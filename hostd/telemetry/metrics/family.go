@@ -7,7 +7,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 )
 
-// Definition is a metric as the manual lists it.
+// Definition describes a metric for the manual.
 type Definition struct {
 	Name   string
 	Type   string // gauge, counter or histogram
@@ -21,16 +21,16 @@ const (
 	histogram = "histogram"
 )
 
-// maxLabel is how long a label's value may be, in bytes.
+// maxLabel is the longest value of a label, in bytes.
 const maxLabel = 128
 
-// family is a metric whose values are read at scrape time.
+// family is a metric whose values are read at each scrape.
 type family struct {
 	desc *prometheus.Desc
 	kind prometheus.ValueType
 }
 
-// define notes a metric for the manual.
+// define records a metric for the manual.
 func (m *Metrics) define(name, kind, help string, labels []string) {
 	m.definitions = append(m.definitions, Definition{name, kind, help, labels})
 }
@@ -86,7 +86,7 @@ func (f family) truth(ch chan<- prometheus.Metric, is bool) {
 	f.put(ch, value)
 }
 
-// clean makes a label's value of a text that a host or a user chose.
+// clean makes the value of a label from a text that a host or a user chose.
 func clean(s string) string {
 	if len(s) > maxLabel {
 		s = s[:maxLabel]
@@ -94,15 +94,15 @@ func clean(s string) string {
 	return strings.ToValidUTF8(s, "")
 }
 
-// Definitions of all metrics of gpuctl's own, by name. Those of the Go runtime
-// and of the process are the client library's.
+// Definitions returns all metrics of gpuctl, by name. Those of the Go runtime and of the
+// process are documented by the client library.
 func (m *Metrics) Definitions() []Definition {
 	all := slices.Clone(m.definitions)
 	slices.SortFunc(all, func(a, b Definition) int { return strings.Compare(a.Name, b.Name) })
 	return all
 }
 
-// word is an enum's value without its prefix, in lower case.
+// word returns an enum's value without its prefix, in lower case.
 func word(name, prefix string) string {
 	return strings.ToLower(strings.TrimPrefix(name, prefix))
 }

@@ -10,19 +10,18 @@ import (
 )
 
 const (
-	followEvery = time.Second     // at most
-	lookAgain   = 5 * time.Second // for a cluster
+	followEvery = time.Second     // shortest time between two reads of the state
+	lookAgain   = 5 * time.Second // pause while the host is in no cluster
 )
 
-// Follow measures how long claims wait, until ctx ends. It sleeps while no
-// claim changes. Only the leader counts, so that the sum over all hosts is the
-// cluster's.
+// Follow measures how long claims wait, until ctx ends. It sleeps while no claim changes.
+// Only the leader counts, so that the sum over all hosts is the cluster's.
 func (m *Metrics) Follow(ctx context.Context) {
 	if m == nil || m.sources.View == nil || m.sources.Status == nil {
 		return
 	}
 	var seen uint64
-	var of string // cluster
+	var of string // id of the cluster that seen belongs to
 	for {
 		var changed <-chan struct{}
 		pause := lookAgain
@@ -43,7 +42,8 @@ func (m *Metrics) Follow(ctx context.Context) {
 		if changed == nil {
 			continue
 		}
-		// The cluster may be left without a change: then nobody closes it.
+		// A host may leave its cluster without a change of the state. Then this channel
+		// is never closed.
 		for waiting := true; waiting; {
 			timer := time.NewTimer(lookAgain)
 			select {
@@ -61,8 +61,8 @@ func (m *Metrics) Follow(ctx context.Context) {
 	}
 }
 
-// waits are how long the claims waited that were bound after an entry: since
-// they were made, or lost what they had.
+// waits returns how long claims waited that were bound after a log entry: since they were
+// made, or since they lost their assignment.
 func waits(v *state.View, after uint64) (all []time.Duration) {
 	for _, e := range recent(v, after) {
 		if e.GetKind() != clusterv1.Kind_KIND_CLAIM || e.GetType() != "Bound" || e.GetIndex() <= after {
@@ -83,7 +83,7 @@ func waits(v *state.View, after uint64) (all []time.Duration) {
 	return all
 }
 
-// recent are the events after an entry and perhaps some before.
+// recent returns the events after a log entry, and possibly some before it.
 func recent(v *state.View, after uint64) []*clusterv1.Event {
 	for last := 128; ; last *= 8 {
 		events := v.Events(clusterv1.Kind_KIND_UNSPECIFIED, "", last)

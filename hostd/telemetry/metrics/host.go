@@ -37,8 +37,8 @@ func (m *Metrics) hostFamilies() hostFamilies {
 	}
 }
 
-// asking asks the host one thing at a time: who comes while it answers waits
-// for the same answer, so that a host that hangs does not collect scrapes.
+// asking makes one call to the host at a time. Scrapes that come during the call wait for
+// its answer. So they do not pile up if the host does not answer.
 type asking struct {
 	mu  sync.Mutex
 	now *answer
@@ -50,7 +50,7 @@ type answer struct {
 	err   error
 }
 
-// begin is nil if there is nobody to ask.
+// begin starts a call, or joins the one in progress. It returns nil if ask is nil.
 func (a *asking) begin(ask func(context.Context) (*clusterv1.HostFacts, error)) *answer {
 	if ask == nil {
 		return nil
@@ -111,7 +111,7 @@ func (m *Metrics) collectHost(ch chan<- prometheus.Metric, x *answer) {
 	}
 }
 
-// gpu leaves out what the device does not say.
+// gpu omits values that the device does not report.
 func (f hostFamilies) gpu(ch chan<- prometheus.Metric, name string, g *clusterv1.GPUFacts) {
 	if g.Utilization != nil {
 		f.utilization.put(ch, float64(g.GetUtilization())/100, name)

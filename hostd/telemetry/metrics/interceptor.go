@@ -7,8 +7,8 @@ import (
 	"connectrpc.com/connect"
 )
 
-// Interceptor counts the calls of the API. It goes before the others, so that
-// what those refuse is counted as an answer, too.
+// Interceptor returns an interceptor that counts the calls of the API. It must be the
+// first one, so that refusals by the others are counted as answers, too.
 func (m *Metrics) Interceptor() connect.Interceptor { return interceptor{m} }
 
 type interceptor struct{ m *Metrics }
@@ -28,13 +28,13 @@ func (i interceptor) WrapUnary(next connect.UnaryFunc) connect.UnaryFunc {
 	}
 }
 
-// WrapStreamingClient changes nothing.
+// WrapStreamingClient returns next unchanged.
 func (i interceptor) WrapStreamingClient(next connect.StreamingClientFunc) connect.StreamingClientFunc {
 	return next
 }
 
-// WrapStreamingHandler counts a stream while it is open and when it ended. How
-// long it was open says nothing.
+// WrapStreamingHandler counts streams that are open and that have ended. Their duration
+// is not measured, because the client decides it.
 func (i interceptor) WrapStreamingHandler(next connect.StreamingHandlerFunc) connect.StreamingHandlerFunc {
 	return func(ctx context.Context, conn connect.StreamingHandlerConn) (err error) {
 		if i.m == nil {

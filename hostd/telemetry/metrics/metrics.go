@@ -23,24 +23,24 @@ const (
 	scrapeTimeout = 10 * time.Second
 	scrapesAtOnce = 4
 	factsPatience = 2 * time.Second
-	other         = "other" // label of what has none of its own
+	other         = "other" // label for values that have no label of their own
 )
 
-// Sources are where metrics are read from at scrape time. Each may be nil, and
-// each may be called by several goroutines at once.
+// Sources are the functions that provide values at each scrape. Each may be nil, and each
+// may be called by several goroutines at once.
 type Sources struct {
-	View    func() *state.View               // nil while the host is in no cluster
-	Status  func() *clusterv1.StatusResponse // nil: as not joined
-	Health  func() error                     // of the host's part in the cluster
-	Skipped func() uint64                    // entries of the log that this build left out
+	View    func() *state.View               // returns nil if the host is in no cluster
+	Status  func() *clusterv1.StatusResponse // nil: as if not joined
+	Health  func() error                     // health of the host as a member of the cluster
+	Skipped func() uint64                    // number of log entries that this version has not applied
 	Facts   func(context.Context) (*clusterv1.HostFacts, error)
 	Audit   func() access.AuditCounts
-	Version string // of the program
+	Version string // version of the program
 	Log     *slog.Logger
 }
 
-// Metrics has a registry of its own. It is safe for concurrent use, and the
-// hooks of a nil one do nothing.
+// Metrics has its own registry. It is safe for concurrent use. A nil *Metrics is valid:
+// its hooks do nothing.
 type Metrics struct {
 	sources     Sources
 	registry    *prometheus.Registry
@@ -65,7 +65,7 @@ type Metrics struct {
 	streams    *prometheus.GaugeVec
 }
 
-// New makes the registry and everything in it.
+// New makes the registry with all metrics.
 func New(s Sources) *Metrics {
 	m := &Metrics{sources: s, registry: prometheus.NewRegistry(), procedures: map[string]bool{}}
 	for p := range access.Table() {
@@ -95,11 +95,11 @@ func New(s Sources) *Metrics {
 	return m
 }
 
-// Registry holds all of it.
+// Registry returns the registry with all metrics.
 func (m *Metrics) Registry() *prometheus.Registry { return m.registry }
 
-// Handler answers scrapes. A metric that cannot be read is left out, and the
-// others are answered.
+// Handler returns the handler for scrapes. A metric that cannot be read is left out of
+// the answer.
 func (m *Metrics) Handler() http.Handler {
 	options := promhttp.HandlerOpts{
 		Timeout: scrapeTimeout, MaxRequestsInFlight: scrapesAtOnce, ErrorHandling: promhttp.ContinueOnError,
@@ -114,8 +114,8 @@ type scrapeErrors struct{ log *slog.Logger }
 
 func (e scrapeErrors) Println(v ...any) { e.log.Warn("metrics cannot all be read", "err", v) }
 
-// Operation counts an operation that has ended. Its time is from when the host
-// began it; what the application saw is in the result.
+// Operation counts an operation that has ended. took is the time since the host began it.
+// The application's downtime is in the result.
 func (m *Metrics) Operation(verb string, took time.Duration, r *gpuctlv1.SwapResult) {
 	if m == nil {
 		return
@@ -125,7 +125,7 @@ func (m *Metrics) Operation(verb string, took time.Duration, r *gpuctlv1.SwapRes
 	m.operations.WithLabelValues(verb, outcome).Inc()
 	m.duration.WithLabelValues(verb).Observe(max(took, 0).Seconds())
 	if outcome == "refused" {
-		return // nothing was touched
+		return // nothing was changed
 	}
 	m.stopped.WithLabelValues(verb).Observe(time.Duration(max(r.GetStoppedNs(), 0)).Seconds())
 	m.copied.WithLabelValues(verb, "precopied").Add(float64(r.GetBytesPrecopied()))
@@ -136,7 +136,7 @@ func (m *Metrics) Operation(verb string, took time.Duration, r *gpuctlv1.SwapRes
 	}
 }
 
-// Outcome of an operation in one word.
+// Outcome returns the outcome of an operation in one word.
 func Outcome(r *gpuctlv1.SwapResult) string {
 	switch {
 	case r == nil:
@@ -155,14 +155,15 @@ func Outcome(r *gpuctlv1.SwapResult) string {
 	return "done"
 }
 
-// Refused counts a call that was not authorized.
+// Refused counts a call that was refused by access control.
 func (m *Metrics) Refused(procedure string, code connect.Code) {
 	if m != nil {
 		m.refused.WithLabelValues(m.procedure(procedure), code.String()).Inc()
 	}
 }
 
-// procedure keeps those apart that there are; anybody can make up others.
+// procedure returns the name of an existing procedure. All other names, which anybody can
+// make up, have one label.
 func (m *Metrics) procedure(name string) string {
 	if m.procedures[name] {
 		return name
@@ -177,20 +178,20 @@ func known(word string, words ...string) string {
 	return other
 }
 
-// scraper reads what is not counted.
+// scraper implements prometheus.Collector for values that are read at each scrape.
 type scraper struct{ *Metrics }
 
-// Describe is for prometheus.
+// Describe implements prometheus.Collector.
 func (s scraper) Describe(ch chan<- *prometheus.Desc) {
 	for _, f := range s.scraped {
 		ch <- f.desc
 	}
 }
 
-// Collect is for prometheus.
+// Collect implements prometheus.Collector.
 func (s scraper) Collect(ch chan<- prometheus.Metric) {
 	s.cluster.build.put(ch, 1, s.sources.Version, runtime.Version())
-	answer := s.asking.begin(s.sources.Facts) // meanwhile the rest is read
+	answer := s.asking.begin(s.sources.Facts) // the rest is read during this call
 	s.collectCluster(ch)
 	if s.sources.Audit != nil {
 		c := s.sources.Audit()
