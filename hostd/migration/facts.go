@@ -17,10 +17,10 @@ import (
 	"github.com/gpuctl/gpuctl/migrate"
 )
 
-// asking is how long one host may take for its facts.
+// asking limits the time that a host may take for its facts.
 const asking = 15 * time.Second
 
-// plan gathers what is known and judges it.
+// plan collects the facts from all hosts and makes a plan.
 func (m *Manager) plan(ctx context.Context, r *gpuctlv1.MachinePlanRequest, uuid string) (*migrate.Plan, *gpuctlv1.SiteMachineFacts, error) {
 	v := m.Node.View()
 	if v == nil {
@@ -49,7 +49,7 @@ func (m *Manager) plan(ctx context.Context, r *gpuctlv1.MachinePlanRequest, uuid
 	return migrate.Make(want, facts, hosts, model), res.Msg, nil
 }
 
-// past are the migrations that came to their end, the oldest first.
+// past returns the migrations that were completed, the oldest first.
 func past(v *state.View) (out []*clusterv1.Migration) {
 	for one := range v.Migrations() {
 		if one.GetMachine() != nil && over(one) {
@@ -77,7 +77,7 @@ func vmFacts(host string, f *gpuctlv1.SiteMachineFacts) migrate.VMFacts {
 	return out
 }
 
-// hosts asks all hosts at once.
+// hosts asks all hosts at once for their facts.
 func (m *Manager) hosts(ctx context.Context, v *state.View, f *gpuctlv1.SiteMachineFacts) []migrate.HostFacts {
 	ctx, cancel := context.WithTimeout(ctx, asking)
 	defer cancel()
@@ -96,7 +96,7 @@ func (m *Manager) hosts(ctx context.Context, v *state.View, f *gpuctlv1.SiteMach
 	for i := range all {
 		h := &all[i]
 		if h.State == "down" {
-			continue // it is said why, and it would not answer
+			continue // the reason is known, and the host would not answer
 		}
 		wg.Go(func() {
 			var err error
@@ -112,15 +112,16 @@ func (m *Manager) hosts(ctx context.Context, v *state.View, f *gpuctlv1.SiteMach
 	return all
 }
 
-// identity is a PCIIdentity that can be compared.
+// identity is a gpuctlv1.PCIIdentity that can be a map's key.
 type identity struct{ vendor, device, subVendor, subDevice, class uint32 }
 
 func identityOf(id *gpuctlv1.PCIIdentity) identity {
 	return identity{id.GetVendorId(), id.GetDeviceId(), id.GetSubVendorId(), id.GetSubDeviceId(), id.GetClass()}
 }
 
-// serves asks the VM which of the cards it could use; ids are theirs, in order.
-// It is asked once of each kind: a cluster has many cards of few.
+// serves asks the VM which of the cards it can use. ids are the cards' identities, in the
+// same order. Each kind is asked about only once, because a cluster has many cards of few
+// kinds.
 func (m *Manager) serves(ctx context.Context, uuid string, hosts []migrate.HostFacts, ids []*gpuctlv1.PCIIdentity) {
 	var kinds []*gpuctlv1.PCIIdentity
 	kind := map[identity]int{}
@@ -166,8 +167,8 @@ func hostState(h *clusterv1.Host) string {
 	}
 }
 
-// host adds what one host says and what the inventory knows of its cards, whose
-// identities it returns.
+// host adds the facts of one host, and what the inventory knows about its cards. It
+// returns the cards' identities.
 func (m *Manager) host(ctx context.Context, v *state.View, h *migrate.HostFacts, f *gpuctlv1.SiteMachineFacts) (ids []*gpuctlv1.PCIIdentity, err error) {
 	c, err := m.Node.Site(h.Name)
 	if err != nil {
@@ -183,7 +184,7 @@ func (m *Manager) host(ctx context.Context, v *state.View, h *migrate.HostFacts,
 	for _, card := range res.Msg.GetCards() {
 		g := v.GPU(card.GetGpu())
 		if g == nil {
-			continue // it has just been found
+			continue // the inventory does not have it yet
 		}
 		one := migrate.GPUFacts{
 			ID: g.GetId(), Model: g.GetModel(), Rank: g.GetRank(), Memory: g.GetLimits().GetGlobalMemory(), Limits: g.GetLimits(),
@@ -196,7 +197,7 @@ func (m *Manager) host(ctx context.Context, v *state.View, h *migrate.HostFacts,
 			one.Health = g.GetHealthReason()
 		}
 		if g.GetRuntime() == "" {
-			// What a runtime in the VM makes of it is known there alone.
+			// Only a runtime in the VM knows these.
 			one.Limits, one.Memory = nil, 0
 		}
 		h.GPUs, ids = append(h.GPUs, one), append(ids, card.GetId())
@@ -208,7 +209,7 @@ func prediction(r migrate.Range) *gpuctlv1.Prediction {
 	return &gpuctlv1.Prediction{LowNs: int64(r.Low), HighNs: int64(r.High), Measured: r.Measured}
 }
 
-// proto is a plan as the API has it.
+// planProto converts a plan to the API's form.
 func planProto(p *migrate.Plan) *gpuctlv1.MachinePlanResponse {
 	out := &gpuctlv1.MachinePlanResponse{Machine: p.VM.Name, Host: p.VM.Host, Gpus: p.VM.GPUs, Reasons: p.Reasons}
 	out.Away, out.Notes = p.Away, p.Notes

@@ -20,57 +20,58 @@ import (
 	"github.com/gpuctl/gpuctl/migrate"
 )
 
-// Node is this host's part in the cluster.
+// Node gives access to the cluster.
 type Node interface {
 	HostName() string
 	View() *state.View
-	// Read is View with all that is committed; an error: it cannot be known now.
+	// Read returns the state with everything that is committed, or an error if that is
+	// unknown now.
 	Read(ctx context.Context) (*state.View, error)
 	Status() *clusterv1.StatusResponse
 	PutMigration(ctx context.Context, r *clusterv1.Migration, takeOver bool) (*clusterv1.Migration, error)
 	Site(host string) (gpuctlv1connect.SiteServiceClient, error)
 	Migrations(host string) (gpuctlv1connect.MigrationServiceClient, error)
-	// Note tells the cluster's log what happened.
+	// Note adds an event to the cluster's log.
 	Note(e *clusterv1.Event)
 }
 
-// Config is what a Manager needs.
+// Config has what a Manager depends on, and its settings.
 type Config struct {
 	Node Node
-	// Machines lists the VMs of all hosts, and the hosts that did not answer.
+	// VMs lists the VMs of all hosts, and the hosts that did not answer.
 	VMs func(ctx context.Context) ([]*gpuctlv1.Machine, []string)
-	// Ready reports whether this host may go on with what it drove before.
+	// Ready reports whether this host may continue the migrations that it drove before.
 	Ready func() bool
-	Most  int // migrations from or to one host at a time; 0: 2
+	Most  int // most migrations from or to one host at a time; 0: 2
 	Log   *slog.Logger
-	Every time.Duration // between looks for migrations without a driver; 0: 2 s
-	// Before is migrate.Config's, for tests.
+	Every time.Duration // time between two searches for migrations without a driver; 0: 2 s
+	// Before is migrate.Config.Before, for tests.
 	Before func(step string, undo bool) error
 }
 
-// Manager is safe for concurrent use.
+// Manager drives migrations. It is safe for concurrent use.
 type Manager struct {
 	Config
 	work sync.WaitGroup
 
 	mu   sync.Mutex
 	ctx  context.Context
-	runs map[string]*watched // those that run here
-	// starting are the VMs, by UUID, of which one is being begun or taken over:
-	// its record is there already, and not yet in runs.
+	runs map[string]*watched // migrations that this host drives, by id
+	// starting has the VMs, by UUID, whose migration is being started or taken over: its
+	// record exists already, but it is not in runs yet.
 	starting map[string]bool
 }
 
-// watched is a migration that runs here, with who watches.
+// watched is a migration that this host drives, with its progress for clients.
 type watched struct {
 	last     *gpuctlv1.MachineProgress
-	left     bool          // not driven here any more: last is the last that is said
+	left     bool          // not driven by this host any more: last is the final progress
 	changed  chan struct{} // closed when last changes
 	aborting bool
 	began    time.Time
 }
 
-// New returns a Manager that drives nothing before Run.
+// New returns a Manager. It drives migrations only while Run runs.
 func New(c Config) *Manager {
 	if c.Most == 0 {
 		c.Most = 2
@@ -81,8 +82,8 @@ func New(c Config) *Manager {
 	return &Manager{Config: c, runs: map[string]*watched{}, starting: map[string]bool{}}
 }
 
-// Run goes on with what this host drove before and with what others can't any
-// more, until ctx ends.
+// Run continues the migrations that this host drove before, and takes over those whose
+// driver is down, until ctx ends.
 func (m *Manager) Run(ctx context.Context) {
 	m.mu.Lock()
 	m.ctx = ctx
@@ -102,8 +103,8 @@ func (m *Manager) Run(ctx context.Context) {
 	}
 }
 
-// Pending reports whether a migration has not ended, or that cannot be known now. A
-// host that was just started knows of no migration until it has caught up.
+// Pending reports whether a migration has not ended, or whether that is unknown now. A
+// host that was just started knows no migrations until it has received the log.
 func (m *Manager) Pending(ctx context.Context, id string) bool {
 	if v := m.Node.View(); v != nil {
 		if r := v.Migration(id); r != nil {
@@ -120,10 +121,10 @@ func (m *Manager) Pending(ctx context.Context, id string) bool {
 	return r != nil && !over(r)
 }
 
-// readTimeout is how long an answer of the cluster is waited for.
+// readTimeout limits the time that Read may take.
 const readTimeout = 5 * time.Second
 
-// Ended reports whether a migration has ended, and whether this host knows of it.
+// Ended reports whether a migration has ended, and whether this host knows it.
 func (m *Manager) Ended(id string) (ended, known bool) {
 	v := m.Node.View()
 	if v == nil {
@@ -133,8 +134,8 @@ func (m *Manager) Ended(id string) (ended, known bool) {
 	return r != nil && over(r), r != nil
 }
 
-// Away are VMs, by UUID, that are at home on another host since their last
-// migration, which has ended, and that host. Nothing of them should be here.
+// Away returns the VMs, by UUID, that belong to another host after their last migration
+// has ended, and that host. This host should have nothing of them.
 func (m *Manager) Away(ctx context.Context) map[string]string {
 	ctx, cancel := context.WithTimeout(ctx, readTimeout)
 	defer cancel()
@@ -145,7 +146,7 @@ func (m *Manager) Away(ctx context.Context) map[string]string {
 	last := map[string]*clusterv1.Migration{}
 	for r := range v.Migrations() {
 		uuid := r.GetMachine().GetUuid()
-		// By their tokens, which grow with the log: hosts' clocks may differ.
+		// Compare tokens, which grow with the log. The clocks of hosts may differ.
 		if now := last[uuid]; uuid != "" && (now == nil || !over(r) || over(now) && r.GetToken() > now.GetToken()) {
 			last[uuid] = r
 		}
@@ -163,8 +164,8 @@ func (m *Manager) Away(ctx context.Context) map[string]string {
 	return out
 }
 
-// Party says why another host may not share states of a VM with this one: the
-// record of a migration that runs must name both.
+// Party returns an error if another host must not exchange states of a VM with this one:
+// the record of a running migration must name both hosts.
 func (m *Manager) Party(machine *gpuctlv1.SiteMachine, other string) error {
 	self := m.Node.HostName()
 	var r *clusterv1.Migration
@@ -180,7 +181,7 @@ func (m *Manager) Party(machine *gpuctlv1.SiteMachine, other string) error {
 	case self == move.GetFromHost() && other == move.GetToHost(), other == move.GetFromHost() && self == move.GetToHost():
 		return nil
 	}
-	// Its driver may have turned to another candidate a moment ago.
+	// The driver may have changed the destination a moment ago.
 	return fmt.Errorf("%w: migration %s of VM %s is not between hosts %s and %s, as far as is known on %s", migrate.ErrUnreachable, r.GetId(), machine.GetName(), self, other, self)
 }
 
@@ -193,7 +194,7 @@ func over(r *clusterv1.Migration) bool {
 	}
 }
 
-// adopt takes over migrations that nobody drives.
+// adopt takes over the migrations that this host is to drive.
 func (m *Manager) adopt(ctx context.Context) {
 	v := m.Node.View()
 	if v == nil {
@@ -209,11 +210,11 @@ func (m *Manager) adopt(ctx context.Context) {
 	}
 }
 
-// takeOver drives a migration, unless it is driven here.
+// takeOver begins to drive a migration, unless this host drives it already.
 func (m *Manager) takeOver(ctx context.Context, r *clusterv1.Migration) error {
 	end, err := m.alone(r.GetMachine().GetUuid(), r.GetMachine().GetName())
 	if err != nil {
-		return nil // whoever begins it is about to drive it
+		return nil // another call has just begun with it
 	}
 	defer end()
 	m.mu.Lock()
@@ -223,7 +224,7 @@ func (m *Manager) takeOver(ctx context.Context, r *clusterv1.Migration) error {
 		return nil
 	}
 	kept, err := m.Node.PutMigration(ctx, r, true)
-	if err != nil || kept.GetState() != clusterv1.MigrationState_MIGRATION_STATE_RUNNING { // it is held, which is not known here yet
+	if err != nil || kept.GetState() != clusterv1.MigrationState_MIGRATION_STATE_RUNNING { // it is held, and this host has not learned that yet
 		return err
 	}
 	m.Log.Info("going on with a migration", "migration", r.GetId(), "step", r.GetStep(), "driver", r.GetDriver())
@@ -252,7 +253,7 @@ func (m *Manager) mine(v *state.View, r *clusterv1.Migration) bool {
 	return m.Node.Status().GetLeader() == self
 }
 
-// sites reaches hosts for one migration.
+// sites implements migrate's interfaces for one migration.
 type sites struct {
 	node  Node
 	id    string
@@ -269,7 +270,8 @@ func (s sites) site(host string) (*endpoint.Remote, error) {
 	return &endpoint.Remote{Host: host, Migration: s.id, Token: s.token, Service: c}, nil
 }
 
-// Reserve has the card's host bind the claim: it is the one that manages it.
+// Reserve makes the card's host assign the card to the claim, because that host manages
+// the claim.
 func (s sites) Reserve(ctx context.Context, claim string, m vm.VM, gpu string) error {
 	at, err := s.site(migrate.HostOf(gpu))
 	if err != nil {
@@ -278,7 +280,7 @@ func (s sites) Reserve(ctx context.Context, claim string, m vm.VM, gpu string) e
 	return at.Reserve(ctx, m, gpu, claim)
 }
 
-// Release has it end the claim, by giving the card back.
+// EndClaim makes the card's host give the card back, which ends the claim.
 func (s sites) EndClaim(ctx context.Context, _ string, m vm.VM, gpu string) error {
 	at, err := s.site(migrate.HostOf(gpu))
 	if err != nil {
@@ -287,12 +289,12 @@ func (s sites) EndClaim(ctx context.Context, _ string, m vm.VM, gpu string) erro
 	return at.GiveBack(ctx, m, gpu)
 }
 
-// Put writes the record.
+// Put writes the migration's record.
 func (s sites) Put(ctx context.Context, r *clusterv1.Migration) (*clusterv1.Migration, error) {
 	return s.node.PutMigration(ctx, r, false)
 }
 
-// begin drives a recorded migration to its end.
+// begin drives a migration that is recorded, until its end.
 func (m *Manager) begin(r *clusterv1.Migration) *watched {
 	w := &watched{last: progress(r, 0, 0), changed: make(chan struct{}), began: time.Now()}
 	if r.GetStartedUnixMs() > 0 {
@@ -335,7 +337,7 @@ func (m *Manager) begin(r *clusterv1.Migration) *watched {
 				"stopped", time.Duration(last.GetStoppedNs()))
 		}
 		m.mu.Lock()
-		if m.runs[r.GetId()] == w { // or it was taken over
+		if m.runs[r.GetId()] == w { // otherwise it was started again meanwhile
 			delete(m.runs, r.GetId())
 		}
 		m.mu.Unlock()
@@ -344,12 +346,13 @@ func (m *Manager) begin(r *clusterv1.Migration) *watched {
 	return w
 }
 
-// endOf is a state in a word.
+// endOf returns the state of a migration as a word in lower case.
 func endOf(r *clusterv1.Migration) string {
 	return strings.ToLower(strings.TrimPrefix(r.GetState().String(), "MIGRATION_STATE_"))
 }
 
-// tell wakes who watches. left says that no more is told.
+// tell stores the progress and wakes the clients that watch. left means that it is the
+// final progress.
 func (m *Manager) tell(w *watched, p *gpuctlv1.MachineProgress, left bool) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -359,14 +362,14 @@ func (m *Manager) tell(w *watched, p *gpuctlv1.MachineProgress, left bool) {
 	w.changed = make(chan struct{})
 }
 
-// progress is a moment of a migration.
+// progress returns the progress of a migration in the API's form.
 func progress(r *clusterv1.Migration, done, total uint64) *gpuctlv1.MachineProgress {
 	p := &gpuctlv1.MachineProgress{
 		Id: r.GetId(), Step: r.GetStep(), BytesDone: done, BytesTotal: total, Gpu: r.GetMachine().GetToGpu(), Message: r.GetMessage(),
 		StoppedNs: r.GetStoppedNs(), PredictedNs: r.GetMachine().GetPredictedNs(),
 	}
 	if r.GetState() == clusterv1.MigrationState_MIGRATION_STATE_HELD {
-		p.Next = "gpuctl migrations resume " + r.GetId() // in one form or another, as its message says
+		p.Next = "gpuctl migrations resume " + r.GetId() // the message says with which options
 	}
 	names := migrate.StepNames(r.GetMachine())
 	p.Steps, p.StepIndex = uint32(len(names)), uint32(slices.Index(names, r.GetStep())+1)
@@ -376,8 +379,8 @@ func progress(r *clusterv1.Migration, done, total uint64) *gpuctlv1.MachineProgr
 	return p
 }
 
-// follow sends what happens to a migration that runs here, until its end. ok
-// is false if it does not run here.
+// follow sends the progress of a migration that this host drives, until its end. ok is
+// false if this host does not drive it.
 func (m *Manager) follow(ctx context.Context, id string, send func(*gpuctlv1.MachineProgress) error) (ok bool, err error) {
 	m.mu.Lock()
 	w := m.runs[id]

@@ -19,7 +19,7 @@ import (
 	"github.com/gpuctl/gpuctl/internal/suggest"
 )
 
-// Service is MigrationService.
+// Service implements MigrationService.
 type Service struct{ m *Manager }
 
 var _ gpuctlv1connect.MigrationServiceHandler = (*Service)(nil)
@@ -30,7 +30,7 @@ func (m *Manager) Handle(mux *http.ServeMux, options ...connect.HandlerOption) {
 	mux.Handle(gpuctlv1connect.NewMigrationServiceHandler(&Service{m}, options...))
 }
 
-// find says which host a VM is on, and what it is called.
+// find returns the VM, with its host and its name.
 func (m *Manager) find(ctx context.Context, r *gpuctlv1.MachinePlanRequest) (*gpuctlv1.Machine, error) {
 	all, missing := m.VMs(ctx)
 	var found []*gpuctlv1.Machine
@@ -64,7 +64,8 @@ func check(r *gpuctlv1.MachinePlanRequest) error {
 	return nil
 }
 
-// here finds the VM and, if it is on another host, that host's service.
+// here returns the VM. If the VM is on another host, it also returns a client for that
+// host's service.
 func (s *Service) here(ctx context.Context, r *gpuctlv1.MachinePlanRequest) (*gpuctlv1.Machine, gpuctlv1connect.MigrationServiceClient, error) {
 	if err := check(r); err != nil {
 		return nil, nil, err
@@ -78,7 +79,7 @@ func (s *Service) here(ctx context.Context, r *gpuctlv1.MachinePlanRequest) (*gp
 	return machine, c, err
 }
 
-// Plan says what would be done.
+// Plan returns what a migration would do.
 func (s *Service) Plan(ctx context.Context, req *connect.Request[gpuctlv1.MachinePlanRequest]) (*connect.Response[gpuctlv1.MachinePlanResponse], error) {
 	machine, there, err := s.here(ctx, req.Msg)
 	if err != nil {
@@ -98,7 +99,7 @@ func (s *Service) Plan(ctx context.Context, req *connect.Request[gpuctlv1.Machin
 	return connect.NewResponse(planProto(p)), nil
 }
 
-// Start plans, records and begins.
+// Start plans, records and starts a migration.
 func (s *Service) Start(ctx context.Context, req *connect.Request[gpuctlv1.MachineStartRequest], out *connect.ServerStream[gpuctlv1.MachineProgress]) error {
 	machine, there, err := s.here(ctx, req.Msg.GetPlan())
 	if err != nil {
@@ -108,7 +109,7 @@ func (s *Service) Start(ctx context.Context, req *connect.Request[gpuctlv1.Machi
 		in, err := there.Start(ctx, connect.NewRequest(req.Msg))
 		return pass(in, err, out)
 	}
-	// Nothing else may begin for this VM between the plan and the record.
+	// No other migration of this VM may start between the plan and the record.
 	end, err := s.m.alone(machine.GetUuid(), machine.GetName())
 	if err != nil {
 		return err
@@ -154,7 +155,8 @@ func (s *Service) Start(ctx context.Context, req *connect.Request[gpuctlv1.Machi
 	return s.m.watch(ctx, w, out.Send)
 }
 
-// alone makes the beginning of a migration of a VM the caller's.
+// alone marks a VM's migration as starting until end is called. It fails if another call
+// has done so.
 func (m *Manager) alone(uuid, name string) (end func(), err error) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -169,10 +171,10 @@ func (m *Manager) alone(uuid, name string) (end func(), err error) {
 	}, nil
 }
 
-// mostCandidates are tried after the first.
+// mostCandidates is how many other destinations are tried after the first.
 const mostCandidates = 8
 
-// claimOf is the claim that a GPU is assigned by.
+// claimOf returns the claim that has the GPU.
 func (m *Manager) claimOf(gpu string) string {
 	v := m.Node.View()
 	if v == nil {
@@ -184,7 +186,7 @@ func (m *Manager) claimOf(gpu string) string {
 	return ""
 }
 
-// pass hands on another host's stream.
+// pass forwards the stream of another host.
 func pass(in *connect.ServerStreamForClient[gpuctlv1.MachineProgress], err error, out *connect.ServerStream[gpuctlv1.MachineProgress]) error {
 	if err != nil {
 		return err
@@ -198,7 +200,7 @@ func pass(in *connect.ServerStreamForClient[gpuctlv1.MachineProgress], err error
 	return in.Err()
 }
 
-// record finds a migration of a VM.
+// record returns the record of a VM's migration.
 func (s *Service) record(id string) (*clusterv1.Migration, error) {
 	v := s.m.Node.View()
 	if v == nil {
@@ -211,7 +213,7 @@ func (s *Service) record(id string) (*clusterv1.Migration, error) {
 	return r, nil
 }
 
-// Watch streams a migration to its end.
+// Watch streams the progress of a migration until its end.
 func (s *Service) Watch(ctx context.Context, req *connect.Request[gpuctlv1.MachineWatchRequest], out *connect.ServerStream[gpuctlv1.MachineProgress]) error {
 	for {
 		r, err := s.record(req.Msg.GetId())
@@ -234,7 +236,8 @@ func (s *Service) Watch(ctx context.Context, req *connect.Request[gpuctlv1.Machi
 			in, err := c.Watch(ctx, connect.NewRequest(req.Msg))
 			return pass(in, err, out)
 		}
-		// It is ours and does not run: it will, or has just ended.
+		// This host is the driver, and does not drive it: it is about to, or the
+		// migration has just ended.
 		select {
 		case <-ctx.Done():
 			return ctx.Err()
@@ -243,7 +246,7 @@ func (s *Service) Watch(ctx context.Context, req *connect.Request[gpuctlv1.Machi
 	}
 }
 
-// Abort has a migration undone.
+// Abort makes a migration roll back.
 func (s *Service) Abort(ctx context.Context, req *connect.Request[gpuctlv1.MachineAbortRequest]) (*connect.Response[gpuctlv1.MachineAbortResponse], error) {
 	r, err := s.record(req.Msg.GetId())
 	if err != nil {
@@ -282,7 +285,7 @@ func (s *Service) Abort(ctx context.Context, req *connect.Request[gpuctlv1.Machi
 	return connect.NewResponse(&gpuctlv1.MachineAbortResponse{Message: message}), nil
 }
 
-// Resume lets a held migration go on.
+// Resume continues a held migration.
 func (s *Service) Resume(ctx context.Context, req *connect.Request[gpuctlv1.MachineResumeRequest]) (*connect.Response[gpuctlv1.MachineResumeResponse], error) {
 	r, err := s.record(req.Msg.GetId())
 	if err != nil {

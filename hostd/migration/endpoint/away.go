@@ -19,29 +19,30 @@ import (
 	"github.com/gpuctl/gpuctl/migrate"
 )
 
-// errNoStash says that the operator wants no GPU states in this host's memory.
+// errNoStash means that this host is configured to keep no GPU states in its memory.
 var errNoStash = errors.New("it keeps no GPU states (devices.stash)")
 
-// states reaches a VM for its states' bytes, until done is called.
+// states returns a client that transfers states to and from a VM. It works until done is
+// called.
 func (g *Guests) states(ctx context.Context, uuid string) (c gpuctlv1connect.GuestServiceClient, done func(), err error) {
 	client, done, err := g.Bulk(ctx, uuid)
 	if err != nil {
 		return nil, nil, err
 	}
-	// A VM packs more slowly than any way out of it is.
+	// Compression in the VM is slower than any of the connections.
 	plain := connect.WithAcceptCompression("gzip", nil, nil)
 	return gpuctlv1connect.NewGuestServiceClient(client, channel.BaseURL, append(channel.ConnectOptions(), plain)...), done, nil
 }
 
-// copies are a state on its way to where it is kept: here, and at the host that
-// the VM goes to.
+// copies are the copies of a state that is being written: one on this host, and one on
+// the destination.
 type copies struct {
 	here  *stash.Writer
 	to    string
-	there *connect.ClientStreamForClient[gpuctlv1.SiteKeepRequest, gpuctlv1.SiteDone] // nil: nowhere else, or it is over
+	there *connect.ClientStreamForClient[gpuctlv1.SiteKeepRequest, gpuctlv1.SiteDone] // nil: no other copy, or its transfer has ended
 }
 
-// begin sets room aside for a state on all hosts that are to keep it.
+// begin reserves room for a state on all hosts that are to keep it.
 func (l *Local) begin(ctx context.Context, m *gpuctlv1.SiteMachine, session, id string, expect uint64, to string) (*copies, error) {
 	if l.Stash == nil {
 		return nil, fmt.Errorf("host %s: %w", l.Name, errNoStash)
@@ -60,7 +61,7 @@ func (l *Local) begin(ctx context.Context, m *gpuctlv1.SiteMachine, session, id 
 	return c, nil
 }
 
-// upload begins to send a state to another host. Its ctx ends it.
+// upload begins to send a state to another host. The end of ctx cancels it.
 func (l *Local) upload(ctx context.Context, m *gpuctlv1.SiteMachine, session string, mark statestream.Mark, expect uint64, to string) (*connect.ClientStreamForClient[gpuctlv1.SiteKeepRequest, gpuctlv1.SiteDone], error) {
 	if err := l.Party(m, to); err != nil {
 		return nil, err
@@ -81,8 +82,8 @@ func (l *Local) upload(ctx context.Context, m *gpuctlv1.SiteMachine, session str
 	return st, nil
 }
 
-// take passes on a chunk; kept says that it was the last and that the state is
-// safe wherever it is to be.
+// take writes a chunk to all copies. kept reports that it was the last one, and all
+// copies are complete.
 func (c *copies) take(chunk *gpuctlv1.StateChunk) (kept bool, err error) {
 	if c.there != nil && c.there.Send(&gpuctlv1.SiteKeepRequest{Chunk: chunk}) != nil {
 		return false, peerError(c.to, cmp.Or(c.close(), statestream.ErrTruncated))
@@ -96,7 +97,7 @@ func (c *copies) take(chunk *gpuctlv1.StateChunk) (kept bool, err error) {
 	return true, nil
 }
 
-// close hears what the other host says.
+// close waits for the other host's answer.
 func (c *copies) close() error {
 	there := c.there
 	c.there = nil
@@ -104,7 +105,7 @@ func (c *copies) close() error {
 	return err
 }
 
-// end lets go of what is not kept. Calls to the other host have been cancelled.
+// end drops incomplete copies. The caller has cancelled the calls to the other host.
 func (c *copies) end() {
 	c.here.Abort()
 	if c.there != nil {
@@ -112,8 +113,8 @@ func (c *copies) end() {
 	}
 }
 
-// peerError is what went wrong at another host. What may work in a moment
-// wraps migrate.ErrUnreachable.
+// peerError describes an error of another host. If the call may succeed when it is
+// repeated, the error wraps migrate.ErrUnreachable.
 func peerError(host string, err error) error {
 	var c *connect.Error
 	if err == nil {
@@ -122,8 +123,8 @@ func peerError(host string, err error) error {
 	if !errors.As(err, &c) {
 		return fmt.Errorf("host %s: %w", host, err)
 	}
-	// What the host has not said itself comes of a connection that broke, in the
-	// middle of an answer perhaps, whatever its code.
+	// If the other host has not sent the error itself, the connection has failed,
+	// possibly within an answer. The code does not matter then.
 	said := connect.IsWireError(err)
 	switch c.Code() {
 	case connect.CodeUnavailable, connect.CodeDeadlineExceeded, connect.CodeCanceled, connect.CodeAborted:
@@ -136,13 +137,13 @@ func peerError(host string, err error) error {
 	return fmt.Errorf("host %s: %w: %s", host, migrate.ErrUnreachable, c.Message())
 }
 
-// suspendAway has a session suspended whose state goes to this host and on to
-// another one while it is being extracted. One whose state is here already is
-// seen to be there, too.
+// suspendAway suspends a session and sends its state to this host and to another one
+// while the state is being extracted. If this host has the state already, it only makes
+// sure that the other host has it, too.
 func (l *Local) suspendAway(ctx context.Context, m *gpuctlv1.SiteMachine, o *guest, s *gpuctlv1.Session, to string, times freezeTimes, report migrate.Progress) error {
 	if s.GetState() == gpuctlv1.SessionState_SESSION_STATE_SUSPENDED {
 		if !isAway(s) {
-			return nil // in the VM
+			return nil // the state is in the VM
 		}
 		return l.deposit(ctx, m, s, to, report)
 	}
@@ -163,24 +164,24 @@ func (l *Local) suspendAway(ctx context.Context, m *gpuctlv1.SiteMachine, o *gue
 	if err != nil {
 		return err
 	}
-	// A session that is suspended has been told that its state is kept.
+	// A session is suspended only after KeptState has confirmed that its state is kept.
 	return accompany(ctx, cancel, stream, report, func(ctx context.Context) error {
 		err := takeState(ctx, states, o.work, s.GetId(), id, c)
-		if err != nil { // that nobody reads any more the guest would notice late
+		if err != nil { // without this call, gpuguest would notice late that nobody reads the state
 			_, _ = o.work.KeptState(ctx, connect.NewRequest(&gpuctlv1.KeptStateRequest{Session: s.GetId(), Mark: &gpuctlv1.StateMark{Id: id}, Refused: err.Error()}))
 		}
 		return err
 	})
 }
 
-// accompany follows a suspend or resume to its end while its state is carried.
-// A carrier that fails ends it: the guest notices, undoes it and says so. Only
-// when it does not is the operation cancelled.
+// accompany waits for the end of a suspend or resume while carry transfers the state. If
+// carry fails, gpuguest notices it, undoes the operation and reports that. Only if it
+// does not do so within undoTime, the operation is cancelled.
 func accompany(ctx context.Context, cancel context.CancelFunc, stream *connect.ServerStreamForClient[gpuctlv1.Progress], report migrate.Progress, carry func(context.Context) error) error {
 	carried := make(chan error, 1)
 	began := false
 	err := watch(stream, func(done, total uint64, waits string) {
-		if !began { // from its first word on it can be met
+		if !began { // after the first progress, the operation accepts the transfer
 			began = true
 			go func() {
 				err := carry(ctx)
@@ -202,11 +203,11 @@ func accompany(ctx context.Context, cancel context.CancelFunc, stream *connect.S
 	return err
 }
 
-// undoTime is how long a guest may take to undo an operation whose state could
-// not be carried, over a channel with much of it still on the way.
+// undoTime is how long gpuguest may take to undo an operation whose state could not be
+// transferred. Much of the state may still be queued in the channel.
 const undoTime = 30 * time.Second
 
-// takeState takes a session's state out and tells the session that it is kept.
+// takeState reads a session's state, and confirms to gpuguest that it is kept.
 func takeState(ctx context.Context, states, work gpuctlv1connect.GuestServiceClient, session, id string, c *copies) error {
 	way, hangUp := context.WithCancel(ctx)
 	defer hangUp()
@@ -214,7 +215,7 @@ func takeState(ctx context.Context, states, work gpuctlv1connect.GuestServiceCli
 	if err != nil {
 		return err
 	}
-	defer func() { hangUp(); _ = st.Close() }() // what is still on its way is not waited for
+	defer func() { hangUp(); _ = st.Close() }() // do not wait for the rest of the stream
 	for st.Receive() {
 		kept, err := c.take(st.Msg())
 		if err != nil {
@@ -228,7 +229,9 @@ func takeState(ctx context.Context, states, work gpuctlv1connect.GuestServiceCli
 	return cmp.Or(st.Err(), statestream.ErrTruncated)
 }
 
-// kept finds the state that a suspended session waits for.
+// kept returns the state that a suspended session needs for its resume. Errors wrap
+// stash.ErrNotFound if this host does not have it, and statestream.ErrStale if it has
+// another one.
 func (l *Local) kept(uuid string, s *gpuctlv1.Session) (stash.State, error) {
 	if l.Stash == nil {
 		return stash.State{}, fmt.Errorf("host %s: %w", l.Name, errNoStash)
@@ -247,7 +250,7 @@ func (l *Local) kept(uuid string, s *gpuctlv1.Session) (stash.State, error) {
 	return state, nil
 }
 
-// deposit sees to it that another host keeps the state of a session, too.
+// deposit makes sure that another host keeps a session's state, too.
 func (l *Local) deposit(ctx context.Context, m *gpuctlv1.SiteMachine, s *gpuctlv1.Session, to string, report migrate.Progress) error {
 	state, err := l.kept(m.GetUuid(), s)
 	if err != nil || to == "" || to == l.Name {
@@ -255,7 +258,7 @@ func (l *Local) deposit(ctx context.Context, m *gpuctlv1.SiteMachine, s *gpuctlv
 	}
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
-	st, err := l.upload(ctx, m, s.GetId(), state.Mark, 0, to) // a question
+	st, err := l.upload(ctx, m, s.GetId(), state.Mark, 0, to) // without a size, this asks whether the host has it
 	if err != nil {
 		return err
 	}
@@ -276,12 +279,12 @@ func (l *Local) deposit(ctx context.Context, m *gpuctlv1.SiteMachine, s *gpuctlv
 		_, _ = st.CloseAndReceive()
 		return err
 	}
-	_, err = st.CloseAndReceive() // says why it did not take all
+	_, err = st.CloseAndReceive() // the answer contains why it did not accept everything
 	return peerError(to, err)
 }
 
-// Deposit sees to it that another host keeps what this one keeps of the VM's
-// sessions that are suspended away.
+// Deposit makes sure that another host has a copy of each state that this one keeps for
+// the given sessions.
 func (l *Local) Deposit(ctx context.Context, r *gpuctlv1.SiteSessionsRequest, report migrate.Progress) error {
 	return l.each(ctx, r.GetMachine().GetUuid(), r.GetSessions(), isAway, func(_ *guest, s *gpuctlv1.Session, report migrate.Progress) error {
 		if s.GetState() != gpuctlv1.SessionState_SESSION_STATE_SUSPENDED || !isAway(s) {
@@ -293,7 +296,7 @@ func (l *Local) Deposit(ctx context.Context, r *gpuctlv1.SiteSessionsRequest, re
 
 func isAway(s *gpuctlv1.Session) bool { return s.GetAway() != nil }
 
-// resumeAway has a session resumed with its state brought back.
+// resumeAway resumes a session and sends its state back to it.
 func (l *Local) resumeAway(ctx context.Context, uuid string, o *guest, s *gpuctlv1.Session, target *gpuctlv1.Target, report migrate.Progress) error {
 	state, err := l.kept(uuid, s)
 	if err != nil {
@@ -308,7 +311,7 @@ func (l *Local) resumeAway(ctx context.Context, uuid string, o *guest, s *gpuctl
 	return accompany(ctx, cancel, stream, report, func(ctx context.Context) error { return l.giveState(ctx, uuid, s, state) })
 }
 
-// giveState brings a session the state that it waits for, while it is resumed.
+// giveState sends a session its state while it is being resumed.
 func (l *Local) giveState(ctx context.Context, uuid string, s *gpuctlv1.Session, state stash.State) error {
 	states, done, err := l.Guests.states(ctx, uuid)
 	if err != nil {
@@ -327,11 +330,11 @@ func (l *Local) giveState(ctx context.Context, uuid string, s *gpuctlv1.Session,
 		_, _ = st.CloseAndReceive()
 		return err
 	}
-	_, err = st.CloseAndReceive() // says why it did not take all
+	_, err = st.CloseAndReceive() // the answer contains why it did not accept everything
 	return err
 }
 
-// Forget drops what is kept of a VM for a migration.
+// Forget removes the states of a VM that are kept for a migration.
 func (l *Local) Forget(m *gpuctlv1.SiteMachine) error {
 	if l.Stash == nil {
 		return nil
@@ -339,7 +342,8 @@ func (l *Local) Forget(m *gpuctlv1.SiteMachine) error {
 	return l.Stash.Forget(m.GetUuid(), m.GetMigration())
 }
 
-// Keep takes a state from the host where its VM is, or reports whether it is here.
+// Keep stores a state that the VM's host sends. Without a size in the request, it only
+// reports whether this host has the state.
 func (s *Service) Keep(ctx context.Context, in *connect.ClientStream[gpuctlv1.SiteKeepRequest]) (*connect.Response[gpuctlv1.SiteDone], error) {
 	if !in.Receive() {
 		return nil, connect.NewError(connect.CodeInvalidArgument, errors.Join(in.Err(), errors.New("no state is named")))
@@ -356,7 +360,7 @@ func (s *Service) Keep(ctx context.Context, in *connect.ClientStream[gpuctlv1.Si
 		return nil, toConnect(err)
 	}
 	uuid, session := first.GetMachine().GetUuid(), first.GetSession()
-	if len(first.GetMark().GetDigest()) > 0 && first.GetExpect() == 0 { // a question
+	if len(first.GetMark().GetDigest()) > 0 && first.GetExpect() == 0 { // it only asks whether the state is kept
 		if _, err := l.kept(uuid, &gpuctlv1.Session{Id: session, Away: first.GetMark()}); err != nil {
 			return nil, connect.NewError(connect.CodeNotFound, err)
 		}
@@ -379,12 +383,12 @@ func (s *Service) Keep(ctx context.Context, in *connect.ClientStream[gpuctlv1.Si
 	return nil, connect.NewError(connect.CodeAborted, errors.Join(in.Err(), statestream.ErrTruncated))
 }
 
-// Deposit sees to it that another host keeps what this one keeps.
+// Deposit makes sure that another host has a copy of the states that this one keeps.
 func (s *Service) Deposit(ctx context.Context, req *connect.Request[gpuctlv1.SiteSessionsRequest], out *connect.ServerStream[gpuctlv1.SiteProgress]) error {
 	return toConnect(s.step(req.Msg.GetMachine(), func() error { return s.local.Deposit(ctx, req.Msg, telling(out)) }))
 }
 
-// Forget drops what is kept of a VM.
+// Forget removes the states of a VM that are kept for a migration.
 func (s *Service) Forget(_ context.Context, req *connect.Request[gpuctlv1.SiteMachine]) (*connect.Response[gpuctlv1.SiteDone], error) {
 	return done(s.step(req.Msg, func() error { return s.local.Forget(req.Msg) }))
 }

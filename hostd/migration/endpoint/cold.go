@@ -11,11 +11,11 @@ import (
 )
 
 const (
-	shutdownTime = time.Minute // that a VM has to shut down before it is destroyed
+	shutdownTime = time.Minute // time for a VM to shut down before it is destroyed
 	lookEvery    = 200 * time.Millisecond
 )
 
-// Stop ends a VM, which stays defined; its card is reset and stays held for it.
+// Stop ends a VM, which stays defined. Its card is reset and stays assigned to it.
 func (l *Local) Stop(ctx context.Context, m *gpuctlv1.SiteMachine, gpu string) error {
 	d, err := l.domain(ctx, m.GetUuid())
 	if err != nil {
@@ -36,7 +36,7 @@ func (l *Local) Stop(ctx context.Context, m *gpuctlv1.SiteMachine, gpu string) e
 	return l.Keeper.ResetStopped(ctx, vmOf(m), local(gpu))
 }
 
-// end shuts a VM down, and destroys it if it does not heed that.
+// end shuts a VM down. If the VM does not do so within shutdownTime, end destroys it.
 func (l *Local) end(ctx context.Context, d virt.Domain) error {
 	patience, cancel := context.WithTimeout(ctx, shutdownTime)
 	defer cancel()
@@ -70,8 +70,8 @@ func (l *Local) end(ctx context.Context, d virt.Domain) error {
 	}
 }
 
-// Start has a VM run with a card that is held for it. The hook makes the card
-// ready as for any start.
+// Start starts a VM with a card that is assigned to it. libvirt's hook prepares the card,
+// as for any start.
 func (l *Local) Start(ctx context.Context, m *gpuctlv1.SiteMachine, gpu string, stored bool) error {
 	d, err := l.domain(ctx, m.GetUuid())
 	if err != nil {
@@ -89,7 +89,8 @@ func (l *Local) Start(ctx context.Context, m *gpuctlv1.SiteMachine, gpu string, 
 	if gpu == "" {
 		return nil
 	}
-	// The hypervisor has the last word, and the definition follows.
+	// The hypervisor confirms that the VM has the card. Then the stored definition is
+	// changed.
 	if err := l.Keeper.AttachPrepared(ctx, vmOf(m), local(gpu), stored); err != nil || stored {
 		return err
 	}
@@ -114,7 +115,7 @@ func (l *Local) startWith(ctx context.Context, d virt.Domain, m *gpuctlv1.SiteMa
 	return err
 }
 
-// Definition is what a VM that does not run is started from.
+// Definition returns the stored definition of a VM.
 func (l *Local) Definition(ctx context.Context, uuid string) (string, error) {
 	d, err := l.domain(ctx, uuid)
 	if err != nil {
@@ -124,7 +125,7 @@ func (l *Local) Definition(ctx context.Context, uuid string) (string, error) {
 	return string(text), err
 }
 
-// Define takes another host's definition of a VM.
+// Define stores the definition that a VM had on another host.
 func (l *Local) Define(ctx context.Context, m *gpuctlv1.SiteMachine, xml string) error {
 	if l.Client == nil {
 		return fmt.Errorf("host %s has no libvirt", l.Name)
@@ -136,7 +137,7 @@ func (l *Local) Define(ctx context.Context, m *gpuctlv1.SiteMachine, xml string)
 	return err
 }
 
-// Undefine forgets a VM that does not run here.
+// Undefine removes the definition of a VM that does not run on this host.
 func (l *Local) Undefine(ctx context.Context, m *gpuctlv1.SiteMachine) error {
 	d, err := l.domain(ctx, m.GetUuid())
 	if errors.Is(err, virt.ErrNotFound) {

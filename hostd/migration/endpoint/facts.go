@@ -15,7 +15,7 @@ import (
 	"github.com/gpuctl/gpuctl/passthrough/domxml"
 )
 
-// MachineFacts are what a plan needs to know of a VM of this host.
+// MachineFacts returns what a plan needs to know about a VM of this host.
 func (l *Local) MachineFacts(ctx context.Context, uuid string) (*gpuctlv1.SiteMachineFacts, error) {
 	d, err := l.domain(ctx, uuid)
 	if err != nil {
@@ -71,7 +71,7 @@ func (l *Local) MachineFacts(ctx context.Context, uuid string) (*gpuctlv1.SiteMa
 	return out, nil
 }
 
-// stores reports whether the VM's stored definition has one of these functions.
+// stores reports whether the VM's stored definition contains one of these functions.
 func (l *Local) stores(ctx context.Context, d virt.Domain, functions map[string]bool) (bool, error) {
 	text, err := l.Client.XML(ctx, d, virt.XMLInactive)
 	if err != nil {
@@ -84,8 +84,8 @@ func (l *Local) stores(ctx context.Context, d virt.Domain, functions map[string]
 	return slices.ContainsFunc(doc.HostDevices(), func(h domxml.HostDevice) bool { return functions[h.Source.PCI.String()] }), nil
 }
 
-// cpu is the processor that the VM needs wherever it goes: the one that it was
-// promised, else, where it got all of the host's, that one.
+// cpu returns the processor model and features that the VM needs on every host: those in
+// its definition, or all of this host's if it got those.
 func (l *Local) cpu(ctx context.Context, x *libvirtxml.Domain) (*gpuctlv1.SiteCPU, error) {
 	out := &gpuctlv1.SiteCPU{Type: x.Type}
 	if x.OS != nil && x.OS.Type != nil {
@@ -94,7 +94,7 @@ func (l *Local) cpu(ctx context.Context, x *libvirtxml.Domain) (*gpuctlv1.SiteCP
 	if x.Devices != nil {
 		out.Emulator = x.Devices.Emulator
 	}
-	mode := "host-passthrough" // what Xen does if nothing is said
+	mode := "host-passthrough" // Xen's default
 	if x.CPU != nil {
 		mode = x.CPU.Mode
 	} else if l.Client.Driver() == virt.QEMU {
@@ -109,7 +109,7 @@ func (l *Local) cpu(ctx context.Context, x *libvirtxml.Domain) (*gpuctlv1.SiteCP
 	if err != nil {
 		return nil, err
 	}
-	// The host's is the first, before those that guests can have.
+	// The host's <cpu> is the first one, before those that VMs can have.
 	_, rest, found := strings.Cut(string(caps), "<cpu>")
 	body, _, closed := strings.Cut(rest, "</cpu>")
 	if !found || !closed {
@@ -119,7 +119,7 @@ func (l *Local) cpu(ctx context.Context, x *libvirtxml.Domain) (*gpuctlv1.SiteCP
 	return out, nil
 }
 
-// agentFacts adds what the VM's agent says.
+// agentFacts adds what the VM's agent reports.
 func (l *Local) agentFacts(ctx context.Context, out *gpuctlv1.SiteMachineFacts) {
 	hello, err := l.Guests.hello(ctx, out.GetUuid())
 	if err != nil {
@@ -148,7 +148,7 @@ func siteSession(s *gpuctlv1.Session) *gpuctlv1.SiteSession {
 	}
 }
 
-// summary is what a plan needs of an agent's greeting.
+// summary returns the part of an agent's Hello that a plan needs.
 func (l *Local) summary(hello *gpuctlv1.HelloResponse) *gpuctlv1.HelloResponseSummary {
 	return &gpuctlv1.HelloResponseSummary{
 		Version: hello.GetVersion(), Protocol: hello.GetProtocol(), Hotplug: hello.GetHotplug(), HotplugReason: hello.GetHotplugReason(), FreeMemory: hello.GetFreeMemory(),
@@ -156,7 +156,7 @@ func (l *Local) summary(hello *gpuctlv1.HelloResponse) *gpuctlv1.HelloResponseSu
 	}
 }
 
-// files are those of the VM that its destination needs, too.
+// files returns the VM's files that must exist on the destination, too.
 func files(x *libvirtxml.Domain) (out []*gpuctlv1.SiteDisk) {
 	add := func(path string, readOnly bool) {
 		if strings.HasPrefix(path, "/") {
@@ -184,7 +184,7 @@ func files(x *libvirtxml.Domain) (out []*gpuctlv1.SiteDisk) {
 	return out
 }
 
-// HostFacts are what a plan needs to know of this host.
+// HostFacts returns what a plan needs to know about this host.
 func (l *Local) HostFacts(ctx context.Context, r *gpuctlv1.SiteHostFactsRequest) (*gpuctlv1.SiteHostFacts, error) {
 	if l.Client == nil {
 		return nil, errors.New("it has no libvirt")
@@ -204,7 +204,7 @@ func (l *Local) HostFacts(ctx context.Context, r *gpuctlv1.SiteHostFactsRequest)
 	}
 	if c := r.GetCpu(); c != nil && r.GetFrom() != l.Name {
 		switch has, err := l.Client.HasCPU(ctx, virt.CPU{XML: c.GetXml(), Emulator: c.GetEmulator(), Arch: c.GetArch(), Machine: c.GetMachine(), Type: c.GetType()}); {
-		case errors.Is(err, virt.ErrUnsupported): // then only the attempt tells
+		case errors.Is(err, virt.ErrUnsupported): // whether it works is only known after the attempt
 		case err != nil:
 			return nil, err
 		case !has:
@@ -265,7 +265,7 @@ func (l *Local) HostFacts(ctx context.Context, r *gpuctlv1.SiteHostFactsRequest)
 	return out, nil
 }
 
-// Channel finds a VM's guest channel in its definition.
+// Channel returns the path of a VM's guest channel, from its definition.
 func (l *Local) Channel(ctx context.Context, uuid string) (string, error) {
 	d, err := l.domain(ctx, uuid)
 	if err != nil {

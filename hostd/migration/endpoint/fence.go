@@ -15,34 +15,35 @@ import (
 	"github.com/gpuctl/gpuctl/migrate"
 )
 
-// Fence is what a host has to remember of migrations.
+// Fence stores the fencing token of each VM's migration. It refuses steps of a driver
+// after another one has taken over.
 //
-// It keeps drivers of migrations from doing anything here once another one has
-// taken over. A record's token is higher than those of all records and drivers
-// before it, so that one number for each VM tells them apart; it outlives this
-// process. It is safe for concurrent use.
+// The token of a migration's record is higher than those of all records and drivers
+// before it, so one number for each VM is enough. The file survives the process. Fence is
+// safe for concurrent use.
 type Fence struct {
 	path    string
-	cluster func() string // whose tokens they are
+	cluster func() string // id of the cluster that the tokens belong to
 
 	mu   sync.Mutex
 	kept fenceFile
 }
 
-// fenceFile is what is on disk.
+// fenceFile is the content of the file.
 type fenceFile struct {
 	Cluster string            `json:"cluster"`
 	Tokens  map[string]uint64 `json:"tokens"` // by the VM's UUID
-	// Halted are copies of VMs, by UUID, that ran here and elsewhere, too, and may
-	// have been paused since. They are not to be taken for arrivals that never ran.
+	// Halted has the VMs, by UUID, whose copies ran on this host and on another one, and
+	// may have been paused since. They must not be taken for arrivals that never ran.
 	Halted map[string]bool `json:"halted,omitempty"`
 }
 
-// mostFenced are the VMs whose tokens are kept; those of the oldest go first.
+// mostFenced is the number of VMs whose tokens are kept. The lowest tokens are dropped
+// first.
 const mostFenced = 4096
 
-// OpenFence reads what was kept. cluster is the id of the cluster that this host
-// is in now: tokens of another one say nothing.
+// OpenFence reads the file. cluster returns the id of the cluster that this host is in
+// now. Tokens of another cluster are dropped.
 func OpenFence(path string, cluster func() string) (*Fence, error) {
 	f := &Fence{path: path, cluster: cluster, kept: fenceFile{Tokens: map[string]uint64{}}}
 	data, err := os.ReadFile(path)
@@ -61,8 +62,8 @@ func OpenFence(path string, cluster func() string) (*Fence, error) {
 	return f, nil
 }
 
-// Admit says why a driver may not do a step on a VM: another one has been here
-// since. A nil Fence admits all.
+// Admit returns an error that wraps migrate.ErrStale if a driver with a higher token has
+// been here. Otherwise it stores the driver's token. A nil Fence admits all.
 func (f *Fence) Admit(m *gpuctlv1.SiteMachine) error {
 	if f == nil {
 		return nil
@@ -78,7 +79,7 @@ func (f *Fence) Admit(m *gpuctlv1.SiteMachine) error {
 	case m.GetToken() < seen:
 		return fmt.Errorf("%w: migration %s of VM %s comes with token %d, and %d was here", migrate.ErrStale, m.GetMigration(), m.GetName(), m.GetToken(), seen)
 	case m.GetToken() == seen:
-		return nil // of a driver of an earlier version, too, which has none
+		return nil // an earlier version's driver has no token
 	}
 	tokens := map[string]uint64{m.GetUuid(): m.GetToken()}
 	for uuid, t := range next.Tokens {
@@ -90,13 +91,13 @@ func (f *Fence) Admit(m *gpuctlv1.SiteMachine) error {
 		delete(tokens, oldest(tokens))
 	}
 	next.Tokens = tokens
-	if err := f.write(next); err != nil { // it would be forgotten
+	if err := f.write(next); err != nil { // without it, the token would be lost at a restart
 		return fmt.Errorf("the token of migration %s cannot be kept: %w", m.GetMigration(), err)
 	}
 	return nil
 }
 
-// write keeps what is to be kept; mu is held.
+// write replaces the file. The caller holds mu.
 func (f *Fence) write(next fenceFile) error {
 	data, err := json.Marshal(next)
 	if err == nil {
@@ -108,8 +109,8 @@ func (f *Fence) write(next fenceFile) error {
 	return err
 }
 
-// Halt remembers that a copy of a VM has run here while it ran elsewhere, too, or
-// that there is none any more.
+// Halt records that a copy of a VM has run on this host while it ran elsewhere, too, or
+// that there is no such copy any more.
 func (f *Fence) Halt(uuid string, halted bool) error {
 	if f == nil {
 		return nil
@@ -135,7 +136,7 @@ func (f *Fence) Halt(uuid string, halted bool) error {
 	return nil
 }
 
-// Halted reports whether a copy of a VM has run here beside another one.
+// Halted reports whether a copy of a VM has run on this host while it ran elsewhere, too.
 func (f *Fence) Halted(uuid string) bool {
 	if f == nil {
 		return false

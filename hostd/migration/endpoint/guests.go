@@ -19,7 +19,7 @@ import (
 	"github.com/gpuctl/gpuctl/passthrough/pci"
 )
 
-// errNoAgent says that nobody in the VM answers.
+// errNoAgent means that no agent in the VM answers.
 var errNoAgent = errors.New("no gpuguest answers")
 
 // Channels finds a VM's guest channel: the path of its socket on this host.
@@ -27,21 +27,21 @@ type Channels interface {
 	Channel(ctx context.Context, uuid string) (path string, err error)
 }
 
-// channelName is what the guest finds its channel by.
+// channelName is the name by which gpuguest finds its channel in the VM.
 const channelName = channel.Name
 
-// Guests are the agents in this host's VMs. Connections are made when they are
-// needed, and kept. It is safe for concurrent use.
+// Guests connects to the agents in this host's VMs. It makes connections when they are
+// needed, and keeps them. It is safe for concurrent use.
 type Guests struct {
-	// Bulk is the way that states of a VM's sessions take: a client that reaches
-	// the VM's GuestService until done is called.
+	// Bulk returns a client of the VM's GuestService for transferring states. It works
+	// until done is called.
 	Bulk func(ctx context.Context, uuid string) (client *http.Client, done func(), err error)
-	// Vchan connects to a path of a VM; nil: this is no Xen.
+	// Vchan connects to a path of a VM over vchan; nil: the hypervisor is not Xen.
 	Vchan func(ctx context.Context, uuid, path string) (net.Conn, error)
-	// Console says that guest channels are Xen's PV consoles.
+	// Console means that guest channels are Xen's PV consoles.
 	Console bool
-	// Locks is a folder of this hostd's own; what VMs' sockets lie in is their
-	// processes' to write. Empty: beside the sockets, for tests.
+	// Locks is a folder that only hostd can write to. The folders of VMs' sockets can be
+	// written by the VMs' processes. Empty: beside the sockets, for tests.
 	Locks string
 
 	channels Channels
@@ -60,20 +60,20 @@ type guest struct {
 	work  gpuctlv1connect.GuestServiceClient
 }
 
-// NewGuests returns Guests that have no connection yet.
+// NewGuests returns Guests. It does not connect yet.
 func NewGuests(c Channels, scan func() ([]*pci.Card, error), log *slog.Logger) *Guests {
 	g := &Guests{channels: c, scan: scan, log: log, open: map[string]*guest{}}
 	g.Bulk = g.bulk
 	return g
 }
 
-// How fast states move, in bytes per second, before a migration has shown it: a
-// PV console moves a page for each interrupt, a virtio-serial port is held up by
-// the channel's acknowledgements alone, a vchan does not know of disks faster.
+// Expected speeds of transferring states, in bytes per second, until a migration has
+// measured them. A PV console transfers a page for each interrupt. A virtio-serial port
+// is limited by the channel's acknowledgements only.
 const (
 	consoleSpeed = 500_000
 	portSpeed    = 30_000_000
-	vchanSpeed   = 12_000_000 // in emulation
+	vchanSpeed   = 12_000_000 // measured in an emulation of Xen
 )
 
 func (g *Guests) speed() uint64 {
@@ -86,7 +86,8 @@ func (g *Guests) speed() uint64 {
 	return portSpeed
 }
 
-// bulk is a vchan of its own, or else the guest channel.
+// bulk opens a vchan for the transfer. If that is not possible, it uses the guest
+// channel.
 func (g *Guests) bulk(ctx context.Context, uuid string) (*http.Client, func(), error) {
 	o, err := g.get(ctx, uuid)
 	if err != nil {
@@ -109,7 +110,7 @@ func (g *Guests) overVchan(ctx context.Context, uuid string, o *guest) (*http.Cl
 	if err != nil {
 		return nil, nil, err
 	}
-	path := res.Msg.GetVchan() // a guest's word: of its own, and not of another domain's home
+	path := res.Msg.GetVchan() // the VM is not trusted: the path must be in its own data folder in xenstore
 	if !strings.HasPrefix(path, "data/") {
 		return nil, nil, fmt.Errorf("the VM offers a vchan at %.80q", path)
 	}
@@ -124,7 +125,7 @@ func (g *Guests) overVchan(ctx context.Context, uuid string, o *guest) (*http.Cl
 	return client, func() { _ = end.Close() }, nil
 }
 
-// get connects to a VM's agent.
+// get connects to a VM's agent. Errors wrap errNoAgent.
 func (g *Guests) get(ctx context.Context, uuid string) (*guest, error) {
 	path, err := g.channels.Channel(ctx, uuid)
 	if err != nil {
@@ -152,7 +153,7 @@ func (g *Guests) get(ctx context.Context, uuid string) (*guest, error) {
 	return o, nil
 }
 
-// agentWait is how long a request waits for a channel that is down.
+// agentWait is how long a request waits for a channel that is not connected.
 const agentWait = 20 * time.Second
 
 func (o *guest) close() {
@@ -161,7 +162,7 @@ func (o *guest) close() {
 	}
 }
 
-// Forget lets go of a VM's channel: it moves, or has ended.
+// Forget closes a VM's channel, because the VM migrates or has ended.
 func (g *Guests) Forget(uuid string) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -171,7 +172,7 @@ func (g *Guests) Forget(uuid string) {
 	}
 }
 
-// Close lets go of all.
+// Close closes all channels.
 func (g *Guests) Close() error {
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -182,7 +183,7 @@ func (g *Guests) Close() error {
 	return nil
 }
 
-// hello asks a VM's agent what runs there.
+// hello calls Hello of a VM's agent. Errors wrap errNoAgent.
 func (g *Guests) hello(ctx context.Context, uuid string) (*gpuctlv1.HelloResponse, error) {
 	o, err := g.get(ctx, uuid)
 	if err != nil {
@@ -195,7 +196,7 @@ func (g *Guests) hello(ctx context.Context, uuid string) (*gpuctlv1.HelloRespons
 	return res.Msg, nil
 }
 
-// About is what is known of a VM's agent, in words.
+// About describes the connection to a VM's agent.
 func (g *Guests) About(uuid string) string {
 	g.mu.Lock()
 	o := g.open[uuid]
@@ -213,7 +214,7 @@ func (g *Guests) About(uuid string) string {
 	return "connecting"
 }
 
-// Answers says why a VM's agent can't be asked.
+// Answers returns why a VM's agent cannot be asked, or nil if it answers.
 func (g *Guests) Answers(ctx context.Context, uuid string) error {
 	ctx, cancel := context.WithTimeout(ctx, agentWait)
 	defer cancel()
@@ -221,8 +222,7 @@ func (g *Guests) Answers(ctx context.Context, uuid string) error {
 	return err
 }
 
-// LetGo has a VM let go of a function of this host and confirm that it can be
-// unplugged.
+// LetGo makes a VM release a function of this host, and confirm that it can be detached.
 func (g *Guests) LetGo(ctx context.Context, uuid string, function pci.Address) error {
 	f, err := g.function(function)
 	if err != nil {
@@ -231,7 +231,8 @@ func (g *Guests) LetGo(ctx context.Context, uuid string, function pci.Address) e
 	return g.release(ctx, uuid, f.VendorID, f.DeviceID)
 }
 
-// Has is what a VM's agent says of a function of this host being there.
+// Has reports whether a VM's agent sees a function of this host. It returns an error for
+// functions that agents do not report.
 func (g *Guests) Has(ctx context.Context, uuid string, function pci.Address) (bool, error) {
 	f, err := g.function(function)
 	if err != nil {
@@ -248,7 +249,7 @@ func (g *Guests) Has(ctx context.Context, uuid string, function pci.Address) (bo
 	return d != nil, err
 }
 
-// function of this host.
+// function returns the PCI function of this host at an address.
 func (g *Guests) function(at pci.Address) (*pci.Device, error) {
 	cards, err := g.scan()
 	if err != nil {
@@ -264,7 +265,7 @@ func (g *Guests) function(at pci.Address) (*pci.Device, error) {
 	return nil, fmt.Errorf("function %s: it is not on the bus", at)
 }
 
-// device finds a function in the VM by its ids; nil: the VM does not have it.
+// find returns the function in the VM with these ids; nil: the VM does not have it.
 func find(hello *gpuctlv1.HelloResponse, vendor, device uint16) (*gpuctlv1.GuestDevice, error) {
 	var found *gpuctlv1.GuestDevice
 	for _, d := range hello.GetDevices() {
@@ -289,7 +290,7 @@ func (g *Guests) release(ctx context.Context, uuid string, vendor, device uint16
 		return err
 	}
 	if d == nil {
-		return nil // what it is told of no longer: functions that are no GPUs, or gone already
+		return nil // the VM does not report it: it is not a GPU's function, or it is gone already
 	}
 	o, err := g.get(ctx, uuid)
 	if err != nil {
@@ -301,7 +302,7 @@ func (g *Guests) release(ctx context.Context, uuid string, vendor, device uint16
 	return nil
 }
 
-// takeUp undoes release.
+// takeUp is the undo of release.
 func (g *Guests) takeUp(ctx context.Context, uuid string, vendor, device uint16) error {
 	hello, err := g.hello(ctx, uuid)
 	if err != nil {
@@ -319,7 +320,7 @@ func (g *Guests) takeUp(ctx context.Context, uuid string, vendor, device uint16)
 	return err
 }
 
-// expect has the VM load what will serve a card.
+// expect tells the VM to load the runtime for a card that is about to come.
 func (g *Guests) expect(ctx context.Context, uuid string, id *gpuctlv1.PCIIdentity) error {
 	o, err := g.get(ctx, uuid)
 	if err != nil {
@@ -329,8 +330,8 @@ func (g *Guests) expect(ctx context.Context, uuid string, id *gpuctlv1.PCIIdenti
 	return err
 }
 
-// await returns when the VM has a card and a runtime serves it. A card that
-// the VM has let go of before is taken up: it was plugged in to be used.
+// await waits until the VM has a card and a runtime can use it. If the VM has released
+// the card before, it takes the card up again, because the card was attached to be used.
 func (g *Guests) await(ctx context.Context, uuid string, vendor, device uint16) (*gpuctlv1.GuestDevice, error) {
 	for {
 		o, err := g.get(ctx, uuid)
@@ -353,8 +354,8 @@ func (g *Guests) await(ctx context.Context, uuid string, vendor, device uint16) 
 }
 
 func (o *guest) await(ctx context.Context, vendor, device uint16) (*gpuctlv1.GuestDevice, error) {
-	// Short, as a card that comes only now, where another one was let go of, has
-	// to be taken up first.
+	// Short, because a card that appears in the place of a released one must be taken up
+	// first.
 	const most = 3 * time.Second
 	hello, err := o.agent.Hello(ctx, connect.NewRequest(&gpuctlv1.HelloRequest{}))
 	if err != nil {

@@ -24,7 +24,7 @@ import (
 	"github.com/gpuctl/gpuctl/passthrough/pci"
 )
 
-// Keeper has this host's cards.
+// Keeper manages this host's cards.
 type Keeper interface {
 	Reserve(ctx context.Context, m vm.VM, gpu, claim, migration string) error
 	Prepare(ctx context.Context, m vm.VM, gpu, claim, migration string) error
@@ -41,60 +41,60 @@ type Keeper interface {
 	HotplugBlocker(card string) (why string, err error)
 }
 
-// Local is this host.
+// Local does this host's part of migrations.
 type Local struct {
 	Name   string
 	Keeper Keeper
 	Client *virt.Client
-	// Machines are the VMs as the keeper knows them.
+	// VMs are the VMs of the keeper of cards.
 	VMs interface {
 		Find(ctx context.Context, ref string) (vm.Info, error)
 		Store(ctx context.Context, uuid string, functions []pci.Address) error
 		Unstore(ctx context.Context, uuid string, functions []pci.Address) error
 	}
 	Guests *Guests
-	Stash  *stash.Stash // nil: no GPU states are kept
-	Fence  *Fence       // nil: every driver may do everything
-	// LockManager is what keeps libvirt from running a VM that runs elsewhere;
-	// empty: nothing.
+	Stash  *stash.Stash // nil: this host keeps no GPU states
+	Fence  *Fence       // nil: steps of all drivers are accepted
+	// LockManager returns the name of the lock manager that prevents libvirt from running
+	// a VM on two hosts; empty: none.
 	LockManager func() string
-	// Peer reaches another host.
+	// Peer returns a client for another host.
 	Peer func(host string) (gpuctlv1connect.SiteServiceClient, error)
-	// Party says why another host may not have states of a VM from this one, or
-	// bring them: it has no part in the VM's migration. An error that wraps
-	// migrate.ErrUnreachable says that this is not known yet.
+	// Party returns an error if another host must not get or send states of a VM: it does
+	// not take part in the VM's migration. The error wraps migrate.ErrUnreachable if that
+	// is unknown yet.
 	Party func(m *gpuctlv1.SiteMachine, other string) error
-	// URI is where this host's libvirtd finds another host's, and data where a
-	// VM's memory goes.
+	// URI returns the URI at which this host's libvirtd reaches another host's
+	// (libvirtd), and the URI to which a VM's memory is sent (data).
 	URI func(host string) (libvirtd, data string, err error)
-	// Unsafe moves VMs although libvirt cannot tell that their disks are safe.
+	// Unsafe migrates VMs although libvirt cannot tell that their disks are safe.
 	Unsafe bool
 	// TLS encrypts the memory of VMs that are sent; qemu only.
 	TLS bool
-	// Files reports whether a file is here, for disks of VMs.
+	// Files returns an error unless the file of a VM's disk exists on this host.
 	Files func(path string) error
-	// Link is how fast another host is reached, in bytes per second; 0: not known.
+	// Link returns the speed to another host in bytes per second; 0: unknown.
 	Link func(ctx context.Context, host string) uint64
-	// Rate is how fast VMs may be sent to a host, in bytes per second; 0: any.
+	// Rate is the limit for sending VMs in bytes per second; 0: not limited.
 	Rate uint64
-	// Follow counts what goes to a host, and holds VMs to Rate where libvirt
-	// does neither.
+	// Follow counts what is sent to a host, and limits VMs to Rate. It is used if libvirt
+	// can do neither.
 	Follow func(ctx context.Context, host string) (Flow, error)
 	Log    *slog.Logger
 }
 
-// Flow is what goes to a host.
+// Flow counts what is sent to a host.
 type Flow interface {
 	Sent(ctx context.Context) (bytes uint64, err error)
 	End(ctx context.Context) error
 }
 
-// vmOf is the VM that a request is about.
+// vmOf returns the VM of a request.
 func vmOf(m *gpuctlv1.SiteMachine) vm.VM {
 	return vm.VM{UUID: m.GetUuid(), Name: m.GetName()}
 }
 
-// domain finds the VM in libvirt.
+// domain returns libvirt's domain of the VM.
 func (l *Local) domain(ctx context.Context, uuid string) (virt.Domain, error) {
 	if l.Client == nil {
 		return virt.Domain{}, fmt.Errorf("host %s has no libvirt", l.Name)
@@ -106,7 +106,7 @@ func (l *Local) domain(ctx context.Context, uuid string) (virt.Domain, error) {
 	return l.Client.LookupUUID(ctx, u)
 }
 
-// Where says what this host knows of the VM.
+// Where returns the VM's state on this host.
 func (l *Local) Where(ctx context.Context, uuid string) (migrate.Presence, error) {
 	d, err := l.domain(ctx, uuid)
 	if errors.Is(err, virt.ErrNotFound) {
@@ -123,20 +123,20 @@ func (l *Local) Where(ctx context.Context, uuid string) (migrate.Presence, error
 		return 0, err
 	case !state.Active():
 		return migrate.Stopped, nil
-	case state == virt.Paused: // a VM on its way is paused at one end
+	case state == virt.Paused: // a VM that migrates is paused on one of the two hosts
 		return migrate.Moving, nil
 	}
 	switch job, err := l.Client.Job(ctx, d); {
 	case errors.Is(err, virt.ErrUnsupported):
 	case err != nil:
-		return 0, err // it may be on its way
+		return 0, err // it may be migrating
 	case job.State == virt.JobBounded || job.State == virt.JobUnbounded:
 		return migrate.Moving, nil
 	}
 	return migrate.Running, nil
 }
 
-// Pause stops a VM that runs elsewhere, too. Nothing of it is lost.
+// Pause pauses a VM that runs on another host, too. It loses no state.
 func (l *Local) Pause(ctx context.Context, uuid string) error {
 	d, err := l.domain(ctx, uuid)
 	if err != nil {
@@ -144,7 +144,7 @@ func (l *Local) Pause(ctx context.Context, uuid string) error {
 	}
 	state, err := l.Client.State(ctx, d)
 	if err == nil {
-		err = l.Fence.Halt(uuid, true) // also of one that somebody else has paused
+		err = l.Fence.Halt(uuid, true) // also if somebody else has paused it
 	}
 	if err != nil || state == virt.Paused {
 		return err
@@ -153,7 +153,7 @@ func (l *Local) Pause(ctx context.Context, uuid string) error {
 	return l.Client.Suspend(ctx, d)
 }
 
-// Unpause lets it go on.
+// Unpause continues a VM that Pause has paused.
 func (l *Local) Unpause(ctx context.Context, uuid string) error {
 	d, err := l.domain(ctx, uuid)
 	if err != nil {
@@ -169,7 +169,7 @@ func (l *Local) Unpause(ctx context.Context, uuid string) error {
 	return l.Fence.Halt(uuid, false)
 }
 
-// Move sends the VM to another host.
+// Move migrates the VM to another host with libvirt.
 func (l *Local) Move(ctx context.Context, uuid, to string, report migrate.Progress) error {
 	d, err := l.domain(ctx, uuid)
 	if err != nil {
@@ -194,12 +194,12 @@ func (l *Local) Move(ctx context.Context, uuid, to string, report migrate.Progre
 		}
 		defer end()
 	}
-	l.Guests.Forget(uuid) // its channel hangs up there and is made anew
+	l.Guests.Forget(uuid) // its channel ends; a new one is opened afterwards
 	return l.Client.Migrate(ctx, d, m)
 }
 
-// follow holds what goes to a host to the rate that it may have, and reports it
-// until end is called. libxl does neither.
+// follow limits what is sent to a host to the configured rate, and reports how much was
+// sent, until end is called. libxl can do neither.
 func (l *Local) follow(ctx context.Context, uuid, to string, report migrate.Progress) (end func(), err error) {
 	m, err := l.VMs.Find(ctx, uuid)
 	if err != nil {
@@ -209,7 +209,7 @@ func (l *Local) follow(ctx context.Context, uuid, to string, report migrate.Prog
 	if err != nil && l.Rate > 0 {
 		return nil, fmt.Errorf("the VM cannot be held to %s per second: %w", size.Format(l.Rate), err)
 	}
-	if err != nil { // then nobody sees how far it is
+	if err != nil { // the migration goes on without progress
 		l.Log.Warn("what a migration sends is not counted", "host", to, "err", err)
 		return func() {}, nil
 	}
@@ -238,7 +238,7 @@ func (l *Local) follow(ctx context.Context, uuid, to string, report migrate.Prog
 	}, nil
 }
 
-// sessions of the VM, as its agent has them.
+// sessions returns the VM's sessions, from its agent.
 func (l *Local) sessions(ctx context.Context, uuid string) ([]*gpuctlv1.Session, *guest, error) {
 	o, err := l.Guests.get(ctx, uuid)
 	if err != nil {
@@ -251,7 +251,7 @@ func (l *Local) sessions(ctx context.Context, uuid string) ([]*gpuctlv1.Session,
 	return res.Msg.GetSessions(), o, nil
 }
 
-// Sessions are those that run, and what the VM has room for.
+// Sessions returns the running sessions, and how much room the VM has for states.
 func (l *Local) Sessions(ctx context.Context, uuid string) (*gpuctlv1.SiteSessionsResponse, error) {
 	hello, err := l.Guests.hello(ctx, uuid)
 	if err != nil {
@@ -273,8 +273,9 @@ func (l *Local) Sessions(ctx context.Context, uuid string) (*gpuctlv1.SiteSessio
 	return out, nil
 }
 
-// each does something with each of the sessions that are still there, at once;
-// with those that are to be alone one after the other, as they share one way.
+// each calls do for each of the given sessions that exist, several at a time. Sessions
+// for which alone is true are done one after the other, because they share one
+// connection.
 func (l *Local) each(ctx context.Context, uuid string, ids []string, alone func(*gpuctlv1.Session) bool, do func(o *guest, s *gpuctlv1.Session, report migrate.Progress) error, report migrate.Progress) error {
 	all, o, err := l.sessions(ctx, uuid)
 	if err != nil {
@@ -321,16 +322,16 @@ func (l *Local) each(ctx context.Context, uuid string, ids []string, alone func(
 	return errors.Join(errs...)
 }
 
-// mostAtOnce are the sessions that something is done with at once: a channel has
-// a bounded number of streams, of which those that are alone need some, too.
+// mostAtOnce is the number of sessions that are processed at a time. A channel has a
+// limited number of streams. The sessions that are processed alone need some, too.
 const mostAtOnce = 16
 
-// freezeTime is how long what an application has launched may take to end
-// before its VM is moved: less, and long kernels would keep VMs where they are.
+// freezeTime is how long an application's running kernels may take to end before its VM
+// is migrated. With a shorter time, VMs with long kernels could not be migrated.
 const freezeTime = 2 * time.Minute
 
-// settled says why nothing can be said of a session yet: what a driver that has
-// died had begun may still be on its way, to its end or back.
+// settled returns an error that wraps migrate.ErrUnreachable if an operation on the
+// session has not ended. An earlier driver that died may have begun it.
 func settled(s *gpuctlv1.Session) error {
 	switch s.GetState() {
 	case gpuctlv1.SessionState_SESSION_STATE_SWAPPING:
@@ -342,7 +343,7 @@ func settled(s *gpuctlv1.Session) error {
 	}
 }
 
-// Freeze suspends sessions to the VM's memory, or has their state leave it.
+// Freeze suspends sessions: to the VM's memory, or with their state kept on hosts.
 func (l *Local) Freeze(ctx context.Context, r *gpuctlv1.SiteSessionsRequest, report migrate.Progress) error {
 	times := timesOf(ctx, time.Duration(r.GetFreezeTimeoutMs())*time.Millisecond)
 	leaves := func(s *gpuctlv1.Session) bool { return slices.Contains(r.GetAway(), s.GetId()) }
@@ -364,11 +365,11 @@ func (l *Local) Freeze(ctx context.Context, r *gpuctlv1.SiteSessionsRequest, rep
 	}, report)
 }
 
-// freezeTimes are the times that a session gets, in milliseconds.
+// freezeTimes are the time limits of a session's suspend or resume, in milliseconds.
 type freezeTimes struct{ freeze, still int64 }
 
-// timesOf are those of a call: what its driver grants for the whole step, an
-// executor that lives may use, but for what the answer takes.
+// timesOf returns the time limits of a call. A running executor may use all the time that
+// the driver allows for the whole step, except the time for the answer.
 func timesOf(ctx context.Context, freeze time.Duration) freezeTimes {
 	t := freezeTimes{freeze: cmp.Or(freeze, freezeTime).Milliseconds()}
 	if end, ok := ctx.Deadline(); ok {
@@ -377,10 +378,11 @@ func timesOf(ctx context.Context, freeze time.Duration) freezeTimes {
 	return t
 }
 
-// answerTime is what a host keeps of a step's time for taking back and saying so.
+// answerTime is the part of a step's time that a host reserves for an undo and its
+// answer.
 const answerTime = 30 * time.Second
 
-// over takes the end of an application for none: there is nothing to do any more.
+// over ignores the error if the application has ended: nothing is left to be done.
 func over(err error) error {
 	if errors.Is(err, errEnded) {
 		return nil
@@ -388,7 +390,7 @@ func over(err error) error {
 	return err
 }
 
-// errEnded says that an application has ended.
+// errEnded means that the application has ended.
 var errEnded = errors.New("the application has ended")
 
 // Thaw resumes sessions on a card.
@@ -407,7 +409,7 @@ func (l *Local) Thaw(ctx context.Context, uuid, gpu string, ids []string, report
 			return err
 		}
 		if s.GetState() != gpuctlv1.SessionState_SESSION_STATE_SUSPENDED {
-			return nil // it runs
+			return nil // it is running already
 		}
 		if isAway(s) {
 			return over(l.resumeAway(ctx, uuid, o, s, d.GetTarget(), report))
@@ -420,7 +422,7 @@ func (l *Local) Thaw(ctx context.Context, uuid, gpu string, ids []string, report
 	}, report)
 }
 
-// watch follows an operation on a session to its end.
+// watch waits for the end of an operation on a session, and reports its progress.
 func watch(stream *connect.ServerStreamForClient[gpuctlv1.Progress], report migrate.Progress) error {
 	defer stream.Close()
 	var result *gpuctlv1.SwapResult
@@ -452,11 +454,11 @@ func watch(stream *connect.ServerStreamForClient[gpuctlv1.Progress], report migr
 	return nil
 }
 
-// Release has the VM let go of a card.
+// Release makes the VM release a card.
 func (l *Local) Release(ctx context.Context, uuid, gpu string) error {
 	vendor, device, err := l.ids(ctx, gpu)
 	if err != nil && l.Keeper.Lost(ctx, uuid, local(gpu)) {
-		return nil // it has not got it
+		return nil // the VM does not have it any more
 	}
 	if err != nil {
 		return err
@@ -464,7 +466,7 @@ func (l *Local) Release(ctx context.Context, uuid, gpu string) error {
 	return l.Guests.release(ctx, uuid, vendor, device)
 }
 
-// TakeUp lets the VM have it again.
+// TakeUp makes the VM use a released card again.
 func (l *Local) TakeUp(ctx context.Context, uuid, gpu string) error {
 	vendor, device, err := l.ids(ctx, gpu)
 	if err != nil {
@@ -473,7 +475,7 @@ func (l *Local) TakeUp(ctx context.Context, uuid, gpu string) error {
 	return l.Guests.takeUp(ctx, uuid, vendor, device)
 }
 
-// Await returns when the VM has found a card and a runtime serves it.
+// Await waits until the VM has found a card and a runtime can use it.
 func (l *Local) Await(ctx context.Context, uuid, gpu string) error {
 	vendor, device, err := l.ids(ctx, gpu)
 	if err != nil {
@@ -483,7 +485,7 @@ func (l *Local) Await(ctx context.Context, uuid, gpu string) error {
 	return err
 }
 
-// local is a GPU's name on its host.
+// local returns a GPU's name without its host's.
 func local(gpu string) string {
 	if _, name, ok := strings.Cut(gpu, "/"); ok {
 		return name
@@ -491,7 +493,7 @@ func local(gpu string) string {
 	return gpu
 }
 
-// ids are what a VM finds a card of this host by.
+// ids returns the PCI vendor and device id by which a VM finds a card of this host.
 func (l *Local) ids(ctx context.Context, gpu string) (vendor, device uint16, err error) {
 	id, err := l.Keeper.Identity(ctx, local(gpu))
 	return uint16(id.GetVendorId()), uint16(id.GetDeviceId()), err

@@ -10,30 +10,30 @@ import (
 	"github.com/gpuctl/gpuctl/migrate"
 )
 
-// ErrTwice says that a VM runs on two hosts.
+// ErrTwice means that a VM runs on two hosts.
 var ErrTwice = errors.New("it runs on two hosts")
 
-// Clear ends what a migration has left here of a VM that is at home elsewhere: a
-// copy that is paused and has never run, since the source was lost before its
-// last word. As long as home does not say that the VM runs there, and is not on
-// its way, nothing is touched: it might be the only one.
+// Clear removes the copy of a VM that a migration has left on this host, if the VM
+// belongs to the host home: a copy that is paused and has never run, because the source
+// failed before the end of the migration. Unless home reports that the VM runs there and
+// is not migrating, nothing is changed: the copy might be the only one.
 //
-// A copy that runs, beside the one at home, is paused, which can be taken back:
-// which of them is to stay is the operator's to say. The error is ErrTwice then.
+// If the copy runs while the VM runs at home, the copy is paused, which can be undone.
+// The operator must decide which of the two stays. The error wraps ErrTwice then.
 func (l *Local) Clear(ctx context.Context, uuid, home string) (cleared bool, err error) {
 	if l.Client == nil {
 		return false, nil
 	}
 	here, err := l.Where(ctx, uuid)
 	if err == nil && here != migrate.Moving {
-		// One that runs, or did, is no arrival, whoever pauses it.
+		// A copy that runs now, or ran before, is not an arrival, even if it is paused.
 		err = l.Fence.Halt(uuid, here == migrate.Running)
 	}
 	if err != nil || here != migrate.Running && here != migrate.Moving {
 		return false, err
 	}
 	if here == migrate.Moving && (l.Client.Driver() != virt.Xen || l.Fence.Halted(uuid)) {
-		return false, nil // qemu ends with the connection that fed it; what was paused has run
+		return false, nil // qemu ends when the connection from its source ends; a halted copy has run
 	}
 	peer, err := l.Peer(home)
 	if err != nil {
@@ -49,7 +49,7 @@ func (l *Local) Clear(ctx context.Context, uuid, home string) (cleared bool, err
 	}
 	if here == migrate.Running {
 		if now, err := l.Where(ctx, uuid); err != nil || now != migrate.Running {
-			return false, err // it has just come here, or gone
+			return false, err // it has just arrived, or left
 		}
 		err := fmt.Errorf("VM %s: %w, %s and %s; the copy on %s is paused: find out which is to stay, and destroy the other (virsh destroy %s)", d.Name, ErrTwice, home, l.Name, l.Name, d.Name)
 		return false, errors.Join(err, l.Pause(ctx, uuid))

@@ -14,12 +14,12 @@ import (
 	"github.com/gpuctl/gpuctl/migrate"
 )
 
-// Remote is a host by its SiteService, for one migration. This host's own is
-// asked in the same way, so that there is one way only.
+// Remote calls a host's SiteService for one migration. The driver's own host is called in
+// the same way.
 type Remote struct {
 	Host      string
 	Migration string
-	Token     uint64 // of its record
+	Token     uint64 // fencing token of the migration's record
 	Service   gpuctlv1connect.SiteServiceClient
 }
 
@@ -49,7 +49,7 @@ func (r *Remote) card(m vm.VM, gpu, claim string) *connect.Request[gpuctlv1.Site
 	return connect.NewRequest(&gpuctlv1.SiteCardRequest{Machine: r.request(m), Gpu: gpu, Claim: claim})
 }
 
-// Where says what the host knows of the VM.
+// Where returns the VM's state on the host.
 func (r *Remote) Where(ctx context.Context, m vm.VM) (migrate.Presence, error) {
 	res, err := r.Service.Where(ctx, connect.NewRequest(r.request(m)))
 	if err != nil {
@@ -63,7 +63,7 @@ func (r *Remote) Where(ctx context.Context, m vm.VM) (migrate.Presence, error) {
 	return 0, fmt.Errorf("host %s says that the VM is %q, which this gpuctl does not know", r.Host, res.Msg.GetPresence())
 }
 
-// Reserve binds a claim to a card of this host.
+// Reserve assigns a card of the host to a claim.
 func (r *Remote) Reserve(ctx context.Context, m vm.VM, gpu, claim string) error {
 	_, err := r.Service.Reserve(ctx, r.card(m, gpu, claim))
 	return r.fromConnect(err)
@@ -78,13 +78,13 @@ func (r *Remote) Prepare(ctx context.Context, m vm.VM, gpu, claim string) (*gpuc
 	return res.Msg.GetId(), nil
 }
 
-// Expect has the VM load what will serve a card.
+// Expect tells the VM to load the runtime for a card that is about to come.
 func (r *Remote) Expect(ctx context.Context, m vm.VM, id *gpuctlv1.PCIIdentity) error {
 	_, err := r.Service.Expect(ctx, connect.NewRequest(&gpuctlv1.SiteExpectRequest{Machine: r.request(m), Id: id}))
 	return r.fromConnect(err)
 }
 
-// Attach plugs a card in.
+// Attach attaches a card to the VM.
 func (r *Remote) Attach(ctx context.Context, m vm.VM, gpu string, stored bool) error {
 	req := r.card(m, gpu, "")
 	req.Msg.Stored = stored
@@ -92,7 +92,7 @@ func (r *Remote) Attach(ctx context.Context, m vm.VM, gpu string, stored bool) e
 	return r.fromConnect(err)
 }
 
-// Detach unplugs a card and resets it.
+// Detach detaches a card from the VM and resets it.
 func (r *Remote) Detach(ctx context.Context, m vm.VM, gpu string) error {
 	_, err := r.Service.Detach(ctx, r.card(m, gpu, ""))
 	return r.fromConnect(err)
@@ -104,7 +104,7 @@ func (r *Remote) Stop(ctx context.Context, m vm.VM, gpu string) error {
 	return r.fromConnect(err)
 }
 
-// Start begins it with a card.
+// Start starts the VM with a card.
 func (r *Remote) Start(ctx context.Context, m vm.VM, gpu string, stored bool) error {
 	req := r.card(m, gpu, "")
 	req.Msg.Stored = stored
@@ -112,7 +112,7 @@ func (r *Remote) Start(ctx context.Context, m vm.VM, gpu string, stored bool) er
 	return r.fromConnect(err)
 }
 
-// Definition is what the VM is started from.
+// Definition returns the VM's stored definition.
 func (r *Remote) Definition(ctx context.Context, m vm.VM) (string, error) {
 	res, err := r.Service.Definition(ctx, connect.NewRequest(r.request(m)))
 	if err != nil {
@@ -121,13 +121,13 @@ func (r *Remote) Definition(ctx context.Context, m vm.VM) (string, error) {
 	return res.Msg.GetXml(), nil
 }
 
-// Define gives the host a definition.
+// Define stores a VM's definition on the host.
 func (r *Remote) Define(ctx context.Context, m vm.VM, xml string) error {
 	_, err := r.Service.Define(ctx, connect.NewRequest(&gpuctlv1.SiteDefinition{Machine: r.request(m), Xml: xml}))
 	return r.fromConnect(err)
 }
 
-// Undefine takes it away.
+// Undefine removes it.
 func (r *Remote) Undefine(ctx context.Context, m vm.VM) error {
 	_, err := r.Service.Undefine(ctx, connect.NewRequest(r.request(m)))
 	return r.fromConnect(err)
@@ -139,32 +139,32 @@ func (r *Remote) GiveBack(ctx context.Context, m vm.VM, gpu string) error {
 	return r.fromConnect(err)
 }
 
-// Release has the VM let go of a card.
+// Release makes the VM release a card.
 func (r *Remote) Release(ctx context.Context, m vm.VM, gpu string) error {
 	_, err := r.Service.Release(ctx, r.card(m, gpu, ""))
 	return r.fromConnect(err)
 }
 
-// TakeUp lets it have the card again.
+// TakeUp makes the VM use a released card again.
 func (r *Remote) TakeUp(ctx context.Context, m vm.VM, gpu string) error {
 	_, err := r.Service.TakeUp(ctx, r.card(m, gpu, ""))
 	return r.fromConnect(err)
 }
 
-// Await returns when the VM can use a card.
+// Await waits until the VM can use a card.
 func (r *Remote) Await(ctx context.Context, m vm.VM, gpu string) error {
 	_, err := r.Service.Await(ctx, r.card(m, gpu, ""))
 	return r.fromConnect(err)
 }
 
-// Sessions are those that run, and what the VM has room for.
+// Sessions returns the running sessions, and how much room the VM has for states.
 func (r *Remote) Sessions(ctx context.Context, m vm.VM) (*migrate.AgentFacts, error) {
 	res, err := r.Service.Sessions(ctx, connect.NewRequest(r.request(m)))
 	if err != nil {
 		return nil, r.fromConnect(err)
 	}
 	facts := AgentFacts(res.Msg.GetHello(), res.Msg.GetRunning())
-	if len(facts.Sessions) == 0 { // a host of before says no more than this
+	if len(facts.Sessions) == 0 { // an older host sends ids only
 		for _, id := range res.Msg.GetSessions() {
 			facts.Sessions = append(facts.Sessions, migrate.SessionFacts{ID: id})
 		}
@@ -172,7 +172,7 @@ func (r *Remote) Sessions(ctx context.Context, m vm.VM) (*migrate.AgentFacts, er
 	return facts, nil
 }
 
-// AgentFacts are what a VM's agent said, for a plan.
+// AgentFacts converts what a VM's agent has reported for a plan.
 func AgentFacts(h *gpuctlv1.HelloResponseSummary, sessions []*gpuctlv1.SiteSession) *migrate.AgentFacts {
 	out := &migrate.AgentFacts{
 		Version: h.GetVersion(), Protocol: h.GetProtocol(), Hotplug: h.GetHotplug(), HotplugReason: h.GetHotplugReason(),
@@ -188,7 +188,7 @@ func AgentFacts(h *gpuctlv1.HelloResponseSummary, sessions []*gpuctlv1.SiteSessi
 	return out
 }
 
-// follow reports a step's progress to its end.
+// follow reports a step's progress until its end.
 func (r *Remote) follow(in *connect.ServerStreamForClient[gpuctlv1.SiteProgress], err error, report migrate.Progress) error {
 	if err != nil {
 		return r.fromConnect(err)
@@ -200,19 +200,19 @@ func (r *Remote) follow(in *connect.ServerStreamForClient[gpuctlv1.SiteProgress]
 	return r.fromConnect(in.Err())
 }
 
-// Pause stops a VM that runs elsewhere, too.
+// Pause pauses a VM that runs on another host, too.
 func (r *Remote) Pause(ctx context.Context, m vm.VM) error {
 	_, err := r.Service.Pause(ctx, connect.NewRequest(r.request(m)))
 	return r.fromConnect(err)
 }
 
-// Unpause lets it go on.
+// Unpause continues it.
 func (r *Remote) Unpause(ctx context.Context, m vm.VM) error {
 	_, err := r.Service.Unpause(ctx, connect.NewRequest(r.request(m)))
 	return r.fromConnect(err)
 }
 
-// Move sends the VM to another host.
+// Move migrates the VM to another host.
 func (r *Remote) Move(ctx context.Context, m vm.VM, to string, report migrate.Progress) error {
 	in, err := r.Service.Move(ctx, connect.NewRequest(&gpuctlv1.SiteMoveRequest{Machine: r.request(m), To: to}))
 	return r.follow(in, err, report)
@@ -230,7 +230,7 @@ func (r *Remote) Freeze(ctx context.Context, m vm.VM, f migrate.Freezing, report
 	return r.follow(in, err, report)
 }
 
-// Deposit sees to it that another host keeps what this one keeps.
+// Deposit makes sure that another host has a copy of the states that this one keeps.
 func (r *Remote) Deposit(ctx context.Context, m vm.VM, away []string, to string, report migrate.Progress) error {
 	req := r.sessions(m, "", away)
 	req.Msg.To = to
@@ -238,7 +238,7 @@ func (r *Remote) Deposit(ctx context.Context, m vm.VM, away []string, to string,
 	return r.follow(in, err, report)
 }
 
-// Forget drops what is kept of the VM.
+// Forget removes the states that are kept of the VM.
 func (r *Remote) Forget(ctx context.Context, m vm.VM) error {
 	_, err := r.Service.Forget(ctx, connect.NewRequest(r.request(m)))
 	return r.fromConnect(err)

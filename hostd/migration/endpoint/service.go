@@ -15,7 +15,7 @@ import (
 	"github.com/gpuctl/gpuctl/migrate"
 )
 
-// Service offers this host to drivers on other ones.
+// Service serves SiteService: drivers on other hosts call it.
 type Service struct{ local *Local }
 
 var _ gpuctlv1connect.SiteServiceHandler = (*Service)(nil)
@@ -26,8 +26,9 @@ func (l *Local) Handle(mux *http.ServeMux, options ...connect.HandlerOption) {
 	mux.Handle(gpuctlv1connect.NewSiteServiceHandler(&Service{l}, options...))
 }
 
-// toConnect gives an error a reason from which [Remote] makes it again. That of an
-// agent's error does not count: it is about the VM, not about this host.
+// toConnect adds a reason to an error, from which [Remote] restores the sentinel. The
+// reason of an agent's error is replaced, because it is about the VM and not about this
+// host.
 func toConnect(err error) error {
 	if err == nil {
 		return nil
@@ -46,8 +47,8 @@ func toConnect(err error) error {
 	return reason.Refuse(reason.Errorf(code, "%w", err))
 }
 
-// doubtful reports whether an error leaves open if the step was done, or may be
-// gone in a moment.
+// doubtful reports whether it is unknown after this error if the step was done, or
+// whether the step may succeed when it is repeated.
 func doubtful(err error) bool {
 	for _, e := range []error{virt.ErrDisconnected, virt.ErrTimeout, virt.ErrUnknownOutcome, cards.ErrBusy, migrate.ErrUnreachable, context.DeadlineExceeded, context.Canceled} {
 		if errors.Is(err, e) {
@@ -64,7 +65,7 @@ func done(err error) (*connect.Response[gpuctlv1.SiteDone], error) {
 	return connect.NewResponse(&gpuctlv1.SiteDone{}), nil
 }
 
-// step does a step of a migration, if its driver is still the one.
+// step does a step of a migration, unless another driver has taken over.
 func (s *Service) step(m *gpuctlv1.SiteMachine, do func() error) error {
 	if err := s.local.Fence.Admit(m); err != nil {
 		return err
@@ -72,7 +73,7 @@ func (s *Service) step(m *gpuctlv1.SiteMachine, do func() error) error {
 	return do()
 }
 
-// MachineFacts are for plans.
+// MachineFacts returns what a plan needs to know about a VM.
 func (s *Service) MachineFacts(ctx context.Context, req *connect.Request[gpuctlv1.SiteMachine]) (*connect.Response[gpuctlv1.SiteMachineFacts], error) {
 	res, err := s.local.MachineFacts(ctx, req.Msg.GetUuid())
 	if err != nil {
@@ -81,7 +82,7 @@ func (s *Service) MachineFacts(ctx context.Context, req *connect.Request[gpuctlv
 	return connect.NewResponse(res), nil
 }
 
-// Serves is for plans.
+// Serves reports which cards the runtimes in a VM can use.
 func (s *Service) Serves(ctx context.Context, req *connect.Request[gpuctlv1.SiteServesRequest]) (*connect.Response[gpuctlv1.ServesResponse], error) {
 	o, err := s.local.Guests.get(ctx, req.Msg.GetUuid())
 	if err != nil {
@@ -94,7 +95,7 @@ func (s *Service) Serves(ctx context.Context, req *connect.Request[gpuctlv1.Site
 	return res, nil
 }
 
-// HostFacts are for plans.
+// HostFacts returns what a plan needs to know about this host.
 func (s *Service) HostFacts(ctx context.Context, req *connect.Request[gpuctlv1.SiteHostFactsRequest]) (*connect.Response[gpuctlv1.SiteHostFacts], error) {
 	res, err := s.local.HostFacts(ctx, req.Msg)
 	if err != nil {
@@ -103,10 +104,9 @@ func (s *Service) HostFacts(ctx context.Context, req *connect.Request[gpuctlv1.S
 	return connect.NewResponse(res), nil
 }
 
-// Where says what this host knows of a VM.
+// Where returns a VM's state on this host.
 func (s *Service) Where(ctx context.Context, req *connect.Request[gpuctlv1.SiteMachine]) (*connect.Response[gpuctlv1.SiteWhereResponse], error) {
-	// What a driver decides by this is to hold: another one's late step must not
-	// come after it.
+	// The driver decides by the answer. So no late step of an earlier driver may follow.
 	if req.Msg.GetMigration() != "" {
 		if err := s.local.Fence.Admit(req.Msg); err != nil {
 			return nil, toConnect(err)
@@ -119,17 +119,17 @@ func (s *Service) Where(ctx context.Context, req *connect.Request[gpuctlv1.SiteM
 	return connect.NewResponse(&gpuctlv1.SiteWhereResponse{Presence: p.String()}), nil
 }
 
-// Pause stops a VM that runs elsewhere, too.
+// Pause pauses a VM that runs on another host, too.
 func (s *Service) Pause(ctx context.Context, req *connect.Request[gpuctlv1.SiteMachine]) (*connect.Response[gpuctlv1.SiteDone], error) {
 	return done(s.step(req.Msg, func() error { return s.local.Pause(ctx, req.Msg.GetUuid()) }))
 }
 
-// Unpause lets it go on.
+// Unpause continues it.
 func (s *Service) Unpause(ctx context.Context, req *connect.Request[gpuctlv1.SiteMachine]) (*connect.Response[gpuctlv1.SiteDone], error) {
 	return done(s.step(req.Msg, func() error { return s.local.Unpause(ctx, req.Msg.GetUuid()) }))
 }
 
-// Reserve binds a claim to a card.
+// Reserve assigns a card to a claim.
 func (s *Service) Reserve(ctx context.Context, req *connect.Request[gpuctlv1.SiteCardRequest]) (*connect.Response[gpuctlv1.SiteDone], error) {
 	m := req.Msg
 	return done(s.step(req.Msg.GetMachine(), func() error {
@@ -153,12 +153,12 @@ func (s *Service) Prepare(ctx context.Context, req *connect.Request[gpuctlv1.Sit
 	return connect.NewResponse(&gpuctlv1.SitePrepareResponse{Id: id}), nil
 }
 
-// Expect has a VM load what will serve a card.
+// Expect tells a VM to load the runtime for a card that is about to come.
 func (s *Service) Expect(ctx context.Context, req *connect.Request[gpuctlv1.SiteExpectRequest]) (*connect.Response[gpuctlv1.SiteDone], error) {
 	return done(s.step(req.Msg.GetMachine(), func() error { return s.local.Guests.expect(ctx, req.Msg.GetMachine().GetUuid(), req.Msg.GetId()) }))
 }
 
-// Attach plugs a card in.
+// Attach attaches a card to a VM.
 func (s *Service) Attach(ctx context.Context, req *connect.Request[gpuctlv1.SiteCardRequest]) (*connect.Response[gpuctlv1.SiteDone], error) {
 	m := req.Msg
 	return done(s.step(req.Msg.GetMachine(), func() error {
@@ -166,7 +166,7 @@ func (s *Service) Attach(ctx context.Context, req *connect.Request[gpuctlv1.Site
 	}))
 }
 
-// Detach unplugs a card.
+// Detach detaches a card from a VM and resets it.
 func (s *Service) Detach(ctx context.Context, req *connect.Request[gpuctlv1.SiteCardRequest]) (*connect.Response[gpuctlv1.SiteDone], error) {
 	m := req.Msg
 	return done(s.step(req.Msg.GetMachine(), func() error {
@@ -181,17 +181,17 @@ func (s *Service) GiveBack(ctx context.Context, req *connect.Request[gpuctlv1.Si
 	}))
 }
 
-// Release has a VM let go of a card.
+// Release makes a VM release a card.
 func (s *Service) Release(ctx context.Context, req *connect.Request[gpuctlv1.SiteCardRequest]) (*connect.Response[gpuctlv1.SiteDone], error) {
 	return done(s.step(req.Msg.GetMachine(), func() error { return s.local.Release(ctx, req.Msg.GetMachine().GetUuid(), req.Msg.GetGpu()) }))
 }
 
-// TakeUp lets it have it again.
+// TakeUp makes a VM use a released card again.
 func (s *Service) TakeUp(ctx context.Context, req *connect.Request[gpuctlv1.SiteCardRequest]) (*connect.Response[gpuctlv1.SiteDone], error) {
 	return done(s.step(req.Msg.GetMachine(), func() error { return s.local.TakeUp(ctx, req.Msg.GetMachine().GetUuid(), req.Msg.GetGpu()) }))
 }
 
-// Await returns when a VM can use a card.
+// Await waits until a VM can use a card.
 func (s *Service) Await(ctx context.Context, req *connect.Request[gpuctlv1.SiteCardRequest]) (*connect.Response[gpuctlv1.SiteDone], error) {
 	return done(s.step(req.Msg.GetMachine(), func() error { return s.local.Await(ctx, req.Msg.GetMachine().GetUuid(), req.Msg.GetGpu()) }))
 }
@@ -201,12 +201,12 @@ func (s *Service) Stop(ctx context.Context, req *connect.Request[gpuctlv1.SiteCa
 	return done(s.step(req.Msg.GetMachine(), func() error { return s.local.Stop(ctx, req.Msg.GetMachine(), req.Msg.GetGpu()) }))
 }
 
-// Start begins it with a card.
+// Start starts a VM with a card.
 func (s *Service) Start(ctx context.Context, req *connect.Request[gpuctlv1.SiteCardRequest]) (*connect.Response[gpuctlv1.SiteDone], error) {
 	return done(s.step(req.Msg.GetMachine(), func() error { return s.local.Start(ctx, req.Msg.GetMachine(), req.Msg.GetGpu(), req.Msg.GetStored()) }))
 }
 
-// Definition is what a VM is started from.
+// Definition returns a VM's stored definition.
 func (s *Service) Definition(ctx context.Context, req *connect.Request[gpuctlv1.SiteMachine]) (*connect.Response[gpuctlv1.SiteDefinition], error) {
 	xml, err := s.local.Definition(ctx, req.Msg.GetUuid())
 	if err != nil {
@@ -215,17 +215,17 @@ func (s *Service) Definition(ctx context.Context, req *connect.Request[gpuctlv1.
 	return connect.NewResponse(&gpuctlv1.SiteDefinition{Machine: req.Msg, Xml: xml}), nil
 }
 
-// Define takes another host's definition.
+// Define stores the definition that a VM had on another host.
 func (s *Service) Define(ctx context.Context, req *connect.Request[gpuctlv1.SiteDefinition]) (*connect.Response[gpuctlv1.SiteDone], error) {
 	return done(s.step(req.Msg.GetMachine(), func() error { return s.local.Define(ctx, req.Msg.GetMachine(), req.Msg.GetXml()) }))
 }
 
-// Undefine forgets a VM.
+// Undefine removes a VM's definition.
 func (s *Service) Undefine(ctx context.Context, req *connect.Request[gpuctlv1.SiteMachine]) (*connect.Response[gpuctlv1.SiteDone], error) {
 	return done(s.step(req.Msg, func() error { return s.local.Undefine(ctx, req.Msg) }))
 }
 
-// Sessions names those that run in a VM.
+// Sessions returns the sessions that run in a VM.
 func (s *Service) Sessions(ctx context.Context, req *connect.Request[gpuctlv1.SiteMachine]) (*connect.Response[gpuctlv1.SiteSessionsResponse], error) {
 	res, err := s.local.Sessions(ctx, req.Msg.GetUuid())
 	if err != nil {
@@ -234,14 +234,14 @@ func (s *Service) Sessions(ctx context.Context, req *connect.Request[gpuctlv1.Si
 	return connect.NewResponse(res), nil
 }
 
-// telling sends progress as it comes.
+// telling returns a function that sends progress to the driver.
 func telling(out *connect.ServerStream[gpuctlv1.SiteProgress]) migrate.Progress {
 	return func(done, total uint64, waits string) {
-		_ = out.Send(&gpuctlv1.SiteProgress{Done: done, Total: total, Message: waits}) // a driver that has gone needs none
+		_ = out.Send(&gpuctlv1.SiteProgress{Done: done, Total: total, Message: waits}) // fails if the driver has left; the step goes on
 	}
 }
 
-// Move sends a VM to another host.
+// Move migrates a VM to another host.
 func (s *Service) Move(ctx context.Context, req *connect.Request[gpuctlv1.SiteMoveRequest], out *connect.ServerStream[gpuctlv1.SiteProgress]) error {
 	return toConnect(s.step(req.Msg.GetMachine(), func() error { return s.local.Move(ctx, req.Msg.GetMachine().GetUuid(), req.Msg.GetTo(), telling(out)) }))
 }

@@ -22,9 +22,9 @@ import (
 )
 
 var (
-	// ErrFull says that the host has no room for a state.
+	// ErrFull means that the host has no room for a state.
 	ErrFull = errors.New("no room for GPU states")
-	// ErrNotFound says that a state is not kept here.
+	// ErrNotFound means that this host does not have the state.
 	ErrNotFound = errors.New("it is not kept here")
 
 	errForgotten = errors.New("its migration has ended")
@@ -36,12 +36,12 @@ const (
 	metaFile  = "state.json"
 	bodyEnd   = ".state"
 	partEnd   = ".part"
-	growBy    = 4 << 20          // bytes by which a state that is larger than it was said takes more room
-	forgotten = 24 * time.Hour   // after which a state goes whose migration nobody knows
-	tmpfs     = unix.TMPFS_MAGIC // of statfs
+	growBy    = 4 << 20          // bytes that are reserved at a time if a state is larger than announced
+	forgotten = 24 * time.Hour   // age at which a state is removed whose migration nobody knows
+	tmpfs     = unix.TMPFS_MAGIC // f_type of statfs(2)
 )
 
-// State is one that is kept.
+// State describes a state that is kept.
 type State struct {
 	Machine   string // UUID
 	Session   string
@@ -50,16 +50,17 @@ type State struct {
 	Kept      time.Time
 }
 
-// Config is what a Stash needs.
+// Config has what a Stash depends on, and its settings.
 type Config struct {
-	Dir string // made if it is not there
-	// Limit is how many bytes may be kept, of which used are now; 0: none.
+	Dir string // made if it does not exist
+	// Limit returns how many bytes may be kept in total; 0: none. used is how many are
+	// kept now.
 	Limit func(used uint64) (uint64, error)
 	Log   *slog.Logger
 	Now   func() time.Time // nil: time.Now
 }
 
-// Stash is safe for concurrent use. One process may have a folder open.
+// Stash is safe for concurrent use. A folder must be open in only one process.
 type Stash struct {
 	Config
 
@@ -70,7 +71,7 @@ type Stash struct {
 
 type key struct{ machine, session string }
 
-// meta is a State as its file has it.
+// meta is a State in the form of its file.
 type meta struct {
 	Machine   string `json:"machine"`
 	Session   string `json:"session"`
@@ -81,7 +82,7 @@ type meta struct {
 	KeptMS    int64  `json:"kept_ms"`
 }
 
-// Open reads a folder and drops from it what is not whole.
+// Open opens a folder and removes incomplete states from it.
 func Open(c Config) (*Stash, error) {
 	if c.Now == nil {
 		c.Now = time.Now
@@ -105,7 +106,7 @@ func Open(c Config) (*Stash, error) {
 			if err := os.RemoveAll(dir); err != nil {
 				return nil, fmt.Errorf("stash: %w", err)
 			}
-			_ = os.Remove(filepath.Dir(dir)) // stays if there is more in it
+			_ = os.Remove(filepath.Dir(dir)) // fails if the VM has more states
 			continue
 		}
 		s.states[key{state.Machine, state.Session}] = state
@@ -114,7 +115,7 @@ func Open(c Config) (*Stash, error) {
 	return s, nil
 }
 
-// read finds the state in a session's folder.
+// read returns the state in a session's folder.
 func read(dir string) (State, error) {
 	data, err := os.ReadFile(filepath.Join(dir, metaFile))
 	if err != nil {
@@ -141,7 +142,7 @@ func read(dir string) (State, error) {
 	return State{Machine: m.Machine, Session: m.Session, Migration: m.Migration, Mark: mark, Kept: time.UnixMilli(m.KeptMS)}, nil
 }
 
-// tidy removes what is in a session's folder beside its state.
+// tidy removes everything except the state from a session's folder.
 func (s *Stash) tidy(dir, body string) {
 	entries, err := os.ReadDir(dir)
 	for _, e := range entries {
@@ -154,14 +155,15 @@ func (s *Stash) tidy(dir, body string) {
 	}
 }
 
-// named reports whether others may choose this as a part of a path.
+// named reports whether a name that others have chosen is safe as an element of a path.
 func named(s string) bool { return namePattern().MatchString(s) }
 
 func namePattern() *regexp.Regexp { return regexp.MustCompile(`^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$`) }
 
 func (s *Stash) dir(k key) string { return filepath.Join(s.Dir, k.machine, k.session) }
 
-// used is what states take, and what is set aside for those that come.
+// used returns how many bytes states take, including what is reserved for states that are
+// being written; unwritten is the part of it that is not written yet.
 func (s *Stash) used() (n, unwritten uint64) {
 	for _, state := range s.states {
 		n += state.Mark.Size
@@ -173,14 +175,14 @@ func (s *Stash) used() (n, unwritten uint64) {
 	return n, unwritten
 }
 
-// Room is how many bytes can be kept beside what is.
+// Room returns how many more bytes can be kept.
 func (s *Stash) Room() (uint64, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.room()
 }
 
-// Keeps reports whether states are kept here at all.
+// Keeps reports whether this host keeps states at all.
 func (s *Stash) Keeps() bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -203,20 +205,21 @@ func (s *Stash) room() (uint64, error) {
 	return min(limit-min(limit, used), free-min(free, unwritten)), nil
 }
 
-// Writer takes a state in.
+// Writer stores a state.
 type Writer struct {
 	s     *Stash
 	state State
 	f     *os.File
 	check *statestream.Check
-	size  uint64 // written, or about to be
-	aside uint64 // set aside for it
+	size  uint64 // bytes written, including those being written
+	aside uint64 // bytes reserved
 	err   error
 }
 
-// Begin takes a state of that id in, for which room is set aside. One of the
-// same session that is being taken in is given up; one that is kept stays until
-// Commit. An error may wrap ErrFull. The Writer must be ended by Commit or Abort.
+// Begin begins to store a state with this id, and reserves expect bytes for it. A Writer
+// of the same session that is not finished fails. A state of the session that is kept
+// stays until the new one is complete. Errors may wrap ErrFull. The caller must call
+// Abort at the end, in any case.
 func (s *Stash) Begin(machine, session, migration, id string, expect uint64) (*Writer, error) {
 	if !named(machine) || !named(session) || !named(id) {
 		return nil, fmt.Errorf("state %.80q of session %.80q of VM %.80q: %w", id, session, machine, errName)
@@ -247,7 +250,8 @@ func (w *Writer) path(end string) string {
 	return filepath.Join(w.s.dir(key{w.state.Machine, w.state.Session}), w.state.Mark.ID+end)
 }
 
-// setAside takes room for a state. s.mu is held.
+// setAside reserves more bytes for a state. The caller holds s.mu. Errors may wrap
+// ErrFull.
 func (s *Stash) setAside(w *Writer, more uint64) error {
 	room, err := s.room()
 	if err != nil {
@@ -260,7 +264,7 @@ func (s *Stash) setAside(w *Writer, more uint64) error {
 	return nil
 }
 
-// fail ends a Writer and drops what it wrote. s.mu is held.
+// fail ends a Writer and removes its file. The caller holds s.mu.
 func (w *Writer) fail(err error) {
 	if w.err != nil {
 		return
@@ -276,22 +280,22 @@ func (w *Writer) fail(err error) {
 	w.s.prune(k)
 }
 
-// prune removes folders that are empty. s.mu is held.
+// prune removes empty folders. The caller holds s.mu.
 func (s *Stash) prune(k key) {
 	if os.Remove(s.dir(k)) == nil {
-		_ = os.Remove(filepath.Dir(s.dir(k))) // or another session has it
+		_ = os.Remove(filepath.Dir(s.dir(k))) // fails if another session has a state in it
 	}
 }
 
-// Take takes the next chunk; kept says that it was the last, that the state is
-// whole and that it is kept, in the place of an older one. After an error the
-// Writer is over.
+// Take stores the next chunk. kept reports that it was the last one, and that the
+// complete state is kept and has replaced an older one. After an error the Writer has
+// ended.
 func (w *Writer) Take(chunk *gpuctlv1.StateChunk) (kept bool, err error) {
 	end, err := w.check.Take(chunk)
 	if err == nil {
 		err = w.grow(uint64(len(chunk.GetData())))
 	}
-	// Written without the lock: fail may close the file, and then it fails.
+	// Written without the lock. If fail closes the file meanwhile, the write fails.
 	if err == nil && !end {
 		if _, err = w.f.Write(chunk.GetData()); errors.Is(err, unix.ENOSPC) {
 			err = fmt.Errorf("%w: %w", ErrFull, err)
@@ -312,7 +316,7 @@ func (w *Writer) Take(chunk *gpuctlv1.StateChunk) (kept bool, err error) {
 	return kept, err
 }
 
-// grow has room for so many bytes more.
+// grow counts n more bytes, and reserves room for them.
 func (w *Writer) grow(n uint64) error {
 	w.s.mu.Lock()
 	defer w.s.mu.Unlock()
@@ -320,7 +324,7 @@ func (w *Writer) grow(n uint64) error {
 		return w.err
 	}
 	if need := w.size + n; need > w.aside {
-		if w.s.setAside(w, max(need-w.aside, growBy)) != nil { // then just what it takes
+		if w.s.setAside(w, max(need-w.aside, growBy)) != nil { // if there is not so much room, reserve only what is needed
 			if err := w.s.setAside(w, need-w.aside); err != nil {
 				return err
 			}
@@ -330,7 +334,7 @@ func (w *Writer) grow(n uint64) error {
 	return nil
 }
 
-// keep gives the state its name and its mark. s.mu is held.
+// keep makes the state the session's. The caller holds s.mu.
 func (w *Writer) keep() error {
 	mark := w.check.Mark()
 	if mark.ID != w.state.Mark.ID {
@@ -345,7 +349,7 @@ func (w *Writer) keep() error {
 		return err
 	}
 	k := key{w.state.Machine, w.state.Session}
-	// The mark makes it the session's: until then an older one is.
+	// Until the file with the mark is replaced, the older state is the session's.
 	if err := os.Rename(w.path(partEnd), w.path(bodyEnd)); err != nil {
 		return err
 	}
@@ -359,14 +363,15 @@ func (w *Writer) keep() error {
 	return w.f.Close()
 }
 
-// Abort gives up a state that was not kept; otherwise it does nothing.
+// Abort drops a state that is not complete. After Take has returned kept, it does
+// nothing.
 func (w *Writer) Abort() {
 	w.s.mu.Lock()
 	defer w.s.mu.Unlock()
 	w.fail(fs.ErrClosed)
 }
 
-// Find returns the state of a session. An error may wrap ErrNotFound.
+// Find returns the state of a session. Errors wrap ErrNotFound if there is none.
 func (s *Stash) Find(machine, session string) (State, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -377,9 +382,9 @@ func (s *Stash) Find(machine, session string) (State, error) {
 	return state, nil
 }
 
-// Send reads a state out in chunks, the last of which has its mark. When the
-// file is not what was kept the mark is not sent, and the error wraps
-// away.ErrCorrupt.
+// Send sends a state in chunks. The last one has the mark. If the file differs from what
+// was stored, the mark is not sent, and the error wraps statestream.ErrCorrupt. If the
+// file does not exist, the error wraps ErrNotFound.
 func (s *Stash) Send(state State, send func(*gpuctlv1.StateChunk) error) error {
 	k := key{state.Machine, state.Session}
 	f, err := os.Open(filepath.Join(s.dir(k), state.Mark.ID+bodyEnd))
@@ -406,13 +411,14 @@ func (s *Stash) Send(state State, send func(*gpuctlv1.StateChunk) error) error {
 	return err
 }
 
-// Forget drops what is kept of a VM for a migration, and what is being taken in.
+// Forget removes a VM's states that are kept for a migration, including those being
+// written.
 func (s *Stash) Forget(machine, migration string) error {
 	return s.drop("forgotten", func(state State) bool { return state.Machine == machine && state.Migration == migration })
 }
 
-// Sweep drops the states of migrations that have ended. One that nobody knows
-// any more is kept for a day.
+// Sweep removes the states of migrations that have ended. A state whose migration nobody
+// knows is kept for a day.
 func (s *Stash) Sweep(ended func(migration string) (ended, known bool)) error {
 	return s.drop("its migration has ended", func(state State) bool {
 		over, known := ended(state.Migration)
@@ -424,7 +430,7 @@ func (s *Stash) drop(why string, which func(State) bool) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	for _, w := range s.writing {
-		w.state.Kept = s.Now() // it is not old
+		w.state.Kept = s.Now() // a state that is being written is not old
 		if which(w.state) {
 			w.fail(errForgotten)
 		}
@@ -434,7 +440,7 @@ func (s *Stash) drop(why string, which func(State) bool) error {
 		if !which(state) {
 			continue
 		}
-		// Not the folder: a newer one may be on its way into it.
+		// The folder stays, because a newer state may be being written into it.
 		for _, name := range []string{metaFile, state.Mark.ID + bodyEnd} {
 			if err := os.Remove(filepath.Join(s.dir(k), name)); err != nil && !errors.Is(err, fs.ErrNotExist) {
 				errs = append(errs, fmt.Errorf("state of session %s of VM %s: %w", state.Session, state.Machine, err))

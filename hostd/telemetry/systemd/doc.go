@@ -1,4 +1,4 @@
-// Package systemd tells systemd the state of hostd: ready, reloading or stopping,
-// and a line of status. As long as the daemon works it also notifies the
+// Package systemd notifies systemd of the state of hostd (sd_notify(3)): ready, reloading
+// or stopping, and a line of status. While the daemon works, it also notifies the
 // watchdog. Without systemd it does nothing.
 package systemd

@@ -13,21 +13,21 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// maxStatus is how long a line of status may be, in bytes.
+// maxStatus is the longest line of status in bytes.
 const maxStatus = 512
 
-// socketVariable is where systemd says where it listens.
+// socketVariable is the environment variable with the path of systemd's socket.
 const socketVariable = "NOTIFY_SOCKET"
 
-// Notifier speaks to systemd. A nil one, and one without a socket, does
+// Notifier sends notifications to systemd. A nil one, and one without a socket, does
 // nothing. It is safe for concurrent use.
 type Notifier struct {
 	log      *slog.Logger
-	watchdog time.Duration // 0: nobody watches
+	watchdog time.Duration // 0: no watchdog
 }
 
-// New reads what systemd left in the environment. What cannot be understood
-// there is logged, and no reason not to start.
+// New reads systemd's environment variables. A value that is invalid is logged and
+// ignored.
 func New(log *slog.Logger) *Notifier {
 	n := &Notifier{log: log}
 	interval, err := daemon.SdWatchdogEnabled(false)
@@ -38,13 +38,13 @@ func New(log *slog.Logger) *Notifier {
 	return n
 }
 
-// Enabled reports whether somebody listens.
+// Enabled reports whether systemd has given a socket.
 func (n *Notifier) Enabled() bool { return n != nil && os.Getenv(socketVariable) != "" }
 
-// Ready says that the daemon serves, at its start and after a reload.
+// Ready notifies that the daemon serves, at its start and after a reload.
 func (n *Notifier) Ready(status string) { n.send(daemon.SdNotifyReady, line(status)) }
 
-// Reloading says that the configuration is being read anew; Ready ends it.
+// Reloading notifies that the configuration is being reloaded. Ready ends that.
 func (n *Notifier) Reloading() {
 	now := &unix.Timespec{}
 	if err := unix.ClockGettime(unix.CLOCK_MONOTONIC, now); err != nil {
@@ -53,10 +53,10 @@ func (n *Notifier) Reloading() {
 	n.send(daemon.SdNotifyReloading, fmt.Sprintf("MONOTONIC_USEC=%d", now.Nano()/1000))
 }
 
-// Stopping says that the daemon ends.
+// Stopping notifies that the daemon is stopping.
 func (n *Notifier) Stopping(status string) { n.send(daemon.SdNotifyStopping, line(status)) }
 
-// line makes a status of a text: it must not look like a second assignment.
+// line makes a STATUS= line. A text with several lines must not add other assignments.
 func line(status string) string {
 	if status == "" {
 		return ""
@@ -68,7 +68,7 @@ func line(status string) string {
 	return "STATUS=" + strings.ToValidUTF8(status, "")
 }
 
-// send is best effort: a daemon whose systemd does not listen works as well.
+// send ignores errors: the daemon works without systemd as well.
 func (n *Notifier) send(assignments ...string) {
 	if !n.Enabled() {
 		return
@@ -87,20 +87,19 @@ func (n *Notifier) send(assignments ...string) {
 	}
 }
 
-// ErrSilent is what the watchdog makes of a health function that does not
-// return.
+// ErrSilent means that the health function has not returned in time.
 var ErrSilent = errors.New("does not answer")
 
-// Watch pets the watchdog until ctx ends, as long as health says nil. Health
-// has to pass where the daemon works: take its locks, ask its loops. It should
-// fail for what a restart can cure, and nothing else: systemd restarts hostd
-// when nobody has petted for WatchdogSec. One that hangs is a failure; one that
-// recovers in time is forgiven.
+// Watch notifies the watchdog until ctx ends, as long as health returns nil. health must
+// use what the daemon uses: its locks and its loops. It should fail only for what a
+// restart can repair, because systemd restarts hostd if no notification came for
+// WatchdogSec. If health does not return, that is a failure. If it recovers in time,
+// hostd is not restarted.
 func (n *Notifier) Watch(ctx context.Context, health func(context.Context) error) {
 	if n == nil || n.watchdog <= 0 {
 		return
 	}
-	every := n.watchdog / 3 // one may get lost
+	every := n.watchdog / 3 // one of them may be late
 	answers := make(chan error, 1)
 	asking, well := false, true
 	ask := func() {
@@ -133,7 +132,8 @@ func (n *Notifier) Watch(ctx context.Context, health func(context.Context) error
 	}
 }
 
-// judge pets, or says once why not.
+// judge notifies the watchdog, or logs once why it does not. It reports whether the
+// daemon is well.
 func (n *Notifier) judge(err error, well bool) bool {
 	switch {
 	case err == nil:

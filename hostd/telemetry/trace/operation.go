@@ -16,21 +16,21 @@ import (
 // maxSteps is how many steps of one operation are kept.
 const maxSteps = 256
 
-// Op is what an operation is about.
+// Op describes an operation.
 type Op struct {
-	ID     string // of its record in the cluster
+	ID     string // id of its record in the cluster
 	Verb   string
 	Object string // session or VM
 	Claim  string
 	From   string
-	At     time.Time // its beginning; zero: now
+	At     time.Time // when it began; zero: now
 }
 
-// Operation is a trace that grows. A nil one takes everything and keeps
-// nothing; none waits for anything.
+// Operation is the trace of an operation in progress. A nil one is valid and does
+// nothing. No method waits.
 type Operation struct {
 	span   api.Span
-	ctx    context.Context // the parent of the steps' spans
+	ctx    context.Context // context of the root span
 	tracer api.Tracer
 
 	mu    sync.Mutex
@@ -40,7 +40,7 @@ type Operation struct {
 
 type span struct {
 	name       string
-	start, end time.Time // end is zero while it runs
+	start, end time.Time // end is zero while the step runs
 }
 
 // Begin starts an operation's trace.
@@ -59,7 +59,7 @@ func (t *Tracer) Begin(ctx context.Context, op Op) *Operation {
 	return o
 }
 
-// TraceID is for the log; empty if there is no trace.
+// TraceID returns the trace's id, for the log; empty: there is no trace.
 func (o *Operation) TraceID() string {
 	if o == nil || !o.span.SpanContext().IsSampled() {
 		return ""
@@ -67,8 +67,8 @@ func (o *Operation) TraceID() string {
 	return o.span.SpanContext().TraceID().String()
 }
 
-// Step says that a step begins, and so that the one before has ended. Saying
-// it again changes nothing.
+// Step records that a step begins, which ends the step before. Repeating the same name
+// changes nothing.
 func (o *Operation) Step(name string, at time.Time) {
 	if o == nil || name == "" || !o.span.IsRecording() {
 		return
@@ -89,9 +89,9 @@ func (o *Operation) Step(name string, at time.Time) {
 	}
 }
 
-// End of an operation: a result, and where the object is now. The steps that
-// the result times replace those said by Step that they cover: they are exact,
-// and Step hears of them over a stream.
+// End ends the operation's trace. outcome is the result in a word, to is where the object
+// is now. The steps of r have exact times. They replace those that Step has recorded from
+// a stream.
 func (o *Operation) End(outcome, to string, r *gpuctlv1.SwapResult, at time.Time) {
 	if o == nil {
 		return
@@ -136,17 +136,16 @@ func (o *Operation) End(outcome, to string, r *gpuctlv1.SwapResult, at time.Time
 	o.span.End(api.WithTimestamp(at))
 }
 
-// merged are the steps with the times that are known best. What the result
-// times is relative to its own beginning. Both that its end was at the latest
-// at, and that its first step began at the latest when Step heard of it, bound
-// that from above.
+// merged returns the steps with the best known times. The times in the result are
+// relative to its own beginning. Two upper bounds fix that beginning: the result's end
+// was not later than at, and its first step did not begin later than Step recorded it.
 func merged(heard []span, r *gpuctlv1.SwapResult, at time.Time) []span {
 	timed := r.GetSteps()
 	if len(timed) == 0 || r.GetTotalNs() <= 0 {
 		return heard
 	}
 	began := at.Add(-time.Duration(r.GetTotalNs()))
-	// Attempts before the one that the result is of stay as they were heard.
+	// Steps of earlier attempts are not in the result, so they keep their recorded times.
 	earlier := len(heard)
 	for earlier > 0 && heard[earlier-1].start.After(began) {
 		earlier--

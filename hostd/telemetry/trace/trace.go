@@ -19,7 +19,7 @@ import (
 )
 
 const (
-	exportTimeout = 10 * time.Second // of one batch
+	exportTimeout = 10 * time.Second // limit for sending one batch
 	retryFor      = 30 * time.Second
 	batchEvery    = 5 * time.Second
 	maxQueue      = 4096 // spans
@@ -28,30 +28,31 @@ const (
 	scope         = "github.com/gpuctl/gpuctl/hostd/telemetry/trace"
 )
 
-// ErrConfig is wrapped by every error about the configuration.
+// ErrConfig is wrapped by all errors about the configuration.
 var ErrConfig = errors.New("invalid tracing configuration")
 
-// Config of a Tracer.
+// Config has the settings of a Tracer.
 type Config struct {
 	Endpoint    string  // host:port, or the URL of a collector (OTLP over HTTP); empty: no tracing
-	Insecure    bool    // plain HTTP; a URL says so itself
-	SampleRatio float64 // of operations that are traced, 0 to 1; 0: all
-	Version     string  // of the program
+	Insecure    bool    // HTTP without TLS; a URL has its own scheme
+	SampleRatio float64 // share of the operations that are traced, 0 to 1; 0: all
+	Version     string  // version of the program
 	Host        string
 	Log         *slog.Logger
-	// Exporter takes the spans in place of a collector, for tests.
+	// Exporter replaces the collector, for tests.
 	Exporter sdk.SpanExporter
 }
 
-// Tracer makes traces. A nil one makes none, and its operations cost nothing.
+// Tracer makes traces. A nil one is valid and makes none.
 type Tracer struct {
 	provider *sdk.TracerProvider
 	tracer   api.Tracer
 	client   *http.Client
-	end      context.CancelFunc // of what is being sent
+	end      context.CancelFunc // cancels the export in progress
 }
 
-// New returns nil, and no error, if there is no endpoint. It does not connect.
+// New returns a Tracer. Without an endpoint, it returns nil and no error. It does not
+// connect. Errors wrap ErrConfig.
 func New(ctx context.Context, c Config) (*Tracer, error) {
 	if c.Endpoint == "" && c.Exporter == nil {
 		return nil, nil
@@ -67,7 +68,7 @@ func New(ctx context.Context, c Config) (*Tracer, error) {
 	}
 	t := &Tracer{}
 	if c.Exporter == nil {
-		// A client of its own: its connections can be closed.
+		// Not the default client, so that its connections can be closed.
 		t.client = &http.Client{Transport: &http.Transport{
 			Proxy: http.ProxyFromEnvironment, MaxIdleConns: 2, IdleConnTimeout: time.Minute, TLSHandshakeTimeout: exportTimeout,
 		}}
@@ -104,7 +105,7 @@ func exporter(ctx context.Context, c Config, client *http.Client) (sdk.SpanExpor
 	return e, nil
 }
 
-// endpoint is the URL of the collector.
+// endpoint returns the URL of the collector.
 func endpoint(c Config) (string, error) {
 	where := c.Endpoint
 	if u, err := url.Parse(where); err != nil || u.Host == "" {
@@ -127,13 +128,13 @@ func endpoint(c Config) (string, error) {
 	return u.String(), nil
 }
 
-// Shutdown sends what waits, until ctx ends.
+// Shutdown sends the spans that are queued, until ctx ends.
 func (t *Tracer) Shutdown(ctx context.Context) error {
 	if t == nil {
 		return nil
 	}
 	err := t.provider.Shutdown(ctx)
-	t.end() // the library would go on, batch for batch
+	t.end() // the library would go on with the next batches
 	if t.client != nil {
 		t.client.CloseIdleConnections()
 	}
@@ -143,19 +144,20 @@ func (t *Tracer) Shutdown(ctx context.Context) error {
 	return nil
 }
 
-// quiet says that a collector fails once in a while and not for every batch;
-// left alone, the library would print it.
+// quiet limits how often failures of the collector are logged. By itself, the library
+// prints one for each batch.
 type quiet struct {
 	sdk.SpanExporter
-	ctx context.Context // ends what is being sent
+	ctx context.Context // its end cancels the export in progress
 	log *slog.Logger
 
 	mu   sync.Mutex
 	said time.Time
-	lost int // spans, since then
+	lost int // spans that were lost since the last line in the log
 }
 
-// ExportSpans never fails: there is nobody who could do anything about it.
+// ExportSpans always returns nil, because the caller could not do anything about an
+// error.
 func (q *quiet) ExportSpans(ctx context.Context, spans []sdk.ReadOnlySpan) error {
 	if q.ctx.Err() != nil {
 		return nil
