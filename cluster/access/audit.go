@@ -21,10 +21,10 @@ const (
 	auditRetry  = time.Second
 	auditSize   = 16 << 20
 	auditKeep   = 8
-	auditMemory = 4096 // lines
+	auditMemory = 4096 // most lines that wait for the disk
 )
 
-// Entry is one line of the trail.
+// Entry is one line of the audit trail.
 type Entry struct {
 	Time       time.Time      `json:"time"` // when the call began
 	Kind       string         `json:"kind"`
@@ -62,18 +62,18 @@ func (g *Gate) entry(c Caller, procedure string, m proto.Message, began time.Tim
 	return e
 }
 
-// AuditConfig is what an AuditLog needs.
+// AuditConfig has the settings of an AuditLog.
 type AuditConfig struct {
 	Path  string
 	Log   *slog.Logger
-	Size  int64         // of a file, before the next one is begun; 0: 16 MiB
-	Keep  int           // full files kept, as Path.1 (the latest) to Path.N; 0: 8
-	Sync  time.Duration // how long a line may wait for the disk; 0: 100 ms
-	Retry time.Duration // after a failure; 0: 1 s
+	Size  int64         // largest size of a file in bytes, before a new one is begun; 0: 16 MiB
+	Keep  int           // number of full files that are kept, as Path.1 (the latest) to Path.N; 0: 8
+	Sync  time.Duration // how long a line may wait until it is synced to disk; 0: 100 ms
+	Retry time.Duration // pause after a failure; 0: 1 s
 }
 
-// AuditLog is a file with one JSON line an entry. A nil one takes entries and
-// keeps nothing.
+// AuditLog is a file with one line of JSON for each entry. A nil one is valid and
+// discards entries.
 type AuditLog struct {
 	AuditConfig
 
@@ -83,24 +83,24 @@ type AuditLog struct {
 	done  chan struct{}
 
 	mu     sync.Mutex
-	lines  [][]byte // that wait for the disk
-	lost   uint64   // since the last that was written
+	lines  [][]byte // lines that wait for the disk
+	lost   uint64   // lines that were dropped since the last one was written
 	counts AuditCounts
 
-	writing sync.Mutex // the file's
+	writing sync.Mutex // held while the file is used
 	file    *os.File
-	size    int64 // of whole lines
+	size    int64 // size of the file up to its last complete line
 }
 
-// AuditCounts are for metrics.
+// AuditCounts are counters for metrics.
 type AuditCounts struct {
-	Lines  uint64 // written
-	Lost   uint64 // given up
-	Errors uint64 // of writing, syncing and rotating
+	Lines  uint64 // lines written
+	Lost   uint64 // lines dropped
+	Errors uint64 // failures of writing, syncing and rotating
 }
 
-// OpenAudit opens or makes the file. That it cannot be opened is an error; what
-// goes wrong later is logged and counted.
+// OpenAudit opens the file, or makes it. It returns an error if it cannot. Later failures
+// are logged and counted.
 func OpenAudit(c AuditConfig) (*AuditLog, error) {
 	set(&c.Size, auditSize)
 	set(&c.Keep, auditKeep)
@@ -127,7 +127,7 @@ func (a *AuditLog) Append(e Entry) {
 		return
 	}
 	line, err := json.Marshal(e)
-	if err != nil { // of an argument: the rest is worth keeping
+	if err != nil { // an argument cannot be written as JSON; keep the other fields
 		e.Args = map[string]any{"unprintable": err.Error()}
 		if line, err = json.Marshal(e); err != nil {
 			a.problem("audit entry cannot be written", err)
@@ -149,7 +149,7 @@ func (a *AuditLog) Append(e Entry) {
 	}
 }
 
-// Counts says how it goes.
+// Counts returns the counters.
 func (a *AuditLog) Counts() AuditCounts {
 	if a == nil {
 		return AuditCounts{}
@@ -159,7 +159,7 @@ func (a *AuditLog) Counts() AuditCounts {
 	return a.counts
 }
 
-// Flush writes what waits, to the disk.
+// Flush writes the waiting lines to the disk.
 func (a *AuditLog) Flush() error {
 	if a == nil {
 		return nil
@@ -169,7 +169,7 @@ func (a *AuditLog) Flush() error {
 	return a.flush()
 }
 
-// Close writes what waits and closes the file.
+// Close writes the waiting lines and closes the file.
 func (a *AuditLog) Close() error {
 	if a == nil {
 		return nil
@@ -193,7 +193,7 @@ func (a *AuditLog) run() {
 			return
 		case <-a.bell:
 		}
-		wait := a.Sync // more may come: one sync for all of them
+		wait := a.Sync // more lines may come soon; one sync is enough for all of them
 		for {
 			timer := time.NewTimer(wait)
 			select {
@@ -233,7 +233,8 @@ func (a *AuditLog) open() error {
 	return nil
 }
 
-// prepare makes sure that a file is private and ends with a whole line.
+// prepare makes sure that a file is private and ends with a complete line. It returns the
+// file's size.
 func prepare(f *os.File) (int64, error) {
 	info, err := f.Stat()
 	switch {
@@ -257,14 +258,14 @@ func prepare(f *os.File) (int64, error) {
 	if last[0] == '\n' {
 		return size, nil
 	}
-	// A crash cut the last line; what there is of it stays.
+	// A crash has interrupted the last line. It stays incomplete.
 	if _, err := f.Write([]byte{'\n'}); err != nil {
 		return 0, err
 	}
 	return size + 1, nil
 }
 
-// flush writes all lines, or none that is not whole.
+// flush writes all waiting lines. If that fails, no incomplete line stays in the file.
 func (a *AuditLog) flush() error {
 	a.mu.Lock()
 	lines, lost := a.lines, a.lost
@@ -323,10 +324,10 @@ func (a *AuditLog) write(lines [][]byte) error {
 		err = a.file.Sync()
 	}
 	if err != nil {
-		// Half a line must not stay, nor lines that will be written again.
+		// Remove incomplete lines, and lines that will be written again.
 		if cut := a.file.Truncate(a.size); cut != nil {
 			_ = a.file.Close()
-			a.file = nil // opening it again finds out what is there
+			a.file = nil // the next flush opens the file again and reads its size
 		}
 		return err
 	}
@@ -334,7 +335,8 @@ func (a *AuditLog) write(lines [][]byte) error {
 	return nil
 }
 
-// rotate puts the file aside. When it cannot, the file goes on growing.
+// rotate renames the full file and begins a new one. If that fails, the file goes on
+// growing.
 func (a *AuditLog) rotate() {
 	name := func(n int) string { return fmt.Sprintf("%s.%d", a.Path, n) }
 	for n := a.Keep - 1; n >= 1; n-- {

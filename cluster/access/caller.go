@@ -12,15 +12,15 @@ import (
 	"github.com/gpuctl/gpuctl/internal/reason"
 )
 
-// Kind is how a caller is known.
+// Kind is how a caller is authenticated.
 type Kind uint8
 
-// The kinds of callers, as a set.
+// Kinds of callers. A Kind can be a set of them.
 const (
-	Anonymous Kind = 1 << iota // shows no certificate that holds
-	Local                      // a process on this host, on its unix socket
+	Anonymous Kind = 1 << iota // has no valid certificate
+	Local                      // a process on this host, on its Unix socket
 	Host                       // another host, by its certificate
-	User                       // by its certificate
+	User                       // a user, by its certificate
 )
 
 func (k Kind) String() string {
@@ -37,20 +37,20 @@ func (k Kind) String() string {
 	return "kind " + strconv.Itoa(int(k))
 }
 
-// Caller is who asked.
+// Caller is who makes a call.
 type Caller struct {
 	Kind    Kind
-	ID      string // user or host id; of a local process its uid in words
+	ID      string // id of the user or host; for a local process, its uid in words
 	Role    clusterv1.Role
-	UID     uint32 // of Local, as PID
+	UID     uint32 // of a Local caller, as is PID
 	PID     int32
 	Address string
-	Host    string // name, of Host
+	Host    string // name, of a Host
 
-	// Enrolment is that of a certificate and its identity.
+	// Enrolment is the enrolment of the certificate and its identity.
 	Enrolment string
 
-	// Problem is why a certificate that was shown makes nobody of the caller.
+	// Problem is why a certificate that was presented is not valid.
 	Problem error
 }
 
@@ -64,7 +64,7 @@ func (c Caller) String() string {
 	return "somebody without a valid certificate"
 }
 
-// Actor is the caller's name in commands and events.
+// Actor returns the caller's name for commands and events.
 func (c Caller) Actor() string {
 	if c.Kind == Local {
 		return fmt.Sprintf("uid:%d", c.UID)
@@ -74,36 +74,37 @@ func (c Caller) Actor() string {
 
 type callerKey struct{}
 
-// WithCaller is for handlers that call others, and for tests.
+// WithCaller returns a context with a caller, for handlers that call other handlers, and
+// for tests.
 func WithCaller(ctx context.Context, c Caller) context.Context {
 	return context.WithValue(ctx, callerKey{}, c)
 }
 
-// From is who made the request that a handler serves.
+// From returns the caller of the request that a handler serves.
 func From(ctx context.Context) (Caller, bool) {
 	c, ok := ctx.Value(callerKey{}).(Caller)
 	return c, ok
 }
 
-// LocalPolicy gives processes of this host their roles. Root and hostd's own
-// user are always administrators: they could replace hostd.
+// LocalPolicy gives roles to processes of this host. Root and hostd's own user are always
+// administrators, because they can replace hostd anyway.
 type LocalPolicy struct {
 	AdminUIDs    []uint32
 	AdminGIDs    []uint32
 	OperatorGIDs []uint32
 	ViewerGIDs   []uint32
-	Others       clusterv1.Role // ROLE_UNSPECIFIED: nothing
+	Others       clusterv1.Role // role of all other users; ROLE_UNSPECIFIED: no access
 }
 
-// Peer is a process at the other end of a unix socket.
+// Peer is the process at the other end of a Unix socket.
 type Peer struct {
 	UID    uint32
 	GID    uint32
 	PID    int32
-	Groups []uint32 // supplementary
+	Groups []uint32 // supplementary groups
 }
 
-// FromPeer is the caller that a local process is. Self is hostd's user.
+// FromPeer returns the caller for a local process. self is the uid of hostd's user.
 func FromPeer(p Peer, self uint32, policy LocalPolicy) Caller {
 	c := Caller{Kind: Local, ID: "uid " + strconv.FormatUint(uint64(p.UID), 10), UID: p.UID, PID: p.PID, Role: policy.Others}
 	in := func(gids []uint32) bool {
@@ -117,21 +118,21 @@ func FromPeer(p Peer, self uint32, policy LocalPolicy) Caller {
 	case in(policy.ViewerGIDs):
 		c.Role = max(c.Role, clusterv1.Role_ROLE_VIEWER)
 	}
-	if c.Role > clusterv1.Role_ROLE_ADMIN { // a policy that makes everybody a host
+	if c.Role > clusterv1.Role_ROLE_ADMIN { // a policy must not give the role of a host
 		c.Role = clusterv1.Role_ROLE_UNSPECIFIED
 	}
 	return c
 }
 
-// ErrNotReady says that this host does not know the cluster's state yet.
+// ErrNotReady means that this host does not know the cluster's state yet.
 var ErrNotReady = reason.New(reason.NotReady, "this host has not caught up with the cluster yet")
 
-// Lookup finds an identity in the cluster's state: nil when there is none, and
-// an error that wraps ErrNotReady when that is not known yet.
+// Lookup returns an identity from the cluster's state, or nil if there is none. The error
+// wraps ErrNotReady if that is unknown yet.
 type Lookup func(id string) (*clusterv1.Identity, error)
 
-// FromTLS is the caller that the owner of a verified certificate is. What it
-// may do is what the state says now.
+// FromTLS returns the caller for the owner of a verified certificate. Its role is the one
+// that the cluster's state contains now.
 func FromTLS(peer pki.Peer, lookup Lookup) (Caller, error) {
 	identity, err := lookup(peer.ID)
 	switch {

@@ -10,7 +10,7 @@ import (
 	"github.com/gpuctl/gpuctl/internal/reason"
 )
 
-// decide says why a caller may not call a procedure; nil: it may.
+// decide returns why a caller must not call a procedure, or nil if it may.
 func decide(table map[string]Rule, c Caller, procedure string) *connect.Error {
 	name := procedure[strings.LastIndexByte(procedure, '/')+1:]
 	refuse := func(code reason.Code, next, format string, args ...any) *connect.Error {

@@ -25,23 +25,23 @@ const (
 	quietFor     = 10 * time.Second
 )
 
-// Config is what a Gate needs.
+// Config has what a Gate depends on, and its settings.
 type Config struct {
 	Trust  pki.Trust
 	Lookup Lookup
-	// Local is asked for every request, so that changes act at once.
+	// Local is called for each request, so that changes take effect at once.
 	Local func() LocalPolicy
 	Table map[string]Rule // nil: Table
-	Audit *AuditLog       // nil: no trail
+	Audit *AuditLog       // nil: no audit trail
 	Log   *slog.Logger
 	Now   func() time.Time // nil: time.Now
-	// Recheck is how often the caller of a stream is looked at; 0: 1 s.
+	// Recheck is the time between two checks of a stream's caller; 0: 1 s.
 	Recheck time.Duration
-	// Refused is told of every refusal, for metrics; it may be nil.
+	// Refused is called for each refusal, for metrics. It may be nil.
 	Refused func(procedure string, code connect.Code)
 }
 
-// Gate lets callers through to handlers, or not.
+// Gate admits callers to handlers, or refuses them.
 type Gate struct {
 	Config
 
@@ -50,13 +50,13 @@ type Gate struct {
 	calls   counter
 	streams counter
 
-	failures window             // of calls that anybody may make, in the trail
-	viewers  *throttle.Throttle // their lines in it
+	failures window             // limits failures, in the trail, of calls that anybody may make
+	viewers  *throttle.Throttle // limits lines of viewers in the trail
 }
 
 var _ connect.Interceptor = (*Gate)(nil)
 
-// NewGate makes a Gate.
+// NewGate returns a Gate.
 func NewGate(c Config) *Gate {
 	if c.Table == nil {
 		c.Table = Table()
@@ -73,14 +73,14 @@ func NewGate(c Config) *Gate {
 	return &Gate{Config: c, self: uint32(os.Geteuid()), quiet: throttle.New(quietFor, c.Now), viewers: throttle.New(quietFor, c.Now)}
 }
 
-// connection is what a request knows of the connection that it came on.
+// connection is stored in the context of each request on a connection.
 type connection struct {
 	address string
 	tls     *tls.Conn
 	peer    Peer
 	local   bool
 
-	problem error // the kernel did not say who it is
+	problem error // why the kernel has not reported the peer
 
 	mu       sync.Mutex
 	verified bool
@@ -89,7 +89,8 @@ type connection struct {
 
 type connectionKey struct{}
 
-// ConnContext is for an http.Server: requests learn from it who called.
+// ConnContext is for http.Server.ConnContext: it adds the caller's identity to the
+// requests' context.
 func (g *Gate) ConnContext(ctx context.Context, c net.Conn) context.Context {
 	conn := &connection{address: c.RemoteAddr().String()}
 	if counted, ok := c.(interface{ Unwrap() *net.UnixConn }); ok {
@@ -109,7 +110,7 @@ func (g *Gate) ConnContext(ctx context.Context, c net.Conn) context.Context {
 	return context.WithValue(ctx, connectionKey{}, conn)
 }
 
-// Caller is who made a request, as of now.
+// Caller returns who made a request, with its present role.
 func (g *Gate) Caller(ctx context.Context) Caller {
 	conn, ok := ctx.Value(connectionKey{}).(*connection)
 	if !ok {
@@ -132,8 +133,9 @@ func (g *Gate) Caller(ctx context.Context) Caller {
 	return c
 }
 
-// shown is whose certificate came with a connection. Its signature is checked
-// once; one that does not hold may later, when a clock is set.
+// shown returns the owner of a connection's certificate. The signature is verified only
+// once. A certificate that is not valid yet may become valid later, for example when a
+// clock is set.
 func (g *Gate) shown(conn *connection) (pki.Peer, error) {
 	switch {
 	case conn.problem != nil:
@@ -146,7 +148,7 @@ func (g *Gate) shown(conn *connection) (pki.Peer, error) {
 	if conn.verified {
 		return conn.shown, g.Trust.Check(conn.shown)
 	}
-	// The handshake is over when a request is here.
+	// The handshake is complete when the first request arrives.
 	p, err := g.Trust.Verify(conn.tls.ConnectionState().PeerCertificates)
 	if err == nil {
 		conn.shown, conn.verified = p, true
@@ -154,7 +156,7 @@ func (g *Gate) shown(conn *connection) (pki.Peer, error) {
 	return p, err
 }
 
-// authorize decides on a call, and logs when it is refused.
+// authorize decides about a call, and logs a refusal.
 func (g *Gate) authorize(ctx context.Context, procedure string) (Caller, *connect.Error) {
 	c := g.Caller(ctx)
 	err := decide(g.Table, c, procedure)
@@ -183,9 +185,9 @@ func (g *Gate) refused(c Caller, procedure string, err *connect.Error) {
 	}
 }
 
-// Middleware refuses before a request's body is read, and bounds what callers
-// have under way (LimitsOf). Only procedures may be served behind it: any other
-// path is refused, too.
+// Middleware refuses requests before their body is read, and limits how many calls a
+// caller has in progress (see LimitsOf). It refuses all paths that are not a procedure of
+// the table.
 func (g *Gate) Middleware(next http.Handler) http.Handler {
 	writer := connect.NewErrorWriter()
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
@@ -213,7 +215,7 @@ func (g *Gate) Middleware(next http.Handler) http.Handler {
 	})
 }
 
-// WrapUnary lets a call through.
+// WrapUnary authorizes a call, and records it in the trail.
 func (g *Gate) WrapUnary(next connect.UnaryFunc) connect.UnaryFunc {
 	return func(ctx context.Context, req connect.AnyRequest) (connect.AnyResponse, error) {
 		if req.Spec().IsClient {
@@ -236,8 +238,8 @@ func (g *Gate) WrapUnary(next connect.UnaryFunc) connect.UnaryFunc {
 	}
 }
 
-// audited returns what to call when a call has ended; done is false for one
-// that panicked.
+// audited returns a function to call when a call has ended. done is false if the handler
+// panicked.
 func (g *Gate) audited(c Caller, procedure string, began time.Time) func(message any, err error, done bool) {
 	if !g.Table[procedure].Audit {
 		return func(any, error, bool) {}
@@ -254,10 +256,10 @@ func (g *Gate) audited(c Caller, procedure string, began time.Time) func(message
 	}
 }
 
-// kept reports whether a call is for the trail, which is not for everybody to fill:
-// its oldest lines go. What fails of that which anybody may call counts whoever
-// calls, as hosts pass it on for strangers; and who may only look has a line every
-// now and then.
+// kept reports whether a call gets a line in the trail. Some calls are limited, so that
+// nobody can push out the oldest lines by many calls: failures of procedures that anybody
+// may call have one limit for all callers, because hosts forward them for anonymous
+// callers. Calls of viewers get a line only now and then.
 func (g *Gate) kept(c Caller, procedure string, err error) bool {
 	rule := g.Table[procedure]
 	switch {
@@ -270,13 +272,13 @@ func (g *Gate) kept(c Caller, procedure string, err error) bool {
 	return true
 }
 
-// WrapStreamingClient changes nothing: a Gate is for handlers.
+// WrapStreamingClient returns next: a Gate is for handlers.
 func (g *Gate) WrapStreamingClient(next connect.StreamingClientFunc) connect.StreamingClientFunc {
 	return next
 }
 
-// WrapStreamingHandler lets a stream through, and ends it when its caller may
-// no longer have it.
+// WrapStreamingHandler authorizes a stream, and ends it when its caller loses the right
+// to it.
 func (g *Gate) WrapStreamingHandler(next connect.StreamingHandlerFunc) connect.StreamingHandlerFunc {
 	return func(ctx context.Context, conn connect.StreamingHandlerConn) error {
 		procedure := conn.Spec().Procedure
@@ -311,19 +313,19 @@ func (g *Gate) WrapStreamingHandler(next connect.StreamingHandlerFunc) connect.S
 	}
 }
 
-// stream looks at its caller with every message, and while there is none.
+// stream checks its caller at each message, and periodically.
 type stream struct {
 	connect.StreamingHandlerConn
 
 	gate      *Gate
-	ctx       context.Context // the request's, for as long as it lasts
+	ctx       context.Context // context of the request
 	procedure string
 	cancel    context.CancelFunc
 	refusal   atomic.Pointer[connect.Error]
 	first     firstMessage
 }
 
-// firstMessage is what the caller sent first, for the trail.
+// firstMessage is the first message that the caller has sent, for the trail.
 type firstMessage struct {
 	p atomic.Pointer[any]
 }
@@ -362,7 +364,7 @@ func (s *stream) watch(ctx context.Context) {
 	}
 }
 
-// Send sends a message to a caller that may still have it.
+// Send checks the caller and sends a message.
 func (s *stream) Send(m any) error {
 	if err := s.check(); err != nil {
 		return err
@@ -370,7 +372,7 @@ func (s *stream) Send(m any) error {
 	return s.StreamingHandlerConn.Send(m)
 }
 
-// Receive takes a message from a caller that may still send it.
+// Receive receives a message and checks the caller.
 func (s *stream) Receive(m any) error {
 	if err := s.StreamingHandlerConn.Receive(m); err != nil {
 		return err

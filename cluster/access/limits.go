@@ -15,17 +15,17 @@ import (
 	"github.com/gpuctl/gpuctl/internal/reason"
 )
 
-// Limits are what one caller may have of this host at a time: a process's user,
-// a cluster's user, a host, or the address of somebody who shows no certificate.
+// Limits are what one caller may use of this host at a time. A caller is the user of a
+// local process, a user of the cluster, a host, or an anonymous caller's address.
 type Limits struct {
-	Calls   int           // under way
-	Streams int           // of these, those that go on until they are ended
-	Body    int64         // bytes of a request; 0: as its procedure says
-	Time    time.Duration // in which a request must have come; 0: any
+	Calls   int           // calls in progress
+	Streams int           // of these, streams that go on until somebody ends them
+	Body    int64         // largest request in bytes; 0: the limit of its procedure
+	Time    time.Duration // time in which a request must have arrived; 0: not limited
 }
 
-// LimitsOf are those of a caller. Hosts send states of VMs, and calls for all
-// of their own callers.
+// LimitsOf returns the limits of a caller. Hosts send states of VMs, and forward the
+// calls of their own callers.
 func LimitsOf(c Caller) Limits {
 	switch {
 	case c.Kind == Host:
@@ -38,7 +38,7 @@ func LimitsOf(c Caller) Limits {
 	return Limits{Calls: 64, Streams: 32, Body: 1 << 20, Time: 30 * time.Second}
 }
 
-// key of a caller whose calls are counted together.
+// key returns a key that is the same for all callers whose calls are counted together.
 func (c Caller) key() string {
 	if c.Kind != Anonymous {
 		return c.Kind.String() + " " + c.ID
@@ -48,20 +48,21 @@ func (c Caller) key() string {
 		return c.Address
 	}
 	if ip, err := netip.ParseAddr(host); err == nil && ip.Unmap().Is6() {
-		if p, err := ip.WithZone("").Prefix(64); err == nil { // who has one has all of these
+		if p, err := ip.WithZone("").Prefix(64); err == nil { // one subscriber of IPv6 has a /64 network
 			return p.String()
 		}
 	}
 	return host
 }
 
-// counter counts what is under way by its caller.
+// counter counts what is in progress, by caller.
 type counter struct {
 	mu sync.Mutex
 	n  map[string]int
 }
 
-// take counts one more, if there are not most of them. The caller gives back.
+// take adds one to the caller's count, unless the count is most already. give subtracts
+// it.
 func (c *counter) take(key string, most int) bool {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -83,12 +84,12 @@ func (c *counter) give(key string) {
 	}
 }
 
-// count counts something of a caller, or says that it is too many. The result
-// ends what was counted.
+// count counts a call or stream of a caller, or returns an error if there are too many.
+// The caller of count calls end afterwards.
 func (g *Gate) count(in *counter, c Caller, what string, most int) (end func(), err *connect.Error) {
 	key := c.key()
 	if !in.take(key, most) {
-		// Who may not ask now may later: clients ask again.
+		// The call may succeed later, so clients repeat it.
 		code := reason.TooManyCalls
 		if c.Kind == Anonymous {
 			code = reason.TooManyFromStranger
@@ -98,7 +99,7 @@ func (g *Gate) count(in *counter, c Caller, what string, most int) (end func(), 
 	return func() { in.give(key) }, nil
 }
 
-// restrict bounds a request's body in bytes and in time.
+// restrict limits the size of a request's body, and the time for reading it.
 func restrict(w http.ResponseWriter, r *http.Request, l Limits) {
 	if r.Body == nil || r.Body == http.NoBody {
 		return
@@ -114,8 +115,8 @@ func restrict(w http.ResponseWriter, r *http.Request, l Limits) {
 	}
 }
 
-// timed is a body with a deadline, which ends with it: what the connection
-// reads later is another request, or that the caller has gone.
+// timed is a body with a read deadline. The deadline ends with the body, because the next
+// bytes on the connection belong to another request.
 type timed struct {
 	io.ReadCloser
 
@@ -131,7 +132,7 @@ func (t *timed) Read(p []byte) (int, error) {
 	return n, err
 }
 
-// window lets so many through in a minute.
+// window permits failuresEach events in each minute.
 type window struct {
 	mu    sync.Mutex
 	began time.Time

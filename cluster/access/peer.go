@@ -11,8 +11,8 @@ import (
 
 const maxGroups = 65536 // NGROUPS_MAX
 
-// PeerOf asks the kernel who is at the other end of a unix socket, as of when
-// it was connected.
+// PeerOf asks the kernel which process connected to a Unix socket (SO_PEERCRED, see
+// unix(7)).
 func PeerOf(conn *net.UnixConn) (Peer, error) {
 	raw, err := conn.SyscallConn()
 	if err != nil {
@@ -34,7 +34,7 @@ func PeerOf(conn *net.UnixConn) (Peer, error) {
 	return p, nil
 }
 
-// peerGroups reads SO_PEERGROUPS, which x/sys has no function for.
+// peerGroups reads SO_PEERGROUPS. golang.org/x/sys has no function for it.
 func peerGroups(fd uintptr) ([]uint32, error) {
 	groups := make([]uint32, 64)
 	for {
@@ -46,7 +46,7 @@ func peerGroups(fd uintptr) ([]uint32, error) {
 			return groups[:size/4], nil
 		case errno == unix.ERANGE && len(groups) < maxGroups:
 			groups = make([]uint32, min(max(int(size/4), 2*len(groups)), maxGroups))
-		case errno == unix.ENOPROTOOPT || errno == unix.ENODATA: // a kernel before 4.13, or a peer without
+		case errno == unix.ENOPROTOOPT || errno == unix.ENODATA: // the kernel is older than 4.13, or the peer has no groups
 			return nil, nil
 		default:
 			return nil, errno

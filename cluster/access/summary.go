@@ -24,12 +24,12 @@ func secret(fd protoreflect.FieldDescriptor) bool {
 	}
 	name := string(fd.Name())
 	if fd.Kind() != protoreflect.StringKind || name == "token_id" {
-		return false // a number called token is a fencing token
+		return false // a number with the name token is a fencing token
 	}
 	return slices.ContainsFunc([]string{"token", "secret", "key", "password", "csr"}, func(part string) bool { return strings.Contains(name, part) })
 }
 
-// summary is a message's content in short, without its secrets.
+// summary returns a message's fields for the trail, without secrets.
 func summary(m proto.Message) map[string]any {
 	if m == nil {
 		return nil
@@ -121,7 +121,7 @@ func short(s string) string {
 	return s
 }
 
-// object is the name of what a call is about.
+// object returns the name of the object that a call is about.
 func object(m proto.Message) string {
 	if m == nil {
 		return ""

@@ -8,12 +8,12 @@ import (
 
 // Rule is who may call a procedure.
 type Rule struct {
-	Kinds Kind           // a set
-	Role  clusterv1.Role // least; hosts and anonymous callers need none
-	Audit bool           // it changes something
+	Kinds Kind           // set of kinds
+	Role  clusterv1.Role // least role; hosts and anonymous callers need none
+	Audit bool           // whether the procedure changes something
 }
 
-// Table has the rule of every procedure of the API.
+// Table returns the rules of all procedures of the API.
 func Table() map[string]Rule {
 	const (
 		viewer   = clusterv1.Role_ROLE_VIEWER
@@ -23,7 +23,7 @@ func Table() map[string]Rule {
 		change   = true
 	)
 	return map[string]Rule{
-		// Hosts read for each other's callers.
+		// Hosts read for their own callers.
 		clusterv1connect.ClusterServiceListProcedure:     {Local | User | Host, viewer, false},
 		clusterv1connect.ClusterServiceWatchProcedure:    {Local | User | Host, viewer, false},
 		clusterv1connect.ClusterServiceDescribeProcedure: {Local | User | Host, viewer, false},
@@ -46,15 +46,15 @@ func Table() map[string]Rule {
 		clusterv1connect.ClusterServiceRevokeIdentityProcedure: {Local | User, admin, change},
 		clusterv1connect.ClusterServiceListIdentitiesProcedure: {Local | User, admin, false},
 
-		// They make this very host a member: who is not on it has no business with that.
+		// These make this host a member, so they are for local callers only.
 		clusterv1connect.ClusterServiceInitProcedure: {Local, admin, change},
 		clusterv1connect.ClusterServiceJoinProcedure: {Local, admin, change},
 
-		// A token decides; who has a certificate already may use one, too.
+		// The token decides. A caller with a certificate may use a token, too.
 		clusterv1connect.PeerServiceEnrollProcedure: {Anonymous | Host | User, nobody, change},
 		clusterv1connect.PeerServiceRenewProcedure:  {Host | User, viewer, change},
-		// What hosts do for a caller is in the trail of the host that was
-		// called, and in the log with its actor.
+		// What a host does for its own caller is in the trail of that host, and in the
+		// log with the caller's name.
 		clusterv1connect.PeerServiceApplyProcedure:       {Host, nobody, false},
 		clusterv1connect.PeerServiceReadIndexProcedure:   {Host, nobody, false},
 		clusterv1connect.PeerServiceHeartbeatProcedure:   {Host, nobody, false},
@@ -66,7 +66,7 @@ func Table() map[string]Rule {
 		gpuctlv1connect.HostServiceListSessionsProcedure:    {Local | User | Host, viewer, false},
 		gpuctlv1connect.HostServiceWatchSessionsProcedure:   {Local | User | Host, viewer, false},
 		gpuctlv1connect.HostServiceDescribeSessionProcedure: {Local | User | Host, viewer, false},
-		// Plan may start the target, to build the programs there.
+		// Plan may start the target executor, to build the programs there.
 		gpuctlv1connect.HostServicePlanProcedure:         {Local, operator, false},
 		gpuctlv1connect.HostServiceCreateClaimProcedure:  {Local, operator, change},
 		gpuctlv1connect.HostServiceReleaseClaimProcedure: {Local, operator, change},
@@ -74,7 +74,7 @@ func Table() map[string]Rule {
 		gpuctlv1connect.HostServiceSuspendProcedure:      {Local, operator, change},
 		gpuctlv1connect.HostServiceResumeProcedure:       {Local, operator, change},
 
-		// Hosts pass on what their callers ask of another one.
+		// Hosts forward calls of their own callers.
 		gpuctlv1connect.DeviceServiceListCardsProcedure:    {Local | User | Host, viewer, false},
 		gpuctlv1connect.DeviceServiceListMachinesProcedure: {Local | User | Host, viewer, false},
 		gpuctlv1connect.DeviceServiceIsolationProcedure:    {Local | User | Host, viewer, false},
@@ -92,7 +92,7 @@ func Table() map[string]Rule {
 		gpuctlv1connect.MigrationServiceAbortProcedure:  {Local | User | Host, operator, change},
 		gpuctlv1connect.MigrationServiceResumeProcedure: {Local | User | Host, operator, change},
 
-		// Steps of migrations: their drivers alone ask for them.
+		// Steps of migrations: only their drivers, which are hosts, call them.
 		gpuctlv1connect.SiteServiceMachineFactsProcedure: {Host, nobody, false},
 		gpuctlv1connect.SiteServiceHostFactsProcedure:    {Host, nobody, false},
 		gpuctlv1connect.SiteServiceWhereProcedure:        {Host, nobody, false},
@@ -117,8 +117,8 @@ func Table() map[string]Rule {
 		gpuctlv1connect.SiteServiceUnpauseProcedure:      {Host, nobody, change},
 		gpuctlv1connect.SiteServiceStopProcedure:         {Host, nobody, change},
 		gpuctlv1connect.SiteServiceStartProcedure:        {Host, nobody, change},
-		// States of VMs: the two hosts of a migration bring them to each other,
-		// as its record says, and nothing gives one to a host that asks.
+		// States of VMs: the two hosts in a migration's record send them to each other.
+		// No call returns a state to a host that asks for it.
 		gpuctlv1connect.SiteServiceKeepProcedure:    {Host, nobody, change},
 		gpuctlv1connect.SiteServiceDepositProcedure: {Host, nobody, change},
 		gpuctlv1connect.SiteServiceForgetProcedure:  {Host, nobody, change},

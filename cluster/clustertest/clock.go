@@ -7,8 +7,8 @@ import (
 	"github.com/gpuctl/gpuctl/cluster/replica"
 )
 
-// Clock of a node. Its time of day jumps on command; its monotonic time leaps
-// forward, as after a suspension, but never goes back.
+// Clock is the clock of a node. Its time of day jumps on command. Its monotonic time can
+// leap forward, as after a suspend of the computer, but never goes back.
 type Clock struct {
 	real replica.Clock
 	mu   sync.Mutex
@@ -16,17 +16,17 @@ type Clock struct {
 	mono time.Duration
 }
 
-// NewClock returns one that agrees with the machine's.
+// NewClock returns a clock with the system's time.
 func NewClock() *Clock { return &Clock{real: replica.SystemClock()} }
 
-// Wall implements store.Clock.
+// Wall implements replica.Clock.
 func (c *Clock) Wall() time.Time {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	return c.real.Wall().Add(c.wall)
 }
 
-// Monotonic implements store.Clock.
+// Monotonic implements replica.Clock.
 func (c *Clock) Monotonic() time.Duration {
 	c.mu.Lock()
 	defer c.mu.Unlock()

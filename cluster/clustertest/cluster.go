@@ -16,18 +16,18 @@ import (
 	"github.com/gpuctl/gpuctl/cluster/state"
 )
 
-// Options of a cluster.
+// Options are the options of New.
 type Options struct {
 	Nodes  int
-	Disk   bool // logs are files; else in memory, and a killed node loses them
-	GPUs   int  // of each host; 0: none
+	Disk   bool // nodes keep their logs in files; otherwise in memory, so that a killed node loses its log
+	GPUs   int  // GPUs of each host
 	Labels func(node int) map[string]string
 	// Config changes a node's configuration.
 	Config func(node int, c *replica.Config)
 	Log    *slog.Logger
 }
 
-// Timing for tests: everything happens about five times as fast as it would.
+// Timing returns time-outs for tests: about a fifth of replica.Fast's.
 func Timing() replica.Timing {
 	return replica.Timing{
 		Heartbeat: 60 * time.Millisecond, Election: 60 * time.Millisecond, Lease: 50 * time.Millisecond,
@@ -37,7 +37,7 @@ func Timing() replica.Timing {
 	}
 }
 
-// Cluster of nodes n0, n1, … .
+// Cluster is a cluster of nodes n0, n1, … .
 type Cluster struct {
 	Network *Network
 	Nodes   []*Node
@@ -47,7 +47,7 @@ type Cluster struct {
 	calls   sync.WaitGroup
 }
 
-// Node of a cluster. Its store changes when it is started anew.
+// Node is a node of a cluster. It gets a new store when it is started again.
 type Node struct {
 	Name, ID, Address string
 	Disk              *Disk
@@ -61,7 +61,7 @@ type Node struct {
 }
 
 // New starts a cluster and waits until it is complete: all hosts have reported
-// themselves, and as many vote as should.
+// themselves, and there are as many voters as there should be.
 func New(tb testing.TB, opts Options) *Cluster {
 	tb.Helper()
 	if opts.Log == nil {
@@ -114,7 +114,7 @@ func New(tb testing.TB, opts Options) *Cluster {
 	return c
 }
 
-// Report makes a node's host known, with its GPUs g0, g1, … .
+// Report reports a node's host, with its GPUs g0, g1, … .
 func (c *Cluster) Report(ctx context.Context, n *Node) {
 	c.tb.Helper()
 	h := &clusterv1.Host{Name: n.Name, Id: n.ID, Address: n.Address, Protocol: state.Protocol}
@@ -130,7 +130,7 @@ func (c *Cluster) Report(ctx context.Context, n *Node) {
 	}
 }
 
-// Must apply a command through a node.
+// Must applies a command through a node. It fails the test if the result is not OK.
 func (c *Cluster) Must(ctx context.Context, n *Node, cmd *clusterv1.Command) *clusterv1.Result {
 	c.tb.Helper()
 	r, err := n.Store().Apply(ctx, cmd)
@@ -143,7 +143,7 @@ func (c *Cluster) Must(ctx context.Context, n *Node, cmd *clusterv1.Command) *cl
 	return r
 }
 
-// Until waits until something is so.
+// Until calls f until it returns no error.
 func (c *Cluster) Until(ctx context.Context, what string, f func() error) {
 	c.tb.Helper()
 	for {
@@ -159,7 +159,7 @@ func (c *Cluster) Until(ctx context.Context, what string, f func() error) {
 	}
 }
 
-// Leader waits for a node that leads.
+// Leader waits for a leader and returns its node.
 func (c *Cluster) Leader(ctx context.Context) *Node {
 	c.tb.Helper()
 	var leader *Node
@@ -179,8 +179,8 @@ func (c *Cluster) Leader(ctx context.Context) *Node {
 	return leader
 }
 
-// Equal waits until all running nodes have applied the same, and checks that
-// their states are equal to the byte and in order.
+// Equal waits until all running nodes have applied the same entries, and checks that
+// their snapshots are equal byte for byte.
 func (c *Cluster) Equal(ctx context.Context) {
 	c.tb.Helper()
 	views := map[string]*state.View{}
@@ -217,7 +217,7 @@ func (c *Cluster) Equal(ctx context.Context) {
 	}
 }
 
-// difference shows where two snapshots begin to differ.
+// difference returns the place where two snapshots begin to differ.
 func difference(a, b []byte) string {
 	at := 0
 	for at < len(a) && at < len(b) && a[at] == b[at] {
@@ -227,10 +227,10 @@ func difference(a, b []byte) string {
 	return fmt.Sprintf("from byte %d of %d and %d: %q and %q", at, len(a), len(b), part(a), part(b))
 }
 
-// Isolate cuts a node off, in both directions.
+// Isolate disconnects a node from the others, in both directions.
 func (c *Cluster) Isolate(n *Node) { c.Split([]*Node{n}) }
 
-// Split cuts some nodes off from the others.
+// Split disconnects some nodes from the others.
 func (c *Cluster) Split(some []*Node) {
 	in := map[*Node]bool{}
 	for _, n := range some {
@@ -256,14 +256,14 @@ func (c *Cluster) close() {
 	c.calls.Wait()
 }
 
-// Store of the node; nil while it does not run.
+// Store returns the node's store; nil while the node does not run.
 func (n *Node) Store() *replica.Store {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	return n.store
 }
 
-// Voters as the node knows them.
+// Voters returns the names of the voters that the node knows.
 func (n *Node) Voters() []string {
 	var out []string
 	for _, m := range n.Store().Status().GetMembers() {
@@ -274,7 +274,7 @@ func (n *Node) Voters() []string {
 	return out
 }
 
-// Config of the node.
+// Config returns the node's configuration.
 func (n *Node) Config() replica.Config {
 	cfg := replica.Config{
 		ID: n.ID, Name: n.Name, Address: n.Address, Version: "test",
@@ -291,7 +291,7 @@ func (n *Node) Config() replica.Config {
 	return cfg
 }
 
-// Start a node that does not run. Its disk is well.
+// Start starts a node that does not run. It ends faults of its disk.
 func (n *Node) Start(ctx context.Context) error {
 	n.mu.Lock()
 	defer n.mu.Unlock()
@@ -314,7 +314,7 @@ func (n *Node) Start(ctx context.Context) error {
 	return nil
 }
 
-// Kill ends a node without letting it do anything more.
+// Kill ends a node at once, as kill -9 would.
 func (n *Node) Kill() {
 	n.mu.Lock()
 	s, l := n.store, n.layer
@@ -325,10 +325,10 @@ func (n *Node) Kill() {
 	}
 	n.Disk.set(errDead, 0)
 	l.kill()
-	_ = s.Halt() // what it says of its dead disk is no news
+	_ = s.Halt() // its disk fails, so an error is expected
 }
 
-// Stop ends a node in order.
+// Stop closes a node's store.
 func (n *Node) Stop() error {
 	n.mu.Lock()
 	s := n.store
@@ -340,7 +340,7 @@ func (n *Node) Stop() error {
 	return s.Close()
 }
 
-// peers reaches other nodes.
+// peers is a node's replica.Forwarder.
 type peers struct{ from *Node }
 
 var _ replica.Forwarder = (*peers)(nil)

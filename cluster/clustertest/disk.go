@@ -13,24 +13,24 @@ import (
 	"github.com/gpuctl/gpuctl/cluster/replica"
 )
 
-// Disk of a node.
+// Disk is the disk of a node, with faults on command.
 type Disk struct {
 	mu    sync.Mutex
 	fail  error
 	delay time.Duration
-	hang  chan struct{} // closed when a hanging disk goes on
+	hang  chan struct{} // closed when a hanging disk continues
 }
 
-// Full makes every write fail for want of room, until Well.
+// Full makes each write fail with ENOSPC, until Well.
 func (d *Disk) Full() { d.set(fmt.Errorf("test: %w", syscall.ENOSPC), 0) }
 
-// Break makes every write fail.
+// Break makes each write fail with EIO.
 func (d *Disk) Break() { d.set(fmt.Errorf("test: %w", syscall.EIO), 0) }
 
-// Slow makes every write take up to twice that long.
+// Slow delays each write by up to twice that time.
 func (d *Disk) Slow(delay time.Duration) { d.set(nil, delay) }
 
-// Hang makes every write wait, until another of these calls.
+// Hang blocks all writes, until another of these methods is called.
 func (d *Disk) Hang() {
 	d.set(nil, 0)
 	d.mu.Lock()

@@ -1,9 +1,8 @@
-// Package clustertest runs clusters inside a test: real stores with Raft's own
-// network transport over loopback, whose network, disks and clocks fail on
-// command.
+// Package clustertest runs clusters inside a test. It uses real stores with Raft's own
+// network transport over loopback. Their network, disks and clocks fail on command.
 //
-// A node that is killed loses its connections and its disk at once and then
-// its process's memory; what its files hold at that moment stays, as after
-// kill -9. Links fail per direction: a cut one swallows what is sent on it, so
-// that a request may arrive whose answer does not.
+// A killed node first loses its connections and its disk, and then its memory. Its files
+// stay as they are at that moment, as after kill -9. Links fail for each direction
+// separately: messages on a broken link are lost, so a request may arrive whose answer
+// does not.
 package clustertest

@@ -12,14 +12,14 @@ import (
 	"github.com/hashicorp/raft"
 )
 
-// ErrUnreachable says that a message or its answer was lost.
+// ErrUnreachable means that a message or its answer was lost.
 var ErrUnreachable = errors.New("unreachable")
 
-// Link is what happens to messages in one direction.
+// Link describes what happens to messages in one direction.
 type Link struct {
-	Cut   bool          // they are lost
-	Loss  float64       // the part that is lost, with the connection
-	Delay time.Duration // each takes up to twice that long
+	Cut   bool          // all messages are lost
+	Loss  float64       // part of the messages that is lost, together with the connection
+	Delay time.Duration // each message is delayed by up to twice that time
 }
 
 // Network connects nodes by their addresses.
@@ -30,20 +30,20 @@ type Network struct {
 	timeout   time.Duration
 }
 
-// NewNetwork returns one where everything arrives at once. A call whose answer
-// is lost fails after the timeout.
+// NewNetwork returns a network without faults. A call whose answer is lost fails after
+// the time-out.
 func NewNetwork(timeout time.Duration) *Network {
 	return &Network{links: map[[2]string]Link{}, listeners: map[string]*layer{}, timeout: timeout}
 }
 
-// Set what happens from one address to another.
+// Set sets what happens to messages from one address to another.
 func (n *Network) Set(from, to string, l Link) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	n.links[[2]string{from, to}] = l
 }
 
-// Heal all links.
+// Heal ends the faults of all links.
 func (n *Network) Heal() {
 	n.mu.Lock()
 	defer n.mu.Unlock()
@@ -61,7 +61,7 @@ func (n *Network) pass(from, to string) bool {
 	return !l.Cut && (l.Loss == 0 || rand.Float64() >= l.Loss) //nolint:gosec // a test's dice
 }
 
-// Call does a call between hosts, either of whose messages may be lost.
+// Call makes a call between hosts. Its request or its answer may be lost.
 func (n *Network) Call(ctx context.Context, from, to string, call func() error) error {
 	lost := func() error {
 		select {
@@ -80,7 +80,7 @@ func (n *Network) Call(ctx context.Context, from, to string, call func() error) 
 	return err
 }
 
-// layer carries Raft of one run of a node.
+// layer is the network layer of Raft for one run of a node.
 type layer struct {
 	net.Listener
 	network *Network
@@ -111,7 +111,7 @@ func (n *Network) listen(address string) (*layer, error) {
 	return s, nil
 }
 
-// Addr implements net.Listener with the name in the network.
+// Addr implements net.Listener. It returns the name in the network.
 func (s *layer) Addr() net.Addr { return name(s.address) }
 
 // Accept implements net.Listener.
@@ -155,7 +155,7 @@ func (s *layer) Dial(to raft.ServerAddress, timeout time.Duration) (net.Conn, er
 	return &conn{Conn: c, network: n, from: s.address, to: string(to), layer: s}, nil
 }
 
-// kill ends everything at once.
+// kill closes everything at once.
 func (s *layer) kill() {
 	s.network.mu.Lock()
 	if s.network.listeners[s.address] == s {
@@ -177,8 +177,8 @@ func (s *layer) Close() error {
 	return nil
 }
 
-// conn is the dialling end; it stands for both directions. A stream that lost
-// a message never delivers anything again.
+// conn is the dialer's end of a connection. It handles both directions. A stream that has
+// lost a message never delivers anything again.
 type conn struct {
 	net.Conn
 	network  *Network

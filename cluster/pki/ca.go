@@ -21,11 +21,11 @@ import (
 const (
 	// Lifetime is how long certificates of hosts and users are valid.
 	Lifetime = 30 * 24 * time.Hour
-	// BackDate is how long before its making a certificate begins.
+	// BackDate is how long before its creation a certificate becomes valid.
 	BackDate = time.Hour
 
 	caLifetime = 10 * 365 * 24 * time.Hour
-	caBackDate = 24 * time.Hour // certificates signed by a slower clock are not older than their authority
+	caBackDate = 24 * time.Hour // so that certificates that a slower clock signs are not older than their authority
 	maxCSR     = 16 << 10
 	minRSA     = 2048
 	maxRSA     = 8192
@@ -51,7 +51,7 @@ func NewCA(clusterID string, now time.Time) (*CA, error) {
 	if err != nil {
 		return nil, err
 	}
-	// Without a common name: it may have 64 bytes, as a cluster's id may.
+	// No common name: it is limited to 64 bytes, and a cluster's id may be longer.
 	template := &x509.Certificate{
 		SerialNumber:          serial,
 		Subject:               pkix.Name{Organization: []string{"gpuctl cluster"}, OrganizationalUnit: []string{clusterID}},
@@ -69,7 +69,7 @@ func NewCA(clusterID string, now time.Time) (*CA, error) {
 	return newCA(der, key)
 }
 
-// ParseCA is the authority of a certificate and a PKCS #8 key, both DER.
+// ParseCA returns the authority with a certificate and a PKCS #8 key, both in DER.
 func ParseCA(cert, key []byte) (*CA, error) {
 	parsed, err := x509.ParsePKCS8PrivateKey(key)
 	if err != nil {
@@ -93,7 +93,8 @@ func newCA(der []byte, key crypto.Signer) (*CA, error) {
 	return &CA{cert, key, ClusterOf(cert)}, nil
 }
 
-// ParseCACertificate reads an authority's certificate and checks that it is one.
+// ParseCACertificate parses an authority's certificate in DER, and checks that it is one
+// of a cluster.
 func ParseCACertificate(der []byte) (*x509.Certificate, error) {
 	cert, err := x509.ParseCertificate(der)
 	switch {
@@ -108,7 +109,7 @@ func ParseCACertificate(der []byte) (*x509.Certificate, error) {
 	return cert, nil
 }
 
-// ClusterOf is the cluster that an authority's certificate is for; empty: none.
+// ClusterOf returns the id of the cluster in an authority's certificate; empty: none.
 func ClusterOf(ca *x509.Certificate) string {
 	if ou := ca.Subject.OrganizationalUnit; len(ou) == 1 && ValidName(ou[0]) {
 		return ou[0]
@@ -116,13 +117,13 @@ func ClusterOf(ca *x509.Certificate) string {
 	return ""
 }
 
-// Certificate is the authority's own. It must not be changed.
+// Certificate returns the authority's own certificate. It must not be changed.
 func (ca *CA) Certificate() *x509.Certificate { return ca.cert }
 
-// ClusterID is the cluster that it signs for.
+// ClusterID returns the id of the cluster.
 func (ca *CA) ClusterID() string { return ca.cluster }
 
-// KeyDER is the private key as PKCS #8.
+// KeyDER returns the private key as PKCS #8.
 func (ca *CA) KeyDER() ([]byte, error) {
 	der, err := x509.MarshalPKCS8PrivateKey(ca.key)
 	if err != nil {
@@ -131,11 +132,12 @@ func (ca *CA) KeyDER() ([]byte, error) {
 	return der, nil
 }
 
-// Fingerprint is what a join token knows an authority by.
+// Fingerprint returns the SHA-256 of an authority's certificate. A join token contains
+// it.
 func Fingerprint(ca *x509.Certificate) [sha256.Size]byte { return sha256.Sum256(ca.Raw) }
 
-// Sign makes a certificate, DER, for the key of a request. Of the request
-// itself nothing else is used.
+// Sign returns a certificate in DER for the key of a certificate request (PKCS #10). It
+// uses nothing else of the request.
 func (ca *CA) Sign(csr []byte, id Identity, now time.Time) ([]byte, error) {
 	if err := id.validate(); err != nil {
 		return nil, err
@@ -162,7 +164,7 @@ func (ca *CA) Sign(csr []byte, id Identity, now time.Time) ([]byte, error) {
 	}
 	template := &x509.Certificate{
 		SerialNumber: serial,
-		// A subject's serial number tells those of one name apart (RFC 4519).
+		// A subject's serial number distinguishes subjects with the same name (RFC 4519).
 		Subject:               pkix.Name{CommonName: id.ID, Organization: []string{roleName(id.Role)}, SerialNumber: id.Enrolment},
 		NotBefore:             now.Add(-BackDate),
 		NotAfter:              until,
@@ -187,7 +189,8 @@ func (ca *CA) Sign(csr []byte, id Identity, now time.Time) ([]byte, error) {
 	return der, nil
 }
 
-// requestKey is the key of a request that proves to have its private half.
+// requestKey returns the public key of a request, after it has checked that the requester
+// has the private key.
 func requestKey(der []byte) (crypto.PublicKey, error) {
 	if len(der) > maxCSR {
 		return nil, fmt.Errorf("%w: %d bytes, more than %d", ErrRequest, len(der), maxCSR)
@@ -196,7 +199,7 @@ func requestKey(der []byte) (crypto.PublicKey, error) {
 	if err != nil {
 		return nil, fmt.Errorf("%w: %w", ErrRequest, err)
 	}
-	// Before the signature: checking that of a huge key takes long.
+	// Checked before the signature, because verifying with a huge key takes long.
 	if err := checkKey(csr.PublicKey); err != nil {
 		return nil, fmt.Errorf("%w: %w", ErrRequest, err)
 	}
@@ -224,7 +227,7 @@ func checkKey(key crypto.PublicKey) error {
 	return fmt.Errorf("its key is a %T (want ECDSA, Ed25519 or RSA)", key)
 }
 
-// NewKey makes a private key of the kind that every TLS library takes.
+// NewKey makes a private key of a type that every TLS library supports.
 func NewKey() (*ecdsa.PrivateKey, error) {
 	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
 	if err != nil {
@@ -233,7 +236,7 @@ func NewKey() (*ecdsa.PrivateKey, error) {
 	return key, nil
 }
 
-// NewRequest is a certificate request, DER, for a key.
+// NewRequest returns a certificate request in DER for a key.
 func NewRequest(key crypto.Signer) ([]byte, error) {
 	csr, err := x509.CreateCertificateRequest(rand.Reader, &x509.CertificateRequest{}, key)
 	if err != nil {

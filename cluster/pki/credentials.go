@@ -17,22 +17,22 @@ const (
 	maxSavedHosts = 64
 )
 
-// Credentials are what a user reaches a cluster with.
+// Credentials are what a user needs to connect to a cluster.
 type Credentials struct {
-	Name      string   // the user's own for the cluster
-	Addresses []string // host:port, of any of its hosts
+	Name      string   // the user's name for the cluster
+	Addresses []string // host:port of some of the cluster's hosts
 	Material  *Material
 }
 
-// Clusters is the folder with a user's credentials: one folder a cluster, with
-// addresses (one a line), ca.crt, user.crt and user.key.
+// Clusters is the folder with a user's credentials. It has one folder for each cluster,
+// with addresses (one in each line), ca.crt, user.crt and user.key.
 type Clusters struct{ path string }
 
-// NewClusters is the folder that the environment says: in $XDG_CONFIG_HOME, or
-// in .config of $HOME.
+// NewClusters returns the folder in $XDG_CONFIG_HOME, or in .config of $HOME (XDG Base
+// Directory Specification).
 func NewClusters(getenv func(string) string) (Clusters, error) {
 	config := getenv("XDG_CONFIG_HOME")
-	if !filepath.IsAbs(config) { // as the XDG specification wants it
+	if !filepath.IsAbs(config) { // the specification says that relative paths are ignored
 		home := getenv("HOME")
 		if home == "" {
 			return Clusters{}, errors.New("neither XDG_CONFIG_HOME nor HOME says where credentials are kept")
@@ -42,7 +42,7 @@ func NewClusters(getenv func(string) string) (Clusters, error) {
 	return Clusters{filepath.Join(config, "gpuctl", "clusters")}, nil
 }
 
-// Path is the folder's.
+// Path returns the folder's path.
 func (c Clusters) Path() string { return c.path }
 
 func (c Clusters) dir(name string) (Dir, error) {
@@ -52,8 +52,8 @@ func (c Clusters) dir(name string) (Dir, error) {
 	return Dir{filepath.Join(c.path, name), "user"}, nil
 }
 
-// Save stores credentials in place of those of that name. The addresses come
-// last: they make the folder one that List knows.
+// Save stores credentials, and replaces those of the same name. The addresses are written
+// last, because List returns only folders with addresses.
 func (c Clusters) Save(cr *Credentials) error {
 	d, err := c.dir(cr.Name)
 	if err != nil {
@@ -73,7 +73,7 @@ func (c Clusters) Save(cr *Credentials) error {
 	return d.writeBytes(addressesFile, []byte(strings.Join(cr.Addresses, "\n")+"\n"), 0o600)
 }
 
-// Load reads the credentials of that name.
+// Load returns the credentials with this name.
 func (c Clusters) Load(name string) (*Credentials, error) {
 	d, err := c.dir(name)
 	if err != nil {
@@ -94,7 +94,7 @@ func (c Clusters) Load(name string) (*Credentials, error) {
 	return &Credentials{name, addresses, m}, nil
 }
 
-// List names the clusters that there are credentials for, in order.
+// List returns the names of the clusters with credentials, sorted.
 func (c Clusters) List() ([]string, error) {
 	entries, err := os.ReadDir(c.path)
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {
@@ -110,7 +110,7 @@ func (c Clusters) List() ([]string, error) {
 	return names, nil
 }
 
-// Remove forgets credentials. That they are not there is no error.
+// Remove deletes credentials. If there are none, there is no error.
 func (c Clusters) Remove(name string) error {
 	d, err := c.dir(name)
 	if err != nil {
@@ -140,14 +140,14 @@ func parseAddresses(data []byte) ([]string, error) {
 	return out, nil
 }
 
-// checkAddress wants host:port as it is dialled.
+// checkAddress checks that an address is host:port.
 func checkAddress(address string) error {
 	host, port, err := net.SplitHostPort(address)
 	if err != nil || host == "" || len(address) > maxAddress {
 		return fmt.Errorf("address %.300q is not host:port", address)
 	}
 	for i := range len(host) {
-		// Letters, digits and what IPv6 addresses with zones have.
+		// Only characters of DNS names and of IP addresses with zones.
 		if c := host[i]; c <= ' ' || c >= 0x7f || strings.IndexByte(`/\"'[]@?#`, c) >= 0 {
 			return fmt.Errorf("address %.300q: the host has a %q", address, c)
 		}

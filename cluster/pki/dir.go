@@ -24,17 +24,17 @@ const (
 	caKeyFile  = "ca.key"
 )
 
-// Dir is a folder with the authority's certificate, its key if this host may
-// sign, and a certificate with its key.
+// Dir is a folder with the authority's certificate, its key if this host may sign, and a
+// certificate with its key.
 type Dir struct {
 	path string
 	stem string
 }
 
-// NewDir is a host's folder: ca.crt, ca.key, node.crt, node.key.
+// NewDir returns a host's folder. Its files are ca.crt, ca.key, node.crt and node.key.
 func NewDir(path string) Dir { return Dir{path, "node"} }
 
-// Path is the folder's.
+// Path returns the folder's path.
 func (d Dir) Path() string { return d.path }
 
 func (d Dir) file(name string) string { return filepath.Join(d.path, name) }
@@ -74,8 +74,8 @@ func (d Dir) LoadCA() (*CA, error) {
 	return ca, nil
 }
 
-// Save stores a certificate with its key and authority. A crash in between
-// leaves a certificate and a key that fit.
+// Save stores a certificate with its key and authority. After a crash at any point, the
+// folder has a certificate with the key that belongs to it.
 func (d Dir) Save(m *Material) error {
 	key, err := x509.MarshalPKCS8PrivateKey(m.Certificate.PrivateKey)
 	if err != nil {
@@ -98,7 +98,7 @@ func (d Dir) Save(m *Material) error {
 	return d.finish()
 }
 
-// finish makes the next key the key.
+// finish replaces the key by the next key.
 func (d Dir) finish() error {
 	if err := os.Rename(d.file(d.nextFile()), d.file(d.keyFile())); err != nil {
 		return fmt.Errorf("key: %w", err)
@@ -106,8 +106,8 @@ func (d Dir) finish() error {
 	return d.sync()
 }
 
-// Load reads the certificate with its key and authority. An error that wraps
-// fs.ErrNotExist says that there is none yet.
+// Load reads the certificate with its key and authority. The error wraps fs.ErrNotExist
+// if there is none yet.
 func (d Dir) Load() (*Material, error) {
 	ca, err := d.pemFile(caCertFile, typeCert, false)
 	if err != nil {
@@ -144,7 +144,8 @@ func ignoreMissing(err error) error {
 	return err
 }
 
-// assemble tries the key, then the one that a Save has begun to replace it by.
+// assemble tries the key, then the next key of an interrupted Save. second reports that
+// the next key is right.
 func assemble(ca, cert, key, next []byte) (m *Material, second bool, err error) {
 	err = fmt.Errorf("key: %w", fs.ErrNotExist)
 	for i, der := range [][]byte{key, next} {
@@ -179,7 +180,7 @@ func parseKey(der []byte) (crypto.Signer, error) {
 	return signer, nil
 }
 
-// parsePEM takes exactly one block.
+// parsePEM returns the content of a file with exactly one PEM block.
 func parsePEM(data []byte, kind string) ([]byte, error) {
 	block, rest := pem.Decode(data)
 	switch {
@@ -209,9 +210,9 @@ func (d Dir) pemFile(name, kind string, private bool) ([]byte, error) {
 	return der, nil
 }
 
-// readFile reads a small file; a private one must be its owner's alone.
+// readFile reads a small file. A private one must be accessible by its owner only.
 func readFile(path string, private bool) ([]byte, error) {
-	// Not blocking, should somebody have put a pipe there.
+	// Non-blocking, so that a pipe in the file's place does not block.
 	f, err := os.OpenFile(path, os.O_RDONLY|syscall.O_NONBLOCK, 0)
 	if err != nil {
 		return nil, err
@@ -260,7 +261,7 @@ func (d Dir) writeBytes(name string, data []byte, perm fs.FileMode) error {
 	return nil
 }
 
-// sync makes renames last.
+// sync makes renames durable.
 func (d Dir) sync() error {
 	f, err := os.Open(d.path)
 	if err != nil {
@@ -273,7 +274,7 @@ func (d Dir) sync() error {
 	return nil
 }
 
-// stamp changes when a file of the material does.
+// stamp returns a text that changes when a file of the material changes.
 func (d Dir) stamp() string {
 	var b bytes.Buffer
 	for _, name := range []string{caCertFile, d.certFile(), d.keyFile()} {

@@ -6,7 +6,7 @@ import (
 	"github.com/gpuctl/gpuctl/internal/reason"
 )
 
-// Why a certificate is not accepted. The errors that wrap these say what to do.
+// Why a certificate is not accepted. Errors that wrap these contain what to do.
 var (
 	ErrNoCertificate = errors.New("no certificate")
 	ErrExpired       = errors.New("certificate has expired")
@@ -19,20 +19,20 @@ var (
 	ErrMalformed     = errors.New("certificate names no identity")
 )
 
-// What is wrong with a certificate signing request or what it is for.
+// Why a certificate cannot be signed.
 var (
 	ErrRequest  = reason.New(reason.Invalid, "unusable certificate request")
 	ErrIdentity = reason.New(reason.Invalid, "unusable identity")
 )
 
-// What is wrong with files.
+// Why files cannot be used.
 var (
 	ErrPermissions = errors.New("key can be read by others")
 	ErrDamaged     = errors.New("damaged file")
 	ErrMismatch    = errors.New("files do not belong together")
 )
 
-// Why a join token does not let anybody in.
+// Why a join token is refused.
 var (
 	ErrTokenMalformed = reason.New(reason.TokenMalformed, "not a join token")
 	ErrTokenUnknown   = reason.New(reason.TokenRejected, "join token is not known")

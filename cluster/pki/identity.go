@@ -19,14 +19,14 @@ import (
 
 const (
 	scheme        = "gpuctl"
-	maxNameLength = 64 // of a common name (X.520)
+	maxNameLength = 64 // longest common name (X.520, ub-common-name)
 	maxNames      = 16
 )
 
-// Kind is what a certificate's owner is.
+// Kind is the kind of a certificate's owner.
 type Kind uint8
 
-// The kinds that there are.
+// Kinds of owners.
 const (
 	KindUser Kind = iota + 1
 	KindHost
@@ -47,21 +47,21 @@ type Peer struct {
 	Cluster   string
 	Kind      Kind
 	ID        string
-	Names     []string // of a host, its id included
+	Names     []string // names of a host, including its id
 	NotBefore time.Time
 	NotAfter  time.Time
 	Serial    string
-	Enrolment string // that it came of; empty: before there were any
+	Enrolment string // enrolment from which the certificate comes; empty: made by a version without enrolments
 }
 
 func (p Peer) String() string { return p.Kind.String() + " " + p.ID }
 
-// Is reports whether the peer is the host of that id or name.
+// Is reports whether the peer is the host with that id or name.
 func (p Peer) Is(host string) bool {
 	return p.Kind == KindHost && (p.ID == host || slices.ContainsFunc(p.Names, func(n string) bool { return strings.EqualFold(n, host) }))
 }
 
-// Valid reports whether the certificate holds at that time.
+// Valid returns an error if the certificate is not valid at that time.
 func (p Peer) Valid(now time.Time) error {
 	switch {
 	case now.Before(p.NotBefore):
@@ -76,25 +76,25 @@ func (p Peer) Valid(now time.Time) error {
 
 func stamp(t time.Time) string { return t.UTC().Format(time.RFC3339) }
 
-// Identity is what a certificate is to say.
+// Identity is the content of a certificate to be signed.
 type Identity struct {
 	ID       string
-	Role     clusterv1.Role // ROLE_HOST makes it a host's; a hint for people otherwise
+	Role     clusterv1.Role // ROLE_HOST makes it a host's; any other role is only for people to read
 	Names    []string       // more DNS names of a host
-	IPs      []net.IP       // of a host
+	IPs      []net.IP       // addresses of a host
 	Lifetime time.Duration  // 0: Lifetime
-	// Enrolment is that of the identity (NewEnrolment), which every
-	// certificate of it names; empty: it has none.
+	// Enrolment is the identity's enrolment (see NewEnrolment). All certificates of the
+	// identity contain it. Empty: it has none.
 	Enrolment string
 }
 
-// NewEnrolment tells an enrolment from all others, those of the same name
-// included.
+// NewEnrolment returns an id for an enrolment. It is unique, so that a new enrolment with
+// the same name is different.
 func NewEnrolment() string { return "e-" + random.Hex(16) }
 
-// EnrolmentOf is the enrolment that showing a token's secret with a request for
-// a certificate makes. Who shows the same again, as the answer was lost, is the
-// same; nobody else can.
+// EnrolmentOf returns the enrolment that results from a token's secret and a certificate
+// request. Repeating the same request, because the answer was lost, results in the same
+// enrolment. Nobody else can make that request.
 func EnrolmentOf(secret, csr []byte) string {
 	h := sha256.New()
 	_ = binary.Write(h, binary.BigEndian, uint64(len(secret)))
@@ -103,7 +103,8 @@ func EnrolmentOf(secret, csr []byte) string {
 	return "e-" + hex.EncodeToString(h.Sum(nil)[:16])
 }
 
-// HostIdentity is that of a host with its name and the host:port it is reached at.
+// HostIdentity returns the identity of a host. address is the host:port at which it is
+// reached.
 func HostIdentity(id, name, address, enrolment string) Identity {
 	out := Identity{ID: id, Role: clusterv1.Role_ROLE_HOST, Enrolment: enrolment}
 	if name != "" {
@@ -183,7 +184,7 @@ func ValidName(name string) bool {
 	return true
 }
 
-// roleName is what people read in a certificate.
+// roleName returns the name of a role in a certificate, for people to read.
 func roleName(r clusterv1.Role) string {
 	return strings.ToLower(strings.TrimPrefix(r.String(), "ROLE_"))
 }
@@ -192,7 +193,7 @@ func identityURI(cluster string, kind Kind, id string) *url.URL {
 	return &url.URL{Scheme: scheme, Host: cluster, Path: "/" + kind.String() + "/" + id}
 }
 
-// PeerOf reads whom a certificate is of. It verifies nothing.
+// PeerOf returns the owner of a certificate. It verifies nothing.
 func PeerOf(cert *x509.Certificate) (Peer, error) {
 	bad := func(why string) (Peer, error) {
 		return Peer{}, fmt.Errorf("%w: %s", ErrMalformed, why)

@@ -7,24 +7,24 @@ import (
 	"fmt"
 )
 
-// Material is what its owner shows to others and knows them by.
+// Material is a certificate with its key, and the authority that verifies others.
 type Material struct {
 	CA          *x509.Certificate
-	Certificate *tls.Certificate // its chain is the leaf and the authority, so that a token's fingerprint can be met
-	Peer        Peer             // whom the certificate is of
+	Certificate *tls.Certificate // the chain contains the authority, too, so that a client can check a token's fingerprint
+	Peer        Peer             // owner of the certificate
 }
 
-// Provider knows the material in force. It may be nil: there is none yet.
+// Provider returns the material in use, or nil if there is none yet.
 type Provider interface {
 	Current() *Material
 }
 
-// Current makes a Material a Provider of itself.
+// Current returns m, so that a Material is a Provider.
 func (m *Material) Current() *Material { return m }
 
-// NewMaterial puts together what belongs together: the authority has signed
-// the certificate, which is that of the key. Whether it is valid now is not
-// checked: a certificate that has expired can still be renewed by hand.
+// NewMaterial checks that the authority has signed the certificate, and that the
+// certificate belongs to the key. It does not check whether the certificate has expired,
+// because an expired one can still be renewed by hand.
 func NewMaterial(cert, ca []byte, key crypto.Signer) (*Material, error) {
 	parsed, err := ParseCACertificate(ca)
 	if err != nil {

@@ -28,33 +28,33 @@ const (
 	quietFor         = 10 * time.Second
 	readsPerAddress  = 100
 
-	welcome = 1 // the first byte of a raft connection: the dialer's certificate was accepted
+	welcome = 1 // first byte of a Raft connection: the dialer's certificate was accepted
 )
 
-// MuxConfig is what a Mux needs.
+// MuxConfig has what a Mux depends on, and its limits.
 type MuxConfig struct {
 	Listener net.Listener
 	Trust    Trust
 	Log      *slog.Logger
 
 	HandshakeTimeout time.Duration // 0: 10 s
-	MaxHandshakes    int           // at a time; 0: 256
-	MaxAnonymous     int           // connections without a valid certificate; 0: 64
-	MaxPerAddress    int           // of these, from one address; 0: 16
-	MaxPerUser       int           // connections with the certificates of one user; 0: 512
-	ReadsPerAddress  int           // a second, of those without a valid certificate, and four times as many at once; 0: 100
-	AnonymousFor     time.Duration // how long they may last; 0: 2 min
-	Recheck          time.Duration // how often raft's connections are looked at; 0: 1 s
+	MaxHandshakes    int           // handshakes at a time; 0: 256
+	MaxAnonymous     int           // most connections without a valid certificate; 0: 64
+	MaxPerAddress    int           // most of these from one address; 0: 16
+	MaxPerUser       int           // most connections of one user; 0: 512
+	ReadsPerAddress  int           // reads in a second from one address without a valid certificate, and four times as many in a burst; 0: 100
+	AnonymousFor     time.Duration // longest duration of connections without a valid certificate; 0: 2 min
+	Recheck          time.Duration // time between two checks of Raft's connections; 0: 1 s
 
 	// DialContext connects to other hosts; nil: TCP.
 	DialContext func(ctx context.Context, network, address string) (net.Conn, error)
-	// Expect knows which host is reached at an address; nil or empty: any of
-	// this cluster may answer.
+	// Expect returns the host that is reached at an address. If it is nil or returns "",
+	// any host of this cluster is accepted.
 	Expect func(address string) (host string)
 }
 
-// Mux shares one port among HTTP and Raft. Slow clients hold neither of them:
-// handshakes have a deadline, and there are only so many at a time.
+// Mux shares one port between HTTP and Raft. Slow clients block neither of them:
+// handshakes have a deadline, and their number is limited.
 type Mux struct {
 	MuxConfig
 
@@ -70,8 +70,8 @@ type Mux struct {
 	quiet      *throttle.Throttle
 
 	mu    sync.Mutex
-	conns map[*tracked]Peer // of Raft, in both directions
-	users map[string]int    // connections of HTTP, by the user's id
+	conns map[*tracked]Peer // connections of Raft, in both directions
+	users map[string]int    // number of HTTP connections by the user's id
 }
 
 // NewMux begins to accept connections. The caller serves HTTP and Raft.
@@ -109,23 +109,23 @@ func set[T comparable](v *T, value T) {
 	}
 }
 
-// HTTP yields connections that an http.Server serves as they are, HTTP/2
-// included. The server must set ReadHeaderTimeout.
+// HTTP returns a listener whose connections can be served by an http.Server, including
+// HTTP/2. The server must set ReadHeaderTimeout.
 func (m *Mux) HTTP() net.Listener { return m.http }
 
-// Strangers yields, from its first call on, the connections of HTTP without a
-// certificate that holds, which HTTP does then not: a server of their own can
-// give them less.
+// Strangers returns a listener for HTTP connections without a valid certificate. After
+// its first call, HTTP does not return those any more. So they can have a server with
+// stricter limits.
 func (m *Mux) Strangers() net.Listener {
 	m.strangers.CompareAndSwap(nil, newSubListener(m.Listener.Addr()))
 	return m.strangers.Load()
 }
 
-// Raft yields and makes connections between hosts.
+// Raft returns the connections between hosts.
 func (m *Mux) Raft() *RaftLayer { return m.raft }
 
-// Close ends the port, all handshakes and all connections of Raft; those that
-// HTTP has accepted are its server's to close.
+// Close closes the port, all handshakes and all connections of Raft. The HTTP server
+// closes the connections that it has accepted.
 func (m *Mux) Close() error {
 	m.cancel()
 	err := m.Listener.Close()
@@ -147,7 +147,7 @@ func (m *Mux) accept() {
 			if m.ctx.Err() != nil || errors.Is(err, net.ErrClosed) {
 				return
 			}
-			// No descriptors left, as a rule: that passes.
+			// Usually there are no file descriptors left. That passes.
 			if n, ok := m.quiet.Allow("accept"); ok {
 				m.Log.Error("cannot accept connections", "err", err, "skipped", n)
 			}
@@ -175,7 +175,7 @@ func (m *Mux) handshake(c *tracked, config *tls.Config) {
 	conn := tls.Server(c, config)
 	if err := conn.HandshakeContext(ctx); err != nil {
 		_ = c.Close()
-		if !errors.Is(err, io.EOF) && m.ctx.Err() == nil { // EOF: somebody looked whether the port is open
+		if !errors.Is(err, io.EOF) && m.ctx.Err() == nil { // EOF: a client only tested whether the port is open
 			m.warn(c, "connection refused in its handshake", err)
 		}
 		return
@@ -253,7 +253,7 @@ func (m *Mux) warn(c *tracked, message string, err error) {
 	}
 }
 
-// watch closes the connection when its peer holds no longer.
+// watch closes the connection when the peer's certificate is not valid any more.
 func (m *Mux) watch(c *tracked, peer Peer) {
 	m.mu.Lock()
 	m.conns[c] = peer
@@ -268,7 +268,7 @@ func (m *Mux) watch(c *tracked, peer Peer) {
 	}
 }
 
-// Recheck closes the raft connections of hosts that were removed, now.
+// Recheck closes the Raft connections of removed hosts at once.
 func (m *Mux) Recheck() { m.closeRaft(m.Trust.Check) }
 
 func (m *Mux) closeRaft(check func(Peer) error) {
@@ -303,16 +303,16 @@ func (m *Mux) recheck() {
 	}
 }
 
-// RaftLayer carries Raft: a listener, and Dial. Both sides of every connection
-// are hosts of this cluster.
+// RaftLayer is the network layer of Raft: a listener, and Dial. Both ends of each
+// connection are hosts of this cluster.
 type RaftLayer struct {
 	*subListener
 
 	mux *Mux
 }
 
-// Dial connects to the host at an address and returns when each side has
-// accepted the other.
+// Dial connects to the host at an address. It returns when each side has accepted the
+// other.
 func (l *RaftLayer) Dial(address string, timeout time.Duration) (net.Conn, error) {
 	ctx := l.mux.ctx
 	if timeout > 0 {
@@ -323,7 +323,7 @@ func (l *RaftLayer) Dial(address string, timeout time.Duration) (net.Conn, error
 	return l.DialContext(ctx, address)
 }
 
-// DialContext is Dial with a context, which is of use until it returns.
+// DialContext is Dial with a context. The context is used only until DialContext returns.
 func (l *RaftLayer) DialContext(ctx context.Context, address string) (net.Conn, error) {
 	if l.mux.ctx.Err() != nil {
 		return nil, fmt.Errorf("raft to %s: %w", address, net.ErrClosed)
@@ -349,8 +349,8 @@ func (l *RaftLayer) DialContext(ctx context.Context, address string) (net.Conn, 
 	return conn, nil
 }
 
-// greet waits for the other side's word: in TLS 1.3 a client's handshake is
-// over before its certificate was looked at.
+// greet waits for the server's first byte. In TLS 1.3, a client's handshake is complete
+// before the server has verified the client's certificate.
 func greet(ctx context.Context, conn *tls.Conn) error {
 	if err := conn.HandshakeContext(ctx); err != nil {
 		return err
@@ -376,7 +376,7 @@ func greet(ctx context.Context, conn *tls.Conn) error {
 	return nil
 }
 
-// subListener yields connections of one protocol.
+// subListener is a listener for the connections of one protocol.
 type subListener struct {
 	addr   net.Addr
 	conns  chan net.Conn
@@ -388,7 +388,7 @@ func newSubListener(addr net.Addr) *subListener {
 	return &subListener{addr: addr, conns: make(chan net.Conn), done: make(chan struct{})}
 }
 
-// deliver hands a connection over, or closes it when nobody takes it in time.
+// deliver passes a connection to Accept, or closes it if nobody accepts it in time.
 func (l *subListener) deliver(ctx context.Context, c net.Conn) {
 	select {
 	case l.conns <- c:
@@ -399,7 +399,7 @@ func (l *subListener) deliver(ctx context.Context, c net.Conn) {
 	}
 }
 
-// Accept waits for the next connection; its handshake is over.
+// Accept returns the next connection. Its handshake is complete.
 func (l *subListener) Accept() (net.Conn, error) {
 	select {
 	case c := <-l.conns:
@@ -409,11 +409,11 @@ func (l *subListener) Accept() (net.Conn, error) {
 	}
 }
 
-// Close ends this protocol; the port goes on with the others.
+// Close closes the listener of this protocol only.
 func (l *subListener) Close() error {
 	l.closed.Do(func() { close(l.done) })
 	return nil
 }
 
-// Addr is the port's.
+// Addr returns the port's address.
 func (l *subListener) Addr() net.Addr { return l.addr }

@@ -10,16 +10,16 @@ import (
 	"github.com/gpuctl/gpuctl/internal/pace"
 )
 
-// pool bounds how many connections there are of a kind that costs a client
-// nothing. When it is full, an address that has many makes room at once with
-// its oldest: one that opens many pushes out its own. Otherwise the oldest of
-// all goes, but not before it had its time: when a thousand hosts come at
-// once, they wait for each other.
+// pool limits the number of connections of a kind that costs a client nothing. When it is
+// full, an address with many connections loses its oldest one at once. So an address that
+// opens many closes its own. Otherwise the oldest connection of all is closed, but not
+// before it has lasted a minimum time: if a thousand hosts connect at once, they wait for
+// each other.
 type pool struct {
 	limit int
-	each  int // of one address; 0: any number
+	each  int // most connections of one address; 0: not limited
 	grace time.Duration
-	freed chan struct{} // wakes one that waits
+	freed chan struct{} // wakes a waiting add
 
 	mu    sync.Mutex
 	conns []*tracked // oldest first
@@ -31,8 +31,8 @@ func newPool(limit int, grace time.Duration) *pool {
 	return &pool{limit: limit, grace: grace, freed: make(chan struct{}, 1)}
 }
 
-// add takes a connection in, and returns the one that was closed for it: c
-// itself when ctx ended while it waited.
+// add adds a connection. It returns the connection that was closed to make room: c itself
+// if ctx ended while add waited.
 func (p *pool) add(ctx context.Context, c *tracked) (evicted *tracked) {
 	for {
 		ok, evicted := p.try(c)
@@ -96,7 +96,7 @@ func (p *pool) drop(c *tracked) {
 	}
 }
 
-// of is the oldest connection of an address, and how many that has.
+// of returns the oldest connection of an address, and the number of its connections.
 func (p *pool) of(from string) (oldest *tracked, n int) {
 	for _, c := range p.conns {
 		if c.from != from {
@@ -109,8 +109,8 @@ func (p *pool) of(from string) (oldest *tracked, n int) {
 	return oldest, n
 }
 
-// heaviest is the oldest connection of the address that has most, and how many
-// that has.
+// heaviest returns the oldest connection of the address with the most connections, and
+// their number.
 func (p *pool) heaviest() (*tracked, int) {
 	count := map[string]int{}
 	for _, c := range p.conns {
@@ -125,12 +125,12 @@ func (p *pool) heaviest() (*tracked, int) {
 	return best, count[best.from]
 }
 
-// tracked is a connection under TLS that says when it is closed.
+// tracked is a TLS connection that reports when it is closed.
 type tracked struct {
 	net.Conn
-	from  string // the address without its port
+	from  string // address without the port
 	since time.Time
-	flow  *pace.Flow // until its peer is known; nil: it was dialed from here
+	flow  *pace.Flow // used until the peer is known; nil: this host has dialed
 
 	mu      sync.Mutex
 	closed  bool
@@ -145,7 +145,8 @@ func track(c net.Conn) *tracked {
 	return &tracked{Conn: c, from: network(from), since: time.Now()}
 }
 
-// network is what counts as one address: who has one of IPv6 has 2^64 of them.
+// network returns what is counted as one address. For IPv6 that is a /64 network, as a
+// client usually has all of one.
 func network(address string) string {
 	ip, err := netip.ParseAddr(address)
 	if err != nil {
@@ -159,7 +160,7 @@ func network(address string) string {
 	return ip.String()
 }
 
-// whenClosed calls f once, now if it is closed already.
+// whenClosed calls f once when the connection is closed, or now if it is closed already.
 func (t *tracked) whenClosed(f func()) {
 	t.mu.Lock()
 	if !t.closed {
@@ -171,7 +172,7 @@ func (t *tracked) whenClosed(f func()) {
 	f()
 }
 
-// Close closes the connection and tells who asked to know.
+// Close closes the connection and calls the functions of whenClosed.
 func (t *tracked) Close() error {
 	t.mu.Lock()
 	was, todo := t.closed, t.onClose
@@ -188,10 +189,10 @@ func (t *tracked) Close() error {
 	return err
 }
 
-// Read reads when it is the address's turn.
+// Read waits until the address may read again, and reads.
 func (t *tracked) Read(b []byte) (int, error) { return t.flow.Read(t.Conn.Read, b) }
 
-// endAfter closes the connection when it has lasted that long.
+// endAfter closes the connection after a duration.
 func (t *tracked) endAfter(d time.Duration) {
 	timer := time.AfterFunc(d, func() { _ = t.Close() })
 	t.whenClosed(func() { timer.Stop() })

@@ -19,39 +19,39 @@ const (
 	renewLimit = 30 * time.Second
 )
 
-// RenewFunc asks the cluster to sign a request; both answers are DER.
+// RenewFunc asks the cluster to sign a request. Request and answers are in DER.
 type RenewFunc func(ctx context.Context, csr []byte) (cert, ca []byte, err error)
 
-// RenewerConfig is what a Renewer needs.
+// RenewerConfig has what a Renewer depends on.
 type RenewerConfig struct {
 	Dir   Dir
 	Renew RenewFunc
 	Log   *slog.Logger
 	Now   func() time.Time // nil: time.Now
-	Poll  time.Duration    // how often it looks at files and clock; 0: 3 s
+	Poll  time.Duration    // time between two looks at the files and the clock; 0: 3 s
 }
 
-// Renewer keeps the certificate of a folder in force: it renews it when a third
-// of its life is left, and takes a new one that somebody put there. Who uses
-// it as Provider gets the new one with the next handshake.
+// Renewer keeps the certificate of a folder valid. It renews the certificate when a third
+// of its lifetime is left, and loads a new one that somebody has put there. It is a
+// Provider, so the next handshake uses the new certificate.
 type Renewer struct {
 	RenewerConfig
 
 	current atomic.Pointer[Material]
 
-	mu      sync.Mutex // one step at a time
-	stamp   string     // of the files that were read last
-	share   float64    // of its life that is left when the certificate is renewed
-	next    time.Time  // not before, after a failure
+	mu      sync.Mutex // held during a step
+	stamp   string     // stamp of the files that were read last
+	share   float64    // part of the lifetime that is left when the certificate is renewed
+	next    time.Time  // no attempt before, after a failure
 	set     time.Time  // when next was set
 	backoff time.Duration
-	unsaved bool // the files could not be written
+	unsaved bool // the files of the current material could not be written
 }
 
 var _ Provider = (*Renewer)(nil)
 
-// NewRenewer reads the folder. An error that wraps fs.ErrNotExist says that
-// there is nothing to renew yet.
+// NewRenewer reads the folder. The error wraps fs.ErrNotExist if there is no certificate
+// yet.
 func NewRenewer(c RenewerConfig) (*Renewer, error) {
 	if c.Now == nil {
 		c.Now = time.Now
@@ -69,7 +69,7 @@ func NewRenewer(c RenewerConfig) (*Renewer, error) {
 	return r, nil
 }
 
-// Current is the material in force.
+// Current returns the material in use.
 func (r *Renewer) Current() *Material { return r.current.Load() }
 
 // Run renews and reloads until ctx ends.
@@ -86,8 +86,7 @@ func (r *Renewer) Run(ctx context.Context) {
 	}
 }
 
-// Reload reads the folder now, as after SIGHUP. When it cannot, the material
-// in force stays.
+// Reload reads the folder now, as after SIGHUP. If that fails, the material in use stays.
 func (r *Renewer) Reload() error {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -96,7 +95,7 @@ func (r *Renewer) Reload() error {
 
 func (r *Renewer) install(m *Material) {
 	r.current.Store(m)
-	// Not all hosts that were set up together at once.
+	// Random, so that hosts that were set up together do not renew at the same time.
 	r.share = (1 + 0.2*(rand.Float64()-0.5)) / 3 //nolint:gosec // only to spread load
 }
 
@@ -122,7 +121,7 @@ func (r *Renewer) reload() error {
 	return nil
 }
 
-// step does what the files and the clock ask for now.
+// step does what the files and the clock require now.
 func (r *Renewer) step(ctx context.Context) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -132,7 +131,7 @@ func (r *Renewer) step(ctx context.Context) {
 		}
 	}
 	now := r.Now()
-	// A clock that was set back must not keep the next attempt away.
+	// If the clock was set back, do not wait for next.
 	if now.Before(r.next) && !now.Before(r.set) {
 		return
 	}
@@ -153,7 +152,7 @@ func (r *Renewer) step(ctx context.Context) {
 func (r *Renewer) due(now time.Time) bool {
 	p := r.Current().Peer
 	life := p.NotAfter.Sub(p.NotBefore)
-	if life > BackDate { // from its making on
+	if life > BackDate { // counted from its creation
 		life -= BackDate
 	}
 	return p.NotAfter.Sub(now) < time.Duration(float64(life)*r.share)
@@ -197,15 +196,15 @@ func (r *Renewer) renew(ctx context.Context, now time.Time) error {
 	case !m.Peer.NotAfter.After(was.Peer.NotAfter):
 		return errors.New("the answer does not last longer than what is there")
 	}
-	// In force even if the clock here disagrees or it cannot be stored: others
-	// judge it by their clocks.
+	// Use it even if this host's clock disagrees, or if it cannot be stored: other hosts
+	// check it with their own clocks.
 	r.install(m)
 	r.next, r.backoff, r.unsaved = time.Time{}, 0, true
 	r.Log.Info("certificate is renewed", "identity", m.Peer.ID, "serial", m.Peer.Serial, "expires", m.Peer.NotAfter)
 	if err := r.save(); err != nil {
 		r.failed(now, "new certificate is in force, but is not stored", err)
 	} else if err := m.Peer.Valid(now); err != nil || r.due(now) {
-		// It would be renewed again at once, and forever.
+		// Otherwise it would be renewed again at once, and for ever.
 		r.failed(now, "new certificate is not new by the clock here: set the clock", err)
 	}
 	return nil

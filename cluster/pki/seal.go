@@ -11,9 +11,9 @@ import (
 
 const sealInfo = "gpuctl join: authority key v1"
 
-// Seal encrypts the authority's key for the bearer of a token's secret, so
-// that it is not in the clear in what a program or proxy logs of an answer. A
-// secret is used once, so that a nonce is not needed.
+// Seal encrypts the authority's key with a token's secret, so that programs and proxies
+// that log an answer do not log the key in the clear. Each secret is used once, so no
+// nonce is needed.
 func Seal(secret, key []byte) ([]byte, error) {
 	aead, err := sealer(secret)
 	if err != nil {

@@ -18,26 +18,26 @@ import (
 
 const (
 	tokenPrefix  = "gpuctl-join-v1." //nolint:gosec // what every token begins with
-	maxToken     = 4 << 10           // of the whole text
-	maxAddresses = 7                 // as many as there are voters
+	maxToken     = 4 << 10           // longest text of a token
+	maxAddresses = 7                 // as many as there can be voters
 	maxAddress   = 255
 	secretSize   = 32
 	checksumSize = 4
 )
 
-// Token lets its bearer in, once. As text it is for the bearer alone: printing
-// a Token by accident shows no secret, Encode does.
+// Token admits one host or user, once. Its text must be kept secret. Printing a Token by
+// accident shows no secret; Encode does.
 type Token struct {
 	Addresses   []string          // host:port of hosts of the cluster
-	Fingerprint [sha256.Size]byte // of the authority's certificate
+	Fingerprint [sha256.Size]byte // SHA-256 of the authority's certificate
 	ID          string
 	Secret      [secretSize]byte
-	Name        string // the only host or user that may use it; empty: any
+	Name        string // only this host or user may use it; empty: any
 	Role        clusterv1.Role
-	Expires     time.Time // to the millisecond; a hint, the leader decides
+	Expires     time.Time // in whole milliseconds; for information, as the leader decides
 }
 
-// NewToken makes a token, and what the log keeps of it.
+// NewToken makes a token, and the record of it that the log keeps.
 func NewToken(t Token, createdBy string) (Token, *clusterv1.JoinToken, error) {
 	id := make([]byte, 6)
 	if _, err := rand.Read(id); err != nil {
@@ -57,13 +57,13 @@ func NewToken(t Token, createdBy string) (Token, *clusterv1.JoinToken, error) {
 	}, nil
 }
 
-// String names the token without its secret.
+// String returns the token's name, without its secret.
 func (t Token) String() string { return "join token " + t.ID }
 
-// GoString is for %#v.
+// GoString returns the same for %#v.
 func (t Token) GoString() string { return t.String() }
 
-// LogValue is for slog.
+// LogValue returns the token's id for slog.
 func (t Token) LogValue() slog.Value { return slog.StringValue(t.ID) }
 
 func (t Token) validate() error {
@@ -95,7 +95,7 @@ func (t Token) validate() error {
 	return nil
 }
 
-// Encode is the text to hand over. It holds the secret.
+// Encode returns the token's text, which contains the secret.
 func (t Token) Encode() (string, error) {
 	if err := t.validate(); err != nil {
 		return "", err
@@ -116,8 +116,8 @@ func (t Token) Encode() (string, error) {
 
 func appendString(b []byte, s string) []byte { return append(append(b, byte(len(s))), s...) }
 
-// DecodeToken reads the text that Encode made. Blanks around it are left out,
-// as they come with copying; nothing else is forgiven.
+// DecodeToken parses the text of Encode. It ignores white space around it, which copying
+// may add, and accepts no other deviation.
 func DecodeToken(text string) (Token, error) {
 	text = strings.TrimSpace(text)
 	bad := func(why string) (Token, error) {
@@ -132,7 +132,7 @@ func DecodeToken(text string) (Token, error) {
 	case !ok:
 		return bad("it does not begin with " + tokenPrefix)
 	case strings.ContainsAny(body, "\r\n"):
-		return bad("it has a line break") // the decoder would skip it
+		return bad("it has a line break") // the base64 decoder would ignore it
 	}
 	data, err := base64.RawURLEncoding.Strict().DecodeString(body)
 	if err != nil || len(data) < checksumSize {
@@ -169,7 +169,7 @@ type tokenReader struct {
 	ok   bool
 }
 
-// take returns n bytes, and that many zeros when there are fewer.
+// take returns n bytes. If there are fewer, it returns zeros and sets r.ok to false.
 func (r *tokenReader) take(n, limit int) []byte {
 	if n > limit || n > len(r.rest) {
 		r.ok = false
@@ -183,9 +183,9 @@ func (r *tokenReader) take(n, limit int) []byte {
 func (r *tokenReader) byte() byte              { return r.take(1, 1)[0] }
 func (r *tokenReader) string(limit int) string { return string(r.take(int(r.byte()), limit)) }
 
-// VerifyToken reports whether who shows this secret may come in under this name.
-// That a token works once is the log's to see to (UseJoinToken). Only who has
-// the secret learns more than that it is wrong.
+// VerifyToken returns an error unless the holder of this secret may join under this name.
+// That a token works only once is enforced by the log (UseJoinToken). Only a caller with
+// the right secret gets a more detailed error.
 func VerifyToken(secret []byte, stored *clusterv1.JoinToken, name string, now time.Time) error {
 	hash := sha256.Sum256(secret)
 	equal := subtle.ConstantTimeCompare(hash[:], stored.GetSecretHash()) == 1

@@ -11,20 +11,20 @@ import (
 	"time"
 )
 
-// The protocols that are negotiated on the port.
+// Protocols that are negotiated on the port (ALPN).
 const (
 	ProtoHTTP2 = "h2"
 	ProtoHTTP1 = "http/1.1"
 	ProtoRaft  = "gpuctl-raft/1"
 )
 
-// Trust decides whose certificates hold.
+// Trust decides which certificates are valid.
 type Trust struct {
 	Provider Provider
-	// Revoked reports whether a peer's identity was removed, or is of another
-	// enrolment than its certificate. Until the cluster's state is known here
-	// it must say no: a host that has just joined learns the state from hosts
-	// that it could not let in otherwise. Nil: nobody was.
+	// Revoked reports whether a peer's identity was removed, or has another enrolment
+	// than the certificate. While the cluster's state is unknown on this host, it must
+	// return false: a host that has just joined learns the state from hosts that it could
+	// not accept otherwise. Nil: no identity is revoked.
 	Revoked func(p Peer) bool
 	Now     func() time.Time // nil: time.Now
 }
@@ -36,8 +36,8 @@ func (t Trust) now() time.Time {
 	return time.Now()
 }
 
-// Check reports whether a peer that was verified before still holds: its
-// certificate has not expired since and its identity was not removed.
+// Check returns an error if a peer that was verified before is not valid any more: its
+// certificate has expired since, or its identity was removed.
 func (t Trust) Check(p Peer) error {
 	if err := p.Valid(t.now()); err != nil {
 		return err
@@ -48,13 +48,13 @@ func (t Trust) Check(p Peer) error {
 	return nil
 }
 
-// Verify says who a client is that showed these certificates.
+// Verify returns the owner of a client's certificate chain.
 func (t Trust) Verify(chain []*x509.Certificate) (Peer, error) {
 	return t.verify(chain, x509.ExtKeyUsageClientAuth)
 }
 
-// VerifyServer says which host a server is. A host that is not empty is the
-// id or name that it must have.
+// VerifyServer returns the host of a server's certificate chain. If host is not empty,
+// the server must have that id or name.
 func (t Trust) VerifyServer(chain []*x509.Certificate, host string) (Peer, error) {
 	p, err := t.verify(chain, x509.ExtKeyUsageServerAuth)
 	switch {
@@ -83,12 +83,12 @@ func (t Trust) verify(chain []*x509.Certificate, use x509.ExtKeyUsage) (Peer, er
 	return p, t.Check(p)
 }
 
-// verifyLeaf checks everything that a certificate and the time can tell.
+// verifyLeaf checks everything except revocation.
 func verifyLeaf(ca, leaf *x509.Certificate, now time.Time, use x509.ExtKeyUsage) (Peer, error) {
 	roots := x509.NewCertPool()
 	roots.AddCert(ca)
-	// The time is checked by itself, so that an expired certificate of the
-	// right authority is told from one of another.
+	// The time is checked separately, to distinguish an expired certificate of the right
+	// authority from one of another authority.
 	at := now
 	if at.Before(leaf.NotBefore) || at.After(leaf.NotAfter) {
 		at = leaf.NotAfter
@@ -125,15 +125,15 @@ func wrongCluster(p Peer, ca *x509.Certificate) error {
 	return fmt.Errorf("%s: %w: %s, while this is %s; choose the right cluster, or join this one with a token", p, ErrWrongCluster, p.Cluster, ClusterOf(ca))
 }
 
-// ServerConfig is that of the port. HTTP connections without a certificate, or
-// with one that does not hold, are let in: ask Verify who their client is.
-// Raft is for hosts alone.
+// ServerConfig returns the TLS configuration of the port. HTTP connections without a
+// certificate, or with one that is not valid, are accepted: Verify returns who the client
+// is. Raft connections need a host's certificate.
 func (t Trust) ServerConfig() *tls.Config {
 	config := &tls.Config{
 		MinVersion:             tls.VersionTLS13,
 		NextProtos:             []string{ProtoHTTP2, ProtoHTTP1, ProtoRaft},
 		ClientAuth:             tls.RequestClientCert,
-		SessionTicketsDisabled: true, // every connection is verified anew
+		SessionTicketsDisabled: true, // each connection is verified again
 		GetCertificate: func(*tls.ClientHelloInfo) (*tls.Certificate, error) {
 			m := t.Provider.Current()
 			if m == nil {
@@ -149,7 +149,7 @@ func (t Trust) ServerConfig() *tls.Config {
 			return err
 		},
 	}
-	// Browsers offer their user the certificates of the authority named here.
+	// Browsers would ask their user for certificates of the authorities named here.
 	config.GetConfigForClient = func(*tls.ClientHelloInfo) (*tls.Config, error) {
 		m := t.Provider.Current()
 		if m == nil {
@@ -172,14 +172,15 @@ func (t Trust) raftPeer(cs tls.ConnectionState) (Peer, error) {
 	return p, err
 }
 
-// ClientConfig is for connections to hosts of this cluster: to the one of that
-// id or name, or to any when it is empty. The caller adds the protocols.
+// ClientConfig returns the TLS configuration for connections to hosts of this cluster: to
+// the one with that id or name, or to any if host is empty. The caller adds the
+// protocols.
 func (t Trust) ClientConfig(host string) *tls.Config {
 	return &tls.Config{
 		MinVersion: tls.VersionTLS13,
 		ServerName: serverName(host),
-		// The standard check knows neither identities nor that a host is to be
-		// known by its id wherever it is: VerifyConnection replaces it.
+		// The standard check does not know identities, and compares names with the
+		// address. VerifyConnection replaces it.
 		InsecureSkipVerify: true, //nolint:gosec // VerifyConnection verifies
 		VerifyConnection: func(cs tls.ConnectionState) error {
 			_, err := t.VerifyServer(cs.PeerCertificates, host)
@@ -194,8 +195,8 @@ func (t Trust) ClientConfig(host string) *tls.Config {
 	}
 }
 
-// PinnedClientConfig is for who has only a token: the server must be a host
-// whose authority has this fingerprint.
+// PinnedClientConfig returns the TLS configuration for a client that has only a token:
+// the server must be a host whose authority has this fingerprint.
 func PinnedClientConfig(fingerprint [sha256.Size]byte, now func() time.Time) *tls.Config {
 	if now == nil {
 		now = time.Now
@@ -210,8 +211,8 @@ func PinnedClientConfig(fingerprint [sha256.Size]byte, now func() time.Time) *tl
 	}
 }
 
-// VerifyPinned says which host a server is whose authority has this
-// fingerprint.
+// VerifyPinned returns the host of a server's certificate chain, whose authority must
+// have this fingerprint.
 func VerifyPinned(chain []*x509.Certificate, fingerprint [sha256.Size]byte, now time.Time) (Peer, error) {
 	if len(chain) == 0 {
 		return Peer{}, ErrNoCertificate
@@ -235,7 +236,7 @@ func VerifyPinned(chain []*x509.Certificate, fingerprint [sha256.Size]byte, now 
 
 func serverName(host string) string {
 	if net.ParseIP(host) != nil {
-		return "" // not sent for addresses
+		return "" // clients do not send it for addresses
 	}
 	return host
 }

@@ -12,12 +12,12 @@ import (
 	"github.com/gpuctl/gpuctl/internal/size"
 )
 
-// candidate words an item.
+// candidate converts an item to the API's candidate, with reasons in words.
 func (r *run) candidate(it item) Candidate {
 	first := it.members[0]
 	c := Candidate{
 		Host: first.host.name, Model: first.gpu.object.GetModel(),
-		// The score follows the order; it is a number for people to compare.
+		// The score follows the order. Only people compare it.
 		Score: max(1-float64(it.hi)/(1<<64), 1e-9),
 	}
 	for _, m := range it.members {
@@ -112,7 +112,7 @@ func against(code, format string, args ...any) *gpuctlv1.Reason {
 	return &gpuctlv1.Reason{Code: code, Message: fmt.Sprintf(format, args...)}
 }
 
-// rejected goes through everything that is no candidate.
+// rejected yields a rejection for everything that is not a candidate.
 func (r *run) rejected(yield func(*clusterv1.Rejection) bool) {
 	row := 0
 	defer func() { r.row = -1 }()
@@ -130,7 +130,7 @@ func (r *run) rejected(yield func(*clusterv1.Rejection) bool) {
 	}
 }
 
-// considered reports whether the request does not leave a host out by naming others.
+// considered reports whether the request may use a host: it does not name other hosts.
 func (r *run) considered(h *host) bool {
 	if r.toHost != "" {
 		return r.toHost == h.name
@@ -166,7 +166,7 @@ func (r *run) rejectHost(h *host) []*clusterv1.Rejection {
 	if r.count > 1 && !r.apart() {
 		r.tooFew(all)
 	}
-	// Who asks about one host wants to hear of each GPU.
+	// A request about one host gets a rejection for each GPU.
 	same := len(all) > 1 && all[0].why != 0 && r.claim.GetHost() == ""
 	for _, v := range all {
 		same = same && v.why == all[0].why
@@ -185,14 +185,15 @@ func (r *run) rejectHost(h *host) []*clusterv1.Rejection {
 	return out
 }
 
-// verdict is what there is against a GPU; fit of its host could serve with it.
+// verdict has the causes against a GPU. fit is how many GPUs of its host fit and have the
+// same runtime.
 type verdict struct {
 	gpu *gpu
 	why cause
 	fit int
 }
 
-// fitting counts the GPUs with which a GPU could serve.
+// fitting counts the GPUs that fit and have the same runtime as a GPU.
 func (r *run) fitting(all []verdict, like *gpu) int {
 	n := 0
 	for _, v := range all {
@@ -203,7 +204,7 @@ func (r *run) fitting(all []verdict, like *gpu) int {
 	return n
 }
 
-// tooFew rejects GPUs that fit, where they are not enough.
+// tooFew rejects GPUs that fit, if there are not enough of them.
 func (r *run) tooFew(all []verdict) {
 	for i := range all {
 		v := &all[i]
@@ -213,7 +214,7 @@ func (r *run) tooFew(all []verdict) {
 	}
 }
 
-// apart reports whether GPUs of several hosts may serve.
+// apart reports whether GPUs of several hosts may be combined.
 func (r *run) apart() bool {
 	return len(r.toGPUs) > 0 || r.req.Span && !r.claim.GetOneRuntime() && r.fits > 0
 }
@@ -225,8 +226,7 @@ func (r *run) runtime(g *gpu) string {
 	return g.class.like.GetRuntimeKey()
 }
 
-// asOne makes one rejection of those of all GPUs of a host, which are for
-// the same causes.
+// asOne combines the rejections of all GPUs of a host, which have the same causes.
 func (r *run) asOne(h *host, all []verdict) *clusterv1.Rejection {
 	out := &clusterv1.Rejection{Host: h.name, Model: all[0].gpu.class.like.GetModel()}
 	for _, v := range all {
@@ -275,17 +275,17 @@ func (r *run) word(k wording, reasons []*gpuctlv1.Reason) {
 	r.worded[k] = reasons
 }
 
-// perClass are the causes whose words are the same for all GPUs of a class.
+// perClass are the causes whose text is the same for all GPUs of a class.
 const perClass = causeRank | causeLimits | causeRuntime | causeMemory | causeProfile
 
-// wording is what words follow from. What follows from the class is worded once.
+// wording is the key of texts. Texts about a class are made once.
 type wording struct {
 	class *class
 	why   cause
-	gpus  int // that are rejected together; 0: one alone
+	gpus  int // GPUs that are rejected together; 0: one alone
 }
 
-// causes are all reasons against a GPU.
+// causes returns all causes against a GPU, which is the i-th of its host.
 func (r *run) causes(h *host, g *gpu, i int) cause {
 	why := r.judgeClass(g.class)
 	if g.flags&flagBlocked != 0 {
@@ -386,7 +386,7 @@ func (r *run) reword(h *host, v verdict) []*gpuctlv1.Reason {
 	if p != "" {
 		add(causeProfile, "profile", "it has no profile %s", p)
 	}
-	if why&causeBusy != 0 { // to find who holds it takes longest
+	if why&causeBusy != 0 { // finding out who has it takes longest, so do it only if needed
 		switch held := r.holders(g); {
 		case p != "":
 			add(causeBusy, "busy", "no room for a slice of profile %s beside %s", p, held)
@@ -408,7 +408,7 @@ func (r *run) reword(h *host, v verdict) []*gpuctlv1.Reason {
 	return out
 }
 
-// has is the memory of a GPU, or of the slices that the claim wants of it.
+// has returns the memory of a GPU, or of the slices of it that the claim asks for.
 func (r *run) has(g *gpu) uint64 {
 	for _, p := range g.class.profiles {
 		if p.GetName() == r.claim.GetProfile() {
@@ -425,7 +425,7 @@ func (r *run) left(g *gpu) uint64 {
 	return g.room
 }
 
-// holders of a GPU but the claim, in words.
+// holders returns in words which other claims have parts of a GPU.
 func (r *run) holders(g *gpu) string {
 	id := g.object.GetId()
 	var names []string

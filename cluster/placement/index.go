@@ -21,13 +21,13 @@ const blockHosts = 64
 
 // flags of a GPU.
 const (
-	flagBlocked   uint16 = 1 << iota // gets nothing new
-	flagFree                         // nobody holds any of it
-	flagDegraded                     // usable, but not well
-	flagEntangled                    // another GPU of its isolation group is held
+	flagBlocked   uint16 = 1 << iota // it gets nothing new
+	flagFree                         // no claim has any part of it
+	flagDegraded                     // it may be used, but its health is degraded
+	flagEntangled                    // another GPU of its isolation group is in use
 )
 
-// gpu is what a decision reads of a GPU.
+// gpu is what a decision reads about a GPU.
 type gpu struct {
 	object *clusterv1.GPU
 	total  uint64 // bytes
@@ -37,40 +37,40 @@ type gpu struct {
 	flags  uint16
 }
 
-// class is what GPUs have in common.
+// class is what several GPUs have in common.
 type class struct {
 	number   int
-	like     *clusterv1.GPU // one of them
+	like     *clusterv1.GPU // one of these GPUs
 	rank     uint32
-	profiles []*clusterv1.Profile // by memory, then name
+	profiles []*clusterv1.Profile // sorted by memory, then name
 }
 
 // host is a host with its GPUs.
 type host struct {
 	name    string
-	object  *clusterv1.Host // nil: removed, while assignments outlive it
-	gpus    []gpu           // by id
-	class   *class          // of all its GPUs; nil: they are of several
+	object  *clusterv1.Host // nil: the host was removed, but its assignments still exist
+	gpus    []gpu           // sorted by id
+	class   *class          // class of all its GPUs; nil: they have different ones
 	causes  cause           // why it gets nothing new
-	free    int             // GPUs that nobody holds any of and that are usable
-	whole   int             // of those, the ones that can be given away as a whole
-	room    uint64          // bytes that a claim could get of one GPU at most
-	used    uint64          // bytes held, of usable and other GPUs
+	free    int             // number of usable GPUs that no claim has any part of
+	whole   int             // number of those that can be assigned as a whole
+	room    uint64          // most bytes that a claim could get of one GPU
+	used    uint64          // bytes in use, on usable and other GPUs
 	total   uint64          // bytes
 	held    uint32          // thousandths of the bytes
 	unheld  uint32          // thousandths of the bytes
-	speed   uint64          // of its fastest network card, bits per second; 0: not known
-	nicNUMA int32           // of that card; -1: not known
+	speed   uint64          // of its fastest network card, bits per second; 0: unknown
+	nicNUMA int32           // NUMA node of that card; -1: unknown
 	taken   map[string]uint32
 }
 
-// key orders hosts as the ids of their GPUs are ordered.
+// key returns a key that sorts hosts as the ids of their GPUs are sorted.
 func key(host string) string { return host + "/" }
 
-// block is some hosts in order, and what they have at most.
+// block has some hosts in order, and the maxima over them.
 type block struct {
 	hosts []host
-	gpus  int // all of them
+	gpus  int // number of GPUs of all of them
 	free  int
 	room  uint64
 }
@@ -81,7 +81,7 @@ func newBlock(hosts []host) *block {
 	return b
 }
 
-// seal finds out what follows from the hosts.
+// seal computes the maxima over the hosts.
 func (b *block) seal() {
 	b.gpus, b.free, b.room = 0, 0, 0
 	for i := range b.hosts {
@@ -91,7 +91,7 @@ func (b *block) seal() {
 	}
 }
 
-// snapshot is the index as of one view.
+// snapshot is the index of one view.
 type snapshot struct {
 	view    *state.View
 	changed <-chan struct{}
@@ -101,13 +101,13 @@ type snapshot struct {
 	hosts   int
 }
 
-// Index is what Place reads. It is safe for concurrent use: decisions see the
-// last update that was complete when they began.
+// Index is the input of Place. It is safe for concurrent use: a decision uses the last
+// update that was complete when the decision began.
 type Index struct {
-	mu      sync.Mutex // of updates
+	mu      sync.Mutex // held during updates
 	current atomic.Pointer[snapshot]
 	classes map[string]*class
-	limits  map[*gpuctlv1.Limits]string // what they are, encoded
+	limits  map[*gpuctlv1.Limits]string // their encoded form
 	cache   *query.Cache                // for expressions over single GPUs
 }
 
@@ -118,12 +118,12 @@ func NewIndex(v *state.View) *Index {
 	return ix
 }
 
-// At is the index of the entry that the index has seen.
+// At returns the log index of the view that the index follows.
 func (ix *Index) At() uint64 { return ix.current.Load().view.Index() }
 
-// Update brings the index to a view. It reads the hosts that have changed and
-// those whose GPUs have, and does nothing if there are none. A view that is
-// older than the last is ignored.
+// Update brings the index up to date with a view. It reads only the hosts that have
+// changed and those whose GPUs have changed. It ignores a view that is older than the
+// last one.
 func (ix *Index) Update(v *state.View) {
 	ix.mu.Lock()
 	defer ix.mu.Unlock()
@@ -143,7 +143,7 @@ func (ix *Index) Update(v *state.View) {
 	}
 	next := &snapshot{view: v, changed: v.Changed(clusterv1.Kind_KIND_HOST, clusterv1.Kind_KIND_GPU)}
 	if old == nil || len(ix.limits) > 2*old.gpus+1024 || len(ix.classes) > old.gpus+1024 {
-		// What no GPU has any more is forgotten.
+		// Forget the classes that no GPU has any more.
 		ix.classes, ix.limits = map[string]*class{}, map[*gpuctlv1.Limits]string{}
 		old = nil
 	}
@@ -157,8 +157,8 @@ func (ix *Index) Update(v *state.View) {
 	ix.current.Store(next)
 }
 
-// changed returns the names of the hosts that are other than in a snapshot, by
-// themselves or by their GPUs, in the order of hosts; false if it is not known.
+// changed returns the names of the hosts that have changed since a snapshot, themselves
+// or their GPUs, in the order of hosts. It returns false if that is unknown.
 func changed(v *state.View, old *snapshot) ([]string, bool) {
 	if old == nil {
 		return nil, false
@@ -179,7 +179,7 @@ func changed(v *state.View, old *snapshot) ([]string, bool) {
 	return slices.Compact(names), true
 }
 
-// compareHosts orders hosts as the ids of their GPUs are ordered.
+// compareHosts sorts hosts as the ids of their GPUs are sorted.
 func compareHosts(a, b string) int {
 	n := min(len(a), len(b))
 	if a[:n] == b[:n] && len(a) != len(b) {
@@ -188,11 +188,11 @@ func compareHosts(a, b string) int {
 	return strings.Compare(a, b)
 }
 
-// follow makes the blocks of a view of those of an older one, in which only the
-// hosts of some names were others.
+// follow makes the blocks of a view from those of an older one. Only the hosts with the
+// given names have changed.
 func (ix *Index) follow(v *state.View, old *snapshot, names []string) (blocks []*block, hosts, gpus int) {
 	blocks, hosts, gpus = slices.Clone(old.blocks), old.hosts, old.gpus
-	fresh := map[*block]bool{} // copied already
+	fresh := map[*block]bool{} // blocks that have been copied already
 	for _, name := range names {
 		object := v.Host(name)
 		of := slices.Collect(v.GPUsOfHost(name))
@@ -236,7 +236,7 @@ func (ix *Index) follow(v *state.View, old *snapshot, names []string) (blocks []
 	return blocks, hosts, gpus
 }
 
-// settle drops an empty block, and puts a small one together with one beside it.
+// settle removes an empty block, and joins a small one with a neighbour.
 func settle(blocks []*block, n int) []*block {
 	switch size := len(blocks[n].hosts); {
 	case size == 0:
@@ -255,7 +255,7 @@ func settle(blocks []*block, n int) []*block {
 	return blocks
 }
 
-// build makes all blocks, of old hosts where they are the same.
+// build makes all blocks. Hosts that have not changed are taken from old.
 func (ix *Index) build(v *state.View, old *snapshot) ([]*block, int, int) {
 	hosts := slices.Collect(v.Hosts())
 	gpus := slices.Collect(v.GPUs())
@@ -293,7 +293,7 @@ func (ix *Index) build(v *state.View, old *snapshot) ([]*block, int, int) {
 		for _, name := range names[:n] {
 			size += len(of[name])
 		}
-		room := make([]gpu, size) // side by side: a scan then waits for less memory
+		room := make([]gpu, size) // all GPUs next to each other in memory: a scan then has fewer cache misses
 		for _, name := range names[:n] {
 			h := was[name]
 			if h != nil && h.object == objects[name] && slices.EqualFunc(h.gpus, of[name], func(have gpu, g *clusterv1.GPU) bool { return have.object == g }) {
@@ -322,8 +322,8 @@ func (s *snapshot) all() iter.Seq[*host] {
 	}
 }
 
-// find returns where a host is among blocks, or where it would be: that is at
-// the end of the last block if it would be after all.
+// find returns the position of a host in the blocks, or where it would be inserted. If it
+// comes after all, that is the end of the last block.
 func find(blocks []*block, name string) (n, i int, found bool) {
 	n = sort.Search(len(blocks), func(i int) bool {
 		hosts := blocks[i].hosts
@@ -339,7 +339,7 @@ func find(blocks []*block, name string) (n, i int, found bool) {
 	return n, i, found
 }
 
-// host of that name; nil if there is none.
+// host returns the host with that name; nil if there is none.
 func (s *snapshot) host(name string) *host {
 	if n, i, found := find(s.blocks, name); found {
 		return &s.blocks[n].hosts[i]
@@ -347,7 +347,7 @@ func (s *snapshot) host(name string) *host {
 	return nil
 }
 
-// host makes one, with its GPUs in room if that suffices.
+// host makes a host with its GPUs. It puts them into room if that is large enough.
 func (ix *Index) host(v *state.View, name string, object *clusterv1.Host, gpus []*clusterv1.GPU, room []gpu) host {
 	if cap(room) < len(gpus) {
 		room = make([]gpu, 0, len(gpus))
@@ -358,7 +358,7 @@ func (ix *Index) host(v *state.View, name string, object *clusterv1.Host, gpus [
 			h.speed, h.nicNUMA = n.GetSpeed(), n.GetNumaNode()
 		}
 	}
-	held := map[string]int{} // GPUs of an isolation group that somebody holds
+	held := map[string]int{} // number of GPUs in use, by isolation group
 	for _, g := range gpus {
 		if group := g.GetIsolationGroup(); group != "" && !g.GetFree() {
 			held[group]++
@@ -415,14 +415,14 @@ func (ix *Index) host(v *state.View, name string, object *clusterv1.Host, gpus [
 	return h
 }
 
-// apart reports whether a GPU can be given away without its neighbours: cards of one
-// isolation group are passed through together or not at all; an executor shares
-// nothing with its neighbour's.
+// apart reports whether a GPU can be assigned without its neighbours. Cards of one
+// isolation group can only be passed through together. For executors isolation groups do
+// not matter.
 func (g *gpu) apart() bool {
 	return g.flags&flagEntangled == 0 || g.class.like.GetRuntime() != ""
 }
 
-// instance is a key of host.taken.
+// instance returns the key of host.taken for a profile of a GPU.
 func instance(g *clusterv1.GPU, profile string) string { return g.GetId() + "/" + profile }
 
 // class finds or makes the class of a GPU.
@@ -463,7 +463,7 @@ func (ix *Index) class(g *clusterv1.GPU) *class {
 func encode(m proto.Message) string {
 	b, err := proto.MarshalOptions{Deterministic: true}.Marshal(m)
 	if err != nil {
-		// Text that is not UTF-8 cannot be encoded: then nothing is equal to it.
+		// Text that is not UTF-8 cannot be encoded. Then the class is equal to no other.
 		return "unencodable " + err.Error()
 	}
 	return string(b)

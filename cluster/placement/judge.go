@@ -7,7 +7,7 @@ import (
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 )
 
-// cause is a set of reasons why something cannot serve.
+// cause is a set of reasons why a host or GPU does not fit.
 type cause uint32
 
 const (
@@ -30,7 +30,7 @@ const (
 	causeCount
 )
 
-// obstacles are why a GPU gets nothing new, whatever its room.
+// obstacles returns why a GPU gets nothing new, regardless of its room.
 func obstacles(g *clusterv1.GPU, h *clusterv1.Host) cause {
 	c := hostObstacles(h)
 	if !g.GetPresent() {
@@ -59,7 +59,7 @@ func hostObstacles(h *clusterv1.Host) cause {
 	return c
 }
 
-// judgeHost says why a host cannot serve, whatever its GPUs.
+// judgeHost returns why a host does not fit, regardless of its GPUs.
 func (r *run) judgeHost(h *host) cause {
 	c := h.causes
 	if want := r.claim.GetHost(); want != "" && want != h.name || r.hostsNot[h.name] {
@@ -79,7 +79,7 @@ func (r *run) judgeHost(h *host) cause {
 	return c
 }
 
-// speed of the link to a host, bits per second; 0: not known.
+// speed returns the speed of the link to a host, bits per second; 0: unknown.
 func (r *run) speed(h *host) uint64 {
 	if r.fromHost == nil {
 		return h.speed
@@ -90,8 +90,8 @@ func (r *run) speed(h *host) uint64 {
 	return min(h.speed, r.fromHost.speed)
 }
 
-// transfer is how long the bytes take to a host; 0 if none move or it is not
-// known.
+// transfer returns how long moving the bytes to a host takes; 0: none are moved, or it is
+// unknown.
 func (r *run) transfer(h *host) time.Duration {
 	if r.req.Bytes == 0 || h.name == r.asking {
 		return 0
@@ -99,14 +99,14 @@ func (r *run) transfer(h *host) time.Duration {
 	return r.link(r.speed(h)).time
 }
 
-// link of a speed. There are few of them.
+// link returns the cost of a speed. There are few different ones.
 func (r *run) link(speed uint64) link {
 	for _, l := range r.links {
 		if l.speed == speed {
 			return l
 		}
 	}
-	// A link of unknown speed is as bad as a slow one.
+	// An unknown speed counts as the slowest.
 	l := link{speed: speed, cost: 1<<16 - 1}
 	if speed > 0 {
 		seconds := float64(r.req.Bytes) * 8 / float64(speed)
@@ -120,7 +120,7 @@ func (r *run) link(speed uint64) link {
 	return l
 }
 
-// judgeClass says why GPUs of a class cannot serve, whatever else is with them.
+// judgeClass returns why GPUs of a class do not fit, regardless of their host and room.
 func (r *run) judgeClass(c *class) cause {
 	if r.judged[c.number] {
 		return r.classes[c.number]
@@ -146,15 +146,16 @@ func (r *run) judgeClass(c *class) cause {
 	return why
 }
 
-// matches evaluates the expression; one that fails does not hold.
+// matches evaluates the expression for a GPU. If it fails, the GPU does not match.
 func (r *run) matches(g *clusterv1.GPU) bool {
 	r.objectGPU.Gpu = g
 	ok, err := r.match(r.object)
 	return ok && err == nil
 }
 
-// judge says how the claim would have a GPU, or why it cannot: one reason of
-// possibly several. What suits says comes last, for it takes longest.
+// judge returns which part of a GPU the claim would get, or one reason why it does not
+// fit. It does not evaluate the expression of single GPUs; suits does, as that takes
+// longest. special: the claim has something on the host.
 func (r *run) judge(h *host, g *gpu, special bool) (member, cause) {
 	m := member{host: h, gpu: g}
 	if g.flags&flagBlocked != 0 {
@@ -166,8 +167,8 @@ func (r *run) judge(h *host, g *gpu, special bool) (member, cause) {
 	return m, r.judgeRoom(&m, special)
 }
 
-// suits reports whether the expression holds for a GPU, the i-th of its host, if
-// it was not asked for the class.
+// suits reports whether the expression is true for a GPU, the i-th of its host. It
+// returns true if the expression was evaluated for the class.
 func (r *run) suits(m *member, i int) bool {
 	if r.match == nil || r.perClass {
 		return true
@@ -180,7 +181,7 @@ func (r *run) suits(m *member, i int) bool {
 	return r.matches(m.gpu.object)
 }
 
-// judgeRoom finds the part of a GPU that the claim would have.
+// judgeRoom finds the part of a GPU that the claim would get.
 func (r *run) judgeRoom(m *member, special bool) cause {
 	g := m.gpu
 	room, free := g.room, g.flags&flagFree != 0
@@ -218,7 +219,8 @@ func (r *run) judgeRoom(m *member, special bool) cause {
 	return r.part(m, room, free)
 }
 
-// keeps reports whether what the claim has of a GPU is what it needs.
+// keeps reports whether the claim's present assignment satisfies its needs, and enters
+// it.
 func (r *run) keeps(m *member, a *clusterv1.Assignment) bool {
 	has := a.GetMemory()
 	switch {
@@ -252,7 +254,7 @@ func (r *run) whole(m *member, free bool) cause {
 	return 0
 }
 
-// unlike is a profile that is taken of the GPU and does not go together with p.
+// unlike returns the name of a profile in use on the GPU that excludes p; empty: none.
 func (m *member) unlike(p *clusterv1.Profile) string {
 	if p.GetApart() == "" || len(m.host.taken) == 0 {
 		return ""
@@ -265,10 +267,10 @@ func (m *member) unlike(p *clusterv1.Profile) string {
 	return ""
 }
 
-// slice takes one of a profile.
+// slice takes a slice of a profile.
 func (r *run) slice(m *member, p *clusterv1.Profile, room uint64) cause {
 	switch {
-	case p.GetMemory() == 0: // it cannot be accounted for
+	case p.GetMemory() == 0: // without its memory, it cannot be accounted for
 		return causeProfile
 	case p.GetMemory() > room, m.host.taken[instance(m.gpu.object, p.GetName())] >= p.GetMaxInstances(), m.unlike(p) != "":
 		return causeBusy
@@ -277,8 +279,8 @@ func (r *run) slice(m *member, p *clusterv1.Profile, room uint64) cause {
 	return 0
 }
 
-// part takes what suffices of a GPU that no runtime serves: the smallest slice
-// that has all that is preferred, else the largest that suffices, else the card.
+// part takes a part of a GPU without a runtime: the smallest slice with all the preferred
+// memory, otherwise the largest one that suffices, otherwise the card.
 func (r *run) part(m *member, room uint64, free bool) cause {
 	var why cause
 	var fallback *clusterv1.Profile

@@ -10,16 +10,17 @@ import (
 	"github.com/gpuctl/gpuctl/internal/size"
 )
 
-// short is a limit of which a GPU has less than is needed.
+// short is a limit of a GPU that is lower than needed.
 type short struct {
-	code string // of the reason
-	what string // in words
+	code string // code of the reason
+	what string // text of the reason
 	need string
 	has  string
 }
 
-// shortfalls are the limits that are below the least that a claim allows: of
-// each that is set. Memory is not among them if only a part of it is given.
+// shortfalls returns the limits that are lower than the least that a claim permits.
+// Limits of 0 in least are not checked. Neither is memory, which is checked elsewhere if
+// only a part is assigned.
 func shortfalls(has, least *gpuctlv1.Limits) []short {
 	if least == nil {
 		return nil
@@ -84,15 +85,15 @@ func shortfalls(has, least *gpuctlv1.Limits) []short {
 	truth("out_of_order", "out-of-order queues", has.GetOutOfOrder(), least.GetOutOfOrder())
 	truth("fp64", "double precision", has.GetFp64(), least.GetFp64())
 	number("sub_devices", "sub-devices", has.GetMaxSubDevices(), least.GetMaxSubDevices())
-	// A sub-buffer that is aligned well enough for one device may not be for
-	// another with a larger alignment: the least is what the session relies on.
+	// A sub-buffer whose offset is aligned for one device may not be aligned for a device
+	// with a larger alignment. The session relies on least.
 	if n := least.GetMemBaseAddrAlignBits(); n > 0 && has.GetMemBaseAddrAlignBits() > n {
 		out = append(out, short{"alignment", "bits of alignment, at most,", strconv.Itoa(int(n)), strconv.Itoa(int(has.GetMemBaseAddrAlignBits()))})
 	}
 	return out
 }
 
-// older compares the numbers in versions such as "OpenCL 3.0 vendor's own" and
+// older compares the version numbers in texts such as "OpenCL 3.0 vendor's own" and
 // "OpenCL C 1.2".
 func older(a, b string) bool {
 	return slices.Compare(numbers(a), numbers(b)) < 0
@@ -110,7 +111,7 @@ func numbers(version string) []int {
 	return nil
 }
 
-// least is how much memory a part of a GPU must have for a claim.
+// least returns how much memory a part of a GPU must have for a claim, in bytes.
 func least(c *clusterv1.Claim) uint64 {
 	if c.GetMinMemory() == 0 {
 		return 0

@@ -7,10 +7,10 @@ import (
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 )
 
-// The order of candidates, in bits of hi, the lower the better.
+// The order of candidates: bits of hi. The lower value is better.
 const (
 	spanBit      = uint64(1) << 63
-	scantBit     = uint64(1) << 62 // less than the claim prefers
+	scantBit     = uint64(1) << 62 // less memory than the claim prefers
 	primaryShift = 30              // 32 bits: policy or verb
 	degradedBit  = uint64(1) << 29
 	linkShift    = 13 // 16 bits
@@ -19,7 +19,7 @@ const (
 	nicBit       = uint64(1) << 3
 )
 
-// hostBits are what all GPUs of a host have of the order.
+// hostBits returns the part of hi that is the same for all GPUs of a host.
 func (r *run) hostBits(h *host) uint64 {
 	var hi uint64
 	r.atOrigin = len(r.fromHosts) > 0 && r.fromHosts[h.name]
@@ -32,8 +32,7 @@ func (r *run) hostBits(h *host) uint64 {
 	return hi
 }
 
-// first is what comes first in the order of a GPU taken alone; remains is what
-// comes then.
+// first returns hi of a single GPU. remains returns lo.
 func (r *run) first(m *member, hostBits uint64) uint64 {
 	h, g := m.host, m.gpu
 	hi := uint64(r.primary(m))<<primaryShift | hostBits
@@ -50,7 +49,7 @@ func (r *run) first(m *member, hostBits uint64) uint64 {
 	return hi
 }
 
-// linkCost is the time that the bytes take, in steps that grow with it.
+// linkCost returns the cost of the link to a host: logarithmic in the time for the bytes.
 func (r *run) linkCost(h *host) uint64 {
 	if h.name == r.asking {
 		return 0
@@ -58,7 +57,7 @@ func (r *run) linkCost(h *host) uint64 {
 	return r.link(r.speed(h)).cost
 }
 
-// primary is what the policy or verb says of a GPU, the lower the better.
+// primary returns the part of hi that depends on the policy or verb.
 func (r *run) primary(m *member) uint32 {
 	switch r.req.Verb {
 	case Migrate, Resume:
@@ -75,7 +74,7 @@ func (r *run) primary(m *member) uint32 {
 	case clusterv1.Policy_POLICY_SPREAD:
 		return h.held<<10 | permille(g.total-min(g.total, m.room), g.total)
 	case clusterv1.Policy_POLICY_CHEAPEST:
-		// Of what has less than is preferred, the most.
+		// All have less than preferred: take the highest model.
 		if r.want > 0 && m.room < r.want {
 			return math.MaxUint32 - g.class.rank
 		}
@@ -85,8 +84,8 @@ func (r *run) primary(m *member) uint32 {
 	return math.MaxUint32 - g.class.rank
 }
 
-// distance orders what is closest to where a claim was: the same GPU, then the
-// nearest model, the higher of two before the lower.
+// distance is smallest for the same GPU, then for the nearest model; of two, for the
+// higher one.
 func (r *run) distance(m *member) uint32 {
 	if r.atOrigin {
 		if _, ok := r.fromIndex[m.gpu.object.GetId()]; ok {
@@ -114,8 +113,8 @@ func permille(part, of uint64) uint32 {
 	return uint32(min(1000, float64(part)/float64(of)*1000))
 }
 
-// remains is what decides between candidates that are as good in all else: for
-// pack and spread the model, then how little is left unused.
+// remains returns lo, which decides between candidates with equal hi: for pack and spread
+// by the model, then by how little is left unused.
 func (r *run) remains(m *member) uint64 {
 	h, g := m.host, m.gpu
 	var lo uint64
@@ -146,7 +145,7 @@ func (r *run) remains(m *member) uint64 {
 		uint64(permille(m.room-min(m.room, amount), g.total))<<10
 }
 
-// numaBits count the NUMA nodes beyond one.
+// numaBits counts the NUMA nodes beyond the first.
 func numaBits(members []member) uint64 {
 	n := uint64(0)
 	for i := 1; i < len(members); i++ {

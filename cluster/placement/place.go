@@ -16,10 +16,10 @@ import (
 const (
 	defaultLimit = 10
 	maxLimit     = 1000
-	maxCount     = 64 // GPUs of a claim
+	maxCount     = 64 // most GPUs of a claim
 )
 
-// run is one decision.
+// run is the computation of one decision.
 type run struct {
 	snap  *snapshot
 	cache *query.Cache
@@ -27,86 +27,87 @@ type run struct {
 	claim *clusterv1.Claim
 
 	count  int
-	need   uint64 // bytes of each GPU; 0: all of it
-	want   uint64 // bytes; 0: it does not say
+	need   uint64 // bytes of each GPU; 0: the whole GPU
+	want   uint64 // preferred bytes; 0: not stated
 	policy clusterv1.Policy
-	rank   uint32 // of the first GPU that it comes from
+	rank   uint32 // rank of the first GPU that the claim comes from
 
-	query     *query.Query                          // the expression; nil: matches all
-	rows      *query.Rows                           // its answers for all GPUs, where they can be had
-	row       int                                   // of the first GPU of the host that is looked at; -1: not known
-	match     func(*clusterv1.Object) (bool, error) // nil: matches all
-	perClass  bool                                  // the expression says the same of all GPUs of a class
-	object    *clusterv1.Object                     // that match is given
+	query     *query.Query                          // the expression; nil: everything matches
+	rows      *query.Rows                           // answers of the expression for all GPUs; nil: not available
+	row       int                                   // row of the present host's first GPU; -1: unknown
+	match     func(*clusterv1.Object) (bool, error) // evaluates the expression; nil: everything matches
+	perClass  bool                                  // the expression has the same value for all GPUs of a class
+	object    *clusterv1.Object                     // argument of match, used again for each call
 	objectGPU *clusterv1.Object_Gpu
-	classes   []cause           // what is known of classes
-	judged    []bool            // of which
-	hostsNot  map[string]bool   // by name
-	rivals    map[string]string // claims of the group, by host
-	own       map[string]*own   // what the claim has of GPUs, by id
+	classes   []cause           // causes against classes that were judged
+	judged    []bool            // which classes were judged
+	hostsNot  map[string]bool   // hosts that the claim excludes
+	rivals    map[string]string // claims of the same group, by host
+	own       map[string]*own   // what the claim has on GPUs, by id
 	ownHosts  map[string]bool
 	fromIndex map[string]int
 	fromHosts map[string]bool
-	atOrigin  bool  // the host that is looked at is one of those
-	fromHost  *host // nil: not known
+	atOrigin  bool  // the claim comes from the present host
+	fromHost  *host // nil: unknown
 	asking    string
-	links     []link // known costs of links
+	links     []link // costs of speeds that occurred
 
-	toGPUs  map[string]int // by id, their place
+	toGPUs  map[string]int // index in To, by id
 	toModel string
 	toHost  string
 
 	limit int
 	fits  int
 	best  []item
-	spare []item // single GPUs, for a claim that may be on several hosts
+	spare []item // best single GPUs, for a claim that may use several hosts
 	order uint32
-	fit   []member // buffers
+	fit   []member // buffer
 	rest  []member // buffer
 
-	// Of what is rejected.
+	// Used for rejections.
 	verdicts []verdict // buffer
 	worded   map[wording][]*gpuctlv1.Reason
 }
 
-// own is what a claim has of a GPU before the decision.
+// own is what the claim has on a GPU before the decision.
 type own struct {
 	kept        *clusterv1.Assignment
 	reservation *clusterv1.Reservation
-	// Without the reservation:
+	// Room and free of the GPU without the reservation:
 	room uint64
 	free bool
 }
 
-// link is what the way to a host costs.
+// link is the cost of the network link to a host.
 type link struct {
 	speed uint64
 	time  time.Duration
 	cost  uint64
 }
 
-// member is a GPU of a candidate, and how the claim would have it.
+// member is a GPU of a candidate, with the part that the claim would get.
 type member struct {
 	host        *host
 	gpu         *gpu
 	amount      uint64 // bytes; 0: the whole GPU
-	room        uint64 // that is left for the claim
+	room        uint64 // bytes available to the claim
 	kind        clusterv1.VGPUKind
 	profile     string
 	reservation string
 	kept        bool
-	hi, lo      uint64 // of it alone
+	hi, lo      uint64 // order of this GPU alone
 }
 
-// item is a candidate in the order of candidates.
+// item is a candidate with its order.
 type item struct {
 	hi, lo  uint64
 	order   uint32
 	members []member
 }
 
-// Place finds where a claim can go. It is pure: it depends on nothing but the
-// index and the request, and changes neither.
+// Place finds where a claim can go. It is a pure function of the index and the request,
+// and changes neither. Decision.Err wraps ErrInvalid or ErrNotFound if the request cannot
+// be answered.
 func Place(ix *Index, req Request) Decision {
 	r := &run{snap: ix.current.Load(), cache: ix.cache, req: req, claim: req.Claim}
 	d := Decision{Index: r.snap.view.Index()}
@@ -116,7 +117,7 @@ func Place(ix *Index, req Request) Decision {
 	d.run = r
 	r.scan()
 	if ctx := req.Context; ctx != nil && ctx.Err() != nil {
-		// GPUs that were not asked for their expression count as unfit.
+		// GPUs for which the expression was not evaluated count as not fitting.
 		d.Err = fmt.Errorf("claim %s: the search for its GPUs was given up: %w", req.Claim.GetId(), ctx.Err())
 		return d
 	}
@@ -232,7 +233,7 @@ func ofClass(field string) bool {
 	return false
 }
 
-// origin is where the claim comes from, and who asks.
+// origin finds out which GPUs the claim comes from, and which host asks.
 func (r *run) origin() {
 	r.asking = r.req.Host
 	if len(r.req.From) == 0 {
@@ -245,7 +246,7 @@ func (r *run) origin() {
 		name, _, _ := strings.Cut(id, "/")
 		r.fromHosts[name] = true
 	}
-	// The rank of a GPU that has left the inventory is not known; it counts as 0.
+	// A GPU that was removed from the inventory has rank 0.
 	g := r.snap.view.GPU(r.req.From[0])
 	r.rank = g.GetRank()
 	name, _, _ := strings.Cut(r.req.From[0], "/")
@@ -255,8 +256,8 @@ func (r *run) origin() {
 	}
 }
 
-// possessions are what the claim has already: of assignments only those that a
-// swap may leave where they are.
+// possessions finds out what the claim has already. Assignments that are being released
+// do not count.
 func (r *run) possessions() {
 	r.own = map[string]*own{}
 	get := func(gpu string) *own {
@@ -299,7 +300,7 @@ func (r *run) possessions() {
 	}
 }
 
-// without finds what a GPU has left if the reservation goes.
+// without computes the room of a GPU without the reservation.
 func (o *own) without(v *state.View, gpu string) {
 	g := v.GPU(gpu)
 	reserved := func(x *clusterv1.Reservation) uint64 {
@@ -326,7 +327,7 @@ func (o *own) without(v *state.View, gpu string) {
 	}
 }
 
-// scan looks at all hosts.
+// scan examines all hosts.
 func (r *run) scan() {
 	if len(r.toGPUs) > 0 {
 		r.scanNamed()
@@ -365,8 +366,8 @@ func (r *run) scanAll() {
 	r.row = -1
 }
 
-// short reports whether the claim cannot get what it needs of GPUs of which so many
-// are free and so much can be had of one at most.
+// short reports whether no GPU of a block can satisfy the claim. free is the number of its
+// free GPUs, room the most bytes that a claim can get of one of them.
 func (r *run) short(free int, room uint64) bool {
 	if r.need == 0 && r.claim.GetProfile() == "" {
 		return free == 0
@@ -382,7 +383,7 @@ func singles(items []item) []member {
 	return out
 }
 
-// scanNamed looks at the GPUs that the request names: they are one candidate.
+// scanNamed examines the GPUs that the request names. Together they are one candidate.
 func (r *run) scanNamed() {
 	members := make([]member, r.count)
 	var hi, lo uint64
@@ -451,7 +452,7 @@ func (r *run) scanHost(h *host) {
 		}
 		m.lo = r.remains(&m)
 		if r.beaten(m.hi, m.lo) {
-			// Its expression may never be asked for.
+			// Counted without evaluating its expression.
 			r.fits++
 			continue
 		}
@@ -468,9 +469,9 @@ func (r *run) scanHost(h *host) {
 	}
 }
 
-// passed reports whether a host has nothing that is better than what was found, and
-// counts what it has. How good the best of it can be is known without a look at
-// its GPUs if they are of one class.
+// passed reports whether no GPU of a host can be better than the candidates found, and
+// counts those that fit. If all GPUs have the same class, the best possible order is
+// known without examining each GPU.
 func (r *run) passed(h *host, bits uint64) bool {
 	if r.claim.GetProfile() != "" || h.class == nil || len(r.best) < r.limit || r.atOrigin || r.toModel != "" {
 		return false
@@ -493,7 +494,7 @@ func (r *run) passedWhole(h *host, bits uint64) bool {
 	if !r.beaten(r.first(&m, bits), r.remains(&m)) {
 		return false
 	}
-	// However they are put together.
+	// The number of candidates does not depend on how the GPUs are combined.
 	n := h.whole / r.count
 	r.fits += n
 	if r.count > 1 {
@@ -502,8 +503,8 @@ func (r *run) passedWhole(h *host, bits uint64) bool {
 	return true
 }
 
-// passedShares has a GPU with all the room that any of the host has; for pack
-// it would be filled.
+// passedShares computes the order of a GPU that has the most room of any GPU of the host.
+// For pack, it assumes that the claim would fill that GPU.
 func (r *run) passedShares(h *host, bits uint64) bool {
 	g := gpu{class: h.class, total: h.gpus[0].total, room: h.room, numa: -1}
 	m := member{host: h, gpu: &g, room: h.room, amount: min(r.want, h.room), kind: clusterv1.VGPUKind_VGPU_KIND_SHARE}
@@ -525,7 +526,7 @@ func (r *run) ofToModel(g *gpu) bool {
 	return strings.EqualFold(g.class.like.GetModel(), r.toModel)
 }
 
-// together makes candidates of the GPUs of one host that fit.
+// together makes candidates of several GPUs that fit, of one host.
 func (r *run) together(fit []member) {
 	if r.req.Span && !r.claim.GetOneRuntime() {
 		for _, m := range fit {
@@ -560,8 +561,8 @@ func (r *run) together(fit []member) {
 	}
 }
 
-// origins offers the GPUs that the claim comes from, if they all fit, and
-// returns the others.
+// origins makes a candidate of the GPUs that the claim comes from if all of them fit, and
+// returns the other GPUs.
 func (r *run) origins(fit []member) []member {
 	if len(r.fromIndex) != r.count || r.req.Verb == New {
 		return fit
@@ -586,8 +587,8 @@ func (r *run) origins(fit []member) []member {
 	return slices.DeleteFunc(fit, isFrom)
 }
 
-// ofRuntime makes candidates of GPUs that one executor can serve, sorted by
-// NUMA node: first those of one node, then of what is left.
+// ofRuntime makes candidates of GPUs that one executor can use, sorted by NUMA node:
+// first of GPUs of one node, then of the remaining ones.
 func (r *run) ofRuntime(fit []member) {
 	left := r.rest[:0]
 	for from := 0; from < len(fit); {
@@ -626,8 +627,8 @@ func (r *run) chunk(members []member) {
 	}
 }
 
-// beaten reports whether a candidate cannot be among the best any more. Of equal
-// ones the first stays.
+// beaten reports whether a candidate cannot be among the best. Of equal candidates, the
+// first one is kept.
 func (r *run) beaten(hi, lo uint64) bool {
 	if len(r.best) < r.limit {
 		return false
@@ -640,14 +641,14 @@ func (r *run) offer(hi, lo uint64, members []member) {
 	r.best = insert(r.best, item{hi, lo, r.order, members}, r.limit)
 }
 
-// keepSpare remembers the best single GPUs.
+// keepSpare keeps the best single GPUs.
 func (r *run) keepSpare(m member) {
 	r.spare = insert(r.spare, item{m.hi, m.lo, uint32(len(r.spare)), []member{m}}, r.count)
 }
 
 func insert(items []item, it item, limit int) []item {
 	at, _ := slices.BinarySearchFunc(items, it, func(a, b item) int {
-		// After its equals: they were first.
+		// Insert after equal items, which came first.
 		return cmp.Or(cmp.Compare(a.hi, b.hi), cmp.Compare(a.lo, b.lo), -1)
 	})
 	if at >= limit {

@@ -15,16 +15,16 @@ import (
 )
 
 var (
-	// ErrInvalid says that a request makes no sense.
+	// ErrInvalid means that a request is invalid.
 	ErrInvalid = reason.New(reason.Invalid, "invalid placement")
-	// ErrNotFound says that a request names what does not exist.
+	// ErrNotFound means that a request names something that does not exist.
 	ErrNotFound = reason.New(reason.NotFound, "not found")
 )
 
-// Verb is what a placement is for.
+// Verb is the purpose of a placement.
 type Verb string
 
-// The verbs. Resume is for what has been suspended or is pending again.
+// Resume is for a claim that was suspended or is pending again.
 const (
 	New       Verb = ""
 	Upgrade   Verb = "upgrade"
@@ -33,40 +33,40 @@ const (
 	Resume    Verb = "resume"
 )
 
-// Request is what Place is asked for.
+// Request is the input of Place.
 type Request struct {
 	Claim *clusterv1.Claim
 	Verb  Verb
-	From  []string // GPUs that it comes from: ids
-	To    string   // GPUs with commas between, a model or a host; empty: anything
-	Host  string   // that asks: others are further away
-	// Expr is the claim's expression if it is compiled already.
+	From  []string // ids of the GPUs that the claim comes from
+	To    string   // GPUs separated by commas, a model or a host; empty: anything
+	Host  string   // host that asks; other hosts count as further away
+	// Expr is the claim's expression, if it has been compiled.
 	Expr *query.Query
-	// Context bounds the search, whose expressions others have written; nil:
-	// nothing does.
+	// Context ends the search, because expressions of users may be expensive. nil: not
+	// limited.
 	Context context.Context //nolint:containedctx // a request is made for one call
 
-	// Bytes move over the network to another host, and must be there in time.
+	// Bytes are moved to another host over the network, within Deadline.
 	Bytes    uint64
-	Deadline time.Duration // 0: whenever
+	Deadline time.Duration // 0: no deadline
 
-	Span  bool // the GPUs of the claim may be on different hosts
-	Limit int  // of candidates; 0: 10
+	Span  bool // the claim's GPUs may be on different hosts
+	Limit int  // most candidates; 0: 10
 }
 
-// Candidate is where a claim can go.
+// Candidate is a place where a claim can go.
 type Candidate struct {
-	Host    string // of the first choice
-	Model   string // of the first choice
+	Host    string // host of the first choice
+	Model   string // model of the first choice
 	Choices []*clusterv1.Choice
-	// Kept are those choices' GPUs that the claim has already: a swap needs no
-	// new assignment for them.
+	// Kept are the GPUs of those choices that the claim has already: a swap needs no new
+	// assignment for them.
 	Kept    []string
-	Score   float64  // above 0, at most 1; of two candidates the better has the higher one
-	Because []string // what speaks for it, in words
+	Score   float64  // above 0, at most 1; the better candidate has the higher score
+	Because []string // reasons for it, in words
 }
 
-// GPUs of the candidate, in order.
+// GPUs returns the ids of the candidate's GPUs, in order.
 func (c Candidate) GPUs() []string {
 	ids := make([]string, len(c.Choices))
 	for i, choice := range c.Choices {
@@ -75,7 +75,7 @@ func (c Candidate) GPUs() []string {
 	return ids
 }
 
-// New are the choices that need an assignment.
+// New returns the choices that need an assignment.
 func (c Candidate) New() []*clusterv1.Choice {
 	var out []*clusterv1.Choice
 	for _, choice := range c.Choices {
@@ -86,21 +86,21 @@ func (c Candidate) New() []*clusterv1.Choice {
 	return out
 }
 
-// Proto is the candidate as the API has it.
+// Proto returns the candidate in the API's form.
 func (c Candidate) Proto() *clusterv1.PlaceCandidate {
 	return &clusterv1.PlaceCandidate{Host: c.Host, Choices: c.Choices, Model: c.Model, Score: c.Score, Because: c.Because}
 }
 
-// Decision is an answer of Place.
+// Decision is the output of Place.
 type Decision struct {
 	Candidates []Candidate // best first
-	// Fits is how many there are, those beyond the limit too. With an expression
-	// over what GPUs of a kind differ in, it is how many there may be at most:
-	// those that are not among the best are not asked.
+	// Fits is the number of candidates, including those beyond the limit. If GPUs of a
+	// class differ in the expression, it is an upper bound: the expression is evaluated
+	// only for the best GPUs.
 	Fits  int
-	Index uint64 // of the log entry that it follows from
-	// Err says why the request cannot be answered: it wraps ErrInvalid or
-	// ErrNotFound. That nothing fits is no error.
+	Index uint64 // index of the log entry on which it is based
+	// Err is set if the request cannot be answered. It wraps ErrInvalid or ErrNotFound.
+	// If nothing fits, that is not an error.
 	Err error
 
 	run *run
@@ -109,9 +109,10 @@ type Decision struct {
 // OK reports whether there is a candidate.
 func (d Decision) OK() bool { return d.Err == nil && len(d.Candidates) > 0 }
 
-// Rejected are the hosts and GPUs that cannot serve, in order, with all reasons:
-// one for a host if all its GPUs fail for the same. They are found when asked
-// for; only one goroutine may ask. Reasons may be shared: nobody may change them.
+// Rejected yields the hosts and GPUs that do not fit, in order, with all reasons: one
+// rejection for a host if all its GPUs have the same causes. The reasons are computed
+// while it iterates, so only one goroutine may do that. Reasons may be shared and must
+// not be changed.
 func (d Decision) Rejected() iter.Seq[*clusterv1.Rejection] {
 	return func(yield func(*clusterv1.Rejection) bool) {
 		if d.run != nil {
@@ -161,7 +162,7 @@ func (r *run) resolve(to string) error {
 				return nil
 			}
 			if seen[c.number] = true; h.class != nil {
-				break // all others are the same
+				break // the host's other GPUs have the same class
 			}
 		}
 	}
@@ -192,7 +193,7 @@ func (r *run) resolveGPUs(found []*clusterv1.GPU) error {
 	return nil
 }
 
-// unknown names the first of the ids that there is not, and what may be meant.
+// unknown returns an error that names the first unknown id, and similar ones.
 func (r *run) unknown(ids []string) error {
 	missing := ids[0]
 	for _, id := range ids {

@@ -11,12 +11,12 @@ import (
 	"github.com/gpuctl/gpuctl/cluster/state"
 )
 
-// blockSize is how many objects share their columns. A change costs a copy of
-// that many values of each column in use.
+// blockSize is how many objects share their columns. A change copies that many values of
+// each column in use.
 const blockSize = 512
 
-// Cache makes queries over views of one store fast. It is safe for concurrent
-// use: who reads never waits but for a view to be read in.
+// Cache makes queries over views of one store fast. It is safe for concurrent use. A
+// reader waits only while a new view is being read in.
 type Cache struct {
 	mu        sync.Mutex
 	languages map[clusterv1.Kind]*language
@@ -25,16 +25,17 @@ type Cache struct {
 
 // cachedTable is the newest table of a kind.
 type cachedTable struct {
-	mu      sync.Mutex // of those who read a view in
+	mu      sync.Mutex // held while a view is being read in
 	current atomic.Pointer[table]
 }
 
-// NewCache returns an empty cache: it reads in what queries ask for.
+// NewCache returns an empty cache. It reads in what queries need.
 func NewCache() *Cache {
 	return &Cache{languages: map[clusterv1.Kind]*language{}, tables: map[clusterv1.Kind]*cachedTable{}}
 }
 
-// Compile is the function Compile, without making its environment each time.
+// Compile does the same as the function Compile, but makes the CEL environment of each
+// kind only once.
 func (c *Cache) Compile(kind clusterv1.Kind, where string) (*Query, error) {
 	c.mu.Lock()
 	l := c.languages[kind]
@@ -48,12 +49,12 @@ func (c *Cache) Compile(kind clusterv1.Kind, where string) (*Query, error) {
 	return l.compile(where)
 }
 
-// List is Query.List with the help of the cache. A view that is older than
-// what the cache has is read directly.
+// List does the same as Query.List, using the cache. A view that is older than that of
+// the cache is read without it.
 func (c *Cache) List(q *Query, v *state.View, after string, limit int) ([]*clusterv1.Object, bool, error) {
 	if len(q.keys) > 0 {
-		// GPUs of a model are often a large part of all; the scan of a cache is
-		// faster than an index with that many.
+		// The GPUs of one model are often a large part of all. A scan of the cache is
+		// then faster than the index.
 		if _, ok := q.keys["model"]; !ok || len(q.keys) > 1 {
 			return q.List(v, after, limit)
 		}
@@ -65,12 +66,12 @@ func (c *Cache) List(q *Query, v *state.View, after string, limit int) ([]*clust
 	return t.list(q, after, limit)
 }
 
-// Refresh reads a view's objects of a kind in, so that the next query need not.
+// Refresh reads in a view's objects of a kind, so that the next query need not do it.
 func (c *Cache) Refresh(kind clusterv1.Kind, v *state.View) { c.table(kind, v) }
 
-// Latest is the newest view whose objects of a kind have been read in; nil
-// before the first. Who may answer with what is a little old lists that one:
-// reading in a large inventory takes longer than a query.
+// Latest returns the newest view whose objects of a kind have been read in, or nil if
+// there is none. Callers that accept a slightly old answer list that view: reading in a
+// large inventory takes longer than a query.
 func (c *Cache) Latest(kind clusterv1.Kind) *state.View {
 	c.mu.Lock()
 	ct := c.tables[kind]
@@ -84,7 +85,8 @@ func (c *Cache) Latest(kind clusterv1.Kind) *state.View {
 	return nil
 }
 
-// table of a view; nil if the cache has a later one, or there is no such kind.
+// table returns the table of a view; nil if the cache has a later view, or there is no
+// such kind.
 func (c *Cache) table(kind clusterv1.Kind, v *state.View) *table {
 	c.mu.Lock()
 	ct := c.tables[kind]
@@ -105,8 +107,8 @@ func (c *Cache) table(kind clusterv1.Kind, v *state.View) *table {
 	if old != nil && v.Index() < old.view.Index() {
 		return nil
 	}
-	// Asked before the objects are read: a change between the two is seen twice,
-	// never not at all.
+	// Get the channel before the objects are read, so that no change is missed. A change
+	// between the two is seen twice.
 	changed := v.Changed(kind)
 	t := &table{view: v, changed: changed}
 	ok := false
@@ -122,15 +124,15 @@ func (c *Cache) table(kind clusterv1.Kind, v *state.View) *table {
 	return t
 }
 
-// table is one kind's objects as of a view.
+// table has the objects of one kind in a view.
 type table struct {
 	view    *state.View
-	changed <-chan struct{} // closed when the kind has changed after the view
+	changed <-chan struct{} // closed when an object of the kind has changed after the view
 	blocks  []*block        // by name
 }
 
-// serves reports whether the table is what a view has: it is that view's, or
-// nothing has changed since.
+// serves reports whether the table is valid for a view: it was made from that view, or no
+// object of the kind has changed since.
 func (t *table) serves(v *state.View) bool {
 	if t == nil {
 		return false
@@ -149,12 +151,12 @@ func (t *table) serves(v *state.View) bool {
 	}
 }
 
-// block is some of a kind's objects, in order of their names.
+// block has some objects of a kind, in the order of their names.
 type block struct {
 	names   []string
-	stored  []any // what the view has, to tell what is still the same
+	stored  []any // pointers of the state's objects, to detect which ones have changed
 	objects []object
-	columns []atomic.Pointer[column] // by field; made when they are first asked for
+	columns []atomic.Pointer[column] // by field; made when a query needs them first
 }
 
 func newBlock(fields int, names []string, stored []any, objects []object) *block {
@@ -171,12 +173,12 @@ func (b *block) column(fields []field, number int) column {
 		f.put(c, i, o)
 	}
 	compact(c.texts)
-	b.columns[number].Store(&c) // another reader may have made the same
+	b.columns[number].Store(&c) // another reader may have stored the same column
 	return c
 }
 
-// compact makes equal texts one and puts all of them side by side in memory: a
-// scan then waits for few of them.
+// compact replaces equal texts by one, and puts all texts next to each other in memory. A
+// scan then has fewer cache misses.
 func compact(texts []string) {
 	places := make(map[string]int, 64)
 	size := 0
@@ -202,7 +204,7 @@ func compact(texts []string) {
 	}
 }
 
-// list is Query.List over the table.
+// list does the same as Query.List, over the table.
 func (t *table) list(q *Query, after string, limit int) ([]object, bool, error) {
 	first := 0
 	if after != "" {
@@ -246,8 +248,8 @@ func (t *table) list(q *Query, after string, limit int) ([]object, bool, error) 
 	return out, false, nil
 }
 
-// readIn makes the blocks of a view, with those of an earlier one where they
-// are the same.
+// readIn makes the blocks of a view. Blocks that have not changed are taken from an
+// earlier table.
 func readIn(kind clusterv1.Kind, v *state.View, old *table) ([]*block, bool) {
 	fields := fieldsOf(kind)
 	var blocks []*block
@@ -278,25 +280,25 @@ func readIn(kind clusterv1.Kind, v *state.View, old *table) ([]*block, bool) {
 	return nil, false
 }
 
-// merger goes along the old blocks while it is given the new objects.
+// merger compares new objects with the old blocks, in order.
 type merger struct {
 	fields []field
 	old    []*block
-	block  int // of old
-	row    int // of that block
+	block  int // index of the current old block
+	row    int // row in that block
 	out    []*block
 
-	// What the current old block becomes; empty while it is the same.
+	// Replacement of the current old block; empty while nothing has changed.
 	differs    bool
-	structural bool // other names, not only other objects
+	structural bool // names have changed, not only objects
 	replaced   []int
 	names      []string
 	stored     []any
 	objects    []object
 }
 
-// merge compares what a view has with old blocks. Objects never change, so one
-// that is the same pointer is the same; only of others are the names read.
+// merge compares a view's objects with old blocks. Objects never change, so the same
+// pointer is the same object; names are read only of other objects.
 func merge[T any](all iter.Seq[*T], name func(*T) string, wrap func(*T) object, fields []field, old []*block) []*block {
 	m := &merger{fields: fields, old: old}
 	for x := range all {
@@ -376,7 +378,7 @@ func (m *merger) replace(name string, x any, o object) {
 	m.next()
 }
 
-// insert adds to the current block, or after the last.
+// insert adds an object to the current block, or after the last one.
 func (m *merger) insert(name string, x any, o object) {
 	m.differ()
 	m.structural = true
@@ -385,7 +387,7 @@ func (m *merger) insert(name string, x any, o object) {
 	m.objects = append(m.objects, o)
 }
 
-// flush ends the current block.
+// flush completes the current block.
 func (m *merger) flush() {
 	switch {
 	case !m.differs:
@@ -402,8 +404,8 @@ func (m *merger) flush() {
 	m.names, m.stored, m.objects = nil, nil, nil
 }
 
-// patched is a block with other objects of the same names, which differ in the
-// rows that are replaced.
+// patched returns a copy of a block with other objects of the same names. They differ in
+// the rows that are replaced.
 func (b *block) patched(fields []field, stored []any, objects []object, replaced []int) *block {
 	out := newBlock(len(fields), b.names, stored, objects)
 	for number := range fields {
@@ -421,7 +423,7 @@ func (b *block) patched(fields []field, stored []any, objects []object, replaced
 	return out
 }
 
-// split makes blocks of bearable size, together with a small one before.
+// split divides a block that is too large, and joins a small one with the one before it.
 func (m *merger) split() {
 	if len(m.out) > 0 && len(m.names) > 0 {
 		if last := m.out[len(m.out)-1]; len(last.names)+len(m.names) <= blockSize {

@@ -18,34 +18,34 @@ import (
 	"github.com/gpuctl/gpuctl/internal/suggest"
 )
 
-// ErrInvalid is wrapped by every error about an expression that cannot be used.
+// ErrInvalid is wrapped by all errors about an expression that cannot be used.
 var ErrInvalid = reason.New(reason.Invalid, "invalid expression")
 
-// Query is a compiled expression over the objects of one kind. It may be used
-// by several goroutines.
+// Query is a compiled expression over the objects of one kind. It is safe for concurrent
+// use.
 type Query struct {
 	kind   clusterv1.Kind
 	source string
-	fields []field         // of the kind
+	fields []field         // fields of the kind
 	ctx    context.Context //nolint:containedctx // of Within: it bounds this copy of the query; nil: none does
 
-	// All that follows is empty for the query that matches everything.
+	// The following are empty for the query that matches everything.
 	program *celenv.Program
-	byName  map[string]*field   // as the program knows them
-	used    []int               // fields that the lowered expression reads, by slot
-	lowered predicate           // nil: nothing could be lowered
-	parts   []predicate         // of which it is the conjunction
-	exact   bool                // the lowered expression is all of it
-	keys    map[string][]string // fields that must equal one of some constants
+	byName  map[string]*field   // fields by the names that the program uses
+	used    []int               // numbers of the fields that the lowered expression reads, by slot
+	lowered predicate           // nil: no part of the expression could be lowered
+	parts   []predicate         // parts whose conjunction lowered is
+	exact   bool                // lowered is equivalent to the whole expression
+	keys    map[string][]string // indexed fields that must equal one of some constants
 }
 
-// Compile reads an expression over the fields of a kind. The empty expression
-// matches all. The error wraps ErrInvalid.
+// Compile compiles an expression over the fields of a kind. The empty expression matches
+// everything. Errors wrap ErrInvalid.
 func Compile(kind clusterv1.Kind, where string) (*Query, error) {
 	return newLanguage(kind).compile(where)
 }
 
-// Within returns the query with a bound: when ctx has ended, matching fails.
+// Within returns a copy of the query that fails when ctx has ended.
 func (q *Query) Within(ctx context.Context) *Query {
 	out := *q
 	out.ctx = ctx
@@ -59,10 +59,10 @@ func (q *Query) context() context.Context {
 	return q.ctx
 }
 
-// String is the query's expression.
+// String returns the query's expression.
 func (q *Query) String() string { return q.source }
 
-// Kind of the objects that the query is over.
+// Kind returns the kind of the objects that the query is over.
 func (q *Query) Kind() clusterv1.Kind { return q.kind }
 
 // Uses reports whether the expression may read a field.
@@ -81,8 +81,8 @@ func (q *Query) Uses(name string) bool {
 	return false
 }
 
-// language is what expressions over one kind are checked against. Making the
-// environment takes longer than most queries, so it is made once.
+// language is the CEL environment for expressions over one kind. Making it takes longer
+// than most queries, so it is made once.
 type language struct {
 	kind   clusterv1.Kind
 	name   string
@@ -157,14 +157,14 @@ func brief(issues *cel.Issues) string {
 	return strings.Join(all, "; ")
 }
 
-// hint names the field nearest to an unknown one, or all fields.
+// hint returns the field whose name is nearest to an unknown one, or all fields.
 func (l *language) hint(parsed *ast.AST) string {
 	var names []string
 	for i := range l.fields {
 		names = append(names, l.fields[i].name)
 	}
 	var out string
-	bound := map[string]bool{} // by macros
+	bound := map[string]bool{} // variables that macros bind
 	ast.PreOrderVisit(parsed.Expr(), ast.NewExprVisitor(func(e ast.Expr) {
 		var name string
 		switch e.Kind() {
@@ -196,7 +196,7 @@ func (l *language) hint(parsed *ast.AST) string {
 	return out
 }
 
-// values shows an object to CEL's interpreter, one field at a time.
+// values gives an object's fields to CEL's interpreter, one at a time.
 type values struct {
 	q *Query
 	o object
@@ -212,7 +212,7 @@ func (v values) ResolveName(name string) (any, bool) {
 
 func (v values) Parent() interpreter.Activation { return nil }
 
-// ask has the interpreter decide.
+// ask evaluates the expression with CEL's interpreter.
 func (q *Query) ask(o object) (bool, error) {
 	return q.program.Match(q.context(), values{q, o})
 }

@@ -21,7 +21,7 @@ type Field struct {
 	Doc  string
 }
 
-// Fields of a kind, by name; none for what is not a kind.
+// Fields returns the fields of a kind, sorted by name, or nil for an unknown kind.
 func Fields(kind clusterv1.Kind) []Field {
 	var out []Field
 	for _, f := range fieldsOf(kind) {
@@ -30,13 +30,12 @@ func Fields(kind clusterv1.Kind) []Field {
 	return out
 }
 
-// KindName is a kind as expressions and people write it, such as gpu.
+// KindName returns the name of a kind in expressions, such as gpu.
 func KindName(kind clusterv1.Kind) string {
 	return strings.ToLower(strings.TrimPrefix(kind.String(), "KIND_"))
 }
 
-// Enum is a value of an enumeration as expressions and people write it:
-// HEALTH_OK is ok.
+// Enum returns the name of an enum's value in expressions: HEALTH_OK is ok.
 func Enum(e protoreflect.Enum) string {
 	values := e.Descriptor().Values()
 	v := values.ByNumber(e.Number())
@@ -46,7 +45,7 @@ func Enum(e protoreflect.Enum) string {
 	return enumName(v, enumPrefix(e))
 }
 
-// enumPrefix is what the names of all values begin with.
+// enumPrefix returns the common prefix of the names of all values.
 func enumPrefix(e protoreflect.Enum) string {
 	return strings.TrimSuffix(string(e.Descriptor().Values().Get(0).Name()), "UNSPECIFIED")
 }
@@ -57,11 +56,11 @@ func enumName(v protoreflect.EnumValueDescriptor, prefix string) string {
 
 type object = *clusterv1.Object
 
-// field reads one value of an object: exactly one of its functions is set.
+// field reads one value of an object. Exactly one of its functions is set.
 type field struct {
 	name   string
 	doc    string
-	index  bool // a view finds objects by it
+	index  bool // the view has an index on it
 	number func(object) int64
 	text   func(object) string
 	truth  func(object) bool
@@ -86,7 +85,7 @@ func (f *field) celType() *cel.Type {
 	return cel.TimestampType
 }
 
-// value is the field as CEL's interpreter takes it.
+// value returns the field's value for CEL's interpreter.
 func (f *field) value(o object) any {
 	switch {
 	case f.number != nil:
@@ -124,8 +123,8 @@ func moment(name, doc string, f func(object) int64) field {
 	return field{name: name, doc: doc, moment: f}
 }
 
-// named makes a field of an enumeration, whose values are written as people
-// write them: HEALTH_OK is ok.
+// named makes a field for an enum. Its values have the names that Enum returns: HEALTH_OK
+// is ok.
 func named[E protoreflect.Enum](name, doc string, f func(object) E) field {
 	var zero E
 	prefix := enumPrefix(zero)

@@ -8,8 +8,8 @@ import (
 	"github.com/gpuctl/gpuctl/cluster/state"
 )
 
-// follow makes the blocks of a later view of what has changed since; false if
-// that is not known, or so much that all can be read in as fast.
+// follow makes the blocks of a later view from what has changed since. It returns false
+// if that is unknown, or if so much has changed that reading in everything is as fast.
 func (t *table) follow(kind clusterv1.Kind, v *state.View) ([]*block, bool) {
 	names, ok := v.ChangedSince(t.view, kind)
 	if !ok {
@@ -24,11 +24,12 @@ func (t *table) follow(kind clusterv1.Kind, v *state.View) ([]*block, bool) {
 	}
 	fields := fieldsOf(kind)
 	out := slices.Clone(t.blocks)
-	// From the end, so that what changes there moves nothing that comes later.
+	// From the end, so that a changed number of blocks does not move those that are still
+	// to be processed.
 	for len(names) > 0 {
 		n := sort.Search(len(out), func(i int) bool { return out[i].names[0] > names[len(names)-1] })
 		if n == 0 {
-			n = 1 // before the first block: into it
+			n = 1 // it is before the first block, so add it to that
 		}
 		from := 0
 		if n > 1 {
@@ -47,7 +48,7 @@ func (t *table) follow(kind clusterv1.Kind, v *state.View) ([]*block, bool) {
 	return out, true
 }
 
-// join puts a small block together with one beside it that has room.
+// join joins a small block with a neighbour that has room.
 func join(fields []field, blocks []*block, n int) []*block {
 	for _, first := range []int{n, n - 1} {
 		if first < 0 || first+1 >= len(blocks) {
@@ -62,12 +63,12 @@ func join(fields []field, blocks []*block, n int) []*block {
 	return blocks
 }
 
-// with returns what a block becomes when the objects of some names, which are
-// sorted, have changed.
+// with returns the blocks that replace a block after the objects with these names, which
+// are sorted, have changed.
 func (b *block) with(kind clusterv1.Kind, v *state.View, fields []field, names []string) []*block {
 	now := make([]object, len(names))
 	rows := make([]int, 0, len(names))
-	same := true // the names
+	same := true // whether the names are the same
 	for i, n := range names {
 		now[i] = v.Object(kind, n)
 		row, found := slices.BinarySearch(b.names, n)
@@ -77,7 +78,7 @@ func (b *block) with(kind clusterv1.Kind, v *state.View, fields []field, names [
 		}
 	}
 	if same {
-		// What is in neither was made and deleted again.
+		// A name that is in neither was made and deleted again.
 		now = slices.DeleteFunc(now, func(o object) bool { return o == nil })
 		switch {
 		case len(b.names) == 0:
@@ -114,19 +115,19 @@ func (b *block) with(kind clusterv1.Kind, v *state.View, fields []field, names [
 	return m.out
 }
 
-// Rows are a query's answers for all objects of a view, in the order of their
-// names. They are found as they are asked for, fastest from the first on. It is
-// for one goroutine.
+// Rows has a query's answers for all objects of a view, in the order of their names.
+// Answers are computed on demand, fastest in that order. It must be used by one goroutine
+// only.
 type Rows struct {
 	q      *Query
 	blocks []*block
-	block  int // that is looked at
-	from   int // its first row
+	block  int // current block
+	from   int // number of its first row
 	rows   rows
 }
 
-// Rows of a query; nil if the cache has read in a later view, or there is no
-// expression to ask.
+// Rows returns the answers of a query; nil if the cache has read in a later view, or the
+// query has no expression.
 func (c *Cache) Rows(q *Query, v *state.View) *Rows {
 	if q.program == nil {
 		return nil
@@ -149,9 +150,9 @@ func (r *Rows) look(block, from int) {
 	}
 }
 
-// Match reports whether the expression holds for the object of a row; one for
-// which it fails does not match. known is false if that row is not of the
-// object, which is given as state.Stored returns it.
+// Match reports whether the expression is true for the object of a row. An object for
+// which it fails does not match. known is false if that row belongs to another object
+// than stored, which is the value that state.Stored returns.
 func (r *Rows) Match(row int, stored any) (matches, known bool) {
 	if row < r.from {
 		r.look(0, 0)

@@ -10,8 +10,8 @@ import (
 	"github.com/gpuctl/gpuctl/cluster/state"
 )
 
-// Match reports whether the expression holds for an object of the query's kind;
-// it does not for one of another.
+// Match reports whether the expression is true for an object. An object of another kind
+// does not match.
 func (q *Query) Match(o *clusterv1.Object) (bool, error) {
 	if state.KindOf(o) != q.kind {
 		return false, nil
@@ -19,8 +19,8 @@ func (q *Query) Match(o *clusterv1.Object) (bool, error) {
 	return q.Matcher()(o)
 }
 
-// Matcher makes a function that matches one object of the query's kind after
-// the other. It is for one goroutine, and faster than Match.
+// Matcher returns a function that matches objects of the query's kind. It is faster than
+// Match, and must be used by one goroutine only.
 func (q *Query) Matcher() func(o *clusterv1.Object) (bool, error) {
 	if q.program == nil {
 		return func(object) (bool, error) { return true, nil }
@@ -37,8 +37,8 @@ func (q *Query) Matcher() func(o *clusterv1.Object) (bool, error) {
 	}
 }
 
-// decide is the answer for one row, whose object it needs where the lowered
-// expression does not suffice.
+// decide returns the answer for one row. It needs the object only if the lowered
+// expression does not decide.
 func (q *Query) decide(r rows, i int, o object) (bool, error) {
 	if err := q.context().Err(); err != nil {
 		return false, q.over(err)
@@ -57,12 +57,12 @@ func (q *Query) decide(r rows, i int, o object) (bool, error) {
 	return q.interpret(o)
 }
 
-// over says that the query was given up.
+// over wraps the error of a query whose context has ended.
 func (q *Query) over(err error) error {
 	return fmt.Errorf("expression %q: it was given up: %w", q.source, err)
 }
 
-// interpret has the interpreter decide, whose errors name the object.
+// interpret evaluates the expression with the interpreter. Errors name the object.
 func (q *Query) interpret(o object) (bool, error) {
 	matched, err := q.ask(o)
 	if err != nil {
@@ -77,9 +77,9 @@ type candidate struct {
 	failed bool
 }
 
-// sift returns the rows of a block, from one on, that the lowered expression does
-// not exclude. It asks one part after the other of all rows that are left: that
-// is faster than all parts of one row after the other.
+// sift returns the rows of a block, between from and to, that the lowered expression does
+// not exclude. It evaluates one part for all remaining rows before the next part: that is
+// faster than all parts row by row.
 func (q *Query) sift(r rows, from, to int, buf []candidate) []candidate {
 	out := buf[:0]
 	if len(q.parts) == 0 {
@@ -95,7 +95,7 @@ func (q *Query) sift(r rows, from, to int, buf []candidate) []candidate {
 	}
 	for _, part := range q.parts[1:] {
 		if q.context().Err() != nil {
-			return nil // who asks looks, too
+			return nil // the caller checks the context, too
 		}
 		kept := out[:0]
 		for _, c := range out {
@@ -108,9 +108,9 @@ func (q *Query) sift(r rows, from, to int, buf []candidate) []candidate {
 	return out
 }
 
-// List returns the objects of a view for which the query holds, by name: those
-// after a name, and not more than limit if that is above 0; more says that
-// there are others. They are shared: nobody may change them.
+// List returns the objects of a view for which the query is true, sorted by name: those
+// after the given name, and at most limit if that is above 0. more reports whether there
+// are others. The objects are shared and must not be changed.
 func (q *Query) List(v *state.View, after string, limit int) (objects []*clusterv1.Object, more bool, err error) {
 	if found, ok := q.indexed(v); ok {
 		slices.SortFunc(found, func(a, b object) int { return strings.Compare(state.Name(a), state.Name(b)) })
@@ -141,8 +141,8 @@ func (q *Query) collect(from iter.Seq[object], after string, limit int) ([]objec
 	return out, false, nil
 }
 
-// indexed returns all objects that can match, if an index of the view knows
-// them; the most selective one.
+// indexed returns all objects that can match, from the most selective index of the view.
+// It returns false if no index can be used.
 func (q *Query) indexed(v *state.View) ([]object, bool) {
 	for _, name := range []string{"id", "name", "address", "gpu", "claim", "group", "owner", "host", "state", "model"} {
 		if values, ok := q.keys[name]; ok {
@@ -168,7 +168,7 @@ func (q *Query) lookups(v *state.View, name string, values []string) ([]object, 
 
 func (q *Query) lookup(v *state.View, name, value string) ([]object, bool) {
 	if value == "" {
-		return nil, false // what has no value is in no index
+		return nil, false // objects with an empty value are in no index
 	}
 	switch q.kind {
 	case clusterv1.Kind_KIND_HOST:
@@ -299,7 +299,7 @@ func wrapReservation(x *clusterv1.Reservation) object {
 	return &clusterv1.Object{Object: &clusterv1.Object_Reservation{Reservation: x}}
 }
 
-// column makes room for n values of the field.
+// column returns a column for n values of the field.
 func (f *field) column(n int) column {
 	switch {
 	case f.number != nil:
@@ -313,7 +313,7 @@ func (f *field) column(n int) column {
 	case f.labels != nil:
 		return column{labels: make([]map[string]string, n)}
 	}
-	return column{} // moments are never lowered
+	return column{} // expressions with timestamps are never lowered
 }
 
 func (f *field) put(c column, i int, o object) {

@@ -15,7 +15,7 @@ import (
 	"github.com/google/cel-go/common/types/ref"
 )
 
-// column holds one field's values of some objects, in their order.
+// column has the values of one field of some objects, in their order.
 type column struct {
 	numbers []int64
 	texts   []string
@@ -27,9 +27,8 @@ type column struct {
 // rows are the columns that an expression reads, by slot.
 type rows []column
 
-// verdict is what an expression says of an object. Failed is CEL's error: it
-// is lost in a conjunction with something false and in a disjunction with
-// something true.
+// verdict is the result of an expression. failed means CEL's error. As in CEL, false &&
+// error is false, and true || error is true.
 type verdict uint8
 
 const (
@@ -45,8 +44,8 @@ func of(b bool) verdict {
 	return no
 }
 
-// What an expression is lowered to, by its type. The functions of numbers and
-// texts say whether there is a value; if not, the expression failed.
+// Functions that an expression is lowered to, by its type. Those for numbers and texts
+// also report whether there is a value; if not, the expression failed.
 type (
 	predicate func(r rows, i int) verdict
 	numeral   func(r rows, i int) (int64, bool)
@@ -55,19 +54,19 @@ type (
 	labelling func(r rows, i int) map[string]string
 )
 
-// lowerer turns a checked expression into functions. Each of its methods
-// returns nil for what it does not know.
+// lowerer converts a checked expression to functions. Its methods return nil for
+// expressions that they cannot lower.
 type lowerer struct {
 	q   *Query
 	ast *ast.AST
 }
 
-// lower fills in everything of the query that follows from its expression.
+// lower sets all fields of the query that depend on its expression.
 func (q *Query) lower(checked *ast.AST) {
 	l := &lowerer{q, checked}
 	q.exact = true
 	q.keys = map[string][]string{}
-	// Their order changes no answer: what is false wins, wherever it stands.
+	// The order of the parts does not change the result: false wins at any place.
 	parts := conjuncts(checked.Expr(), nil)
 	slices.SortStableFunc(parts, func(a, b ast.Expr) int { return cmp.Compare(effort(a), effort(b)) })
 	for _, part := range parts {
@@ -87,8 +86,8 @@ func (q *Query) lower(checked *ast.AST) {
 	}
 }
 
-// effort of evaluating an expression: plain comparisons before searches in
-// lists, and these before patterns.
+// effort estimates the cost of evaluating an expression: comparisons are cheaper than
+// searches in lists, and these than patterns.
 func effort(e ast.Expr) int {
 	most := 0
 	ast.PostOrderVisit(e, ast.NewExprVisitor(func(e ast.Expr) {
@@ -102,7 +101,7 @@ func effort(e ast.Expr) int {
 	return most
 }
 
-// conjuncts are the parts of an expression that must all be true.
+// conjuncts returns the parts of an expression that must all be true.
 func conjuncts(e ast.Expr, to []ast.Expr) []ast.Expr {
 	if e.Kind() == ast.CallKind && e.AsCall().FunctionName() == operators.LogicalAnd {
 		for _, a := range e.AsCall().Args() {
@@ -113,10 +112,10 @@ func conjuncts(e ast.Expr, to []ast.Expr) []ast.Expr {
 	return append(to, e)
 }
 
-// maxKeys is with how many values an index is read rather than all objects.
+// maxKeys is with how many constants an index is still used, rather than a scan.
 const maxKeys = 64
 
-// findKey notes that an indexed field must equal a constant, or one of a list.
+// findKey records that an indexed field must equal a constant, or one of a list.
 func (l *lowerer) findKey(e ast.Expr) {
 	function, args := call(e)
 	switch function {
@@ -160,7 +159,8 @@ func (l *lowerer) keyed(a, b ast.Expr) (*field, string, bool) {
 	return f, string(value), f != nil && f.index && ok
 }
 
-// constant is the value of a literal or a named constant; nil for anything else.
+// constant returns the value of a literal or a named constant; nil for any other
+// expression.
 func (l *lowerer) constant(e ast.Expr) ref.Val {
 	switch e.Kind() {
 	case ast.LiteralKind:
@@ -173,7 +173,7 @@ func (l *lowerer) constant(e ast.Expr) ref.Val {
 	return nil
 }
 
-// field that a variable stands for; nil for anything else.
+// field returns the field that a variable stands for; nil for any other expression.
 func (l *lowerer) field(e ast.Expr) *field {
 	if e.Kind() != ast.IdentKind {
 		return nil
@@ -185,7 +185,7 @@ func (l *lowerer) field(e ast.Expr) *field {
 	return l.q.byName[r.Name]
 }
 
-// slot of a field among the columns of the query.
+// slot returns the slot of a field in the columns of the query.
 func (l *lowerer) slot(f *field) int {
 	number := slices.IndexFunc(l.q.fields, func(g field) bool { return g.name == f.name })
 	slot := slices.Index(l.q.used, number)
@@ -196,7 +196,7 @@ func (l *lowerer) slot(f *field) int {
 	return slot
 }
 
-// call returns a call's function and all that it is given, the target first.
+// call returns the function of a call and its arguments, the target first.
 func call(e ast.Expr) (string, []ast.Expr) {
 	if e.Kind() != ast.CallKind {
 		return "", nil
@@ -334,7 +334,7 @@ func (l *lowerer) conditional(args []ast.Expr) predicate {
 	}
 }
 
-// holds is what a comparison makes of an order.
+// holds returns a function that applies a comparison's operator to an order.
 func holds(operator string) func(order int) bool {
 	switch operator {
 	case operators.Equals:
@@ -401,8 +401,8 @@ func (l *lowerer) comparison(operator string, x, y ast.Expr) predicate {
 	}
 }
 
-// plainNumbers compares a field with a constant without the detour over an
-// order: most filters are that.
+// plainNumbers compares a field with a constant directly, because most filters do only
+// that.
 func (l *lowerer) plainNumbers(operator string, x, y ast.Expr) predicate {
 	f := l.field(x)
 	a := l.numeral(y)
@@ -447,7 +447,7 @@ func (l *lowerer) plainTexts(operator string, x, y ast.Expr) predicate {
 	return nil
 }
 
-// fixed reports whether an expression of numbers reads no field.
+// fixed reports whether a numeric expression reads no field.
 func (l *lowerer) fixed(e ast.Expr) bool {
 	if l.constant(e) != nil {
 		return true
@@ -486,7 +486,7 @@ func (l *lowerer) member(x, y ast.Expr) predicate {
 		}
 	}
 	if len(texts)+len(numbers) == 0 {
-		// The interpreter does not even look at what is searched.
+		// The interpreter does not even evaluate the second operand.
 		return func(rows, int) verdict { return no }
 	}
 	if len(numbers) == 0 {
@@ -694,7 +694,7 @@ func (l *lowerer) arithmetic(args []ast.Expr, compute func(a, b int64) (int64, b
 	}
 }
 
-// CEL's integers do not wrap.
+// Integers in CEL do not wrap on overflow.
 
 func add(a, b int64) (int64, bool) {
 	c := a + b

@@ -1,4 +1,3 @@
-// Package remote reaches a cluster from outside: enrolment with a join token,
-// for hosts and users alike, and a user's connections with the credentials
-// that came of it.
+// Package remote connects to a cluster from outside: it enrols hosts and users with a
+// join token, and connects users with the credentials that enrolment has given them.
 package remote

@@ -19,7 +19,7 @@ import (
 
 const dialTimeout = 5 * time.Second
 
-// Client returns an HTTP client for hosts with this TLS configuration.
+// Client returns an HTTP client for hosts, with this TLS configuration.
 func Client(config *tls.Config) *http.Client {
 	return &http.Client{Transport: transport(config)}
 }
@@ -34,27 +34,26 @@ func transport(config *tls.Config) *http.Transport {
 		ForceAttemptHTTP2:   true,
 		IdleConnTimeout:     time.Minute,
 		MaxIdleConnsPerHost: 2,
-		// A host that is gone is noticed although nothing says so.
+		// Pings detect a host that has failed without closing the connection.
 		HTTP2: &http.HTTP2Config{SendPingTimeout: 2 * time.Second, PingTimeout: 2 * time.Second},
 	}
 }
 
-// Peer is the service that an address has for hosts.
+// Peer returns a client for PeerService at an address.
 func Peer(c *http.Client, address string) clusterv1connect.PeerServiceClient {
 	return clusterv1connect.NewPeerServiceClient(c, "https://"+address)
 }
 
 const (
-	enrollPatience = time.Minute            // when the caller says none
-	enrollAttempt  = 12 * time.Second       // of one host: longer than that waits for a leader
-	enrollPause    = 200 * time.Millisecond // between rounds
+	enrollPatience = time.Minute            // limit if the caller's context has none
+	enrollAttempt  = 12 * time.Second       // limit for one host; longer than it waits for a leader
+	enrollPause    = 200 * time.Millisecond // pause between rounds
 )
 
-// Enroll shows a token to the first host of its cluster that answers. While none
-// does, or there is no leader, it asks again until ctx ends, or for a minute: the
-// same request is answered again if its answer was lost. The request's token and
-// secret are filled in. Only a host of the authority that the token names gets to
-// see them.
+// Enroll sends a join token to the hosts of its cluster until one answers. If none
+// answers, or there is no leader, it tries again until ctx ends, or for a minute. If an
+// answer was lost, the same request gets the same answer again. Enroll sets the request's
+// token and secret. It sends them only to a host whose authority the token names.
 func Enroll(ctx context.Context, token pki.Token, r *clusterv1.EnrollRequest) (*clusterv1.EnrollResponse, error) {
 	r.TokenId, r.Secret = token.ID, token.Secret[:]
 	c := Client(pki.PinnedClientConfig(token.Fingerprint, time.Now))
@@ -74,8 +73,8 @@ func Enroll(ctx context.Context, token pki.Token, r *clusterv1.EnrollRequest) (*
 		select {
 		case <-ctx.Done():
 			if maybe {
-				// Not as a host says it that knows of no leader: who hears that asks
-				// again, with another request, for which the token is used up.
+				// Not the code for "no leader": a caller that gets that code tries again
+				// with another request, but the token may be used up.
 				err = connect.NewError(connect.CodeUnavailable, errors.New(err.Error()))
 			}
 			return nil, err
@@ -84,11 +83,11 @@ func Enroll(ctx context.Context, token pki.Token, r *clusterv1.EnrollRequest) (*
 	}
 }
 
-// errSilent says that asking again may help.
+// errSilent means that trying again may succeed.
 var errSilent = errors.New("no host of the cluster let this one in")
 
-// enrollRound asks each host once. maybe says that one may have let this one in,
-// and its answer was lost.
+// enrollRound asks each host once. maybe reports that one may have admitted the caller,
+// but its answer was lost.
 func enrollRound(ctx context.Context, c *http.Client, addresses []string, r *clusterv1.EnrollRequest) (res *clusterv1.EnrollResponse, maybe bool, err error) {
 	var errs []error
 	hope := false
@@ -106,7 +105,7 @@ func enrollRound(ctx context.Context, c *http.Client, addresses []string, r *clu
 				hope, maybe = true, maybe || !reason.Undone(err)
 			}
 		default:
-			return nil, false, err // an answer
+			return nil, false, err // the host has decided
 		}
 	}
 	err = errors.Join(errs...)
@@ -116,8 +115,8 @@ func enrollRound(ctx context.Context, c *http.Client, addresses []string, r *clu
 	return nil, maybe, fmt.Errorf("%w: %w", errSilent, err)
 }
 
-// stranger reports whether somebody answered who is no host of the cluster: it
-// will not become one.
+// stranger reports whether the server is not a host of the cluster, so that trying again
+// is of no use.
 func stranger(err error) bool {
 	for _, e := range []error{pki.ErrUntrusted, pki.ErrNotHost, pki.ErrMalformed, pki.ErrWrongCluster, pki.ErrNoCertificate} {
 		if errors.Is(err, e) {

@@ -20,17 +20,17 @@ import (
 )
 
 const (
-	nextAddress  = 2 * time.Second // before another host is tried
+	nextAddress  = 2 * time.Second // time after which the next host is tried
 	renewTimeout = 3 * time.Second
 )
 
-// User reaches the clusters that a user is enrolled in.
+// User connects to the clusters in which a user is enrolled.
 type User struct {
 	clusters pki.Clusters
 	now      func() time.Time
 }
 
-// NewUser finds the credentials where the environment says.
+// NewUser finds the user's credentials; see pki.NewClusters.
 func NewUser(getenv func(string) string) (*User, error) {
 	c, err := pki.NewClusters(getenv)
 	if err != nil {
@@ -39,11 +39,11 @@ func NewUser(getenv func(string) string) (*User, error) {
 	return &User{c, time.Now}, nil
 }
 
-// Clusters names those that the user is enrolled in.
+// Clusters returns the names of the clusters in which the user is enrolled.
 func (u *User) Clusters() ([]string, error) { return u.clusters.List() }
 
-// Client returns a client with the credentials for a cluster, and the URL that
-// it is for. host is a cluster's name, or https://HOST:PORT of one of its hosts.
+// Client returns a client with the credentials for a cluster, and the URL to use. host is
+// a cluster's name, or https://HOST:PORT of one of its hosts.
 func (u *User) Client(host string) (*http.Client, string, error) {
 	credentials, err := u.credentials(host)
 	if err != nil {
@@ -56,7 +56,7 @@ func (u *User) Client(host string) (*http.Client, string, error) {
 	c := u.client(credentials.Material, addresses)
 	peer := credentials.Material.Peer
 	if peer.NotAfter.Sub(u.now()) < peer.NotAfter.Sub(peer.NotBefore)/3 {
-		// Not being able to is no reason not to try with what there is.
+		// If the renewal fails, the present certificate is used.
 		if renewed, err := u.renew(c, credentials); err == nil {
 			c.CloseIdleConnections()
 			c = u.client(renewed, addresses)
@@ -65,8 +65,8 @@ func (u *User) Client(host string) (*http.Client, string, error) {
 	return c, "https://" + addresses[0], nil
 }
 
-// credentials are those of a cluster's name or of the cluster that an address
-// is in: the only one, or the one that lists it.
+// credentials returns the credentials for a cluster's name, or for the cluster that lists
+// an address. If there is only one cluster, an address belongs to that one.
 func (u *User) credentials(host string) (*pki.Credentials, error) {
 	address, isAddress := strings.CutPrefix(host, "https://")
 	if !isAddress {
@@ -98,7 +98,7 @@ func (u *User) credentials(host string) (*pki.Credentials, error) {
 	return nil, fmt.Errorf("host %s: none of your clusters (%s) lists it: say --host with the cluster's name", host, strings.Join(names, ", "))
 }
 
-// client tries the addresses one after the other.
+// client returns a client that tries the addresses one after the other.
 func (u *User) client(m *pki.Material, addresses []string) *http.Client {
 	config := pki.Trust{Provider: m, Now: u.now}.ClientConfig("")
 	t := transport(config)
@@ -150,8 +150,8 @@ func (u *User) renew(c *http.Client, old *pki.Credentials) (*pki.Material, error
 	return m, u.clusters.Save(&pki.Credentials{Name: old.Name, Addresses: old.Addresses, Material: m})
 }
 
-// Login enrols the user with a join token and keeps the credentials under a
-// name, the cluster's own if it is empty. It returns that name.
+// Login enrols the user with a join token and stores the credentials under a name: the
+// cluster's own if as is empty. It returns that name.
 func (u *User) Login(ctx context.Context, text, as string) (string, error) {
 	token, err := pki.DecodeToken(text)
 	if err != nil {
@@ -190,7 +190,8 @@ func (u *User) Login(ctx context.Context, text, as string) (string, error) {
 	return as, u.clusters.Save(&pki.Credentials{Name: as, Addresses: addresses, Material: m})
 }
 
-// userName tells users of one name on different machines apart.
+// userName returns a name that includes the computer's, so that users with the same name
+// on different computers differ.
 func userName() (string, error) {
 	who, err := user.Current()
 	if err != nil {

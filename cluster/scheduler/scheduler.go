@@ -15,18 +15,18 @@ import (
 	"github.com/gpuctl/gpuctl/internal/reason"
 )
 
-// ErrContended says that others were faster every time. Trying again later may
-// help.
+// ErrContended means that other claims took the chosen GPUs in every attempt. A later
+// attempt may succeed.
 var ErrContended = reason.New(reason.Contended, "the GPUs were taken by others meanwhile")
 
 const (
 	tries      = 24
-	candidates = 8 // that concurrent claims spread over
+	candidates = 8 // concurrent claims are spread over that many candidates
 	pace       = 50 * time.Millisecond
-	perClaim   = 10 * time.Second // of those that wait
+	perClaim   = 10 * time.Second // time limit for binding one waiting claim
 )
 
-// Log is the replicated log, as a scheduler needs it.
+// Log is the part of the replicated log that a scheduler needs.
 type Log interface {
 	Apply(ctx context.Context, c *clusterv1.Command) (*clusterv1.Result, error)
 	Read(ctx context.Context, stale bool) (*state.View, error)
@@ -37,48 +37,48 @@ type proposer interface {
 	Apply(ctx context.Context, c *clusterv1.Command) (*clusterv1.Result, error)
 }
 
-// Lead is one term of leadership. What it proposes when that is over must be
-// refused: the next leader may have bound the same claim, and an assignment is
-// added to what a claim has.
+// Lead is one term of leadership. Commands that are proposed after its end must be
+// refused: the next leader may have bound the same claim already, and an assignment is
+// added to those that a claim has.
 type Lead interface {
 	proposer
 	View() *state.View
 }
 
-// Scheduler is safe for concurrent use.
+// Scheduler binds claims. It is safe for concurrent use.
 type Scheduler struct {
 	log   Log
 	index *placement.Index
 	out   *slog.Logger
 
 	mu   sync.Mutex
-	busy int // placements under way, which would all find the same GPU best
+	busy int // placements in progress; all of them would choose the same GPU
 }
 
-// New returns a scheduler over a log.
+// New returns a scheduler for a log.
 func New(log Log, out *slog.Logger) *Scheduler {
 	return &Scheduler{log: log, index: placement.NewIndex(log.State().View()), out: out}
 }
 
-// Place answers a request from the state as it is applied here.
+// Place answers a request from the state that is applied on this host.
 func (s *Scheduler) Place(v *state.View, r placement.Request) placement.Decision {
 	s.index.Update(v)
 	return placement.Place(s.index, r)
 }
 
-// Outcome of binding a claim.
+// Outcome is the result of binding a claim.
 type Outcome struct {
 	Claim       *clusterv1.Claim // nil: refused
 	Assignments []*clusterv1.Assignment
-	Decision    placement.Decision // why not, when it was refused or waits
+	Decision    placement.Decision // why the claim was refused or waits
 }
 
-// Create makes a claim and binds it, or lets it wait if it may. A claim that
-// exists with the same needs is returned as it is. actor is who asked, host
-// where from.
+// Create makes a claim and binds it. If it cannot be bound and may wait, it stays
+// pending. If a claim with the same id and needs exists, it is returned. actor is the
+// caller, and host the caller's host. Errors may wrap ErrContended.
 func (s *Scheduler) Create(ctx context.Context, c *clusterv1.Claim, actor, host string) (Outcome, error) {
 	if old := s.log.State().View().Claim(c.GetId()); old != nil {
-		// Whether the needs are the same is the state machine's to say.
+		// The state machine decides whether the needs are the same.
 		return s.put(ctx, c, nil, actor)
 	}
 	request := placement.Request{Claim: c, Host: host}
@@ -87,14 +87,14 @@ func (s *Scheduler) Create(ctx context.Context, c *clusterv1.Claim, actor, host 
 		return s.put(ctx, c, choices, actor)
 	})
 	if err == nil && o.Claim == nil && s.log.State().View().Claim(c.GetId()) != nil {
-		// Meanwhile the same was asked from elsewhere; what is missing is held by
-		// the very claim.
+		// Another call has made the same claim meanwhile. The GPUs that were missing
+		// are its own.
 		return s.put(ctx, c, nil, actor)
 	}
 	return o, err
 }
 
-// Assign adds to a claim what a request finds for it.
+// Assign adds to a claim the GPUs that a request finds. Errors may wrap ErrContended.
 func (s *Scheduler) Assign(ctx context.Context, r placement.Request, actor string) (Outcome, error) {
 	return s.bind(ctx, r, false, func(choices []*clusterv1.Choice) (Outcome, error) {
 		return s.assign(ctx, s.log, r.Claim.GetId(), choices, actor)
@@ -107,12 +107,12 @@ func (s *Scheduler) assign(ctx context.Context, to proposer, claim string, choic
 	}})
 }
 
-// takenError says that a choice no longer fits, in the state machine's words.
+// takenError is the state machine's message that a choice does not fit any more.
 type takenError string
 
 func (e takenError) Error() string { return string(e) }
 
-// bind finds choices and commits them, again when they were taken meanwhile.
+// bind finds choices and commits them. If they have been taken meanwhile, it tries again.
 func (s *Scheduler) bind(ctx context.Context, r placement.Request, waits bool, commit func([]*clusterv1.Choice) (Outcome, error)) (Outcome, error) {
 	turn := s.enter()
 	defer s.leave()
@@ -128,7 +128,8 @@ func (s *Scheduler) bind(ctx context.Context, r placement.Request, waits bool, c
 		}
 		if !d.OK() {
 			if !fresh {
-				// This host may be behind; nobody is refused for that.
+				// This host's state may be behind, so read again before the claim is
+				// refused.
 				var err error
 				if view, err = s.log.Read(ctx, false); err != nil {
 					return Outcome{}, err
@@ -193,12 +194,12 @@ func (s *Scheduler) propose(ctx context.Context, to proposer, c *clusterv1.Comma
 	return Outcome{}, &Error{res}
 }
 
-// Error is an answer of the state machine that is not OK.
+// Error is a result of the state machine that is not OK.
 type Error struct{ Result *clusterv1.Result }
 
 func (e *Error) Error() string { return e.Result.GetMessage() }
 
-// Reason is what the state machine has against it.
+// Reason returns why the state machine refused the command.
 func (e *Error) Reason() reason.Reason {
 	code := reason.Refused
 	switch e.Result.GetOutcome() {
@@ -217,7 +218,7 @@ func (e *Error) Reason() reason.Reason {
 	return reason.Reason{Code: code}
 }
 
-// Check turns an answer that is not OK into an *Error.
+// Check returns an *Error for a result that is not OK.
 func Check(res *clusterv1.Result, err error) (*clusterv1.Result, error) {
 	if err == nil && res.GetOutcome() != clusterv1.Outcome_OUTCOME_OK {
 		err = &Error{res}
@@ -225,7 +226,7 @@ func Check(res *clusterv1.Result, err error) (*clusterv1.Result, error) {
 	return res, err
 }
 
-// Run binds pending claims until ctx ends. It is for the leader.
+// Run binds pending claims until ctx ends. Only the leader runs it.
 func (s *Scheduler) Run(ctx context.Context, l Lead) {
 	for ctx.Err() == nil {
 		v := l.View()
@@ -239,7 +240,7 @@ func (s *Scheduler) Run(ctx context.Context, l Lead) {
 		select {
 		case <-ctx.Done():
 		case <-changed:
-			// What changes at once is looked at together.
+			// Several changes in a short time cause only one pass.
 			select {
 			case <-ctx.Done():
 			case <-time.After(pace):
@@ -248,8 +249,8 @@ func (s *Scheduler) Run(ctx context.Context, l Lead) {
 	}
 }
 
-// pending are the claims that wait, the oldest first: by when they were made
-// as their hosts' clocks had it, which decides about order alone.
+// pending returns the claims that wait, the oldest first, by the time at which their
+// hosts' clocks say they were made. That time decides only about the order.
 func pending(v *state.View) []*clusterv1.Claim {
 	var out []*clusterv1.Claim
 	for c := range v.PendingClaims() {
@@ -264,7 +265,7 @@ func pending(v *state.View) []*clusterv1.Claim {
 }
 
 func (s *Scheduler) retry(ctx context.Context, l Lead, v *state.View, c *clusterv1.Claim) {
-	// One claim must not keep all others waiting.
+	// One claim must not delay all others.
 	ctx, cancel := context.WithTimeout(ctx, perClaim)
 	defer cancel()
 	r := placement.Request{Claim: c, Limit: 1, Context: ctx}

@@ -1,6 +1,5 @@
-// Package throttle keeps a log readable when the same thing happens very
-// often: the first of a kind is let through, and then one every interval with
-// the number of those that were not.
+// Package throttle limits log lines about the same thing. The first of a kind is allowed,
+// and then one in each interval, with the number of those that were skipped.
 package throttle
 
 import (
@@ -10,14 +9,14 @@ import (
 
 const maxKeys = 1024
 
-// Throttle is safe for use by several goroutines.
+// Throttle is safe for concurrent use.
 type Throttle struct {
 	interval time.Duration
 	now      func() time.Time
 
 	mu     sync.Mutex
 	seen   map[string]*entry
-	purged entry // when those that have passed were forgotten
+	purged entry // when expired entries were last removed
 }
 
 type entry struct {
@@ -25,14 +24,14 @@ type entry struct {
 	skipped uint64
 }
 
-// New lets one of a kind through every interval.
+// New returns a Throttle that allows one of each kind in an interval.
 func New(interval time.Duration, now func() time.Time) *Throttle {
 	return &Throttle{interval: interval, now: now, seen: map[string]*entry{}}
 }
 
-// Allow reports whether to let one of this kind through, and how many were not
-// since the last that was. Kinds come from outside: when there are too many,
-// those that are new count as one.
+// Allow reports whether one of this kind is allowed now, and how many were skipped since
+// the last allowed one. Kinds come from outside. If there are too many, all new ones
+// count as one kind.
 func (t *Throttle) Allow(key string) (skipped uint64, ok bool) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -64,7 +63,8 @@ func (t *Throttle) Allow(key string) (skipped uint64, ok bool) {
 	return skipped, true
 }
 
-// passed is also true when the clock was set back.
+// passed reports whether the interval has passed. It also does so if the clock was set
+// back.
 func (t *Throttle) passed(e *entry, now time.Time) bool {
 	d := now.Sub(e.at)
 	return d >= t.interval || d < 0

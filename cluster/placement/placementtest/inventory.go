@@ -9,7 +9,7 @@ import (
 	"github.com/gpuctl/gpuctl/cluster/state"
 )
 
-// Model is a kind of GPU of a synthetic inventory.
+// Model is a model of GPUs in a synthetic inventory.
 type Model struct {
 	Name   string
 	Rank   uint32
@@ -17,7 +17,7 @@ type Model struct {
 	Units  uint32
 }
 
-// Models of a synthetic inventory, by rank.
+// Models returns the models of a synthetic inventory, sorted by rank.
 func Models() []Model {
 	const gib = 1 << 30
 	return []Model{
@@ -30,7 +30,7 @@ func Models() []Model {
 	}
 }
 
-// Cluster is a state with a writer's position in its log.
+// Cluster is a state, with the index of its last log entry.
 type Cluster struct {
 	Store *state.Store
 	index uint64
@@ -46,7 +46,7 @@ func (c *Cluster) Apply(cmd *clusterv1.Command) *clusterv1.Result {
 // NewCluster makes an empty state.
 func NewCluster() *Cluster { return &Cluster{Store: state.New()} }
 
-// Report makes a host known.
+// Report reports a host with its GPUs.
 func (c *Cluster) Report(h *clusterv1.Host, gpus []*clusterv1.GPU) error {
 	r := c.Apply(&clusterv1.Command{Op: &clusterv1.Command_ReportHost{ReportHost: &clusterv1.ReportHost{Host: h, Gpus: gpus}}})
 	if r.GetOutcome() != clusterv1.Outcome_OUTCOME_OK {
@@ -60,7 +60,7 @@ func (c *Cluster) Put(claim *clusterv1.Claim, choices []*clusterv1.Choice) *clus
 	return c.Apply(&clusterv1.Command{Op: &clusterv1.Command_PutClaim{PutClaim: &clusterv1.PutClaim{Claim: claim, Choices: choices}}})
 }
 
-// Delete deletes a claim and has its hosts say that it is gone.
+// Delete deletes a claim, and confirms in its hosts' names that its assignments are gone.
 func (c *Cluster) Delete(claim string) {
 	v := c.Store.View()
 	gone := map[string][]*clusterv1.Confirmation{}
@@ -79,12 +79,12 @@ func (c *Cluster) Delete(claim string) {
 	}
 }
 
-// HostName of a synthetic inventory.
+// HostName returns the name of a host in a synthetic inventory.
 func HostName(n int) string { return fmt.Sprintf("n%05d", n) }
 
-// Synthetic makes a cluster of hosts with the same number of GPUs each, of
-// models that are mixed over the hosts; busy is the part of the GPUs that
-// somebody holds, half of them as a whole. The same seed makes the same.
+// Synthetic makes a cluster of hosts with the same number of GPUs each. Their models are
+// mixed over the hosts. busy is the part of the GPUs in use, half of them as a whole. The
+// same seed makes the same cluster.
 func Synthetic(hosts, gpus int, busy float64, seed uint64) (*Cluster, error) {
 	rng := rand.New(rand.NewPCG(seed, 1)) //nolint:gosec // repeatable
 	c := NewCluster()

@@ -23,35 +23,35 @@ const (
 	OpenbPodSpec = "openb_pod_list_gpuspec33.csv" // a third of the tasks name models
 )
 
-// Node of a trace.
+// Node is a host of a trace.
 type Node struct {
 	Name  string
 	GPUs  int
 	Model string
 }
 
-// Task of a trace: what one claim asks for and when.
+// Task is a task of a trace: what one claim asks for, and when.
 type Task struct {
 	Name    string
 	GPUs    int
-	Milli   int      // of one GPU, if it wants one
-	Models  []string // any of these; none: any
+	Milli   int      // thousandths of one GPU, if it needs only a part
+	Models  []string // models that it may use; empty: any
 	Arrives int64    // seconds
 	Leaves  int64
 }
 
-// Trace is a cluster and the tasks that came to it.
+// Trace is a cluster and its tasks.
 type Trace struct {
 	Nodes []Node
-	Tasks []Task // by arrival
+	Tasks []Task // sorted by arrival
 }
 
-// milli is what a thousandth of a GPU is here: the trace says nothing of
-// memory, so all its GPUs have a thousand of these.
+// milli is the memory in bytes that stands for a thousandth of a GPU. The trace does not
+// contain memory, so all its GPUs have 1000 milli.
 const milli = 1 << 20
 
-// LoadOpenb reads a trace from a folder: its nodes, and the tasks of a file
-// there that want GPUs.
+// LoadOpenb reads a trace from a folder: its nodes, and those tasks in the file pods that
+// need GPUs.
 func LoadOpenb(folder, pods string) (*Trace, error) {
 	t := &Trace{}
 	err := readTable(filepath.Join(folder, OpenbNodes), []string{"sn", "gpu", "model"}, func(row []string) error {
@@ -94,7 +94,7 @@ func LoadOpenb(folder, pods string) (*Trace, error) {
 	return t, nil
 }
 
-// readTable gives each row's values of the columns.
+// readTable calls row with the values of the given columns, for each row of a CSV file.
 func readTable(path string, columns []string, row func([]string) error) error {
 	f, err := os.Open(path)
 	if err != nil {
@@ -134,8 +134,8 @@ func readTable(path string, columns []string, row func([]string) error) error {
 	}
 }
 
-// Cluster makes the trace's cluster. Models are ranked in an order of their
-// age; the trace hides the names of some.
+// Cluster makes the trace's cluster. Models are ranked by their age. The trace hides the
+// names of some.
 func (t *Trace) Cluster() (*Cluster, error) {
 	order := []string{"T4", "P100", "V100M16", "V100M32", "A10", "G1", "G2", "G3"}
 	c := NewCluster()
@@ -155,7 +155,7 @@ func (t *Trace) Cluster() (*Cluster, error) {
 	return c, nil
 }
 
-// Claim of a task.
+// Claim returns the claim for a task.
 func (t Task) Claim(id string, policy clusterv1.Policy) *clusterv1.Claim {
 	c := &clusterv1.Claim{Id: id, Count: uint32(t.GPUs), Policy: policy}
 	if t.GPUs == 1 && t.Milli < 1000 {
@@ -171,7 +171,7 @@ func (t Task) Claim(id string, policy clusterv1.Policy) *clusterv1.Claim {
 	return c
 }
 
-// demand of a task, in thousandths of a GPU.
+// demand returns what a task asks for, in thousandths of a GPU.
 func (t Task) demand() int {
 	if t.GPUs == 1 && t.Milli < 1000 {
 		return max(1, t.Milli)

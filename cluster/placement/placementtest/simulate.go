@@ -13,12 +13,12 @@ import (
 	"github.com/gpuctl/gpuctl/cluster/state"
 )
 
-// Chooser finds where a claim goes in a view; nothing if nowhere. It serves one
-// simulation.
+// Chooser finds where a claim goes in a view. It returns nothing if the claim does not
+// fit. It is used in one simulation only.
 type Chooser interface {
 	Name() string
 	Choose(v *state.View, c *clusterv1.Claim) []*clusterv1.Choice
-	// Times are how long each decision took.
+	// Times returns how long each decision took.
 	Times() []time.Duration
 }
 
@@ -31,15 +31,15 @@ type Placer struct {
 	updates []time.Duration
 }
 
-// NewPlacer makes a chooser of a policy.
+// NewPlacer returns a Placer with a policy.
 func NewPlacer(policy clusterv1.Policy) *Placer {
 	return &Placer{policy: policy, cache: query.NewCache()}
 }
 
-// Name of the policy.
+// Name returns the name of the policy.
 func (p *Placer) Name() string { return query.Enum(p.policy) }
 
-// Choose the best candidate.
+// Choose returns the best candidate.
 func (p *Placer) Choose(v *state.View, c *clusterv1.Claim) []*clusterv1.Choice {
 	start := time.Now()
 	if p.index == nil {
@@ -65,21 +65,21 @@ func (p *Placer) Choose(v *state.View, c *clusterv1.Claim) []*clusterv1.Choice {
 	return d.Candidates[0].Choices
 }
 
-// Times of the decisions, with the compilation of expressions, without updates
-// of the index.
+// Times returns the duration of each decision, including the compilation of expressions,
+// and without updates of the index.
 func (p *Placer) Times() []time.Duration { return p.times }
 
-// Updates are how long it took to bring the index up to date, each time.
+// Updates returns the duration of each update of the index.
 func (p *Placer) Updates() []time.Duration { return p.updates }
 
-// baseline goes through hosts until one fits.
+// baseline examines hosts until one fits.
 type baseline struct {
 	name  string
 	order func(n int) []int
 	times []time.Duration
 }
 
-// FirstFit takes the first GPUs that fit, by name.
+// FirstFit returns a Chooser that takes the first GPUs that fit, by name.
 func FirstFit() Chooser {
 	var same []int
 	return &baseline{name: "first-fit", order: func(n int) []int {
@@ -90,7 +90,7 @@ func FirstFit() Chooser {
 	}}
 }
 
-// Random takes GPUs that fit of any host.
+// Random returns a Chooser that takes GPUs that fit on a random host.
 func Random(seed uint64) Chooser {
 	rng := rand.New(rand.NewPCG(seed, 2)) //nolint:gosec // repeatable
 	return &baseline{name: "random", order: rng.Perm}
@@ -133,19 +133,19 @@ func (b *baseline) Choose(v *state.View, c *clusterv1.Claim) []*clusterv1.Choice
 	return nil
 }
 
-// Report is what a simulation found.
+// Report is the result of a simulation.
 type Report struct {
 	Policy        string
 	Tasks         int
 	Placed        int
-	Refused       int           // by the state, of what was chosen: there must be none
-	Asked         int           // thousandths of a GPU, of all tasks
-	Given         int           // of those placed
-	Capacity      int           // of the cluster
-	Allocated     float64       // highest part of the capacity that was held at once
-	Fragmentation float64       // mean part of the free capacity that the tasks could not use, over the run
-	P50, P99, Max time.Duration // of a decision
-	UpdateP99     time.Duration // of the index, where there is one
+	Refused       int           // choices that the state machine refused: there must be none
+	Asked         int           // thousandths of a GPU, over all tasks
+	Given         int           // thousandths of a GPU, over the placed tasks
+	Capacity      int           // of the cluster, in thousandths of a GPU
+	Allocated     float64       // largest part of the capacity that was in use at once
+	Fragmentation float64       // mean part of the free capacity that the tasks could not use
+	P50, P99, Max time.Duration // durations of decisions
+	UpdateP99     time.Duration // duration of updates of the index, if there is one
 }
 
 func (r Report) String() string {
@@ -156,15 +156,15 @@ func (r Report) String() string {
 	)
 }
 
-// event of a simulation.
+// event is the arrival or departure of a task.
 type event struct {
 	at     int64
 	leaves bool
 	task   int
 }
 
-// Replay has the tasks come and go as in the trace. Those that do not fit when
-// they come are gone.
+// Replay lets the tasks arrive and leave as in the trace. Tasks that do not fit when they
+// arrive are dropped.
 func (t *Trace) Replay(ch Chooser) (Report, error) {
 	var events []event
 	for i, task := range t.Tasks {
@@ -174,7 +174,7 @@ func (t *Trace) Replay(ch Chooser) (Report, error) {
 		}
 	}
 	slices.SortStableFunc(events, func(a, b event) int {
-		// Who leaves makes room for who comes in the same second.
+		// In the same second, departures come before arrivals.
 		return cmp.Or(cmp.Compare(a.at, b.at), cmp.Compare(b2i(b.leaves), b2i(a.leaves)))
 	})
 	return t.simulate(ch, events)
@@ -187,9 +187,9 @@ func b2i(b bool) int {
 	return 0
 }
 
-// Fill has tasks come that are drawn from the trace's, and none go, until they
-// have asked for a multiple of the capacity. How much of it is then allocated
-// is what the policy wastes.
+// Fill lets random tasks of the trace arrive and stay, until they have asked for demand
+// times the capacity. How much of the capacity is allocated then shows how much the
+// policy wastes.
 func (t *Trace) Fill(ch Chooser, demand float64, seed uint64) (Report, error) {
 	capacity := 0
 	for _, n := range t.Nodes {
@@ -223,7 +223,7 @@ func (t *Trace) simulate(ch Chooser, events []event) (Report, error) {
 	}
 	frag := newFragmentation(t)
 	held, samples := 0, 0
-	claims := map[int]string{} // of tasks that are there
+	claims := map[int]string{} // claims of the running tasks
 	for i, e := range events {
 		task := t.Tasks[e.task]
 		if e.leaves {
@@ -262,7 +262,7 @@ func (t *Trace) simulate(ch Chooser, events []event) (Report, error) {
 	return r, nil
 }
 
-// Percentiles are the median, the 99th and the longest of some times.
+// Percentiles returns the median, the 99th percentile and the maximum.
 func Percentiles(times []time.Duration) (p50, p99, longest time.Duration) {
 	if len(times) == 0 {
 		return 0, 0, 0
@@ -272,8 +272,8 @@ func Percentiles(times []time.Duration) (p50, p99, longest time.Duration) {
 	return at(0.5), at(0.99), sorted[len(sorted)-1]
 }
 
-// fragmentation is that of "Beware of Fragmentation" (USENIX ATC 2023): of a
-// host's free GPUs, what a task of the workload could not use, weighed by how
+// fragmentation is the measure of "Beware of Fragmentation" (USENIX ATC 2023): the part
+// of a host's free GPUs that a task of the workload could not use, weighted by how
 // frequent such tasks are.
 type fragmentation struct {
 	shapes []shape
@@ -298,7 +298,7 @@ func newFragmentation(t *Trace) *fragmentation {
 		f.shapes[at[k]].weight++
 		f.total++
 	}
-	// The rare ones change nothing and cost as much.
+	// Rare shapes do not change the result, and cost as much time.
 	slices.SortStableFunc(f.shapes, func(a, b shape) int { return cmp.Compare(b.weight, a.weight) })
 	f.shapes = f.shapes[:min(len(f.shapes), 40)]
 	f.total = 0
@@ -308,7 +308,7 @@ func newFragmentation(t *Trace) *fragmentation {
 	return f
 }
 
-// of a view: the part of what is free that the tasks cannot use.
+// of returns the part of a view's free capacity that the tasks cannot use.
 func (f *fragmentation) of(v *state.View) float64 {
 	var free, lost float64
 	for h := range v.Hosts() {
