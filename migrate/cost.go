@@ -7,17 +7,17 @@ import (
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 )
 
-// Cost is what a migration is predicted to take.
+// Cost is the predicted cost of a migration.
 type Cost struct {
 	Total time.Duration
 	Stop  time.Duration // downtime of the applications
-	Bytes uint64        // of the VM and its GPU state that are copied
-	// TotalRange and StopRange are what Total and Stop may really become.
+	Bytes uint64        // bytes of the VM and its GPU state that are copied
+	// TotalRange and StopRange are the ranges in which Total and Stop are expected.
 	TotalRange, StopRange Range
 }
 
-// Range is between what a time is expected to be. Measured says that this follows
-// from what was seen; without, it is a guess about hosts that nobody knows yet.
+// Range is the range in which a time is expected. Measured means that it is based on
+// earlier migrations; otherwise it is an estimate for unknown hosts.
 type Range struct {
 	Low, High time.Duration
 	Measured  bool
@@ -27,17 +27,17 @@ func (r Range) plus(o Range) Range {
 	return Range{r.Low + o.Low, r.High + o.High, r.Measured && o.Measured}
 }
 
-// How far off a time may be: a guess either way, and what was measured at least.
-// Guessed figures are of cards and fast hosts; in emulation steps took fourteen
-// times as long.
+// Relative errors of predictions: of an estimate in each direction, and the least of a
+// measured time. The estimates are for real cards and fast hosts; in emulation, steps
+// took fourteen times as long.
 const (
 	guessLow  = 4
 	guessHigh = 16
 	leastOff  = 0.25
-	firstOff  = 0.5 // after one sight
+	firstOff  = 0.5 // after one measurement
 )
 
-// rangeOf is how far off what a rate predicts may be.
+// rangeOf returns the range of a prediction.
 func (r rate) rangeOf(d time.Duration) Range {
 	if r.seen == 0 {
 		return Range{Low: d / guessLow, High: d * guessHigh}
@@ -46,7 +46,7 @@ func (r rate) rangeOf(d time.Duration) Range {
 	return Range{Low: time.Duration(float64(d) / off), High: time.Duration(float64(d) * off), Measured: true}
 }
 
-// miss takes in how far off a prediction was.
+// miss learns from the error of a prediction.
 func (r *rate) miss(predicted, took time.Duration) {
 	if r.seen == 0 {
 		r.off = firstOff
@@ -56,23 +56,22 @@ func (r *rate) miss(predicted, took time.Duration) {
 	r.off = r.off*(1-weight) + (x-1)*weight
 }
 
-// rate is what a step takes: a part that is the same each time, and one that
-// grows with the bytes.
+// rate is the time of a step: a fixed part, and a part that grows with the bytes.
 type rate struct {
 	fixed  time.Duration
 	perGiB time.Duration
 	seen   int
-	off    float64 // by how much it was off, 0.5: half as much again
+	off    float64 // mean relative error; 0.5: half as much again
 }
 
-// CostModel predicts steps from those that were seen.
+// CostModel predicts the time of steps from earlier migrations.
 type CostModel struct {
 	rates map[string]rate
-	away  rate // of what leaves the VM in a freeze and comes back in a thaw
+	away  rate // of states that leave the VM in a freeze and come back in a thaw
 }
 
-// NewCostModel returns a model with figures of real hosts' order; it learns
-// better ones from every migration.
+// NewCostModel returns a model with estimates for real hosts. It learns from each
+// migration.
 func NewCostModel() *CostModel {
 	const second = time.Second
 	return &CostModel{rates: map[string]rate{
@@ -86,12 +85,12 @@ func NewCostModel() *CostModel {
 
 const (
 	gib = 1 << 30
-	// weight of a new sight against what was known: a few migrations suffice
-	// to forget the figures that were guessed.
+	// weight of a new measurement against the old value: after a few migrations, the
+	// estimates have little influence.
 	weight = 0.5
 )
 
-// Learn takes the steps of a migration that came to its good end.
+// Learn learns from the steps of a migration that was successful.
 func (c *CostModel) Learn(m *clusterv1.Migration) {
 	if m.GetState() != clusterv1.MigrationState_MIGRATION_STATE_DONE {
 		return
@@ -103,7 +102,7 @@ func (c *CostModel) Learn(m *clusterv1.Migration) {
 		}
 		took := time.Duration(s.GetTookNs())
 		if away := m.GetMachine().GetAwayBytes(); away > 0 && (s.GetName() == StepFreeze || s.GetName() == StepThaw) {
-			// What went out has taken nearly all of the time.
+			// Nearly all of the time was for the states that left the VM.
 			if away >= leastAway {
 				per := time.Duration(float64(took-min(r.fixed, took/2)) / (float64(away) / gib))
 				c.away.miss(c.away.perGiB, per)
@@ -115,7 +114,8 @@ func (c *CostModel) Learn(m *clusterv1.Migration) {
 		w := r.weight()
 		r.miss(r.fixed+time.Duration(float64(r.perGiB)*float64(s.GetBytes())/gib), took)
 		if s.GetBytes() >= gib/64 && r.perGiB > 0 {
-			// The fixed part is kept: with bytes both can't be told apart by one sight.
+			// Keep the fixed part: one measurement cannot distinguish it from the part
+			// for the bytes.
 			fixed := min(r.fixed, took/2)
 			per := time.Duration(float64(took-fixed) / (float64(s.GetBytes()) / gib))
 			r.fixed, r.perGiB = fixed, mix(r.perGiB, per, w)
@@ -127,19 +127,18 @@ func (c *CostModel) Learn(m *clusterv1.Migration) {
 	}
 }
 
-// leastAway is from how many bytes on the time that they took tells how fast
-// they were.
+// leastAway is from how many bytes on the time of a step is used to measure the speed.
 const leastAway = 1 << 20
 
-// weight of the next sight.
+// weight returns the weight of the next measurement.
 func (r rate) weight() float64 {
 	if r.seen == 0 {
-		return 1 // a sight is worth more than a guess
+		return 1 // the first measurement replaces the estimate
 	}
 	return weight
 }
 
-// awayTime is how long so many bytes take to leave the VM, or to come back.
+// awayTime returns how long n bytes need to leave the VM, or to come back.
 func (c *CostModel) awayTime(n uint64, a *AgentFacts) time.Duration {
 	switch {
 	case n == 0:
@@ -151,15 +150,15 @@ func (c *CostModel) awayTime(n uint64, a *AgentFacts) time.Duration {
 	}
 }
 
-// slowestBulk is what states leave a VM at if nothing is known, in bytes per
-// second.
+// slowestBulk is the assumed speed of states that leave a VM if it is unknown, in bytes
+// per second.
 const slowestBulk = 256 << 10
 
 func mix(old, now time.Duration, w float64) time.Duration {
 	return time.Duration(float64(old)*(1-w) + float64(now)*w)
 }
 
-// price is what a candidate costs, step by step. link is in bytes per second.
+// price returns the cost of a candidate, step by step. link is in bytes per second.
 func (c *CostModel) price(m VMFacts, host, gpu string, link uint64, cold bool) (Cost, []Step) {
 	move := &clusterv1.MachineMove{Name: m.Name, FromHost: m.Host, ToHost: host, ToGpu: gpu, Cold: cold}
 	if !cold {

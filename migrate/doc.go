@@ -1,27 +1,24 @@
-// Package migrate moves a VM with its GPU to another host, or gives it another
-// model of GPU where it is, while the applications in it go on: the plan with
-// every reason why a host cannot take it, and the transaction that carries the
-// plan out.
+// Package migrate moves a VM with its GPU to another host, or gives it another GPU model
+// on the same host, while its applications go on. It makes the plan, with all reasons why
+// a host cannot take the VM, and executes the transaction of the plan.
 //
-// A transaction is a list of named steps, each with its undo. Every step brings
-// about a state and may be repeated, so that after a crash of anything whoever
-// drives it repeats the step that was under way, forward or backward. What has
-// been done is in the replicated record ([Journal]); what is true is asked of
-// the hosts ([Site]). The record's token fences: a driver that was replaced
-// cannot write, and stops.
+// A transaction is a list of named steps, each with an undo. Each step brings about a
+// state and may be repeated. So, after a crash of anything, the next driver repeats the
+// interrupted step, forward or backward. The replicated record ([Journal]) contains what
+// has been done; the hosts ([Site]) know what is true. The record's token is a fencing
+// token: a driver that was replaced cannot write the record any more, and stops.
 //
-// Until the commit the source could be gone back to. The state of the
-// applications is never in one place only for the transaction's convenience: it
-// rests frozen in the VM's own memory from the first step that touches it to
-// the last, and goes where the VM goes. What the VM has no room for leaves it
-// ([AgentFacts], by the same judgement in the plan and in the step) and is then
-// at both ends, before anything else is touched, until the transaction is over:
-// at whichever end the VM is, there is all of it. When neither end can be reached the
-// migration is held: the VM lives, its state is safe, and an operator is told.
+// Before the commit, everything can be undone. The state of the applications is frozen in
+// the VM's own memory from the first step that affects it to the last, and moves with the
+// VM. What the VM has no room for leaves it ([AgentFacts]; plan and step use the same
+// decision). It is then on both hosts before anything else is changed, until the
+// transaction has ended. So, on whichever host the VM is, its state is complete. If
+// neither host can be reached, the migration is held: the VM exists, its state is safe,
+// and an operator is informed.
 //
-// A VM that cannot be moved alive is stopped and started with the other card, if
-// that was asked for; its applications end.
+// A VM that cannot be migrated live is stopped and started with the other card, if the
+// operator permits it. Its applications end.
 //
-// Here are no connections, no libvirt and no PCI: sites are interfaces. What a
-// host does for a step is in hostd/migration/endpoint.
+// This package uses no connections, libvirt or PCI: sites are interfaces. Package
+// hostd/migration/endpoint does a host's part of each step.
 package migrate

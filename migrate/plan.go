@@ -12,24 +12,24 @@ import (
 	"github.com/gpuctl/gpuctl/internal/vm"
 )
 
-// Verb is what is wanted.
+// Verb is the kind of a migration.
 type Verb string
 
-// The verbs. Upgrade and Downgrade leave the VM where it is.
+// Verbs. Upgrade and Downgrade leave the VM on its host.
 const (
 	Migrate   Verb = "migrate"
 	Upgrade   Verb = "upgrade"
 	Downgrade Verb = "downgrade"
 )
 
-// Protocol is the lowest of gpuguest that can take part, and AwayProtocol that
-// of one whose sessions' state can leave the VM.
+// Protocol is the lowest version of gpuguest that can take part. AwayProtocol is the
+// lowest one whose sessions' states can leave the VM.
 const (
 	Protocol     = 1
 	AwayProtocol = 2
 )
 
-// Codes of reasons. They are part of the API and never change their meaning.
+// Codes of reasons. They are part of the API, and their meaning never changes.
 const (
 	ReasonNotRunning   = "not_running"
 	ReasonType         = "guest_type"
@@ -64,20 +64,20 @@ const (
 	ReasonGuestProfile = "guest_profile"
 	ReasonTransient    = "transient"
 	ReasonSessions     = "too_many_sessions"
-	NoteLockManager    = "no_lock_manager" // refuses nothing
+	NoteLockManager    = "no_lock_manager" // only a note
 )
 
-// VMFacts are what a plan needs to know of the VM.
+// VMFacts are what a plan needs to know about the VM.
 type VMFacts struct {
 	vm.Info
 	Host         string
-	Passthrough  bool // its definition lets it have devices plugged in
+	Passthrough  bool // its definition permits PCI hotplug
 	Disks        []Disk
-	OtherDevices []string // host devices that are no GPUs
+	OtherDevices []string // host devices that are not GPUs
 	GPUs         []string // ids
-	Migration    string   // that runs already
+	Migration    string   // its migration that is in progress
 	Agent        *AgentFacts
-	AgentError   string // why there is no Agent
+	AgentError   string // why Agent is nil
 }
 
 // Disk is a disk or other file of a VM.
@@ -86,20 +86,20 @@ type Disk struct {
 	ReadOnly bool
 }
 
-// AgentFacts are what the VM's gpuguest says.
+// AgentFacts are what the VM's gpuguest reports.
 type AgentFacts struct {
 	Version       string
 	Protocol      uint32
 	Hotplug       bool
 	HotplugReason string
 	FreeMemory    uint64 // bytes
-	Bulk          uint64 // bytes per second that states leave the VM at, about; 0: not known
+	Bulk          uint64 // approximate speed at which states leave the VM, bytes per second; 0: unknown
 	Sessions      []SessionFacts
 }
 
-// away chooses the sessions whose state is to leave the VM, if that has no room
-// for all: the largest, until the others fit and some is left. Those of already
-// are chosen before. Where gpuguest cannot send states out there are none.
+// away chooses the sessions whose state must leave the VM, because the VM has no room for
+// all. Those in already are chosen first, then the largest, until the others fit and
+// headroom is left. If gpuguest cannot send states out, it chooses none.
 func (a *AgentFacts) away(already []string) (out []SessionFacts) {
 	if a == nil || a.Protocol < AwayProtocol {
 		return nil
@@ -126,8 +126,8 @@ func (a *AgentFacts) away(already []string) (out []SessionFacts) {
 	return out
 }
 
-// headroom is what a VM is left with, in bytes, when a part of its applications'
-// states has left it: one that is filled to its last page does not move well.
+// headroom is how many bytes must stay free in a VM after a part of its applications'
+// states has left it. A VM without free memory is hard to migrate.
 const headroom = 64 << 20
 
 func sum(all []SessionFacts) (n uint64) {
@@ -137,64 +137,64 @@ func sum(all []SessionFacts) (n uint64) {
 	return n
 }
 
-// SessionFacts are what an application uses.
+// SessionFacts are what is known about a session.
 type SessionFacts struct {
 	ID, Command string
 	Memory      uint64 // bytes
-	Resident    uint64 // bytes of it that are in the VM's memory already
+	Resident    uint64 // bytes of it that are already in the VM's memory
 	Need        *gpuctlv1.Usage
 }
 
-// toSave is how much of its memory is not in the VM's memory yet.
+// toSave returns how many bytes of GPU memory are not in the VM's memory yet.
 func (s SessionFacts) toSave() uint64 { return s.Memory - min(s.Memory, s.Resident) }
 
-// HostFacts are what a plan needs to know of a host.
+// HostFacts are what a plan needs to know about a host.
 type HostFacts struct {
 	Name       string
 	State      string // ready, draining or down
 	Message    string
-	Error      string // why nothing is known
+	Error      string // why nothing is known about it
 	Hypervisor string // xen or kvm
 	FreeMemory uint64 // bytes
-	CPU        string // why the VM's processor cannot be had there; empty: it can
-	// Missing are the VM's files that are not there, or are not the same.
+	CPU        string // why it cannot provide the VM's processor; empty: it can
+	// Missing are the VM's files that do not exist on the host, or differ.
 	Missing    []string
-	Link       uint64 // bytes per second to the VM's host; 0: not known
-	Migrations int    // that run to or from it
-	Most       int    // of them; 0: any number
+	Link       uint64 // speed to the VM's host, bytes per second; 0: unknown
+	Migrations int    // migrations in progress, from or to it
+	Most       int    // limit for Migrations; 0: none
 	GPUs       []GPUFacts
-	// Keep is how many bytes of VMs' GPU states it can keep; Keeps says that its
-	// operator lets it keep any.
+	// Keep is how many bytes of VMs' GPU states it can keep. Keeps reports whether it is
+	// configured to keep any.
 	Keep  uint64
 	Keeps bool
-	// LockManager of its libvirt keeps a VM that runs elsewhere from running there;
-	// empty: it has none.
+	// LockManager is libvirt's lock manager that prevents a VM from running on two hosts;
+	// empty: none.
 	LockManager string
 }
 
-// GPUFacts are what a plan needs to know of a card.
+// GPUFacts are what a plan needs to know about a card.
 type GPUFacts struct {
 	ID, Model  string
 	Rank       uint32
-	Memory     uint64 // bytes; 0: not known before it is used
+	Memory     uint64 // bytes; 0: unknown before it is used
 	Limits     *gpuctlv1.Limits
 	Holder     string // VM or claim that has it; empty: free
-	Health     string // why it is not fit; empty: it is
+	Health     string // why its health does not permit it; empty: it does
 	Cordoned   string
 	IsCordoned bool
-	Isolation  string // why it may not be given away; empty: it may
-	GuestLacks string // what the VM needs installed to use it; empty: nothing
+	Isolation  string // why its isolation does not permit it; empty: it does
+	GuestLacks string // what must be installed in the VM to use it; empty: nothing
 }
 
 // Request is what an operator asks for.
 type Request struct {
 	Verb     Verb
 	To       string        // host, GPU id or model; empty: any
-	Deadline time.Duration // longest time that it may take; 0: any
-	Cold     bool          // stop the VM, if it can't be moved alive
+	Deadline time.Duration // longest total time; 0: any
+	Cold     bool          // stop the VM if it cannot be migrated live
 }
 
-// Candidate is a card that the VM could get.
+// Candidate is a card that the VM can get.
 type Candidate struct {
 	Host  string
 	GPU   GPUFacts
@@ -206,40 +206,40 @@ type Candidate struct {
 type Step struct {
 	Name, What, Undo string
 	Predicted        time.Duration
-	Range            Range // that it is in
+	Range            Range // range in which Time is expected
 	Bytes            uint64
 }
 
-// Rejection is a host or a card that can't serve, with every reason.
+// Rejection is a host or a card that does not fit, with all reasons.
 type Rejection struct {
 	Host, GPU, Model string
 	Reasons          []*gpuctlv1.Reason
 }
 
-// Plan is what a migration would do, or why it can't be done.
+// Plan is what a migration would do, or why it is impossible.
 type Plan struct {
 	VM         VMFacts
-	Reasons    []*gpuctlv1.Reason // against the VM itself, wherever it would go
+	Reasons    []*gpuctlv1.Reason // against the VM itself, for any destination
 	Candidates []Candidate        // best first
 	Rejected   []Rejection
 	Away       uint64             // bytes of GPU state that leave the VM
-	Notes      []*gpuctlv1.Reason // what to know beforehand
-	// Cold says that the VM is stopped, and started with the other card; Warm
-	// is the plan that does not work.
+	Notes      []*gpuctlv1.Reason // information for the operator
+	// Cold means that the VM is stopped, and started with the other card. Warm is the
+	// plan without that, which is impossible.
 	Cold bool
 	Warm *Plan
 }
 
-// Possible reports whether anything can be done.
+// Possible reports whether the plan can be executed.
 func (p *Plan) Possible() bool { return len(p.Reasons) == 0 && len(p.Candidates) > 0 }
 
 func because(code, format string, args ...any) *gpuctlv1.Reason {
 	return &gpuctlv1.Reason{Code: code, Message: fmt.Sprintf(format, args...)}
 }
 
-// Make judges every host and card. It is pure: the transaction uses the same
-// judgement, so a plan can't promise what would be refused. The VM is stopped
-// only if that was allowed and it cannot be moved alive.
+// Make makes a plan. It is a pure function. The transaction uses the same decisions, so a
+// plan cannot promise what would be refused. It plans to stop the VM only if the request
+// permits that and a live migration is impossible.
 func Make(r Request, m VMFacts, hosts []HostFacts, model *CostModel) *Plan {
 	cold := r.Cold
 	r.Cold = false
@@ -248,7 +248,7 @@ func Make(r Request, m VMFacts, hosts []HostFacts, model *CostModel) *Plan {
 		return p
 	}
 	r.Cold = true
-	m.Agent = nil // whatever it would say of what will have ended
+	m.Agent = nil // its applications will have ended, so ignore them
 	stopped := judge(r, m, hosts, model)
 	stopped.Cold, stopped.Warm = true, p
 	return stopped
@@ -303,7 +303,7 @@ func judge(r Request, m VMFacts, hosts []HostFacts, model *CostModel) *Plan {
 	return p
 }
 
-// notes are what an operator should know beforehand, and is free to leave.
+// notes returns information for the operator that does not prevent the migration.
 func notes(m VMFacts, hosts []HostFacts, candidates []Candidate) (out []*gpuctlv1.Reason) {
 	if len(candidates) == 0 || candidates[0].Host == m.Host {
 		return nil
@@ -323,7 +323,7 @@ func notes(m VMFacts, hosts []HostFacts, candidates []Candidate) (out []*gpuctlv
 		strings.Join(bare, " and "), m.Name, cmp.Or(file, "qemu.conf")))
 }
 
-// add takes a candidate that can be reached in time.
+// add adds a candidate if it meets the deadline.
 func (p *Plan) add(r Request, m VMFacts, c Candidate) {
 	if r.Deadline > 0 && c.Cost.Total > r.Deadline {
 		p.Rejected = append(p.Rejected, Rejection{c.Host, c.GPU.ID, c.GPU.Model, []*gpuctlv1.Reason{because(ReasonLink,
@@ -333,7 +333,7 @@ func (p *Plan) add(r Request, m VMFacts, c Candidate) {
 	p.Candidates = append(p.Candidates, c)
 }
 
-// againstVM is what keeps the VM from being moved at all.
+// againstVM returns why the VM cannot be migrated at all.
 func againstVM(r Request, m VMFacts) (out []*gpuctlv1.Reason) {
 	add := func(when bool, code, format string, args ...any) {
 		if when {
@@ -368,11 +368,11 @@ func againstVM(r Request, m VMFacts) (out []*gpuctlv1.Reason) {
 	return out
 }
 
-// againstKeeping is what keeps the state of the VM's applications from having a
-// place: the VM's memory, or else that of its host, h.
+// againstKeeping returns why there is no room for the state of the VM's applications, in
+// the VM's memory or in that of its host h.
 func againstKeeping(m VMFacts, h HostFacts) (out []*gpuctlv1.Reason) {
 	if m.Agent == nil || h.Error != "" {
-		return nil // it is said elsewhere
+		return nil // other reasons cover this
 	}
 	a, need := m.Agent, sum(m.Agent.Sessions)
 	away := sum(a.away(nil))
@@ -394,7 +394,7 @@ func notKept(m VMFacts, away uint64, h HostFacts) *gpuctlv1.Reason {
 		size.Format(away), m.Name, h.Name, size.Format(h.Keep))
 }
 
-// againstStopping is what keeps the VM from being stopped and started elsewhere.
+// againstStopping returns why the VM cannot be stopped and started elsewhere.
 func againstStopping(r Request, m VMFacts) (out []*gpuctlv1.Reason) {
 	add := func(when bool, code, format string, args ...any) {
 		if when {
@@ -410,7 +410,7 @@ func againstStopping(r Request, m VMFacts) (out []*gpuctlv1.Reason) {
 	return out
 }
 
-// state is how many bytes of GPU memory the VM's applications have.
+// state returns how many bytes of GPU memory the VM's applications have.
 func (m *VMFacts) state() (n uint64) {
 	if m.Agent == nil {
 		return 0
@@ -421,7 +421,7 @@ func (m *VMFacts) state() (n uint64) {
 	return n
 }
 
-// againstHost is what keeps a host from taking the VM, whichever card it has.
+// againstHost returns why a host cannot take the VM, regardless of its cards.
 func againstHost(r Request, m VMFacts, h HostFacts) (out []*gpuctlv1.Reason) {
 	add := func(when bool, code, format string, args ...any) {
 		if when {
@@ -464,12 +464,12 @@ func message(s string) string {
 	return " (" + s + ")"
 }
 
-// names reports whether the target is a model of the host's.
+// names reports whether To is a model that the host has.
 func (r Request) names(h HostFacts) bool {
 	return slices.ContainsFunc(h.GPUs, func(g GPUFacts) bool { return g.Model == r.To })
 }
 
-// againstGPU is what keeps a card from serving the VM's applications.
+// againstGPU returns why a card does not fit for the VM's applications.
 func againstGPU(r Request, m VMFacts, current, g GPUFacts) (out []*gpuctlv1.Reason) {
 	add := func(when bool, code, format string, args ...any) {
 		if when {
@@ -497,7 +497,7 @@ func againstGPU(r Request, m VMFacts, current, g GPUFacts) (out []*gpuctlv1.Reas
 	return out
 }
 
-// outgrown are the limits of a card that a session has outgrown already.
+// outgrown returns the limits of a card that a session has already exceeded.
 func outgrown(s SessionFacts, g GPUFacts) (out []*gpuctlv1.Reason) {
 	l, u := g.Limits, s.Need
 	if l == nil || u == nil {
@@ -521,14 +521,14 @@ func outgrown(s SessionFacts, g GPUFacts) (out []*gpuctlv1.Reason) {
 	return out
 }
 
-// price fills in what a candidate costs.
+// price sets the cost of a candidate.
 func (c *Candidate) price(r Request, m VMFacts, model *CostModel, h HostFacts) {
 	c.Cost, c.Steps = model.price(m, h.Name, c.GPU.ID, h.Link, r.Cold)
 }
 
-// sortCandidates puts the best first: of an upgrade the highest model, of a
-// downgrade the lowest that serves, of a migration the same model or the
-// nearest one above it; then what stands still the least.
+// sortCandidates sorts the best candidate first: for an upgrade the highest model, for a
+// downgrade the lowest that fits, for a migration the same model or the nearest higher
+// one; then the shortest downtime.
 func sortCandidates(v Verb, current GPUFacts, all []Candidate) {
 	distance := func(c Candidate) int64 {
 		d := int64(c.GPU.Rank) - int64(current.Rank)

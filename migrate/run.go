@@ -15,27 +15,29 @@ import (
 	"github.com/gpuctl/gpuctl/internal/vm"
 )
 
-// errLost says that no host has the VM any more.
+// errLost means that no host has the VM any more.
 var errLost = errors.New("it is gone")
 
-// errAborted says that an operator wants it undone.
+// errAborted means that an operator has aborted the migration.
 var errAborted = errors.New("aborted by an operator")
 
-// Config is what a Runner needs.
+// Config has what a Runner depends on, and its settings.
 type Config struct {
 	Sites   Sites
 	Claims  Claims
 	Journal Journal
-	// Aborting reports whether an operator wants a migration undone.
+	// Aborting reports whether an operator has aborted a migration.
 	Aborting func(id string) bool
-	// Report hears of every moment; it must not block.
+	// Report is called with each progress. It must not block. waits is what the step
+	// waits for.
 	Report func(m *clusterv1.Migration, done, total uint64, waits string)
-	// Before is called before every step; an error is the step's. For tests.
+	// Before is called before each step. If it returns an error, the step fails. For
+	// tests.
 	Before func(step string, undo bool) error
 	Log    *slog.Logger
 
-	Patience time.Duration // with hosts that are unreachable: 2 min; a quarter while the VM is at home and its applications are frozen
-	Pause    time.Duration // between looks: 100 ms
+	Patience time.Duration // how long to wait for unreachable hosts: 2 min; a quarter of it while the VM is on its source and its applications are frozen
+	Pause    time.Duration // interval of attempts: 100 ms
 }
 
 // Runner drives migrations.
@@ -58,15 +60,15 @@ func New(c Config) *Runner {
 	return &Runner{c}
 }
 
-// run is one migration that is being driven.
+// run is one migration in progress.
 type run struct {
 	*Runner
 	m     *clusterv1.Migration
-	kept  *clusterv1.Migration // m as it was recorded last
+	kept  *clusterv1.Migration // the last record that was written
 	all   []step
 	a, b  Site // source and destination
 	bytes uint64
-	began time.Time // of the running step
+	began time.Time // when the present step began
 }
 
 func (r *run) move() *clusterv1.MachineMove { return r.m.GetMachine() }
@@ -79,10 +81,10 @@ func (r *run) progress(done, total uint64, waits string) {
 	r.Report(r.m, done, total, waits)
 }
 
-// Run drives a migration to its end: done, rolled back, held or failed, which
-// the record says. The record may be new, or one whose driver has gone. An
-// error says that nothing more can be done here now: the record is another
-// host's, or cannot be written; who drives it next goes on from there.
+// Run drives a migration to its end: done, rolled back, held or failed, as the record
+// says. The record may be new, or one whose driver does not run any more. If it returns
+// an error, this host can do nothing more: another host drives the migration (ErrStale),
+// or the record cannot be written. The next driver continues from the record.
 func (c *Runner) Run(ctx context.Context, m *clusterv1.Migration) (*clusterv1.Migration, error) {
 	r := &run{Runner: c, m: m, kept: proto.CloneOf(m)}
 	if err := r.load(); err != nil {
@@ -96,7 +98,7 @@ func (c *Runner) Run(ctx context.Context, m *clusterv1.Migration) (*clusterv1.Mi
 	}
 }
 
-// load finds the hosts of the candidate that is tried.
+// load sets the steps and the hosts for the present candidate.
 func (r *run) load() (err error) {
 	r.all = steps(r.move())
 	if r.a, err = r.Sites.Site(r.move().GetFromHost()); err != nil {
@@ -108,8 +110,8 @@ func (r *run) load() (err error) {
 
 func (r *run) did(name string) bool { return slices.Contains(r.m.GetDone(), name) }
 
-// put writes the record; without it nothing goes on. While the cluster has no
-// leader it is repeated.
+// put writes the record. Without a written record, no step is done. While the cluster has
+// no leader, it tries again.
 func (r *run) put(ctx context.Context) error {
 	for {
 		kept, err := r.Journal.Put(ctx, r.m)
@@ -118,7 +120,7 @@ func (r *run) put(ctx context.Context) error {
 			return nil
 		}
 		if errors.Is(err, ErrRefused) && r.kept != nil {
-			r.m = proto.CloneOf(r.kept) // from which there is a way back
+			r.m = proto.CloneOf(r.kept) // continue from the last record, which can be undone
 		}
 		if !errors.Is(err, ErrUnreachable) || ctx.Err() != nil {
 			return fmt.Errorf("migration %s: %w", r.m.GetId(), err)
@@ -167,7 +169,7 @@ func (r *run) next(ctx context.Context) (ended bool, err error) {
 		return false, r.put(ctx)
 	}
 	if r.did(StepCommit) {
-		// The applications go on; the source's keeper cleans up by itself.
+		// The applications go on. The source's keeper of cards will clean up by itself.
 		r.Log.Warn("not cleaned up yet", "migration", r.m.GetId(), "step", s.name, "err", err)
 		return true, r.finish(ctx, clusterv1.MigrationState_MIGRATION_STATE_DONE, fmt.Sprintf("%s: %v; the host does that when it can", s.name, err))
 	}
@@ -181,7 +183,8 @@ func (r *run) next(ctx context.Context) (ended bool, err error) {
 	return false, r.put(ctx)
 }
 
-// halted says that this driver must stop: it was replaced, or hostd ends.
+// halted returns an error if this driver must stop: another host drives the migration, or
+// hostd ends.
 func (r *run) halted(ctx context.Context, err error) error {
 	switch {
 	case errors.Is(err, ErrStale):
@@ -192,7 +195,7 @@ func (r *run) halted(ctx context.Context, err error) error {
 	return nil
 }
 
-// enter records a step before it is done.
+// enter records that a step begins.
 func (r *run) enter(ctx context.Context, name string, undo bool) error {
 	r.m.Step = name
 	r.began, r.bytes = time.Now(), 0
@@ -203,14 +206,14 @@ func (r *run) enter(ctx context.Context, name string, undo bool) error {
 	return r.put(ctx)
 }
 
-// maxRecorded bounds the steps in the record.
+// maxRecorded is the most steps in the record.
 const maxRecorded = 500
 
-// attempt does a step, and again while a host is unreachable and there is
-// patience.
+// attempt does a step. While a host is unreachable, it tries again, for the time Patience
+// at most.
 func (r *run) attempt(ctx context.Context, s step, do func(context.Context, *run) error, undo bool) (err error) {
 	said := ""
-	var home time.Time // since when it is at home and need not wait; zero: it is not
+	var home time.Time // since when the VM is on its source and can go on there; zero: it is not
 	for end := time.Now().Add(r.Patience); ; {
 		err = r.once(ctx, s.limit, s.name, do, undo)
 		if err == nil || !errors.Is(err, ErrUnreachable) || ctx.Err() != nil || time.Now().After(end) {
@@ -258,7 +261,7 @@ func (r *run) once(ctx context.Context, limit time.Duration, name string, do fun
 	return err
 }
 
-// limited keeps a message within what the record takes.
+// limited shortens a message to the limit of the record.
 func limited(s string) string {
 	const most = 1024
 	if len(s) > most {
@@ -267,18 +270,18 @@ func limited(s string) string {
 	return strings.ToValidUTF8(s, "?")
 }
 
-// fail turns around.
+// fail begins to undo the steps.
 func (r *run) fail(cause error) {
 	r.Log.Warn("going back", "migration", r.m.GetId(), "err", cause)
 	r.m.Machine.Undoing, r.m.Machine.Failed, r.m.Message = true, r.m.GetStep(), limited(cause.Error())
-	// What was under way may have happened: it is undone like what has.
+	// The step that failed may have been done, so it is undone as well.
 	if r.m.GetStep() != "" && !r.did(r.m.GetStep()) && index(r.all, r.m.GetStep()) >= 0 {
 		r.m.Done = append(r.m.GetDone(), r.m.GetStep())
 	}
 }
 
-// back undoes the last step that was done; where another candidate can be
-// tried it turns around again.
+// back undoes the last step that was done. If another candidate can be tried, it goes
+// forward again with that.
 func (r *run) back(ctx context.Context) (ended bool, err error) {
 	if turned, err := r.another(ctx); turned || err != nil {
 		return false, err
@@ -303,8 +306,8 @@ func (r *run) back(ctx context.Context) (ended bool, err error) {
 	return false, nil
 }
 
-// leave goes on without having given the destination's card back: its host
-// does that when it can, and nobody has to wait for it.
+// leave continues without having given back the destination's card. Its host does that
+// when it can, and nobody has to wait for it.
 func (r *run) leave(err error) {
 	r.Log.Warn("a card is not given back yet", "migration", r.m.GetId(), "gpu", r.move().GetToGpu(), "err", err)
 	r.m.Message = limited(fmt.Sprintf("%s; %s is not given back yet: %v", r.m.GetMessage(), r.move().GetToGpu(), err))
@@ -312,7 +315,7 @@ func (r *run) leave(err error) {
 	r.m.Step = ""
 }
 
-// undo takes one step back and out of what has been done.
+// undo undoes one step and removes it from the steps that are done.
 func (r *run) undo(ctx context.Context, name string) error {
 	if i := index(r.all, name); i >= 0 && r.all[i].undo != nil {
 		if err := r.enter(ctx, name, true); err != nil {
@@ -327,15 +330,15 @@ func (r *run) undo(ctx context.Context, name string) error {
 	return r.put(ctx)
 }
 
-// halt leaves everything as it is, without a way back either: nobody knows where
-// the VM runs, or it runs twice. What is frozen stays so.
+// halt ends the migration as held, without an undo: it is unknown where the VM runs, or
+// it runs on two hosts. Frozen applications stay frozen.
 func (r *run) halt(ctx context.Context, err error) error {
 	r.Log.Error("a VM is not known to be in one place", "migration", r.m.GetId(), "machine", r.vm().Name, "err", err)
 	return r.finish(ctx, clusterv1.MigrationState_MIGRATION_STATE_HELD, limited(err.Error()))
 }
 
-// hold leaves things as they are, with the state safe in the VM's memory or in
-// that of its host.
+// hold ends the migration as held, because an undo has failed. The state is safe in the
+// VM's memory or in that of its host.
 func (r *run) hold(ctx context.Context, name string, err error) error {
 	state := clusterv1.MigrationState_MIGRATION_STATE_HELD
 	text := fmt.Sprintf("%s; the undo of %s failed: %v; the VM and the frozen state of its applications are kept: gpuctl migrations resume %s goes on when the cause is mended",
@@ -346,10 +349,9 @@ func (r *run) hold(ctx context.Context, name string, err error) error {
 	return r.finish(ctx, state, text)
 }
 
-// another turns to the next candidate where what failed was the one that is
-// tried: before anything was touched, or while the VM has no card and its
-// state rests in its memory. A VM that has moved takes one of the host where
-// it is.
+// another changes to the next candidate if the present one has failed: before anything
+// was changed, or while the VM has no card and its state is in its memory. A VM that has
+// moved already gets another card of its new host.
 func (r *run) another(ctx context.Context) (turned bool, err error) {
 	m := r.move()
 	if m.GetAborting() {
@@ -366,7 +368,7 @@ func (r *run) another(ctx context.Context) (turned bool, err error) {
 	case last == StepMove && late:
 		there = func(gpu string) bool { return HostOf(gpu) == m.GetToHost() }
 	case last == StepDetach && (late || m.GetFailed() == StepMove):
-	case last == StepStop && m.GetFailed() != StepStop: // nothing of it is anywhere else
+	case last == StepStop && m.GetFailed() != StepStop: // nothing of the VM is on another host
 	default:
 		return false, nil
 	}
@@ -374,7 +376,7 @@ func (r *run) another(ctx context.Context) (turned bool, err error) {
 	if i < 0 {
 		return false, nil
 	}
-	// What belongs to the failed one goes, whatever was done after it.
+	// Undo what was done for the failed candidate, even if it is not the last step.
 	for _, name := range []string{StepPrepare, StepReserve} {
 		if !r.did(name) {
 			continue
@@ -389,7 +391,7 @@ func (r *run) another(ctx context.Context) (turned bool, err error) {
 			r.leave(err)
 		}
 	}
-	m = r.move() // the record that was kept last
+	m = r.move() // the record that was written last
 	gpu := m.GetCandidates()[i]
 	if m.GetToHost() != m.GetFromHost() && HostOf(gpu) != m.GetToHost() {
 		r.forget(ctx, r.to())
@@ -404,14 +406,14 @@ func (r *run) another(ctx context.Context) (turned bool, err error) {
 	return true, r.put(ctx)
 }
 
-// HostOf is the host of a GPU's id.
+// HostOf returns the host in a GPU's id.
 func HostOf(gpu string) string {
 	host, _, _ := strings.Cut(gpu, "/")
 	return host
 }
 
-// nextClaim names the claim of the next candidate: the last one's may still be
-// on its way out.
+// nextClaim returns the id of the claim for the next candidate. The claim of the last one
+// may still exist for a while.
 func nextClaim(claim string) string {
 	base, n, ok := strings.Cut(claim, ".")
 	count := 1
@@ -421,8 +423,8 @@ func nextClaim(claim string) string {
 	return fmt.Sprintf("%s.%d", base, count+1)
 }
 
-// finish writes the end. When the record cannot be written now, the error says
-// so, and who drives it next comes to the same end.
+// finish writes the final state. If it returns an error, the record is not written, and
+// the next driver comes to the same end.
 func (r *run) finish(ctx context.Context, state clusterv1.MigrationState, message string) error {
 	r.m.State, r.m.Message, r.m.Step = state, message, ""
 	from, to := still(r.m.GetSteps())

@@ -12,25 +12,25 @@ import (
 
 // Errors of a Site or a Journal wrap one of these where it applies.
 var (
-	// ErrUnreachable: the host did not answer, so nobody knows whether the step
-	// was done. The driver repeats it for a while.
+	// ErrUnreachable means that the host did not answer, so it is unknown whether the
+	// step was done. The driver repeats it for some time.
 	ErrUnreachable = errors.New("unreachable")
-	// ErrStale: another host drives the migration now. This driver stops.
+	// ErrStale means that another host drives the migration now. This driver stops.
 	ErrStale = errors.New("another host drives it")
-	// ErrRefused: the cluster does not keep such a record.
+	// ErrRefused means that the cluster refuses the record.
 	ErrRefused = errors.New("refused by the cluster")
-	// ErrTaken: somebody else has the GPU.
+	// ErrTaken means that somebody else has the GPU.
 	ErrTaken = errors.New("taken")
 )
 
-// Presence is what a host knows of a VM.
+// Presence is the state of a VM on a host.
 type Presence int
 
-// A VM is at one host, except while it moves.
+// A VM is on one host, except while it migrates.
 const (
 	Absent  Presence = iota
 	Running          // and able to answer
-	Moving           // on its way in or out
+	Moving           // migrating to or from the host
 	Stopped          // defined, or ended
 )
 
@@ -38,7 +38,7 @@ func (p Presence) String() string {
 	return [...]string{"absent", "running", "moving", "stopped"}[p]
 }
 
-// Progress is called with the progress of a step. A total of 0 is not known.
+// Progress is called with the progress of a step, in bytes. A total of 0 is unknown.
 // waits is what the step waits for; empty: nothing.
 type Progress func(done, total uint64, waits string)
 
@@ -47,8 +47,7 @@ type Freezing struct {
 	Sessions []string
 	Away     []string // those whose state is kept on the hosts, not in the VM
 	To       string   // the other host that keeps these states: the destination
-	// Patience is how long kernels that were launched may take to end; 0: as
-	// long as the host is configured for.
+	// Patience is how long running kernels may take to end; 0: the host's default.
 	Patience time.Duration
 }
 
@@ -57,12 +56,12 @@ type Freezing struct {
 // the call returns nil. After an error that wraps ErrUnreachable nobody knows
 // whether the step was done.
 type Site interface {
-	// Where says what the host knows of the VM.
+	// Where returns the VM's state on the host.
 	Where(ctx context.Context, m vm.VM) (Presence, error)
 	// Prepare takes a card from its driver, resets it and assigns it to the VM, by
 	// a claim. It returns the PCI identity, by which a driver in the VM is chosen.
 	Prepare(ctx context.Context, m vm.VM, gpu, claim string) (*gpuctlv1.PCIIdentity, error)
-	// Expect has the VM load the runtime for such a card in advance, while its
+	// Expect makes the VM load the runtime for such a card in advance, while its
 	// applications run.
 	Expect(ctx context.Context, m vm.VM, id *gpuctlv1.PCIIdentity) error
 	// Attach attaches an assigned card to the running VM; the hypervisor confirms
@@ -73,10 +72,10 @@ type Site interface {
 	Detach(ctx context.Context, m vm.VM, gpu string) error
 	// GiveBack makes a card free that was assigned to the VM.
 	GiveBack(ctx context.Context, m vm.VM, gpu string) error
-	// Pause stops a VM that runs on another host, too; Unpause lets it go on.
+	// Pause pauses a VM that runs on another host, too. Unpause continues it.
 	Pause(ctx context.Context, m vm.VM) error
 	Unpause(ctx context.Context, m vm.VM) error
-	// Move sends the VM to another host.
+	// Move migrates the VM to another host.
 	Move(ctx context.Context, m vm.VM, to string, report Progress) error
 
 	// Stop ends the VM, which stays defined. Its card is reset and stays assigned
@@ -85,14 +84,14 @@ type Site interface {
 	// Start starts the VM with a card that is assigned to it, or was before. If
 	// stored, its stored definition has that card, and no other.
 	Start(ctx context.Context, m vm.VM, gpu string, stored bool) error
-	// Definition is what the VM is started from, without its cards; Define and
-	// Undefine give it to another host and take it away.
+	// Definition returns the VM's stored definition, without its cards. Define stores it
+	// on another host, and Undefine removes it.
 	Definition(ctx context.Context, m vm.VM) (xml string, err error)
 	Define(ctx context.Context, m vm.VM, xml string) error
 	Undefine(ctx context.Context, m vm.VM) error
 
-	// Sessions are those of the VM's applications that use a card, and what the
-	// VM has room for.
+	// Sessions returns the sessions that use a card, and how much room the VM has for
+	// states.
 	Sessions(ctx context.Context, m vm.VM) (*AgentFacts, error)
 	// Freeze stops them at their next call. Their state is then in the VM's
 	// memory. For sessions in Freezing.Away it is in the memory of this host and
@@ -101,38 +100,37 @@ type Site interface {
 	Freeze(ctx context.Context, m vm.VM, f Freezing, report Progress) error
 	// Deposit copies the states that this host keeps to the host to.
 	Deposit(ctx context.Context, m vm.VM, away []string, to string, report Progress) error
-	// Forget drops the states that this host keeps of the VM's sessions.
+	// Forget removes the states of the VM's sessions that this host keeps.
 	Forget(ctx context.Context, m vm.VM) error
-	// Release has the VM's kernel release a card and confirm that it can be
-	// detached.
+	// Release makes the VM's kernel release a card and confirm that it can be detached.
 	Release(ctx context.Context, m vm.VM, gpu string) error
-	// TakeUp undoes Release: the VM's kernel may use the card again.
+	// TakeUp is the undo of Release: the VM's kernel may use the card again.
 	TakeUp(ctx context.Context, m vm.VM, gpu string) error
-	// Await returns when the VM has found the card and a runtime works with it.
+	// Await waits until the VM has found the card and a runtime works with it.
 	Await(ctx context.Context, m vm.VM, gpu string) error
-	// Thaw restores the frozen sessions on the card and lets them go on. States
-	// that are kept on this host come from it.
+	// Thaw restores the frozen sessions on the card and resumes them. It uses the states
+	// that this host keeps.
 	Thaw(ctx context.Context, m vm.VM, gpu string, sessions []string, report Progress) error
 }
 
-// Sites finds hosts.
+// Sites returns the sites of hosts.
 type Sites interface {
 	Site(host string) (Site, error)
 }
 
 // Claims binds GPUs to a VM in the cluster.
 type Claims interface {
-	// Reserve binds a claim to exactly this GPU (HOST/NAME). An error that
-	// wraps ErrTaken says that somebody else has it.
+	// Reserve assigns exactly this GPU (HOST/NAME) to a claim. The error wraps ErrTaken
+	// if somebody else has it.
 	Reserve(ctx context.Context, claim string, m vm.VM, gpu string) error
 	// EndClaim ends a claim. Its card is free already, or was never taken.
 	EndClaim(ctx context.Context, claim string, m vm.VM, gpu string) error
 }
 
-// Journal keeps the record of a migration on every host.
+// Journal writes the record of a migration, which is replicated to all hosts.
 type Journal interface {
-	// Put writes the record, with its token; the answer is the record as it is
-	// kept. An error that wraps ErrStale says that the token is not the
-	// record's any more, one that wraps ErrRefused that the record breaks a rule.
+	// Put writes the record with its token, and returns it as it is stored. The error
+	// wraps ErrStale if the token is not the record's any more, and ErrRefused if the
+	// record violates a rule.
 	Put(ctx context.Context, m *clusterv1.Migration) (*clusterv1.Migration, error)
 }

@@ -12,8 +12,7 @@ import (
 	"github.com/gpuctl/gpuctl/internal/size"
 )
 
-// Names of steps, as operators see them and as the record has them. They are
-// never used for something else.
+// Names of steps, for operators and in the record. A name is never used for another step.
 const (
 	StepReserve = "reserve"
 	StepPrepare = "prepare"
@@ -27,20 +26,20 @@ const (
 	StepCommit  = "commit"
 	StepClean   = "clean"
 
-	// Of a VM that cannot be moved alive.
+	// Steps for a VM that cannot be migrated live.
 	StepStop   = "stop"
 	StepDefine = "define"
 	StepStart  = "start"
 )
 
-// MostSessions of a VM can be frozen by one migration: its record names them, and
-// so do requests, twice at most. Their names are the VM's to choose.
+// MostSessions is how many sessions of a VM one migration can freeze. The record and
+// requests contain their ids, which the VM chooses, up to twice.
 const (
 	MostSessions = 2000
 	longestName  = 48 // bytes
 )
 
-// nameable says why a record can't name a VM's sessions.
+// nameable returns why a record cannot contain the ids of a VM's sessions; empty: it can.
 func nameable(name string, sessions []SessionFacts) string {
 	for _, s := range sessions {
 		if n := len(s.ID); n > longestName {
@@ -57,21 +56,21 @@ func tooMany(name string, n int) string {
 	return fmt.Sprintf("VM %s has %d sessions, and at most %d can be moved: end some; maxSessions in its gpuguest.yaml keeps them fewer", name, n, MostSessions)
 }
 
-// expectTimeout is how long a VM's applications run on for its next runtime. The
-// VM gives up sooner, by what it has shown.
+// expectTimeout is how long a VM may take to load its next runtime, while its
+// applications run. The VM usually gives up sooner.
 const expectTimeout = 3 * time.Minute
 
 // step is one step of a transaction.
 type step struct {
-	name, what, undone string // in words; undone empty: there is nothing to undo
+	name, what, undone string // in words; if undone is empty, there is nothing to undo
 	limit              time.Duration
 	do, undo           func(ctx context.Context, r *run) error
 }
 
-// steps of a migration, in order.
+// steps returns the steps of a migration, in order.
 func steps(m *clusterv1.MachineMove) []step {
 	card, moves := m.GetToGpu() != "" || m.GetFromGpu() != "", m.GetFromHost() != m.GetToHost()
-	gpu, cold := card && !m.GetCold(), m.GetCold() // gpu: exchanged while the VM runs
+	gpu, cold := card && !m.GetCold(), m.GetCold() // gpu: the card is exchanged while the VM runs
 	from, to := m.GetFromHost(), m.GetToHost()
 	var out []step
 	add := func(when bool, s step) {
@@ -92,10 +91,10 @@ func steps(m *clusterv1.MachineMove) []step {
 		StepPrepare, "take " + m.GetToGpu() + " from its driver, reset it, read it back, have the VM load its runtime", "it is returned", 3*time.Minute + expectTimeout,
 		func(ctx context.Context, r *run) error {
 			id, err := r.to().Prepare(ctx, r.vm(), r.move().GetToGpu(), r.move().GetToClaim())
-			if err != nil || !gpu || slices.Contains(r.m.GetDone(), StepFreeze) { // of another candidate
+			if err != nil || !gpu || slices.Contains(r.m.GetDone(), StepFreeze) { // for the next candidate, the applications are frozen already
 				return err
 			}
-			// Without it the applications stand still for longer, no more.
+			// If this fails, only the downtime is longer.
 			ctx, cancel := context.WithTimeout(ctx, expectTimeout)
 			defer cancel()
 			if err := r.from().Expect(ctx, r.vm(), id); err != nil {
@@ -108,9 +107,9 @@ func steps(m *clusterv1.MachineMove) []step {
 	add(gpu, step{
 		StepFreeze, "stop the applications at their next call; their state is in the VM's memory" + whereElse(m), "they go on where they were", 10*time.Minute + freezePatience(m) + awayLimit(m),
 		func(ctx context.Context, r *run) error {
-			// Which ones is recorded first: those that somebody has suspended
-			// before are not to be woken at the end. So is whose state leaves
-			// the VM, for whoever has to bring it back.
+			// First record which sessions are frozen: sessions that were suspended before
+			// must not be resumed at the end. Also record whose state leaves the VM, so
+			// that any driver can bring it back.
 			facts, err := r.from().Sessions(ctx, r.vm())
 			if err != nil {
 				return err
@@ -138,7 +137,7 @@ func steps(m *clusterv1.MachineMove) []step {
 			if err := r.put(ctx); err != nil {
 				return err
 			}
-			r.all = steps(r.move()) // with the time that what is away takes
+			r.all = steps(r.move()) // with the time limits for the states that leave the VM
 			return r.from().Freeze(ctx, r.vm(), r.freezing(r.move().GetToHost()), r.progress)
 		},
 		func(ctx context.Context, r *run) error {
@@ -262,7 +261,8 @@ func steps(m *clusterv1.MachineMove) []step {
 	return out
 }
 
-// whereElse says where the applications' state is beside the VM's memory.
+// whereElse returns in words where the applications' state is, apart from the VM's
+// memory.
 func whereElse(m *clusterv1.MachineMove) string {
 	switch {
 	case m.GetAwayBytes() == 0:
@@ -273,24 +273,25 @@ func whereElse(m *clusterv1.MachineMove) string {
 	return fmt.Sprintf(", but for %s that go out to hosts %s and %s", size.Format(m.GetAwayBytes()), m.GetFromHost(), m.GetToHost())
 }
 
-// freezing is which sessions are frozen; a host keeps what leaves the VM.
+// freezing returns which sessions are frozen. The states that leave the VM are also kept
+// on the host to.
 func (r *run) freezing(to string) Freezing {
 	return Freezing{Sessions: r.move().GetSessions(), Away: r.move().GetAway(), To: to, Patience: freezePatience(r.move())}
 }
 
-// freezePatience is what the operator lets the applications take to come to rest.
+// freezePatience returns the time that the operator permits for running kernels to end.
 func freezePatience(m *clusterv1.MachineMove) time.Duration {
 	return time.Duration(m.GetFreezeTimeoutMs()) * time.Millisecond
 }
 
-// awayLimit is how much longer a step may take in which states leave the VM or
-// come back. Each of them ends by itself when it stalls.
+// awayLimit returns the additional time for a step in which states leave the VM or come
+// back. A transfer that makes no progress ends by itself.
 func awayLimit(m *clusterv1.MachineMove) time.Duration {
 	return time.Duration(float64(m.GetAwayBytes()) / slowestBulk * float64(time.Second))
 }
 
-// forget has a host drop what it keeps of the sessions. If it can't now, it
-// does by itself when the migration has ended.
+// forget makes a host remove the states that it keeps. If the host cannot do that now, it
+// does so by itself after the migration has ended.
 func (r *run) forget(ctx context.Context, s Site) {
 	if len(r.move().GetAway()) == 0 {
 		return
@@ -307,7 +308,7 @@ func with(gpu string) string {
 	return " with " + gpu
 }
 
-// leftover says what is left to do at the source.
+// leftover returns in words what is to be done on the source.
 func leftover(m *clusterv1.MachineMove) string {
 	var out []string
 	if m.GetCold() && m.GetFromHost() != m.GetToHost() {
@@ -319,24 +320,24 @@ func leftover(m *clusterv1.MachineMove) string {
 	return strings.Join(out, ", ")
 }
 
-// errAtHome says that a VM whose destination is unreachable runs where it was,
-// and was never sent there: it can go on there.
+// errAtHome means that the destination is unreachable, but the VM runs on its source and
+// was never sent away. It can go on there.
 var errAtHome = errors.New("the VM is at home")
 
-// errTwice says that a VM runs on two hosts. Nothing is done any more but to stop
-// one of them.
+// errTwice means that a VM runs on two hosts. Nothing more is done, except pausing one of
+// them.
 var errTwice = errors.New("the VM runs on two hosts")
 
-// looks are how often a VM is seen running on two hosts before it is believed:
-// each host is asked by itself.
+// looks is how often both hosts must report that the VM runs before that is believed,
+// because the hosts are not asked at the same moment.
 const looks = 3
 
-// carry moves the VM from one host to another. It is never sent twice: as long
-// as neither host alone has it, it is waited for. Once it was sent, its source
-// running proves nothing: libvirt lets it go on there when the destination's last
-// answer is lost, and it may run there. Then the destination has to say that it
-// has not got it, or an operator. On the way home a host to which it was never
-// sent need not be asked.
+// carry moves the VM from one host to another. It never sends the VM twice. Until one of
+// the hosts alone has the VM, it waits. After the VM was sent, a VM that runs on its
+// source proves nothing: if the destination's last answer is lost, libvirt lets the
+// source go on, although the VM may run on the destination. Then the destination, or an
+// operator, must state that it does not have the VM. On the way home, a host to which the
+// VM was never sent need not be asked.
 func (r *run) carry(ctx context.Context, from, to string, home bool) error {
 	a, err := r.Sites.Site(from)
 	if err != nil {
@@ -349,8 +350,8 @@ func (r *run) carry(ctx context.Context, from, to string, home bool) error {
 	var sent error
 	both := 0
 	for {
-		// The source first: if nothing is on its way from there, what the
-		// destination says after that stays so.
+		// Ask the source first: if it is not sending the VM, the answer of the
+		// destination after that stays valid.
 		here, err := a.Where(ctx, r.vm())
 		there, lost := b.Where(ctx, r.vm())
 		said := errors.Is(lost, ErrUnreachable) && r.saidAbsent(to)
@@ -371,14 +372,14 @@ func (r *run) carry(ctx context.Context, from, to string, home bool) error {
 			return r.unsure(from, err)
 		}
 		if gone := (home && !alive(here) || !home && !alive(there)) && here != Moving && there != Moving; gone {
-			r.m.Machine.SentTo = "" // the other end has said that it is not there
+			r.m.Machine.SentTo = "" // the other host has confirmed that it does not have the VM
 		}
 		if r.move().GetTwice() {
 			switch {
 			case alive(here) && alive(there):
 				return r.twice(ctx)
 			case r.move().GetPaused() && there == Moving && !home || here == Moving && home && r.move().GetPaused():
-				if err := r.to().Unpause(ctx, r.vm()); err != nil { // the only one now
+				if err := r.to().Unpause(ctx, r.vm()); err != nil { // it is the only copy now
 					return err
 				}
 			}
@@ -401,17 +402,17 @@ func (r *run) carry(ctx context.Context, from, to string, home bool) error {
 		case sent != nil && here == Running && there != Moving:
 			return sent
 		case here == Running && said:
-			return fmt.Errorf("host %s cannot be reached", to) // to send it there
+			return fmt.Errorf("host %s cannot be reached", to) // it cannot be sent there
 		case here == Running && there != Moving:
-			// The states that are not in it are where it goes before it is.
+			// States outside of the VM must be on the destination before the VM is.
 			if away := r.move().GetAway(); len(away) > 0 {
 				if err := a.Deposit(ctx, r.vm(), away, to, r.progress); err != nil {
 					return err
 				}
 			}
-			// From here on it may be there, whoever goes on with this record.
+			// From now on the VM may be on the destination. Each driver must know that.
 			r.m.Machine.SentTo = r.move().GetToHost()
-			r.m.Machine.AbsentOn = nil // what was said before this
+			r.m.Machine.AbsentOn = nil // it was about an earlier attempt
 			if err := r.put(ctx); err != nil {
 				return err
 			}
@@ -430,14 +431,15 @@ func (r *run) carry(ctx context.Context, from, to string, home bool) error {
 	}
 }
 
-// alive reports whether a VM is at a host, and not merely known there.
+// alive reports whether the VM runs or migrates on a host, and is not only defined there.
 func alive(p Presence) bool { return p == Running || p == Moving }
 
-// saidAbsent reports whether an operator asserts that the VM is not at a host. That
-// counts where the host itself cannot be asked.
+// saidAbsent reports whether an operator has stated that the VM is not on a host. That is
+// used if the host itself cannot be asked.
 func (r *run) saidAbsent(host string) bool { return slices.Contains(r.move().GetAbsentOn(), host) }
 
-// unsure says what a host that cannot be asked means for a VM that may be there.
+// unsure returns the error for a host that cannot be asked. If the VM was sent, it may
+// run there.
 func (r *run) unsure(host string, err error) error {
 	if r.move().GetSentTo() == "" {
 		return fmt.Errorf("host %s: %w", host, err)
@@ -446,11 +448,11 @@ func (r *run) unsure(host string, err error) error {
 		host, err, r.move().GetSentTo(), host, r.m.GetId(), host)
 }
 
-// twice stops the copy that is not at the record's home, which can be taken
-// back, and has nothing else done.
+// twice pauses the copy on the destination, which can be undone, and ends the step with
+// an error.
 func (r *run) twice(ctx context.Context) error {
 	home, copied := r.move().GetFromHost(), r.move().GetToHost()
-	r.m.Machine.Twice, r.m.Machine.Paused = true, true // first: who goes on has to know why it is
+	r.m.Machine.Twice, r.m.Machine.Paused = true, true // first, so that the next driver knows why it is paused
 	if err := r.put(ctx); err != nil {
 		return err
 	}
@@ -463,7 +465,7 @@ func (r *run) twice(ctx context.Context) error {
 		errTwice, home, copied, how, r.vm().Name, r.m.GetId())
 }
 
-// thaw lets the sessions go on with a card, once the VM has it.
+// thaw resumes the sessions on a card, after the VM has found it.
 func (r *run) thaw(ctx context.Context, s Site, gpu string) error {
 	if err := s.Await(ctx, r.vm(), gpu); err != nil {
 		return err
@@ -471,12 +473,12 @@ func (r *run) thaw(ctx context.Context, s Site, gpu string) error {
 	return s.Thaw(ctx, r.vm(), gpu, r.move().GetSessions(), r.progress)
 }
 
-// index of a step by name; -1: there is none.
+// index returns the index of a step by its name; -1: there is none.
 func index(all []step, name string) int {
 	return slices.IndexFunc(all, func(s step) bool { return s.name == name })
 }
 
-// StepNames are the names of a migration's steps, in order.
+// StepNames returns the names of a migration's steps, in order.
 func StepNames(m *clusterv1.MachineMove) []string {
 	var out []string
 	for _, s := range steps(m) {

@@ -10,8 +10,8 @@ import (
 	"github.com/gpuctl/gpuctl/internal/size"
 )
 
-// SVG draws a migration's timeline: a bar for each step, those in which the
-// applications stood still, and the bytes that were copied.
+// SVG draws a migration's timeline: a bar for each step, the downtime of the
+// applications, and the bytes that were copied.
 func SVG(m *clusterv1.Migration) []byte {
 	const (
 		left, width, row, top = 110, 640, 22, 56
@@ -69,8 +69,8 @@ func SVG(m *clusterv1.Migration) []byte {
 	return []byte(b.String())
 }
 
-// still is the time in which the applications stood still; up to the end of
-// the last step, if they still do.
+// still returns the downtime: from freeze to thaw. If the applications are still frozen,
+// it ends with the last step.
 func still(steps []*clusterv1.MigrationStep) (from, to int64) {
 	var last int64
 	for _, s := range steps {
@@ -103,7 +103,7 @@ func seconds(d time.Duration) string {
 	return fmt.Sprintf("%.1f ms", float64(d)/float64(time.Millisecond))
 }
 
-// clean keeps control characters, which XML forbids, out of a text.
+// clean removes control characters, which XML does not permit.
 func clean(s string) string {
 	return strings.Map(func(r rune) rune {
 		if r < ' ' || r == 0xfffe || r == 0xffff {

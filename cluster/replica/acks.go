@@ -8,8 +8,8 @@ import (
 	"github.com/hashicorp/raft"
 )
 
-// acks remembers, for every server, the latest AppendEntries that it answered
-// in the term in which it was sent: proof that at the time of sending nobody
+// acks remembers, for each server, the latest AppendEntries that the server has answered
+// in the term in which it was sent. The answer proves that at the time of sending, nobody
 // could have won that server's vote for a later term.
 type acks struct {
 	mu    sync.Mutex
@@ -19,7 +19,7 @@ type acks struct {
 
 type ack struct {
 	term uint64
-	sent time.Time // of the monotonic clock
+	sent time.Time // time of the monotonic clock
 }
 
 func newAcks() *acks {
@@ -37,7 +37,7 @@ func (a *acks) note(id raft.ServerID, term uint64, sent time.Time) {
 	a.moved = make(chan struct{})
 }
 
-// since counts the servers that answered something sent after a time.
+// since counts the servers that have answered something sent after t.
 func (a *acks) since(ids []raft.ServerID, term uint64, t time.Time) (int, <-chan struct{}) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -50,13 +50,13 @@ func (a *acks) since(ids []raft.ServerID, term uint64, t time.Time) (int, <-chan
 	return n, a.moved
 }
 
-// transport of Raft that notes answers.
+// transport is Raft's transport, and passes answers to acks.
 //
-// It leaves out the library's fast path for heartbeats, which handles them
-// beside the main thread: there a heartbeat of an old term, delayed between
-// looking at the current term and storing its own, could take a vote back that
-// was given meanwhile. The price is that a follower whose disk is busy answers
-// late; pre-votes keep it from disturbing the others.
+// It omits the library's fast path for heartbeats, which handles them outside the main
+// thread. There, a heartbeat of an old term that is delayed between reading the current
+// term and storing its own could undo a vote that was given meanwhile. The price is that
+// a follower with a busy disk answers late. Pre-votes keep such a follower from
+// disturbing the others.
 type transport struct {
 	raft.Transport
 	raft.WithPreVote
@@ -80,5 +80,5 @@ func (t *transport) AppendEntries(id raft.ServerID, to raft.ServerAddress, args 
 	return nil
 }
 
-// SetHeartbeatHandler implements raft.Transport; see above.
+// SetHeartbeatHandler implements raft.Transport. It ignores the handler; see above.
 func (*transport) SetHeartbeatHandler(func(raft.RPC)) {}

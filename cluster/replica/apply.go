@@ -17,13 +17,13 @@ import (
 	"github.com/gpuctl/gpuctl/internal/reason"
 )
 
-// The state remembers the answers to the last 4096 commands. A command whose
-// fate is not known is not sent again after most of these.
+// The state keeps the results of the last 4096 commands. A command whose outcome is
+// unknown is not sent again after this many entries.
 const horizon = 3000
 
-// Apply proposes a command and returns what the state machine answered. It
-// goes on, over changes of the leader, until the context ends. A result that
-// is not OK is no error. The result is shared: read only.
+// Apply proposes a command and returns the state machine's result. If the leader changes,
+// it tries again until ctx ends. A result that is not OK is not an error. The result is
+// shared and must not be changed. Errors wrap those of this package.
 func (s *Store) Apply(ctx context.Context, cmd *clusterv1.Command) (*clusterv1.Result, error) {
 	c := s.stamp(cmd)
 	rs, err := s.submit(ctx, []*clusterv1.Command{c})
@@ -33,7 +33,7 @@ func (s *Store) Apply(ctx context.Context, cmd *clusterv1.Command) (*clusterv1.R
 	return rs[0], nil
 }
 
-// stamp gives a command what every one must have. Later tries keep it.
+// stamp sets the fields that each command must have. All attempts use the same.
 func (s *Store) stamp(cmd *clusterv1.Command) *clusterv1.Command {
 	c := proto.CloneOf(cmd)
 	c.Id = or(c.GetId(), rand.Text())
@@ -42,12 +42,12 @@ func (s *Store) stamp(cmd *clusterv1.Command) *clusterv1.Command {
 	return c
 }
 
-// attempt is what one try came to.
+// attempt is the outcome of one attempt.
 type attempt struct {
 	results []*clusterv1.Result
 	err     error
-	maybe   bool // it may have been proposed
-	final   bool // trying again would be the same
+	maybe   bool // the command may have been proposed
+	final   bool // another attempt would fail in the same way
 }
 
 func (s *Store) submit(ctx context.Context, cmds []*clusterv1.Command) ([]*clusterv1.Result, error) {
@@ -82,9 +82,9 @@ func (s *Store) submit(ctx context.Context, cmds []*clusterv1.Command) ([]*clust
 	}
 }
 
-// fate of a command that ends with an error. Of one that may have been proposed
-// it must not be said that there was no leader for it, as of the last try: that
-// means that nothing was done.
+// fate returns the error of a command that fails. If the command may have been proposed
+// in any attempt, the error must not be ErrNoLeader, even if the last attempt found no
+// leader: that error means that nothing was done.
 func fate(err error, maybe bool) error {
 	switch {
 	case !maybe:
@@ -97,7 +97,7 @@ func fate(err error, maybe bool) error {
 	return fmt.Errorf("%w: %w", ErrTimeout, err)
 }
 
-// alive is nil unless this node will do nothing more.
+// alive returns why this node does nothing any more, or nil.
 func (s *Store) alive() error {
 	if err := s.fsm.err(); err != nil {
 		return err
@@ -108,8 +108,9 @@ func (s *Store) alive() error {
 	return nil
 }
 
-// leaderOr is the address of the leader; if none is known, what another host
-// said. A node whose disk is sick follows nobody: it asks any member.
+// leaderOr returns the address of the leader. If none is known, it returns hint, which
+// another host has reported. If this node's disk has failed, the node follows nobody, so
+// it asks any member.
 func (s *Store) leaderOr(hint string) string {
 	a, _ := s.raft.LeaderWithID()
 	if string(a) == s.cfg.Address {
@@ -141,7 +142,7 @@ func (s *Store) try(ctx context.Context, cmds []*clusterv1.Command, address stri
 		return attempt{err: ErrNoLeader}
 	}
 	if address == s.cfg.Address || s.cfg.Peers == nil {
-		return attempt{err: ErrNoLeader} // it has just ceased to be, or just begun
+		return attempt{err: ErrNoLeader} // this node has just lost or gained the leadership
 	}
 	return s.forward(ctx, cmds, address, func() string {
 		a, _ := s.raft.LeaderWithID()
@@ -149,8 +150,8 @@ func (s *Store) try(ctx context.Context, cmds []*clusterv1.Command, address stri
 	})
 }
 
-// forward makes one try with the leader at an address. That has its own limit
-// for what it proposes, and another one for its answer to come back.
+// forward makes one attempt through the leader at an address. The leader has a time limit
+// for proposing, and this host has one for the answer.
 func (s *Store) forward(ctx context.Context, cmds []*clusterv1.Command, address string, leader func() string) attempt {
 	ctx, cancel := WhileLeading(ctx, leader, address, 2*s.cfg.Timing.RPC)
 	defer cancel()
@@ -168,8 +169,8 @@ func (s *Store) forward(ctx context.Context, cmds []*clusterv1.Command, address 
 	}
 }
 
-// ApplyLocal proposes commands that another host forwards. Only the leader
-// does; others return a *NotLeaderError. Every command must have an id.
+// ApplyLocal proposes commands that another host has forwarded. If this node is not the
+// leader, it returns a *NotLeaderError. Each command must have an id.
 func (s *Store) ApplyLocal(ctx context.Context, cmds []*clusterv1.Command) ([]*clusterv1.Result, error) {
 	for i, c := range cmds {
 		if c.GetId() == "" || c.GetVersion() == 0 || c.GetOp() == nil {
@@ -195,8 +196,8 @@ func (s *Store) notLeader() error {
 }
 
 func (s *Store) propose(ctx context.Context, cmds []*clusterv1.Command) attempt {
-	// Only with everything applied that was committed before does the leader
-	// know which protocol is in force and which tokens there are.
+	// The leader knows the protocol and the tokens only after it has applied everything
+	// that was committed before.
 	term, err := s.leading(ctx)
 	if err != nil {
 		return attempt{err: err}
@@ -236,8 +237,8 @@ func (s *Store) propose(ctx context.Context, cmds []*clusterv1.Command) attempt 
 	return attempt{results: results}
 }
 
-// await an answer while this node leads. It comes when the command is
-// committed and applied here, and at no other time.
+// await waits for an answer while this node leads. The answer comes when the command is
+// committed and applied on this host.
 func (s *Store) await(ctx context.Context, term uint64, answer <-chan *clusterv1.Result) (*clusterv1.Result, error) {
 	look := time.NewTicker(10 * time.Millisecond)
 	defer look.Stop()
@@ -262,8 +263,8 @@ func (s *Store) await(ctx context.Context, term uint64, answer <-chan *clusterv1
 	}
 }
 
-// check is what the leader must know before it proposes: an error for a
-// command that not every host knows, an answer for one that is refused.
+// check checks a command before the leader proposes it. It returns an error for a command
+// that not all hosts know, and a result for one that is refused.
 func (s *Store) check(c *clusterv1.Command) (*clusterv1.Result, error) {
 	v := s.fsm.state.View()
 	if c.GetVersion() > v.Protocol() {

@@ -5,11 +5,11 @@ import (
 	"time"
 )
 
-// WhileLeading bounds one attempt to have a leader at an address do something:
-// it ends when another host leads, and after part of the time that is left at
-// the latest. A leader that stands still answers nothing, and its connection says
-// so late; what remains of the time is for the next attempt. Whether the attempt
-// was taken is not known then: what is repeated must bear that.
+// WhileLeading returns a context for one call to the leader at an address. It ends when
+// another host leads, and after half of the remaining time or most at the latest. A
+// leader that is frozen does not answer, and its connection fails only late. The rest of
+// the time is for the next attempt. Whether the call was executed is then unknown, so
+// only calls that can be repeated may use it.
 func WhileLeading(ctx context.Context, leader func() (address string), address string, most time.Duration) (context.Context, context.CancelFunc) {
 	if end, ok := ctx.Deadline(); ok {
 		most = min(most, time.Until(end)/2)

@@ -2,15 +2,15 @@ package replica
 
 import "time"
 
-// Clock is the time of this host. A test makes it jump.
+// Clock is the clock of this host. Tests make it jump.
 type Clock interface {
-	// Wall is the time of day. It may jump.
+	// Wall returns the time of day. It may jump.
 	Wall() time.Time
-	// Monotonic is the time since some moment. It never goes back.
+	// Monotonic returns the time since some fixed moment. It never goes back.
 	Monotonic() time.Duration
 }
 
-// SystemClock is the clock of the machine.
+// SystemClock returns the system's clock.
 func SystemClock() Clock { return systemClock{start: time.Now()} }
 
 type systemClock struct{ start time.Time }

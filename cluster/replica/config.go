@@ -12,75 +12,76 @@ import (
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 )
 
-// Forwarder reaches other hosts. Its errors must wrap this package's where the
-// other side returned one.
+// Forwarder calls other hosts. If the other host has returned an error of this package,
+// the Forwarder's error must wrap it.
 type Forwarder interface {
 	Apply(ctx context.Context, address string, cmds []*clusterv1.Command) ([]*clusterv1.Result, error)
 	ReadIndex(ctx context.Context, address string) (uint64, error)
 	Heartbeat(ctx context.Context, address string, r *clusterv1.HeartbeatRequest) (*clusterv1.HeartbeatResponse, error)
 }
 
-// Config of a node.
+// Config has what a node depends on, and its settings.
 type Config struct {
-	ID      string // random, made once; the Raft server id
-	Name    string // of the host
-	Address string // where others reach it
-	Version string // of the program, for heartbeats
-	BootID  string // of the machine, for heartbeats
-	// Dir holds the log and the snapshots. Empty: everything is in memory, for a
-	// cluster of one and for tests; a voter that forgets its votes is unsafe.
+	ID      string // Raft server id: random, made once
+	Name    string // name of the host
+	Address string // address at which other hosts reach it
+	Version string // version of the program, for heartbeats
+	BootID  string // boot id of the host, for heartbeats
+	// Dir is the folder of the log and the snapshots. Empty: everything is in memory.
+	// That is only for a cluster of one and for tests, because a voter must not forget
+	// its votes.
 	Dir string
 
-	// Stream carries Raft between hosts, or Transport does (tests). Neither: a
-	// cluster of one.
+	// Stream is Raft's connection to other hosts. Tests may set Transport instead.
+	// Neither: a cluster of one.
 	Stream    raft.StreamLayer
 	Transport raft.Transport
 	Peers     Forwarder // nil: a cluster of one
 
-	Clock   Clock // nil: the machine's
+	Clock   Clock // nil: the system's clock
 	Timing  Timing
 	Members Members
-	Log     *slog.Logger // nil: none
+	Log     *slog.Logger // nil: no log
 
-	// Snapshots are taken when there are this many entries since the last (0:
-	// 8192), looked for this often (0: 30 s). This many entries stay in the log
-	// for hosts that are behind (0: 4096).
+	// A snapshot is taken when there are SnapshotThreshold entries since the last one (0:
+	// 8192). That is checked each SnapshotInterval (0: 30 s). TrailingLogs entries stay
+	// in the log for hosts that are behind (0: 4096).
 	SnapshotThreshold uint64
 	SnapshotInterval  time.Duration
 	TrailingLogs      uint64
 
 	// Tasks run while this node leads.
 	Tasks []LeaderTask
-	// Unknown is called when the leader does not know this host as it is: it
-	// must report itself.
+	// Unknown is called if the leader does not know this host's present properties. The
+	// host must then report itself.
 	Unknown func()
-	// Wrap puts something between Raft and its disk: fault injection.
+	// Wrap wraps Raft's storage, for fault injection.
 	Wrap func(Storage) Storage
 }
 
-// Storage is what Raft keeps on disk.
+// Storage is Raft's storage on disk.
 type Storage struct {
 	Logs      raft.LogStore
 	Stable    raft.StableStore
 	Snapshots raft.SnapshotStore
 }
 
-// Timing of a node. Zero fields are taken from Fast.
+// Timing has the intervals and time-outs of a node. Zero fields are those of Fast.
 type Timing struct {
-	Heartbeat time.Duration // a follower that hears nothing for that long seeks election
-	Election  time.Duration // an election that takes longer begins anew
-	Lease     time.Duration // a leader that reaches no majority for that long steps down
-	Commit    time.Duration // how late followers may learn what is committed
-	RPC       time.Duration // of one call between hosts
+	Heartbeat time.Duration // a follower without heartbeats for so long starts an election
+	Election  time.Duration // an election that takes longer is started again
+	Lease     time.Duration // a leader that reaches no majority for so long steps down
+	Commit    time.Duration // longest delay until followers learn what is committed
+	RPC       time.Duration // limit for one call between hosts
 
-	Pulse  time.Duration // between heartbeats of hosts
-	Down   time.Duration // a host that was not heard of for that long is down
-	Review time.Duration // between looks at the membership
-	Expiry time.Duration // between looks at reservations
+	Pulse  time.Duration // interval of hosts' heartbeats to the leader
+	Down   time.Duration // a host without heartbeats for so long is down
+	Review time.Duration // interval of reviews of the membership
+	Expiry time.Duration // interval of checks of reservations
 }
 
-// Fast is for hosts in one network: a new leader is there in less than a
-// second after the last one is lost.
+// Fast returns the timing for hosts in one network: a new leader is elected in less than
+// a second after the last one is lost.
 func Fast() Timing {
 	return Timing{
 		Heartbeat: 250 * time.Millisecond, Election: 250 * time.Millisecond,
@@ -90,9 +91,9 @@ func Fast() Timing {
 	}
 }
 
-// Stretched has the timeouts of Raft's leader n times as long: hosts that are
-// slow or far apart do not elect without need, and exchange fewer messages. A
-// new leader is there the later.
+// Stretched returns the timing with n times the time-outs of leader election. It is for
+// hosts that are slow or far apart: fewer needless elections and messages, but a new
+// leader is elected later.
 func (t Timing) Stretched(n int) Timing {
 	for _, d := range []*time.Duration{&t.Heartbeat, &t.Election, &t.Lease} {
 		*d *= time.Duration(n)
@@ -100,20 +101,20 @@ func (t Timing) Stretched(n int) Timing {
 	return t
 }
 
-// Solo is for a cluster of one, which elects itself in about 10 ms.
+// Solo returns the timing for a cluster of one, which elects itself in about 10 ms.
 func Solo() Timing {
 	t := Fast()
 	t.Heartbeat, t.Election, t.Lease, t.Commit = 5*time.Millisecond, 5*time.Millisecond, 5*time.Millisecond, 5*time.Millisecond
 	return t
 }
 
-// Members are the rules of who votes. Zero fields are taken from defaults.
+// Members has the rules for voters. Zero fields have defaults.
 type Members struct {
 	MaxVoters int           // 3, 5 or 7; 0: 7
-	Stabilize time.Duration // a host must be healthy for that long to become a voter; 0: 10 s
-	Lost      time.Duration // a voter that is gone for that long is replaced; 0: 10 min
+	Stabilize time.Duration // a host must be healthy for so long to become a voter; 0: 10 s
+	Lost      time.Duration // a voter that is down for so long is replaced; 0: 10 min
 	Behind    uint64        // entries that a healthy host may be behind; 0: 1000
-	Zone      string        // label of a host that names its failure domain; empty: zone
+	Zone      string        // label that names a host's failure domain; empty: zone
 }
 
 func or[T comparable](x, otherwise T) T {
@@ -166,14 +167,14 @@ func (c *Config) fill() error {
 	return nil
 }
 
-// raft's own configuration.
+// raft returns the configuration of the Raft library.
 func (c *Config) raft() *raft.Config {
 	r := raft.DefaultConfig()
 	r.LocalID = raft.ServerID(c.ID)
 	r.HeartbeatTimeout, r.ElectionTimeout = c.Timing.Heartbeat, c.Timing.Election
 	r.LeaderLeaseTimeout, r.CommitTimeout = c.Timing.Lease, c.Timing.Commit
 	r.SnapshotThreshold, r.SnapshotInterval, r.TrailingLogs = c.SnapshotThreshold, c.SnapshotInterval, c.TrailingLogs
-	// Proposals that come while the disk is busy share its next write.
+	// Proposals that arrive while the disk is busy are written together.
 	r.BatchApplyCh, r.MaxAppendEntries = true, 256
 	r.ShutdownOnRemove = false
 	r.NoLegacyTelemetry = true

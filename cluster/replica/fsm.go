@@ -17,19 +17,19 @@ import (
 	"github.com/gpuctl/gpuctl/cluster/state"
 )
 
-// fsm gives Raft's entries to the state.
+// fsm applies Raft's entries to the state.
 type fsm struct {
 	state   *state.Store
 	log     *slog.Logger
 	skipped atomic.Uint64
 
 	mu       sync.Mutex
-	applied  uint64        // last command
-	moved    chan struct{} // closed when applied moves
+	applied  uint64        // index of the last command
+	moved    chan struct{} // closed when applied changes
 	stop     error         // why no further entry is applied
 	stopped  chan struct{}
-	restored error                                      // why the last snapshot was refused
-	waiting  map[string]map[chan *clusterv1.Result]bool // by command
+	restored error                                      // why the last snapshot could not be restored
+	waiting  map[string]map[chan *clusterv1.Result]bool // channels that wait for a command's result, by command id
 }
 
 var (
@@ -46,8 +46,8 @@ func (f *fsm) Apply(l *raft.Log) any {
 	return f.ApplyBatch([]*raft.Log{l})[0]
 }
 
-// ApplyBatch implements raft.BatchingFSM. What it returns for a command is a
-// *clusterv1.Result or an error.
+// ApplyBatch implements raft.BatchingFSM. For each command it returns a *clusterv1.Result
+// or an error.
 func (f *fsm) ApplyBatch(logs []*raft.Log) []any {
 	out := make([]any, len(logs))
 	for i, l := range logs {
@@ -94,9 +94,9 @@ func (f *fsm) apply(l *raft.Log) (*clusterv1.Result, error) {
 	return nil, err
 }
 
-// expect returns a channel that gets the answer to a command when it is
-// applied here, and what must be called when nobody waits for it any more.
-// Raft's own futures are not waited for: it forgets some when it shuts down.
+// expect returns a channel that receives the result of a command when it is applied on
+// this host, and a function to call when nobody waits any more. Raft's own futures are
+// not used, because Raft forgets some of them when it shuts down.
 func (f *fsm) expect(id string) (<-chan *clusterv1.Result, func()) {
 	ch := make(chan *clusterv1.Result, 1)
 	f.mu.Lock()
@@ -143,7 +143,7 @@ func (f *fsm) index() uint64 {
 	return f.applied
 }
 
-// wait until a command is applied.
+// wait waits until a command is applied.
 func (f *fsm) wait(ctx context.Context, index uint64) error {
 	for {
 		f.mu.Lock()
@@ -164,8 +164,8 @@ func (f *fsm) wait(ctx context.Context, index uint64) error {
 	}
 }
 
-// A snapshot begins with this and the index of the last command, which the
-// state does not know when the command was skipped.
+// A snapshot begins with this text and the index of the last command. The state does not
+// know that index if the command was skipped.
 const imageMagic = "gpuctlS1"
 
 type image struct {
@@ -173,8 +173,8 @@ type image struct {
 	applied uint64
 }
 
-// Snapshot implements raft.FSM. A node that has stopped makes none: Raft
-// believes that it has applied what it has not.
+// Snapshot implements raft.FSM. A node that has stopped takes no snapshot, because Raft
+// counts entries as applied that were not.
 func (f *fsm) Snapshot() (raft.FSMSnapshot, error) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -206,7 +206,7 @@ func (i *image) write(w io.Writer) error {
 // Release implements raft.FSMSnapshot.
 func (i *image) Release() {}
 
-// Restore implements raft.FSM. A snapshot that cannot be read changes nothing.
+// Restore implements raft.FSM. If the snapshot cannot be read, nothing changes.
 func (f *fsm) Restore(r io.ReadCloser) error {
 	err := f.restore(r)
 	f.mu.Lock()

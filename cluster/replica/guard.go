@@ -16,34 +16,31 @@ import (
 	"github.com/hashicorp/raft"
 )
 
-// guard stands between Raft and its disk.
+// guard wraps Raft's storage, and handles disks that fail.
 //
-// Raft ends the process when it cannot write its term or read its log, which
-// on a full disk would be a crash loop. Here such a write is tried again until
-// it succeeds. Meanwhile Raft's main thread stands still: the node neither
-// votes nor leads nor acknowledges entries, which is what must not happen
-// without the disk. A failed write of entries goes back to Raft, which steps
-// down as a leader and answers its leader with an error as a follower.
+// The Raft library panics when it cannot write its term or read its log. With a full
+// disk, that would be a crash loop. The guard repeats such a write until it succeeds.
+// Meanwhile Raft's main thread is blocked: the node does not vote, lead or acknowledge
+// entries, as it must be without the disk. An error of writing entries is returned to
+// Raft: a leader steps down, and a follower answers its leader with an error.
 //
-// A disk without room is asked again. One that failed in any other way may
-// have lost what it said it wrote (after a failed fsync the kernel forgets the
-// pages), so nothing more is written until the node is started anew and reads
-// what is really there.
+// A full disk is tried again. After any other error, the disk may have lost data that was
+// written before (after a failed fsync, the kernel drops the pages), so nothing more is
+// written until the node is started again and reads what is on the disk.
 //
-// While a write of the main thread hangs or is tried again, the library would
-// go on sending heartbeats for a leader that does nothing else, and so keep the
-// others from electing one. After a while transport sends nothing more: see
-// stalled.
+// While a write of the main thread is blocked or repeated, the library would continue to
+// send heartbeats for a leader that does nothing else, so the other hosts would not elect
+// another leader. So transport stops sending after some time; see stalled.
 type guard struct {
 	log     *slog.Logger
 	start   time.Time
-	since   atomic.Int64 // when the main thread's write began, from start; 0: none
+	since   atomic.Int64 // when the main thread's write began, since start; 0: no write is in progress
 	closing chan struct{}
 	once    sync.Once
 
 	mu     sync.Mutex
-	sick   map[string]error // what could not be written the last time
-	broken bool             // and not for want of room
+	sick   map[string]error // errors of the last attempts to write
+	broken bool             // one of them was not ENOSPC
 }
 
 var errBroken = errors.New("the disk failed: nothing is written to it until this host's daemon is started anew")
@@ -62,7 +59,7 @@ func (g *guard) wrap(s Storage) Storage {
 	}
 }
 
-// health is nil, or why the disk does not do its work.
+// health returns why the disk does not work, or nil.
 func (g *guard) health() error {
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -76,7 +73,7 @@ func (g *guard) health() error {
 	return errors.Join(errs...)
 }
 
-// write does a write, unless the disk is broken.
+// write executes a write, unless the disk is broken.
 func (g *guard) write(what string, f func() error) error {
 	g.mu.Lock()
 	broken := g.broken
@@ -104,23 +101,22 @@ func (g *guard) write(what string, f func() error) error {
 	return err
 }
 
-// main does a write of Raft's main thread.
+// main executes a write of Raft's main thread.
 func (g *guard) main(f func()) {
 	g.since.Store(max(int64(time.Since(g.start)), 1))
 	defer g.since.Store(0)
 	f()
 }
 
-// stalled reports whether Raft's main thread has been writing for longer than a
-// limit.
+// stalled reports whether Raft's main thread has been writing for longer than limit.
 func (g *guard) stalled(limit time.Duration) bool {
 	since := g.since.Load()
 	return since != 0 && time.Since(g.start)-time.Duration(since) > limit
 }
 
-// insist does something until it succeeds. When the node closes first, the
-// goroutine ends here with its deferred calls: there is no answer that would
-// not be a lie, and Raft panics at an error.
+// insist repeats f until it succeeds. If the node is closed before, the goroutine ends
+// here with its deferred calls: no return value would be true, and Raft panics at an
+// error.
 func (g *guard) insist(f func() error) {
 	for wait := 10 * time.Millisecond; f() != nil; wait = min(2*wait, time.Second) {
 		select {

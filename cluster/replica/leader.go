@@ -9,28 +9,27 @@ import (
 	"github.com/gpuctl/gpuctl/cluster/state"
 )
 
-// LeaderTask is work that only the leader does. Run begins when this node leads
-// and has applied everything that was committed before. Its context ends with
-// the leadership; Run must then return soon. One that returns earlier is
-// started again.
+// LeaderTask is a task of the leader. Run is called when this node leads and has applied
+// everything that was committed before. Its context ends with the leadership; Run must
+// then return soon. If Run returns earlier, it is called again.
 type LeaderTask struct {
 	Name string
 	Run  func(ctx context.Context, l *Lead) error
 }
 
-// Lead is one term of leadership. It is of no use when that is over.
+// Lead is one term of leadership. After its end, Apply fails.
 type Lead struct {
 	store *Store
 	term  uint64
-	since time.Duration // on the store's clock
+	since time.Duration // on the store's monotonic clock
 }
 
-// View of the state. It has everything that was committed before this
-// leadership, and everything that this leader has applied since.
+// View returns the state. It contains everything that was committed before this term, and
+// everything that this leader has applied since.
 func (l *Lead) View() *state.View { return l.store.fsm.state.View() }
 
-// Apply proposes a command as Store.Apply does, but only in this term: a leader
-// that is not any more does not act on what it knew.
+// Apply does the same as Store.Apply, but only in this term: a former leader must not act
+// on an old state.
 func (l *Lead) Apply(ctx context.Context, cmd *clusterv1.Command) (*clusterv1.Result, error) {
 	s := l.store
 	c := s.stamp(cmd)
@@ -44,7 +43,7 @@ func (l *Lead) Apply(ctx context.Context, cmd *clusterv1.Command) (*clusterv1.Re
 	return a.results[0], nil
 }
 
-// follow starts the leader's work and ends it.
+// follow starts the leader's tasks and ends them.
 func (s *Store) follow() {
 	var end func()
 	for {
@@ -55,7 +54,7 @@ func (s *Store) follow() {
 			}
 			return
 		case leads := <-s.raft.LeaderCh():
-			// A loss and a gain may have come as one gain.
+			// Losing and regaining the leadership may be reported only once, as a gain.
 			if end != nil {
 				end()
 				end = nil
@@ -67,7 +66,8 @@ func (s *Store) follow() {
 	}
 }
 
-// begin the leader's work. What it returns ends it, and waits for that.
+// begin starts the leader's tasks. The returned function ends them and waits for their
+// end.
 func (s *Store) begin() func() {
 	ctx, cancel := context.WithCancel(s.ctx)
 	done := make(chan struct{})
@@ -109,7 +109,7 @@ func (s *Store) lead(ctx context.Context) {
 	}
 }
 
-// keep a task running.
+// keep runs a task again and again.
 func (s *Store) keep(ctx context.Context, l *Lead, t LeaderTask) {
 	for ctx.Err() == nil {
 		if err := t.Run(ctx, l); err != nil && ctx.Err() == nil {

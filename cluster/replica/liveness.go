@@ -10,18 +10,18 @@ import (
 	"github.com/gpuctl/gpuctl/cluster/state"
 )
 
-// pulse is what the leader has heard of the hosts. It is never in the log.
+// pulse has the heartbeats that the leader has received. They are never in the log.
 type pulse struct {
 	clock Clock
 	mu    sync.Mutex
-	from  time.Duration   // beginning of this leadership
-	ticks time.Duration   // last look
-	hosts map[string]beat // by id
+	from  time.Duration   // beginning of this term
+	ticks time.Duration   // last tick
+	hosts map[string]beat // by host id
 }
 
 type beat struct {
 	at      time.Duration
-	healthy time.Duration // since when without a break; 0 and !ok: it is not
+	healthy time.Duration // when it became healthy; not healthy if 0 and !ok
 	ok      bool
 	applied uint64
 	version string
@@ -42,8 +42,8 @@ func (p *pulse) begin() {
 	p.from, p.ticks, p.hosts = now, now, map[string]beat{}
 }
 
-// tick must be called before hosts are judged. After a pause of this very
-// process, nobody's silence says anything: everything begins anew.
+// tick must be called before hosts are judged. If this process itself was paused for
+// longer than pause, missing heartbeats prove nothing, so all measurements start again.
 func (p *pulse) tick(pause time.Duration) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -62,8 +62,8 @@ func (p *pulse) hear(r *clusterv1.HeartbeatRequest) {
 	p.hosts[r.GetHostId()] = b
 }
 
-// silent returns for how long nothing was heard of a host: at most as long as
-// this node leads.
+// silent returns the time since a host's last heartbeat, but at most the time since this
+// node leads.
 func (p *pulse) silent(id string) (d time.Duration, heard bool) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -74,7 +74,7 @@ func (p *pulse) silent(id string) (d time.Duration, heard bool) {
 	return p.clock.Monotonic() - b.at, true
 }
 
-// judge reports whether a host is healthy, and for how long it has been so.
+// judge reports whether a host is healthy, and since when.
 func (p *pulse) judge(id string, down time.Duration, commit, behind uint64) (ok bool, since time.Duration) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -101,8 +101,8 @@ func (p *pulse) last(id string) (b beat, heard bool) {
 	return b, heard
 }
 
-// HandleHeartbeat takes a host's sign of life. Only the leader does; others
-// return a *NotLeaderError.
+// HandleHeartbeat records a host's heartbeat. If this node is not the leader, it returns
+// a *NotLeaderError.
 func (s *Store) HandleHeartbeat(r *clusterv1.HeartbeatRequest) (*clusterv1.HeartbeatResponse, error) {
 	if !s.IsLeader() {
 		return nil, s.notLeader()
@@ -115,7 +115,7 @@ func (s *Store) HandleHeartbeat(r *clusterv1.HeartbeatRequest) (*clusterv1.Heart
 	return &clusterv1.HeartbeatResponse{Leader: s.cfg.Name, Term: s.raft.CurrentTerm(), Known: known}, nil
 }
 
-// beat tells the leader that this host lives.
+// beat sends this host's heartbeats to the leader.
 func (s *Store) beat() {
 	tick := time.NewTicker(s.cfg.Timing.Pulse)
 	defer tick.Stop()
@@ -147,7 +147,7 @@ func (s *Store) beatOnce() {
 	}
 }
 
-// sign of life.
+// sign returns this host's heartbeat.
 func (s *Store) sign() *clusterv1.HeartbeatRequest {
 	return &clusterv1.HeartbeatRequest{
 		Host: s.cfg.Name, HostId: s.cfg.ID, BootId: s.cfg.BootID, Protocol: state.Protocol,
@@ -155,8 +155,7 @@ func (s *Store) sign() *clusterv1.HeartbeatRequest {
 	}
 }
 
-// reached is how far this node is: what Raft gave to the state, unless that
-// has stopped.
+// reached returns the index up to which this node has applied the log.
 func (s *Store) reached() uint64 {
 	if s.fsm.err() != nil {
 		return s.fsm.index()
@@ -164,8 +163,8 @@ func (s *Store) reached() uint64 {
 	return s.raft.AppliedIndex()
 }
 
-// watchHosts proposes that a host is down or up again. Only these transitions
-// are in the log.
+// watchHosts proposes that a host is down, or is up again. Only these transitions are in
+// the log.
 func (s *Store) watchHosts(ctx context.Context, l *Lead) error {
 	tick := time.NewTicker(max(s.cfg.Timing.Down/10, time.Millisecond))
 	defer tick.Stop()
@@ -196,8 +195,8 @@ func (s *Store) watchHosts(ctx context.Context, l *Lead) error {
 	}
 }
 
-// expire deletes reservations that were unchanged for their time, as far as
-// this leader has seen.
+// expire deletes reservations that were not changed for the time that they have, as
+// measured by this leader.
 func (s *Store) expire(ctx context.Context, l *Lead) error {
 	type seen struct {
 		revision uint64
@@ -243,7 +242,7 @@ func (s *Store) expire(ctx context.Context, l *Lead) error {
 	}
 }
 
-// quorum reports whether this leader has heard of a majority lately.
+// quorum reports whether this leader has recently received answers of a majority.
 func (s *Store) quorum() bool {
 	others, need := s.others()
 	n, _ := s.acks.since(others, s.raft.CurrentTerm(), time.Now().Add(-2*s.cfg.Timing.Heartbeat))

@@ -14,13 +14,13 @@ import (
 	"github.com/gpuctl/gpuctl/cluster/pki/throttle"
 )
 
-// logger lets Raft write to slog.
+// logger writes Raft's log to slog.
 type logger struct {
 	log  *slog.Logger
 	name string
 	with []any
-	// often keeps a peer that is gone from filling the log: Raft complains of it
-	// several times a second.
+	// often limits repeated lines: Raft logs a peer that does not answer several times a
+	// second.
 	often *throttle.Throttle
 }
 
@@ -47,7 +47,7 @@ func level(l hclog.Level) slog.Level {
 	}
 }
 
-// Log implements hclog.Logger, as do all that follow.
+// Log implements hclog.Logger, as do the following methods.
 func (l *logger) Log(at hclog.Level, msg string, args ...any) {
 	to := level(at)
 	if !l.log.Enabled(context.Background(), to) {
@@ -76,7 +76,7 @@ func (l *logger) Log(at hclog.Level, msg string, args ...any) {
 	l.log.LogAttrs(context.Background(), to, msg, attrs...)
 }
 
-// kindOf is what a complaint is about: its text and whom it names.
+// kindOf returns the kind of a line for the limit: its text and the peer that it names.
 func kindOf(msg string, args []any) string {
 	for i := 0; i+1 < len(args); i += 2 {
 		if key := fmt.Sprint(args[i]); key == "peer" || key == "target" {
@@ -123,7 +123,7 @@ func (l *logger) ResetNamed(name string) hclog.Logger {
 	return &logger{log: l.log, name: name, with: l.with, often: l.often}
 }
 
-// SetLevel does nothing: slog's handler decides.
+// SetLevel does nothing: the level is that of slog's handler.
 func (l *logger) SetLevel(hclog.Level) {}
 
 func (l *logger) GetLevel() hclog.Level {

@@ -13,40 +13,40 @@ import (
 	"github.com/gpuctl/gpuctl/cluster/state"
 )
 
-// Who votes.
+// The rules for voters.
 //
-// Every host is a server; the others than voters get the log and count for
-// nothing. The number of voters follows the number of hosts, dead ones
-// included, so that an outage never makes a majority smaller:
+// Each host is a Raft server. Servers that are not voters get the log, but do not count
+// for majorities. The number of voters follows the number of hosts, including hosts that
+// are down, so that an outage never makes a majority smaller:
 //
 //	hosts    1  2  3  4  5  6  7 and more
 //	voters   1  1  3  3  5  5  7 (or MaxVoters)
 //
-// It is odd, since an even one bears no more losses and needs one more answer.
-// Two hosts have one voter: with two the loss of either would stop both.
+// It is odd, because an even number tolerates no more failures and needs one more answer.
+// Two hosts have one voter: with two, the failure of either would stop both.
 //
-// A host becomes a voter when it has been healthy for Stabilize: heard of, and
-// not far behind. From an odd number the way leads over an even one, so it is
-// begun only when enough hosts are ready. A voter that is gone for longer than
-// Lost is replaced when there is a healthy host: that one is promoted first,
-// then the lost one demoted, and nothing is done that the voters who are alive
-// could not commit. Hosts are chosen for the failure domain with the fewest
-// voters, then by name. Only the removal of a host, which takes its identity, removes its
-// server; an identity without a host is one that is joining.
+// A host becomes a voter when it has been healthy for Stabilize: it sends heartbeats, and
+// is not far behind. Between two odd numbers there is an even one, so the change is begun
+// only when enough hosts are ready. A voter that is down for longer than Lost is replaced
+// if there is a healthy host: first that host is promoted, then the lost one is demoted.
+// Nothing is done that the living voters could not commit. Hosts are chosen by failure
+// domain, the one with the fewest voters first, then by name. A server is removed only
+// after its host was removed, together with the host's identity. An identity without a
+// host belongs to a host that is joining.
 
-// member is a server as the rules see it.
+// member is a server, as the rules see it.
 type member struct {
 	ID, Name, Zone string
 	Voter, Leader  bool
-	Alive          bool // heard of lately and not far behind
-	Stable         bool // alive for long enough
-	Lost           bool // gone for too long
+	Alive          bool // it sends heartbeats and is not far behind
+	Stable         bool // it has been Alive for Stabilize
+	Lost           bool // it has not been Alive for Lost
 }
 
 // move is one change of the voters.
 type move struct {
 	ID      string
-	Promote bool // else demote
+	Promote bool // otherwise demote
 	Why     string
 }
 
@@ -63,8 +63,8 @@ func target(hosts, limit int) int {
 	}
 }
 
-// plan the next move; nil when everything is as it should be, or when nothing
-// can be done now.
+// plan returns the next move; nil if the voters are as they should be, or nothing can be
+// done now.
 func plan(ms []member, limit int) *move {
 	var voters, ready []member
 	alive := 0
@@ -85,7 +85,7 @@ func plan(ms []member, limit int) *move {
 	slices.SortFunc(ready, func(a, b member) int {
 		return cmp.Or(cmp.Compare(zones[a.Zone], zones[b.Zone]), cmp.Compare(a.Name, b.Name), cmp.Compare(a.ID, b.ID))
 	})
-	// The first to go: lost, dead, one of a crowded zone, the last by name.
+	// The first to be demoted: lost, not alive, in a zone with many voters, last by name.
 	slices.SortFunc(voters, func(a, b member) int {
 		return cmp.Or(
 			less(a.Lost, b.Lost), less(!a.Alive, !b.Alive), -cmp.Compare(zones[a.Zone], zones[b.Zone]),
@@ -120,7 +120,7 @@ func plan(ms []member, limit int) *move {
 		}
 		return nil
 	case n < want:
-		// From an odd number only when the next odd one can be reached.
+		// Begin with an odd number only if the next odd number can be reached.
 		if len(ready) > n%2 {
 			return promote(ready[0], fmt.Sprintf("%d hosts need %d voters", len(ms), want))
 		}
@@ -137,7 +137,7 @@ func plan(ms []member, limit int) *move {
 	if n < want {
 		return nil
 	}
-	// Another zone, if that evens the voters out.
+	// A voter of another zone, if that makes the numbers in the zones more equal.
 	for _, v := range voters {
 		if !v.Leader && zones[v.Zone] >= zones[ready[0].Zone]+2 {
 			return promote(ready[0], fmt.Sprintf("failure domain %q has %d voters, %q has %d", v.Zone, zones[v.Zone], ready[0].Zone, zones[ready[0].Zone]))
@@ -146,7 +146,7 @@ func plan(ms []member, limit int) *move {
 	return nil
 }
 
-// less puts what is true first.
+// less sorts true before false.
 func less(a, b bool) int {
 	switch {
 	case a == b:
@@ -158,8 +158,8 @@ func less(a, b bool) int {
 	}
 }
 
-// AddServer makes a host that was let in a server without a vote. Only the
-// leader can; others return a *NotLeaderError.
+// AddServer makes an admitted host a server without a vote. If this node is not the
+// leader, it returns a *NotLeaderError.
 func (s *Store) AddServer(ctx context.Context, id, address string) error {
 	if id == "" || address == "" {
 		return fmt.Errorf("add server %q: no id or no address", id)
@@ -181,9 +181,9 @@ func (s *Store) AddServer(ctx context.Context, id, address string) error {
 	return nil
 }
 
-// reconfigure asks Raft for a change and waits until it is in force and
-// committed. Raft's own future is not waited for: it may be forgotten when the
-// node shuts down.
+// reconfigure asks Raft for a change of the servers, and waits until it is in force and
+// committed. It does not wait for Raft's future, which Raft may forget when it shuts
+// down.
 func (s *Store) reconfigure(ctx context.Context, done func(map[string]raft.Server) bool, change func()) error {
 	ctx, cancel := context.WithTimeout(ctx, 2*s.cfg.Timing.RPC)
 	defer cancel()
@@ -231,10 +231,9 @@ func (s *Store) committed(ctx context.Context, index uint64) error {
 	return nil
 }
 
-// review keeps the servers in line with the hosts, and the voters with the
-// rules.
+// review makes the servers agree with the hosts, and the voters with the rules.
 func (s *Store) review(ctx context.Context, l *Lead) error {
-	gone := map[string]time.Duration{} // servers that nothing is known of, since when
+	gone := map[string]time.Duration{} // since when a server has had neither a host nor an identity
 	tick := time.NewTicker(s.cfg.Timing.Review)
 	defer tick.Stop()
 	for {
@@ -252,7 +251,7 @@ func (s *Store) review(ctx context.Context, l *Lead) error {
 			return nil
 		case <-tick.C:
 		case <-v.Changed(hostKind):
-			// Not more than a few times in a tick, however hosts change.
+			// At most a few times in a tick, however often hosts change.
 			select {
 			case <-ctx.Done():
 				return nil
@@ -289,7 +288,7 @@ func (s *Store) do(ctx context.Context, mv *move) error {
 	return nil
 }
 
-// members as this leader sees them.
+// members returns the servers as this leader sees them.
 func (s *Store) members(l *Lead) []member {
 	s.pulse.tick(s.cfg.Timing.Down / 2)
 	view, commit := l.View(), s.raft.CommitIndex()
@@ -304,7 +303,7 @@ func (s *Store) members(l *Lead) []member {
 		}
 		ok, since := s.pulse.judge(id, s.cfg.Timing.Down, commit, s.cfg.Members.Behind)
 		m.Alive = ok || m.Leader
-		// A host that has not reported itself may be on its way out.
+		// A host without a report may be about to be removed.
 		m.Stable = ok && since >= s.cfg.Members.Stabilize && h != nil
 		silent, _ := s.pulse.silent(id)
 		m.Lost = !m.Leader && silent >= s.cfg.Members.Lost
@@ -313,9 +312,9 @@ func (s *Store) members(l *Lead) []member {
 	return out
 }
 
-// alignServers adds servers for hosts that have none, follows their addresses,
-// and removes those whose host was removed. A server without a host but with an
-// identity is joining; one that has had neither for a while was removed.
+// alignServers adds servers for hosts that have none, updates their addresses, and
+// removes those whose host was removed. A server with an identity but without a host is
+// joining. A server that has had neither for some time was removed.
 func (s *Store) alignServers(ctx context.Context, l *Lead, gone map[string]time.Duration) error {
 	v := l.View()
 	servers := map[string]raft.Server{}
@@ -345,8 +344,8 @@ func (s *Store) alignServers(ctx context.Context, l *Lead, gone map[string]time.
 	return errors.Join(errs...)
 }
 
-// removeServer takes a server out. A leader that was removed itself hands
-// leadership over: its successor takes it out.
+// removeServer removes a server. A leader that was removed itself transfers its
+// leadership; its successor removes it.
 func (s *Store) removeServer(ctx context.Context, v *state.View, id string) error {
 	if id == s.cfg.ID {
 		if others, _ := s.others(); len(others) > 0 {

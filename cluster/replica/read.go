@@ -12,9 +12,9 @@ import (
 	"github.com/gpuctl/gpuctl/cluster/state"
 )
 
-// Read returns the state: stale, as it is applied here; else with everything
-// that was committed before the call. It waits for a leader until the context
-// ends.
+// Read returns the state. If stale, it is the state that is applied on this host.
+// Otherwise it contains everything that was committed before the call; Read waits for a
+// leader until ctx ends. Errors wrap those of this package.
 func (s *Store) Read(ctx context.Context, stale bool) (*state.View, error) {
 	if stale {
 		return s.fsm.state.View(), nil
@@ -41,7 +41,7 @@ func (s *Store) Read(ctx context.Context, stale bool) (*state.View, error) {
 	}
 }
 
-// index asks whoever leads.
+// index asks the leader for a read index.
 func (s *Store) index(ctx context.Context) (uint64, error) {
 	if s.IsLeader() {
 		return s.ReadIndex(ctx)
@@ -58,14 +58,13 @@ func (s *Store) ask(ctx context.Context) (uint64, error) {
 		return 0, ErrNoLeader
 	}
 	if string(address) == s.cfg.Address || s.cfg.Peers == nil {
-		return 0, ErrNoLeader // it has just ceased to lead, or just begun
+		return 0, ErrNoLeader // this node has just lost or gained the leadership
 	}
 	return s.cfg.Peers.ReadIndex(ctx, string(address))
 }
 
-// ReadIndex returns an index that no entry committed before the call exceeds,
-// unless later entries change nothing. Only the leader can; others return a
-// *NotLeaderError.
+// ReadIndex returns an index that is at least that of each command committed before the
+// call. If this node is not the leader, it returns a *NotLeaderError.
 func (s *Store) ReadIndex(ctx context.Context) (uint64, error) {
 	if err := s.alive(); err != nil {
 		return 0, err
@@ -73,9 +72,9 @@ func (s *Store) ReadIndex(ctx context.Context) (uint64, error) {
 	return s.reads.do(ctx, s.ctx, s.cfg.Timing.RPC, s.confirm)
 }
 
-// leading waits until this node has applied everything that was committed
-// before it led, and returns its term. That is so once it has applied up to an
-// entry of its own term: what is committed then covers all that was before.
+// leading waits until this node has applied everything that was committed before its
+// term, and returns the term. It has done so when it has applied an entry of its own
+// term, because everything before that is committed, too.
 func (s *Store) leading(ctx context.Context) (uint64, error) {
 	for wait := time.Millisecond; ; wait = min(2*wait, 20*time.Millisecond) {
 		term := s.raft.CurrentTerm()
@@ -108,7 +107,7 @@ func (s *Store) leading(ctx context.Context) (uint64, error) {
 	}
 }
 
-// confirm is one round of ReadIndex. See the package's text.
+// confirm is one round of ReadIndex. See the package's documentation.
 func (s *Store) confirm(ctx context.Context) (uint64, error) {
 	term, err := s.leading(ctx)
 	if err != nil {
@@ -117,7 +116,7 @@ func (s *Store) confirm(ctx context.Context) (uint64, error) {
 	commit, start := s.raft.CommitIndex(), time.Now()
 	others, need := s.others()
 	if len(others) > 0 {
-		s.raft.VerifyLeader() // sends heartbeats; its answer does not count
+		s.raft.VerifyLeader() // triggers heartbeats; its own answer is not used
 	}
 	for {
 		n, moved := s.acks.since(others, term, start)
@@ -136,14 +135,14 @@ func (s *Store) confirm(ctx context.Context) (uint64, error) {
 	}
 }
 
-// lastCommand is the last entry up to an index that the state machine gets to
-// see: it can be waited for, which entries of Raft's own cannot.
+// lastCommand returns the index of the last command up to an index. The state machine can
+// wait for a command, but not for Raft's internal entries.
 func (s *Store) lastCommand(index uint64) (uint64, error) {
 	for ; index > s.fsm.index(); index-- {
 		var l raft.Log
 		err := s.logs.GetLog(index, &l)
 		if errors.Is(err, raft.ErrLogNotFound) {
-			break // it was compacted, so every command up to it is applied
+			break // it was compacted, so each command up to it is applied
 		}
 		if err != nil {
 			return 0, fmt.Errorf("entry %d: %w", index, err)
@@ -155,8 +154,8 @@ func (s *Store) lastCommand(index uint64) (uint64, error) {
 	return min(index, s.fsm.index()), nil
 }
 
-// coalescer lets callers share rounds. A round serves only those who came
-// before it began.
+// coalescer lets callers share rounds. A round serves only callers that came before it
+// began.
 type coalescer struct {
 	mu   sync.Mutex
 	next *round
@@ -188,7 +187,7 @@ func (c *coalescer) do(ctx, base context.Context, limit time.Duration, f func(co
 	}
 }
 
-// run goes on as long as there is somebody who waits.
+// run makes rounds as long as callers wait.
 func (c *coalescer) run(base context.Context, limit time.Duration, f func(context.Context) (uint64, error)) {
 	for {
 		c.mu.Lock()

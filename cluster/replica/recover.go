@@ -7,21 +7,21 @@ import (
 	"github.com/hashicorp/raft"
 )
 
-// Server is a member of a recovered cluster.
+// Server is a server of a recovered cluster.
 type Server struct {
 	ID, Address string
 	Voter       bool
 }
 
-// Recover gives a node's folder a new set of members, for a cluster that has
-// lost its majority for good. The node must not run.
+// Recover writes a new list of servers into a node's folder. It is for a cluster that has
+// lost its majority for ever. The node must not run.
 //
-// It is dangerous. Whatever the lost hosts had acknowledged and this one did
-// not yet have is gone; whatever this one had that was never committed becomes
-// so. If a lost host comes back, there are two clusters, and both believe that
-// they own the GPUs: erase its folder before it can. Run it on the host whose
-// log goes furthest, with that host as the only voter, and join the others
-// anew; or on every surviving host with the same servers.
+// It is dangerous. Entries that the lost hosts had committed and this one does not have
+// are lost. Entries that this one has and that were never committed become committed. If
+// a lost host comes back, there are two clusters, and both believe that they own the
+// GPUs: erase its folder before it starts. Run Recover on the host with the longest log,
+// with that host as the only voter, and join the others again; or on all remaining hosts
+// with the same servers.
 func Recover(cfg Config, servers []Server) error {
 	if err := cfg.fill(); err != nil {
 		return err

@@ -12,7 +12,7 @@ import (
 
 const hostKind = clusterv1.Kind_KIND_HOST
 
-// Health is nil, or why this node cannot do its work.
+// Health returns why this node does not work, or nil if it does.
 func (s *Store) Health() error {
 	var errs []error
 	if err := s.alive(); err != nil {
@@ -26,11 +26,12 @@ func (s *Store) Health() error {
 	return errors.Join(errs...)
 }
 
-// Skipped counts entries that this build does not know and may leave out.
+// Skipped returns how many unknown entries this node has skipped.
 func (s *Store) Skipped() uint64 { return s.fsm.skipped.Load() }
 
-// Status is what this node knows of the cluster. Only the leader knows how the
-// members are; others repeat what is replicated. Certificates are not its.
+// Status returns what this node knows about the cluster. Only the leader knows the health
+// of the members; other nodes return what is replicated. It does not contain
+// certificates.
 func (s *Store) Status() *clusterv1.StatusResponse {
 	v := s.fsm.state.View()
 	leader, address := s.Leader()

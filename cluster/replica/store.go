@@ -24,26 +24,26 @@ type Store struct {
 	log   *slog.Logger
 	fsm   *fsm
 	raft  *raft.Raft
-	logs  raft.LogStore // read only, without the guard
+	logs  raft.LogStore // for reading, without the guard
 	guard *guard
 	acks  *acks
 	pulse *pulse
 
-	reads   coalescer // of this node as the leader
-	remote  coalescer // of the leader, by this node
+	reads   coalescer // read indexes of this node as the leader
+	remote  coalescer // read indexes that this node asks the leader for
 	ctx     context.Context
 	cancel  context.CancelFunc
 	work    sync.WaitGroup
 	closers []io.Closer
 	once    sync.Once
 	closed  error
-	ready   atomic.Uint64 // term in which this node leads and has applied all that was before
-	began   uint64        // last entry of the log when this node started
-	caught  atomic.Bool   // that entry, or what replaced it, is applied
+	ready   atomic.Uint64 // term in which this node leads and has applied everything before
+	began   uint64        // index of the last log entry when this node started
+	caught  atomic.Bool   // that entry, or the one that has replaced it, is applied
 }
 
-// Open starts a node with what its folder holds. A new one is in no cluster
-// until Bootstrap, or until a leader adds it.
+// Open starts a node with the content of its folder. A new node is in no cluster until
+// Bootstrap, or until a leader adds it.
 func Open(ctx context.Context, cfg Config) (*Store, error) {
 	if err := cfg.fill(); err != nil {
 		return nil, err
@@ -71,7 +71,7 @@ func (s *Store) open(ctx context.Context) error {
 	if s.cfg.Wrap != nil {
 		disk = s.cfg.Wrap(disk)
 	}
-	s.logs = disk.Logs // the guard ends goroutines of Raft, not those of callers
+	s.logs = disk.Logs // the guard ends Raft's goroutines, but must not end those of callers
 	disk = s.guard.wrap(disk)
 	cache, err := raft.NewLogCache(1024, disk.Logs)
 	if err != nil {
@@ -88,9 +88,9 @@ func (s *Store) open(ctx context.Context) error {
 	return err
 }
 
-// CaughtUp reports whether this node has applied what was in its log when it was
-// started. Before, its state is that of some moment in the past: Raft applies
-// nothing until it has heard from a leader how far the log is committed.
+// CaughtUp reports whether this node has applied what was in its log when it was started.
+// Before that, its state is an old one: Raft applies nothing until a leader has sent how
+// far the log is committed.
 func (s *Store) CaughtUp() bool {
 	if s.caught.Load() {
 		return true
@@ -99,7 +99,7 @@ func (s *Store) CaughtUp() bool {
 	if applied < min(s.began, s.raft.LastIndex()) {
 		return false
 	}
-	// Raft counts what it has handed on.
+	// Raft counts entries that it has passed on, not those that are applied.
 	command, err := s.lastCommand(applied)
 	if err != nil || s.fsm.index() < command {
 		return false
@@ -108,8 +108,7 @@ func (s *Store) CaughtUp() bool {
 	return true
 }
 
-// start starts Raft. It waits for a disk that takes no writes until the
-// context ends.
+// start starts Raft. If the disk takes no writes, it waits until ctx ends.
 func (s *Store) start(ctx context.Context, disk Storage, trans raft.Transport) (*raft.Raft, error) {
 	type started struct {
 		raft *raft.Raft
@@ -118,8 +117,8 @@ func (s *Store) start(ctx context.Context, disk Storage, trans raft.Transport) (
 	done := make(chan started, 1)
 	go func() {
 		var st started
-		// The library panics when its log has a hole: a snapshot was damaged
-		// after the entries before it had been dropped.
+		// The library panics if its log has a gap: a snapshot was damaged after the
+		// entries before it had been removed.
 		defer func() {
 			if p := recover(); p != nil {
 				st.err = fmt.Errorf("its log cannot be read: %v; remove the host from the cluster and join it anew", p)
@@ -137,14 +136,15 @@ func (s *Store) start(ctx context.Context, disk Storage, trans raft.Transport) (
 	case <-ctx.Done():
 		s.guard.close()
 		st := <-done
-		if st.raft != nil { // it came just now
+		if st.raft != nil { // it has been completed just now
 			_ = st.raft.Shutdown().Error()
 		}
 		return nil, errors.Join(ctx.Err(), s.guard.health())
 	}
 }
 
-// restoreErr is why a snapshot was refused, if the node could not start.
+// restoreErr returns why a snapshot could not be restored, if the node could not start
+// because of that.
 func (f *fsm) restoreErr(failed error) error {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -154,7 +154,7 @@ func (f *fsm) restoreErr(failed error) error {
 	return f.restored
 }
 
-// disk opens what Raft keeps.
+// disk opens Raft's storage.
 func (s *Store) disk() (Storage, error) {
 	if s.cfg.Dir == "" {
 		m := raft.NewInmemStore()
@@ -167,7 +167,7 @@ func (s *Store) disk() (Storage, error) {
 		return Storage{}, err
 	}
 	folder := filepath.Join(s.cfg.Dir, logFolder)
-	stable, err := openBolt(filepath.Join(folder, stableFile)) // before the log: it keeps others out
+	stable, err := openBolt(filepath.Join(folder, stableFile)) // before the log, because its lock keeps other processes out
 	if err != nil {
 		return Storage{}, err
 	}
@@ -194,9 +194,9 @@ func (s *Store) transport() (raft.Transport, error) {
 	case s.cfg.Stream != nil:
 		t := raft.NewNetworkTransportWithConfig(&raft.NetworkTransportConfig{
 			Stream: s.cfg.Stream, MaxPool: 3, Timeout: s.cfg.Timing.RPC,
-			// No pipelining: a pipeline whose follower answers with a newer term
-			// can block its sender for ever, and with it Shutdown. Entries that
-			// come during a call go with the next one.
+			// No pipelining: a pipeline whose follower answers with a newer term can
+			// block its sender for ever, and Shutdown with it. Entries that arrive during
+			// a call are sent with the next one.
 			MaxRPCsInFlight: 1,
 			Logger:          newLogger(s.log), MsgpackUseNewTimeFormat: true,
 		})
@@ -214,8 +214,8 @@ func (s *Store) transport() (raft.Transport, error) {
 	return &transport{Transport: inner, WithPreVote: pre, acks: s.acks, stalled: s.stalled}, nil
 }
 
-// Bootstrap makes a new cluster of this node alone. It may be repeated when it
-// did not get to its end.
+// Bootstrap makes a new cluster of this node alone. If it was interrupted, it may be
+// repeated. It returns ErrExists if the node has a cluster's state.
 func (s *Store) Bootstrap(ctx context.Context, init *clusterv1.InitCluster) error {
 	servers := s.servers()
 	unfinished := len(servers) == 1 && servers[0].ID == raft.ServerID(s.cfg.ID)
@@ -250,7 +250,7 @@ func (s *Store) Bootstrap(ctx context.Context, init *clusterv1.InitCluster) erro
 	return nil
 }
 
-// servers of the latest configuration.
+// servers returns the servers of the latest configuration.
 func (s *Store) servers() []raft.Server {
 	f := s.raft.GetConfiguration()
 	if f.Error() != nil {
@@ -259,7 +259,8 @@ func (s *Store) servers() []raft.Server {
 	return f.Configuration().Servers
 }
 
-// member is nil if this node is part of the cluster, as far as it knows.
+// member returns ErrNotInCluster unless this node is a server of the cluster, as far as
+// it knows.
 func (s *Store) member() error {
 	servers := s.servers()
 	for _, x := range servers {
@@ -273,7 +274,7 @@ func (s *Store) member() error {
 	return ErrNotInCluster
 }
 
-// Joined waits until this node has heard from the leader that it is a member.
+// Joined waits until this node has learned from the leader that it is a server.
 func (s *Store) Joined(ctx context.Context) error {
 	for {
 		err := s.member()
@@ -290,7 +291,7 @@ func (s *Store) Joined(ctx context.Context) error {
 	}
 }
 
-// Leader returns the name and address of the leader; empty if none is known.
+// Leader returns the name and address of the leader; both are empty if it is unknown.
 func (s *Store) Leader() (name, address string) {
 	a, id := s.raft.LeaderWithID()
 	if id == raft.ServerID(s.cfg.ID) {
@@ -302,16 +303,16 @@ func (s *Store) Leader() (name, address string) {
 	return string(id), string(a)
 }
 
-// IsLeader reports whether this node believes that it leads, and could.
+// IsLeader reports whether this node leads, as far as it knows, and its disk works.
 func (s *Store) IsLeader() bool { return s.raft.State() == raft.Leader && !s.stalled() }
 
-// stalled reports whether this node cannot lead for its disk.
+// stalled reports whether this node cannot lead because of its disk.
 func (s *Store) stalled() bool { return s.guard.stalled(2 * s.cfg.Timing.Heartbeat) }
 
-// State that is applied here.
+// State returns the state that is applied on this host.
 func (s *Store) State() *state.Store { return s.fsm.state }
 
-// Close hands leadership over, if there is somebody, and stops.
+// Close transfers the leadership if possible, and stops the node.
 func (s *Store) Close() error {
 	if others, _ := s.others(); s.IsLeader() && s.fsm.err() == nil && len(others) > 0 {
 		s.raft.LeadershipTransfer()
@@ -322,8 +323,8 @@ func (s *Store) Close() error {
 	return s.Halt()
 }
 
-// others are the voters that are not this node, and how many of them make a
-// majority together with it.
+// others returns the voters without this node, and how many of them make a majority
+// together with it.
 func (s *Store) others() (ids []raft.ServerID, need int) {
 	voters, self := 0, 0
 	for _, x := range s.servers() {
@@ -340,7 +341,7 @@ func (s *Store) others() (ids []raft.ServerID, need int) {
 	return ids, voters/2 + 1 - self
 }
 
-// Halt stops at once, as a crash would.
+// Halt stops the node at once, as a crash would.
 func (s *Store) Halt() error {
 	s.once.Do(func() {
 		s.cancel()
@@ -361,7 +362,7 @@ func (s *Store) closeFiles() error {
 	return errors.Join(errs...)
 }
 
-// watchStop ends Raft when an entry must not be applied. The node's log stays.
+// watchStop stops Raft when an entry must not be applied. The node's log stays.
 func (s *Store) watchStop() {
 	select {
 	case <-s.fsm.stopped:

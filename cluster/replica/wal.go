@@ -22,36 +22,35 @@ import (
 	"go.etcd.io/bbolt"
 )
 
-// segmentSize of the log, in bytes. Each file is allocated in full when it is
-// begun, so that is what a disk must have left for the log to go on.
+// segmentSize is the size of a segment of the log in bytes. Each file is allocated in
+// full when it is made, so the disk must have so much free space for the log to continue.
 const segmentSize = 1 << 20
 
-// copyBatch is how many bytes are written at once where a log is converted.
+// copyBatch is how many bytes are written at once while a log is converted.
 const copyBatch = 256 << 10
 
-// journal is the log of Raft: segments of raft-wal, which syncs once for an
-// append where a B+ tree syncs twice.
+// journal is the log of Raft, in segments of raft-wal. An append needs one sync, where a
+// B+ tree needs two.
 //
-// What the library does in memory after a write has failed is not relied on.
-// Its rotation runs after the append that fills a segment, and when that finds
-// no room it is not tried again: every later append says that the segment is
-// sealed. So after a failed write the log is opened anew, from disk, before the
-// next.
+// What the library has in memory after a failed write is not used. It rotates after the
+// append that fills a segment. If there is no room for that, it does not try again: each
+// later append fails because the segment is sealed. So after a failed write, the log is
+// opened again from disk before the next write.
 //
-// On disk it has the same gap: a process that ends between the sync of the
-// append that fills a segment and the commit of the rotation leaves a tail that
-// takes no entries, which the library opens and then refuses to append to. Such
-// a tail is copied to a new file first. See renew.
+// There is the same problem on disk: if the process ends between the sync of the append
+// that fills a segment and the commit of the rotation, the tail takes no entries. The
+// library opens it and refuses to append. Such a tail is first copied to a new file; see
+// renew.
 type journal struct {
 	dir  string
 	log  *slog.Logger
 	meta *metadb.BoltMetaDB
 
-	write sync.Mutex // one at a time
-	dirty bool       // a write failed, or a tail could not be renewed: what is open must not be written to
-	drop  uint64     // entries up to that were to be removed, but could not be
+	write sync.Mutex // held during writes
+	dirty bool       // a write has failed, or a tail could not be renewed: open must not be written to
+	drop  uint64     // entries up to this index should have been removed, but that has failed
 
-	mu   sync.RWMutex // guards open; a reader has it while it reads
+	mu   sync.RWMutex // guards open; held by readers during reads
 	open *wal.WAL
 }
 
@@ -60,12 +59,12 @@ var (
 	_ raft.MonotonicLogStore = (*journal)(nil)
 )
 
-// openJournal opens the log in a folder, which must be there.
+// openJournal opens the log in a folder that exists.
 func openJournal(dir string, log *slog.Logger) (*journal, error) {
 	j := &journal{dir: dir, log: log, meta: &metadb.BoltMetaDB{}}
 	err := j.reopen(false)
 	if noRoom(err) {
-		// What there is can be read. A write tries again.
+		// The log can be read. A write tries again to renew it.
 		j.dirty = true
 		err = j.load()
 	}
@@ -75,9 +74,9 @@ func openJournal(dir string, log *slog.Logger) (*journal, error) {
 	return j, nil
 }
 
-// reopen reads the log from disk, and makes its tail one that takes entries.
-// After a failed write the tail is copied in any case: beyond its end there may
-// be a part of what was to be written.
+// reopen opens the log from disk, and makes sure that its tail takes entries. After a
+// failed write, the tail is copied in any case, because a part of the write may be beyond
+// its end.
 func (j *journal) reopen(failed bool) error {
 	if err := j.renew(failed); err != nil {
 		return err
@@ -86,8 +85,8 @@ func (j *journal) reopen(failed bool) error {
 }
 
 func (j *journal) load() error {
-	// A segment that was made by a process that ended may not be in the folder
-	// for good; the library sees to that only for those that it makes itself.
+	// The directory entry of a segment that an interrupted process has made may not be
+	// durable. The library syncs the folder only for segments that it makes itself.
 	if err := syncDir(j.dir); err != nil {
 		return err
 	}
@@ -107,16 +106,15 @@ func (j *journal) load() error {
 	return nil
 }
 
-// lasting is the metadata's store, which outlives the logs that use it.
+// lasting is the metadata store. It stays open when a log is closed.
 type lasting struct{ *metadb.BoltMetaDB }
 
-// Close implements types.MetaStore: journal closes it.
+// Close implements types.MetaStore. It does nothing: journal closes the store.
 func (lasting) Close() error { return nil }
 
-// renew copies the tail into a new segment if it takes no entries, or if forced
-// to. The metadata names the new file when that is complete; until then
-// the old one counts. Files that the metadata does not name are removed when
-// the log is opened.
+// renew copies the tail to a new segment if it takes no entries, or if force is set. The
+// metadata names the new file only when it is complete; until then, the old one is valid.
+// When the log is opened, files that the metadata does not name are removed.
 func (j *journal) renew(force bool) error {
 	state, err := j.meta.Load(j.dir)
 	if err != nil {
@@ -124,13 +122,13 @@ func (j *journal) renew(force bool) error {
 	}
 	n := len(state.Segments)
 	if n == 0 || !state.Segments[n-1].SealTime.IsZero() {
-		return nil // the library begins a new one
+		return nil // the library makes a new one
 	}
 	filer := segment.NewFiler(j.dir, fs.New())
 	old := state.Segments[n-1]
 	from, err := filer.RecoverTail(old)
 	if errors.Is(err, os.ErrNotExist) {
-		return nil // it was not made yet: the library does it
+		return nil // the library has not made it yet, and will do so
 	}
 	if err != nil {
 		return fmt.Errorf("log %s: tail at entry %d: %w", j.dir, old.BaseIndex, err)
@@ -146,13 +144,13 @@ func (j *journal) renew(force bool) error {
 	}
 	next := types.SegmentInfo{
 		ID: state.NextSegmentID, BaseIndex: old.MinIndex, MinIndex: old.MinIndex, Codec: old.Codec, CreateTime: time.Now(),
-		SizeLimit: max(segmentSize, 2*size), // it must not be sealed in turn
+		SizeLimit: max(segmentSize, 2*size), // the copy must not be full at once
 	}
 	if err := filer.Delete(next.BaseIndex, next.ID); err != nil && !errors.Is(err, os.ErrNotExist) {
 		return fmt.Errorf("log %s: %w", j.dir, err)
 	}
 	if err := write(filer, next, entries); err != nil {
-		_ = filer.Delete(next.BaseIndex, next.ID) // it may be in the way of those who need room
+		_ = filer.Delete(next.BaseIndex, next.ID) // free the space, which others may need
 		return fmt.Errorf("log %s: renew the tail at entry %d: %w", j.dir, next.BaseIndex, err)
 	}
 	state.NextSegmentID++
@@ -164,10 +162,10 @@ func (j *journal) renew(force bool) error {
 	return nil
 }
 
-// contents are the entries of a segment, and the bytes that a segment needs for
+// contents returns the entries of a segment, and the size of a segment that can contain
 // them.
 func contents(from types.SegmentReader, first uint64) (entries []types.LogEntry, size uint32, err error) {
-	const overhead = 32 // of an entry, with its place in the index; and of the rest
+	const overhead = 32 // bytes of an entry's index and header; of the segment's header
 	size = overhead * 4
 	for i := first; ; i++ {
 		buf, err := from.GetLog(i)
@@ -178,7 +176,7 @@ func contents(from types.SegmentReader, first uint64) (entries []types.LogEntry,
 			return nil, 0, fmt.Errorf("entry %d: %w", i, err)
 		}
 		entries = append(entries, types.LogEntry{Index: i, Data: bytes.Clone(buf.Bs)})
-		if uint64(size)+uint64(len(buf.Bs))+overhead > math.MaxInt32/2 { // twice that is the library's limit
+		if uint64(size)+uint64(len(buf.Bs))+overhead > math.MaxInt32/2 { // the library's limit is twice that
 			return nil, 0, fmt.Errorf("entry %d: the segment is too large to be copied", i)
 		}
 		size += uint32(len(buf.Bs)) + overhead
@@ -204,14 +202,14 @@ func write(filer *segment.Filer, info types.SegmentInfo, entries []types.LogEntr
 	return nil
 }
 
-// read the log. It cannot be exchanged meanwhile.
+// read calls f with the log, which is not replaced during the call.
 func (j *journal) read(f func(*wal.WAL) error) error {
 	j.mu.RLock()
 	defer j.mu.RUnlock()
 	return f(j.open)
 }
 
-// change the log. One that a write has failed on is opened anew first.
+// change calls f for a write. If a write has failed before, it first opens the log again.
 func (j *journal) change(f func(*wal.WAL) error) error {
 	j.write.Lock()
 	defer j.write.Unlock()
@@ -228,13 +226,13 @@ func (j *journal) change(f func(*wal.WAL) error) error {
 		}
 		j.drop = 0
 	}
-	err := f(j.open) // only exchanged in here
+	err := f(j.open) // only change and Close replace open
 	if !errors.Is(err, types.ErrSealed) {
 		j.dirty = err != nil
 		return err
 	}
-	// A rotation has failed meanwhile. Nothing was written: why it failed shows
-	// when it is tried again.
+	// The rotation after the last append has failed. Nothing was written now. The next
+	// write tries again.
 	j.dirty = true
 	if err := j.reopen(false); err != nil {
 		return err
@@ -247,7 +245,7 @@ func (j *journal) change(f func(*wal.WAL) error) error {
 // IsMonotonic implements raft.MonotonicLogStore: the log has no gaps.
 func (j *journal) IsMonotonic() bool { return true }
 
-// FirstIndex implements raft.LogStore, as do all that follow.
+// FirstIndex implements raft.LogStore, as do the following methods.
 func (j *journal) FirstIndex() (index uint64, err error) {
 	err = j.read(func(w *wal.WAL) error {
 		index, err = w.FirstIndex()
@@ -256,7 +254,7 @@ func (j *journal) FirstIndex() (index uint64, err error) {
 	return index, err
 }
 
-// LastIndex is 0 if there are no entries.
+// LastIndex returns 0 if there are no entries.
 func (j *journal) LastIndex() (index uint64, err error) {
 	err = j.read(func(w *wal.WAL) error {
 		index, err = w.LastIndex()
@@ -265,7 +263,7 @@ func (j *journal) LastIndex() (index uint64, err error) {
 	return index, err
 }
 
-// GetLog returns raft.ErrLogNotFound for an entry that is not there.
+// GetLog returns raft.ErrLogNotFound if there is no such entry.
 func (j *journal) GetLog(index uint64, log *raft.Log) error {
 	return j.read(func(w *wal.WAL) error { return w.GetLog(index, log) })
 }
@@ -273,7 +271,7 @@ func (j *journal) GetLog(index uint64, log *raft.Log) error {
 // StoreLog appends an entry.
 func (j *journal) StoreLog(log *raft.Log) error { return j.StoreLogs([]*raft.Log{log}) }
 
-// StoreLogs appends entries. They are on disk when it returns nil.
+// StoreLogs appends entries. They are durable when it has returned nil.
 func (j *journal) StoreLogs(logs []*raft.Log) error {
 	if len(logs) == 0 {
 		return nil
@@ -281,12 +279,11 @@ func (j *journal) StoreLogs(logs []*raft.Log) error {
 	return j.change(func(w *wal.WAL) error { return w.StoreLogs(logs) })
 }
 
-// DeleteRange removes entries from the beginning or from the end of the log.
-// If it fails they may be gone or not. From the end, Raft asks again when it
-// must; what it appends meanwhile is refused if that would leave a gap. From
-// the beginning, it does not ask again, not even when a snapshot that goes
-// further than the log has come and entries follow that: so it is done before
-// the next write.
+// DeleteRange removes entries from the beginning or from the end of the log. If it fails,
+// they may be removed or not. At the end, Raft tries again when it must; what it appends
+// before is refused if that would leave a gap. At the beginning, Raft does not try again,
+// even if a snapshot with later entries than the log was received and entries after that
+// follow. So the journal does it before the next write.
 func (j *journal) DeleteRange(from, to uint64) error {
 	return j.change(func(w *wal.WAL) error {
 		first, err := w.FirstIndex()
@@ -303,8 +300,8 @@ func (j *journal) DeleteRange(from, to uint64) error {
 	})
 }
 
-// cover removes all entries if a snapshot goes further: a node that ended
-// before it could do so goes on after the snapshot, and the log has no gaps.
+// cover removes all entries if a snapshot contains later ones. A node that ended before
+// it could do that then continues after the snapshot, and the log has no gaps.
 func (j *journal) cover(snaps raft.SnapshotStore) error {
 	list, err := snaps.List()
 	if err != nil || len(list) == 0 {
@@ -321,7 +318,7 @@ func (j *journal) cover(snaps raft.SnapshotStore) error {
 	return nil
 }
 
-// Close the log.
+// Close closes the log.
 func (j *journal) Close() error {
 	j.write.Lock()
 	defer j.write.Unlock()
@@ -340,14 +337,13 @@ func syncDir(dir string) error {
 	return errors.Join(f.Sync(), f.Close())
 }
 
-// openBolt opens a database of Raft's, which nobody else may have open.
+// openBolt opens a database of Raft. Only one process may have it open.
 func openBolt(path string) (*raftboltdb.BoltStore, error) {
 	bolt, err := raftboltdb.New(raftboltdb.Options{
 		Path: path,
 		BoltOptions: &bbolt.Options{
-			Timeout: time.Second, // somebody else has it
-			// The list of free pages is found anew at start, so that a commit
-			// writes less.
+			Timeout: time.Second, // another process has it open
+			// The list of free pages is computed at start, so that a commit writes less.
 			NoFreelistSync: true, FreelistType: bbolt.FreelistMapType,
 		},
 		MsgpackUseNewTimeFormat: true,
@@ -361,18 +357,18 @@ func openBolt(path string) (*raftboltdb.BoltStore, error) {
 	return bolt, nil
 }
 
-// The folder of a node has its term, its vote and its log in logFolder, and its
-// snapshots beside that. Folders from before have oldFile instead.
+// The folder of a node has its term, its vote and its log in logFolder, and its snapshots
+// beside it. Older folders have oldFile instead.
 const (
 	logFolder  = "log"
-	newFolder  = "log.new" // becomes logFolder when it is complete
+	newFolder  = "log.new" // renamed to logFolder when it is complete
 	stableFile = "stable.db"
 	oldFile    = "raft.db"
 )
 
-// prepare makes the folder of the log if there is none, from the file of old if
-// there is one. The file is removed when the folder is complete and synced: a
-// crash at any point leaves either in force.
+// prepare makes the folder of the log if there is none, from the old file if there is
+// one. The file is removed when the folder is complete and synced. After a crash at any
+// point, one of the two is valid.
 func prepare(dir string, log *slog.Logger) error {
 	folder, old := filepath.Join(dir, logFolder), filepath.Join(dir, oldFile)
 	if _, err := os.Stat(folder); err == nil {
@@ -388,7 +384,7 @@ func prepare(dir string, log *slog.Logger) error {
 		return err
 	}
 	if err := fill(fresh, old, log); err != nil {
-		// What was copied is in the way of those who need the room.
+		// Free the space of the incomplete copy, which others may need.
 		return errors.Join(err, os.RemoveAll(fresh))
 	}
 	if err := syncDir(fresh); err != nil {
@@ -400,9 +396,9 @@ func prepare(dir string, log *slog.Logger) error {
 	return discard(dir, old)
 }
 
-// discard removes the file of old from a folder that has the log, for good.
+// discard removes the old file from a folder that has the log. The removal is durable.
 func discard(dir, old string) error {
-	// The log's folder first: it must be there when the file is not.
+	// First sync the log's folder: it must exist when the file does not.
 	if err := syncDir(dir); err != nil {
 		return err
 	}
@@ -415,7 +411,7 @@ func discard(dir, old string) error {
 	return syncDir(dir)
 }
 
-// fill a new folder.
+// fill fills a new folder.
 func fill(fresh, old string, log *slog.Logger) (err error) {
 	stable, err := openBolt(filepath.Join(fresh, stableFile))
 	if err != nil {
@@ -444,9 +440,9 @@ func fill(fresh, old string, log *slog.Logger) (err error) {
 	return nil
 }
 
-// convert copies what a node has.
+// convert copies the content of the old file.
 func convert(stable raft.StableStore, to raft.LogStore, from *raftboltdb.BoltStore) error {
-	for _, key := range []string{"CurrentTerm", "LastVoteTerm", "LastVoteCand"} { // all that Raft keeps
+	for _, key := range []string{"CurrentTerm", "LastVoteTerm", "LastVoteCand"} { // all keys that Raft uses
 		v, err := from.Get([]byte(key))
 		if errors.Is(err, raftboltdb.ErrKeyNotFound) {
 			continue
@@ -466,7 +462,7 @@ func convert(stable raft.StableStore, to raft.LogStore, from *raftboltdb.BoltSto
 	if err != nil || last == 0 {
 		return err
 	}
-	// Before the last gap there is what a snapshot has made superfluous.
+	// Entries before the last gap are contained in a snapshot.
 	first = afterGaps(from, first, last)
 	var batch []*raft.Log
 	size := 0
@@ -487,8 +483,7 @@ func convert(stable raft.StableStore, to raft.LogStore, from *raftboltdb.BoltSto
 	return nil
 }
 
-// afterGaps is the first of the entries up to the last that has no gap after
-// it.
+// afterGaps returns the index of the first entry after the last gap.
 func afterGaps(from raft.LogStore, first, last uint64) uint64 {
 	for i := last; i > first; i-- {
 		if err := from.GetLog(i-1, new(raft.Log)); errors.Is(err, raft.ErrLogNotFound) {

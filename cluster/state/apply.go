@@ -14,15 +14,15 @@ import (
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 )
 
-// How much of the past is kept.
+// How many old objects are kept.
 const (
 	maxRecents = 4096
 	maxEvents  = 10_000
-	maxEnded   = 1000 // migrations that are over
+	maxEnded   = 1000 // migrations that have ended
 	maxAnswer  = 64 << 10
 )
 
-// Outcomes, shorter.
+// Short names of outcomes.
 const (
 	ok         = clusterv1.Outcome_OUTCOME_OK
 	invalid    = clusterv1.Outcome_OUTCOME_INVALID
@@ -33,14 +33,13 @@ const (
 	refused    = clusterv1.Outcome_OUTCOME_REFUSED
 )
 
-// Apply applies the entry of an index. It is deterministic and total: equal
-// states and commands give equal states and answers on every host, and there
-// is no command that it has no answer to. It never changes c. What it returns
-// is shared: read only.
+// Apply applies the log entry with an index. It is deterministic and total: equal states
+// and commands give equal states and results on every host, and every command gets a
+// result. It never changes c. The result is shared and must not be changed.
 //
-// An entry that is not OK changes nothing, but for the parts that
-// ConfirmAssignments, ReleaseAssignments and CancelAssignments could do. An
-// index that was applied before changes nothing and is STALE.
+// If the result is not OK, nothing has changed, except for the parts that
+// ConfirmAssignments, ReleaseAssignments and CancelAssignments could do. If the index was
+// applied before, nothing changes and the result is STALE.
 func (s *Store) Apply(index uint64, c *clusterv1.Command) *clusterv1.Result {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -50,7 +49,7 @@ func (s *Store) Apply(index uint64, c *clusterv1.Command) *clusterv1.Result {
 	}
 	t := &tx{was: v.reader, base: v.meta, db: s.db, index: index}
 	t.begin()
-	defer func() { t.txn.Abort() }() // when it panics; else it has ended
+	defer func() { t.txn.Abort() }() // takes effect only after a panic; otherwise the transaction has ended
 	var r *clusterv1.Result
 	err := admissible(c, v)
 	if err != nil {
@@ -84,7 +83,8 @@ func (s *Store) Apply(index uint64, c *clusterv1.Command) *clusterv1.Result {
 	return r
 }
 
-// admissible commands can be looked at without fear.
+// admissible returns an error for a command that must not be processed, because it is too
+// large or malformed.
 func admissible(c *clusterv1.Command, v *View) error {
 	if c == nil || c.Op == nil || reflect.ValueOf(c.Op).IsNil() {
 		return fmt.Errorf("command without an operation")
@@ -155,12 +155,12 @@ func (t *tx) apply(c *clusterv1.Command) *clusterv1.Result {
 	return result(invalid, "command: %T is not known", c.GetOp())
 }
 
-// tx is one entry being applied.
+// tx is the transaction of one entry.
 type tx struct {
 	reader
 	meta
-	was     reader // the state before
-	base    meta   // of the state before
+	was     reader // state before the entry
+	base    meta   // meta of the state before the entry
 	db      *memdb.MemDB
 	index   uint64
 	now     int64
@@ -169,7 +169,7 @@ type tx struct {
 	touched []touch
 	gpus    map[string]*gpuEdit
 	notes   []*clusterv1.Event
-	keep    bool // although the outcome is not OK
+	keep    bool // keep the changes although the outcome is not OK
 }
 
 func (t *tx) begin() {
@@ -178,7 +178,7 @@ func (t *tx) begin() {
 	t.changed, t.touched, t.gpus, t.notes, t.keep = 0, nil, map[string]*gpuEdit{}, nil, false
 }
 
-// rollback forgets what the entry has done so far.
+// rollback discards what the entry has changed so far.
 func (t *tx) rollback() {
 	t.txn.Abort()
 	t.begin()
@@ -194,7 +194,7 @@ func reason(code, format string, args ...any) *gpuctlv1.Reason {
 	return &gpuctlv1.Reason{Code: code, Message: fmt.Sprintf(format, args...)}
 }
 
-// put stores an object of this entry. It must be new: nobody may have it yet.
+// put stores a new object. Nobody else may have a reference to it yet.
 func (t *tx) put(object any) {
 	var table string
 	var kind clusterv1.Kind
@@ -278,7 +278,7 @@ func setRevision(object any, index uint64) clusterv1.Kind {
 	return clusterv1.Kind_KIND_UNSPECIFIED
 }
 
-// recent is the answer to a command that was applied lately; nil if it is new.
+// recent returns the answer to a command that was applied recently; nil if it is new.
 func (t *tx) recent(id string) *clusterv1.Result {
 	known := first[clusterv1.RecentCommand](t.reader, tableRecents, byID, id)
 	if known == nil {
@@ -293,21 +293,21 @@ func (t *tx) recent(id string) *clusterv1.Result {
 
 func (t *tx) remember(id string, r *clusterv1.Result) {
 	b, err := proto.MarshalOptions{Deterministic: true}.Marshal(r)
-	if err != nil { // all strings in it were checked
+	if err != nil { // all strings in it were checked, so it can be encoded
 		schemaError(err)
 	}
-	if len(b) > maxAnswer { // what it says is enough; the objects can be read
+	if len(b) > maxAnswer { // keep only the outcome and message; the objects can be read from the state
 		b, _ = proto.Marshal(&clusterv1.Result{Outcome: r.GetOutcome(), Message: r.GetMessage(), Index: r.GetIndex()})
 	}
 	t.put(&clusterv1.RecentCommand{Id: id, Index: t.index, Result: b})
-	t.changed &^= 1 // nobody waits for these
+	t.changed &^= 1 // nobody watches these tables
 	if t.answers++; t.answers > maxRecents {
 		t.drop(tableRecents, byIndex)
 		t.answers--
 	}
 }
 
-// drop deletes the first of an index.
+// drop deletes the first object of an index.
 func (t *tx) drop(table, index string) {
 	raw, err := t.txn.First(table, index+prefix, "")
 	if err != nil {
@@ -318,7 +318,7 @@ func (t *tx) drop(table, index string) {
 	}
 }
 
-// event adds one to those of the entry.
+// event adds an event of the entry.
 func (t *tx) event(kind clusterv1.Kind, object, typ, message string, about ...string) {
 	t.notes = append(t.notes, &clusterv1.Event{
 		Index: t.index, Part: uint32(len(t.notes)), UnixMs: t.now, Actor: t.actor,
@@ -326,7 +326,7 @@ func (t *tx) event(kind clusterv1.Kind, object, typ, message string, about ...st
 	})
 }
 
-// record stores the entry's events and forgets the oldest.
+// record stores the entry's events and deletes the oldest ones.
 func (t *tx) record() {
 	for _, e := range t.notes {
 		t.put(e)
@@ -337,13 +337,13 @@ func (t *tx) record() {
 	}
 }
 
-// shallow copies a message and shares what it points to. Lists must be
-// replaced, not appended to.
+// shallow copies a message. The copy shares everything that it points to, so lists must
+// be replaced, not appended to.
 func shallow[M proto.Message](m M) M {
 	from := reflect.ValueOf(m).Elem()
 	to := reflect.New(from.Type())
 	for i := range from.NumField() {
-		if f := to.Elem().Field(i); f.CanSet() { // the others are the message's own
+		if f := to.Elem().Field(i); f.CanSet() { // unexported fields belong to the message's own state
 			f.Set(from.Field(i))
 		}
 	}
@@ -354,7 +354,7 @@ func shallow[M proto.Message](m M) M {
 	return out
 }
 
-// differences are the names of the fields in which two messages differ.
+// differences returns the names of the fields in which two messages differ.
 func differences(a, b proto.Message) []string {
 	x, y := a.ProtoReflect(), b.ProtoReflect()
 	fields := x.Descriptor().Fields()
@@ -368,7 +368,7 @@ func differences(a, b proto.Message) []string {
 	return out
 }
 
-// sorted goes through a map by key.
+// sorted iterates over a map, sorted by key.
 func sorted[V any](m map[string]V) iter.Seq2[string, V] {
 	return func(yield func(string, V) bool) {
 		for _, k := range slices.Sorted(maps.Keys(m)) {

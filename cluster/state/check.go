@@ -13,8 +13,8 @@ import (
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 )
 
-// Check returns every violation of what must hold in every state. It looks at
-// everything: it is for tests and for finding out what has gone wrong.
+// Check returns all violations of the invariants, joined. It reads the whole state, so it
+// is for tests and for diagnosis.
 func (v *View) Check() error {
 	c := &checker{View: v}
 	c.hosts()
@@ -163,7 +163,7 @@ func (c *checker) claims() {
 }
 
 func (c *checker) assignments() {
-	tokens := map[uint64]string{}  // claim by token: one entry assigns to one claim
+	tokens := map[uint64]string{}  // claim by token; all assignments of one entry belong to one claim
 	numbers := map[uint64]uint64{} // token by number
 	highest := uint64(0)
 	groups := map[[2]string]string{} // claim by group and host

@@ -24,7 +24,7 @@ const (
 	kindWhole = clusterv1.VGPUKind_VGPU_KIND_WHOLE
 )
 
-// needsOf is a claim without what the state adds to it.
+// needsOf returns a copy of a claim without the fields that the state sets.
 func needsOf(c *clusterv1.Claim) *clusterv1.Claim {
 	n := shallow(c)
 	n.State, n.Message, n.Assignments, n.CreatedUnixMs, n.Revision = 0, "", nil, 0, 0
@@ -67,7 +67,8 @@ func (t *tx) putClaim(op *clusterv1.PutClaim) *clusterv1.Result {
 	return t.wait(c, nil)
 }
 
-// wait lets a claim wait that could not be bound, if it may.
+// wait stores a claim that could not be bound as pending, if it may wait. Otherwise it
+// refuses the claim.
 func (t *tx) wait(c *clusterv1.Claim, reasons []*gpuctlv1.Reason) *clusterv1.Result {
 	r := done()
 	r.Reasons = reasons
@@ -95,7 +96,7 @@ func unmet(reasons []*gpuctlv1.Reason) string {
 	return cut(strings.Join(words, "; "), maxText)
 }
 
-// cut shortens text that is made of others, between characters.
+// cut shortens a text to at most bytes, without splitting a character.
 func cut(s string, most int) string {
 	if len(s) <= most {
 		return s
@@ -145,8 +146,8 @@ func (t *tx) assignClaim(op *clusterv1.Assign) *clusterv1.Result {
 	return r
 }
 
-// assign binds a claim, which is the entry's own copy, to all choices. With a
-// reason or an error, the entry must be rolled back.
+// assign binds a claim to all choices. The claim must be the entry's own copy. If it
+// returns a reason or an error, the entry must be rolled back.
 func (t *tx) assign(c *clusterv1.Claim, choices []*clusterv1.Choice) ([]*gpuctlv1.Reason, error) {
 	if n := len(c.GetAssignments()) + len(choices); n > maxGPUsPerClaim {
 		return nil, fmt.Errorf("claim %s: %d assignments: at most %d", c.GetId(), n, maxGPUsPerClaim)
@@ -182,7 +183,7 @@ func (t *tx) assign(c *clusterv1.Claim, choices []*clusterv1.Choice) ([]*gpuctlv
 	return nil, nil
 }
 
-// take makes one assignment, or says why it cannot.
+// take makes one assignment, or returns why it cannot.
 func (t *tx) take(c *clusterv1.Claim, choice *clusterv1.Choice, kind clusterv1.VGPUKind) (*clusterv1.Assignment, []*gpuctlv1.Reason) {
 	g := t.gpu(choice.GetGpu())
 	if g == nil {
@@ -230,13 +231,13 @@ func (t *tx) take(c *clusterv1.Claim, choice *clusterv1.Choice, kind clusterv1.V
 	return a, nil
 }
 
-// concerns is what an event of an assignment is about.
+// concerns returns the objects that an event of an assignment concerns.
 func (t *tx) concerns(a *clusterv1.Assignment) []string {
 	return []string{ref(kindClaim, a.GetClaim()), ref(kindGPU, a.GetGpu()), ref(kindHost, a.GetHost())}
 }
 
-// vgpuID is unique: an assignment's id is never used twice, and no profile or
-// claim may look like another's slice.
+// vgpuID returns a unique id. An assignment's id is never used again. The ids of profiles
+// and claims cannot be equal to that of another slice.
 func (t *tx) vgpuID(gpu string, kind clusterv1.VGPUKind, profile string, a *clusterv1.Assignment) string {
 	id := gpu + "/" + a.GetClaim()
 	switch {
@@ -255,13 +256,14 @@ func (t *tx) vgpuID(gpu string, kind clusterv1.VGPUKind, profile string, a *clus
 	return id
 }
 
-// speaksFor reports whether a reservation's owner is a claim, or a migration of it.
+// speaksFor reports whether the owner of a reservation is the claim, or a migration of
+// it.
 func (t *tx) speaksFor(owner, claim string) bool {
 	return owner == claim || t.Migration(owner) != nil && t.Migration(owner).GetClaim() == claim
 }
 
-// rivals are claims of the same group on a host. One whose assignment is being
-// released counts until it is gone.
+// rivals returns a reason if the host has a claim of the same group. A claim whose
+// assignment is being released counts until the assignment is gone.
 func (t *tx) rivals(c *clusterv1.Claim, host string) []*gpuctlv1.Reason {
 	if c.GetGroup() == "" {
 		return nil
@@ -299,19 +301,19 @@ func (t *tx) deleteClaim(op *clusterv1.DeleteClaim) *clusterv1.Result {
 	return t.answer(done(), c)
 }
 
-// forget deletes a claim that has no assignments, and what is reserved for it.
+// forget deletes a claim that has no assignments, and its reservations.
 func (t *tx) forget(c *clusterv1.Claim) {
 	t.del(c)
 	t.event(kindClaim, c.GetId(), "Released", "")
 	if t.Migration(c.GetId()) != nil {
-		return // of the same name: the reservations may be its
+		return // a migration has the same id: the reservations may belong to it
 	}
 	for x := range t.ReservationsOfOwner(c.GetId()) {
 		t.unreserve(x, "Unreserved", "its owner is gone")
 	}
 }
 
-// release marks an assignment as no longer wanted.
+// release marks an assignment as RELEASING.
 func (t *tx) release(a *clusterv1.Assignment, why string) {
 	if a.GetResidence() == releasing {
 		return
@@ -331,8 +333,8 @@ func (t *tx) reside(a *clusterv1.Assignment, residence clusterv1.Residence) {
 	}
 }
 
-// end deletes an assignment. Its claim goes with the last one if it was
-// deleted, and is pending again if it was not.
+// end deletes an assignment. If it was the claim's last one, a deleted claim is removed,
+// and any other claim is pending again.
 func (t *tx) end(a *clusterv1.Assignment, typ, why string) {
 	t.del(a)
 	if v := t.VGPU(a.GetVgpu()); v != nil {
@@ -396,7 +398,7 @@ func (t *tx) releaseAssignments(op *clusterv1.ReleaseAssignments) *clusterv1.Res
 	return skipped(r, notFound, "assignments that there are not: ", missing)
 }
 
-// skipped is the result of a command that did what it could.
+// skipped sets the outcome of a command that could not do everything.
 func skipped(r *clusterv1.Result, o clusterv1.Outcome, what string, which []string) *clusterv1.Result {
 	if len(which) > 0 {
 		r.Outcome, r.Message = o, cut(what+strings.Join(which, "; "), maxText)
@@ -415,7 +417,7 @@ func (t *tx) confirmAssignments(op *clusterv1.ConfirmAssignments) *clusterv1.Res
 		a := t.Assignment(said.GetAssignment())
 		switch {
 		case a == nil && said.GetGone():
-			// It was said before.
+			// It was confirmed before.
 		case a == nil:
 			late = append(late, fmt.Sprintf("assignment %.300q: there is none", said.GetAssignment()))
 		case a.GetHost() != op.GetHost():
@@ -428,8 +430,8 @@ func (t *tx) confirmAssignments(op *clusterv1.ConfirmAssignments) *clusterv1.Res
 			t.reside(a, resident)
 			t.event(kindAssignment, a.GetId(), "Resident", "", t.concerns(a)...)
 		default:
-			// Resident already, or no longer wanted: the confirmation crossed the
-			// release.
+			// It is RESIDENT already, or it is RELEASING: the confirmation was sent
+			// before the release.
 		}
 	}
 	return skipped(r, stale, "", late)
@@ -503,7 +505,7 @@ func reservationAbout(x *clusterv1.Reservation) []string {
 	return []string{ref(kindGPU, x.GetGpu()), ref(kindClaim, x.GetOwner()), ref(kindMigration, x.GetOwner())}
 }
 
-// unreserve deletes a reservation; without a type there is no event.
+// unreserve deletes a reservation. If typ is empty, there is no event.
 func (t *tx) unreserve(x *clusterv1.Reservation, typ, why string) {
 	t.del(x)
 	if g := t.gpu(x.GetGpu()); g != nil {

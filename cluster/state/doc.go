@@ -1,45 +1,45 @@
-// Package state is the replicated state machine of a cluster: the inventory,
-// what is claimed of it, and what happened. A log of commands goes in (Apply),
-// immutable views come out (View). It holds nothing but facts of the log:
-// what changes often is asked of the hosts, liveness is the leader's.
+// Package state is the replicated state machine of a cluster: the inventory, the claims
+// on it, and events. Commands of the log are applied (Apply), and immutable views are
+// read (View). The state contains only facts of the log. What changes often is read from
+// the hosts, and the leader knows which hosts are alive.
 //
 // # Guarantees
 //
-//   - Apply is deterministic and total. No clock, randomness, input, output or
-//     order of a map decides anything: times and actors are facts of the
-//     entry. Any command, however hostile, gets an answer in words. Equal logs
-//     give snapshots that are equal byte by byte, with restores in between too.
-//   - An entry is applied as a whole or, unless it is OK, not at all. The
+//   - Apply is deterministic and total. Clocks, randomness, input, output and the
+//     order of maps have no influence: times and actors are fields of the
+//     entry. Any command, however hostile, gets a result. Equal logs
+//     give snapshots that are equal byte for byte, even with restores in between.
+//   - An entry is applied as a whole or, if its result is not OK, not at all. The
 //     exceptions are ConfirmAssignments, ReleaseAssignments and
-//     CancelAssignments: they do what they can, and the answer (STALE or
-//     NOT_FOUND) names what they could not.
-//   - A command with an id is applied once: a repetition gets the first answer,
-//     as long as it is among the last 4096 with an id. An answer of more than
-//     64 KiB is remembered without its objects.
-//   - Of no GPU is more given away than there is. A slice counts from the
-//     entry that schedules it until its host says that it is gone. Who holds
-//     a whole GPU holds it alone. Check lists every violation; tests call it
-//     after every entry. There is one exception: a host may report a GPU
-//     smaller than what is held of it. Nothing is taken from anybody then; it
-//     gets nothing new, and an Overcommitted event says so.
-//   - Nothing new goes to a GPU that is cordoned, failed or not reported, or
-//     whose host is down, draining or removed. Reasons carry the codes
+//     CancelAssignments: they do what they can, and the result (STALE or
+//     NOT_FOUND) names what they could not do.
+//   - A command with an id is applied once. A repetition gets the first result,
+//     as long as it is among the last 4096 with an id. Of a result of more than
+//     64 KiB, the objects are not kept.
+//   - No GPU is assigned beyond its capacity. A slice counts from the
+//     entry that schedules it until its host confirms that it is gone. If a claim has
+//     a whole GPU, no other claim has a part of it. Check lists all violations; tests call it
+//     after each entry. There is one exception: a host may report that a GPU is
+//     smaller than what is assigned of it. Then nothing is taken from any claim; the GPU
+//     gets nothing new, and an Overcommitted event records it.
+//   - Nothing new is assigned on a GPU that is cordoned, failed or not reported, or
+//     whose host is down, draining or removed. Reasons have the codes
 //     cordoned, health, unknown, down, draining, busy, memory, profile, group.
-//   - Everything stored has passed the bounds in validate.go, so that a
+//   - Everything that is stored is within the bounds of validate.go, so that a
 //     snapshot of it can be written and read.
 //
-// # Commands that are not known
+// # Unknown commands
 //
-// An entry begins with its format and a policy. Decode answers a command that
-// this build does not know (its version is above Protocol, or its operation
-// is not there) with an *ErrUnknownCommand. With STOP the host must apply
-// nothing after it, or it would diverge: it has to be upgraded. With SKIP it
-// is applied as nil, which only moves the index: Note is the only such
-// command, everything else stops. Nobody should meet one: a command of a
-// version above View.Protocol, the lowest of all hosts, must not be proposed,
-// and Apply refuses it. A host that does not report a protocol has the first.
+// An entry begins with its format and a policy. If this version does not know a command
+// (the command's version is above Protocol, or its operation is unknown), Decode returns
+// an *ErrUnknownCommand. With the policy STOP, the host must apply nothing after it,
+// because its state would differ: it has to be upgraded. With SKIP, the entry is applied
+// as nil, which only advances the index. Note is the only such command; all others stop.
+// Normally that does not happen: a command of a version above View.Protocol, the lowest
+// of all hosts, must not be proposed, and Apply refuses it. A host that does not report a
+// protocol has version 1.
 //
-// # Life of an assignment
+// # Assignments
 //
 //	PutClaim, Assign ──> SCHEDULED ──confirmed──> RESIDENT
 //	                         │                       │
@@ -47,49 +47,47 @@
 //	                                                 ▼
 //	                 (none) <──confirmed gone──  RELEASING
 //
-// Its token is the index of the entry that made it and never changes; those
-// of one entry share it and are all of one claim. Numbers in ids are never
-// used again. A host may say "gone" in every state (a machine that was
-// started anew has nothing left). A confirmation that it is resident which
-// crosses its release changes nothing. With the last assignment a claim goes
-// if it was deleted; if not, it is PENDING again: placing it anew is the
-// leader's if it may wait, else of who released it. A claim is RELEASING only
-// when it was deleted; reservations that it owns go with it.
+// The token of an assignment is the index of the entry that made it, and never changes.
+// All assignments of one entry have the same token and belong to one claim. Numbers in
+// ids are never used again. A host may confirm "gone" in every state (a computer that was
+// restarted has nothing left). A confirmation of RESIDENT that arrives after the release
+// changes nothing. When the last assignment is gone, the claim is removed if it was
+// deleted; otherwise it is PENDING again. If it may wait, the leader binds it again,
+// otherwise the caller who released it. A claim is RELEASING only after it was deleted.
+// Reservations that it owns are removed with it.
 //
-// A host that is removed by force can confirm nothing. Its assignments are
-// RELEASING and hold their GPUs, which are no longer present, until
-// CancelAssignments, which is refused for hosts that are there. If the host
-// comes back under its name, it confirms them itself.
+// A host that was removed by force can confirm nothing. Its assignments are RELEASING and
+// keep their GPUs, which are no longer present, until CancelAssignments. That is refused
+// for hosts that exist. If the host comes back under its name, it confirms them itself.
 //
-// # What is derived
+// # Derived fields
 //
-// GPU.used_memory is what assignments and reservations take together;
-// free_memory what a claim with a memory need can still get, 0 unless the GPU
-// may get something new; free says that nobody holds any of it. Model.gpus
-// counts those present, Model.free those of them that are free and may get
-// something new. The rank of a model is an operator's, or what the host of
-// its first GPU (by id) says; GPU.rank is always its host's word. Derived
-// fields change with the entry that makes them change, in time that does not
-// depend on the size of the cluster.
+// GPU.used_memory is the sum of assignments and reservations. GPU.free_memory is what a
+// claim with a memory need can still get; it is 0 if the GPU gets nothing new. GPU.free
+// means that no claim has any part of it. Model.gpus counts the present GPUs, Model.free
+// those of them that are free and may get something new. The rank of a model is set by an
+// operator, or reported by the host of its first GPU (by id). GPU.rank is always what its
+// host reports. A derived field changes with the entry that causes the change, in time
+// that does not depend on the size of the cluster.
 //
-// # What has changed
+// # Changes
 //
-// View.ChangedSince names the objects that have changed after an older view,
-// for whoever keeps something that is made of all of them. At least the last
-// 8192 changes of each kind are known; a restore begins anew. This is no part
-// of the state: hosts may differ in it.
+// View.ChangedSince returns the names of the objects that have changed since an older
+// view, for code that derives something from all objects. At least the last 8192 changes
+// of each kind are known. After a restore, they are unknown. They are not a part of the
+// state: hosts may differ in them.
 //
 // # Snapshots
 //
-// A stream of SnapshotRecords, each after its length: header, objects,
-// identities, tokens, the last 10 000 events, the last answers, trailer with
-// count and checksum. A GPU without limits in it has its model's, which come
-// before: they are most of the bytes. Restore reads into a new state and puts
-// it in place only when the checksum of all of it is right.
+// A snapshot is a stream of SnapshotRecords, each after its length: header, objects,
+// identities, tokens, the last 10 000 events, the last results, and a trailer with the
+// count and a checksum. A GPU without limits has those of its model, which come first;
+// that saves most of the bytes. Restore reads into a new state, and uses it only if the
+// checksum of everything is right.
 //
 // # Memory
 //
-// Objects are protobuf messages that are never changed after they are stored;
-// a changed one is a shallow copy. GPUs of one model share their limits and
-// names. Of migrations that are over the last 1000 are kept.
+// Objects are protobuf messages that are never changed after they are stored. A changed
+// object is a shallow copy. GPUs of one model share their limits and names. Of migrations
+// that have ended, the last 1000 are kept.
 package state

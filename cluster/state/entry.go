@@ -11,21 +11,22 @@ import (
 
 const format = 1
 
-// ErrFormat says that bytes are not a log entry of this program.
+// ErrFormat means that bytes are not a log entry of this program.
 var ErrFormat = errors.New("not a log entry")
 
-// ErrUnknownCommand says that an entry holds a command which this build does
-// not know, and what to do then.
+// ErrUnknownCommand means that this version does not know the command of an entry. Policy
+// says what to do then.
 type ErrUnknownCommand struct {
 	Policy  clusterv1.UnknownPolicy
-	Version uint32 // that the command needs
+	Version uint32 // version that the command needs
 }
 
 func (e *ErrUnknownCommand) Error() string {
 	return fmt.Sprintf("command of protocol %d is not known here, where the highest is %d", e.Version, Protocol)
 }
 
-// Encode makes a log entry: a byte of format, one of policy, the command.
+// Encode encodes a log entry: a byte for the format, a byte for the policy, and the
+// command.
 func Encode(c *clusterv1.Command) ([]byte, error) {
 	b := []byte{format, byte(policy(c))}
 	b, err := proto.MarshalOptions{Deterministic: true}.MarshalAppend(b, c)
@@ -35,7 +36,7 @@ func Encode(c *clusterv1.Command) ([]byte, error) {
 	return b, nil
 }
 
-// VersionOf is the lowest protocol that knows everything in a command.
+// VersionOf returns the lowest protocol version that knows everything in a command.
 func VersionOf(c *clusterv1.Command) uint32 {
 	identity := c.GetPutIdentity().GetIdentity()
 	if use := c.GetUseJoinToken(); use != nil {
@@ -47,8 +48,8 @@ func VersionOf(c *clusterv1.Command) uint32 {
 	return 1
 }
 
-// policy of a command: what a host does that does not know it. Notes and
-// migration's words change nothing that others depend on.
+// policy returns what a host does that does not know the command. Notes and progress of
+// migrations may be skipped: no other command depends on them.
 func policy(c *clusterv1.Command) clusterv1.UnknownPolicy {
 	if _, ok := c.GetOp().(*clusterv1.Command_Note); ok {
 		return clusterv1.UnknownPolicy_UNKNOWN_POLICY_SKIP
@@ -56,7 +57,7 @@ func policy(c *clusterv1.Command) clusterv1.UnknownPolicy {
 	return clusterv1.UnknownPolicy_UNKNOWN_POLICY_STOP
 }
 
-// Decode reads a log entry. The error is ErrFormat or an *ErrUnknownCommand.
+// Decode decodes a log entry. The error wraps ErrFormat or is an *ErrUnknownCommand.
 func Decode(data []byte) (*clusterv1.Command, error) {
 	if len(data) < 2 {
 		return nil, fmt.Errorf("%w: %d bytes", ErrFormat, len(data))

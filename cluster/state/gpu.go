@@ -11,14 +11,14 @@ import (
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 )
 
-// gpuEdit is a GPU in an entry that changes it or what is held of it.
+// gpuEdit is a GPU in an entry that changes it, or the assignments on it.
 type gpuEdit struct {
-	*clusterv1.GPU // to be stored, if anything has changed
+	*clusterv1.GPU // stored at the end of the entry if anything has changed
 	old            *clusterv1.GPU
-	edited         bool // more than what is derived
+	edited         bool // fields have changed that are not derived
 }
 
-// gpu returns a GPU to be changed; nil if there is none.
+// gpu returns a GPU for changing it; nil if there is none.
 func (t *tx) gpu(id string) *gpuEdit {
 	if e := t.gpus[id]; e != nil {
 		return e
@@ -34,7 +34,7 @@ func (t *tx) gpu(id string) *gpuEdit {
 
 func capacity(g *clusterv1.GPU) uint64 { return g.GetLimits().GetGlobalMemory() }
 
-// held says who holds any of a GPU, and whether as a whole.
+// held returns who has a part of a GPU, and whether it is the whole GPU.
 func (r reader) held(gpu string) (who string, whole bool) {
 	for v := range r.VGPUsOfGPU(gpu) {
 		return "assignment " + v.GetAssignment(), v.GetKind() == clusterv1.VGPUKind_VGPU_KIND_WHOLE
@@ -48,7 +48,7 @@ func (r reader) held(gpu string) (who string, whole bool) {
 // usable reports whether a GPU may get something new.
 func usable(g *clusterv1.GPU, h *clusterv1.Host) bool { return len(obstacles(g, h)) == 0 }
 
-// obstacles are the reasons why a GPU gets nothing new, whatever its room.
+// obstacles returns why a GPU gets nothing new, regardless of its room.
 func obstacles(g *clusterv1.GPU, h *clusterv1.Host) []*gpuctlv1.Reason {
 	var out []*gpuctlv1.Reason
 	switch {
@@ -79,7 +79,7 @@ func because(s string) string {
 	return ": " + s
 }
 
-// derive fills in what follows from who holds what.
+// derive sets the fields of a GPU that depend on assignments and reservations.
 func derive(r reader, g *clusterv1.GPU, h *clusterv1.Host) {
 	who, whole := r.held(g.GetId())
 	g.Free = who == ""
@@ -89,7 +89,7 @@ func derive(r reader, g *clusterv1.GPU, h *clusterv1.Host) {
 	}
 }
 
-// room says why an amount of a GPU cannot be had; nothing if it can.
+// room returns why an amount of a GPU cannot be assigned; nil if it can.
 func (t *tx) room(g *clusterv1.GPU, kind clusterv1.VGPUKind, profile *clusterv1.Profile, amount uint64) []*gpuctlv1.Reason {
 	who, whole := t.held(g.GetId())
 	if who != "" && (whole || kind == clusterv1.VGPUKind_VGPU_KIND_WHOLE) {
@@ -116,7 +116,7 @@ func (t *tx) room(g *clusterv1.GPU, kind clusterv1.VGPUKind, profile *clusterv1.
 	return out
 }
 
-// unlike is a profile held of a GPU with which another does not go together.
+// unlike returns a profile in use on a GPU that excludes p; empty: none.
 func (r reader) unlike(g *clusterv1.GPU, p *clusterv1.Profile) string {
 	if p.GetApart() == "" {
 		return ""
@@ -132,7 +132,7 @@ func (r reader) unlike(g *clusterv1.GPU, p *clusterv1.Profile) string {
 	return ""
 }
 
-// instances of a profile that are held on a GPU.
+// instances returns how many instances of a profile are in use on a GPU.
 func (r reader) instances(gpu, profile string) uint32 {
 	n := uint32(0)
 	for v := range r.VGPUsOfGPU(gpu) {
@@ -152,7 +152,7 @@ func profileOf(g *clusterv1.GPU, name string) *clusterv1.Profile {
 	return nil
 }
 
-// reserved is what a reservation takes of a GPU.
+// reserved returns how many bytes of a GPU a reservation takes.
 func reserved(x *clusterv1.Reservation, g *clusterv1.GPU) uint64 {
 	if x.GetMemory() == 0 {
 		return capacity(g)
@@ -160,9 +160,9 @@ func reserved(x *clusterv1.Reservation, g *clusterv1.GPU) uint64 {
 	return x.GetMemory()
 }
 
-// resize follows a GPU whose capacity or profiles its host reports anew:
-// whoever holds all of it holds all of what it is now, and what is more than
-// there is stays held.
+// resize updates a GPU whose capacity or profiles have changed in its host's report. A
+// claim that has the whole GPU now has its new capacity. Assignments beyond the new
+// capacity stay.
 func (t *tx) resize(g *gpuEdit) {
 	used := uint64(0)
 	for v := range t.VGPUsOfGPU(g.GetId()) {
@@ -183,7 +183,7 @@ func (t *tx) resize(g *gpuEdit) {
 	}
 }
 
-// excess says what of a GPU is held more than there is.
+// excess returns in words what is assigned beyond a GPU's capacity; empty: nothing.
 func (r reader) excess(g *clusterv1.GPU) string {
 	if g.GetUsedMemory() > capacity(g) {
 		return fmt.Sprintf("%d bytes are held of %d", g.GetUsedMemory(), capacity(g))
@@ -213,14 +213,14 @@ func (t *tx) setOver(gpu string, is bool) {
 	t.over = next
 }
 
-// touchHost has what is derived of a host's GPUs looked at again.
+// touchHost updates the derived fields of a host's GPUs at the end of the entry.
 func (t *tx) touchHost(host string) {
 	for g := range t.GPUsOfHost(host) {
 		t.gpu(g.GetId())
 	}
 }
 
-// flush stores the GPUs that have changed, and what follows for their models.
+// flush stores the GPUs that have changed, and updates their models.
 func (t *tx) flush() {
 	counts := map[string]*modelEdit{}
 	for _, id := range slices.Sorted(maps.Keys(t.gpus)) {
@@ -254,7 +254,7 @@ func (t *tx) flush() {
 // modelEdit is what an entry changes of a model.
 type modelEdit struct {
 	gpus, free int
-	seen       *clusterv1.GPU // one that is there now
+	seen       *clusterv1.GPU // a GPU of the model that exists now
 	memory     uint64
 }
 
@@ -278,9 +278,9 @@ func count(counts map[string]*modelEdit, g *clusterv1.GPU, h *clusterv1.Host, by
 	}
 }
 
-// updateModel keeps a model that has devices or an operator's rank. The rank
-// of others is what the host of its first device (by id) says, so that it does
-// not depend on who reported last.
+// updateModel stores a model that has GPUs or an operator's rank. Without an operator's
+// rank, the rank is that of the first GPU (by id), so that it does not depend on the
+// order of reports.
 func (t *tx) updateModel(name string, e *modelEdit) {
 	if name == "" {
 		return
@@ -310,8 +310,8 @@ func (t *tx) updateModel(name string, e *modelEdit) {
 	}
 }
 
-// economize makes a GPU share what it has in common with another of its
-// model: tens of thousands of equal descriptions cost as much as one.
+// economize makes a GPU share equal parts with another GPU of its model, so that tens of
+// thousands of equal descriptions take the memory of one.
 func economize(g, like *clusterv1.GPU) {
 	if like == nil || like == g {
 		return

@@ -48,8 +48,8 @@ func stateOf(h *clusterv1.Host) clusterv1.HostState {
 	}
 }
 
-// putHost stores a host and keeps the cluster's protocol. Hosts of one build
-// are equal in it, so looking through all of them is rare.
+// putHost stores a host and updates the cluster's protocol. It reads all hosts only if
+// the host's protocol has changed, which is rare.
 func (t *tx) putHost(old, h *clusterv1.Host) {
 	t.put(h)
 	switch {
@@ -90,7 +90,7 @@ func (t *tx) reportHost(op *clusterv1.ReportHost) *clusterv1.Result {
 	h := proto.Clone(op.GetHost()).(*clusterv1.Host)
 	h.Labels, h.Draining, h.Down, h.Message = old.GetLabels(), old.GetDraining(), old.GetDown(), old.GetMessage()
 	h.State, h.JoinedUnixMs, h.Revision = stateOf(h), t.now, old.GetRevision()
-	h.Protocol = max(h.GetProtocol(), 1) // a host that does not say it applies the first
+	h.Protocol = max(h.GetProtocol(), 1) // a host that does not report it has version 1
 	if old != nil {
 		h.JoinedUnixMs = old.GetJoinedUnixMs()
 	}
@@ -142,7 +142,7 @@ func (t *tx) reportGPU(host string, said *clusterv1.GPU, joins bool) {
 	}
 	if old == nil {
 		economize(g, first[clusterv1.GPU](t.reader, tableGPUs, byModel, g.GetModel()))
-		for _, e := range t.gpus { // of the same report; which one does not matter
+		for _, e := range t.gpus { // GPUs of the same report; any of them will do
 			if e.GetModel() == g.GetModel() {
 				economize(g, e.GPU)
 				break
@@ -173,8 +173,8 @@ func (t *tx) reportGPU(host string, said *clusterv1.GPU, joins bool) {
 	t.resize(e)
 }
 
-// loseGPU takes a GPU away. One that somebody holds goes with the last of
-// them.
+// loseGPU removes a GPU. If a claim has a part of it, it stays as not present until the
+// last assignment is gone.
 func (t *tx) loseGPU(id, why string) {
 	e := t.gpu(id)
 	e.Present, e.edited = false, true
@@ -198,7 +198,7 @@ func (t *tx) setHostDown(op *clusterv1.SetHostDown) *clusterv1.Result {
 	if h.GetDown() {
 		typ = "Down"
 	}
-	// An operator's words about draining outlive an outage.
+	// An operator's message about draining stays during an outage.
 	if !h.GetDraining() {
 		h.Message = ""
 	}

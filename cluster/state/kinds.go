@@ -4,7 +4,8 @@ import (
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 )
 
-// Name of an object: what it is unique by among its kind. Empty for nil.
+// Name returns the name that is unique among the objects of its kind. It is empty for
+// nil.
 func Name(o *clusterv1.Object) string {
 	switch o := o.GetObject().(type) {
 	case *clusterv1.Object_Host:
@@ -29,7 +30,7 @@ func Name(o *clusterv1.Object) string {
 	return ""
 }
 
-// Revision of an object: the index of the entry that changed it last.
+// Revision returns the index of the entry that changed an object last.
 func Revision(o *clusterv1.Object) uint64 {
 	switch o := o.GetObject().(type) {
 	case *clusterv1.Object_Host:
@@ -54,7 +55,7 @@ func Revision(o *clusterv1.Object) uint64 {
 	return 0
 }
 
-// KindOf an object.
+// KindOf returns the kind of an object.
 func KindOf(o *clusterv1.Object) clusterv1.Kind {
 	switch o.GetObject().(type) {
 	case *clusterv1.Object_Host:
@@ -79,7 +80,7 @@ func KindOf(o *clusterv1.Object) clusterv1.Kind {
 	return clusterv1.Kind_KIND_UNSPECIFIED
 }
 
-// wrap makes an Object of what a table holds; nil for what is not one.
+// wrap makes an Object of a table's value; nil if it is not a value of a kind.
 func wrap(value any) *clusterv1.Object {
 	switch x := value.(type) {
 	case *clusterv1.Host:
@@ -104,8 +105,8 @@ func wrap(value any) *clusterv1.Object {
 	return nil
 }
 
-// Stored is the message in an object, which is one and the same for all views in
-// which it has not changed; nil if there is none.
+// Stored returns the message in an object. It is the same pointer in all views in which
+// the object has not changed. It returns nil if there is none.
 func Stored(o *clusterv1.Object) any {
 	switch o := o.GetObject().(type) {
 	case *clusterv1.Object_Host:

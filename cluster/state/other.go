@@ -81,7 +81,7 @@ func (t *tx) reportSession(host string, said *clusterv1.Session) {
 	}
 }
 
-// over reports whether a migration is not coming back.
+// over reports whether a migration has ended.
 func over(m *clusterv1.Migration) bool {
 	switch m.GetState() {
 	case clusterv1.MigrationState_MIGRATION_STATE_DONE, clusterv1.MigrationState_MIGRATION_STATE_ROLLED_BACK, clusterv1.MigrationState_MIGRATION_STATE_FAILED:
@@ -229,7 +229,7 @@ func (t *tx) putJoinToken(op *clusterv1.PutJoinToken) *clusterv1.Result {
 
 func roleName(r clusterv1.Role) string { return word(r, "ROLE_") }
 
-// word is a value of an enumeration as people write it.
+// word returns an enum's value as people write it.
 func word(e fmt.Stringer, prefix string) string {
 	return strings.ToLower(strings.TrimPrefix(e.String(), prefix))
 }
@@ -262,7 +262,7 @@ func (t *tx) useJoinToken(op *clusterv1.UseJoinToken) *clusterv1.Result {
 	return done()
 }
 
-// nameTaken refuses a second identity for the name of a host.
+// nameTaken refuses a second identity with the name of another host.
 func (t *tx) nameTaken(i *clusterv1.Identity) *clusterv1.Result {
 	if i.GetRole() != clusterv1.Role_ROLE_HOST {
 		return nil

@@ -7,22 +7,22 @@ import (
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 )
 
-// keepChanges is how many changes of a kind a view can at least name. Who is
-// further behind is as fast with a look at every object.
+// keepChanges is how many changes of a kind are known at least. For a view that is older,
+// reading all objects is as fast.
 const keepChanges = 8192
 
 const kinds = int(clusterv1.Kind_KIND_RESERVATION) + 1
 
-// past names what has changed last. It is no part of the state: hosts that
-// restored a snapshot know less of it than others.
+// past has the names of recently changed objects. It is not a part of the state: hosts
+// that have restored a snapshot know fewer changes than others.
 type past struct {
-	restored uint64 // how often a snapshot replaced the state
+	restored uint64 // how often a snapshot has replaced the state
 	trails   [kinds]trail
 }
 
 // trail has the changes of one kind, oldest first.
 type trail struct {
-	since   uint64 // all changes after this entry are in it
+	since   uint64 // it is complete after this entry
 	changes []change
 }
 
@@ -31,15 +31,15 @@ type change struct {
 	name  string
 }
 
-// touch is an object that an entry has put or deleted.
+// touch is an object that an entry has stored or deleted.
 type touch struct {
 	kind clusterv1.Kind
 	name string
 }
 
-// with returns the past with an entry's changes. The old one stays as it is:
-// both share an array, of which it does not see the end. Only of the newest
-// past may another be made.
+// with returns a past with an entry's changes added. The old past stays valid: both share
+// an array, but the old one does not read its end. So only the newest past may be
+// extended.
 func (p *past) with(index uint64, touched []touch, keep int) *past {
 	next := *p
 	for _, x := range touched {
@@ -53,8 +53,8 @@ func (p *past) with(index uint64, touched []touch, keep int) *past {
 	return &next
 }
 
-// after returns the names of what has changed after an entry, sorted; false if
-// not all of it is known.
+// after returns the names of what has changed after an entry, sorted. It returns false if
+// not all changes are known.
 func (t *trail) after(index uint64) ([]string, bool) {
 	if index < t.since {
 		return nil, false
@@ -68,11 +68,11 @@ func (t *trail) after(index uint64) ([]string, bool) {
 	return slices.Compact(names), true
 }
 
-// ChangedSince returns the names of the objects of a kind that were made,
-// changed or deleted after an older view and up to this one, sorted. It takes
-// as long as there are changes. It answers false when it does not know them
-// all: a snapshot was restored in between, there were too many, or the view is
-// not an older one of the same store.
+// ChangedSince returns the names of the objects of a kind that were made, changed or
+// deleted after an older view and up to this one, sorted. Its time is proportional to the
+// number of changes. It returns false if not all changes are known: a snapshot was
+// restored in between, there were too many changes, or old is not an older view of the
+// same store.
 func (v *View) ChangedSince(old *View, kind clusterv1.Kind) (names []string, ok bool) {
 	if kind <= 0 || int(kind) >= kinds || old == nil || old.store != v.store || old.epoch > v.epoch || old.past.restored != v.past.restored {
 		return nil, false

@@ -9,7 +9,7 @@ import (
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 )
 
-// Tables. Those of a kind have the name that tableOf gives.
+// Tables. tableOf returns the table of a kind.
 const (
 	tableHosts        = "hosts"
 	tableGPUs         = "gpus"
@@ -26,8 +26,8 @@ const (
 	tableRecents      = "recents"
 )
 
-// Indexes. GPUs, VGPUs and sessions of a host, and VGPUs of a GPU, need none:
-// their ids begin with it.
+// Indexes. GPUs, VGPUs and sessions of a host, and VGPUs of a GPU, need no index, because
+// their ids begin with its name.
 const (
 	byID      = "id"
 	byHostID  = "host_id"
@@ -46,7 +46,7 @@ const (
 
 var errArgs = errors.New("the index takes one string")
 
-// kindTables are the tables of the kinds, in the order of their numbers.
+// kindTables returns the tables of the kinds, in the order of the kinds' numbers.
 func kindTables() []string {
 	return []string{
 		tableHosts, tableGPUs, tableModels, tableVGPUs, tableClaims,
@@ -61,7 +61,8 @@ func tableOf(kind clusterv1.Kind) string {
 	return ""
 }
 
-// text is an index on a string; objects where it is empty are not in it.
+// text is an index on a string. It does not contain objects for which the string is
+// empty.
 type text func(object any) string
 
 func (f text) FromObject(object any) (bool, []byte, error) {
@@ -91,7 +92,8 @@ func one(args []any) (string, error) {
 	return "", errArgs
 }
 
-// terminated tells a string from one that it begins; names hold no zero byte.
+// terminated adds a zero byte, so that no key is the beginning of another one. Names
+// contain no zero byte.
 func terminated(s string) []byte {
 	b := make([]byte, len(s)+1)
 	copy(b, s)
@@ -118,7 +120,7 @@ func (refs) FromArgs(args ...any) ([]byte, error) {
 	return terminated(s), err
 }
 
-// eventKey orders events by entry and place in it.
+// eventKey returns a key that sorts events by entry and by their order in it.
 func eventKey(index uint64, part uint32) string {
 	var b [12]byte
 	binary.BigEndian.PutUint64(b[:], index)

@@ -17,21 +17,21 @@ import (
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 )
 
-// Errors of Restore. The state is as it was.
+// Errors of Restore. After an error, the state has not changed.
 var (
-	// ErrSnapshot says that a snapshot cannot be read; the message says why.
+	// ErrSnapshot means that a snapshot cannot be read.
 	ErrSnapshot = errors.New("snapshot cannot be read")
-	// ErrSnapshotCut says that a snapshot ends before its trailer.
+	// ErrSnapshotCut means that a snapshot ends before its trailer.
 	ErrSnapshotCut = fmt.Errorf("%w: it is cut short", ErrSnapshot)
-	// ErrSnapshotDamaged says that bytes of a snapshot have changed.
+	// ErrSnapshotDamaged means that bytes of a snapshot have changed.
 	ErrSnapshotDamaged = fmt.Errorf("%w: it is damaged", ErrSnapshot)
-	// ErrSnapshotNewer says that a later version wrote it.
+	// ErrSnapshotNewer means that a newer version has written the snapshot.
 	ErrSnapshotNewer = fmt.Errorf("%w: a newer version wrote it", ErrSnapshot)
 )
 
 const (
 	snapshotVersion = 1
-	maxRecord       = 8 << 20 // bytes; no object can become as large
+	maxRecord       = 8 << 20 // bytes; no object can be that large
 	streamBuffer    = 256 << 10
 )
 
@@ -85,7 +85,8 @@ func trailer(records uint64, crc uint32) *clusterv1.SnapshotRecord {
 	}}}
 }
 
-// persistOrder has models before GPUs, which share what they have in common.
+// persistOrder returns the kinds with models before GPUs, because a GPU may refer to its
+// model's limits.
 func persistOrder() []clusterv1.Kind {
 	return []clusterv1.Kind{
 		kindHost, kindModel, kindGPU, clusterv1.Kind_KIND_VGPU, kindClaim,
@@ -93,10 +94,10 @@ func persistOrder() []clusterv1.Kind {
 	}
 }
 
-// sameLimits reports whether a GPU's are its model's. In a snapshot it then has
-// none: they are most of its bytes. What reports none is stored with empty
-// ones, which are written. Equal states have equal snapshots, so pointers must
-// not decide.
+// sameLimits reports whether a GPU's limits are equal to its model's. A snapshot then
+// omits them, which saves most of its bytes. A GPU that reports none is stored with empty
+// limits, which are written. Equal states must have equal snapshots, so values are
+// compared, not pointers.
 func sameLimits(a, b *gpuctlv1.Limits) bool {
 	return a != nil && b != nil && (a == b || proto.Equal(a, b))
 }
@@ -142,8 +143,8 @@ func (o *recordWriter) write(r *clusterv1.SnapshotRecord) {
 	_, o.err = o.w.Write(body)
 }
 
-// Restore replaces the state by a snapshot. If it cannot be read to its end,
-// the error is one of the above, or the reader's, and the state is as it was.
+// Restore replaces the state by a snapshot. If the snapshot cannot be read to its end,
+// the error is one of the above or the reader's, and the state has not changed.
 func (s *Store) Restore(r io.Reader) error {
 	db := newDB()
 	l := &loader{db: db, txn: db.Txn(true), like: map[string]*clusterv1.GPU{}, limits: map[string]*gpuctlv1.Limits{}, last: map[string]string{}}
@@ -164,13 +165,13 @@ type recordReader struct {
 	r       *bufio.Reader
 	table   *crc32.Table
 	buf     []byte
-	crc     uint32 // of all records before the last one read
-	next    uint32 // with it
-	records uint64 // before the last one read
+	crc     uint32 // checksum of all records before the last one read
+	next    uint32 // checksum with it
+	records uint64 // number of records before the last one read
 	read    uint64
 }
 
-// record reads one into x; what it makes does not use the buffer.
+// record reads one record into x. x does not refer to the buffer.
 func (in *recordReader) record(x *clusterv1.SnapshotRecord) error {
 	in.crc, in.records = in.next, in.read
 	n, err := binary.ReadUvarint(in.r)
@@ -206,9 +207,9 @@ type loader struct {
 	meta
 	db     *memdb.MemDB
 	txn    *memdb.Txn
-	like   map[string]*clusterv1.GPU   // one of each model
-	limits map[string]*gpuctlv1.Limits // by model
-	last   map[string]string           // the highest name, by table
+	like   map[string]*clusterv1.GPU   // one GPU of each model
+	limits map[string]*gpuctlv1.Limits // limits by model
+	last   map[string]string           // the last name, by table
 }
 
 func (l *loader) load(r io.Reader) error {
@@ -239,7 +240,8 @@ func (l *loader) load(r io.Reader) error {
 			case t.GetCrc32C() != in.crc:
 				return fmt.Errorf("%w: its checksum is %08x, not %08x", ErrSnapshotDamaged, in.crc, t.GetCrc32C())
 			}
-			// Nothing checks the trailer but itself: no bit of it may be another.
+			// The trailer is not covered by the checksum, so it must be exactly what
+			// Persist writes.
 			if exact, err := proto.Marshal(trailer(in.records, in.crc)); err != nil || !bytes.Equal(exact, in.buf) {
 				return fmt.Errorf("%w: its trailer", ErrSnapshotDamaged)
 			}
@@ -334,7 +336,7 @@ func (l *loader) insert(table, name string, object any) error {
 			return err
 		}
 	} else {
-		l.last[table] = name // above all others: snapshots are in order
+		l.last[table] = name // names are sorted in a snapshot
 	}
 	if err := l.txn.Insert(table, object); err != nil {
 		return fmt.Errorf("%s: %q: %w", table, name, err)
@@ -342,8 +344,8 @@ func (l *loader) insert(table, name string, object any) error {
 	return nil
 }
 
-// findOver finds the GPUs of which more is held than there is. That it was a
-// report that made them so is taken from the snapshot on trust.
+// findOver finds the GPUs with assignments beyond their capacity. Whether a report has
+// caused that cannot be checked.
 func (l *loader) findOver() {
 	r := reader{l.db.Txn(false)}
 	seen := ""

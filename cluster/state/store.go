@@ -9,28 +9,28 @@ import (
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 )
 
-// Protocol is the highest command version that this build applies. What needs
-// more than the first:
+// Protocol is the highest command version that this version of gpuctl applies. Versions
+// above 1 add:
 //
 //	2  identities with an enrolment
 const Protocol = ProtocolEnrolments
 
-// ProtocolEnrolments is the lowest that knows enrolments.
+// ProtocolEnrolments is the lowest version that knows enrolments.
 const ProtocolEnrolments = 2
 
-// Store holds the current state. It is safe for concurrent use: Apply and
-// Restore go one after the other, views are free.
+// Store has the current state. It is safe for concurrent use: Apply and Restore run one
+// after the other, and views never wait.
 type Store struct {
-	mu      sync.Mutex // of those who write
+	mu      sync.Mutex // held during writes
 	db      *memdb.MemDB
 	current atomic.Pointer[View]
 
 	watch    sync.Mutex
-	touched  map[mask]uint64        // epoch of the last change, by single kind
-	watchers map[mask]chan struct{} // one for all who wait for the same kinds
+	touched  map[mask]uint64        // epoch of the last change, by a mask with one kind
+	watchers map[mask]chan struct{} // one channel for all who wait for the same kinds
 }
 
-// mask is a set of kinds; bit 0 stands for what is no kind: identities, join
+// mask is a set of kinds. Bit 0 stands for objects without a kind: identities, join
 // tokens and events.
 type mask uint32
 
@@ -62,15 +62,15 @@ func newDB() *memdb.MemDB {
 	if err != nil {
 		schemaError(err)
 	}
-	// A snapshot does not track what its transactions touch: the store has its
+	// A snapshot does not track which tables its transactions change: the store has its
 	// own watches, by kind.
 	return db.Snapshot()
 }
 
-// View of the state as it is now.
+// View returns the present state.
 func (s *Store) View() *View { return s.current.Load() }
 
-// publish makes what is committed visible and wakes who waits for it.
+// publish makes the committed state visible, and wakes who waits for these kinds.
 func (s *Store) publish(m meta, changed mask, p *past) {
 	epoch := uint64(1)
 	if v := s.current.Load(); v != nil {

@@ -15,10 +15,10 @@ import (
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 )
 
-// Bounds of what comes from outside. Everything that is stored passed them,
-// so that a snapshot can always be written and read.
+// Bounds of input. Everything that is stored is within them, so a snapshot can always be
+// written and read.
 const (
-	maxCommand       = 4 << 20 // bytes, encoded
+	maxCommand       = 4 << 20 // bytes of an encoded command
 	maxName          = 255     // bytes
 	maxText          = 4096    // bytes of any string
 	maxBlob          = 64 << 10
@@ -34,13 +34,13 @@ const (
 	maxConcerned     = 4096 // sessions and candidates of a migration
 	maxAbout         = 64
 	maxJoinTokens    = 10_000
-	maxMemory        = 1 << 60 // bytes: sums of these do not overflow
+	maxMemory        = 1 << 60 // bytes; sums of these do not overflow
 	maxTTL           = 24 * 60 * 60 * 1000
 	secretHashLength = 32
 )
 
-// bounded refuses commands that are too large, hold strings that protobuf
-// cannot write, or lists with empty places.
+// bounded refuses commands that are too large, contain strings that protobuf cannot
+// encode, or lists with nil elements.
 func bounded(c *clusterv1.Command) error {
 	if err := boundedMessage(c.ProtoReflect()); err != nil {
 		return err
@@ -51,8 +51,8 @@ func bounded(c *clusterv1.Command) error {
 	return nil
 }
 
-// boundedMessage goes through the fields in their order, so that of several
-// mistakes every host names the same.
+// boundedMessage checks the fields in the order of their numbers, so that every host
+// reports the same one of several errors.
 func boundedMessage(m protoreflect.Message) error {
 	fields := m.Descriptor().Fields()
 	for i := range fields.Len() {
@@ -118,7 +118,7 @@ func boundedValue(fd protoreflect.FieldDescriptor, v protoreflect.Value) error {
 	return nil
 }
 
-// plain is text that can be stored: UTF-8 with no zero byte, which ends keys.
+// plain checks that a text can be stored: UTF-8 without zero bytes, which terminate keys.
 func plain(s string, most int) error {
 	switch {
 	case len(s) > most:
@@ -131,7 +131,7 @@ func plain(s string, most int) error {
 	return nil
 }
 
-// identifier checks a name that is a part of others and is typed by people.
+// identifier checks a name that is used in other names and typed by people.
 func identifier(what, s string) error {
 	if s == "" {
 		return fmt.Errorf("%s: empty", what)
@@ -148,8 +148,8 @@ func identifier(what, s string) error {
 	return nil
 }
 
-// title checks a name as vendors give it. It may hold blanks, but no slash
-// where it becomes a part of an id.
+// title checks a name from a vendor. It may contain blanks, but no slash if it becomes a
+// part of an id.
 func title(what, s string, part bool) error {
 	if s == "" {
 		return fmt.Errorf("%s: empty", what)
@@ -198,7 +198,7 @@ func memory(what string, n uint64) error {
 	return nil
 }
 
-// firstOf returns the first error: the same on every host.
+// firstOf returns the first error, so that all hosts return the same one.
 func firstOf(errs ...error) error {
 	for _, err := range errs {
 		if err != nil {
@@ -322,7 +322,7 @@ func checkClaim(c *clusterv1.Claim) error {
 	return err
 }
 
-// checkChoice fills in what a choice leaves to its GPU's kind of slices.
+// checkChoice returns the kind of a choice, and sets the default if the choice has none.
 func checkChoice(claim string, c *clusterv1.Choice) (clusterv1.VGPUKind, error) {
 	what := fmt.Sprintf("claim %s: choice %.300q", claim, c.GetGpu())
 	if err := firstOf(known(what, c.GetKind()), memory(what, c.GetMemory())); err != nil {

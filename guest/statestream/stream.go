@@ -11,22 +11,22 @@ import (
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 )
 
-// ChunkSize is the most bytes in one chunk.
+// ChunkSize is the largest size of a chunk, in bytes.
 const ChunkSize = 128 << 10
 
-// MaxID is the most bytes in a state's id.
+// MaxID is the largest length of a state's id, in bytes.
 const MaxID = 64
 
 var (
-	// ErrTruncated says that a stream ended before its mark.
+	// ErrTruncated means that a stream ended before its mark.
 	ErrTruncated = errors.New("the state was cut off")
-	// ErrCorrupt says that what came is not what was sent.
+	// ErrCorrupt means that the data differ from what was sent.
 	ErrCorrupt = errors.New("the state is damaged")
-	// ErrStale says that it is another state than the one that is wanted.
+	// ErrStale means that it is another state than the wanted one.
 	ErrStale = errors.New("it is another state")
 )
 
-// Mark tells one state from every other.
+// Mark identifies one state.
 type Mark struct {
 	ID     string
 	Size   uint64 // bytes
@@ -37,12 +37,12 @@ func (m Mark) String() string {
 	return fmt.Sprintf("state %s of %d bytes, %s", m.ID, m.Size, hex.EncodeToString(m.Digest[:6]))
 }
 
-// Proto is the mark as the API has it.
+// Proto returns the mark in the API's form.
 func (m Mark) Proto() *gpuctlv1.StateMark {
 	return &gpuctlv1.StateMark{Id: m.ID, Size: m.Size, Digest: m.Digest[:]}
 }
 
-// MarkOf is a mark that somebody said. An error wraps ErrCorrupt.
+// MarkOf returns the mark in a message. Errors wrap ErrCorrupt.
 func MarkOf(p *gpuctlv1.StateMark) (Mark, error) {
 	m := Mark{ID: p.GetId(), Size: p.GetSize()}
 	if len(m.ID) > MaxID || len(p.GetDigest()) != len(m.Digest) {
@@ -52,7 +52,7 @@ func MarkOf(p *gpuctlv1.StateMark) (Mark, error) {
 	return m, nil
 }
 
-// Writer makes a stream. It keeps less than a chunk.
+// Writer makes a stream. It buffers less than a chunk.
 type Writer struct {
 	send func(*gpuctlv1.StateChunk) error
 	buf  []byte
@@ -61,8 +61,8 @@ type Writer struct {
 	err  error
 }
 
-// NewWriter returns a Writer that sends chunks. A chunk is its own again as
-// soon as send has returned.
+// NewWriter returns a Writer that calls send for each chunk. The Writer reuses the chunk
+// after send has returned.
 func NewWriter(send func(*gpuctlv1.StateChunk) error) *Writer {
 	return &Writer{send: send, buf: make([]byte, 0, ChunkSize), hash: sha256.New()}
 }
@@ -80,8 +80,8 @@ func (w *Writer) Write(p []byte) (n int, err error) {
 	return n, w.err
 }
 
-// flush sends what is in the buffer: the copy, which nobody can change between
-// its sum and its way out.
+// flush sends the buffer. The buffer is a copy, which nobody can change between the
+// computation of its digest and the sending.
 func (w *Writer) flush() {
 	if len(w.buf) == 0 || w.err != nil {
 		return
@@ -92,7 +92,7 @@ func (w *Writer) flush() {
 	w.buf = w.buf[:0]
 }
 
-// End ends the stream as the state of that id, which may be empty.
+// End ends the stream with the mark of the state. id may be empty.
 func (w *Writer) End(id string) (Mark, error) {
 	w.flush()
 	m := Mark{ID: id, Size: w.size}
@@ -103,21 +103,21 @@ func (w *Writer) End(id string) (Mark, error) {
 	return m, w.err
 }
 
-// Check follows a stream that passes by.
+// Check checks a stream while its chunks are passed on.
 type Check struct {
 	hash hash.Hash
 	size uint64
 	mark *Mark
 }
 
-// NewCheck returns a Check of a stream that has not begun.
+// NewCheck returns a Check for a new stream.
 func NewCheck() *Check { return &Check{hash: sha256.New()} }
 
-// Size is how many bytes have passed.
+// Size returns how many bytes were checked so far.
 func (c *Check) Size() uint64 { return c.size }
 
-// Take looks at the next chunk. end says that it was the last and that all
-// before it is as it was sent.
+// Take checks the next chunk. end reports that it was the last one, and that all bytes
+// are as they were sent. Errors wrap ErrTruncated or ErrCorrupt.
 func (c *Check) Take(chunk *gpuctlv1.StateChunk) (end bool, err error) {
 	data, mark := chunk.GetData(), chunk.GetMark()
 	switch {
@@ -143,7 +143,7 @@ func (c *Check) Take(chunk *gpuctlv1.StateChunk) (end bool, err error) {
 	return true, nil
 }
 
-// Mark of the stream, once Take has said that it ended.
+// Mark returns the stream's mark. It is valid after Take has returned end.
 func (c *Check) Mark() Mark {
 	if c.mark == nil {
 		return Mark{}
@@ -151,7 +151,7 @@ func (c *Check) Mark() Mark {
 	return *c.mark
 }
 
-// Reader reads a stream. It returns io.EOF only when all was as it was sent.
+// Reader reads a stream. It returns io.EOF only if all bytes are as they were sent.
 type Reader struct {
 	recv  func() (*gpuctlv1.StateChunk, error)
 	check *Check
@@ -159,13 +159,14 @@ type Reader struct {
 	err   error
 }
 
-// NewReader returns a Reader of the chunks that recv returns, whose io.EOF ends
-// them. A chunk is used until the next call.
+// NewReader returns a Reader for the chunks that recv returns. recv returns io.EOF at the
+// end. A chunk is used until the next call of recv.
 func NewReader(recv func() (*gpuctlv1.StateChunk, error)) *Reader {
 	return &Reader{recv: recv, check: NewCheck()}
 }
 
-// Read implements io.Reader. Errors wrap ErrTruncated or ErrCorrupt, or are recv's.
+// Read implements io.Reader. Errors wrap ErrTruncated or ErrCorrupt, or are those of
+// recv.
 func (r *Reader) Read(p []byte) (int, error) {
 	for len(r.rest) == 0 && r.err == nil {
 		chunk, err := r.recv()
@@ -192,5 +193,5 @@ func (r *Reader) Read(p []byte) (int, error) {
 	return n, nil
 }
 
-// Mark of the stream, once Read has returned io.EOF.
+// Mark returns the stream's mark. It is valid after Read has returned io.EOF.
 func (r *Reader) Mark() Mark { return r.check.Mark() }

@@ -19,73 +19,73 @@ import (
 	"github.com/gpuctl/gpuctl/passthrough/sysfs"
 )
 
-// Protocol is the version of AgentService that this package serves, and of
-// GuestService beside it: since 2 a session's state can leave the VM.
+// Protocol is the version of AgentService and GuestService that this package serves.
+// Since 2, a session's state can leave the VM.
 const Protocol = 2
 
-// Token is that of the offer which the agent makes to the VM's applications:
-// they have none.
+// Token is the token of the offer that the agent makes to the VM's applications. They
+// send no token.
 const Token = ""
 
 const (
 	gpuPrefix    = "vm/"
 	defaultPoll  = 2 * time.Second
-	eventPoll    = 20 * time.Second // with events: for what they are lost of
+	eventPoll    = 20 * time.Second // if there are events; finds changes whose events were lost
 	probeTimeout = 2 * time.Minute
 	leastRetry   = time.Second
 	mostRetry    = 30 * time.Second
 	callTimeout  = 20 * time.Second
-	maxMessage   = 1000 // bytes of why a device is not ready
+	maxMessage   = 1000 // most bytes of a reason why a device is not ready
 )
 
-// gpuID is how sessions on a function are known. It names no device of the
-// host's.
+// gpuID returns the name of a GPU for sessions on a function. It is not a name in the
+// host's inventory.
 func gpuID(a pci.Address) string { return gpuPrefix + a.String() }
 
-// Prober reports what devices a runtime has; session.Launcher does.
+// Prober reports which devices a runtime has. session.Launcher implements it.
 type Prober interface {
 	Probe(ctx context.Context, rt *gpuctlv1.Runtime) (*gpuctlv1.ProbeResponse, error)
 }
 
-// Sessions is what the agent needs of the VM's sessions.
+// Sessions gives access to the VM's sessions.
 type Sessions interface {
 	List(ctx context.Context) ([]*gpuctlv1.Session, error)
 	Offer(ctx context.Context, o *gpuctlv1.OfferRequest) error
 	Withdraw(ctx context.Context, token string) error
-	// Warm loads a runtime ahead, for the running sessions and for a probe.
+	// Warm loads a runtime in advance, before a session or a probe needs it.
 	Warm(ctx context.Context, rt *gpuctlv1.Runtime) error
 }
 
-// Event is news of a PCI function.
+// Event reports a change of a PCI function.
 type Event struct {
 	Address pci.Address
-	Gone    bool // it was unplugged, though there may be another by now
+	Gone    bool // it was unplugged; another one may be in its place by now
 }
 
-// Config is what an Agent needs. Users, Events, Ready and Logger may be left
-// out.
+// Config has what an Agent depends on. Users, Events, Ready and Logger are optional.
 type Config struct {
 	Root     sysfs.Root
-	Dir      string // for what is released; to be lost when the VM boots
+	Dir      string // folder of the journal; its content must not survive a boot of the VM
 	Profiles *profile.Set
 	Prober   Prober
 	Sessions Sessions
 	Version  string
-	// Users says in words who has functions open beside sessions.
+	// Users returns in words which processes have functions open, in addition to
+	// sessions.
 	Users func(ctx context.Context, functions []pci.Address) ([]string, error)
-	// Events are the kernel's. Without them, and beside them, the agent looks
-	// every Poll; zero: 20 s with events, else 2 s.
+	// Events are events of the kernel. The agent also looks at the devices in each
+	// interval Poll; zero: 20 s with events, otherwise 2 s.
 	Events <-chan Event
 	Poll   time.Duration
-	// Bulk opens a way for one connection of the host and returns its vchan's
-	// path; nil: there is none.
+	// Bulk opens a vchan for one connection of the host and returns its path; nil: no
+	// vchan.
 	Bulk func(ctx context.Context) (vchan string, err error)
-	// Ready is told whether there is a GPU for applications.
+	// Ready is called with whether there is a GPU for applications.
 	Ready  func(bool)
 	Logger *slog.Logger
 }
 
-// Agent looks after a VM's PCI devices. Run has to run for it to do so.
+// Agent manages a VM's PCI devices while Run runs.
 type Agent struct {
 	cfg      Config
 	kernel   kernel
@@ -95,14 +95,14 @@ type Agent struct {
 	instance string
 	wake     chan struct{}
 
-	// turn is held by who changes what the kernel does with a device.
+	// turn is held while a device's driver is changed.
 	turn          sync.Mutex
 	journal       *journal
-	offeredDriver map[pci.Address]bool // the kernel was asked to find one
+	offeredDriver map[pci.Address]bool // functions for which the kernel was asked to find a driver
 
-	offering sync.Mutex // by who changes the offer
+	offering sync.Mutex // held while the offer is changed
 	offered  *gpuctlv1.Target
-	made     bool // that offer, or its withdrawal, was taken
+	made     bool // the last offer or withdrawal has succeeded
 
 	mu      sync.Mutex
 	devices map[pci.Address]*device
@@ -110,23 +110,23 @@ type Agent struct {
 	probes  sync.WaitGroup
 }
 
-// device is a function that the agent looks after; fields are under Agent.mu.
+// device is a function that the agent manages. Its fields are guarded by Agent.mu.
 type device struct {
 	function
 	profile  *profile.Profile
-	target   *gpuctlv1.Target // that works; nil: none
+	target   *gpuctlv1.Target // target that works; nil: none
 	message  string
-	held     bool // is being released, or was
-	released bool // was
+	held     bool // it is being released, or is released
+	released bool // it is released
 	probing  context.CancelFunc
-	probed   chan struct{} // closed when the probe is over
+	probed   chan struct{} // closed when the probe has ended
 	notUntil time.Time
 	retry    time.Duration
 }
 
 func (d *device) ready() bool { return d.target != nil && !d.held }
 
-// New returns an agent that knows what was released before.
+// New returns an agent. It reads from the journal what was released before.
 func New(cfg Config) (*Agent, error) {
 	if cfg.Poll == 0 {
 		if cfg.Poll = defaultPoll; cfg.Events != nil {
@@ -145,7 +145,7 @@ func New(cfg Config) (*Agent, error) {
 		return nil, err
 	}
 	var id [8]byte
-	_, _ = rand.Read(id[:]) // never fails
+	_, _ = rand.Read(id[:]) // crypto/rand never fails
 	return &Agent{
 		cfg: cfg, kernel: k, sessions: cfg.Sessions, users: cfg.Users, log: cfg.Logger, instance: hex.EncodeToString(id[:]),
 		wake: make(chan struct{}, 1), journal: j, offeredDriver: map[pci.Address]bool{},
@@ -153,7 +153,7 @@ func New(cfg Config) (*Agent, error) {
 	}, nil
 }
 
-// Run looks after the devices until ctx ends.
+// Run manages the devices until ctx ends.
 func (a *Agent) Run(ctx context.Context) error {
 	defer a.probes.Wait()
 	t := time.NewTicker(a.cfg.Poll)
@@ -186,7 +186,7 @@ func (a *Agent) poke() {
 	}
 }
 
-// forget makes a function that was unplugged a new one if it is there again.
+// forget removes a function that was unplugged. If it appears again, it is a new one.
 func (a *Agent) forget(at pci.Address) {
 	a.turn.Lock()
 	delete(a.offeredDriver, at)
@@ -198,7 +198,7 @@ func (a *Agent) forget(at pci.Address) {
 	}
 }
 
-// drop is called with mu held.
+// drop removes a device. The caller holds mu.
 func (a *Agent) drop(d *device) {
 	if d.probing != nil {
 		d.probing()
@@ -207,13 +207,13 @@ func (a *Agent) drop(d *device) {
 	a.news()
 }
 
-// news wakes who watches; mu is held.
+// news wakes all who wait for changes. The caller holds mu.
 func (a *Agent) news() {
 	close(a.changed)
 	a.changed = make(chan struct{})
 }
 
-// look takes in what the kernel shows.
+// look reads the devices from the kernel.
 func (a *Agent) look(ctx context.Context) {
 	a.turn.Lock()
 	defer a.turn.Unlock()
@@ -241,13 +241,14 @@ func (a *Agent) look(ctx context.Context) {
 	a.mu.Unlock()
 	a.enforce(ctx, functions)
 	for i := range functions {
-		if f, ok := a.kernel.function(functions[i].address); ok { // as enforce left it
+		if f, ok := a.kernel.function(functions[i].address); ok { // read again, as enforce may have changed it
 			a.see(ctx, &f)
 		}
 	}
 }
 
-// see takes in one function. Without ctx it has no runtime tried. turn is held.
+// see updates the device of a function. If ctx is nil, no runtime is probed. The caller
+// holds turn.
 func (a *Agent) see(ctx context.Context, f *function) {
 	p, _ := a.cfg.Profiles.Lookup(f.id)
 	released := a.journal.has(f.address)
@@ -282,7 +283,8 @@ func (a *Agent) see(ctx context.Context, f *function) {
 	a.judge(ctx, d)
 }
 
-// judge says why a device is not ready, or has its runtime tried; mu is held.
+// judge sets why a device is not ready, or starts a probe of its runtimes. The caller
+// holds mu.
 func (a *Agent) judge(ctx context.Context, d *device) {
 	say := func(message string, args ...any) {
 		if message = clip(fmt.Sprintf(message, args...)); message != d.message {
@@ -319,7 +321,7 @@ func (a *Agent) judge(ctx context.Context, d *device) {
 	}
 }
 
-// probe tries the runtimes of a device in the background; mu is held.
+// probe tries the runtimes of a device in the background. The caller holds mu.
 func (a *Agent) probe(ctx context.Context, d *device) {
 	ctx, cancel := context.WithTimeout(ctx, probeTimeout)
 	over := make(chan struct{})
@@ -350,7 +352,7 @@ func (a *Agent) probe(ctx context.Context, d *device) {
 	})
 }
 
-// order is a device's place among those of its profile; mu is held.
+// order returns a device's index among the devices of its profile. The caller holds mu.
 func (a *Agent) order(d *device) int {
 	n := 0
 	for at, other := range a.devices {
@@ -361,7 +363,7 @@ func (a *Agent) order(d *device) int {
 	return n
 }
 
-// try returns the first target that works.
+// try returns the target of the first runtime that works.
 func (a *Agent) try(ctx context.Context, f function, p *profile.Profile, order int) (*gpuctlv1.Target, error) {
 	var errs []error
 	for _, rt := range p.Runtimes() {
@@ -411,8 +413,8 @@ func pick(f function, p *profile.Profile, order int, devices []*gpuctlv1.ProbedD
 	return n, nil
 }
 
-// hold keeps a device from being used, or lets it again. A probe of it is over
-// when hold returns, and applications are not offered it.
+// hold sets whether a device must not be used. When hold has returned, a probe of the
+// device has ended, and applications are not offered it.
 func (a *Agent) hold(ctx context.Context, at pci.Address, on bool) {
 	a.mu.Lock()
 	d := a.devices[at]
@@ -428,7 +430,7 @@ func (a *Agent) hold(ctx context.Context, at pci.Address, on bool) {
 		over = d.probed
 	}
 	if !on {
-		// What served it before is tried again: it may be another device.
+		// Probe it again, because it may be another device now.
 		d.target, d.message, d.notUntil, d.retry = nil, "", time.Time{}, leastRetry
 	}
 	a.news()
@@ -440,7 +442,7 @@ func (a *Agent) hold(ctx context.Context, at pci.Address, on bool) {
 	a.poke()
 }
 
-// targetOf is what sessions on a function have, also while it is held.
+// targetOf returns the target of sessions on a function, also while the function is held.
 func (a *Agent) targetOf(at pci.Address) *gpuctlv1.Target {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -450,7 +452,7 @@ func (a *Agent) targetOf(at pci.Address) *gpuctlv1.Target {
 	return nil
 }
 
-// releasable reports whether a function is one that the host may take out.
+// releasable reports whether the host may ask to release the function.
 func (a *Agent) releasable(f *function) bool {
 	if _, ok := a.cfg.Profiles.Lookup(f.id); ok || f.display() || f.companion() {
 		return true
@@ -458,7 +460,7 @@ func (a *Agent) releasable(f *function) bool {
 	return a.journal.has(f.address)
 }
 
-// offer gives applications the ready device with the lowest address.
+// offer offers applications the ready device with the lowest address.
 func (a *Agent) offer(ctx context.Context) {
 	a.offering.Lock()
 	defer a.offering.Unlock()
@@ -476,12 +478,12 @@ func (a *Agent) offer(ctx context.Context) {
 	defer cancel()
 	var err error
 	if want == nil {
-		a.cfg.Ready(false) // nobody may come between
+		a.cfg.Ready(false) // before the withdrawal, so that no application is accepted after it
 		err = a.sessions.Withdraw(ctx, Token)
 	} else {
 		err = a.sessions.Offer(ctx, &gpuctlv1.OfferRequest{
 			Token: Token, Claim: "vm", Target: want,
-			// What applications see stays as it is when the model becomes another.
+			// The name that applications see stays the same if the model changes.
 			Device: &gpuctlv1.VirtualDevice{Name: "gpuctl virtual GPU", Type: "gpu"},
 		})
 	}
@@ -495,7 +497,7 @@ func (a *Agent) offer(ctx context.Context) {
 	a.cfg.Ready(want != nil)
 }
 
-// list returns the devices as they are, by address.
+// list returns the devices, sorted by address.
 func (a *Agent) list() []device {
 	a.mu.Lock()
 	defer a.mu.Unlock()

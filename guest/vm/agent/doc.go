@@ -1,29 +1,29 @@
-// Package agent is what a VM knows of its PCI devices: which are GPUs, what
-// runtime serves each, and whether the VM can part with one. It serves
-// AgentService to the host, and offers the VM's applications a GPU.
+// Package agent manages the PCI devices in a VM: it finds the GPUs and the runtime for
+// each, and releases them so that they can be detached. It serves AgentService to the
+// host, and offers a GPU to the VM's applications.
 //
-// # A device's way
+// # States of a device
 //
-// A function appears; the kernel binds its driver; its profile names the
-// runtimes to try; a probe in a process of its own says that one works, and
-// with which of its devices. Then the function is ready and sessions can
-// start on it.
+// A function appears, and the kernel binds its driver. The function's profile names the
+// runtimes to try. A probe in another process finds out which one works, and which of its
+// devices belongs to the function. Then the function is ready, and sessions can start on
+// it.
 //
 // # Release
 //
-// A release ends with a function that has no driver and can be unplugged:
-// first it is checked that it has a hot-plug slot and that neither a session
-// nor any process uses it. Then a name that no driver has is written to its
-// driver_override, and its driver is unbound. Both are read back. The kernel
-// forgets the override with the device, and may find the device again, for a
-// moment while it is being unplugged or for good: so, as long as anything is
-// released, no driver binds by itself to what is plugged (drivers_autoprobe),
-// and the agent asks for a driver for each function that was not released.
+// After a release, a function has no driver and can be unplugged. First, the agent checks
+// that the function has a hot-plug slot, and that no session or other process uses it.
+// Then it writes a name that no driver has to the function's driver_override, and unbinds
+// its driver. It reads both back. The kernel forgets the override together with the
+// device, and it may find the device again: for a moment during the unplug, or
+// permanently. So, while anything is released, drivers do not bind automatically to new
+// devices (drivers_autoprobe), and the agent asks the kernel for a driver for each
+// function that is not released.
 //
-// What is released is journalled before the first write and outlives gpuguest,
-// but not the boot. What fails is undone; a kernel that does not return from
-// an unbind is not, as nobody knows what it has done.
+// What is released is written to a journal before the first write. The journal survives
+// gpuguest, but not a boot. What fails is undone, except if the kernel does not return
+// from an unbind: then it is unknown what has been done.
 //
-// How bytes come from and go to the host is in guest/vm/channel, sessions are in
+// Package guest/vm/channel transports bytes between the VM and its host. Sessions are in
 // guest/session.
 package agent

@@ -12,20 +12,20 @@ import (
 	"time"
 )
 
-// Forever is how long applications wait for a GPU if nothing else is said.
+// Forever is the default for how long applications wait for a GPU.
 const Forever time.Duration = -1
 
 const (
-	helloSize     = 64 // bytes of an application's greeting, guest/opencl/wire/PROTOCOL.md
+	helloSize     = 64 // bytes of an application's hello, see guest/opencl/wire/PROTOCOL.md
 	refuseTimeout = time.Second
 	maxRefusals   = 32
-	// notAvailable is CL_DEVICE_NOT_AVAILABLE.
+	// notAvailable is CL_DEVICE_NOT_AVAILABLE (OpenCL specification).
 	notAvailable = -2
 )
 
-// Gate is the door for applications while there may be no GPU: they wait in
-// front of it, or are told that there is none. Applications are accepted by
-// serve only, which sees whom the kernel saw knock.
+// Gate accepts applications only while there is a GPU. Otherwise they wait to be
+// accepted, or get an error. Only serve accepts applications, because it needs the
+// credentials of the connecting process.
 type Gate struct {
 	listener *net.UnixListener
 	serve    func(*net.UnixListener) error
@@ -38,14 +38,14 @@ type Gate struct {
 	wake  chan struct{}
 }
 
-// NewGate returns a gate before a listener, closed. serve takes applications
-// in until its listener is closed. They wait for a GPU until there was none
-// for the time wait; Forever: as long as it takes, 0: not at all.
+// NewGate returns a closed gate for a listener. serve accepts applications until its
+// listener is closed. If there has been no GPU for the time wait, applications get an
+// error. Forever: they wait without a limit. 0: they do not wait.
 func NewGate(l *net.UnixListener, serve func(*net.UnixListener) error, wait time.Duration, log *slog.Logger) *Gate {
 	return &Gate{listener: l, serve: serve, wait: wait, log: log, since: time.Now(), wake: make(chan struct{}, 1)}
 }
 
-// Set opens the gate or closes it.
+// Set opens or closes the gate.
 func (g *Gate) Set(ready bool) {
 	g.mu.Lock()
 	if g.ready != ready {
@@ -58,16 +58,17 @@ func (g *Gate) Set(ready bool) {
 	}
 }
 
-// door is what is done with who knocks.
+// door is what happens to new applications.
 type door int
 
 const (
 	shut door = iota // they wait
-	open             // to serve
+	open             // serve accepts them
 	refusing
 )
 
-// now is what to do, and for how long if nothing happens; 0: for good.
+// now returns the present state, and for how long it lasts if Set is not called; 0:
+// without a limit.
 func (g *Gate) now() (door, time.Duration) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -83,7 +84,7 @@ func (g *Gate) now() (door, time.Duration) {
 	return refusing, 0
 }
 
-// Run keeps the gate until ctx ends.
+// Run accepts and refuses applications until ctx ends.
 func (g *Gate) Run(ctx context.Context) error {
 	var wg sync.WaitGroup
 	defer wg.Wait()
@@ -91,7 +92,7 @@ func (g *Gate) Run(ctx context.Context) error {
 	var l *net.UnixListener
 	stop := func() {
 		if l != nil {
-			l.Close() // of the copy: nobody who waits is sent away
+			l.Close() // this closes the copy only, so waiting applications stay connected
 			wg.Wait()
 			l = nil
 		}
@@ -131,7 +132,7 @@ func (g *Gate) Run(ctx context.Context) error {
 	}
 }
 
-// copy is the listener once more: to close it leaves the socket listening.
+// copy duplicates the listener. Closing the copy leaves the socket listening.
 func (g *Gate) copy() (*net.UnixListener, error) {
 	f, err := g.listener.File()
 	if err != nil {
@@ -151,7 +152,7 @@ func (g *Gate) copy() (*net.UnixListener, error) {
 	return u, nil
 }
 
-// refuse tells applications that there is no GPU.
+// refuse sends an error to applications: there is no GPU.
 func (g *Gate) refuse(l *net.UnixListener) error {
 	var wg sync.WaitGroup
 	defer wg.Wait()

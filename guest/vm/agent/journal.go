@@ -20,7 +20,7 @@ const (
 	maxReleased    = 256
 )
 
-// journal is what is released, in a file.
+// journal is the file that contains what is released.
 type journal struct {
 	path string
 	data journalData
@@ -28,14 +28,14 @@ type journal struct {
 
 type journalData struct {
 	Version   int                     `json:"version"`
-	Boot      string                  `json:"boot"`      // another boot has forgotten it all
-	Autoprobe bool                    `json:"autoprobe"` // as it was before the first release
+	Boot      string                  `json:"boot"`      // boot id; after another boot, nothing is released
+	Autoprobe bool                    `json:"autoprobe"` // drivers_autoprobe before the first release
 	Released  map[string]releasedData `json:"released"`  // by address
 }
 
 type releasedData struct {
-	Driver   string `json:"driver,omitempty"`   // it had
-	Override string `json:"override,omitempty"` // it had
+	Driver   string `json:"driver,omitempty"`   // before the release
+	Override string `json:"override,omitempty"` // before the release
 }
 
 func openJournal(dir, boot string) (*journal, error) {
@@ -70,7 +70,7 @@ func (j *journal) has(a pci.Address) bool {
 	return ok
 }
 
-// change replaces the file; if that fails, nothing has changed.
+// change replaces the file. If that fails, nothing has changed.
 func (j *journal) change(f func(*journalData)) error {
 	next := j.data
 	next.Released = maps.Clone(j.data.Released)

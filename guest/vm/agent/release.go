@@ -14,7 +14,7 @@ import (
 	"github.com/gpuctl/gpuctl/passthrough/sysfs"
 )
 
-// Causes why a device is not released or taken up.
+// Errors of a release or its undo.
 var (
 	ErrNoDevice  = errors.New("there is no such PCI device in this VM")
 	ErrNotOurs   = errors.New("not a graphics card or accelerator, nor a part of one")
@@ -25,7 +25,7 @@ var (
 	errStarting = errors.New("a session is being started")
 )
 
-// noDriver is the name of no driver.
+// noDriver is a name that no driver has.
 const noDriver = "gpuctl-released"
 
 const (
@@ -34,10 +34,11 @@ const (
 	settleEvery   = 20 * time.Millisecond
 	undoTimeout   = time.Minute
 	startTimeout  = 20 * time.Second
-	startSettle   = 50 * time.Millisecond // from an application's greeting to its session's folder
+	startSettle   = 50 * time.Millisecond // time between an application's hello and its session's folder
 )
 
-// release lets the kernel's driver go of a function, or changes nothing.
+// release unbinds the driver of a function. If it fails, it changes nothing. Errors may
+// wrap ErrNoDevice, ErrNotOurs, ErrNoHotPlug or ErrInUse.
 func (a *Agent) release(ctx context.Context, at pci.Address) error {
 	a.turn.Lock()
 	defer a.turn.Unlock()
@@ -57,7 +58,7 @@ func (a *Agent) release(ctx context.Context, at pci.Address) error {
 	if err := a.unused(ctx, at); err != nil && !errors.Is(err, errStarting) {
 		return err
 	}
-	// From here on no session begins on it, and no probe opens it.
+	// From now on, no session starts on it, and no probe opens it.
 	a.hold(ctx, at, true)
 	done := false
 	defer func() {
@@ -93,7 +94,7 @@ func (a *Agent) release(ctx context.Context, at pci.Address) error {
 		return nil
 	}
 	if errors.Is(err, sysfs.ErrStuck) {
-		done = true // it stays released: what the kernel is at cannot be undone
+		done = true // it stays released, because nobody knows what the kernel has done
 		return fmt.Errorf("release %s: %w; the driver %s hangs, restart the VM", at, err, f.driver)
 	}
 	uctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), undoTimeout)
@@ -104,7 +105,8 @@ func (a *Agent) release(ctx context.Context, at pci.Address) error {
 	return fmt.Errorf("release %s: %w", at, err)
 }
 
-// takeUp undoes release. A function that is not there is only forgotten.
+// takeUp is the undo of release. If the function does not exist any more, it is only
+// removed from the journal.
 func (a *Agent) takeUp(ctx context.Context, at pci.Address) error {
 	a.turn.Lock()
 	defer a.turn.Unlock()
@@ -122,8 +124,8 @@ func (a *Agent) takeUp(ctx context.Context, at pci.Address) error {
 	return nil
 }
 
-// stayUnused is unused, after what was being started when the device was held
-// has either begun or failed.
+// stayUnused checks that a function is unused, after sessions that were being started
+// have either started or failed.
 func (a *Agent) stayUnused(ctx context.Context, at pci.Address) error {
 	ctx, cancel := context.WithTimeout(ctx, startTimeout)
 	defer cancel()
@@ -139,7 +141,7 @@ func (a *Agent) stayUnused(ctx context.Context, at pci.Address) error {
 	}
 }
 
-// unused fails if a session or a process uses the function.
+// unused returns an error if a session or a process uses the function.
 func (a *Agent) unused(ctx context.Context, at pci.Address) error {
 	sessions, err := a.sessions.List(ctx)
 	if err != nil {
@@ -187,9 +189,9 @@ func runs(s *gpuctlv1.Session) bool {
 	}
 }
 
-// serves reports whether a session's target is this function. A name that the agent
-// gave is right; with another, that of the host's inventory, the runtime tells,
-// and may accuse a function of the same kind.
+// serves reports whether a session's target is this function. A target that the agent has
+// named is compared exactly. A target with a name of the host's inventory is compared by
+// its runtime, which may also match another function of the same kind.
 func serves(t, ours *gpuctlv1.Target, at pci.Address) bool {
 	if strings.HasPrefix(t.GetGpu(), gpuPrefix) {
 		return t.GetGpu() == gpuID(at)
@@ -197,7 +199,7 @@ func serves(t, ours *gpuctlv1.Target, at pci.Address) bool {
 	return ours != nil && sameRuntime(t.GetRuntime(), ours.Runtime)
 }
 
-// letGo has the driver unbound for good.
+// letGo unbinds the driver, and keeps the kernel from binding one again.
 func (a *Agent) letGo(ctx context.Context, at pci.Address) error {
 	if err := a.setAutoprobe(ctx, false); err != nil {
 		return err
@@ -207,7 +209,7 @@ func (a *Agent) letGo(ctx context.Context, at pci.Address) error {
 	}
 	if driver := a.kernel.driver(at); driver != "" {
 		err := a.write(ctx, deviceFile(at, "driver/unbind"), at.String())
-		// It may have gone by itself since it was read.
+		// The driver may have unbound the device by itself.
 		if err != nil && !errors.Is(err, fs.ErrNotExist) && !errors.Is(err, syscall.ENODEV) {
 			return fmt.Errorf("unbind %s: %w", driver, err)
 		}
@@ -216,7 +218,7 @@ func (a *Agent) letGo(ctx context.Context, at pci.Address) error {
 		f, ok := a.kernel.function(at)
 		switch {
 		case !ok:
-			return nil // unplugged already
+			return nil // it was unplugged already
 		case f.driver != "":
 			return fmt.Errorf("%w: %s still has the driver %s", ErrVerify, at, f.driver)
 		case f.override != noDriver:
@@ -231,12 +233,11 @@ func (a *Agent) letGo(ctx context.Context, at pci.Address) error {
 	})
 }
 
-// giveBack lets drivers bind the function again and forgets that it was
-// released, in this order.
+// giveBack lets drivers bind the function again, and then removes it from the journal.
 func (a *Agent) giveBack(ctx context.Context, at pci.Address) error {
 	before := a.journal.data.Released[at.String()]
 	if _, ok := a.kernel.function(at); ok {
-		// What is written may be forgotten: nobody but the agent uses that name.
+		// The journal may have lost the override. Only the agent writes that name.
 		if now := a.kernel.override(at); now == noDriver {
 			if err := a.setOverride(ctx, at, before.Override); err != nil {
 				return err
@@ -256,8 +257,8 @@ func (a *Agent) giveBack(ctx context.Context, at pci.Address) error {
 	return a.journal.change(func(d *journalData) { delete(d.Released, at.String()) })
 }
 
-// probeDriver has the kernel look for a driver. That there is none, or that it
-// refuses the device, is seen later.
+// probeDriver makes the kernel look for a driver. If there is none, or it refuses the
+// device, that is noticed later.
 func (a *Agent) probeDriver(ctx context.Context, at pci.Address) error {
 	err := a.write(ctx, probeFile, at.String())
 	if err != nil && errors.Is(err, sysfs.ErrStuck) {
@@ -269,8 +270,8 @@ func (a *Agent) probeDriver(ctx context.Context, at pci.Address) error {
 	return nil
 }
 
-// seenByKernel remembers what was there while drivers bound by themselves: what
-// has none then is to have none. turn is held.
+// seenByKernel records the functions that exist while drivers still bind automatically.
+// One of them without a driver is to stay without. The caller holds turn.
 func (a *Agent) seenByKernel() {
 	functions, err := a.kernel.functions()
 	if err != nil {
@@ -304,7 +305,7 @@ func (a *Agent) setOverride(ctx context.Context, at pci.Address, driver string) 
 	}
 	data := driver
 	if data == "" {
-		data = "\n" // takes it away
+		data = "\n" // an empty line removes the override
 	}
 	if err := a.write(ctx, deviceFile(at, "driver_override"), data); err != nil {
 		return err
@@ -321,7 +322,7 @@ func (a *Agent) write(ctx context.Context, name, data string) error {
 	return a.kernel.root.Write(ctx, name, data)
 }
 
-// settled waits until check finds no fault, for a while.
+// settled calls check until it returns no error, for a limited time.
 func (a *Agent) settled(ctx context.Context, check func() error) error {
 	ctx, cancel := context.WithTimeout(ctx, settleTimeout)
 	defer cancel()
@@ -338,9 +339,9 @@ func (a *Agent) settled(ctx context.Context, check func() error) error {
 	}
 }
 
-// enforce keeps what is released without a driver, also if it was plugged
-// again, and finds drivers for what was plugged and is not released. turn is
-// held.
+// enforce keeps released functions without a driver, even after they were plugged in
+// again, and finds drivers for new functions that are not released. The caller holds
+// turn.
 func (a *Agent) enforce(ctx context.Context, functions []function) {
 	if len(a.journal.data.Released) == 0 {
 		return

@@ -21,11 +21,11 @@ const (
 	slotsDir   = "sys/bus/pci/slots"
 	probeFile  = "sys/bus/pci/drivers_probe"
 	autoFile   = "sys/bus/pci/drivers_autoprobe"
-	maxModules = 4 << 20 // bytes of a list of modules
-	maxSmall   = 4 << 10 // bytes of a file that is one value or a configuration space
+	maxModules = 4 << 20 // largest list of modules, in bytes
+	maxSmall   = 4 << 10 // largest file with one value or a configuration space, in bytes
 )
 
-// function is one as the kernel shows it.
+// function is a PCI function in the VM.
 type function struct {
 	address  pci.Address
 	id       profile.ID
@@ -34,12 +34,13 @@ type function struct {
 	override string
 }
 
-// display reports whether it is a display controller or an accelerator.
+// display reports whether it is a display controller or an accelerator, by its class.
 func (f *function) display() bool {
 	return (&pci.Device{Class: f.id.Class}).Managed()
 }
 
-// companion reports whether it may be one of the other functions of a graphics card.
+// companion reports whether it may be one of the other functions of a graphics card, such
+// as audio.
 func (f *function) companion() bool {
 	switch f.id.Class >> 8 {
 	case pci.ClassAudio, pci.ClassUSB, pci.ClassSerialOther:
@@ -48,12 +49,13 @@ func (f *function) companion() bool {
 	return false
 }
 
-// kernel reads what sysfs shows.
+// kernel reads sysfs and procfs.
 type kernel struct{ root sysfs.Root }
 
 func deviceFile(a pci.Address, name string) string { return path.Join(devicesDir, a.String(), name) }
 
-// functions are all of the VM, by address. A VM without PCI has none.
+// functions returns all functions of the VM, sorted by address. A VM without PCI has
+// none.
 func (k kernel) functions() ([]function, error) {
 	entries, err := k.root.ReadDir(devicesDir)
 	if errors.Is(err, fs.ErrNotExist) {
@@ -75,7 +77,8 @@ func (k kernel) functions() ([]function, error) {
 	return out, nil
 }
 
-// function is false if there is none, or it vanishes meanwhile.
+// function returns the function at an address. It returns false if there is none, or if
+// it vanishes meanwhile.
 func (k kernel) function(a pci.Address) (function, bool) {
 	f := function{address: a}
 	vendor, ok1 := k.hex(a, "vendor", 16)
@@ -95,7 +98,8 @@ func (k kernel) function(a pci.Address) (function, bool) {
 	return f, true
 }
 
-// serial is the device serial number of PCI Express, as lspci writes it.
+// serial returns the device serial number (PCI Express extended capability), in the form
+// of lspci.
 func (k kernel) serial(a pci.Address) string {
 	n := pci.ParseConfig(k.read(deviceFile(a, "config"))).Serial
 	if n == 0 {
@@ -134,8 +138,8 @@ func (k kernel) autoprobe() (bool, error) {
 	}
 }
 
-// slot is the name of the hot-plug slot that a function is in. Slots that the
-// firmware only names have no file power.
+// slot returns the name of the hot-plug slot of a function. Slots without a file "power"
+// are only named by the firmware.
 func (k kernel) slot(a pci.Address) (string, bool) {
 	want := a.Slot().String()
 	want = want[:strings.IndexByte(want, '.')]
@@ -185,7 +189,7 @@ func (k kernel) hex(a pci.Address, name string, bits int) (uint64, bool) {
 	return n, err == nil
 }
 
-// memory is what the VM has and what programs can still get, in bytes.
+// memory returns the VM's memory, and the part that programs can still get, in bytes.
 func (k kernel) memory() (total, free uint64) {
 	for line := range strings.Lines(string(k.read("proc/meminfo"))) {
 		name, rest, _ := strings.Cut(line, ":")
@@ -203,12 +207,12 @@ func (k kernel) memory() (total, free uint64) {
 	return total, free
 }
 
-// hasDriver reports whether a driver of the kernel's is there or can be loaded.
+// hasDriver reports whether a kernel driver is loaded or can be loaded.
 func (k kernel) hasDriver(name string) bool {
 	if _, err := fs.Stat(k.root, path.Join("sys/bus/pci/drivers", name)); err == nil {
 		return true
 	}
-	// Files of modules are named with either; the kernel takes both for one.
+	// File names of modules may have either character; the kernel treats them as equal.
 	name = strings.ReplaceAll(name, "-", "_")
 	dir := path.Join("lib/modules", k.text("proc/sys/kernel/osrelease"))
 	for _, list := range []string{"modules.dep", "modules.builtin"} {
@@ -230,7 +234,7 @@ func (k kernel) hasDriver(name string) bool {
 	return false
 }
 
-// hasLibrary reports whether a library is where the loader looks for it.
+// hasLibrary reports whether a library is in one of the loader's folders.
 func (k kernel) hasLibrary(name string) bool {
 	if path.IsAbs(name) {
 		_, err := fs.Stat(k.root, strings.TrimPrefix(name, "/"))
@@ -244,7 +248,8 @@ func (k kernel) hasLibrary(name string) bool {
 	return false
 }
 
-// libraryDirs are the loader's usual folders and those of its configuration.
+// libraryDirs returns the default folders of the dynamic loader, and those of its
+// configuration.
 func (k kernel) libraryDirs() []string {
 	dirs := []string{"lib", "usr/lib", "lib64", "usr/lib64", "usr/local/lib"}
 	const more = "etc/ld.so.conf.d"

@@ -25,9 +25,9 @@ const (
 	maxRequest   = 1 << 20 // bytes
 	maxNot       = 256
 	maxServes    = 1024
-	// leastToLoad is from how much free memory on, in bytes, a runtime is loaded
-	// beside the one that runs: a compiler takes a hundred megabytes, and a VM
-	// that has to read its programs from disk again and again stands still.
+	// leastToLoad is how much memory must be free, in bytes, before a runtime is loaded
+	// in addition to the running one. A compiler needs about 100 MB, and a VM without
+	// memory reads its programs from disk again and again.
 	leastToLoad = 256 << 20
 )
 
@@ -174,7 +174,7 @@ func (v service) Expect(ctx context.Context, req *connect.Request[gpuctlv1.Expec
 		return nil, connect.NewError(connect.CodeFailedPrecondition, fmt.Errorf("%d MiB are free in the VM, and a runtime is loaded ahead only where there are %d", free>>20, leastToLoad>>20))
 	}
 	p, _ := v.a.cfg.Profiles.Lookup(id)
-	for _, rt := range p.Runtimes() { // the first that is there is tried first
+	for _, rt := range p.Runtimes() { // use the first runtime that is installed
 		if v.a.kernel.hasLibrary(rt.Library) {
 			if err := v.a.sessions.Warm(ctx, rt); err != nil {
 				return nil, coded(fmt.Errorf("profile %s: %w", p.Name, err))
@@ -196,7 +196,7 @@ func (v service) OpenBulk(ctx context.Context, _ *connect.Request[gpuctlv1.OpenB
 	return connect.NewResponse(&gpuctlv1.OpenBulkResponse{Vchan: path}), nil
 }
 
-// missing says what the VM lacks to use a function; empty: nothing.
+// missing returns what is not installed in the VM to use a function; empty: nothing.
 func (a *Agent) missing(id profile.ID) string {
 	p, ok := a.cfg.Profiles.Lookup(id)
 	switch {
@@ -221,7 +221,7 @@ func wanted(d *device, m *gpuctlv1.AwaitDeviceRequest) bool {
 	return uint32(d.id.Vendor) == m.VendorId && uint32(d.id.Device) == m.DeviceId
 }
 
-// next is closed at the next change.
+// next returns a channel that is closed at the next change.
 func (a *Agent) next() <-chan struct{} {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -236,7 +236,7 @@ func (a *Agent) report() []*gpuctlv1.GuestDevice {
 	return out
 }
 
-// reportOne looks first, so that what was done is seen.
+// reportOne returns a device, after reading it from the kernel.
 func (a *Agent) reportOne(at pci.Address) *gpuctlv1.GuestDevice {
 	if f, ok := a.kernel.function(at); ok {
 		a.turn.Lock()
@@ -247,7 +247,7 @@ func (a *Agent) reportOne(at pci.Address) *gpuctlv1.GuestDevice {
 				return a.describe(&d)
 			}
 		}
-		// Of no class that is looked after, and not released any more.
+		// Its class is not managed, and it is not released any more.
 		return &gpuctlv1.GuestDevice{
 			Address: at.String(), VendorId: uint32(f.id.Vendor), DeviceId: uint32(f.id.Device), SubVendorId: uint32(f.id.SubVendor),
 			SubDeviceId: uint32(f.id.SubDevice), Class: f.id.Class, Driver: f.driver,
@@ -271,7 +271,7 @@ func (a *Agent) describe(d *device) *gpuctlv1.GuestDevice {
 	return g
 }
 
-// coded gives an error the code that its cause calls for.
+// coded adds the Connect code for an error.
 func coded(err error) error {
 	code := connect.CodeInternal
 	switch {

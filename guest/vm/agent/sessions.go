@@ -14,19 +14,20 @@ import (
 	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
 )
 
-// GuestSessions are the sessions of a GuestService.
+// GuestSessions implements Sessions with a GuestService.
 type GuestSessions struct {
 	Client gpuctlv1connect.GuestServiceClient
-	// RunDir is guest/session's. A session that is being started is not listed
-	// yet, but has its folder there.
+	// RunDir is the run folder of guest/session. A session that is being started is not
+	// listed yet, but has a folder there.
 	RunDir string
 }
 
 var _ Sessions = (*GuestSessions)(nil)
 
-// List returns all sessions. One that is being started has no target.
+// List returns all sessions. A session that is being started has no target.
 func (g *GuestSessions) List(ctx context.Context) ([]*gpuctlv1.Session, error) {
-	// The folders first: what is listed by then is no longer being started.
+	// Read the folders first: a session that is listed afterwards is not being started
+	// any more.
 	entries, err := os.ReadDir(filepath.Join(g.RunDir, "sessions"))
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return nil, fmt.Errorf("sessions' folder: %w", err)

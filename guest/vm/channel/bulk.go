@@ -10,9 +10,8 @@ import (
 	"github.com/hashicorp/yamux"
 )
 
-// Over is the host's side of a connection that loses nothing, such as a vchan:
-// a client of what ServeOver serves at the other end. Closing closes the
-// connection.
+// Over returns a client for the server that ServeOver runs at the other end of a reliable
+// connection, such as a vchan. Closing the io.Closer closes the connection.
 func Over(conn net.Conn) (*http.Client, io.Closer, error) {
 	mux, err := hostMux(conn)
 	if err != nil {
@@ -32,8 +31,8 @@ func (c overCloser) Close() error {
 	return c.mux.Close()
 }
 
-// ServeOver answers the host's requests with handler until the connection ends.
-// It closes it.
+// ServeOver answers the host's requests on a reliable connection with handler, until the
+// connection ends. Then it closes it.
 func ServeOver(conn net.Conn, handler http.Handler) error {
 	mux, err := yamux.Server(conn, muxConfig())
 	if err != nil {

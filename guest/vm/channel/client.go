@@ -19,38 +19,38 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// BaseURL is what requests to a guest begin with.
+// BaseURL is the beginning of URLs for requests to a guest.
 const BaseURL = "http://guest"
 
 const (
 	defaultDeadAfter = 20 * time.Second
 	defaultWait      = 10 * time.Second
 	leastRetry       = 20 * time.Millisecond
-	mostRetry        = 500 * time.Millisecond // a VM that has moved waits for no more
+	mostRetry        = 500 * time.Millisecond // short, as a VM that has migrated should not wait longer
 	longEnough       = 5 * time.Second
 	lastWords        = 500 * time.Millisecond
 	maxStreams       = 32
-	maxHeaders       = 64 << 10 // bytes of a response's
+	maxHeaders       = 64 << 10 // bytes of a response's headers
 	maxMessage       = 4 << 20  // bytes of one message
 	lockSuffix       = ".lock"
 )
 
-// ErrBusy says that somebody else uses the channel's socket. A second client
-// of one socket would be accepted and never answered.
+// ErrBusy means that another process uses the channel's socket. A second client of a
+// socket would be accepted and never answered.
 var ErrBusy = errors.New("another process uses this channel")
 
-// State is how a client stands.
+// State is the state of a client.
 type State struct {
 	Up          bool
-	Since       time.Time     // of Up as it is
-	Instance    uint64        // of the guest's agent, while up; another one: it was started anew
-	Connections uint64        // made so far
+	Since       time.Time     // when Up changed last
+	Instance    uint64        // of the guest's agent, while Up; another value: the agent was restarted
+	Connections uint64        // number of connections so far
 	RoundTrip   time.Duration // smoothed; zero: not measured
-	Err         error         // why it is not up
+	Err         error         // why it is not Up
 }
 
-// Client is the host's side of one VM's channel. It connects by itself, and
-// anew whenever the connection is lost.
+// Client is the host's end of a VM's channel. It connects automatically, and again
+// whenever the connection is lost.
 type Client struct {
 	path      string
 	log       *slog.Logger
@@ -60,7 +60,7 @@ type Client struct {
 	http      *http.Client
 	transport *http.Transport
 	cancel    context.CancelFunc
-	over      chan struct{} // run has returned
+	over      chan struct{} // closed when run has returned
 
 	mu      sync.Mutex
 	state   State
@@ -70,7 +70,7 @@ type Client struct {
 	closed  bool
 }
 
-// Option changes how a client or a server behaves.
+// Option is an option of a client or a server.
 type Option func(*options)
 
 type options struct {
@@ -89,29 +89,29 @@ func gather(opts []Option) options {
 	return o
 }
 
-// WithLogger says where connections and their ends are told.
+// WithLogger sets the log for connections and their ends.
 func WithLogger(l *slog.Logger) Option { return func(o *options) { o.log = l } }
 
-// WithDeadAfter is how long the other side may be silent before the connection
-// is given up: 20 s if not said. A guest waits three times as long.
+// WithDeadAfter sets after which silence of the other side the connection is closed;
+// default 20 s. A guest waits three times as long.
 func WithDeadAfter(d time.Duration) Option { return func(o *options) { o.deadAfter = d } }
 
-// WithWait is how long a request waits for a connection, 10 s if not said.
-// Then it fails with ErrDown.
+// WithWait sets how long a request waits for a connection; default 10 s. Then it fails
+// with ErrDown.
 func WithWait(d time.Duration) Option { return func(o *options) { o.wait = d } }
 
-// WithHangUp has f called when the channel's port hung up under the guest: its
-// VM was migrated, or, with virtio-serial, the host let go.
+// WithHangUp makes the server call f when the channel's port hangs up: the VM was
+// migrated or, with virtio-serial, the host has disconnected.
 func WithHangUp(f func()) Option { return func(o *options) { o.hangUp = f } }
 
-// WithLocks is a folder of this process's user alone for the file that says who
-// has the channel. If not said, it is beside the socket, where the process of
-// the VM may have the right to write.
+// WithLocks sets the folder for the lock file of a channel. Only this process's user may
+// write to it. By default the lock file is beside the socket, where the VM's process may
+// have the right to write.
 func WithLocks(dir string) Option { return func(o *options) { o.locks = dir } }
 
-// Open takes a channel's socket for this process and keeps trying to connect
-// from then on. ErrBusy if somebody else has it. The socket need not be there
-// yet, its folder must if WithLocks does not name one.
+// Open locks a channel's socket for this process, and begins to connect. The error wraps
+// ErrBusy if another process has locked it. The socket need not exist yet. Without
+// WithLocks, its folder must exist.
 func Open(path string, opts ...Option) (*Client, error) {
 	o := gather(opts)
 	named := path + lockSuffix
@@ -134,7 +134,7 @@ func Open(path string, opts ...Option) (*Client, error) {
 	return c, nil
 }
 
-// newTransport sends requests over streams of a guest.
+// newTransport returns a transport that sends each request over a stream to a guest.
 func newTransport(stream func(context.Context) (net.Conn, error)) *http.Transport {
 	return &http.Transport{
 		DialContext:            func(ctx context.Context, _, _ string) (net.Conn, error) { return stream(ctx) },
@@ -150,12 +150,12 @@ func newHTTP(t *http.Transport) *http.Client {
 	return &http.Client{
 		Transport: t,
 		CheckRedirect: func(*http.Request, []*http.Request) error {
-			return http.ErrUseLastResponse // a guest leads nobody anywhere
+			return http.ErrUseLastResponse // a guest must not redirect requests
 		},
 	}
 }
 
-// Dial is Open, and waits for the first connection until ctx ends.
+// Dial does the same as Open, and waits for the first connection until ctx ends.
 func Dial(ctx context.Context, path string, opts ...Option) (*Client, error) {
 	c, err := Open(path, opts...)
 	if err != nil {
@@ -168,18 +168,18 @@ func Dial(ctx context.Context, path string, opts ...Option) (*Client, error) {
 	return c, nil
 }
 
-// HTTP is a client that reaches the guest whatever the URL's host; BaseURL
-// will do. It is usable while there is no connection, see WithWait.
+// HTTP returns a client for requests to the guest. The host in the URL is ignored, so
+// BaseURL can be used. It may be used while there is no connection; see WithWait.
 func (c *Client) HTTP() *http.Client { return c.http }
 
-// ConnectOptions bound what a guest's answers may be.
+// ConnectOptions limit what a guest may answer.
 func ConnectOptions() []connect.ClientOption {
-	// Nothing compressed either: a few bytes of a guest's could keep this host busy
-	// for long, and a channel has little to gain.
+	// No compression: a few compressed bytes of a guest could keep this host busy for
+	// long, and compression is of little use on a channel.
 	return []connect.ClientOption{connect.WithReadMaxBytes(maxMessage), connect.WithAcceptCompression("gzip", nil, nil)}
 }
 
-// State says how the client stands.
+// State returns the state of the client.
 func (c *Client) State() State {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -192,8 +192,8 @@ func (c *Client) State() State {
 	return s
 }
 
-// Wait returns when there is a connection. If ctx ends before, the error wraps
-// ErrDown and says what was tried.
+// Wait waits for a connection. If ctx ends before, the error wraps ErrDown and contains
+// why the last attempt failed.
 func (c *Client) Wait(ctx context.Context) (State, error) {
 	for {
 		c.mu.Lock()
@@ -218,7 +218,7 @@ func (c *Client) Wait(ctx context.Context) (State, error) {
 	}
 }
 
-// Close ends the connection and gives the socket back.
+// Close closes the connection and unlocks the socket.
 func (c *Client) Close() error {
 	c.mu.Lock()
 	c.closed = true
@@ -230,7 +230,7 @@ func (c *Client) Close() error {
 	return nil
 }
 
-// stream opens one to the guest.
+// stream opens a stream to the guest.
 func (c *Client) stream(ctx context.Context) (net.Conn, error) {
 	ctx, cancel := context.WithTimeout(ctx, c.wait)
 	defer cancel()
@@ -267,7 +267,7 @@ func (c *Client) run(ctx context.Context) {
 		}
 		if wasUp {
 			c.log.Info("connection to the guest lost", "err", err)
-			// A guest that ends each one at once must not keep the host busy.
+			// If a guest ends each connection at once, wait longer between attempts.
 			if time.Since(began) > longEnough {
 				retry = leastRetry
 			}
@@ -298,7 +298,7 @@ func (c *Client) set(l *link, mux *yamux.Session, err error) {
 	}
 }
 
-// connect makes one connection and returns why it is over.
+// connect makes one connection, and returns why it has ended.
 func (c *Client) connect(ctx context.Context) error {
 	dctx, cancel := context.WithTimeout(ctx, c.wait)
 	var d net.Dialer
@@ -351,7 +351,7 @@ func (c *Client) connect(ctx context.Context) error {
 	return err
 }
 
-// watchSilence ends a link whose other side says nothing, after asking it to.
+// watchSilence ends a link if the other side sends nothing, even after it was asked to.
 func watchSilence(l *link, dead time.Duration) {
 	t := time.NewTicker(max(dead/8, time.Millisecond))
 	defer t.Stop()
@@ -371,7 +371,7 @@ func watchSilence(l *link, dead time.Duration) {
 	}
 }
 
-// takeLock takes a file that its holder removes.
+// takeLock locks a lock file. The process that has locked it removes it at the end.
 func takeLock(path string) (*os.File, error) {
 	for {
 		f, err := os.OpenFile(path, os.O_CREATE|os.O_RDWR|unix.O_NOFOLLOW, 0o600)
@@ -390,7 +390,7 @@ func takeLock(path string) (*os.File, error) {
 		if err1 == nil && err2 == nil && os.SameFile(ours, named) {
 			return f, nil
 		}
-		_ = f.Close() // its holder has just removed it
+		_ = f.Close() // the other process has just removed it
 		if err2 != nil && !errors.Is(err2, fs.ErrNotExist) {
 			return nil, err2
 		}

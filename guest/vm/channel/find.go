@@ -16,32 +16,32 @@ import (
 	"github.com/gpuctl/gpuctl/internal/xenstore"
 )
 
-// Name is the channel's name in a domain's XML.
+// Name is the channel's name in the domain's XML.
 const Name = "org.gpuctl.guest.0"
 
-// maxPorts is how many consoles a VM may have.
+// maxPorts is the most consoles of a VM that are searched.
 const maxPorts = 64
 
-// ErrNoPort says that the VM has no channel of that name.
+// ErrNoPort means that the VM has no channel with that name.
 var ErrNoPort = errors.New("this VM has no such channel")
 
-// Store is what is needed of xenstore.
+// Store is the part of xenstore that is needed.
 type Store interface {
 	List(ctx context.Context, path string) ([]string, error)
 	Read(ctx context.Context, path string) (string, error)
 	Close() error
 }
 
-// Port is a channel as the guest sees it.
+// Port finds the guest's end of a channel.
 type Port struct {
-	Root string // the machine's files: /
-	Name string // empty: Name
-	// Xenstore connects to the store through a device; nil: internal/xenstore.
+	Root string // root folder of the system: /
+	Name string // name of the channel; empty: Name
+	// Xenstore connects to xenstore through a device file; nil: internal/xenstore.
 	Xenstore func(ctx context.Context, device string) (Store, error)
 }
 
-// Find returns the channel's device file: a virtio-serial port of that name,
-// or the console whose name xenstore knows. ErrNoPort if there is none.
+// Find returns the channel's device file: a virtio-serial port with that name, or the
+// console that has the name in xenstore. The error wraps ErrNoPort if there is none.
 func (p Port) Find(ctx context.Context) (string, error) {
 	name := p.Name
 	if name == "" {
@@ -89,8 +89,9 @@ func (p Port) findConsole(ctx context.Context, name string) (string, error) {
 	return "", fmt.Errorf("%w: %s", ErrNoPort, name)
 }
 
-// Open finds and opens the channel. A terminal is in raw mode then; that ends
-// with its hang-up, as when the VM is migrated, so it has to be opened anew.
+// Open finds and opens the channel. It switches a terminal to raw mode. That mode ends
+// when the terminal hangs up, as after a migration of the VM, so it must be opened again
+// then.
 func (p Port) Open(ctx context.Context) (io.ReadWriteCloser, error) {
 	path, err := p.Find(ctx)
 	if err != nil {
@@ -106,7 +107,7 @@ func openRaw(path string) (*os.File, error) {
 	}
 	t, err := unix.IoctlGetTermios(fd, unix.TCGETS)
 	if err == nil {
-		// As cfmakeraw(3), without flow control by characters or lines.
+		// The flags of cfmakeraw(3), and no flow control.
 		t.Iflag &^= unix.IGNBRK | unix.BRKINT | unix.PARMRK | unix.ISTRIP | unix.INLCR | unix.IGNCR | unix.ICRNL | unix.IXON | unix.IXOFF
 		t.Oflag &^= unix.OPOST
 		t.Lflag &^= unix.ECHO | unix.ECHONL | unix.ICANON | unix.ISIG | unix.IEXTEN
@@ -114,7 +115,7 @@ func openRaw(path string) (*os.File, error) {
 		t.Cc[unix.VMIN], t.Cc[unix.VTIME] = 1, 0
 		err = unix.IoctlSetTermios(fd, unix.TCSETS, t)
 	} else if errors.Is(err, unix.ENOTTY) || errors.Is(err, unix.EINVAL) {
-		err = nil // a virtio-serial port
+		err = nil // a virtio-serial port is not a terminal
 	}
 	if err != nil {
 		unix.Close(fd)

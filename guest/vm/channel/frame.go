@@ -6,11 +6,11 @@ import (
 	"hash/crc32"
 )
 
-// A frame is, big-endian:
+// The format of a frame, big-endian:
 //
-//	 0  magic, 4 bytes, of which the last is the version
+//	 0  magic, 4 bytes; the last one is the version
 //	 4  kind, 1 byte
-//	 5  direction, 1 byte: whoever reads its own frames hears an echo
+//	 5  direction, 1 byte: an end that reads its own frames reads an echo
 //	 6  length of the payload, 2 bytes
 //	 8  connection, 8 bytes
 //	16  sequence number, 4 bytes
@@ -26,27 +26,27 @@ const (
 
 const magic = "\xc7gc\x01"
 
-// checksum goes on from that of what is before b. Processors have an
-// instruction for this polynomial.
+// checksum continues the CRC-32C of the bytes before b. Processors have an instruction
+// for it.
 func checksum(before uint32, b []byte) uint32 {
 	return crc32.Update(before, crc32.MakeTable(crc32.Castagnoli), b)
 }
 
-// kind is what a frame is for.
+// kind is the purpose of a frame.
 type kind uint8
 
 const (
-	kindOpen   kind = 1 + iota // host: begin a connection
-	kindOpened                 // guest: its answer, with the guest's instance as payload
+	kindOpen   kind = 1 + iota // host: open a connection
+	kindOpened                 // guest: answer to kindOpen; the payload is the guest's instance
 	kindData                   // numbered payload
-	kindAck                    // what has arrived, and nothing else
-	kindNak                    // the same, and something after it was lost
-	kindAlive                  // host: please acknowledge
-	kindClose                  // the connection is over
+	kindAck                    // acknowledges what has arrived
+	kindNak                    // the same, and reports that something after it was lost
+	kindAlive                  // host: asks for an acknowledgement
+	kindClose                  // closes the connection
 	kindLast   = kindClose
 )
 
-// direction is who sent a frame.
+// direction is the sender of a frame.
 type direction uint8
 
 const (
@@ -70,7 +70,8 @@ type frame struct {
 	payload []byte
 }
 
-// appendTo appends the frame's bytes. The payload is not longer than maxPayload.
+// appendTo appends the encoded frame to b. The payload must not be longer than
+// maxPayload.
 func (f *frame) appendTo(b []byte) []byte {
 	at := len(b)
 	b = append(b, magic...)
@@ -85,19 +86,19 @@ func (f *frame) appendTo(b []byte) []byte {
 	return append(b, f.payload...)
 }
 
-// padding goes before the first frame of a connection: if half a frame of
-// somebody else is before it, the padding and not the frame is taken for the
-// other half.
+// padding is sent before the first frame of a connection. If another client has sent half
+// a frame before, the decoder takes the padding for its other half, and not the first
+// frame.
 func padding() []byte { return make([]byte, maxFrame) }
 
-// decoder finds frames in bytes of any kind. It keeps less than one frame.
+// decoder finds frames in any bytes. It buffers less than one frame.
 type decoder struct {
 	buf     []byte
-	skipped uint64 // bytes that were in no frame
+	skipped uint64 // bytes that belonged to no frame
 }
 
-// feed takes the next bytes in and yields the frames that are complete. A
-// frame's payload is valid until yield returns.
+// feed decodes the next bytes and yields complete frames. A frame's payload is valid
+// until yield returns.
 func (d *decoder) feed(p []byte, yield func(frame)) {
 	d.buf = append(d.buf, p...)
 	at := 0
@@ -111,7 +112,7 @@ func (d *decoder) feed(p []byte, yield func(frame)) {
 	d.buf = append(d.buf[:0], d.buf[at:]...)
 }
 
-// next is how many bytes it is done with; none if it needs more.
+// next returns how many bytes it has processed; 0: it needs more bytes.
 func (d *decoder) next(b []byte, yield func(frame)) int {
 	start := bytes.IndexByte(b, magic[0])
 	if start < 0 {
@@ -142,7 +143,7 @@ func (d *decoder) next(b []byte, yield func(frame)) int {
 	f.payload = b[headerSize : headerSize+length]
 	sum := binary.BigEndian.Uint32(b[24:])
 	if checksum(sum, f.payload) != binary.BigEndian.Uint32(b[28:]) {
-		d.skipped++ // what looks like its payload may hold whole frames
+		d.skipped++ // its supposed payload may contain valid frames
 		return 1
 	}
 	yield(f)

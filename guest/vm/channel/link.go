@@ -10,25 +10,25 @@ import (
 )
 
 const (
-	// window is how many segments are under way at most: 32 KiB are half a
-	// second at 70 KB/s, and several round trips at 600.
+	// window is the largest number of segments in transit: 32 KiB take half a second at
+	// 70 KB/s, and are several round trips at 600 KB/s.
 	window    = 16
-	maxUnread = 2 * window * maxPayload // bytes that arrived and nobody read
+	maxUnread = 2 * window * maxPayload // most bytes that have arrived and were not read
 
 	firstRTO   = time.Second
 	leastRTO   = 300 * time.Millisecond
 	mostRTO    = 5 * time.Second
 	nakEvery   = 100 * time.Millisecond
-	openEvery  = 100 * time.Millisecond // doubled every time
+	openEvery  = 100 * time.Millisecond // doubled for each attempt
 	openSeldom = 500 * time.Millisecond
-	perFill    = 2 * maxFrame // bytes that one fill makes, about
+	perFill    = 2 * maxFrame // approximate number of bytes that one call of fill makes
 )
 
 var (
-	// ErrDown says that there is no connection to the guest: its agent does
-	// not run, or the guest does not answer.
+	// ErrDown means that there is no connection to the guest: its agent does not run, or
+	// does not answer.
 	ErrDown = errors.New("the guest does not answer on its channel")
-	// ErrClosed says that the client was closed.
+	// ErrClosed means that the client was closed.
 	ErrClosed = errors.New("channel is closed")
 
 	errReplaced  = errors.New("a newer connection took its place")
@@ -36,42 +36,42 @@ var (
 	errHungUp    = errors.New("the other side hung up")
 )
 
-// segment is a piece of the stream that was not acknowledged yet.
+// segment is a part of the stream that is not acknowledged yet.
 type segment struct {
 	data  []byte
 	sent  time.Time
 	tries int
 }
 
-// link is one end of a connection: a reliable stream made of frames. It has no
-// goroutines: whoever reads the port calls handle, whoever writes it fill.
+// link is one end of a connection: a reliable stream over frames. It has no goroutines.
+// The reader of the port calls handle, the writer calls fill.
 type link struct {
 	conn uint64
 	from direction
-	wake func() // something may have to be sent
+	wake func() // called when something may have to be sent
 	done chan struct{}
 
 	mu   sync.Mutex
-	cond sync.Cond // of readers and writers of the stream
-	err  error     // why it is over
+	cond sync.Cond // signals readers and writers of the stream
+	err  error     // why the link has ended
 
 	opened    bool
-	instance  uint64 // the guest's; it sends it, the host learns it
+	instance  uint64 // the guest's instance: sent by the guest, received by the host
 	openDue   time.Time
 	openWait  time.Duration
 	padded    bool
-	answerDue bool // guest: kindOpened
+	answerDue bool // guest: kindOpened must be sent
 	closeDue  bool
 	aliveDue  bool
 	ackDue    bool
 	nakDue    bool
 	nakSent   time.Time
 
-	queue    []segment // unacknowledged, the oldest first
-	una      uint32    // number of the oldest
-	next     int       // of queue, to be sent
-	high     uint32    // the number after the highest that was sent
-	timer    time.Time // when the oldest is sent again
+	queue    []segment // unacknowledged segments, oldest first
+	una      uint32    // number of the oldest segment
+	next     int       // index in queue of the next one to send
+	high     uint32    // the number after the highest one that was sent
+	timer    time.Time // when the oldest segment is sent again
 	wentBack time.Time
 	srtt     time.Duration
 	rttvar   time.Duration
@@ -79,10 +79,10 @@ type link struct {
 
 	expect  uint32
 	in      []byte
-	dropped bool // there was no room
+	dropped bool // a segment was dropped because there was no room
 
-	heard time.Time // when a frame came last
-	again uint64    // segments sent more than once
+	heard time.Time // when the last frame arrived
+	again uint64    // number of segments that were sent again
 }
 
 func newLink(conn uint64, from direction, instance uint64, wake func()) *link {
@@ -98,7 +98,7 @@ func newLink(conn uint64, from direction, instance uint64, wake func()) *link {
 	return l
 }
 
-// fail ends the link; the first reason counts.
+// fail ends the link. The first error is kept.
 func (l *link) fail(err error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -120,14 +120,14 @@ func (l *link) reason() error {
 	return l.err
 }
 
-// silence is how long nothing was heard.
+// silence returns the time since the last frame.
 func (l *link) silence(now time.Time) time.Duration {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	return now.Sub(l.heard)
 }
 
-// probe asks the other side for a sign of life.
+// probe asks the other side for an acknowledgement.
 func (l *link) probe() {
 	l.mu.Lock()
 	l.aliveDue = true
@@ -158,7 +158,7 @@ func (l *link) Read(p []byte) (int, error) {
 	return n, nil
 }
 
-// Write implements io.Writer. It waits while too much is under way.
+// Write implements io.Writer. It waits while too much data is in transit.
 func (l *link) Write(p []byte) (int, error) {
 	n := 0
 	for len(p) > 0 {
@@ -185,7 +185,8 @@ func (l *link) Write(p []byte) (int, error) {
 	return n, nil
 }
 
-// room is what the last segment can still take: one that was sent is closed.
+// room returns how many bytes fit into the last segment. A segment that was sent is not
+// extended.
 func (l *link) room() int {
 	i := len(l.queue) - 1
 	if i < 0 || l.queue[i].tries > 0 {
@@ -194,7 +195,7 @@ func (l *link) room() int {
 	return maxPayload - len(l.queue[i].data)
 }
 
-// Close ends the connection and lets the other side know, as far as it listens.
+// Close ends the connection, and sends that to the other side once.
 func (l *link) Close() error {
 	l.mu.Lock()
 	if l.err == nil {
@@ -206,8 +207,8 @@ func (l *link) Close() error {
 	return nil
 }
 
-// fill appends what is to be sent now. If it is nothing, fill wants to be
-// called again at the time it returns, zero: when woken.
+// fill appends to b what is to be sent now. If nothing was appended, fill must be called
+// again at the returned time; zero: when woken.
 func (l *link) fill(now time.Time, b []byte) ([]byte, time.Time) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -284,7 +285,7 @@ func (l *link) frame(b []byte, k kind, payload []byte) []byte {
 	return f.appendTo(b)
 }
 
-// handle takes in a frame of this connection from the other side.
+// handle processes a frame that the other side has sent on this connection.
 func (l *link) handle(now time.Time, f *frame) {
 	l.mu.Lock()
 	l.heard = now
@@ -337,10 +338,10 @@ func (l *link) handleOpened(f *frame) {
 	}
 }
 
-// arrived takes in a numbered segment.
+// arrived processes a numbered segment.
 func (l *link) arrived(now time.Time, f *frame) {
 	switch ahead := int32(f.seq - l.expect); {
-	case ahead < 0: // again: what we said of it was lost
+	case ahead < 0: // it was sent again, because the acknowledgement was lost
 		l.ackDue = true
 	case ahead > 0:
 		if now.Sub(l.nakSent) >= nakEvery {
@@ -356,11 +357,11 @@ func (l *link) arrived(now time.Time, f *frame) {
 	}
 }
 
-// acknowledged takes in that everything before ack has arrived.
+// acknowledged processes the acknowledgement of everything before ack.
 func (l *link) acknowledged(now time.Time, ack uint32, lost bool) {
 	n := int(int32(ack - l.una))
 	if n < 0 || n > int(int32(l.high-l.una)) {
-		return // old, or of what was never sent
+		return // it is old, or of something that was never sent
 	}
 	if n > 0 {
 		if s := l.queue[n-1]; s.tries == 1 {
@@ -378,7 +379,7 @@ func (l *link) acknowledged(now time.Time, ack uint32, lost bool) {
 	}
 }
 
-// measured follows RFC 6298.
+// measured updates the retransmission time-out as in RFC 6298.
 func (l *link) measured(rtt time.Duration) {
 	if l.srtt == 0 {
 		l.srtt, l.rttvar = rtt, rtt/2
@@ -389,7 +390,7 @@ func (l *link) measured(rtt time.Duration) {
 	l.rto = min(max(l.srtt+4*l.rttvar, leastRTO), mostRTO)
 }
 
-// waitOpened returns when the other side has answered, or with why it will not.
+// waitOpened returns nil when the other side has answered, or why it will not.
 func (l *link) waitOpened() error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -399,14 +400,14 @@ func (l *link) waitOpened() error {
 	return l.err
 }
 
-// port is one end of a channel with the goroutines that move its bytes.
+// port is one end of a channel, with the goroutines that move its bytes.
 type port struct {
 	rw   io.ReadWriteCloser
 	wake chan struct{}
 
 	mu    sync.Mutex
 	link  *link
-	stray map[uint64]bool // connections that the other side believes in
+	stray map[uint64]bool // unknown connections that the other side still uses
 }
 
 const maxStray = 8
@@ -428,7 +429,7 @@ func (p *port) current() *link {
 	return p.link
 }
 
-// use makes l the port's link and returns the former one.
+// use sets the port's link and returns the former one.
 func (p *port) use(l *link) *link {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -438,7 +439,7 @@ func (p *port) use(l *link) *link {
 	return before
 }
 
-// disown tells the other side that there is no such connection.
+// disown sends to the other side that it does not know the connection.
 func (p *port) disown(conn uint64) {
 	p.mu.Lock()
 	if len(p.stray) < maxStray {
@@ -448,8 +449,8 @@ func (p *port) disown(conn uint64) {
 	p.poke()
 }
 
-// read decodes what comes until the port fails. The frames it yields are the
-// other side's.
+// read decodes incoming bytes until the port fails. It yields only the frames of the
+// other side, not echoes.
 func (p *port) read(own direction, yield func(*frame)) error {
 	var d decoder
 	buf := make([]byte, 4<<10)
@@ -469,8 +470,8 @@ func (p *port) read(own direction, yield func(*frame)) error {
 	}
 }
 
-// write sends what its link has to say until the port fails or done is closed;
-// a link that was closed says that too.
+// write sends the link's frames until the port fails or done is closed. When the link is
+// closed, it sends that, too.
 func (p *port) write(own direction, done <-chan struct{}) error {
 	buf := make([]byte, 0, perFill+3*maxFrame)
 	timer := time.NewTimer(time.Hour)
@@ -498,7 +499,7 @@ func (p *port) write(own direction, done <-chan struct{}) error {
 		case <-done:
 			if l := p.current(); l != nil {
 				if buf, _ = l.fill(time.Now(), buf); len(buf) > 0 {
-					_, _ = p.rw.Write(buf) // that it was closed
+					_, _ = p.rw.Write(buf) // the last frame says that the link is closed
 				}
 			}
 			return nil

@@ -12,23 +12,23 @@ import (
 )
 
 const (
-	backlog = 64 // streams that were not accepted yet
-	// muxTimeout is for what waits behind other streams. The link has its own
-	// for a guest that is silent.
+	backlog = 64 // most streams that are not accepted yet
+	// muxTimeout limits how long a write waits for other streams. A guest that sends
+	// nothing is detected by the link.
 	muxTimeout  = time.Minute
 	streamClose = 30 * time.Second
-	writeAtOnce = 8 << 10 // bytes of one stream before others have their turn
+	writeAtOnce = 8 << 10 // bytes of one stream before other streams get their turn
 
 	muxHeader = 12
-	muxData   = 0 // types of yamux's frames
+	muxData   = 0 // types of yamux frames
 	muxPing   = 2
 	muxSYN    = 1 // flag of a frame that opens a stream
 )
 
 var errOpens = errors.New("the guest opens a stream, which is the host's to do")
 
-// discard is a yamux.Logger: what matters is in the errors, and what a guest
-// makes yamux say must not fill the host's log.
+// discard is a yamux.Logger that logs nothing. Errors contain what is important, and a
+// guest must not fill the host's log.
 type discard struct{}
 
 func (discard) Print(...any)          {}
@@ -38,7 +38,7 @@ func (discard) Println(...any)        {}
 func muxConfig() *yamux.Config {
 	c := yamux.DefaultConfig()
 	c.AcceptBacklog = backlog
-	c.EnableKeepAlive = false // the link's
+	c.EnableKeepAlive = false // the link has its own
 	c.ConnectionWriteTimeout = muxTimeout
 	c.StreamOpenTimeout = muxTimeout
 	c.StreamCloseTimeout = streamClose
@@ -46,7 +46,7 @@ func muxConfig() *yamux.Config {
 	return c
 }
 
-// hostMux is the host's end of the streams: the guest opens none.
+// hostMux returns the host's end of the streams. The guest must not open streams.
 func hostMux(l io.ReadWriteCloser) (*yamux.Session, error) {
 	s, err := yamux.Client(struct {
 		io.Reader
@@ -62,14 +62,14 @@ func hostMux(l io.ReadWriteCloser) (*yamux.Session, error) {
 	return s, nil
 }
 
-// sieve takes from yamux's frames what a guest has no business to send. For a
-// ping yamux starts a goroutine, and a guest could send them without end; for
-// a stream that the guest opens, it waits until it can say no.
+// sieve refuses yamux frames that a guest must not send. For each ping, yamux starts a
+// goroutine, and a guest could send pings without end. For a stream that the guest opens,
+// yamux waits until it can reject it.
 type sieve struct {
 	r    io.Reader
-	left uint32 // bytes of a frame's payload
+	left uint32 // remaining bytes of a frame's payload
 	hdr  [muxHeader]byte
-	head []byte // of hdr, to be read
+	head []byte // part of hdr that is still to be read
 }
 
 func (p *sieve) Read(b []byte) (int, error) {
@@ -98,7 +98,7 @@ func (p *sieve) Read(b []byte) (int, error) {
 	return n, err
 }
 
-// fair is a stream whose writes let others have their turn.
+// fair is a stream that writes in small parts, so that other streams get their turn.
 type fair struct{ net.Conn }
 
 func (c fair) Write(b []byte) (int, error) {
@@ -112,7 +112,7 @@ func (c fair) Write(b []byte) (int, error) {
 	}
 }
 
-// fairListener is a yamux session as a listener of such streams.
+// fairListener is a yamux session as a listener for fair streams.
 type fairListener struct{ *yamux.Session }
 
 func (l fairListener) Accept() (net.Conn, error) {
@@ -123,11 +123,11 @@ func (l fairListener) Accept() (net.Conn, error) {
 	return fair{c}, nil
 }
 
-// number is one at random that is not zero.
+// number returns a random number that is not zero.
 func number() uint64 {
 	var b [8]byte
 	for {
-		_, _ = rand.Read(b[:]) // never fails
+		_, _ = rand.Read(b[:]) // crypto/rand never fails
 		if n := binary.BigEndian.Uint64(b[:]); n != 0 {
 			return n
 		}

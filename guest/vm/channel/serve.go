@@ -15,16 +15,16 @@ import (
 
 const (
 	headerTimeout = 30 * time.Second
-	// guestPatience is how much longer than the host a guest waits: who it
-	// gives up too early has to connect anew.
+	// guestPatience is how many times longer than the host a guest waits. If the guest
+	// closes too early, the host must connect again.
 	guestPatience = 3
-	mostReopen    = 5 * time.Second // to look for a port that is not there
+	mostReopen    = 5 * time.Second // longest interval of looking for a port that does not exist
 )
 
-// Serve answers the host's requests with handler until ctx ends, which is no
-// error. open opens the channel's port, as Port.Open does; it is called again
-// whenever the port fails or hangs up, as it does when the VM was migrated.
-// Closing the port must end reads and writes of it.
+// Serve answers the host's requests with handler until ctx ends; then it returns nil.
+// open opens the channel's port, as Port.Open does. It is called again whenever the port
+// fails or hangs up, as it does when the VM was migrated. Closing the port must end its
+// reads and writes.
 func Serve(ctx context.Context, open func(context.Context) (io.ReadWriteCloser, error), handler http.Handler, opts ...Option) error {
 	o := gather(opts)
 	s := &server{
@@ -66,7 +66,7 @@ type server struct {
 	wg        sync.WaitGroup
 }
 
-// port serves one opened port and returns why it ended.
+// port serves one open port, and returns why it has ended.
 func (s *server) port(ctx context.Context, rw io.ReadWriteCloser) error {
 	p := newPort(rw)
 	quiet, wrote := make(chan struct{}), make(chan struct{})
@@ -112,7 +112,8 @@ func (s *server) frame(p *port, f *frame) {
 	case l != nil && l.conn == f.conn && l.reason() == nil:
 		l.handle(time.Now(), f)
 	case l != nil && l.conn == f.conn && f.kind == kindOpen:
-		// Once ended it does not begin again: the host takes a new number.
+		// A connection that has ended cannot begin again: the host must choose a new
+		// number.
 		p.disown(f.conn)
 	case f.kind == kindOpen:
 		if err := s.begin(p, f.conn); err != nil {
@@ -123,7 +124,7 @@ func (s *server) frame(p *port, f *frame) {
 	}
 }
 
-// begin starts a connection in the place of the former one.
+// begin starts a connection, and ends the former one.
 func (s *server) begin(p *port, conn uint64) error {
 	l := newLink(conn, fromGuest, s.instance, p.poke)
 	mux, err := yamux.Server(l, muxConfig())

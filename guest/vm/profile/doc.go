@@ -1,7 +1,7 @@
-// Package profile says which OpenCL runtime serves a PCI device, and with what
-// environment. What it knows comes with the program, in two files: the vendors'
-// GPUs, and emulated devices, which only who asks for them gets. An operator's
-// folder adds to it and overrides it.
+// Package profile defines which OpenCL runtime is used for a PCI device, and with which
+// environment. The program contains two files of profiles: vendors' GPUs, and emulated
+// devices, which are used only on request. Files in an operator's folder add to them and
+// override them.
 //
-// Whether the runtime is installed and works is for a probe to say.
+// Whether the runtime is installed and works is found out by a probe.
 package profile

@@ -19,10 +19,10 @@ import (
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 )
 
-// Version is the only version of the files that there is.
+// Version is the only version of the file format.
 const Version = 1
 
-// Largest files and lists that are read.
+// Limits for the files and lists that are read.
 const (
 	maxFile     = 1 << 20
 	maxProfiles = 1000
@@ -43,7 +43,8 @@ type ID struct {
 	Class                                uint32 // 24 bits
 }
 
-// managed reports whether the function is a display controller or an accelerator.
+// managed reports whether the function is a display controller or an accelerator, by its
+// class.
 func (id ID) managed() bool {
 	base := id.Class >> 16
 	return base == 0x03 || base == 0x12
@@ -54,23 +55,23 @@ type How string
 
 // Ways of finding a device.
 const (
-	ByAddress How = "pci"   // the runtime says the PCI address
-	ByOrder   How = "order" // of the addresses of functions of the same profile
+	ByAddress How = "pci"   // by the PCI address that the runtime reports
+	ByOrder   How = "order" // by the order of the addresses of functions with the same profile
 	ByNumber  How = "number"
 )
 
-// Profile is what serves a device.
+// Profile describes the runtimes for a device.
 type Profile struct {
 	Name      string
-	Model     string   // empty: as the runtime calls it
-	Drivers   []string // of the kernel, one of which must be bound; none: it does not matter
-	Libraries []string // to be tried in this order
+	Model     string   // empty: the name that the runtime reports
+	Drivers   []string // kernel drivers, one of which must be bound; empty: any or none
+	Libraries []string // in the order in which they are tried
 	Env       map[string]string
 	How       How
-	Number    uint32 // with ByNumber
+	Number    uint32 // used with ByNumber
 }
 
-// Runtimes are the runtimes to try, in this order.
+// Runtimes returns the runtimes in the order in which they are tried.
 func (p *Profile) Runtimes() []*gpuctlv1.Runtime {
 	var out []*gpuctlv1.Runtime
 	for _, lib := range p.Libraries {
@@ -83,15 +84,15 @@ func (p *Profile) Runtimes() []*gpuctlv1.Runtime {
 	return out
 }
 
-// Binds reports whether a function with this kernel driver can be served.
+// Binds reports whether a function that is bound to this kernel driver can be used.
 func (p *Profile) Binds(driver string) bool {
 	return len(p.Drivers) == 0 || slices.Contains(p.Drivers, driver)
 }
 
-// Set is all profiles.
+// Set is a set of profiles.
 type Set struct{ rules []rule }
 
-// rule is one pattern. Later rules win among those that say as much.
+// rule is one pattern. Of equally specific rules, the last one wins.
 type rule struct {
 	vendor, device       uint16
 	anyDevice            bool
@@ -100,7 +101,7 @@ type rule struct {
 	profile              *Profile
 }
 
-// matches is how much of the identity the rule names, 0 if it is another.
+// matches returns how specific the rule is for the identity; 0: it does not match.
 func (r *rule) matches(id ID) int {
 	switch {
 	case r.vendor != id.Vendor:
@@ -117,7 +118,7 @@ func (r *rule) matches(id ID) int {
 	return 0
 }
 
-// Lookup returns the profile that fits a function best.
+// Lookup returns the most specific profile for a function.
 func (s *Set) Lookup(id ID) (*Profile, bool) {
 	var best *Profile
 	most := 1
@@ -135,14 +136,14 @@ type File struct {
 	Data []byte
 }
 
-// Options say what Load takes beside the vendors' profiles.
+// Options are the options of Load.
 type Options struct {
-	Emulated bool // those of emulated devices, too
+	Emulated bool // also load the profiles of emulated devices
 	Extra    []File
 }
 
-// ReadDir reads the .yaml files of a folder of fsys in the order of their
-// names. A folder that is not there has none.
+// ReadDir reads the .yaml files of a folder in the order of their names. If the folder
+// does not exist, it returns none.
 func ReadDir(fsys fs.FS, dir string) ([]File, error) {
 	entries, err := fs.ReadDir(fsys, dir)
 	if errors.Is(err, fs.ErrNotExist) {
@@ -170,11 +171,11 @@ func readFile(fsys fs.FS, name string) ([]byte, error) {
 		return nil, err
 	}
 	defer f.Close()
-	return io.ReadAll(io.LimitReader(f, maxFile+1)) // Load refuses what is longer
+	return io.ReadAll(io.LimitReader(f, maxFile+1)) // Load refuses a file that is longer
 }
 
-// Load makes a set of what comes with the program and of further files, the
-// later of which win. Errors name the file; all of a file's are joined.
+// Load makes a set of the program's own profiles and of further files. Later files
+// override earlier ones. Errors name the file, and all errors of a file are joined.
 func Load(o Options) (*Set, error) {
 	files := []File{{"built-in profiles", []byte(builtin)}}
 	if o.Emulated {
@@ -274,7 +275,7 @@ func (y *profileYAML) rules(names map[string]bool, patterns map[string]string) (
 
 func parsePattern(m string) (rule, error) {
 	number := func(s string) uint16 {
-		n, _ := strconv.ParseUint(s, 16, 16) // the patterns let only digits through
+		n, _ := strconv.ParseUint(s, 16, 16) // the patterns permit hexadecimal digits only
 		return uint16(n)
 	}
 	if g := anyPattern.FindStringSubmatch(m); g != nil {

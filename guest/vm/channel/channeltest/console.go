@@ -14,36 +14,36 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-const maxKept = 64 << 10 // bytes that wait for a client
+const maxKept = 64 << 10 // most bytes that wait for a client
 
-// Faults are what happens to bytes under way, in either direction.
+// Faults are what happens to bytes in transit, in either direction.
 type Faults struct {
-	Lose   float64       // share of chunks that vanish
-	Garble float64       // share of chunks of which one bit turns over
-	Repeat float64       // share of chunks that come twice
-	Delay  time.Duration // of every chunk
-	Rate   int           // bytes per second towards the guest, 0: as fast as it goes
+	Lose   float64       // share of chunks that are lost
+	Garble float64       // share of chunks with one bit changed
+	Repeat float64       // share of chunks that arrive twice
+	Delay  time.Duration // delay of each chunk
+	Rate   int           // bytes per second to the guest; 0: not limited
 }
 
-// Console is one VM's channel.
+// Console is the channel of one VM.
 type Console struct {
 	tb     testing.TB
 	socket string
-	device string // a link to the terminal
+	device string // symbolic link to the terminal
 
 	mu       sync.Mutex
 	faults   Faults
 	master   *os.File
-	slave    *os.File // kept open: the terminal is there without its reader
+	slave    *os.File // kept open, so that the terminal exists while the guest does not read it
 	client   net.Conn
-	kept     []byte // written by the guest while there was no client
+	kept     []byte // what the guest has written while there was no client
 	listener net.Listener
 	wg       sync.WaitGroup
 	toGuest  int64
 	closed   bool
 }
 
-// New makes a channel with its socket and its device in a folder of its own.
+// New makes a channel, with its socket and its device in a new folder.
 func New(tb testing.TB) *Console {
 	tb.Helper()
 	dir, err := os.MkdirTemp("", "console")
@@ -60,14 +60,14 @@ func New(tb testing.TB) *Console {
 	return c
 }
 
-// Socket is where the host connects.
+// Socket returns the path of the host's end.
 func (c *Console) Socket() string { return c.socket }
 
-// Device is the guest's device file.
+// Device returns the path of the guest's device file.
 func (c *Console) Device() string { return c.device }
 
-// Root adds files to a machine's, below the folder root, in which the channel is
-// a virtio-serial port of that name.
+// Root adds files to the folder root, so that the channel looks like a virtio-serial port
+// with this name.
 func (c *Console) Root(root, name string) {
 	c.tb.Helper()
 	port := filepath.Join(root, "sys/class/virtio-ports/vport1p1")
@@ -91,16 +91,16 @@ func (c *Console) Set(f Faults) {
 	c.faults = f
 }
 
-// ToGuest is how many bytes the guest was given.
+// ToGuest returns how many bytes the guest has got.
 func (c *Console) ToGuest() int64 {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	return c.toGuest
 }
 
-// Migrate is what a live migration does to the channel: the guest's terminal
-// hangs up and is a new one, which echoes; the host's socket is a new one and
-// its client is gone.
+// Migrate does to the channel what a live migration does: the guest's terminal hangs up
+// and is replaced by one that echoes. The host's socket is replaced, and its client is
+// disconnected.
 func (c *Console) Migrate() {
 	c.tb.Helper()
 	c.unplug()
@@ -110,7 +110,7 @@ func (c *Console) Migrate() {
 	c.plug()
 }
 
-// Drop ends the client's connection as a restart of the host's daemon does.
+// Drop disconnects the client, as a restart of the host's daemon does.
 func (c *Console) Drop() {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -120,7 +120,7 @@ func (c *Console) Drop() {
 	}
 }
 
-// Inject gives bytes to the guest as if a client had written them.
+// Inject sends bytes to the guest, as if a client had written them.
 func (c *Console) Inject(b []byte) {
 	c.tb.Helper()
 	c.mu.Lock()
@@ -169,7 +169,7 @@ func (c *Console) unplug() {
 	}
 }
 
-// fromGuest gives what the guest writes to the client of the moment.
+// fromGuest sends what the guest writes to the present client.
 func (c *Console) fromGuest(master *os.File) {
 	buf := make([]byte, 4095)
 	for {
@@ -208,7 +208,7 @@ func (c *Console) accept(l net.Listener, master *os.File) {
 		c.kept = nil
 		c.mu.Unlock()
 		_, _ = conn.Write(kept)
-		c.toTerminal(conn, master) // a second client waits, connected
+		c.toTerminal(conn, master) // a second client stays connected and waits here
 	}
 }
 
@@ -221,7 +221,7 @@ func (c *Console) toTerminal(conn net.Conn, master *os.File) {
 		}
 		c.mu.Unlock()
 	}()
-	buf := make([]byte, 1024) // a Xen console's ring
+	buf := make([]byte, 1024) // as large as the ring of a Xen console
 	for {
 		n, err := conn.Read(buf)
 		if err != nil {
@@ -242,7 +242,7 @@ func (c *Console) toTerminal(conn net.Conn, master *os.File) {
 	}
 }
 
-// spoil is what becomes of a chunk.
+// spoil applies the faults to a chunk.
 func (c *Console) spoil(b []byte) [][]byte {
 	c.mu.Lock()
 	f := c.faults
@@ -263,7 +263,7 @@ func (c *Console) spoil(b []byte) [][]byte {
 	return [][]byte{b}
 }
 
-// terminal is a new pseudo-terminal.
+// terminal opens a new pseudo-terminal.
 func terminal() (master, slave *os.File, name string, err error) {
 	fd, err := unix.Open("/dev/ptmx", unix.O_RDWR|unix.O_NOCTTY|unix.O_CLOEXEC|unix.O_NONBLOCK, 0)
 	if err != nil {
