@@ -11,20 +11,21 @@ import (
 )
 
 var (
-	// ErrKernel is returned where the kernel can't open files safely.
+	// ErrKernel means that the kernel cannot open files safely.
 	ErrKernel = errors.New("this kernel has no openat2, or a filter keeps it from us: Linux 5.6 or later is needed")
-	// ErrNotRegular is returned for a name of something that is no regular file.
+	// ErrNotRegular means that a name is not that of a regular file.
 	ErrNotRegular = errors.New("not a regular file")
 )
 
-// OpenFile is os.OpenFile for a name in a folder, or in folders in it. The
-// folder's own path is trusted; what is in it is not.
+// OpenFile does the same as os.OpenFile for a name in a folder, or in folders below it.
+// The path of dir is trusted; its content is not. Errors may wrap ErrKernel or
+// ErrNotRegular.
 func OpenFile(dir, name string, flags int, perm os.FileMode) (*os.File, error) {
 	var mode uint64
 	if flags&os.O_CREATE != 0 {
 		mode = uint64(perm.Perm())
 	}
-	// An open of a named pipe or a device may wait, or do something.
+	// Opening a named pipe or a device may block, or have an effect.
 	f, err := open(dir, name, flags&^os.O_TRUNC|unix.O_NOCTTY|unix.O_NONBLOCK, mode)
 	if err != nil {
 		return nil, err
@@ -35,10 +36,10 @@ func OpenFile(dir, name string, flags int, perm os.FileMode) (*os.File, error) {
 		err = ErrNotRegular
 	}
 	if err == nil && flags&os.O_TRUNC != 0 {
-		err = unix.Ftruncate(fd, 0) // now that it is known what it is
+		err = unix.Ftruncate(fd, 0) // truncate only after it is known to be a regular file
 	}
 	if err == nil {
-		err = unix.SetNonblock(fd, false) // regular files do not know it
+		err = unix.SetNonblock(fd, false) // O_NONBLOCK is of no use for regular files
 	}
 	if err != nil {
 		return nil, errors.Join(&os.PathError{Op: "open", Path: f.Name(), Err: err}, f.Close())
@@ -46,8 +47,8 @@ func OpenFile(dir, name string, flags int, perm os.FileMode) (*os.File, error) {
 	return f, nil
 }
 
-// OpenDir opens a folder in a folder, or in folders in it, to be listed; "." is
-// the folder itself.
+// OpenDir opens a folder in a folder, or in folders below it, for listing. "." is dir
+// itself.
 func OpenDir(dir, name string) (*os.File, error) {
 	return open(dir, name, os.O_RDONLY|unix.O_DIRECTORY, 0)
 }
@@ -75,13 +76,13 @@ func open(dir, name string, flags int, mode uint64) (*os.File, error) {
 		if err == nil {
 			return os.NewFile(uintptr(fd), path), nil
 		}
-		if !errors.Is(err, unix.EINTR) && !errors.Is(err, unix.EAGAIN) { // a rename nearby
+		if !errors.Is(err, unix.EINTR) && !errors.Is(err, unix.EAGAIN) { // something was renamed meanwhile
 			return nil, fail(err)
 		}
 	}
 }
 
-// ReadFile is os.ReadFile of a file that is at most so many bytes long.
+// ReadFile does the same as os.ReadFile, for a file of at most that many bytes.
 func ReadFile(dir, name string, most int64) ([]byte, error) {
 	f, err := OpenFile(dir, name, os.O_RDONLY, 0)
 	if err != nil {
@@ -98,8 +99,8 @@ func ReadFile(dir, name string, most int64) ([]byte, error) {
 	return b, nil
 }
 
-// Replace writes a file so that readers find the old or the new content. What
-// another process began to write is begun anew.
+// Replace writes a file so that readers see either the old or the new content. It
+// replaces an incomplete file that another process has left.
 func Replace(dir, name string, b []byte, perm os.FileMode) error {
 	tmp := name + ".new"
 	f, err := OpenFile(dir, tmp, os.O_WRONLY|os.O_CREATE|os.O_TRUNC, perm)

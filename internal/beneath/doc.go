@@ -1,10 +1,10 @@
-// Package beneath opens files in folders that somebody else may write to, for
-// processes that may do more than those. Whoever may write to a folder may put
-// a link there, also between a look at a name and its use: the kernel is asked
-// to follow none, and to leave the folder by no way (openat2, Linux 5.6). What
-// is no regular file is neither waited for nor used.
+// Package beneath opens files in folders that others can write to, for processes with
+// more rights than those. Whoever can write to a folder can put a link there, even
+// between a check of a name and its use. So the kernel is asked to follow no links, and
+// not to leave the folder (openat2(2), Linux 5.6). Files that are not regular are
+// refused, and opening them does not block.
 //
-// Packages whose files others can reach open them through this one only, which
-// a test of this package sees to. The other packages that root runs say there of
-// each function why it need not.
+// Packages whose files others can change open them only through this package; a test of
+// this package checks that. The other packages that root runs state there for each
+// function why they need not.
 package beneath

@@ -1,5 +1,5 @@
-// Package cmdutil is what the commands have in common: their streams and what
-// their exit statuses mean.
+// Package cmdutil has what the commands have in common: their streams and their exit
+// statuses.
 package cmdutil
 
 import (
@@ -14,17 +14,17 @@ const (
 	OK      = 0
 	Failed  = 1
 	BadUse  = 2
-	Refused = 3 // by preflight: nothing was touched
+	Refused = 3 // refused by the checks at the beginning: nothing was changed
 )
 
-// Stdio are a program's streams.
+// Stdio has a program's standard streams.
 type Stdio struct {
 	In  io.Reader
 	Out io.Writer
 	Err io.Writer
 }
 
-// Status is an error that is an exit status and has nothing more to say.
+// Status is an error that only sets the exit status. It has no message.
 type Status int
 
 func (s Status) Error() string { return fmt.Sprintf("exit status %d", int(s)) }
@@ -36,13 +36,13 @@ type coded struct {
 
 func (c coded) Unwrap() error { return c.error }
 
-// Usage marks an error as the caller's wrong use of the program.
+// Usage marks an error as wrong use of the program.
 func Usage(err error) error { return coded{err, BadUse} }
 
-// WithCode gives an error the exit status that it calls for.
+// WithCode adds an exit status to an error.
 func WithCode(err error, code int) error { return coded{err, code} }
 
-// Code is the exit status that an error calls for.
+// Code returns the exit status for an error.
 func Code(err error) int {
 	var s Status
 	var c coded
@@ -57,7 +57,8 @@ func Code(err error) int {
 	return Failed
 }
 
-// Version is the build's: a release's tag, one that names the commit, or devel.
+// Version returns the version of the build: a release's tag, a version with the commit,
+// or devel.
 func Version() string {
 	if info, ok := debug.ReadBuildInfo(); ok && info.Main.Version != "" && info.Main.Version != "(devel)" {
 		return info.Main.Version

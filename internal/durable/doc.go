@@ -1,3 +1,3 @@
-// Package durable replaces small files so that after a crash of the machine
-// the old or the new content is there, and the new one once Replace returned.
+// Package durable replaces small files. After a crash of the host, the file has the old
+// or the new content, and the new one if Replace had returned.
 package durable

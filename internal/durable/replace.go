@@ -7,9 +7,9 @@ import (
 	"path/filepath"
 )
 
-// Replace puts data into the file at path, which is made if it is not there:
-// temporary file beside it, sync, rename, sync of the folder. When it fails
-// before the rename the old content stays and the temporary file is removed.
+// Replace writes data to the file at path, and makes it if it does not exist. It writes a
+// temporary file beside it, syncs it, renames it, and syncs the folder. If it fails
+// before the rename, the old content stays and the temporary file is removed.
 func Replace(path string, data []byte, mode fs.FileMode) (err error) {
 	dir := filepath.Dir(path)
 	f, err := os.CreateTemp(dir, "."+filepath.Base(path)+".*")

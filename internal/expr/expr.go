@@ -16,17 +16,17 @@ import (
 	"github.com/gpuctl/gpuctl/internal/suggest"
 )
 
-// ErrInvalid is wrapped by every error about an expression that cannot be used.
+// ErrInvalid is wrapped by all errors about an expression that cannot be used.
 var ErrInvalid = errors.New("invalid expression")
 
-// Fields are the variables of an expression and their types. Each can be
-// written alone or after the kind, as in memory and gpu.memory.
+// Fields are the variables of an expression and their types. Each can be written with or
+// without the kind before it, as in memory and gpu.memory.
 type Fields struct {
 	kind  string
 	types map[string]*cel.Type
 }
 
-// GPU are the fields of a GPU. Memory is in bytes.
+// GPU returns the fields of a GPU. Memory is in bytes.
 func GPU() Fields {
 	return Fields{"gpu", map[string]*cel.Type{
 		"id": cel.StringType, "model": cel.StringType, "vendor": cel.StringType, "type": cel.StringType,
@@ -38,7 +38,7 @@ func GPU() Fields {
 	}}
 }
 
-// Session are the fields of a session. Memory is what it uses, in bytes.
+// Session returns the fields of a session. Memory is what it uses, in bytes.
 func Session() Fields {
 	return Fields{"session", map[string]*cel.Type{
 		"id": cel.StringType, "claim": cel.StringType, "pid": cel.IntType, "command": cel.StringType,
@@ -47,14 +47,15 @@ func Session() Fields {
 	}}
 }
 
-// Expr is a compiled expression. It may be used by several goroutines.
+// Expr is a compiled expression. It is safe for concurrent use.
 type Expr struct {
 	source  string
 	kind    string
 	program *celenv.Program
 }
 
-// Compile reads an expression over the fields. The empty expression is true.
+// Compile compiles an expression over the fields. The empty expression is true. Errors
+// wrap ErrInvalid.
 func Compile(source string, fields Fields) (*Expr, error) {
 	if strings.TrimSpace(source) == "" {
 		return &Expr{}, nil
@@ -84,11 +85,11 @@ func Compile(source string, fields Fields) (*Expr, error) {
 	return &Expr{source, fields.kind, program}, nil
 }
 
-// String is the expression's source.
+// String returns the expression's source.
 func (e *Expr) String() string { return e.source }
 
-// Match reports whether the expression holds for an object, which must have a
-// value for every field that the expression was compiled with.
+// Match reports whether the expression is true for an object, which must have a value for
+// each field that the expression was compiled with.
 func (e *Expr) Match(ctx context.Context, object map[string]any) (bool, error) {
 	if e.program == nil {
 		return true, nil
@@ -104,7 +105,8 @@ func (e *Expr) Match(ctx context.Context, object map[string]any) (bool, error) {
 	return matched, nil
 }
 
-// Int makes a CEL integer of an amount; what is too large becomes the largest.
+// Int converts an amount to a CEL integer. If it is too large, it returns the largest
+// integer.
 func Int(n uint64) int64 { return int64(min(n, math.MaxInt64)) }
 
 func units() map[string]any {
@@ -121,7 +123,7 @@ func brief(issues *cel.Issues) string {
 	return strings.Join(all, "; ")
 }
 
-// hint names the field nearest to an unknown one, or all fields.
+// hint returns the field whose name is nearest to an unknown one, or all fields.
 func hint(issues *cel.Issues, fields Fields) string {
 	names := slices.Sorted(maps.Keys(fields.types))
 	for _, e := range issues.Errors() {

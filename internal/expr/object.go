@@ -6,7 +6,7 @@ import (
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 )
 
-// OfGPU are the values of the fields that GPU names.
+// OfGPU returns the values of the fields that GPU declares.
 func OfGPU(g *gpuctlv1.GPU) map[string]any {
 	l := g.GetLimits()
 	extensions := l.GetExtensions()
@@ -23,7 +23,7 @@ func OfGPU(g *gpuctlv1.GPU) map[string]any {
 	}
 }
 
-// OfSession are the values of the fields that Session names.
+// OfSession returns the values of the fields that Session declares.
 func OfSession(s *gpuctlv1.Session) map[string]any {
 	u := s.GetUsage()
 	return map[string]any{
@@ -34,7 +34,7 @@ func OfSession(s *gpuctlv1.Session) map[string]any {
 	}
 }
 
-// StateName is a session's state as people write it, such as "running".
+// StateName returns the name of a session's state for people, such as "running".
 func StateName(s gpuctlv1.SessionState) string {
 	return strings.ToLower(strings.TrimPrefix(s.String(), "SESSION_STATE_"))
 }

@@ -7,14 +7,13 @@ import (
 	"sync"
 )
 
-// Changes tells readers which things have changed, and to what. The zero value
-// has no readers.
+// Changes passes changes of things to readers. The zero value has no readers.
 type Changes[K cmp.Ordered, V any] struct {
 	mu      sync.Mutex
 	readers map[*Reader[K, V]]struct{}
 }
 
-// Put tells all readers that a thing has changed.
+// Put passes a thing's new state to all readers.
 func (c *Changes[K, V]) Put(key K, v V) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -23,7 +22,7 @@ func (c *Changes[K, V]) Put(key K, v V) {
 	}
 }
 
-// Read adds a reader, who is told of all changes from now on until it is closed.
+// Read adds a reader. It gets all changes from now on, until it is closed.
 func (c *Changes[K, V]) Read() *Reader[K, V] {
 	r := &Reader[K, V]{of: c, bell: make(chan struct{}, 1), pending: map[K]V{}}
 	c.mu.Lock()
@@ -42,14 +41,14 @@ func (c *Changes[K, V]) Watched() bool {
 	return len(c.readers) > 0
 }
 
-// Reader holds what has changed since somebody took it: of each thing the newest.
+// Reader keeps what has changed since the last Take: the newest state of each thing.
 type Reader[K cmp.Ordered, V any] struct {
 	of      *Changes[K, V]
 	bell    chan struct{}
-	pending map[K]V // under of.mu
+	pending map[K]V // guarded by of.mu
 }
 
-// Put tells this reader alone: how a thing is when it begins to read, say.
+// Put passes a state to this reader only, for example the state at its beginning.
 func (r *Reader[K, V]) Put(key K, v V) {
 	r.of.mu.Lock()
 	defer r.of.mu.Unlock()
@@ -64,11 +63,11 @@ func (r *Reader[K, V]) put(key K, v V) {
 	}
 }
 
-// Bell rings once there is something to take. It may ring for what has been
-// taken already.
+// Bell returns a channel that receives when Take may return something. It may also
+// receive after that was taken.
 func (r *Reader[K, V]) Bell() <-chan struct{} { return r.bell }
 
-// Take returns what is held, in the order of the keys, and holds it no more.
+// Take returns the kept states, sorted by key, and removes them.
 func (r *Reader[K, V]) Take() []V {
 	r.of.mu.Lock()
 	defer r.of.mu.Unlock()
@@ -80,7 +79,7 @@ func (r *Reader[K, V]) Take() []V {
 	return out
 }
 
-// Close ends the reading. Nothing is told to it any more.
+// Close removes the reader. It gets no more changes.
 func (r *Reader[K, V]) Close() {
 	r.of.mu.Lock()
 	defer r.of.mu.Unlock()

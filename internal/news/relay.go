@@ -2,21 +2,21 @@ package news
 
 import "context"
 
-// relayRoom is how many values a reader may be behind before it misses some.
+// relayRoom is how many values a reader may be behind before it misses values.
 const relayRoom = 64
 
-// Relay carries values from where something happens to one reader.
+// Relay passes values from one sender to one reader.
 type Relay[T any] struct {
 	values chan T
 	last   chan T
 }
 
-// NewRelay returns a relay without values.
+// NewRelay returns an empty relay.
 func NewRelay[T any]() *Relay[T] {
 	return &Relay[T]{make(chan T, relayRoom), make(chan T, 1)}
 }
 
-// Tell hands a value to the reader, who misses it when too far behind.
+// Tell passes a value to the reader. A reader that is too far behind misses it.
 func (r *Relay[T]) Tell(v T) {
 	select {
 	case r.values <- v:
@@ -24,18 +24,19 @@ func (r *Relay[T]) Tell(v T) {
 	}
 }
 
-// End hands the last value to the reader, who does not miss it. Nothing may be
-// told after it.
+// End passes the last value to the reader, which does not miss it. No other method for
+// sending may be called afterwards.
 func (r *Relay[T]) End(v T) {
 	r.last <- v
 	r.Close()
 }
 
-// Close says that there are no more values. Nothing may be told after it.
+// Close ends the values without a last one. No other method for sending may be called
+// afterwards.
 func (r *Relay[T]) Close() { close(r.values) }
 
-// Send calls send for each value until there are no more. It returns send's
-// error at once, and nil when ctx ends: what is told of goes on without a reader.
+// Send calls send for each value until the end. If send returns an error, Send returns it
+// at once. If ctx ends, it returns nil, because the operation goes on without a reader.
 func (r *Relay[T]) Send(ctx context.Context, send func(T) error) error {
 	for {
 		select {

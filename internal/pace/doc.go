@@ -1,6 +1,6 @@
-// Package pace bounds the work that one client can make a server do. What a
-// server does for a client begins with reading what that has sent: small frames
-// without end take a processor, and no limit of connections or of memory stops
-// that. So each client's connections together may be read so often a second;
-// what comes sooner stays in the socket, and its sender waits.
+// Package pace limits the work that one client can cause in a server. A server's work for
+// a client begins with reading what the client has sent. Many small frames keep a
+// processor busy, and limits of connections or of memory do not prevent that. So all
+// connections of a client together may be read only so often in a second. What arrives
+// sooner stays in the socket, and the client waits.
 package pace

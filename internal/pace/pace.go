@@ -6,32 +6,32 @@ import (
 )
 
 const (
-	chunk      = 1 << 10 // bytes that cost as much as another read: one may bring many frames
-	maxClients = 4096    // that are known apart
+	chunk      = 1 << 10 // bytes that count as another read, because one read may return many frames
+	maxClients = 4096    // clients that are counted separately
 )
 
-// Pacer is safe for use by several goroutines.
+// Pacer is safe for concurrent use.
 type Pacer struct {
-	each  time.Duration // what a read costs
-	burst time.Duration // how much may be taken in advance
+	each  time.Duration // time that a read costs
+	burst time.Duration // how much time may be used in advance
 
 	mu      sync.Mutex
 	clients map[string]*client
 }
 
-// client is who is known by one key. Its clock stands still while it does
-// nothing, runs ahead with each read, and is never further behind than a burst.
+// client is identified by a key. Its clock advances with each read. It may be ahead of
+// real time, but at most a burst behind.
 type client struct{ clock time.Time }
 
-// New lets each client be read so often a second in the long run, and as many
-// times as burst says at once.
+// New returns a Pacer that permits rate reads a second for each client, and burst reads
+// at once.
 func New(rate, burst int) *Pacer {
 	each := time.Second / time.Duration(rate)
 	return &Pacer{each: each, burst: time.Duration(burst) * each, clients: map[string]*client{}}
 }
 
-// Flow returns a connection's part of what its client may send. Clients come from
-// outside: when there are too many, new ones count as one.
+// Flow returns a connection of a client. Clients come from outside: if there are too
+// many, all new ones count as one.
 func (p *Pacer) Flow(key string) *Flow {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -50,7 +50,7 @@ func (p *Pacer) Flow(key string) *Flow {
 	return &Flow{pacer: p, client: c, ended: make(chan struct{})}
 }
 
-// forget drops those who have all of their burst, and so lose nothing.
+// forget removes clients that have all of their burst, because nothing is lost by that.
 func (p *Pacer) forget() {
 	full := time.Now().Add(-p.burst)
 	for key, c := range p.clients {
@@ -60,7 +60,7 @@ func (p *Pacer) forget() {
 	}
 }
 
-// take is what so many reads cost, and returns how long to wait for them.
+// take charges reads to a client, and returns how long to wait.
 func (p *Pacer) take(c *client, reads int) time.Duration {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -72,7 +72,7 @@ func (p *Pacer) take(c *client, reads int) time.Duration {
 	return c.clock.Sub(now)
 }
 
-// Flow is one connection. A nil Flow is not paced.
+// Flow is one connection. A nil Flow is not limited.
 type Flow struct {
 	pacer  *Pacer
 	client *client
@@ -80,12 +80,12 @@ type Flow struct {
 	once   sync.Once
 
 	mu    sync.Mutex
-	taken int // reads
+	taken int // number of reads that were charged
 	free  bool
 }
 
-// Read calls read when it is the client's turn. It returns early when the flow
-// ends. A deadline of the connection holds once read is called.
+// Read waits until the client may read, and calls read. It does not wait any more after
+// End. A deadline of the connection applies only after read was called.
 func (f *Flow) Read(read func([]byte) (int, error), b []byte) (int, error) {
 	f.take(1)
 	n, err := read(b)
@@ -118,8 +118,8 @@ func (f *Flow) take(reads int) {
 	}
 }
 
-// Free lets the connection be read at any pace, and gives back what it has
-// taken: its client is known now.
+// Free removes the limit from the connection, and refunds what was charged for it,
+// because its client is known now.
 func (f *Flow) Free() {
 	if f == nil {
 		return
@@ -133,7 +133,7 @@ func (f *Flow) Free() {
 	f.End()
 }
 
-// End lets a read that waits go on. Who closes the connection calls it.
+// End ends the waiting of Read. It must be called when the connection is closed.
 func (f *Flow) End() {
 	if f != nil {
 		f.once.Do(func() { close(f.ended) })

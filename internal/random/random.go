@@ -1,4 +1,4 @@
-// Package random makes the random parts of names.
+// Package random makes random parts of names.
 package random
 
 import (
@@ -9,6 +9,6 @@ import (
 // Hex returns n random bytes as text of twice that length.
 func Hex(n int) string {
 	b := make([]byte, n)
-	_, _ = rand.Read(b) // never fails
+	_, _ = rand.Read(b) // crypto/rand never fails
 	return hex.EncodeToString(b)
 }

@@ -5,16 +5,17 @@ import (
 	"fmt"
 )
 
-// Reason is why an error is: what [Table] says of its code, and what it is about.
+// Reason is the reason of an error: what [Table] has for its code, and the object that it
+// is about.
 type Reason struct {
 	Code         Code
-	Kind, Object string // what it is about: a host, gpu, vm, session, ...; may be empty
-	Next         string // what to do next, as the error's text has said; empty: as Table says
-	Retry        bool   // nothing was done, and the same may be asked again
+	Kind, Object string // the object: a host, gpu, vm, session, …; may be empty
+	Next         string // what to do next, which the error's text contains; empty: see Table
+	Retry        bool   // nothing was done, and the call may be repeated
 	Exit         int    // gpuctl's exit status
 }
 
-// Advice is what to do next that the error's text has not said.
+// Advice returns what to do next, unless the error's text contains it already.
 func (r Reason) Advice() string {
 	if r.Next != "" {
 		return ""
@@ -23,8 +24,8 @@ func (r Reason) Advice() string {
 	return e.Next
 }
 
-// Reasoned is an error that knows its reason. Only its code and what it is about
-// count, the rest follows.
+// Reasoned is an error with a reason. Only the code and the object of that reason are
+// used; the rest comes from Table.
 type Reasoned interface {
 	error
 	Reason() Reason
@@ -38,29 +39,30 @@ type Error struct {
 
 var _ Reasoned = (*Error)(nil)
 
-// New is an error value of a package's: what wraps it has its reason.
+// New returns a sentinel error with a reason. Errors that wrap it have its reason.
 func New(code Code, text string) error {
 	return &Error{errors.New(text), Reason{Code: code}}
 }
 
-// Errorf is fmt.Errorf with a reason. That of an error that it wraps counts no
-// more.
+// Errorf does the same as fmt.Errorf, and sets the reason. It replaces the reason of a
+// wrapped error.
 func Errorf(code Code, format string, args ...any) *Error {
 	return &Error{fmt.Errorf(format, args...), Reason{Code: code}}
 }
 
-// Detail adds to an error that has a reason what it is about, or what to do next.
+// Detail returns an error to which On and Do can add the object and what to do next. It
+// keeps err's reason.
 func Detail(err error) *Error {
 	return &Error{err, Reason{Code: Of(err).Code}}
 }
 
-// On says what it is about.
+// On sets the object that the error is about.
 func (e *Error) On(kind, object string) *Error {
 	e.reason.Kind, e.reason.Object = kind, object
 	return e
 }
 
-// Do says what to do next. It ends the error's text.
+// Do sets what to do next. It is appended to the error's text.
 func (e *Error) Do(next string, args ...any) *Error {
 	if len(args) > 0 {
 		next = fmt.Sprintf(next, args...)
@@ -69,7 +71,7 @@ func (e *Error) Do(next string, args ...any) *Error {
 	return e
 }
 
-// Error is the text, with what to do next.
+// Error returns the text, with what to do next.
 func (e *Error) Error() string {
 	if e.reason.Next == "" {
 		return e.err.Error()
@@ -77,11 +79,11 @@ func (e *Error) Error() string {
 	return e.err.Error() + "; " + e.reason.Next
 }
 
-// Unwrap is the error without what to do next.
+// Unwrap returns the error without what to do next.
 func (e *Error) Unwrap() error { return e.err }
 
-// Reason is that of the error. What the error that it wraps says of the object
-// and of what to do next still holds.
+// Reason returns the error's reason. The object and what to do next are those of the
+// wrapped error unless they were set.
 func (e *Error) Reason() Reason {
 	r := e.reason
 	in, _ := find(e.err)

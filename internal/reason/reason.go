@@ -1,14 +1,15 @@
-// Package reason says why something was refused or failed, as data: which error
-// it is, what it is about and what to do next. What follows from that, Connect's
-// code, gpuctl's exit status and whether the same may be asked again, is in one
-// table, here. docs/errors.md is made of it.
+// Package reason makes the reason of an error available as data: a code, the object that
+// it is about, and what to do next. One table has, for each code, the Connect code,
+// gpuctl's exit status, and whether the call may be repeated. docs/errors.md is generated
+// from it.
 //
-// Who refuses wraps its error with a reason:
+// Code that refuses something adds a reason to its error:
 //
 //	reason.Errorf(reason.NotFound, "there is no host %q", name).On("host", name).Do("gpuctl get hosts lists them")
 //
-// Handlers return it with [Coded], which gives it to Connect with the reason as
-// a detail; [Of] finds it again, on both sides. Nobody decides by an error's text.
+// Handlers return it with [Coded], which makes a Connect error with the reason as a
+// detail. [Of] returns the reason again, in servers and clients. No code decides by an
+// error's text.
 package reason
 
 import (
@@ -19,10 +20,10 @@ import (
 	"github.com/gpuctl/gpuctl/internal/cmdutil"
 )
 
-// Code names a reason. It keeps its meaning, as programs know it.
+// Code is the code of a reason. Its meaning never changes, because programs depend on it.
 type Code string
 
-// The reasons, by what they are about. What each means is in [Table].
+// Codes, by what they are about. [Table] has their meanings.
 const (
 	Invalid        Code = "INVALID"
 	Ambiguous      Code = "AMBIGUOUS"
@@ -76,18 +77,17 @@ const (
 	Internal      Code = "INTERNAL"
 )
 
-// ExitUnavailable is gpuctl's exit status when nobody answers, or there is no
-// leader.
+// ExitUnavailable is gpuctl's exit status if nobody answers, or there is no leader.
 const ExitUnavailable = 4
 
-// Entry is what follows from a reason.
+// Entry is what Table has for a code.
 type Entry struct {
 	Code    Code
 	Connect connect.Code
 	Exit    int    // gpuctl's exit status
-	Retry   bool   // nothing was done, and the same may be asked again
-	Next    string // what to do next, unless who refuses knows better
-	Doc     string // when it is given
+	Retry   bool   // nothing was done, and the call may be repeated
+	Next    string // what to do next, unless the error says it more precisely
+	Doc     string // when it is used
 }
 
 const (
@@ -97,8 +97,8 @@ const (
 	enrolAnew  = "enrol anew: gpuctl cluster login TOKEN"
 )
 
-// Table lists all reasons. The first of a code of Connect's is what an error
-// with that code and without a reason has.
+// Table returns all codes. The first entry with a Connect code is used for errors that
+// have that Connect code and no reason.
 func Table() []Entry {
 	const failed, use, refused, gone = cmdutil.Failed, cmdutil.BadUse, cmdutil.Refused, ExitUnavailable
 	return []Entry{
@@ -155,7 +155,7 @@ func Table() []Entry {
 	}
 }
 
-// entry is a reason's; ok is false for one that this version does not know.
+// entry returns the entry of a code. ok is false if this version does not know the code.
 func entry(code Code) (e Entry, ok bool) {
 	all := Table()
 	if i := slices.IndexFunc(all, func(e Entry) bool { return e.Code == code }); i >= 0 {
@@ -164,7 +164,7 @@ func entry(code Code) (e Entry, ok bool) {
 	return Entry{}, false
 }
 
-// generic is the reason of an error that has a code of Connect's and no reason.
+// generic returns the reason of an error that has a Connect code and no reason.
 func generic(code connect.Code) Entry {
 	for _, e := range Table() {
 		if e.Connect == code {

@@ -11,12 +11,12 @@ import (
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 )
 
-// longest is what is sent of an object or an advice, in bytes.
+// longest is how many bytes of an object's name or an advice are sent.
 const longest = 1 << 10
 
-// Coded gives an error that leaves hostd the code of Connect's that its reason
-// calls for, and the reason as a detail. What is Connect's already stays as it
-// is, as another host's answer does.
+// Coded converts an error that leaves hostd to a Connect error, with the code for its
+// reason, and the reason as a detail. A Connect error, such as another host's answer, is
+// returned unchanged.
 func Coded(err error) error {
 	var done *connect.Error
 	if err == nil || errors.As(err, &done) {
@@ -30,7 +30,7 @@ func Coded(err error) error {
 	return attach(connect.NewError(e.Connect, err), r)
 }
 
-// Refuse is [Coded] where the error of Connect's itself is needed.
+// Refuse does the same as [Coded], and returns a *connect.Error.
 func Refuse(err *Error) *connect.Error {
 	e, _ := entry(err.reason.Code)
 	return attach(connect.NewError(e.Connect, err), Of(err))
@@ -40,7 +40,7 @@ func attach(out *connect.Error, r Reason) *connect.Error {
 	detail, err := connect.NewErrorDetail(&gpuctlv1.ErrorReason{
 		Code: string(r.Code), ObjectKind: limited(r.Kind), Object: limited(r.Object), Next: limited(r.Next), Retry: r.Retry,
 	})
-	if err == nil { // its texts are UTF-8, so it can be encoded
+	if err == nil { // its texts are UTF-8, so encoding does not fail
 		out.AddDetail(detail)
 	}
 	return out
@@ -53,9 +53,9 @@ func limited(s string) string {
 	return strings.ToValidUTF8(s, "")
 }
 
-// Of is the reason of an error, on either side. An error of Connect's without
-// one has that of its code; one that has neither, Internal's, as far as hostd
-// knows nothing better.
+// Of returns the reason of an error, in servers and clients. A Connect error without a
+// reason has the generic reason of its code. Any other error without a reason is
+// Internal.
 func Of(err error) Reason {
 	r, ok := find(err)
 	var c *connect.Error
@@ -73,7 +73,7 @@ func Of(err error) Reason {
 		r.Code = Internal
 	}
 	e, known := entry(r.Code)
-	if !known { // of a newer host: what it says of itself
+	if !known { // from a newer host: use what the host has sent
 		if errors.As(err, &c) {
 			r.Exit = generic(c.Code()).Exit
 		}
@@ -83,7 +83,7 @@ func Of(err error) Reason {
 	return r
 }
 
-// find looks for the outermost reason.
+// find returns the outermost reason of an error.
 func find(err error) (Reason, bool) {
 	switch e := err.(type) { //nolint:errorlint // it is what goes down the chain
 	case nil:
@@ -108,7 +108,7 @@ func find(err error) (Reason, bool) {
 	return Reason{}, false
 }
 
-// received is the reason that an error of Connect's carries.
+// received returns the reason in the details of a Connect error.
 func received(c *connect.Error) (Reason, bool) {
 	for _, d := range c.Details() {
 		m, err := d.Value()
@@ -125,8 +125,8 @@ func received(c *connect.Error) (Reason, bool) {
 	return Reason{}, false
 }
 
-// Where hosts of the version before say which error one is. Hosts are upgraded
-// one by one, so these are understood, and not sent.
+// Headers in which hosts of the previous version send the reason. Hosts are upgraded one
+// by one, so these headers are read, but not written.
 const (
 	formerHeader = "Gpuctl-Reason"
 	formerLeader = "Gpuctl-Leader"
@@ -140,19 +140,20 @@ func former(name string) (Code, bool) {
 	return code, ok
 }
 
-// Is reports whether an error has this reason.
+// Is reports whether an error has a reason with this code.
 func Is(err error, code Code) bool { return err != nil && Of(err).Code == code }
 
-// Retry reports whether an error says that nothing was done and that the same
-// may be asked again, as when nobody leads.
+// Retry reports whether nothing was done and the call may be repeated, for example
+// because there was no leader.
 func Retry(err error) bool { return err != nil && Of(err).Retry }
 
-// Unsent reports whether nothing was sent to a host, as there was no connection.
+// Unsent reports whether a call was not sent to the host, because there was no
+// connection.
 func Unsent(err error) bool {
 	var op *net.OpError
 	return errors.As(err, &op) && op.Op == "dial"
 }
 
-// Undone reports whether a call's error says that nothing was done. After any
-// other one, but for a host's refusal, it may have been.
+// Undone reports whether nothing was done by a call that failed with this error. After
+// any other error, except a refusal, the call may have been executed.
 func Undone(err error) bool { return Retry(err) || Unsent(err) }

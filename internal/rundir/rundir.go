@@ -13,23 +13,23 @@ import (
 	"time"
 )
 
-// SocketName is hostd's socket in its folder.
+// SocketName is the name of hostd's socket in its folder.
 const SocketName = "hostd.sock"
 
-// Dirs is where to look, given the process's environment. The zero value knows
-// only the system's folder.
+// Dirs has the folders of the process's environment. The zero value has only the system's
+// folder.
 type Dirs struct {
 	XDG  string // $XDG_RUNTIME_DIR
 	Temp string // the temporary folder
 	UID  int
 }
 
-// FromEnv reads the environment.
+// FromEnv returns the folders of an environment.
 func FromEnv(getenv func(string) string) Dirs {
 	return Dirs{XDG: getenv("XDG_RUNTIME_DIR"), Temp: os.TempDir(), UID: os.Getuid()}
 }
 
-// Default is the folder of a daemon that was not told one.
+// Default returns the folder of a daemon for which none was configured.
 func (d Dirs) Default() string {
 	switch {
 	case d.XDG != "":
@@ -41,7 +41,7 @@ func (d Dirs) Default() string {
 	}
 }
 
-// Sockets are where a client looks for a daemon, in this order.
+// Sockets returns the paths at which a client looks for a daemon, in this order.
 func (d Dirs) Sockets() []string {
 	all := []string{filepath.Join(d.Default(), SocketName)}
 	if system := filepath.Join("/run/gpuctl", SocketName); all[0] != system {
@@ -50,13 +50,13 @@ func (d Dirs) Sockets() []string {
 	return all
 }
 
-// Private is the folder of a daemon that serves one client only.
+// Private returns the folder of a daemon that serves one client only.
 func (d Dirs) Private(pid int) string {
 	return filepath.Join(d.Default(), "private", strconv.Itoa(pid))
 }
 
-// Trusted is nil if what is in the folder of a socket was put there by this
-// user or by root. Others can make folders below /tmp before their owner does.
+// Trusted returns an error unless only this user and root can change the content of a
+// socket's folder. Other users can make folders below /tmp before their owner does.
 func (d Dirs) Trusted(socket string) error {
 	dir := filepath.Dir(socket)
 	for _, path := range []string{dir, socket} {
@@ -75,7 +75,7 @@ func (d Dirs) Trusted(socket string) error {
 	return nil
 }
 
-// PrivateSockets are those of the private daemons that answer now.
+// PrivateSockets returns the sockets of the private daemons that run now.
 func (d Dirs) PrivateSockets() []string {
 	if d.Trusted(filepath.Join(d.Default(), "private")) != nil {
 		return nil
@@ -90,10 +90,10 @@ func (d Dirs) PrivateSockets() []string {
 	return alive
 }
 
-// Sweep removes what private daemons and clients that were killed left behind.
+// Sweep removes what killed private daemons and clients have left.
 func (d Dirs) Sweep() {
 	if Own(d.Default()) != nil {
-		return // what others have put there may lead anywhere
+		return // others may have put links there
 	}
 	for _, pattern := range []string{"private/*", "vendors-*"} {
 		found, _ := filepath.Glob(filepath.Join(d.Default(), pattern))
@@ -109,7 +109,7 @@ func (d Dirs) Sweep() {
 	}
 }
 
-// Answers reports whether somebody listens on a unix socket.
+// Answers reports whether a process listens on a Unix socket.
 func Answers(socket string) bool {
 	conn, err := net.DialTimeout("unix", socket, time.Second)
 	if err != nil {
@@ -119,15 +119,15 @@ func Answers(socket string) bool {
 	return true
 }
 
-// Make creates a folder that only this user can look into, and refuses one that
-// somebody else prepared. Through root's the users of executors can pass.
+// Make makes a folder that only this user can read, and refuses one that another user has
+// made. If the user is root, other users can pass through it, but not list it.
 func Make(dir string) error {
 	_, err := MakeNew(dir)
 	return err
 }
 
-// MakeNew is Make that reports whether there was none before: the mode of one that
-// was there is somebody else's to change.
+// MakeNew does the same as Make, and reports whether the folder is new. The caller must
+// not change the mode of a folder that existed.
 func MakeNew(dir string) (made bool, err error) {
 	mode := os.FileMode(0o700)
 	if os.Geteuid() == 0 {
@@ -147,8 +147,8 @@ func MakeNew(dir string) (made bool, err error) {
 	return made, nil
 }
 
-// Own is nil if nobody but this user and root can change what is in a folder,
-// nor put another in its place.
+// Own returns an error unless only this user and root can change a folder's content or
+// replace the folder.
 func Own(dir string) error {
 	path, err := filepath.Abs(dir)
 	if err != nil {
@@ -170,10 +170,11 @@ func Own(dir string) error {
 	return nil
 }
 
-const maxLinks = 40 // as the kernel has it
+const maxLinks = 40 // the limit of Linux
 
-// lasting is nil if a path goes on naming what it does whatever others do: who
-// may write to a folder may rename what is in it, except where only its owner may.
+// lasting returns an error unless only this user and root can change what a path names.
+// Whoever can write to a folder can rename its content, except in folders with the sticky
+// bit.
 func lasting(path string, links int) error {
 	if links > maxLinks {
 		return syscall.ELOOP
@@ -208,7 +209,7 @@ func lasting(path string, links int) error {
 	}
 }
 
-// owner is a file's user; -1: not known.
+// owner returns the user id of a file's owner; -1: unknown.
 func owner(info fs.FileInfo) int {
 	if stat, ok := info.Sys().(*syscall.Stat_t); ok {
 		return int(stat.Uid)
@@ -216,8 +217,8 @@ func owner(info fs.FileInfo) int {
 	return -1
 }
 
-// Listen opens a unix socket with mode 0600. A socket that nobody serves any
-// more is replaced; one in use is an error.
+// Listen opens a Unix socket with mode 0600. It replaces a socket on which no process
+// listens. A socket that is in use is an error.
 func Listen(path string) (net.Listener, error) {
 	if Answers(path) {
 		return nil, fmt.Errorf("socket %s: another daemon is using it", path)

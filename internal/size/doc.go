@@ -1,2 +1,2 @@
-// Package size reads and writes amounts of memory as people write them.
+// Package size parses and formats amounts of memory.
 package size

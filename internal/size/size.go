@@ -15,8 +15,8 @@ const (
 	TiB = 1 << 40
 )
 
-// Parse reads a number of bytes such as "512MiB", "1.5 GiB" or "4096". K, M, G
-// and T, with or without B or iB, are binary units.
+// Parse parses an amount such as "512MiB", "1.5 GiB" or "4096", and returns bytes. K, M,
+// G and T, with or without B or iB, are binary units.
 func Parse(s string) (uint64, error) {
 	text := strings.TrimSpace(s)
 	number := strings.TrimRight(text, "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ ")
@@ -42,7 +42,7 @@ func Parse(s string) (uint64, error) {
 	return uint64(v * unit), nil
 }
 
-// Format writes n bytes with the largest unit that keeps it at 1 or more.
+// Format formats n bytes in the largest unit in which it is at least 1.
 func Format(n uint64) string {
 	for _, u := range []struct {
 		bytes uint64

@@ -1,4 +1,4 @@
-// Package suggest finds the names that somebody who mistyped may have meant.
+// Package suggest finds the names that a user with a typing error may have meant.
 package suggest
 
 import (
@@ -7,8 +7,8 @@ import (
 	"strings"
 )
 
-// Names returns those of the names that are close to the given one or have it
-// as a part, the nearest first, at most three.
+// Names returns the names that are similar to the given one or contain it, the nearest
+// first, at most three.
 func Names(name string, among []string) []string {
 	type match struct {
 		name     string
@@ -34,7 +34,7 @@ func Names(name string, among []string) []string {
 	return out
 }
 
-// Hint is " (did you mean a or b?)", or nothing.
+// Hint returns " (did you mean a or b?)", or nothing.
 func Hint(name string, among []string) string {
 	names := Names(name, among)
 	if len(names) == 0 {
@@ -43,7 +43,7 @@ func Hint(name string, among []string) string {
 	return fmt.Sprintf(" (did you mean %s?)", strings.Join(names, " or "))
 }
 
-// distance is the number of single-byte edits between a and b.
+// distance returns the number of single-byte edits between a and b.
 func distance(a, b string) int {
 	row := make([]int, len(b)+1)
 	for j := range row {

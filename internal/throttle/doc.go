@@ -1,3 +1,3 @@
-// Package throttle keeps what others can cause as often as they like from
-// filling a log.
+// Package throttle limits a log, so that others cannot fill it with lines that they
+// cause.
 package throttle

@@ -7,9 +7,9 @@ import (
 	"time"
 )
 
-// Logger returns log with a limit of its own: up to burst records at once, and
-// one more each time that every has passed. The next one after some were left
-// out says how many those were; so does one by itself, when there is room for it.
+// Logger returns a log with a limit of its own: up to burst records at once, and one more
+// in each interval every. If records were left out, the next record contains their
+// number. If no record follows, the number is logged when there is room.
 func Logger(log *slog.Logger, burst int, every time.Duration) *slog.Logger {
 	b := &bucket{every: every, burst: burst, left: burst, filled: time.Now(), to: log.Handler()}
 	return slog.New(&handler{Handler: log.Handler(), b: b})
@@ -48,11 +48,11 @@ type bucket struct {
 
 	mu     sync.Mutex
 	left   int
-	filled time.Time // when left was last right
+	filled time.Time // when left was updated
 	missed int
 }
 
-// take is one record's. It returns how many were left out before it.
+// take is called for each record. It returns how many were left out before it.
 func (b *bucket) take() (missed int, ok bool) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -77,12 +77,12 @@ func (b *bucket) fill() {
 	}
 }
 
-// tell says what was left out, if nothing has been written since that says it.
+// tell logs how many records were left out, unless a later record contains it.
 func (b *bucket) tell() {
 	b.mu.Lock()
 	b.fill()
 	missed := b.missed
-	if b.left == 0 { // a record has come since and said it; for what was left out after that one there is another call
+	if b.left == 0 { // a later record has logged the number; records that were left out after it have a call of their own
 		missed = 0
 	}
 	if missed > 0 {

@@ -8,17 +8,16 @@ import (
 	"github.com/gpuctl/gpuctl/internal/pace"
 )
 
-// How often the connections of one user together are read. A call takes two
-// reads or three.
+// Limits for reading the connections of one user. A call takes two or three reads.
 const (
 	readsPerSecond = 1000
 	readsAtOnce    = 4 * readsPerSecond
 )
 
-// Limit bounds how many connections a listener has, one user's and all users',
-// and how often those of one user are read. One too many is closed at once; who
-// sends too much waits. Root and the server's own user are bounded by the whole
-// number of connections alone. onRefused, if not nil, is told.
+// Limit limits the number of a listener's connections, for each user and in total, and
+// how often those of one user are read. Connections beyond the limit are closed at once.
+// A user who sends too much waits. Root and the server's own user are limited only by the
+// total number. onRefused, if not nil, is called for refused connections.
 func Limit(l net.Listener, self uint32, each, all int, onRefused func(Peer)) net.Listener {
 	return &limited{Listener: l, self: self, each: each, all: all, refused: onRefused, by: map[uint32]int{}, pacer: pace.New(readsPerSecond, readsAtOnce)}
 }
@@ -36,7 +35,7 @@ type limited struct {
 	total int
 }
 
-// Accept waits for the next connection that may be.
+// Accept waits for the next connection within the limits.
 func (l *limited) Accept() (net.Conn, error) {
 	for {
 		c, err := l.Listener.Accept()
@@ -54,7 +53,7 @@ func (l *limited) Accept() (net.Conn, error) {
 	}
 }
 
-// count watches over a connection that was taken.
+// count counts a connection until it is closed.
 func (l *limited) count(c net.Conn, uid uint32) net.Conn {
 	conn, ok := c.(*net.UnixConn)
 	if !ok {
@@ -66,7 +65,7 @@ func (l *limited) count(c net.Conn, uid uint32) net.Conn {
 
 func (l *limited) trusts(uid uint32) bool { return uid == 0 || uid == l.self }
 
-// flow paces what a user sends; nil: not at all.
+// flow returns the limit for reading a user's connections; nil: none.
 func (l *limited) flow(uid uint32) *pace.Flow {
 	if l.trusts(uid) {
 		return nil
@@ -77,7 +76,7 @@ func (l *limited) flow(uid uint32) *pace.Flow {
 func (l *limited) take(uid uint32) bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	// The last quarter is for those who look after the host.
+	// The last quarter is reserved for root and the server's own user.
 	if !l.trusts(uid) && (l.by[uid] >= l.each || l.total >= l.all-l.all/4) || l.total >= l.all {
 		return false
 	}
@@ -104,7 +103,7 @@ type counted struct {
 	done func()
 }
 
-// Read reads when it is the user's turn.
+// Read waits until the user may read, and reads.
 func (c *counted) Read(b []byte) (int, error) { return c.flow.Read(c.UnixConn.Read, b) }
 
 // Close closes the connection.
@@ -114,5 +113,5 @@ func (c *counted) Close() error {
 	return c.UnixConn.Close()
 }
 
-// Unwrap is the connection itself, for who asks the kernel about it.
+// Unwrap returns the connection itself, for asking the kernel about its peer.
 func (c *counted) Unwrap() *net.UnixConn { return c.UnixConn }

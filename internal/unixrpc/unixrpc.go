@@ -1,5 +1,5 @@
-// Package unixrpc carries Connect, gRPC and plain JSON over unix sockets, and
-// tells a server who called.
+// Package unixrpc transports Connect, gRPC and plain JSON over Unix sockets, and gives
+// servers the identity of their callers.
 package unixrpc
 
 import (
@@ -15,13 +15,13 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// ErrForeign says that a socket is served by somebody who is not to be told
-// anything.
+// ErrForeign means that the server of a socket belongs to another user, who must not be
+// sent anything.
 var ErrForeign = errors.New("its server is another user's")
 
-// Client returns an HTTP client that reaches the socket whatever the URL's host.
-// It speaks to servers of its own user and of root alone: before the first byte
-// is sent, the kernel says whose server it is.
+// Client returns an HTTP client for a socket; the host in URLs is ignored. It connects
+// only to servers of its own user and of root. The kernel reports the server's user
+// before the first byte is sent. Otherwise calls fail with ErrForeign.
 func Client(socket string) *http.Client {
 	return &http.Client{Transport: &http.Transport{
 		DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
@@ -50,7 +50,7 @@ func dial(ctx context.Context, socket string, self uint32) (net.Conn, error) {
 	return c, nil
 }
 
-// Peer is the process at the other end of a socket, as the kernel knows it.
+// Peer is the process at the other end of a socket, as the kernel reports it.
 type Peer struct {
 	PID int32
 	UID uint32
@@ -59,14 +59,14 @@ type Peer struct {
 
 type peerKey struct{}
 
-// PeerFrom returns who made the request that ctx belongs to.
+// PeerFrom returns the caller of the request that ctx belongs to.
 func PeerFrom(ctx context.Context) (Peer, bool) {
 	p, ok := ctx.Value(peerKey{}).(Peer)
 	return p, ok
 }
 
-// Server returns an HTTP server, for HTTP/1.1 and for HTTP/2 without TLS, whose
-// requests know their peer. onConnect, if not nil, sees every new connection.
+// Server returns an HTTP server, for HTTP/1.1 and for HTTP/2 without TLS, whose requests
+// contain their caller. onConnect, if not nil, is called for each new connection.
 func Server(handler http.Handler, onConnect func(Peer)) *http.Server {
 	protocols := new(http.Protocols)
 	protocols.SetHTTP1(true)
@@ -112,7 +112,7 @@ func credentials(c net.Conn) (Peer, error) {
 	return Peer{cred.Pid, cred.Uid, cred.Gid}, nil
 }
 
-// PeerOf says which process listens on a socket.
+// PeerOf returns the process that listens on a socket.
 func PeerOf(socket string) (Peer, error) {
 	c, err := net.DialTimeout("unix", socket, time.Second)
 	if err != nil {

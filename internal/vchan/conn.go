@@ -16,23 +16,23 @@ import (
 )
 
 var (
-	// ErrDied says that the other side is gone and has not said goodbye.
+	// ErrDied means that the other side has ended without closing the connection.
 	ErrDied = errors.New("the other side of the vchan died")
-	// ErrMoved says that the ring is no longer published: its domain was
-	// migrated, restored or destroyed, or somebody removed the path.
+	// ErrMoved means that the ring is not published any more: its domain was migrated,
+	// restored or destroyed, or the path was removed.
 	ErrMoved = errors.New("the domain of the vchan has moved or is gone")
 )
 
 const (
-	idleEvents    = 64                    // that bring nothing before they are slowed down
-	idlePause     = time.Millisecond      // for each further one
-	watchPause    = 20 * time.Millisecond // between two looks at xenstore: a guest can cause them
-	storePatience = 2 * time.Second       // for xenstore, where nobody's context says more
+	idleEvents    = 64                    // events without data that are handled without a delay
+	idlePause     = time.Millisecond      // delay for each further one
+	watchPause    = 20 * time.Millisecond // pause between two reads of xenstore, because a guest can cause them
+	storePatience = 2 * time.Second       // limit for xenstore calls without a caller's context
 )
 
-// Addr is an end of a connection. Those of both ends are alike.
+// Addr is an address of a connection. Both ends have the same one.
 type Addr struct {
-	Domain uint16 // the other side, as the server or the client names it
+	Domain uint16 // the other domain, as the server or the client names it
 	Path   string
 }
 
@@ -41,35 +41,35 @@ func (Addr) Network() string { return "vchan" }
 
 func (a Addr) String() string { return fmt.Sprintf("%s@%d", a.Path, a.Domain) }
 
-// Conn is one end of a connection. It has to be closed, however it ended. Its
-// methods may be called at once from several goroutines. Errors of Read and Write are *net.OpError, but for io.EOF;
-// what they wrap is os.ErrDeadlineExceeded, net.ErrClosed, ErrDied, ErrMoved,
-// ErrProtocol or, of a Write, syscall.EPIPE.
+// Conn is one end of a connection. It must be closed, even if it has ended. It is safe
+// for concurrent use. Errors of Read and Write are *net.OpError, except io.EOF. They wrap
+// os.ErrDeadlineExceeded, net.ErrClosed, ErrDied, ErrMoved, ErrProtocol or, for Write,
+// syscall.EPIPE.
 type Conn struct {
 	addr   Addr
 	server bool
 	offer  published
 
-	use     sync.RWMutex // read-locked while the pages are touched, and only if it is not over
+	use     sync.RWMutex // read-locked while the pages are accessed, which is permitted only before the end
 	port    Port
 	page    Memory
 	rings   []Memory
 	state   *uint32
 	in, out half
-	// Shifts within the state.
+	// Bit offsets in the state.
 	liveOurs, liveTheirs, wishesOurs, wishesTheirs int
 
-	reading, writing  sync.Mutex // one call each
+	reading, writing  sync.Mutex // one call of each at a time
 	canRead, canWrite chan struct{}
 	readBy, writeBy   deadline
-	moves             atomic.Uint32 // of either index by us
+	moves             atomic.Uint32 // changes of either index by this side
 
 	stop context.CancelFunc // ends the watch
 	mu   sync.Mutex
-	err  error         // why it is over
-	bye  bool          // say goodbye
+	err  error         // why the connection has ended
+	bye  bool          // tell the other side that it is closed
 	over chan struct{} // closed when err is set
-	free chan struct{} // closed when everything was given back
+	free chan struct{} // closed when everything was released
 	once sync.Once
 }
 
@@ -89,8 +89,8 @@ func newConn(addr Addr, server bool, port Port, page Memory) *Conn {
 	return c
 }
 
-// attach makes the halves of two rings of which left and right are the memory;
-// nil is memory of the page.
+// attach makes the halves of two rings in the memory left and right. If a memory is nil,
+// the ring is in the shared page.
 func (c *Conn) attach(left, right place, leftMemory, rightMemory Memory) {
 	page := c.page.Bytes()
 	ring := func(p place, m Memory) []byte {
@@ -114,7 +114,7 @@ func (c *Conn) attach(left, right place, leftMemory, rightMemory Memory) {
 	}
 }
 
-// start lets events and changes of xenstore in.
+// start begins to handle events and changes of xenstore.
 func (c *Conn) start(watch *xenstore.Watch) {
 	ctx, cancel := context.WithCancel(context.Background())
 	c.stop = cancel
@@ -122,7 +122,7 @@ func (c *Conn) start(watch *xenstore.Watch) {
 	go c.watch(ctx, watch)
 }
 
-// events wakes whoever waits.
+// events wakes readers and writers.
 func (c *Conn) events() {
 	var last uint32
 	idle := 0
@@ -154,7 +154,7 @@ func (c *Conn) wake() {
 	}
 }
 
-// watch ends the connection when the ring is no longer published.
+// watch ends the connection when the ring is not published any more.
 func (c *Conn) watch(ctx context.Context, w *xenstore.Watch) {
 	defer func() {
 		ctx, cancel := context.WithTimeout(context.Background(), storePatience)
@@ -168,13 +168,13 @@ func (c *Conn) watch(ctx context.Context, w *xenstore.Watch) {
 			}
 			return
 		}
-		// After an error the watch fires again, with the new connection.
+		// After an error, the watch fires again with the new connection.
 		if is, err := c.offer.holds(ctx); err == nil && !is {
 			if !c.peerGone() {
 				c.end(ErrMoved, false)
 				return
 			}
-			c.wake() // there is a better reason, perhaps after data; its event may be lost
+			c.wake() // the other side may have closed it, and its event may be lost
 		}
 		select {
 		case <-time.After(watchPause):
@@ -183,7 +183,8 @@ func (c *Conn) watch(ctx context.Context, w *xenstore.Watch) {
 	}
 }
 
-// peer is the byte of the other side's life, and whether it said goodbye.
+// peer returns the liveness byte of the other side, and whether that side has closed the
+// connection.
 func (c *Conn) peer() (live uint32, bye bool) {
 	s := atomic.LoadUint32(c.state)
 	return s >> c.liveTheirs & 0xff, s>>c.wishesTheirs&goodbye != 0
@@ -199,7 +200,8 @@ func (c *Conn) peerGone() bool {
 	return live == gone
 }
 
-// arrived says that a server's client has come, if it may have gone since.
+// arrived reports whether a client has connected to this server, even if it may have left
+// since.
 func (c *Conn) arrived() bool {
 	c.use.RLock()
 	defer c.use.RUnlock()
@@ -210,8 +212,8 @@ func (c *Conn) arrived() bool {
 	return live != expected
 }
 
-// wish asks the other side for an event. What is looked at afterwards is newer
-// than the wish.
+// wish asks the other side for an event. What is read afterwards is newer than the
+// request.
 func (c *Conn) wish(what uint32) { atomic.OrUint32(c.state, what<<c.wishesOurs) }
 
 // tell sends an event if the other side has asked for one.
@@ -223,7 +225,8 @@ func (c *Conn) tell(what uint32) error {
 	return c.port.Notify()
 }
 
-// step is one try to move bytes of p; none and no error: wait.
+// step tries to move bytes of p. If it returns no bytes and no error, the caller must
+// wait.
 func (c *Conn) step(h *half, p []byte, room func(*half) (int, error), move func(*half, []byte, int) int, wishFor, tellOf uint32) (int, error) {
 	c.use.RLock()
 	defer c.use.RUnlock()
@@ -234,7 +237,7 @@ func (c *Conn) step(h *half, p []byte, room func(*half) (int, error), move func(
 	live, bye := uint32(alive), false
 	if n == 0 && err == nil {
 		c.wish(wishFor)
-		live, bye = c.peer() // before the index: what a peer did before it went is seen
+		live, bye = c.peer() // read before the index, so that what a peer did before its end is seen
 		n, err = room(h)
 	} else if h == &c.out {
 		live, bye = c.peer()
@@ -280,8 +283,8 @@ func (c *Conn) Read(p []byte) (int, error) {
 	}
 }
 
-// Write implements net.Conn. It returns when all of p is in the ring, which is
-// not to say that it was read.
+// Write implements net.Conn. It returns when all of p is in the ring. It does not wait
+// until that was read.
 func (c *Conn) Write(p []byte) (int, error) {
 	c.writing.Lock()
 	defer c.writing.Unlock()
@@ -303,7 +306,7 @@ func (c *Conn) Write(p []byte) (int, error) {
 	}
 }
 
-// wait returns when it is worth another look.
+// wait waits until it is worth trying again.
 func (c *Conn) wait(news chan struct{}, by *deadline) {
 	select {
 	case <-news:
@@ -312,7 +315,7 @@ func (c *Conn) wait(news chan struct{}, by *deadline) {
 	}
 }
 
-// failed ends the connection if the error is one that it cannot go on with.
+// failed ends the connection if it cannot go on after this error.
 func (c *Conn) failed(op string, err error) error {
 	switch {
 	case err == io.EOF: //nolint:errorlint // it is ours
@@ -329,14 +332,14 @@ func (c *Conn) reason() error {
 	return c.err
 }
 
-// Close implements net.Conn. What was written and not yet read stays readable
-// for the other side. When it returns, nothing of the other domain is mapped.
+// Close implements net.Conn. The other side can still read what was written. When Close
+// returns, nothing of the other domain is mapped.
 func (c *Conn) Close() error {
 	c.end(net.ErrClosed, true)
 	return nil
 }
 
-// end gives everything back, once; the first reason is the one that counts.
+// end releases everything, once. The first reason is kept.
 func (c *Conn) end(why error, polite bool) {
 	c.mu.Lock()
 	if c.err == nil {
@@ -354,8 +357,8 @@ func (c *Conn) release() {
 	c.stop()
 	c.readBy.stop()
 	c.writeBy.stop()
-	// See doc.go: a port that was bound before a migration must not be closed.
-	// When in doubt it is kept.
+	// See doc.go: a port that was bound before a migration must not be closed. If that is
+	// unknown, the port is kept.
 	moved := false
 	if c.server && c.offer.store != nil {
 		ctx, cancel := context.WithTimeout(context.Background(), storePatience)
@@ -388,7 +391,7 @@ func (c *Conn) LocalAddr() net.Addr { return c.addr }
 // RemoteAddr implements net.Conn.
 func (c *Conn) RemoteAddr() net.Addr { return c.addr }
 
-// SetDeadline implements net.Conn; calls under way are interrupted.
+// SetDeadline implements net.Conn. It also affects calls in progress.
 func (c *Conn) SetDeadline(t time.Time) error {
 	return errors.Join(c.SetReadDeadline(t), c.SetWriteDeadline(t))
 }
@@ -407,7 +410,7 @@ func (c *Conn) setDeadline(d *deadline, t time.Time) error {
 	return nil
 }
 
-// deadline is a context that is replaced when it is set anew.
+// deadline is a context that is replaced when the deadline is set.
 type deadline struct {
 	mu     sync.Mutex
 	ctx    context.Context
@@ -418,7 +421,7 @@ func (d *deadline) set(t time.Time) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	if d.cancel != nil {
-		d.cancel() // who waits looks again
+		d.cancel() // wakes waiting calls, which check the new deadline
 	}
 	if t.IsZero() {
 		d.ctx, d.cancel = context.WithCancel(context.Background())

@@ -11,13 +11,13 @@ import (
 	"github.com/gpuctl/gpuctl/internal/xenstore"
 )
 
-// ErrNoServer says that nobody listens at the path, that somebody else is
-// connected, or that a server died and left the path behind.
+// ErrNoServer means that no server listens at the path, that another client is connected,
+// or that a server died and left the path.
 var ErrNoServer = errors.New("no vchan server")
 
-// Dial connects to the server at a path of a domain's home in xenstore, or at an
-// absolute path, before ctx ends; ErrNoServer if there is none. The store must
-// be open for as long as the connection is.
+// Dial connects to the server at a path in a domain's home in xenstore, or at an absolute
+// path. The error wraps ErrNoServer if there is none. The store must stay open as long as
+// the connection.
 func Dial(ctx context.Context, store *xenstore.Client, domain uint16, path string, opts Options) (*Conn, error) {
 	addr := Addr{domain, path}
 	c, err := dial(ctx, store, addr, opts)
@@ -69,7 +69,7 @@ func dial(ctx context.Context, store *xenstore.Client, addr Addr, opts Options) 
 	}
 }
 
-// connect maps what is published.
+// connect connects to a published ring.
 func connect(ctx context.Context, offer *published, addr Addr, devices Devices) (*Conn, error) {
 	ref, remote, err := offer.read(ctx)
 	if err != nil {
@@ -82,8 +82,8 @@ func connect(ctx context.Context, offer *published, addr Addr, devices Devices) 
 	return c, err
 }
 
-// join makes a connection of the page that was granted as ref, and of a port of
-// the other side.
+// join makes a connection from the page that was granted as ref, and the other side's
+// port.
 func join(addr Addr, devices Devices, ref, remote uint32) (c *Conn, err error) {
 	var undo []func() error
 	defer func() {
@@ -93,7 +93,7 @@ func join(addr Addr, devices Devices, ref, remote uint32) (c *Conn, err error) {
 			}
 		}
 	}()
-	// What a server that died left behind cannot be bound or mapped.
+	// What a server that died has left cannot be bound or mapped.
 	absent := func(err error) error {
 		if errors.Is(err, ErrDevices) {
 			return err
@@ -121,8 +121,8 @@ func join(addr Addr, devices Devices, ref, remote uint32) (c *Conn, err error) {
 		return nil, err
 	}
 	c = newConn(addr, false, port, page)
-	// Before the unmapping of the page is to clear our byte: it may be somebody
-	// else's.
+	// Check this before NotifyOnUnmap is set for our byte, because another client may
+	// have it.
 	state := atomic.LoadUint32(c.state)
 	if live := state >> shiftServerLive & 0xff; live != alive {
 		return nil, fmt.Errorf("%w: it has ended", ErrNoServer)
@@ -156,7 +156,7 @@ func join(addr Addr, devices Devices, ref, remote uint32) (c *Conn, err error) {
 	if err := page.NotifyOnUnmap(offState+shiftClientLive/8, port.Number()); err != nil {
 		return nil, err
 	}
-	// From 2 over 3 to 1: the server takes only 0 for nobody.
+	// From 2 over 3 to 1: for the server, only 0 means that there is no client.
 	atomic.OrUint32(c.state, alive<<shiftClientLive|wishWritten<<shiftClientWishes)
 	atomic.AndUint32(c.state, ^uint32(expected<<shiftClientLive))
 	if err := port.Notify(); err != nil {

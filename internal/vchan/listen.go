@@ -18,15 +18,15 @@ const DefaultRing = 256 << 10
 // MaxRing is the largest size of a ring in bytes.
 const MaxRing = 1 << maxOrder
 
-// Options of Listen and Dial. The zero value has defaults.
+// Options are the options of Listen and Dial. The zero value has defaults.
 type Options struct {
 	Devices Devices // nil: Xen{}
-	// FromPeer and ToPeer are the rings' sizes in bytes for Listen, rounded up
-	// to a power of two; 0: DefaultRing. A connection takes a page for each
-	// 4096 bytes and one more of what Xen.Grant can allocate; a ring of 1024 or
-	// 2048 bytes is in that one if the other is not of the same size.
+	// FromPeer and ToPeer are the rings' sizes in bytes for Listen, rounded up to a power
+	// of two; 0: DefaultRing. A connection takes a page for each 4096 bytes, and one
+	// more, of what Xen.Grant can allocate. A ring of 1024 or 2048 bytes is in that one
+	// page if the other ring has another size.
 	FromPeer, ToPeer int
-	// Wait has Dial wait for a server that is not there, until its context ends.
+	// Wait makes Dial wait for a server that does not exist yet, until its context ends.
 	Wait bool
 }
 
@@ -52,20 +52,19 @@ type Listener struct {
 	store       *xenstore.Client
 	addr        Addr
 	devices     Devices
-	left, right uint32 // orders
+	left, right uint32 // sizes of the rings as powers of two
 
 	ctx    context.Context // ends with Close
 	cancel context.CancelFunc
-	turn   chan struct{} // holds one; taken by whoever uses what follows
+	turn   chan struct{} // has room for one; taken by the user of the following fields
 	cur    *Conn
-	given  bool // cur was accepted
+	given  bool // cur was returned by Accept
 	last   published
 }
 
-// Listen publishes a ring at a path of this domain's home in xenstore, for one
-// peer; see doc.go. ctx bounds that, not the listener. The path belongs to the
-// listener. The store must be open for as long as the listener and its
-// connections are.
+// Listen publishes a ring for one peer, at a path in this domain's home in xenstore; see
+// doc.go. ctx limits only this call. The path belongs to the listener. The store must
+// stay open as long as the listener and its connections.
 func Listen(ctx context.Context, store *xenstore.Client, path string, peer uint16, opts Options) (*Listener, error) {
 	l := &Listener{store: store, addr: Addr{peer, path}, devices: opts.devices(), turn: make(chan struct{}, 1)}
 	var err error
@@ -163,10 +162,10 @@ func (l *Listener) offer(ctx context.Context) (c *Conn, err error) {
 // Accept implements net.Listener.
 func (l *Listener) Accept() (net.Conn, error) { return l.AcceptContext(context.Background()) }
 
-// AcceptContext waits for a client until ctx ends. There is one at a time: it
-// waits for the end of the connection before, too, and makes a new ring then. A
-// ring that has moved with its domain before a client came is replaced. After an
-// error that is not net.ErrClosed it may be called again.
+// AcceptContext waits for a client until ctx ends. There is one client at a time:
+// AcceptContext also waits for the end of the previous connection, and then makes a new
+// ring. A ring that has moved with its domain before a client came is replaced. After an
+// error other than net.ErrClosed it may be called again.
 func (l *Listener) AcceptContext(ctx context.Context) (net.Conn, error) {
 	c, err := l.accept(ctx)
 	if err == nil {
@@ -205,7 +204,7 @@ func (l *Listener) accept(ctx context.Context) (*Conn, error) {
 		}
 		news := l.cur.canRead
 		if l.given {
-			news = nil // the reader's
+			news = nil // the reader closes it
 		}
 		select {
 		case <-news:
@@ -221,8 +220,8 @@ func (l *Listener) accept(ctx context.Context) (*Conn, error) {
 	}
 }
 
-// Close ends Accept and removes the path. A connection that was accepted goes
-// on; the path is removed when it ends.
+// Close ends Accept and removes the path. An accepted connection goes on; then the path
+// is removed when it ends.
 func (l *Listener) Close() error {
 	l.cancel()
 	l.turn <- struct{}{}
@@ -233,7 +232,7 @@ func (l *Listener) Close() error {
 		return l.last.withdraw(ctx)
 	}
 	if c := l.cur; c != nil && l.given {
-		go func() { // the connection needs the path to know whether it moved
+		go func() { // the connection needs the path to detect a migration
 			<-c.free
 			_ = withdraw()
 		}()

@@ -11,20 +11,20 @@ import (
 	"github.com/gpuctl/gpuctl/internal/xenstore"
 )
 
-// The nodes below a listener's path.
+// Nodes below a listener's path.
 const (
 	nodeRing = "/ring-ref"
 	nodePort = "/event-channel"
 )
 
-// published is what a server has written for its ring: decimal numbers.
+// published is what a server has written for its ring, as decimal numbers.
 type published struct {
 	store      *xenstore.Client
 	path       string
 	ring, port string
 }
 
-// holds says that it is what stands there.
+// holds reports whether xenstore contains it.
 func (p *published) holds(ctx context.Context) (bool, error) {
 	for node, want := range map[string]string{nodeRing: p.ring, nodePort: p.port} {
 		is, err := p.store.Read(ctx, p.path+node)
@@ -38,7 +38,7 @@ func (p *published) holds(ctx context.Context) (bool, error) {
 	return true, nil
 }
 
-// publish writes both nodes at once, readable for peer.
+// publish writes both nodes in one transaction, readable for peer.
 func (p *published) publish(ctx context.Context, peer uint16) error {
 	return p.store.Transaction(ctx, func(tx xenstore.Tx) error {
 		for node, value := range map[string]string{nodeRing: p.ring, nodePort: p.port} {
@@ -58,7 +58,7 @@ func (p *published) publish(ctx context.Context, peer uint16) error {
 	})
 }
 
-// withdraw removes the path if what stands there is still p's.
+// withdraw removes the path if it still contains p.
 func (p *published) withdraw(ctx context.Context) error {
 	return p.store.Transaction(ctx, func(tx xenstore.Tx) error {
 		is, err := tx.Read(ctx, p.path+nodeRing)
@@ -72,7 +72,7 @@ func (p *published) withdraw(ctx context.Context) error {
 	})
 }
 
-// read reads both nodes as of one moment, and their numbers.
+// read reads both nodes in one transaction, and parses their numbers.
 func (p *published) read(ctx context.Context) (ring, port uint32, err error) {
 	err = p.store.Transaction(ctx, func(tx xenstore.Tx) (err error) {
 		if p.ring, err = tx.Read(ctx, p.path+nodeRing); err == nil {
@@ -92,7 +92,7 @@ func (p *published) read(ctx context.Context) (ring, port uint32, err error) {
 	return ring, port, err
 }
 
-// number reads what libxenvchan writes with %d and takes for nothing if it is 0.
+// number parses what libxenvchan writes with %d. 0 is invalid.
 func number(s string) (uint32, error) {
 	n, err := strconv.ParseUint(s, 10, 32)
 	if err != nil || n == 0 || n > math.MaxInt32 {

@@ -13,17 +13,17 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// ErrDevices says that a device of Xen cannot be opened: this is no domain of
-// Xen, a module is not loaded (xen-evtchn, xen-gntdev, xen-gntalloc), or the
-// user may not.
+// ErrDevices means that a device of Xen cannot be opened: this is not a domain of Xen, a
+// module is not loaded (xen-evtchn, xen-gntdev, xen-gntalloc), or the user has no
+// permission.
 var ErrDevices = errors.New("no access to Xen's devices")
 
-// Xen is the devices of the domain that the program runs in.
+// Xen uses the devices of the domain in which the program runs.
 type Xen struct {
 	Dir string // empty: /dev/xen
 }
 
-// Requests of the devices: include/uapi/xen/evtchn.h, gntalloc.h, gntdev.h.
+// ioctl requests of the devices: include/uapi/xen/evtchn.h, gntalloc.h, gntdev.h.
 const (
 	evtchnBindInterdomain = 0x84501
 	evtchnBindUnbound     = 0x44502
@@ -61,8 +61,8 @@ func ioctl(fd int, request uintptr, arg []byte) (int, error) {
 	return int(r), nil
 }
 
-// Grant implements Devices. gntalloc has 1024 pages for all of a domain's
-// programs, if its parameter "limit" does not say otherwise; more is ENOSPC.
+// Grant implements Devices. gntalloc has 1024 pages for all programs of a domain, unless
+// its parameter "limit" is set. Beyond that, the error wraps ENOSPC.
 func (x Xen) Grant(peer uint16, pages int) (Memory, error) {
 	fd, err := x.open("gntalloc", 0)
 	if err != nil {
@@ -115,10 +115,10 @@ func (x Xen) Map(domain uint16, refs []uint32, writable bool) (Memory, error) {
 	return m, nil
 }
 
-// memory has a file of its own, whose end takes back all that it did.
+// memory has an open file of its own. Closing it undoes all that was done with it.
 type memory struct {
 	fd     int
-	index  uint64 // where in the file it is
+	index  uint64 // offset in the file
 	notify uintptr
 	bytes  []byte
 	refs   []uint32
@@ -146,8 +146,8 @@ func (m *memory) NotifyOnUnmap(offset int, port uint32) error {
 
 func (m *memory) Close() error { return errors.Join(unix.Munmap(m.bytes), unix.Close(m.fd)) }
 
-// Abandon leaves the mapping and the file for the process's end: either's end
-// would have the kernel put the port.
+// Abandon keeps the mapping and the file open until the process ends: closing either
+// would make the kernel close the port.
 func (m *memory) Abandon() {}
 
 // BindUnbound implements Devices.
@@ -187,7 +187,7 @@ func (x Xen) bind(request uintptr, args ...uint32) (*port, error) {
 		unix.Close(fd)
 		return nil, err
 	}
-	// Not blocking, so that waiting is the poller's business and Close ends it.
+	// Non-blocking, so that Go's poller waits and Close ends the waiting.
 	p := &port{file: os.NewFile(uintptr(fd), "evtchn"), keep: keep, number: uint32(number), told: make([]byte, pageSize)}
 	binary.LittleEndian.PutUint32(p.name[:], p.number)
 	p.send = p.notify
@@ -197,23 +197,23 @@ func (x Xen) bind(request uintptr, args ...uint32) (*port, error) {
 	return p, nil
 }
 
-// port has a file with this event channel only.
+// port has an open file with this event channel only.
 type port struct {
 	file   *os.File
-	keep   int // the same open file: it lives as long as one descriptor does
+	keep   int // another descriptor of the open file, which keeps it open
 	raw    syscall.RawConn
 	number uint32
-	name   [4]byte // the number, as the device reads it
+	name   [4]byte // the number in the form in which the device reads it
 	told   []byte
 
-	mu   sync.Mutex // guards sent, and send as long as it runs
+	mu   sync.Mutex // guards sent, and send while it runs
 	send func(fd uintptr)
 	sent error
 }
 
 func (p *port) Number() uint32 { return p.number }
 
-// Wait unmasks the channel, which reading has masked, before it waits.
+// Wait first unmasks the channel, which was masked by reading the last event.
 func (p *port) Wait() error {
 	if _, err := p.file.Write(p.name[:]); err != nil {
 		return err

@@ -22,16 +22,16 @@ const (
 	QEMU Driver = "qemu"
 )
 
-// Timeouts are the time limits of calls; a call's context can only shorten
-// them. Zero takes the default.
+// Timeouts are the time limits of calls. A call's context can only shorten them. Zero
+// means the default.
 type Timeouts struct {
-	Connect time.Duration // to connect and open; 5 s
-	Query   time.Duration // calls that read; 10 s
-	Change  time.Duration // calls that change something; 90 s
-	Migrate time.Duration // a live migration without a limit of its own; 1 h
-	Abort   time.Duration // to abort a job, and for the aborted call to return; 10 s
-	Ping    time.Duration // between questions whether libvirtd is alive; 10 s
-	Backoff time.Duration // the longest pause between attempts to reconnect; 5 s
+	Connect time.Duration // for connecting and opening; 5 s
+	Query   time.Duration // for calls that only read; 10 s
+	Change  time.Duration // for calls that change something; 90 s
+	Migrate time.Duration // for a live migration without a limit of its own; 1 h
+	Abort   time.Duration // for aborting a job, and for the aborted call to return; 10 s
+	Ping    time.Duration // interval of checks whether libvirtd answers; 10 s
+	Backoff time.Duration // longest pause between attempts to connect; 5 s
 }
 
 func (t *Timeouts) fill() {
@@ -53,7 +53,7 @@ func (t *Timeouts) fill() {
 	}
 }
 
-// Option changes how a client is made.
+// Option is an option of Open.
 type Option func(*Client)
 
 // WithSocket sets the path of libvirtd's socket.
@@ -66,19 +66,19 @@ func WithTimeouts(t Timeouts) Option {
 	return func(c *Client) { c.limits = t }
 }
 
-// WithDialer sets how a connection to libvirtd is made.
+// WithDialer sets the function that connects to libvirtd.
 func WithDialer(dial func(context.Context) (net.Conn, error)) Option {
 	return func(c *Client) { c.dial = dial }
 }
 
 const (
-	mostIdle = 4  // connections kept for the next calls
-	mostOpen = 32 // calls at once; libvirtd's own limit of clients is in the thousands
+	mostIdle = 4  // idle connections that are kept for later calls
+	mostOpen = 32 // most calls at a time; libvirtd's own limit of clients is in the thousands
 	backoff  = 50 * time.Millisecond
 )
 
-// Client is libvirt on this host. It connects by itself and again whenever the
-// connection is lost. Its methods may be called from many goroutines.
+// Client is a client of libvirt on this host. It connects automatically, and again
+// whenever the connection is lost. It is safe for concurrent use.
 type Client struct {
 	uri     string
 	driver  Driver
@@ -90,20 +90,20 @@ type Client struct {
 	cancel context.CancelFunc
 	work   sync.WaitGroup
 	slots  chan struct{}
-	check  chan struct{} // somebody doubts that libvirtd is alive
+	check  chan struct{} // requests a check whether libvirtd answers
 
 	mu      sync.Mutex
 	closed  bool
 	idle    []*link
 	open    map[*link]struct{}
 	up      bool
-	down    error         // why not up; nil before the first attempt
+	down    error         // why it is not up; nil before the first attempt
 	changed chan struct{} // closed when up or down changes
 	subs    map[*Subscription]struct{}
 }
 
-// Open makes a client of xen:///system or qemu:///system. It does not wait for
-// the connection; Ready does.
+// Open returns a client of xen:///system or qemu:///system. It does not wait for the
+// connection; Ready does.
 func Open(uri string, opts ...Option) (*Client, error) {
 	u, err := url.Parse(uri)
 	if err != nil {
@@ -132,8 +132,8 @@ func Open(uri string, opts ...Option) (*Client, error) {
 	return c, nil
 }
 
-// dialSocket connects to the first socket that somebody listens on: the
-// driver's own daemon, or libvirtd.
+// dialSocket connects to the first socket on which a process listens: that of the
+// driver's own daemon, or libvirtd's.
 func (c *Client) dialSocket(ctx context.Context) (net.Conn, error) {
 	var errs several
 	for _, path := range c.sockets {
@@ -146,7 +146,7 @@ func (c *Client) dialSocket(ctx context.Context) (net.Conn, error) {
 	return nil, fmt.Errorf("is libvirtd running? %w", errs)
 }
 
-// Driver is the hypervisor's.
+// Driver returns the hypervisor driver.
 func (c *Client) Driver() Driver { return c.driver }
 
 // Ready waits until libvirtd answers or ctx ends.
@@ -175,14 +175,14 @@ func (c *Client) Ready(ctx context.Context) error {
 	}
 }
 
-// Up reports whether libvirtd answers, and if not, why.
+// Up reports whether libvirtd answers. If it does not, the error says why.
 func (c *Client) Up() (bool, error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	return c.up, c.down
 }
 
-// Close ends all connections, calls and subscriptions, and waits for that.
+// Close ends all connections, calls and subscriptions, and waits for their end.
 func (c *Client) Close() error {
 	c.mu.Lock()
 	if c.closed {
@@ -206,7 +206,7 @@ func (c *Client) Close() error {
 	return nil
 }
 
-// setUp notes whether libvirtd answers.
+// setUp sets whether libvirtd answers.
 func (c *Client) setUp(down error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -218,7 +218,7 @@ func (c *Client) setUp(down error) {
 	close(c.changed)
 	c.changed = make(chan struct{})
 	switch {
-	case !c.up: // what is idle is as dead as the rest
+	case !c.up: // idle connections do not work either
 		for _, l := range c.idle {
 			l.end(down)
 		}
@@ -241,7 +241,7 @@ func (c *Client) monitor() {
 		}
 		c.setUp(err)
 		if time.Since(began) > c.limits.Connect+c.limits.Backoff {
-			pause = backoff // it had worked for a while
+			pause = backoff // it had worked for some time
 		}
 		select {
 		case <-c.ctx.Done():
@@ -251,7 +251,7 @@ func (c *Client) monitor() {
 	}
 }
 
-// watch connects, registers for events, and returns why that ended.
+// watch connects and registers for events. It returns why the connection has ended.
 func (c *Client) watch() error {
 	ctx, cancel := context.WithTimeoutCause(c.ctx, c.limits.Connect, errLimit)
 	defer cancel()
@@ -299,8 +299,8 @@ func (c *Client) watch() error {
 	}
 }
 
-// register asks for the events that there are. Only those of the lifecycle are
-// a must: old daemons and the libxl driver know fewer.
+// register registers for events. Only lifecycle events are required: old daemons and the
+// libxl driver do not have all others.
 func register(rpc *libvirt.Libvirt) error {
 	if _, err := rpc.ConnectDomainEventCallbackRegisterAny(int32(libvirt.DomainEventIDLifecycle), nil); err != nil {
 		return err
@@ -317,7 +317,7 @@ func register(rpc *libvirt.Libvirt) error {
 	return nil
 }
 
-// connect makes a connection and opens libvirt over it.
+// connect makes a connection and opens libvirt on it.
 func (c *Client) connect(ctx context.Context, event func(uint32, []byte)) (*link, error) {
 	began := time.Now()
 	conn, err := c.dial(ctx)
@@ -359,7 +359,7 @@ func (c *Client) connect(ctx context.Context, event func(uint32, []byte)) (*link
 	return l, nil
 }
 
-// refused is why libvirt could not be opened.
+// refused returns why libvirt could not be opened.
 func (c *Client) refused(l *link, err error) error {
 	if why := l.why(); why != nil && !errors.Is(why, net.ErrClosed) {
 		return why
@@ -371,7 +371,7 @@ func (c *Client) refused(l *link, err error) error {
 	return fmt.Errorf("%w: %w", ErrDisconnected, err)
 }
 
-// drop ends a connection.
+// drop closes a connection.
 func (c *Client) drop(l *link) {
 	l.end(net.ErrClosed)
 	c.mu.Lock()
@@ -379,7 +379,7 @@ func (c *Client) drop(l *link) {
 	c.mu.Unlock()
 }
 
-// borrow gets a connection for one call; the caller holds a slot.
+// borrow returns a connection for one call. The caller holds a slot.
 func (c *Client) borrow(ctx context.Context) (l *link, fresh bool, err error) {
 	for {
 		c.mu.Lock()
@@ -410,7 +410,7 @@ func (c *Client) borrow(ctx context.Context) (l *link, fresh bool, err error) {
 			}
 			return nil, false, down
 		}
-		select { // the first attempt is under way
+		select { // the first attempt is in progress
 		case <-changed:
 		case <-ctx.Done():
 			return nil, false, several(append([]error{ErrDisconnected}, ended(ctx, c.limits.Connect)...))
@@ -418,7 +418,7 @@ func (c *Client) borrow(ctx context.Context) (l *link, fresh bool, err error) {
 	}
 }
 
-// giveBack keeps a connection for the next call.
+// giveBack keeps a connection for later calls.
 func (c *Client) giveBack(l *link) {
 	c.mu.Lock()
 	if !c.closed && c.up && len(c.idle) < mostIdle && l.why() == nil {
@@ -431,7 +431,7 @@ func (c *Client) giveBack(l *link) {
 	}
 }
 
-// doubt has the monitor ask whether libvirtd is alive.
+// doubt makes the monitor check whether libvirtd answers.
 func (c *Client) doubt() {
 	select {
 	case c.check <- struct{}{}:
@@ -439,12 +439,12 @@ func (c *Client) doubt() {
 	}
 }
 
-// op is a call.
+// op describes a call.
 type op struct {
 	name, object string
 	limit        time.Duration
 	change       bool
-	job          *Domain // whose job is aborted when time is up
+	job          *Domain // the domain whose job is aborted when the time is over
 }
 
 // do makes one call.
@@ -467,8 +467,8 @@ func do[T any](ctx context.Context, c *Client, o op, f func(*libvirt.Libvirt) (T
 	}
 }
 
-// try makes a call once, and reports whether to try again: over an idle connection
-// that turned out to be dead, a call that only reads or was never sent.
+// try makes a call once, and reports whether to try again: if an idle connection was
+// closed already, and the call only reads or was never sent.
 func try[T any](ctx context.Context, c *Client, o op, began time.Time, f func(*libvirt.Libvirt) (T, error)) (v T, again bool, err error) {
 	l, fresh, err := c.borrow(ctx)
 	if err != nil {
@@ -530,7 +530,7 @@ func try[T any](ctx context.Context, c *Client, o op, began time.Time, f func(*l
 	return v, false, o.failed(why...)
 }
 
-// settle looks at what became of a call and its connection.
+// settle evaluates the end of a call, and keeps or closes its connection.
 func (c *Client) settle(l *link, o op, sent, fresh bool, err error) (again bool, _ error) {
 	if err == nil {
 		c.giveBack(l)
@@ -544,7 +544,7 @@ func (c *Client) settle(l *link, o op, sent, fresh bool, err error) (again bool,
 	c.drop(l)
 	switch {
 	case why == nil && !sent:
-		return false, o.failed(err) // it could not even be put into words
+		return false, o.failed(err) // the call could not be encoded
 	case why == nil:
 		why = fmt.Errorf("%w: %w", ErrProtocol, err)
 	case errors.Is(why, ErrClosed):
@@ -562,8 +562,8 @@ func (c *Client) settle(l *link, o op, sent, fresh bool, err error) (again bool,
 	return false, o.failed(why)
 }
 
-// abortAll aborts a domain's job, again and again until ctx ends, since it may
-// not have begun. It returns why that is no use.
+// abortAll aborts a domain's job repeatedly until ctx ends, because the job may not have
+// begun yet. It returns why that is of no use.
 func (c *Client) abortAll(ctx context.Context, d Domain) error {
 	for {
 		err := c.abort(ctx, d)
@@ -573,7 +573,7 @@ func (c *Client) abortAll(ctx context.Context, d Domain) error {
 		select {
 		case <-ctx.Done():
 			why := ended(ctx, c.limits.Abort)
-			if err != nil { // else the job was aborted, and has not ended yet
+			if err != nil { // otherwise the job was aborted, and has not ended yet
 				why = append(why, err)
 			}
 			return several(why)
@@ -582,8 +582,8 @@ func (c *Client) abortAll(ctx context.Context, d Domain) error {
 	}
 }
 
-// abort aborts a domain's job. It needs no slot: those may all be taken by
-// the calls to be aborted.
+// abort aborts a domain's job. It needs no slot, because the calls to be aborted may have
+// all of them.
 func (c *Client) abort(ctx context.Context, d Domain) error {
 	o := op{name: "domjobabort", object: d.Name, limit: c.limits.Abort}
 	if c.driver == Xen {

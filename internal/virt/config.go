@@ -5,14 +5,14 @@ import (
 	"strings"
 )
 
-// LockManager is what libvirt's driver on this machine has every VM locked by
-// before it runs (lock_manager in its configuration), so that one that runs on
-// another host, too, is not started or let go on. Empty: nothing does that.
+// LockManager returns the lock manager that libvirt's driver on this host is configured
+// with (lock_manager in its configuration). It prevents a VM that runs on another host
+// from being started or resumed here. Empty: none.
 func LockManager(root fs.FS, d Driver) string {
 	name := map[Driver]string{Xen: "etc/libvirt/libxl.conf", QEMU: "etc/libvirt/qemu.conf"}[d]
 	data, err := fs.ReadFile(root, name)
 	if err != nil {
-		return "" // then libvirt takes its default, which is none
+		return "" // libvirt's default is none
 	}
 	manager := ""
 	for line := range strings.Lines(string(data)) {

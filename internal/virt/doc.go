@@ -1,31 +1,30 @@
-// Package virt is gpuctl's way to libvirt, for xen:///system and for
-// qemu:///system: the calls that gpuctl needs, each with a deadline, and
-// libvirt's events.
+// Package virt is gpuctl's client of libvirt, for xen:///system and qemu:///system: the
+// calls that gpuctl needs, each with a deadline, and libvirt's events.
 //
-// It speaks libvirt's protocol through go-libvirt, whose calls know neither
-// context nor time limit, and whose decoder trusts its peer. So:
+// It uses libvirt's protocol through go-libvirt. go-libvirt's calls have neither contexts
+// nor time limits, and its decoder trusts its peer. So:
 //
-//   - Every call has a connection of its own, out of a small pool. When its
-//     time is up, its job is aborted where there is one to abort, its
-//     connection is closed, and it fails with ErrTimeout. No other call feels
-//     that.
-//   - A call that changes something and whose answer never came also fails with
-//     ErrUnknownOutcome: it may have been done, may be done later, or never. Who
-//     gets that must look at the domain before doing anything else. Calls that
-//     only read are repeated once when the connection was lost under them.
-//   - One more connection receives events and asks now and then whether libvirtd
-//     still answers. While it doesn't, calls fail at once with ErrDisconnected,
-//     instead of each waiting for its deadline, and the client reconnects in the
-//     background. After that every subscription receives a Resync: events were
-//     missed, look at everything.
-//   - Every message of libvirtd is checked before go-libvirt sees it.
+//   - Each call has a connection of its own, from a small pool. When its
+//     time is over, its job is aborted if it has one, its
+//     connection is closed, and it fails with ErrTimeout. Other calls are not
+//     affected.
+//   - If a call that changes something gets no answer, it also fails with
+//     ErrUnknownOutcome: it may have been done, may be done later, or never. The caller
+//     must look at the domain before it does anything else. Calls that
+//     only read are repeated once if the connection was lost.
+//   - One more connection receives events and checks periodically whether libvirtd
+//     answers. While it does not, calls fail at once with ErrDisconnected,
+//     instead of waiting for their deadlines, and the client reconnects in the
+//     background. After that, each subscription receives a Resync: events were
+//     missed, so everything must be read again.
+//   - Each message of libvirtd is checked before go-libvirt gets it.
 //
-// What lives elsewhere: what to write into a domain's XML (passthrough/domxml),
-// hooks (hostd/cards/libvirthook), and whether an attach or a detach worked. What libvirt
-// returns is not proof of that: its libxl driver has no device events, and
-// after a detach that the guest did not answer it has forgotten a device that
-// Xen still has. Ask Xen and the guest.
+// The content of a domain's XML is in passthrough/domxml, the hooks in
+// hostd/cards/libvirthook. Whether an attach or a detach worked must be asked elsewhere:
+// libvirt's answer does not prove it. Its libxl driver has no device events, and after a
+// detach that the guest did not answer, it has forgotten a device that Xen still has. Ask
+// Xen and the guest.
 //
-// Save, snapshot and restore are left out on purpose: libvirt does not refuse
-// to save a domain with a PCI device, and leaves its devices half released.
+// Save, snapshot and restore are not supported on purpose: libvirt does not refuse to
+// save a domain with a PCI device, and leaves its devices half released.
 package virt

@@ -11,10 +11,10 @@ import (
 	"github.com/digitalocean/go-libvirt"
 )
 
-// UUID is a domain's.
+// UUID is the UUID of a domain.
 type UUID [16]byte
 
-// ParseUUID reads a UUID with or without hyphens, as libvirt does.
+// ParseUUID parses a UUID with or without hyphens, as libvirt does.
 func ParseUUID(s string) (UUID, error) {
 	var u UUID
 	digits := strings.ReplaceAll(s, "-", "")
@@ -27,17 +27,17 @@ func ParseUUID(s string) (UUID, error) {
 	return u, nil
 }
 
-// String is the UUID as libvirt writes it.
+// String returns the UUID as libvirt writes it.
 func (u UUID) String() string {
 	h := hex.EncodeToString(u[:])
 	return h[:8] + "-" + h[8:12] + "-" + h[12:16] + "-" + h[16:20] + "-" + h[20:]
 }
 
-// Domain says which domain. libvirt finds it by its UUID.
+// Domain identifies a domain. libvirt finds it by its UUID.
 type Domain struct {
 	Name string
 	UUID UUID
-	// ID is the hypervisor's number for it when this was read, -1 while it does
+	// ID is the hypervisor's number of the domain at the time of reading; -1 if it did
 	// not run.
 	ID int
 }
@@ -50,10 +50,10 @@ func domainOf(d libvirt.Domain) Domain {
 	return Domain{Name: d.Name, UUID: UUID(d.UUID), ID: int(d.ID)}
 }
 
-// State is what a domain does.
+// State is the state of a domain.
 type State int32
 
-// States: virDomainState.
+// States (virDomainState).
 const (
 	NoState State = iota
 	Running
@@ -65,7 +65,7 @@ const (
 	PMSuspended
 )
 
-// String is virsh's word for it.
+// String returns virsh's name of the state.
 func (s State) String() string {
 	words := [...]string{"no state", "running", "idle", "paused", "in shutdown", "shut off", "crashed", "pmsuspended"}
 	if s < 0 || int(s) >= len(words) {
@@ -74,18 +74,18 @@ func (s State) String() string {
 	return words[s]
 }
 
-// Active says that the domain exists in the hypervisor.
+// Active reports whether the hypervisor has the domain.
 func (s State) Active() bool { return s != NoState && s != ShutOff && s != Crashed }
 
-// Number is a version as libvirt counts: 9000000 is 9.0.0.
+// Number is a version in libvirt's form: 9000000 is 9.0.0.
 type Number uint64
 
-// String is major.minor.release.
+// String returns major.minor.release.
 func (n Number) String() string {
 	return fmt.Sprintf("%d.%d.%d", n/1_000_000, n/1000%1000, n%1000)
 }
 
-// Versions are those of libvirtd and its hypervisor.
+// Versions has the versions of libvirtd and its hypervisor.
 type Versions struct {
 	Libvirt, Hypervisor Number
 }
@@ -98,13 +98,13 @@ func (c *Client) change(name, object string) op {
 	return op{name: name, object: object, limit: c.limits.Change, change: true}
 }
 
-// done is do for calls that return nothing.
+// done does the same as do, for calls that return nothing.
 func done(ctx context.Context, c *Client, o op, f func(*libvirt.Libvirt) error) error {
 	_, err := do(ctx, c, o, func(rpc *libvirt.Libvirt) (struct{}, error) { return struct{}{}, f(rpc) })
 	return err
 }
 
-// Version asks for the versions of libvirtd and the hypervisor.
+// Version returns the versions of libvirtd and the hypervisor.
 func (c *Client) Version(ctx context.Context) (Versions, error) {
 	return do(ctx, c, c.query("version", ""), func(rpc *libvirt.Libvirt) (v Versions, err error) {
 		lib, err := rpc.ConnectGetLibVersion()
@@ -116,7 +116,7 @@ func (c *Client) Version(ctx context.Context) (Versions, error) {
 	})
 }
 
-// Capabilities is the host's capabilities as XML.
+// Capabilities returns the host's capabilities as XML.
 func (c *Client) Capabilities(ctx context.Context) ([]byte, error) {
 	return do(ctx, c, c.query("capabilities", ""), func(rpc *libvirt.Libvirt) ([]byte, error) {
 		s, err := rpc.ConnectGetCapabilities()
@@ -124,8 +124,8 @@ func (c *Client) Capabilities(ctx context.Context) ([]byte, error) {
 	})
 }
 
-// CPU is a processor that a domain needs, and what emulates the rest of its
-// machine. Emulator to Type are heeded by the qemu driver alone.
+// CPU is the processor that a domain needs, and the emulator of its other hardware. Only
+// the qemu driver uses Emulator to Type.
 type CPU struct {
 	XML                           string
 	Emulator, Arch, Machine, Type string
@@ -151,13 +151,13 @@ func (c *Client) HasCPU(ctx context.Context, cpu CPU) (bool, error) {
 	})
 }
 
-// Answers of virConnectCompareCPU.
+// Results of virConnectCompareCPU.
 const (
 	cpuIdentical = 1
 	cpuSuperset  = 2
 )
 
-// Hostname is the host's name as libvirtd knows it.
+// Hostname returns the host's name, from libvirtd.
 func (c *Client) Hostname(ctx context.Context) (string, error) {
 	return do(ctx, c, c.query("hostname", ""), func(rpc *libvirt.Libvirt) (string, error) { return rpc.ConnectGetHostname() })
 }
@@ -183,7 +183,7 @@ func (c *Client) Lookup(ctx context.Context, nameOrUUID string) (Domain, error) 
 		d, err := c.LookupUUID(ctx, u)
 		if !errors.Is(err, ErrNotFound) {
 			return d, err
-		} // or somebody gave a domain such a name
+		} // or a domain has that UUID as its name
 	}
 	return do(ctx, c, c.query("domid", nameOrUUID), func(rpc *libvirt.Libvirt) (Domain, error) {
 		d, err := rpc.DomainLookupByName(nameOrUUID)
@@ -199,7 +199,7 @@ func (c *Client) LookupUUID(ctx context.Context, u UUID) (Domain, error) {
 	})
 }
 
-// State says what a domain does.
+// State returns the state of a domain.
 func (c *Client) State(ctx context.Context, d Domain) (State, error) {
 	return do(ctx, c, c.query("domstate", d.Name), func(rpc *libvirt.Libvirt) (State, error) {
 		s, _, err := rpc.DomainGetState(d.raw(), 0)
@@ -207,22 +207,22 @@ func (c *Client) State(ctx context.Context, d Domain) (State, error) {
 	})
 }
 
-// XMLFlags say which XML of a domain.
+// XMLFlags select which XML of a domain is returned.
 type XMLFlags uint32
 
-// Flags of XML: virDomainXMLFlags.
+// Flags of XML (virDomainXMLFlags).
 const (
-	// XMLSecure includes passwords. Needed to define the domain again, not to
-	// be shown to anybody.
+	// XMLSecure includes passwords. It is needed to define the domain again. Do not show
+	// them to anybody.
 	XMLSecure XMLFlags = 1
-	// XMLInactive is the persistent definition, which the next start uses,
-	// rather than the running domain.
+	// XMLInactive selects the persistent definition, which the next start uses, instead
+	// of the running domain.
 	XMLInactive XMLFlags = 2
-	// XMLMigratable leaves out what a destination would refuse.
+	// XMLMigratable omits what a destination would refuse.
 	XMLMigratable XMLFlags = 8
 )
 
-// XML is a domain's XML: with no flags that of the running domain, if it runs.
+// XML returns a domain's XML. Without flags it is that of the running domain, if it runs.
 func (c *Client) XML(ctx context.Context, d Domain, flags XMLFlags) ([]byte, error) {
 	return do(ctx, c, c.query("dumpxml", d.Name), func(rpc *libvirt.Libvirt) ([]byte, error) {
 		s, err := rpc.DomainGetXMLDesc(d.raw(), libvirt.DomainXMLFlags(flags))
@@ -230,7 +230,7 @@ func (c *Client) XML(ctx context.Context, d Domain, flags XMLFlags) ([]byte, err
 	})
 }
 
-// fits checks that libvirt's protocol can carry the XML.
+// fits returns an error if the XML is too long for libvirt's protocol.
 func fits(o op, xml []byte) error {
 	if len(xml) > maxString {
 		return o.failed(fmt.Errorf("%w: XML of %d bytes; libvirt takes up to %d", ErrInvalid, len(xml), maxString))
@@ -238,9 +238,8 @@ func fits(o op, xml []byte) error {
 	return nil
 }
 
-// Define makes a domain persistent or changes the definition of the one with
-// the same name and UUID. A running domain does not change before its next
-// start.
+// Define makes a domain persistent, or changes the definition of the domain with the same
+// name and UUID. A running domain changes only at its next start.
 func (c *Client) Define(ctx context.Context, xml []byte) (Domain, error) {
 	o := c.change("define", nameIn(xml))
 	if err := fits(o, xml); err != nil {
@@ -252,7 +251,7 @@ func (c *Client) Define(ctx context.Context, xml []byte) (Domain, error) {
 	})
 }
 
-// nameIn is the name in a domain's XML, to name the domain in errors.
+// nameIn returns the name in a domain's XML, for errors.
 func nameIn(xml []byte) string {
 	var d struct {
 		Name string `xml:"name"`
@@ -263,13 +262,12 @@ func nameIn(xml []byte) string {
 	return strings.TrimSpace(d.Name)
 }
 
-// Undefine removes a domain's persistent definition. A running one goes on.
+// Undefine removes a domain's persistent definition. A running domain goes on.
 func (c *Client) Undefine(ctx context.Context, d Domain) error {
 	return done(ctx, c, c.change("undefine", d.Name), func(rpc *libvirt.Libvirt) error { return rpc.DomainUndefineFlags(d.raw(), 0) })
 }
 
-// Start starts a defined domain and returns it with its ID. It is called Create
-// in libvirt's own interface.
+// Start starts a defined domain and returns it with its ID (virDomainCreate).
 func (c *Client) Start(ctx context.Context, d Domain) (Domain, error) {
 	return do(ctx, c, c.change("start", d.Name), func(rpc *libvirt.Libvirt) (Domain, error) {
 		d, err := rpc.DomainCreateWithFlags(d.raw(), 0)
@@ -277,8 +275,8 @@ func (c *Client) Start(ctx context.Context, d Domain) (Domain, error) {
 	})
 }
 
-// Shutdown asks the guest to shut down. It may refuse or take its time: the
-// event Stopped says when it has.
+// Shutdown asks the guest to shut down. The guest may refuse or need some time. The event
+// Stopped follows when it has shut down.
 func (c *Client) Shutdown(ctx context.Context, d Domain) error {
 	return done(ctx, c, c.change("shutdown", d.Name), func(rpc *libvirt.Libvirt) error { return rpc.DomainShutdownFlags(d.raw(), 0) })
 }
@@ -298,17 +296,17 @@ func (c *Client) Resume(ctx context.Context, d Domain) error {
 	return done(ctx, c, c.change("resume", d.Name), func(rpc *libvirt.Libvirt) error { return rpc.DomainResume(d.raw()) })
 }
 
-// Affect says what an attach or detach changes.
+// Affect selects what an attach or detach changes.
 type Affect uint32
 
-// What may be changed: virDomainDeviceModifyFlags. Both may be given together.
+// What is changed (virDomainDeviceModifyFlags). Both may be combined.
 const (
 	Live   Affect = 1 // the running domain
 	Config Affect = 2 // its persistent definition
 )
 
-// Attach adds the device of the XML. Its success is libvirt's word only: see
-// the package's comment.
+// Attach adds the device in the XML. Success proves nothing: see the package's
+// documentation.
 func (c *Client) Attach(ctx context.Context, d Domain, device []byte, what Affect) error {
 	o := c.change("attach-device", d.Name)
 	if err := fits(o, device); err != nil {
@@ -319,10 +317,10 @@ func (c *Client) Attach(ctx context.Context, d Domain, device []byte, what Affec
 	})
 }
 
-// Detach removes the device of the XML. On qemu it returns when the guest has
-// been asked, and the event DeviceRemoved or DeviceRemovalFailed follows if the
-// guest does not answer soon. On Xen it waits for the guest, and must not be
-// called before the guest is known to answer: see the package's comment.
+// Detach removes the device in the XML. On qemu it returns when the guest was asked, and
+// the event DeviceRemoved or DeviceRemovalFailed follows if the guest does not answer
+// soon. On Xen it waits for the guest. It must not be called unless the guest is known to
+// answer: see the package's documentation.
 func (c *Client) Detach(ctx context.Context, d Domain, device []byte, what Affect) error {
 	o := c.change("detach-device", d.Name)
 	if err := fits(o, device); err != nil {
@@ -341,7 +339,7 @@ func (c *Client) Persistent(ctx context.Context, d Domain) (bool, error) {
 	})
 }
 
-// FreeMemory is what the host can still give to domains, in bytes.
+// FreeMemory returns how much memory the host can still give to domains, in bytes.
 func (c *Client) FreeMemory(ctx context.Context) (uint64, error) {
 	return do(ctx, c, c.query("freecell", ""), func(rpc *libvirt.Libvirt) (uint64, error) { return rpc.NodeGetFreeMemory() })
 }

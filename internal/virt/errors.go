@@ -10,55 +10,55 @@ import (
 	"github.com/digitalocean/go-libvirt"
 )
 
-// Errors of calls. All are wrapped in an *Error that names call and object.
+// Errors of calls. They are wrapped in an *Error that names the call and the object.
 var (
-	// ErrTimeout says that libvirtd did not answer in time.
+	// ErrTimeout means that libvirtd did not answer in time.
 	ErrTimeout = errors.New("libvirtd did not answer in time")
-	// ErrUnknownOutcome says that a call that changes something was sent and
-	// not answered: look at the domain before trying again.
+	// ErrUnknownOutcome means that a call that changes something was sent and not
+	// answered. Look at the domain before you try again.
 	ErrUnknownOutcome = errors.New("whether it was done is unknown, look before trying again")
-	// ErrDisconnected says that there is no connection to libvirtd.
+	// ErrDisconnected means that there is no connection to libvirtd.
 	ErrDisconnected = errors.New("no connection to libvirtd")
-	// ErrProtocol says that libvirtd sent what its protocol does not allow.
+	// ErrProtocol means that libvirtd has violated its protocol.
 	ErrProtocol = errors.New("libvirtd broke its protocol")
-	// ErrClosed says that the client was closed.
+	// ErrClosed means that the client was closed.
 	ErrClosed = errors.New("libvirt client is closed")
 
-	// ErrNotFound says that there is no such domain or device.
+	// ErrNotFound means that there is no such domain or device.
 	ErrNotFound = errors.New("not found")
-	// ErrExists says that the name or UUID is taken.
+	// ErrExists means that the name or UUID is in use.
 	ErrExists = errors.New("already exists")
-	// ErrDenied says that libvirtd does not let this user.
+	// ErrDenied means that libvirtd does not permit it to this user.
 	ErrDenied = errors.New("denied by libvirtd")
-	// ErrUnsupported says that this driver or version of libvirt can't.
+	// ErrUnsupported means that this driver or version of libvirt cannot do it.
 	ErrUnsupported = errors.New("not supported by this libvirt")
-	// ErrBusy says that another job or domain is in the way: it may work later.
+	// ErrBusy means that another job or domain prevents it. It may succeed later.
 	ErrBusy = errors.New("busy")
-	// ErrState says that the domain is not in a state for that.
+	// ErrState means that the domain's state does not permit it.
 	ErrState = errors.New("domain is in the wrong state")
-	// ErrInvalid says that libvirt does not accept the XML or an argument.
+	// ErrInvalid means that libvirt refuses the XML or an argument.
 	ErrInvalid = errors.New("not accepted by libvirt")
-	// ErrAborted says that the job was aborted and undone.
+	// ErrAborted means that the job was aborted and undone.
 	ErrAborted = errors.New("aborted")
 )
 
-// Error is a call that failed. errors.Is finds what is documented above, and
-// the end of the caller's context.
+// Error is the error of a call. errors.Is finds the errors above, and the end of the
+// caller's context.
 type Error struct {
-	// Call is what was asked of libvirt, in virsh's words.
+	// Call is the call, in virsh's terms.
 	Call string
 	// Object is the name of the domain or device, or empty.
 	Object string
-	// Code is libvirt's number for the error, zero when libvirt said nothing.
+	// Code is libvirt's error code; zero if libvirt has returned no error.
 	// https://libvirt.org/html/libvirt-virterror.html
 	Code uint32
-	// Message is libvirt's, or empty.
+	// Message is libvirt's message, or empty.
 	Message string
 
 	why []error
 }
 
-// Error names call, object and reason.
+// Error returns a text with the call, the object and the reason.
 func (e *Error) Error() string {
 	var b strings.Builder
 	b.WriteString("libvirt: ")
@@ -70,7 +70,7 @@ func (e *Error) Error() string {
 		b.WriteString(": " + e.Message)
 	}
 	for _, err := range e.why {
-		// A kind adds nothing to what libvirt wrote.
+		// libvirt's message is more precise than the sentinel's.
 		if e.Message == "" || !isKind(err) {
 			b.WriteString(": " + err.Error())
 		}
@@ -78,7 +78,7 @@ func (e *Error) Error() string {
 	return b.String()
 }
 
-// Unwrap is the kind and the causes.
+// Unwrap returns the sentinel and the causes.
 func (e *Error) Unwrap() []error { return e.why }
 
 func isKind(err error) bool {
@@ -90,12 +90,12 @@ func isKind(err error) bool {
 	return false
 }
 
-// failed is the error of a call for these reasons.
+// failed returns the error of a call.
 func (o op) failed(why ...error) *Error {
 	return &Error{Call: o.name, Object: o.object, why: why}
 }
 
-// several are errors in one line.
+// several joins errors in one line.
 type several []error
 
 func (s several) Error() string {
@@ -108,12 +108,12 @@ func (s several) Error() string {
 
 func (s several) Unwrap() []error { return s }
 
-// expired says how long libvirtd had.
+// expired returns an error with the time that libvirtd had.
 func expired(after time.Duration) error {
 	return fmt.Errorf("%w (%v)", ErrTimeout, after.Round(time.Millisecond))
 }
 
-// ended is why ctx ended, ErrTimeout included when it was by its deadline.
+// ended returns why ctx has ended, including ErrTimeout if its deadline was exceeded.
 func ended(ctx context.Context, after time.Duration) []error {
 	if errors.Is(context.Cause(ctx), errLimit) {
 		return []error{expired(after)}
@@ -127,7 +127,7 @@ func ended(ctx context.Context, after time.Duration) []error {
 // errLimit is the cause of a context that ended by the call's own limit.
 var errLimit = errors.New("time limit of the call")
 
-// answered makes libvirt's error ours, or gives nil when err is none of its.
+// answered converts libvirt's error. It returns nil if err is not an error of libvirt.
 func (o op) answered(err error) *Error {
 	if errors.Is(err, libvirt.ErrUnsupported) {
 		return &Error{Call: o.name, Object: o.object, Message: "libvirtd does not know this call, it is too old", why: []error{ErrUnsupported}}
@@ -143,12 +143,12 @@ func (o op) answered(err error) *Error {
 	return our
 }
 
-// kind sorts libvirt's errors by their codes. Only for two of these its text is
-// asked, as libvirt has no codes of their own for what they say: a domain that
-// exists and a device that is not there are "operation failed" like any other
-// failure, a PCI device that another domain has is "operation invalid" like a
-// domain that does not run. The daemon writes English unless it was given a
-// language; a text that is not known is the code's general meaning.
+// kind returns the sentinel for an error code of libvirt. Only for two codes it needs the
+// message, because libvirt has no codes of its own for these cases: an existing domain
+// and a missing device are "operation failed", as any other failure; a PCI device that
+// another domain has is "operation invalid", as is a domain that does not run. libvirtd
+// writes English unless it is configured otherwise. For an unknown message, it returns
+// the general meaning of the code.
 func kind(code libvirt.ErrorNumber, message string) error {
 	switch code {
 	case libvirt.ErrNoDomain, libvirt.ErrNoNodeDevice, libvirt.ErrDeviceMissing:
@@ -159,7 +159,7 @@ func kind(code libvirt.ErrorNumber, message string) error {
 		return ErrDenied
 	case libvirt.ErrNoSupport, libvirt.ErrConfigUnsupported, libvirt.ErrArgumentUnsupported, libvirt.ErrOperationUnsupported:
 		return ErrUnsupported
-	case libvirt.ErrResourceBusy, libvirt.ErrOperationTimeout: // the latter: no state change lock
+	case libvirt.ErrResourceBusy, libvirt.ErrOperationTimeout: // the latter: it could not lock the state
 		return ErrBusy
 	case libvirt.ErrOperationAborted:
 		return ErrAborted
@@ -185,7 +185,7 @@ func kind(code libvirt.ErrorNumber, message string) error {
 	return nil
 }
 
-// clean makes a message one line of printable text.
+// clean returns a message as one line of printable characters.
 func clean(s string) string {
 	const longest = 1000
 	s = strings.TrimSpace(strings.ToValidUTF8(s, "?"))

@@ -8,37 +8,38 @@ import (
 	"github.com/digitalocean/go-libvirt"
 )
 
-// EventKind says what happened.
+// EventKind is the kind of an event.
 type EventKind int
 
 // Kinds of events.
 const (
-	// Resync says that events may have been missed: at the beginning, after
-	// libvirtd was away, and when a subscriber was too slow. Look at everything.
+	// Resync means that events may have been missed: at the beginning, after libvirtd was
+	// down, or because a subscriber was too slow. Read everything again.
 	Resync EventKind = iota
 	Defined
 	Undefined
 	Started
 	Suspended
 	Resumed
-	// Stopped says that the domain is gone from the hypervisor; Detail says why.
+	// Stopped means that the hypervisor does not have the domain any more. Detail
+	// contains why.
 	Stopped
-	// Shutdown says that the guest has shut down; Stopped follows.
+	// Shutdown means that the guest has shut down. Stopped follows.
 	Shutdown
 	SuspendedByGuest
 	GuestCrashed
-	// DeviceAdded, DeviceRemoved and DeviceRemovalFailed name the device's alias.
-	// The libxl driver has none of them.
+	// DeviceAdded, DeviceRemoved and DeviceRemovalFailed have the device's alias. The
+	// libxl driver does not send them.
 	DeviceAdded
 	DeviceRemoved
 	DeviceRemovalFailed
-	// MigrationIteration says that a pass over the guest's memory begins.
+	// MigrationIteration means that a pass over the guest's memory begins.
 	MigrationIteration
-	// JobCompleted carries the statistics of a job that ended well.
+	// JobCompleted has the statistics of a job that has succeeded.
 	JobCompleted
 )
 
-// String is the kind in libvirt's words.
+// String returns libvirt's name of the kind.
 func (k EventKind) String() string {
 	words := [...]string{
 		"resync", "defined", "undefined", "started", "suspended", "resumed", "stopped", "shutdown", "pmsuspended", "crashed",
@@ -50,32 +51,31 @@ func (k EventKind) String() string {
 	return words[k]
 }
 
-// Event is something that happened to a domain.
+// Event is an event of a domain.
 type Event struct {
 	Kind   EventKind
 	Domain Domain // empty for Resync
-	// Detail is libvirt's reason for a lifecycle event: virDomainEvent…DetailType.
+	// Detail is libvirt's detail of a lifecycle event (virDomainEvent…DetailType).
 	Detail int
-	// Alias is a device's.
+	// Alias is the alias of a device.
 	Alias string
-	// Iteration counts the passes of a migration from one.
+	// Iteration is the number of a migration's pass, from one.
 	Iteration int
-	// Job is that of JobCompleted.
+	// Job is set for JobCompleted.
 	Job Job
 }
 
-// Migrated says that a domain started here by migration, or stopped here since
-// it moved away.
+// Migrated reports whether a domain has started here by migration, or has stopped here
+// because it was migrated to another host.
 func (e Event) Migrated() bool {
 	return e.Kind == Started && e.Detail == int(libvirt.DomainEventStartedMigrated) ||
 		e.Kind == Stopped && e.Detail == int(libvirt.DomainEventStoppedMigrated)
 }
 
-// decodeEvent makes an event of a message; false for one that is none of ours
-// or is not made as it should be.
+// decodeEvent decodes an event. It returns false for unknown or malformed events.
 func decodeEvent(proc uint32, payload []byte) (Event, bool) {
 	x := &xdr{b: payload}
-	x.uint32() // our registration
+	x.uint32() // id of our registration
 	e := Event{Domain: x.domain()}
 	switch proc {
 	case procLifecycle:
@@ -100,7 +100,7 @@ func decodeEvent(proc uint32, payload []byte) (Event, bool) {
 	return e, x.err == nil && len(x.b) == 0
 }
 
-// publish hands an event to all subscribers.
+// publish passes an event to all subscribers.
 func (c *Client) publish(proc uint32, payload []byte) {
 	e, ok := decodeEvent(proc, payload)
 	if !ok {
@@ -113,7 +113,7 @@ func (c *Client) publish(proc uint32, payload []byte) {
 	}
 }
 
-// mostEvents is how many events wait for a slow subscriber.
+// mostEvents is how many events are kept for a slow subscriber.
 const mostEvents = 1024
 
 // Subscription receives events.
@@ -122,11 +122,11 @@ type Subscription struct {
 	mu   sync.Mutex
 	wait []Event
 	over bool
-	more chan struct{} // one buffered: there is something to look at
+	more chan struct{} // has room for one; signals events
 }
 
-// Subscribe begins to receive events. The first one is a Resync, as soon as
-// libvirtd answers.
+// Subscribe begins to receive events. The first event is a Resync, as soon as libvirtd
+// answers.
 func (c *Client) Subscribe() *Subscription {
 	s := &Subscription{c: c, more: make(chan struct{}, 1)}
 	c.mu.Lock()
@@ -142,8 +142,8 @@ func (c *Client) Subscribe() *Subscription {
 	return s
 }
 
-// put appends an event. Of one who doesn't fetch them, all that wait are
-// replaced by a Resync.
+// put appends an event. If the subscriber is too slow, all kept events are replaced by a
+// Resync.
 func (s *Subscription) put(e Event) {
 	s.mu.Lock()
 	if len(s.wait) >= mostEvents {
@@ -168,8 +168,8 @@ func (s *Subscription) end() {
 	s.wake()
 }
 
-// Next waits for the next event. It fails with ErrClosed after the end of the
-// subscription or its client, and when ctx ends. One goroutine may wait.
+// Next waits for the next event. It returns ErrClosed after the end of the subscription
+// or its client, and an error when ctx ends. Only one goroutine may wait.
 func (s *Subscription) Next(ctx context.Context) (Event, error) {
 	for {
 		s.mu.Lock()

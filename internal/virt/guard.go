@@ -11,32 +11,30 @@ import (
 	"github.com/digitalocean/go-libvirt"
 )
 
-// guard is a connection to libvirtd that lets through only what go-libvirt can
-// digest. go-libvirt allocates what a length says, panics at a negative one,
-// blocks for good when a call is answered twice, and reads an error without a
-// code as a success. So every frame is read whole and checked first: its size,
-// that it answers a call that waits, and that it is made like an answer to it.
-// Events never reach go-libvirt, which can't decode all of them; they go to
-// event.
+// guard is a connection to libvirtd that passes on only what go-libvirt can process.
+// go-libvirt allocates as much memory as a length says, panics if it is negative, blocks
+// for ever if a call is answered twice, and takes an error without a code for success. So
+// each frame is first read as a whole and checked: its size, that it answers a waiting
+// call, and that its body has the form of such an answer. Events are not passed to
+// go-libvirt, which cannot decode all of them, but to event.
 type guard struct {
 	net.Conn
-	event func(proc uint32, payload []byte) // by the reading goroutine; may be nil
+	event func(proc uint32, payload []byte) // called by the reading goroutine; may be nil
 
-	// returned is closed when go-libvirt's ConnectToURI has returned. Until
-	// then nothing is read after the answer to its last call, since go-libvirt
-	// must not learn of the connection's end in that moment: it would race
-	// with itself.
+	// returned is closed when go-libvirt's ConnectToURI has returned. Until then, nothing
+	// is read after the answer to its last call: if go-libvirt noticed the connection's
+	// end at that moment, it would have a data race.
 	returned chan struct{}
-	opened   bool   // only the reading goroutine
-	in       []byte // checked, not yet read; only the reading goroutine
+	opened   bool   // used by the reading goroutine only
+	in       []byte // checked, but not yet read; used by the reading goroutine only
 
 	mu      sync.Mutex
-	head    [headerLen]byte // of the frame being written
+	head    [headerLen]byte // header of the frame being written
 	headLen int
-	skip    int               // bytes left of its body
-	frames  int               // frames of which a byte was written
-	waiting map[uint32]uint32 // serial to procedure
-	err     error             // why the connection ended
+	skip    int               // remaining bytes of its body
+	frames  int               // number of frames of which a byte was written
+	waiting map[uint32]uint32 // procedure by serial
+	err     error             // why the connection has ended
 	dead    chan struct{}
 }
 
@@ -47,7 +45,7 @@ func newGuard(conn net.Conn, event func(uint32, []byte)) *guard {
 	}
 }
 
-// end closes the connection for a reason; the first counts.
+// end closes the connection for a reason. The first reason is kept.
 func (g *guard) end(why error) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -64,21 +62,21 @@ func (g *guard) Close() error {
 	return nil
 }
 
-// why is why the connection ended, nil while it lives.
+// why returns why the connection has ended, or nil.
 func (g *guard) why() error {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	return g.err
 }
 
-// written counts the frames that have at least begun to go out.
+// written returns how many frames have at least begun to be sent.
 func (g *guard) written() int {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	return g.frames
 }
 
-// Write notes which calls go out.
+// Write records which calls are sent.
 func (g *guard) Write(p []byte) (int, error) {
 	if err := g.note(p); err != nil {
 		return 0, err
@@ -116,7 +114,7 @@ func (g *guard) note(p []byte) error {
 	return nil
 }
 
-// Read delivers whole checked frames, in pieces as the reader likes.
+// Read returns the bytes of checked frames.
 func (g *guard) Read(p []byte) (int, error) {
 	for len(g.in) == 0 {
 		if g.opened {
@@ -146,7 +144,7 @@ func parseHeader(b []byte) header {
 	return header{word(0), word(1), word(2), word(3), word(4), word(5), word(6)}
 }
 
-// next reads one frame and returns it if it is go-libvirt's.
+// next reads one frame, and returns it if it is for go-libvirt.
 func (g *guard) next() ([]byte, error) {
 	head := make([]byte, headerLen)
 	if _, err := io.ReadFull(g.Conn, head[:4]); err != nil {
@@ -223,7 +221,7 @@ func noEOF(err error) error {
 	return err
 }
 
-// given is a go-libvirt dialer of a connection that is there already.
+// given is a go-libvirt dialer that returns an existing connection.
 type given struct{ net.Conn }
 
 func (d given) Dial() (net.Conn, error) { return d.Conn, nil }

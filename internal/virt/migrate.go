@@ -10,7 +10,7 @@ import (
 	"github.com/digitalocean/go-libvirt"
 )
 
-// JobState is what a domain's job does: virDomainJobType.
+// JobState is the state of a domain's job (virDomainJobType).
 type JobState int32
 
 // States of a job.
@@ -23,22 +23,21 @@ const (
 	JobCancelled
 )
 
-// Job is what libvirt says about a domain's job. The libxl driver knows the
-// elapsed time only; what is unknown is zero.
+// Job is what libvirt reports about a domain's job. The libxl driver reports only the
+// elapsed time. Unknown values are zero.
 type Job struct {
 	State              JobState
 	Elapsed, Remaining time.Duration
-	// Downtime is how long the guest stands still at the end of a migration.
+	// Downtime is how long the guest is paused at the end of a migration.
 	Downtime time.Duration
-	// Total, Processed and Left are bytes; Total grows when memory is sent again.
+	// Total, Processed and Left are in bytes. Total grows when memory is sent again.
 	Total, Processed, Left uint64
-	// Bandwidth and DirtyRate are bytes a second.
+	// Bandwidth and DirtyRate are in bytes per second.
 	Bandwidth, DirtyRate uint64
 	Iteration            int
 }
 
-// jobOf makes a job of libvirt's parameters (libvirt-domain.h,
-// VIR_DOMAIN_JOB_*).
+// jobOf converts libvirt's job parameters (libvirt-domain.h, VIR_DOMAIN_JOB_*).
 func jobOf(state JobState, p map[string]any) Job {
 	number := func(name string) uint64 {
 		switch v := p[name].(type) {
@@ -62,7 +61,7 @@ func jobOf(state JobState, p map[string]any) Job {
 	}
 }
 
-// Job asks what a domain's job does.
+// Job returns the state of a domain's job.
 func (c *Client) Job(ctx context.Context, d Domain) (Job, error) {
 	return do(ctx, c, c.query("domjobinfo", d.Name), func(rpc *libvirt.Libvirt) (Job, error) {
 		state, raw, err := rpc.DomainGetJobStats(d.raw(), 0)
@@ -84,47 +83,47 @@ func (c *Client) Job(ctx context.Context, d Domain) (Job, error) {
 	})
 }
 
-// Abort aborts a domain's job. The libxl driver can't: ErrUnsupported.
+// Abort aborts a domain's job. The libxl driver cannot do that: ErrUnsupported.
 func (c *Client) Abort(ctx context.Context, d Domain) error {
 	return c.abort(ctx, d)
 }
 
-// Migration says how a domain moves: live and peer to peer, that is, this
-// host's libvirtd talks to the destination's.
+// Migration describes a migration. It is live and peer to peer: this host's libvirtd
+// connects to the destination's.
 type Migration struct {
-	// Destination is the URI of the destination's libvirtd as this host's
-	// libvirtd reaches it: xen+tls://host/system.
+	// Destination is the URI at which this host's libvirtd reaches that of the
+	// destination: xen+tls://host/system.
 	Destination string
-	// Data is the URI for the guest's memory, tcp://address[:port], where it is
-	// not to be the destination's host name.
+	// Data is the URI for the guest's memory, tcp://address[:port]. Empty: the
+	// destination's host name.
 	Data string
-	// XML replaces the domain's at the destination. It must look the same to
-	// the guest.
+	// XML replaces the domain's XML on the destination. It must look the same to the
+	// guest.
 	XML []byte
-	// PersistentXML replaces the definition at the destination. qemu only.
+	// PersistentXML replaces the stored definition on the destination. qemu only.
 	PersistentXML []byte
-	// Persist defines the domain at the destination, UndefineSource removes
-	// its definition here.
+	// Persist defines the domain on the destination. UndefineSource removes its
+	// definition on this host.
 	Persist, UndefineSource bool
-	// Bandwidth limits the migration, in MiB/s. qemu only; for Xen use traffic
-	// control.
+	// Bandwidth limits the migration, in MiB/s. qemu only; for Xen use traffic control.
 	Bandwidth uint64
-	// AutoConverge slows a guest down that dirties its memory too fast. qemu
-	// only.
+	// AutoConverge slows down a guest that writes its memory too fast. qemu only.
 	AutoConverge bool
 	// TLS encrypts the guest's memory. qemu only.
 	TLS bool
 	// Unsafe skips the check that disks are shared and not cached.
 	Unsafe bool
-	// Limit is the time it may take; zero is the client's limit. Then, and when
-	// the context ends, it is aborted if the driver can do that.
+	// Limit is the time limit; zero: the client's. At its end, or when the context ends,
+	// the migration is aborted if the driver can do that.
 	Limit time.Duration
-	// Progress is called with the job every Every (half a second) until the end.
+	// Progress is called with the job in each interval Every (default: half a second)
+	// until the end.
 	Progress func(Job)
 	Every    time.Duration
 }
 
-// flags and parameters of virDomainMigrateToURI3, or why the driver can't.
+// prepare returns flags and parameters of virDomainMigrateToURI3, or why the driver
+// cannot do it.
 func (m *Migration) prepare(driver Driver) (libvirt.DomainMigrateFlags, []libvirt.TypedParam, error) {
 	flags := libvirt.MigrateLive | libvirt.MigratePeer2peer
 	var params []libvirt.TypedParam
@@ -182,9 +181,9 @@ func (m *Migration) prepare(driver Driver) (libvirt.DomainMigrateFlags, []libvir
 	return flags, params, nil
 }
 
-// Migrate moves a running domain to another host and returns when it runs
-// there. libvirt lets the domain go on here when the migration fails. An error
-// that is ErrUnknownOutcome means that it may run here, there, or be on its way.
+// Migrate migrates a running domain to another host. It returns when the domain runs
+// there. If the migration fails, libvirt lets the domain go on here. If the error wraps
+// ErrUnknownOutcome, the domain may run here or there, or may be migrating.
 func (c *Client) Migrate(ctx context.Context, d Domain, m Migration) error {
 	o := op{name: "migrate", object: d.Name, limit: m.Limit, change: true, job: &d}
 	if o.limit <= 0 {
@@ -212,8 +211,8 @@ func (c *Client) Migrate(ctx context.Context, d Domain, m Migration) error {
 	})
 }
 
-// follow reports the progress of a migration until ctx ends. That libvirt
-// can't say is no reason to stop one.
+// follow reports the progress of a migration until ctx ends. Errors are ignored: they are
+// no reason to stop a migration.
 func (c *Client) follow(ctx context.Context, d Domain, m Migration) {
 	every := m.Every
 	if every <= 0 {
@@ -237,11 +236,11 @@ func (c *Client) follow(ctx context.Context, d Domain, m Migration) {
 	}
 }
 
-// CancelArrival ends a domain whose source was lost while it came here. libxl's
-// driver keeps such a domain paused and waits for the source's last word for
-// good; whatever else is asked of it, its end included, is refused meanwhile.
-// This is that word (virDomainMigrateFinish3Params, cancelled). A domain that is
-// not paused is ErrState: it runs, and must not be ended so.
+// CancelArrival ends a domain whose source failed while the domain arrived here. libxl's
+// driver keeps such a domain paused and waits for the source's last message for ever.
+// Meanwhile it refuses all other calls, including destroy. This call is that message
+// (virDomainMigrateFinish3Params, cancelled). If the domain is not paused, the error
+// wraps ErrState: it runs, and must not be ended in this way.
 func (c *Client) CancelArrival(ctx context.Context, d Domain) error {
 	o := c.change("cancel the arrival of", d.Name)
 	state, err := c.State(ctx, d)
@@ -256,7 +255,8 @@ func (c *Client) CancelArrival(ctx context.Context, d Domain) error {
 		_, _, err := rpc.DomainMigrateFinish3Params(name, nil, uint32(libvirt.MigrateLive|libvirt.MigratePeer2peer), 1)
 		return err
 	})
-	// libvirt fails where there is no domain to return, as there should be none.
+	// libvirt returns an error if there is no domain to return, which is what is
+	// expected.
 	if state, look := c.State(ctx, d); errors.Is(look, ErrNotFound) || look == nil && !state.Active() {
 		return nil
 	}

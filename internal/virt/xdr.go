@@ -12,7 +12,7 @@ const (
 	maxFrame  = 32<<20 + 4
 	maxString = 4 << 20
 	maxList   = 16384
-	headerLen = 28 // length included
+	headerLen = 28 // including the length
 )
 
 // Numbers of the protocol.
@@ -27,7 +27,7 @@ const (
 	statusError = 1
 )
 
-// Procedures that gpuctl calls or hears of.
+// Procedures that gpuctl calls or whose events it receives.
 const (
 	procOpen            = 1
 	procGetType         = 3
@@ -71,7 +71,7 @@ const (
 	shapeDomain         = "sui"
 )
 
-// shape is what a procedure's reply, or an event, is made of:
+// shape returns the form of a procedure's reply or event:
 //
 //	i  four bytes        s  string            p  typed parameter
 //	h  eight bytes       o  opaque bytes      u  UUID
@@ -108,7 +108,7 @@ func shape(proc uint32) (string, bool) {
 
 var errShort = errors.New("message is too short")
 
-// xdr reads XDR (RFC 4506) from b. After an error, all it reads is zero.
+// xdr reads XDR (RFC 4506) from b. After an error, all reads return zero.
 type xdr struct {
 	b   []byte
 	err error
@@ -171,8 +171,8 @@ func (x *xdr) domain() Domain {
 	return d
 }
 
-// param is one typed parameter; its value is an int64, uint64, float64, bool
-// or string. Floating point is never asked for and comes as its bits.
+// param reads one typed parameter. Its value is an int64, uint64, float64, bool or
+// string. gpuctl does not use floating-point values, which are returned as their bits.
 func (x *xdr) param() (name string, value any) {
 	name = x.string()
 	switch t := x.uint32(); t {
@@ -208,7 +208,7 @@ func (x *xdr) params() map[string]any {
 	return out
 }
 
-// follows checks that b is made as shape says, to the last byte.
+// follows returns an error unless all of b has the form of shape.
 func follows(b []byte, shape string) error {
 	x := &xdr{b: b}
 	for rest := shape; rest != "" && x.err == nil; {
@@ -244,7 +244,7 @@ func (x *xdr) element(shape string) string {
 		if shape[0] == '?' && n > 1 && x.err == nil {
 			x.err = fmt.Errorf("a pointer of value %d", n)
 		}
-		after := (&xdr{err: errShort}).element(rest) // only to skip it
+		after := (&xdr{err: errShort}).element(rest) // only to find the end of the element
 		for range n {
 			if x.err != nil {
 				break

@@ -1,7 +1,6 @@
-// Package vm names virtual machines. The keeper of cards, the migration and the
-// hosts that take part in one use its types for a VM. libvirt's object for a VM
-// is a domain (virt.Domain), and the hypervisor's is one, too (xen.Domain): who
-// asks libvirt or the hypervisor makes a VM of what they answer.
+// Package vm has the types for virtual machines. The keeper of cards, the migration and
+// the hosts that take part in it use them. libvirt and the hypervisor call a VM a domain
+// (virt.Domain, xen.Domain). Code that asks them converts their answers to a VM.
 //
 // The package knows neither libvirt nor a hypervisor.
 package vm

@@ -1,10 +1,10 @@
 package vm
 
-// VM is a virtual machine. Its UUID, in lower case, is its identity; its name is
-// for people and may change.
+// VM is a virtual machine. Its UUID, in lower case, identifies it. Its name is for people
+// and may change.
 type VM struct{ UUID, Name string }
 
-// Info is what libvirt knows of a VM.
+// Info is what libvirt reports about a VM.
 type Info struct {
 	VM
 	State      string // running, paused, shutoff, …
@@ -14,5 +14,5 @@ type Info struct {
 	Persistent bool // it has a stored definition
 }
 
-// Active reports whether the VM exists for the hypervisor.
+// Active reports whether the hypervisor has a domain for the VM.
 func (i Info) Active() bool { return i.State != "shutoff" && i.State != "crashed" && i.State != "" }

@@ -1,5 +1,4 @@
-// Package wait waits for time to pass. To wait for a thing is its own package's
-// business.
+// Package wait waits for time to pass.
 package wait
 
 import (
@@ -7,7 +6,7 @@ import (
 	"time"
 )
 
-// For waits for d, or until ctx is done, whose cause it then returns.
+// For waits for d, or until ctx is done. Then it returns the cause of ctx.
 func For(ctx context.Context, d time.Duration) error {
 	t := time.NewTimer(d)
 	defer t.Stop()

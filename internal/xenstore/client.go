@@ -15,11 +15,10 @@ import (
 )
 
 var (
-	// ErrConnection says that the connection to the store broke, or could not
-	// be made, before an answer came. Whether the request took effect is not
-	// known.
+	// ErrConnection means that the connection to xenstore was lost, or could not be made,
+	// before an answer came. Whether the request took effect is unknown.
 	ErrConnection = errors.New("no connection to xenstore")
-	// ErrClosed says that the client was closed.
+	// ErrClosed means that the client was closed.
 	ErrClosed = errors.New("xenstore client is closed")
 )
 
@@ -30,16 +29,15 @@ const (
 	lastBackoff    = 5 * time.Second
 )
 
-// Client speaks to the store. All methods may be called at once from several
-// goroutines, and every call ends with its context, or after the time that
-// WithTimeout says if its context has no deadline.
+// Client is a connection to xenstore. It is safe for concurrent use. Each call ends with
+// its context, or after WithTimeout's time if its context has no deadline.
 type Client struct {
 	path    string
 	timeout time.Duration
 	log     *slog.Logger
 	stop    context.CancelFunc
 	done    chan struct{}
-	slots   chan struct{} // requests that may be under way
+	slots   chan struct{} // limits the requests in progress
 	helpers sync.WaitGroup
 
 	mu       sync.Mutex
@@ -51,15 +49,14 @@ type Client struct {
 	lastName uint64
 }
 
-// Option changes how a client behaves.
+// Option is an option of Dial.
 type Option func(*Client)
 
-// WithTimeout bounds calls whose context has no deadline; ten seconds if not
-// said.
+// WithTimeout limits calls whose context has no deadline; default ten seconds.
 func WithTimeout(d time.Duration) Option { return func(c *Client) { c.timeout = d } }
 
-// Dial connects to xenstored's socket or to the kernel's xenbus device,
-// whichever path is. The first connection is made before it returns.
+// Dial connects to xenstored's socket or to the kernel's xenbus device, whichever path
+// is. It returns after the first connection was made.
 func Dial(ctx context.Context, path string, opts ...Option) (*Client, error) {
 	c := &Client{
 		path: path, timeout: defaultTimeout, log: slog.New(slog.DiscardHandler), done: make(chan struct{}),
@@ -79,7 +76,7 @@ func Dial(ctx context.Context, path string, opts ...Option) (*Client, error) {
 	return c, nil
 }
 
-// Close ends the connection, the calls under way and all watches.
+// Close ends the connection, the calls in progress and all watches.
 func (c *Client) Close() error {
 	c.mu.Lock()
 	if c.closed {
@@ -102,8 +99,8 @@ func (c *Client) Close() error {
 	return nil
 }
 
-// lost is ErrConnection. It says what the system said and does not wrap it: that
-// a socket does not exist must not be taken for a node that does not.
+// lost returns an error that wraps ErrConnection. It contains the system's error as text
+// only, because "no such socket" must not be taken for "no such node".
 func lost(cause error) error {
 	return fmt.Errorf("%w: %s", ErrConnection, cause.Error())
 }
@@ -129,7 +126,7 @@ func (c *Client) dial(ctx context.Context) (*conn, error) {
 	return newConn(stream), nil
 }
 
-// run reads what comes, and connects again when the connection breaks.
+// run reads messages, and connects again when the connection is lost.
 func (c *Client) run(ctx context.Context, cn *conn) {
 	defer close(c.done)
 	defer c.helpers.Wait()
@@ -168,7 +165,8 @@ func (c *Client) run(ctx context.Context, cn *conn) {
 	}
 }
 
-// publish makes cn the connection; false if the client was closed meanwhile.
+// publish makes cn the present connection. It returns false if the client was closed
+// meanwhile.
 func (c *Client) publish(cn *conn, err error) bool {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -178,7 +176,7 @@ func (c *Client) publish(cn *conn, err error) bool {
 	return !c.closed
 }
 
-// connection waits for one until ctx ends.
+// connection waits for a connection until ctx ends.
 func (c *Client) connection(ctx context.Context) (*conn, error) {
 	for {
 		c.mu.Lock()
@@ -201,7 +199,8 @@ func (c *Client) connection(ctx context.Context) (*conn, error) {
 	}
 }
 
-// do asks the store on cn, or on the connection of the moment if cn is nil.
+// do sends a request on cn, or on the present connection if cn is nil, and returns the
+// answer.
 func (c *Client) do(ctx context.Context, cn *conn, op Op, tx uint32, path string, payload []byte) ([]byte, error) {
 	if len(payload) > MaxPayload {
 		return nil, &Error{op, path, syscall.E2BIG}
@@ -243,14 +242,15 @@ func (c *Client) do(ctx context.Context, cn *conn, op Op, tx uint32, path string
 	return answer.Payload, nil
 }
 
-// Tx has the operations on nodes; those of a transaction are seen at once.
+// Tx has the operations on nodes. The changes of a transaction become visible together at
+// its end.
 type Tx struct {
 	client *Client
-	conn   *conn // of the transaction
+	conn   *conn // connection of the transaction
 	tx     uint32
 }
 
-// tx is outside of any transaction.
+// tx returns a Tx outside of any transaction.
 func (c *Client) tx() Tx { return Tx{client: c} }
 
 func (o Tx) do(ctx context.Context, op Op, path string, rest ...string) ([]byte, error) {
@@ -266,29 +266,30 @@ func (o Tx) Read(ctx context.Context, path string) (string, error) {
 	return string(b), err
 }
 
-// Write sets the value of a node and makes it, and those above it, if need be.
+// Write sets the value of a node. It makes the node, and those above it, if they do not
+// exist.
 func (o Tx) Write(ctx context.Context, path, value string) error {
 	if err := checkPath(path); err != nil {
 		return err
 	}
-	_, err := o.client.do(ctx, o.conn, OpWrite, o.tx, path, append(joined(path), value...)) // no zero byte ends the value
+	_, err := o.client.do(ctx, o.conn, OpWrite, o.tx, path, append(joined(path), value...)) // the value is not terminated by a zero byte
 	return err
 }
 
-// Mkdir makes a node; one that is there stays as it is.
+// Mkdir makes a node. If it exists, it is not changed.
 func (o Tx) Mkdir(ctx context.Context, path string) error {
 	_, err := o.do(ctx, OpMkdir, path)
 	return err
 }
 
-// Remove takes a node and all below it away. It is no error if it is not there
-// but the node above is.
+// Remove removes a node and all nodes below it. If the node does not exist, but its
+// parent does, there is no error.
 func (o Tx) Remove(ctx context.Context, path string) error {
 	_, err := o.do(ctx, OpRm, path)
 	return err
 }
 
-// Permissions returns the list of who may do what with a node.
+// Permissions returns the access list of a node.
 func (o Tx) Permissions(ctx context.Context, path string) ([]Permission, error) {
 	b, err := o.do(ctx, OpGetPerms, path)
 	if err != nil {
@@ -308,7 +309,7 @@ func (o Tx) Permissions(ctx context.Context, path string) ([]Permission, error) 
 	return out, nil
 }
 
-// SetPermissions replaces the list of who may do what with a node.
+// SetPermissions replaces the access list of a node.
 func (o Tx) SetPermissions(ctx context.Context, path string, perms ...Permission) error {
 	var rest []string
 	for _, p := range perms {
@@ -319,14 +320,13 @@ func (o Tx) SetPermissions(ctx context.Context, path string, perms ...Permission
 }
 
 const (
-	maxChildren      = 16 << 20 // bytes of names of one node's children
+	maxChildren      = 16 << 20 // most bytes of the names of a node's children
 	maxListRestarts  = 32
-	maxDirectoryPart = 3 * maxChildren / MaxPayload // answers to one list
+	maxDirectoryPart = 3 * maxChildren / MaxPayload // most answers for one list
 )
 
-// List returns the names of the nodes below a node, in the store's order. A
-// list that is too long for one message is read in parts, and from the start
-// again when it changes meanwhile.
+// List returns the names of the nodes below a node, in xenstore's order. A list that is
+// too long for one message is read in parts. If it changes meanwhile, List starts again.
 func (o Tx) List(ctx context.Context, path string) ([]string, error) {
 	b, err := o.do(ctx, OpDirectory, path)
 	if err == nil {
@@ -377,12 +377,12 @@ func (o Tx) listParts(ctx context.Context, path string) (names []string, again b
 type part struct {
 	generation string
 	names      []string
-	size       int // bytes of the list that the names take
+	size       int // bytes of the names in the list
 	last       bool
 }
 
-// parsePart reads a generation and names, each ended by a zero byte; an empty
-// name is the end of the list.
+// parsePart parses a generation and names, each terminated by a zero byte. An empty name
+// is the end of the list.
 func parsePart(b []byte) (part, error) {
 	if len(b) == 0 || b[len(b)-1] != 0 {
 		return part{}, fmt.Errorf("%w: a part of a list without its end", ErrProtocol)
@@ -411,16 +411,17 @@ func (c *Client) Read(ctx context.Context, path string) (string, error) {
 	return c.tx().Read(ctx, path)
 }
 
-// Write sets the value of a node and makes it, and those above it, if need be.
+// Write sets the value of a node. It makes the node, and those above it, if they do not
+// exist.
 func (c *Client) Write(ctx context.Context, path, value string) error {
 	return c.tx().Write(ctx, path, value)
 }
 
-// Mkdir makes a node; one that is there stays as it is.
+// Mkdir makes a node. If it exists, it is not changed.
 func (c *Client) Mkdir(ctx context.Context, path string) error { return c.tx().Mkdir(ctx, path) }
 
-// Remove takes a node and all below it away. It is no error if it is not there
-// but the node above is.
+// Remove removes a node and all nodes below it. If the node does not exist, but its
+// parent does, there is no error.
 func (c *Client) Remove(ctx context.Context, path string) error { return c.tx().Remove(ctx, path) }
 
 // List returns the names of the nodes below a node.
@@ -428,17 +429,17 @@ func (c *Client) List(ctx context.Context, path string) ([]string, error) {
 	return c.tx().List(ctx, path)
 }
 
-// Permissions returns the list of who may do what with a node.
+// Permissions returns the access list of a node.
 func (c *Client) Permissions(ctx context.Context, path string) ([]Permission, error) {
 	return c.tx().Permissions(ctx, path)
 }
 
-// SetPermissions replaces the list of who may do what with a node.
+// SetPermissions replaces the access list of a node.
 func (c *Client) SetPermissions(ctx context.Context, path string, perms ...Permission) error {
 	return c.tx().SetPermissions(ctx, path, perms...)
 }
 
-// DomainPath returns the node of a domain, "/local/domain/7".
+// DomainPath returns the path of a domain, such as "/local/domain/7".
 func (c *Client) DomainPath(ctx context.Context, domain uint16) (string, error) {
 	id := strconv.Itoa(int(domain))
 	b, err := c.do(ctx, nil, OpGetDomainPath, 0, id, joined(id))
@@ -452,8 +453,7 @@ func (c *Client) DomainPath(ctx context.Context, domain uint16) (string, error) 
 	return s[0], nil
 }
 
-// Introduced reports whether the store speaks to a domain. Only a control domain
-// may ask.
+// Introduced reports whether xenstored serves a domain. Only a control domain may ask.
 func (c *Client) Introduced(ctx context.Context, domain uint16) (bool, error) {
 	id := strconv.Itoa(int(domain))
 	b, err := c.do(ctx, nil, OpIsIntroduced, 0, id, joined(id))
@@ -468,13 +468,12 @@ const (
 	conflictLast  = 100 * time.Millisecond
 )
 
-// Transaction runs f and makes everything that it did visible at once, or
-// nothing if f fails. If somebody else has changed what f saw, it runs f again,
-// until ctx ends: f must not change anything but the transaction. f must not
-// use the transaction after it has returned.
+// Transaction calls f and makes all its changes visible together, or none if f fails. If
+// what f has read was changed by others, it calls f again, until ctx ends. So f must not
+// have any other effects. f must not use the transaction after it has returned.
 //
-// If the connection breaks while the transaction ends, the error wraps
-// ErrConnection and it is not known whether it took effect.
+// If the connection is lost while the transaction ends, the error wraps ErrConnection,
+// and it is unknown whether the transaction took effect.
 func (c *Client) Transaction(ctx context.Context, f func(Tx) error) error {
 	if _, has := ctx.Deadline(); !has {
 		var cancel context.CancelFunc

@@ -9,34 +9,34 @@ import (
 	"syscall"
 )
 
-// errUnsent marks requests that the store cannot have seen.
+// errUnsent marks requests that xenstored cannot have received.
 var errUnsent = errors.New("the request was not sent")
 
-// conn is one connection. Answers are told apart by the number of their
-// request, but for those to watches on the kernel's device, which carry zero:
-// the kernel answers these by itself, in order.
+// conn is one connection. Answers are matched by the id of their request, except answers
+// to watch requests on the kernel's device, which have id zero: the kernel itself sends
+// these, in order.
 //
-// A request to watch or unwatch is sent when all before it are answered: Linux
-// asks the store within the write and keeps the file locked, while the thread
-// that reads the store's answers wants that lock for an earlier one. Neither
-// would ever go on, nor anybody else in the domain who asks the store.
+// A request to watch or unwatch is sent only when all requests before it are answered.
+// Linux asks xenstored during the write and keeps the file locked, while the thread that
+// reads xenstored's answers needs that lock for an earlier answer. That would be a
+// deadlock for the whole domain.
 type conn struct {
 	stream io.ReadWriteCloser
 
 	writing chan struct{} // held while a message is written
-	settled chan struct{} // holds one when the last request was answered
+	settled chan struct{} // contains a token while all requests are answered
 
 	mu      sync.Mutex
 	err     error // why it is closed
 	last    uint32
 	waiting map[uint32]*waiter
-	watches []uint32 // requests to watch or unwatch, in the order sent
+	watches []uint32 // ids of watch and unwatch requests, in order
 	dead    chan struct{}
 }
 
 type waiter struct {
 	op     Op
-	answer chan Message // holds one
+	answer chan Message // has room for one
 }
 
 func newConn(stream io.ReadWriteCloser) *conn {
@@ -51,7 +51,7 @@ func (cn *conn) close(why error) {
 	}
 	cn.err = why
 	close(cn.dead)
-	go func() { _ = cn.stream.Close() }() // waits for a write that is stuck
+	go func() { _ = cn.stream.Close() }() // Close waits for a write that is blocked
 }
 
 func (cn *conn) reason() error {
@@ -60,7 +60,7 @@ func (cn *conn) reason() error {
 	return cn.err
 }
 
-// read routes what comes until the connection ends.
+// read dispatches messages until the connection ends.
 func (cn *conn) read(event func(path, token string)) error {
 	for {
 		m, err := ReadMessage(cn.stream, MaxReply)
@@ -99,7 +99,7 @@ func (cn *conn) route(m Message) error {
 		return fmt.Errorf("%w: %q was answered by %q", ErrProtocol, w.op, m.Op)
 	}
 	cn.forget(id)
-	w.answer <- m // has room: there is one answer to a request
+	w.answer <- m // has room: there is one answer for a request
 	return nil
 }
 
@@ -119,7 +119,7 @@ func (cn *conn) forget(id uint32) {
 	}
 }
 
-// settle waits until all requests are answered; who calls it holds writing.
+// settle waits until all requests are answered. The caller holds writing.
 func (cn *conn) settle(ctx context.Context) error {
 	for {
 		cn.mu.Lock()
@@ -138,10 +138,9 @@ func (cn *conn) settle(ctx context.Context) error {
 	}
 }
 
-// call sends a request and waits for the answer. If ctx ends before, the answer
-// is dropped when it comes; where the answer would have left something behind
-// in the store, a watch or a transaction, the connection is given up instead,
-// and they with it.
+// call sends a request and waits for the answer. If ctx ends before, the answer is
+// dropped when it comes. If the request would leave a watch or a transaction in
+// xenstored, the connection is closed instead, which removes them.
 func (cn *conn) call(ctx context.Context, op Op, tx uint32, payload []byte) (Message, error) {
 	select {
 	case cn.writing <- struct{}{}:
@@ -153,7 +152,7 @@ func (cn *conn) call(ctx context.Context, op Op, tx uint32, payload []byte) (Mes
 	if op == OpWatch || op == OpUnwatch {
 		if err := cn.settle(ctx); err != nil {
 			<-cn.writing
-			if op == OpUnwatch { // the watch goes with the connection
+			if op == OpUnwatch { // closing the connection removes the watch, too
 				cn.close(fmt.Errorf("%w: it was given up with a request to %s under way", ErrConnection, op))
 			}
 			return Message{}, err
@@ -164,7 +163,7 @@ func (cn *conn) call(ctx context.Context, op Op, tx uint32, payload []byte) (Mes
 		<-cn.writing
 		return Message{}, err
 	}
-	// A write that is stuck would hold everybody up.
+	// A write that is blocked must not block other callers.
 	written := make(chan struct{})
 	stop := context.AfterFunc(ctx, func() {
 		select {
@@ -179,7 +178,7 @@ func (cn *conn) call(ctx context.Context, op Op, tx uint32, payload []byte) (Mes
 	<-cn.writing
 	if err != nil {
 		if errno, ok := errors.AsType[syscall.Errno](err); ok && refuses(errno) {
-			// The kernel's device refuses a request in this way.
+			// The kernel's device reports a refused request as an error of the write.
 			cn.mu.Lock()
 			cn.forget(id)
 			cn.mu.Unlock()
@@ -221,8 +220,8 @@ func (cn *conn) expect(op Op) (uint32, *waiter, error) {
 	if cn.err != nil {
 		return 0, nil, fmt.Errorf("%w: %w", errUnsent, cn.err)
 	}
-	// Abandoned requests wait for their answers, too. A store that never
-	// answers must not fill the memory.
+	// Abandoned requests also wait for their answers. If xenstored never answers, they
+	// must not use up the memory.
 	if len(cn.waiting) >= 4*maxOutstanding {
 		return 0, nil, fmt.Errorf("%w: %d requests were not answered", ErrConnection, len(cn.waiting))
 	}

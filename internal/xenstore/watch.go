@@ -11,11 +11,11 @@ import (
 	"syscall"
 )
 
-// maxPending is how many different paths a watch remembers for an owner that
-// does not take them.
+// maxPending is how many different paths a watch keeps for an owner that does not read
+// them.
 const maxPending = 1024
 
-// Watch tells of changes of a node and of everything below it.
+// Watch reports changes of a node and of everything below it.
 type Watch struct {
 	client *Client
 	path   string
@@ -25,12 +25,12 @@ type Watch struct {
 	pending []string
 	known   map[string]bool
 	ended   bool
-	ready   chan struct{} // holds one
+	ready   chan struct{} // has room for one
 }
 
-// Watch begins to watch a node, which need not be there, or one of the names
-// "@introduceDomain" and "@releaseDomain". The first Next returns at once, as
-// the store tells of every new watch.
+// Watch begins to watch a node, which need not exist, or one of the names
+// "@introduceDomain" and "@releaseDomain". The first Next returns at once, because
+// xenstored sends an event for each new watch.
 func (c *Client) Watch(ctx context.Context, path string) (*Watch, error) {
 	if err := checkPath(path); err != nil {
 		return nil, err
@@ -48,11 +48,11 @@ func (c *Client) Watch(ctx context.Context, path string) (*Watch, error) {
 	if err != nil {
 		return nil, fmt.Errorf("xenstore: watch %q: %w", path, err)
 	}
-	// Known before it is asked for: events may come before the answer.
+	// Registered first: events may arrive before the answer.
 	c.mu.Lock()
 	c.watches[w.token] = w
 	c.mu.Unlock()
-	// It is there already if the connection was made anew just now.
+	// EEXIST: the connection was made again just now, with this watch.
 	if _, err := c.do(ctx, cn, OpWatch, 0, path, joined(path, w.token)); err != nil && !errors.Is(err, syscall.EEXIST) {
 		c.forget(w)
 		w.end()
@@ -61,11 +61,11 @@ func (c *Client) Watch(ctx context.Context, path string) (*Watch, error) {
 	return w, nil
 }
 
-// Next waits for a change and returns the node that changed. Changes of one
-// node that nobody has asked for yet are one. If there were too many, or the
-// connection was lost meanwhile, it returns the watched path itself: look at
-// everything again. A watch or client that was closed is ErrClosed. It is for
-// one goroutine at a time.
+// Next waits for a change and returns the path of the node. Several changes of one node
+// before a Next are reported once. If there were too many changes, or the connection was
+// lost meanwhile, it returns the watched path: the caller must read everything again. If
+// the watch or client was closed, it returns ErrClosed. It must be used by one goroutine
+// only.
 func (w *Watch) Next(ctx context.Context) (string, error) {
 	for {
 		w.mu.Lock()
@@ -89,8 +89,8 @@ func (w *Watch) Next(ctx context.Context) (string, error) {
 	}
 }
 
-// Close ends the watch. If ctx ends before the store has answered, the
-// connection is made anew without it.
+// Close ends the watch. If ctx ends before xenstored has answered, the connection is
+// replaced by a new one without the watch.
 func (w *Watch) Close(ctx context.Context) error {
 	c := w.client
 	c.forget(w)
@@ -100,7 +100,7 @@ func (w *Watch) Close(ctx context.Context) error {
 	c.mu.Lock()
 	cn := c.conn
 	c.mu.Unlock()
-	if cn == nil { // there is nothing to take back
+	if cn == nil { // nothing is registered
 		return nil
 	}
 	_, err := c.do(ctx, cn, OpUnwatch, 0, w.path, joined(w.path, w.token))
@@ -110,7 +110,7 @@ func (w *Watch) Close(ctx context.Context) error {
 	return err
 }
 
-// end wakes who waits; false if it had ended.
+// end ends the watch and wakes Next. It returns false if the watch had ended already.
 func (w *Watch) end() bool {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -146,8 +146,7 @@ func (c *Client) forget(w *Watch) {
 	delete(c.watches, w.token)
 }
 
-// event routes an event. One with a token that is not known belongs to a watch
-// that has just ended.
+// event dispatches an event. An unknown token belongs to a watch that has just ended.
 func (c *Client) event(path, token string) {
 	c.mu.Lock()
 	w := c.watches[token]
@@ -168,9 +167,9 @@ func (c *Client) rewatch(ctx context.Context, cn *conn) {
 		switch {
 		case err == nil || errors.Is(err, syscall.EEXIST):
 		case !refused:
-			return // the next connection is tried with all of them
+			return // the next connection tries all of them again
 		default:
-			// A watch that would silently see nothing is worse than none.
+			// A watch that does not work must not stay unnoticed.
 			c.log.Error("a xenstore watch was refused on the new connection", "path", w.path, "err", err)
 			c.forget(w)
 			w.end()

@@ -11,18 +11,18 @@ import (
 	"syscall"
 )
 
-// Limits of the protocol, xs_wire.h.
+// Limits of the protocol (xs_wire.h).
 const (
-	MaxPayload      = 4096    // bytes after a message's header
-	MaxReply        = 1 << 20 // oxenstored keeps to no limit on its socket; this is ours
+	MaxPayload      = 4096    // most bytes of a message after its header
+	MaxReply        = 1 << 20 // our own limit: oxenstored has none on its socket
 	MaxAbsolutePath = 3072
 	MaxRelativePath = 2048
 )
 
-// Op is the type of a message, enum xsd_sockmsg_type.
+// Op is the type of a message (enum xsd_sockmsg_type).
 type Op uint32
 
-// Types of messages that are spoken here.
+// Types of messages that are used.
 const (
 	OpDirectory        Op = 1
 	OpRead             Op = 2
@@ -49,7 +49,7 @@ var opNames = [...]string{ //nolint:gochecknoglobals // a table
 	OpIsIntroduced: "ask for domain", OpDirectoryPart: "list",
 }
 
-// String is what the operation does, as a verb.
+// String returns the operation as a verb.
 func (o Op) String() string {
 	if int64(o) < int64(len(opNames)) && opNames[o] != "" {
 		return opNames[o]
@@ -57,8 +57,7 @@ func (o Op) String() string {
 	return "operation " + strconv.FormatUint(uint64(o), 10)
 }
 
-// ErrProtocol says that the other side does not keep to the protocol. The
-// connection is given up.
+// ErrProtocol means that the other side violates the protocol. The connection is closed.
 var ErrProtocol = errors.New("not the xenstore protocol")
 
 const headerSize = 16
@@ -70,9 +69,8 @@ type Message struct {
 	Payload       []byte
 }
 
-// ReadMessage reads one message; it reads no more than the message has. A
-// payload of more than most bytes is ErrProtocol, and io.EOF comes only between
-// messages.
+// ReadMessage reads one message, and not more. If the payload is longer than most bytes,
+// the error wraps ErrProtocol. io.EOF is returned only between messages.
 func ReadMessage(r io.Reader, most uint32) (Message, error) {
 	var header [headerSize]byte
 	if _, err := io.ReadFull(r, header[:]); err != nil {
@@ -94,8 +92,7 @@ func ReadMessage(r io.Reader, most uint32) (Message, error) {
 	return m, nil
 }
 
-// Encode is the message as it goes over the wire. The payload must not be
-// longer than MaxPayload.
+// Encode returns the encoded message. The payload must not be longer than MaxPayload.
 func (m Message) Encode() []byte {
 	b := make([]byte, headerSize, headerSize+len(m.Payload))
 	le := binary.LittleEndian
@@ -106,8 +103,8 @@ func (m Message) Encode() []byte {
 	return append(b, m.Payload...)
 }
 
-// Strings splits a payload of texts that each end with a zero byte. The last
-// one may lack it.
+// Strings splits a payload of texts that are each terminated by a zero byte. The last one
+// may lack it.
 func Strings(payload []byte) []string {
 	if len(payload) == 0 {
 		return nil
@@ -116,13 +113,13 @@ func Strings(payload []byte) []string {
 	return strings.Split(string(payload), "\x00")
 }
 
-// joined is the payload of texts that each end with a zero byte.
+// joined returns a payload of texts, each terminated by a zero byte.
 func joined(parts ...string) []byte {
 	return []byte(strings.Join(parts, "\x00") + "\x00")
 }
 
-// Error is what the store answers to a request that it does not fulfil. It
-// wraps the errno, so that errors.Is(err, fs.ErrNotExist) holds for ENOENT.
+// Error is an error that xenstored has returned for a request. It wraps the errno: for
+// ENOENT, errors.Is(err, fs.ErrNotExist) is true.
 type Error struct {
 	Op    Op
 	Path  string
@@ -131,18 +128,18 @@ type Error struct {
 
 func (e *Error) Error() string { return fmt.Sprintf("xenstore: %s %q: %v", e.Op, e.Path, e.Errno) }
 
-// Unwrap is the errno.
+// Unwrap returns the errno.
 func (e *Error) Unwrap() error { return e.Errno }
 
-// The names of errors on the wire, xs_wire.h.
+// Names of errors in messages (xs_wire.h).
 var errnos = map[string]syscall.Errno{ //nolint:gochecknoglobals // a table
 	"EINVAL": syscall.EINVAL, "EACCES": syscall.EACCES, "EEXIST": syscall.EEXIST, "EISDIR": syscall.EISDIR, "ENOENT": syscall.ENOENT,
 	"ENOMEM": syscall.ENOMEM, "ENOSPC": syscall.ENOSPC, "EIO": syscall.EIO, "ENOTEMPTY": syscall.ENOTEMPTY, "ENOSYS": syscall.ENOSYS,
 	"EROFS": syscall.EROFS, "EBUSY": syscall.EBUSY, "EAGAIN": syscall.EAGAIN, "EISCONN": syscall.EISCONN, "E2BIG": syscall.E2BIG, "EPERM": syscall.EPERM,
 }
 
-// ParseErrno reads the name of an error; one that the protocol does not know is
-// EINVAL, as the libraries of Xen take it.
+// ParseErrno returns the errno with a name. For an unknown name it returns EINVAL, as
+// Xen's libraries do.
 func ParseErrno(payload []byte) syscall.Errno {
 	if e, ok := errnos[string(bytes.TrimSuffix(payload, []byte{0}))]; ok {
 		return e
@@ -150,7 +147,7 @@ func ParseErrno(payload []byte) syscall.Errno {
 	return syscall.EINVAL
 }
 
-// ErrnoName is the name of an error on the wire; EINVAL where it has none.
+// ErrnoName returns the name of an errno; EINVAL if it has none.
 func ErrnoName(e syscall.Errno) string {
 	for name, errno := range errnos {
 		if errno == e {
@@ -160,7 +157,7 @@ func ErrnoName(e syscall.Errno) string {
 	return "EINVAL"
 }
 
-// ErrPath says that a text cannot name a node.
+// ErrPath means that a text is not a valid path of a node.
 var ErrPath = errors.New("not a xenstore path")
 
 func checkPath(path string) error {
@@ -179,7 +176,7 @@ func checkPath(path string) error {
 // Access is what a domain may do with a node.
 type Access byte
 
-// Kinds of access, as the wire writes them.
+// Kinds of access, with their letters in the protocol.
 const (
 	AccessNone  Access = 'n'
 	AccessRead  Access = 'r'
@@ -187,8 +184,8 @@ const (
 	AccessBoth  Access = 'b'
 )
 
-// Permission is one entry of a node's list. The first entry names the owner,
-// who may do everything, and what domains may do that are not listed.
+// Permission is an entry of a node's access list. The first entry names the owner, which
+// has full access, and the access of domains that are not listed.
 type Permission struct {
 	Domain uint16
 	Access Access
@@ -196,7 +193,7 @@ type Permission struct {
 
 func (p Permission) String() string { return string(rune(p.Access)) + strconv.Itoa(int(p.Domain)) }
 
-// ParsePermission reads an entry such as "r7".
+// ParsePermission parses an entry such as "r7".
 func ParsePermission(s string) (Permission, error) {
 	if s == "" {
 		return Permission{}, fmt.Errorf("%w: an empty permission", ErrProtocol)

@@ -18,7 +18,7 @@ import (
 
 const (
 	pageSize   = 4096
-	grantLimit = 1024 // gntalloc's
+	grantLimit = 1024 // limit of gntalloc
 	firstRef   = 8    // as Linux has it
 )
 
@@ -28,10 +28,10 @@ type Hypervisor struct {
 	dir   string
 	store *xenstoretest.Server
 
-	mu       sync.Mutex // guards everything of all domains
+	mu       sync.Mutex // guards everything in all domains
 	domains  map[uint16]*Domain
 	sockets  map[uint16]string
-	memories map[*memory]bool // not closed
+	memories map[*memory]bool // memories that are not closed
 }
 
 // New makes a host with domain 0. store is its xenstore; nil: a new one.
@@ -40,7 +40,7 @@ func New(tb testing.TB, store *xenstoretest.Server) *Hypervisor {
 	if store == nil {
 		store = xenstoretest.New(tb)
 	}
-	dir, err := os.MkdirTemp("", "vchan") // a socket's path is short
+	dir, err := os.MkdirTemp("", "vchan") // short, because a socket's path is limited
 	if err != nil {
 		tb.Fatal(err)
 	}
@@ -53,10 +53,10 @@ func New(tb testing.TB, store *xenstoretest.Server) *Hypervisor {
 	return h
 }
 
-// Store is the host's xenstore.
+// Store returns the host's xenstore.
 func (h *Hypervisor) Store() *xenstoretest.Server { return h.store }
 
-// checkLeaks fails the test if a process that is alive has anything open.
+// checkLeaks fails the test if a running process has anything open.
 func (h *Hypervisor) checkLeaks() {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -75,8 +75,8 @@ func (h *Hypervisor) checkLeaks() {
 	}
 }
 
-// MappedOf is how many pages of a domain others map. While there are any, a
-// domain that is gone is a zombie.
+// MappedOf returns how many pages of a domain others have mapped. While there are any, a
+// domain that has ended is a zombie.
 func (h *Hypervisor) MappedOf(domain uint16) int {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -89,7 +89,7 @@ func (h *Hypervisor) MappedOf(domain uint16) int {
 	return n
 }
 
-// Domain returns a domain, which is made if need be.
+// Domain returns a domain, and makes it if it does not exist.
 func (h *Hypervisor) Domain(id uint16) *Domain {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -103,16 +103,16 @@ func (h *Hypervisor) Domain(id uint16) *Domain {
 	return d
 }
 
-// Domain is what a program in a domain has of Xen: it implements vchan.Devices.
+// Domain is a program's access to Xen in a domain: it implements vchan.Devices.
 type Domain struct {
 	h   *Hypervisor
 	id  uint16
-	bus string // link to the socket of its xenstore
+	bus string // symbolic link to its xenstore's socket
 
 	grants  map[uint32]*grant
 	ports   map[uint32]*port
 	nextRef uint32
-	granted int // pages, of those that were given up those that others map
+	granted int // pages, including those that were released and are still mapped by others
 }
 
 type grant struct {
@@ -124,9 +124,9 @@ type grant struct {
 type page struct {
 	file   *os.File
 	index  int
-	owner  *Domain // whose limit it counts for; nil after a migration
-	mapped int     // by others
-	kept   bool    // by the owner
+	owner  *Domain // domain whose limit it counts for; nil after a migration
+	mapped int     // mappings by others
+	kept   bool    // in use by the owner
 }
 
 func (p *page) drop() {
@@ -154,18 +154,18 @@ func (d *Domain) point() {
 	}
 }
 
-// ID is the domain's number of the moment.
+// ID returns the domain's present number.
 func (d *Domain) ID() uint16 {
 	d.h.mu.Lock()
 	defer d.h.mu.Unlock()
 	return d.id
 }
 
-// Bus is the path that the domain's clients of xenstore connect to. It stays the
-// same over a migration.
+// Bus returns the path to which the domain's xenstore clients connect. It stays the same
+// after a migration.
 func (d *Domain) Bus() string { return d.bus }
 
-// Xenstore returns a client of the domain, which ends with the test.
+// Xenstore returns a xenstore client of the domain. It ends with the test.
 func (d *Domain) Xenstore() *xenstore.Client {
 	d.h.tb.Helper()
 	c, err := xenstore.Dial(d.h.tb.Context(), d.bus)
@@ -240,8 +240,8 @@ func (d *Domain) BindUnbound(peer uint16) (vchan.Port, error) {
 	return d.bind(peer, nil), nil
 }
 
-// BindInterdomain implements vchan.Devices. As with Xen, the new end has an
-// event at once: one may have been lost before.
+// BindInterdomain implements vchan.Devices. As with Xen, the new end gets an event at
+// once, because one may have been lost before.
 func (d *Domain) BindInterdomain(domain uint16, number uint32) (vchan.Port, error) {
 	d.h.mu.Lock()
 	defer d.h.mu.Unlock()
@@ -259,7 +259,7 @@ func (d *Domain) BindInterdomain(domain uint16, number uint32) (vchan.Port, erro
 }
 
 func (d *Domain) bind(peer uint16, remote *port) *port {
-	number := uint32(1) // the lowest that is free, as Xen
+	number := uint32(1) // the lowest free one, as in Xen
 	for d.ports[number] != nil {
 		number++
 	}
@@ -268,8 +268,8 @@ func (d *Domain) bind(peer uint16, remote *port) *port {
 	return p
 }
 
-// Kill ends the domain's process that uses the devices: the kernel closes all
-// that it has. What the test still has of it is cut off from the others.
+// Kill ends the domain's process that uses the devices: the kernel closes all its files.
+// What the test still has of it is disconnected.
 func (d *Domain) Kill() {
 	d.h.mu.Lock()
 	defer d.h.mu.Unlock()
@@ -284,11 +284,10 @@ func (d *Domain) Kill() {
 	}
 }
 
-// Migrate gives the domain another number and an empty home in xenstore, and
-// takes its grants and event channels away without a word, as a live migration
-// does. What others map of the old domain stays mapped: see MappedOf. The
-// program should not be about to close anything: between its last look at
-// xenstore and its call a real one is hit by a migration once in a lifetime.
+// Migrate gives the domain another number and an empty home in xenstore, and removes its
+// grants and event channels without a notification, as a live migration does. What others
+// have mapped of the old domain stays mapped; see MappedOf. The program should not be
+// closing anything at that moment.
 func (d *Domain) Migrate(to uint16) {
 	d.h.tb.Helper()
 	d.h.mu.Lock()
@@ -303,7 +302,7 @@ func (d *Domain) Migrate(to uint16) {
 	d.point()
 }
 
-// Destroy ends the domain at once: its kernel does nothing any more.
+// Destroy ends the domain at once, as if its kernel had stopped.
 func (d *Domain) Destroy() {
 	d.h.mu.Lock()
 	defer d.h.mu.Unlock()
@@ -311,7 +310,7 @@ func (d *Domain) Destroy() {
 	d.ports = nil
 }
 
-// leave takes the domain away, first from itself and then from the others.
+// leave removes the domain, first from itself and then from the others.
 func (d *Domain) leave() {
 	_ = os.Remove(d.bus)
 	d.h.store.KickOf(d.id)
@@ -321,7 +320,7 @@ func (d *Domain) leave() {
 	d.h.store.Remove(fmt.Sprintf("/local/domain/%d", d.id))
 }
 
-// lose cuts memory and ports off from the others.
+// lose disconnects memory and ports from the other domains.
 func (d *Domain) lose() {
 	for m := range d.h.memories {
 		if m.domain != d || m.dead {
@@ -344,15 +343,15 @@ type memory struct {
 	domain *Domain
 	of     uint16
 	pages  []*page
-	refs   []uint32 // of pages that the domain granted
+	refs   []uint32 // grants of pages that the domain has granted
 	bytes  []byte
 
-	notified               *port // by the unmapping
+	notified               *port // notified when it is unmapped
 	offset                 int
 	dead, moved, abandoned bool
 }
 
-// mmap maps page by page, since the pages may be of several files.
+// mmap maps page by page, because the pages may be in several files.
 func (m *memory) mmap(protection int) error {
 	all, err := unix.Mmap(-1, 0, len(m.pages)*pageSize, protection, unix.MAP_PRIVATE|unix.MAP_ANON)
 	if err != nil {
@@ -368,14 +367,14 @@ func (m *memory) mmap(protection int) error {
 	return nil
 }
 
-// replace maps n pages of a file over what is there.
+// replace maps n pages of a file over the present ones.
 func (m *memory) replace(at, n, protection int, f *os.File, index int) error {
 	where := unsafe.Pointer(&m.bytes[at*pageSize])
 	_, err := unix.MmapPtr(int(f.Fd()), int64(index)*pageSize, where, uintptr(n)*pageSize, protection, unix.MAP_SHARED|unix.MAP_FIXED)
 	return err
 }
 
-// cutOff replaces the pages by copies that are nobody else's.
+// cutOff replaces the pages by private copies.
 func (m *memory) cutOff() {
 	m.dead = true
 	f, err := file(len(m.pages))
@@ -390,7 +389,7 @@ func (m *memory) cutOff() {
 	}
 }
 
-// unmapped is what the kernel does when memory is unmapped.
+// unmapped does what the kernel does when memory is unmapped.
 func (m *memory) unmapped() {
 	if m.notified != nil {
 		m.bytes[m.offset] = 0
@@ -454,12 +453,12 @@ func (m *memory) Abandon() {
 type port struct {
 	domain *Domain
 	number uint32
-	peer   uint16 // who may bind
+	peer   uint16 // domain that may bind
 
 	remote  *port // nil: unbound
 	moved   bool
 	ended   bool
-	pending chan struct{} // holds one: an event is pending or not
+	pending chan struct{} // contains a token while an event is pending
 	closed  chan struct{}
 }
 
@@ -505,7 +504,7 @@ func (p *port) Notify() error {
 	return nil
 }
 
-// unbind takes the port away; the other end is unbound then and hears nothing.
+// unbind removes the port. The other end is unbound then and gets no events.
 func (p *port) unbind() {
 	if p.remote != nil {
 		p.remote.remote = nil
@@ -541,15 +540,15 @@ func (p *port) Abandon() {
 	}
 }
 
-// Pair returns both ends of a connection between domain 7 and domain 0 of a host
-// of its own. They end with the test.
+// Pair returns both ends of a connection between domain 7 and domain 0 of a new host.
+// They end with the test.
 func Pair(tb testing.TB, opts vchan.Options) (server, client net.Conn) {
 	tb.Helper()
 	h := New(tb, nil)
 	return h.Connect(h.Domain(7), "data/pair", opts)
 }
 
-// Connect has a domain listen at a path and domain 0 dial. Both ends end with the
+// Connect makes a domain listen at a path, and domain 0 dial. Both ends end with the
 // test.
 func (h *Hypervisor) Connect(d *Domain, path string, opts vchan.Options) (server, client net.Conn) {
 	h.tb.Helper()

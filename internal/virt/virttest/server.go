@@ -14,21 +14,21 @@ import (
 	"libvirt.org/go/libvirtxml"
 )
 
-// Fault is what happens to a call instead of being done and answered.
+// Fault is what happens to a call.
 type Fault struct {
-	// Code and Message are an error of libvirt's.
+	// Code and Message are an error of libvirt.
 	Code    uint32
 	Message string
-	// Do does the work before anything else happens. Without it the call is
-	// lost, whatever its answer says.
+	// Do executes the call before anything else happens. Otherwise the call is not
+	// executed, whatever its answer is.
 	Do bool
 	// Delay is how long the answer takes.
 	Delay time.Duration
-	// Silent gives no answer at all, Cut closes the connection instead.
+	// Silent sends no answer. Cut closes the connection instead.
 	Silent, Cut bool
-	// Raw is sent in place of the answer.
+	// Raw is sent instead of the answer.
 	Raw []byte
-	// Answer is the body of an answer of any shape.
+	// Answer is sent as the body of the answer.
 	Answer []byte
 	// Twice sends the answer twice.
 	Twice bool
@@ -44,21 +44,21 @@ type Server struct {
 	listener net.Listener
 	conns    map[net.Conn]*peer
 	events   map[net.Conn]bool
-	faults   map[string][]Fault // for the next calls
+	faults   map[string][]Fault // faults of the next calls
 	always   map[string]Fault
 	calls    []string
 	domains  map[[16]byte]*domain
 	peers    map[string]*Server
-	loses    bool // the last answer of the next migration out
+	loses    bool // the next outgoing migration loses its last answer
 	nextID   int
-	frozen   chan struct{} // closed when thawed; nil when not frozen
+	frozen   chan struct{} // closed by Thaw; nil: not frozen
 	work     sync.WaitGroup
 }
 
 // peer is a client's connection.
 type peer struct {
-	mu     sync.Mutex  // of writing
-	events chan []byte // in their order
+	mu     sync.Mutex  // held while writing
+	events chan []byte // events to be sent, in order
 }
 
 type domain struct {
@@ -66,11 +66,11 @@ type domain struct {
 	uuid    [16]byte
 	id      int
 	config  string // persistent definition, or empty
-	xml     string // of the running domain
+	xml     string // XML of the running domain
 	state   uint32
-	devices []string // sources of host devices of the running domain
+	devices []string // sources of the running domain's host devices
 	job     chan struct{}
-	arrives bool // its source was lost
+	arrives bool // its source has failed
 }
 
 // copying is how long a migration takes.
@@ -82,7 +82,7 @@ const (
 	shutOff = 5
 )
 
-// Start starts a libvirtd for xen or qemu that ends with the test.
+// Start starts a libvirtd for xen or qemu. It ends with the test.
 func Start(t testing.TB, driver string) *Server {
 	s := &Server{
 		t: t, xen: driver == "xen", socket: filepath.Join(t.TempDir(), "libvirt-sock"),
@@ -98,10 +98,10 @@ func Start(t testing.TB, driver string) *Server {
 	return s
 }
 
-// Socket is where it listens.
+// Socket returns the path of its socket.
 func (s *Server) Socket() string { return s.socket }
 
-// Up begins to listen, again after Down.
+// Up listens again after Down.
 func (s *Server) Up() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -130,7 +130,8 @@ func (s *Server) Up() {
 	})
 }
 
-// Down is kill -9: the socket and all connections are closed, domains go on.
+// Down has the effect of kill -9: the socket and all connections are closed, domains go
+// on.
 func (s *Server) Down() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -149,7 +150,7 @@ func (s *Server) Down() {
 	}
 }
 
-// Freeze is SIGSTOP: connections are accepted by the kernel, nothing is read.
+// Freeze has the effect of SIGSTOP: the kernel accepts connections, but nothing is read.
 func (s *Server) Freeze() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -158,7 +159,7 @@ func (s *Server) Freeze() {
 	}
 }
 
-// Thaw is SIGCONT.
+// Thaw has the effect of SIGCONT.
 func (s *Server) Thaw() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -168,7 +169,7 @@ func (s *Server) Thaw() {
 	}
 }
 
-// Next has a fault befall the next calls of that name, one each.
+// Next sets faults for the next calls with this name, one for each.
 func (s *Server) Next(call string, faults ...Fault) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -176,7 +177,7 @@ func (s *Server) Next(call string, faults ...Fault) {
 	s.faults[call] = append(s.faults[call], faults...)
 }
 
-// Always has a fault befall all calls of that name; nil ends that.
+// Always sets a fault for all calls with this name; nil removes it.
 func (s *Server) Always(call string, f *Fault) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -196,29 +197,29 @@ func (s *Server) known(call string) {
 	panic("virttest: no call is named " + call)
 }
 
-// Calls are the names of the calls that arrived, in order.
+// Calls returns the names of the calls that have arrived, in order.
 func (s *Server) Calls() []string {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return slices.Clone(s.calls)
 }
 
-// Conns is how many connections are open.
+// Conns returns how many connections are open.
 func (s *Server) Conns() int {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return len(s.conns)
 }
 
-// Peer is the server that a migration to this URI goes to.
+// Peer sets the server for migrations to this URI.
 func (s *Server) Peer(uri string, to *Server) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.peers[uri] = to
 }
 
-// Arrive makes a domain one that came here by a migration whose source was lost
-// before its end, as libxl's driver keeps it.
+// Arrive puts a domain into the state in which libxl's driver keeps a domain whose source
+// has failed during its migration to this host.
 func (s *Server) Arrive(name string) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -229,15 +230,16 @@ func (s *Server) Arrive(name string) {
 	}
 }
 
-// LoseAnswer has the next migration from here lose the destination's last answer,
-// that it runs there: libvirt's drivers then let the domain go on here, too.
+// LoseAnswer makes the next migration from this server lose the destination's last
+// answer, after which the domain runs there. libvirt's drivers then let the domain go on
+// here, too.
 func (s *Server) LoseAnswer() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.loses = true
 }
 
-// Devices are the sources of the host devices of a running domain.
+// Devices returns the sources of a running domain's host devices.
 func (s *Server) Devices(name string) []string {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -335,13 +337,13 @@ func (s *Server) send(conn net.Conn, b []byte) {
 	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	// One who does not read, or is gone, is no concern of the others.
+	// A client that does not read, or has left, must not affect others.
 	if conn.SetWriteDeadline(time.Now().Add(5*time.Second)) == nil {
 		_, _ = conn.Write(b)
 	}
 }
 
-// emit sends a lifecycle event to all that registered; the caller holds mu.
+// emit sends a lifecycle event to all who have registered. The caller holds mu.
 func (s *Server) emit(d *domain, event, detail uint32) {
 	var w writer
 	w.u32(1)
@@ -353,7 +355,7 @@ func (s *Server) emit(d *domain, event, detail uint32) {
 	}
 }
 
-// refusal is an error of libvirt's.
+// refusal is an error of libvirt.
 type refusal struct {
 	code    uint32
 	message string
@@ -363,7 +365,7 @@ func refuse(code uint32, format string, args ...any) *refusal {
 	return &refusal{code, fmt.Sprintf(format, args...)}
 }
 
-// call does the work.
+// call executes a call.
 func (s *Server) call(conn net.Conn, req request) ([]byte, *refusal) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -391,7 +393,7 @@ func (s *Server) call(conn net.Conn, req request) ([]byte, *refusal) {
 	case "hostname":
 		w.str("virttest")
 	case "register":
-		if s.conns[conn] != nil { // not gone meanwhile
+		if s.conns[conn] != nil { // the connection may have ended meanwhile
 			s.events[conn] = true
 		}
 		w.u32(r.u32())
@@ -457,7 +459,7 @@ func (s *Server) call(conn net.Conn, req request) ([]byte, *refusal) {
 	return w, nil
 }
 
-// onDomain does what is done to a domain.
+// onDomain executes a call about a domain.
 func (s *Server) onDomain(call string, d *domain, r *reader, w *writer) *refusal {
 	if d.arrives && !slices.Contains([]string{"dumpxml", "domstate", "domjobinfo"}, call) {
 		return refuse(68, "Timed out during operation: cannot acquire state change lock (held by monitor=remoteDispatchDomainMigratePrepare3Params)")
@@ -576,7 +578,7 @@ func (s *Server) define(xml string) (*domain, *refusal) {
 	return d, nil
 }
 
-// device attaches or detaches a host device, by the rules of the driver.
+// device attaches or detaches a host device, following the rules of the driver.
 func (s *Server) device(attach bool, d *domain, xml string, flags uint32) *refusal {
 	source, err := source(xml)
 	if err != nil {
@@ -616,8 +618,8 @@ func (s *Server) free(source string) *refusal {
 	return nil
 }
 
-// migrate moves a domain to the peer; the caller holds mu, which is let go
-// while memory would be copied.
+// migrate moves a domain to the peer. The caller holds mu, which is unlocked while memory
+// would be copied.
 func (s *Server) migrate(d *domain, uri string) *refusal {
 	to := s.peers[uri]
 	switch {
@@ -649,7 +651,7 @@ func (s *Server) migrate(d *domain, uri string) *refusal {
 	moved := &domain{name: d.name, uuid: d.uuid, id: to.nextID, xml: d.xml, state: d.state}
 	to.domains[d.uuid] = moved
 	to.emit(moved, 2, 1)
-	if s.loses { // libvirt takes that for a failure, and has the domain go on here
+	if s.loses { // libvirt takes that for a failure, and lets the domain go on here
 		s.loses = false
 		s.emit(d, 4, 1)
 		return refuse(38, "Cannot recv data: Connection reset by peer")
@@ -658,7 +660,7 @@ func (s *Server) migrate(d *domain, uri string) *refusal {
 	return nil
 }
 
-// hostDevices are the sources of a domain's host devices.
+// hostDevices returns the sources of a domain's host devices.
 func hostDevices(xml string) ([]string, error) {
 	var x libvirtxml.Domain
 	if err := x.Unmarshal(xml); err != nil {

@@ -6,8 +6,8 @@ import (
 	"io"
 )
 
-// Names of the procedures that the server knows, in virsh's words, by their
-// number in src/remote/remote_protocol.x.
+// procedures returns the names of the known procedures, in virsh's terms, by their number
+// in src/remote/remote_protocol.x.
 func procedures() map[uint32]string {
 	return map[uint32]string{
 		1: "open", 2: "close", 3: "type", 4: "hypervisor version", 7: "capabilities", 14: "dumpxml", 23: "lookup name", 24: "lookup uuid",
@@ -28,7 +28,7 @@ const (
 	largestFrame = 32 << 20
 )
 
-// request is a call that arrived.
+// request is a call that has arrived.
 type request struct {
 	procedure, serial uint32
 	body              reader
@@ -58,7 +58,7 @@ func frame(procedure, kind, serial, status uint32, body []byte) []byte {
 	return append(out, body...)
 }
 
-// reader reads XDR; what is missing is zero and bad becomes true.
+// reader reads XDR. If bytes are missing, it returns zeros and sets bad.
 type reader struct {
 	b   []byte
 	bad bool
@@ -115,11 +115,11 @@ func (w *writer) domain(d *domain) {
 	w.u32(uint32(int32(d.id)))
 }
 
-// failure is an error as libvirt sends it.
+// failure encodes an error as libvirt does.
 func failure(code uint32, message string) []byte {
 	var w writer
 	w.u32(code)
-	w.u32(10) // VIR_FROM_QEMU or another: nobody looks
+	w.u32(10) // VIR_FROM_QEMU; clients do not use it
 	w.u32(1)
 	w.str(message)
 	w.u32(2) // VIR_ERR_ERROR

@@ -1,6 +1,5 @@
-// Package xenstoretest is a xenstored for tests, inside the test's process. It
-// keeps the rules that clients stumble over: permissions of guests,
-// transactions that conflict, watches that fire when they are registered,
-// lists that are too long for one message, names that are not allowed, and
-// connections that break.
+// Package xenstoretest is a xenstored for tests, inside the test's process. It enforces
+// the rules that are difficult for clients: permissions of guests, transactions that
+// conflict, watches that fire when they are registered, lists that are too long for one
+// message, invalid names, and connections that are lost.
 package xenstoretest

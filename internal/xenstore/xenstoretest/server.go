@@ -17,7 +17,7 @@ import (
 	"github.com/gpuctl/gpuctl/internal/xenstore"
 )
 
-// Server is a store. Its methods may be called at any time.
+// Server is a xenstored. It is safe for concurrent use.
 type Server struct {
 	t   testing.TB
 	dir string
@@ -35,7 +35,7 @@ type Server struct {
 	wg         sync.WaitGroup
 }
 
-// New starts a store that listens on Path until the test ends.
+// New starts a server that listens on Path until the test ends.
 func New(t testing.TB) *Server {
 	t.Helper()
 	dir, err := os.MkdirTemp("", "xs") // t.TempDir may be too long for a socket
@@ -59,15 +59,16 @@ func New(t testing.TB) *Server {
 	return s
 }
 
-// Path is the socket of the control domain.
+// Path returns the socket of the control domain.
 func (s *Server) Path() string { return s.socket(0) }
 
 func (s *Server) socket(domain uint16) string {
 	return filepath.Join(s.dir, "socket"+strconv.Itoa(int(domain)))
 }
 
-// PathOf is a socket whose clients are a guest: they may do what the nodes'
-// permissions allow them. Its node "/local/domain/N" is made and is its own.
+// PathOf returns a socket for clients in a guest, which have only the rights that the
+// nodes' permissions give them. It makes the node "/local/domain/N", which the guest
+// owns.
 func (s *Server) PathOf(domain uint16) string {
 	s.t.Helper()
 	s.Introduce(domain)
@@ -75,7 +76,7 @@ func (s *Server) PathOf(domain uint16) string {
 	return s.socket(domain)
 }
 
-// Introduce makes a domain known, as the creation of one does.
+// Introduce introduces a domain, as its creation does.
 func (s *Server) Introduce(domain uint16) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -90,8 +91,8 @@ func (s *Server) Introduce(domain uint16) {
 	s.flush()
 }
 
-// Release forgets a domain, as its end does. Its nodes stay; who made them
-// removes them.
+// Release releases a domain, as its end does. Its nodes stay; whoever has made them must
+// remove them.
 func (s *Server) Release(domain uint16) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -122,7 +123,7 @@ func (s *Server) listen(domain uint16) {
 	})
 }
 
-// Stop ends all connections and takes no new ones. The nodes stay.
+// Stop ends all connections and accepts no new ones. The nodes stay.
 func (s *Server) Stop() {
 	s.mu.Lock()
 	for domain, l := range s.listeners {
@@ -133,7 +134,7 @@ func (s *Server) Stop() {
 	s.Kick()
 }
 
-// Kick ends all connections, and with them their watches and transactions.
+// Kick ends all connections, with their watches and transactions.
 func (s *Server) Kick() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -142,8 +143,7 @@ func (s *Server) Kick() {
 	}
 }
 
-// KickOf ends a domain's connections, as its migration does for what its clients
-// see of this store.
+// KickOf ends a domain's connections, as its clients see it after a migration.
 func (s *Server) KickOf(domain uint16) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -154,8 +154,7 @@ func (s *Server) KickOf(domain uint16) {
 	}
 }
 
-// Hang makes the server read requests and not answer them, until it is told
-// otherwise.
+// Hang makes the server read requests without answering them, until Hang(false).
 func (s *Server) Hang(yes bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -168,24 +167,24 @@ func (s *Server) Hang(yes bool) {
 	}
 }
 
-// AnswerWatchesAsKernel makes answers to requests to watch and unwatch carry
-// the number zero instead of the request's, as Linux's device does. One that
-// comes before all others are answered fails the test: it would hang the domain.
+// AnswerWatchesAsKernel makes answers to watch and unwatch requests have id zero, as
+// Linux's device does. If such a request comes before all others are answered, the test
+// fails, because it would hang the domain.
 func (s *Server) AnswerWatchesAsKernel() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.zeroIDs = true
 }
 
-// AnswerAsOxenstored makes answers as long as they are, as oxenstored does on
-// its socket, instead of refusing those that are longer than a message.
+// AnswerAsOxenstored makes the server send answers that are longer than a message, as
+// oxenstored does on its socket, instead of refusing them.
 func (s *Server) AnswerAsOxenstored() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.long = true
 }
 
-// Set writes nodes, as a control domain, in the order path, value, path, value.
+// Set writes nodes as a control domain, in the order path, value, path, value.
 func (s *Server) Set(pathsAndValues ...string) {
 	s.t.Helper()
 	s.mu.Lock()
@@ -201,7 +200,7 @@ func (s *Server) Set(pathsAndValues ...string) {
 	s.flush()
 }
 
-// Remove takes a node and all below it away.
+// Remove removes a node and all nodes below it.
 func (s *Server) Remove(path string) {
 	s.t.Helper()
 	s.mu.Lock()
@@ -223,7 +222,7 @@ func (s *Server) Get(path string) (string, bool) {
 	return n.value, true
 }
 
-// Watches is how many watches are registered.
+// Watches returns how many watches are registered.
 func (s *Server) Watches() int {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -234,7 +233,7 @@ func (s *Server) Watches() int {
 	return n
 }
 
-// Transactions is how many transactions are open.
+// Transactions returns how many transactions are open.
 func (s *Server) Transactions() int {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -245,7 +244,7 @@ func (s *Server) Transactions() int {
 	return n
 }
 
-// Requests is how many requests have come.
+// Requests returns how many requests have arrived.
 func (s *Server) Requests() int {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -258,8 +257,8 @@ type client struct {
 	watches      []watch
 	transactions map[uint32]*view
 
-	out   [][]byte // guarded by the server's mutex
-	owed  int      // answers in out
+	out   [][]byte // answers to be sent; guarded by the server's mutex
+	owed  int      // number of answers in out
 	wake  chan struct{}
 	ended chan struct{}
 	once  sync.Once
@@ -299,7 +298,7 @@ func (s *Server) serve(nc net.Conn, domain uint16) {
 			kernel := s.zeroIDs
 			s.mu.Unlock()
 			if kernel {
-				time.Sleep(time.Millisecond) // for who does not wait for answers
+				time.Sleep(time.Millisecond) // for clients that do not wait for answers
 			}
 			s.mu.Lock()
 			out := c.out
@@ -368,7 +367,7 @@ func (s *Server) answer(c *client, m xenstore.Message) {
 	s.flush()
 }
 
-// home is what relative paths are relative to.
+// home returns the path to which relative paths are relative.
 func (c *client) home() string { return fmt.Sprintf("/local/domain/%d/", c.domain) }
 
 func (c *client) resolve(path string) (string, error) {
@@ -381,8 +380,8 @@ func (c *client) resolve(path string) (string, error) {
 	return path, nil
 }
 
-// request does what is asked for. What is to happen once the answer is out is
-// returned.
+// request executes a request. It returns the answer, and a function to call after the
+// answer was sent.
 func (s *Server) request(c *client, m xenstore.Message) (reply []byte, after func(), err error) {
 	v := s.store
 	if m.TxID != 0 && m.Op != xenstore.OpTransactionEnd {
@@ -528,7 +527,7 @@ func setPerms(v *view, domain uint16, path string, perms []string) error {
 		}
 		with.perms = append(with.perms, p)
 	}
-	if domain != 0 && with.perms[0].Domain != domain { // only a control domain gives nodes away
+	if domain != 0 && with.perms[0].Domain != domain { // only a control domain may change the owner
 		return syscall.EPERM
 	}
 	v.put(path, with)
@@ -563,7 +562,7 @@ func (c *client) tell(w watch, path string) {
 	c.send(xenstore.Message{Op: xenstore.OpWatchEvent, Payload: []byte(path + "\x00" + w.token + "\x00")})
 }
 
-// flush tells the watches of what has changed.
+// flush sends the events of all changes to the watches.
 func (s *Server) flush() {
 	for _, ch := range s.store.changed {
 		for c := range s.conns {
@@ -585,7 +584,7 @@ func (s *Server) flush() {
 	s.store.changed = nil
 }
 
-// sees says that a guest may read a node, or the nearest one above it.
+// sees reports whether a guest may read a node, or the nearest existing one above it.
 func (s *Server) sees(domain uint16, path string) bool {
 	for s.store.nodes[path] == nil {
 		path = parent(path)

@@ -9,7 +9,7 @@ import (
 	"github.com/gpuctl/gpuctl/internal/xenstore"
 )
 
-// node is not changed once it is in a view: another takes its place.
+// node is not changed after it is in a view: it is replaced.
 type node struct {
 	value      string
 	children   []string
@@ -17,25 +17,26 @@ type node struct {
 	generation uint64
 }
 
-// view is the store, or what a transaction sees of it.
+// view is the store, or a transaction's view of it.
 type view struct {
 	nodes   map[string]*node
-	touched map[string]uint64 // generations that a transaction has seen; nil outside of one
+	touched map[string]uint64 // generations that a transaction has read; nil outside of a transaction
 	written map[string]bool
 	changed []change
-	next    *uint64 // generation
+	next    *uint64 // last generation
 }
 
 type change struct {
 	path  string
-	exact bool // watches above it are told otherwise
+	exact bool // watches above it are not notified by this change
 }
 
 func (v *view) begin() *view {
 	return &view{nodes: maps.Clone(v.nodes), touched: map[string]uint64{}, written: map[string]bool{}, next: v.next}
 }
 
-// commit fails if what the transaction saw has changed.
+// commit commits a transaction. It fails if something that the transaction has read has
+// changed.
 func (v *view) commit(tx *view) bool {
 	for path, seen := range tx.touched {
 		if v.generation(path) != seen {
@@ -91,8 +92,8 @@ func parent(path string) string {
 	return path[:at]
 }
 
-// check reports whether domain may access a node, or, if it is not there, make it
-// below the nearest one that is.
+// check returns an error unless a domain may access a node or, if the node does not
+// exist, make it below the nearest existing one.
 func (v *view) check(domain uint16, path string, access xenstore.Access) error {
 	n := v.get(path)
 	for n == nil && path != "/" {
@@ -121,7 +122,7 @@ func allowed(perms []xenstore.Permission, domain uint16, access xenstore.Access)
 	return has == access || has == xenstore.AccessBoth
 }
 
-// make creates a node and those above it.
+// make makes a node and those above it.
 func (v *view) make(domain uint16, path string) *node {
 	if n := v.get(path); n != nil {
 		return n
@@ -192,7 +193,7 @@ func (v *view) drop(path string, exact bool) {
 	v.changed = append(v.changed, change{path, exact})
 }
 
-// validName is what xenstored takes for a node's path.
+// validName reports whether xenstored accepts a path.
 func validName(path string) bool {
 	if !strings.HasPrefix(path, "/") || len(path) > xenstore.MaxAbsolutePath || strings.Contains(path, "//") || len(path) > 1 && strings.HasSuffix(path, "/") {
 		return false
