@@ -25,49 +25,48 @@ const (
 	rootDir      = "root"
 	factsDir     = "facts"
 
-	maxFile     = 64 << 10 // of a file of the host
+	maxFile     = 64 << 10 // largest output of a command, or file of the host, in bytes
 	maxFact     = 4 << 20
-	maxHostFile = 4 << 20 // after its lines were chosen
+	maxHostFile = 4 << 20 // after the choice of lines
 	maxEntries  = 200_000
 	maxTotal    = 64 << 20
 	maxPath     = 1024
 	maxParts    = 64
 
-	readTime = 5 * time.Second // for one file
-	maxStuck = 8               // files that did not come, then no more are tried
+	readTime = 5 * time.Second // limit for reading one file
+	maxStuck = 8               // after so many files that could not be read in time, no more are read
 )
 
-// Runner runs a command of the host and returns its standard output.
+// Runner runs a command on the host and returns its standard output.
 type Runner func(ctx context.Context, argv ...string) ([]byte, error)
 
-// Options say what a capture takes.
+// Options are the options of Write.
 type Options struct {
-	Version string            // of gpuctl
-	Redact  bool              // leave out whose machine it is
-	Run     Runner            // for the facts; nil: none are asked for
-	Extra   map[string][]byte // more facts, by name
+	Version string            // version of gpuctl
+	Redact  bool              // remove what identifies the host
+	Run     Runner            // runs the commands for the facts; nil: no facts
+	Extra   map[string][]byte // additional facts, by name
 }
 
 // Manifest describes an archive.
 type Manifest struct {
 	Format   int      `json:"format"`
-	Version  string   `json:"version"` // of the gpuctl that made it
+	Version  string   `json:"version"` // version of the gpuctl that made it
 	Redacted bool     `json:"redacted"`
 	Files    int      `json:"files"`
 	Facts    []Fact   `json:"facts"`
-	Missing  []string `json:"missing"` // what there is and could not be read
+	Missing  []string `json:"missing"` // files that exist and could not be read
 }
 
 // Fact is the output of a command.
 type Fact struct {
-	Name    string   `json:"name"` // of the file in facts/
+	Name    string   `json:"name"` // name of the file in facts/
 	Command []string `json:"command,omitempty"`
-	Error   string   `json:"error,omitempty"` // then there may be no file
+	Error   string   `json:"error,omitempty"` // if it is set, the file may be missing
 }
 
-// Write takes the picture of the machine whose files root holds. It fails only
-// if the archive can't be written, or ctx ends; the manifest says what else
-// went wrong.
+// Write writes an archive of the host whose files are in root. It fails only if the
+// archive cannot be written, or ctx ends. The manifest contains what else went wrong.
 func Write(ctx context.Context, w io.Writer, root fs.FS, o Options) (Manifest, error) {
 	c := &collector{root: root, files: map[string][]byte{}, links: map[string]string{}, wanted: map[string]bool{}}
 	c.host(ctx)
@@ -86,7 +85,7 @@ func Write(ctx context.Context, w io.Writer, root fs.FS, o Options) (Manifest, e
 	secrets := newScrubber()
 	for name, data := range c.files {
 		switch {
-		case path.Base(name) == "config": // configuration spaces are no texts
+		case path.Base(name) == "config": // configuration spaces are not text
 		case strings.HasSuffix(name, ".yaml"):
 			c.files[name] = secrets.yaml(data)
 		default:
@@ -130,10 +129,10 @@ func Write(ctx context.Context, w io.Writer, root fs.FS, o Options) (Manifest, e
 
 type entry struct {
 	data []byte
-	link string // instead of data
+	link string // destination of a link, instead of data
 }
 
-// pack writes the archive, the manifest first, the rest by name.
+// pack writes the archive: first the manifest, then the other files sorted by name.
 func pack(w io.Writer, m Manifest, entries map[string]entry) error {
 	manifest, err := json.MarshalIndent(m, "", "  ")
 	if err != nil {
@@ -162,8 +161,8 @@ func pack(w io.Writer, m Manifest, entries map[string]entry) error {
 	return nil
 }
 
-// collector reads files of the host. What is not there is passed over; what is
-// there and can't be read is missing.
+// collector reads files of the host. Files that do not exist are ignored. Files that
+// exist and cannot be read are listed as missing.
 type collector struct {
 	root    fs.FS
 	files   map[string][]byte
@@ -175,7 +174,7 @@ type collector struct {
 
 	xen    bool
 	gpus   []string        // PCI addresses
-	wanted map[string]bool // vendors' ids, for the names
+	wanted map[string]bool // ids of the vendors whose names are needed
 }
 
 func (c *collector) miss(format string, args ...any) {
@@ -184,11 +183,11 @@ func (c *collector) miss(format string, args ...any) {
 	}
 }
 
-// file takes a file whole.
+// file adds a whole file.
 func (c *collector) file(name string) { c.fileUpTo(name, maxFile, nil) }
 
-// fileUpTo takes a file of at most that many bytes, or of the lines that keep
-// returns true for.
+// fileUpTo adds a file of at most that many bytes, or only the lines for which keep
+// returns true.
 func (c *collector) fileUpTo(name string, most int, keep func(line string) bool) []byte {
 	if data, ok := c.files[name]; ok {
 		return data
@@ -201,7 +200,7 @@ func (c *collector) fileUpTo(name string, most int, keep func(line string) bool)
 		err  error
 	}
 	got := make(chan read, 1)
-	go func() { // a sick device may never answer
+	go func() { // reading an attribute of a faulty device may never return
 		f, err := c.root.Open(name)
 		if err != nil {
 			got <- read{err: err}
@@ -232,7 +231,7 @@ func (c *collector) fileUpTo(name string, most int, keep func(line string) bool)
 	case errors.Is(r.err, fs.ErrNotExist):
 		return nil
 	case r.err != nil && len(r.data) == 0:
-		// Many attributes fail where they have nothing to say.
+		// Reading many attributes fails if they have no value.
 		if errors.Is(r.err, fs.ErrPermission) {
 			c.miss("%s: only root can read it", name)
 		}
@@ -259,8 +258,8 @@ func (c *collector) fileUpTo(name string, most int, keep func(line string) bool)
 	return r.data
 }
 
-// link takes a symbolic link, and says where it goes from the root; empty: it
-// is none.
+// link adds a symbolic link, and returns its destination relative to the root; empty: it
+// is not a link.
 func (c *collector) link(name string) string {
 	if c.full || !fs.ValidPath(name) {
 		return ""

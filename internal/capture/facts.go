@@ -19,8 +19,8 @@ const (
 	maxDevices  = 256
 )
 
-// ask puts the questions to Xen, libvirt and the kernel. Who does not answer in
-// time is not asked again.
+// ask runs the commands of Xen, libvirt and the kernel. A program that does not answer in
+// time is not run again.
 func ask(ctx context.Context, run Runner, xen bool, gpus []string) ([]Fact, map[string][]byte) {
 	ctx, cancel := context.WithTimeout(ctx, factsTime)
 	defer cancel()
@@ -56,10 +56,10 @@ type asker struct {
 	run    Runner
 	facts  []Fact
 	data   map[string][]byte
-	silent map[string]bool // programs that are not there, or did not answer
+	silent map[string]bool // programs that are not installed, or did not answer
 }
 
-// ask runs a command; edit makes of its output what may be kept.
+// ask runs a command. edit returns the part of its output that may be kept.
 func (a *asker) ask(ctx context.Context, name string, edit func([]byte) ([]byte, error), argv ...string) []byte {
 	f := Fact{Name: name, Command: argv}
 	defer func() { a.facts = append(a.facts, f) }()
@@ -85,7 +85,7 @@ func (a *asker) ask(ctx context.Context, name string, edit func([]byte) ([]byte,
 	return a.data[name]
 }
 
-// relevant are the lines of the kernel's log that are about passing through.
+// relevant returns the lines of the kernel's log that are about passthrough.
 func relevant(log []byte) ([]byte, error) {
 	about := regexp.MustCompile(`(?i)xen|pciback|vfio|iommu|DMAR|AMD-Vi|\bpci\b|pcieport|\bAER\b|nvidia|NVRM|nouveau|amdgpu|i915|\bdrm\b|mdev|mlx5|sr-?iov`)
 	var out bytes.Buffer
@@ -97,8 +97,8 @@ func relevant(log []byte) ([]byte, error) {
 	return out.Bytes(), nil
 }
 
-// Commands runs programs of the host, without a terminal and in the C locale.
-// One that does not end in time is killed, with what it started.
+// Commands runs programs of the host, without a terminal and in the C locale. A program
+// that does not end in time is killed, with its child processes.
 func Commands(ctx context.Context, argv ...string) ([]byte, error) {
 	cmd := exec.CommandContext(ctx, argv[0], argv[1:]...)
 	out := &limited{most: maxFact}
@@ -121,7 +121,7 @@ func Commands(ctx context.Context, argv ...string) ([]byte, error) {
 	return out.data, nil
 }
 
-// limited keeps the beginning.
+// limited keeps only the first bytes.
 type limited struct {
 	data []byte
 	most int

@@ -12,7 +12,7 @@ import (
 const (
 	pciDevices = "sys/bus/pci/devices"
 	pciDrivers = "sys/bus/pci/drivers"
-	maxNames   = 16 << 20 // pci.ids, modules.alias
+	maxNames   = 16 << 20 // largest size of pci.ids and modules.alias, in bytes
 )
 
 func pciAttributes() []string {
@@ -29,7 +29,7 @@ func pciAttributes() []string {
 
 func pciLinks() []string { return []string{"driver", "iommu", "iommu_group", "physfn", "subsystem"} }
 
-// host reads everything of the machine.
+// host reads all files.
 func (c *collector) host(ctx context.Context) {
 	for _, part := range []func(){c.facts, c.pci, c.drivers, c.groups, c.mediated, c.classes, c.modules, c.system, c.config, c.names} {
 		if ctx.Err() != nil {
@@ -39,7 +39,7 @@ func (c *collector) host(ctx context.Context) {
 	}
 }
 
-// facts are of kernel and hypervisor.
+// facts reads files about the kernel and the hypervisor.
 func (c *collector) facts() {
 	for _, name := range []string{
 		"cmdline", "version", "modules", "meminfo", "loadavg", "iomem", "swaps", "filesystems", "sys/kernel/osrelease", "sys/kernel/hostname", "xen/capabilities", "xen/balloon",
@@ -87,7 +87,7 @@ func (c *collector) pci() {
 			case name == "mdev_supported_types":
 				c.mdevTypes(path.Join(dir, name))
 			case strings.HasPrefix(name, "net"), name == "drm", name == "vfio-dev", name == "sound", name == "infiniband":
-				// That they are there says who uses the device.
+				// The names of these folders show who uses the device.
 				for _, user := range c.list(path.Join(dir, name)) {
 					c.file(path.Join(dir, name, user.Name(), "dev"))
 					c.link(path.Join(dir, name, user.Name(), "device"))
@@ -146,7 +146,7 @@ func (c *collector) mediated() {
 	}
 }
 
-// classes are links to devices, with a few files of them.
+// classes reads the links to devices of some classes, with a few files of each.
 func (c *collector) classes() {
 	for class, names := range map[string][]string{
 		"iommu": nil, "mdev_bus": nil, "drm": nil, "vfio": nil, "vfio-dev": nil,
@@ -176,7 +176,7 @@ func (c *collector) classes() {
 	}
 }
 
-// modules are those that matter to passing devices through.
+// modules reads the modules that matter for passthrough.
 func (c *collector) modules() {
 	matters := regexp.MustCompile(`^(vfio|xen|pciback|nvidia|nvgrace|nouveau|amdgpu|radeon|i915|xe$|mgag|ast$|bochs|virtio_gpu|mlx5|kvm|mdev|drm|snd_hda|iommu|intel_iommu|amd_iommu|pci)`)
 	for _, e := range c.list("sys/module") {
@@ -223,12 +223,12 @@ func (c *collector) config() {
 		}
 	}
 	if release := strings.TrimSpace(string(c.files["proc/sys/kernel/osrelease"])); release != "" && fs.ValidPath(release) {
-		// Which VFIO driver a device wants.
+		// The VFIO drivers for each device.
 		c.fileUpTo(path.Join("lib/modules", release, "modules.alias"), maxNames, func(line string) bool { return strings.HasPrefix(line, "alias vfio_pci:") })
 	}
 }
 
-// names are those of the vendors that are there.
+// names reads the names of the vendors that occur.
 func (c *collector) names() {
 	if len(c.gpus) == 0 {
 		return
@@ -239,7 +239,7 @@ func (c *collector) names() {
 			switch {
 			case line[0] == '#' || line[0] == '\n':
 				return false
-			case strings.HasPrefix(line, "C "): // the list of classes ends that of vendors
+			case strings.HasPrefix(line, "C "): // the list of classes follows that of vendors
 				classes = true
 			case line[0] != '\t':
 				id, _, _ := strings.Cut(line, " ")
@@ -253,7 +253,7 @@ func (c *collector) names() {
 	}
 }
 
-// isAddress says that a name is a PCI address as sysfs writes it.
+// isAddress reports whether a name is a PCI address as sysfs writes it.
 func isAddress(s string) bool {
 	domain, rest, ok := strings.Cut(s, ":")
 	if !ok || len(domain) < 4 || len(domain) > 8 || len(rest) != 7 || rest[2] != ':' || rest[5] != '.' {

@@ -13,11 +13,11 @@ import (
 	"time"
 )
 
-// maxLinks is how many links one name may go through, as in Linux.
+// maxLinks is how many links the lookup of one name may follow, as in Linux.
 const maxLinks = 40
 
-// FS is a tree of files and symbolic links in memory. Links are followed as the
-// kernel does, but never out of the tree. It can be read by many at once.
+// FS is a tree of files and symbolic links in memory. Links are followed as the kernel
+// does, but never out of the tree. It is safe for concurrent use.
 type FS struct{ root *node }
 
 var (
@@ -30,14 +30,15 @@ var (
 // node is a folder, a link or a file.
 type node struct {
 	name     string
-	children map[string]*node // of a folder
+	children map[string]*node // entries of a folder
 	link     string
 	data     []byte
 }
 
 func newFS() *FS { return &FS{&node{name: ".", children: map[string]*node{}}} }
 
-// add makes the folders to a name that no file or link has.
+// add adds a node, and makes the folders above it. It fails if one of the names is a file
+// or link.
 func (f *FS) add(name string, n *node) error {
 	dir := f.root
 	parts := strings.Split(name, "/")
@@ -69,7 +70,7 @@ func (f *FS) symlink(name, target string) error {
 	return f.add(name, &node{link: target})
 }
 
-// lookup finds a name; last: if that is a link, where it goes.
+// lookup finds a name. If last, a link at its end is followed, too.
 func (f *FS) lookup(op, name string, last bool) (*node, error) {
 	fail := func(err error) (*node, error) { return nil, &fs.PathError{Op: op, Path: name, Err: err} }
 	if !fs.ValidPath(name) {
@@ -95,7 +96,7 @@ func (f *FS) lookup(op, name string, last bool) (*node, error) {
 			continue
 		case part == "..":
 			if len(stack) == 1 {
-				return fail(fs.ErrNotExist) // outside
+				return fail(fs.ErrNotExist) // outside of the tree
 			}
 			stack = stack[:len(stack)-1]
 			continue
@@ -141,7 +142,7 @@ func (f *FS) ReadFile(name string) ([]byte, error) {
 	return slices.Clone(n.data), nil
 }
 
-// ReadDir lists a folder by name.
+// ReadDir returns a folder's entries, sorted by name.
 func (f *FS) ReadDir(name string) ([]fs.DirEntry, error) {
 	n, err := f.lookup("open", name, true)
 	if err != nil {
@@ -153,7 +154,7 @@ func (f *FS) ReadDir(name string) ([]fs.DirEntry, error) {
 	return entries(n), nil
 }
 
-// ReadLink says where a symbolic link goes.
+// ReadLink returns the destination of a symbolic link.
 func (f *FS) ReadLink(name string) (string, error) {
 	n, err := f.lookup("readlink", name, false)
 	if err != nil {
@@ -165,7 +166,7 @@ func (f *FS) ReadLink(name string) (string, error) {
 	return n.link, nil
 }
 
-// Stat describes what a name leads to.
+// Stat returns information about what a name leads to.
 func (f *FS) Stat(name string) (fs.FileInfo, error) {
 	n, err := f.lookup("stat", name, true)
 	if err != nil {
@@ -174,7 +175,7 @@ func (f *FS) Stat(name string) (fs.FileInfo, error) {
 	return info{n, path.Base(name)}, nil
 }
 
-// Lstat describes a name itself.
+// Lstat returns information about a name itself.
 func (f *FS) Lstat(name string) (fs.FileInfo, error) {
 	n, err := f.lookup("lstat", name, false)
 	if err != nil {
@@ -233,7 +234,7 @@ func (d *folder) Read([]byte) (int, error) {
 	return 0, &fs.PathError{Op: "read", Path: d.info.name, Err: syscall.EISDIR}
 }
 
-// ReadDir returns the next n entries; all that are left if n is not positive.
+// ReadDir returns the next n entries, or all remaining ones if n is not positive.
 func (d *folder) ReadDir(n int) ([]fs.DirEntry, error) {
 	rest := d.all[d.at:]
 	if n > 0 && len(rest) == 0 {

@@ -14,21 +14,21 @@ import (
 	"unicode/utf8"
 )
 
-// ErrArchive says that an archive is not one of ours, or does what ours do not.
+// ErrArchive means that an archive was not made by Write, or is invalid.
 var ErrArchive = errors.New("not a capture of a host")
 
-// Archive is a host's picture. Its files are in memory.
+// Archive is an opened archive. Its files are in memory.
 type Archive struct {
 	Manifest Manifest
-	Facts    map[string][]byte // output of commands, by the name in the manifest
+	Facts    map[string][]byte // output of commands, by their names in the manifest
 	host     *FS
-	total    int // bytes; what a sparse file unpacks to was never read
+	total    int // bytes; sparse files are counted with their full size
 }
 
-// Host is the machine's files, as the kernel showed them: only read.
+// Host returns the host's files. They are read-only.
 func (a *Archive) Host() *FS { return a.host }
 
-// Open reads an archive that Write wrote, whoever sent it.
+// Open reads an archive from any source. Errors wrap ErrArchive.
 func Open(r io.Reader) (*Archive, error) {
 	a, err := open(r)
 	if err != nil {
@@ -42,8 +42,8 @@ func open(r io.Reader) (*Archive, error) {
 	if err != nil {
 		return nil, err
 	}
-	// What is packed most tightly unpacks to a thousand times its size: the
-	// bound is on what comes out, headers included.
+	// Highly compressed data grows a thousandfold, so the limit is on the uncompressed
+	// size, including headers.
 	left := &bounded{r: z, left: maxTotal}
 	t := tar.NewReader(left)
 	a := &Archive{Facts: map[string][]byte{}, host: newFS()}
@@ -97,7 +97,7 @@ func (a *Archive) add(h *tar.Header, r io.Reader) error {
 	if h.Size > most {
 		return fmt.Errorf("has %d bytes, more than %d", h.Size, most)
 	}
-	data, err := io.ReadAll(r) // ends at the size that the header has
+	data, err := io.ReadAll(r) // ends after the size in the header
 	if err != nil {
 		return err
 	}
@@ -126,7 +126,7 @@ func (a *Archive) add(h *tar.Header, r io.Reader) error {
 	return errors.New("is neither the host's nor a fact")
 }
 
-// bounded fails where io.LimitReader would end.
+// bounded returns an error where io.LimitReader would return io.EOF.
 type bounded struct {
 	r    io.Reader
 	left int64
@@ -141,8 +141,8 @@ func (b *bounded) Read(p []byte) (int, error) {
 	return n, err
 }
 
-// checkLink reports whether a link stays below the root by its text alone. Where
-// it goes through other links, a lookup sees to it.
+// checkLink returns an error if the text of a link leads out of the root. If it leads
+// through other links, lookup checks it.
 func checkLink(name, target string) error {
 	if target == "" || len(target) > maxPath || path.IsAbs(target) || !utf8.ValidString(target) || strings.ContainsAny(target, "\x00\\") {
 		return fmt.Errorf("links to %.100q", target)

@@ -17,7 +17,7 @@ import (
 
 const removed = "REMOVED"
 
-// sensitive is what the names of secrets have in them.
+// sensitive matches names of secrets.
 const sensitive = `pass(?:word|wd|phrase|code)|\bpass\b|secret|token|credential|api[-_]?key|private[-_]?key|(?:\b|_)key\b|\bpsk\b|\bauth\b`
 
 type replacement struct {
@@ -25,10 +25,10 @@ type replacement struct {
 	with []byte
 }
 
-// scrubber takes out secrets wherever they are.
+// scrubber removes secrets.
 type scrubber struct {
 	secrets []replacement
-	name    *regexp.Regexp // of a secret, in YAML
+	name    *regexp.Regexp // name of a secret in YAML
 }
 
 func newScrubber() *scrubber {
@@ -49,9 +49,9 @@ func newScrubber() *scrubber {
 	}
 }
 
-// text is what may be kept of a text. What is no text stays as it is.
+// text removes secrets from a text. Binary data is returned unchanged.
 func (s *scrubber) text(data []byte) []byte {
-	// All patterns need one of these.
+	// All patterns need one of these characters.
 	if bytes.IndexByte(data, 0) >= 0 || !bytes.ContainsAny(data, "=:@") && !bytes.Contains(data, []byte(" ")) {
 		return data
 	}
@@ -61,10 +61,10 @@ func (s *scrubber) text(data []byte) []byte {
 	return data
 }
 
-// yaml takes out, besides, what is indented below the name of a secret.
+// yaml removes, in addition, what is indented below the name of a secret.
 func (s *scrubber) yaml(data []byte) []byte {
 	var out bytes.Buffer
-	below := -1 // indentation of the name whose value is being left out
+	below := -1 // indentation of the name whose value is being removed
 	for line := range strings.Lines(string(s.text(data))) {
 		text := strings.TrimLeft(line, " \t")
 		indent := len(line) - len(text)
@@ -80,26 +80,27 @@ func (s *scrubber) yaml(data []byte) []byte {
 	return out.Bytes()
 }
 
-// cutElements may hold secrets, or anything. They are cut out of XML.
+// cutElements returns the elements that may contain secrets, or anything. They are
+// removed from XML.
 func cutElements() []string {
 	return []string{
 		"metadata", "cmdline", "commandline", "sysinfo", "launchSecurity", "auth", "secret", "encryption", "cookies", "description", "title", "ssl", "initarg", "initenv",
 	}
 }
 
-// cutAttributes likewise.
+// cutAttributes returns the attributes that may contain secrets.
 func cutAttributes() []string {
 	return []string{"passwd", "password", "passphrase", "query", "secret", "token"}
 }
 
-// cutXML takes out of libvirt's XML what is or may be secret. XML that is not
-// understood is an error: nothing of it may be kept.
+// cutXML removes from libvirt's XML what may be secret. XML that cannot be parsed is an
+// error: then nothing of it may be kept.
 func cutXML(data []byte) ([]byte, error) {
 	d := xml.NewDecoder(bytes.NewReader(data))
 	d.CharsetReader = func(string, io.Reader) (io.Reader, error) { return nil, errors.New("not in UTF-8") }
 	var out bytes.Buffer
 	var open []string
-	cut := 0 // depth of the element that is being cut out; 0: none
+	cut := 0 // depth of the element that is being removed; 0: none
 	for {
 		from := d.InputOffset()
 		token, err := d.RawToken()
@@ -136,7 +137,7 @@ func cutXML(data []byte) ([]byte, error) {
 				cut = 0
 			}
 			open = open[:len(open)-1]
-		case xml.Comment, xml.Directive, xml.ProcInst: // the operator's, or the editor's
+		case xml.Comment, xml.Directive, xml.ProcInst: // written by the operator or an editor
 		default:
 			if cut == 0 {
 				out.Write(raw)
@@ -145,7 +146,7 @@ func cutXML(data []byte) ([]byte, error) {
 	}
 }
 
-// cutTag leaves attributes out by writing the tag anew.
+// cutTag removes attributes by writing the tag again.
 func cutTag(t xml.StartElement, raw []byte) []byte {
 	if !slices.ContainsFunc(t.Attr, func(a xml.Attr) bool { return slices.Contains(cutAttributes(), a.Name.Local) }) {
 		return raw
@@ -177,13 +178,13 @@ func uuidPattern() *regexp.Regexp {
 	return regexp.MustCompile(`(?i)\b[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}\b`)
 }
 
-// redactor numbers what tells whose machine it is.
+// redactor replaces what identifies the host by numbers.
 type redactor struct {
 	known              map[string]string
 	count              map[string]int
 	uuid, mac, ip, ip6 *regexp.Regexp
 	serial             *regexp.Regexp
-	names              *regexp.Regexp // of host and domains; nil: none
+	names              *regexp.Regexp // names of the host and domains; nil: none
 	kinds              map[string]string
 }
 
@@ -220,7 +221,7 @@ func newRedactor(files, facts map[string][]byte) *redactor {
 	delete(r.kinds, "")
 	if len(r.kinds) > 0 {
 		quoted := slices.Sorted(maps.Keys(r.kinds))
-		// The longest first: Go's alternation takes the first that fits.
+		// The longest first, because Go's alternation takes the first match.
 		slices.SortStableFunc(quoted, func(a, b string) int { return len(b) - len(a) })
 		for i, s := range quoted {
 			quoted[i] = regexp.QuoteMeta(s)
@@ -230,7 +231,7 @@ func newRedactor(files, facts map[string][]byte) *redactor {
 	return r
 }
 
-// numbered gives the same thing the same name every time.
+// numbered returns the same name for the same thing each time.
 func (r *redactor) numbered(kind, s, format string) string {
 	key := kind + "\x00" + strings.ToLower(s)
 	if r.known[key] == "" {
@@ -261,13 +262,13 @@ func (r *redactor) ids(s string) string {
 	return r.serial.ReplaceAllString(s, "${1}"+removed)
 }
 
-// words replaces names as well.
+// words also replaces names.
 func (r *redactor) words(s string) string {
 	s = r.ids(s)
 	if r.names == nil {
 		return s
 	}
-	for range 2 { // neighbours share the character between them
+	for range 2 { // twice, because neighbouring matches share the character between them
 		s = r.names.ReplaceAllStringFunc(s, func(m string) string {
 			part := r.names.FindStringSubmatch(m)
 			return part[1] + r.numbered(r.kinds[part[2]], part[2], r.kinds[part[2]]+"-%d") + part[3]
@@ -276,8 +277,8 @@ func (r *redactor) words(s string) string {
 	return s
 }
 
-// host redacts the machine's files: identifiers everywhere, names where a text
-// is of people, and the serial numbers in configuration spaces.
+// host redacts the host's files: identifiers everywhere, names in texts for people, and
+// the serial numbers in configuration spaces.
 func (r *redactor) host(files map[string][]byte, links map[string]string) (map[string][]byte, map[string]string) {
 	outFiles, outLinks := map[string][]byte{}, map[string]string{}
 	for _, name := range slices.Sorted(maps.Keys(files)) {

@@ -21,34 +21,34 @@ import (
 )
 
 const (
-	// MaxLength is of an expression, in bytes.
+	// MaxLength is the longest expression, in bytes.
 	MaxLength = 4096
-	// MaxText is the longest text that an evaluation makes, in bytes.
+	// MaxText is the longest text that an evaluation may make, in bytes.
 	MaxText = 8192
 
-	maxNesting  = 64     // of an expression's brackets and operators
-	maxCost     = 20_000 // CEL's units, of one evaluation
+	maxNesting  = 64     // brackets and operators of an expression
+	maxCost     = 20_000 // of one evaluation, in CEL's units
 	maxLoops    = 16
 	maxPattern  = 512 // bytes of a regular expression
-	maxStates   = 500 // of the program that it is compiled to
-	checkEvery  = 64  // steps of a loop between looks at the context
+	maxStates   = 500 // states of the program that it is compiled to
+	checkEvery  = 64  // iterations of a loop between two checks of the context
 	accumulator = "@result"
 )
 
-// longest is how long one evaluation may take. Its cost ends it much sooner on
-// any machine that is not stopped.
+// longest limits the time of one evaluation. Usually the limit on its cost ends it much
+// earlier.
 const longest = 2 * time.Second
 
-// ErrRefused says that an expression holds what this language leaves out.
+// ErrRefused means that an expression uses something that this language does not have.
 var ErrRefused = errors.New("not available in these expressions")
 
-// Env is what expressions are checked against.
+// Env is an environment for expressions.
 type Env struct{ env *cel.Env }
 
-// New returns an environment with the variables and constants that options
-// declare, and names that are looked up in a container first.
+// New returns an environment with the variables and constants that options declare. Names
+// are looked up in the container first.
 func New(container string, options ...cel.EnvOption) (*Env, error) {
-	// Names in the container win over CEL's own, of which type is one.
+	// Names in the container take precedence over CEL's own, such as type.
 	all := append([]cel.EnvOption{
 		ext.Strings(), cel.Container(container), cel.EnableHiddenAccumulatorName(true),
 		cel.ParserRecursionLimit(maxNesting), cel.ParserExpressionSizeLimit(MaxLength),
@@ -69,12 +69,12 @@ func (e *Env) Compile(source string) (*cel.Ast, *cel.Issues) {
 	return e.Check(parsed)
 }
 
-// Parse reads an expression.
+// Parse parses an expression.
 func (e *Env) Parse(source string) (*cel.Ast, *cel.Issues) { return e.env.Parse(source) }
 
-// Check finds the types of what was parsed. Types grow with loops and with
-// literals in literals, so that there are only so many of the one and none of the
-// other.
+// Check determines the types of a parsed expression. Types grow with loops and with
+// nested literals, so the number of loops is limited, and nested literals are not
+// permitted.
 func (e *Env) Check(parsed *cel.Ast) (*cel.Ast, *cel.Issues) {
 	if why := shape(parsed.NativeRep().Expr()); why != "" {
 		errs := common.NewErrors(parsed.Source())
@@ -84,7 +84,7 @@ func (e *Env) Check(parsed *cel.Ast) (*cel.Ast, *cel.Issues) {
 	return e.env.Check(parsed)
 }
 
-// shape says what of a parsed expression makes types grow.
+// shape returns which part of a parsed expression makes types grow too much; empty: none.
 func shape(e ast.Expr) (why string) {
 	loops := 0
 	bound := map[string]bool{}    // variables of loops
@@ -127,17 +127,16 @@ func shape(e ast.Expr) (why string) {
 	return why
 }
 
-// accumulates reports whether a call adds to what a macro collects.
+// accumulates reports whether a call adds an element to the list of a macro.
 func accumulates(c ast.CallExpr) bool {
 	return len(c.Args()) == 2 && c.Args()[0].Kind() == ast.IdentKind && c.Args()[0].AsIdent() == accumulator
 }
 
-// Program is an expression that is true or false. It may be used by several
-// goroutines.
+// Program is a compiled expression of type bool. It is safe for concurrent use.
 type Program struct{ program cel.Program }
 
-// Program makes a program of an expression that was checked. An error that is
-// ErrRefused says what the expression must do without.
+// Program compiles a checked expression. Errors wrap ErrRefused if the expression uses
+// something that this language does not have.
 func (e *Env) Program(checked *cel.Ast) (*Program, error) {
 	if checked.OutputType() != cel.BoolType {
 		return nil, fmt.Errorf("it is a %s, not true or false", checked.OutputType())
@@ -153,7 +152,7 @@ func (e *Env) Program(checked *cel.Ast) (*Program, error) {
 	return &Program{p}, nil
 }
 
-// Match evaluates the program. Vars are a map[string]any or an Activation.
+// Match evaluates the program. vars is a map[string]any or an Activation.
 func (p *Program) Match(ctx context.Context, vars any) (bool, error) {
 	ctx, cancel := context.WithTimeout(ctx, longest)
 	defer cancel()
@@ -168,7 +167,8 @@ func (p *Program) Match(ctx context.Context, vars any) (bool, error) {
 	return ok && matched, nil
 }
 
-// admit says what of an expression is not in the language.
+// admit returns an error if an expression uses something that this language does not
+// have.
 func admit(a *ast.AST) error {
 	var err error
 	refuse := func(format string, args ...any) {
@@ -189,7 +189,7 @@ func admit(a *ast.AST) error {
 		for _, id := range a.GetOverloadIDs(e.ID()) {
 			switch {
 			case id == overloads.AddList && accumulates(c):
-				// A macro collects what it keeps: at most as many as it looks at.
+				// A macro's list has at most as many elements as the list that it reads.
 			case id == overloads.AddList:
 				refuse("a list added to a list")
 			case !known[id]:
@@ -206,7 +206,7 @@ func admit(a *ast.AST) error {
 	return err
 }
 
-// spoken names a function, and which of its forms it is.
+// spoken returns the name of a function and of its overload, for messages.
 func spoken(function, overload string) string {
 	if strings.HasSuffix(overload, "_tz") {
 		return function + "() with a time zone: times are in UTC"
@@ -214,7 +214,7 @@ func spoken(function, overload string) string {
 	return function + "()"
 }
 
-// plain types hold a number of scalars that is about what they take in memory.
+// plain reports whether values of a type are scalars, or lists or maps of scalars.
 func plain(t *types.Type) bool {
 	switch t.Kind() {
 	case types.ListKind, types.MapKind:
@@ -238,8 +238,8 @@ func scalar(t *types.Type) bool {
 	}
 }
 
-// judge says what is wrong with a pattern. One that does not compile is left
-// to CEL, which says why.
+// judge returns what is wrong with a pattern; empty: nothing. CEL reports patterns that
+// do not compile.
 func judge(e ast.Expr) string {
 	if e.Kind() != ast.LiteralKind {
 		return "matches() with a pattern that is not a constant"
@@ -262,8 +262,8 @@ func judge(e ast.Expr) string {
 	return ""
 }
 
-// functions are the overloads that there are. What each takes is in proportion
-// to its arguments' sizes, or costs counts it.
+// functions returns the permitted overloads. The cost of each is proportional to the size
+// of its arguments, or counted by costs.
 func functions() map[string]bool {
 	known := map[string]bool{}
 	for _, id := range []string{
@@ -301,7 +301,7 @@ func functions() map[string]bool {
 	return known
 }
 
-// Overloads of ext.Strings, which has no names for them.
+// Overloads of ext.Strings, which does not export their names.
 const (
 	charAt          = "string_char_at_int"
 	indexOf         = "string_index_of_string"
@@ -315,12 +315,12 @@ const (
 	trim            = "string_trim"
 )
 
-// costs counts what CEL takes for cheap.
+// costs counts calls that CEL underestimates.
 type costs struct{}
 
 var _ interpreter.ActualCostEstimator = costs{}
 
-// CallCost is asked after a call; nil is CEL's own estimate.
+// CallCost returns the cost of a call, after the call; nil: CEL's own estimate.
 func (costs) CallCost(_, overload string, args []ref.Val, result ref.Val) *uint64 {
 	var cost uint64
 	switch overload {

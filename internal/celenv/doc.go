@@ -1,17 +1,17 @@
-// Package celenv reads and evaluates CEL expressions of people who are not
-// trusted: filters over objects and claims' wishes.
+// Package celenv compiles and evaluates CEL expressions of users who are not trusted:
+// filters over objects, and conditions of claims.
 //
-// CEL bounds an evaluation by its cost, but adds the cost of a call after the
-// call, and takes most calls for cheap ones. So what could be dear in a single
-// call is not in the language here, and the rest is counted by sizes:
+// CEL limits an evaluation by its cost. But it adds the cost of a call after the call,
+// and assumes that most calls are cheap. So everything that could be expensive in a
+// single call is not in this language, and the rest is counted by size:
 //
-//   - Functions are those of a list. Those whose results grow out of proportion
-//     (replace, join, format, split) are not in it.
-//   - Values are scalars, and lists and maps of scalars. A list in a list can be
-//     shared by reference and then hold 2^n elements for n characters.
-//   - Lists are not added to each other, for the same reason.
+//   - Only listed functions are permitted. Those whose results may be much larger than their arguments
+//     (replace, join, format, split) are not in the list.
+//   - Values are scalars, and lists and maps of scalars. A list in a list could be
+//     shared by reference, and contain 2^n elements for n characters.
+//   - Lists cannot be concatenated, for the same reason.
 //   - Patterns are constants, and small when compiled.
-//   - Texts longer than any of an object's end the evaluation.
+//   - A text that is longer than any text of an object ends the evaluation.
 //
-// An evaluation ends with its context, too.
+// An evaluation also ends with its context.
 package celenv

@@ -104,12 +104,12 @@ func (a *app) capture(ctx context.Context, f captureFlags, name string) error {
 	return a.say(clean(fmt.Sprintf("%s: %d files, %d facts, %s", name, m.Files, answered(m), size.Format(uint64(bytes)))))
 }
 
-// writeCapture leaves no half archive behind.
+// writeCapture writes the archive. If it fails, no incomplete file stays.
 func writeCapture(ctx context.Context, name string, force bool, root fs.FS, o capture.Options) (m capture.Manifest, n int64, err error) {
 	if _, err := os.Lstat(name); err == nil && !force {
 		return m, 0, fmt.Errorf("%s exists: name another file, or say --force", name)
 	}
-	out, err := os.CreateTemp(filepath.Dir(name), "."+filepath.Base(name)+"-*") // for its owner alone
+	out, err := os.CreateTemp(filepath.Dir(name), "."+filepath.Base(name)+"-*") // readable by its owner only
 	if err != nil {
 		return m, 0, fmt.Errorf("capture: %w", err)
 	}
@@ -134,7 +134,7 @@ func writeCapture(ctx context.Context, name string, force bool, root fs.FS, o ca
 	return m, n, nil
 }
 
-// hookFacts say how things stand with libvirt's hook.
+// hookFacts returns the status of libvirt's hook as facts.
 func (a *app) hookFacts(ctx context.Context, root string) map[string][]byte {
 	f := hookFlags{root: root}
 	m := install.Machine{Root: root, Source: f.hookProgram()}
@@ -158,7 +158,7 @@ func (a *app) sayMissing(m capture.Manifest) {
 	}
 }
 
-// answered counts the facts that are there.
+// answered counts the facts that were obtained.
 func answered(m capture.Manifest) int {
 	n := 0
 	for _, f := range m.Facts {

@@ -17,7 +17,7 @@ import (
 	"github.com/gpuctl/gpuctl/internal/size"
 )
 
-// connectDevices is connect for the cards and VMs.
+// connectDevices does the same as connect, for the cards and VMs.
 func (a *app) connectDevices() (gpuctlv1connect.DeviceServiceClient, error) {
 	h, url, err := a.dialer()
 	if err != nil {
@@ -26,7 +26,7 @@ func (a *app) connectDevices() (gpuctlv1connect.DeviceServiceClient, error) {
 	return gpuctlv1connect.NewDeviceServiceClient(h, url, a.patience()), nil
 }
 
-// onFlag names the host of a VM or card.
+// onFlag adds the flag --on, which names the host of a VM or card.
 func onFlag(cmd *cobra.Command, host *string, usage string) {
 	cmd.Flags().StringVar(host, "on", "", usage)
 }
@@ -96,8 +96,8 @@ func (a *app) printCards(res *gpuctlv1.ListCardsResponse) error {
 	return table(a.Out, heading, rows)
 }
 
-// sliceProfiles are those that a card can be cut into, with how many more of
-// each there could be.
+// sliceProfiles returns the profiles of a card's slices, with how many more of each are
+// possible.
 func sliceProfiles(c *gpuctlv1.Card) string {
 	var out []string
 	for _, p := range c.GetProfiles() {
@@ -106,7 +106,7 @@ func sliceProfiles(c *gpuctlv1.Card) string {
 	return strings.Join(out, ",")
 }
 
-// sliceRow is the line of a slice below its card.
+// sliceRow returns the row of a slice, which follows its card's.
 func (a *app) sliceRow(c *gpuctlv1.Card, s *gpuctlv1.Slice, width int) []string {
 	var memory uint64
 	for _, p := range c.GetProfiles() {
@@ -221,7 +221,7 @@ lists the profiles. A card of which slices are out is given to nobody as a whole
 	f.StringVar(&req.Expr, "where", "", "`condition` on the GPU, in CEL")
 	f.StringVar(&memory, "min-memory", "", "the least memory that will do (`size`)")
 	f.StringVar(&req.Profile, "profile", "", "a slice of this `profile` instead of the whole card")
-	_ = cmd.RegisterFlagCompletionFunc("profile", a.completeProfile) // it fails only for a flag that is not there
+	_ = cmd.RegisterFlagCompletionFunc("profile", a.completeProfile) // fails only if the flag does not exist
 	f.BoolVar(&req.Persistent, "persistent", false, "also in the VM's stored definition, for its next start")
 	f.BoolVar(&req.StoredOnly, "stored", false, "only in the VM's stored definition")
 	f.BoolVar(&req.AcceptCare, "accept-care", false, "although the isolation report says care")
@@ -320,14 +320,13 @@ functions where there are none, and takes them away with the last slice.`,
 		},
 	}
 	cmd.Flags().Uint32Var(&req.Functions, "functions", 0, "how many virtual functions (`number`)")
-	_ = cmd.MarkFlagRequired("functions") // it fails only for a flag that is not there
+	_ = cmd.MarkFlagRequired("functions") // fails only if the flag does not exist
 	cmd.Flags().BoolVar(&req.Plan, "plan", false, "only say what would be done, and what is against it")
 	onFlag(cmd, &req.Host, "`host` of the card (default the one that is asked)")
 	return cmd
 }
 
-// completeProfile completes what the named card, or any of the host's, can be
-// cut into.
+// completeProfile completes profiles of the named card, or of all cards of the host.
 func (a *app) completeProfile(cmd *cobra.Command, args []string, _ string) ([]string, cobra.ShellCompDirective) {
 	var out []string
 	if c, err := a.connectDevices(); err == nil {
@@ -347,8 +346,8 @@ func (a *app) completeProfile(cmd *cobra.Command, args []string, _ string) ([]st
 	return out, cobra.ShellCompDirectiveNoFileComp
 }
 
-// followDevice shows a change until it ends. done is said of the VM and the
-// GPU, or of the GPU alone.
+// followDevice shows a change until it ends. done is the format of the final message,
+// with the VM and the GPU, or only the GPU.
 func (a *app) followDevice(stream *connect.ServerStreamForClient[gpuctlv1.DeviceUpdate], done string, machine bool) error {
 	defer stream.Close()
 	show := a.newProgress()
@@ -395,7 +394,7 @@ func (a *app) printPlan(plan []*gpuctlv1.PlannedStep, reasons []*gpuctlv1.Reason
 		return cmdutil.WithCode(errors.New("it would be refused"), cmdutil.Refused)
 	}
 	if a.structured() {
-		return refused() // the plan is printed
+		return refused() // the plan is printed already
 	}
 	var rows [][]string
 	for _, s := range plan {
@@ -412,7 +411,7 @@ func (a *app) printPlan(plan []*gpuctlv1.PlannedStep, reasons []*gpuctlv1.Reason
 	return refused()
 }
 
-// printIsolation reports whether a card may be given away.
+// printIsolation prints whether a card may be given to a VM.
 func (a *app) printIsolation(ctx context.Context, gpu string) error {
 	c, err := a.connectDevices()
 	if err != nil {

@@ -22,7 +22,7 @@ import (
 	"github.com/gpuctl/gpuctl/internal/suggest"
 )
 
-// claimFlags are what a claim needs, as flags of claim create and of plan.
+// claimFlags are the needs of a claim, as flags of claim create and of plan.
 type claimFlags struct {
 	min, prefer, gpu, on, group, policy, profile, holder string
 	notOn, labels                                        []string
@@ -52,7 +52,7 @@ func (f *claimFlags) register(a *app, cmd *cobra.Command) {
 
 func policies() []string { return view.Words(clusterv1.Policy(0).Descriptor()) }
 
-// claim checks the flags and makes a claim of them.
+// claim checks the flags and returns a claim with them.
 func (f *claimFlags) claim() (*clusterv1.Claim, error) {
 	c := &clusterv1.Claim{
 		Count: f.count, Expr: f.gpu, Host: f.on, HostsNot: f.notOn, Group: f.group, Profile: f.profile, OneRuntime: f.oneRuntime, Holder: f.holder,
@@ -196,13 +196,13 @@ func colon(s string) string {
 	return ": " + s
 }
 
-// awaitClaim returns when a pending claim is bound.
+// awaitClaim waits until a pending claim is bound.
 func (a *app) awaitClaim(ctx context.Context, c clusterClient, name string, timeout time.Duration) (*clusterv1.CreateClaimResponse, error) {
 	ctx, stop := interruptible(ctx)
 	defer stop()
 	watching, cancel := context.WithCancel(ctx)
 	defer cancel()
-	if timeout > 0 { // not a deadline: the host would keep it, too, and may be first to say so
+	if timeout > 0 { // not a deadline: the host would apply it, too, and might report it first
 		defer time.AfterFunc(timeout, cancel).Stop()
 	}
 	var bound *clusterv1.Claim
@@ -269,7 +269,7 @@ func (a *app) claimDeleteCommand() *cobra.Command {
 			views := []view.Object{}
 			var failed []error
 			for _, name := range names {
-				name = strings.TrimPrefix(name, "claim/") // as -o name prints it
+				name = strings.TrimPrefix(name, "claim/") // -o name prints it with this prefix
 				res, err := callOn(cmd.Context(), c, a.must(clusterv1.Kind_KIND_CLAIM), name, c.DeleteClaim, &clusterv1.DeleteClaimRequest{Claim: name})
 				switch {
 				case err != nil:

@@ -17,24 +17,25 @@ import (
 	"github.com/gpuctl/gpuctl/internal/rundir"
 )
 
-// client is HostService as commands use it.
+// client is a client of HostService.
 type client = gpuctlv1connect.HostServiceClient
 
-// app is what all commands share.
+// app has what all commands share.
 type app struct {
 	cmdutil.Stdio
 	dirs   rundir.Dirs
 	getenv func(string) string
 	now    func() time.Time
-	remote Remote // nil: there is no way to other machines
-	// timeline draws migrations; nil: it can't be done.
+	remote Remote // nil: other computers cannot be reached
+	// timeline draws migrations; nil: not possible.
 	timeline Timeline
 	host     string        // --host
 	output   string        // --output
 	timeout  time.Duration // --timeout
 }
 
-// Run is gpuctl. Its error says which exit status (program.Code) is due.
+// Run runs gpuctl with command-line arguments. cmdutil.Code returns the exit status for
+// its error.
 func Run(ctx context.Context, args []string, stdio cmdutil.Stdio, options ...Option) error {
 	root := Command(stdio, options...)
 	root.SetArgs(args)
@@ -44,7 +45,7 @@ func Run(ctx context.Context, args []string, stdio cmdutil.Stdio, options ...Opt
 	return explain(root.ExecuteContext(ctx))
 }
 
-// Command is gpuctl as cobra knows it, for the manual.
+// Command returns gpuctl's cobra command; the manual is generated from it.
 func Command(stdio cmdutil.Stdio, options ...Option) *cobra.Command {
 	a := &app{Stdio: stdio, dirs: rundir.FromEnv(os.Getenv), getenv: os.Getenv, now: time.Now}
 	for _, o := range options {
@@ -108,7 +109,7 @@ listed; 4 nobody answers, or the cluster has no leader.`,
 	return root
 }
 
-// Annotations of commands that know more outputs: -o name, -o svg.
+// Annotations of commands with additional output formats: -o name, -o svg.
 const (
 	outputName = "output-name"
 	outputSVG  = "output-svg"
@@ -125,7 +126,7 @@ func outputs(cmd *cobra.Command) []string {
 	return all
 }
 
-// noSuchCommand is for arguments that name none of the commands.
+// noSuchCommand returns an error for arguments that name no command.
 func noSuchCommand(cmd *cobra.Command, args []string) error {
 	if len(args) == 0 {
 		return nil
@@ -138,7 +139,7 @@ func noSuchCommand(cmd *cobra.Command, args []string) error {
 	return cmdutil.Usage(errors.New(text + "; see gpuctl --help"))
 }
 
-// arguments checks the number of arguments as cobra does, with our exit status.
+// arguments checks the number of arguments as cobra does, and sets our exit status.
 func arguments(check cobra.PositionalArgs) cobra.PositionalArgs {
 	return func(cmd *cobra.Command, args []string) error {
 		if err := check(cmd, args); err != nil {

@@ -15,7 +15,8 @@ import (
 	"github.com/gpuctl/gpuctl/internal/cmdutil"
 )
 
-// expiresSoon is when a certificate should have renewed itself.
+// expiresSoon is the remaining lifetime at which a certificate should have been renewed
+// already.
 const expiresSoon = 7 * 24 * time.Hour
 
 func (a *app) clusterCommand() *cobra.Command {
@@ -87,7 +88,7 @@ func (a *app) joinCommand() *cobra.Command {
 	return cmd
 }
 
-// maxToken is more than a token with many addresses takes.
+// maxToken is the largest input that is read for a token, in bytes.
 const maxToken = 16 << 10
 
 func (a *app) readToken(arg string) (string, error) {
@@ -226,7 +227,7 @@ func (a *app) printStatus(s *clusterv1.StatusResponse) error {
 	return statusError(s)
 }
 
-// wrong says what is wrong with a member.
+// wrong returns in words what is wrong with a member; empty: nothing.
 func wrong(m *clusterv1.MemberStatus) string {
 	var all []string
 	if !m.GetHealthy() {
@@ -242,7 +243,7 @@ func wrong(m *clusterv1.MemberStatus) string {
 	return strings.Join(all, "; ")
 }
 
-// statusError is what is wrong with the cluster as a whole.
+// statusError returns what is wrong with the cluster as a whole, or nil.
 func statusError(s *clusterv1.StatusResponse) error {
 	voters, healthy := 0, 0
 	for _, m := range s.GetMembers() {

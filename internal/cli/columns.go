@@ -15,10 +15,10 @@ import (
 	"github.com/gpuctl/gpuctl/internal/size"
 )
 
-// column is one of a kind's table.
+// column is a column of a kind's table.
 type column struct {
 	name string
-	wide bool // only with -o wide
+	wide bool // shown only with -o wide
 	cell func(proto.Message) string
 }
 
@@ -98,7 +98,7 @@ func (a *app) gpuColumns() []column {
 	}
 }
 
-// clusterGPUState reports whether a GPU can be had, and why not.
+// clusterGPUState returns in words whether a GPU is available, and why not.
 func clusterGPUState(g *clusterv1.GPU) string {
 	var all []string
 	add := func(is bool, state, reason string) {
@@ -215,7 +215,7 @@ func (a *app) reservationColumns() []column {
 	}
 }
 
-// cut shortens a text, except for who asked for wide tables.
+// cut shortens a text, unless a wide table was requested.
 func (a *app) cut(s string, n int) string {
 	if a.wide() {
 		return s
@@ -223,7 +223,8 @@ func (a *app) cut(s string, n int) string {
 	return cut(s, n)
 }
 
-// age is how long ago a moment was, in one unit; of clocks that differ, at least 0.
+// age returns the time since a moment, in one unit. It is never negative, although clocks
+// may differ.
 func (a *app) age(unixMs int64) string {
 	if unixMs == 0 {
 		return ""
@@ -251,7 +252,7 @@ func labels(m map[string]string) string {
 	return strings.Join(all, ",")
 }
 
-// bits writes a link's speed.
+// bits formats a link's speed.
 func bits(n uint64) string {
 	switch {
 	case n == 0:

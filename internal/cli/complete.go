@@ -74,7 +74,7 @@ func (a *app) completeSessionOrMachine(cmd *cobra.Command, args []string, _ stri
 	if len(args) > 0 {
 		return nil, cobra.ShellCompDirectiveNoFileComp
 	}
-	ctx, cancel := context.WithTimeout(cmd.Context(), completionTimeout) // for all of it
+	ctx, cancel := context.WithTimeout(cmd.Context(), completionTimeout) // limits all calls together
 	defer cancel()
 	var out []string
 	if vm, err := cmd.Flags().GetBool("vm"); err != nil || !vm {
@@ -83,7 +83,7 @@ func (a *app) completeSessionOrMachine(cmd *cobra.Command, args []string, _ stri
 	return append(out, a.completeMachines(ctx, "*")...), cobra.ShellCompDirectiveNoFileComp
 }
 
-// completeMachines are the names of the VMs of a host, or of all.
+// completeMachines returns the names of the VMs of a host, or of all hosts.
 func (a *app) completeMachines(ctx context.Context, host string) []string {
 	ctx, cancel := context.WithTimeout(ctx, completionTimeout)
 	defer cancel()
@@ -102,10 +102,10 @@ func (a *app) completeMachines(ctx context.Context, host string) []string {
 	return out
 }
 
-// completeAnyTo completes where a session or a VM can go: GPUs of this host by
-// the names that it gives them, and hosts, GPUs and models of the cluster.
+// completeAnyTo completes destinations of a session or a VM: GPUs of this host by their
+// names on it, and hosts, GPUs and models of the cluster.
 func (a *app) completeAnyTo(cmd *cobra.Command, _ []string, prefix string) ([]string, cobra.ShellCompDirective) {
-	ctx, cancel := context.WithTimeout(cmd.Context(), completionTimeout) // for all of it
+	ctx, cancel := context.WithTimeout(cmd.Context(), completionTimeout) // limits all calls together
 	defer cancel()
 	out := a.completeGPUs(ctx, true)
 	seen := map[string]bool{}

@@ -13,17 +13,17 @@ import (
 	"github.com/gpuctl/gpuctl/internal/cli/view"
 )
 
-// maxCompletions is more than anybody reads.
+// maxCompletions is how many completions are shown at most.
 const maxCompletions = 1000
 
 type completer = func(*cobra.Command, []string, string) ([]string, cobra.ShellCompDirective)
 
-// repetition reports whether a command takes one name or several.
+// repetition is whether a command takes one name or several.
 type repetition bool
 
 const many repetition = true
 
-// completeArgs completes names of one kind as the arguments.
+// completeArgs completes the names of one kind as arguments.
 func (a *app) completeArgs(of clusterv1.Kind, several ...repetition) completer {
 	return func(cmd *cobra.Command, args []string, prefix string) ([]string, cobra.ShellCompDirective) {
 		if len(args) > 0 && len(several) == 0 {
@@ -33,7 +33,7 @@ func (a *app) completeArgs(of clusterv1.Kind, several ...repetition) completer {
 	}
 }
 
-// completeWhere completes those names that the command would change something of.
+// completeWhere completes the names of objects for which the expression where is true.
 func (a *app) completeWhere(of clusterv1.Kind, where string) completer {
 	return func(cmd *cobra.Command, args []string, prefix string) ([]string, cobra.ShellCompDirective) {
 		if len(args) > 0 {
@@ -49,13 +49,13 @@ func (a *app) completeFlag(of clusterv1.Kind) completer {
 	}
 }
 
-// completeNames are the names of a kind's objects, without those that are there.
+// completeNames returns the names of a kind's objects, except those in without.
 func (a *app) completeNames(ctx context.Context, k kind, prefix string, without ...string) []string {
 	return a.completeSome(ctx, k, "", prefix, without...)
 }
 
 func (a *app) completeSome(ctx context.Context, k kind, where, prefix string, without ...string) []string {
-	if prefix != "" { // so that the host sends only what is wanted, of perhaps many
+	if prefix != "" { // so that the host sends only those that match, of possibly many
 		begins := string(k.key) + ".startsWith(" + strconv.Quote(prefix) + ")"
 		if where != "" {
 			begins += " && " + where
@@ -128,10 +128,10 @@ func (a *app) completeDescribe(cmd *cobra.Command, args []string, prefix string)
 	if err != nil || len(args) > 1 {
 		return nil, cobra.ShellCompDirectiveNoFileComp
 	}
-	ctx, cancel := context.WithTimeout(cmd.Context(), completionTimeout) // for all of it
+	ctx, cancel := context.WithTimeout(cmd.Context(), completionTimeout) // limits all calls together
 	defer cancel()
 	out := a.completeNames(ctx, k, prefix)
-	switch k.kind { // those of the host itself, too
+	switch k.kind { // also those of the host itself
 	case clusterv1.Kind_KIND_GPU:
 		out = append(out, a.completeGPUs(ctx, false)...)
 	case clusterv1.Kind_KIND_SESSION:
@@ -141,7 +141,7 @@ func (a *app) completeDescribe(cmd *cobra.Command, args []string, prefix string)
 	return out, cobra.ShellCompDirectiveNoFileComp
 }
 
-// completeLabel completes `host NAME KEY=`, and KEY- of what the host has.
+// completeLabel completes `host NAME KEY=`, and KEY- for the labels that the host has.
 func (a *app) completeLabel(cmd *cobra.Command, args []string, prefix string) ([]string, cobra.ShellCompDirective) {
 	switch len(args) {
 	case 0:
@@ -219,5 +219,5 @@ func (a *app) completeClusters(*cobra.Command, []string, string) ([]string, cobr
 	if err != nil {
 		return nil, cobra.ShellCompDirectiveDefault
 	}
-	return clusters, cobra.ShellCompDirectiveDefault // and sockets
+	return clusters, cobra.ShellCompDirectiveDefault // a path of a socket is possible, too
 }

@@ -21,8 +21,8 @@ import (
 	"github.com/gpuctl/gpuctl/internal/size"
 )
 
-// describeCommand shows all about one object. Sessions and GPUs of the host
-// itself have names without a slash; it knows more of them than the cluster.
+// describeCommand shows everything about one object. Sessions and GPUs of the host itself
+// have names without a slash. The host knows more about them than the cluster.
 func (a *app) describeCommand() *cobra.Command {
 	var stale, isolation bool
 	cmd := &cobra.Command{
@@ -97,7 +97,7 @@ func (a *app) describe(ctx context.Context, k kind, name string, stale bool) err
 		res, clusterErr := c.Describe(ctx, connect.NewRequest(&clusterv1.DescribeRequest{Kind: k.kind, Name: name, Stale: stale}))
 		if clusterErr != nil {
 			if connect.CodeOf(err) == connect.CodeNotFound || errors.Is(err, errNoGPU) {
-				return err // it knows the near names
+				return err // the error already contains similar names
 			}
 			return advise(ctx, c, clusterErr)
 		}
@@ -110,13 +110,13 @@ func (a *app) describe(ctx context.Context, k kind, name string, stale bool) err
 	return a.printDescription(k, res)
 }
 
-// errNoGPU says that the host has no such GPU.
+// errNoGPU means that the host has no such GPU.
 var errNoGPU = errors.New("no GPU")
 
 func notThere(err error) bool {
 	switch connect.CodeOf(err) {
 	case connect.CodeNotFound, connect.CodeUnimplemented, connect.CodePermissionDenied, connect.CodeUnauthenticated:
-		return true // from afar a host answers for the cluster alone
+		return true // another computer's host answers for the cluster only
 	default:
 	}
 	return errors.Is(err, errNoGPU)
@@ -146,7 +146,7 @@ func (a *app) printDescription(k kind, res *clusterv1.DescribeResponse) error {
 	}
 	d := &describer{a: a, w: a.Out}
 	fields := view.Of(o)
-	if migration != nil { // its steps are a table
+	if migration != nil { // its steps are shown as a table
 		fields = slices.DeleteFunc(fields, func(m view.Member) bool { return m.Name == "steps" })
 	}
 	d.object(fields, "")
@@ -170,8 +170,7 @@ func (a *app) printDescription(k kind, res *clusterv1.DescribeResponse) error {
 	return d.err
 }
 
-// describer writes an object as sections of names and values. What is empty is
-// left out.
+// describer writes an object as sections of names and values. Empty values are omitted.
 type describer struct {
 	a   *app
 	w   io.Writer
@@ -241,7 +240,7 @@ func zero(name string, v any) bool {
 	return false
 }
 
-// values are the lines that a field takes.
+// values returns the lines of a field.
 func (d *describer) values(m view.Member) []string {
 	if zero(m.Name, m.Value) {
 		return nil
@@ -307,12 +306,12 @@ func (d *describer) value(name string, v any) string {
 	return fmt.Sprint(v)
 }
 
-// isBytes says which numbers are sizes.
+// isBytes reports whether a number with this name is a size in bytes.
 func isBytes(name string) bool {
 	return strings.HasSuffix(name, "memory") || slices.Contains([]string{"bytes", "max_alloc", "max_constant_buffer", "max_parameter_size"}, name)
 }
 
-// label makes words of a field's name.
+// label returns a field's name as words.
 func label(name string) string {
 	for _, suffix := range []string{"_unix_ms", "_ns", "_ms"} {
 		name = strings.TrimSuffix(name, suffix)

@@ -88,7 +88,7 @@ func (a *app) drain(ctx context.Context, c clusterClient, req *clusterv1.SetDrai
 	if err := a.result(view.Of(h), "host %s is %s", h.GetName(), hostState(h)); err != nil || !req.GetDraining() {
 		return err
 	}
-	// It is done; what is left to do is only a hint.
+	// The drain is set. The rest is only a hint.
 	if on, err := a.assignmentsOn(ctx, c, h.GetName()); err == nil && len(on) > 0 {
 		fmt.Fprintf(a.Err, "%s still on it: gpuctl drain %s --plan lists them\n", plural(len(on), "assignment is", "assignments are"), clean(h.GetName()))
 	}
@@ -107,7 +107,7 @@ func (a *app) assignmentsOn(ctx context.Context, c clusterClient, host string) (
 	return out, nil
 }
 
-// planDrain says what is on a host.
+// planDrain shows what is on a host.
 func (a *app) planDrain(ctx context.Context, c clusterClient, host string, f evacuation) error {
 	o, err := resolve(ctx, c, a.must(clusterv1.Kind_KIND_HOST), host, false)
 	if err != nil {

@@ -17,39 +17,39 @@ import (
 	"github.com/gpuctl/gpuctl/internal/unixrpc"
 )
 
-// Remote is the way to hosts on other machines, and the credentials for it.
+// Remote connects to hosts on other computers, with the user's credentials.
 type Remote interface {
-	// Client returns a client with the user's credentials and the URL that it
-	// is for. host is the name of a cluster that the user is enrolled in, or
-	// https://HOST:PORT of one of its hosts.
+	// Client returns a client with the user's credentials, and the URL to use. host is
+	// the name of a cluster in which the user is enrolled, or https://HOST:PORT of one of
+	// its hosts.
 	Client(host string) (client *http.Client, baseURL string, err error)
-	// Clusters names those that the user is enrolled in.
+	// Clusters returns the clusters in which the user is enrolled.
 	Clusters() ([]string, error)
-	// Login enrols the user with a join token and keeps the credentials. as
-	// is the user's own name for the cluster; empty: the cluster's. It returns
-	// that name.
+	// Login enrols the user with a join token and stores the credentials. as is the
+	// user's name for the cluster; empty: the cluster's own. It returns that name.
 	Login(ctx context.Context, token, as string) (cluster string, err error)
 }
 
-// Option changes what gpuctl is made of.
+// Option is an option of Run and Command.
 type Option func(*app)
 
-// WithRemote gives gpuctl a way to other machines.
+// WithRemote sets how gpuctl connects to other computers.
 func WithRemote(r Remote) Option { return func(a *app) { a.remote = r } }
 
-// clusterClient is ClusterService as commands use it.
+// clusterClient is a client of ClusterService.
 type clusterClient = clusterv1connect.ClusterServiceClient
 
-// errNoHost says that no daemon was named and none answers.
+// errNoHost means that no daemon was named and none runs.
 var errNoHost = errors.New("no hostd is running")
 
-// endpoint is where a daemon answers: on a socket of this machine, or remote.
+// endpoint is where a daemon answers: on a socket of this host, or remote.
 type endpoint struct {
 	socket string
 	remote string
 }
 
-// named is what --host or the environment says, if anything.
+// named returns the value of --host or of the environment variable; empty: neither is
+// set.
 func (a *app) named() string {
 	if a.host != "" {
 		return a.host
@@ -57,7 +57,7 @@ func (a *app) named() string {
 	return a.getenv("GPUCTL_HOST")
 }
 
-// find says where the daemon is. explicit says that the user named it.
+// find returns the daemon's endpoint. explicit reports whether the user has named it.
 func (a *app) find() (at endpoint, explicit bool, err error) {
 	if named := a.named(); named != "" {
 		at, err := a.parseHost(named)
@@ -76,7 +76,7 @@ func (a *app) find() (at endpoint, explicit bool, err error) {
 	return endpoint{}, false, errNoHost
 }
 
-// parseHost reads unix://PATH, https://HOST:PORT, a path or a cluster's name.
+// parseHost parses unix://PATH, https://HOST:PORT, a path or a cluster's name.
 func (a *app) parseHost(named string) (endpoint, error) {
 	const want = "want unix://PATH, https://HOST:PORT or the name of a cluster (gpuctl cluster login)"
 	path, unix := strings.CutPrefix(named, "unix://")
@@ -108,7 +108,7 @@ func (a *app) parseHost(named string) (endpoint, error) {
 	return endpoint{}, cmdutil.Usage(fmt.Errorf("host %q: you are enrolled in no cluster of that name%s; %s", named, suggest.Hint(named, clusters), want))
 }
 
-// socket finds the daemon of this machine.
+// socket returns the socket of this host's daemon.
 func (a *app) socket() (path string, explicit bool, err error) {
 	at, explicit, err := a.find()
 	if err == nil && at.remote != "" {
@@ -117,7 +117,7 @@ func (a *app) socket() (path string, explicit bool, err error) {
 	return at.socket, explicit, err
 }
 
-// dialer returns what reaches the daemon, or the only private one.
+// dialer returns an HTTP client for the daemon, or for the only private one.
 func (a *app) dialer() (*http.Client, string, error) {
 	at, _, err := a.find()
 	switch {
@@ -150,7 +150,7 @@ func (a *app) connect() (client, error) {
 	return gpuctlv1connect.NewHostServiceClient(h, url, a.patience()), nil
 }
 
-// connectCluster is the same for the cluster's side of it.
+// connectCluster returns a client of the same daemon's ClusterService.
 func (a *app) connectCluster() (clusterClient, error) {
 	h, url, err := a.dialer()
 	if err != nil {

@@ -22,15 +22,15 @@ import (
 
 const exitUnavailable = reason.ExitUnavailable
 
-// statusTimeout limits the question why a call failed.
+// statusTimeout limits the call that finds out why another call has failed.
 const statusTimeout = 2 * time.Second
 
 func unavailable(format string, args ...any) error {
 	return cmdutil.WithCode(fmt.Errorf(format, args...), exitUnavailable)
 }
 
-// explain turns an answer's error into words, what to do next, and the exit
-// status that its reason calls for.
+// explain converts the error of a call to a text with what to do next, and sets the exit
+// status for its reason.
 func explain(err error) error {
 	var c *connect.Error
 	if !errors.As(err, &c) {
@@ -51,7 +51,7 @@ func explain(err error) error {
 	return cmdutil.WithCode(errors.New(text), r.Exit)
 }
 
-// withAdvice adds what to do next, unless hostd has said it.
+// withAdvice adds what to do next, unless the text contains it.
 func withAdvice(text string, r reason.Reason) string {
 	if next := r.Advice(); next != "" {
 		return text + "; " + next
@@ -59,7 +59,7 @@ func withAdvice(text string, r reason.Reason) string {
 	return text
 }
 
-// words is an error's message without its sentinels.
+// words returns an error's message without its sentinels.
 func words(c *connect.Error) string {
 	text := c.Message()
 	for _, prefix := range []string{"not found: ", "invalid: ", "refused: "} {
@@ -72,7 +72,7 @@ func words(c *connect.Error) string {
 	return strings.Join(lines, "\n")
 }
 
-// unreachable explains why there was no answer at all; nil: there was one.
+// unreachable returns why there was no answer at all; nil: there was one.
 func unreachable(c *connect.Error) error {
 	var certificate *tls.CertificateVerificationError
 	var alert tls.AlertError
@@ -96,7 +96,7 @@ func unreachable(c *connect.Error) error {
 	return nil
 }
 
-// call makes a call on the cluster; its error says what to do next.
+// call makes a call of ClusterService. Its error contains what to do next.
 func call[Req, Res any](ctx context.Context, c clusterClient, rpc func(context.Context, *connect.Request[Req]) (*connect.Response[Res], error), req *Req) (*Res, error) {
 	res, err := rpc(ctx, connect.NewRequest(req))
 	if err != nil {
@@ -105,8 +105,8 @@ func call[Req, Res any](ctx context.Context, c clusterClient, rpc func(context.C
 	return res.Msg, nil
 }
 
-// advise turns a cluster's refusal into words, what to do next, and an exit
-// status.
+// advise converts a refusal of the cluster to a text with what to do next, and sets the
+// exit status.
 func advise(ctx context.Context, c clusterClient, err error) error {
 	var e *connect.Error
 	if !errors.As(err, &e) {
@@ -120,7 +120,7 @@ func advise(ctx context.Context, c clusterClient, err error) error {
 	case reason.Unimplemented:
 		return errors.New("this hostd knows no clusters, or not this command: it is older than gpuctl")
 	case reason.NotJoined, reason.NotInCluster, reason.Refused, reason.Unavailable:
-		// An older host does not say which of these it is.
+		// An older host does not distinguish these cases.
 		if err := memberless(ctx, c); err != nil {
 			return err
 		}
@@ -131,13 +131,13 @@ func advise(ctx context.Context, c clusterClient, err error) error {
 	return explain(e)
 }
 
-// memberless says that the daemon is in no cluster, if that is so.
+// memberless returns an error if the daemon is in no cluster.
 func memberless(ctx context.Context, c clusterClient) error {
 	ctx, cancel := context.WithTimeout(ctx, statusTimeout)
 	defer cancel()
 	res, err := c.Status(ctx, connect.NewRequest(&clusterv1.StatusRequest{}))
 	if err != nil || res.Msg.GetJoined() || res.Msg.GetStandalone() {
-		return nil // what went wrong first is what counts
+		return nil // the error of the first call is reported
 	}
 	return errNotJoined(res.Msg.GetHost())
 }
@@ -149,7 +149,7 @@ func errNotJoined(host string) error {
 	return fmt.Errorf("host%s is in no cluster yet; make one with gpuctl cluster init, or enter one with gpuctl cluster join TOKEN", host)
 }
 
-// withSuggestion adds near names to an error about one that does not exist.
+// withSuggestion adds similar names to an error about a name that does not exist.
 func withSuggestion(ctx context.Context, c clusterClient, k kind, name string, err error) error {
 	hint := suggest.Hint(name, listNames(ctx, c, k))
 	if hint == "" {
@@ -158,7 +158,8 @@ func withSuggestion(ctx context.Context, c clusterClient, k kind, name string, e
 	return fmt.Errorf("%w%s", err, clean(hint))
 }
 
-// callOn is call for one object: if that does not exist, the error names near ones.
+// callOn does the same as call, for one object. If the object does not exist, the error
+// contains similar names.
 func callOn[Req, Res any](ctx context.Context, c clusterClient, k kind, name string, rpc func(context.Context, *connect.Request[Req]) (*connect.Response[Res], error), req *Req) (*Res, error) {
 	res, err := rpc(ctx, connect.NewRequest(req))
 	if err == nil {
@@ -171,7 +172,7 @@ func callOn[Req, Res any](ctx context.Context, c clusterClient, k kind, name str
 	return nil, advice
 }
 
-// resolve is the object that a name, or a unique beginning of it, means.
+// resolve returns the object with a name, or with a unique prefix of it.
 func resolve(ctx context.Context, c clusterClient, k kind, name string, stale bool) (*clusterv1.Object, error) {
 	res, err := callOn(ctx, c, k, name, c.List, &clusterv1.ListRequest{Kind: k.kind, Name: name, Stale: stale})
 	if err != nil {
@@ -183,7 +184,7 @@ func resolve(ctx context.Context, c clusterClient, k kind, name string, stale bo
 	return res.GetObjects()[0], nil
 }
 
-// listNames are the names of one kind, as far as they can be had soon.
+// listNames returns the names of one kind, if they can be listed quickly.
 func listNames(ctx context.Context, c clusterClient, k kind) []string {
 	ctx, cancel := context.WithTimeout(ctx, statusTimeout)
 	defer cancel()

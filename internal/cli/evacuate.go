@@ -15,10 +15,11 @@ import (
 	"github.com/gpuctl/gpuctl/internal/cli/view"
 )
 
-// maxParallel bounds --parallel; a link is full long before.
+// maxParallel is the largest value of --parallel. A network link is saturated by far
+// fewer.
 const maxParallel = 64
 
-// evacuation is how the VMs of a host are moved away.
+// evacuation is how the VMs of a host are migrated away.
 type evacuation struct {
 	move, all bool
 	parallel  int
@@ -34,7 +35,7 @@ type vm struct {
 
 func (v vm) movable() bool { return v.err == nil && possible(v.plan) }
 
-// why a VM can't be moved, in words.
+// why returns the reasons why a VM cannot be migrated.
 func (v vm) why() []string {
 	if v.err != nil {
 		return []string{v.err.Error()}
@@ -42,18 +43,18 @@ func (v vm) why() []string {
 	return planReasons(v.plan)
 }
 
-// planReasons are all that speaks against a plan: what it is about, then why.
+// planReasons returns all reasons against a plan, each with its object.
 func planReasons(r *gpuctlv1.MachinePlanResponse) []string {
 	var out []string
 	for _, x := range r.GetReasons() {
 		out = append(out, x.GetMessage())
 	}
 	if len(out) > 0 {
-		return out // wherever it would go
+		return out // for any destination
 	}
 	for _, x := range r.GetRejected() {
 		if x.GetHost() == r.GetHost() {
-			continue // it is to leave that one
+			continue // the host that is drained
 		}
 		at := x.GetGpu()
 		if at == "" {
@@ -69,10 +70,10 @@ func planReasons(r *gpuctlv1.MachinePlanResponse) []string {
 	return out
 }
 
-// vms are those that a drain is about.
+// vms are the VMs that a drain affects.
 type vms struct {
 	all   []vm
-	other int // without a GPU, which stay without --all
+	other int // VMs without a GPU, which stay unless --all is given
 }
 
 func (v vms) movable() (n int) {
@@ -84,8 +85,8 @@ func (v vms) movable() (n int) {
 	return n
 }
 
-// movable plans for every VM of a host. A host without VMs, or a hostd that
-// knows of none, has none.
+// movable makes a plan for each VM of a host. If hostd does not manage VMs, there are
+// none.
 func (a *app) movable(ctx context.Context, cl clusterClient, host string, f evacuation) (vms, error) {
 	var out vms
 	res, err := a.machines(ctx, host)
@@ -102,7 +103,7 @@ func (a *app) movable(ctx context.Context, cl clusterClient, host string, f evac
 	if err != nil {
 		return out, err
 	}
-	// A VM in the middle of a migration, or held in it, may have no GPU just now.
+	// A VM whose migration is in progress or held may have no GPU at the moment.
 	open, err := call(ctx, cl, cl.List, &clusterv1.ListRequest{Kind: clusterv1.Kind_KIND_MIGRATION, Where: `state in ["running", "held"]`})
 	if err != nil {
 		return out, err
@@ -181,7 +182,7 @@ func (v vms) view() []view.Object {
 	return out
 }
 
-// hintMove says what --move would do.
+// hintMove prints what --move would do.
 func (a *app) hintMove(host string, v vms) {
 	can := v.movable()
 	var stay []string
@@ -205,16 +206,16 @@ func (a *app) hintOther(v vms) {
 	}
 }
 
-// moved is how the move of one VM ended.
+// moved is the result of one VM's migration.
 type moved struct {
 	vm   vm
 	last *gpuctlv1.MachineProgress
-	end  string // done, rolled_back, held, failed, refused; empty: not known
+	end  string // done, rolled_back, held, failed or refused; empty: unknown
 	why  string
-	text string // where it is
+	text string // where the VM is
 }
 
-// evacuate drains a host and moves its VMs away.
+// evacuate drains a host and migrates its VMs away.
 func (a *app) evacuate(ctx context.Context, c clusterClient, req *clusterv1.SetDrainRequest, f evacuation) error {
 	res, err := callOn(ctx, c, a.must(clusterv1.Kind_KIND_HOST), req.GetHost(), c.SetDrain, req)
 	if err != nil {
@@ -288,18 +289,18 @@ func plural2(n int, one, many string) string {
 	return many
 }
 
-// evacuator moves VMs, a few at a time.
+// evacuator migrates VMs, a few at a time.
 type evacuator struct {
 	a    *app
 	c    migrationClient
 	host string
 	f    evacuation
 
-	mu sync.Mutex // of the output
+	mu sync.Mutex // guards the output
 }
 
-// run tries every VM that can be moved, and those whose only obstacle is that
-// too many move already once fewer do. The result is in the order of the VMs.
+// run migrates all VMs that can be migrated. A VM whose only obstacle is that too many
+// migrations run is tried again when fewer do. The results are in the order of the VMs.
 func (e *evacuator) run(ctx context.Context, all []vm) []moved {
 	out := make([]moved, len(all))
 	var waiting []int
@@ -316,7 +317,7 @@ func (e *evacuator) run(ctx context.Context, all []vm) []moved {
 		m moved
 	}
 	results := make(chan result)
-	running, full := 0, false // full: until one has ended
+	running, full := 0, false // full: wait until one migration has ended
 	for len(waiting) > 0 || running > 0 {
 		for len(waiting) > 0 && running < e.f.parallel && !full && ctx.Err() == nil {
 			i := waiting[0]
@@ -342,8 +343,8 @@ func (e *evacuator) run(ctx context.Context, all []vm) []moved {
 	return out
 }
 
-// onlyTooMany says that somewhere nothing but the number of migrations that run
-// keeps a VM from moving.
+// onlyTooMany reports whether, for some destination, the number of running migrations is
+// the only obstacle.
 func onlyTooMany(r *gpuctlv1.MachinePlanResponse) bool {
 	if r == nil || possible(r) {
 		return false
@@ -363,7 +364,7 @@ func (e *evacuator) say(name, text string) {
 	fmt.Fprintln(e.a.Err, clean(name+": "+text))
 }
 
-// one moves one VM, and tells every step.
+// one migrates one VM, and prints each step.
 func (e *evacuator) one(ctx context.Context, v vm) moved {
 	name, step, said, begun := v.m.GetName(), "", "", false
 	f := &follower{c: e.c, again: func() { e.say(name, "hostd went away; trying again") }, see: func(u *gpuctlv1.MachineProgress) error {
@@ -403,7 +404,7 @@ func (e *evacuator) one(ctx context.Context, v vm) moved {
 	return out
 }
 
-// done says where a VM is now.
+// done prints where a VM is now.
 func (e *evacuator) done(text string) error {
 	e.mu.Lock()
 	defer e.mu.Unlock()

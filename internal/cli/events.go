@@ -27,7 +27,7 @@ func (a *app) eventsCommand() *cobra.Command {
 		RunE: func(cmd *cobra.Command, args []string) error {
 			req := &clusterv1.EventsRequest{Follow: follow, Last: last}
 			if len(args) > 0 {
-				word, name, _ := strings.Cut(args[0], "/") // a kind alone: all of it
+				word, name, _ := strings.Cut(args[0], "/") // a kind alone means all its objects
 				k, err := a.kind(word)
 				if err != nil {
 					return err
@@ -75,7 +75,7 @@ func (a *app) listEvents(ctx context.Context, c clusterClient, req *clusterv1.Ev
 	return table(a.Out, a.eventHeading(), rows)
 }
 
-// followEvents goes on where it was when the stream breaks.
+// followEvents prints events. If the stream breaks, it continues where it was.
 func (a *app) followEvents(ctx context.Context, c clusterClient, req *clusterv1.EventsRequest) error {
 	ctx, stop := interruptible(ctx)
 	defer stop()
@@ -94,7 +94,7 @@ func (a *app) followEvents(ctx context.Context, c clusterClient, req *clusterv1.
 			answered = true
 			e := stream.Msg()
 			if shown && (e.GetIndex() < index || e.GetIndex() == index && e.GetPart() <= part) {
-				continue // from before the break
+				continue // already printed before the break
 			}
 			index, part = e.GetIndex(), e.GetPart()
 			if a.structured() {
@@ -116,7 +116,7 @@ func (a *app) followEvents(ctx context.Context, c clusterClient, req *clusterv1.
 			}
 		}
 		if shown {
-			req.Last = 0 // all that are kept: none is missed
+			req.Last = 0 // all that are stored, so that none is missed
 		}
 		return answered, stream.Err()
 	})

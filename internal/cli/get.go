@@ -115,7 +115,7 @@ func (a *app) get(ctx context.Context, k kind, names []string, f getFlags) error
 	var missing []error
 	if len(names) == 0 {
 		req := &clusterv1.ListRequest{Kind: k.kind, Where: f.where, Stale: f.stale}
-		if order == nil { // else the host does not know which are first
+		if order == nil { // otherwise the host does not know which objects are the first ones
 			req.Limit = f.limit
 		}
 		res, err := call(ctx, c, c.List, req)
@@ -162,7 +162,7 @@ func inners(objects []*clusterv1.Object) []proto.Message {
 	return out
 }
 
-// ordering compares by a field; nil when none was named.
+// ordering returns a comparison by a field; nil if by is empty.
 func ordering(k kind, by string) (func(x, y proto.Message) int, error) {
 	if by == "" {
 		return nil, nil //nolint:nilnil // no order is what was asked for
@@ -191,7 +191,7 @@ func ordering(k kind, by string) (func(x, y proto.Message) int, error) {
 	}, nil
 }
 
-// printObjects prints a list as --output says.
+// printObjects prints a list in the format of --output.
 func (a *app) printObjects(k kind, objects []proto.Message, filtered bool) error {
 	switch {
 	case a.structured():

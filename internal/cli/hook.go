@@ -76,7 +76,8 @@ func (f *hookFlags) check() error {
 	return nil
 }
 
-// hookProgram is the program that belongs to this gpuctl; empty: there is none.
+// hookProgram returns the path of the hook program that belongs to this gpuctl; empty:
+// there is none.
 func (f *hookFlags) hookProgram() string {
 	if f.program != "" {
 		return f.program
@@ -140,7 +141,7 @@ libvirt from starting a domain with a GPU that is somebody else's.`,
 	return cmd
 }
 
-// changeHooks plans for all drivers before it touches anything.
+// changeHooks makes plans for all drivers before it changes anything.
 func (a *app) changeHooks(f hookFlags, plan func(driver string) (install.Change, error)) error {
 	var changes []install.Change
 	for _, d := range f.drivers {
@@ -256,7 +257,7 @@ func (a *app) printHooks(all []install.Status) error {
 		}
 		rows = append(rows, row)
 		for _, p := range s.Problems {
-			if !slices.Contains(problems, p) { // both drivers ask the same hostd
+			if !slices.Contains(problems, p) { // both drivers use the same hostd, so a problem may be found twice
 				problems = append(problems, p)
 			}
 		}

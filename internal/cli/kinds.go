@@ -14,17 +14,17 @@ import (
 	"github.com/gpuctl/gpuctl/internal/suggest"
 )
 
-// kind is one kind of object of the cluster's inventory.
+// kind describes a kind of objects in the cluster's inventory.
 type kind struct {
 	kind    clusterv1.Kind
 	one     string
 	many    string
-	short   []string // further names
+	short   []string // other names
 	what    string
-	key     protoreflect.Name // the field that is its name
+	key     protoreflect.Name // the field that contains the object's name
 	message proto.Message
 	columns []column
-	about   func(proto.Message) string // for completion
+	about   func(proto.Message) string // description for completion
 }
 
 func (a *app) kinds() []kind {
@@ -66,7 +66,7 @@ func (a *app) kind(name string) (kind, error) {
 	return kind{}, cmdutil.Usage(fmt.Errorf("there is no kind %q%s; the kinds are %s", name, suggest.Hint(name, names), strings.Join(names, ", ")))
 }
 
-// must is kind for a name that is one.
+// must returns a kind that exists.
 func (a *app) must(kind clusterv1.Kind) kind {
 	for _, k := range a.kinds() {
 		if k.kind == kind {
@@ -76,10 +76,10 @@ func (a *app) must(kind clusterv1.Kind) kind {
 	return kindless()
 }
 
-// kindless stands for a kind of a newer hostd.
+// kindless returns a kind for objects that only a newer hostd knows.
 func kindless() kind { return kind{one: "object", many: "objects", key: "id"} }
 
-// name is an object's.
+// name returns an object's name.
 func (k kind) name(m proto.Message) string {
 	if m == nil {
 		return ""
@@ -91,8 +91,8 @@ func (k kind) name(m proto.Message) string {
 	return m.ProtoReflect().Get(f).String()
 }
 
-// flat are the fields of an expression that are elsewhere in the message, or not
-// as they are there: name, path.
+// flat returns the fields of expressions whose path in the message differs from their
+// name, as pairs of name and path.
 func (k kind) flat() [][2]string {
 	switch k.kind {
 	case clusterv1.Kind_KIND_GPU:
@@ -110,7 +110,7 @@ func (k kind) flat() [][2]string {
 	}
 }
 
-// fields are what expressions and --sort-by can name.
+// fields returns the fields that expressions and --sort-by can use.
 func (k kind) fields() []view.Field {
 	d := k.message.ProtoReflect().Descriptor()
 	fields := view.Fields(d)
@@ -121,14 +121,14 @@ func (k kind) fields() []view.Field {
 	}
 	switch k.kind {
 	case clusterv1.Kind_KIND_HOST:
-		fields = append(fields, view.Field{Name: "nic_speed", Type: "int"}) // of the fastest
+		fields = append(fields, view.Field{Name: "nic_speed", Type: "int"}) // speed of the fastest interface
 	case clusterv1.Kind_KIND_GPU:
 		fields = append(fields, view.Field{Name: "processes", Type: "int", Path: "processes"}, view.Field{Name: "profiles", Type: "list(string)", Path: "profiles"})
 		fields = slices.DeleteFunc(fields, func(f view.Field) bool { return f.Name == "runtime_key" })
 	case clusterv1.Kind_KIND_SESSION:
 		for i := range fields {
 			if fields[i].Name == "gpu" {
-				fields[i].Type = "string" // all of them, with commas between
+				fields[i].Type = "string" // all of them, separated by commas
 			}
 		}
 	case clusterv1.Kind_KIND_MIGRATION:
@@ -138,7 +138,7 @@ func (k kind) fields() []view.Field {
 	return fields
 }
 
-// fieldsHelp lists what an expression can name.
+// fieldsHelp lists the fields that an expression can use.
 func (k kind) fieldsHelp() string {
 	width := 0
 	for _, f := range k.fields() {
@@ -155,7 +155,7 @@ func (k kind) fieldsHelp() string {
 	return b.String()
 }
 
-// inner is the object in its envelope, nil if it is of a kind that we do not know.
+// inner returns the object in its envelope; nil if its kind is unknown.
 func inner(o *clusterv1.Object) proto.Message {
 	m := o.ProtoReflect()
 	f := m.WhichOneof(m.Descriptor().Oneofs().Get(0))
@@ -165,7 +165,7 @@ func inner(o *clusterv1.Object) proto.Message {
 	return m.Get(f).Message().Interface()
 }
 
-// kindOf is the kind of the object in an envelope.
+// kindOf returns the kind of the object in an envelope.
 func (a *app) kindOf(m proto.Message) kind {
 	for _, k := range a.kinds() {
 		if m != nil && k.message.ProtoReflect().Descriptor() == m.ProtoReflect().Descriptor() {
@@ -175,7 +175,7 @@ func (a *app) kindOf(m proto.Message) kind {
 	return kindless()
 }
 
-// splitName reads KIND/NAME.
+// splitName parses KIND/NAME.
 func (a *app) splitName(arg string) (kind, string, error) {
 	word, name, ok := strings.Cut(arg, "/")
 	if !ok || name == "" {

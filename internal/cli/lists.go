@@ -18,7 +18,7 @@ import (
 	"github.com/gpuctl/gpuctl/internal/suggest"
 )
 
-// gpuView is a GPU as programs see it; names are those of expressions.
+// gpuView is a GPU in the output for programs. Names are those of expressions.
 type gpuView struct {
 	ID           string      `json:"id"`
 	Model        string      `json:"model"`
@@ -73,7 +73,7 @@ func viewGPU(g *gpuctlv1.GPU) gpuView {
 	return v
 }
 
-// sessionView is a session as programs see it.
+// sessionView is a session in the output for programs.
 type sessionView struct {
 	ID           string `json:"id"`
 	Claim        string `json:"claim"`
@@ -292,8 +292,8 @@ func (a *app) sessionRow(s *gpuctlv1.Session) []string {
 	return row
 }
 
-// watchSessions prints changes: lines for people, JSON lines or YAML documents
-// for programs.
+// watchSessions prints changes: lines for people, JSON lines or YAML documents for
+// programs.
 func (a *app) watchSessions(ctx context.Context, c client, filter *expr.Expr) error {
 	stream, err := c.WatchSessions(ctx, connect.NewRequest(&gpuctlv1.HostWatchSessionsRequest{}))
 	if err != nil {
@@ -332,7 +332,7 @@ func (a *app) watchSessions(ctx context.Context, c client, filter *expr.Expr) er
 	return stream.Err()
 }
 
-// keep filters a list.
+// keep returns the elements of a list for which the expression is true.
 func keep[T any](ctx context.Context, all []T, filter *expr.Expr, fields func(T) map[string]any) ([]T, error) {
 	var out []T
 	for _, x := range all {

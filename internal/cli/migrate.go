@@ -23,18 +23,18 @@ import (
 	"github.com/gpuctl/gpuctl/internal/suggest"
 )
 
-// migrationClient is MigrationService as commands use it.
+// migrationClient is a client of MigrationService.
 type migrationClient = gpuctlv1connect.MigrationServiceClient
 
-// Ends of a migration, as hostd names them.
+// Ends of a migration, with hostd's names.
 const (
 	endDone       = "done"
 	endRolledBack = "rolled_back"
 	endHeld       = "held"
-	endRefused    = "refused" // ours: it was not begun
+	endRefused    = "refused" // gpuctl's own: it was not started
 )
 
-// tooMany is the reason of a refusal that goes away by itself.
+// tooMany is the code of a reason that will go away without any action.
 const tooMany = "too_many_migrations"
 
 func (a *app) connectMigrations() (migrationClient, error) {
@@ -45,7 +45,7 @@ func (a *app) connectMigrations() (migrationClient, error) {
 	return gpuctlv1connect.NewMigrationServiceClient(h, url, a.patience()), nil
 }
 
-// machineFlags are those of the verbs that are about VMs.
+// machineFlags are the flags of commands about VMs.
 type machineFlags struct {
 	vm       bool
 	on       string
@@ -63,7 +63,7 @@ func (f *machineFlags) add(cmd *cobra.Command) {
 	onFlag(cmd, &f.on, "`host` of the VM (default where it is found)")
 }
 
-// named are the flags that were given and are about VMs alone.
+// named returns an error if flags were given that are for VMs only.
 func (f *machineFlags) named(cmd *cobra.Command) error {
 	for _, name := range []string{"deadline", "no-wait", "force-cold"} {
 		if cmd.Flags().Changed(name) {
@@ -85,14 +85,14 @@ func (f *machineFlags) check(cmd *cobra.Command) error {
 	return nil
 }
 
-// subject finds out whether a verb is about a session or about a VM, and then
-// where that is.
+// subject finds out whether a command is about a session or a VM, and returns the VM with
+// its host.
 func (a *app) subject(ctx context.Context, verb, name string, f machineFlags) (machine *gpuctlv1.Machine, err error) {
 	if f.vm || f.on != "" {
 		if name == "" {
 			return nil, a.whichMachine(ctx, verb, errors.New("no VM is named"))
 		}
-		return &gpuctlv1.Machine{Name: name, Host: f.on}, nil // hostd finds it
+		return &gpuctlv1.Machine{Name: name, Host: f.on}, nil // hostd finds its host
 	}
 	c, err := a.connect()
 	if err != nil {
@@ -104,7 +104,7 @@ func (a *app) subject(ctx context.Context, verb, name string, f machineFlags) (m
 	case err == nil && (name == "" || s.GetId() == name || strconv.FormatUint(uint64(s.GetPid()), 10) == name):
 		return nil, nil //nolint:nilnil // no VM is an answer
 	case err == nil:
-		// A beginning of its id, which may be a VM's whole name.
+		// The prefix of a session's id may be a VM's complete name.
 		if m, _, err := a.machineNamed(ctx, name); err == nil && m != nil {
 			return nil, cmdutil.Usage(fmt.Errorf("%q is the beginning of session %s and the name of a VM: write the session's whole id, or --vm", name, clean(s.GetId())))
 		}
@@ -117,7 +117,7 @@ func (a *app) subject(ctx context.Context, verb, name string, f machineFlags) (m
 	m, near, machinesErr := a.machineNamed(ctx, name)
 	switch {
 	case connect.CodeOf(machinesErr) == connect.CodeUnimplemented || machinesErr == nil && m == nil && connect.CodeOf(err) == connect.CodeInvalidArgument:
-		return nil, err // this host has no VMs, or it is about sessions after all
+		return nil, err // this host has no VMs, or the command is about a session
 	case machinesErr != nil:
 		return nil, machinesErr
 	case m == nil:
@@ -126,7 +126,7 @@ func (a *app) subject(ctx context.Context, verb, name string, f machineFlags) (m
 	return m, nil
 }
 
-// answer is one that may not have come.
+// answer returns the message of a response, or nil if there is no response.
 func answer[T any](res *connect.Response[T]) *T {
 	if res == nil {
 		return new(T)
@@ -134,8 +134,8 @@ func answer[T any](res *connect.Response[T]) *T {
 	return res.Msg
 }
 
-// machineNamed finds a VM of the cluster by its name or UUID; none: what could
-// have been meant.
+// machineNamed finds a VM of the cluster by its name or UUID. If there is none, hint
+// contains similar names.
 func (a *app) machineNamed(ctx context.Context, name string) (m *gpuctlv1.Machine, hint string, err error) {
 	res, err := a.machines(ctx, "*")
 	if err != nil {
@@ -171,8 +171,8 @@ func (a *app) machines(ctx context.Context, host string) (*gpuctlv1.ListMachines
 	return res.Msg, nil
 }
 
-// whichMachine says which VMs could be meant where none was named. It never
-// picks one: a VM is moved by its name alone.
+// whichMachine returns an error that lists the possible VMs if none was named. It never
+// chooses one: a VM is moved only if it was named.
 func (a *app) whichMachine(ctx context.Context, verb string, cause error) error {
 	res, err := a.machines(ctx, "*")
 	if err != nil {
@@ -197,8 +197,8 @@ func (a *app) whichMachine(ctx context.Context, verb string, cause error) error 
 	return cmdutil.Usage(fmt.Errorf("%s; name one of the VMs with a GPU: %s", what, strings.Join(names, ", ")))
 }
 
-// adviseMachine turns a refusal of a call about a VM, perhaps on a named host,
-// into words and what to do next.
+// adviseMachine converts the refusal of a call about a VM, possibly on a named host, to a
+// text with what to do next.
 func (a *app) adviseMachine(ctx context.Context, host, name string, err error) error {
 	c, dialErr := a.connectCluster()
 	if dialErr != nil {
@@ -225,7 +225,7 @@ func (a *app) adviseMachine(ctx context.Context, host, name string, err error) e
 	return why
 }
 
-// moveMachine is migrate, upgrade and downgrade of a VM.
+// moveMachine executes migrate, upgrade and downgrade for a VM.
 func (a *app) moveMachine(ctx context.Context, req *gpuctlv1.MachinePlanRequest, planOnly, noWait bool) error {
 	c, err := a.connectMigrations()
 	if err != nil {
@@ -252,19 +252,19 @@ func (a *app) moveMachine(ctx context.Context, req *gpuctlv1.MachinePlanRequest,
 	return a.ended(ctx, req.GetVerb(), req.GetMachine(), last)
 }
 
-// follower follows a migration to its end, on another stream where one breaks:
-// the migration goes on without us.
+// follower follows a migration to its end. If a stream breaks, it opens another one,
+// because the migration goes on.
 type follower struct {
 	c      migrationClient
 	noWait bool
 	see    func(*gpuctlv1.MachineProgress) error
-	again  func() // a stream broke
+	again  func() // called when a stream has broken
 }
 
-// errOutput says that the output was closed, not the stream.
+// errOutput means that writing the output failed, not reading the stream.
 type errOutput struct{ error }
 
-// follow returns the last moment: the end, or where it was lost.
+// follow returns the last progress: the end, or the last one that was received.
 func (f *follower) follow(ctx context.Context, open func(context.Context) (*connect.ServerStreamForClient[gpuctlv1.MachineProgress], error)) (*gpuctlv1.MachineProgress, error) {
 	last := &gpuctlv1.MachineProgress{}
 	wait, since := firstRetry, time.Now()
@@ -299,7 +299,7 @@ func (f *follower) follow(ctx context.Context, open func(context.Context) (*conn
 	}
 }
 
-// once reads one stream. moved is called when it tells something new.
+// once reads one stream. It calls moved when there is something new.
 func (f *follower) once(ctx context.Context, open func(context.Context) (*connect.ServerStreamForClient[gpuctlv1.MachineProgress], error), last **gpuctlv1.MachineProgress, moved func()) (over bool, err error) {
 	stream, err := open(ctx)
 	if err != nil {
@@ -312,7 +312,7 @@ func (f *follower) once(ctx context.Context, open func(context.Context) (*connec
 			u.Id = (*last).GetId()
 		}
 		was := proto.CloneOf(*last)
-		was.TookNs = u.GetTookNs() // time alone is nothing new
+		was.TookNs = u.GetTookNs() // only the time has changed
 		if !proto.Equal(was, u) {
 			moved()
 		}
@@ -327,7 +327,7 @@ func (f *follower) once(ctx context.Context, open func(context.Context) (*connec
 	return false, stream.Err()
 }
 
-// unfinished says how things are where the end was not seen.
+// unfinished prints the state of a migration whose end was not seen.
 func (a *app) unfinished(ctx context.Context, req *gpuctlv1.MachinePlanRequest, last *gpuctlv1.MachineProgress, err error) error {
 	id := clean(last.GetId())
 	switch {
@@ -346,7 +346,7 @@ func (a *app) unfinished(ctx context.Context, req *gpuctlv1.MachinePlanRequest, 
 	return unavailable("%w; migration %s goes on all the same: gpuctl migrations watch %s follows it", why, id, id)
 }
 
-// ended prints how a migration ended; its error is that of the command.
+// ended prints how a migration ended, and returns the error of the command.
 func (a *app) ended(ctx context.Context, verb, name string, u *gpuctlv1.MachineProgress) error {
 	id := clean(u.GetId())
 	if r := u.GetRefused(); r != nil {
@@ -380,7 +380,7 @@ func (a *app) ended(ctx context.Context, verb, name string, u *gpuctlv1.MachineP
 	return nil
 }
 
-// doneWords say where a VM is.
+// doneWords returns in words where a VM is now.
 func (a *app) doneWords(ctx context.Context, name string, u *gpuctlv1.MachineProgress, m *clusterv1.Migration) string {
 	gpu := u.GetGpu()
 	if gpu == "" {
@@ -404,8 +404,8 @@ func (a *app) doneWords(ctx context.Context, name string, u *gpuctlv1.MachinePro
 	return text
 }
 
-// endWords say how a migration ended that is not done, how its VM is now and
-// what to do next.
+// endWords returns in words how a migration ended that is not done, the state of its VM,
+// and what to do next.
 func endWords(verb, name string, u *gpuctlv1.MachineProgress, m *clusterv1.Migration) string {
 	why, id := u.GetMessage(), u.GetId()
 	if why == "" {
@@ -424,7 +424,7 @@ func endWords(verb, name string, u *gpuctlv1.MachineProgress, m *clusterv1.Migra
 		text += ": " + orWord(why, "hostd does not say why")
 	case endHeld:
 		text += "is held, its applications are frozen and their state is safe: " + orWord(why, "hostd does not say why")
-		if u.GetNext() == "" { // or its message has it
+		if u.GetNext() == "" { // or the message contains it
 			text += fmt.Sprintf("; mend the cause, then gpuctl migrations resume %s", id)
 		}
 	default:
@@ -433,7 +433,7 @@ func endWords(verb, name string, u *gpuctlv1.MachineProgress, m *clusterv1.Migra
 	return clean(text)
 }
 
-// migration is the record of one, nil if it cannot be had.
+// migration returns the record of a migration; nil if it cannot be read.
 func (a *app) migration(ctx context.Context, id string) *clusterv1.Migration {
 	c, err := a.connectCluster()
 	if err != nil || id == "" {
@@ -448,7 +448,7 @@ func (a *app) migration(ctx context.Context, id string) *clusterv1.Migration {
 	return res.Msg.GetObjects()[0].GetMigration()
 }
 
-// modelOf is a GPU's, if it can be had.
+// modelOf returns a GPU's model; empty if it cannot be read.
 func (a *app) modelOf(ctx context.Context, gpu string) string {
 	c, err := a.connectCluster()
 	if err != nil {
@@ -463,7 +463,7 @@ func (a *app) modelOf(ctx context.Context, gpu string) string {
 	return res.Msg.GetObjects()[0].GetGpu().GetModel()
 }
 
-// lasted writes how long something took, for a sentence.
+// lasted formats a duration for a sentence.
 func lasted(ns int64) string {
 	d := time.Duration(ns)
 	switch {
@@ -475,7 +475,7 @@ func lasted(ns int64) string {
 	return duration(ns)
 }
 
-// moveProgress shows a migration of a VM.
+// moveProgress shows the progress of a VM's migration.
 type moveProgress struct {
 	a          *app
 	bar        *progress
@@ -520,7 +520,8 @@ func (p *moveProgress) see(u *gpuctlv1.MachineProgress) error {
 	return nil
 }
 
-// news is a message, unless it was said before: every undo repeats why.
+// news returns a message unless it was printed before, because each undo repeats the
+// cause.
 func news(message string, said *string) string {
 	if message == *said {
 		return ""
@@ -529,7 +530,7 @@ func news(message string, said *string) string {
 	return message
 }
 
-// beginWords announce a migration.
+// beginWords returns the first line about a migration.
 func beginWords(verb, name string, u *gpuctlv1.MachineProgress) string {
 	text := fmt.Sprintf("migration %s: %s of VM %s", u.GetId(), verb, name)
 	if u.GetGpu() != "" {
@@ -541,7 +542,7 @@ func beginWords(verb, name string, u *gpuctlv1.MachineProgress) string {
 	return text
 }
 
-// stepShown is a moment as progress shows those of sessions.
+// stepShown converts the progress of a VM's migration to that of a session's operation.
 func stepShown(u *gpuctlv1.MachineProgress) *gpuctlv1.Progress {
 	step := u.GetStep()
 	if u.GetUndo() {
@@ -552,7 +553,7 @@ func stepShown(u *gpuctlv1.MachineProgress) *gpuctlv1.Progress {
 	}
 }
 
-// note writes a line between the bars.
+// note prints a line between the progress bars.
 func (p *moveProgress) note(format string, args ...any) {
 	p.bar.end()
 	p.bar.dirty = false
@@ -569,7 +570,7 @@ func (p *moveProgress) end() {
 	p.bar.dirty = false
 }
 
-// refuseMachine lists every reason and returns the exit status.
+// refuseMachine prints all reasons and returns the exit status.
 func (a *app) refuseMachine(verb, name string, r *gpuctlv1.MachinePlanResponse) error {
 	if n := r.GetMachine(); n != "" {
 		name = n
@@ -601,8 +602,8 @@ func possible(r *gpuctlv1.MachinePlanResponse) bool {
 
 func rejectionHeading() []string { return []string{"HOST", "GPU", "MODEL", "REASON"} }
 
-// reasonRows are all that speaks against a migration: first of the VM itself,
-// then host by host. What a row shares with the one above is left blank.
+// reasonRows returns all reasons against a migration: first those against the VM itself,
+// then host by host. Cells that are equal to those above are left blank.
 func reasonRows(r *gpuctlv1.MachinePlanResponse) [][]string {
 	var rows [][]string
 	add := func(first []string, reasons []*gpuctlv1.Reason) {
@@ -625,7 +626,7 @@ func reasonRows(r *gpuctlv1.MachinePlanResponse) [][]string {
 	return rows
 }
 
-// printMachinePlan says what would be done; exit status 3: nothing can be.
+// printMachinePlan prints a plan. If it is impossible, it returns exit status 3.
 func (a *app) printMachinePlan(verb string, r *gpuctlv1.MachinePlanResponse) error {
 	var refused error
 	if !possible(r) {
@@ -677,7 +678,7 @@ func (a *app) printMachinePlan(verb string, r *gpuctlv1.MachinePlanResponse) err
 	return refused
 }
 
-// whyCold is why a VM can't be moved alive.
+// whyCold returns why a VM cannot be migrated live.
 func whyCold(r *gpuctlv1.MachinePlanResponse) string {
 	var out []string
 	for _, w := range r.GetWarmReasons() {
@@ -689,7 +690,7 @@ func whyCold(r *gpuctlv1.MachinePlanResponse) string {
 	return ": " + strings.Join(out, "; ")
 }
 
-// takes is what a candidate is predicted to take.
+// takes returns the predicted times of a candidate.
 func takes(c *gpuctlv1.MachineCandidate) string {
 	text := "about " + expected(c.GetPredictedNs(), c.GetTotal(), lasted)
 	if c.GetPredictedStopNs() > 0 {
@@ -698,7 +699,7 @@ func takes(c *gpuctlv1.MachineCandidate) string {
 	return text + notMeasured(c.GetTotal())
 }
 
-// between is the same in a table.
+// between returns a prediction for a table.
 func between(likely int64, p *gpuctlv1.Prediction) string {
 	if likely == 0 {
 		return ""
@@ -722,7 +723,7 @@ func (a *app) printCandidates(all []*gpuctlv1.MachineCandidate) error {
 	return a.section("Steps of the best", []string{"STEP", "NAME", "TAKES", "COPIES", "WHAT", "UNDO"}, steps)
 }
 
-// section is a table with a title, none if it has no rows.
+// section prints a table with a title. Without rows, it prints nothing.
 func (a *app) section(title string, heading []string, rows [][]string) error {
 	if len(rows) == 0 {
 		return nil

@@ -20,7 +20,7 @@ import (
 // Timeline draws a migration as an SVG.
 type Timeline func(*clusterv1.Migration) []byte
 
-// WithTimeline gives gpuctl what draws migrations.
+// WithTimeline sets the function that draws migrations.
 func WithTimeline(t Timeline) Option { return func(a *app) { a.timeline = t } }
 
 func (a *app) migrationsCommand() *cobra.Command {
@@ -74,7 +74,7 @@ func lastedOr(ns int64) string {
 	return lasted(ns)
 }
 
-// movedObject is the VM or session that a migration is of.
+// movedObject returns the VM or session of a migration.
 func movedObject(m *clusterv1.Migration) string {
 	if name := m.GetMachine().GetName(); name != "" {
 		return "VM " + name
@@ -97,7 +97,8 @@ func stepOf(m *clusterv1.Migration) string {
 	return m.GetStep()
 }
 
-// tookSoFar is how long a migration took, in nanoseconds; of one that runs, so far.
+// tookSoFar returns how long a migration took, in nanoseconds. If it runs, it is the time
+// until now.
 func (a *app) tookSoFar(m *clusterv1.Migration) int64 {
 	if m.GetStartedUnixMs() == 0 {
 		return 0
@@ -107,12 +108,12 @@ func (a *app) tookSoFar(m *clusterv1.Migration) int64 {
 	case m.GetEndedUnixMs() > 0:
 		end = time.UnixMilli(m.GetEndedUnixMs())
 	case m.GetState() != clusterv1.MigrationState_MIGRATION_STATE_RUNNING:
-		return 0 // nobody recorded when it ended
+		return 0 // its end was not recorded
 	}
-	return max(0, int64(end.Sub(began))) // clocks differ
+	return max(0, int64(end.Sub(began))) // clocks may differ
 }
 
-// machineMigration finds a migration of a VM by its id or a beginning of it.
+// machineMigration finds a migration of a VM by its id or a prefix of it.
 func (a *app) machineMigration(ctx context.Context, id string) (*clusterv1.Migration, error) {
 	c, err := a.connectCluster()
 	if err != nil {
@@ -130,7 +131,8 @@ func (a *app) machineMigration(ctx context.Context, id string) (*clusterv1.Migra
 	return m, nil
 }
 
-// adviseMigration turns a refusal of a call about a migration into words.
+// adviseMigration converts the refusal of a call about a migration to a text with what to
+// do next.
 func (a *app) adviseMigration(ctx context.Context, err error) error {
 	c, dialErr := a.connectCluster()
 	if dialErr != nil {
@@ -183,7 +185,7 @@ the same disks.`,
 	return cmd
 }
 
-// redirect has a migration go another way and says that it does.
+// redirect aborts or resumes a migration, and prints that.
 func (a *app) redirect(ctx context.Context, id, what string, call func(c migrationClient, id string) (string, error)) error {
 	m, err := a.machineMigration(ctx, id)
 	if err != nil {
@@ -200,7 +202,7 @@ func (a *app) redirect(ctx context.Context, id, what string, call func(c migrati
 	return a.began(m, what, message)
 }
 
-// began says what abort and resume have begun.
+// began prints what abort and resume have started.
 func (a *app) began(m *clusterv1.Migration, what, message string) error {
 	if message != "" {
 		what += ": " + message
@@ -252,7 +254,7 @@ func (a *app) completeMigrations(where string) completer {
 	return a.completeWhere(clusterv1.Kind_KIND_MIGRATION, where)
 }
 
-// printTimeline writes a migration as an SVG.
+// printTimeline prints a migration as an SVG.
 func (a *app) printTimeline(m *clusterv1.Migration) error {
 	switch {
 	case m == nil:
@@ -269,8 +271,7 @@ func (a *app) printTimeline(m *clusterv1.Migration) error {
 	return err
 }
 
-// moved writes what a migration of a VM has beyond its fields: what was
-// predicted, and what was done.
+// moved prints what is special to migrations of VMs: the predictions, and the steps.
 func (d *describer) moved(m *clusterv1.Migration) {
 	if m.GetMachine() != nil {
 		stopped := m.GetStoppedNs()
@@ -299,7 +300,7 @@ func (d *describer) moved(m *clusterv1.Migration) {
 	d.table("steps", []string{"STEP", "UNDO", "STARTED", "TOOK", "BYTES", "ERROR"}, rows)
 }
 
-// against compares a prediction with what came of it.
+// against compares a prediction with the real value.
 func against(what string, predicted, actual int64) []string {
 	difference := ""
 	if predicted > 0 && actual > 0 {

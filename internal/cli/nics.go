@@ -91,7 +91,7 @@ func (a *app) nicRow(n *gpuctlv1.NIC) []string {
 	return row
 }
 
-// functionRow is the line of a virtual function below its card.
+// functionRow returns the row of a virtual function, which follows its card's.
 func (a *app) functionRow(f *gpuctlv1.NetworkFunction) []string {
 	rate, use := "", f.GetInterface()
 	if f.GetMaxRate() > 0 {
@@ -120,7 +120,7 @@ func vlan(f *gpuctlv1.NetworkFunction) string {
 	return fmt.Sprintf("%d priority %d", f.GetVlan(), f.GetQos())
 }
 
-// bitRate is a speed in bits per second; 0 is none.
+// bitRate formats a speed in bits per second; 0: empty.
 func bitRate(n uint64) string {
 	switch {
 	case n == 0:
@@ -173,7 +173,7 @@ for seconds meanwhile.`,
 		},
 	}
 	cmd.Flags().Uint32Var(&req.Functions, "functions", 0, "how many virtual functions (`number`)")
-	_ = cmd.MarkFlagRequired("functions") // it fails only for a flag that is not there
+	_ = cmd.MarkFlagRequired("functions") // fails only if the flag does not exist
 	cmd.Flags().BoolVar(&req.Plan, "plan", false, "only say what would be done, and what is against it")
 	onFlag(cmd, &req.Host, "`host` of the card (default the one that is asked)")
 	return cmd
@@ -243,7 +243,7 @@ changed. A VM that has the function keeps it; a new MAC is its own after its nex
 	return cmd
 }
 
-// given is a value that was said; nil: it was not.
+// given returns a pointer to a value that was given; nil: it was not given.
 func given[T any](said bool, v T) *T {
 	if !said {
 		return nil

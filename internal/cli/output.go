@@ -15,7 +15,7 @@ import (
 	"github.com/gpuctl/gpuctl/internal/size"
 )
 
-// structured says that the output is for programs.
+// structured reports whether the output is for programs.
 func (a *app) structured() bool { return a.output == "json" || a.output == "yaml" }
 
 func (a *app) wide() bool { return a.output == "wide" }
@@ -27,7 +27,7 @@ func (a *app) print(v any) error {
 		return fmt.Errorf("output: %w", err)
 	}
 	if a.output == "yaml" {
-		// By way of JSON, so that both have the same names in the same order.
+		// Through JSON, so that both formats have the same names in the same order.
 		var node yaml.Node
 		if err := yaml.Unmarshal(data, &node); err != nil {
 			return fmt.Errorf("output: %w", err)
@@ -75,8 +75,8 @@ func table(w io.Writer, heading []string, rows [][]string) error {
 	return nil
 }
 
-// clean keeps what an application or a vendor chose as a name from driving the
-// terminal.
+// clean removes control characters from names that applications or vendors have chosen,
+// so that they cannot control the terminal.
 func clean(s string) string {
 	return strings.Map(func(r rune) rune {
 		if r < ' ' || r >= 0x7f && r < 0xa0 {
@@ -102,7 +102,7 @@ func bytesOr(n uint64, none string) string {
 	return size.Format(n)
 }
 
-// duration writes a time with three digits at most.
+// duration formats a time with at most three digits.
 func duration(ns int64) string {
 	d := time.Duration(ns)
 	switch {
@@ -118,7 +118,7 @@ func duration(ns int64) string {
 	return fmt.Sprintf("%d µs", d.Microseconds())
 }
 
-// terminal reports whether a stream is one, and how wide.
+// terminal reports whether a stream is a terminal, and its width.
 func terminal(w io.Writer) (columns int, ok bool) {
 	f, isFile := w.(*os.File)
 	if !isFile {

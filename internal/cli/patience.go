@@ -13,13 +13,13 @@ import (
 )
 
 const (
-	defaultPatience = time.Minute            // for a call that changes something
-	quietPatience   = 3 * time.Second        // before the user is told what is waited for
-	tellEvery       = 10 * time.Second       // and how often
-	askAgain        = 250 * time.Millisecond // after an answer that nobody leads
+	defaultPatience = time.Minute            // limit for a call that changes something
+	quietPatience   = 3 * time.Second        // time after which the user is told what gpuctl waits for
+	tellEvery       = 10 * time.Second       // interval of further messages
+	askAgain        = 250 * time.Millisecond // pause after the answer that there is no leader
 )
 
-// changing are the calls that need a leader and do nothing without one.
+// changing reports whether a procedure needs a leader, and does nothing without one.
 func changing(procedure string) bool {
 	switch procedure {
 	case clusterv1connect.ClusterServiceInitProcedure, clusterv1connect.ClusterServiceJoinProcedure,
@@ -35,9 +35,9 @@ func changing(procedure string) bool {
 	return false
 }
 
-// patience rides out elections: a call that changes something is made again,
-// until its time is up, when the answer is that nobody leads and so nothing was
-// done. Meanwhile it says what is waited for.
+// patience repeats calls that change something while there is no leader, until their time
+// is over. Without a leader, nothing was done, so that is safe. Meanwhile it prints what
+// it waits for.
 func (a *app) patience() connect.ClientOption {
 	return connect.WithInterceptors(connect.UnaryInterceptorFunc(func(next connect.UnaryFunc) connect.UnaryFunc {
 		return func(ctx context.Context, req connect.AnyRequest) (connect.AnyResponse, error) {
@@ -59,7 +59,7 @@ func (a *app) ride(ctx context.Context, call func() (connect.AnyResponse, error)
 	began, tell := time.Now(), time.NewTimer(quietPatience)
 	defer tell.Stop()
 	why := "hostd's answer"
-	var last error // that nobody leads
+	var last error // the last error: there is no leader
 	for {
 		answers := make(chan answer, 1)
 		go func() {
@@ -87,7 +87,7 @@ func (a *app) ride(ctx context.Context, call func() (connect.AnyResponse, error)
 				if last != nil {
 					return nil, last
 				}
-				got := <-answers // the call ends with its context, and says how
+				got := <-answers // the call ends with its context, and returns its error
 				return got.res, got.err
 			}
 		}

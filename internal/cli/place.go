@@ -45,7 +45,7 @@ func (a *app) planCommand() *cobra.Command {
 	return cmd
 }
 
-// place says where a claim would go.
+// place prints where a claim would go.
 func (a *app) place(ctx context.Context, c clusterClient, req *clusterv1.PlaceRequest) error {
 	res, err := call(ctx, c, c.Place, req)
 	if err != nil {
@@ -116,7 +116,7 @@ func rejections(rejected []*clusterv1.Rejection) [][]string {
 	return rows
 }
 
-// refuseHosts lists every reason and returns the exit status.
+// refuseHosts prints all reasons and returns the exit status.
 func (a *app) refuseHosts(what string, rejected []*clusterv1.Rejection) error {
 	if len(rejected) == 0 {
 		what += ": the inventory has no GPU (gpuctl get gpus)"

@@ -15,7 +15,7 @@ import (
 	"github.com/gpuctl/gpuctl/internal/size"
 )
 
-// updateView is one line of -o json: the running step, or at the end the result.
+// updateView is one line of -o json: the running step or, at the end, the result.
 type updateView struct {
 	Session    string          `json:"session"`
 	GPUs       []string        `json:"gpus"`
@@ -38,8 +38,8 @@ type resultView struct {
 	Steps          []stepView   `json:"steps"`
 	Refused        bool         `json:"refused"`
 	RolledBack     bool         `json:"rolled_back"`
-	Held           bool         `json:"held"`  // it failed and is not taken back yet
-	Ended          bool         `json:"ended"` // with its application
+	Held           bool         `json:"held"`  // it has failed and is not undone yet
+	Ended          bool         `json:"ended"` // the application has ended
 	Error          string       `json:"error,omitempty"`
 	Session        *sessionView `json:"session,omitempty"`
 }
@@ -64,7 +64,7 @@ func viewResult(r *gpuctlv1.SwapResult) resultView {
 	return v
 }
 
-// summary says how an operation went, in a line.
+// summary returns the result of an operation in one line.
 func summary(r *gpuctlv1.SwapResult) string {
 	switch {
 	case r.GetRefused():
@@ -79,7 +79,7 @@ func summary(r *gpuctlv1.SwapResult) string {
 		return "failed: " + r.GetError()
 	}
 	text := "downtime " + duration(r.GetStoppedNs())
-	if r.GetStoppedNs() == 0 { // a resume: it was frozen before, too
+	if r.GetStoppedNs() == 0 { // a resume: the application was frozen before it began
 		text = "took " + duration(r.GetTotalNs())
 	}
 	if copied := r.GetBytesPrecopied() + r.GetBytesFrozen(); copied > 0 {
@@ -167,15 +167,15 @@ func (a *app) printLine(v any) error {
 	return err
 }
 
-// progress draws a bar on a terminal and prints lines elsewhere.
+// progress draws a bar on a terminal, and prints lines otherwise.
 type progress struct {
 	w       io.Writer
-	columns int // 0: no terminal
+	columns int // width of the terminal; 0: no terminal
 	color   bool
 	step    string
-	since   time.Time // the step's beginning
+	since   time.Time // beginning of the step
 	drawn   time.Time
-	dirty   bool // a bar is on the line
+	dirty   bool // a bar is on the present line
 }
 
 func (a *app) newProgress() *progress {
@@ -192,7 +192,7 @@ func (a *app) newProgress() *progress {
 
 const (
 	redraw = 50 * time.Millisecond
-	repeat = 10 * time.Second // of what is waited for, where there is no terminal
+	repeat = 10 * time.Second // interval of messages about what is waited for, if there is no terminal
 )
 
 func (p *progress) update(u *gpuctlv1.Progress) {
@@ -261,7 +261,7 @@ func (p *progress) end() {
 	}
 }
 
-// refusedClaim says why a claim got no GPU.
+// refusedClaim prints why a claim got no GPU.
 func (a *app) refusedClaim(rejected []*gpuctlv1.Candidate) error {
 	if a.structured() {
 		if err := a.print(struct {

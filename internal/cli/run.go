@@ -27,7 +27,7 @@ import (
 
 const (
 	icdName        = "libgpuctl-opencl.so"
-	hostdStart     = 90 * time.Second // discovery starts every runtime once
+	hostdStart     = 90 * time.Second // long, because the discovery of GPUs starts each runtime once
 	hostdStop      = 30 * time.Second
 	releaseTimeout = 10 * time.Second
 	exitNotFound   = 127
@@ -120,7 +120,7 @@ func (a *app) run(ctx context.Context, f runFlags, args []string) (err error) {
 	if err != nil {
 		return err
 	}
-	// From here on signals must not end us before we have cleaned up.
+	// From now on, signals must not end this process before it has cleaned up.
 	signals := make(chan os.Signal, 64)
 	signal.Notify(signals, forwarded()...)
 	defer signal.Stop(signals)
@@ -155,7 +155,7 @@ func (a *app) run(ctx context.Context, f runFlags, args []string) (err error) {
 	defer func() {
 		ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), releaseTimeout)
 		defer cancel()
-		// Without this hostd releases it as soon as it sees that we are gone.
+		// Otherwise hostd releases it when it notices that this process has ended.
 		_, _ = host.ReleaseClaim(ctx, connect.NewRequest(&gpuctlv1.ReleaseClaimRequest{Claim: claim.GetClaim().GetId()}))
 	}()
 	a.dirs.Sweep()
@@ -174,14 +174,14 @@ func (a *app) run(ctx context.Context, f runFlags, args []string) (err error) {
 	return wait(cmd, signals)
 }
 
-// wait passes signals on until the command ends.
+// wait passes signals to the command until the command ends.
 func wait(cmd *exec.Cmd, signals <-chan os.Signal) error {
 	ended := make(chan error, 1)
 	go func() { ended <- cmd.Wait() }()
 	for {
 		select {
 		case s := <-signals:
-			// The terminal has sent these to the command already.
+			// The terminal has already sent these to the command.
 			if (s == syscall.SIGINT || s == syscall.SIGQUIT) && inForeground() {
 				continue
 			}
@@ -208,7 +208,7 @@ func forwarded() []os.Signal {
 	}
 }
 
-// inForeground reports whether a terminal's Ctrl-C reaches our process group.
+// inForeground reports whether a terminal sends Ctrl-C to this process group.
 func inForeground() bool {
 	tty, err := os.Open("/dev/tty")
 	if err != nil {
@@ -219,7 +219,7 @@ func inForeground() bool {
 	return err == nil && group == unix.Getpgrp()
 }
 
-// findICD locates the library that applications load.
+// findICD returns the path of the library that applications load.
 func (a *app) findICD() (string, error) {
 	if named := a.getenv("GPUCTL_ICD"); named != "" {
 		path, err := filepath.Abs(named)
@@ -245,7 +245,7 @@ func (a *app) findICD() (string, error) {
 	return "", fmt.Errorf("%s is not installed (looked at %s); build it, or name it with $GPUCTL_ICD", icdName, strings.Join(tried, ", "))
 }
 
-// vendorsFolder makes a folder that shows OpenCL loaders our library only.
+// vendorsFolder makes a folder in which OpenCL loaders find only gpuctl's library.
 func vendorsFolder(base, icd string) (string, error) {
 	if err := rundir.Make(base); err != nil {
 		return "", err
@@ -261,8 +261,8 @@ func vendorsFolder(base, icd string) (string, error) {
 	return dir, nil
 }
 
-// appEnv leads both OpenCL loaders to the vendors folder. OCL_ICD_FILENAMES
-// would add vendors' libraries beside ours, so it goes.
+// appEnv sets the environment variables of both OpenCL loaders to the vendors folder. It
+// removes OCL_ICD_FILENAMES, which would add vendors' libraries.
 func appEnv(env []string, vendors, socket, token string) []string {
 	var out []string
 	for _, v := range env {
@@ -273,17 +273,17 @@ func appEnv(env []string, vendors, socket, token string) []string {
 			out = append(out, v)
 		}
 	}
-	vendors = strings.TrimSuffix(vendors, "/") + "/" // CUDA's loader joins folder and file without one
+	vendors = strings.TrimSuffix(vendors, "/") + "/" // CUDA's loader joins folder and file without a slash
 	return append(out, "OCL_ICD_VENDORS="+vendors, "OPENCL_VENDOR_PATH="+vendors, "GPUCTL_SOCKET="+socket, "GPUCTL_TOKEN="+token)
 }
 
-// private is a hostd that lives as long as we do.
+// private is a hostd that lives as long as this process.
 type private struct {
 	a      *app
 	dir    string
 	socket string
 	cmd    *exec.Cmd
-	line   io.Closer // hostd ends when it is closed, by us or by our end
+	line   io.Closer // hostd ends when it is closed, also by the end of this process
 	ended  chan error
 }
 
@@ -314,7 +314,7 @@ func (a *app) startPrivate(ctx context.Context, config string, signals <-chan os
 	defer log.Close()
 	p.cmd = exec.Command(binary, args...)
 	p.cmd.Stdout, p.cmd.Stderr = log, log
-	p.cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true} // Ctrl-C is for the application
+	p.cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true} // Ctrl-C is for the application only
 	if p.line, err = p.cmd.StdinPipe(); err != nil {
 		return nil, fmt.Errorf("private hostd: %w", err)
 	}

@@ -19,13 +19,13 @@ func (a *app) say(line string) error {
 	return err
 }
 
-// sayNone tells people that a list is empty.
+// sayNone prints that a list is empty, for people.
 func (a *app) sayNone(what string) error {
 	_, err := fmt.Fprintln(a.Err, "no", what)
 	return err
 }
 
-// result prints what was done: v for programs, a line for people.
+// result prints the result: v for programs, a line for people.
 func (a *app) result(v any, format string, args ...any) error {
 	if a.structured() {
 		return a.print(v)
@@ -33,7 +33,7 @@ func (a *app) result(v any, format string, args ...any) error {
 	return a.say(clean(fmt.Sprintf(format, args...)))
 }
 
-// confirm asks a person. Where there is nobody to ask, --yes must say it.
+// confirm asks a person. Without a terminal, --yes is required.
 func (a *app) confirm(yes bool, question string) error {
 	if yes {
 		return nil
@@ -53,7 +53,7 @@ func (a *app) confirm(yes bool, question string) error {
 	return errors.New("not confirmed: nothing was changed")
 }
 
-// isTerminal reports whether a stream is one.
+// isTerminal reports whether a stream is a terminal.
 func isTerminal(stream any) bool {
 	f, ok := stream.(*os.File)
 	if !ok {

@@ -17,7 +17,7 @@ import (
 	"github.com/gpuctl/gpuctl/internal/size"
 )
 
-// verb is one of the three swaps, as a command.
+// verb is upgrade, downgrade or migrate, as a command.
 type verb struct {
 	verb                          gpuctlv1.Verb
 	name, short, long, to, sample string
@@ -113,7 +113,7 @@ it is, every reason is listed and the exit status is 3.`,
 	return cmd
 }
 
-// swap is a verb on a session.
+// swap executes a verb for a session.
 func (a *app) swap(ctx context.Context, v verb, req *gpuctlv1.HostSwapRequest, plan, build bool) error {
 	if v.verb == gpuctlv1.Verb_VERB_MIGRATE && req.GetTo() == "" {
 		return cmdutil.Usage(errors.New("migrate of a session needs --to GPU; gpuctl inventory lists them"))
@@ -132,7 +132,7 @@ func (a *app) swap(ctx context.Context, v verb, req *gpuctlv1.HostSwapRequest, p
 	return a.follow(v.name, stream)
 }
 
-// stillUsage is what --timeout is for.
+// stillUsage describes --timeout.
 const stillUsage = "how `long` a downtime may be without progress while the session's executors live (default 2m, or twice --freeze-timeout)"
 
 func faultFlag(cmd *cobra.Command, at *string) {
@@ -211,7 +211,7 @@ func (a *app) resumeCommand() *cobra.Command {
 	return cmd
 }
 
-// predictionView is how far a prediction can be trusted.
+// predictionView is how reliable a prediction is.
 type predictionView struct {
 	Low      int64 `json:"low_ns"`
 	High     int64 `json:"high_ns"`
@@ -225,8 +225,8 @@ func viewPrediction(p *gpuctlv1.Prediction) *predictionView {
 	return &predictionView{p.GetLowNs(), p.GetHighNs(), p.GetMeasured()}
 }
 
-// expected is a predicted time or, if nothing was measured here, what it may be
-// between.
+// expected formats a predicted time. If nothing was measured on this host, it formats the
+// range.
 func expected(likely int64, p *gpuctlv1.Prediction, show func(int64) string) string {
 	if p == nil || p.GetMeasured() || p.GetHighNs() == 0 {
 		return show(likely)
@@ -241,7 +241,7 @@ func notMeasured(p *gpuctlv1.Prediction) string {
 	return " (not measured here yet)"
 }
 
-// candidateView is a GPU that cannot serve.
+// candidateView is a GPU that does not fit.
 type candidateView struct {
 	GPU     string       `json:"gpu"`
 	Model   string       `json:"model"`
@@ -265,7 +265,7 @@ func viewCandidates(all []*gpuctlv1.Candidate) []candidateView {
 	return out
 }
 
-// refuse lists every reason and returns the exit status.
+// refuse prints all reasons and returns the exit status.
 func (a *app) refuse(what string, rejected []*gpuctlv1.Candidate) error {
 	if !a.structured() {
 		var rows [][]string

@@ -55,7 +55,7 @@ func (a *app) topCommand() *cobra.Command {
 func (a *app) top(ctx context.Context, c clusterClient, req *clusterv1.TopRequest, once bool) error {
 	ctx, stop := interruptible(ctx)
 	defer stop()
-	if req.GetHost() != "" { // a wrong name would only ever be missing
+	if req.GetHost() != "" { // Check the name, as a wrong one would only be shown as missing.
 		o, err := resolve(ctx, c, a.must(clusterv1.Kind_KIND_HOST), req.GetHost(), true)
 		if err != nil {
 			return err
@@ -91,8 +91,8 @@ func (a *app) top(ctx context.Context, c clusterClient, req *clusterv1.TopReques
 	})
 }
 
-// capacities are the GPUs by id, as far as they are known: for their memory and
-// model, which do not change.
+// capacities returns the known GPUs by id, for their memory and model, which do not
+// change.
 func (a *app) capacities(ctx context.Context, c clusterClient, host string) map[string]*clusterv1.GPU {
 	ctx, cancel := context.WithTimeout(ctx, statusTimeout)
 	defer cancel()
@@ -175,7 +175,7 @@ func (a *app) topRows(m *clusterv1.TopResponse, capacity map[string]*clusterv1.G
 	return rows
 }
 
-// picture is a text that replaces what is on a screen, cut to its size.
+// picture returns a text that replaces the content of a screen, cut to its size.
 func picture(text string, lines, columns int) []byte {
 	all := strings.Split(strings.TrimRight(text, "\n"), "\n")
 	if len(all) >= lines {
@@ -186,13 +186,13 @@ func picture(text string, lines, columns int) []byte {
 	b.WriteString("\x1b[H")
 	for _, line := range all {
 		b.WriteString(cut(line, columns))
-		b.WriteString("\x1b[K\r\n") // what was there before goes
+		b.WriteString("\x1b[K\r\n") // clear the rest of the line
 	}
 	b.WriteString("\x1b[J")
 	return b.Bytes()
 }
 
-// screen is a terminal's size.
+// screen returns a terminal's size.
 func screen(w any) (lines, columns int, ok bool) {
 	f, isFile := w.(*os.File)
 	if !isFile {
@@ -203,7 +203,7 @@ func screen(w any) (lines, columns int, ok bool) {
 		return 0, 0, false
 	}
 	lines, columns = int(size.Row), int(size.Col)
-	if lines == 0 || columns == 0 { // a terminal that does not know
+	if lines == 0 || columns == 0 { // a terminal that does not report its size
 		lines, columns = 24, 80
 	}
 	return max(4, lines), max(20, columns), true

@@ -23,16 +23,17 @@ import (
 const (
 	firstRetry = 100 * time.Millisecond
 	lastRetry  = 2 * time.Second
-	giveUp     = 30 * time.Second // a new leader takes less
+	giveUp     = 30 * time.Second // electing a new leader takes less
 )
 
-// interruptible ends what goes on until somebody stops it, without an error.
+// interruptible makes an interrupt end a command without an error, for commands that run
+// until somebody stops them.
 func interruptible(ctx context.Context) (context.Context, context.CancelFunc) {
 	return signal.NotifyContext(ctx, os.Interrupt, syscall.SIGTERM)
 }
 
-// stay repeats a stream that broke: a leader changed, a host was started anew.
-// once reports whether the stream had begun to answer.
+// stay opens a stream again that broke, because the leader has changed or a host was
+// restarted. once reports whether the stream had begun to answer.
 func (a *app) stay(ctx context.Context, c clusterClient, once func() (answered bool, err error)) error {
 	wait, since, began := firstRetry, time.Now(), false
 	for {
@@ -44,7 +45,7 @@ func (a *app) stay(ctx context.Context, c clusterClient, once func() (answered b
 			wait, since, began = firstRetry, time.Now(), true
 		}
 		var e *connect.Error
-		ours := err != nil && !errors.As(err, &e) // the output's, not the stream's
+		ours := err != nil && !errors.As(err, &e) // an error of the output, not of the stream
 		refused := ours || e != nil && connect.IsWireError(e) && e.Code() != connect.CodeUnavailable
 		if err != nil && (!began || refused || time.Since(since) > giveUp) {
 			return advise(ctx, c, err)
@@ -64,14 +65,14 @@ func (a *app) stay(ctx context.Context, c clusterClient, once func() (answered b
 	}
 }
 
-// watcher knows what there is, so that after a break only differences show.
+// watcher remembers the objects, so that only differences are printed after a break.
 type watcher struct {
 	a      *app
 	k      kind
-	names  []string // only these; none: all
+	names  []string // only these names; nil: all
 	known  map[string]proto.Message
 	widths []int
-	held   []change // not printed until all that was there has come
+	held   []change // not printed before the complete list has arrived
 }
 
 type change struct {
@@ -80,7 +81,7 @@ type change struct {
 	object proto.Message
 }
 
-// watch prints what there is, then every change.
+// watch prints the existing objects, then each change.
 func (a *app) watch(ctx context.Context, c clusterClient, k kind, where string, names []string) error {
 	ctx, stop := interruptible(ctx)
 	defer stop()
@@ -104,8 +105,8 @@ func (a *app) watch(ctx context.Context, c clusterClient, k kind, where string, 
 	})
 }
 
-// follow prints the changes of one stream. synced says that it came as far as
-// to have told all that there was.
+// follow prints the changes of one stream. synced reports whether the complete list of
+// objects had arrived.
 func (w *watcher) follow(stream *connect.ServerStreamForClient[clusterv1.WatchResponse], first bool) (synced bool, err error) {
 	listed := map[string]bool{}
 	for stream.Receive() {
@@ -148,7 +149,7 @@ func (w *watcher) learn(o proto.Message, gone bool, index uint64, present bool) 
 		return
 	case was && proto.Equal(old, o):
 		return
-	case was && present: // a first attempt broke off before it had told all
+	case was && present: // an earlier stream broke before the complete list had arrived
 		w.known[name] = o
 		w.held = slices.DeleteFunc(w.held, func(c change) bool { return w.k.name(c.object) == name })
 		what = "present"
@@ -212,7 +213,7 @@ func widen(widths []int, row []string) []int {
 	return widths
 }
 
-// padded is a row of a table whose widths were set by what came before.
+// padded returns a row of a table whose column widths were set by earlier rows.
 func padded(row []string, widths []int) string {
 	var b strings.Builder
 	for i, cell := range row {

@@ -15,7 +15,7 @@ import (
 
 func sortedKeys[T any](m map[string]T) []string { return slices.Sorted(maps.Keys(m)) }
 
-// fits reports whether a GPU could serve a claim now, and why not.
+// fits reports whether a claim fits on a GPU now. If not, it returns the reasons.
 func (c *Cluster) fits(claim *clusterv1.Claim, match func(proto.Message) (bool, error), g *clusterv1.GPU) ([]*gpuctlv1.Reason, error) {
 	var why []*gpuctlv1.Reason
 	add := func(is bool, code, format string, args ...any) {
@@ -39,7 +39,7 @@ func (c *Cluster) fits(claim *clusterv1.Claim, match func(proto.Message) (bool, 
 	return why, nil
 }
 
-// find picks the GPUs for a claim, the highest rank first.
+// find chooses the GPUs for a claim, the highest rank first.
 func (c *Cluster) find(claim *clusterv1.Claim) (fit []*clusterv1.GPU, rejected []*clusterv1.Rejection, err error) {
 	match, err := c.filter(clusterv1.Kind_KIND_GPU, claim.GetExpr())
 	if err != nil {
@@ -60,7 +60,7 @@ func (c *Cluster) find(claim *clusterv1.Claim) (fit []*clusterv1.GPU, rejected [
 	return fit, rejected, nil
 }
 
-// Place is the service's.
+// Place implements the RPC.
 func (c *Cluster) Place(_ context.Context, r *connect.Request[clusterv1.PlaceRequest]) (*connect.Response[clusterv1.PlaceResponse], error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -84,7 +84,7 @@ func (c *Cluster) Place(_ context.Context, r *connect.Request[clusterv1.PlaceReq
 	return connect.NewResponse(res), nil
 }
 
-// CreateClaim is the service's.
+// CreateClaim implements the RPC.
 func (c *Cluster) CreateClaim(_ context.Context, r *connect.Request[clusterv1.CreateClaimRequest]) (*connect.Response[clusterv1.CreateClaimResponse], error) {
 	unlock, err := c.operator()
 	if err != nil {
@@ -112,7 +112,7 @@ func (c *Cluster) CreateClaim(_ context.Context, r *connect.Request[clusterv1.Cr
 	return connect.NewResponse(&clusterv1.CreateClaimResponse{Claim: claim, Assignments: bound, Rejected: rejected}), nil
 }
 
-// bind gives a claim its GPUs if that is possible now.
+// bind assigns GPUs to a claim if that is possible now.
 func (c *Cluster) bind(claim *clusterv1.Claim) ([]*clusterv1.Assignment, []*clusterv1.Rejection, error) {
 	fit, rejected, err := c.find(claim)
 	if err != nil || len(fit) < int(max(1, claim.GetCount())) {
@@ -143,7 +143,7 @@ func (c *Cluster) bind(claim *clusterv1.Claim) ([]*clusterv1.Assignment, []*clus
 	return bound, nil, nil
 }
 
-// DeleteClaim is the service's. Hosts take GPUs back at once, unless they are down.
+// DeleteClaim implements the RPC. Hosts give GPUs back at once, unless they are down.
 func (c *Cluster) DeleteClaim(_ context.Context, r *connect.Request[clusterv1.DeleteClaimRequest]) (*connect.Response[clusterv1.DeleteClaimResponse], error) {
 	unlock, err := c.operator()
 	if err != nil {
@@ -188,11 +188,11 @@ func (c *Cluster) DeleteClaim(_ context.Context, r *connect.Request[clusterv1.De
 	return connect.NewResponse(&clusterv1.DeleteClaimResponse{Claim: claim}), nil
 }
 
-// settle binds the claims that waited.
+// settle binds pending claims.
 func (c *Cluster) settle() {
 	for _, claim := range all[*clusterv1.Claim](c, clusterv1.Kind_KIND_CLAIM) {
 		if claim.GetState() == clusterv1.ClaimState_CLAIM_STATE_PENDING {
-			_, _, _ = c.bind(proto.CloneOf(claim)) // what does not fit goes on waiting
+			_, _, _ = c.bind(proto.CloneOf(claim)) // a claim that does not fit stays pending
 		}
 	}
 }

@@ -17,7 +17,7 @@ import (
 	"github.com/gpuctl/gpuctl/internal/reason"
 )
 
-// Cluster is the fake. Use New.
+// Cluster is the fake. Make one with New.
 type Cluster struct {
 	clusterv1connect.UnimplementedClusterServiceHandler
 
@@ -25,14 +25,14 @@ type Cluster struct {
 
 	mu         sync.Mutex
 	index      uint64
-	next       uint64 // of assignments and tokens
+	next       uint64 // last number used in assignments and tokens
 	objects    map[clusterv1.Kind]map[string]proto.Message
 	log        []change
 	events     []*clusterv1.Event
 	tokens     map[string]*clusterv1.JoinToken
 	identities map[string]*clusterv1.Identity
 	changed    chan struct{} // closed at the next change
-	dropped    chan struct{} // closed when streams must break
+	dropped    chan struct{} // closed by Drop
 
 	joined bool
 	leader string
@@ -47,8 +47,8 @@ type change struct {
 	deleted bool
 }
 
-// New returns a cluster of one host, h1, that leads and has no GPU; the caller
-// is an administrator.
+// New returns a cluster with one host, h1, which leads and has no GPU. The caller is an
+// administrator.
 func New(compile Compile) *Cluster {
 	c := &Cluster{
 		compile: compile,
@@ -59,50 +59,49 @@ func New(compile Compile) *Cluster {
 	return c
 }
 
-// Handler serves it.
+// Handler serves ClusterService.
 func (c *Cluster) Handler() http.Handler {
 	mux := http.NewServeMux()
 	mux.Handle(clusterv1connect.NewClusterServiceHandler(c))
 	return mux
 }
 
-// Put makes or changes an object, and its revision. It takes any of a kind's
-// messages.
+// Put stores an object of any kind, and increments its revision.
 func (c *Cluster) Put(m proto.Message) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.put(proto.Clone(m))
 }
 
-// Delete removes an object that is there.
+// Delete deletes an existing object.
 func (c *Cluster) Delete(kind clusterv1.Kind, name string) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.delete(kind, name)
 }
 
-// SetRole says what the caller may do.
+// SetRole sets the caller's role.
 func (c *Cluster) SetRole(r clusterv1.Role) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.role = r
 }
 
-// SetLeader says who leads; nobody: the empty name.
+// SetLeader sets the leader; empty: there is none.
 func (c *Cluster) SetLeader(host string) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.leader = host
 }
 
-// SetJoined reports whether the host is in a cluster at all.
+// SetJoined sets whether the host is in a cluster.
 func (c *Cluster) SetJoined(joined bool) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.joined = joined
 }
 
-// Drop breaks every stream, as a daemon does that is stopped.
+// Drop breaks all streams, as a daemon does that stops.
 func (c *Cluster) Drop() {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -110,14 +109,14 @@ func (c *Cluster) Drop() {
 	c.dropped = make(chan struct{})
 }
 
-// AddIdentity makes somebody known.
+// AddIdentity adds an identity.
 func (c *Cluster) AddIdentity(i *clusterv1.Identity) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.identities[i.GetId()] = proto.CloneOf(i)
 }
 
-// KindOf is the kind of a message, and Name what it is called.
+// KindOf returns the kind of a message.
 func KindOf(m proto.Message) clusterv1.Kind {
 	switch m.(type) {
 	case *clusterv1.Host:
@@ -142,7 +141,7 @@ func KindOf(m proto.Message) clusterv1.Kind {
 	panic(fmt.Sprintf("%T is of no kind", m))
 }
 
-// Name is the field that an object of its kind is called by.
+// Name returns the value of the field that names an object of its kind.
 func Name(m proto.Message) string {
 	switch m := m.(type) {
 	case *clusterv1.Host:
@@ -203,7 +202,7 @@ func (c *Cluster) note(kind clusterv1.Kind, object, what, message string, about 
 	c.changed = make(chan struct{})
 }
 
-// sorted are a kind's objects by name.
+// sorted returns a kind's objects, sorted by name.
 func (c *Cluster) sorted(kind clusterv1.Kind) []proto.Message {
 	var out []proto.Message
 	for _, name := range slices.Sorted(maps.Keys(c.objects[kind])) {
@@ -222,7 +221,7 @@ func all[T proto.Message](c *Cluster, kind clusterv1.Kind) []T {
 	return out
 }
 
-// change returns a copy of an object that may be changed and put back.
+// get returns a copy of an object, which may be changed and stored again.
 func get[T proto.Message](c *Cluster, kind clusterv1.Kind, name string) (T, error) {
 	if m, ok := c.objects[kind][name].(T); ok {
 		return proto.CloneOf(m), nil
@@ -237,7 +236,8 @@ func fail(code connect.Code, format string, args ...any) error {
 
 var errNoLeader = reason.New(reason.NoLeader, "the cluster has no leader")
 
-// may checks that there is a cluster, a leader if one is needed, and the role.
+// may returns an error if there is no cluster, no leader although one is needed, or the
+// role does not suffice.
 func (c *Cluster) may(stale bool, least clusterv1.Role) error {
 	switch {
 	case !c.joined:

@@ -18,9 +18,9 @@ import (
 	"github.com/gpuctl/gpuctl/internal/reason"
 )
 
-// Machines are the VMs and cards of the hosts of a Cluster: DeviceService and
-// MigrationService. A card is of one VM at a time, what is in use is not reset,
-// and nothing is taken from a VM that has not confirmed it. Use NewMachines.
+// Machines has the VMs and cards of a Cluster's hosts, and implements DeviceService and
+// MigrationService. A card belongs to one VM at a time, a card in use is not reset, and
+// no card is taken from a VM that has not confirmed it. Make one with NewMachines.
 type Machines struct {
 	gpuctlv1connect.UnimplementedDeviceServiceHandler
 
@@ -28,7 +28,7 @@ type Machines struct {
 	here string
 
 	mu       sync.Mutex
-	cards    map[string]*gpuctlv1.Card // by the inventory's id
+	cards    map[string]*gpuctlv1.Card // by id in the inventory
 	vms      map[string]*gpuctlv1.Machine
 	verdicts map[string]*gpuctlv1.IsolationResponse
 	missing  map[string]bool            // hosts that do not answer
@@ -36,7 +36,8 @@ type Machines struct {
 	moves    Migrations
 }
 
-// NewMachines returns the machines of a cluster, asked at one of its hosts.
+// NewMachines returns the VMs and cards of a cluster. The host here is the one that is
+// asked.
 func NewMachines(c *Cluster, here string) *Machines {
 	m := &Machines{
 		c: c, here: here, cards: map[string]*gpuctlv1.Card{}, vms: map[string]*gpuctlv1.Machine{},
@@ -52,10 +53,10 @@ func (m *Machines) Handle(mux *http.ServeMux) {
 	mux.Handle(gpuctlv1connect.NewMigrationServiceHandler(&m.moves))
 }
 
-// Close ends what is under way.
+// Close ends operations in progress.
 func (m *Machines) Close() { m.moves.close() }
 
-// AddCard puts a free card into a host; the inventory learns of it.
+// AddCard adds a free card to a host and to the inventory.
 func (m *Machines) AddCard(host string, card *gpuctlv1.Card, rank uint32) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -70,7 +71,7 @@ func (m *Machines) AddCard(host string, card *gpuctlv1.Card, rank uint32) {
 	})
 }
 
-// AddMachine starts a VM; its GPUs, by name, must be free cards of its host.
+// AddMachine starts a VM. Its GPUs, by name, must be free cards of its host.
 func (m *Machines) AddMachine(vm *gpuctlv1.Machine) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -83,21 +84,21 @@ func (m *Machines) AddMachine(vm *gpuctlv1.Machine) {
 	}
 }
 
-// Judge says what Isolation answers of a card; without it: yes.
+// Judge sets the answer of Isolation for a card. The default is yes.
 func (m *Machines) Judge(gpu string, verdict *gpuctlv1.IsolationResponse) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	m.verdicts[gpu] = verdict
 }
 
-// Mute lets a host not answer any more.
+// Mute makes a host not answer any more.
 func (m *Machines) Mute(host string) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	m.missing[host] = true
 }
 
-// give makes a card a VM's. The lock is held.
+// give assigns a card to a VM. The caller holds the lock.
 func (m *Machines) give(id string, vm *gpuctlv1.Machine) error {
 	card := m.cards[id]
 	switch {
@@ -119,14 +120,14 @@ func (m *Machines) takeBack(id string) {
 	card.ResetMethod = "flr"
 }
 
-// look is a copy of an object of the cluster.
+// look returns a copy of an object of the cluster.
 func look[T proto.Message](c *Cluster, kind clusterv1.Kind, name string) (T, error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	return get[T](c, kind, name)
 }
 
-// host checks a host's name; empty is the one that is asked.
+// host checks a host's name. Empty means the host that is asked.
 func (m *Machines) host(name string) (string, error) {
 	if name == "" {
 		name = m.here
@@ -140,7 +141,7 @@ func (m *Machines) host(name string) (string, error) {
 	return name, nil
 }
 
-// card finds one by its id, its name on a host or its address.
+// card finds a card by its id, its name on a host or its address.
 func (m *Machines) card(host, gpu string) (string, *gpuctlv1.Card, error) {
 	if at, _, ok := strings.Cut(gpu, "/"); ok && host == "" {
 		host = at
@@ -184,7 +185,7 @@ func (m *Machines) machine(host, name string) (*gpuctlv1.Machine, error) {
 	return found[0], nil
 }
 
-// ListCards is the service's.
+// ListCards implements the RPC.
 func (m *Machines) ListCards(_ context.Context, r *connect.Request[gpuctlv1.ListCardsRequest]) (*connect.Response[gpuctlv1.ListCardsResponse], error) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -201,7 +202,7 @@ func (m *Machines) ListCards(_ context.Context, r *connect.Request[gpuctlv1.List
 	return connect.NewResponse(res), nil
 }
 
-// ListMachines is the service's.
+// ListMachines implements the RPC.
 func (m *Machines) ListMachines(_ context.Context, r *connect.Request[gpuctlv1.ListMachinesRequest]) (*connect.Response[gpuctlv1.ListMachinesResponse], error) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -229,7 +230,7 @@ func (m *Machines) ListMachines(_ context.Context, r *connect.Request[gpuctlv1.L
 	return connect.NewResponse(res), nil
 }
 
-// Isolation is the service's.
+// Isolation implements the RPC.
 func (m *Machines) Isolation(_ context.Context, r *connect.Request[gpuctlv1.IsolationRequest]) (*connect.Response[gpuctlv1.IsolationResponse], error) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -247,11 +248,11 @@ func (m *Machines) verdict(id string) *gpuctlv1.IsolationResponse {
 	return &gpuctlv1.IsolationResponse{Gpu: id, Verdict: "yes", Summary: "it may be given to a VM", Source: "xen"}
 }
 
-// script is a change of a card, step by step.
+// script is a change of a card, as a list of steps.
 type script struct {
 	plan    []*gpuctlv1.PlannedStep
 	reasons []*gpuctlv1.Reason
-	gpu     string // name on its host
+	gpu     string // the card's name on its host
 	machine string
 	do      func() error
 	card    *gpuctlv1.Card
@@ -263,8 +264,8 @@ func (s *script) against(is bool, code, format string, args ...any) {
 	}
 }
 
-// play tells a plan, refuses, or does it. The lock is held, but not while
-// somebody is told.
+// play sends a plan, refuses, or executes the script. The caller holds the lock, which is
+// unlocked while messages are sent.
 func (m *Machines) play(s *script, plan bool, out *connect.ServerStream[gpuctlv1.DeviceUpdate]) error {
 	last := &gpuctlv1.DeviceUpdate{Gpu: s.gpu, Machine: s.machine, Done: true}
 	if plan {
@@ -295,8 +296,8 @@ func (m *Machines) play(s *script, plan bool, out *connect.ServerStream[gpuctlv1
 	return out.Send(last)
 }
 
-// operates begins a call that changes something; the lock is held where it
-// returns no error.
+// operates begins a call that changes something. If it returns no error, it has locked
+// the lock.
 func (m *Machines) operates() error {
 	unlock, err := m.c.operator()
 	if err != nil {
@@ -307,7 +308,7 @@ func (m *Machines) operates() error {
 	return nil
 }
 
-// Attach is the service's.
+// Attach implements the RPC.
 func (m *Machines) Attach(_ context.Context, r *connect.Request[gpuctlv1.AttachRequest], out *connect.ServerStream[gpuctlv1.DeviceUpdate]) error {
 	if err := m.operates(); err != nil {
 		return err
@@ -367,7 +368,7 @@ func (m *Machines) attach(r *gpuctlv1.AttachRequest) (*script, error) {
 	return s, nil
 }
 
-// choose finds a free card of the VM's host.
+// choose returns a free card of the VM's host.
 func (m *Machines) choose(vm *gpuctlv1.Machine, r *gpuctlv1.AttachRequest) (string, error) {
 	match, err := m.c.filter(clusterv1.Kind_KIND_GPU, r.GetExpr())
 	if err != nil {
@@ -390,7 +391,7 @@ func (m *Machines) choose(vm *gpuctlv1.Machine, r *gpuctlv1.AttachRequest) (stri
 	return "", fail(connect.CodeResourceExhausted, "no free card of host %s will do", vm.GetHost())
 }
 
-// Detach is the service's.
+// Detach implements the RPC.
 func (m *Machines) Detach(_ context.Context, r *connect.Request[gpuctlv1.DetachRequest], out *connect.ServerStream[gpuctlv1.DeviceUpdate]) error {
 	if err := m.operates(); err != nil {
 		return err
@@ -438,12 +439,12 @@ func (m *Machines) detach(r *gpuctlv1.DetachRequest) (*script, error) {
 	return s, nil
 }
 
-// noAgent says that nobody in a VM answers.
+// noAgent reports whether no agent in a VM answers.
 func noAgent(vm *gpuctlv1.Machine) bool {
 	return vm.GetAgent() == "" || strings.HasPrefix(vm.GetAgent(), "no ")
 }
 
-// Reset is the service's.
+// Reset implements the RPC.
 func (m *Machines) Reset(_ context.Context, r *connect.Request[gpuctlv1.ResetRequest], out *connect.ServerStream[gpuctlv1.DeviceUpdate]) error {
 	if err := m.operates(); err != nil {
 		return err

@@ -17,32 +17,32 @@ import (
 	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
 )
 
-// Migrations is MigrationService. What it does it does to the VMs and cards, and
-// records in the cluster: a VM has one migration at a time, a failed step is
-// followed by the undo of all before it, what is committed is not undone, only
-// what runs can be aborted and only what is held be resumed. Its steps take no
-// time; what it says that they took is 1.1 times what it predicts.
+// Migrations implements MigrationService. It changes the VMs and cards, and records
+// migrations in the cluster. A VM has one migration at a time. After a failed step, all
+// steps before it are undone. What is committed is not undone. Only a running migration
+// can be aborted, and only a held one can be resumed. Its steps take no time; their
+// reported times are 1.1 times the predicted ones.
 type Migrations struct {
 	gpuctlv1connect.UnimplementedMigrationServiceHandler
 
 	m    *Machines
-	ctx  context.Context // migrations outlive the calls that begin them
+	ctx  context.Context // migrations go on after the calls that begin them
 	stop context.CancelFunc
 	wait sync.WaitGroup
 
-	// Of the same lock as the machines.
+	// Guarded by the lock of Machines.
 	next  int
 	jobs  map[string]*job
-	fails map[string]string        // step: message; once
-	stuck map[string]string        // undo of a step: message; once
-	holds map[string]chan struct{} // steps that wait
-	most  int                      // migrations at once; 0: any number
+	fails map[string]string        // message by step; used once
+	stuck map[string]string        // message by step whose undo fails; used once
+	holds map[string]chan struct{} // steps that wait for Go
+	most  int                      // most migrations at a time; 0: not limited
 }
 
 type job struct {
 	rec      *clusterv1.Migration
 	vm       *gpuctlv1.Machine
-	rest     []*gpuctlv1.MachineCandidate // the tried one first
+	rest     []*gpuctlv1.MachineCandidate // candidates; the first one is tried now
 	done     []string
 	clock    time.Duration
 	abort    bool
@@ -65,28 +65,28 @@ func (s *Migrations) close() {
 	s.wait.Wait()
 }
 
-// FailAt lets the next attempt of a step fail.
+// FailAt makes the next attempt of a step fail.
 func (m *Machines) FailAt(step, message string) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	m.moves.fails[step] = message
 }
 
-// StickAt lets the next undo of a step fail, so that the migration is held.
+// StickAt makes the next undo of a step fail, so that the migration is held.
 func (m *Machines) StickAt(step, message string) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	m.moves.stuck[step] = message
 }
 
-// PauseAt lets a step wait until Go.
+// PauseAt makes a step wait until Go.
 func (m *Machines) PauseAt(step string) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	m.moves.holds[step] = make(chan struct{})
 }
 
-// Go lets a step that waits go on.
+// Go continues a step that waits.
 func (m *Machines) Go(step string) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -97,14 +97,14 @@ func (m *Machines) Go(step string) {
 	delete(m.moves.holds, step)
 }
 
-// Most limits how many migrations run at once.
+// Most limits how many migrations run at a time.
 func (m *Machines) Most(n int) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	m.moves.most = n
 }
 
-// costs are predicted, in milliseconds.
+// costs returns the predicted time of a step.
 func costs(name string) time.Duration {
 	ms := map[string]int{
 		"reserve": 100, "prepare": 2000, "freeze": 500, "release": 300, "detach": 1200, "move": 30000, "attach": 1000, "await": 2000, "thaw": 1000,
@@ -113,7 +113,7 @@ func costs(name string) time.Duration {
 	return time.Duration(ms) * time.Millisecond
 }
 
-// words are what a step does and what its undo is.
+// words returns in words what a step does, and what its undo does.
 func words(name string) (what, undo string) {
 	w := map[string][2]string{
 		"reserve": {"bind a claim", "the claim is released"},
@@ -161,7 +161,7 @@ func stepsOf(vm *gpuctlv1.Machine, host, gpu string) []*gpuctlv1.MachineStep {
 	return out
 }
 
-// Plan is the service's.
+// Plan implements the RPC.
 func (s *Migrations) Plan(_ context.Context, r *connect.Request[gpuctlv1.MachinePlanRequest]) (*connect.Response[gpuctlv1.MachinePlanResponse], error) {
 	s.m.mu.Lock()
 	defer s.m.mu.Unlock()
@@ -189,7 +189,7 @@ func (s *Migrations) running() (n int) {
 	return n
 }
 
-// plan judges; the lock is held.
+// plan makes a plan. The caller holds the lock.
 func (s *Migrations) plan(r *gpuctlv1.MachinePlanRequest) (*gpuctlv1.Machine, *gpuctlv1.MachinePlanResponse, error) {
 	if !slices.Contains([]string{"migrate", "upgrade", "downgrade"}, r.GetVerb()) {
 		return nil, nil, fail(connect.CodeInvalidArgument, "invalid: verb %q", r.GetVerb())
@@ -294,7 +294,7 @@ func (s *Migrations) judge(r *gpuctlv1.MachinePlanRequest, vm *gpuctlv1.Machine,
 	}
 }
 
-// Start is the service's.
+// Start implements the RPC.
 func (s *Migrations) Start(ctx context.Context, r *connect.Request[gpuctlv1.MachineStartRequest], out *connect.ServerStream[gpuctlv1.MachineProgress]) error {
 	if err := s.m.operates(); err != nil {
 		return err
@@ -316,7 +316,7 @@ func (s *Migrations) Start(ctx context.Context, r *connect.Request[gpuctlv1.Mach
 	return s.tell(ctx, j, 0, out)
 }
 
-// begin records a migration and drives it; the lock is held.
+// begin records a migration and starts it. The caller holds the lock.
 func (s *Migrations) begin(vm *gpuctlv1.Machine, verb string, p *gpuctlv1.MachinePlanResponse) *job {
 	s.next++
 	best := p.GetCandidates()[0]
@@ -342,7 +342,7 @@ func (s *Migrations) begin(vm *gpuctlv1.Machine, verb string, p *gpuctlv1.Machin
 	return j
 }
 
-// say tells who listens; the lock is held.
+// say passes progress to those who watch. The caller holds the lock.
 func (s *Migrations) say(j *job, u *gpuctlv1.MachineProgress) {
 	u.Id, u.Steps, u.Gpu = j.rec.GetId(), uint32(len(j.steps)), j.rec.GetMachine().GetToGpu()
 	u.TookNs, u.PredictedNs = int64(j.clock), j.rec.GetMachine().GetPredictedNs()
@@ -352,7 +352,7 @@ func (s *Migrations) say(j *job, u *gpuctlv1.MachineProgress) {
 	j.changed = make(chan struct{})
 }
 
-// tell sends what was said from a place on.
+// tell sends the progress from an index on.
 func (s *Migrations) tell(ctx context.Context, j *job, at int, out *connect.ServerStream[gpuctlv1.MachineProgress]) error {
 	for {
 		s.m.mu.Lock()
@@ -379,7 +379,7 @@ func (s *Migrations) tell(ctx context.Context, j *job, at int, out *connect.Serv
 	}
 }
 
-// drive does the steps, and on a failure their undos.
+// drive does the steps and, after a failure, their undos.
 func (s *Migrations) drive(j *job) {
 	s.m.mu.Lock()
 	defer s.m.mu.Unlock()
@@ -419,8 +419,8 @@ func (s *Migrations) drive(j *job) {
 	s.finish(j, clusterv1.MigrationState_MIGRATION_STATE_DONE, "done", "")
 }
 
-// step does one; what it does to the VM and the cards is done even where it
-// fails afterwards, and undone with the rest.
+// step does one step. Its effect on the VM and the cards stays even if it fails
+// afterwards, and is undone with the other steps.
 func (s *Migrations) step(j *job, step *gpuctlv1.MachineStep) error {
 	if m, ok := s.fails[step.GetName()]; ok {
 		delete(s.fails, step.GetName())
@@ -459,7 +459,7 @@ func (s *Migrations) effect(j *job, name, from, to, host string) error {
 	return nil
 }
 
-// record adds to the steps of the record, and lets its time pass.
+// record adds a step to the record, with its time.
 func (s *Migrations) record(j *job, step *gpuctlv1.MachineStep, undo bool, wrong string) {
 	took := time.Duration(step.GetPredictedNs()) * 11 / 10
 	j.rec.Steps = append(j.rec.Steps, &clusterv1.MigrationStep{
@@ -478,13 +478,13 @@ func (s *Migrations) turn(j *job, step string, err error) {
 	}
 }
 
-// stepDone says that a step's effect is there though it failed.
+// stepDone reports whether a step has had its effect although it has failed.
 func (s *Migrations) stepDone(j *job, step string) bool {
 	last := j.rec.GetSteps()[len(j.rec.GetSteps())-1]
 	return last.GetName() == step && last.GetError() == ""
 }
 
-// back undoes, the last first; again says that another candidate is tried.
+// back undoes the steps, last first. again reports that another candidate is tried.
 func (s *Migrations) back(j *job) (again bool) {
 	m := j.rec.GetMachine()
 	for len(j.done) > 0 {
@@ -538,7 +538,7 @@ func (s *Migrations) finish(j *job, state clusterv1.MigrationState, end, message
 	s.say(j, &gpuctlv1.MachineProgress{End: end, Message: message, StoppedNs: int64(j.stopped)})
 }
 
-// find is a migration by its whole id.
+// find returns a migration by its complete id.
 func (s *Migrations) find(id string) (*job, error) {
 	if j := s.jobs[id]; j != nil {
 		return j, nil
@@ -546,7 +546,7 @@ func (s *Migrations) find(id string) (*job, error) {
 	return nil, fail(connect.CodeNotFound, "not found: there is no migration %q", id)
 }
 
-// Watch is the service's.
+// Watch implements the RPC.
 func (s *Migrations) Watch(ctx context.Context, r *connect.Request[gpuctlv1.MachineWatchRequest], out *connect.ServerStream[gpuctlv1.MachineProgress]) error {
 	s.m.mu.Lock()
 	j, err := s.find(r.Msg.GetId())
@@ -561,7 +561,7 @@ func (s *Migrations) Watch(ctx context.Context, r *connect.Request[gpuctlv1.Mach
 	return s.tell(ctx, j, at, out)
 }
 
-// Abort is the service's.
+// Abort implements the RPC.
 func (s *Migrations) Abort(_ context.Context, r *connect.Request[gpuctlv1.MachineAbortRequest]) (*connect.Response[gpuctlv1.MachineAbortResponse], error) {
 	if err := s.m.operates(); err != nil {
 		return nil, err
@@ -582,7 +582,7 @@ func (s *Migrations) Abort(_ context.Context, r *connect.Request[gpuctlv1.Machin
 	return connect.NewResponse(&gpuctlv1.MachineAbortResponse{Message: "after step " + j.rec.GetStep()}), nil
 }
 
-// Resume is the service's.
+// Resume implements the RPC.
 func (s *Migrations) Resume(_ context.Context, r *connect.Request[gpuctlv1.MachineResumeRequest]) (*connect.Response[gpuctlv1.MachineResumeResponse], error) {
 	if err := s.m.operates(); err != nil {
 		return nil, err

@@ -12,14 +12,14 @@ import (
 	"github.com/gpuctl/gpuctl/internal/reason"
 )
 
-// AddNIC puts a network interface into a host.
+// AddNIC adds a network interface to a host.
 func (m *Machines) AddNIC(host string, n *gpuctlv1.NIC) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	m.nics[host] = append(m.nics[host], n)
 }
 
-// nic finds an interface. The lock is held.
+// nic finds an interface. The caller holds the lock.
 func (m *Machines) nic(host, name string) (*gpuctlv1.NIC, error) {
 	host, err := m.host(host)
 	if err != nil {
@@ -33,7 +33,7 @@ func (m *Machines) nic(host, name string) (*gpuctlv1.NIC, error) {
 	return nil, reason.Coded(reason.Errorf(reason.NotFound, "no such network interface: %q", name).On("nic", name).Do("gpuctl nics lists them"))
 }
 
-// ListNICs is the service's.
+// ListNICs implements the RPC.
 func (m *Machines) ListNICs(_ context.Context, r *connect.Request[gpuctlv1.ListNICsRequest]) (*connect.Response[gpuctlv1.ListNICsResponse], error) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -48,7 +48,7 @@ func (m *Machines) ListNICs(_ context.Context, r *connect.Request[gpuctlv1.ListN
 	return connect.NewResponse(res), nil
 }
 
-// ResizeNIC is the service's: none of the functions may be in use.
+// ResizeNIC implements the RPC. None of the functions may be in use.
 func (m *Machines) ResizeNIC(_ context.Context, r *connect.Request[gpuctlv1.ResizeNICRequest]) (*connect.Response[gpuctlv1.ChangeNICResponse], error) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -81,7 +81,7 @@ func (m *Machines) ResizeNIC(_ context.Context, r *connect.Request[gpuctlv1.Resi
 	return connect.NewResponse(&gpuctlv1.ChangeNICResponse{Nic: proto.CloneOf(n)}), nil
 }
 
-// SetVF is the service's: what is not said stays.
+// SetVF implements the RPC. Settings that are not given stay.
 func (m *Machines) SetVF(_ context.Context, r *connect.Request[gpuctlv1.SetVFRequest]) (*connect.Response[gpuctlv1.ChangeNICResponse], error) {
 	m.mu.Lock()
 	defer m.mu.Unlock()

@@ -13,7 +13,7 @@ import (
 	"github.com/gpuctl/gpuctl/internal/suggest"
 )
 
-// List is the service's.
+// List implements the RPC.
 func (c *Cluster) List(_ context.Context, r *connect.Request[clusterv1.ListRequest]) (*connect.Response[clusterv1.ListResponse], error) {
 	match, err := c.filter(r.Msg.GetKind(), r.Msg.GetWhere())
 	if err != nil {
@@ -52,7 +52,7 @@ func (c *Cluster) List(_ context.Context, r *connect.Request[clusterv1.ListReque
 	return connect.NewResponse(res), nil
 }
 
-// one finds an object by its name or a unique beginning of it.
+// one finds an object by its name or a unique prefix of it.
 func (c *Cluster) one(kind clusterv1.Kind, name string) (proto.Message, error) {
 	var found []proto.Message
 	var names []string
@@ -75,7 +75,7 @@ func (c *Cluster) one(kind clusterv1.Kind, name string) (proto.Message, error) {
 	return nil, fail(connect.CodeInvalidArgument, "invalid: %s %q can be %s or %s", kindWord(kind), name, Name(found[0]), Name(found[1]))
 }
 
-// Watch is the service's.
+// Watch implements the RPC.
 func (c *Cluster) Watch(ctx context.Context, r *connect.Request[clusterv1.WatchRequest], st *connect.ServerStream[clusterv1.WatchResponse]) error {
 	match, err := c.filter(r.Msg.GetKind(), r.Msg.GetWhere())
 	if err != nil {
@@ -133,7 +133,7 @@ func (c *Cluster) Watch(ctx context.Context, r *connect.Request[clusterv1.WatchR
 	}
 }
 
-// Describe is the service's.
+// Describe implements the RPC.
 func (c *Cluster) Describe(_ context.Context, r *connect.Request[clusterv1.DescribeRequest]) (*connect.Response[clusterv1.DescribeResponse], error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -164,7 +164,7 @@ func (c *Cluster) Describe(_ context.Context, r *connect.Request[clusterv1.Descr
 	return connect.NewResponse(res), nil
 }
 
-// Events is the service's.
+// Events implements the RPC.
 func (c *Cluster) Events(ctx context.Context, r *connect.Request[clusterv1.EventsRequest], st *connect.ServerStream[clusterv1.Event]) error {
 	wanted := func(e *clusterv1.Event) bool {
 		return (r.Msg.GetKind() == 0 || e.GetKind() == r.Msg.GetKind()) && (r.Msg.GetObject() == "" || e.GetObject() == r.Msg.GetObject())
@@ -208,7 +208,7 @@ func (c *Cluster) Events(ctx context.Context, r *connect.Request[clusterv1.Event
 	}
 }
 
-// Top is the service's.
+// Top implements the RPC.
 func (c *Cluster) Top(ctx context.Context, r *connect.Request[clusterv1.TopRequest], st *connect.ServerStream[clusterv1.TopResponse]) error {
 	if ms := r.Msg.GetIntervalMs(); ms != 0 && ms < 100 {
 		return fail(connect.CodeInvalidArgument, "an interval of %d ms is too short", ms)
@@ -258,7 +258,7 @@ func (c *Cluster) facts(host string) *clusterv1.TopResponse {
 	return res
 }
 
-// Status is the service's. Voters are all hosts.
+// Status implements the RPC. All hosts are voters.
 func (c *Cluster) Status(context.Context, *connect.Request[clusterv1.StatusRequest]) (*connect.Response[clusterv1.StatusResponse], error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()

@@ -15,8 +15,8 @@ import (
 	"github.com/gpuctl/gpuctl/internal/reason"
 )
 
-// Sessions are those of one host: of its HostService what names them and plans
-// for them.
+// Sessions has the sessions of one host. It implements the part of HostService that lists
+// them and plans for them.
 type Sessions struct {
 	gpuctlv1connect.UnimplementedHostServiceHandler
 
@@ -24,7 +24,7 @@ type Sessions struct {
 	all []*gpuctlv1.Session
 }
 
-// Add starts one.
+// Add adds a session.
 func (s *Sessions) Add(one *gpuctlv1.Session) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -36,8 +36,8 @@ func (s *Sessions) Handle(mux *http.ServeMux) {
 	mux.Handle(gpuctlv1connect.NewHostServiceHandler(s))
 }
 
-// find names a session as the real service does: id, process id, a unique
-// beginning, or nothing where there is only one.
+// find resolves a reference to a session as the real service does: id, process id, a
+// unique prefix of the id, or nothing if there is only one.
 func (s *Sessions) find(name string) (*gpuctlv1.Session, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -61,14 +61,14 @@ func (s *Sessions) find(name string) (*gpuctlv1.Session, error) {
 	return found[0], nil
 }
 
-// ListSessions is the service's.
+// ListSessions implements the RPC.
 func (s *Sessions) ListSessions(context.Context, *connect.Request[gpuctlv1.HostListSessionsRequest]) (*connect.Response[gpuctlv1.HostListSessionsResponse], error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return connect.NewResponse(&gpuctlv1.HostListSessionsResponse{Sessions: slices.Clone(s.all)}), nil
 }
 
-// DescribeSession is the service's.
+// DescribeSession implements the RPC.
 func (s *Sessions) DescribeSession(_ context.Context, r *connect.Request[gpuctlv1.DescribeSessionRequest]) (*connect.Response[gpuctlv1.DescribeSessionResponse], error) {
 	one, err := s.find(r.Msg.GetSession())
 	if err != nil {
@@ -77,7 +77,7 @@ func (s *Sessions) DescribeSession(_ context.Context, r *connect.Request[gpuctlv
 	return connect.NewResponse(&gpuctlv1.DescribeSessionResponse{Session: one}), nil
 }
 
-// Plan is the service's. It finds one step and the GPU that was asked for.
+// Plan implements the RPC. It returns one step and the GPU that was asked for.
 func (s *Sessions) Plan(_ context.Context, r *connect.Request[gpuctlv1.HostPlanRequest]) (*connect.Response[gpuctlv1.HostPlanResponse], error) {
 	one, err := s.find(r.Msg.GetSession())
 	if err != nil {

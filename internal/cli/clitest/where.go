@@ -8,9 +8,9 @@ import (
 	"github.com/gpuctl/gpuctl/internal/cli/view"
 )
 
-// Compile reads an expression over the objects of a kind, as the real service
-// does it; the empty one is true. It is a parameter since what is internal
-// imports no other package of the project.
+// Compile compiles an expression over the objects of a kind, as the real service does.
+// The empty one is true. It is a parameter because packages under internal import no
+// other package of the project.
 type Compile func(kind clusterv1.Kind, where string) (func(*clusterv1.Object) (bool, error), error)
 
 func kindWord(k clusterv1.Kind) string { return view.Word(k) }

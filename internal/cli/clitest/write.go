@@ -27,7 +27,7 @@ func (c *Cluster) begin(least clusterv1.Role) (unlock func(), err error) {
 	return c.mu.Unlock, nil
 }
 
-// SetDrain is the service's.
+// SetDrain implements the RPC.
 func (c *Cluster) SetDrain(_ context.Context, r *connect.Request[clusterv1.SetDrainRequest]) (*connect.Response[clusterv1.SetDrainResponse], error) {
 	unlock, err := c.operator()
 	if err != nil {
@@ -54,7 +54,7 @@ func (c *Cluster) SetDrain(_ context.Context, r *connect.Request[clusterv1.SetDr
 	return connect.NewResponse(&clusterv1.SetDrainResponse{Host: h}), nil
 }
 
-// SetCordon is the service's.
+// SetCordon implements the RPC.
 func (c *Cluster) SetCordon(_ context.Context, r *connect.Request[clusterv1.SetCordonRequest]) (*connect.Response[clusterv1.SetCordonResponse], error) {
 	unlock, err := c.operator()
 	if err != nil {
@@ -72,7 +72,7 @@ func (c *Cluster) SetCordon(_ context.Context, r *connect.Request[clusterv1.SetC
 	return connect.NewResponse(&clusterv1.SetCordonResponse{Gpu: g}), nil
 }
 
-// SetLabels is the service's.
+// SetLabels implements the RPC.
 func (c *Cluster) SetLabels(_ context.Context, r *connect.Request[clusterv1.SetLabelsRequest]) (*connect.Response[clusterv1.SetLabelsResponse], error) {
 	unlock, err := c.operator()
 	if err != nil {
@@ -94,7 +94,7 @@ func (c *Cluster) SetLabels(_ context.Context, r *connect.Request[clusterv1.SetL
 	return connect.NewResponse(&clusterv1.SetLabelsResponse{Host: h}), nil
 }
 
-// SetRank is the service's.
+// SetRank implements the RPC.
 func (c *Cluster) SetRank(_ context.Context, r *connect.Request[clusterv1.SetRankRequest]) (*connect.Response[clusterv1.SetRankResponse], error) {
 	unlock, err := c.operator()
 	if err != nil {
@@ -115,7 +115,7 @@ func (c *Cluster) SetRank(_ context.Context, r *connect.Request[clusterv1.SetRan
 	return connect.NewResponse(&clusterv1.SetRankResponse{Model: m}), nil
 }
 
-// CreateToken is the service's.
+// CreateToken implements the RPC.
 func (c *Cluster) CreateToken(_ context.Context, r *connect.Request[clusterv1.CreateTokenRequest]) (*connect.Response[clusterv1.CreateTokenResponse], error) {
 	unlock, err := c.admin()
 	if err != nil {
@@ -136,7 +136,7 @@ func (c *Cluster) CreateToken(_ context.Context, r *connect.Request[clusterv1.Cr
 	return connect.NewResponse(&clusterv1.CreateTokenResponse{Token: "gpuctl1." + id + ".secret", Id: id, ExpiresUnixMs: t.GetExpiresUnixMs()}), nil
 }
 
-// ListTokens is the service's.
+// ListTokens implements the RPC.
 func (c *Cluster) ListTokens(context.Context, *connect.Request[clusterv1.ListTokensRequest]) (*connect.Response[clusterv1.ListTokensResponse], error) {
 	unlock, err := c.admin()
 	if err != nil {
@@ -146,7 +146,7 @@ func (c *Cluster) ListTokens(context.Context, *connect.Request[clusterv1.ListTok
 	return connect.NewResponse(&clusterv1.ListTokensResponse{Tokens: byName(c.tokens)}), nil
 }
 
-// DeleteToken is the service's.
+// DeleteToken implements the RPC.
 func (c *Cluster) DeleteToken(_ context.Context, r *connect.Request[clusterv1.DeleteTokenRequest]) (*connect.Response[clusterv1.DeleteTokenResponse], error) {
 	unlock, err := c.admin()
 	if err != nil {
@@ -160,7 +160,7 @@ func (c *Cluster) DeleteToken(_ context.Context, r *connect.Request[clusterv1.De
 	return connect.NewResponse(&clusterv1.DeleteTokenResponse{}), nil
 }
 
-// RemoveHost is the service's.
+// RemoveHost implements the RPC.
 func (c *Cluster) RemoveHost(_ context.Context, r *connect.Request[clusterv1.RemoveHostRequest]) (*connect.Response[clusterv1.RemoveHostResponse], error) {
 	unlock, err := c.admin()
 	if err != nil {
@@ -193,7 +193,7 @@ func (c *Cluster) RemoveHost(_ context.Context, r *connect.Request[clusterv1.Rem
 	return connect.NewResponse(&clusterv1.RemoveHostResponse{}), nil
 }
 
-// ListIdentities is the service's.
+// ListIdentities implements the RPC.
 func (c *Cluster) ListIdentities(context.Context, *connect.Request[clusterv1.ListIdentitiesRequest]) (*connect.Response[clusterv1.ListIdentitiesResponse], error) {
 	unlock, err := c.admin()
 	if err != nil {
@@ -203,7 +203,7 @@ func (c *Cluster) ListIdentities(context.Context, *connect.Request[clusterv1.Lis
 	return connect.NewResponse(&clusterv1.ListIdentitiesResponse{Identities: byName(c.identities)}), nil
 }
 
-// RevokeIdentity is the service's.
+// RevokeIdentity implements the RPC.
 func (c *Cluster) RevokeIdentity(_ context.Context, r *connect.Request[clusterv1.RevokeIdentityRequest]) (*connect.Response[clusterv1.RevokeIdentityResponse], error) {
 	unlock, err := c.admin()
 	if err != nil {
@@ -217,7 +217,7 @@ func (c *Cluster) RevokeIdentity(_ context.Context, r *connect.Request[clusterv1
 	return connect.NewResponse(&clusterv1.RevokeIdentityResponse{}), nil
 }
 
-// Init is the service's.
+// Init implements the RPC.
 func (c *Cluster) Init(context.Context, *connect.Request[clusterv1.InitRequest]) (*connect.Response[clusterv1.InitResponse], error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -227,7 +227,7 @@ func (c *Cluster) Init(context.Context, *connect.Request[clusterv1.InitRequest])
 	return connect.NewResponse(&clusterv1.InitResponse{Status: c.status()}), nil
 }
 
-// Join is the service's. It takes the tokens that CreateToken made, once.
+// Join implements the RPC. It accepts each token of CreateToken once.
 func (c *Cluster) Join(_ context.Context, r *connect.Request[clusterv1.JoinRequest]) (*connect.Response[clusterv1.JoinResponse], error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()

@@ -1,6 +1,5 @@
-// Package view shows protobuf messages to programs and people: as JSON whose
-// names are those of the .proto files, whose enums are words and whose 64-bit
-// numbers are numbers, and as the dotted fields that an expression or an order
-// can name. One converter serves every message, so that a new field shows up
-// without a word about it here.
+// Package view converts protobuf messages for programs and people: to JSON with the names
+// of the .proto files, enums as words and 64-bit numbers as numbers, and to the dotted
+// fields that an expression or --sort-by can use. One converter is used for all messages,
+// so new fields need no change here.
 package view

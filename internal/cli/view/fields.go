@@ -9,16 +9,16 @@ import (
 	"google.golang.org/protobuf/reflect/protoreflect"
 )
 
-// Field is something that expressions and --sort-by can name.
+// Field is a field that expressions and --sort-by can use.
 type Field struct {
 	Name  string
 	Type  string // bool, int, string, double, list(…), map(…) or timestamp
-	Words string // of an enum, what the string can be
-	Path  string // where Of has its value, dotted; empty: nowhere
+	Words string // for an enum: the possible strings
+	Path  string // path of its value in the result of Of, dotted; empty: it is not there
 }
 
-// Fields lists what expressions can name of a message: the fields that are no
-// messages themselves, and moments without the unit in their name.
+// Fields returns the fields that expressions can use of a message: those that are not
+// messages themselves. Fields with a time have no unit in their name.
 func Fields(d protoreflect.MessageDescriptor) []Field {
 	var out []Field
 	for i := range d.Fields().Len() {
@@ -31,8 +31,8 @@ func Fields(d protoreflect.MessageDescriptor) []Field {
 	return out
 }
 
-// At is the field that a dotted path leads to, under a name of its own; ok
-// reports whether there is one.
+// At returns the field at a dotted path, with a name of its own. ok reports whether it
+// exists.
 func At(d protoreflect.MessageDescriptor, name, path string) (field Field, ok bool) {
 	parts := strings.Split(path, ".")
 	for _, part := range parts[:len(parts)-1] {
@@ -81,7 +81,7 @@ func typeName(f protoreflect.FieldDescriptor) string {
 	}
 }
 
-// Value is what a dotted path leads to in a message, nil when that is not set.
+// Value returns the value at a dotted path in a message; nil if it is not set.
 func Value(m proto.Message, path string) any {
 	var v any = Of(m)
 	for part := range strings.SplitSeq(path, ".") {
@@ -94,8 +94,8 @@ func Value(m proto.Message, path string) any {
 	return v
 }
 
-// Compare orders two values of one field: unset ones first, lists of objects by
-// their length.
+// Compare compares two values of one field. Unset values come first, and lists of objects
+// are compared by their length.
 func Compare(a, b any) int {
 	if a == nil || b == nil {
 		return cmp.Compare(set(a), set(b))

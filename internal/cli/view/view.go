@@ -13,13 +13,13 @@ import (
 	"google.golang.org/protobuf/reflect/protoreflect"
 )
 
-// Object is a message's fields, in the order of the .proto file.
+// Object has a message's fields, in the order of the .proto file.
 type Object []Member
 
-// Map is a map's entries, by key. It looks as an Object does.
+// Map has a map's entries, sorted by key. Its JSON is that of an object.
 type Map []Member
 
-// MarshalJSON keeps the order.
+// MarshalJSON writes the entries in order.
 func (m Map) MarshalJSON() ([]byte, error) { return Object(m).MarshalJSON() }
 
 // Member is one field. Its value is a bool, string, int64, uint64, float64,
@@ -29,7 +29,7 @@ type Member struct {
 	Value any
 }
 
-// MarshalJSON keeps the order.
+// MarshalJSON writes the fields in order.
 func (o Object) MarshalJSON() ([]byte, error) {
 	var b bytes.Buffer
 	b.WriteByte('{')
@@ -52,7 +52,7 @@ func (o Object) MarshalJSON() ([]byte, error) {
 	return b.Bytes(), nil
 }
 
-// Get is the value of a field, or nil.
+// Get returns the value of a field, or nil.
 func (o Object) Get(name string) any {
 	for _, m := range o {
 		if m.Name == name {
@@ -62,8 +62,8 @@ func (o Object) Get(name string) any {
 	return nil
 }
 
-// Of converts a message. Every field is there, whether set or not, except
-// those that know the difference: an unset message, an unset optional.
+// Of converts a message. All fields are included, whether set or not, except unset
+// messages and unset optional fields.
 func Of(m proto.Message) Object {
 	if m == nil {
 		return Object{}
@@ -71,7 +71,7 @@ func Of(m proto.Message) Object {
 	return object(m.ProtoReflect())
 }
 
-// List converts messages; none give an empty list.
+// List converts messages. It never returns nil.
 func List[M proto.Message](all []M) []Object {
 	out := make([]Object, 0, len(all))
 	for _, m := range all {
@@ -128,7 +128,7 @@ func single(f protoreflect.FieldDescriptor, v protoreflect.Value) any {
 		if n := v.Float(); !math.IsNaN(n) && !math.IsInf(n, 0) {
 			return n
 		}
-		return nil // JSON has no word for it
+		return nil // JSON cannot represent it
 	case protoreflect.BytesKind:
 		return hex.EncodeToString(v.Bytes())
 	case protoreflect.MessageKind, protoreflect.GroupKind:
@@ -138,14 +138,14 @@ func single(f protoreflect.FieldDescriptor, v protoreflect.Value) any {
 	}
 }
 
-// Word is an enum's value as a word: HOST_STATE_READY is ready, and the
-// unspecified value is nothing.
+// Word returns an enum's value as a word: HOST_STATE_READY is ready, and the unspecified
+// value is empty.
 func Word(e protoreflect.Enum) string { return enum(e.Descriptor(), e.Number()) }
 
 func enum(d protoreflect.EnumDescriptor, n protoreflect.EnumNumber) string {
 	v := d.Values().ByNumber(n)
 	if v == nil {
-		return strconv.Itoa(int(n)) // of a newer hostd
+		return strconv.Itoa(int(n)) // a value of a newer hostd
 	}
 	return word(d, v)
 }
@@ -158,7 +158,7 @@ func word(d protoreflect.EnumDescriptor, v protoreflect.EnumValueDescriptor) str
 	return ""
 }
 
-// Words are all the words of an enum.
+// Words returns all words of an enum.
 func Words(d protoreflect.EnumDescriptor) []string {
 	var out []string
 	for i := range d.Values().Len() {

@@ -13,34 +13,34 @@ import (
 	"github.com/gpuctl/gpuctl/internal/hook/wire"
 )
 
-// What happens to a start when hostd gives no answer.
+// What happens to a start if hostd does not answer.
 const (
 	Allow       = "allow"
 	Deny        = "deny"
 	DenyManaged = "deny-managed"
 )
 
-// ConfigFile is the configuration's path below the root.
+// ConfigFile is the path of the configuration below the root.
 const ConfigFile = "etc/gpuctl/hook.yaml"
 
 const maxConfig = 16 << 10
 
-// Config is what an operator can choose.
+// Config is the configuration of the hook.
 type Config struct {
 	OnUnreachable string
-	Timeout       time.Duration // where GPUs are concerned
-	NotifyTimeout time.Duration // where not
-	Socket        string        // absolute; empty: the run folder's
+	Timeout       time.Duration // for events about GPUs
+	NotifyTimeout time.Duration // for other events
+	Socket        string        // absolute path; empty: in the run folder
 }
 
-// DefaultConfig is what holds without a file. The time is a little more than
-// hostd takes for itself.
+// DefaultConfig returns the configuration that is used without a file. The time-out is a
+// little longer than hostd's.
 func DefaultConfig() Config {
 	return Config{OnUnreachable: DenyManaged, Timeout: 31 * time.Second, NotifyTimeout: 5 * time.Second}
 }
 
-// LoadConfig reads the file below root. Without one, and with a wrong one, it
-// returns the defaults; the latter with an error.
+// LoadConfig reads the file below root. If there is none, it returns the defaults. If it
+// is wrong, it returns the defaults and an error.
 func LoadConfig(root fs.FS) (Config, error) {
 	f, err := root.Open(ConfigFile)
 	if errors.Is(err, fs.ErrNotExist) {
@@ -63,8 +63,8 @@ func LoadConfig(root fs.FS) (Config, error) {
 	return c, nil
 }
 
-// ParseConfig reads lines of "key: value", which are YAML; nothing else of
-// YAML is.
+// ParseConfig parses lines of "key: value". They are YAML; other forms of YAML are not
+// supported.
 func ParseConfig(text string) (Config, error) {
 	c := DefaultConfig()
 	seen := map[string]bool{}
@@ -126,7 +126,7 @@ func parseTime(value string) (time.Duration, error) {
 	return d, nil
 }
 
-// SocketBelow is where hostd listens on the machine whose root is there.
+// SocketBelow returns the path of hostd's socket, for a system below root.
 func (c Config) SocketBelow(root string) string {
 	if c.Socket != "" {
 		return c.Socket

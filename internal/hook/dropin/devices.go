@@ -19,7 +19,7 @@ import (
 const (
 	maxDepth   = 128
 	maxDevices = 1024
-	maxIDs     = 64 << 10 // bytes
+	maxIDs     = 64 << 10 // largest size of the file with ids, in bytes
 
 	pciDevices = "sys/bus/pci/devices"
 
@@ -27,14 +27,14 @@ const (
 	baseAccelerator = "0x12"
 )
 
-// hostDevices are the PCI addresses, and the UUIDs of mediated devices, that a
-// domain's XML wants of the host.
+// hostDevices returns the PCI addresses, and the UUIDs of mediated devices, of the host
+// devices in a domain's XML.
 func hostDevices(domain []byte) ([]string, error) {
 	var found []string
 	var at []string // names of the open elements
-	kind := ""      // type of the device that is open
+	kind := ""      // type of the open device
 	d := xml.NewDecoder(bytes.NewReader(domain))
-	// libvirt writes UTF-8 and nothing else.
+	// libvirt writes only UTF-8.
 	d.CharsetReader = func(string, io.Reader) (io.Reader, error) { return nil, errors.New("not in UTF-8") }
 	for {
 		token, err := d.RawToken()
@@ -90,7 +90,7 @@ func attr(e xml.StartElement, name string) string {
 	return ""
 }
 
-// address is a PCI address as sysfs writes it. libvirt leaves out what is zero.
+// address returns a PCI address as sysfs writes it. libvirt omits numbers that are zero.
 func address(e xml.StartElement) (string, error) {
 	var n [4]uint64
 	for i, part := range []struct {
@@ -109,13 +109,13 @@ func address(e xml.StartElement) (string, error) {
 	return fmt.Sprintf("%04x:%02x:%02x.%x", n[0], n[1], n[2], n[3]), nil
 }
 
-// known tells GPUs from other devices.
+// known distinguishes GPUs from other devices.
 type known struct {
 	root fs.FS
-	ids  []string // GPUs whatever their class, "1b36:0010"
+	ids  []string // ids of GPUs of any class, such as "1b36:0010"
 }
 
-// newKnown reads the ids that hostd has left beside its socket, if any.
+// newKnown reads the ids that hostd has written beside its socket, if any.
 func newKnown(root fs.FS, socket string) known {
 	k := known{root: root}
 	f, err := os.Open(path.Join(path.Dir(socket), wire.IDsName))
@@ -129,8 +129,8 @@ func newKnown(root fs.FS, socket string) known {
 	return k
 }
 
-// managed are those of a domain's devices that gpuctl may have to do with. XML
-// that can't be understood counts as one if it speaks of host devices at all.
+// managed returns those of a domain's devices that gpuctl may manage. XML that cannot be
+// parsed counts as one if it mentions host devices.
 func (k known) managed(domain []byte) []string {
 	all, err := hostDevices(domain)
 	var ours []string
@@ -145,12 +145,12 @@ func (k known) managed(domain []byte) []string {
 	return ours
 }
 
-// isGPU says that a device is one that gpuctl manages, in the slot of one, or a
-// virtual function of one. One that does not exist is none: the start fails
-// without us.
+// isGPU reports whether gpuctl manages a device, or another function in its slot, or its
+// physical function. A device that does not exist is not one: then the start fails
+// without the hook.
 func (k known) isGPU(device string) bool {
 	slot, _, ok := strings.Cut(device, ".")
-	if !ok { // a mediated device: it is below its parent
+	if !ok { // a mediated device is below its parent
 		if !fs.ValidPath("x/"+device) || strings.Contains(device, "/") {
 			return false
 		}
@@ -186,7 +186,7 @@ func (k known) is(device string) bool {
 	return slices.Contains(k.ids, strings.TrimPrefix(vendor, "0x")+":"+strings.TrimPrefix(product, "0x"))
 }
 
-// attribute is a number of a device as sysfs writes it; empty: there is none.
+// attribute returns an id of a device as sysfs writes it; empty: it does not exist.
 func (k known) attribute(device, name string) string {
 	f, err := k.root.Open(path.Join(pciDevices, device, name))
 	if err != nil {

@@ -1,7 +1,8 @@
-// Package dropin is what gpuctl's hook does when libvirt calls it: it tells
-// hostd and does what hostd says. It never calls libvirt, which waits for it
-// and holds the domain's lock. The program is cmd/gpuctl-hook, installed as
-// /etc/libvirt/hooks/DRIVER.d/50-gpuctl (libvirt 6.5 and later).
+// Package dropin implements gpuctl's hook, which libvirt calls. The hook sends the event
+// to hostd and follows its answer. It never calls libvirt, which waits for the hook and
+// holds the domain's lock. The program is cmd/gpuctl-hook, installed as
+// /etc/libvirt/hooks/DRIVER.d/50-gpuctl (libvirt 6.5 and later). See
+// https://libvirt.org/hooks.html.
 //
 // # Exit statuses
 //
@@ -13,37 +14,35 @@
 //	reconnect, attach             0     0        0
 //	any other                     0     –        –
 //
-// A failing reconnect would kill a running domain, as would started; of ends
-// there is nothing to refuse. After migrate and restore comes prepare, which
-// decides, so that silence need not stop them. Printing nothing means to
-// libvirt, with both drivers, that the XML stays as it is; libvirt 9.0 hands
-// none at all to libxl's migrate.
+// A failure of reconnect or started would kill a running domain. The end of a domain
+// cannot be refused. After migrate and restore, libvirt calls prepare, which decides, so
+// a missing answer need not stop them. If the hook prints nothing, the XML stays as it
+// is, with both drivers. libvirt 9.0 passes no XML to the hook for libxl's migrate.
 //
 // # Configuration
 //
-// /etc/gpuctl/hook.yaml, which need not exist, has lines of "key: value":
+// /etc/gpuctl/hook.yaml is optional. It has lines of "key: value":
 //
 //	on-unreachable: deny-managed  # or allow, or deny
 //	timeout: 31s                  # prepare and start of domains with GPUs, migrate, restore
 //	notify-timeout: 5s            # everything else
 //	socket: /run/gpuctl/hook.sock
 //
-// deny-managed refuses a start only if the XML names a PCI device, or a
-// mediated one, that is a display controller, a processing accelerator or of an
-// id that hostd has left in RUNDIR/hook.ids, or shares its slot with one:
-// domains without GPUs always start. allow starts domains with GPUs as well, and
-// is for hosts where availability counts for more than the certainty that a GPU
-// has one owner; devices in libvirt's own care (managed='yes') then work, ours
-// are found out by hostd when it is back.
-// deny refuses all. Where a refusal is at stake for a domain with a GPU, the
-// hook tries for five seconds: hostd may just be starting.
+// deny-managed refuses a start only if the XML has a PCI device or a mediated device that
+// is a display controller or a processing accelerator, or has an id in RUNDIR/hook.ids,
+// which hostd writes, or is in the same slot as such a device. So domains without GPUs
+// always start. allow also starts domains with GPUs. It is for hosts where availability
+// is more important than the certainty that a GPU has one owner. Devices that libvirt
+// manages (managed='yes') then work; hostd finds the others when it runs again. deny
+// refuses all. Before a domain with a GPU is refused, the hook tries for five seconds to
+// reach hostd, which may be starting.
 //
-// A file that is wrong counts as missing, and the complaint goes to standard
-// error. Paths are below the folder that has etc/libvirt/hooks with the
-// program in it, if that has etc/gpuctl/hook.yaml, too; otherwise below /.
+// A file with errors is ignored, and the errors are printed to standard error. If the
+// program is in a folder ROOT/etc/libvirt/hooks and ROOT/etc/gpuctl/hook.yaml exists, all
+// paths are below ROOT; otherwise they are below /.
 //
-// # What the operator sees
+// # Messages
 //
-// libvirt shows standard error of a hook that fails in the error of the call:
-// one line, which names the device, who has it, and what to do.
+// libvirt includes the standard error of a failed hook in the error of the call: one
+// line, which names the device, its owner, and what to do.
 package dropin

@@ -16,14 +16,14 @@ import (
 )
 
 const (
-	stdinTime = 3 * time.Second // libvirt writes it at once, if at all
-	patience  = 5 * time.Second // for hostd to come back
+	stdinTime = 3 * time.Second // short, as libvirt writes it at once, if at all
+	patience  = 5 * time.Second // time for hostd to start
 	pause     = 50 * time.Millisecond
-	maxSaid   = 500 // bytes of a message
+	maxSaid   = 500 // longest message, in bytes
 )
 
-// Run is the program. args are those of the process, with its own path first;
-// it returns the exit status.
+// Run runs the hook and returns the exit status. args are those of the process, including
+// its own path.
 func Run(args []string, in io.Reader, out, err io.Writer) int {
 	switch {
 	case len(args) == 2 && args[1] == "--version":
@@ -39,12 +39,13 @@ func Run(args []string, in io.Reader, out, err io.Writer) int {
 		h.event.Extra = args[4]
 	}
 	if !wire.Known(h.event.Driver, h.event.Operation) {
-		return 0 // of a libvirt that knows more than we do, or of another driver
+		return 0 // an operation of a newer libvirt, or of another driver
 	}
 	return h.run()
 }
 
-// Driver is whose folder, or whose script, the program is.
+// Driver returns the driver in whose folder, or under whose name, the program is
+// installed.
 func Driver(program string) string {
 	for _, name := range []string{filepath.Base(filepath.Dir(program)), filepath.Base(program)} {
 		if driver := strings.TrimSuffix(name, ".d"); slices.Contains(wire.Drivers(), driver) {
@@ -54,7 +55,7 @@ func Driver(program string) string {
 	return ""
 }
 
-// Root is the folder below which the machine's files are.
+// Root returns the folder below which the system's files are.
 func Root(program string) string {
 	const hooks = "/etc/libvirt/hooks/"
 	if i := strings.LastIndex(program, hooks); i > 0 {
@@ -112,15 +113,15 @@ func (h hook) run() int {
 	return h.silent(config, ours, limit, err)
 }
 
-// ask waits for a hostd that is being started anew if there is something to
-// lose: at boot, domains may start before it. Events may come twice.
+// ask calls hostd. If patient, it waits for a hostd that is starting: at boot, domains
+// may start before it. hostd may get an event twice.
 func (h hook) ask(ctx context.Context, c Config, patient bool) (wire.Answer, error) {
 	client := wire.Client{Socket: c.SocketBelow(h.root)}
 	until := time.Now().Add(patience)
 	var before error
 	for {
 		answer, err := client.Call(ctx, h.event)
-		// An attempt that the limit cut short says less than the one before.
+		// If the time limit ended this attempt, the error before is more useful.
 		end, limited := ctx.Deadline()
 		if before != nil && limited && time.Until(end) < pause && errors.Is(err, wire.ErrUnreachable) {
 			err = before
@@ -142,14 +143,14 @@ func (h hook) done(a wire.Answer) int {
 		return 0
 	}
 	if _, err := h.out.Write(a.XML); err != nil {
-		// What libvirt got of it may be half a definition.
+		// libvirt may have received an incomplete definition.
 		h.say("the changed XML could not be handed over: %v", err)
 		return 1
 	}
 	return 0
 }
 
-// silent is what happens when hostd said neither yes nor no.
+// silent decides what happens without an answer of hostd.
 func (h hook) silent(c Config, ours []string, limit time.Duration, err error) int {
 	what := fmt.Sprintf("%v", err)
 	if errors.Is(err, wire.ErrLate) {
@@ -168,7 +169,7 @@ func (h hook) silent(c Config, ours []string, limit time.Duration, err error) in
 	return 0
 }
 
-// say writes one line for the operator.
+// say prints one line for the operator.
 func (h hook) say(format string, args ...any) {
 	line := strings.Map(func(r rune) rune {
 		if r < ' ' || r >= 0x7f && r < 0xa0 {
@@ -182,11 +183,11 @@ func (h hook) say(format string, args ...any) {
 	fmt.Fprintln(h.err, "gpuctl:", line)
 }
 
-// errNoInput says that standard input is closed.
+// errNoInput means that standard input is closed.
 var errNoInput = errors.New("standard input can't be read")
 
-// readXML reads standard input to its end, which may never come. The reader is
-// then left behind, and ends with the process.
+// readXML reads standard input to its end, which may never come. Then the goroutine is
+// left behind, and ends with the process.
 func readXML(in io.Reader) ([]byte, error) {
 	type read struct {
 		data []byte

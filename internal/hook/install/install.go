@@ -16,23 +16,23 @@ import (
 	"github.com/gpuctl/gpuctl/internal/hook/wire"
 )
 
-// Name is the hook's in the folders of the drivers.
+// Name is the hook's file name in the drivers' folders.
 const Name = "50-gpuctl"
 
-// program is the main package that a file of ours was built from.
+// program is the main package from which our files are built.
 const program = "github.com/gpuctl/gpuctl/cmd/gpuctl-hook"
 
 const maxProgram = 64 << 20
 
 // Errors of this package.
 var (
-	// ErrForeign says that a file has our name and is not ours.
+	// ErrForeign means that a file has our name and is not ours.
 	ErrForeign = errors.New("is not gpuctl's")
-	// ErrNoLibvirt says that the machine has no libvirt.
+	// ErrNoLibvirt means that libvirt is not installed.
 	ErrNoLibvirt = errors.New("libvirt is not installed")
 )
 
-// Action is what a Change does.
+// Action is the kind of a Change.
 type Action string
 
 // Actions.
@@ -43,31 +43,31 @@ const (
 	Nothing Action = "nothing"
 )
 
-// Change is what is to be done, or was done, for one driver.
+// Change is a change that is planned or was made for one driver.
 type Change struct {
 	Driver  string `json:"driver"`
 	Path    string `json:"path"`
 	Action  Action `json:"action"`
-	From    string `json:"from,omitempty"`    // the version there is
-	To      string `json:"to,omitempty"`      // the version to come
-	Restart string `json:"restart,omitempty"` // the daemon that must be started anew
+	From    string `json:"from,omitempty"`    // present version
+	To      string `json:"to,omitempty"`      // version to be installed
+	Restart string `json:"restart,omitempty"` // the daemon that must be restarted
 
 	source string
-	since  time.Time // of the first installation
+	since  time.Time // time of the first installation
 }
 
-// Machine is where hooks are installed.
+// Machine is the system on which hooks are installed.
 type Machine struct {
-	Root   string // "/", or a folder with the files of another system
-	Source string // the hook's program
+	Root   string // "/", or the root folder of another system
+	Source string // path of the hook's program
 }
 
 func (m Machine) hooks() string               { return filepath.Join(m.Root, "etc/libvirt/hooks") }
 func (m Machine) folder(driver string) string { return filepath.Join(m.hooks(), driver+".d") }
 func (m Machine) path(driver string) string   { return filepath.Join(m.folder(driver), Name) }
 
-// Drivers are those of the libvirt that is there; all that have hooks, if that
-// can't be told.
+// Drivers returns the drivers of the installed libvirt, or all drivers with hooks if they
+// cannot be determined.
 func (m Machine) Drivers() []string {
 	var found []string
 	for _, d := range wire.Drivers() {
@@ -84,7 +84,7 @@ func (m Machine) Drivers() []string {
 	return found
 }
 
-// PlanInstall says what Apply would do to have the hook of a driver there.
+// PlanInstall returns the change that installs the hook of a driver.
 func (m Machine) PlanInstall(driver string) (Change, error) {
 	c := Change{Driver: driver, Path: m.path(driver), source: m.Source}
 	if _, err := os.Stat(filepath.Join(m.Root, "etc/libvirt")); err != nil {
@@ -99,7 +99,7 @@ func (m Machine) PlanInstall(driver string) (Change, error) {
 	switch {
 	case errors.Is(err, fs.ErrNotExist):
 		c.Action, c.since = Install, time.Now()
-		// Another hook of this driver has libvirtd look into the folder already.
+		// If the driver has another hook, libvirtd reads the folder already.
 		if d, err := m.daemon(driver); err == nil && d != nil && !m.knows(*d, driver) {
 			c.Restart = d.Name
 		}
@@ -118,7 +118,7 @@ func (m Machine) PlanInstall(driver string) (Change, error) {
 	return c, nil
 }
 
-// PlanRemove says what Apply would do to have the hook of a driver gone.
+// PlanRemove returns the change that removes the hook of a driver.
 func (m Machine) PlanRemove(driver string) (Change, error) {
 	c := Change{Driver: driver, Path: m.path(driver), Action: Nothing}
 	ours, err := identify(c.Path)
@@ -132,7 +132,7 @@ func (m Machine) PlanRemove(driver string) (Change, error) {
 	return c, nil
 }
 
-// Apply does it. libvirt sees the old file, or the whole new one.
+// Apply makes a change. libvirt sees either the old file or the complete new one.
 func Apply(c Change) error {
 	switch c.Action {
 	case Install, Update:
@@ -143,7 +143,7 @@ func Apply(c Change) error {
 		if err := os.Remove(c.Path); err != nil && !errors.Is(err, fs.ErrNotExist) {
 			return fmt.Errorf("hook for %s: %w", c.Driver, err)
 		}
-		// The folder goes if nothing else is in it.
+		// Remove the folder if it is empty.
 		_ = os.Remove(filepath.Dir(c.Path))
 	case Nothing:
 	}
@@ -159,8 +159,8 @@ func put(c Change) error {
 	if err := os.MkdirAll(dir, 0o755); err != nil {
 		return err
 	}
-	// libvirt runs whatever it finds there, whatever its name, if it is
-	// executable: so it becomes that when it is whole.
+	// libvirt runs each executable file there, whatever its name. So the file is made
+	// executable only when it is complete.
 	f, err := renameio.NewPendingFile(c.Path, renameio.WithTempDir(dir), renameio.WithStaticPermissions(0o600))
 	if err != nil {
 		return err
@@ -185,8 +185,8 @@ type identity struct {
 	executable bool
 }
 
-// identify says which version of our program a file is, by what its linker
-// wrote into it: it is not run.
+// identify returns the version of our program that a file is, from its Go build
+// information. It does not run the file.
 func identify(path string) (identity, error) {
 	data, err := readProgram(path)
 	if err != nil {

@@ -17,32 +17,32 @@ import (
 	"github.com/gpuctl/gpuctl/internal/hook/wire"
 )
 
-// State is how the file of a hook is.
+// State is the state of a hook's file.
 type State string
 
 // States.
 const (
 	Absent    State = "absent"
 	Installed State = "installed"
-	Outdated  State = "outdated" // not the version that belongs to this gpuctl
-	Foreign   State = "foreign"  // somebody else's file has our name
+	Outdated  State = "outdated" // another version than this gpuctl
+	Foreign   State = "foreign"  // a file of somebody else has our name
 )
 
-// Status is how things stand with the hook of one driver.
+// Status is the status of one driver's hook.
 type Status struct {
 	Driver   string   `json:"driver"`
 	Path     string   `json:"path"`
 	State    State    `json:"state"`
 	Version  string   `json:"version,omitempty"`
-	Daemon   *Daemon  `json:"daemon,omitempty"` // of libvirt, if one runs
-	Restart  bool     `json:"restart"`          // it began before it had a hook to find
-	Others   []string `json:"others,omitempty"` // hooks of the operator's own
-	Hostd    string   `json:"hostd,omitempty"`  // version of the one that answers
+	Daemon   *Daemon  `json:"daemon,omitempty"` // libvirt's daemon, if it runs
+	Restart  bool     `json:"restart"`          // it was started before a hook was installed, and must be restarted
+	Others   []string `json:"others,omitempty"` // other hooks
+	Hostd    string   `json:"hostd,omitempty"`  // version of the hostd that answers
 	Policy   string   `json:"onUnreachable"`
-	Problems []string `json:"problems,omitempty"` // what to do about them included
+	Problems []string `json:"problems,omitempty"` // with what to do about them
 }
 
-// Daemon is a process of libvirt's.
+// Daemon is a process of libvirt.
 type Daemon struct {
 	Name    string    `json:"name"`
 	PID     int       `json:"pid"`
@@ -51,8 +51,8 @@ type Daemon struct {
 
 const pingTime = 2 * time.Second
 
-// Check looks at the hook of a driver, at the daemon that calls it, and at the
-// hostd that it asks.
+// Check checks the hook of a driver, the daemon that calls it, and the hostd that the
+// hook calls.
 func (m Machine) Check(ctx context.Context, driver string) Status {
 	s := Status{Driver: driver, Path: m.path(driver), State: Installed}
 	problem := func(format string, args ...any) { s.Problems = append(s.Problems, fmt.Sprintf(format, args...)) }
@@ -110,7 +110,7 @@ func (m Machine) Check(ctx context.Context, driver string) Status {
 	return s
 }
 
-// others are the hooks of a driver beside ours, in the order of their calls.
+// others returns the other hooks of a driver, in the order in which they are called.
 func (m Machine) others(driver string) []string {
 	var all []string
 	for _, path := range m.candidates(driver) {
@@ -121,7 +121,7 @@ func (m Machine) others(driver string) []string {
 	return all
 }
 
-// candidates are the files that libvirt would run for a driver.
+// candidates returns the files that libvirt would run for a driver.
 func (m Machine) candidates(driver string) []string {
 	paths := []string{filepath.Join(m.hooks(), driver)}
 	entries, _ := os.ReadDir(m.folder(driver))
@@ -134,8 +134,8 @@ func (m Machine) candidates(driver string) []string {
 	})
 }
 
-// knows says that a daemon found a hook of the driver when it began. The
-// kernel's clock for processes is a second off at most.
+// knows reports whether the driver had a hook when the daemon was started. The start
+// times of processes are at most a second wrong.
 func (m Machine) knows(d Daemon, driver string) bool {
 	for _, path := range m.candidates(driver) {
 		if info, err := os.Stat(path); err == nil && info.ModTime().Add(time.Second).Before(d.Started) {
@@ -145,8 +145,8 @@ func (m Machine) knows(d Daemon, driver string) bool {
 	return false
 }
 
-// daemon is libvirt's process for a driver: the one for it alone, else the one
-// for all. None runs: nil.
+// daemon returns libvirt's process for a driver: its own one, or libvirtd. nil: none
+// runs.
 func (m Machine) daemon(driver string) (*Daemon, error) {
 	names := []string{map[string]string{wire.LibXL: "virtxend", wire.QEMU: "virtqemud"}[driver], "libvirtd"}
 	proc := filepath.Join(m.Root, "proc")
@@ -165,7 +165,7 @@ func (m Machine) daemon(driver string) (*Daemon, error) {
 		}
 		stat, err := os.ReadFile(filepath.Join(proc, e.Name(), "stat"))
 		if err != nil {
-			continue // it has ended
+			continue // the process has ended
 		}
 		name, started, ok := parseStat(string(stat))
 		if !ok || !slices.Contains(names, name) || found[name] != nil {
@@ -193,11 +193,11 @@ func bootTime(proc string) time.Time {
 	return time.Time{}
 }
 
-// tick is the unit of times in /proc/PID/stat, the same on all Linux machines.
+// tick is the unit of times in /proc/PID/stat, which is the same on all platforms.
 const tick = 10 * time.Millisecond
 
-// parseStat reads the name, which may hold anything, and when the process began
-// after boot (proc(5), fields 2 and 22).
+// parseStat returns the name, which may contain anything, and the start time after boot
+// (proc_pid_stat(5), fields 2 and 22).
 func parseStat(s string) (name string, started time.Duration, ok bool) {
 	open, end := strings.IndexByte(s, '('), strings.LastIndexByte(s, ')')
 	if open < 0 || end < open {

@@ -10,11 +10,11 @@ import (
 	"time"
 )
 
-// Errors of a Client beside *DeniedError.
+// Errors of a Client, in addition to *DeniedError.
 var (
-	// ErrUnreachable says that no hostd gave an answer.
+	// ErrUnreachable means that no hostd has answered.
 	ErrUnreachable = errors.New("hostd does not answer")
-	// ErrLate says that hostd took the request and did not end in time.
+	// ErrLate means that hostd has received the request and did not finish in time.
 	ErrLate = errors.New("hostd did not finish in time")
 )
 
@@ -23,26 +23,27 @@ type DeniedError struct{ Message string }
 
 func (e *DeniedError) Error() string { return e.Message }
 
-// SocketName is the socket's in hostd's run folder.
+// SocketName is the name of the socket in hostd's run folder.
 const SocketName = "hook.sock"
 
-// IDsName is a file beside the socket: vendor and device ids, "1b36:0010" a line,
-// of GPUs that their class does not tell. hostd writes it; the hook, which reads
-// no catalogue, knows by it what is at stake, also while hostd is down.
+// IDsName is the name of a file beside the socket, with vendor and device ids, such as
+// "1b36:0010", one in each line: the ids of GPUs that are not recognized by their class.
+// hostd writes it. The hook reads it, even while hostd is down, because it has no
+// catalogue.
 const IDsName = "hook.ids"
 
 const (
 	dialPause = 5 * time.Millisecond
-	// margin is how much earlier than the hook hostd gives up, so that its
-	// last word is heard.
+	// margin is how much earlier than the hook hostd's time-out is, so that its answer
+	// still arrives.
 	margin = 400 * time.Millisecond
 )
 
-// Client asks hostd on a socket.
+// Client calls hostd on a socket.
 type Client struct{ Socket string }
 
-// Call reports an event and waits, at most until ctx ends, for what to do. The
-// error is a *DeniedError, or wraps ErrLate or ErrUnreachable.
+// Call sends an event and waits for the answer, at most until ctx ends. The error is a
+// *DeniedError, or wraps ErrLate or ErrUnreachable.
 func (c Client) Call(ctx context.Context, e Event) (Answer, error) {
 	req := Request{Event: e}
 	if deadline, ok := ctx.Deadline(); ok {
@@ -66,7 +67,7 @@ func (c Client) Call(ctx context.Context, e Event) (Answer, error) {
 	return Answer{}, fmt.Errorf("%w: it says %.20q, which this hook does not know", ErrUnreachable, res.Status)
 }
 
-// Ping says which version of hostd answers.
+// Ping returns the version of the hostd that answers.
 func (c Client) Ping(ctx context.Context) (version string, err error) {
 	res, err := c.exchange(ctx, Request{Ping: true})
 	if err == nil && res.Status != Done {
@@ -92,7 +93,7 @@ func (c Client) exchange(ctx context.Context, req Request) (Response, error) {
 	res, err := ReadResponse(conn)
 	switch {
 	case err != nil && ctx.Err() != nil:
-		// The request is written: hostd may well be at it.
+		// The request was sent, so hostd may be working on it.
 		return Response{}, fmt.Errorf("%w: %w", ErrLate, ctx.Err())
 	case err != nil:
 		return Response{}, fmt.Errorf("%w: it went away: %w", ErrUnreachable, short(err))
@@ -100,7 +101,7 @@ func (c Client) exchange(ctx context.Context, req Request) (Response, error) {
 	return res, nil
 }
 
-// dial tries again while hostd has more calls waiting than its queue holds.
+// dial tries again while hostd's queue of connections is full.
 func (c Client) dial(ctx context.Context) (*net.UnixConn, error) {
 	for {
 		var d net.Dialer
@@ -124,7 +125,7 @@ func (c Client) dial(ctx context.Context) (*net.UnixConn, error) {
 	}
 }
 
-// trusted says that root, or who we are ourselves, listens.
+// trusted returns an error unless root or our own user listens.
 func trusted(conn *net.UnixConn) error {
 	uid, err := PeerUID(conn)
 	if err != nil {
@@ -136,7 +137,7 @@ func trusted(conn *net.UnixConn) error {
 	return nil
 }
 
-// PeerUID is the user at the other end of a connection, as the kernel knows it.
+// PeerUID returns the user at the other end of a connection, as the kernel reports it.
 func PeerUID(conn *net.UnixConn) (uint32, error) {
 	raw, err := conn.SyscallConn()
 	if err != nil {
@@ -155,7 +156,7 @@ func PeerUID(conn *net.UnixConn) (uint32, error) {
 	return cred.Uid, nil
 }
 
-// short leaves out what net says around a system call's error.
+// short returns the error of a system call without what package net adds.
 func short(err error) error {
 	var number syscall.Errno
 	if errors.As(err, &number) {

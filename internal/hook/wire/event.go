@@ -8,23 +8,23 @@ const (
 	QEMU  = "qemu"
 )
 
-// Operations that libvirt calls hooks for (docs/hooks.rst of libvirt).
+// Operations for which libvirt calls hooks (docs/hooks.rst of libvirt).
 const (
-	Prepare   = "prepare"   // before resources are taken; can refuse the start
+	Prepare   = "prepare"   // before resources are allocated; can refuse the start
 	Start     = "start"     // before the domain runs; can refuse the start
-	Started   = "started"   // it runs; a failure kills it
-	Stopped   = "stopped"   // it has ended
-	Release   = "release"   // libvirt has given its resources back
+	Started   = "started"   // the domain runs; a failure kills it
+	Stopped   = "stopped"   // the domain has ended
+	Release   = "release"   // libvirt has released its resources
 	Migrate   = "migrate"   // on the destination; may replace the XML
-	Restore   = "restore"   // of a saved domain; may replace the XML; qemu only
+	Restore   = "restore"   // start of a saved domain; may replace the XML; qemu only
 	Reconnect = "reconnect" // libvirtd was restarted; a failure kills the domain
-	Attach    = "attach"    // to a process that runs already; qemu only
+	Attach    = "attach"    // libvirt attaches to a running process; qemu only
 )
 
-// Drivers lists the drivers.
+// Drivers returns the drivers.
 func Drivers() []string { return []string{LibXL, QEMU} }
 
-// Operations lists what libvirt calls the hook of a driver for.
+// Operations returns the operations for which libvirt calls the hook of a driver.
 func Operations(driver string) []string {
 	ops := []string{Prepare, Start, Started, Stopped, Release, Migrate, Reconnect}
 	if driver == QEMU {
@@ -33,7 +33,7 @@ func Operations(driver string) []string {
 	return ops
 }
 
-// Known says that a driver's hook is called for an operation.
+// Known reports whether a driver's hook is called for an operation.
 func Known(driver, operation string) bool {
 	return slices.Contains(Drivers(), driver) && slices.Contains(Operations(driver), operation)
 }
@@ -41,18 +41,18 @@ func Known(driver, operation string) bool {
 // Event is one call of a hook.
 type Event struct {
 	Driver    string // LibXL or QEMU
-	Domain    string // its name
+	Domain    string // name of the domain
 	Operation string
 	Sub       string // begin or end
-	Extra     string // what libvirt adds; "-": nothing
-	XML       []byte // the domain's; libxl's migrate of libvirt 9.0 gives none
+	Extra     string // libvirt's extra argument; "-": none
+	XML       []byte // XML of the domain; none for libxl's migrate in libvirt 9.0
 }
 
-// Filters says that libvirt takes what the hook prints as the domain's XML.
+// Filters reports whether libvirt uses the hook's output as the domain's XML.
 func (e Event) Filters() bool { return e.Operation == Migrate || e.Operation == Restore }
 
-// Refusable says that a failure of the hook keeps a domain from starting, and
-// harms none that runs.
+// Refusable reports whether a failure of the hook prevents a domain from starting, and
+// does not affect a running one.
 func (e Event) Refusable() bool {
 	switch e.Operation {
 	case Prepare, Start, Migrate, Restore:
@@ -61,7 +61,7 @@ func (e Event) Refusable() bool {
 	return false
 }
 
-// Answer is what hostd wants done.
+// Answer is hostd's answer to an event.
 type Answer struct {
-	XML []byte // instead of the domain's; empty: unchanged
+	XML []byte // replaces the domain's XML; empty: unchanged
 }

@@ -8,10 +8,10 @@ import (
 	"time"
 )
 
-// Bounds of what is taken from the other side.
+// Limits for what is received.
 const (
 	MaxXML  = 4 << 20
-	MaxText = 4 << 10 // of any other field
+	MaxText = 4 << 10 // for each other field
 
 	maxFields = 32
 	maxBody   = MaxXML + maxFields*(MaxText+fieldHeader)
@@ -20,10 +20,10 @@ const (
 	fieldHeader = 5
 )
 
-// magic ends in the version of the framing; fields need none.
+// magic contains the version of the frame format. Fields have no version.
 const magic = "GXH1"
 
-// ErrProtocol says that the other side does not speak this protocol.
+// ErrProtocol means that the other side does not use this protocol.
 var ErrProtocol = errors.New("not the protocol of gpuctl's hook")
 
 const (
@@ -45,22 +45,22 @@ const (
 	kindPing  = "ping"
 )
 
-// Status is how a request ended.
+// Status is the result of a request.
 type Status string
 
-// Ways in which requests end.
+// Results of requests.
 const (
 	Done    Status = "done"
-	Denied  Status = "denied"  // hostd refuses; the message says why
-	Late    Status = "late"    // hostd did not come to an end in time
-	Unready Status = "unready" // hostd can't say now: it starts, ends or has too much to do
+	Denied  Status = "denied"  // hostd refuses; the message contains why
+	Late    Status = "late"    // hostd did not finish in time
+	Unready Status = "unready" // hostd cannot decide now: it starts, ends or is overloaded
 )
 
 // Request is a call of the hook, or a ping, which has no event.
 type Request struct {
 	Ping   bool
 	Event  Event
-	Budget time.Duration // how long the hook waits; 0: it does not say
+	Budget time.Duration // how long the hook waits; 0: not stated
 }
 
 // Response answers a request.
@@ -68,7 +68,7 @@ type Response struct {
 	Status  Status
 	Message string // for the operator
 	XML     []byte
-	Version string // of the server, of a ping
+	Version string // version of the server, in the answer to a ping
 }
 
 // WriteRequest writes a request as one frame.
@@ -91,7 +91,7 @@ func WriteRequest(w io.Writer, r Request) error {
 	return f.send(w)
 }
 
-// ReadRequest reads what WriteRequest wrote.
+// ReadRequest reads a request from WriteRequest.
 func ReadRequest(r io.Reader) (Request, error) {
 	fields, err := receive(r)
 	if err != nil {
@@ -114,8 +114,7 @@ func ReadRequest(r io.Reader) (Request, error) {
 	return req, nil
 }
 
-// WriteResponse writes a response as one frame. A message that is too long is
-// cut.
+// WriteResponse writes a response as one frame. A message that is too long is shortened.
 func WriteResponse(w io.Writer, r Response) error {
 	f := frame{}
 	f.text(tagStatus, string(r.Status))
@@ -125,7 +124,7 @@ func WriteResponse(w io.Writer, r Response) error {
 	return f.send(w)
 }
 
-// ReadResponse reads what WriteResponse wrote.
+// ReadResponse reads a response from WriteResponse.
 func ReadResponse(r io.Reader) (Response, error) {
 	fields, err := receive(r)
 	if err != nil {
@@ -136,7 +135,7 @@ func ReadResponse(r io.Reader) (Response, error) {
 	}, nil
 }
 
-// frame is a body in the making.
+// frame is a body that is being built.
 type frame struct {
 	body []byte
 	err  error
@@ -144,7 +143,7 @@ type frame struct {
 
 func (f *frame) text(tag byte, s string) { f.bytes(tag, []byte(s), MaxText) }
 
-// bytes leaves empty fields out.
+// bytes adds a field, unless it is empty.
 func (f *frame) bytes(tag byte, value []byte, most int) {
 	switch {
 	case len(value) == 0:
@@ -168,7 +167,7 @@ func (f *frame) send(w io.Writer) error {
 	return err
 }
 
-// receive reads one frame. Of fields that come twice the last counts.
+// receive reads one frame. If a field is repeated, the last one is used.
 func receive(r io.Reader) (map[byte][]byte, error) {
 	var header [frameHeader]byte
 	if _, err := io.ReadFull(r, header[:]); err != nil {

@@ -28,7 +28,7 @@ type view struct {
 
 type change struct {
 	path  string
-	exact bool // watches above it are not notified by this change
+	exact bool // only for watches on this very path; those above it get another event
 }
 
 func (v *view) begin() *view {
