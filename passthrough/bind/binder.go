@@ -14,7 +14,7 @@ import (
 	"github.com/gpuctl/gpuctl/passthrough/sysfs"
 )
 
-// Errors of a Binder; they come wrapped with what to do.
+// Errors of a Binder. They are wrapped with what to do next.
 var (
 	ErrInUse      = errors.New("in use")
 	ErrNotFound   = errors.New("no such PCI function")
@@ -36,11 +36,11 @@ const (
 	defaultSettle   = 5 * time.Second
 	pollEvery       = 5 * time.Millisecond
 
-	classBridge = 0x06 // the base class
+	classBridge = 0x06 // base class of bridges
 )
 
-// Binder moves functions between drivers. Its methods may be called at the
-// same time; one acts.
+// Binder binds functions to drivers. It is safe for concurrent use; changes are made one
+// after the other.
 type Binder struct {
 	root     sysfs.Root
 	journal  *Journal
@@ -50,35 +50,34 @@ type Binder struct {
 	patience time.Duration
 	settle   time.Duration
 	turn     chan struct{}
-	stuck    map[pci.Address]bool // the kernel has not returned from a write
+	stuck    map[pci.Address]bool // functions for which the kernel has not returned from a write
 }
 
 // Option is an option of New.
 type Option func(*Binder)
 
-// WithRelease has f called before functions lose their drivers, so that the
-// caller's own libraries let go of them (NVML does not let a GPU go that it
-// knows). The function that it returns is called when all is done, whatever
-// came of it.
+// WithRelease sets a function that is called before functions lose their drivers, so that
+// the caller's own libraries close them (NVML keeps a GPU open that it knows). The
+// returned function is called at the end, even after an error.
 func WithRelease(f func(context.Context, []pci.Address) (resume func(), err error)) Option {
 	return func(b *Binder) { b.release = f }
 }
 
-// WithUsers asks f for users that files do not show, as a hypervisor's guests.
+// WithUsers sets a function that finds users which files do not show, such as VMs.
 func WithUsers(f func(context.Context, []pci.Address) ([]User, error)) Option {
 	return func(b *Binder) { b.users = f }
 }
 
-// WithBootVGA lets the host's boot display be taken.
+// WithBootVGA permits taking the host's boot display.
 func WithBootVGA() Option { return func(b *Binder) { b.bootVGA = true } }
 
-// WithPatience sets how long one write may take (30 s) and how long its effect
-// may need to show (5 s).
+// WithPatience sets how long one write may take (default 30 s), and how long its effect
+// may need to be visible (default 5 s).
 func WithPatience(write, settle time.Duration) Option {
 	return func(b *Binder) { b.patience, b.settle = write, settle }
 }
 
-// New returns a Binder. Call Recover before anything else.
+// New returns a Binder. Recover must be called before anything else.
 func New(root sysfs.Root, j *Journal, options ...Option) *Binder {
 	b := &Binder{root: root, journal: j, patience: defaultPatience, settle: defaultSettle, turn: make(chan struct{}, 1), stuck: map[pci.Address]bool{}}
 	for _, o := range options {
@@ -96,13 +95,13 @@ func (b *Binder) begin(ctx context.Context) (end func(), err error) {
 	}
 }
 
-// state is what sysfs shows of a function.
+// state is the state of a function in sysfs.
 type state struct {
 	driver, override string
 	class            uint32
 	vendor, device   uint16
 	vf               bool
-	group            string // IOMMU group, empty: none
+	group            string // IOMMU group; empty: none
 }
 
 func devicePath(a pci.Address, parts ...string) string {
@@ -159,21 +158,21 @@ func (b *Binder) read(a pci.Address) (state, error) {
 	return s, nil
 }
 
-// move is one function on its way.
+// move is the change of one function's driver.
 type move struct {
 	record Record
 	now    state
-	to     string // driver
+	to     string // new driver
 }
 
-// Take gives functions to a driver: all of them, or none. The functions are
-// all of their cards', or virtual functions. What is at that driver already
-// stays; what was taken for another is moved and keeps where it is to return
-// to.
+// Take binds functions to a driver: all of them, or none. functions must contain all
+// functions of each card, or be virtual functions. A function that is bound to that
+// driver already stays. A function that was taken for another driver is moved, and its
+// record keeps where it is to be returned to. Errors wrap those of this package.
 //
-// An error leaves everything as it was, unless it says otherwise: where that
-// could not be done, or the kernel has not returned (sysfs.ErrStuck), Recover
-// goes on. The end of ctx is looked at between writes.
+// After an error, everything is as before, unless the error says otherwise: if the undo
+// failed, or the kernel has not returned (sysfs.ErrStuck), Recover continues. The end of
+// ctx is checked between writes.
 func (b *Binder) Take(ctx context.Context, functions []pci.Address, driver string) error {
 	end, err := b.begin(ctx)
 	if err != nil {
@@ -233,7 +232,7 @@ func recordsOf(moves []move) []Record {
 	return out
 }
 
-// whole checks that the functions are all of their cards'.
+// whole checks that the functions are all functions of their cards.
 func (b *Binder) whole(functions []pci.Address) error {
 	slots := map[pci.Address]bool{}
 	for _, a := range functions {
@@ -268,7 +267,7 @@ func (b *Binder) whole(functions []pci.Address) error {
 	return nil
 }
 
-// plan makes the moves that a take needs, or says why there can be none.
+// plan returns the moves for a take, or why it is impossible.
 func (b *Binder) plan(functions []pci.Address, driver string) ([]move, error) {
 	boot := b.boot()
 	var moves []move
@@ -318,7 +317,7 @@ func (b *Binder) plan(functions []pci.Address, driver string) ([]move, error) {
 	return moves, nil
 }
 
-// checkNative refuses what the journal could not be read back with.
+// checkNative refuses a record that the journal could not read back.
 func (r Record) checkNative() error {
 	r.Phase, r.Driver = Held, VFIOPCI
 	if err := r.check(); err != nil {
@@ -327,8 +326,8 @@ func (r Record) checkNative() error {
 	return nil
 }
 
-// clear has the caller's libraries let go and finds that nobody has what is
-// to lose its driver.
+// clear makes the caller's libraries close the functions that are to lose their driver,
+// and checks that nobody uses them.
 func (b *Binder) clear(ctx context.Context, lose []pci.Address) (resume func(), err error) {
 	if len(lose) == 0 {
 		return func() {}, nil
@@ -355,16 +354,16 @@ func (b *Binder) clear(ctx context.Context, lose []pci.Address) (resume func(), 
 	return resume, nil
 }
 
-// note remembers a function that the kernel has not let go of.
+// note records a function for which the kernel has not returned.
 func (b *Binder) note(a pci.Address, err error) {
 	if errors.Is(err, sysfs.ErrStuck) {
 		b.stuck[a] = true
 	}
 }
 
-// settled makes sure that no write that hung is still to have its effect: the
-// kernel takes one for a device after the other, so one that changes nothing
-// is enough.
+// settled makes sure that a write that hung cannot take effect any more. The kernel
+// processes writes for a device one after the other, so a write that changes nothing is
+// enough.
 func (b *Binder) settled(ctx context.Context, a pci.Address) error {
 	if !b.stuck[a] {
 		return nil
@@ -383,9 +382,9 @@ func (b *Binder) settled(ctx context.Context, a pci.Address) error {
 	return nil
 }
 
-// undo puts functions back to where they were before a take and forgets them,
-// or remembers what they were taken for before. What fails stays in the
-// journal as it is. A function that the kernel has locked is not tried.
+// undo returns functions to where they were before a take, and removes their records or
+// restores the former ones. If that fails for a function, its record stays in the
+// journal. A function that the kernel has locked is not tried.
 func (b *Binder) undo(ctx context.Context, records []Record) error {
 	ctx = context.WithoutCancel(ctx)
 	var errs []error
@@ -421,7 +420,7 @@ func place(driver, _ string) string {
 	return driver
 }
 
-// target is where a function goes back to.
+// target returns the driver and the override to which a function is returned.
 func (r Record) target() (driver, override string) {
 	if r.Phase == Taking && r.Before != "" {
 		return r.Before, r.Before
@@ -429,10 +428,11 @@ func (r Record) target() (driver, override string) {
 	return r.Native, r.Override
 }
 
-// take brings a function to a driver. It may be anywhere.
+// take binds a function to a driver, from any state.
 func (b *Binder) take(ctx context.Context, r Record, now state) error {
 	a, to := r.Function, r.Driver
-	// The override comes first: nothing else can take what has no driver.
+	// Set the override first: then no other driver can bind the function when it has
+	// none.
 	if now.override != to {
 		if err := b.override(ctx, a, to); err != nil {
 			return err
@@ -452,7 +452,7 @@ func (b *Binder) take(ctx context.Context, r Record, now state) error {
 	return b.bind(ctx, a, to)
 }
 
-// back brings a function to where its record says, from anywhere on the way.
+// back returns a function to its record's driver, from any intermediate state.
 func (b *Binder) back(ctx context.Context, r Record) error {
 	a := r.Function
 	driver, override := r.target()
@@ -487,9 +487,9 @@ func (b *Binder) back(ctx context.Context, r Record) error {
 	return b.bind(ctx, a, driver)
 }
 
-// Return puts functions back to where they were before they were taken. What
-// was not taken is left alone, so it can be called again. What cannot be
-// returned stays in the journal, and Recover tries again.
+// Return returns functions to where they were before they were taken. It ignores
+// functions that were not taken, so it may be repeated. If a function cannot be returned,
+// its record stays in the journal, and Recover tries again.
 func (b *Binder) Return(ctx context.Context, functions []pci.Address) error {
 	end, err := b.begin(ctx)
 	if err != nil {
@@ -508,7 +508,7 @@ func (b *Binder) Return(ctx context.Context, functions []pci.Address) error {
 			return fmt.Errorf("return %s: %w", a, err)
 		}
 		for _, other := range b.journal.Records() {
-			// Half a card with a guest and half with the host has two owners.
+			// A card must not be partly a VM's and partly the host's.
 			if other.Function.Slot() == a.Slot() && !slices.Contains(functions, other.Function) && !b.isVF(other.Function) && !b.isVF(a) {
 				return fmt.Errorf("%w: %s belongs to the card of %s too; name all of its functions", ErrPartial, other.Function, a)
 			}
@@ -522,7 +522,7 @@ func (b *Binder) Return(ctx context.Context, functions []pci.Address) error {
 			return err
 		case r.Phase == Taking:
 			return unfinished(r)
-		case now.driver == r.Driver: // also if it stays there
+		case now.driver == r.Driver: // even if it was not rebound
 			lose = append(lose, a)
 		}
 		r.Phase = Returning
@@ -579,8 +579,8 @@ func (b *Binder) loaded(driver string) bool {
 	return err == nil
 }
 
-// dead says that nothing answers. The ids of a virtual function read as ones
-// too, the rest does not.
+// dead reports whether a device does not answer. The ids of a virtual function also read
+// as all ones, but the rest of its header does not.
 func (b *Binder) dead(a pci.Address) (bool, error) {
 	data, err := b.root.ReadFile(devicePath(a, "config"))
 	if err != nil {
@@ -598,8 +598,8 @@ func (b *Binder) hasSlot(a pci.Address) bool {
 	return false
 }
 
-// write does not begin when ctx has ended, and is not cut short by it: what
-// the kernel has begun is better waited for.
+// write writes to a file unless ctx has ended. It does not return early when ctx ends: it
+// is better to wait for what the kernel has begun.
 func (b *Binder) write(ctx context.Context, name, data string) error {
 	if err := ctx.Err(); err != nil {
 		return err
@@ -609,7 +609,7 @@ func (b *Binder) write(ctx context.Context, name, data string) error {
 	return b.root.Write(ctx, name, data)
 }
 
-// shows waits until a function is as a write was to make it.
+// shows waits until a function has the state that a write should cause.
 func (b *Binder) shows(ctx context.Context, a pci.Address, ok func(state) bool) (state, error) {
 	ctx, cancel := context.WithTimeout(ctx, b.settle)
 	defer cancel()
@@ -627,7 +627,7 @@ func (b *Binder) shows(ctx context.Context, a pci.Address, ok func(state) bool) 
 }
 
 func (b *Binder) override(ctx context.Context, a pci.Address, to string) error {
-	// An empty write would not reach the kernel: a line's end clears it.
+	// An empty write would not reach the kernel: a newline clears the override.
 	if err := b.write(ctx, devicePath(a, "driver_override"), to+"\n"); err != nil {
 		return err
 	}
@@ -643,7 +643,7 @@ func (b *Binder) unbind(ctx context.Context, a pci.Address, from string) error {
 	if errors.Is(werr, sysfs.ErrStuck) {
 		return fmt.Errorf("%w; something keeps the device: see what the kernel logs of %s", werr, a)
 	}
-	if werr != nil && !gone(werr) { // gone: it has left that driver by itself
+	if werr != nil && !gone(werr) { // ENODEV: it has lost that driver by itself
 		return werr
 	}
 	now, err := b.shows(ctx, a, func(s state) bool { return s.driver != from })
@@ -656,8 +656,8 @@ func (b *Binder) unbind(ctx context.Context, a pci.Address, from string) error {
 	return nil
 }
 
-// bind has one driver try, and no other: what it answers is known then, where
-// drivers_probe keeps it to itself.
+// bind binds a function to one driver. Unlike drivers_probe, it returns the driver's
+// error.
 func (b *Binder) bind(ctx context.Context, a pci.Address, to string) error {
 	werr := b.write(ctx, path.Join(driversDir, to, "bind"), a.String())
 	if errors.Is(werr, sysfs.ErrStuck) {
@@ -680,9 +680,9 @@ func (b *Binder) bind(ctx context.Context, a pci.Address, to string) error {
 	return nil
 }
 
-// unlist takes a function that goes to another driver from pciback's list: it
-// stays there once an override brought it, and pciback would take it again by
-// the next probe.
+// unlist removes a function from pciback's list of slots when it is taken for another
+// driver. It stays in the list after it was bound by an override, and pciback would bind
+// it again at the next probe.
 func (b *Binder) unlist(ctx context.Context, r Record, to string) error {
 	if r.Slot || to == pciback || !b.hasSlot(r.Function) {
 		return nil

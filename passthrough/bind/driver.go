@@ -13,21 +13,21 @@ import (
 	"github.com/gpuctl/gpuctl/passthrough/sysfs"
 )
 
-// Names of drivers for Take. Any other that hands out devices may be named as
-// well, as mlx5_vfio_pci.
+// Names of drivers for Take. Any other driver for VMs may be named as well, such as
+// mlx5_vfio_pci.
 const (
-	// XenPciback is Xen's; its name below sys/bus/pci/drivers is pciback.
+	// XenPciback is Xen's driver. Its name in sys/bus/pci/drivers is pciback.
 	XenPciback = "xen-pciback"
-	// VFIOPCI is the kernel's for user space.
+	// VFIOPCI is the kernel's driver for user space.
 	VFIOPCI = "vfio-pci"
-	// Auto is xen-pciback in a Xen dom0, and elsewhere the variant of vfio-pci
+	// Auto means xen-pciback in a Xen dom0. Elsewhere it means the variant of vfio-pci
 	// that the kernel's modules.alias names for the device, or vfio-pci.
 	Auto = "auto"
 )
 
 const pciback = "pciback"
 
-// kernelName is a driver as sysfs knows it, module as modprobe does.
+// kernelName returns a driver's name in sysfs. module returns its name for modprobe.
 func kernelName(driver string) string {
 	switch driver {
 	case XenPciback, "xen_pciback":
@@ -45,14 +45,14 @@ func module(driver string) string {
 	return driver
 }
 
-// handsOut says that a driver is known to be there for guests.
+// handsOut reports whether a driver is a known driver for VMs.
 func handsOut(driver string) bool { return driver == pciback || isVFIO(driver) }
 
 func isVFIO(driver string) bool {
 	return driver == VFIOPCI || strings.Contains(driver, "vfio_pci") || strings.Contains(driver, "vfio-pci")
 }
 
-// choose finds the driver for a function.
+// choose returns the driver for a function.
 func (b *Binder) choose(driver string, a pci.Address) (string, error) {
 	if driver != Auto {
 		return kernelName(driver), nil
@@ -72,9 +72,9 @@ func dom0(root sysfs.Root) bool {
 	return err == nil && bytes.Contains(data, []byte("control_d"))
 }
 
-// variant looks the device up among the aliases that begin with vfio_pci:,
-// which are those of modules that know more of a device than vfio-pci does.
-// The one with the fewest wildcards is the best.
+// variant searches the device in the aliases that begin with vfio_pci:. They belong to
+// modules with special support for a device, in addition to that of vfio-pci. The alias
+// with the fewest wildcards wins.
 func variant(root sysfs.Root, a pci.Address) (string, error) {
 	alias, err := root.ReadFile(devicePath(a, "modalias"))
 	if err != nil {
@@ -109,6 +109,6 @@ func variant(root sysfs.Root, a pci.Address) (string, error) {
 			best, wildcards = fields[2], n
 		}
 	}
-	// The row of vfio-pci itself matches everything.
+	// The alias of vfio-pci itself matches all devices.
 	return kernelName(best), lines.Err()
 }

@@ -26,7 +26,7 @@ const (
 	maxJournal     = 4 << 20 // bytes
 	maxRecords     = 1 << 14
 	maxName        = 64   // of a driver
-	maxOverride    = 4094 // as the kernel
+	maxOverride    = 4094 // the kernel's limit
 )
 
 // Errors of journals.
@@ -35,47 +35,47 @@ var (
 	ErrJournalBusy = errors.New("another process has the journal")
 )
 
-// Phase is how far a function is.
+// Phase is the state of a function.
 type Phase string
 
 // Phases of a record.
 const (
-	Taking    Phase = "taking"    // on its way to a driver, to be undone
-	Held      Phase = "held"      // there
-	Returning Phase = "returning" // on its way back, to be finished
+	Taking    Phase = "taking"    // being bound to a driver; to be undone
+	Held      Phase = "held"      // bound to it
+	Returning Phase = "returning" // being returned; to be finished
 )
 
-// Record is what a journal knows of a function. It exists from before the
-// first change until the function is back.
+// Record is a function's entry in the journal. It exists from before the first change
+// until the function was returned.
 type Record struct {
 	Function pci.Address `json:"function"`
 	Vendor   uint16      `json:"vendor"`
 	Device   uint16      `json:"device"`
-	Native   string      `json:"native,omitempty"`   // the driver it had, empty: none
-	Override string      `json:"override,omitempty"` // and the override
-	Slot     bool        `json:"slot,omitempty"`     // pciback's list named it
+	Native   string      `json:"native,omitempty"`   // former driver; empty: none
+	Override string      `json:"override,omitempty"` // former override
+	Slot     bool        `json:"slot,omitempty"`     // it was in pciback's list of slots
 	Phase    Phase       `json:"phase"`
-	Driver   string      `json:"driver"`           // the one it is taken for
-	Before   string      `json:"before,omitempty"` // when taking: the one it was taken for before
-	Boot     string      `json:"boot"`             // of the kernel that was changed
+	Driver   string      `json:"driver"`           // driver for which it is taken
+	Before   string      `json:"before,omitempty"` // when taking: the driver for which it was taken before
+	Boot     string      `json:"boot"`             // boot id of the kernel that was changed
 }
 
-// Journal is the records of a host, in one file that is replaced as a whole.
-// One process at a time has it.
+// Journal has the records of a host, in one file that is replaced as a whole. Only one
+// process can have it open.
 type Journal struct {
 	dir  string
 	lock *os.File
-	step func(what string) error // of tests, which may not sync either
+	step func(what string) error // for tests, which must not sync
 	sync func(*os.File) error
 
 	mu      sync.Mutex
 	records map[pci.Address]Record
 }
 
-// OpenJournal opens the journal in a folder, which it makes if need be. It
-// returns ErrJournalBusy while another process has it, which one that was
-// killed has until the kernel returns from the last of its writes, and ErrJournal if the
-// file is not one that this version wrote; nothing is thrown away then.
+// OpenJournal opens the journal in a folder, which it makes if it does not exist. It
+// returns ErrJournalBusy while another process has it open. A process that was killed has
+// it open until the kernel returns from its last write. It returns ErrJournal if the file
+// was not written by this version; then nothing is deleted.
 func OpenJournal(dir string) (*Journal, error) {
 	if err := os.MkdirAll(dir, 0o700); err != nil {
 		return nil, fmt.Errorf("make the journal's folder: %w", err)
@@ -99,17 +99,17 @@ func OpenJournal(dir string) (*Journal, error) {
 	return j, nil
 }
 
-// Close lets another process have the journal.
+// Close unlocks the journal.
 func (j *Journal) Close() error { return j.lock.Close() }
 
-// Records are all records, by function.
+// Records returns all records, sorted by function.
 func (j *Journal) Records() []Record {
 	j.mu.Lock()
 	defer j.mu.Unlock()
 	return sorted(j.records)
 }
 
-// Record is that of a function.
+// Record returns the record of a function.
 func (j *Journal) Record(a pci.Address) (Record, bool) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
@@ -121,8 +121,8 @@ func sorted(records map[pci.Address]Record) []Record {
 	return slices.SortedFunc(maps.Values(records), func(a, b Record) int { return a.Function.Compare(b.Function) })
 }
 
-// update replaces records and removes others, all at once: when it returns
-// nil, that is on disk, otherwise all is as before or will be found so.
+// update replaces and removes records, all at once. If it returns nil, the change is on
+// disk. Otherwise nothing has changed, or reading the journal will show the change.
 func (j *Journal) update(put []Record, remove ...pci.Address) error {
 	j.mu.Lock()
 	defer j.mu.Unlock()
@@ -150,7 +150,7 @@ func (j *Journal) write(records []Record) error {
 		return err
 	}
 	if records == nil {
-		records = []Record{} // a list, not null
+		records = []Record{} // an empty list, not null
 	}
 	data, err := json.MarshalIndent(journalFile{journalVersion, records}, "", " ")
 	if err != nil {
@@ -195,8 +195,7 @@ func readJournal(path string) (map[pci.Address]Record, error) {
 	return records, nil
 }
 
-// parseJournal checks all that becomes part of a path or is written to the
-// kernel.
+// parseJournal checks everything that is used in a path or written to the kernel.
 func parseJournal(data []byte) (map[pci.Address]Record, error) {
 	if len(data) > maxJournal {
 		return nil, fmt.Errorf("%w: more than %d bytes", ErrJournal, maxJournal)
@@ -249,7 +248,7 @@ func (r Record) check() error {
 	return nil
 }
 
-// validName says that a name can be a folder of sys/bus/pci/drivers.
+// validName reports whether a name can be that of a folder in sys/bus/pci/drivers.
 func validName(s string) bool {
 	if s == "" || len(s) > maxName || s == "." || s == ".." {
 		return false

@@ -8,32 +8,32 @@ import (
 	"github.com/gpuctl/gpuctl/passthrough/pci"
 )
 
-// Outcome is what Recover made of a record.
+// Outcome is what Recover did with a record.
 type Outcome string
 
 // Outcomes of Recover.
 const (
-	Kept     Outcome = "kept"     // with the driver it was taken for
-	Undone   Outcome = "undone"   // a take that was half-way, or whose driver has let go: back where it was
-	Finished Outcome = "finished" // a return that was half-way
-	Rebooted Outcome = "rebooted" // the kernel has chosen a driver anew, which stays
-	Replaced Outcome = "replaced" // another device is in its place
+	Kept     Outcome = "kept"     // bound to the driver for which it was taken
+	Undone   Outcome = "undone"   // an interrupted take was undone, or a function that has lost its driver was returned
+	Finished Outcome = "finished" // an interrupted return was finished
+	Rebooted Outcome = "rebooted" // after a reboot, the kernel has chosen a driver, which stays
+	Replaced Outcome = "replaced" // another device is at its address
 	Missing  Outcome = "missing"  // not on the bus; the record is kept until the next boot
 	Failed   Outcome = "failed"   // see Err; the record is kept
 )
 
-// Recovered is what became of one function.
+// Recovered is the outcome for one function.
 type Recovered struct {
 	Function pci.Address
 	Outcome  Outcome
-	Driver   string // that it has now
+	Driver   string // present driver
 	Err      error
 }
 
-// Recover compares the journal with the machine and finishes or undoes what
-// was left half-way: by a process that was killed, a kernel that did not
-// return, a driver that refused. Call it at the start, and again while records
-// fail. The error is that of the failed ones; the others are done.
+// Recover compares the journal with the real state, and finishes or undoes what was
+// interrupted: by a killed process, a kernel that did not return, or a driver that
+// refused. Call it at the start, and again while records fail. The error is that of the
+// failed records; the others are done.
 func (b *Binder) Recover(ctx context.Context) ([]Recovered, error) {
 	end, err := b.begin(ctx)
 	if err != nil {
@@ -75,7 +75,8 @@ func (b *Binder) recover(ctx context.Context, r Record) (Outcome, error) {
 	if boot := b.boot(); r.Boot != boot {
 		switch {
 		case r.Phase == Held && now.driver == r.Driver:
-			// As at the last start; so are native driver and override.
+			// After this boot, as after the last one. So are the native driver and the
+			// override.
 			r.Boot = boot
 			return Kept, b.journal.update([]Record{r})
 		case now.driver != "" && now.driver != r.Driver:
@@ -102,7 +103,8 @@ func (b *Binder) recover(ctx context.Context, r Record) (Outcome, error) {
 	case Returning:
 		outcome = Finished
 	case Taking:
-		// What it was taken for before counts only if its card is still there.
+		// The driver for which it was taken before counts only if the card is still taken
+		// for it.
 		if !r.alive(now) && b.sibling(r) == "" {
 			r.Before = ""
 		}
@@ -122,8 +124,9 @@ func (b *Binder) recover(ctx context.Context, r Record) (Outcome, error) {
 	return outcome, b.finish(ctx, []Record{r})
 }
 
-// alive says that a function is with a driver it was taken for, or on its way
-// between two of them. A device that was pulled and put back is not.
+// alive reports whether a function is bound to a driver for which it was taken, or is
+// being moved between two of them. A device that was unplugged and plugged in again is
+// not.
 func (r Record) alive(now state) bool {
 	switch r.Phase {
 	case Held:
@@ -139,7 +142,7 @@ func (r Record) alive(now state) bool {
 	}
 }
 
-// sibling is a function of the same card that is alive, empty: none is.
+// sibling returns another function of the same card that is alive; empty: there is none.
 func (b *Binder) sibling(r Record) string {
 	if b.isVF(r.Function) {
 		return ""

@@ -16,14 +16,14 @@ import (
 )
 
 const (
-	maxFolders   = 4096 // looked at below one function
-	maxBehind    = 8    // block devices behind block devices
+	maxFolders   = 4096 // most folders that are searched below one function
+	maxBehind    = 8    // most levels of block devices on block devices
 	shownUsers   = 8
 	maxComm      = 64
 	maxMountRows = 1 << 16
 )
 
-// Kind is what kind of user has a function.
+// Kind is the kind of a user.
 type Kind string
 
 // Kinds of users.
@@ -38,16 +38,16 @@ const (
 	UserGuest    Kind = "guest"
 )
 
-// User is somebody who has a function.
+// User is a process, VM or other user of a function.
 type User struct {
 	Function pci.Address
 	Kind     Kind
-	Name     string // of the process, guest, mount point, …
+	Name     string // name of the process, VM, mount point, …
 	PID      int    // of a process
-	What     string // the file it has open, what to do
+	What     string // the open file, or what to do
 }
 
-// String is the user as part of a sentence.
+// String returns the user as a part of a sentence.
 func (u User) String() string {
 	switch u.Kind {
 	case UserProcess:
@@ -67,10 +67,10 @@ func (u User) String() string {
 	}
 }
 
-// InUseError is ErrInUse with who uses the functions.
+// InUseError is ErrInUse with the users of the functions.
 type InUseError struct{ Users []User }
 
-// Error names the first users.
+// Error returns a text that names the first users.
 func (e *InUseError) Error() string {
 	var parts []string
 	for i, u := range e.Users {
@@ -83,18 +83,18 @@ func (e *InUseError) Error() string {
 	return ErrInUse.Error() + ": " + strings.Join(parts, "; ")
 }
 
-// Is makes it ErrInUse.
+// Is reports whether target is ErrInUse.
 func (e *InUseError) Is(target error) bool { return target == ErrInUse }
 
-// Users finds who has functions: processes with one of their files open, the
-// host's console, mounts and swap on disks behind them, virtual functions and
-// vGPUs of them, guests. It looks no longer than the Binder's patience; what
-// it could not look at is an error.
+// Users finds the users of functions: processes that have one of their files open, the
+// host's console, mounts and swap on disks behind them, their virtual functions and
+// vGPUs, and VMs. It takes no longer than the Binder's patience. If something could not
+// be checked, it returns an error.
 func (b *Binder) Users(ctx context.Context, functions []pci.Address) ([]User, error) {
 	ctx, cancel := context.WithTimeout(ctx, b.patience)
 	defer cancel()
 	var users []User
-	files := map[string][]pci.Address{} // below dev
+	files := map[string][]pci.Address{} // files below /dev
 	for _, a := range functions {
 		now, err := b.read(a)
 		if err != nil {
@@ -139,7 +139,7 @@ func (b *Binder) others(ctx context.Context, functions []pci.Address) ([]User, e
 	return users, nil
 }
 
-// nodes are the files below dev by which processes have a function.
+// nodes returns the files below /dev through which processes use a function.
 func (b *Binder) nodes(a pci.Address, now state) ([]string, error) {
 	var out []string
 	left := maxFolders
@@ -163,13 +163,13 @@ func (b *Binder) nodes(a pci.Address, now state) ([]string, error) {
 	case now.driver == "nvidia":
 		out = append(out, b.nvidiaNode(a))
 	case now.driver == "amdgpu":
-		out = append(out, "kfd") // one for all: its users have every GPU open
+		out = append(out, "kfd") // one file for all GPUs: its users have each GPU open
 	}
 	return out, nil
 }
 
-// nvidiaNode is the file that NVIDIA's driver has for a GPU; if it does not
-// say which, any of them.
+// nvidiaNode returns the device file of NVIDIA's driver for a GPU. If the driver does not
+// report which one, it returns a pattern for all of them.
 func (b *Binder) nvidiaNode(a pci.Address) string {
 	data, err := b.root.ReadFile(path.Join("proc/driver/nvidia/gpus", a.String(), "information"))
 	if err != nil {
@@ -185,7 +185,7 @@ func (b *Binder) nvidiaNode(a pci.Address) string {
 	return "nvidia*"
 }
 
-// devNames are the DEVNAMEs in a folder and the folders below.
+// devNames returns the DEVNAMEs in a folder and the folders below it.
 func (b *Binder) devNames(dir string, depth int, left *int) ([]string, error) {
 	entries, err := b.list(dir)
 	if err != nil {
@@ -220,7 +220,7 @@ func (b *Binder) devNames(dir string, depth int, left *int) ([]string, error) {
 	return out, nil
 }
 
-// instances are what a function is divided into.
+// instances returns the virtual functions and mediated devices of a function.
 func (b *Binder) instances(a pci.Address) []User {
 	var out []User
 	add := func(kind Kind, format string, args ...any) {
@@ -244,8 +244,8 @@ func (b *Binder) instances(a pci.Address) []User {
 	return out
 }
 
-// console says that the host shows its console on a function. What is with a
-// driver for guests is not the host's.
+// console reports whether the host's console is on a function. A function that is bound
+// to a driver for VMs is not used by the host.
 func (b *Binder) console(a pci.Address, now state) []User {
 	if handsOut(now.driver) {
 		return nil
@@ -278,8 +278,8 @@ func (b *Binder) network(a pci.Address) []User {
 	return out
 }
 
-// disks finds what is mounted from, or swapped to, disks behind the functions,
-// as on the USB controller of a card.
+// disks finds mounts and swap on disks behind the functions, for example on a card's USB
+// controller.
 func (b *Binder) disks(_ context.Context, functions []pci.Address) ([]User, error) {
 	var out []User
 	behind := func(link string, kind Kind, name string) {
@@ -316,8 +316,8 @@ func (b *Binder) rows(name string) [][]string {
 	return out
 }
 
-// behind says that a block device is below a function, or made of some that
-// are, as a RAID or a logical volume.
+// behind reports whether a block device is below a function, or consists of block devices
+// that are, as a RAID or a logical volume does.
 func (b *Binder) behind(link string, a pci.Address, depth int) bool {
 	if !fs.ValidPath(link) || depth == 0 {
 		return false
@@ -335,8 +335,8 @@ func (b *Binder) behind(link string, a pci.Address, depth int) bool {
 	})
 }
 
-// processes looks at the open files of every process, if there are any files
-// to look for. A process that ends meanwhile has nothing open.
+// processes checks the open files of all processes, if there are any files to look for. A
+// process that ends meanwhile has nothing open.
 func (b *Binder) processes(ctx context.Context, functions []pci.Address, files map[string][]pci.Address) ([]User, error) {
 	entries, err := b.list("proc")
 	if err != nil {
@@ -378,7 +378,7 @@ func (b *Binder) processes(ctx context.Context, functions []pci.Address, files m
 	return out, nil
 }
 
-// owners are the functions that an open file belongs to.
+// owners returns the functions to which an open file belongs.
 func owners(target string, functions []pci.Address, files map[string][]pci.Address) []pci.Address {
 	if name, ok := strings.CutPrefix(target, "/dev/"); ok {
 		out := files[name]
@@ -389,7 +389,7 @@ func owners(target string, functions []pci.Address, files map[string][]pci.Addre
 		}
 		return out
 	}
-	// A BAR, mapped through sysfs.
+	// A BAR that is mapped through sysfs.
 	if dir, file := path.Split(target); strings.HasPrefix(file, "resource") && strings.HasPrefix(dir, "/sys/") {
 		for _, a := range functions {
 			if path.Base(dir) == a.String() {
@@ -400,7 +400,7 @@ func owners(target string, functions []pci.Address, files map[string][]pci.Addre
 	return nil
 }
 
-// list is a folder's entries, none if it is not there.
+// list returns a folder's entries; none if the folder does not exist.
 func (b *Binder) list(dir string) ([]fs.DirEntry, error) {
 	entries, err := b.root.ReadDir(dir)
 	if gone(err) {
@@ -409,7 +409,7 @@ func (b *Binder) list(dir string) ([]fs.DirEntry, error) {
 	return entries, err
 }
 
-// text is what a small file says, empty if it cannot be read.
+// text returns the content of a small file; empty if it cannot be read.
 func (b *Binder) text(name string) string {
 	data, err := b.root.ReadFile(name)
 	if err != nil {
@@ -422,7 +422,7 @@ func gone(err error) bool {
 	return errors.Is(err, fs.ErrNotExist) || errors.Is(err, syscall.ESRCH) || errors.Is(err, syscall.ENODEV) || errors.Is(err, syscall.ENOTDIR)
 }
 
-// clean is a name that a process or a device gave itself, fit for a terminal.
+// clean returns a name of a process or device without control characters.
 func clean(s string) string {
 	s = strings.Map(func(r rune) rune {
 		if !unicode.IsPrint(r) {

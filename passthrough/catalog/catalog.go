@@ -14,19 +14,18 @@ import (
 	"github.com/gpuctl/gpuctl/passthrough/reset"
 )
 
-// ErrInvalid is wrapped by every error about a file's content.
+// ErrInvalid is wrapped by all errors about a file's content.
 var ErrInvalid = errors.New("invalid catalogue")
 
-// ID names devices as PCI does: VENDOR:DEVICE, or with a subsystem
-// VENDOR:DEVICE:SUBVENDOR:SUBDEVICE.
+// ID is a PCI id: VENDOR:DEVICE, or with a subsystem VENDOR:DEVICE:SUBVENDOR:SUBDEVICE.
 type ID struct {
 	Vendor, Device       uint16
 	SubVendor, SubDevice uint16
-	Subsystem            bool // the last two count
+	Subsystem            bool // SubVendor and SubDevice are set
 }
 
-// ParseID reads an id of two or four groups of four hexadecimal digits in lower
-// case.
+// ParseID parses an id of two or four groups of four hexadecimal digits in lower case.
+// Errors wrap ErrInvalid.
 func ParseID(s string) (ID, error) {
 	parts := strings.Split(s, ":")
 	if len(parts) != 2 && len(parts) != 4 {
@@ -43,7 +42,7 @@ func ParseID(s string) (ID, error) {
 	return ID{n[0], n[1], n[2], n[3], len(parts) == 4}, nil
 }
 
-// String is the id as files have it.
+// String returns the id in the form of the files.
 func (id ID) String() string {
 	if id.Subsystem {
 		return fmt.Sprintf("%04x:%04x:%04x:%04x", id.Vendor, id.Device, id.SubVendor, id.SubDevice)
@@ -51,46 +50,45 @@ func (id ID) String() string {
 	return fmt.Sprintf("%04x:%04x", id.Vendor, id.Device)
 }
 
-// Verdict says what a way of resetting does that does not work.
+// Verdict is what happens with a reset method that does not work.
 type Verdict string
 
 // Verdicts.
 const (
-	Hangs    Verdict = "hangs"     // the device, its bus or the host may not come back
-	NoEffect Verdict = "no-effect" // success is returned and nothing has changed
+	Hangs    Verdict = "hangs"     // the device, its bus or the host may hang
+	NoEffect Verdict = "no-effect" // it reports success, but changes nothing
 )
 
-// BadReset is a way of resetting that does not work with a model.
+// BadReset is a reset method that does not work with a model.
 type BadReset struct {
 	Method  reset.Method
 	Verdict Verdict
 	Reason  string
 }
 
-// VGPUType is a kind of virtual GPU that a model can be cut into by the maker's
-// software.
+// VGPUType is a type of virtual GPU that the vendor's software can create on a model.
 type VGPUType struct {
 	Name   string
 	Memory uint64 // framebuffer, bytes
-	Max    uint32 // on a GPU, when all have one size
-	Mixed  uint32 // on a GPU, when sizes differ; 0: not known, or not allowed
-	MIG    string // profile of the slice that it needs; empty: shares the GPU by time
+	Max    uint32 // on a GPU, if all have the same size
+	Mixed  uint32 // on a GPU, if sizes differ; 0: unknown, or not permitted
+	MIG    string // profile of the MIG slice that it needs; empty: it is time-sliced
 }
 
-// Entry is what is known of a model.
+// Entry is what is known about a model.
 type Entry struct {
 	Model    string
-	Memory   uint64           // nominal, bytes; 0: not known, or different from card to card
+	Memory   uint64           // nominal, bytes; 0: unknown, or different from card to card
 	Rank     uint32           // the higher, the better
-	Limits   *gpuctlv1.Limits // what is zero is not known
+	Limits   *gpuctlv1.Limits // zero fields are unknown
 	VGPU     []VGPUType
 	Resets   []BadReset
-	Emulated bool   // no GPU: a device that stands for one in a lab
-	AnyClass bool   // its devices are GPUs although their class does not say so
-	File     string // that spoke of the model last
+	Emulated bool   // not a GPU: a device that represents one in a lab
+	AnyClass bool   // its devices are GPUs although their class is another one
+	File     string // the last file that has described the model
 }
 
-// Avoid is what reset.Resetter has to leave out, and why.
+// Avoid returns the reset methods that reset.Resetter must not use, and why.
 func (e *Entry) Avoid() []reset.Avoid {
 	var out []reset.Avoid
 	for _, b := range e.Resets {
@@ -99,7 +97,7 @@ func (e *Entry) Avoid() []reset.Avoid {
 	return out
 }
 
-// VGPUType finds a type by name, as "A40-8Q".
+// VGPUType returns a type by its name, such as "A40-8Q".
 func (e *Entry) VGPUType(name string) (VGPUType, bool) {
 	i := slices.IndexFunc(e.VGPU, func(t VGPUType) bool { return t.Name == name })
 	if i < 0 {
@@ -115,15 +113,14 @@ func (e *Entry) clone() Entry {
 	return c
 }
 
-// Catalog is the knowledge of all files. It does not change and may be used by
-// several goroutines.
+// Catalog has the content of all files. It is immutable and safe for concurrent use.
 type Catalog struct {
 	models map[string]*Entry
 	byID   map[ID]string
 }
 
-// Lookup finds the model of a device. For a virtual function it is that of the
-// card without the memory, which depends on how the card is cut.
+// Lookup returns the model of a device. For a virtual function, it returns the card's
+// model without the memory, which depends on the number of slices.
 func (c *Catalog) Lookup(d *pci.Device) (Entry, bool) {
 	id := ID{d.VendorID, d.DeviceID, d.SubVendorID, d.SubDeviceID, true}
 	model, ok := c.byID[id]
@@ -140,8 +137,8 @@ func (c *Catalog) Lookup(d *pci.Device) (Entry, bool) {
 	return e, true
 }
 
-// AnyClass reports whether a device is a GPU whatever its class; nil: no model has
-// such devices.
+// AnyClass returns a function that reports whether a device is a GPU whatever its class;
+// nil: no model has such devices.
 func (c *Catalog) AnyClass() func(*pci.Device) bool {
 	for _, e := range c.models {
 		if e.AnyClass {
@@ -154,8 +151,8 @@ func (c *Catalog) AnyClass() func(*pci.Device) bool {
 	return nil
 }
 
-// AnyClassIDs are the vendor and device ids, "1b36:0010", of the models whose
-// devices are GPUs whatever their class, in order.
+// AnyClassIDs returns the vendor and device ids, such as "1b36:0010", of the models whose
+// devices are GPUs whatever their class, sorted.
 func (c *Catalog) AnyClassIDs() []string {
 	var out []string
 	for id, model := range c.byID {
@@ -167,7 +164,7 @@ func (c *Catalog) AnyClassIDs() []string {
 	return slices.Compact(out)
 }
 
-// Model finds a model by its name.
+// Model returns a model by its name.
 func (c *Catalog) Model(name string) (Entry, bool) {
 	e, ok := c.models[name]
 	if !ok {
@@ -176,7 +173,7 @@ func (c *Catalog) Model(name string) (Entry, bool) {
 	return e.clone(), true
 }
 
-// Models are the names of all models, in order of rank and then of the alphabet.
+// Models returns the names of all models, sorted by rank and then by name.
 func (c *Catalog) Models() []string {
 	names := make([]string, 0, len(c.models))
 	for n := range c.models {
@@ -191,7 +188,7 @@ func (c *Catalog) Models() []string {
 	return names
 }
 
-// IDs are all ids that have a model.
+// IDs returns all ids that have a model.
 func (c *Catalog) IDs() map[ID]string {
 	out := make(map[ID]string, len(c.byID))
 	for id, m := range c.byID {
@@ -200,27 +197,27 @@ func (c *Catalog) IDs() map[ID]string {
 	return out
 }
 
-// Source is where a figure comes from.
+// Source is where a value comes from.
 type Source string
 
-// Sources of the amount of memory, the best first.
+// Sources of the amount of memory, the most reliable first.
 const (
 	FromDriver  Source = "driver"
 	FromCatalog Source = "catalogue"
-	FromBAR     Source = "BAR" // an upper bound: BARs are powers of two
+	FromBAR     Source = "BAR" // an upper bound, because BARs are powers of two
 	Unknown     Source = ""
 )
 
-// aperture is the size of a window onto memory that says nothing of the
-// memory's size: that of GPUs without a resizable BAR.
+// aperture is the size of a BAR that is only a window onto the memory, as on GPUs without
+// a resizable BAR. It does not show the memory's size.
 const aperture = 256 << 20
 
-// registers is the size of a BAR of an emulated device in which no memory is.
+// registers is the size of an emulated device's BAR that contains no memory.
 const registers = 1 << 20
 
-// Memory says how much memory a device has, in bytes, and how that is known.
-// ok is what Lookup returned with the entry. The BAR counts where it holds all
-// memory: of devices with a resizable BAR, and of emulated ones.
+// Memory returns how much memory a device has, in bytes, and the source of that. e and ok
+// are the results of Lookup. The BAR is used if it contains the whole memory: for devices
+// with a resizable BAR, and for emulated ones.
 func Memory(d *pci.Device, e Entry, ok bool) (uint64, Source) {
 	if d.VideoMemory != 0 {
 		return d.VideoMemory, FromDriver

@@ -1,29 +1,28 @@
-// Package catalog knows models of GPUs by their PCI ids: name, memory, place in
-// the order of models, limits, vGPU types, and ways of resetting that do not
-// work with them.
+// Package catalog has GPU models by their PCI ids: name, memory, rank in the order of
+// models, limits, vGPU types, and reset methods that do not work with them.
 //
-// What it knows comes with the program, in data.yaml. Operators extend and
-// correct it with files of the same form:
+// The program contains data.yaml. Operators extend and correct it with files of the same
+// form:
 //
 //	version: 1
 //	models:
-//	  - model: NVIDIA A40        # known: what is said here replaces what was
+//	  - model: NVIDIA A40        # exists: these values replace the present ones
 //	    rank: 2000
 //	  - model: ACME Render 9
 //	    ids: ["1acc:0009", "1acc:000a:1acc:0001"]
 //	    memory: 12GiB
 //	    rank: 900
-//	    limits: {fp64: true}     # as gpuctl.v1.Limits, in JSON's names
+//	    limits: {fp64: true}     # as gpuctl.v1.Limits, with JSON's names
 //	    resets:
 //	      - {method: bus, verdict: hangs, reason: seen on two hosts}
 //
-// Later files win over earlier ones. Ids that a file gives a model are added to
-// those it has, and taken from the model that had them; lists of vGPU types and
-// resets are replaced as a whole, limits one by one. An id with the subsystem's
-// wins over one without.
+// Later files override earlier ones. Ids that a file gives to a model are added to its
+// present ones, and taken from the model that had them. Lists of vGPU types and resets
+// are replaced as a whole, limits one by one. An id with a subsystem takes precedence
+// over one without.
 //
-// Nothing is looked up on the machine: the package reads the files that it is
-// given and compares ids. How much memory a device has that the catalogue has
-// no figure for, or whose id several models share, is for Memory to say, from
-// the driver's word or from the sizes of its BARs.
+// The package does not examine the host: it reads only the files that it is given, and
+// compares ids. If the catalogue has no memory size for a device, or if several models
+// share its id, Memory determines it from the driver's report or from the sizes of the
+// BARs.
 package catalog

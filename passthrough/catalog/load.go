@@ -23,10 +23,10 @@ import (
 	"github.com/gpuctl/gpuctl/passthrough/reset"
 )
 
-// Version is the only version of the files that there is.
+// Version is the only version of the file format.
 const Version = 1
 
-// Largest files and lists that are read.
+// Limits for the files and lists that are read.
 const (
 	maxFile   = 1 << 20
 	maxModels = 10000
@@ -37,7 +37,7 @@ const (
 //go:embed data.yaml
 var builtin string
 
-// builtinName is the embedded file's name in messages.
+// builtinName is the name of the embedded file in messages.
 const builtinName = "built-in catalogue"
 
 // File is a catalogue file.
@@ -56,10 +56,10 @@ func readFile(name string) (File, error) {
 	if err != nil {
 		return File{}, fmt.Errorf("catalogue %s: %w", name, err)
 	}
-	return File{name, data}, nil // a file that is too large, Load refuses
+	return File{name, data}, nil // Load refuses a file that is too large
 }
 
-// Open is Load of the operator's files.
+// Open loads the operator's files.
 func Open(paths ...string) (*Catalog, error) {
 	var files []File
 	for _, p := range paths {
@@ -72,9 +72,9 @@ func Open(paths ...string) (*Catalog, error) {
 	return Load(files...)
 }
 
-// Load makes a catalogue of what comes with the program and of further files,
-// of which the later ones win. Errors name file and line; all of a file's are
-// joined.
+// Load makes a catalogue from the program's own file and further files. Later files
+// override earlier ones. Errors name the file and line; all errors of a file are joined.
+// They wrap ErrInvalid.
 func Load(extra ...File) (*Catalog, error) {
 	l := newLoader()
 	for _, f := range append([]File{{builtinName, []byte(builtin)}}, extra...) {
@@ -85,7 +85,7 @@ func Load(extra ...File) (*Catalog, error) {
 	return &l.Catalog, nil
 }
 
-// fileYAML is a file's form.
+// fileYAML is the form of a file.
 type fileYAML struct {
 	Version  int          `yaml:"version"`
 	Families []familyYAML `yaml:"families"`
@@ -134,7 +134,7 @@ type family struct {
 	emulated bool
 }
 
-// facts are what a rank is made of.
+// facts are the values from which a rank is computed.
 type facts struct{ bandwidth, fp32 float64 }
 
 type loader struct {
@@ -172,7 +172,7 @@ func (l *loader) file(f File) error {
 	return errors.Join(p.errs...)
 }
 
-// plain takes the names of Go types out of a message.
+// plain removes the names of Go types from a message.
 func plain(err error) string {
 	s := err.Error()
 	for _, t := range []string{"fileYAML", "familyYAML", "modelYAML", "vgpuYAML", "resetYAML"} {
@@ -185,23 +185,23 @@ type parser struct {
 	*loader
 	name string
 	data []byte
-	root *yaml.Node // nil: not needed so far
+	root *yaml.Node // parsed when needed
 	errs []error
 }
 
-// bad notes an error at a place: names of fields and indices.
+// bad records an error at a place: names of fields and indexes.
 func (p *parser) bad(at []any, format string, args ...any) {
 	if len(p.errs) < 100 {
 		p.errs = append(p.errs, fmt.Errorf("%w: %s:%d: %s", ErrInvalid, p.name, p.line(at), fmt.Sprintf(format, args...)))
 	}
 }
 
-// line is where a place is, or the last thing on the way to it that is there.
+// line returns the line of a place, or of the last part of it that exists.
 func (p *parser) line(at []any) int {
-	if p.root == nil { // the file once more, for the lines
+	if p.root == nil { // parse the file again, for the lines
 		p.root = &yaml.Node{}
 		if err := yaml.Unmarshal(p.data, p.root); err != nil {
-			return 1 // it was decoded before
+			return 1 // impossible: it was decoded before
 		}
 	}
 	n := p.root
@@ -247,7 +247,8 @@ func (p *parser) all(y *fileYAML) {
 			continue
 		}
 		families[f.Name] = true
-		// A family that a later file describes anew serves the models of that file.
+		// If a later file describes a family again, that applies to the models of that
+		// file.
 		p.families[f.Name] = &family{p.limits(at, f.Limits), p.resets(at, f.Resets), f.Emulated}
 	}
 	models := map[string]bool{}
@@ -337,8 +338,8 @@ func (p *parser) ids(at []any, m *modelYAML, ids map[ID][]any) {
 	}
 }
 
-// rank is what the file says, or ten times the root of bandwidth (GB/s) times
-// arithmetic (TFLOPS): neither alone makes a GPU fast.
+// rank returns the file's value, or ten times the square root of bandwidth (GB/s) times
+// arithmetic performance (TFLOPS), because neither alone makes a GPU fast.
 func (p *parser) rank(at []any, m *modelYAML, e *Entry, known bool) {
 	f := p.facts[m.Model]
 	if f == nil {
@@ -428,7 +429,7 @@ func (p *parser) resets(at []any, list []resetYAML) []BadReset {
 	return out
 }
 
-// limits reads the fields as JSON of gpuctl.v1.Limits has them.
+// limits decodes the fields as JSON of gpuctl.v1.Limits.
 func (p *parser) limits(at []any, m map[string]any) *gpuctlv1.Limits {
 	out := &gpuctlv1.Limits{}
 	at = append(slices.Clone(at), "limits")
@@ -447,7 +448,7 @@ func (p *parser) limits(at []any, m map[string]any) *gpuctlv1.Limits {
 	return out
 }
 
-// merge sets what from has, lists as a whole.
+// merge copies the fields that are set in from. Lists are replaced as a whole.
 func merge(to, from *gpuctlv1.Limits) {
 	src, dst := from.ProtoReflect(), to.ProtoReflect()
 	fields := src.Descriptor().Fields()

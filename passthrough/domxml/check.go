@@ -9,29 +9,27 @@ import (
 	"github.com/gpuctl/gpuctl/passthrough/pci"
 )
 
-// ProblemKind says what kind of problem it is.
+// ProblemKind is the kind of a problem.
 type ProblemKind string
 
 // Problems of a domain that has host devices or is to get some.
 const (
-	// NotHVM: the guest is of a type that Xen gives no device to, or none that
-	// can be taken back.
+	// NotHVM: Xen gives no devices to guests of this type, or none that can be detached.
 	NotHVM ProblemKind = "not-hvm"
-	// NoPassthrough: Xen gives a running domain a device only if it was created
-	// with the flag.
+	// NoPassthrough: Xen gives a device to a running domain only if the domain was
+	// created with the passthrough flag.
 	NoPassthrough ProblemKind = "no-passthrough-flag"
-	// NoACPI: without ACPI the guest does not notice a device that is plugged in.
+	// NoACPI: without ACPI, the guest does not notice a device that is plugged in.
 	NoACPI ProblemKind = "no-acpi"
-	// PopulateOnDemand: Xen gives no device to a domain whose memory is not all
-	// there.
+	// PopulateOnDemand: Xen gives no device to a domain that has not got all its memory.
 	PopulateOnDemand ProblemKind = "populate-on-demand"
-	// MDevOnXen: the libxl driver has PCI and USB host devices only.
+	// MDevOnXen: the libxl driver supports only PCI and USB host devices.
 	MDevOnXen ProblemKind = "mdev-on-xen"
-	// Managed: libvirt would bind the device behind gpuctl's back.
+	// Managed: libvirt would bind the device without gpuctl's knowledge.
 	Managed ProblemKind = "managed"
-	// BadDevice: a host device's address can't be read.
+	// BadDevice: a host device's address cannot be parsed.
 	BadDevice ProblemKind = "bad-device"
-	// Duplicate: a device is there twice.
+	// Duplicate: the domain has a device twice.
 	Duplicate ProblemKind = "duplicate-device"
 	// Elsewhere: a device is also used as something other than a host device.
 	Elsewhere ProblemKind = "device-elsewhere"
@@ -43,29 +41,29 @@ const (
 	MemoryLimit ProblemKind = "memory-limit"
 )
 
-// Problem is a reason why a domain can't have its host devices, or should not
-// as it is.
+// Problem is a reason why a domain cannot have its host devices, or should not have them
+// in this way.
 type Problem struct {
 	Kind ProblemKind
-	// Fatal problems make a start or an attach fail, or break things later.
-	// The others are advice.
+	// Fatal problems make a start or an attach fail, or cause failures later. The others
+	// are advice.
 	Fatal bool
-	// Device is the one that has the problem; nil when it is the domain.
+	// Device is the device with the problem; nil: it is a problem of the domain.
 	Device *Source
-	// Message says what is wrong and what to do.
+	// Message contains what is wrong and what to do.
 	Message string
 }
 
-// Use says what a domain is wanted for.
+// Use is the purpose of a check.
 type Use struct {
-	// HotPlug is set when the running domain is to be given devices.
+	// HotPlug is set if the running domain is to get devices.
 	HotPlug bool
-	// Add are devices that it is to have besides those in its XML.
+	// Add are the devices that the domain is to get, in addition to those in its XML.
 	Add []Source
 }
 
-// Check finds what stands in the way of a domain's host devices: those in its
-// XML and those it is to get. A domain without any has no problems.
+// Check returns the problems with a domain's host devices: those in its XML and those
+// that it is to get. A domain without any has no problems.
 func (d *Document) Check(use Use) []Problem {
 	c := &checker{d: d, use: use, devices: d.hostdevs()}
 	if len(c.devices) == 0 && len(use.Add) == 0 && !use.HotPlug {
@@ -95,7 +93,7 @@ func (c *checker) add(kind ProblemKind, fatal bool, device *Source, format strin
 	c.problems = append(c.problems, Problem{kind, fatal, device, message + fmt.Sprintf(format, args...)})
 }
 
-// sources looks at where the devices come from.
+// sources checks the host's side of the devices.
 func (c *checker) sources() {
 	elsewhere := c.elsewhere()
 	seen := map[Source]bool{}
@@ -175,7 +173,7 @@ func (c *checker) elsewhere() map[pci.Address]string {
 	return found
 }
 
-// xen checks what the libxl driver and Xen ask for.
+// xen checks the requirements of the libxl driver and Xen.
 func (c *checker) xen() {
 	switch kind := c.d.root.child("os", "type").content(); kind {
 	case "hvm":
@@ -204,7 +202,7 @@ func (c *checker) acpi() {
 	}
 }
 
-// qemu checks what qemu and VFIO ask for.
+// qemu checks the requirements of qemu and VFIO.
 func (c *checker) qemu() {
 	machine := c.d.root.child("os", "type").attr("machine")
 	switch {
@@ -219,7 +217,7 @@ func (c *checker) qemu() {
 	c.acpi()
 	memory, ok1 := size(c.d.root.child("memory"))
 	limit, ok2 := size(c.d.root.child("memtune", "hard_limit"))
-	const besides = 1 << 30 // what libvirt lets a domain with VFIO devices lock besides its memory
+	const besides = 1 << 30 // what libvirt permits a domain with VFIO devices to lock, in addition to its memory
 	if ok1 && ok2 && limit < memory+besides {
 		c.add(MemoryLimit, true, nil, "VFIO locks all of the guest's memory, %d MiB, and some more, but <hard_limit> is %d MiB; remove <memtune> or raise the limit to %d MiB",
 			memory>>20, limit>>20, (memory+besides)>>20)
@@ -242,7 +240,7 @@ func (c *checker) ports() {
 		if i, err := strconv.ParseUint(n.attr("index"), 0, 32); err == nil {
 			free[i] = true
 		} else {
-			unplaced++ // libvirt will give it an index
+			unplaced++ // libvirt will assign an index
 		}
 	}
 	for _, n := range devices.children {
@@ -262,7 +260,7 @@ func (c *checker) ports() {
 	}
 }
 
-// size is an amount of memory in bytes: libvirt's units, KiB if there is none.
+// size returns an amount of memory in bytes. Units are libvirt's; without one it is KiB.
 func size(n *node) (uint64, bool) {
 	if n == nil {
 		return 0, false

@@ -1,18 +1,16 @@
-// Package domxml edits the XML of libvirt domains: host devices and the guest
-// channel are found, added, removed and replaced, and whether a domain can have
-// host devices at all is checked, with what to do about it.
+// Package domxml edits the XML of libvirt domains. It finds, adds, removes and replaces
+// host devices and the guest channel, and checks whether a domain can have host devices.
 //
-// An edit changes the bytes it has to and no others. Comments, white space, the
-// order and quotes of attributes, elements that this package or libvirt's
-// schema never heard of: all stays as it was. That is what a hook needs, whose
-// output replaces a domain, and an operator, who compares what he wrote with
-// what he has. So the XML is never built anew from a tree; its tokens are found
-// by offset and pieces are put in or taken out. After each edit it is parsed
-// again, by this package and by libvirt's own XML types; an edit that would not
-// parse is refused, and the document stays as it was.
+// An edit changes only the bytes that it must change. Comments, white space, the order
+// and quotes of attributes, and unknown elements stay as they are. A hook needs that,
+// because its output replaces a domain; and so does an operator who compares the XML with
+// his own. So the XML is never generated from a tree. The package finds tokens by offset,
+// and inserts or removes pieces of text. After each edit, the XML is parsed again, by
+// this package and by libvirt's own XML types. If that fails, the edit is refused, and
+// the document stays as it was.
 //
-// XML comes from files, libvirt and other hosts. It is limited in size and
-// depth, and has no document type.
+// XML comes from files, libvirt and other hosts. Its size and depth are limited, and a
+// document type is not permitted.
 //
-// Talking to libvirt is internal/virt's, finding devices passthrough/pci's.
+// Package internal/virt calls libvirt, and passthrough/pci finds devices.
 package domxml

@@ -15,15 +15,15 @@ import (
 
 // Errors of edits.
 var (
-	// ErrNotFound says that the domain has no such device.
+	// ErrNotFound means that the domain does not have the device.
 	ErrNotFound = errors.New("the domain has no such device")
-	// ErrExists says that the domain has the device already.
+	// ErrExists means that the domain has the device already.
 	ErrExists = errors.New("the domain has this device already")
-	// ErrInvalid says that an edit makes no sense.
+	// ErrInvalid means that a device or channel is invalid.
 	ErrInvalid = errors.New("not a valid device")
 )
 
-// Source is what of the host a device is: a PCI function, or a mediated device.
+// Source is the host's side of a device: a PCI function, or a mediated device.
 type Source struct {
 	PCI pci.Address
 	// MDev is the UUID of a mediated device, in lower case with hyphens. It is
@@ -31,7 +31,7 @@ type Source struct {
 	MDev string
 }
 
-// String is the address or the UUID.
+// String returns the address or the UUID.
 func (s Source) String() string {
 	if s.MDev != "" {
 		return s.MDev
@@ -42,20 +42,20 @@ func (s Source) String() string {
 // HostDevice is a <hostdev mode='subsystem'> of type pci or mdev.
 type HostDevice struct {
 	Source Source
-	// Managed has libvirt bind the device itself. gpuctl does that, so that it
-	// should be false.
+	// Managed makes libvirt bind the device itself. gpuctl does that, so it should be
+	// false.
 	Managed bool
 	// Driver is the name in <driver>, or empty.
 	Driver string
-	// Model is a mediated device's; vfio-pci when empty.
+	// Model is the model of a mediated device; empty: vfio-pci.
 	Model string
-	// Alias is libvirt's name for it, or empty.
+	// Alias is libvirt's alias of the device, or empty.
 	Alias string
-	// Guest is its address in the guest, nil when libvirt chooses one.
+	// Guest is the address in the guest; nil: libvirt chooses one.
 	Guest *pci.Address
 }
 
-// XML is the device as an element.
+// XML returns the device as an XML element.
 func (h HostDevice) XML() []byte {
 	var b strings.Builder
 	kind := "pci"
@@ -93,13 +93,13 @@ func address(a pci.Address) string {
 	return fmt.Sprintf(" domain='0x%04x' bus='0x%02x' slot='0x%02x' function='0x%x'", a.Domain, a.Bus, a.Device, a.Function)
 }
 
-// Channel is a byte stream between host and guest: a PV console of its own on
-// Xen, a port of virtio-serial on qemu.
+// Channel is a byte stream between host and guest: a PV console on Xen, a virtio-serial
+// port on qemu.
 type Channel struct {
-	// Name is what the guest finds it by.
+	// Name is the name by which the guest finds it.
 	Name string
-	// Path is the unix socket on the host. Each domain needs its own: a second
-	// domain would silently take over the first one's.
+	// Path is the Unix socket on the host. Each domain needs its own: otherwise a second
+	// domain would silently take over the socket of the first one.
 	Path string
 }
 
@@ -109,7 +109,7 @@ type Document struct {
 	root *node
 }
 
-// Parse reads the XML of a domain.
+// Parse parses the XML of a domain. Errors wrap ErrSyntax.
 func Parse(text []byte) (*Document, error) {
 	root, err := parseTree(text)
 	if err != nil {
@@ -122,26 +122,26 @@ func Parse(text []byte) (*Document, error) {
 	return &Document{raw: slices.Clone(text), root: root}, nil
 }
 
-// Bytes is the XML as it is now.
+// Bytes returns the XML in its present form.
 func (d *Document) Bytes() []byte { return slices.Clone(d.raw) }
 
-// Name is the domain's name.
+// Name returns the domain's name.
 func (d *Document) Name() string { return d.root.child("name").content() }
 
-// UUID is the domain's, as it is written.
+// UUID returns the domain's UUID as it is written.
 func (d *Document) UUID() string { return d.root.child("uuid").content() }
 
-// Xen says that the domain is the libxl driver's.
+// Xen reports whether the domain is of the libxl driver.
 func (d *Document) Xen() bool { return d.root.attr("type") == "xen" }
 
-// edit is bytes to be replaced.
+// edit is a range of bytes to be replaced.
 type edit struct {
 	span
 	with string
 }
 
-// apply makes edits, which must not overlap, and parses the result; the
-// document changes only if that works.
+// apply makes edits, which must not overlap, and parses the result. The document changes
+// only if that succeeds.
 func (d *Document) apply(edits ...edit) error {
 	slices.SortFunc(edits, func(a, b edit) int { return a.from - b.from })
 	var out []byte
@@ -158,8 +158,7 @@ func (d *Document) apply(edits ...edit) error {
 	return nil
 }
 
-// lead is the line break and indentation before an element, if it begins a
-// line.
+// lead returns the newline and the indentation before an element, if it begins a line.
 func (d *Document) lead(n *node) string {
 	i := n.start
 	for i > 0 && (d.raw[i-1] == ' ' || d.raw[i-1] == '\t') {
@@ -175,9 +174,9 @@ func (d *Document) lead(n *node) string {
 	return string(d.raw[i:n.start])
 }
 
-// insert is the edit that appends an element to a parent, on a line of its own
-// if its siblings have that, after the last one of the same name, if there is
-// one, or else after the last one.
+// insert returns the edit that appends an element to a parent. It is on a line of its own
+// if its siblings are, and after the last element of the same name, if there is one,
+// otherwise after the last one.
 func (d *Document) insert(parent *node, element string) edit {
 	if parent.empty() {
 		return edit{span{parent.open - len("/>"), parent.end}, ">" + element + "</" + parent.name + ">"}
@@ -194,12 +193,12 @@ func (d *Document) insert(parent *node, element string) edit {
 	return edit{span{after.end, after.end}, d.lead(after) + element}
 }
 
-// remove is the edit that takes out an element with the line break before it.
+// remove returns the edit that removes an element with the newline before it.
 func (d *Document) remove(n *node) edit {
 	return edit{span{n.start - len(d.lead(n)), n.end}, ""}
 }
 
-// set is the edit that gives an attribute a value.
+// set returns the edit that sets an attribute.
 func (d *Document) set(n *node, name, to string) edit {
 	tag := d.raw[n.start:n.open]
 	if v, ok := value(tag, name); ok {
@@ -212,14 +211,14 @@ func (d *Document) set(n *node, name, to string) edit {
 	return edit{span{end, end}, " " + name + "='" + escape(to) + "'"}
 }
 
-// hostdev is a host device and its element.
+// hostdev is a host device with its element.
 type hostdev struct {
 	HostDevice
 	node *node
 	err  error
 }
 
-// hostdevs are the host devices that are PCI functions or mediated devices.
+// hostdevs returns the host devices that are PCI functions or mediated devices.
 func (d *Document) hostdevs() []hostdev {
 	var out []hostdev
 	for _, n := range d.root.child("devices").all("hostdev") {
@@ -251,8 +250,8 @@ func (d *Document) hostdevs() []hostdev {
 	return out
 }
 
-// HostDevices are the domain's host devices. One whose address can't be read is
-// left out, and a problem that Check reports.
+// HostDevices returns the domain's host devices. A device whose address cannot be parsed
+// is left out; Check reports it.
 func (d *Document) HostDevices() []HostDevice {
 	var out []HostDevice
 	for _, h := range d.hostdevs() {
@@ -263,7 +262,7 @@ func (d *Document) HostDevices() []HostDevice {
 	return out
 }
 
-// Interfaces are the PCI functions that the domain has as network interfaces.
+// Interfaces returns the PCI functions that the domain has as network interfaces.
 func (d *Document) Interfaces() []pci.Address {
 	var out []pci.Address
 	for _, n := range d.root.child("devices").all("interface") {
@@ -276,7 +275,8 @@ func (d *Document) Interfaces() []pci.Address {
 	return out
 }
 
-// find is the host device with a source.
+// find returns the host device with a source. The error wraps ErrNotFound if there is
+// none.
 func (d *Document) find(s Source) (hostdev, error) {
 	for _, h := range d.hostdevs() {
 		if h.err == nil && h.Source == s {
@@ -286,8 +286,8 @@ func (d *Document) find(s Source) (hostdev, error) {
 	return hostdev{}, fmt.Errorf("domain %s, device %s: %w", d.Name(), s, ErrNotFound)
 }
 
-// parseAddress reads a PCI address, with numbers as libvirt takes them: 0x65,
-// 101 or 0145.
+// parseAddress parses a PCI address, with numbers in the forms that libvirt accepts:
+// 0x65, 101 or 0145.
 func parseAddress(n *node) (pci.Address, error) {
 	var parts [4]uint64
 	for i, p := range []struct {
@@ -308,7 +308,7 @@ func parseAddress(n *node) (pci.Address, error) {
 	return pci.Address{Domain: uint32(parts[0]), Bus: uint8(parts[1]), Device: uint8(parts[2]), Function: uint8(parts[3])}, nil
 }
 
-// parseUUID writes a UUID in the usual way.
+// parseUUID returns a UUID in the canonical form.
 func parseUUID(s string) (string, error) {
 	digits := strings.ToLower(strings.ReplaceAll(s, "-", ""))
 	if len(digits) != 32 || strings.Trim(digits, "0123456789abcdef") != "" {
@@ -317,7 +317,7 @@ func parseUUID(s string) (string, error) {
 	return digits[:8] + "-" + digits[8:12] + "-" + digits[12:16] + "-" + digits[16:20] + "-" + digits[20:], nil
 }
 
-// normal checks a source and writes it in the usual way.
+// normal checks a source and returns it in the canonical form.
 func (s Source) normal() (Source, error) {
 	if s.MDev != "" {
 		u, err := parseUUID(s.MDev)
@@ -335,7 +335,7 @@ func (s Source) normal() (Source, error) {
 	return s, nil
 }
 
-// Add appends a host device.
+// Add appends a host device. Errors wrap ErrExists or ErrInvalid.
 func (d *Document) Add(h HostDevice) error {
 	var err error
 	if h.Source, err = h.Source.normal(); err != nil {
@@ -347,7 +347,8 @@ func (d *Document) Add(h HostDevice) error {
 	return d.apply(d.addDevice(string(h.XML())))
 }
 
-// addDevice is the edit that appends to <devices>, which it makes if need be.
+// addDevice returns the edit that appends to <devices>, and makes that element if it does
+// not exist.
 func (d *Document) addDevice(element string) edit {
 	if devices := d.root.child("devices"); devices != nil {
 		return d.insert(devices, element)
@@ -355,7 +356,7 @@ func (d *Document) addDevice(element string) edit {
 	return d.insert(d.root, "<devices>"+element+"</devices>")
 }
 
-// Remove takes a host device out.
+// Remove removes a host device. The error wraps ErrNotFound if there is none.
 func (d *Document) Remove(s Source) error {
 	h, err := d.find(s)
 	if err != nil {
@@ -364,8 +365,8 @@ func (d *Document) Remove(s Source) error {
 	return d.apply(d.remove(h.node))
 }
 
-// DeviceXML is a host device's element as it stands in the document, to detach
-// it.
+// DeviceXML returns a host device's element as it is in the document, for detaching it.
+// The error wraps ErrNotFound if there is none.
 func (d *Document) DeviceXML(s Source) ([]byte, error) {
 	h, err := d.find(s)
 	if err != nil {
@@ -374,8 +375,8 @@ func (d *Document) DeviceXML(s Source) ([]byte, error) {
 	return slices.Clone(d.raw[h.node.start:h.node.end]), nil
 }
 
-// Replace puts another device of the same kind in a device's place. All that
-// the guest sees stays: address, ROM, boot order, alias.
+// Replace replaces a device by another one of the same kind. Everything that the guest
+// sees stays: address, ROM, boot order, alias.
 func (d *Document) Replace(old, by Source) error {
 	h, err := d.find(old)
 	if err != nil {
@@ -414,7 +415,7 @@ func (d *Document) Replace(old, by Source) error {
 	return d.apply(edits...)
 }
 
-// SetManaged reports whether libvirt binds a device itself.
+// SetManaged sets whether libvirt binds a device itself.
 func (d *Document) SetManaged(s Source, managed bool) error {
 	h, err := d.find(s)
 	if err != nil || h.Managed == managed {
@@ -423,13 +424,13 @@ func (d *Document) SetManaged(s Source, managed bool) error {
 	return d.apply(d.set(h.node, "managed", map[bool]string{true: "yes", false: "no"}[managed]))
 }
 
-// Passthrough reports whether <features><xen><passthrough state='on'/> is there.
+// Passthrough reports whether the domain has <features><xen><passthrough state='on'/>.
 func (d *Document) Passthrough() bool {
 	return d.root.child("features", "xen", "passthrough").attr("state") == "on"
 }
 
-// EnablePassthrough sets the flag without which Xen gives a running domain no
-// device. It works from the next start on.
+// EnablePassthrough sets the flag without which Xen gives no device to a running domain.
+// It takes effect at the next start.
 func (d *Document) EnablePassthrough() error {
 	const flag = "<passthrough state='on'/>"
 	if d.Passthrough() {
@@ -449,7 +450,7 @@ func (d *Document) EnablePassthrough() error {
 	}
 }
 
-// channelType is the target type of the domain's guest channels.
+// channelType returns the target type of the domain's guest channels.
 func (d *Document) channelType() string {
 	if d.Xen() {
 		return "xen"
@@ -457,7 +458,7 @@ func (d *Document) channelType() string {
 	return "virtio"
 }
 
-// Channels are the guest channels on unix sockets that libvirt makes.
+// Channels returns the guest channels on Unix sockets that libvirt makes.
 func (d *Document) Channels() []Channel {
 	var out []Channel
 	for _, n := range d.channels() {
@@ -481,7 +482,7 @@ func (d *Document) AddChannel(c Channel) error {
 	if c.Name == "" || strings.Trim(c.Name, "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-") != "" {
 		return fmt.Errorf("%w: a channel named %.60q", ErrInvalid, c.Name)
 	}
-	// sun_path, with its terminating zero.
+	// longest sun_path with its terminating zero (unix(7)).
 	if !strings.HasPrefix(c.Path, "/") || len(c.Path) > 107 || bytes.IndexByte([]byte(c.Path), 0) >= 0 {
 		return fmt.Errorf("%w: channel %s at %.120q: a socket's path begins with / and has at most 107 bytes", ErrInvalid, c.Name, c.Path)
 	}
@@ -494,7 +495,7 @@ func (d *Document) AddChannel(c Channel) error {
 		escape(c.Path), d.channelType(), escape(c.Name))))
 }
 
-// RemoveChannel takes a guest channel out.
+// RemoveChannel removes a guest channel. The error wraps ErrNotFound if there is none.
 func (d *Document) RemoveChannel(name string) error {
 	for _, n := range d.channels() {
 		if n.child("target").attr("name") == name {

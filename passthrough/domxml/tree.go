@@ -9,21 +9,21 @@ import (
 	"strings"
 )
 
-// ErrSyntax says that something is no domain XML.
+// ErrSyntax means that a text is not valid domain XML.
 var ErrSyntax = errors.New("not the XML of a libvirt domain")
 
 const (
-	maxSize  = 4 << 20 // libvirt's longest string
+	maxSize  = 4 << 20 // longest string of libvirt's protocol
 	maxDepth = 64
 	maxAttrs = 256
-	maxText  = 4096 // of an element that is kept; nothing that is looked at is longer
+	maxText  = 4096 // text of an element that is kept, in bytes; all text that is used is shorter
 )
 
-// node is an element with the place of its bytes: raw[start:open] is the start
-// tag, raw[close:end] the end tag. An empty-element tag has no end tag: open,
-// close and end are the same.
+// node is an element with the positions of its bytes: raw[start:open] is the start tag,
+// raw[close:end] the end tag. An empty-element tag has no end tag: open, close and end
+// are equal.
 type node struct {
-	name                    string // with its prefix, if it has one
+	name                    string // with its prefix, if any
 	attrs                   []xml.Attr
 	text                    string
 	children                []*node
@@ -110,10 +110,10 @@ func full(n xml.Name) string {
 	return n.Space + ":" + n.Local
 }
 
-// empty says that it is an empty-element tag, <name/>.
+// empty reports whether it is an empty-element tag, <name/>.
 func (n *node) empty() bool { return n.open == n.end }
 
-// child is the first child of that name, or nil; a nil node has none.
+// child returns the first child with that name, or nil. A nil node has none.
 func (n *node) child(path ...string) *node {
 	for _, name := range path {
 		if n == nil {
@@ -143,7 +143,7 @@ func (n *node) all(name string) []*node {
 	return out
 }
 
-// attr is an attribute's value, empty when there is none.
+// attr returns the value of an attribute; empty: there is none.
 func (n *node) attr(name string) string {
 	if n != nil {
 		for _, a := range n.attrs {
@@ -162,11 +162,11 @@ func (n *node) content() string {
 	return strings.TrimSpace(n.text)
 }
 
-// span is where bytes are, in the document or in a tag.
+// span is a range of bytes in the document or in a tag.
 type span struct{ from, to int }
 
-// value finds the value of an attribute in a start tag that the decoder has
-// accepted: a name, an equals sign and a quoted value, white space between.
+// value finds the value of an attribute in a start tag that the decoder has accepted: a
+// name, an equals sign and a quoted value, with white space between them.
 func value(tag []byte, name string) (span, bool) {
 	space := func(i int) int {
 		for i < len(tag) && strings.IndexByte(" \t\r\n", tag[i]) >= 0 {
@@ -206,7 +206,7 @@ func value(tag []byte, name string) (span, bool) {
 	}
 }
 
-// escape makes a text fit for an attribute or an element.
+// escape escapes a text for an attribute or an element.
 func escape(s string) string {
 	return strings.NewReplacer("&", "&amp;", "<", "&lt;", ">", "&gt;", "'", "&apos;", `"`, "&quot;", "\n", "&#10;", "\r", "&#13;", "\t", "&#9;").Replace(s)
 }

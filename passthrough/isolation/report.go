@@ -10,13 +10,13 @@ import (
 	"github.com/gpuctl/gpuctl/passthrough/xen"
 )
 
-// Verdict is how a card may be given away. Worse ones are greater.
+// Verdict is whether a card may be given to a VM. A greater value is worse.
 type Verdict uint8
 
 // Verdicts.
 const (
-	Yes  Verdict = iota // of a reason: only a note
-	Care                // it works, and somebody should know what it means
+	Yes  Verdict = iota // for a reason: only a note
+	Care                // possible, if the operator accepts a risk
 	No
 )
 
@@ -24,12 +24,12 @@ func (v Verdict) String() string {
 	return [...]string{"may be given away", "may be given away with care", "may not be given away"}[min(v, No)]
 }
 
-// MarshalText is "yes", "care" or "no", for JSON.
+// MarshalText returns "yes", "care" or "no", for JSON.
 func (v Verdict) MarshalText() ([]byte, error) {
 	return []byte([...]string{"yes", "care", "no"}[min(v, No)]), nil
 }
 
-// Code names a reason for programs.
+// Code is the code of a reason, for programs.
 type Code string
 
 // Reasons.
@@ -54,7 +54,7 @@ const (
 	CodeUnanswered         Code = "unanswered"
 )
 
-// Reason is one thing that speaks against giving a card away, and what to do.
+// Reason is a reason against giving a card to a VM, and what to do.
 type Reason struct {
 	Code    Code    `json:"code"`
 	Verdict Verdict `json:"verdict"`
@@ -65,13 +65,13 @@ type Reason struct {
 // Report is the judgement of a card.
 type Report struct {
 	Card     pci.Address   `json:"card"`
-	Source   string        `json:"source"` // who was asked
+	Source   string        `json:"source"` // source of the facts
 	Verdict  Verdict       `json:"verdict"`
-	Together []pci.Address `json:"together"` // what goes along, functions of the card included
+	Together []pci.Address `json:"together"` // what must be given away together, including functions of the card
 	Reasons  []Reason      `json:"reasons"`  // worst first
 }
 
-// String is the report as an operator reads it.
+// String returns the report as text for operators.
 func (r Report) String() string {
 	var b strings.Builder
 	fmt.Fprintf(&b, "%s %s (asked: %s)\n", r.Card, r.Verdict, r.Source)
@@ -84,7 +84,7 @@ func (r Report) String() string {
 	return b.String()
 }
 
-// Source is who knows the facts that the card itself does not tell.
+// Source provides the facts that are not in the card's own data.
 type Source interface {
 	Facts(ctx context.Context, card *pci.Card) (Facts, error)
 }
@@ -92,15 +92,15 @@ type Source interface {
 // Facts are what a source knows about a card.
 type Facts struct {
 	Source             string // "Xen 4.17.7" or "the kernel's IOMMU groups"
-	Xen                bool   // the hypervisor owns the IOMMU
+	Xen                bool   // the hypervisor controls the IOMMU
 	IOMMU              xen.State
 	InterruptRemapping xen.State
-	Neighbours         map[pci.Address]Neighbour // of devices that share something with the card
+	Neighbours         map[pci.Address]Neighbour // devices that share something with the card
 	Group              []pci.Address             // Xen's device group, without the card's functions
-	Reserved           []xen.Reserved            // regions of which a function of the card is part
-	Refused            []xen.Refused             // functions of the card
-	Faults             map[pci.Address]int       // DMA of functions of the card that was stopped
-	Unanswered         []string                  // what could not be asked, and why
+	Reserved           []xen.Reserved            // reserved regions to which a function of the card belongs
+	Refused            []xen.Refused             // functions of the card that Xen has refused
+	Faults             map[pci.Address]int       // number of DMA faults, by function of the card
+	Unanswered         []string                  // facts that could not be obtained, and why
 }
 
 // Neighbour is a device that shares something with a card.
@@ -109,7 +109,7 @@ type Neighbour struct {
 	Driver string // empty: none
 }
 
-// Examine asks the source and judges the card.
+// Examine gets the facts from the source and judges the card.
 func Examine(ctx context.Context, card *pci.Card, source Source) (Report, error) {
 	facts, err := source.Facts(ctx, card)
 	if err != nil {
@@ -118,7 +118,7 @@ func Examine(ctx context.Context, card *pci.Card, source Source) (Report, error)
 	return Judge(card, facts), nil
 }
 
-// Judge weighs what is known. It looks at nothing else.
+// Judge judges a card. It is a pure function.
 func Judge(card *pci.Card, f Facts) Report {
 	r := Report{Card: card.Address, Source: f.Source}
 	for _, d := range card.Functions {
@@ -151,7 +151,7 @@ type judge struct {
 	r    *Report
 }
 
-// device is about what the card is.
+// device judges the card itself.
 func (j judge) device() {
 	for _, d := range j.card.Functions {
 		if d.Class>>8 == pci.ClassBridge {
@@ -174,7 +174,7 @@ func (j judge) device() {
 			"choose another device: only classes 03 and 12 are managed")
 	}
 	if main.PF != nil {
-		return // virtual functions come and go one by one
+		return // virtual functions can be given away one by one
 	}
 	switch first := j.card.Functions[0].Address; {
 	case first.Function != 0:
@@ -204,7 +204,7 @@ func (j judge) iommu() {
 	}
 }
 
-// sharing is about devices that are not kept apart from the card.
+// sharing judges devices that are not isolated from the card.
 func (j judge) sharing() {
 	own := func(a pci.Address) bool {
 		return slices.ContainsFunc(j.card.Functions, func(d *pci.Device) bool { return d.Address == a })
@@ -221,7 +221,7 @@ func (j judge) sharing() {
 	for _, a := range j.card.Shared {
 		n := j.f.Neighbours[a]
 		if slices.Contains(j.f.Group, a) {
-			continue // said already, and worse
+			continue // a worse reason covers it already
 		}
 		if !j.f.Xen {
 			j.iommuGroup(a, n)
@@ -241,8 +241,8 @@ func (j judge) sharing() {
 	}
 }
 
-// iommuGroup is about another device of the card's IOMMU group. The kernel gives
-// a group away when nobody else drives any of it.
+// iommuGroup judges another device in the card's IOMMU group. The kernel gives a group
+// away only if no other driver uses any device of it.
 func (j judge) iommuGroup(a pci.Address, n Neighbour) {
 	text := fmt.Sprintf("it shares %s with %s", group(j.card.Why), n.name(a))
 	if j.card.Leak != nil {
@@ -266,7 +266,7 @@ func group(why string) string {
 
 func (j judge) together(a pci.Address) { j.r.Together = append(j.r.Together, a) }
 
-// unlessFree is No while the host uses the neighbour.
+// unlessFree returns No while the host uses the neighbour.
 func unlessFree(n Neighbour) Verdict {
 	if n.free() {
 		return Care
@@ -274,14 +274,14 @@ func unlessFree(n Neighbour) Verdict {
 	return No
 }
 
-// free says that the host does not use the neighbour.
+// free reports whether the host does not use the neighbour.
 func (n Neighbour) free() bool { return n.Driver == "" || passthroughDriver(n.Driver) }
 
 func passthroughDriver(name string) bool {
 	return name == "pciback" || name == "pci-stub" || strings.HasPrefix(name, "vfio") || strings.Contains(name, "vfio_pci") || strings.Contains(name, "vfio-pci")
 }
 
-// reserved is about memory that the firmware keeps for devices.
+// reserved judges memory that the firmware reserves for devices.
 func (j judge) reserved() {
 	said := map[pci.Address]bool{}
 	for _, refused := range j.f.Refused {
@@ -316,7 +316,7 @@ func (j judge) reserved() {
 		case !j.f.Xen:
 			j.r.add(CodeReserved, No, fmt.Sprintf("the firmware reserves %s for %s (RMRR), and the kernel does not give such devices away", where, list(mine)),
 				"ask the maker of the host for a firmware that does not, or switch off in it what monitors the card")
-		case len(region.Devices) > 1: // Xen looks no further, even if all are of one card
+		case len(region.Devices) > 1: // Xen refuses that, even if all devices belong to one card
 			with := "each other"
 			if len(others) > 0 {
 				with = list(others)
@@ -331,8 +331,8 @@ func (j judge) reserved() {
 
 const doReserved = "ask the maker of the host for a firmware that does not, or, if the card needs that memory only until the system boots, set rdm_policy=relaxed for the device"
 
-// reset is about getting the card clean again. libvirt refuses a device that it
-// cannot reset.
+// reset judges whether the card can be reset. libvirt refuses a device that it cannot
+// reset.
 func (j judge) reset() {
 	for _, d := range j.card.Functions {
 		own := d.Config.FLR || d.Config.PM && !d.Config.NoSoftReset
@@ -352,7 +352,7 @@ func (j judge) reset() {
 	}
 }
 
-// use is about what the host does with the card.
+// use judges what the host does with the card.
 func (j judge) use() {
 	for _, d := range j.card.Functions {
 		if d.SRIOV != nil && d.SRIOV.NumVFs > 0 {
@@ -380,7 +380,7 @@ func (n Neighbour) name(a pci.Address) string {
 	return fmt.Sprintf("%s (%s, driver %s)", a, class(n.Class), n.Driver)
 }
 
-// class names what is often found beside a card.
+// class returns the name of a class of devices that are often beside a card.
 func class(c uint16) string {
 	switch c {
 	case 0x0100, 0x0104, 0x0107:

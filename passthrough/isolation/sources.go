@@ -15,11 +15,11 @@ import (
 	"github.com/gpuctl/gpuctl/passthrough/xen"
 )
 
-// Kernel is the source of a host whose kernel owns the IOMMU, with the files
-// below Root.
+// Kernel is the source on a host whose kernel controls the IOMMU. It reads files below
+// Root.
 type Kernel struct{ Root fs.FS }
 
-// Xen is the source of a control domain, with the files below Root.
+// Xen is the source in a control domain. It reads files below Root.
 type Xen struct {
 	Root       fs.FS
 	Hypervisor xen.Hypervisor
@@ -29,7 +29,7 @@ var _, _ Source = Kernel{}, Xen{}
 
 const groupsDir = "sys/kernel/iommu_groups"
 
-// Facts reads the card's IOMMU groups.
+// Facts returns the card's IOMMU groups.
 func (k Kernel) Facts(_ context.Context, card *pci.Card) (Facts, error) {
 	f := Facts{Source: "the kernel's IOMMU groups", IOMMU: xen.On, Neighbours: neighbours(k.Root, card.Shared)}
 	groups := map[int][]pci.Address{}
@@ -42,7 +42,7 @@ func (k Kernel) Facts(_ context.Context, card *pci.Card) (Facts, error) {
 	}
 	for _, group := range slices.Sorted(maps.Keys(groups)) {
 		dir := path.Join(groupsDir, strconv.Itoa(group))
-		// A group that is made up so that VFIO works without an IOMMU.
+		// A group without an IOMMU, which the kernel makes for VFIO's no-IOMMU mode.
 		if name, err := fs.ReadFile(k.Root, path.Join(dir, "name")); err == nil && strings.TrimSpace(string(name)) == "vfio-noiommu" {
 			f.IOMMU = xen.Off
 		}
@@ -53,8 +53,8 @@ func (k Kernel) Facts(_ context.Context, card *pci.Card) (Facts, error) {
 	return f, nil
 }
 
-// parseRegions reads lines of start, end and kind. What is "direct" is an RMRR
-// that the devices need all the time.
+// parseRegions parses lines of start, end and kind. The kind "direct" is an RMRR that the
+// devices need permanently.
 func parseRegions(data []byte, devices []pci.Address) []xen.Reserved {
 	var out []xen.Reserved
 	for line := range strings.Lines(string(data)) {
@@ -71,7 +71,7 @@ func parseRegions(data []byte, devices []pci.Address) []xen.Reserved {
 	return out
 }
 
-// Facts asks the hypervisor. What it does not answer is told in the report.
+// Facts asks the hypervisor. The report contains what it does not answer.
 func (x Xen) Facts(ctx context.Context, card *pci.Card) (Facts, error) {
 	f := Facts{Source: "Xen", Xen: true, Faults: map[pci.Address]int{}}
 	if v, err := xen.ReadVersion(x.Root); err == nil {
@@ -89,7 +89,7 @@ func (x Xen) Facts(ctx context.Context, card *pci.Card) (Facts, error) {
 		if err != nil {
 			f.Unanswered = append(f.Unanswered, fmt.Sprintf("Xen did not tell the device group of %s: %v", d.Address, err))
 			if errors.Is(err, xen.ErrUnsupported) {
-				break // it will not tell that of others, either
+				break // it will not answer for the other functions either
 			}
 			continue
 		}
@@ -100,7 +100,7 @@ func (x Xen) Facts(ctx context.Context, card *pci.Card) (Facts, error) {
 		}
 	}
 	f.Neighbours = neighbours(x.Root, append(slices.Clone(card.Shared), f.Group...))
-	// What is above the card goes nowhere.
+	// Bridges above the card are not given to VMs.
 	f.Group = slices.DeleteFunc(f.Group, func(a pci.Address) bool { return f.Neighbours[a].Class == pci.ClassBridge })
 	text, err := x.Hypervisor.Log(ctx)
 	if err != nil {
@@ -129,7 +129,7 @@ func (x Xen) Facts(ctx context.Context, card *pci.Card) (Facts, error) {
 	return f, ctx.Err()
 }
 
-// neighbours reads what devices are and who drives them.
+// neighbours reads the classes and the drivers of devices.
 func neighbours(root fs.FS, devices []pci.Address) map[pci.Address]Neighbour {
 	out := map[pci.Address]Neighbour{}
 	for _, a := range devices {

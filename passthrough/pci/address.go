@@ -8,18 +8,18 @@ import (
 	"strings"
 )
 
-// ErrAddress says that a text is no PCI address.
+// ErrAddress means that a text is not a PCI address.
 var ErrAddress = errors.New("not a PCI address")
 
-// Address is where a function is. Addresses can be compared with ==.
+// Address is the address of a function. Addresses can be compared with ==.
 type Address struct {
 	Domain                uint32
 	Bus, Device, Function uint8
 }
 
-// ParseAddress reads DOMAIN:BUS:DEVICE.FUNCTION in hexadecimal digits of
-// either case. The domain has four to eight digits, as sysfs, NVML or VMD
-// write it, or is left out and zero, as lspci does.
+// ParseAddress parses DOMAIN:BUS:DEVICE.FUNCTION with hexadecimal digits of either case.
+// The domain has four to eight digits, as sysfs, NVML or VMD write it, or is omitted and
+// zero, as in lspci. Errors wrap ErrAddress.
 func ParseAddress(s string) (Address, error) {
 	var a Address
 	rest := s
@@ -43,7 +43,7 @@ func ParseAddress(s string) (Address, error) {
 	return a, nil
 }
 
-// hex reads between least and most digits and nothing else.
+// hex parses a number of least to most hexadecimal digits.
 func hex(s string, least, most int) (uint32, bool) {
 	if len(s) < least || len(s) > most || strings.ContainsAny(s, "+-_") {
 		return 0, false
@@ -52,26 +52,26 @@ func hex(s string, least, most int) (uint32, bool) {
 	return uint32(n), err == nil
 }
 
-// String is the address as sysfs writes it: 0000:65:00.0.
+// String returns the address as sysfs writes it: 0000:65:00.0.
 func (a Address) String() string {
 	return fmt.Sprintf("%04x:%02x:%02x.%x", a.Domain, a.Bus, a.Device, a.Function)
 }
 
-// Compare orders addresses by domain, bus, device and function.
+// Compare compares addresses by domain, bus, device and function.
 func (a Address) Compare(b Address) int {
 	return cmp.Or(cmp.Compare(a.Domain, b.Domain), cmp.Compare(a.Bus, b.Bus), cmp.Compare(a.Device, b.Device), cmp.Compare(a.Function, b.Function))
 }
 
-// Slot is the address of function 0 beside this one.
+// Slot returns the address of function 0 of the same device.
 func (a Address) Slot() Address {
 	a.Function = 0
 	return a
 }
 
-// MarshalText is String, for JSON.
+// MarshalText returns String, for JSON.
 func (a Address) MarshalText() ([]byte, error) { return []byte(a.String()), nil }
 
-// UnmarshalText is ParseAddress.
+// UnmarshalText does the same as ParseAddress.
 func (a *Address) UnmarshalText(text []byte) error {
 	parsed, err := ParseAddress(string(text))
 	if err == nil {

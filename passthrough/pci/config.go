@@ -2,11 +2,10 @@ package pci
 
 import "encoding/binary"
 
-// PortType is the kind of a PCI Express function.
+// PortType is the device/port type of a PCI Express function.
 type PortType uint8
 
-// Kinds of functions that isolation tells apart; the values are those of the
-// PCI Express capability.
+// Types that matter for isolation. The values are those of the PCI Express capability.
 const (
 	PortEndpoint       PortType = 0x0
 	PortLegacyEndpoint PortType = 0x1
@@ -17,7 +16,7 @@ const (
 	PortExpressBridge  PortType = 0x8 // PCI to PCI Express
 	PortRootEndpoint   PortType = 0x9 // integrated into the root complex
 	PortEventCollector PortType = 0xa
-	PortConventional   PortType = 0xff // no PCI Express function
+	PortConventional   PortType = 0xff // not a PCI Express function
 )
 
 const (
@@ -32,25 +31,25 @@ const (
 	acsRequestRedirect  = 1 << 2
 	acsReplyRedirect    = 1 << 3
 	acsUpstreamForward  = 1 << 4
-	// What keeps the functions below a port from reaching each other, as
-	// Linux defines it.
+	// Controls that isolate the functions below a port from each other, as in Linux
+	// (REQ_ACS_FLAGS).
 	acsIsolates = acsSourceValidation | acsRequestRedirect | acsReplyRedirect | acsUpstreamForward
 
-	maxCapabilities    = 48 // more than 192 bytes hold
+	maxCapabilities    = 48 // as many as fit into 192 bytes
 	maxExtCapabilities = 960
 	extStart           = 0x100
 	configSize         = 4096
 )
 
-// Config is what the configuration space of a function says.
+// Config is the content of a function's configuration space.
 type Config struct {
-	Dead          bool // it reads all ones: nobody answers
+	Dead          bool // it reads as all ones: the device does not answer
 	Multifunction bool
 	Port          PortType
-	FLR           bool // function level reset, by PCI Express or Advanced Features
-	NoSoftReset   bool // a change of power state keeps the device's state
-	PM            bool // has power management
-	Extended      bool // the extended space could be read
+	FLR           bool // function level reset, of PCI Express or Advanced Features
+	NoSoftReset   bool // a change of power state does not reset the device
+	PM            bool // it has power management
+	Extended      bool // the extended configuration space could be read
 	ACS           *ACS
 	SRIOV         *SRIOVCapability
 	Serial        uint64 // 0: none
@@ -58,24 +57,25 @@ type Config struct {
 
 // ACS is the Access Control Services capability.
 type ACS struct {
-	Can, Does uint16 // capability and control bits
+	Can, Does uint16 // capability bits and control bits
 }
 
-// Isolates says that the port keeps peers from reaching each other: everything
-// that it can do is on. What it lacks it cannot be asked for.
+// Isolates reports whether the port isolates the devices below it from each other: all
+// controls that it supports are enabled. Controls that it does not support are not
+// required.
 func (a *ACS) Isolates() bool {
 	return a != nil && a.Does&acsIsolates == a.Can&acsIsolates && a.Can&acsIsolates != 0
 }
 
-// SRIOVCapability is how a physical function places its virtual ones.
+// SRIOVCapability contains how a physical function numbers its virtual functions.
 type SRIOVCapability struct {
 	InitialVFs, TotalVFs, NumVFs uint16
 	Offset, Stride               uint16 // of their routing ids
 	DeviceID                     uint16
 }
 
-// ParseConfig reads a configuration space of any length. It never fails: what
-// is cut off or makes no sense is not there.
+// ParseConfig parses a configuration space of any length. It never fails: what is
+// truncated or invalid counts as absent.
 func ParseConfig(data []byte) Config {
 	c := Config{Port: PortConventional}
 	data = data[:min(len(data), configSize)]
@@ -83,8 +83,8 @@ func ParseConfig(data []byte) Config {
 	if len(data) < 4 {
 		return c
 	}
-	// The ids of a virtual function are all ones and stand with its physical one
-	// (PCI Express Base 6.0, 9.3.4.1): its class does not.
+	// The ids of a virtual function read as all ones; they are in its physical function
+	// (PCI Express Base 6.0, 9.3.4.1). Its class is valid.
 	if id := space.u32(0); id == 0xffffffff && (len(data) < 12 || space.u32(8) == 0xffffffff) || id == 0 {
 		c.Dead = true
 		return c
@@ -93,8 +93,8 @@ func ParseConfig(data []byte) Config {
 	if space.u16(0x06)&0x10 != 0 {
 		space.capabilities(func(id uint8, at int) { c.capability(space, id, at) })
 	}
-	// Only PCI Express functions have an extended space; others repeat or
-	// float there.
+	// Only PCI Express functions have an extended space. For others, reads there repeat
+	// the first space or return garbage.
 	if c.Port != PortConventional && len(data) >= extStart+4 {
 		c.Extended = space.u32(extStart) != 0xffffffff
 		space.extended(func(id uint16, at int) { c.extCapability(space, id, at) })
@@ -155,7 +155,8 @@ func (s configSpace) u32(at int) uint32 {
 	return binary.LittleEndian.Uint32(s[at:])
 }
 
-// capabilities walks the list once: the device's registers may form a loop.
+// capabilities visits each capability once, because the device's registers may contain a
+// loop.
 func (s configSpace) capabilities(visit func(id uint8, at int)) {
 	var seen [256]bool
 	at := int(s.u8(0x34)) &^ 3

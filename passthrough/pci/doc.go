@@ -1,17 +1,16 @@
-// Package pci finds the PCI devices that gpuctl manages, display controllers
-// and processing accelerators, with everything that decides whether and how
-// one can be given away: all functions of its card, virtual functions, bound
-// driver, BARs, link, NUMA node, ways to reset it, and the isolation group,
-// which is what can only be given away together.
+// Package pci finds the PCI devices that gpuctl manages: display controllers and
+// processing accelerators. It reads everything that decides whether and how a device can
+// be given to a VM: all functions of its card, virtual functions, bound driver, BARs,
+// link, NUMA node, reset methods, and the isolation group, which contains what can only
+// be given away together.
 //
-// It reads sysfs below an injected root, and nothing but files: it maps no
-// BAR and wakes no device on purpose. Devices may vanish while it looks; what
-// cannot be read stays empty.
+// It reads files of sysfs below a root that the caller provides. It maps no BAR and does
+// not wake devices on purpose. Devices may vanish meanwhile; what cannot be read is
+// empty.
 //
-// Isolation comes from the kernel's IOMMU groups. Where there are none, as in
-// a Xen dom0, where the hypervisor owns the IOMMU, it is derived from the
-// topology and the ACS capabilities of the bridges by the rules that Linux
-// follows, without its list of chips that isolate though they do not say so
-// and with all ports of a switch in mind: a group may be larger than Linux
-// would make it, never smaller.
+// Isolation comes from the kernel's IOMMU groups. If there are none, as in a Xen dom0,
+// where the hypervisor controls the IOMMU, it is derived from the topology and the ACS
+// capabilities of the bridges. The rules are those of Linux, but without its list of
+// chips that isolate without ACS, and considering all ports of a switch. So a group may
+// be larger than in Linux, but never smaller.
 package pci

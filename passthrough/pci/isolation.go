@@ -9,9 +9,9 @@ import (
 	"strconv"
 )
 
-// isolate gives every card its group and the group's other members.
+// isolate sets the group of each card, and the other devices in it.
 func (s *scan) isolate(cards []*Card) {
-	members := map[string][]Address{} // of groups that are derived
+	members := map[string][]Address{} // members of derived groups
 	why := map[Address]string{}
 	leaks := map[Address]*Leak{}
 	if slices.ContainsFunc(cards, func(c *Card) bool { return c.Main().IOMMUGroup < 0 }) {
@@ -51,7 +51,7 @@ func (s *scan) isolate(cards []*Card) {
 	join(cards)
 }
 
-// groups are the IOMMU groups of the card's physical functions.
+// groups returns the IOMMU groups of the card's physical functions.
 func (c *Card) groups() []int {
 	var out []int
 	for _, f := range c.Functions {
@@ -63,8 +63,8 @@ func (c *Card) groups() []int {
 	return slices.Compact(out)
 }
 
-// join gives cards that share a device one group: a card is given away with
-// all of its functions, and they may be in several IOMMU groups.
+// join joins the groups of cards that share a device: a card is given away with all its
+// functions, which may be in several IOMMU groups.
 func join(cards []*Card) {
 	for changed := true; changed; {
 		changed = false
@@ -123,10 +123,9 @@ func (s *scan) membersOf(group int, without map[Address]bool) []Address {
 	return out
 }
 
-// derive finds the group by the rules that Linux groups with: everything below
-// a bridge is together unless every port from that bridge to the root keeps
-// peers apart. Beyond them, a switch is together as soon as one of its
-// downstream ports lets peers reach each other.
+// derive finds the group by the rules of Linux: everything below a bridge is in one
+// group, unless each port from that bridge to the root isolates. In addition, a switch is
+// one group if one of its downstream ports does not isolate.
 func (s *scan) derive(n *node) (group string, leak *Leak, why string) {
 	top, isBridge := n.address, false
 	why = "no IOMMU groups; every port above isolates"
@@ -147,21 +146,20 @@ func (s *scan) derive(n *node) (group string, leak *Leak, why string) {
 		why = "no IOMMU groups; on the root bus"
 	}
 	switch {
-	case !isBridge && n.pf != nil: // isolated from its siblings by the standard
+	case !isBridge && n.pf != nil: // virtual functions are isolated from each other by the standard
 		return "pci-" + top.String(), leak, why
 	case !isBridge:
-		// The functions of a card are kept together anyway.
+		// The functions of a card are in one group anyway.
 		return "pci-" + top.Slot().String(), leak, why
 	}
-	// A bridge among functions that can reach each other.
+	// A bridge whose sibling functions are not isolated from it.
 	if s.config(top.Slot()).Multifunction && !s.slotIsolates(top) {
 		return "pci-" + top.Slot().String(), leak, why
 	}
 	return "pci-" + top.String(), leak, why
 }
 
-// leak is the first port of the path that does not keep peers apart; nil if
-// every one does.
+// leak returns the first port of the path that does not isolate; nil if all do.
 func (s *scan) leak(bridges []Address) *Leak {
 	for i := len(bridges) - 1; i >= 0; i-- {
 		a := bridges[i]
@@ -192,7 +190,7 @@ func (s *scan) portIsolates(a Address) bool {
 	return !slices.ContainsFunc(s.portsBeside(a), func(peer Address) bool { return !s.config(peer).ACS.Isolates() })
 }
 
-// portsBeside are the downstream ports of the same switch, the port included.
+// portsBeside returns all downstream ports of a port's switch.
 func (s *scan) portsBeside(a Address) []Address {
 	out := []Address{a}
 	for other, n := range s.all {

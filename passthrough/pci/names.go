@@ -13,15 +13,15 @@ const (
 	maxName      = 256
 )
 
-// id of a vendor alone, of a device, or of a subsystem, with zeros for what it
-// is not about.
+// id is the id of a vendor, of a device, or of a subsystem. Parts that do not apply are
+// zero.
 type id struct {
 	vendor, device, subVendor, subDevice uint16
 }
 
-// readNames looks the ids up in the machine's pci.ids, if there is one. It
-// reads the file as a stream and keeps only what was asked for: the whole
-// database would be the largest thing in the daemon's memory.
+// readNames finds the names of ids in the host's pci.ids, if it exists. It reads the file
+// as a stream and keeps only the requested names: the whole database would take much of
+// the daemon's memory.
 func readNames(root fs.FS, want map[id]bool) map[id]string {
 	for _, name := range []string{"usr/share/misc/pci.ids", "usr/share/hwdata/pci.ids", "var/lib/pciutils/pci.ids", "usr/share/pci.ids"} {
 		f, err := root.Open(name)
@@ -43,7 +43,7 @@ func parseNames(r io.Reader, want map[id]bool) map[id]string {
 	}
 	var at id
 	for lines.Scan() {
-		// Most of the file is about others; it is read on every scan.
+		// Most lines are about other vendors, and the file is read at each scan.
 		if b := lines.Bytes(); len(b) == 0 || b[0] == '\t' && !vendors[at.vendor] {
 			continue
 		}
@@ -57,7 +57,7 @@ func parseNames(r io.Reader, want map[id]bool) map[id]string {
 		first, ok := hex(number, 4, 4)
 		switch depth {
 		case 0:
-			if !ok { // "C 03": the list of classes ends that of vendors
+			if !ok { // "C 03": the list of classes follows that of vendors
 				return found
 			}
 			at = id{vendor: uint16(first)}
@@ -80,7 +80,7 @@ func parseNames(r io.Reader, want map[id]bool) map[id]string {
 	return found
 }
 
-// clean makes a name of a text from outside: one line, printable, not long.
+// clean returns a text from outside as one printable line of limited length.
 func clean(s string) string {
 	s = strings.Map(func(r rune) rune {
 		if r < ' ' || r == 0x7f || r == '\ufffd' {
@@ -94,7 +94,7 @@ func clean(s string) string {
 	return strings.TrimSpace(s)
 }
 
-// name falls back to the ids in hexadecimal digits.
+// name sets the names. Without a name, it uses the ids in hexadecimal digits.
 func (d *Device) name(names map[id]string) {
 	d.VendorName = orHex(names[id{vendor: d.VendorID}], d.VendorID)
 	d.DeviceName = orHex(names[id{vendor: d.VendorID, device: d.DeviceID}], d.DeviceID)

@@ -18,7 +18,7 @@ const (
 	groupsDir  = "sys/kernel/iommu_groups"
 	maxFile    = 64 << 10
 	maxVFs     = 4096
-	maxDepth   = 64 // bridges above a device
+	maxDepth   = 64 // most bridges above a device
 
 	flagIO       = 0x100
 	flagMemory   = 0x200
@@ -27,12 +27,12 @@ const (
 	romIndex     = 6
 )
 
-// Scan returns the cards of the machine whose files root holds, by address. A
-// machine without PCI has none.
+// Scan returns the cards of the host whose files are in root, sorted by address. A host
+// without PCI has none.
 func Scan(root fs.FS) ([]*Card, error) { return NewScanner(root).Scan() }
 
-// look is a scan. What also says so of is a GPU whatever its class; names looks
-// ids up.
+// look scans. A device for which also returns true is a GPU whatever its class. names
+// finds the names of ids.
 func look(root fs.FS, also func(*Device) bool, names func(want map[id]bool) map[id]string) ([]*Card, error) {
 	s := &scan{root: root, also: also, all: map[Address]*node{}}
 	entries, err := fs.ReadDir(root, devicesDir)
@@ -91,20 +91,20 @@ type scan struct {
 	all  map[Address]*node
 }
 
-// node is what is read of every device; the rest is read of cards alone.
+// node is what is read of every device. The rest is read only of cards.
 type node struct {
 	address Address
 	class   uint32
 	named   bool
 	pf      *Address
-	above   []Address // bridges from the root port down
+	above   []Address // bridges, the root port first
 	iommu   int
 
-	config     Config // read on demand
+	config     Config // read when needed
 	configRead bool
 }
 
-// node is nil if the device has vanished.
+// node returns nil if the device has vanished.
 func (s *scan) node(a Address) *node {
 	f := s.files(a)
 	class, ok := f.hex("class")
@@ -119,7 +119,7 @@ func (s *scan) node(a Address) *node {
 	if pf, err := ParseAddress(f.link("physfn")); err == nil {
 		n.pf = &pf
 	}
-	// The link goes to where the device is in the tree of buses.
+	// The link leads to the device's place in the tree of buses.
 	target, err := fs.ReadLink(s.root, f.dir)
 	if err != nil {
 		return n
@@ -153,8 +153,8 @@ func (s *scan) cards() []*Card {
 		slot := n.address.Slot()
 		switch {
 		case !managed(n) || slots[slot] != nil:
-		case n.pf != nil && s.all[*n.pf] != nil && managed(s.all[*n.pf]): // belongs to that card
-		case n.pf != nil: // the physical function is somebody else's
+		case n.pf != nil && s.all[*n.pf] != nil && managed(s.all[*n.pf]): // it belongs to that card
+		case n.pf != nil: // its physical function is not managed
 			if d := s.device(n); d != nil {
 				cards = append(cards, &Card{Address: n.address, Functions: []*Device{d}})
 			}
@@ -218,7 +218,7 @@ func (s *scan) device(n *node) *Device {
 	return d
 }
 
-// identify reads the ids; false: the device has vanished.
+// identify reads the ids. It returns false if the device has vanished.
 func (f files) identify(d *Device) bool {
 	vendor, ok := f.hex("vendor")
 	device, _ := f.hex("device")
@@ -228,7 +228,7 @@ func (f files) identify(d *Device) bool {
 	return ok
 }
 
-// files are those of one device. What cannot be read is empty.
+// files reads the files of one device. What cannot be read is empty.
 type files struct {
 	root fs.FS
 	dir  string
@@ -260,7 +260,7 @@ func (f files) hex(name string) (uint64, bool) {
 	return n, err == nil
 }
 
-// link is the last part of where a symbolic link goes.
+// link returns the last element of a symbolic link's destination.
 func (f files) link(name string) string {
 	target, err := fs.ReadLink(f.root, path.Join(f.dir, name))
 	if err != nil {
@@ -298,8 +298,8 @@ func (f files) sriov() *SRIOV {
 	return v
 }
 
-// parseResource reads a line of start, end and flags for every range: six
-// BARs, the ROM, and more that are no business of ours.
+// parseResource parses lines of start, end and flags, one for each range: six BARs, the
+// ROM, and others, which are ignored.
 func parseResource(data []byte) (bars []BAR, rom uint64) {
 	index := -1
 	for line := range strings.Lines(string(data)) {
@@ -336,7 +336,7 @@ func parseResource(data []byte) (bars []BAR, rom uint64) {
 	return bars, rom
 }
 
-// parseSpeed reads "16.0 GT/s PCIe" or "2.5 GT/s".
+// parseSpeed parses "16.0 GT/s PCIe" or "2.5 GT/s".
 func parseSpeed(s string) uint32 {
 	number, _, ok := strings.Cut(s, " GT/s")
 	if !ok {
@@ -351,7 +351,7 @@ func parseSpeed(s string) uint32 {
 
 func parseWidth(s string) uint32 {
 	n, err := strconv.ParseUint(s, 10, 8)
-	if err != nil || n > 32 { // 63 and 255: the link is down
+	if err != nil || n > 32 { // 63 and 255 mean that the link is down
 		return 0
 	}
 	return uint32(n)

@@ -7,40 +7,40 @@ import (
 	"time"
 )
 
-// maxAge is how long a scan is believed: not everything that happens to a
-// device is told of, such as that it stops answering.
+// maxAge is how long a scan is valid, because not all changes cause events: for example,
+// that a device stops answering.
 const maxAge = 30 * time.Second
 
-// Scanner scans one machine. Where it hears of changes it remembers the cards
-// until the next one: a scan reads all of the configuration space of a card
-// and of the bridges above it, which takes seconds in an emulated machine, and
-// one operation asks several times. The names of pci.ids are read once.
-// A Scanner is safe for concurrent use; its cards are shared and not to be changed.
+// Scanner scans one host. If it is told about changes, it keeps the cards until the next
+// one: a scan reads the whole configuration space of each card and of the bridges above
+// it, which takes seconds in an emulated machine, and one operation needs the cards
+// several times. pci.ids is read once. A Scanner is safe for concurrent use. Its cards
+// are shared and must not be changed.
 type Scanner struct {
 	root    fs.FS
 	hears   atomic.Bool
 	changes atomic.Uint64
 
-	mu    sync.Mutex // held during a scan: who waits shares its result
+	mu    sync.Mutex // held during a scan: waiting callers share its result
 	also  func(*Device) bool
 	cards []*Card
-	seen  uint64 // changes when the scan began
+	seen  uint64 // value of changes when the scan began
 	at    time.Time
 	names map[id]string
-	asked map[id]bool // those that names was read for
+	asked map[id]bool // ids for which names was read
 }
 
-// NewScanner returns a Scanner of the machine whose files root holds.
+// NewScanner returns a Scanner of the host whose files are in root.
 func NewScanner(root fs.FS) *Scanner { return &Scanner{root: root} }
 
-// Hears reports whether Changed is called from now on whenever a device comes,
-// goes or changes drivers. Until then every look is a scan.
+// Hears sets whether Changed is called from now on whenever a device appears, disappears
+// or changes its driver. Otherwise each call of Cards scans.
 func (s *Scanner) Hears(yes bool) {
 	s.Changed()
 	s.hears.Store(yes)
 }
 
-// Also has devices be cards whatever their class, if is says so of their ids.
+// Also sets a function that decides whether a device is a card whatever its class.
 func (s *Scanner) Also(is func(*Device) bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -48,8 +48,8 @@ func (s *Scanner) Also(is func(*Device) bool) {
 	s.Changed()
 }
 
-// Class of the device at an address, the upper sixteen bits of its class code;
-// false: there is none.
+// Class returns the class of the device at an address, the upper 16 bits of its class
+// code. It returns false if there is no device.
 func (s *Scanner) Class(a Address) (uint16, bool) {
 	n := (&scan{root: s.root}).node(a)
 	if n == nil {
@@ -58,10 +58,11 @@ func (s *Scanner) Class(a Address) (uint16, bool) {
 	return uint16(n.class >> 8), true
 }
 
-// Changed makes the next look a scan.
+// Changed makes the next call of Cards scan.
 func (s *Scanner) Changed() { s.changes.Add(1) }
 
-// Cards are as Scan finds them, or has found them since the last change.
+// Cards returns the cards of the last scan if nothing has changed since. Otherwise it
+// scans.
 func (s *Scanner) Cards() ([]*Card, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -71,8 +72,7 @@ func (s *Scanner) Cards() ([]*Card, error) {
 	return s.scan()
 }
 
-// Scan returns the cards as they are now, by address. A machine without PCI
-// has none.
+// Scan scans, and returns the cards sorted by address. A host without PCI has none.
 func (s *Scanner) Scan() ([]*Card, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -90,7 +90,7 @@ func (s *Scanner) scan() ([]*Card, error) {
 	return cards, nil
 }
 
-// lookUp reads pci.ids when it is asked for ids that it was not asked for before.
+// lookUp reads pci.ids only if it gets ids that it did not get before.
 func (s *Scanner) lookUp(want map[id]bool) map[id]string {
 	for i := range want {
 		if !s.asked[i] {

@@ -1,27 +1,26 @@
-// Package reset brings a card back to the state in which it came out of power,
-// before another virtual machine gets it, and reports whether that worked.
+// Package reset brings a card to the state that it has after power-on, before another
+// virtual machine gets it, and reports whether that succeeded.
 //
-// It climbs a ladder from what disturbs least to what disturbs most: function
-// level reset, power management (D3hot and back), secondary bus or slot reset,
-// the firmware's _RST, power off and on (D3cold), and what the maker or the
-// operator provides. The first rung after which every function of the card
-// proves to be in order ends it. A rung is left out, and the reason recorded,
-// when the card has no such way, when the catalogue says that the model does
-// not survive it, or when devices that are not of the card would be hit.
+// It tries reset methods in an order, from those that affect least to those that affect
+// most: function level reset, power management (D3hot and back), secondary bus or slot
+// reset, the firmware's _RST, power off and on (D3cold), and a method of the vendor or
+// the operator. It ends after the first method after which each function of the card is
+// verified. A method is skipped, and the reason recorded, if the card does not have it,
+// if the catalogue says that it does not work with the model, or if devices that do not
+// belong to the card would be affected.
 //
-// Proof is the configuration space, read before and after: the device answers
-// within a minute (PCI Express 5.0, 2.3.1 and 6.6), it is the same device, its
-// BARs and command register are what they were or could be written back, and it
-// reports no new errors. A reset that does nothing passes this proof: that is
-// known of models, not of devices, and is the catalogue's to say.
+// Verification compares the configuration space before and after: the device answers
+// within a minute (PCI Express 5.0, 2.3.1 and 6.6), it is the same device, its BARs and
+// command register are unchanged or could be restored, and it reports no new errors. A
+// reset that does nothing passes this test. That is a property of models, not of single
+// devices, so it belongs in the catalogue.
 //
-// All of it goes through files of sysfs. The kernel resets the bus of a card of
-// several functions only by reset_subordinate of the bridge above (Linux 6.13);
-// before, it is done by the bridge's control register with the functions taken
-// off the bus, and found again afterwards. Power is switched by letting the
-// functions sleep or, where a driver keeps them awake, by taking them off the
-// bus so that the bridge above sleeps.
+// Everything is done through files of sysfs. The kernel resets the bus of a card with
+// several functions only by reset_subordinate of the bridge above (Linux 6.13). Before
+// that version, this package removes the functions from the bus, sets the bit in the
+// bridge's control register, and rescans the bus. Power is switched off by letting the
+// functions sleep or, if a driver keeps them awake, by removing them from the bus so that
+// the bridge above sleeps.
 //
-// Whether anybody uses the card is for the caller to find out before; who owns
-// what, and the binding of drivers, is package bind's.
+// The caller must check before that nobody uses the card. Package bind binds drivers.
 package reset

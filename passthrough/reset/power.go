@@ -24,28 +24,28 @@ const (
 	probe      = "sys/bus/pci/drivers_probe"
 	noOverride = "(null)"
 
-	regSecondary   = 0x1e // status of the other side, of a bridge
-	regBridge      = 0x3e // control, of a bridge
+	regSecondary   = 0x1e // secondary status of a bridge
+	regBridge      = 0x3e // bridge control
 	secondaryReset = 1 << 6
 
-	holdReset  = 10 * time.Millisecond  // PCI Express 5.0, 6.6.1: 1 ms at least
-	afterReset = 200 * time.Millisecond // and 100 ms until a device may be asked
+	holdReset  = 10 * time.Millisecond  // PCI Express 5.0, 6.6.1: at least 1 ms
+	afterReset = 200 * time.Millisecond // PCI Express 5.0, 6.6.1: 100 ms until the first request to a device
 	maxRecord  = 64 << 10
 	suffix     = ".reset.json"
 )
 
-// record is what has to be put back after a reset, and after the crash of who
-// was at it. It is on disk before the first change.
+// record contains what must be restored after a reset, or after a crash during it. It is
+// on disk before the first change.
 type record struct {
-	Boot      string            `json:"boot"`               // after another boot nothing of it is so
-	Choices   map[string]string `json:"choices,omitempty"`  // reset_method of functions
-	Controls  map[string]string `json:"controls,omitempty"` // power/control of functions and the bridge
-	Bridge    *pci.Address      `json:"bridge,omitempty"`   // below which the functions were
+	Boot      string            `json:"boot"`               // boot id; after another boot, nothing need be restored
+	Choices   map[string]string `json:"choices,omitempty"`  // reset_method, by function
+	Controls  map[string]string `json:"controls,omitempty"` // power/control, by function or bridge
+	Bridge    *pci.Address      `json:"bridge,omitempty"`   // bridge below which the functions were
 	Autoprobe string            `json:"autoprobe,omitempty"`
-	Functions []held            `json:"functions,omitempty"` // that are taken off the bus
+	Functions []held            `json:"functions,omitempty"` // functions that are removed from the bus
 }
 
-// held is a function's driver.
+// held is a function with its driver.
 type held struct {
 	Address  pci.Address `json:"address"`
 	Driver   string      `json:"driver,omitempty"`
@@ -64,8 +64,8 @@ func (r *Resetter) recordFile(a pci.Address) string {
 	return filepath.Join(r.records, a.String()+suffix)
 }
 
-// record writes the card's record; forget takes it away. Without a folder for
-// records there is none.
+// record writes the card's record. forget removes it. Without a folder for records, it
+// does nothing.
 func (j *job) record(rec *record) (forget func(), err error) {
 	if j.records == "" {
 		return func() {}, nil
@@ -82,12 +82,12 @@ func (j *job) record(rec *record) (forget func(), err error) {
 	if err := durable.Replace(name, data, 0o600); err != nil {
 		return nil, fmt.Errorf("record of the reset: %w", err)
 	}
-	return func() { _ = os.Remove(name) }, nil // else Recover does once more what is done
+	return func() { _ = os.Remove(name) }, nil // if that fails, Recover repeats what is done already
 }
 
-// d3cold switches the card's power off and on. It asks the functions to sleep;
-// where a driver keeps them awake it takes them off the bus, since a bridge
-// that may sleep and has nothing below it cuts the power of its slot.
+// d3cold switches the card's power off and on. It lets the functions sleep. If a driver
+// keeps them awake, it removes them from the bus: a bridge that may sleep, with nothing
+// below it, switches its slot's power off.
 func (j *job) d3cold(ctx context.Context) error {
 	bridge, err := j.switchable()
 	if err != nil {
@@ -103,7 +103,7 @@ func (j *job) d3cold(ctx context.Context) error {
 	return j.unplug(ctx, *bridge)
 }
 
-// switchable says why the card's power cannot be switched. The bridge is nil
+// switchable returns an error if the card's power cannot be switched. The bridge is nil
 // for a card on a root bus.
 func (j *job) switchable() (bridge *pci.Address, err error) {
 	if j.text(j.main.Address, "d3cold_allowed") != "1" {
@@ -125,7 +125,7 @@ func (j *job) switchable() (bridge *pci.Address, err error) {
 	return &above, nil
 }
 
-// other is a device below a bridge that is not of the card.
+// other returns a device below a bridge that does not belong to the card.
 func (j *job) other(bridge pci.Address) (pci.Address, bool) {
 	entries, err := j.root.ReadDir(j.at(bridge, ""))
 	if err != nil {
@@ -139,7 +139,7 @@ func (j *job) other(bridge pci.Address) (pci.Address, bool) {
 	return pci.Address{}, false
 }
 
-// sleep lets the functions sleep and wakes them. cut says that power was off.
+// sleep lets the functions sleep and wakes them. cut reports whether power was off.
 func (j *job) sleep(ctx context.Context, bridge *pci.Address) (cut bool, err error) {
 	rec := &record{Controls: map[string]string{}}
 	all := make([]pci.Address, 0, len(j.card.Functions)+1)
@@ -163,7 +163,7 @@ func (j *job) sleep(ctx context.Context, bridge *pci.Address) (cut bool, err err
 			}
 		}
 		cut = j.cold(ctx, j.main.Address)
-		// Awake again, whatever it was before: it is to be looked at.
+		// Keep them awake, whatever the setting was before, because they must be read.
 		for _, a := range slices.Backward(all) {
 			if err := j.root.Write(ctx, j.at(a, "power/control"), "on"); err != nil {
 				return fmt.Errorf("wake %s: %w", a, err)
@@ -173,7 +173,7 @@ func (j *job) sleep(ctx context.Context, bridge *pci.Address) (cut bool, err err
 	})
 }
 
-// unplug takes the functions off the bus until power has been off.
+// unplug removes the functions from the bus until power has been off.
 func (j *job) unplug(ctx context.Context, bridge pci.Address) error {
 	if j.records == "" {
 		return skipf("%s does not sleep, and there is no folder for records, without which a crash would leave it off the bus", j.main.Address)
@@ -194,9 +194,9 @@ func (j *job) unplug(ctx context.Context, bridge pci.Address) error {
 	})
 }
 
-// hot resets the bus below a bridge by the bridge's own bit, as the kernel does
-// for a card of one function, with the functions taken off the bus: so nobody
-// misses their registers, which the rescan sets up anew.
+// hot resets the bus below a bridge by the bridge's own bit, as the kernel does for a
+// card with one function. Meanwhile the functions are removed from the bus, so nobody
+// uses their registers. The rescan configures these again.
 func (j *job) hot(ctx context.Context, bridge pci.Address) error {
 	if j.records == "" {
 		return skipf("the kernel does not reset the bus of %s (one with several functions it does since Linux 6.13), and there is no folder for records", j.main.Address)
@@ -222,9 +222,9 @@ func (j *job) hot(ctx context.Context, bridge pci.Address) error {
 	})
 }
 
-// busReset sets or clears the bridge's Secondary Bus Reset (PCI-to-PCI Bridge
-// 1.2, 3.2.5.18), if it is not so already. The header is written as it is but
-// for what writing clears or starts.
+// busReset sets or clears the bridge's Secondary Bus Reset bit (PCI-to-PCI Bridge 1.2,
+// 3.2.5.18), unless it has that value already. The header is written back unchanged,
+// except for bits that have an effect when they are written.
 func (r *Resetter) busReset(ctx context.Context, bridge pci.Address, on bool) error {
 	s := r.read(&pci.Device{Address: bridge})
 	if !s.alive() || s.u8(regHeader)&0x7f != 1 {
@@ -248,8 +248,8 @@ func (r *Resetter) busReset(ctx context.Context, bridge pci.Address, on bool) er
 	return nil
 }
 
-// away does something while the functions are off the bus and no driver comes
-// by itself.
+// away calls do while the functions are removed from the bus, and drivers are not bound
+// automatically.
 func (j *job) away(ctx context.Context, bridge pci.Address, do func(context.Context) error) error {
 	if !j.exists(j.at(bridge, "rescan")) {
 		return skipf("the bridge %s has no rescan", bridge)
@@ -288,7 +288,7 @@ func (j *job) away(ctx context.Context, bridge pci.Address, do func(context.Cont
 	})
 }
 
-// with does something of which a record is on disk, and puts things back.
+// with calls do with a record on disk, and restores everything afterwards.
 func (j *job) with(ctx context.Context, rec *record, do func(context.Context) error) (err error) {
 	forget, err := j.record(rec)
 	if err != nil {
@@ -298,7 +298,7 @@ func (j *job) with(ctx context.Context, rec *record, do func(context.Context) er
 	defer cancel()
 	err = do(attempt)
 	if errors.Is(err, sysfs.ErrStuck) {
-		return err // what is put back would wait, too; the record remains
+		return err // restoring would block, too; the record remains
 	}
 	undo, stop := context.WithTimeout(context.WithoutCancel(ctx), j.ready)
 	defer stop()
@@ -309,7 +309,7 @@ func (j *job) with(ctx context.Context, rec *record, do func(context.Context) er
 	return err
 }
 
-// cold waits until a device is without power.
+// cold waits until a device has no power.
 func (j *job) cold(ctx context.Context, a pci.Address) bool {
 	ctx, cancel := context.WithTimeout(ctx, j.power)
 	defer cancel()
@@ -325,7 +325,7 @@ func (j *job) cold(ctx context.Context, a pci.Address) bool {
 	}
 }
 
-// restore brings back what a record names, as far as it is not there. It can be
+// restore restores what a record contains, unless it is restored already. It may be
 // repeated.
 func (r *Resetter) restore(ctx context.Context, rec *record) error {
 	var errs []error
@@ -354,7 +354,7 @@ func (r *Resetter) restore(ctx context.Context, rec *record) error {
 			note("bring "+h.Address.String()+" back", r.rebind(ctx, h))
 		}
 	}
-	// Only now: a driver that is probed by itself might not be the one.
+	// Not before, because the kernel might bind another driver.
 	if rec.Autoprobe == "1" {
 		note("let drivers probe", r.root.Write(ctx, autoprobe, "1"))
 	}
@@ -368,7 +368,7 @@ func (r *Resetter) restore(ctx context.Context, rec *record) error {
 	return errors.Join(errs...)
 }
 
-// rebind gives a function that has been found again its driver.
+// rebind binds a function that was found again to its driver.
 func (r *Resetter) rebind(ctx context.Context, h held) error {
 	for pause := firstPause; !r.exists(r.at(h.Address, "vendor")); pause = min(2*pause, mostPause) {
 		select {
@@ -401,10 +401,9 @@ func (r *Resetter) rebind(ctx context.Context, h held) error {
 	return nil
 }
 
-// Recover undoes what resets have left behind whose process has died: cards
-// come back onto the bus with their drivers, the kernel's choice of resets is
-// as it was. It returns the cards that it found so; they have not been reset.
-// It must run before anything is reset or bound, and can be repeated.
+// Recover undoes what interrupted resets have left: cards are put back on the bus with
+// their drivers, and reset_method is restored. It returns the cards concerned, which were
+// not reset. It must be called before anything is reset or bound, and may be repeated.
 func (r *Resetter) Recover(ctx context.Context) ([]pci.Address, error) {
 	if r.records == "" {
 		return nil, nil
@@ -448,7 +447,7 @@ func readRecord(name string) (*record, error) {
 	return parseRecord(data)
 }
 
-// parseRecord checks what is used as part of a path.
+// parseRecord checks everything that is used in a path.
 func parseRecord(data []byte) (*record, error) {
 	if len(data) > maxRecord {
 		return nil, errors.New("record: too large")

@@ -12,60 +12,60 @@ import (
 	"github.com/gpuctl/gpuctl/passthrough/sysfs"
 )
 
-// Method is a rung of the ladder.
+// Method is a reset method.
 type Method string
 
-// Rungs, from what disturbs least to what disturbs most.
+// Methods, from those that affect least to those that affect most.
 const (
-	FLR    Method = "flr"    // of every function (PCI Express 5.0, 6.6.2, or Advanced Features)
-	PM     Method = "pm"     // D3hot and back, of every function
-	Bus    Method = "bus"    // hot reset of the bus, or of the slot where it has a controller
+	FLR    Method = "flr"    // of each function (PCI Express 5.0, 6.6.2, or Advanced Features)
+	PM     Method = "pm"     // D3hot and back, of each function
+	Bus    Method = "bus"    // hot reset of the bus, or of the slot if it has a controller
 	ACPI   Method = "acpi"   // the firmware's _RST
 	D3cold Method = "d3cold" // power off and on
 	Vendor Method = "vendor" // the kernel's device_specific, or the operator's own
 )
 
-// Methods are all rungs in the order in which they are tried.
+// Methods returns all methods in the order in which they are tried.
 func Methods() []Method { return []Method{FLR, PM, Bus, ACPI, D3cold, Vendor} }
 
 // Errors of Reset.
 var (
-	// ErrDead says that no rung brought the card back: it must not be given to
-	// anybody until an operator has seen to it.
+	// ErrDead means that no method brought the card back. It must not be given to anybody
+	// before an operator has repaired that.
 	ErrDead = errors.New("the card did not come back from any reset")
-	// ErrNoMethod says that there was nothing to try. The card is as it was,
-	// with what its last user left in it.
+	// ErrNoMethod means that the card has no usable method. The card is unchanged, with
+	// the data of its last user.
 	ErrNoMethod = errors.New("there is no way to reset the card")
-	// ErrInUse says that nothing was tried, since virtual functions are out.
+	// ErrInUse means that nothing was tried, because virtual functions exist.
 	ErrInUse = errors.New("the card is in use")
 
 	errSkipped = errors.New("left out")
 )
 
-// Avoid is a rung that must not be tried with this card.
+// Avoid is a method that must not be used with this card.
 type Avoid struct {
 	Method Method
 	Why    string
 }
 
-// Attempt is what became of one rung.
+// Attempt is the result of one method.
 type Attempt struct {
 	Method   Method
-	Skipped  bool // left out; Err says why
+	Skipped  bool // it was skipped; Err contains why
 	Took     time.Duration
-	Restored bool          // registers had to be written back
-	Left     []pci.Address // functions that the rung has no way to reset
-	Err      error         // nil: it worked
+	Restored bool          // registers had to be restored
+	Left     []pci.Address // functions that do not have the method
+	Err      error         // nil: it succeeded
 }
 
-// Result is what became of the card.
+// Result is the result of a reset.
 type Result struct {
-	By       Method // that worked; empty: none did
+	By       Method // the method that succeeded; empty: none did
 	Took     time.Duration
 	Attempts []Attempt // in order
 }
 
-// String is one line for people.
+// String returns one line for people.
 func (r Result) String() string {
 	var parts []string
 	for _, a := range r.Attempts {
@@ -79,25 +79,25 @@ func (r Result) String() string {
 	return strings.Join(parts, "; ")
 }
 
-// Stuck says that the kernel did not return from one of the attempts. The
-// device's lock is held for as long: binding it to a driver would wait, too.
+// Stuck reports whether the kernel did not return from one of the attempts. Until it
+// does, the device's lock is held, so binding the device to a driver would block, too.
 func (r Result) Stuck() bool {
 	return slices.ContainsFunc(r.Attempts, func(a Attempt) bool { return errors.Is(a.Err, sysfs.ErrStuck) })
 }
 
-// Times of the specification and of patience.
+// Times of the specification, and time limits.
 const (
-	defaultReady   = 60 * time.Second // PCI Express 5.0, 6.6.1 and 2.3.1: a device may ask for retries for that long
-	defaultAttempt = 90 * time.Second // of a write that resets, the kernel's own waiting included
-	defaultPower   = 10 * time.Second // until a bridge with nothing below it is asleep
+	defaultReady   = 60 * time.Second // PCI Express 5.0, 6.6.1 and 2.3.1: a device may answer with retries for so long
+	defaultAttempt = 90 * time.Second // for a write that resets, including the kernel's own waiting
+	defaultPower   = 10 * time.Second // until a bridge with nothing below it sleeps
 	undoTime       = 5 * time.Second
 )
 
-// Option changes a Resetter.
+// Option is an option of New.
 type Option func(*Resetter)
 
-// WithTimes sets how long a device may take to answer after a reset, the kernel
-// to return from one, and a bridge to fall asleep. What is zero stays.
+// WithTimes sets how long a device may take to answer after a reset, how long the kernel
+// may take for a reset, and how long a bridge may take to sleep. Zero means the default.
 func WithTimes(ready, attempt, power time.Duration) Option {
 	return func(r *Resetter) {
 		for _, t := range []struct {
@@ -111,19 +111,17 @@ func WithTimes(ready, attempt, power time.Duration) Option {
 	}
 }
 
-// WithVendor gives the last rung: what the maker or the operator has for the
-// card. ok is false where there is nothing for this one.
+// WithVendor sets the last method: that of the vendor or the operator for the card. ok is
+// false if there is none for this card.
 func WithVendor(f func(ctx context.Context, card *pci.Card) (ok bool, err error)) Option {
 	return func(r *Resetter) { r.vendor = f }
 }
 
-// WithRecords names a folder, outside of the machine's files, in which a record
-// lies while a reset has changed what a crash would leave behind. Without it no
-// card is taken off the bus, where a crash would leave it.
+// WithRecords sets the folder for records of what a crash during a reset would leave.
+// Without it, no card is removed from the bus.
 func WithRecords(dir string) Option { return func(r *Resetter) { r.records = dir } }
 
-// Resetter resets cards of one machine. One card must not be reset twice at
-// the same time.
+// Resetter resets cards of one host. One card must not be reset twice at the same time.
 type Resetter struct {
 	root                  sysfs.Root
 	ready, attempt, power time.Duration
@@ -131,7 +129,7 @@ type Resetter struct {
 	records               string
 }
 
-// New returns a Resetter for the machine.
+// New returns a Resetter for the host.
 func New(root sysfs.Root, opts ...Option) *Resetter {
 	r := &Resetter{root: root, ready: defaultReady, attempt: defaultAttempt, power: defaultPower}
 	for _, o := range opts {
@@ -140,13 +138,12 @@ func New(root sysfs.Root, opts ...Option) *Resetter {
 	return r
 }
 
-// Reset resets the card, whose functions must have been scanned since the last
-// change of their drivers. It leaves out the rungs of avoid. The Result tells
-// of every rung, also with an error.
+// Reset resets the card, whose functions must have been scanned after the last change of
+// their drivers. It skips the methods in avoid. The Result contains all methods, even if
+// there is an error. Errors wrap ErrDead, ErrNoMethod or ErrInUse.
 //
-// If the kernel does not return from a reset before its time is up, nothing
-// further is tried, as it would wait for the same lock: ErrDead, with
-// sysfs.ErrStuck.
+// If the kernel does not return from a reset in time, no other method is tried, as it
+// would wait for the same lock. The error wraps ErrDead and sysfs.ErrStuck.
 func (r *Resetter) Reset(ctx context.Context, card *pci.Card, avoid []Avoid) (Result, error) {
 	start := time.Now()
 	j := &job{Resetter: r, card: card, main: card.Main()}
@@ -161,8 +158,8 @@ type job struct {
 	card   *pci.Card
 	main   *pci.Device
 	before map[pci.Address]snapshot
-	plain  bool // a kernel before 5.15, which chooses by itself
-	fresh  bool // the functions have been found anew
+	plain  bool // Linux before 5.15, which chooses the method itself
+	fresh  bool // the functions were found again by a rescan
 }
 
 func (j *job) run(ctx context.Context, avoid []Avoid) (Result, error) {
@@ -212,8 +209,8 @@ func (j *job) run(ctx context.Context, avoid []Avoid) (Result, error) {
 	}
 }
 
-// free refuses a physical function whose virtual ones are out: they would be
-// gone, whoever has them.
+// free refuses a physical function with virtual functions: a reset would remove them,
+// even if somebody uses them.
 func (j *job) free() error {
 	for _, f := range j.card.Functions {
 		if n := j.number(f, "sriov_numvfs"); n > 0 {
@@ -227,7 +224,7 @@ func skipf(format string, args ...any) error {
 	return fmt.Errorf("%w: %s", errSkipped, fmt.Sprintf(format, args...))
 }
 
-// skip says why a rung is left out, nil if it is not.
+// skip returns why a method is skipped; nil if it is not.
 func (j *job) skip(m Method, dead bool, avoid []Avoid) error {
 	if i := slices.IndexFunc(avoid, func(a Avoid) bool { return a.Method == m }); i >= 0 {
 		return skipf("%s", avoid[i].Why)
@@ -241,7 +238,7 @@ func (j *job) skip(m Method, dead bool, avoid []Avoid) error {
 	return nil
 }
 
-// try climbs one rung and looks at the card.
+// try tries one method and verifies the card.
 func (j *job) try(ctx context.Context, m Method, a *Attempt) error {
 	var err error
 	switch {
@@ -265,7 +262,7 @@ func (j *job) try(ctx context.Context, m Method, a *Attempt) error {
 	return err
 }
 
-// kernelNames are the words of reset_method for a rung, best first.
+// kernelNames returns the names of a method in reset_method, best first.
 func kernelNames(m Method) []string {
 	switch m {
 	case FLR:
@@ -288,8 +285,9 @@ func (j *job) has(f *pci.Device, names ...string) string {
 	return ""
 }
 
-// methods are read anew: a module may have been loaded, or an operator have
-// chosen, since the scan. What the operator struck out is not there.
+// methods returns the methods of a function. They are read again, because a module may
+// have been loaded, or an operator may have changed them since the scan. Methods that the
+// operator has disabled are not included.
 func (j *job) methods(f *pci.Device) []string {
 	data, err := j.root.ReadFile(j.file(f, "reset_method"))
 	if err != nil {
@@ -298,9 +296,9 @@ func (j *job) methods(f *pci.Device) []string {
 	return strings.Fields(string(data))
 }
 
-// each resets the functions one by one. The one that makes the card a GPU must
-// have the way; another that has not takes the other way of its own, and else
-// is left as it is.
+// each resets the functions one by one. The main function must have the method. A
+// function that does not have it is reset by its other own method, if any, and otherwise
+// left as it is.
 func (j *job) each(ctx context.Context, m Method, a *Attempt) error {
 	if j.has(j.main, kernelNames(m)...) == "" {
 		return skipf("the kernel has no %s for %s", m, j.main.Address)
@@ -321,7 +319,7 @@ func (j *job) each(ctx context.Context, m Method, a *Attempt) error {
 	return nil
 }
 
-// one resets by a way that the main function has.
+// one resets the card by a method of the main function.
 func (j *job) one(ctx context.Context, name string) error {
 	if j.has(j.main, name) == "" {
 		return skipf("the kernel has no %s for %s", name, j.main.Address)
@@ -340,13 +338,13 @@ func (j *job) special(ctx context.Context) error {
 	return j.one(ctx, "device_specific")
 }
 
-// bus resets the bus that the card is on. Who else is on it must not notice.
+// bus resets the bus of the card. Other devices must not be affected.
 func (j *job) bus(ctx context.Context) error {
 	bridge, err := j.alone()
 	if err != nil {
 		return err
 	}
-	// pci_parent_bus_reset refuses a bus with more than the one function.
+	// pci_parent_bus_reset refuses a bus with more than one function.
 	if name := j.has(j.main, kernelNames(Bus)...); name != "" && j.below(bridge) == 1 {
 		return j.write(ctx, j.main, name)
 	}
@@ -359,8 +357,8 @@ func (j *job) bus(ctx context.Context) error {
 	return j.root.Write(ctx, file, "1")
 }
 
-// alone returns the bridge above the card if nobody but the card's own
-// functions, or nobody who is at work, is below it.
+// alone returns the bridge above the card, if only the card's own functions, or no device
+// that is in use, are below it.
 func (j *job) alone() (pci.Address, error) {
 	if len(j.main.Upstream) == 0 {
 		return pci.Address{}, skipf("%s is on a root bus, which cannot be reset", j.main.Address)
@@ -385,7 +383,7 @@ func (j *job) alone() (pci.Address, error) {
 	return bridge, nil
 }
 
-// below counts the devices that are directly below a bridge.
+// below counts the devices directly below a bridge.
 func (j *job) below(bridge pci.Address) (n int) {
 	entries, err := j.root.ReadDir(j.at(bridge, ""))
 	if err != nil {
@@ -403,8 +401,8 @@ func (j *job) own(a pci.Address) bool {
 	return slices.ContainsFunc(j.card.Functions, func(f *pci.Device) bool { return f.Address == a })
 }
 
-// write chooses the kernel's way and resets the function by it. Its choice is
-// put back, whatever happens.
+// write selects the kernel's method and resets the function with it. Then it restores the
+// selection, in any case.
 func (j *job) write(ctx context.Context, f *pci.Device, name string) error {
 	attempt, cancel := context.WithTimeout(ctx, j.attempt)
 	defer cancel()
@@ -415,7 +413,7 @@ func (j *job) write(ctx context.Context, f *pci.Device, name string) error {
 			return err
 		}
 		defer func() {
-			// Of a stuck device every write waits.
+			// For a device that is stuck, each write would block.
 			undo, cancel := context.WithTimeout(context.WithoutCancel(ctx), undoTime)
 			defer cancel()
 			if err := j.root.Write(undo, j.file(f, "reset_method"), choice); err == nil {
@@ -432,8 +430,8 @@ func (j *job) write(ctx context.Context, f *pci.Device, name string) error {
 	return j.root.Write(attempt, j.file(f, "reset"), "1")
 }
 
-// old resets with a kernel that chooses by itself: the way that it will choose
-// is known from the capabilities (pci_dev_reset of Linux before 5.15).
+// old resets with a kernel that chooses the method itself. Which one it will choose is
+// known from the capabilities (pci_dev_reset in Linux before 5.15).
 func (j *job) old(ctx context.Context, m Method) error {
 	chosen := Bus
 	switch c := j.main.Config; {

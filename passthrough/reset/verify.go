@@ -14,12 +14,12 @@ import (
 	"github.com/gpuctl/gpuctl/passthrough/pci"
 )
 
-// ErrVerify says that the reset was made and the card is not in order.
+// ErrVerify means that the reset was made, and the card is not as it should be.
 var ErrVerify = errors.New("the card is not in order after it")
 
 const (
 	devices    = "sys/bus/pci/devices"
-	header     = 64 // bytes that the standard defines
+	header     = 64 // bytes defined by the standard
 	maxConfig  = 4096
 	firstPause = 10 * time.Millisecond
 	mostPause  = 500 * time.Millisecond
@@ -34,19 +34,19 @@ const (
 	numBARs    = 6
 
 	allOnes = 0xffffffff
-	retry   = 0xffff0001 // root ports answer so while a device asks for retries
+	retry   = 0xffff0001 // root ports return this while a device answers with retries
 
-	// Errors that the device itself reports: parity, system error, target
-	// abort signalled, parity of data. What its peers answer it is not its.
+	// Errors that the device itself reports: parity, system error, target abort
+	// signalled, data parity. Errors of its peers do not count.
 	statusErrors = 1<<15 | 1<<14 | 1<<11 | 1<<8
-	fatalError   = 1 << 2 // of the PCI Express device status
+	fatalError   = 1 << 2 // of the PCI Express device status register
 	capExpress   = 0x10
 )
 
-// snapshot is a configuration space as it was read; empty if it was not.
+// snapshot is a configuration space at one time; empty: it could not be read.
 type snapshot struct {
 	data []byte
-	vf   bool // has no ids of its own (SR-IOV 1.1, 3.4.1.1)
+	vf   bool // it has no ids of its own (SR-IOV 1.1, 3.4.1.1)
 }
 
 func (s snapshot) u8(at int) uint8 {
@@ -70,7 +70,7 @@ func (s snapshot) u32(at int) uint32 {
 	return binary.LittleEndian.Uint32(s.data[at:])
 }
 
-// alive says that the device answers for itself.
+// alive reports whether the device answers.
 func (s snapshot) alive() bool {
 	if s.vf {
 		return s.u32(8) != allOnes // class and revision
@@ -78,7 +78,7 @@ func (s snapshot) alive() bool {
 	return s.u32(0) != allOnes && s.u32(0) != retry && s.u32(0) != 0
 }
 
-// fatal says that the device has reported a fatal error.
+// fatal reports whether the device has reported a fatal error.
 func (s snapshot) fatal() bool {
 	if s.u16(regStatus)&0x10 == 0 {
 		return false
@@ -132,7 +132,7 @@ func (r *Resetter) number(f *pci.Device, name string) int {
 	return n
 }
 
-// driver is the one that a device is bound to; empty: none.
+// driver returns the driver of a device; empty: none.
 func (r *Resetter) driver(a pci.Address) string {
 	target, err := r.root.ReadLink(r.at(a, "driver"))
 	if err != nil {
@@ -146,8 +146,8 @@ func (r *Resetter) exists(name string) bool {
 	return err == nil
 }
 
-// verify waits until every function answers and compares it with what it was.
-// restored says that registers had to be written back.
+// verify waits until each function answers, and compares it with its state before.
+// restored reports that registers had to be restored.
 func (j *job) verify(ctx context.Context) (restored bool, err error) {
 	for _, f := range j.card.Functions {
 		again, err := j.check(ctx, f)
@@ -168,9 +168,9 @@ func (j *job) check(ctx context.Context, f *pci.Device) (restored bool, err erro
 	if err := same(f, before, after); err != nil {
 		return false, err
 	}
-	// One that was found anew may have been given other addresses.
+	// After a rescan, a function may have other addresses.
 	if why := changed(f, before, after); why != "" && !j.fresh {
-		// The kernel puts registers back; where it failed, once more.
+		// The kernel restores registers. If it has failed, do it again.
 		write, cancel := context.WithTimeout(ctx, undoTime)
 		defer cancel()
 		if err := j.root.Write(write, j.file(f, "config"), string(headerOf(f, before, after))); err != nil {
@@ -223,7 +223,7 @@ func (j *job) wait(ctx context.Context, f *pci.Device) (snapshot, error) {
 	}
 }
 
-// same says that it is the device that it was.
+// same returns an error unless it is the same device as before.
 func same(f *pci.Device, before, after snapshot) error {
 	if !before.alive() {
 		if !after.vf && after.u32(0) != uint32(f.DeviceID)<<16|uint32(f.VendorID) {
@@ -240,10 +240,10 @@ func same(f *pci.Device, before, after snapshot) error {
 	return nil
 }
 
-// changed says which register is not what it was.
+// changed returns which register has changed; empty: none.
 func changed(f *pci.Device, before, after snapshot) string {
 	if after.vf {
-		return "" // its BARs are its physical function's
+		return "" // its BARs are in its physical function
 	}
 	for i := range numBARs {
 		was, known := bar(f, before, i)
@@ -257,8 +257,8 @@ func changed(f *pci.Device, before, after snapshot) string {
 	return ""
 }
 
-// bar is what a BAR was without its flags: as it was read, or, where the device
-// did not answer, as the scan had it.
+// bar returns the former value of a BAR without its flags: from the snapshot or, if the
+// device did not answer, from the scan.
 func bar(f *pci.Device, before snapshot, i int) (uint32, bool) {
 	if before.alive() {
 		return before.u32(regBARs+4*i) &^ flagsOf(before, i), true
@@ -274,8 +274,8 @@ func bar(f *pci.Device, before snapshot, i int) (uint32, bool) {
 	return 0, false
 }
 
-// flagsOf are the bits of a BAR that are no address; the upper half of one of
-// 64 bits has none.
+// flagsOf returns the bits of a BAR that are not address bits. The upper half of a 64-bit
+// BAR has none.
 func flagsOf(s snapshot, i int) uint32 {
 	upper := false
 	for k := 0; k < i; k++ {
@@ -290,8 +290,8 @@ func flagsOf(s snapshot, i int) uint32 {
 	return 0xf
 }
 
-// headerOf is what is written back: the header with the BARs as they were and
-// nothing that a write would clear or start.
+// headerOf returns the header to be restored: with the former BARs, and without bits that
+// have an effect when they are written.
 func headerOf(f *pci.Device, before, after snapshot) []byte {
 	from := after.data
 	if before.alive() {

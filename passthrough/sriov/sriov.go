@@ -13,30 +13,30 @@ import (
 	"github.com/gpuctl/gpuctl/passthrough/sysfs"
 )
 
-// ErrReadBack says that the kernel took what was written and shows something
-// else.
+// ErrReadBack means that the kernel has accepted a write, but shows another value.
 var ErrReadBack = errors.New("the kernel shows another state")
 
 const (
 	numFile  = "sriov_numvfs"
-	maxVFs   = 1<<16 - 1 // as PCI has them
+	maxVFs   = 1<<16 - 1 // the limit of PCI
 	undoTime = 10 * time.Second
 )
 
-// Device is a device's folder, with symbolic links or without.
+// Device is a device's folder. Its path may contain symbolic links.
 type Device struct {
 	Root sysfs.Root
-	Dir  string // as sys/bus/pci/devices/0000:65:00.0
-	// Write sets the number where the kernel's file is not enough; ok is false
-	// where it is. It may be nil.
+	Dir  string // such as sys/bus/pci/devices/0000:65:00.0
+	// Write sets the number if the kernel's file cannot be used; ok is false if it can.
+	// It may be nil.
 	Write func(ctx context.Context, n int) (ok bool, err error)
 }
 
-// Most is how many virtual functions the device can have; 0: none, or its
-// driver does not say.
+// Most returns the highest number of virtual functions; 0: none, or the driver does not
+// report it.
 func (d Device) Most() int { n, _ := d.number("sriov_totalvfs"); return n }
 
-// Now is how many there are. ok reports whether the device can have any.
+// Now returns the present number. ok reports whether the device can have virtual
+// functions.
 func (d Device) Now() (n int, ok bool) { return d.number(numFile) }
 
 func (d Device) number(file string) (int, bool) {
@@ -48,7 +48,7 @@ func (d Device) number(file string) (int, bool) {
 	return n, err == nil && n >= 0 && n <= maxVFs
 }
 
-// Functions are the virtual functions by their numbers.
+// Functions returns the virtual functions by their index.
 func (d Device) Functions() map[int]pci.Address {
 	n, ok := d.Now()
 	if !ok {
@@ -67,10 +67,10 @@ func (d Device) Functions() map[int]pci.Address {
 	return out
 }
 
-// Resize sets the number and reads it back. The kernel changes it only from
-// none and to none, so all that are there go away. If the new ones cannot be
-// made there are as many as before, or the error says that this failed, too.
-// It is not to be called twice at a time.
+// Resize sets the number of virtual functions and reads it back. The kernel changes the
+// number only from 0 and to 0, so all existing functions are removed. If the new ones
+// cannot be made, the former number is restored, or the error contains that this failed,
+// too. It must not be called twice at the same time.
 func (d Device) Resize(ctx context.Context, n int) error {
 	before, ok := d.Now()
 	if !ok {

@@ -1,4 +1,4 @@
-// Package sysfs is the door to a machine's kernel: the files below sys, proc
-// and dev, under an injected folder, and one way to write to them that a hung
-// driver cannot hang. What the files mean is known by who uses them.
+// Package sysfs gives access to a host's kernel: to the files below sys, proc and dev, in
+// a root folder, with a way of writing to them that does not block for ever if a driver
+// hangs. Its callers know the meaning of the files.
 package sysfs

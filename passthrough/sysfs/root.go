@@ -13,25 +13,25 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// ErrStuck says that the kernel had not returned from a write when its time
-// was up. It may still do what it was told: only what is read later tells.
+// ErrStuck means that the kernel did not return from a write in time. The write may still
+// take effect. That can only be found out by reading later.
 var ErrStuck = errors.New("the kernel has not returned from the write")
 
-// Root is a machine's files as its kernel shows them. Names are those of
-// [fs.ValidPath], as sys/bus/pci/drivers_probe.
+// Root is a host's files as its kernel shows them. Names are those of [fs.ValidPath],
+// such as sys/bus/pci/drivers_probe.
 type Root interface {
 	fs.FS
 	fs.ReadFileFS
 	fs.ReadDirFS
 	fs.ReadLinkFS
 
-	// Write gives data to an existing file with one write(2). Errors are
-	// those of the kernel, by errors.Is; ErrStuck if the kernel does not
-	// return before ctx ends. If ctx has ended before, nothing is written.
+	// Write writes data to an existing file with one write(2). Errors wrap those of the
+	// kernel. The error wraps ErrStuck if the kernel does not return before ctx ends. If
+	// ctx has ended before, nothing is written.
 	Write(ctx context.Context, name, data string) error
 }
 
-// Dir is the machine below path, which is / but in tests.
+// Dir returns the host's files below path, which is / except in tests.
 func Dir(path string) Root {
 	return &dir{os.DirFS(path), path, sync.Mutex{}, map[write]bool{}}
 }
@@ -41,10 +41,10 @@ type dir struct {
 	path string
 
 	mu    sync.Mutex
-	stuck map[write]bool // from which the kernel has not returned
+	stuck map[write]bool // writes from which the kernel has not returned
 }
 
-// write is what was written where.
+// write is data and the file to which it is written.
 type write struct{ name, data string }
 
 func (d *dir) ReadFile(name string) ([]byte, error)       { return fs.ReadFile(d.FS, name) }
@@ -60,7 +60,7 @@ func (d *dir) Write(ctx context.Context, name, data string) error {
 		return fmt.Errorf("write %s: %w", name, err)
 	}
 	w := write{name, data}
-	// A second thread would wait where the first does.
+	// A second thread would block in the same place.
 	if !d.begin(w) {
 		return fmt.Errorf("write %.40q to %s: %w since an earlier call", data, name, ErrStuck)
 	}
@@ -97,9 +97,9 @@ func (d *dir) end(w write) {
 	delete(d.stuck, w)
 }
 
-// writeOnce uses the calls themselves: a store that is cut in two is two
-// commands to the kernel. It truncates, as a shell does: that means nothing to
-// the kernel's files, and no copy of them keeps the end of what was longer.
+// writeOnce uses system calls directly, because data in two writes would be two commands
+// to the kernel. It truncates, as a shell does: the kernel's files ignore that, and in a
+// copy of them no rest of a longer value stays.
 func writeOnce(path, data string) error {
 	fd, err := unix.Open(path, unix.O_WRONLY|unix.O_TRUNC|unix.O_CLOEXEC, 0)
 	if err != nil {

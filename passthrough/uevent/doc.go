@@ -1,8 +1,8 @@
-// Package uevent listens to what the kernel tells of PCI devices: that one has
-// come or gone, got or lost its driver, or changed. So nobody has to poll, in
-// the control domain or in a guest.
+// Package uevent receives the kernel's events about PCI devices: a device has appeared or
+// disappeared, got or lost its driver, or changed. So nobody has to poll, in the control
+// domain or in a guest.
 //
-// Events are hints: they come after the fact, and when too many come at once the
-// kernel drops some. The listener then says so with an event of its own, Lost,
-// and its owner looks at everything again.
+// Events are hints: they come after the change, and if there are too many, the kernel
+// drops some. Then the listener returns an event of its own, Lost, and the caller must
+// read everything again.
 package uevent

@@ -13,7 +13,7 @@ import (
 // Action is what has happened to a device.
 type Action string
 
-// Actions, as the kernel names them, and one more.
+// Actions with the kernel's names, and Lost.
 const (
 	Add     Action = "add"
 	Remove  Action = "remove"
@@ -23,34 +23,32 @@ const (
 	Move    Action = "move"
 	Online  Action = "online"
 	Offline Action = "offline"
-	// Lost says that there were events which nobody will hear of. It is about no
-	// device.
+	// Lost means that events were dropped. It belongs to no device.
 	Lost Action = "lost"
 )
 
-// ErrMessage says that a message is not one of the kernel's.
+// ErrMessage means that a message is not a valid uevent.
 var ErrMessage = errors.New("not a uevent")
 
-// maxMessage is the most that the kernel puts into an event: 2 KiB of variables
-// and the path.
+// maxMessage is larger than the largest event: 2 KiB of variables and the path.
 const maxMessage = 16 << 10
 
-// Event is what the kernel tells of one device.
+// Event is an event of one device.
 type Event struct {
 	Action    Action
-	Sequence  uint64 // SEQNUM; grows by at least one
+	Sequence  uint64 // SEQNUM, which increases
 	Subsystem string
-	Path      string // DEVPATH, below sys
+	Path      string // DEVPATH, relative to sys
 
-	// Of a device of the subsystem pci:
+	// Set for a device of the subsystem pci:
 	Address                                      pci.Address
-	Driver                                       string // empty: none, or the kernel did not say
+	Driver                                       string // empty: none, or not reported
 	VendorID, DeviceID, SubVendorID, SubDeviceID uint16
-	Class                                        uint32 // base, sub-class and programming interface
+	Class                                        uint32 // base class, sub-class and programming interface
 }
 
-// Parse reads a message of the kernel: "action@path" and variables, each ended
-// by a zero byte.
+// Parse parses a message of the kernel: "action@path" and variables, each terminated by a
+// zero byte. Errors wrap ErrMessage.
 func Parse(message []byte) (Event, error) {
 	if len(message) == 0 || len(message) > maxMessage || message[len(message)-1] != 0 {
 		return Event{}, fmt.Errorf("%w: %d bytes", ErrMessage, len(message))
@@ -106,7 +104,7 @@ func Parse(message []byte) (Event, error) {
 	return e, nil
 }
 
-// ids reads "10DE:1EB1".
+// ids parses "10DE:1EB1".
 func ids(s string, first, second *uint16) bool {
 	a, b, ok := strings.Cut(s, ":")
 	m, err1 := strconv.ParseUint(a, 16, 16)
@@ -115,8 +113,8 @@ func ids(s string, first, second *uint16) bool {
 	return ok && err1 == nil && err2 == nil
 }
 
-// device says that an event is about a PCI device; the subsystem has drivers and
-// buses, too.
+// device reports whether an event is about a PCI device. The subsystem also has drivers
+// and buses.
 func (e Event) device() bool {
 	return e.Subsystem == "pci" && strings.HasSuffix(e.Path, "/"+e.Address.String())
 }

@@ -12,28 +12,28 @@ import (
 )
 
 const (
-	kernelGroup = 1 // udev's own events are in group 2
+	kernelGroup = 1 // group 2 has udev's own events
 	bufferSize  = 4 << 20
 )
 
-// Listener hears the kernel's events of PCI devices.
+// Listener receives the kernel's events about PCI devices.
 type Listener struct {
 	file *os.File
 	raw  syscall.RawConn
 	buf  []byte
 }
 
-// Option changes how a listener is made.
+// Option is an option of Listen.
 type Option func(*options)
 
 type options struct{ buffer int }
 
-// WithBuffer sets how many bytes of events the kernel keeps for the listener; 4
-// MiB if not said.
+// WithBuffer sets how many bytes of events the kernel keeps for the listener; default 4
+// MiB.
 func WithBuffer(bytes int) Option { return func(o *options) { o.buffer = bytes } }
 
-// Listen begins to hear events. What happens from now on is not missed; what has
-// happened before is for the caller to look up, after Listen.
+// Listen begins to receive events. Later changes are not missed. The caller must read the
+// present state after Listen.
 func Listen(opts ...Option) (*Listener, error) {
 	o := options{buffer: bufferSize}
 	for _, set := range opts {
@@ -43,7 +43,8 @@ func Listen(opts ...Option) (*Listener, error) {
 	if err != nil {
 		return nil, fmt.Errorf("listen to uevents: %w", err)
 	}
-	// More than the system's limit takes a privilege; without it there is less.
+	// A buffer above the system's limit needs a privilege. Without it, the buffer is
+	// smaller.
 	if unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_RCVBUFFORCE, o.buffer) != nil {
 		_ = unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_RCVBUF, o.buffer)
 	}
@@ -64,11 +65,11 @@ func newListener(fd int) (*Listener, error) {
 	return l, nil
 }
 
-// Close ends the listener and a Next that waits.
+// Close closes the listener, and ends a waiting Next.
 func (l *Listener) Close() error { return l.file.Close() }
 
-// Next waits for the next event of a PCI device, or Lost. It is for one
-// goroutine. A listener that was closed is os.ErrClosed.
+// Next returns the next event of a PCI device, or Lost. It must be used by one goroutine
+// only. If the listener was closed, the error is os.ErrClosed.
 func (l *Listener) Next(ctx context.Context) (Event, error) {
 	if err := l.file.SetReadDeadline(time.Time{}); err != nil {
 		return Event{}, fmt.Errorf("uevents: %w", os.ErrClosed)
@@ -96,8 +97,8 @@ func (l *Listener) Next(ctx context.Context) (Event, error) {
 		case err != nil:
 			return Event{}, fmt.Errorf("uevents: %w", err)
 		}
-		// Anybody with the privilege can send to the group, and would not be the
-		// kernel.
+		// Others with the privilege can send to the group; their messages are not the
+		// kernel's.
 		if sender, ok := from.(*unix.SockaddrNetlink); !ok || sender.Pid != 0 {
 			continue
 		}
@@ -106,7 +107,7 @@ func (l *Listener) Next(ctx context.Context) (Event, error) {
 		}
 		e, err := Parse(l.buf[:n])
 		if err != nil {
-			return Event{Action: Lost}, nil // what it was about has to be looked for
+			return Event{Action: Lost}, nil // the caller must find out what has changed
 		}
 		if e.device() {
 			return e, nil

@@ -13,22 +13,22 @@ import (
 	"github.com/gpuctl/gpuctl/passthrough/catalog"
 )
 
-// Profile is a kind of virtual GPU on one card.
+// Profile is a profile of virtual GPUs on one card.
 type Profile struct {
 	Name      string
 	Kind      Kind
-	Memory    uint64 // bytes; 0: not known
-	Max       uint32 // on an empty card; 0: not known
-	Existing  uint32 // instances that there are
-	Scheduled uint32 // that are promised and do not exist yet
-	Free      uint32 // that there could be besides
-	Why       string // there are no more; empty where Free is not 0
-	// Apart differs where instances do not go together on one card; those of
-	// profiles that have none go with all.
+	Memory    uint64 // bytes; 0: unknown
+	Max       uint32 // on an empty card; 0: unknown
+	Existing  uint32 // existing instances
+	Scheduled uint32 // instances that are promised and do not exist yet
+	Free      uint32 // further instances that are possible
+	Why       string // why no more are possible; empty if Free is not 0
+	// Apart is a label: instances whose profiles have different labels cannot exist
+	// together on one card. An empty label excludes nothing.
 	Apart string
 }
 
-// apart tells types from each other that do not go together; see free.
+// apart returns the label of a type for Profile.Apart; see free.
 func (r rules) apart(t catalog.VGPUType) string {
 	switch {
 	case t.Memory == 0:
@@ -41,19 +41,20 @@ func (r rules) apart(t catalog.VGPUType) string {
 	return "time " + size.Format(t.Memory)
 }
 
-// rules are those of one card.
+// rules has the limits of one card.
 type rules struct {
 	types  map[string]catalog.VGPUType
-	memory uint64 // of the card, bytes; 0: not known
+	memory uint64 // of the card, bytes; 0: unknown
 	mixed  bool   // sizes may differ
 }
 
-// free is how many more instances of t fit beside those that are used, by
+// free returns how many more instances of t are possible beside those in use, given by
 // name, and why there are none.
 //
-// By time-slicing all vGPUs of a GPU have one size unless it is in the mode for
-// mixed sizes, which allows fewer of each; series of one size go together. In
-// MIG slices sizes may differ, and time-sliced ones have no place beside them.
+// With time-slicing, all vGPUs of a GPU have the same size, unless the GPU is in the mode
+// for mixed sizes, which permits fewer of each. Types of different series with one size
+// can be combined. In MIG slices, sizes may differ, and time-sliced vGPUs cannot exist
+// beside them.
 func (r rules) free(t catalog.VGPUType, used map[string]uint32) (n uint32, why string) {
 	if t.Memory == 0 || t.Max == 0 {
 		if total := sum(used); total > 0 {
@@ -101,7 +102,7 @@ func (r rules) free(t catalog.VGPUType, used map[string]uint32) (n uint32, why s
 	}
 }
 
-// take takes count times each from what is left; -1: there was not as much.
+// take subtracts count times each from what is left; -1: it was not enough.
 func take(left int64, each uint64, count int64) int64 {
 	switch {
 	case left < 0 || each == 0:
@@ -112,8 +113,8 @@ func take(left int64, each uint64, count int64) int64 {
 	return left - int64(each)*count
 }
 
-// total is the memory that virtual GPUs share: what the largest division of it
-// adds up to, as the makers count, else the card's.
+// total returns the memory that virtual GPUs share: the largest sum of a type's
+// instances, as vendors define it, otherwise the card's memory.
 func (r rules) total(mig bool) int64 {
 	var most uint64
 	for _, t := range r.types {
@@ -131,7 +132,7 @@ func (r rules) total(mig bool) int64 {
 	return int64(min(most, math.MaxInt64))
 }
 
-// slices are how many compute slices the GPU has: as many as its largest.
+// slices returns how many compute slices the GPU has: those of its largest profile.
 func (r rules) slices() int64 {
 	most := 0
 	for _, t := range r.types {
@@ -140,8 +141,8 @@ func (r rules) slices() int64 {
 	return int64(most)
 }
 
-// slicesOf reads the number of compute slices of a MIG profile, as 3 of
-// "3g.40gb" or "1c.3g.40gb"; 0: there is none.
+// slicesOf returns the number of compute slices of a MIG profile, such as 3 for "3g.40gb"
+// or "1c.3g.40gb"; 0: there is none.
 func slicesOf(profile string) int {
 	for part := range strings.SplitSeq(profile, ".") {
 		if digits, ok := strings.CutSuffix(part, "g"); ok {
@@ -154,7 +155,7 @@ func slicesOf(profile string) int {
 	return 0
 }
 
-// sum stays at the most that it can be.
+// sum adds counts, and does not overflow.
 func sum(counts map[string]uint32) uint32 {
 	total := uint64(0)
 	for _, n := range counts {
@@ -163,8 +164,8 @@ func sum(counts map[string]uint32) uint32 {
 	return uint32(total)
 }
 
-// plain is a type's name without the maker's: "NVIDIA A40-8Q" and
-// "GRID T4-2Q" are "A40-8Q" and "T4-2Q".
+// plain returns a type's name without the vendor: "NVIDIA A40-8Q" and "GRID T4-2Q" are
+// "A40-8Q" and "T4-2Q".
 func plain(name string) string {
 	for _, prefix := range []string{"NVIDIA ", "GRID "} {
 		name = strings.TrimPrefix(name, prefix)

@@ -1,21 +1,20 @@
-// Package vgpu cuts cards into virtual GPUs and says how many more of each
-// kind there could be.
+// Package vgpu creates virtual GPUs on cards, and computes how many more of each profile
+// are possible.
 //
-// There are three ways, and every card has its own: one host may have all of
-// them, and a card that has none is passed through whole all the same.
+// There are three ways. Each card has one of them, and one host may have cards of all
+// kinds. A card without any is passed through as a whole.
 //
-//   - SR-IOV virtual functions that are devices as they come: their number is
-//     set for the whole card, from none to some and back (Resize).
+//   - SR-IOV virtual functions that can be used as they are: their number is
+//     set for the whole card, from 0 and to 0 (Resize).
 //   - Mediated devices: mdev_supported_types of the card or of its virtual
 //     functions (Linux, Documentation/driver-api/vfio-mediated-device.rst).
 //   - NVIDIA's own interface on virtual functions, since its vGPU software 17:
 //     nvidia/creatable_vgpu_types and current_vgpu_type.
 //
-// Capacity is the least of what the kernel offers now and what remains when
-// instances that are only scheduled are counted like those that exist. Where a
-// figure is not known, less is promised. MIG gives the same for slices of a
-// GPU, which NVML tells of.
+// The capacity is the lower of what the kernel offers now, and what remains if scheduled
+// instances count like existing ones. If a number is unknown, less is promised. MIG
+// computes the same for slices of a GPU, from what NVML reports.
 //
-// What exists is read from the kernel each time; nothing is remembered but names
-// of types. Who has an instance is the caller's knowledge and passed in.
+// Existing instances are read from the kernel each time. Only the names of types are
+// remembered. The caller knows who has an instance, and passes that in.
 package vgpu

@@ -15,13 +15,13 @@ import (
 	"github.com/gpuctl/gpuctl/passthrough/pci"
 )
 
-// mdevType is a type of mediated devices as one parent offers it.
+// mdevType is a type of mediated devices that a parent offers.
 type mdevType struct {
 	parent    pci.Address
-	id        string // folder: nvidia-22
-	name      string // A40-8Q; the id where there is none
+	id        string // name of its folder, such as nvidia-22
+	name      string // such as A40-8Q; without a name, the id
 	available uint32
-	known     catalog.VGPUType // as far as the driver says
+	known     catalog.VGPUType // as far as the driver reports it
 	devices   []string         // UUIDs
 }
 
@@ -34,10 +34,10 @@ func (m *Manager) mdevTypes(card *pci.Card) (out []mdevType, err error) {
 	return out, nil
 }
 
-// typesOf adds those of one parent.
+// typesOf appends the types of one parent.
 func (m *Manager) typesOf(a pci.Address, out []mdevType) ([]mdevType, error) {
 	dir := m.at(a, "mdev_supported_types")
-	entries, _ := m.root.ReadDir(dir) // not there: it has none
+	entries, _ := m.root.ReadDir(dir) // without the folder, it has none
 	for _, e := range entries {
 		if len(out) >= maxTypes || !isName(e.Name()) {
 			continue
@@ -65,9 +65,9 @@ func (m *Manager) typesOf(a pci.Address, out []mdevType) ([]mdevType, error) {
 	return out, nil
 }
 
-// parseDescription reads what drivers say of a type: NVIDIA's in one line, as
-// "num_heads=4, frl_config=60, framebuffer=8192M, max_instance=6", Intel's in
-// several, as "high_gm_size: 384MB".
+// parseDescription parses a driver's description of a type: NVIDIA's is one line such as
+// "num_heads=4, frl_config=60, framebuffer=8192M, max_instance=6"; Intel's has several
+// lines, such as "high_gm_size: 384MB".
 func parseDescription(s string) catalog.VGPUType {
 	var t catalog.VGPUType
 	for field := range strings.FieldsFuncSeq(s, func(r rune) bool { return r == ',' || r == '\n' }) {
@@ -104,8 +104,8 @@ func (m *Manager) mdevInstances(card *pci.Card) ([]Instance, error) {
 	return out, nil
 }
 
-// mdevProfiles adds the parents of a type up: the card itself, or its virtual
-// functions, each of which offers one.
+// mdevProfiles adds up the parents of a type: the card itself, or its virtual functions,
+// each of which offers one.
 func (m *Manager) mdevProfiles(card *pci.Card, use Use) ([]Profile, error) {
 	types, err := m.mdevTypes(card)
 	if err != nil {
@@ -134,8 +134,8 @@ func (m *Manager) mdevProfiles(card *pci.Card, use Use) ([]Profile, error) {
 		if t.Memory != 0 && t.Max != 0 {
 			p.Free, p.Why = r.free(t, used)
 		} else {
-			// Only the driver knows how types of one parent go together: each that
-			// is scheduled may take what would be this one's.
+			// Only the driver knows which types can be combined on a parent. So each
+			// scheduled instance may take the place of this one.
 			if p.Free = uint32(min(available[n], 1<<31)); p.Free == 0 {
 				p.Why = "the driver has no more"
 			}
@@ -206,15 +206,15 @@ func (m *Manager) deleteMdev(ctx context.Context, i Instance) error {
 	return nil
 }
 
-// IsUUID says that s is a UUID as the kernel writes it.
+// IsUUID reports whether s is a UUID as the kernel writes it.
 func IsUUID(s string) bool {
 	return regexp.MustCompile(`^[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}$`).MatchString(s)
 }
 
-// NewUUID is a random one (RFC 9562, 5.4).
+// NewUUID returns a random UUID (RFC 9562, 5.4).
 func NewUUID() string {
 	var b [16]byte
-	_, _ = rand.Read(b[:]) // never fails
+	_, _ = rand.Read(b[:]) // crypto/rand never fails
 	b[6], b[8] = b[6]&0x0f|0x40, b[8]&0x3f|0x80
 	return fmt.Sprintf("%x-%x-%x-%x-%x", b[0:4], b[4:6], b[6:8], b[8:10], b[10:])
 }

@@ -6,22 +6,22 @@ import (
 	"github.com/gpuctl/gpuctl/passthrough/catalog"
 )
 
-// SliceProfile is a kind of MIG slice, as NVML has it.
+// SliceProfile is a profile of MIG slices, from NVML.
 type SliceProfile struct {
-	Name   string // 1g.10gb
+	Name   string // such as 1g.10gb
 	Memory uint64 // bytes
 	Max    uint32 // on an empty GPU
 }
 
-// Slices are the facts of NVML about a GPU that is cut by MIG.
+// Slices is what NVML reports about a GPU that is partitioned by MIG.
 type Slices struct {
 	Profiles  []SliceProfile
-	Instances []string // names, as "1g.10gb" or "NVIDIA A100-SXM4-80GB MIG 1g.10gb"
+	Instances []string // names such as "1g.10gb" or "NVIDIA A100-SXM4-80GB MIG 1g.10gb"
 }
 
-// MIG says how many more slices of each kind there could be, with those counted
-// that are scheduled. It is an upper bound: where slices lie decides, too, and
-// is for the driver to say.
+// MIG returns how many more slices of each profile are possible. Scheduled slices count
+// like existing ones. It is an upper bound, because the positions of slices matter, too,
+// and only the driver knows them.
 func MIG(s Slices, scheduled map[string]uint32) []Profile {
 	r := rules{types: map[string]catalog.VGPUType{}}
 	for _, p := range s.Profiles {

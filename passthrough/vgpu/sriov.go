@@ -9,9 +9,9 @@ import (
 	"github.com/gpuctl/gpuctl/passthrough/sriov"
 )
 
-// vfProfile is that of a card with nothing but virtual functions. They share
-// its memory equally, as far as anybody can say. Where there are none yet, all
-// that the card can have could be made.
+// vfProfile returns the profile of a card that has only virtual functions. It assumes
+// that they share the card's memory equally. If there are none yet, the card's highest
+// number is possible.
 func (m *Manager) vfProfile(card *pci.Card, use Use) Profile {
 	vfs, total := m.VFs(card)
 	p := Profile{Name: VirtualFunction, Kind: SRIOV, Max: uint32(len(vfs)), Scheduled: use.Scheduled[VirtualFunction]}
@@ -31,8 +31,8 @@ func (m *Manager) vfProfile(card *pci.Card, use Use) Profile {
 	return p
 }
 
-// VFs are the card's virtual functions as they are now, and how many it can
-// have; 0: it has no such.
+// VFs returns the card's present virtual functions, and the highest number; 0: it cannot
+// have any.
 func (m *Manager) VFs(card *pci.Card) (vfs []pci.Address, total int) {
 	pf := m.physical(card)
 	if pf == nil {
@@ -41,10 +41,10 @@ func (m *Manager) VFs(card *pci.Card) (vfs []pci.Address, total int) {
 	return m.vfs(pf.Address), m.device(pf.Address).Most()
 }
 
-// Resize sets the number of the card's virtual functions. The kernel changes it
-// only from none and to none, so all that are there go away: ErrInUse, naming
-// it, if one has an instance, is held, or has a driver that gives it to guests.
-// If the new ones cannot be made there are as many as before.
+// Resize sets the number of the card's virtual functions. The kernel changes it only from
+// 0 and to 0, so all existing functions are removed. The error wraps ErrInUse and names
+// the function if one has an instance, is in use, or is bound to a driver for VMs. If the
+// new functions cannot be made, the former number is restored.
 func (m *Manager) Resize(ctx context.Context, card *pci.Card, n int, use Use) error {
 	pf := m.physical(card)
 	if pf == nil {
@@ -66,7 +66,7 @@ func (m *Manager) Resize(ctx context.Context, card *pci.Card, n int, use Use) er
 	return m.device(pf.Address).Resize(ctx, n)
 }
 
-// device is a function as SR-IOV has it.
+// device returns a function for package sriov.
 func (m *Manager) device(pf pci.Address) sriov.Device {
 	d := sriov.Device{Root: m.root, Dir: m.at(pf, "")}
 	if m.enable != nil {
@@ -75,7 +75,7 @@ func (m *Manager) device(pf pci.Address) sriov.Device {
 	return d
 }
 
-// idle says why a virtual function must not go away.
+// idle returns an error if a virtual function must not be removed.
 func (m *Manager) idle(a pci.Address, use Use) error {
 	if use.held(a.String()) {
 		return fmt.Errorf("%w: %s is held", ErrInUse, a)

@@ -23,12 +23,11 @@ const (
 // CreatableType is a row of creatable_vgpu_types.
 type CreatableType struct {
 	ID   uint32
-	Name string // without the maker's
+	Name string // without the vendor
 }
 
-// ParseCreatable reads the table of NVIDIA's creatable_vgpu_types: a number, a
-// colon and a name in each line, below a line of titles. Lines of another form
-// are passed over.
+// ParseCreatable parses the table of NVIDIA's creatable_vgpu_types: a number, a colon and
+// a name in each line, after a header line. Other lines are ignored.
 func ParseCreatable(data []byte) []CreatableType {
 	var out []CreatableType
 	for line := range strings.Lines(string(data[:min(len(data), maxText)])) {
@@ -52,9 +51,9 @@ func isName(s string) bool {
 // vendorVF is the state of one virtual function.
 type vendorVF struct {
 	address   pci.Address
-	current   uint32 // 0: none
+	current   uint32 // id of its type; 0: none
 	creatable []CreatableType
-	err       error // it cannot be read
+	err       error // why it cannot be read
 }
 
 func (m *Manager) vendorVFs(card *pci.Card) []vendorVF {
@@ -85,9 +84,9 @@ func (m *Manager) currentType(a pci.Address) (uint32, error) {
 	return uint32(n), nil
 }
 
-// typeNames finds names of types by their numbers. What can no longer be made
-// is in no table, so names are remembered; one that was never seen is its
-// number.
+// typeNames returns a function that finds the names of types by their ids. A table
+// contains only types that can still be created, so names are remembered. The name of an
+// unknown type is its id.
 func (m *Manager) typeNames(vfs []vendorVF) func(uint32) string {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -110,8 +109,8 @@ func (m *Manager) typeNames(vfs []vendorVF) func(uint32) string {
 	return func(id uint32) string { return names[id] }
 }
 
-// learn takes names of types from who made instances of them: a full card's
-// driver names them no more.
+// learn takes names of types from the caller's instances, because the driver of a full
+// card does not list their names any more.
 func (m *Manager) learn(vfs []vendorVF, use Use) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -137,15 +136,15 @@ func (m *Manager) vendorInstances(card *pci.Card) ([]Instance, error) {
 	return out, nil
 }
 
-// vendorProfiles are the types that the catalogue knows and those that the
-// driver offers; of the former, those that it does not offer now are full.
+// vendorProfiles returns the types that the catalogue has and those that the driver
+// offers. A type of the catalogue that the driver does not offer now is full.
 func (m *Manager) vendorProfiles(card *pci.Card, use Use) ([]Profile, error) {
 	vfs := m.vendorVFs(card)
 	m.learn(vfs, use)
 	r := m.rules(card, use)
 	name := m.typeNames(vfs)
 	existing := map[string]uint32{}
-	offered := map[string]int{} // free functions that it can be made on
+	offered := map[string]int{} // number of free functions on which a type can be created
 	var order []string
 	empty := 0
 	for _, v := range vfs {
@@ -191,7 +190,7 @@ func (m *Manager) vendorProfiles(card *pci.Card, use Use) ([]Profile, error) {
 	return out, nil
 }
 
-// limit lowers what is free.
+// limit lowers Free.
 func (p *Profile) limit(n int64, why string) {
 	if n < int64(p.Free) {
 		if p.Free = uint32(max(n, 0)); p.Free == 0 {

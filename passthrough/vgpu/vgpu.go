@@ -16,35 +16,35 @@ import (
 	"github.com/gpuctl/gpuctl/passthrough/sysfs"
 )
 
-// Kind is a way of cutting a card.
+// Kind is the kind of a card's virtual GPUs.
 type Kind string
 
 // Kinds.
 const (
-	None   Kind = ""       // cannot be cut, or not now
-	SRIOV  Kind = "sriov"  // virtual functions as they come
+	None   Kind = ""       // it has none, or not now
+	SRIOV  Kind = "sriov"  // virtual functions that are used as they are
 	Mdev   Kind = "mdev"   // mediated devices
 	Vendor Kind = "vendor" // NVIDIA's types on virtual functions
-	Slice  Kind = "mig"    // only of Profile: by NVML, not by this package
+	Slice  Kind = "mig"    // used in Profile only: made through NVML, not by this package
 )
 
 // Errors.
 var (
-	// ErrFull says that there is no room for another instance; the message says why.
+	// ErrFull means that there is no room for another instance. The message contains why.
 	ErrFull = errors.New("no room on the card")
-	// ErrInUse says that virtual functions or instances are out, whose card or
-	// number must not change.
+	// ErrInUse means that virtual functions or instances exist, so the card or their
+	// number must not be changed.
 	ErrInUse = errors.New("virtual GPUs are out")
-	// ErrProfile says that the card does not know the profile.
+	// ErrProfile means that the card does not have the profile.
 	ErrProfile = errors.New("no such profile")
-	// ErrNoFunctions says that the card has no virtual functions yet, and could.
+	// ErrNoFunctions means that the card has no virtual functions yet, but could have
+	// some.
 	ErrNoFunctions = errors.New("it has no virtual functions yet")
-	// ErrReadBack says that the kernel took what was written and shows
-	// something else.
+	// ErrReadBack means that the kernel has accepted a write, but shows another value.
 	ErrReadBack = sriov.ErrReadBack
 )
 
-// VirtualFunction is the profile of a card that has nothing but virtual functions.
+// VirtualFunction is the profile of a card that has only virtual functions.
 const VirtualFunction = "vf"
 
 const (
@@ -57,41 +57,41 @@ const (
 
 // Instance is one virtual GPU.
 type Instance struct {
-	ID       string // UUID of a mediated device, else the function's address
+	ID       string // UUID of a mediated device; otherwise the function's address
 	Kind     Kind
 	Profile  string
-	Function pci.Address // to be given to a VM; of a mediated device its parent
+	Function pci.Address // function for a VM; for a mediated device, its parent
 }
 
-// Use is what the caller knows of a card beyond what the kernel shows.
+// Use is what the caller knows about a card in addition to the kernel.
 type Use struct {
-	Scheduled map[string]uint32 // instances by profile that are promised and do not exist yet
-	Held      []string          // ids of instances that somebody has
-	Profiles  map[string]string // of those, by id, as far as they are known
-	Mixed     bool              // the GPU is in the mode for vGPUs of several sizes (NVML)
+	Scheduled map[string]uint32 // instances that are promised and do not exist yet, by profile
+	Held      []string          // ids of instances in use
+	Profiles  map[string]string // profiles of instances in use, by id, as far as they are known
+	Mixed     bool              // the GPU is in the mode for vGPUs of several sizes (from NVML)
 }
 
 func (u Use) held(id string) bool { return slices.Contains(u.Held, id) }
 
-// Option changes a Manager.
+// Option is an option of New.
 type Option func(*Manager)
 
-// WithSwitch gives the way to set the number of virtual functions of cards for
-// which the kernel's file is not enough, as sriov-manage of NVIDIA's software.
-// ok is false where the file is.
+// WithSwitch sets a function that sets the number of virtual functions of cards for which
+// the kernel's file cannot be used, such as sriov-manage of NVIDIA's software. ok is
+// false if the file can be used.
 func WithSwitch(f func(ctx context.Context, pf pci.Address, n int) (ok bool, err error)) Option {
 	return func(m *Manager) { m.enable = f }
 }
 
-// WithTypeName gives names of NVIDIA's types by their numbers, as NVML has them:
-// the driver's table leaves out what a full card cannot make any more. Empty:
-// not known.
+// WithTypeName sets a function that returns the names of NVIDIA's types by their ids,
+// from NVML: the driver's table does not contain types that a full card cannot create any
+// more. Empty: unknown.
 func WithTypeName(f func(id uint32) string) Option {
 	return func(m *Manager) { m.name = f }
 }
 
-// Manager cuts the cards of one machine. One card must not be changed from two
-// goroutines at a time.
+// Manager manages the virtual GPUs of one host's cards. One card must not be changed by
+// two goroutines at the same time.
 type Manager struct {
 	root   sysfs.Root
 	models func(*pci.Device) (catalog.Entry, bool)
@@ -99,10 +99,10 @@ type Manager struct {
 	name   func(uint32) string
 
 	mu   sync.Mutex
-	seen map[uint32]string // names of types
+	seen map[uint32]string // names of types by id
 }
 
-// New returns a Manager; models is the catalogue's Lookup.
+// New returns a Manager. models is the catalogue's Lookup.
 func New(root sysfs.Root, models func(*pci.Device) (catalog.Entry, bool), opts ...Option) *Manager {
 	m := &Manager{root: root, models: models, seen: map[uint32]string{}}
 	for _, o := range opts {
@@ -111,8 +111,8 @@ func New(root sysfs.Root, models func(*pci.Device) (catalog.Entry, bool), opts .
 	return m
 }
 
-// Kind says how the card can be cut as it is now: with the driver that it has
-// and the virtual functions that are there.
+// Kind returns which kind of virtual GPUs the card can have now: with its present driver
+// and its present virtual functions.
 func (m *Manager) Kind(card *pci.Card) Kind {
 	functions := m.functions(card)
 	for _, a := range functions {
@@ -131,7 +131,7 @@ func (m *Manager) Kind(card *pci.Card) Kind {
 	return None
 }
 
-// List says what the card can be cut into and how much of it is left.
+// List returns the card's profiles, and how many more instances of each are possible.
 func (m *Manager) List(card *pci.Card, use Use) ([]Profile, error) {
 	switch m.Kind(card) {
 	case Vendor:
@@ -144,8 +144,8 @@ func (m *Manager) List(card *pci.Card, use Use) ([]Profile, error) {
 	return nil, nil
 }
 
-// Instances are the virtual GPUs that the card has. Virtual functions without
-// one are none, unless the card has nothing else.
+// Instances returns the virtual GPUs of the card. A virtual function without an instance
+// is not one, unless the card has only virtual functions.
 func (m *Manager) Instances(card *pci.Card) ([]Instance, error) {
 	switch m.Kind(card) {
 	case Vendor:
@@ -162,11 +162,10 @@ func (m *Manager) Instances(card *pci.Card) ([]Instance, error) {
 	return nil, nil
 }
 
-// Pick says which instance Make is to make: on which function, with which UUID.
-// What is being made does not count as scheduled: the caller takes it out of
-// use before. A mediated device gets id as its UUID, or a new one where it is
-// empty. ErrNoFunctions: there could be one once the card has virtual functions
-// (Resize).
+// Pick chooses the instance for Make: its function and its UUID. The instance itself must
+// not count as scheduled: the caller removes it from use before. A mediated device gets
+// id as its UUID, or a new one if id is empty. Errors wrap ErrFull, ErrProfile or
+// ErrNoFunctions: then one is possible after the card has virtual functions (Resize).
 func (m *Manager) Pick(card *pci.Card, profile, id string, use Use) (Instance, error) {
 	profiles, err := m.List(card, use)
 	if err != nil {
@@ -197,9 +196,8 @@ func (m *Manager) Pick(card *pci.Card, profile, id string, use Use) (Instance, e
 	return Instance{}, fmt.Errorf("%s for %s: %w: all virtual functions are out", profile, card.Address, ErrFull)
 }
 
-// Make makes an instance that was picked. Delete takes it away, also what an
-// error has left of it. A virtual function that is a device as it comes is
-// there already.
+// Make creates an instance that was picked. Delete deletes it, also what is left after an
+// error. A virtual function that is used as it is exists already.
 func (m *Manager) Make(ctx context.Context, i Instance) error {
 	switch i.Kind {
 	case Vendor:
@@ -213,10 +211,10 @@ func (m *Manager) Make(ctx context.Context, i Instance) error {
 	return nil
 }
 
-// Create picks and makes an instance of the profile; a card without virtual
-// functions that has no other way gets as many as it can have. undo takes the
-// instance away again, and the functions that were made for it; it is valid
-// after errors as well, and does nothing where nothing is left to be undone.
+// Create picks and makes an instance of a profile. If the card needs virtual functions
+// and has none, it gets the highest number. undo deletes the instance, and the functions
+// that were made for it. undo may be called after errors as well, and does nothing if
+// nothing is to be undone.
 func (m *Manager) Create(ctx context.Context, card *pci.Card, profile, id string, use Use) (Instance, func(context.Context) error, error) {
 	undo := func(context.Context) error { return nil }
 	i, err := m.Pick(card, profile, id, use)
@@ -239,9 +237,8 @@ func (m *Manager) Create(ctx context.Context, card *pci.Card, profile, id string
 	return i, undo, nil
 }
 
-// Delete takes an instance away. Nobody may have it: of a mediated device that
-// is open the kernel waits for who has it. One that is not there any more is
-// no error.
+// Delete deletes an instance. It must not be in use: if a mediated device is open, the
+// kernel waits until it is closed. If the instance does not exist, there is no error.
 func (m *Manager) Delete(ctx context.Context, i Instance) error {
 	switch i.Kind {
 	case Vendor:
@@ -249,11 +246,11 @@ func (m *Manager) Delete(ctx context.Context, i Instance) error {
 	case Mdev:
 		return m.deleteMdev(ctx, i)
 	}
-	return nil // a virtual function goes with the others
+	return nil // a virtual function is removed with the others
 }
 
-// Whole reports whether the card itself may be given away, reset or taken from its
-// driver: ErrInUse while virtual functions or mediated devices are out.
+// Whole returns an error that wraps ErrInUse while virtual functions or mediated devices
+// exist. Then the card itself must not be given to a VM, reset or taken from its driver.
 func (m *Manager) Whole(card *pci.Card) error {
 	instances, err := m.Instances(card)
 	if err != nil {
@@ -270,7 +267,7 @@ func (m *Manager) Whole(card *pci.Card) error {
 	return nil
 }
 
-// physical is the function of the card that has virtual ones.
+// physical returns the function of the card that can have virtual functions.
 func (m *Manager) physical(card *pci.Card) *pci.Device {
 	for _, f := range card.Functions {
 		if m.device(f.Address).Most() > 0 {
@@ -280,7 +277,7 @@ func (m *Manager) physical(card *pci.Card) *pci.Device {
 	return nil
 }
 
-// functions are the card's own and then the virtual ones, as they are now.
+// functions returns the card's own functions and then its present virtual functions.
 func (m *Manager) functions(card *pci.Card) []pci.Address {
 	var out []pci.Address
 	for _, f := range card.Functions {
@@ -292,7 +289,7 @@ func (m *Manager) functions(card *pci.Card) []pci.Address {
 	return out
 }
 
-// vfs are the virtual functions of a function, in the order of their numbers.
+// vfs returns the virtual functions of a function, sorted by index.
 func (m *Manager) vfs(pf pci.Address) []pci.Address {
 	functions := m.device(pf).Functions()
 	var out []pci.Address
@@ -302,7 +299,7 @@ func (m *Manager) vfs(pf pci.Address) []pci.Address {
 	return out
 }
 
-// rules are what the catalogue knows of the card, for a kernel's names.
+// rules returns the limits of the card, from the catalogue.
 func (m *Manager) rules(card *pci.Card, use Use) rules {
 	r := rules{types: map[string]catalog.VGPUType{}, mixed: use.Mixed}
 	main := card.Main()

@@ -11,22 +11,22 @@ import (
 	"github.com/gpuctl/gpuctl/passthrough/pci"
 )
 
-// Access is whether the control domain's drivers may use a device, now and
-// after the next boot. It is found out each time and kept nowhere.
+// Access is whether the control domain's drivers may use a device, now and after the next
+// boot. It is determined each time and stored nowhere.
 type Access string
 
-// Kinds of access, named as xapi names them.
+// Kinds of access, with the names of xapi.
 const (
 	AccessEnabled         Access = "enabled"
 	AccessDisabled        Access = "disabled"
-	AccessDisableOnReboot Access = "disable_on_reboot" // used now, hidden by the next boot
-	AccessEnableOnReboot  Access = "enable_on_reboot"  // hidden now, not by the next boot
+	AccessDisableOnReboot Access = "disable_on_reboot" // used now; hidden after the next boot
+	AccessEnableOnReboot  Access = "enable_on_reboot"  // hidden now; not after the next boot
 )
 
-// Access reports whether the control domain may use a device. Hidden now is what
-// pciback drives, or what the running kernel's command line hides and nobody
-// drives. The next boot is read from the configuration of grub and modprobe; a
-// change of it that "update-grub" was not run for counts already.
+// Access returns whether the control domain may use a device. A device is hidden now if
+// it is bound to pciback, or if the running kernel's command line hides it and it has no
+// driver. The state after the next boot is read from the configuration of grub and
+// modprobe. A change of it counts even before "update-grub" was run.
 func (h *Host) Access(a pci.Address) (Access, error) {
 	driver, err := fs.ReadLink(h.root, path.Join("sys/bus/pci/devices", a.String(), "driver"))
 	if err != nil && !isNotExist(err) {
@@ -58,8 +58,8 @@ func text4k(root fs.FS, name string) string {
 	return strings.TrimSpace(s[:min(len(s), 4096)])
 }
 
-// hiddenBy reads a kernel's command line. The kernel takes dash and underscore
-// for the same; of several parameters the last one counts.
+// hiddenBy parses a kernel's command line. For the kernel, dash and underscore are the
+// same. If a parameter is repeated, the last one counts.
 func hiddenBy(cmdline string) hidden {
 	var out hidden
 	for word := range strings.FieldsSeq(cmdline) {
@@ -84,8 +84,8 @@ func (h *Host) hiddenNext() (hidden, error) {
 	return append(fromModprobe, hiddenBy(line)...), nil
 }
 
-// modprobe reads "options xen-pciback hide=…". A file in an earlier folder hides
-// one of the same name in a later one.
+// modprobe parses "options xen-pciback hide=…". A file in an earlier folder replaces
+// one with the same name in a later folder.
 func (h *Host) modprobe() (hidden, error) {
 	var out hidden
 	seen := map[string]bool{}
@@ -138,8 +138,8 @@ func parseModprobe(data []byte) hidden {
 	return out
 }
 
-// nextCmdline is the control domain's kernel's command line as grub will make
-// it, or on hosts that have a finished grub.cfg only, as XCP-ng, the one of its
+// nextCmdline returns the command line that grub will give to the control domain's
+// kernel. On hosts that have only a complete grub.cfg, such as XCP-ng, it is that of the
 // first entry.
 func (h *Host) nextCmdline() (string, error) {
 	vars := map[string]string{}
@@ -152,7 +152,7 @@ func (h *Host) nextCmdline() (string, error) {
 		for _, name := range names {
 			assignments(string(read(h.root, path.Join("etc/default/grub.d", name))), vars)
 		}
-		// As grub's script for Xen puts them together.
+		// As grub's script for Xen combines them.
 		always, usual := vars["GRUB_CMDLINE_LINUX"], vars["GRUB_CMDLINE_LINUX_DEFAULT"]
 		if s := vars["GRUB_CMDLINE_LINUX_XEN_REPLACE"]; s != "" {
 			always = s
@@ -170,9 +170,8 @@ func (h *Host) nextCmdline() (string, error) {
 	return "", nil
 }
 
-// assignments reads NAME=value lines of a shell script into vars. Values may be
-// quoted and mention variables that were set before; anything cleverer is left
-// out.
+// assignments parses NAME=value lines of a shell script into vars. Values may be quoted
+// and refer to variables that were set before. Anything more complex is ignored.
 func assignments(script string, vars map[string]string) {
 	for line := range strings.Lines(strings.ReplaceAll(script, "\\\n", "")) {
 		line = strings.TrimPrefix(strings.TrimSpace(line), "export ")
@@ -191,7 +190,7 @@ func assignments(script string, vars map[string]string) {
 	}
 }
 
-// unquote reads one word of a shell.
+// unquote parses one word of a shell.
 func unquote(s string, vars map[string]string) string {
 	var out strings.Builder
 	var quote byte
@@ -222,7 +221,7 @@ func unquote(s string, vars map[string]string) string {
 	return out.String()
 }
 
-// variable is the name, with braces if it has them, that s begins with.
+// variable returns the name of the variable, with its braces if any, with which s begins.
 func variable(s string) string {
 	if strings.HasPrefix(s, "{") {
 		return s[:strings.IndexByte(s, '}')+1]
@@ -236,8 +235,8 @@ func variable(s string) string {
 	return s[:end]
 }
 
-// parseGrub finds the command line of the first entry that boots Xen: its first
-// module after the hypervisor.
+// parseGrub returns the command line of the first entry that boots Xen: its first module
+// after the hypervisor.
 func parseGrub(cfg string) string {
 	xen := false
 	for line := range strings.Lines(cfg) {

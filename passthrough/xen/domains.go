@@ -14,18 +14,18 @@ import (
 	"github.com/gpuctl/gpuctl/passthrough/pci"
 )
 
-// Domain is a domain as the hypervisor and the store know it.
+// Domain is a domain, from the hypervisor and xenstore.
 type Domain struct {
 	ID     uint16
-	Name   string // empty: the store has none, as for one that cannot end
-	UUID   string // empty: not known
+	Name   string // empty: xenstore has none, as for a domain that cannot end
+	UUID   string // empty: unknown
 	Type   Type
 	Dying  bool
 	Paused bool
 }
 
-// Domains lists the domains, by id. The hypervisor says which there are; the
-// store says what they are called.
+// Domains returns the domains, sorted by id. The hypervisor lists them, and xenstore has
+// their names.
 func (h *Host) Domains(ctx context.Context) ([]Domain, error) {
 	running, err := h.hv.Running(ctx)
 	if err != nil {
@@ -61,7 +61,7 @@ func (h *Host) Domains(ctx context.Context) ([]Domain, error) {
 	return out, nil
 }
 
-// optional reads a node that need not be there.
+// optional reads a node that need not exist.
 func (h *Host) optional(ctx context.Context, node string) (string, error) {
 	s, err := h.store.Read(ctx, node)
 	if errors.Is(err, fs.ErrNotExist) {
@@ -78,13 +78,13 @@ func (h *Host) children(ctx context.Context, node string) ([]string, error) {
 	return names, err
 }
 
-// Assigned is a device that a domain has, or is about to have or lose.
+// Assigned is a device that a domain has, or is about to get or lose.
 type Assigned struct {
 	Device  pci.Address
 	Domain  uint16
-	Slot    int    // in the guest, device and function as one byte; -1: not known
-	State   string // of the handshake with a PV guest; HVM guests leave it "initialised"
-	Options string // msitranslate=0,power_mgmt=0,permissive=0,rdm_policy=strict
+	Slot    int    // in the guest, device and function in one byte; -1: unknown
+	State   string // state of the handshake with a PV guest; for HVM guests it stays "initialised"
+	Options string // for example msitranslate=0,power_mgmt=0,permissive=0,rdm_policy=strict
 }
 
 const (
@@ -92,9 +92,9 @@ const (
 	maxAssigned = 256 // of one domain
 )
 
-// Assigned lists the devices that toolstacks have given to domains, by address,
-// as the nodes of the PCI backend say, which libxl writes for every kind of
-// guest. A device that two domains have is listed twice.
+// Assigned returns the devices that toolstacks have given to domains, sorted by address,
+// from the nodes of the PCI backend, which libxl writes for all kinds of guests. A device
+// that two domains have is listed twice.
 func (h *Host) Assigned(ctx context.Context) ([]Assigned, error) {
 	domains, err := h.children(ctx, backendPCI)
 	if err != nil {
@@ -127,8 +127,8 @@ func (h *Host) Assigned(ctx context.Context) ([]Assigned, error) {
 	return out, nil
 }
 
-// backend reads a backend's devices. Their numbers may have holes; a device that
-// goes away while it is read is not there.
+// backend reads a backend's devices. Their numbers may have gaps. A device that is
+// removed meanwhile is left out.
 func (h *Host) backend(ctx context.Context, dir string) ([]Assigned, error) {
 	names, err := h.children(ctx, dir)
 	if err != nil {
@@ -169,7 +169,7 @@ func (h *Host) backend(ctx context.Context, dir string) ([]Assigned, error) {
 	return out, nil
 }
 
-// busState names a state of xen/include/public/io/xenbus.h.
+// busState returns the name of a state (xen/include/public/io/xenbus.h).
 func busState(s string) string {
 	n, err := strconv.Atoi(s)
 	names := [...]string{"unknown", "initialising", "waiting", "initialised", "connected", "closing", "closed", "reconfiguring", "reconfigured"}

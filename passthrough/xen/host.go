@@ -13,13 +13,13 @@ import (
 )
 
 var (
-	// ErrNotControl says that the machine is not a control domain of Xen.
+	// ErrNotControl means that this is not a control domain of Xen.
 	ErrNotControl = errors.New("not a control domain of Xen")
-	// ErrUnsupported says that what answers for the hypervisor cannot tell.
+	// ErrUnsupported means that hypercalls or xl do not provide this.
 	ErrUnsupported = errors.New("not told by this Xen")
 )
 
-// State is what is known of a switch.
+// State is the known state of a switch.
 type State uint8
 
 // States of a switch.
@@ -31,33 +31,33 @@ const (
 
 func (s State) String() string { return [...]string{"unknown", "off", "on"}[s%3] }
 
-// Store is Xen's store, as internal/xenstore's Client reads it.
+// Store is xenstore; *xenstore.Client implements it.
 type Store interface {
 	Read(ctx context.Context, path string) (string, error)
 	List(ctx context.Context, path string) ([]string, error)
 }
 
-// Hypervisor is what answers for Xen itself: hypercalls or the program xl. What
-// one cannot tell is ErrUnsupported.
+// Hypervisor provides what Xen itself knows, by hypercalls or the program xl. If one of
+// them does not provide something, the error wraps ErrUnsupported.
 type Hypervisor interface {
-	// Running lists the domains that exist, by id, those that are ending
-	// included. Names are the store's business.
+	// Running returns the existing domains, sorted by id, including those that are
+	// ending. Names are in xenstore.
 	Running(ctx context.Context) ([]Running, error)
-	// IOMMU reports whether devices can be given to guests behind an IOMMU.
+	// IOMMU returns whether devices can be given to guests behind an IOMMU.
 	IOMMU(ctx context.Context) (State, error)
-	// Group returns the devices that the IOMMU cannot tell from this one.
+	// Group returns the devices that the IOMMU cannot distinguish from this one.
 	Group(ctx context.Context, a pci.Address) ([]pci.Address, error)
-	// Nodes returns the NUMA nodes of those devices of which it is known.
+	// Nodes returns the NUMA nodes of the devices, as far as they are known.
 	Nodes(ctx context.Context, devices []pci.Address) (map[pci.Address]int, error)
-	// Log returns the hypervisor's log, as far as its ring still has it.
+	// Log returns the hypervisor's log, as far as its ring still contains it.
 	Log(ctx context.Context) (string, error)
-	// Close gives back what it holds.
+	// Close releases all resources.
 	Close() error
 }
 
-// Open returns what answers for the hypervisor of the machine whose files are
-// below root: hypercalls through the devices in dev, as /dev/xen, or else the
-// program xl. Why it is xl, which tells less, is the second result.
+// Open returns the Hypervisor of the host whose files are in root: hypercalls through the
+// devices in dev, such as /dev/xen, or otherwise the program xl. why is the reason for
+// using xl, which provides less.
 func Open(root fs.FS, dev string) (hv Hypervisor, why error) {
 	v, err := ReadVersion(root)
 	if err != nil {
@@ -70,16 +70,16 @@ func Open(root fs.FS, dev string) (hv Hypervisor, why error) {
 	return p, nil
 }
 
-// Running is a domain that the hypervisor has.
+// Running is a domain that exists.
 type Running struct {
 	ID     uint16
-	UUID   string // empty: not told
+	UUID   string // empty: not provided
 	Type   Type
-	Dying  bool // it ends, or cannot because somebody holds its memory
+	Dying  bool // it is ending, or cannot end because its memory is still mapped
 	Paused bool
 }
 
-// Type is what kind of machine a domain sees.
+// Type is the type of a domain.
 type Type string
 
 // Kinds of domains.
@@ -97,10 +97,10 @@ type Host struct {
 	hv    Hypervisor
 }
 
-// New returns the host whose files are below root.
+// New returns the host whose files are in root.
 func New(root fs.FS, store Store, hv Hypervisor) *Host { return &Host{root, store, hv} }
 
-// Detect is ErrNotControl unless the files below root are a control domain's.
+// Detect returns ErrNotControl unless root contains the files of a control domain.
 func Detect(root fs.FS) error {
 	if kind := text(root, "sys/hypervisor/type"); kind != "xen" {
 		return fmt.Errorf("%w: sys/hypervisor/type says %q", ErrNotControl, kind)
@@ -114,12 +114,12 @@ func Detect(root fs.FS) error {
 // Version is a release of Xen.
 type Version struct {
 	Major, Minor int
-	Extra        string // ".7" or ".7-1-pre"
+	Extra        string // for example ".7" or ".7-1-pre"
 }
 
 func (v Version) String() string { return fmt.Sprintf("%d.%d%s", v.Major, v.Minor, v.Extra) }
 
-// ReadVersion reads the running release below root.
+// ReadVersion returns the running release.
 func ReadVersion(root fs.FS) (Version, error) {
 	major, err1 := strconv.Atoi(text(root, "sys/hypervisor/version/major"))
 	minor, err2 := strconv.Atoi(text(root, "sys/hypervisor/version/minor"))
@@ -149,7 +149,7 @@ func read(root fs.FS, name string) []byte {
 
 func text(root fs.FS, name string) string { return clean(string(read(root, name))) }
 
-// clean makes one short printable line of a text from outside.
+// clean returns a text from outside as one short printable line.
 func clean(s string) string {
 	s = strings.Map(func(r rune) rune {
 		if r < ' ' || r == 0x7f || r == '\ufffd' {

@@ -19,12 +19,11 @@ import (
 	"github.com/gpuctl/gpuctl/passthrough/pci"
 )
 
-// ErrVersion says that the running Xen speaks another control interface than
-// those that are known here.
+// ErrVersion means that the running Xen has an unknown control interface.
 var ErrVersion = errors.New("unknown control interface of Xen")
 
-// The control interface as xen/include/public/{domctl,sysctl}.h of Xen 4.17
-// define it: both are version 0x15.
+// The control interface of Xen 4.17 (xen/include/public/{domctl,sysctl}.h). Both versions
+// are 0x15.
 const (
 	domctlVersion = 0x15
 	sysctlVersion = 0x15
@@ -47,7 +46,7 @@ const (
 	domainDying      = 1 << 0
 	domainHVM        = 1 << 1
 	domainPaused     = 1 << 3
-	emulatesPM       = 1 << 2 // HVM has more than a local APIC emulated, PVH has not
+	emulatesPM       = 1 << 2 // HVM domains have more emulated devices than a local APIC, PVH domains do not
 	handleOffset     = 76
 	emulationOffset  = 104
 	maxDomainsAtOnce = 128
@@ -57,27 +56,27 @@ const (
 
 	ioctlHypercall = 0x305000 // _IOC(NONE, 'P', 0, 48)
 
-	memorySize = 16 * 4096 // the kernel lends 64 pages at most
-	dataOffset = 4096      // arguments first, then arrays
+	memorySize = 16 * 4096 // the kernel provides at most 64 pages
+	dataOffset = 4096      // first the arguments, then arrays
 	maxGroup   = 1024
 	maxLog     = 8 << 20
 )
 
-// Privcmd asks the hypervisor by hypercall. Its calls are short: the hypervisor
-// answers at once and never waits for anybody.
+// Privcmd calls the hypervisor by hypercall. Its calls are short: the hypervisor answers
+// at once and never waits.
 type Privcmd struct {
 	mu     sync.Mutex
-	memory []byte // that the hypervisor can reach
-	base   uint64 // its address
+	memory []byte // memory that the hypervisor can access
+	base   uint64 // address of memory
 	call   func(op, arg uint64) error
 	close  func() error
 }
 
 var _ Hypervisor = (*Privcmd)(nil)
 
-// OpenPrivcmd opens the devices privcmd and hypercall of the kernel in dir, as
-// /dev/xen, for the release v. A release that is not known is ErrVersion. It
-// takes root in a control domain, and Linux 4.18.
+// OpenPrivcmd opens the kernel's devices privcmd and hypercall in dir, such as /dev/xen,
+// for the release v. If the release is unknown, the error wraps ErrVersion. It needs root
+// in a control domain, and Linux 4.18.
 func OpenPrivcmd(dir string, v Version) (*Privcmd, error) {
 	if v.Major != 4 || v.Minor != 17 {
 		return nil, fmt.Errorf("%w: this is Xen %s and only that of 4.17 is known: device groups are not read, and everything else is asked of the program xl", ErrVersion, v)
@@ -124,11 +123,11 @@ func open(name string) (int, error) {
 	return fd, nil
 }
 
-// Close gives the devices back. No other call may be under way.
+// Close closes the devices. No other call may be in progress.
 func (p *Privcmd) Close() error { return p.close() }
 
-// control makes a control hypercall: the head is written here, the body by fill,
-// and read by take.
+// control makes a control hypercall. head writes the header, fill writes the body, and
+// take reads the result.
 func (p *Privcmd) control(ctx context.Context, what string, op uint64, head func([]byte), fill, take func(body, data []byte)) error {
 	if err := ctx.Err(); err != nil {
 		return fmt.Errorf("ask Xen for %s: %w", what, err)
@@ -171,10 +170,10 @@ func (p *Privcmd) domctl(ctx context.Context, what string, cmd uint32, domain ui
 
 var le = binary.LittleEndian //nolint:gochecknoglobals // a name
 
-// data is the address of the arrays.
+// data returns the address of the arrays.
 func (p *Privcmd) data() uint64 { return p.base + dataOffset }
 
-// Running lists the domains.
+// Running returns the domains.
 func (p *Privcmd) Running(ctx context.Context) ([]Running, error) {
 	var out []Running
 	for first := uint32(0); first < 0x7ff0; {
@@ -217,7 +216,7 @@ func parseDomain(b []byte) Running {
 	return r
 }
 
-// IOMMU reports whether Xen has one that it uses.
+// IOMMU returns whether Xen uses an IOMMU.
 func (p *Privcmd) IOMMU(ctx context.Context) (State, error) {
 	state := Off
 	err := p.sysctl(ctx, "its capabilities", sysctlPhysInfo, func([]byte, []byte) {}, func(b, _ []byte) {
@@ -231,10 +230,10 @@ func (p *Privcmd) IOMMU(ctx context.Context) (State, error) {
 	return state, nil
 }
 
-// Group returns the devices with which a device shares its requester id, as
-// behind a bridge to conventional PCI. Xen looks only at the devices of one
-// domain at a time, so every domain is asked; of devices that it keeps in
-// quarantine it does not tell.
+// Group returns the devices with which a device shares its requester id, for example
+// behind a bridge to conventional PCI. Xen looks only at the devices of one domain at a
+// time, so the hypercall is made for each domain. It does not return devices in
+// quarantine.
 func (p *Privcmd) Group(ctx context.Context, a pci.Address) ([]pci.Address, error) {
 	if a.Domain > 0xffff {
 		return nil, fmt.Errorf("%w: PCI domain %x is not Xen's", ErrUnsupported, a.Domain)
@@ -251,12 +250,12 @@ func (p *Privcmd) Group(ctx context.Context, a pci.Address) ([]pci.Address, erro
 			le.PutUint64(b[16:], p.data())
 		}, func(b, data []byte) {
 			for i := range min(le.Uint32(b[8:]), maxGroup) {
-				// Bus and function are one byte higher than anywhere else.
+				// Here, bus and function are shifted by one byte.
 				bdf := le.Uint32(data[4*i:]) >> 8
 				out = append(out, pci.Address{Domain: a.Domain, Bus: uint8(bdf >> 8), Device: uint8(bdf >> 3 & 0x1f), Function: uint8(bdf & 7)})
 			}
 		})
-		if errors.Is(err, syscall.ESRCH) { // it has ended meanwhile
+		if errors.Is(err, syscall.ESRCH) { // the domain has ended meanwhile
 			continue
 		}
 		if err != nil {
@@ -271,8 +270,8 @@ func machineBDF(a pci.Address) uint32 {
 	return a.Domain<<16 | uint32(a.Bus)<<8 | uint32(a.Device)<<3 | uint32(a.Function)
 }
 
-// Nodes returns the NUMA nodes of devices. Those that Xen has no node of, or
-// does not know at all, are left out.
+// Nodes returns the NUMA nodes of devices. Devices without a node, and unknown ones, are
+// left out.
 func (p *Privcmd) Nodes(ctx context.Context, devices []pci.Address) (map[pci.Address]int, error) {
 	const most = 1024
 	out := map[pci.Address]int{}
@@ -307,7 +306,7 @@ func (p *Privcmd) Nodes(ctx context.Context, devices []pci.Address) (map[pci.Add
 	return out, nil
 }
 
-// Log reads the hypervisor's log and leaves it as it is.
+// Log returns the hypervisor's log without clearing it.
 func (p *Privcmd) Log(ctx context.Context) (string, error) {
 	const most = 32 << 10
 	var out []byte
@@ -315,7 +314,7 @@ func (p *Privcmd) Log(ctx context.Context) (string, error) {
 	for len(out) < maxLog {
 		n := 0
 		err := p.sysctl(ctx, "its log", sysctlReadConsole, func(b, _ []byte) {
-			b[1] = 1 // from index on
+			b[1] = 1 // incremental: from index on
 			le.PutUint32(b[4:], index)
 			le.PutUint64(b[8:], p.data())
 			le.PutUint32(b[16:], most)

@@ -9,34 +9,34 @@ import (
 	"github.com/gpuctl/gpuctl/passthrough/pci"
 )
 
-// Log is what the hypervisor's log says of devices. The log is a ring: what is
-// not in it may have been said before.
+// Log is what the hypervisor's log contains about devices. The log is a ring, so older
+// messages may be missing.
 type Log struct {
 	IOMMU              State
 	InterruptRemapping State
 	Reserved           []Reserved
 	Refused            []Refused
-	Faults             map[pci.Address]int // DMA that the IOMMU stopped
+	Faults             map[pci.Address]int // DMA that the IOMMU has blocked
 }
 
-// Reserved is memory that the firmware keeps for devices (RMRR). Xen tells of
-// it with "iommu=verbose". Xen gives no device away that shares one.
+// Reserved is memory that the firmware reserves for devices (RMRR). Xen logs it with
+// "iommu=verbose". Xen gives no device away that shares such a region.
 type Reserved struct {
-	Start, End uint64 // inclusive; zeros: not told
+	Start, End uint64 // inclusive; zeros: not logged
 	Devices    []pci.Address
 }
 
-// Refused is a device that Xen would not give away as it shares reserved memory.
+// Refused is a device that Xen has refused to assign because it shares reserved memory.
 type Refused struct {
 	Device pci.Address
 	Start  uint64
 	Domain string // d7, Dom7
-	Risky  bool   // given away all the same, with rdm_policy=relaxed
+	Risky  bool   // assigned nevertheless, with rdm_policy=relaxed
 }
 
 const maxLogFacts = 4096
 
-// ParseLog reads what "xl dmesg" shows.
+// ParseLog parses the output of "xl dmesg".
 func ParseLog(log string) Log {
 	l := Log{Faults: map[pci.Address]int{}}
 	var open *Reserved
@@ -78,8 +78,7 @@ func ParseLog(log string) Log {
 	return l
 }
 
-// message takes off "(XEN)" and the time, with what a console may have put
-// before them.
+// message removes "(XEN)" and the time, and what a console may have put before them.
 func message(line string) string {
 	if _, after, ok := strings.Cut(line, "(XEN)"); ok {
 		line = after
@@ -93,7 +92,7 @@ func message(line string) string {
 	return line
 }
 
-// add reads a line that belongs to a region of reserved memory.
+// add parses a line that belongs to a region of reserved memory.
 func (r *Reserved) add(line string) bool {
 	if s, ok := strings.CutPrefix(line, "endpoint:"); ok {
 		if a, err := pci.ParseAddress(strings.TrimSpace(s)); err == nil && len(r.Devices) < maxLogFacts && !slices.Contains(r.Devices, a) {
@@ -117,7 +116,7 @@ func (r *Reserved) add(line string) bool {
 	return true
 }
 
-// parseRefused reads "It's disallowed to assign 0000:08:00.0 with shared RMRR at
+// parseRefused parses "It's disallowed to assign 0000:08:00.0 with shared RMRR at
 // 7ba77000 for Dom5."
 func parseRefused(line string) (Refused, bool) {
 	var r Refused
@@ -145,8 +144,8 @@ func parseRefused(line string) (Refused, bool) {
 	return r, true
 }
 
-// parseFault reads "[VT-D]DMAR:[DMA Write] Request device [0000:04:00.4] fault
-// addr bdf80000" and "AMD-Vi: IO_PAGE_FAULT: 0000:04:00.4 d1 addr …".
+// parseFault parses "[VT-D]DMAR:[DMA Write] Request device [0000:04:00.4] fault addr
+// bdf80000" and "AMD-Vi: IO_PAGE_FAULT: 0000:04:00.4 d1 addr …".
 func parseFault(line string) (pci.Address, bool) {
 	var s string
 	switch {

@@ -16,15 +16,15 @@ const (
 	pcibackDriver = "pciback"
 )
 
-// Pciback is what the kernel's backend for PCI devices holds.
+// Pciback is the state of pciback, the kernel's backend for PCI devices.
 type Pciback struct {
 	Loaded     bool
-	Bound      []pci.Address          // devices that it drives
-	Slots      []pci.Address          // addresses that it claims, there or not
-	Interrupts map[pci.Address]string // of devices with a handler: "on" or "off"
+	Bound      []pci.Address          // devices that are bound to it
+	Slots      []pci.Address          // addresses in its list of slots, with or without a device
+	Interrupts map[pci.Address]string // devices with an interrupt handler: "on" or "off"
 }
 
-// Pciback reads what pciback holds. Without the module nothing is loaded.
+// Pciback reads the state of pciback. Loaded is false without the module.
 func (h *Host) Pciback() (Pciback, error) {
 	entries, err := fs.ReadDir(h.root, pcibackDir)
 	if isNotExist(err) {
@@ -43,8 +43,8 @@ func (h *Host) Pciback() (Pciback, error) {
 	return p, nil
 }
 
-// Assignable lists the devices that a domain could be given: pciback drives
-// them and no domain has them.
+// Assignable returns the devices that a domain could get: they are bound to pciback, and
+// no domain has them.
 func (h *Host) Assignable(ctx context.Context) ([]pci.Address, error) {
 	p, err := h.Pciback()
 	if err != nil {
@@ -59,10 +59,10 @@ func (h *Host) Assignable(ctx context.Context) ([]pci.Address, error) {
 	}), nil
 }
 
-// NativeDriver is the driver that libxl has noted for a device that it took from
-// it ("xl pci-assignable-add"); empty if it has noted none.
+// NativeDriver returns the driver from which libxl has taken a device ("xl
+// pci-assignable-add"); empty if libxl has stored none.
 func (h *Host) NativeDriver(ctx context.Context, a pci.Address) (string, error) {
-	// Nodes cannot have colons and dots.
+	// Node names must not contain colons and dots.
 	name := strings.NewReplacer(":", "-", ".", "-").Replace(a.String())
 	driver, err := h.optional(ctx, "/libxl/pciback/"+name+"/driver_path")
 	if err != nil {
@@ -71,7 +71,7 @@ func (h *Host) NativeDriver(ctx context.Context, a pci.Address) (string, error) 
 	return driver[strings.LastIndexByte(driver, '/')+1:], nil
 }
 
-// parseSlots reads one address a line.
+// parseSlots parses one address in each line.
 func parseSlots(data []byte) []pci.Address {
 	var out []pci.Address
 	for line := range strings.Lines(string(data)) {
@@ -83,7 +83,7 @@ func parseSlots(data []byte) []pci.Address {
 	return slices.Compact(out)
 }
 
-// parseHandlers reads lines such as "0000:65:00.0:on:acking:12".
+// parseHandlers parses lines such as "0000:65:00.0:on:acking:12".
 func parseHandlers(data []byte) map[pci.Address]string {
 	out := map[pci.Address]string{}
 	for line := range strings.Lines(string(data)) {
@@ -98,11 +98,11 @@ func parseHandlers(data []byte) map[pci.Address]string {
 	return out
 }
 
-// hidden is a list of devices that pciback is told to take at boot, in its
-// parameter hide: "(0000:65:00.0)(66:00.*)".
+// hidden is a list of devices that pciback takes at boot, from its parameter hide:
+// "(0000:65:00.0)(66:00.*)".
 type hidden []pattern
 
-// pattern has -1 where anything will do.
+// pattern has -1 for "any".
 type pattern struct {
 	domain, bus      uint32
 	device, function int
@@ -115,8 +115,7 @@ func (h hidden) has(a pci.Address) bool {
 	})
 }
 
-// parseHidden reads what comes before the first thing that makes no sense, as
-// the kernel does not.
+// parseHidden parses up to the first error. The kernel would refuse the whole text.
 func parseHidden(s string) hidden {
 	var out hidden
 	for {

@@ -15,15 +15,15 @@ import (
 
 const (
 	xlTimeout = 10 * time.Second
-	xlGrace   = time.Second // between its end and that of who holds its output
+	xlGrace   = time.Second // between the end of xl and that of its child processes
 )
 
-// XL asks the hypervisor through Xen's program xl, which fits the hypervisor
-// that it came with. It cannot tell device groups.
+// XL asks the hypervisor through Xen's program xl, which has the hypervisor's version. It
+// does not provide device groups.
 type XL struct {
-	// Path is the program; empty: "xl", as the search path has it.
+	// Path is the path of the program; empty: "xl", in PATH.
 	Path string
-	// Timeout bounds a run of it; zero: ten seconds.
+	// Timeout limits one run; zero: ten seconds.
 	Timeout time.Duration
 }
 
@@ -56,7 +56,7 @@ func (x *XL) run(ctx context.Context, args ...string) (string, error) {
 	return out.String(), nil
 }
 
-// limited drops what is beyond all reason.
+// limited discards output beyond a limit.
 type limited struct{ bytes.Buffer }
 
 func (l *limited) Write(p []byte) (int, error) {
@@ -64,7 +64,7 @@ func (l *limited) Write(p []byte) (int, error) {
 	return len(p), nil
 }
 
-// Running lists the domains, without their UUIDs and types.
+// Running returns the domains, without their UUIDs and types.
 func (x *XL) Running(ctx context.Context) ([]Running, error) {
 	out, err := x.run(ctx, "list")
 	if err != nil {
@@ -73,7 +73,7 @@ func (x *XL) Running(ctx context.Context) ([]Running, error) {
 	return parseList(out)
 }
 
-// IOMMU reports whether devices can be given away, "hvm_directio" in "xl info".
+// IOMMU returns whether devices can be given away, from "hvm_directio" in "xl info".
 func (x *XL) IOMMU(ctx context.Context) (State, error) {
 	out, err := x.run(ctx, "info")
 	if err != nil {
@@ -82,12 +82,12 @@ func (x *XL) IOMMU(ctx context.Context) (State, error) {
 	return parseInfo(out), nil
 }
 
-// Group is not told by xl.
+// Group returns ErrUnsupported.
 func (x *XL) Group(context.Context, pci.Address) ([]pci.Address, error) {
 	return nil, fmt.Errorf("device groups: %w: xl has no command for them", ErrUnsupported)
 }
 
-// Nodes returns the NUMA nodes of devices, as "xl info -n" lists them.
+// Nodes returns the NUMA nodes of devices, from "xl info -n".
 func (x *XL) Nodes(ctx context.Context, devices []pci.Address) (map[pci.Address]int, error) {
 	out, err := x.run(ctx, "info", "-n")
 	if err != nil {
@@ -102,17 +102,17 @@ func (x *XL) Nodes(ctx context.Context, devices []pci.Address) (map[pci.Address]
 	return nodes, nil
 }
 
-// Log is the hypervisor's log.
+// Log returns the hypervisor's log.
 func (x *XL) Log(ctx context.Context) (string, error) { return x.run(ctx, "dmesg") }
 
-// ForceDetach removes a device from the list of a domain although its device
-// model does not know the device: "xl pci-detach -f". The domain must not have it.
+// ForceDetach removes a device from a domain's list although its device model does not
+// have the device: "xl pci-detach -f". The domain must not have it.
 func (x *XL) ForceDetach(ctx context.Context, domain uint16, f pci.Address) error {
 	_, err := x.run(ctx, "pci-detach", "-f", strconv.Itoa(int(domain)), f.String())
 	return err
 }
 
-// Attach plugs an assignable device into a domain that runs.
+// Attach attaches an assignable device to a running domain.
 func (x *XL) Attach(ctx context.Context, domain uint16, f pci.Address) error {
 	_, err := x.run(ctx, "pci-attach", strconv.Itoa(int(domain)), f.String())
 	return err
@@ -121,8 +121,8 @@ func (x *XL) Attach(ctx context.Context, domain uint16, f pci.Address) error {
 // Close does nothing.
 func (x *XL) Close() error { return nil }
 
-// parseList reads the table of "xl list". The name comes first and may have
-// spaces; five columns follow it.
+// parseList parses the table of "xl list". The name comes first and may contain spaces;
+// five columns follow it.
 func parseList(out string) ([]Running, error) {
 	var list []Running
 	for line := range strings.Lines(out) {
@@ -133,7 +133,7 @@ func parseList(out string) ([]Running, error) {
 		fields = fields[len(fields)-5:]
 		id, err := strconv.ParseUint(fields[0], 10, 16)
 		state := fields[3]
-		if err != nil || len(state) < 6 { // the heading
+		if err != nil || len(state) < 6 { // the header
 			continue
 		}
 		// r blocked paused shutdown crashed dying
@@ -161,7 +161,7 @@ func parseInfo(out string) State {
 	return Unknown
 }
 
-// parseTopology reads lines of an address and a node below "device topology".
+// parseTopology parses the lines of an address and a node below "device topology".
 func parseTopology(out string) map[pci.Address]int {
 	nodes := map[pci.Address]int{}
 	inside := false

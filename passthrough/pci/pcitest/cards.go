@@ -6,10 +6,10 @@ import (
 	"github.com/gpuctl/gpuctl/passthrough/pci"
 )
 
-// FullACS is what a good port has, switched on.
+// FullACS returns ACS with all controls enabled that isolate.
 func FullACS() *pci.ACS { return &pci.ACS{Can: 0x5f, Does: 0x1d} }
 
-// Port is a root port or a port of a switch.
+// Port returns a root port or a port of a switch.
 func Port(address, parent string, group int, port pci.PortType, acs *pci.ACS) Function {
 	return Function{
 		Address: address, Parent: parent, Vendor: 0x8086, Device: 0x347a, Class: pci.ClassBridge << 8, Driver: "pcieport",
@@ -18,7 +18,7 @@ func Port(address, parent string, group int, port pci.PortType, acs *pci.ACS) Fu
 	}
 }
 
-// NVIDIACard is a workstation card of four functions at slot, as
+// NVIDIACard returns a workstation card with four functions in a slot such as
 // "0000:65:00": display, audio, USB and the controller of its USB-C port.
 func NVIDIACard(slot, parent string, group, node int) []Function {
 	function := func(n int, device uint16, class uint32, driver string, resource ...string) Function {
@@ -44,8 +44,8 @@ func NVIDIACard(slot, parent string, group, node int) []Function {
 	}
 }
 
-// SRIOVAccelerator is a data-center accelerator at bus:00.0 with virtual
-// functions from function 4 of device 0 on, each in a group of its own.
+// SRIOVAccelerator returns a data-center accelerator at bus:00.0. Its virtual functions
+// begin at function 4 of device 0, each in a group of its own.
 func SRIOVAccelerator(bus, parent string, group, node, total, vfs int) []Function {
 	pf := Function{
 		Address: bus + ":00.0", Parent: parent, Vendor: 0x10de, Device: 0x2236, SubVendor: 0x10de, SubDevice: 0x1482,
@@ -76,8 +76,8 @@ func SRIOVAccelerator(bus, parent string, group, node, total, vfs int) []Functio
 	return out
 }
 
-// AMDCard is a card with its own switch: the graphics chip and its audio
-// function are behind two bridges that are on the card.
+// AMDCard returns a card with a switch of its own: the graphics chip and its audio
+// function are below two bridges on the card.
 func AMDCard(bus, bus2, bus3, parent string, group int, acs *pci.ACS) []Function {
 	up := Port(bus+":00.0", parent, group, pci.PortUpstream, nil)
 	down := Port(bus2+":00.0", up.Address, group, pci.PortDownstream, acs)
@@ -93,7 +93,7 @@ func AMDCard(bus, bus2, bus3, parent string, group int, acs *pci.ACS) []Function
 	return []Function{up, down, gpu, function(1, 0xab30, pci.ClassAudio<<8, "snd_hda_intel")}
 }
 
-// XenDom0 is a control domain: no IOMMU groups, cards that pciback holds, one
+// XenDom0 adds what a control domain has: no IOMMU groups, cards bound to pciback, one
 // port that isolates and one that does not.
 func XenDom0(tree *Tree) *Tree {
 	tree.Write("sys/hypervisor/type", "xen\n")

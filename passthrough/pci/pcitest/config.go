@@ -6,20 +6,20 @@ import (
 	"github.com/gpuctl/gpuctl/passthrough/pci"
 )
 
-// ConfigSpace makes a configuration space with its lists of capabilities.
+// ConfigSpace describes a configuration space with its capabilities.
 type ConfigSpace struct {
 	Vendor, Device uint16
 	Class          uint32
 	Multifunction  bool
 	Conventional   bool         // no PCI Express capability, 256 bytes
-	Port           pci.PortType // of an Express function
+	Port           pci.PortType // type of a PCI Express function
 	FLR            bool
 	ACS            *pci.ACS
 	SRIOV          *pci.SRIOVCapability
 	Serial         uint64
 }
 
-// Bytes is the space, 4096 bytes of it or 256.
+// Bytes returns the space, 4096 or 256 bytes.
 func (c ConfigSpace) Bytes() []byte {
 	b := make([]byte, 4096)
 	le := binary.LittleEndian

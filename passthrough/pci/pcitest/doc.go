@@ -1,3 +1,3 @@
-// Package pcitest builds trees of files that look as sysfs does to who looks
-// for PCI devices, with cards and topologies as they are found in servers.
+// Package pcitest makes folders that look like sysfs for code that finds PCI devices,
+// with cards and topologies of real servers.
 package pcitest

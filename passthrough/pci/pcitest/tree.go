@@ -13,12 +13,12 @@ import (
 	"github.com/gpuctl/gpuctl/passthrough/pci"
 )
 
-// Function is one function to add to a tree. What is zero has the value that
-// sysfs shows for a device that has none of it, but for IOMMUGroup and
-// NUMANode, where zero is a number: say -1.
+// Function is a function to be added to a tree. A zero field has the value that sysfs
+// shows for a device without that property, except IOMMUGroup and NUMANode, where -1
+// means none.
 type Function struct {
 	Address              string
-	Parent               string // the bridge above; empty: on a root bus
+	Parent               string // bridge above it; empty: it is on a root bus
 	Vendor, Device       uint16
 	SubVendor, SubDevice uint16
 	Class                uint32 // 24 bits
@@ -27,25 +27,25 @@ type Function struct {
 	DriverOverride       string
 	IOMMUGroup, NUMANode int
 	Resource             []string // lines of the file resource
-	Config               []byte   // nil: made by ConfigSpace from the ids
+	Config               []byte   // nil: ConfigSpace makes it from the ids
 	Reset                string
 	Speed, MaxSpeed      string
 	Width, MaxWidth      int
-	PF                   string // makes it a virtual function
+	PF                   string // physical function; makes it a virtual function
 	TotalVFs             int
 	BootVGA              bool
-	Files                map[string]string // further ones
+	Files                map[string]string // additional files
 }
 
-// Tree is a folder with a machine's files.
+// Tree is a folder with a host's files.
 type Tree struct {
 	Root string
 	t    testing.TB
 	vfs  map[string]int
-	at   map[string]string // where a function is, from sys/devices
+	at   map[string]string // folder of each function, below sys/devices
 }
 
-// New returns a machine without devices.
+// New returns a host without devices.
 func New(t testing.TB) *Tree {
 	t.Helper()
 	tree := &Tree{t.TempDir(), t, map[string]int{}, map[string]string{}}
@@ -54,10 +54,10 @@ func New(t testing.TB) *Tree {
 	return tree
 }
 
-// FS is the tree as a root.
+// FS returns the tree as a file system.
 func (tr *Tree) FS() fs.FS { return os.DirFS(tr.Root) }
 
-// Write makes or replaces a file of the machine.
+// Write makes or replaces a file.
 func (tr *Tree) Write(name, content string) {
 	tr.t.Helper()
 	path := filepath.Join(tr.Root, name)
@@ -67,7 +67,7 @@ func (tr *Tree) Write(name, content string) {
 	}
 }
 
-// Dir is where a function's files are, from the root.
+// Dir returns the folder of a function's files, relative to the root.
 func (tr *Tree) Dir(address string) string {
 	tr.t.Helper()
 	at, ok := tr.at[address]
@@ -77,7 +77,7 @@ func (tr *Tree) Dir(address string) string {
 	return filepath.Join("sys/devices", at)
 }
 
-// Add adds functions. A parent or physical function has to be there already.
+// Add adds functions. A parent or physical function must exist already.
 func (tr *Tree) Add(functions ...Function) *Tree {
 	tr.t.Helper()
 	for _, f := range functions {
@@ -172,8 +172,8 @@ func (tr *Tree) add(f Function) {
 	}
 }
 
-// Vanish takes a function's files away but leaves its entry in the list, as a
-// reader finds it that has just read the list.
+// Vanish removes a function's files, but leaves its entry in the list of devices: a
+// reader that has just read the list sees that.
 func (tr *Tree) Vanish(address string) {
 	tr.t.Helper()
 	if err := os.RemoveAll(filepath.Join(tr.Root, tr.Dir(address))); err != nil {
@@ -181,7 +181,7 @@ func (tr *Tree) Vanish(address string) {
 	}
 }
 
-// Bind has a function's driver be another one; empty: none.
+// Bind sets a function's driver; empty: none.
 func (tr *Tree) Bind(address, driver string) {
 	tr.t.Helper()
 	name := filepath.Join(tr.Dir(address), "driver")
@@ -207,7 +207,7 @@ func (tr *Tree) link(name, target string) {
 	}
 }
 
-// up leads from a device's folder to sys.
+// up returns the relative path from a device's folder to sys.
 func up(at string) string { return strings.Repeat("../", strings.Count(at, "/")+2) }
 
 func btoi(b bool) int {
