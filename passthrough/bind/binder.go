@@ -522,7 +522,7 @@ func (b *Binder) Return(ctx context.Context, functions []pci.Address) error {
 			return err
 		case r.Phase == Taking:
 			return unfinished(r)
-		case now.driver == r.Driver: // even if it was not rebound
+		case now.driver == r.Driver: // even if that was its former driver, which it keeps
 			lose = append(lose, a)
 		}
 		r.Phase = Returning

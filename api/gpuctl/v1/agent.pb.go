@@ -61,15 +61,15 @@ type HelloResponse struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Version       string                 `protobuf:"bytes,1,opt,name=version,proto3" json:"version,omitempty"`
 	Protocol      uint32                 `protobuf:"varint,2,opt,name=protocol,proto3" json:"protocol,omitempty"`
-	BootId        string                 `protobuf:"bytes,3,opt,name=boot_id,json=bootId,proto3" json:"boot_id,omitempty"` // changes when the VM is started anew
-	Instance      string                 `protobuf:"bytes,4,opt,name=instance,proto3" json:"instance,omitempty"`           // random; changes when gpuguest is started anew
+	BootId        string                 `protobuf:"bytes,3,opt,name=boot_id,json=bootId,proto3" json:"boot_id,omitempty"` // changes when the VM is restarted
+	Instance      string                 `protobuf:"bytes,4,opt,name=instance,proto3" json:"instance,omitempty"`           // random; changes when gpuguest is restarted
 	Kernel        string                 `protobuf:"bytes,5,opt,name=kernel,proto3" json:"kernel,omitempty"`
 	FreeMemory    uint64                 `protobuf:"varint,6,opt,name=free_memory,json=freeMemory,proto3" json:"free_memory,omitempty"` // bytes that programs can still get
 	TotalMemory   uint64                 `protobuf:"varint,7,opt,name=total_memory,json=totalMemory,proto3" json:"total_memory,omitempty"`
-	Hotplug       bool                   `protobuf:"varint,8,opt,name=hotplug,proto3" json:"hotplug,omitempty"`                                 // a PCI hot-plug driver is there
-	HotplugReason string                 `protobuf:"bytes,9,opt,name=hotplug_reason,json=hotplugReason,proto3" json:"hotplug_reason,omitempty"` // why not
+	Hotplug       bool                   `protobuf:"varint,8,opt,name=hotplug,proto3" json:"hotplug,omitempty"`                                 // the VM has a PCI hot-plug driver
+	HotplugReason string                 `protobuf:"bytes,9,opt,name=hotplug_reason,json=hotplugReason,proto3" json:"hotplug_reason,omitempty"` // why hotplug is false
 	Devices       []*GuestDevice         `protobuf:"bytes,10,rep,name=devices,proto3" json:"devices,omitempty"`
-	UnixNs        int64                  `protobuf:"varint,11,opt,name=unix_ns,json=unixNs,proto3" json:"unix_ns,omitempty"` // of the VM's clock
+	UnixNs        int64                  `protobuf:"varint,11,opt,name=unix_ns,json=unixNs,proto3" json:"unix_ns,omitempty"` // time of the VM's clock
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -192,11 +192,11 @@ type GuestDevice struct {
 	Class         uint32                 `protobuf:"varint,6,opt,name=class,proto3" json:"class,omitempty"`     // 24 bits
 	Serial        string                 `protobuf:"bytes,7,opt,name=serial,proto3" json:"serial,omitempty"`    // PCI Express device serial number; empty: none
 	Driver        string                 `protobuf:"bytes,8,opt,name=driver,proto3" json:"driver,omitempty"`    // bound
-	Profile       string                 `protobuf:"bytes,9,opt,name=profile,proto3" json:"profile,omitempty"`  // entry that chose its runtime; empty: none fits
-	Ready         bool                   `protobuf:"varint,10,opt,name=ready,proto3" json:"ready,omitempty"`    // its runtime serves it
+	Profile       string                 `protobuf:"bytes,9,opt,name=profile,proto3" json:"profile,omitempty"`  // name of its profile; empty: none matches
+	Ready         bool                   `protobuf:"varint,10,opt,name=ready,proto3" json:"ready,omitempty"`    // its runtime can use it
 	Message       string                 `protobuf:"bytes,11,opt,name=message,proto3" json:"message,omitempty"` // why it is not ready
 	Released      bool                   `protobuf:"varint,12,opt,name=released,proto3" json:"released,omitempty"`
-	Target        *Target                `protobuf:"bytes,13,opt,name=target,proto3" json:"target,omitempty"` // how sessions reach it, when it is ready
+	Target        *Target                `protobuf:"bytes,13,opt,name=target,proto3" json:"target,omitempty"` // how sessions use it, if it is ready
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -580,9 +580,9 @@ func (x *TakeUpResponse) GetDevice() *GuestDevice {
 
 type AwaitDeviceRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
-	VendorId      uint32                 `protobuf:"varint,1,opt,name=vendor_id,json=vendorId,proto3" json:"vendor_id,omitempty"` // with device_id: any function of that id
+	VendorId      uint32                 `protobuf:"varint,1,opt,name=vendor_id,json=vendorId,proto3" json:"vendor_id,omitempty"` // with device_id: any function with these ids
 	DeviceId      uint32                 `protobuf:"varint,2,opt,name=device_id,json=deviceId,proto3" json:"device_id,omitempty"`
-	Not           []string               `protobuf:"bytes,3,rep,name=not,proto3" json:"not,omitempty"` // addresses that were there before
+	Not           []string               `protobuf:"bytes,3,rep,name=not,proto3" json:"not,omitempty"` // addresses that existed before
 	TimeoutMs     uint32                 `protobuf:"varint,4,opt,name=timeout_ms,json=timeoutMs,proto3" json:"timeout_ms,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -690,7 +690,7 @@ func (x *AwaitDeviceResponse) GetDevice() *GuestDevice {
 	return nil
 }
 
-// PCIIdentity is what a driver chooses a function by.
+// PCIIdentity is what drivers are matched by.
 type PCIIdentity struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	VendorId      uint32                 `protobuf:"varint,1,opt,name=vendor_id,json=vendorId,proto3" json:"vendor_id,omitempty"`

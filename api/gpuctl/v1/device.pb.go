@@ -21,23 +21,23 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
-// CardPhase is where a card is in its life. What ends on -ING is under way,
+// CardPhase is the state of a card. Phases that end in -ING are in progress,
 // also after a restart of hostd.
 type CardPhase int32
 
 const (
 	CardPhase_CARD_PHASE_UNSPECIFIED CardPhase = 0
-	CardPhase_CARD_PHASE_FREE        CardPhase = 1 // nobody's; dom0 may use it
-	CardPhase_CARD_PHASE_TAKING      CardPhase = 2 // from dom0's driver
-	CardPhase_CARD_PHASE_READY       CardPhase = 3 // bound for its VM, which does not have it yet
+	CardPhase_CARD_PHASE_FREE        CardPhase = 1 // not assigned; dom0 may use it
+	CardPhase_CARD_PHASE_TAKING      CardPhase = 2 // being taken from dom0's driver
+	CardPhase_CARD_PHASE_READY       CardPhase = 3 // bound to the hypervisor's driver; the VM does not have it yet
 	CardPhase_CARD_PHASE_ATTACHING   CardPhase = 4
-	CardPhase_CARD_PHASE_ATTACHED    CardPhase = 5 // the hypervisor says that the VM has it
+	CardPhase_CARD_PHASE_ATTACHED    CardPhase = 5 // the hypervisor confirms that the VM has it
 	CardPhase_CARD_PHASE_DETACHING   CardPhase = 6
 	CardPhase_CARD_PHASE_RESETTING   CardPhase = 7
-	CardPhase_CARD_PHASE_RETURNING   CardPhase = 8  // to dom0's driver
-	CardPhase_CARD_PHASE_CUTTING     CardPhase = 11 // of a slice: it is being made
+	CardPhase_CARD_PHASE_RETURNING   CardPhase = 8  // being returned to dom0's driver
+	CardPhase_CARD_PHASE_CUTTING     CardPhase = 11 // its slice is being created
 	CardPhase_CARD_PHASE_RESERVED    CardPhase = 10 // claimed for a VM that a migration brings
-	CardPhase_CARD_PHASE_QUARANTINED CardPhase = 9  // no reset brought it back, or its state is not known
+	CardPhase_CARD_PHASE_QUARANTINED CardPhase = 9  // no reset has succeeded, or its state is unknown
 )
 
 // Enum value maps for CardPhase.
@@ -108,7 +108,7 @@ type Function struct {
 	Class         uint32                 `protobuf:"varint,4,opt,name=class,proto3" json:"class,omitempty"` // 24 bits
 	Vendor        string                 `protobuf:"bytes,5,opt,name=vendor,proto3" json:"vendor,omitempty"`
 	Name          string                 `protobuf:"bytes,6,opt,name=name,proto3" json:"name,omitempty"`
-	Driver        string                 `protobuf:"bytes,7,opt,name=driver,proto3" json:"driver,omitempty"` // bound; empty: none
+	Driver        string                 `protobuf:"bytes,7,opt,name=driver,proto3" json:"driver,omitempty"` // bound driver; empty: none
 	SubVendorId   uint32                 `protobuf:"varint,8,opt,name=sub_vendor_id,json=subVendorId,proto3" json:"sub_vendor_id,omitempty"`
 	SubDeviceId   uint32                 `protobuf:"varint,9,opt,name=sub_device_id,json=subDeviceId,proto3" json:"sub_device_id,omitempty"`
 	unknownFields protoimpl.UnknownFields
@@ -208,28 +208,28 @@ func (x *Function) GetSubDeviceId() uint32 {
 	return 0
 }
 
-// Card is a GPU with all functions of its slot.
+// Card is a PCI device with all its functions.
 type Card struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Gpu           string                 `protobuf:"bytes,1,opt,name=gpu,proto3" json:"gpu,omitempty"`         // its name in the inventory, without the host
 	Address       string                 `protobuf:"bytes,2,opt,name=address,proto3" json:"address,omitempty"` // of its main function
 	Functions     []*Function            `protobuf:"bytes,3,rep,name=functions,proto3" json:"functions,omitempty"`
 	Model         string                 `protobuf:"bytes,4,opt,name=model,proto3" json:"model,omitempty"`
-	Memory        uint64                 `protobuf:"varint,5,opt,name=memory,proto3" json:"memory,omitempty"` // bytes; 0: not known
+	Memory        uint64                 `protobuf:"varint,5,opt,name=memory,proto3" json:"memory,omitempty"` // bytes; 0: unknown
 	Group         string                 `protobuf:"bytes,6,opt,name=group,proto3" json:"group,omitempty"`    // what can only be given away together
 	Phase         CardPhase              `protobuf:"varint,7,opt,name=phase,proto3,enum=gpuctl.v1.CardPhase" json:"phase,omitempty"`
 	Machine       string                 `protobuf:"bytes,8,opt,name=machine,proto3" json:"machine,omitempty"` // UUID of the VM that it is for
 	MachineName   string                 `protobuf:"bytes,9,opt,name=machine_name,json=machineName,proto3" json:"machine_name,omitempty"`
 	Claim         string                 `protobuf:"bytes,10,opt,name=claim,proto3" json:"claim,omitempty"`
-	Persistent    bool                   `protobuf:"varint,11,opt,name=persistent,proto3" json:"persistent,omitempty"`                            // also in the VM's stored definition
-	Message       string                 `protobuf:"bytes,12,opt,name=message,proto3" json:"message,omitempty"`                                   // what is wrong, or is waited for
-	SinceUnixMs   int64                  `protobuf:"varint,13,opt,name=since_unix_ms,json=sinceUnixMs,proto3" json:"since_unix_ms,omitempty"`     // of the phase
-	ResetMethod   string                 `protobuf:"bytes,14,opt,name=reset_method,json=resetMethod,proto3" json:"reset_method,omitempty"`        // that brought it back last
+	Persistent    bool                   `protobuf:"varint,11,opt,name=persistent,proto3" json:"persistent,omitempty"`                            // it is also in the VM's stored definition
+	Message       string                 `protobuf:"bytes,12,opt,name=message,proto3" json:"message,omitempty"`                                   // what is wrong, or what it waits for
+	SinceUnixMs   int64                  `protobuf:"varint,13,opt,name=since_unix_ms,json=sinceUnixMs,proto3" json:"since_unix_ms,omitempty"`     // when the phase began
+	ResetMethod   string                 `protobuf:"bytes,14,opt,name=reset_method,json=resetMethod,proto3" json:"reset_method,omitempty"`        // method of the last reset
 	Dom0Access    string                 `protobuf:"bytes,15,opt,name=dom0_access,json=dom0Access,proto3" json:"dom0_access,omitempty"`           // enabled, disabled, disable_on_reboot or enable_on_reboot; empty: no Xen
-	Profiles      []*SliceProfile        `protobuf:"bytes,16,rep,name=profiles,proto3" json:"profiles,omitempty"`                                 // that it can be cut into
-	Slices        []*Slice               `protobuf:"bytes,17,rep,name=slices,proto3" json:"slices,omitempty"`                                     // that VMs have of it
-	FunctionsNow  uint32                 `protobuf:"varint,18,opt,name=functions_now,json=functionsNow,proto3" json:"functions_now,omitempty"`    // virtual functions that exist
-	FunctionsMost uint32                 `protobuf:"varint,19,opt,name=functions_most,json=functionsMost,proto3" json:"functions_most,omitempty"` // that there could be; 0: it has none
+	Profiles      []*SliceProfile        `protobuf:"bytes,16,rep,name=profiles,proto3" json:"profiles,omitempty"`                                 // profiles of slices that it can have
+	Slices        []*Slice               `protobuf:"bytes,17,rep,name=slices,proto3" json:"slices,omitempty"`                                     // its slices
+	FunctionsNow  uint32                 `protobuf:"varint,18,opt,name=functions_now,json=functionsNow,proto3" json:"functions_now,omitempty"`    // number of virtual functions that exist
+	FunctionsMost uint32                 `protobuf:"varint,19,opt,name=functions_most,json=functionsMost,proto3" json:"functions_most,omitempty"` // highest number of virtual functions; 0: it cannot have any
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -397,17 +397,17 @@ func (x *Card) GetFunctionsMost() uint32 {
 	return 0
 }
 
-// SliceProfile is a kind of slice of a card.
+// SliceProfile is a profile of a card's slices.
 type SliceProfile struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Name          string                 `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
 	Kind          string                 `protobuf:"bytes,2,opt,name=kind,proto3" json:"kind,omitempty"`      // sriov, mdev, vendor or mig
-	Memory        uint64                 `protobuf:"varint,3,opt,name=memory,proto3" json:"memory,omitempty"` // bytes of each; 0: not known
-	Max           uint32                 `protobuf:"varint,4,opt,name=max,proto3" json:"max,omitempty"`       // on an empty card; 0: not known
+	Memory        uint64                 `protobuf:"varint,3,opt,name=memory,proto3" json:"memory,omitempty"` // bytes of each; 0: unknown
+	Max           uint32                 `protobuf:"varint,4,opt,name=max,proto3" json:"max,omitempty"`       // on an empty card; 0: unknown
 	Existing      uint32                 `protobuf:"varint,5,opt,name=existing,proto3" json:"existing,omitempty"`
-	Scheduled     uint32                 `protobuf:"varint,6,opt,name=scheduled,proto3" json:"scheduled,omitempty"` // promised, and not there yet
-	Free          uint32                 `protobuf:"varint,7,opt,name=free,proto3" json:"free,omitempty"`           // that there could be besides
-	Why           string                 `protobuf:"bytes,8,opt,name=why,proto3" json:"why,omitempty"`              // there are no more
+	Scheduled     uint32                 `protobuf:"varint,6,opt,name=scheduled,proto3" json:"scheduled,omitempty"` // promised, and not created yet
+	Free          uint32                 `protobuf:"varint,7,opt,name=free,proto3" json:"free,omitempty"`           // further slices that are possible
+	Why           string                 `protobuf:"bytes,8,opt,name=why,proto3" json:"why,omitempty"`              // why no more are possible
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -498,19 +498,19 @@ func (x *SliceProfile) GetWhy() string {
 	return ""
 }
 
-// Slice is a part of a card that is made for a VM.
+// Slice is a part of a card for one VM.
 type Slice struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
-	Id            string                 `protobuf:"bytes,1,opt,name=id,proto3" json:"id,omitempty"` // UUID; of a mediated device the kernel's
+	Id            string                 `protobuf:"bytes,1,opt,name=id,proto3" json:"id,omitempty"` // a UUID; for a mediated device, the one that the kernel uses
 	Profile       string                 `protobuf:"bytes,2,opt,name=profile,proto3" json:"profile,omitempty"`
 	Kind          string                 `protobuf:"bytes,3,opt,name=kind,proto3" json:"kind,omitempty"`
-	Function      string                 `protobuf:"bytes,4,opt,name=function,proto3" json:"function,omitempty"` // virtual function, or parent of a mediated device; empty: not made yet
+	Function      string                 `protobuf:"bytes,4,opt,name=function,proto3" json:"function,omitempty"` // virtual function, or parent of a mediated device; empty: not created yet
 	Phase         CardPhase              `protobuf:"varint,5,opt,name=phase,proto3,enum=gpuctl.v1.CardPhase" json:"phase,omitempty"`
 	Machine       string                 `protobuf:"bytes,6,opt,name=machine,proto3" json:"machine,omitempty"` // UUID of the VM that it is for
 	MachineName   string                 `protobuf:"bytes,7,opt,name=machine_name,json=machineName,proto3" json:"machine_name,omitempty"`
 	Claim         string                 `protobuf:"bytes,8,opt,name=claim,proto3" json:"claim,omitempty"`
 	Message       string                 `protobuf:"bytes,9,opt,name=message,proto3" json:"message,omitempty"`
-	SinceUnixMs   int64                  `protobuf:"varint,10,opt,name=since_unix_ms,json=sinceUnixMs,proto3" json:"since_unix_ms,omitempty"` // of the phase
+	SinceUnixMs   int64                  `protobuf:"varint,10,opt,name=since_unix_ms,json=sinceUnixMs,proto3" json:"since_unix_ms,omitempty"` // when the phase began
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -722,8 +722,8 @@ type Machine struct {
 	Memory        uint64                 `protobuf:"varint,6,opt,name=memory,proto3" json:"memory,omitempty"` // bytes
 	Cpus          uint32                 `protobuf:"varint,7,opt,name=cpus,proto3" json:"cpus,omitempty"`
 	Persistent    bool                   `protobuf:"varint,8,opt,name=persistent,proto3" json:"persistent,omitempty"`
-	Gpus          []string               `protobuf:"bytes,9,rep,name=gpus,proto3" json:"gpus,omitempty"`    // of this host, that it has
-	Agent         string                 `protobuf:"bytes,10,opt,name=agent,proto3" json:"agent,omitempty"` // what is known of its gpuguest: version, or why it does not answer
+	Gpus          []string               `protobuf:"bytes,9,rep,name=gpus,proto3" json:"gpus,omitempty"`    // GPUs of this host that it has
+	Agent         string                 `protobuf:"bytes,10,opt,name=agent,proto3" json:"agent,omitempty"` // state of its gpuguest: how fast it answers, or why it does not
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -982,7 +982,7 @@ type IsolationResponse struct {
 	Verdict       string                 `protobuf:"bytes,2,opt,name=verdict,proto3" json:"verdict,omitempty"` // yes, care or no
 	Summary       string                 `protobuf:"bytes,3,opt,name=summary,proto3" json:"summary,omitempty"`
 	Findings      []*IsolationFinding    `protobuf:"bytes,4,rep,name=findings,proto3" json:"findings,omitempty"`
-	Source        string                 `protobuf:"bytes,5,opt,name=source,proto3" json:"source,omitempty"`     // who knows: xen, or the kernel's IOMMU groups
+	Source        string                 `protobuf:"bytes,5,opt,name=source,proto3" json:"source,omitempty"`     // source of the facts: Xen, or the kernel's IOMMU groups
 	Together      []string               `protobuf:"bytes,6,rep,name=together,proto3" json:"together,omitempty"` // addresses that must be given away with it
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1132,14 +1132,14 @@ type AttachRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Host          string                 `protobuf:"bytes,1,opt,name=host,proto3" json:"host,omitempty"`
 	Machine       string                 `protobuf:"bytes,2,opt,name=machine,proto3" json:"machine,omitempty"`
-	Gpu           string                 `protobuf:"bytes,3,opt,name=gpu,proto3" json:"gpu,omitempty"`                                  // empty: the cluster chooses among this host's by the rest
+	Gpu           string                 `protobuf:"bytes,3,opt,name=gpu,proto3" json:"gpu,omitempty"`                                  // empty: the cluster chooses one of this host's GPUs by the other fields
 	Expr          string                 `protobuf:"bytes,4,opt,name=expr,proto3" json:"expr,omitempty"`                                // CEL over the fields of a GPU
 	MinMemory     uint64                 `protobuf:"varint,5,opt,name=min_memory,json=minMemory,proto3" json:"min_memory,omitempty"`    // bytes
 	Persistent    bool                   `protobuf:"varint,6,opt,name=persistent,proto3" json:"persistent,omitempty"`                   // also in the stored definition
-	StoredOnly    bool                   `protobuf:"varint,7,opt,name=stored_only,json=storedOnly,proto3" json:"stored_only,omitempty"` // only there: from the next start on
-	AcceptCare    bool                   `protobuf:"varint,8,opt,name=accept_care,json=acceptCare,proto3" json:"accept_care,omitempty"` // though the isolation report says care
+	StoredOnly    bool                   `protobuf:"varint,7,opt,name=stored_only,json=storedOnly,proto3" json:"stored_only,omitempty"` // only in the stored definition: the VM has it from its next start on
+	AcceptCare    bool                   `protobuf:"varint,8,opt,name=accept_care,json=acceptCare,proto3" json:"accept_care,omitempty"` // accept an isolation report with the verdict care
 	Plan          bool                   `protobuf:"varint,9,opt,name=plan,proto3" json:"plan,omitempty"`
-	Profile       string                 `protobuf:"bytes,10,opt,name=profile,proto3" json:"profile,omitempty"` // a slice of this kind instead of the whole card
+	Profile       string                 `protobuf:"bytes,10,opt,name=profile,proto3" json:"profile,omitempty"` // a slice with this profile instead of the whole card
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1250,7 +1250,7 @@ type DetachRequest struct {
 	Machine       string                 `protobuf:"bytes,2,opt,name=machine,proto3" json:"machine,omitempty"`
 	Gpu           string                 `protobuf:"bytes,3,opt,name=gpu,proto3" json:"gpu,omitempty"`                  // empty: the only one that it has; of several slices of a card the id or function of one
 	Persistent    bool                   `protobuf:"varint,4,opt,name=persistent,proto3" json:"persistent,omitempty"`   // also from the stored definition
-	Unconfirmed   bool                   `protobuf:"varint,5,opt,name=unconfirmed,proto3" json:"unconfirmed,omitempty"` // though no gpuguest says that the VM has let go
+	Unconfirmed   bool                   `protobuf:"varint,5,opt,name=unconfirmed,proto3" json:"unconfirmed,omitempty"` // even if no gpuguest confirms that the VM has released it
 	Plan          bool                   `protobuf:"varint,6,opt,name=plan,proto3" json:"plan,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1392,7 +1392,7 @@ type ResizeRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Host          string                 `protobuf:"bytes,1,opt,name=host,proto3" json:"host,omitempty"`
 	Gpu           string                 `protobuf:"bytes,2,opt,name=gpu,proto3" json:"gpu,omitempty"`
-	Functions     uint32                 `protobuf:"varint,3,opt,name=functions,proto3" json:"functions,omitempty"` // virtual ones
+	Functions     uint32                 `protobuf:"varint,3,opt,name=functions,proto3" json:"functions,omitempty"` // number of virtual functions
 	Plan          bool                   `protobuf:"varint,4,opt,name=plan,proto3" json:"plan,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1456,7 +1456,8 @@ func (x *ResizeRequest) GetPlan() bool {
 	return false
 }
 
-// DeviceUpdate is one moment of a change. The last one has done or an error.
+// DeviceUpdate is the progress of a change. The last one has done set, or the
+// stream ends with an error.
 type DeviceUpdate struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Gpu           string                 `protobuf:"bytes,1,opt,name=gpu,proto3" json:"gpu,omitempty"`
@@ -1465,11 +1466,11 @@ type DeviceUpdate struct {
 	StepIndex     uint32                 `protobuf:"varint,4,opt,name=step_index,json=stepIndex,proto3" json:"step_index,omitempty"` // from 1
 	Steps         uint32                 `protobuf:"varint,5,opt,name=steps,proto3" json:"steps,omitempty"`
 	Message       string                 `protobuf:"bytes,6,opt,name=message,proto3" json:"message,omitempty"`
-	TookNs        int64                  `protobuf:"varint,7,opt,name=took_ns,json=tookNs,proto3" json:"took_ns,omitempty"` // of the step that has ended
+	TookNs        int64                  `protobuf:"varint,7,opt,name=took_ns,json=tookNs,proto3" json:"took_ns,omitempty"` // duration of the step that has ended
 	Done          bool                   `protobuf:"varint,8,opt,name=done,proto3" json:"done,omitempty"`
-	Card          *Card                  `protobuf:"bytes,9,opt,name=card,proto3" json:"card,omitempty"`        // in the last one
-	Plan          []*PlannedStep         `protobuf:"bytes,10,rep,name=plan,proto3" json:"plan,omitempty"`       // of a plan: what would be done
-	Reasons       []*Reason              `protobuf:"bytes,11,rep,name=reasons,proto3" json:"reasons,omitempty"` // of a plan: why it can't be
+	Card          *Card                  `protobuf:"bytes,9,opt,name=card,proto3" json:"card,omitempty"`        // in the last update
+	Plan          []*PlannedStep         `protobuf:"bytes,10,rep,name=plan,proto3" json:"plan,omitempty"`       // for a plan: what would be done
+	Reasons       []*Reason              `protobuf:"bytes,11,rep,name=reasons,proto3" json:"reasons,omitempty"` // for a plan: why it cannot be done
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1585,7 +1586,7 @@ type PlannedStep struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Name          string                 `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
 	What          string                 `protobuf:"bytes,2,opt,name=what,proto3" json:"what,omitempty"` // in words
-	Undo          string                 `protobuf:"bytes,3,opt,name=undo,proto3" json:"undo,omitempty"` // empty: it changes nothing
+	Undo          string                 `protobuf:"bytes,3,opt,name=undo,proto3" json:"undo,omitempty"` // empty: there is nothing to undo
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1641,23 +1642,23 @@ func (x *PlannedStep) GetUndo() string {
 	return ""
 }
 
-// NIC is a network interface of a host. What it can have of virtual functions
-// is said of physical ones only.
+// NIC is a network interface of a host. Fields about virtual functions are set
+// for physical interfaces only.
 type NIC struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Name          string                 `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
 	Kind          string                 `protobuf:"bytes,2,opt,name=kind,proto3" json:"kind,omitempty"`       // device, bond, bridge, vlan, …
-	Address       string                 `protobuf:"bytes,3,opt,name=address,proto3" json:"address,omitempty"` // on its bus: 0000:65:00.0; empty: no device
+	Address       string                 `protobuf:"bytes,3,opt,name=address,proto3" json:"address,omitempty"` // PCI address: 0000:65:00.0; empty: no device
 	Driver        string                 `protobuf:"bytes,4,opt,name=driver,proto3" json:"driver,omitempty"`
 	Mtu           uint32                 `protobuf:"varint,5,opt,name=mtu,proto3" json:"mtu,omitempty"`
-	Speed         uint64                 `protobuf:"varint,6,opt,name=speed,proto3" json:"speed,omitempty"` // bits per second, of the physical ones that carry it; 0: not known
-	Up            bool                   `protobuf:"varint,7,opt,name=up,proto3" json:"up,omitempty"`       // by the operator
+	Speed         uint64                 `protobuf:"varint,6,opt,name=speed,proto3" json:"speed,omitempty"` // bits per second, the sum of the physical interfaces that carry it; 0: unknown
+	Up            bool                   `protobuf:"varint,7,opt,name=up,proto3" json:"up,omitempty"`       // the operator has set it up (IFF_UP)
 	Carrier       bool                   `protobuf:"varint,8,opt,name=carrier,proto3" json:"carrier,omitempty"`
-	Problems      []string               `protobuf:"bytes,9,rep,name=problems,proto3" json:"problems,omitempty"`                                  // in words; none: healthy
-	Physical      []string               `protobuf:"bytes,10,rep,name=physical,proto3" json:"physical,omitempty"`                                 // interfaces that carry it
-	Hosts         []string               `protobuf:"bytes,11,rep,name=hosts,proto3" json:"hosts,omitempty"`                                       // that VMs are sent to by it
+	Problems      []string               `protobuf:"bytes,9,rep,name=problems,proto3" json:"problems,omitempty"`                                  // in words; empty: no problems
+	Physical      []string               `protobuf:"bytes,10,rep,name=physical,proto3" json:"physical,omitempty"`                                 // physical interfaces that carry it
+	Hosts         []string               `protobuf:"bytes,11,rep,name=hosts,proto3" json:"hosts,omitempty"`                                       // hosts to which VMs are sent through it
 	Sriov         bool                   `protobuf:"varint,12,opt,name=sriov,proto3" json:"sriov,omitempty"`                                      // it can have virtual functions
-	FunctionsMost uint32                 `protobuf:"varint,13,opt,name=functions_most,json=functionsMost,proto3" json:"functions_most,omitempty"` // of these; 0: its driver does not say
+	FunctionsMost uint32                 `protobuf:"varint,13,opt,name=functions_most,json=functionsMost,proto3" json:"functions_most,omitempty"` // highest number of virtual functions; 0: the driver does not report it
 	Functions     []*NetworkFunction     `protobuf:"bytes,14,rep,name=functions,proto3" json:"functions,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1795,20 +1796,20 @@ func (x *NIC) GetFunctions() []*NetworkFunction {
 type NetworkFunction struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Index         uint32                 `protobuf:"varint,1,opt,name=index,proto3" json:"index,omitempty"`
-	Address       string                 `protobuf:"bytes,2,opt,name=address,proto3" json:"address,omitempty"`     // 0000:65:02.0; empty: not known
-	Driver        string                 `protobuf:"bytes,3,opt,name=driver,proto3" json:"driver,omitempty"`       // bound; empty: none
-	Interface     string                 `protobuf:"bytes,4,opt,name=interface,proto3" json:"interface,omitempty"` // that it has on its host; empty: none
+	Address       string                 `protobuf:"bytes,2,opt,name=address,proto3" json:"address,omitempty"`     // 0000:65:02.0; empty: unknown
+	Driver        string                 `protobuf:"bytes,3,opt,name=driver,proto3" json:"driver,omitempty"`       // bound driver; empty: none
+	Interface     string                 `protobuf:"bytes,4,opt,name=interface,proto3" json:"interface,omitempty"` // its interface on the host; empty: none
 	Mac           string                 `protobuf:"bytes,5,opt,name=mac,proto3" json:"mac,omitempty"`
 	Vlan          uint32                 `protobuf:"varint,6,opt,name=vlan,proto3" json:"vlan,omitempty"`                      // 0: none
 	Qos           uint32                 `protobuf:"varint,7,opt,name=qos,proto3" json:"qos,omitempty"`                        // priority of the VLAN's frames
-	MinRate       uint32                 `protobuf:"varint,8,opt,name=min_rate,json=minRate,proto3" json:"min_rate,omitempty"` // Mbit/s; 0: no promise
+	MinRate       uint32                 `protobuf:"varint,8,opt,name=min_rate,json=minRate,proto3" json:"min_rate,omitempty"` // Mbit/s; 0: no guaranteed rate
 	MaxRate       uint32                 `protobuf:"varint,9,opt,name=max_rate,json=maxRate,proto3" json:"max_rate,omitempty"` // Mbit/s; 0: no limit
 	SpoofCheck    bool                   `protobuf:"varint,10,opt,name=spoof_check,json=spoofCheck,proto3" json:"spoof_check,omitempty"`
 	Trust         bool                   `protobuf:"varint,11,opt,name=trust,proto3" json:"trust,omitempty"`
 	LinkState     string                 `protobuf:"bytes,12,opt,name=link_state,json=linkState,proto3" json:"link_state,omitempty"` // auto, enable or disable
 	Machine       string                 `protobuf:"bytes,13,opt,name=machine,proto3" json:"machine,omitempty"`                      // UUID of the VM that has it
 	MachineName   string                 `protobuf:"bytes,14,opt,name=machine_name,json=machineName,proto3" json:"machine_name,omitempty"`
-	InUse         string                 `protobuf:"bytes,15,opt,name=in_use,json=inUse,proto3" json:"in_use,omitempty"` // why it must not go away, in words; empty: it may
+	InUse         string                 `protobuf:"bytes,15,opt,name=in_use,json=inUse,proto3" json:"in_use,omitempty"` // why it must not be removed, in words; empty: it may be
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2112,7 +2113,7 @@ func (x *ResizeNICRequest) GetPlan() bool {
 	return false
 }
 
-// SetVFRequest changes what is set in it; the rest stays as it is.
+// SetVFRequest changes the settings that are set in it. The others stay.
 type SetVFRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Host          string                 `protobuf:"bytes,1,opt,name=host,proto3" json:"host,omitempty"`
@@ -2247,9 +2248,9 @@ func (x *SetVFRequest) GetPlan() bool {
 
 type ChangeNICResponse struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
-	Nic           *NIC                   `protobuf:"bytes,1,opt,name=nic,proto3" json:"nic,omitempty"`         // as it is now
-	Plan          []*PlannedStep         `protobuf:"bytes,2,rep,name=plan,proto3" json:"plan,omitempty"`       // of a plan: what would be done
-	Reasons       []*Reason              `protobuf:"bytes,3,rep,name=reasons,proto3" json:"reasons,omitempty"` // of a plan: why it can't be
+	Nic           *NIC                   `protobuf:"bytes,1,opt,name=nic,proto3" json:"nic,omitempty"`         // after the change
+	Plan          []*PlannedStep         `protobuf:"bytes,2,rep,name=plan,proto3" json:"plan,omitempty"`       // for a plan: what would be done
+	Reasons       []*Reason              `protobuf:"bytes,3,rep,name=reasons,proto3" json:"reasons,omitempty"` // for a plan: why it cannot be done
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }

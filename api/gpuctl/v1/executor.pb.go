@@ -198,8 +198,8 @@ type SnapshotResponse struct {
 	Graph         []byte                 `protobuf:"bytes,1,opt,name=graph,proto3" json:"graph,omitempty"` // opaque to everyone but executors
 	Usage         *Usage                 `protobuf:"bytes,2,opt,name=usage,proto3" json:"usage,omitempty"`
 	Dirty         uint64                 `protobuf:"varint,3,opt,name=dirty,proto3" json:"dirty,omitempty"`                    // bytes that an Export would send now
-	Blockers      []string               `protobuf:"bytes,4,rep,name=blockers,proto3" json:"blockers,omitempty"`               // Freeze only: what kept the device from draining in time
-	GatedNs       int64                  `protobuf:"varint,5,opt,name=gated_ns,json=gatedNs,proto3" json:"gated_ns,omitempty"` // Freeze only: how long ago the last request was let in, ns
+	Blockers      []string               `protobuf:"bytes,4,rep,name=blockers,proto3" json:"blockers,omitempty"`               // Freeze only: what prevented the device from being drained in time
+	GatedNs       int64                  `protobuf:"varint,5,opt,name=gated_ns,json=gatedNs,proto3" json:"gated_ns,omitempty"` // Freeze only: time since the last request was accepted, ns
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -272,7 +272,7 @@ func (x *SnapshotResponse) GetGatedNs() int64 {
 type PrepareRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Graph         []byte                 `protobuf:"bytes,1,opt,name=graph,proto3" json:"graph,omitempty"`
-	CheckOnly     bool                   `protobuf:"varint,2,opt,name=check_only,json=checkOnly,proto3" json:"check_only,omitempty"` // only say the reasons, touch nothing
+	CheckOnly     bool                   `protobuf:"varint,2,opt,name=check_only,json=checkOnly,proto3" json:"check_only,omitempty"` // only return the reasons, change nothing
 	Final         bool                   `protobuf:"varint,3,opt,name=final,proto3" json:"final,omitempty"`                          // graph of a frozen session: event states and bindings count too
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -332,9 +332,9 @@ func (x *PrepareRequest) GetFinal() bool {
 type ExportRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Peer          string                 `protobuf:"bytes,1,opt,name=peer,proto3" json:"peer,omitempty"`      // import socket of the target executor, or
-	File          string                 `protobuf:"bytes,2,opt,name=file,proto3" json:"file,omitempty"`      // a file's path (mode 0600, made anew), or
+	File          string                 `protobuf:"bytes,2,opt,name=file,proto3" json:"file,omitempty"`      // path of a new file (mode 0600), or
 	Memory        bool                   `protobuf:"varint,3,opt,name=memory,proto3" json:"memory,omitempty"` // the state memfd
-	Final         bool                   `protobuf:"varint,4,opt,name=final,proto3" json:"final,omitempty"`   // frozen: everything that remains, mapped shadows included
+	Final         bool                   `protobuf:"varint,4,opt,name=final,proto3" json:"final,omitempty"`   // the session is frozen: everything that remains, including mapped regions
 	All           bool                   `protobuf:"varint,5,opt,name=all,proto3" json:"all,omitempty"`       // not only what changed
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -451,7 +451,7 @@ func (x *FreezeRequest) GetTimeoutMs() int64 {
 
 type ThawRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
-	Freeze        uint64                 `protobuf:"varint,1,opt,name=freeze,proto3" json:"freeze,omitempty"` // the one to undo, counted as in Describe; 0: any. An older one is undone already
+	Freeze        uint64                 `protobuf:"varint,1,opt,name=freeze,proto3" json:"freeze,omitempty"` // the freeze to undo, counted as in Describe; 0: any. An older one has been undone already
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -851,8 +851,8 @@ func (x *PulseRequest) GetEveryMs() uint32 {
 
 type PulseResponse struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
-	WaitsFor      string                 `protobuf:"bytes,1,opt,name=waits_for,json=waitsFor,proto3" json:"waits_for,omitempty"` // empty: for nothing
-	ForNs         int64                  `protobuf:"varint,2,opt,name=for_ns,json=forNs,proto3" json:"for_ns,omitempty"`         // how long it has
+	WaitsFor      string                 `protobuf:"bytes,1,opt,name=waits_for,json=waitsFor,proto3" json:"waits_for,omitempty"` // empty: nothing
+	ForNs         int64                  `protobuf:"varint,2,opt,name=for_ns,json=forNs,proto3" json:"for_ns,omitempty"`         // how long it has waited
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }

@@ -383,7 +383,7 @@ func (x *PlanRequest) GetBuild() bool {
 
 type PlanResponse struct {
 	state           protoimpl.MessageState `protogen:"open.v1"`
-	Reasons         []*Reason              `protobuf:"bytes,1,rep,name=reasons,proto3" json:"reasons,omitempty"` // why not; empty: it can
+	Reasons         []*Reason              `protobuf:"bytes,1,rep,name=reasons,proto3" json:"reasons,omitempty"` // why it cannot; empty: it can
 	Steps           []string               `protobuf:"bytes,2,rep,name=steps,proto3" json:"steps,omitempty"`
 	Bytes           uint64                 `protobuf:"varint,3,opt,name=bytes,proto3" json:"bytes,omitempty"`
 	PredictedNs     int64                  `protobuf:"varint,4,opt,name=predicted_ns,json=predictedNs,proto3" json:"predicted_ns,omitempty"`
@@ -479,7 +479,7 @@ type SwapRequest struct {
 	Target          *Target                `protobuf:"bytes,2,opt,name=target,proto3" json:"target,omitempty"`
 	FreezeTimeoutMs int64                  `protobuf:"varint,3,opt,name=freeze_timeout_ms,json=freezeTimeoutMs,proto3" json:"freeze_timeout_ms,omitempty"` // 0: default
 	FailAt          string                 `protobuf:"bytes,4,opt,name=fail_at,json=failAt,proto3" json:"fail_at,omitempty"`                               // fault injection: name of a step; needs GPUCTL_FAULTS=1
-	TimeoutMs       int64                  `protobuf:"varint,5,opt,name=timeout_ms,json=timeoutMs,proto3" json:"timeout_ms,omitempty"`                     // how long it may stand still without progress while its executors live; 0: default
+	TimeoutMs       int64                  `protobuf:"varint,5,opt,name=timeout_ms,json=timeoutMs,proto3" json:"timeout_ms,omitempty"`                     // how long it may be frozen without progress while its executors are alive; 0: default
 	unknownFields   protoimpl.UnknownFields
 	sizeCache       protoimpl.SizeCache
 }
@@ -555,9 +555,9 @@ type SuspendRequest struct {
 	File            string                 `protobuf:"bytes,2,opt,name=file,proto3" json:"file,omitempty"` // empty: to host memory
 	FreezeTimeoutMs int64                  `protobuf:"varint,3,opt,name=freeze_timeout_ms,json=freezeTimeoutMs,proto3" json:"freeze_timeout_ms,omitempty"`
 	FailAt          string                 `protobuf:"bytes,4,opt,name=fail_at,json=failAt,proto3" json:"fail_at,omitempty"`
-	Away            string                 `protobuf:"bytes,5,opt,name=away,proto3" json:"away,omitempty"`                             // instead of a file: out by TakeState, as the state of this id
-	TimeoutMs       int64                  `protobuf:"varint,6,opt,name=timeout_ms,json=timeoutMs,proto3" json:"timeout_ms,omitempty"` // how long it may stand still without progress while its executors live; 0: default
-	Owner           *FileOwner             `protobuf:"bytes,7,opt,name=owner,proto3" json:"owner,omitempty"`                           // with whose rights the file is made; not set: the session's own user's
+	Away            string                 `protobuf:"bytes,5,opt,name=away,proto3" json:"away,omitempty"`                             // instead of a file: the state is read with TakeState and has this id
+	TimeoutMs       int64                  `protobuf:"varint,6,opt,name=timeout_ms,json=timeoutMs,proto3" json:"timeout_ms,omitempty"` // how long it may be frozen without progress while its executors are alive; 0: default
+	Owner           *FileOwner             `protobuf:"bytes,7,opt,name=owner,proto3" json:"owner,omitempty"`                           // user with whose rights the file is made; not set: the session's user
 	unknownFields   protoimpl.UnknownFields
 	sizeCache       protoimpl.SizeCache
 }
@@ -641,7 +641,7 @@ func (x *SuspendRequest) GetOwner() *FileOwner {
 	return nil
 }
 
-// FileOwner is a user of the machine that gpuguest runs on.
+// FileOwner is a user of the system on which gpuguest runs.
 type FileOwner struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Uid           uint32                 `protobuf:"varint,1,opt,name=uid,proto3" json:"uid,omitempty"`
@@ -750,7 +750,7 @@ type KeptStateRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Session       string                 `protobuf:"bytes,1,opt,name=session,proto3" json:"session,omitempty"`
 	Mark          *StateMark             `protobuf:"bytes,2,opt,name=mark,proto3" json:"mark,omitempty"`
-	Refused       string                 `protobuf:"bytes,3,opt,name=refused,proto3" json:"refused,omitempty"` // why it is not kept; of mark only the id counts then
+	Refused       string                 `protobuf:"bytes,3,opt,name=refused,proto3" json:"refused,omitempty"` // why it is not kept; then only mark.id is used
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -844,7 +844,7 @@ func (*KeptStateResponse) Descriptor() ([]byte, []int) {
 
 type GiveStateRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
-	Session       string                 `protobuf:"bytes,1,opt,name=session,proto3" json:"session,omitempty"` // in the first message, as the next
+	Session       string                 `protobuf:"bytes,1,opt,name=session,proto3" json:"session,omitempty"` // set in the first message, as is id
 	Id            string                 `protobuf:"bytes,2,opt,name=id,proto3" json:"id,omitempty"`
 	Chunk         *StateChunk            `protobuf:"bytes,3,opt,name=chunk,proto3" json:"chunk,omitempty"`
 	unknownFields protoimpl.UnknownFields
@@ -943,7 +943,7 @@ type ResumeRequest struct {
 	Session       string                 `protobuf:"bytes,1,opt,name=session,proto3" json:"session,omitempty"`
 	Target        *Target                `protobuf:"bytes,2,opt,name=target,proto3" json:"target,omitempty"`
 	FailAt        string                 `protobuf:"bytes,3,opt,name=fail_at,json=failAt,proto3" json:"fail_at,omitempty"`
-	TimeoutMs     int64                  `protobuf:"varint,4,opt,name=timeout_ms,json=timeoutMs,proto3" json:"timeout_ms,omitempty"` // how long it may stand still without progress while its executors live; 0: default
+	TimeoutMs     int64                  `protobuf:"varint,4,opt,name=timeout_ms,json=timeoutMs,proto3" json:"timeout_ms,omitempty"` // how long it may be frozen without progress while its executors are alive; 0: default
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }

@@ -87,9 +87,9 @@ type GPU struct {
 	PciAddress    string                 `protobuf:"bytes,9,opt,name=pci_address,json=pciAddress,proto3" json:"pci_address,omitempty"`
 	Limits        *Limits                `protobuf:"bytes,10,opt,name=limits,proto3" json:"limits,omitempty"`
 	Runtime       *Runtime               `protobuf:"bytes,11,opt,name=runtime,proto3" json:"runtime,omitempty"`
-	Rank          uint32                 `protobuf:"varint,12,opt,name=rank,proto3" json:"rank,omitempty"`                               // place in the order of models; the higher, the better
-	Declared      bool                   `protobuf:"varint,13,opt,name=declared,proto3" json:"declared,omitempty"`                       // by the configuration
-	Free          bool                   `protobuf:"varint,14,opt,name=free,proto3" json:"free,omitempty"`                               // nobody holds it
+	Rank          uint32                 `protobuf:"varint,12,opt,name=rank,proto3" json:"rank,omitempty"`                               // rank of its model; the higher, the better
+	Declared      bool                   `protobuf:"varint,13,opt,name=declared,proto3" json:"declared,omitempty"`                       // declared in the configuration
+	Free          bool                   `protobuf:"varint,14,opt,name=free,proto3" json:"free,omitempty"`                               // no claim has any part of it
 	FreeMemory    uint64                 `protobuf:"varint,15,opt,name=free_memory,json=freeMemory,proto3" json:"free_memory,omitempty"` // bytes that a claim with a memory need could still get
 	Owners        []*Owner               `protobuf:"bytes,16,rep,name=owners,proto3" json:"owners,omitempty"`
 	unknownFields protoimpl.UnknownFields
@@ -238,7 +238,7 @@ func (x *GPU) GetOwners() []*Owner {
 	return nil
 }
 
-// Owner is a claim's hold on a GPU.
+// Owner is a claim that has a GPU or a part of it.
 type Owner struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Claim         string                 `protobuf:"bytes,1,opt,name=claim,proto3" json:"claim,omitempty"`
@@ -387,11 +387,11 @@ func (x *GetInventoryResponse) GetWarnings() []string {
 	return nil
 }
 
-// Claim is what an application needs and what it got.
+// Claim is what an application has asked for, and what it has got.
 type Claim struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Id            string                 `protobuf:"bytes,1,opt,name=id,proto3" json:"id,omitempty"`
-	Gpus          []string               `protobuf:"bytes,2,rep,name=gpus,proto3" json:"gpus,omitempty"` // where its next session starts; empty: suspended
+	Gpus          []string               `protobuf:"bytes,2,rep,name=gpus,proto3" json:"gpus,omitempty"` // GPUs on which its next session starts; empty: suspended
 	Expr          string                 `protobuf:"bytes,3,opt,name=expr,proto3" json:"expr,omitempty"`
 	MinMemory     uint64                 `protobuf:"varint,4,opt,name=min_memory,json=minMemory,proto3" json:"min_memory,omitempty"`          // bytes
 	PreferMemory  uint64                 `protobuf:"varint,5,opt,name=prefer_memory,json=preferMemory,proto3" json:"prefer_memory,omitempty"` // bytes
@@ -499,11 +499,11 @@ func (x *Claim) GetCreatedUnixMs() int64 {
 type CreateClaimRequest struct {
 	state            protoimpl.MessageState `protogen:"open.v1"`
 	Expr             string                 `protobuf:"bytes,1,opt,name=expr,proto3" json:"expr,omitempty"`                                                    // CEL over the inventory's fields
-	MinMemory        uint64                 `protobuf:"varint,2,opt,name=min_memory,json=minMemory,proto3" json:"min_memory,omitempty"`                        // bytes; stated: the GPU may be shared with claims that state it too
+	MinMemory        uint64                 `protobuf:"varint,2,opt,name=min_memory,json=minMemory,proto3" json:"min_memory,omitempty"`                        // bytes; if it is set, the GPU may be shared with other claims that set it
 	PreferMemory     uint64                 `protobuf:"varint,3,opt,name=prefer_memory,json=preferMemory,proto3" json:"prefer_memory,omitempty"`               // bytes
 	Count            uint32                 `protobuf:"varint,4,opt,name=count,proto3" json:"count,omitempty"`                                                 // 0 means 1
-	Device           *VirtualDevice         `protobuf:"bytes,5,opt,name=device,proto3" json:"device,omitempty"`                                                // empty fields: the host's defaults; memory is hostd's to set
-	WhileCallerLives bool                   `protobuf:"varint,6,opt,name=while_caller_lives,json=whileCallerLives,proto3" json:"while_caller_lives,omitempty"` // release when the calling process is gone and its sessions are over
+	Device           *VirtualDevice         `protobuf:"bytes,5,opt,name=device,proto3" json:"device,omitempty"`                                                // empty fields: the host's defaults; hostd sets the memory
+	WhileCallerLives bool                   `protobuf:"varint,6,opt,name=while_caller_lives,json=whileCallerLives,proto3" json:"while_caller_lives,omitempty"` // release it when the calling process and its sessions have ended
 	unknownFields    protoimpl.UnknownFields
 	sizeCache        protoimpl.SizeCache
 }
@@ -585,7 +585,7 @@ type CreateClaimResponse struct {
 	Claim         *Claim                 `protobuf:"bytes,1,opt,name=claim,proto3" json:"claim,omitempty"` // not set: refused
 	Token         string                 `protobuf:"bytes,2,opt,name=token,proto3" json:"token,omitempty"`
 	AppSocket     string                 `protobuf:"bytes,3,opt,name=app_socket,json=appSocket,proto3" json:"app_socket,omitempty"`
-	Gpus          []*GPU                 `protobuf:"bytes,4,rep,name=gpus,proto3" json:"gpus,omitempty"` // those chosen
+	Gpus          []*GPU                 `protobuf:"bytes,4,rep,name=gpus,proto3" json:"gpus,omitempty"` // the chosen ones
 	Rejected      []*Candidate           `protobuf:"bytes,5,rep,name=rejected,proto3" json:"rejected,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -816,7 +816,7 @@ func (x *ListClaimsResponse) GetClaims() []*Claim {
 	return nil
 }
 
-// Candidate is a GPU that was considered, with every reason against it.
+// Candidate is a GPU that was considered, with all reasons against it.
 type Candidate struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Gpu           string                 `protobuf:"bytes,1,opt,name=gpu,proto3" json:"gpu,omitempty"`
@@ -1042,8 +1042,8 @@ type DescribeSessionResponse struct {
 	Session       *Session               `protobuf:"bytes,1,opt,name=session,proto3" json:"session,omitempty"`
 	Claim         *Claim                 `protobuf:"bytes,2,opt,name=claim,proto3" json:"claim,omitempty"`
 	Gpus          []*GPU                 `protobuf:"bytes,3,rep,name=gpus,proto3" json:"gpus,omitempty"`
-	Operation     string                 `protobuf:"bytes,4,opt,name=operation,proto3" json:"operation,omitempty"` // the one in progress
-	Last          *SwapResult            `protobuf:"bytes,5,opt,name=last,proto3" json:"last,omitempty"`           // of the last operation, if this hostd has seen one
+	Operation     string                 `protobuf:"bytes,4,opt,name=operation,proto3" json:"operation,omitempty"` // operation in progress
+	Last          *SwapResult            `protobuf:"bytes,5,opt,name=last,proto3" json:"last,omitempty"`           // result of the last operation, if this hostd knows one
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1117,7 +1117,7 @@ type HostPlanRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Session       string                 `protobuf:"bytes,1,opt,name=session,proto3" json:"session,omitempty"`
 	Verb          Verb                   `protobuf:"varint,2,opt,name=verb,proto3,enum=gpuctl.v1.Verb" json:"verb,omitempty"`
-	To            string                 `protobuf:"bytes,3,opt,name=to,proto3" json:"to,omitempty"`        // a GPU, several with commas between, or a model; empty: hostd chooses
+	To            string                 `protobuf:"bytes,3,opt,name=to,proto3" json:"to,omitempty"`        // a GPU, several separated by commas, or a model; empty: hostd chooses
 	Build         bool                   `protobuf:"varint,4,opt,name=build,proto3" json:"build,omitempty"` // also start the target and build the programs there
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1312,7 +1312,7 @@ type HostSwapRequest struct {
 	To              string                 `protobuf:"bytes,3,opt,name=to,proto3" json:"to,omitempty"`
 	FreezeTimeoutMs int64                  `protobuf:"varint,4,opt,name=freeze_timeout_ms,json=freezeTimeoutMs,proto3" json:"freeze_timeout_ms,omitempty"` // 0: default
 	FailAt          string                 `protobuf:"bytes,5,opt,name=fail_at,json=failAt,proto3" json:"fail_at,omitempty"`                               // fault injection, as in SwapRequest
-	TimeoutMs       int64                  `protobuf:"varint,6,opt,name=timeout_ms,json=timeoutMs,proto3" json:"timeout_ms,omitempty"`                     // how long it may stand still without progress while its executors live; 0: default
+	TimeoutMs       int64                  `protobuf:"varint,6,opt,name=timeout_ms,json=timeoutMs,proto3" json:"timeout_ms,omitempty"`                     // how long it may be frozen without progress while its executors are alive; 0: default
 	unknownFields   protoimpl.UnknownFields
 	sizeCache       protoimpl.SizeCache
 }
@@ -1395,7 +1395,7 @@ type HostSuspendRequest struct {
 	File            string                 `protobuf:"bytes,2,opt,name=file,proto3" json:"file,omitempty"` // absolute path; empty: host memory
 	FreezeTimeoutMs int64                  `protobuf:"varint,3,opt,name=freeze_timeout_ms,json=freezeTimeoutMs,proto3" json:"freeze_timeout_ms,omitempty"`
 	FailAt          string                 `protobuf:"bytes,4,opt,name=fail_at,json=failAt,proto3" json:"fail_at,omitempty"`
-	TimeoutMs       int64                  `protobuf:"varint,5,opt,name=timeout_ms,json=timeoutMs,proto3" json:"timeout_ms,omitempty"` // how long it may stand still without progress while its executors live; 0: default
+	TimeoutMs       int64                  `protobuf:"varint,5,opt,name=timeout_ms,json=timeoutMs,proto3" json:"timeout_ms,omitempty"` // how long it may be frozen without progress while its executors are alive; 0: default
 	unknownFields   protoimpl.UnknownFields
 	sizeCache       protoimpl.SizeCache
 }
@@ -1470,7 +1470,7 @@ type HostResumeRequest struct {
 	Session       string                 `protobuf:"bytes,1,opt,name=session,proto3" json:"session,omitempty"`
 	To            string                 `protobuf:"bytes,2,opt,name=to,proto3" json:"to,omitempty"`
 	FailAt        string                 `protobuf:"bytes,3,opt,name=fail_at,json=failAt,proto3" json:"fail_at,omitempty"`
-	TimeoutMs     int64                  `protobuf:"varint,4,opt,name=timeout_ms,json=timeoutMs,proto3" json:"timeout_ms,omitempty"` // how long it may stand still without progress while its executors live; 0: default
+	TimeoutMs     int64                  `protobuf:"varint,4,opt,name=timeout_ms,json=timeoutMs,proto3" json:"timeout_ms,omitempty"` // how long it may be frozen without progress while its executors are alive; 0: default
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1533,7 +1533,7 @@ func (x *HostResumeRequest) GetTimeoutMs() int64 {
 	return 0
 }
 
-// OperationUpdate is one moment of a long operation. The last one carries
+// OperationUpdate is the progress of a long operation. The last one contains
 // progress.result.
 type OperationUpdate struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`

@@ -24,12 +24,12 @@ const (
 type MachinePlanRequest struct {
 	state           protoimpl.MessageState `protogen:"open.v1"`
 	Machine         string                 `protobuf:"bytes,1,opt,name=machine,proto3" json:"machine,omitempty"`                                           // VM, by name or UUID
-	Host            string                 `protobuf:"bytes,2,opt,name=host,proto3" json:"host,omitempty"`                                                 // that it is on; empty: it is found
+	Host            string                 `protobuf:"bytes,2,opt,name=host,proto3" json:"host,omitempty"`                                                 // host of the VM; empty: it is searched
 	Verb            string                 `protobuf:"bytes,3,opt,name=verb,proto3" json:"verb,omitempty"`                                                 // migrate, upgrade or downgrade
 	To              string                 `protobuf:"bytes,4,opt,name=to,proto3" json:"to,omitempty"`                                                     // host, GPU id or model; empty: any
 	DeadlineMs      int64                  `protobuf:"varint,5,opt,name=deadline_ms,json=deadlineMs,proto3" json:"deadline_ms,omitempty"`                  // longest time that it may take; 0: any
-	ForceCold       bool                   `protobuf:"varint,6,opt,name=force_cold,json=forceCold,proto3" json:"force_cold,omitempty"`                     // stop the VM and start it again if it can't be moved alive
-	FreezeTimeoutMs int64                  `protobuf:"varint,7,opt,name=freeze_timeout_ms,json=freezeTimeoutMs,proto3" json:"freeze_timeout_ms,omitempty"` // how long what the applications have launched may take to end; 0: two minutes
+	ForceCold       bool                   `protobuf:"varint,6,opt,name=force_cold,json=forceCold,proto3" json:"force_cold,omitempty"`                     // stop the VM and start it again if it cannot be migrated live
+	FreezeTimeoutMs int64                  `protobuf:"varint,7,opt,name=freeze_timeout_ms,json=freezeTimeoutMs,proto3" json:"freeze_timeout_ms,omitempty"` // how long the applications' running kernels may take to end; 0: two minutes
 	unknownFields   protoimpl.UnknownFields
 	sizeCache       protoimpl.SizeCache
 }
@@ -117,16 +117,16 @@ type MachinePlanResponse struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Machine       string                 `protobuf:"bytes,1,opt,name=machine,proto3" json:"machine,omitempty"`
 	Host          string                 `protobuf:"bytes,2,opt,name=host,proto3" json:"host,omitempty"`
-	Gpus          []string               `protobuf:"bytes,3,rep,name=gpus,proto3" json:"gpus,omitempty"`             // that it has, ids
-	Reasons       []*Reason              `protobuf:"bytes,4,rep,name=reasons,proto3" json:"reasons,omitempty"`       // against moving it at all
+	Gpus          []string               `protobuf:"bytes,3,rep,name=gpus,proto3" json:"gpus,omitempty"`             // ids of the VM's GPUs
+	Reasons       []*Reason              `protobuf:"bytes,4,rep,name=reasons,proto3" json:"reasons,omitempty"`       // against any migration of the VM
 	Candidates    []*MachineCandidate    `protobuf:"bytes,5,rep,name=candidates,proto3" json:"candidates,omitempty"` // best first
 	Rejected      []*MachineRejection    `protobuf:"bytes,6,rep,name=rejected,proto3" json:"rejected,omitempty"`
 	GpuState      uint64                 `protobuf:"varint,7,opt,name=gpu_state,json=gpuState,proto3" json:"gpu_state,omitempty"` // bytes of GPU memory that its applications have
 	Sessions      uint32                 `protobuf:"varint,8,opt,name=sessions,proto3" json:"sessions,omitempty"`
 	Cold          bool                   `protobuf:"varint,9,opt,name=cold,proto3" json:"cold,omitempty"`                                  // the VM is stopped, and started with the other card
-	WarmReasons   []*Reason              `protobuf:"bytes,10,rep,name=warm_reasons,json=warmReasons,proto3" json:"warm_reasons,omitempty"` // with cold: why it can't be moved alive
-	Away          uint64                 `protobuf:"varint,11,opt,name=away,proto3" json:"away,omitempty"`                                 // bytes of gpu_state that leave the VM for its hosts' memory
-	Notes         []*Reason              `protobuf:"bytes,12,rep,name=notes,proto3" json:"notes,omitempty"`                                // what to know beforehand; they refuse nothing
+	WarmReasons   []*Reason              `protobuf:"bytes,10,rep,name=warm_reasons,json=warmReasons,proto3" json:"warm_reasons,omitempty"` // with cold: why it cannot be migrated live
+	Away          uint64                 `protobuf:"varint,11,opt,name=away,proto3" json:"away,omitempty"`                                 // bytes of gpu_state that are kept in the hosts' memory
+	Notes         []*Reason              `protobuf:"bytes,12,rep,name=notes,proto3" json:"notes,omitempty"`                                // information for the operator; not against the migration
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -508,7 +508,7 @@ func (x *MachineRejection) GetReasons() []*Reason {
 type MachineStartRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Plan          *MachinePlanRequest    `protobuf:"bytes,1,opt,name=plan,proto3" json:"plan,omitempty"`
-	NoWait        bool                   `protobuf:"varint,2,opt,name=no_wait,json=noWait,proto3" json:"no_wait,omitempty"` // return when it is recorded
+	NoWait        bool                   `protobuf:"varint,2,opt,name=no_wait,json=noWait,proto3" json:"no_wait,omitempty"` // return as soon as it is recorded
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -557,7 +557,7 @@ func (x *MachineStartRequest) GetNoWait() bool {
 	return false
 }
 
-// MachineProgress is one moment of a migration.
+// MachineProgress is the progress of a migration.
 type MachineProgress struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Id            string                 `protobuf:"bytes,1,opt,name=id,proto3" json:"id,omitempty"`
@@ -566,15 +566,15 @@ type MachineProgress struct {
 	StepIndex     uint32                 `protobuf:"varint,4,opt,name=step_index,json=stepIndex,proto3" json:"step_index,omitempty"` // from 1
 	Steps         uint32                 `protobuf:"varint,5,opt,name=steps,proto3" json:"steps,omitempty"`
 	BytesDone     uint64                 `protobuf:"varint,6,opt,name=bytes_done,json=bytesDone,proto3" json:"bytes_done,omitempty"`
-	BytesTotal    uint64                 `protobuf:"varint,7,opt,name=bytes_total,json=bytesTotal,proto3" json:"bytes_total,omitempty"` // 0: not known
-	Gpu           string                 `protobuf:"bytes,8,opt,name=gpu,proto3" json:"gpu,omitempty"`                                  // the candidate that is tried
+	BytesTotal    uint64                 `protobuf:"varint,7,opt,name=bytes_total,json=bytesTotal,proto3" json:"bytes_total,omitempty"` // 0: unknown
+	Gpu           string                 `protobuf:"bytes,8,opt,name=gpu,proto3" json:"gpu,omitempty"`                                  // the candidate that is being tried
 	Message       string                 `protobuf:"bytes,9,opt,name=message,proto3" json:"message,omitempty"`
-	End           string                 `protobuf:"bytes,10,opt,name=end,proto3" json:"end,omitempty"`                               // done, rolled_back, held or failed; empty: it runs
-	StoppedNs     int64                  `protobuf:"varint,11,opt,name=stopped_ns,json=stoppedNs,proto3" json:"stopped_ns,omitempty"` // at the end
-	TookNs        int64                  `protobuf:"varint,12,opt,name=took_ns,json=tookNs,proto3" json:"took_ns,omitempty"`          // so far
+	End           string                 `protobuf:"bytes,10,opt,name=end,proto3" json:"end,omitempty"`                               // done, rolled_back, held or failed; empty: it is running
+	StoppedNs     int64                  `protobuf:"varint,11,opt,name=stopped_ns,json=stoppedNs,proto3" json:"stopped_ns,omitempty"` // downtime; set at the end
+	TookNs        int64                  `protobuf:"varint,12,opt,name=took_ns,json=tookNs,proto3" json:"took_ns,omitempty"`          // time since the beginning
 	PredictedNs   int64                  `protobuf:"varint,13,opt,name=predicted_ns,json=predictedNs,proto3" json:"predicted_ns,omitempty"`
-	Refused       *MachinePlanResponse   `protobuf:"bytes,14,opt,name=refused,proto3" json:"refused,omitempty"` // it was not begun: why
-	Next          string                 `protobuf:"bytes,15,opt,name=next,proto3" json:"next,omitempty"`       // what to do next, if it is held; the message says it, too
+	Refused       *MachinePlanResponse   `protobuf:"bytes,14,opt,name=refused,proto3" json:"refused,omitempty"` // why it was not started
+	Next          string                 `protobuf:"bytes,15,opt,name=next,proto3" json:"next,omitempty"`       // what to do next, if it is held; also in message
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -849,8 +849,8 @@ func (x *MachineAbortResponse) GetMessage() string {
 type MachineResumeRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	Id    string                 `protobuf:"bytes,1,opt,name=id,proto3" json:"id,omitempty"`
-	// A host that cannot be asked, of which the operator asserts that the VM does
-	// not run there and will not: it has no power, or was cleaned. Empty: none.
+	// A host that cannot be asked. The operator asserts that the VM does not run
+	// there and will not: the host has no power, or was cleaned. Empty: none.
 	AbsentOn      string `protobuf:"bytes,2,opt,name=absent_on,json=absentOn,proto3" json:"absent_on,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -948,8 +948,8 @@ type SiteMachine struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Uuid          string                 `protobuf:"bytes,1,opt,name=uuid,proto3" json:"uuid,omitempty"`
 	Name          string                 `protobuf:"bytes,2,opt,name=name,proto3" json:"name,omitempty"`
-	Migration     string                 `protobuf:"bytes,3,opt,name=migration,proto3" json:"migration,omitempty"` // whose driver asks; empty: for a plan
-	Token         uint64                 `protobuf:"varint,4,opt,name=token,proto3" json:"token,omitempty"`        // of its record: a host does nothing for an older one than it has seen
+	Migration     string                 `protobuf:"bytes,3,opt,name=migration,proto3" json:"migration,omitempty"` // migration whose driver calls; empty: for a plan
+	Token         uint64                 `protobuf:"varint,4,opt,name=token,proto3" json:"token,omitempty"`        // fencing token of its record: a host refuses a lower one than it has seen
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1144,7 +1144,7 @@ func (*SiteDone) Descriptor() ([]byte, []int) {
 	return file_gpuctl_v1_migrate_proto_rawDescGZIP(), []int{15}
 }
 
-// SiteDefinition is what a host starts a VM from, without its cards.
+// SiteDefinition is a VM's stored definition, without its cards.
 type SiteDefinition struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Machine       *SiteMachine           `protobuf:"bytes,1,opt,name=machine,proto3" json:"machine,omitempty"`
@@ -1245,8 +1245,8 @@ type SiteCardRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Machine       *SiteMachine           `protobuf:"bytes,1,opt,name=machine,proto3" json:"machine,omitempty"`
 	Gpu           string                 `protobuf:"bytes,2,opt,name=gpu,proto3" json:"gpu,omitempty"`        // id
-	Claim         string                 `protobuf:"bytes,3,opt,name=claim,proto3" json:"claim,omitempty"`    // of Prepare
-	Stored        bool                   `protobuf:"varint,4,opt,name=stored,proto3" json:"stored,omitempty"` // of Attach: the VM's stored definition gets it, too
+	Claim         string                 `protobuf:"bytes,3,opt,name=claim,proto3" json:"claim,omitempty"`    // for Reserve and Prepare
+	Stored        bool                   `protobuf:"varint,4,opt,name=stored,proto3" json:"stored,omitempty"` // for Attach: the VM's stored definition gets it, too
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1365,7 +1365,7 @@ type SiteProgress struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Done          uint64                 `protobuf:"varint,1,opt,name=done,proto3" json:"done,omitempty"`
 	Total         uint64                 `protobuf:"varint,2,opt,name=total,proto3" json:"total,omitempty"`
-	Message       string                 `protobuf:"bytes,3,opt,name=message,proto3" json:"message,omitempty"` // what is waited for
+	Message       string                 `protobuf:"bytes,3,opt,name=message,proto3" json:"message,omitempty"` // what the step waits for
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1425,7 +1425,7 @@ type SiteSessionsResponse struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Sessions      []string               `protobuf:"bytes,1,rep,name=sessions,proto3" json:"sessions,omitempty"`
 	Hello         *HelloResponseSummary  `protobuf:"bytes,2,opt,name=hello,proto3" json:"hello,omitempty"`
-	Running       []*SiteSession         `protobuf:"bytes,3,rep,name=running,proto3" json:"running,omitempty"` // those of sessions
+	Running       []*SiteSession         `protobuf:"bytes,3,rep,name=running,proto3" json:"running,omitempty"` // details of sessions
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1484,11 +1484,11 @@ func (x *SiteSessionsResponse) GetRunning() []*SiteSession {
 type SiteSessionsRequest struct {
 	state           protoimpl.MessageState `protogen:"open.v1"`
 	Machine         *SiteMachine           `protobuf:"bytes,1,opt,name=machine,proto3" json:"machine,omitempty"`
-	Gpu             string                 `protobuf:"bytes,2,opt,name=gpu,proto3" json:"gpu,omitempty"` // of Thaw
+	Gpu             string                 `protobuf:"bytes,2,opt,name=gpu,proto3" json:"gpu,omitempty"` // for Thaw
 	Sessions        []string               `protobuf:"bytes,3,rep,name=sessions,proto3" json:"sessions,omitempty"`
-	Away            []string               `protobuf:"bytes,4,rep,name=away,proto3" json:"away,omitempty"`                                                 // of Freeze: those whose state leaves the VM
-	To              string                 `protobuf:"bytes,5,opt,name=to,proto3" json:"to,omitempty"`                                                     // of Freeze and Deposit: host that keeps it, too
-	FreezeTimeoutMs int64                  `protobuf:"varint,6,opt,name=freeze_timeout_ms,json=freezeTimeoutMs,proto3" json:"freeze_timeout_ms,omitempty"` // of Freeze; 0: two minutes
+	Away            []string               `protobuf:"bytes,4,rep,name=away,proto3" json:"away,omitempty"`                                                 // for Freeze: those whose state leaves the VM
+	To              string                 `protobuf:"bytes,5,opt,name=to,proto3" json:"to,omitempty"`                                                     // for Freeze and Deposit: the other host that keeps the state
+	FreezeTimeoutMs int64                  `protobuf:"varint,6,opt,name=freeze_timeout_ms,json=freezeTimeoutMs,proto3" json:"freeze_timeout_ms,omitempty"` // for Freeze; 0: two minutes
 	unknownFields   protoimpl.UnknownFields
 	sizeCache       protoimpl.SizeCache
 }
@@ -1567,10 +1567,10 @@ func (x *SiteSessionsRequest) GetFreezeTimeoutMs() int64 {
 
 type SiteKeepRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
-	Machine       *SiteMachine           `protobuf:"bytes,1,opt,name=machine,proto3" json:"machine,omitempty"` // in the first message, as the next three
+	Machine       *SiteMachine           `protobuf:"bytes,1,opt,name=machine,proto3" json:"machine,omitempty"` // set in the first message, as are the next three
 	Session       string                 `protobuf:"bytes,2,opt,name=session,proto3" json:"session,omitempty"`
-	Mark          *StateMark             `protobuf:"bytes,3,opt,name=mark,proto3" json:"mark,omitempty"`      // id and, if it is known, digest: what is here already need not come
-	Expect        uint64                 `protobuf:"varint,4,opt,name=expect,proto3" json:"expect,omitempty"` // bytes, about
+	Mark          *StateMark             `protobuf:"bytes,3,opt,name=mark,proto3" json:"mark,omitempty"`      // id; without expect: the whole mark, to ask whether the state is kept already
+	Expect        uint64                 `protobuf:"varint,4,opt,name=expect,proto3" json:"expect,omitempty"` // approximate size in bytes; 0 with a digest: only ask
 	Chunk         *StateChunk            `protobuf:"bytes,5,opt,name=chunk,proto3" json:"chunk,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1648,7 +1648,7 @@ type SiteMachineFacts struct {
 	State         string                 `protobuf:"bytes,3,opt,name=state,proto3" json:"state,omitempty"`
 	Type          string                 `protobuf:"bytes,4,opt,name=type,proto3" json:"type,omitempty"`
 	Memory        uint64                 `protobuf:"varint,5,opt,name=memory,proto3" json:"memory,omitempty"` // bytes
-	Cpu           *SiteCPU               `protobuf:"bytes,6,opt,name=cpu,proto3" json:"cpu,omitempty"`        // that the VM needs; none: any
+	Cpu           *SiteCPU               `protobuf:"bytes,6,opt,name=cpu,proto3" json:"cpu,omitempty"`        // processor that the VM needs; not set: any
 	Passthrough   bool                   `protobuf:"varint,7,opt,name=passthrough,proto3" json:"passthrough,omitempty"`
 	Disks         []*SiteDisk            `protobuf:"bytes,8,rep,name=disks,proto3" json:"disks,omitempty"`
 	OtherDevices  []string               `protobuf:"bytes,9,rep,name=other_devices,json=otherDevices,proto3" json:"other_devices,omitempty"`
@@ -1657,7 +1657,7 @@ type SiteMachineFacts struct {
 	AgentError    string                 `protobuf:"bytes,12,opt,name=agent_error,json=agentError,proto3" json:"agent_error,omitempty"`
 	Hello         *HelloResponseSummary  `protobuf:"bytes,13,opt,name=hello,proto3" json:"hello,omitempty"`
 	Sessions      []*SiteSession         `protobuf:"bytes,14,rep,name=sessions,proto3" json:"sessions,omitempty"`
-	Stored        bool                   `protobuf:"varint,15,opt,name=stored,proto3" json:"stored,omitempty"`         // the stored definition has its GPU
+	Stored        bool                   `protobuf:"varint,15,opt,name=stored,proto3" json:"stored,omitempty"`         // the stored definition contains its GPU
 	Persistent    bool                   `protobuf:"varint,16,opt,name=persistent,proto3" json:"persistent,omitempty"` // it has a stored definition
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1812,7 +1812,7 @@ type HelloResponseSummary struct {
 	Hotplug       bool                   `protobuf:"varint,3,opt,name=hotplug,proto3" json:"hotplug,omitempty"`
 	HotplugReason string                 `protobuf:"bytes,4,opt,name=hotplug_reason,json=hotplugReason,proto3" json:"hotplug_reason,omitempty"`
 	FreeMemory    uint64                 `protobuf:"varint,5,opt,name=free_memory,json=freeMemory,proto3" json:"free_memory,omitempty"`
-	Bulk          uint64                 `protobuf:"varint,6,opt,name=bulk,proto3" json:"bulk,omitempty"` // bytes per second that its states move at, about
+	Bulk          uint64                 `protobuf:"varint,6,opt,name=bulk,proto3" json:"bulk,omitempty"` // approximate speed of transferring its states, bytes per second
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2011,9 +2011,9 @@ func (x *SiteDisk) GetReadOnly() bool {
 
 type SiteHostFactsRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
-	Disks         []*SiteDisk            `protobuf:"bytes,1,rep,name=disks,proto3" json:"disks,omitempty"` // of the VM: which of them are here
-	From          string                 `protobuf:"bytes,2,opt,name=from,proto3" json:"from,omitempty"`   // host of the VM: how fast is the link to it
-	Cpu           *SiteCPU               `protobuf:"bytes,3,opt,name=cpu,proto3" json:"cpu,omitempty"`     // of the VM
+	Disks         []*SiteDisk            `protobuf:"bytes,1,rep,name=disks,proto3" json:"disks,omitempty"` // disks of the VM: which of them exist here
+	From          string                 `protobuf:"bytes,2,opt,name=from,proto3" json:"from,omitempty"`   // host of the VM: the speed of the link to it
+	Cpu           *SiteCPU               `protobuf:"bytes,3,opt,name=cpu,proto3" json:"cpu,omitempty"`     // processor that the VM needs
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2069,7 +2069,8 @@ func (x *SiteHostFactsRequest) GetCpu() *SiteCPU {
 	return nil
 }
 
-// SiteCPU is a processor as libvirt describes it, and what emulates the rest.
+// SiteCPU is a processor in libvirt's form, and the emulator of the other
+// hardware.
 type SiteCPU struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Xml           string                 `protobuf:"bytes,1,opt,name=xml,proto3" json:"xml,omitempty"`
@@ -2204,12 +2205,12 @@ type SiteHostFacts struct {
 	Hypervisor    string                 `protobuf:"bytes,2,opt,name=hypervisor,proto3" json:"hypervisor,omitempty"`
 	FreeMemory    uint64                 `protobuf:"varint,3,opt,name=free_memory,json=freeMemory,proto3" json:"free_memory,omitempty"` // bytes that a VM can get
 	Missing       []string               `protobuf:"bytes,4,rep,name=missing,proto3" json:"missing,omitempty"`
-	Link          uint64                 `protobuf:"varint,5,opt,name=link,proto3" json:"link,omitempty"` // bytes per second; 0: not known
-	Cpu           string                 `protobuf:"bytes,6,opt,name=cpu,proto3" json:"cpu,omitempty"`    // why the VM's processor can't be had; empty: it can
+	Link          uint64                 `protobuf:"varint,5,opt,name=link,proto3" json:"link,omitempty"` // bytes per second; 0: unknown
+	Cpu           string                 `protobuf:"bytes,6,opt,name=cpu,proto3" json:"cpu,omitempty"`    // why it cannot provide the VM's processor; empty: it can
 	Cards         []*SiteCard            `protobuf:"bytes,7,rep,name=cards,proto3" json:"cards,omitempty"`
 	Keep          uint64                 `protobuf:"varint,8,opt,name=keep,proto3" json:"keep,omitempty"`                                  // bytes of VMs' GPU states that can be kept
-	Keeps         bool                   `protobuf:"varint,9,opt,name=keeps,proto3" json:"keeps,omitempty"`                                // it keeps any
-	LockManager   string                 `protobuf:"bytes,10,opt,name=lock_manager,json=lockManager,proto3" json:"lock_manager,omitempty"` // of libvirt: what keeps a VM from running on two hosts; empty: nothing
+	Keeps         bool                   `protobuf:"varint,9,opt,name=keeps,proto3" json:"keeps,omitempty"`                                // it is configured to keep any
+	LockManager   string                 `protobuf:"bytes,10,opt,name=lock_manager,json=lockManager,proto3" json:"lock_manager,omitempty"` // libvirt's lock manager, which prevents a VM from running on two hosts; empty: none
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2318,8 +2319,8 @@ type SiteCard struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Gpu           string                 `protobuf:"bytes,1,opt,name=gpu,proto3" json:"gpu,omitempty"`             // id
 	Holder        string                 `protobuf:"bytes,2,opt,name=holder,proto3" json:"holder,omitempty"`       // VM that has it; empty: none
-	Health        string                 `protobuf:"bytes,3,opt,name=health,proto3" json:"health,omitempty"`       // why it is not fit
-	Isolation     string                 `protobuf:"bytes,4,opt,name=isolation,proto3" json:"isolation,omitempty"` // why it may not be given away
+	Health        string                 `protobuf:"bytes,3,opt,name=health,proto3" json:"health,omitempty"`       // why its health does not permit it; empty: it does
+	Isolation     string                 `protobuf:"bytes,4,opt,name=isolation,proto3" json:"isolation,omitempty"` // why its isolation does not permit it; empty: it does
 	Id            *PCIIdentity           `protobuf:"bytes,5,opt,name=id,proto3" json:"id,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache

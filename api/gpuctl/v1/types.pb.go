@@ -30,7 +30,7 @@ const (
 	SessionState_SESSION_STATE_SUSPENDED   SessionState = 3
 	SessionState_SESSION_STATE_LOST        SessionState = 4
 	SessionState_SESSION_STATE_ENDED       SessionState = 5
-	SessionState_SESSION_STATE_HELD        SessionState = 6 // an operation has failed and is not taken back yet: message says what is tried
+	SessionState_SESSION_STATE_HELD        SessionState = 6 // an operation has failed and is not undone yet: message contains what is tried
 )
 
 // Enum value maps for SessionState.
@@ -82,8 +82,8 @@ func (SessionState) EnumDescriptor() ([]byte, []int) {
 	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{0}
 }
 
-// Limits are what a device can do at most. An application must never be moved
-// to a device whose limits it has already outgrown.
+// Limits are the limits of a device. An application must never be moved
+// to a device whose limits it has already exceeded.
 type Limits struct {
 	state                protoimpl.MessageState `protogen:"open.v1"`
 	GlobalMemory         uint64                 `protobuf:"varint,1,opt,name=global_memory,json=globalMemory,proto3" json:"global_memory,omitempty"`                 // bytes
@@ -336,13 +336,13 @@ func (x *Limits) GetMemBaseAddrAlignBits() uint32 {
 	return 0
 }
 
-// Runtime is how an executor reaches a device: a vendor's library, the
-// environment it needs, and which of its devices.
+// Runtime is how an executor uses a device: a vendor's library, the
+// environment that it needs, and the indexes of its devices.
 type Runtime struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Library       string                 `protobuf:"bytes,1,opt,name=library,proto3" json:"library,omitempty"` // path of the vendor's ICD library
 	Env           map[string]string      `protobuf:"bytes,2,rep,name=env,proto3" json:"env,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
-	Devices       []uint32               `protobuf:"varint,3,rep,packed,name=devices,proto3" json:"devices,omitempty"` // indices among the devices of the first platform
+	Devices       []uint32               `protobuf:"varint,3,rep,packed,name=devices,proto3" json:"devices,omitempty"` // indexes among the devices of the first platform
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -404,7 +404,7 @@ type VirtualDevice struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Name          string                 `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
 	Type          string                 `protobuf:"bytes,2,opt,name=type,proto3" json:"type,omitempty"`                                      // gpu, cpu or accelerator
-	GlobalMemory  uint64                 `protobuf:"varint,3,opt,name=global_memory,json=globalMemory,proto3" json:"global_memory,omitempty"` // bytes the session may allocate; 0: all of the GPU's
+	GlobalMemory  uint64                 `protobuf:"varint,3,opt,name=global_memory,json=globalMemory,proto3" json:"global_memory,omitempty"` // bytes that the session may allocate; 0: all of the GPU's
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -460,7 +460,7 @@ func (x *VirtualDevice) GetGlobalMemory() uint64 {
 	return 0
 }
 
-// Target is a GPU as the guest helper needs to know it.
+// Target is a GPU, with what gpuguest needs to know about it.
 type Target struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Gpu           string                 `protobuf:"bytes,1,opt,name=gpu,proto3" json:"gpu,omitempty"` // inventory id
@@ -529,7 +529,7 @@ func (x *Target) GetLimits() *Limits {
 	return nil
 }
 
-// Reason is one cause why a target can't serve.
+// Reason is one reason why a target does not fit.
 type Reason struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Code          string                 `protobuf:"bytes,1,opt,name=code,proto3" json:"code,omitempty"`       // e.g. max_alloc, work_group_size, build, memory, extension
@@ -582,15 +582,15 @@ func (x *Reason) GetMessage() string {
 	return ""
 }
 
-// ErrorReason is a detail of an error: programs decide by it, never by the
+// ErrorReason is a detail of an error. Programs decide by it, never by the
 // error's message. docs/errors.md lists the codes.
 type ErrorReason struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
-	Code          string                 `protobuf:"bytes,1,opt,name=code,proto3" json:"code,omitempty"`                               // e.g. NOT_FOUND, NO_LEADER; a code keeps its meaning
+	Code          string                 `protobuf:"bytes,1,opt,name=code,proto3" json:"code,omitempty"`                               // e.g. NOT_FOUND, NO_LEADER; the meaning of a code never changes
 	ObjectKind    string                 `protobuf:"bytes,2,opt,name=object_kind,json=objectKind,proto3" json:"object_kind,omitempty"` // what it is about: host, gpu, vm, session, ...; may be empty
 	Object        string                 `protobuf:"bytes,3,opt,name=object,proto3" json:"object,omitempty"`                           // its name, or what was asked for; may be empty
-	Next          string                 `protobuf:"bytes,4,opt,name=next,proto3" json:"next,omitempty"`                               // what to do next, which the message says, too; empty: as docs/errors.md says
-	Retry         bool                   `protobuf:"varint,5,opt,name=retry,proto3" json:"retry,omitempty"`                            // nothing was done, and the same may be asked again
+	Next          string                 `protobuf:"bytes,4,opt,name=next,proto3" json:"next,omitempty"`                               // what to do next, also in the message; empty: see docs/errors.md
+	Retry         bool                   `protobuf:"varint,5,opt,name=retry,proto3" json:"retry,omitempty"`                            // nothing was done, and the call may be repeated
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -660,7 +660,7 @@ func (x *ErrorReason) GetRetry() bool {
 	return false
 }
 
-// Usage is what a session has used so far, and what a target must honour.
+// Usage is what a session has used so far. A target's limits must not be lower.
 type Usage struct {
 	state            protoimpl.MessageState `protogen:"open.v1"`
 	Memory           uint64                 `protobuf:"varint,1,opt,name=memory,proto3" json:"memory,omitempty"` // bytes of live memory objects
@@ -825,7 +825,7 @@ func (x *Usage) GetMapped() uint32 {
 	return 0
 }
 
-// Session is the GPU life of one application process.
+// Session is the use of a GPU by one application process.
 type Session struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Id            string                 `protobuf:"bytes,1,opt,name=id,proto3" json:"id,omitempty"`
@@ -833,14 +833,14 @@ type Session struct {
 	Pid           uint32                 `protobuf:"varint,3,opt,name=pid,proto3" json:"pid,omitempty"`
 	Command       string                 `protobuf:"bytes,4,opt,name=command,proto3" json:"command,omitempty"`
 	State         SessionState           `protobuf:"varint,5,opt,name=state,proto3,enum=gpuctl.v1.SessionState" json:"state,omitempty"`
-	Target        *Target                `protobuf:"bytes,6,opt,name=target,proto3" json:"target,omitempty"` // where it runs, or ran before it was suspended
+	Target        *Target                `protobuf:"bytes,6,opt,name=target,proto3" json:"target,omitempty"` // GPU on which it runs, or ran before it was suspended
 	Usage         *Usage                 `protobuf:"bytes,7,opt,name=usage,proto3" json:"usage,omitempty"`
 	StartedUnixMs int64                  `protobuf:"varint,8,opt,name=started_unix_ms,json=startedUnixMs,proto3" json:"started_unix_ms,omitempty"`
-	Message       string                 `protobuf:"bytes,9,opt,name=message,proto3" json:"message,omitempty"`                             // why it is lost, where it is suspended to
-	Generation    uint32                 `protobuf:"varint,10,opt,name=generation,proto3" json:"generation,omitempty"`                     // of its executor; grows with every swap
+	Message       string                 `protobuf:"bytes,9,opt,name=message,proto3" json:"message,omitempty"`                             // why it is lost, or where its state is
+	Generation    uint32                 `protobuf:"varint,10,opt,name=generation,proto3" json:"generation,omitempty"`                     // number of its executor; increases with each swap
 	SuspendedTo   string                 `protobuf:"bytes,11,opt,name=suspended_to,json=suspendedTo,proto3" json:"suspended_to,omitempty"` // "memory", "away" or a file
 	Device        *VirtualDevice         `protobuf:"bytes,12,opt,name=device,proto3" json:"device,omitempty"`
-	Away          *StateMark             `protobuf:"bytes,13,opt,name=away,proto3" json:"away,omitempty"` // of a state that is away: what is to come back
+	Away          *StateMark             `protobuf:"bytes,13,opt,name=away,proto3" json:"away,omitempty"` // mark of a state that is kept on the host
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -966,10 +966,10 @@ func (x *Session) GetAway() *StateMark {
 	return nil
 }
 
-// StateMark tells one session's state from every other.
+// StateMark identifies one state of a session.
 type StateMark struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
-	Id            string                 `protobuf:"bytes,1,opt,name=id,proto3" json:"id,omitempty"`         // chosen by who had it taken
+	Id            string                 `protobuf:"bytes,1,opt,name=id,proto3" json:"id,omitempty"`         // chosen by the caller of Suspend
 	Size          uint64                 `protobuf:"varint,2,opt,name=size,proto3" json:"size,omitempty"`    // bytes
 	Digest        []byte                 `protobuf:"bytes,3,opt,name=digest,proto3" json:"digest,omitempty"` // SHA-256 of them
 	unknownFields protoimpl.UnknownFields
@@ -1027,12 +1027,12 @@ func (x *StateMark) GetDigest() []byte {
 	return nil
 }
 
-// StateChunk is a part of a state on its way, in order. A stream that has no
-// mark in its last message was cut off, whatever else is said of it.
+// StateChunk is a part of a state in transit. Chunks are in order. A stream
+// without a mark in its last message was interrupted.
 type StateChunk struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Data          []byte                 `protobuf:"bytes,1,opt,name=data,proto3" json:"data,omitempty"` // at most 128 KiB
-	Mark          *StateMark             `protobuf:"bytes,2,opt,name=mark,proto3" json:"mark,omitempty"` // in the last message only: of all that came
+	Mark          *StateMark             `protobuf:"bytes,2,opt,name=mark,proto3" json:"mark,omitempty"` // in the last message only: mark of all data before
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1081,7 +1081,7 @@ func (x *StateChunk) GetMark() *StateMark {
 	return nil
 }
 
-// Progress reports one moment of a long operation.
+// Progress is the progress of a long operation.
 type Progress struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Step          string                 `protobuf:"bytes,1,opt,name=step,proto3" json:"step,omitempty"` // name of the running step
@@ -1174,12 +1174,12 @@ func (x *Progress) GetResult() *SwapResult {
 	return nil
 }
 
-// Prediction is a time that is expected, and how far it can be trusted.
+// Prediction is the range in which a time is expected.
 type Prediction struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	LowNs         int64                  `protobuf:"varint,1,opt,name=low_ns,json=lowNs,proto3" json:"low_ns,omitempty"`
 	HighNs        int64                  `protobuf:"varint,2,opt,name=high_ns,json=highNs,proto3" json:"high_ns,omitempty"`
-	Measured      bool                   `protobuf:"varint,3,opt,name=measured,proto3" json:"measured,omitempty"` // it follows what has been seen here; if not, it is a guess
+	Measured      bool                   `protobuf:"varint,3,opt,name=measured,proto3" json:"measured,omitempty"` // it is based on measurements on this host; otherwise it is an estimate
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1298,16 +1298,16 @@ func (x *StepTime) GetDurationNs() int64 {
 type SwapResult struct {
 	state          protoimpl.MessageState `protogen:"open.v1"`
 	Session        *Session               `protobuf:"bytes,1,opt,name=session,proto3" json:"session,omitempty"`
-	StoppedNs      int64                  `protobuf:"varint,2,opt,name=stopped_ns,json=stoppedNs,proto3" json:"stopped_ns,omitempty"` // how long the application stood still
+	StoppedNs      int64                  `protobuf:"varint,2,opt,name=stopped_ns,json=stoppedNs,proto3" json:"stopped_ns,omitempty"` // the application's downtime
 	TotalNs        int64                  `protobuf:"varint,3,opt,name=total_ns,json=totalNs,proto3" json:"total_ns,omitempty"`
 	BytesPrecopied uint64                 `protobuf:"varint,4,opt,name=bytes_precopied,json=bytesPrecopied,proto3" json:"bytes_precopied,omitempty"`
-	BytesFrozen    uint64                 `protobuf:"varint,5,opt,name=bytes_frozen,json=bytesFrozen,proto3" json:"bytes_frozen,omitempty"` // copied while the application stood still
+	BytesFrozen    uint64                 `protobuf:"varint,5,opt,name=bytes_frozen,json=bytesFrozen,proto3" json:"bytes_frozen,omitempty"` // copied during the downtime
 	Steps          []*StepTime            `protobuf:"bytes,6,rep,name=steps,proto3" json:"steps,omitempty"`
-	Refused        bool                   `protobuf:"varint,7,opt,name=refused,proto3" json:"refused,omitempty"` // preflight said no; nothing was touched
+	Refused        bool                   `protobuf:"varint,7,opt,name=refused,proto3" json:"refused,omitempty"` // refused by the checks at the beginning; nothing was changed
 	Reasons        []*Reason              `protobuf:"bytes,8,rep,name=reasons,proto3" json:"reasons,omitempty"`
-	RolledBack     bool                   `protobuf:"varint,9,opt,name=rolled_back,json=rolledBack,proto3" json:"rolled_back,omitempty"` // it failed and goes on where it was
+	RolledBack     bool                   `protobuf:"varint,9,opt,name=rolled_back,json=rolledBack,proto3" json:"rolled_back,omitempty"` // it has failed, and the session goes on where it was
 	Error          string                 `protobuf:"bytes,10,opt,name=error,proto3" json:"error,omitempty"`
-	Held           bool                   `protobuf:"varint,11,opt,name=held,proto3" json:"held,omitempty"`   // it failed and is not taken back yet, which goes on: the session says when
+	Held           bool                   `protobuf:"varint,11,opt,name=held,proto3" json:"held,omitempty"`   // it has failed and is not undone yet; the undo goes on, see the session's state
 	Ended          bool                   `protobuf:"varint,12,opt,name=ended,proto3" json:"ended,omitempty"` // the application has ended meanwhile
 	unknownFields  protoimpl.UnknownFields
 	sizeCache      protoimpl.SizeCache

@@ -27,8 +27,8 @@ type UnknownPolicy int32
 
 const (
 	UnknownPolicy_UNKNOWN_POLICY_UNSPECIFIED UnknownPolicy = 0
-	UnknownPolicy_UNKNOWN_POLICY_STOP        UnknownPolicy = 1 // the host must not apply anything after it: it would diverge
-	UnknownPolicy_UNKNOWN_POLICY_SKIP        UnknownPolicy = 2 // it changes nothing that other commands depend on
+	UnknownPolicy_UNKNOWN_POLICY_STOP        UnknownPolicy = 1 // the host must apply nothing after it, because its state would differ
+	UnknownPolicy_UNKNOWN_POLICY_SKIP        UnknownPolicy = 2 // the host skips it: no other command depends on it
 )
 
 // Enum value maps for UnknownPolicy.
@@ -80,7 +80,7 @@ const (
 	Outcome_OUTCOME_INVALID        Outcome = 2
 	Outcome_OUTCOME_NOT_FOUND      Outcome = 3
 	Outcome_OUTCOME_ALREADY_EXISTS Outcome = 4
-	Outcome_OUTCOME_NO_CAPACITY    Outcome = 5 // a choice no longer fits: place anew
+	Outcome_OUTCOME_NO_CAPACITY    Outcome = 5 // a choice does not fit any more: choose again
 	Outcome_OUTCOME_STALE          Outcome = 6 // fencing token or driver has changed
 	Outcome_OUTCOME_REFUSED        Outcome = 7 // a rule forbids it; the message says which
 )
@@ -136,15 +136,15 @@ func (Outcome) EnumDescriptor() ([]byte, []int) {
 	return file_gpuctl_cluster_v1_command_proto_rawDescGZIP(), []int{1}
 }
 
-// Command is one entry of the replicated log. In the log it follows two bytes:
-// the format (1) and what a host must do that does not know the command
-// (UnknownPolicy).
+// Command is one entry of the replicated log. In the log, two bytes come
+// before it: the format (1), and what a host must do that does not know the
+// command (UnknownPolicy).
 type Command struct {
 	state   protoimpl.MessageState `protogen:"open.v1"`
-	Version uint32                 `protobuf:"varint,1,opt,name=version,proto3" json:"version,omitempty"`             // lowest protocol that knows everything in it
-	Id      string                 `protobuf:"bytes,2,opt,name=id,proto3" json:"id,omitempty"`                        // random; a repeated id returns the first answer. Empty: may be repeated
-	Actor   string                 `protobuf:"bytes,3,opt,name=actor,proto3" json:"actor,omitempty"`                  // user, certificate or host that asked
-	UnixMs  int64                  `protobuf:"varint,4,opt,name=unix_ms,json=unixMs,proto3" json:"unix_ms,omitempty"` // of the host that proposed it
+	Version uint32                 `protobuf:"varint,1,opt,name=version,proto3" json:"version,omitempty"`             // lowest protocol version that knows everything in it
+	Id      string                 `protobuf:"bytes,2,opt,name=id,proto3" json:"id,omitempty"`                        // random; a repeated id gets the first result. Empty: each entry is applied
+	Actor   string                 `protobuf:"bytes,3,opt,name=actor,proto3" json:"actor,omitempty"`                  // user, certificate or host that has made the call
+	UnixMs  int64                  `protobuf:"varint,4,opt,name=unix_ms,json=unixMs,proto3" json:"unix_ms,omitempty"` // time of the host that has proposed it
 	// Types that are valid to be assigned to Op:
 	//
 	//	*Command_InitCluster
@@ -658,13 +658,13 @@ func (x *InitCluster) GetCaCertificate() []byte {
 	return nil
 }
 
-// ReportHost says what a host is and has. It makes the host known, and takes
-// from its GPUs what it no longer has: those with assignments stay, not
-// present. Labels, draining and down are not its to set.
+// ReportHost is a host's report of its properties and GPUs. It adds the host if
+// it is new. It removes the GPUs that are not in the report; those with
+// assignments stay, as not present. It does not set labels, draining and down.
 type ReportHost struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Host          *Host                  `protobuf:"bytes,1,opt,name=host,proto3" json:"host,omitempty"`
-	Gpus          []*GPU                 `protobuf:"bytes,2,rep,name=gpus,proto3" json:"gpus,omitempty"` // all of the host's
+	Gpus          []*GPU                 `protobuf:"bytes,2,rep,name=gpus,proto3" json:"gpus,omitempty"` // all GPUs of the host
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -893,8 +893,8 @@ func (x *LabelHost) GetRemove() []string {
 	return nil
 }
 
-// RemoveHost forgets a host, its GPUs, identity and sessions. Refused while it
-// has assignments, unless force.
+// RemoveHost removes a host, its GPUs, identity and sessions. It is refused
+// while the host has assignments, unless force is set.
 type RemoveHost struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Host          string                 `protobuf:"bytes,1,opt,name=host,proto3" json:"host,omitempty"`
@@ -1007,12 +1007,12 @@ func (x *CordonGPU) GetMessage() string {
 	return ""
 }
 
-// RankModel gives a model an operator's rank.
+// RankModel sets an operator's rank for a model.
 type RankModel struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Model         string                 `protobuf:"bytes,1,opt,name=model,proto3" json:"model,omitempty"`
 	Rank          uint32                 `protobuf:"varint,2,opt,name=rank,proto3" json:"rank,omitempty"`
-	Clear         bool                   `protobuf:"varint,3,opt,name=clear,proto3" json:"clear,omitempty"` // back to what hosts say
+	Clear         bool                   `protobuf:"varint,3,opt,name=clear,proto3" json:"clear,omitempty"` // use the rank that hosts report
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1068,10 +1068,10 @@ func (x *RankModel) GetClear() bool {
 	return false
 }
 
-// PutClaim makes a claim and, with choices, binds it in the same entry. A
-// claim of that id with the same needs is answered as it is; with other needs
-// it is ALREADY_EXISTS. Without choices, or when a choice no longer fits, it
-// stays pending if it may wait and is refused otherwise.
+// PutClaim makes a claim and, with choices, binds it in the same entry. If a
+// claim with that id and the same needs exists, the result contains it; with
+// other needs the result is ALREADY_EXISTS. Without choices, or if a choice does
+// not fit any more, the claim is pending if it may wait, and is refused otherwise.
 type PutClaim struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Claim         *Claim                 `protobuf:"bytes,1,opt,name=claim,proto3" json:"claim,omitempty"`
@@ -1124,14 +1124,14 @@ func (x *PutClaim) GetChoices() []*Choice {
 	return nil
 }
 
-// Choice is a slice that placement found.
+// Choice is a GPU, or a part of one, that placement has chosen.
 type Choice struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Gpu           string                 `protobuf:"bytes,1,opt,name=gpu,proto3" json:"gpu,omitempty"`
 	Memory        uint64                 `protobuf:"varint,2,opt,name=memory,proto3" json:"memory,omitempty"` // bytes; 0: the whole GPU
 	Kind          VGPUKind               `protobuf:"varint,3,opt,name=kind,proto3,enum=gpuctl.cluster.v1.VGPUKind" json:"kind,omitempty"`
 	Profile       string                 `protobuf:"bytes,4,opt,name=profile,proto3" json:"profile,omitempty"`
-	Reservation   string                 `protobuf:"bytes,5,opt,name=reservation,proto3" json:"reservation,omitempty"` // whose capacity it takes over
+	Reservation   string                 `protobuf:"bytes,5,opt,name=reservation,proto3" json:"reservation,omitempty"` // reservation whose capacity it takes over
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1201,7 +1201,7 @@ func (x *Choice) GetReservation() string {
 	return ""
 }
 
-// DeleteClaim releases a claim's assignments; the claim goes with the last.
+// DeleteClaim releases a claim's assignments. The claim ends with the last one.
 type DeleteClaim struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Claim         string                 `protobuf:"bytes,1,opt,name=claim,proto3" json:"claim,omitempty"`
@@ -1246,8 +1246,8 @@ func (x *DeleteClaim) GetClaim() string {
 	return ""
 }
 
-// Assign adds assignments to a claim: a pending one becomes bound; a bound one
-// gets a target beside what it has, as a swap needs it. All or nothing.
+// Assign adds assignments to a claim: a pending claim becomes bound; a bound
+// claim gets the target of a swap in addition. Either all are added or none.
 type Assign struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Claim         string                 `protobuf:"bytes,1,opt,name=claim,proto3" json:"claim,omitempty"`
@@ -1300,12 +1300,12 @@ func (x *Assign) GetChoices() []*Choice {
 	return nil
 }
 
-// ReleaseAssignments says that they are no longer wanted: RELEASING, until
-// their host confirms that they are gone. One that is still SCHEDULED on a
-// host is only gone when its host says so, too: it may be on its way.
+// ReleaseAssignments marks assignments as RELEASING. They end when their host
+// confirms that they are gone. That also holds for one that is still SCHEDULED,
+// because its host may be acting on it.
 type ReleaseAssignments struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
-	Claim         string                 `protobuf:"bytes,1,opt,name=claim,proto3" json:"claim,omitempty"`             // all of this claim, or
+	Claim         string                 `protobuf:"bytes,1,opt,name=claim,proto3" json:"claim,omitempty"`             // all assignments of this claim, or
 	Assignments   []string               `protobuf:"bytes,2,rep,name=assignments,proto3" json:"assignments,omitempty"` // these
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1355,8 +1355,9 @@ func (x *ReleaseAssignments) GetAssignments() []string {
 	return nil
 }
 
-// ConfirmAssignments is a host's word on its own assignments. A token that is
-// not the assignment's is STALE: the host acts on what has changed since.
+// ConfirmAssignments is a host's confirmation of its own assignments. If a
+// token is not the assignment's, the result is STALE: the assignment has changed
+// since.
 type ConfirmAssignments struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Host          string                 `protobuf:"bytes,1,opt,name=host,proto3" json:"host,omitempty"`
@@ -1413,7 +1414,7 @@ type Confirmation struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Assignment    string                 `protobuf:"bytes,1,opt,name=assignment,proto3" json:"assignment,omitempty"`
 	Token         uint64                 `protobuf:"varint,2,opt,name=token,proto3" json:"token,omitempty"`
-	Gone          bool                   `protobuf:"varint,3,opt,name=gone,proto3" json:"gone,omitempty"` // taken back: the assignment and its VGPU are deleted; else RESIDENT
+	Gone          bool                   `protobuf:"varint,3,opt,name=gone,proto3" json:"gone,omitempty"` // nothing uses it any more: the assignment and its VGPU are deleted; otherwise RESIDENT
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1469,8 +1470,8 @@ func (x *Confirmation) GetGone() bool {
 	return false
 }
 
-// CancelAssignments deletes assignments of a host that will never confirm: it
-// was removed by force. Only an administrator may ask for it.
+// CancelAssignments deletes assignments of a host that was removed by force and
+// can confirm nothing. Only administrators may do that.
 type CancelAssignments struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Assignments   []string               `protobuf:"bytes,1,rep,name=assignments,proto3" json:"assignments,omitempty"`
@@ -1570,7 +1571,7 @@ func (x *PutReservation) GetReservation() *Reservation {
 type DeleteReservation struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Id            string                 `protobuf:"bytes,1,opt,name=id,proto3" json:"id,omitempty"`
-	Token         uint64                 `protobuf:"varint,2,opt,name=token,proto3" json:"token,omitempty"` // 0: whatever it is; else nothing happens when it has changed
+	Token         uint64                 `protobuf:"varint,2,opt,name=token,proto3" json:"token,omitempty"` // 0: any; otherwise nothing happens if it has changed
 	Expired       bool                   `protobuf:"varint,3,opt,name=expired,proto3" json:"expired,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1627,12 +1628,12 @@ func (x *DeleteReservation) GetExpired() bool {
 	return false
 }
 
-// ReportSessions is what a host says about its sessions.
+// ReportSessions is a host's report of its sessions.
 type ReportSessions struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Host          string                 `protobuf:"bytes,1,opt,name=host,proto3" json:"host,omitempty"`
-	Sessions      []*Session             `protobuf:"bytes,2,rep,name=sessions,proto3" json:"sessions,omitempty"` // changed or new; ENDED ones are deleted
-	All           bool                   `protobuf:"varint,3,opt,name=all,proto3" json:"all,omitempty"`          // what is not listed is over
+	Sessions      []*Session             `protobuf:"bytes,2,rep,name=sessions,proto3" json:"sessions,omitempty"` // new or changed ones; ENDED ones are deleted
+	All           bool                   `protobuf:"varint,3,opt,name=all,proto3" json:"all,omitempty"`          // sessions that are not listed have ended
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1688,8 +1689,9 @@ func (x *ReportSessions) GetAll() bool {
 	return false
 }
 
-// PutMigration makes or advances a migration. A token other than the stored
-// one is STALE, except 0 by a host that takes over (which gives a new one).
+// PutMigration makes or updates a migration. If the token is not the stored
+// one, the result is STALE, except for 0 from a host that takes over, which gets
+// a new token.
 type PutMigration struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Migration     *Migration             `protobuf:"bytes,1,opt,name=migration,proto3" json:"migration,omitempty"`
@@ -1786,8 +1788,8 @@ func (x *PutJoinToken) GetToken() *JoinToken {
 	return nil
 }
 
-// UseJoinToken deletes the token and makes the identity; a token that is not
-// there is NOT_FOUND: it was used, deleted, or never was.
+// UseJoinToken deletes the token and makes the identity. If the token does not
+// exist (it was used or deleted, or never existed), the result is NOT_FOUND.
 type UseJoinToken struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Id            string                 `protobuf:"bytes,1,opt,name=id,proto3" json:"id,omitempty"`
@@ -2017,13 +2019,13 @@ func (x *Note) GetEvent() *Event {
 	return nil
 }
 
-// Result is what applying a command answered: the same on every host.
+// Result is the result of applying a command. It is the same on every host.
 type Result struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Outcome       Outcome                `protobuf:"varint,1,opt,name=outcome,proto3,enum=gpuctl.cluster.v1.Outcome" json:"outcome,omitempty"`
 	Message       string                 `protobuf:"bytes,2,opt,name=message,proto3" json:"message,omitempty"`
 	Index         uint64                 `protobuf:"varint,3,opt,name=index,proto3" json:"index,omitempty"`
-	Claim         *Claim                 `protobuf:"bytes,4,opt,name=claim,proto3" json:"claim,omitempty"` // of PutClaim, Assign, DeleteClaim
+	Claim         *Claim                 `protobuf:"bytes,4,opt,name=claim,proto3" json:"claim,omitempty"` // for PutClaim, Assign, DeleteClaim
 	Assignments   []*Assignment          `protobuf:"bytes,5,rep,name=assignments,proto3" json:"assignments,omitempty"`
 	Reservation   *Reservation           `protobuf:"bytes,6,opt,name=reservation,proto3" json:"reservation,omitempty"`
 	Migration     *Migration             `protobuf:"bytes,7,opt,name=migration,proto3" json:"migration,omitempty"`

@@ -28,7 +28,7 @@ type ListRequest struct {
 	Where         string                 `protobuf:"bytes,2,opt,name=where,proto3" json:"where,omitempty"` // CEL over the kind's fields
 	Stale         bool                   `protobuf:"varint,3,opt,name=stale,proto3" json:"stale,omitempty"`
 	Limit         uint32                 `protobuf:"varint,4,opt,name=limit,proto3" json:"limit,omitempty"` // 0: all
-	After         string                 `protobuf:"bytes,5,opt,name=after,proto3" json:"after,omitempty"`  // name; those that follow it in order
+	After         string                 `protobuf:"bytes,5,opt,name=after,proto3" json:"after,omitempty"`  // a name: return only objects after it
 	Name          string                 `protobuf:"bytes,6,opt,name=name,proto3" json:"name,omitempty"`    // only this one
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -108,8 +108,8 @@ func (x *ListRequest) GetName() string {
 
 type ListResponse struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
-	Objects       []*Object              `protobuf:"bytes,1,rep,name=objects,proto3" json:"objects,omitempty"` // by name
-	Index         uint64                 `protobuf:"varint,2,opt,name=index,proto3" json:"index,omitempty"`    // as of this entry
+	Objects       []*Object              `protobuf:"bytes,1,rep,name=objects,proto3" json:"objects,omitempty"` // sorted by name
+	Index         uint64                 `protobuf:"varint,2,opt,name=index,proto3" json:"index,omitempty"`    // index of the last applied entry
 	More          bool                   `protobuf:"varint,3,opt,name=more,proto3" json:"more,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -229,9 +229,9 @@ func (x *WatchRequest) GetName() string {
 type WatchResponse struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Object        *Object                `protobuf:"bytes,1,opt,name=object,proto3" json:"object,omitempty"`
-	Deleted       bool                   `protobuf:"varint,2,opt,name=deleted,proto3" json:"deleted,omitempty"` // or no longer matched
+	Deleted       bool                   `protobuf:"varint,2,opt,name=deleted,proto3" json:"deleted,omitempty"` // or it does not match any more
 	Index         uint64                 `protobuf:"varint,3,opt,name=index,proto3" json:"index,omitempty"`
-	Synced        bool                   `protobuf:"varint,4,opt,name=synced,proto3" json:"synced,omitempty"` // everything that was there has been sent; no object
+	Synced        bool                   `protobuf:"varint,4,opt,name=synced,proto3" json:"synced,omitempty"` // all objects that existed have been sent; this message has no object
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -427,7 +427,7 @@ type EventsRequest struct {
 	Kind          Kind                   `protobuf:"varint,1,opt,name=kind,proto3,enum=gpuctl.cluster.v1.Kind" json:"kind,omitempty"` // unspecified: all
 	Object        string                 `protobuf:"bytes,2,opt,name=object,proto3" json:"object,omitempty"`
 	Follow        bool                   `protobuf:"varint,3,opt,name=follow,proto3" json:"follow,omitempty"`
-	Last          uint32                 `protobuf:"varint,4,opt,name=last,proto3" json:"last,omitempty"` // how many of the past; 0: all that are kept
+	Last          uint32                 `protobuf:"varint,4,opt,name=last,proto3" json:"last,omitempty"` // how many past events; 0: all that are stored
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -676,7 +676,7 @@ type GPUFacts struct {
 	Gpu               string                 `protobuf:"bytes,1,opt,name=gpu,proto3" json:"gpu,omitempty"`                                                             // id
 	Utilization       *uint32                `protobuf:"varint,2,opt,name=utilization,proto3,oneof" json:"utilization,omitempty"`                                      // percent
 	MemoryUtilization *uint32                `protobuf:"varint,3,opt,name=memory_utilization,json=memoryUtilization,proto3,oneof" json:"memory_utilization,omitempty"` // percent of the memory bus
-	UsedMemory        *uint64                `protobuf:"varint,4,opt,name=used_memory,json=usedMemory,proto3,oneof" json:"used_memory,omitempty"`                      // bytes, as the device says
+	UsedMemory        *uint64                `protobuf:"varint,4,opt,name=used_memory,json=usedMemory,proto3,oneof" json:"used_memory,omitempty"`                      // bytes, reported by the device
 	Temperature       *int32                 `protobuf:"varint,5,opt,name=temperature,proto3,oneof" json:"temperature,omitempty"`                                      // °C
 	Power             *uint32                `protobuf:"varint,6,opt,name=power,proto3,oneof" json:"power,omitempty"`                                                  // mW
 	PowerLimit        *uint32                `protobuf:"varint,7,opt,name=power_limit,json=powerLimit,proto3,oneof" json:"power_limit,omitempty"`                      // mW
@@ -903,21 +903,21 @@ type StatusResponse struct {
 	state                    protoimpl.MessageState `protogen:"open.v1"`
 	Joined                   bool                   `protobuf:"varint,1,opt,name=joined,proto3" json:"joined,omitempty"`
 	ClusterId                string                 `protobuf:"bytes,2,opt,name=cluster_id,json=clusterId,proto3" json:"cluster_id,omitempty"`
-	Host                     string                 `protobuf:"bytes,3,opt,name=host,proto3" json:"host,omitempty"` // this one
+	Host                     string                 `protobuf:"bytes,3,opt,name=host,proto3" json:"host,omitempty"` // name of this host
 	HostId                   string                 `protobuf:"bytes,4,opt,name=host_id,json=hostId,proto3" json:"host_id,omitempty"`
-	Leader                   string                 `protobuf:"bytes,5,opt,name=leader,proto3" json:"leader,omitempty"` // host name; empty: none known
+	Leader                   string                 `protobuf:"bytes,5,opt,name=leader,proto3" json:"leader,omitempty"` // host name; empty: unknown
 	Term                     uint64                 `protobuf:"varint,6,opt,name=term,proto3" json:"term,omitempty"`
 	LastIndex                uint64                 `protobuf:"varint,7,opt,name=last_index,json=lastIndex,proto3" json:"last_index,omitempty"`
 	AppliedIndex             uint64                 `protobuf:"varint,8,opt,name=applied_index,json=appliedIndex,proto3" json:"applied_index,omitempty"`
 	CommitIndex              uint64                 `protobuf:"varint,9,opt,name=commit_index,json=commitIndex,proto3" json:"commit_index,omitempty"`
-	Protocol                 uint32                 `protobuf:"varint,10,opt,name=protocol,proto3" json:"protocol,omitempty"` // in force: the lowest of all hosts
+	Protocol                 uint32                 `protobuf:"varint,10,opt,name=protocol,proto3" json:"protocol,omitempty"` // protocol version in use: the lowest of all hosts
 	Members                  []*MemberStatus        `protobuf:"bytes,11,rep,name=members,proto3" json:"members,omitempty"`
 	CaFingerprint            string                 `protobuf:"bytes,12,opt,name=ca_fingerprint,json=caFingerprint,proto3" json:"ca_fingerprint,omitempty"` // sha256, hex
 	CertificateExpiresUnixMs int64                  `protobuf:"varint,13,opt,name=certificate_expires_unix_ms,json=certificateExpiresUnixMs,proto3" json:"certificate_expires_unix_ms,omitempty"`
-	Quorum                   bool                   `protobuf:"varint,14,opt,name=quorum,proto3" json:"quorum,omitempty"`         // the leader has heard of a majority lately
+	Quorum                   bool                   `protobuf:"varint,14,opt,name=quorum,proto3" json:"quorum,omitempty"`         // the leader has recently received answers of a majority
 	Message                  string                 `protobuf:"bytes,15,opt,name=message,proto3" json:"message,omitempty"`        // what is wrong, if anything
 	Standalone               bool                   `protobuf:"varint,16,opt,name=standalone,proto3" json:"standalone,omitempty"` // hostd --dev: a cluster of one, in memory
-	Alarms                   []string               `protobuf:"bytes,17,rep,name=alarms,proto3" json:"alarms,omitempty"`          // what has to be seen to now: a VM that runs on two hosts
+	Alarms                   []string               `protobuf:"bytes,17,rep,name=alarms,proto3" json:"alarms,omitempty"`          // what an operator must act on now, such as a VM that runs on two hosts
 	unknownFields            protoimpl.UnknownFields
 	sizeCache                protoimpl.SizeCache
 }
@@ -1080,8 +1080,8 @@ type MemberStatus struct {
 	Leader        bool                   `protobuf:"varint,5,opt,name=leader,proto3" json:"leader,omitempty"`
 	Healthy       bool                   `protobuf:"varint,6,opt,name=healthy,proto3" json:"healthy,omitempty"`
 	Version       string                 `protobuf:"bytes,7,opt,name=version,proto3" json:"version,omitempty"`
-	LastContactMs uint64                 `protobuf:"varint,8,opt,name=last_contact_ms,json=lastContactMs,proto3" json:"last_contact_ms,omitempty"` // since the leader heard of it
-	Behind        uint64                 `protobuf:"varint,9,opt,name=behind,proto3" json:"behind,omitempty"`                                      // entries
+	LastContactMs uint64                 `protobuf:"varint,8,opt,name=last_contact_ms,json=lastContactMs,proto3" json:"last_contact_ms,omitempty"` // time since the leader's last contact with it
+	Behind        uint64                 `protobuf:"varint,9,opt,name=behind,proto3" json:"behind,omitempty"`                                      // log entries
 	Message       string                 `protobuf:"bytes,10,opt,name=message,proto3" json:"message,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1193,7 +1193,7 @@ type PlaceRequest struct {
 	Stale         bool                   `protobuf:"varint,2,opt,name=stale,proto3" json:"stale,omitempty"`
 	Limit         uint32                 `protobuf:"varint,3,opt,name=limit,proto3" json:"limit,omitempty"`                                      // candidates; 0: 10
 	LimitRejected uint32                 `protobuf:"varint,4,opt,name=limit_rejected,json=limitRejected,proto3" json:"limit_rejected,omitempty"` // 0: all
-	FromGpus      []string               `protobuf:"bytes,5,rep,name=from_gpus,json=fromGpus,proto3" json:"from_gpus,omitempty"`                 // what it has: upgrade and downgrade look from here
+	FromGpus      []string               `protobuf:"bytes,5,rep,name=from_gpus,json=fromGpus,proto3" json:"from_gpus,omitempty"`                 // GPUs that it has, the basis of upgrade and downgrade
 	Verb          string                 `protobuf:"bytes,6,opt,name=verb,proto3" json:"verb,omitempty"`                                         // "", upgrade, downgrade or migrate
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1337,7 +1337,7 @@ type PlaceCandidate struct {
 	Choices       []*Choice              `protobuf:"bytes,2,rep,name=choices,proto3" json:"choices,omitempty"`
 	Model         string                 `protobuf:"bytes,3,opt,name=model,proto3" json:"model,omitempty"`
 	Score         float64                `protobuf:"fixed64,4,opt,name=score,proto3" json:"score,omitempty"`
-	Because       []string               `protobuf:"bytes,5,rep,name=because,proto3" json:"because,omitempty"` // what made the score, in words
+	Because       []string               `protobuf:"bytes,5,rep,name=because,proto3" json:"because,omitempty"` // reasons for the score, in words
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1523,7 +1523,7 @@ type CreateClaimResponse struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Claim         *Claim                 `protobuf:"bytes,1,opt,name=claim,proto3" json:"claim,omitempty"`
 	Assignments   []*Assignment          `protobuf:"bytes,2,rep,name=assignments,proto3" json:"assignments,omitempty"`
-	Rejected      []*Rejection           `protobuf:"bytes,3,rep,name=rejected,proto3" json:"rejected,omitempty"` // when it could not be met
+	Rejected      []*Rejection           `protobuf:"bytes,3,rep,name=rejected,proto3" json:"rejected,omitempty"` // if it could not be bound
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2145,7 +2145,7 @@ func (x *CreateTokenRequest) GetTtlS() uint32 {
 
 type CreateTokenResponse struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
-	Token         string                 `protobuf:"bytes,1,opt,name=token,proto3" json:"token,omitempty"` // to hand over; holds addresses, the CA's fingerprint and the secret
+	Token         string                 `protobuf:"bytes,1,opt,name=token,proto3" json:"token,omitempty"` // to be handed over; contains addresses, the CA's fingerprint and the secret
 	Id            string                 `protobuf:"bytes,2,opt,name=id,proto3" json:"id,omitempty"`
 	ExpiresUnixMs int64                  `protobuf:"varint,3,opt,name=expires_unix_ms,json=expiresUnixMs,proto3" json:"expires_unix_ms,omitempty"`
 	unknownFields protoimpl.UnknownFields
@@ -2613,8 +2613,8 @@ func (x *ListIdentitiesResponse) GetIdentities() []*Identity {
 
 type InitRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
-	Host          string                 `protobuf:"bytes,1,opt,name=host,proto3" json:"host,omitempty"`       // name; empty: the machine's
-	Address       string                 `protobuf:"bytes,2,opt,name=address,proto3" json:"address,omitempty"` // host:port to be reached at; empty: the configured one
+	Host          string                 `protobuf:"bytes,1,opt,name=host,proto3" json:"host,omitempty"`       // name; empty: the system's host name
+	Address       string                 `protobuf:"bytes,2,opt,name=address,proto3" json:"address,omitempty"` // host:port at which it is reached; empty: the configured one
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2908,8 +2908,8 @@ type EnrollResponse struct {
 	Certificate   []byte                 `protobuf:"bytes,1,opt,name=certificate,proto3" json:"certificate,omitempty"` // DER
 	Ca            []byte                 `protobuf:"bytes,2,opt,name=ca,proto3" json:"ca,omitempty"`                   // DER
 	ClusterId     string                 `protobuf:"bytes,3,opt,name=cluster_id,json=clusterId,proto3" json:"cluster_id,omitempty"`
-	Addresses     []string               `protobuf:"bytes,4,rep,name=addresses,proto3" json:"addresses,omitempty"`      // of hosts
-	CaKey         []byte                 `protobuf:"bytes,5,opt,name=ca_key,json=caKey,proto3" json:"ca_key,omitempty"` // sealed for hosts alone; empty for users
+	Addresses     []string               `protobuf:"bytes,4,rep,name=addresses,proto3" json:"addresses,omitempty"`      // addresses of hosts
+	CaKey         []byte                 `protobuf:"bytes,5,opt,name=ca_key,json=caKey,proto3" json:"ca_key,omitempty"` // encrypted with the token's secret; for hosts only, empty for users
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }

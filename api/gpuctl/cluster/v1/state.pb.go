@@ -22,7 +22,7 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
-// Kind of an object, as `gpuctl get` names it.
+// Kind is the kind of an object, with the names of `gpuctl get`.
 type Kind int32
 
 const (
@@ -98,8 +98,8 @@ type HostState int32
 const (
 	HostState_HOST_STATE_UNSPECIFIED HostState = 0
 	HostState_HOST_STATE_READY       HostState = 1
-	HostState_HOST_STATE_DRAINING    HostState = 2 // an operator wants it empty; gets nothing new
-	HostState_HOST_STATE_DOWN        HostState = 3 // the leader has not heard of it for too long
+	HostState_HOST_STATE_DRAINING    HostState = 2 // drained by an operator; gets nothing new
+	HostState_HOST_STATE_DOWN        HostState = 3 // the leader has received no heartbeat for too long
 )
 
 // Enum value maps for HostState.
@@ -150,7 +150,7 @@ type Health int32
 const (
 	Health_HEALTH_UNSPECIFIED Health = 0
 	Health_HEALTH_OK          Health = 1
-	Health_HEALTH_DEGRADED    Health = 2 // usable, with a reason to look
+	Health_HEALTH_DEGRADED    Health = 2 // usable, but an operator should check it
 	Health_HEALTH_FAILED      Health = 3 // gets nothing new
 )
 
@@ -201,7 +201,7 @@ type VGPUKind int32
 
 const (
 	VGPUKind_VGPU_KIND_UNSPECIFIED VGPUKind = 0
-	VGPUKind_VGPU_KIND_WHOLE       VGPUKind = 1 // the card, with nobody else
+	VGPUKind_VGPU_KIND_WHOLE       VGPUKind = 1 // the whole GPU
 	VGPUKind_VGPU_KIND_SHARE       VGPUKind = 2 // an amount of memory of a runtime device
 	VGPUKind_VGPU_KIND_VF          VGPUKind = 3 // SR-IOV virtual function
 	VGPUKind_VGPU_KIND_MDEV        VGPUKind = 4
@@ -265,9 +265,9 @@ type Residence int32
 
 const (
 	Residence_RESIDENCE_UNSPECIFIED Residence = 0
-	Residence_RESIDENCE_SCHEDULED   Residence = 1 // the log says so; the host has not yet
-	Residence_RESIDENCE_RESIDENT    Residence = 2 // the host has given it to its owner
-	Residence_RESIDENCE_RELEASING   Residence = 3 // no longer wanted; the host has not taken it back yet
+	Residence_RESIDENCE_SCHEDULED   Residence = 1 // in the log; not confirmed by the host yet
+	Residence_RESIDENCE_RESIDENT    Residence = 2 // the host has confirmed it
+	Residence_RESIDENCE_RELEASING   Residence = 3 // released; the host has not confirmed that it is gone
 )
 
 // Enum value maps for Residence.
@@ -320,7 +320,7 @@ const (
 	Policy_POLICY_PACK        Policy = 1 // fill GPUs and hosts that are in use
 	Policy_POLICY_SPREAD      Policy = 2 // the emptiest host
 	Policy_POLICY_CHEAPEST    Policy = 3 // the lowest model that suffices
-	Policy_POLICY_BEST        Policy = 4 // the highest model there is
+	Policy_POLICY_BEST        Policy = 4 // the highest model
 )
 
 // Enum value maps for Policy.
@@ -368,13 +368,13 @@ func (Policy) EnumDescriptor() ([]byte, []int) {
 	return file_gpuctl_cluster_v1_state_proto_rawDescGZIP(), []int{5}
 }
 
-// Unmet is what happens to a claim that nothing can meet now.
+// Unmet is what happens to a claim that cannot be bound now.
 type Unmet int32
 
 const (
-	Unmet_UNMET_UNSPECIFIED Unmet = 0 // REFUSE
+	Unmet_UNMET_UNSPECIFIED Unmet = 0 // means REFUSE
 	Unmet_UNMET_REFUSE      Unmet = 1
-	Unmet_UNMET_WAIT        Unmet = 2 // stays pending until something can
+	Unmet_UNMET_WAIT        Unmet = 2 // it stays pending until it can be bound
 )
 
 // Enum value maps for Unmet.
@@ -477,8 +477,8 @@ const (
 	MigrationState_MIGRATION_STATE_RUNNING     MigrationState = 1
 	MigrationState_MIGRATION_STATE_DONE        MigrationState = 2
 	MigrationState_MIGRATION_STATE_ROLLED_BACK MigrationState = 3
-	MigrationState_MIGRATION_STATE_FAILED      MigrationState = 4 // neither; its message says where things are
-	MigrationState_MIGRATION_STATE_HELD        MigrationState = 5 // frozen with its state safe
+	MigrationState_MIGRATION_STATE_FAILED      MigrationState = 4 // neither done nor rolled back; the message contains the state
+	MigrationState_MIGRATION_STATE_HELD        MigrationState = 5 // an undo failed, or the outcome is unknown; the state is safe
 )
 
 // Enum value maps for MigrationState.
@@ -583,7 +583,7 @@ func (Role) EnumDescriptor() ([]byte, []int) {
 	return file_gpuctl_cluster_v1_state_proto_rawDescGZIP(), []int{9}
 }
 
-// Host is a machine with a hostd.
+// Host is a computer that runs hostd.
 type Host struct {
 	state             protoimpl.MessageState `protogen:"open.v1"`
 	Name              string                 `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`             // unique; the prefix of its GPUs' ids
@@ -591,18 +591,18 @@ type Host struct {
 	Address           string                 `protobuf:"bytes,3,opt,name=address,proto3" json:"address,omitempty"`       // host:port of its API and of Raft
 	Hypervisor        string                 `protobuf:"bytes,4,opt,name=hypervisor,proto3" json:"hypervisor,omitempty"` // xen, kvm or none
 	HypervisorVersion string                 `protobuf:"bytes,5,opt,name=hypervisor_version,json=hypervisorVersion,proto3" json:"hypervisor_version,omitempty"`
-	Version           string                 `protobuf:"bytes,6,opt,name=version,proto3" json:"version,omitempty"`    // of its hostd
+	Version           string                 `protobuf:"bytes,6,opt,name=version,proto3" json:"version,omitempty"`    // version of its hostd
 	Protocol          uint32                 `protobuf:"varint,7,opt,name=protocol,proto3" json:"protocol,omitempty"` // highest command version that it applies
 	Nics              []*NIC                 `protobuf:"bytes,8,rep,name=nics,proto3" json:"nics,omitempty"`
 	Labels            map[string]string      `protobuf:"bytes,9,rep,name=labels,proto3" json:"labels,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
 	State             HostState              `protobuf:"varint,10,opt,name=state,proto3,enum=gpuctl.cluster.v1.HostState" json:"state,omitempty"` // derived: down before draining before ready
-	Draining          bool                   `protobuf:"varint,11,opt,name=draining,proto3" json:"draining,omitempty"`                            // by an operator
-	Down              bool                   `protobuf:"varint,12,opt,name=down,proto3" json:"down,omitempty"`                                    // by the leader
+	Draining          bool                   `protobuf:"varint,11,opt,name=draining,proto3" json:"draining,omitempty"`                            // set by an operator
+	Down              bool                   `protobuf:"varint,12,opt,name=down,proto3" json:"down,omitempty"`                                    // set by the leader
 	Message           string                 `protobuf:"bytes,13,opt,name=message,proto3" json:"message,omitempty"`                               // why it is draining or down
 	Cpus              uint32                 `protobuf:"varint,14,opt,name=cpus,proto3" json:"cpus,omitempty"`
 	Memory            uint64                 `protobuf:"varint,15,opt,name=memory,proto3" json:"memory,omitempty"` // bytes
 	NumaNodes         uint32                 `protobuf:"varint,16,opt,name=numa_nodes,json=numaNodes,proto3" json:"numa_nodes,omitempty"`
-	BootId            string                 `protobuf:"bytes,17,opt,name=boot_id,json=bootId,proto3" json:"boot_id,omitempty"` // changes when the machine is started anew
+	BootId            string                 `protobuf:"bytes,17,opt,name=boot_id,json=bootId,proto3" json:"boot_id,omitempty"` // changes when the host is restarted
 	JoinedUnixMs      int64                  `protobuf:"varint,18,opt,name=joined_unix_ms,json=joinedUnixMs,proto3" json:"joined_unix_ms,omitempty"`
 	Revision          uint64                 `protobuf:"varint,19,opt,name=revision,proto3" json:"revision,omitempty"`
 	unknownFields     protoimpl.UnknownFields
@@ -777,10 +777,10 @@ type NIC struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Name          string                 `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
 	Address       string                 `protobuf:"bytes,2,opt,name=address,proto3" json:"address,omitempty"` // MAC
-	Speed         uint64                 `protobuf:"varint,3,opt,name=speed,proto3" json:"speed,omitempty"`    // bits per second; 0: not known
+	Speed         uint64                 `protobuf:"varint,3,opt,name=speed,proto3" json:"speed,omitempty"`    // bits per second; 0: unknown
 	Mtu           uint32                 `protobuf:"varint,4,opt,name=mtu,proto3" json:"mtu,omitempty"`
-	NumaNode      int32                  `protobuf:"varint,5,opt,name=numa_node,json=numaNode,proto3" json:"numa_node,omitempty"` // -1: not known
-	Ips           []string               `protobuf:"bytes,6,rep,name=ips,proto3" json:"ips,omitempty"`                            // prefixes, as 192.0.2.1/24
+	NumaNode      int32                  `protobuf:"varint,5,opt,name=numa_node,json=numaNode,proto3" json:"numa_node,omitempty"` // -1: unknown
+	Ips           []string               `protobuf:"bytes,6,rep,name=ips,proto3" json:"ips,omitempty"`                            // prefixes such as 192.0.2.1/24
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -862,31 +862,31 @@ type GPU struct {
 	state          protoimpl.MessageState `protogen:"open.v1"`
 	Id             string                 `protobuf:"bytes,1,opt,name=id,proto3" json:"id,omitempty"` // HOST/NAME
 	Host           string                 `protobuf:"bytes,2,opt,name=host,proto3" json:"host,omitempty"`
-	Name           string                 `protobuf:"bytes,3,opt,name=name,proto3" json:"name,omitempty"` // PCI address or runtime device; stable over restarts
+	Name           string                 `protobuf:"bytes,3,opt,name=name,proto3" json:"name,omitempty"` // PCI address or runtime device; it does not change at a restart
 	Model          string                 `protobuf:"bytes,4,opt,name=model,proto3" json:"model,omitempty"`
 	Vendor         string                 `protobuf:"bytes,5,opt,name=vendor,proto3" json:"vendor,omitempty"`
 	Type           string                 `protobuf:"bytes,6,opt,name=type,proto3" json:"type,omitempty"`       // gpu, cpu or accelerator
 	Limits         *v1.Limits             `protobuf:"bytes,7,opt,name=limits,proto3" json:"limits,omitempty"`   // limits.global_memory is the capacity, bytes
-	Runtime        string                 `protobuf:"bytes,8,opt,name=runtime,proto3" json:"runtime,omitempty"` // pocl, oclgrind, nvidia, …; empty: no OpenCL runtime serves it
+	Runtime        string                 `protobuf:"bytes,8,opt,name=runtime,proto3" json:"runtime,omitempty"` // pocl, oclgrind, nvidia, …; empty: it has no OpenCL runtime
 	Platform       string                 `protobuf:"bytes,9,opt,name=platform,proto3" json:"platform,omitempty"`
 	Driver         string                 `protobuf:"bytes,10,opt,name=driver,proto3" json:"driver,omitempty"` // bound kernel driver, or the runtime's version
 	Uuid           string                 `protobuf:"bytes,11,opt,name=uuid,proto3" json:"uuid,omitempty"`
 	PciAddress     string                 `protobuf:"bytes,12,opt,name=pci_address,json=pciAddress,proto3" json:"pci_address,omitempty"`             // 0000:65:00.0
-	NumaNode       int32                  `protobuf:"varint,13,opt,name=numa_node,json=numaNode,proto3" json:"numa_node,omitempty"`                  // -1: not known
-	IsolationGroup string                 `protobuf:"bytes,14,opt,name=isolation_group,json=isolationGroup,proto3" json:"isolation_group,omitempty"` // what can only be given away together
+	NumaNode       int32                  `protobuf:"varint,13,opt,name=numa_node,json=numaNode,proto3" json:"numa_node,omitempty"`                  // -1: unknown
+	IsolationGroup string                 `protobuf:"bytes,14,opt,name=isolation_group,json=isolationGroup,proto3" json:"isolation_group,omitempty"` // group of devices that can only be given away together
 	Health         Health                 `protobuf:"varint,15,opt,name=health,proto3,enum=gpuctl.cluster.v1.Health" json:"health,omitempty"`
 	HealthReason   string                 `protobuf:"bytes,16,opt,name=health_reason,json=healthReason,proto3" json:"health_reason,omitempty"`
-	Cordoned       bool                   `protobuf:"varint,17,opt,name=cordoned,proto3" json:"cordoned,omitempty"` // by an operator; gets nothing new
+	Cordoned       bool                   `protobuf:"varint,17,opt,name=cordoned,proto3" json:"cordoned,omitempty"` // set by an operator; gets nothing new
 	CordonReason   string                 `protobuf:"bytes,18,opt,name=cordon_reason,json=cordonReason,proto3" json:"cordon_reason,omitempty"`
-	Rank           uint32                 `protobuf:"varint,19,opt,name=rank,proto3" json:"rank,omitempty"`                               // place in the order of models; the higher, the better
-	Present        bool                   `protobuf:"varint,20,opt,name=present,proto3" json:"present,omitempty"`                         // its host reports it; false while assignments outlive it
-	Processes      []*Process             `protobuf:"bytes,21,rep,name=processes,proto3" json:"processes,omitempty"`                      // that use it outside of any assignment
-	Profiles       []*Profile             `protobuf:"bytes,22,rep,name=profiles,proto3" json:"profiles,omitempty"`                        // slices that it can be cut into
+	Rank           uint32                 `protobuf:"varint,19,opt,name=rank,proto3" json:"rank,omitempty"`                               // rank of its model; the higher, the better
+	Present        bool                   `protobuf:"varint,20,opt,name=present,proto3" json:"present,omitempty"`                         // its host reports it; false: it is gone, but assignments remain
+	Processes      []*Process             `protobuf:"bytes,21,rep,name=processes,proto3" json:"processes,omitempty"`                      // processes that use it without an assignment
+	Profiles       []*Profile             `protobuf:"bytes,22,rep,name=profiles,proto3" json:"profiles,omitempty"`                        // profiles of its slices
 	UsedMemory     uint64                 `protobuf:"varint,23,opt,name=used_memory,json=usedMemory,proto3" json:"used_memory,omitempty"` // derived: bytes scheduled, resident and reserved
 	FreeMemory     uint64                 `protobuf:"varint,24,opt,name=free_memory,json=freeMemory,proto3" json:"free_memory,omitempty"` // derived: bytes that a claim with a memory need can get; 0 unless usable
-	Free           bool                   `protobuf:"varint,25,opt,name=free,proto3" json:"free,omitempty"`                               // derived: nobody holds any of it
+	Free           bool                   `protobuf:"varint,25,opt,name=free,proto3" json:"free,omitempty"`                               // derived: no claim has any part of it
 	Revision       uint64                 `protobuf:"varint,26,opt,name=revision,proto3" json:"revision,omitempty"`
-	RuntimeKey     string                 `protobuf:"bytes,27,opt,name=runtime_key,json=runtimeKey,proto3" json:"runtime_key,omitempty"` // equal for GPUs that one executor can serve together; empty: none
+	RuntimeKey     string                 `protobuf:"bytes,27,opt,name=runtime_key,json=runtimeKey,proto3" json:"runtime_key,omitempty"` // the same for all GPUs that one executor can use together; empty: none
 	unknownFields  protoimpl.UnknownFields
 	sizeCache      protoimpl.SizeCache
 }
@@ -1162,13 +1162,13 @@ func (x *Process) GetName() string {
 	return ""
 }
 
-// Profile is a kind of slice of a GPU.
+// Profile is a profile of a GPU's slices.
 type Profile struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
-	Name          string                 `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`                                      // as the vendor names it
+	Name          string                 `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`                                      // the vendor's name
 	Memory        uint64                 `protobuf:"varint,2,opt,name=memory,proto3" json:"memory,omitempty"`                                 // bytes
-	MaxInstances  uint32                 `protobuf:"varint,3,opt,name=max_instances,json=maxInstances,proto3" json:"max_instances,omitempty"` // of this profile on the whole GPU
-	Apart         string                 `protobuf:"bytes,4,opt,name=apart,proto3" json:"apart,omitempty"`                                    // slices whose profiles differ in this do not go together on a GPU; empty: goes with all
+	MaxInstances  uint32                 `protobuf:"varint,3,opt,name=max_instances,json=maxInstances,proto3" json:"max_instances,omitempty"` // most slices of this profile on the whole GPU
+	Apart         string                 `protobuf:"bytes,4,opt,name=apart,proto3" json:"apart,omitempty"`                                    // slices whose profiles have different values here cannot exist together on a GPU; empty: no restriction
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1231,17 +1231,17 @@ func (x *Profile) GetApart() string {
 	return ""
 }
 
-// Model is an entry of the catalogue.
+// Model is a GPU model.
 type Model struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Name          string                 `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
 	Vendor        string                 `protobuf:"bytes,2,opt,name=vendor,proto3" json:"vendor,omitempty"`
-	Rank          uint32                 `protobuf:"varint,3,opt,name=rank,proto3" json:"rank,omitempty"`     // the order of upgrade and downgrade; the higher, the better
-	Memory        uint64                 `protobuf:"varint,4,opt,name=memory,proto3" json:"memory,omitempty"` // bytes, of the largest device seen
-	Limits        *v1.Limits             `protobuf:"bytes,5,opt,name=limits,proto3" json:"limits,omitempty"`  // of the device seen first
+	Rank          uint32                 `protobuf:"varint,3,opt,name=rank,proto3" json:"rank,omitempty"`     // rank in the order of upgrades and downgrades; the higher, the better
+	Memory        uint64                 `protobuf:"varint,4,opt,name=memory,proto3" json:"memory,omitempty"` // bytes, of the device with the most memory
+	Limits        *v1.Limits             `protobuf:"bytes,5,opt,name=limits,proto3" json:"limits,omitempty"`  // of the first device that was reported
 	Gpus          uint32                 `protobuf:"varint,6,opt,name=gpus,proto3" json:"gpus,omitempty"`     // derived: how many are present
 	Free          uint32                 `protobuf:"varint,7,opt,name=free,proto3" json:"free,omitempty"`     // derived
-	Ranked        bool                   `protobuf:"varint,8,opt,name=ranked,proto3" json:"ranked,omitempty"` // the rank is an operator's, not a host's
+	Ranked        bool                   `protobuf:"varint,8,opt,name=ranked,proto3" json:"ranked,omitempty"` // the rank was set by an operator, not reported by a host
 	Revision      uint64                 `protobuf:"varint,9,opt,name=revision,proto3" json:"revision,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1340,16 +1340,16 @@ func (x *Model) GetRevision() uint64 {
 	return 0
 }
 
-// VGPU is an assignable slice of a GPU. Its capacity counts from the moment
-// it is scheduled until its host says that it is gone.
+// VGPU is a GPU or a part of it that is assigned. Its capacity counts from the
+// entry that schedules it until its host confirms that it is gone.
 type VGPU struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
-	Id            string                 `protobuf:"bytes,1,opt,name=id,proto3" json:"id,omitempty"` // GPU id + "/" + whole, the profile's instance, or the claim
+	Id            string                 `protobuf:"bytes,1,opt,name=id,proto3" json:"id,omitempty"` // GPU id + "/" + whole, the instance of the profile, or the claim
 	Gpu           string                 `protobuf:"bytes,2,opt,name=gpu,proto3" json:"gpu,omitempty"`
 	Host          string                 `protobuf:"bytes,3,opt,name=host,proto3" json:"host,omitempty"`
 	Kind          VGPUKind               `protobuf:"varint,4,opt,name=kind,proto3,enum=gpuctl.cluster.v1.VGPUKind" json:"kind,omitempty"`
-	Profile       string                 `protobuf:"bytes,5,opt,name=profile,proto3" json:"profile,omitempty"` // of VF, MDEV and VENDOR
-	Memory        uint64                 `protobuf:"varint,6,opt,name=memory,proto3" json:"memory,omitempty"`  // bytes; of WHOLE the GPU's
+	Profile       string                 `protobuf:"bytes,5,opt,name=profile,proto3" json:"profile,omitempty"` // for VF, MDEV and VENDOR
+	Memory        uint64                 `protobuf:"varint,6,opt,name=memory,proto3" json:"memory,omitempty"`  // bytes; for WHOLE the GPU's
 	Residence     Residence              `protobuf:"varint,7,opt,name=residence,proto3,enum=gpuctl.cluster.v1.Residence" json:"residence,omitempty"`
 	Assignment    string                 `protobuf:"bytes,8,opt,name=assignment,proto3" json:"assignment,omitempty"`
 	Revision      uint64                 `protobuf:"varint,9,opt,name=revision,proto3" json:"revision,omitempty"`
@@ -1450,22 +1450,22 @@ func (x *VGPU) GetRevision() uint64 {
 	return 0
 }
 
-// Claim is what a VM or session needs.
+// Claim is a request for GPUs for a VM or session.
 type Claim struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
-	Id            string                 `protobuf:"bytes,1,opt,name=id,proto3" json:"id,omitempty"`                                          // chosen by who makes it; repeating it changes nothing
-	Owner         string                 `protobuf:"bytes,2,opt,name=owner,proto3" json:"owner,omitempty"`                                    // who made it: user, certificate or host
-	Holder        string                 `protobuf:"bytes,3,opt,name=holder,proto3" json:"holder,omitempty"`                                  // what it is for: session, VM or process, in words
+	Id            string                 `protobuf:"bytes,1,opt,name=id,proto3" json:"id,omitempty"`                                          // chosen by the caller; repeating the same call changes nothing
+	Owner         string                 `protobuf:"bytes,2,opt,name=owner,proto3" json:"owner,omitempty"`                                    // user, certificate or host that has made it
+	Holder        string                 `protobuf:"bytes,3,opt,name=holder,proto3" json:"holder,omitempty"`                                  // session, VM or process that it is for, in words
 	MinMemory     uint64                 `protobuf:"varint,4,opt,name=min_memory,json=minMemory,proto3" json:"min_memory,omitempty"`          // bytes; 0: whole GPUs
 	PreferMemory  uint64                 `protobuf:"varint,5,opt,name=prefer_memory,json=preferMemory,proto3" json:"prefer_memory,omitempty"` // bytes
-	MinLimits     *v1.Limits             `protobuf:"bytes,6,opt,name=min_limits,json=minLimits,proto3" json:"min_limits,omitempty"`           // least of each that is set
-	Count         uint32                 `protobuf:"varint,7,opt,name=count,proto3" json:"count,omitempty"`                                   // GPUs; 0 means 1
+	MinLimits     *v1.Limits             `protobuf:"bytes,6,opt,name=min_limits,json=minLimits,proto3" json:"min_limits,omitempty"`           // lowest permitted value of each limit that is set
+	Count         uint32                 `protobuf:"varint,7,opt,name=count,proto3" json:"count,omitempty"`                                   // number of GPUs; 0 means 1
 	Expr          string                 `protobuf:"bytes,8,opt,name=expr,proto3" json:"expr,omitempty"`                                      // CEL over the fields of a GPU
-	Host          string                 `protobuf:"bytes,9,opt,name=host,proto3" json:"host,omitempty"`                                      // only there
-	HostsNot      []string               `protobuf:"bytes,10,rep,name=hosts_not,json=hostsNot,proto3" json:"hosts_not,omitempty"`             // not there
+	Host          string                 `protobuf:"bytes,9,opt,name=host,proto3" json:"host,omitempty"`                                      // only on this host
+	HostsNot      []string               `protobuf:"bytes,10,rep,name=hosts_not,json=hostsNot,proto3" json:"hosts_not,omitempty"`             // not on these hosts
 	Group         string                 `protobuf:"bytes,11,opt,name=group,proto3" json:"group,omitempty"`                                   // anti-affinity: claims of one group go to different hosts
 	Profile       string                 `protobuf:"bytes,12,opt,name=profile,proto3" json:"profile,omitempty"`                               // only slices of this profile
-	OneRuntime    bool                   `protobuf:"varint,13,opt,name=one_runtime,json=oneRuntime,proto3" json:"one_runtime,omitempty"`      // all its GPUs can be served by one executor, so on one host
+	OneRuntime    bool                   `protobuf:"varint,13,opt,name=one_runtime,json=oneRuntime,proto3" json:"one_runtime,omitempty"`      // one executor must be able to use all its GPUs, so they are on one host
 	Policy        Policy                 `protobuf:"varint,14,opt,name=policy,proto3,enum=gpuctl.cluster.v1.Policy" json:"policy,omitempty"`
 	Unmet         Unmet                  `protobuf:"varint,15,opt,name=unmet,proto3,enum=gpuctl.cluster.v1.Unmet" json:"unmet,omitempty"`
 	Labels        map[string]string      `protobuf:"bytes,16,rep,name=labels,proto3" json:"labels,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
@@ -1666,13 +1666,13 @@ func (x *Claim) GetRevision() uint64 {
 // Assignment is a claim bound to a VGPU.
 type Assignment struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
-	Id            string                 `protobuf:"bytes,1,opt,name=id,proto3" json:"id,omitempty"` // claim id + "." + a number that only grows
+	Id            string                 `protobuf:"bytes,1,opt,name=id,proto3" json:"id,omitempty"` // claim id + "." + a number that is never used again
 	Claim         string                 `protobuf:"bytes,2,opt,name=claim,proto3" json:"claim,omitempty"`
 	Vgpu          string                 `protobuf:"bytes,3,opt,name=vgpu,proto3" json:"vgpu,omitempty"`
 	Gpu           string                 `protobuf:"bytes,4,opt,name=gpu,proto3" json:"gpu,omitempty"`
 	Host          string                 `protobuf:"bytes,5,opt,name=host,proto3" json:"host,omitempty"`
 	Memory        uint64                 `protobuf:"varint,6,opt,name=memory,proto3" json:"memory,omitempty"` // bytes; 0: the whole GPU
-	Token         uint64                 `protobuf:"varint,7,opt,name=token,proto3" json:"token,omitempty"`   // fencing: the index of its entry; whoever acts for it shows it
+	Token         uint64                 `protobuf:"varint,7,opt,name=token,proto3" json:"token,omitempty"`   // fencing token: the index of its entry
 	Residence     Residence              `protobuf:"varint,8,opt,name=residence,proto3,enum=gpuctl.cluster.v1.Residence" json:"residence,omitempty"`
 	CreatedUnixMs int64                  `protobuf:"varint,9,opt,name=created_unix_ms,json=createdUnixMs,proto3" json:"created_unix_ms,omitempty"`
 	Revision      uint64                 `protobuf:"varint,10,opt,name=revision,proto3" json:"revision,omitempty"`
@@ -1780,7 +1780,7 @@ func (x *Assignment) GetRevision() uint64 {
 	return 0
 }
 
-// Session is a session as the cluster knows it: transitions, not usage.
+// Session is a session's state in the cluster, without its usage.
 type Session struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Id            string                 `protobuf:"bytes,1,opt,name=id,proto3" json:"id,omitempty"` // HOST/ID
@@ -1930,19 +1930,19 @@ type Migration struct {
 	Claim         string                 `protobuf:"bytes,4,opt,name=claim,proto3" json:"claim,omitempty"`
 	From          string                 `protobuf:"bytes,5,opt,name=from,proto3" json:"from,omitempty"` // host, or GPUs
 	To            string                 `protobuf:"bytes,6,opt,name=to,proto3" json:"to,omitempty"`
-	Driver        string                 `protobuf:"bytes,7,opt,name=driver,proto3" json:"driver,omitempty"` // host that runs it
+	Driver        string                 `protobuf:"bytes,7,opt,name=driver,proto3" json:"driver,omitempty"` // host that drives it
 	State         MigrationState         `protobuf:"varint,8,opt,name=state,proto3,enum=gpuctl.cluster.v1.MigrationState" json:"state,omitempty"`
 	Step          string                 `protobuf:"bytes,9,opt,name=step,proto3" json:"step,omitempty"`
-	Done          []string               `protobuf:"bytes,10,rep,name=done,proto3" json:"done,omitempty"` // steps, in order
+	Done          []string               `protobuf:"bytes,10,rep,name=done,proto3" json:"done,omitempty"` // completed steps, in order
 	Message       string                 `protobuf:"bytes,11,opt,name=message,proto3" json:"message,omitempty"`
 	Bytes         uint64                 `protobuf:"varint,12,opt,name=bytes,proto3" json:"bytes,omitempty"`
 	StoppedNs     int64                  `protobuf:"varint,13,opt,name=stopped_ns,json=stoppedNs,proto3" json:"stopped_ns,omitempty"`
 	StartedUnixMs int64                  `protobuf:"varint,14,opt,name=started_unix_ms,json=startedUnixMs,proto3" json:"started_unix_ms,omitempty"`
 	EndedUnixMs   int64                  `protobuf:"varint,15,opt,name=ended_unix_ms,json=endedUnixMs,proto3" json:"ended_unix_ms,omitempty"`
-	Token         uint64                 `protobuf:"varint,16,opt,name=token,proto3" json:"token,omitempty"` // fencing: changes with the driver
+	Token         uint64                 `protobuf:"varint,16,opt,name=token,proto3" json:"token,omitempty"` // fencing token: changes with the driver
 	Revision      uint64                 `protobuf:"varint,17,opt,name=revision,proto3" json:"revision,omitempty"`
-	Machine       *MachineMove           `protobuf:"bytes,18,opt,name=machine,proto3" json:"machine,omitempty"` // of a VM's: all that another driver needs to go on
-	Steps         []*MigrationStep       `protobuf:"bytes,19,rep,name=steps,proto3" json:"steps,omitempty"`     // what was done and undone, in order
+	Machine       *MachineMove           `protobuf:"bytes,18,opt,name=machine,proto3" json:"machine,omitempty"` // for a VM: everything that another driver needs to continue
+	Steps         []*MigrationStep       `protobuf:"bytes,19,rep,name=steps,proto3" json:"steps,omitempty"`     // all steps and undos, in order
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2110,7 +2110,7 @@ func (x *Migration) GetSteps() []*MigrationStep {
 	return nil
 }
 
-// MachineMove is what a migration of a VM, or a swap of its card, is about.
+// MachineMove has the details of a VM's migration, or of a swap of its card.
 type MachineMove struct {
 	state           protoimpl.MessageState `protogen:"open.v1"`
 	Uuid            string                 `protobuf:"bytes,1,opt,name=uuid,proto3" json:"uuid,omitempty"`
@@ -2118,25 +2118,25 @@ type MachineMove struct {
 	FromHost        string                 `protobuf:"bytes,3,opt,name=from_host,json=fromHost,proto3" json:"from_host,omitempty"`
 	ToHost          string                 `protobuf:"bytes,4,opt,name=to_host,json=toHost,proto3" json:"to_host,omitempty"`    // the same for upgrade and downgrade
 	FromGpu         string                 `protobuf:"bytes,5,opt,name=from_gpu,json=fromGpu,proto3" json:"from_gpu,omitempty"` // id; empty: the VM has none
-	ToGpu           string                 `protobuf:"bytes,6,opt,name=to_gpu,json=toGpu,proto3" json:"to_gpu,omitempty"`       // id; the candidate being tried
+	ToGpu           string                 `protobuf:"bytes,6,opt,name=to_gpu,json=toGpu,proto3" json:"to_gpu,omitempty"`       // id of the candidate that is being tried
 	FromClaim       string                 `protobuf:"bytes,7,opt,name=from_claim,json=fromClaim,proto3" json:"from_claim,omitempty"`
 	ToClaim         string                 `protobuf:"bytes,8,opt,name=to_claim,json=toClaim,proto3" json:"to_claim,omitempty"`
 	Candidates      []string               `protobuf:"bytes,9,rep,name=candidates,proto3" json:"candidates,omitempty"` // GPUs that are tried after to_gpu
-	Sessions        []string               `protobuf:"bytes,10,rep,name=sessions,proto3" json:"sessions,omitempty"`    // of the VM, frozen by the migration
+	Sessions        []string               `protobuf:"bytes,10,rep,name=sessions,proto3" json:"sessions,omitempty"`    // sessions of the VM that the migration has frozen
 	PredictedNs     int64                  `protobuf:"varint,11,opt,name=predicted_ns,json=predictedNs,proto3" json:"predicted_ns,omitempty"`
 	PredictedStopNs int64                  `protobuf:"varint,12,opt,name=predicted_stop_ns,json=predictedStopNs,proto3" json:"predicted_stop_ns,omitempty"`
-	Aborting        bool                   `protobuf:"varint,13,opt,name=aborting,proto3" json:"aborting,omitempty"`                                        // an operator wants it undone
-	GuestAddress    string                 `protobuf:"bytes,14,opt,name=guest_address,json=guestAddress,proto3" json:"guest_address,omitempty"`             // of the card inside the VM, before
-	Undoing         bool                   `protobuf:"varint,15,opt,name=undoing,proto3" json:"undoing,omitempty"`                                          // it is on its way back
-	Failed          string                 `protobuf:"bytes,16,opt,name=failed,proto3" json:"failed,omitempty"`                                             // the step that failed: why it is on its way back
-	Stored          bool                   `protobuf:"varint,17,opt,name=stored,proto3" json:"stored,omitempty"`                                            // the VM's stored definition has its card
+	Aborting        bool                   `protobuf:"varint,13,opt,name=aborting,proto3" json:"aborting,omitempty"`                                        // an operator has aborted it
+	GuestAddress    string                 `protobuf:"bytes,14,opt,name=guest_address,json=guestAddress,proto3" json:"guest_address,omitempty"`             // address of the card in the VM, before the migration
+	Undoing         bool                   `protobuf:"varint,15,opt,name=undoing,proto3" json:"undoing,omitempty"`                                          // its steps are being undone
+	Failed          string                 `protobuf:"bytes,16,opt,name=failed,proto3" json:"failed,omitempty"`                                             // the step that has failed
+	Stored          bool                   `protobuf:"varint,17,opt,name=stored,proto3" json:"stored,omitempty"`                                            // the VM's stored definition contains its card
 	Cold            bool                   `protobuf:"varint,18,opt,name=cold,proto3" json:"cold,omitempty"`                                                // the VM is stopped, and started with the other card
-	Away            []string               `protobuf:"bytes,19,rep,name=away,proto3" json:"away,omitempty"`                                                 // those of sessions whose state leaves the VM
-	AwayBytes       uint64                 `protobuf:"varint,20,opt,name=away_bytes,json=awayBytes,proto3" json:"away_bytes,omitempty"`                     // that they have, about
-	SentTo          string                 `protobuf:"bytes,21,opt,name=sent_to,json=sentTo,proto3" json:"sent_to,omitempty"`                               // host that it was sent to, which has not said since that it is not there
-	AbsentOn        []string               `protobuf:"bytes,22,rep,name=absent_on,json=absentOn,proto3" json:"absent_on,omitempty"`                         // hosts of which an operator asserts that the VM is not there
-	Twice           bool                   `protobuf:"varint,23,opt,name=twice,proto3" json:"twice,omitempty"`                                              // it was found running on both hosts: nothing more is done
-	Paused          bool                   `protobuf:"varint,24,opt,name=paused,proto3" json:"paused,omitempty"`                                            // the copy on sent_to, because of that
+	Away            []string               `protobuf:"bytes,19,rep,name=away,proto3" json:"away,omitempty"`                                                 // those in sessions whose state leaves the VM
+	AwayBytes       uint64                 `protobuf:"varint,20,opt,name=away_bytes,json=awayBytes,proto3" json:"away_bytes,omitempty"`                     // approximate size of these states, bytes
+	SentTo          string                 `protobuf:"bytes,21,opt,name=sent_to,json=sentTo,proto3" json:"sent_to,omitempty"`                               // host to which the VM was sent, and which has not confirmed its absence since
+	AbsentOn        []string               `protobuf:"bytes,22,rep,name=absent_on,json=absentOn,proto3" json:"absent_on,omitempty"`                         // hosts on which the VM is not, as an operator asserts
+	Twice           bool                   `protobuf:"varint,23,opt,name=twice,proto3" json:"twice,omitempty"`                                              // the VM was found running on both hosts: nothing more is done
+	Paused          bool                   `protobuf:"varint,24,opt,name=paused,proto3" json:"paused,omitempty"`                                            // the copy on sent_to was paused because of that
 	FreezeTimeoutMs int64                  `protobuf:"varint,25,opt,name=freeze_timeout_ms,json=freezeTimeoutMs,proto3" json:"freeze_timeout_ms,omitempty"` // 0: default
 	unknownFields   protoimpl.UnknownFields
 	sizeCache       protoimpl.SizeCache
@@ -2347,14 +2347,14 @@ func (x *MachineMove) GetFreezeTimeoutMs() int64 {
 	return 0
 }
 
-// MigrationStep is one step of a migration as it went.
+// MigrationStep is a step of a migration that was begun.
 type MigrationStep struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Name          string                 `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
 	StartedUnixNs int64                  `protobuf:"varint,2,opt,name=started_unix_ns,json=startedUnixNs,proto3" json:"started_unix_ns,omitempty"`
-	TookNs        int64                  `protobuf:"varint,3,opt,name=took_ns,json=tookNs,proto3" json:"took_ns,omitempty"` // 0: it runs
+	TookNs        int64                  `protobuf:"varint,3,opt,name=took_ns,json=tookNs,proto3" json:"took_ns,omitempty"` // 0: it is running
 	Bytes         uint64                 `protobuf:"varint,4,opt,name=bytes,proto3" json:"bytes,omitempty"`
-	Undo          bool                   `protobuf:"varint,5,opt,name=undo,proto3" json:"undo,omitempty"` // it was the step's undo
+	Undo          bool                   `protobuf:"varint,5,opt,name=undo,proto3" json:"undo,omitempty"` // it is the step's undo
 	Error         string                 `protobuf:"bytes,6,opt,name=error,proto3" json:"error,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -2432,9 +2432,9 @@ func (x *MigrationStep) GetError() string {
 	return ""
 }
 
-// Reservation holds capacity for an operation that has not decided yet. It
-// expires when the leader has seen it unchanged for ttl_ms of its own
-// monotonic clock; a new leader starts counting anew.
+// Reservation reserves capacity for an operation that has begun. It expires
+// when it was not changed for ttl_ms, measured by the leader's monotonic clock.
+// A new leader starts the measurement again.
 type Reservation struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Id            string                 `protobuf:"bytes,1,opt,name=id,proto3" json:"id,omitempty"`
@@ -2443,7 +2443,7 @@ type Reservation struct {
 	Host          string                 `protobuf:"bytes,4,opt,name=host,proto3" json:"host,omitempty"`
 	Memory        uint64                 `protobuf:"varint,5,opt,name=memory,proto3" json:"memory,omitempty"` // bytes; 0: the whole GPU
 	TtlMs         uint32                 `protobuf:"varint,6,opt,name=ttl_ms,json=ttlMs,proto3" json:"ttl_ms,omitempty"`
-	Token         uint64                 `protobuf:"varint,7,opt,name=token,proto3" json:"token,omitempty"` // fencing
+	Token         uint64                 `protobuf:"varint,7,opt,name=token,proto3" json:"token,omitempty"` // fencing token
 	Revision      uint64                 `protobuf:"varint,8,opt,name=revision,proto3" json:"revision,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -2535,17 +2535,17 @@ func (x *Reservation) GetRevision() uint64 {
 	return 0
 }
 
-// Identity is a certificate's owner. Removing it revokes its certificates, for
-// good: the same name enrolled again is another enrolment.
+// Identity is the owner of certificates. Removing it revokes its certificates
+// for ever: if the same name is enrolled again, that is another enrolment.
 type Identity struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Id            string                 `protobuf:"bytes,1,opt,name=id,proto3" json:"id,omitempty"` // common name of the certificate: host id or user
 	Role          Role                   `protobuf:"varint,2,opt,name=role,proto3,enum=gpuctl.cluster.v1.Role" json:"role,omitempty"`
-	Host          string                 `protobuf:"bytes,3,opt,name=host,proto3" json:"host,omitempty"` // of ROLE_HOST
+	Host          string                 `protobuf:"bytes,3,opt,name=host,proto3" json:"host,omitempty"` // for ROLE_HOST
 	CreatedUnixMs int64                  `protobuf:"varint,4,opt,name=created_unix_ms,json=createdUnixMs,proto3" json:"created_unix_ms,omitempty"`
 	Revision      uint64                 `protobuf:"varint,5,opt,name=revision,proto3" json:"revision,omitempty"`
-	// Random, made with each enrolment (protocol 2). Certificates name it, and
-	// hold only while it is the identity's. Empty, as before: they name none.
+	// Random, made at each enrolment (protocol 2). A certificate contains it, and
+	// is valid only while the identity has the same one. Empty: made by protocol 1.
 	Enrolment     string `protobuf:"bytes,6,opt,name=enrolment,proto3" json:"enrolment,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -2623,14 +2623,14 @@ func (x *Identity) GetEnrolment() string {
 	return ""
 }
 
-// JoinToken lets one host or user in, once.
+// JoinToken admits one host or user, once.
 type JoinToken struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Id            string                 `protobuf:"bytes,1,opt,name=id,proto3" json:"id,omitempty"`
-	SecretHash    []byte                 `protobuf:"bytes,2,opt,name=secret_hash,json=secretHash,proto3" json:"secret_hash,omitempty"` // SHA-256; the secret itself is in the token alone
+	SecretHash    []byte                 `protobuf:"bytes,2,opt,name=secret_hash,json=secretHash,proto3" json:"secret_hash,omitempty"` // SHA-256; only the token contains the secret itself
 	Role          Role                   `protobuf:"varint,3,opt,name=role,proto3,enum=gpuctl.cluster.v1.Role" json:"role,omitempty"`
 	Name          string                 `protobuf:"bytes,4,opt,name=name,proto3" json:"name,omitempty"`                                           // only this host or user may use it; empty: any
-	ExpiresUnixMs int64                  `protobuf:"varint,5,opt,name=expires_unix_ms,json=expiresUnixMs,proto3" json:"expires_unix_ms,omitempty"` // checked by the leader against its clock before it proposes the use
+	ExpiresUnixMs int64                  `protobuf:"varint,5,opt,name=expires_unix_ms,json=expiresUnixMs,proto3" json:"expires_unix_ms,omitempty"` // the leader compares it with its clock before it proposes the use
 	CreatedBy     string                 `protobuf:"bytes,6,opt,name=created_by,json=createdBy,proto3" json:"created_by,omitempty"`
 	Revision      uint64                 `protobuf:"varint,7,opt,name=revision,proto3" json:"revision,omitempty"`
 	unknownFields protoimpl.UnknownFields
@@ -2716,18 +2716,18 @@ func (x *JoinToken) GetRevision() uint64 {
 	return 0
 }
 
-// Event is what a log entry did to one object.
+// Event is a change of one object by a log entry.
 type Event struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
-	Index         uint64                 `protobuf:"varint,1,opt,name=index,proto3" json:"index,omitempty"` // of the log entry
-	Part          uint32                 `protobuf:"varint,2,opt,name=part,proto3" json:"part,omitempty"`   // its place among the entry's events
+	Index         uint64                 `protobuf:"varint,1,opt,name=index,proto3" json:"index,omitempty"` // index of the log entry
+	Part          uint32                 `protobuf:"varint,2,opt,name=part,proto3" json:"part,omitempty"`   // its number among the entry's events
 	UnixMs        int64                  `protobuf:"varint,3,opt,name=unix_ms,json=unixMs,proto3" json:"unix_ms,omitempty"`
-	Actor         string                 `protobuf:"bytes,4,opt,name=actor,proto3" json:"actor,omitempty"` // who asked
+	Actor         string                 `protobuf:"bytes,4,opt,name=actor,proto3" json:"actor,omitempty"` // who has made the call
 	Kind          Kind                   `protobuf:"varint,5,opt,name=kind,proto3,enum=gpuctl.cluster.v1.Kind" json:"kind,omitempty"`
 	Object        string                 `protobuf:"bytes,6,opt,name=object,proto3" json:"object,omitempty"`
 	Type          string                 `protobuf:"bytes,7,opt,name=type,proto3" json:"type,omitempty"` // Joined, Bound, Released, Drained, Down, …
 	Message       string                 `protobuf:"bytes,8,opt,name=message,proto3" json:"message,omitempty"`
-	About         []string               `protobuf:"bytes,9,rep,name=about,proto3" json:"about,omitempty"` // other objects that it concerns, as KIND/NAME
+	About         []string               `protobuf:"bytes,9,rep,name=about,proto3" json:"about,omitempty"` // other objects that it concerns, in the form KIND/NAME
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2825,7 +2825,7 @@ func (x *Event) GetAbout() []string {
 	return nil
 }
 
-// Object is one of any kind.
+// Object is an object of any kind.
 type Object struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Types that are valid to be assigned to Object:
@@ -3020,9 +3020,9 @@ func (*Object_Migration) isObject_Object() {}
 
 func (*Object_Reservation) isObject_Object() {}
 
-// SnapshotRecord is one record of a snapshot: a stream of them, each after its
-// length as a varint, the header first and the trailer last. Field numbers are
-// never used again.
+// SnapshotRecord is one record of a snapshot. A snapshot is a stream of records,
+// each after its length as a varint. The header is first and the trailer last.
+// Field numbers are never used again.
 type SnapshotRecord struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Types that are valid to be assigned to Record:
@@ -3190,7 +3190,7 @@ type SnapshotHeader struct {
 	Version       uint32                 `protobuf:"varint,1,opt,name=version,proto3" json:"version,omitempty"`
 	Index         uint64                 `protobuf:"varint,2,opt,name=index,proto3" json:"index,omitempty"` // last entry applied
 	ClusterId     string                 `protobuf:"bytes,3,opt,name=cluster_id,json=clusterId,proto3" json:"cluster_id,omitempty"`
-	Assignments   uint64                 `protobuf:"varint,4,opt,name=assignments,proto3" json:"assignments,omitempty"`                         // counter of assignment ids
+	Assignments   uint64                 `protobuf:"varint,4,opt,name=assignments,proto3" json:"assignments,omitempty"`                         // last number used in assignment ids
 	Protocol      uint32                 `protobuf:"varint,5,opt,name=protocol,proto3" json:"protocol,omitempty"`                               // lowest command version of all hosts
 	CaCertificate []byte                 `protobuf:"bytes,6,opt,name=ca_certificate,json=caCertificate,proto3" json:"ca_certificate,omitempty"` // DER
 	unknownFields protoimpl.UnknownFields
@@ -3271,8 +3271,8 @@ func (x *SnapshotHeader) GetCaCertificate() []byte {
 
 type SnapshotTrailer struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
-	Records       uint64                 `protobuf:"varint,1,opt,name=records,proto3" json:"records,omitempty"` // before this one
-	Crc32C        uint32                 `protobuf:"varint,2,opt,name=crc32c,proto3" json:"crc32c,omitempty"`   // of all bytes before this record's length
+	Records       uint64                 `protobuf:"varint,1,opt,name=records,proto3" json:"records,omitempty"` // number of records before this one
+	Crc32C        uint32                 `protobuf:"varint,2,opt,name=crc32c,proto3" json:"crc32c,omitempty"`   // CRC-32C of all bytes before this record's length
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -3321,8 +3321,8 @@ func (x *SnapshotTrailer) GetCrc32C() uint32 {
 	return 0
 }
 
-// RecentCommand remembers a command's answer, so that one that was sent twice
-// is applied once.
+// RecentCommand is the result of a recent command, so that a command that was
+// sent twice is applied once.
 type RecentCommand struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Id            string                 `protobuf:"bytes,1,opt,name=id,proto3" json:"id,omitempty"`

@@ -55,29 +55,31 @@ const (
 
 // AgentServiceClient is a client for the gpuctl.v1.AgentService service.
 type AgentServiceClient interface {
-	// Hello says what runs in the VM.
+	// Hello returns what runs in the VM.
 	Hello(context.Context, *connect.Request[v1.HelloRequest]) (*connect.Response[v1.HelloResponse], error)
-	// WatchDevices streams the VM's display and accelerator functions, first as
-	// they are.
+	// WatchDevices streams the VM's display and accelerator functions: first
+	// their present state, then changes.
 	WatchDevices(context.Context, *connect.Request[v1.WatchDevicesRequest]) (*connect.ServerStreamForClient[v1.WatchDevicesResponse], error)
-	// Release lets the kernel's driver go of a function and returns when that is
-	// verified and the function can be unplugged. It is refused while a session
-	// runs on it. It stays released, also if it is plugged again, until TakeUp.
+	// Release unbinds a function's kernel driver, and returns when that is
+	// verified and the function can be detached. It is refused while a session
+	// runs on the function. The function stays released until TakeUp, even if it
+	// is detached and attached again.
 	Release(context.Context, *connect.Request[v1.ReleaseRequest]) (*connect.Response[v1.ReleaseResponse], error)
-	// TakeUp undoes Release: the driver may bind the function again.
+	// TakeUp is the undo of Release: the driver may bind the function again.
 	TakeUp(context.Context, *connect.Request[v1.TakeUpRequest]) (*connect.Response[v1.TakeUpResponse], error)
-	// AwaitDevice returns when a function is there and a runtime serves it.
+	// AwaitDevice waits until a function exists and a runtime can use it.
 	AwaitDevice(context.Context, *connect.Request[v1.AwaitDeviceRequest]) (*connect.Response[v1.AwaitDeviceResponse], error)
-	// Serves says of functions that are not there what keeps the VM from using
-	// them: no profile, or what its profile names is not installed.
+	// Serves returns, for functions that the VM does not have yet, why the VM
+	// could not use them: there is no profile, or the runtime or driver of the
+	// profile is not installed.
 	Serves(context.Context, *connect.Request[v1.ServesRequest]) (*connect.Response[v1.ServesResponse], error)
-	// Expect loads what will serve a function that is about to be plugged in: for
-	// each running session, and to find out that it works. It returns when that is
-	// loaded. What is not used in some minutes ends.
+	// Expect loads the runtime for a function that is about to be attached: once
+	// for each running session, and once for a probe. It returns when they are
+	// loaded. Those that are not used within some minutes end.
 	Expect(context.Context, *connect.Request[v1.ExpectRequest]) (*connect.Response[v1.ExpectResponse], error)
-	// OpenBulk opens a way for one connection of the host, faster than its channel,
-	// to what is served there. It closes with the connection, or if none comes
-	// soon. FAILED_PRECONDITION if there is no such way.
+	// OpenBulk listens for one connection of the host that is faster than the
+	// channel, to the same services. It ends with the connection, or if the host
+	// does not connect soon. FAILED_PRECONDITION if the VM has no vchan.
 	OpenBulk(context.Context, *connect.Request[v1.OpenBulkRequest]) (*connect.Response[v1.OpenBulkResponse], error)
 }
 
@@ -197,29 +199,31 @@ func (c *agentServiceClient) OpenBulk(ctx context.Context, req *connect.Request[
 
 // AgentServiceHandler is an implementation of the gpuctl.v1.AgentService service.
 type AgentServiceHandler interface {
-	// Hello says what runs in the VM.
+	// Hello returns what runs in the VM.
 	Hello(context.Context, *connect.Request[v1.HelloRequest]) (*connect.Response[v1.HelloResponse], error)
-	// WatchDevices streams the VM's display and accelerator functions, first as
-	// they are.
+	// WatchDevices streams the VM's display and accelerator functions: first
+	// their present state, then changes.
 	WatchDevices(context.Context, *connect.Request[v1.WatchDevicesRequest], *connect.ServerStream[v1.WatchDevicesResponse]) error
-	// Release lets the kernel's driver go of a function and returns when that is
-	// verified and the function can be unplugged. It is refused while a session
-	// runs on it. It stays released, also if it is plugged again, until TakeUp.
+	// Release unbinds a function's kernel driver, and returns when that is
+	// verified and the function can be detached. It is refused while a session
+	// runs on the function. The function stays released until TakeUp, even if it
+	// is detached and attached again.
 	Release(context.Context, *connect.Request[v1.ReleaseRequest]) (*connect.Response[v1.ReleaseResponse], error)
-	// TakeUp undoes Release: the driver may bind the function again.
+	// TakeUp is the undo of Release: the driver may bind the function again.
 	TakeUp(context.Context, *connect.Request[v1.TakeUpRequest]) (*connect.Response[v1.TakeUpResponse], error)
-	// AwaitDevice returns when a function is there and a runtime serves it.
+	// AwaitDevice waits until a function exists and a runtime can use it.
 	AwaitDevice(context.Context, *connect.Request[v1.AwaitDeviceRequest]) (*connect.Response[v1.AwaitDeviceResponse], error)
-	// Serves says of functions that are not there what keeps the VM from using
-	// them: no profile, or what its profile names is not installed.
+	// Serves returns, for functions that the VM does not have yet, why the VM
+	// could not use them: there is no profile, or the runtime or driver of the
+	// profile is not installed.
 	Serves(context.Context, *connect.Request[v1.ServesRequest]) (*connect.Response[v1.ServesResponse], error)
-	// Expect loads what will serve a function that is about to be plugged in: for
-	// each running session, and to find out that it works. It returns when that is
-	// loaded. What is not used in some minutes ends.
+	// Expect loads the runtime for a function that is about to be attached: once
+	// for each running session, and once for a probe. It returns when they are
+	// loaded. Those that are not used within some minutes end.
 	Expect(context.Context, *connect.Request[v1.ExpectRequest]) (*connect.Response[v1.ExpectResponse], error)
-	// OpenBulk opens a way for one connection of the host, faster than its channel,
-	// to what is served there. It closes with the connection, or if none comes
-	// soon. FAILED_PRECONDITION if there is no such way.
+	// OpenBulk listens for one connection of the host that is faster than the
+	// channel, to the same services. It ends with the connection, or if the host
+	// does not connect soon. FAILED_PRECONDITION if the VM has no vchan.
 	OpenBulk(context.Context, *connect.Request[v1.OpenBulkRequest]) (*connect.Response[v1.OpenBulkResponse], error)
 }
 

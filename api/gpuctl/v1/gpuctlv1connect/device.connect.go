@@ -60,22 +60,23 @@ const (
 type DeviceServiceClient interface {
 	ListCards(context.Context, *connect.Request[v1.ListCardsRequest]) (*connect.Response[v1.ListCardsResponse], error)
 	ListMachines(context.Context, *connect.Request[v1.ListMachinesRequest]) (*connect.Response[v1.ListMachinesResponse], error)
-	// Isolation says in words whether a card may be given away.
+	// Isolation returns in words whether a card may be given to a VM.
 	Isolation(context.Context, *connect.Request[v1.IsolationRequest]) (*connect.Response[v1.IsolationResponse], error)
 	// Attach gives a card to a VM, Detach takes it back, Reset brings a card to
-	// a known state. They go on when the caller leaves. With plan they change
-	// nothing and say what they would do.
+	// a known state. They go on if the caller leaves. With plan they change
+	// nothing and return what they would do.
 	Attach(context.Context, *connect.Request[v1.AttachRequest]) (*connect.ServerStreamForClient[v1.DeviceUpdate], error)
 	Detach(context.Context, *connect.Request[v1.DetachRequest]) (*connect.ServerStreamForClient[v1.DeviceUpdate], error)
 	Reset(context.Context, *connect.Request[v1.ResetRequest]) (*connect.ServerStreamForClient[v1.DeviceUpdate], error)
-	// Resize sets the number of a card's virtual functions. None of them may be out.
+	// Resize sets the number of a card's virtual functions. None of
+	// them may be in use.
 	Resize(context.Context, *connect.Request[v1.ResizeRequest]) (*connect.ServerStreamForClient[v1.DeviceUpdate], error)
-	// ListNICs lists a host's network interfaces that have a device of the
-	// machine behind them or carry migrations.
+	// ListNICs lists a host's network interfaces that are hardware devices or are
+	// used by migrations.
 	ListNICs(context.Context, *connect.Request[v1.ListNICsRequest]) (*connect.Response[v1.ListNICsResponse], error)
-	// ResizeNIC sets the number of a network card's virtual functions, SetVF sets
-	// one up. They go on when the caller leaves. With plan they change nothing
-	// and say what they would do.
+	// ResizeNIC sets the number of a network card's virtual functions. SetVF
+	// changes the settings of one. They go on if the caller leaves. With plan they
+	// change nothing and return what they would do.
 	ResizeNIC(context.Context, *connect.Request[v1.ResizeNICRequest]) (*connect.Response[v1.ChangeNICResponse], error)
 	SetVF(context.Context, *connect.Request[v1.SetVFRequest]) (*connect.Response[v1.ChangeNICResponse], error)
 }
@@ -222,22 +223,23 @@ func (c *deviceServiceClient) SetVF(ctx context.Context, req *connect.Request[v1
 type DeviceServiceHandler interface {
 	ListCards(context.Context, *connect.Request[v1.ListCardsRequest]) (*connect.Response[v1.ListCardsResponse], error)
 	ListMachines(context.Context, *connect.Request[v1.ListMachinesRequest]) (*connect.Response[v1.ListMachinesResponse], error)
-	// Isolation says in words whether a card may be given away.
+	// Isolation returns in words whether a card may be given to a VM.
 	Isolation(context.Context, *connect.Request[v1.IsolationRequest]) (*connect.Response[v1.IsolationResponse], error)
 	// Attach gives a card to a VM, Detach takes it back, Reset brings a card to
-	// a known state. They go on when the caller leaves. With plan they change
-	// nothing and say what they would do.
+	// a known state. They go on if the caller leaves. With plan they change
+	// nothing and return what they would do.
 	Attach(context.Context, *connect.Request[v1.AttachRequest], *connect.ServerStream[v1.DeviceUpdate]) error
 	Detach(context.Context, *connect.Request[v1.DetachRequest], *connect.ServerStream[v1.DeviceUpdate]) error
 	Reset(context.Context, *connect.Request[v1.ResetRequest], *connect.ServerStream[v1.DeviceUpdate]) error
-	// Resize sets the number of a card's virtual functions. None of them may be out.
+	// Resize sets the number of a card's virtual functions. None of
+	// them may be in use.
 	Resize(context.Context, *connect.Request[v1.ResizeRequest], *connect.ServerStream[v1.DeviceUpdate]) error
-	// ListNICs lists a host's network interfaces that have a device of the
-	// machine behind them or carry migrations.
+	// ListNICs lists a host's network interfaces that are hardware devices or are
+	// used by migrations.
 	ListNICs(context.Context, *connect.Request[v1.ListNICsRequest]) (*connect.Response[v1.ListNICsResponse], error)
-	// ResizeNIC sets the number of a network card's virtual functions, SetVF sets
-	// one up. They go on when the caller leaves. With plan they change nothing
-	// and say what they would do.
+	// ResizeNIC sets the number of a network card's virtual functions. SetVF
+	// changes the settings of one. They go on if the caller leaves. With plan they
+	// change nothing and return what they would do.
 	ResizeNIC(context.Context, *connect.Request[v1.ResizeNICRequest]) (*connect.Response[v1.ChangeNICResponse], error)
 	SetVF(context.Context, *connect.Request[v1.SetVFRequest]) (*connect.Response[v1.ChangeNICResponse], error)
 }

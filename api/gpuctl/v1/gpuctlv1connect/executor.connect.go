@@ -64,19 +64,21 @@ const (
 
 // ExecutorServiceClient is a client for the gpuctl.v1.ExecutorService service.
 type ExecutorServiceClient interface {
-	// Describe says what the session uses and what the device offers.
+	// Describe returns what the session uses and the limits of the device.
 	Describe(context.Context, *connect.Request[v1.DescribeRequest]) (*connect.Response[v1.DescribeResponse], error)
 	// Snapshot returns the object graph of the running (or frozen) session.
 	Snapshot(context.Context, *connect.Request[v1.SnapshotRequest]) (*connect.Response[v1.SnapshotResponse], error)
-	// Prepare makes the executor's objects equal to the graph: it creates what
-	// is missing, drops what is gone. May be called again with a newer graph.
+	// Prepare makes the executor's objects equal to the graph: it creates
+	// missing ones and removes surplus ones. It may be called again with a newer
+	// graph.
 	Prepare(context.Context, *connect.Request[v1.PrepareRequest]) (*connect.ServerStreamForClient[v1.Progress], error)
 	// Export sends the content of memory objects that changed since they were
 	// last exported to the peer's Import socket, or writes them to a file.
 	Export(context.Context, *connect.Request[v1.ExportRequest]) (*connect.ServerStreamForClient[v1.Progress], error)
-	// Freeze gates the ring and drains the device. The session stands still.
+	// Freeze stops the requests of the ring and drains the device. The session is
+	// frozen then.
 	Freeze(context.Context, *connect.Request[v1.FreezeRequest]) (*connect.Response[v1.SnapshotResponse], error)
-	// Thaw undoes Freeze. What runs already is left alone.
+	// Thaw is the undo of Freeze. A session that runs is not affected.
 	Thaw(context.Context, *connect.Request[v1.ThawRequest]) (*connect.Response[v1.ThawResponse], error)
 	// Load reads the contents that Export wrote to a file.
 	Load(context.Context, *connect.Request[v1.LoadRequest]) (*connect.ServerStreamForClient[v1.Progress], error)
@@ -84,13 +86,13 @@ type ExecutorServiceClient interface {
 	Send(context.Context, *connect.Request[v1.SendRequest]) (*connect.ServerStreamForClient[v1.StateChunk], error)
 	// Receive reads the contents that Send wrote into a prepared executor.
 	Receive(context.Context) *connect.ClientStreamForClient[v1.StateChunk, v1.ReceiveResponse]
-	// Activate lets the executor serve the session. The owner word of the ring
-	// must name it already.
+	// Activate makes the executor serve the session. The ring's owner word must
+	// name the executor already.
 	Activate(context.Context, *connect.Request[v1.ActivateRequest]) (*connect.Response[v1.ActivateResponse], error)
 	// Retire ends the executor after its reply.
 	Retire(context.Context, *connect.Request[v1.RetireRequest]) (*connect.Response[v1.RetireResponse], error)
-	// Pulse says again and again, until the caller leaves, that the executor lives
-	// and what it waits for. It is answered whatever else is under way.
+	// Pulse reports periodically, until the caller leaves, that the executor is
+	// alive and what it waits for. It works during any other call.
 	Pulse(context.Context, *connect.Request[v1.PulseRequest]) (*connect.ServerStreamForClient[v1.PulseResponse], error)
 }
 
@@ -258,19 +260,21 @@ func (c *executorServiceClient) Pulse(ctx context.Context, req *connect.Request[
 
 // ExecutorServiceHandler is an implementation of the gpuctl.v1.ExecutorService service.
 type ExecutorServiceHandler interface {
-	// Describe says what the session uses and what the device offers.
+	// Describe returns what the session uses and the limits of the device.
 	Describe(context.Context, *connect.Request[v1.DescribeRequest]) (*connect.Response[v1.DescribeResponse], error)
 	// Snapshot returns the object graph of the running (or frozen) session.
 	Snapshot(context.Context, *connect.Request[v1.SnapshotRequest]) (*connect.Response[v1.SnapshotResponse], error)
-	// Prepare makes the executor's objects equal to the graph: it creates what
-	// is missing, drops what is gone. May be called again with a newer graph.
+	// Prepare makes the executor's objects equal to the graph: it creates
+	// missing ones and removes surplus ones. It may be called again with a newer
+	// graph.
 	Prepare(context.Context, *connect.Request[v1.PrepareRequest], *connect.ServerStream[v1.Progress]) error
 	// Export sends the content of memory objects that changed since they were
 	// last exported to the peer's Import socket, or writes them to a file.
 	Export(context.Context, *connect.Request[v1.ExportRequest], *connect.ServerStream[v1.Progress]) error
-	// Freeze gates the ring and drains the device. The session stands still.
+	// Freeze stops the requests of the ring and drains the device. The session is
+	// frozen then.
 	Freeze(context.Context, *connect.Request[v1.FreezeRequest]) (*connect.Response[v1.SnapshotResponse], error)
-	// Thaw undoes Freeze. What runs already is left alone.
+	// Thaw is the undo of Freeze. A session that runs is not affected.
 	Thaw(context.Context, *connect.Request[v1.ThawRequest]) (*connect.Response[v1.ThawResponse], error)
 	// Load reads the contents that Export wrote to a file.
 	Load(context.Context, *connect.Request[v1.LoadRequest], *connect.ServerStream[v1.Progress]) error
@@ -278,13 +282,13 @@ type ExecutorServiceHandler interface {
 	Send(context.Context, *connect.Request[v1.SendRequest], *connect.ServerStream[v1.StateChunk]) error
 	// Receive reads the contents that Send wrote into a prepared executor.
 	Receive(context.Context, *connect.ClientStream[v1.StateChunk]) (*connect.Response[v1.ReceiveResponse], error)
-	// Activate lets the executor serve the session. The owner word of the ring
-	// must name it already.
+	// Activate makes the executor serve the session. The ring's owner word must
+	// name the executor already.
 	Activate(context.Context, *connect.Request[v1.ActivateRequest]) (*connect.Response[v1.ActivateResponse], error)
 	// Retire ends the executor after its reply.
 	Retire(context.Context, *connect.Request[v1.RetireRequest]) (*connect.Response[v1.RetireResponse], error)
-	// Pulse says again and again, until the caller leaves, that the executor lives
-	// and what it waits for. It is answered whatever else is under way.
+	// Pulse reports periodically, until the caller leaves, that the executor is
+	// alive and what it waits for. It works during any other call.
 	Pulse(context.Context, *connect.Request[v1.PulseRequest], *connect.ServerStream[v1.PulseResponse]) error
 }
 

@@ -65,32 +65,33 @@ const (
 
 // GuestServiceClient is a client for the gpuctl.v1.GuestService service.
 type GuestServiceClient interface {
-	// Offer gives the guest a target for the applications that connect with the
-	// claim's token. Offering a token again changes where its next session starts.
+	// Offer sets the target for the applications that connect with the claim's
+	// token. Offering a token again changes where its next session starts.
 	Offer(context.Context, *connect.Request[v1.OfferRequest]) (*connect.Response[v1.OfferResponse], error)
-	// Withdraw takes the offer back; running sessions stay.
+	// Withdraw removes the offer. Running sessions stay.
 	Withdraw(context.Context, *connect.Request[v1.WithdrawRequest]) (*connect.Response[v1.WithdrawResponse], error)
 	ListSessions(context.Context, *connect.Request[v1.ListSessionsRequest]) (*connect.Response[v1.ListSessionsResponse], error)
-	// WatchSessions streams every change, first the state as it is.
+	// WatchSessions streams the present sessions, then each change.
 	WatchSessions(context.Context, *connect.Request[v1.WatchSessionsRequest]) (*connect.ServerStreamForClient[v1.Session], error)
-	// Plan reports whether the session could run on the target, and the cost.
+	// Plan returns whether the session could run on the target, and the cost of a
+	// swap.
 	Plan(context.Context, *connect.Request[v1.PlanRequest]) (*connect.Response[v1.PlanResponse], error)
 	Swap(context.Context, *connect.Request[v1.SwapRequest]) (*connect.ServerStreamForClient[v1.Progress], error)
 	Suspend(context.Context, *connect.Request[v1.SuspendRequest]) (*connect.ServerStreamForClient[v1.Progress], error)
 	Resume(context.Context, *connect.Request[v1.ResumeRequest]) (*connect.ServerStreamForClient[v1.Progress], error)
-	// TakeState is the way out for the state of a session that is being
-	// suspended away. It is called while Suspend runs, once for each.
+	// TakeState streams the state of a session that is being suspended and whose
+	// state is to be kept on the host. It is called once, while Suspend runs.
 	TakeState(context.Context, *connect.Request[v1.TakeStateRequest]) (*connect.ServerStreamForClient[v1.StateChunk], error)
-	// KeptState says that the state is safe where it went, or that it is not.
-	// Suspend waits for it before the session lets go of its own.
+	// KeptState confirms that the state is kept, or reports that it is not.
+	// Suspend waits for it before it drops the session's own state.
 	KeptState(context.Context, *connect.Request[v1.KeptStateRequest]) (*connect.Response[v1.KeptStateResponse], error)
-	// GiveState brings the state back while Resume runs.
+	// GiveState sends the state back, while Resume runs.
 	GiveState(context.Context) *connect.ClientStreamForClient[v1.GiveStateRequest, v1.GiveStateResponse]
 	// Probe starts a short-lived executor and reports the devices it finds.
 	Probe(context.Context, *connect.Request[v1.ProbeRequest]) (*connect.Response[v1.ProbeResponse], error)
-	// Warm starts ahead, for each running session and for a probe, a process that
-	// has loaded a runtime's library but has not looked for a device. The next
-	// executor of that runtime is it.
+	// Warm starts processes in advance, one for each running session and one for a
+	// probe. They have loaded a runtime's library, but have not searched for
+	// devices. The next executors of that runtime use them.
 	Warm(context.Context, *connect.Request[v1.WarmRequest]) (*connect.Response[v1.WarmResponse], error)
 }
 
@@ -270,32 +271,33 @@ func (c *guestServiceClient) Warm(ctx context.Context, req *connect.Request[v1.W
 
 // GuestServiceHandler is an implementation of the gpuctl.v1.GuestService service.
 type GuestServiceHandler interface {
-	// Offer gives the guest a target for the applications that connect with the
-	// claim's token. Offering a token again changes where its next session starts.
+	// Offer sets the target for the applications that connect with the claim's
+	// token. Offering a token again changes where its next session starts.
 	Offer(context.Context, *connect.Request[v1.OfferRequest]) (*connect.Response[v1.OfferResponse], error)
-	// Withdraw takes the offer back; running sessions stay.
+	// Withdraw removes the offer. Running sessions stay.
 	Withdraw(context.Context, *connect.Request[v1.WithdrawRequest]) (*connect.Response[v1.WithdrawResponse], error)
 	ListSessions(context.Context, *connect.Request[v1.ListSessionsRequest]) (*connect.Response[v1.ListSessionsResponse], error)
-	// WatchSessions streams every change, first the state as it is.
+	// WatchSessions streams the present sessions, then each change.
 	WatchSessions(context.Context, *connect.Request[v1.WatchSessionsRequest], *connect.ServerStream[v1.Session]) error
-	// Plan reports whether the session could run on the target, and the cost.
+	// Plan returns whether the session could run on the target, and the cost of a
+	// swap.
 	Plan(context.Context, *connect.Request[v1.PlanRequest]) (*connect.Response[v1.PlanResponse], error)
 	Swap(context.Context, *connect.Request[v1.SwapRequest], *connect.ServerStream[v1.Progress]) error
 	Suspend(context.Context, *connect.Request[v1.SuspendRequest], *connect.ServerStream[v1.Progress]) error
 	Resume(context.Context, *connect.Request[v1.ResumeRequest], *connect.ServerStream[v1.Progress]) error
-	// TakeState is the way out for the state of a session that is being
-	// suspended away. It is called while Suspend runs, once for each.
+	// TakeState streams the state of a session that is being suspended and whose
+	// state is to be kept on the host. It is called once, while Suspend runs.
 	TakeState(context.Context, *connect.Request[v1.TakeStateRequest], *connect.ServerStream[v1.StateChunk]) error
-	// KeptState says that the state is safe where it went, or that it is not.
-	// Suspend waits for it before the session lets go of its own.
+	// KeptState confirms that the state is kept, or reports that it is not.
+	// Suspend waits for it before it drops the session's own state.
 	KeptState(context.Context, *connect.Request[v1.KeptStateRequest]) (*connect.Response[v1.KeptStateResponse], error)
-	// GiveState brings the state back while Resume runs.
+	// GiveState sends the state back, while Resume runs.
 	GiveState(context.Context, *connect.ClientStream[v1.GiveStateRequest]) (*connect.Response[v1.GiveStateResponse], error)
 	// Probe starts a short-lived executor and reports the devices it finds.
 	Probe(context.Context, *connect.Request[v1.ProbeRequest]) (*connect.Response[v1.ProbeResponse], error)
-	// Warm starts ahead, for each running session and for a probe, a process that
-	// has loaded a runtime's library but has not looked for a device. The next
-	// executor of that runtime is it.
+	// Warm starts processes in advance, one for each running session and one for a
+	// probe. They have loaded a runtime's library, but have not searched for
+	// devices. The next executors of that runtime use them.
 	Warm(context.Context, *connect.Request[v1.WarmRequest]) (*connect.Response[v1.WarmResponse], error)
 }
 

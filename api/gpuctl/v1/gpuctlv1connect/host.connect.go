@@ -65,18 +65,19 @@ const (
 // HostServiceClient is a client for the gpuctl.v1.HostService service.
 type HostServiceClient interface {
 	GetInventory(context.Context, *connect.Request[v1.GetInventoryRequest]) (*connect.Response[v1.GetInventoryResponse], error)
-	// CreateClaim chooses GPUs for an application and reserves them. A claim
-	// that cannot be met is not an error: the answer says why, GPU by GPU.
+	// CreateClaim chooses GPUs for an application and reserves them. If a
+	// claim cannot be satisfied, that is not an error: the answer contains the
+	// reasons for each GPU.
 	CreateClaim(context.Context, *connect.Request[v1.CreateClaimRequest]) (*connect.Response[v1.CreateClaimResponse], error)
 	ReleaseClaim(context.Context, *connect.Request[v1.ReleaseClaimRequest]) (*connect.Response[v1.ReleaseClaimResponse], error)
 	ListClaims(context.Context, *connect.Request[v1.ListClaimsRequest]) (*connect.Response[v1.ListClaimsResponse], error)
 	ListSessions(context.Context, *connect.Request[v1.HostListSessionsRequest]) (*connect.Response[v1.HostListSessionsResponse], error)
-	// WatchSessions streams every change, first the state as it is.
+	// WatchSessions streams the present sessions, then each change.
 	WatchSessions(context.Context, *connect.Request[v1.HostWatchSessionsRequest]) (*connect.ServerStreamForClient[v1.Session], error)
 	DescribeSession(context.Context, *connect.Request[v1.DescribeSessionRequest]) (*connect.Response[v1.DescribeSessionResponse], error)
-	// Plan says what a swap would do and cost, and why GPUs cannot serve.
+	// Plan returns what a swap would do and cost, and why GPUs do not fit.
 	Plan(context.Context, *connect.Request[v1.HostPlanRequest]) (*connect.Response[v1.HostPlanResponse], error)
-	// Swap, Suspend and Resume go on when the caller leaves.
+	// Swap, Suspend and Resume go on if the caller leaves.
 	Swap(context.Context, *connect.Request[v1.HostSwapRequest]) (*connect.ServerStreamForClient[v1.OperationUpdate], error)
 	Suspend(context.Context, *connect.Request[v1.HostSuspendRequest]) (*connect.ServerStreamForClient[v1.OperationUpdate], error)
 	Resume(context.Context, *connect.Request[v1.HostResumeRequest]) (*connect.ServerStreamForClient[v1.OperationUpdate], error)
@@ -235,18 +236,19 @@ func (c *hostServiceClient) Resume(ctx context.Context, req *connect.Request[v1.
 // HostServiceHandler is an implementation of the gpuctl.v1.HostService service.
 type HostServiceHandler interface {
 	GetInventory(context.Context, *connect.Request[v1.GetInventoryRequest]) (*connect.Response[v1.GetInventoryResponse], error)
-	// CreateClaim chooses GPUs for an application and reserves them. A claim
-	// that cannot be met is not an error: the answer says why, GPU by GPU.
+	// CreateClaim chooses GPUs for an application and reserves them. If a
+	// claim cannot be satisfied, that is not an error: the answer contains the
+	// reasons for each GPU.
 	CreateClaim(context.Context, *connect.Request[v1.CreateClaimRequest]) (*connect.Response[v1.CreateClaimResponse], error)
 	ReleaseClaim(context.Context, *connect.Request[v1.ReleaseClaimRequest]) (*connect.Response[v1.ReleaseClaimResponse], error)
 	ListClaims(context.Context, *connect.Request[v1.ListClaimsRequest]) (*connect.Response[v1.ListClaimsResponse], error)
 	ListSessions(context.Context, *connect.Request[v1.HostListSessionsRequest]) (*connect.Response[v1.HostListSessionsResponse], error)
-	// WatchSessions streams every change, first the state as it is.
+	// WatchSessions streams the present sessions, then each change.
 	WatchSessions(context.Context, *connect.Request[v1.HostWatchSessionsRequest], *connect.ServerStream[v1.Session]) error
 	DescribeSession(context.Context, *connect.Request[v1.DescribeSessionRequest]) (*connect.Response[v1.DescribeSessionResponse], error)
-	// Plan says what a swap would do and cost, and why GPUs cannot serve.
+	// Plan returns what a swap would do and cost, and why GPUs do not fit.
 	Plan(context.Context, *connect.Request[v1.HostPlanRequest]) (*connect.Response[v1.HostPlanResponse], error)
-	// Swap, Suspend and Resume go on when the caller leaves.
+	// Swap, Suspend and Resume go on if the caller leaves.
 	Swap(context.Context, *connect.Request[v1.HostSwapRequest], *connect.ServerStream[v1.OperationUpdate]) error
 	Suspend(context.Context, *connect.Request[v1.HostSuspendRequest], *connect.ServerStream[v1.OperationUpdate]) error
 	Resume(context.Context, *connect.Request[v1.HostResumeRequest], *connect.ServerStream[v1.OperationUpdate]) error

@@ -104,15 +104,17 @@ const (
 
 // MigrationServiceClient is a client for the gpuctl.v1.MigrationService service.
 type MigrationServiceClient interface {
-	// Plan says what would be done, and every reason why not.
+	// Plan returns what would be done, and all reasons against it.
 	Plan(context.Context, *connect.Request[v1.MachinePlanRequest]) (*connect.Response[v1.MachinePlanResponse], error)
-	// Start begins and streams until the end; it goes on when the caller leaves.
+	// Start starts a migration and streams its progress until the end. The
+	// migration goes on if the caller leaves.
 	Start(context.Context, *connect.Request[v1.MachineStartRequest]) (*connect.ServerStreamForClient[v1.MachineProgress], error)
-	// Watch streams one that runs. Its last message has an end.
+	// Watch streams the progress of a running migration. Its last message has end
+	// set.
 	Watch(context.Context, *connect.Request[v1.MachineWatchRequest]) (*connect.ServerStreamForClient[v1.MachineProgress], error)
-	// Abort has one undone, before it is committed.
+	// Abort makes a migration roll back. It must not be committed yet.
 	Abort(context.Context, *connect.Request[v1.MachineAbortRequest]) (*connect.Response[v1.MachineAbortResponse], error)
-	// Resume lets one that is held go on.
+	// Resume continues a held migration.
 	Resume(context.Context, *connect.Request[v1.MachineResumeRequest]) (*connect.Response[v1.MachineResumeResponse], error)
 }
 
@@ -196,15 +198,17 @@ func (c *migrationServiceClient) Resume(ctx context.Context, req *connect.Reques
 
 // MigrationServiceHandler is an implementation of the gpuctl.v1.MigrationService service.
 type MigrationServiceHandler interface {
-	// Plan says what would be done, and every reason why not.
+	// Plan returns what would be done, and all reasons against it.
 	Plan(context.Context, *connect.Request[v1.MachinePlanRequest]) (*connect.Response[v1.MachinePlanResponse], error)
-	// Start begins and streams until the end; it goes on when the caller leaves.
+	// Start starts a migration and streams its progress until the end. The
+	// migration goes on if the caller leaves.
 	Start(context.Context, *connect.Request[v1.MachineStartRequest], *connect.ServerStream[v1.MachineProgress]) error
-	// Watch streams one that runs. Its last message has an end.
+	// Watch streams the progress of a running migration. Its last message has end
+	// set.
 	Watch(context.Context, *connect.Request[v1.MachineWatchRequest], *connect.ServerStream[v1.MachineProgress]) error
-	// Abort has one undone, before it is committed.
+	// Abort makes a migration roll back. It must not be committed yet.
 	Abort(context.Context, *connect.Request[v1.MachineAbortRequest]) (*connect.Response[v1.MachineAbortResponse], error)
-	// Resume lets one that is held go on.
+	// Resume continues a held migration.
 	Resume(context.Context, *connect.Request[v1.MachineResumeRequest]) (*connect.Response[v1.MachineResumeResponse], error)
 }
 
@@ -289,16 +293,16 @@ func (UnimplementedMigrationServiceHandler) Resume(context.Context, *connect.Req
 // SiteServiceClient is a client for the gpuctl.v1.SiteService service.
 type SiteServiceClient interface {
 	MachineFacts(context.Context, *connect.Request[v1.SiteMachine]) (*connect.Response[v1.SiteMachineFacts], error)
-	// Serves asks the VM what keeps it from using cards that it has not got.
+	// Serves asks the VM why it could not use cards that it does not have.
 	Serves(context.Context, *connect.Request[v1.SiteServesRequest]) (*connect.Response[v1.ServesResponse], error)
 	HostFacts(context.Context, *connect.Request[v1.SiteHostFactsRequest]) (*connect.Response[v1.SiteHostFacts], error)
 	Where(context.Context, *connect.Request[v1.SiteMachine]) (*connect.Response[v1.SiteWhereResponse], error)
-	// Pause stops a VM that runs on another host, too; Unpause lets it go on.
+	// Pause pauses a VM that runs on another host, too. Unpause continues it.
 	Pause(context.Context, *connect.Request[v1.SiteMachine]) (*connect.Response[v1.SiteDone], error)
 	Unpause(context.Context, *connect.Request[v1.SiteMachine]) (*connect.Response[v1.SiteDone], error)
 	Reserve(context.Context, *connect.Request[v1.SiteCardRequest]) (*connect.Response[v1.SiteDone], error)
 	Prepare(context.Context, *connect.Request[v1.SiteCardRequest]) (*connect.Response[v1.SitePrepareResponse], error)
-	// Expect has the VM load what will serve a card that it does not have yet.
+	// Expect makes the VM load the runtime for a card that it does not have yet.
 	Expect(context.Context, *connect.Request[v1.SiteExpectRequest]) (*connect.Response[v1.SiteDone], error)
 	Attach(context.Context, *connect.Request[v1.SiteCardRequest]) (*connect.Response[v1.SiteDone], error)
 	Detach(context.Context, *connect.Request[v1.SiteCardRequest]) (*connect.Response[v1.SiteDone], error)
@@ -310,18 +314,19 @@ type SiteServiceClient interface {
 	TakeUp(context.Context, *connect.Request[v1.SiteCardRequest]) (*connect.Response[v1.SiteDone], error)
 	Await(context.Context, *connect.Request[v1.SiteCardRequest]) (*connect.Response[v1.SiteDone], error)
 	Thaw(context.Context, *connect.Request[v1.SiteSessionsRequest]) (*connect.ServerStreamForClient[v1.SiteProgress], error)
-	// Stop and Start end and begin the VM, with a card that is held for it.
+	// Stop and Start stop and start the VM, with a card that is assigned to it.
 	Stop(context.Context, *connect.Request[v1.SiteCardRequest]) (*connect.Response[v1.SiteDone], error)
 	Start(context.Context, *connect.Request[v1.SiteCardRequest]) (*connect.Response[v1.SiteDone], error)
 	Definition(context.Context, *connect.Request[v1.SiteMachine]) (*connect.Response[v1.SiteDefinition], error)
 	Define(context.Context, *connect.Request[v1.SiteDefinition]) (*connect.Response[v1.SiteDone], error)
 	Undefine(context.Context, *connect.Request[v1.SiteMachine]) (*connect.Response[v1.SiteDone], error)
-	// Keep takes a state of a session of a VM that comes here from the host that
-	// calls. Its answer says that all of it is here.
+	// Keep stores the state of a session. The caller is the host from which the VM
+	// comes. The answer confirms that the complete state is stored.
 	Keep(context.Context) *connect.ClientStreamForClient[v1.SiteKeepRequest, v1.SiteDone]
-	// Deposit sees to it that another host keeps what this one keeps.
+	// Deposit makes sure that another host has a copy of the states that this one
+	// keeps.
 	Deposit(context.Context, *connect.Request[v1.SiteSessionsRequest]) (*connect.ServerStreamForClient[v1.SiteProgress], error)
-	// Forget drops what is kept of a VM for a migration.
+	// Forget removes the states of a VM that are kept for a migration.
 	Forget(context.Context, *connect.Request[v1.SiteMachine]) (*connect.Response[v1.SiteDone], error)
 }
 
@@ -670,16 +675,16 @@ func (c *siteServiceClient) Forget(ctx context.Context, req *connect.Request[v1.
 // SiteServiceHandler is an implementation of the gpuctl.v1.SiteService service.
 type SiteServiceHandler interface {
 	MachineFacts(context.Context, *connect.Request[v1.SiteMachine]) (*connect.Response[v1.SiteMachineFacts], error)
-	// Serves asks the VM what keeps it from using cards that it has not got.
+	// Serves asks the VM why it could not use cards that it does not have.
 	Serves(context.Context, *connect.Request[v1.SiteServesRequest]) (*connect.Response[v1.ServesResponse], error)
 	HostFacts(context.Context, *connect.Request[v1.SiteHostFactsRequest]) (*connect.Response[v1.SiteHostFacts], error)
 	Where(context.Context, *connect.Request[v1.SiteMachine]) (*connect.Response[v1.SiteWhereResponse], error)
-	// Pause stops a VM that runs on another host, too; Unpause lets it go on.
+	// Pause pauses a VM that runs on another host, too. Unpause continues it.
 	Pause(context.Context, *connect.Request[v1.SiteMachine]) (*connect.Response[v1.SiteDone], error)
 	Unpause(context.Context, *connect.Request[v1.SiteMachine]) (*connect.Response[v1.SiteDone], error)
 	Reserve(context.Context, *connect.Request[v1.SiteCardRequest]) (*connect.Response[v1.SiteDone], error)
 	Prepare(context.Context, *connect.Request[v1.SiteCardRequest]) (*connect.Response[v1.SitePrepareResponse], error)
-	// Expect has the VM load what will serve a card that it does not have yet.
+	// Expect makes the VM load the runtime for a card that it does not have yet.
 	Expect(context.Context, *connect.Request[v1.SiteExpectRequest]) (*connect.Response[v1.SiteDone], error)
 	Attach(context.Context, *connect.Request[v1.SiteCardRequest]) (*connect.Response[v1.SiteDone], error)
 	Detach(context.Context, *connect.Request[v1.SiteCardRequest]) (*connect.Response[v1.SiteDone], error)
@@ -691,18 +696,19 @@ type SiteServiceHandler interface {
 	TakeUp(context.Context, *connect.Request[v1.SiteCardRequest]) (*connect.Response[v1.SiteDone], error)
 	Await(context.Context, *connect.Request[v1.SiteCardRequest]) (*connect.Response[v1.SiteDone], error)
 	Thaw(context.Context, *connect.Request[v1.SiteSessionsRequest], *connect.ServerStream[v1.SiteProgress]) error
-	// Stop and Start end and begin the VM, with a card that is held for it.
+	// Stop and Start stop and start the VM, with a card that is assigned to it.
 	Stop(context.Context, *connect.Request[v1.SiteCardRequest]) (*connect.Response[v1.SiteDone], error)
 	Start(context.Context, *connect.Request[v1.SiteCardRequest]) (*connect.Response[v1.SiteDone], error)
 	Definition(context.Context, *connect.Request[v1.SiteMachine]) (*connect.Response[v1.SiteDefinition], error)
 	Define(context.Context, *connect.Request[v1.SiteDefinition]) (*connect.Response[v1.SiteDone], error)
 	Undefine(context.Context, *connect.Request[v1.SiteMachine]) (*connect.Response[v1.SiteDone], error)
-	// Keep takes a state of a session of a VM that comes here from the host that
-	// calls. Its answer says that all of it is here.
+	// Keep stores the state of a session. The caller is the host from which the VM
+	// comes. The answer confirms that the complete state is stored.
 	Keep(context.Context, *connect.ClientStream[v1.SiteKeepRequest]) (*connect.Response[v1.SiteDone], error)
-	// Deposit sees to it that another host keeps what this one keeps.
+	// Deposit makes sure that another host has a copy of the states that this one
+	// keeps.
 	Deposit(context.Context, *connect.Request[v1.SiteSessionsRequest], *connect.ServerStream[v1.SiteProgress]) error
-	// Forget drops what is kept of a VM for a migration.
+	// Forget removes the states of a VM that are kept for a migration.
 	Forget(context.Context, *connect.Request[v1.SiteMachine]) (*connect.Response[v1.SiteDone], error)
 }
 

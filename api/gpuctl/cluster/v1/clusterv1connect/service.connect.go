@@ -105,15 +105,17 @@ const (
 
 // ClusterServiceClient is a client for the gpuctl.cluster.v1.ClusterService service.
 type ClusterServiceClient interface {
-	// Reads. Linearizable unless stale: then as this host has applied so far.
+	// Reads. They are linearizable. With stale they return the state that this
+	// host has applied.
 	List(context.Context, *connect.Request[v1.ListRequest]) (*connect.Response[v1.ListResponse], error)
 	Watch(context.Context, *connect.Request[v1.WatchRequest]) (*connect.ServerStreamForClient[v1.WatchResponse], error)
 	Describe(context.Context, *connect.Request[v1.DescribeRequest]) (*connect.Response[v1.DescribeResponse], error)
 	Events(context.Context, *connect.Request[v1.EventsRequest]) (*connect.ServerStreamForClient[v1.Event], error)
-	// Top streams what changes often, asked of the hosts themselves.
+	// Top streams what changes often. It is read from the hosts themselves.
 	Top(context.Context, *connect.Request[v1.TopRequest]) (*connect.ServerStreamForClient[v1.TopResponse], error)
 	Status(context.Context, *connect.Request[v1.StatusRequest]) (*connect.Response[v1.StatusResponse], error)
-	// Place says where a claim would go, and why not elsewhere. It changes nothing.
+	// Place returns where a claim would go, and why not elsewhere. It changes
+	// nothing.
 	Place(context.Context, *connect.Request[v1.PlaceRequest]) (*connect.Response[v1.PlaceResponse], error)
 	// Operators.
 	CreateClaim(context.Context, *connect.Request[v1.CreateClaimRequest]) (*connect.Response[v1.CreateClaimResponse], error)
@@ -406,15 +408,17 @@ func (c *clusterServiceClient) Join(ctx context.Context, req *connect.Request[v1
 
 // ClusterServiceHandler is an implementation of the gpuctl.cluster.v1.ClusterService service.
 type ClusterServiceHandler interface {
-	// Reads. Linearizable unless stale: then as this host has applied so far.
+	// Reads. They are linearizable. With stale they return the state that this
+	// host has applied.
 	List(context.Context, *connect.Request[v1.ListRequest]) (*connect.Response[v1.ListResponse], error)
 	Watch(context.Context, *connect.Request[v1.WatchRequest], *connect.ServerStream[v1.WatchResponse]) error
 	Describe(context.Context, *connect.Request[v1.DescribeRequest]) (*connect.Response[v1.DescribeResponse], error)
 	Events(context.Context, *connect.Request[v1.EventsRequest], *connect.ServerStream[v1.Event]) error
-	// Top streams what changes often, asked of the hosts themselves.
+	// Top streams what changes often. It is read from the hosts themselves.
 	Top(context.Context, *connect.Request[v1.TopRequest], *connect.ServerStream[v1.TopResponse]) error
 	Status(context.Context, *connect.Request[v1.StatusRequest]) (*connect.Response[v1.StatusResponse], error)
-	// Place says where a claim would go, and why not elsewhere. It changes nothing.
+	// Place returns where a claim would go, and why not elsewhere. It changes
+	// nothing.
 	Place(context.Context, *connect.Request[v1.PlaceRequest]) (*connect.Response[v1.PlaceResponse], error)
 	// Operators.
 	CreateClaim(context.Context, *connect.Request[v1.CreateClaimRequest]) (*connect.Response[v1.CreateClaimResponse], error)
@@ -711,14 +715,14 @@ type PeerServiceClient interface {
 	Renew(context.Context, *connect.Request[v1.RenewRequest]) (*connect.Response[v1.RenewResponse], error)
 	// Apply proposes commands on the leader.
 	Apply(context.Context, *connect.Request[v1.ApplyRequest]) (*connect.Response[v1.ApplyResponse], error)
-	// ReadIndex returns an index that is not older than any entry committed
+	// ReadIndex returns an index that is at least that of each entry committed
 	// before the call.
 	ReadIndex(context.Context, *connect.Request[v1.ReadIndexRequest]) (*connect.Response[v1.ReadIndexResponse], error)
-	// Heartbeat tells the leader that a host lives. Never in the log.
+	// Heartbeat tells the leader that a host is alive. It is never in the log.
 	Heartbeat(context.Context, *connect.Request[v1.HeartbeatRequest]) (*connect.Response[v1.HeartbeatResponse], error)
-	// Facts is one host's part of Top.
+	// Facts returns one host's part of Top.
 	Facts(context.Context, *connect.Request[v1.FactsRequest]) (*connect.Response[v1.FactsResponse], error)
-	// Create runs placement for a claim on the leader and binds it.
+	// CreateClaim chooses GPUs for a claim on the leader, and binds it.
 	CreateClaim(context.Context, *connect.Request[v1.CreateClaimRequest]) (*connect.Response[v1.CreateClaimResponse], error)
 }
 
@@ -830,14 +834,14 @@ type PeerServiceHandler interface {
 	Renew(context.Context, *connect.Request[v1.RenewRequest]) (*connect.Response[v1.RenewResponse], error)
 	// Apply proposes commands on the leader.
 	Apply(context.Context, *connect.Request[v1.ApplyRequest]) (*connect.Response[v1.ApplyResponse], error)
-	// ReadIndex returns an index that is not older than any entry committed
+	// ReadIndex returns an index that is at least that of each entry committed
 	// before the call.
 	ReadIndex(context.Context, *connect.Request[v1.ReadIndexRequest]) (*connect.Response[v1.ReadIndexResponse], error)
-	// Heartbeat tells the leader that a host lives. Never in the log.
+	// Heartbeat tells the leader that a host is alive. It is never in the log.
 	Heartbeat(context.Context, *connect.Request[v1.HeartbeatRequest]) (*connect.Response[v1.HeartbeatResponse], error)
-	// Facts is one host's part of Top.
+	// Facts returns one host's part of Top.
 	Facts(context.Context, *connect.Request[v1.FactsRequest]) (*connect.Response[v1.FactsResponse], error)
-	// Create runs placement for a claim on the leader and binds it.
+	// CreateClaim chooses GPUs for a claim on the leader, and binds it.
 	CreateClaim(context.Context, *connect.Request[v1.CreateClaimRequest]) (*connect.Response[v1.CreateClaimResponse], error)
 }
 
