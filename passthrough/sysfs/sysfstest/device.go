@@ -18,24 +18,24 @@ import (
 type device struct {
 	pcitest.Function
 	addr   pci.Address
-	at     string // below sys/devices
+	at     string // its folder below sys/devices
 	dir    *node
 	parent *device
 	driver *driver
 
 	override string
 	nodes    []devNode
-	vfio     int // number of its VFIO device, -1: none
+	vfio     int // number of its VFIO device; -1: none
 
 	config   []byte
 	dead     bool
-	heals    []string // resets that bring it back
-	methods  []string // resets that it has
-	enabled  []string // and may use
+	heals    []string // resets that bring it back after FallOff
+	methods  []string // resets that it supports
+	enabled  []string // resets that are enabled
 	outcomes map[string]Outcome
-	resets   []string // that were done
+	resets   []string // resets that were done
 
-	control   string // of runtime power management
+	control   string // power/control of runtime power management
 	allowCold bool   // d3cold_allowed
 	canCold   bool   // the platform can power it off
 	state     string
@@ -47,14 +47,14 @@ type device struct {
 
 	types []*mdevType
 	vgpu  *vgpus
-	slice int // type of the vendor's vGPU on a virtual function, 0: none
+	slice int // id of the vGPU type on a virtual function; 0: none
 }
 
 type devNode struct{ driver, dir, dev string }
 
-// Add adds functions as pcitest describes them, parents and physical
-// functions first. A driver that is not loaded is, with the device's ids in
-// its table; the function is bound to it.
+// Add adds functions that pcitest describes. Parents and physical functions come first.
+// If a function's driver is not loaded, it is loaded with the device's ids in its table.
+// Then the function is bound to it.
 func (m *Machine) Add(functions ...pcitest.Function) *Machine {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -134,7 +134,7 @@ func (m *Machine) sorted() []*device {
 	return slices.SortedFunc(maps.Values(m.devices), func(a, b *device) int { return a.addr.Compare(b.addr) })
 }
 
-// plug gives a device its files.
+// plug makes a device's files.
 func (m *Machine) plug(d *device) {
 	m.devices[d.addr] = d
 	above := fmt.Sprintf("pci%04x:%02x", d.addr.Domain, d.addr.Bus)
@@ -186,7 +186,7 @@ func (m *Machine) plug(d *device) {
 	}
 }
 
-// attributes are the files with a life.
+// attributes makes the files that have behaviour.
 func (m *Machine) attributes(d *device) {
 	put := func(name string, show func() string, store func(string) error) {
 		n := &node{store: store, device: d}
@@ -250,7 +250,7 @@ func (d *device) showConfig() string {
 	return string(d.config)
 }
 
-// removeStore takes a device and all below it from the bus.
+// removeStore removes a device and everything below it from the bus.
 func (m *Machine) removeStore(d *device, s string) error {
 	n, err := strconv.ParseUint(trim(s), 0, 64)
 	if err != nil {
@@ -293,7 +293,7 @@ func (m *Machine) unplug(d *device) error {
 	return nil
 }
 
-// rescan finds what was removed and still answers.
+// rescan finds devices that were removed and still answer.
 func (m *Machine) rescan(s string) error {
 	n, err := strconv.ParseUint(trim(s), 0, 64)
 	if err != nil {
@@ -317,8 +317,8 @@ func (m *Machine) rescan(s string) error {
 	return nil
 }
 
-// Unplug takes a function away as if pulled out of its slot. It is not found
-// again by a rescan until Plug.
+// Unplug removes a function as if it were pulled out of its slot. A rescan does not find
+// it until Plug.
 func (m *Machine) Unplug(a pci.Address) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -330,7 +330,7 @@ func (m *Machine) Unplug(a pci.Address) {
 	m.settle()
 }
 
-// Plug puts it back and has it found.
+// Plug puts it back, and the kernel finds it.
 func (m *Machine) Plug(a pci.Address) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -340,8 +340,8 @@ func (m *Machine) Plug(a pci.Address) {
 	_ = m.rescan("1")
 }
 
-// Reboot starts the machine anew: overrides and pciback's slots are forgotten
-// and drivers take what their tables name, in the order they were loaded.
+// Reboot restarts the machine: overrides and pciback's slots are lost, and drivers bind
+// what their tables name, in the order in which they were loaded.
 func (m *Machine) Reboot() {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -355,7 +355,7 @@ func (m *Machine) Reboot() {
 	}
 	for _, d := range m.sorted() {
 		if m.devices[d.addr] != d {
-			continue // a virtual function that went with its physical one
+			continue // a virtual function that was removed with its physical function
 		}
 		if d.driver != nil {
 			_ = m.unbind(d)
@@ -371,7 +371,7 @@ func (m *Machine) Reboot() {
 	}
 }
 
-// Driver is the driver a function is bound to, empty: none.
+// Driver returns the driver of a function; empty: none.
 func (m *Machine) Driver(a pci.Address) string {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -381,14 +381,14 @@ func (m *Machine) Driver(a pci.Address) string {
 	return ""
 }
 
-// Override is a function's driver_override, empty: none.
+// Override returns a function's driver_override; empty: none.
 func (m *Machine) Override(a pci.Address) string {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	return m.must(a).override
 }
 
-// Slots is pciback's list.
+// Slots returns pciback's list of slots.
 func (m *Machine) Slots() []pci.Address {
 	m.mu.Lock()
 	defer m.mu.Unlock()

@@ -11,7 +11,7 @@ import (
 	"github.com/gpuctl/gpuctl/passthrough/pci"
 )
 
-// Any stands for every vendor or device in an ID.
+// Any matches each vendor or device in an ID.
 const Any = 0xffff
 
 const pciback = "pciback"
@@ -21,40 +21,40 @@ type ID struct{ Vendor, Device uint16 }
 
 // Driver is a driver of PCI devices.
 type Driver struct {
-	Name         string // below sys/bus/pci/drivers
-	Module       string // as modprobe calls it; empty: the name
+	Name         string // name below sys/bus/pci/drivers
+	Module       string // name for modprobe; empty: Name
 	IDs          []ID
-	OverrideOnly bool   // its table counts only for a device whose override names it
-	VFIO         bool   // gives devices to processes: wants an IOMMU group, waits for who has them
-	SRIOV        bool   // can make virtual functions
-	Net          string // of network cards: what its interfaces' names begin with; the function's address follows
+	OverrideOnly bool   // its table applies only to a device whose override names it
+	VFIO         bool   // a VFIO driver: it needs an IOMMU group, and unbinding waits for processes that have the device open
+	SRIOV        bool   // it can make virtual functions
+	Net          string // for network cards: prefix of its interfaces' names, before the function's address
 }
 
-// Pciback is Xen's driver in dom0. It matches every device and refuses those
-// that neither the override nor its list of slots names.
+// Pciback returns Xen's driver in dom0. It matches each device, and refuses those that
+// neither the override nor its list of slots names.
 func Pciback() Driver {
 	return Driver{Name: pciback, Module: "xen-pciback", IDs: []ID{{Any, Any}}}
 }
 
-// VFIOPCI is the kernel's driver for user space.
+// VFIOPCI returns the kernel's driver for user space.
 func VFIOPCI() Driver {
 	return Driver{Name: "vfio-pci", IDs: []ID{{Any, Any}}, OverrideOnly: true, VFIO: true, SRIOV: true}
 }
 
-// driver is a driver that is loaded.
+// driver is a loaded driver.
 type driver struct {
 	Driver
 	dir     *node
 	dynamic []ID
-	slots   []pci.Address // of pciback
+	slots   []pci.Address // pciback's list of slots
 }
 
-// netName is what a network card's interface is called; at most 15 characters.
+// netName returns the name of a network card's interface, of at most 15 characters.
 func (dr *driver) netName(d *device) string {
 	return fmt.Sprintf("%s%xs%xf%x", dr.Net, d.addr.Bus, d.addr.Device, d.addr.Function)
 }
 
-// Load loads a driver: it takes what has no driver and matches.
+// Load loads a driver. It binds matching devices without a driver.
 func (m *Machine) Load(d Driver) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -88,7 +88,7 @@ func (m *Machine) load(d Driver) *driver {
 	return dr
 }
 
-// Unload removes a driver's module. Its devices lose it.
+// Unload unloads a driver. Its devices lose it.
 func (m *Machine) Unload(name string) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -118,11 +118,11 @@ func (m *Machine) driver(name string) *driver {
 	return nil
 }
 
-// attach offers a driver what has none.
+// attach probes all devices without a driver.
 func (m *Machine) attach(dr *driver) {
 	for _, d := range m.sorted() {
 		if d.driver == nil && dr.matches(d) {
-			_ = m.probe(dr, d) // as the kernel: the next one may
+			_ = m.probe(dr, d) // errors are ignored, as in the kernel
 		}
 	}
 }
@@ -133,8 +133,8 @@ func (dr *driver) inTable(list []ID, d *device) bool {
 	})
 }
 
-// matches is the bus's match: the override excludes all others and is enough
-// by itself.
+// matches reports whether a driver matches a device. An override excludes all other
+// drivers, and suffices by itself.
 func (dr *driver) matches(d *device) bool {
 	if d.override != "" {
 		return d.override == dr.Name
@@ -142,7 +142,7 @@ func (dr *driver) matches(d *device) bool {
 	return dr.inTable(dr.dynamic, d) || (!dr.OverrideOnly && dr.inTable(dr.IDs, d))
 }
 
-// probe binds a device that the driver matches, or says why not.
+// probe binds a matching device, or returns why it cannot.
 func (m *Machine) probe(dr *driver, d *device) error {
 	switch {
 	case d.pf != nil && !d.pf.vfProbe && d.override == "":
@@ -160,7 +160,7 @@ func (m *Machine) probe(dr *driver, d *device) error {
 		m.violate("%s was bound to %s while %s has it", d.addr, dr.Name, guest)
 	}
 	if dr.Name == pciback && !slices.Contains(dr.slots, d.addr) {
-		dr.slots = append(dr.slots, d.addr) // and there it stays
+		dr.slots = append(dr.slots, d.addr) // the slot stays in the list
 	}
 	m.bound(dr, d)
 	return nil
@@ -189,7 +189,8 @@ func (m *Machine) bound(dr *driver, d *device) {
 	d.resume(m)
 }
 
-// unbind takes the driver from a device, or waits for who has the device.
+// unbind unbinds a device from its driver, or waits for processes that have the device
+// open.
 func (m *Machine) unbind(d *device) error {
 	dr := d.driver
 	if dr.VFIO {
@@ -237,7 +238,7 @@ func (m *Machine) unbind(d *device) error {
 }
 
 func (m *Machine) named(s string) *device {
-	// A bus finds its device by the very name, but for a line's end.
+	// The name must be exact, except for a newline.
 	for a, d := range m.devices {
 		if a.String() == strings.TrimSuffix(s, "\n") {
 			return d
@@ -265,7 +266,7 @@ func (m *Machine) unbindStore(dr *driver, s string) error {
 	return m.unbind(d)
 }
 
-// driversProbe tells nobody whether a driver took the device.
+// driversProbe does not report whether a driver has bound the device.
 func (m *Machine) driversProbe(s string) error {
 	d := m.named(s)
 	if d == nil {
@@ -322,7 +323,7 @@ func (m *Machine) removeID(dr *driver, s string) error {
 	return nil
 }
 
-// hasSlot says that pciback's list names the device or a bridge above it.
+// hasSlot reports whether pciback's list contains the device or a bridge above it.
 func (dr *driver) hasSlot(d *device) bool {
 	for ; d != nil; d = d.parent {
 		if slices.Contains(dr.slots, d.addr) {
@@ -360,7 +361,7 @@ func (dr *driver) showSlots() string {
 	var b strings.Builder
 	for _, a := range dr.slots {
 		fmt.Fprintln(&b, a)
-		if b.Len() >= 4096 { // a page
+		if b.Len() >= 4096 { // the kernel writes at most a page
 			break
 		}
 	}
@@ -388,5 +389,5 @@ func parseBool(s string, to *bool) error {
 	return nil
 }
 
-// up leads from a device's folder to sys.
+// up returns the relative path from a device's folder to sys.
 func up(at string) string { return strings.Repeat("../", strings.Count(at, "/")+2) }

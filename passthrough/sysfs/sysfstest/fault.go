@@ -11,11 +11,11 @@ import (
 	"github.com/gpuctl/gpuctl/passthrough/pci"
 )
 
-// ErrCrashed is what a process gets that does not live any more. It has to
-// give up; all that counts is what it leaves behind.
+// ErrCrashed is returned to a process that has crashed. It must return. Only what it
+// leaves on disk and in the machine counts.
 var ErrCrashed = errors.New("the process under test has crashed")
 
-// errWait says that a driver waits for something.
+// errWait means that a driver waits for something.
 var errWait = errors.New("waits")
 
 type fault struct {
@@ -29,7 +29,7 @@ type refusal struct {
 	address pci.Address
 }
 
-// count1 counts a write or step and returns what shall become of it.
+// count1 counts a write or step, and returns its fault.
 func (m *Machine) count1(what string) (fault, error) {
 	if m.crashed {
 		return fault{}, ErrCrashed
@@ -45,9 +45,9 @@ func (m *Machine) count1(what string) (fault, error) {
 	return f, nil
 }
 
-// Step counts among the writes a step of the process under test that is none,
-// as writing a journal: a crash or a failure can be set for it. A step is
-// crashed before or failed; a crash after it is one before the next.
+// Step counts a step of the process under test that is not a write to the machine, such
+// as writing a journal, so that it can crash or fail there. A crash happens before the
+// step; a crash after it is a crash before the next one.
 func (m *Machine) Step(what string) error {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -68,19 +68,18 @@ func (m *Machine) fault(n int, f fault) {
 	m.faults[m.count+n] = f
 }
 
-// FailWrite makes the nth write from now fail, 1 being the next; it has no
-// effect.
+// FailWrite makes the nth write from now fail without an effect; 1 is the next one.
 func (m *Machine) FailWrite(n int, err error) { m.fault(n, fault{err: err}) }
 
-// CrashBefore ends the process under test before its nth write from now:
-// whatever it tries then is ErrCrashed, until Restart.
+// CrashBefore crashes the process under test before its nth write from now. Everything it
+// does after that fails with ErrCrashed, until Restart.
 func (m *Machine) CrashBefore(n int) { m.fault(n, fault{crashBefore: true}) }
 
-// CrashAfter ends it when the kernel has done the nth write.
+// CrashAfter crashes it after the kernel has done the nth write.
 func (m *Machine) CrashAfter(n int) { m.fault(n, fault{crashAfter: true}) }
 
-// HangWrite makes the nth write from now hang in the kernel, with its device
-// locked, until release is called. It has its effect then.
+// HangWrite makes the nth write from now hang in the kernel, with its device locked,
+// until release is called. Then it takes effect.
 func (m *Machine) HangWrite(n int) (release func()) {
 	c := make(chan struct{})
 	m.fault(n, fault{hang: c})
@@ -92,24 +91,22 @@ func (m *Machine) HangWrite(n int) (release func()) {
 	})
 }
 
-// Hasty makes writes that hang return sysfs.ErrStuck at once, as if their time
-// was up.
+// Hasty makes writes that hang return sysfs.ErrStuck at once, as if their time were over.
 func (m *Machine) Hasty() {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	m.hasty = true
 }
 
-// Faults counts the faults that are set and have not happened, and the writes
-// that hang.
+// Faults returns the number of faults that have not happened yet, and of writes that
+// hang.
 func (m *Machine) Faults() int {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	return len(m.faults) + len(m.pending)
 }
 
-// Restart starts the process under test again. Faults that did not happen are
-// forgotten.
+// Restart restarts the process under test. Faults that have not happened are removed.
 func (m *Machine) Restart() {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -117,22 +114,22 @@ func (m *Machine) Restart() {
 	clear(m.faults)
 }
 
-// Crashed says that the process under test does not live.
+// Crashed reports whether the process under test has crashed.
 func (m *Machine) Crashed() bool {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	return m.crashed
 }
 
-// Writes are the writes and steps so far, the oldest first.
+// Writes returns the writes and steps so far, the oldest first.
 func (m *Machine) Writes() []string {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	return slices.Clone(m.writes)
 }
 
-// Violations are the things that must not be and were: a guest's device torn
-// away, a driver on a function that a guest has.
+// Violations returns what must never happen and did: a guest's device was taken, or a
+// driver was bound to a function that a guest has.
 func (m *Machine) Violations() []string {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -143,7 +140,7 @@ func (m *Machine) violate(format string, args ...any) {
 	m.violations = append(m.violations, fmt.Sprintf(format, args...))
 }
 
-// RefuseProbe makes a driver refuse a function with err; nil: no longer.
+// RefuseProbe makes a driver refuse a function with err; nil ends that.
 func (m *Machine) RefuseProbe(driver string, a pci.Address, err error) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -154,9 +151,9 @@ func (m *Machine) RefuseProbe(driver string, a pci.Address, err error) {
 	m.refusals[refusal{driver, a}] = err
 }
 
-// FallOff takes a function off the bus: its configuration space reads all
-// ones. One of the resets of heals, of its names in reset_method, or "d3cold",
-// brings it back; none of them: it is gone for good.
+// FallOff makes a function fall off the bus: its configuration space reads as all ones. A
+// reset in heals, with its name in reset_method, or "d3cold", brings it back. If heals is
+// empty, nothing does.
 func (m *Machine) FallOff(a pci.Address, heals ...string) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -164,7 +161,7 @@ func (m *Machine) FallOff(a pci.Address, heals ...string) {
 	d.dead, d.heals = true, heals
 }
 
-// unwrapPath is the kernel's part of an error.
+// unwrapPath returns the kernel's part of an error.
 func unwrapPath(err error) error {
 	var p *fs.PathError
 	if errors.As(err, &p) {
@@ -173,7 +170,7 @@ func unwrapPath(err error) error {
 	return err
 }
 
-// kernel is what errors of functions given by tests become.
+// kernel converts errors of functions that tests provide.
 func kernel(err error) error {
 	var e syscall.Errno
 	if err != nil && !errors.As(err, &e) {

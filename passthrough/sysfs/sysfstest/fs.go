@@ -12,16 +12,16 @@ import (
 	"time"
 )
 
-const maxLinks = 40 // symbolic links on one path, as Linux counts them
+const maxLinks = 40 // most symbolic links on one path, as in Linux
 
 // node is a folder, a link or a file.
 type node struct {
 	parent   *node
-	children map[string]*node // of a folder
+	children map[string]*node // entries of a folder
 	link     string
-	show     func() (string, error) // nil: cannot be read
+	show     func() (string, error) // nil: it cannot be read
 	store    func(data string) error
-	device   *device // whose lock a write takes
+	device   *device // device that is locked during a write
 }
 
 func newFolder(parent *node) *node { return &node{parent: parent, children: map[string]*node{}} }
@@ -45,7 +45,7 @@ func (n *node) mode() fs.FileMode {
 	return m
 }
 
-// folder makes the folders on the way to name; links are followed.
+// folder makes the folders of a path. It follows links.
 func (n *node) folder(name string) *node {
 	if name == "." || name == "" {
 		return n
@@ -63,7 +63,7 @@ func (n *node) folder(name string) *node {
 	return n
 }
 
-// through is where a link in n leads, or the child itself.
+// through returns the destination of a link in n, or the child itself.
 func (n *node) through(child *node) *node {
 	if child.link == "" {
 		return child
@@ -75,7 +75,7 @@ func (n *node) through(child *node) *node {
 	return target
 }
 
-// put places a node at name, below n.
+// put puts a node at a path below n.
 func (n *node) put(name string, child *node) {
 	dir := n.folder(path.Dir(name))
 	child.parent = dir
@@ -105,7 +105,7 @@ func shows(f func() string) *node {
 	return &node{show: func() (string, error) { return f(), nil }}
 }
 
-// find walks to name. With last, a link at its end is not followed.
+// find finds the node at a path. If last, a link at the end is not followed.
 func (n *node) find(name string, last bool) (*node, error) {
 	links := 0
 	return n.walk(name, last, &links)
@@ -164,7 +164,7 @@ func (m *Machine) lookup(op, name string, last bool) (*node, error) {
 	return n, nil
 }
 
-// Open opens a file or folder. What is read is what was so when it was opened.
+// Open opens a file or folder. Its content is that at the time of opening.
 func (m *Machine) Open(name string) (fs.File, error) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -196,7 +196,7 @@ func (m *Machine) ReadFile(name string) ([]byte, error) {
 	return io.ReadAll(f)
 }
 
-// ReadDir lists a folder by name.
+// ReadDir returns a folder's entries, sorted by name.
 func (m *Machine) ReadDir(name string) ([]fs.DirEntry, error) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -210,7 +210,7 @@ func (m *Machine) ReadDir(name string) ([]fs.DirEntry, error) {
 	return entries(n), nil
 }
 
-// ReadLink says where a symbolic link leads.
+// ReadLink returns the destination of a symbolic link.
 func (m *Machine) ReadLink(name string) (string, error) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -224,7 +224,7 @@ func (m *Machine) ReadLink(name string) (string, error) {
 	return n.link, nil
 }
 
-// Lstat describes a file and does not follow a link.
+// Lstat returns information about a file, without following a link.
 func (m *Machine) Lstat(name string) (fs.FileInfo, error) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -260,7 +260,7 @@ type openFile struct {
 	info info
 	*bytes.Reader
 	name string
-	err  error // of the kernel's show
+	err  error // error of the attribute's show function
 }
 
 func (f *openFile) Stat() (fs.FileInfo, error) { return f.info, nil }

@@ -14,27 +14,26 @@ import (
 
 const sysDevices, pciDrivers, pciDevices = "sys/devices", "sys/bus/pci/drivers", "sys/bus/pci/devices"
 
-// Machine is a machine: see the package comment. Its methods may be called
-// from several goroutines. What makes no sense, as adding a device twice,
-// panics: the test is wrong.
+// Machine is a machine: see the package documentation. It is safe for concurrent use.
+// Wrong calls, such as adding a device twice, panic, because the test is wrong.
 type Machine struct {
 	mu         sync.Mutex
 	root       *node
 	devices    map[pci.Address]*device
-	gone       map[pci.Address]*device // removed, found again by a rescan
-	drivers    []*driver               // in the order they were loaded
+	gone       map[pci.Address]*device // removed devices that a rescan finds again
+	drivers    []*driver               // in the order in which they were loaded
 	autoprobe  bool
 	boot       int
-	groups     int                    // the next free IOMMU group
-	opened     int                    // the next free number of a VFIO device
-	owners     map[pci.Address]string // guests
+	groups     int                    // next free IOMMU group
+	opened     int                    // next free number of a VFIO device
+	owners     map[pci.Address]string // guests by function
 	processes  map[int]*process
 	violations []string
 	refusals   map[refusal]error
 	mdevs      map[string]*mdev
 
-	faults  map[int]fault // by the number of the write
-	count   int           // of writes and steps
+	faults  map[int]fault // by number of the write
+	count   int           // number of writes and steps
 	writes  []string
 	crashed bool
 	hasty   bool
@@ -43,7 +42,7 @@ type Machine struct {
 
 var _ sysfs.Root = (*Machine)(nil)
 
-// New returns a machine with no devices and no drivers.
+// New returns a machine without devices and drivers.
 func New() *Machine {
 	m := &Machine{
 		root: newFolder(nil), devices: map[pci.Address]*device{}, gone: map[pci.Address]*device{}, autoprobe: true, owners: map[pci.Address]string{},
@@ -62,16 +61,16 @@ func New() *Machine {
 	return m
 }
 
-// File makes or replaces a file that is only read.
+// File makes or replaces a read-only file.
 func (m *Machine) File(name, content string) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	m.root.put(name, text(content))
 }
 
-// Attr makes or replaces a file of the kernel that this package does not
-// model. Nil: it cannot be read, or written. The functions run with the
-// machine locked and must not call it.
+// Attr makes or replaces a file of the kernel that this package does not simulate. If a
+// function is nil, the file cannot be read, or written. The functions are called with the
+// machine locked, and must not call it.
 func (m *Machine) Attr(name string, show func() (string, error), store func(data string) error) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -85,7 +84,7 @@ func (m *Machine) Link(name, target string) {
 	m.root.put(name, &node{link: target})
 }
 
-// Remove takes a file, link or folder away.
+// Remove removes a file, link or folder.
 func (m *Machine) Remove(name string) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -123,12 +122,12 @@ func (m *Machine) Write(ctx context.Context, name, data string) error {
 	}
 }
 
-// op is a write that the kernel is asked for.
+// op is a write to the kernel.
 type op struct {
 	name, data string
 	device     *device
-	hang       <-chan struct{} // until it is closed
-	crash      bool            // afterwards
+	hang       <-chan struct{} // it hangs until this is closed
+	crash      bool            // crash afterwards
 	done       chan struct{}
 	err        error
 }
@@ -157,7 +156,7 @@ func (m *Machine) begin(o *op) {
 	m.settle()
 }
 
-// settle lets the kernel go on with what can go on.
+// settle continues the operations that can continue.
 func (m *Machine) settle() {
 	for again := true; again; {
 		again = false
@@ -191,7 +190,7 @@ func (o *op) finish(err error) {
 	close(o.done)
 }
 
-// perform is false if the kernel has to wait.
+// perform executes an operation. It returns false if the kernel must wait.
 func (m *Machine) perform(o *op) bool {
 	n, err := m.root.find(o.name, false)
 	switch {

@@ -8,15 +8,15 @@ import (
 	"github.com/gpuctl/gpuctl/passthrough/pci"
 )
 
-// Outcome is what becomes of a device by a reset.
+// Outcome is the result of a reset of a device.
 type Outcome struct {
-	Err   error // what the kernel says; ENOTTY: it goes on with the next method
-	Kills bool  // the device reads all ones afterwards, for good
-	Hangs bool  // the kernel does not return until OnReset says otherwise
+	Err   error // error of the kernel; after ENOTTY it tries the next method
+	Kills bool  // the device reads as all ones afterwards, for ever
+	Hangs bool  // the kernel does not return until OnReset changes that
 }
 
-// OnReset sets what a reset of a function by a method does. Without it a reset
-// works if the device answers or the method brings it back.
+// OnReset sets the outcome of a function's reset by a method. By default, a reset
+// succeeds if the device answers or the method brings it back.
 func (m *Machine) OnReset(a pci.Address, method string, o Outcome) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -24,15 +24,15 @@ func (m *Machine) OnReset(a pci.Address, method string, o Outcome) {
 	m.settle()
 }
 
-// Resets are the methods by which a function was reset, oldest first, without
-// those that failed; "d3cold" is a loss of power.
+// Resets returns the methods by which a function was reset successfully, oldest first.
+// "d3cold" means that it had no power.
 func (m *Machine) Resets(a pci.Address) []string {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	return slices.Clone(m.must(a).resets)
 }
 
-// PowersOff says that the platform can cut a function's power.
+// PowersOff makes the platform able to switch a function's power off.
 func (m *Machine) PowersOff(a pci.Address) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -55,8 +55,8 @@ func (m *Machine) resetStore(d *device, s string) error {
 }
 
 func (m *Machine) reset(d *device, method string) error {
-	// The secondary bus is reset only for who is alone on it. A device that
-	// was found before its siblings has the method in its list nevertheless.
+	// The secondary bus is reset only if the function is alone on it. A device that was
+	// found before its siblings has the method in its list nevertheless.
 	if method == "bus" && (d.parent == nil || len(m.onBus(d)) > 1) {
 		return syscall.ENOTTY
 	}
@@ -67,7 +67,7 @@ func (m *Machine) reset(d *device, method string) error {
 	case o.Err != nil:
 		return kernel(o.Err)
 	case d.dead && !slices.Contains(d.heals, method):
-		return syscall.ENOTTY // it does not come back: so says the kernel
+		return syscall.ENOTTY // the device does not come back, so the kernel returns this
 	}
 	d.resets = append(d.resets, method)
 	d.dead = o.Kills
@@ -106,7 +106,7 @@ func (d *device) setMethods(s string) error {
 	return nil
 }
 
-// idle says that a function may sleep.
+// idle reports whether a function may sleep.
 func (d *device) idle(m *Machine) bool {
 	if d.control != "auto" || m.owners[d.addr] != "" {
 		return false
@@ -117,8 +117,8 @@ func (d *device) idle(m *Machine) bool {
 	return d.driver.VFIO && !slices.ContainsFunc(d.vfioNodes(), func(name string) bool { return m.holder(name) != nil })
 }
 
-// repower puts the functions of the slot to sleep or wakes this one. Power is
-// cut only for all of them.
+// repower lets the functions of the slot sleep, or wakes this one. Power is switched off
+// only for all of them.
 func (d *device) repower(m *Machine) {
 	if !d.idle(m) {
 		d.resume(m)
@@ -152,7 +152,7 @@ func (d *device) repower(m *Machine) {
 	}
 }
 
-// resume wakes all of the slot: power comes to all at once.
+// resume wakes all functions of the slot, because they get power together.
 func (d *device) resume(m *Machine) {
 	cold := d.state == "D3cold"
 	d.state = "D0"

@@ -15,9 +15,9 @@ type process struct {
 	fds  []string
 }
 
-// Node is a file below dev that driver makes for a function while it is bound:
-// dir is its folder below the function's, as drm/renderD128, and dev its name,
-// as dri/renderD128.
+// Node adds a file below dev that a driver makes for a function while it is bound. dir is
+// its folder below the function's, such as drm/renderD128, and dev its name, such as
+// dri/renderD128.
 func (m *Machine) Node(a pci.Address, driver, dir, dev string) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -44,7 +44,8 @@ func (m *Machine) Run(pid int, comm string, files ...string) {
 	}
 }
 
-// Exit ends a process: its files are closed, and who waited for them goes on.
+// Exit ends a process. Its files are closed, and operations that have waited for that
+// continue.
 func (m *Machine) Exit(pid int) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -66,7 +67,7 @@ func (m *Machine) holder(file string) *process {
 	return nil
 }
 
-// vfioNodes are the files by which processes have the device.
+// vfioNodes returns the files through which processes use the device.
 func (d *device) vfioNodes() []string {
 	out := []string{"/dev/vfio/" + strconv.Itoa(d.IOMMUGroup)}
 	if d.vfio >= 0 {
@@ -75,8 +76,8 @@ func (d *device) vfioNodes() []string {
 	return out
 }
 
-// Give gives a function that pciback holds to a guest, as Xen does. It fails
-// if the function has another driver or another guest.
+// Give gives a function that is bound to pciback to a guest, as Xen does. It fails if the
+// function has another driver or another guest.
 func (m *Machine) Give(a pci.Address, guest string) error {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -93,14 +94,14 @@ func (m *Machine) Give(a pci.Address, guest string) error {
 	return nil
 }
 
-// TakeBack takes it from its guest.
+// TakeBack takes it back from its guest.
 func (m *Machine) TakeBack(a pci.Address) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	delete(m.owners, a)
 }
 
-// Guest is who has a function, empty: nobody.
+// Guest returns the guest that has a function; empty: none.
 func (m *Machine) Guest(a pci.Address) string {
 	m.mu.Lock()
 	defer m.mu.Unlock()

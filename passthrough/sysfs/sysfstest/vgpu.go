@@ -22,7 +22,7 @@ func (m *Machine) sriovFiles(d *device, put func(string, func() string, func(str
 	put("sriov_drivers_autoprobe", func() string { return digit(d.vfProbe) + "\n" }, func(s string) error { return parseBool(s, &d.vfProbe) })
 }
 
-// setVFs makes or removes virtual functions: from none to some or back.
+// setVFs makes or removes virtual functions: from 0 or to 0.
 func (m *Machine) setVFs(d *device, s string) error {
 	n, err := strconv.ParseUint(trim(s), 0, 16)
 	switch {
@@ -39,7 +39,7 @@ func (m *Machine) setVFs(d *device, s string) error {
 	case n == 0:
 		for _, vf := range d.vfs {
 			if m.owners[vf.addr] != "" || (vf.driver != nil && vf.driver.Name == pciback) {
-				return syscall.EPERM // assigned, as pciback marks them
+				return syscall.EPERM // assigned to a guest, as pciback marks them
 			}
 			if vf.driver != nil && vf.driver.VFIO && slices.ContainsFunc(vf.vfioNodes(), func(name string) bool { return m.holder(name) != nil }) {
 				return errWait
@@ -53,7 +53,7 @@ func (m *Machine) setVFs(d *device, s string) error {
 
 func (m *Machine) removeVFs(d *device) {
 	for _, vf := range slices.Backward(slices.Clone(d.vfs)) {
-		// Forcibly: a guest's device is a violation by then.
+		// By force: if a guest has the device, that is a violation.
 		if vf.driver != nil && vf.driver.VFIO {
 			for pid, p := range m.processes {
 				if slices.ContainsFunc(vf.vfioNodes(), func(name string) bool { return slices.Contains(p.fds, name) }) {
@@ -97,11 +97,11 @@ func (m *Machine) makeVFs(d *device, n int) error {
 
 // MdevType is a type of mediated devices that a parent offers.
 type MdevType struct {
-	ID          string // as nvidia-22 or i915-GVTg_V5_4
+	ID          string // such as nvidia-22 or i915-GVTg_V5_4
 	Name        string
 	Description string
-	API         string // vfio-pci
-	Instances   int    // of this type when there are none of any
+	API         string // such as vfio-pci
+	Instances   int    // instances of this type if there are none of any type
 }
 
 type mdevType struct {
@@ -114,8 +114,8 @@ type mdev struct {
 	of   *mdevType
 }
 
-// AddMdevTypes lets a function offer types while it has a driver. As with
-// NVIDIA's, devices of two types do not live on one parent at a time.
+// AddMdevTypes makes a function offer types while it has a driver. As with NVIDIA's
+// driver, a parent cannot have devices of two types at the same time.
 func (m *Machine) AddMdevTypes(a pci.Address, types ...MdevType) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -126,7 +126,7 @@ func (m *Machine) AddMdevTypes(a pci.Address, types ...MdevType) {
 	m.mdevParent(d, d.driver != nil)
 }
 
-// Mdevs are the mediated devices of a function, by UUID.
+// Mdevs returns the UUIDs of a function's mediated devices.
 func (m *Machine) Mdevs(a pci.Address) []string {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -221,14 +221,14 @@ func (m *Machine) dropMdev(v *mdev) {
 type VGPUType struct {
 	ID        int
 	Name      string
-	Instances int // on one GPU
+	Instances int // most instances on one GPU
 }
 
 type vgpus struct{ types []VGPUType }
 
-// AddVGPUTypes gives the virtual functions of a physical one NVIDIA's files:
-// nvidia/creatable_vgpu_types, current_vgpu_type and placement_id. A GPU has
-// vGPUs of one type at a time.
+// AddVGPUTypes adds NVIDIA's files to the virtual functions of a physical function:
+// nvidia/creatable_vgpu_types, current_vgpu_type and placement_id. A GPU has vGPUs of
+// only one type at a time.
 func (m *Machine) AddVGPUTypes(pf pci.Address, types ...VGPUType) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
