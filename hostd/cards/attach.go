@@ -375,7 +375,7 @@ func (k *Keeper) attach(ctx context.Context, m vm.Info, p *attachPlan, r *gpuctl
 		if k.current(&c.assignment) == nil { // it failed before it was recorded
 			return err
 		}
-		return fmt.Errorf("attach %s to vm %s: %w", gpu, m.Name, c.unwind(ctx, err))
+		return fmt.Errorf("attach %s to vm %s: %w", gpu, m.Name, c.rollBack(ctx, err))
 	}
 	if r.GetPersistent() {
 		if err := c.step(ctx, stepStore, func(ctx context.Context) error { return k.VMs.Store(ctx, m.UUID, c.assignment.Functions) }); err != nil {

@@ -354,9 +354,9 @@ func (c *change) release(ctx context.Context) error {
 	return nil
 }
 
-// unwind undoes a change that failed with cause, and returns what is to be reported. If
+// rollBack undoes a change that failed with cause, and returns what is to be reported. If
 // the VM has the card nevertheless, it keeps it.
-func (c *change) unwind(ctx context.Context, cause error) error {
+func (c *change) rollBack(ctx context.Context, cause error) error {
 	if errors.Is(cause, errQuarantined) {
 		return cause
 	}

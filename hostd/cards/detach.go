@@ -231,7 +231,7 @@ func (k *Keeper) Reset(ctx context.Context, r *gpuctlv1.ResetRequest, report Rep
 			c.assignment.Message = ""
 		}
 		if err := c.take(ctx); err != nil {
-			return fmt.Errorf("reset %s: %w", name, c.unwind(ctx, err))
+			return fmt.Errorf("reset %s: %w", name, c.rollBack(ctx, err))
 		}
 		if err := c.giveBack(ctx); err != nil {
 			return fmt.Errorf("reset %s: %w", name, err)

@@ -50,9 +50,9 @@ func (k *Keeper) Lost(ctx context.Context, uuid, gpu string) bool {
 	return err == nil && len(functions) > 0 && contradicts(owners, functions, uuid, false) == ""
 }
 
-// holding finds a card that is assigned to a VM, and locks it until end is called. A
+// lockAssigned finds a card that is assigned to a VM, and locks it until end is called. A
 // quarantined card has no VM. If the VM does not have the card, the error wraps ErrTaken.
-func (k *Keeper) holding(ctx context.Context, m vm.VM, gpu string) (c *change, name string, end func(), err error) {
+func (k *Keeper) lockAssigned(ctx context.Context, m vm.VM, gpu string) (c *change, name string, end func(), err error) {
 	card, name, end, err := k.movable(ctx, gpu, "a migration of vm "+m.Name)
 	if err != nil {
 		return nil, "", nil, err
@@ -132,7 +132,7 @@ func (k *Keeper) taken(card *pci.Card) bool {
 // AttachPrepared attaches a prepared card to its VM, which runs on this host. If stored,
 // it also adds the card to the VM's stored definition.
 func (k *Keeper) AttachPrepared(ctx context.Context, m vm.VM, gpu string, stored bool) error {
-	c, name, end, err := k.holding(ctx, m, gpu)
+	c, name, end, err := k.lockAssigned(ctx, m, gpu)
 	if err != nil {
 		return err
 	}
@@ -167,7 +167,7 @@ func (k *Keeper) DetachReleased(ctx context.Context, m vm.VM, gpu, migration str
 	if k.Lost(ctx, m.UUID, gpu) {
 		return nil
 	}
-	c, name, end, err := k.holding(ctx, m, gpu)
+	c, name, end, err := k.lockAssigned(ctx, m, gpu)
 	if err != nil {
 		return err
 	}
@@ -189,7 +189,7 @@ func (k *Keeper) DetachReleased(ctx context.Context, m vm.VM, gpu, migration str
 // Keep makes a card stay assigned when its VM stops. A migration calls it before it stops
 // the VM.
 func (k *Keeper) Keep(ctx context.Context, m vm.VM, gpu, migration string) error {
-	c, _, end, err := k.holding(ctx, m, gpu)
+	c, _, end, err := k.lockAssigned(ctx, m, gpu)
 	if err != nil {
 		return err
 	}
@@ -204,7 +204,7 @@ func (k *Keeper) Keep(ctx context.Context, m vm.VM, gpu, migration string) error
 // ResetStopped resets a card after its VM has stopped, and removes it from the VM's
 // stored definition. Keep was called before. The card stays assigned.
 func (k *Keeper) ResetStopped(ctx context.Context, m vm.VM, gpu string) error {
-	c, name, end, err := k.holding(ctx, m, gpu)
+	c, name, end, err := k.lockAssigned(ctx, m, gpu)
 	if err != nil {
 		return err
 	}

@@ -633,7 +633,7 @@ func (k *Keeper) prepareSlice(ctx context.Context, d vm.VM, card *pci.Card, f pc
 	}
 	if a := k.sliceAt(f); a != nil {
 		if a.UUID == d.UUID && (a.Phase == ready || a.Phase == attached) {
-			return k.again(ctx, d, a)
+			return k.prepareRestart(ctx, d, a)
 		}
 		return refusal(fmt.Sprintf("vm %s cannot have %s", d.Name, f), []*gpuctlv1.Reason{why("owned", "%s belongs to VM %s (%s): gpuctl detach %s %s gives it back", a.label(), a.vm(), a.Phase, a.vm(), f)})
 	}
@@ -659,7 +659,7 @@ func (k *Keeper) prepareSlice(ctx context.Context, d vm.VM, card *pci.Card, f pc
 		err = c.enter(ready)
 	}
 	if err != nil && k.current(&c.assignment) != nil {
-		err = c.unwind(ctx, err)
+		err = c.rollBack(ctx, err)
 	}
 	if err != nil {
 		return fmt.Errorf("vm %s cannot have %s: %w", d.Name, f, err)
@@ -761,7 +761,7 @@ func (k *Keeper) resetSlice(ctx context.Context, a *cardAssignment, plan bool, r
 		c := &change{k: k, steps: steps, report: report, assignment: *a}
 		c.assignment.Message = ""
 		if err := c.take(ctx); err != nil {
-			return fmt.Errorf("reset %s: %w", a.label(), c.unwind(ctx, err))
+			return fmt.Errorf("reset %s: %w", a.label(), c.rollBack(ctx, err))
 		}
 		if err := c.giveBack(ctx); err != nil {
 			return fmt.Errorf("reset %s: %w", a.label(), err)

@@ -56,7 +56,7 @@ func (k *Keeper) prepare(ctx context.Context, d vm.VM, card *pci.Card, devices [
 	}
 	defer end()
 	if a := k.assignmentOf(card.Address); a != nil && a.UUID == d.UUID && (a.Phase == ready || a.Phase == attached) {
-		return k.again(ctx, d, a)
+		return k.prepareRestart(ctx, d, a)
 	}
 	_, name, err := k.find(ctx, card.Address.String())
 	if err != nil {
@@ -67,7 +67,7 @@ func (k *Keeper) prepare(ctx context.Context, d vm.VM, card *pci.Card, devices [
 	if err != nil {
 		return err
 	}
-	if reasons = append(reasons, k.inPart(card, devices)...); len(reasons) > 0 {
+	if reasons = append(reasons, k.againstPart(card, devices)...); len(reasons) > 0 {
 		return refusal(fmt.Sprintf("vm %s cannot have %s", d.Name, name), reasons)
 	}
 	claim, _, err := k.obtain(ctx, m, []string{name}, "", 0)
@@ -79,13 +79,13 @@ func (k *Keeper) prepare(ctx context.Context, d vm.VM, card *pci.Card, devices [
 		Card: card.Address, Functions: addresses(card), GPU: name, UUID: d.UUID, Name: d.Name, Claim: claim, Starting: true,
 	}}
 	if err = c.ready(ctx); err != nil && k.assignmentOf(card.Address) != nil {
-		return fmt.Errorf("vm %s cannot have %s: %w", d.Name, name, c.unwind(ctx, err))
+		return fmt.Errorf("vm %s cannot have %s: %w", d.Name, name, c.rollBack(ctx, err))
 	}
 	return err
 }
 
-// inPart returns the reasons why a VM cannot start with only some of a card's functions.
-func (k *Keeper) inPart(card *pci.Card, devices []pci.Address) (out []*gpuctlv1.Reason) {
+// againstPart returns the reasons why a VM cannot start with only some of a card's functions.
+func (k *Keeper) againstPart(card *pci.Card, devices []pci.Address) (out []*gpuctlv1.Reason) {
 	if k.Hypervisor.HotplugBlocker(card) == "" {
 		return nil
 	}
@@ -97,9 +97,9 @@ func (k *Keeper) inPart(card *pci.Card, devices []pci.Address) (out []*gpuctlv1.
 	return out
 }
 
-// again prepares a card for the VM that had it last: the VM restarts before the card was
+// prepareRestart prepares a card for the VM that had it last: the VM restarts before the card was
 // given back.
-func (k *Keeper) again(ctx context.Context, d vm.VM, a *cardAssignment) error {
+func (k *Keeper) prepareRestart(ctx context.Context, d vm.VM, a *cardAssignment) error {
 	c := &change{k: k, assignment: *a, report: func(*gpuctlv1.DeviceUpdate) {}}
 	if err := c.verify(ctx, false); err != nil {
 		return fmt.Errorf("vm %s cannot have %s: %w", d.Name, a.GPU, err)

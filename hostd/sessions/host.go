@@ -170,16 +170,16 @@ func (h *Host) Start(ctx context.Context) error {
 	if err := h.Resync(ctx); err != nil {
 		h.Log.Warn("sessions not known yet", "err", err)
 	}
-	h.hold(ctx)
+	h.acquireHoldings(ctx)
 	h.Reoffer(ctx)
 	close(h.ready)
 	h.Cluster.Kick()
 	return nil
 }
 
-// hold reports to the cluster what this host's claims have, before new claims are made. A
+// acquireHoldings reports to the cluster what this host's claims have, before new claims are made. A
 // cluster that is in memory only has lost that. What fails here is repeated later.
-func (h *Host) hold(ctx context.Context) {
+func (h *Host) acquireHoldings(ctx context.Context) {
 	ctx, cancel := context.WithTimeout(ctx, holdTimeout)
 	defer cancel()
 	for _, held := range h.Holdings() {
@@ -244,7 +244,7 @@ func (h *Host) follow(ctx context.Context) {
 		stream, err := h.Guest.WatchSessions(ctx, connect.NewRequest(&gpuctlv1.WatchSessionsRequest{}))
 		if err == nil {
 			for stream.Receive() {
-				h.hear(ctx, proto.CloneOf(stream.Msg()))
+				h.handleUpdate(ctx, proto.CloneOf(stream.Msg()))
 			}
 			err = cmp.Or(stream.Err(), errors.New("ended"))
 			_ = stream.Close()
@@ -256,10 +256,10 @@ func (h *Host) follow(ctx context.Context) {
 	}
 }
 
-// hear processes a message of the stream. The stream may be behind a list. So an unknown
+// handleUpdate processes a message of the stream. The stream may be behind a list. So an unknown
 // session is not added from it: that session may have ended already, and another one may
 // have its GPU. A new list is requested instead.
-func (h *Host) hear(ctx context.Context, s *gpuctlv1.Session) {
+func (h *Host) handleUpdate(ctx context.Context, s *gpuctlv1.Session) {
 	h.mu.Lock()
 	known := h.sessions[s.GetId()] != nil || s.GetState() == gpuctlv1.SessionState_SESSION_STATE_ENDED
 	if known {
