@@ -41,7 +41,8 @@ const (
 	// MaxTime is the latest time, since the epoch of the user's choice.
 	MaxTime = 100 * 365 * 24 * time.Hour
 
-	maxSetting = time.Hour // the largest duration in a Config
+	maxSetting      = time.Hour // the largest duration in a Config
+	leastWaitCharge = 10        // percent: were waits free, who is waited for could starve others
 )
 
 // Config says how a [Scheduler] works. [DefaultConfig] returns one that can be
@@ -56,14 +57,16 @@ type Config struct {
 	// that could run, for an owner that has had less than its share. 0: not at all.
 	Wait time.Duration
 
-	// FullWait makes Band wait all of that time, even if who it waits for has come.
-	// GPUvm's code does so; it is of use for comparisons only.
-	FullWait bool
+	// AsPublished makes Band do what GPUvm's code does: wait all of that time, even if
+	// who it waits for has come, and give that time to nobody. For comparisons only:
+	// with short commands the GPU is idle most of the time.
+	AsPublished bool
 
 	// WaitCharge is the part, in percent, of the time for which Fair waited for
-	// an owner that this owner has to pay for. With 0 all owners get the same time
-	// on the GPU, and an owner that makes others wait costs it nothing. With 100
-	// nobody that has commands gets less than its share of the time on the clock.
+	// an owner that this owner has to pay for: 10 to 100. The less, the closer are
+	// owners to the same time on the GPU; the more, the less can an owner take from
+	// others by making them wait. With 100 nobody that has commands gets less than
+	// its share of the time on the clock.
 	WaitCharge int
 
 	// MaxLag is how much time on the GPU an owner of Fair can have saved up when
@@ -113,8 +116,8 @@ func (c Config) check() error {
 	if c.Period < time.Millisecond && (c.Policy == Credit || c.Policy == Band) {
 		return fmt.Errorf("period %v is less than 1ms: %w", c.Period, ErrConfig)
 	}
-	if c.WaitCharge < 0 || c.WaitCharge > 100 {
-		return fmt.Errorf("wait charge %d is not between 0 and 100 percent: %w", c.WaitCharge, ErrConfig)
+	if c.Policy == Fair && (c.WaitCharge < leastWaitCharge || c.WaitCharge > 100) {
+		return fmt.Errorf("wait charge %d is not between %d and 100 percent: %w", c.WaitCharge, leastWaitCharge, ErrConfig)
 	}
 	if c.MaxPending < 1 {
 		return fmt.Errorf("%d pending commands are not enough: %w", c.MaxPending, ErrConfig)

@@ -19,7 +19,7 @@ type credit struct {
 
 	refilled time.Duration // when
 	busy     time.Duration // since then
-	idle     time.Duration // since then, while nobody had a command
+	idle     time.Duration // since then
 	before   time.Duration // busy and idle of the period before
 }
 
@@ -43,21 +43,25 @@ func (p *credit) arrived(*owner) {}
 
 func (p *credit) started(o *owner) { p.last, p.until = o, 0 }
 
-func (p *credit) ended(o *owner, ran time.Duration) {
-	p.busy = min(p.busy+ran, most)
-	o.used = min(o.used+ran, most)
-	o.budget = max(o.budget-ran, -most)
+func (p *credit) ended(o *owner, cost time.Duration) {
+	p.busy = min(p.busy+cost, most)
+	o.used = min(o.used+cost, most)
+	o.budget = max(o.budget-cost, -most)
 	if o.budget < 0 && (p.s.config.Policy == Credit || p.over(o)) {
 		i := slices.Index(p.list, o)
 		p.list = append(slices.Delete(p.list, i, i+1), o)
 	}
 }
 
-// passed counts the time in which nobody had a command. That of a wait is lost.
+// passed counts the time in which the GPU was idle, as that is given out as well.
+// In GPUvm's code the time of waits is lost: with short commands most of the time is,
+// and an owner in debt gets out of it only after seconds.
 func (p *credit) passed(o *owner, d time.Duration) {
 	if o == nil {
-		p.idle = min(p.idle+d, most)
 		p.until = 0
+	}
+	if o == nil || !p.s.config.AsPublished {
+		p.idle = min(p.idle+d, most)
 	}
 }
 
@@ -72,7 +76,7 @@ func (p *credit) refill(now time.Duration) {
 	if now-p.refilled < period {
 		return
 	}
-	p.refilled = now
+	p.refilled = now - (now-p.refilled)%period // on a grid: a command that ends late shifts no later period
 	p.before = min(p.busy+p.idle, most)
 	for _, o := range p.list {
 		o.budget += p.part(o, p.before)
@@ -104,7 +108,7 @@ func (p *credit) next(now time.Duration) Decision {
 // band is the selection of Band.
 func (p *credit) band(now time.Duration) Decision {
 	last := p.last
-	if p.until > now && p.s.config.FullWait {
+	if p.until > now && p.s.config.AsPublished {
 		return Decision{Action: Wait, Owner: last.id, Until: p.until}
 	}
 	if p.until != 0 && last.pending() {

@@ -54,7 +54,7 @@ func (p *fair) arrived(o *owner) {
 
 func (p *fair) started(o *owner) { p.virtual = max(p.virtual, o.virtual) }
 
-func (p *fair) ended(o *owner, ran time.Duration) { p.charge(o, ran) }
+func (p *fair) ended(o *owner, cost time.Duration) { p.charge(o, cost) }
 
 func (p *fair) passed(o *owner, d time.Duration) {
 	if o != nil {

@@ -80,6 +80,10 @@ type Scheduler struct {
 	reported bool          // that it is overdue
 }
 
+// leastCost is what a command costs its owner at least, though it ran for less or for
+// no time that could be measured. Were such commands free, their owner could run them without end.
+const leastCost = time.Microsecond
+
 // policy decides for a Scheduler. Each event is told once it is in the accounts.
 type policy interface {
 	joined(o *owner)
@@ -234,7 +238,7 @@ func (s *Scheduler) End(now time.Duration, id OwnerID, ran time.Duration) error 
 	o.usage.Commands++
 	o.length.learn(s.kind, ran)
 	o.ended, o.since = true, now
-	s.policy.ended(o, ran)
+	s.policy.ended(o, max(ran, leastCost))
 	if o.leaving {
 		s.remove(o)
 	}
