@@ -119,6 +119,9 @@ func (m *model) finish(now, ran time.Duration) {
 // event is one that may be impossible.
 func (m *model) event(t *rapid.T, a, b *Scheduler) {
 	id := OwnerID(rapid.SampledFrom([]string{"a", "b", "c", "d", ""}).Draw(t, "owner"))
+	if m.runs && rapid.Bool().Draw(t, "of the running one") {
+		id = m.running
+	}
 	now := m.now + time.Duration(rapid.OneOf(
 		rapid.Int64Range(0, int64(3*ms)), rapid.Int64Range(0, int64(time.Hour)),
 		rapid.SampledFrom([]int64{-1, math.MinInt64 / 4, int64(MaxTime), math.MaxInt64 / 4}),
@@ -386,7 +389,7 @@ func (w *world) isRunning(o *subject) bool { return w.s.running != nil && w.s.ru
 
 // bound is how long the oldest command of an owner may wait.
 func (w *world) bound(o *subject) time.Duration {
-	n, weights := time.Duration(len(w.owners)), 0
+	n, weights := float64(len(w.owners)), 0
 	for _, other := range w.owners {
 		weights += other.weight
 	}
@@ -402,11 +405,11 @@ func (w *world) bound(o *subject) time.Duration {
 		// Each of the others gets what it has saved up, what the owner is ahead by
 		// its last command and a wait, and the rest of a command. While it gets that, all
 		// of the time on the clock is charged but a part of the waits.
-		owed := n*(w.config.MaxLag+2*w.longest) + time.Duration(part*float64(w.longest+w.config.Wait))
-		return owed * 100 / time.Duration(w.config.WaitCharge)
+		owed := n*float64(w.config.MaxLag+2*w.longest) + part*float64(w.longest+w.config.Wait)
+		return time.Duration(owed * 100 / float64(w.config.WaitCharge))
 	default:
 		// Some periods, until the owner has got new time and others have used up theirs.
-		return time.Duration(part*float64(4*w.config.Period+n*w.longest)) + n*(w.config.Wait+w.longest)
+		return time.Duration(part*(4*float64(w.config.Period)+n*float64(w.longest)) + n*float64(w.config.Wait+w.longest))
 	}
 }
 

@@ -179,7 +179,6 @@ func TestFairWaitsForAnOwnerThatIsBehind(t *testing.T) {
 	b.does("long", 10*ms) // now its commands are known to be long
 	b.submit("short", 1)
 	b.does("short", ms)
-	end := b.at
 	// Nothing is known of its think time but 10 ms while the other one ran,
 	// which counts as a pause of 8 ms: too long to wait for.
 	b.wants(Decision{Action: Run, Owner: "long"})
@@ -191,7 +190,7 @@ func TestFairWaitsForAnOwnerThatIsBehind(t *testing.T) {
 	}
 	b.submit("short", 1)
 	b.does("short", ms)
-	end = b.at
+	end := b.at
 	d := b.Next(b.at)
 	if d.Action != Wait || d.Owner != "short" || d.Until <= end || d.Until > end+2*ms {
 		t.Fatalf("at %v: %+v", b.at, d)
@@ -206,9 +205,136 @@ func TestFairWaitsForAnOwnerThatIsBehind(t *testing.T) {
 	if u, err := b.Usage("short"); err != nil || u.Waited != d.Until-end || b.Totals().Waited != u.Waited {
 		t.Errorf("waited for %v: %+v, %v, %+v", d.Until-end, u, err, b.Totals())
 	}
-	// Once it comes, it runs.
+	// Once it comes, it runs. A wait is over when it has come, or at its end, even if
+	// nobody asks then.
 	b.submit("short", 1)
 	b.wants(Decision{Action: Run, Owner: "short"})
+	before := b.Totals()
+	b.does("short", us)
+	if d = b.Next(b.at); d.Action != Wait {
+		t.Fatalf("%+v", d)
+	}
+	b.at += 50 * us
+	b.submit("short", 1)
+	b.at += ms
+	b.does("short", us)
+	if waited := b.Totals().Waited - before.Waited; waited != 50*us {
+		t.Errorf("waited for %v, want 50µs", waited)
+	}
+	end = b.at
+	d = b.Next(b.at)
+	b.at = d.Until + ms
+	b.wants(Decision{Action: Run, Owner: "long"})
+	if waited := b.Totals().Waited - before.Waited; d.Action != Wait || waited != 50*us+d.Until-end {
+		t.Errorf("waited for %v, want %v", waited, 50*us+d.Until-end)
+	}
+}
+
+func TestFairTakesThoseThatAreEvenInOrderOfSubmission(t *testing.T) {
+	b := newBench(t, DefaultConfig(Fair))
+	b.join("a", 1)
+	b.join("b", 1)
+	b.submit("b", 1)
+	b.submit("a", 1)
+	b.wants(Decision{Action: Run, Owner: "b"})
+}
+
+func TestRunTimeThatCantBeIsRefused(t *testing.T) {
+	b := newBench(t, DefaultConfig(Credit))
+	b.join("a", 1)
+	b.submit("a", 1)
+	ok(t, b.Start(b.at, "a"))
+	for _, ran := range []time.Duration{-1, math.MinInt64, ms + 1, math.MaxInt64} {
+		if err := b.End(ms, "a", ran); !errors.Is(err, ErrDuration) {
+			t.Errorf("%v: %v", ran, err)
+		}
+	}
+	ok(t, b.End(ms, "a", ms))
+	if u, err := b.Usage("a"); err != nil || u.Busy != ms || u.Commands != 1 {
+		t.Errorf("%+v, %v", u, err)
+	}
+}
+
+// An owner that did not use its time for 10 s has no 5 s of it.
+func TestCreditThatIsNotUsedIsLost(t *testing.T) {
+	for _, others := range []bool{true, false} {
+		b := newBench(t, DefaultConfig(Credit))
+		length := map[OwnerID]time.Duration{"a": ms, "b": ms}
+		b.join("a", 1)
+		b.join("b", 1)
+		if others { // b runs meanwhile; or nobody does
+			for range 4 {
+				b.submit("b", 2500)
+				b.runs(2500*ms, length)
+			}
+		} else {
+			b.submit("a", 1)
+			b.does("a", ms)
+			b.at += 10 * time.Second
+		}
+		b.submit("a", 1000)
+		b.submit("b", 1000)
+		used := b.runs(200*ms, length)
+		if used["b"] < 60*ms {
+			t.Errorf("others %v: b has had %v of 200ms", others, used["b"])
+		}
+	}
+}
+
+// bandWaits is a scheduler that waits for "short".
+func bandWaits(t *testing.T) (*bench, Decision) {
+	t.Helper()
+	b := newBench(t, DefaultConfig(Band))
+	b.join("short", 1)
+	b.join("long", 1)
+	b.submit("long", 1) // it needs a period to see who has had more
+	b.does("long", 10*ms)
+	b.submit("short", 1)
+	b.does("short", ms)
+	b.at += 500 * ms
+	b.submit("long", 2)
+	b.submit("short", 1)
+	b.Next(b.at)
+	b.does("long", 10*ms)
+	b.does("short", ms)
+	d := b.Next(b.at)
+	if d.Action != Wait || d.Owner != "short" || d.Until != b.at+500*us {
+		t.Fatalf("%+v", d)
+	}
+	return b, d
+}
+
+func TestBandWaitsForAnOwnerThatHadLess(t *testing.T) {
+	b, d := bandWaits(t)
+	b.at = d.Until - 1
+	b.wants(d)
+	b.at++
+	b.wants(Decision{Action: Run, Owner: "long"})
+
+	b, _ = bandWaits(t)
+	b.at += 100 * us
+	b.submit("short", 1)
+	b.wants(Decision{Action: Run, Owner: "short"})
+}
+
+func TestBandWaitsForNobodyWhoHasLeft(t *testing.T) {
+	b, _ := bandWaits(t)
+	if _, err := b.Leave(b.at, "short"); err != nil {
+		t.Fatal(err)
+	}
+	b.wants(Decision{Action: Run, Owner: "long"})
+}
+
+// Were the time of waits given to nobody, as published, the owner of long commands
+// would be in debt for as long as short ones take to fill periods.
+func TestTimeOfBandsWaitsIsGivenOut(t *testing.T) {
+	o := simulate(t, DefaultConfig(Band), []tenant{
+		{length: exactly(10 * us), think: exactly(450 * us)},
+		{length: exactly(100 * ms), think: exactly(0), burst: 4},
+	}, 60*time.Second, 500*ms)
+	if part := o.busy * o.share[1]; part < 0.3 {
+		t.Errorf("the owner of long commands has %.3f of the time", part)
+	}
 }
 
 func TestFairDoesNotWaitIfWaitingIsOff(t *testing.T) {
@@ -374,6 +500,12 @@ func TestLengthIsPredictedByKind(t *testing.T) {
 			t.Fatalf("kind %d: %v, %v", k, d, known)
 		}
 	}
+	l.all.value = 2 * ms
+	for k := Kind(100_000); k < 101_000; k++ {
+		if d, known := l.predict(k); !known || d != 2*ms {
+			t.Fatalf("kind %d, which never ran: %v, %v", k, d, known)
+		}
+	}
 }
 
 func TestOverdueCommandIsReportedOnce(t *testing.T) {
@@ -471,5 +603,19 @@ func TestOwnersAreLimited(t *testing.T) {
 	}
 	if _, err := b.Usage("one more"); !errors.Is(err, ErrUnknownOwner) {
 		t.Error(err)
+	}
+}
+
+// What dividing by the weight leaves over is not lost: else commands of less
+// than 1.024 µs would cost this owner nothing.
+func TestHeavyOwnerPaysForItsShortestCommands(t *testing.T) {
+	b := newBench(t, DefaultConfig(Fair))
+	b.join("heavy", MaxWeight)
+	b.join("light", 1)
+	b.submit("heavy", 4096)
+	b.submit("light", 3)
+	used := b.runs(4000*1023*time.Nanosecond, map[OwnerID]time.Duration{"heavy": 1023 * time.Nanosecond, "light": us})
+	if used["light"] < 3*us {
+		t.Errorf("%v", used)
 	}
 }

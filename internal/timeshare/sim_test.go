@@ -51,10 +51,9 @@ func between(from, to time.Duration) func(*rand.Rand) time.Duration {
 
 // outcome is what a simulation gave.
 type outcome struct {
-	mean, worst float64         // Jain's index over windows
-	busy        float64         // part of the time
-	share       []float64       // of the busy time
-	delay       []time.Duration // longest from a submission to the end of the burst
+	mean, worst float64   // Jain's index over windows
+	busy        float64   // part of the time
+	share       []float64 // of the busy time
 	totals      Totals
 }
 
@@ -94,7 +93,7 @@ func simulate(tb testing.TB, c Config, tenants []tenant, length, window time.Dur
 		if now >= ends {
 			ok(tb, s.End(now, runner.id, now-started))
 			for at := started; at < now && int(at/window) < n; {
-				to := min(now, (at/window+1)*window)
+				to := min(now, at-at%window+window)
 				runner.used[at/window] += to - at
 				at = to
 			}
