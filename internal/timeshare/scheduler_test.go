@@ -257,27 +257,33 @@ func TestRunTimeThatCantBeIsRefused(t *testing.T) {
 
 // An owner that did not use its time for 10 s has no 5 s of it.
 func TestCreditThatIsNotUsedIsLost(t *testing.T) {
-	for _, others := range []bool{true, false} {
-		b := newBench(t, DefaultConfig(Credit))
-		length := map[OwnerID]time.Duration{"a": ms, "b": ms}
-		b.join("a", 1)
-		b.join("b", 1)
-		if others { // b runs meanwhile; or nobody does
-			for range 4 {
-				b.submit("b", 2500)
-				b.runs(2500*ms, length)
-			}
-		} else {
-			b.submit("a", 1)
-			b.does("a", ms)
-			b.at += 10 * time.Second
-		}
-		b.submit("a", 1000)
-		b.submit("b", 1000)
-		used := b.runs(200*ms, length)
-		if used["b"] < 60*ms {
-			t.Errorf("others %v: b has had %v of 200ms", others, used["b"])
-		}
+	b := newBench(t, DefaultConfig(Credit))
+	length := map[OwnerID]time.Duration{"a": ms, "b": ms}
+	b.join("a", 1)
+	b.join("b", 1)
+	for range 4 {
+		b.submit("b", 2500)
+		b.runs(2500*ms, length)
+	}
+	b.submit("a", 1000)
+	b.submit("b", 1000)
+	if used := b.runs(200*ms, length); used["b"] < 60*ms {
+		t.Errorf("b has had %v of 200ms", used["b"])
+	}
+}
+
+// Nor has one its part of 10 s in which nobody had a command: it has that of one
+// period, 15 ms.
+func TestCreditOfTimeThatNobodyWantedIsLost(t *testing.T) {
+	b := newBench(t, DefaultConfig(Credit))
+	length := map[OwnerID]time.Duration{"a": ms, "b": ms}
+	b.join("a", 1)
+	b.join("b", 1)
+	b.at = 10 * time.Second
+	b.submit("a", 100)
+	b.submit("b", 100)
+	if used := b.runs(25*ms, length); used["b"] < 5*ms {
+		t.Errorf("b has had %v of the first 25ms", used["b"])
 	}
 }
 
@@ -287,6 +293,7 @@ func bandWaits(t *testing.T) (*bench, Decision) {
 	b := newBench(t, DefaultConfig(Band))
 	b.join("short", 1)
 	b.join("long", 1)
+	b.join("other", 1)
 	b.submit("long", 1) // it needs a period to see who has had more
 	b.does("long", 10*ms)
 	b.submit("short", 1)
