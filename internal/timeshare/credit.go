@@ -115,7 +115,7 @@ func (p *credit) band(now time.Duration) Decision {
 		return run(last)
 	}
 	o := p.choose()
-	if last == nil || o == last || !p.over(o) || p.over(last) || o.used <= last.used {
+	if last == nil || o == last || !p.over(o) || p.over(last) || !ahead(o, last) {
 		return run(o)
 	}
 	if p.until == 0 {
@@ -125,6 +125,11 @@ func (p *credit) band(now time.Duration) Decision {
 		return Decision{Action: Wait, Owner: last.id, Until: p.until}
 	}
 	return run(o)
+}
+
+// ahead reports whether a had more than b in this period, in proportion to their weights.
+func ahead(a, b *owner) bool {
+	return a.used*time.Duration(b.weight) > b.used*time.Duration(a.weight)
 }
 
 // choose prefers owners that have time left and had less than their share, then

@@ -16,7 +16,7 @@
 // and after each of these asks [Scheduler.Next] what to do:
 //
 //	switch d := s.Next(now); d.Action {
-//	case timeshare.Run:  // start the oldest command of d.Owner, call Start
+//	case timeshare.Run:  // start the oldest command of d.Owner, and call Start
 //	case timeshare.Wait: // ask again at d.Until, or after the next event
 //	case timeshare.Busy: // a command runs; from d.Until on it is overdue
 //	case timeshare.Idle: // nobody has a command

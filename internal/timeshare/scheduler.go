@@ -37,8 +37,8 @@ type Decision struct {
 	Action Action
 	Owner  OwnerID
 
-	// Until is, for Wait, when to ask again at the latest; for Busy, from when on
-	// the command is overdue. 0: no time changes the answer.
+	// Until is, for Wait, when to ask again at the latest; for Busy, when to call
+	// [Scheduler.Overrun], unless that has reported the command. 0: no time changes the answer.
 	Until time.Duration
 }
 
@@ -252,7 +252,7 @@ func (s *Scheduler) Next(now time.Duration) Decision {
 	s.pass(min(max(now, s.now), MaxTime))
 	if s.running != nil {
 		d := Decision{Action: Busy, Owner: s.running.id}
-		if s.config.Overdue > 0 {
+		if s.config.Overdue > 0 && !s.reported {
 			d.Until = s.started + s.config.Overdue
 		}
 		return d

@@ -332,6 +332,15 @@ func TestBandWaitsForNobodyWhoHasLeft(t *testing.T) {
 	b.wants(Decision{Action: Run, Owner: "long"})
 }
 
+// What owners have had is compared in proportion to their weights: else Band
+// stops to wait for the heavy one as soon as it has had as much as the light one.
+func TestBandWaitsByWeight(t *testing.T) {
+	o := simulate(t, DefaultConfig(Band), weighted(1, 3, pair(ms, ms, 200*us)), 60*time.Second, 500*ms)
+	if o.mean < 0.99 {
+		t.Errorf("Jain's index by weight is %.3f", o.mean)
+	}
+}
+
 // Were the time of waits given to nobody, as published, the owner of long commands
 // would be in debt for as long as short ones take to fill periods.
 func TestTimeOfBandsWaitsIsGivenOut(t *testing.T) {
@@ -531,6 +540,7 @@ func TestOverdueCommandIsReportedOnce(t *testing.T) {
 		if o, late := b.Overrun(b.at); !late || o != (Overrun{Owner: "a", Since: since}) {
 			t.Errorf("%+v, %v", o, late)
 		}
+		b.wants(Decision{Action: Busy, Owner: "a"}) // there is no more to wait for
 		b.at += time.Second
 		if o, late := b.Overrun(b.at); late {
 			t.Errorf("again: %+v", o)
