@@ -54,8 +54,8 @@ func (p *credit) ended(o *owner, cost time.Duration) {
 }
 
 // passed counts the time in which the GPU was idle, as that is given out as well.
-// In GPUvm's code the time of waits is lost: with short commands most of the time is,
-// and an owner in debt gets out of it only after seconds.
+// In GPUvm's code the time of waits is lost. With short commands that is most of the
+// time, and an owner that is in debt stays so for long.
 func (p *credit) passed(o *owner, d time.Duration) {
 	if o == nil {
 		p.until = 0
