@@ -27,6 +27,7 @@ import (
 	"github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1/clusterv1connect"
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/cluster/pki"
+	"github.com/gpuctl/gpuctl/internal/testkit"
 )
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
@@ -267,30 +268,13 @@ type site struct {
 	backend    *backend
 	address    string
 	socket     string
-	log        *logBuffer
+	log        *testkit.Log
 	audit      *AuditLog
 	mu         sync.Mutex
 	identities map[string]*clusterv1.Identity
 	notReady   atomic.Bool
 	others     atomic.Int32
 	ahead      atomic.Int64 // of the server's clock
-}
-
-type logBuffer struct {
-	mu sync.Mutex
-	b  bytes.Buffer
-}
-
-func (l *logBuffer) Write(p []byte) (int, error) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.b.Write(p)
-}
-
-func (l *logBuffer) String() string {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.b.String()
 }
 
 func must[T any](v T, err error) T {
@@ -328,7 +312,7 @@ func issue(ca *pki.CA, id pki.Identity, at time.Time) *pki.Material {
 func open(t *testing.T, middleware bool) *site {
 	t.Helper()
 	dir := t.TempDir()
-	s := &site{ca: must(pki.NewCA("c1", time.Now())), log: &logBuffer{}, identities: map[string]*clusterv1.Identity{}}
+	s := &site{ca: must(pki.NewCA("c1", time.Now())), log: &testkit.Log{}, identities: map[string]*clusterv1.Identity{}}
 	s.backend = &backend{ca: s.ca, tokens: map[string]*clusterv1.JoinToken{}}
 	log := slog.New(slog.NewTextHandler(s.log, nil))
 	s.audit = must(OpenAudit(AuditConfig{Path: filepath.Join(dir, "audit.log"), Log: log, Sync: 10 * time.Millisecond}))

@@ -29,6 +29,7 @@ import (
 	"github.com/gpuctl/gpuctl/guest/statestream"
 	"github.com/gpuctl/gpuctl/hostd/migration/endpoint"
 	"github.com/gpuctl/gpuctl/hostd/migration/stash"
+	"github.com/gpuctl/gpuctl/internal/testkit"
 	"github.com/gpuctl/gpuctl/internal/vm"
 	"github.com/gpuctl/gpuctl/migrate"
 )
@@ -297,7 +298,7 @@ type stream struct {
 	v   *testVM
 	cmd *exec.Cmd
 	in  io.Closer
-	out lockedBuffer
+	out testkit.Log
 }
 
 const streamKiB = 160 // in each of its two buffers

@@ -10,7 +10,6 @@ import (
 	"path/filepath"
 	"regexp"
 	"strings"
-	"sync"
 	"syscall"
 	"testing"
 	"time"
@@ -22,6 +21,7 @@ import (
 	"github.com/gpuctl/gpuctl/guest/vm/agent"
 	"github.com/gpuctl/gpuctl/guest/vm/channel"
 	"github.com/gpuctl/gpuctl/guest/vm/channel/channeltest"
+	"github.com/gpuctl/gpuctl/internal/testkit"
 	"github.com/gpuctl/gpuctl/passthrough/pci/pcitest"
 )
 
@@ -40,27 +40,10 @@ type testVM struct {
 	icd     string
 	config  string
 	cmd     *exec.Cmd
-	log     *lockedBuffer
+	log     *testkit.Log
 	host    *channel.Client
 	agent   gpuctlv1connect.AgentServiceClient
 	guest   gpuctlv1connect.GuestServiceClient
-}
-
-type lockedBuffer struct {
-	mu sync.Mutex
-	b  bytes.Buffer
-}
-
-func (l *lockedBuffer) Write(p []byte) (int, error) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.b.Write(p)
-}
-
-func (l *lockedBuffer) String() string {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.b.String()
 }
 
 func newVM(t *testing.T) *testVM {
@@ -78,7 +61,7 @@ func newVM(t *testing.T) *testVM {
 	if err := os.Chmod(dir, 0o711); err != nil { // the sessions' users pass through it
 		t.Fatal(err)
 	}
-	v := &testVM{t: t, dir: dir, tree: pcitest.New(t), console: channeltest.New(t), log: &lockedBuffer{}, binary: filepath.Join(dir, "gpuguest"), icd: filepath.Join(dir, "vendors")}
+	v := &testVM{t: t, dir: dir, tree: pcitest.New(t), console: channeltest.New(t), log: &testkit.Log{}, binary: filepath.Join(dir, "gpuguest"), icd: filepath.Join(dir, "vendors")}
 	run := filepath.Join(dir, "run")
 	v.build("go", "build", "-o", v.binary, ".")
 	v.build("sh", "../../guest/opencl/icd/build.sh", filepath.Join(dir, "lib.so"), fmt.Sprintf("-DGX_VM_SOCKET=%q", filepath.Join(run, "app.sock")))
@@ -237,7 +220,7 @@ func TestVMMovesWithItsApplication(t *testing.T) {
 	}
 
 	// An application that starts before there is a GPU waits for it.
-	var out lockedBuffer
+	var out testkit.Log
 	app := exec.Command(filepath.Join(v.dir, "stream"), "--stdin", "--kib", "16", "--buffers", "2")
 	app.Env = []string{"OCL_ICD_VENDORS=" + v.icd + "/", "PATH=" + os.Getenv("PATH")}
 	app.Stdout, app.Stderr = &out, &out

@@ -1,7 +1,6 @@
 package member
 
 import (
-	"bytes"
 	"context"
 	"errors"
 	"fmt"
@@ -20,6 +19,7 @@ import (
 	"github.com/gpuctl/gpuctl/cluster/access"
 	"github.com/gpuctl/gpuctl/cluster/replica"
 	"github.com/gpuctl/gpuctl/cluster/state"
+	"github.com/gpuctl/gpuctl/internal/testkit"
 )
 
 // fake is a host that gives GPUs to claims as it is told.
@@ -92,24 +92,7 @@ type machine struct {
 	dir  string
 	port string // its address
 	host *fake
-	log  *buffer
-}
-
-type buffer struct {
-	mu sync.Mutex
-	b  bytes.Buffer
-}
-
-func (b *buffer) Write(p []byte) (int, error) {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	return b.b.Write(p)
-}
-
-func (b *buffer) String() string {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	return b.b.String()
+	log  *testkit.Log
 }
 
 func timing() replica.Timing {
@@ -140,7 +123,7 @@ func freePort(t *testing.T) string {
 // newMachine starts hostd's part of a host with two GPUs of 8 GiB.
 func newMachine(t *testing.T, name string) *machine {
 	t.Helper()
-	m := &machine{t: t, name: name, dir: t.TempDir(), port: freePort(t), log: &buffer{}, host: &fake{claims: map[string]bool{}, uses: map[string][]string{}}}
+	m := &machine{t: t, name: name, dir: t.TempDir(), port: freePort(t), log: &testkit.Log{}, host: &fake{claims: map[string]bool{}, uses: map[string][]string{}}}
 	for i := range 2 {
 		m.host.gpus = append(m.host.gpus, &clusterv1.GPU{
 			Name: fmt.Sprintf("g%d", i), Model: "test", Type: "gpu", Health: clusterv1.Health_HEALTH_OK,

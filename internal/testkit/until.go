@@ -16,7 +16,7 @@ const (
 	told = 10 * time.Second
 
 	firstPause = time.Millisecond
-	lastPause  = 100 * time.Millisecond
+	lastPause  = 50 * time.Millisecond
 )
 
 // T is what Until needs of a test: a testing.TB is one, and a testscript.TestScript.

@@ -1,24 +1,23 @@
 package throttle_test
 
 import (
-	"bytes"
 	"log/slog"
 	"strings"
-	"sync"
 	"testing"
 	"testing/synctest"
 	"time"
 
+	"github.com/gpuctl/gpuctl/internal/testkit"
 	"github.com/gpuctl/gpuctl/internal/throttle"
 )
 
 func TestFloodIsCountedAndNotLogged(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		var out buffer
+		var out testkit.Log
 		log := throttle.Logger(slog.New(slog.NewTextHandler(&out, nil)), 3, time.Second)
 		lines := func() []string {
 			synctest.Wait()
-			return strings.Split(strings.TrimSuffix(out.take(), "\n"), "\n")
+			return strings.Split(strings.TrimSuffix(out.Take(), "\n"), "\n")
 		}
 		for range 100000 {
 			log.With("pid", 1).Warn("refused")
@@ -50,23 +49,4 @@ func TestFloodIsCountedAndNotLogged(t *testing.T) {
 		}
 		time.Sleep(time.Hour)
 	})
-}
-
-// buffer is one that timers write to.
-type buffer struct {
-	mu sync.Mutex
-	b  bytes.Buffer
-}
-
-func (b *buffer) Write(p []byte) (int, error) {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	return b.b.Write(p)
-}
-
-func (b *buffer) take() string {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	defer b.b.Reset()
-	return b.b.String()
 }

@@ -14,12 +14,12 @@ import (
 	"runtime"
 	"slices"
 	"strings"
-	"sync"
 	"syscall"
 	"testing"
 	"time"
 
 	"github.com/gpuctl/gpuctl/internal/rundir"
+	"github.com/gpuctl/gpuctl/internal/testkit"
 	"github.com/gpuctl/gpuctl/internal/unixrpc"
 	"github.com/gpuctl/gpuctl/test/rig"
 )
@@ -81,26 +81,9 @@ type host struct {
 	root       root
 	name, dir  string
 	data, port string
-	log        *buffer
+	log        *testkit.Log
 	cmd        *exec.Cmd
 	ended      chan struct{}
-}
-
-type buffer struct {
-	mu sync.Mutex
-	b  bytes.Buffer
-}
-
-func (b *buffer) Write(p []byte) (int, error) {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	return b.b.Write(p)
-}
-
-func (b *buffer) String() string {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	return b.b.String()
 }
 
 func newHost(t *testing.T, r root, name string) *host {
@@ -118,7 +101,7 @@ func newHost(t *testing.T, r root, name string) *host {
 		t.Fatal(err)
 	}
 	defer l.Close()
-	h := &host{t: t, root: r, name: name, dir: dir, data: filepath.Join(dir, "data"), port: l.Addr().String(), log: &buffer{}}
+	h := &host{t: t, root: r, name: name, dir: dir, data: filepath.Join(dir, "data"), port: l.Addr().String(), log: &testkit.Log{}}
 	if err := os.WriteFile(filepath.Join(dir, "hostd.yaml"), fmt.Appendf(nil, hostConfig, name, h.port), 0o600); err != nil {
 		t.Fatal(err)
 	}

@@ -19,6 +19,7 @@ import (
 
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/internal/testkit"
 	"github.com/gpuctl/gpuctl/internal/virt"
 )
 
@@ -111,7 +112,7 @@ func TestLostLastAnswerOfLibvirtIsAnAlarm(t *testing.T) {
 	}
 	proxy := b.Command(t.Context(), self)
 	proxy.Env = append(os.Environ(), cutEnv+"="+b.Address)
-	said := &buffer{}
+	said := &testkit.Log{}
 	proxy.Stdout, proxy.Stderr, proxy.WaitDelay = said, said, time.Second
 	if err := proxy.Start(); err != nil {
 		t.Fatal(err)

@@ -1,7 +1,6 @@
 package migrate
 
 import (
-	"bytes"
 	"context"
 	"errors"
 	"fmt"
@@ -10,7 +9,6 @@ import (
 	"os/exec"
 	"path/filepath"
 	"strings"
-	"sync"
 	"testing"
 	"time"
 
@@ -20,6 +18,7 @@ import (
 	"github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1/clusterv1connect"
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
+	"github.com/gpuctl/gpuctl/internal/testkit"
 	"github.com/gpuctl/gpuctl/internal/unixrpc"
 	"github.com/gpuctl/gpuctl/internal/virt"
 	"github.com/gpuctl/gpuctl/test/libvirt"
@@ -39,25 +38,8 @@ type host struct {
 	bin  string
 	dir  string
 	cmd  *exec.Cmd
-	log  *buffer
+	log  *testkit.Log
 	virt *virt.Client
-}
-
-type buffer struct {
-	mu sync.Mutex
-	b  bytes.Buffer
-}
-
-func (b *buffer) Write(p []byte) (int, error) {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	return b.b.Write(p)
-}
-
-func (b *buffer) String() string {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	return b.b.String()
 }
 
 // build makes hostd as the sources are; gpuguest comes from the last make.
@@ -101,7 +83,7 @@ func clusterBy(t *testing.T, uri string) (r *libvirt.Rig, a, b *host) {
 	build(t, r.Dir)
 	var hosts []*host
 	for _, l := range r.Hosts {
-		h := &host{Host: l, t: t, bin: r.Dir, dir: filepath.Join(r.Dir, l.Name+"-gpuctl"), log: &buffer{}}
+		h := &host{Host: l, t: t, bin: r.Dir, dir: filepath.Join(r.Dir, l.Name+"-gpuctl"), log: &testkit.Log{}}
 		if err := os.MkdirAll(h.dir, 0o700); err != nil {
 			t.Fatal(err)
 		}

@@ -12,10 +12,10 @@ import (
 	"path/filepath"
 	"strconv"
 	"strings"
-	"sync"
 	"syscall"
 	"time"
 
+	"github.com/gpuctl/gpuctl/internal/testkit"
 	"github.com/gpuctl/gpuctl/internal/unixrpc"
 )
 
@@ -173,28 +173,7 @@ type Rig struct {
 	cmd   *exec.Cmd
 	stdin io.Closer
 	ended chan struct{}
-	log   *buffer
-}
-
-type buffer struct {
-	mu sync.Mutex
-	b  bytes.Buffer
-	w  io.Writer
-}
-
-func (l *buffer) Write(p []byte) (int, error) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	if l.w != nil {
-		_, _ = l.w.Write(p)
-	}
-	return l.b.Write(p)
-}
-
-func (l *buffer) String() string {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.b.String()
+	log   *testkit.Log
 }
 
 // Start starts hostd and waits until it answers.
@@ -220,7 +199,7 @@ func Start(ctx context.Context, o Options) (*Rig, error) {
 	if err := os.WriteFile(file, []byte(o.Config), 0o600); err != nil {
 		return nil, fmt.Errorf("rig: %w", err)
 	}
-	r := &Rig{Root: root, Dir: o.Dir, ended: make(chan struct{}), log: &buffer{w: o.Log}}
+	r := &Rig{Root: root, Dir: o.Dir, ended: make(chan struct{}), log: &testkit.Log{Tee: o.Log}}
 	r.cmd = exec.Command(r.Bin("hostd"), "--dev", "--private", "--rundir", o.Dir, "--config", file, "--log-level", "debug")
 	r.cmd.Env = append(os.Environ(), o.Env...)
 	r.cmd.Stdout, r.cmd.Stderr = r.log, r.log

@@ -1,7 +1,6 @@
 package nvml
 
 import (
-	"bytes"
 	"context"
 	"errors"
 	"fmt"
@@ -15,6 +14,8 @@ import (
 	"time"
 
 	"go.uber.org/goleak"
+
+	"github.com/gpuctl/gpuctl/internal/testkit"
 )
 
 // The test binary is its own helper: what it does is in a file, so that it can
@@ -80,24 +81,7 @@ type bench struct {
 	*Client
 	t      *testing.T
 	script string
-	log    *lockedBuffer
-}
-
-type lockedBuffer struct {
-	mu sync.Mutex
-	b  bytes.Buffer
-}
-
-func (l *lockedBuffer) Write(p []byte) (int, error) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.b.Write(p)
-}
-
-func (l *lockedBuffer) String() string {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.b.String()
+	log    *testkit.Log
 }
 
 func newBench(t *testing.T, mode string, change ...func(*Config)) *bench {
@@ -106,7 +90,7 @@ func newBench(t *testing.T, mode string, change ...func(*Config)) *bench {
 	if err != nil {
 		t.Fatal(err)
 	}
-	b := &bench{t: t, script: filepath.Join(t.TempDir(), "mode"), log: &lockedBuffer{}}
+	b := &bench{t: t, script: filepath.Join(t.TempDir(), "mode"), log: &testkit.Log{}}
 	b.does(mode)
 	c := Config{
 		Path: self, Env: append(os.Environ(), scriptEnv+"="+b.script, "GORACE=atexit_sleep_ms=0"), Log: slog.New(slog.NewTextHandler(b.log, nil)),

@@ -1,7 +1,6 @@
 package trace_test
 
 import (
-	"bytes"
 	"compress/gzip"
 	"context"
 	"errors"
@@ -26,6 +25,7 @@ import (
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/hostd/telemetry/trace"
+	"github.com/gpuctl/gpuctl/internal/testkit"
 )
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
@@ -288,24 +288,6 @@ func TestCollectorGetsTraces(t *testing.T) {
 	}
 }
 
-// syncBuffer is a log that several goroutines write.
-type syncBuffer struct {
-	mu sync.Mutex
-	b  bytes.Buffer
-}
-
-func (s *syncBuffer) Write(p []byte) (int, error) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return s.b.Write(p)
-}
-
-func (s *syncBuffer) String() string {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return s.b.String()
-}
-
 // A collector that hangs, or is not there, costs spans and no time.
 func TestCollectorThatIsDownHoldsNothingUp(t *testing.T) {
 	l, err := net.Listen("tcp", "127.0.0.1:0") // takes connections and never answers
@@ -320,7 +302,7 @@ func TestCollectorThatIsDownHoldsNothingUp(t *testing.T) {
 	gone.Close()
 	for name, address := range map[string]string{"hangs": l.Addr().String(), "gone": gone.Addr().String()} {
 		t.Run(name, func(t *testing.T) {
-			var out syncBuffer
+			var out testkit.Log
 			tr, err := trace.New(t.Context(), trace.Config{Endpoint: address, Insecure: true, Log: slog.New(slog.NewTextHandler(&out, nil))})
 			if err != nil {
 				t.Fatal(err)
