@@ -14,6 +14,7 @@ import (
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 	"github.com/gpuctl/gpuctl/cluster/replica"
 	"github.com/gpuctl/gpuctl/cluster/state"
+	"github.com/gpuctl/gpuctl/internal/testkit"
 )
 
 // Options are the options of New.
@@ -146,16 +147,8 @@ func (c *Cluster) Must(ctx context.Context, n *Node, cmd *clusterv1.Command) *cl
 // Until calls f until it returns no error.
 func (c *Cluster) Until(ctx context.Context, what string, f func() error) {
 	c.tb.Helper()
-	for {
-		err := f()
-		if err == nil {
-			return
-		}
-		select {
-		case <-ctx.Done():
-			c.tb.Fatalf("%s: %v", what, err)
-		case <-time.After(2 * time.Millisecond):
-		}
+	if err := testkit.Poll(ctx, what, f); err != nil {
+		c.tb.Fatal(err)
 	}
 }
 

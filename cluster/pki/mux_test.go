@@ -16,6 +16,7 @@ import (
 	"time"
 
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
+	"github.com/gpuctl/gpuctl/internal/testkit"
 )
 
 // port is a Mux on loopback whose HTTP side says who called, and whose raft
@@ -344,13 +345,13 @@ func TestAnonymousConnectionsAreFewAndShort(t *testing.T) {
 		open.Add(1)
 		wait.Go(func() { io.Copy(io.Discard, c); open.Add(-1) })
 	}
-	waitFor(t, func() bool { return open.Load() <= 3 })
+	testkit.Until(t, "connections over the limit are closed", func() error { return testkit.Want(open.Load() <= 3, open.Load()) })
 	if n := a.anonymous.size(); n > 3 {
 		t.Errorf("%d in the pool", n)
 	}
-	waitFor(t, func() bool { return open.Load() == 0 })
+	testkit.Until(t, "all connections are closed", func() error { return testkit.Want(open.Load() == 0, open.Load()) })
 	wait.Wait()
-	waitFor(t, func() bool { return a.anonymous.size() == 0 })
+	testkit.Until(t, "the pool is empty", func() error { return testkit.Want(a.anonymous.size() == 0, a.anonymous.size()) })
 }
 
 // A user has a certificate and may look at things: that must not be enough to
@@ -386,19 +387,8 @@ func TestOneUserCannotHoldAllConnections(t *testing.T) {
 		t.Errorf("another user: %v", err)
 	}
 	hangUp()
-	waitFor(t, func() bool { _, err := connect("vic"); return err == nil })
+	testkit.Until(t, "another connection, as one has ended", func() error { _, err := connect("vic"); return err })
 	if _, err := connect("vic"); err == nil {
 		t.Error("one more, after one has ended")
 	}
-}
-
-func waitFor(t *testing.T, ok func() bool) {
-	t.Helper()
-	for range 500 {
-		if ok() {
-			return
-		}
-		time.Sleep(10 * time.Millisecond)
-	}
-	t.Fatal("does not come to pass")
 }

@@ -17,13 +17,8 @@ import (
 	"github.com/gpuctl/gpuctl/cluster/clustertest"
 	"github.com/gpuctl/gpuctl/cluster/replica"
 	"github.com/gpuctl/gpuctl/cluster/state"
+	"github.com/gpuctl/gpuctl/internal/testkit"
 )
-
-func limit(t testing.TB) context.Context {
-	ctx, cancel := context.WithTimeout(t.Context(), 30*time.Second)
-	t.Cleanup(cancel)
-	return ctx
-}
 
 func note(message string) *clusterv1.Command {
 	return &clusterv1.Command{Op: &clusterv1.Command_Note{Note: &clusterv1.Note{
@@ -51,7 +46,7 @@ func whole(id, gpu string) *clusterv1.Command {
 
 func TestSoloElectsItselfAtOnce(t *testing.T) {
 	t.Parallel()
-	ctx := limit(t)
+	ctx := testkit.Context(t)
 	s, err := replica.Open(ctx, replica.Config{ID: "id-a", Name: "a", Address: "a:1", Timing: replica.Solo()})
 	if err != nil {
 		t.Fatal(err)
@@ -94,7 +89,7 @@ func TestSoloElectsItselfAtOnce(t *testing.T) {
 
 func TestFollowersForwardAndReadWhatWasWritten(t *testing.T) {
 	t.Parallel()
-	ctx := limit(t)
+	ctx := testkit.Context(t)
 	c := clustertest.New(t, clustertest.Options{Nodes: 3})
 	for i := range 30 {
 		from, at := c.Nodes[i%3], c.Nodes[(i+1)%3]
@@ -112,7 +107,7 @@ func TestFollowersForwardAndReadWhatWasWritten(t *testing.T) {
 
 func TestSameIDIsAppliedOnce(t *testing.T) {
 	t.Parallel()
-	ctx := limit(t)
+	ctx := testkit.Context(t)
 	c := clustertest.New(t, clustertest.Options{Nodes: 3})
 	cmd := note("once")
 	cmd.Id = "the-id"
@@ -144,7 +139,7 @@ func TestSameIDIsAppliedOnce(t *testing.T) {
 
 func TestIsolatedLeaderNeitherReadsNorWrites(t *testing.T) {
 	t.Parallel()
-	ctx := limit(t)
+	ctx := testkit.Context(t)
 	c := clustertest.New(t, clustertest.Options{Nodes: 3})
 	old := c.Leader(ctx)
 	c.Isolate(old)
@@ -192,7 +187,7 @@ func TestIsolatedLeaderNeitherReadsNorWrites(t *testing.T) {
 
 func TestAnswersOfNonVotersProveNothing(t *testing.T) {
 	t.Parallel()
-	ctx := limit(t)
+	ctx := testkit.Context(t)
 	c := clustertest.New(t, clustertest.Options{Nodes: 6, Config: func(_ int, cfg *replica.Config) { cfg.Members.MaxVoters = 3 }})
 	old := c.Leader(ctx)
 	voters := old.Voters()
@@ -215,7 +210,7 @@ func TestAnswersOfNonVotersProveNothing(t *testing.T) {
 
 func TestKilledNodesKeepWhatWasAcknowledged(t *testing.T) {
 	t.Parallel()
-	ctx := limit(t)
+	ctx := testkit.Context(t)
 	c := clustertest.New(t, clustertest.Options{Nodes: 3, Disk: true, Config: func(_ int, cfg *replica.Config) {
 		cfg.SnapshotThreshold, cfg.SnapshotInterval, cfg.TrailingLogs = 20, 20*time.Millisecond, 5
 	}})
@@ -258,7 +253,7 @@ func TestKilledNodesKeepWhatWasAcknowledged(t *testing.T) {
 
 func TestFullDiskSilencesANodeUntilThereIsRoom(t *testing.T) {
 	t.Parallel()
-	ctx := limit(t)
+	ctx := testkit.Context(t)
 	c := clustertest.New(t, clustertest.Options{Nodes: 3, Disk: true})
 	sick := c.Leader(ctx)
 	sick.Disk.Full()
@@ -292,7 +287,7 @@ func TestFullDiskSilencesANodeUntilThereIsRoom(t *testing.T) {
 // would lead for ever.
 func TestHangingDiskEndsLeadership(t *testing.T) {
 	t.Parallel()
-	ctx := limit(t)
+	ctx := testkit.Context(t)
 	c := clustertest.New(t, clustertest.Options{Nodes: 3, Disk: true})
 	sick := c.Leader(ctx)
 	sick.Disk.Hang()
@@ -312,7 +307,7 @@ func TestHangingDiskEndsLeadership(t *testing.T) {
 
 func TestBrokenDiskIsNotTrustedUntilRestart(t *testing.T) {
 	t.Parallel()
-	ctx := limit(t)
+	ctx := testkit.Context(t)
 	c := clustertest.New(t, clustertest.Options{Nodes: 3, Disk: true})
 	sick := c.Leader(ctx)
 	sick.Disk.Break()
@@ -335,7 +330,7 @@ func TestBrokenDiskIsNotTrustedUntilRestart(t *testing.T) {
 
 func TestGracefulStopHandsLeadershipOver(t *testing.T) {
 	t.Parallel()
-	ctx := limit(t)
+	ctx := testkit.Context(t)
 	c := clustertest.New(t, clustertest.Options{Nodes: 3})
 	old := c.Leader(ctx)
 	if err := old.Stop(); err != nil {
@@ -351,7 +346,7 @@ func TestGracefulStopHandsLeadershipOver(t *testing.T) {
 
 func TestHostsGoDownAndUpWithoutFloodingTheLog(t *testing.T) {
 	t.Parallel()
-	ctx := limit(t)
+	ctx := testkit.Context(t)
 	c := clustertest.New(t, clustertest.Options{Nodes: 4})
 	victim := c.Nodes[3]
 	if c.Leader(ctx) == victim {
@@ -406,7 +401,7 @@ func TestHostsGoDownAndUpWithoutFloodingTheLog(t *testing.T) {
 
 func TestReservationsExpireOnTheLeadersClock(t *testing.T) {
 	t.Parallel()
-	ctx := limit(t)
+	ctx := testkit.Context(t)
 	c := clustertest.New(t, clustertest.Options{Nodes: 3, GPUs: 1})
 	put := func(id, gpu string, ttl time.Duration) {
 		c.Must(ctx, c.Nodes[0], &clusterv1.Command{Op: &clusterv1.Command_PutReservation{PutReservation: &clusterv1.PutReservation{
@@ -438,7 +433,7 @@ func TestReservationsExpireOnTheLeadersClock(t *testing.T) {
 
 func TestExpiredJoinTokenIsRefused(t *testing.T) {
 	t.Parallel()
-	ctx := limit(t)
+	ctx := testkit.Context(t)
 	c := clustertest.New(t, clustertest.Options{Nodes: 1})
 	n := c.Nodes[0]
 	put := func(id string, ttl time.Duration) {
@@ -471,7 +466,7 @@ func TestExpiredJoinTokenIsRefused(t *testing.T) {
 
 func TestProtocolOfTheOldestHostIsInForce(t *testing.T) {
 	t.Parallel()
-	ctx := limit(t)
+	ctx := testkit.Context(t)
 	c := clustertest.New(t, clustertest.Options{Nodes: 3})
 	cmd := note("new")
 	cmd.Version = state.Protocol + 1
@@ -485,7 +480,7 @@ func TestProtocolOfTheOldestHostIsInForce(t *testing.T) {
 
 func TestLostVoterIsReplaced(t *testing.T) {
 	t.Parallel()
-	ctx := limit(t)
+	ctx := testkit.Context(t)
 	c := clustertest.New(t, clustertest.Options{Nodes: 4, Config: func(_ int, cfg *replica.Config) { cfg.Members.Lost = time.Second }})
 	voters := c.Leader(ctx).Voters()
 	var victim *clustertest.Node
@@ -509,7 +504,7 @@ func TestLostVoterIsReplaced(t *testing.T) {
 
 func TestRemovedHostIsNoServer(t *testing.T) {
 	t.Parallel()
-	ctx := limit(t)
+	ctx := testkit.Context(t)
 	c := clustertest.New(t, clustertest.Options{Nodes: 3})
 	gone := c.Leader(ctx)
 	other := c.Nodes[0]
@@ -530,7 +525,7 @@ func TestRemovedHostIsNoServer(t *testing.T) {
 
 func TestRecoverWithoutMajority(t *testing.T) {
 	t.Parallel()
-	ctx := limit(t)
+	ctx := testkit.Context(t)
 	c := clustertest.New(t, clustertest.Options{Nodes: 3, Disk: true})
 	c.Must(ctx, c.Nodes[0], note("kept"))
 	c.Equal(ctx)
@@ -559,7 +554,7 @@ func TestRecoverWithoutMajority(t *testing.T) {
 
 func TestDamagedFilesAreRefused(t *testing.T) {
 	t.Parallel()
-	ctx := limit(t)
+	ctx := testkit.Context(t)
 	c := clustertest.New(t, clustertest.Options{Nodes: 1, Disk: true, Config: func(_ int, cfg *replica.Config) {
 		cfg.SnapshotThreshold, cfg.SnapshotInterval, cfg.TrailingLogs = 5, 10*time.Millisecond, 1
 	}})

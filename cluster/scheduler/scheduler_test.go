@@ -21,23 +21,17 @@ import (
 	"github.com/gpuctl/gpuctl/cluster/replica"
 	"github.com/gpuctl/gpuctl/cluster/scheduler"
 	"github.com/gpuctl/gpuctl/cluster/state"
+	"github.com/gpuctl/gpuctl/internal/testkit"
 )
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
 const gib = 1 << 30
 
-func limit(t *testing.T) context.Context {
-	t.Helper()
-	ctx, cancel := context.WithTimeout(t.Context(), 60*time.Second)
-	t.Cleanup(cancel)
-	return ctx
-}
-
 // start makes a cluster whose hosts have GPUs of 8 GiB each.
 func start(t *testing.T, nodes, gpus int, config func(int, *replica.Config)) *clustertest.Cluster {
 	t.Helper()
-	ctx := limit(t)
+	ctx := testkit.Context(t)
 	c := clustertest.New(t, clustertest.Options{Nodes: nodes, Config: config})
 	for _, n := range c.Nodes {
 		report(ctx, t, c, n, gpus)
@@ -92,7 +86,7 @@ func gone(ctx context.Context, t *testing.T, c *clustertest.Cluster, n *clustert
 
 func TestCreate(t *testing.T) {
 	t.Parallel()
-	ctx := limit(t)
+	ctx := testkit.Context(t)
 	c := start(t, 3, 1, nil)
 	tests := []struct {
 		name        string
@@ -143,7 +137,7 @@ func TestCreate(t *testing.T) {
 // when it is the very claim that holds the only GPU.
 func TestRepeated(t *testing.T) {
 	t.Parallel()
-	ctx := limit(t)
+	ctx := testkit.Context(t)
 	c := start(t, 3, 0, nil)
 	report(ctx, t, c, c.Nodes[0], 1)
 	for round := range 10 {
@@ -172,7 +166,7 @@ func TestRepeated(t *testing.T) {
 // TestContention lets many claims from all hosts at few GPUs.
 func TestContention(t *testing.T) {
 	t.Parallel()
-	ctx := limit(t)
+	ctx := testkit.Context(t)
 	const claims, perHost = 60, 4
 	c := start(t, 3, perHost, nil)
 	var schedulers []*scheduler.Scheduler
@@ -221,7 +215,7 @@ func task(s *atomic.Pointer[scheduler.Scheduler]) replica.LeaderTask {
 // the leader.
 func TestWaiting(t *testing.T) {
 	t.Parallel()
-	ctx := limit(t)
+	ctx := testkit.Context(t)
 	running := make([]atomic.Pointer[scheduler.Scheduler], 3)
 	c := start(t, 3, 1, func(n int, cfg *replica.Config) { cfg.Tasks = []replica.LeaderTask{task(&running[n])} })
 	for i, n := range c.Nodes {
@@ -310,7 +304,7 @@ func (s *slow) Apply(ctx context.Context, c *clusterv1.Command) (*clusterv1.Resu
 // the proposal is there.
 func TestTakenMeanwhile(t *testing.T) {
 	t.Parallel()
-	ctx := limit(t)
+	ctx := testkit.Context(t)
 	c := start(t, 1, 2, nil)
 	n := c.Nodes[0]
 	l := &slow{Log: n.Store(), hold: make(chan struct{}), held: make(chan struct{}, 1)}
@@ -339,7 +333,7 @@ func TestTakenMeanwhile(t *testing.T) {
 // TestNoLeader ends with its context, and says why.
 func TestNoLeader(t *testing.T) {
 	t.Parallel()
-	ctx := limit(t)
+	ctx := testkit.Context(t)
 	c := start(t, 3, 1, nil)
 	for _, n := range c.Nodes[1:] {
 		n.Kill()
@@ -360,7 +354,7 @@ func TestNoLeader(t *testing.T) {
 // a claim that the next leader has bound.
 func TestPreviousLeader(t *testing.T) {
 	t.Parallel()
-	ctx := limit(t)
+	ctx := testkit.Context(t)
 	c := start(t, 3, 2, nil)
 	r := c.Must(ctx, c.Nodes[0], &clusterv1.Command{Op: &clusterv1.Command_PutClaim{PutClaim: &clusterv1.PutClaim{Claim: waiting("w")}}})
 	old := c.Leader(ctx)

@@ -4,6 +4,8 @@ import (
 	"os"
 	"path/filepath"
 	"testing"
+
+	"github.com/gpuctl/gpuctl/internal/testkit"
 )
 
 // What the runtimes of a session have compiled is there for the next session of
@@ -30,7 +32,7 @@ func TestNextSessionOfAProgramFindsWhatTheLastOneCompiled(t *testing.T) {
 			}
 			c.between(b)
 			b.conn.Close()
-			b.eventually("session is still there", func() bool { return len(b.m.list()) == 0 })
+			testkit.Until(b.t, "the session is gone", func() error { return testkit.Want(len(b.m.list()) == 0, b.m.list()) })
 			apps := filepath.Join(b.dir, "next")
 			lis, err := listen(apps, 0o600)
 			if err != nil {

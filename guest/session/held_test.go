@@ -12,6 +12,7 @@ import (
 	"connectrpc.com/connect"
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/internal/testkit"
 )
 
 const held = gpuctlv1.SessionState_SESSION_STATE_HELD
@@ -51,7 +52,7 @@ func TestThawThatFailsHoldsTheSessionUntilItIsThawed(t *testing.T) {
 			b.isTold(operate(b))
 			b.isHeld("undo freeze")
 			b.l.setFailure("Thaw", nil)
-			b.eventually("it is not thawed", func() bool { return b.session().State == running })
+			testkit.Until(b.t, "it is thawed", func() error { return testkit.Want(b.session().State == running, b.session()) })
 			b.runsOn(1)
 			if got := b.l.generation(1).thaws; got != 1 {
 				t.Errorf("thawed %d times", got)
@@ -70,7 +71,7 @@ func TestHeldSessionIsBroughtToRestByTheNextManager(t *testing.T) {
 	b.restart(func() {})
 	b.isHeld("a swap failed and is not taken back yet")
 	b.l.setFailure("Thaw", nil)
-	b.eventually("it is not thawed", func() bool { return b.session().State == running })
+	testkit.Until(b.t, "it is thawed", func() error { return testkit.Want(b.session().State == running, b.session()) })
 	b.runsOn(1)
 	if res := b.swap(""); res.Error != "" {
 		t.Fatal(res)
@@ -100,7 +101,7 @@ func TestBusyExecutorIsNotLostByTheNextManager(t *testing.T) {
 				t.Fatalf("session is %v: %s", s.State, s.Message)
 			}
 			b.l.setFailure("Describe", nil)
-			b.eventually("it does not come to rest", func() bool { return b.session().State == running })
+			testkit.Until(b.t, "it runs again", func() error { return testkit.Want(b.session().State == running, b.session()) })
 			b.runsOn(op.gen)
 		})
 	}
@@ -122,7 +123,7 @@ func TestHeldSessionEndsWithItsApplication(t *testing.T) {
 		} else {
 			b.conn.Close()
 		}
-		b.eventually("session is still there", func() bool { return len(b.m.list()) == 0 })
+		testkit.Until(b.t, "the session is gone", func() error { return testkit.Want(len(b.m.list()) == 0, b.m.list()) })
 		if got := b.l.running(); len(got) != 0 {
 			t.Fatalf("executors %v run", got)
 		}
@@ -134,7 +135,7 @@ func TestHeldSessionIsLostWithItsExecutor(t *testing.T) {
 	b.l.setFailure("Thaw", errFake)
 	b.isTold(b.swap(stepTransfer))
 	b.l.generation(1).Kill()
-	b.eventually("not lost", func() bool { return b.session().State == lost })
+	testkit.Until(b.t, "it is lost", func() error { return testkit.Want(b.session().State == lost, b.session()) })
 }
 
 func TestEndOfTheApplicationIsAllThatIsSaid(t *testing.T) {

@@ -14,7 +14,6 @@ import (
 	"strings"
 	"sync"
 	"testing"
-	"time"
 
 	"connectrpc.com/connect"
 	"go.uber.org/goleak"
@@ -23,6 +22,7 @@ import (
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/guest/opencl/shm"
 	"github.com/gpuctl/gpuctl/guest/opencl/wire"
+	"github.com/gpuctl/gpuctl/internal/testkit"
 )
 
 func TestMain(m *testing.M) {
@@ -211,17 +211,6 @@ func (b *bench) isSuspended(to string) {
 	}
 }
 
-func (b *bench) eventually(what string, f func() bool) {
-	b.t.Helper()
-	for range 500 {
-		if f() {
-			return
-		}
-		time.Sleep(10 * time.Millisecond)
-	}
-	b.t.Fatal(what)
-}
-
 func TestSwapMovesTheSession(t *testing.T) {
 	b := newBench(t)
 	b.runsOn(1)
@@ -396,7 +385,7 @@ func TestEndOfTheApplicationEndsEverything(t *testing.T) {
 			}
 			b.conn.Close()
 			<-done
-			b.eventually("session is still there", func() bool { return len(b.m.list()) == 0 })
+			testkit.Until(b.t, "the session is gone", func() error { return testkit.Want(len(b.m.list()) == 0, b.m.list()) })
 			if got := b.l.running(); len(got) != 0 {
 				t.Fatalf("executors %v run", got)
 			}
@@ -412,8 +401,10 @@ func TestEndOfTheApplicationEndsEverything(t *testing.T) {
 func TestDeadExecutorLosesTheSession(t *testing.T) {
 	b := newBench(t)
 	b.l.generation(1).Kill()
-	b.eventually("not lost", func() bool { return b.ring.State() == wire.StateLost })
-	b.eventually("not told", func() bool { return b.session().State == lost && strings.Contains(b.session().Message, "was killed") })
+	testkit.Until(b.t, "the ring says lost", func() error { return testkit.Want(b.ring.State() == wire.StateLost, b.ring.State()) })
+	testkit.Until(b.t, "the session says lost", func() error {
+		return testkit.Want(b.session().State == lost && strings.Contains(b.session().Message, "was killed"), b.session())
+	})
 	if _, err := b.m.swap(context.Background(), &gpuctlv1.SwapRequest{Session: b.id, Target: testTarget}, b.sink); connect.CodeOf(err) != connect.CodeFailedPrecondition {
 		t.Fatal(err)
 	}

@@ -12,13 +12,14 @@ import (
 	"connectrpc.com/connect"
 
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
+	"github.com/gpuctl/gpuctl/internal/testkit"
 )
 
 // TestForeignClaim is a claim that was made from outside: the host takes note,
 // and gives the GPU back when nothing uses it any more.
 func TestForeignClaim(t *testing.T) {
 	t.Parallel()
-	ctx := limit(t)
+	ctx := testkit.Context(t)
 	ms := cluster(ctx, t, "a", "b", "c")
 	b := ms[1]
 	claim := &clusterv1.Claim{Id: "vm", Host: "b"}
@@ -31,7 +32,7 @@ func TestForeignClaim(t *testing.T) {
 	b.host.do(func() { b.host.uses["vm"] = []string{gpu} })
 	residence := func(want clusterv1.Residence) {
 		t.Helper()
-		until(ctx, t, want.String(), func() error {
+		testkit.Until(t, want.String(), func() error {
 			if got := ms[0].view(ctx).Assignment(as.GetId()).GetResidence(); got != want {
 				return fmt.Errorf("it is %v", got)
 			}
@@ -55,7 +56,7 @@ func TestForeignClaim(t *testing.T) {
 	time.Sleep(300 * time.Millisecond)
 	residence(clusterv1.Residence_RESIDENCE_RELEASING)
 	b.host.do(func() { b.host.unready = false })
-	until(ctx, t, "gone", func() error {
+	testkit.Until(t, "gone", func() error {
 		if v := ms[0].view(ctx); v.Claim("vm") != nil || v.Assignment(as.GetId()) != nil {
 			return fmt.Errorf("%v", v.Claim("vm"))
 		}
@@ -68,7 +69,7 @@ func TestForeignClaim(t *testing.T) {
 // has lost them.
 func TestOwnClaims(t *testing.T) {
 	t.Parallel()
-	ctx := limit(t)
+	ctx := testkit.Context(t)
 	ms := cluster(ctx, t, "a", "b", "c")
 	for _, b := range ms { // the leader and others
 		h := b.host
@@ -92,7 +93,7 @@ func TestOwnClaims(t *testing.T) {
 		}
 		owned := func(want ...string) {
 			t.Helper()
-			until(ctx, t, fmt.Sprint("owned: ", want), func() error {
+			testkit.Until(t, fmt.Sprint("owned: ", want), func() error {
 				got := map[string]bool{}
 				v := ms[0].view(ctx)
 				for as := range v.AssignmentsOfClaim(id) {
@@ -123,7 +124,7 @@ func TestOwnClaims(t *testing.T) {
 		}
 		h.do(func() { delete(h.uses, id); delete(h.claims, id) })
 		b.Kick()
-		until(ctx, t, "released", func() error {
+		testkit.Until(t, "released", func() error {
 			if v := ms[0].view(ctx); v.Claim(id) != nil || !v.GPU(b.name+"/g1").GetFree() {
 				return fmt.Errorf("%v", v.Claim(id))
 			}
@@ -138,7 +139,7 @@ func TestOwnClaims(t *testing.T) {
 		owned(b.name + "/g0")
 		h.do(func() { h.claims, h.uses, h.holdings = map[string]bool{}, map[string][]string{}, nil })
 		b.Kick()
-		until(ctx, t, "forgotten", func() error {
+		testkit.Until(t, "forgotten", func() error {
 			if c := ms[0].view(ctx).Claim(id); c != nil {
 				return fmt.Errorf("%v", c)
 			}
@@ -150,7 +151,7 @@ func TestOwnClaims(t *testing.T) {
 // TestHoldingOfOthers: what others were given meanwhile stays theirs.
 func TestHoldingOfOthers(t *testing.T) {
 	t.Parallel()
-	ctx := limit(t)
+	ctx := testkit.Context(t)
 	a := cluster(ctx, t, "a")[0]
 	if _, err := a.api.CreateClaim(admin(ctx), connect.NewRequest(&clusterv1.CreateClaimRequest{Claim: &clusterv1.Claim{Id: "vm", Expr: `name == "g0"`}})); err != nil {
 		t.Fatal(err)
@@ -160,7 +161,7 @@ func TestHoldingOfOthers(t *testing.T) {
 		a.host.holdings = []Holding{{Claim: &clusterv1.Claim{Id: "mine"}, GPUs: []string{"g0"}}}
 	})
 	a.Kick()
-	until(ctx, t, "said", func() error {
+	testkit.Until(t, "said", func() error {
 		if !strings.Contains(a.log.String(), "has not given to it") {
 			return errors.New("not yet")
 		}
@@ -176,7 +177,7 @@ func TestHoldingOfOthers(t *testing.T) {
 // TestRecords notes operations, with nobody to note them at times.
 func TestRecords(t *testing.T) {
 	t.Parallel()
-	ctx := limit(t)
+	ctx := testkit.Context(t)
 	ms := cluster(ctx, t, "a", "b", "c")
 	l, others := leader(ctx, t, ms)
 	b := others[0]
@@ -188,7 +189,7 @@ func TestRecords(t *testing.T) {
 	b.Record(r("copy", running))
 	wait := func(state clusterv1.MigrationState, step string) {
 		t.Helper()
-		until(ctx, t, step, func() error {
+		testkit.Until(t, step, func() error {
 			v, err := b.member().store.Read(ctx, false)
 			if err != nil {
 				return err

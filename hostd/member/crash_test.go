@@ -12,6 +12,7 @@ import (
 	"github.com/gpuctl/gpuctl/cluster/pki"
 	"github.com/gpuctl/gpuctl/cluster/remote"
 	"github.com/gpuctl/gpuctl/cluster/state"
+	"github.com/gpuctl/gpuctl/internal/testkit"
 )
 
 // TestCrashOfInit starts a host again that crashed at some step of Init.
@@ -41,7 +42,7 @@ func TestCrashOfInit(t *testing.T) {
 	for name, step := range steps {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			ctx := limit(t)
+			ctx := testkit.Context(t)
 			m := newMachine(t, "a")
 			if err := m.Init(ctx, &clusterv1.InitRequest{}); err != nil {
 				t.Fatal(err)
@@ -92,7 +93,7 @@ func TestCrashOfJoin(t *testing.T) {
 	for name, step := range steps {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			ctx := limit(t)
+			ctx := testkit.Context(t)
 			a := cluster(ctx, t, "a")[0]
 			b := newMachine(t, "b")
 			// It is let in, and then it is gone.
@@ -170,7 +171,7 @@ func write(t *testing.T, m *machine, id identity) {
 // TestDamaged starts hosts whose folder is not as they left it.
 func TestDamaged(t *testing.T) {
 	t.Parallel()
-	ctx := limit(t)
+	ctx := testkit.Context(t)
 	m := newMachine(t, "a")
 	if err := m.Init(ctx, &clusterv1.InitRequest{}); err != nil {
 		t.Fatal(err)

@@ -14,6 +14,7 @@ import (
 	"github.com/gpuctl/gpuctl/cluster/pki"
 	"github.com/gpuctl/gpuctl/cluster/remote"
 	"github.com/gpuctl/gpuctl/internal/reason"
+	"github.com/gpuctl/gpuctl/internal/testkit"
 )
 
 // holder is somebody with a certificate.
@@ -112,7 +113,7 @@ func alive(ctx context.Context, t *testing.T, what string, h *holder, admin bool
 
 func TestRevokedCertificateStaysDeadAfterNameIsEnrolledAgain(t *testing.T) {
 	t.Parallel()
-	ctx := limit(t)
+	ctx := testkit.Context(t)
 	m := cluster(ctx, t, "a")[0]
 	const viewer, administrator = clusterv1.Role_ROLE_VIEWER, clusterv1.Role_ROLE_ADMIN
 
@@ -143,7 +144,7 @@ func TestRevokedCertificateStaysDeadAfterNameIsEnrolledAgain(t *testing.T) {
 	// The state comes from what is on the disk.
 	m.stop()
 	m.start(ctx)
-	until(ctx, t, "caught up", func() error { return second.views(ctx) })
+	testkit.Until(t, "caught up", func() error { return second.views(ctx) })
 	after()
 	alive(ctx, t, "the second certificate after a restart", second, true)
 	alive(ctx, t, "the second, renewed, after a restart", next, true)
@@ -160,7 +161,7 @@ func TestRevokedCertificateStaysDeadAfterNameIsEnrolledAgain(t *testing.T) {
 // An identity of before has no enrolment, nor have its certificates.
 func TestCertificatesWithoutEnrolmentHoldUntilTheyAreRevoked(t *testing.T) {
 	t.Parallel()
-	ctx := limit(t)
+	ctx := testkit.Context(t)
 	m := cluster(ctx, t, "a")[0]
 	ca, err := m.Authority()
 	if err != nil {
@@ -204,12 +205,12 @@ func TestCertificatesWithoutEnrolmentHoldUntilTheyAreRevoked(t *testing.T) {
 // another enrolment, and its former one is of no use, for Raft neither.
 func TestRemovedHostsCertificateStaysDeadWhenItJoinsAgain(t *testing.T) {
 	t.Parallel()
-	ctx := limit(t)
+	ctx := testkit.Context(t)
 	ms := cluster(ctx, t, "a", "b")
 	a, b := ms[0], ms[1]
 	former, id := b.Current(), b.Self().ID
 	b.stop()
-	until(ctx, t, "removed", func() error {
+	testkit.Until(t, "removed", func() error {
 		_, err := a.api.RemoveHost(admin(ctx), connect.NewRequest(&clusterv1.RemoveHostRequest{Host: "b", Force: true}))
 		return err
 	})
@@ -242,7 +243,7 @@ func TestRemovedHostsCertificateStaysDeadWhenItJoinsAgain(t *testing.T) {
 // the same request gets it, and no other does for a token that was used.
 func TestEnrolmentWhoseAnswerWasLostIsAnsweredAgain(t *testing.T) {
 	t.Parallel()
-	ctx := limit(t)
+	ctx := testkit.Context(t)
 	m := cluster(ctx, t, "a")[0]
 	token := decode(t, m.token(ctx, &clusterv1.CreateTokenRequest{Name: "ann", Role: clusterv1.Role_ROLE_VIEWER}))
 	key, csr, err := newRequest()

@@ -6,13 +6,14 @@ import (
 
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/internal/testkit"
 )
 
 // Who asks for a GPU that the host has just found, and the cluster not heard of,
 // waits for that, and is not told that there is none.
 func TestGPUThatTheClusterHasNotHeardOfIsWaitedFor(t *testing.T) {
 	t.Parallel()
-	ctx := limit(t)
+	ctx := testkit.Context(t)
 	m := newMachine(t, "a")
 	m.dir = "" // a cluster of one in memory, as of gpuctl run
 	m.stop()

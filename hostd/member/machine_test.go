@@ -103,13 +103,6 @@ func timing() replica.Timing {
 	}
 }
 
-func limit(t *testing.T) context.Context {
-	t.Helper()
-	ctx, cancel := context.WithTimeout(t.Context(), 3*time.Minute) // on a busy machine, with the race detector
-	t.Cleanup(cancel)
-	return ctx
-}
-
 func freePort(t *testing.T) string {
 	t.Helper()
 	l, err := net.Listen("tcp", "127.0.0.1:0")
@@ -210,21 +203,6 @@ func (m *machine) apply(ctx context.Context, c *clusterv1.Command) *clusterv1.Re
 	return res
 }
 
-func until(ctx context.Context, t *testing.T, what string, f func() error) {
-	t.Helper()
-	for {
-		err := f()
-		if err == nil {
-			return
-		}
-		select {
-		case <-ctx.Done():
-			t.Fatalf("%s: %v", what, err)
-		case <-time.After(10 * time.Millisecond):
-		}
-	}
-}
-
 // cluster makes one of machines with these names.
 func cluster(ctx context.Context, t *testing.T, names ...string) []*machine {
 	t.Helper()
@@ -251,7 +229,7 @@ func cluster(ctx context.Context, t *testing.T, names ...string) []*machine {
 func complete(ctx context.Context, t *testing.T, ms []*machine) {
 	t.Helper()
 	want := len(ms) - (len(ms)+1)%2
-	until(ctx, t, "complete", func() error {
+	testkit.Until(t, "complete", func() error {
 		for _, m := range ms {
 			v, err := m.member().store.Read(ctx, false)
 			if err != nil {
@@ -274,7 +252,7 @@ func complete(ctx context.Context, t *testing.T, ms []*machine) {
 
 func leader(ctx context.Context, t *testing.T, ms []*machine) (l *machine, others []*machine) {
 	t.Helper()
-	until(ctx, t, "leader", func() error {
+	testkit.Until(t, "leader", func() error {
 		l, others = nil, nil
 		for _, m := range ms {
 			switch {

@@ -17,6 +17,7 @@ import (
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/cluster/replica"
+	"github.com/gpuctl/gpuctl/internal/testkit"
 )
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
@@ -24,7 +25,7 @@ func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 // TestThreeHosts makes a cluster over TLS and starts each of its hosts anew.
 func TestThreeHosts(t *testing.T) {
 	t.Parallel()
-	ctx := limit(t)
+	ctx := testkit.Context(t)
 	ms := cluster(ctx, t, "a", "b", "c")
 	for _, m := range ms {
 		for _, end := range []func(){m.stop, m.crash} {
@@ -54,7 +55,7 @@ func TestThreeHosts(t *testing.T) {
 // TestTokenFromFollower: any host may make tokens.
 func TestTokenFromFollower(t *testing.T) {
 	t.Parallel()
-	ctx := limit(t)
+	ctx := testkit.Context(t)
 	ms := cluster(ctx, t, "a", "b", "c")
 	_, others := leader(ctx, t, ms)
 	for i, m := range others {
@@ -71,7 +72,7 @@ func TestTokenFromFollower(t *testing.T) {
 // is gone: another one forwards it to the next leader.
 func TestJoinWithoutLeader(t *testing.T) {
 	t.Parallel()
-	ctx := limit(t)
+	ctx := testkit.Context(t)
 	ms := cluster(ctx, t, "a", "b", "c")
 	l, _ := leader(ctx, t, ms)
 	token := l.token(ctx, &clusterv1.CreateTokenRequest{})
@@ -80,7 +81,7 @@ func TestJoinWithoutLeader(t *testing.T) {
 	if err := d.Join(ctx, &clusterv1.JoinRequest{Token: token}); err != nil {
 		t.Fatal(err)
 	}
-	until(ctx, t, "d known", func() error {
+	testkit.Until(t, "d known", func() error {
 		if d.view(ctx).Host("d") == nil {
 			return errors.New("not yet")
 		}
@@ -94,7 +95,7 @@ func TestJoinWithoutLeader(t *testing.T) {
 // refusal says why, costs nobody anything, and leaves a host that can join.
 func TestRefusals(t *testing.T) {
 	t.Parallel()
-	ctx := limit(t)
+	ctx := testkit.Context(t)
 	ms := cluster(ctx, t, "a", "b")
 	a, other := ms[0], newMachine(t, "other")
 	if err := other.Init(ctx, &clusterv1.InitRequest{}); err != nil {
@@ -194,7 +195,7 @@ func TestRefusals(t *testing.T) {
 // said what it is.
 func TestNameTakenBeforeReport(t *testing.T) {
 	t.Parallel()
-	ctx := limit(t)
+	ctx := testkit.Context(t)
 	ms := cluster(ctx, t, "a")
 	var wg sync.WaitGroup
 	errs := make([]error, 4)
@@ -222,7 +223,7 @@ func TestNameTakenBeforeReport(t *testing.T) {
 // TestAtOnce inits and joins one host at the same time.
 func TestAtOnce(t *testing.T) {
 	t.Parallel()
-	ctx := limit(t)
+	ctx := testkit.Context(t)
 	a := cluster(ctx, t, "a")[0]
 	b := newMachine(t, "b")
 	var wg sync.WaitGroup
@@ -255,7 +256,7 @@ func TestAtOnce(t *testing.T) {
 // ahead, which others have right.
 func TestHourAhead(t *testing.T) {
 	t.Parallel()
-	ctx := limit(t)
+	ctx := testkit.Context(t)
 	a := newMachine(t, "a")
 	id := identity{Host: "a", ID: "h-ahead", Address: a.port, Cluster: "ahead", Found: true}
 	key, csr, err := newRequest()
@@ -281,7 +282,7 @@ func TestHourAhead(t *testing.T) {
 // itself, nobody listens to it any more, and it says so.
 func TestRemoved(t *testing.T) {
 	t.Parallel()
-	ctx := limit(t)
+	ctx := testkit.Context(t)
 	ms := cluster(ctx, t, "a", "b", "c", "d")
 	for _, which := range []string{"follower", "leader"} {
 		l, others := leader(ctx, t, ms)
@@ -294,7 +295,7 @@ func TestRemoved(t *testing.T) {
 			t.Fatal(err)
 		}
 		began := time.Now()
-		until(ctx, t, which+" told", func() error {
+		testkit.Until(t, which+" told", func() error {
 			res, err := out.api.Status(ctx, connect.NewRequest(&clusterv1.StatusRequest{}))
 			if err != nil {
 				return err
@@ -330,7 +331,7 @@ func TestRemoved(t *testing.T) {
 // leaves fields out and whatever operators say about it.
 func TestQuiet(t *testing.T) {
 	t.Parallel()
-	ctx := limit(t)
+	ctx := testkit.Context(t)
 	ms := cluster(ctx, t, "a", "b", "c")
 	b := ms[1]
 	b.host.do(func() {
@@ -349,7 +350,7 @@ func TestQuiet(t *testing.T) {
 		b.apply(ctx, c)
 	}
 	b.Kick()
-	until(ctx, t, "session", func() error {
+	testkit.Until(t, "session", func() error {
 		if b.view(ctx).Object(clusterv1.Kind_KIND_SESSION, "b/s1") == nil {
 			return errors.New("not yet")
 		}
@@ -385,7 +386,7 @@ func TestQuiet(t *testing.T) {
 // TestInMemory is hostd --dev: a cluster of one without a folder.
 func TestInMemory(t *testing.T) {
 	t.Parallel()
-	ctx := limit(t)
+	ctx := testkit.Context(t)
 	f := &fake{claims: map[string]bool{}, uses: map[string][]string{}, gpus: []*clusterv1.GPU{{Name: "g0", Model: "m"}}}
 	n, err := Open(ctx, Config{Name: "solo", Host: f, Logger: slog.New(slog.DiscardHandler)})
 	if err != nil {
@@ -418,7 +419,7 @@ func TestInMemory(t *testing.T) {
 // though nobody has applied yet that they were let in before.
 func TestAllStartAtOnce(t *testing.T) {
 	t.Parallel()
-	ctx := limit(t)
+	ctx := testkit.Context(t)
 	first := cluster(ctx, t, "a")[0]
 	first.stop()
 	if _, err := Recover(first.dir); err != nil { // leaves a snapshot

@@ -16,6 +16,7 @@ import (
 	"github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1/clusterv1connect"
 	"github.com/gpuctl/gpuctl/cluster/pki"
 	"github.com/gpuctl/gpuctl/cluster/remote"
+	"github.com/gpuctl/gpuctl/internal/testkit"
 )
 
 // flood sends zeros until nobody takes them any more, and says how many were
@@ -43,7 +44,7 @@ func (f *flood) Read(p []byte) (int, error) {
 // Two connections without a certificate, each with a hundred requests of
 // eight megabytes, cost some kilobytes, and a host joins meanwhile.
 func TestStrangersCannotFillTheMemoryOrKeepAHostFromJoining(t *testing.T) {
-	ctx := limit(t)
+	ctx := testkit.Context(t)
 	a := cluster(ctx, t, "a")[0]
 	b := newMachine(t, "b")
 	token := a.token(ctx, &clusterv1.CreateTokenRequest{})
@@ -129,7 +130,7 @@ func TestStrangersCannotFillTheMemoryOrKeepAHostFromJoining(t *testing.T) {
 // What one request may have is bounded whatever it says.
 func TestEnrollTakesSmallRequestsOnly(t *testing.T) {
 	t.Parallel()
-	ctx := limit(t)
+	ctx := testkit.Context(t)
 	a := cluster(ctx, t, "a")[0]
 	token := decode(t, a.token(ctx, &clusterv1.CreateTokenRequest{}))
 	c := remote.Client(pki.PinnedClientConfig(token.Fingerprint, nil))

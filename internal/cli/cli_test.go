@@ -20,6 +20,7 @@ import (
 	"github.com/gpuctl/gpuctl/hostd/guesttest"
 	"github.com/gpuctl/gpuctl/internal/cmdutil"
 	"github.com/gpuctl/gpuctl/internal/rundir"
+	"github.com/gpuctl/gpuctl/internal/testkit"
 	"github.com/gpuctl/gpuctl/internal/unixrpc"
 )
 
@@ -126,13 +127,13 @@ func app(ctx context.Context, args []string, _ cmdutil.Stdio) error {
 
 // await returns when a file exists; a socket, when somebody answers: one whose
 // daemon was killed is still there.
-func await(_ context.Context, args []string, _ cmdutil.Stdio) error {
-	for range 3000 {
-		_, err := os.Stat(args[0])
-		if err == nil && (filepath.Ext(args[0]) != ".sock" || rundir.Answers(args[0])) {
-			return nil
+func await(ctx context.Context, args []string, _ cmdutil.Stdio) error {
+	ctx, cancel := context.WithTimeout(ctx, 5*time.Minute) // whoever started it may have been killed
+	defer cancel()
+	return testkit.Poll(ctx, args[0], func() error {
+		if _, err := os.Stat(args[0]); err != nil {
+			return err
 		}
-		time.Sleep(10 * time.Millisecond)
-	}
-	return fmt.Errorf("%s never came", args[0])
+		return testkit.Want(filepath.Ext(args[0]) != ".sock" || rundir.Answers(args[0]), "no answer")
+	})
 }

@@ -1,6 +1,7 @@
 package cli_test
 
 import (
+	"fmt"
 	"net/http"
 	"os"
 	"path/filepath"
@@ -13,6 +14,7 @@ import (
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/internal/cli/clitest"
+	"github.com/gpuctl/gpuctl/internal/testkit"
 )
 
 // TestMachineScripts runs gpuctl against a fake cluster with VMs and cards, one
@@ -104,14 +106,12 @@ func addSession(ts *testscript.TestScript, _ bool, args []string) {
 // until repeats a command until it succeeds and its output is as a script wants
 // it: until PATTERN COMMAND….
 func until(ts *testscript.TestScript, _ bool, args []string) {
-	for end := time.Now().Add(20 * time.Second); ; time.Sleep(20 * time.Millisecond) {
-		if err := ts.Exec(args[1], args[2:]...); err == nil && match(args[0], ts.ReadFile("stdout")) {
-			return
+	testkit.Until(ts, fmt.Sprintf("%v says %s", args[1:], args[0]), func() error {
+		if err := ts.Exec(args[1], args[2:]...); err != nil {
+			return err
 		}
-		if time.Now().After(end) {
-			ts.Fatalf("%v never said %s", args[1:], args[0])
-		}
-	}
+		return testkit.Want(match(args[0], ts.ReadFile("stdout")), ts.ReadFile("stdout"))
+	})
 }
 
 // furnish makes three hosts with six cards of three models and five VMs.

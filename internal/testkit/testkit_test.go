@@ -84,6 +84,23 @@ func TestPollEndsWithItsContext(t *testing.T) {
 	}
 }
 
+func TestWantSaysWhatWasSeen(t *testing.T) {
+	if err := testkit.Want(true, "a"); err != nil {
+		t.Error(err)
+	}
+	if err := testkit.Want(false, "a", 2); err == nil || err.Error() != "got a 2" {
+		t.Error(err)
+	}
+}
+
+func TestContextEndsBeforeTheTest(t *testing.T) {
+	ctx := testkit.Context(t)
+	end, ok := ctx.Deadline()
+	if last, has := t.Deadline(); !ok || has && !end.Before(last) || time.Until(end) <= 0 {
+		t.Errorf("%v, %v; the test ends at %v", end, ok, last)
+	}
+}
+
 func TestLogTakesWhatSeveralWriteAtOnce(t *testing.T) {
 	var tee bytes.Buffer
 	log := testkit.Log{Tee: &tee}

@@ -2,7 +2,10 @@ package testkit
 
 import (
 	"context"
+	"errors"
 	"fmt"
+	"strings"
+	"testing"
 	"time"
 
 	"github.com/gpuctl/gpuctl/internal/wait"
@@ -52,6 +55,24 @@ func Poll(ctx context.Context, what string, is func() error) error {
 			return fmt.Errorf("wait for %s: %w after %v: %w", what, over, time.Since(began).Round(time.Millisecond), err)
 		}
 	}
+}
+
+// Want is what Until looks for when it is no error: nil if it is so, else an
+// error with what was seen instead.
+func Want(so bool, seen ...any) error {
+	if so {
+		return nil
+	}
+	return errors.New("got " + strings.TrimSuffix(fmt.Sprintln(seen...), "\n"))
+}
+
+// Context is the test's context, which ends when Until would give up: shortly
+// before the test's deadline.
+func Context(t testing.TB) context.Context {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(t.Context(), limit(t, time.Now()))
+	t.Cleanup(cancel)
+	return ctx
 }
 
 // limit is how long a wait of this test may last.

@@ -20,6 +20,7 @@ import (
 	"go.uber.org/goleak"
 	"golang.org/x/net/nettest"
 
+	"github.com/gpuctl/gpuctl/internal/testkit"
 	"github.com/gpuctl/gpuctl/internal/vchan"
 	"github.com/gpuctl/gpuctl/internal/vchan/vchantest"
 	"github.com/gpuctl/gpuctl/internal/xenstore"
@@ -92,16 +93,6 @@ func check(t *testing.T, what string, got, want error) {
 	t.Helper()
 	if !errors.Is(got, want) || (got == nil) != (want == nil) {
 		t.Errorf("%s: %v, want %v", what, got, want)
-	}
-}
-
-// eventually waits for what other goroutines do.
-func eventually(t *testing.T, what string, is func() bool) {
-	t.Helper()
-	for end := time.Now().Add(20 * time.Second); !is(); time.Sleep(5 * time.Millisecond) {
-		if time.Now().After(end) {
-			t.Fatalf("%s: not within 20 s", what)
-		}
 	}
 }
 
@@ -395,7 +386,7 @@ func TestMigration(t *testing.T) {
 			_, write := ended()
 			check(t, side+" writes", write, vchan.ErrMoved)
 		}
-		eventually(t, "the domain that was left is no zombie", func() bool { return h.MappedOf(to-1) == 0 })
+		testkit.Until(t, "the domain that was left is no zombie", func() error { return testkit.Want(h.MappedOf(to-1) == 0, h.MappedOf(to-1)) })
 		_ = server.Close()
 		_ = client.Close()
 	}
@@ -476,9 +467,9 @@ func TestAcceptEnds(t *testing.T) {
 	}()
 	_, err = h.l.Accept()
 	check(t, "accept of what is closed", err, net.ErrClosed)
-	eventually(t, "the path is removed", func() bool {
-		_, ok := h.Store().Get("/local/domain/7/data/test/ring-ref")
-		return !ok
+	testkit.Until(t, "the path is removed", func() error {
+		v, ok := h.Store().Get("/local/domain/7/data/test/ring-ref")
+		return testkit.Want(!ok, v)
 	})
 	_, err = h.dial(vchan.Options{})
 	check(t, "dial", err, vchan.ErrNoServer)
@@ -501,9 +492,9 @@ func TestListenerClosesFirst(t *testing.T) {
 		t.Errorf("%q, %v", b, err)
 	}
 	_ = server.Close()
-	eventually(t, "the path is removed", func() bool {
-		_, ok := h.Store().Get("/local/domain/7/data/test")
-		return !ok
+	testkit.Until(t, "the path is removed", func() error {
+		v, ok := h.Store().Get("/local/domain/7/data/test")
+		return testkit.Want(!ok, v)
 	})
 }
 

@@ -7,7 +7,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/gpuctl/gpuctl/internal/wait"
+	"github.com/gpuctl/gpuctl/internal/testkit"
 	"github.com/gpuctl/gpuctl/lab"
 )
 
@@ -57,21 +57,21 @@ func TestVchan(t *testing.T) {
 	})
 	step("migrate while a client is connected", func(t *testing.T) {
 		must(t, StartUnit(ctx, b, vchanUnit, "/usr/local/bin/vchanperf hold "+domid(t, ctx, g)+" "+vchanPath))
-		waitVchan(t, ctx, "the client is connected", func() (bool, string) {
+		testkit.Until(t, "the client is connected", func() error {
 			out, err := Journal(ctx, b, vchanUnit)
 			must(t, err)
-			return strings.Contains(out, "connected"), out
+			return testkit.Want(strings.Contains(out, "connected"), out)
 		})
 		must(t, g.Migrate(ctx, a))
-		waitVchan(t, ctx, "the client knows", func() (bool, string) {
+		testkit.Until(t, "the client knows", func() error {
 			out, err := Journal(ctx, b, vchanUnit)
 			must(t, err)
-			return strings.Contains(out, "ended:") && strings.Contains(out, "has moved or is gone"), out
+			return testkit.Want(strings.Contains(out, "ended:") && strings.Contains(out, "has moved or is gone"), out)
 		})
-		waitVchan(t, ctx, "nothing is left of the guest on "+b.Name, func() (bool, string) {
+		testkit.Until(t, "nothing is left of the guest on "+b.Name, func() error {
 			out, err := b.Run(ctx, "xl list")
 			must(t, err)
-			return !strings.Contains(out, "(null)") && !strings.Contains(out, g.Name), out
+			return testkit.Want(!strings.Contains(out, "(null)") && !strings.Contains(out, g.Name), out)
 		})
 		tryVchan(t, ctx, g)
 		must(t, g.Healthy(ctx))
@@ -126,20 +126,5 @@ func tryVchan(t *testing.T, ctx context.Context, g *Guest) {
 		g.Host().Name, r.ToGuest, r.FromGuest, r.Echo, r.RoundTripMS)
 	if min(r.ToGuest, r.FromGuest) < 1 { // a PV channel has half of it at best
 		t.Error("that is no faster than a console")
-	}
-}
-
-// waitVchan waits for what comes within seconds.
-func waitVchan(t *testing.T, ctx context.Context, what string, is func() (bool, string)) {
-	t.Helper()
-	for end := time.Now().Add(time.Minute); ; {
-		ok, seen := is()
-		if ok {
-			return
-		}
-		if time.Now().After(end) {
-			t.Fatalf("%s: not within a minute:\n%s", what, seen)
-		}
-		must(t, wait.For(ctx, 200*time.Millisecond))
 	}
 }

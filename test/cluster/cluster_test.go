@@ -19,6 +19,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/gpuctl/gpuctl/cluster/replica"
+	"github.com/gpuctl/gpuctl/internal/testkit"
 )
 
 // TestCluster goes through the life of a cluster of three hosts.
@@ -233,7 +234,7 @@ func (c *life) claims(t *testing.T, ctx context.Context) {
 // empty waits until nobody owns anything.
 func (c *life) empty(t *testing.T, ctx context.Context) {
 	t.Helper()
-	until(ctx, t, "released", func() error {
+	testkit.Until(t, "released", func() error {
 		if got := owners(t, ctx, c.hosts[1]); len(got) > 0 {
 			return fmt.Errorf("%v", got)
 		}
@@ -287,7 +288,7 @@ func (c *life) viewer(t *testing.T, ctx context.Context) {
 		}
 	}
 	c.hosts[0].must(ctx, "cluster", "revoke", "eve", "--yes")
-	until(ctx, t, "revoked", func() error {
+	testkit.Until(t, "revoked", func() error {
 		if _, err := gpuctl("--host", "prod", "get", "hosts"); err == nil || !strings.Contains(err.Error(), "removed") {
 			return fmt.Errorf("%w", errors.Join(err, errors.New("not refused as removed")))
 		}
@@ -316,7 +317,7 @@ func (c *life) session(t *testing.T, ctx context.Context) {
 	owned := func(by *host, gpu string) string {
 		t.Helper()
 		claim := ""
-		until(ctx, t, "owned: "+gpu, func() error {
+		testkit.Until(t, "owned: "+gpu, func() error {
 			sessions, err := by.get(ctx, "sessions")
 			if err != nil {
 				return err
@@ -339,7 +340,7 @@ func (c *life) session(t *testing.T, ctx context.Context) {
 	}
 	l.must(ctx, "upgrade")
 	owned(others[0], "large")
-	until(ctx, t, "migrations", func() error {
+	testkit.Until(t, "migrations", func() error {
 		list, err := others[0].get(ctx, "migrations")
 		if err != nil {
 			return err
@@ -427,7 +428,7 @@ func (c *life) fullDisk(t *testing.T, ctx context.Context) {
 	}
 	complete(ctx, t, c.hosts)
 	// The leader asks it less and less often while it refuses.
-	until(ctx, t, "caught up", func() error {
+	testkit.Until(t, "caught up", func() error {
 		_, err := sick.get(ctx, "hosts")
 		return err
 	})
@@ -447,7 +448,7 @@ func (c *life) stoppedLeader(t *testing.T, ctx context.Context) {
 	others[0].must(ctx, "claim", "create", "frozen", "--on", others[1].name)
 	within(t, "from the leader's freezing to the next assignment", time.Since(began), 5*time.Second)
 	time.Sleep(max(0, 5*time.Second-time.Since(began)))
-	until(ctx, t, "down", func() error {
+	testkit.Until(t, "down", func() error {
 		hosts, err := others[1].get(ctx, "hosts", "--where", "state == 'down'")
 		if err != nil || !slices.Equal(names(hosts, "name"), []string{l.name}) {
 			return fmt.Errorf("%v, %w", hosts, errors.Join(err))

@@ -238,26 +238,6 @@ func (h *host) status(ctx context.Context) (s status, err error) {
 	return s, err
 }
 
-// until waits for something to be so. A machine that is busy with other things
-// has hosts lose their leader, and every leader watches for ten seconds before
-// it gives a vote, so the patience is long.
-func until(ctx context.Context, t *testing.T, what string, f func() error) {
-	t.Helper()
-	ctx, cancel := context.WithTimeout(ctx, time.Minute)
-	defer cancel()
-	for {
-		err := f()
-		if err == nil {
-			return
-		}
-		select {
-		case <-ctx.Done():
-			t.Fatalf("%s: %v", what, err)
-		case <-time.After(50 * time.Millisecond):
-		}
-	}
-}
-
 // within checks how long something took. On a machine with more to do than it
 // has processors, that is not the program's doing.
 func within(t *testing.T, what string, took, limit time.Duration) {
@@ -280,7 +260,7 @@ func within(t *testing.T, what string, took, limit time.Duration) {
 // complete waits until all vote and are healthy.
 func complete(ctx context.Context, t *testing.T, hosts []*host) {
 	t.Helper()
-	until(ctx, t, "complete", func() error {
+	testkit.Until(t, "complete", func() error {
 		l, _, err := leader(ctx, hosts)
 		if err != nil {
 			return err

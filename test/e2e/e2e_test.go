@@ -13,7 +13,6 @@ import (
 	"runtime"
 	"strconv"
 	"strings"
-	"sync"
 	"syscall"
 	"testing"
 	"time"
@@ -23,6 +22,7 @@ import (
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
 	"github.com/gpuctl/gpuctl/guest/confine"
+	"github.com/gpuctl/gpuctl/internal/testkit"
 	"github.com/gpuctl/gpuctl/internal/unixrpc"
 	"github.com/gpuctl/gpuctl/test/rig"
 )
@@ -57,28 +57,17 @@ func tail(s string, n int) string {
 // app is a running application.
 type app struct {
 	cmd  *exec.Cmd
-	mu   sync.Mutex
-	out  bytes.Buffer
+	out  testkit.Log
 	done chan struct{}
 	err  error
 }
 
-func (a *app) Write(p []byte) (int, error) {
-	a.mu.Lock()
-	defer a.mu.Unlock()
-	return a.out.Write(p)
-}
-
-func (a *app) output() string {
-	a.mu.Lock()
-	defer a.mu.Unlock()
-	return a.out.String()
-}
+func (a *app) output() string { return a.out.String() }
 
 func launch(t *testing.T, cmd *exec.Cmd) *app {
 	t.Helper()
 	a := &app{cmd: cmd, done: make(chan struct{})}
-	cmd.Stdout, cmd.Stderr = a, a
+	cmd.Stdout, cmd.Stderr = &a.out, &a.out
 	if err := cmd.Start(); err != nil {
 		t.Fatal(err)
 	}
@@ -90,18 +79,19 @@ func launch(t *testing.T, cmd *exec.Cmd) *app {
 // until waits until the application has printed the text.
 func (a *app) until(t *testing.T, text string) {
 	t.Helper()
-	for deadline := time.Now().Add(90 * time.Second); !strings.Contains(a.output(), text); {
+	testkit.Until(t, fmt.Sprintf("%q in the output", text), func() error {
+		over := false
 		select {
-		case <-a.done:
-			if !strings.Contains(a.output(), text) {
-				t.Fatalf("ended (%v) before it printed %q: %s", a.err, text, a.output())
-			}
-		case <-time.After(5 * time.Millisecond):
+		case <-a.done: // looked at first: what it printed last is there then
+			over = true
+		default:
 		}
-		if time.Now().After(deadline) {
-			t.Fatalf("no %q in: %s", text, a.output())
+		out := a.output()
+		if over && !strings.Contains(out, text) {
+			t.Fatalf("ended (%v) before it printed %q: %s", a.err, text, out)
 		}
-	}
+		return testkit.Want(strings.Contains(out, text), out)
+	})
 }
 
 func (a *app) wait(t *testing.T) error {
@@ -109,7 +99,7 @@ func (a *app) wait(t *testing.T) error {
 	select {
 	case <-a.done:
 		return a.err
-	case <-time.After(120 * time.Second):
+	case <-testkit.Context(t).Done():
 		t.Fatalf("does not end: %s", a.output())
 		return nil
 	}

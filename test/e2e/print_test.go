@@ -13,6 +13,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/gpuctl/gpuctl/internal/testkit"
 	"github.com/gpuctl/gpuctl/test/rig"
 )
 
@@ -74,7 +75,7 @@ func launchSpeakerAs(t *testing.T, r *rig.Rig, gpu string, out *os.File, argv ..
 		t.Fatal(err)
 	}
 	s := &speaker{app: &app{cmd: cmd, done: make(chan struct{})}, in: in}
-	cmd.Stdout, cmd.Stderr = out, s.app
+	cmd.Stdout, cmd.Stderr = out, &s.out
 	if err := cmd.Start(); err != nil {
 		t.Fatal(err)
 	}
@@ -166,15 +167,11 @@ func TestKernelOutputIntoPipeThatNobodyReads(t *testing.T) {
 	s := launchSpeaker(t, r, rig.Pthread, out)
 	out.Close()
 	s.ask(t, 20000, true) // some 200 kB, more than the pipe takes
-	full := func() bool {
+	full := func() error {
 		n, err := unix.IoctlGetInt(int(end.Fd()), unix.TIOCINQ)
-		return err == nil && n > 32<<10
+		return testkit.Want(err == nil && n > 32<<10, n, err)
 	}
-	for deadline := time.Now().Add(time.Minute); !full(); time.Sleep(5 * time.Millisecond) {
-		if time.Now().After(deadline) {
-			t.Fatal("nothing is printed")
-		}
-	}
+	testkit.Until(t, "the pipe is full", full)
 	swap(t, r, rig.Basic)
 	killGpuguest(t, r)
 	swapByNext(t, r, rig.Pthread)
@@ -210,15 +207,10 @@ func killGpuguest(t *testing.T, r *rig.Rig) {
 // swapByNext swaps as soon as the next gpuguest serves.
 func swapByNext(t *testing.T, r *rig.Rig, to string) {
 	t.Helper()
-	for deadline := time.Now().Add(time.Minute); ; time.Sleep(50 * time.Millisecond) {
+	testkit.Until(t, "a swap to "+to, func() error {
 		s, err := r.Operate(t.Context(), "migrate", session(t, r), "--to", to)
-		if err == nil && !s.RolledBack && !s.Refused {
-			return
-		}
-		if time.Now().After(deadline) {
-			t.Fatalf("%+v, %v", s, err)
-		}
-	}
+		return testkit.Want(err == nil && !s.RolledBack && !s.Refused, s, err)
+	})
 }
 
 // An application without rights chooses as its standard output a file that it

@@ -22,6 +22,8 @@ import (
 	"syscall"
 	"testing"
 	"time"
+
+	"github.com/gpuctl/gpuctl/internal/testkit"
 )
 
 // ErrMissing says what is not installed or not permitted.
@@ -318,14 +320,19 @@ func (h *Host) launch() error {
 
 // wait waits until libvirtd listens.
 func (h *Host) wait() error {
-	for end := time.Now().Add(patience); time.Now().Before(end); time.Sleep(20 * time.Millisecond) {
+	ctx, cancel := context.WithTimeout(context.Background(), patience)
+	defer cancel()
+	err := testkit.Poll(ctx, "libvirtd listens", func() error {
 		conn, err := net.Dial("unix", h.Socket())
 		if err == nil {
 			conn.Close()
-			return nil
 		}
+		return err
+	})
+	if err != nil {
+		return fmt.Errorf("host %s: %w:\n%s", h.Name, err, h.Log())
 	}
-	return fmt.Errorf("host %s: libvirtd does not listen:\n%s", h.Name, h.Log())
+	return nil
 }
 
 // StartDaemon starts libvirtd again after Kill and waits until it listens.

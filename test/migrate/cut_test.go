@@ -160,9 +160,9 @@ func TestLostLastAnswerOfLibvirtIsAnAlarm(t *testing.T) {
 	if s, o := state(a), state(b); s != virt.Running || o != virt.Paused {
 		t.Errorf("it is %v at home, the copy is %v", s, o)
 	}
-	until(t, time.Minute, "the cluster is alarmed", func() (bool, string) {
+	testkit.Until(t, "the cluster is alarmed", func() error {
 		res, err := b.api().Status(ctx, connect.NewRequest(&clusterv1.StatusRequest{}))
-		return err == nil && len(res.Msg.GetAlarms()) == 1 && strings.Contains(res.Msg.GetAlarms()[0], "the VM runs on two hosts"), fmt.Sprint(res, err)
+		return testkit.Want(err == nil && len(res.Msg.GetAlarms()) == 1 && strings.Contains(res.Msg.GetAlarms()[0], "the VM runs on two hosts"), res, err)
 	})
 	// The operator ends the copy, and has it go on.
 	copied, err := b.virt.Lookup(ctx, "web")
@@ -180,9 +180,9 @@ func TestLostLastAnswerOfLibvirtIsAnAlarm(t *testing.T) {
 	if _, err := a.migrations().Resume(ctx, connect.NewRequest(&gpuctlv1.MachineResumeRequest{Id: last.GetId()})); err != nil {
 		t.Fatal(err)
 	}
-	until(t, 2*time.Minute, "it is on hostb alone", func() (bool, string) {
+	testkit.Until(t, "it is on hostb alone", func() error {
 		on, err := where(ctx, "web", a, b)
-		return err == nil && strings.Join(on, " ") == "hostb", fmt.Sprint(on, err)
+		return testkit.Want(err == nil && strings.Join(on, " ") == "hostb", on, err)
 	})
 	res, err := b.api().Status(ctx, connect.NewRequest(&clusterv1.StatusRequest{}))
 	if err != nil || len(res.Msg.GetAlarms()) != 0 {

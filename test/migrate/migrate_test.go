@@ -12,6 +12,7 @@ import (
 
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/internal/testkit"
 	"github.com/gpuctl/gpuctl/internal/virt"
 )
 
@@ -34,17 +35,17 @@ func TestMigrations(t *testing.T) {
 	}
 	counts := func(h *host, n int) {
 		t.Helper()
-		until(t, 30*time.Second, fmt.Sprintf("the VM counts on %s", h.Name), func() (bool, string) {
+		testkit.Until(t, fmt.Sprintf("the VM counts on %s", h.Name), func() error {
 			got, err := h.Count("web")
-			return err == nil && got > n, fmt.Sprint(got, err)
+			return testkit.Want(err == nil && got > n, got, err)
 		})
 	}
 	counts(a, 0)
 	only := func(h *host) {
 		t.Helper()
-		until(t, 30*time.Second, "the VM runs on "+h.Name+" alone", func() (bool, string) {
+		testkit.Until(t, "the VM runs on "+h.Name+" alone", func() error {
 			on, err := where(ctx, "web", a, b)
-			return err == nil && strings.Join(on, " ") == h.Name, fmt.Sprint(on, err)
+			return testkit.Want(err == nil && strings.Join(on, " ") == h.Name, on, err)
 		})
 	}
 	step := func(name string, run func(t *testing.T)) {
@@ -103,10 +104,10 @@ func TestMigrations(t *testing.T) {
 	ended := func(t *testing.T, h *host) *clusterv1.Migration {
 		t.Helper()
 		var last *clusterv1.Migration
-		until(t, 90*time.Second, "the migration has ended", func() (bool, string) {
+		testkit.Until(t, "the migration has ended", func() error {
 			res, err := h.api().List(ctx, connect.NewRequest(&clusterv1.ListRequest{Kind: clusterv1.Kind_KIND_MIGRATION}))
 			if err != nil {
-				return false, err.Error()
+				return err
 			}
 			last = nil
 			for _, o := range res.Msg.GetObjects() {
@@ -116,9 +117,9 @@ func TestMigrations(t *testing.T) {
 			}
 			switch last.GetState() {
 			case clusterv1.MigrationState_MIGRATION_STATE_RUNNING, clusterv1.MigrationState_MIGRATION_STATE_UNSPECIFIED:
-				return false, fmt.Sprint(last)
+				return testkit.Want(false, last)
 			default:
-				return true, ""
+				return nil
 			}
 		})
 		return last
@@ -161,9 +162,9 @@ func TestMigrations(t *testing.T) {
 		time.AfterFunc(8*time.Second, func() { _ = b.Signal(18) })
 		last, err := a.migrate(ctx, &gpuctlv1.MachinePlanRequest{Machine: "web"}, nil)
 		t.Logf("%v %v", last, err)
-		until(t, time.Minute, "it answers again", func() (bool, string) {
+		testkit.Until(t, "it answers again", func() error {
 			_, err := b.virt.Domains(ctx)
-			return err == nil, fmt.Sprint(err)
+			return err
 		})
 		on, err := where(ctx, "web", a, b)
 		if err != nil || len(on) != 1 {

@@ -116,14 +116,14 @@ func clusterBy(t *testing.T, uri string) (r *libvirt.Rig, a, b *host) {
 	if _, err := b.api().Join(ctx, connect.NewRequest(&clusterv1.JoinRequest{Token: token.Msg.GetToken()})); err != nil {
 		t.Fatal(err)
 	}
-	until(t, time.Minute, "both hosts are ready", func() (bool, string) {
+	testkit.Until(t, "both hosts are ready", func() error {
 		for _, h := range hosts {
 			res, err := h.api().List(ctx, connect.NewRequest(&clusterv1.ListRequest{Kind: clusterv1.Kind_KIND_HOST, Where: `state == "ready"`, Stale: true}))
 			if err != nil || len(res.Msg.GetObjects()) != 2 {
-				return false, fmt.Sprint(h.Name, res, err)
+				return testkit.Want(false, h.Name, res, err)
 			}
 		}
-		return true, ""
+		return nil
 	})
 	return r, a, b
 }
@@ -138,11 +138,11 @@ func (h *host) start() {
 	if err := h.cmd.Start(); err != nil {
 		h.t.Fatal(err)
 	}
-	until(h.t, time.Minute, h.Name+" answers", func() (bool, string) {
+	testkit.Until(h.t, h.Name+" answers", func() error {
 		ctx, cancel := context.WithTimeout(h.t.Context(), time.Second)
 		defer cancel()
 		_, err := h.api().Status(ctx, connect.NewRequest(&clusterv1.StatusRequest{}))
-		return err == nil, fmt.Sprint(err)
+		return err
 	})
 }
 
@@ -166,21 +166,6 @@ func (h *host) api() clusterv1connect.ClusterServiceClient {
 
 func (h *host) migrations() gpuctlv1connect.MigrationServiceClient {
 	return gpuctlv1connect.NewMigrationServiceClient(h.http(), "http://host")
-}
-
-func until(t *testing.T, limit time.Duration, what string, ok func() (bool, string)) {
-	t.Helper()
-	end := time.Now().Add(limit)
-	for {
-		done, said := ok()
-		if done {
-			return
-		}
-		if time.Now().After(end) {
-			t.Fatalf("not so: %s: %s", what, said)
-		}
-		time.Sleep(50 * time.Millisecond)
-	}
 }
 
 // where says on which hosts a VM runs.

@@ -2,7 +2,6 @@ package xen
 
 import (
 	"context"
-	"fmt"
 	"math/rand/v2"
 	"os"
 	"slices"
@@ -11,6 +10,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/gpuctl/gpuctl/internal/testkit"
 	"github.com/gpuctl/gpuctl/lab"
 	"github.com/gpuctl/gpuctl/lab/labtest"
 )
@@ -65,10 +65,10 @@ func newTraveller(ctx context.Context, t *testing.T, l *lab.Lab, how labtest.End
 	a.has(ctx, "web", virtio)
 	_, err = g.Run(ctx, quick)
 	must(t, err)
-	a.until(ctx, 5*time.Minute, "gpuguest serves again", func() (bool, string) {
+	testkit.Until(a.t, a.Name+": gpuguest serves again", func() error {
 		out, err := g.AgentLog(ctx)
 		_, again, _ := strings.Cut(out, "gpuguest ended")
-		return strings.Contains(again, "device is ready"), fmt.Sprint(again, err)
+		return testkit.Want(strings.Contains(again, "device is ready"), again, err)
 	})
 	v.work, err = g.StartEndure(ctx, "endure", how)
 	must(t, err)
@@ -118,9 +118,9 @@ func (v *traveller) begin(ctx context.Context, l leg, to place) string {
 // over waits for a migration's end.
 func (v *traveller) over(ctx context.Context, id string) (m migration) {
 	v.t.Helper()
-	v.at.host.until(ctx, 30*time.Minute, id+" has ended", func() (bool, string) {
+	testkit.Until(v.at.host.t, v.at.host.Name+": "+id+" has ended", func() error {
 		m = v.at.host.last(ctx)
-		return m.ID == id && m.State != "running", m.String()
+		return testkit.Want(m.ID == id && m.State != "running", m.String())
 	})
 	v.t.Log(m)
 	return m
@@ -147,9 +147,9 @@ func (v *traveller) ended(ctx context.Context, m migration, to place) (done bool
 		}
 	}
 	other := v.other(v.at.host)
-	other.until(ctx, 3*time.Minute, "nothing of the VM is left on "+other.Name, func() (bool, string) {
+	testkit.Until(other.t, other.Name+": nothing of the VM is left on "+other.Name, func() error {
 		out := other.run(ctx, "virsh -q list --all --name; xl list")
-		return !strings.Contains(out, "web"), out
+		return testkit.Want(!strings.Contains(out, "web"), out)
 	})
 	all, err := v.work.Progress(ctx)
 	must(v.t, err)
@@ -330,12 +330,12 @@ func TestMigrateFaults(t *testing.T) {
 			}
 			to := v.next(l)
 			id := v.begin(ctx, l, to)
-			v.at.host.until(ctx, 10*time.Minute, "it is at "+f.step, func() (bool, string) {
+			testkit.Until(v.at.host.t, v.at.host.Name+": it is at "+f.step, func() error {
 				m := v.at.host.last(ctx)
 				if m.ID == id && m.State != "running" {
 					t.Fatalf("it has ended before: %v", m)
 				}
-				return m.ID == id && m.Step == f.step, m.String()
+				return testkit.Want(m.ID == id && m.Step == f.step, m.String())
 			})
 			f.begin(ctx, v)
 			repair := func(now bool) {

@@ -2,12 +2,14 @@ package xen
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"slices"
 	"strings"
 	"testing"
 	"time"
 
+	"github.com/gpuctl/gpuctl/internal/testkit"
 	"github.com/gpuctl/gpuctl/lab/labtest"
 )
 
@@ -80,16 +82,16 @@ func together(ctx context.Context, t *testing.T, a, b *host) {
 	token := strings.Fields(a.must(ctx, "cluster", "token", "create"))
 	b.must(ctx, "cluster", "join", token[len(token)-1])
 	for _, h := range []*host{a, b} {
-		h.until(ctx, time.Minute, "both hosts' cards are in the inventory", func() (bool, string) {
+		testkit.Until(h.t, h.Name+": both hosts' cards are in the inventory", func() error {
 			out := h.must(ctx, "get", "gpus", "-o", "json")
 			for _, host := range []*host{a, b} {
 				for _, address := range []string{bochs, sound, virtio, lonely} {
 					if !strings.Contains(out, fmt.Sprintf("%q", host.Name+"/"+address)) {
-						return false, out
+						return errors.New(out)
 					}
 				}
 			}
-			return true, ""
+			return nil
 		})
 	}
 	for _, h := range []*host{a, b} {
@@ -204,11 +206,11 @@ func life(ctx context.Context, h *host) {
 		h.attach(ctx, "web", bochs) // only while it runs
 		_, _ = web.Run(ctx, "reboot -f")
 		web.Moved(h.Host)
-		h.until(ctx, 15*time.Minute, "it is up again", func() (bool, string) {
+		testkit.Until(h.t, h.Name+": it is up again", func() error {
 			ctx, cancel := context.WithTimeout(ctx, 10*time.Second)
 			defer cancel()
 			s, err := web.Ping(ctx)
-			return err == nil && s.BootID != boot, fmt.Sprint(s, err)
+			return testkit.Want(err == nil && s.BootID != boot, s, err)
 		})
 		h.has(ctx, "web", virtio)
 		h.readsVirtio(ctx, web)
@@ -357,9 +359,9 @@ END
 touch /run/gpuctl-lab/loaded; systemd-run -q --unit=gpuctl-load sh /run/gpuctl-lab/load`)
 	for _, pause := range []string{"3", "4.5", "2.2"} {
 		h.run(ctx, "sleep "+pause+"; systemctl kill -s KILL --kill-whom=main libvirtd; systemctl start libvirtd")
-		h.until(ctx, 3*time.Minute, "the VM is listed again", func() (bool, string) {
+		testkit.Until(h.t, h.Name+": the VM is listed again", func() error {
 			out, err := h.gpuctl(ctx, "vms")
-			return err == nil && strings.Contains(out, "web"), out
+			return testkit.Want(err == nil && strings.Contains(out, "web"), out)
 		})
 	}
 	h.run(ctx, "rm /run/gpuctl-lab/loaded; while systemctl -q is-active gpuctl-load; do sleep 0.3; done")
@@ -391,9 +393,9 @@ func (h *host) down(ctx context.Context) {
 	h.start(ctx)
 	h.has(ctx, "early", sound)
 	h.mustVirsh(ctx, "destroy", "early")
-	h.until(ctx, time.Minute, "hostd has the card back", func() (bool, string) {
+	testkit.Until(h.t, h.Name+": hostd has the card back", func() error {
 		c := h.cards(ctx)[sound]
-		return c.Phase == "free", fmt.Sprint(c)
+		return testkit.Want(c.Phase == "free", c)
 	})
 	h.reattach(ctx, functions[sound]...) // libvirt had bound it
 	h.free(ctx, "early", sound)

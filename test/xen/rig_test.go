@@ -10,6 +10,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/gpuctl/gpuctl/internal/testkit"
 	"github.com/gpuctl/gpuctl/internal/wait"
 	"github.com/gpuctl/gpuctl/lab"
 	"github.com/gpuctl/gpuctl/lab/labtest"
@@ -102,9 +103,9 @@ func (h *host) stop(ctx context.Context) {
 // answers waits until hostd does.
 func (h *host) answers(ctx context.Context) {
 	h.t.Helper()
-	h.until(ctx, 3*time.Minute, "hostd answers", func() (bool, string) {
+	testkit.Until(h.t, h.Name+": hostd answers", func() error {
 		out, err := h.gpuctl(ctx, "cards", "-o", "json")
-		return err == nil, fmt.Sprint(out, err)
+		return testkit.Want(err == nil, out, err)
 	})
 }
 
@@ -367,50 +368,35 @@ func (s sight) against(machine, address string, has bool) string {
 // Xen, and for its old driver.
 func (h *host) free(ctx context.Context, machine, address string) {
 	h.t.Helper()
-	h.until(ctx, 4*time.Minute, address+" is free", func() (bool, string) {
+	testkit.Until(h.t, h.Name+": "+address+" is free", func() error {
 		said := h.look(ctx, machine, address).against(machine, address, false)
-		return said == "", said
+		return testkit.Want(said == "", said)
 	})
 }
 
 // has waits until a VM has a card, for gpuctl, Xen and libvirt.
 func (h *host) has(ctx context.Context, machine, address string) {
 	h.t.Helper()
-	h.until(ctx, 4*time.Minute, machine+" has "+address, func() (bool, string) {
+	testkit.Until(h.t, h.Name+": "+machine+" has "+address, func() error {
 		s := h.look(ctx, machine, address)
 		said := s.against(machine, address, true)
 		if said == "" && !slices.Equal(s.libvirt, functions[address]) {
 			said = fmt.Sprintf("libvirt says %v", s.libvirt)
 		}
-		return said == "", said
+		return testkit.Want(said == "", said)
 	})
 }
 
 // settled waits until everybody agrees on who has a card, whoever it is.
 func (h *host) settled(ctx context.Context, machine, address string) (has bool) {
 	h.t.Helper()
-	h.until(ctx, 4*time.Minute, "all agree on "+address, func() (bool, string) {
+	testkit.Until(h.t, h.Name+": all agree on "+address, func() error {
 		s := h.look(ctx, machine, address)
 		has = s.card.Phase == "attached"
 		said := s.against(machine, address, has)
-		return said == "", said
+		return testkit.Want(said == "", said)
 	})
 	return has
-}
-
-func (h *host) until(ctx context.Context, limit time.Duration, what string, ok func() (bool, string)) {
-	h.t.Helper()
-	end := time.Now().Add(limit)
-	for {
-		done, said := ok()
-		if done {
-			return
-		}
-		if time.Now().After(end) || ctx.Err() != nil {
-			h.t.Fatalf("%s: not so: %s: %s", h.Name, what, said)
-		}
-		time.Sleep(300 * time.Millisecond)
-	}
 }
 
 // define stores a guest that starts anew when it reboots.

@@ -5,8 +5,8 @@ import (
 	"encoding/json"
 	"fmt"
 	"strings"
-	"time"
 
+	"github.com/gpuctl/gpuctl/internal/testkit"
 	"github.com/gpuctl/gpuctl/lab/labtest"
 )
 
@@ -71,7 +71,7 @@ func (h *host) virtualFunctions(ctx context.Context, g *labtest.Guest) {
 // and the kernel; empty: until nobody has one.
 func (h *host) sliceIs(ctx context.Context, machine, function string) {
 	h.t.Helper()
-	h.until(ctx, 4*time.Minute, fmt.Sprintf("%s has %q of %s", machine, function, sliced), func() (bool, string) {
+	testkit.Until(h.t, fmt.Sprintf("%s: %s has %q of %s", h.Name, machine, function, sliced), func() error {
 		var all struct {
 			Cards []struct {
 				Address string `json:"address"`
@@ -84,18 +84,18 @@ func (h *host) sliceIs(ctx context.Context, machine, function string) {
 		}
 		out := h.must(ctx, "cards", "-o", "json")
 		if err := json.Unmarshal([]byte(out), &all); err != nil {
-			return false, err.Error()
+			return err
 		}
 		for _, c := range all.Cards {
 			switch {
 			case c.Address != sliced:
 			case function == "" && len(c.Slices) > 0, function != "" && len(c.Slices) != 1:
-				return false, fmt.Sprintf("gpuctl says %+v", c)
+				return fmt.Errorf("gpuctl says %+v", c)
 			case function != "" && (c.Slices[0].Function != function || c.Slices[0].Phase != "attached" || c.Slices[0].MachineName != machine):
-				return false, fmt.Sprintf("gpuctl says %+v", c)
+				return fmt.Errorf("gpuctl says %+v", c)
 			}
 		}
 		out = h.run(ctx, "xl pci-list "+machine+" 2>/dev/null | grep -o '"+strings.TrimSuffix(sliced, "0")+".' || true")
-		return strings.TrimSpace(out) == function, "Xen says " + out
+		return testkit.Want(strings.TrimSpace(out) == function, "Xen says "+out)
 	})
 }

@@ -22,6 +22,7 @@ import (
 
 	"github.com/gpuctl/gpuctl/guest/vm/channel"
 	"github.com/gpuctl/gpuctl/guest/vm/channel/channeltest"
+	"github.com/gpuctl/gpuctl/internal/testkit"
 )
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
@@ -121,21 +122,17 @@ func mustGet(t *testing.T, c *channel.Client, path string) []byte {
 	return b
 }
 
-// eventually gets until it works: what was under way when a connection was
+// answers waits until the agent does: what was under way when a connection was
 // lost fails.
-func eventually(t *testing.T, c *channel.Client, path string) []byte {
+func answers(t *testing.T, c *channel.Client) {
 	t.Helper()
-	ctx, cancel := context.WithTimeout(t.Context(), patience)
-	defer cancel()
-	for {
-		b, err := get(ctx, c, path)
-		if err == nil {
-			return b
+	ctx := testkit.Context(t)
+	testkit.Until(t, "the agent answers", func() error {
+		if _, err := get(ctx, c, "/hello"); err != nil {
+			return fmt.Errorf("%w; %+v", err, c.State())
 		}
-		if ctx.Err() != nil {
-			t.Fatalf("%s: %v; %+v", path, err, c.State())
-		}
-	}
+		return nil
+	})
 }
 
 func post(t *testing.T, c *channel.Client, n int) {
@@ -232,7 +229,7 @@ func TestMigration(t *testing.T) {
 	for i := range 4 {
 		mustGet(t, client, "/hello")
 		c.Migrate()
-		eventually(t, client, "/hello")
+		answers(t, client)
 		if got := a.hangUps.Load(); got != int32(i+1) {
 			t.Fatalf("%d hang-ups after %d migrations", got, i+1)
 		}
@@ -251,7 +248,7 @@ func TestReconnectStorm(t *testing.T) {
 		cancel()
 		if i%2 == 0 {
 			c.Drop()
-			eventually(t, client, "/hello")
+			answers(t, client)
 		}
 		if err := client.Close(); err != nil {
 			t.Fatal(err)
@@ -288,11 +285,11 @@ func TestAgentComesLate(t *testing.T) {
 		t.Fatalf("without an agent: %v", err)
 	}
 	a := serve(t, c)
-	eventually(t, client, "/hello")
+	answers(t, client)
 	first := client.State().Instance
 	a.stop()
 	serve(t, c)
-	eventually(t, client, "/hello")
+	answers(t, client)
 	if s := client.State(); s.Instance == first {
 		t.Errorf("the agent was started anew: %+v", s)
 	}
@@ -322,7 +319,7 @@ func TestSilentGuest(t *testing.T) {
 		t.Fatal("the request never ended")
 	}
 	c.Set(channeltest.Faults{})
-	eventually(t, client, "/hello")
+	answers(t, client)
 }
 
 func TestSecondClientIsRefused(t *testing.T) {

@@ -26,6 +26,7 @@ import (
 	"github.com/gpuctl/gpuctl/cluster/scheduler"
 	"github.com/gpuctl/gpuctl/cluster/state"
 	"github.com/gpuctl/gpuctl/internal/reason"
+	"github.com/gpuctl/gpuctl/internal/testkit"
 )
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
@@ -98,16 +99,9 @@ type rig struct {
 	members []*member
 }
 
-func limit(t *testing.T) context.Context {
-	t.Helper()
-	ctx, cancel := context.WithTimeout(t.Context(), 60*time.Second)
-	t.Cleanup(cancel)
-	return ctx
-}
-
 func newRig(t *testing.T, nodes int) *rig {
 	t.Helper()
-	ctx := limit(t)
+	ctx := testkit.Context(t)
 	ca, err := pki.NewCA("test", time.Now())
 	if err != nil {
 		t.Fatal(err)
@@ -209,7 +203,7 @@ func codeOf[B any](ctx context.Context, f func(context.Context) (*B, error)) (co
 // words that name the object.
 func TestCodes(t *testing.T) {
 	t.Parallel()
-	ctx := limit(t)
+	ctx := testkit.Context(t)
 	r := newRig(t, 3)
 	_, others := r.leader(ctx)
 	c := others[0].as(t, local())
@@ -271,7 +265,7 @@ func TestCodes(t *testing.T) {
 // TestShapes asks every procedure, on a follower, for something that works.
 func TestShapes(t *testing.T) {
 	t.Parallel()
-	ctx := limit(t)
+	ctx := testkit.Context(t)
 	r := newRig(t, 3)
 	_, others := r.leader(ctx)
 	c, elsewhere := others[0].as(t, local()), others[1].as(t, local())
@@ -366,7 +360,7 @@ func second[A any](_ A, err error) error { return err }
 // TestSameUserElsewhere: a user may repeat a claim on another host.
 func TestSameUserElsewhere(t *testing.T) {
 	t.Parallel()
-	ctx := limit(t)
+	ctx := testkit.Context(t)
 	r := newRig(t, 3)
 	for _, m := range r.members {
 		c := m.as(t, user(clusterv1.Role_ROLE_OPERATOR))
@@ -380,7 +374,7 @@ func TestSameUserElsewhere(t *testing.T) {
 // TestRoles: what the table says is what happens.
 func TestRoles(t *testing.T) {
 	t.Parallel()
-	ctx := limit(t)
+	ctx := testkit.Context(t)
 	r := newRig(t, 1)
 	for _, role := range []clusterv1.Role{clusterv1.Role_ROLE_VIEWER, clusterv1.Role_ROLE_OPERATOR, clusterv1.Role_ROLE_ADMIN} {
 		c := r.members[0].as(t, user(role))
@@ -409,7 +403,7 @@ func TestRoles(t *testing.T) {
 // TestReadYourWrites lists on each follower what was just written elsewhere.
 func TestReadYourWrites(t *testing.T) {
 	t.Parallel()
-	ctx := limit(t)
+	ctx := testkit.Context(t)
 	r := newRig(t, 3)
 	for i := range 60 {
 		w, c := r.members[i%3].as(t, local()), r.members[(i+1)%3].as(t, local())
@@ -427,7 +421,7 @@ func TestReadYourWrites(t *testing.T) {
 // TestPages lists with a limit, from where the last page ended.
 func TestPages(t *testing.T) {
 	t.Parallel()
-	ctx := limit(t)
+	ctx := testkit.Context(t)
 	r := newRig(t, 3)
 	c := r.members[1].as(t, user(clusterv1.Role_ROLE_VIEWER))
 	var all []string
@@ -453,7 +447,7 @@ func TestPages(t *testing.T) {
 // words that help.
 func TestNoQuorum(t *testing.T) {
 	t.Parallel()
-	ctx := limit(t)
+	ctx := testkit.Context(t)
 	r := newRig(t, 3)
 	l, others := r.leader(ctx)
 	for _, m := range others {
@@ -510,7 +504,7 @@ func receive(t *testing.T, s *connect.ServerStreamForClient[clusterv1.WatchRespo
 // TestWatch sees what is there, then every end of a change, once.
 func TestWatch(t *testing.T) {
 	t.Parallel()
-	ctx := limit(t)
+	ctx := testkit.Context(t)
 	r := newRig(t, 3)
 	_, others := r.leader(ctx)
 	c, w := others[0].as(t, user(clusterv1.Role_ROLE_VIEWER)), others[1].as(t, local())
@@ -588,7 +582,7 @@ func TestWatch(t *testing.T) {
 // TestEvents reads the past and what follows, in order and without gaps.
 func TestEvents(t *testing.T) {
 	t.Parallel()
-	ctx := limit(t)
+	ctx := testkit.Context(t)
 	r := newRig(t, 3)
 	c, w := r.members[0].as(t, user(clusterv1.Role_ROLE_VIEWER)), r.members[1].as(t, local())
 	for i := range 5 {
@@ -631,7 +625,7 @@ func TestEvents(t *testing.T) {
 // TestTop leaves out who does not answer, and says so.
 func TestTop(t *testing.T) {
 	t.Parallel()
-	ctx := limit(t)
+	ctx := testkit.Context(t)
 	r := newRig(t, 3)
 	r.members[2].mute = true
 	c := r.members[0].as(t, user(clusterv1.Role_ROLE_VIEWER))
@@ -662,7 +656,7 @@ func TestTop(t *testing.T) {
 // TestPeers: hosts speak for themselves alone, and only so much at once.
 func TestPeers(t *testing.T) {
 	t.Parallel()
-	ctx := limit(t)
+	ctx := testkit.Context(t)
 	r := newRig(t, 3)
 	for {
 		l, others := r.leader(ctx)

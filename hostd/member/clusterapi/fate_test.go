@@ -13,6 +13,7 @@ import (
 	"github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1/clusterv1connect"
 	"github.com/gpuctl/gpuctl/cluster/replica"
 	"github.com/gpuctl/gpuctl/internal/reason"
+	"github.com/gpuctl/gpuctl/internal/testkit"
 )
 
 // cutting is a follower whose leader takes what it is asked and is gone, with the
@@ -51,7 +52,7 @@ func TestLostAnswerOfALeaderIsNotSaidToBeNone(t *testing.T) {
 		err        error
 		leaderless bool
 	}{{io.ErrUnexpectedEOF, false}, {none, true}} {
-		ctx := limit(t)
+		ctx := testkit.Context(t)
 		r := newRig(t, 3)
 		l, others := r.leader(ctx)
 		f := &cutting{member: others[0], err: c.err}
