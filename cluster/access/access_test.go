@@ -237,7 +237,7 @@ func (b *backend) Top(ctx context.Context, _ *connect.Request[clusterv1.TopReque
 		if err := s.Send(&clusterv1.TopResponse{}); err != nil {
 			return err
 		}
-		time.Sleep(time.Millisecond)
+		time.Sleep(time.Millisecond) // what there is to tell takes time
 	}
 }
 

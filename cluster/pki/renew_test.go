@@ -237,10 +237,20 @@ func TestARenewedCertificateIsStoredWhenThatWorksAgain(t *testing.T) {
 func TestRunEndsWithItsContext(t *testing.T) {
 	r, _, _ := newRenewer(t.TempDir())
 	r.Poll = time.Millisecond
+	now, steps := r.Now, make(chan struct{}, 1)
+	r.Now = func() time.Time {
+		select {
+		case steps <- struct{}{}:
+		default:
+		}
+		return now()
+	}
 	ctx, cancel := context.WithCancel(t.Context())
 	var wait sync.WaitGroup
 	wait.Go(func() { r.Run(ctx) })
-	time.Sleep(20 * time.Millisecond)
+	for range 3 {
+		<-steps
+	}
 	cancel()
 	wait.Wait()
 }

@@ -251,7 +251,7 @@ func (c *chaos) client(ctx context.Context, client int) {
 		} else if a := c.read(context.WithoutCancel(ctx), client, gpu); a != nil && rand.IntN(2) == 0 {
 			c.release(context.WithoutCancel(ctx), client, a)
 		}
-		time.Sleep(time.Duration(rand.IntN(6)) * time.Millisecond)
+		time.Sleep(time.Duration(rand.IntN(6)) * time.Millisecond) // what a client does between
 	}
 }
 
@@ -367,7 +367,7 @@ func (c *chaos) epoch(faults int) {
 		kind, end := c.fault(ctx, n)
 		c.count("fault: " + kind)
 		open = append(open, pending{n, end})
-		time.Sleep(time.Duration(20+rand.IntN(100)) * time.Millisecond)
+		time.Sleep(time.Duration(20+rand.IntN(100)) * time.Millisecond) // how long a fault lasts
 	}
 	for _, p := range open {
 		p.end()

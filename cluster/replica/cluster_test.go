@@ -313,7 +313,7 @@ func TestBrokenDiskIsNotTrustedUntilRestart(t *testing.T) {
 	sick.Disk.Break()
 	c.Must(ctx, sick, note("1"))
 	sick.Disk.Well()
-	time.Sleep(100 * time.Millisecond)
+	time.Sleep(100 * time.Millisecond) // nothing tells that it stays so
 	if err := sick.Store().Health(); err == nil {
 		t.Error("the node trusts a disk that failed")
 	}
@@ -356,7 +356,7 @@ func TestHostsGoDownAndUpWithoutFloodingTheLog(t *testing.T) {
 	// an election may be in one.)
 	c.Until(ctx, "a time without entries", func() error {
 		before := c.Leader(ctx).Store().Status().GetLastIndex()
-		time.Sleep(300 * time.Millisecond)
+		time.Sleep(300 * time.Millisecond) // many heartbeats
 		if after := c.Leader(ctx).Store().Status().GetLastIndex(); after != before {
 			return fmt.Errorf("%d entries while nothing happened", after-before)
 		}
@@ -381,7 +381,7 @@ func TestHostsGoDownAndUpWithoutFloodingTheLog(t *testing.T) {
 		n.Clock.Jump(-time.Hour)
 		n.Clock.Leap(time.Hour)
 	}
-	time.Sleep(200 * time.Millisecond)
+	time.Sleep(200 * time.Millisecond) // some reviews, after which nothing has happened
 	down(false)
 	for _, n := range c.Nodes {
 		want, got := 0, 0
@@ -418,7 +418,7 @@ func TestReservationsExpireOnTheLeadersClock(t *testing.T) {
 		return nil
 	})
 	c.Leader(ctx).Clock.Jump(2 * time.Hour) // the time of day does not count
-	time.Sleep(100 * time.Millisecond)
+	time.Sleep(100 * time.Millisecond)      // some looks for what expires, which find nothing
 	if !there("long") {
 		t.Fatal("a reservation expired by the time of day")
 	}

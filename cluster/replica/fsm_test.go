@@ -16,6 +16,7 @@ import (
 
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 	"github.com/gpuctl/gpuctl/cluster/state"
+	"github.com/gpuctl/gpuctl/internal/testkit"
 )
 
 func entry(t *testing.T, index uint64, c *clusterv1.Command) *raft.Log {
@@ -130,9 +131,7 @@ func TestStopEndsTheNode(t *testing.T) {
 	if v, err := s.Read(ctx, true); err != nil || v.ClusterID() != "c" {
 		t.Errorf("stale read: %v", err)
 	}
-	for s.IsLeader() && ctx.Err() == nil {
-		time.Sleep(time.Millisecond)
-	}
+	testkit.Until(t, "it leads no more", func() error { return testkit.Want(!s.IsLeader(), s.Status()) })
 	if s.IsLeader() || s.Health() == nil || !strings.Contains(s.Status().GetMessage(), "upgrade") {
 		t.Errorf("leads: %v, health: %v, status: %v", s.IsLeader(), s.Health(), s.Status())
 	}
@@ -165,7 +164,7 @@ func TestGuardTellsFullFromBroken(t *testing.T) {
 		_ = (&guardedStable{g: g}).SetUint64([]byte("CurrentTerm"), 1)
 		t.Error("a term was accepted that is not written")
 	}()
-	time.Sleep(20 * time.Millisecond)
+	testkit.Parked(t, "replica.(*guardedStable).SetUint64", 1)
 	g.close()
 	<-done
 }
@@ -174,53 +173,45 @@ func TestAcksCountOnlyWhatWasSentLater(t *testing.T) {
 	t.Parallel()
 	a := newAcks()
 	ids := []raft.ServerID{"b", "c", "d"}
-	before := time.Now()
-	time.Sleep(time.Millisecond)
 	start := time.Now()
-	time.Sleep(time.Millisecond)
-	a.note("b", 5, before)     // answered later, sent earlier
-	a.note("c", 4, time.Now()) // of another term
-	a.note("x", 5, time.Now()) // no voter
+	before, later := start.Add(-time.Millisecond), start.Add(time.Millisecond)
+	a.note("b", 5, before) // answered later, sent earlier
+	a.note("c", 4, later)  // of another term
+	a.note("x", 5, later)  // no voter
 	if n, _ := a.since(ids, 5, start); n != 0 {
 		t.Errorf("%d answers count", n)
 	}
-	a.note("d", 5, time.Now())
+	a.note("d", 5, later)
 	a.note("d", 5, before) // comes late, takes nothing back
 	if n, _ := a.since(ids, 5, start); n != 1 {
 		t.Errorf("%d answers count", n)
 	}
 }
 
+// question is a coalescer of whose callers the test knows that they wait.
+type question struct{ coalescer }
+
+func (q *question) ask(ctx context.Context, f func(context.Context) (uint64, error)) uint64 {
+	i, _ := q.do(ctx, ctx, time.Minute, f)
+	return i
+}
+
 func TestCoalescerServesOnlyWhoCameBefore(t *testing.T) {
 	t.Parallel()
-	var c coalescer
+	var c question
 	begun, release := make(chan bool, 10), make(chan uint64)
 	f := func(context.Context) (uint64, error) {
 		begun <- true
 		return <-release, nil
 	}
 	got := make(chan uint64, 10)
-	ask := func() {
-		go func() {
-			i, _ := c.do(t.Context(), t.Context(), time.Minute, f)
-			got <- i
-		}()
-	}
+	ask := func() { go func() { got <- c.ask(t.Context(), f) }() }
 	ask()
 	<-begun
 	for range 3 { // they come while the first round is under way
 		ask()
 	}
-	for {
-		c.mu.Lock()
-		waiting := c.next != nil
-		c.mu.Unlock()
-		if waiting {
-			break
-		}
-		time.Sleep(time.Millisecond)
-	}
-	time.Sleep(10 * time.Millisecond)
+	testkit.Parked(t, "replica.(*question).ask", 4)
 	release <- 1
 	if i := <-got; i != 1 {
 		t.Errorf("first got %d", i)

@@ -233,7 +233,9 @@ func TestWaiting(t *testing.T) {
 		if err != nil || o.Claim.GetState() != clusterv1.ClaimState_CLAIM_STATE_PENDING || o.Claim.GetMessage() == "" || len(reasons(o.Decision)) == 0 {
 			t.Fatalf("claim %d: %v, %v", i, o.Claim, err)
 		}
-		time.Sleep(2 * time.Millisecond) // the order is by their times
+		for _, n := range c.Nodes { // the order is by their times
+			n.Clock.Jump(2 * time.Millisecond)
+		}
 	}
 	bound := func(want ...string) {
 		t.Helper()
@@ -369,9 +371,17 @@ func TestPreviousLeader(t *testing.T) {
 	if o, err := next.Assign(ctx, placement.Request{Claim: r.GetClaim()}, "test"); err != nil || len(o.Assignments) != 1 {
 		t.Fatalf("%v, %v", o.Claim, err)
 	}
-	lead.apply = func(context.Context, *clusterv1.Command) (*clusterv1.Result, error) { return nil, replica.ErrNotLeader }
+	refused := make(chan struct{}, 1)
+	lead.apply = func(context.Context, *clusterv1.Command) (*clusterv1.Result, error) {
+		select {
+		case refused <- struct{}{}:
+		default:
+		}
+		return nil, replica.ErrNotLeader
+	}
 	close(lead.hold)
-	time.Sleep(100 * time.Millisecond)
+	<-refused
+	time.Sleep(100 * time.Millisecond) // nothing tells that it does not try elsewhere
 	cancel()
 	wg.Wait()
 	v, err := c.Nodes[2].Store().Read(ctx, false)

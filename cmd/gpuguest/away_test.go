@@ -184,35 +184,28 @@ func TestVMStateLeaves(t *testing.T) {
 	// and the session goes on; what h1 and h2 had of it is dropped.
 	frozen := make(chan error, 1)
 	go func() { frozen <- a.freeze(ctx, id, b) }()
-	for {
+	testkit.Until(t, "some of the state is at h2", func() error {
 		parts, _ := filepath.Glob(filepath.Join(b.dir, "*", "*", "*.part"))
-		if info, err := os.Stat(strings.Join(parts, " ")); err == nil && info.Size() > 0 {
-			break
-		}
-		if ctx.Err() != nil {
-			t.Fatal("nothing comes to h2")
-		}
-		time.Sleep(time.Millisecond)
-	}
+		info, err := os.Stat(strings.Join(parts, " "))
+		return testkit.Want(err == nil && info.Size() > 0, parts, err)
+	})
 	a.Guests.Forget(awayUUID)
 	if err := <-frozen; err == nil {
 		t.Fatal("frozen without a host")
 	}
-	for !slices.Equal(a.running(t, ctx), []string{id}) {
-		time.Sleep(50 * time.Millisecond)
-	}
+	testkit.Until(t, "the session goes on", func() error {
+		got := a.running(t, ctx)
+		return testkit.Want(slices.Equal(got, []string{id}), got)
+	})
 	goesOn("hostd of h1 died")
 
-	for { // what was under way there may still have to be undone
+	testkit.Until(t, "it is frozen, once what was under way there is undone", func() error {
 		err := a.freeze(ctx, id, b)
-		if err == nil {
-			break
-		}
-		if !errors.Is(err, migrate.ErrUnreachable) {
+		if err != nil && !errors.Is(err, migrate.ErrUnreachable) {
 			t.Fatal(err)
 		}
-		time.Sleep(50 * time.Millisecond)
-	}
+		return err
+	})
 	here, err := a.Stash.Find(awayUUID, id)
 	if err != nil || here.Mark.Size < 2*streamKiB<<10 {
 		t.Fatalf("%v, %v", here, err)
@@ -230,16 +223,10 @@ func TestVMStateLeaves(t *testing.T) {
 	// gpuguest is killed, the VM goes to h2, and gets another card there.
 	_ = v.kill(syscall.SIGKILL)
 	v.start()
-	release := func() error {
+	testkit.Until(t, "the card is released", func() error {
 		_, err := connectAgent(ctx, a).Release(ctx, connect.NewRequest(&gpuctlv1.ReleaseRequest{Address: d.Address}))
 		return err
-	}
-	for release() != nil {
-		if ctx.Err() != nil {
-			t.Fatal(release())
-		}
-		time.Sleep(100 * time.Millisecond)
-	}
+	})
 	v.unplug()
 	if _, err := connectAgent(ctx, a).TakeUp(ctx, connect.NewRequest(&gpuctlv1.TakeUpRequest{Address: d.Address})); err != nil {
 		t.Fatal(err)
@@ -281,7 +268,7 @@ func TestVMStateLeaves(t *testing.T) {
 	if got := b.running(t, ctx); !slices.Equal(got, []string{id}) {
 		t.Fatalf("%v run", got)
 	}
-	time.Sleep(200 * time.Millisecond)
+	time.Sleep(200 * time.Millisecond) // it computes on, with what came back
 	app.verify()
 	for _, h := range []*awayHost{a, b} {
 		if err := h.Forget(&gpuctlv1.SiteMachine{Uuid: awayUUID, Migration: awayMigration}); err != nil {
@@ -467,7 +454,7 @@ func TestVMMovesWithoutItsState(t *testing.T) {
 				t.Errorf("%s keeps %v", h.Name, left)
 			}
 		}
-		time.Sleep(200 * time.Millisecond)
+		time.Sleep(200 * time.Millisecond) // it computes on, with what came back
 	}
 	app.verify()
 }

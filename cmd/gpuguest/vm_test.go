@@ -181,20 +181,16 @@ func (v *testVM) await(vendor, device uint32) *gpuctlv1.GuestDevice {
 func (v *testVM) session(before uint64) *gpuctlv1.Session {
 	v.t.Helper()
 	ctx := v.ctx()
-	for {
+	var s []*gpuctlv1.Session
+	testkit.Until(v.t, "the session computes", func() error {
 		resp, err := v.guest.ListSessions(ctx, connect.NewRequest(&gpuctlv1.ListSessionsRequest{}))
 		if err != nil {
 			v.t.Fatal(err)
 		}
-		if s := resp.Msg.Sessions; len(s) == 1 && s[0].Usage.GetLaunches() > before {
-			return s[0]
-		}
-		select {
-		case <-ctx.Done():
-			v.t.Fatalf("no session computes: %v", resp.Msg.Sessions)
-		case <-time.After(50 * time.Millisecond):
-		}
-	}
+		s = resp.Msg.Sessions
+		return testkit.Want(len(s) == 1 && s[0].Usage.GetLaunches() > before, s)
+	})
+	return s[0]
 }
 
 func finished(t *testing.T, st *connect.ServerStreamForClient[gpuctlv1.Progress], err error) {

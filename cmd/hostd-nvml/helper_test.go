@@ -17,6 +17,7 @@ import (
 
 	"github.com/gpuctl/gpuctl/hostd/inventory/nvml"
 	"github.com/gpuctl/gpuctl/internal/cmdutil"
+	"github.com/gpuctl/gpuctl/internal/testkit"
 )
 
 const selfEnv = "GPUCTL_TEST_HOSTD_NVML"
@@ -129,10 +130,10 @@ func TestDriverGoesWrong(t *testing.T) {
 				t.Fatalf("got %v", err)
 			}
 			mode("")
-			time.Sleep(5 * time.Millisecond)
-			if _, err := client.List(t.Context()); err != nil {
-				t.Errorf("when it works again: %v", err)
-			}
+			testkit.Until(t, "it works again", func() error {
+				_, err := client.List(t.Context())
+				return err
+			})
 		})
 	}
 }

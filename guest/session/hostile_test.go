@@ -22,6 +22,7 @@ import (
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/guest/confine"
+	"github.com/gpuctl/gpuctl/internal/testkit"
 )
 
 // victimEnv has a victim as JSON.
@@ -200,7 +201,7 @@ func beHostile(text, report string) int {
 	if tell(report, results) != nil {
 		return 1
 	}
-	time.Sleep(time.Minute)
+	time.Sleep(time.Minute) // until it is killed
 	return 0
 }
 
@@ -461,9 +462,10 @@ func TestLogGoesOnWithTheNextGpuguest(t *testing.T) {
 	if _, err := w.WriteString("before\n"); err != nil {
 		t.Fatal(err)
 	}
-	for b, _ := os.ReadFile(path); string(b) != "before\n"; b, _ = os.ReadFile(path) {
-		time.Sleep(time.Millisecond)
-	}
+	testkit.Until(t, "it is in the log", func() error {
+		b, err := os.ReadFile(path)
+		return testkit.Want(string(b) == "before\n", string(b), err)
+	})
 	first.pipe.Close() // as when gpuguest dies
 	second, err := adoptLog(path)
 	if err != nil {

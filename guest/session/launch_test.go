@@ -100,7 +100,7 @@ func reportSurroundings() int {
 		fmt.Fprintln(os.Stderr, "the last word")
 		return 5
 	}
-	time.Sleep(time.Minute)
+	time.Sleep(time.Minute) // until it is killed
 	return 0
 }
 
@@ -120,7 +120,7 @@ func (s *surroundings) load(tell *os.File) error {
 		fmt.Fprintln(os.Stderr, "panic: it crashes")
 		return errors.New("crashed")
 	case "/hangs.so":
-		time.Sleep(time.Minute)
+		time.Sleep(time.Minute) // until it is killed
 	}
 	_, err := tell.Write([]byte{1})
 	return errors.Join(err, tell.Close())

@@ -3,7 +3,7 @@
 //
 // Tests wait for events. Where the code under test tells of one (a channel, a
 // stream, a process that ends), a test waits for that; else it looks again and
-// again with Until. Neither has a limit of its own that a busy machine could
+// again with Until, or waits with Parked for who begins to wait. None has a limit of its own that a busy machine could
 // reach: what never comes is told shortly before the test's deadline. No test
 // sleeps so that something has surely happened meanwhile. Where time itself is
 // the subject, a test brings its own clock or runs in a bubble of

@@ -30,7 +30,8 @@ type T interface {
 // Until calls is again and again until it returns nil. When the test's time is
 // nearly over it ends the test with what it waited for and is's last error. To
 // give up earlier, as what is waited for can't come any more, is ends the test
-// itself.
+// itself. In a bubble of testing/synctest there is no need of it: who sleeps
+// there sleeps until all others wait.
 func Until(t T, what string, is func() error) {
 	if h, ok := t.(interface{ Helper() }); ok {
 		h.Helper()

@@ -24,6 +24,7 @@ import (
 	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
 	"github.com/gpuctl/gpuctl/guest/vm/agent"
 	"github.com/gpuctl/gpuctl/guest/vm/profile"
+	"github.com/gpuctl/gpuctl/internal/testkit"
 	"github.com/gpuctl/gpuctl/passthrough/bind"
 	"github.com/gpuctl/gpuctl/passthrough/pci"
 	"github.com/gpuctl/gpuctl/passthrough/pci/pcitest"
@@ -588,12 +589,10 @@ func TestOffer(t *testing.T) {
 		t.Fatal(err)
 	}
 	r.until(firstAt, "ready", ready)
-	for deadline := time.Now().Add(patience); r.sessions.offered() != "vm/"+firstAt || !r.open.Load(); {
-		if time.Now().After(deadline) {
-			t.Fatalf("offered %q, open %v", r.sessions.offered(), r.open.Load())
-		}
-		time.Sleep(5 * time.Millisecond)
-	}
+	testkit.Until(t, "the first card is offered", func() error {
+		offered, open := r.sessions.offered(), r.open.Load()
+		return testkit.Want(offered == "vm/"+firstAt && open, offered, open)
+	})
 }
 
 // A probe holds the driver's files: it is over before the driver is unbound.

@@ -202,6 +202,7 @@ func TestSmallBesideLarge(t *testing.T) {
 	serve(t, c)
 	client := dial(t, c)
 	c.Set(channeltest.Faults{Rate: 100 << 10})
+	before := c.ToGuest()
 	var wg sync.WaitGroup
 	defer wg.Wait()
 	var posted atomic.Bool
@@ -209,7 +210,9 @@ func TestSmallBesideLarge(t *testing.T) {
 		post(t, client, 600<<10)
 		posted.Store(true)
 	})
-	time.Sleep(300 * time.Millisecond)
+	testkit.Until(t, "a part of the large one is on its way", func() error {
+		return testkit.Want(c.ToGuest() > before+10<<10, c.ToGuest())
+	})
 	for range 3 {
 		began := time.Now()
 		mustGet(t, client, "/hello")
