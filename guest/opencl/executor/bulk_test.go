@@ -12,6 +12,7 @@ import (
 	"github.com/gpuctl/gpuctl/guest/opencl/cl"
 	"github.com/gpuctl/gpuctl/guest/opencl/shm"
 	"github.com/gpuctl/gpuctl/guest/opencl/wire"
+	"github.com/gpuctl/gpuctl/internal/testkit"
 )
 
 // mover plays the threads of the application's library that move the data of
@@ -203,9 +204,7 @@ func TestTransferGoesOnAtAnotherExecutor(t *testing.T) {
 		m, s, q := c.interrupted(n, rect, 10)
 		to := c.executor(2)
 		go func() { // the application goes on once the session is to stand still
-			for !s.gate.Load() {
-				time.Sleep(100 * time.Microsecond)
-			}
+			_ = testkit.Poll(c.ctx, "the session is to stand still", func() error { return testkit.Want(s.gate.Load()) })
 			for {
 				select {
 				case <-m.step:
@@ -299,9 +298,7 @@ func TestHostileBulkTransfers(t *testing.T) {
 		w := m.(*wire.WriteBuffer)
 		w.Queue, w.Mem = q, c.buffer(ctx, 1<<20)
 		c.post(w)
-		for !s.closed.Load() {
-			time.Sleep(time.Millisecond)
-		}
+		testkit.Until(t, "the session is closed", func() error { return testkit.Want(s.closed.Load()) })
 	}
 	c := newClient(t)
 	s := c.executor(1)

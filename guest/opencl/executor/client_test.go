@@ -1,6 +1,7 @@
 package executor
 
 import (
+	"context"
 	"encoding/binary"
 	"log/slog"
 	"os"
@@ -16,6 +17,7 @@ import (
 	"github.com/gpuctl/gpuctl/guest/opencl/cl"
 	"github.com/gpuctl/gpuctl/guest/opencl/shm"
 	"github.com/gpuctl/gpuctl/guest/opencl/wire"
+	"github.com/gpuctl/gpuctl/internal/testkit"
 )
 
 const (
@@ -26,6 +28,7 @@ const (
 // client plays the application's library against a session in this process.
 type client struct {
 	t     testing.TB
+	ctx   context.Context // ends before the test does
 	ring  *shm.Region
 	arena *shm.Region
 	state *shm.Region
@@ -36,7 +39,7 @@ type client struct {
 
 func newClient(t testing.TB) *client {
 	t.Helper()
-	c := &client{t: t, next: wire.FirstID, stage: testSplit}
+	c := &client{t: t, ctx: testkit.Context(t), next: wire.FirstID, stage: testSplit}
 	var err error
 	if c.ring, err = shm.Create("ring", wire.RingMem); err != nil {
 		t.Fatal(err)
@@ -146,12 +149,14 @@ func (c *client) answered(slot uint16) bool {
 func (c *client) answer(slot uint16) (cl.Status, []byte) {
 	c.t.Helper()
 	off := wire.SlotOff + uint64(slot)*wire.SlotSize
-	deadline := time.Now().Add(60 * time.Second)
-	for !c.answered(slot) {
-		if time.Now().After(deadline) {
+	state := off + wire.SlotState
+	for !c.answered(slot) { // as the library waits, when it has spun long enough
+		if c.ring.CAS32(state, wire.SlotPending, wire.SlotAsleep) || c.ring.Load32(state) == wire.SlotAsleep {
+			shm.FutexWait(c.ring.Word32(state), wire.SlotAsleep, time.Second)
+		}
+		if c.ctx.Err() != nil {
 			c.t.Fatal("no answer")
 		}
-		time.Sleep(10 * time.Microsecond)
 	}
 	n := c.ring.Load32(off + wire.SlotLen)
 	data := append([]byte(nil), c.ring.Bytes()[off+wire.SlotData:][:n]...)

@@ -11,6 +11,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/gpuctl/gpuctl/guest/opencl/portable"
+	"github.com/gpuctl/gpuctl/internal/testkit"
 )
 
 // sheet is a ring of so many bytes that somebody takes from at times.
@@ -142,9 +143,7 @@ func TestOutputOfUnexpectedPrinter(t *testing.T) {
 	o, p, w := testOutput(t, 1<<20)
 	o.begin()
 	write(t, w, "a message of the runtime's")
-	for p.String() == "" {
-		time.Sleep(time.Millisecond)
-	}
+	testkit.Until(t, "the message is printed", func() error { return testkit.Want(p.String() != "") })
 	if !o.prints.Load() {
 		t.Error("it is not known that something prints")
 	}

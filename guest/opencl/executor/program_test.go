@@ -10,6 +10,7 @@ import (
 
 	"github.com/gpuctl/gpuctl/guest/opencl/cl"
 	"github.com/gpuctl/gpuctl/guest/opencl/wire"
+	"github.com/gpuctl/gpuctl/internal/testkit"
 )
 
 // oclgrind is where its Debian package puts it.
@@ -311,17 +312,11 @@ func (c *client) cached(generation uint32, dir, key string) *session {
 // settled waits until every program that was built is kept.
 func settled(t *testing.T, s *session) {
 	t.Helper()
-	for deadline := time.Now().Add(5 * time.Minute); ; time.Sleep(10 * time.Millisecond) {
+	testkit.Until(t, "built programs are kept", func() error {
 		s.mu.Lock()
-		busy := s.keeping
-		s.mu.Unlock()
-		if !busy {
-			return
-		}
-		if time.Now().After(deadline) {
-			t.Fatal("built programs are not kept")
-		}
-	}
+		defer s.mu.Unlock()
+		return testkit.Want(!s.keeping)
+	})
 }
 
 func recalled(s *session, id uint32) (yes bool) {

@@ -13,6 +13,7 @@ import (
 	"github.com/gpuctl/gpuctl/guest/opencl/cl"
 	"github.com/gpuctl/gpuctl/guest/opencl/shm"
 	"github.com/gpuctl/gpuctl/guest/opencl/wire"
+	"github.com/gpuctl/gpuctl/internal/testkit"
 )
 
 func noProgress(string, uint64, uint64) {}
@@ -124,7 +125,7 @@ func TestHeldCommandsSurviveSwap(t *testing.T) {
 		if swapped {
 			to := c.executor(2)
 			c.swap(s, to)
-			time.Sleep(20 * time.Millisecond)
+			time.Sleep(20 * time.Millisecond) // nothing tells that there is no answer
 			if c.answered(finish) {
 				t.Fatal("finish returned over the swap")
 			}
@@ -260,9 +261,10 @@ func TestBulkWriteUnderAnExportIsNotLost(t *testing.T) {
 	const size = 1 << 20
 	b := c.buffer(ctx, size)
 	slot := c.start(&wire.WriteBuffer{Queue: q, Mem: b, Blocking: 1, Size: size, Mode: wire.DataBulk, Pend: 1})
-	for c.ring.Load32(wire.LaneOff+wire.LaneState) != wire.LaneDirect {
-		time.Sleep(time.Millisecond)
-	}
+	testkit.Until(t, "the transfer has its lane", func() error {
+		state := c.ring.Load32(wire.LaneOff + wire.LaneState)
+		return testkit.Want(state == wire.LaneDirect, state)
+	})
 	s.mu.Lock()
 	m := lookup[mem](s, b)
 	clear(m.dirty) // as contents does

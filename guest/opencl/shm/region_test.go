@@ -10,6 +10,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/gpuctl/gpuctl/internal/testkit"
 )
 
 func newRegion(t testing.TB, size int64) *Region {
@@ -137,12 +139,12 @@ func TestFutex(t *testing.T) {
 		}
 		woken <- true
 	}()
-	time.Sleep(5 * time.Millisecond)
+	testkit.Parked(t, "shm.FutexWait", 1)
 	atomic.StoreUint32(w, 1)
 	FutexWake(w, 1)
 	select {
 	case <-woken:
-	case <-time.After(5 * time.Second):
+	case <-testkit.Context(t).Done():
 		t.Fatal("not woken")
 	}
 }

@@ -13,6 +13,7 @@ import (
 	"time"
 
 	"github.com/gpuctl/gpuctl/guest/opencl/wire"
+	"github.com/gpuctl/gpuctl/internal/testkit"
 )
 
 // client is the application's side, as PROTOCOL.md tells it.
@@ -284,7 +285,7 @@ func TestRoundTrips(t *testing.T) {
 	for i := range 2000 {
 		body := []byte(fmt.Sprintf("%08d", i))
 		if i%100 == 0 {
-			time.Sleep(time.Millisecond) // so that the reader sleeps too
+			testkit.Parked(t, "shm.(*Ring).Sleep", 1) // the reader sleeps, too
 		}
 		if err, got := c.call(wire.OpFlush, uint16(i%wire.SlotCount), body); err != -8 || !bytes.Equal(got, body) {
 			t.Fatalf("call %d: %d, %q", i, err, got)
@@ -298,26 +299,20 @@ func TestRoundTrips(t *testing.T) {
 func TestWakeReader(t *testing.T) {
 	q, _ := newRing(t)
 	q.WakeReader()
-	start := time.Now()
-	q.Sleep(time.Minute) // the wake-up came first
+	q.Sleep(-1) // the wake-up came first
 	var wg sync.WaitGroup
-	wg.Go(func() {
-		time.Sleep(5 * time.Millisecond)
-		q.WakeReader()
-	})
-	q.Sleep(time.Minute)
+	wg.Go(func() { q.Sleep(-1) })
+	testkit.Parked(t, "shm.FutexWait", 1)
+	q.WakeReader()
 	wg.Wait()
-	if d := time.Since(start); d > 10*time.Second {
-		t.Errorf("slept %v", d)
-	}
 }
 
 // While the reader is inside a call that blocks, a request wakes another thread.
 func TestAnnounceHandsOver(t *testing.T) {
 	q, c := newRing(t)
 	got := make(chan bool)
-	go func() { got <- q.Sleep(10 * time.Second) }()
-	time.Sleep(5 * time.Millisecond)
+	go func() { got <- q.Sleep(-1) }()
+	testkit.Parked(t, "shm.FutexWait", 1)
 	q.Announce()
 	c.send(wire.OpFlush, wire.NoSlot, nil)
 	select {
@@ -325,7 +320,7 @@ func TestAnnounceHandsOver(t *testing.T) {
 		if !ok {
 			t.Error("woken without a request")
 		}
-	case <-time.After(5 * time.Second):
+	case <-testkit.Context(t).Done():
 		t.Fatal("nobody took over")
 	}
 	q.Withdraw()
@@ -424,7 +419,7 @@ func TestCallbacks(t *testing.T) {
 	for range 2 {
 		go func() { stopped <- q.PushCallback(0, 0, wire.CbEvent, stop) }()
 	}
-	time.Sleep(5 * time.Millisecond)
+	testkit.Parked(t, "shm.(*Ring).PushCallback", 2)
 	close(stop)
 	for range 2 {
 		if err := <-stopped; !errors.Is(err, ErrStopped) {
@@ -433,7 +428,7 @@ func TestCallbacks(t *testing.T) {
 	}
 	pushed := make(chan error)
 	go func() { pushed <- q.PushCallback(5000, 1, wire.CbBuild, never) }()
-	time.Sleep(time.Millisecond)
+	testkit.Parked(t, "shm.(*Ring).PushCallback", 1)
 	c.r.Store32(wire.HdrCbHead, 1)
 	FutexWake(c.r.Word32(wire.HdrCbHead), All)
 	if err := <-pushed; err != nil {

@@ -49,26 +49,37 @@ type fakeSessions struct {
 	offers map[string]*gpuctlv1.Target
 	fail   error
 	warmed []string
+
+	listed, offering func() // called after a list was made, and with every change of the offers
 }
 
 func (s *fakeSessions) List(context.Context) ([]*gpuctlv1.Session, error) {
 	s.mu.Lock()
-	defer s.mu.Unlock()
-	return slices.Clone(s.list), s.fail
+	list, fail, listed := slices.Clone(s.list), s.fail, s.listed
+	s.mu.Unlock()
+	if listed != nil {
+		listed()
+	}
+	return list, fail
 }
 
 func (s *fakeSessions) Offer(_ context.Context, o *gpuctlv1.OfferRequest) error {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	s.offers[o.Token] = o.Target
-	return s.fail
+	return s.offer(func() { s.offers[o.Token] = o.Target })
 }
 
 func (s *fakeSessions) Withdraw(_ context.Context, token string) error {
+	return s.offer(func() { delete(s.offers, token) })
+}
+
+func (s *fakeSessions) offer(change func()) error {
 	s.mu.Lock()
-	defer s.mu.Unlock()
-	delete(s.offers, token)
-	return s.fail
+	change()
+	fail, offering := s.fail, s.offering
+	s.mu.Unlock()
+	if offering != nil {
+		offering()
+	}
+	return fail
 }
 
 func (s *fakeSessions) Warm(_ context.Context, rt *gpuctlv1.Runtime) error {
@@ -450,15 +461,18 @@ func TestReleaseWaitsForStarts(t *testing.T) {
 	r := newRig(t)
 	r.until(firstAt, "ready", ready)
 	r.sessions.set()
-	begun := make(chan struct{})
-	go func() {
-		<-begun
-		time.Sleep(30 * time.Millisecond)
-		r.sessions.set(&gpuctlv1.Session{Id: "s-5", State: gpuctlv1.SessionState_SESSION_STATE_RUNNING}) // no target yet
-		time.Sleep(200 * time.Millisecond)
-		r.sessions.set(&gpuctlv1.Session{Id: "s-5", State: gpuctlv1.SessionState_SESSION_STATE_RUNNING, Target: &gpuctlv1.Target{Gpu: "vm/" + firstAt}})
-	}()
-	close(begun)
+	// It comes with the old offer, and has a target once it was seen without one.
+	var looks atomic.Int32
+	r.sessions.mu.Lock()
+	r.sessions.offering = sync.OnceFunc(func() {
+		r.sessions.set(&gpuctlv1.Session{Id: "s-5", State: gpuctlv1.SessionState_SESSION_STATE_RUNNING})
+	})
+	r.sessions.listed = func() {
+		if looks.Add(1) == 2 {
+			r.sessions.set(&gpuctlv1.Session{Id: "s-5", State: gpuctlv1.SessionState_SESSION_STATE_RUNNING, Target: &gpuctlv1.Target{Gpu: "vm/" + firstAt}})
+		}
+	}
+	r.sessions.mu.Unlock()
 	refused(t, r.release(firstAt), connect.CodeFailedPrecondition, "s-5")
 	r.untouched()
 }
@@ -558,12 +572,14 @@ func TestAwaitDevice(t *testing.T) {
 	_, err := await(50, 0x20b0)
 	refused(t, err, connect.CodeDeadlineExceeded, "10de:20b0")
 	r.prober.change(func() { r.prober.err = errors.New("driver/library version mismatch") })
+	late := make(chan error)
 	go func() {
-		time.Sleep(50 * time.Millisecond)
-		r.machine.Add(display("0000:00:07.0", 0x20b0))
+		_, err := await(500, 0x20b0)
+		late <- err
 	}()
-	_, err = await(500, 0x20b0)
-	refused(t, err, connect.CodeDeadlineExceeded, "0000:00:07.0", "version mismatch", "good.so")
+	testkit.Parked(t, "agent.service.AwaitDevice", 1)
+	r.machine.Add(display("0000:00:07.0", 0x20b0))
+	refused(t, <-late, connect.CodeDeadlineExceeded, "0000:00:07.0", "version mismatch", "good.so")
 	r.prober.change(func() { r.prober.err, r.prober.addrs = nil, []string{"0000:00:07.0"} })
 	if d, err := await(20000, 0x20b0); err != nil || d.Address != "0000:00:07.0" {
 		t.Errorf("%v, %v", d, err)
@@ -658,14 +674,17 @@ func TestGate(t *testing.T) {
 			c.Close()
 		}
 	}
-	knock := func(t *testing.T, l *net.UnixListener, wait time.Duration) string {
+	come := func(t *testing.T, l *net.UnixListener) net.Conn {
 		t.Helper()
 		c, err := net.Dial("unix", l.Addr().String())
 		if err != nil {
 			t.Fatal(err)
 		}
-		defer c.Close()
 		_, _ = c.Write(make([]byte, 64))
+		return c
+	}
+	told := func(c net.Conn, wait time.Duration) string {
+		defer c.Close()
 		_ = c.SetReadDeadline(time.Now().Add(wait))
 		b := make([]byte, 100)
 		n, err := c.Read(b)
@@ -673,6 +692,10 @@ func TestGate(t *testing.T) {
 			return "waits"
 		}
 		return string(b[:n])
+	}
+	knock := func(t *testing.T, l *net.UnixListener, wait time.Duration) string {
+		t.Helper()
+		return told(come(t, l), wait)
 	}
 	run := func(t *testing.T, l *net.UnixListener, wait time.Duration) *agent.Gate {
 		g := agent.NewGate(l, serve, wait, nil)
@@ -690,19 +713,23 @@ func TestGate(t *testing.T) {
 	t.Run("forever", func(t *testing.T) {
 		l := listen(t)
 		g := run(t, l, agent.Forever)
+		if got := knock(t, l, 50*time.Millisecond); got != "waits" {
+			t.Fatalf("got %q", got)
+		}
 		for range 3 {
-			if got := knock(t, l, 50*time.Millisecond); got != "waits" {
-				t.Fatalf("got %q", got)
-			}
-			got := make(chan string)
-			go func() { got <- knock(t, l, patience) }()
-			time.Sleep(20 * time.Millisecond)
+			c := come(t, l)
 			g.Set(true)
-			if s := <-got; s != "served" {
+			if s := told(c, patience); s != "served" {
 				t.Fatalf("who waited got %q", s)
 			}
 			g.Set(false)
-			time.Sleep(50 * time.Millisecond)
+			testkit.Until(t, "who knocks waits again", func() error {
+				got := knock(t, l, 50*time.Millisecond)
+				if got != "waits" && got != "served" {
+					t.Fatalf("got %q", got)
+				}
+				return testkit.Want(got == "waits", got)
+			})
 		}
 	})
 	t.Run("not at all", func(t *testing.T) {
