@@ -46,14 +46,14 @@ func TestForeignClaim(t *testing.T) {
 	residence(clusterv1.Residence_RESIDENCE_RELEASING)
 	for range 5 { // as long as it is used
 		b.Kick()
-		time.Sleep(50 * time.Millisecond)
+		time.Sleep(50 * time.Millisecond) // nothing tells that it stays so
 		residence(clusterv1.Residence_RESIDENCE_RELEASING)
 	}
 	// A host that does not know yet what it has does not say that it is gone.
 	b.host.do(func() { b.host.unready, b.host.uses = true, map[string][]string{} })
 	b.crash()
 	b.start(ctx)
-	time.Sleep(300 * time.Millisecond)
+	time.Sleep(300 * time.Millisecond) // nothing tells that it stays so
 	residence(clusterv1.Residence_RESIDENCE_RELEASING)
 	b.host.do(func() { b.host.unready = false })
 	testkit.Until(t, "gone", func() error {
@@ -118,7 +118,7 @@ func TestOwnClaims(t *testing.T) {
 			t.Fatal(err)
 		}
 		b.Kick()
-		time.Sleep(100 * time.Millisecond)
+		time.Sleep(100 * time.Millisecond) // nothing tells that it is not released
 		if c := ms[0].view(ctx).Claim(id); c.GetState() != clusterv1.ClaimState_CLAIM_STATE_RELEASING || len(c.GetAssignments()) != 1 {
 			t.Errorf("%v", c)
 		}
@@ -207,7 +207,7 @@ func TestRecords(t *testing.T) {
 	others[1].crash()
 	b.Record(r("thaw", running))
 	b.Record(r("end", done))
-	time.Sleep(attempt + time.Second)
+	time.Sleep(attempt + time.Second) // how long nobody leads is the test's subject
 	others[1].start(ctx)
 	wait(done, "end")
 	l.start(ctx)

@@ -130,7 +130,7 @@ func TestRefusals(t *testing.T) {
 		return &clusterv1.JoinRequest{Token: text}
 	}
 	expired := host(a, &clusterv1.CreateTokenRequest{TtlS: 1})()
-	time.Sleep(1100 * time.Millisecond)
+	time.Sleep(1100 * time.Millisecond) // the cluster's clock is the machine's, in whole seconds
 	late := newMachine(t, "late")
 	tests := []struct {
 		name string
@@ -311,7 +311,7 @@ func TestRemoved(t *testing.T) {
 			t.Errorf("the %s still changes the cluster", which)
 		}
 		complete(ctx, t, stay)
-		time.Sleep(500 * time.Millisecond)
+		time.Sleep(500 * time.Millisecond) // nothing tells that it does not come back
 		if h := stay[0].view(ctx).Host(out.name); h != nil {
 			t.Errorf("it is back: %v", h)
 		}
@@ -365,7 +365,7 @@ func TestQuiet(t *testing.T) {
 			}
 			m.Kick()
 		}
-		time.Sleep(200 * time.Millisecond)
+		time.Sleep(200 * time.Millisecond) // nothing tells that there is nothing to tell
 	}
 	v := b.view(ctx)
 	if v.Index() != was {

@@ -18,6 +18,8 @@ import (
 	"github.com/vishvananda/netlink"
 	"go.uber.org/goleak"
 	"golang.org/x/sys/unix"
+
+	"github.com/gpuctl/gpuctl/internal/testkit"
 )
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
@@ -403,12 +405,10 @@ func TestLinkOfThisKernel(t *testing.T) {
 	p := newPair(t)
 	// The kernel looks after carriers in its own time.
 	link := func(carrier bool) (l Link, err error) {
-		for range 500 {
-			if l, err = p.host.Link(t.Context(), "v0"); err != nil || l.Carrier == carrier {
-				break
-			}
-			time.Sleep(10 * time.Millisecond)
-		}
+		testkit.Until(t, fmt.Sprint("carrier: ", carrier), func() error {
+			l, err = p.host.Link(t.Context(), "v0")
+			return testkit.Want(err != nil || l.Carrier == carrier, l)
+		})
 		return l, err
 	}
 	l, err := link(true)

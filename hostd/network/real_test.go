@@ -12,11 +12,11 @@ import (
 	"strings"
 	"syscall"
 	"testing"
-	"time"
 
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
+	"github.com/gpuctl/gpuctl/internal/testkit"
 	"github.com/gpuctl/gpuctl/passthrough/sysfs"
 )
 
@@ -45,15 +45,10 @@ func TestRealCard(t *testing.T) {
 		t.Fatal(err)
 	}
 	t.Cleanup(h.Close)
-	carried := func() bool {
+	testkit.Until(t, name+" has a carrier", func() error {
 		n, err := h.NIC(t.Context(), name)
-		return err == nil && n.Carrier
-	}
-	for end := time.Now().Add(10 * time.Second); !carried(); time.Sleep(100 * time.Millisecond) {
-		if time.Now().After(end) {
-			t.Fatal(name + " has no carrier")
-		}
-	}
+		return testkit.Want(err == nil && n.Carrier, n, err)
+	})
 	n, err := h.NIC(t.Context(), name)
 	if err != nil || !n.SRIOV || n.Most < 3 || n.Address == "" || n.Driver == "" {
 		t.Fatalf("%+v, %v", n, err)

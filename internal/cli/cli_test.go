@@ -93,12 +93,11 @@ func gpuguest(ctx context.Context, args []string, _ cmdutil.Stdio) error {
 		return err
 	}
 	go func() { _ = server.Serve(a) }()
-	for ctx.Err() == nil { // a test that fails must not leave us behind
-		if _, err := os.Stat(*api); err != nil {
-			break
-		}
-		time.Sleep(50 * time.Millisecond)
-	}
+	// A test that fails must not leave us behind. Otherwise ctx ends first.
+	_ = testkit.Poll(ctx, "the end of its folder", func() error {
+		_, err := os.Stat(*api)
+		return testkit.Want(err != nil)
+	})
 	return server.Close()
 }
 

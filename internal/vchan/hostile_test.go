@@ -308,7 +308,7 @@ func TestStorm(t *testing.T) {
 		}
 		wg.Go(func() { use(conn.Read) })
 		wg.Go(func() { use(conn.Write) })
-		time.Sleep(60 * time.Millisecond)
+		time.Sleep(60 * time.Millisecond) // as long as it is hostile
 		cancel()
 		wg.Wait()
 		_ = conn.Close()

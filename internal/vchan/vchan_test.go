@@ -204,12 +204,14 @@ func TestDeadlines(t *testing.T) {
 	}
 	// A deadline that is set later interrupts what waits already.
 	check(t, "set", client.SetDeadline(time.Time{}), nil)
+	ended := make(chan error)
 	go func() {
-		time.Sleep(20 * time.Millisecond)
-		_ = client.SetReadDeadline(time.Unix(1, 0))
+		_, err := client.Read(p)
+		ended <- err
 	}()
-	_, err = client.Read(p)
-	timeout("read that waits", err)
+	testkit.Parked(t, "vchan.(*Conn).Read", 1)
+	_ = client.SetReadDeadline(time.Unix(1, 0))
+	timeout("read that waits", <-ended)
 	// And one that is taken away lets it go on.
 	check(t, "set", client.SetDeadline(time.Now().Add(time.Hour)), nil)
 	go func() {
@@ -269,13 +271,14 @@ func blocked(t *testing.T, c net.Conn) func() (read, write error) {
 	var wg sync.WaitGroup
 	wg.Go(func() { _, read = c.Read(make([]byte, 1)) })
 	wg.Go(func() { _, write = c.Write(make([]byte, 2*vchan.MaxRing)) })
-	time.Sleep(30 * time.Millisecond)
+	testkit.Parked(t, "vchan.(*Conn).Read", 1)
+	testkit.Parked(t, "vchan.(*Conn).Write", 1)
 	return func() (error, error) {
 		done := make(chan struct{})
 		go func() { wg.Wait(); close(done) }()
 		select {
 		case <-done:
-		case <-time.After(20 * time.Second):
+		case <-testkit.Context(t).Done():
 			t.Fatal("it waits for good")
 		}
 		return read, write
@@ -291,7 +294,7 @@ func TestCloseWakes(t *testing.T) {
 		ended <- err
 	}
 	go read(client)
-	time.Sleep(20 * time.Millisecond)
+	testkit.Parked(t, "vchan.(*Conn).Read", 1)
 	_ = client.Close()
 	check(t, "own read", <-ended, net.ErrClosed)
 	if _, err := server.Read(make([]byte, 1)); err != io.EOF { //nolint:errorlint // as net.Conn says
@@ -305,14 +308,14 @@ func TestCloseWakes(t *testing.T) {
 		ended <- err
 	}
 	go write(server)
-	time.Sleep(20 * time.Millisecond)
+	testkit.Parked(t, "vchan.(*Conn).Write", 1)
 	_ = client.Close()
 	check(t, "other side's write", <-ended, syscall.EPIPE)
 	_ = server.Close()
 
 	server, client = h.connect()
 	go write(server)
-	time.Sleep(20 * time.Millisecond)
+	testkit.Parked(t, "vchan.(*Conn).Write", 1)
 	_ = server.Close()
 	check(t, "own write", <-ended, net.ErrClosed)
 	if n, err := io.Copy(io.Discard, client); n != vchan.DefaultRing || err != nil {
@@ -441,7 +444,7 @@ func TestOneClient(t *testing.T) {
 		}
 		second <- err
 	}()
-	time.Sleep(30 * time.Millisecond)
+	testkit.Parked(t, "vchan.Dial", 1)
 	_ = client.Close()
 	_ = server.Close()
 	next, err := h.l.Accept()
@@ -461,12 +464,14 @@ func TestAcceptEnds(t *testing.T) {
 	defer cancel()
 	_, err := h.l.AcceptContext(ctx)
 	check(t, "accept", err, context.DeadlineExceeded)
+	accepted := make(chan error)
 	go func() {
-		time.Sleep(20 * time.Millisecond)
-		_ = h.l.Close()
+		_, err := h.l.Accept()
+		accepted <- err
 	}()
-	_, err = h.l.Accept()
-	check(t, "accept of what is closed", err, net.ErrClosed)
+	testkit.Parked(t, "vchan.(*Listener).Accept", 1)
+	_ = h.l.Close()
+	check(t, "accept of what is closed", <-accepted, net.ErrClosed)
 	testkit.Until(t, "the path is removed", func() error {
 		v, ok := h.Store().Get("/local/domain/7/data/test/ring-ref")
 		return testkit.Want(!ok, v)

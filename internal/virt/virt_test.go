@@ -12,6 +12,7 @@ import (
 
 	"go.uber.org/goleak"
 
+	"github.com/gpuctl/gpuctl/internal/testkit"
 	"github.com/gpuctl/gpuctl/internal/virt"
 	"github.com/gpuctl/gpuctl/internal/virt/virttest"
 )
@@ -429,16 +430,17 @@ func TestRestarts(t *testing.T) {
 					t.Errorf("under load: %v", err)
 				}
 				if err != nil {
-					time.Sleep(time.Millisecond)
+					time.Sleep(time.Millisecond) // what a caller does before it tries again
 				}
 			}
 		})
 	}
 	for range 5 {
 		s.Down()
-		for up := true; up; up, _ = c.Up() {
-			time.Sleep(time.Millisecond)
-		}
+		testkit.Until(t, "it is known to be down", func() error {
+			up, _ := c.Up()
+			return testkit.Want(!up)
+		})
 		began := time.Now()
 		if err := c.Suspend(t.Context(), d); !errors.Is(err, virt.ErrDisconnected) || errors.Is(err, virt.ErrUnknownOutcome) {
 			t.Errorf("while down: %v", err)
@@ -465,10 +467,10 @@ func TestFrozenDaemon(t *testing.T) {
 	sub := c.Subscribe()
 	defer sub.Close()
 	s.Freeze()
-	deadline := time.Now().Add(15 * time.Second)
-	for up := true; up && time.Now().Before(deadline); up, _ = c.Up() {
-		time.Sleep(5 * time.Millisecond)
-	}
+	testkit.Until(t, "it is known to be down", func() error {
+		up, _ := c.Up()
+		return testkit.Want(!up)
+	})
 	if up, err := c.Up(); up || !errors.Is(err, virt.ErrTimeout) {
 		t.Errorf("up %v, %v", up, err)
 	}
@@ -498,14 +500,15 @@ func TestCloseEndsEverything(t *testing.T) {
 	for range 3 {
 		go func() { failed <- c.Destroy(t.Context(), d) }()
 	}
-	for n := 0; n < 3; time.Sleep(time.Millisecond) {
-		n = 0
+	testkit.Until(t, "three calls are under way", func() error {
+		n := 0
 		for _, call := range s.Calls() {
 			if call == "destroy" {
 				n++
 			}
 		}
-	}
+		return testkit.Want(n == 3, n)
+	})
 	c.Close()
 	for range 3 {
 		if err := <-failed; !errors.Is(err, virt.ErrClosed) || !errors.Is(err, virt.ErrUnknownOutcome) {
@@ -670,9 +673,7 @@ func TestAllConnectionsHang(t *testing.T) {
 	for range 32 {
 		wg.Go(func() { c.Destroy(ctx, d) })
 	}
-	for s.Conns() < 33 {
-		time.Sleep(time.Millisecond)
-	}
+	testkit.Until(t, "all connections are in use", func() error { return testkit.Want(s.Conns() >= 33, s.Conns()) })
 	if _, err := c.State(t.Context(), d); !errors.Is(err, virt.ErrTimeout) || !strings.Contains(err.Error(), "connections") {
 		t.Error(err)
 	}

@@ -19,6 +19,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 	"go.uber.org/goleak"
 
+	"github.com/gpuctl/gpuctl/internal/testkit"
 	"github.com/gpuctl/gpuctl/internal/xenstore"
 	"github.com/gpuctl/gpuctl/internal/xenstore/xenstoretest"
 )
@@ -422,9 +423,7 @@ func TestReconnects(t *testing.T) {
 	if _, err := c.Read(t.Context(), "/tool"); err != nil {
 		t.Errorf("after its return: %v", err)
 	}
-	for server.Watches() == 0 {
-		time.Sleep(time.Millisecond)
-	}
+	testkit.Until(t, "the watch is there again", func() error { return testkit.Want(server.Watches() > 0) })
 	server.Set("/tool/w/a", "")
 	for next() != "/tool/w/a" {
 	}
@@ -463,13 +462,10 @@ func TestHungStore(t *testing.T) {
 		t.Error("transaction: no error")
 	}
 	server.Hang(false)
-	deadline := time.Now().Add(20 * time.Second)
-	for server.Watches()+server.Transactions() > 0 && time.Now().Before(deadline) {
-		time.Sleep(time.Millisecond)
-	}
-	if n, m := server.Watches(), server.Transactions(); n+m > 0 {
-		t.Errorf("%d watches and %d transactions are left", n, m)
-	}
+	testkit.Until(t, "no watch and no transaction is left", func() error {
+		n, m := server.Watches(), server.Transactions()
+		return testkit.Want(n+m == 0, n, m)
+	})
 	if _, err := c.Read(patient, "/tool/x"); err != nil {
 		t.Error(err)
 	}
@@ -639,7 +635,7 @@ func TestClose(t *testing.T) {
 		_, err := c.Read(t.Context(), "/tool")
 		errs <- err
 	}()
-	time.Sleep(10 * time.Millisecond)
+	testkit.Parked(t, "xenstore.(*Client).Read", 1)
 	c.Close()
 	c.Close()
 	if err := <-errs; !errors.Is(err, xenstore.ErrClosed) {

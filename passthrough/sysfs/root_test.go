@@ -10,6 +10,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/gpuctl/gpuctl/internal/testkit"
 	"github.com/gpuctl/gpuctl/passthrough/sysfs"
 )
 
@@ -97,14 +98,11 @@ func TestWriteIsStuckOnce(t *testing.T) {
 	if n, err := reader.Read(data); err != nil || string(data[:n]) != "0000:65:00.0" {
 		t.Fatalf("read %q, %v", data, err)
 	}
-	for {
+	testkit.Until(t, "the next write gets through", func() error {
 		err := root.Write(t.Context(), "unbind", "0000:65:00.0")
-		if err == nil {
-			break
-		}
-		if !errors.Is(err, sysfs.ErrStuck) {
+		if err != nil && !errors.Is(err, sysfs.ErrStuck) {
 			t.Fatal(err)
 		}
-		time.Sleep(time.Millisecond)
-	}
+		return err
+	})
 }

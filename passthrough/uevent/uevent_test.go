@@ -14,6 +14,7 @@ import (
 	"go.uber.org/goleak"
 	"golang.org/x/sys/unix"
 
+	"github.com/gpuctl/gpuctl/internal/testkit"
 	"github.com/gpuctl/gpuctl/passthrough/pci"
 )
 
@@ -197,7 +198,7 @@ func TestClose(t *testing.T) {
 		_, err := l.Next(t.Context())
 		errs <- err
 	}()
-	time.Sleep(10 * time.Millisecond)
+	testkit.Parked(t, "uevent.(*Listener).Next", 1)
 	l.Close()
 	if err := <-errs; !errors.Is(err, os.ErrClosed) {
 		t.Errorf("got %v", err)

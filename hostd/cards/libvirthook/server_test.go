@@ -17,6 +17,7 @@ import (
 	"go.uber.org/goleak"
 
 	"github.com/gpuctl/gpuctl/internal/hook/wire"
+	"github.com/gpuctl/gpuctl/internal/testkit"
 )
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
@@ -219,8 +220,9 @@ func TestServerOutlivesBadCallers(t *testing.T) {
 
 // More calls than slots: those that wait too long hear so, none is lost.
 func TestManyAtOnce(t *testing.T) {
-	open := make(chan struct{})
+	open, begun := make(chan struct{}), make(chan struct{}, atOnce+100)
 	c := start(t, HandlerFunc(func(ctx context.Context, _ Event) (Answer, error) {
+		begun <- struct{}{}
 		select {
 		case <-open:
 		case <-ctx.Done():
@@ -235,7 +237,10 @@ func TestManyAtOnce(t *testing.T) {
 			results <- err
 		}()
 	}
-	time.Sleep(100 * time.Millisecond)
+	for range atOnce {
+		<-begun
+	}
+	testkit.Parked(t, "libvirthook.(*Server).serve", atOnce+waiting)
 	ctx, cancel := context.WithTimeout(t.Context(), 300*time.Millisecond)
 	defer cancel()
 	if _, err := c.Call(ctx, prepare("d")); !errors.Is(err, wire.ErrUnreachable) {

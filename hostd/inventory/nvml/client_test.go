@@ -50,9 +50,9 @@ func fakeHelper(script string) int {
 		case "crash":
 			fmt.Fprintln(os.Stderr, "SIGSEGV: segmentation violation")
 			_ = syscall.Kill(os.Getpid(), syscall.SIGABRT)
-			time.Sleep(time.Hour)
+			time.Sleep(time.Hour) // until it has died of it
 		case "hang":
-			time.Sleep(time.Hour)
+			time.Sleep(time.Hour) // until it is killed
 		case "version":
 			answer.Version++
 		case "number":
@@ -65,7 +65,7 @@ func fakeHelper(script string) int {
 			continue
 		case "stay": // does not end when it should
 			if r.Op == Release {
-				time.Sleep(time.Hour)
+				time.Sleep(time.Hour) // until it is killed
 			}
 		}
 		if err := WriteMessage(os.Stdout, answer, MaxResponse); err != nil {
@@ -138,15 +138,10 @@ func (b *bench) want(want error, part string) {
 // later waits until the pause after a failure is over.
 func (b *bench) later(want error) {
 	b.t.Helper()
-	for deadline := time.Now().Add(10 * time.Second); ; time.Sleep(2 * time.Millisecond) {
+	testkit.Until(b.t, fmt.Sprint("an answer: ", want), func() error {
 		_, err := b.Facts(b.t.Context())
-		if errors.Is(err, want) || want == nil && err == nil {
-			return
-		}
-		if time.Now().After(deadline) {
-			b.t.Fatalf("still %v, want %v", err, want)
-		}
-	}
+		return testkit.Want(errors.Is(err, want), err)
+	})
 }
 
 func TestOneHelperServesAllRequests(t *testing.T) {
@@ -331,9 +326,7 @@ func TestReleaseThatIsNotWaitedFor(t *testing.T) {
 		_, _ = b.List(ctx)
 	})
 	<-asked
-	for len(b.started()) == 0 {
-		time.Sleep(time.Millisecond)
-	}
+	testkit.Until(t, "the helper runs", func() error { return testkit.Want(len(b.started()) > 0) })
 	short, cancelShort := context.WithTimeout(t.Context(), 20*time.Millisecond)
 	defer cancelShort()
 	if err := b.Release(short); !errors.Is(err, context.DeadlineExceeded) {

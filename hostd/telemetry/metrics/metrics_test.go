@@ -27,6 +27,7 @@ import (
 	"github.com/gpuctl/gpuctl/cluster/access"
 	"github.com/gpuctl/gpuctl/cluster/state"
 	"github.com/gpuctl/gpuctl/hostd/telemetry/metrics"
+	"github.com/gpuctl/gpuctl/internal/testkit"
 )
 
 var update = flag.Bool("update", false, "write docs/metrics.md")
@@ -409,14 +410,11 @@ func TestCallsAreCounted(t *testing.T) {
 		t.Error("the stream goes on")
 	}
 	_ = stream.Close()
-	text := exposed(t, m)
-	for range 100 { // the handler returns after its client has heard
-		if strings.Contains(text, `gpuctl_api_streams{`+watch+`} 0`) {
-			break
-		}
-		time.Sleep(10 * time.Millisecond)
+	var text string
+	testkit.Until(t, "the stream is not counted any more", func() error { // the handler returns after its client has heard
 		text = exposed(t, m)
-	}
+		return testkit.Want(strings.Contains(text, `gpuctl_api_streams{`+watch+`} 0`), text)
+	})
 	expect(t, text, `gpuctl_api_streams{`+watch+`} 0`, `gpuctl_api_requests_total{code="unavailable",`+watch+`} 1`,
 		`gpuctl_api_requests_total{code="ok",procedure="/gpuctl.cluster.v1.ClusterService/Status"} 2`,
 		`gpuctl_api_request_duration_seconds_count{procedure="/gpuctl.cluster.v1.ClusterService/Status"} 2`,

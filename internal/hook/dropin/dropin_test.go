@@ -15,6 +15,7 @@ import (
 	"github.com/gpuctl/gpuctl/hostd/cards/libvirthook"
 	"github.com/gpuctl/gpuctl/internal/hook/dropin"
 	"github.com/gpuctl/gpuctl/internal/hook/wire"
+	"github.com/gpuctl/gpuctl/internal/testkit"
 )
 
 // machine is a host's files with a GPU of two functions at 65:00, a network
@@ -143,7 +144,7 @@ func TestWaitsForHostd(t *testing.T) {
 		status, _, said := m.call(wire.LibXL, wire.Prepare, withGPU)
 		done <- result{status, said}
 	}()
-	time.Sleep(200 * time.Millisecond)
+	testkit.Parked(t, "dropin.hook.ask", 1)
 	m.serve(func(context.Context, libvirthook.Event) (libvirthook.Answer, error) { return libvirthook.Answer{}, nil })
 	if r := <-done; r.status != 0 || r.said != "" {
 		t.Errorf("status %d: %s", r.status, r.said)

@@ -11,6 +11,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 
+	"github.com/gpuctl/gpuctl/internal/testkit"
 	"github.com/gpuctl/gpuctl/passthrough/pci"
 	"github.com/gpuctl/gpuctl/passthrough/pci/pcitest"
 	"github.com/gpuctl/gpuctl/passthrough/sysfs"
@@ -355,7 +356,7 @@ func TestHungWrite(t *testing.T) {
 	}
 	done := make(chan error)
 	go func() { done <- m.Write(t.Context(), dev(gpu, "driver_override"), "x") }()
-	time.Sleep(time.Millisecond)
+	testkit.Parked(t, "sysfstest.(*Machine).Write", 1)
 	release()
 	release()
 	if err := <-done; err != nil {
