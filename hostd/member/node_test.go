@@ -356,7 +356,7 @@ func TestQuiet(t *testing.T) {
 		}
 		return nil
 	})
-	time.Sleep(time.Second)
+	time.Sleep(time.Second) // nothing tells that all is told
 	was := b.view(ctx).Index()
 	for range 10 {
 		for _, m := range ms {

@@ -264,16 +264,36 @@ func TestClose(t *testing.T) {
 	}
 }
 
-// blocked begins a read and a write that wait, and returns how they end.
-func blocked(t *testing.T, c net.Conn) func() (read, write error) {
+// blocking is a read and a write that wait. What a read finds at once it keeps
+// until it is asked how it ended.
+type blocking struct {
+	c           net.Conn
+	read, write error
+	asked       chan struct{}
+}
+
+func (b *blocking) reads() {
+	_, b.read = b.c.Read(make([]byte, 1))
+	<-b.asked
+}
+
+func (b *blocking) writes() {
+	_, b.write = b.c.Write(make([]byte, 2*vchan.MaxRing))
+	<-b.asked
+}
+
+// blocked begins a read and a write that wait, the nth of its test, and returns
+// how they end.
+func blocked(t *testing.T, c net.Conn, nth int) func() (read, write error) {
 	t.Helper()
-	var read, write error
+	b := &blocking{c: c, asked: make(chan struct{})}
 	var wg sync.WaitGroup
-	wg.Go(func() { _, read = c.Read(make([]byte, 1)) })
-	wg.Go(func() { _, write = c.Write(make([]byte, 2*vchan.MaxRing)) })
-	testkit.Parked(t, "vchan.(*Conn).Read", 1)
-	testkit.Parked(t, "vchan.(*Conn).Write", 1)
+	wg.Go(b.reads)
+	wg.Go(b.writes)
+	testkit.Parked(t, "vchan_test.(*blocking).reads", nth)
+	testkit.Parked(t, "vchan_test.(*blocking).writes", nth)
 	return func() (error, error) {
+		close(b.asked)
 		done := make(chan struct{})
 		go func() { wg.Wait(); close(done) }()
 		select {
@@ -281,7 +301,7 @@ func blocked(t *testing.T, c net.Conn) func() (read, write error) {
 		case <-testkit.Context(t).Done():
 			t.Fatal("it waits for good")
 		}
-		return read, write
+		return b.read, b.write
 	}
 }
 
@@ -339,7 +359,7 @@ func TestDeath(t *testing.T) {
 			check(t, "read", err, nil)
 			_, err = dead.Write([]byte("more"))
 			check(t, "write", err, nil)
-			ended := blocked(t, other)
+			ended := blocked(t, other, 1)
 			domain.Kill()
 			read, write := ended()
 			check(t, "read of what is left", read, nil)
@@ -379,7 +399,7 @@ func TestMigration(t *testing.T) {
 	h := newHost(t, vchan.Options{})
 	for to := uint16(8); to < 11; to++ {
 		server, client := h.connect()
-		inGuest, inDom0 := blocked(t, server), blocked(t, client)
+		inGuest, inDom0 := blocked(t, server, 1), blocked(t, client, 2)
 		if n := h.MappedOf(to - 1); n == 0 {
 			t.Error("nothing is mapped")
 		}
@@ -420,7 +440,7 @@ func TestMigrationBeforeAClient(t *testing.T) {
 func TestDestroyed(t *testing.T) {
 	h := newHost(t, vchan.Options{})
 	server, client := h.connect()
-	ended := blocked(t, client)
+	ended := blocked(t, client, 1)
 	h.guest.Destroy()
 	_, write := ended()
 	check(t, "write", write, vchan.ErrMoved)

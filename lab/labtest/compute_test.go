@@ -67,7 +67,7 @@ func TestComputeGuest(t *testing.T) {
 		var err error
 		waits, err = g.StartEndure(ctx, "waits", waiting)
 		must(t, err)
-		time.Sleep(3 * time.Second)
+		time.Sleep(3 * time.Second) // nothing tells that it finds no device
 		if out, err := waits.Output(ctx); err != nil || !strings.HasPrefix(out, "start ") || strings.Contains(out, "device") {
 			t.Errorf("without a GPU it says %q %v", out, err)
 		}

@@ -447,7 +447,7 @@ func (c *life) stoppedLeader(t *testing.T, ctx context.Context) {
 	began := time.Now()
 	others[0].must(ctx, "claim", "create", "frozen", "--on", others[1].name)
 	within(t, "from the leader's freezing to the next assignment", time.Since(began), 5*time.Second)
-	time.Sleep(max(0, 5*time.Second-time.Since(began)))
+	time.Sleep(max(0, 5*time.Second-time.Since(began))) // how long it is frozen
 	testkit.Until(t, "down", func() error {
 		hosts, err := others[1].get(ctx, "hosts", "--where", "state == 'down'")
 		if err != nil || !slices.Equal(names(hosts, "name"), []string{l.name}) {

@@ -465,7 +465,7 @@ func TestSuspendResume(t *testing.T) {
 				t.Fatal(err)
 			}
 			before := a.output()
-			time.Sleep(300 * time.Millisecond)
+			time.Sleep(300 * time.Millisecond) // nothing tells that it prints nothing
 			if a.output() != before {
 				t.Error("the application goes on while it is suspended")
 			}

@@ -11,6 +11,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/gpuctl/gpuctl/internal/testkit"
 	"github.com/gpuctl/gpuctl/internal/virt"
 	"github.com/gpuctl/gpuctl/passthrough/domxml"
 	"github.com/gpuctl/gpuctl/passthrough/pci"
@@ -105,18 +106,15 @@ func guest(t *testing.T, c *virt.Client, h *libvirt.Host, number int, devices st
 // counts waits until a guest has counted to a number.
 func counts(t *testing.T, h *libvirt.Host, name string, least int) int {
 	t.Helper()
-	for end := time.Now().Add(60 * time.Second); ; time.Sleep(20 * time.Millisecond) {
-		n, err := h.Count(name)
+	var n int
+	testkit.Until(t, fmt.Sprintf("%s on %s counts to %d", name, h.Name, least), func() (err error) {
+		n, err = h.Count(name)
 		if err != nil && !errors.Is(err, os.ErrNotExist) {
 			t.Fatal(err)
 		}
-		if n >= least {
-			return n
-		}
-		if time.Now().After(end) {
-			t.Fatalf("%s on %s is at %d, not at %d", name, h.Name, n, least)
-		}
-	}
+		return testkit.Want(n >= least, n)
+	})
+	return n
 }
 
 func await(t *testing.T, s *virt.Subscription, what string, is func(virt.Event) bool) virt.Event {
@@ -182,7 +180,7 @@ func TestLifeOfADomain(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	time.Sleep(200 * time.Millisecond)
+	time.Sleep(200 * time.Millisecond) // nothing tells that it does not count
 	if after, err := a.Count("vm1"); err != nil || after != before {
 		t.Errorf("counted from %d to %d while paused, %v", before, after, err)
 	}
@@ -301,24 +299,31 @@ func TestKilledUnderLoad(t *testing.T) {
 				}
 				mu.Unlock()
 				if err != nil {
-					time.Sleep(5 * time.Millisecond)
+					time.Sleep(5 * time.Millisecond) // what a caller does before it tries again
 				}
 			}
 		})
 	}
+	worked := func() int {
+		mu.Lock()
+		defer mu.Unlock()
+		return successes
+	}
+	serves := func() { // while it is under load
+		t.Helper()
+		before := worked()
+		testkit.Until(t, "some calls work", func() error { return testkit.Want(worked() > before+20, worked(), before) })
+	}
 	for range 3 {
-		time.Sleep(200 * time.Millisecond)
+		serves()
 		if err := a.Kill(); err != nil {
 			t.Fatal(err)
 		}
+		testkit.Until(t, "its end is noticed", func() error {
+			up, _ := c.Up()
+			return testkit.Want(!up)
+		})
 		began := time.Now()
-		for up := true; up; up, _ = c.Up() {
-			if time.Since(began) > 5*time.Second {
-				t.Fatal("its end was not noticed")
-			}
-			time.Sleep(time.Millisecond)
-		}
-		began = time.Now()
 		if err := c.Suspend(t.Context(), d); !errors.Is(err, virt.ErrDisconnected) || errors.Is(err, virt.ErrUnknownOutcome) {
 			t.Errorf("while it is gone: %v", err)
 		}
@@ -331,7 +336,7 @@ func TestKilledUnderLoad(t *testing.T) {
 		await(t, events, "resync", kind(virt.Resync))
 		ready(t, c)
 	}
-	time.Sleep(200 * time.Millisecond)
+	serves()
 	stop()
 	load.Wait()
 	t.Logf("%d calls worked, failed: %v", successes, failures)
@@ -388,12 +393,10 @@ func TestHung(t *testing.T) {
 	if took := time.Since(began); took < time.Second || took > 4*time.Second {
 		t.Errorf("suspend took %v", took)
 	}
-	for up := true; up; up, _ = c.Up() {
-		if time.Since(began) > 10*time.Second {
-			t.Fatal("it was not noticed that libvirtd hangs")
-		}
-		time.Sleep(10 * time.Millisecond)
-	}
+	testkit.Until(t, "it is noticed that libvirtd hangs", func() error {
+		up, _ := c.Up()
+		return testkit.Want(!up)
+	})
 	began = time.Now()
 	for name, do := range map[string]func() error{
 		"state":   func() error { _, err := c.State(t.Context(), d); return err },
@@ -532,17 +535,12 @@ func TestMigrateToAHungHost(t *testing.T) {
 		}
 		return err == nil && s == virt.Running
 	}
-	for end := time.Now().Add(30 * time.Second); ; time.Sleep(100 * time.Millisecond) {
+	testkit.Until(t, "it runs on one of them, without a job", func() error {
 		j, err := ca.Job(t.Context(), d)
 		here, there := running(ca), running(cb)
-		if (err != nil || j.State == virt.NoJob) && here != there {
-			t.Logf("it runs here: %v, there: %v", here, there)
-			break
-		}
-		if time.Now().After(end) {
-			t.Fatalf("here %v, there %v, job %+v, %v", here, there, j, err)
-		}
-	}
+		t.Logf("it runs here: %v, there: %v", here, there)
+		return testkit.Want((err != nil || j.State == virt.NoJob) && here != there, here, there, j, err)
+	})
 }
 
 // What domxml writes real libvirt takes, and means the same by it.

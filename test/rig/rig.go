@@ -158,6 +158,9 @@ func Root() (string, error) {
 	}
 }
 
+// patience is for what takes moments where nothing else runs.
+const patience = 5 * time.Minute
+
 // Options of a private hostd.
 type Options struct {
 	Dir    string    // its run folder; short, because sockets lie in it
@@ -211,23 +214,26 @@ func Start(ctx context.Context, o Options) (*Rig, error) {
 		return nil, fmt.Errorf("rig: %w", err)
 	}
 	go func() { _ = r.cmd.Wait(); close(r.ended) }()
-	for deadline := time.Now().Add(60 * time.Second); ; {
-		if _, err = r.Gpuctl(ctx, "-o", "json", "inventory"); err == nil {
-			return r, nil
-		}
+	ctx, cancel := context.WithTimeout(ctx, patience)
+	defer cancel()
+	up, ended := context.WithCancelCause(ctx)
+	go func() {
 		select {
 		case <-r.ended:
-			return nil, fmt.Errorf("rig: hostd ended: %s", r.log)
-		case <-ctx.Done():
-			r.Close()
-			return nil, ctx.Err()
-		case <-time.After(100 * time.Millisecond):
+			ended(errors.New("hostd ended"))
+		case <-up.Done():
 		}
-		if time.Now().After(deadline) {
-			r.Close()
-			return nil, fmt.Errorf("rig: hostd does not answer: %w; its log: %s", err, r.log)
-		}
+	}()
+	defer ended(nil)
+	err = testkit.Poll(up, "hostd's answer", func() error {
+		_, err := r.Gpuctl(up, "-o", "json", "inventory")
+		return err
+	})
+	if err != nil {
+		r.Close()
+		return nil, fmt.Errorf("rig: %w; its log: %s", err, r.log)
 	}
+	return r, nil
 }
 
 // Passable lets the users of executors pass through a folder, and those above it
@@ -348,23 +354,23 @@ func (r *Rig) Sessions(ctx context.Context) ([]string, error) {
 
 // Session waits until there is exactly one session and returns its id.
 func (r *Rig) Session(ctx context.Context) (string, error) {
-	for deadline := time.Now().Add(60 * time.Second); ; {
-		ids, err := r.Sessions(ctx)
-		if err != nil {
-			return "", err
+	ctx, cancel := context.WithTimeoutCause(ctx, patience, errors.New("it took too long"))
+	defer cancel()
+	var ids []string
+	var failed error
+	err := testkit.Poll(ctx, "one session", func() error {
+		if ids, failed = r.Sessions(ctx); failed != nil {
+			return nil
 		}
-		if len(ids) == 1 {
-			return ids[0], nil
-		}
-		if time.Now().After(deadline) {
-			return "", fmt.Errorf("%d sessions after a minute, not one; log: %s", len(ids), r.Log())
-		}
-		select {
-		case <-ctx.Done():
-			return "", ctx.Err()
-		case <-time.After(50 * time.Millisecond):
-		}
+		return testkit.Want(len(ids) == 1, len(ids), "sessions")
+	})
+	switch {
+	case failed != nil:
+		return "", failed
+	case err != nil:
+		return "", fmt.Errorf("%w; log: %s", err, r.Log())
 	}
+	return ids[0], nil
 }
 
 // Swap is what an operation reported.

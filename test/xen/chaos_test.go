@@ -201,7 +201,7 @@ func TestMigrateKills(t *testing.T) {
 			if m.ID != id || m.State != "running" {
 				break
 			}
-			time.Sleep(time.Duration(rand.IntN(3000)) * time.Millisecond)
+			time.Sleep(time.Duration(rand.IntN(3000)) * time.Millisecond) // somewhere in the migration
 			if struck[m.Step] >= kindness {
 				continue
 			}
@@ -340,7 +340,7 @@ func TestMigrateFaults(t *testing.T) {
 			f.begin(ctx, v)
 			repair := func(now bool) {
 				if now && f.end != nil {
-					time.Sleep(f.after)
+					time.Sleep(f.after) // how long the fault lasts
 					f.end(ctx, v)
 				}
 			}
