@@ -20,6 +20,7 @@ import (
 	"golang.org/x/crypto/ssh"
 	"golang.org/x/sys/unix"
 
+	"github.com/gpuctl/gpuctl/internal/testkit"
 	"github.com/gpuctl/gpuctl/internal/wait"
 )
 
@@ -193,19 +194,20 @@ func (h *Host) start(ctx context.Context, img image, ready string, more ...strin
 		return errors.Join(err, c.Process.Kill())
 	}
 	// QMP answers when the machine is made, and with -loadvm when it is loaded.
-	for {
+	var ended error
+	err = testkit.Poll(ctx, "QEMU's answer", func() error {
 		q, err := dialQMP(ctx, filepath.Join(h.dir, "qmp.sock"))
 		if err == nil {
 			q.close()
 			return nil
 		}
 		if _, cerr := h.current(); cerr != nil {
-			return fmt.Errorf("QEMU ended:\n%s", h.tail("qemu.log"))
+			ended = fmt.Errorf("QEMU ended:\n%s", h.tail("qemu.log"))
+			return nil
 		}
-		if err := wait.For(ctx, 50*time.Millisecond); err != nil {
-			return err
-		}
-	}
+		return err
+	})
+	return errors.Join(ended, err)
 }
 
 func (h *Host) tail(name string) string {
@@ -254,6 +256,7 @@ const (
 	bootTimeout = 45 * time.Minute
 	bootSilence = 8 * time.Minute
 	bootAsk     = 2 * time.Minute // for one answer
+	endTimeout  = time.Minute     // after a kill
 )
 
 func (h *Host) waitBooted(ctx context.Context) error {
@@ -307,12 +310,7 @@ func (h *Host) save(ctx context.Context) error {
 		if _, err := q.do(ctx, "quit", nil); err != nil {
 			return err
 		}
-		for h.Alive() {
-			if err := wait.For(ctx, 20*time.Millisecond); err != nil {
-				return err
-			}
-		}
-		return nil
+		return testkit.Poll(ctx, "QEMU's end", func() error { return testkit.Want(!h.Alive(), "a process that is alive") })
 	}()
 	done(err)
 	return err
@@ -409,13 +407,9 @@ func (h *Host) kill() error {
 	if err := p.Kill(); err != nil && !errors.Is(err, os.ErrProcessDone) {
 		return fmt.Errorf("end QEMU, process %d: %w", s.PID, err)
 	}
-	for range 500 {
-		if !h.Alive() {
-			return nil
-		}
-		time.Sleep(10 * time.Millisecond)
-	}
-	return fmt.Errorf("QEMU, process %d, does not end", s.PID)
+	ctx, cancel := context.WithTimeout(context.Background(), endTimeout)
+	defer cancel()
+	return testkit.Poll(ctx, fmt.Sprintf("the end of QEMU, process %d", s.PID), func() error { return testkit.Want(!h.Alive(), "a process that is alive") })
 }
 
 // forget removes what a run left, but the logs.

@@ -199,14 +199,9 @@ func TestContention(t *testing.T) {
 
 func task(s *atomic.Pointer[scheduler.Scheduler]) replica.LeaderTask {
 	return replica.LeaderTask{Name: "pending claims", Run: func(ctx context.Context, l *replica.Lead) error {
-		for s.Load() == nil {
-			select {
-			case <-ctx.Done():
-				return nil
-			case <-time.After(time.Millisecond):
-			}
+		if testkit.Poll(ctx, "a scheduler", func() error { return testkit.Want(s.Load() != nil) }) == nil {
+			s.Load().Run(ctx, l)
 		}
-		s.Load().Run(ctx, l)
 		return nil
 	}}
 }

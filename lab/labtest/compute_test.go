@@ -9,7 +9,7 @@ import (
 	"connectrpc.com/connect"
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
-	"github.com/gpuctl/gpuctl/internal/wait"
+	"github.com/gpuctl/gpuctl/internal/testkit"
 )
 
 var virtio = model{slot: "0000:05:00.0", id: "1af4:1050"}
@@ -93,15 +93,10 @@ func TestComputeGuest(t *testing.T) {
 		before, err := agent.Hello(ctx, connect.NewRequest(&gpuctlv1.HelloRequest{}))
 		must(t, err)
 		must(t, g.KillAgent(ctx))
-		for {
+		must(t, testkit.Poll(ctx, "another gpuguest's answer", func() error {
 			after, err := agent.Hello(ctx, connect.NewRequest(&gpuctlv1.HelloRequest{}))
-			if err == nil && after.Msg.Instance != before.Msg.Instance {
-				break
-			}
-			if err := wait.For(ctx, 200*time.Millisecond); err != nil {
-				t.Fatalf("no other gpuguest answers: %v %v", err, after)
-			}
-		}
+			return testkit.Want(err == nil && after.Msg.Instance != before.Msg.Instance, err)
+		}))
 		_, err = agent.WaitReady(ctx, 0x1af4, 0x1050)
 		must(t, err)
 		_, err = e.Finish(ctx)

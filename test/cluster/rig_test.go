@@ -129,16 +129,14 @@ func (h *host) start() {
 	ended := make(chan struct{})
 	h.ended = ended
 	go func(cmd *exec.Cmd) { _ = cmd.Wait(); close(ended) }(h.cmd)
-	for end := time.Now().Add(20 * time.Second); !rundir.Answers(h.socket()); {
+	testkit.Until(h.t, "hostd of "+h.name+" answers", func() error {
 		select {
 		case <-ended:
 			h.t.Fatalf("hostd of %s ended", h.name)
-		case <-time.After(10 * time.Millisecond):
+		default:
 		}
-		if time.Now().After(end) {
-			h.t.Fatalf("hostd of %s does not answer", h.name)
-		}
-	}
+		return testkit.Want(rundir.Answers(h.socket()))
+	})
 }
 
 // kill ends hostd as a crash does; gpuguest and its sessions go on.

@@ -9,7 +9,6 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
-	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -188,7 +187,7 @@ func TestKernelOutputIntoPipeThatNobodyReads(t *testing.T) {
 		if !bytes.Equal(b, []byte(printed(0, 20010))) {
 			t.Errorf("it ends: %q", tail(string(b), 200))
 		}
-	case <-time.After(time.Minute):
+	case <-testkit.Context(t).Done():
 		t.Error("some of it is missing")
 	}
 }

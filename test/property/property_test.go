@@ -21,6 +21,7 @@ import (
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
+	"github.com/gpuctl/gpuctl/internal/testkit"
 	"github.com/gpuctl/gpuctl/internal/unixrpc"
 	"github.com/gpuctl/gpuctl/test/rig"
 )
@@ -306,20 +307,14 @@ func (r *runner) get(ctx context.Context, id string) (*gpuctlv1.Session, error) 
 
 // session waits for the only one.
 func (r *runner) session(ctx context.Context) (string, error) {
-	for {
+	var id string
+	var failed error
+	err := testkit.Poll(ctx, "a session", func() error {
 		s, err := r.get(ctx, "")
-		if err != nil {
-			return "", err
-		}
-		if s != nil {
-			return s.GetId(), nil
-		}
-		select {
-		case <-ctx.Done():
-			return "", fmt.Errorf("no session: %w", ctx.Err())
-		case <-time.After(5 * time.Millisecond):
-		}
-	}
+		id, failed = s.GetId(), err
+		return testkit.Want(s != nil || err != nil)
+	})
+	return id, errors.Join(failed, err)
 }
 
 // settled notes where the session is now. gone: the application has ended.
