@@ -318,7 +318,7 @@ func TestStandstill(t *testing.T) {
 	r := w.runner()
 	r.Before = func(step string, _ bool) error {
 		if step == StepMove {
-			time.Sleep(20 * time.Millisecond)
+			time.Sleep(20 * time.Millisecond) // what is measured
 		}
 		return nil
 	}

@@ -268,7 +268,7 @@ func TestVMStateLeaves(t *testing.T) {
 	if got := b.running(t, ctx); !slices.Equal(got, []string{id}) {
 		t.Fatalf("%v run", got)
 	}
-	time.Sleep(200 * time.Millisecond) // it computes on, with what came back
+	app.more(2) // with what came back
 	app.verify()
 	for _, h := range []*awayHost{a, b} {
 		if err := h.Forget(&gpuctlv1.SiteMachine{Uuid: awayUUID, Migration: awayMigration}); err != nil {
@@ -292,7 +292,7 @@ const streamKiB = 160 // in each of its two buffers
 
 func (v *testVM) stream() *stream {
 	v.t.Helper()
-	a := &stream{v: v, cmd: exec.Command(filepath.Join(v.dir, "stream"), "--stdin", "--kib", fmt.Sprint(streamKiB), "--buffers", "2")}
+	a := &stream{v: v, cmd: exec.Command(filepath.Join(v.dir, "stream"), "--stdin", "--verbose", "--kib", fmt.Sprint(streamKiB), "--buffers", "2")}
 	a.cmd.Env = []string{"OCL_ICD_VENDORS=" + v.icd + "/", "PATH=" + os.Getenv("PATH")}
 	a.cmd.Stdout, a.cmd.Stderr = &a.out, &a.out
 	in, err := a.cmd.StdinPipe()
@@ -310,6 +310,14 @@ func (v *testVM) stream() *stream {
 		}
 	})
 	return a
+}
+
+// more waits until it has done n more iterations.
+func (a *stream) more(n int) {
+	a.v.t.Helper()
+	done := func() int { return strings.Count(a.out.String(), "iteration ") }
+	before := done()
+	testkit.Until(a.v.t, fmt.Sprintf("iteration %d", before+n), func() error { return testkit.Want(done() >= before+n, done()) })
 }
 
 // verify ends it and compares its result with that of a run without gpuctl.
@@ -454,7 +462,7 @@ func TestVMMovesWithoutItsState(t *testing.T) {
 				t.Errorf("%s keeps %v", h.Name, left)
 			}
 		}
-		time.Sleep(200 * time.Millisecond) // it computes on, with what came back
+		app.more(2) // with what came back
 	}
 	app.verify()
 }
