@@ -178,10 +178,15 @@ func TestVMStateLeaves(t *testing.T) {
 		return &http.Client{Transport: &leaky{c.Transport, 150 << 10}}, done, err
 	}
 	refused("the way out breaks", a.freeze(ctx, id, b), "")
-	a.Guests.Bulk = bulk
 
 	// hostd of h1 dies while the state goes out. Its successor connects anew,
 	// and the session goes on; what h1 and h2 had of it is dropped.
+	half := &halfway{after: 150 << 10, goOn: make(chan struct{})}
+	a.Guests.Bulk = func(ctx context.Context, uuid string) (*http.Client, func(), error) {
+		c, done, err := bulk(ctx, uuid)
+		half.RoundTripper = c.Transport
+		return &http.Client{Transport: half}, done, err
+	}
 	frozen := make(chan error, 1)
 	go func() { frozen <- a.freeze(ctx, id, b) }()
 	testkit.Until(t, "some of the state is at h2", func() error {
@@ -190,9 +195,11 @@ func TestVMStateLeaves(t *testing.T) {
 		return testkit.Want(err == nil && info.Size() > 0, parts, err)
 	})
 	a.Guests.Forget(awayUUID)
+	close(half.goOn)
 	if err := <-frozen; err == nil {
 		t.Fatal("frozen without a host")
 	}
+	a.Guests.Bulk = bulk
 	testkit.Until(t, "the session goes on", func() error {
 		got := a.running(t, ctx)
 		return testkit.Want(slices.Equal(got, []string{id}), got)
@@ -491,6 +498,37 @@ func cutOff(t *testing.T, after int) (gpuctlv1connect.SiteServiceClient, error) 
 	}))
 	t.Cleanup(srv.Close)
 	return gpuctlv1connect.NewSiteServiceClient(srv.Client(), srv.URL), nil
+}
+
+// halfway holds answers up after so many bytes, until they may go on.
+type halfway struct {
+	http.RoundTripper
+	after int
+	goOn  chan struct{}
+}
+
+func (h *halfway) RoundTrip(r *http.Request) (*http.Response, error) {
+	res, err := h.RoundTripper.RoundTrip(r)
+	if err == nil {
+		res.Body = &halfwayBody{ReadCloser: res.Body, halfway: h, left: h.after}
+	}
+	return res, err
+}
+
+type halfwayBody struct {
+	io.ReadCloser
+	*halfway
+	left int
+}
+
+func (b *halfwayBody) Read(p []byte) (int, error) {
+	if b.left <= 0 {
+		<-b.goOn
+		return b.ReadCloser.Read(p)
+	}
+	n, err := b.ReadCloser.Read(p[:min(len(p), b.left)])
+	b.left -= n
+	return n, err
 }
 
 // leaky breaks answers off after so many bytes.
