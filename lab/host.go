@@ -194,20 +194,17 @@ func (h *Host) start(ctx context.Context, img image, ready string, more ...strin
 		return errors.Join(err, c.Process.Kill())
 	}
 	// QMP answers when the machine is made, and with -loadvm when it is loaded.
-	var ended error
-	err = testkit.Poll(ctx, "QEMU's answer", func() error {
+	return testkit.Poll(ctx, "QEMU's answer", func() error {
 		q, err := dialQMP(ctx, filepath.Join(h.dir, "qmp.sock"))
 		if err == nil {
 			q.close()
 			return nil
 		}
 		if _, cerr := h.current(); cerr != nil {
-			ended = fmt.Errorf("QEMU ended:\n%s", h.tail("qemu.log"))
-			return nil
+			return testkit.GiveUp(fmt.Errorf("QEMU ended:\n%s", h.tail("qemu.log")))
 		}
 		return err
 	})
-	return errors.Join(ended, err)
 }
 
 func (h *Host) tail(name string) string {

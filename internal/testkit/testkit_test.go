@@ -84,6 +84,13 @@ func TestPollEndsWithItsContext(t *testing.T) {
 	}
 }
 
+func TestPollEndsWhenItIsGivenUp(t *testing.T) {
+	never := errors.New("never")
+	if err := testkit.Poll(t.Context(), "snow", func() error { return testkit.GiveUp(never) }); !errors.Is(err, never) {
+		t.Error(err)
+	}
+}
+
 func TestWantSaysWhatWasSeen(t *testing.T) {
 	if err := testkit.Want(true, "a"); err != nil {
 		t.Error(err)

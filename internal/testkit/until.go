@@ -29,8 +29,7 @@ type T interface {
 
 // Until calls is again and again until it returns nil. When the test's time is
 // nearly over it ends the test with what it waited for and is's last error. To
-// give up earlier, as what is waited for can't come any more, is ends the test
-// itself. In a bubble of testing/synctest there is no need of it: who sleeps
+// give up earlier, is returns an error of GiveUp or ends the test itself. In a bubble of testing/synctest there is no need of it: who sleeps
 // there sleeps until all others wait.
 func Until(t T, what string, is func() error) {
 	if h, ok := t.(interface{ Helper() }); ok {
@@ -43,20 +42,32 @@ func Until(t T, what string, is func() error) {
 	}
 }
 
-// Poll calls is again and again until it returns nil or ctx is done. It is for
-// the programs and machines that tests start and that know no test.
+// Poll calls is again and again until it returns nil, an error of GiveUp or ctx
+// is done. It is for the programs and machines that tests start and that know
+// no test.
 func Poll(ctx context.Context, what string, is func() error) error {
 	began := time.Now()
 	for pause := firstPause; ; pause = min(2*pause, lastPause) {
 		err := is()
-		if err == nil {
+		var final givenUp
+		switch {
+		case err == nil:
 			return nil
+		case errors.As(err, &final):
+			return final.error
 		}
 		if over := wait.For(ctx, pause); over != nil {
 			return fmt.Errorf("wait for %s: %w after %v: %w", what, over, time.Since(began).Round(time.Millisecond), err)
 		}
 	}
 }
+
+// givenUp is an error that no waiting mends.
+type givenUp struct{ error }
+
+// GiveUp is what the function of Poll or Until returns when what it waits for
+// can't come any more: err is returned at once.
+func GiveUp(err error) error { return givenUp{err} }
 
 // Want is what Until looks for when it is no error: nil if it is so, else an
 // error with what was seen instead.

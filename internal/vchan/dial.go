@@ -47,7 +47,10 @@ func dial(ctx context.Context, store *xenstore.Client, addr Addr, opts Options) 
 			c.start(watch)
 			return c, nil
 		}
-		if ctx.Err() != nil {
+		if over := ctx.Err(); over != nil && opts.Wait {
+			if !errors.Is(err, over) { // it ended while connect learnt that there is no server
+				err = errors.Join(over, err)
+			}
 			err = errors.Join(err, absent)
 		}
 		if opts.Wait && errors.Is(err, ErrNoServer) && ctx.Err() == nil {

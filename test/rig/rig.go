@@ -357,17 +357,13 @@ func (r *Rig) Session(ctx context.Context) (string, error) {
 	ctx, cancel := context.WithTimeoutCause(ctx, patience, errors.New("it took too long"))
 	defer cancel()
 	var ids []string
-	var failed error
-	err := testkit.Poll(ctx, "one session", func() error {
-		if ids, failed = r.Sessions(ctx); failed != nil {
-			return nil
+	err := testkit.Poll(ctx, "one session", func() (err error) {
+		if ids, err = r.Sessions(ctx); err != nil {
+			return testkit.GiveUp(err)
 		}
 		return testkit.Want(len(ids) == 1, len(ids), "sessions")
 	})
-	switch {
-	case failed != nil:
-		return "", failed
-	case err != nil:
+	if err != nil {
 		return "", fmt.Errorf("%w; log: %s", err, r.Log())
 	}
 	return ids[0], nil
