@@ -12,6 +12,7 @@
  *    that were there then. If they have been taken away meanwhile, a card would move bytes that nobody sees any more;
  *    the shim says so and ends the process.
  */
+#define _GNU_SOURCE
 #define CL_TARGET_OPENCL_VERSION 300
 #define CL_USE_DEPRECATED_OPENCL_1_2_APIS
 #include <CL/cl_icd.h>
@@ -24,6 +25,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/prctl.h>
 #include <unistd.h>
 
 typedef cl_int(CL_API_CALL *platforms_fn)(cl_uint, cl_platform_id *, cl_uint *);
@@ -51,26 +53,38 @@ static cl_int CL_API_CALL device_info(cl_device_id d, cl_device_info param, size
 #define PAGE 4096u
 #define RUBBISH 0xdb
 
-/* A range of the host's memory that a live buffer pins, with what its pages were. */
+/* A range of the host's memory that a live buffer pins. Its twin is a second mapping of the same pages that nobody uses: a page
+ * that is taken away from the file leaves all mappings, and never comes back into this one. */
 struct pin {
 	cl_mem mem;
 	uintptr_t from, pages;
-	uint64_t *frames;
+	char *twin;
 	struct pin *next;
 };
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static struct pin *pins;
 
-static const uint64_t present = 1ull << 63, frame = (1ull << 55) - 1;
+static const uint64_t present = 1ull << 63;
 
-/* look reads which page frames lie behind a range; without rights only whether there are any. */
-static bool look(uintptr_t from, uintptr_t pages, uint64_t *out)
+static int pagemap = -1;
+
+/* open_pagemap does so once. The file belongs to root while the process is not dumpable, which executors are not. */
+static void open_pagemap(void)
 {
-	int fd = open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC);
-	bool ok = fd >= 0 && pread(fd, out, pages * 8, (off_t)(from / PAGE * 8)) == (ssize_t)(pages * 8);
-	if (fd >= 0)
-		close(fd);
-	return ok;
+	int before = prctl(PR_GET_DUMPABLE);
+	prctl(PR_SET_DUMPABLE, 1);
+	pagemap = open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC);
+	prctl(PR_SET_DUMPABLE, before);
+	if (pagemap < 0) {
+		perror("gpushim: /proc/self/pagemap, without which pins can't be watched");
+		abort();
+	}
+}
+
+/* look reads what the kernel says of each page of a range. */
+static bool look(const char *from, uintptr_t pages, uint64_t *out)
+{
+	return pread(pagemap, out, pages * 8, (off_t)((uintptr_t)from / PAGE * 8)) == (ssize_t)(pages * 8);
 }
 
 static void CL_CALLBACK unpin(cl_mem m, void *unused)
@@ -81,7 +95,7 @@ static void CL_CALLBACK unpin(cl_mem m, void *unused)
 		if ((*p)->mem == m) {
 			struct pin *old = *p;
 			*p = old->next;
-			free(old->frames);
+			munmap(old->twin, old->pages * PAGE);
 			free(old);
 			break;
 		}
@@ -91,19 +105,20 @@ static void CL_CALLBACK unpin(cl_mem m, void *unused)
 static void pin(cl_mem m, void *host, size_t size)
 {
 	struct pin *p = calloc(1, sizeof *p);
-	if (!p || !size)
-		return;
-	p->mem = m;
-	p->from = (uintptr_t)host & ~(uintptr_t)(PAGE - 1);
-	p->pages = ((uintptr_t)host + size - p->from + PAGE - 1) / PAGE;
-	p->frames = calloc(p->pages, 8);
-	for (uintptr_t i = 0; i < p->pages; i++) /* there is a page now, writable, behind each address */
-		__atomic_fetch_add((uint32_t *)(p->from + i * PAGE), 0, __ATOMIC_RELAXED);
-	if (!p->frames || !look(p->from, p->pages, p->frames)) {
-		free(p->frames);
+	if (!p || !size) {
 		free(p);
 		return;
 	}
+	p->mem = m;
+	p->from = (uintptr_t)host & ~(uintptr_t)(PAGE - 1);
+	p->pages = ((uintptr_t)host + size - p->from + PAGE - 1) / PAGE;
+	p->twin = mremap((void *)p->from, 0, p->pages * PAGE, MREMAP_MAYMOVE);
+	if (p->twin == MAP_FAILED) { /* not of a file: its pages stay */
+		free(p);
+		return;
+	}
+	for (uintptr_t i = 0; i < p->pages; i++)
+		__atomic_fetch_add((uint32_t *)(p->twin + i * PAGE), 0, __ATOMIC_RELAXED);
 	pthread_mutex_lock(&lock);
 	p->next = pins;
 	pins = p;
@@ -127,11 +142,12 @@ static void check(const void *host, size_t size)
 			continue;
 		uintptr_t n = (end - from + PAGE - 1) / PAGE;
 		uint64_t *now = calloc(n, 8);
-		if (now && look(from, n, now))
-			for (uintptr_t i = 0; i < n; i++) {
-				uint64_t was = p->frames[(from - p->from) / PAGE + i];
-				if (!(was & present) || ((now[i] & present) && (now[i] & frame) == (was & frame)))
-					continue;
+		if (!now || !look(p->twin + (from - p->from), n, now)) {
+			perror("gpushim: pages of a pin");
+			abort();
+		}
+		for (uintptr_t i = 0; i < n; i++)
+			if (!(now[i] & present)) {
 				fprintf(stderr, "gpushim: transfer of %zu bytes at %p: page %zu was pinned and has been taken away since\n",
 					size, host, (size_t)i);
 				abort();
@@ -227,6 +243,7 @@ static void patch(cl_platform_id p)
 	table->clGetDeviceInfo = device_info;
 	if (!discrete)
 		return;
+	open_pagemap();
 	table->clCreateBuffer = create_buffer;
 	table->clEnqueueMapBuffer = map_buffer;
 	table->clEnqueueReadBuffer = read_buffer;

@@ -542,7 +542,7 @@ func (r *laneRun) direct(at uint64) {
 func (r *laneRun) streamIn() cl.Status {
 	b, s := r.b, r.s
 	defer r.settleAll()
-	s.xfer.pin(s, b.m.ctx, s.laneMemory(b.lane), laneBytes)
+	s.pins.add(b.m.ctx, s.laneMemory(b.lane), laneBytes)
 	r.count = b.chunks()
 	r.start(false, 0, wire.LaneChunks)
 	var issued, settled uint32
@@ -585,7 +585,7 @@ func (r *laneRun) streamIn() cl.Status {
 func (r *laneRun) streamOut() cl.Status {
 	b, s := r.b, r.s
 	defer r.settleAll()
-	s.xfer.pin(s, b.m.ctx, s.laneMemory(b.lane), laneBytes)
+	s.pins.add(b.m.ctx, s.laneMemory(b.lane), laneBytes)
 	r.count = b.chunks()
 	r.start(false, 0, 0)
 	var issued, settled, taken uint32

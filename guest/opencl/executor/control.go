@@ -518,7 +518,7 @@ func (s *session) tidy() {
 				again = true
 				continue
 			}
-			s.freeHost(m.arena)
+			s.host.free(m.arena)
 			m.pinTried = false
 			m.hasArena, m.inArena = false, false
 		}
@@ -552,7 +552,7 @@ func (s *session) retire() {
 			// can go, but for what the application has mapped.
 			s.each(func(_ uint32, _ uint64, o any) {
 				if m, ok := o.(*mem); ok && m.parent == nil && m.hasArena && !m.isMapped() {
-					_ = s.arena.PunchHole(m.arena, pages(m.shadowSize()))
+					s.host.punch(m.arena, pages(m.shadowSize()))
 				}
 			})
 		}

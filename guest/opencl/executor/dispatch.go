@@ -201,6 +201,7 @@ func (s *session) release(id, callback uint32) error {
 		s.bury(o)
 		cl.ReleaseContext(o.vendor)
 		s.xfer.forget(o)
+		s.pins.forget(o)
 	case *queue:
 		o.dead = true
 		s.ghost(id, o, o.users)

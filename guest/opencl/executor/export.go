@@ -237,12 +237,19 @@ type peerSink struct {
 	s    *session
 	conn net.Conn
 	unif bool
+	asks bool // the target wants to know where the window is
 	next uint64
 	used int
 	fly  []bool // for each batch under way: it took a chunk of the window
 }
 
-const importMagic = 0x49525847
+// What a target greets its source with: importMagic, whether it computes in the
+// arena, whether it wants to know where the source's window is; then zeros.
+const (
+	importMagic  = 0x49525847
+	helloUnified = 4
+	helloWindow  = 5
+)
 
 func (s *session) dialPeer(path string) (*peerSink, error) {
 	conn, err := net.DialTimeout("unix", path, 10*time.Second)
@@ -254,7 +261,7 @@ func (s *session) dialPeer(path string) (*peerSink, error) {
 		conn.Close()
 		return nil, fmt.Errorf("target executor at %s does not greet: %w", path, errors.Join(err, errHostile))
 	}
-	return &peerSink{s: s, conn: conn, unif: hello[4] != 0}, nil
+	return &peerSink{s: s, conn: conn, unif: hello[helloUnified] != 0, asks: hello[helloWindow] != 0}, nil
 }
 
 // knows: who is younger than the target's graph would get lost there.
@@ -268,6 +275,16 @@ func (p *peerSink) place(ps []piece) error {
 	s := p.s
 	if err := s.openWindow(windowChunk * windowDepth); err != nil {
 		return err
+	}
+	if p.asks {
+		p.asks = false
+		b := make([]byte, 8, 32) // a batch of no pieces
+		for _, v := range []uint64{s.window, s.windowSize, s.windows} {
+			b = binary.LittleEndian.AppendUint64(b, v)
+		}
+		if _, err := p.conn.Write(b); err != nil {
+			return fmt.Errorf("target executor: %w", err)
+		}
 	}
 	for p.used >= windowDepth {
 		if err := p.ack(); err != nil {
@@ -298,10 +315,11 @@ func (s *session) openWindow(size uint64) error {
 		return err
 	}
 	s.window, s.windowSize = off+4096, size // 0 means none
-	if s.pins {
+	s.windows++
+	if s.pins.wanted {
 		populate(s.arenaBytes(s.window, size))
 		for _, c := range s.contexts() {
-			s.xfer.pin(s, c, s.window, size)
+			s.pins.add(c, s.window, size)
 		}
 	}
 	return nil
@@ -312,7 +330,6 @@ func (s *session) closeWindow() {
 	if s.window == 0 {
 		return
 	}
-	s.xfer.unpin(s, s.arena.Pointer(s.window))
 	s.host.free(s.window - 4096)
 	s.window, s.windowSize = 0, 0
 }

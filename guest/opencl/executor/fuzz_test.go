@@ -445,7 +445,7 @@ func FuzzReceive(f *testing.F) {
 		f.Fatal(err)
 	}
 	s.frozen = true
-	s.pins = false
+	s.pins.wanted = false
 	g, all := sendFrozen(f, s)
 	stream, err := io.ReadAll(reader(all))
 	if err != nil {
@@ -459,7 +459,7 @@ func FuzzReceive(f *testing.F) {
 	if err != nil {
 		f.Fatal(err)
 	}
-	to.pins = false // pages that a driver pins cost milliseconds
+	to.pins.wanted = false // pages that a driver pins cost milliseconds
 	f.Add(stream)
 	f.Add(stream[:70])
 	f.Add(stream[:len(stream)-streamHead])

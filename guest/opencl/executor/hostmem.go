@@ -35,6 +35,7 @@ type hostMemory struct {
 	own     int // number of our part
 	former  int // of the executor that this one takes over from; -1: there is none
 	all     *arena.Allocator
+	unpin   func(off, size uint64)   // called before pages are given back
 	foreign map[uint64]*foreignRange // by offset
 }
 
@@ -45,7 +46,7 @@ type foreignRange struct {
 
 // takeHostMemory takes a part of [0, split) that no living executor has.
 func takeHostMemory(r *shm.Region, ringFD int, split uint64) (hostMemory, error) {
-	h := hostMemory{region: r, size: split / arenaParts &^ (arena.Huge - 1), former: -1, foreign: map[uint64]*foreignRange{}}
+	h := hostMemory{region: r, size: split / arenaParts &^ (arena.Huge - 1), former: -1, foreign: map[uint64]*foreignRange{}, unpin: func(uint64, uint64) {}}
 	h.all = arena.New(h.size * arenaParts)
 	var err error
 	if h.locks, err = shm.Reopen(ringFD); err != nil {
@@ -133,8 +134,14 @@ func (h *hostMemory) free(off uint64) {
 		return
 	}
 	if size, err := h.all.Free(off); err == nil {
-		_ = h.region.PunchHole(off, size)
+		h.punch(off, size)
 	}
+}
+
+// punch gives pages back to the system.
+func (h *hostMemory) punch(off, size uint64) {
+	h.unpin(off, size)
+	_ = h.region.PunchHole(off, size)
 }
 
 // settle is called when the former executor has ended and has the session no
@@ -165,7 +172,7 @@ func (h *hostMemory) held() []span {
 // executor that has ended left there. The part must be locked.
 func (h *hostMemory) sweep(part int) {
 	lo, hi := h.bounds(part)
-	h.all.Gaps(lo, hi, func(off, size uint64) { _ = h.region.PunchHole(off, size) })
+	h.all.Gaps(lo, hi, h.punch)
 }
 
 // reclaim frees what executors that have ended left in their parts. It reports

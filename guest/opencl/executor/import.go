@@ -32,11 +32,14 @@ type landing struct {
 // bytes are in the device. Batches overlap.
 func (s *session) receive(conn net.Conn) error {
 	hello := binary.LittleEndian.AppendUint32(nil, importMagic)
-	u := byte(0)
+	hello = append(hello, 0, 0, 0, 0)
 	if s.unified {
-		u = 1
+		hello[helloUnified] = 1
 	}
-	if _, err := conn.Write(append(hello, u, 0, 0, 0)); err != nil {
+	if s.pins.wanted {
+		hello[helloWindow] = 1
+	}
+	if _, err := conn.Write(hello); err != nil {
 		return err
 	}
 	acks := make(chan landing, 64)
@@ -65,6 +68,17 @@ func (s *session) receive(conn net.Conn) error {
 			return err
 		}
 		n := binary.LittleEndian.Uint64(head[:])
+		if n == 0 && hello[helloWindow] != 0 {
+			hello[helloWindow] = 0 // once
+			var at [24]byte
+			if _, err := io.ReadFull(conn, at[:]); err != nil {
+				return err
+			}
+			if err := s.pinPeerWindow(peerWindow{span{le64(at[:]), le64(at[8:])}, le64(at[16:])}); err != nil {
+				return err
+			}
+			continue
+		}
 		if n == 0 || n > batchPieces {
 			return fmt.Errorf("batch of %d pieces: %w", n, errHostile)
 		}
@@ -94,9 +108,6 @@ func (s *session) land(b []byte) landing {
 			return landing{l.evs, cl.InvalidValue}
 		}
 		p.ptr = ptr
-		if s.peerWindow == 0 && !p.m.unified {
-			s.pinPeerWindow(p.At)
-		}
 		ev, err := s.take(&p)
 		if err != nil {
 			s.log.Error("import", "err", err)
@@ -109,24 +120,37 @@ func (s *session) land(b []byte) landing {
 	return l
 }
 
-// pinPeerWindow pins the source's window in this process too, from the first
-// chunk that comes out of it.
-func (s *session) pinPeerWindow(at uint64) {
-	if _, ok := s.arenaRange(at, windowChunk*windowDepth); !ok {
-		return
+// peerWindow is a source's window that is pinned here too; of size 0 there is
+// none. number tells one window from another at the same place.
+type peerWindow struct {
+	span
+	number uint64
+}
+
+// pinPeerWindow pins the source's window in this process too. The source keeps
+// its pages until this executor serves the session, or has been given up.
+func (s *session) pinPeerWindow(at peerWindow) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if _, ok := s.arenaRange(at.Off, at.Size); !ok || at.Size > windowChunk*windowDepth || s.active.Load() {
+		return fmt.Errorf("window of %d bytes at %#x: %w", at.Size, at.Off, errHostile)
 	}
-	s.peerWindow = at
+	if s.peerWindow != at {
+		s.unpinPeerWindow()
+		s.peerWindow = at
+	}
 	for _, c := range s.contexts() {
-		s.xfer.pin(s, c, at, windowChunk*windowDepth)
+		s.pins.add(c, at.Off, at.Size)
 	}
+	return nil
 }
 
 // unpinPeerWindow lets go of the source's window before the source gives its
-// pages back.
+// pages back. The caller holds s.mu.
 func (s *session) unpinPeerWindow() {
-	if s.peerWindow != 0 {
-		s.xfer.unpin(s, s.arena.Pointer(s.peerWindow))
-		s.peerWindow = 0
+	if s.peerWindow.Size > 0 {
+		s.pins.drop(s.peerWindow.Off, s.peerWindow.Size)
+		s.peerWindow = peerWindow{}
 	}
 }
 

@@ -147,8 +147,10 @@ func open(cfg Config, ringFD, arenaFD, stateFD int) (*session, error) {
 		ghosts: map[uint32]any{}, replies: map[uint32][]byte{}, platf: platform, quirk: quirk,
 		watchWake: make(chan struct{}, 1), cbWake: make(chan struct{}, 1), stop: make(chan struct{}),
 		cache: newProgramCache(cfg.Dir, cfg.CacheKey),
-		xfer:  transfers{queues: map[*clContext]cl.Queue{}, pinned: map[pinKey]cl.Mem{}},
+		xfer:  transfers{queues: map[*clContext]cl.Queue{}},
+		pins:  pins{arena: arena},
 	}
+	s.host.unpin = s.pins.drop
 	s.grow(wire.FirstID)
 	for i, d := range devs {
 		x := &device{id: uint32(i + 1), vendor: d}
@@ -203,7 +205,7 @@ func openRuntime(rt *gpuctlv1.Runtime) (cl.Platform, []cl.Device, quirk, error) 
 // such memory pays.
 func (s *session) probeMemory() {
 	v := s.devices[0].vendor
-	s.pins = number(v, cl.DeviceHostUnifiedMemory) == 0 && number(v, cl.DeviceType)&cl.DeviceTypeGpu != 0
+	s.pins.wanted = number(v, cl.DeviceHostUnifiedMemory) == 0 && number(v, cl.DeviceType)&cl.DeviceTypeGpu != 0
 	if number(v, cl.DeviceHostUnifiedMemory) == 0 {
 		return
 	}

@@ -61,14 +61,14 @@ func (s *session) pinShadow(m *mem) {
 		return
 	}
 	m.pinTried = true
-	s.xfer.pin(s, m.ctx, m.arena, m.shadowSize())
+	s.pins.add(m.ctx, m.arena, m.shadowSize())
 }
 
 // readyShadow makes and pins the shadow of a new buffer that is made to be
 // mapped, as drivers do when it is created, but beside what the application
 // does next.
 func (s *session) readyShadow(m *mem) {
-	if !s.pins || s.unified || m.flags&cl.MemAllocHostPtr == 0 || m.size < readyMin || s.shadow(m) != cl.Success {
+	if !s.pins.wanted || s.unified || m.flags&cl.MemAllocHostPtr == 0 || m.size < readyMin || s.shadow(m) != cl.Success {
 		return
 	}
 	m.users++
@@ -76,7 +76,7 @@ func (s *session) readyShadow(m *mem) {
 	b := s.arenaBytes(m.arena, m.size)
 	go func() {
 		populate(b)
-		s.xfer.pin(s, m.ctx, m.arena, m.size)
+		s.pins.add(m.ctx, m.arena, m.size)
 		s.mu.Lock()
 		defer s.mu.Unlock()
 		m.users--

@@ -467,19 +467,13 @@ func (s *session) dropVendorMem(m *mem) {
 
 const maxZombies = 256 << 20
 
-// freeHost gives arena memory back, which the driver must not have pinned then.
-func (s *session) freeHost(off uint64) {
-	s.xfer.unpin(s, s.arena.Pointer(off))
-	s.host.free(off)
-}
-
 // bury frees the memory of released buffers once the context is idle.
 func (s *session) bury(c *clContext) {
 	if len(c.zombies) == 0 || c.busy() {
 		return
 	}
 	for _, off := range c.zombies {
-		s.freeHost(off)
+		s.host.free(off)
 	}
 	c.zombies, c.zombieBytes = c.zombies[:0], 0
 }

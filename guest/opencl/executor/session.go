@@ -51,12 +51,12 @@ type session struct {
 	clock      clock
 	profiled   bool // the application asks for times of events
 	xfer       transfers
-	pinMu      sync.Mutex
-	pins       bool // transfers are faster out of pinned memory
+	pins       pins
 	exportedTo string
 	window     uint64 // contents pass through here
 	windowSize uint64 // bytes; 0: there is none
-	peerWindow uint64 // the peer's, pinned here too
+	windows    uint64 // that there have been
+	peerWindow peerWindow
 	handed     handed
 	stateTo    *stateFile
 	stateName  string

@@ -10,17 +10,10 @@ import (
 	"github.com/gpuctl/gpuctl/guest/opencl/cl"
 )
 
-// transfers holds what moves contents in and out of the device: one queue per
-// context, and the pieces of host memory that the driver has pinned.
+// transfers has one queue per context, which moves contents in and out of the
+// device.
 type transfers struct {
 	queues map[*clContext]cl.Queue
-	pinned map[pinKey]cl.Mem
-}
-
-type pinKey struct {
-	c *clContext
-	p uintptr
-	n uint64
 }
 
 func (t *transfers) queue(c *clContext) (cl.Queue, cl.Status) {
@@ -38,42 +31,6 @@ func (t *transfers) forget(c *clContext) {
 	if q := t.queues[c]; q != 0 {
 		cl.ReleaseCommandQueue(q)
 		delete(t.queues, c)
-	}
-	for k, m := range t.pinned {
-		if k.c == c {
-			cl.ReleaseMemObject(m)
-			delete(t.pinned, k)
-		}
-	}
-}
-
-// pin has the driver pin a range of the arena, if it works with memory of its
-// own: transfers out of pinned memory run at the bus's speed.
-func (t *transfers) pin(s *session, c *clContext, off, n uint64) {
-	p := s.arena.Pointer(off)
-	if s.unified || !s.pins {
-		return
-	}
-	k := pinKey{c, uintptr(p), n}
-	s.pinMu.Lock()
-	defer s.pinMu.Unlock()
-	if t.pinned[k] != 0 {
-		return
-	}
-	if m, st := cl.CreateBuffer(c.vendor, cl.MemReadWrite|cl.MemUseHostPtr, n, p); st == cl.Success {
-		t.pinned[k] = m
-	}
-}
-
-// unpin undoes pin, for whatever context it was done.
-func (t *transfers) unpin(s *session, p unsafe.Pointer) {
-	s.pinMu.Lock()
-	defer s.pinMu.Unlock()
-	for k, m := range t.pinned {
-		if k.p == uintptr(p) {
-			cl.ReleaseMemObject(m)
-			delete(t.pinned, k)
-		}
 	}
 }
 
