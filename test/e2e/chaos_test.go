@@ -44,7 +44,7 @@ func TestFailedSwapsDoNotShow(t *testing.T) {
 	for name, args := range map[string][]string{
 		"one thread":    nil,
 		"three threads": {"--threads", "3", "--kib", "256"},
-		"large":         {"--kib", "24576", "--no-images"}, // transfers in phases, several chunks of dirty memory
+		"large":         {"--kib", "49152", "--no-images"}, // transfers in phases, several chunks of dirty memory
 	} {
 		t.Run(name, func(t *testing.T) {
 			disturb(t, []string{rig.Basic, rig.Pthread}, chaos.Options{
@@ -63,7 +63,7 @@ func TestChaos(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	random := rand.New(rand.NewPCG(seed, 1))
 	for end := time.Now().Add(length); time.Now().Before(end) && !t.Failed(); {
-		args := [][]string{nil, {"--threads", "3"}, {"--kib", "24576", "--no-images"}, {"--threads", "2", "--kib", "4096"}}[random.IntN(4)]
+		args := [][]string{nil, {"--threads", "3"}, {"--kib", "49152", "--no-images"}, {"--threads", "2", "--kib", "4096"}}[random.IntN(4)]
 		disturb(t, []string{rig.Basic, rig.Pthread}, chaos.Options{
 			Until: earlier(end, time.Now().Add(time.Minute)), Fail: 30, Kill: 10, Seed: random.Uint64(),
 		}, args...)
