@@ -69,17 +69,36 @@ type step struct {
 
 // steps returns the steps of a migration, in order.
 func steps(m *clusterv1.MachineMove) []step {
-	card, moves := m.GetToGpu() != "" || m.GetFromGpu() != "", m.GetFromHost() != m.GetToHost()
-	gpu, cold := card && !m.GetCold(), m.GetCold() // gpu: the card is exchanged while the VM runs
-	from, to := m.GetFromHost(), m.GetToHost()
-	var out []step
-	add := func(when bool, s step) {
-		if when {
-			out = append(out, s)
-		}
+	l := list{
+		MachineMove: m,
+		card:        m.GetToGpu() != "" || m.GetFromGpu() != "", moves: m.GetFromHost() != m.GetToHost(), cold: m.GetCold(),
 	}
-	add(card, step{
-		StepReserve, fmt.Sprintf("bind a claim of %s to %s", m.GetName(), m.GetToGpu()), "the claim is released", 30 * time.Second,
+	l.gpu = l.card && !l.cold
+	l.leave()
+	l.arrive()
+	l.restart()
+	l.end()
+	return l.steps
+}
+
+// list is the steps of a migration, while they are put together.
+type list struct {
+	*clusterv1.MachineMove
+	card, moves, cold bool
+	gpu               bool // the card is exchanged while the VM runs
+	steps             []step
+}
+
+func (l *list) add(when bool, s step) {
+	if when {
+		l.steps = append(l.steps, s)
+	}
+}
+
+// leave adds what happens on the source before the VM moves.
+func (l *list) leave() {
+	l.add(l.card, step{
+		StepReserve, fmt.Sprintf("bind a claim of %s to %s", l.GetName(), l.GetToGpu()), "the claim is released", 30 * time.Second,
 		func(ctx context.Context, r *run) error {
 			return r.Claims.Reserve(ctx, r.move().GetToClaim(), r.vm(), r.move().GetToGpu())
 		},
@@ -87,11 +106,11 @@ func steps(m *clusterv1.MachineMove) []step {
 			return r.Claims.EndClaim(ctx, r.move().GetToClaim(), r.vm(), r.move().GetToGpu())
 		},
 	})
-	add(card, step{
-		StepPrepare, "take " + m.GetToGpu() + " from its driver, reset it, read it back, have the VM load its runtime", "it is returned", 3*time.Minute + expectTimeout,
+	l.add(l.card, step{
+		StepPrepare, "take " + l.GetToGpu() + " from its driver, reset it, read it back, have the VM load its runtime", "it is returned", 3*time.Minute + expectTimeout,
 		func(ctx context.Context, r *run) error {
 			id, err := r.to().Prepare(ctx, r.vm(), r.move().GetToGpu(), r.move().GetToClaim())
-			if err != nil || !gpu || slices.Contains(r.m.GetDone(), StepFreeze) { // for the next candidate, the applications are frozen already
+			if err != nil || !l.gpu || slices.Contains(r.m.GetDone(), StepFreeze) { // for the next candidate, the applications are frozen already
 				return err
 			}
 			// If this fails, only the downtime is longer.
@@ -104,55 +123,22 @@ func steps(m *clusterv1.MachineMove) []step {
 		},
 		func(ctx context.Context, r *run) error { return r.to().GiveBack(ctx, r.vm(), r.move().GetToGpu()) },
 	})
-	add(gpu, step{
-		StepFreeze, "stop the applications at their next call; their state is in the VM's memory" + whereElse(m), "they go on where they were", 10*time.Minute + freezePatience(m) + awayLimit(m),
-		func(ctx context.Context, r *run) error {
-			// First record which sessions are frozen: sessions that were suspended before
-			// must not be resumed at the end. Also record whose state leaves the VM, so
-			// that any driver can bring it back.
-			facts, err := r.from().Sessions(ctx, r.vm())
-			if err != nil {
-				return err
-			}
-			if why := nameable(r.vm().Name, facts.Sessions); why != "" {
-				return errors.New(why)
-			}
-			all := r.move().GetSessions()
-			for _, s := range facts.Sessions {
-				if !slices.Contains(r.move().GetSessions(), s.ID) {
-					all = append(all, s.ID)
-				}
-			}
-			if len(all) > MostSessions {
-				return errors.New(tooMany(r.vm().Name, len(all)))
-			}
-			r.m.Machine.Sessions = all
-			leave := facts.away(r.move().GetAway())
-			r.m.Machine.AwayBytes = max(r.move().GetAwayBytes(), sum(leave))
-			for _, s := range leave {
-				if !slices.Contains(r.move().GetAway(), s.ID) {
-					r.m.Machine.Away = append(r.move().GetAway(), s.ID)
-				}
-			}
-			if err := r.put(ctx); err != nil {
-				return err
-			}
-			r.all = steps(r.move()) // with the time limits for the states that leave the VM
-			return r.from().Freeze(ctx, r.vm(), r.freezing(r.move().GetToHost()), r.progress)
-		},
+	l.add(l.gpu, step{
+		StepFreeze, "stop the applications at their next call; their state is in the VM's memory" + whereElse(l.MachineMove), "they go on where they were", 10*time.Minute + freezePatience(l.MachineMove) + awayLimit(l.MachineMove),
+		func(ctx context.Context, r *run) error { return r.freeze(ctx) },
 		func(ctx context.Context, r *run) error {
 			if err := r.thaw(ctx, r.from(), r.move().GetFromGpu()); err != nil {
 				return err
 			}
 			r.forget(ctx, r.from())
-			if moves {
+			if l.moves {
 				r.forget(ctx, r.to())
 			}
 			return nil
 		},
 	})
-	add(gpu, step{
-		StepRelease, "have the VM release " + m.GetFromGpu() + " and confirm that it can be detached", "the VM takes it up again", time.Minute,
+	l.add(l.gpu, step{
+		StepRelease, "have the VM release " + l.GetFromGpu() + " and confirm that it can be detached", "the VM takes it up again", time.Minute,
 		func(ctx context.Context, r *run) error {
 			return r.from().Release(ctx, r.vm(), r.move().GetFromGpu())
 		},
@@ -160,8 +146,8 @@ func steps(m *clusterv1.MachineMove) []step {
 			return r.from().TakeUp(ctx, r.vm(), r.move().GetFromGpu())
 		},
 	})
-	add(gpu, step{
-		StepDetach, "detach " + m.GetFromGpu() + ", have the hypervisor confirm it, reset it", "it is attached again", 3 * time.Minute,
+	l.add(l.gpu, step{
+		StepDetach, "detach " + l.GetFromGpu() + ", have the hypervisor confirm it, reset it", "it is attached again", 3 * time.Minute,
 		func(ctx context.Context, r *run) error {
 			return r.from().Detach(ctx, r.vm(), r.move().GetFromGpu())
 		},
@@ -169,8 +155,12 @@ func steps(m *clusterv1.MachineMove) []step {
 			return r.from().Attach(ctx, r.vm(), r.move().GetFromGpu(), r.move().GetStored())
 		},
 	})
-	add(moves && !cold, step{
-		StepMove, fmt.Sprintf("migrate the VM live from %s to %s; it can't be stopped once it runs", from, to), "it is migrated back", 30*time.Minute + awayLimit(m),
+}
+
+// arrive adds the move, and what happens on the destination then.
+func (l *list) arrive() {
+	l.add(l.moves && !l.cold, step{
+		StepMove, fmt.Sprintf("migrate the VM live from %s to %s; it can't be stopped once it runs", l.GetFromHost(), l.GetToHost()), "it is migrated back", 30*time.Minute + awayLimit(l.MachineMove),
 		func(ctx context.Context, r *run) error {
 			return r.carry(ctx, r.move().GetFromHost(), r.move().GetToHost(), false)
 		},
@@ -178,8 +168,8 @@ func steps(m *clusterv1.MachineMove) []step {
 			return r.carry(ctx, r.move().GetToHost(), r.move().GetFromHost(), true)
 		},
 	})
-	add(gpu, step{
-		StepAttach, "attach " + m.GetToGpu() + ", and have the hypervisor confirm it", "it is detached", 3 * time.Minute,
+	l.add(l.gpu, step{
+		StepAttach, "attach " + l.GetToGpu() + ", and have the hypervisor confirm it", "it is detached", 3 * time.Minute,
 		func(ctx context.Context, r *run) error {
 			return r.to().Attach(ctx, r.vm(), r.move().GetToGpu(), r.move().GetStored())
 		},
@@ -190,20 +180,24 @@ func steps(m *clusterv1.MachineMove) []step {
 			return r.to().Detach(ctx, r.vm(), r.move().GetToGpu())
 		},
 	})
-	add(gpu, step{
+	l.add(l.gpu, step{
 		StepAwait, "wait until the VM has found it and a runtime serves it", "", 3 * time.Minute,
 		func(ctx context.Context, r *run) error {
 			return r.to().Await(ctx, r.vm(), r.move().GetToGpu())
 		}, nil,
 	})
-	add(gpu, step{
-		StepThaw, "put the applications' state on it and let them go on", "they are frozen again", 10*time.Minute + freezePatience(m) + awayLimit(m),
+	l.add(l.gpu, step{
+		StepThaw, "put the applications' state on it and let them go on", "they are frozen again", 10*time.Minute + freezePatience(l.MachineMove) + awayLimit(l.MachineMove),
 		func(ctx context.Context, r *run) error { return r.thaw(ctx, r.to(), r.move().GetToGpu()) },
 		func(ctx context.Context, r *run) error {
 			return r.to().Freeze(ctx, r.vm(), r.freezing(r.move().GetFromHost()), r.progress)
 		},
 	})
-	add(cold, step{
+}
+
+// restart adds what takes the place of both if the VM is ended in between.
+func (l *list) restart() {
+	l.add(l.cold, step{
 		StepStop, "end the VM, and its applications with it", "it is started again", 5 * time.Minute,
 		func(ctx context.Context, r *run) error {
 			return r.from().Stop(ctx, r.vm(), r.move().GetFromGpu())
@@ -212,8 +206,8 @@ func steps(m *clusterv1.MachineMove) []step {
 			return r.from().Start(ctx, r.vm(), r.move().GetFromGpu(), r.move().GetStored())
 		},
 	})
-	add(cold && moves, step{
-		StepDefine, "give its definition to " + to, "it is taken away from there", time.Minute,
+	l.add(l.cold && l.moves, step{
+		StepDefine, "give its definition to " + l.GetToHost(), "it is taken away from there", time.Minute,
 		func(ctx context.Context, r *run) error {
 			xml, err := r.from().Definition(ctx, r.vm())
 			if err != nil {
@@ -223,8 +217,8 @@ func steps(m *clusterv1.MachineMove) []step {
 		},
 		func(ctx context.Context, r *run) error { return r.to().Undefine(ctx, r.vm()) },
 	})
-	add(cold, step{
-		StepStart, "start it" + with(m.GetToGpu()), "it is ended", 5 * time.Minute,
+	l.add(l.cold, step{
+		StepStart, "start it" + with(l.GetToGpu()), "it is ended", 5 * time.Minute,
 		func(ctx context.Context, r *run) error {
 			return r.to().Start(ctx, r.vm(), r.move().GetToGpu(), r.move().GetStored())
 		},
@@ -232,33 +226,75 @@ func steps(m *clusterv1.MachineMove) []step {
 			return r.to().Stop(ctx, r.vm(), r.move().GetToGpu())
 		},
 	})
-	add(true, step{
+}
+
+// end adds what comes when all of it is done.
+func (l *list) end() {
+	l.add(true, step{
 		StepCommit, "record that it is done: from here there is no way back", "", time.Minute,
 		func(context.Context, *run) error { return nil }, nil,
 	})
-	add(card || cold && moves, step{
-		StepClean, leftover(m), "", 3 * time.Minute,
-		func(ctx context.Context, r *run) error {
-			if cold && moves {
-				if err := r.from().Undefine(ctx, r.vm()); err != nil {
-					return err
-				}
-			}
-			if !card {
-				return nil
-			}
-			if len(r.move().GetAway()) > 0 {
-				if err := errors.Join(r.from().Forget(ctx, r.vm()), r.to().Forget(ctx, r.vm())); err != nil {
-					return err
-				}
-			}
-			if err := r.from().GiveBack(ctx, r.vm(), r.move().GetFromGpu()); err != nil {
-				return err
-			}
-			return r.Claims.EndClaim(ctx, r.move().GetFromClaim(), r.vm(), r.move().GetFromGpu())
-		}, nil,
+	l.add(l.card || l.cold && l.moves, step{
+		StepClean, leftover(l.MachineMove), "", 3 * time.Minute,
+		func(ctx context.Context, r *run) error { return r.clean(ctx) }, nil,
 	})
-	return out
+}
+
+// freeze records which sessions are frozen and freezes them.
+func (r *run) freeze(ctx context.Context) error {
+	// First record which sessions are frozen: sessions that were suspended before
+	// must not be resumed at the end. Also record whose state leaves the VM, so
+	// that any driver can bring it back.
+	facts, err := r.from().Sessions(ctx, r.vm())
+	if err != nil {
+		return err
+	}
+	if why := nameable(r.vm().Name, facts.Sessions); why != "" {
+		return errors.New(why)
+	}
+	all := r.move().GetSessions()
+	for _, s := range facts.Sessions {
+		if !slices.Contains(r.move().GetSessions(), s.ID) {
+			all = append(all, s.ID)
+		}
+	}
+	if len(all) > MostSessions {
+		return errors.New(tooMany(r.vm().Name, len(all)))
+	}
+	r.m.Machine.Sessions = all
+	leave := facts.away(r.move().GetAway())
+	r.m.Machine.AwayBytes = max(r.move().GetAwayBytes(), sum(leave))
+	for _, s := range leave {
+		if !slices.Contains(r.move().GetAway(), s.ID) {
+			r.m.Machine.Away = append(r.move().GetAway(), s.ID)
+		}
+	}
+	if err := r.put(ctx); err != nil {
+		return err
+	}
+	r.all = steps(r.move()) // with the time limits for the states that leave the VM
+	return r.from().Freeze(ctx, r.vm(), r.freezing(r.move().GetToHost()), r.progress)
+}
+
+// clean removes what is left on the source when nothing can be undone any more.
+func (r *run) clean(ctx context.Context) error {
+	if m := r.move(); m.GetCold() && m.GetFromHost() != m.GetToHost() {
+		if err := r.from().Undefine(ctx, r.vm()); err != nil {
+			return err
+		}
+	}
+	if r.move().GetToGpu() == "" && r.move().GetFromGpu() == "" {
+		return nil
+	}
+	if len(r.move().GetAway()) > 0 {
+		if err := errors.Join(r.from().Forget(ctx, r.vm()), r.to().Forget(ctx, r.vm())); err != nil {
+			return err
+		}
+	}
+	if err := r.from().GiveBack(ctx, r.vm(), r.move().GetFromGpu()); err != nil {
+		return err
+	}
+	return r.Claims.EndClaim(ctx, r.move().GetFromClaim(), r.vm(), r.move().GetFromGpu())
 }
 
 // whereElse returns in words where the applications' state is, apart from the VM's
