@@ -32,12 +32,7 @@ import (
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-const (
-	viewer   = clusterv1.Role_ROLE_VIEWER
-	operator = clusterv1.Role_ROLE_OPERATOR
-	admin    = clusterv1.Role_ROLE_ADMIN
-	asHost   = clusterv1.Role_ROLE_HOST
-)
+const asHost = clusterv1.Role_ROLE_HOST
 
 func services() []protoreflect.ServiceDescriptor {
 	var out []protoreflect.ServiceDescriptor

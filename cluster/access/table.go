@@ -1,6 +1,8 @@
 package access
 
 import (
+	"maps"
+
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 	"github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1/clusterv1connect"
 	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
@@ -13,15 +15,24 @@ type Rule struct {
 	Audit bool           // whether the procedure changes something
 }
 
+// Of the tables below.
+const (
+	viewer   = clusterv1.Role_ROLE_VIEWER
+	operator = clusterv1.Role_ROLE_OPERATOR
+	admin    = clusterv1.Role_ROLE_ADMIN
+	nobody   = clusterv1.Role_ROLE_UNSPECIFIED
+	change   = true
+)
+
 // Table returns the rules of all procedures of the API.
 func Table() map[string]Rule {
-	const (
-		viewer   = clusterv1.Role_ROLE_VIEWER
-		operator = clusterv1.Role_ROLE_OPERATOR
-		admin    = clusterv1.Role_ROLE_ADMIN
-		nobody   = clusterv1.Role_ROLE_UNSPECIFIED
-		change   = true
-	)
+	all := clusterTable()
+	maps.Copy(all, hostTable())
+	maps.Copy(all, stepTable())
+	return all
+}
+
+func clusterTable() map[string]Rule {
 	return map[string]Rule{
 		// Hosts read for their own callers.
 		clusterv1connect.ClusterServiceListProcedure:     {Local | User | Host, viewer, false},
@@ -60,7 +71,11 @@ func Table() map[string]Rule {
 		clusterv1connect.PeerServiceHeartbeatProcedure:   {Host, nobody, false},
 		clusterv1connect.PeerServiceFactsProcedure:       {Host, nobody, false},
 		clusterv1connect.PeerServiceCreateClaimProcedure: {Host, nobody, false},
+	}
+}
 
+func hostTable() map[string]Rule {
+	return map[string]Rule{
 		gpuctlv1connect.HostServiceGetInventoryProcedure:    {Local | User | Host, viewer, false},
 		gpuctlv1connect.HostServiceListClaimsProcedure:      {Local | User | Host, viewer, false},
 		gpuctlv1connect.HostServiceListSessionsProcedure:    {Local | User | Host, viewer, false},
@@ -91,8 +106,12 @@ func Table() map[string]Rule {
 		gpuctlv1connect.MigrationServiceStartProcedure:  {Local | User | Host, operator, change},
 		gpuctlv1connect.MigrationServiceAbortProcedure:  {Local | User | Host, operator, change},
 		gpuctlv1connect.MigrationServiceResumeProcedure: {Local | User | Host, operator, change},
+	}
+}
 
-		// Steps of migrations: only their drivers, which are hosts, call them.
+// stepTable is of the steps of migrations: only their drivers, which are hosts, call them.
+func stepTable() map[string]Rule {
+	return map[string]Rule{
 		gpuctlv1connect.SiteServiceMachineFactsProcedure: {Host, nobody, false},
 		gpuctlv1connect.SiteServiceHostFactsProcedure:    {Host, nobody, false},
 		gpuctlv1connect.SiteServiceWhereProcedure:        {Host, nobody, false},
