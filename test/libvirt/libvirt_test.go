@@ -192,6 +192,24 @@ func TestLifeOfADomain(t *testing.T) {
 	}
 	counts(t, a, "vm1", before+1)
 
+	devicesComeAndGo(t, r, c, d, events)
+	refusals(t, r, c, d)
+
+	if err := c.Destroy(ctx, d); err != nil {
+		t.Fatal(err)
+	}
+	await(t, events, "stopped", kind(virt.Stopped))
+	if s, err := c.State(ctx, d); err != nil || s != virt.ShutOff {
+		t.Errorf("state %v, %v", s, err)
+	}
+	if err := c.Destroy(ctx, d); !errors.Is(err, virt.ErrState) {
+		t.Errorf("destroyed twice: %v", err)
+	}
+}
+
+func devicesComeAndGo(t *testing.T, r *libvirt.Rig, c *virt.Client, d virt.Domain, events *virt.Subscription) {
+	t.Helper()
+	ctx := t.Context()
 	disk, err := r.Disk("second", false)
 	if err != nil {
 		t.Fatal(err)
@@ -222,8 +240,12 @@ func TestLifeOfADomain(t *testing.T) {
 			t.Errorf("detached twice: %v", err)
 		}
 	}
+}
 
-	// What must fail, and how.
+// refusals checks what must fail, and how.
+func refusals(t *testing.T, r *libvirt.Rig, c *virt.Client, d virt.Domain) {
+	t.Helper()
+	ctx := t.Context()
 	if _, err := c.Start(ctx, d); !errors.Is(err, virt.ErrState) {
 		t.Errorf("started twice: %v", err)
 	}
@@ -246,17 +268,6 @@ func TestLifeOfADomain(t *testing.T) {
 	if err := c.Abort(ctx, d); !errors.Is(err, virt.ErrState) {
 		t.Errorf("aborted nothing: %v", err)
 	}
-
-	if err := c.Destroy(ctx, d); err != nil {
-		t.Fatal(err)
-	}
-	await(t, events, "stopped", kind(virt.Stopped))
-	if s, err := c.State(ctx, d); err != nil || s != virt.ShutOff {
-		t.Errorf("state %v, %v", s, err)
-	}
-	if err := c.Destroy(ctx, d); !errors.Is(err, virt.ErrState) {
-		t.Errorf("destroyed twice: %v", err)
-	}
 }
 
 func TestKilledUnderLoad(t *testing.T) {
@@ -267,52 +278,13 @@ func TestKilledUnderLoad(t *testing.T) {
 	defer events.Close()
 	await(t, events, "resync", kind(virt.Resync))
 
-	ctx, stop := context.WithCancel(t.Context())
-	var load sync.WaitGroup
-	defer load.Wait()
+	busy := &busy{failures: map[string]int{}}
+	stop := busy.start(t, c, d)
 	defer stop()
-	var mu sync.Mutex
-	failures, successes := map[string]int{}, 0
-	for i := range 4 {
-		load.Go(func() {
-			for ctx.Err() == nil {
-				var err error
-				change := i%2 == 0
-				if change {
-					if err = c.Suspend(t.Context(), d); err == nil {
-						err = c.Resume(t.Context(), d)
-					}
-				} else {
-					_, err = c.XML(t.Context(), d, 0)
-				}
-				mu.Lock()
-				switch {
-				case err == nil:
-					successes++
-				case errors.Is(err, virt.ErrUnknownOutcome) && change:
-					failures["unknown outcome"]++
-				case errors.Is(err, virt.ErrDisconnected):
-					failures["disconnected"]++
-				case errors.Is(err, virt.ErrState) && change: // two of them toggle
-				default:
-					t.Errorf("under load: %v", err)
-				}
-				mu.Unlock()
-				if err != nil {
-					time.Sleep(5 * time.Millisecond) // what a caller does before it tries again
-				}
-			}
-		})
-	}
-	worked := func() int {
-		mu.Lock()
-		defer mu.Unlock()
-		return successes
-	}
 	serves := func() { // while it is under load
 		t.Helper()
-		before := worked()
-		testkit.Until(t, "some calls work", func() error { return testkit.Want(worked() > before+20, worked(), before) })
+		before := busy.worked()
+		testkit.Until(t, "some calls work", func() error { return testkit.Want(busy.worked() > before+20, busy.worked(), before) })
 	}
 	for range 3 {
 		serves()
@@ -338,10 +310,9 @@ func TestKilledUnderLoad(t *testing.T) {
 	}
 	serves()
 	stop()
-	load.Wait()
-	t.Logf("%d calls worked, failed: %v", successes, failures)
-	if successes == 0 || failures["disconnected"] == 0 {
-		t.Errorf("%d calls worked, failed: %v", successes, failures)
+	t.Logf("%d calls worked, failed: %v", busy.successes, busy.failures)
+	if busy.successes == 0 || busy.failures["disconnected"] == 0 {
+		t.Errorf("%d calls worked, failed: %v", busy.successes, busy.failures)
 	}
 
 	// The guest lived through it.
@@ -369,6 +340,63 @@ func TestKilledUnderLoad(t *testing.T) {
 		t.Fatal(err)
 	}
 	counts(t, a, "vm2", n+10)
+}
+
+// busy calls libvirtd from four goroutines, and counts what came of it.
+type busy struct {
+	mu        sync.Mutex
+	failures  map[string]int
+	successes int
+}
+
+func (b *busy) worked() int {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.successes
+}
+
+// start begins; stop waits until all of it has ended.
+func (b *busy) start(t *testing.T, c *virt.Client, d virt.Domain) (stop func()) {
+	ctx, cancel := context.WithCancel(t.Context())
+	var load sync.WaitGroup
+	for i := range 4 {
+		load.Go(func() {
+			for ctx.Err() == nil {
+				if err := b.call(t, c, d, i%2 == 0); err != nil {
+					time.Sleep(5 * time.Millisecond) // what a caller does before it tries again
+				}
+			}
+		})
+	}
+	return func() {
+		cancel()
+		load.Wait()
+	}
+}
+
+func (b *busy) call(t *testing.T, c *virt.Client, d virt.Domain, change bool) error {
+	var err error
+	if change {
+		if err = c.Suspend(t.Context(), d); err == nil {
+			err = c.Resume(t.Context(), d)
+		}
+	} else {
+		_, err = c.XML(t.Context(), d, 0)
+	}
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	switch {
+	case err == nil:
+		b.successes++
+	case errors.Is(err, virt.ErrUnknownOutcome) && change:
+		b.failures["unknown outcome"]++
+	case errors.Is(err, virt.ErrDisconnected):
+		b.failures["disconnected"]++
+	case errors.Is(err, virt.ErrState) && change: // two of them toggle
+	default:
+		t.Errorf("under load: %v", err)
+	}
+	return err
 }
 
 // A stopped libvirtd: nothing waits longer than it said.
