@@ -137,50 +137,85 @@ func TestVMStateLeaves(t *testing.T) {
 	v.host.Close() // the hosts' now
 
 	a, b := newAwayHosts(t, v)
-	ctx := v.ctx()
-	goesOn := func(what string) {
-		t.Helper()
-		if got := a.running(t, ctx); !slices.Equal(got, []string{id}) {
-			t.Fatalf("%s: %v run", what, got)
+	x := leaving{v: v, id: id, a: a, b: b}
+	x.staysWhereHostsRefuse(t)
+	x.staysWhenItsHostDies(t)
+	mark := x.freezes(t)
+	x.moves(t, d.Address)
+	x.survivesADamagedCopy(t, mark)
+	app.more(2) // with what came back
+	app.verify()
+	for _, h := range []*awayHost{a, b} {
+		if err := h.Forget(&gpuctlv1.SiteMachine{Uuid: awayUUID, Migration: awayMigration}); err != nil {
+			t.Error(err)
 		}
-		for _, h := range []*awayHost{a, b} {
-			if left, _ := filepath.Glob(filepath.Join(h.dir, "*", "*", "*.part")); len(left) > 0 {
-				t.Errorf("%s: %s has %v", what, h.Name, left)
-			}
+		if left, _ := os.ReadDir(h.dir); len(left) > 0 {
+			t.Errorf("%s keeps %v", h.Name, left)
 		}
 	}
-	refused := func(what string, err error, says string) {
-		t.Helper()
-		if err == nil || !strings.Contains(err.Error(), says) {
-			t.Fatalf("%s: %v; want %q", what, err, says)
-		}
-		goesOn(what)
+}
+
+// leaving is a VM whose session's state leaves it for two hosts.
+type leaving struct {
+	v    *testVM
+	id   string
+	a, b *awayHost
+}
+
+func (x leaving) goesOn(t *testing.T, what string) {
+	t.Helper()
+	if got := x.a.running(t, x.v.ctx()); !slices.Equal(got, []string{x.id}) {
+		t.Fatalf("%s: %v run", what, got)
 	}
+	for _, h := range []*awayHost{x.a, x.b} {
+		if left, _ := filepath.Glob(filepath.Join(h.dir, "*", "*", "*.part")); len(left) > 0 {
+			t.Errorf("%s: %s has %v", what, h.Name, left)
+		}
+	}
+}
+
+func (x leaving) refused(t *testing.T, what string, err error, says string) {
+	t.Helper()
+	if err == nil || !strings.Contains(err.Error(), says) {
+		t.Fatalf("%s: %v; want %q", what, err, says)
+	}
+	x.goesOn(t, what)
+}
+
+func (x leaving) staysWhereHostsRefuse(t *testing.T) {
+	t.Helper()
+	id, a, b, ctx := x.id, x.a, x.b, x.v.ctx()
 	// No host takes what it has no room for, or has no part in.
 	limit := b.Stash.Limit
 	b.Stash.Limit = func(uint64) (uint64, error) { return 64 << 10, nil }
-	refused("h2 is full", a.freeze(ctx, id, b), "no room for GPU states")
+	x.refused(t, "h2 is full", a.freeze(ctx, id, b), "no room for GPU states")
 	b.Stash.Limit = limit
 	b.parties = false
-	refused("h2 does not know the migration", a.freeze(ctx, id, b), "no part")
+	x.refused(t, "h2 does not know the migration", a.freeze(ctx, id, b), "no part")
 	b.parties = true
 	a.parties = false
-	refused("h1 does not know h2", a.freeze(ctx, id, b), "no part")
+	x.refused(t, "h1 does not know h2", a.freeze(ctx, id, b), "no part")
 	a.parties = true
 	// The way there breaks in the middle, and the way out of the VM does.
 	peer := a.Peer
 	a.Peer = func(string) (gpuctlv1connect.SiteServiceClient, error) { return cutOff(t, 100<<10) }
-	refused("h2 goes away", a.freeze(ctx, id, b), "host h2")
+	x.refused(t, "h2 goes away", a.freeze(ctx, id, b), "host h2")
 	a.Peer = peer
 	bulk := a.Guests.Bulk
 	a.Guests.Bulk = func(ctx context.Context, uuid string) (*http.Client, func(), error) {
 		c, done, err := bulk(ctx, uuid)
 		return &http.Client{Transport: &leaky{c.Transport, 150 << 10}}, done, err
 	}
-	refused("the way out breaks", a.freeze(ctx, id, b), "")
+	x.refused(t, "the way out breaks", a.freeze(ctx, id, b), "")
+	a.Guests.Bulk = bulk
+}
 
+func (x leaving) staysWhenItsHostDies(t *testing.T) {
+	t.Helper()
+	id, a, b, ctx := x.id, x.a, x.b, x.v.ctx()
 	// hostd of h1 dies while the state goes out. Its successor connects anew,
 	// and the session goes on; what h1 and h2 had of it is dropped.
+	bulk := a.Guests.Bulk
 	half := &halfway{after: 150 << 10, goOn: make(chan struct{})}
 	a.Guests.Bulk = func(ctx context.Context, uuid string) (*http.Client, func(), error) {
 		c, done, err := bulk(ctx, uuid)
@@ -204,8 +239,12 @@ func TestVMStateLeaves(t *testing.T) {
 		got := a.running(t, ctx)
 		return testkit.Want(slices.Equal(got, []string{id}), got)
 	})
-	goesOn("hostd of h1 died")
+	x.goesOn(t, "hostd of h1 died")
+}
 
+func (x leaving) freezes(t *testing.T) statestream.Mark {
+	t.Helper()
+	id, a, b, ctx := x.id, x.a, x.b, x.v.ctx()
 	testkit.Until(t, "it is frozen, once what was under way there is undone", func() error {
 		err := a.freeze(ctx, id, b)
 		if err != nil && !errors.Is(err, migrate.ErrUnreachable) {
@@ -226,24 +265,33 @@ func TestVMStateLeaves(t *testing.T) {
 	if err := a.freeze(ctx, id, b); err != nil { // by another driver
 		t.Fatal(err)
 	}
+	return here.Mark
+}
 
+func (x leaving) moves(t *testing.T, address string) {
+	t.Helper()
+	v, a, ctx := x.v, x.a, x.v.ctx()
 	// gpuguest is killed, the VM goes to h2, and gets another card there.
 	_ = v.kill(syscall.SIGKILL)
 	v.start()
 	testkit.Until(t, "the card is released", func() error {
-		_, err := connectAgent(ctx, a).Release(ctx, connect.NewRequest(&gpuctlv1.ReleaseRequest{Address: d.Address}))
+		_, err := connectAgent(ctx, a).Release(ctx, connect.NewRequest(&gpuctlv1.ReleaseRequest{Address: address}))
 		return err
 	})
 	v.unplug()
-	if _, err := connectAgent(ctx, a).TakeUp(ctx, connect.NewRequest(&gpuctlv1.TakeUpRequest{Address: d.Address})); err != nil {
+	if _, err := connectAgent(ctx, a).TakeUp(ctx, connect.NewRequest(&gpuctlv1.TakeUpRequest{Address: address})); err != nil {
 		t.Fatal(err)
 	}
 	a.Guests.Forget(awayUUID)
 	v.console.Migrate()
 	v.plug(0x1af4, 0x1050, 0x038000)
+}
 
+func (x leaving) survivesADamagedCopy(t *testing.T, mark statestream.Mark) {
+	t.Helper()
+	id, a, b, ctx := x.id, x.a, x.b, x.v.ctx()
 	// h2's copy is damaged: nothing runs with it, and h1 still has its own.
-	body := filepath.Join(b.dir, awayUUID, id, here.Mark.ID+".state")
+	body := filepath.Join(b.dir, awayUUID, id, mark.ID+".state")
 	data, err := os.ReadFile(body)
 	if err != nil {
 		t.Fatal(err)
@@ -274,16 +322,6 @@ func TestVMStateLeaves(t *testing.T) {
 	}
 	if got := b.running(t, ctx); !slices.Equal(got, []string{id}) {
 		t.Fatalf("%v run", got)
-	}
-	app.more(2) // with what came back
-	app.verify()
-	for _, h := range []*awayHost{a, b} {
-		if err := h.Forget(&gpuctlv1.SiteMachine{Uuid: awayUUID, Migration: awayMigration}); err != nil {
-			t.Error(err)
-		}
-		if left, _ := os.ReadDir(h.dir); len(left) > 0 {
-			t.Errorf("%s keeps %v", h.Name, left)
-		}
 	}
 }
 

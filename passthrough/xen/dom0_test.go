@@ -2,6 +2,7 @@ package xen
 
 import (
 	"errors"
+	"io/fs"
 	"os"
 	"strings"
 	"testing"
@@ -74,7 +75,13 @@ func TestControlDomain(t *testing.T) {
 		}
 		t.Logf("group of %s: %v", a, group)
 	}
+	domains(t, root, p, xl, all)
+}
 
+// domains compares what the store and the hypervisor say of domains and devices.
+func domains(t *testing.T, root fs.FS, p *Privcmd, xl *XL, all []pci.Address) {
+	t.Helper()
+	ctx := t.Context()
 	store, err := xenstore.Dial(ctx, "/run/xenstored/socket")
 	if err != nil {
 		t.Fatal(err)
