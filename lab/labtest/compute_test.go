@@ -10,6 +10,7 @@ import (
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/internal/testkit"
+	"github.com/gpuctl/gpuctl/lab"
 )
 
 var virtio = model{slot: "0000:05:00.0", id: "1af4:1050"}
@@ -86,22 +87,7 @@ func TestComputeGuest(t *testing.T) {
 		must(t, err)
 		t.Logf("%d iterations", n)
 	})
-	step("gpuguest is killed", func(t *testing.T, ctx context.Context) {
-		e, err := g.StartEndure(ctx, "orphan", waiting)
-		must(t, err)
-		must(t, e.WaitIteration(ctx, 1))
-		before, err := agent.Hello(ctx, connect.NewRequest(&gpuctlv1.HelloRequest{}))
-		must(t, err)
-		must(t, g.KillAgent(ctx))
-		must(t, testkit.Poll(ctx, "another gpuguest's answer", func() error {
-			after, err := agent.Hello(ctx, connect.NewRequest(&gpuctlv1.HelloRequest{}))
-			return testkit.Want(err == nil && after.Msg.Instance != before.Msg.Instance, err)
-		}))
-		_, err = agent.WaitReady(ctx, 0x1af4, 0x1050)
-		must(t, err)
-		_, err = e.Finish(ctx)
-		must(t, err)
-	})
+	step("gpuguest is killed", func(t *testing.T, ctx context.Context) { agentDies(ctx, t, g, agent, waiting) })
 	step("the card goes", func(t *testing.T, ctx context.Context) {
 		d, err := agent.WaitReady(ctx, 0x1af4, 0x1050)
 		must(t, err)
@@ -110,54 +96,11 @@ func TestComputeGuest(t *testing.T) {
 		must(t, g.Detach(ctx, virtio.slot))
 		must(t, g.WaitGone(ctx, virtio.id))
 	})
-	step("a card that Oclgrind serves", func(t *testing.T, ctx context.Context) {
-		must(t, g.Attach(ctx, edu.slot))
-		// It is where the other was, and what is there stays released.
-		at, err := g.WaitDevice(ctx, edu.id)
-		must(t, err)
-		_, err = agent.TakeUp(ctx, connect.NewRequest(&gpuctlv1.TakeUpRequest{Address: at.Address}))
-		must(t, err)
-		d, err := agent.WaitReady(ctx, 0x1234, 0x11e8)
-		must(t, err)
-		if d.Profile != "emulated-edu" || !strings.Contains(d.Target.GetRuntime().GetLibrary(), "oclgrind") {
-			t.Errorf("it is served by %v", d)
-		}
-		e, err := g.StartEndure(ctx, "small", Endure{KiB: 16, Iterations: 3})
-		must(t, err)
-		_, err = e.Finish(ctx)
-		must(t, err)
-		_, err = agent.Release(ctx, connect.NewRequest(&gpuctlv1.ReleaseRequest{Address: d.Address}))
-		must(t, err)
-		must(t, g.Detach(ctx, edu.slot))
-		must(t, g.WaitGone(ctx, edu.id))
-	})
+	step("a card that Oclgrind serves", func(t *testing.T, ctx context.Context) { oclgrindServes(ctx, t, g, agent) })
 	step("controls migrate", func(t *testing.T, ctx context.Context) {
 		must(t, agent.Close())
 		agent = nil
-		boot, err := g.BootID(ctx)
-		must(t, err)
-		cpu, err := g.StartEndure(ctx, "cpu", Endure{CPU: true, KiB: 1024, PauseMS: 50})
-		must(t, err)
-		native, err := g.StartEndure(ctx, "native", Endure{Native: true, KiB: 1024, PauseMS: 50, Ballast: 8})
-		must(t, err)
-		must(t, native.WaitIteration(ctx, 3))
-		began := time.Now()
-		must(t, g.Migrate(ctx, b))
-		t.Logf("migration: %.1f s", time.Since(began).Seconds())
-		if after, err := g.BootID(ctx); err != nil || after != boot {
-			t.Fatalf("the guest booted anew: %s before, %s after %v", boot, after, err)
-		}
-		for _, e := range []*Endurance{cpu, native} {
-			all, err := e.Progress(ctx)
-			must(t, err)
-			if len(all) == 0 {
-				t.Fatalf("%s says nothing", e.name)
-			}
-			must(t, e.WaitIteration(ctx, all[len(all)-1].Number+5))
-			n, err := e.Finish(ctx)
-			must(t, err)
-			t.Logf("%s: %d iterations", e.name, n)
-		}
+		controlsMigrate(ctx, t, g, b)
 	})
 	step("gpuguest answers after the migration", func(t *testing.T, ctx context.Context) {
 		var err error
@@ -171,6 +114,78 @@ func TestComputeGuest(t *testing.T) {
 		agent = nil
 		must(t, g.Destroy(ctx))
 	})
+}
+
+// agentDies kills gpuguest under a program, which goes on with the next one.
+func agentDies(ctx context.Context, t *testing.T, g *ComputeGuest, agent *Agent, program Endure) {
+	t.Helper()
+	e, err := g.StartEndure(ctx, "orphan", program)
+	must(t, err)
+	must(t, e.WaitIteration(ctx, 1))
+	before, err := agent.Hello(ctx, connect.NewRequest(&gpuctlv1.HelloRequest{}))
+	must(t, err)
+	must(t, g.KillAgent(ctx))
+	must(t, testkit.Poll(ctx, "another gpuguest's answer", func() error {
+		after, err := agent.Hello(ctx, connect.NewRequest(&gpuctlv1.HelloRequest{}))
+		return testkit.Want(err == nil && after.Msg.Instance != before.Msg.Instance, err)
+	}))
+	_, err = agent.WaitReady(ctx, 0x1af4, 0x1050)
+	must(t, err)
+	_, err = e.Finish(ctx)
+	must(t, err)
+}
+
+func oclgrindServes(ctx context.Context, t *testing.T, g *ComputeGuest, agent *Agent) {
+	t.Helper()
+	must(t, g.Attach(ctx, edu.slot))
+	// It is where the other was, and what is there stays released.
+	at, err := g.WaitDevice(ctx, edu.id)
+	must(t, err)
+	_, err = agent.TakeUp(ctx, connect.NewRequest(&gpuctlv1.TakeUpRequest{Address: at.Address}))
+	must(t, err)
+	d, err := agent.WaitReady(ctx, 0x1234, 0x11e8)
+	must(t, err)
+	if d.Profile != "emulated-edu" || !strings.Contains(d.Target.GetRuntime().GetLibrary(), "oclgrind") {
+		t.Errorf("it is served by %v", d)
+	}
+	e, err := g.StartEndure(ctx, "small", Endure{KiB: 16, Iterations: 3})
+	must(t, err)
+	_, err = e.Finish(ctx)
+	must(t, err)
+	_, err = agent.Release(ctx, connect.NewRequest(&gpuctlv1.ReleaseRequest{Address: d.Address}))
+	must(t, err)
+	must(t, g.Detach(ctx, edu.slot))
+	must(t, g.WaitGone(ctx, edu.id))
+}
+
+// controlsMigrate checks that programs without gpuctl stay right across a live
+// migration.
+func controlsMigrate(ctx context.Context, t *testing.T, g *ComputeGuest, to *lab.Host) {
+	t.Helper()
+	boot, err := g.BootID(ctx)
+	must(t, err)
+	cpu, err := g.StartEndure(ctx, "cpu", Endure{CPU: true, KiB: 1024, PauseMS: 50})
+	must(t, err)
+	native, err := g.StartEndure(ctx, "native", Endure{Native: true, KiB: 1024, PauseMS: 50, Ballast: 8})
+	must(t, err)
+	must(t, native.WaitIteration(ctx, 3))
+	began := time.Now()
+	must(t, g.Migrate(ctx, to))
+	t.Logf("migration: %.1f s", time.Since(began).Seconds())
+	if after, err := g.BootID(ctx); err != nil || after != boot {
+		t.Fatalf("the guest booted anew: %s before, %s after %v", boot, after, err)
+	}
+	for _, e := range []*Endurance{cpu, native} {
+		all, err := e.Progress(ctx)
+		must(t, err)
+		if len(all) == 0 {
+			t.Fatalf("%s says nothing", e.name)
+		}
+		must(t, e.WaitIteration(ctx, all[len(all)-1].Number+5))
+		n, err := e.Finish(ctx)
+		must(t, err)
+		t.Logf("%s: %d iterations", e.name, n)
+	}
 }
 
 // hello checks what gpuguest says of its guest.

@@ -106,22 +106,7 @@ func TestMigrate(t *testing.T) {
 	g, err := labtest.NewComputeGuest(ctx, l)
 	must(t, err)
 	g.Name = "web"
-	t.Cleanup(func() {
-		if !t.Failed() {
-			return
-		}
-		ctx, cancel := context.WithTimeout(context.Background(), 2*time.Minute)
-		defer cancel()
-		for _, h := range []*host{a, b} {
-			out, _ := labtest.Journal(ctx, h.Host, unit)
-			t.Logf("hostd of %s: %s", h.Name, out[max(0, len(out)-8<<10):])
-		}
-		if g.Host() == nil {
-			return
-		}
-		out, err := g.AgentLog(ctx)
-		t.Logf("gpuguest: %s %v", out[max(0, len(out)-4<<10):], err)
-	})
+	t.Cleanup(func() { tellOfFailure(t, g, a, b) })
 	step := func(name string, run func()) {
 		t.Helper()
 		if t.Failed() {
@@ -205,4 +190,23 @@ func TestMigrate(t *testing.T) {
 	})
 	must(t, g.Destroy(ctx))
 	b.free(ctx, "web", virtio)
+}
+
+// tellOfFailure logs what the hosts and the VM said last, if the test failed.
+func tellOfFailure(t *testing.T, g *labtest.ComputeGuest, a, b *host) {
+	t.Helper()
+	if !t.Failed() {
+		return
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), 2*time.Minute)
+	defer cancel()
+	for _, h := range []*host{a, b} {
+		out, _ := labtest.Journal(ctx, h.Host, unit)
+		t.Logf("hostd of %s: %s", h.Name, out[max(0, len(out)-8<<10):])
+	}
+	if g.Host() == nil {
+		return
+	}
+	out, err := g.AgentLog(ctx)
+	t.Logf("gpuguest: %s %v", out[max(0, len(out)-4<<10):], err)
 }

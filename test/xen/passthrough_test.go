@@ -120,23 +120,7 @@ func life(ctx context.Context, h *host) {
 	web := &labtest.Guest{Name: "web"}
 	var boot string
 
-	r.step("discovery", func() {
-		cards := h.cards(ctx)
-		for _, address := range []string{bochs, sound, virtio, lonely} {
-			if cards[address].Phase != "free" {
-				t.Errorf("%s: %+v", address, cards[address])
-			}
-		}
-		if n := len(cards[sound].Functions); n != 2 {
-			t.Errorf("%s has %d functions", sound, n)
-		}
-		if out := h.must(ctx, "describe", "gpu", lonely, "--isolation"); !strings.Contains(out, "may not be given away") {
-			t.Errorf("%s", out)
-		}
-		t.Logf("gpuctl cards %s, gpuctl version %s", h.times(ctx, 3, "gpuctl cards"), h.times(ctx, 3, "gpuctl version"))
-		const program = "/etc/libvirt/hooks/libxl.d/50-gpuctl"
-		t.Logf("hook, with its process %s, the process alone %s", h.times(ctx, 10, program+" none reconnect begin -"), h.times(ctx, 10, program+" --version"))
-	})
+	r.step("discovery", func() { h.discovers(ctx) })
 	r.step("start with a stored card", func() {
 		h.define(ctx, web, rebooting)
 		h.refused(ctx, "VM web is shutoff: start it", "attach", "web", bochs)
@@ -163,21 +147,7 @@ func life(ctx context.Context, h *host) {
 		must(t, err)
 		boot = s.BootID
 	})
-	r.step("detach, reset, another model", func() {
-		t.Logf("detach: %v", h.change(ctx, "detach", "web", bochs, "--unconfirmed", "--persistent"))
-		h.gone(ctx, web, "1234:1111")
-		h.free(ctx, "web", bochs)
-		if c := h.cards(ctx)[bochs]; c.ResetMethod == "" {
-			t.Errorf("how it was reset is not told: %+v", c)
-		}
-		t.Logf("gpuctl cards -o wide\n%s", h.must(ctx, "cards", "-o", "wide"))
-		t.Logf("attach: %v", h.change(ctx, "attach", "web", virtio, "--persistent"))
-		h.has(ctx, "web", virtio)
-		h.readsVirtio(ctx, web)
-		if out := h.mustVirsh(ctx, "dumpxml", "web", "--inactive"); !strings.Contains(out, "bus='0x05'") || strings.Contains(out, "bus='0x03'") {
-			t.Errorf("the stored definition does not follow: %s", out)
-		}
-	})
+	r.step("detach, reset, another model", func() { h.changesModel(ctx, web) })
 	r.step("a card of two functions", func() {
 		h.refused(ctx, "give it to the VM before it starts", "attach", "web", sound)
 		part := &labtest.Guest{Name: "part"}
@@ -232,6 +202,40 @@ func life(ctx context.Context, h *host) {
 		t.Logf("gpuctl cards -o wide\n%s", h.must(ctx, "cards", "-o", "wide"))
 	})
 	r.step("healthy", func() { h.healthy(ctx) })
+}
+
+func (h *host) discovers(ctx context.Context) {
+	cards := h.cards(ctx)
+	for _, address := range []string{bochs, sound, virtio, lonely} {
+		if cards[address].Phase != "free" {
+			h.t.Errorf("%s: %+v", address, cards[address])
+		}
+	}
+	if n := len(cards[sound].Functions); n != 2 {
+		h.t.Errorf("%s has %d functions", sound, n)
+	}
+	if out := h.must(ctx, "describe", "gpu", lonely, "--isolation"); !strings.Contains(out, "may not be given away") {
+		h.t.Errorf("%s", out)
+	}
+	h.t.Logf("gpuctl cards %s, gpuctl version %s", h.times(ctx, 3, "gpuctl cards"), h.times(ctx, 3, "gpuctl version"))
+	const program = "/etc/libvirt/hooks/libxl.d/50-gpuctl"
+	h.t.Logf("hook, with its process %s, the process alone %s", h.times(ctx, 10, program+" none reconnect begin -"), h.times(ctx, 10, program+" --version"))
+}
+
+func (h *host) changesModel(ctx context.Context, web *labtest.Guest) {
+	h.t.Logf("detach: %v", h.change(ctx, "detach", "web", bochs, "--unconfirmed", "--persistent"))
+	h.gone(ctx, web, "1234:1111")
+	h.free(ctx, "web", bochs)
+	if c := h.cards(ctx)[bochs]; c.ResetMethod == "" {
+		h.t.Errorf("how it was reset is not told: %+v", c)
+	}
+	h.t.Logf("gpuctl cards -o wide\n%s", h.must(ctx, "cards", "-o", "wide"))
+	h.t.Logf("attach: %v", h.change(ctx, "attach", "web", virtio, "--persistent"))
+	h.has(ctx, "web", virtio)
+	h.readsVirtio(ctx, web)
+	if out := h.mustVirsh(ctx, "dumpxml", "web", "--inactive"); !strings.Contains(out, "bus='0x05'") || strings.Contains(out, "bus='0x03'") {
+		h.t.Errorf("the stored definition does not follow: %s", out)
+	}
 }
 
 // healthy says that no domain is left half-way and that hostd is whole.
