@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"net"
 	"os"
 	"os/exec"
 	"strings"
@@ -59,7 +60,7 @@ func (w *network) address(i int) string { return fmt.Sprintf("%s%d", subnet, i) 
 func (w *network) close() error {
 	var errs []error
 	for i := len(w.undo) - 1; i >= 0; i-- {
-		if err := ip(context.Background(), w.undo[i]...); err != nil && !gone(err) {
+		if err := ip(context.Background(), w.undo[i]...); err != nil && there(w.undo[i]) {
 			errs = append(errs, err)
 		}
 	}
@@ -67,10 +68,16 @@ func (w *network) close() error {
 	return errors.Join(errs...)
 }
 
-// gone says that there was nothing to undo: a step had failed, or a namespace
-// took its end of a pair with it.
-func gone(err error) bool {
-	return strings.Contains(err.Error(), "Cannot find device") || strings.Contains(err.Error(), "No such file")
+// there reports whether an undo that failed has left something: a step may have
+// failed before, or a namespace have taken its end of a pair with it.
+func there(undo []string) bool {
+	what, name := undo[0], undo[len(undo)-1]
+	if what == "netns" {
+		_, err := os.Stat("/run/netns/" + name)
+		return err == nil
+	}
+	_, err := net.InterfaceByName(name)
+	return err == nil
 }
 
 func ip(ctx context.Context, args ...string) error {
