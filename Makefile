@@ -17,7 +17,7 @@ STAMP := $(shell git rev-parse HEAD >/dev/null 2>&1 && echo -buildvcs=true || ec
 GOLANGCI = github.com/golangci/golangci-lint/v2/cmd/golangci-lint@v2.12.2
 
 .DEFAULT_GOAL := build
-.PHONY: setup build programs binaries deb test test-loaded modes check unit conform e2e cluster-e2e libvirt-e2e property demo cluster-demo bench fuzz fuzz-c chaos chaos-cluster soak-hostile generate lint clean
+.PHONY: setup build programs binaries deb test test-loaded modes mixed check unit conform e2e cluster-e2e libvirt-e2e property demo cluster-demo bench fuzz fuzz-c chaos chaos-cluster soak-hostile generate lint clean
 
 setup:
 	@packaging/setup.sh
@@ -44,7 +44,7 @@ deb: build
 programs:
 	@$(MAKE) --no-print-directory -C test/cl
 
-test: build check unit modes cluster-e2e libvirt-e2e
+test: build check unit modes mixed cluster-e2e libvirt-e2e
 	@echo "all tests passed"
 
 # What swaps GPUs, on such as compute in the host's memory, and on such as have memory of their own, as cards have. "mixed" has both.
@@ -52,6 +52,10 @@ MEMORY ?= unified discrete
 modes:
 	@set -e; for m in $(MEMORY); do echo "== conform, e2e, property: $$m memory"; \
 		GPUCTL_TEST_MEMORY=$$m $(MAKE) --no-print-directory conform e2e property; done
+
+# Swaps that fail, between a device of each kind.
+mixed:
+	GPUCTL_TEST_MEMORY=mixed $(GO) test -count=1 -timeout $(LIMIT) -run '^TestFailedSwapsDoNotShow$$' -v ./test/e2e
 
 # The suite beside two busy loops per core, ROUNDS times in a row.
 ROUNDS ?= 3
