@@ -18,6 +18,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/guest/opencl/arena"
 	"github.com/gpuctl/gpuctl/guest/opencl/cl"
 	"github.com/gpuctl/gpuctl/guest/opencl/shm"
 	"github.com/gpuctl/gpuctl/guest/opencl/wire"
@@ -535,23 +536,37 @@ func (h hole) ReadAt(p []byte, off int64) (int, error) {
 	return len(p), nil
 }
 
-// FuzzLand takes what the session's former executor says of contents that it
-// has put into the arena.
-func FuzzLand(f *testing.F) {
+// FuzzImport takes what the session's former executor says of its window, and of
+// contents that it has put into the arena.
+func FuzzImport(f *testing.F) {
 	c := newModelled(f)
 	s := c.open(f, 1)
 	f.Cleanup(func() { c.shut(f, s) })
 	if err := s.play(script(scene()...)); err != nil {
 		f.Fatal(err)
 	}
-	var b []byte
-	for _, v := range []uint64{sceneBuffer, 0, 4096, testSplit, sceneImage, 1, 2, testSplit, sceneSub, 0, 1, testArena - 1} {
-		b = binary.LittleEndian.AppendUint64(b, v)
+	s.pins.wanted = true
+	stream := func(numbers ...uint64) (b []byte) {
+		for _, v := range numbers {
+			b = binary.LittleEndian.AppendUint64(b, v)
+		}
+		return b
 	}
-	f.Add(b)
-	f.Fuzz(func(_ *testing.T, in []byte) {
-		if l := s.land(in[:len(in)/32*32]); len(l.evs) > 0 {
-			await(l.evs)
+	window := stream(0, testSplit, arena.Page, 1)
+	pieces := stream(3, sceneBuffer, 0, 4096, testSplit, sceneImage, 1, 2, testSplit, sceneSub, 0, 1, testArena-1)
+	f.Add(window)
+	f.Add(pieces)
+	f.Add(slices.Concat(window, pieces, pieces[:40]))
+	f.Add(slices.Concat(window, window))
+	f.Fuzz(func(t *testing.T, in []byte) {
+		err := s.receive(struct {
+			io.Reader
+			io.Writer
+		}{bytes.NewReader(in), io.Discard})
+		for _, x := range s.pins.ranges() {
+			if x.Size > windowChunk*windowDepth || x.Off+x.Size > testArena {
+				t.Fatalf("%d bytes at %#x are pinned: %v", x.Size, x.Off, err)
+			}
 		}
 	})
 }

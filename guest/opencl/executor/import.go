@@ -30,7 +30,7 @@ type landing struct {
 
 // receive takes batches off one connection and acknowledges each when its
 // bytes are in the device. Batches overlap.
-func (s *session) receive(conn net.Conn) error {
+func (s *session) receive(conn io.ReadWriter) error {
 	hello := binary.LittleEndian.AppendUint32(nil, importMagic)
 	hello = append(hello, 0, 0, 0, 0)
 	if s.unified {
