@@ -182,6 +182,17 @@ func TestOutermostReasonCounts(t *testing.T) {
 }
 
 // What is sent of a name stays a text, and short.
+func TestErrorsThatNameNoObjectAreAboutTheRequests(t *testing.T) {
+	refused := reason.New(reason.Refused, "refused")
+	named := reason.Detail(refused).On("vm", "web")
+	for err, want := range map[error][2]string{refused: {"gpu", "a"}, fmt.Errorf("x: %w", refused): {"gpu", "a"}, named: {"vm", "web"}, errors.New("x"): {"gpu", "a"}} {
+		got := reason.Of(reason.CodedOn(err, "gpu", "a"))
+		if got.Kind != want[0] || got.Object != want[1] || got.Code != reason.Of(err).Code {
+			t.Errorf("%v is %+v, want %v", err, got, want)
+		}
+	}
+}
+
 func TestLongAndBrokenNamesAreSent(t *testing.T) {
 	for _, name := range []string{strings.Repeat("ö", 10_000), "\xff\xfe x"} {
 		got := reason.Of(errors.Unwrap(fmt.Errorf("%w", reason.Coded(fmt.Errorf("%w", reason.Errorf(reason.NotFound, "no").On("gpu", name))))))

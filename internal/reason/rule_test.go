@@ -31,7 +31,6 @@ const (
 var allowedText = map[string]string{
 	"internal/virt: kind":          spoken,
 	"internal/cli: news":           "whether it was said already: nothing else follows",
-	"demo/cluster: gone":           "ip(8) has one exit status for all of its failures",
 	"migrate: attempt":             logged,
 	"hostd/inventory/nvml: absent": logged,
 	"guest/session: untilTaken":    logged,

@@ -17,12 +17,18 @@ const longest = 1 << 10
 // Coded converts an error that leaves hostd to a Connect error, with the code for its
 // reason, and the reason as a detail. A Connect error, such as another host's answer, is
 // returned unchanged.
-func Coded(err error) error {
+func Coded(err error) error { return CodedOn(err, "", "") }
+
+// CodedOn does the same as [Coded]. An error that names no object is about this one.
+func CodedOn(err error, kind, object string) error {
 	var done *connect.Error
 	if err == nil || errors.As(err, &done) {
 		return err
 	}
 	r := Of(err)
+	if r.Object == "" {
+		r.Kind, r.Object = kind, object
+	}
 	e, ok := entry(r.Code)
 	if !ok {
 		e = generic(connect.CodeInternal)

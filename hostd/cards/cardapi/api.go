@@ -192,7 +192,7 @@ func (a *API) Isolation(ctx context.Context, req *connect.Request[gpuctlv1.Isola
 	}
 	res, err := a.keeper.Isolated(ctx, req.Msg.GetGpu())
 	if err != nil {
-		return nil, reason.Coded(err)
+		return nil, reason.CodedOn(err, "gpu", req.Msg.GetGpu())
 	}
 	return connect.NewResponse(res), nil
 }
@@ -247,7 +247,7 @@ func stream[Req any](ctx context.Context, a *API, host string, m *Req, out *conn
 		over = true
 		mu.Unlock()
 	}()
-	return reason.Coded(do(ctx, m, func(u *gpuctlv1.DeviceUpdate) {
+	err := do(ctx, m, func(u *gpuctlv1.DeviceUpdate) {
 		mu.Lock()
 		defer mu.Unlock()
 		if over {
@@ -257,7 +257,21 @@ func stream[Req any](ctx context.Context, a *API, host string, m *Req, out *conn
 			over = true
 			a.log.Debug("nobody watches a change any more", "gpu", u.GetGpu(), "err", err)
 		}
-	}))
+	})
+	kind, object := about(m)
+	return reason.CodedOn(err, kind, object)
+}
+
+// about returns the object of errors that name none: the card of a request, or its
+// VM if it names no card.
+func about(request any) (kind, object string) {
+	if r, ok := request.(interface{ GetGpu() string }); ok && r.GetGpu() != "" {
+		return "gpu", r.GetGpu()
+	}
+	if r, ok := request.(interface{ GetMachine() string }); ok {
+		return "vm", r.GetMachine()
+	}
+	return "", ""
 }
 
 // Attach gives a card to a VM.
@@ -323,7 +337,8 @@ func (a *API) ResizeNIC(ctx context.Context, req *connect.Request[gpuctlv1.Resiz
 	if there != nil {
 		return forward(ctx, req.Msg, there.ResizeNIC)
 	}
-	return answer(a.nics.Resize(ctx, req.Msg))
+	m, err := a.nics.Resize(ctx, req.Msg)
+	return answer(req.Msg.GetNic(), m, err)
 }
 
 // SetVF changes the settings of a network card's virtual function.
@@ -335,12 +350,13 @@ func (a *API) SetVF(ctx context.Context, req *connect.Request[gpuctlv1.SetVFRequ
 	if there != nil {
 		return forward(ctx, req.Msg, there.SetVF)
 	}
-	return answer(a.nics.Set(ctx, req.Msg))
+	m, err := a.nics.Set(ctx, req.Msg)
+	return answer(req.Msg.GetNic(), m, err)
 }
 
-func answer[T any](m *T, err error) (*connect.Response[T], error) {
+func answer[T any](nic string, m *T, err error) (*connect.Response[T], error) {
 	if err != nil {
-		return nil, reason.Coded(err)
+		return nil, reason.CodedOn(err, "nic", nic)
 	}
 	return connect.NewResponse(m), nil
 }
