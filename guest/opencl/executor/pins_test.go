@@ -68,7 +68,9 @@ func TestTargetPinsItsSourcesWindowUntilItServes(t *testing.T) {
 	card(target)
 	peer := prepared(t, target)
 	prepare(t, source, target, peer)
+	source.mu.Lock()
 	window := span{source.window, source.windowSize}
+	source.mu.Unlock()
 	if got := target.pins.ranges(); len(got) != 1 || got[0] != window {
 		t.Fatalf("pinned %v, want the window %v", got, window)
 	}
@@ -96,8 +98,8 @@ func TestMemoryIsNotPinnedWhenItsPagesAreGivenBack(t *testing.T) {
 	card(s)
 	s.activate()
 	ctx, q, _ := c.setup(0)
-	x := lookup[clContext](s, ctx)
 	s.mu.Lock()
+	x := lookup[clContext](s, ctx)
 	a, _ := s.host.alloc(arena.Page)
 	b, err := s.host.alloc(4 * arena.Page)
 	if err != nil {
@@ -116,7 +118,9 @@ func TestMemoryIsNotPinnedWhenItsPagesAreGivenBack(t *testing.T) {
 	m := c.id()
 	c.call(&wire.CreateBuffer{Context: ctx, ID: m, Flags: cl.MemReadWrite | cl.MemAllocHostPtr, Size: pinMin})
 	c.call(&wire.MapBuffer{Queue: q, Mem: m, Blocking: 1, Flags: cl.MapWriteInvalidateRegion, Size: pinMin, Map: 1})
+	s.mu.Lock()
 	shadow := span{lookup[mem](s, m).arena, pinMin}
+	s.mu.Unlock()
 	if got := s.pins.ranges(); len(got) != 2 || !meet(got[1], shadow) {
 		t.Fatalf("pinned %v, not the mapping's memory %v", got, shadow)
 	}
