@@ -23,6 +23,7 @@ type Options struct {
 	Disk   bool // nodes keep their logs in files; otherwise in memory, so that a killed node loses its log
 	GPUs   int  // GPUs of each host
 	Labels func(node int) map[string]string
+	Voters int // the voters that New waits for; 0: as many as there should be
 	// Config changes a node's configuration.
 	Config func(node int, c *replica.Config)
 	Log    *slog.Logger
@@ -62,7 +63,7 @@ type Node struct {
 }
 
 // New starts a cluster and waits until it is complete: all hosts have reported
-// themselves, and there are as many voters as there should be.
+// themselves, and each knows as many voters as there should be.
 func New(tb testing.TB, opts Options) *Cluster {
 	tb.Helper()
 	if opts.Log == nil {
@@ -106,9 +107,15 @@ func New(tb testing.TB, opts Options) *Cluster {
 	if most := c.Nodes[0].Config().Members.MaxVoters; most > 0 {
 		want = min(want, most)
 	}
+	if opts.Voters > 0 {
+		want = opts.Voters
+	}
+	// What only the leader has written may be lost with it.
 	c.Until(ctx, fmt.Sprintf("%d voters", want), func() error {
-		if got := c.Leader(ctx).Voters(); len(got) != want {
-			return fmt.Errorf("voters %v", got)
+		for _, n := range c.Nodes {
+			if got := n.Voters(); len(got) != want {
+				return fmt.Errorf("voters that %s knows: %v", n.Name, got)
+			}
 		}
 		return nil
 	})
@@ -178,14 +185,17 @@ func (c *Cluster) Equal(ctx context.Context) {
 	c.tb.Helper()
 	views := map[string]*state.View{}
 	c.Until(ctx, "equal indexes", func() error {
-		want := uint64(0)
+		var first *state.View
 		for _, n := range c.Nodes {
 			if s := n.Store(); s != nil {
 				v := s.State().View()
-				if want != 0 && v.Index() != want {
-					return fmt.Errorf("%s has applied %d, another %d", n.Name, v.Index(), want)
+				if first == nil {
+					first = v
 				}
-				want, views[n.Name] = v.Index(), v
+				if v.Index() != first.Index() {
+					return fmt.Errorf("%s has applied %d, another %d", n.Name, v.Index(), first.Index())
+				}
+				views[n.Name] = v
 			}
 		}
 		return nil

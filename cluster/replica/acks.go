@@ -1,6 +1,7 @@
 package replica
 
 import (
+	"context"
 	"errors"
 	"sync"
 	"time"
@@ -50,7 +51,8 @@ func (a *acks) since(ids []raft.ServerID, term uint64, t time.Time) (int, <-chan
 	return n, a.moved
 }
 
-// transport is Raft's transport, and passes answers to acks.
+// transport is Raft's transport. It passes answers to acks, and calls of other hosts to
+// admit.
 //
 // It omits the library's fast path for heartbeats, which handles them outside the main
 // thread. There, a heartbeat of an old term that is delayed between reading the current
@@ -62,6 +64,7 @@ type transport struct {
 	raft.WithPreVote
 	acks    *acks
 	stalled func() bool
+	calls   chan raft.RPC // from Transport's Consumer, by way of pass
 }
 
 var errStalled = errors.New("nothing is sent while this host's disk stands still")
@@ -78,6 +81,59 @@ func (t *transport) AppendEntries(id raft.ServerID, to raft.ServerAddress, args 
 		t.acks.note(id, args.Term, sent)
 	}
 	return nil
+}
+
+// Consumer implements raft.Transport.
+func (t *transport) Consumer() <-chan raft.RPC { return t.calls }
+
+// pass passes the calls of other hosts on to Raft, until ctx ends.
+func (t *transport) pass(ctx context.Context, admit func(command any)) {
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case rpc := <-t.Transport.Consumer():
+			admit(rpc.Command)
+			select {
+			case t.calls <- rpc:
+			case <-ctx.Done():
+				return
+			}
+		}
+	}
+}
+
+// admit makes Raft consider a candidate that this node does not know as a voter. The
+// library refuses it. But its promotion may be an entry that this node has not got yet,
+// and if the leader fails now, that candidate may be the only one that can win: without
+// this node's vote there would never be a leader again. Raft does not ask for such a
+// check: a server grants its vote also to a candidate that is not in its configuration
+// (Ongaro, Consensus: Bridging Theory and Practice, 4.1); the comparison of the logs
+// makes that safe. A removed server does not disturb the others, because a node that
+// has a leader refuses both kinds of votes.
+func (s *Store) admit(command any) {
+	var h *raft.RPCHeader
+	switch c := command.(type) {
+	case *raft.RequestVoteRequest:
+		h = &c.RPCHeader
+	case *raft.RequestPreVoteRequest:
+		h = &c.RPCHeader
+	default:
+		return
+	}
+	var voter raft.ServerID
+	for _, x := range s.servers() {
+		if x.Suffrage != raft.Voter {
+			continue
+		}
+		if x.ID == raft.ServerID(h.ID) {
+			return
+		}
+		voter = x.ID
+	}
+	if voter != "" {
+		h.ID = []byte(voter) // used for that check only; the vote is given to the candidate's address
+	}
 }
 
 // SetHeartbeatHandler implements raft.Transport. It ignores the handler; see above.

@@ -328,6 +328,37 @@ func TestBrokenDiskIsNotTrustedUntilRestart(t *testing.T) {
 	c.Equal(ctx)
 }
 
+// The leader fails when it has promoted a host, and another voter has not heard of that.
+// The promoted host is then the only one that can win, and only with that voter's vote.
+func TestVoteForAHostWhosePromotionIsNotKnownHere(t *testing.T) {
+	t.Parallel()
+	ctx := testkit.Context(t)
+	c := clustertest.New(t, clustertest.Options{Nodes: 3, Voters: 1, Config: func(_ int, cfg *replica.Config) {
+		cfg.Timing.Review = time.Hour // the test promotes
+	}})
+	leader, behind, next := c.Nodes[0], c.Nodes[1], c.Nodes[2]
+	if err := leader.Store().Promote(behind.ID, behind.Address); err != nil {
+		t.Fatal(err)
+	}
+	c.Until(ctx, "two voters", func() error {
+		if v := behind.Voters(); len(v) != 2 {
+			return fmt.Errorf("voters %v", v)
+		}
+		return nil
+	})
+	c.Isolate(behind)
+	if err := leader.Store().Promote(next.ID, next.Address); err != nil {
+		t.Fatal(err)
+	}
+	leader.Kill()
+	c.Network.Heal()
+	c.Must(ctx, behind, note("without the leader"))
+	if now := c.Leader(ctx); now != next {
+		t.Errorf("%s leads", now.Name)
+	}
+	c.Equal(ctx)
+}
+
 func TestGracefulStopHandsLeadershipOver(t *testing.T) {
 	t.Parallel()
 	ctx := testkit.Context(t)

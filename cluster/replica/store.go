@@ -82,10 +82,12 @@ func (s *Store) open(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	if s.raft, err = s.start(ctx, disk, trans); err == nil {
-		s.began = s.raft.LastIndex()
+	if s.raft, err = s.start(ctx, disk, trans); err != nil {
+		return err
 	}
-	return err
+	s.began = s.raft.LastIndex()
+	s.work.Go(func() { trans.pass(s.ctx, s.admit) })
+	return nil
 }
 
 // CaughtUp reports whether this node has applied what was in its log when it was started.
@@ -187,7 +189,7 @@ func (s *Store) disk() (Storage, error) {
 	return Storage{Logs: logs, Stable: stable, Snapshots: snaps}, nil
 }
 
-func (s *Store) transport() (raft.Transport, error) {
+func (s *Store) transport() (*transport, error) {
 	inner := s.cfg.Transport
 	switch {
 	case inner != nil:
@@ -211,7 +213,7 @@ func (s *Store) transport() (raft.Transport, error) {
 	if !ok {
 		return nil, fmt.Errorf("the transport %T knows no pre-votes", inner)
 	}
-	return &transport{Transport: inner, WithPreVote: pre, acks: s.acks, stalled: s.stalled}, nil
+	return &transport{Transport: inner, WithPreVote: pre, acks: s.acks, stalled: s.stalled, calls: make(chan raft.RPC)}, nil
 }
 
 // Bootstrap makes a new cluster of this node alone. If it was interrupted, it may be
