@@ -38,6 +38,8 @@ type Host struct {
 	lab   *Lab
 	index int
 	dir   string
+	quota int    // percent of one processor that its QEMU may use; 0: all
+	group string // the name of its cgroup, if it has a quota
 
 	mu     sync.Mutex
 	client *ssh.Client // nil: not connected
@@ -182,6 +184,11 @@ func (h *Host) start(ctx context.Context, img image, ready string, more ...strin
 		return fmt.Errorf("start QEMU: %w", err)
 	}
 	go func() { _ = c.Wait() }() // no zombie while this process lives
+	if h.quota > 0 {
+		if err := limit(cgroups, h.group, c.Process.Pid, h.quota); err != nil {
+			return errors.Join(fmt.Errorf("%s: %w", h.Name, err), c.Process.Kill())
+		}
+	}
 	s := &state{PID: c.Process.Pid, Port: port, Image: img.dir, Ready: ready}
 	if s.Started, err = startTime(s.PID); err != nil {
 		return fmt.Errorf("QEMU ended at once:\n%s", h.tail("qemu.log"))
@@ -406,7 +413,9 @@ func (h *Host) kill() error {
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), endTimeout)
 	defer cancel()
-	return testkit.Poll(ctx, fmt.Sprintf("the end of QEMU, process %d", s.PID), func() error { return testkit.Want(!h.Alive(), "a process that is alive") })
+	err = testkit.Poll(ctx, fmt.Sprintf("the end of QEMU, process %d", s.PID), func() error { return testkit.Want(!h.Alive(), "a process that is alive") })
+	lift(cgroups, h.group)
+	return err
 }
 
 // forget removes what a run left, but the logs.

@@ -33,7 +33,9 @@ type Lab struct {
 // Open returns the lab whose cache is the folder cache, made if need be. Empty
 // means $GPUCTL_LAB_CACHE, else .cache/lab in the repository that holds the
 // working folder. $GPUCTL_LAB_INSTANCE, a short name, is another pair of hosts
-// beside the usual one, from the same image and snapshots. Nothing starts.
+// beside the usual one, from the same image and snapshots. $GPUCTL_LAB_QUOTA is
+// percent of one processor that each host may use when it is started from now on;
+// it needs root. Nothing starts.
 func Open(cache string, progress *Progress) (*Lab, error) {
 	root, err := Root()
 	if err != nil {
@@ -59,13 +61,20 @@ func Open(cache string, progress *Progress) (*Lab, error) {
 	if len(run) > 80 { // a socket's path has at most 107 bytes
 		return nil, fmt.Errorf("lab: the path %s is too long for sockets; set GPUCTL_LAB_CACHE to a shorter one", run)
 	}
+	quota, err := parseQuota(os.Getenv("GPUCTL_LAB_QUOTA"))
+	if err != nil {
+		return nil, err
+	}
 	l := &Lab{source: filepath.Join(root, "lab"), cache: cache, run: run, progress: progress}
 	for i, name := range []string{"xena", "xenb"} {
 		dir := filepath.Join(run, name)
 		if err := os.MkdirAll(dir, 0o755); err != nil {
 			return nil, fmt.Errorf("lab: %w", err)
 		}
-		l.hosts = append(l.hosts, &Host{Name: name, Address: fmt.Sprintf("10.77.0.%d", i+1), lab: l, index: i, dir: dir})
+		l.hosts = append(l.hosts, &Host{
+			Name: name, Address: fmt.Sprintf("10.77.0.%d", i+1), lab: l, index: i, dir: dir,
+			quota: quota, group: "gpuctl-" + filepath.Base(run) + "-" + name,
+		})
 	}
 	return l, os.MkdirAll(filepath.Join(run, "net"), 0o755)
 }

@@ -2,6 +2,8 @@
 .PHONY: lab-setup lab-program lab-image lab-up lab-ssh lab-put lab-snapshot lab-status lab-down lab-test lab-migrate lab-chaos lab-bench
 
 LAB_HOST ?= xena
+# QUOTA=50 slows each host down to half of a processor: make lab-test QUOTA=50 LAB_TIMEOUT=2h
+export GPUCTL_LAB_QUOTA ?= $(QUOTA)
 LAB_TIMEOUT ?= 30m
 
 lab-setup: setup
