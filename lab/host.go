@@ -414,7 +414,9 @@ func (h *Host) kill() error {
 	ctx, cancel := context.WithTimeout(context.Background(), endTimeout)
 	defer cancel()
 	err = testkit.Poll(ctx, fmt.Sprintf("the end of QEMU, process %d", s.PID), func() error { return testkit.Want(!h.Alive(), "a process that is alive") })
-	lift(cgroups, h.group)
+	if h.quota > 0 {
+		lift(cgroups, h.group)
+	}
 	return err
 }
 
