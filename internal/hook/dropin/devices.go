@@ -19,6 +19,7 @@ import (
 const (
 	maxDepth   = 128
 	maxDevices = 1024
+	maxWhy     = 200      // largest size of a reason, in bytes
 	maxIDs     = 64 << 10 // largest size of the file with ids, in bytes
 
 	pciDevices = "sys/bus/pci/devices"
@@ -140,7 +141,11 @@ func (k known) managed(domain []byte) []string {
 		}
 	}
 	if err != nil && len(ours) == 0 && bytes.Contains(domain, []byte("hostdev")) {
-		return []string{"of an XML that can't be read (" + err.Error() + ")"}
+		why := err.Error()
+		if len(why) > maxWhy { // a parser repeats names of the XML
+			why = strings.ToValidUTF8(why[:maxWhy], "") + "…"
+		}
+		return []string{"of an XML that can't be read (" + why + ")"}
 	}
 	return ours
 }

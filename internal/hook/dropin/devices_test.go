@@ -12,6 +12,7 @@ func FuzzManaged(f *testing.F) {
 	const gpu = `<domain><devices><hostdev type='pci'><source><address domain='0' bus='0x65' slot='0' function='0'/></source></hostdev></devices></domain>`
 	for _, s := range []string{
 		gpu, gpu[:60], "", "<domain>", "<!DOCTYPE a [<!ENTITY x 'y'>]><domain>&x;</domain>", "<?xml version='1.0' encoding='x'?><domain/>",
+		"<\xd8" + strings.Repeat("\xd8", 600) + "><hostdev/>",
 		`<domain><devices><hostdev type='mdev'><source><address uuid='../x'/></source></hostdev></devices></domain>`,
 		`<domain><devices><interface type='hostdev'><source><address type='pci' bus='101'/></source></interface></devices></domain>`,
 	} {
