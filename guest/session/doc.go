@@ -24,7 +24,8 @@
 //     runs again only with a state that has this mark, which is in the journal.
 //   - A dead gpuguest changes nothing for running applications. The next one
 //     over the same run folder takes their sessions over and finishes or rolls
-//     back what was in flight: the owner word says which of the two.
+//     back the operations that were in progress. The owner word decides which of
+//     the two.
 //   - An application can damage its own session only. It can write to the ring.
 //     So an owner word that names neither executor of an operation is ignored,
 //     and the journal decides.
@@ -36,7 +37,7 @@
 //	sessions/ID/session.json the journal, replaced by rename
 //	sessions/ID/graph.bin    object graph of a suspended session
 //	sessions/ID/executor-N.log, .log.1, .pipe
-//	                         what executor N says
+//	                         standard error of executor N
 //	sessions/ID/x/           the session's user's: sockets and caches of executors
 //	probe/                   the same for probes
 package session
