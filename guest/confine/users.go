@@ -76,7 +76,7 @@ func (u *Users) Take(folder string) (uint32, error) {
 	}
 	first := u.Range.First + 1 // after the keeper
 	n := u.Range.Last - first + 1
-	start := rand.Uint32N(n) // not a secret: so a user that was released is not used again soon
+	start := rand.Uint32N(n) //nolint:gosec // no secret: one that was given back rests a while
 	for i := range n {
 		uid := first + (start+i)%n
 		free, err := u.free(uid)
