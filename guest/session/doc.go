@@ -12,12 +12,12 @@
 //
 // # Guarantees
 //
-//   - Up to the commit point of an operation every failure, a cancelled context
-//     included, runs the undos of the steps begun so far, in reverse, each
-//     once: the application goes on where it was.
+//   - Up to the commit point of an operation, every failure runs the undos of the
+//     steps that have begun, in reverse order, each once. A cancelled context is a
+//     failure, too. Then the application continues where it was.
 //   - The commit point of a swap and of a resume is one store, that of the
-//     ring's owner word; that of a suspend is the rename of the session.json
-//     that says so, after the state is complete and synced.
+//     ring's owner word. The commit point of a suspend is the rename of the
+//     session.json that records it, after the state is complete and synced.
 //   - A state that the VM has no room for is kept on the host (away.go). It is
 //     sent out while it is extracted, and read back at the resume. The session
 //     drops its copy after the host has confirmed the same size and digest. It
@@ -38,6 +38,6 @@
 //	sessions/ID/graph.bin    object graph of a suspended session
 //	sessions/ID/executor-N.log, .log.1, .pipe
 //	                         standard error of executor N
-//	sessions/ID/x/           the session's user's: sockets and caches of executors
+//	sessions/ID/x/           belongs to the session's user: sockets and caches of executors
 //	probe/                   the same for probes
 package session

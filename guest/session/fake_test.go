@@ -160,7 +160,6 @@ func (l *fakeLauncher) Probe(context.Context, *gpuctlv1.Runtime) (*gpuctlv1.Prob
 	return l.probe, nil
 }
 
-// failure is what method is to fail with; a target is every generation but the first.
 func (l *fakeLauncher) Warm(_ context.Context, spec Spec) error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -174,6 +173,8 @@ func (l *fakeLauncher) Cool(dir string) {
 	l.warmed = slices.DeleteFunc(l.warmed, func(d string) bool { return d == dir })
 }
 
+// failure returns the error with which method fails, or nil. Every generation except the first
+// is a target.
 func (l *fakeLauncher) failure(method string, gen uint32) error {
 	l.mu.Lock()
 	defer l.mu.Unlock()

@@ -342,7 +342,7 @@ func (l *ExecLauncher) remove(dir string) *started {
 }
 
 // take returns the process that was started in advance for the spec, if it can be used.
-// That process has not been told its devices yet, so they need not match.
+// That process does not have its list of devices yet, so the devices need not match.
 func (l *ExecLauncher) take(spec *Spec) *started {
 	st := l.remove(spec.Dir)
 	if st == nil {

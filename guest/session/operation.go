@@ -414,7 +414,7 @@ func (op *operation) killTarget(context.Context) error {
 	return nil
 }
 
-// freezeSource is the work of the freeze step. The application is frozen after it.
+// freezeSource is the work of the freeze step. From this step on, the application is frozen.
 func (op *operation) freezeSource(ctx context.Context, timeoutMS int64) error {
 	if op.target != nil && op.target.dead() {
 		op.unfrozen = true

@@ -440,7 +440,7 @@ func TestSuspendAndResume(t *testing.T) {
 				}
 				b.isSuspended(where)
 			}
-			res := b.swap("") // of a suspended session: a resume
+			res := b.swap("") // a swap of a suspended session is a resume
 			if res.Error != "" {
 				t.Fatal(res)
 			}

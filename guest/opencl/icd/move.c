@@ -13,8 +13,8 @@
 #define TICK_MS 100
 #define STACK (256u << 10)
 #define MOVERS_MAX 3
-#define SHARED_MIN (8u << 20) /* blocking transfers of this size or more are shared with the movers */
-#define BYPASS_MIN (8u << 20) /* transfers that will not stay in the cache */
+#define SHARED_MIN (8u << 20) /* blocking transfers from here on are shared with the movers */
+#define BYPASS_MIN (8u << 20) /* what will not stay in the cache */
 
 struct move {
 	struct move *next;

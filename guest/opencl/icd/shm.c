@@ -18,10 +18,10 @@
 #define SPIN_MAX_NS 100000u
 #define SPIN_MIN_NS 2000u
 #define SPIN_FEW_NS 20000u
-#define SPIN_TRY 16u /* one of so many waits spins for the maximum */
+#define SPIN_TRY 16u /* waits, of which one spins for the most */
 #define DEAD_NS 5000000000ull
 #define SAY_NS 10000000000ull
-#define MAX_REPLY (1ull << 30) /* bytes; no vendor's runtime returns more */
+#define MAX_REPLY (1ull << 30) /* bytes: no vendor says more */
 
 struct session S = {.ring_fd = -1, .arena_fd = -1, .state_fd = -1, .lock_fd = -1, .sock = -1, .gen = 1};
 
@@ -593,7 +593,7 @@ static bool completes(uint32_t op)
 
 #define PACED_MIN_NS 1200000u /* shorter waits are not paced */
 #define PACED_MAX_NS 100000000u
-#define EARLY_NS 150000u /* the time that a wake-up takes, and more than the delay of a timer */
+#define EARLY_NS 150000u /* what it takes to be woken, and more than a timer is late */
 
 /* pace is what a thread has measured about its waits of one kind. */
 struct pace {

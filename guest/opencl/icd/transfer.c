@@ -3,8 +3,8 @@
 
 #ifndef BULK_MIN /* a test builds the library with other limits */
 #define BULK_MIN (64u << 10) /* blocking transfers of buffers */
-#define BULK_MIN_PACKED (1u << 20) /* blocking transfers of rectangles and images */
-#define EAGER_MAX (4u << 20) /* other transfers up to this size are staged at once while the window has room */
+#define BULK_MIN_PACKED (1u << 20) /* blocking ones of rectangles and images */
+#define EAGER_MAX (4u << 20) /* others up to here are staged at once while the window has room */
 #define INLINE_MAX GX_MAX_INLINE
 #endif
 
