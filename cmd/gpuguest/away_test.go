@@ -34,11 +34,11 @@ import (
 	"github.com/gpuctl/gpuctl/migrate"
 )
 
-// awayHost is what hostd is for a migration's states.
+// awayHost does what hostd does for the states of a migration.
 type awayHost struct {
 	*endpoint.Local
 	dir     string
-	service gpuctlv1connect.SiteServiceClient // as another host reaches it
+	service gpuctlv1connect.SiteServiceClient // as another host calls it
 	parties bool
 }
 
@@ -61,7 +61,7 @@ const (
 	awayMigration = "m-1"
 )
 
-// newAwayHosts are two hosts that reach each other.
+// newAwayHosts returns two hosts that can reach each other.
 func newAwayHosts(t *testing.T, v *testVM) (a, b *awayHost) {
 	t.Helper()
 	all := map[string]*awayHost{}
@@ -115,7 +115,7 @@ func (h *awayHost) thaw(ctx context.Context, id string) error {
 	return h.Thaw(ctx, awayUUID, h.Name+"/a", []string{id}, func(uint64, uint64, string) {})
 }
 
-// running are the sessions that compute, by what the host is told.
+// running returns the sessions that compute, as reported to the host.
 func (h *awayHost) running(t *testing.T, ctx context.Context) []string {
 	t.Helper()
 	res, err := h.Sessions(ctx, awayUUID)
@@ -125,16 +125,16 @@ func (h *awayHost) running(t *testing.T, ctx context.Context) []string {
 	return res.GetSessions()
 }
 
-// A session's state leaves the VM for the memory of two hosts while it is being
-// extracted, and comes back from the second one, on another card, after all that
-// can go wrong on the way has.
+// A session's state leaves the VM for the memory of two hosts while it is extracted, and
+// comes back from the second host, on another card. Before that, everything that can go
+// wrong on the way has gone wrong.
 func TestVMStateLeaves(t *testing.T) {
 	v := newVM(t)
 	app := v.stream()
 	v.plug(0x1234, 0x1111, 0x038000)
 	d := v.await(0x1234, 0x1111)
 	id := v.session(0).Id
-	v.host.Close() // the hosts' now
+	v.host.Close() // from now on the connection is the hosts'
 
 	a, b := newAwayHosts(t, v)
 	x := leaving{v: v, id: id, a: a, b: b}
@@ -143,7 +143,7 @@ func TestVMStateLeaves(t *testing.T) {
 	mark := x.freezes(t)
 	x.moves(t, d.Address)
 	x.survivesADamagedCopy(t, mark)
-	app.more(2) // with what came back
+	app.more(2) // with the state that came back
 	app.verify()
 	for _, h := range []*awayHost{a, b} {
 		if err := h.Forget(&gpuctlv1.SiteMachine{Uuid: awayUUID, Migration: awayMigration}); err != nil {
@@ -155,7 +155,7 @@ func TestVMStateLeaves(t *testing.T) {
 	}
 }
 
-// leaving is a VM whose session's state leaves it for two hosts.
+// leaving is a VM whose session's state is sent to two hosts.
 type leaving struct {
 	v    *testVM
 	id   string
@@ -185,7 +185,8 @@ func (x leaving) refused(t *testing.T, what string, err error, says string) {
 func (x leaving) staysWhereHostsRefuse(t *testing.T) {
 	t.Helper()
 	id, a, b, ctx := x.id, x.a, x.b, x.v.ctx()
-	// No host takes what it has no room for, or has no part in.
+	// A host refuses a state that it has no room for, or of a migration that it is not part
+	// of.
 	limit := b.Stash.Limit
 	b.Stash.Limit = func(uint64) (uint64, error) { return 64 << 10, nil }
 	x.refused(t, "h2 is full", a.freeze(ctx, id, b), "no room for GPU states")
@@ -196,7 +197,8 @@ func (x leaving) staysWhereHostsRefuse(t *testing.T) {
 	a.parties = false
 	x.refused(t, "h1 does not know h2", a.freeze(ctx, id, b), "no part")
 	a.parties = true
-	// The way there breaks in the middle, and the way out of the VM does.
+	// The transfer to h2 is interrupted in the middle, and so is the transfer out of the
+	// VM.
 	peer := a.Peer
 	a.Peer = func(string) (gpuctlv1connect.SiteServiceClient, error) { return cutOff(t, 100<<10) }
 	x.refused(t, "h2 goes away", a.freeze(ctx, id, b), "host h2")
@@ -213,8 +215,8 @@ func (x leaving) staysWhereHostsRefuse(t *testing.T) {
 func (x leaving) staysWhenItsHostDies(t *testing.T) {
 	t.Helper()
 	id, a, b, ctx := x.id, x.a, x.b, x.v.ctx()
-	// hostd of h1 dies while the state goes out. Its successor connects anew,
-	// and the session goes on; what h1 and h2 had of it is dropped.
+	// hostd of h1 dies while the state is sent. Its successor connects again, and the
+	// session continues. h1 and h2 drop what they had of the state.
 	bulk := a.Guests.Bulk
 	half := &halfway{after: 150 << 10, goOn: make(chan struct{})}
 	a.Guests.Bulk = func(ctx context.Context, uuid string) (*http.Client, func(), error) {
@@ -271,7 +273,7 @@ func (x leaving) freezes(t *testing.T) statestream.Mark {
 func (x leaving) moves(t *testing.T, address string) {
 	t.Helper()
 	v, a, ctx := x.v, x.a, x.v.ctx()
-	// gpuguest is killed, the VM goes to h2, and gets another card there.
+	// gpuguest is killed. The VM goes to h2, and gets another card there.
 	_ = v.kill(syscall.SIGKILL)
 	v.start()
 	testkit.Until(t, "the card is released", func() error {
@@ -357,7 +359,7 @@ func (v *testVM) stream() *stream {
 	return a
 }
 
-// more waits until it has done n more iterations.
+// more waits until the application has done n more iterations.
 func (a *stream) more(n int) {
 	a.v.t.Helper()
 	done := func() int { return strings.Count(a.out.String(), "iteration ") }
@@ -365,7 +367,7 @@ func (a *stream) more(n int) {
 	testkit.Until(a.v.t, fmt.Sprintf("iteration %d", before+n), func() error { return testkit.Want(done() >= before+n, done()) })
 }
 
-// verify ends it and compares its result with that of a run without gpuctl.
+// verify ends the application and compares its result with that of a run without gpuctl.
 func (a *stream) verify() {
 	t := a.v.t
 	t.Helper()
@@ -387,15 +389,15 @@ func (a *stream) verify() {
 	}
 }
 
-// moved is a host of a migration: what concerns the VM's applications is real,
-// its cards and its way are the test's.
+// moved is a host of a migration. The part for the VM's applications is real; the cards and
+// the transport are simulated.
 type moved struct {
 	*endpoint.Remote
 	h  *awayHost
 	vm *movedVM
 }
 
-// movedVM is where the VM is.
+// movedVM is a VM and the host that it is on.
 type movedVM struct {
 	*testVM
 	at      string
@@ -458,9 +460,9 @@ func (s *moved) Move(_ context.Context, _ vm.VM, to string, _ migrate.Progress) 
 	return nil
 }
 
-// A migration of a VM that has no room for its application's state: by its
-// driver's own decision that leaves the VM, and the application has its right
-// result, after a way back and one there.
+// A VM that has no room for its application's state is migrated. The driver decides to send
+// the state out of the VM. The application computes the right result, after one roll-back
+// and one complete migration.
 func TestVMMovesWithoutItsState(t *testing.T) {
 	v := newVM(t)
 	v.tree.Write("proc/meminfo", "MemTotal: 1024 kB\nMemAvailable: 16 kB\n")
@@ -468,7 +470,7 @@ func TestVMMovesWithoutItsState(t *testing.T) {
 	v.plug(0x1234, 0x1111, 0x038000)
 	v.await(0x1234, 0x1111)
 	id := v.session(0).Id
-	v.host.Close() // the hosts' now
+	v.host.Close() // from now on the connection is the hosts'
 	a, b := newAwayHosts(t, v)
 	world := &movedVM{testVM: v, at: "h1", hosts: map[string]*awayHost{"h1": a, "h2": b}, plugged: true}
 	fails := ""
@@ -507,12 +509,12 @@ func TestVMMovesWithoutItsState(t *testing.T) {
 				t.Errorf("%s keeps %v", h.Name, left)
 			}
 		}
-		app.more(2) // with what came back
+		app.more(2) // with the state that came back
 	}
 	app.verify()
 }
 
-// connectAgent reaches the VM's agent as a host does.
+// connectAgent connects to the VM's agent as a host does.
 func connectAgent(ctx context.Context, h *awayHost) gpuctlv1connect.AgentServiceClient {
 	client, _, err := h.Guests.Bulk(ctx, awayUUID)
 	if err != nil {
@@ -521,7 +523,7 @@ func connectAgent(ctx context.Context, h *awayHost) gpuctlv1connect.AgentService
 	return gpuctlv1connect.NewAgentServiceClient(client, "http://vm")
 }
 
-// cutOff is a host that hangs up after so many bytes of a state.
+// cutOff returns a host that closes the connection after so many bytes of a state.
 func cutOff(t *testing.T, after int) (gpuctlv1connect.SiteServiceClient, error) {
 	t.Helper()
 	srv := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
@@ -538,7 +540,7 @@ func cutOff(t *testing.T, after int) (gpuctlv1connect.SiteServiceClient, error) 
 	return gpuctlv1connect.NewSiteServiceClient(srv.Client(), srv.URL), nil
 }
 
-// halfway holds answers up after so many bytes, until they may go on.
+// halfway delays answers after so many bytes, until goOn is closed.
 type halfway struct {
 	http.RoundTripper
 	after int
@@ -569,7 +571,7 @@ func (b *halfwayBody) Read(p []byte) (int, error) {
 	return n, err
 }
 
-// leaky breaks answers off after so many bytes.
+// leaky interrupts answers after so many bytes.
 type leaky struct {
 	http.RoundTripper
 	after int

@@ -17,17 +17,17 @@ import (
 
 const (
 	bulkPath  = "data/gpuctl/bulk-" // below the domain's home in xenstore
-	bulkWait  = 30 * time.Second    // for the host to connect
-	mostBulks = 4                   // at once: a domain has 1024 pages to share, and each takes 129
+	bulkWait  = 30 * time.Second    // until the host has connected
+	mostBulks = 4                   // at the same time: a domain has 1024 pages to share, and each vchan takes 129
 )
 
 var errBulks = fmt.Errorf("%d ways to the host are open, and there are no more", mostBulks)
 
-// bulk opens vchans to dom0, on which the host reaches what its channel leads
-// to. Each is there for one connection, and none is left open: a vchan does not
-// survive that the VM is migrated.
+// bulk opens vchans to dom0, over which the host reaches the same services as over its
+// channel. Each vchan is for one connection. None stays open, because a vchan does not
+// survive a migration of the VM.
 type bulk struct {
-	ctx     context.Context // ends all of them
+	ctx     context.Context // ends all vchans
 	handler http.Handler
 	log     *slog.Logger
 	store   *xenstore.Client
@@ -38,7 +38,7 @@ type bulk struct {
 	wg   sync.WaitGroup
 }
 
-// newBulk is nil where there is no Xen.
+// newBulk returns nil if there is no Xen.
 func newBulk(ctx context.Context, device string, handler http.Handler, log *slog.Logger) *bulk {
 	store, err := xenstore.Dial(ctx, device)
 	if err != nil {
@@ -86,7 +86,7 @@ func (b *bulk) serve(l *vchan.Listener) error {
 	return channel.ServeOver(conn, b.handler)
 }
 
-// Close waits for those that are open to end with their context.
+// Close waits until the open vchans have ended with their context.
 func (b *bulk) Close() {
 	b.wg.Wait()
 	_ = b.store.Close()

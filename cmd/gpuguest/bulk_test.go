@@ -16,8 +16,8 @@ import (
 	"github.com/gpuctl/gpuctl/internal/vchan/vchantest"
 )
 
-// The host reaches what gpuguest serves over vchans, several at once and one
-// after the other; each is gone with its connection.
+// The host reaches gpuguest's services over vchans, several at once and one after the
+// other. Each vchan ends with its connection.
 func TestBulkOverVchan(t *testing.T) {
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 	defer cancel()
@@ -75,7 +75,7 @@ func TestBulkOverVchan(t *testing.T) {
 		}
 		b.wg.Wait()
 	}
-	// One that waits for the host, and one that is connected, end with gpuguest.
+	// A vchan that waits for the host, and one that is connected, end with gpuguest.
 	if _, err := b.Open(ctx); err != nil {
 		t.Fatal(err)
 	}

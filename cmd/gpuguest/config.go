@@ -22,13 +22,13 @@ import (
 
 const (
 	configVersion = 1
-	// vmDir is known to applications' OpenCL library: guest/opencl/icd/shm.c.
+	// The applications' OpenCL library has vmDir, too: guest/opencl/icd/shm.c.
 	vmDir      = "/run/gpuctl-guest"
 	vmConfig   = "/etc/gpuctl/gpuguest.yaml"
 	vmProfiles = "/etc/gpuctl/profiles.d"
 )
 
-// vmOptions are what gpuguest in a VM is told by its file.
+// vmOptions is the content of the configuration file of gpuguest in a VM.
 type vmOptions struct {
 	Version     int    `yaml:"version"`
 	RunDir      string `yaml:"runDir"`
@@ -36,10 +36,10 @@ type vmOptions struct {
 	AppMode     string `yaml:"appMode"`                // octal
 	AppGroup    string `yaml:"appGroup"`               // name or number; empty: root's
 	Wait        string `yaml:"wait"`                   // forever, no, or a duration
-	User        string `yaml:"executorUser,omitempty"` // of older versions
+	User        string `yaml:"executorUser,omitempty"` // only read from files of older versions
 	Users       string `yaml:"executorUsers"`
-	Memory      string `yaml:"executorMemory"` // as 8GiB; empty: 7/8 of the VM's
-	CompileAnew bool   `yaml:"compileAnew"`    // keep nothing that runtimes compile for the next session
+	Memory      string `yaml:"executorMemory"` // for example 8GiB; empty: 7/8 of the VM's memory
+	CompileAnew bool   `yaml:"compileAnew"`    // do not keep what runtimes compile for the next session
 	Profiles    string `yaml:"profiles"`       // folder
 	Emulated    bool   `yaml:"emulatedDevices"`
 	Channel     string `yaml:"channel"`
@@ -56,7 +56,8 @@ func defaultVM() vmOptions {
 	}
 }
 
-// loadVM reads a file; one that is missing is the default unless it was asked for.
+// loadVM reads the file. If it is missing, loadVM returns the defaults, or an error if
+// asked.
 func loadVM(path string, asked bool) (vmOptions, error) {
 	f, err := os.Open(path)
 	if errors.Is(err, fs.ErrNotExist) && !asked {

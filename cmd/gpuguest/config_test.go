@@ -43,7 +43,7 @@ func TestVMConfig(t *testing.T) {
 	}
 }
 
-// What the package installs is what the program has by default.
+// The file that the package installs has the program's defaults.
 func TestPackagedConfig(t *testing.T) {
 	data, err := os.ReadFile("../../packaging/deb/gpuguest.yaml")
 	if err != nil {
@@ -62,7 +62,7 @@ func TestPackagedConfig(t *testing.T) {
 	}
 }
 
-// The OpenCL library has the socket's name, too.
+// The OpenCL library has the same name for the socket.
 func TestLibraryKnowsTheSocket(t *testing.T) {
 	source, err := os.ReadFile("../../guest/opencl/icd/shm.c")
 	if err != nil {

@@ -24,12 +24,13 @@ import (
 	"github.com/gpuctl/gpuctl/internal/throttle"
 )
 
-// orphanGrace is how long an executor waits to be ended after its application.
+// orphanGrace is how long an executor waits, after its application has ended, until it
+// ends.
 const orphanGrace = 10 * time.Second
 
 const maxConfig = 1 << 20 // bytes
 
-// What an executor logs, which applications can cause.
+// Limits of what an executor logs, because applications can cause messages.
 const (
 	logBurst = 50
 	logEvery = time.Second
@@ -50,7 +51,8 @@ func executorCommand(log *slog.Logger) *cobra.Command {
 			if config == "-" {
 				in = cmd.InOrStdin()
 			}
-			// The log may be a pipe that nobody reads any more; so may what a runtime writes to.
+			// The log, or what a runtime writes to, may be a pipe that has no reader any
+			// more.
 			signal.Ignore(syscall.SIGPIPE)
 			if err := ahead.load(); err != nil {
 				return err
@@ -63,8 +65,8 @@ func executorCommand(log *slog.Logger) *cobra.Command {
 	return cmd
 }
 
-// ahead is what is done before the input is read: what is loaded then, while
-// the device may not be there yet, and what is given up before that.
+// ahead is the work before the input is read. First, the process gives up rights. Then it
+// loads a library, while the device may not be there yet.
 type ahead struct {
 	library string
 	fd      uint
@@ -129,7 +131,7 @@ func runExecutor(ctx context.Context, in io.Reader, log *slog.Logger) error {
 	defer cancel()
 	if c.AppPID != 0 {
 		go func() {
-			// With no gpuguest alive nobody else would end this process.
+			// Without a gpuguest, nobody else would end this process.
 			if session.WaitProcess(ctx, c.AppPID, c.AppStart) == nil {
 				time.Sleep(orphanGrace)
 				cancel()

@@ -8,7 +8,7 @@ import (
 	"github.com/gpuctl/gpuctl/guest/vm/agent"
 )
 
-// FuzzConfig reads a gpuguest.yaml. What is taken holds its rules.
+// FuzzConfig reads a gpuguest.yaml. A configuration that is accepted is valid.
 func FuzzConfig(f *testing.F) {
 	packaged, err := os.ReadFile("../../packaging/deb/gpuguest.yaml")
 	if err != nil {

@@ -22,7 +22,7 @@ func main() {
 	}
 }
 
-// run is the program, apart from the process that it is in.
+// run runs the program. It uses only its parameters, so tests can call it.
 func run(ctx context.Context, args []string, stdin io.Reader, stdout, stderr io.Writer) error {
 	root := &cobra.Command{
 		Use:           "gpuguest",

@@ -60,7 +60,7 @@ func probeCommand() *cobra.Command {
 			if err != nil {
 				return fmt.Errorf("encode: %w", err)
 			}
-			// On a line of its own, whatever the runtime has printed before.
+			// The response has a line of its own, whatever the runtime has printed before.
 			_, err = fmt.Fprintf(cmd.OutOrStdout(), "\n%s\n", b)
 			return err
 		},

@@ -71,14 +71,15 @@ GPU that the VM has been given, and the host over the VM's channel.`,
 }
 
 const (
-	// hostUsers says which users of executors are taken on a host, by whichever
-	// gpuguest.
+	// hostUsers is the folder that records which users of executors are taken on a host, by
+	// any gpuguest.
 	hostUsers = "/run/gpuctl/users"
-	// sessionsGroup is made by the unit gpuctl-sessions, and delegated.
+	// sessionsGroup is created by the unit gpuctl-sessions, and delegated to gpuguest.
 	sessionsGroup = "/sys/fs/cgroup/system.slice/gpuctl-sessions.service"
 )
 
-// newLauncher starts executors with all that keeps them apart here.
+// newLauncher returns a launcher that starts executors with all isolation that is available
+// here.
 func newLauncher(dir, taken, users, memory string, log *slog.Logger) (*session.ExecLauncher, error) {
 	dir, err := filepath.Abs(dir)
 	if err != nil {

@@ -35,7 +35,8 @@ const (
 	endTime   = 10 * time.Second
 )
 
-// serveVM is gpuguest in a VM. root is the machine's files, / but in tests.
+// serveVM runs gpuguest in a VM. root is the folder with the VM's files: /, except in
+// tests.
 func serveVM(ctx context.Context, o vmOptions, root string, log *slog.Logger) error {
 	extra, err := profile.ReadDir(os.DirFS("/"), o.Profiles[1:])
 	if err != nil {
@@ -74,7 +75,7 @@ func serveVM(ctx context.Context, o vmOptions, root string, log *slog.Logger) er
 	}
 	defer host.Close()
 
-	// Ends everything that answers, and what it began: operations roll back.
+	// The end of ctx ends all servers and their calls: operations roll back.
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	events, stopEvents := kernelEvents(ctx, root, log)
@@ -136,7 +137,7 @@ func serveVM(ctx context.Context, o vmOptions, root string, log *slog.Logger) er
 
 // listenApps opens the socket of the VM's applications.
 func listenApps(o vmOptions) (*net.UnixListener, error) {
-	l, err := rundir.Listen(o.AppSocket) // for its owner alone, until it is known whose it is
+	l, err := rundir.Listen(o.AppSocket) // for its owner alone, until its group and mode are set
 	if err != nil {
 		return nil, err
 	}
@@ -175,7 +176,7 @@ func lookupGroup(name string) (int, error) {
 	return strconv.Atoi(g.Gid)
 }
 
-// usersOf says who has functions open, sessions aside.
+// usersOf returns a function that lists who has functions open, apart from sessions.
 func usersOf(machine sysfs.Root) func(context.Context, []pci.Address) ([]string, error) {
 	b := bind.New(machine, nil, bind.WithBootVGA())
 	return func(ctx context.Context, functions []pci.Address) ([]string, error) {
@@ -188,8 +189,8 @@ func usersOf(machine sysfs.Root) func(context.Context, []pci.Address) ([]string,
 	}
 }
 
-// kernelEvents are what the kernel tells of devices; none if it does not, or
-// root is not the machine's: then the agent looks by itself.
+// kernelEvents returns the kernel's events about devices. It returns nil if there are none,
+// or if root is not the real root; then the agent looks for devices itself.
 func kernelEvents(ctx context.Context, root string, log *slog.Logger) (<-chan agent.Event, func()) {
 	if root != "/" {
 		return nil, func() {}

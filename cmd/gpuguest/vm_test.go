@@ -30,7 +30,7 @@ const (
 	oclgrind   = "/usr/lib/oclgrind/liboclgrind-rt-icd.so"
 )
 
-// testVM is a machine of files with a console, gpuguest in it and a host outside.
+// testVM is a VM made of files, with a console, gpuguest in it and a host outside.
 type testVM struct {
 	t       *testing.T
 	dir     string
@@ -53,7 +53,7 @@ func newVM(t *testing.T) *testVM {
 			t.Skip("needs the packages oclgrind and pocl-opencl-icd")
 		}
 	}
-	dir, err := os.MkdirTemp("", "vm") // short: sockets are in it
+	dir, err := os.MkdirTemp("", "vm") // short, because it contains sockets
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -132,8 +132,8 @@ func (v *testVM) plug(vendor, device uint16, class uint32) {
 	v.tree.Add(pcitest.Function{Address: "0000:00:05.0", Vendor: vendor, Device: device, Class: class, IOMMUGroup: -1, NUMANode: -1})
 }
 
-// unplug takes the function away; the tree is another one afterwards, as one
-// address is added once.
+// unplug removes the function. After that there is a new tree, because a tree can add an
+// address only once.
 func (v *testVM) unplug() {
 	v.t.Helper()
 	root := v.tree.Root
@@ -153,7 +153,7 @@ func (v *testVM) ctx() context.Context {
 	return ctx
 }
 
-// hello is asked until it works: a connection may just have been lost.
+// hello calls Hello until it succeeds, because a connection may just have been lost.
 func (v *testVM) hello() *gpuctlv1.HelloResponse {
 	v.t.Helper()
 	ctx := v.ctx()
@@ -177,7 +177,7 @@ func (v *testVM) await(vendor, device uint32) *gpuctlv1.GuestDevice {
 	return resp.Msg.Device
 }
 
-// session waits until the application's has launched kernels since before.
+// session waits until the application's session has launched more kernels than before.
 func (v *testVM) session(before uint64) *gpuctlv1.Session {
 	v.t.Helper()
 	ctx := v.ctx()
@@ -251,7 +251,7 @@ func TestVMMovesWithItsApplication(t *testing.T) {
 		t.Fatalf("released under a session: %v", err)
 	}
 
-	// gpuguest dies; its successor has the session and the channel again.
+	// gpuguest dies. Its successor has the session and the channel again.
 	before := v.hello().Instance
 	_ = v.kill(syscall.SIGKILL)
 	v.start()
@@ -308,7 +308,7 @@ func TestVMMovesWithItsApplication(t *testing.T) {
 	}
 }
 
-// Who may use the GPU is said by the socket's mode.
+// The socket's mode decides who may use the GPU.
 func TestVMSocket(t *testing.T) {
 	o := defaultVM()
 	dir := t.TempDir()

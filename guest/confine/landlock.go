@@ -19,14 +19,14 @@ const (
 		unix.LANDLOCK_ACCESS_FS_MAKE_DIR | unix.LANDLOCK_ACCESS_FS_MAKE_REG | unix.LANDLOCK_ACCESS_FS_MAKE_SYM |
 		unix.LANDLOCK_ACCESS_FS_MAKE_SOCK | unix.LANDLOCK_ACCESS_FS_MAKE_FIFO
 
-	// ofFile are the rights that a rule for a file, not a folder, may have.
+	// ofFile are the rights that a rule for a file, not a folder, can have.
 	ofFile = unix.LANDLOCK_ACCESS_FS_READ_FILE | unix.LANDLOCK_ACCESS_FS_WRITE_FILE | unix.LANDLOCK_ACCESS_FS_EXECUTE |
 		unix.LANDLOCK_ACCESS_FS_TRUNCATE | unix.LANDLOCK_ACCESS_FS_IOCTL_DEV
 )
 
-// systemFiles are where vendors' libraries, and what they need, are. /dev may be
-// written, by the rights of each device, but nothing can be made there; /proc
-// and /sys may be read.
+// systemFiles returns the folders with vendors' libraries and what they need. In /dev,
+// devices can be written as far as their own rights allow, but nothing can be created.
+// /proc and /sys can be read.
 func systemFiles() []pathRights {
 	return []pathRights{
 		{"/usr", runFiles},
@@ -50,7 +50,7 @@ type pathRights struct {
 	rights uint64
 }
 
-// Landlock is the version that the kernel has; 0: none.
+// Landlock returns the kernel's version of Landlock; 0: it has none.
 func Landlock() int {
 	v, _, e := syscall.RawSyscall(unix.SYS_LANDLOCK_CREATE_RULESET, 0, 0, unix.LANDLOCK_CREATE_RULESET_VERSION)
 	if e != 0 {
@@ -59,7 +59,7 @@ func Landlock() int {
 	return int(v)
 }
 
-// handled are the rights that are denied unless a rule grants them.
+// handled returns the rights that are denied unless a rule grants them.
 func handled(version int) uint64 {
 	all := uint64(unix.LANDLOCK_ACCESS_FS_MAKE_SYM<<1 - 1) // all of version 1
 	for v, right := range map[int]uint64{
@@ -74,9 +74,9 @@ func handled(version int) uint64 {
 	return all
 }
 
-// restrictFiles leaves the thread the files of the policy. From version 6 on,
-// abstract sockets and processes of others are out of reach, too. A kernel
-// without Landlock leaves what the user may do.
+// restrictFiles restricts the thread to the files of the policy. From version 6 on, it also
+// blocks abstract sockets of others, and signals to processes of others. Without Landlock
+// in the kernel, the user's own rights are the only limit.
 func (p Policy) restrictFiles() error {
 	version := Landlock()
 	if version == 0 {
@@ -100,7 +100,7 @@ func (p Policy) restrictFiles() error {
 	}
 	for rights, paths := range map[uint64][]string{runFiles: append([]string{p.Program}, p.Read...), ownFiles: p.Write} {
 		for _, path := range paths {
-			// What is missing will not be used either.
+			// A path that does not exist will not be used either.
 			if err := allow(int(set), path, rights&attr.Handled_access_fs); err != nil && !errors.Is(err, fs.ErrNotExist) {
 				return err
 			}
@@ -125,7 +125,7 @@ func allow(set int, path string, rights uint64) error {
 	if st.Mode&unix.S_IFMT != unix.S_IFDIR {
 		rights &= ofFile
 	}
-	// The kernel has no padding behind parent_fd, and Go's struct has: that does no harm.
+	// The kernel's struct has no padding after parent_fd, and Go's has. That does no harm.
 	rule := unix.LandlockPathBeneathAttr{Allowed_access: rights, Parent_fd: int32(fd)}
 	if _, _, e := syscall.Syscall6(unix.SYS_LANDLOCK_ADD_RULE, uintptr(set), unix.LANDLOCK_RULE_PATH_BENEATH, uintptr(unsafe.Pointer(&rule)), 0, 0, 0); e != 0 {
 		return fmt.Errorf("landlock: %s: %w", path, e)

@@ -11,15 +11,15 @@ import (
 	"syscall"
 )
 
-// Limits are control groups (version 2), one for each session, in a group that
-// is there for them.
+// Limits creates a control group (version 2) for each session, in a group that exists for
+// them.
 type Limits struct {
 	Group  string // folder
-	Memory uint64 // bytes of each session; what it has in memory file systems counts
+	Memory uint64 // bytes for each session; files in memory file systems count
 }
 
-// FindLimits reports whether sessions can be limited by groups in the folder: it is
-// a control group with a controller for memory, and ours to write to.
+// FindLimits returns the limits for sessions if there can be groups in the folder: it must
+// be a control group with a controller for memory, and writable for this process.
 func FindLimits(group string, memory uint64) (*Limits, error) {
 	have, err := os.ReadFile(filepath.Join(group, "cgroup.controllers"))
 	if err != nil {
@@ -44,8 +44,8 @@ func hasWord(text []byte, word string) bool {
 	return false
 }
 
-// Add puts a process that has done nothing yet into the group of a session,
-// which is made if it is missing. Without limits it does nothing.
+// Add puts a process that has done nothing yet into the group of a session. It creates the
+// group if it is missing. If l is nil, it does nothing.
 func (l *Limits) Add(session string, pid int) error {
 	if l == nil {
 		return nil
@@ -65,7 +65,7 @@ func (l *Limits) Add(session string, pid int) error {
 	return nil
 }
 
-// Remove removes the group of a session whose processes have ended.
+// Remove deletes the group of a session whose processes have ended.
 func (l *Limits) Remove(session string) error {
 	if l == nil {
 		return nil

@@ -7,15 +7,15 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Policy is what a confined process may reach.
+// Policy is what a confined process can reach.
 type Policy struct {
-	Program string   // it is
-	Read    []string // folders and files to read and run, beside the system's
-	Write   []string // folders that are its own
+	Program string   // path of the process's program
+	Read    []string // folders and files to read and run, in addition to the system's
+	Write   []string // folders that belong to the process
 }
 
-// Enter gives up all rights of the calling thread that the policy does not
-// leave, for the thread and whatever it starts. Call it within OnThread.
+// Enter gives up all rights of the calling thread that the policy does not grant. This also
+// holds for what the thread starts. Call it within OnThread.
 func (p Policy) Enter() error {
 	if err := unix.Prctl(unix.PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0); err != nil {
 		return fmt.Errorf("no_new_privs: %w", err)
@@ -29,9 +29,9 @@ func (p Policy) Enter() error {
 	return filterCalls()
 }
 
-// Settle is the confined process's own part, before it loads what it does not
-// trust. tasks is how many threads and processes its user may have; 0: the user
-// is not its own, and may look into it.
+// Settle is what the confined process itself does before it loads code that it does not
+// trust. tasks is how many threads and processes its user may have. 0 means that the
+// process has no user of its own; then its user may inspect the process.
 func Settle(tasks uint64) error {
 	if err := unix.Setrlimit(unix.RLIMIT_CORE, &unix.Rlimit{}); err != nil {
 		return fmt.Errorf("no core dumps: %w", err)
@@ -48,8 +48,8 @@ func Settle(tasks uint64) error {
 	return nil
 }
 
-// dropCapabilities empties the sets that outlive an exec. Those of root itself
-// go with its user, or with the exec because of the bounding set.
+// dropCapabilities clears the capability sets that survive an exec. Root's own capabilities
+// are lost when the process changes its user, or at the exec because of the bounding set.
 func dropCapabilities() error {
 	if err := unix.Prctl(unix.PR_CAP_AMBIENT, unix.PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0); err != nil {
 		return fmt.Errorf("ambient capabilities: %w", err)
@@ -60,7 +60,7 @@ func dropCapabilities() error {
 	for c := uintptr(0); ; c++ {
 		have, err := unix.PrctlRetInt(unix.PR_CAPBSET_READ, c, 0, 0, 0)
 		if err != nil {
-			break // the kernel knows no more
+			break // the kernel has no more capabilities
 		}
 		if have == 0 {
 			continue

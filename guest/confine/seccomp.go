@@ -9,11 +9,10 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// forbidden are system calls that no OpenCL runtime needs: those that look into
-// other processes, change what the process sees of the machine, have wide
-// attack surface in the kernel, or leave things behind that outlive a session.
-// It is a list of what is denied: vendors' libraries use more than anybody can
-// foresee.
+// forbidden returns system calls that no OpenCL runtime needs: those that inspect other
+// processes, change what the process sees of the system, have a large attack surface in the
+// kernel, or create objects that outlive a session. It is a list of denied calls, because
+// vendors' libraries use more calls than anybody can foresee.
 func forbidden() []uint32 {
 	return append([]uint32{
 		// Other processes.
@@ -27,18 +26,18 @@ func forbidden() []uint32 {
 		unix.SYS_KEYCTL, unix.SYS_ADD_KEY, unix.SYS_REQUEST_KEY, unix.SYS_INIT_MODULE, unix.SYS_FINIT_MODULE, unix.SYS_DELETE_MODULE,
 		unix.SYS_KEXEC_LOAD, unix.SYS_KEXEC_FILE_LOAD, unix.SYS_REBOOT, unix.SYS_SWAPON, unix.SYS_SWAPOFF, unix.SYS_SYSLOG, unix.SYS_ACCT, unix.SYS_VHANGUP,
 		unix.SYS_SETTIMEOFDAY, unix.SYS_CLOCK_SETTIME, unix.SYS_CLOCK_ADJTIME, unix.SYS_ADJTIMEX, unix.SYS_SETHOSTNAME, unix.SYS_SETDOMAINNAME,
-		// What outlives its process.
+		// Objects that outlive their process.
 		unix.SYS_SHMGET, unix.SYS_SHMAT, unix.SYS_SHMCTL, unix.SYS_SEMGET, unix.SYS_SEMCTL, unix.SYS_MSGGET, unix.SYS_MSGCTL, unix.SYS_MQ_OPEN,
 	}, forbiddenHere()...)
 }
 
-// forbiddenRequests are of ioctl: they type into a terminal.
+// forbiddenRequests returns requests of ioctl that can write input to a terminal.
 func forbiddenRequests() []uint32 { return []uint32{unix.TIOCSTI, unix.TIOCLINUX, unix.TIOCSCTTY} }
 
 const newNamespaces = unix.CLONE_NEWNS | unix.CLONE_NEWCGROUP | unix.CLONE_NEWUTS | unix.CLONE_NEWIPC |
 	unix.CLONE_NEWUSER | unix.CLONE_NEWPID | unix.CLONE_NEWNET
 
-// Of struct seccomp_data, little-endian: the low halves of arguments.
+// Offsets in struct seccomp_data: the low halves of the arguments, little-endian.
 const (
 	offCall = 0
 	offArch = 4
@@ -46,7 +45,7 @@ const (
 	offArg1 = 24
 )
 
-// filter is the list as the kernel's program.
+// filter returns the list as a BPF program.
 func filter() ([]unix.SockFilter, error) {
 	const word = 4
 	var (
@@ -57,11 +56,12 @@ func filter() ([]unix.SockFilter, error) {
 	p := []bpf.Instruction{
 		bpf.LoadAbsolute{Off: offArch, Size: word},
 		bpf.JumpIf{Cond: bpf.JumpEqual, Val: auditArch, SkipTrue: 1},
-		missing, // calls of other architectures have other numbers
+		missing, // system calls of other architectures have other numbers
 		bpf.LoadAbsolute{Off: offCall, Size: word},
 		bpf.JumpIf{Cond: bpf.JumpLessThan, Val: x32Calls, SkipTrue: 1},
 		missing,
-		// Its flags are in memory, which a filter can't see; libraries fall back to clone.
+		// The flags of clone3 are in memory, which a filter can't read. Libraries fall back
+		// to clone.
 		bpf.JumpIf{Cond: bpf.JumpNotEqual, Val: unix.SYS_CLONE3, SkipTrue: 1},
 		missing,
 		bpf.JumpIf{Cond: bpf.JumpNotEqual, Val: unix.SYS_CLONE, SkipTrue: 4},
@@ -69,7 +69,7 @@ func filter() ([]unix.SockFilter, error) {
 		bpf.JumpIf{Cond: bpf.JumpBitsNotSet, Val: newNamespaces, SkipTrue: 1},
 		deny,
 		allow,
-		// Runtimes talk to their daemons, if at all, and to nobody else.
+		// Runtimes connect to their own daemons at most, so only unix sockets are allowed.
 		bpf.JumpIf{Cond: bpf.JumpNotEqual, Val: unix.SYS_SOCKET, SkipTrue: 4},
 		bpf.LoadAbsolute{Off: offArg0, Size: word},
 		bpf.JumpIf{Cond: bpf.JumpEqual, Val: unix.AF_UNIX, SkipTrue: 1},
@@ -96,7 +96,7 @@ func filter() ([]unix.SockFilter, error) {
 	return program, nil
 }
 
-// filterCalls takes the forbidden system calls from the calling thread.
+// filterCalls denies the forbidden system calls to the calling thread.
 func filterCalls() error {
 	program, err := filter()
 	if err != nil {

@@ -4,7 +4,7 @@ import "golang.org/x/sys/unix"
 
 const (
 	auditArch = unix.AUDIT_ARCH_X86_64
-	x32Calls  = 0x40000000 // and above: the same calls by other numbers
+	x32Calls  = 0x40000000 // from this number on: the same system calls with other numbers
 )
 
 func forbiddenHere() []uint32 {

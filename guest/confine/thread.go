@@ -10,31 +10,32 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// OnThread runs f on a thread that ends with it, so that f may give up rights of
-// its thread. It is never the main thread, which Go would keep.
+// OnThread runs f on a thread that ends after f, so that f can give up rights of its
+// thread. It is never the main thread, because Go would keep that one.
 func OnThread(f func() error) error {
 	err := make(chan error, 1)
 	go func() {
 		runtime.LockOSThread()
 		if unix.Gettid() == unix.Getpid() {
-			err <- OnThread(f) // held here, so that f gets another
+			err <- OnThread(f) // this goroutine blocks here, so f gets another thread
 			runtime.UnlockOSThread()
 			return
 		}
-		err <- f() // never unlocked: Go drops the thread
+		err <- f() // not unlocked, so Go ends the thread
 	}()
 	return <-err
 }
 
-// AsOwner runs f with a user's and one group's rights to files, and with no
-// others' rights to them. The thread stays root's otherwise, so that the user can't signal it. f
-// must not start goroutines. If this process is not root's, f has its rights.
+// AsOwner runs f with the rights on files of a user and one group, and without any other
+// rights on files. Otherwise the thread stays root's, so the user can't signal it. f must
+// not start goroutines. If this process does not run as root, f has the rights of the
+// process.
 func AsOwner(uid, gid uint32, f func() error) error {
 	if unix.Geteuid() != 0 || uid == 0 {
 		return f()
 	}
 	return OnThread(func() error {
-		// Go's own calls change all threads.
+		// Go's own functions would change all threads.
 		if _, _, e := syscall.RawSyscall(unix.SYS_SETGROUPS, 0, 0, 0); e != 0 {
 			return fmt.Errorf("act as user %d: drop groups: %w", uid, e)
 		}
@@ -51,8 +52,8 @@ func AsOwner(uid, gid uint32, f func() error) error {
 	})
 }
 
-// signalling runs f on a thread that may signal processes of the user and of
-// nobody else, and that the user can't signal. keeper has no process.
+// signalling runs f on a thread that can signal the processes of the user and of nobody
+// else. The user can't signal that thread. No process runs as keeper.
 func signalling(uid, keeper uint32, f func() error) error {
 	return OnThread(func() error {
 		if uid == 0 || keeper == 0 || uid == keeper || uid == ^uint32(0) || keeper == ^uint32(0) {

@@ -16,20 +16,20 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Range is the numbers of users, and of the groups that go with them, of which
-// each session gets one. The first is kept: no process is its.
+// Range is a range of user numbers and of the same group numbers. Each session gets one of
+// them. The first is reserved: no process runs as that user.
 type Range struct{ First, Last uint32 }
 
-// DefaultRange is apart from systemd's users and containers, from the ranges of
-// /etc/subuid and from those that directory services map names to.
+// DefaultRange does not overlap systemd's users and containers, the ranges of /etc/subuid,
+// or those that directory services map names to.
 func DefaultRange() Range { return Range{0x7f000000, 0x7f000fff} }
 
 const (
 	minUsers   = 16
-	overflowID = 65534 // nobody; the one behind it is no user
+	overflowID = 65534 // nobody; the next number is not a user
 )
 
-// ParseRange reads FIRST-LAST.
+// ParseRange parses FIRST-LAST.
 func ParseRange(s string) (Range, error) {
 	a, b, ok := strings.Cut(s, "-")
 	first, err1 := strconv.ParseUint(a, 10, 32)
@@ -48,18 +48,19 @@ func ParseRange(s string) (Range, error) {
 
 func (r Range) String() string { return fmt.Sprintf("%d-%d", r.First, r.Last) }
 
-// Users gives users of a range to folders, for all programs of a host that use
-// the same Dir. The owner of a folder is who it was given to.
+// Users assigns users of a range to folders, for all programs of a host that use the same
+// Dir. The owner of a folder is the user that it is assigned to.
 type Users struct {
 	Range Range
-	Dir   string // says which are taken; made if missing
+	Dir   string // folder that records which users are taken; created if missing
 }
 
 // ErrNoUser is returned when all users of the range are taken.
 var ErrNoUser = errors.New("all users of the range are taken")
 
-// Take gives the folder, which is root's as all that is in it, to a user that
-// nobody else has; one that is somebody's stays so. The folder above it must be root's.
+// Take makes a user that nobody else has the owner of the folder, which with all its
+// content must belong to root. If the folder belongs to another user already, nothing
+// changes. The folder above it must be root's.
 func (u *Users) Take(folder string) (uint32, error) {
 	uid, err := Owner(folder)
 	if err != nil || uid != 0 {
@@ -71,9 +72,9 @@ func (u *Users) Take(folder string) (uint32, error) {
 	}
 	defer unlock()
 	if uid, err := Owner(folder); err != nil || uid != 0 {
-		return uid, err // meanwhile
+		return uid, err // assigned since the first check
 	}
-	first := u.Range.First + 1 // behind the keeper
+	first := u.Range.First + 1 // after the keeper
 	n := u.Range.Last - first + 1
 	start := rand.Uint32N(n) //nolint:gosec // no secret: one that was given back rests a while
 	for i := range n {
@@ -96,8 +97,8 @@ func (u *Users) Take(folder string) (uint32, error) {
 	return 0, fmt.Errorf("%v: %w", u.Range, ErrNoUser)
 }
 
-// give makes the user the owner of a tree: of the folder last, since that says
-// that all is done, and lets the user in.
+// give makes the user the owner of a tree. The folder itself comes last, because its owner
+// shows that all is done, and the user can enter it only then.
 func give(folder string, uid uint32) error {
 	var all []string
 	err := filepath.WalkDir(folder, func(path string, _ fs.DirEntry, err error) error {
@@ -112,7 +113,7 @@ func give(folder string, uid uint32) error {
 	return err
 }
 
-// Owner is whose a folder is.
+// Owner returns the owner of a folder.
 func Owner(folder string) (uint32, error) {
 	fi, err := os.Lstat(folder)
 	if err != nil {
@@ -129,7 +130,7 @@ func (u *Users) record(uid uint32) string {
 	return filepath.Join(u.Dir, strconv.FormatUint(uint64(uid), 10))
 }
 
-// lock keeps others from taking users meanwhile.
+// lock keeps other processes from taking users at the same time.
 func (u *Users) lock() (unlock func(), err error) {
 	if err := os.MkdirAll(filepath.Dir(u.Dir), 0o755); err != nil {
 		return nil, fmt.Errorf("users of sessions: %w", err)
@@ -148,8 +149,8 @@ func (u *Users) lock() (unlock func(), err error) {
 	return func() { d.Close() }, nil
 }
 
-// free reports whether nobody has the user. One whose folder is gone, because
-// its gpuguest was killed at the wrong moment, is free if it has no process.
+// free reports whether nobody has the user. If the user's folder is missing, because its
+// gpuguest was killed at the wrong moment, the user is free if it has no process.
 func (u *Users) free(uid uint32) (bool, error) {
 	folder, err := os.ReadFile(u.record(uid))
 	if errors.Is(err, fs.ErrNotExist) {
@@ -165,13 +166,12 @@ func (u *Users) free(uid uint32) (bool, error) {
 	return err == nil && !busy, err
 }
 
-// endWait is how long a process that was killed may take to be gone: a driver
-// may hold it.
+// endWait is how long a killed process may take to end, because a driver may delay it.
 const endWait = 2 * time.Second
 
-// Release ends all processes of the folder's user and gives the user back. One
-// with a process that does not end stays taken for as long as that is there; one
-// that Take did not give is left alone.
+// Release ends all processes of the folder's user and releases the user. If a process does
+// not end, the user stays taken until it has ended. A user that Take did not assign is left
+// alone.
 func (u *Users) Release(folder string) error {
 	uid, err := Owner(folder)
 	if errors.Is(err, fs.ErrNotExist) || err == nil && uid == 0 {
@@ -181,7 +181,7 @@ func (u *Users) Release(folder string) error {
 		return err
 	}
 	if given, err := os.ReadFile(u.record(uid)); err != nil || string(given) != folder {
-		return nil // of an older gpuguest, whose sessions shared a user
+		return nil // the folder is from an older gpuguest, whose sessions shared a user
 	}
 	for end := time.Now().Add(endWait); ; time.Sleep(5 * time.Millisecond) {
 		busy, err := hasProcess(uid)
@@ -203,14 +203,14 @@ func (u *Users) Release(folder string) error {
 		return err
 	}
 	defer unlock()
-	// The folder is still there, so it is nobody else's record.
+	// The folder still exists, so the record is not of another folder.
 	if err := os.Remove(u.record(uid)); err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return fmt.Errorf("give user %d back: %w", uid, err)
 	}
 	return nil
 }
 
-// killAll kills every process of the user at once, however quickly it makes new ones.
+// killAll kills all processes of the user at once, even if they create new ones quickly.
 func (u *Users) killAll(uid uint32) error {
 	return signalling(uid, u.Range.First, func() error {
 		if err := unix.Kill(-1, unix.SIGKILL); err != nil && !errors.Is(err, unix.ESRCH) && !errors.Is(err, unix.EPERM) {
@@ -220,7 +220,7 @@ func (u *Users) killAll(uid uint32) error {
 	})
 }
 
-// hasProcess reports whether a process has the user, zombies aside: they do
+// hasProcess reports whether a process runs as the user. Zombies do not count: they do
 // nothing, and their parents may be slow.
 func hasProcess(uid uint32) (bool, error) {
 	entries, err := os.ReadDir("/proc")
@@ -258,8 +258,8 @@ func hasProcess(uid uint32) (bool, error) {
 	return false, nil
 }
 
-// Reachable reports why a user without rights can't come to a folder: one above
-// it is closed.
+// Reachable returns an error if a user without rights can't reach a folder, because a
+// folder above it does not let the user pass.
 func Reachable(folder string) error {
 	for dir := filepath.Dir(folder); ; dir = filepath.Dir(dir) {
 		fi, err := os.Stat(dir)

@@ -48,8 +48,8 @@ func TestEachFolderHasAUserOfItsOwn(t *testing.T) {
 	taken := filepath.Join(t.TempDir(), "taken")
 	r := Range{0x7f200000, 0x7f20000f}
 	have := map[uint32]string{}
-	for range 15 { // the first is kept
-		// Whoever comes first, and however many: one folder has one user.
+	for range 15 { // the first is reserved
+		// Whoever comes first, and however many there are: a folder has one user.
 		dir := folder(t)
 		got := make([]uint32, 8)
 		var wg sync.WaitGroup
@@ -80,7 +80,7 @@ func TestEachFolderHasAUserOfItsOwn(t *testing.T) {
 	if _, err := u.Take(last); !errors.Is(err, ErrNoUser) {
 		t.Fatal(err)
 	}
-	// One that is given back, and one whose folder has gone, can be had again.
+	// A user that was released, and one whose folder is missing, can be taken again.
 	var freed []uint32
 	for uid, dir := range have {
 		if len(freed) == 0 {
@@ -102,8 +102,8 @@ func TestEachFolderHasAUserOfItsOwn(t *testing.T) {
 	}
 }
 
-// A folder of a user whom Take has not given is an older gpuguest's: others may
-// run as that user.
+// A folder whose user Take has not assigned is from an older gpuguest. Others may run as
+// that user.
 func TestUserThatWasNotGivenIsLeftAlone(t *testing.T) {
 	needRoot(t)
 	u := &Users{Range: Range{0x7f200100, 0x7f20010f}, Dir: filepath.Join(t.TempDir(), "taken")}
@@ -153,7 +153,7 @@ func TestFilesAreOpenedWithTheUsersRightsAlone(t *testing.T) {
 	}
 }
 
-// A control group, as far as it is files.
+// A simulated control group: only its files.
 func TestLimits(t *testing.T) {
 	dir := t.TempDir()
 	if _, err := FindLimits(dir, 1); err == nil {

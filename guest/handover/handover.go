@@ -17,7 +17,7 @@ import (
 
 const (
 	maxName = 4096
-	taken   = 1 // what the receiver answers
+	taken   = 1 // the receiver's answer
 	patient = 10 * time.Second
 )
 
@@ -107,8 +107,8 @@ func receive(conn *net.UnixConn) (string, *os.File, error) {
 	return string(name), os.NewFile(uintptr(fds[0]), string(name)), nil
 }
 
-// Peer is who is at the other end of conn: for a client, the process that
-// listened.
+// Peer returns the credentials of the process at the other end of conn. For a client, that
+// is the process that listened.
 func Peer(conn *net.UnixConn) (*unix.Ucred, error) {
 	raw, err := conn.SyscallConn()
 	if err != nil {

@@ -13,7 +13,7 @@ import (
 )
 
 func TestFileIsHandedOver(t *testing.T) {
-	dir, err := os.MkdirTemp("", "ho") // short: a socket's path is
+	dir, err := os.MkdirTemp("", "ho") // short, because a socket's path must be
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -59,7 +59,7 @@ func TestFileIsHandedOver(t *testing.T) {
 	if handover.Give(t.Context(), dial(), "", f) == nil || handover.Give(t.Context(), dial(), strings.Repeat("x", 5000), f) == nil {
 		t.Error("any name will do")
 	}
-	// A message without a file is refused, and the next is served.
+	// A message without a file is refused, and the next one is served.
 	conn := dial()
 	if _, err := conn.Write([]byte{1, 0, 'x'}); err != nil {
 		t.Fatal(err)

@@ -28,14 +28,14 @@ const (
 	clDeviceNotAvailable = -2
 )
 
-// greeting is an application that asks for a session.
+// greeting is an application's request for a session.
 type greeting struct {
 	uid   uint32
-	pid   int // 0 if it can't be seen from here
+	pid   int // 0 if gpuguest can't see it
 	token string
 }
 
-// ServeApps takes in applications until the listener is closed.
+// ServeApps accepts applications until the listener is closed.
 func (m *Manager) ServeApps(l *net.UnixListener) error {
 	return m.serveApps(l, newDoor(m.ctx, helloTimeout))
 }
@@ -48,7 +48,7 @@ func (m *Manager) serveApps(l *net.UnixListener, d *door) error {
 			return nil
 		}
 		if err != nil {
-			// Out of descriptors, mostly: those who wait may yet be served.
+			// Mostly out of descriptors. The applications that wait can be served later.
 			log.Warn("accept application", "err", err)
 			time.Sleep(100 * time.Millisecond)
 			continue
@@ -59,7 +59,7 @@ func (m *Manager) serveApps(l *net.UnixListener, d *door) error {
 			log.Warn("accept application", "err", err)
 			continue
 		}
-		d.enter(cred.Uid, conn) // in the order in which they came
+		d.enter(cred.Uid, conn) // in the order in which they connected
 		m.wg.Go(func() {
 			if err := m.greet(conn, cred, d); err != nil {
 				log.Warn("application refused", "pid", cred.Pid, "uid", cred.Uid, "err", err)
@@ -68,15 +68,15 @@ func (m *Manager) serveApps(l *net.UnixListener, d *door) error {
 	}
 }
 
-// greet gives one application its session, or says why not.
+// greet creates the session of one application, or answers why it gets none.
 func (m *Manager) greet(conn *net.UnixConn, cred *unix.Ucred, d *door) error {
 	_ = conn.SetDeadline(time.Now().Add(d.patience))
 	g, err := readGreeting(conn, cred)
 	if !d.leave(cred.Uid, conn) {
-		return errDropped // and closed
+		return errDropped // and the connection is closed
 	}
 	if err == nil {
-		// Who has no token does not wait behind who has one.
+		// An application without a valid token must not wait behind those that have one.
 		if _, ok := m.offered(g.token); !ok {
 			err = errNoToken
 		}
@@ -108,7 +108,7 @@ func readGreeting(conn *net.UnixConn, cred *unix.Ucred) (greeting, error) {
 		return g, fmt.Errorf("user %d may not use the GPUs of user %d", cred.Uid, self)
 	}
 	var hello [helloSize]byte
-	// Descriptors that come along are closed by the kernel: none is taken.
+	// The kernel closes descriptors that are sent along: this call receives none.
 	if _, err := io.ReadFull(conn, hello[:]); err != nil {
 		return g, fmt.Errorf("greeting: %w", err)
 	}
@@ -119,7 +119,7 @@ func readGreeting(conn *net.UnixConn, cred *unix.Ucred) (greeting, error) {
 	if v := word(1); v != wire.Version {
 		return g, fmt.Errorf("the library speaks version %d of the protocol, gpuguest %d", v, wire.Version)
 	}
-	// In a container the application knows itself by another pid.
+	// In a container, the application has another pid in its own namespace.
 	if claimed := int(word(2)); g.pid != 0 && claimed != g.pid && claimed != innerPID(g.pid) {
 		return g, fmt.Errorf("greeting: process %d says it is %d", g.pid, claimed)
 	}
@@ -127,8 +127,7 @@ func readGreeting(conn *net.UnixConn, cred *unix.Ucred) (greeting, error) {
 	return g, nil
 }
 
-// create makes a session and answers the application. It takes conn over if it
-// succeeds.
+// create makes a session and answers the application. If it succeeds, it owns conn.
 func (m *Manager) create(conn *net.UnixConn, g greeting) error {
 	offer, ok := m.offered(g.token)
 	if !ok {
@@ -157,7 +156,7 @@ func (m *Manager) create(conn *net.UnixConn, g greeting) error {
 	s.conn = conn
 	first := s.current
 	s.log.Info("session begins", "pid", g.pid, "claim", offer.Claim, "gpu", offer.Target.GetGpu())
-	m.add(s) // before the application, or who started it, can ask for it
+	m.add(s) // before the application, or whoever started it, can ask for the session
 	if err := s.welcome(conn); err != nil {
 		s.log.Warn("session without application", "err", err)
 		s.end()
@@ -168,7 +167,8 @@ func (m *Manager) create(conn *net.UnixConn, g greeting) error {
 	return nil
 }
 
-// open makes the session's folder, memory and first executor, or nothing.
+// open makes the session's folder, its memory and its first executor. If it fails, none of
+// them remain.
 func (s *session) open(ctx context.Context, target *gpuctlv1.Target, g greeting) (err error) {
 	if g.pid != 0 {
 		if s.app, err = openProcess(g.pid, 0, nil); err != nil {
@@ -209,8 +209,8 @@ func (s *session) open(ctx context.Context, target *gpuctlv1.Target, g greeting)
 	return e.activate(ctx)
 }
 
-// makeDirs makes the session's folder, which is gpuguest's, and the one in it
-// that executors, perhaps of another user, write to.
+// makeDirs makes the session's folder, which belongs to gpuguest, and in it the folder that
+// executors write to. Executors may run as another user.
 func makeDirs(dir, executors string) error {
 	mode := os.FileMode(0o700)
 	if os.Getuid() == 0 {
@@ -219,8 +219,8 @@ func makeDirs(dir, executors string) error {
 	return errors.Join(os.Mkdir(dir, mode), os.Mkdir(executors, 0o700))
 }
 
-// welcome journals that the application is about to get its session, and
-// sends it.
+// welcome writes to the journal that the application is about to get its session, and sends
+// the session to it.
 func (s *session) welcome(conn *net.UnixConn) error {
 	if err := s.update(func(r *record) { r.Op, r.Connected = nil, true }); err != nil {
 		return err
@@ -238,11 +238,11 @@ func (s *session) welcome(conn *net.UnixConn) error {
 	if err != nil {
 		return fmt.Errorf("answer the application: %w", err)
 	}
-	_ = conn.SetDeadline(time.Time{}) // fails if all is over already, which reading tells
+	_ = conn.SetDeadline(time.Time{}) // fails if the connection is closed already; the next read reports that
 	return nil
 }
 
-// discard takes back a session that its application never got.
+// discard removes a session that its application has not received.
 func (s *session) discard() {
 	s.mu.Lock()
 	s.ending = true

@@ -15,12 +15,12 @@ import (
 	"github.com/gpuctl/gpuctl/guest/opencl/wire"
 )
 
-// adoptTimeout bounds what repairing one session may take.
+// adoptTimeout is the time limit for the repair of one session.
 const adoptTimeout = time.Minute
 
-// adoptAll takes over the sessions of an earlier gpuguest and finishes or rolls
-// back what it left undone. A session beyond repair costs its application the
-// GPU, and nobody else anything.
+// adoptAll takes over the sessions of an earlier gpuguest. It finishes or rolls back the
+// operations that the earlier one did not end. If a session cannot be repaired, its
+// application loses the GPU; other sessions are not affected.
 func (m *Manager) adoptAll() error {
 	dir := filepath.Join(m.cfg.Dir, "sessions")
 	entries, err := os.ReadDir(dir)
@@ -42,7 +42,8 @@ func (m *Manager) adopt(dir, id string) {
 		err = fmt.Errorf("record is of session %s", rec.ID)
 	}
 	if err != nil {
-		// Made and not yet journalled: no executor runs without its record.
+		// The session was being made and has no journal yet. No executor runs without a
+		// record.
 		log.Warn("session folder dropped", "err", err)
 		_ = m.removeDir(dir)
 		return
@@ -60,7 +61,8 @@ func (m *Manager) adopt(dir, id string) {
 	if rec.PID != 0 {
 		s.app, appErr = openProcess(rec.PID, rec.Start, nil)
 	}
-	// An application whose pid can't be seen had its socket's end with gpuguest's.
+	// If gpuguest can't see the application's pid, the connection that stood for the
+	// application ended with the earlier gpuguest.
 	if rec.PID == 0 || appErr != nil || !rec.Connected {
 		s.abandon("application has ended", current, other)
 		return
@@ -76,7 +78,7 @@ func (m *Manager) adopt(dir, id string) {
 		return
 	}
 	if err := s.mem.lockManager(); err != nil {
-		log.Warn("adopt", "err", err) // the application can hold it, to its own harm
+		log.Warn("adopt", "err", err) // the application can take the lock, but harms only itself
 	}
 
 	r := &repair{s: s, current: current, other: other, patience: describeTimeout}
@@ -102,7 +104,7 @@ func (s *session) adoptExecutor(rec *executorRecord) *executor {
 	return newExecutor(rec.Generation, rec.target(), p, control, imports)
 }
 
-// abandon ends a session that nobody uses any more.
+// abandon ends a session that has no user any more.
 func (s *session) abandon(why string, executors ...*executor) {
 	s.log.Info("session dropped", "reason", why)
 	for _, e := range executors {
@@ -130,7 +132,7 @@ func opFile(op *opRecord) string {
 	return op.File
 }
 
-// partFile is what a suspend was writing when gpuguest ended.
+// partFile returns the file that a suspend was writing when gpuguest ended, or "".
 func (s *session) partFile() string {
 	if op := s.rec.Op; op != nil && op.Kind == kindSuspend && isFile(op.File) {
 		return partName(op.File, s.id)
@@ -140,15 +142,15 @@ func (s *session) partFile() string {
 
 func partName(file, id string) string { return file + "." + id + ".part" }
 
-// repair brings an adopted session to rest: RUNNING with one executor, or
-// SUSPENDED with none. Where an executor that lives does not do now what that
-// takes, the session is held and it is tried again.
+// repair brings an adopted session to a final state: RUNNING with one executor, or
+// SUSPENDED without one. If an executor that lives does not do what is needed for that now,
+// the session is held, and the repair is tried again.
 type repair struct {
 	s              *session
 	current, other *executor     // nil if dead
-	patience       time.Duration // with an executor that is busy
+	patience       time.Duration // with a busy executor
 
-	// What the session becomes once all is done.
+	// The session's values after the repair.
 	rec     record
 	runs    *executor
 	usage   *gpuctlv1.Usage
@@ -156,11 +158,11 @@ type repair struct {
 	message string
 }
 
-// errUnsettled says that an executor which lives has not done what it was asked.
+// errUnsettled means that an executor that lives has not done what it was asked to do.
 var errUnsettled = errors.New("it lives and does not answer as it should")
 
-// settle tries to bring the session to rest. If that can't be now, the session
-// is held by an operation of its own until it can.
+// settle tries to bring the session to its final state. If that is not possible now, an
+// operation of its own holds the session until it is.
 func (r *repair) settle() {
 	s := r.s
 	err := r.try(s.m.ctx)
@@ -193,7 +195,7 @@ func (r *repair) settle() {
 		})
 		if err == nil {
 			r.end(last)
-		} else if !s.m.closing() { // its application has ended: end takes the rest down
+		} else if !s.m.closing() { // the application has ended: session.end does the rest
 			r.drop()
 		}
 		s.mu.Lock()
@@ -210,7 +212,7 @@ func (r *repair) settle() {
 	}()
 }
 
-// try is one attempt. It leaves the session's record as it is.
+// try makes one attempt. It does not change the session's record.
 func (r *repair) try(ctx context.Context) error {
 	for _, e := range []**executor{&r.current, &r.other} {
 		if *e != nil && (*e).dead() {
@@ -224,13 +226,14 @@ func (r *repair) try(ctx context.Context) error {
 	return r.run(ctx)
 }
 
-// end makes the session what it was found to be. An error is its loss.
+// end gives the session the state that the repair has found. With an error, the session is
+// lost.
 func (r *repair) end(err error) {
 	s := r.s
 	r.rec.Op = nil
 	s.mu.Lock()
 	s.rec, s.usage = r.rec, r.usage
-	s.op = nil // with the state: whoever sees that may begin the next one
+	s.op = nil // together with the state: whoever sees the state may begin the next operation
 	if err == nil {
 		s.current, s.state, s.message = r.runs, r.state, r.message
 	} else {
@@ -259,7 +262,7 @@ func (r *repair) run(ctx context.Context) error {
 			return r.suspended(nil)
 		}
 		return r.running(ctx, r.current, false)
-	case op.Kind == kindSuspend && s.rec.SuspendedTo == "": // not yet marked
+	case op.Kind == kindSuspend && s.rec.SuspendedTo == "": // the record does not say SUSPENDED yet
 		if err := r.running(ctx, r.current, false); errors.Is(err, errUnsettled) {
 			return err
 		} else if op.File != "" {
@@ -269,7 +272,7 @@ func (r *repair) run(ctx context.Context) error {
 		}
 	case op.Kind == kindSuspend:
 		return r.suspend(ctx)
-	case op.Kind == kindResume && s.rec.SuspendedTo == "": // committed, state not yet discarded
+	case op.Kind == kindResume && s.rec.SuspendedTo == "": // committed; the saved state is not deleted yet
 		if err := r.running(ctx, r.current, false); err != nil {
 			return err
 		}
@@ -285,8 +288,8 @@ func (r *repair) run(ctx context.Context) error {
 	return fmt.Errorf("unknown operation %q in the journal", op.Kind)
 }
 
-// suspend settles a suspend whose state was complete. A source that has long
-// been without a gpuguest may have thawed itself: then it is ahead of the state.
+// suspend finishes a suspend whose state was complete. If the source was without a gpuguest
+// for a long time, it may have thawed itself. Then it is newer than the saved state.
 func (r *repair) suspend(ctx context.Context) error {
 	s, op := r.s, r.s.rec.Op
 	if r.current != nil {
@@ -310,8 +313,8 @@ func (r *repair) suspend(ctx context.Context) error {
 	return r.suspended(nil)
 }
 
-// switched reports whether the other executor of the journal owns the ring. The
-// word is the application's to write; before the freeze it can't be true.
+// switched reports whether the other executor of the journal owns the ring. The application
+// can write the owner word, but before the freeze the result is never true.
 func (r *repair) switched() bool {
 	op := r.s.rec.Op
 	return op.Other != nil && op.Head != nil && r.s.mem.owner() == op.Other.Generation
@@ -320,7 +323,7 @@ func (r *repair) switched() bool {
 func (r *repair) swap(ctx context.Context) error {
 	s, op := r.s, r.s.rec.Op
 	if op.Other != nil && op.Other.Generation < s.rec.Current.Generation {
-		r.drop() // committed and journalled so; the other is the source
+		r.drop() // committed and in the journal: the other executor is the source
 		return r.running(ctx, r.current, false)
 	}
 	if !r.switched() {
@@ -344,7 +347,8 @@ func (r *repair) swap(ctx context.Context) error {
 		r.other.kill()
 		r.rec.Current = s.rec.Current
 	}
-	// The target is dead: back, unless it has begun to do what nobody else knows of.
+	// The target is dead. Go back to the source, unless the target has begun to serve: what
+	// it did then is lost.
 	if r.current == nil || s.mem.head() != *op.Head || s.mem.serving() == op.Other.Generation {
 		return errLost
 	}
@@ -371,8 +375,8 @@ func (r *repair) finishResume(ctx context.Context) error {
 	return ignore(s, s.dropSaved(to, ""))
 }
 
-// unsettled tells an executor that has not done something and lives from one
-// that has ended, or has said that it won't.
+// unsettled adds errUnsettled to the error of an executor that lives and has not done what
+// it was asked. It does not do so if the executor has ended, or has refused.
 func unsettled(e *executor, err error) error {
 	var said *saidError
 	if err == nil || e.dead() || errors.As(err, &said) && said.err.Code() == connect.CodeFailedPrecondition {
@@ -386,8 +390,8 @@ func (r *repair) describe(ctx context.Context, e *executor) (*gpuctlv1.DescribeR
 	return d, unsettled(e, err)
 }
 
-// running lets the executor run the session, whatever it was in the middle
-// of: as a target it is activated, otherwise thawed.
+// running makes the executor run the session, whatever it was doing before. A target is
+// activated; any other executor is thawed.
 func (r *repair) running(ctx context.Context, e *executor, target bool) error {
 	s := r.s
 	if e == nil {
@@ -415,8 +419,8 @@ func (r *repair) running(ctx context.Context, e *executor, target bool) error {
 	return nil
 }
 
-// suspended lets the session rest without an executor. A head says that a
-// resume was in flight, which must not have taken requests.
+// suspended leaves the session without an executor. If head is not nil, a resume was in
+// progress, and its target must not have taken requests.
 func (r *repair) suspended(head *uint64) error {
 	s := r.s
 	r.drop()
@@ -435,14 +439,14 @@ func (r *repair) suspended(head *uint64) error {
 	return nil
 }
 
-// drop ends the executor that the session does not go on with.
+// drop ends the executor that the session does not continue with.
 func (r *repair) drop() {
 	if r.other != nil {
 		r.other.kill()
 	}
 }
 
-// ignore logs an error that leaves rubbish behind and nothing else.
+// ignore logs an error whose only effect is that files are left behind.
 func ignore(s *session, err error) error {
 	if err != nil {
 		s.log.Warn("clean up", "err", err)

@@ -14,27 +14,27 @@ import (
 )
 
 const (
-	meetTimeout = time.Minute     // until the host comes for a state, or with it
-	keptTimeout = 5 * time.Minute // until the host has all that went out safe
+	meetTimeout = time.Minute     // for the host to come for a state, or to bring it
+	keptTimeout = 5 * time.Minute // for the host to store safely all that was sent
 )
 
-// transit is where an operation meets the host for a state that leaves the VM
-// or comes back. It lasts as long as the operation.
+// transit is where an operation and the host meet, for a state that leaves the VM or comes
+// back. It lasts as long as the operation.
 type transit struct {
 	id   string
 	out  bool
 	meet chan *flow
-	kept chan statestream.Mark // what the host says that it keeps
-	lost chan error            // why it does not
-	over chan struct{}         // closed with the operation
+	kept chan statestream.Mark // the mark of what the host says that it keeps
+	lost chan error            // why the host does not keep it
+	over chan struct{}         // closed when the operation ends
 }
 
-// flow is one call of the host that carries chunks. It has one at a time, so
-// whoever is slower holds up the other.
+// flow is one call of the host that carries chunks. Only one chunk is in flight at a time,
+// so the slower side delays the other.
 type flow struct {
-	ctx    context.Context // of the call
+	ctx    context.Context // context of the call
 	chunks chan *gpuctlv1.StateChunk
-	result chan error // how it ended for the operation
+	result chan error // the operation's result
 }
 
 func newTransit(id string, out bool) *transit {
@@ -48,7 +48,7 @@ func checkStateID(id string) error {
 	return nil
 }
 
-// offer makes a transit the one that the session's operation meets the host at.
+// offer sets the session's transit, where the operation meets the host. end removes it.
 func (op *operation) offer(t *transit) (end func()) {
 	s := op.s
 	s.mu.Lock()
@@ -62,7 +62,7 @@ func (op *operation) offer(t *transit) (end func()) {
 	}
 }
 
-// transit finds the one of a running operation.
+// transit finds the transit of a running operation.
 func (m *Manager) transit(session, id string, out bool) (*transit, error) {
 	s, err := m.lookup(session)
 	if err != nil {
@@ -77,7 +77,7 @@ func (m *Manager) transit(session, id string, out bool) (*transit, error) {
 	return t, nil
 }
 
-// join waits until the operation has come to the step that moves the state.
+// join waits until the operation reaches the step that moves the state.
 func (t *transit) join(ctx context.Context) (*flow, error) {
 	f := &flow{ctx: ctx, chunks: make(chan *gpuctlv1.StateChunk), result: make(chan error, 1)}
 	select {
@@ -90,7 +90,7 @@ func (t *transit) join(ctx context.Context) (*flow, error) {
 	}
 }
 
-// await is join seen from the operation.
+// await is the operation's side of join.
 func (t *transit) await(ctx context.Context) (*flow, error) {
 	timer := time.NewTimer(meetTimeout)
 	defer timer.Stop()
@@ -108,8 +108,8 @@ func (t *transit) await(ctx context.Context) (*flow, error) {
 
 var errHostLeft = errors.New("the host went away")
 
-// sendAway passes the contents that the source streams on to the host, and
-// returns when the host has said that it keeps all of them.
+// sendAway passes the contents that the source streams on to the host. It returns after the
+// host has confirmed that it keeps all of them.
 func (op *operation) sendAway(ctx context.Context, t *transit, total uint64) (mark statestream.Mark, err error) {
 	f, err := t.await(ctx)
 	if err != nil {
@@ -163,8 +163,8 @@ func (op *operation) sendAway(ctx context.Context, t *transit, total uint64) (ma
 	}
 }
 
-// receiveAway has the target load what the host brings back, if that is what
-// went out.
+// receiveAway makes the target load what the host brings back, if that is what was sent
+// out.
 func (op *operation) receiveAway(ctx context.Context, t *transit, want statestream.Mark) error {
 	f, err := t.await(ctx)
 	if err != nil {
@@ -231,7 +231,7 @@ func (v service) KeptState(_ context.Context, req *connect.Request[gpuctlv1.Kept
 	if why := req.Msg.GetRefused(); why != "" {
 		select {
 		case t.lost <- fmt.Errorf("the host does not keep the state: %s", why):
-		default: // it was said before
+		default: // it was reported before
 		}
 		return connect.NewResponse(&gpuctlv1.KeptStateResponse{}), nil
 	}
@@ -265,7 +265,7 @@ func (v service) GiveState(ctx context.Context, in *connect.ClientStream[gpuctlv
 		select {
 		case f.chunks <- in.Msg().GetChunk():
 		case err := <-f.result:
-			return nil, aborted(cmp.Or(err, statestream.ErrCorrupt)) // nil: there is more than the state
+			return nil, aborted(cmp.Or(err, statestream.ErrCorrupt)) // nil: the host sends more than the state
 		case <-ctx.Done():
 			return nil, ctx.Err()
 		}

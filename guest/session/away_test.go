@@ -15,21 +15,21 @@ import (
 	"github.com/gpuctl/gpuctl/guest/statestream"
 )
 
-// awayHost takes states out of a bench's VM, keeps them and brings them back.
+// awayHost receives states from a bench's VM, keeps them and brings them back.
 type awayHost struct {
 	*bench
-	state []*gpuctlv1.StateChunk // that it keeps
+	state []*gpuctlv1.StateChunk // the state that it keeps
 
-	leaves  int                                                     // after so many chunks, either way; 0: it does not
-	keeps   func(m *gpuctlv1.StateMark)                             // changes what it says that it keeps
-	refuses string                                                  // why it does not keep it
-	silent  bool                                                    // it does not say that it keeps it
-	changes func(all []*gpuctlv1.StateChunk) []*gpuctlv1.StateChunk // what it brings
+	leaves  int                                                     // it leaves after so many chunks, in either direction; 0: it does not
+	keeps   func(m *gpuctlv1.StateMark)                             // changes the mark of what it says that it keeps
+	refuses string                                                  // why it does not keep the state
+	silent  bool                                                    // it does not confirm that it keeps the state
+	changes func(all []*gpuctlv1.StateChunk) []*gpuctlv1.StateChunk // changes what it brings back
 }
 
 func newAwayHost(t *testing.T) *awayHost { return &awayHost{bench: newBench(t)} }
 
-// client reaches the manager that there is now.
+// client connects to the manager that exists now.
 func (h *awayHost) client() (c gpuctlv1connect.GuestServiceClient, end func()) {
 	_, handler := h.m.Handler()
 	srv := httptest.NewServer(handler)
@@ -39,8 +39,7 @@ func (h *awayHost) client() (c gpuctlv1connect.GuestServiceClient, end func()) {
 	}
 }
 
-// suspend plays the host's part of a suspend of that id. started is what begins
-// it, in this goroutine.
+// suspend does the host's part of a suspend with that id, and starts the suspend itself.
 func (h *awayHost) suspend(id, failAt string) *gpuctlv1.SwapResult {
 	h.t.Helper()
 	c, end := h.client()
@@ -73,7 +72,7 @@ func (h *awayHost) suspend(id, failAt string) *gpuctlv1.SwapResult {
 	return res
 }
 
-// take is false if the host left.
+// take receives a state. It returns false if the host left.
 func (h *awayHost) take(ctx context.Context, c gpuctlv1connect.GuestServiceClient, id string) bool {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
@@ -101,7 +100,7 @@ func (h *awayHost) take(ctx context.Context, c gpuctlv1connect.GuestServiceClien
 	}
 	h.state = all
 	if h.refuses != "" {
-		// The operation ends with this, before its answer perhaps.
+		// The operation ends with this, perhaps before the answer to it.
 		_, err := c.KeptState(context.WithoutCancel(ctx), connect.NewRequest(&gpuctlv1.KeptStateRequest{Session: h.id, Mark: &gpuctlv1.StateMark{Id: id}, Refused: h.refuses}))
 		if err != nil {
 			h.t.Error(err)
@@ -200,7 +199,7 @@ func TestAwayAndBack(t *testing.T) {
 	h.runsOn(h.session().Generation)
 }
 
-// The session lets go of its state for nothing less than all of it, kept.
+// The session drops its state only after the host has confirmed all of it.
 func TestAwayNotKept(t *testing.T) {
 	for name, c := range map[string]struct {
 		with func(h *awayHost)
@@ -234,7 +233,7 @@ func TestAwayNotKept(t *testing.T) {
 	}
 }
 
-// An executor that dies while its state goes out has lost it: nothing was kept.
+// An executor that dies while its state is sent has lost it: the host has kept nothing.
 func TestAwaySourceDies(t *testing.T) {
 	for _, step := range []string{stepFreeze, stepExport} {
 		h := newAwayHost(t)
@@ -245,7 +244,7 @@ func TestAwaySourceDies(t *testing.T) {
 			t.Errorf("%s: %v", step, s)
 		}
 	}
-	// Once it is kept the source is not needed any more.
+	// After the host has confirmed the state, the source is not needed any more.
 	h := newAwayHost(t)
 	if res := h.suspend("a1", "kill_source@retire"); res.Error != "" {
 		t.Fatal(res)
@@ -253,7 +252,7 @@ func TestAwaySourceDies(t *testing.T) {
 	h.isSuspended(toAway)
 }
 
-// What comes back is what went out, or the session does not run.
+// The session runs only if what comes back is what was sent.
 func TestAwayComesBackOtherwise(t *testing.T) {
 	for name, change := range map[string]func(all []*gpuctlv1.StateChunk) []*gpuctlv1.StateChunk{
 		"truncated": func(a []*gpuctlv1.StateChunk) []*gpuctlv1.StateChunk { return a[:len(a)-1] },
@@ -301,7 +300,7 @@ func TestAwayComesBackOtherwise(t *testing.T) {
 	}
 }
 
-// gpuguest dies at each step, and the next one knows where the state is.
+// gpuguest dies at each step, and the next one finds out where the state is.
 func TestAwayNextManager(t *testing.T) {
 	for _, step := range []string{stepCheck, stepFreeze, stepExport, stepMark, stepRetire} {
 		t.Run("suspend/"+step, func(t *testing.T) {
@@ -340,7 +339,7 @@ func TestAwayNextManager(t *testing.T) {
 	}
 }
 
-// Nobody meets an operation that is not there, or not of that state.
+// A call for an operation that does not exist, or is of another state, is refused.
 func TestAwayWithoutOperation(t *testing.T) {
 	h := newAwayHost(t)
 	c, end := h.client()
@@ -377,7 +376,7 @@ func TestAwayWithoutOperation(t *testing.T) {
 		refused("suspend", err, connect.CodeInvalidArgument)
 	}
 	h.runsOn(1)
-	// A file of that name is a file.
+	// A path with that name is a file.
 	if isFile(toAway) || !isFile("/away") {
 		t.Error("names")
 	}

@@ -8,9 +8,9 @@ import (
 	"github.com/gpuctl/gpuctl/internal/testkit"
 )
 
-// What the runtimes of a session have compiled is there for the next session of
-// the program when that begins, but for what executors left that did not end in
-// order, or where nothing is to be kept.
+// The next session of a program finds what the runtimes of the last one compiled. It does
+// not find what was left by executors that did not end normally, nor anything if nothing is
+// to be kept.
 func TestNextSessionOfAProgramFindsWhatTheLastOneCompiled(t *testing.T) {
 	for name, c := range map[string]struct {
 		between func(b *bench)

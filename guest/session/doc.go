@@ -12,19 +12,20 @@
 //
 // # Guarantees
 //
-//   - Up to the commit point of an operation every failure, a cancelled context
-//     included, runs the undos of the steps begun so far, in reverse, each
-//     once: the application goes on where it was.
+//   - Up to the commit point of an operation, every failure runs the undos of the
+//     steps that have begun, in reverse order, each once. A cancelled context is a
+//     failure, too. Then the application continues where it was.
 //   - The commit point of a swap and of a resume is one store, that of the
-//     ring's owner word; that of a suspend is the rename of the session.json
-//     that says so, after the state is complete and synced.
+//     ring's owner word. The commit point of a suspend is the rename of the
+//     session.json that records it, after the state is complete and synced.
 //   - A state that the VM has no room for is kept on the host (away.go). It is
 //     sent out while it is extracted, and read back at the resume. The session
 //     drops its copy after the host has confirmed the same size and digest. It
 //     runs again only with a state that has this mark, which is in the journal.
 //   - A dead gpuguest changes nothing for running applications. The next one
 //     over the same run folder takes their sessions over and finishes or rolls
-//     back what was in flight: the owner word says which of the two.
+//     back the operations that were in progress. The owner word decides which of
+//     the two.
 //   - An application can damage its own session only. It can write to the ring.
 //     So an owner word that names neither executor of an operation is ignored,
 //     and the journal decides.
@@ -36,7 +37,7 @@
 //	sessions/ID/session.json the journal, replaced by rename
 //	sessions/ID/graph.bin    object graph of a suspended session
 //	sessions/ID/executor-N.log, .log.1, .pipe
-//	                         what executor N says
-//	sessions/ID/x/           the session's user's: sockets and caches of executors
+//	                         standard error of executor N
+//	sessions/ID/x/           belongs to the session's user: sockets and caches of executors
 //	probe/                   the same for probes
 package session

@@ -10,33 +10,34 @@ import (
 	"time"
 )
 
-// Anybody may connect, so what one user's connections take is not another's to
-// miss.
+// Anybody may connect. So what the connections of one user occupy must not be missing for
+// another user.
 const (
-	silentPerUser = 16  // connections that have not said yet who they are
+	silentPerUser = 16  // connections that have not sent their greeting yet
 	silentAll     = 512 // of all users
-	turnsPerUser  = 32  // sessions that are made at once
+	turnsPerUser  = 32  // sessions that are being made at the same time
 	turnsAll      = 64
-	queuePerUser  = 256 // applications that wait for such a turn
+	queuePerUser  = 256 // applications that wait for a turn
 
-	refusalsLogged = 20 // at once, then one each
+	refusalsLogged = 20 // at first; then one for each refusalsEvery
 	refusalsEvery  = 5 * time.Second
 )
 
 var errDropped = errors.New("it said nothing, and others of its user wanted its place")
 
-// door lets applications in: a few that are silent, of whom the oldest give
-// way, and as many at once as sessions can be made for.
+// door limits the connections of applications. A few of them may be silent; if there are
+// too many, the oldest is closed. It also limits how many sessions are made at the same
+// time.
 type door struct {
-	patience time.Duration // with a silent connection that nobody needs the place of
+	patience time.Duration // with a silent connection whose place nobody needs
 
 	mu     sync.Mutex
-	free   *sync.Cond // a turn has ended, or ctx has
+	free   *sync.Cond // signalled when a turn has ended, or ctx has
 	ctx    context.Context
 	silent map[uint32][]io.Closer // by user, oldest first
-	all    int                    // of silent
+	all    int                    // the number of silent connections
 	turns  map[uint32]int
-	busy   int // of turns
+	busy   int // the number of turns that are taken
 	queue  map[uint32]int
 }
 
@@ -56,8 +57,9 @@ func newDoor(ctx context.Context, patience time.Duration) *door {
 	return d
 }
 
-// enter takes in a silent connection. If its user has too many, the user's
-// oldest is closed; if there are too many in all, that of the user who has most.
+// enter registers a silent connection. If its user has too many, the oldest one of the user
+// is closed. If there are too many in all, the oldest one of the user with the most is
+// closed.
 func (d *door) enter(uid uint32, conn io.Closer) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -82,8 +84,8 @@ func (d *door) enter(uid uint32, conn io.Closer) {
 	}
 }
 
-// leave marks a connection as no longer silent. It returns false for one that
-// had to give way.
+// leave marks a connection as no longer silent. It returns false if the connection was
+// closed to make room.
 func (d *door) leave(uid uint32, conn io.Closer) bool {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -101,7 +103,7 @@ func (d *door) forget(uid uint32, i int) {
 	}
 }
 
-// turn calls f when fewer than enough sessions are being made.
+// turn calls f as soon as the number of sessions that are being made is below the limits.
 func (d *door) turn(uid uint32, f func() error) error {
 	if err := d.take(uid); err != nil {
 		return err

@@ -9,7 +9,7 @@ import (
 	"time"
 )
 
-// fakeConn is a connection of which only the end matters.
+// fakeConn is a connection that records only that it was closed.
 type fakeConn struct{ closed bool }
 
 func (c *fakeConn) Close() error {
@@ -50,7 +50,7 @@ func TestUserWithFewConnectionsKeepsThem(t *testing.T) {
 	d := newDoor(t.Context(), time.Hour)
 	honest := &fakeConn{}
 	d.enter(2, honest)
-	for u := range uint32(silentAll) { // thirty-two users fill the house, and more come
+	for u := range uint32(silentAll) { // all places are taken, and more connections come
 		for range 1 + u%silentPerUser {
 			d.enter(100+u%40, &fakeConn{})
 		}
@@ -90,8 +90,8 @@ func TestOneUserDoesNotTakeEveryTurn(t *testing.T) {
 	}
 }
 
-// With a greeting that may take an hour, only places that are given up let an
-// honest program of the same user in.
+// The time for a greeting is an hour. So an honest program of the same user gets a place
+// only because older silent connections are closed.
 func TestSilentConnectionsDoNotDelayHonestProgram(t *testing.T) {
 	b := newBench(t)
 	l, err := net.ListenUnix("unix", &net.UnixAddr{Name: filepath.Join(b.dir, "door"), Net: "unix"})
@@ -109,7 +109,7 @@ func TestSilentConnectionsDoNotDelayHonestProgram(t *testing.T) {
 		defer c.Close()
 		silent = append(silent, c)
 	}
-	// The oldest of them have to go, and hear of it.
+	// The oldest of them are closed, and see it.
 	if n, err := silent[0].Read(make([]byte, 1)); err == nil {
 		t.Error(n, "bytes for a silent connection")
 	}

@@ -20,17 +20,17 @@ import (
 	"github.com/gpuctl/gpuctl/guest/handover"
 )
 
-// Times that nothing healthy needs. A hanging driver must not hang an
-// application that stands still because of it.
+// Time limits that no healthy executor reaches. A driver that does not answer must not
+// block an application that is frozen because of it.
 const (
 	startTimeout    = 3 * time.Minute // until an executor serves; a slow VM compiles first
 	describeTimeout = 2 * time.Second
 	quickTimeout    = 30 * time.Second // calls that touch the device but move no data
-	stallTimeout    = 2 * time.Minute  // without progress of an executor that lives, application standing still
-	buildTimeout    = 10 * time.Minute // the same, application running
-	silentTimeout   = 30 * time.Second // of an executor in a long call, which lives if it can say so every second
+	stallTimeout    = 2 * time.Minute  // without progress of an executor that lives, while the application is frozen
+	buildTimeout    = 10 * time.Minute // the same, while the application runs
+	silentTimeout   = 30 * time.Second // for an executor in a long call; it lives if it sends a pulse every second
 	pulseEvery      = time.Second
-	longWait        = 2 * time.Second // is told to who watches
+	longWait        = 2 * time.Second // from then on the wait is reported to those who watch
 	retireTimeout   = 5 * time.Second
 	readyPoll       = time.Millisecond
 )
@@ -43,16 +43,16 @@ type executor struct {
 	proc         Process
 	fileSocket   string
 	api          gpuctlv1connect.ExecutorServiceClient
-	graphs       gpuctlv1connect.ExecutorServiceClient // for answers that hold one
+	graphs       gpuctlv1connect.ExecutorServiceClient // for answers with an object graph
 	http         *http.Client
 	silent       time.Duration // silentTimeout
 }
 
-// What an executor may answer. Its runtime may have been taken over by what the
-// application made it run.
+// Limits of an executor's answers. Code that the application ran may have taken over the
+// executor's runtime.
 const (
 	maxAnswerHeader = 64 << 10
-	maxMessage      = 256 << 10 // a chunk of a state is the largest
+	maxMessage      = 256 << 10 // the largest is a chunk of a state
 	maxGraph        = 64 << 20  // a session's objects, with the sources of its programs
 	maxUsage        = 4 << 10
 	maxSaid         = 4 << 10 // of an error's text
@@ -67,7 +67,7 @@ func newExecutor(gen uint32, target *gpuctlv1.Target, proc Process, socket, impo
 		MaxResponseHeaderBytes: maxAnswerHeader,
 	}}
 	client := func(most int) gpuctlv1connect.ExecutorServiceClient {
-		// What an executor streams goes no further than this process.
+		// An executor's streams end in this process, so they are not compressed.
 		return gpuctlv1connect.NewExecutorServiceClient(e.http, "http://executor",
 			connect.WithAcceptCompression("gzip", nil, nil), connect.WithReadMaxBytes(most))
 	}
@@ -75,13 +75,14 @@ func newExecutor(gen uint32, target *gpuctlv1.Target, proc Process, socket, impo
 	return e
 }
 
-// fileSocket is beside the socket of the same generation.
+// fileSocket returns the socket for files, in the folder of the socket of the same
+// generation.
 func fileSocket(socket string, gen uint32) string {
 	return filepath.Join(filepath.Dir(socket), fmt.Sprintf("f%d", gen))
 }
 
-// dial connects to a socket of the executor's folder. What is there is the
-// executor's to choose: a link would lead to somebody else's socket.
+// dial connects to a socket in the executor's folder. The executor chooses what is in that
+// folder: a link could lead to another process's socket. So the peer is checked.
 func (e *executor) dial(ctx context.Context, socket string) (*net.UnixConn, error) {
 	c, err := (&net.Dialer{}).DialContext(ctx, "unix", socket)
 	if err != nil {
@@ -103,7 +104,7 @@ func (e *executor) dial(ctx context.Context, socket string) (*net.UnixConn, erro
 	return conn, nil
 }
 
-// give hands an open file over, for requests that name it.
+// give passes an open file to the executor, for requests that name it.
 func (e *executor) give(ctx context.Context, name string, f *os.File) error {
 	ctx, cancel := e.bound(ctx, quickTimeout)
 	defer cancel()
@@ -138,18 +139,18 @@ func (e *executor) wrap(what string, err error) error {
 	}
 	select {
 	case <-e.proc.Done():
-	case <-time.After(50 * time.Millisecond): // a broken connection precedes the end
+	case <-time.After(50 * time.Millisecond): // the connection breaks before the end of the process is seen
 		return fmt.Errorf("executor %d: %s: %w", e.gen, what, err)
 	}
 	return fmt.Errorf("executor %d: %s: it has ended: %s", e.gen, what, e.proc.Exit())
 }
 
-// saidError is what an executor said, in its words alone.
+// saidError is an error that an executor returned; its text is only the executor's message.
 type saidError struct{ err *connect.Error }
 
 func (e *saidError) Error() string { return shorten(e.err.Message()) }
 
-// shorten keeps what an executor said short enough to be told on.
+// shorten limits an executor's text to a length that can be passed on.
 func shorten(text string) string {
 	if len(text) > maxSaid {
 		text = strings.ToValidUTF8(text[:maxSaid], "") + " …"
@@ -158,7 +159,7 @@ func shorten(text string) string {
 }
 func (e *saidError) Unwrap() error { return e.err }
 
-// bound returns a context that ends with the timeout or the executor.
+// bound returns a context that ends with the timeout, or when the executor ends.
 func (e *executor) bound(ctx context.Context, d time.Duration) (context.Context, context.CancelFunc) {
 	ctx, cancel := context.WithTimeout(ctx, d)
 	go func() {
@@ -171,7 +172,8 @@ func (e *executor) bound(ctx context.Context, d time.Duration) (context.Context,
 	return ctx, cancel
 }
 
-// ready waits until the executor serves, or has ended, and describes it.
+// ready waits until the executor serves, and describes it. It also returns when the
+// executor has ended.
 func (e *executor) ready(ctx context.Context) (*gpuctlv1.DescribeResponse, error) {
 	ctx, cancel := e.bound(ctx, startTimeout)
 	defer cancel()
@@ -195,8 +197,8 @@ func (e *executor) describe(ctx context.Context) (*gpuctlv1.DescribeResponse, er
 	return e.describeWithin(ctx, describeTimeout)
 }
 
-// describeWithin is describe of an executor that may be busy: some runtimes
-// answer nothing while a kernel runs.
+// describeWithin is describe for an executor that may be busy: some runtimes do not answer
+// while a kernel runs.
 func (e *executor) describeWithin(ctx context.Context, patience time.Duration) (*gpuctlv1.DescribeResponse, error) {
 	ctx, cancel := e.bound(ctx, patience)
 	defer cancel()
@@ -207,8 +209,8 @@ func (e *executor) describeWithin(ctx context.Context, patience time.Duration) (
 	return e.description(resp.Msg)
 }
 
-// description checks what an executor says of itself: its usage is kept, and
-// told on.
+// description checks what an executor reports about itself, because its usage is stored and
+// passed on.
 func (e *executor) description(d *gpuctlv1.DescribeResponse) (*gpuctlv1.DescribeResponse, error) {
 	if n := proto.Size(d.Usage); n > maxUsage {
 		return nil, e.wrap("describe", fmt.Errorf("its usage has %d bytes, and at most %d are allowed", n, maxUsage))
@@ -226,11 +228,12 @@ func (e *executor) snapshot(ctx context.Context) (*gpuctlv1.SnapshotResponse, er
 	return resp.Msg, nil
 }
 
-// errNotFrozen says that an executor has refused to freeze and goes on. After
-// any other error nobody knows.
+// errNotFrozen means that an executor has refused to freeze, and continues to run. After
+// any other error, it is unknown whether it is frozen.
 var errNotFrozen = errors.New("not frozen")
 
-// freeze returns the graph of the frozen session; blockers are an error.
+// freeze returns the graph of the frozen session. If commands block the freeze, it returns
+// an error.
 func (e *executor) freeze(ctx context.Context, timeout time.Duration, to listener) (*gpuctlv1.SnapshotResponse, error) {
 	l := e.long(ctx, "freeze", timeout+quickTimeout, to.waits)
 	defer l.end()
@@ -247,8 +250,8 @@ func (e *executor) freeze(ctx context.Context, timeout time.Duration, to listene
 	return resp.Msg, nil
 }
 
-// thaw lets a frozen executor go on; one that is not frozen is left alone. The
-// number of the freeze keeps a request that comes late from undoing another one.
+// thaw lets a frozen executor continue; it does nothing if the executor is not frozen. The
+// number of the freeze keeps a late request from undoing a later freeze.
 func (e *executor) thaw(ctx context.Context, freeze uint64) error {
 	ctx, cancel := e.bound(ctx, quickTimeout)
 	defer cancel()
@@ -269,17 +272,17 @@ func (e *executor) activate(ctx context.Context) error {
 	return e.wrap("activate", err)
 }
 
-// kill ends the executor at once and waits until it is gone.
+// kill ends the executor with SIGKILL and waits until it has ended.
 func (e *executor) kill() {
 	e.proc.Kill()
 	select {
 	case <-e.proc.Done():
-	case <-time.After(retireTimeout): // a driver may hold a dying process
+	case <-time.After(retireTimeout): // a driver may delay the end of the process
 	}
 	e.http.CloseIdleConnections()
 }
 
-// retire asks the executor to end and kills it if it does not.
+// retire asks the executor to end, and kills it if it does not.
 func (e *executor) retire(ctx context.Context) error {
 	ctx, cancel := e.bound(ctx, retireTimeout)
 	defer cancel()
@@ -299,24 +302,24 @@ func (e *executor) retire(ctx context.Context) error {
 	return nil
 }
 
-// long is a call that may take any time as long as it goes on, or the executor
-// says that it lives and there is patience with what it waits for.
+// long is a call without a limit for its whole duration. It is cancelled if it makes no
+// progress for the time still, or if there is neither progress nor a pulse for e.silent.
 type long struct {
 	e      *executor
 	what   string
 	ctx    context.Context // ends with a stall, or with the executor
 	cancel context.CancelCauseFunc
 	still  time.Duration
-	stall  *time.Timer   // no progress
-	silent *time.Timer   // not a word either
-	over   chan struct{} // closed when nobody listens to the pulse any more
+	stall  *time.Timer   // fires without progress
+	silent *time.Timer   // fires without progress and without a pulse
+	over   chan struct{} // closed when nobody reads the pulse any more
 
 	mu    sync.Mutex
-	waits string // for what, as the executor said last
+	waits string // what it waits for, as the executor said last
 }
 
-// long begins one. waits hears what the executor waits for, and again when that
-// changes or lasts.
+// long begins such a call. waits is called with what the executor waits for, and again when
+// that changes or continues.
 func (e *executor) long(ctx context.Context, what string, still time.Duration, waits func(string)) *long {
 	l := &long{e: e, what: what, still: still, over: make(chan struct{})}
 	l.ctx, l.cancel = context.WithCancelCause(ctx)
@@ -336,8 +339,8 @@ func (e *executor) long(ctx context.Context, what string, still time.Duration, w
 	return l
 }
 
-// listen follows the executor's pulse. One that has none, as it is of an earlier
-// version, may be silent.
+// listen reads the executor's pulse. An executor of an earlier version has no pulse, so for
+// it the timer for silence is stopped.
 func (l *long) listen(waits func(string)) {
 	for l.ctx.Err() == nil {
 		err := l.pulse(waits)
@@ -380,11 +383,11 @@ func (l *long) waitsFor() string {
 	return l.waits
 }
 
-// stallError says that an executor has not gone on for so long.
+// stallError means that an executor has made no progress for the given time.
 type stallError struct {
 	after time.Duration
 	waits string
-	hangs bool // nobody in it answers
+	hangs bool // it sends no pulse either
 }
 
 func (e *stallError) Error() string {
@@ -416,7 +419,7 @@ func (l *long) fail(err error) error {
 	return l.e.wrap(l.what, err)
 }
 
-// stream runs one long call and hands on its progress. A stall ends it.
+// stream runs one long call and reports its progress. A stall ends the call.
 func (e *executor) stream(ctx context.Context, what string, still time.Duration,
 	call func(context.Context) (*connect.ServerStreamForClient[gpuctlv1.Progress], error), to listener,
 ) error {
@@ -448,8 +451,8 @@ func (e *executor) stream(ctx context.Context, what string, still time.Duration,
 	return nil
 }
 
-// prepare makes the session's objects. An executor that can't, while the
-// application runs, refuses the session.
+// prepare makes the session's objects. If an executor can't make them while the application
+// runs, it refuses the session.
 func (e *executor) prepare(ctx context.Context, req *gpuctlv1.PrepareRequest, to listener) error {
 	err := e.stream(ctx, "prepare", to.patience(req.Final), func(ctx context.Context) (*connect.ServerStreamForClient[gpuctlv1.Progress], error) {
 		return e.api.Prepare(ctx, connect.NewRequest(req))
@@ -461,7 +464,8 @@ func (e *executor) prepare(ctx context.Context, req *gpuctlv1.PrepareRequest, to
 	return err
 }
 
-// reasonsIn are the reasons that an executor's refusal carries, or is.
+// reasonsIn returns the reasons in an executor's refusal. If it contains none, its message
+// is the reason.
 func reasonsIn(ce *connect.Error) []*gpuctlv1.Reason {
 	var rs []*gpuctlv1.Reason
 	for _, d := range ce.Details() {
@@ -477,7 +481,7 @@ func reasonsIn(ce *connect.Error) []*gpuctlv1.Reason {
 	return rs
 }
 
-// export returns how many bytes were sent.
+// export returns the number of bytes that were sent.
 func (e *executor) export(ctx context.Context, req *gpuctlv1.ExportRequest, to listener) (uint64, error) {
 	count := &counter{listener: to}
 	err := e.stream(ctx, "export", to.patience(req.Final), func(ctx context.Context) (*connect.ServerStreamForClient[gpuctlv1.Progress], error) {
@@ -492,16 +496,17 @@ func (e *executor) load(ctx context.Context, req *gpuctlv1.LoadRequest, to liste
 	}, to)
 }
 
-// listener hears of a long call, and says how long it may take.
+// listener is notified about a long call, and sets its time limit.
 type listener interface {
 	progress(p *gpuctlv1.Progress)
-	// waits says what the executor waits for. It may be called beside progress.
+	// waits is called with what the executor waits for. It may run concurrently with
+	// progress.
 	waits(text string)
-	// patience is how long an executor that lives may make no progress.
+	// patience returns how long an executor that lives may make no progress.
 	patience(frozen bool) time.Duration
 }
 
-// counter is a listener that keeps how many bytes were done.
+// counter is a listener that records how many bytes were done.
 type counter struct {
 	listener
 	bytes uint64
@@ -512,8 +517,8 @@ func (c *counter) progress(p *gpuctlv1.Progress) {
 	c.listener.progress(p)
 }
 
-// send has the executor stream its contents. An error of take ends it, and is
-// returned as it is.
+// send makes the executor stream its contents. If take returns an error, the stream ends,
+// and that error is returned unchanged.
 func (e *executor) send(ctx context.Context, to listener, take func(*gpuctlv1.StateChunk) error) error {
 	l := e.long(ctx, "send", to.patience(true), to.waits)
 	defer l.end()
@@ -521,7 +526,7 @@ func (e *executor) send(ctx context.Context, to listener, take func(*gpuctlv1.St
 	if err != nil {
 		return l.fail(err)
 	}
-	defer func() { l.cancel(nil); _ = st.Close() }() // unread chunks must not be waited for
+	defer func() { l.cancel(nil); _ = st.Close() }() // do not wait for unread chunks
 	for st.Receive() {
 		l.goesOn()
 		if err := take(st.Msg()); err != nil {
@@ -534,8 +539,8 @@ func (e *executor) send(ctx context.Context, to listener, take func(*gpuctlv1.St
 	return nil
 }
 
-// receive has the executor load the chunks that give returns, the last of which
-// has a mark.
+// receive makes the executor load the chunks that give returns. The last of them has a
+// mark.
 func (e *executor) receive(ctx context.Context, to listener, give func() (*gpuctlv1.StateChunk, error)) error {
 	l := e.long(ctx, "receive", to.patience(true), to.waits)
 	defer l.end()
@@ -543,14 +548,14 @@ func (e *executor) receive(ctx context.Context, to listener, give func() (*gpuct
 	for end := false; !end; {
 		chunk, err := give()
 		if err != nil {
-			l.cancel(nil) // not its end: what came is not all
+			l.cancel(nil) // not a normal end: the chunks are incomplete
 			_, _ = st.CloseAndReceive()
 			return err
 		}
 		l.goesOn()
 		end = chunk.GetMark() != nil
 		if st.Send(chunk) != nil {
-			break // the answer says why
+			break // the executor's answer has the reason
 		}
 	}
 	if _, err := st.CloseAndReceive(); err != nil {
@@ -559,7 +564,7 @@ func (e *executor) receive(ctx context.Context, to listener, give func() (*gpuct
 	return nil
 }
 
-// refusedError carries the reasons why a target can't serve.
+// refusedError contains the reasons why a target can't serve.
 type refusedError struct{ reasons []*gpuctlv1.Reason }
 
 func (e *refusedError) Error() string {

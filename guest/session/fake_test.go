@@ -25,8 +25,8 @@ import (
 	"github.com/gpuctl/gpuctl/guest/statestream"
 )
 
-// fakeLauncher starts executors inside the test. They keep the rules of
-// ExecutorService: what a real executor could not do fails.
+// fakeLauncher starts executors inside the test. They check the rules of ExecutorService:
+// what a real executor could not do fails.
 type fakeLauncher struct {
 	t *testing.T
 
@@ -34,12 +34,12 @@ type fakeLauncher struct {
 	nextPID  int
 	live     map[int]*fakeExecutor
 	all      []*fakeExecutor
-	fail     map[string]error // by method, for executors of later generations than 1 where named "target."
+	fail     map[string]error // by method; with the prefix "target.", for executors of later generations than 1
 	limits   *gpuctlv1.Limits
-	reasons  []*gpuctlv1.Reason // of Prepare
-	blockers []string           // of Freeze
-	blocked  chan struct{}      // if not nil: closed by the next Export, which then hangs
-	final    bool               // the next final one
+	reasons  []*gpuctlv1.Reason // returned by Prepare
+	blockers []string           // returned by Freeze
+	blocked  chan struct{}      // if not nil: the next Export closes it, and then does not return
+	final    bool               // blocked is for the next final Export
 	probe    *gpuctlv1.ProbeResponse
 	warmed   []string // dirs
 }
@@ -56,7 +56,7 @@ func newFakeLauncher(t *testing.T) *fakeLauncher {
 	return l
 }
 
-// fakeExecutor is both process and service.
+// fakeExecutor is both the process and the service.
 type fakeExecutor struct {
 	l    *fakeLauncher
 	spec Spec
@@ -72,10 +72,10 @@ type fakeExecutor struct {
 	mu         sync.Mutex
 	handedName string
 	handed     *os.File
-	content    string // of the session's memory
+	content    string // content of the session's memory
 	prepared   bool
 	final      bool // prepared with a frozen session's graph
-	complete   bool // has all contents
+	complete   bool // it has all contents
 	active     bool
 	gated      bool // Freeze was tried
 	frozen     bool
@@ -160,7 +160,6 @@ func (l *fakeLauncher) Probe(context.Context, *gpuctlv1.Runtime) (*gpuctlv1.Prob
 	return l.probe, nil
 }
 
-// failure is what method is to fail with; a target is every generation but the first.
 func (l *fakeLauncher) Warm(_ context.Context, spec Spec) error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -174,6 +173,8 @@ func (l *fakeLauncher) Cool(dir string) {
 	l.warmed = slices.DeleteFunc(l.warmed, func(d string) bool { return d == dir })
 }
 
+// failure returns the error with which method fails, or nil. Every generation except the first
+// is a target.
 func (l *fakeLauncher) failure(method string, gen uint32) error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -213,7 +214,7 @@ func (l *fakeLauncher) takeBlock(final bool) chan struct{} {
 	return c
 }
 
-// hangExport makes the next Export hang; the channel is closed when it does.
+// hangExport makes the next Export block. The channel is closed when it does.
 func (l *fakeLauncher) hangExport() chan struct{} {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -221,7 +222,7 @@ func (l *fakeLauncher) hangExport() chan struct{} {
 	return l.blocked
 }
 
-// hangFinal is the same for the next Export of a frozen session.
+// hangFinal does the same for the next Export of a frozen session.
 func (l *fakeLauncher) hangFinal() chan struct{} {
 	c := l.hangExport()
 	l.mu.Lock()
@@ -230,7 +231,7 @@ func (l *fakeLauncher) hangFinal() chan struct{} {
 	return c
 }
 
-// running are the executors that have not ended.
+// running returns the executors that have not ended.
 func (l *fakeLauncher) running() (gens []uint32) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -388,13 +389,13 @@ func (e *fakeExecutor) Freeze(context.Context, *connect.Request[gpuctlv1.FreezeR
 		return nil, refusal("freeze: active %v, gated %v", e.active, e.gated)
 	}
 	e.mu.Unlock()
-	if b := e.l.blockers; len(b) > 0 { // it gives up by itself
+	if b := e.l.blockers; len(b) > 0 { // it gives up without being asked
 		return nil, refusal("the device is still busy: %v", b)
 	}
 	leave, err := e.enter("Freeze")
 	if err != nil {
 		e.mu.Lock()
-		e.gated = true // an error of any other kind leaves it in between
+		e.gated = true // an error of any other kind leaves it unknown whether it is frozen
 		e.mu.Unlock()
 		return nil, err
 	}
@@ -466,7 +467,7 @@ func (e *fakeExecutor) Send(ctx context.Context, _ *connect.Request[gpuctlv1.Sen
 			return ctx.Err()
 		}
 		if c.Mark != nil && e.l.failure("end of Send", e.spec.Generation) != nil {
-			return nil // it ends without its mark
+			return nil // the stream ends without its mark
 		}
 		if err := st.Send(c); err != nil {
 			return err
@@ -475,7 +476,7 @@ func (e *fakeExecutor) Send(ctx context.Context, _ *connect.Request[gpuctlv1.Sen
 	return nil
 }
 
-// fakeChunks is a state in many chunks.
+// fakeChunks returns a state in many chunks.
 func fakeChunks(content string) (all []*gpuctlv1.StateChunk) {
 	for part := range slices.Chunk([]byte(content), 4) {
 		all = append(all, &gpuctlv1.StateChunk{Data: part})
@@ -531,7 +532,7 @@ func (e *fakeExecutor) Retire(context.Context, *connect.Request[gpuctlv1.RetireR
 	}
 	defer leave()
 	go func() {
-		// After the reply: Shutdown waits for it.
+		// Shutdown waits for the reply to be sent.
 		_ = e.srv.Shutdown(context.Background())
 		e.Kill()
 	}()
@@ -540,7 +541,7 @@ func (e *fakeExecutor) Retire(context.Context, *connect.Request[gpuctlv1.RetireR
 
 var errFake = errors.New("fake failure")
 
-// Pulse is answered whatever else is under way.
+// Pulse is answered during other calls, too.
 func (e *fakeExecutor) Pulse(ctx context.Context, _ *connect.Request[gpuctlv1.PulseRequest], st *connect.ServerStream[gpuctlv1.PulseResponse]) error {
 	if err := e.l.failure("Pulse", e.spec.Generation); err != nil {
 		return err

@@ -8,17 +8,17 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// ErrInjected is the failure that a fail_at asks for.
+// ErrInjected is the failure that fail_at requests.
 var ErrInjected = errors.New("injected fault")
 
-// fault is one injected failure: "STEP" makes the step fail after its work is
-// done, "kill_source@STEP" and "kill_target@STEP" kill an executor just before
-// the step's work, "kill_self@STEP" kills gpuguest after it. In the switch
-// step, whose success can't be taken back, STEP and kill_self strike between
-// the store of the owner word and the activation of the target; in the mark
-// step STEP strikes before the mark is written.
+// fault is one injected failure. "STEP" makes the step fail after its work is done.
+// "kill_source@STEP" and "kill_target@STEP" kill an executor just before the step's work.
+// "kill_self@STEP" kills gpuguest after it. Two steps differ. The success of the switch
+// step can't be undone, so there STEP and kill_self take effect between the store of the
+// owner word and the activation of the target. In the mark step, STEP takes effect before
+// the mark is written.
 type fault struct {
-	victim string // source, target, self or, to fail, empty
+	victim string // source, target or self; empty: the step fails
 	step   string
 }
 
@@ -47,7 +47,7 @@ func parseFault(s string, allowed bool, steps []string) (fault, error) {
 	return fault{}, fmt.Errorf("fault at unknown step %q; steps are %s", f.step, strings.Join(steps, ", "))
 }
 
-// before strikes ahead of the step's work.
+// before injects the faults that come before the step's work.
 func (f fault) before(step string, source, target *executor) {
 	if f.step != step {
 		return
@@ -60,7 +60,7 @@ func (f fault) before(step string, source, target *executor) {
 	}
 }
 
-// fail is the step's failure after its work.
+// fail returns the injected failure of a step after its work, or nil.
 func (f fault) fail(step string) error {
 	if f.step == step && f.victim == "" {
 		return ErrInjected
@@ -71,7 +71,7 @@ func (f fault) fail(step string) error {
 // deadly reports whether gpuguest is to die at the step.
 func (f fault) deadly(step string) bool { return f.step == step && f.victim == "self" }
 
-// killSelf ends this process as nothing but a kill does.
+// killSelf ends this process with SIGKILL, so that no cleanup runs.
 func killSelf() {
 	_ = unix.Kill(unix.Getpid(), unix.SIGKILL)
 	select {}

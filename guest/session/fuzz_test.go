@@ -16,7 +16,7 @@ import (
 	"github.com/gpuctl/gpuctl/guest/opencl/wire"
 )
 
-// pair is two ends of a unix stream; the first is a plain descriptor.
+// pair returns both ends of a unix stream. The first is a plain descriptor.
 func pair(t testing.TB) (int, *net.UnixConn) {
 	t.Helper()
 	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
@@ -32,7 +32,7 @@ func pair(t testing.TB) (int, *net.UnixConn) {
 	return fds[0], c.(*net.UnixConn)
 }
 
-// lowest is the lowest free descriptor: those that leak raise it.
+// lowest returns the lowest free descriptor. A leak of descriptors raises it.
 func lowest(t testing.TB) int {
 	t.Helper()
 	fd, err := unix.Dup(0)
@@ -43,9 +43,9 @@ func lowest(t testing.TB) int {
 	return fd
 }
 
-// FuzzGreeting greets as an application, with up to 15 descriptors. A greeting
-// that is taken is of this process and this version; and no descriptor of the
-// application's stays open.
+// FuzzGreeting sends a greeting as an application does, with up to 15 descriptors. A
+// greeting that is accepted is of this process and this version. No descriptor that was
+// sent stays open.
 func FuzzGreeting(f *testing.F) {
 	hello := make([]byte, 0, helloSize)
 	for _, v := range []uint32{wire.HelloMagic, wire.Version, uint32(os.Getpid()), 0} {
@@ -70,7 +70,7 @@ func FuzzGreeting(f *testing.F) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		// Only the reading side's end: what was sent along keeps the socket open.
+		// Shut down only the writing direction: descriptors in flight keep the socket open.
 		if err := unix.Shutdown(app, unix.SHUT_WR); err != nil {
 			t.Fatal(err)
 		}
@@ -95,8 +95,8 @@ func FuzzGreeting(f *testing.F) {
 	})
 }
 
-// FuzzRecord reads a session.json. What is taken is written as it was read, and
-// none of its parts is missing.
+// FuzzRecord reads a session.json. A record that is accepted is written as it was read, and
+// has all of its parts.
 func FuzzRecord(f *testing.F) {
 	head := uint64(64)
 	r := record{
@@ -144,8 +144,8 @@ func FuzzRecord(f *testing.F) {
 	})
 }
 
-// FuzzOffers reads an offers.json. Every offer is found by its token, and a
-// change of the offers keeps the others.
+// FuzzOffers reads an offers.json. Each offer is found by its token, and a change of the
+// offers keeps the others.
 func FuzzOffers(f *testing.F) {
 	dir := f.TempDir()
 	open := func() *Manager {

@@ -17,7 +17,7 @@ import (
 
 const held = gpuctlv1.SessionState_SESSION_STATE_HELD
 
-// isHeld checks that a session is held and that nothing else begins on it.
+// isHeld checks that a session is held and that no other operation begins on it.
 func (b *bench) isHeld(why string) {
 	b.t.Helper()
 	s := b.session()
@@ -78,8 +78,8 @@ func TestHeldSessionIsBroughtToRestByTheNextManager(t *testing.T) {
 	}
 }
 
-// An executor whose runtime computes answers nothing for a while. That is no
-// reason to end it.
+// An executor whose runtime computes does not answer for a while. That is no reason to end
+// it.
 func TestBusyExecutorIsNotLostByTheNextManager(t *testing.T) {
 	for name, op := range map[string]struct {
 		do  func(*bench)
@@ -94,7 +94,7 @@ func TestBusyExecutorIsNotLostByTheNextManager(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			b := newBench(t)
 			b.restart(func() {
-				defer b.l.setFailure("Describe", errFake) // it does not say that it refuses
+				defer b.l.setFailure("Describe", errFake) // it does not answer that it refuses
 				op.do(b)
 			})
 			if s := b.session(); s.State != held || !strings.Contains(s.Message, "fake failure") {
@@ -119,7 +119,7 @@ func TestHeldSessionEndsWithItsApplication(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			s.end() // a taken over session has no socket; its pid is this test's
+			s.end() // a session that was taken over has no socket; its pid is this test's
 		} else {
 			b.conn.Close()
 		}
@@ -153,7 +153,7 @@ func TestEndOfTheApplicationIsAllThatIsSaid(t *testing.T) {
 	}
 }
 
-// current is the session's executor as its manager sees it.
+// current returns the session's executor as its manager has it.
 func (b *bench) current() *executor {
 	b.t.Helper()
 	s, err := b.m.lookup(b.id)
@@ -165,8 +165,8 @@ func (b *bench) current() *executor {
 	return s.current
 }
 
-// hung has an operation wait for an executor that makes no progress, and says
-// how it ended once it has been told what is waited for.
+// hung makes an operation wait for an executor that makes no progress. It returns the
+// operation's result, after told was called with what the executor waits for.
 func (b *bench) hung(ctx context.Context, timeout time.Duration, told func(string)) *gpuctlv1.SwapResult {
 	b.t.Helper()
 	hangs := b.l.hangFinal()
@@ -179,7 +179,7 @@ func (b *bench) hung(ctx context.Context, timeout time.Duration, told func(strin
 				return
 			}
 			once.Do(func() {
-				telling.Go(func() { // it may be said on the way there
+				telling.Go(func() { // it may be reported before the block
 					select {
 					case <-hangs:
 						told(p.Message)
@@ -204,14 +204,14 @@ func (b *bench) hung(ctx context.Context, timeout time.Duration, told func(strin
 	return res
 }
 
-// An executor that lives and says what it waits for is waited for as long as the
+// If an executor lives and reports what it waits for, the operation waits as long as the
 // operator wants.
 func TestBusyExecutorIsWaitedForAndSaysForWhat(t *testing.T) {
 	b := newBench(t)
 	b.current().silent = 5 * time.Second
 	ctx, cancel := context.WithCancel(context.Background())
 	said := ""
-	res := b.hung(ctx, time.Hour, func(text string) { said = text; cancel() }) // nothing but the operator ends it
+	res := b.hung(ctx, time.Hour, func(text string) { said = text; cancel() }) // only the operator ends it
 	if want := "executor 1 waits: kernel spin of queue 3 has not ended, for 1m14s"; said != want {
 		t.Errorf("it said %q, not %q", said, want)
 	}
@@ -238,7 +238,7 @@ func TestExecutorThatSaysNothingIsFoundAtOnce(t *testing.T) {
 	b.runsOn(1)
 }
 
-// One of an earlier version has no pulse: its progress alone counts.
+// An executor of an earlier version has no pulse: only its progress counts.
 func TestExecutorWithoutPulseMayBeSilent(t *testing.T) {
 	b := newBench(t)
 	b.l.setFailure("Pulse", connect.NewError(connect.CodeUnimplemented, errors.New("no such method")))
@@ -250,7 +250,7 @@ func TestExecutorWithoutPulseMayBeSilent(t *testing.T) {
 	b.runsOn(1)
 }
 
-// How long a runtime may take to load follows from how long it has taken here.
+// The time limit for loading a runtime follows from earlier times on this machine.
 func TestProbeOfASlowMachineGetsTheTimeThatItHasShown(t *testing.T) {
 	b := newBench(t)
 	const slow = "/lib/slow.so"
@@ -259,14 +259,14 @@ func TestProbeOfASlowMachineGetsTheTimeThatItHasShown(t *testing.T) {
 		_ = b.m.loading(t.Context(), slow, func(ctx context.Context) error {
 			end, _ := ctx.Deadline()
 			left = time.Until(end)
-			return errFake // which teaches nothing
+			return errFake // an error from which nothing is learned
 		})
 		return left
 	}
 	if left := limit(); left > leastLoad {
 		t.Errorf("at first %v", left)
 	}
-	b.m.loads.Took(slow, 30*time.Second) // as an executor's start did
+	b.m.loads.Took(slow, 30*time.Second) // as the start of an executor did
 	if left := limit(); left < time.Minute || left > 2*time.Minute {
 		t.Errorf("%v, where a start took 30 s", left)
 	}

@@ -25,17 +25,17 @@ import (
 	"github.com/gpuctl/gpuctl/internal/testkit"
 )
 
-// victimEnv has a victim as JSON.
+// victimEnv is the environment variable that has a victim as JSON.
 const victimEnv = "TEST_VICTIM"
 
-// victim is another session's executor, as an attacker may know it.
+// victim is another session's executor, with what an attacker may find out about it.
 type victim struct {
 	PID                     int
 	Dir, Socket, Log, Named string // Named: an abstract socket
-	RootOnly, Public        string // files of the host's
+	RootOnly, Public        string // files of the host
 }
 
-// attacks are what an executor that has been taken over tries. None may succeed.
+// attacks are what an executor that was taken over may try. None may succeed.
 func attacks(v victim) map[string]func() error {
 	proc := fmt.Sprintf("/proc/%d/", v.PID)
 	read := func(path string) func() error {
@@ -124,7 +124,7 @@ func attacks(v victim) map[string]func() error {
 	}
 }
 
-// withLandlock are those that only Landlock prevents, by its version.
+// withLandlock returns the attacks that only Landlock prevents, for its version.
 func withLandlock(v victim, version int) map[string]func() error {
 	if version < 1 {
 		return nil
@@ -142,7 +142,7 @@ func withLandlock(v victim, version int) map[string]func() error {
 	return all
 }
 
-// beVictim serves its socket and waits to be killed.
+// beVictim serves its socket and waits until it is killed.
 func beVictim(c ExecutorConfig, report string) int {
 	fmt.Fprintln(os.Stderr, "a secret of the victim's")
 	l, err := net.Listen("unix", c.Socket)
@@ -167,7 +167,7 @@ func beVictim(c ExecutorConfig, report string) int {
 
 func namedSocket(pid int) string { return fmt.Sprintf("@gpuctl-test-victim-%d", pid) }
 
-// beHostile tries everything and tells what came of it.
+// beHostile tries all attacks and reports their results.
 func beHostile(text, report string) int {
 	var v victim
 	if err := json.Unmarshal([]byte(text), &v); err != nil {
@@ -184,7 +184,7 @@ func beHostile(text, report string) int {
 	}
 	try(attacks(v))
 	try(withLandlock(v, confine.Landlock()))
-	// What it needs works.
+	// What the executor needs still works.
 	for name, f := range map[string]func() error{
 		"own file":   func() error { return os.WriteFile(filepath.Join(os.Getenv("HOME"), "f"), nil, 0o600) },
 		"temporary":  func() error { f, err := os.CreateTemp("", "t"); f.Close(); return err },
@@ -235,7 +235,7 @@ func start(t *testing.T, l *ExecLauncher, spec Spec) Process {
 	return p
 }
 
-// statusOf is a line of /proc/PID/status.
+// statusOf returns a line of /proc/PID/status.
 func statusOf(t *testing.T, pid int, key string) string {
 	t.Helper()
 	b, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", pid))
@@ -314,7 +314,7 @@ func TestHostileExecutorReachesNoOtherSessionAndNotTheHost(t *testing.T) {
 	}
 }
 
-// Both executors of a swap are one session's, and reach each other.
+// Both executors of a swap belong to one session, and can reach each other.
 func TestExecutorsOfOneSessionShareItsUser(t *testing.T) {
 	needRoot(t)
 	l := newExecLauncher(t)
@@ -327,8 +327,8 @@ func TestExecutorsOfOneSessionShareItsUser(t *testing.T) {
 	}
 }
 
-// What an executor leaves behind ends with its session, and until it has, nobody
-// else gets its user.
+// Processes that an executor leaves behind end with its session. Until they have ended, no
+// other session gets the user.
 func TestUserIsGivenBackWithoutProcesses(t *testing.T) {
 	needRoot(t)
 	l := newExecLauncher(t)
@@ -385,7 +385,7 @@ func TestRootWithoutUsersStartsNoExecutor(t *testing.T) {
 	}
 }
 
-// beChatty fills its log and ends with a last word.
+// beChatty fills its log and ends with one last line.
 func beChatty() int {
 	line := strings.Repeat("x", 1023) + "\n"
 	for range 2 * logHalf / len(line) * 2 {
@@ -421,8 +421,8 @@ func TestLogOfAnExecutorIsBounded(t *testing.T) {
 	}
 }
 
-// Why an executor ended is read from what it wrote, whatever it makes of its
-// folder: a link there would lead root to any file.
+// The reason why an executor ended is read from what it wrote, whatever it does to its
+// folder: a link there would make root read any file.
 func TestReasonOfAnEndIsNotReadThroughTheExecutorsFolder(t *testing.T) {
 	dir := t.TempDir()
 	secret := filepath.Join(dir, "secret")
@@ -443,7 +443,7 @@ func TestReasonOfAnEndIsNotReadThroughTheExecutorsFolder(t *testing.T) {
 	if got := exitReason(nil, log.end()); got != "ended: its own words" {
 		t.Error(got)
 	}
-	// Nor does a new log go through a link that is there.
+	// A new log does not go through an existing link either.
 	if _, w, err = createLog(path); err != nil {
 		t.Fatal(err)
 	}
@@ -483,8 +483,8 @@ func TestLogGoesOnWithTheNextGpuguest(t *testing.T) {
 	}
 }
 
-// An executor that serves a link to another's socket, or answers without end,
-// gets nothing.
+// An executor that serves a link to another executor's socket, or answers without end, gets
+// nothing.
 func TestExecutorCannotPassOffAnothersSocketAsItsOwn(t *testing.T) {
 	dir, err := os.MkdirTemp("", "gh")
 	if err != nil {
@@ -530,7 +530,7 @@ func (strangers) PID() int                { return 1 }
 func (strangers) Done() <-chan struct{}   { return nil }
 func (strangers) Owns(c *unix.Ucred) bool { return false }
 
-// endless is an executor that answers without end.
+// endless returns an executor that answers without end.
 func endless(t *testing.T, answer func(w http.ResponseWriter)) *executor {
 	t.Helper()
 	dir, err := os.MkdirTemp("", "gh")
@@ -585,7 +585,7 @@ func TestAnswersOfAHostileExecutorTakeLittleMemory(t *testing.T) {
 	if _, err := endless(t, flood).snapshot(t.Context()); connect.CodeOf(errors.Unwrap(err)) != connect.CodeResourceExhausted {
 		t.Error(err)
 	}
-	// What is kept of an executor, and told on, is short.
+	// What is stored of an executor's answer, and passed on, is short.
 	long := func(w http.ResponseWriter) {
 		b, err := proto.Marshal(&gpuctlv1.DescribeResponse{Usage: &gpuctlv1.Usage{WorkItemSizes: make([]uint64, 2*maxUsage)}})
 		if err != nil {

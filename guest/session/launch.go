@@ -29,16 +29,16 @@ import (
 
 // Spec is what an executor is started with.
 type Spec struct {
-	Dir          string // of the session's executors; it is theirs
-	Log          string // file that takes what the executor has to say; not in Dir
+	Dir          string // folder of the session's executors; they own it
+	Log          string // file for the executor's standard error; not in Dir
 	Generation   uint32
 	Socket       string // where it serves ExecutorService
-	ImportSocket string // where it takes contents in
+	ImportSocket string // where it receives contents
 	Runtime      *gpuctlv1.Runtime
 	Device       *gpuctlv1.VirtualDevice
 	Memory       [3]*os.File // ring, arena, state
 	CacheKey     []byte      // signs the programs that executors for this runtime have built
-	AppPID       int         // the application, 0 if it can't be seen from here
+	AppPID       int         // the application; 0 if gpuguest can't see it
 	AppStart     uint64
 }
 
@@ -47,24 +47,24 @@ type Launcher interface {
 	// Launch starts an executor. It calls journal with the new process before
 	// the executor does anything; an error of journal ends the executor.
 	Launch(ctx context.Context, spec Spec, journal func(Process) error) (Process, error)
-	// Adopt watches a running executor that was started with that log; ErrGone if
-	// it has ended.
+	// Adopt watches a running executor that was started with that log. It returns ErrGone
+	// if the executor has ended.
 	Adopt(pid int, start uint64, log string) (Process, error)
 	// Probe starts a short-lived executor that reports a runtime's devices.
 	Probe(ctx context.Context, rt *gpuctlv1.Runtime) (*gpuctlv1.ProbeResponse, error)
-	// Warm starts ahead what Launch will need for the spec, or Probe for its
-	// runtime if it has no Dir: a process that has loaded the runtime's library,
-	// without having looked for a device. It returns when that is loaded. What is
-	// not used in WarmFor ends.
+	// Warm starts in advance a process that Launch will need for the spec. If the spec has
+	// no Dir, it is for a Probe of the spec's runtime. The process has loaded the runtime's
+	// library, but has not looked for a device. Warm returns when the library is loaded. A
+	// process that is not used within WarmFor ends.
 	Warm(ctx context.Context, spec Spec) error
-	// Cool ends what was started ahead for executors of a Dir.
+	// Cool ends the processes that were started in advance for executors of a Dir.
 	Cool(dir string)
-	// Forget ends all that executors of a Dir have started. The Dir is not used
-	// any more.
+	// Forget ends everything that executors of a Dir have started. The Dir must not be used
+	// after that.
 	Forget(dir string) error
 }
 
-// WarmFor is how long what was started ahead waits to be used.
+// WarmFor is how long a process that was started in advance waits to be used.
 const WarmFor = 15 * time.Minute
 
 // ExecutorConfig is the configuration that `gpuguest executor` reads as JSON
@@ -82,24 +82,24 @@ type ExecutorConfig struct {
 	AppStart     uint64          `json:"app_start,omitempty"`
 }
 
-// TasksFlag tells an executor that it has a user of its own, and how many tasks
-// that may have: see confine.Settle.
+// TasksFlag tells an executor that it runs as a user of its own, and how many tasks that
+// user may have: see confine.Settle.
 const TasksFlag = "tasks"
 
 // ExecLauncher starts executors as processes of this program's own binary.
 type ExecLauncher struct {
 	// Binary is the gpuguest to run, /proc/self/exe if empty.
 	Binary string
-	// Dir is the run folder; probes have a folder in it.
+	// Dir is the run folder; it contains a folder for probes.
 	Dir string
-	// Users gives each session's executors a user, and probes one. If gpuguest is
-	// root, nothing is started without; else all run as gpuguest's user.
+	// Users gives each session's executors a user, and one to probes. If gpuguest is root,
+	// it starts nothing without Users. Otherwise everything runs as gpuguest's user.
 	Users *confine.Users
-	// Limits of what a session's executors use; nil: there are none.
+	// Limits bounds what a session's executors use; nil: no limits.
 	Limits *confine.Limits
 
 	mu   sync.Mutex
-	warm map[string]*started // by Dir
+	warm map[string]*started // processes that were started in advance, by Dir
 }
 
 var _ Launcher = (*ExecLauncher)(nil)
@@ -108,14 +108,14 @@ var _ Launcher = (*ExecLauncher)(nil)
 type started struct {
 	*process
 	in    io.WriteCloser
-	out   *limitedBuffer // a probe's
+	out   *limitedBuffer // standard output, for a probe
 	msg   *limitedBuffer
 	rt    *gpuctlv1.Runtime
 	gen   uint32
-	timer *time.Timer // ends it, if it was started ahead
+	timer *time.Timer // ends the process, if it was started in advance
 }
 
-// end ends one that is not to run.
+// end ends a process that is not to run.
 func (st *started) end() {
 	st.in.Close()
 	st.Kill()
@@ -135,8 +135,8 @@ func (l *ExecLauncher) Launch(ctx context.Context, spec Spec, journal func(Proce
 		}
 	}
 	defer st.in.Close()
-	// The executor waits for its configuration, so that none runs that no
-	// journal knows.
+	// The executor waits for its configuration, so that no executor runs without being in
+	// the journal.
 	if err = journal(st.process); err == nil {
 		err = ctx.Err()
 	}
@@ -150,8 +150,8 @@ func (l *ExecLauncher) Launch(ctx context.Context, spec Spec, journal func(Proce
 	return st.process, nil
 }
 
-// ahead has a process load the runtime's library before it reads its input, and
-// write a byte to loaded then; nil: it does not.
+// ahead makes a process load the runtime's library before it reads its input, and then
+// write a byte to loaded. If loaded is nil, it does nothing.
 func ahead(cmd *exec.Cmd, rt *gpuctlv1.Runtime, loaded *os.File) {
 	if loaded == nil {
 		return
@@ -160,7 +160,7 @@ func ahead(cmd *exec.Cmd, rt *gpuctlv1.Runtime, loaded *os.File) {
 	cmd.ExtraFiles = append(cmd.ExtraFiles, loaded)
 }
 
-// start starts an executor that waits for its configuration; loaded as in ahead.
+// start starts an executor that waits for its configuration. For loaded, see ahead.
 func (l *ExecLauncher) start(spec *Spec, loaded *os.File) (*started, error) {
 	log, out, err := createLog(spec.Log)
 	if err != nil {
@@ -186,8 +186,8 @@ func (l *ExecLauncher) start(spec *Spec, loaded *os.File) (*started, error) {
 	return st, nil
 }
 
-// run starts a process that reads its standard input, confined to the folder
-// and to what the runtime needs; exit says how it ended.
+// run starts a process that reads its standard input. The process is confined to the folder
+// and to what the runtime needs. exit returns how it ended.
 func (l *ExecLauncher) run(cmd *exec.Cmd, dir string, rt *gpuctlv1.Runtime, exit func() string) (*started, error) {
 	uid, err := l.user(dir)
 	if err != nil {
@@ -227,7 +227,7 @@ func (l *ExecLauncher) run(cmd *exec.Cmd, dir string, rt *gpuctlv1.Runtime, exit
 	}
 	st := &started{process: p, in: in, rt: rt}
 	if uid != 0 {
-		// It does nothing for anybody yet.
+		// The process does nothing for anybody yet.
 		if err := l.Limits.Add(groupOf(dir), p.pid); err != nil {
 			st.end()
 			return nil, err
@@ -236,14 +236,16 @@ func (l *ExecLauncher) run(cmd *exec.Cmd, dir string, rt *gpuctlv1.Runtime, exit
 	return st, nil
 }
 
-// mostTasks is how many threads and processes a user of executors may have. Two
-// executors, each with a thread for every processor or two, are far below it.
+// mostTasks returns how many threads and processes a user of executors may have. Two
+// executors with one or two threads per processor are far below it.
 func mostTasks() uint64 { return uint64(1024 + 16*runtime.NumCPU()) }
 
-// groupOf is the name of the control group of a folder's executors: their session.
+// groupOf returns the name of the control group of a folder's executors: their session's
+// id.
 func groupOf(dir string) string { return filepath.Base(filepath.Dir(dir)) }
 
-// user is whom processes of the folder run as; 0: as gpuguest, which is not root.
+// user returns the user that processes of the folder run as. 0 means gpuguest's own user,
+// which is not root.
 func (l *ExecLauncher) user(dir string) (uint32, error) {
 	if os.Geteuid() != 0 {
 		return 0, nil
@@ -288,10 +290,11 @@ func (l *ExecLauncher) Warm(ctx context.Context, spec Spec) error {
 	w.Close()
 	stop := context.AfterFunc(ctx, func() { _ = r.SetReadDeadline(time.Now()) })
 	defer stop()
-	// The end of the pipe says no more than the process's: only the byte before.
+	// The end of the pipe only shows that the process has ended. Only the byte shows that
+	// the library is loaded.
 	if _, err := io.ReadFull(r, make([]byte, 1)); err != nil {
 		if ctx.Err() == nil {
-			<-st.Done() // it has closed the pipe by ending
+			<-st.Done() // the process has closed the pipe by ending
 			return fmt.Errorf("load %s: %s", spec.Runtime.GetLibrary(), st.Exit())
 		}
 		st.end()
@@ -338,8 +341,8 @@ func (l *ExecLauncher) remove(dir string) *started {
 	return st
 }
 
-// take returns what was started ahead for the spec, if it is of use. Which
-// devices it is for the process has not been told yet.
+// take returns the process that was started in advance for the spec, if it can be used.
+// That process does not have its list of devices yet, so the devices need not match.
 func (l *ExecLauncher) take(spec *Spec) *started {
 	st := l.remove(spec.Dir)
 	if st == nil {
@@ -378,7 +381,7 @@ func (spec *Spec) config() ([]byte, error) {
 // Adopt implements Launcher.
 func (l *ExecLauncher) Adopt(pid int, start uint64, log string) (Process, error) {
 	var reap func() string
-	if log, err := adoptLog(log); err == nil { // else it has ended, or was started by an older gpuguest
+	if log, err := adoptLog(log); err == nil { // otherwise the executor has ended, or an older gpuguest has started it
 		reap = func() string { return exitReason(nil, log.end()) }
 	}
 	p, err := openProcess(pid, start, reap)
@@ -388,7 +391,7 @@ func (l *ExecLauncher) Adopt(pid int, start uint64, log string) (Process, error)
 	return p, nil
 }
 
-// Probe implements Launcher: a driver that crashes takes a child with it only.
+// Probe implements Launcher. A driver that crashes ends only the child process.
 func (l *ExecLauncher) Probe(ctx context.Context, rt *gpuctlv1.Runtime) (*gpuctlv1.ProbeResponse, error) {
 	st := l.take(&Spec{Runtime: rt})
 	if st == nil {
@@ -404,7 +407,7 @@ func (l *ExecLauncher) Probe(ctx context.Context, rt *gpuctlv1.Runtime) (*gpuctl
 	if err != nil {
 		return nil, fmt.Errorf("probe %s: %w", rt.GetLibrary(), err)
 	}
-	// One that has ended says why below.
+	// If the process has ended, the reason is returned below.
 	_, _ = st.in.Write(in)
 	st.in.Close()
 	<-st.Done()
@@ -415,24 +418,24 @@ func (l *ExecLauncher) Probe(ctx context.Context, rt *gpuctlv1.Runtime) (*gpuctl
 		return nil, fmt.Errorf("probe %s: %s: %s", rt.GetLibrary(), how, lastLine(st.msg.b))
 	}
 	resp := &gpuctlv1.ProbeResponse{}
-	// A runtime may print to standard output too; ours is the last line.
+	// A runtime may print to standard output, too. The response is the last line.
 	if err := protojson.Unmarshal([]byte(lastLine(st.out.b)), resp); err != nil {
 		return nil, fmt.Errorf("probe %s: %w", rt.GetLibrary(), err)
 	}
 	return resp, nil
 }
 
-// exitedWell is what an os.ProcessState says of a process that did.
+// exitedWell is the text of an os.ProcessState of a process that ended without an error.
 const exitedWell = "exit status 0"
 
-// startProbe starts a probe that waits to be told of its runtime; loaded as in
+// startProbe starts a probe that waits for its runtime on standard input. For loaded, see
 // ahead.
 func (l *ExecLauncher) startProbe(rt *gpuctlv1.Runtime, loaded *os.File) (*started, error) {
 	cmd := l.command("probe", "--runtime", "-")
 	ahead(cmd, rt, loaded)
 	var out, msg limitedBuffer
 	cmd.Stdout, cmd.Stderr = &out, &msg
-	cmd.WaitDelay = time.Second // for what the runtime may have started
+	cmd.WaitDelay = time.Second // for processes that the runtime may have started
 	dir := filepath.Join(l.Dir, "probe")
 	if err := os.Mkdir(dir, 0o700); err != nil && !errors.Is(err, fs.ErrExist) {
 		return nil, fmt.Errorf("start probe: %w", err)
@@ -451,14 +454,14 @@ func (l *ExecLauncher) command(args ...string) *exec.Cmd {
 		bin = "/proc/self/exe"
 	}
 	cmd := exec.Command(bin, args...)
-	cmd.Args[0] = "gpuguest" // what ps shows
+	cmd.Args[0] = "gpuguest" // shown by ps
 	cmd.Dir = "/"
-	// A session of its own: signals to gpuguest's group don't reach it.
+	// With a session of its own, it does not get signals to gpuguest's process group.
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true}
 	return cmd
 }
 
-// deviceGroups are those that open GPUs, where the machine has them.
+// deviceGroups returns the groups that may open GPUs, as far as this host or VM has them.
 func deviceGroups() []uint32 {
 	var gids []uint32
 	for _, name := range []string{"render", "video"} {
@@ -473,8 +476,8 @@ func deviceGroups() []uint32 {
 	return gids
 }
 
-// runtimeFiles are what a runtime reads beside the system's files: the folder of
-// its library, and what its environment names.
+// runtimeFiles returns what a runtime reads in addition to the system's files: the folder
+// of its library, and the paths in its environment.
 func runtimeFiles(rt *gpuctlv1.Runtime) []string {
 	var paths []string
 	if lib := rt.GetLibrary(); filepath.IsAbs(lib) {
@@ -493,9 +496,9 @@ func runtimeFiles(rt *gpuctlv1.Runtime) []string {
 	return slices.DeleteFunc(paths, func(p string) bool { return filepath.Clean(p) == "/" })
 }
 
-// environ is a minimal environment with the runtime's on top. Variables that
-// would lead a runtime back to gpuctl are not among what is kept. What runtimes
-// cache, native code among it, is the session's: dir is their home.
+// environ returns a minimal environment with the runtime's variables added. It omits
+// gpuguest's variables that could make a runtime load gpuctl again. What runtimes cache,
+// which includes native code, belongs to the session: dir is their home.
 func environ(rt map[string]string, dir string) []string {
 	env := map[string]string{"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "HOME": dir, "TMPDIR": dir}
 	if v, ok := os.LookupEnv("PATH"); ok {
@@ -510,7 +513,7 @@ func environ(rt map[string]string, dir string) []string {
 	return list
 }
 
-// limitedBuffer keeps the first megabyte and refuses the rest.
+// limitedBuffer stores the first megabyte and returns an error for the rest.
 type limitedBuffer struct{ b []byte }
 
 func (l *limitedBuffer) Write(p []byte) (int, error) {

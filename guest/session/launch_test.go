@@ -23,7 +23,7 @@ import (
 	"github.com/gpuctl/gpuctl/guest/confine"
 )
 
-// surroundings is what an executor finds itself in.
+// surroundings is the environment that an executor runs in.
 type surroundings struct {
 	Config ExecutorConfig
 	Env    []string
@@ -34,8 +34,8 @@ type surroundings struct {
 	UID    int
 }
 
-// reportSurroundings is this test's binary as an executor: it writes what it
-// finds to a named pipe in its folder, and waits to be killed.
+// reportSurroundings is this test's binary as an executor. It writes its surroundings to a
+// named pipe in its folder, and waits until it is killed.
 func reportSurroundings() int {
 	s := surroundings{Env: os.Environ(), Status: map[string]string{}, UID: os.Getuid()}
 	var tasks uint64
@@ -113,7 +113,8 @@ func tell(report string, what any) error {
 	return errors.Join(json.NewEncoder(to).Encode(what), to.Close())
 }
 
-// load is a library's: /crashes.so and /hangs.so do what they say.
+// load stands for the loading of a library: /crashes.so crashes, and /hangs.so does not
+// return.
 func (s *surroundings) load(tell *os.File) error {
 	switch library := os.Args[slices.Index(os.Args, "--load")+1]; library {
 	case "/crashes.so":
@@ -126,8 +127,8 @@ func (s *surroundings) load(tell *os.File) error {
 	return errors.Join(err, tell.Close())
 }
 
-// What was started ahead is the next executor of its folder, if it is of the
-// same runtime, and no other.
+// A process that was started in advance becomes the next executor of its folder, if it is
+// for the same runtime, and no other executor.
 func TestExecutorsStartedAhead(t *testing.T) {
 	spec, _, r := launchSpec(t)
 	l := newExecLauncher(t)
@@ -217,8 +218,8 @@ func TestProbeStartedAhead(t *testing.T) {
 	}
 }
 
-// newExecLauncher runs this test's binary, with users of a range of its own if
-// that is root's.
+// newExecLauncher returns a launcher that runs this test's binary. As root, it has a range
+// of users of its own.
 func newExecLauncher(t *testing.T) *ExecLauncher {
 	t.Helper()
 	l := &ExecLauncher{Dir: passable(t)}
@@ -228,7 +229,7 @@ func newExecLauncher(t *testing.T) *ExecLauncher {
 	return l
 }
 
-// passable is a folder that all users may pass through.
+// passable returns a folder that all users may pass through.
 func passable(t *testing.T) string {
 	t.Helper()
 	dir := t.TempDir()
@@ -240,10 +241,11 @@ func passable(t *testing.T) string {
 	return dir
 }
 
-// executorsFolder is one in a session's, with a named pipe for a report.
+// executorsFolder returns an executors' folder in a session's, with a named pipe for a
+// report.
 func executorsFolder(t *testing.T) string {
 	t.Helper()
-	session, err := os.MkdirTemp("", "gh") // short: a socket's path is
+	session, err := os.MkdirTemp("", "gh") // short, because a socket's path must be
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -260,7 +262,7 @@ const reportName = "report"
 
 func openReport(t *testing.T, dir string) *os.File {
 	t.Helper()
-	r, err := os.OpenFile(filepath.Join(dir, reportName), os.O_RDWR, 0) // a writer, too: it has no end between two
+	r, err := os.OpenFile(filepath.Join(dir, reportName), os.O_RDWR, 0) // opened for writing, too: so there is no end of file between two reports
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -268,7 +270,7 @@ func openReport(t *testing.T, dir string) *os.File {
 	return r
 }
 
-// launchSpec is a spec whose executor's report can be read.
+// launchSpec returns a spec whose executor's report can be read.
 func launchSpec(t *testing.T) (Spec, *memory, *os.File) {
 	t.Helper()
 	dir := executorsFolder(t)

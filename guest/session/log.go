@@ -15,24 +15,23 @@ import (
 	"github.com/gpuctl/gpuctl/internal/beneath"
 )
 
-// What executors may log. Run folders are in memory, most of the time.
+// Limits of executors' logs. Run folders are mostly in memory.
 const (
-	logHalf  = 128 << 10 // of a log; the half before it is kept, too
-	logTail  = 64 << 10  // is looked at for why an executor ended: a crash dump fits
+	logHalf  = 128 << 10 // bytes of a log file; the file before it is kept, too
+	logTail  = 64 << 10  // bytes that are searched for why an executor ended; a crash dump fits
 	logRate  = 256 << 10 // bytes per second, after a burst
 	logBurst = 1 << 20
-	logsKept = 4                      // of a session's executors
-	logDrain = 200 * time.Millisecond // for what is still in the pipe at an executor's end
+	logsKept = 4                      // logs of a session's executors
+	logDrain = 200 * time.Millisecond // for what is still in the pipe when an executor ends
 )
 
-// execLog takes what an executor writes to its standard error out of a named
-// pipe, which is there for the next gpuguest, too, and keeps the end of it in a
-// file. Both are in a folder that no executor can write to. An executor that
-// writes too quickly waits.
+// execLog reads an executor's standard error from a named pipe, and keeps the last part in
+// a file. The pipe remains for the next gpuguest. Both are in a folder that no executor can
+// write to. An executor that writes too fast has to wait.
 type execLog struct {
 	path string
 	pipe *os.File
-	done chan struct{} // everybody who could write has ended, or pipe is closed
+	done chan struct{} // closed when all writers have ended, or pipe is closed
 
 	mu   sync.Mutex
 	file *os.File
@@ -41,7 +40,7 @@ type execLog struct {
 
 func pipeOf(path string) string { return path + ".pipe" }
 
-// createLog begins a log at path. Whoever has w writes to it.
+// createLog begins a log at path. What is written to w goes to the log.
 func createLog(path string) (l *execLog, w *os.File, err error) {
 	pipe := pipeOf(path)
 	for _, f := range []string{pipe, path, path + ".1"} {
@@ -63,7 +62,7 @@ func createLog(path string) (l *execLog, w *os.File, err error) {
 	return l, w, nil
 }
 
-// adoptLog goes on with the log of an executor that an earlier gpuguest started.
+// adoptLog continues the log of an executor that an earlier gpuguest started.
 func adoptLog(path string) (*execLog, error) {
 	l, err := openLog(path)
 	if err == nil {
@@ -73,7 +72,7 @@ func adoptLog(path string) (*execLog, error) {
 }
 
 func openLog(path string) (*execLog, error) {
-	// Without waiting for a writer, nor, in read, for what it writes.
+	// Neither this open waits for a writer, nor the reads block a thread.
 	pipe, err := openPipe(pipeOf(path), os.O_RDONLY|unix.O_NONBLOCK)
 	if err != nil {
 		return nil, fmt.Errorf("executor log: %w", err)
@@ -86,8 +85,8 @@ func openLog(path string) (*execLog, error) {
 	return l, nil
 }
 
-// openPipe opens a pipe that gpuguest has made in its own folder. To write does
-// not wait: there is a reader by then.
+// openPipe opens a pipe that gpuguest has made in its own folder. To open it for writing
+// does not block, because there is a reader by then.
 func openPipe(path string, flags int) (*os.File, error) {
 	return os.OpenFile(path, flags|unix.O_NOFOLLOW, 0) //nolint:forbidigo // beneath opens no pipes
 }
@@ -136,7 +135,7 @@ func (l *execLog) write(b []byte) {
 	if l.size+len(b) > logHalf {
 		old := l.file
 		if os.Rename(l.path, l.path+".1") != nil || l.open(os.O_CREATE|os.O_EXCL) != nil {
-			return // what is there stays; the rest is dropped
+			return // the file stays as it is; the rest is dropped
 		}
 		old.Close()
 	}
@@ -144,12 +143,11 @@ func (l *execLog) write(b []byte) {
 	l.size += n
 }
 
-// end lets go of the log of an executor that has ended, and returns its last
-// words.
+// end closes the log of an executor that has ended, and returns its last output.
 func (l *execLog) end() []byte {
 	select {
 	case <-l.done:
-	case <-time.After(logDrain): // something that it started lives on
+	case <-time.After(logDrain): // a process that it started still runs
 	}
 	l.mu.Lock()
 	b := make([]byte, min(l.size, logTail))
@@ -170,21 +168,21 @@ func (l *execLog) close() {
 	}
 }
 
-// dropLog removes a log that is too old.
+// dropLog deletes a log that is too old.
 func dropLog(path string) {
 	for _, f := range []string{path, path + ".1", pipeOf(path)} {
 		_ = os.Remove(f)
 	}
 }
 
-// exitReason is how a process ended, with the cause that its last words give.
+// exitReason returns how a process ended, with the cause from its last output.
 func exitReason(st *os.ProcessState, last []byte) string {
 	how := "ended"
 	if st != nil {
 		how = st.String()
 	}
 	for l := range strings.Lines(string(last)) {
-		// A dump begins with its cause and ends with registers.
+		// A crash dump begins with its cause and ends with registers.
 		if strings.HasPrefix(l, "panic: ") || strings.HasPrefix(l, "fatal error: ") || strings.HasPrefix(l, "SIG") {
 			return how + ": " + reasonLine(l)
 		}
@@ -195,7 +193,7 @@ func exitReason(st *os.ProcessState, last []byte) string {
 	return how
 }
 
-// reasonLine is a line that goes into messages.
+// reasonLine makes a line fit for messages.
 func reasonLine(l string) string { return shorten(strings.TrimSpace(strings.ToValidUTF8(l, "?"))) }
 
 func lastLine(b []byte) string {

@@ -31,23 +31,23 @@ import (
 const (
 	defaultMaxSessions = 1024
 	usageEvery         = time.Second
-	maxToken           = 48 // bytes, as the greeting has them
+	maxToken           = 48 // bytes; as long as in the greeting
 )
 
 // ErrLocked is returned by New when another gpuguest uses the run folder.
 var ErrLocked = errors.New("another gpuguest uses this run folder")
 
-// Config is what a Manager needs.
+// Config is the configuration of a Manager.
 type Config struct {
-	Dir         string // run folder, made if missing
+	Dir         string // run folder; created if missing
 	Launcher    Launcher
 	Logger      *slog.Logger
 	Faults      bool // allow fail_at
 	MaxSessions int  // at once; 0: 1024
-	CompileAnew bool // keep nothing that runtimes compile for the next session of a user's program
+	CompileAnew bool // do not keep what runtimes compile for the next session of a user's program
 }
 
-// Manager is the guest helper: the sessions of one run folder.
+// Manager manages the sessions of one run folder.
 type Manager struct {
 	cfg  Config
 	log  *slog.Logger
@@ -58,7 +58,7 @@ type Manager struct {
 	wg     sync.WaitGroup
 	model  *model
 	kept   *compiled.Store    // nil: nothing is kept
-	loads  *patience.Patience // with runtimes, by library
+	loads  *patience.Patience // time limits of loading runtimes, by library
 	die    func()             // ends this process; only fault injection calls it
 
 	changes news.Changes[string, *session]
@@ -83,7 +83,7 @@ func New(cfg Config) (*Manager, error) {
 	if longest := filepath.Join(dir, "sessions", "s-000000", "x", "c4294967295"); len(longest) > 107 {
 		return nil, fmt.Errorf("run folder %s: path is too long for unix sockets", dir)
 	}
-	// Executors of another user pass through to their own folder, no further.
+	// Executors of another user can pass through to their own folder, but no further.
 	if err := os.MkdirAll(filepath.Join(dir, "sessions"), 0o711); err != nil {
 		return nil, fmt.Errorf("run folder: %w", err)
 	}
@@ -121,8 +121,8 @@ func New(cfg Config) (*Manager, error) {
 	return m, nil
 }
 
-// Close rolls back what has not been committed and lets go of the sessions.
-// Applications and executors go on; the next Manager takes them over.
+// Close rolls back what is not committed, and releases the sessions. Applications and
+// executors continue to run; the next Manager takes them over.
 func (m *Manager) Close() {
 	m.cancel()
 	m.wg.Wait()
@@ -133,7 +133,7 @@ func (m *Manager) Close() {
 	for _, s := range sessions {
 		s.mu.Lock()
 		op, ending, e := s.op, s.ending, s.current
-		s.ending = true // nothing may begin or be lost any more
+		s.ending = true // from now on, no operation begins and no session is lost
 		s.mu.Unlock()
 		if op != nil {
 			<-op.done
@@ -181,8 +181,8 @@ func (m *Manager) list() []*session {
 	return all
 }
 
-// warm starts ahead what a probe, and the next executor of every session that
-// has one now, will need.
+// warm starts in advance what a probe, and the next executor of each session that has one
+// now, will need.
 func (m *Manager) warm(ctx context.Context, rt *gpuctlv1.Runtime) error {
 	specs := []Spec{{Runtime: rt}}
 	for _, s := range m.list() {
@@ -201,8 +201,8 @@ func (m *Manager) warm(ctx context.Context, rt *gpuctlv1.Runtime) error {
 	return errors.Join(errs...)
 }
 
-// reserve takes a place and an unused id for a new session; add or unreserve
-// ends the reservation.
+// reserve reserves a place and an unused id for a new session. unreserve ends the
+// reservation.
 func (m *Manager) reserve() (id string, err error) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -230,17 +230,16 @@ func (m *Manager) unreserve() {
 	m.mu.Unlock()
 }
 
-// removeDir removes a session's folder, and ends what may still run with its
-// executors' user.
+// removeDir removes a session's folder, and ends what still runs as its executors' user.
 func (m *Manager) removeDir(dir string) error {
 	return errors.Join(m.cfg.Launcher.Forget(filepath.Join(dir, executorsName)), os.RemoveAll(dir))
 }
 
-// keepCompiled keeps what the session's runtimes have compiled, for the next
-// session of its program. Its executors have ended, in order: one that was killed
-// may have been writing.
+// keepCompiled stores what the session's runtimes have compiled, for the next session of
+// its program. It may be called only if the executors have ended normally: an executor that
+// was killed may have been writing.
 func (s *session) keepCompiled() {
-	if err := s.m.cfg.Launcher.Forget(s.executorsDir()); err != nil { // what they have started ends, too
+	if err := s.m.cfg.Launcher.Forget(s.executorsDir()); err != nil { // also ends the processes that they have started
 		s.log.Debug("what was compiled is not kept", "err", err)
 		return
 	}
@@ -334,7 +333,7 @@ func (m *Manager) offered(token string) (*gpuctlv1.OfferRequest, bool) {
 	return o, ok
 }
 
-// refreshLoop keeps the usage of all sessions fresh while somebody watches.
+// refreshLoop updates the usage of all sessions while somebody watches.
 func (m *Manager) refreshLoop() {
 	t := time.NewTicker(usageEvery)
 	defer t.Stop()
@@ -360,8 +359,8 @@ func (m *Manager) refreshAll(ctx context.Context) {
 
 func (m *Manager) changed(s *session) { m.changes.Put(s.id, s) }
 
-// watch calls send for every session as it is and then for every change, until
-// ctx or the manager ends or send fails.
+// watch calls send with each session's current state, and then for each change, until ctx
+// or the manager ends or send fails.
 func (m *Manager) watch(ctx context.Context, send func(*gpuctlv1.Session) error) error {
 	changed := m.changes.Read()
 	defer changed.Close()
@@ -380,8 +379,8 @@ func (m *Manager) watch(ctx context.Context, send func(*gpuctlv1.Session) error)
 		case <-changed.Bell():
 		}
 		for _, s := range changed.Take() {
-			// As it is now: of two snapshots that were taken earlier the older
-			// one may have come later, and say that a session runs which has ended.
+			// Take the snapshot now. Of two snapshots that were taken earlier, the older
+			// one could arrive later, and show a session as running that has ended.
 			if err := send(s.snapshot()); err != nil {
 				return err
 			}

@@ -17,38 +17,38 @@ const (
 	arenaMin     = 128 * gib
 	arenaMax     = 2048 * gib
 	arenaRound   = 2 << 20
-	arenaPerByte = 8 // address space for each byte of RAM; pages come with use
+	arenaPerByte = 8 // address space for each byte of RAM; pages are allocated when they are used
 )
 
-// inode identifies a memfd for as long as anything holds it open.
+// inode identifies a memfd while anything has it open.
 type inode struct {
 	Dev  uint64 `json:"dev"`
 	Ino  uint64 `json:"ino"`
-	Size int64  `json:"size"` // bytes, of a sealed one; 0 else
+	Size int64  `json:"size"` // bytes, if the size is sealed; otherwise 0
 }
 
-// What is sealed of each memfd. The client could otherwise shrink what others
-// have mapped, or keep the state from being written.
+// The seals of each memfd. Without them, the client could shrink memory that others have
+// mapped, or keep the state from being written.
 const (
 	sealsFixed = unix.F_SEAL_SHRINK | unix.F_SEAL_GROW | unix.F_SEAL_SEAL
 	sealsState = unix.F_SEAL_SEAL
 )
 
-// The memfds of a session have an order.
+// The index of the state among the memfds of a session; see memfdName.
 const stateMemfd = 2
 
 func memfdName(i int) string { return [...]string{"ring", "arena", "state"}[i] }
 
-// memory is a session's shared memory: what survives every executor.
+// memory is a session's shared memory. It outlives every executor.
 type memory struct {
 	ring, arena, state *os.File
 
 	mu     sync.RWMutex
-	region *shm.Region // the ring, through a description of our own; nil once closed
-	q      *shm.Ring   // the client writes here too
+	region *shm.Region // the ring, mapped through an open file description of its own; nil once closed
+	q      *shm.Ring   // the client can write to it, too
 }
 
-// createMemory makes the three memfds of a new session, the ring formatted.
+// createMemory makes the three memfds of a new session, and formats the ring.
 func createMemory(id string) (*memory, error) {
 	m := &memory{}
 	arena, err := arenaSize()
@@ -99,10 +99,9 @@ func createMemfd(name string, size uint64, seals int) (*os.File, error) {
 	return f, nil
 }
 
-// findMemory opens the memfds with the given inodes through the descriptors of
-// any of the processes. What those hold is theirs to choose, and to change at
-// any time: nothing is opened but what is one of the session's memfds for
-// certain.
+// findMemory opens the memfds with the given inodes through the descriptors of any of the
+// processes. Each process chooses its descriptors, and can change them at any time. So
+// nothing is opened unless it is certainly one of the session's memfds.
 func findMemory(want [3]inode, pids ...int) (*memory, error) {
 	m := &memory{}
 	files := [3]**os.File{&m.ring, &m.arena, &m.state}
@@ -112,7 +111,7 @@ func findMemory(want [3]inode, pids ...int) (*memory, error) {
 		}
 		fds, err := openDescriptors(pid)
 		if err != nil {
-			continue // gone, or not ours to look at
+			continue // the process has ended, or gpuguest may not inspect it
 		}
 		names, _ := fds.Readdirnames(-1)
 		for _, name := range names {
@@ -135,7 +134,7 @@ func findMemory(want [3]inode, pids ...int) (*memory, error) {
 	return m, nil
 }
 
-// openDescriptors opens the folder of a process's descriptors.
+// openDescriptors opens the folder with a process's descriptors in /proc.
 func openDescriptors(pid int) (*os.File, error) {
 	path := "/proc/" + strconv.Itoa(pid) + "/fd"
 	fd, err := unix.Open(path, unix.O_RDONLY|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
@@ -145,10 +144,10 @@ func openDescriptors(pid int) (*os.File, error) {
 	return os.NewFile(uintptr(fd), path), nil
 }
 
-// openMemfd opens a process's descriptor anew, so that locks are our own, if it
-// is memfd i of the session as it was made; else it returns nil. It pins the
-// file first, without opening it: an open can wait, write, or wake a device.
-// What is then opened is what has been looked at.
+// openMemfd opens a process's descriptor again, so that locks belong to this process. It
+// returns nil unless the descriptor is memfd i of the session, as it was created. First it
+// pins the file with O_PATH and does not open it, because an open can block, write, or wake
+// a device. Then it opens exactly the file that was checked.
 func openMemfd(fds *os.File, name string, want inode, i int) *os.File {
 	pin, err := unix.Openat(int(fds.Fd()), name, unix.O_PATH|unix.O_CLOEXEC, 0)
 	if err != nil {
@@ -162,7 +161,7 @@ func openMemfd(fds *os.File, name string, want inode, i int) *os.File {
 	if err != nil {
 		return nil
 	}
-	// Files of the same system have no seals, or others.
+	// Other files of the same file system have no seals, or different ones.
 	id, err := statInode(fd, i)
 	seals, serr := unix.FcntlInt(uintptr(fd), unix.F_GET_SEALS, 0)
 	if err != nil || serr != nil || id != want || seals != sealsOf(i) {
@@ -179,7 +178,7 @@ func sealsOf(i int) int {
 	return sealsFixed
 }
 
-// statInode identifies what an open descriptor of memfd i is of.
+// statInode returns the identity of the file of an open descriptor of memfd i.
 func statInode(fd, i int) (inode, error) {
 	var st unix.Stat_t
 	if err := unix.Fstat(fd, &st); err != nil {
@@ -187,7 +186,7 @@ func statInode(fd, i int) (inode, error) {
 	}
 	id := inode{Dev: st.Dev, Ino: st.Ino, Size: st.Size}
 	if i == stateMemfd {
-		id.Size = 0 // as it comes
+		id.Size = 0 // the state's size varies
 	}
 	if st.Mode&unix.S_IFMT != unix.S_IFREG {
 		return inode{}, unix.EINVAL
@@ -204,8 +203,8 @@ func (m *memory) inodes() (ids [3]inode, err error) {
 	return ids, nil
 }
 
-// mapRing maps the ring through a description of its own, which the manager's
-// lock belongs to: the client and the executors share m.ring's.
+// mapRing maps the ring through an open file description of its own. The manager's lock
+// belongs to that description. The client and the executors share the one of m.ring.
 func (m *memory) mapRing() error {
 	fd, err := shm.Reopen(int(m.ring.Fd()))
 	if err != nil {
@@ -237,7 +236,7 @@ func (m *memory) owner() (gen uint32) {
 	return gen
 }
 
-// serving is the generation of the executor that last began to serve.
+// serving returns the generation of the executor that was the last to begin to serve.
 func (m *memory) serving() (gen uint32) {
 	m.mapped(func() { gen = m.q.Serving() })
 	return gen
@@ -250,7 +249,8 @@ func (m *memory) head() (n uint64) {
 	return n
 }
 
-// setState stores the session's state and wakes everything that waits on it.
+// setState stores the session's state. It wakes all who wait on the state; if the session
+// is lost, it wakes all other waiters, too.
 func (m *memory) setState(state uint32) {
 	m.mapped(func() {
 		m.q.SetState(state)
@@ -260,8 +260,8 @@ func (m *memory) setState(state uint32) {
 	})
 }
 
-// wakeAll wakes those who wait for replies, room or callbacks, when there is
-// nobody else left to do it.
+// wakeAll wakes those who wait for replies, room or callbacks. It is for the case that no
+// executor is left to do it.
 func (m *memory) wakeAll() {
 	wake := func(off int) { shm.FutexWake(m.region.Word32(uint64(off)), shm.All) }
 	wake(wire.HdrSpace)
@@ -274,8 +274,8 @@ func (m *memory) wakeAll() {
 	}
 }
 
-// lockManager tells clients that a gpuguest is alive. The lock ends with the
-// process.
+// lockManager takes the lock that shows clients that a gpuguest lives. The kernel releases
+// it when the process ends.
 func (m *memory) lockManager() error {
 	if err := shm.LockByte(m.region.FD(), wire.LockManager); err != nil {
 		return fmt.Errorf("lock ring: %w", err)
@@ -283,7 +283,7 @@ func (m *memory) lockManager() error {
 	return nil
 }
 
-// dropState frees what a suspended session kept in memory.
+// dropState frees what a suspended session has stored in memory.
 func (m *memory) dropState() error {
 	if err := m.state.Truncate(0); err != nil {
 		return fmt.Errorf("empty the state memory: %w", err)

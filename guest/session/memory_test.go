@@ -23,8 +23,8 @@ func testMemory(t *testing.T) (*memory, [3]inode) {
 	return m, ids
 }
 
-// A process swaps what one of its descriptors is of, all the time, between the
-// session's state and a file that is none of its business.
+// A process keeps exchanging the file of one of its descriptors between the session's state
+// and a file that the session has no right to.
 func TestNextManagerIsNotTrickedIntoAnotherFile(t *testing.T) {
 	mem, ids := testMemory(t)
 	other, err := os.Create(filepath.Join(t.TempDir(), "other"))
@@ -73,8 +73,7 @@ func TestNextManagerIsNotTrickedIntoAnotherFile(t *testing.T) {
 	}
 }
 
-// What a descriptor is of may wait when it is opened, or do something: it is
-// not even opened.
+// To open a descriptor's file can block, or have an effect. So it is not even opened.
 func TestNextManagerOpensNothingButItsMemory(t *testing.T) {
 	_, ids := testMemory(t)
 	dir := t.TempDir()
@@ -112,7 +111,7 @@ func TestNextManagerOpensNothingButItsMemory(t *testing.T) {
 		if err := unix.Fstat(fd, &st); err != nil {
 			t.Fatal(err)
 		}
-		// Even if it were the very file that the journal names.
+		// Not even if it were the file that the journal names.
 		if f := openMemfd(fds, strconv.Itoa(fd), inode{Dev: st.Dev, Ino: st.Ino}, stateMemfd); f != nil {
 			t.Errorf("%s was opened", name)
 		}

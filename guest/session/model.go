@@ -7,24 +7,24 @@ import (
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 )
 
-// model predicts what a swap costs:
+// model predicts the times of a swap:
 //
 //	total = start + programs·build + memory/rate + stop
 //	stop  = fixed + memory·dirty/rate
 //
-// Its constants begin with cautious values and follow the swaps that this
-// process has seen, the newest counting half.
+// Its constants begin with cautious values and follow the swaps that this process has
+// measured. The newest swap counts half.
 type model struct {
 	mu    sync.Mutex
 	start float64 // seconds until a target serves
 	build float64 // seconds to prepare one program
 	rate  float64 // bytes per second of copying
-	dirty float64 // share of the memory that is left for the frozen time
-	fixed float64 // seconds of standing still beside copying
+	dirty float64 // share of the memory that is copied while frozen
+	fixed float64 // seconds of downtime in addition to copying
 	seen  int     // swaps
 }
 
-// How far off a prediction may be: one that follows no swap, and one that does.
+// How far off a prediction may be: a factor without any swap measured before, and with one.
 const (
 	guessLow, guessHigh = 4, 16
 	seenOff             = 2
@@ -43,7 +43,7 @@ func (m *model) predict(u *gpuctlv1.Usage) (total, stop time.Duration) {
 	return seconds(t), seconds(s)
 }
 
-// spread is between what a predicted time is expected to be.
+// spread returns the range in which a predicted time is expected.
 func (m *model) spread(d time.Duration) *gpuctlv1.Prediction {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -53,7 +53,7 @@ func (m *model) spread(d time.Duration) *gpuctlv1.Prediction {
 	return &gpuctlv1.Prediction{LowNs: int64(d / seenOff), HighNs: int64(d * seenOff), Measured: true}
 }
 
-// learn takes in a swap that worked.
+// learn updates the model from a swap that succeeded.
 func (m *model) learn(r *gpuctlv1.SwapResult, u *gpuctlv1.Usage) {
 	took := map[string]float64{}
 	for _, t := range r.Steps {
@@ -65,7 +65,7 @@ func (m *model) learn(r *gpuctlv1.SwapResult, u *gpuctlv1.Usage) {
 	m.seen++
 	follow := func(v *float64, seen float64) {
 		if first {
-			*v = seen // is worth more than a guess
+			*v = seen // a measured value replaces the guess
 			return
 		}
 		*v += (seen - *v) / 2
@@ -74,7 +74,7 @@ func (m *model) learn(r *gpuctlv1.SwapResult, u *gpuctlv1.Usage) {
 	if n := u.GetPrograms(); n > 0 {
 		follow(&m.build, took[stepPrepare]/float64(n))
 	}
-	const enough = 1 << 20 // bytes; less says nothing about the rate
+	const enough = 1 << 20 // bytes; less is too little to measure the rate
 	if n := r.BytesPrecopied; n > enough && took[stepPrecopy] > 0 {
 		follow(&m.rate, float64(n)/took[stepPrecopy])
 	}

@@ -21,7 +21,7 @@ const (
 	kindResume  = "resume"
 	kindPlan    = "plan"
 
-	toMemory = "memory" // as SuspendedTo
+	toMemory = "memory" // value of SuspendedTo
 	toAway   = "away"
 
 	defaultFreeze = 10 * time.Second
@@ -43,7 +43,7 @@ const (
 	stepDiscard  = "discard"
 )
 
-// stepNames are the names of the steps that an operation of this kind runs.
+// stepNames returns the names of the steps that an operation of this kind runs.
 func stepNames(kind string) []string {
 	op := &operation{}
 	switch kind {
@@ -57,10 +57,10 @@ func stepNames(kind string) []string {
 	return op.names()
 }
 
-// errLost means that neither side of a switch can go on.
+// errLost means that neither side of a switch can continue.
 var errLost = errors.New("the session's requests are lost with the target")
 
-// operation is a swap, suspend or resume in flight.
+// operation is a swap, suspend or resume in progress.
 type operation struct {
 	s       *session
 	kind    string
@@ -73,21 +73,21 @@ type operation struct {
 	start   time.Time
 	telling sync.Mutex
 	now     gpuctlv1.Progress // step and bytes as last reported
-	still   time.Duration     // that it may stand still without progress
+	still   time.Duration     // how long the application may be frozen without progress
 	result  *gpuctlv1.SwapResult
 
-	rest   context.Context // in which it is taken back once it is held
+	rest   context.Context // the context of the undos while the operation is held
 	giveUp context.CancelFunc
 
 	source, target *executor
-	freeze         uint64    // that thawSource undoes
-	graph          []byte    // newest
+	freeze         uint64    // number of the freeze that thawSource undoes
+	graph          []byte    // the newest
 	frozenAt       time.Time // zero while the application runs
 	unfrozen       bool      // the source has refused to freeze
 	failure        error     // of the operation
 }
 
-// names of the steps, in the order in which they run.
+// names returns the names of the steps, in the order in which they run.
 func (op *operation) names() []string {
 	var names []string
 	for _, st := range op.steps {
@@ -96,8 +96,8 @@ func (op *operation) names() []string {
 	return names
 }
 
-// begin starts an operation on a session, if none runs there. ctx, the end of
-// the application and that of the manager cancel it up to its commit point.
+// begin starts an operation on a session, if no other runs. ctx, the end of the application
+// and the end of the manager cancel the operation up to its commit point.
 func (s *session) begin(
 	ctx context.Context, kind string, steps func(*operation) []step, failAt string, still time.Duration, sink func(*gpuctlv1.Progress),
 ) (*operation, error) {
@@ -161,7 +161,7 @@ func (op *operation) run() *gpuctlv1.SwapResult {
 		},
 		after: func(name string, committed bool) error {
 			if name == stepSwitch {
-				return nil // struck in its middle
+				return nil // the fault is injected in the middle of that step
 			}
 			if op.fault.deadly(name) {
 				s.m.die()
@@ -194,10 +194,10 @@ func (op *operation) run() *gpuctlv1.SwapResult {
 	return res
 }
 
-// hold marks an operation as held: it has failed and cannot be undone yet. It goes
-// on trying to. Until then nobody knows whether the application goes on, and
-// nothing else begins. It reports whether it holds: a session whose application
-// has ended has nothing to take back.
+// hold marks an operation as held: it has failed and cannot be undone yet. The undos are
+// repeated. Until they succeed, nobody knows whether the application continues, and no
+// other operation begins. It reports whether the operation is held: if the application has
+// ended, there is nothing to undo.
 func (op *operation) hold(se *stepError, res *gpuctlv1.SwapResult) bool {
 	s := op.s
 	s.mu.Lock()
@@ -216,13 +216,13 @@ func (op *operation) hold(se *stepError, res *gpuctlv1.SwapResult) bool {
 		res.StoppedNs = time.Since(op.frozenAt).Nanoseconds()
 	}
 	res.Session = s.snapshot()
-	op.result = &gpuctlv1.SwapResult{} // what comes now is not told to who asked
+	op.result = &gpuctlv1.SwapResult{} // what follows is not reported to the caller
 	go func() {
 		err := s.untilTaken(op.rest, func(ctx context.Context) (err error) {
 			se.left, err = undo(ctx, se.left)
 			return err
 		})
-		if err != nil && s.m.closing() { // the next gpuguest's to take back
+		if err != nil && s.m.closing() { // the next gpuguest undoes it
 			op.over()
 			return
 		}
@@ -231,12 +231,12 @@ func (op *operation) hold(se *stepError, res *gpuctlv1.SwapResult) bool {
 	return true
 }
 
-// heldText says what a held session waits for.
+// heldText returns the message of a held session.
 func heldText(kind string, why error) string {
 	return fmt.Sprintf("a %s failed and is not taken back yet, which is tried again: %v", kind, why)
 }
 
-// How soon what could not be taken back is tried again.
+// How soon a failed undo or repair is tried again.
 const (
 	firstRetry = 50 * time.Millisecond
 	lastRetry  = 5 * time.Second
@@ -262,14 +262,14 @@ func (s *session) untilTaken(ctx context.Context, try func(context.Context) erro
 	}
 }
 
-// over lets who waits for the operation go on.
+// over ends the operation for those who wait for it.
 func (op *operation) over() {
 	op.cancel(nil)
 	op.giveUp()
 	close(op.done)
 }
 
-// finish gives the session back, in the state that the operation left it in.
+// finish ends the operation, and sets the state that the session has after it.
 func (op *operation) finish(err error, res *gpuctlv1.SwapResult) {
 	s := op.s
 	var refused *refusedError
@@ -296,7 +296,7 @@ func (op *operation) finish(err error, res *gpuctlv1.SwapResult) {
 	suspended := s.rec.SuspendedTo != ""
 	s.mu.Unlock()
 	if werr != nil {
-		s.log.Warn("journal", "err", werr) // the next step's or the next gpuguest's to repair
+		s.log.Warn("journal", "err", werr) // the next step or the next gpuguest repairs it
 	}
 	switch {
 	case errors.Is(err, errLost):
@@ -319,8 +319,8 @@ func (op *operation) finish(err error, res *gpuctlv1.SwapResult) {
 	op.over()
 }
 
-// appEnded reports whether the application has ended, so that there is nothing
-// left that an operation could have failed at.
+// appEnded reports whether the application has ended. Then an error of the operation does
+// not matter.
 func (op *operation) appEnded() bool {
 	op.s.mu.Lock()
 	defer op.s.mu.Unlock()
@@ -335,19 +335,19 @@ func (op *operation) report(change func(*gpuctlv1.Progress)) {
 	op.sink(proto.CloneOf(&op.now))
 }
 
-// progress hands on what an executor reports within the running step.
+// progress passes on what an executor reports during the running step.
 func (op *operation) progress(p *gpuctlv1.Progress) {
 	op.report(func(now *gpuctlv1.Progress) {
 		now.BytesDone, now.BytesTotal, now.Message = p.BytesDone, p.BytesTotal, p.Message
 	})
 }
 
-// waits hands on what an executor waits for.
+// waits passes on what an executor waits for.
 func (op *operation) waits(text string) {
 	op.report(func(now *gpuctlv1.Progress) { now.Message = text })
 }
 
-// patience is how long an executor that lives may make no progress.
+// patience returns how long an executor that lives may make no progress.
 func (op *operation) patience(frozen bool) time.Duration {
 	if !frozen {
 		return buildTimeout
@@ -355,8 +355,8 @@ func (op *operation) patience(frozen bool) time.Duration {
 	return op.still
 }
 
-// stillPatience is the same with an application that stands still: as long as
-// the operator lets it.
+// stillPatience returns the same limit for the time while the application is frozen. The
+// operator can set it.
 func stillPatience(timeoutMS, freezeMS int64) time.Duration {
 	if timeoutMS > 0 {
 		return time.Duration(timeoutMS) * time.Millisecond
@@ -364,8 +364,8 @@ func stillPatience(timeoutMS, freezeMS int64) time.Duration {
 	return max(stallTimeout, 2*freezePatience(freezeMS))
 }
 
-// startTarget is the work of the start step: the target runs, and its devices,
-// as they really are, can serve what the session has used.
+// startTarget is the work of the start step. It starts the target, and checks that the
+// devices that the target really has can serve what the session has used.
 func (op *operation) startTarget(ctx context.Context, target *gpuctlv1.Target, usage *gpuctlv1.Usage, devices int) error {
 	e, d, err := op.s.launch(ctx, target, func(r *record, e executorRecord) { r.Op.Other = &e })
 	if err != nil {
@@ -375,7 +375,7 @@ func (op *operation) startTarget(ctx context.Context, target *gpuctlv1.Target, u
 	return refuse(deviceReasons(usage, d.Devices, devices))
 }
 
-// deviceReasons checks the target's devices: each of them, as the session may use any.
+// deviceReasons checks every device of the target, because the session may use any of them.
 func deviceReasons(usage *gpuctlv1.Usage, have []*gpuctlv1.Limits, need int) []*gpuctlv1.Reason {
 	var rs []*gpuctlv1.Reason
 	if len(have) < need {
@@ -401,8 +401,8 @@ func refuse(rs []*gpuctlv1.Reason) error {
 	return &refusedError{reasons: rs}
 }
 
-// killTarget undoes the start of a target. One that does not end still has its
-// device, and memory of the session.
+// killTarget undoes the start of a target. It is an error if the target does not end,
+// because then the target still has its device, and memory of the session.
 func (op *operation) killTarget(context.Context) error {
 	if op.target == nil {
 		return nil
@@ -414,8 +414,7 @@ func (op *operation) killTarget(context.Context) error {
 	return nil
 }
 
-// freezeSource is the work of the freeze step; from here on the application
-// stands still.
+// freezeSource is the work of the freeze step. From this step on, the application is frozen.
 func (op *operation) freezeSource(ctx context.Context, timeoutMS int64) error {
 	if op.target != nil && op.target.dead() {
 		op.unfrozen = true
@@ -428,17 +427,18 @@ func (op *operation) freezeSource(ctx context.Context, timeoutMS int64) error {
 		op.unfrozen = errors.Is(err, errNotFrozen)
 		return err
 	}
-	// The executor lets the application go on until the device is idle by itself.
+	// Before the freeze, the executor lets the application run until the device is idle, if
+	// it becomes idle by itself.
 	if d := time.Duration(snap.GatedNs); d > 0 && d < time.Since(op.frozenAt) {
 		op.frozenAt = time.Now().Add(-d)
 	}
 	op.graph = snap.Graph
-	// A new gpuguest can tell by it whether a dead target took requests.
+	// With the head, a new gpuguest can find out whether a dead target has taken requests.
 	head := op.s.mem.head()
 	return op.s.update(func(r *record) { r.Op.Head = &head })
 }
 
-// freezePatience is how long what was launched may take to end.
+// freezePatience returns how long commands that are running may take to end.
 func freezePatience(timeoutMS int64) time.Duration {
 	if timeoutMS > 0 {
 		return time.Duration(timeoutMS) * time.Millisecond
@@ -448,12 +448,12 @@ func freezePatience(timeoutMS int64) time.Duration {
 
 // thawSource undoes freezeSource.
 func (op *operation) thawSource(ctx context.Context) error {
-	if op.unfrozen || errors.Is(op.failure, errLost) { // lost: somebody else has read on
+	if op.unfrozen || errors.Is(op.failure, errLost) { // lost: another executor has read requests already
 		op.recordDowntime()
 		return nil
 	}
 	if err := op.source.thaw(ctx, op.freeze); err != nil && !op.source.dead() {
-		return err // it may stand still for good
+		return err // the application may stay frozen
 	}
 	op.recordDowntime()
 	return nil
@@ -467,9 +467,9 @@ func (op *operation) recordDowntime() {
 	}
 }
 
-// handOver gives the ring to the target: the store of the owner word is the
-// commit point. If the target then fails, the ring goes back, unless the
-// target has taken requests, which nobody else has seen.
+// handOver gives the ring to the target. The store of the owner word is the commit point.
+// If the target then fails, the ring goes back, unless the target has taken requests: no
+// other executor has seen those.
 func (op *operation) handOver(ctx context.Context, from uint32) error {
 	s, ctx := op.s, context.WithoutCancel(ctx)
 	head := s.mem.head()
@@ -485,7 +485,7 @@ func (op *operation) handOver(ctx context.Context, from uint32) error {
 		err = op.target.activate(ctx)
 	}
 	if err != nil && s.mem.serving() == op.target.gen && !op.target.dead() {
-		// Only its answer was lost. What it has done nobody can take back.
+		// Only the answer was lost. Nobody can undo what the target has done.
 		if d, derr := op.target.describeWithin(ctx, quickTimeout); derr == nil && d.Active {
 			return nil
 		}
@@ -512,7 +512,7 @@ func (op *operation) adoptTarget(change func(*record)) {
 	err := s.rec.write(s.dir)
 	s.mu.Unlock()
 	if err != nil {
-		s.log.Warn("journal", "err", err) // the owner word says the same
+		s.log.Warn("journal", "err", err) // the owner word has the same information
 	}
 	s.watchExecutor(op.target)
 }

@@ -16,27 +16,27 @@ import (
 	"github.com/gpuctl/gpuctl/internal/beneath"
 )
 
-// Process is a running executor, or an application, that may be nobody's child.
+// Process is a running executor or application. It need not be a child of this process.
 type Process interface {
 	PID() int
-	// Start is the time the process started, in clock ticks since boot: with
-	// the pid it names a process for ever.
+	// Start returns the time when the process started, in clock ticks since boot. With the
+	// pid, it identifies a process for ever.
 	Start() uint64
 	// Done is closed when the process has ended.
 	Done() <-chan struct{}
-	// Exit says in words how it ended, once Done is closed.
+	// Exit returns a text about how the process ended, once Done is closed.
 	Exit() string
-	// Kill ends it at once.
+	// Kill ends the process at once.
 	Kill()
-	// Owns reports whether a socket's other end, of which these are the
-	// credentials, is the process's.
+	// Owns reports whether the process is the peer of a socket with these credentials.
 	Owns(cred *unix.Ucred) bool
 }
 
-// ErrGone is returned for a process that has ended, or whose pid is another's now.
+// ErrGone is returned for a process that has ended, or whose pid belongs to another process
+// now.
 var ErrGone = errors.New("process has ended")
 
-// process watches one through a pidfd.
+// process watches a process through a pidfd.
 type process struct {
 	pid   int
 	start uint64
@@ -48,8 +48,8 @@ type process struct {
 
 var _ Process = (*process)(nil)
 
-// openProcess watches the process with that pid; a start time other than 0
-// must match. reap, if given, is called after the end and returns how it ended.
+// openProcess watches the process with that pid. A start time other than 0 must match.
+// reap, if not nil, is called after the end and returns how the process ended.
 func openProcess(pid int, start uint64, reap func() string) (*process, error) {
 	fd, err := unix.PidfdOpen(pid, unix.PIDFD_NONBLOCK)
 	if errors.Is(err, unix.ESRCH) {
@@ -59,7 +59,7 @@ func openProcess(pid int, start uint64, reap func() string) (*process, error) {
 		return nil, fmt.Errorf("open pid %d: %w", pid, err)
 	}
 	f := os.NewFile(uintptr(fd), "pid "+strconv.Itoa(pid))
-	// Read after the pidfd was opened: it belongs to the same process then.
+	// Read the time after the pidfd is open: then both are of the same process.
 	started, err := startTime(pid)
 	if err != nil || (start != 0 && started != start) {
 		f.Close()
@@ -116,12 +116,12 @@ func (p *process) Exit() string {
 func (p *process) Kill() {
 	raw, err := p.fd.SyscallConn()
 	if err != nil {
-		return // closed: it has ended
+		return // closed: the process has ended
 	}
 	_ = raw.Control(func(fd uintptr) { _ = unix.PidfdSendSignal(int(fd), unix.SIGKILL, nil, 0) })
 }
 
-// close ends the watch without touching the process.
+// close stops watching, and does not affect the process.
 func (p *process) close() { p.once.Do(func() { p.fd.Close() }) }
 
 // WaitProcess waits until the process with that pid and start time has ended,
@@ -143,8 +143,8 @@ func WaitProcess(ctx context.Context, pid int, start uint64) error {
 	}
 }
 
-// mostOfProc is how much is looked at of what the kernel says of a process,
-// some of which the process chooses.
+// mostOfProc bounds how much is read of a file in /proc/PID. The process chooses some of
+// these contents.
 const mostOfProc = 64 << 10
 
 func readProc(pid int, name string) ([]byte, error) {
@@ -166,7 +166,8 @@ func writeProc(pid int, name, value string) error {
 	return err
 }
 
-// startTime is field 22 of /proc/PID/stat; the name in field 2 may hold anything.
+// startTime returns field 22 of /proc/PID/stat. The name in field 2 may contain any
+// character.
 func startTime(pid int) (uint64, error) {
 	b, err := readProc(pid, "stat")
 	if err != nil {
@@ -183,7 +184,7 @@ func startTime(pid int) (uint64, error) {
 	return strconv.ParseUint(fields[19], 10, 64)
 }
 
-// commandLine is the process's command, as far as it fits into a table.
+// commandLine returns the process's command line, short enough for a table.
 func commandLine(pid int) string {
 	b, err := readProc(pid, "cmdline")
 	if err != nil {
@@ -199,7 +200,7 @@ func commandLine(pid int) string {
 	return strings.TrimSpace(s)
 }
 
-// innerPID is the process's pid in its own pid namespace.
+// innerPID returns the process's pid in its own pid namespace.
 func innerPID(pid int) int {
 	b, err := readProc(pid, "status")
 	if err != nil {

@@ -6,10 +6,10 @@ import (
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 )
 
-// Reasons lists every cause why a device with these limits can't serve a
-// session that has already used what usage says. Limits of zero are unknown
-// and not compared. Dependencies on extensions, language versions and IL are
-// in the session's graph and checked by the target's executor.
+// Reasons returns every reason why a device with these limits can't serve a session with
+// this usage up to now. Limits of zero are unknown and not compared. Dependencies on
+// extensions, language versions and IL are in the session's graph; the target's executor
+// checks them.
 func Reasons(usage *gpuctlv1.Usage, limits *gpuctlv1.Limits) []*gpuctlv1.Reason {
 	if usage == nil || limits == nil {
 		return nil
@@ -58,7 +58,7 @@ func imageReasons(usage *gpuctlv1.Usage, limits *gpuctlv1.Limits) []*gpuctlv1.Re
 	}}
 }
 
-// formatBytes writes bytes for people, exactly where it is short.
+// formatBytes formats a number of bytes for people. The text is exact if it can be short.
 func formatBytes(n uint64) string {
 	const units = "KMGTPE"
 	if n < 1024 {

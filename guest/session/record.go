@@ -20,7 +20,7 @@ import (
 	"github.com/gpuctl/gpuctl/internal/beneath"
 )
 
-// recordVersion is bumped when a gpuguest could misread an older record.
+// recordVersion is increased when a gpuguest could misread an older record.
 const recordVersion = 1
 
 const (
@@ -30,7 +30,7 @@ const (
 	mostGraph  = 1 << 30
 )
 
-// record is a session as session.json has it: all that a new gpuguest needs.
+// record is the content of session.json: everything that a new gpuguest needs.
 type record struct {
 	Version     int              `json:"version"`
 	ID          string           `json:"id"`
@@ -41,21 +41,21 @@ type record struct {
 	StartedMS   int64            `json:"started_ms"`
 	Device      json.RawMessage  `json:"device,omitempty"`
 	Memory      [3]inode         `json:"memory"`
-	Generation  uint32           `json:"generation"` // last one given out
-	Current     executorRecord   `json:"current"`    // runs the session, or ran it before the suspend
-	Connected   bool             `json:"connected"`  // the application has its answer
+	Generation  uint32           `json:"generation"` // the last one given to an executor
+	Current     executorRecord   `json:"current"`    // the executor that runs the session, or ran it before the suspend
+	Connected   bool             `json:"connected"`  // the application has got its answer
 	SuspendedTo string           `json:"suspended_to,omitempty"`
-	Away        *awayRecord      `json:"away,omitempty"`       // what is to come back
-	FileOwner   *fileOwner       `json:"file_owner,omitempty"` // of the file it is suspended to; nil: its executors' user
+	Away        *awayRecord      `json:"away,omitempty"`       // the state that is to come back
+	FileOwner   *fileOwner       `json:"file_owner,omitempty"` // owner of the file that it is suspended to; nil: its executors' user
 	Op          *opRecord        `json:"op,omitempty"`
 	CacheSecret []byte           `json:"cache_secret,omitempty"`
 	Program     compiled.Program `json:"program,omitzero"`
 }
 
-// cacheKey is what executors for a runtime's devices sign built programs with.
-// None learns what those for other devices sign with.
+// cacheKey returns the key with which executors for a runtime's devices sign the programs
+// that they have built. No executor learns the key of those for other devices.
 func (r *record) cacheKey(rt *gpuctlv1.Runtime) []byte {
-	if len(r.CacheSecret) == 0 { // of a gpuguest that kept none
+	if len(r.CacheSecret) == 0 { // the record of an older gpuguest, which had none
 		return nil
 	}
 	b, err := proto.MarshalOptions{Deterministic: true}.Marshal(rt)
@@ -67,7 +67,7 @@ func (r *record) cacheKey(rt *gpuctlv1.Runtime) []byte {
 	return h.Sum(nil)
 }
 
-// newSecret is random.
+// newSecret returns random bytes.
 func newSecret() []byte {
 	b := make([]byte, sha256.Size)
 	_, _ = rand.Read(b) // never fails
@@ -81,13 +81,14 @@ type executorRecord struct {
 	Target     json.RawMessage `json:"target,omitempty"`
 }
 
-// fileOwner is who makes, reads and removes a session's file.
+// fileOwner is the user and group whose rights are used to create, read and delete a
+// session's file.
 type fileOwner struct {
 	UID uint32 `json:"uid"`
 	GID uint32 `json:"gid"`
 }
 
-// awayRecord is the mark of a state that is out of the VM.
+// awayRecord is the mark of a state that is kept on the host.
 type awayRecord struct {
 	ID     string `json:"id"`
 	Size   uint64 `json:"size"`
@@ -103,13 +104,13 @@ func (a *awayRecord) proto() *gpuctlv1.StateMark {
 	return &gpuctlv1.StateMark{Id: a.ID, Size: a.Size, Digest: a.Digest}
 }
 
-// opRecord is the operation in flight.
+// opRecord is the operation in progress.
 type opRecord struct {
 	Kind  string          `json:"kind"`
 	Step  string          `json:"step"`
 	Other *executorRecord `json:"other,omitempty"` // the target before the commit, the source after it
-	Head  *uint64         `json:"head,omitempty"`  // of the ring while frozen
-	File  string          `json:"file,omitempty"`  // being written
+	Head  *uint64         `json:"head,omitempty"`  // head of the ring while frozen
+	File  string          `json:"file,omitempty"`  // file that is being written
 }
 
 func (r *record) device() *gpuctlv1.VirtualDevice {
@@ -127,7 +128,7 @@ func (e *executorRecord) target() *gpuctlv1.Target {
 func marshal(m proto.Message) json.RawMessage {
 	b, err := protojson.Marshal(m)
 	if err != nil {
-		return json.RawMessage("{}") // strings that are not UTF-8; Connect lets none in
+		return json.RawMessage("{}") // strings that are not UTF-8; Connect accepts none
 	}
 	return b
 }
@@ -155,11 +156,11 @@ func (r *record) write(dir string) error {
 	return replaceFile(dir, recordName, b)
 }
 
-// replaceFile writes a file so that readers find the old or the new content.
-// It is not synced: applications do not outlive the kernel either.
+// replaceFile writes a file so that readers find either the old or the new content. The
+// file is not synced: after a crash of the kernel there are no applications to continue.
 func replaceFile(dir, name string, b []byte) error { return beneath.Replace(dir, name, b, 0o600) }
 
-// syncRename makes a finished file durable and gives it its name.
+// syncRename makes a finished file durable and then renames it.
 func syncRename(tmp, path string) error {
 	f, err := os.Open(tmp) //nolint:forbidigo // only to sync what has been written
 	if err != nil {
@@ -174,7 +175,7 @@ func syncRename(tmp, path string) error {
 	}
 	d, err := os.Open(filepath.Dir(path)) //nolint:forbidigo // the same
 	if errors.Is(err, fs.ErrPermission) {
-		return nil // a folder that only takes files in; its file system keeps the name in time
+		return nil // the user may create files in the folder, but not read it; the file system writes the name later
 	}
 	if err != nil {
 		return err

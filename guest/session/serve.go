@@ -10,18 +10,18 @@ import (
 	"time"
 )
 
-// Serve runs a guest helper until ctx is done: GuestService on the unix socket
-// api, applications on the unix socket apps. Running applications and their
+// Serve runs gpuguest's session manager until ctx is done. It serves GuestService on the
+// unix socket api, and applications on the unix socket apps. Running applications and their
 // executors outlive it.
 func Serve(ctx context.Context, cfg Config, api, apps string) error {
-	m, err := New(cfg) // holds the run folder from here on
+	m, err := New(cfg) // from here on, m has the lock of the run folder
 	if err != nil {
 		return err
 	}
 	defer m.Close()
 	apiMode, appMode := os.FileMode(0o600), os.FileMode(0o600)
 	if os.Getuid() == 0 {
-		appMode = 0o666 // any user's applications, told apart by their tokens
+		appMode = 0o666 // applications of any user; their tokens identify them
 	}
 	apiListener, err := listen(api, apiMode)
 	if err != nil {
@@ -39,7 +39,7 @@ func Serve(ctx context.Context, cfg Config, api, apps string) error {
 	srv := &http.Server{
 		Handler:           mux,
 		ReadHeaderTimeout: 10 * time.Second,
-		// Operations in flight are rolled back when gpuguest is told to end.
+		// Operations in progress are rolled back when gpuguest gets the signal to end.
 		BaseContext: func(net.Listener) context.Context { return m.ctx },
 	}
 	failed := make(chan error, 2)
@@ -62,7 +62,7 @@ func Serve(ctx context.Context, cfg Config, api, apps string) error {
 	return err
 }
 
-// listen listens on a unix socket in place of one that a dead process left.
+// listen listens on a unix socket. It replaces a socket that a dead process left.
 func listen(path string, mode os.FileMode) (*net.UnixListener, error) {
 	if conn, err := net.DialTimeout("unix", path, time.Second); err == nil {
 		conn.Close()

@@ -15,14 +15,14 @@ import (
 	"github.com/gpuctl/gpuctl/internal/news"
 )
 
-// A runtime gets this to load at least, and at most: as long as this machine has
-// shown that it takes.
+// The least and the most time for loading a runtime. In between, the limit follows the
+// times measured in this VM or on this host.
 const (
 	leastLoad = 20 * time.Second
 	mostLoad  = 3 * time.Minute
 )
 
-// loading does something for which a runtime is loaded.
+// loading runs do, which loads a runtime, within that limit.
 func (m *Manager) loading(ctx context.Context, library string, do func(context.Context) error) error {
 	limit := m.loads.Limit(library)
 	ctx, cancel := context.WithTimeout(ctx, limit)
@@ -127,8 +127,8 @@ func (v service) Warm(ctx context.Context, req *connect.Request[gpuctlv1.WarmReq
 	return connect.NewResponse(&gpuctlv1.WarmResponse{}), nil
 }
 
-// report runs an operation and streams its progress. A listener that does not
-// read must not keep an application waiting, so it misses some of it.
+// report runs an operation and streams its progress. It drops progress messages if the
+// listener does not read, because the application must not wait for the listener.
 func report(ctx context.Context, st *connect.ServerStream[gpuctlv1.Progress],
 	run func(sink func(*gpuctlv1.Progress)) (*gpuctlv1.SwapResult, error),
 ) error {
@@ -146,7 +146,7 @@ func report(ctx context.Context, st *connect.ServerStream[gpuctlv1.Progress],
 		wg.Wait()
 		return err
 	}
-	last = proto.CloneOf(last) // what was told may be on its way
+	last = proto.CloneOf(last) // a message that was sent before may still be in use
 	last.Result = res
 	relay.End(last)
 	wg.Wait()

@@ -17,7 +17,7 @@ import (
 	"github.com/gpuctl/gpuctl/guest/opencl/wire"
 )
 
-// session is one application.
+// session is the session of one application.
 type session struct {
 	m     *Manager
 	id    string
@@ -25,24 +25,24 @@ type session struct {
 	log   *slog.Logger
 	dir   string
 	mem   *memory
-	app   *process      // nil if the application's pid can't be seen from here
-	conn  *net.UnixConn // nil after re-adoption
+	app   *process      // nil if gpuguest can't see the application's pid
+	conn  *net.UnixConn // nil after gpuguest has taken the session over
 
 	mu      sync.Mutex
 	rec     record
 	state   gpuctlv1.SessionState
 	message string
 	usage   *gpuctlv1.Usage
-	fresh   time.Time // of usage
+	fresh   time.Time // when usage was read
 	current *executor // nil while suspended or lost
 	op      *operation
 	transit *transit // of op
 	ending  bool
 	gone    chan struct{} // closed by release
-	ended   chan struct{} // closed when nothing of it is left
+	ended   chan struct{} // closed when the session has been removed completely
 }
 
-// snapshot is the session as the API shows it.
+// snapshot returns the session as the API shows it.
 func (s *session) snapshot() *gpuctlv1.Session {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -84,7 +84,8 @@ func (s *session) set(state gpuctlv1.SessionState, message string) {
 
 func (s *session) executorsDir() string { return filepath.Join(s.dir, executorsName) }
 
-// executorsName is of the folder in a session's that is its executors'.
+// executorsName is the name of the folder in a session's folder that belongs to its
+// executors.
 const executorsName = "x"
 
 func (s *session) logFile(gen uint32) string {
@@ -96,7 +97,7 @@ func (s *session) sockets(gen uint32) (control, imports string) {
 		filepath.Join(s.executorsDir(), fmt.Sprintf("i%d", gen))
 }
 
-// spec is what the next executor is started with; mu is held.
+// spec returns what the next executor is started with. The caller holds mu.
 func (s *session) spec(rt *gpuctlv1.Runtime) Spec {
 	gen := s.rec.Generation + 1
 	control, imports := s.sockets(gen)
@@ -107,8 +108,8 @@ func (s *session) spec(rt *gpuctlv1.Runtime) Spec {
 	}
 }
 
-// launch starts an executor of the next generation and waits until it serves.
-// journal learns of it before it does anything. A failing executor is killed.
+// launch starts an executor of the next generation and waits until it serves. journal is
+// called before the executor does anything. If the executor fails, launch kills it.
 func (s *session) launch(ctx context.Context, target *gpuctlv1.Target,
 	journal func(*record, executorRecord),
 ) (*executor, *gpuctlv1.DescribeResponse, error) {
@@ -129,7 +130,7 @@ func (s *session) launch(ctx context.Context, target *gpuctlv1.Target,
 	}
 	began := time.Now()
 	d, err := e.ready(ctx)
-	if err == nil { // what a probe of this runtime may take, too
+	if err == nil { // a probe of this runtime may take as long
 		s.m.loads.Took(target.GetRuntime().GetLibrary(), time.Since(began))
 	}
 	if err == nil && d.Generation != gen {
@@ -142,7 +143,7 @@ func (s *session) launch(ctx context.Context, target *gpuctlv1.Target,
 	return e, d, nil
 }
 
-// watchExecutor loses the session when its executor ends by itself.
+// watchExecutor marks the session as lost when its executor ends unexpectedly.
 func (s *session) watchExecutor(e *executor) {
 	go func() {
 		select {
@@ -153,8 +154,8 @@ func (s *session) watchExecutor(e *executor) {
 	}()
 }
 
-// executorEnded is called when an executor of the session has ended. Whether
-// that matters to a running operation is the operation's to find out.
+// executorEnded is called when an executor of the session has ended. If an operation runs,
+// the operation decides whether that matters.
 func (s *session) executorEnded(e *executor) {
 	s.mu.Lock()
 	lost := s.current == e && s.op == nil && !s.ending
@@ -164,7 +165,7 @@ func (s *session) executorEnded(e *executor) {
 	}
 }
 
-// lose ends the session for its application: its state is gone.
+// lose marks the session as lost for its application: its state no longer exists.
 func (s *session) lose(why string) {
 	s.mu.Lock()
 	e := s.current
@@ -178,8 +179,8 @@ func (s *session) lose(why string) {
 	s.set(gpuctlv1.SessionState_SESSION_STATE_LOST, why)
 }
 
-// watchApp ends the session when the application has ended: by its socket as
-// long as there is one, and by its pid, since a child may hold the socket too.
+// watchApp ends the session when the application has ended. It watches the connection, if
+// there is one, and also the pid, because a child process may have the socket open, too.
 func (s *session) watchApp() {
 	if s.app != nil {
 		go func() {
@@ -199,7 +200,7 @@ func (s *session) watchApp() {
 				}
 			}
 			select {
-			case <-s.gone: // it was us who closed it
+			case <-s.gone: // gpuguest has closed the connection
 			default:
 				s.end()
 			}
@@ -207,14 +208,14 @@ func (s *session) watchApp() {
 	}
 }
 
-// end takes the session down. It returns when nothing of it is left.
+// end ends the session. It returns when everything of the session is removed.
 func (s *session) end() {
 	s.mu.Lock()
 	if s.ending {
 		s.mu.Unlock()
 		select {
 		case <-s.ended:
-		case <-s.gone: // let go of by Close
+		case <-s.gone: // Close has released the session
 		}
 		return
 	}
@@ -249,7 +250,8 @@ func (s *session) end() {
 	close(s.ended)
 }
 
-// release lets go of the session without touching its processes.
+// release stops watching the session's processes, and frees what gpuguest has for it. The
+// processes continue.
 func (s *session) release() {
 	close(s.gone)
 	s.m.cfg.Launcher.Cool(s.executorsDir())
@@ -262,7 +264,7 @@ func (s *session) release() {
 	s.mem.close()
 }
 
-// refresh asks the executor what the session uses, at most every so often.
+// refresh asks the executor for the session's usage, at most once per every.
 func (s *session) refresh(ctx context.Context, every time.Duration) {
 	s.mu.Lock()
 	e := s.current

@@ -68,7 +68,7 @@ func newManager(t *testing.T, dir string, l *fakeLauncher) *Manager {
 
 func newBench(t *testing.T) *bench {
 	t.Helper()
-	dir, err := os.MkdirTemp("", "gs") // short: unix addresses are
+	dir, err := os.MkdirTemp("", "gs") // short, because unix addresses are
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -170,7 +170,7 @@ func (b *bench) resume(failAt string) *gpuctlv1.SwapResult {
 
 func (b *bench) sink(*gpuctlv1.Progress) {}
 
-// runsOn checks that the session is whole, on one executor of that generation.
+// runsOn checks that the session is complete, on one executor of that generation.
 func (b *bench) runsOn(gen uint32) {
 	b.t.Helper()
 	s := b.session()
@@ -318,7 +318,7 @@ func TestRefusalTouchesNothing(t *testing.T) {
 	if err != nil || !res.Refused || res.RolledBack || len(res.Reasons) != 3 {
 		t.Fatal(res, err)
 	}
-	// What the device really has counts, whatever the inventory says.
+	// The limits of the real device count, whatever the inventory has.
 	b.l.limits = &gpuctlv1.Limits{MaxAlloc: 5}
 	if res := b.swap(""); !res.Refused || len(res.Reasons) != 1 {
 		t.Fatal(res)
@@ -356,7 +356,7 @@ func TestSecondOperationIsRefused(t *testing.T) {
 	if connect.CodeOf(err) != connect.CodeFailedPrecondition || !strings.Contains(err.Error(), "a swap is running, at step precopy") {
 		t.Fatal(err)
 	}
-	cancel() // up to the commit point a cancel is an undo
+	cancel() // up to the commit point, a cancelled context causes a roll-back
 	if res := <-done; !res.RolledBack {
 		t.Fatal(res)
 	}
@@ -440,7 +440,7 @@ func TestSuspendAndResume(t *testing.T) {
 				}
 				b.isSuspended(where)
 			}
-			res := b.swap("") // of a suspended session: a resume
+			res := b.swap("") // a swap of a suspended session is a resume
 			if res.Error != "" {
 				t.Fatal(res)
 			}
@@ -542,7 +542,7 @@ func TestTargetDeadWhileManagerWasAway(t *testing.T) {
 		b.m.die = func() { b.l.generation(2).Kill(); runtime.Goexit() }
 		b.swap("kill_self@switch")
 	})
-	b.runsOn(1) // the owner word went back
+	b.runsOn(1) // the owner word was set back
 	if got := b.l.generation(1).thaws; got != 1 {
 		t.Fatalf("thawed %d times", got)
 	}
@@ -556,7 +556,7 @@ func TestSourceThawedItselfWhileManagerWasAway(t *testing.T) {
 	b.isSuspended(toMemory)
 	b = newBench(t)
 	b.restart(func() {
-		defer func() { // after the manager's death
+		defer func() { // runs after the manager's death
 			e := b.l.generation(1)
 			e.mu.Lock()
 			e.gated, e.frozen = false, false
@@ -564,7 +564,7 @@ func TestSourceThawedItselfWhileManagerWasAway(t *testing.T) {
 		}()
 		b.suspend("", "kill_self@mark")
 	})
-	b.runsOn(1) // it is ahead of the saved state
+	b.runsOn(1) // the executor is newer than the saved state
 }
 
 func TestExecutorDeadWhileManagerWasAway(t *testing.T) {
@@ -688,8 +688,8 @@ func TestReasonsListsEveryReason(t *testing.T) {
 	}
 }
 
-// A session that ended while a word about it was on its way is never said to
-// run: who hears that takes its GPU for used.
+// A session that has ended while a message about it was being sent must not be reported as
+// running: who receives that counts its GPU as used.
 func TestWatcherHearsHowASessionIsNow(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	m := &Manager{ctx: ctx, sessions: map[string]*session{}}

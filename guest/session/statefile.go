@@ -15,12 +15,12 @@ import (
 	"github.com/gpuctl/gpuctl/internal/beneath"
 )
 
-// Files of suspended sessions are where their user, or an operator, wants them,
-// and have in them what an application wants. gpuguest, which may be root, makes,
-// names and removes them with the rights of who asked for them, or of the
-// session's user if that is not known: whose they are then.
+// Files of suspended sessions are where their user or an operator wants them, and contain
+// what an application wants. gpuguest may be root. It creates, renames and deletes these
+// files with the rights of the user who asked for them, or, if that is not known, with
+// those of the session's user. So they belong to that user.
 
-// owner is whose file the session is suspended to.
+// owner returns the owner of the file that the session is suspended to.
 func (s *session) owner() (fileOwner, error) {
 	s.mu.Lock()
 	o := s.rec.FileOwner
@@ -35,7 +35,7 @@ func (s *session) owner() (fileOwner, error) {
 	return fileOwner{uid, uid}, nil
 }
 
-// owned runs f with the owner's rights to files.
+// owned runs f with the owner's rights on files.
 func (s *session) owned(f func() error) error {
 	o, err := s.owner()
 	if err != nil {
@@ -44,7 +44,7 @@ func (s *session) owned(f func() error) error {
 	return confine.AsOwner(o.UID, o.GID, f)
 }
 
-// createState makes the file and hands it over to the executor.
+// createState creates the file and passes it to the executor.
 func (s *session) createState(ctx context.Context, e *executor, path string) error {
 	var f *os.File
 	err := s.owned(func() (err error) {
@@ -61,7 +61,7 @@ func (s *session) createState(ctx context.Context, e *executor, path string) err
 	return e.give(ctx, path, f)
 }
 
-// openState hands the file of a suspended session over to the executor.
+// openState passes the file of a suspended session to the executor.
 func (s *session) openState(ctx context.Context, e *executor, path string) error {
 	var f *os.File
 	err := s.owned(func() (err error) {
@@ -80,7 +80,7 @@ func (s *session) openState(ctx context.Context, e *executor, path string) error
 	if err != nil {
 		return err
 	}
-	if os.Geteuid() != 0 { // it made the file itself
+	if os.Geteuid() != 0 { // this process has created the file
 		o.UID = uint32(os.Geteuid())
 	}
 	if st, ok := fi.Sys().(*syscall.Stat_t); !ok || st.Uid != o.UID {
@@ -89,7 +89,7 @@ func (s *session) openState(ctx context.Context, e *executor, path string) error
 	return e.give(ctx, path, f)
 }
 
-// removeState removes a file of the session, if it is there.
+// removeState deletes a file of the session, if the file exists.
 func (s *session) removeState(path string) error {
 	err := s.owned(func() error { return unix.Unlink(path) })
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {
@@ -98,7 +98,7 @@ func (s *session) removeState(path string) error {
 	return nil
 }
 
-// finishState makes a finished file durable and gives it its name.
+// finishState makes a finished file durable and renames it.
 func (s *session) finishState(part, path string) error {
 	return s.owned(func() error { return syncRename(part, path) })
 }

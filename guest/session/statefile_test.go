@@ -11,8 +11,9 @@ import (
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 )
 
-// A file of a suspended session is made with the rights of who asks for it, who
-// owns it, and not with root's or with those of the session's user alone.
+// A file of a suspended session is made with the rights of the user who asks for it, and
+// belongs to that user. It is made neither with root's rights nor with only those of the
+// session's user.
 func TestFileOfASuspendedSessionIsMadeWithTheRightsOfWhoAsks(t *testing.T) {
 	needRoot(t)
 	const user, group = 0x7f200500, 0x7f200501
@@ -58,7 +59,7 @@ func TestFileOfASuspendedSessionIsMadeWithTheRightsOfWhoAsks(t *testing.T) {
 		if uid, err := ownerOfFile(file); err != nil || uid != c.uid {
 			t.Errorf("%s: the file is of user %d, %v", c.who, uid, err)
 		}
-		b.restart(func() {}) // who asked is remembered
+		b.restart(func() {}) // the record keeps who asked
 		if res := b.resume(""); res.Error != "" {
 			t.Fatal(c.who, res)
 		}

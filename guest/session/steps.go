@@ -10,26 +10,26 @@ import (
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 )
 
-// undoTimeout bounds each try of an undo.
+// undoTimeout is the time limit of each attempt of an undo.
 const undoTimeout = 30 * time.Second
 
 // step is one named part of an operation.
 type step struct {
 	name string
 	run  func(ctx context.Context) error
-	// undo takes back whatever a complete or partial run did. It is registered
-	// before run begins, and repeated until it returns nil.
+	// undo reverses what a complete or partial run has done. It is registered before run
+	// begins, and repeated until it returns nil.
 	undo func(ctx context.Context) error
-	// commit marks the step after whose success nothing is taken back.
+	// commit marks the commit point: after this step has succeeded, nothing is undone.
 	commit bool
 }
 
-// stepError says which step ended an operation and what could not be undone.
+// stepError contains the step that failed, and the undos that failed.
 type stepError struct {
 	step string
 	err  error
 	undo error
-	left []step // those that are not undone, the next one first
+	left []step // steps that are not undone yet, in the order of their undos
 }
 
 func (e *stepError) Error() string {
@@ -48,17 +48,16 @@ func (e *stepError) Unwrap() []error {
 
 // runner runs steps.
 type runner struct {
-	begin func(i, n int, name string) error       // before each step: journal, progress
-	after func(name string, committed bool) error // after its work: fault injection
-	late  func(name string, err error)            // an error after the commit point
-	start time.Time                               // of the operation
+	begin func(i, n int, name string) error       // called before each step: journal, progress
+	after func(name string, committed bool) error // called after its work: fault injection
+	late  func(name string, err error)            // called with an error after the commit point
+	start time.Time                               // start of the operation
 	times []*gpuctlv1.StepTime                    // filled as steps end
 }
 
-// run runs the steps in order. An error up to the commit point takes back
-// every step begun, last first, and is returned as a *stepError, which has the
-// undos that failed; an error after it goes to late and the rest of the steps
-// still runs.
+// run runs the steps in order. After an error up to the commit point, it undoes every step
+// that has begun, last step first, and returns a *stepError with the undos that failed. An
+// error after the commit point is passed to late, and the remaining steps still run.
 func (r *runner) run(ctx context.Context, steps []step) error {
 	var begun []step
 	committed := false
@@ -97,8 +96,8 @@ func (r *runner) run(ctx context.Context, steps []step) error {
 	return nil
 }
 
-// undo takes steps back, each once and the first first. left are those whose
-// undo failed, which err says why.
+// undo calls the undo of each step once, in the order given. left has the steps whose undo
+// failed, and err has the reasons.
 func undo(ctx context.Context, steps []step) (left []step, err error) {
 	var errs []error
 	for _, s := range steps {

@@ -20,8 +20,8 @@ import (
 	"github.com/gpuctl/gpuctl/internal/beneath"
 )
 
-// suspend saves the session's state to memory or to a file, or has the host take
-// it away, and ends its executor. The application waits until resume.
+// suspend saves the session's state to memory or to a file, or sends it to the host. Then
+// it ends the session's executor. The application waits until resume.
 func (m *Manager) suspend(ctx context.Context, req *gpuctlv1.SuspendRequest, sink func(*gpuctlv1.Progress)) (*gpuctlv1.SwapResult, error) {
 	s, err := m.lookup(req.Session)
 	if err != nil {
@@ -57,11 +57,11 @@ func (m *Manager) suspend(ctx context.Context, req *gpuctlv1.SuspendRequest, sin
 	return op.run(), nil
 }
 
-// suspending is what the steps of a suspend to memory or to a file share.
+// suspending is the state that the steps of a suspend to memory or to a file share.
 type suspending struct {
 	req      *gpuctlv1.SuspendRequest
-	to, part string     // where the state goes; what the file is called until it is complete
-	owner    *fileOwner // of the file; nil: gpuguest's user
+	to, part string     // where the state goes; the file's name until it is complete
+	owner    *fileOwner // owner of the file; nil: gpuguest's user
 	export   *gpuctlv1.ExportRequest
 }
 
@@ -75,7 +75,7 @@ func (w *suspending) steps(op *operation) []step {
 			op.freeze = d.Freezes + 1
 			return refuse(roomFor(d.Usage.GetMemory(), w.req.File))
 		}},
-		// Room is made and filled while the application runs.
+		// The file or memory is allocated and filled while the application runs.
 		{name: stepPrecopy, undo: func(context.Context) error { return op.s.dropSaved(w.to, w.part) }, run: func(ctx context.Context) error {
 			if err := op.s.update(func(r *record) { r.Op.File, r.FileOwner = w.to, w.owner }); err != nil {
 				return err
@@ -116,7 +116,7 @@ func (w *suspending) steps(op *operation) []step {
 	}
 }
 
-// mark is the step that says that the session is suspended.
+// mark is the step that records that the session is suspended.
 func (op *operation) mark(change func(*record)) step {
 	s := op.s
 	return step{name: stepMark, commit: true, run: func(context.Context) error {
@@ -136,10 +136,10 @@ func (op *operation) mark(change func(*record)) step {
 	}}
 }
 
-// suspendAway is suspend for a state that the VM has no room for: it goes out
-// while the application stands still, and the session lets go of it once the
-// host has said that it keeps all of it. Nothing is copied before, as there is
-// nowhere where a part could wait for its newer version.
+// suspendAway is suspend for a state that the VM has no room for. The state is sent while
+// the application is frozen. The session drops its copy after the host has confirmed that
+// it keeps all of it. Nothing is copied before the freeze, because there is no place where
+// a part could wait for its newer version.
 func (s *session) suspendAway(ctx context.Context, req *gpuctlv1.SuspendRequest, sink func(*gpuctlv1.Progress)) (*gpuctlv1.SwapResult, error) {
 	if req.File != "" {
 		return nil, connect.NewError(connect.CodeInvalidArgument, errors.New("a state is kept on the host or in a file, not both"))
@@ -156,7 +156,7 @@ func (s *session) suspendAway(ctx context.Context, req *gpuctlv1.SuspendRequest,
 	return op.run(), nil
 }
 
-// leaving is what the steps of a suspend share whose state goes away.
+// leaving is the state that the steps of a suspend share, if the state is sent to the host.
 type leaving struct {
 	req     *gpuctlv1.SuspendRequest
 	transit *transit
@@ -186,8 +186,8 @@ func (w *leaving) steps(op *operation) []step {
 	}
 }
 
-// resume makes a suspended session run on the target. If that fails it stays
-// suspended and can be resumed elsewhere.
+// resume makes a suspended session run on the target. If that fails, the session stays
+// suspended and can be resumed on another GPU.
 func (m *Manager) resume(ctx context.Context, req *gpuctlv1.ResumeRequest, sink func(*gpuctlv1.Progress)) (*gpuctlv1.SwapResult, error) {
 	s, err := m.lookup(req.Session)
 	if err != nil {
@@ -196,7 +196,7 @@ func (m *Manager) resume(ctx context.Context, req *gpuctlv1.ResumeRequest, sink 
 	target := req.Target
 	if target == nil {
 		s.mu.Lock()
-		target = s.rec.Current.target() // where it was
+		target = s.rec.Current.target() // the GPU that it ran on before
 		s.mu.Unlock()
 	}
 	if err := checkTarget(target); err != nil {
@@ -236,10 +236,10 @@ func (m *Manager) resume(ctx context.Context, req *gpuctlv1.ResumeRequest, sink 
 	return op.run(), nil
 }
 
-// resuming is what the steps of a resume share.
+// resuming is the state that the steps of a resume share.
 type resuming struct {
 	target *gpuctlv1.Target
-	saved  *gpuctlv1.Session // as the operation found it
+	saved  *gpuctlv1.Session // as it was when the operation began
 	load   func(context.Context) error
 }
 
@@ -274,8 +274,8 @@ func (w *resuming) steps(op *operation) []step {
 	}
 }
 
-// dropSaved removes a suspended state: what it went to, the part of a file
-// that was being written, and the graph.
+// dropSaved deletes a suspended state: what was saved to to, the part of a file that was
+// being written, and the graph.
 func (s *session) dropSaved(to, part string) error {
 	var errs []error
 	for _, f := range []string{to, part, s.graphPath()} {
@@ -296,7 +296,7 @@ func (s *session) dropSaved(to, part string) error {
 	return errors.Join(errs...)
 }
 
-// isFile reports whether a suspended session's state is in a file of that name.
+// isFile reports whether to names a file that has a suspended session's state.
 func isFile(to string) bool { return to != "" && to != toMemory && to != toAway }
 
 func suspendedText(to string) string {
@@ -316,8 +316,8 @@ func (s *session) readGraph() ([]byte, error) {
 	return b, nil
 }
 
-// roomFor says why so many bytes don't fit into the file's file system or,
-// without a file, into memory. Unknown room is no reason.
+// roomFor returns the reasons why so many bytes don't fit into the file's file system or,
+// without a file, into memory. If the room is unknown, it returns none.
 func roomFor(need uint64, file string) []*gpuctlv1.Reason {
 	if file != "" {
 		var st unix.Statfs_t

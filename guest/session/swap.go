@@ -11,7 +11,7 @@ import (
 
 const (
 	precopyRounds = 5
-	// precopyEnough ends the rounds: less than 1/100 of the memory is dirty.
+	// precopyEnough ends the rounds when less than 1/100 of the memory is dirty.
 	precopyEnough = 100
 )
 
@@ -40,7 +40,7 @@ func (m *Manager) swap(ctx context.Context, req *gpuctlv1.SwapRequest, sink func
 	return res, nil
 }
 
-// swapping is what the steps of a swap share.
+// swapping is the state that the steps of a swap share.
 type swapping struct {
 	req     *gpuctlv1.SwapRequest
 	usage   *gpuctlv1.Usage
@@ -93,13 +93,13 @@ func (w *swapping) steps(op *operation) []step {
 	}
 }
 
-// precopy sends contents while the application runs, in rounds, as long as
-// that makes the rest smaller, and keeps the target's objects up to date.
+// precopy sends contents while the application runs, in rounds, as long as each round makes
+// the rest smaller. It keeps the target's objects up to date.
 func (op *operation) precopy(ctx context.Context, memory uint64) error {
 	dirty := ^uint64(0)
 	for round := range precopyRounds {
 		n, err := op.source.export(ctx, &gpuctlv1.ExportRequest{
-			Peer: op.target.importSocket, All: round == 0, // earlier targets had what this one lacks
+			Peer: op.target.importSocket, All: round == 0, // earlier targets may have got what this one does not have
 		}, op)
 		op.result.BytesPrecopied += n
 		if err != nil {
@@ -165,7 +165,7 @@ func (m *Manager) plan(ctx context.Context, req *gpuctlv1.PlanRequest) (*gpuctlv
 	return resp, nil
 }
 
-// tryTarget starts the target, makes the session's objects there and drops it.
+// tryTarget starts the target, makes the session's objects on it, and ends it.
 func (s *session) tryTarget(ctx context.Context, target *gpuctlv1.Target) ([]*gpuctlv1.Reason, error) {
 	drop := errors.New("dropped")
 	op, err := s.begin(ctx, kindPlan, func(op *operation) []step {
@@ -180,7 +180,7 @@ func (s *session) tryTarget(ctx context.Context, target *gpuctlv1.Target) ([]*gp
 			if err := op.target.prepare(ctx, &gpuctlv1.PrepareRequest{Graph: graph}, op); err != nil {
 				return err
 			}
-			return drop // success: the undo drops the target
+			return drop // success: the undo ends the target
 		}}}
 	}, "", buildTimeout, func(*gpuctlv1.Progress) {})
 	if err != nil {
@@ -193,12 +193,12 @@ func (s *session) tryTarget(ctx context.Context, target *gpuctlv1.Target) ([]*gp
 	case errors.Is(op.failure, drop):
 		return nil, nil
 	}
-	// Whatever went wrong on the target is why it can't serve.
+	// Any error of the target is a reason why it can't serve.
 	return []*gpuctlv1.Reason{{Code: "build", Message: res.Error}}, nil
 }
 
-// needs is what a target has to make: of the running session, or as it was
-// when it was suspended.
+// needs returns what a target has to make: the objects of the running session, or those at
+// the time of its suspend.
 func (s *session) needs(ctx context.Context, source *executor) (usage *gpuctlv1.Usage, devices int, graph []byte, err error) {
 	if source == nil {
 		graph, err = s.readGraph()

@@ -13,7 +13,7 @@ import (
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 )
 
-// chunks of a state of n bytes, and its bytes.
+// chunks returns the chunks of a state of n bytes, and its bytes.
 func chunks(t testing.TB, n int, id string) (all []*gpuctlv1.StateChunk, data []byte) {
 	t.Helper()
 	r := rand.New(rand.NewPCG(uint64(n), 1))
@@ -58,7 +58,7 @@ func TestWhole(t *testing.T) {
 	}
 }
 
-// What is not exactly what was sent is never read to its end.
+// A stream that differs from what was sent is never read to its end.
 func TestDamaged(t *testing.T) {
 	other, _ := chunks(t, 3*ChunkSize+5, "y")
 	for name, c := range map[string]struct {
@@ -115,7 +115,8 @@ func TestSendFails(t *testing.T) {
 	}
 }
 
-// FuzzReader gives it whatever chunks: it ends well only for what a Writer makes.
+// FuzzReader reads arbitrary chunks. Only what a Writer makes is read to its end without an
+// error.
 func FuzzReader(f *testing.F) {
 	all, _ := chunks(f, 300, "x")
 	var seed []byte
@@ -152,7 +153,7 @@ func FuzzReader(f *testing.F) {
 	})
 }
 
-// BenchmarkPass is what one process does to each chunk that it passes on.
+// BenchmarkPass does what a process does to each chunk that it passes on.
 func BenchmarkPass(b *testing.B) {
 	data := make([]byte, ChunkSize)
 	b.SetBytes(ChunkSize)

@@ -17,9 +17,9 @@ const (
 var (
 	// ErrFull is returned when no free extent is large enough.
 	ErrFull = errors.New("arena full")
-	// ErrInvalid is returned for a size of 0, or an offset or size that is out of place.
+	// ErrInvalid is returned for a size of 0, and for an invalid offset or size.
 	ErrInvalid = errors.New("invalid range")
-	// ErrInUse is returned by Reserve for a range that is not all free.
+	// ErrInUse is returned by Reserve if a part of the range is not free.
 	ErrInUse = errors.New("range in use")
 	// ErrNotAllocated is returned by Free for an offset where no allocation begins.
 	ErrNotAllocated = errors.New("not allocated")
@@ -29,23 +29,24 @@ type extent struct{ off, size uint64 }
 
 func (e extent) end() uint64 { return e.off + e.size }
 
-// within is what of the extent lies in [lo, hi); its size is 0 if nothing does.
+// within returns the part of the extent in [lo, hi). Its size is 0 if there is none.
 func (e extent) within(lo, hi uint64) extent {
 	off, end := max(e.off, lo), min(e.end(), hi)
 	return extent{off, max(end, off) - off}
 }
 
-// Allocator hands out ranges of [0, size). It is safe for concurrent use.
+// Allocator allocates ranges of [0, size). It is safe for concurrent use.
 type Allocator struct {
 	size uint64
 
 	mu   sync.Mutex
-	free []extent          // by offset, never empty ones, never two that touch
+	free []extent          // sorted by offset; none is empty, and no two touch each other
 	live map[uint64]uint64 // size by offset
 	used uint64
 }
 
-// New makes an allocator of size bytes, rounded down to whole pages, all free.
+// New returns an allocator of size bytes, rounded down to whole pages. All of them are
+// free.
 func New(size uint64) *Allocator {
 	size &^= Page - 1
 	a := &Allocator{size: size, live: map[uint64]uint64{}}
@@ -55,11 +56,11 @@ func New(size uint64) *Allocator {
 	return a
 }
 
-// Alloc takes the smallest free extent that size bytes, rounded up to pages,
-// fit into, and returns their offset.
+// Alloc allocates size bytes, rounded up to pages, in the smallest free extent that they
+// fit into. It returns their offset.
 func (a *Allocator) Alloc(size uint64) (off uint64, err error) { return a.AllocIn(size, 0, a.size) }
 
-// AllocIn is Alloc within [lo, hi) alone.
+// AllocIn is Alloc restricted to [lo, hi).
 func (a *Allocator) AllocIn(size, lo, hi uint64) (off uint64, err error) {
 	if size == 0 {
 		return 0, fmt.Errorf("allocate 0 bytes: %w", ErrInvalid)
@@ -109,7 +110,7 @@ func (a *Allocator) Live(f func(off, size uint64)) {
 	}
 }
 
-// Free gives back the allocation that begins at off and returns its size.
+// Free frees the allocation that begins at off and returns its size.
 func (a *Allocator) Free(off uint64) (size uint64, err error) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -136,8 +137,8 @@ func (a *Allocator) Free(off uint64) (size uint64, err error) {
 	return size, nil
 }
 
-// Reserve allocates a range that is already decided: to rebuild an allocator
-// from a session's graph. The size is rounded up to pages, as Alloc did.
+// Reserve allocates a given range. It is for rebuilding an allocator from a session's
+// graph. The size is rounded up to pages, as in Alloc.
 func (a *Allocator) Reserve(off, size uint64) error {
 	if off%Page != 0 || size == 0 || size > a.size || off > a.size-roundUp(size, Page) {
 		return fmt.Errorf("reserve %d bytes at %d of %d: %w", size, off, a.size, ErrInvalid)
@@ -153,17 +154,17 @@ func (a *Allocator) Reserve(off, size uint64) error {
 	return nil
 }
 
-// Used is how many bytes are allocated, whole pages.
+// Used returns how many bytes are allocated, in whole pages.
 func (a *Allocator) Used() uint64 {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	return a.used
 }
 
-// Size is how many bytes there are.
+// Size returns the number of bytes of the allocator.
 func (a *Allocator) Size() uint64 { return a.size }
 
-// take cuts a range out of free extent i, which contains it.
+// take removes a range from free extent i, which contains it.
 func (a *Allocator) take(i int, r extent) {
 	e := a.free[i]
 	before := extent{e.off, r.off - e.off}
@@ -183,7 +184,7 @@ func (a *Allocator) take(i int, r extent) {
 	a.used += r.size
 }
 
-// after is the index of the first free extent at or behind off.
+// after returns the index of the first free extent at or after off.
 func (a *Allocator) after(off uint64) int {
 	i, _ := slices.BinarySearchFunc(a.free, off, func(e extent, off uint64) int {
 		switch {
@@ -197,5 +198,5 @@ func (a *Allocator) after(off uint64) int {
 	return i
 }
 
-// roundUp rounds to a power of two.
+// roundUp rounds up to a multiple of to, which is a power of two.
 func roundUp(v, to uint64) uint64 { return (v + to - 1) &^ (to - 1) }

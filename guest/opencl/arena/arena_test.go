@@ -9,7 +9,7 @@ import (
 	"pgregory.net/rapid"
 )
 
-// check holds the allocator to its invariants.
+// check checks the invariants of the allocator.
 func check(t interface{ Fatalf(string, ...any) }, a *Allocator) {
 	var free uint64
 	for i, e := range a.free {
@@ -191,7 +191,7 @@ func BenchmarkAllocFree(b *testing.B) {
 	}
 }
 
-// An allocation that is to lie within bounds does, or there is no room there.
+// An allocation that is restricted to bounds is inside them, or there is no room there.
 func TestAllocIn(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		const size = 8 * Huge

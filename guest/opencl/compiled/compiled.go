@@ -20,28 +20,29 @@ import (
 )
 
 const (
-	mostBytes = 256 << 20 // of a Store
-	mostFiles = 8192      // of a program, folders among them
-	mostNames = 32768     // that are looked at
-	mostDepth = 12        // of folders in one another
+	mostBytes = 256 << 20 // of all programs in a Store
+	mostFiles = 8192      // of one program, folders included
+	mostNames = 32768     // that are read
+	mostDepth = 12        // of nested folders
 )
 
-// ErrTooMuch is returned for a program whose runtimes have compiled more than a
-// Store keeps.
+// ErrTooMuch is returned for a program whose runtimes have compiled more than a Store
+// accepts.
 var ErrTooMuch = errors.New("more than is kept of one program")
 
-// caches are the folders of a home in which runtimes keep what they compile:
-// .cache has those of PoCL, Mesa and Intel, .nv NVIDIA's.
+// caches returns the folders of a home in which runtimes store what they compile: PoCL,
+// Mesa and Intel use .cache, NVIDIA uses .nv.
 func caches() []string { return []string{".cache", ".nv"} }
 
-// Program is a user's program. The zero value is none: nothing is kept of it.
+// Program identifies a user's program. The zero value is no program: nothing is kept for
+// it.
 type Program struct {
-	UID uint32 `json:"uid"` // who runs it
-	Dev uint64 `json:"dev"` // of its executable
+	UID uint32 `json:"uid"` // the user who runs it
+	Dev uint64 `json:"dev"` // device of its executable
 	Ino uint64 `json:"ino"`
 }
 
-// Of is the program of a process, as it is now; none if it can't be seen.
+// Of returns the program that a process runs now, or the zero value if it can't be seen.
 func Of(uid uint32, pid int) Program {
 	fi, err := os.Stat(fmt.Sprintf("/proc/%d/exe", pid))
 	if err != nil || pid == 0 {
@@ -54,7 +55,7 @@ func Of(uid uint32, pid int) Program {
 	return Program{UID: uid, Dev: st.Dev, Ino: st.Ino}
 }
 
-// String is its name in a Store, empty for none.
+// String returns the program's name in a Store; empty for the zero value.
 func (p Program) String() string {
 	if p.Ino == 0 {
 		return ""
@@ -62,24 +63,24 @@ func (p Program) String() string {
 	return fmt.Sprintf("%d-%x-%d", p.UID, p.Dev, p.Ino)
 }
 
-// userOf is the user in the name of a program.
+// userOf returns the user in the name of a program.
 func userOf(name string) string {
 	uid, _, _ := strings.Cut(name, "-")
 	return uid
 }
 
-// Store is a folder of what was compiled, for each program apart. A nil Store
-// keeps nothing.
+// Store is a folder with what was compiled, separate for each program. A nil Store keeps
+// nothing.
 type Store struct {
 	dir  string
-	most int64 // bytes; a user has at most half of it, a program a quarter
+	most int64 // bytes; at most half of it for one user, and a quarter for one program
 
 	mu sync.Mutex
 }
 
-// Open opens the Store in a folder, which is made if it is missing, and removes
-// what an earlier process did not finish. The folder above must be one that
-// nobody else can write to.
+// Open opens the Store in a folder. It creates the folder if it is missing, and deletes
+// what an earlier process did not finish. Only trusted users may be able to write to the
+// folder above.
 func Open(dir string) (*Store, error) {
 	if err := os.Mkdir(dir, 0o700); err != nil && !errors.Is(err, fs.ErrExist) {
 		return nil, fmt.Errorf("compiled programs: %w", err)
@@ -88,7 +89,7 @@ func Open(dir string) (*Store, error) {
 	if err := unix.Statfs(dir, &st); err != nil {
 		return nil, fmt.Errorf("compiled programs: %s: %w", dir, err)
 	}
-	// A run folder is memory, and small in a small VM.
+	// The run folder is in memory, which is small in a small VM.
 	room := int64(st.Blocks/8) * st.Bsize
 	s := &Store{dir: dir, most: min(mostBytes, room)}
 	es, err := list(dir, ".")
@@ -105,11 +106,11 @@ func Open(dir string) (*Store, error) {
 	return s, nil
 }
 
-// unfinished ends the name of a folder that is being written or removed.
+// unfinished is the suffix of a folder that is being written or deleted.
 const unfinished = ".new"
 
-// Fill copies what is kept of the program into a home, which nobody uses yet and
-// which is the caller's.
+// Fill copies what is kept for the program into a home. The home belongs to the caller, and
+// nobody uses it yet.
 func (s *Store) Fill(p Program, home string) error {
 	name := p.String()
 	if s == nil || name == "" {
@@ -132,11 +133,11 @@ func (s *Store) Fill(p Program, home string) error {
 		return fmt.Errorf("fill with what %s has compiled: %w", name, err)
 	}
 	now := time.Now()
-	return os.Chtimes(kept, now, now) // the oldest go first
+	return os.Chtimes(kept, now, now) // the least recently used are deleted first
 }
 
-// Keep keeps what the runtimes of a session of the program have left in its
-// home, instead of what was kept before. No process may use the home any more.
+// Keep keeps what the runtimes of a session of the program have left in its home. It
+// replaces what was kept before. No process may use the home any more.
 func (s *Store) Keep(p Program, home string) error {
 	name := p.String()
 	if s == nil || name == "" {
@@ -162,8 +163,8 @@ func (s *Store) Keep(p Program, home string) error {
 	return nil
 }
 
-// replace makes a folder of the tree, in the place of the one there. What is
-// not finished is never found.
+// replace writes the tree to a folder, and replaces the one that is there. An unfinished
+// folder is never found under the final name.
 func (t *tree) replace(kept string) error {
 	tmp := kept + unfinished
 	if err := os.RemoveAll(tmp); err != nil {
@@ -185,8 +186,8 @@ func (t *tree) replace(kept string) error {
 	return nil
 }
 
-// room removes those that were not used for longest, of the program's user
-// first, until there are n bytes for the program.
+// room deletes what was used least recently, until there are n bytes for the program. What
+// belongs to the program's user is deleted first.
 func (s *Store) room(name string, n int64) error {
 	es, err := list(s.dir, ".")
 	if err != nil {
@@ -206,7 +207,7 @@ func (s *Store) room(name string, n int64) error {
 		}
 		t, err := survey(filepath.Join(s.dir, e.Name()), s.most)
 		if err != nil {
-			t = &tree{bytes: s.most} // it goes when there is no room
+			t = &tree{bytes: s.most} // deleted first if there is no room
 		}
 		all = append(all, entry{e.Name(), fi.ModTime(), t.bytes})
 		total += t.bytes
@@ -236,14 +237,14 @@ func (s *Store) room(name string, n int64) error {
 	return nil
 }
 
-// tree is what there is to copy of a home: names relative to it, folders before
-// what is in them.
+// tree is what is to be copied from a home. The names are relative to it, and folders come
+// before their content.
 type tree struct {
 	root    string
 	folders []string
 	files   []file
 	bytes   int64
-	names   int // that were seen
+	names   int // number of names that were read
 }
 
 type file struct {
@@ -251,8 +252,8 @@ type file struct {
 	size int64
 }
 
-// survey finds the folders and files of the caches below a home. Empty files are
-// left out: runtimes leave many, which say nothing.
+// survey finds the folders and files of the caches in a home. It omits empty files:
+// runtimes leave many of them, and they have no information.
 func survey(home string, most int64) (*tree, error) {
 	t := &tree{root: home}
 	for _, c := range caches() {
@@ -301,8 +302,8 @@ func (t *tree) add(folder string, most int64) error {
 	return nil
 }
 
-// list is os.ReadDir of a folder in another one, by no link. It reads no more
-// names than a program may have.
+// list is os.ReadDir of a folder in another folder, and follows no links. It reads at most
+// as many names as a program may have files.
 func list(dir, name string) ([]fs.DirEntry, error) {
 	d, err := beneath.OpenDir(dir, name)
 	if err != nil {
@@ -316,11 +317,11 @@ func list(dir, name string) ([]fs.DirEntry, error) {
 	return es, nil
 }
 
-// same reports whether both have the same files of the same sizes. Runtimes name
-// what they compile after its source.
+// same reports whether both have the same files with the same sizes. That is enough,
+// because runtimes name what they compile after its source.
 func (t *tree) same(other *tree) bool { return slices.Equal(t.files, other.files) }
 
-// copy makes the tree in a folder that is the caller's.
+// copy writes the tree to a folder that belongs to the caller.
 func (t *tree) copy(to string) error {
 	for _, f := range t.folders {
 		if err := os.Mkdir(filepath.Join(to, f), 0o700); err != nil {
@@ -341,7 +342,7 @@ func copyFile(from, to string, f file) error {
 		return err
 	}
 	defer src.Close()
-	dst, err := beneath.OpenFile(to, f.name, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o700) // libraries among them
+	dst, err := beneath.OpenFile(to, f.name, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o700) // executable, because some of them are libraries
 	if err != nil {
 		return err
 	}

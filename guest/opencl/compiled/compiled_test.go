@@ -22,7 +22,7 @@ func newStore(t *testing.T) *Store {
 	return s
 }
 
-// home is a session's, with files of these contents.
+// home returns a session's home, with files of these contents.
 func home(t *testing.T, files map[string]string) string {
 	t.Helper()
 	dir := t.TempDir()
@@ -35,7 +35,7 @@ func home(t *testing.T, files map[string]string) string {
 	return dir
 }
 
-// has is what a home that is filled for the program has in it.
+// has returns the content of a home that is filled for the program.
 func has(t *testing.T, s *Store, p Program) map[string]string {
 	t.Helper()
 	dir := t.TempDir()
@@ -88,7 +88,7 @@ func TestOnlyTheSameUsersSameProgramFindsWhatWasCompiled(t *testing.T) {
 			t.Errorf("found %v", got)
 		}
 	}
-	// The last session's is what counts, and one that compiled nothing takes nothing away.
+	// The last session's content counts. A session that compiled nothing deletes nothing.
 	keep(t, s, p, map[string]string{".cache/b": "new"})
 	keep(t, s, p, nil)
 	if got := has(t, s, p); len(got) != 1 || got[".cache/b"] != "new" {
@@ -151,7 +151,7 @@ func TestAFileThatBecomesALinkIsNotCopied(t *testing.T) {
 
 func TestNoProgramFillsTheStore(t *testing.T) {
 	s := newStore(t)
-	s.most = 4000 // 1000 a program, 2000 a user
+	s.most = 4000 // 1000 for a program, 2000 for a user
 	some := func(n int) map[string]string { return map[string]string{".cache/k": strings.Repeat("k", n)} }
 	p := func(uid uint32, ino uint64) Program { return Program{UID: uid, Ino: ino} }
 	keep(t, s, p(1, 1), some(900))
@@ -172,7 +172,7 @@ func TestNoProgramFillsTheStore(t *testing.T) {
 	if got := has(t, s, p(1, 1)); len(got[".cache/k"]) != 900 {
 		t.Errorf("what was kept is gone: %v", got)
 	}
-	// A user who keeps more and more loses the own ones only.
+	// A user who keeps more and more loses only what belongs to that user.
 	keep(t, s, p(2, 1), some(900))
 	old := time.Now().Add(-time.Hour)
 	if err := os.Chtimes(filepath.Join(s.dir, p(2, 1).String()), old, old); err != nil {
@@ -190,7 +190,7 @@ func TestNoProgramFillsTheStore(t *testing.T) {
 	if got := has(t, s, p(1, 100)); len(got) != 0 {
 		t.Error("the oldest one is kept")
 	}
-	// And many users have no more than there is.
+	// Many users together do not have more than the limit of the Store.
 	for uid := range uint32(20) {
 		keep(t, s, p(10+uid, 1), some(900))
 	}

@@ -1,15 +1,14 @@
-// Package compiled keeps what OpenCL runtimes have compiled, from one session
-// of a program to the next. Each session has a home of its own, so that none
-// runs native code that another one's user has left there; a runtime that
-// caches what it compiles finds that home empty, and compiles anew at every
-// start of a program. A Store fills the home of a new session with what the
-// sessions of the same user and the same program have left, and with nothing
-// else.
+// Package compiled keeps what OpenCL runtimes have compiled, from one session of a program
+// to the next. Each session has a home of its own, so that no session runs native code
+// that the user of another one has left there. A runtime that caches what it compiles
+// finds that home empty, and would compile again at each start of a program. A Store fills
+// the home of a new session with what the sessions of the same user and the same program
+// have left, and with nothing else.
 //
-// What executors write is not trusted: files are opened through
-// internal/beneath, what is neither a file nor a folder is left out, and sizes
-// are bounded. What a Store has is root's, or gpuguest's, and no executor
-// reaches it.
+// What executors write is not trusted: files are opened through internal/beneath,
+// everything that is neither a file nor a folder is omitted, and sizes are limited. A Store
+// belongs to root or to gpuguest's user, and no executor can reach it.
 //
-// The programs that the engine itself has built on a device are guest/opencl/executor's.
+// Programs that the engine itself has built on a device are stored by
+// guest/opencl/executor.
 package compiled

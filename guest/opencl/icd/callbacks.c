@@ -1,7 +1,8 @@
 /* The application's callbacks.
  *
- * OpenCL callbacks must run although the application makes no call, so they need a thread. It is the library's only
- * one, starts with the first callback, takes no signals, and never keeps the process from ending. */
+ * OpenCL callbacks must run even if the application makes no call, so they need a thread. There is only one such
+ * thread in the library. It starts with the first callback, blocks all signals, and does not keep the process from
+ * exiting. */
 #include "gx.h"
 #include <pthread.h>
 #include <signal.h>
@@ -14,7 +15,7 @@ struct cb {
 	enum gx_cb kind;
 	bool used;
 	void *obj, *fn, *user;
-	struct notify *list; /* of a memory object */
+	struct notify *list; /* for a memory object */
 	int32_t type;
 	uint32_t next; /* free list, or the queue of local deliveries */
 	int32_t status;
@@ -32,7 +33,7 @@ void gx_callbacks_reset(void)
 	running = false;
 }
 
-/* take_out ends a token; each is delivered once. */
+/* take_out removes a token, so that each callback is delivered only once. */
 static bool take_out(uint32_t token, struct cb *out)
 {
 	bool ok = false;
@@ -82,7 +83,8 @@ static void deliver(uint32_t token, int32_t status)
 	}
 }
 
-/* deliver_local runs what needs no word from the executor; when the session is lost that is everything. */
+/* deliver_local runs the callbacks that need no message from the executor. If the session is lost, it runs all of
+ * them. */
 static void deliver_local(void)
 {
 	for (;;) {
@@ -191,5 +193,5 @@ void gx_cb_local(uint32_t token, int32_t status)
 		local_first = token;
 	local_last = token;
 	gx_lock_drop(&cb_lock);
-	gx_futex_wake(gx_word(GX_HDR_CB_TAIL), INT_MAX); /* at the latest with the next tick */
+	gx_futex_wake(gx_word(GX_HDR_CB_TAIL), INT_MAX); /* at the latest, the next tick does this */
 }

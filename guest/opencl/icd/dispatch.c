@@ -1,9 +1,10 @@
-/* The table through which the ICD loader calls. Every slot is filled: loaders do not check. */
+/* The table through which the ICD loader calls. Every entry is set, because loaders do not check. */
 #include "gx.h"
 
 CL_API_ENTRY cl_int CL_API_CALL clIcdGetPlatformIDsKHR(cl_uint n, cl_platform_id *list, cl_uint *count);
 
-/* The Direct3D slots have no type outside of Windows; all of their functions return an error or, with one, NULL. */
+/* The Direct3D entries have no type except on Windows. Their functions return an error, or NULL if they have an
+ * error argument. */
 static cl_int d3d_refuse(void) { return CL_INVALID_OPERATION; }
 static cl_mem d3d_create4(cl_context c, cl_mem_flags f, void *r, cl_int *errcode_ret)
 {
@@ -21,7 +22,7 @@ static cl_mem dx9_create(cl_context c, cl_mem_flags f, cl_uint t, void *i, cl_ui
 	FAIL(CL_INVALID_OPERATION);
 }
 
-/* names that an application or loader may ask for by clGetExtensionFunctionAddress */
+/* names that an application or loader may request with clGetExtensionFunctionAddress */
 static const struct { const char *name; void *fn; } extensions[] = {
 	{"clIcdGetPlatformIDsKHR", (void *)clIcdGetPlatformIDsKHR},
 	{"clGetPlatformInfo", (void *)clGetPlatformInfo},

@@ -1,4 +1,4 @@
-/* What every command shares, and the commands that move no data of the application's. */
+/* The parts that all commands share, and the commands that do not move data of the application. */
 #include "gx.h"
 
 #define WAIT_MAX 3000u /* ids in one request */
@@ -16,8 +16,8 @@ static cl_int check_wait(cl_command_queue q, cl_uint n, const cl_event *list)
 	return CL_SUCCESS;
 }
 
-/* gx_cmd_check checks the queue and the wait list. A list too long for a request is folded: markers wait for its parts.
- * After success gx_cmd_end must be called. */
+/* gx_cmd_check checks the queue and the wait list. If the list is too long for a request, markers that wait for its
+ * parts replace them. After success, gx_cmd_end must be called. */
 cl_int gx_cmd_check(struct cmd *c, cl_command_queue q, cl_uint n, const cl_event *list)
 {
 	if (!gx_ok(q, T_QUEUE))
@@ -59,7 +59,7 @@ cl_int gx_cmd_event(struct cmd *c, cl_command_type type, bool wanted)
 	return CL_SUCCESS;
 }
 
-/* gx_cmd_end hands out the event, or drops it if there was an error, and returns the error. */
+/* gx_cmd_end returns the event to the application, or drops it if there was an error. It returns the error. */
 cl_int gx_cmd_end(struct cmd *c, cl_int err, cl_event *out, bool complete)
 {
 	for (uint32_t i = 0; i < c->nhidden; i++) {
@@ -71,7 +71,7 @@ cl_int gx_cmd_end(struct cmd *c, cl_int err, cl_event *out, bool complete)
 	if (!c->ev)
 		return err;
 	if (err) {
-		/* The executor may or may not have made the event: its id is not used again. */
+		/* The executor may have created the event, so its id is not used again. */
 		gx_recycle(&c->ev->o, T_EVENT);
 		gx_unlink(c->q->ctx);
 		gx_unlink(c->q);
@@ -86,7 +86,7 @@ cl_int gx_cmd_end(struct cmd *c, cl_int err, cl_event *out, bool complete)
 
 bool gx_overlap(uint64_t a, uint64_t b, uint64_t size) { return a < b + size && b < a + size; }
 
-/* gx_rect_check checks a rectangle of size bytes of memory and completes its pitches. */
+/* gx_rect_check checks a rectangle in a memory of size bytes, and sets pitches that are 0. */
 cl_int gx_rect_check(const size_t *origin, const size_t *region, uint64_t *row, uint64_t *slice, uint64_t size)
 {
 	if (!region[0] || !region[1] || !region[2])
@@ -130,7 +130,7 @@ CL_API_ENTRY cl_int CL_API_CALL clEnqueueCopyBuffer(cl_command_queue q, cl_mem s
 	return gx_cmd_end(&c, err, event, false);
 }
 
-/* rect_overlap is the specification's own test. base is where a sub-buffer begins. */
+/* rect_overlap is the test that the specification defines. base is where a sub-buffer begins. */
 static bool rect_overlap(const size_t *so, uint64_t sbase, const size_t *d_o, uint64_t dbase, const size_t *r, uint64_t row, uint64_t slice)
 {
 	uint64_t slice_size = (r[1] - 1) * row + r[0], block = (r[2] - 1) * slice + slice_size;

@@ -29,7 +29,7 @@ void gx_event_destroy(struct obj *o)
 	gx_unlink(c);
 }
 
-/* gx_event_poll asks for the status unless the final one is known. A lost session makes it an error. */
+/* gx_event_poll requests the status, unless the final one is known. If the session is lost, the status is an error. */
 cl_int gx_event_poll(cl_event e, int32_t *status)
 {
 	*status = atomic_load(&e->status);
@@ -68,7 +68,7 @@ CL_API_ENTRY cl_int CL_API_CALL clWaitForEvents(cl_uint n, const cl_event *list)
 		else if (list[i]->ctx != list[0]->ctx)
 			return CL_INVALID_CONTEXT;
 	cl_int err = CL_SUCCESS;
-	for (cl_uint i = 0; i < n && !err;) { /* a request holds some thousand ids */
+	for (cl_uint i = 0; i < n && !err;) { /* a request has room for a few thousand ids */
 		uint32_t ids[1024], k = 0;
 		cl_uint from = i;
 		for (; i < n && k < COUNT(ids); i++) {
@@ -114,7 +114,7 @@ CL_API_ENTRY cl_int CL_API_CALL clGetEventInfo(cl_event e, cl_event_info name, I
 			return CL_INVALID_VALUE;
 		TRY(gx_event_poll(e, &st));
 		gx_reap();
-		gx_output(true); /* before it is known that what printed it is over */
+		gx_output(true); /* before the application can find out that the command that printed it is complete */
 		INFO(cl_int, st);
 	}
 	}

@@ -25,7 +25,8 @@
 #define COUNT(a) (sizeof(a) / sizeof((a)[0]))
 #define TRY(e) do { cl_int try_ = (e); if (unlikely(try_)) return try_; } while (0)
 
-/* ---- locks: a word, spun on briefly, then slept on. Process-private, so a forked child may simply zero them. */
+/* ---- locks: a thread spins on the word briefly, then sleeps on it. They are private to the process, so a forked
+ * child may simply zero them. */
 typedef struct { _Atomic uint32_t w; } gx_lock;
 void gx_lock_slow(gx_lock *l);
 void gx_unlock_slow(gx_lock *l);
@@ -45,10 +46,11 @@ static inline void gx_lock_drop(gx_lock *l)
 enum gx_type { T_PLATFORM = 1, T_DEVICE, T_CONTEXT, T_QUEUE, T_MEM, T_SAMPLER, T_PROGRAM, T_KERNEL, T_EVENT, T_COUNT };
 #define GX_OBJ_MAGIC 0x67780000u
 
-/* obj starts every handle. links counts everybody who needs the object, refs only the application's references;
- * the application's references are links too. gen is the session that made it: a fork or reconnect makes it stale. */
+/* obj is the first member of every handle. links counts everything that needs the object. refs counts only the
+ * application's references, which are links, too. gen is the session that made the object: a fork or a reconnect
+ * makes it stale. */
 struct obj {
-	const cl_icd_dispatch *dispatch; /* first word: the loader's */
+	const cl_icd_dispatch *dispatch; /* must be the first word, because the ICD loader reads it */
 	uint32_t magic; /* GX_OBJ_MAGIC | type while alive */
 	uint32_t gen;
 	uint32_t id;
@@ -65,7 +67,7 @@ struct _cl_device_id {
 	cl_device_id parent;
 	struct param *params;
 	uint32_t nparams;
-	uint8_t *blob; /* what params point into */
+	uint8_t *blob; /* memory that params point into */
 	uint64_t base_align; /* bytes */
 	uint64_t queue_props;
 	uint64_t max_alloc, local_mem;
@@ -99,9 +101,9 @@ struct map { /* one live mapping */
 	struct map *next;
 	void *ptr;
 	uint64_t arena, arena_row, arena_slice;
-	uint8_t *host; /* of CL_MEM_USE_HOST_PTR objects: where the region lies there */
+	uint8_t *host; /* for CL_MEM_USE_HOST_PTR objects: the region in the application's memory */
 	uint64_t host_row, host_slice;
-	uint64_t width, height, depth; /* of the region, in bytes, rows, slices */
+	uint64_t width, height, depth; /* size of the region, in bytes, rows, slices */
 	cl_map_flags flags;
 	uint32_t id;
 };
@@ -109,7 +111,7 @@ struct map { /* one live mapping */
 struct _cl_mem {
 	struct obj o;
 	cl_context ctx;
-	cl_mem parent; /* of sub-buffers and images made from another object */
+	cl_mem parent; /* for sub-buffers and images made from another object */
 	cl_mem_object_type type;
 	cl_mem_flags flags;
 	uint64_t origin, size;
@@ -124,7 +126,7 @@ struct _cl_mem {
 	cl_image_format format;
 	uint64_t elem, width, height, depth, array, row, slice;
 	uint64_t host_row, host_slice;
-	cl_mem buffer_info; /* what CL_IMAGE_BUFFER says */
+	cl_mem buffer_info; /* the answer to CL_IMAGE_BUFFER */
 };
 
 struct _cl_sampler {
@@ -145,7 +147,7 @@ struct _cl_program {
 	char *source;
 	size_t nsource;
 	_Atomic uint32_t kernels;
-	uint64_t *told; /* sizes of the binaries as the application knows them */
+	uint64_t *told; /* sizes of the binaries that the application was given */
 };
 
 struct cached { struct cached *next; uint32_t dev, what, index; uint32_t len; uint8_t data[]; };
@@ -161,9 +163,9 @@ struct _cl_kernel {
 	uint64_t local; /* bytes of local memory that the arguments ask for */
 	struct karg *args;
 	_Atomic(struct cached *) cache;
-	_Atomic uint64_t shapes[8]; /* hashes of launches that the vendor has accepted */
+	_Atomic uint64_t shapes[8]; /* hashes of launches that the vendor's runtime has accepted */
 	_Atomic uint32_t next_shape;
-	_Atomic bool fresh; /* an argument whose memory was never launched with */
+	_Atomic bool fresh; /* a memory object of an argument was not used by a launch yet */
 };
 
 struct _cl_event {
@@ -194,13 +196,13 @@ bool gx_release_ref(void *obj);
 struct session {
 	uint8_t *ring, *arena;
 	uint64_t arena_size, split;
-	uint64_t tail, head; /* head: last seen */
+	uint64_t tail, head; /* head: the last value read */
 	bool urgent; /* the request being written ends a nap of the reader */
 	int ring_fd, arena_fd, state_fd, lock_fd, sock;
 	_Atomic uint32_t gen;
 	_Atomic bool up, lost;
-	gx_lock lock; /* of the ring's writer */
-	gx_lock misc; /* of lists that hang on objects */
+	gx_lock lock; /* for writing to the ring */
+	gx_lock misc; /* for lists that belong to objects */
 	_Atomic uint64_t slots[GX_SLOT_COUNT / 64]; /* taken */
 	_Atomic uint32_t npending;
 	_Atomic uint32_t spin_ns;
@@ -208,14 +210,14 @@ struct session {
 	bool can_spin;
 };
 extern struct session S;
-extern _Atomic uint32_t *gx_forkmark; /* in a page that is wiped in a child */
+extern _Atomic uint32_t *gx_forkmark; /* in a page that the kernel zeroes in a forked child */
 
 void gx_forked(void);
 cl_int gx_connect(void); /* CL_SUCCESS once a session exists */
 void gx_say(const char *fmt, ...) __attribute__((format(printf, 1, 2))); /* one line on standard error, unless GPUCTL_QUIET */
 void gx_lost(const char *why);
 
-/* gx_enter starts every entry point: notices that we are a forked child. */
+/* gx_enter is the first call of every entry point. It detects that this process is a forked child. */
 static inline void gx_enter(void)
 {
 	if (unlikely(atomic_load_explicit(gx_forkmark, memory_order_acquire) != 1))
@@ -244,7 +246,7 @@ cl_int gx_slot_take(uint32_t *slot);
 void gx_slot_drop(uint32_t slot);
 cl_int gx_wait(uint32_t op, uint32_t slot, struct gx_reply *r); /* waits, frees the slot */
 struct alive { uint64_t since, suspended; };
-bool gx_alive(struct alive *a); /* after 100 ms without progress; false: the session is lost */
+bool gx_alive(struct alive *a); /* call it after 100 ms without progress; false: the session is lost */
 void gx_flush_doorbell(void);
 static inline cl_int gx_lost_error(uint32_t op)
 {
@@ -281,8 +283,8 @@ static inline _Atomic uint32_t *gx_slot_word(uint32_t slot, uint32_t field)
 	return gx_word(GX_SLOT_OFF + (uint64_t)slot * GX_SLOT_SIZE + field);
 }
 
-/* ---- output.c: what kernels print. gx_output writes it; all: what is there before it returns, otherwise as much as
- * does not have to wait. */
+/* ---- output.c: the output of kernels. gx_output writes it to standard output. If all is true, it writes everything
+ * that is there before it returns; otherwise it writes only what it can write without waiting. */
 void gx_output_slow(bool all);
 static inline void gx_output(bool all)
 {
@@ -291,7 +293,7 @@ static inline void gx_output(bool all)
 		gx_output_slow(all);
 }
 
-int gx_futex_wait(_Atomic uint32_t *w, uint32_t seen, unsigned ms); /* shared; 0 woken or changed, 1 timed out, or a signal came: look whether the executor lives */
+int gx_futex_wait(_Atomic uint32_t *w, uint32_t seen, unsigned ms); /* shared between processes; 0: woken or changed; 1: timeout or signal, so check whether the executor lives */
 void gx_futex_wake(_Atomic uint32_t *w, int n);
 uint64_t gx_now(void); /* ns */
 static inline void gx_pause(void)
@@ -303,7 +305,7 @@ static inline void gx_pause(void)
 #endif
 }
 
-/* ---- staging.c: the client's part of the arena and transfers under way */
+/* ---- staging.c: the client's part of the arena, and transfers in progress */
 struct layout { uint8_t *host; uint64_t row, slice; uint64_t width, height, depth; }; /* bytes, rows, slices */
 uint64_t gx_stage_window(uint64_t len); /* arena offset in the window, 0 when there is no room */
 void gx_stage_free(uint64_t off, uint64_t len);
@@ -311,16 +313,16 @@ bool gx_in_arena(const void *p, uint64_t len, uint64_t *off);
 void gx_pack(uint8_t *tight, const struct layout *l);
 void gx_unpack(const struct layout *l, const uint8_t *tight);
 static inline uint64_t gx_layout_bytes(const struct layout *l) { return l->width * l->height * l->depth; }
-cl_int gx_pend_add(const struct layout *read, uint64_t off, uint64_t len, uint32_t *word); /* read NULL: only free when done */
+cl_int gx_pend_add(const struct layout *read, uint64_t off, uint64_t len, uint32_t *word); /* read NULL: only free the memory when done */
 void gx_pend_cancel(uint32_t word); /* the request was never sent */
 cl_int gx_pend_map(cl_mem mem, const struct map *m, cl_event ev);
 void gx_pend_forget(cl_mem mem, uint32_t map); /* map 0: all of mem */
 void gx_map_in(const struct map *m);
 void gx_map_out(const struct map *m);
-bool gx_content_apart(uint64_t size); /* an object's first content of that size is written once it exists */
+bool gx_content_apart(uint64_t size); /* whether an object's first content of that size is written after the object is created */
 cl_int gx_content(cl_mem m, const void *host, size_t row, size_t slice);
-cl_int gx_stage_wait(uint64_t len, uint64_t *off); /* anywhere; waits for transfers under way */
-bool gx_pend_reads(const struct layout *l); /* something under way reads into this memory */
+cl_int gx_stage_wait(uint64_t len, uint64_t *off); /* not only in the window; waits for transfers in progress */
+bool gx_pend_reads(const struct layout *l); /* a transfer in progress reads into this memory */
 static inline bool gx_layouts_meet(const struct layout *a, const struct layout *b)
 {
 	const uint8_t *a1 = a->host + (a->depth - 1) * a->slice + (a->height - 1) * a->row + a->width;
@@ -331,7 +333,8 @@ cl_int gx_word_wait(uint32_t *word);
 void gx_word_drop(uint32_t word);
 void gx_reap_slow(unsigned max);
 void gx_staging_reset(void);
-/* gx_reap copies what has arrived. Every call from which the application can learn of a completion makes it before it returns. */
+/* gx_reap copies data that has arrived. Every call that can tell the application that a command is complete calls
+ * gx_reap before it returns. */
 static inline void gx_reap(void)
 {
 	if (unlikely(atomic_load_explicit(&S.npending, memory_order_acquire)))
@@ -343,7 +346,7 @@ void gx_moves_reset(void);
 uint64_t gx_lanes_at(void); /* arena offset of the lanes' memory */
 uint64_t gx_lanes_end(void);
 cl_int gx_move_add(const struct layout *l, bool write, bool reap, bool blocking, uint32_t *word);
-bool gx_move_reads(const struct layout *l); /* something under way reads into this memory */
+bool gx_move_reads(const struct layout *l); /* a transfer in progress reads into this memory */
 void gx_move_drop(uint32_t word);
 cl_int gx_move_wait(uint32_t op, uint32_t slot, uint32_t word);
 
@@ -379,10 +382,10 @@ void gx_kernel_destroy(struct obj *o);
 void gx_event_destroy(struct obj *o);
 
 /* ---- commands */
-struct cmd { /* what every enqueue call shares */
+struct cmd { /* the state that all enqueue calls share */
 	cl_command_queue q;
 	uint32_t *wait, nwait;
-	uint32_t hidden[16], nhidden; /* markers that stand for very long wait lists */
+	uint32_t hidden[16], nhidden; /* markers that replace parts of very long wait lists */
 	cl_event ev;
 	uint32_t id;
 	uint32_t inline_wait[64];

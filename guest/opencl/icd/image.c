@@ -12,7 +12,7 @@ static unsigned channels(cl_channel_order o)
 	return 0;
 }
 
-/* element_size returns 0 for a format that the specification does not have. */
+/* element_size returns 0 for a format that is not in the specification. */
 static unsigned element_size(const cl_image_format *f)
 {
 	unsigned n = channels(f->image_channel_order), b = 0;
@@ -29,7 +29,7 @@ static unsigned element_size(const cl_image_format *f)
 	default: return 0;
 	}
 	if (packed3)
-		return 0; /* only the packed types */
+		return 0; /* only packed types are allowed */
 	if (o == CL_sRGBx)
 		n = 4;
 	return n * b;
@@ -53,7 +53,7 @@ static uint64_t limit(cl_device_id d, cl_device_info name)
 	return v;
 }
 
-/* fits reports whether some device of the context can have an image of this size. */
+/* fits reports whether at least one device of the context can have an image of this size. */
 static bool fits(cl_context c, const cl_image_desc *d)
 {
 	for (cl_uint i = 0; i < c->ndev; i++) {
@@ -190,7 +190,7 @@ static cl_mem make_image(cl_context c, const cl_mem_properties *props, cl_mem_fl
 			r.stage_off = stage;
 			r.stage_len = bytes;
 		}
-	} else if (m->parent && m->parent->host) { /* shares its parent's host memory */
+	} else if (m->parent && m->parent->host) { /* uses its parent's host memory */
 		m->host = m->parent->host;
 		m->host_row = d->image_row_pitch ? d->image_row_pitch : m->parent->host_row ? m->parent->host_row : m->width * elem;
 		m->host_slice = m->host_row * m->height;
@@ -202,7 +202,7 @@ static cl_mem make_image(cl_context c, const cl_mem_properties *props, cl_mem_fl
 		m->slice = gx_u64(&rep, 2);
 		uint64_t theirs = gx_u64(&rep, 3), least;
 		gx_reply_free(&rep);
-		/* The application allocates by these. */
+		/* The application allocates memory according to these values. */
 		bool sliced = t == CL_MEM_OBJECT_IMAGE3D || m->array;
 		if ((theirs && theirs != m->elem) || __builtin_mul_overflow(m->width, m->elem, &least) || m->row < least ||
 			__builtin_mul_overflow(m->row, m->height, &least) || (sliced && m->slice < least))
@@ -237,7 +237,7 @@ CL_API_ENTRY cl_mem CL_API_CALL clCreateImageWithProperties(cl_context c, const 
 	return make_image(c, props, flags, f, d, host, errcode_ret);
 }
 
-/* The functions of OpenCL 1.0 call a bad size what the newer one calls a bad descriptor. */
+/* The functions of OpenCL 1.0 report a bad size where the newer one reports a bad descriptor. */
 static cl_mem legacy(cl_context c, cl_mem_flags flags, const cl_image_format *f, const cl_image_desc *d, void *host, cl_int *errcode_ret)
 {
 	cl_int err;

@@ -1,4 +1,5 @@
-/* Kernels and launches. Both are posted whenever the vendor has accepted the like before. */
+/* Kernels and launches. A request is posted without waiting if the vendor's runtime has accepted a similar one
+ * before. */
 #include "gx.h"
 
 #define MAX_ARG (GX_MAX_REQUEST - 64)
@@ -245,7 +246,7 @@ CL_API_ENTRY cl_int CL_API_CALL clSetKernelExecInfo(cl_kernel k, cl_kernel_exec_
 	return CL_INVALID_OPERATION;
 }
 
-/* ---- queries: what does not change is asked for once */
+/* ---- queries: values that do not change are requested only once */
 
 static const struct cached *cache_find(cl_kernel k, uint32_t dev, uint32_t what, uint32_t index)
 {
@@ -309,7 +310,7 @@ CL_API_ENTRY cl_int CL_API_CALL clGetKernelArgInfo(cl_kernel k, cl_uint i, cl_ke
 	return cache_answer(k, 0, name, i, &r, size, value, size_ret);
 }
 
-/* kernel_device finds the device that a query is about; NULL will do if there is but one. */
+/* kernel_device finds the device that a query is about. It may be NULL if there is only one. */
 static cl_int kernel_device(cl_kernel k, cl_device_id *d)
 {
 	if (!*d) {
@@ -337,13 +338,13 @@ CL_API_ENTRY cl_int CL_API_CALL clGetKernelWorkGroupInfo(cl_kernel k, cl_device_
 	case CL_KERNEL_LOCAL_MEM_SIZE:
 	case CL_KERNEL_PREFERRED_WORK_GROUP_SIZE_MULTIPLE:
 	case CL_KERNEL_PRIVATE_MEM_SIZE: break;
-	default: return CL_INVALID_VALUE; /* CL_KERNEL_GLOBAL_WORK_SIZE is for custom devices and built-in kernels */
+	default: return CL_INVALID_VALUE; /* CL_KERNEL_GLOBAL_WORK_SIZE is only for custom devices and built-in kernels */
 	}
 	const struct cached *c = cache_find(k, d->o.id, name, 0);
 	if (c)
 		return gx_info(c->data, c->len, size, value, size_ret);
 	TRY(call_kernel_wg_info(&(struct gx_kernel_wg_info){.kernel = k->o.id, .device = d->o.id, .param = name}, &r));
-	if (name == CL_KERNEL_LOCAL_MEM_SIZE) /* follows the arguments */
+	if (name == CL_KERNEL_LOCAL_MEM_SIZE) /* depends on the arguments */
 		return gx_reply_info(&r, size, value, size_ret);
 	return cache_answer(k, d->o.id, name, 0, &r, size, value, size_ret);
 }
@@ -383,7 +384,8 @@ CL_API_ENTRY cl_int CL_API_CALL clGetKernelSubGroupInfo(cl_kernel k, cl_device_i
 	for (uint32_t i = 0; i < n; i++)
 		input[i] = ((const size_t *)in)[i];
 	if (name == CL_KERNEL_LOCAL_SIZE_FOR_SUB_GROUP_COUNT && value && size >= sizeof(size_t) && size % sizeof(size_t) == 0 && size <= 3 * sizeof(size_t)) {
-		/* the application says with the answer's size how many dimensions it wants; the vendor gives three */
+		/* the size of the answer selects how many dimensions the application gets; the vendor's runtime
+		 * returns three */
 		TRY(call_kernel_sub_group_info(&(struct gx_kernel_sub_group_info){.kernel = k->o.id, .device = d->o.id, .param = name, .input = input, .n_input = n}, &r));
 		if (r.len > size)
 			r.len = size;

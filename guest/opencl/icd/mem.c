@@ -1,4 +1,4 @@
-/* Buffers, sub-buffers, and what buffers and images have in common. */
+/* Buffers, sub-buffers, and the parts that buffers and images share. */
 #include "gx.h"
 
 #define ACCESS (CL_MEM_READ_WRITE | CL_MEM_WRITE_ONLY | CL_MEM_READ_ONLY)
@@ -18,7 +18,8 @@ cl_int gx_mem_flags(cl_mem_flags f)
 	return CL_SUCCESS;
 }
 
-/* gx_mem_inherit completes the flags of an object made from parent; they may narrow what the parent allows. */
+/* gx_mem_inherit completes the flags of an object that is made from parent. They may allow less than the parent's
+ * flags. */
 cl_int gx_mem_inherit(cl_mem parent, cl_mem_flags *flags, bool host_flags)
 {
 	cl_mem_flags f = *flags, p = parent->flags;
@@ -221,7 +222,7 @@ CL_API_ENTRY cl_int CL_API_CALL clGetMemObjectInfo(cl_mem m, cl_mem_info name, I
 	return CL_INVALID_VALUE;
 }
 
-/* gx_mem_for_queue checks an object that a command of q is to use. */
+/* gx_mem_for_queue checks an object that a command of q will use. */
 cl_int gx_mem_for_queue(cl_mem m, cl_command_queue q, bool image)
 {
 	if (!gx_ok(m, T_MEM) || (m->type != CL_MEM_OBJECT_BUFFER) != image)

@@ -1,5 +1,6 @@
-/* Bulk transfers: the executor gives them a lane when their turn has come, and threads of this process move the bytes
- * chunk by chunk, the one that waits in a blocking call or movers, which need no call of the application's. */
+/* Bulk transfers. The executor assigns a lane to a transfer when its turn has come, and threads of this process move
+ * the bytes chunk by chunk. These are the thread that waits in a blocking call, and movers, which work without a
+ * call of the application. */
 #include "gx.h"
 #include <limits.h>
 #include <pthread.h>
@@ -18,20 +19,20 @@
 struct move {
 	struct move *next;
 	uint32_t word;
-	bool write, waited; /* waited: a blocking call ends it */
-	bool reap; /* what it sends may still have to arrive */
+	bool write, waited; /* waited: a blocking call removes the transfer */
+	bool reap; /* the data that it sends may not have arrived in the application's memory yet */
 	struct layout l;
 	uint64_t bytes;
 };
 
 static gx_lock lock;
 static struct move *moves;
-static _Atomic uint32_t nmoves; /* also the futex of idle movers */
+static _Atomic uint32_t nmoves; /* also the futex on which idle movers sleep */
 static unsigned movers;
-static struct lane { /* what this process does in a lane */
+static struct lane { /* the work of this process in a lane */
 	struct move *m;
 	uint32_t run, next, done, inside;
-	uint64_t pos, moved; /* moved: bits of chunks from done on */
+	uint64_t pos, moved; /* moved: one bit for each chunk, beginning with chunk done */
 } lanes[GX_LANE_COUNT];
 
 void gx_moves_reset(void)
@@ -64,7 +65,8 @@ __attribute__((target("avx2"))) static void copy_nt(uint8_t *d, const uint8_t *s
 }
 #endif
 
-/* copy copies a piece. libc sees a small copy, but the whole may not stay in the cache, so it bypasses it then. */
+/* copy copies a piece. libc sees only a small copy, but the whole transfer may not stay in the cache. If bypass is
+ * set, copy bypasses the cache. */
 static void copy(uint8_t *d, const uint8_t *s, size_t n, bool bypass)
 {
 #if defined(__x86_64__)
@@ -77,7 +79,8 @@ static void copy(uint8_t *d, const uint8_t *s, size_t n, bool bypass)
 	memcpy(d, s, n);
 }
 
-/* cut is how many bytes the chunk has that begins at pos: part of a row, rows of a slice, or slices. The executor cuts alike. */
+/* cut returns the size in bytes of the chunk that begins at pos: a part of a row, rows of a slice, or slices. The
+ * executor uses the same sizes. */
 static uint64_t cut(const struct move *m, uint64_t pos)
 {
 	uint64_t row = m->l.width, slice = row * m->l.height, n;
@@ -93,14 +96,14 @@ static uint64_t cut(const struct move *m, uint64_t pos)
 	return (n < GX_LANE_CHUNK / slice ? n : GX_LANE_CHUNK / slice) * slice;
 }
 
-/* piece copies n bytes at pos of the transfer between the application's memory and tight. */
+/* piece copies n bytes at pos of the transfer between the application's memory and the packed data at tight. */
 static void piece(const struct move *m, uint64_t pos, uint64_t n, uint8_t *tight, bool bypass)
 {
 	uint64_t row = m->l.width, slice = row * m->l.height;
 	while (n) {
 		uint64_t x = pos % row, part = row - x < n ? row - x : n;
 		if (m->l.row == row && (m->l.height == 1 || pos % slice + n <= slice))
-			part = n; /* rows without gaps, of one slice */
+			part = n; /* rows without gaps, in one slice */
 		if (m->l.height == 1 && m->l.depth == 1)
 			part = n;
 		uint8_t *host = m->l.host + pos / slice * m->l.slice + pos % slice / row * m->l.row + x;
@@ -120,8 +123,8 @@ static uint64_t lane_u64(uint32_t i, uint32_t field) { return atomic_load(gx_wor
 uint64_t gx_lanes_at(void) { return (S.split + GX_LANE_CHUNK - 1) & ~(uint64_t)(GX_LANE_CHUNK - 1); }
 uint64_t gx_lanes_end(void) { return gx_lanes_at() + (uint64_t)GX_LANE_COUNT * GX_LANE_CHUNKS * GX_LANE_CHUNK; }
 
-/* claim finds a chunk to move in a lane. The executor writes a lane's run before its other words and its state last, so
- * what was read between two looks at an unchanged run is that run's. */
+/* claim finds a chunk to move in a lane. The executor writes a lane's run before its other words, and its state
+ * last. So if the run is the same before and after, the values read in between belong to that run. */
 static bool claim(uint32_t i, struct lane *l, uint64_t *pos, uint64_t *n, uint8_t **tight)
 {
 	uint32_t run = atomic_load(lane_word(i, GX_LANE_RUN)), state = atomic_load(lane_word(i, GX_LANE_STATE));
@@ -134,7 +137,7 @@ static bool claim(uint32_t i, struct lane *l, uint64_t *pos, uint64_t *n, uint8_
 	uint32_t word = atomic_load(lane_word(i, GX_LANE_WORD)), limit = atomic_load(lane_word(i, GX_LANE_LIMIT));
 	uint64_t from = lane_u64(i, GX_LANE_FROM), at = lane_u64(i, GX_LANE_DIRECT_AT);
 	if (atomic_load(lane_word(i, GX_LANE_RUN)) != run)
-		return false; /* its bell will ring */
+		return false; /* the bell will ring for the new run */
 	if (run != l->run) {
 		if (l->inside)
 			return false;
@@ -163,7 +166,7 @@ static bool claim(uint32_t i, struct lane *l, uint64_t *pos, uint64_t *n, uint8_
 	return true;
 }
 
-/* work moves one chunk of any lane; false: there is none to move. */
+/* work moves one chunk of any lane. It returns false if there is none to move. */
 static bool work(void)
 {
 	for (uint32_t i = 0; i < GX_LANE_COUNT; i++) {
@@ -198,7 +201,7 @@ static bool work(void)
 	return false;
 }
 
-/* take_out ends a transfer unless a thread is still moving its bytes. The lock is held. */
+/* take_out removes a transfer, unless a thread is still moving its bytes. The caller has the lock. */
 static bool take_out(struct move **at)
 {
 	struct move *m = *at;
@@ -215,7 +218,7 @@ static bool take_out(struct move **at)
 	return true;
 }
 
-/* sweep forgets the transfers that are over. */
+/* sweep removes the transfers that are complete. */
 static void sweep(void)
 {
 	bool lost = atomic_load(&S.lost);
@@ -245,7 +248,7 @@ static void *run(void *arg)
 	return NULL;
 }
 
-/* start makes the movers; one is enough for progress, more are for speed. The lock is held. */
+/* start creates the movers. One is enough for progress; more are for speed. The caller has the lock. */
 static bool start(void)
 {
 	long cpus = sysconf(_SC_NPROCESSORS_ONLN);
@@ -269,7 +272,7 @@ static bool start(void)
 
 /* ---- transfers */
 
-/* gx_move_add announces a transfer; its request comes next, with the word. */
+/* gx_move_add registers a transfer. The caller then sends the request, with the word. */
 cl_int gx_move_add(const struct layout *l, bool write, bool reap, bool blocking, uint32_t *word)
 {
 	uint64_t bytes = gx_layout_bytes(l);
@@ -309,7 +312,7 @@ bool gx_move_reads(const struct layout *l)
 	return found;
 }
 
-/* gx_move_drop ends a transfer whose call is over, or whose request was never sent. */
+/* gx_move_drop removes a transfer whose call has ended, or whose request was never sent. */
 void gx_move_drop(uint32_t word)
 {
 	for (;;) {
@@ -323,11 +326,11 @@ void gx_move_drop(uint32_t word)
 		gx_lock_drop(&lock);
 		if (gone)
 			return;
-		gx_pause(); /* a mover finishes its chunk */
+		gx_pause(); /* a mover is finishing its chunk */
 	}
 }
 
-/* gx_move_wait takes part in a blocking transfer already sent with slot, and waits for its reply. */
+/* gx_move_wait helps to move a blocking transfer that was sent with slot, and waits for its reply. */
 cl_int gx_move_wait(uint32_t op, uint32_t slot, uint32_t word)
 {
 	_Atomic uint32_t *state = gx_slot_word(slot, GX_SLOT_STATE), *bell = gx_slot_word(slot, GX_SLOT_BELL);
@@ -347,7 +350,7 @@ cl_int gx_move_wait(uint32_t op, uint32_t slot, uint32_t word)
 		if (!again && ((gx_futex_wait(bell, seen, TICK_MS) && !gx_alive(&alive)) || atomic_load(&S.lost))) {
 			if (atomic_load(state) == GX_SLOT_DONE)
 				break;
-			err = gx_lost_error(op); /* the slot stays taken: a late executor may still write to it */
+			err = gx_lost_error(op); /* the slot stays taken, because a late executor may still write to it */
 			break;
 		}
 	}

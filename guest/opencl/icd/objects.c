@@ -1,8 +1,8 @@
-/* Handles, their two counts, ids, and small helpers that every query uses. */
+/* Handles, their two counts, ids, and small helpers for queries. */
 #include "gx.h"
 
 static gx_lock id_lock;
-static uint32_t next_id = GX_FIRST_ID, *free_ids, nfree, cap_free, first_free; /* a ring; cap_free is a power of two */
+static uint32_t next_id = GX_FIRST_ID, *free_ids, nfree, cap_free, first_free; /* a circular buffer; cap_free is a power of two */
 static gx_lock pool_lock;
 static struct obj *pool[T_COUNT];
 
@@ -15,8 +15,8 @@ void gx_objects_reset(void)
 	nfree = first_free = 0;
 }
 
-/* Ids are used again in the order of their release and not at once, so that a late reader of one does not meet the next
- * object of its name. */
+/* Ids are used again in the order of their release, and not at once. So whoever reads an old id late does not find
+ * the next object with the same id. */
 #define ID_REST 1024u
 
 uint32_t gx_id_take(void)
@@ -48,12 +48,12 @@ void gx_id_drop(uint32_t id)
 			first_free = 0;
 		}
 	}
-	if (nfree < cap_free) /* else the id is lost, of 16 million */
+	if (nfree < cap_free) /* otherwise the id is lost; there are 16 million */
 		free_ids[(first_free + nfree++) & (cap_free - 1)] = id;
 	gx_lock_drop(&id_lock);
 }
 
-/* Handles are never given back to malloc: a handle used after its end then still reads as invalid. */
+/* The memory of handles is never freed, so a handle that is used after its end is still recognized as invalid. */
 void *gx_new(enum gx_type t, size_t size)
 {
 	gx_lock_take(&pool_lock);
@@ -122,7 +122,7 @@ bool gx_release_ref(void *obj)
 	uint32_t n = atomic_load(&o->refs);
 	do
 		if (n == 0)
-			return false; /* alive only because others need it */
+			return false; /* the object lives only because others need it */
 	while (!atomic_compare_exchange_weak(&o->refs, &n, n - 1));
 	gx_unlink(o);
 	return true;

@@ -1,5 +1,5 @@
-/* Platform and devices: what the session's first reply describes. Root devices and the platform are static, so their
- * handles survive a fork: they then mean the devices of the child's own session. */
+/* Platform and devices, as described by the first reply of the session. Root devices and the platform are static, so
+ * their handles survive a fork. In the child they mean the devices of the child's own session. */
 #include "gx.h"
 
 struct _cl_platform_id gx_platform = {.o = {.dispatch = &gx_dispatch, .magic = GX_OBJ_MAGIC | T_PLATFORM}};
@@ -22,7 +22,7 @@ static uint32_t take_u32(struct cursor *c)
 	return v;
 }
 
-/* take_params reads n parameters; their values are copied into *blob. */
+/* take_params reads n parameters and copies their values to *blob. */
 static struct param *take_params(struct cursor *c, uint32_t n, uint8_t **blob)
 {
 	struct cursor scan = *c;
@@ -109,7 +109,7 @@ cl_int gx_devices_load(struct gx_reply *r)
 		struct param *params = take_params(&c, np, &blob);
 		if (!params)
 			return CL_DEVICE_NOT_AVAILABLE;
-		/* what an earlier session said may still be in the hands of a query: it is not freed */
+		/* a query may still be using the parameters of an earlier session, so they are not freed */
 		d->o.dispatch = &gx_dispatch;
 		d->o.id = id;
 		d->params = params;
@@ -232,12 +232,12 @@ CL_API_ENTRY cl_int CL_API_CALL clGetDeviceInfo(cl_device_id d, cl_device_info n
 	case CL_DEVICE_PLATFORM: INFO(cl_platform_id, &gx_platform);
 	case CL_DEVICE_PARENT_DEVICE: INFO(cl_device_id, d->parent);
 	case CL_DEVICE_REFERENCE_COUNT: INFO(cl_uint, d->root ? 1 : atomic_load(&d->o.refs));
-	case CL_DEVICE_DEVICE_ENQUEUE_CAPABILITIES: INFO(cl_device_device_enqueue_capabilities, 0); /* some runtimes give 4 bytes */
+	case CL_DEVICE_DEVICE_ENQUEUE_CAPABILITIES: INFO(cl_device_device_enqueue_capabilities, 0); /* some runtimes return 4 bytes */
 	}
 	const struct param *p = find(d->params, d->nparams, name);
 	if (p)
 		return gx_info(p->data, p->len, size, value, size_ret);
-	switch (name) { /* optional features that the device did not mention: not supported */
+	switch (name) { /* optional features that the device did not report are not supported */
 	case CL_DEVICE_SVM_CAPABILITIES:
 	case CL_DEVICE_QUEUE_ON_DEVICE_PROPERTIES:
 	case CL_DEVICE_ATOMIC_MEMORY_CAPABILITIES:
@@ -292,7 +292,7 @@ CL_API_ENTRY cl_int CL_API_CALL clReleaseDevice(cl_device_id d)
 	return d->root || gx_release_ref(d) ? CL_SUCCESS : CL_INVALID_DEVICE;
 }
 
-/* gx_device_destroy ends a sub-device; root devices have no links to lose but are counted all the same. */
+/* gx_device_destroy deletes a sub-device. Root devices are never deleted, although they are counted. */
 void gx_device_destroy(struct obj *o)
 {
 	cl_device_id d = (cl_device_id)o;

@@ -26,7 +26,8 @@ static void drop_program(cl_program p)
 
 struct blob { uint32_t mode, inlined; uint64_t stage, len; };
 
-/* put_blob places a program's text: in the request if it is short, else staged until the call returns. */
+/* put_blob places a program's text in the request if it is short. Otherwise the text is staged until the call
+ * returns. */
 static cl_int put_blob(struct blob *b, const void *data, size_t len)
 {
 	*b = (struct blob){.mode = GX_DATA_INLINE, .len = len, .inlined = (uint32_t)len};
@@ -142,7 +143,8 @@ CL_API_ENTRY cl_program CL_API_CALL clCreateProgramWithBinary(cl_context c, cl_u
 	}
 	if (bad)
 		FAIL(CL_INVALID_VALUE);
-	/* Our binaries are the same container for every device; were they not, each has a program's worth in it. */
+	/* gpuctl's binaries are the same container for every device, and each contains a whole program. So binaries
+	 * that differ would be different programs. */
 	for (cl_uint i = 1; i < n; i++)
 		if (lengths[i] != lengths[0] || memcmp(binaries[i], binaries[0], lengths[0])) {
 			if (status)
@@ -182,7 +184,7 @@ CL_API_ENTRY cl_program CL_API_CALL clCreateProgramWithBuiltInKernels(cl_context
 	for (cl_uint i = 0; i < n; i++)
 		if (!gx_device_ok(devs[i]) || !gx_ctx_has(c, devs[i]))
 			FAIL(CL_INVALID_DEVICE);
-	FAIL(CL_INVALID_VALUE); /* no device has any */
+	FAIL(CL_INVALID_VALUE); /* no device has built-in kernels */
 }
 
 CL_API_ENTRY cl_int CL_API_CALL clRetainProgram(cl_program p) { return gx_ok(p, T_PROGRAM) && gx_retain(p) ? CL_SUCCESS : CL_INVALID_PROGRAM; }
@@ -205,7 +207,7 @@ void gx_program_destroy(struct obj *o)
 	gx_unlink(c);
 }
 
-/* The callback is for destructors of program scope variables, which no device has. */
+/* The callback is for destructors of program scope variables, which no device supports. */
 CL_API_ENTRY cl_int CL_API_CALL clSetProgramReleaseCallback(cl_program p, void(CL_CALLBACK *fn)(cl_program, void *), void *user)
 {
 	(void)user;
@@ -229,7 +231,7 @@ CL_API_ENTRY cl_int CL_API_CALL clSetProgramSpecializationConstant(cl_program p,
 
 typedef void(CL_CALLBACK *build_fn)(cl_program, void *);
 
-/* check_devices turns a device list of a build into ids; NULL means all. */
+/* check_devices converts the device list of a build to ids. NULL means all devices. */
 static cl_int check_devices(const cl_device_id *have, cl_uint nhave, cl_uint n, const cl_device_id *devs, uint32_t ids[GX_FIRST_ID])
 {
 	if ((n == 0) != (devs == NULL) || n > GX_FIRST_ID)
@@ -345,7 +347,7 @@ CL_API_ENTRY cl_program CL_API_CALL clLinkProgram(cl_context c, cl_uint n, const
 		*errcode_ret = err;
 	if (err && token)
 		gx_cb_drop(token);
-	if (!err || err == CL_LINK_PROGRAM_FAILURE) /* then there is a program, with a log */
+	if (!err || err == CL_LINK_PROGRAM_FAILURE) /* in that case there is a program, with a log */
 		return p;
 	drop_program(p);
 	gx_unlink(c);
@@ -354,7 +356,8 @@ CL_API_ENTRY cl_program CL_API_CALL clLinkProgram(cl_context c, cl_uint n, const
 
 /* ---- queries */
 
-/* tell_sizes answers with the sizes of the binaries, and remembers them: the application allocates by them. */
+/* tell_sizes returns the sizes of the binaries and stores them, because the application allocates memory according
+ * to them. */
 static cl_int tell_sizes(cl_program p, INFO_ARGS)
 {
 	struct gx_reply r;
@@ -378,7 +381,7 @@ static cl_int tell_sizes(cl_program p, INFO_ARGS)
 	return gx_reply_info(&r, size, value, size_ret);
 }
 
-/* room says how large the application believes binary i to be; UINT64_MAX if it has not asked. */
+/* room returns the size of binary i that the application was given, and UINT64_MAX if it has not asked. */
 static uint64_t room(cl_program p, cl_uint i)
 {
 	gx_lock_take(&S.misc);

@@ -1,4 +1,4 @@
-/* The session: connecting, the request ring, reply slots, liveness, fork. PROTOCOL.md is the contract. */
+/* The session: connecting, the request ring, reply slots, liveness, fork. PROTOCOL.md is the specification. */
 #include "gx.h"
 #include <errno.h>
 #include <fcntl.h>
@@ -27,7 +27,7 @@ struct session S = {.ring_fd = -1, .arena_fd = -1, .state_fd = -1, .lock_fd = -1
 
 static gx_lock connect_lock;
 static bool said_connect, said_lost, said_suspended;
-static struct { dev_t dev; ino_t ino; int fd; } mine[5]; /* descriptors to close in a child, if they are still ours */
+static struct { dev_t dev; ino_t ino; int fd; } mine[5]; /* descriptors to close in a child, if they are still the library's */
 static _Atomic uint32_t forkmark_none = 1;
 _Atomic uint32_t *gx_forkmark = &forkmark_none;
 
@@ -53,7 +53,7 @@ int gx_futex_wait(_Atomic uint32_t *w, uint32_t seen, unsigned ms)
 {
 	struct timespec t = {ms / 1000, (long)(ms % 1000) * 1000000};
 	long r = futex(w, FUTEX_WAIT, seen, &t);
-	return r == -ETIMEDOUT || r == -EINTR; /* signals may come more often than every ms */
+	return r == -ETIMEDOUT || r == -EINTR; /* signals may come more often than once per ms */
 }
 
 void gx_futex_wake(_Atomic uint32_t *w, int n) { futex(w, FUTEX_WAKE, (uint32_t)n, NULL); }
@@ -85,7 +85,7 @@ void gx_say(const char *fmt, ...)
 	va_end(ap);
 	size_t len = strlen(line);
 	line[len++] = '\n';
-	ssize_t w = write(STDERR_FILENO, line, len); /* one write: lines of several threads do not mix */
+	ssize_t w = write(STDERR_FILENO, line, len); /* one write, so that lines of several threads do not mix */
 	(void)w;
 }
 
@@ -97,14 +97,14 @@ void gx_lost(const char *why)
 		said_lost = true;
 		gx_say("the GPU session is lost: %s", why);
 	}
-	if (S.ring) /* whoever waits for room or for a callback looks again */
+	if (S.ring) /* those who wait for room or for a callback check again */
 		gx_futex_wake(gx_word(GX_HDR_SPACE), 1 << 30), gx_futex_wake(gx_word(GX_HDR_CB_TAIL), 1 << 30);
 }
 
 /* ---- fork */
 
-/* A page that the kernel zeroes in a child tells it apart from its parent for the price of one load; there is no
- * pthread_atfork handler to run in applications that never use OpenCL again. */
+/* The kernel zeroes this page in a forked child, so a single load tells a child from its parent. So there is no
+ * pthread_atfork handler, which would also run in applications that never use OpenCL again. */
 __attribute__((constructor)) static void make_forkmark(void)
 {
 	long page = sysconf(_SC_PAGESIZE);
@@ -133,7 +133,7 @@ static void own_fd(int i, int fd)
 	}
 }
 
-/* A daemon may have closed our descriptors and got the same numbers for its own files. */
+/* A daemon may have closed the library's descriptors, and its own files may have the same numbers now. */
 static void close_own_fds(void)
 {
 	for (size_t i = 0; i < COUNT(mine); i++) {
@@ -152,8 +152,9 @@ void gx_forked(void)
 			gx_pause();
 		return;
 	}
-	/* The parent's threads are not here, so nobody holds these locks. Its ring must not be written to; its arena stays
-	 * mapped, because the application may still look at regions that it had mapped. */
+	/* The parent's threads do not exist in the child, so no thread has these locks. The child must not write to
+	 * the parent's ring. The parent's arena stays mapped, because the application may still read regions that it
+	 * had mapped. */
 	connect_lock = (gx_lock){0};
 	close_own_fds();
 	if (S.ring)
@@ -208,7 +209,7 @@ static int answer(int sock, uint32_t head[2], int fds[3])
 	struct msghdr m = {.msg_iov = &iov, .msg_iovlen = 1, .msg_control = ctl.buf, .msg_controllen = sizeof ctl.buf};
 	ssize_t r;
 	struct pollfd p = {.fd = sock, .events = POLLIN};
-	for (bool said = false;;) { /* a GPU may have to become free first */
+	for (bool said = false;;) { /* the application may have to wait until a GPU is free */
 		int n = poll(&p, 1, 10000);
 		if (n > 0)
 			break;
@@ -230,7 +231,7 @@ static int answer(int sock, uint32_t head[2], int fds[3])
 	return r < 8 ? read_all(sock, (uint8_t *)head + r, 8 - (size_t)r) : 0;
 }
 
-/* Where gpuguest serves all applications of a VM. */
+/* The socket on which gpuguest serves all applications of a VM. */
 #ifndef GX_VM_SOCKET
 #define GX_VM_SOCKET "/run/gpuctl-guest/app.sock"
 #endif
@@ -296,7 +297,8 @@ static cl_int map_session(int fds[3])
 	S.ring_fd = fds[0];
 	S.arena_fd = fds[1];
 	S.state_fd = fds[2];
-	/* A lock is owned by an open file description; one of our own sees the executor's lock for certain. */
+	/* A lock belongs to an open file description. With a description of its own, the library reliably sees the
+	 * executor's lock. */
 	char self[40];
 	snprintf(self, sizeof self, "/proc/self/fd/%d", fds[0]);
 	S.lock_fd = open(self, O_RDWR | O_CLOEXEC);
@@ -343,7 +345,7 @@ static cl_int connect_locked(void)
 	own_fd(0, sock), own_fd(1, fds[0]), own_fd(2, fds[1]), own_fd(3, fds[2]), own_fd(4, S.lock_fd);
 	struct gx_reply r;
 	struct gx_session_info m = {0};
-	atomic_store(&S.up, true); /* calls may go out; the others still wait for connect_lock */
+	atomic_store(&S.up, true); /* calls can be sent now; other threads still wait for connect_lock */
 	err = call_session_info(&m, &r);
 	if (!err) {
 		err = gx_devices_load(&r);
@@ -397,7 +399,7 @@ bool gx_alive(struct alive *a)
 {
 	if (atomic_load(&S.lost) || !S.ring)
 		return false;
-	gx_output(false); /* a kernel may wait for room */
+	gx_output(false); /* a kernel may be waiting for room for its output */
 	uint32_t state = atomic_load(gx_word(GX_HDR_STATE));
 	uint64_t now = gx_now();
 	if (state == GX_STATE_LOST) {
@@ -420,7 +422,7 @@ bool gx_alive(struct alive *a)
 	int saved = errno;
 	int r = fcntl(fd, F_OFD_GETLK, &l);
 	errno = saved;
-	if (r < 0 || l.l_type != F_UNLCK) { /* owned, or we cannot know */
+	if (r < 0 || l.l_type != F_UNLCK) { /* the executor has the lock, or that is unknown */
 		a->since = 0;
 		return true;
 	}
@@ -474,7 +476,7 @@ uint8_t *gx_begin(uint32_t op, uint32_t slot, size_t payload, cl_int *err)
 		goto lost;
 	uint64_t at = S.tail % GX_RING_SIZE;
 	if (unlikely(at + len > GX_RING_SIZE)) {
-		uint64_t pad = GX_RING_SIZE - at; /* never 0, and a multiple of 8: room for a header */
+		uint64_t pad = GX_RING_SIZE - at; /* never 0, and a multiple of 8, so there is room for a header */
 		if (!ring_room(pad + len))
 			goto lost;
 		put_header(S.ring + GX_RING_OFF + at, (uint32_t)pad, GX_PAD, GX_NO_SLOT);
@@ -505,7 +507,7 @@ void gx_commit(void)
 		gx_futex_wake(sleep, 1);
 	if (rouse)
 		gx_futex_wake(nap, 1);
-	if (urgent) /* of an application that flushes and never waits */
+	if (urgent) /* for an application that flushes and never waits */
 		gx_output(false);
 }
 
@@ -531,7 +533,7 @@ cl_int gx_slot_take(uint32_t *slot)
 				}
 			}
 		}
-		struct timespec t = {0, 1000000}; /* 256 threads are waiting already */
+		struct timespec t = {0, 1000000}; /* 256 threads are already waiting */
 		nanosleep(&t, NULL);
 		if (round % TICK_MS == 99 && !gx_alive(&a))
 			return CL_OUT_OF_RESOURCES;
@@ -556,8 +558,8 @@ static bool spin_until(_Atomic uint32_t *state, uint64_t end)
 	return false;
 }
 
-/* spin_done watches the slot for as long as that has been of use before, and now and then, in case things have changed,
- * for the most that it may be: it keeps a processor from whoever is to answer. */
+/* spin_done polls the slot for as long as polling has helped before. Now and then it polls for the maximum time, in
+ * case conditions have changed. Polling occupies a processor that the thread that is to reply may need. */
 static bool spin_done(_Atomic uint32_t *state)
 {
 	static _Thread_local uint32_t tries;
@@ -574,8 +576,9 @@ static bool spin_done(_Atomic uint32_t *state)
 	return done;
 }
 
-/* completes reports whether a reply may say to the application that a command is over. What its kernel printed must be
- * out by then. A status is also asked for by the library itself, with a lock held: clGetEventInfo waits on its own. */
+/* completes reports whether a reply can tell the application that a command is complete. The output of the command's
+ * kernel must be written by then. GX_EVENT_STATUS is not in the list, because the library itself also requests it
+ * with a lock held; clGetEventInfo writes the output itself. */
 static bool completes(uint32_t op)
 {
 	switch (op) {
@@ -592,22 +595,23 @@ static bool completes(uint32_t op)
 #define PACED_MAX_NS 100000000u
 #define EARLY_NS 150000u /* what it takes to be woken, and more than a timer is late */
 
-/* pace is what a thread knows of its waits of one kind. */
+/* pace is what a thread has measured about its waits of one kind. */
 struct pace {
-	uint64_t last; /* ns that the last one took */
-	uint32_t rest; /* waits to leave alone, after one that was watched in vain */
+	uint64_t last; /* ns that the last wait took */
+	uint32_t rest; /* waits that are not paced, after one that was polled without success */
 };
 
-/* A wait for the device that takes as long as the one before is slept through but for its end, which is watched: to be
- * woken takes a thread as long as a short kernel. At most an eighth of the wait is watched. */
+/* A wait for the device is expected to take as long as the last one. The thread sleeps for most of that time and
+ * polls only near the end, because waking a thread takes as long as a short kernel. At most an eighth of the wait is
+ * polled. */
 static bool paced(_Atomic uint32_t *state, struct pace *p, uint64_t begin)
 {
 	uint64_t early = p->last / 32 > EARLY_NS ? p->last / 32 : EARLY_NS, nap = p->last - early;
-	if (spin_until(state, begin + SPIN_FEW_NS)) /* not so long this time */
+	if (spin_until(state, begin + SPIN_FEW_NS)) /* it was shorter this time */
 		return true;
 	uint32_t pending = GX_SLOT_PENDING;
 	if (!atomic_compare_exchange_strong(state, &pending, GX_SLOT_ASLEEP))
-		return true; /* nobody else ends what is pending */
+		return true; /* only a reply changes the state from pending */
 	uint32_t asleep = GX_SLOT_ASLEEP;
 	if (futex(state, FUTEX_WAIT, asleep, &(struct timespec){0, (long)nap}) != -ETIMEDOUT)
 		return atomic_load_explicit(state, memory_order_acquire) == GX_SLOT_DONE;
@@ -672,7 +676,7 @@ static cl_int take_reply(uint32_t op, uint32_t slot, struct gx_reply *r)
 		err = CL_OUT_OF_RESOURCES;
 	if (!r || err) {
 		gx_slot_drop(slot);
-		if (token && total > len) { /* nobody wants the rest */
+		if (token && total > len) { /* the rest is not needed */
 			struct gx_fetch drop = {.token = token, .offset = ~0ull};
 			post_fetch(&drop);
 		}

@@ -8,7 +8,8 @@
 #define PAGE 4096u
 #define PATIENCE_NS 60000000000ull
 
-/* ---- allocator: first fit over a sorted list of free extents. There are few: transfers end about in order. */
+/* ---- allocator: first fit over a sorted list of free extents. The list is short, because transfers end roughly in
+ * order. */
 static gx_lock alloc_lock;
 static struct extent { uint64_t off, len; } *holes;
 static uint32_t nholes, cap_holes;
@@ -45,10 +46,10 @@ static bool seed(void)
 	return seeded = true;
 }
 
-/* window_end is where the arena begins of which no pages are kept. */
+/* window_end returns the end of the window. Behind it, the pages of freed memory are given back. */
 static uint64_t window_end(void) { return gx_lanes_at() + GX_WINDOW; }
 
-/* stage_alloc finds room below a limit, and 0 when there is none. */
+/* stage_alloc allocates room below a limit. It returns 0 if there is none. */
 static uint64_t stage_alloc(uint64_t len, uint64_t below)
 {
 	uint64_t need = rounded(len), off = 0;
@@ -62,7 +63,7 @@ static uint64_t stage_alloc(uint64_t len, uint64_t below)
 			break;
 		if (h->len < skip || h->len - skip < need || h->off + skip + need > below)
 			continue;
-		if (skip && h->len - skip > need) { /* keeps the front and the rest */
+		if (skip && h->len - skip > need) { /* the part before and the rest stay free */
 			if (!reserve(nholes + 1))
 				break;
 			h = &holes[i];
@@ -93,7 +94,7 @@ void gx_stage_free(uint64_t off, uint64_t len)
 {
 	uint64_t n = rounded(len);
 	gx_lock_take(&alloc_lock);
-	if (n >= PAGE && off + n > window_end()) { /* while nobody else can get it */
+	if (n >= PAGE && off + n > window_end()) { /* before another thread can get it */
 		int saved = errno;
 		uint64_t from = off < window_end() ? window_end() : off;
 		fallocate(S.arena_fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (off_t)from, (off_t)(off + n - from));
@@ -120,7 +121,7 @@ void gx_stage_free(uint64_t off, uint64_t len)
 	} else if (reserve(nholes + 1)) {
 		memmove(&holes[lo + 1], &holes[lo], (nholes++ - lo) * sizeof *holes);
 		holes[lo] = (struct extent){off, n};
-	} /* without memory for the list the block is lost, not corrupted */
+	} /* without memory for the list, the block is lost, but nothing is corrupted */
 	gx_lock_drop(&alloc_lock);
 }
 
@@ -168,10 +169,10 @@ void gx_map_out(const struct map *m)
 	rows(S.arena + m->arena, m->arena_row, m->arena_slice, m->host, m->host_row, m->host_slice, m->width, m->height, m->depth);
 }
 
-/* ---- transfers under way, oldest first */
+/* ---- transfers in progress, oldest first */
 struct pend {
 	struct pend *next;
-	uint32_t word; /* 0: a mapping, finished when its event is */
+	uint32_t word; /* 0: a mapping, which is complete when its event is */
 	bool read;
 	struct layout to;
 	uint64_t off, len;
@@ -224,7 +225,7 @@ static void pend_link(struct pend *p)
 	atomic_fetch_add(&S.npending, 1);
 }
 
-/* pend_cut takes *at out of the list and keeps it for reuse. */
+/* pend_cut removes *at from the list and keeps it for reuse. */
 static void pend_cut(struct pend **at)
 {
 	struct pend *p = *at;
@@ -236,7 +237,7 @@ static void pend_cut(struct pend **at)
 	atomic_fetch_sub(&S.npending, 1);
 }
 
-/* gx_word_wait takes a completion word. */
+/* gx_word_wait allocates a completion word. If all are taken, it waits for one. */
 cl_int gx_word_wait(uint32_t *word)
 {
 	struct alive alive = {0};
@@ -247,7 +248,7 @@ cl_int gx_word_wait(uint32_t *word)
 		gx_lock_drop(&pend_lock);
 		if (*word)
 			return CL_SUCCESS;
-		gx_reap_slow(~0u); /* 8191 transfers are under way: wait for one */
+		gx_reap_slow(~0u); /* 8191 transfers are in progress: wait for one of them */
 		struct timespec t = {0, 200000};
 		nanosleep(&t, NULL);
 		if (!start)
@@ -398,7 +399,7 @@ void gx_reap_slow(unsigned max)
 	} while (again);
 }
 
-/* gx_stage_wait finds room of any size, and gives way to transfers under way when there is none. */
+/* gx_stage_wait allocates room of any size. If there is none, it waits for transfers in progress. */
 cl_int gx_stage_wait(uint64_t len, uint64_t *off)
 {
 	struct alive alive = {0};

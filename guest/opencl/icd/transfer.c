@@ -8,7 +8,7 @@
 #define INLINE_MAX GX_MAX_INLINE
 #endif
 
-/* access refuses what the object's host flags forbid. */
+/* access returns an error if the object's host flags forbid the access. */
 static cl_int access(cl_mem m, bool write)
 {
 	cl_mem_flags no = CL_MEM_HOST_NO_ACCESS | (write ? CL_MEM_HOST_READ_ONLY : CL_MEM_HOST_WRITE_ONLY);
@@ -17,9 +17,9 @@ static cl_int access(cl_mem m, bool write)
 
 struct stage { uint64_t off, len; uint32_t pend, mode; bool own; };
 
-/* stage_begin finds out how the data that l describes goes. Memory that lies in the arena already, because the application
- * mapped it, is used as it is. A little data is staged in the window, packed at once if it is to be written. All else is moved
- * when the command's turn has come, so what a write sends is read no earlier than it may have to be. */
+/* stage_begin decides how the data that l describes is moved. Memory that is in the arena already, because the
+ * application mapped it, is used directly. Little data is staged in the window, and for a write it is packed at
+ * once. All other data is moved when the command's turn has come, so the data of a write is read only then. */
 static cl_int stage_begin(struct stage *s, const struct layout *l, bool write, bool blocking, uint64_t bulk_min)
 {
 	bool tight = (l->height == 1 || l->row == l->width) && (l->depth == 1 || l->slice == l->width * l->height);
@@ -27,7 +27,7 @@ static cl_int stage_begin(struct stage *s, const struct layout *l, bool write, b
 	if (tight && gx_in_arena(l->host, s->len, &s->off))
 		return CL_SUCCESS;
 	if (atomic_load(&S.npending) > 8)
-		gx_reap_slow(8); /* those at the front are done, as a rule */
+		gx_reap_slow(8); /* the oldest are usually complete */
 	bool late = write && (gx_pend_reads(l) || gx_move_reads(l));
 	if (!late && (blocking ? s->len < bulk_min : s->len <= EAGER_MAX) && (s->off = gx_stage_window(s->len))) {
 		s->own = true;
@@ -53,7 +53,7 @@ static void stage_end(struct stage *s, const struct layout *l, bool write, bool 
 	if (!s->own)
 		return;
 	if (!blocking) {
-		if (err) /* posted requests fail only before they are sent */
+		if (err) /* posted requests can fail only before they are sent */
 			gx_pend_cancel(s->pend);
 		return;
 	}
@@ -62,7 +62,7 @@ static void stage_end(struct stage *s, const struct layout *l, bool write, bool 
 	gx_stage_free(s->off, s->len);
 }
 
-/* TRANSFER sends a request for what stage_begin has begun. */
+/* TRANSFER sends the request of a transfer that stage_begin has prepared. */
 #define TRANSFER(name, NAME, m) \
 	do { \
 		uint32_t slot_; \
@@ -232,8 +232,9 @@ CL_API_ENTRY cl_int CL_API_CALL clEnqueueWriteImage(cl_command_queue q, cl_mem m
 
 bool gx_content_apart(uint64_t size) { return size > EAGER_MAX; }
 
-/* gx_content writes the first content of an object, which only the caller knows yet, with a queue of its own: as a transfer it takes no
- * more memory than others, however large it is. row and slice are the pitches of an image's content. */
+/* gx_content writes the first content of an object, which only the caller has yet. It uses a queue of its own. As a
+ * transfer, this takes no more memory than other transfers, however large the content is. row and slice are the
+ * pitches of an image's content. */
 cl_int gx_content(cl_mem m, const void *host, size_t row, size_t slice)
 {
 	cl_int err = CL_INVALID_OPERATION;
@@ -245,7 +246,7 @@ cl_int gx_content(cl_mem m, const void *host, size_t row, size_t slice)
 	if (!q)
 		return err;
 	cl_mem_flags flags = m->flags;
-	m->flags &= ~(cl_mem_flags)(CL_MEM_HOST_NO_ACCESS | CL_MEM_HOST_READ_ONLY); /* that is for later */
+	m->flags &= ~(cl_mem_flags)(CL_MEM_HOST_NO_ACCESS | CL_MEM_HOST_READ_ONLY); /* these flags apply only later */
 	void *from = (void *)(uintptr_t)host;
 	if (m->type == CL_MEM_OBJECT_BUFFER)
 		err = buffer(q, m, true, true, 0, m->size, from, 0, NULL, NULL);
@@ -274,8 +275,8 @@ static cl_int map_flags(cl_mem m, cl_map_flags f)
 	return CL_SUCCESS;
 }
 
-/* in_arena reports whether the executor has put all of a mapping into the arena, with pitches that keep its rows apart: the
- * application writes by them, and so do we. */
+/* in_arena reports whether a mapping that the executor made is completely in the arena, with pitches that keep its
+ * rows apart. The application and the library write with these pitches. */
 static bool in_arena(const struct map *p)
 {
 	uint64_t rows = p->height - 1, slices = p->depth - 1, area, last, end;
@@ -285,7 +286,7 @@ static bool in_arena(const struct map *p)
 		p->arena <= S.arena_size && end <= S.arena_size - p->arena;
 }
 
-/* end_map records a mapping that the executor has made. */
+/* end_map stores a mapping that the executor has made. */
 static void *end_map(struct cmd *c, cl_mem m, struct map *p, const struct gx_reply *r, bool blocking, cl_event *event, cl_int *err)
 {
 	p->arena = gx_u64(r, 0);
@@ -402,7 +403,7 @@ CL_API_ENTRY void *CL_API_CALL clEnqueueMapImage(cl_command_queue q, cl_mem m, c
 	uint64_t arow = gx_u64(&r, 1), aslice = gx_u64(&r, 2);
 	p->arena_row = array1d && aslice ? aslice : arow;
 	p->arena_slice = aslice;
-	if (arow < p->width || (sliced && aslice / (array1d ? 1 : region[1]) < arow)) /* the application is told of both */
+	if (arow < p->width || (sliced && aslice / (array1d ? 1 : region[1]) < arow)) /* the application gets both pitches */
 		p->arena_row = 0;
 	void *ptr = end_map(&c, m, p, &r, blocking != 0, event, &err);
 	gx_reply_free(&r);

@@ -1,5 +1,6 @@
-/* Optional features that the virtual devices do not have. The queries say so; the calls refuse as the specification
- * wants it. Their prototypes differ between versions of the headers, so those of other APIs are not included. */
+/* Optional features that the virtual devices do not have. The queries report that; the calls return the errors that
+ * the specification requires. Their prototypes differ between versions of the headers, so those of other APIs are
+ * not included. */
 #include "gx.h"
 
 /* ---- shared virtual memory, pipes */
@@ -63,7 +64,7 @@ CL_API_ENTRY cl_int CL_API_CALL clGetPipeInfo(cl_mem m, cl_pipe_info name, INFO_
 	return CL_INVALID_MEM_OBJECT;
 }
 
-/* ---- cl_ext_device_fission is not offered; its functions stay those of the core */
+/* ---- cl_ext_device_fission is not offered; retain and release call the functions of the core */
 
 CL_API_ENTRY cl_int CL_API_CALL clCreateSubDevicesEXT(cl_device_id d, const cl_device_partition_property_ext *p, cl_uint n, cl_device_id *out, cl_uint *count)
 {

@@ -25,19 +25,20 @@ const (
 
 // Errors of Marshal and Unmarshal.
 var (
-	// ErrNotPortable is returned for bytes that are no container: a vendor's binary perhaps.
+	// ErrNotPortable is returned for bytes that are no container, perhaps a vendor's
+	// binary.
 	ErrNotPortable = errors.New("not a portable program")
-	// ErrVersion is returned for a container of a version that this one does not know.
+	// ErrVersion is returned for a container of an unknown version.
 	ErrVersion = errors.New("unknown version of portable program")
 	// ErrCorrupt is returned for a damaged container.
 	ErrCorrupt = errors.New("portable program corrupt")
 	// ErrLimit is returned for a program beyond MaxSize, MaxDepth or MaxPrograms.
 	ErrLimit = errors.New("portable program too large")
-	// ErrInvalid is returned for a program of no kind, or with a NUL in a text.
+	// ErrInvalid is returned for a program without a valid kind, or with a NUL in a text.
 	ErrInvalid = errors.New("portable program invalid")
 )
 
-// Kind is what a program was when it was stored.
+// Kind is the state of a program when it was stored.
 type Kind uint32
 
 // The kinds of programs.
@@ -66,20 +67,20 @@ func (k Kind) String() string {
 	return fmt.Sprintf("kind(%d)", uint32(k))
 }
 
-// Program says how to make a program again on any device.
+// Program contains what is needed to build a program again on any device.
 type Program struct {
 	Kind          Kind
 	Source        []byte // OpenCL C
-	IL            []byte // SPIR-V or what else the platform took
-	Options       string // of the build or compilation
+	IL            []byte // SPIR-V, or another IL that the platform accepted
+	Options       string // options of the build or compilation
 	LinkOptions   string
 	Headers       []Header
-	Inputs        []Program // what it was linked from
+	Inputs        []Program // the programs that it was linked from
 	SpecConstants []SpecConstant
 	Kernels       []string // names, as far as known
 }
 
-// Header is a program that others include by name.
+// Header is a program that others include, with its name.
 type Header struct {
 	Name    string
 	Program Program
@@ -91,7 +92,7 @@ type SpecConstant struct {
 	Value []byte
 }
 
-// IsPortable reports whether bytes claim to be a container.
+// IsPortable reports whether the bytes begin as a container does.
 func IsPortable(b []byte) bool { return bytes.HasPrefix(b, []byte(magic)) }
 
 // Marshal encodes a program. Equal programs have equal encodings.
@@ -149,7 +150,7 @@ func Unmarshal(b []byte) (*Program, error) {
 	return &p, nil
 }
 
-// The encoder and the decoder keep their first error and do nothing more after it.
+// The encoder and the decoder store their first error and do nothing after it.
 
 type encoder struct {
 	b        []byte
@@ -232,7 +233,7 @@ func (d *decoder) u32() uint32 {
 	return v
 }
 
-// count reads a number of elements, of at least size bytes each.
+// count reads a number of elements that have at least size bytes each.
 func (d *decoder) count(size int) int {
 	n := d.u32()
 	if d.err == nil && uint64(n)*uint64(size) > uint64(len(d.b)) {

@@ -108,7 +108,7 @@ func TestRoundTrip(t *testing.T) {
 	})
 }
 
-// Any damage is noticed.
+// Any damage is detected.
 func TestDamage(t *testing.T) {
 	b := marshal(t, sample())
 	for i := range b {
@@ -142,7 +142,7 @@ func TestDamage(t *testing.T) {
 	}
 }
 
-// seal gives a payload a correct header.
+// seal adds a correct header to a payload.
 func seal(payload []byte) []byte {
 	b := append(make([]byte, header), payload...)
 	copy(b, magic)
@@ -206,7 +206,7 @@ func TestLimits(t *testing.T) {
 	}
 }
 
-// What Unmarshal takes is canonical.
+// What Unmarshal accepts is canonical.
 func FuzzUnmarshal(f *testing.F) {
 	f.Add(marshal(f, sample())[header:])
 	f.Add(marshal(f, &Program{Kind: Source, Source: []byte("x")})[header:])

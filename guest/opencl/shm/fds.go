@@ -9,10 +9,11 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// ErrDescriptors is returned when a message brought more descriptors than asked for.
+// ErrDescriptors is returned when a message has more descriptors than the caller asked for.
 var ErrDescriptors = errors.New("too many descriptors")
 
-// SendFds sends data, at least one byte, with descriptors, which stay open here.
+// SendFds sends data, at least one byte, with descriptors. The descriptors stay open in
+// this process.
 func SendFds(conn *net.UnixConn, data []byte, fds ...int) error {
 	if len(data) == 0 {
 		return errors.New("send descriptors: no data to carry them")
@@ -31,10 +32,10 @@ func SendFds(conn *net.UnixConn, data []byte, fds ...int) error {
 	return nil
 }
 
-// RecvFds reads once into buf and takes up to max descriptors, which are
-// close-on-exec and the caller's. The end of the stream is io.EOF.
+// RecvFds reads once into buf and receives up to max descriptors. They are close-on-exec
+// and belong to the caller. At the end of the stream it returns io.EOF.
 func RecvFds(conn *net.UnixConn, buf []byte, max int) (n int, fds []int, err error) {
-	// Room for one more tells too many from just enough.
+	// With room for one more, too many descriptors are detected.
 	oob := make([]byte, unix.CmsgSpace(4*(max+1)))
 	n, noob, flags, _, err := conn.ReadMsgUnix(buf, oob)
 	if errors.Is(err, io.EOF) {

@@ -9,15 +9,15 @@ import (
 )
 
 const (
-	futexWait = 0 // not private: the word's other users are other processes
+	futexWait = 0 // not private, because other processes use the word, too
 	futexWake = 1
 
 	// All wakes every waiter.
 	All = math.MaxInt32
 )
 
-// FutexWait sleeps while *addr is val, until FutexWake or, unless negative,
-// the timeout. It returns false after the timeout only; true may be spurious.
+// FutexWait sleeps while *addr is val, until FutexWake or the timeout. A negative timeout
+// means no limit. It returns false only after the timeout; true may be spurious.
 func FutexWait(addr *uint32, val uint32, timeout time.Duration) (woken bool) {
 	var ts *unix.Timespec
 	if timeout >= 0 {
@@ -30,7 +30,7 @@ func FutexWait(addr *uint32, val uint32, timeout time.Duration) (woken bool) {
 
 // FutexWake wakes up to n waiters of addr and returns how many it woke.
 func FutexWake(addr *uint32, n int) int {
-	// Raw: it never blocks, and the scheduler need not hear of it.
+	// A raw system call: it never blocks, so the Go scheduler need not be involved.
 	woken, _, e := unix.RawSyscall6(unix.SYS_FUTEX, uintptr(unsafe.Pointer(addr)), futexWake, uintptr(n), 0, 0, 0)
 	if e != 0 {
 		return 0

@@ -8,13 +8,13 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// ErrLocked is returned for a byte that another open file description locks.
+// ErrLocked is returned for a byte that is locked through another open file description.
 var ErrLocked = errors.New("locked by another process")
 
-// Reopen makes a new open file description of a memfd. Locks taken through it
-// conflict with those of every other one, and end with it.
+// Reopen creates a new open file description of a memfd. Locks taken through it conflict
+// with those of all others, and are released when it is closed.
 func Reopen(fd int) (int, error) {
-	// There is no system call for it but through proc.
+	// Only /proc offers this; there is no system call for it.
 	n, err := unix.Open("/proc/self/fd/"+strconv.Itoa(fd), unix.O_RDWR|unix.O_CLOEXEC, 0)
 	if err != nil {
 		return -1, fmt.Errorf("reopen descriptor %d: %w", fd, err)
@@ -26,9 +26,9 @@ func byteLock(typ int16, off int64) *unix.Flock_t {
 	return &unix.Flock_t{Type: typ, Start: off, Len: 1}
 }
 
-// LockByte takes the OFD write lock of a byte without waiting: ErrLocked if
-// another open file description has it. The lock ends with the last
-// descriptor of this one.
+// LockByte takes the OFD write lock of a byte and does not wait. It returns ErrLocked if
+// another open file description has the lock. The lock is released when the last descriptor
+// of this description is closed.
 func LockByte(fd int, off int64) error {
 	err := unix.FcntlFlock(uintptr(fd), unix.F_OFD_SETLK, byteLock(unix.F_WRLCK, off))
 	switch {
@@ -40,7 +40,7 @@ func LockByte(fd int, off int64) error {
 	return nil
 }
 
-// UnlockByte gives up the lock of a byte.
+// UnlockByte releases the lock of a byte.
 func UnlockByte(fd int, off int64) error {
 	if err := unix.FcntlFlock(uintptr(fd), unix.F_OFD_SETLK, byteLock(unix.F_UNLCK, off)); err != nil {
 		return fmt.Errorf("unlock byte %d: %w", off, err)

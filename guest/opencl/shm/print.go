@@ -7,9 +7,9 @@ import (
 	"github.com/gpuctl/gpuctl/guest/opencl/wire"
 )
 
-// Print gives the client as many of the bytes as there is room for, to write
-// them to its standard output, and returns how many those are. One goroutine at
-// a time may call it, of the executor that owns the ring.
+// Print passes output to the client, which writes it to its standard output. It passes as
+// many of the bytes as there is room for, and returns their number. Only the executor that
+// owns the ring may call it, from one goroutine at a time.
 func (q *Ring) Print(p []byte) (int, error) {
 	tail, head := q.r.Load32(wire.HdrOutTail), q.r.Load32(wire.HdrOutHead)
 	if tail-head > wire.OutSize {
@@ -23,8 +23,8 @@ func (q *Ring) Print(p []byte) (int, error) {
 	return len(p), nil
 }
 
-// WakeWaiting has clients that sleep until they are answered, or called back,
-// look at what there is to print.
+// WakeWaiting wakes clients that sleep until a reply or a callback, so that they look for
+// output to print.
 func (q *Ring) WakeWaiting() {
 	for n := uint16(0); n < wire.SlotCount; n++ {
 		s, _ := slot(n)
@@ -35,7 +35,7 @@ func (q *Ring) WakeWaiting() {
 	FutexWake(q.r.Word32(wire.HdrCbTail), All)
 }
 
-// AwaitPrint waits until Print has room, or for the timeout.
+// AwaitPrint waits until Print has room, or until the timeout.
 func (q *Ring) AwaitPrint(timeout time.Duration) {
 	head := q.r.Load32(wire.HdrOutHead)
 	if q.r.Load32(wire.HdrOutTail)-head >= wire.OutSize {

@@ -9,7 +9,7 @@ import (
 	"github.com/gpuctl/gpuctl/guest/opencl/wire"
 )
 
-// take takes what is printed as the client's library does.
+// take reads what is printed, as the client's library does.
 func take(r *Region, most uint32) []byte {
 	head, tail := r.Load32(wire.HdrOutHead), r.Load32(wire.HdrOutTail)
 	n := min(tail-head, most)
@@ -29,7 +29,7 @@ func TestPrintIsTakenInOrder(t *testing.T) {
 		t.Fatal(err)
 	}
 	q.Init(1<<20, 1<<19)
-	// The counters wrap around, too.
+	// The counters overflow during the test, too.
 	start := ^uint32(0) - wire.OutSize
 	r.Store32(wire.HdrOutTail, start)
 	r.Store32(wire.HdrOutHead, start)
@@ -76,7 +76,7 @@ func TestPrintIsBounded(t *testing.T) {
 		t.Error(n, err)
 	}
 	q.AwaitPrint(0)
-	r.Store32(wire.HdrOutHead, r.Load32(wire.HdrOutTail)+1) // a client that took what was not there
+	r.Store32(wire.HdrOutHead, r.Load32(wire.HdrOutTail)+1) // a client that took more than there was
 	if _, err := q.Print([]byte("x")); !errors.Is(err, ErrRing) {
 		t.Error(err)
 	}

@@ -9,7 +9,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Errors of the package; all mean a broken or hostile peer.
+// Errors of the package. All of them mean a broken or hostile peer.
 var (
 	// ErrRange is returned for an offset or length outside a region.
 	ErrRange = errors.New("outside the shared memory")
@@ -23,9 +23,9 @@ type Region struct {
 	mem []byte
 }
 
-// Create makes a sparse memfd of size bytes, which takes memory only where it
-// is written, and maps it. It can be neither grown nor shrunk, unless its size
-// is 0: that one is not mapped, and for file I/O on FD.
+// Create creates a sparse memfd of size bytes, and maps it. It uses memory only where it is
+// written. It can neither grow nor shrink. A memfd of size 0 is different: it can change
+// its size, is not mapped, and is for file I/O on FD.
 func Create(name string, size int64) (*Region, error) {
 	fd, err := unix.MemfdCreate(name, unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING)
 	if err != nil {
@@ -50,8 +50,8 @@ func Create(name string, size int64) (*Region, error) {
 	return r, nil
 }
 
-// Open maps the first size bytes of a memfd that Create made. The region owns
-// the descriptor from then on, unless there is an error.
+// Open maps the first size bytes of a memfd that Create made. The region then owns the
+// descriptor, unless Open returns an error.
 func Open(fd int, size int64) (*Region, error) {
 	if size < 0 {
 		return nil, fmt.Errorf("map %d bytes: %w", size, ErrRange)
@@ -77,8 +77,7 @@ func Open(fd int, size int64) (*Region, error) {
 	return &Region{fd: fd, mem: mem}, nil
 }
 
-// Close unmaps the region and closes its descriptor. Nothing may use its
-// memory any more.
+// Close unmaps the region and closes its descriptor. Nothing may use its memory after that.
 func (r *Region) Close() error {
 	var err error
 	if r.mem != nil {
@@ -92,16 +91,16 @@ func (r *Region) Close() error {
 	return err
 }
 
-// FD is the memfd; it stays the region's.
+// FD returns the memfd, which still belongs to the region.
 func (r *Region) FD() int { return r.fd }
 
-// Size is the number of bytes mapped.
+// Size returns the number of bytes mapped.
 func (r *Region) Size() uint64 { return uint64(len(r.mem)) }
 
-// Bytes is the whole mapping.
+// Bytes returns the whole mapping.
 func (r *Region) Bytes() []byte { return r.mem }
 
-// Range is n bytes from off on, or ErrRange: for offsets that a peer chose.
+// Range returns n bytes from off on, or ErrRange. It is for offsets that a peer chose.
 func (r *Region) Range(off, n uint64) ([]byte, error) {
 	if off > r.Size() || n > r.Size()-off {
 		return nil, fmt.Errorf("%d bytes at %d: %w", n, off, ErrRange)
@@ -109,12 +108,11 @@ func (r *Region) Range(off, n uint64) ([]byte, error) {
 	return r.mem[off : off+n : off+n], nil
 }
 
-// Pointer is the address of a byte. It panics outside the region.
+// Pointer returns the address of a byte. It panics outside the region.
 func (r *Region) Pointer(off uint64) unsafe.Pointer { return unsafe.Pointer(&r.mem[off]) }
 
-// PunchHole gives the memory of n bytes from off on back to the system; they
-// read as 0 afterwards. Pages that lie only partly in the range are zeroed
-// there and kept.
+// PunchHole frees the memory of n bytes from off on. They then read as 0. Pages that are
+// only partly in the range are zeroed there and not freed.
 func (r *Region) PunchHole(off, n uint64) error {
 	if _, err := r.Range(off, n); err != nil {
 		return fmt.Errorf("punch hole: %w", err)
@@ -128,7 +126,7 @@ func (r *Region) PunchHole(off, n uint64) error {
 	return nil
 }
 
-// Word32 is the address of an aligned word. It panics for any other offset.
+// Word32 returns the address of an aligned word. It panics for any other offset.
 func (r *Region) Word32(off uint64) *uint32 {
 	if off%4 != 0 {
 		panic("shm: misaligned word")
@@ -136,7 +134,7 @@ func (r *Region) Word32(off uint64) *uint32 {
 	return (*uint32)(unsafe.Pointer(&r.mem[off : off+4][0]))
 }
 
-// Word64 is the address of an aligned double word. It panics for any other offset.
+// Word64 returns the address of an aligned double word. It panics for any other offset.
 func (r *Region) Word64(off uint64) *uint64 {
 	if off%8 != 0 {
 		panic("shm: misaligned word")
@@ -144,8 +142,8 @@ func (r *Region) Word64(off uint64) *uint64 {
 	return (*uint64)(unsafe.Pointer(&r.mem[off : off+8][0]))
 }
 
-// The accessors below are sequentially consistent, and panic as Word32 and
-// Word64 do.
+// The accessors below are sequentially consistent. They panic in the same cases as Word32
+// and Word64.
 
 // Load32 reads a word.
 func (r *Region) Load32(off uint64) uint32 { return atomic.LoadUint32(r.Word32(off)) }
@@ -153,10 +151,10 @@ func (r *Region) Load32(off uint64) uint32 { return atomic.LoadUint32(r.Word32(o
 // Store32 writes a word.
 func (r *Region) Store32(off uint64, v uint32) { atomic.StoreUint32(r.Word32(off), v) }
 
-// Swap32 writes a word and returns what it was.
+// Swap32 writes a word and returns its former value.
 func (r *Region) Swap32(off uint64, v uint32) uint32 { return atomic.SwapUint32(r.Word32(off), v) }
 
-// CAS32 writes a word if it is what it is expected to be.
+// CAS32 writes a word if it has the expected value.
 func (r *Region) CAS32(off uint64, old, v uint32) bool {
 	return atomic.CompareAndSwapUint32(r.Word32(off), old, v)
 }

@@ -9,40 +9,40 @@ import (
 	"github.com/gpuctl/gpuctl/guest/opencl/wire"
 )
 
-// Errors of rings; but ErrStopped they mean a broken or hostile client.
+// Errors of rings. All except ErrStopped mean a broken or hostile client.
 var (
 	// ErrRing is returned for a ring whose content breaks the protocol.
 	ErrRing = errors.New("ring corrupt")
 	// ErrTooLong is returned for data that does not fit into a reply slot.
 	ErrTooLong = errors.New("too long for a reply slot")
-	// ErrStopped is returned by a wait that was told to stop.
+	// ErrStopped is returned by a wait whose stop channel was closed.
 	ErrStopped = errors.New("stopped")
 )
 
 // MaxReply is how many bytes of a reply fit into its slot.
 const MaxReply = wire.SlotSize - wire.SlotData
 
-// Ring is the executor's side of the ring memfd. One goroutine at a time may
-// read requests (Next, Advance, Sleep, Announce, Withdraw); everything else
-// may be called by many at once.
+// Ring is the executor's side of the ring memfd. Only one goroutine at a time may read
+// requests (Next, Advance, Sleep, Announce, Withdraw). The other methods may be called
+// concurrently.
 //
-// A slot number outside the table, such as wire.NoSlot, is one that nobody
-// waits for: what is addressed to it is dropped.
+// A slot number outside the table, for example wire.NoSlot, means that nobody waits: a
+// reply to it is dropped.
 type Ring struct {
 	r      *Region
-	next   uint64 // where the record ends that Next returned last
+	next   uint64 // end of the record that Next has returned last
 	kicked atomic.Bool
-	push   chan struct{} // held by the one that pushes callbacks
+	push   chan struct{} // taken while callbacks are pushed
 }
 
 // Record is one request.
 type Record struct {
 	Op   wire.Op
-	Slot uint16 // wire.NoSlot when nobody waits
+	Slot uint16 // wire.NoSlot if nobody waits
 	Body []byte // the fields, 8-byte aligned if the buffer is
 }
 
-// NewRing uses a region as a ring: one that Init has formatted or will.
+// NewRing uses a region as a ring. The region is formatted by Init, before or after.
 func NewRing(r *Region) (*Ring, error) {
 	if r.Size() < wire.RingMem {
 		return nil, fmt.Errorf("ring memory of %d bytes: %w", r.Size(), ErrRange)
@@ -50,10 +50,10 @@ func NewRing(r *Region) (*Ring, error) {
 	return &Ring{r: r, push: make(chan struct{}, 1)}, nil
 }
 
-// Close unmaps the ring's region. Nothing may use the ring any more.
+// Close unmaps the ring's region. Nothing may use the ring after that.
 func (q *Ring) Close() error { return q.r.Close() }
 
-// Init formats a fresh ring memfd. The sizes are bytes.
+// Init formats a new ring memfd. The sizes are in bytes.
 func (q *Ring) Init(arenaSize, arenaSplit uint64) {
 	q.r.Store32(wire.HdrVersion, wire.Version)
 	q.r.Store64(wire.HdrRingSize, wire.RingSize)
@@ -65,7 +65,7 @@ func (q *Ring) Init(arenaSize, arenaSplit uint64) {
 	q.r.Store32(wire.HdrMagic, wire.Magic)
 }
 
-// Check reports whether the ring is formatted as this version does it.
+// Check returns an error unless the ring has the format of this version.
 func (q *Ring) Check() error {
 	if m := q.r.Load32(wire.HdrMagic); m != wire.Magic {
 		return fmt.Errorf("ring magic %#x: %w", m, ErrRing)
@@ -76,9 +76,8 @@ func (q *Ring) Check() error {
 	return nil
 }
 
-// Arena returns the arena's size and split in bytes as the header has them.
-// Like all shared memory they may have been tampered with: compare the size
-// with the arena's own.
+// Arena returns the arena's size and split in bytes from the header. As in all shared
+// memory, the client may have changed them: compare the size with the arena's real size.
 func (q *Ring) Arena() (size, split uint64, err error) {
 	size, split = q.r.Load64(wire.HdrArenaSize), q.r.Load64(wire.HdrArenaSplit)
 	if split > size || split%4096 != 0 {
@@ -87,23 +86,23 @@ func (q *Ring) Arena() (size, split uint64, err error) {
 	return size, split, nil
 }
 
-// Owner is the generation of the executor that may read the ring.
+// Owner returns the generation of the executor that may read the ring.
 func (q *Ring) Owner() uint32 { return q.r.Load32(wire.HdrOwner) }
 
-// SetOwner hands the ring to another generation: the commit point of a swap.
+// SetOwner gives the ring to another generation. This is the commit point of a swap.
 func (q *Ring) SetOwner(generation uint32) { q.r.Store32(wire.HdrOwner, generation) }
 
-// SetServing says that the executor of that generation has begun to serve: what
-// it does from here on nobody can take back.
+// SetServing records that the executor of that generation has begun to serve. From then on,
+// nobody can undo what it does.
 func (q *Ring) SetServing(generation uint32) { q.r.Store32(wire.HdrServing, generation) }
 
-// Serving is the generation of the executor that last began to serve.
+// Serving returns the generation of the executor that was the last to begin to serve.
 func (q *Ring) Serving() uint32 { return q.r.Load32(wire.HdrServing) }
 
-// State is the session's, one of wire.StateRunning and so on.
+// State returns the session's state: wire.StateRunning or another of these constants.
 func (q *Ring) State() uint32 { return q.r.Load32(wire.HdrState) }
 
-// SetState changes the session's state and wakes who waits for that.
+// SetState changes the session's state and wakes those who wait for that.
 func (q *Ring) SetState(s uint32) { q.set(wire.HdrState, s) }
 
 func (q *Ring) set(off uint64, v uint32) {
@@ -111,12 +110,11 @@ func (q *Ring) set(off uint64, v uint32) {
 	FutexWake(q.r.Word32(off), All)
 }
 
-// Next copies the next record's fields into buf, which must have
-// wire.MaxRequest bytes, and returns false if there is none. The record stays
-// in the ring until Advance.
+// Next copies the next record's fields into buf, which must have wire.MaxRequest bytes. It
+// returns false if there is no record. The record stays in the ring until Advance.
 func (q *Ring) Next(buf []byte) (rec Record, ok bool, err error) {
-	// Padding goes with the record behind it: a reader that is being replaced
-	// moves the head in Advance and nowhere else.
+	// Padding is consumed together with the record after it. So a reader that is being
+	// replaced moves the head only in Advance.
 	for head, tail := q.r.Load64(wire.HdrHead), q.r.Load64(wire.HdrTail); ; {
 		if head == tail {
 			return Record{}, false, nil
@@ -125,15 +123,16 @@ func (q *Ring) Next(buf []byte) (rec Record, ok bool, err error) {
 			return Record{}, false, fmt.Errorf("head %d, tail %d: %w", head, tail, ErrRing)
 		}
 		at := head % wire.RingSize
-		// One load: what is checked is what is used.
+		// Load the word once, so that the value that is checked is the one that is used.
 		h := q.r.Load64(wire.RingOff + at)
 		n, op, slot := h&0xffffffff, wire.Op(h>>32), uint16(h>>48)
 		if n < 8 || n%8 != 0 || n > tail-head || n > wire.RingSize-at {
 			return Record{}, false, fmt.Errorf("record of %d bytes at %d, tail %d: %w", n, head, tail, ErrRing)
 		}
 		if op == wire.OpPad {
-			// Where the ring begins there is nothing to pad; so no two follow each
-			// other. It comes with the record that it makes room for.
+			// At the beginning of the ring there is no padding, so two paddings never
+			// follow each other. The client writes it together with the record that it
+			// makes room for.
 			if at == 0 || n != wire.RingSize-at || n == tail-head {
 				return Record{}, false, fmt.Errorf("padding of %d bytes at %d: %w", n, head, ErrRing)
 			}
@@ -153,9 +152,9 @@ func (q *Ring) Next(buf []byte) (rec Record, ok bool, err error) {
 	}
 }
 
-// Advance takes the record that Next returned last out of the ring. It wakes
-// clients that wait for room once half the ring is free, so that they do not
-// come for the room of each record on its own.
+// Advance removes the record that Next has returned last from the ring. It wakes clients
+// that wait for room only when half of the ring is free, so that they do not wake for each
+// single record.
 func (q *Ring) Advance() {
 	q.r.Store64(wire.HdrHead, q.next)
 	if q.r.Load32(wire.HdrSpace) != 0 && q.r.Load64(wire.HdrTail)-q.next <= wire.RingSize/2 && q.r.Swap32(wire.HdrSpace, 0) != 0 {
@@ -163,11 +162,11 @@ func (q *Ring) Advance() {
 	}
 }
 
-// Empty reports whether the ring holds no request.
+// Empty reports whether the ring has no request.
 func (q *Ring) Empty() bool { return q.r.Load64(wire.HdrHead) == q.r.Load64(wire.HdrTail) }
 
-// Sleep waits for a request, WakeReader or the timeout, and reports whether
-// there is a request. Whoever leaves it is to read the ring.
+// Sleep waits for a request, WakeReader or the timeout, and reports whether there is a
+// request. The caller must read the ring after it.
 func (q *Ring) Sleep(timeout time.Duration) bool {
 	q.r.Store32(wire.HdrSleep, 1)
 	if q.Empty() && !q.kicked.Swap(false) {
@@ -178,30 +177,29 @@ func (q *Ring) Sleep(timeout time.Duration) bool {
 	return !q.Empty()
 }
 
-// WakeReader ends the Sleep of a reader in this process, the next one if none
-// sleeps now.
+// WakeReader ends the Sleep of a reader in this process. If none sleeps now, it ends the
+// next Sleep.
 func (q *Ring) WakeReader() {
 	q.kicked.Store(true)
 	q.r.Store32(wire.HdrSleep, 0)
 	FutexWake(q.r.Word32(wire.HdrSleep), All)
 }
 
-// Announce says that the reader is about to be inside a call that may block,
-// so that clients wake another one, which waits in Sleep.
+// Announce records that the reader is about to make a call that may block, so that clients
+// wake another reader, which waits in Sleep.
 func (q *Ring) Announce() { q.r.Store32(wire.HdrSleep, 1) }
 
-// Withdraw takes Announce back: the caller reads the ring again. A reader that
-// has been replaced meanwhile must not call it.
+// Withdraw undoes Announce: the caller reads the ring again. A reader that has been
+// replaced since must not call it.
 func (q *Ring) Withdraw() { q.r.Store32(wire.HdrSleep, 0) }
 
-// slot is the offset of a slot's header.
+// slot returns the offset of a slot's header.
 func slot(n uint16) (off uint64, ok bool) {
 	return wire.SlotOff + uint64(n)*wire.SlotSize, n < wire.SlotCount
 }
 
-// Reply answers a request. Of a reply that does not fit, data is the first
-// part, at most MaxReply bytes, total the whole length, and token what the
-// client fetches the rest with.
+// Reply answers a request. If the reply does not fit, data is the first part, at most
+// MaxReply bytes, total is the whole length, and with token the client fetches the rest.
 func (q *Ring) Reply(n uint16, err int32, data []byte, token uint32, total uint64) error {
 	s, ok := slot(n)
 	if !ok {
@@ -211,7 +209,7 @@ func (q *Ring) Reply(n uint16, err int32, data []byte, token uint32, total uint6
 		return fmt.Errorf("reply of %d bytes: %w", len(data), ErrTooLong)
 	}
 	copy(q.r.mem[s+wire.SlotData:][:MaxReply], data)
-	// Plain stores, a fraction of the price: the exchange releases them.
+	// Plain stores are much cheaper; the exchange below publishes them.
 	*q.r.Word32(s + wire.SlotErr) = uint32(err)
 	*q.r.Word32(s + wire.SlotLen) = uint32(len(data))
 	*q.r.Word32(s + wire.SlotToken) = token
@@ -222,21 +220,21 @@ func (q *Ring) Reply(n uint16, err int32, data []byte, token uint32, total uint6
 	return nil
 }
 
-// Lane is what the executor says of a bulk transfer that takes a lane.
+// Lane describes a bulk transfer that uses a lane.
 type Lane struct {
 	Direct bool   // the bytes are in the arena, from At on
 	Word   uint32 // the transfer's completion word
-	From   uint64 // its byte that this run begins at
-	At     uint64 // arena offset of its byte 0, when direct
-	Limit  uint32 // chunks that the client may move at first
+	From   uint64 // the transfer's byte at which this run begins
+	At     uint64 // arena offset of the transfer's byte 0, if direct
+	Limit  uint32 // number of chunks that the client may move at first
 }
 
 func lane(n int) uint64 { return wire.LaneOff + uint64(n)*wire.LaneSize }
 
-// LaneFree reports whether a transfer may take lane n, one of wire.LaneCount.
+// LaneFree reports whether a transfer can use lane n, one of wire.LaneCount.
 func (q *Ring) LaneFree(n int) bool { return q.r.Load32(lane(n)+wire.LaneState) == wire.LaneFree }
 
-// StartLane gives a free lane to a transfer.
+// StartLane assigns a free lane to a transfer.
 func (q *Ring) StartLane(n int, l Lane) {
 	o := lane(n)
 	state := uint32(wire.LaneStream)
@@ -252,24 +250,24 @@ func (q *Ring) StartLane(n int, l Lane) {
 	q.r.Store32(o+wire.LaneState, state)
 }
 
-// RaiseLane lets the client move the chunks of lane n below limit.
+// RaiseLane permits the client to move the chunks of lane n below limit.
 func (q *Ring) RaiseLane(n int, limit uint32) { q.r.Store32(lane(n)+wire.LaneLimit, limit) }
 
-// EndLane ends a run: wire.LaneFree when the client has moved all that it was
-// allowed to, else wire.LaneLeft.
+// EndLane ends a run. The state is wire.LaneFree if the client has moved everything that
+// was permitted, and wire.LaneLeft otherwise.
 func (q *Ring) EndLane(n int, state uint32) { q.r.Store32(lane(n)+wire.LaneState, state) }
 
-// WaitLane waits until the client's count of moved chunks in lane n is no
-// longer old, or for the timeout, and returns it.
+// WaitLane waits until the client's count of moved chunks in lane n differs from old, or
+// until the timeout. It returns the count.
 func (q *Ring) WaitLane(n int, old uint32, timeout time.Duration) uint32 {
 	return q.waitCounter(lane(n)+wire.LaneDone, old, timeout)
 }
 
-// RingMovers tells the client's threads that move data for nobody's call to
-// look at the lanes.
+// RingMovers makes the client's threads that move data independently of any call look at
+// the lanes.
 func (q *Ring) RingMovers() { q.count(wire.HdrBell) }
 
-// RingCaller tells the thread whose call has the slot to look at the lanes.
+// RingCaller makes the thread whose call has the slot look at the lanes.
 func (q *Ring) RingCaller(n uint16) {
 	if s, ok := slot(n); ok {
 		q.count(s + wire.SlotBell)
@@ -281,8 +279,8 @@ func (q *Ring) count(off uint64) {
 	FutexWake(q.r.Word32(off), All)
 }
 
-// spins is how long a wait polls before it sleeps: some microseconds, what a
-// chunk's last bytes take and a wake-up costs.
+// spins is how often a wait polls before it sleeps. It takes some microseconds: about as
+// long as the last bytes of a chunk, or a wake-up.
 const spins = 200
 
 func (q *Ring) waitCounter(off uint64, old uint32, timeout time.Duration) uint32 {
@@ -303,8 +301,7 @@ func (q *Ring) waitCounter(off uint64, old uint32, timeout time.Duration) uint32
 	}
 }
 
-// PendDone sets a completion word to wire.PendDone or wire.PendFailed. Word 0
-// is the one that nobody looks at.
+// PendDone sets a completion word to wire.PendDone or wire.PendFailed. Nobody reads word 0.
 func (q *Ring) PendDone(i, state uint32) error {
 	if i >= wire.PendCount {
 		return fmt.Errorf("completion word %d: %w", i, ErrRange)
@@ -315,11 +312,11 @@ func (q *Ring) PendDone(i, state uint32) error {
 	return nil
 }
 
-// fullPoll bounds how long a full callback ring keeps a closed stop unnoticed.
+// fullPoll is the interval at which stop is checked while the callback ring is full.
 const fullPoll = 20 * time.Millisecond
 
-// PushCallback tells the client to call back. It blocks while the callback
-// ring is full, until stop is closed: ErrStopped.
+// PushCallback makes the client run a callback. It blocks while the callback ring is full.
+// If stop is closed, it returns ErrStopped.
 func (q *Ring) PushCallback(token uint32, status int32, kind uint32, stop <-chan struct{}) error {
 	select {
 	case q.push <- struct{}{}:
@@ -349,9 +346,8 @@ func (q *Ring) PushCallback(token uint32, status int32, kind uint32, stop <-chan
 	return nil
 }
 
-// Nap sleeps for a moment in which only requests that somebody waits for wake
-// the reader; the others pile up and are read together. Its caller goes on
-// being the reader.
+// Nap sleeps for a short time in which only requests that somebody waits for wake the
+// reader. The others accumulate and are read together. The caller remains the reader.
 func (q *Ring) Nap(d time.Duration) {
 	q.r.Store32(wire.HdrNap, 1)
 	if q.Empty() {
@@ -360,16 +356,17 @@ func (q *Ring) Nap(d time.Duration) {
 	q.r.Store32(wire.HdrNap, 0)
 }
 
-// Bell is the doorbell's word as it is now, for AwaitBell.
+// Bell returns the current value of the doorbell's word, for AwaitBell.
 func (q *Ring) Bell() uint32 { return q.r.Load32(wire.HdrSleep) }
 
-// AwaitBell sleeps until a client rings or RingBell is called, but not if the
-// word is no longer as seen, nor longer than the timeout.
+// AwaitBell sleeps until a client rings the doorbell, RingBell is called, or the timeout.
+// It returns at once if the word differs from seen.
 func (q *Ring) AwaitBell(seen uint32, timeout time.Duration) {
 	FutexWait(q.r.Word32(wire.HdrSleep), seen, timeout)
 }
 
-// RingBell wakes every reader, of this process and of others, to look again.
+// RingBell wakes all readers, in this and in other processes, so that they look at the ring
+// again.
 func (q *Ring) RingBell() {
 	q.set(wire.HdrSleep, 0)
 	q.set(wire.HdrNap, 0)

@@ -16,7 +16,7 @@ import (
 	"github.com/gpuctl/gpuctl/internal/testkit"
 )
 
-// client is the application's side, as PROTOCOL.md tells it.
+// client is the application's side, as PROTOCOL.md specifies it.
 type client struct{ r *Region }
 
 func (c client) send(op wire.Op, slot uint16, body []byte) {
@@ -49,7 +49,7 @@ func (c client) room(tail, n uint64) {
 	}
 }
 
-// call waits for the answer and returns the error and the data.
+// call sends a request, waits for the reply, and returns the error and the data.
 func (c client) call(op wire.Op, n uint16, body []byte) (int32, []byte) {
 	s, _ := slot(n)
 	c.r.Store32(s+wire.SlotState, wire.SlotPending)
@@ -110,8 +110,8 @@ func TestInit(t *testing.T) {
 	}
 }
 
-// Records arrive whole, once and in order, whatever their sizes and however
-// the ring wraps.
+// Records arrive complete, once and in order, whatever their sizes and however the ring
+// wraps.
 func TestRecordsArriveInOrder(t *testing.T) {
 	q, c := newRing(t)
 	const records = 3000
@@ -150,8 +150,8 @@ func TestRecordsArriveInOrder(t *testing.T) {
 	}
 }
 
-// A reader that looks at the ring while it is replaced must not move the head: it
-// is another one's by then.
+// A reader that looks at the ring while it is being replaced must not move the head,
+// because the head then belongs to the new reader.
 func TestPaddingIsTakenWithItsRecord(t *testing.T) {
 	q, c := newRing(t)
 	const at = wire.RingSize - 64
@@ -202,8 +202,8 @@ func TestNextRefuses(t *testing.T) {
 	}
 }
 
-// Whatever the ring holds, and even while it changes, Next returns valid
-// records or an error, and comes to an end.
+// Whatever the ring contains, and even while it changes, Next returns valid records or an
+// error, and terminates.
 func FuzzNext(f *testing.F) {
 	good := binary.LittleEndian.AppendUint64(nil, 16|uint64(wire.OpFlush)<<32|7<<48)
 	f.Add(uint64(0), uint64(16), append(good, good...))
@@ -299,7 +299,7 @@ func TestRoundTrips(t *testing.T) {
 func TestWakeReader(t *testing.T) {
 	q, _ := newRing(t)
 	q.WakeReader()
-	q.Sleep(-1) // the wake-up came first
+	q.Sleep(-1) // returns, because the wake-up came before
 	var wg sync.WaitGroup
 	wg.Go(func() { q.Sleep(-1) })
 	testkit.Parked(t, "shm.FutexWait", 1)
@@ -307,7 +307,7 @@ func TestWakeReader(t *testing.T) {
 	wg.Wait()
 }
 
-// While the reader is inside a call that blocks, a request wakes another thread.
+// While the reader is in a call that blocks, a request wakes another thread.
 func TestAnnounceHandsOver(t *testing.T) {
 	q, c := newRing(t)
 	got := make(chan bool)
@@ -334,7 +334,7 @@ func TestReplyLimits(t *testing.T) {
 	if err := q.Reply(0, 0, make([]byte, MaxReply+1), 0, 0); !errors.Is(err, ErrTooLong) {
 		t.Errorf("too long: %v", err)
 	}
-	// A slot that is none must not be written to: it would be the ring.
+	// A slot outside the table must not be written to: its memory would be in the ring.
 	before := bytes.Clone(q.r.Bytes())
 	for _, n := range []uint16{wire.SlotCount, wire.NoSlot} {
 		if err := q.Reply(n, -1, []byte("x"), 1, 1); err != nil {

@@ -2,8 +2,8 @@
 
 package shm
 
-// Spin pauses the processor n times, where it can.
+// Spin pauses the processor n times, if the architecture supports it.
 func Spin(int) {}
 
-// Pause tells the processor that this is a spin loop, where it can.
+// Pause hints to the processor that this is a spin loop, if the architecture supports it.
 func Pause() {}

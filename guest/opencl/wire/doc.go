@@ -3,8 +3,8 @@
 // generated from the table in gen/table.go, and the layout of the shared
 // memory that carries it. PROTOCOL.md in this folder is its specification.
 //
-// What a request does lives in guest/opencl/executor; who starts executors and hands
-// out the shared memory lives in guest/session.
+// guest/opencl/executor executes the requests. guest/session starts executors and
+// distributes the shared memory.
 package wire
 
 //go:generate go run ./gen -go ops_gen.go -c ../icd/wire_gen.h

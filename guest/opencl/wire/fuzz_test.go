@@ -5,9 +5,9 @@ import (
 	"testing"
 )
 
-// FuzzDecode decodes the fields of every operation, from aligned memory and
-// from other. What is taken means the same when it is encoded again, and lists
-// have no more elements than there are bytes for.
+// FuzzDecode decodes the fields of every operation, from aligned and unaligned memory. What
+// is accepted means the same when it is encoded again, and lists have no more elements than
+// there are bytes for.
 func FuzzDecode(f *testing.F) {
 	for op := range opCount {
 		m := New(op)

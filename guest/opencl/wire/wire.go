@@ -7,7 +7,7 @@ import (
 	"unsafe"
 )
 
-// Errors of the decoder. Every one of them means a broken or hostile client.
+// Errors of the decoder. All of them mean a broken or hostile client.
 var (
 	// ErrShort is returned when a request ends before its fields do.
 	ErrShort = errors.New("request too short")
@@ -18,7 +18,7 @@ var (
 // Op is the number of an operation.
 type Op uint16
 
-// String returns the operation's name as the table has it.
+// String returns the operation's name in the table.
 func (o Op) String() string {
 	if int(o) < len(opNames) {
 		return opNames[o]
@@ -49,8 +49,9 @@ func takeBytes(op Op, b []byte, n uint32) (v, rest []byte, err error) {
 	return b[:n:n], b[pad:], nil
 }
 
-// take32 and take64 need b 8-byte aligned, which it is: the fixed part and
-// every list are padded to 8, and callers decode from aligned memory.
+// take32 and take64 use b without a copy if it is aligned. It normally is: the fixed part
+// and all lists are padded to 8 bytes, and callers decode from memory with 8-byte
+// alignment.
 func take32(op Op, b []byte, n uint32) (v []uint32, rest []byte, err error) {
 	pad := (uint64(n)*4 + 7) &^ 7
 	if pad > uint64(len(b)) {
