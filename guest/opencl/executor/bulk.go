@@ -11,46 +11,47 @@ import (
 	"github.com/gpuctl/gpuctl/guest/opencl/wire"
 )
 
-// A bulk transfer is a read or write whose bytes the application's library
-// moves, with a thread of its own or the one that waits in a blocking call:
-// into or out of the buffer itself where the device computes in the arena, and
-// through a lane of chunks elsewhere, with the device working on some chunks
-// while the library copies others. So no transfer takes more host memory than
-// a lane has, however many are under way.
+// A bulk transfer is a read or write whose bytes the application's library copies, in a
+// thread of its own or in the thread that waits in a blocking call. If the device computes
+// in the arena, the library copies into or out of the buffer itself. Otherwise it copies
+// through a lane, which is a ring of chunks in the arena: the device works on some chunks
+// while the library copies others. So a transfer takes no more host memory than a lane has,
+// and any number of transfers together take no more than all lanes.
 //
-// It is parked until its turn has come and a lane is free. While it runs, the
-// queue's later commands are parked. When the session is to stand still, it
-// stops between two chunks and is parked again with the bytes that are left.
+// A transfer is parked until it is its turn and a lane is free. While it runs, later
+// commands of its queue are parked. When the session is frozen, the transfer stops between
+// two chunks and is parked again with the bytes that are left.
 
 const (
-	// laneBytes is the arena memory of one lane.
+	// laneBytes is the size of one lane in the arena, in bytes.
 	laneBytes = wire.LaneChunk * wire.LaneChunks
-	// directAhead is how many chunks the client may move without a word
-	// from here where there is nothing else to do but let it.
+	// directAhead is how many chunks the client may copy directly into or out of the buffer
+	// before it hears from the executor again. The executor has nothing else to do for
+	// them.
 	directAhead = 32
-	// sharedBulk is from what size on the library's own threads help the one
+	// sharedBulk is the size in bytes from which threads of the library help the thread
 	// that waits in a blocking call.
 	sharedBulk = 8 << 20
-	// stallPatience is how long a freeze waits for an application that does
-	// not move what it was allowed to, because it was stopped, say.
+	// stallPatience is how long a freeze waits for an application that does not copy its
+	// chunks, for example because it was stopped with a signal.
 	stallPatience = 2 * time.Second
 )
 
-// bulk is one such transfer.
+// bulk is one bulk transfer.
 type bulk struct {
 	p          *parkedCall
 	req        wire.Request
 	m          *mem
 	write      bool
 	rect       bool
-	off        uint64     // in a buffer
-	origin     [3]uint64  // in a rectangle or an image
-	row, slice uint64     // a buffer's pitches, of a rectangle
+	off        uint64     // of a buffer
+	origin     [3]uint64  // of a rectangle or an image
+	row, slice uint64     // pitches of a rectangle in a buffer
 	box        [3]uint64  // bytes of a row, rows, slices
 	total      uint64     // bytes
-	moved      uint64     // of them
+	moved      uint64     // bytes moved so far
 	pend       uint32     // completion word
-	wait       []cl.Event // what it comes after
+	wait       []cl.Event // events that must end before it
 	lane       int
 	start      uint64
 }
@@ -66,7 +67,7 @@ func (p *parkedCall) isBulk() bool {
 	return p.bulk
 }
 
-// describeBulk finds out what a request moves.
+// describeBulk reads from a request what it moves.
 func (s *session) describeBulk(m wire.Request) (*bulk, cl.Status, error) {
 	b := &bulk{req: m}
 	var id uint32
@@ -132,7 +133,7 @@ func (s *session) describeBulk(m wire.Request) (*bulk, cl.Status, error) {
 	return b, cl.Success, nil
 }
 
-// enqueueBulk takes a bulk transfer and begins it if its turn has come.
+// enqueueBulk parks a bulk transfer, and begins it if it is its turn.
 func (s *session) enqueueBulk(c call, m wire.Request, queueID, eventID uint32, wait []uint32, pend uint32) (outcome, error) {
 	q := lookup[queue](s, queueID)
 	if q == nil {
@@ -176,7 +177,7 @@ func (s *session) enqueueBulk(c call, m wire.Request, queueID, eventID uint32, w
 	return held(), nil
 }
 
-// freeLane is a lane that a transfer may take, or -1.
+// freeLane returns a lane that is free, or -1.
 func (s *session) freeLane() int {
 	for i, used := range s.lanes {
 		if !used && s.ring.LaneFree(i) {
@@ -189,8 +190,8 @@ func (s *session) freeLane() int {
 // canCarry reports whether a bulk transfer may begin now.
 func (s *session) canCarry() bool { return !s.gate.Load() && s.freeLane() >= 0 }
 
-// begin prepares a transfer whose turn has come. What it returns is to be run
-// without the lock; nil if the transfer is over already, because it failed.
+// begin prepares a transfer whose turn it is. The caller must call run without the lock.
+// run is nil if the transfer has failed and is over.
 func (s *session) begin(p *parkedCall) (run func()) {
 	m := wire.New(p.op)
 	if err := m.Decode(p.body); err != nil {
@@ -246,12 +247,12 @@ func (b *bulk) touch() {
 	}
 }
 
-// carry moves the bytes.
+// carry moves the bytes of a transfer.
 func (s *session) carry(b *bulk) {
 	st := s.awaitTurn(b.p.q, b.wait)
 	b.start = hostNow()
 	s.mu.Lock()
-	s.settleAll() // what it writes may be what was read before
+	s.settleAll() // the memory that it writes may still be read by an earlier transfer
 	s.mu.Unlock()
 	r := laneRun{s: s, b: b}
 	if st == cl.Success && !s.gate.Load() {
@@ -281,10 +282,11 @@ func (s *session) carry(b *bulk) {
 	s.lanes[b.lane] = false
 	s.moving = slices.DeleteFunc(s.moving, func(x *parkedCall) bool { return x == p })
 	p.q.bulk--
-	if p.q.inOrder() { // nothing else was enqueued meanwhile
+	if p.q.inOrder() { // nothing else can have been enqueued since
 		p.q.idle = p.q.seq
 	}
-	// Again: an export may have taken the object for clean in the middle.
+	// Mark the object again: an export may have recorded it as clean while the transfer
+	// ran.
 	b.touch()
 	if st == cl.Success && b.moved < b.total {
 		s.putBack(b)
@@ -294,8 +296,8 @@ func (s *session) carry(b *bulk) {
 	s.gateIfIdle()
 }
 
-// putBack parks a transfer again that has to stop in its middle. It comes
-// before whatever its queue has parked.
+// putBack parks a transfer again that had to stop. It comes before everything else that its
+// queue has parked.
 func (s *session) putBack(b *bulk) {
 	p := b.p
 	for _, w := range b.wait {
@@ -310,12 +312,12 @@ func (s *session) putBack(b *bulk) {
 	s.parked = append([]*parkedCall{p}, s.parked...)
 	p.q.held++
 	s.gateIfIdle()
-	if !s.gate.Load() { // the freeze was given up meanwhile
+	if !s.gate.Load() { // the freeze was given up in the meantime
 		s.advance()
 	}
 }
 
-// endBulk tells everybody that a transfer is over.
+// endBulk reports the end of a transfer to its event, its queue and the client.
 func (s *session) endBulk(b *bulk, st cl.Status) {
 	p := b.p
 	for _, w := range b.wait {
@@ -350,7 +352,7 @@ func (s *session) endBulk(b *bulk, st cl.Status) {
 	s.advance()
 }
 
-// awaitTurn waits for what the command has to come after.
+// awaitTurn waits for the commands and events that must end before the command.
 func (s *session) awaitTurn(q *queue, wait []cl.Event) cl.Status {
 	if len(wait) > 0 {
 		if st := cl.WaitForEvents(wait); st != cl.Success {
@@ -363,8 +365,8 @@ func (s *session) awaitTurn(q *queue, wait []cl.Event) cl.Status {
 	return cl.Finish(q.vendor)
 }
 
-// cut is how many bytes the chunk has that begins at pos: part of a row, rows
-// of a slice, or slices. The client cuts alike.
+// cut returns the size in bytes of the chunk that begins at pos: a part of a row, some rows
+// of a slice, or some slices. The client computes the same.
 func (b *bulk) cut(pos uint64) uint64 {
 	row, slice := b.box[0], b.box[0]*b.box[1]
 	switch {
@@ -376,7 +378,7 @@ func (b *bulk) cut(pos uint64) uint64 {
 	return min((b.total-pos)/slice, wire.LaneChunk/slice) * slice
 }
 
-// chunks is how many are left.
+// chunks returns how many chunks are left.
 func (b *bulk) chunks() (n uint32) {
 	for at := b.moved; at < b.total; n++ {
 		at += b.cut(at)
@@ -384,7 +386,7 @@ func (b *bulk) chunks() (n uint32) {
 	return n
 }
 
-// enqueue has the vendor move n bytes at pos between the object and p.
+// enqueue makes the vendor move n bytes at pos between the object and p.
 func (b *bulk) enqueue(pos, n uint64, p unsafe.Pointer, ev *cl.Event) cl.Status {
 	row, slice := b.box[0], b.box[0]*b.box[1]
 	x, y, z := pos%row, pos%slice/row, pos/slice
@@ -416,16 +418,16 @@ func (b *bulk) enqueue(pos, n uint64, p unsafe.Pointer, ev *cl.Event) cl.Status 
 	return cl.EnqueueReadBuffer(q, m.vendor, false, b.off+pos, n, p, nil, ev)
 }
 
-// laneRun is a transfer's stay in a lane.
+// laneRun is one run of a transfer in a lane.
 type laneRun struct {
 	s     *session
 	b     *bulk
 	begun bool
-	left  bool   // given up while the client was busy
-	count uint32 // chunks in all
-	limit uint32 // of them those that the client may move
-	done  uint32 // and those that it has moved
-	seen  uint32 // its count as last read
+	left  bool   // given up while the client was copying
+	count uint32 // number of chunks
+	limit uint32 // of these, the client may copy so many
+	done  uint32 // and has copied so many
+	seen  uint32 // the client's count as it was last read
 	evs   [wire.LaneChunks]cl.Event
 	sizes [wire.LaneChunks]uint64
 }
@@ -436,7 +438,7 @@ func (r *laneRun) start(direct bool, at uint64, limit uint32) {
 	r.ring()
 }
 
-// ring wakes who moves the data.
+// ring wakes the client's thread that copies the data.
 func (r *laneRun) ring() {
 	if r.b.p.slot == wire.NoSlot || r.b.total >= sharedBulk {
 		r.s.ring.RingMovers()
@@ -452,7 +454,7 @@ func (r *laneRun) raise(limit uint32) {
 	}
 }
 
-// learn takes in the client's count, which may be anything.
+// learn takes the client's count, which may have any value.
 func (r *laneRun) learn(n uint32) {
 	r.seen = n
 	if n > r.done && n <= r.limit {
@@ -460,8 +462,8 @@ func (r *laneRun) learn(n uint32) {
 	}
 }
 
-// await waits until the client has moved n chunks. False: it does not go on,
-// although the session is to stand still; or the session has ended.
+// await waits until the client has copied n chunks. It returns false if the client does not
+// go on while the session must be frozen, or if the session has ended.
 func (r *laneRun) await(n uint32) bool {
 	var since time.Time
 	for r.done < n {
@@ -484,7 +486,7 @@ func (r *laneRun) await(n uint32) bool {
 	return true
 }
 
-// settle waits for the device to be done with a chunk.
+// settle waits until the device has done a chunk.
 func (r *laneRun) settle(i uint32) cl.Status {
 	e := &r.evs[i%wire.LaneChunks]
 	if *e == 0 {
@@ -502,8 +504,8 @@ func (r *laneRun) settleAll() {
 	}
 }
 
-// issue has the device move chunk i, which begins at pos, and returns where
-// the next one does.
+// issue makes the device move chunk i, which begins at pos at, and returns where the next
+// chunk begins.
 func (r *laneRun) issue(i uint32, at uint64) (next uint64, st cl.Status) {
 	n, k := r.b.cut(at), i%wire.LaneChunks
 	r.sizes[k] = n
@@ -515,12 +517,12 @@ func (r *laneRun) issue(i uint32, at uint64) (next uint64, st cl.Status) {
 	return at + n, cl.Flush(r.b.p.q.vendor)
 }
 
-// laneMemory is where a lane's chunks begin in the arena.
+// laneMemory returns the offset in the arena of a lane's first chunk.
 func (s *session) laneMemory(lane int) uint64 {
 	return (s.split+wire.LaneChunk-1)&^(wire.LaneChunk-1) + uint64(lane)*laneBytes
 }
 
-// direct lets the client copy from or to the arena at an offset.
+// direct lets the client copy into or out of the arena at an offset.
 func (r *laneRun) direct(at uint64) {
 	b := r.b
 	from := b.moved
@@ -538,7 +540,7 @@ func (r *laneRun) direct(at uint64) {
 	b.moved = min(from+uint64(r.done)*wire.LaneChunk, b.total)
 }
 
-// streamIn writes the object: the client fills chunks, the device empties them.
+// streamIn writes the object: the client fills chunks, and the device reads them.
 func (r *laneRun) streamIn() cl.Status {
 	b, s := r.b, r.s
 	defer r.settleAll()
@@ -551,7 +553,7 @@ func (r *laneRun) streamIn() cl.Status {
 		stop = stop || st != cl.Success || s.gate.Load()
 		last := r.count
 		if stop {
-			last = r.limit // what the client may be filling already
+			last = r.limit // the client may be filling these already
 		}
 		if settled == last {
 			return st
@@ -565,7 +567,7 @@ func (r *laneRun) streamIn() cl.Status {
 			}
 			issued++
 		}
-		// Half of the chunks for the device, half for the client.
+		// Half of the chunks are for the device, and half for the client.
 		for settled < issued && (issued-settled > wire.LaneChunks/2 || issued == last) {
 			if x := r.settle(settled); st == cl.Success {
 				st = x
@@ -581,7 +583,7 @@ func (r *laneRun) streamIn() cl.Status {
 	}
 }
 
-// streamOut reads the object: the device fills chunks, the client empties them.
+// streamOut reads the object: the device fills chunks, and the client reads them.
 func (r *laneRun) streamOut() cl.Status {
 	b, s := r.b, r.s
 	defer r.settleAll()

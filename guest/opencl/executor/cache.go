@@ -26,26 +26,26 @@ import (
 )
 
 const (
-	// maxCache bounds a session's built programs, in bytes: they lie in memory.
+	// maxCache is the largest size of a session's built programs in bytes. They are in
+	// memory.
 	maxCache = 64 << 20
-	// maxEntry bounds one of them.
+	// maxEntry is the largest size of one of them in bytes.
 	maxEntry = 16 << 20
-	// cacheRest is how long no program has been built before what was built is
-	// kept: some runtimes compile to answer with a binary. Nothing waits for
-	// longer than cachePatience.
+	// cacheRest is how long no program must have been built before builds are kept, because
+	// some runtimes compile when they are asked for a binary. A build waits no longer than
+	// cachePatience.
 	cacheRest     = 300 * time.Millisecond
 	cachePatience = 5 * time.Second
-	// stillPatience is how long a program that can be kept in an idle moment
-	// only waits for one.
+	// stillPatience is how long a program that can be kept only in an idle moment waits for
+	// one.
 	stillPatience = 30 * time.Second
 )
 
-// programCache keeps what the session's programs were built to on one device,
-// so that an executor of the same session that comes back to it need not build
-// them again. It lies in the session's folder. Other executors of the session
-// can write there too, one of another runtime that the application has taken
-// over perhaps: an entry counts if it is signed with a key that gpuguest gives
-// to executors for this very device alone.
+// programCache keeps the builds of the session's programs on one device, so that an
+// executor of the same session that comes back to the device need not build them again. It
+// is in the session's folder. Other executors of the session can write there, and the
+// application may have taken control of one of them. So an entry is valid only if it is
+// signed with a key that gpuguest gives only to executors for this device.
 type programCache struct {
 	dir    string // empty: there is no cache
 	secret []byte
@@ -56,18 +56,18 @@ type programCache struct {
 	total int64
 }
 
-// builtProgram is an entry. The binaries are the vendor's, one for each device.
+// builtProgram is an entry. It has one binary of the vendor for each device.
 type builtProgram struct {
 	Binaries  [][]byte
 	Signature signature
 	Kernels   []string
 }
 
-// errNoBinary is returned for a program that its runtime gives no binary of for
-// one of its devices.
+// errNoBinary is returned for a program if its runtime returns no binary for one of its
+// devices.
 var errNoBinary = errors.New("no binary for a device")
 
-// programKey names what a build makes.
+// programKey identifies the result of a build.
 type programKey [sha256.Size]byte
 
 func newProgramCache(dir string, secret []byte) *programCache {
@@ -86,10 +86,10 @@ func (c *programCache) sign(what string, k programKey, body []byte) []byte {
 	return h.Sum(nil)
 }
 
-// file is where an entry is: each device has its own.
+// file returns the path of an entry. Each device has its own.
 func (c *programCache) file(k programKey) string { return hex.EncodeToString(c.sign("name", k, nil)) }
 
-// get returns nil if there is no such entry, or none that is sound.
+// get returns nil if there is no such entry, or if it is not valid.
 func (c *programCache) get(k programKey) *builtProgram {
 	if c.dir == "" {
 		return nil
@@ -114,7 +114,7 @@ func (c *programCache) get(k programKey) *builtProgram {
 	return x
 }
 
-// put adds an entry; the oldest make room for it.
+// put adds an entry. It removes the oldest entries if there is no room.
 func (c *programCache) put(k programKey, x *builtProgram) error {
 	if c.dir == "" {
 		return nil
@@ -153,7 +153,7 @@ func (c *programCache) put(k programKey, x *builtProgram) error {
 	return nil
 }
 
-// look finds out what is there already.
+// look reads which entries exist already.
 func (c *programCache) look() error {
 	if c.known {
 		return nil
@@ -175,7 +175,7 @@ func (c *programCache) look() error {
 	return nil
 }
 
-// room removes the oldest entries until there are n bytes to be had.
+// room removes the oldest entries until n bytes are free.
 func (c *programCache) room(n int64) error {
 	if c.total+n <= maxCache {
 		return nil
@@ -208,8 +208,8 @@ func (c *programCache) room(n int64) error {
 	return nil
 }
 
-// mayVary finds what can make two builds of one source differ: files that it
-// includes, and the time of day.
+// mayVary matches text that can make two builds of the same source differ: included files,
+// and the date and time of the build.
 var mayVary = regexp.MustCompile(`include|import|embed|__DATE__|__TIME|##|\\\s*\n|\?\?`)
 
 func varies(x *portable.Program) bool {
@@ -224,9 +224,8 @@ func varies(x *portable.Program) bool {
 	return slices.ContainsFunc(x.Inputs, func(in portable.Program) bool { return varies(&in) })
 }
 
-// programKey names what the program is built to. A build that another one of
-// the same source need not equal is named after its serial, too. Only
-// executables have a name.
+// programKey returns the key of the program's build. If two builds of the same source may
+// differ, the key contains the program's serial number, too. Only executables have a key.
 func (s *session) programKey(p *program, serial uint64) (programKey, bool) {
 	var k programKey
 	if s.cache.dir == "" || s.quirk.badBinaries || p.content.Kind != portable.Executable {
@@ -269,12 +268,13 @@ type unkept struct {
 	desc   *description
 	prog   *program
 	since  time.Time
-	done   chan struct{} // closed when it is kept, or will not be
-	// unwanted says that somebody waits for done, and not for it to be kept.
+	done   chan struct{} // closed when the build is kept, or will not be kept
+	// unwanted means that somebody waits for done only, so the build need not be kept any
+	// more.
 	unwanted bool
 }
 
-// keep has the program's build kept once there is time. The caller holds s.mu.
+// keep requests that the program's build is kept when there is time. The caller holds s.mu.
 func (s *session) keep(p *program, serial uint64) {
 	k, ok := s.programKey(p, serial)
 	if !ok || s.closed.Load() {
@@ -289,8 +289,8 @@ func (s *session) keep(p *program, serial uint64) {
 	}
 }
 
-// keepNow is for a program that is being prepared: the session may leave again
-// at once.
+// keepNow keeps the build of a program that is being prepared. The session may leave this
+// executor soon.
 func (s *session) keepNow(p *program, serial uint64) {
 	if k, ok := s.programKey(p, serial); ok {
 		if err := s.cache.keep(&unkept{key: k, vendor: p.vendor, desc: p.desc}); err != nil {
@@ -331,8 +331,8 @@ func (s *session) keepAll() {
 	}
 }
 
-// fixedGroups reports whether a built program has a kernel of a fixed group
-// size (reqd_work_group_size), or can't be asked.
+// fixedGroups reports whether a built program has a kernel with a fixed group size
+// (reqd_work_group_size). It returns true if the runtime does not answer.
 func fixedGroups(v cl.Program) bool {
 	return slices.ContainsFunc(kernelNames(v), func(name string) bool {
 		k, st := cl.CreateKernel(v, name)
@@ -345,10 +345,11 @@ func fixedGroups(v cl.Program) bool {
 	})
 }
 
-// keepStill keeps a program's build at a moment when no command runs, and lets
-// none begin before that is done. It gives up if there is no such moment for long.
+// keepStill keeps a program's build in a moment in which no command runs, and lets no
+// command begin before that is done. If there is no such moment for a long time, it gives
+// up.
 func (s *session) keepStill(u *unkept) error {
-	<-u.desc.done // not while the others wait
+	<-u.desc.done // not while others wait for this
 	for from := time.Now(); time.Since(from) < stillPatience; time.Sleep(cacheRest / 10) {
 		s.mu.Lock()
 		cs := s.contexts()
@@ -360,7 +361,7 @@ func (s *session) keepStill(u *unkept) error {
 			s.mu.Unlock()
 			return ErrBusy
 		}
-		// Somebody waits for the session to stand still, or it does.
+		// The session stands still, or something waits for that.
 		over := s.frozen || s.closed.Load() || s.gate.Load()
 		if !over && launches(s.contexts()) == launched {
 			defer s.mu.Unlock()
@@ -371,7 +372,7 @@ func (s *session) keepStill(u *unkept) error {
 	return ErrBusy
 }
 
-// launches is how many commands the queues have taken. The caller holds s.mu.
+// launches returns how many commands the queues have accepted. The caller holds s.mu.
 func launches(cs []*clContext) (n uint64) {
 	for _, c := range cs {
 		for _, q := range c.queues {
@@ -381,8 +382,8 @@ func launches(cs []*clContext) (n uint64) {
 	return n
 }
 
-// unused returns what must be over before the program is built anew: a program
-// that has kernels can't be, and what is kept must be of the former build. The
+// unused returns channels that must be closed before the program is built again. A program
+// that has kernels cannot be built again, and what is kept must be the former build. The
 // caller holds s.mu.
 func (s *session) unused(p *program) []chan struct{} {
 	var over []chan struct{}
@@ -417,8 +418,8 @@ func (c *programCache) keep(u *unkept) error {
 	return c.put(u.key, &builtProgram{Binaries: bs, Signature: u.desc.sig, Kernels: kernelNames(u.vendor)})
 }
 
-// recall makes the program of what it was built to here before. It reports
-// false where that is not known, or not loadable any more.
+// recall creates the program from the build that was kept on this device. It returns false
+// if there is none, or if it cannot be loaded any more.
 func (s *session) recall(p *program, serial uint64) bool {
 	k, ok := s.programKey(p, serial)
 	if !ok {
@@ -452,9 +453,9 @@ func (s *session) recall(p *program, serial uint64) bool {
 	return true
 }
 
-// included is a program for others to include, which the caller releases. One
-// that was made of a binary has no source there, and stays what it is: there may
-// be kernels of it, and more to come.
+// included returns a program that others can include. The caller releases it. A program
+// that was created from a binary has no source in the runtime, and it is not changed,
+// because it may have kernels.
 func (p *program) included() (cl.Program, cl.Status) {
 	if !p.recalled || len(p.content.Inputs) > 0 {
 		cl.RetainProgram(p.vendor)
@@ -463,10 +464,10 @@ func (p *program) included() (cl.Program, cl.Status) {
 	return p.ctx.vendorProgram(unbuilt(&p.content), nil, nil)
 }
 
-// original gives a program that was made of a binary its source again, for one
-// that is to be built anew.
+// original gives a program that was created from a binary its source again, because it is
+// to be built again.
 func (s *session) original(p *program) cl.Status {
-	if !p.recalled || len(p.content.Inputs) > 0 { // what was linked stays so
+	if !p.recalled || len(p.content.Inputs) > 0 { // a linked program stays linked
 		return cl.Success
 	}
 	old := p.vendor

@@ -10,7 +10,7 @@ import (
 	"github.com/gpuctl/gpuctl/guest/opencl/wire"
 )
 
-// command runs what a queue takes.
+// command runs a command that is enqueued in a queue.
 func (s *session) command(c call, m wire.Request) (outcome, error) {
 	switch m := m.(type) {
 	case *wire.ReadBuffer:
@@ -59,27 +59,27 @@ func (s *session) command(c call, m wire.Request) (outcome, error) {
 	return outcome{}, wire.ErrUnknownOp
 }
 
-// cmd is one command on its way to the vendor.
+// cmd is a command while it is enqueued.
 type cmd struct {
 	q     *queue
 	e     *event
 	wait  []cl.Event
-	out   *cl.Event // where the vendor's event goes, nil when nobody wants it
+	out   *cl.Event // where the vendor's event is stored; nil if nobody needs it
 	own   cl.Event
 	mem   *mem
 	pend  uint32
 	keep  *runtime.Pinner
-	aside after // the command goes on aside: a small blocking read
+	aside after // if not nil, the command goes on in another goroutine: a small blocking read
 }
 
-// track makes sure that the command has an event of the vendor.
+// track makes the vendor create an event for the command.
 func (x *cmd) track() {
 	if x.out == nil {
 		x.out = &x.own
 	}
 }
 
-// marker stands for a command whose work is already done, or is none.
+// marker enqueues a marker in place of a command that has no work left.
 func (x *cmd) marker() cl.Status {
 	return cl.EnqueueMarkerWithWaitList(x.q.vendor, x.wait, x.out)
 }
@@ -146,7 +146,7 @@ func (s *session) enqueue(c call, m wire.Request, queueID, eventID uint32, wait 
 	if blocking {
 		n, data := q.seq, s.answer
 		o = s.waitThen(c, []cl.Event{ev}, func() []byte {
-			if q.inOrder() { // what came before is over too
+			if q.inOrder() { // the earlier commands have ended, too
 				q.idle = max(q.idle, n)
 				s.gateIfIdle()
 			}
@@ -159,7 +159,7 @@ func (s *session) enqueue(c call, m wire.Request, queueID, eventID uint32, wait 
 	return o, nil
 }
 
-// commandEvent makes the event of a command, or finds the one it was parked with.
+// commandEvent creates the event of a command, or finds the one with which it was parked.
 func (s *session) commandEvent(q *queue, id uint32) (*event, error) {
 	if s.redo != nil {
 		return s.redo.e, nil
@@ -171,8 +171,8 @@ func (s *session) commandEvent(q *queue, id uint32) (*event, error) {
 	return e, s.put(id, e)
 }
 
-// refuse reports that a command could not be enqueued. If its caller does not
-// wait, the error goes to its event and the queue's next blocking call.
+// refuse reports that a command could not be enqueued. If the caller does not wait, the
+// error goes to the command's event and to the queue's next blocking call.
 func (s *session) refuse(c call, q *queue, e *event, pend uint32, st cl.Status) outcome {
 	if pend != 0 {
 		s.ring.PendDone(pend, wire.PendFailed)
@@ -190,7 +190,7 @@ func (s *session) refuse(c call, q *queue, e *event, pend uint32, st cl.Status) 
 	return done(st)
 }
 
-// afterFail lets what waited for a failed event run, or fail in its turn.
+// afterFail runs commands that have waited for an event that failed. They run or fail, too.
 func (s *session) afterFail() {
 	s.wakeWatches()
 	s.advance()
@@ -203,8 +203,8 @@ func pos(o, r []uint64) (origin, region [3]uint64, ok bool) {
 	return [3]uint64(o), [3]uint64(r), true
 }
 
-// staged finds the staged data of a rectangle or image region and checks that
-// there is enough of it.
+// staged finds the staged data of a rectangle or an image region, and checks that it is
+// large enough.
 func (s *session) staged(x *cmd, mode uint32, off, n uint64, id uint32, region []uint64) (unsafe.Pointer, cl.Status, error) {
 	x.mem = lookup[mem](s, id)
 	if x.mem == nil {
@@ -258,13 +258,13 @@ func (s *session) readBuffer(x *cmd, r *wire.ReadBuffer) (cl.Status, error) {
 	return cl.EnqueueReadBuffer(x.q.vendor, m.vendor, false, r.Offset, r.Size, p, x.wait, x.out), nil
 }
 
-// directRead is the size up to which a blocking read is the vendor's own: for
-// little data a runtime's blocking read is much quicker than an event.
+// directRead is the size in bytes up to which the vendor's own blocking read is used: for
+// little data, it is much faster than an event in some runtimes.
 const directRead = 64 << 10
 
-// readAside lets the vendor enqueue and wait in one call, outside the lock.
-// Another thread's command may overtake it then; but the application's call
-// has not returned, so nothing can be ordered behind it.
+// readAside makes the vendor enqueue and wait in one call, without the lock. A command of
+// another thread may overtake it. But the application's call has not returned, so nothing
+// is ordered after it.
 func (s *session) readAside(x *cmd, m *mem, off, n uint64, p unsafe.Pointer) after {
 	q, slot := x.q, s.bulkSlot
 	wait := append([]cl.Event(nil), x.wait...)
@@ -320,7 +320,7 @@ func (s *session) writeBuffer(x *cmd, r *wire.WriteBuffer) (cl.Status, error) {
 	return cl.EnqueueWriteBuffer(x.q.vendor, m.vendor, false, r.Offset, r.Size, p, x.wait, x.out), nil
 }
 
-// ndrange is the hot path: no allocation when nobody wants the event.
+// ndrange is called most often. It allocates nothing if nobody needs the event.
 func (s *session) ndrange(c call, m *wire.Ndrange) (outcome, error) {
 	q := lookup[queue](s, m.Queue)
 	if q == nil {
@@ -352,7 +352,7 @@ func (s *session) ndrange(c call, m *wire.Ndrange) (outcome, error) {
 	if m.Dims < 1 || m.Dims > 3 {
 		return s.refuse(c, q, e, 0, cl.InvalidWorkDimension), nil
 	}
-	if k.local > s.limits.LocalMemory { // some runtimes crash instead
+	if k.local > s.limits.LocalMemory { // some runtimes crash in this case
 		return s.refuse(c, q, e, 0, cl.OutOfResources), nil
 	}
 	for _, x := range s.written(k) {
@@ -391,7 +391,7 @@ func (s *session) ndrange(c call, m *wire.Ndrange) (outcome, error) {
 	return done(cl.Success), nil
 }
 
-// used records how large a work-group was asked for.
+// used records how large a work-group was requested.
 func (s *session) used(k *kernel, dims uint32) {
 	n := uint64(1)
 	for i := range dims {

@@ -22,8 +22,8 @@ var (
 	ErrState = errors.New("not in this state")
 )
 
-// controller serves ExecutorService. Its requests are serialised by gpuguest;
-// op guards against two gpuguests.
+// controller implements ExecutorService. gpuguest sends one request after the other; op
+// protects against two gpuguests at the same time.
 type controller struct {
 	s  *session
 	op sync.Mutex
@@ -42,14 +42,14 @@ func (c *controller) Describe(_ context.Context, _ *connect.Request[gpuctlv1.Des
 	return connect.NewResponse(r), nil
 }
 
-// describe is what the session uses, for people and for the limits check.
+// describe returns what the session uses, for users and for the check of limits.
 func (s *session) describe() *gpuctlv1.Usage {
 	u := &gpuctlv1.Usage{
 		Memory: s.memory, LargestAlloc: s.usage.LargestAlloc, LargestWorkGroup: s.usage.LargestWorkGroup,
 		WorkItemSizes: s.usage.WorkItems[:], LocalMemory: s.usage.LocalMemory, Dirty: s.dirtyBytes(),
 		Calls: s.calls, Launches: s.usage.Launches, Held: uint32(len(s.parked)),
 	}
-	u.LargestAlloc = 0 // of what is live: what is gone need not fit
+	u.LargestAlloc = 0 // of objects that exist; released ones need not fit
 	s.each(func(_ uint32, _ uint64, o any) {
 		switch o := o.(type) {
 		case *mem:
@@ -168,8 +168,8 @@ func (c *controller) Export(ctx context.Context, r *connect.Request[gpuctlv1.Exp
 	return out.Send(&gpuctlv1.Progress{Step: "copy", BytesDone: sentTotal, BytesTotal: sentTotal})
 }
 
-// exportState writes contents to a state file. The first call reserves room,
-// so that a session can be copied for the greater part before it is frozen.
+// exportState writes contents to a state file. The first call reserves space in the file;
+// so most of a session can be written before it is frozen.
 func (s *session) exportState(ctx context.Context, to string, m *gpuctlv1.ExportRequest, report progress) error {
 	if m.All || s.stateName != to {
 		s.dropState()
@@ -207,8 +207,8 @@ func (s *session) exportState(ctx context.Context, to string, m *gpuctlv1.Export
 	return nil
 }
 
-// handed is the file that gpuguest handed over last. An executor opens none
-// that a request names.
+// handed is the last file descriptor that gpuguest has sent. An executor opens no file that
+// a request names.
 type handed struct {
 	mu   sync.Mutex
 	name string
@@ -235,8 +235,8 @@ func (h *handed) take(name string) (*os.File, error) {
 	return f, nil
 }
 
-// dropState forgets a state file that is not needed after all. Who asked for
-// it removes the file.
+// dropState forgets a state file that is not needed. The client of the request removes the
+// file.
 func (s *session) dropState() {
 	if s.stateTo == nil {
 		return
@@ -278,8 +278,9 @@ func (s *session) isFrozen() bool {
 	return s.frozen
 }
 
-// freeze gates the ring and drains the device. Nothing that the device does
-// waits for the application, so this ends when what was launched ends.
+// freeze closes the gate of the ring and waits until the device is idle. Nothing on the
+// device waits for the application, so this ends when the commands that were launched have
+// ended.
 func (s *session) freeze(ctx context.Context, limit time.Duration) ([]string, error) {
 	if !s.active.Load() || s.isFrozen() {
 		return nil, fmt.Errorf("freeze: %w", ErrState)
@@ -300,7 +301,7 @@ func (s *session) freeze(ctx context.Context, limit time.Duration) ([]string, er
 		}
 		s.mu.Lock()
 		s.gate.Store(false)
-		s.advance() // transfers that stopped for the freeze
+		s.advance() // it continues transfers that have stopped for the freeze
 		s.mu.Unlock()
 		s.wakeAll()
 		go s.tidy()
@@ -325,7 +326,7 @@ func (s *session) freeze(ctx context.Context, limit time.Duration) ([]string, er
 	if !s.out.hold(ctx, deadline) {
 		return undo()
 	}
-	if ctx.Err() != nil { // who asked has left and would not know of it
+	if ctx.Err() != nil { // the client has gone and would not know that the session is frozen
 		return undo("given up by the caller")
 	}
 	s.mu.Lock()
@@ -346,12 +347,12 @@ func (s *session) freeze(ctx context.Context, limit time.Duration) ([]string, er
 	return nil, nil
 }
 
-// longestIdleWait is how long a freeze waits for a moment when the device has
-// nothing to do. An application that waits for its results has such moments,
-// and does not stand still for work that was under way.
+// longestIdleWait is how long a freeze waits for a moment in which the device has nothing
+// to do. An application that waits for its results has such moments. If one is found, the
+// application does not stand still while earlier commands end.
 const longestIdleWait = 300 * time.Millisecond
 
-// awaitIdle closes the gate at the first such moment, or when the time is up.
+// awaitIdle closes the gate when the device has nothing to do, or when the time is over.
 func (s *session) awaitIdle(ctx context.Context, limit time.Duration) {
 	s.mu.Lock()
 	s.gateWanted, s.gated = true, make(chan struct{})
@@ -370,8 +371,8 @@ func (s *session) awaitIdle(ctx context.Context, limit time.Duration) {
 	}
 }
 
-// gateIfIdle closes the gate if that is wanted and the device has nothing to
-// do. The caller holds s.mu.
+// gateIfIdle closes the gate if that was requested and the device has nothing to do. The
+// caller holds s.mu.
 func (s *session) gateIfIdle() {
 	if !s.gateWanted {
 		return
@@ -412,7 +413,7 @@ func (c *controller) Thaw(ctx context.Context, r *connect.Request[gpuctlv1.ThawR
 	if c.s.ring.Owner() != c.s.cfg.Generation {
 		return nil, connect.NewError(connect.CodeFailedPrecondition, fmt.Errorf("thaw, but another executor owns the session: %w", ErrState))
 	}
-	// It may have waited long for its turn. A later freeze is not its to undo.
+	// The request may have waited for a long time. It must not undo a later freeze.
 	if err := ctx.Err(); err != nil {
 		return nil, err
 	}
@@ -438,7 +439,7 @@ func (s *session) thaw() {
 	s.wakeWatches()
 	s.wakeAll()
 	go s.worker()
-	go s.tidy() // what the target had
+	go s.tidy() // it frees what only the target needed
 }
 
 func (c *controller) Load(_ context.Context, r *connect.Request[gpuctlv1.LoadRequest], out *connect.ServerStream[gpuctlv1.Progress]) error {
@@ -483,7 +484,7 @@ func (c *controller) Activate(_ context.Context, _ *connect.Request[gpuctlv1.Act
 	return connect.NewResponse(&gpuctlv1.ActivateResponse{}), nil
 }
 
-// activate begins to serve the session.
+// activate makes this executor serve the session.
 func (s *session) activate() {
 	s.mu.Lock()
 	s.resumeClock()
@@ -498,14 +499,14 @@ func (s *session) activate() {
 	go s.tidy()
 }
 
-// tidy gives back host memory that only former executors needed, once they are
-// gone and nothing enqueued can still use it.
+// tidy frees host memory that only former executors needed, when they have ended and no
+// command can use it any more.
 func (s *session) tidy() {
 	const most = 2 * time.Second
 	for nap, again := 20*time.Millisecond, true; again; nap = min(2*nap, most) {
 		time.Sleep(nap)
 		s.mu.Lock()
-		if s.frozen || s.closed.Load() { // another may serve the session; a thaw begins anew
+		if s.frozen || s.closed.Load() { // another executor may serve the session; a thaw calls tidy again
 			s.mu.Unlock()
 			return
 		}
@@ -526,7 +527,7 @@ func (s *session) tidy() {
 	}
 }
 
-// buffers lists the objects that own content, images left out.
+// buffers lists the objects that own content, except images.
 func (s *session) buffers() []*mem {
 	var out []*mem
 	s.each(func(_ uint32, _ uint64, o any) {
@@ -548,8 +549,8 @@ func (s *session) retire() {
 		s.mu.Lock()
 		s.closeWindow()
 		if s.frozen && s.ring.Owner() == s.cfg.Generation && (s.sent || s.stateTo != nil && s.stateTo.whole && !s.stateTo.memory) {
-			// All of it is in the file, or away, and nobody has taken over: host memory
-			// can go, but for what the application has mapped.
+			// All content is in the file or at another executor, and nobody has taken over.
+			// So host memory can be freed, except what the application has mapped.
 			s.each(func(_ uint32, _ uint64, o any) {
 				if m, ok := o.(*mem); ok && m.parent == nil && m.hasArena && !m.isMapped() {
 					s.host.punch(m.arena, pages(m.shadowSize()))

@@ -10,7 +10,7 @@ import (
 	"github.com/gpuctl/gpuctl/guest/opencl/cl"
 )
 
-// limits of the device that the executor runs on.
+// limits are those of the device on which the executor runs.
 type limits = gpuctlv1.Limits
 
 type param struct {
@@ -24,7 +24,7 @@ func pstr(k uint32, v string) param {
 	return param{k, append([]byte(v), 0)}
 }
 
-// vendorParams are answered as the vendor answers them.
+// vendorParams are properties that have the vendor's values.
 var vendorParams = []uint32{
 	cl.DeviceVendorId, cl.DeviceMaxComputeUnits, cl.DeviceMaxWorkItemDimensions, cl.DeviceMaxWorkGroupSize,
 	cl.DeviceMaxWorkItemSizes, cl.DevicePreferredVectorWidthChar, cl.DevicePreferredVectorWidthShort,
@@ -45,8 +45,8 @@ var vendorParams = []uint32{
 	cl.DevicePartitionProperties, cl.DevicePartitionAffinityDomain, cl.DeviceDoubleFpConfig,
 }
 
-// laterParams are properties of OpenCL 2.x and 3.0 with what a device that
-// does not know them has to be assumed to offer: the specification's minimum.
+// laterParams are properties of OpenCL 2.x and 3.0, with the minimum that the specification
+// requires. A device that does not know a property is assumed to offer the minimum.
 func laterParams(version uint32) []param {
 	return []param{
 		p32(cl.DeviceMaxReadWriteImageArgs, 0), p32(cl.DeviceImagePitchAlignment, 0), p32(cl.DeviceImageBaseAddressAlignment, 0),
@@ -66,8 +66,8 @@ func laterParams(version uint32) []param {
 	}
 }
 
-// ownParams are what the virtual device says of itself: what we do not offer,
-// on whatever vendor.
+// ownParams are properties of the virtual device: what gpuctl does not offer on any
+// vendor's device.
 func ownParams() []param {
 	return []param{
 		p64(cl.DeviceSvmCapabilities, 0), p32(cl.DevicePipeSupport, 0), p32(cl.DeviceMaxPipeArgs, 0),
@@ -83,7 +83,7 @@ func ownParams() []param {
 	}
 }
 
-// languageExtensions need nothing of the host API, so that they can pass.
+// languageExtensions need nothing from the host API, so the application can use them.
 var languageExtensions = map[string]bool{
 	"cl_khr_byte_addressable_store": true, "cl_khr_global_int32_base_atomics": true, "cl_khr_global_int32_extended_atomics": true,
 	"cl_khr_local_int32_base_atomics": true, "cl_khr_local_int32_extended_atomics": true, "cl_khr_int64_base_atomics": true,
@@ -94,8 +94,8 @@ var languageExtensions = map[string]bool{
 	"cl_nv_compiler_options": true, "cl_nv_pragma_unroll": true, "cl_ext_float_atomics": true,
 }
 
-// hiddenFeatures are OpenCL C features whose host side we refuse, or whose
-// state we could not move.
+// hiddenFeatures are OpenCL C features whose host functions gpuctl does not have, or whose
+// state it cannot move.
 var hiddenFeatures = map[string]bool{
 	"__opencl_c_pipes": true, "__opencl_c_device_enqueue": true, "__opencl_c_program_scope_global_variables": true,
 	"__opencl_c_ext_fp32_global_atomic_add": false,
@@ -108,7 +108,7 @@ func nameVersion(version uint32, name string) []byte {
 	return append(b, n...)
 }
 
-// clVersion turns "OpenCL 1.2 …" or "OpenCL C 1.2 …" into cl_version.
+// clVersion converts "OpenCL 1.2 …" or "OpenCL C 1.2 …" to a cl_version.
 func clVersion(s string) uint32 {
 	var major, minor uint32
 	s = strings.TrimPrefix(strings.TrimPrefix(s, "OpenCL "), "C ")
@@ -128,7 +128,7 @@ func info(d cl.Device, key uint32) []byte {
 
 func infoString(d cl.Device, key uint32) string { return cl.CString(info(d, key)) }
 
-// number reads an info value of any width; 0 when the vendor has none.
+// number reads an info value of any width; 0 if the vendor does not have it.
 func number(d cl.Device, key uint32) uint64 {
 	b := info(d, key)
 	switch {
@@ -149,7 +149,7 @@ func numbers(b []byte) []uint64 {
 	return v
 }
 
-// deviceLimits asks the vendor what the device can do.
+// deviceLimits reads the device's limits from the vendor.
 func deviceLimits(d cl.Device) *limits {
 	l := &limits{
 		GlobalMemory: number(d, cl.DeviceGlobalMemSize), MaxAlloc: number(d, cl.DeviceMaxMemAllocSize),
@@ -176,8 +176,8 @@ func deviceLimits(d cl.Device) *limits {
 	return l
 }
 
-// deviceParams is what the application will ever learn of the device. It is
-// taken once, when the session begins, and stays through every swap.
+// deviceParams returns all properties of the device that the application can ever read.
+// They are read once, when the session begins, and stay the same through every swap.
 func deviceParams(d cl.Device, v *gpuctlv1.VirtualDevice, l *limits) []param {
 	var ps []param
 	for _, k := range vendorParams {
@@ -201,7 +201,7 @@ func deviceParams(d cl.Device, v *gpuctlv1.VirtualDevice, l *limits) []param {
 	typ, ok := types[v.GetType()]
 	if !ok {
 		typ = number(d, cl.DeviceType) &^ cl.DeviceTypeDefault
-		if typ&(typ-1) != 0 { // a device that claims to be everything
+		if typ&(typ-1) != 0 { // a device that reports several types
 			typ = cl.DeviceTypeGpu
 		}
 	}
@@ -279,7 +279,7 @@ func pair(b []byte, x, y uint32) []byte {
 	return binary.LittleEndian.AppendUint32(binary.LittleEndian.AppendUint32(b, x), y)
 }
 
-// sessionInfo is the answer to session_info.
+// sessionInfo returns the answer to session_info.
 func (s *session) sessionInfo() []byte {
 	pp := platformParams()
 	b := appendParams(pair(nil, uint32(len(pp)), 0), pp)
@@ -291,7 +291,7 @@ func (s *session) sessionInfo() []byte {
 	return b
 }
 
-// memoryLimit is how many bytes the session may allocate on this device.
+// memoryLimit returns how many bytes the session may allocate on this device.
 func (s *session) memoryLimit() uint64 {
 	l := s.limits.GlobalMemory
 	if m := s.cfg.Device.GetGlobalMemory(); m > 0 && m < l {

@@ -9,8 +9,8 @@ import (
 	"github.com/gpuctl/gpuctl/guest/opencl/wire"
 )
 
-// requests are decoded into, again and again, so that the hot path does not
-// allocate. Whoever keeps a field longer than its dispatch copies it.
+// requests are reused for decoding, so that frequent calls allocate nothing. A handler that
+// keeps a field after its dispatch must copy it.
 type requests struct {
 	all [256]wire.Request
 }
@@ -25,9 +25,8 @@ func (r *requests) get(op wire.Op) wire.Request {
 	return r.all[op]
 }
 
-// outcome of a handler: a status and data for the reply; or more, later: after
-// runs without the session's lock and replies itself; or nothing yet, because
-// the request was parked.
+// outcome is the result of a handler: the status and data of the reply; or after, which
+// runs without the session's lock and sends the reply; or parked, if there is no reply yet.
 type outcome struct {
 	status cl.Status
 	data   []byte
@@ -35,9 +34,9 @@ type outcome struct {
 	parked bool
 }
 
-// after is the part of a call that waits. Once that is over, and before it
-// replies, it may call back: the application's next request then finds somebody
-// who reads it.
+// after is the part of a call that waits. When the wait is over, it may call back before it
+// replies. Then a worker already reads the ring when the application's next request
+// arrives.
 type after func(back func())
 
 func done(st cl.Status) outcome  { return outcome{status: st} }
@@ -52,7 +51,8 @@ func u64s(v ...uint64) []byte {
 	return b
 }
 
-// dispatch runs one request. The error is the client's, and the end of it.
+// dispatch runs one request. An error means that the client has violated the protocol, and
+// its session ends.
 func (s *session) dispatch(c call) (after, error) {
 	m := s.req.get(c.op)
 	if m == nil {
@@ -171,8 +171,8 @@ func (s *session) fetch(m *wire.Fetch) outcome {
 	return outcome{data: rest[:min(len(rest), slotData)]}
 }
 
-// content returns bytes that the client sent along, copied where they could
-// change under the reader.
+// content returns bytes that the client has sent. They are copied if the client could
+// change them during the call.
 func (s *session) content(mode uint32, inline []byte, off, n uint64) ([]byte, error) {
 	switch mode {
 	case wire.DataInline:
@@ -187,7 +187,7 @@ func (s *session) content(mode uint32, inline []byte, off, n uint64) ([]byte, er
 	return nil, nil
 }
 
-// release drops the application's last reference.
+// release releases the application's last reference.
 func (s *session) release(id, callback uint32) error {
 	if id < wire.FirstID || int64(id) >= int64(len(s.objs)) || s.objs[id] == nil {
 		return fmt.Errorf("release of id %d: %w", id, errHostile)
@@ -217,7 +217,7 @@ func (s *session) release(id, callback uint32) error {
 		s.dropSampler(o)
 	case *program:
 		o.dead = true
-		s.ghost(id, o, o.kernels) // of parked launches: others keep it alive in the library
+		s.ghost(id, o, o.kernels) // of parked launches: the library keeps it for other users
 		s.dropProgram(o)
 	case *kernel:
 		cl.ReleaseKernel(o.vendor)
@@ -242,7 +242,7 @@ func (s *session) dropProgram(p *program) {
 		return
 	}
 	delete(s.ghosts, p.ghost)
-	if p.vendor != 0 { // one that is being linked has none yet
+	if p.vendor != 0 { // a program that is being linked has none yet
 		cl.ReleaseProgram(p.vendor)
 	}
 }

@@ -7,19 +7,19 @@ import (
 	"github.com/gpuctl/gpuctl/guest/opencl/wire"
 )
 
-// clock turns the device's timestamps into the session's: nanoseconds that go
-// on from one device to the next and never back.
+// clock converts the device's timestamps to those of the session, in nanoseconds. They
+// continue from one device to the next and never go back.
 type clock struct {
 	offset int64  // session time minus device time
-	last   uint64 // largest value the application has seen
+	last   uint64 // the largest value that the application has read
 }
 
 func (c *clock) session(device uint64) uint64 {
 	return uint64(int64(device) + c.offset)
 }
 
-// hostNow is CLOCK_MONOTONIC in nanoseconds, near enough for stamps of commands
-// that the executor runs itself.
+// hostNow returns CLOCK_MONOTONIC in nanoseconds. That is exact enough for commands that
+// the executor runs itself.
 func hostNow() uint64 { return uint64(monotonic()) }
 
 func (s *session) createUserEvent(m *wire.CreateUserEvent) (outcome, error) {
@@ -45,22 +45,22 @@ func (s *session) setUserEvent(m *wire.SetUserEvent) (outcome, error) {
 	return done(cl.Success), nil
 }
 
-// resolve gives an event its final status and runs what waited for it.
+// resolve gives an event its final status, and runs what has waited for it.
 func (s *session) resolve(e *event, status int32) {
 	e.state, e.status = eventDone, status
 	s.wakeWatches()
 	s.advance()
 }
 
-// fail ends an event whose command will not run. Its dependents fail in turn.
+// fail ends an event whose command will not run. The events that depend on it fail, too.
 func (e *event) fail(status cl.Status) {
 	if e != nil {
 		e.state, e.status = eventDone, int32(status)
 	}
 }
 
-// settle sets the completion words of staged transfers that are over. Called
-// before the application can learn of anything's completion.
+// settle sets the completion words of staged transfers that have ended. It is called before
+// the application can learn that any command has ended.
 func (s *session) settle(q *queue, all bool) {
 	if len(q.pends) == 0 {
 		return
@@ -111,7 +111,7 @@ func (s *session) settleAll() {
 	}
 }
 
-// poll brings a vendor event up to date.
+// poll reads the state of a vendor's event.
 func (s *session) poll(e *event) int32 {
 	switch e.state {
 	case eventDone:
@@ -130,7 +130,7 @@ func (s *session) poll(e *event) int32 {
 		return int32(st)
 	}
 	if n <= cl.Complete && !s.out.offer() {
-		return cl.Running // until there is room for what it printed
+		return cl.Running // until there is room for what it has printed
 	}
 	return n
 }
@@ -153,13 +153,14 @@ func (s *session) eventStatus(m *wire.EventStatus) (outcome, error) {
 	if n <= 0 {
 		s.settleAll()
 	} else if e.q != nil && e.state == eventVendor {
-		// An application that polls must see progress.
+		// An application that polls must see progress, so the commands must reach the
+		// device.
 		cl.Flush(e.q.vendor)
 	}
 	return answer(pair(nil, uint32(n), 0)), nil
 }
 
-// stamps reads the profiling times of a finished event, in session time.
+// stamps returns the profiling times of an event that has ended, in session time.
 func (s *session) stamps(e *event) ([5]uint64, cl.Status) {
 	var t [5]uint64
 	if e.timed {
@@ -223,7 +224,7 @@ func (s *session) waitEvents(c call, m *wire.WaitEvents) (outcome, error) {
 	if e == nil {
 		return s.waitThen(c, evs, func() []byte { return nil }), nil
 	}
-	e.users++ // it may be released meanwhile
+	e.users++ // it may be released in the meantime
 	return s.waitThen(c, evs, func() (times []byte) {
 		if t, st := s.stamps(e); st == cl.Success {
 			times = u64s(t[:]...)
@@ -234,8 +235,9 @@ func (s *session) waitEvents(c call, m *wire.WaitEvents) (outcome, error) {
 	}), nil
 }
 
-// timedAlone finds the one event that is waited for, if its times are asked for
-// next, as a program that measures does: the answer brings them along.
+// timedAlone returns the event that is waited for, if it is the only one and the
+// application usually asks for its times next, as a program that measures does. The answer
+// then contains them.
 func (s *session) timedAlone(wait []uint32) *event {
 	if !s.profiled || len(wait) != 1 {
 		return nil
@@ -247,8 +249,8 @@ func (s *session) timedAlone(wait []uint32) *event {
 	return e
 }
 
-// waitThen waits for vendor events aside and then answers the call with what
-// then returns.
+// waitThen waits for vendor events in another goroutine, and then answers the call with the
+// result of then.
 func (s *session) waitThen(c call, evs []cl.Event, then func() []byte) outcome {
 	for _, e := range evs {
 		cl.RetainEvent(e)
@@ -292,7 +294,8 @@ func (s *session) eventCallback(m *wire.EventCallback) (outcome, error) {
 		cl.Flush(e.q.vendor)
 	}
 	if n := s.poll(e); n <= m.Type && n > cl.Complete {
-		// Reached already: it must not come with what the event becomes later.
+		// The state is reached already: the callback must not be delivered with a later
+		// state.
 		s.callback(m.Callback, m.Type, wire.CbEvent)
 		return done(cl.Success), nil
 	}
@@ -309,8 +312,8 @@ func (s *session) wakeWatches() {
 	}
 }
 
-// watchEvents delivers event callbacks. It polls, briefly and then ever more
-// slowly, because a thread per event would be dearer.
+// watchEvents delivers event callbacks. It polls, first often and then less and less,
+// because a thread for each event would cost more.
 func (s *session) watchEvents() {
 	const first, last = 20 * time.Microsecond, time.Millisecond
 	nap := first
@@ -364,7 +367,7 @@ func (s *session) deliver() bool {
 	return hit
 }
 
-// callback queues a callback for the application, in order.
+// callback adds a callback for the application to the queue, in order.
 func (s *session) callback(token uint32, status int32, kind uint32) {
 	s.cbMu.Lock()
 	s.cbs = append(s.cbs, [3]uint32{token, uint32(status), kind})
@@ -375,7 +378,7 @@ func (s *session) callback(token uint32, status int32, kind uint32) {
 	}
 }
 
-// pushCallbacks moves callbacks into the shared ring, waiting for room there.
+// pushCallbacks moves callbacks to the shared ring, and waits for space there.
 func (s *session) pushCallbacks() {
 	for {
 		select {
@@ -400,8 +403,8 @@ func (s *session) pushCallbacks() {
 	}
 }
 
-// notifyDestroyed tells the application that a memory object is gone, once the
-// commands that may use it are over.
+// notifyDestroyed tells the application that a memory object is released, when the commands
+// that may use it have ended.
 func (s *session) notifyDestroyed(token uint32, c *clContext) {
 	var evs []cl.Event
 	for _, q := range c.queues {

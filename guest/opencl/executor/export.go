@@ -13,36 +13,36 @@ import (
 	"github.com/gpuctl/gpuctl/guest/opencl/cl"
 )
 
-// sink is where exported contents go.
+// sink receives exported contents.
 type sink interface {
-	// place says where the bytes of a batch are to be read to, by setting
-	// At and ptr of each piece, and waits until that memory is free.
+	// place sets where the bytes of a batch are to be read to (At and ptr of each piece),
+	// and waits until that memory is free.
 	place(ps []piece) error
-	// accept takes a batch whose bytes are in place.
+	// accept takes a batch whose bytes are in that memory.
 	accept(ps []piece) error
 	// close waits until everything accepted is safe.
 	close() error
-	// knows reports whether the receiver has room for the object. One that was
-	// made a moment ago goes with a later export.
+	// knows reports whether the receiver has space for the object. A new object, which the
+	// receiver does not have yet, is part of a later export.
 	knows(id uint32, serial uint64, m *mem) bool
-	// shares says that the receiver finds contents which are in the arena
-	// where they are, so that they need not go.
+	// shares reports whether the receiver uses contents in the arena where they are, so
+	// that they need not be moved.
 	shares() bool
-	// inPlace says that the receiver can read the arena itself.
+	// inPlace reports whether the receiver can read the arena itself.
 	inPlace() bool
-	// chunk is how many bytes one batch has at most.
+	// chunk is the largest size of a batch in bytes.
 	chunk() uint64
 }
 
-// windowChunk is how much one batch moves at most within the VM, and
-// windowDepth how many batches are under way.
+// windowChunk is the largest size in bytes of a batch within the VM. windowDepth is the
+// number of batches that may be in progress.
 const (
 	windowChunk = 32 << 20
 	windowDepth = 4
 	batchPieces = 4096
 )
 
-// contents lists what an export has to move, and marks it clean.
+// contents lists what an export must move, and marks it as clean.
 func (s *session) contents(final bool, out sink) []piece {
 	var ps []piece
 	s.each(func(id uint32, serial uint64, o any) {
@@ -51,7 +51,7 @@ func (s *session) contents(final bool, out sink) []piece {
 		case !ok || m.parent != nil || m.vendor == 0:
 			return
 		case m.isMapped() && !final:
-			return // the application writes it behind our back
+			return // the application writes it without a call
 		case !out.knows(id, serial, m):
 			return
 		case m.isMapped():
@@ -70,7 +70,7 @@ func (s *session) contents(final bool, out sink) []piece {
 	return ps
 }
 
-// export sends what changed since the last export to the same receiver.
+// export sends to a receiver what has changed since the last export to the same receiver.
 func (s *session) export(ctx context.Context, to string, all, final bool, out sink, report progress) error {
 	s.mu.Lock()
 	if all || s.exportedTo != to {
@@ -84,8 +84,8 @@ func (s *session) export(ctx context.Context, to string, all, final bool, out si
 	ps := s.contents(final, out)
 	var marks []cl.Event
 	if !final && len(ps) > 0 {
-		// What was enqueued before this moment has to be over before the
-		// bytes are read; what comes later marks them dirty again.
+		// Commands that were enqueued before this moment must end before the bytes are
+		// read. Later commands mark the objects as written again.
 		marks = s.markers(s.contexts())
 	}
 	s.mu.Unlock()
@@ -108,7 +108,7 @@ func (s *session) export(ctx context.Context, to string, all, final bool, out si
 		s.dropMem(ps[i].m)
 	}
 	if err != nil {
-		s.exportedTo = "" // what has arrived is not known
+		s.exportedTo = "" // it is not known what has arrived
 	}
 	return err
 }
@@ -131,7 +131,7 @@ func (s *session) markers(cs []*clContext) []cl.Event {
 func await(evs []cl.Event) cl.Status {
 	st := cl.Success
 	for _, e := range evs {
-		// One at a time: events of several contexts cannot be waited for together.
+		// One after the other: events of several contexts cannot be waited for in one call.
 		if x := cl.WaitForEvents([]cl.Event{e}); x != cl.Success {
 			st = x
 		}
@@ -146,8 +146,8 @@ func (m *mem) markAll() {
 	}
 }
 
-// pump reads pieces out of the device, batch by batch: while the receiver
-// takes one, the next is being read.
+// pump reads pieces from the device in batches. While the receiver takes one, the next is
+// read.
 func (s *session) pump(ctx context.Context, ps []piece, out sink, sent func(uint64)) error {
 	var last []piece
 	var lastEvs []cl.Event
@@ -207,7 +207,7 @@ func (s *session) pump(ctx context.Context, ps []piece, out sink, sent func(uint
 	return err
 }
 
-// fetchPieces begins to read a batch to where it was placed.
+// fetchPieces begins to read a batch into its memory.
 func (s *session) fetchPieces(b []piece) (evs []cl.Event, err error) {
 	for k := range b {
 		x := &b[k]
@@ -231,20 +231,20 @@ func (s *session) fetchPieces(b []piece) (evs []cl.Event, err error) {
 	return evs, nil
 }
 
-// peerSink hands contents to the target executor, which reads them in the
-// arena: out of a window of chunks, or where they are.
+// peerSink sends contents to the target's executor, which reads them in the arena: from a
+// window of chunks, or where they are.
 type peerSink struct {
 	s    *session
 	conn net.Conn
 	unif bool
-	asks bool // the target wants to know where the window is
+	asks bool // the target wants to be told where the window is
 	next uint64
 	used int
-	fly  []bool // for each batch under way: it took a chunk of the window
+	fly  []bool // for each batch in progress: it uses a chunk of the window
 }
 
-// What a target greets its source with: importMagic, whether it computes in the
-// arena, whether it wants to know where the source's window is; then zeros.
+// The target begins with this header: importMagic, whether it computes in the arena, and
+// whether it wants to be told where the source's window is. The rest is zeros.
 const (
 	importMagic  = 0x49525847
 	helloUnified = 4
@@ -264,7 +264,7 @@ func (s *session) dialPeer(path string) (*peerSink, error) {
 	return &peerSink{s: s, conn: conn, unif: hello[helloUnified] != 0, asks: hello[helloWindow] != 0}, nil
 }
 
-// knows: who is younger than the target's graph would get lost there.
+// knows implements sink. The target would lose an object that is newer than its graph.
 func (p *peerSink) knows(id uint32, _ uint64, m *mem) bool { return m.known == id }
 
 func (p *peerSink) shares() bool  { return p.unif }
@@ -278,7 +278,7 @@ func (p *peerSink) place(ps []piece) error {
 	}
 	if p.asks {
 		p.asks = false
-		b := make([]byte, 8, 32) // a batch of no pieces
+		b := make([]byte, 8, 32) // a batch without pieces
 		for _, v := range []uint64{s.window, s.windowSize, s.windows} {
 			b = binary.LittleEndian.AppendUint64(b, v)
 		}
@@ -301,8 +301,8 @@ func (p *peerSink) place(ps []piece) error {
 	return nil
 }
 
-// openWindow makes the memory of that size that contents pass through. One
-// that is there and large enough stays.
+// openWindow allocates the window, through which contents pass. A window that is large
+// enough is used again.
 func (s *session) openWindow(size uint64) error {
 	if s.windowSize >= size {
 		return nil
@@ -314,7 +314,7 @@ func (s *session) openWindow(size uint64) error {
 	if err != nil {
 		return err
 	}
-	s.window, s.windowSize = off+4096, size // 0 means none
+	s.window, s.windowSize = off+4096, size // 0 means that there is no window
 	s.windows++
 	if s.pins.wanted {
 		populate(s.arenaBytes(s.window, size))
@@ -325,7 +325,7 @@ func (s *session) openWindow(size uint64) error {
 	return nil
 }
 
-// closeWindow gives the window back. The caller holds s.mu.
+// closeWindow frees the window. The caller holds s.mu.
 func (s *session) closeWindow() {
 	if s.window == 0 {
 		return

@@ -11,19 +11,19 @@ import (
 	"github.com/gpuctl/gpuctl/guest/opencl/wire"
 )
 
-// graph is the pruned record of a session: the live objects and how to make
-// each of them again. Its size follows the live objects, never the number of
-// calls. It travels between executors as CBOR, whose decoder is made for bytes
-// of strangers: the executor that a graph comes from has run an application's
-// kernels. Fields that one side does not know are left out.
+// graph describes a session: the objects that exist, and how to create each of them again.
+// Its size depends on the objects that exist, never on the number of calls. Executors
+// exchange it as CBOR, with a decoder that is made for untrusted bytes: the executor that
+// sends a graph has run an application's kernels. Fields that one side does not know are
+// omitted.
 type graph struct {
 	Version    int
 	Generation uint32
-	Part       int    // of the arena, that the executor has
+	Part       int    // the part of the arena that the executor owns
 	Held       []span // what it holds outside of that part
 	Unified    bool
-	Info       []byte // what the application was told of its device
-	Clock      uint64 // latest timestamp that the application saw
+	Info       []byte // device properties that the application has read
+	Clock      uint64 // the latest timestamp that the application has read
 	Usage      usage
 	Calls      uint64
 	GhostID    uint32
@@ -42,18 +42,18 @@ type graph struct {
 	Replies  map[uint32][]byte
 }
 
-// graphVersion is 3 since graphs are CBOR; gobs were 1 and 2.
+// graphVersion is 3 since graphs are CBOR. Versions 1 and 2 were gobs.
 const graphVersion = 3
 
-// Bounds of a graph. What a decoded one takes follows its length: an element is
-// one byte at least, and the largest takes some hundred.
+// Limits of a graph. The memory that a decoded graph takes depends on its length: an
+// element has at least one byte, and the largest takes some hundred bytes of memory.
 const (
 	maxGraph    = 1 << 30
 	maxElements = wire.MaxID + 1 // of one list
 	maxNesting  = 4*portable.MaxDepth + 8
 )
 
-// errGraph is returned for a graph that no executor made.
+// errGraph is returned for a graph that no executor can have written.
 var errGraph = errors.New("malformed session graph")
 
 type gDevice struct {
@@ -91,7 +91,7 @@ type gMem struct {
 	Dead                bool
 	Callback            uint32
 
-	mapped bool // the application has a mapping of it or of a part of it
+	mapped bool // the application has mapped it or a part of it
 }
 
 type gSampler struct {
@@ -171,7 +171,7 @@ func decodeGraph(b []byte) (*graph, error) {
 	mode, err := cbor.DecOptions{
 		MaxArrayElements: maxElements, MaxMapPairs: maxElements, MaxNestedLevels: maxNesting,
 		IndefLength: cbor.IndefLengthForbidden, TagsMd: cbor.TagsForbidden, DupMapKey: cbor.DupMapKeyEnforcedAPF,
-		UTF8: cbor.UTF8DecodeInvalid, // options and logs are an application's and a compiler's bytes
+		UTF8: cbor.UTF8DecodeInvalid, // options and logs have the bytes that an application or a compiler wrote
 	}.DecMode()
 	if err != nil {
 		return nil, fmt.Errorf("decode session graph: %w", err)
@@ -189,8 +189,8 @@ func decodeGraph(b []byte) (*graph, error) {
 	return g, nil
 }
 
-// check finds what no executor writes and restore takes for granted. Whether
-// objects exist that others name is seen when they are made.
+// check refuses values that no executor writes and that restore relies on. Whether the
+// objects exist that others name is checked when they are created.
 func (g *graph) check() error {
 	var errs []error
 	seen := map[uint32]bool{}
@@ -252,7 +252,8 @@ func (g *graph) check() error {
 	return nil
 }
 
-// check holds an object against the one that it is a part of; nil: none.
+// check compares an object with the one that it is a part of; parent is nil if there is
+// none.
 func (m *gMem) check(parent *gMem) error {
 	d := &m.Desc
 	switch {
@@ -268,7 +269,7 @@ func (m *gMem) check(parent *gMem) error {
 	return nil
 }
 
-// pixels of an image, 0 if they are none or too many.
+// pixels returns the number of an image's pixels; 0 if there are none or too many.
 func (m *gMem) pixels() uint64 {
 	n := uint64(1)
 	for _, v := range (&mem{desc: m.Desc}).region() {
@@ -293,8 +294,8 @@ func (s *session) kernelGraph(k *kernel, serial uint64) gKernel {
 	return g
 }
 
-// each calls f for every object, the released ones that parked calls still use
-// included, with the id that the graph knows it by.
+// each calls f for every object, with its id in the graph. That includes released objects
+// that parked calls still use.
 func (s *session) each(f func(id uint32, serial uint64, o any)) {
 	for id, o := range s.objs {
 		if o != nil {
@@ -306,8 +307,8 @@ func (s *session) each(f func(id uint32, serial uint64, o any)) {
 	}
 }
 
-// graph records the session. When it is final, the device is idle, and events
-// and parked calls count too.
+// graph describes the session. If final is set, the device is idle, and the graph has
+// events and parked calls, too.
 func (s *session) graph(final bool) *graph {
 	g := &graph{
 		Version: graphVersion, Generation: s.cfg.Generation, Part: s.host.own, Held: s.host.held(), Unified: s.unified, Info: s.info, Clock: s.clock.last,
@@ -373,8 +374,8 @@ func (s *session) graph(final bool) *graph {
 	return g
 }
 
-// memGraph records a memory object, and notes the id that the receiver knows it
-// by. ref is the id of an object, or of the ghost that it is.
+// memGraph describes a memory object, and records the id under which the receiver has it.
+// ref returns the id of an object, or of the ghost that it has become.
 func memGraph(id uint32, serial uint64, o *mem, ref func(o any, id uint32) uint32) gMem {
 	if o.known != id && o.known != 0 {
 		o.markAll() // the receiver has the content of another object
@@ -393,7 +394,7 @@ func memGraph(id uint32, serial uint64, o *mem, ref func(o any, id uint32) uint3
 	return m
 }
 
-// parkedGraph records a parked call; ref is as memGraph has it.
+// parkedGraph describes a parked call; for ref, see memGraph.
 func (s *session) parkedGraph(p *parkedCall, ref func(o any, id uint32) uint32) gParked {
 	x := gParked{Op: uint16(p.op), Slot: p.slot, Body: p.body, Alias: p.alias}
 	if p.q != nil {
@@ -417,8 +418,8 @@ func (s *session) parkedGraph(p *parkedCall, ref func(o any, id uint32) uint32) 
 	return x
 }
 
-// eventGraph records an event. The device is idle, so one that the vendor had
-// is over: its status and times are all that is left of it.
+// eventGraph describes an event. The device is idle, so the vendor's events have ended, and
+// only their status and times are needed.
 func (s *session) eventGraph(id uint32, e *event) gEvent {
 	g := gEvent{ID: id, Context: e.ctx.id, State: e.state, User: e.user, Status: e.status, Times: e.times, Timed: e.timed, Dead: e.dead}
 	if e.q != nil && e.q.vendor != 0 {

@@ -7,28 +7,28 @@ import (
 	"github.com/gpuctl/gpuctl/guest/opencl/wire"
 )
 
-// A command that waits for something only the application can do (a user
-// event, a bulk transfer it takes part in) is parked here as the bytes it came
-// as, and run later as if it had just come. So the device never waits for the
-// application, a frozen session drains in bounded time, and what is parked
-// moves to another executor as plain data.
+// A command that waits for something that only the application can do (a user event, or a
+// bulk transfer in which it takes part) is parked here in the form in which it was
+// received, and is run later as if it had just been received. So the device never waits for
+// the application, a frozen session drains in a limited time, and parked commands move to
+// another executor as plain data.
 
 // parkedCall is one request that could not be run yet.
 type parkedCall struct {
 	call
 	q      *queue   // of a command
-	e      *event   // its event, nil when the application wants none
-	kernel *kernel  // of a launch: a copy with the arguments of that moment
+	e      *event   // its event; nil if the application wants none
+	kernel *kernel  // of a launch: a copy with the arguments of the moment of the call
 	wait   []*event // what it waits for
-	pins   []*int   // counters of the objects it uses
+	pins   []*int   // user counters of the objects that it uses
 	drops  []any    // those objects
 	alias  map[uint32]uint32
 
-	looked, bulk bool // whether it is a bulk transfer, once somebody has looked
+	looked, bulk bool // whether it is a bulk transfer, if looked is set
 }
 
-// isFence reports whether the command waits for everything before it and, when
-// it is a barrier, holds everything behind it, on an out-of-order queue too.
+// isFence reports whether the command waits for everything before it. A barrier also delays
+// everything after it, even in an out-of-order queue.
 func isFence(op wire.Op, wait int) (fence, waitsAll bool) {
 	switch op {
 	case wire.OpBarrier:
@@ -41,8 +41,8 @@ func isFence(op wire.Op, wait int) (fence, waitsAll bool) {
 	return false, false
 }
 
-// mustHold reports whether a command may not be run now. failed says that an
-// event in its wait list ended in an error.
+// mustHold reports whether a command must not be run now. failed means that an event in its
+// wait list has ended with an error.
 func (s *session) mustHold(q *queue, op wire.Op, wait []uint32) (hold, failed bool, st cl.Status) {
 	if q != nil && (q.held > 0 || q.bulk > 0) && s.redo == nil {
 		_, all := isFence(op, len(wait))
@@ -65,7 +65,7 @@ func (s *session) mustHold(q *queue, op wire.Op, wait []uint32) (hold, failed bo
 	return hold, failed, cl.Success
 }
 
-// waits turns ids into the vendor's events; those that are over are left out.
+// waits returns the vendor's events of ids, without those that have ended.
 func (s *session) waits(ids []uint32) []cl.Event {
 	if len(ids) == 0 {
 		return nil
@@ -82,9 +82,9 @@ func (s *session) waits(ids []uint32) []cl.Event {
 	return s.wait
 }
 
-// park keeps a request for later.
+// park keeps a request to run it later.
 func (s *session) park(c call, m wire.Request, q *queue, eventID uint32, wait []uint32) (outcome, error) {
-	if s.redo != nil { // still not ready: keep what it holds
+	if s.redo != nil { // it cannot run yet: it keeps its objects
 		s.enlist(s.redo)
 		return held(), nil
 	}
@@ -103,7 +103,7 @@ func (s *session) park(c call, m wire.Request, q *queue, eventID uint32, wait []
 		}
 		p.kernel = kc
 	}
-	if !waitsForReply(m) { // the application may have to go on to release it
+	if !waitsForReply(m) { // the application may have to continue before this can run
 		s.reply(p.slot, cl.Success, s.answer)
 		p.slot = wire.NoSlot
 	}
@@ -112,7 +112,7 @@ func (s *session) park(c call, m wire.Request, q *queue, eventID uint32, wait []
 	return held(), nil
 }
 
-// newParked copies a request and makes its event.
+// newParked copies a request and creates its event.
 func (s *session) newParked(c call, q *queue, eventID uint32) (*parkedCall, error) {
 	p := &parkedCall{call: call{c.op, c.slot, append([]byte(nil), c.body...)}, q: q}
 	if eventID != 0 {
@@ -124,7 +124,7 @@ func (s *session) newParked(c call, q *queue, eventID uint32) (*parkedCall, erro
 	return p, nil
 }
 
-// waitsForReply reports whether the call returns only when its command is over.
+// waitsForReply reports whether the call returns only when its command has ended.
 func waitsForReply(m wire.Request) bool {
 	switch m.(type) {
 	case *wire.Finish, *wire.WaitEvents:
@@ -133,7 +133,7 @@ func waitsForReply(m wire.Request) bool {
 	return wire.Blocking(m)
 }
 
-// pinAll makes the objects that a parked call uses outlive their release.
+// pinAll keeps the objects that a parked call uses, even if they are released.
 func (s *session) pinAll(p *parkedCall, ids, wait []uint32) {
 	pin := func(o any) {
 		var n *int
@@ -188,9 +188,8 @@ func (s *session) enlist(p *parkedCall) {
 	}
 }
 
-// ghost gives a released object that is still used, by parked calls or by its
-// sub-buffers and images, an id of its own: the application may use the old one
-// again.
+// ghost gives another id to a released object that parked calls, sub-buffers or images
+// still use, because the application may use the old id again.
 func (s *session) ghost(id uint32, o any, users int) {
 	if users == 0 {
 		return
@@ -237,7 +236,7 @@ func (s *session) parkedUse(o any) bool {
 	return false
 }
 
-// unpin lets go of what a parked call used.
+// unpin gives up the objects that a parked call has used.
 func (s *session) unpin(p *parkedCall) {
 	for _, n := range p.pins {
 		*n--
@@ -260,14 +259,14 @@ func (s *session) unpin(p *parkedCall) {
 		s.dropProgram(p.kernel.prog)
 	}
 	for _, g := range p.alias {
-		if _, ok := s.ghosts[g].(*mem); !ok && !s.parkedUse(s.ghosts[g]) { // dropMem knows when a memory object's time has come
+		if _, ok := s.ghosts[g].(*mem); !ok && !s.parkedUse(s.ghosts[g]) { // dropMem decides when a memory object can go
 			delete(s.ghosts, g)
 		}
 	}
 	p.pins, p.drops = nil, nil
 }
 
-// advance runs every parked call whose time has come, in the order they came.
+// advance runs each parked call that need not wait any more, in the order of the calls.
 func (s *session) advance() {
 	if s.redo != nil || s.frozen {
 		return
@@ -298,7 +297,7 @@ func (s *session) advance() {
 			} else if run := s.begin(p); run != nil {
 				s.spawn(run)
 			}
-			break // running it may have changed the list
+			break // the call may have changed the list
 		}
 	}
 }
@@ -318,7 +317,7 @@ func (s *session) ready(p *parkedCall, blocked, fenced map[*queue]bool) bool {
 	return !p.isBulk() || s.canCarry()
 }
 
-// rerun runs a parked call as if it had just come.
+// rerun runs a parked call as if it had just been received.
 func (s *session) rerun(p *parkedCall) {
 	m := wire.New(p.op)
 	if err := m.Decode(p.body); err != nil {

@@ -11,40 +11,40 @@ import (
 	"github.com/gpuctl/gpuctl/guest/opencl/wire"
 )
 
-// arenaParts is how many executors of a session may be alive at once: the one
-// that serves, the target of a swap, and earlier targets that a driver keeps
-// from ending.
+// arenaParts is how many executors of a session may exist at the same time: the one that
+// serves the session, the target of a swap, and earlier targets that a driver prevents from
+// ending.
 const arenaParts = wire.ArenaParts
 
-// ErrOwned is returned for memory of the arena that somebody else has.
+// ErrOwned is returned for memory in the arena that another executor owns.
 var ErrOwned = errors.New("memory of the arena has two owners")
 
-// span is a range of the arena, in bytes.
+// span is a range in the arena, in bytes.
 type span struct{ Off, Size uint64 }
 
-// hostMemory hands out the executor's part of the arena. The executors of a
-// session share its lower half, each has a part of its own there, and the lock
-// of that part, which ends with the process, says so to all others. Beside its
-// part an executor has what it took over: ranges that live objects have had
-// since an earlier executor, wherever they lie. What the former executor of a
-// swap still holds is foreign: taken, but never changed or freed by this one.
+// hostMemory allocates memory in the executor's part of the arena. The executors of a
+// session share the lower half of the arena, in which each has a part of its own. A lock,
+// which ends with the process, tells all others that the part is owned. In addition to its
+// part, an executor has the ranges that it has taken over: ranges of objects that were
+// created by earlier executors, wherever they are. What the former executor of a swap still
+// holds is foreign: it is in use, and this executor never changes or frees it.
 type hostMemory struct {
 	region  *shm.Region
-	locks   int // a description of the ring of our own; its locks are the parts'
+	locks   int // a file description of the ring of our own; its locks are those of the parts
 	size    uint64
-	own     int // number of our part
-	former  int // of the executor that this one takes over from; -1: there is none
+	own     int // number of the own part
+	former  int // number of the part of the executor before this one; -1: there is none
 	all     *arena.Allocator
-	unpin   func(off, size uint64)   // called before pages are given back
+	unpin   func(off, size uint64)   // called before pages are freed
 	foreign map[uint64]*foreignRange // by offset
 }
 
 type foreignRange struct {
 	size uint64
-	used bool // an object of this executor has it, too
+	used bool // an object of this executor uses it, too
 }
 
-// takeHostMemory takes a part of [0, split) that no living executor has.
+// takeHostMemory takes a part of [0, split) that no living executor owns.
 func takeHostMemory(r *shm.Region, ringFD int, split uint64) (hostMemory, error) {
 	h := hostMemory{region: r, size: split / arenaParts &^ (arena.Huge - 1), former: -1, foreign: map[uint64]*foreignRange{}, unpin: func(uint64, uint64) {}}
 	h.all = arena.New(h.size * arenaParts)
@@ -82,9 +82,10 @@ func (h *hostMemory) alloc(size uint64) (uint64, error) {
 	return off, nil
 }
 
-// begin takes in what the former executor holds now, before a graph of its is
-// restored; what it held when the last graph was made and no object uses is
-// forgotten. A former that had this executor's part has ended: it has lost the lock.
+// begin records what the former executor holds now, before one of its graphs is restored.
+// What it held at the time of the last graph, and what no object uses, is forgotten. If the
+// former executor had the part that this executor has, it has ended, because it has lost
+// the lock.
 func (h *hostMemory) begin(part int, held []span) error {
 	h.former = part
 	for off, f := range h.foreign {
@@ -104,8 +105,7 @@ func (h *hostMemory) begin(part int, held []span) error {
 	return nil
 }
 
-// inherit takes over a range that the former executor holds, for an object
-// that lives on.
+// inherit takes over a range that the former executor holds, for an object that is kept.
 func (h *hostMemory) inherit(off, size uint64) error {
 	f := h.foreign[off]
 	switch {
@@ -126,8 +126,8 @@ func (h *hostMemory) reserve(off, size uint64, used bool) error {
 	return nil
 }
 
-// free gives the range and its pages back; what was in it is gone. A foreign
-// range stays as it is until its other owner has ended.
+// free frees a range and its pages; the content is lost. A foreign range does not change
+// until its other owner has ended.
 func (h *hostMemory) free(off uint64) {
 	if f := h.foreign[off]; f != nil {
 		f.used = false
@@ -138,14 +138,14 @@ func (h *hostMemory) free(off uint64) {
 	}
 }
 
-// punch gives pages back to the system.
+// punch frees pages.
 func (h *hostMemory) punch(off, size uint64) {
 	h.unpin(off, size)
 	_ = h.region.PunchHole(off, size)
 }
 
-// settle is called when the former executor has ended and has the session no
-// more: what it held belongs to this one alone, and what no object needs goes.
+// settle is called when the former executor has ended, or does not have the session any
+// more. What it held belongs to this executor alone now. What no object uses is freed.
 func (h *hostMemory) settle() {
 	h.former = -1
 	for off, f := range h.foreign {
@@ -156,7 +156,7 @@ func (h *hostMemory) settle() {
 	}
 }
 
-// held lists what this executor has outside of its part.
+// held lists what this executor holds outside of its part.
 func (h *hostMemory) held() []span {
 	var out []span
 	lo, hi := h.bounds(h.own)
@@ -168,15 +168,15 @@ func (h *hostMemory) held() []span {
 	return out
 }
 
-// sweep frees the pages of a part that this executor does not hold: what an
-// executor that has ended left there. The part must be locked.
+// sweep frees the pages of a part that this executor does not hold, which an executor that
+// has ended has left. The part must be locked.
 func (h *hostMemory) sweep(part int) {
 	lo, hi := h.bounds(part)
 	h.all.Gaps(lo, hi, h.punch)
 }
 
-// reclaim frees what executors that have ended left in their parts. It reports
-// whether there is no other one left. Only who serves the session may call it.
+// reclaim frees what executors that have ended left in their parts. It reports whether no
+// other executor exists. Only the executor that serves the session may call it.
 func (h *hostMemory) reclaim() (alone bool) {
 	alone = true
 	if h.former == h.own {

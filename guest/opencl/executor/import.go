@@ -9,7 +9,7 @@ import (
 	"github.com/gpuctl/gpuctl/guest/opencl/cl"
 )
 
-// serveImports takes contents from the session's present executor.
+// serveImports receives contents from the executor that serves the session now.
 func (s *session) serveImports(l net.Listener) {
 	for {
 		conn, err := l.Accept()
@@ -28,8 +28,8 @@ type landing struct {
 	st  cl.Status
 }
 
-// receive takes batches off one connection and acknowledges each when its
-// bytes are in the device. Batches overlap.
+// receive takes batches from one connection, and acknowledges each when its bytes are in
+// the device. Batches overlap.
 func (s *session) receive(conn io.ReadWriter) error {
 	hello := binary.LittleEndian.AppendUint32(nil, importMagic)
 	hello = append(hello, 0, 0, 0, 0)
@@ -69,7 +69,7 @@ func (s *session) receive(conn io.ReadWriter) error {
 		}
 		n := binary.LittleEndian.Uint64(head[:])
 		if n == 0 && hello[helloWindow] != 0 {
-			hello[helloWindow] = 0 // once
+			hello[helloWindow] = 0 // only once
 			var at [24]byte
 			if _, err := io.ReadFull(conn, at[:]); err != nil {
 				return err
@@ -98,7 +98,7 @@ func (s *session) land(b []byte) landing {
 		p := piece{ID: uint32(le64(b)), Off: le64(b[8:]), N: le64(b[16:]), At: le64(b[24:])}
 		p.m = lookup[mem](s, p.ID)
 		if p.m == nil {
-			continue // released meanwhile: the next graph no longer has it
+			continue // released in the meantime: the next graph does not have it
 		}
 		if !p.fits() {
 			return landing{l.evs, cl.InvalidValue}
@@ -120,15 +120,15 @@ func (s *session) land(b []byte) landing {
 	return l
 }
 
-// peerWindow is a source's window that is pinned here too; of size 0 there is
-// none. number tells one window from another at the same place.
+// peerWindow is a source's window that is pinned here, too. If its size is 0, there is
+// none. number distinguishes one window from another at the same place.
 type peerWindow struct {
 	span
 	number uint64
 }
 
-// pinPeerWindow pins the source's window in this process too. The source keeps
-// its pages until this executor serves the session, or has been given up.
+// pinPeerWindow pins the source's window in this process, too. The source does not free its
+// pages until this executor serves the session or is given up.
 func (s *session) pinPeerWindow(at peerWindow) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -145,8 +145,8 @@ func (s *session) pinPeerWindow(at peerWindow) error {
 	return nil
 }
 
-// unpinPeerWindow lets go of the source's window before the source gives its
-// pages back. The caller holds s.mu.
+// unpinPeerWindow removes the pin of the source's window, before the source frees the
+// pages. The caller holds s.mu.
 func (s *session) unpinPeerWindow() {
 	if s.peerWindow.Size > 0 {
 		s.pins.drop(s.peerWindow.Off, s.peerWindow.Size)
@@ -154,7 +154,7 @@ func (s *session) unpinPeerWindow() {
 	}
 }
 
-// fits checks a piece against its object.
+// fits reports whether a piece fits its object.
 func (p *piece) fits() bool {
 	if p.m.kind == memImage {
 		rows := p.m.rows()

@@ -10,8 +10,8 @@ import (
 	"github.com/gpuctl/gpuctl/guest/opencl/wire"
 )
 
-// describe records what the kernel's arguments are, once they are known to be
-// those of the kernel that runs.
+// describe records the kernel's arguments, when they are known to be those of the kernel
+// that runs.
 func (k *kernel) describe(as []argument) {
 	k.text = as
 	k.info = make([]argInfo, len(as))
@@ -61,8 +61,8 @@ func (s *session) createKernel(c call, m *wire.CreateKernel) (outcome, error) {
 	return s.addKernel(k, as, err)
 }
 
-// addKernel ends createKernel, given the kernel's arguments or why they are not
-// known.
+// addKernel completes createKernel with the kernel's arguments, or with the reason why they
+// are not known.
 func (s *session) addKernel(k *kernel, as []argument, err error) (outcome, error) {
 	p := k.prog
 	if err != nil {
@@ -81,8 +81,8 @@ func (s *session) addKernel(k *kernel, as []argument, err error) (outcome, error
 	return answer(k.reply()), s.put(k.id, k)
 }
 
-// cloneKernel copies a kernel with its arguments. It makes a fresh vendor
-// kernel, which every version of OpenCL can do.
+// cloneKernel copies a kernel with its arguments. It creates a new kernel of the vendor,
+// which every version of OpenCL can do.
 func (s *session) cloneKernel(m *wire.CloneKernel) (outcome, error) {
 	src := lookup[kernel](s, m.Kernel)
 	if src == nil {
@@ -96,7 +96,7 @@ func (s *session) cloneKernel(m *wire.CloneKernel) (outcome, error) {
 	return answer(k.reply()), s.put(m.ID, k)
 }
 
-// named is the object that an argument of a kind means by an id, nil if there is
+// named returns the object that an argument of a kind refers to by its id; nil if there is
 // none.
 func (s *session) named(kind, id uint32) any {
 	switch kind {
@@ -112,8 +112,8 @@ func (s *session) named(kind, id uint32) any {
 	return nil
 }
 
-// argGone reports whether the argument's object was released since it was set.
-// Another one may have its id by now.
+// argGone reports whether the argument's object was released after it was set. The id may
+// belong to another object now.
 func (s *session) argGone(a *arg) bool {
 	switch a.kind {
 	case wire.ArgMem, wire.ArgImage:
@@ -127,7 +127,7 @@ func (s *session) argGone(a *arg) bool {
 	return a.to == nil || s.named(a.kind, a.object) != a.to
 }
 
-// bindArg gives the vendor's kernel the argument as recorded.
+// bindArg sets the recorded argument in the vendor's kernel.
 func (s *session) bindArg(k *kernel, i int) cl.Status {
 	a := &k.args[i]
 	switch a.kind {
@@ -167,7 +167,7 @@ func (s *session) setArg(m *wire.SetArg) (outcome, error) {
 	if int64(m.Index) >= int64(len(k.args)) {
 		return done(cl.InvalidArgIndex), nil
 	}
-	// What kind an argument has is the compiler's to say, not the client's.
+	// The compiler decides of which kind an argument is, and not the client.
 	in := k.info[m.Index]
 	if m.Kind != in.kind {
 		return outcome{}, fmt.Errorf("kernel %s, argument %d: kind %d, not %d: %w", k.name, m.Index, m.Kind, in.kind, errHostile)
@@ -179,7 +179,8 @@ func (s *session) setArg(m *wire.SetArg) (outcome, error) {
 	a.set = true
 	st := s.bindArg(k, int(m.Index))
 	if st != cl.Success {
-		// A library that asks for no answer learns nothing: its launch says no more than CL_INVALID_KERNEL_ARGS.
+		// A library that requests no answer does not learn this. Its launch fails with
+		// CL_INVALID_KERNEL_ARGS.
 		s.log.Warn("argument refused", "kernel", k.name, "argument", m.Index, "err", st)
 		old.value = nil
 		*a = old
@@ -198,7 +199,7 @@ func (s *session) setArg(m *wire.SetArg) (outcome, error) {
 	return done(st), nil
 }
 
-// written lists what a launch with the present arguments may write.
+// written lists the memory objects that a launch with the present arguments may write.
 func (s *session) written(k *kernel) []*mem {
 	if !k.stale {
 		return k.writes
@@ -249,7 +250,7 @@ func (s *session) kernelArgInfo(m *wire.KernelArgInfo) (outcome, error) {
 	if int64(m.Index) >= int64(len(k.text)) {
 		return done(cl.InvalidArgIndex), nil
 	}
-	if k.prog.told == toldNo { // as on the runtime that built it
+	if k.prog.told == toldNo { // as on the runtime that has built it
 		return done(cl.KernelArgInfoNotAvailable), nil
 	}
 	a := &k.text[m.Index]

@@ -29,29 +29,29 @@ const (
 	fdState
 )
 
-// Config of one executor.
+// Config has the settings of one executor.
 type Config struct {
 	Dir          string // the session's folder
-	Generation   uint32 // grows with every executor of a session
+	Generation   uint32 // grows with each executor of a session
 	Socket       string // control: ExecutorService over HTTP on this unix socket
-	ImportSocket string // contents from the session's former executor
-	FileSocket   string // files that gpuguest hands over
+	ImportSocket string // contents from the executor that served the session before
+	FileSocket   string // files that gpuguest sends
 	Runtime      *gpuctlv1.Runtime
 	Device       *gpuctlv1.VirtualDevice
-	CacheKey     []byte // signs built programs in Dir; none: they are not kept
+	CacheKey     []byte // signs built programs in Dir; empty: they are not kept
 	Logger       *slog.Logger
 }
 
-// ErrNoDevice is returned when the runtime does not have the devices asked for.
+// ErrNoDevice is returned when the runtime does not have the requested devices.
 var ErrNoDevice = errors.New("no such device")
 
-// Main runs an executor until it is retired or ctx ends.
+// Main runs an executor until it is told to end, or ctx ends.
 func Main(ctx context.Context, cfg Config) error {
 	if cfg.Logger == nil {
 		cfg.Logger = slog.New(slog.DiscardHandler)
 	}
-	// The vendor's threads compete for processors with ours; one more than
-	// there are keeps a thread that comes back from a wait from queueing.
+	// The vendor's threads and ours share the processors. One more than there are: a thread
+	// that returns from a wait then need not wait for a processor.
 	runtime.GOMAXPROCS(max(4, runtime.NumCPU()+1))
 	s, err := open(cfg, fdRing, fdArena, fdState)
 	if err != nil {
@@ -92,7 +92,7 @@ func Main(ctx context.Context, cfg Config) error {
 	case <-s.stop:
 		sctx, cancel := context.WithTimeout(context.Background(), time.Second)
 		defer cancel()
-		_ = srv.Shutdown(sctx) // lets the reply to Retire out
+		_ = srv.Shutdown(sctx) // the reply to Retire is still sent
 		err = nil
 	}
 	s.closed.Store(true)
@@ -112,7 +112,7 @@ func listen(path string) (*net.UnixListener, error) {
 	return l, nil
 }
 
-// open loads the runtime, finds the devices and maps the session's memory.
+// open loads the runtime, selects the devices and maps the session's memory.
 func open(cfg Config, ringFD, arenaFD, stateFD int) (*session, error) {
 	platform, devs, quirk, err := openRuntime(cfg.Runtime)
 	if err != nil {
@@ -200,9 +200,9 @@ func openRuntime(rt *gpuctlv1.Runtime) (cl.Platform, []cl.Device, quirk, error) 
 	return ps[0], devs, q, nil
 }
 
-// probeMemory finds out whether the device computes in the very memory that a
-// buffer is given, which makes its contents shared memory; or whether pinning
-// such memory pays.
+// probeMemory finds out whether the device computes in the memory that a buffer was created
+// with. Then contents are in shared memory. Otherwise it finds out whether pinning such
+// memory pays.
 func (s *session) probeMemory() {
 	v := s.devices[0].vendor
 	s.pins.wanted = number(v, cl.DeviceHostUnifiedMemory) == 0 && number(v, cl.DeviceType)&cl.DeviceTypeGpu != 0
@@ -224,8 +224,7 @@ func (s *session) probeMemory() {
 	}
 	defer cl.ReleaseCommandQueue(q)
 	const n = 8192
-	// Not in the arena: where this executor allocates, its forerunner's
-	// forerunner may have left live contents.
+	// Not in the arena: an earlier executor of the session may have left contents there.
 	b, err := unix.Mmap(-1, 0, n, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_ANONYMOUS|unix.MAP_SHARED)
 	if err != nil {
 		return
@@ -237,7 +236,7 @@ func (s *session) probeMemory() {
 		return
 	}
 	defer cl.ReleaseMemObject(m)
-	// Both ways, without a map in between.
+	// Test both directions, without a map in between.
 	pattern, got := [4]byte{0xa5, 0x5a, 0xc3, 0x3c}, [4]byte{}
 	if cl.EnqueueFillBuffer(q, m, unsafe.Pointer(&pattern), 4, 0, n, nil, nil) != cl.Success || cl.Finish(q) != cl.Success {
 		return
@@ -258,14 +257,14 @@ func (s *session) probeMemory() {
 	s.unified = true
 }
 
-// monotonic is CLOCK_MONOTONIC in nanoseconds, the same for every process.
+// monotonic returns CLOCK_MONOTONIC in nanoseconds, which is the same in every process.
 func monotonic() int64 {
 	var t unix.Timespec
 	_ = unix.ClockGettime(unix.CLOCK_MONOTONIC, &t)
 	return t.Nano()
 }
 
-// calibrate relates the device's clock to the host's.
+// calibrate measures the difference between the device's clock and the host's.
 func (s *session) calibrate() {
 	v := s.devices[0].vendor
 	c, st := cl.CreateContext([]cl.Device{v})
@@ -291,15 +290,16 @@ func (s *session) calibrate() {
 	}
 }
 
-// resumeClock makes the device's clock go on behind what the application saw.
+// resumeClock makes the session's clock continue after the last time that the application
+// has read.
 func (s *session) resumeClock() {
 	if now := uint64(monotonic()); s.clock.last > now {
 		s.clock.offset += int64(s.clock.last - now)
 	}
 }
 
-// guard looks after an executor whose gpuguest has died in the middle of a
-// swap: whoever the ring's owner word names serves, anyone else ends.
+// guard decides what becomes of an executor if gpuguest ends in the middle of a swap: the
+// executor that the ring's owner word names serves the session; any other one ends.
 func (s *session) guard() {
 	fd, err := shm.Reopen(s.ringFD)
 	if err != nil {
@@ -326,7 +326,7 @@ func (s *session) guard() {
 			orphan = 0
 			continue
 		}
-		if orphan++; orphan < 50 { // five seconds: a new gpuguest may take over
+		if orphan++; orphan < 50 { // five seconds, in which a new gpuguest may take over
 			continue
 		}
 		switch {
@@ -344,8 +344,8 @@ func (s *session) guard() {
 	}
 }
 
-// Probe lists the devices that a runtime offers. It runs in a process of its
-// own, since a vendor's library may do anything.
+// Probe lists the devices of a runtime. It is called in a process of its own, because a
+// vendor's library may do anything.
 func Probe(rt *gpuctlv1.Runtime) (*gpuctlv1.ProbeResponse, error) {
 	lib, err := cl.Open(rt.GetLibrary())
 	if err != nil {
@@ -391,7 +391,7 @@ func uuid(d cl.Device) string {
 	return fmt.Sprintf("%x-%x-%x-%x-%x", b[:4], b[4:6], b[6:8], b[8:10], b[10:])
 }
 
-// pciAddress is the device's place on the bus, from cl_khr_pci_bus_info.
+// pciAddress returns the device's PCI address from cl_khr_pci_bus_info.
 func pciAddress(d cl.Device) string {
 	b := info(d, cl.DevicePciBusInfoKhr)
 	if len(b) != 16 {

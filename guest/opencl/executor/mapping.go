@@ -10,8 +10,8 @@ import (
 	"github.com/gpuctl/gpuctl/guest/opencl/wire"
 )
 
-// host is the object whose arena memory shows this one's content, and where
-// this one begins there.
+// hostRoot returns the object whose arena memory shows the content of m, and the offset of
+// m in it.
 func (m *mem) hostRoot() (*mem, uint64) {
 	if m.kind == memImage {
 		return m, 0
@@ -19,7 +19,7 @@ func (m *mem) hostRoot() (*mem, uint64) {
 	return m.root()
 }
 
-// shadowSize is how much arena memory the object's mapped form takes.
+// shadowSize returns how much arena memory the mapped form of the object takes, in bytes.
 func (m *mem) shadowSize() uint64 {
 	if m.kind != memImage {
 		return m.size
@@ -29,7 +29,7 @@ func (m *mem) shadowSize() uint64 {
 	return max(row*r[1]*r[2], slice*r[2])
 }
 
-// shadow makes sure that the object has memory in the arena.
+// shadow allocates memory in the arena for the object, if it has none.
 func (s *session) shadow(m *mem) cl.Status {
 	if m.hasArena {
 		return cl.Success
@@ -44,16 +44,15 @@ func (s *session) shadow(m *mem) cl.Status {
 	return cl.Success
 }
 
-// Shadows are pinned from pinMin bytes on, and made ready beforehand from
-// readyMin bytes on.
+// Shadows are pinned from pinMin bytes on, and prepared in advance from readyMin bytes on.
 const (
 	pinMin   = 1 << 20
 	readyMin = 32 << 20
 )
 
-// pinShadow has the driver pin the shadow of an object that is mapped again and
-// again: one that the application asked host memory for, or mapped before. To
-// pin takes about as long as one transfer out of memory that is not.
+// pinShadow makes the driver pin the shadow of an object that is mapped more than once, or
+// for which the application has requested host memory. Pinning takes about as long as one
+// transfer from memory that is not pinned.
 func (s *session) pinShadow(m *mem) {
 	again := m.wasMapped
 	m.wasMapped = true
@@ -64,9 +63,8 @@ func (s *session) pinShadow(m *mem) {
 	s.pins.add(m.ctx, m.arena, m.shadowSize())
 }
 
-// readyShadow makes and pins the shadow of a new buffer that is made to be
-// mapped, as drivers do when it is created, but beside what the application
-// does next.
+// readyShadow allocates and pins the shadow of a new buffer that was created to be mapped.
+// Drivers do that while they create it; here it is done in another goroutine.
 func (s *session) readyShadow(m *mem) {
 	if !s.pins.wanted || s.unified || m.flags&cl.MemAllocHostPtr == 0 || m.size < readyMin || s.shadow(m) != cl.Success {
 		return
@@ -84,8 +82,8 @@ func (s *session) readyShadow(m *mem) {
 	}()
 }
 
-// hugePages asks for huge pages where the kernel has them for shared memory:
-// they take a fraction of the time to come into being and to be pinned.
+// hugePages requests huge pages, if the kernel has them for shared memory. They are much
+// faster to allocate and to pin.
 func (s *session) hugePages(off, n uint64) {
 	if n >= 2*arena.Huge {
 		_ = unix.Madvise(s.arenaBytes(off, n), unix.MADV_HUGEPAGE)
@@ -186,7 +184,7 @@ func (s *session) mapImage(c call, r *wire.MapImage) (outcome, error) {
 	})
 }
 
-// pixel is where a pixel of the image lies in the arena, with the pitches.
+// pixel returns where a pixel of the image is in the arena, and the pitches.
 func (m *mem) pixel(o [3]uint64) (at, row, slice uint64) {
 	row, slice = m.pitches()
 	if m.desc.Type == cl.MemObjectImage1dArray {
@@ -195,8 +193,8 @@ func (m *mem) pixel(o [3]uint64) (at, row, slice uint64) {
 	return m.arena + o[2]*slice + o[1]*row + o[0]*m.elem, row, slice
 }
 
-// transferPitches are the pitches that a transfer between the image and its
-// shadow has to name.
+// transferPitches returns the pitches that a transfer between the image and its shadow must
+// have.
 func (m *mem) transferPitches() (row, slice uint64) {
 	row, slice = m.pitches()
 	switch m.desc.Type {
@@ -208,8 +206,8 @@ func (m *mem) transferPitches() (row, slice uint64) {
 	return row, slice
 }
 
-// mapping enqueues a map command. Its pointer is known at once; a blocking map
-// is answered when the data is there.
+// mapping enqueues a map command. Its pointer is known at once. A blocking map is answered
+// when the data has arrived.
 func (s *session) mapping(c call, m wire.Request, queueID, eventID uint32, wait []uint32, blocking bool, o *mem, mp *mapping, data []byte, f func(*cmd) (cl.Status, error)) (outcome, error) {
 	s.answer = data
 	out, err := s.enqueue(c, m, queueID, eventID, wait, 0, blocking, f)
@@ -218,7 +216,7 @@ func (s *session) mapping(c call, m wire.Request, queueID, eventID uint32, wait 
 		return out, err
 	}
 	switch {
-	case out.parked, out.after != nil: // answered when it was parked, or by the wait
+	case out.parked, out.after != nil: // answered when it was parked, or when the wait ends
 	case out.status != cl.Success:
 		if mp != nil {
 			delete(o.maps, mp.ID)
@@ -257,8 +255,8 @@ func (s *session) unmap(x *cmd, r *wire.Unmap) (cl.Status, error) {
 	return cl.EnqueueWriteBuffer(x.q.vendor, m.vendor, false, mp.Offset, mp.Size, s.arena.Pointer(mp.At), x.wait, x.out), nil
 }
 
-// shed gives up the memory that only mappings from before a swap showed, once
-// there is none left and what was written out of it has arrived.
+// shed frees the memory that only mappings from before a swap have shown. It does so when
+// there is no such mapping any more and what was written from it has arrived.
 func (s *session) shed(m *mem) {
 	if len(m.extra) == 0 || m.isMapped() {
 		return

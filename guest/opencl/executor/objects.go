@@ -10,12 +10,12 @@ import (
 	"github.com/gpuctl/gpuctl/guest/opencl/wire"
 )
 
-// device is one device of the session, or a part of one.
+// device is a device of the session, or a sub-device.
 type device struct {
 	id     uint32
 	parent *device
-	part   []uint64 // partition properties that made it, with the final 0
-	index  int      // place among the parts
+	part   []uint64 // the partition properties that created it, with the final 0
+	index  int      // its index among the sub-devices
 	vendor cl.Device
 }
 
@@ -28,7 +28,7 @@ type clContext struct {
 	zombieBytes uint64
 }
 
-// busy reports whether a command may still be running.
+// busy reports whether a command may still run.
 func (c *clContext) busy() bool {
 	for _, q := range c.queues {
 		if q.busy() {
@@ -47,8 +47,8 @@ func (c *clContext) has(d *device) bool {
 	return false
 }
 
-// queue is a command queue. Commands are held back on it while something that
-// only the application can do stands before them.
+// queue is a command queue. Its commands are parked while one of them waits for something
+// that only the application can do.
 type queue struct {
 	id        uint32
 	ctx       *clContext
@@ -56,14 +56,14 @@ type queue struct {
 	props     uint64
 	vendor    cl.Queue
 	held      int       // commands of this queue in session.parked
-	fence     int       // of them barriers, which hold everything behind them
+	fence     int       // of these, barriers, which delay everything after them
 	bulk      int       // bulk transfers in progress
 	pends     []pending // staged transfers whose completion word is to be set
 	failed    cl.Status // error of a posted command, reported once
 	users     int
 	dead      bool
-	seq, idle uint64 // commands enqueued, and how many of them are known to be over
-	kernel    string // that was launched last
+	seq, idle uint64 // commands that were enqueued, and how many of them are known to have ended
+	kernel    string // the kernel that was launched last
 	launched  time.Time
 }
 
@@ -71,11 +71,11 @@ func (q *queue) busy() bool { return q.seq != q.idle }
 
 func (q *queue) inOrder() bool { return q.props&cl.QueueOutOfOrderExecModeEnable == 0 }
 
-// pending is a staged transfer that the vendor still works on.
+// pending is a staged transfer that the vendor has not ended yet.
 type pending struct {
 	ev   cl.Event
 	pend uint32
-	keep *runtime.Pinner // of memory the vendor reads from
+	keep *runtime.Pinner // of memory from which the vendor reads
 }
 
 type memKind uint8
@@ -93,48 +93,48 @@ type mem struct {
 	kind   memKind
 	flags  uint64
 	size   uint64 // bytes
-	parent *mem   // of a sub-buffer, or the buffer an image is made from
+	parent *mem   // of a sub-buffer: its buffer; of an image: the buffer that it was created from
 	origin uint64 // of a sub-buffer
 	format cl.ImageFormat
-	desc   cl.ImageDesc // without the buffer
-	elem   uint64       // bytes of one pixel
+	desc   cl.ImageDesc // without its buffer
+	elem   uint64       // bytes in one pixel
 	vendor cl.Mem
 
-	// Host memory in the arena: the content itself when the device computes
-	// there (unified), otherwise a shadow for mapped regions.
+	// Host memory in the arena: the content itself if the device computes there (unified),
+	// otherwise a shadow, which shows mapped regions.
 	arena    uint64
 	hasArena bool
 	unified  bool
-	extra    []span // further ranges that mappings from before a swap show
+	extra    []span // further ranges, shown by mappings from before a swap
 
 	wasMapped bool
 	pinTried  bool // the driver was asked to pin the shadow
 
-	dirty    []bool // per dirtyChunk bytes: differs from what was last exported
-	known    uint32 // its id in the last graph or export: what a receiver has it by
+	dirty    []bool // for each dirtyChunk bytes: differs from the last export
+	known    uint32 // its id in the last graph or export, under which the receiver has it
 	maps     map[uint32]*mapping
-	users    int    // commands held back that use it
+	users    int    // parked commands that use it
 	subs     []*mem // sub-buffers
-	inArena  bool   // its content is in the arena, from an executor that computed there
-	dead     bool   // released by the application, kept for its users
-	gone     bool   // dropped: nobody has it any more
-	ghost    uint32 // its id since then
-	callback uint32 // to deliver when it is gone
+	inArena  bool   // its content is in the arena, where an earlier executor has computed
+	dead     bool   // released by the application; kept for its users
+	gone     bool   // dropped: nothing uses it any more
+	ghost    uint32 // its id after the release
+	callback uint32 // called when it is dropped
 }
 
-// dirtyChunk is the grain of dirty tracking for commands that say which bytes
-// they write. Kernels dirty a whole object.
+// dirtyChunk is the unit in bytes in which written memory is recorded, for commands that
+// name the bytes that they write. A kernel marks a whole object.
 const dirtyChunk = 16 << 20
 
 type mapping struct {
 	ID     uint32
 	Flags  uint64
-	At     uint64 // where the application sees it: an offset of the arena
-	Offset uint64 // buffers
+	At     uint64 // where the application has it: an offset in the arena
+	Offset uint64 // of buffers
 	Size   uint64
-	Origin [3]uint64 // images
+	Origin [3]uint64 // of images
 	Region [3]uint64
-	vendor unsafe.Pointer // of a unified buffer, mapped at the vendor's too
+	vendor unsafe.Pointer // of a unified buffer, which is mapped by the vendor, too
 }
 
 type sampler struct {
@@ -146,28 +146,28 @@ type sampler struct {
 	dead                   bool
 }
 
-// program knows how it came to be, so that it can be made again anywhere.
+// program has what is needed to create it again on any device.
 type program struct {
 	id       uint32
 	ctx      *clContext
-	content  portable.Program // source or IL, or what was linked
+	content  portable.Program // source or IL, or the programs that were linked
 	spec     []portable.SpecConstant
 	vendor   cl.Program
 	devices  []*device
 	built    map[uint32]*build // by device id
 	building bool
-	dead     bool         // released; a build of it may go on, or a kernel live
-	ghost    uint32       // its id since then
+	dead     bool         // released; a build or a kernel may still use it
+	ghost    uint32       // its id after the release
 	desc     *description // of the last build
 	told     told
-	recalled bool // made of the vendor's binary
-	loaded   bool // from a container: an empty option string means the container's
-	kernels  int  // kernel objects made from it
+	recalled bool // created from the vendor's binary
+	loaded   bool // from a container: an empty option string means the options in the container
+	kernels  int  // kernel objects that were created from it
 	exact    bool // arguments declared const are never written
 }
 
-// told reports whether the application may know a program's arguments, which is
-// the first runtime's to decide and then stays.
+// told is whether the application may read the arguments of a program's kernels. The first
+// runtime decides that for the whole session.
 type told uint8
 
 const (
@@ -176,7 +176,7 @@ const (
 	toldNo
 )
 
-// build is the outcome of the last build for one device.
+// build is the result of the last build for one device.
 type build struct {
 	Status  int32 // CL_BUILD_*
 	Options string
@@ -189,13 +189,13 @@ type kernel struct {
 	prog   *program
 	name   string
 	vendor cl.Kernel
-	text   []argument // what the compiler says of its arguments
+	text   []argument // its arguments as the compiler describes them
 	info   []argInfo
 	args   []arg
-	writes []*mem // what a launch may write, by the arguments now set
-	stale  bool   // writes must be computed anew
+	writes []*mem // what a launch with the present arguments may write
+	stale  bool   // writes must be computed again
 	local  uint64 // bytes of local arguments
-	group  uint64 // largest work-group asked for
+	group  uint64 // the largest work-group that was requested
 }
 
 type argInfo struct {
@@ -204,9 +204,9 @@ type argInfo struct {
 }
 
 const (
-	argConst      = 1 << iota // pointee const
-	argReadOnly               // image
-	argWriteOnly              // image
+	argConst      = 1 << iota // what it points to is const
+	argReadOnly               // of an image
+	argWriteOnly              // of an image
 	argConstSpace             // constant address space
 )
 
@@ -215,16 +215,16 @@ type arg struct {
 	kind   uint32
 	size   uint64
 	object uint32
-	to     any // that object: a *mem, a *sampler, or nil
+	to     any // the object that value names: a *mem, a *sampler, or nil
 	value  []byte
 }
 
 type eventState uint8
 
 const (
-	eventVendor  eventState = iota // the vendor has it
-	eventPending                   // held back, or a user event, or a bulk transfer
-	eventDone                      // final status known
+	eventVendor  eventState = iota // enqueued at the vendor
+	eventPending                   // a parked command, a user event or a bulk transfer
+	eventDone                      // the final status is known
 )
 
 type event struct {
@@ -235,13 +235,13 @@ type event struct {
 	user   bool
 	vendor cl.Event
 	status int32
-	times  [5]uint64 // queued, submit, start, end, complete; ns, session time
+	times  [5]uint64 // queued, submit, start, end, complete; nanoseconds of session time
 	timed  bool
 	users  int // parked requests that wait for it
 	dead   bool
 }
 
-// call is one request as it came.
+// call is one request as it was received.
 type call struct {
 	op   wire.Op
 	slot uint16

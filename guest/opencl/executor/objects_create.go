@@ -87,8 +87,8 @@ func (s *session) createQueue(m *wire.CreateQueue) (outcome, error) {
 	return done(cl.Success), s.put(m.ID, q)
 }
 
-// closeQueue lets what is enqueued finish, as clReleaseCommandQueue does. The
-// client releases a queue only when its events are gone too.
+// closeQueue waits until the enqueued commands have ended, as clReleaseCommandQueue does.
+// The client releases a queue only after its events.
 func (s *session) closeQueue(q *queue) {
 	if q.busy() {
 		cl.Finish(q.vendor)
@@ -109,11 +109,12 @@ func (s *session) closeQueue(q *queue) {
 
 const hostPtrFlags = cl.MemUseHostPtr | cl.MemCopyHostPtr | cl.MemAllocHostPtr
 
-// createVendorBuffer makes the vendor's object for a buffer, in the arena when
-// the device computes there.
+// createVendorBuffer creates the vendor's object of a buffer. If the device computes in the
+// arena, the buffer's memory is there.
 func (s *session) createVendorBuffer(m *mem) cl.Status {
-	// Read and write, whatever the application promised: programs break their
-	// word, most runtimes do not mind, and one that does would change the result.
+	// Always readable and writable, whatever flags the application gave: programs write to
+	// read-only buffers, most runtimes accept that, and a runtime that does not would
+	// change the result.
 	flags := m.flags&cl.MemAllocHostPtr | cl.MemReadWrite
 	var p unsafe.Pointer
 	m.unified = s.unified
@@ -230,7 +231,7 @@ func (m *mem) createVendorSub() cl.Status {
 	return st
 }
 
-// region is the whole of an image in pixels, as the transfer calls take it.
+// region returns the size of the whole image in pixels, as transfer calls take it.
 func (m *mem) region() [3]uint64 {
 	d := m.desc
 	switch d.Type {
@@ -262,7 +263,7 @@ func (m *mem) createVendorImage() cl.Status {
 		st = cl.OutOfResources
 	case m.elem == 0:
 		m.elem = cl.Uint64(b)
-	case m.elem != cl.Uint64(b): // what a graph says: transfers would overrun their memory
+	case m.elem != cl.Uint64(b): // a graph may have any value, and with a wrong one, transfers would overrun their memory
 		st = cl.InvalidImageFormatDescriptor
 	}
 	if st != cl.Success {
@@ -274,7 +275,7 @@ func (m *mem) createVendorImage() cl.Status {
 }
 
 const (
-	maxExtent = 1 << 40 // of an image, in any direction, and of its pitches
+	maxExtent = 1 << 40 // of an image in each dimension, and of its pitches
 	maxPixel  = 16      // bytes
 )
 
@@ -291,7 +292,7 @@ func (s *session) createImage(r *wire.CreateImage) (outcome, error) {
 			RowPitch: r.RowPitch, SlicePitch: r.SlicePitch, NumMipLevels: r.MipLevels, NumSamples: r.Samples,
 		},
 	}
-	if r.Buffer == 0 { // host data always comes tightly packed
+	if r.Buffer == 0 { // host data is always tightly packed
 		m.desc.RowPitch, m.desc.SlicePitch = 0, 0
 	} else {
 		if m.parent = lookup[mem](s, r.Buffer); m.parent == nil {
@@ -328,7 +329,8 @@ func (s *session) createImage(r *wire.CreateImage) (outcome, error) {
 	return answer(u64s(m.size, row, slice, m.elem)), s.put(r.ID, m)
 }
 
-// pitches of the image's tightly packed form, in bytes; 0 where it has none.
+// pitches returns the pitches in bytes of the image when it is tightly packed; 0 for a
+// dimension that it does not have.
 func (m *mem) pitches() (row, slice uint64) {
 	row = m.desc.Width * m.elem
 	if m.desc.RowPitch != 0 {
@@ -373,7 +375,7 @@ func (s *session) createSampler(r *wire.CreateSampler) (outcome, error) {
 	return done(cl.Success), s.put(r.ID, x)
 }
 
-// root is the object that holds the bytes, and where this one begins in it.
+// root returns the object that owns the bytes, and the offset of m in it.
 func (m *mem) root() (*mem, uint64) {
 	off := uint64(0)
 	for m.parent != nil {
@@ -408,10 +410,9 @@ func (m *mem) touch(off, n uint64) {
 	}
 }
 
-// dropMem lets go of an object that neither the application nor a command
-// needs any more.
+// dropMem releases an object that neither the application nor a command needs any more.
 func (s *session) dropMem(m *mem) {
-	if !m.dead || m.users > 0 || m.gone { // gone: a command may name an object twice, or one and its part
+	if !m.dead || m.users > 0 || m.gone { // gone: a command may name an object twice, or an object and a part of it
 		return
 	}
 	m.gone = true
@@ -434,8 +435,8 @@ func (s *session) dropMem(m *mem) {
 	}
 }
 
-// dropVendorMem releases the vendor's object. Its host memory, which the
-// device may still be computing in, is given back when the context is idle.
+// dropVendorMem releases the vendor's object. The device may still use its host memory, so
+// that is freed when the context is idle.
 func (s *session) dropVendorMem(m *mem) {
 	if m.vendor != 0 {
 		cl.ReleaseMemObject(m.vendor)
@@ -467,7 +468,7 @@ func (s *session) dropVendorMem(m *mem) {
 
 const maxZombies = 256 << 20
 
-// bury frees the memory of released buffers once the context is idle.
+// bury frees the memory of released buffers if the context is idle.
 func (s *session) bury(c *clContext) {
 	if len(c.zombies) == 0 || c.busy() {
 		return

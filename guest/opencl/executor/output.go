@@ -16,39 +16,39 @@ import (
 	"github.com/gpuctl/gpuctl/guest/opencl/portable"
 )
 
-// What the runtime prints, kernels' printf most of all, ends up in a pipe of
-// this process and goes on to the application's library, which writes it to
-// its own standard output. The library takes it in its calls only; a kernel
-// that prints more than fits into the ring and the pipe waits until then.
+// What the runtime prints, mostly kernels' printf, is written to a pipe of this process,
+// and goes to the application's library, which writes it to its own standard output. The
+// library takes it only during its calls. If a kernel prints more than fits into the ring
+// and the pipe, it waits until then.
 
-// outputMode says where what is printed goes.
+// outputMode is where printed text goes.
 type outputMode int
 
 const (
-	outputDropped outputMode = iota // not this executor's session yet: it was printed, or will be, by another
+	outputDropped outputMode = iota // the session is not served here yet: another executor prints it
 	outputFlows                     // to the application
 	outputHeld                      // frozen: it stays in the pipe
 )
 
 const (
 	outputChunk = 64 << 10
-	outputPause = time.Millisecond       // in which more may come to be taken at once
+	outputPause = time.Millisecond       // more may be printed in this time, and is then taken together
 	outputRetry = 100 * time.Millisecond // while the application takes nothing
 )
 
-// output is what this executor prints. A nil one prints nothing.
+// output is what this executor prints. A nil output prints nothing.
 type output struct {
 	ring   printer
 	pipe   *os.File
 	raw    syscall.RawConn
-	prints atomic.Bool // there is, or may be, something that prints
+	prints atomic.Bool // something that prints runs, or may run
 
 	mu   sync.Mutex
 	turn *sync.Cond // mode has changed
 	mode outputMode
 	over bool
 	buf  []byte
-	rest []byte // of buf: out of the pipe, and not yet in the ring
+	rest []byte // part of buf: read from the pipe, and not yet in the ring
 }
 
 // printer is the part of transport that output uses.
@@ -58,7 +58,7 @@ type printer interface {
 	AwaitPrint(timeout time.Duration)
 }
 
-// captureOutput makes a pipe this process's standard output.
+// captureOutput makes a pipe the standard output of this process.
 func captureOutput(ring printer) (*output, error) {
 	var fds [2]int
 	if err := unix.Pipe2(fds[:], unix.O_CLOEXEC); err != nil {
@@ -76,7 +76,7 @@ func captureOutput(ring printer) (*output, error) {
 	return newOutput(ring, fds[0])
 }
 
-// newOutput takes what comes out of a pipe's end.
+// newOutput returns an output that reads from the end of a pipe.
 func newOutput(ring printer, end int) (*output, error) {
 	if err := unix.SetNonblock(end, true); err != nil {
 		_ = unix.Close(end)
@@ -93,7 +93,7 @@ func newOutput(ring printer, end int) (*output, error) {
 	return o, nil
 }
 
-// run moves what nobody waits for.
+// run moves printed text that nobody waits for.
 func (o *output) run() {
 	for {
 		o.mu.Lock()
@@ -123,7 +123,7 @@ func (o *output) run() {
 	}
 }
 
-// waiting is how many bytes are in the pipe.
+// waiting returns how many bytes are in the pipe.
 func (o *output) waiting() int {
 	n := 0
 	_ = o.raw.Control(func(fd uintptr) {
@@ -134,14 +134,14 @@ func (o *output) waiting() int {
 	return n
 }
 
-// move puts what is in the pipe now into the ring, and reports whether all of
-// it had room. The caller holds o.mu.
+// move moves what is in the pipe now to the ring, and reports whether there was room for
+// all of it. The caller holds o.mu.
 func (o *output) move() bool {
 	moved := false
 	for left := o.waiting(); ; {
 		for len(o.rest) > 0 {
 			n, err := o.ring.Print(o.rest)
-			if err != nil { // the client's doing, and its loss
+			if err != nil { // the client has caused this, and only it loses text
 				n = len(o.rest)
 			}
 			if n == 0 {
@@ -167,7 +167,7 @@ func (o *output) move() bool {
 	}
 }
 
-// drop forgets what is in the pipe. The caller holds o.mu.
+// drop discards what is in the pipe. The caller holds o.mu.
 func (o *output) drop() {
 	o.rest = nil
 	for left := o.waiting(); left > 0; {
@@ -184,8 +184,8 @@ func (o *output) read(b []byte) (n int) {
 	return n
 }
 
-// offer makes what has been printed so far the application's to take, and
-// reports whether all of it had room. It does not wait.
+// offer gives the application everything that was printed so far, and reports whether there
+// was room for all of it. It does not wait.
 func (o *output) offer() bool {
 	if o == nil || !o.prints.Load() {
 		return true
@@ -195,8 +195,8 @@ func (o *output) offer() bool {
 	return o.mode != outputFlows || o.move()
 }
 
-// deliver is offer, but waits for room. What is printed comes before the word
-// that the kernel is over. It gives up when stop is closed.
+// deliver does the same as offer, but waits for room. So text is delivered before the end
+// of the kernel that has printed it. It gives up when stop is closed.
 func (o *output) deliver(stop <-chan struct{}) {
 	for !o.offer() {
 		select {
@@ -208,8 +208,8 @@ func (o *output) deliver(stop <-chan struct{}) {
 	}
 }
 
-// begin lets what is printed from now on go to the application. From another
-// executor on, nothing of what was printed before does.
+// begin lets text go to the application that is printed from now on. After another
+// executor, text that was printed before is discarded.
 func (o *output) begin() {
 	if o == nil {
 		return
@@ -223,9 +223,8 @@ func (o *output) begin() {
 	o.turn.Broadcast()
 }
 
-// hold delivers what has been printed, once the device is idle, and keeps
-// everything else here. It reports whether all was delivered in time; if not,
-// nothing has changed.
+// hold delivers what was printed when the device is idle, and keeps later text in the pipe.
+// It reports whether everything was delivered in time. If not, nothing has changed.
 func (o *output) hold(ctx context.Context, deadline time.Time) bool {
 	if o == nil {
 		return true
@@ -257,18 +256,18 @@ func (o *output) close() {
 	o.pipe.Close()
 }
 
-// expect notes that something that may print is about to be run.
+// expect is called before something runs that may print.
 func (o *output) expect(prints bool) {
 	if o != nil && prints {
 		o.prints.Store(true)
 	}
 }
 
-// spliced is a line that C continues on the next.
+// spliced matches a line that C continues on the next line.
 var spliced = regexp.MustCompile(`\\[ \t]*\r?\n`)
 
-// printing finds the name of the function, and what could make it up. What is
-// missed is only late: it is taken as soon as it is seen in the pipe.
+// printing matches the function's name, and text that could produce it. If a use is missed,
+// its text is only late: it is taken as soon as it is seen in the pipe.
 var printing = regexp.MustCompile(`printf|##|#\s*include`)
 
 func mayPrintText(b []byte) bool { return printing.Match(spliced.ReplaceAll(b, nil)) }

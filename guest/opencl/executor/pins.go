@@ -8,17 +8,17 @@ import (
 	"github.com/gpuctl/gpuctl/guest/opencl/shm"
 )
 
-// pins are the ranges of the arena that the driver has pinned, because
-// transfers out of pinned memory run at the bus's speed.
+// pins are the ranges in the arena that the driver has pinned, because transfers from
+// pinned memory run at the speed of the bus.
 //
-// A device reaches a pinned range by its physical pages. When the range's pages
-// are given back meanwhile, the device goes on with the old ones, and what the
-// application writes to the new ones never arrives. So a range is pinned only
-// if nobody else can give its pages back (memory of our own, and lanes), or if
-// its owner has said until when it does not (the window of a swap's source).
-// hostMemory drops all pins of a range before it gives pages back.
+// A device reaches a pinned range by its physical pages. If the range's pages are freed in
+// the meantime, the device continues with the old ones, and what the application writes to
+// the new ones never arrives. So a range is pinned only if no other process can free its
+// pages (memory of this executor, and lanes), or if its owner has said until when it will
+// not do that (the window of a swap's source). hostMemory drops all pins of a range before
+// it frees pages.
 type pins struct {
-	wanted bool // the device has memory of its own and pinning pays
+	wanted bool // the device has memory of its own, and pinning pays
 	arena  *shm.Region
 
 	mu   sync.Mutex
@@ -28,7 +28,7 @@ type pins struct {
 type pinned struct {
 	span
 	ctx *clContext
-	mem cl.Mem // what makes the driver pin it
+	mem cl.Mem // makes the driver pin the range
 }
 
 // add pins a range for a context, if it is not pinned already.
@@ -47,12 +47,12 @@ func (p *pins) add(c *clContext, off, n uint64) {
 	}
 }
 
-// drop undoes every pin that has bytes of the range.
+// drop removes every pin that has bytes of the range.
 func (p *pins) drop(off, n uint64) {
 	p.dropIf(func(x pinned) bool { return x.Off < off+n && off < x.Off+x.Size })
 }
 
-// forget undoes the pins of a context that goes.
+// forget removes the pins of a context that is released.
 func (p *pins) forget(c *clContext) {
 	p.dropIf(func(x pinned) bool { return x.ctx == c })
 }

@@ -42,8 +42,8 @@ func (s *session) createProgram(id, ctx uint32, from programOrigin, mode uint32,
 	case programBinary:
 		x, err := portable.Unmarshal(data)
 		if err != nil {
-			// A vendor's own binary, or a damaged one: the specification's
-			// answer sends the application back to its source.
+			// This is a binary of a vendor, or a damaged one. The error that the
+			// specification names makes the application build from its source.
 			s.log.Info("binary refused", "program", id, "err", err)
 			return done(cl.InvalidBinary), nil
 		}
@@ -107,8 +107,8 @@ func vendorIDs(ds []*device) []cl.Device {
 	return vs
 }
 
-// vendorProgram makes a program of content in the state that content is in:
-// an object comes out compiled, a library or executable linked.
+// vendorProgram creates the vendor's program from content, in the state of that content: an
+// object is compiled, a library or an executable is linked.
 func (c *clContext) vendorProgram(x *portable.Program, ds []*device, how optioner) (cl.Program, cl.Status) {
 	switch x.Kind {
 	case portable.Source:
@@ -126,7 +126,7 @@ func (c *clContext) vendorProgram(x *portable.Program, ds []*device, how optione
 		}
 		return v, st
 	}
-	if len(x.Inputs) == 0 { // built in one go
+	if len(x.Inputs) == 0 { // compiled and linked in one call
 		return c.vendorProgram(unbuilt(x), ds, how)
 	}
 	var in []cl.Program
@@ -139,14 +139,14 @@ func (c *clContext) vendorProgram(x *portable.Program, ds []*device, how optione
 		in = append(in, v)
 	}
 	v, st := c.link(ds, x.LinkOptions, in, how)
-	if st != cl.Success && v != 0 { // it has a log, for nobody
+	if st != cl.Success && v != 0 { // it has a log, but nobody can read it
 		cl.ReleaseProgram(v)
 		v = 0
 	}
 	return v, st
 }
 
-// unbuilt is what was built or compiled.
+// unbuilt returns the content from which x was built or compiled.
 func unbuilt(x *portable.Program) *portable.Program {
 	if len(x.IL) > 0 {
 		return &portable.Program{Kind: portable.IL, IL: x.IL}
@@ -160,8 +160,8 @@ func releasePrograms(vs []cl.Program) {
 	}
 }
 
-// link links. Some runtimes keep what they know of arguments only when the
-// linker is asked too, others refuse to be asked.
+// link links programs. Some runtimes describe arguments only if the linker gets the option
+// for that, too; others refuse that option.
 func (c *clContext) link(ds []*device, options string, in []cl.Program, how optioner) (cl.Program, cl.Status) {
 	v, st := cl.LinkProgram(c.vendor, vendorIDs(ds), how(options), in)
 	if how(options) != options && (st == cl.InvalidLinkerOptions || st == cl.InvalidBuildOptions || st == cl.InvalidCompilerOptions) {
@@ -194,8 +194,8 @@ func cstring(b []byte) string {
 	return string(b)
 }
 
-// finishBuild asks the vendor how a build for ds went and records it. A build
-// for a device can be one for its sub-devices too.
+// finishBuild reads the result of a build for the devices ds from the vendor, and records
+// it. A build for a device also counts for its sub-devices.
 func (p *program) finishBuild(ds []*device, options string) {
 	for _, d := range p.devices {
 		b := &build{Options: options, Status: cl.BuildError}
@@ -219,8 +219,8 @@ func (p *program) finishBuild(ds []*device, options string) {
 	p.exact = p.exact && p.isExact()
 }
 
-// isExact reports whether the program's arguments declared const are never
-// written, by its text and what compilers said of it.
+// isExact reports whether the program never writes through kernel arguments that are
+// declared const. Its text and the logs of its builds decide that.
 func (p *program) isExact() bool {
 	for _, b := range p.built {
 		if strings.Contains(b.Log, "discards qualifiers") {
@@ -230,7 +230,7 @@ func (p *program) isExact() bool {
 	return exactConst(&p.content)
 }
 
-// builtFor are the devices that the program is built for.
+// builtFor returns the devices for which the program is built.
 func (p *program) builtFor() []*device {
 	var ds []*device
 	for _, d := range p.devices {
@@ -261,9 +261,9 @@ func (s *session) programDevices(p *program, ids []uint32) ([]*device, bool) {
 	return ds, true
 }
 
-// building runs a build aside, so that a compiler never stalls other threads.
-// The program may be released meanwhile: until record has been called, the
-// build keeps the vendor's objects.
+// building runs a build in a goroutine of its own, so that a compiler does not block other
+// requests. The application may release the program meanwhile: the build keeps the vendor's
+// objects until record was called.
 func (s *session) building(c call, p *program, callback uint32, f func() cl.Status, record func(cl.Status) cl.Status) outcome {
 	p.building = true
 	over := s.unused(p)
@@ -290,7 +290,7 @@ func (s *session) building(c call, p *program, callback uint32, f func() cl.Stat
 				s.describeAside(p)
 				s.keep(p, s.serial)
 			}
-		case p.vendor != vendor && p.vendor != 0: // made after the release
+		case p.vendor != vendor && p.vendor != 0: // it was created after the release
 			cl.ReleaseProgram(p.vendor)
 		}
 		if vendor != 0 {
@@ -310,8 +310,8 @@ func (s *session) building(c call, p *program, callback uint32, f func() cl.Stat
 	return later(func(func()) { run() })
 }
 
-// buildable finds a program that may be built or compiled now, and for which
-// devices.
+// buildable returns the program and the devices of a build, if the program may be built or
+// compiled now.
 func (s *session) buildable(id uint32, devices []uint32) (*program, []*device, cl.Status) {
 	p := lookup[program](s, id)
 	if p == nil {
@@ -408,7 +408,7 @@ func (s *session) compileProgram(c call, m *wire.CompileProgram) (outcome, error
 	}, func(st cl.Status) cl.Status {
 		releasePrograms(hs)
 		p.finishBuild(ds, options)
-		if st == cl.BuildProgramFailure { // what some runtimes say instead
+		if st == cl.BuildProgramFailure { // some runtimes return this instead
 			st = cl.CompileProgramFailure
 		}
 		if st == cl.Success {
@@ -443,7 +443,7 @@ func (s *session) linkProgram(c call, m *wire.LinkProgram) (outcome, error) {
 			releasePrograms(in)
 			return done(cl.InvalidProgram), nil
 		}
-		if !x.linkable() || x.building { // not every runtime minds
+		if !x.linkable() || x.building { // some runtimes would accept it
 			releasePrograms(in)
 			return done(cl.InvalidOperation), nil
 		}
@@ -471,8 +471,8 @@ func (s *session) linkProgram(c call, m *wire.LinkProgram) (outcome, error) {
 			return st
 		}
 		if st == cl.LinkProgramFailure {
-			// This vendor returns no program; the application must get one
-			// to read the log of.
+			// This vendor returns no program. The application must get one, because it
+			// reads the log from it.
 			p.vendor, _ = cl.CreateProgramWithSource(ctx.vendor, []byte(" "))
 			for _, d := range p.devices {
 				p.built[d.id] = &build{Status: cl.BuildError, Options: options, Log: "link failed"}
@@ -487,7 +487,8 @@ func (s *session) linkProgram(c call, m *wire.LinkProgram) (outcome, error) {
 	}), nil
 }
 
-// container is the portable form of a built program, nil when it has none.
+// container returns the portable form of the program that is built for d; nil if there is
+// none.
 func (p *program) container(d *device) []byte {
 	b := p.built[d.id]
 	if b == nil || b.Status != cl.BuildSuccess && p.content.Kind == portable.Source {
@@ -587,14 +588,14 @@ func (s *session) specConstant(m *wire.SpecConstant) (outcome, error) {
 	return done(st), nil
 }
 
-// castsAway finds what could take const off a pointer to global memory:
-// casts to a pointer type that names the address space, types that hide it, and
-// unions. Macros do not matter: their text is searched like any other.
+// castsAway matches text that could remove const from a pointer to global memory: a cast to
+// a pointer type that names the address space, types that hide it, and unions. Macros need
+// no special case, because their text is searched, too.
 var castsAway = regexp.MustCompile(`\(\s*(?:volatile\s+|restrict\s+|unsigned\s+|struct\s+)*_{0,2}(?:global|generic)\b[^()]*\*|\(\s*\w+(?:\s+\w+)?\s+_{0,2}global\s*\*|typedef[^;]*\*|\bunion\b|#\s*include|\(\s*u?intptr_t\s*\)|\(\s*u?(?:long|size_t)\s*\)\s*\(?\s*[A-Za-z_]|atomic_|##`)
 
-// exactConst reports whether "const" on a kernel's pointer argument can be
-// believed, so that a launch leaves that buffer clean. C allows it to be cast
-// away; when in doubt the buffer counts as written.
+// exactConst reports whether a const on a kernel's pointer argument can be trusted, so that
+// a launch does not mark that buffer as written. C allows a cast that removes const. In
+// doubt, the answer is no.
 func exactConst(x *portable.Program) bool {
 	if x.Kind == portable.IL || len(x.IL) > 0 {
 		return false
@@ -620,7 +621,7 @@ func exactConst(x *portable.Program) bool {
 	return true
 }
 
-// executable reports whether kernels can be made from the program.
+// executable reports whether kernels can be created from the program.
 func (p *program) executable() bool {
 	for _, b := range p.built {
 		if b.Status == cl.BuildSuccess && b.Type == cl.ProgramBinaryTypeExecutable {
@@ -630,7 +631,7 @@ func (p *program) executable() bool {
 	return false
 }
 
-// linkable reports whether the program is compiled, or a library, for a device.
+// linkable reports whether the program is compiled for a device, or is a library.
 func (p *program) linkable() bool {
 	for _, b := range p.built {
 		if b.Type == cl.ProgramBinaryTypeCompiledObject || b.Type == cl.ProgramBinaryTypeLibrary {

@@ -10,22 +10,22 @@ import (
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 )
 
-// activity is what a request of gpuguest's does that may take long.
+// activity is a step of one of gpuguest's requests that may take long.
 type activity struct {
 	what  string
 	since time.Time
 }
 
-// does says that something begins which may take long. done ends it.
+// does begins a step that may take long. done ends it.
 func (s *session) does(what string) (done func()) {
 	a := &activity{what, time.Now()}
 	s.doing.Store(a)
 	return func() { s.doing.CompareAndSwap(a, nil) }
 }
 
-// Pulse shows that this process lives while another request takes long, and
-// says what that waits for. It waits for nothing itself: not for the device, and
-// for no lock that is held while a runtime works.
+// Pulse shows that this process is alive while another request takes long, and reports what
+// that request waits for. It waits for nothing itself: not for the device, and not for a
+// lock that is held while a runtime works.
 func (c *controller) Pulse(ctx context.Context, r *connect.Request[gpuctlv1.PulseRequest], out *connect.ServerStream[gpuctlv1.PulseResponse]) error {
 	every := time.Duration(r.Msg.GetEveryMs()) * time.Millisecond
 	if every <= 0 {
@@ -48,7 +48,7 @@ func (c *controller) Pulse(ctx context.Context, r *connect.Request[gpuctlv1.Puls
 	}
 }
 
-// waitsFor says what the running request waits for, and how long it has.
+// waitsFor returns what the running request waits for, and since how long.
 func (s *session) waitsFor() (string, time.Duration) {
 	a := s.doing.Load()
 	if a == nil {

@@ -2,35 +2,34 @@ package executor
 
 import "strings"
 
-// quirk is what is known to be wrong with a runtime, beyond what the probes
-// find out by themselves.
+// quirk is a known fault of a runtime that the probes do not find.
 type quirk struct {
-	platform string // its name begins with this
-	device   string // and its first device's with this
+	platform string // prefix of its name
+	device   string // prefix of the name of its first device
 	serial   bool   // not thread-safe: one call at a time
-	// Asked to describe arguments, it makes the same code: no other build is
-	// needed for that.
+	// It generates the same code with the option that describes arguments: no second build
+	// is needed for that.
 	sameCode bool
-	// What it makes of its own binaries can't be used.
+	// Its own binaries cannot be used.
 	badBinaries bool
-	// Kernels of a program that have a fixed group size must not run while it
-	// is asked for its binaries.
+	// Kernels of a program with a fixed group size must not run while the runtime is asked
+	// for the program's binaries.
 	stillBinaries bool
 }
 
 var quirks = [...]quirk{
-	// Oclgrind 21.10 asserts in Context.cpp or crashes when two threads
-	// enqueue or wait, and crashes when a kernel of a binary is asked for its
-	// arguments. It builds in milliseconds.
+	// Oclgrind 21.10 fails assertions in Context.cpp or crashes if two threads enqueue or
+	// wait. It also crashes if it is asked for the arguments of a kernel that comes from a
+	// binary. It builds in milliseconds.
 	{platform: "Oclgrind", serial: true, badBinaries: true},
-	// PoCL's basic device runs commands in whatever thread enqueues or waits,
-	// and locks events in the order of their dependence: two threads that use
-	// one buffer, in queues of their own or not, may block each other for ever.
+	// PoCL's basic device runs commands in any thread that enqueues or waits, and locks
+	// events in the order of their dependencies. Two threads that use the same buffer may
+	// block each other for ever, also with different queues.
 	{platform: "Portable Computing Language", device: "basic-", serial: true, sameCode: true, stillBinaries: true},
-	// PoCL 3.1 adds metadata; what is compiled of it is equal, byte for byte. For
-	// a program's binaries it compiles kernels of a fixed group size once more,
-	// for other offsets and grids. pocl_release_dlhandle_cache takes that code,
-	// which nobody uses, for the code of a kernel that ends, and aborts.
+	// PoCL 3.1 adds metadata only; the compiled code is equal, byte for byte. When it is
+	// asked for a program's binaries, it compiles kernels with a fixed group size once
+	// more, for other offsets and grids. pocl_release_dlhandle_cache confuses that code,
+	// which nobody uses, with the code of a kernel that ends, and aborts.
 	{platform: "Portable Computing Language", sameCode: true, stillBinaries: true},
 }
 

@@ -17,11 +17,11 @@ import (
 // ErrRefused is returned when this device cannot honour the session's graph.
 var ErrRefused = errors.New("the device cannot take the session")
 
-// progress of a preparation.
+// progress reports how far a step of a preparation is.
 type progress func(step string, done, total uint64)
 
-// markMapped notes which objects' host memory the application has a mapping of,
-// through the object itself or a part of it.
+// markMapped marks the objects whose host memory the application has mapped, through the
+// object itself or through a sub-buffer of it.
 func (g *graph) markMapped() {
 	at := map[uint32]int{}
 	for i := range g.Mems {
@@ -38,15 +38,15 @@ func (g *graph) markMapped() {
 	}
 }
 
-// restore makes the executor's objects equal to the graph's: what is missing
-// is made, what is gone is dropped. It may be called again with a newer graph
-// of the same session; the last one is final and brings events and parked
-// calls. The caller holds s.mu; s serves nobody yet.
+// restore makes the executor's objects equal to those of the graph: it creates the missing
+// ones and releases those that the graph no longer has. It may be called again with a newer
+// graph of the same session. The last graph is the final one: it has events and parked
+// calls, too. The caller holds s.mu, and the session serves no requests yet.
 func (s *session) restore(g *graph, report progress) error {
 	s.info, s.usage, s.ghostID, s.calls = g.Info, g.Usage, g.GhostID, g.Calls
 	g.markMapped()
 	s.dropStale(g)
-	// First take what is taken, so that nothing new is put there.
+	// First reserve the memory that is in use, so that nothing new is placed there.
 	if err := s.host.begin(g.Part, g.Held); err != nil {
 		return fmt.Errorf("executor %d: %w", g.Generation, err)
 	}
@@ -128,7 +128,7 @@ func sorted[T any, K ~uint32 | ~uint64](in []T, key func(T) K) []T {
 	return out
 }
 
-// have reports whether this very object exists already.
+// have reports whether the object with this id and serial number exists already.
 func (s *session) have(id uint32, serial uint64) bool {
 	if id > wire.MaxID {
 		return s.ghosts[id] != nil
@@ -152,7 +152,8 @@ func (s *session) set(id uint32, serial uint64, o any) {
 	s.serial = max(s.serial, serial)
 }
 
-// dropStale releases what the newer graph no longer has, dependents first.
+// dropStale releases the objects that the newer graph does not have. An object is released
+// before those that it uses.
 func (s *session) dropStale(g *graph) {
 	keep := map[uint32]uint64{}
 	for _, x := range g.Devices {
@@ -208,7 +209,7 @@ func (s *session) dropStale(g *graph) {
 			continue
 		}
 		if m, ok := o.(*mem); ok {
-			m.callback = 0 // who serves the session has told the application
+			m.callback = 0 // the executor that serves the session has made the callback
 		}
 		stale = append(stale, id)
 	}
@@ -228,7 +229,7 @@ func (s *session) dropStale(g *graph) {
 		}
 		o := s.ghosts[id]
 		delete(s.ghosts, id)
-		switch o := o.(type) { // who used it has gone before
+		switch o := o.(type) { // the objects that used it were released before it
 		case *mem:
 			s.dropMem(o)
 		case *queue:
@@ -241,9 +242,9 @@ func (s *session) dropStale(g *graph) {
 	}
 }
 
-// movedParts finds the parts of memory objects that are to be parts of other ones
-// now: their parent has been released since and is known by another id, under
-// which it is made anew.
+// movedParts finds sub-buffers and images whose parent has another id now. The application
+// has released the parent since, so the graph has it under another id, and it is created
+// anew.
 func (s *session) movedParts(g *graph) map[any]bool {
 	parents := map[uint32]gMem{}
 	for _, m := range g.Mems {
@@ -266,8 +267,9 @@ func (s *session) movedParts(g *graph) map[any]bool {
 	return moved
 }
 
-// hold keeps a released object that the graph still has while others are dropped
-// that use it: who uses it besides is not here yet.
+// hold changes by n the number of users of a released object that the graph still has. Its
+// other users are not restored yet; without them, releasing a stale user would release the
+// object.
 func (s *session) hold(o any, n int) {
 	switch o := o.(type) {
 	case *mem:
@@ -301,7 +303,7 @@ func (s *session) restoreDevice(d gDevice) error {
 func (s *session) restoreQueue(q gQueue) error {
 	if s.have(q.ID, q.Serial) {
 		if x := lookup[queue](s, q.ID); x != nil {
-			x.failed = cl.Status(q.Failed) // told since, or not failed before
+			x.failed = cl.Status(q.Failed) // reported since, or not failed before
 		}
 		return nil
 	}
@@ -385,14 +387,14 @@ func (g *gMem) shadowSize() uint64 {
 	return m.shadowSize()
 }
 
-// keeps reports whether the object's memory in the arena is taken over. Content
-// is, always, and never changes its place. A shadow is when the application has
-// a mapping that shows it and the session stands still: until then its owner may
-// give it up and put something else there.
+// keeps reports whether the object's memory in the arena is taken over. Content always is,
+// and it never moves. A shadow (memory that only shows content) is taken over only if the
+// application has it mapped, and only from the final graph: before that, its owner may free
+// it and put something else there.
 func (g *gMem) keeps(final bool) bool { return g.HasArena && (g.Unified || final && g.mapped) }
 
-// adoptMaps takes over the application's live mappings, and, when nothing
-// changes any more, the memory that they show.
+// adoptMaps takes over the application's mappings. With the final graph, after which
+// nothing changes any more, it also takes over the memory that they show.
 func (s *session) adoptMaps(m *mem, g gMem, final bool) error {
 	m.maps = map[uint32]*mapping{}
 	for i := range g.Maps {
@@ -419,8 +421,8 @@ func (s *session) adoptMaps(m *mem, g gMem, final bool) error {
 	return nil
 }
 
-// restorePrograms builds what is built, several at once: compilers take most
-// of the time that a preparation needs.
+// restorePrograms builds the programs that are built in the graph, several at once, because
+// compilers take most of the time of a preparation.
 func (s *session) restorePrograms(gs []gProgram, report progress) error {
 	type job struct {
 		g gProgram
@@ -470,8 +472,8 @@ func (s *session) restorePrograms(gs []gProgram, report progress) error {
 	return nil
 }
 
-// remake makes a program in the state in which it was. What the application
-// was told of its builds stays as it was.
+// remake creates a program in the state that it had. What the application has read about
+// its builds does not change.
 func (s *session) remake(p *program, g *gProgram) error {
 	ok := false
 	for id, b := range g.Built {
@@ -506,7 +508,8 @@ func (s *session) remake(p *program, g *gProgram) error {
 	return nil
 }
 
-// describeNow is for a program that is being prepared.
+// describeNow describes the kernels of a program that is being prepared. It waits for the
+// result.
 func (p *program) describeNow() {
 	p.desc = &description{done: make(chan struct{})}
 	p.desc.find(p.describer())
@@ -550,8 +553,8 @@ func (s *session) remakeKernel(g *gKernel) (*kernel, error) {
 	return k, nil
 }
 
-// remember describes a kernel as its program is described here. What the graph
-// says of its arguments must be of the same kinds.
+// remember takes a kernel's arguments from the description that this device's compiler
+// gives. The kinds of the arguments must be those of the graph.
 func (k *kernel) remember(g *gKernel) error {
 	as, err := k.prog.desc.arguments(k.vendor, g.Name)
 	if err != nil {
@@ -569,7 +572,7 @@ func (k *kernel) remember(g *gKernel) error {
 	return nil
 }
 
-// rebind sets the arguments that differ from the graph's.
+// rebind sets the arguments that differ from those of the graph.
 func (s *session) rebind(k *kernel, g *gKernel) error {
 	for i := range g.Args {
 		a, b := &k.args[i], &g.Args[i]
@@ -599,8 +602,8 @@ func (s *session) rebind(k *kernel, g *gKernel) error {
 	return nil
 }
 
-// restoreFinal brings what only an idle session has: events, and the calls
-// that wait for the application.
+// restoreFinal restores what only the final graph has: events, and the calls that wait for
+// the application.
 func (s *session) restoreFinal(g *graph) error {
 	for _, e := range g.Events {
 		x := &event{id: e.ID, ctx: lookup[clContext](s, e.Context), q: lookup[queue](s, e.Queue), state: e.State, user: e.User, status: e.Status, times: e.Times, timed: e.Timed, dead: e.Dead}
@@ -681,7 +684,7 @@ func (s *session) copyKernel(src *kernel) (*kernel, cl.Status) {
 		if !a.set {
 			continue
 		}
-		if s.argGone(&k.args[i]) { // the application must set it anew to launch
+		if s.argGone(&k.args[i]) { // the application must set it again before a launch
 			k.args[i].set = false
 			continue
 		}

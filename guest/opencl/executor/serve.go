@@ -8,21 +8,21 @@ import (
 	"github.com/gpuctl/gpuctl/guest/opencl/wire"
 )
 
-// One worker at a time, the leader, reads the ring. A leader that has to wait
-// for the device rings itself off (sleep = 1), so that the application's next
-// request wakes a stand-by worker to lead, and takes the lead again afterwards
-// if nobody needed it meanwhile. In the common case of one busy application
-// thread the lead never changes hands.
+// One worker at a time, the leader, reads the ring. A leader that must wait for the device
+// announces that it sleeps (sleep = 1), so that the application's next request wakes a
+// stand-by worker, which leads then. If no worker was needed in the meantime, the former
+// leader continues. With one busy application thread, which is the common case, the leader
+// never changes.
 
 const (
 	standbyWait = time.Second
 	gateNap     = 2 * time.Millisecond
 )
 
-// patience is how long an idle leader watches the ring before it sleeps: the
-// longer the more often that was of use. Where the application can't run while
-// the leader watches, for want of processors, it never is; that this has
-// changed shows when the most is tried, now and then.
+// patience is how long an idle leader watches the ring before it sleeps. It is longer if
+// that was often useful. If the application cannot run while the leader watches, because
+// there are too few processors, watching is never useful. From time to time, the longest
+// time is tried, which shows whether that has changed.
 type patience struct {
 	now, most time.Duration
 	tries     uint
@@ -48,7 +48,7 @@ func (p *patience) next() time.Duration {
 	return p.now
 }
 
-// learn takes in whether watching for so long was of use.
+// learn is told whether watching for so long was useful.
 func (p *patience) learn(spent time.Duration, useful bool) {
 	if useful {
 		p.now = min(max(2*p.now, spent), p.most)
@@ -57,13 +57,13 @@ func (p *patience) learn(spent time.Duration, useful bool) {
 	}
 }
 
-// naps are the leader's short sleeps within a burst of posted commands. On a
-// machine whose processors are busy, with a runtime that computes on them most
-// of all, each wake-up takes one away from the application's kernels; who
-// naps is not woken for each command. A burst that ends without a call that
-// waits costs a few naps in vain; they become fewer when that happens often.
+// naps are the leader's short sleeps in a burst of posted commands. If the processors are
+// busy, mostly because the runtime computes on them, each wake-up takes a processor from
+// the application's kernels. A leader that naps is not woken for each command. If a burst
+// ends without a call that waits, a few naps were useless; if that happens often, there are
+// fewer naps.
 type naps struct {
-	most  int // 0: never
+	most  int // 0: no naps
 	now   int
 	taken int
 	tries uint
@@ -81,7 +81,7 @@ func newNaps(sharesProcessors bool) naps {
 	return naps{most: mostNaps, now: mostNaps}
 }
 
-// next is how long to nap, 0 for not at all.
+// next returns how long to nap; 0 for no nap.
 func (n *naps) next() time.Duration {
 	limit := n.now
 	if n.taken == 0 {
@@ -101,7 +101,7 @@ func (n *naps) next() time.Duration {
 	return firstNap << (n.taken - 1)
 }
 
-// ended takes in that a request came after all.
+// ended is called when a request has arrived after all.
 func (n *naps) ended() {
 	if n.taken > 0 {
 		n.now = min(n.now+1, n.most)
@@ -113,7 +113,7 @@ func (s *session) canLead() bool {
 	return s.active.Load() && !s.gate.Load() && !s.closed.Load()
 }
 
-// worker leads whenever nobody else does and stands by otherwise.
+// worker leads if no other worker does. Otherwise it stands by.
 func (s *session) worker() {
 	for !s.closed.Load() {
 		if s.canLead() && s.leader.CompareAndSwap(false, true) {
@@ -127,12 +127,11 @@ func (s *session) worker() {
 	}
 }
 
-// standBy sleeps until a client rings, or for a while. The doorbell may be
-// rung between the look at its word and the wait, so while a leader is aside
-// the wait is short.
+// standBy sleeps until a client rings the doorbell, or for some time. The doorbell may be
+// rung between reading its word and the wait, so the wait is short while a leader is away.
 func (s *session) standBy() {
 	if !s.canLead() {
-		// Not on the doorbell: its next ring is for another executor.
+		// Do not wait for the doorbell: its next ring is for another executor.
 		time.Sleep(gateNap)
 		return
 	}
@@ -149,17 +148,17 @@ func (s *session) standBy() {
 	s.standby.Add(-1)
 }
 
-// wakeAll makes every sleeping worker look again.
+// wakeAll wakes every worker that sleeps.
 func (s *session) wakeAll() {
 	s.ring.RingBell()
 }
 
-// lead reads and runs requests until the lead is lost.
+// lead reads and runs requests while this worker leads.
 func (s *session) lead() {
 	buf := make([]byte, wire.MaxRequest)
-	var idle time.Time // since when the ring is empty, zero when it was not
+	var idle time.Time // since when the ring is empty; zero if it is not
 	var spin time.Duration
-	posted := false // the last request was, so more may follow
+	posted := false // the last request was posted, so more may follow
 	s.ring.Withdraw()
 	for {
 		if !s.canLead() {
@@ -228,7 +227,7 @@ func (s *session) lead() {
 	}
 }
 
-// sleep gives up the lead until a client rings. It reports whether the caller
+// sleep gives up the lead until a client rings the doorbell. It reports whether the caller
 // leads again.
 func (s *session) sleep() bool {
 	s.leader.Store(false)
@@ -245,15 +244,15 @@ func (s *session) sleep() bool {
 	return true
 }
 
-// aside runs the part of a call that waits for the device or the application,
-// with the lead given up. It reports whether the caller leads again.
+// aside gives up the lead, and runs the part of a call that waits for the device or the
+// application. It reports whether the caller leads again.
 func (s *session) aside(f after) bool {
 	if s.standby.Load() == 0 {
 		go s.worker()
 	}
 	s.leader.Store(false)
 	s.ring.Announce()
-	if !s.ring.Empty() { // came between the last look and the announcement
+	if !s.ring.Empty() { // a request has arrived between the last look and the announcement
 		s.wakeAll()
 	}
 	leads := false
@@ -269,8 +268,8 @@ func (s *session) aside(f after) bool {
 	return leads
 }
 
-// spawn runs a waiting part outside of the leader, for requests that were held
-// back and are released by somebody else's call.
+// spawn runs a waiting part in another goroutine. It is for requests that were parked, and
+// that another call has released.
 func (s *session) spawn(after func()) {
 	s.inflight.Add(1)
 	go func() {
@@ -279,7 +278,7 @@ func (s *session) spawn(after func()) {
 	}()
 }
 
-// condemn ends a session whose client broke the protocol.
+// condemn ends a session whose client has violated the protocol.
 func (s *session) condemn(err error) {
 	s.log.Error("session ended: protocol violation", "err", err)
 	s.closed.Store(true)

@@ -15,13 +15,13 @@ import (
 	"github.com/gpuctl/gpuctl/guest/opencl/wire"
 )
 
-// session is the executor's side of one application.
+// session is the executor's state of one application.
 type session struct {
 	cfg    Config
 	log    *slog.Logger
 	ring   transport
-	out    *output // nil: this process's standard output is not the session's
-	ringFD int     // for the locks that say who is alive
+	out    *output // nil: the standard output of this process does not belong to the session
+	ringFD int     // for the locks that show which executors are alive
 	arena  *shm.Region
 	split  uint64 // where the client's part of the arena begins
 	state  *os.File
@@ -29,14 +29,14 @@ type session struct {
 
 	mu      sync.Mutex
 	objs    []any          // by id
-	serials []uint64       // by id: which object of that id, and how it was built
-	ghosts  map[uint32]any // released objects that parked calls still use, by ids no client can choose
+	serials []uint64       // by id: which object has that id, and from what it was created
+	ghosts  map[uint32]any // released objects that are still used, by ids that no client can choose
 	ghostID uint32
-	redo    *parkedCall // the parked call that is being run now
-	devices []*device   // roots
+	redo    *parkedCall // the parked call that is run now
+	devices []*device   // root devices
 	parked  []*parkedCall
 	moving  []*parkedCall        // bulk transfers that run
-	lanes   [wire.LaneCount]bool // taken by them
+	lanes   [wire.LaneCount]bool // used by them
 	watches []*watch
 	replies map[uint32][]byte // what did not fit into a slot, by token
 	token   uint32
@@ -44,47 +44,47 @@ type session struct {
 	platf      cl.Platform
 	quirk      quirk
 	limits     *limits
-	info       []byte // session_info's answer; stays for the whole session
-	memory     uint64 // bytes of live memory objects
-	unified    bool   // the device computes in host memory it is given
+	info       []byte // the answer to session_info; the same for the whole session
+	memory     uint64 // bytes of existing memory objects
+	unified    bool   // the device computes in the host memory that it is given
 	usage      usage
 	clock      clock
-	profiled   bool // the application asks for times of events
+	profiled   bool // the application has asked for times of events
 	xfer       transfers
 	pins       pins
 	exportedTo string
-	window     uint64 // contents pass through here
+	window     uint64 // memory through which contents pass
 	windowSize uint64 // bytes; 0: there is none
-	windows    uint64 // that there have been
+	windows    uint64 // how many there have been
 	peerWindow peerWindow
 	handed     handed
 	stateTo    *stateFile
 	stateName  string
-	swept      bool // our part of the arena, once it was known what live objects have there
-	sent       bool // all contents have left by a stream
+	swept      bool // our part of the arena was swept, which needs the ranges of existing objects
+	sent       bool // all contents have left in a stream
 	prepared   bool // prepared with a final graph
 	once       sync.Once
 
 	active         atomic.Bool
 	gate           atomic.Bool
-	gateWanted     bool          // close the gate when the device is idle next
-	gated          chan struct{} // closed when it is
+	gateWanted     bool          // close the gate when the device is idle
+	gated          chan struct{} // closed when the gate is closed
 	gatedAt        time.Time
 	closed         atomic.Bool
 	leader         atomic.Bool
-	patience       patience // the leader's
-	naps           naps     // the leader's
+	patience       patience // of the leader
+	naps           naps     // of the leader
 	standby        atomic.Int32
 	inflight       atomic.Int32
 	frozen         bool
-	freezes        uint64 // how often it was
+	freezes        uint64 // how many freezes there were
 	doing          atomic.Pointer[activity]
 	calls          uint64
 	serial         uint64
 	cache          *programCache
 	built          time.Time // when a program was built last
 	unkept         []*unkept
-	storing        *unkept // the one that is being kept
+	storing        *unkept // the one that is kept now
 	keeping        bool
 	watchWake      chan struct{}
 	cbMu           sync.Mutex
@@ -93,12 +93,12 @@ type session struct {
 	stop           chan struct{}
 	req            requests
 	wait           []cl.Event
-	answer         []byte // data of the blocking call that is being enqueued
-	bulkSlot       uint16 // of the call that is being enqueued
+	answer         []byte // data for the blocking call that is enqueued now
+	bulkSlot       uint16 // of the call that is enqueued now
 	off, glob, loc [3]uint64
 }
 
-// usage is what the session has used at most.
+// usage is the most that the session has used.
 type usage struct {
 	LargestAlloc     uint64
 	LargestWorkGroup uint64
@@ -107,10 +107,10 @@ type usage struct {
 	Launches         uint64
 }
 
-// errHostile marks requests that no honest client sends.
+// errHostile is returned for requests that no honest client sends.
 var errHostile = errors.New("malformed request")
 
-// lookup returns the live object with that id and type.
+// lookup returns the object with that id and type; nil if there is none.
 func lookup[T any](s *session, id uint32) *T {
 	if s.redo != nil {
 		if x, ok := s.redo.alias[id]; ok {
@@ -129,7 +129,7 @@ func lookup[T any](s *session, id uint32) *T {
 	return nil
 }
 
-// put registers a new object. The client chooses ids; a taken one is an error.
+// put registers a new object. The client chooses the ids. An id that is used is an error.
 func (s *session) put(id uint32, o any) error {
 	if id < wire.FirstID || id > wire.MaxID {
 		return fmt.Errorf("object id %d: %w", id, errHostile)
@@ -155,7 +155,7 @@ func (s *session) grow(id uint32) {
 	}
 }
 
-// reply answers a call; a posted request has nobody to answer.
+// reply answers a call. A posted request gets no answer.
 func (s *session) reply(slot uint16, st cl.Status, data []byte) {
 	if slot == wire.NoSlot {
 		return
@@ -168,7 +168,7 @@ func (s *session) reply(slot uint16, st cl.Status, data []byte) {
 			s.token++
 		}
 		token = s.token
-		if len(s.replies) >= 4096 { // a client that never fetches
+		if len(s.replies) >= 4096 { // a client that never fetches them
 			clear(s.replies)
 		}
 		s.replies[token] = data
@@ -181,7 +181,7 @@ func (s *session) reply(slot uint16, st cl.Status, data []byte) {
 
 const slotData = wire.SlotSize - wire.SlotData
 
-// arenaRange checks that the client may name these bytes of the arena.
+// arenaRange checks that these bytes are in the client's part of the arena.
 func (s *session) arenaRange(off, n uint64) (unsafe.Pointer, bool) {
 	if n == 0 || off >= s.arena.Size() || n > s.arena.Size()-off {
 		return nil, false

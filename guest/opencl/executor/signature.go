@@ -12,9 +12,9 @@ import (
 )
 
 const (
-	// argInfoOption makes the vendor tell what the arguments of a kernel are.
+	// argInfoOption makes the vendor keep the description of kernel arguments.
 	argInfoOption = "-cl-kernel-arg-info"
-	// noOptimizing makes a build that is never run cheaper.
+	// noOptimizing makes a build cheaper that is never run.
 	noOptimizing = "-cl-opt-disable"
 )
 
@@ -23,17 +23,17 @@ var (
 	errDiffers = errors.New("the kernel that runs and its description differ")
 )
 
-// argument is what a compiler says of an argument of a kernel.
+// argument is what a compiler reports about an argument of a kernel.
 type argument struct {
 	Space, Access uint32
 	Qual          uint64
 	Type, Name    string
 }
 
-// signature has the arguments of a program's kernels by the kernels' names.
+// signature has the arguments of a program's kernels, by kernel name.
 type signature map[string][]argument
 
-// info is what the argument means to the executor.
+// info returns what the argument means to the executor.
 func (a *argument) info() argInfo {
 	var in argInfo
 	switch {
@@ -67,7 +67,7 @@ func (a *argument) info() argInfo {
 	return in
 }
 
-// argumentCount asks a kernel how many arguments it has.
+// argumentCount returns how many arguments a kernel has.
 func argumentCount(k cl.Kernel) (uint32, error) {
 	b, st := cl.GetKernelInfo(k, cl.KernelNumArgs)
 	if st != cl.Success || len(b) < 4 {
@@ -76,8 +76,8 @@ func argumentCount(k cl.Kernel) (uint32, error) {
 	return cl.Uint32(b), nil
 }
 
-// argumentsOf asks a kernel for its arguments. Where the runtime does not
-// describe them, the error is errArgInfo.
+// argumentsOf returns a kernel's arguments. If the runtime does not describe them, the
+// error is errArgInfo.
 func argumentsOf(k cl.Kernel) ([]argument, error) {
 	n, err := argumentCount(k)
 	if err != nil {
@@ -114,7 +114,7 @@ func kernelNames(v cl.Program) []string {
 	return strings.FieldsFunc(cl.CString(b), func(r rune) bool { return r == ';' })
 }
 
-// signatureOf asks a built program for the arguments of its kernels.
+// signatureOf returns the arguments of the kernels of a built program.
 func signatureOf(v cl.Program) (signature, error) {
 	sig := signature{}
 	for _, name := range kernelNames(v) {
@@ -132,10 +132,9 @@ func signatureOf(v cl.Program) (signature, error) {
 	return sig, nil
 }
 
-// check compares what the description says with the kernel that runs. They come
-// from two builds, and sources can include files that change in between: bytes
-// must not pass for the vendor's pointer. A pointer may be set to NULL, a
-// number may not.
+// check compares the description with the kernel that runs. They come from two builds, and
+// sources can include files that change in between. A number must never be used as the
+// vendor's pointer: a pointer may be set to NULL, a number may not.
 func (d *description) check(k cl.Kernel, as []argument) error {
 	n, err := argumentCount(k)
 	if err != nil {
@@ -155,14 +154,14 @@ func (d *description) check(k cl.Kernel, as []argument) error {
 	return nil
 }
 
-// description is the outcome of a build that is never run, made to describe
-// the kernels of a program. Options change code, and applications get the code
-// that their own options make.
+// description is the result of a build that is never run. It describes the kernels of a
+// program. The build that runs has exactly the application's options, because options
+// change code.
 type description struct {
-	done chan struct{} // closed when the rest is set
+	done chan struct{} // closed when the other fields are set
 	sig  signature
 	err  error
-	sure bool // it was kept with the very code that runs
+	sure bool // it was kept together with the build that runs
 }
 
 func (d *description) find(w *describer) {
@@ -170,7 +169,7 @@ func (d *description) find(w *describer) {
 	close(d.done)
 }
 
-// describer does the work of a description, without the session's lock.
+// describer makes a description, without the session's lock.
 type describer struct {
 	ctx     *clContext
 	vendor  cl.Program // the build that runs
@@ -178,8 +177,8 @@ type describer struct {
 	devices []*device
 }
 
-// describer takes what it needs from the program, which may be released
-// meanwhile. The caller holds s.mu; run lets go of the rest.
+// describer takes what it needs from the program, which may be released in the meantime.
+// The caller holds s.mu. run releases what it has taken.
 func (p *program) describer() *describer {
 	cl.RetainProgram(p.vendor)
 	cl.RetainContext(p.ctx.vendor)
@@ -188,7 +187,8 @@ func (p *program) describer() *describer {
 	return &describer{ctx: p.ctx, vendor: p.vendor, content: x, devices: p.builtFor()}
 }
 
-// run asks the program itself, and where it does not tell, another build of it.
+// run asks the program itself for its arguments. If that does not describe them, run builds
+// it once more.
 func (d *describer) run() (signature, error) {
 	defer func() {
 		cl.ReleaseProgram(d.vendor)
@@ -218,7 +218,7 @@ func (d *describer) run() (signature, error) {
 	return sig, nil
 }
 
-// withoutArguments lists the kernels that have none.
+// withoutArguments lists the kernels without arguments.
 func withoutArguments(v cl.Program) []string {
 	var names []string
 	for _, name := range kernelNames(v) {
@@ -234,9 +234,9 @@ func withoutArguments(v cl.Program) []string {
 	return names
 }
 
-// variants are texts that describe the program, to be tried in turn. NVIDIA's
-// compiler (driver 580) can't describe a program with a kernel that has no
-// arguments, so those get one.
+// variants returns texts that describe the program. They are tried in this order. NVIDIA's
+// compiler (driver 580) cannot describe a program with a kernel that has no arguments, so
+// such a kernel gets one.
 func (d *describer) variants(none []string) []*portable.Program {
 	vs := []*portable.Program{&d.content}
 	if len(none) > 0 {
@@ -250,7 +250,7 @@ func (d *describer) variants(none []string) []*portable.Program {
 	return vs
 }
 
-// prefixed is a program with lines before each of its sources.
+// prefixed returns a program with lines before each of its sources.
 func prefixed(x *portable.Program, lines string) portable.Program {
 	y := *x
 	if len(x.Source) > 0 {
@@ -263,7 +263,7 @@ func prefixed(x *portable.Program, lines string) portable.Program {
 	return y
 }
 
-// build makes a program that describes itself.
+// build builds a program that describes its arguments.
 func (d *describer) build(x *portable.Program) (cl.Program, error) {
 	how := describing
 	for {
@@ -282,13 +282,13 @@ func (d *describer) build(x *portable.Program) (cl.Program, error) {
 		if how("") == argInfoOption {
 			return 0, fmt.Errorf("build to describe the arguments: %w", st)
 		}
-		how = describingOptimized // some programs need the optimizer
+		how = describingOptimized // some programs cannot be built without the optimizer
 	}
 }
 
-// arguments are those of a kernel of the program: as the kernel itself tells,
-// or else as another build told and this kernel does not deny. They may be long
-// in coming.
+// arguments returns the arguments of a kernel of the program: as the kernel describes them
+// itself, or else from another build, if the kernel does not contradict it. It may wait for
+// a long time.
 func (d *description) arguments(k cl.Kernel, name string) ([]argument, error) {
 	if d == nil || !d.sure {
 		if as, err := argumentsOf(k); !errors.Is(err, errArgInfo) || d == nil {
@@ -306,7 +306,7 @@ func (d *description) arguments(k cl.Kernel, name string) ([]argument, error) {
 	return as, d.check(k, as)
 }
 
-// ready reports whether arguments answers at once.
+// ready reports whether arguments returns at once.
 func (d *description) ready() bool {
 	if d == nil {
 		return true
@@ -319,8 +319,7 @@ func (d *description) ready() bool {
 	}
 }
 
-// describeAside finds the program's signature while the application goes on.
-// The caller holds s.mu.
+// describeAside finds the program's signature in another goroutine. The caller holds s.mu.
 func (s *session) describeAside(p *program) {
 	d := &description{done: make(chan struct{})}
 	p.desc = d
@@ -328,10 +327,10 @@ func (s *session) describeAside(p *program) {
 	go d.find(w)
 }
 
-// optioner gives the options of a build.
+// optioner returns the options of a build.
 type optioner func(options string) string
 
-// options are those of builds that run: the application's own.
+// options returns those of builds that run: the application's own.
 func (q quirk) options(o string) string {
 	if q.sameCode {
 		return describingOptimized(o)
@@ -339,14 +338,14 @@ func (q quirk) options(o string) string {
 	return o
 }
 
-// asksToTell reports whether the application has asked for its kernels' arguments
-// to be described.
+// asksToTell reports whether the application has requested descriptions of its kernels'
+// arguments.
 func asksToTell(x *portable.Program) bool {
 	return strings.Contains(x.Options, argInfoOption) || strings.Contains(x.LinkOptions, argInfoOption) ||
 		slices.ContainsFunc(x.Inputs, func(in portable.Program) bool { return asksToTell(&in) })
 }
 
-// describing adds to them what a build that only describes needs.
+// describing adds the options of a build that only describes.
 func describing(o string) string {
 	o = describingOptimized(o)
 	if !strings.Contains(o, noOptimizing) {

@@ -16,22 +16,21 @@ import (
 	"github.com/gpuctl/gpuctl/guest/opencl/cl"
 )
 
-// A state file holds the contents of a suspended session: the objects one
-// behind the other, then an index, then where the index is. It is a file or
-// the state memfd. Both are mapped, so that the device writes into them
-// directly; room is reserved first, so that a full disk shows while the
-// session still runs.
+// A state file has the contents of a suspended session: the objects one after the other,
+// then an index, then the position of the index. It is a file on disk or the state memfd.
+// Both are mapped, and the device writes into the mapping. The space is reserved first, so
+// that a full disk is noticed while the session still runs.
 
 const stateMagic = 0x5453585550474c43
 
 var errState = errors.New("not a complete session state")
 
-// stateEntry is one object in a state file, whose index has entries of
-// entrySize bytes: id, serial, place and size.
+// stateEntry describes one object in a state file. An entry of the index has entrySize
+// bytes: id, serial number, position and size.
 type stateEntry struct {
 	ID     uint32
 	Serial uint64
-	At, N  uint64 // bytes
+	At, N  uint64 // in bytes
 }
 
 const entrySize = 32
@@ -43,8 +42,8 @@ func (e *stateEntry) appendTo(b []byte) []byte {
 	return b
 }
 
-// readIndex finds the objects in a state file of size bytes. Each is there
-// once, so that an index makes no more work than the session has contents.
+// readIndex reads the index of a state file of size bytes. It refuses an object that occurs
+// twice, so that no index makes more work than the session has contents.
 func (s *session) readIndex(f io.ReaderAt, size uint64) (map[*mem]stateEntry, error) {
 	var tail [24]byte
 	if size < uint64(len(tail)) {
@@ -79,11 +78,11 @@ type stateFile struct {
 	s       *session
 	f       *os.File
 	memory  bool
-	entries map[uint64]*stateRoom // by serial
+	entries map[uint64]*stateRoom // by serial number
 	end     uint64
 	maps    [][]byte
-	next    uint64 // chunk of the window
-	whole   bool   // everything of the frozen session is in it
+	next    uint64 // the next chunk of the window
+	whole   bool   // everything of the frozen session is in the file
 }
 
 type stateRoom struct {
@@ -104,7 +103,7 @@ func (w *stateFile) inPlace() bool { return false }
 func (w *stateFile) chunk() uint64 { return windowChunk }
 func (w *stateFile) close() error  { return nil }
 
-// reserve makes room for every object that has none yet.
+// reserve reserves space for each object that has none yet.
 func (w *stateFile) reserve() error {
 	s := w.s
 	var fresh []*stateRoom
@@ -146,9 +145,9 @@ func (w *stateFile) reserve() error {
 	return nil
 }
 
-// place has the device write into the window, which is pinned; accept copies
-// from there with every processor. To pin the state itself would cost as much
-// as to move it, and again when the executor ends.
+// place makes the device write into the window, which is pinned; accept copies from there,
+// with all processors. Pinning the state itself would cost as much time as moving it, and
+// the same again when the executor ends.
 func (w *stateFile) place(ps []piece) error {
 	if err := w.s.openWindow(windowChunk * windowDepth); err != nil {
 		return err
@@ -171,7 +170,7 @@ func (w *stateFile) place(ps []piece) error {
 	return nil
 }
 
-// room is where a piece's bytes belong in the file.
+// room returns where a piece's bytes belong in the file.
 func (w *stateFile) room(x *piece) ([]byte, error) {
 	r := w.entries[x.serial]
 	off := x.Off
@@ -199,7 +198,7 @@ func (w *stateFile) accept(ps []piece) error {
 	return nil
 }
 
-// finish ends the file with its index and makes it durable.
+// finish writes the index and syncs the file.
 func (w *stateFile) finish() error {
 	var index []byte
 	w.s.each(func(_ uint32, serial uint64, o any) {
@@ -234,16 +233,16 @@ func (w *stateFile) finish() error {
 	return nil
 }
 
-// letGo drops the file's pages from this process; they stay in the file. That
-// costs some 50 ns a page, and the end of the process, for which the resume
-// waits, would do it with one processor.
+// letGo removes the file's pages from this process; they stay in the file. That takes about
+// 50 ns for each page. Otherwise the end of the process, for which the resume waits, would
+// do it with one processor.
 func (w *stateFile) letGo() {
 	for _, b := range w.maps {
 		wide(len(b), 64<<20, func(off, end int) { _ = unix.Madvise(b[off:end], unix.MADV_DONTNEED) })
 	}
 }
 
-// release unmaps the file. Nothing may be read into it any more.
+// release unmaps the file. After that, nothing may be read into it.
 func (w *stateFile) release() {
 	for _, b := range w.maps {
 		_ = unix.Munmap(b)
@@ -251,8 +250,8 @@ func (w *stateFile) release() {
 	w.maps = nil
 }
 
-// load writes a state file's contents into the prepared objects, and those
-// that stayed in the arena too if this device keeps memory of its own.
+// load writes the contents of a state file into the prepared objects. If this device has
+// memory of its own, it also writes those that have stayed in the arena.
 func (s *session) load(f *os.File, report progress) error {
 	st, err := f.Stat()
 	if err != nil {
@@ -264,7 +263,7 @@ func (s *session) load(f *os.File, report progress) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	defer s.closeWindow()
-	filed, err := s.readIndex(f, uint64(st.Size())) // a file has what was in the arena, too
+	filed, err := s.readIndex(f, uint64(st.Size())) // a file also has what was in the arena
 	if err != nil {
 		return fmt.Errorf("%s: %w", f.Name(), err)
 	}
@@ -292,9 +291,9 @@ func (s *session) load(f *os.File, report progress) error {
 	return s.fill(f, ps, report)
 }
 
-// fill reads pieces from a state file, those that have no address yet, and
-// puts them into their objects. Each chunk of the window has a worker: some
-// read while the device takes what others have read.
+// fill reads those pieces from a state file that have no address yet, and writes them into
+// their objects. There is a worker for each chunk of the window: some read while the device
+// takes what others have read.
 func (s *session) fill(f *os.File, ps []piece, report progress) error {
 	var total, done uint64
 	for i := range ps {
@@ -338,8 +337,7 @@ func (s *session) fill(f *os.File, ps []piece, report progress) error {
 	return errors.Join(errs...)
 }
 
-// fillBatch moves a batch through a chunk of the window and waits until it is
-// in the device.
+// fillBatch moves a batch through a chunk of the window, and waits until the device has it.
 func (s *session) fillBatch(f *os.File, ps []piece, at uint64) (n uint64, err error) {
 	var evs []cl.Event
 	for i := range ps {
@@ -368,8 +366,8 @@ func (s *session) fillBatch(f *os.File, ps []piece, at uint64) (n uint64, err er
 	return n, nil
 }
 
-// take begins to put a piece of content into its object. The event is 0 when
-// it is there already.
+// take begins to write a piece of content into its object. The event is 0 if that is done
+// already.
 func (s *session) take(p *piece) (cl.Event, error) {
 	m := p.m
 	if m.unified {
@@ -388,8 +386,8 @@ func (s *session) take(p *piece) (cl.Event, error) {
 	return ev, nil
 }
 
-// takeUnified copies into a buffer in the arena, around what the application
-// has mapped: there its own bytes are the newer ones.
+// takeUnified copies into a buffer in the arena, except where the application has mapped
+// it: the bytes there are newer.
 func (s *session) takeUnified(p *piece) {
 	m := p.m
 	dst := s.arenaBytes(m.arena+p.Off, p.N)
@@ -418,14 +416,13 @@ func (s *session) takeUnified(p *piece) {
 	}
 }
 
-// isMapped reports whether the application has a mapping of the object, or of a
-// part of it.
+// isMapped reports whether the application has mapped the object or a part of it.
 func (m *mem) isMapped() bool {
 	return len(m.maps) > 0 || slices.ContainsFunc(m.subs, func(x *mem) bool { return len(x.maps) > 0 })
 }
 
-// mapped lists the byte ranges of a buffer that are mapped now, through itself
-// or a sub-buffer that begins at base, by mappings that are wanted.
+// mapped lists the byte ranges of a buffer that are mapped now, directly or through a
+// sub-buffer that begins at base, by mappings for which want returns true.
 func (m *mem) mapped(want func(mp *mapping, base uint64) bool) [][2]uint64 {
 	var out [][2]uint64
 	for _, x := range append([]*mem{m}, m.subs...) {

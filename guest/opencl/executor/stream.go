@@ -15,16 +15,16 @@ import (
 	"github.com/gpuctl/gpuctl/guest/statestream"
 )
 
-// A session's contents leave the VM as a stream: a head, then for each piece
-// its place and its bytes, then a tail with the number of pieces. Nothing is
-// read twice and nothing waits here but two small chunks of the window, since
-// a VM whose memory had room for the state would have it suspended there. That
-// what comes in is what went out is guest/statestream's to say; here it is checked
-// that it fits the objects, since a vendor's library does not.
+// A session's contents leave the VM as a stream: a head, then for each piece its position
+// and its bytes, then a tail with the number of pieces. Nothing is read twice, and only two
+// small chunks of the window are used: if the VM had memory for the state, the session
+// would be suspended in the VM. Package guest/statestream makes sure that what is received
+// is what was sent. Here it is checked that it fits the objects, because a vendor's library
+// does not check that.
 
 const (
 	streamMagic = 0x315453584c435047
-	streamHead  = 32 // bytes of a piece's place, and of head and tail
+	streamHead  = 32 // bytes of a piece's position, and of head and tail
 	streamChunk = 4 << 20
 	streamDepth = 2
 )
@@ -33,7 +33,7 @@ const (
 type streamSink struct {
 	s      *session
 	w      io.Writer
-	next   uint64 // chunk of the window
+	next   uint64 // the next chunk of the window
 	pieces uint64
 }
 
@@ -44,8 +44,8 @@ func (o *streamSink) inPlace() bool { return false }
 func (o *streamSink) close() error  { return nil }
 func (o *streamSink) chunk() uint64 { return streamChunk }
 
-// place has the device write into a chunk whose bytes have gone: accept
-// returns only then.
+// place makes the device write into a chunk whose bytes were sent; accept returns only
+// then.
 func (o *streamSink) place(ps []piece) error {
 	if err := o.s.openWindow(streamChunk * streamDepth); err != nil {
 		return err
@@ -102,7 +102,7 @@ func (c *controller) Send(ctx context.Context, _ *connect.Request[gpuctlv1.SendR
 	return nil
 }
 
-// send writes all contents. They stay here until the session is retired.
+// send writes all contents. They also stay here until the session ends.
 func (s *session) send(ctx context.Context, w *statestream.Writer) error {
 	s.dropState()
 	o := &streamSink{s: s, w: w}
@@ -145,8 +145,8 @@ func (c *controller) Receive(_ context.Context, in *connect.ClientStream[gpuctlv
 	return connect.NewResponse(&gpuctlv1.ReceiveResponse{Bytes: n}), nil
 }
 
-// receiveState puts the pieces of a stream into their objects as they come. A
-// failed one leaves objects of this executor half-way: it must not be used.
+// receiveState puts the pieces of a stream into their objects as they arrive. If it fails,
+// this executor's objects are incomplete and must not be used.
 func (s *session) receiveState(r io.Reader) (total uint64, err error) {
 	var fly [streamDepth][]cl.Event
 	defer func() {
@@ -189,7 +189,7 @@ func (s *session) receiveState(r io.Reader) (total uint64, err error) {
 		}
 		s.mu.Lock()
 		p.m = lookup[mem](s, p.ID)
-		// bytes of something that fits cannot overflow.
+		// The number of bytes of a piece that fits cannot overflow.
 		ok := p.m != nil && p.m.parent == nil && p.fits() && p.bytes() > 0 && p.bytes() == le64(head[24:]) && p.bytes() <= streamChunk
 		s.mu.Unlock()
 		if !ok {
@@ -227,7 +227,7 @@ func (s *session) receiveState(r io.Reader) (total uint64, err error) {
 	return total, nil
 }
 
-// missing finds an object of which not all has come, or nothing at all.
+// missing returns an error for an object of which a part or everything has not arrived.
 func (s *session) missing(came map[*mem]uint64) (err error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -239,7 +239,7 @@ func (s *session) missing(came map[*mem]uint64) (err error) {
 	return err
 }
 
-// content is how many bytes an object has.
+// content returns the number of bytes of an object's content.
 func (m *mem) content() uint64 {
 	if m.kind == memImage {
 		return m.rows() * m.rowBytes()

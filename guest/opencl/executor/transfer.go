@@ -10,7 +10,7 @@ import (
 	"github.com/gpuctl/gpuctl/guest/opencl/cl"
 )
 
-// transfers has one queue per context, which moves contents in and out of the
+// transfers has one queue for each context. The queues move contents into and out of the
 // device.
 type transfers struct {
 	queues map[*clContext]cl.Queue
@@ -34,8 +34,8 @@ func (t *transfers) forget(c *clContext) {
 	}
 }
 
-// populate makes the pages of b exist: the kernel zeroes some 2 GiB a second
-// on one processor.
+// populate makes the kernel allocate the pages of b. It zeroes about 2 GiB a second with
+// one processor.
 func populate(b []byte) {
 	const page = 4096
 	wide(len(b), 32<<20, func(off, end int) {
@@ -45,7 +45,7 @@ func populate(b []byte) {
 	})
 }
 
-// copyWide copies with several processors: one moves 5 to 11 GB/s.
+// copyWide copies with several processors. One processor copies 5 to 11 GB/s.
 func copyWide(dst, src []byte) {
 	wide(len(dst), 2<<20, func(off, end int) { copy(dst[off:end], src[off:end]) })
 }
@@ -64,7 +64,7 @@ func readWide(f io.ReaderAt, b []byte, at int64) error {
 	return nil
 }
 
-// wide cuts n bytes into grains and works on all processors.
+// wide divides n bytes into parts of grain bytes, and works on them with all processors.
 func wide(n, grain int, work func(off, end int)) {
 	if n <= grain {
 		work(0, n)
@@ -86,18 +86,18 @@ func wide(n, grain int, work func(off, end int)) {
 	wg.Wait()
 }
 
-// piece is a part of one object's content: bytes of a buffer, or whole rows of
-// an image, which are numbered through all its slices.
+// piece is a part of one object's content: bytes of a buffer, or whole rows of an image. An
+// image's rows are numbered through all slices.
 type piece struct {
 	m      *mem
 	ID     uint32
-	serial uint64 // by which a state file knows the object
+	serial uint64 // the object's serial number in a state file
 	Off, N uint64
-	At     uint64 // where the bytes lie: an offset of the arena or of a file
+	At     uint64 // where the bytes are: an offset in the arena or in a file
 	ptr    unsafe.Pointer
 }
 
-// padded is what a piece takes in a window.
+// padded returns the space that a piece takes in a window.
 func (p *piece) padded() uint64 { return (p.bytes() + 127) &^ 127 }
 
 func (p *piece) bytes() uint64 {
@@ -109,14 +109,14 @@ func (p *piece) bytes() uint64 {
 
 func (m *mem) rowBytes() uint64 { return m.desc.Width * m.elem }
 
-// rows of an image, all slices together.
+// rows returns the number of an image's rows in all slices.
 func (m *mem) rows() uint64 {
 	r := m.region()
 	return r[1] * r[2]
 }
 
-// box turns a run of rows into an origin and region. A run is within one slice
-// or of whole slices.
+// box converts a range of rows to an origin and a region. The range is within one slice, or
+// it consists of whole slices.
 func (m *mem) box(row, n uint64) (o, r [3]uint64) {
 	reg := m.region()
 	o = [3]uint64{0, row % reg[1], row / reg[1]}
@@ -142,8 +142,8 @@ func (p *piece) write(q cl.Queue, src unsafe.Pointer, ev *cl.Event) cl.Status {
 	return cl.EnqueueWriteBuffer(q, p.m.vendor, false, p.Off, p.N, src, nil, ev)
 }
 
-// cut splits the dirty parts of an object into pieces of at most most bytes, or
-// one row of an image.
+// cut divides the written parts of an object into pieces of at most most bytes, or of one
+// row of an image if that is more.
 func (m *mem) cut(most uint64) []piece {
 	var ps []piece
 	if m.kind == memImage {
@@ -191,7 +191,7 @@ func anyOf(b []bool) bool {
 	return false
 }
 
-// dirtyBytes is how much an export would move now.
+// dirtyBytes returns how many bytes an export would move now.
 func (s *session) dirtyBytes() uint64 {
 	var n uint64
 	s.each(func(_ uint32, _ uint64, o any) {

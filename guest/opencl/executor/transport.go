@@ -6,17 +6,17 @@ import (
 	"github.com/gpuctl/gpuctl/guest/opencl/shm"
 )
 
-// transport is how requests come from the application and answers go back.
-// Shared memory is the one there is; PROTOCOL.md of guest/opencl/wire says what each
-// part means.
+// transport carries requests from the application, and answers to it. There is one
+// implementation, in shared memory; PROTOCOL.md of guest/opencl/wire describes each part.
 type transport interface {
-	// Next and Advance take requests in order; a request stays until Advance.
+	// Next and Advance take requests in their order. A request stays in the ring until
+	// Advance.
 	Next(buf []byte) (shm.Record, bool, error)
 	Advance()
 	Empty() bool
 
-	// The doorbell: Announce and Withdraw say that nobody reads, or that
-	// somebody does again.
+	// The doorbell: Announce says that nobody reads the ring, and Withdraw that a worker
+	// reads it again.
 	Announce()
 	Withdraw()
 	Bell() uint32
@@ -28,12 +28,13 @@ type transport interface {
 	PendDone(index, state uint32) error
 	PushCallback(token uint32, status int32, kind uint32, stop <-chan struct{}) error
 
-	// What is printed: as much as there is room for, and waiting for more.
+	// Printed text: Print writes as much as there is room for; the others wait for more
+	// room.
 	Print(p []byte) (int, error)
 	WakeWaiting()
 	AwaitPrint(timeout time.Duration)
 
-	// The lanes of bulk transfers, and the bells of those who move their data.
+	// The lanes of bulk transfers, and the bells of the threads that copy their data.
 	LaneFree(lane int) bool
 	StartLane(lane int, l shm.Lane)
 	RaiseLane(lane int, limit uint32)
@@ -42,7 +43,7 @@ type transport interface {
 	RingMovers()
 	RingCaller(slot uint16)
 
-	// Whose turn it is, and how the session is.
+	// Which executor serves the session, and the session's condition.
 	Owner() uint32
 	SetServing(generation uint32)
 	State() uint32
