@@ -201,10 +201,23 @@ func (c *Client) LookupUUID(ctx context.Context, u UUID) (Domain, error) {
 
 // State returns the state of a domain.
 func (c *Client) State(ctx context.Context, d Domain) (State, error) {
-	return do(ctx, c, c.query("domstate", d.Name), func(rpc *libvirt.Libvirt) (State, error) {
-		s, _, err := rpc.DomainGetState(d.raw(), 0)
+	s, _, err := c.StateReason(ctx, d)
+	return s, err
+}
+
+// PausedMigration is the reason of Paused for a domain that a migration has paused
+// (virDomainPausedReason).
+const PausedMigration = 2
+
+// StateReason returns the state of a domain and the reason for it, whose meaning depends
+// on the state.
+func (c *Client) StateReason(ctx context.Context, d Domain) (state State, reason int, err error) {
+	state, err = do(ctx, c, c.query("domstate", d.Name), func(rpc *libvirt.Libvirt) (State, error) {
+		s, r, err := rpc.DomainGetState(d.raw(), 0)
+		reason = int(r)
 		return State(s), err
 	})
+	return state, reason, err
 }
 
 // XMLFlags select which XML of a domain is returned.

@@ -561,16 +561,30 @@ func TestEventsTellTheStory(t *testing.T) {
 
 func TestASlowSubscriberIsToldToLook(t *testing.T) {
 	_, c := open(t, "xen", virt.Timeouts{})
-	sub := c.Subscribe()
+	sub, quick := c.Subscribe(), c.Subscribe()
 	defer sub.Close()
+	defer quick.Close()
 	d := started(t, c)
+	arrived := func(kind virt.EventKind) {
+		for {
+			e, err := quick.Next(t.Context())
+			if err != nil {
+				t.Fatal(err)
+			}
+			if e.Kind == kind {
+				return
+			}
+		}
+	}
 	for range 600 {
 		if err := c.Suspend(t.Context(), d); err != nil {
 			t.Fatal(err)
 		}
+		arrived(virt.Suspended)
 		if err := c.Resume(t.Context(), d); err != nil {
 			t.Fatal(err)
 		}
+		arrived(virt.Resumed)
 	}
 	resyncs, n := 0, 0
 	for {

@@ -115,7 +115,7 @@ func (l *Local) Where(ctx context.Context, uuid string) (migrate.Presence, error
 	if err != nil {
 		return 0, err
 	}
-	state, err := l.Client.State(ctx, d)
+	state, why, err := l.Client.StateReason(ctx, d)
 	switch {
 	case errors.Is(err, virt.ErrNotFound):
 		return migrate.Absent, nil
@@ -123,15 +123,24 @@ func (l *Local) Where(ctx context.Context, uuid string) (migrate.Presence, error
 		return 0, err
 	case !state.Active():
 		return migrate.Stopped, nil
-	case state == virt.Paused: // a VM that migrates is paused on one of the two hosts
+	}
+	// libxl's driver keeps a job on the source as long as it sends the VM. It pauses the VM
+	// for this reason only after that, if Xen refuses to resume the VM because it was never
+	// suspended. Then the VM runs, whatever libvirt says. (libxl_migration.c,
+	// libxlDomainMigrationSrcConfirm)
+	left := state == virt.Paused && why == virt.PausedMigration && l.Client.Driver() == virt.Xen
+	if state == virt.Paused && !left { // a VM that migrates is paused on one of the two hosts
 		return migrate.Moving, nil
 	}
 	switch job, err := l.Client.Job(ctx, d); {
-	case errors.Is(err, virt.ErrUnsupported):
+	case errors.Is(err, virt.ErrUnsupported) && !left:
 	case err != nil:
 		return 0, err // it may be migrating
 	case job.State == virt.JobBounded || job.State == virt.JobUnbounded:
 		return migrate.Moving, nil
+	}
+	if left {
+		l.Log.Warn("libvirt says that the VM is paused, but the migration has ended and Xen runs it; restart libvirtd, which then reads the state from Xen", "machine", d.Name)
 	}
 	return migrate.Running, nil
 }

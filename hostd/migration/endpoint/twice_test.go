@@ -67,3 +67,34 @@ func TestVMRunsTwiceWhereTheLastAnswerIsLost(t *testing.T) {
 		})
 	}
 }
+
+// A destination that dies early leaves the source with a VM that was never suspended. Xen
+// refuses to resume it, and then libvirt calls it paused although it runs. That is no
+// migration that still goes on.
+func TestVMThatLibvirtLeavesPausedIsNotMoving(t *testing.T) {
+	s := virttest.Start(t, "xen")
+	v, err := virt.Open("xen:///system", virt.WithSocket(s.Socket()))
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = v.Close() })
+	if err := v.Ready(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	l := &Local{Name: "h1", Client: v, Log: slog.New(slog.DiscardHandler)}
+	d, err := v.Define(t.Context(), fmt.Appendf(nil, "<domain type='xen'><name>web</name><uuid>%s</uuid></domain>", lost))
+	if err == nil {
+		_, err = v.Start(t.Context(), d)
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	s.Leave("web")
+	if p, err := l.Where(t.Context(), lost); err != nil || p != migrate.Running {
+		t.Errorf("left paused: %v, %v", p, err)
+	}
+	s.Next("domjobinfo", virttest.Fault{Code: 39, Message: "unknown procedure: 298"})
+	if p, err := l.Where(t.Context(), lost); err == nil {
+		t.Errorf("left paused, and it is not known whether a job runs: %v", p)
+	}
+}

@@ -68,6 +68,7 @@ type domain struct {
 	config  string // persistent definition, or empty
 	xml     string // XML of the running domain
 	state   uint32
+	reason  uint32   // of paused
 	devices []string // sources of the running domain's host devices
 	job     chan struct{}
 	arrives bool // its source has failed
@@ -80,6 +81,8 @@ const (
 	running = 1
 	paused  = 3
 	shutOff = 5
+
+	pausedMigration = 2 // virDomainPausedReason
 )
 
 // Start starts a libvirtd for xen or qemu. It ends with the test.
@@ -226,6 +229,18 @@ func (s *Server) Arrive(name string) {
 	for _, d := range s.domains {
 		if d.name == name {
 			d.state, d.config, d.arrives = paused, "", true
+		}
+	}
+}
+
+// Leave puts a domain into the state in which libxl's driver leaves it on the source of a
+// migration that has failed, if Xen refuses to resume it.
+func (s *Server) Leave(name string) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for _, d := range s.domains {
+		if d.name == name {
+			d.state, d.reason = paused, pausedMigration
 		}
 	}
 }
@@ -479,7 +494,11 @@ func (s *Server) onDomain(call string, d *domain, r *reader, w *writer) *refusal
 		}
 	case "domstate":
 		w.u32(d.state)
-		w.u32(0)
+		if d.state == paused {
+			w.u32(d.reason)
+		} else {
+			w.u32(0)
+		}
 	case "start":
 		if active {
 			return refuse(55, "Requested operation is not valid: domain is already running")
@@ -503,6 +522,9 @@ func (s *Server) onDomain(call string, d *domain, r *reader, w *writer) *refusal
 		d.state = paused
 		s.emit(d, 3, 0)
 	case "resume":
+		if d.state == paused && d.reason == pausedMigration {
+			return refuse(9, "operation failed: Failed to resume domain '3' with libxenlight") // it is not paused
+		}
 		d.state = running
 		s.emit(d, 4, 0)
 	case "undefine":
