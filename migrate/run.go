@@ -12,6 +12,7 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
+	"github.com/gpuctl/gpuctl/internal/excerpt"
 	"github.com/gpuctl/gpuctl/internal/vm"
 )
 
@@ -262,13 +263,7 @@ func (r *run) once(ctx context.Context, limit time.Duration, name string, do fun
 }
 
 // limited shortens a message to the limit of the record.
-func limited(s string) string {
-	const most = 1024
-	if len(s) > most {
-		s = s[:most] + "…"
-	}
-	return strings.ToValidUTF8(s, "?")
-}
+func limited(s string) string { return excerpt.Of(s, 1024) }
 
 // fail begins to undo the steps.
 func (r *run) fail(cause error) {

@@ -14,6 +14,7 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	"github.com/gpuctl/gpuctl/cluster/pki/throttle"
+	"github.com/gpuctl/gpuctl/internal/excerpt"
 )
 
 const (
@@ -54,9 +55,9 @@ func (g *Gate) entry(c Caller, procedure string, m proto.Message, began time.Tim
 		e.Outcome = connect.CodeOf(err).String()
 		var coded *connect.Error
 		if errors.As(err, &coded) {
-			e.Message = short(coded.Message())
+			e.Message = excerpt.Of(coded.Message(), maxText)
 		} else {
-			e.Message = short(err.Error())
+			e.Message = excerpt.Of(err.Error(), maxText)
 		}
 	}
 	return e

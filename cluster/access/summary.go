@@ -7,6 +7,8 @@ import (
 
 	"google.golang.org/protobuf/proto"
 	"google.golang.org/protobuf/reflect/protoreflect"
+
+	"github.com/gpuctl/gpuctl/internal/excerpt"
 )
 
 const (
@@ -72,7 +74,7 @@ func summarizeMap(fd protoreflect.FieldDescriptor, m protoreflect.Map) any {
 	}
 	out := map[string]any{}
 	m.Range(func(k protoreflect.MapKey, v protoreflect.Value) bool {
-		out[short(k.String())] = scalar(fd.MapValue(), v, 0, nil)
+		out[excerpt.Of(k.String(), maxText)] = scalar(fd.MapValue(), v, 0, nil)
 		return true
 	})
 	return out
@@ -102,7 +104,7 @@ func scalar(fd protoreflect.FieldDescriptor, v protoreflect.Value, depth int, le
 	case secret(fd):
 		return hidden
 	case fd.Kind() == protoreflect.StringKind:
-		return short(v.String())
+		return excerpt.Of(v.String(), maxText)
 	case fd.Kind() == protoreflect.EnumKind:
 		if e := fd.Enum().Values().ByNumber(v.Enum()); e != nil {
 			return string(e.Name())
@@ -112,13 +114,6 @@ func scalar(fd protoreflect.FieldDescriptor, v protoreflect.Value, depth int, le
 		return fmt.Sprint(v.Float()) // JSON has no NaN
 	}
 	return v.Interface()
-}
-
-func short(s string) string {
-	if len(s) > maxText {
-		return strings.ToValidUTF8(s[:maxText], "") + "…"
-	}
-	return s
 }
 
 // object returns the name of the object that a call is about.
@@ -135,7 +130,7 @@ func object(m proto.Message) string {
 		switch {
 		case fd == nil || !r.Has(fd) || fd.IsList() || fd.IsMap():
 		case fd.Kind() == protoreflect.StringKind:
-			return short(r.Get(fd).String())
+			return excerpt.Of(r.Get(fd).String(), maxText)
 		case fd.Message() != nil:
 			return object(r.Get(fd).Message().Interface())
 		}

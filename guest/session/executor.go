@@ -8,7 +8,6 @@ import (
 	"net/http"
 	"os"
 	"path/filepath"
-	"strings"
 	"sync"
 	"time"
 
@@ -18,6 +17,7 @@ import (
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
 	"github.com/gpuctl/gpuctl/guest/handover"
+	"github.com/gpuctl/gpuctl/internal/excerpt"
 )
 
 // Time limits that no healthy executor reaches. A driver that does not answer must not
@@ -148,15 +148,8 @@ func (e *executor) wrap(what string, err error) error {
 // saidError is an error that an executor returned; its text is only the executor's message.
 type saidError struct{ err *connect.Error }
 
-func (e *saidError) Error() string { return shorten(e.err.Message()) }
+func (e *saidError) Error() string { return excerpt.Of(e.err.Message(), maxSaid) }
 
-// shorten limits an executor's text to a length that can be passed on.
-func shorten(text string) string {
-	if len(text) > maxSaid {
-		text = strings.ToValidUTF8(text[:maxSaid], "") + " …"
-	}
-	return text
-}
 func (e *saidError) Unwrap() error { return e.err }
 
 // bound returns a context that ends with the timeout, or when the executor ends.
@@ -363,7 +356,7 @@ func (l *long) pulse(waits func(string)) error {
 	defer st.Close()
 	for st.Receive() {
 		l.silent.Reset(l.e.silent)
-		text, lasts := shorten(st.Msg().GetWaitsFor()), time.Duration(st.Msg().GetForNs())
+		text, lasts := excerpt.Of(st.Msg().GetWaitsFor(), maxSaid), time.Duration(st.Msg().GetForNs())
 		if text != "" {
 			text += ", for " + lasts.Round(time.Second).String()
 		}
@@ -434,7 +427,7 @@ func (e *executor) stream(ctx context.Context, what string, still time.Duration,
 	for st.Receive() {
 		l.goesOn()
 		last = st.Msg()
-		last.Message = shorten(last.Message)
+		last.Message = excerpt.Of(last.Message, maxSaid)
 		to.progress(last)
 	}
 	if err := st.Err(); err != nil {
@@ -476,7 +469,7 @@ func reasonsIn(ce *connect.Error) []*gpuctlv1.Reason {
 		}
 	}
 	if len(rs) == 0 {
-		rs = append(rs, &gpuctlv1.Reason{Code: "objects", Message: shorten(ce.Message())})
+		rs = append(rs, &gpuctlv1.Reason{Code: "objects", Message: excerpt.Of(ce.Message(), maxSaid)})
 	}
 	return rs
 }

@@ -13,6 +13,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/gpuctl/gpuctl/internal/beneath"
+	"github.com/gpuctl/gpuctl/internal/excerpt"
 )
 
 // Limits of executors' logs. Run folders are mostly in memory.
@@ -194,7 +195,7 @@ func exitReason(st *os.ProcessState, last []byte) string {
 }
 
 // reasonLine makes a line fit for messages.
-func reasonLine(l string) string { return shorten(strings.TrimSpace(strings.ToValidUTF8(l, "?"))) }
+func reasonLine(l string) string { return excerpt.Of(strings.TrimSpace(l), maxSaid) }
 
 func lastLine(b []byte) string {
 	s := strings.TrimSpace(strings.ToValidUTF8(string(b), "?"))

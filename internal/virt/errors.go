@@ -8,6 +8,8 @@ import (
 	"time"
 
 	"github.com/digitalocean/go-libvirt"
+
+	"github.com/gpuctl/gpuctl/internal/excerpt"
 )
 
 // Errors of calls. They are wrapped in an *Error that names the call and the object.
@@ -188,10 +190,7 @@ func kind(code libvirt.ErrorNumber, message string) error {
 // clean returns a message as one line of printable characters.
 func clean(s string) string {
 	const longest = 1000
-	s = strings.TrimSpace(strings.ToValidUTF8(s, "?"))
-	if len(s) > longest {
-		s = strings.ToValidUTF8(s[:longest], "") + "…"
-	}
+	s = excerpt.Of(strings.TrimSpace(s), longest)
 	return strings.Map(func(r rune) rune {
 		if r < ' ' || r == 0x7f {
 			return ' '

@@ -15,6 +15,7 @@ import (
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/guest/vm/profile"
+	"github.com/gpuctl/gpuctl/internal/excerpt"
 	"github.com/gpuctl/gpuctl/passthrough/pci"
 	"github.com/gpuctl/gpuctl/passthrough/sysfs"
 )
@@ -287,7 +288,7 @@ func (a *Agent) see(ctx context.Context, f *function) {
 // holds mu.
 func (a *Agent) judge(ctx context.Context, d *device) {
 	say := func(message string, args ...any) {
-		if message = clip(fmt.Sprintf(message, args...)); message != d.message {
+		if message = excerpt.Of(fmt.Sprintf(message, args...), maxMessage); message != d.message {
 			d.message = message
 			a.news()
 		}
@@ -338,7 +339,7 @@ func (a *Agent) probe(ctx context.Context, d *device) {
 			return
 		}
 		if err != nil {
-			d.message = clip(err.Error())
+			d.message = excerpt.Of(err.Error(), maxMessage)
 			d.notUntil = time.Now().Add(d.retry)
 			time.AfterFunc(d.retry, a.poke)
 			d.retry = min(2*d.retry, mostRetry)
@@ -510,13 +511,6 @@ func (a *Agent) list() []device {
 }
 
 func sameRuntime(a, b *gpuctlv1.Runtime) bool { return a != nil && proto.Equal(a, b) }
-
-func clip(s string) string {
-	if len(s) > maxMessage {
-		s = s[:maxMessage] + "…"
-	}
-	return s
-}
 
 func list(words []string) string {
 	switch n := len(words); n {

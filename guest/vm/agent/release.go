@@ -10,6 +10,7 @@ import (
 	"time"
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/internal/excerpt"
 	"github.com/gpuctl/gpuctl/passthrough/pci"
 	"github.com/gpuctl/gpuctl/passthrough/sysfs"
 )
@@ -154,7 +155,7 @@ func (a *Agent) unused(ctx context.Context, at pci.Address) error {
 			return fmt.Errorf("%s: %w: %w; try again", at, ErrInUse, errStarting)
 		}
 		if runs(s) && serves(s.Target, target, at) {
-			users = append(users, fmt.Sprintf("session %s (%s, pid %d)", s.Id, shorten(s.Command), s.Pid))
+			users = append(users, fmt.Sprintf("session %s (%s, pid %d)", s.Id, excerpt.Of(s.Command, 60), s.Pid))
 		}
 	}
 	if len(users) == 0 && a.users != nil {
@@ -170,13 +171,6 @@ func (a *Agent) unused(ctx context.Context, at pci.Address) error {
 		return fmt.Errorf("%s: %w: %s; suspend or end what uses it", at, ErrInUse, strings.Join(users, ", "))
 	}
 	return nil
-}
-
-func shorten(s string) string {
-	if len(s) > 60 {
-		return strings.ToValidUTF8(s[:60], "") + "…"
-	}
-	return s
 }
 
 // runs reports whether a session has an executor.

@@ -13,6 +13,7 @@ import (
 	"strconv"
 	"strings"
 
+	"github.com/gpuctl/gpuctl/internal/excerpt"
 	"github.com/gpuctl/gpuctl/internal/hook/wire"
 )
 
@@ -141,11 +142,8 @@ func (k known) managed(domain []byte) []string {
 		}
 	}
 	if err != nil && len(ours) == 0 && bytes.Contains(domain, []byte("hostdev")) {
-		why := err.Error()
-		if len(why) > maxWhy { // a parser repeats names of the XML
-			why = strings.ToValidUTF8(why[:maxWhy], "") + "…"
-		}
-		return []string{"of an XML that can't be read (" + why + ")"}
+		// A parser repeats names of the XML.
+		return []string{"of an XML that can't be read (" + excerpt.Of(err.Error(), maxWhy) + ")"}
 	}
 	return ours
 }

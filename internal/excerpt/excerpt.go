@@ -1,0 +1,18 @@
+// Package excerpt limits texts of others, like errors of libraries and names in documents,
+// to a size that can be passed on.
+package excerpt
+
+import "strings"
+
+const more = "…"
+
+// Of returns s if it has at most most bytes. Otherwise it returns the beginning of s with
+// an ellipsis, in at most most bytes. The result is valid UTF-8: each run of bytes that are
+// not becomes a question mark.
+func Of(s string, most int) string {
+	s = strings.ToValidUTF8(s, "?")
+	if len(s) <= most {
+		return s
+	}
+	return strings.ToValidUTF8(s[:max(0, most-len(more))], "") + more
+}
