@@ -233,6 +233,7 @@ func (r *run) attempt(ctx context.Context, s step, do func(context.Context, *run
 			said = err.Error()
 			r.Log.Info("trying again", "migration", r.m.GetId(), "step", s.name, "err", err)
 		}
+		r.Report(r.m, r.bytes, 0, excerpt.Of(said, 200))
 		if wait(ctx, r.Pause) != nil {
 			break
 		}

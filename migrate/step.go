@@ -459,9 +459,11 @@ func (r *run) carry(ctx context.Context, from, to string, home bool) error {
 		case here != Moving && there != Moving:
 			return fmt.Errorf("the VM is %s on host %s and %s on host %s: %w", here, from, there, to, errLost)
 		}
+		is := fmt.Sprintf("the VM is %s on host %s and %s on host %s", here, from, there, to)
+		r.Report(r.m, r.bytes, 0, is)
 		select {
 		case <-ctx.Done():
-			return fmt.Errorf("%w: the VM is %s on host %s and %s on host %s", ErrUnreachable, here, from, there, to)
+			return fmt.Errorf("%w: %s", ErrUnreachable, is)
 		case <-time.After(r.Pause):
 		}
 	}
