@@ -252,7 +252,7 @@ func (s *session) carry(b *bulk) {
 	st := s.awaitTurn(b.p.q, b.wait)
 	b.start = hostNow()
 	s.mu.Lock()
-	s.settleAll() // the memory that it writes may still be read by an earlier transfer
+	s.settleAll() // a write may send data that the client still has to get from an earlier read
 	s.mu.Unlock()
 	r := laneRun{s: s, b: b}
 	if st == cl.Success && !s.gate.Load() {

@@ -44,8 +44,9 @@ const (
 // programCache keeps the builds of the session's programs on one device, so that an
 // executor of the same session that comes back to the device need not build them again. It
 // is in the session's folder. Other executors of the session can write there, and the
-// application may have taken control of one of them. So an entry is valid only if it is
-// signed with a key that gpuguest gives only to executors for this device.
+// application may have taken control of one of them, for example of one with another
+// runtime. So an entry is valid only if it is signed with a key that gpuguest gives only to
+// executors for this device.
 type programCache struct {
 	dir    string // empty: there is no cache
 	secret []byte
@@ -86,7 +87,7 @@ func (c *programCache) sign(what string, k programKey, body []byte) []byte {
 	return h.Sum(nil)
 }
 
-// file returns the path of an entry. Each device has its own.
+// file returns the name of an entry's file. It is different for each device.
 func (c *programCache) file(k programKey) string { return hex.EncodeToString(c.sign("name", k, nil)) }
 
 // get returns nil if there is no such entry, or if it is not valid.
@@ -349,7 +350,7 @@ func fixedGroups(v cl.Program) bool {
 // command begin before that is done. If there is no such moment for a long time, it gives
 // up.
 func (s *session) keepStill(u *unkept) error {
-	<-u.desc.done // not while others wait for this
+	<-u.desc.done // before s.mu is locked, so that others do not wait for it
 	for from := time.Now(); time.Since(from) < stillPatience; time.Sleep(cacheRest / 10) {
 		s.mu.Lock()
 		cs := s.contexts()
@@ -361,7 +362,7 @@ func (s *session) keepStill(u *unkept) error {
 			s.mu.Unlock()
 			return ErrBusy
 		}
-		// The session stands still, or something waits for that.
+		// The session is frozen or being frozen, or it has ended.
 		over := s.frozen || s.closed.Load() || s.gate.Load()
 		if !over && launches(s.contexts()) == launched {
 			defer s.mu.Unlock()
@@ -454,8 +455,8 @@ func (s *session) recall(p *program, serial uint64) bool {
 }
 
 // included returns a program that others can include. The caller releases it. A program
-// that was created from a binary has no source in the runtime, and it is not changed,
-// because it may have kernels.
+// that was created from a binary has no source in the runtime, so another one is created
+// from the source. The first is not changed, because it may have kernels, and may get more.
 func (p *program) included() (cl.Program, cl.Status) {
 	if !p.recalled || len(p.content.Inputs) > 0 {
 		cl.RetainProgram(p.vendor)

@@ -69,7 +69,7 @@ type cmd struct {
 	mem   *mem
 	pend  uint32
 	keep  *runtime.Pinner
-	aside after // if not nil, the command goes on in another goroutine: a small blocking read
+	aside after // if not nil, the rest of the command, which runs without the lock: a small blocking read
 }
 
 // track makes the vendor create an event for the command.
@@ -190,7 +190,7 @@ func (s *session) refuse(c call, q *queue, e *event, pend uint32, st cl.Status) 
 	return done(st)
 }
 
-// afterFail runs commands that have waited for an event that failed. They run or fail, too.
+// afterFail runs the commands that have waited for a failed event, or lets them fail, too.
 func (s *session) afterFail() {
 	s.wakeWatches()
 	s.advance()
@@ -259,7 +259,7 @@ func (s *session) readBuffer(x *cmd, r *wire.ReadBuffer) (cl.Status, error) {
 }
 
 // directRead is the size in bytes up to which the vendor's own blocking read is used: for
-// little data, it is much faster than an event in some runtimes.
+// little data, it is much faster than to wait for an event.
 const directRead = 64 << 10
 
 // readAside makes the vendor enqueue and wait in one call, without the lock. A command of

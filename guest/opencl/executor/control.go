@@ -349,7 +349,7 @@ func (s *session) freeze(ctx context.Context, limit time.Duration) ([]string, er
 
 // longestIdleWait is how long a freeze waits for a moment in which the device has nothing
 // to do. An application that waits for its results has such moments. If one is found, the
-// application does not stand still while earlier commands end.
+// time in which earlier commands end is not part of the downtime.
 const longestIdleWait = 300 * time.Millisecond
 
 // awaitIdle closes the gate when the device has nothing to do, or when the time is over.
@@ -549,7 +549,7 @@ func (s *session) retire() {
 		s.mu.Lock()
 		s.closeWindow()
 		if s.frozen && s.ring.Owner() == s.cfg.Generation && (s.sent || s.stateTo != nil && s.stateTo.whole && !s.stateTo.memory) {
-			// All content is in the file or at another executor, and nobody has taken over.
+			// All content is in the file or has left the VM, and nobody has taken over.
 			// So host memory can be freed, except what the application has mapped.
 			s.each(func(_ uint32, _ uint64, o any) {
 				if m, ok := o.(*mem); ok && m.parent == nil && m.hasArena && !m.isMapped() {

@@ -249,7 +249,7 @@ func (s *session) timedAlone(wait []uint32) *event {
 	return e
 }
 
-// waitThen waits for vendor events in another goroutine, and then answers the call with the
+// waitThen waits for vendor events without the lock, and then answers the call with the
 // result of then.
 func (s *session) waitThen(c call, evs []cl.Event, then func() []byte) outcome {
 	for _, e := range evs {
@@ -403,7 +403,7 @@ func (s *session) pushCallbacks() {
 	}
 }
 
-// notifyDestroyed tells the application that a memory object is released, when the commands
+// notifyDestroyed tells the application that a memory object is destroyed, when the commands
 // that may use it have ended.
 func (s *session) notifyDestroyed(token uint32, c *clContext) {
 	var evs []cl.Event

@@ -15,7 +15,7 @@ import (
 // Its size depends on the objects that exist, never on the number of calls. Executors
 // exchange it as CBOR, with a decoder that is made for untrusted bytes: the executor that
 // sends a graph has run an application's kernels. Fields that one side does not know are
-// omitted.
+// ignored.
 type graph struct {
 	Version    int
 	Generation uint32
@@ -189,8 +189,8 @@ func decodeGraph(b []byte) (*graph, error) {
 	return g, nil
 }
 
-// check refuses values that no executor writes and that restore relies on. Whether the
-// objects exist that others name is checked when they are created.
+// check refuses values that no executor writes and that restore does not check itself.
+// Whether the objects exist that others name is checked when they are created.
 func (g *graph) check() error {
 	var errs []error
 	seen := map[uint32]bool{}

@@ -27,8 +27,8 @@ type parkedCall struct {
 	looked, bulk bool // whether it is a bulk transfer, if looked is set
 }
 
-// isFence reports whether the command waits for everything before it. A barrier also delays
-// everything after it, even in an out-of-order queue.
+// isFence reports whether the command delays everything after it (fence), as a barrier does
+// even in an out-of-order queue, and whether it waits for everything before it (waitsAll).
 func isFence(op wire.Op, wait int) (fence, waitsAll bool) {
 	switch op {
 	case wire.OpBarrier:

@@ -83,9 +83,9 @@ func (h *hostMemory) alloc(size uint64) (uint64, error) {
 }
 
 // begin records what the former executor holds now, before one of its graphs is restored.
-// What it held at the time of the last graph, and what no object uses, is forgotten. If the
-// former executor had the part that this executor has, it has ended, because it has lost
-// the lock.
+// A range that it held at the time of the last graph, and that no object uses, is
+// forgotten. If the former executor had the part that this executor has, it has ended,
+// because it has lost the lock.
 func (h *hostMemory) begin(part int, held []span) error {
 	h.former = part
 	for off, f := range h.foreign {
@@ -144,7 +144,7 @@ func (h *hostMemory) punch(off, size uint64) {
 	_ = h.region.PunchHole(off, size)
 }
 
-// settle is called when the former executor has ended, or does not have the session any
+// settle is called when the former executor has ended and does not have the session any
 // more. What it held belongs to this executor alone now. What no object uses is freed.
 func (h *hostMemory) settle() {
 	h.former = -1
