@@ -15,22 +15,22 @@ import (
 	"github.com/gpuctl/gpuctl/internal/testkit"
 )
 
-// mover plays the threads of the application's library that move the data of
-// bulk transfers.
+// mover simulates the threads of the application's library that copy the data of bulk
+// transfers.
 type mover struct {
 	c *client
 
-	hold chan struct{} // closed when chunks may be moved without asking; nil: they may
-	step chan struct{} // one is moved for each that is taken from here, while hold is open
+	hold chan struct{} // nil or closed: chunks are moved freely
+	step chan struct{} // while hold is open, one chunk is moved for each value received here
 
 	mu    sync.Mutex        // held while a chunk is moved, too
-	data  map[uint32][]byte // what to write, or where to read to, by completion word
+	data  map[uint32][]byte // by completion word: what to write, or where to read to
 	write map[uint32]bool
 	froms []uint64 // where each run began
 }
 
-// mover returns threads that move chunks as they like; with held, only those
-// that the test asks for, until it closes hold.
+// mover starts threads that move chunks. If held is set, they move only as many as the test
+// requests through step, until it closes hold.
 func (c *client) mover(held bool) *mover {
 	m := &mover{c: c, data: map[uint32][]byte{}, write: map[uint32]bool{}, step: make(chan struct{})}
 	if held {
@@ -145,9 +145,8 @@ func (c *client) finish(q uint32) {
 	}
 }
 
-// bulkRect is a transfer of a whole buffer as one rectangle, which passes
-// through chunks on every device, or plainly, which a device that computes in
-// the arena takes directly.
+// bulk posts a transfer of a whole buffer. As one rectangle, it passes through chunks on
+// every device. Otherwise a device that computes in the arena transfers it directly.
 func (c *client) bulk(q, b uint32, n uint64, write, rect bool, word, event uint32, wait ...uint32) {
 	const row = 1 << 20
 	o, r := []uint64{0, 0, 0}, []uint64{row, n / row, 1}
@@ -163,8 +162,8 @@ func (c *client) bulk(q, b uint32, n uint64, write, rect bool, word, event uint3
 	}
 }
 
-// interrupted is in the middle of a bulk write of n bytes, after steps chunks; a
-// read of all of them is parked behind it.
+// interrupted starts a bulk write of n bytes and returns after steps chunks of it. A read
+// of all bytes is parked behind the write.
 func (c *client) interrupted(n uint64, rect bool, steps int) (*mover, *session, uint32) {
 	c.t.Helper()
 	m := c.mover(true)
@@ -182,7 +181,7 @@ func (c *client) interrupted(n uint64, rect bool, steps int) (*mover, *session, 
 	return m, s, q
 }
 
-// goOn lets both transfers end and checks that what was written was read.
+// goOn lets both transfers end, and checks that the read returned what was written.
 func (m *mover) goOn(q uint32) {
 	m.c.t.Helper()
 	close(m.hold)
@@ -194,16 +193,16 @@ func (m *mover) goOn(q uint32) {
 	}
 }
 
-// A session that is to stand still does not wait for a large transfer: it stops
-// between two chunks, and the other executor goes on with what is left. What is
-// parked behind it keeps its place.
+// A freeze does not wait for a large transfer: the transfer stops between two chunks, and
+// the other executor continues with the bytes that are left. Calls that are parked behind
+// the transfer keep their place.
 func TestTransferGoesOnAtAnotherExecutor(t *testing.T) {
 	const n = 200 << 20
 	for _, rect := range []bool{false, true} {
 		c := newClient(t)
 		m, s, q := c.interrupted(n, rect, 10)
 		to := c.executor(2)
-		go func() { // the application goes on once the session is to stand still
+		go func() { // the application continues when the freeze has begun
 			_ = testkit.Poll(c.ctx, "the session is to stand still", func() error { return testkit.Want(s.gate.Load()) })
 			for {
 				select {
@@ -225,7 +224,7 @@ func TestTransferGoesOnAtAnotherExecutor(t *testing.T) {
 }
 
 // An application that is stopped in the middle of a transfer can be frozen and
-// moved; nobody uses the chunks that it may still write to.
+// moved. Nothing else uses the chunks that it may still write to.
 func TestStoppedApplicationIsFrozenInTheMiddleOfATransfer(t *testing.T) {
 	const n = 64 << 20
 	c := newClient(t)
@@ -238,7 +237,7 @@ func TestStoppedApplicationIsFrozenInTheMiddleOfATransfer(t *testing.T) {
 	m.goOn(q)
 }
 
-// A freeze that fails lets transfers that stopped for it go on.
+// After a freeze fails, the transfers that it stopped continue.
 func TestTransferGoesOnAfterAFailedFreeze(t *testing.T) {
 	const n = 64 << 20
 	c := newClient(t)
@@ -249,7 +248,7 @@ func TestTransferGoesOnAfterAFailedFreeze(t *testing.T) {
 	m.goOn(q)
 }
 
-// However much is under way at once, it takes no more host memory than the lanes have.
+// Any number of transfers at the same time takes no more host memory than the lanes have.
 func TestTransfersInFlightTakeBoundedMemory(t *testing.T) {
 	const n, count = 32 << 20, 30
 	c := newClient(t)
@@ -274,7 +273,7 @@ func TestTransfersInFlightTakeBoundedMemory(t *testing.T) {
 	}
 }
 
-// used is how many bytes of the arena exist.
+// used returns how many bytes of the arena have memory.
 func (c *client) used() int64 {
 	var st unix.Stat_t
 	if err := unix.Fstat(c.arena.FD(), &st); err != nil {
@@ -307,7 +306,7 @@ func TestHostileBulkTransfers(t *testing.T) {
 	b := c.buffer(ctx, 1<<24)
 	done := make(chan struct{})
 	var wg sync.WaitGroup
-	wg.Go(func() { // counts wildly
+	wg.Go(func() { // a client that writes wrong counts
 		for v := uint32(0); ; v += 0x1234567 {
 			select {
 			case <-done:
@@ -328,7 +327,7 @@ func TestHostileBulkTransfers(t *testing.T) {
 	wg.Wait()
 }
 
-// A transfer is cut into the same chunks wherever it stops in between, and they
+// A transfer is divided into the same chunks wherever it stops in between, and the chunks
 // cover it without gaps.
 func TestCutsCoverATransfer(t *testing.T) {
 	for _, box := range [][3]uint64{{1, 1, 1}, {5 << 20, 1, 1}, {3001, 1000, 3}, {1000, 300, 20}, {2<<20 + 4099, 2, 2}, {2 << 20, 3, 1}, {1, 2<<20 + 1, 2}} {

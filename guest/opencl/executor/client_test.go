@@ -25,7 +25,7 @@ const (
 	testSplit = 2 << 30
 )
 
-// client plays the application's library against a session in this process.
+// client simulates the application's library for a session in this process.
 type client struct {
 	t     testing.TB
 	ctx   context.Context // ends before the test does
@@ -68,7 +68,7 @@ func dup(t testing.TB, r *shm.Region) int {
 	return fd
 }
 
-// pocl finds the runtime that every machine of the project has.
+// pocl returns the path of PoCL, which is installed on every machine of the project.
 func pocl(t testing.TB) string {
 	ms, _ := filepath.Glob("/usr/lib/*/libpocl.so.2*")
 	if len(ms) == 0 {
@@ -150,7 +150,7 @@ func (c *client) answer(slot uint16) (cl.Status, []byte) {
 	c.t.Helper()
 	off := wire.SlotOff + uint64(slot)*wire.SlotSize
 	state := off + wire.SlotState
-	for !c.answered(slot) { // as the library waits, when it has spun long enough
+	for !c.answered(slot) { // the library waits like this after it has spun long enough
 		if c.ring.CAS32(state, wire.SlotPending, wire.SlotAsleep) || c.ring.Load32(state) == wire.SlotAsleep {
 			shm.FutexWait(c.ring.Word32(state), wire.SlotAsleep, time.Second)
 		}

@@ -8,8 +8,8 @@ import (
 	"github.com/gpuctl/gpuctl/guest/opencl/wire"
 )
 
-// A program that measures asks for the times of what it has just waited for:
-// from its second wait on the answer brings them along.
+// A program that measures asks for the times of the event for which it has just waited.
+// From its second wait on, the answer of the wait contains them.
 func TestTheAnswerOfAWaitBringsTheTimesThatAreAskedForNext(t *testing.T) {
 	c := newClient(t)
 	c.executor(1).activate()

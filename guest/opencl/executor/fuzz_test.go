@@ -35,8 +35,8 @@ func model(t testing.TB) string {
 	return lib
 }
 
-// modelled opens sessions over the client's memory on the model. Nothing runs
-// beside the caller.
+// modelled opens sessions over the client's memory with the model as the runtime. It starts
+// none of a session's background goroutines.
 type modelled struct {
 	*client
 	library string
@@ -58,8 +58,8 @@ func (c *modelled) open(t testing.TB, generation uint32) *session {
 	return s
 }
 
-// shut lets go of all that a session has, as the end of its process does. It
-// returns when nothing of it runs any more.
+// shut releases everything that a session has, as the end of its process does. It returns
+// when no goroutine of the session runs any more.
 func (c *modelled) shut(t testing.TB, s *session) {
 	for s.inflight.Load() > 0 {
 		runtime.Gosched()
@@ -85,7 +85,7 @@ func (c *modelled) shut(t testing.TB, s *session) {
 	}
 }
 
-// discard drops the vendor's object and nothing else.
+// discard releases only the vendor's object.
 func (*session) discard(o any) {
 	switch o := o.(type) {
 	case *device:
@@ -120,11 +120,11 @@ func (*session) discard(o any) {
 	}
 }
 
-// Ids that the scene has.
+// Ids of the objects in the scene.
 const (
 	sceneContext = wire.FirstID + iota
 	sceneQueue
-	sceneLoose // an out-of-order queue that takes times
+	sceneLoose // an out-of-order queue with profiling
 	sceneBuffer
 	sceneSub
 	sceneImage
@@ -132,11 +132,12 @@ const (
 	sceneProgram
 	sceneKernel
 	sceneImageKernel
-	sceneEvent // a user's
+	sceneEvent // a user event
 	sceneNext
 )
 
-// scene is what an application makes before the fuzzer plays it: one of each.
+// scene returns the requests with which an application creates one object of each type,
+// before the fuzzer's requests.
 func scene() []wire.Request {
 	one := binary.LittleEndian.AppendUint32(nil, 1)
 	return []wire.Request{
@@ -157,7 +158,7 @@ func scene() []wire.Request {
 	}
 }
 
-// plays are what applications do in the scene.
+// plays returns requests of applications that use the objects of the scene.
 func plays() [][]wire.Request {
 	const stage = testSplit
 	one := []uint64{1, 1, 1}
@@ -170,7 +171,7 @@ func plays() [][]wire.Request {
 			&wire.ReadBuffer{Queue: sceneQueue, Mem: sceneBuffer, Blocking: 1, Size: 64, Mode: wire.DataStaged, StageOff: stage, StageLen: 64},
 			&wire.Release{ID: sceneNext}, &wire.Finish{Queue: sceneQueue},
 		},
-		{ // parked behind the user's event, with its objects released meanwhile
+		{ // parked behind the user event; their objects are released in the meantime
 			&wire.Ndrange{Queue: sceneQueue, Kernel: sceneKernel, Dims: 1, Glob0: 64, Event: sceneNext, Wait: []uint32{sceneEvent}},
 			&wire.FillBuffer{Queue: sceneQueue, Mem: sceneBuffer, Size: 64, Pattern: []byte{1, 2, 3, 4}},
 			&wire.Finish{Queue: sceneQueue},
@@ -223,8 +224,8 @@ func plays() [][]wire.Request {
 	}
 }
 
-// script is requests as the fuzzer has them: of each its number, a slot or none,
-// the length of its fields, and those.
+// script encodes requests as the fuzzer's input. Each has its operation number, a slot or
+// none, the length of its fields, and the fields.
 func script(ms ...wire.Request) []byte {
 	var b []byte
 	for i, m := range ms {
@@ -236,12 +237,12 @@ func script(ms ...wire.Request) []byte {
 	return b
 }
 
-// mostID bounds the ids of new objects: the executor's table has room for all
-// ids up to the largest, and to make one of 400 MB each time takes too long.
+// mostID bounds the ids of new objects. The executor's table has an entry for each id up to
+// the largest, and to allocate a table of 400 MB in each run takes too long.
 const mostID = 4096
 
-// play runs a script as the ring's reader would, until the client breaks the
-// protocol. Bulk transfers, in which the application takes part, are left out.
+// play runs a script as the ring's reader would, until the client violates the protocol. It
+// skips bulk transfers, because the application takes part in them.
 func (s *session) play(b []byte) error {
 	for len(b) >= 4 {
 		op, slot, n := wire.Op(b[0]), uint16(b[1]), int(binary.LittleEndian.Uint16(b[2:]))
@@ -282,10 +283,10 @@ func (s *session) play(b []byte) error {
 	return nil
 }
 
-// FuzzDispatch plays an application. Whatever it asks for, the executor
-// survives, hands the driver no stale object and no memory outside of what it
-// means, and what the session is then travels: its graph is taken by another
-// executor, or refused in words.
+// FuzzDispatch simulates an application. Whatever it requests, the executor must not crash,
+// and must not give the driver a released object or memory outside of the range that is
+// meant. Afterwards the session must be movable: another executor restores its graph, or
+// refuses it with ErrRefused.
 func FuzzDispatch(f *testing.F) {
 	c := newModelled(f)
 	for _, p := range plays() {
@@ -328,7 +329,7 @@ func FuzzDispatch(f *testing.F) {
 	})
 }
 
-// graphs are of real sessions.
+// graphs returns graphs of real sessions.
 func graphs(t testing.TB, c *modelled) (out [][]byte) {
 	t.Helper()
 	for _, p := range append(plays(), nil) {
@@ -353,7 +354,7 @@ func graphs(t testing.TB, c *modelled) (out [][]byte) {
 	return out
 }
 
-// allocated is how many bytes f allocates.
+// allocated returns how many bytes f allocates.
 func allocated(f func()) uint64 {
 	var before, after runtime.MemStats
 	runtime.ReadMemStats(&before)
@@ -362,12 +363,12 @@ func allocated(f func()) uint64 {
 	return after.TotalAlloc - before.TotalAlloc
 }
 
-// graphGrowth is how many bytes one of a graph may become: the largest element,
-// which one byte can stand for, twice while a list grows.
+// graphGrowth is how many bytes may be allocated for one byte of a graph. One byte can
+// encode the largest element, which is in memory twice while its list grows.
 const graphGrowth = 1024
 
-// FuzzGraph decodes graphs. What is taken is whole: encoded again it is the
-// same; and the memory it takes follows its length.
+// FuzzGraph decodes graphs. A graph that is accepted is complete: encoded and decoded again,
+// it is the same. The memory that it takes is bounded by its length.
 func FuzzGraph(f *testing.F) {
 	for _, b := range graphs(f, newModelled(f)) {
 		f.Add(b)
@@ -397,7 +398,7 @@ func FuzzGraph(f *testing.F) {
 	})
 }
 
-// largest is the largest id that is no ghost's.
+// largest returns the largest id that is not the id of a ghost.
 func (g *graph) largest() (id uint32) {
 	v := reflect.ValueOf(g).Elem()
 	for i := range v.NumField() {
@@ -412,14 +413,14 @@ func (g *graph) largest() (id uint32) {
 	return id
 }
 
-// FuzzPrepare has an executor make a session's objects from a graph, twice, as
-// a swap does. It survives, and gives the driver nothing that is not there.
+// FuzzPrepare makes an executor restore a session's objects from a graph, twice, as a swap
+// does. The executor must not crash, and must not give the driver objects that do not exist.
 func FuzzPrepare(f *testing.F) {
 	c := newModelled(f)
 	for _, b := range graphs(f, c) {
 		f.Add(b)
 	}
-	from := c.open(f, 1) // its part of the arena is what the graphs name
+	from := c.open(f, 1) // the graphs name its part of the arena
 	f.Cleanup(func() { c.shut(f, from) })
 	f.Fuzz(func(t *testing.T, in []byte) {
 		g, err := decodeGraph(in)
@@ -431,14 +432,14 @@ func FuzzPrepare(f *testing.F) {
 		s.mu.Lock()
 		defer s.mu.Unlock()
 		if s.restore(g, noProgress) == nil {
-			g.Events, g.Parked, g.Watches = nil, nil, nil // these come once
+			g.Events, g.Parked, g.Watches = nil, nil, nil // these are restored only once
 			_ = s.restore(g, noProgress)
 		}
 	})
 }
 
-// FuzzReceive reads whatever stream into an executor: it must survive. What it
-// takes for whole is what went out.
+// FuzzReceive reads an arbitrary stream into an executor, which must not crash. A stream
+// that it accepts as complete has exactly the bytes that were sent.
 func FuzzReceive(f *testing.F) {
 	c := newModelled(f)
 	s := c.open(f, 1)
@@ -460,7 +461,7 @@ func FuzzReceive(f *testing.F) {
 	if err != nil {
 		f.Fatal(err)
 	}
-	to.pins.wanted = false // pages that a driver pins cost milliseconds
+	to.pins.wanted = false // to pin pages with a driver takes milliseconds
 	f.Add(stream)
 	f.Add(stream[:70])
 	f.Add(stream[:len(stream)-streamHead])
@@ -472,8 +473,8 @@ func FuzzReceive(f *testing.F) {
 	})
 }
 
-// FuzzStateIndex reads the index of a state file. No place in it is outside of
-// the file, and no object there twice.
+// FuzzStateIndex reads the index of a state file. No entry may be outside of the file, and
+// no object may be in it twice.
 func FuzzStateIndex(f *testing.F) {
 	c := newModelled(f)
 	s := c.open(f, 1)
@@ -496,7 +497,7 @@ func FuzzStateIndex(f *testing.F) {
 	if err != nil {
 		f.Fatal(err)
 	}
-	f.Add(whole[w.end:], w.end) // contents say nothing: they are a hole here
+	f.Add(whole[w.end:], w.end) // contents do not matter: they are a hole here
 	f.Add(whole[w.end:], uint64(0))
 	f.Fuzz(func(t *testing.T, tail []byte, before uint64) {
 		before %= 1 << 40
@@ -536,8 +537,8 @@ func (h hole) ReadAt(p []byte, off int64) (int, error) {
 	return len(p), nil
 }
 
-// FuzzImport takes what the session's former executor says of its window, and of
-// contents that it has put into the arena.
+// FuzzImport receives what the session's former executor sends about its window, and about
+// contents in the arena.
 func FuzzImport(f *testing.F) {
 	c := newModelled(f)
 	s := c.open(f, 1)

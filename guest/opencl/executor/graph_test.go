@@ -9,7 +9,7 @@ import (
 	"github.com/gpuctl/gpuctl/guest/opencl/wire"
 )
 
-// played is a session in the scene, and its graph.
+// played returns a session with the objects of the scene, and its graph.
 func played(t *testing.T, c *modelled) (*session, *graph) {
 	t.Helper()
 	s := c.open(t, 1)
@@ -69,9 +69,10 @@ func TestAGraphThatNoExecutorMakesIsRefused(t *testing.T) {
 	}
 }
 
-// A graph's lists cost what is in them, not what they say of their length.
+// The lists of a graph take memory for the elements that they have, not for the length that
+// they claim.
 func TestAGraphTakesNoMoreMemoryThanItsLengthAllows(t *testing.T) {
-	long := []byte{0xa1, 0x64, 'M', 'e', 'm', 's', 0x9b, 0, 0, 0, 0, 0x40, 0, 0, 0} // a billion objects, of which none comes
+	long := []byte{0xa1, 0x64, 'M', 'e', 'm', 's', 0x9b, 0, 0, 0, 0, 0x40, 0, 0, 0} // claims a billion objects, but contains none
 	n := allocated(func() {
 		if _, err := decodeGraph(long); !errors.Is(err, errGraph) {
 			t.Error(err)
@@ -82,8 +83,8 @@ func TestAGraphTakesNoMoreMemoryThanItsLengthAllows(t *testing.T) {
 	}
 }
 
-// A handle is an address in one process: in another one it is whatever a
-// hostile executor wanted it to be.
+// A handle is an address in one process. In another process, it is an address that a
+// hostile executor may have chosen.
 func TestADriversHandleDoesNotTravelInAGraph(t *testing.T) {
 	_, g := played(t, newModelled(t))
 	for i := range g.Mems {
@@ -100,7 +101,7 @@ func TestADriversHandleDoesNotTravelInAGraph(t *testing.T) {
 	}
 }
 
-// Transfers take their size from it, and the driver its own.
+// Transfers take their size from the graph's pixel size, but the driver uses its own.
 func TestAnImageWhosePixelsHaveAnotherSizeIsRefused(t *testing.T) {
 	c := newModelled(t)
 	_, g := played(t, c)
@@ -139,8 +140,8 @@ func TestAnObjectIsOnceInAStatesIndex(t *testing.T) {
 	}
 }
 
-// An id that comes again in a later graph as another object is not the one
-// that was prepared.
+// If a later graph has another object under the same id, that is not the object that was
+// prepared.
 func TestAnObjectThatBecomesAnotherIsRefused(t *testing.T) {
 	c := newModelled(t)
 	_, g := played(t, c)
@@ -160,7 +161,7 @@ func TestAnObjectThatBecomesAnotherIsRefused(t *testing.T) {
 	}
 }
 
-// A driver reads partition properties up to a 0 that a graph need not have.
+// A driver reads partition properties up to a 0, which a graph may lack.
 func TestASubDeviceOfAGraphWithoutPropertiesIsRefused(t *testing.T) {
 	c := newModelled(t)
 	_, g := played(t, c)

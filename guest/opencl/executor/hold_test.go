@@ -7,9 +7,9 @@ import (
 	"github.com/gpuctl/gpuctl/guest/opencl/wire"
 )
 
-// A held command may name an object twice, or an object and its part. What the
-// application released meanwhile is let go of once all the same, and what it
-// still has stays.
+// A parked command may name an object twice, or an object and a part of it. If the
+// application has released the object in the meantime, it is still released only once.
+// Objects that the application has are kept.
 func TestHeldCommandThatNamesAnObjectTwiceLetsGoOfItOnce(t *testing.T) {
 	const size = 1 << 20
 	copied := func(q, src, dst uint32, wait ...uint32) *wire.CopyBuffer {
@@ -17,7 +17,8 @@ func TestHeldCommandThatNamesAnObjectTwiceLetsGoOfItOnce(t *testing.T) {
 	}
 	for _, test := range []struct {
 		name string
-		// held enqueues what waits for the event and releases what it made for it.
+		// held enqueues a command that waits for the event, and releases the objects that
+		// it has created for the command.
 		held func(c *client, ctx, q, b, event uint32)
 	}{
 		{"a buffer to itself", func(c *client, ctx, q, _, event uint32) {

@@ -18,7 +18,7 @@ func (c *client) hostMemory() *hostMemory {
 	return &h
 }
 
-// Whatever executors there were before, two that are alive have no memory in common.
+// Two living executors never share memory, whatever executors there were before.
 func TestLivingExecutorsHavePartsOfTheirOwn(t *testing.T) {
 	c := newClient(t)
 	var hs []*hostMemory
@@ -46,8 +46,8 @@ func TestLivingExecutorsHavePartsOfTheirOwn(t *testing.T) {
 	}
 }
 
-// What the source of a swap holds in the target's part stays as it is, though
-// no live object of the graph has it: a kernel may still read a released buffer.
+// Memory that the source of a swap holds in the target's part does not change, even if no
+// live object of the graph uses it: a kernel may still read a released buffer.
 func TestTargetSparesWhatItsSourceStillReads(t *testing.T) {
 	c := newClient(t)
 	first, source := c.hostMemory(), c.hostMemory()
@@ -86,8 +86,8 @@ func TestTargetSparesWhatItsSourceStillReads(t *testing.T) {
 	}
 }
 
-// Who resumes a session may get the part of the executor that has ended, and
-// keeps what live objects have in it.
+// The executor that resumes a session may get the part of the executor that has ended, and
+// keeps the memory that live objects have in it.
 func TestResumedExecutorKeepsWhatItsPartHeld(t *testing.T) {
 	c := newClient(t)
 	former := c.hostMemory()
@@ -115,7 +115,7 @@ func TestResumedExecutorKeepsWhatItsPartHeld(t *testing.T) {
 	}
 }
 
-// A range with two owners ends the operation.
+// A range with two owners makes the operation fail.
 func TestMemoryWithTwoOwnersIsAnError(t *testing.T) {
 	c := newClient(t)
 	source, target := c.hostMemory(), c.hostMemory()
@@ -144,5 +144,5 @@ func TestMemoryWithTwoOwnersIsAnError(t *testing.T) {
 	}
 }
 
-// end gives the part up, as the end of the process does.
+// end releases the part, as the end of the process does.
 func (h *hostMemory) end() { _ = unix.Close(h.locks) }
