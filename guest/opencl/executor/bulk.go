@@ -26,8 +26,8 @@ const (
 	// laneBytes is the size of one lane in the arena, in bytes.
 	laneBytes = wire.LaneChunk * wire.LaneChunks
 	// directAhead is how many chunks the client may copy directly into or out of the buffer
-	// before it hears from the executor again. The executor has nothing else to do for
-	// them.
+	// before the executor raises the limit. The executor does nothing else for these
+	// chunks.
 	directAhead = 32
 	// sharedBulk is the size in bytes from which threads of the library help the thread
 	// that waits in a blocking call.
@@ -425,8 +425,8 @@ type laneRun struct {
 	begun bool
 	left  bool   // given up while the client was copying
 	count uint32 // number of chunks
-	limit uint32 // of these, the client may copy so many
-	done  uint32 // and has copied so many
+	limit uint32 // number of chunks that the client may copy so far
+	done  uint32 // number of chunks that the client has copied
 	seen  uint32 // the client's count as it was last read
 	evs   [wire.LaneChunks]cl.Event
 	sizes [wire.LaneChunks]uint64
@@ -454,7 +454,8 @@ func (r *laneRun) raise(limit uint32) {
 	}
 }
 
-// learn takes the client's count, which may have any value.
+// learn records how many chunks the client has copied. The client can write any number, so a
+// number out of range is ignored.
 func (r *laneRun) learn(n uint32) {
 	r.seen = n
 	if n > r.done && n <= r.limit {

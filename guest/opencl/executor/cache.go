@@ -31,8 +31,8 @@ const (
 	maxCache = 64 << 20
 	// maxEntry is the largest size of one of them in bytes.
 	maxEntry = 16 << 20
-	// cacheRest is how long no program must have been built before builds are kept, because
-	// some runtimes compile when they are asked for a binary. A build waits no longer than
+	// cacheRest is the time without a build after which builds are kept, because some
+	// runtimes compile when they are asked for a binary. A build waits no longer than
 	// cachePatience.
 	cacheRest     = 300 * time.Millisecond
 	cachePatience = 5 * time.Second
@@ -270,8 +270,8 @@ type unkept struct {
 	prog   *program
 	since  time.Time
 	done   chan struct{} // closed when the build is kept, or will not be kept
-	// unwanted means that somebody waits for done only, so the build need not be kept any
-	// more.
+	// unwanted is set when the program is to be built again. The new build waits for done,
+	// so this build need not be kept any more.
 	unwanted bool
 }
 

@@ -49,7 +49,7 @@ func (s *session) describe() *gpuctlv1.Usage {
 		WorkItemSizes: s.usage.WorkItems[:], LocalMemory: s.usage.LocalMemory, Dirty: s.dirtyBytes(),
 		Calls: s.calls, Launches: s.usage.Launches, Held: uint32(len(s.parked)),
 	}
-	u.LargestAlloc = 0 // of objects that exist; released ones need not fit
+	u.LargestAlloc = 0 // only of existing objects; released ones need not fit another device
 	s.each(func(_ uint32, _ uint64, o any) {
 		switch o := o.(type) {
 		case *mem:

@@ -237,14 +237,14 @@ type peerSink struct {
 	s    *session
 	conn net.Conn
 	unif bool
-	asks bool // the target wants to be told where the window is
+	asks bool // the target has requested the position of the window
 	next uint64
 	used int
 	fly  []bool // for each batch in progress: it uses a chunk of the window
 }
 
 // The target begins with this header: importMagic, whether it computes in the arena, and
-// whether it wants to be told where the source's window is. The rest is zeros.
+// whether it requests the position of the source's window. The rest is zeros.
 const (
 	importMagic  = 0x49525847
 	helloUnified = 4

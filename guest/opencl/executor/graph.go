@@ -20,7 +20,7 @@ type graph struct {
 	Version    int
 	Generation uint32
 	Part       int    // the part of the arena that the executor owns
-	Held       []span // what it holds outside of that part
+	Held       []span // ranges outside of that part that the executor uses
 	Unified    bool
 	Info       []byte // device properties that the application has read
 	Clock      uint64 // the latest timestamp that the application has read

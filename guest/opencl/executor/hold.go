@@ -259,7 +259,7 @@ func (s *session) unpin(p *parkedCall) {
 		s.dropProgram(p.kernel.prog)
 	}
 	for _, g := range p.alias {
-		if _, ok := s.ghosts[g].(*mem); !ok && !s.parkedUse(s.ghosts[g]) { // dropMem decides when a memory object can go
+		if _, ok := s.ghosts[g].(*mem); !ok && !s.parkedUse(s.ghosts[g]) { // dropMem decides when a memory object is removed
 			delete(s.ghosts, g)
 		}
 	}

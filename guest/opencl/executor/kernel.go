@@ -179,8 +179,8 @@ func (s *session) setArg(m *wire.SetArg) (outcome, error) {
 	a.set = true
 	st := s.bindArg(k, int(m.Index))
 	if st != cl.Success {
-		// A library that requests no answer does not learn this. Its launch fails with
-		// CL_INVALID_KERNEL_ARGS.
+		// If the library has not requested an answer, it does not get this error, but its
+		// launch fails with CL_INVALID_KERNEL_ARGS.
 		s.log.Warn("argument refused", "kernel", k.name, "argument", m.Index, "err", st)
 		old.value = nil
 		*a = old
@@ -250,7 +250,7 @@ func (s *session) kernelArgInfo(m *wire.KernelArgInfo) (outcome, error) {
 	if int64(m.Index) >= int64(len(k.text)) {
 		return done(cl.InvalidArgIndex), nil
 	}
-	if k.prog.told == toldNo { // as on the runtime that has built it
+	if k.prog.told == toldNo { // the answer of the first runtime does not change
 		return done(cl.KernelArgInfoNotAvailable), nil
 	}
 	a := &k.text[m.Index]

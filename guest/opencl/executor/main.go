@@ -45,13 +45,13 @@ type Config struct {
 // ErrNoDevice is returned when the runtime does not have the requested devices.
 var ErrNoDevice = errors.New("no such device")
 
-// Main runs an executor until it is told to end, or ctx ends.
+// Main runs an executor until it retires or ctx ends.
 func Main(ctx context.Context, cfg Config) error {
 	if cfg.Logger == nil {
 		cfg.Logger = slog.New(slog.DiscardHandler)
 	}
-	// The vendor's threads and ours share the processors. One more than there are: a thread
-	// that returns from a wait then need not wait for a processor.
+	// The vendor's threads and ours share the processors. With one Go processor more than
+	// the host has, a thread that returns from a wait need not wait for one.
 	runtime.GOMAXPROCS(max(4, runtime.NumCPU()+1))
 	s, err := open(cfg, fdRing, fdArena, fdState)
 	if err != nil {
@@ -202,7 +202,7 @@ func openRuntime(rt *gpuctlv1.Runtime) (cl.Platform, []cl.Device, quirk, error) 
 
 // probeMemory finds out whether the device computes in the memory that a buffer was created
 // with. Then contents are in shared memory. Otherwise it finds out whether pinning such
-// memory pays.
+// memory makes transfers faster.
 func (s *session) probeMemory() {
 	v := s.devices[0].vendor
 	s.pins.wanted = number(v, cl.DeviceHostUnifiedMemory) == 0 && number(v, cl.DeviceType)&cl.DeviceTypeGpu != 0

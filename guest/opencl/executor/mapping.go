@@ -117,7 +117,7 @@ func (s *session) mapBuffer(c call, r *wire.MapBuffer) (outcome, error) {
 		}
 	}
 	mp := m.maps[r.Map]
-	var at uint64 // as the application was told, maybe by another executor
+	var at uint64 // the offset that the application has got, maybe from another executor
 	if mp != nil {
 		at = mp.At
 	}
@@ -255,8 +255,8 @@ func (s *session) unmap(x *cmd, r *wire.Unmap) (cl.Status, error) {
 	return cl.EnqueueWriteBuffer(x.q.vendor, m.vendor, false, mp.Offset, mp.Size, s.arena.Pointer(mp.At), x.wait, x.out), nil
 }
 
-// shed frees the memory that only mappings from before a swap have shown. It does so when
-// there is no such mapping any more and what was written from it has arrived.
+// shed frees memory that only mappings from before a swap have used. It does so when there
+// is no such mapping any more and the device has got what was written from it.
 func (s *session) shed(m *mem) {
 	if len(m.extra) == 0 || m.isMapped() {
 		return

@@ -105,7 +105,7 @@ type mem struct {
 	arena    uint64
 	hasArena bool
 	unified  bool
-	extra    []span // further ranges, shown by mappings from before a swap
+	extra    []span // further ranges, which mappings from before a swap use
 
 	wasMapped bool
 	pinTried  bool // the driver was asked to pin the shadow
@@ -215,7 +215,7 @@ type arg struct {
 	kind   uint32
 	size   uint64
 	object uint32
-	to     any // the object that value names: a *mem, a *sampler, or nil
+	to     any // the object that the id refers to: a *mem, a *sampler, or nil
 	value  []byte
 }
 

@@ -18,8 +18,8 @@ import (
 
 // What the runtime prints, mostly kernels' printf, is written to a pipe of this process,
 // and goes to the application's library, which writes it to its own standard output. The
-// library takes it only during its calls. If a kernel prints more than fits into the ring
-// and the pipe, it waits until then.
+// library takes it only during the application's calls. If a kernel prints more than fits
+// into the ring and the pipe, it waits for such a call.
 
 // outputMode is where printed text goes.
 type outputMode int
@@ -208,8 +208,8 @@ func (o *output) deliver(stop <-chan struct{}) {
 	}
 }
 
-// begin lets text go to the application that is printed from now on. After another
-// executor, text that was printed before is discarded.
+// begin sends text to the application that is printed from now on. If another executor has
+// served the session until now, text that this one has printed before is discarded.
 func (o *output) begin() {
 	if o == nil {
 		return
@@ -256,7 +256,7 @@ func (o *output) close() {
 	o.pipe.Close()
 }
 
-// expect is called before something runs that may print.
+// expect is called before something runs; prints means that it may print.
 func (o *output) expect(prints bool) {
 	if o != nil && prints {
 		o.prints.Store(true)

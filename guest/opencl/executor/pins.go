@@ -14,8 +14,8 @@ import (
 // A device reaches a pinned range by its physical pages. If the range's pages are freed in
 // the meantime, the device continues with the old ones, and what the application writes to
 // the new ones never arrives. So a range is pinned only if no other process can free its
-// pages (memory of this executor, and lanes), or if its owner has said until when it will
-// not do that (the window of a swap's source). hostMemory drops all pins of a range before
+// pages (memory of this executor, and lanes), or if its owner has announced how long it will
+// not free them (the window of a swap's source). hostMemory drops all pins of a range before
 // it frees pages.
 type pins struct {
 	wanted bool // the device has memory of its own, and pinning pays

@@ -73,8 +73,8 @@ func binaryType(k portable.Kind) uint32 {
 	return cl.ProgramBinaryTypeNone
 }
 
-// makeProgram creates the vendor's program from portable content: source, IL,
-// or what was compiled and linked from them.
+// makeProgram creates the vendor's program from portable content: source, IL, or a program
+// that was compiled and linked from them.
 func (s *session) makeProgram(p *program) cl.Status {
 	v, st := p.ctx.vendorProgram(&p.content, p.devices, s.quirk.options)
 	if st != cl.Success {

@@ -7,8 +7,8 @@ type quirk struct {
 	platform string // prefix of its name
 	device   string // prefix of the name of its first device
 	serial   bool   // not thread-safe: one call at a time
-	// It generates the same code with the option that describes arguments: no second build
-	// is needed for that.
+	// It generates the same code with the option that describes arguments, so no second
+	// build is needed for the description.
 	sameCode bool
 	// Its own binaries cannot be used.
 	badBinaries bool

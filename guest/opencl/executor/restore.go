@@ -14,7 +14,7 @@ import (
 	"github.com/gpuctl/gpuctl/guest/opencl/wire"
 )
 
-// ErrRefused is returned when this device cannot honour the session's graph.
+// ErrRefused is returned when this device cannot provide what the session's graph requires.
 var ErrRefused = errors.New("the device cannot take the session")
 
 // progress reports how far a step of a preparation is.
@@ -267,9 +267,9 @@ func (s *session) movedParts(g *graph) map[any]bool {
 	return moved
 }
 
-// hold changes by n the number of users of a released object that the graph still has. Its
-// other users are not restored yet; without them, releasing a stale user would release the
-// object.
+// hold adds n to the number of users of a released object that the graph still has. Some of
+// its users are not restored yet. Without this, the release of a stale user would release
+// the object.
 func (s *session) hold(o any, n int) {
 	switch o := o.(type) {
 	case *mem:
@@ -303,7 +303,7 @@ func (s *session) restoreDevice(d gDevice) error {
 func (s *session) restoreQueue(q gQueue) error {
 	if s.have(q.ID, q.Serial) {
 		if x := lookup[queue](s, q.ID); x != nil {
-			x.failed = cl.Status(q.Failed) // reported since, or not failed before
+			x.failed = cl.Status(q.Failed) // it may have failed since, or its error was reported since
 		}
 		return nil
 	}
@@ -354,8 +354,8 @@ func (s *session) restoreMem(g gMem, final bool) error {
 			return fmt.Errorf("memory object %d: %d bytes needed, %d of %d are taken: %w", g.ID, g.Size, s.memory, s.memoryLimit(), ErrRefused)
 		}
 	}
-	// Content that the session has in the arena stays where it is: the
-	// application may hold pointers into it, and it need not move.
+	// Content that the session has in the arena stays where it is: the application may have
+	// pointers into it, and a move is not needed.
 	if g.Unified {
 		if err := s.host.inherit(g.Arena, g.shadowSize()); err != nil {
 			return fmt.Errorf("memory object %d: %w", g.ID, err)
@@ -388,13 +388,13 @@ func (g *gMem) shadowSize() uint64 {
 }
 
 // keeps reports whether the object's memory in the arena is taken over. Content always is,
-// and it never moves. A shadow (memory that only shows content) is taken over only if the
-// application has it mapped, and only from the final graph: before that, its owner may free
-// it and put something else there.
+// and it never moves. A shadow (memory that has only a copy of mapped regions) is taken over
+// only if the application has it mapped, and only from the final graph: before that, its
+// owner may free it and put something else there.
 func (g *gMem) keeps(final bool) bool { return g.HasArena && (g.Unified || final && g.mapped) }
 
 // adoptMaps takes over the application's mappings. With the final graph, after which
-// nothing changes any more, it also takes over the memory that they show.
+// nothing changes any more, it also takes over the memory of the mappings.
 func (s *session) adoptMaps(m *mem, g gMem, final bool) error {
 	m.maps = map[uint32]*mapping{}
 	for i := range g.Maps {

@@ -48,7 +48,7 @@ func (p *patience) next() time.Duration {
 	return p.now
 }
 
-// learn is told whether watching for so long was useful.
+// learn records whether it was useful to watch the ring for this time.
 func (p *patience) learn(spent time.Duration, useful bool) {
 	if useful {
 		p.now = min(max(2*p.now, spent), p.most)

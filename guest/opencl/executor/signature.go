@@ -14,7 +14,7 @@ import (
 const (
 	// argInfoOption makes the vendor keep the description of kernel arguments.
 	argInfoOption = "-cl-kernel-arg-info"
-	// noOptimizing makes a build cheaper that is never run.
+	// noOptimizing makes a build faster. It is for builds that are never run.
 	noOptimizing = "-cl-opt-disable"
 )
 
@@ -133,8 +133,9 @@ func signatureOf(v cl.Program) (signature, error) {
 }
 
 // check compares the description with the kernel that runs. They come from two builds, and
-// sources can include files that change in between. A number must never be used as the
-// vendor's pointer: a pointer may be set to NULL, a number may not.
+// sources can include files that change in between. A number from the application must never
+// be used as the vendor's pointer. So each argument that is described as a number is set to
+// NULL: a runtime permits that for a pointer, and not for a number.
 func (d *description) check(k cl.Kernel, as []argument) error {
 	n, err := argumentCount(k)
 	if err != nil {
@@ -234,9 +235,9 @@ func withoutArguments(v cl.Program) []string {
 	return names
 }
 
-// variants returns texts that describe the program. They are tried in this order. NVIDIA's
-// compiler (driver 580) cannot describe a program with a kernel that has no arguments, so
-// such a kernel gets one.
+// variants returns the forms of the program's source that are built to describe it, in the
+// order in which they are tried. NVIDIA's compiler (driver 580) cannot describe a program
+// with a kernel that has no arguments, so such a kernel gets one.
 func (d *describer) variants(none []string) []*portable.Program {
 	vs := []*portable.Program{&d.content}
 	if len(none) > 0 {

@@ -15,8 +15,8 @@ type transport interface {
 	Advance()
 	Empty() bool
 
-	// The doorbell: Announce says that nobody reads the ring, and Withdraw that a worker
-	// reads it again.
+	// The doorbell: Announce tells the client that nobody reads the ring, and Withdraw that
+	// a worker reads it again.
 	Announce()
 	Withdraw()
 	Bell() uint32
