@@ -26,7 +26,7 @@ type mover struct {
 	mu    sync.Mutex        // held while a chunk is moved, too
 	data  map[uint32][]byte // by completion word: what to write, or where to read to
 	write map[uint32]bool
-	froms []uint64 // where each run began
+	froms []uint64 // the position at which each run began
 }
 
 // mover starts threads that move chunks. If held is set, they move only as many as the test
@@ -117,7 +117,8 @@ func (m *mover) serve(lane int, stop chan struct{}) {
 	}
 }
 
-// moved is what the transfer of a completion word wrote or read, and where its runs began.
+// moved returns what the transfer of a completion word has written or read, and the
+// positions at which the runs of all transfers began.
 func (m *mover) moved(word uint32) (data []byte, froms []uint64) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -282,7 +283,8 @@ func (c *client) used() int64 {
 	return st.Blocks * 512
 }
 
-// A client may write anything into its counters and requests.
+// A client may write any values into its requests and counters. A malformed request ends the
+// session. Wrong counters do no harm.
 func TestHostileBulkTransfers(t *testing.T) {
 	for _, m := range []wire.Request{
 		&wire.WriteBuffer{Size: 1 << 20, Mode: wire.DataBulk},

@@ -28,7 +28,7 @@ const (
 // client simulates the application's library for a session in this process.
 type client struct {
 	t     testing.TB
-	ctx   context.Context // ends before the test does
+	ctx   context.Context // ends shortly before the deadline of the test
 	ring  *shm.Region
 	arena *shm.Region
 	state *shm.Region
@@ -77,7 +77,7 @@ func pocl(t testing.TB) string {
 	return ms[0]
 }
 
-// executor opens a session over the client's memory, as a process would.
+// executor opens a session on the client's shared memory, as an executor process does.
 func (c *client) executor(generation uint32) *session {
 	c.t.Helper()
 	return c.executorOf(generation, pocl(c.t))
@@ -129,7 +129,7 @@ func (c *client) write(m wire.Request, slot uint16) {
 
 func (c *client) post(m wire.Request) { c.t.Helper(); c.write(m, wire.NoSlot) }
 
-// start sends a request that will be answered, without waiting.
+// start sends a request that has an answer, and does not wait for the answer.
 func (c *client) start(m wire.Request) uint16 {
 	c.t.Helper()
 	slot := uint16(atomic.AddUint32(&c.slots, 1) % wire.SlotCount)
@@ -172,8 +172,8 @@ func (c *client) call(m wire.Request) []byte {
 	return data
 }
 
-// setup makes a context, a queue and a program with a kernel "add" that adds
-// its second argument to every element.
+// setup creates a context, a queue and a program with a kernel "add", which adds its second
+// argument to every element.
 func (c *client) setup(props uint64) (ctx, q, k uint32) {
 	c.t.Helper()
 	ctx, q, k = c.id(), c.id(), c.id()
@@ -217,7 +217,7 @@ func (c *client) read(q, b uint32, size uint64) []uint32 {
 	return out
 }
 
-// swap moves the session to another executor, the way gpuguest does.
+// swap moves the session to another executor, as gpuguest does.
 func (c *client) swap(from, to *session) {
 	c.t.Helper()
 	if err := swap(c.t.Context(), c.t.TempDir(), from, to, wire.StateRunning); err != nil {

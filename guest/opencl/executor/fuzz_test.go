@@ -24,7 +24,7 @@ import (
 	"github.com/gpuctl/gpuctl/guest/opencl/wire"
 )
 
-// model is the runtime of testdata/model.c, built for this run.
+// model builds the runtime of testdata/model.c for this run, and returns its path.
 func model(t testing.TB) string {
 	t.Helper()
 	lib := filepath.Join(t.TempDir(), "model.so")
@@ -303,7 +303,7 @@ func FuzzDispatch(f *testing.F) {
 			t.Fatal(err)
 		}
 		if err := s.play(in); err != nil {
-			return // the session ends
+			return // a violation of the protocol, which ends the session
 		}
 		for s.inflight.Load() > 0 {
 			runtime.Gosched()
@@ -376,7 +376,7 @@ func FuzzGraph(f *testing.F) {
 	f.Fuzz(func(t *testing.T, in []byte) {
 		var g *graph
 		var err error
-		if len(in) < 512 { // reading the counters stops the world
+		if len(in) < 512 { // not measured, because ReadMemStats stops the world
 			g, err = decodeGraph(in)
 		} else if n := allocated(func() { g, err = decodeGraph(in) }); n > graphGrowth*uint64(len(in))+1<<20 {
 			t.Fatalf("%d bytes take %d", len(in), n)
@@ -453,7 +453,7 @@ func FuzzReceive(f *testing.F) {
 	if err != nil {
 		f.Fatal(err)
 	}
-	to := c.open(f, 2) // while the other one has its part of the arena
+	to := c.open(f, 2) // before the other executor gives up its part of the arena
 	c.shut(f, s)
 	to.mu.Lock()
 	err = to.restore(g, noProgress)
@@ -517,7 +517,7 @@ func FuzzStateIndex(f *testing.F) {
 	})
 }
 
-// hole is a file that reads as zero before its last bytes.
+// hole is a file in which all bytes before the tail are zero.
 type hole struct {
 	tail   []byte
 	before int64

@@ -76,7 +76,7 @@ func TestTargetSparesWhatItsSourceStillReads(t *testing.T) {
 		t.Fatalf("the range at %#x was given away again: %v", off, err)
 	}
 	target.free(off)
-	target.reclaim() // the source is alive
+	target.reclaim() // it frees nothing of the source, which is alive
 	if c.arena.Bytes()[off] != 7 {
 		t.Fatal("the source's bytes are gone")
 	}

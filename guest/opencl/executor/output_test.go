@@ -14,7 +14,7 @@ import (
 	"github.com/gpuctl/gpuctl/internal/testkit"
 )
 
-// sheet is a ring of so many bytes that somebody takes from at times.
+// sheet is a ring with room for a number of bytes, to which take adds more room.
 type sheet struct {
 	mu    sync.Mutex
 	taken *sync.Cond
@@ -96,11 +96,11 @@ func TestOutputBelongsToWhoeverRunsTheSession(t *testing.T) {
 	if !o.hold(t.Context(), time.Now()) || p.String() != "one two " {
 		t.Errorf("%q", p)
 	}
-	write(t, w, "three") // another executor may print now
+	write(t, w, "three") // another executor may serve the session now, so this is not delivered
 	if !o.offer() || p.String() != "one two " {
 		t.Errorf("%q", p)
 	}
-	o.begin() // it did not come to that
+	o.begin() // the freeze was undone: this executor serves the session again
 	if !o.offer() || p.String() != "one two three" {
 		t.Errorf("%q", p)
 	}
@@ -138,7 +138,7 @@ func TestOutputWaitsForRoom(t *testing.T) {
 	o.deliver(stop)
 }
 
-// Nobody asks, and it comes all the same.
+// Text is delivered, too, if expect was not called before and if nobody requests the text.
 func TestOutputOfUnexpectedPrinter(t *testing.T) {
 	o, p, w := testOutput(t, 1<<20)
 	o.begin()

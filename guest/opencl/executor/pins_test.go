@@ -8,8 +8,8 @@ import (
 	"github.com/gpuctl/gpuctl/guest/opencl/wire"
 )
 
-// card makes a session behave as on a device with memory of its own, for which
-// memory is pinned.
+// card makes a session behave as on a device with memory of its own, for which the driver
+// pins host memory.
 func card(s *session) {
 	discrete(s)
 	s.pins.wanted = true
@@ -26,9 +26,9 @@ func (p *pins) ranges() (out []span) {
 
 func meet(a, b span) bool { return a.Off < b.Off+b.Size && b.Off < a.Off+a.Size }
 
-// Contents that a source has in the arena lie among memory that it gives back
-// whenever it likes. A target that pinned them read and wrote pages from then on
-// that nobody else saw.
+// A source may free the pages of its contents in the arena at any time. A target that had
+// pinned these pages continued to read and write the old pages, which no other process saw
+// any more. So a target does not pin them.
 func TestTargetPinsNothingThatItsSourceMayGiveBack(t *testing.T) {
 	c := newClient(t)
 	first := c.executor(1)
@@ -36,7 +36,7 @@ func TestTargetPinsNothingThatItsSourceMayGiveBack(t *testing.T) {
 	ctx, q, k := c.setup(0)
 	b := c.buffer(ctx, 1<<20)
 	c.fill(q, b, 1<<20, 5)
-	second := c.executor(2) // has the content in the first one's part
+	second := c.executor(2) // its content is in the part of the first one
 	c.swap(first, second)
 	target := c.executor(3)
 	card(target)
@@ -53,9 +53,9 @@ func TestTargetPinsNothingThatItsSourceMayGiveBack(t *testing.T) {
 	equal(t, c.read(q, b, 1<<20), 6)
 }
 
-// A source with memory of its own says where its window is. The target pins that
-// and nothing else, until it serves the session; and a window that is another
-// one at the same place anew.
+// A source whose device has memory of its own sends the position of its window. The target
+// pins the window and nothing else, until it serves the session. If the source opens another
+// window at the same place, the target pins it again.
 func TestTargetPinsItsSourcesWindowUntilItServes(t *testing.T) {
 	c := newClient(t)
 	source := c.executor(1)
@@ -90,8 +90,8 @@ func TestTargetPinsItsSourcesWindowUntilItServes(t *testing.T) {
 	equal(t, c.read(q, b, 1<<20), 6)
 }
 
-// Whatever pins memory, and wherever its range begins: before pages are given
-// back they are pinned no more.
+// Before pages are freed, every pin of them is removed, whatever pinned them and wherever the
+// pinned range begins.
 func TestMemoryIsNotPinnedWhenItsPagesAreGivenBack(t *testing.T) {
 	c := newClient(t)
 	s := c.executor(1)
@@ -114,7 +114,7 @@ func TestMemoryIsNotPinnedWhenItsPagesAreGivenBack(t *testing.T) {
 	if got := s.pins.ranges(); len(got) != 1 || got[0] != (span{a, arena.Page}) {
 		t.Fatalf("pinned %v", got)
 	}
-	// As the application does it: a mapping's memory goes with its buffer.
+	// The same by requests of an application: a mapping's memory is freed with its buffer.
 	m := c.id()
 	c.call(&wire.CreateBuffer{Context: ctx, ID: m, Flags: cl.MemReadWrite | cl.MemAllocHostPtr, Size: pinMin})
 	c.call(&wire.MapBuffer{Queue: q, Mem: m, Blocking: 1, Flags: cl.MapWriteInvalidateRegion, Size: pinMin, Map: 1})

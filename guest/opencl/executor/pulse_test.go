@@ -13,8 +13,8 @@ import (
 	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
 )
 
-// A request to thaw that has waited for its turn must not undo the freeze of a
-// later operation, whose state is being copied.
+// A thaw request that has waited for other requests must not undo the freeze of a later
+// operation, whose state is being copied.
 func TestLateThawDoesNotUndoALaterFreeze(t *testing.T) {
 	c := newClient(t)
 	s := c.executor(1)
@@ -53,8 +53,8 @@ func TestLateThawDoesNotUndoALaterFreeze(t *testing.T) {
 	}
 }
 
-// While a runtime keeps the session's lock, and another request its turn, an
-// executor still says that it lives and what for it waits.
+// An executor still answers Pulse, with what it waits for, while the session's lock is locked
+// during a call of the runtime and another request has the controller's lock.
 func TestPulseIsAnsweredWhileTheRuntimeWorks(t *testing.T) {
 	c := newClient(t)
 	s := c.executor(1)

@@ -2,8 +2,9 @@ package executor
 
 import "testing"
 
-// A burst that goes on is napped through; bursts that end in silence teach the
-// leader to sleep at once, until it tries again.
+// If bursts end without a further request after naps, the leader takes fewer naps, down to
+// none. From time to time, it tries naps again. A nap after which a request came allows
+// more.
 func TestNapsBecomeFewerWhenInVain(t *testing.T) {
 	n := newNaps(true)
 	count := func() (taken int) {
