@@ -13,27 +13,27 @@ import (
 	"github.com/gpuctl/gpuctl/internal/testkit"
 )
 
-// oclgrind is where its Debian package puts it.
+// oclgrind is the path of Oclgrind's library in its Debian package.
 const oclgrind = "/usr/lib/oclgrind/liboclgrind-rt-icd.so"
 
 const addSource = "kernel void add(global uint *a, uint n) { a[get_global_id(0)] += n; }"
 
-// program makes a program that is not built yet.
+// program creates a program that is not built yet.
 func (c *client) program(ctx uint32, source string) uint32 {
 	p := c.id()
 	c.call(&wire.CreateProgramSource{ID: p, Context: ctx, Mode: wire.DataInline, Source: []byte(source)})
 	return p
 }
 
-// inside runs f on the session's objects.
+// inside calls f with one of the session's objects, and with the session's lock locked.
 func inside[T any](s *session, id uint32, f func(*T)) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	f(lookup[T](s, id))
 }
 
-// The kernel that runs is built with the application's options and no others,
-// and its arguments are known all the same.
+// The kernel that runs is built with the application's options and no others. The executor
+// can still describe its arguments.
 func TestProgramsAreBuiltWithTheApplicationsOptionsAlone(t *testing.T) {
 	c := newClient(t)
 	s := c.executor(1)
@@ -57,8 +57,8 @@ func TestProgramsAreBuiltWithTheApplicationsOptionsAlone(t *testing.T) {
 	}
 }
 
-// NVIDIA's compiler can't describe a program that has a kernel without
-// arguments: the other kernels of such a program are known all the same.
+// NVIDIA's compiler cannot describe a program that has a kernel without arguments. The
+// executor can still describe the other kernels of such a program.
 func TestProgramsWithKernelsWithoutArgumentsAreDescribed(t *testing.T) {
 	c := newClient(t)
 	s := c.executor(1)
@@ -77,7 +77,7 @@ func TestProgramsWithKernelsWithoutArgumentsAreDescribed(t *testing.T) {
 		if !slices.Equal(none, []string{"g", "h"}) {
 			t.Errorf("without arguments: %q", none)
 		}
-		// The text that is tried first makes sense to a compiler.
+		// The variant that is tried first can be compiled.
 		d := p.describer()
 		v, err := d.build(d.variants(none)[0])
 		if err != nil {
@@ -100,7 +100,7 @@ func TestProgramsWithKernelsWithoutArgumentsAreDescribed(t *testing.T) {
 	c.call(&wire.Finish{Queue: q})
 }
 
-// What an application was told of arguments stays as it was over a swap.
+// What an application reads about a kernel's arguments does not change in a swap.
 func TestArgumentInfoStaysAsItWasOverASwap(t *testing.T) {
 	c := newClient(t)
 	s := c.executor(1)
@@ -119,7 +119,7 @@ func TestArgumentInfoStaysAsItWasOverASwap(t *testing.T) {
 		}
 	}
 	ask()
-	for gen := uint32(2); gen < 4; gen++ { // runtimes that need another build to tell, and that do not
+	for gen := uint32(2); gen < 4; gen++ { // with and without a runtime that needs no second build to describe arguments
 		to := c.executor(gen)
 		to.quirk.sameCode = gen%2 == 0
 		c.swap(s, to)
@@ -128,8 +128,8 @@ func TestArgumentInfoStaysAsItWasOverASwap(t *testing.T) {
 	}
 }
 
-// A description that says number where the running kernel has a pointer would
-// let the application pass bytes off as the vendor's handle.
+// If a description had a number where the kernel that runs has a pointer, the application
+// could pass any bytes as the vendor's handle.
 func TestDescriptionThatHidesAPointerIsRefused(t *testing.T) {
 	c := newClient(t)
 	s := c.executor(1)
@@ -161,8 +161,8 @@ func TestDescriptionThatHidesAPointerIsRefused(t *testing.T) {
 	}
 }
 
-// A graph comes from another executor, which the application may have taken
-// over: it can't make a number of what is a memory object here.
+// A graph comes from another executor, and the application may have taken control of that.
+// The graph cannot change an argument that is a memory object here into a number.
 func TestGraphCannotPassANumberForAMemoryObject(t *testing.T) {
 	c := newClient(t)
 	s := c.executor(1)
@@ -183,8 +183,8 @@ func TestGraphCannotPassANumberForAMemoryObject(t *testing.T) {
 	}
 }
 
-// Neither the description of a build nor what is kept of it may get into the
-// way of the next one: the application has no kernels, so it may build again.
+// An application without kernels may build its program again. Neither the description of the
+// former build nor the storing of that build may prevent this.
 func TestProgramIsBuiltAgainWhileItIsDescribedAndKept(t *testing.T) {
 	dir := t.TempDir()
 	c := newClient(t)
@@ -195,13 +195,13 @@ func TestProgramIsBuiltAgainWhileItIsDescribedAndKept(t *testing.T) {
 	for i := range 8 {
 		s.mu.Lock()
 		s.quirk.sameCode = i%2 == 0
-		s.built = time.Time{} // keep it at once
+		s.built = time.Time{} // so that the build is kept at once
 		s.mu.Unlock()
 		if st, _ := c.answer(c.start(&wire.BuildProgram{Program: p, Options: fmt.Appendf(nil, "-DN=%d", i%3)})); st != cl.Success {
 			t.Fatalf("build %d: %v", i, st)
 		}
 	}
-	// A description that takes its time has kernels of the program meanwhile.
+	// A description that takes long has kernels of the program until it ends.
 	var k0 cl.Kernel
 	d := &description{done: make(chan struct{})}
 	inside(s, p, func(p *program) {
@@ -222,7 +222,7 @@ func TestProgramIsBuiltAgainWhileItIsDescribedAndKept(t *testing.T) {
 		t.Fatalf("build while a description has kernels: %v", st)
 	}
 	settled(t, s)
-	// What was kept of the last build is of the last build.
+	// The build that is kept is the last one.
 	to := c.cached(2, dir, "here")
 	c.swap(s, to)
 	if !recalled(to, p) {
@@ -236,8 +236,8 @@ func TestProgramIsBuiltAgainWhileItIsDescribedAndKept(t *testing.T) {
 	equal(t, c.read(q, b, 64), 7%3)
 }
 
-// A program may be released while it is being built, compiled or linked, and
-// its id used again; the build keeps what it needs.
+// A program may be released while it is built, compiled or linked, and its id may be used
+// again. The build keeps what it needs.
 func TestProgramReleasedWhileItIsBuilt(t *testing.T) {
 	c := newClient(t)
 	s := c.executor(1)
@@ -278,7 +278,7 @@ func TestProgramReleasedWhileItIsBuilt(t *testing.T) {
 	}
 }
 
-// While a program is being linked its status says so.
+// While a program is linked, its build status is CL_BUILD_IN_PROGRESS.
 func TestProgramBeingLinkedIsInProgress(t *testing.T) {
 	c := newClient(t)
 	s := c.executor(1)
@@ -309,7 +309,7 @@ func (c *client) cached(generation uint32, dir, key string) *session {
 	return s
 }
 
-// settled waits until every program that was built is kept.
+// settled waits until the executor has no more builds to keep.
 func settled(t *testing.T, s *session) {
 	t.Helper()
 	testkit.Until(t, "built programs are kept", func() error {
@@ -324,8 +324,8 @@ func recalled(s *session, id uint32) (yes bool) {
 	return yes
 }
 
-// A session that comes back to a device where it was builds nothing again, and
-// may still build its programs anew.
+// A session that comes back to a device builds none of its programs again there. The
+// application may still build them again.
 func TestProgramsAreNotBuiltAgainOnADeviceWhereTheSessionWas(t *testing.T) {
 	dir := t.TempDir()
 	c := newClient(t)
@@ -369,9 +369,9 @@ func TestProgramsAreNotBuiltAgainOnADeviceWhereTheSessionWas(t *testing.T) {
 	equal(t, c.read(q, b, 64), 9)
 }
 
-// PoCL counts the users of a kernel's code by group size alone, and makes more
-// code for kernels of a fixed size when it is asked for a program's binaries:
-// while one of them runs, that ended the executor.
+// PoCL counts the users of a kernel's code by group size alone. When it is asked for a
+// program's binaries, it compiles kernels with a fixed group size once more. If one of them
+// runs at that time, PoCL aborts the process.
 func TestProgramsWithFixedGroupsAreKeptWhileTheDeviceStandsStill(t *testing.T) {
 	c := newClient(t)
 	s := c.cached(1, t.TempDir(), "here")
@@ -381,7 +381,7 @@ func TestProgramsWithFixedGroupsAreKeptWhileTheDeviceStandsStill(t *testing.T) {
 	const programs = 4
 	for range programs {
 		p, k := c.program(ctx, fmt.Sprintf("kernel __attribute__((reqd_work_group_size(16, 1, 1))) void add(global uint *a, uint n) {"+
-			" for (uint i = 0; i < 5000; i++) a[get_global_id(0)] += (n ^ i) * %du; }", uint32(time.Now().UnixNano()))), c.id() // code that it has not kept itself
+			" for (uint i = 0; i < 5000; i++) a[get_global_id(0)] += (n ^ i) * %du; }", uint32(time.Now().UnixNano()))), c.id() // new code, which is not in PoCL's own cache
 		c.call(&wire.BuildProgram{Program: p})
 		c.call(&wire.CreateKernel{ID: k, Program: p, Name: []byte("add")})
 		c.post(&wire.SetArg{Kernel: k, Index: 0, Kind: wire.ArgMem, Object: b, Size: 8})
@@ -401,8 +401,8 @@ func TestProgramsWithFixedGroupsAreKeptWhileTheDeviceStandsStill(t *testing.T) {
 	}
 }
 
-// A program whose built form came back from the cache can be included by others,
-// and is built all the same.
+// A program that was loaded from the cache can be included by others, and it is still built
+// after that.
 func TestKeptProgramThatIsIncludedStaysBuilt(t *testing.T) {
 	dir := t.TempDir()
 	c := newClient(t)
@@ -430,8 +430,9 @@ func TestKeptProgramThatIsIncludedStaysBuilt(t *testing.T) {
 	}
 }
 
-// What kernels of a kept program print comes before the word that they are over,
-// as that of one which was built.
+// If a program is loaded from the cache and its kernels may print, the executor takes that
+// into account, as for a program that it has built: the text is delivered before the
+// application is told that the kernel has ended.
 func TestKeptProgramIsKnownToPrint(t *testing.T) {
 	dir := t.TempDir()
 	c := newClient(t)
@@ -457,7 +458,8 @@ func TestKeptProgramIsKnownToPrint(t *testing.T) {
 	}
 }
 
-// Kept programs come back between runtimes of two vendors, in several contexts.
+// Kept programs are loaded and run after swaps between runtimes of two vendors, in several
+// contexts.
 func TestKeptProgramsRunAfterSwapsBetweenVendors(t *testing.T) {
 	dir := t.TempDir()
 	c := newClient(t)
@@ -497,8 +499,8 @@ func TestKeptProgramsRunAfterSwapsBetweenVendors(t *testing.T) {
 	}
 }
 
-// Whoever can write to the folder, but has not the key, can't have code of his
-// run in another device's executor.
+// A process that can write to the folder, but does not have the key, cannot make another
+// device's executor run its code.
 func TestForgedProgramsAreNotLoaded(t *testing.T) {
 	dir := t.TempDir()
 	c := newProgramCache(dir, []byte("key"))
@@ -537,7 +539,7 @@ func TestForgedProgramsAreNotLoaded(t *testing.T) {
 	}
 }
 
-// The folder does not grow without bound, whatever was there.
+// The size of the folder is limited, whatever it already contains.
 func TestKeptProgramsAreBounded(t *testing.T) {
 	c := newProgramCache(t.TempDir(), []byte("key"))
 	code := make([]byte, maxEntry/2)

@@ -18,8 +18,7 @@ import (
 	"github.com/gpuctl/gpuctl/guest/statestream"
 )
 
-// sendAway freezes a session and returns its graph and the stream of its
-// contents.
+// sendAway freezes a session, and returns its graph and the stream of its contents.
 func sendAway(t testing.TB, s *session) (g *graph, all []*gpuctlv1.StateChunk) {
 	t.Helper()
 	if _, err := s.freeze(t.Context(), 10*time.Second); err != nil {
@@ -68,8 +67,8 @@ func (c *client) prepared(generation uint32, library string, g *graph) *session 
 	return s
 }
 
-// A session's contents go out and come back, on devices that compute in the
-// VM's memory and on those that do not, and nothing of them stays meanwhile.
+// A session's contents leave the VM and come back, to a device that computes in the VM's
+// memory and to one that does not. In between, nothing of them is in the VM.
 func TestAway(t *testing.T) {
 	const grind = "/usr/lib/oclgrind/liboclgrind-rt-icd.so"
 	for name, library := range map[string]string{"same": pocl(t), "own memory": grind} {
@@ -81,7 +80,7 @@ func TestAway(t *testing.T) {
 			s := c.executor(1)
 			s.activate()
 			ctx, q, k := c.setup(0)
-			const large = streamChunk + dirtyChunk + 4096 // pieces of all kinds
+			const large = streamChunk + dirtyChunk + 4096 // so that there are whole and partial pieces
 			b, small := c.buffer(ctx, large), c.buffer(ctx, 512)
 			c.fill(q, b, large, 5)
 			c.launch(q, k, b, 3, 1<<10, 0)
@@ -114,7 +113,7 @@ func TestAway(t *testing.T) {
 	}
 }
 
-// A failed way out changes nothing for the session.
+// A stream that fails changes nothing for the session.
 func TestAwayFails(t *testing.T) {
 	c := newClient(t)
 	s := c.executor(1)
@@ -151,7 +150,7 @@ func TestAwayFails(t *testing.T) {
 	equal(t, c.read(q, b, 1<<20), 7)
 }
 
-// awayBench is a prepared executor and a stream that fits it.
+// awayBench returns a prepared executor, and a stream of the contents that belong to it.
 func awayBench(t testing.TB) (to *session, stream []byte, all []*gpuctlv1.StateChunk) {
 	t.Helper()
 	c := newClient(t)
@@ -186,7 +185,7 @@ func TestAwayDamaged(t *testing.T) {
 	if _, err := to.receiveState(reader(append([]*gpuctlv1.StateChunk{flipped}, all[1:]...))); err == nil {
 		t.Error("a flipped bit is taken in")
 	}
-	// With a mark that is right for it, too, what does not fit is refused.
+	// A stream that does not fit the objects is refused even if its end mark is correct.
 	for n := range len(stream) {
 		if _, err := to.receiveState(bytes.NewReader(stream[:n])); err == nil {
 			t.Fatalf("%d of %d bytes are taken for all", n, len(stream))
@@ -201,10 +200,10 @@ func TestAwayDamaged(t *testing.T) {
 	}
 }
 
-// A stream that is whole and says nothing of an object would leave it zero.
+// A stream that ends correctly but lacks an object would leave that object's content zero.
 func TestAStateWithoutAnObjectIsNotTakenForWhole(t *testing.T) {
 	to, stream, _ := awayBench(t)
-	// The last piece is the image's, which is all of it.
+	// The last piece is the whole image.
 	last := len(stream) - 2*streamHead - 8*4*4
 	tail := slices.Clone(stream[len(stream)-streamHead:])
 	tail[8]--

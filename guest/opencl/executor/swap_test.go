@@ -40,8 +40,8 @@ func swap(ctx context.Context, dir string, from, to *session, _ uint32) error {
 	return nil
 }
 
-// move makes the source's objects on the target, which takes contents at the
-// socket, and sends it those.
+// move creates the source's objects on the target, and sends their contents to the socket at
+// which the target receives.
 func move(ctx context.Context, from, to *session, sock string, final bool) error {
 	from.mu.Lock()
 	b, err := from.graph(final).encode()
@@ -66,7 +66,7 @@ func move(ctx context.Context, from, to *session, sock string, final bool) error
 	return from.export(ctx, sock, false, final, p, noProgress)
 }
 
-// takeOver ends a swap of which the target has everything.
+// takeOver ends a swap after the target has received everything.
 func takeOver(from, to *session) {
 	from.ring.(*shm.Ring).SetOwner(to.cfg.Generation)
 	to.activate()
@@ -99,8 +99,8 @@ func TestLaunchAndRead(t *testing.T) {
 	c.call(&wire.Finish{Queue: q})
 }
 
-// Nothing that waits for a user event reaches the device before its time, in
-// whatever order the application goes on; and it survives a swap.
+// A command that waits for a user event is not enqueued before the event is set, whatever
+// the application does in the meantime. Such a command survives a swap.
 func TestHeldCommandsSurviveSwap(t *testing.T) {
 	for _, swapped := range []bool{false, true} {
 		c := newClient(t)
@@ -117,7 +117,7 @@ func TestHeldCommandsSurviveSwap(t *testing.T) {
 		finish := c.start(&wire.Finish{Queue: q})
 		waiter := c.start(&wire.WaitEvents{Wait: []uint32{e}})
 		c.post(&wire.Release{ID: b})
-		b2 := c.buffer(ctx, 64) // the application goes on meanwhile
+		b2 := c.buffer(ctx, 64) // the application continues in the meantime
 		_ = b2
 		if c.answered(finish) || c.answered(waiter) {
 			t.Fatal("a wait on a user event returned early")
@@ -125,7 +125,7 @@ func TestHeldCommandsSurviveSwap(t *testing.T) {
 		if swapped {
 			to := c.executor(2)
 			c.swap(s, to)
-			time.Sleep(20 * time.Millisecond) // nothing tells that there is no answer
+			time.Sleep(20 * time.Millisecond) // there is no event that shows that no answer comes
 			if c.answered(finish) {
 				t.Fatal("finish returned over the swap")
 			}
@@ -183,8 +183,8 @@ func TestSwapChain(t *testing.T) {
 	}
 }
 
-// A sub-buffer outlives its parent's release over a swap, also when the
-// application gives the parent's id to another buffer.
+// A sub-buffer of a released buffer survives a swap, even if the application has given the
+// buffer's id to another buffer.
 func TestSubBufferOfAReleasedBufferSurvivesSwap(t *testing.T) {
 	c := newClient(t)
 	s := c.executor(1)
@@ -214,8 +214,8 @@ func TestSubBufferOfAReleasedBufferSurvivesSwap(t *testing.T) {
 	}
 }
 
-// An object that a target has prepared and that is gone since leaves it, even
-// if a parked call kept it alive meanwhile.
+// A target releases an object that it has prepared if the newer graph does not have it any
+// more, even if a parked call still used the object during the first preparation.
 func TestTargetDropsWhatWasReleasedWhileItWasPrepared(t *testing.T) {
 	c := newClient(t)
 	s := c.executor(1)
@@ -225,7 +225,7 @@ func TestTargetDropsWhatWasReleasedWhileItWasPrepared(t *testing.T) {
 	c.post(&wire.CreateUserEvent{ID: u, Context: ctx})
 	c.launch(q, k, b, 1, 1024, 0, u)
 	c.post(&wire.Release{ID: b})
-	c.call(&wire.DeviceTimer{Device: 1}) // the above has been run
+	c.call(&wire.DeviceTimer{Device: 1}) // all earlier requests have run when it returns
 	to := c.executor(2)
 	prepare := func() {
 		s.mu.Lock()
@@ -251,8 +251,8 @@ func TestTargetDropsWhatWasReleasedWhileItWasPrepared(t *testing.T) {
 	}
 }
 
-// A write that the application takes part in may go on while an export reads
-// the buffer and calls it clean: what comes then is to be exported again.
+// A write in which the application takes part may continue while an export reads the buffer
+// and marks it as clean. The bytes that are written after that must be exported again.
 func TestBulkWriteUnderAnExportIsNotLost(t *testing.T) {
 	c := newClient(t)
 	s := c.executor(1)
@@ -267,7 +267,7 @@ func TestBulkWriteUnderAnExportIsNotLost(t *testing.T) {
 	})
 	s.mu.Lock()
 	m := lookup[mem](s, b)
-	clear(m.dirty) // as contents does
+	clear(m.dirty) // as session.contents does
 	s.mu.Unlock()
 	c.ring.Store32(wire.LaneOff+wire.LaneDone, 1)
 	shm.FutexWake(c.ring.Word32(wire.LaneOff+wire.LaneDone), shm.All)
@@ -281,8 +281,8 @@ func TestBulkWriteUnderAnExportIsNotLost(t *testing.T) {
 	}
 }
 
-// Who retires after another executor has taken over leaves the contents alone,
-// even if a suspension to a file was begun and given up before.
+// An executor that retires after another one has taken over does not free the contents, even
+// if it has begun a suspension to a file before and not finished it.
 func TestSourceLeavesContentsAloneAfterAGivenUpSuspension(t *testing.T) {
 	c := newClient(t)
 	s := c.executor(1)
@@ -305,8 +305,8 @@ func TestSourceLeavesContentsAloneAfterAGivenUpSuspension(t *testing.T) {
 	equal(t, c.read(q, b, 4096), 3)
 }
 
-// A launch that waits for the application keeps its kernel's program over a
-// swap, though kernel and program have been released and the id is used again.
+// A parked launch keeps its kernel's program in a swap, even if the kernel and the program
+// were released and the program's id is used again.
 func TestParkedLaunchKeepsItsProgramOverASwap(t *testing.T) {
 	c := newClient(t)
 	s := c.executor(1)
@@ -338,8 +338,8 @@ func TestParkedLaunchKeepsItsProgramOverASwap(t *testing.T) {
 	}
 }
 
-// prepare makes the source's objects on the target and sends it their contents,
-// while the application runs.
+// prepare creates the source's objects on the target and sends their contents, while the
+// application runs.
 func prepare(t *testing.T, from, to *session, peer string) {
 	t.Helper()
 	if err := move(t.Context(), from, to, peer, false); err != nil {
@@ -354,7 +354,7 @@ func discrete(ss ...*session) {
 	}
 }
 
-// prepared returns the socket on which a target takes contents.
+// prepared returns the socket at which a target receives contents.
 func prepared(t *testing.T, to *session) string {
 	t.Helper()
 	sock := filepath.Join(t.TempDir(), "i")
@@ -379,8 +379,8 @@ func finish(t *testing.T, from, to *session, peer string) {
 	takeOver(from, to)
 }
 
-// A buffer that the application releases while a target is prepared, and keeps a
-// part of, is made anew there: the part has to be of the new one.
+// If the application releases a buffer during the preparation and keeps a sub-buffer, the
+// target creates the buffer again. The sub-buffer must then be a part of the new buffer.
 func TestPartOfABufferReleasedDuringThePreparationKeepsItsContent(t *testing.T) {
 	c := newClient(t)
 	s := c.executor(1)
@@ -412,8 +412,8 @@ func TestPartOfABufferReleasedDuringThePreparationKeepsItsContent(t *testing.T) 
 	}
 }
 
-// A released buffer that a parked command still needs stays on the target when a
-// part of it, prepared there too, goes.
+// A released buffer that a parked command still uses remains on the target when a sub-buffer
+// of it, which the target has prepared, too, is released.
 func TestReleasedBufferOfAParkedCommandOutlivesItsPartOnTheTarget(t *testing.T) {
 	c := newClient(t)
 	s := c.executor(1)
@@ -427,7 +427,7 @@ func TestReleasedBufferOfAParkedCommandOutlivesItsPartOnTheTarget(t *testing.T) 
 	c.post(&wire.CreateUserEvent{ID: u, Context: ctx})
 	c.post(&wire.CopyBuffer{Queue: q, Src: whole, Dst: copied, Size: 8192, Wait: []uint32{u}})
 	c.post(&wire.Release{ID: whole})
-	c.call(&wire.DeviceTimer{Device: 1}) // the above has been run
+	c.call(&wire.DeviceTimer{Device: 1}) // all earlier requests have run when it returns
 	to := c.executor(2)
 	discrete(to)
 	peer := prepared(t, to)
@@ -440,13 +440,14 @@ func TestReleasedBufferOfAParkedCommandOutlivesItsPartOnTheTarget(t *testing.T) 
 	equal(t, c.read(q, copied, 8192), 5)
 }
 
-// late is a context that ends just before nobody looks at it any more.
+// late is a context that ends just before the last check for its end: Done is still open, and
+// Err already returns an error.
 type late struct{ context.Context }
 
 func (late) Err() error { return context.Canceled }
 
-// Who asked for a freeze may leave when it is about to succeed. The application
-// goes on then.
+// The caller of a freeze may leave just before the freeze succeeds. Then the application
+// continues.
 func TestAFreezeGivenUpAtItsEndLetsTheApplicationGoOn(t *testing.T) {
 	c := newClient(t)
 	s := c.executor(1)
