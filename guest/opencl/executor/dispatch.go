@@ -217,7 +217,9 @@ func (s *session) release(id, callback uint32) error {
 		s.dropSampler(o)
 	case *program:
 		o.dead = true
-		s.ghost(id, o, o.kernels) // of parked launches: the library keeps it for other users
+		// Only kernels of parked launches are left: the library releases a program after the
+		// application's kernels.
+		s.ghost(id, o, o.kernels)
 		s.dropProgram(o)
 	case *kernel:
 		cl.ReleaseKernel(o.vendor)

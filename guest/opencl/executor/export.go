@@ -20,7 +20,7 @@ type sink interface {
 	place(ps []piece) error
 	// accept takes a batch whose bytes are in that memory.
 	accept(ps []piece) error
-	// close waits until everything accepted is safe.
+	// close waits until the receiver has everything that was accepted.
 	close() error
 	// knows reports whether the receiver has space for the object. A new object, which the
 	// receiver does not have yet, is part of a later export.

@@ -168,8 +168,8 @@ func (h *hostMemory) held() []span {
 	return out
 }
 
-// sweep frees the pages of a part that this executor does not hold, which an executor that
-// has ended has left. The part must be locked.
+// sweep frees the pages of a part that this executor does not use. An executor that has ended
+// has left them. The part must be locked.
 func (h *hostMemory) sweep(part int) {
 	lo, hi := h.bounds(part)
 	h.all.Gaps(lo, hi, h.punch)

@@ -18,7 +18,7 @@ import (
 // not free them (the window of a swap's source). hostMemory drops all pins of a range before
 // it frees pages.
 type pins struct {
-	wanted bool // the device has memory of its own, and pinning pays
+	wanted bool // the device has memory of its own, and pinning makes transfers faster
 	arena  *shm.Region
 
 	mu   sync.Mutex

@@ -262,8 +262,8 @@ func (s *session) programDevices(p *program, ids []uint32) ([]*device, bool) {
 }
 
 // building runs a build in a goroutine of its own, so that a compiler does not block other
-// requests. The application may release the program meanwhile: the build keeps the vendor's
-// objects until record was called.
+// requests. The application may release the program in the meantime: the build keeps the
+// vendor's objects until record was called.
 func (s *session) building(c call, p *program, callback uint32, f func() cl.Status, record func(cl.Status) cl.Status) outcome {
 	p.building = true
 	over := s.unused(p)

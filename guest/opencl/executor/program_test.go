@@ -129,7 +129,7 @@ func TestArgumentInfoStaysAsItWasOverASwap(t *testing.T) {
 }
 
 // If a description had a number where the kernel that runs has a pointer, the application
-// could pass any bytes as the vendor's handle.
+// could pass any bytes as the vendor's handle. Such a description is refused.
 func TestDescriptionThatHidesAPointerIsRefused(t *testing.T) {
 	c := newClient(t)
 	s := c.executor(1)
@@ -381,7 +381,7 @@ func TestProgramsWithFixedGroupsAreKeptWhileTheDeviceStandsStill(t *testing.T) {
 	const programs = 4
 	for range programs {
 		p, k := c.program(ctx, fmt.Sprintf("kernel __attribute__((reqd_work_group_size(16, 1, 1))) void add(global uint *a, uint n) {"+
-			" for (uint i = 0; i < 5000; i++) a[get_global_id(0)] += (n ^ i) * %du; }", uint32(time.Now().UnixNano()))), c.id() // new code, which is not in PoCL's own cache
+			" for (uint i = 0; i < 5000; i++) a[get_global_id(0)] += (n ^ i) * %du; }", uint32(time.Now().UnixNano()))), c.id() // new code, not in PoCL's own cache
 		c.call(&wire.BuildProgram{Program: p})
 		c.call(&wire.CreateKernel{ID: k, Program: p, Name: []byte("add")})
 		c.post(&wire.SetArg{Kernel: k, Index: 0, Kind: wire.ArgMem, Object: b, Size: 8})

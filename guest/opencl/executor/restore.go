@@ -244,7 +244,7 @@ func (s *session) dropStale(g *graph) {
 
 // movedParts finds sub-buffers and images whose parent has another id now. The application
 // has released the parent since, so the graph has it under another id, and it is created
-// anew.
+// again.
 func (s *session) movedParts(g *graph) map[any]bool {
 	parents := map[uint32]gMem{}
 	for _, m := range g.Mems {

@@ -44,8 +44,8 @@ func (o *streamSink) inPlace() bool { return false }
 func (o *streamSink) close() error  { return nil }
 func (o *streamSink) chunk() uint64 { return streamChunk }
 
-// place makes the device write into a chunk whose bytes were sent; accept returns only
-// then.
+// place makes the device write into the next chunk of the window. The former bytes of that
+// chunk were sent, because accept returns only after that.
 func (o *streamSink) place(ps []piece) error {
 	if err := o.s.openWindow(streamChunk * streamDepth); err != nil {
 		return err

@@ -7,8 +7,8 @@ import (
 	"github.com/gpuctl/gpuctl/guest/opencl/wire"
 )
 
-// Commands that are one call of the vendor. Each finds the objects that the request names,
-// and records what the device will write.
+// Commands that need one call of the vendor's library. Each finds the objects that the
+// request names, and records what the device will write.
 
 func (s *session) readBufferRect(x *cmd, m *wire.ReadBufferRect) (cl.Status, error) {
 	p, st, err := s.staged(x, m.Mode, m.StageOff, m.StageLen, m.Mem, m.Region)
