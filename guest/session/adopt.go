@@ -266,7 +266,7 @@ func (r *repair) run(ctx context.Context) error {
 		if err := r.running(ctx, r.current, false); errors.Is(err, errUnsettled) {
 			return err
 		} else if op.File != "" {
-			return errors.Join(err, ignore(s, s.dropSaved(op.File, s.partFile())))
+			return errors.Join(err, ignore(s, s.dropWritten(ctx, r.current, op.File, s.partFile())))
 		} else {
 			return err
 		}
@@ -303,7 +303,7 @@ func (r *repair) suspend(ctx context.Context) error {
 			if err := r.running(ctx, r.current, false); err != nil {
 				return err
 			}
-			return ignore(s, s.dropSaved(to, ""))
+			return ignore(s, s.dropWritten(ctx, r.current, to, ""))
 		}
 		r.current.kill()
 	}

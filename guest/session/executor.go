@@ -25,6 +25,7 @@ import (
 const (
 	startTimeout    = 3 * time.Minute // until an executor serves; a slow VM compiles first
 	describeTimeout = 2 * time.Second
+	discardTimeout  = time.Second
 	quickTimeout    = 30 * time.Second // calls that touch the device but move no data
 	stallTimeout    = 2 * time.Minute  // without progress of an executor that lives, while the application is frozen
 	buildTimeout    = 10 * time.Minute // the same, while the application runs
@@ -256,6 +257,15 @@ func (e *executor) thaw(ctx context.Context, freeze uint64) error {
 		return nil
 	}
 	return e.wrap("thaw", err)
+}
+
+// discard makes the executor forget the state that it has begun to write. It does not wait
+// for an executor that is slow: one whose export was given up discards the state itself.
+func (e *executor) discard(ctx context.Context) error {
+	ctx, cancel := e.bound(ctx, discardTimeout)
+	defer cancel()
+	_, err := e.api.Discard(ctx, connect.NewRequest(&gpuctlv1.DiscardRequest{}))
+	return e.wrap("discard", err)
 }
 
 func (e *executor) activate(ctx context.Context) error {

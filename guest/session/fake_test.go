@@ -9,6 +9,7 @@ import (
 	"net"
 	"net/http"
 	"os"
+	"runtime"
 	"slices"
 	"sync"
 	"testing"
@@ -58,16 +59,18 @@ func newFakeLauncher(t *testing.T) *fakeLauncher {
 
 // fakeExecutor is both the process and the service.
 type fakeExecutor struct {
-	l    *fakeLauncher
-	spec Spec
-	pid  int
-	srv  *http.Server
-	done chan struct{}
-	once sync.Once
-	ring *shm.Ring
-	reg  *shm.Region
+	l     *fakeLauncher
+	spec  Spec
+	pid   int
+	srv   *http.Server
+	done  chan struct{}
+	once  sync.Once
+	ring  *shm.Ring
+	reg   *shm.Region
+	state *os.File
 
 	files *net.UnixListener
+	asked chan struct{} // a request to discard the state has come
 
 	mu         sync.Mutex
 	handedName string
@@ -95,7 +98,7 @@ func (l *fakeLauncher) Launch(_ context.Context, spec Spec, journal func(Process
 	}
 	l.mu.Lock()
 	l.nextPID++
-	e := &fakeExecutor{l: l, spec: spec, pid: l.nextPID, done: make(chan struct{})}
+	e := &fakeExecutor{l: l, spec: spec, pid: l.nextPID, done: make(chan struct{}), asked: make(chan struct{}, 1)}
 	l.live[e.pid] = e
 	l.all = append(l.all, e)
 	l.mu.Unlock()
@@ -106,6 +109,11 @@ func (l *fakeLauncher) Launch(_ context.Context, spec Spec, journal func(Process
 	if e.reg, err = shm.Open(fd, wire.RingMem); err != nil {
 		return nil, err
 	}
+	state, err := unix.FcntlInt(spec.Memory[2].Fd(), unix.F_DUPFD_CLOEXEC, 0) // as a process of its own has it
+	if err != nil {
+		return nil, err
+	}
+	e.state = os.NewFile(uintptr(state), "state")
 	if e.ring, err = shm.NewRing(e.reg); err != nil {
 		return nil, err
 	}
@@ -338,6 +346,9 @@ func (e *fakeExecutor) Export(ctx context.Context, req *connect.Request[gpuctlv1
 	}
 	defer leave()
 	if blocked := e.l.takeBlock(req.Msg.Final); blocked != nil {
+		if req.Msg.Memory && !req.Msg.Final {
+			return e.writeOn(ctx, blocked)
+		}
 		close(blocked)
 		<-ctx.Done()
 		return ctx.Err()
@@ -375,11 +386,55 @@ func (e *fakeExecutor) Export(ctx context.Context, req *connect.Request[gpuctlv1
 			return connect.NewError(connect.CodeInternal, err)
 		}
 	case req.Msg.Memory:
-		if _, err := e.spec.Memory[2].WriteAt([]byte(e.content), 0); err != nil {
+		if _, err := e.state.WriteAt([]byte(e.content), 0); err != nil {
 			return connect.NewError(connect.CodeInternal, err)
 		}
 	}
 	return st.Send(&gpuctlv1.Progress{BytesDone: 1000, BytesTotal: 1000})
+}
+
+// writeOn is an Export to the state memory that is in the middle of a long copy when it is
+// given up. It ends when it is told to discard what it has written. If the memory is gone
+// before that, the process dies of SIGBUS.
+func (e *fakeExecutor) writeOn(ctx context.Context, begun chan struct{}) error {
+	if _, err := e.state.WriteAt([]byte(e.content), 0); err != nil {
+		return connect.NewError(connect.CodeInternal, err)
+	}
+	close(begun)
+	<-ctx.Done()
+	for {
+		if fi, err := e.state.Stat(); err != nil || fi.Size() == 0 {
+			e.Kill()
+			return refusal("killed")
+		}
+		select {
+		case <-e.asked:
+			return ctx.Err()
+		case <-e.done:
+			return refusal("killed")
+		default:
+			runtime.Gosched()
+		}
+	}
+}
+
+func (e *fakeExecutor) Discard(context.Context, *connect.Request[gpuctlv1.DiscardRequest]) (*connect.Response[gpuctlv1.DiscardResponse], error) {
+	select {
+	case e.asked <- struct{}{}:
+	default:
+	}
+	leave, err := e.enter("Discard")
+	if err != nil {
+		return nil, err
+	}
+	defer leave()
+	if e.frozen {
+		return nil, refusal("discard of the state of a frozen session")
+	}
+	if err := e.state.Truncate(0); err != nil {
+		return nil, connect.NewError(connect.CodeInternal, err)
+	}
+	return connect.NewResponse(&gpuctlv1.DiscardResponse{}), nil
 }
 
 func (e *fakeExecutor) Freeze(context.Context, *connect.Request[gpuctlv1.FreezeRequest]) (*connect.Response[gpuctlv1.SnapshotResponse], error) {
@@ -445,7 +500,7 @@ func (e *fakeExecutor) Load(_ context.Context, req *connect.Request[gpuctlv1.Loa
 		e.content = string(b)
 	} else {
 		b := make([]byte, 4096)
-		n, _ := e.spec.Memory[2].ReadAt(b, 0)
+		n, _ := e.state.ReadAt(b, 0)
 		e.content = string(b[:n])
 	}
 	e.complete = true

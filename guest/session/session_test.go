@@ -363,6 +363,38 @@ func TestSecondOperationIsRefused(t *testing.T) {
 	b.runsOn(1)
 }
 
+// An executor that writes into pages that are taken away dies, and the session with it.
+func TestSuspendToMemoryThatIsGivenUpWhileItWrites(t *testing.T) {
+	b := newBench(t)
+	hangs := b.l.hangExport()
+	ctx, cancel := context.WithCancel(context.Background())
+	done := make(chan *gpuctlv1.SwapResult)
+	go func() {
+		res, _ := b.m.suspend(ctx, &gpuctlv1.SuspendRequest{Session: b.id}, b.sink)
+		done <- res
+	}()
+	<-hangs
+	cancel()
+	if res := <-done; !res.RolledBack {
+		t.Fatal(res)
+	}
+	b.runsOn(1)
+	b.stateIsEmpty()
+	if res := b.suspend("", ""); res.Error != "" {
+		t.Fatal(res)
+	}
+	b.isSuspended(toMemory)
+}
+
+// stateIsEmpty checks that the session's state memory uses no memory.
+func (b *bench) stateIsEmpty() {
+	b.t.Helper()
+	var st unix.Stat_t
+	if err := unix.Fstat(b.fds[2], &st); err != nil || st.Size != 0 {
+		b.t.Fatal(st.Size, err)
+	}
+}
+
 func TestEndOfTheApplicationEndsEverything(t *testing.T) {
 	for _, during := range []string{"running", "swap", "suspended"} {
 		t.Run(during, func(t *testing.T) {
@@ -448,10 +480,7 @@ func TestSuspendAndResume(t *testing.T) {
 			if st, _ := os.Stat(file); st != nil {
 				t.Fatal("the file is left")
 			}
-			var st unix.Stat_t
-			if err := unix.Fstat(b.fds[2], &st); err != nil || st.Size != 0 {
-				t.Fatal(st.Size, err)
-			}
+			b.stateIsEmpty()
 		})
 	}
 }
@@ -505,6 +534,7 @@ func TestNextManagerFinishesOrRollsBack(t *testing.T) {
 					b.isSuspended(where)
 				} else {
 					b.runsOn(1)
+					b.stateIsEmpty()
 				}
 				if left, _ := filepath.Glob(file + "*"); file != "" && b.session().State == running && len(left) > 0 {
 					t.Fatalf("left %v", left)

@@ -76,7 +76,7 @@ func (w *suspending) steps(op *operation) []step {
 			return refuse(roomFor(d.Usage.GetMemory(), w.req.File))
 		}},
 		// The file or memory is allocated and filled while the application runs.
-		{name: stepPrecopy, undo: func(context.Context) error { return op.s.dropSaved(w.to, w.part) }, run: func(ctx context.Context) error {
+		{name: stepPrecopy, undo: func(ctx context.Context) error { return op.s.dropWritten(ctx, op.source, w.to, w.part) }, run: func(ctx context.Context) error {
 			if err := op.s.update(func(r *record) { r.Op.File, r.FileOwner = w.to, w.owner }); err != nil {
 				return err
 			}
@@ -294,6 +294,20 @@ func (s *session) dropSaved(to, part string) error {
 		}
 	}
 	return errors.Join(errs...)
+}
+
+// dropWritten is dropSaved for a state that the executor may still be writing. An executor
+// that lives empties the state memory itself, because it would die when it writes there
+// afterwards. If it does not do so now, the memory is used until the session's next suspend.
+func (s *session) dropWritten(ctx context.Context, e *executor, to, part string) error {
+	if to == toMemory && e != nil {
+		err := e.discard(ctx)
+		if !e.dead() {
+			to = ""
+			_ = ignore(s, err)
+		}
+	}
+	return s.dropSaved(to, part)
 }
 
 // isFile reports whether to names a file that has a suspended session's state.

@@ -27,7 +27,7 @@ func disturb(t *testing.T, gpus []string, o chaos.Options, args ...string) {
 	res, err := chaos.Run(t.Context(), r, o)
 	t.Logf("seed %d: %+v", o.Seed, res)
 	if err != nil {
-		t.Errorf("%v\n%s\nhostd: %s", err, tail(a.output(), 2000), tail(r.Log(), 4000))
+		t.Errorf("%v\n%s", err, tail(a.output(), 2000))
 	}
 	_ = stop.Close()
 	if err := a.wait(t); err != nil {

@@ -41,7 +41,7 @@ func start(t *testing.T, env ...string) *rig.Rig {
 	t.Cleanup(func() {
 		r.Close()
 		if t.Failed() {
-			t.Logf("log of hostd:\n%s", tail(r.Log(), 16<<10))
+			t.Logf("log of hostd:\n%s\nlog of gpuguest:\n%s", tail(r.Log(), 16<<10), tail(r.GuestLog(), 16<<10))
 		}
 	})
 	return r

@@ -500,7 +500,7 @@ func swapsDoNotShow(t *testing.T, most time.Duration) {
 			if e := os.WriteFile(file, []byte(script), 0o600); e != nil {
 				t.Log(e)
 			}
-			t.Fatalf("%v\nscript: %s\nhostd: %s", err, file, tail(r.Log(), 3000))
+			t.Fatalf("%v\nscript: %s\nhostd: %s\ngpuguest: %s", err, file, tail(r.Log(), 3000), tail(r.GuestLog(), 3000))
 		}
 	})
 }
@@ -522,7 +522,7 @@ func TestRegressions(t *testing.T) {
 				t.Fatal(err)
 			}
 			if err := r.check(t.Context(), string(b)); err != nil {
-				t.Errorf("%v\nhostd: %s", err, tail(r.Log(), 3000))
+				t.Errorf("%v\nhostd: %s\ngpuguest: %s", err, tail(r.Log(), 3000), tail(r.GuestLog(), 3000))
 			}
 		})
 	}

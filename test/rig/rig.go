@@ -278,8 +278,17 @@ func (r *Rig) Close() {
 	}
 }
 
-// Log is what hostd and gpuguest have logged.
+// Log is what hostd has logged.
 func (r *Rig) Log() string { return r.log.String() }
+
+// GuestLog is what gpuguest has logged, why executors ended included.
+func (r *Rig) GuestLog() string {
+	text, err := os.ReadFile(filepath.Join(r.Dir, "gpuguest.log"))
+	if err != nil {
+		return err.Error()
+	}
+	return string(text)
+}
 
 // Pid of hostd.
 func (r *Rig) Pid() int { return r.cmd.Process.Pid }

@@ -405,6 +405,78 @@ func (x *ExportRequest) GetAll() bool {
 	return false
 }
 
+type DiscardRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *DiscardRequest) Reset() {
+	*x = DiscardRequest{}
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[6]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *DiscardRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*DiscardRequest) ProtoMessage() {}
+
+func (x *DiscardRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[6]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use DiscardRequest.ProtoReflect.Descriptor instead.
+func (*DiscardRequest) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_executor_proto_rawDescGZIP(), []int{6}
+}
+
+type DiscardResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *DiscardResponse) Reset() {
+	*x = DiscardResponse{}
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[7]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *DiscardResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*DiscardResponse) ProtoMessage() {}
+
+func (x *DiscardResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[7]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use DiscardResponse.ProtoReflect.Descriptor instead.
+func (*DiscardResponse) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_executor_proto_rawDescGZIP(), []int{7}
+}
+
 type FreezeRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	TimeoutMs     int64                  `protobuf:"varint,1,opt,name=timeout_ms,json=timeoutMs,proto3" json:"timeout_ms,omitempty"`
@@ -414,7 +486,7 @@ type FreezeRequest struct {
 
 func (x *FreezeRequest) Reset() {
 	*x = FreezeRequest{}
-	mi := &file_gpuctl_v1_executor_proto_msgTypes[6]
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -426,7 +498,7 @@ func (x *FreezeRequest) String() string {
 func (*FreezeRequest) ProtoMessage() {}
 
 func (x *FreezeRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_executor_proto_msgTypes[6]
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -439,7 +511,7 @@ func (x *FreezeRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use FreezeRequest.ProtoReflect.Descriptor instead.
 func (*FreezeRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_executor_proto_rawDescGZIP(), []int{6}
+	return file_gpuctl_v1_executor_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *FreezeRequest) GetTimeoutMs() int64 {
@@ -458,7 +530,7 @@ type ThawRequest struct {
 
 func (x *ThawRequest) Reset() {
 	*x = ThawRequest{}
-	mi := &file_gpuctl_v1_executor_proto_msgTypes[7]
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -470,7 +542,7 @@ func (x *ThawRequest) String() string {
 func (*ThawRequest) ProtoMessage() {}
 
 func (x *ThawRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_executor_proto_msgTypes[7]
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -483,7 +555,7 @@ func (x *ThawRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ThawRequest.ProtoReflect.Descriptor instead.
 func (*ThawRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_executor_proto_rawDescGZIP(), []int{7}
+	return file_gpuctl_v1_executor_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *ThawRequest) GetFreeze() uint64 {
@@ -501,7 +573,7 @@ type ThawResponse struct {
 
 func (x *ThawResponse) Reset() {
 	*x = ThawResponse{}
-	mi := &file_gpuctl_v1_executor_proto_msgTypes[8]
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -513,7 +585,7 @@ func (x *ThawResponse) String() string {
 func (*ThawResponse) ProtoMessage() {}
 
 func (x *ThawResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_executor_proto_msgTypes[8]
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -526,7 +598,7 @@ func (x *ThawResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ThawResponse.ProtoReflect.Descriptor instead.
 func (*ThawResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_executor_proto_rawDescGZIP(), []int{8}
+	return file_gpuctl_v1_executor_proto_rawDescGZIP(), []int{10}
 }
 
 type LoadRequest struct {
@@ -539,7 +611,7 @@ type LoadRequest struct {
 
 func (x *LoadRequest) Reset() {
 	*x = LoadRequest{}
-	mi := &file_gpuctl_v1_executor_proto_msgTypes[9]
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -551,7 +623,7 @@ func (x *LoadRequest) String() string {
 func (*LoadRequest) ProtoMessage() {}
 
 func (x *LoadRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_executor_proto_msgTypes[9]
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -564,7 +636,7 @@ func (x *LoadRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LoadRequest.ProtoReflect.Descriptor instead.
 func (*LoadRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_executor_proto_rawDescGZIP(), []int{9}
+	return file_gpuctl_v1_executor_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *LoadRequest) GetFile() string {
@@ -589,7 +661,7 @@ type SendRequest struct {
 
 func (x *SendRequest) Reset() {
 	*x = SendRequest{}
-	mi := &file_gpuctl_v1_executor_proto_msgTypes[10]
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -601,7 +673,7 @@ func (x *SendRequest) String() string {
 func (*SendRequest) ProtoMessage() {}
 
 func (x *SendRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_executor_proto_msgTypes[10]
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -614,7 +686,7 @@ func (x *SendRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SendRequest.ProtoReflect.Descriptor instead.
 func (*SendRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_executor_proto_rawDescGZIP(), []int{10}
+	return file_gpuctl_v1_executor_proto_rawDescGZIP(), []int{12}
 }
 
 type ReceiveResponse struct {
@@ -626,7 +698,7 @@ type ReceiveResponse struct {
 
 func (x *ReceiveResponse) Reset() {
 	*x = ReceiveResponse{}
-	mi := &file_gpuctl_v1_executor_proto_msgTypes[11]
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -638,7 +710,7 @@ func (x *ReceiveResponse) String() string {
 func (*ReceiveResponse) ProtoMessage() {}
 
 func (x *ReceiveResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_executor_proto_msgTypes[11]
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -651,7 +723,7 @@ func (x *ReceiveResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReceiveResponse.ProtoReflect.Descriptor instead.
 func (*ReceiveResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_executor_proto_rawDescGZIP(), []int{11}
+	return file_gpuctl_v1_executor_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *ReceiveResponse) GetBytes() uint64 {
@@ -669,7 +741,7 @@ type ActivateRequest struct {
 
 func (x *ActivateRequest) Reset() {
 	*x = ActivateRequest{}
-	mi := &file_gpuctl_v1_executor_proto_msgTypes[12]
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -681,7 +753,7 @@ func (x *ActivateRequest) String() string {
 func (*ActivateRequest) ProtoMessage() {}
 
 func (x *ActivateRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_executor_proto_msgTypes[12]
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -694,7 +766,7 @@ func (x *ActivateRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ActivateRequest.ProtoReflect.Descriptor instead.
 func (*ActivateRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_executor_proto_rawDescGZIP(), []int{12}
+	return file_gpuctl_v1_executor_proto_rawDescGZIP(), []int{14}
 }
 
 type ActivateResponse struct {
@@ -705,7 +777,7 @@ type ActivateResponse struct {
 
 func (x *ActivateResponse) Reset() {
 	*x = ActivateResponse{}
-	mi := &file_gpuctl_v1_executor_proto_msgTypes[13]
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -717,7 +789,7 @@ func (x *ActivateResponse) String() string {
 func (*ActivateResponse) ProtoMessage() {}
 
 func (x *ActivateResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_executor_proto_msgTypes[13]
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -730,7 +802,7 @@ func (x *ActivateResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ActivateResponse.ProtoReflect.Descriptor instead.
 func (*ActivateResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_executor_proto_rawDescGZIP(), []int{13}
+	return file_gpuctl_v1_executor_proto_rawDescGZIP(), []int{15}
 }
 
 type RetireRequest struct {
@@ -741,7 +813,7 @@ type RetireRequest struct {
 
 func (x *RetireRequest) Reset() {
 	*x = RetireRequest{}
-	mi := &file_gpuctl_v1_executor_proto_msgTypes[14]
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -753,7 +825,7 @@ func (x *RetireRequest) String() string {
 func (*RetireRequest) ProtoMessage() {}
 
 func (x *RetireRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_executor_proto_msgTypes[14]
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -766,7 +838,7 @@ func (x *RetireRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RetireRequest.ProtoReflect.Descriptor instead.
 func (*RetireRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_executor_proto_rawDescGZIP(), []int{14}
+	return file_gpuctl_v1_executor_proto_rawDescGZIP(), []int{16}
 }
 
 type RetireResponse struct {
@@ -777,7 +849,7 @@ type RetireResponse struct {
 
 func (x *RetireResponse) Reset() {
 	*x = RetireResponse{}
-	mi := &file_gpuctl_v1_executor_proto_msgTypes[15]
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -789,7 +861,7 @@ func (x *RetireResponse) String() string {
 func (*RetireResponse) ProtoMessage() {}
 
 func (x *RetireResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_executor_proto_msgTypes[15]
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -802,7 +874,7 @@ func (x *RetireResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RetireResponse.ProtoReflect.Descriptor instead.
 func (*RetireResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_executor_proto_rawDescGZIP(), []int{15}
+	return file_gpuctl_v1_executor_proto_rawDescGZIP(), []int{17}
 }
 
 type PulseRequest struct {
@@ -814,7 +886,7 @@ type PulseRequest struct {
 
 func (x *PulseRequest) Reset() {
 	*x = PulseRequest{}
-	mi := &file_gpuctl_v1_executor_proto_msgTypes[16]
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -826,7 +898,7 @@ func (x *PulseRequest) String() string {
 func (*PulseRequest) ProtoMessage() {}
 
 func (x *PulseRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_executor_proto_msgTypes[16]
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -839,7 +911,7 @@ func (x *PulseRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PulseRequest.ProtoReflect.Descriptor instead.
 func (*PulseRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_executor_proto_rawDescGZIP(), []int{16}
+	return file_gpuctl_v1_executor_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *PulseRequest) GetEveryMs() uint32 {
@@ -859,7 +931,7 @@ type PulseResponse struct {
 
 func (x *PulseResponse) Reset() {
 	*x = PulseResponse{}
-	mi := &file_gpuctl_v1_executor_proto_msgTypes[17]
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -871,7 +943,7 @@ func (x *PulseResponse) String() string {
 func (*PulseResponse) ProtoMessage() {}
 
 func (x *PulseResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_executor_proto_msgTypes[17]
+	mi := &file_gpuctl_v1_executor_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -884,7 +956,7 @@ func (x *PulseResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PulseResponse.ProtoReflect.Descriptor instead.
 func (*PulseResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_executor_proto_rawDescGZIP(), []int{17}
+	return file_gpuctl_v1_executor_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *PulseResponse) GetWaitsFor() string {
@@ -935,7 +1007,9 @@ const file_gpuctl_v1_executor_proto_rawDesc = "" +
 	"\x04file\x18\x02 \x01(\tR\x04file\x12\x16\n" +
 	"\x06memory\x18\x03 \x01(\bR\x06memory\x12\x14\n" +
 	"\x05final\x18\x04 \x01(\bR\x05final\x12\x10\n" +
-	"\x03all\x18\x05 \x01(\bR\x03all\".\n" +
+	"\x03all\x18\x05 \x01(\bR\x03all\"\x10\n" +
+	"\x0eDiscardRequest\"\x11\n" +
+	"\x0fDiscardResponse\".\n" +
 	"\rFreezeRequest\x12\x1d\n" +
 	"\n" +
 	"timeout_ms\x18\x01 \x01(\x03R\ttimeoutMs\"%\n" +
@@ -956,12 +1030,13 @@ const file_gpuctl_v1_executor_proto_rawDesc = "" +
 	"\bevery_ms\x18\x01 \x01(\rR\aeveryMs\"C\n" +
 	"\rPulseResponse\x12\x1b\n" +
 	"\twaits_for\x18\x01 \x01(\tR\bwaitsFor\x12\x15\n" +
-	"\x06for_ns\x18\x02 \x01(\x03R\x05forNs2\xff\x05\n" +
+	"\x06for_ns\x18\x02 \x01(\x03R\x05forNs2\xc1\x06\n" +
 	"\x0fExecutorService\x12C\n" +
 	"\bDescribe\x12\x1a.gpuctl.v1.DescribeRequest\x1a\x1b.gpuctl.v1.DescribeResponse\x12C\n" +
 	"\bSnapshot\x12\x1a.gpuctl.v1.SnapshotRequest\x1a\x1b.gpuctl.v1.SnapshotResponse\x12;\n" +
 	"\aPrepare\x12\x19.gpuctl.v1.PrepareRequest\x1a\x13.gpuctl.v1.Progress0\x01\x129\n" +
-	"\x06Export\x12\x18.gpuctl.v1.ExportRequest\x1a\x13.gpuctl.v1.Progress0\x01\x12?\n" +
+	"\x06Export\x12\x18.gpuctl.v1.ExportRequest\x1a\x13.gpuctl.v1.Progress0\x01\x12@\n" +
+	"\aDiscard\x12\x19.gpuctl.v1.DiscardRequest\x1a\x1a.gpuctl.v1.DiscardResponse\x12?\n" +
 	"\x06Freeze\x12\x18.gpuctl.v1.FreezeRequest\x1a\x1b.gpuctl.v1.SnapshotResponse\x127\n" +
 	"\x04Thaw\x12\x16.gpuctl.v1.ThawRequest\x1a\x17.gpuctl.v1.ThawResponse\x125\n" +
 	"\x04Load\x12\x16.gpuctl.v1.LoadRequest\x1a\x13.gpuctl.v1.Progress0\x01\x127\n" +
@@ -983,7 +1058,7 @@ func file_gpuctl_v1_executor_proto_rawDescGZIP() []byte {
 	return file_gpuctl_v1_executor_proto_rawDescData
 }
 
-var file_gpuctl_v1_executor_proto_msgTypes = make([]protoimpl.MessageInfo, 18)
+var file_gpuctl_v1_executor_proto_msgTypes = make([]protoimpl.MessageInfo, 20)
 var file_gpuctl_v1_executor_proto_goTypes = []any{
 	(*DescribeRequest)(nil),  // 0: gpuctl.v1.DescribeRequest
 	(*DescribeResponse)(nil), // 1: gpuctl.v1.DescribeResponse
@@ -991,53 +1066,57 @@ var file_gpuctl_v1_executor_proto_goTypes = []any{
 	(*SnapshotResponse)(nil), // 3: gpuctl.v1.SnapshotResponse
 	(*PrepareRequest)(nil),   // 4: gpuctl.v1.PrepareRequest
 	(*ExportRequest)(nil),    // 5: gpuctl.v1.ExportRequest
-	(*FreezeRequest)(nil),    // 6: gpuctl.v1.FreezeRequest
-	(*ThawRequest)(nil),      // 7: gpuctl.v1.ThawRequest
-	(*ThawResponse)(nil),     // 8: gpuctl.v1.ThawResponse
-	(*LoadRequest)(nil),      // 9: gpuctl.v1.LoadRequest
-	(*SendRequest)(nil),      // 10: gpuctl.v1.SendRequest
-	(*ReceiveResponse)(nil),  // 11: gpuctl.v1.ReceiveResponse
-	(*ActivateRequest)(nil),  // 12: gpuctl.v1.ActivateRequest
-	(*ActivateResponse)(nil), // 13: gpuctl.v1.ActivateResponse
-	(*RetireRequest)(nil),    // 14: gpuctl.v1.RetireRequest
-	(*RetireResponse)(nil),   // 15: gpuctl.v1.RetireResponse
-	(*PulseRequest)(nil),     // 16: gpuctl.v1.PulseRequest
-	(*PulseResponse)(nil),    // 17: gpuctl.v1.PulseResponse
-	(*Usage)(nil),            // 18: gpuctl.v1.Usage
-	(*Limits)(nil),           // 19: gpuctl.v1.Limits
-	(*StateChunk)(nil),       // 20: gpuctl.v1.StateChunk
-	(*Progress)(nil),         // 21: gpuctl.v1.Progress
+	(*DiscardRequest)(nil),   // 6: gpuctl.v1.DiscardRequest
+	(*DiscardResponse)(nil),  // 7: gpuctl.v1.DiscardResponse
+	(*FreezeRequest)(nil),    // 8: gpuctl.v1.FreezeRequest
+	(*ThawRequest)(nil),      // 9: gpuctl.v1.ThawRequest
+	(*ThawResponse)(nil),     // 10: gpuctl.v1.ThawResponse
+	(*LoadRequest)(nil),      // 11: gpuctl.v1.LoadRequest
+	(*SendRequest)(nil),      // 12: gpuctl.v1.SendRequest
+	(*ReceiveResponse)(nil),  // 13: gpuctl.v1.ReceiveResponse
+	(*ActivateRequest)(nil),  // 14: gpuctl.v1.ActivateRequest
+	(*ActivateResponse)(nil), // 15: gpuctl.v1.ActivateResponse
+	(*RetireRequest)(nil),    // 16: gpuctl.v1.RetireRequest
+	(*RetireResponse)(nil),   // 17: gpuctl.v1.RetireResponse
+	(*PulseRequest)(nil),     // 18: gpuctl.v1.PulseRequest
+	(*PulseResponse)(nil),    // 19: gpuctl.v1.PulseResponse
+	(*Usage)(nil),            // 20: gpuctl.v1.Usage
+	(*Limits)(nil),           // 21: gpuctl.v1.Limits
+	(*StateChunk)(nil),       // 22: gpuctl.v1.StateChunk
+	(*Progress)(nil),         // 23: gpuctl.v1.Progress
 }
 var file_gpuctl_v1_executor_proto_depIdxs = []int32{
-	18, // 0: gpuctl.v1.DescribeResponse.usage:type_name -> gpuctl.v1.Usage
-	19, // 1: gpuctl.v1.DescribeResponse.devices:type_name -> gpuctl.v1.Limits
-	18, // 2: gpuctl.v1.SnapshotResponse.usage:type_name -> gpuctl.v1.Usage
+	20, // 0: gpuctl.v1.DescribeResponse.usage:type_name -> gpuctl.v1.Usage
+	21, // 1: gpuctl.v1.DescribeResponse.devices:type_name -> gpuctl.v1.Limits
+	20, // 2: gpuctl.v1.SnapshotResponse.usage:type_name -> gpuctl.v1.Usage
 	0,  // 3: gpuctl.v1.ExecutorService.Describe:input_type -> gpuctl.v1.DescribeRequest
 	2,  // 4: gpuctl.v1.ExecutorService.Snapshot:input_type -> gpuctl.v1.SnapshotRequest
 	4,  // 5: gpuctl.v1.ExecutorService.Prepare:input_type -> gpuctl.v1.PrepareRequest
 	5,  // 6: gpuctl.v1.ExecutorService.Export:input_type -> gpuctl.v1.ExportRequest
-	6,  // 7: gpuctl.v1.ExecutorService.Freeze:input_type -> gpuctl.v1.FreezeRequest
-	7,  // 8: gpuctl.v1.ExecutorService.Thaw:input_type -> gpuctl.v1.ThawRequest
-	9,  // 9: gpuctl.v1.ExecutorService.Load:input_type -> gpuctl.v1.LoadRequest
-	10, // 10: gpuctl.v1.ExecutorService.Send:input_type -> gpuctl.v1.SendRequest
-	20, // 11: gpuctl.v1.ExecutorService.Receive:input_type -> gpuctl.v1.StateChunk
-	12, // 12: gpuctl.v1.ExecutorService.Activate:input_type -> gpuctl.v1.ActivateRequest
-	14, // 13: gpuctl.v1.ExecutorService.Retire:input_type -> gpuctl.v1.RetireRequest
-	16, // 14: gpuctl.v1.ExecutorService.Pulse:input_type -> gpuctl.v1.PulseRequest
-	1,  // 15: gpuctl.v1.ExecutorService.Describe:output_type -> gpuctl.v1.DescribeResponse
-	3,  // 16: gpuctl.v1.ExecutorService.Snapshot:output_type -> gpuctl.v1.SnapshotResponse
-	21, // 17: gpuctl.v1.ExecutorService.Prepare:output_type -> gpuctl.v1.Progress
-	21, // 18: gpuctl.v1.ExecutorService.Export:output_type -> gpuctl.v1.Progress
-	3,  // 19: gpuctl.v1.ExecutorService.Freeze:output_type -> gpuctl.v1.SnapshotResponse
-	8,  // 20: gpuctl.v1.ExecutorService.Thaw:output_type -> gpuctl.v1.ThawResponse
-	21, // 21: gpuctl.v1.ExecutorService.Load:output_type -> gpuctl.v1.Progress
-	20, // 22: gpuctl.v1.ExecutorService.Send:output_type -> gpuctl.v1.StateChunk
-	11, // 23: gpuctl.v1.ExecutorService.Receive:output_type -> gpuctl.v1.ReceiveResponse
-	13, // 24: gpuctl.v1.ExecutorService.Activate:output_type -> gpuctl.v1.ActivateResponse
-	15, // 25: gpuctl.v1.ExecutorService.Retire:output_type -> gpuctl.v1.RetireResponse
-	17, // 26: gpuctl.v1.ExecutorService.Pulse:output_type -> gpuctl.v1.PulseResponse
-	15, // [15:27] is the sub-list for method output_type
-	3,  // [3:15] is the sub-list for method input_type
+	6,  // 7: gpuctl.v1.ExecutorService.Discard:input_type -> gpuctl.v1.DiscardRequest
+	8,  // 8: gpuctl.v1.ExecutorService.Freeze:input_type -> gpuctl.v1.FreezeRequest
+	9,  // 9: gpuctl.v1.ExecutorService.Thaw:input_type -> gpuctl.v1.ThawRequest
+	11, // 10: gpuctl.v1.ExecutorService.Load:input_type -> gpuctl.v1.LoadRequest
+	12, // 11: gpuctl.v1.ExecutorService.Send:input_type -> gpuctl.v1.SendRequest
+	22, // 12: gpuctl.v1.ExecutorService.Receive:input_type -> gpuctl.v1.StateChunk
+	14, // 13: gpuctl.v1.ExecutorService.Activate:input_type -> gpuctl.v1.ActivateRequest
+	16, // 14: gpuctl.v1.ExecutorService.Retire:input_type -> gpuctl.v1.RetireRequest
+	18, // 15: gpuctl.v1.ExecutorService.Pulse:input_type -> gpuctl.v1.PulseRequest
+	1,  // 16: gpuctl.v1.ExecutorService.Describe:output_type -> gpuctl.v1.DescribeResponse
+	3,  // 17: gpuctl.v1.ExecutorService.Snapshot:output_type -> gpuctl.v1.SnapshotResponse
+	23, // 18: gpuctl.v1.ExecutorService.Prepare:output_type -> gpuctl.v1.Progress
+	23, // 19: gpuctl.v1.ExecutorService.Export:output_type -> gpuctl.v1.Progress
+	7,  // 20: gpuctl.v1.ExecutorService.Discard:output_type -> gpuctl.v1.DiscardResponse
+	3,  // 21: gpuctl.v1.ExecutorService.Freeze:output_type -> gpuctl.v1.SnapshotResponse
+	10, // 22: gpuctl.v1.ExecutorService.Thaw:output_type -> gpuctl.v1.ThawResponse
+	23, // 23: gpuctl.v1.ExecutorService.Load:output_type -> gpuctl.v1.Progress
+	22, // 24: gpuctl.v1.ExecutorService.Send:output_type -> gpuctl.v1.StateChunk
+	13, // 25: gpuctl.v1.ExecutorService.Receive:output_type -> gpuctl.v1.ReceiveResponse
+	15, // 26: gpuctl.v1.ExecutorService.Activate:output_type -> gpuctl.v1.ActivateResponse
+	17, // 27: gpuctl.v1.ExecutorService.Retire:output_type -> gpuctl.v1.RetireResponse
+	19, // 28: gpuctl.v1.ExecutorService.Pulse:output_type -> gpuctl.v1.PulseResponse
+	16, // [16:29] is the sub-list for method output_type
+	3,  // [3:16] is the sub-list for method input_type
 	3,  // [3:3] is the sub-list for extension type_name
 	3,  // [3:3] is the sub-list for extension extendee
 	0,  // [0:3] is the sub-list for field type_name
@@ -1055,7 +1134,7 @@ func file_gpuctl_v1_executor_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_gpuctl_v1_executor_proto_rawDesc), len(file_gpuctl_v1_executor_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   18,
+			NumMessages:   20,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -192,6 +192,7 @@ func (s *session) exportState(ctx context.Context, to string, m *gpuctlv1.Export
 		return err
 	}
 	if err := s.export(ctx, to, m.All, m.Final, w, report); err != nil {
+		s.dropState() // who has given it up may not live to say so
 		return err
 	}
 	if !m.Final {
@@ -233,6 +234,22 @@ func (h *handed) take(name string) (*os.File, error) {
 	f := h.f
 	h.name, h.f = "", nil
 	return f, nil
+}
+
+// Discard is for a caller that must not empty the state memory itself: this process dies
+// when it writes to pages that are no longer there.
+func (c *controller) Discard(ctx context.Context, _ *connect.Request[gpuctlv1.DiscardRequest]) (*connect.Response[gpuctlv1.DiscardResponse], error) {
+	c.op.Lock()
+	defer c.op.Unlock()
+	// The request may have waited for a long time. It must not undo a later export.
+	if err := ctx.Err(); err != nil {
+		return nil, err
+	}
+	if w := c.s.stateTo; w != nil && w.whole {
+		return nil, connect.NewError(connect.CodeFailedPrecondition, fmt.Errorf("discard of a complete state: %w", ErrState))
+	}
+	c.s.dropState()
+	return connect.NewResponse(&gpuctlv1.DiscardResponse{}), nil
 }
 
 // dropState forgets a state file that is not needed. The client of the request removes the

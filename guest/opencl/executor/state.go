@@ -18,8 +18,9 @@ import (
 
 // A state file has the contents of a suspended session: the objects one after the other,
 // then an index, then the position of the index. It is a file on disk or the state memfd.
-// Both are mapped, and the device writes into the mapping. The space is reserved first, so
-// that a full disk is noticed while the session still runs.
+// The space is reserved first, so that a full disk is noticed while the session still runs.
+// Only the memfd is mapped: where a mapped file has no page to give, because its disk is
+// full or broken or somebody has cut the file, the process dies, and the session with it.
 
 const stateMagic = 0x5453585550474c43
 
@@ -87,7 +88,7 @@ type stateFile struct {
 
 type stateRoom struct {
 	stateEntry
-	mem []byte
+	mem []byte // of the state memfd
 }
 
 func newStateFile(s *session, f *os.File, memory bool) *stateFile {
@@ -99,7 +100,7 @@ func (w *stateFile) knows(_ uint32, serial uint64, m *mem) bool {
 }
 
 func (w *stateFile) shares() bool  { return w.memory }
-func (w *stateFile) inPlace() bool { return false }
+func (w *stateFile) inPlace() bool { return true }
 func (w *stateFile) chunk() uint64 { return windowChunk }
 func (w *stateFile) close() error  { return nil }
 
@@ -123,31 +124,28 @@ func (w *stateFile) reserve() error {
 	if w.end == begin {
 		return nil
 	}
-	if err := unix.Fallocate(int(w.f.Fd()), 0, int64(begin), int64(w.end-begin)); err != nil {
-		if !errors.Is(err, unix.EOPNOTSUPP) {
-			return fmt.Errorf("room for %d bytes of state in %s: %w", w.end-begin, w.f.Name(), err)
-		}
-		if err := w.f.Truncate(int64(w.end)); err != nil {
-			return fmt.Errorf("room for %d bytes of state in %s: %w", w.end-begin, w.f.Name(), err)
-		}
+	// A file system that can't reserve space says so when it is written.
+	if err := unix.Fallocate(int(w.f.Fd()), 0, int64(begin), int64(w.end-begin)); err != nil && (w.memory || !errors.Is(err, unix.EOPNOTSUPP)) {
+		return fmt.Errorf("room for %d bytes of state in %s: %w", w.end-begin, w.f.Name(), err)
+	}
+	if !w.memory {
+		return nil
 	}
 	b, err := unix.Mmap(int(w.f.Fd()), int64(begin), int(w.end-begin), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)
 	if err != nil {
 		return fmt.Errorf("map %s: %w", w.f.Name(), err)
 	}
 	w.maps = append(w.maps, b)
-	if w.memory {
-		populate(b)
-	}
+	populate(b)
 	for _, r := range fresh {
 		r.mem = b[r.At-begin : r.At-begin+r.N : r.At-begin+r.N]
 	}
 	return nil
 }
 
-// place makes the device write into the window, which is pinned; accept copies from there,
-// with all processors. Pinning the state itself would cost as much time as moving it, and
-// the same again when the executor ends.
+// place makes the device write into the window, which is pinned; accept takes the bytes from
+// there, with all processors. Pinning the state itself would cost as much time as moving it,
+// and the same again when the executor ends.
 func (w *stateFile) place(ps []piece) error {
 	if err := w.s.openWindow(windowChunk * windowDepth); err != nil {
 		return err
@@ -156,44 +154,33 @@ func (w *stateFile) place(ps []piece) error {
 	w.next++
 	for i := range ps {
 		x := &ps[i]
-		b, err := w.room(x)
-		if err != nil {
-			return err
-		}
-		if x.m.unified {
-			x.ptr = unsafe.Pointer(&b[0])
-			continue
-		}
-		x.ptr = w.s.arena.Pointer(at)
+		x.At, x.ptr = at, w.s.arena.Pointer(at)
 		at += x.padded()
 	}
 	return nil
 }
 
-// room returns where a piece's bytes belong in the file.
-func (w *stateFile) room(x *piece) ([]byte, error) {
-	r := w.entries[x.serial]
-	off := x.Off
-	if x.m.kind == memImage {
-		off *= x.m.rowBytes()
-	}
-	if r == nil || off+x.bytes() > r.N {
-		return nil, fmt.Errorf("no room for object %d in %s", x.ID, w.f.Name())
-	}
-	return r.mem[off : off+x.bytes()], nil
-}
-
+// accept writes pieces, which are in the arena, to where they belong in the file.
 func (w *stateFile) accept(ps []piece) error {
 	for i := range ps {
 		x := &ps[i]
-		if x.m.unified {
-			continue
+		r, off := w.entries[x.serial], x.Off
+		if x.m.kind == memImage {
+			off *= x.m.rowBytes()
 		}
-		b, err := w.room(x)
+		n := x.bytes()
+		if r == nil || off > r.N || n > r.N-off {
+			return fmt.Errorf("no room for object %d in %s", x.ID, w.f.Name())
+		}
+		b, err := w.s.arena.Range(x.At, n)
 		if err != nil {
-			return err
+			return fmt.Errorf("object %d: %w", x.ID, err)
 		}
-		copyWide(b, unsafe.Slice((*byte)(x.ptr), len(b)))
+		if w.memory {
+			copyWide(r.mem[off:off+n], b)
+		} else if err := writeWide(w.f, b, int64(r.At+off)); err != nil {
+			return fmt.Errorf("write %s: %w", w.f.Name(), err)
+		}
 	}
 	return nil
 }
@@ -206,14 +193,6 @@ func (w *stateFile) finish() error {
 			index = r.appendTo(index)
 		}
 	})
-	for _, b := range w.maps {
-		if w.memory {
-			break
-		}
-		if err := unix.Msync(b, unix.MS_SYNC); err != nil {
-			return fmt.Errorf("write %s: %w", w.f.Name(), err)
-		}
-	}
 	if _, err := w.f.Seek(int64(w.end), io.SeekStart); err != nil {
 		return fmt.Errorf("write %s: %w", w.f.Name(), err)
 	}
@@ -233,7 +212,7 @@ func (w *stateFile) finish() error {
 	return nil
 }
 
-// letGo removes the file's pages from this process; they stay in the file. That takes about
+// letGo removes the memfd's pages from this process; they stay in the memfd. That takes about
 // 50 ns for each page. Otherwise the end of the process, for which the resume waits, would
 // do it with one processor.
 func (w *stateFile) letGo() {
@@ -242,7 +221,7 @@ func (w *stateFile) letGo() {
 	}
 }
 
-// release unmaps the file. After that, nothing may be read into it.
+// release unmaps the memfd. After that, nothing may be read into it.
 func (w *stateFile) release() {
 	for _, b := range w.maps {
 		_ = unix.Munmap(b)

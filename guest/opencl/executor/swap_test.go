@@ -2,12 +2,16 @@ package executor
 
 import (
 	"context"
+	"encoding/binary"
 	"errors"
 	"net"
 	"os"
 	"path/filepath"
+	"strings"
 	"testing"
 	"time"
+
+	"connectrpc.com/connect"
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/guest/opencl/cl"
@@ -303,6 +307,97 @@ func TestSourceLeavesContentsAloneAfterAGivenUpSuspension(t *testing.T) {
 	to := c.executor(2)
 	c.swap(s, to)
 	equal(t, c.read(q, b, 4096), 3)
+}
+
+// What an export has written is forgotten with it: who wanted it may not live to say so. A
+// complete state is the only copy of a session that is about to be suspended, so it stays.
+func TestStateOfAnExportThatIsGivenUpIsDiscarded(t *testing.T) {
+	c := newClient(t)
+	s := c.executor(1)
+	s.activate()
+	ctx, q, _ := c.setup(0)
+	c.fill(q, c.buffer(ctx, 4096), 4096, 3)
+	export := func(ctx context.Context, final bool) error {
+		if !final {
+			f, err := os.Create(filepath.Join(t.TempDir(), "state"))
+			if err != nil {
+				t.Fatal(err)
+			}
+			s.handed.put("state", f)
+		}
+		return s.exportState(ctx, "state", &gpuctlv1.ExportRequest{File: "state", All: !final, Final: final}, noProgress)
+	}
+	gone, cancel := context.WithCancel(t.Context())
+	cancel()
+	if err := export(gone, false); !errors.Is(err, context.Canceled) || s.stateTo != nil {
+		t.Fatal(err, s.stateTo)
+	}
+	api := &controller{s: s}
+	discard := func() error {
+		_, err := api.Discard(t.Context(), connect.NewRequest(&gpuctlv1.DiscardRequest{}))
+		return err
+	}
+	if err := errors.Join(export(t.Context(), false), discard()); err != nil || s.stateTo != nil {
+		t.Fatal(err, s.stateTo)
+	}
+	if err := export(t.Context(), false); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := s.freeze(t.Context(), time.Minute); err != nil {
+		t.Fatal(err)
+	}
+	if err := export(t.Context(), true); err != nil {
+		t.Fatal(err)
+	}
+	if err := discard(); connect.CodeOf(err) != connect.CodeFailedPrecondition || s.stateTo == nil {
+		t.Fatal(err, s.stateTo)
+	}
+	s.thaw()
+	if s.stateTo != nil {
+		t.Fatal("a session that goes on keeps its old state")
+	}
+}
+
+// A disk that has no room after all, or somebody who cuts the file, is an error at most, and
+// not the end of the executor.
+func TestStateFileThatIsCutDoesNotEndTheExecutor(t *testing.T) {
+	c := newClient(t)
+	s := c.executor(1)
+	s.activate()
+	ctx, q, _ := c.setup(0)
+	b := c.buffer(ctx, 1<<20)
+	c.fill(q, b, 1<<20, 3)
+	f, err := os.Create(filepath.Join(t.TempDir(), "state"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer f.Close()
+	w := newStateFile(s, f, false)
+	if err := w.reserve(); err != nil {
+		t.Fatal(err)
+	}
+	if err := f.Truncate(0); err != nil {
+		t.Fatal(err)
+	}
+	if err := errors.Join(s.export(t.Context(), "state", true, false, w, noProgress), w.finish()); err != nil {
+		t.Fatal(err)
+	}
+	got, err := os.ReadFile(f.Name())
+	if err != nil {
+		t.Fatal(err)
+	}
+	for at := range 1 << 18 {
+		equal(t, []uint32{binary.LittleEndian.Uint32(got[4*at:])}, 3)
+	}
+	ro, err := os.Open(f.Name())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer ro.Close()
+	w.f = ro // as if the disk were full
+	if err := s.export(t.Context(), "state", true, false, w, noProgress); err == nil || !strings.Contains(err.Error(), "write "+ro.Name()) {
+		t.Fatal(err)
+	}
 }
 
 // A parked launch keeps its kernel's program in a swap, even if the kernel and the program

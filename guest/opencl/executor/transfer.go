@@ -52,9 +52,25 @@ func copyWide(dst, src []byte) {
 
 // readWide reads from a file with several processors.
 func readWide(f io.ReaderAt, b []byte, at int64) error {
+	return tryWide(len(b), 2<<20, func(off, end int) error {
+		_, err := f.ReadAt(b[off:end], at+int64(off))
+		return err
+	})
+}
+
+// writeWide writes to a file with several processors.
+func writeWide(f io.WriterAt, b []byte, at int64) error {
+	return tryWide(len(b), 2<<20, func(off, end int) error {
+		_, err := f.WriteAt(b[off:end], at+int64(off))
+		return err
+	})
+}
+
+// tryWide is wide for work that can fail. It returns one of the errors.
+func tryWide(n, grain int, work func(off, end int) error) error {
 	var first atomic.Pointer[error]
-	wide(len(b), 2<<20, func(off, end int) {
-		if _, err := f.ReadAt(b[off:end], at+int64(off)); err != nil {
+	wide(n, grain, func(off, end int) {
+		if err := work(off, end); err != nil {
 			first.CompareAndSwap(nil, &err)
 		}
 	})

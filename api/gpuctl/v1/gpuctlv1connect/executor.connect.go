@@ -43,6 +43,8 @@ const (
 	ExecutorServicePrepareProcedure = "/gpuctl.v1.ExecutorService/Prepare"
 	// ExecutorServiceExportProcedure is the fully-qualified name of the ExecutorService's Export RPC.
 	ExecutorServiceExportProcedure = "/gpuctl.v1.ExecutorService/Export"
+	// ExecutorServiceDiscardProcedure is the fully-qualified name of the ExecutorService's Discard RPC.
+	ExecutorServiceDiscardProcedure = "/gpuctl.v1.ExecutorService/Discard"
 	// ExecutorServiceFreezeProcedure is the fully-qualified name of the ExecutorService's Freeze RPC.
 	ExecutorServiceFreezeProcedure = "/gpuctl.v1.ExecutorService/Freeze"
 	// ExecutorServiceThawProcedure is the fully-qualified name of the ExecutorService's Thaw RPC.
@@ -75,6 +77,10 @@ type ExecutorServiceClient interface {
 	// Export sends the content of memory objects that changed since they were
 	// last exported to the peer's Import socket, or writes them to a file.
 	Export(context.Context, *connect.Request[v1.ExportRequest]) (*connect.ServerStreamForClient[v1.Progress], error)
+	// Discard forgets what Export has written to a file or to the state memory,
+	// and empties the state memory. It waits until an Export that was given up
+	// has ended. A state that is complete is refused: its undo is Thaw.
+	Discard(context.Context, *connect.Request[v1.DiscardRequest]) (*connect.Response[v1.DiscardResponse], error)
 	// Freeze stops the requests of the ring and drains the device. The session is
 	// frozen then.
 	Freeze(context.Context, *connect.Request[v1.FreezeRequest]) (*connect.Response[v1.SnapshotResponse], error)
@@ -129,6 +135,12 @@ func NewExecutorServiceClient(httpClient connect.HTTPClient, baseURL string, opt
 			httpClient,
 			baseURL+ExecutorServiceExportProcedure,
 			connect.WithSchema(executorServiceMethods.ByName("Export")),
+			connect.WithClientOptions(opts...),
+		),
+		discard: connect.NewClient[v1.DiscardRequest, v1.DiscardResponse](
+			httpClient,
+			baseURL+ExecutorServiceDiscardProcedure,
+			connect.WithSchema(executorServiceMethods.ByName("Discard")),
 			connect.WithClientOptions(opts...),
 		),
 		freeze: connect.NewClient[v1.FreezeRequest, v1.SnapshotResponse](
@@ -188,6 +200,7 @@ type executorServiceClient struct {
 	snapshot *connect.Client[v1.SnapshotRequest, v1.SnapshotResponse]
 	prepare  *connect.Client[v1.PrepareRequest, v1.Progress]
 	export   *connect.Client[v1.ExportRequest, v1.Progress]
+	discard  *connect.Client[v1.DiscardRequest, v1.DiscardResponse]
 	freeze   *connect.Client[v1.FreezeRequest, v1.SnapshotResponse]
 	thaw     *connect.Client[v1.ThawRequest, v1.ThawResponse]
 	load     *connect.Client[v1.LoadRequest, v1.Progress]
@@ -216,6 +229,11 @@ func (c *executorServiceClient) Prepare(ctx context.Context, req *connect.Reques
 // Export calls gpuctl.v1.ExecutorService.Export.
 func (c *executorServiceClient) Export(ctx context.Context, req *connect.Request[v1.ExportRequest]) (*connect.ServerStreamForClient[v1.Progress], error) {
 	return c.export.CallServerStream(ctx, req)
+}
+
+// Discard calls gpuctl.v1.ExecutorService.Discard.
+func (c *executorServiceClient) Discard(ctx context.Context, req *connect.Request[v1.DiscardRequest]) (*connect.Response[v1.DiscardResponse], error) {
+	return c.discard.CallUnary(ctx, req)
 }
 
 // Freeze calls gpuctl.v1.ExecutorService.Freeze.
@@ -271,6 +289,10 @@ type ExecutorServiceHandler interface {
 	// Export sends the content of memory objects that changed since they were
 	// last exported to the peer's Import socket, or writes them to a file.
 	Export(context.Context, *connect.Request[v1.ExportRequest], *connect.ServerStream[v1.Progress]) error
+	// Discard forgets what Export has written to a file or to the state memory,
+	// and empties the state memory. It waits until an Export that was given up
+	// has ended. A state that is complete is refused: its undo is Thaw.
+	Discard(context.Context, *connect.Request[v1.DiscardRequest]) (*connect.Response[v1.DiscardResponse], error)
 	// Freeze stops the requests of the ring and drains the device. The session is
 	// frozen then.
 	Freeze(context.Context, *connect.Request[v1.FreezeRequest]) (*connect.Response[v1.SnapshotResponse], error)
@@ -321,6 +343,12 @@ func NewExecutorServiceHandler(svc ExecutorServiceHandler, opts ...connect.Handl
 		ExecutorServiceExportProcedure,
 		svc.Export,
 		connect.WithSchema(executorServiceMethods.ByName("Export")),
+		connect.WithHandlerOptions(opts...),
+	)
+	executorServiceDiscardHandler := connect.NewUnaryHandler(
+		ExecutorServiceDiscardProcedure,
+		svc.Discard,
+		connect.WithSchema(executorServiceMethods.ByName("Discard")),
 		connect.WithHandlerOptions(opts...),
 	)
 	executorServiceFreezeHandler := connect.NewUnaryHandler(
@@ -381,6 +409,8 @@ func NewExecutorServiceHandler(svc ExecutorServiceHandler, opts ...connect.Handl
 			executorServicePrepareHandler.ServeHTTP(w, r)
 		case ExecutorServiceExportProcedure:
 			executorServiceExportHandler.ServeHTTP(w, r)
+		case ExecutorServiceDiscardProcedure:
+			executorServiceDiscardHandler.ServeHTTP(w, r)
 		case ExecutorServiceFreezeProcedure:
 			executorServiceFreezeHandler.ServeHTTP(w, r)
 		case ExecutorServiceThawProcedure:
@@ -420,6 +450,10 @@ func (UnimplementedExecutorServiceHandler) Prepare(context.Context, *connect.Req
 
 func (UnimplementedExecutorServiceHandler) Export(context.Context, *connect.Request[v1.ExportRequest], *connect.ServerStream[v1.Progress]) error {
 	return connect.NewError(connect.CodeUnimplemented, errors.New("gpuctl.v1.ExecutorService.Export is not implemented"))
+}
+
+func (UnimplementedExecutorServiceHandler) Discard(context.Context, *connect.Request[v1.DiscardRequest]) (*connect.Response[v1.DiscardResponse], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("gpuctl.v1.ExecutorService.Discard is not implemented"))
 }
 
 func (UnimplementedExecutorServiceHandler) Freeze(context.Context, *connect.Request[v1.FreezeRequest]) (*connect.Response[v1.SnapshotResponse], error) {
