@@ -329,7 +329,11 @@ func (r *repair) swap(ctx context.Context) error {
 	if !r.switched() {
 		s.mem.setOwner(s.rec.Current.Generation)
 		r.drop()
-		return r.running(ctx, r.current, false)
+		err := r.running(ctx, r.current, false)
+		if err == nil {
+			s.dropExport(ctx, r.current)
+		}
+		return err
 	}
 	if r.other != nil {
 		r.rec.Current = *op.Other

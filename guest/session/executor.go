@@ -259,8 +259,9 @@ func (e *executor) thaw(ctx context.Context, freeze uint64) error {
 	return e.wrap("thaw", err)
 }
 
-// discard makes the executor forget the state that it has begun to write. It does not wait
-// for an executor that is slow: one whose export was given up discards the state itself.
+// discard makes an executor that is not frozen give back what an export has used. It does
+// not wait for an executor that is slow: if its export was given up, it empties the state
+// memory itself.
 func (e *executor) discard(ctx context.Context) error {
 	ctx, cancel := e.bound(ctx, discardTimeout)
 	defer cancel()

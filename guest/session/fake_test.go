@@ -85,6 +85,7 @@ type fakeExecutor struct {
 	thaws      int
 	freezes    uint64
 	exported   bool
+	holds      bool // memory for an export
 }
 
 var (
@@ -359,6 +360,7 @@ func (e *fakeExecutor) Export(ctx context.Context, req *connect.Request[gpuctlv1
 	if req.Msg.Final != e.frozen {
 		return refusal("final export %v while frozen is %v", req.Msg.Final, e.frozen)
 	}
+	e.holds = true
 	switch {
 	case req.Msg.Peer != "":
 		var peer *fakeExecutor
@@ -431,6 +433,7 @@ func (e *fakeExecutor) Discard(context.Context, *connect.Request[gpuctlv1.Discar
 	if e.frozen {
 		return nil, refusal("discard of the state of a frozen session")
 	}
+	e.holds = false
 	if err := e.state.Truncate(0); err != nil {
 		return nil, connect.NewError(connect.CodeInternal, err)
 	}
@@ -475,7 +478,7 @@ func (e *fakeExecutor) Thaw(_ context.Context, req *connect.Request[gpuctlv1.Tha
 	if n := req.Msg.GetFreeze(); e.frozen && n != 0 && n != e.freezes {
 		return nil, refusal("thaw of freeze %d, this is %d", n, e.freezes)
 	}
-	e.gated, e.frozen = false, false
+	e.gated, e.frozen, e.holds = false, false, false
 	e.thaws++
 	return connect.NewResponse(&gpuctlv1.ThawResponse{}), nil
 }

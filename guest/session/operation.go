@@ -414,6 +414,12 @@ func (op *operation) killTarget(context.Context) error {
 	return nil
 }
 
+// discardSource undoes the copy of contents while the application runs.
+func (op *operation) discardSource(ctx context.Context) error {
+	op.s.dropExport(ctx, op.source)
+	return nil
+}
+
 // freezeSource is the work of the freeze step. From this step on, the application is frozen.
 func (op *operation) freezeSource(ctx context.Context, timeoutMS int64) error {
 	if op.target != nil && op.target.dead() {

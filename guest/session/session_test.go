@@ -183,8 +183,8 @@ func (b *bench) runsOn(gen uint32) {
 	e := b.l.generation(gen)
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	if !e.active || e.frozen || e.gated {
-		b.t.Fatalf("executor %d: active %v, frozen %v, gated %v", gen, e.active, e.frozen, e.gated)
+	if !e.active || e.frozen || e.gated || e.holds {
+		b.t.Fatalf("executor %d: active %v, frozen %v, gated %v, holds memory for an export %v", gen, e.active, e.frozen, e.gated, e.holds)
 	}
 	if !strings.HasPrefix(e.content, "content of ") {
 		b.t.Fatalf("executor %d lost the contents: %q", gen, e.content)

@@ -300,14 +300,20 @@ func (s *session) dropSaved(to, part string) error {
 // that lives empties the state memory itself, because it would die when it writes there
 // afterwards. If it does not do so now, the memory is used until the session's next suspend.
 func (s *session) dropWritten(ctx context.Context, e *executor, to, part string) error {
-	if to == toMemory && e != nil {
-		err := e.discard(ctx)
-		if !e.dead() {
+	if e != nil {
+		s.dropExport(ctx, e)
+		if to == toMemory && !e.dead() {
 			to = ""
-			_ = ignore(s, err)
 		}
 	}
 	return s.dropSaved(to, part)
+}
+
+// dropExport makes the executor give back what an export that is not needed has used.
+func (s *session) dropExport(ctx context.Context, e *executor) {
+	if err := e.discard(ctx); err != nil && !e.dead() {
+		_ = ignore(s, err)
+	}
 }
 
 // isFile reports whether to names a file that has a suspended session's state.

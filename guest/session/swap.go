@@ -68,7 +68,7 @@ func (w *swapping) steps(op *operation) []step {
 			op.graph = snap.Graph
 			return op.target.prepare(ctx, &gpuctlv1.PrepareRequest{Graph: op.graph}, op)
 		}},
-		{name: stepPrecopy, run: func(ctx context.Context) error { return op.precopy(ctx, w.usage.GetMemory()) }},
+		{name: stepPrecopy, undo: op.discardSource, run: func(ctx context.Context) error { return op.precopy(ctx, w.usage.GetMemory()) }},
 		{name: stepFreeze, undo: op.thawSource, run: func(ctx context.Context) error {
 			return op.freezeSource(ctx, w.req.FreezeTimeoutMs)
 		}},

@@ -245,10 +245,13 @@ func (c *controller) Discard(ctx context.Context, _ *connect.Request[gpuctlv1.Di
 	if err := ctx.Err(); err != nil {
 		return nil, err
 	}
-	if w := c.s.stateTo; w != nil && w.whole {
-		return nil, connect.NewError(connect.CodeFailedPrecondition, fmt.Errorf("discard of a complete state: %w", ErrState))
+	if c.s.isFrozen() { // the state may be complete, and is all that there is then
+		return nil, connect.NewError(connect.CodeFailedPrecondition, fmt.Errorf("discard the state of a frozen session: %w", ErrState))
 	}
 	c.s.dropState()
+	c.s.mu.Lock()
+	c.s.closeWindow()
+	c.s.mu.Unlock()
 	return connect.NewResponse(&gpuctlv1.DiscardResponse{}), nil
 }
 

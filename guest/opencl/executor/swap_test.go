@@ -356,6 +356,12 @@ func TestStateOfAnExportThatIsGivenUpIsDiscarded(t *testing.T) {
 	if s.stateTo != nil {
 		t.Fatal("a session that goes on keeps its old state")
 	}
+	if err := s.openWindow(windowChunk); err != nil { // as an export from a card does
+		t.Fatal(err)
+	}
+	if err := discard(); err != nil || s.windowSize != 0 {
+		t.Fatal(err, s.windowSize)
+	}
 }
 
 // A disk that has no room after all, or somebody who cuts the file, is an error at most, and

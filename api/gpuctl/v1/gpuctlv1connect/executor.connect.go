@@ -77,9 +77,9 @@ type ExecutorServiceClient interface {
 	// Export sends the content of memory objects that changed since they were
 	// last exported to the peer's Import socket, or writes them to a file.
 	Export(context.Context, *connect.Request[v1.ExportRequest]) (*connect.ServerStreamForClient[v1.Progress], error)
-	// Discard forgets what Export has written to a file or to the state memory,
-	// and empties the state memory. It waits until an Export that was given up
-	// has ended. A state that is complete is refused: its undo is Thaw.
+	// Discard is the undo of Export for a session that runs: it empties the state
+	// memory, closes the file and frees memory. It waits until an Export that was
+	// given up has ended. For a frozen session Thaw does the same.
 	Discard(context.Context, *connect.Request[v1.DiscardRequest]) (*connect.Response[v1.DiscardResponse], error)
 	// Freeze stops the requests of the ring and drains the device. The session is
 	// frozen then.
@@ -289,9 +289,9 @@ type ExecutorServiceHandler interface {
 	// Export sends the content of memory objects that changed since they were
 	// last exported to the peer's Import socket, or writes them to a file.
 	Export(context.Context, *connect.Request[v1.ExportRequest], *connect.ServerStream[v1.Progress]) error
-	// Discard forgets what Export has written to a file or to the state memory,
-	// and empties the state memory. It waits until an Export that was given up
-	// has ended. A state that is complete is refused: its undo is Thaw.
+	// Discard is the undo of Export for a session that runs: it empties the state
+	// memory, closes the file and frees memory. It waits until an Export that was
+	// given up has ended. For a frozen session Thaw does the same.
 	Discard(context.Context, *connect.Request[v1.DiscardRequest]) (*connect.Response[v1.DiscardResponse], error)
 	// Freeze stops the requests of the ring and drains the device. The session is
 	// frozen then.
