@@ -62,7 +62,7 @@ func (s *Stream) Serve(ctx context.Context, conn net.Conn, handle func(Frame) er
 func (s *Stream) greet(c *heard) error {
 	_ = c.SetDeadline(time.Now().Add(s.o.Silence))
 	s.mu.Lock()
-	hello := appendHello(nil, s.o.ID, s.taken+1)
+	hello := newHello(s.o.ID, s.taken+1)
 	s.mu.Unlock()
 	wrote := make(chan error, 1)
 	go func() {

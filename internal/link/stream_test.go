@@ -209,7 +209,7 @@ func TestSilenceIsABreak(t *testing.T) {
 		x, y = net.Pipe() // nobody is at the other end
 		defer y.Close()
 		begin := time.Now()
-		go func() { _, _ = io.CopyN(io.Discard, y, helloSize); _, _ = y.Write(appendHello(nil, ID{}, 1)) }()
+		go func() { _, _ = io.CopyN(io.Discard, y, helloSize); _, _ = y.Write(newHello(ID{}, 1)) }()
 		if err := a.Serve(t.Context(), x, take); !errors.Is(err, ErrBroken) {
 			t.Fatal(err)
 		}
@@ -240,7 +240,7 @@ func talk(t testing.TB, s *Stream, handle func(Frame) error, peer []byte) error 
 }
 
 func TestWhatNoPeerSays(t *testing.T) {
-	hello := appendHello(nil, ID{}, 1)
+	hello := newHello(ID{}, 1)
 	frame := func(h header, rest ...byte) []byte {
 		return append(h.appendTo(bytes.Clone(hello)), rest...)
 	}
@@ -252,9 +252,9 @@ func TestWhatNoPeerSays(t *testing.T) {
 		"half a hello":              {hello[:20], ErrBroken},
 		"another protocol":          {bytes.Repeat([]byte("GET "), 8), ErrProtocol},
 		"another version":           {append(bytes.Clone(hello[:4]), append([]byte{2, 0, 0, 0}, hello[8:]...)...), ErrProtocol},
-		"another stream":            {appendHello(nil, ID{1}, 1), ErrOtherStream},
-		"expects nothing":           {appendHello(nil, ID{}, 0), ErrProtocol},
-		"expects what was not sent": {appendHello(nil, ID{}, 2), ErrProtocol},
+		"another stream":            {newHello(ID{1}, 1), ErrOtherStream},
+		"expects nothing":           {newHello(ID{}, 0), ErrProtocol},
+		"expects what was not sent": {newHello(ID{}, 2), ErrProtocol},
 		"acknowledges a future":     {frame(header{ack: 1}), ErrProtocol},
 		"leaves one out":            {frame(header{number: 2}), ErrProtocol},
 		"acknowledgement with body": {frame(header{body: 1}, 1), ErrProtocol},
@@ -282,12 +282,12 @@ func TestWhatNoPeerSays(t *testing.T) {
 func TestHandlersErrorEndsTheStream(t *testing.T) {
 	s := New(Options{})
 	wrong := errors.New("wrong")
-	one := (&header{number: 1}).appendTo(appendHello(nil, ID{}, 1))
+	one := (&header{number: 1}).appendTo(newHello(ID{}, 1))
 	if err := talk(t, s, func(Frame) error { return wrong }, one); !errors.Is(err, wrong) || !errors.Is(s.Err(), wrong) {
 		t.Fatal(err, s.Err())
 	}
 	s = New(Options{Place: func(uint16, []byte, int) ([]byte, error) { return nil, wrong }})
-	one = append((&header{number: 1, body: 1}).appendTo(appendHello(nil, ID{}, 1)), 1)
+	one = append((&header{number: 1, body: 1}).appendTo(newHello(ID{}, 1)), 1)
 	if err := talk(t, s, nil, one); !errors.Is(err, wrong) {
 		t.Fatal(err)
 	}
@@ -306,7 +306,7 @@ func TestNewConnectionTakesThePlaceOfTheOld(t *testing.T) {
 	old := make(chan error, 1)
 	go func() { old <- a.Serve(t.Context(), x, nil) }()
 	_, _ = io.CopyN(io.Discard, y, helloSize)
-	_, _ = y.Write(appendHello(nil, ID{}, 1))
+	_, _ = y.Write(newHello(ID{}, 1))
 	got := make(chan Frame, 1)
 	wait := connect(t, a, b, nil, func(f Frame) error { got <- f; return nil }, pipe)
 	if err := <-old; !errors.Is(err, ErrBroken) {
@@ -331,7 +331,7 @@ func TestNewConnectionTakesThePlaceOfTheOld(t *testing.T) {
 // FuzzServe lets a peer say anything: nothing that it says makes the stream panic, allocate
 // beyond its limits, or hand over frames out of order.
 func FuzzServe(f *testing.F) {
-	hello := appendHello(nil, ID{}, 1)
+	hello := newHello(ID{}, 1)
 	two := append((&header{number: 1, kind: 3, head: 2, body: 3}).appendTo(bytes.Clone(hello)), "hhbbb"...)
 	two = (&header{number: 2}).appendTo(two)
 	f.Add(two)

@@ -23,8 +23,8 @@ const (
 	headerSize = 32
 )
 
-func appendHello(b []byte, id ID, expected uint64) []byte {
-	b = binary.LittleEndian.AppendUint32(b, magic)
+func newHello(id ID, expected uint64) []byte {
+	b := binary.LittleEndian.AppendUint32(nil, magic)
 	b = binary.LittleEndian.AppendUint32(b, version)
 	b = append(b, id[:]...)
 	return binary.LittleEndian.AppendUint64(b, expected)
