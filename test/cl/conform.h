@@ -26,7 +26,8 @@ extern cl_context C;
 extern cl_command_queue Q;
 extern cl_int E; /* errcode_ret of the last call */
 extern int V;    /* version of the device, 120 or 300 */
-extern volatile int tline; /* where the case is, for the message of one that does not end */
+extern volatile int tline;       /* where the case is, for the message of one that does not end */
+extern volatile unsigned tsteps; /* how many checks it has made */
 
 #define CASE(n)                                                                                                        \
     static void n(void);                                                                                               \
@@ -52,7 +53,7 @@ extern volatile int tline; /* where the case is, for the message of one that doe
 /* OK: a call that must succeed. ERR: a call and the error it must give. */
 #define OK(e)                                                                                                          \
     do {                                                                                                               \
-        tline = __LINE__;                                                                                              \
+        tsteps++, tline = __LINE__;                                                                                    \
         cl_int e_ = (e);                                                                                               \
         if (e_ != CL_SUCCESS) {                                                                                        \
             tfail(__FILE__, __LINE__, "%s gives %d", #e, e_);                                                          \
@@ -61,7 +62,7 @@ extern volatile int tline; /* where the case is, for the message of one that doe
     } while (0)
 #define ERR(e, want)                                                                                                   \
     do {                                                                                                               \
-        tline = __LINE__;                                                                                              \
+        tsteps++, tline = __LINE__;                                                                                    \
         if (tskip(#e))                                                                                                 \
             break;                                                                                                     \
         cl_int e_ = (e);                                                                                               \
@@ -70,7 +71,7 @@ extern volatile int tline; /* where the case is, for the message of one that doe
     } while (0)
 #define ERR2(e, want, alt)                                                                                             \
     do {                                                                                                               \
-        tline = __LINE__;                                                                                              \
+        tsteps++, tline = __LINE__;                                                                                    \
         if (tskip(#e))                                                                                                 \
             break;                                                                                                     \
         cl_int e_ = (e);                                                                                               \
@@ -80,7 +81,7 @@ extern volatile int tline; /* where the case is, for the message of one that doe
 /* MK: a constructor that must succeed (its last argument is &E). ERRP: one that must fail. */
 #define MK(var, call)                                                                                                  \
     do {                                                                                                               \
-        tline = __LINE__;                                                                                              \
+        tsteps++, tline = __LINE__;                                                                                    \
         E = 1;                                                                                                         \
         var = call;                                                                                                    \
         if (E != CL_SUCCESS || !(var)) {                                                                               \
@@ -90,7 +91,7 @@ extern volatile int tline; /* where the case is, for the message of one that doe
     } while (0)
 #define ERRP(call, want)                                                                                               \
     do {                                                                                                               \
-        tline = __LINE__;                                                                                              \
+        tsteps++, tline = __LINE__;                                                                                    \
         if (tskip(#call))                                                                                              \
             break;                                                                                                     \
         E = 1;                                                                                                         \
