@@ -10,6 +10,7 @@ import (
 	"path/filepath"
 	"regexp"
 	"strings"
+	"sync"
 	"syscall"
 	"testing"
 	"time"
@@ -53,19 +54,22 @@ func newVM(t *testing.T) *testVM {
 			t.Skip("needs the packages oclgrind and pocl-opencl-icd")
 		}
 	}
-	dir, err := os.MkdirTemp("", "vm") // short, because it contains sockets
+	root, err := built()
 	if err != nil {
 		t.Fatal(err)
 	}
-	t.Cleanup(func() { os.RemoveAll(dir) })
-	if err := os.Chmod(dir, 0o711); err != nil { // the sessions' users pass through it
+	dir := filepath.Join(root, "vm")
+	if err := os.Mkdir(dir, 0o711); err != nil { // the sessions' users pass through it
 		t.Fatal(err)
 	}
-	v := &testVM{t: t, dir: dir, tree: pcitest.New(t), console: channeltest.New(t), log: &testkit.Log{}, binary: filepath.Join(dir, "gpuguest"), icd: filepath.Join(dir, "vendors")}
+	t.Cleanup(func() { os.RemoveAll(dir) })
+	v := &testVM{t: t, dir: dir, tree: pcitest.New(t), console: channeltest.New(t), log: &testkit.Log{}, binary: filepath.Join(root, "gpuguest"), icd: filepath.Join(dir, "vendors")}
 	run := filepath.Join(dir, "run")
-	v.build("go", "build", "-o", v.binary, ".")
-	v.build("sh", "../../guest/opencl/icd/build.sh", filepath.Join(dir, "lib.so"), fmt.Sprintf("-DGX_VM_SOCKET=%q", filepath.Join(run, "app.sock")))
-	v.build("gcc", "-O1", "-std=gnu11", "-o", filepath.Join(dir, "stream"), "../../test/cl/stream.c", "-lOpenCL", "-lpthread")
+	for _, name := range []string{"lib.so", "stream"} {
+		if err := os.Link(filepath.Join(root, name), filepath.Join(dir, name)); err != nil {
+			t.Fatal(err)
+		}
+	}
 	v.write(filepath.Join(v.icd, "gpuctl.icd"), filepath.Join(dir, "lib.so")+"\n")
 	v.config = filepath.Join(dir, "gpuguest.yaml")
 	v.write(v.config, "version: 1\nrunDir: "+run+"\nemulatedDevices: true\nprofiles: "+filepath.Join(dir, "profiles")+"\n")
@@ -96,11 +100,38 @@ func newVM(t *testing.T) *testVM {
 	return v
 }
 
-func (v *testVM) build(name string, args ...string) {
-	v.t.Helper()
-	if out, err := exec.Command(name, args...).CombinedOutput(); err != nil {
-		v.t.Fatalf("%s %v: %v\n%s", name, args, err, out)
+// built makes the programs of all VMs. The VMs of the tests are one after the other in the
+// same folder, whose path the library has in it. TestMain removes it.
+var built = sync.OnceValues(func() (root string, err error) {
+	root, err = os.MkdirTemp("", "vm") // short, because it contains sockets
+	if err != nil {
+		return "", err
 	}
+	builtIn = root
+	if err := os.Chmod(root, 0o711); err != nil { // the sessions' users pass through it
+		return "", err
+	}
+	socket := filepath.Join(root, "vm", "run", "app.sock")
+	for _, args := range [][]string{
+		{"go", "build", "-o", filepath.Join(root, "gpuguest"), "."},
+		{"sh", "../../guest/opencl/icd/build.sh", filepath.Join(root, "lib.so"), fmt.Sprintf("-DGX_VM_SOCKET=%q", socket)},
+		{"gcc", "-O1", "-std=gnu11", "-o", filepath.Join(root, "stream"), "../../test/cl/stream.c", "-lOpenCL", "-lpthread"},
+	} {
+		if out, err := exec.Command(args[0], args[1:]...).CombinedOutput(); err != nil {
+			return "", fmt.Errorf("%v: %w\n%s", args, err, out)
+		}
+	}
+	return root, nil
+})
+
+var builtIn string
+
+func TestMain(m *testing.M) {
+	code := m.Run()
+	if builtIn != "" {
+		_ = os.RemoveAll(builtIn)
+	}
+	os.Exit(code)
 }
 
 func (v *testVM) write(path, text string) {
