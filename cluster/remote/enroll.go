@@ -75,6 +75,18 @@ func (b *boundedBody) Read(p []byte) (int, error) {
 	return n, err
 }
 
+// HostClient does the same as Client, for a host that calls others. config returns the TLS
+// configuration for the host at an address.
+func HostClient(config func(address string) *tls.Config) *http.Client {
+	t := transport(&tls.Config{MinVersion: tls.VersionTLS13})
+	t.DialTLSContext = func(ctx context.Context, network, address string) (net.Conn, error) {
+		c := config(address)
+		c.NextProtos = t.TLSClientConfig.NextProtos
+		return dial(ctx, network, address, c, false)
+	}
+	return newClient(bounded{t})
+}
+
 func transport(config *tls.Config) *http.Transport {
 	config = config.Clone()
 	config.NextProtos = []string{pki.ProtoHTTP2, pki.ProtoHTTP1}

@@ -2,6 +2,7 @@ package member
 
 import (
 	"context"
+	"crypto/tls"
 	"errors"
 	"fmt"
 	"io/fs"
@@ -130,7 +131,7 @@ func New(ctx context.Context, c Config) *Node {
 	n.gate = access.NewGate(access.Config{
 		Trust: trust, Lookup: n.lookup, Local: c.Local, Audit: c.Audit, Log: c.Logger, Refused: c.Refused,
 	})
-	n.http = remote.Client(trust.ClientConfig(""))
+	n.http = n.client(trust)
 	n.api = clusterapi.New(n, c.Logger)
 	n.mux = http.NewServeMux()
 	return n
@@ -178,6 +179,23 @@ func (n *Node) trust() pki.Trust {
 		v := n.known()
 		return v != nil && !holds(v, p)
 	}}
+}
+
+// client returns a client for other hosts.
+func (n *Node) client(trust pki.Trust) *http.Client {
+	return remote.HostClient(func(address string) *tls.Config { return trust.ClientConfig(n.expect(address)) })
+}
+
+// expect returns the id of the host that is reached at an address. Another host of the
+// cluster that has taken the address, as one that was taken over could do while the first
+// is down, is not believed: it could say where a VM is. Empty: any host is accepted,
+// because this host does not know who has the address.
+func (n *Node) expect(address string) string {
+	v := n.known()
+	if v == nil {
+		return ""
+	}
+	return v.HostByAddress(address).GetId()
 }
 
 // holds reports whether the identity of a certificate exists, with the same enrolment.
@@ -445,10 +463,10 @@ func (n *Node) connect(ctx context.Context, m *membership, listener net.Listener
 	}
 	trust := n.trust()
 	trust.Provider = m.renewer
-	m.port = pki.NewMux(pki.MuxConfig{Listener: listener, Trust: trust, Log: n.Logger})
+	m.port = pki.NewMux(pki.MuxConfig{Listener: listener, Trust: trust, Log: n.Logger, Expect: n.expect})
 	cfg.Dir = filepath.Join(n.Dir, "raft")
 	cfg.Stream = stream{m.port.Raft()}
-	cfg.Peers = forwarder{remote.Client(trust.ClientConfig(""))}
+	cfg.Peers = forwarder{n.client(trust)}
 	return nil
 }
 
