@@ -28,7 +28,7 @@ const (
 )
 
 // Client returns an HTTP client for hosts, with this TLS configuration. Answers are
-// bounded, because a host may have been taken over.
+// bounded, whatever a host sends.
 func Client(config *tls.Config) *http.Client {
 	return newClient(bounded{transport(config)})
 }

@@ -103,8 +103,8 @@ func (a authority) clients(addresses ...string) map[string]*http.Client {
 	}
 }
 
-// Two messages may have the same bytes. A host that has been taken over could redirect an
-// administrator's harmless call to another host, as one that does harm.
+// Two messages may have the same bytes. A host could redirect an administrator's harmless
+// call to another host, as one that does harm.
 func TestHostDoesNotRedirectCallsToAnotherHost(t *testing.T) {
 	a := newAuthority(t)
 	var harm atomic.Int32

@@ -16,8 +16,9 @@ import (
 	"github.com/gpuctl/gpuctl/internal/testkit"
 )
 
-// A host of the cluster that has been taken over takes the address of another one that is
-// down. It must not be asked where a VM is, as if it were that host, nor for its vote.
+// A host of the cluster answers at the address of another one that is down, as after a
+// mistake with addresses. It must not be asked where a VM is, as if it were that host, nor
+// for its vote.
 func TestHostAtTheAddressOfAnotherIsNotBelieved(t *testing.T) {
 	t.Parallel()
 	ctx := testkit.Context(t)

@@ -187,9 +187,9 @@ func (n *Node) client(trust pki.Trust) *http.Client {
 }
 
 // expect returns the id of the host that is reached at an address. Another host of the
-// cluster that has taken the address, as one that was taken over could do while the first
-// is down, is not believed: it could say where a VM is. Empty: any host is accepted,
-// because this host does not know who has the address.
+// cluster that answers there, by a mistake or on purpose, is not believed: it would say
+// where the VMs of the first are. Empty: any host is accepted, because this host does not
+// know who has the address.
 func (n *Node) expect(address string) string {
 	v := n.known()
 	if v == nil {
