@@ -16,3 +16,18 @@ func Of(s string, most int) string {
 	}
 	return strings.ToValidUTF8(s[:max(0, most-len(more))], "") + more
 }
+
+// Line returns s as one printable line of at most most bytes: without control characters,
+// bytes that are not UTF-8, and spaces at its ends.
+func Line(s string, most int) string {
+	s = strings.Map(func(r rune) rune {
+		if r < ' ' || r == 0x7f || r == '\ufffd' {
+			return -1
+		}
+		return r
+	}, strings.ToValidUTF8(s, ""))
+	if len(s) > most {
+		s = strings.ToValidUTF8(s[:most], "")
+	}
+	return strings.TrimSpace(s)
+}

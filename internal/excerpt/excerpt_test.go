@@ -27,3 +27,22 @@ func TestOf(t *testing.T) {
 		}
 	}
 }
+
+func TestLine(t *testing.T) {
+	t.Parallel()
+	for _, x := range []struct {
+		in   string
+		most int
+		want string
+	}{
+		{" NVIDIA\tA100\n\x1b[1m ", 20, "NVIDIAA100[1m"},
+		{"a\xd8b\ufffdc\x7f", 20, "abc"},
+		{"ab€", 4, "ab"}, // no part of a character
+		{"abcd  efgh", 6, "abcd"},
+		{"", 6, ""},
+	} {
+		if got := Line(x.in, x.most); got != x.want {
+			t.Errorf("%q in %d bytes: %q, want %q", x.in, x.most, got, x.want)
+		}
+	}
+}

@@ -6,6 +6,8 @@ import (
 	"io"
 	"io/fs"
 	"strings"
+
+	"github.com/gpuctl/gpuctl/internal/excerpt"
 )
 
 const (
@@ -81,18 +83,7 @@ func parseNames(r io.Reader, want map[id]bool) map[id]string {
 }
 
 // clean returns a text from outside as one printable line of limited length.
-func clean(s string) string {
-	s = strings.Map(func(r rune) rune {
-		if r < ' ' || r == 0x7f || r == '\ufffd' {
-			return -1
-		}
-		return r
-	}, strings.ToValidUTF8(s, ""))
-	if len(s) > maxName {
-		s = strings.ToValidUTF8(s[:maxName], "")
-	}
-	return strings.TrimSpace(s)
-}
+func clean(s string) string { return excerpt.Line(s, maxName) }
 
 // name sets the names. Without a name, it uses the ids in hexadecimal digits.
 func (d *Device) name(names map[id]string) {

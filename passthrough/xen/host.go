@@ -9,6 +9,7 @@ import (
 	"strconv"
 	"strings"
 
+	"github.com/gpuctl/gpuctl/internal/excerpt"
 	"github.com/gpuctl/gpuctl/passthrough/pci"
 )
 
@@ -150,15 +151,4 @@ func read(root fs.FS, name string) []byte {
 func text(root fs.FS, name string) string { return clean(string(read(root, name))) }
 
 // clean returns a text from outside as one short printable line.
-func clean(s string) string {
-	s = strings.Map(func(r rune) rune {
-		if r < ' ' || r == 0x7f || r == '\ufffd' {
-			return -1
-		}
-		return r
-	}, strings.ToValidUTF8(s, ""))
-	if len(s) > maxText {
-		s = strings.ToValidUTF8(s[:maxText], "")
-	}
-	return strings.TrimSpace(s)
-}
+func clean(s string) string { return excerpt.Line(s, maxText) }
