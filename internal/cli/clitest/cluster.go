@@ -137,6 +137,8 @@ func KindOf(m proto.Message) clusterv1.Kind {
 		return clusterv1.Kind_KIND_MIGRATION
 	case *clusterv1.Reservation:
 		return clusterv1.Kind_KIND_RESERVATION
+	case *clusterv1.Link:
+		return clusterv1.Kind_KIND_LINK
 	}
 	panic(fmt.Sprintf("%T is of no kind", m))
 }

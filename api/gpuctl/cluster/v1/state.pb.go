@@ -715,6 +715,7 @@ type Host struct {
 	BootId            string                 `protobuf:"bytes,17,opt,name=boot_id,json=bootId,proto3" json:"boot_id,omitempty"` // changes when the host is restarted
 	JoinedUnixMs      int64                  `protobuf:"varint,18,opt,name=joined_unix_ms,json=joinedUnixMs,proto3" json:"joined_unix_ms,omitempty"`
 	Revision          uint64                 `protobuf:"varint,19,opt,name=revision,proto3" json:"revision,omitempty"`
+	LendAddress       string                 `protobuf:"bytes,20,opt,name=lend_address,json=lendAddress,proto3" json:"lend_address,omitempty"` // HOST:PORT at which carriers of other hosts reach it; empty: it lends no GPU
 	unknownFields     protoimpl.UnknownFields
 	sizeCache         protoimpl.SizeCache
 }
@@ -880,6 +881,13 @@ func (x *Host) GetRevision() uint64 {
 		return x.Revision
 	}
 	return 0
+}
+
+func (x *Host) GetLendAddress() string {
+	if x != nil {
+		return x.LendAddress
+	}
+	return ""
 }
 
 // NIC is a network interface that is up.
@@ -3680,7 +3688,7 @@ var File_gpuctl_cluster_v1_state_proto protoreflect.FileDescriptor
 
 const file_gpuctl_cluster_v1_state_proto_rawDesc = "" +
 	"\n" +
-	"\x1dgpuctl/cluster/v1/state.proto\x12\x11gpuctl.cluster.v1\x1a\x15gpuctl/v1/types.proto\"\x91\x05\n" +
+	"\x1dgpuctl/cluster/v1/state.proto\x12\x11gpuctl.cluster.v1\x1a\x15gpuctl/v1/types.proto\"\xb4\x05\n" +
 	"\x04Host\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x0e\n" +
 	"\x02id\x18\x02 \x01(\tR\x02id\x12\x18\n" +
@@ -3704,7 +3712,8 @@ const file_gpuctl_cluster_v1_state_proto_rawDesc = "" +
 	"numa_nodes\x18\x10 \x01(\rR\tnumaNodes\x12\x17\n" +
 	"\aboot_id\x18\x11 \x01(\tR\x06bootId\x12$\n" +
 	"\x0ejoined_unix_ms\x18\x12 \x01(\x03R\fjoinedUnixMs\x12\x1a\n" +
-	"\brevision\x18\x13 \x01(\x04R\brevision\x1a9\n" +
+	"\brevision\x18\x13 \x01(\x04R\brevision\x12!\n" +
+	"\flend_address\x18\x14 \x01(\tR\vlendAddress\x1a9\n" +
 	"\vLabelsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\x8a\x01\n" +
