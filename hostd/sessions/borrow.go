@@ -10,7 +10,6 @@ import (
 	"strings"
 	"time"
 
-	"connectrpc.com/connect"
 	"google.golang.org/protobuf/proto"
 
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
@@ -30,10 +29,9 @@ const (
 const (
 	// outage is how long a connection to a far executor may be broken before the session
 	// is lost and the GPU is given back.
-	outage = time.Minute
-	// renewEvery is how often a lease that no session uses yet is asked for again, so
-	// that the host that lends keeps it.
-	renewEvery = outage / 4
+	outage = 2 * time.Minute
+	// renewEvery is how long a lease is offered before another one replaces it.
+	renewEvery = outage * 2 / 3
 	// countedElsewhere is the capacity of a GPU of another host in this host's ledger. Its
 	// real capacity is counted by the cluster.
 	countedElsewhere = 1 << 60
@@ -227,6 +225,17 @@ func (h *Host) needed() map[string]bool {
 	return need
 }
 
+// idle returns the leases that nothing names. The caller holds h.mu.
+func (h *Host) idle() (out []string) {
+	need := h.needed()
+	for id, b := range h.borrowed {
+		if !need[id] && !b.ending {
+			out = append(out, id)
+		}
+	}
+	return out
+}
+
 // giveBack ends the leases that nothing names any more. What fails is repeated. The host
 // that lends also ends them when the log releases their assignments, or when no carrier
 // has been there for the outage.
@@ -235,7 +244,23 @@ func (h *Host) giveBack(ctx context.Context) {
 		return // after a start, sessions are not known yet
 	}
 	h.mu.Lock()
+	idle := h.idle()
+	h.mu.Unlock()
+	if len(idle) == 0 {
+		return
+	}
+	// A session may have begun with an offer that was replaced since. The list is
+	// requested after that, so it has the session.
+	if err := h.Resync(ctx); err != nil {
+		return
+	}
+	h.mu.Lock()
 	need := h.needed()
+	for id := range h.borrowed {
+		if !slices.Contains(idle, id) {
+			need[id] = true // its offer may have been replaced after the request
+		}
+	}
 	var over []*borrowed
 	for id, b := range h.borrowed {
 		if !need[id] && !b.ending {
@@ -262,46 +287,36 @@ func (h *Host) giveBack(ctx context.Context) {
 	}
 }
 
-// renew asks again for the leases that are offered, so that they do not end before a
-// session begins. If one has ended all the same, the claim gets another one.
+// renew replaces the leases that are offered before they end: a far executor to which no
+// carrier comes gives its GPU back after the outage.
 func (h *Host) renew(ctx context.Context) {
 	h.mu.Lock()
-	var due []*claim
+	defer h.mu.Unlock()
 	for _, c := range h.claims {
 		b := h.borrowed[c.Lease]
 		if c.Released || b == nil || time.Since(b.asked) < renewEvery {
 			continue
 		}
-		b.asked = time.Now()
-		due = append(due, c)
-	}
-	h.mu.Unlock()
-	for _, c := range due {
-		h.work.Go(func() { h.renewOne(ctx, c) })
+		b.asked = b.asked.Add(renewEvery / 4) // if it fails, again after this time
+		h.work.Go(func() { h.renewOne(ctx, c, b) })
 	}
 }
 
-func (h *Host) renewOne(ctx context.Context, c *claim) {
+func (h *Host) renewOne(ctx context.Context, c *claim, old *borrowed) {
 	h.mu.Lock()
-	b := h.borrowed[c.Lease]
+	p := h.placement(c.GPUs)
+	amount, held := uint64(0), false
+	if p != nil {
+		amount, held = h.ledger.Holds(c.ID, p[0].GetId())
+	}
+	current := c.Lease == old.ID && !c.Released && p.far() && held
 	h.mu.Unlock()
-	if b == nil {
+	if !current {
 		return
 	}
-	res, err := h.Cluster.Borrow(ctx, b.Host, h.request(b, c))
-	if err == nil && hex.EncodeToString(res.GetCertificateSha256()) == b.Peer || ctx.Err() != nil {
-		return
+	if err := h.offerTo(ctx, c, p, amount); err != nil && ctx.Err() == nil {
+		h.Log.Warn("offered lease not replaced", "claim", c.ID, "lease", old.ID, "host", old.Host, "err", err)
 	}
-	if err != nil && connect.CodeOf(err) == connect.CodeUnavailable {
-		return // it did not answer
-	}
-	h.Log.Warn("an offered lease has ended", "claim", c.ID, "lease", b.ID, "host", b.Host, "err", err)
-	h.mu.Lock()
-	if c.Lease == b.ID {
-		c.Lease = ""
-	}
-	h.mu.Unlock()
-	h.repeatOffer(ctx, c)
 }
 
 // taken reports whether a session has begun with the lease that its claim offers. A lease

@@ -377,6 +377,11 @@ func (h *Host) offer(ctx context.Context, c *claim, p placement, amount uint64) 
 	if p.far() && offered != nil && slices.Equal(offered.GPUs, p.ids()) {
 		return nil // gpuguest keeps its offers, and no session has used this one
 	}
+	return h.offerTo(ctx, c, p, amount)
+}
+
+// offerTo makes an offer, with a new lease if the GPU is on another host.
+func (h *Host) offerTo(ctx context.Context, c *claim, p placement, amount uint64) error {
 	target, lease, err := h.target(ctx, c, p, amount)
 	if err != nil {
 		return fmt.Errorf("claim %s: %w", c.ID, err)

@@ -118,8 +118,8 @@ func (h *Host) Lend(ctx context.Context, borrower clusterapi.Self, r *clusterv1.
 	out := &clusterv1.LendResponse{
 		Token: res.Msg.GetToken(), CertificateSha256: res.Msg.GetCertSha256(), Limits: target.GetLimits(), Model: target.GetModel(), Memory: l.Amount,
 	}
-	if a := h.LendAddress(); a != "" {
-		out.Addresses = append(out.Addresses, a)
+	if h.LendAddress != nil {
+		out.Addresses = append(out.Addresses, h.LendAddress())
 	}
 	out.Addresses = append(out.Addresses, res.Msg.GetAddresses()...)
 	return out, nil
