@@ -36,6 +36,7 @@ type Cluster struct {
 
 	joined bool
 	leader string
+	queue  clusterv1.QueuePolicy
 	role   clusterv1.Role
 }
 
