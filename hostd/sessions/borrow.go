@@ -147,6 +147,7 @@ func (h *Host) target(ctx context.Context, c *claim, p placement, amount uint64)
 	}
 	b.Peer = hex.EncodeToString(res.GetCertificateSha256())
 	h.save()
+	h.work.Go(func() { h.calibrate(h.ctx, b.Host) })
 	h.Log.Info("gpu borrowed", "claim", c.ID, "gpu", p.String(), "host", b.Host, "lease", id)
 	return &gpuctlv1.Target{
 		Gpu: p.String(), Model: res.GetModel(), Limits: res.GetLimits(),

@@ -394,9 +394,10 @@ func (h *Host) destinations(ctx context.Context, s *gpuctlv1.Session, c *claim, 
 			}
 		}
 		rejections := slices.Collect(d.Rejected())
-		if where != place.Elsewhere {
+		switch {
+		case where != place.Elsewhere && (len(rejections) > 0 || len(fit) == 0):
 			out = append(out, h.candidates(rejections, all)...)
-		} else if len(fit) == 0 {
+		case where == place.Elsewhere && len(fit) == 0:
 			out = append(out, h.farCandidates(rejections, []string{to})...)
 		}
 		h.mu.Unlock()
@@ -411,14 +412,12 @@ func (h *Host) tries(c *claim, verb place.Verb, from []string, to string) []plac
 	if c.remote() == clusterv1.Remote_REMOTE_NEVER {
 		return []place.Where{place.Anywhere}
 	}
-	abroad := slices.ContainsFunc(from, far) && verb == place.Resume
-	if to != "" && verb != place.Upgrade && verb != place.Downgrade {
-		abroad = true
-	}
-	if c.remote() == clusterv1.Remote_REMOTE_ONLY {
+	switch local := slices.ContainsFunc(h.gpus, func(g *gpuctlv1.GPU) bool { return strings.HasPrefix(to+separator, g.GetId()+separator) }); {
+	case c.remote() == clusterv1.Remote_REMOTE_ONLY, far(to), slices.Contains(h.Cluster.OtherHosts(), to):
 		return []place.Where{place.Elsewhere}
-	}
-	if abroad {
+	case local, verb == place.Upgrade, verb == place.Downgrade:
+		return []place.Where{place.AtHome}
+	case to != "", verb == place.Resume && slices.ContainsFunc(from, far):
 		return []place.Where{place.AtHome, place.Elsewhere}
 	}
 	return []place.Where{place.AtHome}
