@@ -273,7 +273,7 @@ func (n *Node) Measure(ctx context.Context, host string) (rtt time.Duration, rat
 	if err != nil {
 		return 0, 0, err
 	}
-	client, conns := remote.Watched(n.trust().ClientConfig(""))
+	client, conns := remote.Watched(n.trust().ClientConfig(n.expect(address)))
 	defer client.CloseIdleConnections()
 	peer := remote.Peer(client, address)
 	least := time.Duration(0)
