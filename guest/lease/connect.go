@@ -12,7 +12,6 @@ import (
 	"time"
 
 	"github.com/gpuctl/gpuctl/guest/handover"
-	"github.com/gpuctl/gpuctl/guest/opencl/executor"
 	"github.com/gpuctl/gpuctl/guest/opencl/remote"
 	"github.com/gpuctl/gpuctl/guest/opencl/wire"
 )
@@ -150,7 +149,7 @@ func (m *Manager) Take(conn net.Conn, p remote.Preamble) error {
 	if err != nil {
 		return fmt.Errorf("lease %s: %w", l.req.Lease, err)
 	}
-	if err := handover.Give(ctx, c, executor.HandedPrefix+p.Role.String(), f); err != nil {
+	if err := handover.Give(ctx, c, remote.HandedPrefix+p.Role.String(), f); err != nil {
 		return fmt.Errorf("lease %s: %w", l.req.Lease, err)
 	}
 	m.mu.Lock()

@@ -30,10 +30,6 @@ type Far struct {
 // DefaultOutage is how long a carrier may be gone.
 const DefaultOutage = 5 * time.Minute
 
-// HandedPrefix begins the names of connections that are handed over: what follows is the
-// role.
-const HandedPrefix = "carrier:"
-
 var errOther = errors.New("this lease belongs to another carrier")
 
 // arrival is a connection that has said who it is.
@@ -134,10 +130,10 @@ func mainFar(ctx context.Context, cfg Config) error {
 
 // take gets a connection that gpuguest has accepted.
 func (v *farServer) take(name string, f *os.File) {
-	role, ok := remote.ParseRole(strings.TrimPrefix(name, HandedPrefix))
+	role, ok := remote.ParseRole(strings.TrimPrefix(name, remote.HandedPrefix))
 	conn, err := net.FileConn(f)
 	f.Close()
-	if err != nil || !ok || !strings.HasPrefix(name, HandedPrefix) {
+	if err != nil || !ok || !strings.HasPrefix(name, remote.HandedPrefix) {
 		v.cfg.Logger.Warn("connection of a carrier", "name", name, "err", err)
 		return
 	}

@@ -61,6 +61,10 @@ func ParseRole(name string) (Role, bool) {
 	return 0, false
 }
 
+// HandedPrefix begins the names of connections that are handed over: what follows is the
+// role.
+const HandedPrefix = "carrier:"
+
 // TokenSize is the length of a lease's token in bytes.
 const TokenSize = 32
 
