@@ -31,6 +31,7 @@ const (
 var allowedText = map[string]string{
 	"internal/virt: kind":          spoken,
 	"internal/cli: news":           "whether it was said already: nothing else follows",
+	"hostd/sessions: lostMessage":  "whether people were told where it computed: nothing else follows",
 	"migrate: attempt":             logged,
 	"hostd/inventory/nvml: absent": logged,
 	"guest/session: untilTaken":    logged,
