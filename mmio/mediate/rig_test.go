@@ -251,3 +251,8 @@ func work(t fataler, d *guestdriver.Driver, seed uint32) {
 		}
 	}
 }
+
+const (
+	ms  = time.Millisecond
+	sec = time.Second
+)
