@@ -420,7 +420,7 @@ func (v *VGPU) applySpace(r spaceRecord) error {
 	if v.request.Mode != Para {
 		return bad("the mode has none")
 	}
-	if _, ok := v.paraNew(r.Number, v.g.config.Work); !ok {
+	if _, ok := v.paraNew(r.Number, callWork); !ok {
 		return bad("it can't be made")
 	}
 	s := v.spaces[GuestPA(r.Number)]
