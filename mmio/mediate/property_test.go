@@ -180,6 +180,14 @@ func TestEveryDwordOfBAR0IsDecidedByTheTable(t *testing.T) {
 			if r.get(1, at); before() != n {
 				t.Fatalf("%s at %#x is refused", row.Name, at)
 			}
+			if !row.Write {
+				readOnly := v.told[mmio.ReadOnly]
+				was := r.get(1, at)
+				r.set(1, at, 0xffffffff)
+				if counted := v.told[mmio.ReadOnly] != readOnly; counted == (row.Class == regs.Const) || r.get(1, at) != was {
+					t.Fatalf("%s at %#x: a write was counted: %v", row.Name, at, counted)
+				}
+			}
 			continue
 		}
 		denied++
