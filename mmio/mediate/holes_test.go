@@ -529,6 +529,7 @@ func TestGX12SlotsAreReadOnce(t *testing.T) {
 // TestGX06BusAddressesOfOthersReachNothing asks as the hardware would if a page table were wrong.
 func TestGX06BusAddressesOfOthersReachNothing(t *testing.T) {
 	r, a, b := stage(t, Eager)
+	r.guests[1].bytes, r.guests[1].size = make([]byte, 2*mib), mib // a transport that would reach more
 	p := make([]byte, 4096)
 	for name, c := range map[string]struct {
 		on   nvc0.Owner
