@@ -9,7 +9,7 @@ CHAOSTIME ?= 60s
 SOAKTIME ?= 10m
 # What a test that hangs may take, of each package. A busy machine needs more: make test LIMIT=60m
 LIMIT ?= 15m
-GODIRS = api bench cluster cmd demo docs guest hostd internal lab migrate passthrough test
+GODIRS = api bench cluster cmd demo docs guest hostd internal lab migrate mmio passthrough test
 # The folder may be somebody else's, as in CI.
 GIT = git -c safe.directory='*'
 # Where git can tell, programs know their release or commit.
@@ -17,7 +17,7 @@ STAMP := $(shell git rev-parse HEAD >/dev/null 2>&1 && echo -buildvcs=true || ec
 GOLANGCI = github.com/golangci/golangci-lint/v2/cmd/golangci-lint@v2.12.2
 
 .DEFAULT_GOAL := build
-.PHONY: setup build programs binaries deb test test-loaded modes mixed check unit conform e2e cluster-e2e libvirt-e2e property demo cluster-demo bench fuzz fuzz-c chaos chaos-cluster soak-hostile generate lint clean
+.PHONY: setup build programs binaries deb test test-loaded modes mixed check unit conform e2e cluster-e2e libvirt-e2e property demo cluster-demo mmio-demo mutate-mmio bench fuzz fuzz-c chaos chaos-cluster soak-hostile generate lint clean
 
 setup:
 	@packaging/setup.sh
@@ -35,6 +35,7 @@ binaries:
 	CGO_ENABLED=0 $(GO) build -trimpath $(STAMP) -o bin/gpuctl-bench ./bench
 	CGO_ENABLED=0 $(GO) build -trimpath $(STAMP) -o bin/gpuctl-demo ./demo
 	CGO_ENABLED=0 $(GO) build -trimpath $(STAMP) -o bin/gpuctl-cluster-demo ./demo/cluster
+	CGO_ENABLED=0 $(GO) build -trimpath $(STAMP) -o bin/gpuctl-mmio-demo ./demo/mmio
 	guest/opencl/icd/build.sh lib/libgpuctl-opencl.so
 
 # The package for VMs.
@@ -93,6 +94,16 @@ e2e:
 property:
 	$(GO) test -count=1 -timeout $(LIMIT) -v ./test/property
 
+# Each check of the mediator of GPUs is removed in turn: a test has to fail.
+mutate-mmio:
+	$(GO) run ./test/mutate -first '^Test(GX|Push|Changed|HostileRecord|Moved|Paused|Sizes|Lazy|Unmapped|Flood|Command|Nothing|Next|EveryDword)' ./mmio/mediate
+
+# Two VMs share one GPU in software, one of them hostile. Needs nothing but Go.
+mmio-demo:
+	@mkdir -p bin
+	CGO_ENABLED=0 $(GO) build -trimpath $(STAMP) -o bin/gpuctl-mmio-demo ./demo/mmio
+	bin/gpuctl-mmio-demo
+
 demo: build
 	bin/gpuctl-demo
 
@@ -139,7 +150,7 @@ generate: setup
 	$(GO) generate $(PKGS)
 	api/generate.sh
 	$(GO) run ./docs/gen docs
-	@if $(GIT) rev-parse HEAD >/dev/null 2>&1; then $(GIT) diff --exit-code -- '*_gen.*' '*.pb.go' '*.connect.go' docs/cli docs/man docs/errors.md; \
+	@if $(GIT) rev-parse HEAD >/dev/null 2>&1; then $(GIT) diff --exit-code -- '*_gen.*' '*.pb.go' '*.connect.go' docs/cli docs/man docs/errors.md docs/mmio-registers.md; \
 		else echo "no git repository to compare with"; fi
 
 # Findings kept of another checkout would name its files, which the exceptions do not match.
