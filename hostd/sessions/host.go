@@ -734,6 +734,7 @@ func (h *Host) createClaim(ctx context.Context, c *claim) (placement, []*gpuctlv
 	if p == nil {
 		out = append(out, h.candidates(res.GetRejected(), names)...)
 		out = append(out, h.farCandidates(res.GetRejected(), ids)...)
+		out = append(out, h.tooMany(c)...)
 	}
 	h.mu.Unlock()
 	if p == nil {
