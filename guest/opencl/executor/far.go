@@ -38,6 +38,7 @@ type farEnd struct {
 	cbSent, cbTaken    uint64
 	outSent, outTaken  uint64
 	synced, syncedWant uint64
+	marks              uint64 // on the stream of commands
 }
 
 var _ transport = (*farEnd)(nil)

@@ -25,6 +25,7 @@ const (
 	KindState               // Words: state of the session
 	KindMapped              // Mapping
 	KindFreed               // Words: offset, size: memory of the arena that is not needed
+	KindMark                // Words: number: a LaneStart that names it comes after this
 	KindNeed                // Block: the far executor needs what the client has there
 
 	// On the bulk stream.
