@@ -70,6 +70,7 @@ type carrier struct {
 	outbox         outbox // what handlers of frames have to send
 	far            gpuctlv1connect.ExecutorServiceClient
 	files          handed
+	saving         saving
 	stop           chan struct{} // closed by Retire
 	once           sync.Once
 

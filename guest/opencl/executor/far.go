@@ -31,6 +31,7 @@ type farEnd struct {
 
 	commands, bulk *link.Stream
 	exports        chan net.Conn // for contents that leave
+	state          farState
 
 	mu                 sync.Mutex
 	changed            *sync.Cond // what the client has taken

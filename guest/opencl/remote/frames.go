@@ -259,6 +259,16 @@ func ParseMapping(b []byte, limit uint64) (m Mapping, err error) {
 // carrier has made for it.
 const ExportPeer = "carrier"
 
+// StateName is the file of an ExportRequest or LoadRequest to a far executor: a state that
+// the carrier gets, or has brought, on a connection of role State. That begins with a u64
+// of the carrier's: GetState, or the size in bytes of what follows. To GetState the answer is
+// the size, then the state; to a state it is its size.
+const (
+	StateName = "state"
+	GetState  = ^uint64(0)
+	MaxState  = 1 << 42 // bytes
+)
+
 // Staged returns the range of the arena that a request makes the executor read.
 func Staged(m wire.Request) (off, n uint64, ok bool) {
 	switch m := m.(type) {
