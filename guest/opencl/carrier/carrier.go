@@ -70,6 +70,7 @@ type carrier struct {
 	outbox         outbox // what handlers of frames have to send
 	far            gpuctlv1connect.ExecutorServiceClient
 	files          handed
+	saving         saving
 	stop           chan struct{} // closed by Retire
 	once           sync.Once
 
@@ -84,6 +85,7 @@ type carrier struct {
 	reads    map[uint32][2]uint64 // staged reads under way: range by completion word
 	synced   [2]uint64            // of the streams of commands and of bulk transfers
 	syncs    uint64
+	marked   uint64 // the last mark on the stream of commands
 	lastPeer string // of the last export
 	lanes    [wire.LaneCount]lane
 	punches  []span // memory to give back when the part's owner has ended
@@ -229,6 +231,7 @@ func (c *carrier) run() error {
 	mux := http.NewServeMux()
 	mux.Handle(gpuctlv1connect.NewExecutorServiceHandler(&controller{c: c}))
 	srv := &http.Server{Handler: mux, ReadHeaderTimeout: 10 * time.Second}
+	defer context.AfterFunc(c.ctx, func() { c.mu.Lock(); c.changed.Broadcast(); c.mu.Unlock() })()
 	go c.serveImports(imports)
 	go c.files.serve(files)
 	go c.outbox.run(c.ctx)

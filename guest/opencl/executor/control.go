@@ -178,7 +178,7 @@ func (s *session) exportState(ctx context.Context, to string, m *gpuctlv1.Export
 		f := s.state
 		if to != "memory" {
 			var err error
-			if f, err = s.handed.take(to); err != nil {
+			if f, err = s.takeFile(to, true); err != nil {
 				return err
 			}
 		} else if err := f.Truncate(0); err != nil {
@@ -223,6 +223,15 @@ func (h *handed) put(name string, f *os.File) {
 		h.f.Close()
 	}
 	h.name, h.f = name, f
+}
+
+// takeFile returns the file that was handed over with that name. A far executor has a file of
+// its own, whose content the carrier brings or gets.
+func (s *session) takeFile(name string, create bool) (*os.File, error) {
+	if s.far == nil {
+		return s.handed.take(name)
+	}
+	return s.far.stateFile(name, create)
 }
 
 func (h *handed) take(name string) (*os.File, error) {
@@ -463,7 +472,7 @@ func (s *session) thaw() {
 	go s.tidy() // it frees what only the target needed
 }
 
-func (c *controller) Load(_ context.Context, r *connect.Request[gpuctlv1.LoadRequest], out *connect.ServerStream[gpuctlv1.Progress]) error {
+func (c *controller) Load(ctx context.Context, r *connect.Request[gpuctlv1.LoadRequest], out *connect.ServerStream[gpuctlv1.Progress]) error {
 	c.op.Lock()
 	defer c.op.Unlock()
 	s := c.s
@@ -474,10 +483,13 @@ func (c *controller) Load(_ context.Context, r *connect.Request[gpuctlv1.LoadReq
 	f := s.state
 	if !r.Msg.Memory {
 		var err error
-		if f, err = s.handed.take(r.Msg.File); err != nil {
+		if f, err = s.takeFile(r.Msg.File, false); err != nil {
 			return connect.NewError(connect.CodeNotFound, err)
 		}
 		defer f.Close()
+	}
+	if err := s.fetchContents(ctx); err != nil {
+		return connect.NewError(connect.CodeInternal, err)
 	}
 	var last time.Time
 	err := s.load(f, func(step string, done, total uint64) {

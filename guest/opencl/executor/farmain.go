@@ -216,6 +216,13 @@ func (v *farServer) serve(a arrival) error {
 				v.cfg.Logger.Warn("import", "err", err)
 			}
 		}()
+	case remote.State:
+		go func() {
+			defer a.conn.Close()
+			if err := far.state.serve(a.conn); err != nil {
+				v.cfg.Logger.Warn("state", "err", err)
+			}
+		}()
 	case remote.Export:
 		select {
 		case old := <-far.exports: // its export was given up

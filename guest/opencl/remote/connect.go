@@ -38,10 +38,11 @@ const (
 	Control                  // ExecutorService
 	Import                   // contents for the far executor
 	Export                   // contents of the far executor
+	State                    // a state file, there or back
 	roles
 )
 
-var roleNames = [roles]string{"", "commands", "bulk", "control", "import", "export"}
+var roleNames = [roles]string{"", "commands", "bulk", "control", "import", "export", "state"}
 
 // String returns the role's name.
 func (r Role) String() string {
