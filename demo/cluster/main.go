@@ -40,6 +40,7 @@ func run(ctx context.Context, args []string, out io.Writer) (err error) {
 	fs := flag.NewFlagSet("cluster", flag.ContinueOnError)
 	bin := fs.String("bin", "bin", "`folder` of gpuctl, hostd and gpuguest")
 	lend := fs.Bool("remote", false, "show two hosts of which one lends the other its GPU")
+	encoder := fs.String("x264", "x264", "with --remote: the `program` x264; if there is none, that of --program runs")
 	program := fs.String("program", "test/cl/bin/stream", "OpenCL `program` to run meanwhile")
 	if err := fs.Parse(args); err != nil {
 		return err
@@ -89,7 +90,7 @@ func run(ctx context.Context, args []string, out io.Writer) (err error) {
 		}
 	}
 	if *lend {
-		return d.lend(ctx, *program, dir)
+		return d.lend(ctx, *program, *encoder, dir)
 	}
 	return d.show(ctx, *program)
 }

@@ -19,10 +19,11 @@ import (
 )
 
 const (
-	away     = 5 * time.Second // how long the application computes on the other host
-	home     = 5 * time.Second // and how long on its own afterwards
-	patience = 2 * time.Minute
-	width    = 72 // columns of the timeline
+	away     = 5 * time.Second       // how long the application computes on the other host
+	home     = 5 * time.Second       // and how long on its own afterwards
+	patience = 10 * time.Minute      // building x264's programs takes one of them where much else runs
+	width    = 72                    // columns of the timeline
+	frame    = 20 * time.Millisecond // least time from one frame of the video to the next
 )
 
 // work is a program whose result depends on its input alone.
@@ -73,6 +74,7 @@ func video(w io.Writer, more func() bool) error {
 		noise[i] = byte(i/7) ^ byte(rng.UintN(32))
 	}
 	for n := 0; more(); n++ {
+		time.Sleep(frame)
 		at := n * wide / 4 % (2 * size)
 		if _, err := w.Write(append([]byte("FRAME\n"), noise[at:at+size]...)); err != nil {
 			return err
@@ -168,10 +170,10 @@ func (p *pulse) draw(w io.Writer) {
 }
 
 // lend shows a session that starts on a GPU of another host and comes home.
-func (d *demo) lend(ctx context.Context, program, dir string) error {
+func (d *demo) lend(ctx context.Context, program, encoder, dir string) error {
 	a, b := d.hosts[0], d.hosts[1]
 	w := stream(program)
-	if path, err := exec.LookPath("x264"); err == nil {
+	if path, err := exec.LookPath(encoder); encoder != "" && err == nil {
 		w = x264(path, dir)
 	}
 	d.say("two hosts with a GPU each become one cluster; GPUs are lent")
