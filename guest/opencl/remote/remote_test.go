@@ -53,7 +53,7 @@ func serve(t *testing.T, a *Acceptor, answer error) (addr string, result <-chan 
 		}
 		var h Hello
 		if err == nil {
-			conn, h, err = a.Accept(conn)
+			conn, h, err = a.Accept(conn, p.Role)
 		}
 		if err == nil && h != hello() {
 			err = ErrFrame
