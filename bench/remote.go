@@ -64,7 +64,7 @@ func (b *bench) clbench(ctx context.Context, way string) (map[string][]float64, 
 	defer r.Close()
 	got := map[string][]float64{}
 	for range b.rounds {
-		text, err := output(r.Command(ctx, rig.Pthread, r.Program("clbench"), "--mib", strconv.Itoa(b.mib)))
+		text, err := output(r.Command(ctx, b.device(), r.Program("clbench"), "--mib", strconv.Itoa(b.mib)))
 		if err != nil {
 			return nil, err
 		}
@@ -105,7 +105,11 @@ func (b *bench) goHome(ctx context.Context, what string, args ...string) error {
 		return err
 	}
 	defer r.Close()
-	stdin, wait, err := live(r.Command(ctx, rig.Basic, append([]string{r.Program("replay")}, args...)...), "ready:")
+	gpus := [2]string{rig.Basic, rig.Pthread}
+	if b.device() == gpuID {
+		gpus = [2]string{gpuID, gpuID}
+	}
+	stdin, wait, err := live(r.Command(ctx, gpus[0], append([]string{r.Program("replay")}, args...)...), "ready:")
 	if err != nil {
 		return err
 	}
@@ -115,7 +119,7 @@ func (b *bench) goHome(ctx context.Context, what string, args ...string) error {
 	}
 	var home, away []float64
 	for i := range 6 {
-		s, err := r.Operate(ctx, "migrate", id, "--to", []string{rig.Pthread, rig.Basic}[i%2])
+		s, err := r.Operate(ctx, "migrate", id, "--to", gpus[(i+1)%2])
 		if err != nil {
 			return err
 		}
