@@ -280,16 +280,28 @@ func (c *carrier) lose(err error) {
 const (
 	firstRetry = 20 * time.Millisecond
 	lastRetry  = 2 * time.Second
+
+	startPatience = 10 * time.Second // with the first connection
 )
 
 // keep keeps a stream connected until the carrier's end. The first attempt's result goes to
 // first.
 func (c *carrier) keep(role remote.Role, st *link.Stream, handle func(link.Frame) error, first chan<- error) {
-	began := false
+	began, start := false, time.Now()
 	var broken time.Time
 	for pause := firstRetry; c.ctx.Err() == nil; {
 		conn, err := c.dialer.Dial(c.ctx, role)
+		again := func() {
+			select {
+			case <-c.ctx.Done():
+			case <-time.After(pause):
+			}
+			pause = min(2*pause, lastRetry)
+		}
 		switch {
+		case !began && err != nil && !errors.Is(err, remote.ErrRefused) && time.Since(start) < startPatience:
+			again()
+			continue
 		case !began:
 			first <- err
 			if err != nil {
@@ -304,11 +316,7 @@ func (c *carrier) keep(role remote.Role, st *link.Stream, handle func(link.Frame
 				c.lose(fmt.Errorf("no connection to the far host for %v: %w", c.outage, err))
 				return
 			}
-			select {
-			case <-c.ctx.Done():
-			case <-time.After(pause):
-			}
-			pause = min(2*pause, lastRetry)
+			again()
 			continue
 		}
 		if !broken.IsZero() {

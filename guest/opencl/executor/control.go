@@ -316,7 +316,11 @@ func (s *session) freeze(ctx context.Context, limit time.Duration) ([]string, er
 		return nil, fmt.Errorf("freeze: %w", ErrState)
 	}
 	deadline := time.Now().Add(limit)
-	s.awaitIdle(ctx, min(limit/8, longestIdleWait))
+	idle := min(limit/8, longestIdleWait)
+	if s.far != nil {
+		idle = 0 // the carrier reads no requests any more: the application stands still already
+	}
+	s.awaitIdle(ctx, idle)
 	s.wakeAll()
 	s.mu.Lock()
 	cs := s.contexts()

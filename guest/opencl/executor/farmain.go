@@ -143,7 +143,7 @@ func (v *farServer) take(name string, f *os.File) {
 	}
 	go func() {
 		peer := conn.RemoteAddr()
-		c, hello, err := v.cfg.Far.Acceptor.Accept(conn)
+		c, hello, err := v.cfg.Far.Acceptor.Accept(conn, role)
 		if err == nil {
 			err = v.admit(arrival{c, role, hello})
 		}

@@ -321,6 +321,9 @@ func (d *Dialer) greet(ctx context.Context, conn net.Conn, role Role) (net.Conn,
 	if _, err := conn.Write(Preamble{role, d.Plain, d.Token}.Append(nil)); err != nil {
 		return nil, err
 	}
+	if role == Commands {
+		conn = Eager(conn)
+	}
 	if !d.Plain {
 		cfg, err := d.Own.config(d.Peer)
 		if err != nil {
@@ -359,7 +362,10 @@ type Acceptor struct {
 
 // Accept does the far end's part of TLS and reads the hello, within GreetTimeout. The caller
 // answers. It closes the connection if it returns an error.
-func (a *Acceptor) Accept(conn net.Conn) (net.Conn, Hello, error) {
+func (a *Acceptor) Accept(conn net.Conn, role Role) (net.Conn, Hello, error) {
+	if role == Commands {
+		conn = Eager(conn)
+	}
 	c, h, err := a.accept(conn)
 	if err != nil {
 		conn.Close()
