@@ -249,6 +249,24 @@ func (h *Host) needed() map[string]bool {
 	return need
 }
 
+// watchLeases looks after leases in both directions, and brings sessions home, until ctx
+// ends. It may wait for a leader, so it does not do so in Watch.
+func (h *Host) watchLeases(ctx context.Context) {
+	tick := time.NewTicker(holdersEvery)
+	defer tick.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-tick.C:
+		}
+		h.checkLent(ctx)
+		h.giveBack(ctx)
+		h.renew(ctx)
+		h.bringHome(ctx)
+	}
+}
+
 // idle returns the leases that nothing names. The caller holds h.mu.
 func (h *Host) idle() (out []string) {
 	need := h.needed()

@@ -238,6 +238,7 @@ func plain(err error) error {
 func (h *Host) Watch(ctx context.Context) {
 	var wg sync.WaitGroup
 	wg.Go(func() { h.follow(ctx) })
+	wg.Go(func() { h.watchLeases(ctx) })
 	defer wg.Wait()
 	resync, holders := time.NewTicker(resyncEvery), time.NewTicker(holdersEvery)
 	defer resync.Stop()
@@ -252,10 +253,6 @@ func (h *Host) Watch(ctx context.Context) {
 			}
 		case <-holders.C:
 			h.releaseOrphans(ctx)
-			h.giveBack(ctx)
-			h.renew(ctx)
-			h.checkLent(ctx)
-			h.bringHome(ctx)
 		}
 	}
 }
