@@ -381,7 +381,11 @@ func (h *Host) pathOf(from, to []string) []string {
 		}
 		return h.Cluster.HostName()
 	}
-	return slices.Compact([]string{host(from), host(to)})
+	a, b, here := host(from), host(to), h.Cluster.HostName()
+	if a != here && b != here && a != b {
+		return []string{a, here, b} // contents pass through the application's host
+	}
+	return slices.Compact([]string{a, b})
 }
 
 // why adds to a lost session's message where it computed.

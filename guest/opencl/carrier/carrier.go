@@ -88,7 +88,8 @@ type carrier struct {
 	marked   uint64 // the last mark on the stream of commands
 	lastPeer string // of the last export
 	lanes    [wire.LaneCount]lane
-	punches  []span // memory to give back when the part's owner has ended
+	watching sync.WaitGroup // of lanes
+	punches  []span         // memory to give back when the part's owner has ended
 
 	callbacks chan [3]uint32
 	cbTaken   atomic.Uint64

@@ -150,7 +150,7 @@ func (c *carrier) startLane(s remote.LaneStart) error {
 	}
 	c.ring.StartLane(int(s.Lane), shm.Lane{Word: s.Word, From: s.From, Limit: l.shown})
 	c.ringCallers()
-	go c.watchLane(s)
+	c.watching.Go(func() { c.watchLane(s) })
 	return nil
 }
 
