@@ -17,7 +17,7 @@ STAMP := $(shell git rev-parse HEAD >/dev/null 2>&1 && echo -buildvcs=true || ec
 GOLANGCI = github.com/golangci/golangci-lint/v2/cmd/golangci-lint@v2.12.2
 
 .DEFAULT_GOAL := build
-.PHONY: setup build programs binaries deb test test-loaded modes mixed check unit conform e2e cluster-e2e libvirt-e2e property demo cluster-demo mmio-demo mutate-mmio bench fuzz fuzz-c chaos chaos-cluster soak-hostile generate lint clean
+.PHONY: setup build programs binaries deb test test-loaded modes mixed check unit conform e2e cluster-e2e libvirt-e2e property demo cluster-demo remote-demo mmio-demo mutate-mmio bench fuzz fuzz-c chaos chaos-cluster soak-hostile generate lint clean
 
 setup:
 	@packaging/setup.sh
@@ -110,6 +110,10 @@ demo: build
 # Three hosts in network namespaces of this machine.
 cluster-demo: build
 	bin/gpuctl-cluster-demo
+
+# Two hosts in network namespaces, of which one lends the other its GPU.
+remote-demo: build
+	bin/gpuctl-cluster-demo --remote
 
 bench: build
 	@packaging/setup.sh hashcat

@@ -166,8 +166,8 @@ func (r *run) rejectHost(h *host) []*clusterv1.Rejection {
 	if r.count > 1 && !r.apart() {
 		r.tooFew(all)
 	}
-	// A request about one host gets a rejection for each GPU.
-	same := len(all) > 1 && all[0].why != 0 && r.claim.GetHost() == ""
+	// A request about one host gets a rejection for each GPU, and so does a claim of its home.
+	same := len(all) > 1 && all[0].why != 0 && r.claim.GetHost() == "" && r.claim.GetHome() != h.name
 	for _, v := range all {
 		same = same && v.why == all[0].why
 	}

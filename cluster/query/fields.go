@@ -204,6 +204,7 @@ func hostFields() []field {
 		text("boot_id", "changes when the machine is started anew", func(o object) string { return o.GetHost().GetBootId() }),
 		moment("joined", "when it joined", func(o object) int64 { return o.GetHost().GetJoinedUnixMs() }),
 		number("revision", "log entry that changed it last", func(o object) int64 { return expr.Int(o.GetHost().GetRevision()) }),
+		text("lend_address", "where sessions of other hosts reach its GPUs; empty: it lends none", func(o object) string { return o.GetHost().GetLendAddress() }),
 	}
 }
 
@@ -387,6 +388,11 @@ func linkFields() []field {
 		number("rate", "bytes per second", func(o object) int64 { return expr.Int(o.GetLink().GetRate()) }),
 		number("samples", "calibrations and moves", func(o object) int64 { return int64(o.GetLink().GetSamples()) }),
 		number("moves", "moves of sessions over it", func(o object) int64 { return int64(o.GetLink().GetMoves()) }),
+		number("fixed_ns", "their downtime beyond what bytes and hosts account for", func(o object) int64 { return o.GetLink().GetFixedNs() }),
+		number("frozen_ppm", "share of the memory that they sent while frozen, in millionths", func(o object) int64 { return int64(o.GetLink().GetFrozenPpm()) }),
+		number("back_moves", "moves of sessions back over it", func(o object) int64 { return int64(o.GetLink().GetBackMoves()) }),
+		number("back_fixed_ns", "their downtime beyond what bytes and hosts account for", func(o object) int64 { return o.GetLink().GetBackFixedNs() }),
+		number("back_frozen_ppm", "share of the memory that they sent while frozen, in millionths", func(o object) int64 { return int64(o.GetLink().GetBackFrozenPpm()) }),
 		number("predicted_stop_ns", "of the last move", func(o object) int64 { return o.GetLink().GetPredictedStopNs() }),
 		number("stopped_ns", "downtime of the last move", func(o object) int64 { return o.GetLink().GetStoppedNs() }),
 		moment("measured", "when it was measured", func(o object) int64 { return o.GetLink().GetMeasuredUnixMs() }),

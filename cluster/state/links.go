@@ -71,10 +71,10 @@ func checkLink(host string, l *clusterv1.Link) error {
 		return fmt.Errorf("%s: is not %s/%s", what, host, l.GetTo())
 	case l.GetRate() > maxRate:
 		return fmt.Errorf("%s: %d bytes per second: at most %d", what, l.GetRate(), uint64(maxRate))
-	case l.GetFrozenPpm() > wholePPM:
-		return fmt.Errorf("%s: %d millionths of the memory: at most %d", what, l.GetFrozenPpm(), wholePPM)
+	case max(l.GetFrozenPpm(), l.GetBackFrozenPpm()) > wholePPM:
+		return fmt.Errorf("%s: %d millionths of the memory: at most %d", what, max(l.GetFrozenPpm(), l.GetBackFrozenPpm()), wholePPM)
 	}
-	for _, ns := range []int64{l.GetRttNs(), l.GetFixedNs(), l.GetPredictedStopNs(), l.GetStoppedNs()} {
+	for _, ns := range []int64{l.GetRttNs(), l.GetFixedNs(), l.GetBackFixedNs(), l.GetPredictedStopNs(), l.GetStoppedNs()} {
 		if ns < 0 || ns > maxNanos {
 			return fmt.Errorf("%s: a time of %d ns is not from 0 to %d", what, ns, maxNanos)
 		}

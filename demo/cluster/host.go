@@ -25,12 +25,17 @@ type host struct {
 const hostConfig = `version: 1
 discover: false
 cluster: {host: %s, listen: "%s:7650"}
-gpus:
+`
+
+// What a host may have.
+const (
+	smallGPU = `gpus:
   - id: small
     runtime: pocl
-    env: {POCL_DEVICES: basic, POCL_MEMORY_LIMIT: "1"}
+    env: {POCL_DEVICES: pthread, POCL_MAX_PTHREAD_COUNT: "1", POCL_MEMORY_LIMIT: "1"}
     model: Small 1 GiB
-  - id: large
+`
+	bothGPUs = smallGPU + `  - id: large
     runtime: pocl
     env: {POCL_DEVICES: pthread, POCL_MEMORY_LIMIT: "4"}
     model: Large 4 GiB
@@ -38,13 +43,14 @@ models:
   - {name: Large 4 GiB, rank: 2}
   - {name: Small 1 GiB, rank: 1}
 `
+)
 
-func newHost(name, space, address, bin, dir string) (*host, error) {
+func newHost(gpus, name, space, address, bin, dir string) (*host, error) {
 	h := &host{name: name, space: space, bin: bin, dir: dir}
 	if err := os.MkdirAll(dir, 0o700); err != nil {
 		return nil, err
 	}
-	return h, os.WriteFile(h.path("hostd.yaml"), fmt.Appendf(nil, hostConfig, name, address), 0o600)
+	return h, os.WriteFile(h.path("hostd.yaml"), fmt.Appendf(nil, hostConfig+gpus, name, address), 0o600)
 }
 
 func (h *host) path(name string) string { return filepath.Join(h.dir, name) }

@@ -39,6 +39,8 @@ type demo struct {
 func run(ctx context.Context, args []string, out io.Writer) (err error) {
 	fs := flag.NewFlagSet("cluster", flag.ContinueOnError)
 	bin := fs.String("bin", "bin", "`folder` of gpuctl, hostd and gpuguest")
+	lend := fs.Bool("remote", false, "show two hosts of which one lends the other its GPU")
+	encoder := fs.String("x264", "x264", "with --remote: the `program` x264; if there is none, that of --program runs")
 	program := fs.String("program", "test/cl/bin/stream", "OpenCL `program` to run meanwhile")
 	if err := fs.Parse(args); err != nil {
 		return err
@@ -58,7 +60,11 @@ func run(ctx context.Context, args []string, out io.Writer) (err error) {
 	if err := os.Chmod(dir, 0o711); err != nil { // the users of sessions pass through it
 		return err
 	}
-	w, err := newNetwork(ctx, hosts)
+	number, gpus := hosts, bothGPUs
+	if *lend {
+		number, gpus = 2, smallGPU
+	}
+	w, err := newNetwork(ctx, number)
 	if err != nil {
 		return err
 	}
@@ -73,8 +79,8 @@ func run(ctx context.Context, args []string, out io.Writer) (err error) {
 			fmt.Fprintln(out, "the hosts' logs are in", dir)
 		}
 	}()
-	for i := 1; i <= hosts; i++ {
-		h, err := newHost(fmt.Sprintf("node%d", i), w.space(i), w.address(i), *bin, filepath.Join(dir, fmt.Sprint(i)))
+	for i := 1; i <= number; i++ {
+		h, err := newHost(gpus, fmt.Sprintf("node%d", i), w.space(i), w.address(i), *bin, filepath.Join(dir, fmt.Sprint(i)))
 		if err != nil {
 			return err
 		}
@@ -82,6 +88,9 @@ func run(ctx context.Context, args []string, out io.Writer) (err error) {
 		if err := h.start(ctx); err != nil {
 			return err
 		}
+	}
+	if *lend {
+		return d.lend(ctx, *program, *encoder, dir)
 	}
 	return d.show(ctx, *program)
 }

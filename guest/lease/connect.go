@@ -198,7 +198,7 @@ func (m *Manager) reach(ctx context.Context, l *lease) (*net.UnixConn, error) {
 func (m *Manager) refuse(conn net.Conn, l *lease) error {
 	a := remote.Acceptor{Plain: l.req.Plain, Own: l.rec.Identity, Peer: l.req.PeerCertSha256, Parts: wire.ArenaParts}
 	why := errors.New(l.why())
-	c, _, err := a.Accept(conn)
+	c, _, err := a.Accept(conn, remote.Control)
 	if err != nil {
 		return fmt.Errorf("lease %s: %w", l.req.Lease, err)
 	}

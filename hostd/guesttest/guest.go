@@ -44,6 +44,7 @@ type Guest struct {
 	offers   map[string]*gpuctlv1.OfferRequest
 	sessions map[string]*gpuctlv1.Session
 	busy     map[string]bool
+	leases   map[string]*lease
 	next     int
 }
 
@@ -193,7 +194,7 @@ func precondition(format string, args ...any) error {
 // Offer implements GuestService.
 func (g *Guest) Offer(_ context.Context, r *connect.Request[gpuctlv1.OfferRequest]) (*connect.Response[gpuctlv1.OfferResponse], error) {
 	m := r.Msg
-	if m.GetToken() == "" || len(m.GetToken()) > 48 || m.GetClaim() == "" || m.GetTarget().GetGpu() == "" || m.GetTarget().GetRuntime().GetLibrary() == "" || len(m.GetTarget().GetRuntime().GetDevices()) == 0 {
+	if m.GetToken() == "" || len(m.GetToken()) > 48 || m.GetClaim() == "" || m.GetTarget().GetGpu() == "" || m.GetTarget().GetRuntime().GetRemote() == nil && (m.GetTarget().GetRuntime().GetLibrary() == "" || len(m.GetTarget().GetRuntime().GetDevices()) == 0) {
 		return nil, connect.NewError(connect.CodeInvalidArgument, errors.New("incomplete offer"))
 	}
 	g.mu.Lock()

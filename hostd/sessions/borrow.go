@@ -120,6 +120,29 @@ func matchingFar(ctx context.Context, gpus []*gpuctlv1.GPU, e *expr.Expr) ([]str
 	return ids[:min(len(ids), maxNamed)], out, err
 }
 
+// tooMany returns why a claim for several GPUs cannot be met by any host. The caller holds
+// h.mu.
+func (h *Host) tooMany(c *claim) []*gpuctlv1.Candidate {
+	most, have := 0, map[string]int{}
+	add := func(key string) {
+		have[key]++
+		most = max(most, have[key])
+	}
+	for _, g := range h.gpus {
+		add(runtimeKey(g))
+	}
+	if c.remote() != clusterv1.Remote_REMOTE_NEVER {
+		for _, g := range h.Cluster.OtherGPUs() {
+			add(g.GetHost() + "/" + g.GetRuntimeKey())
+		}
+	}
+	if c.Count <= most {
+		return nil
+	}
+	return []*gpuctlv1.Candidate{{Gpu: "*", Reasons: []*gpuctlv1.Reason{because("count",
+		"%d GPUs needed, and no host has more than %d of one runtime: all GPUs of a session are on one host, as one executor serves it", c.Count, most)}}}
+}
+
 // target describes a placement to gpuguest. If it is on another host, it also makes a
 // lease, whose id it returns. The caller gives that back by forgetting it: see
 // giveBack.
@@ -224,6 +247,24 @@ func (h *Host) needed() map[string]bool {
 		}
 	}
 	return need
+}
+
+// watchLeases looks after leases in both directions, and brings sessions home, until ctx
+// ends. It may wait for a leader, so it does not do so in Watch.
+func (h *Host) watchLeases(ctx context.Context) {
+	tick := time.NewTicker(holdersEvery)
+	defer tick.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-tick.C:
+		}
+		h.checkLent(ctx)
+		h.giveBack(ctx)
+		h.renew(ctx)
+		h.bringHome(ctx)
+	}
 }
 
 // idle returns the leases that nothing names. The caller holds h.mu.
@@ -340,7 +381,11 @@ func (h *Host) pathOf(from, to []string) []string {
 		}
 		return h.Cluster.HostName()
 	}
-	return slices.Compact([]string{host(from), host(to)})
+	a, b, here := host(from), host(to), h.Cluster.HostName()
+	if a != here && b != here && a != b {
+		return []string{a, here, b} // contents pass through the application's host
+	}
+	return slices.Compact([]string{a, b})
 }
 
 // why adds to a lost session's message where it computed.

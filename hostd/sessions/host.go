@@ -19,7 +19,6 @@ import (
 	"connectrpc.com/connect"
 	"google.golang.org/protobuf/proto"
 
-	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
 	"github.com/gpuctl/gpuctl/hostd/cards/cardapi"
@@ -239,6 +238,7 @@ func plain(err error) error {
 func (h *Host) Watch(ctx context.Context) {
 	var wg sync.WaitGroup
 	wg.Go(func() { h.follow(ctx) })
+	wg.Go(func() { h.watchLeases(ctx) })
 	defer wg.Wait()
 	resync, holders := time.NewTicker(resyncEvery), time.NewTicker(holdersEvery)
 	defer resync.Stop()
@@ -253,10 +253,6 @@ func (h *Host) Watch(ctx context.Context) {
 			}
 		case <-holders.C:
 			h.releaseOrphans(ctx)
-			h.giveBack(ctx)
-			h.renew(ctx)
-			h.checkLent(ctx)
-			h.bringHome(ctx)
 		}
 	}
 }
@@ -334,83 +330,6 @@ func (h *Host) Resync(ctx context.Context) error {
 		}
 	}
 	return nil
-}
-
-// Reoffer repeats the offers of all claims to gpuguest, for example after its restart.
-func (h *Host) Reoffer(ctx context.Context) {
-	h.mu.Lock()
-	claims := slices.Collect(maps.Values(h.claims))
-	h.mu.Unlock()
-	for _, c := range claims {
-		h.repeatOffer(ctx, c)
-	}
-}
-
-// repeatOffer tells gpuguest on which GPUs the claim's next session starts. If it has
-// none, nothing is offered.
-func (h *Host) repeatOffer(ctx context.Context, c *claim) {
-	h.mu.Lock()
-	p, open := h.placement(c.GPUs), !c.Released && c.Token != ""
-	var amount uint64
-	if p != nil {
-		amount, _ = h.ledger.Holds(c.ID, p[0].GetId())
-	}
-	h.mu.Unlock()
-	switch {
-	case !open:
-	case p == nil:
-		h.withdraw(ctx, c)
-	default:
-		if err := h.offer(ctx, c, p, amount); err != nil {
-			h.Log.Warn("claim not offered", "claim", c.ID, "err", err)
-			if p.far() && ctx.Err() == nil { // what was offered before is used up
-				h.withdraw(ctx, c)
-			}
-		}
-	}
-}
-
-func (h *Host) offer(ctx context.Context, c *claim, p placement, amount uint64) error {
-	h.mu.Lock()
-	offered := h.borrowed[c.Lease]
-	h.mu.Unlock()
-	if p.far() && offered != nil && slices.Equal(offered.GPUs, p.ids()) {
-		return nil // gpuguest keeps its offers, and no session has used this one
-	}
-	return h.offerTo(ctx, c, p, amount)
-}
-
-// offerTo makes an offer, with a new lease if the GPU is on another host.
-func (h *Host) offerTo(ctx context.Context, c *claim, p placement, amount uint64) error {
-	target, lease, err := h.target(ctx, c, p, amount)
-	if err != nil {
-		return fmt.Errorf("claim %s: %w", c.ID, err)
-	}
-	defer h.named(lease)
-	ctx, cancel := context.WithTimeout(ctx, callTimeout)
-	defer cancel()
-	_, err = h.Guest.Offer(ctx, connect.NewRequest(&gpuctlv1.OfferRequest{
-		Token: c.Token, Claim: c.ID, Target: target, Device: c.device(),
-	}))
-	if err != nil {
-		return fmt.Errorf("offer gpu %s to claim %s: %w", p, c.ID, plain(err))
-	}
-	h.mu.Lock()
-	c.Lease = lease
-	h.save()
-	h.mu.Unlock()
-	return nil
-}
-
-func (h *Host) withdraw(ctx context.Context, c *claim) {
-	if c.Token == "" {
-		return
-	}
-	ctx, cancel := context.WithTimeout(ctx, callTimeout)
-	defer cancel()
-	if _, err := h.Guest.Withdraw(ctx, connect.NewRequest(&gpuctlv1.WithdrawRequest{Token: c.Token})); err != nil && ctx.Err() == nil {
-		h.Log.Warn("offer not withdrawn", "claim", c.ID, "err", plain(err))
-	}
 }
 
 // placement returns the GPUs with these ids. It returns nil if ids is empty or one is
@@ -644,140 +563,6 @@ func (h *Host) save() {
 		h.saved = nil
 		h.Log.Error("state not saved: a restart of hostd would forget claims", "err", err)
 	}
-}
-
-// releaseOrphans releases the claims of processes that have ended.
-func (h *Host) releaseOrphans(ctx context.Context) {
-	h.mu.Lock()
-	var gone []*claim
-	for _, c := range h.claims {
-		if !c.Released && c.Holder.PID != 0 && !c.Holder.alive(h.proc) {
-			gone = append(gone, c)
-			h.Log.Info("claim's process is gone", "claim", c.ID, "pid", c.Holder.PID)
-		}
-	}
-	h.mu.Unlock()
-	for _, c := range gone {
-		h.release(ctx, c)
-	}
-}
-
-func (h *Host) release(ctx context.Context, c *claim) {
-	h.withdraw(ctx, c)
-	h.mu.Lock()
-	defer h.mu.Unlock()
-	if h.claims[c.ID] == c {
-		c.Released = true
-		h.settle(c)
-	}
-}
-
-// awaitEnd returns when a released claim has ended, but after releaseWait at the latest:
-// a process that the application has left behind may use the claim for long.
-func (h *Host) awaitEnd(ctx context.Context, c *claim) {
-	ctx, cancel := context.WithTimeout(ctx, releaseWait)
-	defer cancel()
-	for {
-		h.mu.Lock()
-		over := h.claims[c.ID] != c
-		h.mu.Unlock()
-		if over || ctx.Err() != nil {
-			return
-		}
-		if err := h.Resync(ctx); err != nil && ctx.Err() == nil {
-			h.Log.Debug("sessions not listed", "err", err)
-		}
-		_ = wait.For(ctx, 10*time.Millisecond)
-	}
-}
-
-// createClaim asks the cluster to choose among the GPUs for which the claim's expression
-// is true. If it refuses, the placement is nil.
-func (h *Host) createClaim(ctx context.Context, c *claim) (placement, []*gpuctlv1.Candidate, error) {
-	e, err := expr.Compile(c.Expr, expr.GPU())
-	if err != nil {
-		return nil, nil, fmt.Errorf("%w: %w", errInvalid, err)
-	}
-	h.mu.Lock()
-	if len(h.claims) >= maxClaims {
-		h.mu.Unlock()
-		return nil, nil, fmt.Errorf("%w: %d claims exist already", errBusy, maxClaims)
-	}
-	gpus := h.view() // copies
-	h.mu.Unlock()
-	// Not under the lock: an expression may be expensive, as its user writes it, and the
-	// watchdog needs the lock.
-	names, out, err := matching(ctx, gpus, e)
-	if err != nil {
-		return nil, out, err
-	}
-	ids, others, err := matchingFar(ctx, h.farGPUs(c), e)
-	if err != nil || len(names)+len(ids) == 0 {
-		return nil, append(out, others...), err
-	}
-	if c.Remote == remoteOnly || len(names) == 0 {
-		out = append(out, others...)
-	}
-	h.mu.Lock()
-	h.claiming[c.ID] = true
-	h.mu.Unlock()
-	h.Cluster.Known(ctx, names)
-	h.Cluster.Settle(ctx)
-	res, err := h.Cluster.Claim(ctx, c.named(h.Cluster.HostName(), names, ids))
-	if err == nil && c.Wait && len(res.GetAssignments()) == 0 && res.GetClaim() != nil {
-		h.Log.Info("claim waits for a gpu", "claim", c.ID)
-		res.Assignments, err = h.Cluster.AwaitBound(ctx, c.ID)
-	}
-	h.mu.Lock()
-	p, amount, err := h.admit(c, res, err)
-	delete(h.claiming, c.ID)
-	if p == nil {
-		out = append(out, h.candidates(res.GetRejected(), names)...)
-		out = append(out, h.farCandidates(res.GetRejected(), ids)...)
-	}
-	h.mu.Unlock()
-	if p == nil {
-		h.Cluster.Kick() // gives back what the claim was given all the same
-		return nil, out, err
-	}
-	h.Log.Info("claim made", "claim", c.ID, "gpu", p.String(), "memory", amount)
-	if err := h.offer(ctx, c, p, amount); err != nil {
-		h.mu.Lock()
-		c.Released = true
-		h.settle(c)
-		h.mu.Unlock()
-		return nil, nil, err
-	}
-	return p, out, nil
-}
-
-// admit enters into the ledger what the cluster has given to a new claim. The caller
-// holds h.mu.
-func (h *Host) admit(c *claim, res *clusterv1.CreateClaimResponse, err error) (placement, uint64, error) {
-	if err != nil {
-		return nil, 0, fmt.Errorf("claim %s: %w", c.ID, err)
-	}
-	if len(res.GetAssignments()) == 0 {
-		return nil, 0, nil
-	}
-	amount := res.GetAssignments()[0].GetMemory()
-	var ids []string
-	for _, as := range res.GetAssignments() {
-		amount = min(amount, as.GetMemory())
-		ids = append(ids, h.nameOf(as.GetGpu()))
-		h.count(h.nameOf(as.GetGpu()))
-	}
-	p := h.placement(ids)
-	if p == nil {
-		return nil, 0, fmt.Errorf("claim %s: %w: the GPUs %s have gone", c.ID, errNotFound, strings.Join(ids, separator))
-	}
-	if err := h.ledger.Reserve(c.ID, ids, amount); err != nil {
-		return nil, 0, fmt.Errorf("claim %s: %w", c.ID, err)
-	}
-	c.GPUs, c.Memory = ids, amount
-	h.claims[c.ID] = c
-	h.settle(c)
-	return p, amount, nil
 }
 
 // view returns copies of the GPUs, with their owners. The caller holds h.mu.

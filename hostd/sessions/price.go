@@ -13,28 +13,37 @@ import (
 
 const million = 1_000_000
 
-// ofLink converts what the cluster knows of a link.
-func ofLink(l *clusterv1.Link) cost.Link {
-	return cost.Link{
+// ofLink converts what the cluster knows of a link, for moves over it or back.
+func ofLink(l *clusterv1.Link, back bool) cost.Link {
+	out := cost.Link{
 		RTT: time.Duration(l.GetRttNs()), Rate: float64(l.GetRate()), Samples: l.GetSamples(),
 		Moves: l.GetMoves(), Fixed: time.Duration(l.GetFixedNs()).Seconds(), Frozen: float64(l.GetFrozenPpm()) / million,
 	}
+	if back {
+		out.Moves, out.Fixed, out.Frozen = l.GetBackMoves(), time.Duration(l.GetBackFixedNs()).Seconds(), float64(l.GetBackFrozenPpm())/million
+	}
+	return out
 }
 
 // enter writes what is known now into the link's record.
-func enter(l *clusterv1.Link, c cost.Link) *clusterv1.Link {
+func enter(l *clusterv1.Link, c cost.Link, back bool) *clusterv1.Link {
 	if l == nil {
 		l = &clusterv1.Link{}
 	}
 	l.RttNs, l.Rate, l.Samples = int64(c.RTT), uint64(c.Rate), c.Samples
-	l.Moves, l.FixedNs, l.FrozenPpm = c.Moves, int64(c.Fixed*float64(time.Second)), uint32(c.Frozen*million)
+	fixed, frozen := int64(c.Fixed*float64(time.Second)), uint32(c.Frozen*million)
+	if back {
+		l.BackMoves, l.BackFixedNs, l.BackFrozenPpm = c.Moves, fixed, frozen
+	} else {
+		l.Moves, l.FixedNs, l.FrozenPpm = c.Moves, fixed, frozen
+	}
 	return l
 }
 
 // calibrate measures the link to a host, if that was not done in the last hour.
 func (h *Host) calibrate(ctx context.Context, host string) {
 	err := h.Cluster.Calibrate(ctx, host, func(l *clusterv1.Link, rtt time.Duration, rate float64) *clusterv1.Link {
-		return enter(l, ofLink(l).Calibrated(rtt, rate))
+		return enter(l, ofLink(l, false).Calibrated(rtt, rate), false)
 	})
 	if err != nil && ctx.Err() == nil {
 		h.Log.Debug("link not measured", "host", host, "err", err)
@@ -70,7 +79,7 @@ func (h *Host) price(ctx context.Context, s *gpuctlv1.Session, to placement, pla
 		return
 	}
 	h.calibrate(ctx, host)
-	link := ofLink(h.Cluster.Link(host))
+	link := ofLink(h.Cluster.Link(host), !to.far())
 	total, stop := link.Move(s.GetUsage().GetMemory(), here(plan))
 	res.PredictedNs, res.PredictedStopNs = int64(total.Likely), int64(stop.Likely)
 	res.Total, res.Stop = ofRange(total), ofRange(stop)
@@ -97,9 +106,9 @@ func (h *Host) learn(op *operation, s *gpuctlv1.Session, to placement, r *gpuctl
 		return
 	}
 	old := h.Cluster.Link(host)
-	link, memory := ofLink(old), s.GetUsage().GetMemory()
+	link, memory := ofLink(old, !to.far()), s.GetUsage().GetMemory()
 	_, predicted := link.Move(memory, op.here)
-	now := enter(proto.CloneOf(old), link.Learn(memory, r.GetBytesFrozen(), op.here, time.Duration(r.GetStoppedNs())))
+	now := enter(proto.CloneOf(old), link.Learn(memory, r.GetBytesFrozen(), op.here, time.Duration(r.GetStoppedNs())), !to.far())
 	now.To, now.PredictedStopNs, now.StoppedNs = host, int64(predicted.Likely), r.GetStoppedNs()
 	h.Log.Info("moved over the network", "session", op.Session, "host", host, "predicted", predicted.Likely, "low", predicted.Low, "high", predicted.High,
 		"stopped", time.Duration(r.GetStoppedNs()), "measured", predicted.Measured)

@@ -176,6 +176,7 @@ func seed(c *clitest.Cluster) {
 		Step: "copy", Done: []string{"prepare", "freeze"}, StartedUnixMs: ago(time.Hour), StoppedNs: 12_000_000, Bytes: 64 << 20,
 	})
 	c.Put(&clusterv1.Reservation{Id: "r1", Owner: "m1", Gpu: "h1/big", Host: "h1", TtlMs: 30_000})
+	c.Put(&clusterv1.Link{Id: "h1/h2", From: "h1", To: "h2", RttNs: 45_000, Rate: 1 << 30, Samples: 2, Moves: 1, PredictedStopNs: 12_000_000, StoppedNs: 15_000_000})
 	c.AddIdentity(&clusterv1.Identity{Id: "ada", Role: clusterv1.Role_ROLE_ADMIN, CreatedUnixMs: ago(5 * 24 * time.Hour)})
 	c.AddIdentity(&clusterv1.Identity{Id: "bob", Role: clusterv1.Role_ROLE_VIEWER, CreatedUnixMs: ago(3 * time.Hour)})
 }

@@ -219,14 +219,14 @@ func (a *app) linkColumns() []column {
 	type T = *clusterv1.Link
 	last := func(ns func(T) int64) func(T) string {
 		return func(l T) string {
-			if l.GetMoves() == 0 {
+			if l.GetMoves()+l.GetBackMoves() == 0 {
 				return "-"
 			}
 			return duration(ns(l))
 		}
 	}
 	return []column{
-		col("FROM", T.GetFrom), col("TO", T.GetTo), col("ROUND TRIP", linkRTT), col("RATE", linkRate), col("MOVES", func(l T) string { return strconv.FormatUint(uint64(l.GetMoves()), 10) }),
+		col("FROM", T.GetFrom), col("TO", T.GetTo), col("ROUND TRIP", linkRTT), col("RATE", linkRate), col("MOVES", func(l T) string { return strconv.FormatUint(uint64(l.GetMoves()+l.GetBackMoves()), 10) }),
 		col("PREDICTED DOWNTIME", last(T.GetPredictedStopNs)), col("DOWNTIME", last(T.GetStoppedNs)),
 		wide("MEASURED", func(l T) string { return strconv.FormatUint(uint64(l.GetSamples()), 10) + " times" }),
 	}

@@ -132,6 +132,16 @@ func (c *carrier) service(f link.Frame) error {
 			return fmt.Errorf("%d bytes freed at %#x: %w", size, off, errHostile)
 		}
 		return c.freed(span{off, size})
+	case remote.KindMark:
+		var n uint64
+		if err := remote.ParseWords(f.Head, &n); err != nil {
+			return err
+		}
+		c.mu.Lock()
+		defer c.mu.Unlock()
+		c.marked = max(c.marked, n)
+		c.changed.Broadcast()
+		return nil
 	case remote.KindNeed:
 		x, err := remote.ParseBlock(f.Head, c.arena.Size())
 		if err != nil {

@@ -70,6 +70,7 @@ type carrier struct {
 	outbox         outbox // what handlers of frames have to send
 	far            gpuctlv1connect.ExecutorServiceClient
 	files          handed
+	saving         saving
 	stop           chan struct{} // closed by Retire
 	once           sync.Once
 
@@ -84,9 +85,11 @@ type carrier struct {
 	reads    map[uint32][2]uint64 // staged reads under way: range by completion word
 	synced   [2]uint64            // of the streams of commands and of bulk transfers
 	syncs    uint64
+	marked   uint64 // the last mark on the stream of commands
 	lastPeer string // of the last export
 	lanes    [wire.LaneCount]lane
-	punches  []span // memory to give back when the part's owner has ended
+	watching sync.WaitGroup // of lanes
+	punches  []span         // memory to give back when the part's owner has ended
 
 	callbacks chan [3]uint32
 	cbTaken   atomic.Uint64
@@ -229,6 +232,7 @@ func (c *carrier) run() error {
 	mux := http.NewServeMux()
 	mux.Handle(gpuctlv1connect.NewExecutorServiceHandler(&controller{c: c}))
 	srv := &http.Server{Handler: mux, ReadHeaderTimeout: 10 * time.Second}
+	defer context.AfterFunc(c.ctx, func() { c.mu.Lock(); c.changed.Broadcast(); c.mu.Unlock() })()
 	go c.serveImports(imports)
 	go c.files.serve(files)
 	go c.outbox.run(c.ctx)
@@ -277,16 +281,28 @@ func (c *carrier) lose(err error) {
 const (
 	firstRetry = 20 * time.Millisecond
 	lastRetry  = 2 * time.Second
+
+	startPatience = 10 * time.Second // with the first connection
 )
 
 // keep keeps a stream connected until the carrier's end. The first attempt's result goes to
 // first.
 func (c *carrier) keep(role remote.Role, st *link.Stream, handle func(link.Frame) error, first chan<- error) {
-	began := false
+	began, start := false, time.Now()
 	var broken time.Time
 	for pause := firstRetry; c.ctx.Err() == nil; {
 		conn, err := c.dialer.Dial(c.ctx, role)
+		again := func() {
+			select {
+			case <-c.ctx.Done():
+			case <-time.After(pause):
+			}
+			pause = min(2*pause, lastRetry)
+		}
 		switch {
+		case !began && err != nil && !errors.Is(err, remote.ErrRefused) && time.Since(start) < startPatience:
+			again()
+			continue
 		case !began:
 			first <- err
 			if err != nil {
@@ -301,11 +317,7 @@ func (c *carrier) keep(role remote.Role, st *link.Stream, handle func(link.Frame
 				c.lose(fmt.Errorf("no connection to the far host for %v: %w", c.outage, err))
 				return
 			}
-			select {
-			case <-c.ctx.Done():
-			case <-time.After(pause):
-			}
-			pause = min(2*pause, lastRetry)
+			again()
 			continue
 		}
 		if !broken.IsZero() {

@@ -132,7 +132,11 @@ func (k *controller) Discard(ctx context.Context, r *connect.Request[gpuctlv1.Di
 	if err := ctx.Err(); err != nil {
 		return nil, err
 	}
-	return unary(ctx, r, k.c.far.Discard)
+	resp, err := unary(ctx, r, k.c.far.Discard)
+	if err == nil { // a frozen session's state may be all that there is
+		k.c.dropState()
+	}
+	return resp, err
 }
 
 // Freeze implements ExecutorService. First the ring's reader stops, and what it has read
@@ -185,6 +189,7 @@ func (c *carrier) thaw(ctx context.Context, r *connect.Request[gpuctlv1.ThawRequ
 		return nil, err
 	}
 	if !d.Msg.Frozen {
+		c.dropState()
 		c.frozen.Store(false)
 		c.gate.open()
 	}

@@ -137,6 +137,9 @@ func (c *carrier) ringCallers() {
 func (c *carrier) startLane(s remote.LaneStart) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
+	for c.marked < s.After && !c.over() { // the answers that came before it are on the other stream
+		c.changed.Wait()
+	}
 	l := &c.lanes[s.Lane]
 	if l.runs || l.left || !c.ring.LaneFree(int(s.Lane)) {
 		return fmt.Errorf("lane %d is not free: %w", s.Lane, errHostile)
@@ -147,7 +150,7 @@ func (c *carrier) startLane(s remote.LaneStart) error {
 	}
 	c.ring.StartLane(int(s.Lane), shm.Lane{Word: s.Word, From: s.From, Limit: l.shown})
 	c.ringCallers()
-	go c.watchLane(s)
+	c.watching.Go(func() { c.watchLane(s) })
 	return nil
 }
 

@@ -178,7 +178,7 @@ func (s *session) exportState(ctx context.Context, to string, m *gpuctlv1.Export
 		f := s.state
 		if to != "memory" {
 			var err error
-			if f, err = s.handed.take(to); err != nil {
+			if f, err = s.takeFile(to, true); err != nil {
 				return err
 			}
 		} else if err := f.Truncate(0); err != nil {
@@ -223,6 +223,15 @@ func (h *handed) put(name string, f *os.File) {
 		h.f.Close()
 	}
 	h.name, h.f = name, f
+}
+
+// takeFile returns the file that was handed over with that name. A far executor has a file of
+// its own, whose content the carrier brings or gets.
+func (s *session) takeFile(name string, create bool) (*os.File, error) {
+	if s.far == nil {
+		return s.handed.take(name)
+	}
+	return s.far.stateFile(name, create)
 }
 
 func (h *handed) take(name string) (*os.File, error) {
@@ -307,7 +316,11 @@ func (s *session) freeze(ctx context.Context, limit time.Duration) ([]string, er
 		return nil, fmt.Errorf("freeze: %w", ErrState)
 	}
 	deadline := time.Now().Add(limit)
-	s.awaitIdle(ctx, min(limit/8, longestIdleWait))
+	idle := min(limit/8, longestIdleWait)
+	if s.far != nil {
+		idle = 0 // the carrier reads no requests any more: the application stands still already
+	}
+	s.awaitIdle(ctx, idle)
 	s.wakeAll()
 	s.mu.Lock()
 	cs := s.contexts()
@@ -463,7 +476,7 @@ func (s *session) thaw() {
 	go s.tidy() // it frees what only the target needed
 }
 
-func (c *controller) Load(_ context.Context, r *connect.Request[gpuctlv1.LoadRequest], out *connect.ServerStream[gpuctlv1.Progress]) error {
+func (c *controller) Load(ctx context.Context, r *connect.Request[gpuctlv1.LoadRequest], out *connect.ServerStream[gpuctlv1.Progress]) error {
 	c.op.Lock()
 	defer c.op.Unlock()
 	s := c.s
@@ -474,10 +487,13 @@ func (c *controller) Load(_ context.Context, r *connect.Request[gpuctlv1.LoadReq
 	f := s.state
 	if !r.Msg.Memory {
 		var err error
-		if f, err = s.handed.take(r.Msg.File); err != nil {
+		if f, err = s.takeFile(r.Msg.File, false); err != nil {
 			return connect.NewError(connect.CodeNotFound, err)
 		}
 		defer f.Close()
+	}
+	if err := s.fetchContents(ctx); err != nil {
+		return connect.NewError(connect.CodeInternal, err)
 	}
 	var last time.Time
 	err := s.load(f, func(step string, done, total uint64) {

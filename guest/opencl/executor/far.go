@@ -31,6 +31,7 @@ type farEnd struct {
 
 	commands, bulk *link.Stream
 	exports        chan net.Conn // for contents that leave
+	state          farState
 
 	mu                 sync.Mutex
 	changed            *sync.Cond // what the client has taken
@@ -38,6 +39,7 @@ type farEnd struct {
 	cbSent, cbTaken    uint64
 	outSent, outTaken  uint64
 	synced, syncedWant uint64
+	marks              uint64 // on the stream of commands
 }
 
 var _ transport = (*farEnd)(nil)

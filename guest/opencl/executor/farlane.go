@@ -52,8 +52,11 @@ func (f *farEnd) StartLane(n int, x shm.Lane) {
 	l.direct, l.base, l.limit, l.done = x.Direct, x.At, x.Limit, 0
 	l.pos = remote.NewPosition(l.start.Cut, x.From)
 	l.more = make(chan struct{}, 1)
+	f.marks++
+	l.start.After = f.marks
 	start, more := l.start, l.more
 	f.mu.Unlock()
+	f.say(remote.KindMark, start.After)
 	f.send(f.bulk, remote.KindLaneStart, start.Append(nil), nil)
 	if !x.Write {
 		go f.sendChunks(l, start, more)

@@ -139,7 +139,7 @@ func (v *farServer) take(name string, f *os.File) {
 	}
 	go func() {
 		peer := conn.RemoteAddr()
-		c, hello, err := v.cfg.Far.Acceptor.Accept(conn)
+		c, hello, err := v.cfg.Far.Acceptor.Accept(conn, role)
 		if err == nil {
 			err = v.admit(arrival{c, role, hello})
 		}
@@ -210,6 +210,13 @@ func (v *farServer) serve(a arrival) error {
 			defer a.conn.Close()
 			if err := v.s.receive(a.conn, 40); err != nil {
 				v.cfg.Logger.Warn("import", "err", err)
+			}
+		}()
+	case remote.State:
+		go func() {
+			defer a.conn.Close()
+			if err := far.state.serve(a.conn); err != nil {
+				v.cfg.Logger.Warn("state", "err", err)
 			}
 		}()
 	case remote.Export:

@@ -38,10 +38,11 @@ const (
 	Control                  // ExecutorService
 	Import                   // contents for the far executor
 	Export                   // contents of the far executor
+	State                    // a state file, there or back
 	roles
 )
 
-var roleNames = [roles]string{"", "commands", "bulk", "control", "import", "export"}
+var roleNames = [roles]string{"", "commands", "bulk", "control", "import", "export", "state"}
 
 // String returns the role's name.
 func (r Role) String() string {
@@ -324,6 +325,9 @@ func (d *Dialer) greet(ctx context.Context, conn net.Conn, role Role) (net.Conn,
 	if _, err := conn.Write(Preamble{role, d.Plain, d.Token}.Append(nil)); err != nil {
 		return nil, err
 	}
+	if role == Commands {
+		conn = Eager(conn)
+	}
 	if !d.Plain {
 		cfg, err := d.Own.config(d.Peer)
 		if err != nil {
@@ -362,7 +366,10 @@ type Acceptor struct {
 
 // Accept does the far end's part of TLS and reads the hello, within GreetTimeout. The caller
 // answers. It closes the connection if it returns an error.
-func (a *Acceptor) Accept(conn net.Conn) (net.Conn, Hello, error) {
+func (a *Acceptor) Accept(conn net.Conn, role Role) (net.Conn, Hello, error) {
+	if role == Commands {
+		conn = Eager(conn)
+	}
 	c, h, err := a.accept(conn)
 	if err != nil {
 		conn.Close()

@@ -25,6 +25,7 @@ const (
 	KindState               // Words: state of the session
 	KindMapped              // Mapping
 	KindFreed               // Words: offset, size: memory of the arena that is not needed
+	KindMark                // Words: number: a LaneStart that names it comes after this
 	KindNeed                // Block: the far executor needs what the client has there
 
 	// On the bulk stream.
@@ -257,6 +258,16 @@ func ParseMapping(b []byte, limit uint64) (m Mapping, err error) {
 // ExportPeer is the peer in an ExportRequest to a far executor: the connection that the
 // carrier has made for it.
 const ExportPeer = "carrier"
+
+// StateName is the file of an ExportRequest or LoadRequest to a far executor: a state that
+// the carrier gets, or has brought, on a connection of role State. That begins with a u64
+// of the carrier's: GetState, or the size in bytes of what follows. To GetState the answer is
+// the size, then the state; to a state it is its size.
+const (
+	StateName = "state"
+	GetState  = ^uint64(0)
+	MaxState  = 1 << 42 // bytes
+)
 
 // Staged returns the range of the arena that a request makes the executor read.
 func Staged(m wire.Request) (off, n uint64, ok bool) {

@@ -31,6 +31,7 @@ type LaneStart struct {
 	From      uint64 // the transfer's byte at which the run begins
 	Cut       Cut
 	Limit     uint32 // chunks that may be moved at first
+	After     uint64 // a mark on the stream of commands: what a write sends may depend on what came before it
 }
 
 // Append encodes it.
@@ -39,13 +40,13 @@ func (l LaneStart) Append(b []byte) []byte {
 	if l.Write {
 		w = 1
 	}
-	return append(b, Words(uint64(l.Lane)|uint64(l.Run)<<32, uint64(l.Word)|w<<32, l.From, l.Cut.Row, l.Cut.Slice, l.Cut.Total, uint64(l.Limit))...)
+	return append(b, Words(uint64(l.Lane)|uint64(l.Run)<<32, uint64(l.Word)|w<<32, l.From, l.Cut.Row, l.Cut.Slice, l.Cut.Total, uint64(l.Limit), l.After)...)
 }
 
 // ParseLaneStart decodes and checks it.
 func ParseLaneStart(b []byte) (l LaneStart, err error) {
 	var lane, word, limit uint64
-	if err := ParseWords(b, &lane, &word, &l.From, &l.Cut.Row, &l.Cut.Slice, &l.Cut.Total, &limit); err != nil {
+	if err := ParseWords(b, &lane, &word, &l.From, &l.Cut.Row, &l.Cut.Slice, &l.Cut.Total, &limit, &l.After); err != nil {
 		return l, err
 	}
 	l.Lane, l.Run, l.Word, l.Write, l.Limit = uint32(lane), uint32(lane>>32), uint32(word), word>>32 == 1, uint32(limit)

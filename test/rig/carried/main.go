@@ -3,8 +3,9 @@
 // reach over loopback. So everything that runs on the GPUs of a rig runs over TCP,
 // and swaps go between local and remote GPUs.
 //
-// GPUCTL_TEST_CARRIER says how: tcp, tls, or mixed for a carrier in every other
-// generation of a session's executors, and an executor in the rest.
+// GPUCTL_TEST_CARRIER says how: tcp; tls; cut for TLS over connections that are cut
+// again and again; or mixed for a carrier in every other generation of a session's
+// executors, and an executor in the rest.
 package main
 
 import (
@@ -14,7 +15,6 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
-	"net"
 	"os"
 	"os/signal"
 	"path/filepath"
@@ -75,7 +75,7 @@ func serveCarried(ctx context.Context, api, apps, dir, users string, anew bool) 
 		real.Users = &confine.Users{Range: r, Dir: "/run/gpuctl/users"}
 	}
 	mode := os.Getenv("GPUCTL_TEST_CARRIER")
-	if mode != "tcp" && mode != "tls" && mode != "mixed" {
+	if mode != "tcp" && mode != "tls" && mode != "cut" && mode != "mixed" {
 		return fmt.Errorf("GPUCTL_TEST_CARRIER is %q", mode)
 	}
 	leases, err := lease.New(lease.Config{Dir: dir, Launcher: real, Logger: log, Listen: []string{"127.0.0.1:0"}, Most: 4096})
@@ -128,7 +128,7 @@ func (l *launcher) lend(ctx context.Context, spec *session.Spec) (*gpuctlv1.Runt
 	var b [8]byte
 	_, _ = rand.Read(b[:])
 	id := hex.EncodeToString(b[:])
-	req := &gpuctlv1.LendRequest{Lease: id, Runtime: spec.Runtime, Plain: l.mode != "tls", Device: spec.Device, OutageMs: 60000}
+	req := &gpuctlv1.LendRequest{Lease: id, Runtime: spec.Runtime, Plain: l.mode != "tls" && l.mode != "cut", Device: spec.Device, OutageMs: 60000}
 	r := &gpuctlv1.Remote{Plain: req.Plain, OutageMs: 60000}
 	if !req.Plain {
 		own, err := remote.NewIdentity("carrier")
@@ -142,10 +142,12 @@ func (l *launcher) lend(ctx context.Context, spec *session.Spec) (*gpuctlv1.Runt
 		return nil, "", err
 	}
 	r.Token, r.PeerCertSha256, r.Addresses = resp.Token, resp.CertSha256, resp.Addresses
-	for _, a := range r.Addresses {
-		if _, _, err := net.SplitHostPort(a); err != nil {
+	if l.mode == "cut" {
+		a, err := cutting(r.Addresses[0])
+		if err != nil {
 			return nil, "", err
 		}
+		r.Addresses = []string{a}
 	}
 	return &gpuctlv1.Runtime{Remote: r}, id, nil
 }

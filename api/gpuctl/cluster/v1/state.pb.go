@@ -2584,8 +2584,12 @@ type Link struct {
 	PredictedStopNs int64                  `protobuf:"varint,11,opt,name=predicted_stop_ns,json=predictedStopNs,proto3" json:"predicted_stop_ns,omitempty"` // of the last move
 	StoppedNs       int64                  `protobuf:"varint,12,opt,name=stopped_ns,json=stoppedNs,proto3" json:"stopped_ns,omitempty"`                     // downtime of the last move
 	Revision        uint64                 `protobuf:"varint,13,opt,name=revision,proto3" json:"revision,omitempty"`
-	unknownFields   protoimpl.UnknownFields
-	sizeCache       protoimpl.SizeCache
+	// The same of sessions that came back over it, to the host that reports it.
+	BackMoves     uint32 `protobuf:"varint,14,opt,name=back_moves,json=backMoves,proto3" json:"back_moves,omitempty"`
+	BackFixedNs   int64  `protobuf:"varint,15,opt,name=back_fixed_ns,json=backFixedNs,proto3" json:"back_fixed_ns,omitempty"`
+	BackFrozenPpm uint32 `protobuf:"varint,16,opt,name=back_frozen_ppm,json=backFrozenPpm,proto3" json:"back_frozen_ppm,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Link) Reset() {
@@ -2705,6 +2709,27 @@ func (x *Link) GetStoppedNs() int64 {
 func (x *Link) GetRevision() uint64 {
 	if x != nil {
 		return x.Revision
+	}
+	return 0
+}
+
+func (x *Link) GetBackMoves() uint32 {
+	if x != nil {
+		return x.BackMoves
+	}
+	return 0
+}
+
+func (x *Link) GetBackFixedNs() int64 {
+	if x != nil {
+		return x.BackFixedNs
+	}
+	return 0
+}
+
+func (x *Link) GetBackFrozenPpm() uint32 {
+	if x != nil {
+		return x.BackFrozenPpm
 	}
 	return 0
 }
@@ -3908,7 +3933,7 @@ const file_gpuctl_cluster_v1_state_proto_rawDesc = "" +
 	"\atook_ns\x18\x03 \x01(\x03R\x06tookNs\x12\x14\n" +
 	"\x05bytes\x18\x04 \x01(\x04R\x05bytes\x12\x12\n" +
 	"\x04undo\x18\x05 \x01(\bR\x04undo\x12\x14\n" +
-	"\x05error\x18\x06 \x01(\tR\x05error\"\xe0\x02\n" +
+	"\x05error\x18\x06 \x01(\tR\x05error\"\xcb\x03\n" +
 	"\x04Link\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12\x12\n" +
 	"\x04from\x18\x02 \x01(\tR\x04from\x12\x0e\n" +
@@ -3925,7 +3950,11 @@ const file_gpuctl_cluster_v1_state_proto_rawDesc = "" +
 	"\x11predicted_stop_ns\x18\v \x01(\x03R\x0fpredictedStopNs\x12\x1d\n" +
 	"\n" +
 	"stopped_ns\x18\f \x01(\x03R\tstoppedNs\x12\x1a\n" +
-	"\brevision\x18\r \x01(\x04R\brevision\"\xba\x01\n" +
+	"\brevision\x18\r \x01(\x04R\brevision\x12\x1d\n" +
+	"\n" +
+	"back_moves\x18\x0e \x01(\rR\tbackMoves\x12\"\n" +
+	"\rback_fixed_ns\x18\x0f \x01(\x03R\vbackFixedNs\x12&\n" +
+	"\x0fback_frozen_ppm\x18\x10 \x01(\rR\rbackFrozenPpm\"\xba\x01\n" +
 	"\vReservation\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12\x14\n" +
 	"\x05owner\x18\x02 \x01(\tR\x05owner\x12\x10\n" +

@@ -1,0 +1,256 @@
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"os"
+	"runtime"
+	"slices"
+	"strconv"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/gpuctl/gpuctl/test/rig"
+)
+
+// remote measures GPUs behind a carrier on this machine, beside the raw socket: the round
+// trip of a small message, and the rate of a stream.
+func (b *bench) remote(ctx context.Context) error {
+	trip, err := roundTrips(20000)
+	if err != nil {
+		return err
+	}
+	stream, err := rawStream(b.mib << 20)
+	if err != nil {
+		return err
+	}
+	got := map[string]map[string][]float64{}
+	for _, way := range []string{"", "tcp", "tls"} {
+		if got[way], err = b.clbench(ctx, way); err != nil {
+			return fmt.Errorf("clbench over %q: %w", way, err)
+		}
+	}
+	v := func(way, k string) float64 { return median(got[way][k]) }
+	b.report.add("raw round trip of a socket, p50", "µs", 0, trip, "", nil)
+	b.report.add("null kernel + clFinish on a local GPU, p50", "µs", 0, v("", "null_us_p50"), "", nil)
+	for _, way := range []string{"tcp", "tls"} {
+		added := v(way, "null_us_p50") - v("", "null_us_p50") - trip
+		b.report.add("null kernel + clFinish over "+way+", p50", "µs", v("", "null_us_p50"), v(way, "null_us_p50"), "", nil)
+		b.report.add("of it added to the local GPU and the round trip", "µs", 0, added, "10", func() bool { return added <= 10 })
+		b.report.add("pipelined null kernels over "+way, "1/s", v("", "pipelined_per_s"), v(way, "pipelined_per_s"), "200000", func() bool { return v(way, "pipelined_per_s") >= 200e3 })
+		for _, k := range []string{"write_gbs", "read_gbs"} {
+			ratio := v(way, k) / stream
+			name := fmt.Sprintf("%s of %d MiB over %s; native: the raw stream", k[:len(k)-4], b.mib, way)
+			b.report.add(name, "GB/s", stream, v(way, k), "0.85 x the stream", func() bool { return ratio >= 0.85 })
+		}
+	}
+	if err := b.goHome(ctx, "1000 live objects, 10⁶ past calls", "--mib", "4"); err != nil {
+		return err
+	}
+	return b.goHome(ctx, "1024 regions of 1 KiB", "--calls", "5000", "--live", "1142", "--mib", "1") // 1024 of them are buffers
+}
+
+// clbench runs clbench on the GPUs of a rig whose executors are reached in that way.
+func (b *bench) clbench(ctx context.Context, way string) (map[string][]float64, error) {
+	r, err := b.startCarried(ctx, way)
+	if err != nil {
+		return nil, err
+	}
+	defer r.Close()
+	got := map[string][]float64{}
+	for range b.rounds {
+		text, err := output(r.Command(ctx, b.device(), r.Program("clbench"), "--mib", strconv.Itoa(b.mib)))
+		if err != nil {
+			return nil, err
+		}
+		var v map[string]any
+		if err := json.Unmarshal(text, &v); err != nil {
+			return nil, fmt.Errorf("%w: %s", err, text)
+		}
+		for k, x := range v {
+			if f, ok := x.(float64); ok {
+				got[k] = append(got[k], f)
+			}
+		}
+	}
+	return got, nil
+}
+
+func (b *bench) startCarried(ctx context.Context, way string) (*rig.Rig, error) {
+	before, had := os.LookupEnv(rig.CarrierVariable)
+	if way == "" {
+		os.Unsetenv(rig.CarrierVariable)
+	} else {
+		os.Setenv(rig.CarrierVariable, way)
+	}
+	defer func() {
+		if had {
+			os.Setenv(rig.CarrierVariable, before)
+		} else {
+			os.Unsetenv(rig.CarrierVariable)
+		}
+	}()
+	return b.start(ctx)
+}
+
+// goHome moves a session from a remote GPU to a local one, and back, a few times.
+func (b *bench) goHome(ctx context.Context, what string, args ...string) error {
+	r, err := b.startCarried(ctx, "mixed")
+	if err != nil {
+		return err
+	}
+	defer r.Close()
+	gpus := [2]string{rig.Basic, rig.Pthread}
+	if b.device() == gpuID {
+		gpus = [2]string{gpuID, gpuID}
+	}
+	stdin, wait, err := live(r.Command(ctx, gpus[0], append([]string{r.Program("replay")}, args...)...), "ready:")
+	if err != nil {
+		return err
+	}
+	id, err := r.Session(ctx)
+	if err != nil {
+		return err
+	}
+	var home, away []float64
+	for i := range 6 {
+		s, err := r.Operate(ctx, "migrate", id, "--to", gpus[(i+1)%2])
+		if err != nil {
+			return err
+		}
+		if i%2 == 0 {
+			home = append(home, float64(s.Stopped)/1e6)
+		} else {
+			away = append(away, float64(s.Stopped)/1e6)
+		}
+	}
+	b.report.add("remote to local, "+what+": downtime, p50", "ms", 0, median(home), "20", func() bool { return median(home) <= 20 })
+	b.report.add("local to remote, "+what+": downtime, p50", "ms", 0, median(away), "", nil)
+	_ = stdin.Close()
+	line, err := wait()
+	if err == nil && line != "ok" {
+		err = fmt.Errorf("the program says %q", line)
+	}
+	return err
+}
+
+// sockets returns the two ends of a connection over loopback, which block.
+func sockets() (a, b *os.File, err error) {
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		return nil, nil, err
+	}
+	defer l.Close()
+	c, err := net.Dial("tcp", l.Addr().String())
+	if err != nil {
+		return nil, nil, err
+	}
+	defer c.Close()
+	d, err := l.Accept()
+	if err != nil {
+		return nil, nil, err
+	}
+	defer d.Close()
+	var out [2]*os.File
+	for i, x := range []net.Conn{c, d} {
+		tcp, ok := x.(*net.TCPConn)
+		if !ok {
+			return nil, nil, errors.New("not TCP")
+		}
+		if out[i], err = tcp.File(); err != nil {
+			return nil, nil, err
+		}
+		if err := unix.SetNonblock(int(out[i].Fd()), false); err != nil {
+			return nil, nil, err
+		}
+	}
+	return out[0], out[1], nil
+}
+
+const message = 64 // bytes, about as long as a launch
+
+// roundTrips returns the median of the time in which a message comes back, in µs.
+func roundTrips(n int) (float64, error) {
+	a, b, err := sockets()
+	if err != nil {
+		return 0, err
+	}
+	defer a.Close()
+	go func() {
+		runtime.LockOSThread()
+		defer b.Close()
+		buf := make([]byte, message)
+		for {
+			if _, err := io.ReadFull(b, buf); err != nil {
+				return
+			}
+			if _, err := b.Write(buf); err != nil {
+				return
+			}
+		}
+	}()
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
+	buf, took := make([]byte, message), make([]float64, 0, n)
+	for range n {
+		t := time.Now()
+		if _, err := a.Write(buf); err != nil {
+			return 0, err
+		}
+		if _, err := io.ReadFull(a, buf); err != nil {
+			return 0, err
+		}
+		took = append(took, float64(time.Since(t).Nanoseconds())/1e3)
+	}
+	slices.Sort(took)
+	return median(took), nil
+}
+
+// rawStream returns the rate of a stream of n bytes, the median of five, in GB/s.
+func rawStream(n int) (float64, error) {
+	a, b, err := sockets()
+	if err != nil {
+		return 0, err
+	}
+	defer a.Close()
+	go func() {
+		runtime.LockOSThread()
+		defer b.Close()
+		buf := make([]byte, 1<<20)
+		for {
+			for got := 0; got < n; {
+				k, err := b.Read(buf[:min(len(buf), n-got)])
+				if err != nil {
+					return
+				}
+				got += k
+			}
+			if _, err := b.Write(buf[:1]); err != nil {
+				return
+			}
+		}
+	}()
+	var rates []float64
+	buf := make([]byte, 1<<20)
+	for range 5 {
+		t := time.Now()
+		for left := n; left > 0; {
+			k, err := a.Write(buf[:min(len(buf), left)])
+			if err != nil {
+				return 0, err
+			}
+			left -= k
+		}
+		if _, err := io.ReadFull(a, buf[:1]); err != nil {
+			return 0, err
+		}
+		rates = append(rates, float64(n)/time.Since(t).Seconds()/1e9)
+	}
+	return median(rates), nil
+}
+

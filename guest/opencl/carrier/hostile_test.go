@@ -1,0 +1,318 @@
+package carrier
+
+import (
+	"bytes"
+	"context"
+	"log/slog"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/gpuctl/gpuctl/guest/opencl/remote"
+	"github.com/gpuctl/gpuctl/guest/opencl/shm"
+	"github.com/gpuctl/gpuctl/guest/opencl/wire"
+	"github.com/gpuctl/gpuctl/internal/link"
+)
+
+const (
+	arenaSize  = 1 << 30
+	arenaSplit = 512 << 20
+)
+
+// newCarrier returns a carrier on memory of its own, without a connection.
+func newCarrier(t testing.TB) *carrier {
+	t.Helper()
+	ring, err := shm.Create("ring", wire.RingMem)
+	if err != nil {
+		t.Fatal(err)
+	}
+	arena, err := shm.Create("arena", arenaSize)
+	if err != nil {
+		t.Fatal(err)
+	}
+	q, err := shm.NewRing(ring)
+	if err != nil {
+		t.Fatal(err)
+	}
+	q.Init(arenaSize, arenaSplit)
+	c := &carrier{
+		log: slog.New(slog.DiscardHandler), ring: q, region: ring, arena: arena, split: arenaSplit,
+		mappings: map[mapKey]remote.Mapping{}, reads: map[uint32][2]uint64{}, callers: map[uint64]struct{}{},
+		callbacks: make(chan [3]uint32, wire.CbCount), tellTaken: make(chan struct{}, 1),
+	}
+	c.changed = sync.NewCond(&c.mu)
+	c.ctx, c.cancel = context.WithCancelCause(context.Background())
+	c.dialer.Hello = remote.Hello{Carrier: link.ID{1}, ArenaSize: arenaSize, ArenaSplit: arenaSplit, Part: 1, Generation: 1}
+	c.streams()
+	c.outbox.init()
+	c.gate.init()
+	t.Cleanup(func() { c.cancel(nil) })
+	return c
+}
+
+// give does with a frame what the link does: it asks for the body's place, and hands the
+// frame over.
+func give(place func(uint16, []byte, int) ([]byte, error), handle func(link.Frame) error, kind uint16, head, body []byte) error {
+	f := link.Frame{Kind: kind, Head: head}
+	if len(body) > 0 {
+		b, err := place(kind, head, len(body))
+		if err != nil {
+			return err
+		}
+		copy(b, body)
+		f.Body = b
+	}
+	return handle(f)
+}
+
+func (c *carrier) giveCommand(kind uint16, head, body []byte) error {
+	return give(c.placeCommand, c.command, kind, head, body)
+}
+
+func (c *carrier) giveBulk(kind uint16, head, body []byte) error {
+	return give(c.placeBulk, c.bulkFrame, kind, head, body)
+}
+
+func TestFarHostWritesOnlyWhereItMay(t *testing.T) {
+	c := newCarrier(t)
+	staged := uint64(arenaSplit + 300<<20)
+	c.expect(wire.NoSlot, 7, staged, 4096)
+	body := bytes.Repeat([]byte{9}, 4096)
+	for name, x := range map[string]remote.Block{
+		"the client's half":              remote.Range(arenaSplit, 4096),
+		"across the split":               remote.Range(arenaSplit-1, 4096),
+		"behind a staged read":           remote.Range(staged+1, 4096),
+		"before a staged read":           remote.Range(staged-4096, 4096),
+		"beyond the arena":               remote.Range(arenaSize-1, 4096),
+		"rows that leave a staged read":  {At: staged, Row: 1024, Rows: 4, Slices: 1, RowPitch: 2048},
+		"a length that is not the frame": remote.Range(0, 4095),
+	} {
+		if err := c.giveCommand(remote.KindBlock, x.Append(nil), body); err == nil {
+			t.Errorf("%s was written", name)
+		}
+	}
+	for _, x := range []remote.Block{remote.Range(0, 4096), remote.Range(staged, 4096)} {
+		if err := c.giveCommand(remote.KindBlock, x.Append(nil), body); err != nil || c.arena.Bytes()[x.At] != 9 {
+			t.Error(err)
+		}
+	}
+	if err := c.giveCommand(remote.KindPend, remote.Words(7, wire.PendDone), nil); err != nil {
+		t.Error(err)
+	}
+	if err := c.giveCommand(remote.KindBlock, remote.Range(staged, 4096).Append(nil), body); err == nil {
+		t.Error("a read that is over was written")
+	}
+}
+
+// What nobody waits for changes nothing.
+func TestRepliesAndWordsThatNobodyWaitsFor(t *testing.T) {
+	c := newCarrier(t)
+	before := bytes.Clone(c.region.Bytes())
+	_ = c.giveCommand(remote.KindReply, remote.Reply{Slot: 3, Err: -1}.Append(nil), []byte("data"))
+	_ = c.giveCommand(remote.KindPend, remote.Words(12, wire.PendFailed), nil)
+	if !bytes.Equal(before, c.region.Bytes()) {
+		t.Error("the ring was written")
+	}
+	slot := uint64(wire.SlotOff + 3*wire.SlotSize)
+	c.region.Store32(slot+wire.SlotState, wire.SlotPending)
+	if err := c.giveCommand(remote.KindReply, remote.Reply{Slot: 3, Err: -1}.Append(nil), []byte("data")); err != nil || c.region.Load32(slot+wire.SlotState) != wire.SlotDone {
+		t.Error(err)
+	}
+}
+
+func TestMalformedFramesEndTheSession(t *testing.T) {
+	for name, f := range map[string]link.Frame{
+		"no such kind":              {Kind: 999},
+		"requests":                  {Kind: remote.KindRecords, Body: make([]byte, 16)},
+		"completion word 0":         {Kind: remote.KindPend, Head: remote.Words(0, wire.PendDone)},
+		"completion word too large": {Kind: remote.KindPend, Head: remote.Words(wire.PendCount, wire.PendDone)},
+		"state of a word":           {Kind: remote.KindPend, Head: remote.Words(1, wire.PendBusy)},
+		"slot too large":            {Kind: remote.KindReply, Head: remote.Words(wire.SlotCount, 0, 0)},
+		"long reply":                {Kind: remote.KindReply, Head: remote.Words(1, 0, 0), Body: make([]byte, wire.SlotSize)},
+		"kind of a callback":        {Kind: remote.KindCallback, Head: remote.Words(1, 0, 99)},
+		"short head":                {Kind: remote.KindCallback, Head: []byte{1}},
+		"state of the session":      {Kind: remote.KindState, Head: remote.Words(wire.StateSuspended)},
+		"memory of the client":      {Kind: remote.KindFreed, Head: remote.Words(arenaSplit-4096, 8192)},
+		"mapping of the client's":   {Kind: remote.KindMapped, Head: remote.Mapping{Mem: 70, ID: 1, Block: remote.Range(arenaSplit, 10)}.Append(nil)},
+		"answer to no question":     {Kind: remote.KindSynced, Head: remote.Words(5)},
+	} {
+		c := newCarrier(t)
+		before := bytes.Clone(c.region.Bytes())
+		if err := c.giveCommand(f.Kind, f.Head, f.Body); err == nil {
+			t.Errorf("%s was taken", name)
+		}
+		if !bytes.Equal(before, c.region.Bytes()) {
+			t.Errorf("%s: the ring was written", name)
+		}
+	}
+}
+
+func TestCallbacksAreBounded(t *testing.T) {
+	c := newCarrier(t)
+	for i := range wire.CbCount {
+		if err := c.giveCommand(remote.KindCallback, remote.Words(uint64(i), 0, wire.CbEvent), nil); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := c.giveCommand(remote.KindCallback, remote.Words(0, 0, wire.CbEvent), nil); err == nil {
+		t.Error("one more than the ring has room for was taken")
+	}
+}
+
+func TestTextIsBounded(t *testing.T) {
+	c := newCarrier(t)
+	for range 2 * wire.OutSize / (1 << 14) { // what is in the ring, and as much that waits for room
+		if err := c.giveCommand(remote.KindPrint, nil, make([]byte, 1<<14)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := c.giveCommand(remote.KindPrint, nil, make([]byte, 1<<14)); err == nil {
+		t.Error("more was taken than there is room for")
+	}
+}
+
+func TestLanesOfAHostileFarHost(t *testing.T) {
+	start := remote.LaneStart{Lane: 1, Run: 1, Word: 3, Cut: remote.Cut{Row: 9 << 20, Slice: 9 << 20, Total: 9 << 20}}
+	chunk := make([]byte, wire.LaneChunk)
+	begun := func(s remote.LaneStart) *carrier {
+		c := newCarrier(t)
+		if err := c.giveBulk(remote.KindLaneStart, s.Append(nil), nil); err != nil {
+			t.Fatal(err)
+		}
+		return c
+	}
+	c := begun(start)
+	if err := c.giveBulk(remote.KindLaneStart, start.Append(nil), nil); err == nil {
+		t.Error("a lane was started twice")
+	}
+	if err := begun(start).giveBulk(remote.KindLaneChunk, remote.Words(1, 1, 1), chunk); err == nil {
+		t.Error("a chunk was left out")
+	}
+	if err := begun(start).giveBulk(remote.KindLaneChunk, remote.Words(1, 1, 0), chunk[1:]); err == nil {
+		t.Error("a chunk of another size was taken")
+	}
+	c = begun(start)
+	for i := range uint64(5) {
+		if err := c.giveBulk(remote.KindLaneChunk, remote.Words(1, 1, i), chunk[:min(wire.LaneChunk, 9<<20-i*wire.LaneChunk)]); err != nil {
+			t.Fatal(i, err)
+		}
+	}
+	if err := c.giveBulk(remote.KindLaneChunk, remote.Words(1, 1, 5), chunk[:1]); err == nil {
+		t.Error("a chunk behind the end was taken")
+	}
+	big := start
+	big.Cut = remote.Cut{Row: 1 << 30, Slice: 1 << 30, Total: 1 << 30}
+	c = begun(big)
+	for i := range uint64(wire.LaneChunks) {
+		if err := c.giveBulk(remote.KindLaneChunk, remote.Words(1, 1, i), chunk); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := c.giveBulk(remote.KindLaneChunk, remote.Words(1, 1, wire.LaneChunks), chunk); err == nil {
+		t.Error("a chunk was taken over one that the application has not moved")
+	}
+	write := start
+	write.Write, write.Limit = true, 2
+	if err := begun(write).giveBulk(remote.KindLaneChunk, remote.Words(1, 1, 0), chunk); err == nil {
+		t.Error("a chunk of a write was taken")
+	}
+	if err := begun(write).giveBulk(remote.KindLaneRaise, remote.Words(1, 1, 1), nil); err == nil {
+		t.Error("a limit was lowered")
+	}
+	if err := begun(start).giveBulk(remote.KindLaneEnd, remote.Words(1, 1, 7), nil); err == nil {
+		t.Error("a lane got another state")
+	}
+}
+
+// A far executor's contents do not overwrite what the application has mapped.
+func TestContentsGoAroundMappings(t *testing.T) {
+	c := newCarrier(t)
+	mem := c.arena.Bytes()
+	for i := range 64 {
+		mem[i] = 1
+	}
+	c.mappings[mapKey{70, 1}] = remote.Mapping{Mem: 70, ID: 1, Block: remote.Block{At: 8, Row: 4, Rows: 2, Slices: 1, RowPitch: 16}}
+	if err := c.store(bytes.NewReader(bytes.Repeat([]byte{2}, 64)), 0, 64); err != nil {
+		t.Fatal(err)
+	}
+	for i := range 64 {
+		want := byte(2)
+		if i >= 8 && i < 12 || i >= 24 && i < 28 {
+			want = 1
+		}
+		if mem[i] != want {
+			t.Fatalf("byte %d is %d", i, mem[i])
+		}
+	}
+}
+
+func TestGateWaitsForWhatWasRead(t *testing.T) {
+	var g gate
+	g.init()
+	g.open()
+	sent, stop := make(chan struct{}), make(chan struct{})
+	go func() {
+		for {
+			select {
+			case <-stop:
+				return
+			default:
+				select {
+				case <-sent:
+					g.pass(func() bool { return false })
+				case <-time.After(time.Millisecond):
+				}
+			}
+		}
+	}()
+	closed := make(chan struct{})
+	go func() {
+		g.close(func() {}, func() bool { return false })
+		close(closed)
+	}()
+	select {
+	case <-closed:
+		t.Fatal("closed while the reader had something")
+	case <-time.After(20 * time.Millisecond):
+	}
+	sent <- struct{}{}
+	<-closed
+	g.open()
+	close(stop)
+}
+
+// Whatever the far host sends, the client's half and the header of the ring stay as they are.
+func FuzzFarHost(f *testing.F) {
+	f.Add(uint16(remote.KindBlock), remote.Range(0, 16).Append(nil), make([]byte, 16), false)
+	f.Add(uint16(remote.KindReply), remote.Reply{Slot: 3}.Append(nil), []byte("x"), false)
+	f.Add(uint16(remote.KindFreed), remote.Words(0, 4096), []byte(nil), false)
+	f.Add(uint16(remote.KindMapped), remote.Mapping{Mem: 70, ID: 1, Block: remote.Range(0, 10)}.Append(nil), []byte(nil), false)
+	f.Add(uint16(remote.KindLaneStart), remote.LaneStart{Lane: 1, Run: 1, Word: 3, Cut: remote.Cut{Row: 100, Slice: 100, Total: 100}}.Append(nil), []byte(nil), true)
+	f.Add(uint16(remote.KindLaneChunk), remote.Words(1, 1, 0), make([]byte, 100), true)
+	f.Add(uint16(remote.KindRing), remote.Words(4), []byte(nil), true)
+	f.Fuzz(func(t *testing.T, kind uint16, head, body []byte, bulk bool) {
+		if len(head) > remote.MaxHead || kind == remote.KindLaneStart && len(head) == 64 && !bytes.Equal(head[56:], make([]byte, 8)) {
+			t.Skip() // it waits for a mark that never comes
+		}
+		c := newCarrier(t)
+		c.region.Store64(wire.HdrHead, 8)
+		owner := c.region.Load32(wire.HdrOwner)
+		if bulk {
+			_ = c.giveBulk(kind, head, body)
+		} else {
+			_ = c.giveCommand(kind, head, body)
+		}
+		if c.region.Load32(wire.HdrOwner) != owner || c.region.Load64(wire.HdrHead) != 8 || c.region.Load32(wire.HdrState) != wire.StateRunning {
+			t.Error("the ring's header was written")
+		}
+		lanes := laneMemory(arenaSplit, wire.LaneCount) - arenaSplit
+		rest := c.arena.Bytes()[arenaSplit+lanes:][:1<<20]
+		if len(bytes.Trim(rest, "\x00")) > 0 {
+			t.Error("the client's memory was written")
+		}
+		c.cancel(nil)
+		c.watching.Wait()
+		_ = c.region.Close()
+		_ = c.arena.Close()
+	})
+}

@@ -1,0 +1,177 @@
+package executor
+
+import (
+	"bytes"
+	"context"
+	"log/slog"
+	"sync/atomic"
+	"testing"
+
+	"github.com/gpuctl/gpuctl/guest/opencl/remote"
+	"github.com/gpuctl/gpuctl/guest/opencl/shm"
+	"github.com/gpuctl/gpuctl/guest/opencl/wire"
+	"github.com/gpuctl/gpuctl/internal/link"
+)
+
+const (
+	farArena = 1 << 30
+	farSplit = 512 << 20
+)
+
+func testFarEnd(t testing.TB) *farEnd {
+	t.Helper()
+	ring, err := shm.Create("ring", wire.RingMem)
+	if err != nil {
+		t.Fatal(err)
+	}
+	arena, err := shm.Create("arena", farArena)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { ring.Close(); arena.Close() })
+	ctx, cancel := context.WithCancel(context.Background())
+	t.Cleanup(cancel)
+	f, err := newFarEnd(ctx, ring, arena, remote.Hello{Carrier: link.ID{1}, ArenaSize: farArena, ArenaSplit: farSplit, Generation: 1}, slog.New(slog.DiscardHandler))
+	if err != nil {
+		t.Fatal(err)
+	}
+	f.Init(farArena, farSplit)
+	return f
+}
+
+func (f *farEnd) giveCommand(kind uint16, head, body []byte) error {
+	return giveFrame(f.placeCommand, f.command, kind, head, body)
+}
+
+func (f *farEnd) giveBulk(kind uint16, head, body []byte) error {
+	return giveFrame(f.placeBulk, f.bulkFrame, kind, head, body)
+}
+
+func giveFrame(place func(uint16, []byte, int) ([]byte, error), handle func(link.Frame) error, kind uint16, head, body []byte) error {
+	fr := link.Frame{Kind: kind, Head: head}
+	if len(body) > 0 {
+		b, err := place(kind, head, len(body))
+		if err != nil {
+			return err
+		}
+		copy(b, body)
+		fr.Body = b
+	}
+	return handle(fr)
+}
+
+func TestRequestsOfACarrierAreReadInOrder(t *testing.T) {
+	f := testFarEnd(t)
+	buf := make([]byte, wire.MaxRequest)
+	next := byte(0)
+	for round := range 40 { // the ring wraps
+		var b []byte
+		for i := range 4 {
+			b = shm.AppendRecord(b, shm.Record{Op: wire.OpFlush, Slot: uint16(i), Body: bytes.Repeat([]byte{byte(4*round + i)}, 8*(1+997*i))})
+		}
+		if err := f.giveCommand(remote.KindRecords, nil, b); err != nil {
+			t.Fatal(err)
+		}
+		for i := range 4 {
+			rec, ok, err := f.Next(buf)
+			if err != nil || !ok || rec.Slot != uint16(i) || len(rec.Body) != 8*(1+997*i) || rec.Body[0] != next {
+				t.Fatal(round, i, rec.Op, rec.Slot, len(rec.Body), ok, err)
+			}
+			next++
+			f.Advance()
+		}
+	}
+}
+
+func TestMalformedFramesOfACarrier(t *testing.T) {
+	good := shm.AppendRecord(nil, shm.Record{Op: wire.OpFlush, Slot: 1, Body: make([]byte, 8)})
+	for name, x := range map[string]link.Frame{
+		"no such kind":         {Kind: 999},
+		"a reply":              {Kind: remote.KindReply, Head: remote.Reply{}.Append(nil)},
+		"half a request":       {Kind: remote.KindRecords, Body: good[:12]},
+		"half of the second":   {Kind: remote.KindRecords, Body: append(bytes.Clone(good), good[:9]...)},
+		"padding":              {Kind: remote.KindRecords, Body: shm.AppendRecord(nil, shm.Record{Op: wire.OpPad, Slot: wire.NoSlot})},
+		"a slot that is none":  {Kind: remote.KindRecords, Body: shm.AppendRecord(nil, shm.Record{Op: wire.OpFlush, Slot: wire.SlotCount})},
+		"a block out of range": {Kind: remote.KindBlock, Head: remote.Range(farArena-1, 16).Append(nil), Body: make([]byte, 16)},
+		"another length":       {Kind: remote.KindBlock, Head: remote.Range(0, 15).Append(nil), Body: make([]byte, 16)},
+	} {
+		if err := testFarEnd(t).giveCommand(x.Kind, x.Head, x.Body); err == nil {
+			t.Errorf("%s was taken", name)
+		}
+	}
+	for name, x := range map[string]link.Frame{
+		"more taken than said":  {Kind: remote.KindTaken, Head: remote.Words(1, 0)},
+		"lane out of range":     {Kind: remote.KindLaneFree, Head: remote.Words(wire.LaneCount)},
+		"chunk without a run":   {Kind: remote.KindLaneChunk, Head: remote.Words(9, 1, 0), Body: make([]byte, 16)},
+		"a chunk that is large": {Kind: remote.KindLaneChunk, Head: remote.Words(1, 1, 0), Body: make([]byte, wire.LaneChunk+1)},
+	} {
+		if err := testFarEnd(t).giveBulk(x.Kind, x.Head, x.Body); err == nil {
+			t.Errorf("%s was taken", name)
+		}
+	}
+}
+
+func TestChunksOfACarrier(t *testing.T) {
+	f := testFarEnd(t)
+	chunk := bytes.Repeat([]byte{7}, wire.LaneChunk)
+	f.StartLane(1, shm.Lane{Word: 3, Limit: 2, Write: true, Row: 9 << 20, Slice: 9 << 20, Total: 9 << 20})
+	for i := range uint64(2) {
+		if err := f.giveBulk(remote.KindLaneChunk, remote.Words(1, 1, i), chunk); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if n := f.WaitLane(1, 0, 0); n != 2 {
+		t.Errorf("%d chunks", n)
+	}
+	if err := f.giveBulk(remote.KindLaneChunk, remote.Words(1, 1, 2), chunk); err == nil {
+		t.Error("a chunk beyond the limit was taken")
+	}
+	at := uint64(farSplit + laneBytes)
+	if b := f.arena.Bytes(); b[at] != 7 || b[at+2*wire.LaneChunk-1] != 7 || b[at+2*wire.LaneChunk] != 0 || b[at-1] != 0 {
+		t.Error("the chunks are elsewhere")
+	}
+	f.EndLane(1, wire.LaneLeft)
+	if f.LaneFree(1) {
+		t.Error("a lane that the client is in is free")
+	}
+	if err := f.giveBulk(remote.KindLaneFree, remote.Words(1), nil); err != nil || !f.LaneFree(1) {
+		t.Error("a lane that the client has left is not free", err)
+	}
+}
+
+// Nothing that a carrier sends makes the far end write outside of its arena, or fail in
+// another way than with an error.
+func FuzzCarrier(f *testing.F) {
+	f.Add(uint16(remote.KindRecords), []byte(nil), shm.AppendRecord(nil, shm.Record{Op: wire.OpFlush, Slot: 1, Body: make([]byte, 8)}), false)
+	f.Add(uint16(remote.KindBlock), remote.Range(0, 16).Append(nil), make([]byte, 16), false)
+	f.Add(uint16(remote.KindLaneChunk), remote.Words(1, 1, 0), make([]byte, 100), true)
+	f.Add(uint16(remote.KindTaken), remote.Words(0, 0), []byte(nil), true)
+	var n atomic.Uint64
+	e := testFarEnd(f)
+	buf := make([]byte, wire.MaxRequest)
+	f.Fuzz(func(t *testing.T, kind uint16, head, body []byte, bulk bool) {
+		if kind == remote.KindSync {
+			t.Skip() // it is answered, and nobody takes the answers
+		}
+		if n.Add(1)%64 == 1 {
+			e.EndLane(1, wire.LaneFree)
+			e.StartLane(1, shm.Lane{Word: 3, Limit: 4, Write: true, Row: 100, Slice: 100, Total: 400})
+		}
+		if bulk {
+			_ = e.giveBulk(kind, head, body)
+		} else {
+			_ = e.giveCommand(kind, head, body)
+		}
+		for {
+			rec, ok, err := e.Next(buf)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if !ok {
+				break
+			}
+			_ = rec
+			e.Advance()
+		}
+	})
+}

@@ -1,0 +1,89 @@
+package sessions
+
+import (
+	"context"
+	"fmt"
+	"maps"
+	"slices"
+
+	"connectrpc.com/connect"
+
+	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+)
+
+// Reoffer repeats the offers of all claims to gpuguest, for example after its restart.
+func (h *Host) Reoffer(ctx context.Context) {
+	h.mu.Lock()
+	claims := slices.Collect(maps.Values(h.claims))
+	h.mu.Unlock()
+	for _, c := range claims {
+		h.repeatOffer(ctx, c)
+	}
+}
+
+// repeatOffer tells gpuguest on which GPUs the claim's next session starts. If it has
+// none, nothing is offered.
+func (h *Host) repeatOffer(ctx context.Context, c *claim) {
+	h.mu.Lock()
+	p, open := h.placement(c.GPUs), !c.Released && c.Token != ""
+	var amount uint64
+	if p != nil {
+		amount, _ = h.ledger.Holds(c.ID, p[0].GetId())
+	}
+	h.mu.Unlock()
+	switch {
+	case !open:
+	case p == nil:
+		h.withdraw(ctx, c)
+	default:
+		if err := h.offer(ctx, c, p, amount); err != nil {
+			h.Log.Warn("claim not offered", "claim", c.ID, "err", err)
+			if p.far() && ctx.Err() == nil { // what was offered before is used up
+				h.withdraw(ctx, c)
+			}
+		}
+	}
+}
+
+func (h *Host) offer(ctx context.Context, c *claim, p placement, amount uint64) error {
+	h.mu.Lock()
+	offered := h.borrowed[c.Lease]
+	h.mu.Unlock()
+	if p.far() && offered != nil && slices.Equal(offered.GPUs, p.ids()) {
+		return nil // gpuguest keeps its offers, and no session has used this one
+	}
+	return h.offerTo(ctx, c, p, amount)
+}
+
+// offerTo makes an offer, with a new lease if the GPU is on another host.
+func (h *Host) offerTo(ctx context.Context, c *claim, p placement, amount uint64) error {
+	target, lease, err := h.target(ctx, c, p, amount)
+	if err != nil {
+		return fmt.Errorf("claim %s: %w", c.ID, err)
+	}
+	defer h.named(lease)
+	ctx, cancel := context.WithTimeout(ctx, callTimeout)
+	defer cancel()
+	_, err = h.Guest.Offer(ctx, connect.NewRequest(&gpuctlv1.OfferRequest{
+		Token: c.Token, Claim: c.ID, Target: target, Device: c.device(),
+	}))
+	if err != nil {
+		return fmt.Errorf("offer gpu %s to claim %s: %w", p, c.ID, plain(err))
+	}
+	h.mu.Lock()
+	c.Lease = lease
+	h.save()
+	h.mu.Unlock()
+	return nil
+}
+
+func (h *Host) withdraw(ctx context.Context, c *claim) {
+	if c.Token == "" {
+		return
+	}
+	ctx, cancel := context.WithTimeout(ctx, callTimeout)
+	defer cancel()
+	if _, err := h.Guest.Withdraw(ctx, connect.NewRequest(&gpuctlv1.WithdrawRequest{Token: c.Token})); err != nil && ctx.Err() == nil {
+		h.Log.Warn("offer not withdrawn", "claim", c.ID, "err", plain(err))
+	}
+}
