@@ -11,12 +11,14 @@ import (
 
 	"github.com/gpuctl/gpuctl/guest/confine"
 	"github.com/gpuctl/gpuctl/guest/session"
+	"github.com/gpuctl/gpuctl/guest/turn"
 	"github.com/gpuctl/gpuctl/internal/size"
 )
 
 func serveCommand(log *slog.Logger) *cobra.Command {
 	var api, apps, dir, users, memory, config, root string
 	var vm, anew bool
+	var share turn.Settings
 	cmd := &cobra.Command{
 		Use:   "serve --socket PATH --app-socket PATH --rundir DIR | --vm [--config FILE]",
 		Short: "Serve applications and the host",
@@ -45,6 +47,7 @@ GPU that the VM has been given, and the host over the VM's channel.`,
 				Logger:      log,
 				Faults:      os.Getenv("GPUCTL_FAULTS") == "1",
 				CompileAnew: anew,
+				Sharing:     share,
 			}, api, apps)
 		},
 	}
@@ -55,6 +58,10 @@ GPU that the VM has been given, and the host over the VM's channel.`,
 	f.StringVar(&users, "executor-users", confine.DefaultRange().String(), "numbers of users, of which each session's executors get one if gpuguest is root")
 	f.StringVar(&memory, "executor-memory", "", "most memory of a session's executors, as 8GiB (default 7/8 of the machine's)")
 	f.BoolVar(&anew, "compile-anew", false, "keep nothing that runtimes have compiled for a user's program for its next session")
+	f.StringVar(&share.Policy, "sharing-policy", "", "how sessions share a GPU: fair (the default), credit, band or fifo")
+	f.IntVar(&share.WaitCharge, "sharing-wait-charge", 0, "percent of the time for which a GPU is kept idle for an owner that this owner pays for (default 50)")
+	f.StringVar(&share.Limit, "sharing-limit", "", "how long a command may keep a GPU while others wait (default 5s)")
+	f.StringVar(&share.EndAfter, "sharing-end-after", "", "after how long a session is ended that keeps a GPU nevertheless, or never (default 10m)")
 	f.BoolVar(&vm, "vm", false, "be the agent of a VM")
 	f.StringVar(&config, "config", vmConfig, "with --vm: its configuration")
 	f.StringVar(&root, "root", "/", "with --vm: the folder below which the machine's files are")

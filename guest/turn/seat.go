@@ -59,7 +59,7 @@ type Use struct {
 // Use returns what the session has had.
 func (s *Seat) Use() Use {
 	s.a.mu.Lock()
-	defer s.a.unlock()
+	defer s.a.mu.Unlock()
 	u := s.use
 	u.Shared, u.Waiting = s.state != free, s.state == asked
 	if s.state == running || s.state == lapsed {
@@ -79,7 +79,7 @@ func (s *Seat) Leave() {
 // Gone reports whether the seat is given up or taken away.
 func (s *Seat) Gone() bool {
 	s.a.mu.Lock()
-	defer s.a.unlock()
+	defer s.a.mu.Unlock()
 	return s.gone
 }
 

@@ -31,7 +31,9 @@ type claim struct {
 	GPUs    []string          `json:"gpus,omitempty"`   // GPUs on which the claim's next session starts
 	Held    map[string]uint64 `json:"held,omitempty"`   // amount by GPU, bytes; 0: the whole GPU
 	Holder  holder            `json:"holder"`
-	Created int64             `json:"created"` // Unix time, ms
+	Created int64             `json:"created"`         // Unix time, ms
+	Owner   string            `json:"owner,omitempty"` // whose share of a GPU that several use
+	Weight  uint32            `json:"weight,omitempty"`
 	// Released: no new session may use the claim. The claim ends with its last session.
 	Released bool `json:"released,omitempty"`
 }
@@ -94,6 +96,7 @@ func (c *claim) proto() *gpuctlv1.Claim {
 	return &gpuctlv1.Claim{
 		Id: c.ID, Gpus: c.GPUs, Expr: c.Expr, MinMemory: c.Min, PreferMemory: c.Prefer, Count: uint32(c.Count),
 		Device: c.device(), HolderPid: uint32(c.Holder.PID), CreatedUnixMs: c.Created,
+		Owner: c.Owner, Weight: c.Weight,
 	}
 }
 

@@ -348,7 +348,7 @@ func (h *Host) offer(ctx context.Context, c *claim, p placement, amount uint64) 
 	ctx, cancel := context.WithTimeout(ctx, callTimeout)
 	defer cancel()
 	_, err := h.Guest.Offer(ctx, connect.NewRequest(&gpuctlv1.OfferRequest{
-		Token: c.Token, Claim: c.ID, Target: p.target(amount), Device: c.device(),
+		Token: c.Token, Claim: c.ID, Target: p.target(amount), Device: c.device(), Owner: c.Owner, Weight: c.Weight,
 	}))
 	if err != nil {
 		return fmt.Errorf("offer gpu %s to claim %s: %w", p, c.ID, plain(err))
@@ -404,6 +404,7 @@ func (h *Host) update(s *gpuctlv1.Session, listed bool) {
 		if old.GetState() != s.GetState() {
 			h.Log.Info("session is "+expr.StateName(s.GetState()), "session", id, "gpu", s.GetTarget().GetGpu())
 		}
+		h.noteLapse(old.Session, s)
 		old.Session = s
 	}
 	c := h.claims[s.GetClaim()]
@@ -436,6 +437,7 @@ func (h *Host) adopt(s *gpuctlv1.Session) *claim {
 	c := &claim{
 		ID: s.GetClaim(), Count: max(1, len(gpus)), Min: s.GetDevice().GetGlobalMemory(), Memory: s.GetDevice().GetGlobalMemory(),
 		Name: s.GetDevice().GetName(), Type: s.GetDevice().GetType(), Created: s.GetStartedUnixMs(), Released: true,
+		Owner: s.GetOwner(), Weight: s.GetWeight(),
 	}
 	h.claims[c.ID] = c
 	h.Log.Info("claim rebuilt from a session", "claim", c.ID, "session", s.GetId(), "gpu", s.GetTarget().GetGpu())
@@ -692,9 +694,13 @@ func (h *Host) view() []*gpuctlv1.GPU {
 		owners := h.ledger.Owners(g.GetId())
 		for _, id := range slices.Sorted(maps.Keys(owners)) {
 			owner := &gpuctlv1.Owner{Claim: id, Memory: owners[id]}
+			if c := h.claims[id]; c != nil {
+				owner.Owner, owner.Weight = c.Owner, c.Weight
+			}
 			for _, s := range h.sessions {
 				if s.GetClaim() == id && h.onGPU(s.Session) && slices.Contains(splitIDs(s.GetTarget().GetGpu()), g.GetId()) {
 					owner.Sessions = append(owner.Sessions, s.GetId())
+					owner.Share = addShare(owner.Share, s.GetShare())
 				}
 			}
 			slices.Sort(owner.Sessions)

@@ -303,6 +303,8 @@ func (s *session) readTurns(conn *net.UnixConn) {
 				t.conn = nil
 				t.setFree()
 			}
+		case t == nil && (f.Kind != turn.Hello || f.Number >= uint64(len(s.turns))):
+			err = turn.ErrFrame // it is about a device that we don't have
 		case f.Kind == turn.Hello && t == nil && f.Number < uint64(len(s.turns)):
 			t = s.turns[f.Number]
 			if t.conn != nil {

@@ -794,6 +794,9 @@ type SessionFacts struct {
 	Command       string                 `protobuf:"bytes,3,opt,name=command,proto3" json:"command,omitempty"`
 	Memory        uint64                 `protobuf:"varint,4,opt,name=memory,proto3" json:"memory,omitempty"` // bytes
 	Launches      uint64                 `protobuf:"varint,5,opt,name=launches,proto3" json:"launches,omitempty"`
+	Owner         string                 `protobuf:"bytes,20,opt,name=owner,proto3" json:"owner,omitempty"` // whose share of the GPU it uses
+	Weight        uint32                 `protobuf:"varint,21,opt,name=weight,proto3" json:"weight,omitempty"`
+	Share         *v1.Share              `protobuf:"bytes,22,opt,name=share,proto3" json:"share,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -861,6 +864,27 @@ func (x *SessionFacts) GetLaunches() uint64 {
 		return x.Launches
 	}
 	return 0
+}
+
+func (x *SessionFacts) GetOwner() string {
+	if x != nil {
+		return x.Owner
+	}
+	return ""
+}
+
+func (x *SessionFacts) GetWeight() uint32 {
+	if x != nil {
+		return x.Weight
+	}
+	return 0
+}
+
+func (x *SessionFacts) GetShare() *v1.Share {
+	if x != nil {
+		return x.Share
+	}
+	return nil
 }
 
 type StatusRequest struct {
@@ -3548,13 +3572,16 @@ const file_gpuctl_cluster_v1_service_proto_rawDesc = "" +
 	"\f_used_memoryB\x0e\n" +
 	"\f_temperatureB\b\n" +
 	"\x06_powerB\x0e\n" +
-	"\f_power_limit\"\x88\x01\n" +
+	"\f_power_limit\"\xde\x01\n" +
 	"\fSessionFacts\x12\x18\n" +
 	"\asession\x18\x01 \x01(\tR\asession\x12\x10\n" +
 	"\x03pid\x18\x02 \x01(\rR\x03pid\x12\x18\n" +
 	"\acommand\x18\x03 \x01(\tR\acommand\x12\x16\n" +
 	"\x06memory\x18\x04 \x01(\x04R\x06memory\x12\x1a\n" +
-	"\blaunches\x18\x05 \x01(\x04R\blaunches\"\x0f\n" +
+	"\blaunches\x18\x05 \x01(\x04R\blaunches\x12\x14\n" +
+	"\x05owner\x18\x14 \x01(\tR\x05owner\x12\x16\n" +
+	"\x06weight\x18\x15 \x01(\rR\x06weight\x12&\n" +
+	"\x05share\x18\x16 \x01(\v2\x10.gpuctl.v1.ShareR\x05share\"\x0f\n" +
 	"\rStatusRequest\"\xae\x04\n" +
 	"\x0eStatusResponse\x12\x16\n" +
 	"\x06joined\x18\x01 \x01(\bR\x06joined\x12\x1d\n" +
@@ -3842,18 +3869,19 @@ var file_gpuctl_cluster_v1_service_proto_goTypes = []any{
 	(*Object)(nil),                 // 61: gpuctl.cluster.v1.Object
 	(*Event)(nil),                  // 62: gpuctl.cluster.v1.Event
 	(Health)(0),                    // 63: gpuctl.cluster.v1.Health
-	(*Claim)(nil),                  // 64: gpuctl.cluster.v1.Claim
-	(*Choice)(nil),                 // 65: gpuctl.cluster.v1.Choice
-	(*v1.Reason)(nil),              // 66: gpuctl.v1.Reason
-	(*Assignment)(nil),             // 67: gpuctl.cluster.v1.Assignment
-	(*Host)(nil),                   // 68: gpuctl.cluster.v1.Host
-	(*GPU)(nil),                    // 69: gpuctl.cluster.v1.GPU
-	(*Model)(nil),                  // 70: gpuctl.cluster.v1.Model
-	(Role)(0),                      // 71: gpuctl.cluster.v1.Role
-	(*JoinToken)(nil),              // 72: gpuctl.cluster.v1.JoinToken
-	(*Identity)(nil),               // 73: gpuctl.cluster.v1.Identity
-	(*Command)(nil),                // 74: gpuctl.cluster.v1.Command
-	(*Result)(nil),                 // 75: gpuctl.cluster.v1.Result
+	(*v1.Share)(nil),               // 64: gpuctl.v1.Share
+	(*Claim)(nil),                  // 65: gpuctl.cluster.v1.Claim
+	(*Choice)(nil),                 // 66: gpuctl.cluster.v1.Choice
+	(*v1.Reason)(nil),              // 67: gpuctl.v1.Reason
+	(*Assignment)(nil),             // 68: gpuctl.cluster.v1.Assignment
+	(*Host)(nil),                   // 69: gpuctl.cluster.v1.Host
+	(*GPU)(nil),                    // 70: gpuctl.cluster.v1.GPU
+	(*Model)(nil),                  // 71: gpuctl.cluster.v1.Model
+	(Role)(0),                      // 72: gpuctl.cluster.v1.Role
+	(*JoinToken)(nil),              // 73: gpuctl.cluster.v1.JoinToken
+	(*Identity)(nil),               // 74: gpuctl.cluster.v1.Identity
+	(*Command)(nil),                // 75: gpuctl.cluster.v1.Command
+	(*Result)(nil),                 // 76: gpuctl.cluster.v1.Result
 }
 var file_gpuctl_cluster_v1_service_proto_depIdxs = []int32{
 	60, // 0: gpuctl.cluster.v1.ListRequest.kind:type_name -> gpuctl.cluster.v1.Kind
@@ -3869,91 +3897,92 @@ var file_gpuctl_cluster_v1_service_proto_depIdxs = []int32{
 	10, // 10: gpuctl.cluster.v1.HostFacts.gpus:type_name -> gpuctl.cluster.v1.GPUFacts
 	11, // 11: gpuctl.cluster.v1.GPUFacts.sessions:type_name -> gpuctl.cluster.v1.SessionFacts
 	63, // 12: gpuctl.cluster.v1.GPUFacts.health:type_name -> gpuctl.cluster.v1.Health
-	14, // 13: gpuctl.cluster.v1.StatusResponse.members:type_name -> gpuctl.cluster.v1.MemberStatus
-	64, // 14: gpuctl.cluster.v1.PlaceRequest.claim:type_name -> gpuctl.cluster.v1.Claim
-	17, // 15: gpuctl.cluster.v1.PlaceResponse.candidates:type_name -> gpuctl.cluster.v1.PlaceCandidate
-	18, // 16: gpuctl.cluster.v1.PlaceResponse.rejected:type_name -> gpuctl.cluster.v1.Rejection
-	65, // 17: gpuctl.cluster.v1.PlaceCandidate.choices:type_name -> gpuctl.cluster.v1.Choice
-	66, // 18: gpuctl.cluster.v1.Rejection.reasons:type_name -> gpuctl.v1.Reason
-	64, // 19: gpuctl.cluster.v1.CreateClaimRequest.claim:type_name -> gpuctl.cluster.v1.Claim
-	64, // 20: gpuctl.cluster.v1.CreateClaimResponse.claim:type_name -> gpuctl.cluster.v1.Claim
-	67, // 21: gpuctl.cluster.v1.CreateClaimResponse.assignments:type_name -> gpuctl.cluster.v1.Assignment
-	18, // 22: gpuctl.cluster.v1.CreateClaimResponse.rejected:type_name -> gpuctl.cluster.v1.Rejection
-	64, // 23: gpuctl.cluster.v1.DeleteClaimResponse.claim:type_name -> gpuctl.cluster.v1.Claim
-	68, // 24: gpuctl.cluster.v1.SetDrainResponse.host:type_name -> gpuctl.cluster.v1.Host
-	69, // 25: gpuctl.cluster.v1.SetCordonResponse.gpu:type_name -> gpuctl.cluster.v1.GPU
-	59, // 26: gpuctl.cluster.v1.SetLabelsRequest.set:type_name -> gpuctl.cluster.v1.SetLabelsRequest.SetEntry
-	68, // 27: gpuctl.cluster.v1.SetLabelsResponse.host:type_name -> gpuctl.cluster.v1.Host
-	70, // 28: gpuctl.cluster.v1.SetRankResponse.model:type_name -> gpuctl.cluster.v1.Model
-	71, // 29: gpuctl.cluster.v1.CreateTokenRequest.role:type_name -> gpuctl.cluster.v1.Role
-	72, // 30: gpuctl.cluster.v1.ListTokensResponse.tokens:type_name -> gpuctl.cluster.v1.JoinToken
-	73, // 31: gpuctl.cluster.v1.ListIdentitiesResponse.identities:type_name -> gpuctl.cluster.v1.Identity
-	13, // 32: gpuctl.cluster.v1.InitResponse.status:type_name -> gpuctl.cluster.v1.StatusResponse
-	13, // 33: gpuctl.cluster.v1.JoinResponse.status:type_name -> gpuctl.cluster.v1.StatusResponse
-	74, // 34: gpuctl.cluster.v1.ApplyRequest.commands:type_name -> gpuctl.cluster.v1.Command
-	75, // 35: gpuctl.cluster.v1.ApplyResponse.results:type_name -> gpuctl.cluster.v1.Result
-	9,  // 36: gpuctl.cluster.v1.FactsResponse.facts:type_name -> gpuctl.cluster.v1.HostFacts
-	0,  // 37: gpuctl.cluster.v1.ClusterService.List:input_type -> gpuctl.cluster.v1.ListRequest
-	2,  // 38: gpuctl.cluster.v1.ClusterService.Watch:input_type -> gpuctl.cluster.v1.WatchRequest
-	4,  // 39: gpuctl.cluster.v1.ClusterService.Describe:input_type -> gpuctl.cluster.v1.DescribeRequest
-	6,  // 40: gpuctl.cluster.v1.ClusterService.Events:input_type -> gpuctl.cluster.v1.EventsRequest
-	7,  // 41: gpuctl.cluster.v1.ClusterService.Top:input_type -> gpuctl.cluster.v1.TopRequest
-	12, // 42: gpuctl.cluster.v1.ClusterService.Status:input_type -> gpuctl.cluster.v1.StatusRequest
-	15, // 43: gpuctl.cluster.v1.ClusterService.Place:input_type -> gpuctl.cluster.v1.PlaceRequest
-	19, // 44: gpuctl.cluster.v1.ClusterService.CreateClaim:input_type -> gpuctl.cluster.v1.CreateClaimRequest
-	21, // 45: gpuctl.cluster.v1.ClusterService.DeleteClaim:input_type -> gpuctl.cluster.v1.DeleteClaimRequest
-	23, // 46: gpuctl.cluster.v1.ClusterService.SetDrain:input_type -> gpuctl.cluster.v1.SetDrainRequest
-	25, // 47: gpuctl.cluster.v1.ClusterService.SetCordon:input_type -> gpuctl.cluster.v1.SetCordonRequest
-	27, // 48: gpuctl.cluster.v1.ClusterService.SetLabels:input_type -> gpuctl.cluster.v1.SetLabelsRequest
-	29, // 49: gpuctl.cluster.v1.ClusterService.SetRank:input_type -> gpuctl.cluster.v1.SetRankRequest
-	31, // 50: gpuctl.cluster.v1.ClusterService.CreateToken:input_type -> gpuctl.cluster.v1.CreateTokenRequest
-	33, // 51: gpuctl.cluster.v1.ClusterService.ListTokens:input_type -> gpuctl.cluster.v1.ListTokensRequest
-	35, // 52: gpuctl.cluster.v1.ClusterService.DeleteToken:input_type -> gpuctl.cluster.v1.DeleteTokenRequest
-	37, // 53: gpuctl.cluster.v1.ClusterService.RemoveHost:input_type -> gpuctl.cluster.v1.RemoveHostRequest
-	39, // 54: gpuctl.cluster.v1.ClusterService.RevokeIdentity:input_type -> gpuctl.cluster.v1.RevokeIdentityRequest
-	41, // 55: gpuctl.cluster.v1.ClusterService.ListIdentities:input_type -> gpuctl.cluster.v1.ListIdentitiesRequest
-	43, // 56: gpuctl.cluster.v1.ClusterService.Init:input_type -> gpuctl.cluster.v1.InitRequest
-	45, // 57: gpuctl.cluster.v1.ClusterService.Join:input_type -> gpuctl.cluster.v1.JoinRequest
-	47, // 58: gpuctl.cluster.v1.PeerService.Enroll:input_type -> gpuctl.cluster.v1.EnrollRequest
-	49, // 59: gpuctl.cluster.v1.PeerService.Renew:input_type -> gpuctl.cluster.v1.RenewRequest
-	51, // 60: gpuctl.cluster.v1.PeerService.Apply:input_type -> gpuctl.cluster.v1.ApplyRequest
-	53, // 61: gpuctl.cluster.v1.PeerService.ReadIndex:input_type -> gpuctl.cluster.v1.ReadIndexRequest
-	55, // 62: gpuctl.cluster.v1.PeerService.Heartbeat:input_type -> gpuctl.cluster.v1.HeartbeatRequest
-	57, // 63: gpuctl.cluster.v1.PeerService.Facts:input_type -> gpuctl.cluster.v1.FactsRequest
-	19, // 64: gpuctl.cluster.v1.PeerService.CreateClaim:input_type -> gpuctl.cluster.v1.CreateClaimRequest
-	1,  // 65: gpuctl.cluster.v1.ClusterService.List:output_type -> gpuctl.cluster.v1.ListResponse
-	3,  // 66: gpuctl.cluster.v1.ClusterService.Watch:output_type -> gpuctl.cluster.v1.WatchResponse
-	5,  // 67: gpuctl.cluster.v1.ClusterService.Describe:output_type -> gpuctl.cluster.v1.DescribeResponse
-	62, // 68: gpuctl.cluster.v1.ClusterService.Events:output_type -> gpuctl.cluster.v1.Event
-	8,  // 69: gpuctl.cluster.v1.ClusterService.Top:output_type -> gpuctl.cluster.v1.TopResponse
-	13, // 70: gpuctl.cluster.v1.ClusterService.Status:output_type -> gpuctl.cluster.v1.StatusResponse
-	16, // 71: gpuctl.cluster.v1.ClusterService.Place:output_type -> gpuctl.cluster.v1.PlaceResponse
-	20, // 72: gpuctl.cluster.v1.ClusterService.CreateClaim:output_type -> gpuctl.cluster.v1.CreateClaimResponse
-	22, // 73: gpuctl.cluster.v1.ClusterService.DeleteClaim:output_type -> gpuctl.cluster.v1.DeleteClaimResponse
-	24, // 74: gpuctl.cluster.v1.ClusterService.SetDrain:output_type -> gpuctl.cluster.v1.SetDrainResponse
-	26, // 75: gpuctl.cluster.v1.ClusterService.SetCordon:output_type -> gpuctl.cluster.v1.SetCordonResponse
-	28, // 76: gpuctl.cluster.v1.ClusterService.SetLabels:output_type -> gpuctl.cluster.v1.SetLabelsResponse
-	30, // 77: gpuctl.cluster.v1.ClusterService.SetRank:output_type -> gpuctl.cluster.v1.SetRankResponse
-	32, // 78: gpuctl.cluster.v1.ClusterService.CreateToken:output_type -> gpuctl.cluster.v1.CreateTokenResponse
-	34, // 79: gpuctl.cluster.v1.ClusterService.ListTokens:output_type -> gpuctl.cluster.v1.ListTokensResponse
-	36, // 80: gpuctl.cluster.v1.ClusterService.DeleteToken:output_type -> gpuctl.cluster.v1.DeleteTokenResponse
-	38, // 81: gpuctl.cluster.v1.ClusterService.RemoveHost:output_type -> gpuctl.cluster.v1.RemoveHostResponse
-	40, // 82: gpuctl.cluster.v1.ClusterService.RevokeIdentity:output_type -> gpuctl.cluster.v1.RevokeIdentityResponse
-	42, // 83: gpuctl.cluster.v1.ClusterService.ListIdentities:output_type -> gpuctl.cluster.v1.ListIdentitiesResponse
-	44, // 84: gpuctl.cluster.v1.ClusterService.Init:output_type -> gpuctl.cluster.v1.InitResponse
-	46, // 85: gpuctl.cluster.v1.ClusterService.Join:output_type -> gpuctl.cluster.v1.JoinResponse
-	48, // 86: gpuctl.cluster.v1.PeerService.Enroll:output_type -> gpuctl.cluster.v1.EnrollResponse
-	50, // 87: gpuctl.cluster.v1.PeerService.Renew:output_type -> gpuctl.cluster.v1.RenewResponse
-	52, // 88: gpuctl.cluster.v1.PeerService.Apply:output_type -> gpuctl.cluster.v1.ApplyResponse
-	54, // 89: gpuctl.cluster.v1.PeerService.ReadIndex:output_type -> gpuctl.cluster.v1.ReadIndexResponse
-	56, // 90: gpuctl.cluster.v1.PeerService.Heartbeat:output_type -> gpuctl.cluster.v1.HeartbeatResponse
-	58, // 91: gpuctl.cluster.v1.PeerService.Facts:output_type -> gpuctl.cluster.v1.FactsResponse
-	20, // 92: gpuctl.cluster.v1.PeerService.CreateClaim:output_type -> gpuctl.cluster.v1.CreateClaimResponse
-	65, // [65:93] is the sub-list for method output_type
-	37, // [37:65] is the sub-list for method input_type
-	37, // [37:37] is the sub-list for extension type_name
-	37, // [37:37] is the sub-list for extension extendee
-	0,  // [0:37] is the sub-list for field type_name
+	64, // 13: gpuctl.cluster.v1.SessionFacts.share:type_name -> gpuctl.v1.Share
+	14, // 14: gpuctl.cluster.v1.StatusResponse.members:type_name -> gpuctl.cluster.v1.MemberStatus
+	65, // 15: gpuctl.cluster.v1.PlaceRequest.claim:type_name -> gpuctl.cluster.v1.Claim
+	17, // 16: gpuctl.cluster.v1.PlaceResponse.candidates:type_name -> gpuctl.cluster.v1.PlaceCandidate
+	18, // 17: gpuctl.cluster.v1.PlaceResponse.rejected:type_name -> gpuctl.cluster.v1.Rejection
+	66, // 18: gpuctl.cluster.v1.PlaceCandidate.choices:type_name -> gpuctl.cluster.v1.Choice
+	67, // 19: gpuctl.cluster.v1.Rejection.reasons:type_name -> gpuctl.v1.Reason
+	65, // 20: gpuctl.cluster.v1.CreateClaimRequest.claim:type_name -> gpuctl.cluster.v1.Claim
+	65, // 21: gpuctl.cluster.v1.CreateClaimResponse.claim:type_name -> gpuctl.cluster.v1.Claim
+	68, // 22: gpuctl.cluster.v1.CreateClaimResponse.assignments:type_name -> gpuctl.cluster.v1.Assignment
+	18, // 23: gpuctl.cluster.v1.CreateClaimResponse.rejected:type_name -> gpuctl.cluster.v1.Rejection
+	65, // 24: gpuctl.cluster.v1.DeleteClaimResponse.claim:type_name -> gpuctl.cluster.v1.Claim
+	69, // 25: gpuctl.cluster.v1.SetDrainResponse.host:type_name -> gpuctl.cluster.v1.Host
+	70, // 26: gpuctl.cluster.v1.SetCordonResponse.gpu:type_name -> gpuctl.cluster.v1.GPU
+	59, // 27: gpuctl.cluster.v1.SetLabelsRequest.set:type_name -> gpuctl.cluster.v1.SetLabelsRequest.SetEntry
+	69, // 28: gpuctl.cluster.v1.SetLabelsResponse.host:type_name -> gpuctl.cluster.v1.Host
+	71, // 29: gpuctl.cluster.v1.SetRankResponse.model:type_name -> gpuctl.cluster.v1.Model
+	72, // 30: gpuctl.cluster.v1.CreateTokenRequest.role:type_name -> gpuctl.cluster.v1.Role
+	73, // 31: gpuctl.cluster.v1.ListTokensResponse.tokens:type_name -> gpuctl.cluster.v1.JoinToken
+	74, // 32: gpuctl.cluster.v1.ListIdentitiesResponse.identities:type_name -> gpuctl.cluster.v1.Identity
+	13, // 33: gpuctl.cluster.v1.InitResponse.status:type_name -> gpuctl.cluster.v1.StatusResponse
+	13, // 34: gpuctl.cluster.v1.JoinResponse.status:type_name -> gpuctl.cluster.v1.StatusResponse
+	75, // 35: gpuctl.cluster.v1.ApplyRequest.commands:type_name -> gpuctl.cluster.v1.Command
+	76, // 36: gpuctl.cluster.v1.ApplyResponse.results:type_name -> gpuctl.cluster.v1.Result
+	9,  // 37: gpuctl.cluster.v1.FactsResponse.facts:type_name -> gpuctl.cluster.v1.HostFacts
+	0,  // 38: gpuctl.cluster.v1.ClusterService.List:input_type -> gpuctl.cluster.v1.ListRequest
+	2,  // 39: gpuctl.cluster.v1.ClusterService.Watch:input_type -> gpuctl.cluster.v1.WatchRequest
+	4,  // 40: gpuctl.cluster.v1.ClusterService.Describe:input_type -> gpuctl.cluster.v1.DescribeRequest
+	6,  // 41: gpuctl.cluster.v1.ClusterService.Events:input_type -> gpuctl.cluster.v1.EventsRequest
+	7,  // 42: gpuctl.cluster.v1.ClusterService.Top:input_type -> gpuctl.cluster.v1.TopRequest
+	12, // 43: gpuctl.cluster.v1.ClusterService.Status:input_type -> gpuctl.cluster.v1.StatusRequest
+	15, // 44: gpuctl.cluster.v1.ClusterService.Place:input_type -> gpuctl.cluster.v1.PlaceRequest
+	19, // 45: gpuctl.cluster.v1.ClusterService.CreateClaim:input_type -> gpuctl.cluster.v1.CreateClaimRequest
+	21, // 46: gpuctl.cluster.v1.ClusterService.DeleteClaim:input_type -> gpuctl.cluster.v1.DeleteClaimRequest
+	23, // 47: gpuctl.cluster.v1.ClusterService.SetDrain:input_type -> gpuctl.cluster.v1.SetDrainRequest
+	25, // 48: gpuctl.cluster.v1.ClusterService.SetCordon:input_type -> gpuctl.cluster.v1.SetCordonRequest
+	27, // 49: gpuctl.cluster.v1.ClusterService.SetLabels:input_type -> gpuctl.cluster.v1.SetLabelsRequest
+	29, // 50: gpuctl.cluster.v1.ClusterService.SetRank:input_type -> gpuctl.cluster.v1.SetRankRequest
+	31, // 51: gpuctl.cluster.v1.ClusterService.CreateToken:input_type -> gpuctl.cluster.v1.CreateTokenRequest
+	33, // 52: gpuctl.cluster.v1.ClusterService.ListTokens:input_type -> gpuctl.cluster.v1.ListTokensRequest
+	35, // 53: gpuctl.cluster.v1.ClusterService.DeleteToken:input_type -> gpuctl.cluster.v1.DeleteTokenRequest
+	37, // 54: gpuctl.cluster.v1.ClusterService.RemoveHost:input_type -> gpuctl.cluster.v1.RemoveHostRequest
+	39, // 55: gpuctl.cluster.v1.ClusterService.RevokeIdentity:input_type -> gpuctl.cluster.v1.RevokeIdentityRequest
+	41, // 56: gpuctl.cluster.v1.ClusterService.ListIdentities:input_type -> gpuctl.cluster.v1.ListIdentitiesRequest
+	43, // 57: gpuctl.cluster.v1.ClusterService.Init:input_type -> gpuctl.cluster.v1.InitRequest
+	45, // 58: gpuctl.cluster.v1.ClusterService.Join:input_type -> gpuctl.cluster.v1.JoinRequest
+	47, // 59: gpuctl.cluster.v1.PeerService.Enroll:input_type -> gpuctl.cluster.v1.EnrollRequest
+	49, // 60: gpuctl.cluster.v1.PeerService.Renew:input_type -> gpuctl.cluster.v1.RenewRequest
+	51, // 61: gpuctl.cluster.v1.PeerService.Apply:input_type -> gpuctl.cluster.v1.ApplyRequest
+	53, // 62: gpuctl.cluster.v1.PeerService.ReadIndex:input_type -> gpuctl.cluster.v1.ReadIndexRequest
+	55, // 63: gpuctl.cluster.v1.PeerService.Heartbeat:input_type -> gpuctl.cluster.v1.HeartbeatRequest
+	57, // 64: gpuctl.cluster.v1.PeerService.Facts:input_type -> gpuctl.cluster.v1.FactsRequest
+	19, // 65: gpuctl.cluster.v1.PeerService.CreateClaim:input_type -> gpuctl.cluster.v1.CreateClaimRequest
+	1,  // 66: gpuctl.cluster.v1.ClusterService.List:output_type -> gpuctl.cluster.v1.ListResponse
+	3,  // 67: gpuctl.cluster.v1.ClusterService.Watch:output_type -> gpuctl.cluster.v1.WatchResponse
+	5,  // 68: gpuctl.cluster.v1.ClusterService.Describe:output_type -> gpuctl.cluster.v1.DescribeResponse
+	62, // 69: gpuctl.cluster.v1.ClusterService.Events:output_type -> gpuctl.cluster.v1.Event
+	8,  // 70: gpuctl.cluster.v1.ClusterService.Top:output_type -> gpuctl.cluster.v1.TopResponse
+	13, // 71: gpuctl.cluster.v1.ClusterService.Status:output_type -> gpuctl.cluster.v1.StatusResponse
+	16, // 72: gpuctl.cluster.v1.ClusterService.Place:output_type -> gpuctl.cluster.v1.PlaceResponse
+	20, // 73: gpuctl.cluster.v1.ClusterService.CreateClaim:output_type -> gpuctl.cluster.v1.CreateClaimResponse
+	22, // 74: gpuctl.cluster.v1.ClusterService.DeleteClaim:output_type -> gpuctl.cluster.v1.DeleteClaimResponse
+	24, // 75: gpuctl.cluster.v1.ClusterService.SetDrain:output_type -> gpuctl.cluster.v1.SetDrainResponse
+	26, // 76: gpuctl.cluster.v1.ClusterService.SetCordon:output_type -> gpuctl.cluster.v1.SetCordonResponse
+	28, // 77: gpuctl.cluster.v1.ClusterService.SetLabels:output_type -> gpuctl.cluster.v1.SetLabelsResponse
+	30, // 78: gpuctl.cluster.v1.ClusterService.SetRank:output_type -> gpuctl.cluster.v1.SetRankResponse
+	32, // 79: gpuctl.cluster.v1.ClusterService.CreateToken:output_type -> gpuctl.cluster.v1.CreateTokenResponse
+	34, // 80: gpuctl.cluster.v1.ClusterService.ListTokens:output_type -> gpuctl.cluster.v1.ListTokensResponse
+	36, // 81: gpuctl.cluster.v1.ClusterService.DeleteToken:output_type -> gpuctl.cluster.v1.DeleteTokenResponse
+	38, // 82: gpuctl.cluster.v1.ClusterService.RemoveHost:output_type -> gpuctl.cluster.v1.RemoveHostResponse
+	40, // 83: gpuctl.cluster.v1.ClusterService.RevokeIdentity:output_type -> gpuctl.cluster.v1.RevokeIdentityResponse
+	42, // 84: gpuctl.cluster.v1.ClusterService.ListIdentities:output_type -> gpuctl.cluster.v1.ListIdentitiesResponse
+	44, // 85: gpuctl.cluster.v1.ClusterService.Init:output_type -> gpuctl.cluster.v1.InitResponse
+	46, // 86: gpuctl.cluster.v1.ClusterService.Join:output_type -> gpuctl.cluster.v1.JoinResponse
+	48, // 87: gpuctl.cluster.v1.PeerService.Enroll:output_type -> gpuctl.cluster.v1.EnrollResponse
+	50, // 88: gpuctl.cluster.v1.PeerService.Renew:output_type -> gpuctl.cluster.v1.RenewResponse
+	52, // 89: gpuctl.cluster.v1.PeerService.Apply:output_type -> gpuctl.cluster.v1.ApplyResponse
+	54, // 90: gpuctl.cluster.v1.PeerService.ReadIndex:output_type -> gpuctl.cluster.v1.ReadIndexResponse
+	56, // 91: gpuctl.cluster.v1.PeerService.Heartbeat:output_type -> gpuctl.cluster.v1.HeartbeatResponse
+	58, // 92: gpuctl.cluster.v1.PeerService.Facts:output_type -> gpuctl.cluster.v1.FactsResponse
+	20, // 93: gpuctl.cluster.v1.PeerService.CreateClaim:output_type -> gpuctl.cluster.v1.CreateClaimResponse
+	66, // [66:94] is the sub-list for method output_type
+	38, // [38:66] is the sub-list for method input_type
+	38, // [38:38] is the sub-list for extension type_name
+	38, // [38:38] is the sub-list for extension extendee
+	0,  // [0:38] is the sub-list for field type_name
 }
 
 func init() { file_gpuctl_cluster_v1_service_proto_init() }
