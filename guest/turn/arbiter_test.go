@@ -264,34 +264,35 @@ func TestSessionsOfOneOwnerHaveOneShare(t *testing.T) {
 	for _, p := range all {
 		p.is(idle)
 	}
-	turns := map[string]int{}
-	var lock sync.Mutex
-	stop := make(chan struct{})
-	end := sync.OnceFunc(func() { close(stop) })
-	var wg sync.WaitGroup
 	for _, p := range all {
-		wg.Go(func() {
-			for {
-				p.ask()
-				p.wants(Grant)
-				lock.Lock()
-				turns[p.name]++
-				over := turns["b"] >= 60
-				lock.Unlock()
-				time.Sleep(ms) // a command of that length
-				p.end()
-				if over {
-					end()
-				}
+		p.ask()
+		testkit.Until(t, p.name+" waits or has its turn", func() error {
+			u := p.seat.Use()
+			return testkit.Want(u.Waiting || u.Keeps > 0, u)
+		})
+	}
+	for range 100 {
+		// All others wait when a turn ends.
+		var runs *player
+		testkit.Until(t, "a grant", func() error {
+			for _, p := range all {
 				select {
-				case <-stop:
-					return
+				case f := <-p.got:
+					runs = p
+					return testkit.Want(f.Kind == Grant, f)
 				default:
 				}
 			}
+			return errors.New("nobody has a turn")
+		})
+		time.Sleep(ms) // a command of that length
+		runs.end()
+		runs.ask()
+		testkit.Until(t, runs.name+" waits or has its turn", func() error {
+			u := runs.seat.Use()
+			return testkit.Want(u.Waiting || u.Keeps > 0 && len(runs.got) > 0, u)
 		})
 	}
-	wg.Wait()
 	owners := tb.Owners()
 	if len(owners) != 2 || owners[0].Owner != "A" || owners[0].Weight != 3 || owners[0].Sessions != 3 {
 		t.Fatalf("owners are %+v", owners)
