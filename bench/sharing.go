@@ -18,7 +18,8 @@ import (
 	"github.com/gpuctl/gpuctl/test/rig"
 )
 
-// A GPU whose kernels take their time by the clock: see test/cl/gpushim.c.
+// A GPU whose kernels take their time by the clock: see test/cl/gpushim.c. Where there is a GPU of
+// NVIDIA's, that is shared, and kernels compute for so long.
 const clockID = "clock"
 
 const (
@@ -40,6 +41,9 @@ type interval struct{ start, end int64 }
 
 // sharing measures how owners share a GPU: time on it in windows, and how busy it is.
 func (b *bench) sharing(ctx context.Context) error {
+	if err := b.calibrate(ctx); err != nil {
+		return err
+	}
 	two := tenants{[]int{1000, 10000}, []int{100, 100}}
 	for _, p := range []string{"fair", "fifo", "credit", "band"} {
 		jain, worst, busy, err := b.share(ctx, p, two)
@@ -68,12 +72,12 @@ func (b *bench) sharing(ctx context.Context) error {
 }
 
 func (b *bench) clockRig(ctx context.Context, policy string) (*rig.Rig, error) {
-	config := fmt.Sprintf(`version: 1
-discover: false
-gpus:
-  - {id: %s, library: %s, env: {GPUSHIM_CLOCK: "1", POCL_DEVICES: pthread, POCL_MEMORY_LIMIT: "4"}, model: clock}
-sharing: {policy: %s}
-`, clockID, filepath.Join(b.root, "test/cl/bin/gpushim.so"), policy)
+	gpu := fmt.Sprintf(`{id: %s, library: %s, env: {GPUSHIM_CLOCK: "1", POCL_DEVICES: pthread, POCL_MEMORY_LIMIT: "4"}, model: clock}`,
+		clockID, filepath.Join(b.root, "test/cl/bin/gpushim.so"))
+	if b.nvidia != "" {
+		gpu = fmt.Sprintf("{id: %s, library: %s, devices: [%d], model: NVIDIA}", gpuID, b.nvidia, b.card)
+	}
+	config := fmt.Sprintf("version: 1\ndiscover: false\ngpus:\n  - %s\nsharing: {policy: %s}\n", gpu, policy)
 	b.rigs++
 	return rig.Start(ctx, rig.Options{Dir: filepath.Join(b.tmp, fmt.Sprint("r", b.rigs)), Config: config})
 }
@@ -102,7 +106,8 @@ func (b *bench) share(ctx context.Context, policy string, t tenants) (jain, wors
 	var wg sync.WaitGroup
 	for i, us := range t.us {
 		wg.Go(func() {
-			cmd := b.tenant(ctx, r, fmt.Sprint("tenant-", i), t.weight[i], "--us", strconv.Itoa(us), "--seconds", strconv.Itoa(int(time.Hour/time.Second)), "--seed", strconv.Itoa(i+1))
+			argv := b.kernel(us)
+			cmd := b.tenant(ctx, r, fmt.Sprint("tenant-", i), t.weight[i], append(argv, "--think-us", "0", "--seconds", strconv.Itoa(int(time.Hour/time.Second)), "--seed", strconv.Itoa(i+1))...)
 			all[i], errs[i] = played(cmd, &begin)
 		})
 	}
@@ -111,6 +116,32 @@ func (b *bench) share(ctx context.Context, policy string, t tenants) (jain, wors
 		return 0, 0, 0, err
 	}
 	return windows(all, t.weight)
+}
+
+// calibrate finds out how long kernels compute on a real GPU.
+func (b *bench) calibrate(ctx context.Context) error {
+	if b.nvidia == "" {
+		return nil
+	}
+	r, err := b.clockRig(ctx, "fair")
+	if err != nil {
+		return err
+	}
+	defer r.Close()
+	text, err := output(b.tenant(ctx, r, "a", 100, "--calibrate", "1000"))
+	if err != nil {
+		return err
+	}
+	b.rounds1ms, err = strconv.Atoi(strings.TrimSpace(string(text)))
+	return err
+}
+
+// kernel returns the arguments for a kernel of a length in µs.
+func (b *bench) kernel(us int) []string {
+	if b.nvidia == "" {
+		return []string{"--us", strconv.Itoa(us)}
+	}
+	return []string{"--iterations", strconv.Itoa(b.rounds1ms * us / 1000)}
 }
 
 // played runs a tenant for shareTime from when all of them are ready on, and returns when its
@@ -216,7 +247,15 @@ func (b *bench) alone(ctx context.Context) error {
 	}
 	defer r.Close()
 	run := func() (float64, error) {
-		text, err := output(b.tenant(ctx, r, "a", 100, "--us", "1000", "--seconds", "4", "--think-us", "0"))
+		cmd := b.tenant(ctx, r, "a", 100, append(b.kernel(1000), "--seconds", "4", "--think-us", "0")...)
+		stdin, open, err := os.Pipe() // a tenant ends with its standard input
+		if err != nil {
+			return 0, err
+		}
+		defer stdin.Close()
+		defer open.Close()
+		cmd.Stdin = stdin
+		text, err := output(cmd)
 		if err != nil {
 			return 0, err
 		}
@@ -226,12 +265,12 @@ func (b *bench) alone(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	idle := b.tenant(ctx, r, "b", 100, "--us", "1", "--seconds", "3600", "--think-us", "1e9")
+	idle := b.tenant(ctx, r, "b", 100, append(b.kernel(10), "--seconds", "3600", "--think-us", "1e9")...)
 	in, lines, _, err := piped(idle)
 	if err != nil {
 		return err
 	}
-	defer func() { _ = in.Close(); _ = idle.Process.Kill(); _ = idle.Wait() }()
+	defer func() { _ = in.Close(); _ = idle.Wait() }()
 	if _, err := lines.ReadString('\n'); err != nil {
 		return err
 	}

@@ -121,7 +121,10 @@ int main(int argc, char **argv)
             double ns = -log(1 - uniform()) * think * 1000;
             t.tv_sec = (time_t)(ns / 1e9);
             t.tv_nsec = (long)(ns - (double)t.tv_sec * 1e9);
-            nanosleep(&t, NULL);
+            if (think < 10000)
+                nanosleep(&t, NULL);
+            else /* it ends in the middle */
+                ppoll(&(struct pollfd){.fd = 0, .events = POLLIN}, 1, &t, NULL);
         }
     }
     for (size_t i = 0; i < n; i++)
