@@ -6,7 +6,8 @@
  * Without --iterations the kernel is one of test/cl/gpushim.c that takes as many microseconds by the clock as --us says,
  * within 20 %. With it, each kernel computes so many rounds. --ahead launches that many kernels before it waits. When it ends, by
  * time or with its standard input, it prints a line "K start end" in nanoseconds for each kernel, as the device's clock has them.
- * --loop launches a kernel without an end first.
+ * --loop launches a kernel without an end instead. --allocate N makes buffers of 8 MiB first, and writes to them, until it has N MiB or is
+ * refused, and prints "allocated N MiB, then E".
  *
  *   tenant --calibrate N
  *
@@ -41,7 +42,7 @@ struct run { cl_ulong start, end; };
 
 int main(int argc, char **argv)
 {
-    double us = 1000, seconds = 5, think = 200, calibrate = 0;
+    double us = 1000, seconds = 5, think = 200, calibrate = 0, allocate = 0;
     unsigned iterations = 0, ahead = 1;
     bool loop = false;
     for (int i = 1; i < argc; i++) {
@@ -58,6 +59,7 @@ int main(int argc, char **argv)
         else if (!strcmp(argv[i], "--seed")) state = (uint64_t)v;
         else if (!strcmp(argv[i], "--ahead")) ahead = (unsigned)v;
         else if (!strcmp(argv[i], "--calibrate")) calibrate = v;
+        else if (!strcmp(argv[i], "--allocate")) allocate = v;
         else CLX_CHECK(0, "unknown option %s", argv[i]);
         i++;
     }
@@ -93,6 +95,20 @@ int main(int argc, char **argv)
     }
     if (computes && !loop)
         CLX_OK(clSetKernelArg(k, 1, 4, &iterations));
+    if (allocate > 0) {
+        const size_t piece = 8 << 20;
+        size_t have = 0;
+        e = CL_SUCCESS;
+        while (have < (size_t)allocate) {
+            cl_mem x = clCreateBuffer(c, CL_MEM_READ_WRITE, piece, NULL, &e);
+            if (!e && !(e = clEnqueueFillBuffer(q, x, &zero, 4, 0, piece, 0, NULL, NULL)))
+                e = clFinish(q);
+            if (e)
+                break;
+            have += piece >> 20;
+        }
+        printf("allocated %zu MiB, then %d\n", have, e);
+    }
     size_t most = 1 << 20, n = 0;
     struct run *runs = malloc(most * sizeof *runs);
     cl_event *ev = calloc(ahead, sizeof *ev);
