@@ -26,13 +26,26 @@ var errDenied = reason.New(reason.Denied, "denied")
 // somebody could have several shares, or one of any size.
 func (h *Host) setOwner(ctx context.Context, c *claim, m *gpuctlv1.CreateClaimRequest) error {
 	peer, local := unixrpc.PeerFrom(ctx)
-	trusted := local && (peer.UID == 0 || int(peer.UID) == os.Getuid())
+	caller := askedBy{uid: peer.UID, local: local, trusted: local && (peer.UID == 0 || int(peer.UID) == os.Getuid())}
+	return caller.chooses(c, m, h.Config.Sharing.Most())
+}
+
+// askedBy is who asks for a claim.
+type askedBy struct {
+	uid     uint32
+	local   bool // over this host's socket; otherwise no user of it is known
+	trusted bool
+}
+
+// chooses gives a claim the owner and weight of a request. most is the largest weight that a
+// user may choose.
+func (a askedBy) chooses(c *claim, m *gpuctlv1.CreateClaimRequest, most uint32) error {
 	switch name := m.GetOwner(); {
-	case name == "" && local:
-		c.Owner = "user:" + userName(peer.UID)
+	case name == "" && a.local:
+		c.Owner = "user:" + userName(a.uid)
 	case name == "":
 		c.Owner = "claim:" + c.ID
-	case !trusted:
+	case !a.trusted:
 		return fmt.Errorf("%w: only root names the owner of a claim; without one, it is the calling user", errDenied)
 	case len(name) > maxOwner || strings.ContainsFunc(name, func(r rune) bool { return !unicode.IsPrint(r) || r == ' ' }):
 		return fmt.Errorf("%w: the owner's name is longer than %d bytes, or has blanks or control characters", errInvalid, maxOwner)
@@ -40,13 +53,12 @@ func (h *Host) setOwner(ctx context.Context, c *claim, m *gpuctlv1.CreateClaimRe
 		c.Owner = name
 	}
 	c.Weight = m.GetWeight()
-	most := h.Config.Sharing.Most()
 	switch {
 	case c.Weight == 0:
 		c.Weight = min(turn.DefaultWeight, most)
 	case c.Weight > timeshare.MaxWeight:
 		return fmt.Errorf("%w: weight %d is not between 1 and %d", errInvalid, c.Weight, timeshare.MaxWeight)
-	case c.Weight > most && !trusted:
+	case c.Weight > most && !a.trusted:
 		return fmt.Errorf("%w: weight %d is more than the %d that users may have (sharing.mostWeight)", errDenied, c.Weight, most)
 	}
 	return nil
