@@ -10,6 +10,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/gpuctl/gpuctl/guest/confine"
+	"github.com/gpuctl/gpuctl/guest/lease"
 	"github.com/gpuctl/gpuctl/guest/session"
 	"github.com/gpuctl/gpuctl/guest/turn"
 	"github.com/gpuctl/gpuctl/internal/size"
@@ -17,6 +18,7 @@ import (
 
 func serveCommand(log *slog.Logger) *cobra.Command {
 	var api, apps, dir, users, memory, config, root string
+	var lend []string
 	var vm, anew bool
 	var share turn.Settings
 	cmd := &cobra.Command{
@@ -41,14 +43,21 @@ GPU that the VM has been given, and the host over the VM's channel.`,
 			if err != nil {
 				return err
 			}
-			return session.Serve(cmd.Context(), session.Config{
+			c := session.Config{
 				Dir:         dir,
 				Launcher:    launcher,
 				Logger:      log,
 				Faults:      os.Getenv("GPUCTL_FAULTS") == "1",
 				CompileAnew: anew,
 				Sharing:     share,
-			}, api, apps)
+			}
+			leases, err := lease.New(lease.Config{Dir: dir, Launcher: launcher, Logger: log, Listen: lend})
+			if err != nil {
+				return err
+			}
+			defer leases.Close()
+			c.Lender = leases
+			return session.Serve(cmd.Context(), c, api, apps)
 		},
 	}
 	f := cmd.Flags()
@@ -57,6 +66,7 @@ GPU that the VM has been given, and the host over the VM's channel.`,
 	f.StringVar(&dir, "rundir", "", "folder for sessions, made if missing")
 	f.StringVar(&users, "executor-users", confine.DefaultRange().String(), "numbers of users, of which each session's executors get one if gpuguest is root")
 	f.StringVar(&memory, "executor-memory", "", "most memory of a session's executors, as 8GiB (default 7/8 of the machine's)")
+	f.StringSliceVar(&lend, "lend", nil, "addresses (HOST:PORT) where carriers of other hosts reach the GPUs that are lent to them")
 	f.BoolVar(&anew, "compile-anew", false, "keep nothing that runtimes have compiled for a user's program for its next session")
 	f.StringVar(&share.Policy, "sharing-policy", "", "how sessions share a GPU: fair (the default), credit, band or fifo")
 	f.IntVar(&share.WaitCharge, "sharing-wait-charge", 0, "percent of the time for which a GPU is kept idle for an owner that this owner pays for (default 50)")

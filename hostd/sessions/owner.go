@@ -12,14 +12,11 @@ import (
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/guest/turn"
-	"github.com/gpuctl/gpuctl/internal/reason"
 	"github.com/gpuctl/gpuctl/internal/timeshare"
 	"github.com/gpuctl/gpuctl/internal/unixrpc"
 )
 
 const maxOwner = 128 // bytes
-
-var errDenied = reason.New(reason.Denied, "denied")
 
 // setOwner gives a new claim its owner and weight. Only root, and the user that hostd runs
 // as, may act for others or take more than the most that the configuration allows: else

@@ -52,6 +52,7 @@ type ownerView struct {
 	Claim    string   `json:"claim"`
 	Memory   uint64   `json:"memory"` // 0: the whole GPU
 	Sessions []string `json:"sessions"`
+	Host     string   `json:"host,omitempty"` // to which it is lent
 
 	Owner  string     `json:"owner,omitempty"` // whose share of the GPU they use
 	Weight uint32     `json:"weight,omitempty"`
@@ -73,7 +74,8 @@ func viewGPU(g *gpuctlv1.GPU) gpuView {
 	}
 	for _, o := range g.GetOwners() {
 		v.Owners = append(v.Owners, ownerView{
-			o.GetClaim(), o.GetMemory(), append([]string{}, o.GetSessions()...), o.GetOwner(), o.GetWeight(), viewShare(o.GetShare()),
+			Claim: o.GetClaim(), Memory: o.GetMemory(), Sessions: append([]string{}, o.GetSessions()...), Host: o.GetHost(),
+			Owner: o.GetOwner(), Weight: o.GetWeight(), Share: viewShare(o.GetShare()),
 		})
 	}
 	return v
@@ -203,6 +205,9 @@ func gpuState(g *gpuctlv1.GPU) string {
 	var who []string
 	for _, o := range g.GetOwners() {
 		name := o.GetClaim()
+		if o.GetHost() != "" {
+			name += ", lent to " + o.GetHost()
+		}
 		if len(o.GetSessions()) > 0 {
 			name = strings.Join(o.GetSessions(), "+")
 		}
@@ -440,6 +445,7 @@ func (a *app) describeSession(ctx context.Context, c client, name string) error 
 	}
 	rows := [][2]string{
 		{"Session", v.ID},
+		{"Elsewhere", elsewhere(v.GPU, res.Msg.GetClaim())},
 		{"Process", fmt.Sprintf("%d (%s)", v.PID, v.Command)},
 		{"State", state},
 		{"Message", v.Message},
@@ -460,6 +466,19 @@ func (a *app) describeSession(ctx context.Context, c client, name string) error 
 		rows = append(rows, [2]string{"Last operation", summary(r)})
 	}
 	return a.pairs(rows)
+}
+
+// elsewhere returns in words that a session computes on a GPU of another host, and
+// whether it comes home; empty: it does not.
+func elsewhere(gpu string, c *gpuctlv1.Claim) string {
+	host, _, ok := strings.Cut(gpu, "/")
+	switch {
+	case !ok:
+		return ""
+	case c.GetStays() || c.GetRemote() == "only":
+		return "on host " + host + ", where it stays"
+	}
+	return "on host " + host + ", until a GPU is free here (if the cluster's queue is mrq)"
 }
 
 func (a *app) pairs(rows [][2]string) error {
