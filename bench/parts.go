@@ -40,6 +40,7 @@ type bench struct {
 	modes                   []string      // hashcat's, if not all
 	report                  report
 	rigs                    int
+	rounds1ms               int // of the part sharing: so many take 1 ms
 }
 
 func (b *bench) start(ctx context.Context) (*rig.Rig, error) {

@@ -8,10 +8,12 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"strconv"
 	"strings"
 	"syscall"
 	"time"
 
+	"github.com/gpuctl/gpuctl/guest/turn"
 	"github.com/gpuctl/gpuctl/internal/rundir"
 	"github.com/gpuctl/gpuctl/internal/unixrpc"
 	"github.com/gpuctl/gpuctl/internal/wait"
@@ -36,6 +38,7 @@ type Guest struct {
 	Log    *slog.Logger
 
 	CompileAnew bool // see config.Executors
+	Sharing     turn.Settings
 }
 
 // Socket is where gpuguest serves GuestService.
@@ -69,6 +72,9 @@ func (g *Guest) Ensure(ctx context.Context) (started bool, err error) {
 	}
 	if g.CompileAnew {
 		args = append(args, "--compile-anew")
+	}
+	if s := g.Sharing; s != (turn.Settings{}) {
+		args = append(args, "--sharing-policy", s.Policy, "--sharing-wait-charge", strconv.Itoa(s.WaitCharge), "--sharing-limit", s.Limit, "--sharing-end-after", s.EndAfter)
 	}
 	if os.Geteuid() == 0 {
 		// Executors reach their own folders through this one. Older versions of hostd

@@ -57,7 +57,7 @@ func Run(ctx context.Context, o Options) (err error) {
 		return err
 	}
 	exec := o.Config.Executors
-	guest := &Guest{Dir: o.Dir, Binary: o.Gpuguest, Users: exec.Users, Memory: exec.Memory, CompileAnew: exec.CompileAnew, Log: o.Log}
+	guest := &Guest{Dir: o.Dir, Binary: o.Gpuguest, Users: exec.Users, Memory: exec.Memory, CompileAnew: exec.CompileAnew, Sharing: o.Config.Sharing.Settings, Log: o.Log}
 	if _, err := guest.Ensure(ctx); err != nil {
 		return err
 	}

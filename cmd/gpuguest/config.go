@@ -15,6 +15,7 @@ import (
 	"go.yaml.in/yaml/v3"
 
 	"github.com/gpuctl/gpuctl/guest/confine"
+	"github.com/gpuctl/gpuctl/guest/turn"
 	"github.com/gpuctl/gpuctl/guest/vm/agent"
 	"github.com/gpuctl/gpuctl/guest/vm/channel"
 	"github.com/gpuctl/gpuctl/internal/size"
@@ -44,6 +45,8 @@ type vmOptions struct {
 	Emulated    bool   `yaml:"emulatedDevices"`
 	Channel     string `yaml:"channel"`
 	MaxSessions int    `yaml:"maxSessions"`
+
+	Sharing turn.Settings `yaml:"sharing,omitempty"` // how sessions share a GPU
 
 	mode os.FileMode
 	wait time.Duration
@@ -140,6 +143,9 @@ func (o *vmOptions) check() error {
 		if _, err := size.Parse(o.Memory); err != nil {
 			bad("executorMemory: %w", err)
 		}
+	}
+	if _, err := o.Sharing.Config(); err != nil {
+		bad("sharing: %w", err)
 	}
 	if o.MaxSessions < 0 {
 		bad("maxSessions: %d is negative", o.MaxSessions)

@@ -117,7 +117,7 @@ func runExecutor(ctx context.Context, in io.Reader, log *slog.Logger) error {
 		return fmt.Errorf("configuration: %w", err)
 	}
 	cfg := executor.Config{
-		Dir: c.Dir, Generation: c.Generation, Socket: c.Socket, ImportSocket: c.ImportSocket, FileSocket: c.FileSocket,
+		Dir: c.Dir, Generation: c.Generation, Socket: c.Socket, ImportSocket: c.ImportSocket, FileSocket: c.FileSocket, TurnSocket: c.TurnSocket,
 		Runtime: &gpuctlv1.Runtime{}, Device: &gpuctlv1.VirtualDevice{},
 		CacheKey: c.CacheKey, Logger: log.With("generation", c.Generation),
 	}

@@ -12,6 +12,7 @@ import (
 	"github.com/gpuctl/gpuctl/guest/confine"
 	"github.com/gpuctl/gpuctl/guest/lease"
 	"github.com/gpuctl/gpuctl/guest/session"
+	"github.com/gpuctl/gpuctl/guest/turn"
 	"github.com/gpuctl/gpuctl/internal/size"
 )
 
@@ -19,6 +20,7 @@ func serveCommand(log *slog.Logger) *cobra.Command {
 	var api, apps, dir, users, memory, config, root string
 	var lend []string
 	var vm, anew bool
+	var share turn.Settings
 	cmd := &cobra.Command{
 		Use:   "serve --socket PATH --app-socket PATH --rundir DIR | --vm [--config FILE]",
 		Short: "Serve applications and the host",
@@ -47,6 +49,7 @@ GPU that the VM has been given, and the host over the VM's channel.`,
 				Logger:      log,
 				Faults:      os.Getenv("GPUCTL_FAULTS") == "1",
 				CompileAnew: anew,
+				Sharing:     share,
 			}
 			leases, err := lease.New(lease.Config{Dir: dir, Launcher: launcher, Logger: log, Listen: lend})
 			if err != nil {
@@ -65,6 +68,10 @@ GPU that the VM has been given, and the host over the VM's channel.`,
 	f.StringVar(&memory, "executor-memory", "", "most memory of a session's executors, as 8GiB (default 7/8 of the machine's)")
 	f.StringSliceVar(&lend, "lend", nil, "addresses (HOST:PORT) where carriers of other hosts reach the GPUs that are lent to them")
 	f.BoolVar(&anew, "compile-anew", false, "keep nothing that runtimes have compiled for a user's program for its next session")
+	f.StringVar(&share.Policy, "sharing-policy", "", "how sessions share a GPU: fair (the default), credit, band or fifo")
+	f.IntVar(&share.WaitCharge, "sharing-wait-charge", 0, "percent of the time for which a GPU is kept idle for an owner that this owner pays for (default 50)")
+	f.StringVar(&share.Limit, "sharing-limit", "", "how long a command may keep a GPU while others wait (default 5s)")
+	f.StringVar(&share.EndAfter, "sharing-end-after", "", "after how long a session is ended that keeps a GPU nevertheless, or never (default 10m)")
 	f.BoolVar(&vm, "vm", false, "be the agent of a VM")
 	f.StringVar(&config, "config", vmConfig, "with --vm: its configuration")
 	f.StringVar(&root, "root", "/", "with --vm: the folder below which the machine's files are")

@@ -58,6 +58,7 @@ func serveVM(ctx context.Context, o vmOptions, root string, log *slog.Logger) er
 	}
 	m, err := session.New(session.Config{
 		Dir: o.RunDir, Launcher: launcher, Logger: log, Faults: os.Getenv("GPUCTL_FAULTS") == "1", MaxSessions: o.MaxSessions, CompileAnew: o.CompileAnew,
+		Sharing: o.Sharing,
 	})
 	if err != nil {
 		return err

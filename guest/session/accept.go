@@ -17,6 +17,7 @@ import (
 	"github.com/gpuctl/gpuctl/guest/handover"
 	"github.com/gpuctl/gpuctl/guest/opencl/compiled"
 	"github.com/gpuctl/gpuctl/guest/opencl/wire"
+	"github.com/gpuctl/gpuctl/guest/turn"
 	"github.com/gpuctl/gpuctl/internal/throttle"
 )
 
@@ -146,6 +147,12 @@ func (m *Manager) create(conn *net.UnixConn, g greeting) error {
 			Version: recordVersion, ID: id, Claim: offer.Claim, PID: g.pid, Command: commandLine(g.pid),
 			StartedMS: now, Op: &opRecord{Kind: kindCreate}, CacheSecret: newSecret(), Program: compiled.Of(g.uid, g.pid),
 		},
+	}
+	if s.rec.Owner, s.rec.Weight = offer.Owner, offer.Weight; s.rec.Owner == "" {
+		s.rec.Owner = fmt.Sprint("user:", g.uid)
+	}
+	if s.rec.Weight == 0 {
+		s.rec.Weight = turn.DefaultWeight
 	}
 	if offer.Device != nil {
 		s.rec.Device = marshal(offer.Device)

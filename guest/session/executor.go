@@ -43,6 +43,7 @@ type executor struct {
 	importSocket string
 	proc         Process
 	fileSocket   string
+	turnSocket   string
 	api          gpuctlv1connect.ExecutorServiceClient
 	graphs       gpuctlv1connect.ExecutorServiceClient // for answers with an object graph
 	http         *http.Client
@@ -61,7 +62,7 @@ const (
 
 func newExecutor(gen uint32, target *gpuctlv1.Target, proc Process, socket, importSocket string) *executor {
 	e := &executor{gen: gen, target: target, importSocket: importSocket, proc: proc, silent: silentTimeout}
-	e.fileSocket = fileSocket(socket, gen)
+	e.fileSocket, e.turnSocket = fileSocket(socket, gen), turnSocket(socket, gen)
 	e.http = &http.Client{Transport: &http.Transport{
 		DialContext:            func(ctx context.Context, _, _ string) (net.Conn, error) { return e.dial(ctx, socket) },
 		DisableCompression:     true,

@@ -76,6 +76,7 @@ type ExecutorConfig struct {
 	Socket       string          `json:"socket"`
 	ImportSocket string          `json:"import_socket"`
 	FileSocket   string          `json:"file_socket"`
+	TurnSocket   string          `json:"turn_socket,omitempty"`
 	Runtime      json.RawMessage `json:"runtime"`          // gpuctl.v1.Runtime
 	Device       json.RawMessage `json:"device,omitempty"` // gpuctl.v1.VirtualDevice
 	CacheKey     []byte          `json:"cache_key,omitempty"`
@@ -379,8 +380,8 @@ func (spec *Spec) config() ([]byte, error) {
 	}
 	c := ExecutorConfig{
 		Dir: spec.Dir, Generation: spec.Generation, Socket: spec.Socket, ImportSocket: spec.ImportSocket,
-		FileSocket: fileSocket(spec.Socket, spec.Generation),
-		Runtime:    rt, CacheKey: spec.CacheKey, AppPID: spec.AppPID, AppStart: spec.AppStart, Far: spec.Far,
+		FileSocket: fileSocket(spec.Socket, spec.Generation), TurnSocket: turnSocket(spec.Socket, spec.Generation),
+		Runtime: rt, CacheKey: spec.CacheKey, AppPID: spec.AppPID, AppStart: spec.AppStart, Far: spec.Far,
 	}
 	if spec.Device != nil {
 		if c.Device, err = protojson.Marshal(spec.Device); err != nil {

@@ -23,15 +23,19 @@ import (
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/guest/opencl/compiled"
+	"github.com/gpuctl/gpuctl/guest/turn"
 	"github.com/gpuctl/gpuctl/internal/beneath"
 	"github.com/gpuctl/gpuctl/internal/news"
 	"github.com/gpuctl/gpuctl/internal/patience"
+	"github.com/gpuctl/gpuctl/internal/timeshare"
 )
 
 const (
 	defaultMaxSessions = 1024
 	usageEvery         = time.Second
 	maxToken           = 48 // bytes; as long as in the greeting
+	maxOwner           = 128
+	maxWeight          = timeshare.MaxWeight
 )
 
 // ErrLocked is returned by New when another gpuguest uses the run folder.
@@ -46,6 +50,7 @@ type Config struct {
 	MaxSessions int    // at once; 0: 1024
 	Lender      Lender // nil: nothing is lent
 	CompileAnew bool   // do not keep what runtimes compile for the next session of a user's program
+	Sharing     turn.Settings
 }
 
 // Manager manages the sessions of one run folder.
@@ -63,6 +68,7 @@ type Manager struct {
 	die    func()             // ends this process; only fault injection calls it
 
 	changes news.Changes[string, *session]
+	sharing *sharing
 
 	mu       sync.Mutex
 	sessions map[string]*session
@@ -74,6 +80,10 @@ type Manager struct {
 func New(cfg Config) (*Manager, error) {
 	if cfg.MaxSessions == 0 {
 		cfg.MaxSessions = defaultMaxSessions
+	}
+	share, err := cfg.Sharing.Config()
+	if err != nil {
+		return nil, fmt.Errorf("sharing: %w", err)
 	}
 	dir, err := filepath.Abs(cfg.Dir)
 	if err != nil {
@@ -103,6 +113,7 @@ func New(cfg Config) (*Manager, error) {
 		cfg: cfg, log: cfg.Logger, lock: lock, model: newModel(), loads: patience.New(leastLoad, mostLoad), die: killSelf,
 		sessions: map[string]*session{}, offers: map[string]*gpuctlv1.OfferRequest{},
 	}
+	m.sharing = newSharing(m, share)
 	m.ctx, m.cancel = context.WithCancel(context.Background())
 	if !cfg.CompileAnew {
 		m.kept, err = compiled.Open(filepath.Join(dir, "compiled"))
@@ -119,6 +130,7 @@ func New(cfg Config) (*Manager, error) {
 		return nil, err
 	}
 	m.wg.Go(m.refreshLoop)
+	m.wg.Go(func() { m.sharing.run(m.ctx) })
 	return m, nil
 }
 
@@ -278,6 +290,9 @@ func (m *Manager) offer(o *gpuctlv1.OfferRequest) error {
 	if err := checkTarget(o.Target); err != nil {
 		return err
 	}
+	if len(o.Owner) > maxOwner || o.Weight > maxWeight {
+		return connect.NewError(connect.CodeInvalidArgument, fmt.Errorf("the owner's name is longer than %d bytes, or its weight more than %d", maxOwner, maxWeight))
+	}
 	return m.changeOffers(func(all map[string]*gpuctlv1.OfferRequest) { all[o.Token] = proto.CloneOf(o) })
 }
 
@@ -361,7 +376,10 @@ func (m *Manager) refreshAll(ctx context.Context) {
 	wg.Wait()
 }
 
-func (m *Manager) changed(s *session) { m.changes.Put(s.id, s) }
+func (m *Manager) changed(s *session) {
+	m.changes.Put(s.id, s)
+	m.sharing.ring()
+}
 
 // watch calls send with each session's current state, and then for each change, until ctx
 // or the manager ends or send fails.

@@ -50,6 +50,8 @@ type record struct {
 	Op          *opRecord        `json:"op,omitempty"`
 	CacheSecret []byte           `json:"cache_secret,omitempty"`
 	Program     compiled.Program `json:"program,omitzero"`
+	Owner       string           `json:"owner,omitempty"` // whose share of its GPU the session uses
+	Weight      uint32           `json:"weight,omitempty"`
 }
 
 // cacheKey returns the key with which executors for a runtime's devices sign the programs

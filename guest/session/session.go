@@ -55,6 +55,7 @@ func (s *session) snapshotLocked() *gpuctlv1.Session {
 		State: s.state, Target: s.rec.Current.target(), Usage: proto.CloneOf(s.usage),
 		StartedUnixMs: s.rec.StartedMS, Message: s.message, Generation: s.rec.Current.Generation,
 		SuspendedTo: s.rec.SuspendedTo, Device: s.rec.device(), Away: s.rec.Away.proto(),
+		Owner: s.rec.Owner, Weight: s.rec.Weight, Share: s.m.sharing.shareOf(s.current),
 	}
 }
 

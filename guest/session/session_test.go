@@ -22,6 +22,7 @@ import (
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/guest/opencl/shm"
 	"github.com/gpuctl/gpuctl/guest/opencl/wire"
+	"github.com/gpuctl/gpuctl/guest/turn"
 	"github.com/gpuctl/gpuctl/internal/testkit"
 )
 
@@ -723,6 +724,7 @@ func TestReasonsListsEveryReason(t *testing.T) {
 func TestWatcherHearsHowASessionIsNow(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	m := &Manager{ctx: ctx, sessions: map[string]*session{}}
+	m.sharing = newSharing(m, turn.DefaultConfig())
 	s := &session{m: m, id: "s-1", rec: record{ID: "s-1"}, state: running}
 	m.add(s)
 	said, read := make(chan gpuctlv1.SessionState), make(chan struct{})

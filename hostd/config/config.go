@@ -16,8 +16,10 @@ import (
 	"go.yaml.in/yaml/v3"
 
 	"github.com/gpuctl/gpuctl/guest/confine"
+	"github.com/gpuctl/gpuctl/guest/turn"
 	"github.com/gpuctl/gpuctl/hostd/network"
 	"github.com/gpuctl/gpuctl/internal/size"
+	"github.com/gpuctl/gpuctl/internal/timeshare"
 )
 
 // Version is the only version of the file that there is.
@@ -44,6 +46,7 @@ type Config struct {
 	Devices       Devices       `yaml:"devices,omitempty"`
 	Network       Network       `yaml:"network,omitempty"`
 	Executors     Executors     `yaml:"executors,omitempty"`
+	Sharing       Sharing       `yaml:"sharing,omitempty"`
 }
 
 // Executors configures the processes that load vendors' runtimes: one or two for each
@@ -72,6 +75,34 @@ func (e Executors) validate() error {
 		}
 	}
 	return errors.Join(errs...)
+}
+
+// Sharing configures how the sessions of several owners share a GPU. It is gpuguest's, and
+// holds from its next start on.
+type Sharing struct {
+	turn.Settings `yaml:",inline"`
+	// MostWeight is the largest weight that users other than root and hostd's own may give
+	// to their claims. 0: 100, the default of every claim.
+	MostWeight uint32 `yaml:"mostWeight,omitempty"`
+}
+
+// Most returns the largest weight that users may choose.
+func (s Sharing) Most() uint32 {
+	if s.MostWeight == 0 {
+		return turn.DefaultWeight
+	}
+	return s.MostWeight
+}
+
+func (s Sharing) validate() error {
+	_, err := s.Config()
+	if err != nil {
+		err = fmt.Errorf("sharing.%w", err)
+	}
+	if s.MostWeight > timeshare.MaxWeight {
+		err = errors.Join(err, fmt.Errorf("sharing.mostWeight: %d is more than %d", s.MostWeight, timeshare.MaxWeight))
+	}
+	return err
 }
 
 // Network configures network cards when hostd starts.
@@ -386,7 +417,7 @@ func (c Config) Validate() error {
 	if _, err := c.Devices.StashLimit(0, func() (uint64, error) { return 0, nil }); err != nil {
 		bad("devices.stash: %q is not a size, or 0", c.Devices.Stash)
 	}
-	errs = append(errs, c.Cluster.validate(), c.Access.validate(), c.Network.validate(), c.Executors.validate())
+	errs = append(errs, c.Cluster.validate(), c.Access.validate(), c.Network.validate(), c.Executors.validate(), c.Sharing.validate())
 	if l := c.Metrics.Listen; l != "" {
 		errs = append(errs, address("metrics.listen", l))
 	}

@@ -37,6 +37,8 @@ type claim struct {
 	Lease   string            `json:"lease,omitempty"`  // lease that is offered for the next session
 	Stays   bool              `json:"stays,omitempty"`  // its sessions do not come home by themselves
 	Wait    bool              `json:"-"`                // it may wait in the cluster's queue
+	Owner   string            `json:"owner,omitempty"`  // whose share of a GPU that several use
+	Weight  uint32            `json:"weight,omitempty"`
 	// Released: no new session may use the claim. The claim ends with its last session.
 	Released bool `json:"released,omitempty"`
 }
@@ -99,6 +101,7 @@ func (c *claim) proto() *gpuctlv1.Claim {
 	return &gpuctlv1.Claim{
 		Id: c.ID, Gpus: c.GPUs, Expr: c.Expr, MinMemory: c.Min, PreferMemory: c.Prefer, Count: uint32(c.Count),
 		Device: c.device(), HolderPid: uint32(c.Holder.PID), CreatedUnixMs: c.Created, Remote: cmp.Or(c.Remote, remoteNever), Stays: c.Stays,
+		Owner: c.Owner, Weight: c.Weight,
 	}
 }
 

@@ -306,6 +306,7 @@ func (h *Host) Facts(ctx context.Context) (*clusterv1.HostFacts, error) {
 			used += s.GetUsage().GetMemory()
 			facts.Sessions = append(facts.Sessions, &clusterv1.SessionFacts{
 				Session: s.GetId(), Pid: s.GetPid(), Command: s.GetCommand(), Memory: s.GetUsage().GetMemory(), Launches: s.GetUsage().GetLaunches(),
+				Owner: s.GetOwner(), Weight: s.GetWeight(), Share: s.GetShare(),
 			})
 		}
 		if facts.UsedMemory == nil {

@@ -391,6 +391,7 @@ func (h *Host) update(s *gpuctlv1.Session, listed bool) {
 		if old.GetState() != s.GetState() {
 			h.Log.Info("session is "+expr.StateName(s.GetState()), "session", id, "gpu", s.GetTarget().GetGpu())
 		}
+		h.noteLapse(old.Session, s)
 		old.Session = s
 	}
 	c := h.claims[s.GetClaim()]
@@ -427,6 +428,7 @@ func (h *Host) adopt(s *gpuctlv1.Session) *claim {
 	c := &claim{
 		ID: s.GetClaim(), Count: max(1, len(gpus)), Min: s.GetDevice().GetGlobalMemory(), Memory: s.GetDevice().GetGlobalMemory(),
 		Name: s.GetDevice().GetName(), Type: s.GetDevice().GetType(), Created: s.GetStartedUnixMs(), Released: true,
+		Owner: s.GetOwner(), Weight: s.GetWeight(),
 	}
 	h.claims[c.ID] = c
 	h.Log.Info("claim rebuilt from a session", "claim", c.ID, "session", s.GetId(), "gpu", s.GetTarget().GetGpu())
@@ -574,9 +576,13 @@ func (h *Host) view() []*gpuctlv1.GPU {
 		owners := h.ledger.Owners(g.GetId())
 		for _, id := range slices.Sorted(maps.Keys(owners)) {
 			owner := &gpuctlv1.Owner{Claim: id, Memory: owners[id], Host: h.lentTo(id)}
+			if c := h.claims[id]; c != nil {
+				owner.Owner, owner.Weight = c.Owner, c.Weight
+			}
 			for _, s := range h.sessions {
 				if s.GetClaim() == id && h.onGPU(s.Session) && slices.Contains(splitIDs(s.GetTarget().GetGpu()), g.GetId()) {
 					owner.Sessions = append(owner.Sessions, s.GetId())
+					owner.Share = addShare(owner.Share, s.GetShare())
 				}
 			}
 			slices.Sort(owner.Sessions)

@@ -65,7 +65,7 @@ func (h *Host) offerTo(ctx context.Context, c *claim, p placement, amount uint64
 	ctx, cancel := context.WithTimeout(ctx, callTimeout)
 	defer cancel()
 	_, err = h.Guest.Offer(ctx, connect.NewRequest(&gpuctlv1.OfferRequest{
-		Token: c.Token, Claim: c.ID, Target: target, Device: c.device(),
+		Token: c.Token, Claim: c.ID, Target: target, Device: c.device(), Owner: c.Owner, Weight: c.Weight,
 	}))
 	if err != nil {
 		return fmt.Errorf("offer gpu %s to claim %s: %w", p, c.ID, plain(err))

@@ -96,6 +96,9 @@ func (s *Server) CreateClaim(ctx context.Context, req *connect.Request[gpuctlv1.
 			return nil, reason.Coded(fmt.Errorf("%w: %w", errInvalid, err))
 		}
 	}
+	if err := s.host.setOwner(ctx, c, m); err != nil {
+		return nil, reason.Coded(err)
+	}
 	p, out, err := s.host.createClaim(ctx, c)
 	if err != nil {
 		return nil, reason.Coded(err)

@@ -53,6 +53,10 @@ type ownerView struct {
 	Memory   uint64   `json:"memory"` // 0: the whole GPU
 	Sessions []string `json:"sessions"`
 	Host     string   `json:"host,omitempty"` // to which it is lent
+
+	Owner  string     `json:"owner,omitempty"` // whose share of the GPU they use
+	Weight uint32     `json:"weight,omitempty"`
+	Share  *shareView `json:"share,omitempty"`
 }
 
 func viewGPU(g *gpuctlv1.GPU) gpuView {
@@ -69,7 +73,10 @@ func viewGPU(g *gpuctlv1.GPU) gpuView {
 		v.Env = env
 	}
 	for _, o := range g.GetOwners() {
-		v.Owners = append(v.Owners, ownerView{o.GetClaim(), o.GetMemory(), append([]string{}, o.GetSessions()...), o.GetHost()})
+		v.Owners = append(v.Owners, ownerView{
+			Claim: o.GetClaim(), Memory: o.GetMemory(), Sessions: append([]string{}, o.GetSessions()...), Host: o.GetHost(),
+			Owner: o.GetOwner(), Weight: o.GetWeight(), Share: viewShare(o.GetShare()),
+		})
 	}
 	return v
 }
@@ -100,6 +107,10 @@ type sessionView struct {
 	Message      string `json:"message,omitempty"`
 	DeviceName   string `json:"device_name,omitempty"`
 	DeviceType   string `json:"device_type,omitempty"`
+
+	Owner  string     `json:"owner,omitempty"` // whose share of the GPU it uses
+	Weight uint32     `json:"weight,omitempty"`
+	Share  *shareView `json:"share,omitempty"`
 }
 
 func viewSession(s *gpuctlv1.Session) sessionView {
@@ -110,6 +121,7 @@ func viewSession(s *gpuctlv1.Session) sessionView {
 		Dirty: u.GetDirty(), Buffers: u.GetBuffers(), Images: u.GetImages(), Programs: u.GetPrograms(), Kernels: u.GetKernels(),
 		Queues: u.GetQueues(), Contexts: u.GetContexts(), Calls: u.GetCalls(), Launches: u.GetLaunches(), Generation: s.GetGeneration(),
 		SuspendedTo: s.GetSuspendedTo(), Message: s.GetMessage(), DeviceName: s.GetDevice().GetName(), DeviceType: s.GetDevice().GetType(),
+		Owner: s.GetOwner(), Weight: s.GetWeight(), Share: viewShare(s.GetShare()),
 	}
 	if ms := s.GetStartedUnixMs(); ms > 0 {
 		v.Started = time.UnixMilli(ms).UTC().Format(time.RFC3339)
@@ -384,6 +396,7 @@ func (a *app) describeGPU(ctx context.Context, c client, name string) error {
 				{"Vendor", g.GetVendor()},
 				{"Type", g.GetType()},
 				{"State", gpuState(g)},
+				{"Shared by", sharedBy(g)},
 				{"Rank", strconv.Itoa(int(g.GetRank()))},
 				{"Memory", fmt.Sprintf("%s, %s in one piece, %s local", size.Format(l.GetGlobalMemory()), size.Format(l.GetMaxAlloc()), size.Format(l.GetLocalMemory()))},
 				{"Compute", fmt.Sprintf("%d units at %d MHz, work-groups of up to %d, fp64 %s, images %s", l.GetComputeUnits(), l.GetClockMhz(), l.GetMaxWorkGroupSize(), yes(l.GetFp64()), yes(l.GetImages()))},
@@ -446,6 +459,8 @@ func (a *app) describeSession(ctx context.Context, c client, name string) error 
 		{"Objects", fmt.Sprintf("%d contexts, %d queues, %d buffers, %d images, %d programs, %d kernels", v.Contexts, v.Queues, v.Buffers, v.Images, v.Programs, v.Kernels)},
 		{"Calls", fmt.Sprintf("%d, %d launches, largest work-group %d", v.Calls, v.Launches, u.GetLargestWorkGroup())},
 		{"Generation", strconv.Itoa(int(v.Generation))},
+		{"Owner", ownerText(s.GetOwner(), s.GetWeight())},
+		{"Share", shareText(s.GetShare())},
 	}
 	if r := res.Msg.GetLast(); r != nil {
 		rows = append(rows, [2]string{"Last operation", summary(r)})

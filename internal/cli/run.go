@@ -38,6 +38,8 @@ type runFlags struct {
 	gpu, min, prefer string
 	count            uint32
 	name, kind       string
+	owner            string
+	weight           uint32
 	config           string
 	remote           string
 	local, wait      bool
@@ -60,6 +62,7 @@ Without a running hostd, a private one is started for the application's lifetime
 		Example: `  gpuctl run -- clinfo
   gpuctl run --gpu 'vendor.contains("NVIDIA") && memory >= 16*GiB' -- ./simulate
   gpuctl run --local --wait -- ./simulate
+  gpuctl run --min-memory 2GiB --weight 50 -- ./nightly
   gpuctl run --min-memory 1GiB --prefer-memory 4GiB --device-type gpu -- x264 --opencl -o out.264 in.y4m`,
 		Args: func(_ *cobra.Command, args []string) error {
 			if len(args) == 0 {
@@ -75,6 +78,8 @@ Without a running hostd, a private one is started for the application's lifetime
 	flags.StringVar(&f.min, "min-memory", "", "the least memory that will do (`size`); the GPU may then be shared")
 	flags.StringVar(&f.prefer, "prefer-memory", "", "memory that would be better (`size`)")
 	flags.Uint32Var(&f.count, "count", 1, "number of GPUs, of one runtime")
+	flags.Uint32Var(&f.weight, "weight", 0, "its owner's share of a shared GPU, in proportion to others' (default 100; users may not have more than the configuration allows)")
+	flags.StringVar(&f.owner, "owner", "", "whose share of a shared GPU it uses (default the calling user; for root only)")
 	flags.StringVar(&f.kind, "device-type", "", "what the application sees: gpu, cpu or accelerator")
 	flags.StringVar(&f.name, "device-name", "", "the device's name that the application sees")
 	flags.StringVar(&f.remote, "remote", "allowed", "GPUs of other hosts: `never`, allowed (if none here will do) or only")
@@ -91,7 +96,7 @@ func remotes() []string { return []string{"never", "allowed", "only"} }
 
 func (f runFlags) request() (*gpuctlv1.CreateClaimRequest, error) {
 	req := &gpuctlv1.CreateClaimRequest{
-		Expr: f.gpu, Count: f.count, WhileCallerLives: true, Remote: f.remote, Wait: f.wait,
+		Expr: f.gpu, Count: f.count, WhileCallerLives: true, Remote: f.remote, Wait: f.wait, Owner: f.owner, Weight: f.weight,
 		Device: &gpuctlv1.VirtualDevice{Name: f.name, Type: f.kind},
 	}
 	var err error

@@ -165,7 +165,11 @@ func (a *app) topRows(m *clusterv1.TopResponse, capacity map[string]*clusterv1.G
 			}
 			var sessions []string
 			for _, s := range g.GetSessions() {
-				sessions = append(sessions, fmt.Sprintf("%s %s %s", s.GetSession(), a.cut(s.GetCommand(), 20), size.Format(s.GetMemory())))
+				text := fmt.Sprintf("%s %s %s", s.GetSession(), a.cut(s.GetCommand(), 20), size.Format(s.GetMemory()))
+				if s.GetShare().GetShared() {
+					text += fmt.Sprintf(" (%s: %s)", ownerText(s.GetOwner(), s.GetWeight()), shareText(s.GetShare()))
+				}
+				sessions = append(sessions, text)
 			}
 			row[7] = strings.Join(sessions, "; ")
 			rows = append(rows, row)

@@ -39,6 +39,8 @@ func (p *credit) left(o *owner) {
 	}
 }
 
+func (p *credit) weighed(o *owner, old int) { p.weight += o.weight - old }
+
 func (p *credit) arrived(*owner) {}
 
 func (p *credit) started(o *owner) { p.last, p.until = o, 0 }

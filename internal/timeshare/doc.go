@@ -12,7 +12,7 @@
 // stopping a command that runs too long, and limits of memory. Which GPU
 // somebody gets at all is decided by cluster/scheduler and cluster/placement.
 //
-// A user tells the [Scheduler] what happens (Join, Submit, Start, End, Leave),
+// A user tells the [Scheduler] what happens (Join, Submit, Withdraw, Start, End, Leave),
 // and after each of these asks [Scheduler.Next] what to do:
 //
 //	switch d := s.Next(now); d.Action {

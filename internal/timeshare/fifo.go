@@ -23,6 +23,7 @@ type deaf struct{}
 
 func (deaf) joined(*owner)                {}
 func (deaf) left(*owner)                  {}
+func (deaf) weighed(*owner, int)          {}
 func (deaf) arrived(*owner)               {}
 func (deaf) started(*owner)               {}
 func (deaf) ended(*owner, time.Duration)  {}

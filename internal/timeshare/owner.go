@@ -78,6 +78,19 @@ func (o *owner) pop() Kind {
 	return b.kind
 }
 
+// drop removes the pending command with that index, which the caller has checked.
+func (o *owner) drop(index int) {
+	i := o.first
+	for index >= o.queue[i].count {
+		index -= o.queue[i].count
+		i++
+	}
+	if o.queue[i].count--; o.queue[i].count == 0 {
+		o.queue = append(o.queue[:i], o.queue[i+1:]...)
+	}
+	o.usage.Pending--
+}
+
 // average is an exponentially weighted moving average; the zero value knows nothing.
 type average struct {
 	value time.Duration

@@ -132,7 +132,7 @@ func (m *model) event(t *rapid.T, a, b *Scheduler) {
 	badTime := when(now < m.now || now > MaxTime, ErrTime)
 	n, joined := m.pending[id]
 	unknown := when(!joined, ErrUnknownOwner)
-	switch rapid.SampledFrom([]string{"join", "leave", "submit", "start", "end", "ask"}).Draw(t, "event") {
+	switch rapid.SampledFrom([]string{"join", "leave", "submit", "withdraw", "weigh", "start", "end", "ask"}).Draw(t, "event") {
 	case "join":
 		weight := rapid.OneOf(rapid.IntRange(1, 4), rapid.SampledFrom([]int{0, -1, MaxWeight, MaxWeight + 1, math.MinInt})).Draw(t, "weight")
 		err := a.Join(now, id, weight)
@@ -162,6 +162,21 @@ func (m *model) event(t *rapid.T, a, b *Scheduler) {
 			return
 		}
 		m.pending[id] += count
+	case "withdraw":
+		index := rapid.OneOf(rapid.IntRange(0, 5), rapid.SampledFrom([]int{-1, 4096, math.MaxInt, math.MinInt})).Draw(t, "index")
+		err := a.Withdraw(now, id, index)
+		same(t, err, b.Withdraw(now, id, index))
+		if refuse(t, "withdraw", err, badTime, unknown, when(joined && (index < 0 || index >= n), ErrNothingPending)) {
+			return
+		}
+		m.pending[id]--
+	case "weigh":
+		weight := rapid.OneOf(rapid.IntRange(1, 4), rapid.SampledFrom([]int{0, -1, MaxWeight, MaxWeight + 1, math.MinInt})).Draw(t, "weight")
+		err := a.SetWeight(now, id, weight)
+		same(t, err, b.SetWeight(now, id, weight))
+		if refuse(t, "weigh", err, badTime, unknown, when(weight < 1 || weight > MaxWeight, ErrWeight)) {
+			return
+		}
 	case "start":
 		err := a.Start(now, id)
 		same(t, err, b.Start(now, id))

@@ -88,6 +88,7 @@ const leastCost = time.Microsecond
 type policy interface {
 	joined(o *owner)
 	left(o *owner)
+	weighed(o *owner, old int)           // its weight was changed
 	arrived(o *owner)                    // has a command after having had none, pending or running
 	started(o *owner)                    //
 	ended(o *owner, ran time.Duration)   //
@@ -186,6 +187,39 @@ func (s *Scheduler) Submit(now time.Duration, id OwnerID, k Kind, n int) error {
 	if arrives {
 		s.policy.arrived(o)
 	}
+	return nil
+}
+
+// Withdraw takes back one pending command of an owner: its submitter does not want it to
+// run any more, or has died. index counts the owner's pending commands, oldest first. Its
+// errors wrap [ErrTime], [ErrUnknownOwner] or [ErrNothingPending].
+func (s *Scheduler) Withdraw(now time.Duration, id OwnerID, index int) error {
+	if o := s.byID[id]; o != nil && (index < 0 || index >= o.usage.Pending) {
+		return fmt.Errorf("owner %q has %d commands pending, and command %d is withdrawn: %w", id, o.usage.Pending, index, ErrNothingPending)
+	}
+	o, err := s.event(now, id)
+	if err != nil {
+		return err
+	}
+	o.drop(index)
+	s.pending--
+	return nil
+}
+
+// SetWeight changes an owner's weight. What it has had until now was charged with the old
+// one. Its errors wrap [ErrTime], [ErrWeight] or [ErrUnknownOwner].
+func (s *Scheduler) SetWeight(now time.Duration, id OwnerID, weight int) error {
+	if weight < 1 || weight > MaxWeight {
+		return fmt.Errorf("owner %q: weight %d is not between 1 and %d: %w", id, weight, MaxWeight, ErrWeight)
+	}
+	o, err := s.event(now, id)
+	if err != nil {
+		return err
+	}
+	old := o.weight
+	o.weight, o.usage.Weight = weight, weight
+	o.rest %= time.Duration(weight)
+	s.policy.weighed(o, old)
 	return nil
 }
 

@@ -636,3 +636,43 @@ func TestHeavyOwnerPaysForItsShortestCommands(t *testing.T) {
 		t.Errorf("%v", used)
 	}
 }
+
+func TestCommandThatIsWithdrawnDoesNotRun(t *testing.T) {
+	b := newBench(t, DefaultConfig(FIFO))
+	b.join("a", 1)
+	b.join("b", 1)
+	b.submit("a", 1)
+	b.submit("b", 1)
+	b.submit("a", 2)
+	ok(t, b.Withdraw(b.at, "a", 0))
+	b.wants(Decision{Action: Run, Owner: "b"})
+	b.does("b", ms)
+	ok(t, b.Withdraw(b.at, "a", 1))
+	b.does("a", ms)
+	b.wants(Decision{Action: Idle})
+	if err := b.Withdraw(b.at, "a", 0); !errors.Is(err, ErrNothingPending) {
+		t.Errorf("withdrew a command that has run: %v", err)
+	}
+}
+
+func TestWeightThatIsChangedCountsFromThenOn(t *testing.T) {
+	for _, p := range []Policy{Credit, Fair} {
+		b := newBench(t, DefaultConfig(p))
+		b.join("a", 1)
+		b.join("b", 1)
+		b.submit("a", 2000)
+		b.submit("b", 2000)
+		length := map[OwnerID]time.Duration{"a": ms, "b": ms}
+		if u := b.runs(400*ms, length); u["a"] != u["b"] {
+			t.Errorf("%s: alike, they have %v", p, u)
+		}
+		ok(t, b.SetWeight(b.at, "a", 3))
+		u := b.runs(400*ms, length)
+		if u["a"] < 290*ms || u["a"] > 310*ms {
+			t.Errorf("%s: with weights 3:1 they have %v", p, u)
+		}
+		if use, _ := b.Usage("a"); use.Weight != 3 {
+			t.Errorf("%s: its weight is %d", p, use.Weight)
+		}
+	}
+}

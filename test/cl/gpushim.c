@@ -11,6 +11,9 @@
  *  - such a buffer "pins" the host's pages as a driver does: a transfer from or to memory that was pinned uses the pages
  *    that were there then. If they have been taken away meanwhile, a card would move bytes that nobody sees any more;
  *    the shim says so and ends the process.
+ *
+ * With GPUSHIM_CLOCK=1 a kernel called gpushim_takes takes as many microseconds by the clock as its global size is, and
+ * no processor: so a bench of schedulers has a card whose kernels take their time however busy the machine is.
  */
 #define _GNU_SOURCE
 #define CL_TARGET_OPENCL_VERSION 300
@@ -26,6 +29,7 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
+#include <time.h>
 #include <unistd.h>
 
 typedef cl_int(CL_API_CALL *platforms_fn)(cl_uint, cl_platform_id *, cl_uint *);
@@ -226,6 +230,31 @@ static cl_int CL_API_CALL write_image(cl_command_queue q, cl_mem m, cl_bool bloc
 	return vendor.clEnqueueWriteImage(q, m, block, o, r, row, slice, p, nw, w, ev);
 }
 
+/* ---- kernels that take their time */
+
+static void CL_CALLBACK takes(void *arg)
+{
+	size_t us;
+	memcpy(&us, arg, sizeof us);
+	struct timespec t;
+	clock_gettime(CLOCK_MONOTONIC, &t);
+	uint64_t ns = (uint64_t)t.tv_nsec + us % 1000000 * 1000;
+	t.tv_sec += (time_t)(us / 1000000 + ns / 1000000000);
+	t.tv_nsec = (long)(ns % 1000000000);
+	while (clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &t, NULL))
+		;
+}
+
+static cl_int CL_API_CALL ndrange(cl_command_queue q, cl_kernel k, cl_uint dims, const size_t *off, const size_t *glob, const size_t *loc,
+                                  cl_uint nw, const cl_event *w, cl_event *ev)
+{
+	char name[32];
+	if (!dims || !glob || vendor.clGetKernelInfo(k, CL_KERNEL_FUNCTION_NAME, sizeof name, name, NULL) || strcmp(name, "gpushim_takes"))
+		return vendor.clEnqueueNDRangeKernel(q, k, dims, off, glob, loc, nw, w, ev);
+	size_t us = glob[0];
+	return vendor.clEnqueueNativeKernel(q, takes, &us, sizeof us, 0, NULL, NULL, nw, w, ev);
+}
+
 /* Every object begins with the address of its dispatch table; PoCL's objects share one. */
 static void patch(cl_platform_id p)
 {
@@ -241,6 +270,9 @@ static void patch(cl_platform_id p)
 	mprotect((void *)from, (uintptr_t)table + sizeof *table - from, PROT_READ | PROT_WRITE);
 	table->clGetDeviceIDs = device_ids;
 	table->clGetDeviceInfo = device_info;
+	const char *by_clock = getenv("GPUSHIM_CLOCK");
+	if (by_clock && !strcmp(by_clock, "1"))
+		table->clEnqueueNDRangeKernel = ndrange;
 	if (!discrete)
 		return;
 	open_pagemap();

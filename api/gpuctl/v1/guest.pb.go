@@ -467,6 +467,8 @@ type OfferRequest struct {
 	Claim         string                 `protobuf:"bytes,2,opt,name=claim,proto3" json:"claim,omitempty"`
 	Target        *Target                `protobuf:"bytes,3,opt,name=target,proto3" json:"target,omitempty"`
 	Device        *VirtualDevice         `protobuf:"bytes,4,opt,name=device,proto3" json:"device,omitempty"`
+	Owner         string                 `protobuf:"bytes,20,opt,name=owner,proto3" json:"owner,omitempty"`    // who is to have a share of a GPU that several use; empty: the application's user
+	Weight        uint32                 `protobuf:"varint,21,opt,name=weight,proto3" json:"weight,omitempty"` // of the owner's share; 0: 100
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -527,6 +529,20 @@ func (x *OfferRequest) GetDevice() *VirtualDevice {
 		return x.Device
 	}
 	return nil
+}
+
+func (x *OfferRequest) GetOwner() string {
+	if x != nil {
+		return x.Owner
+	}
+	return ""
+}
+
+func (x *OfferRequest) GetWeight() uint32 {
+	if x != nil {
+		return x.Weight
+	}
+	return 0
 }
 
 type OfferResponse struct {
@@ -1759,12 +1775,14 @@ const file_gpuctl_v1_guest_proto_rawDesc = "" +
 	"\aruntime\x18\x02 \x01(\v2\x12.gpuctl.v1.RuntimeR\aruntime\x12+\n" +
 	"\x05state\x18\x03 \x01(\x0e2\x15.gpuctl.v1.LeaseStateR\x05state\x12&\n" +
 	"\x0fstarted_unix_ms\x18\x04 \x01(\x03R\rstartedUnixMs\x12\x18\n" +
-	"\amessage\x18\x05 \x01(\tR\amessage\"\x97\x01\n" +
+	"\amessage\x18\x05 \x01(\tR\amessage\"\xc5\x01\n" +
 	"\fOfferRequest\x12\x14\n" +
 	"\x05token\x18\x01 \x01(\tR\x05token\x12\x14\n" +
 	"\x05claim\x18\x02 \x01(\tR\x05claim\x12)\n" +
 	"\x06target\x18\x03 \x01(\v2\x11.gpuctl.v1.TargetR\x06target\x120\n" +
-	"\x06device\x18\x04 \x01(\v2\x18.gpuctl.v1.VirtualDeviceR\x06device\"\x0f\n" +
+	"\x06device\x18\x04 \x01(\v2\x18.gpuctl.v1.VirtualDeviceR\x06device\x12\x14\n" +
+	"\x05owner\x18\x14 \x01(\tR\x05owner\x12\x16\n" +
+	"\x06weight\x18\x15 \x01(\rR\x06weight\"\x0f\n" +
 	"\rOfferResponse\"'\n" +
 	"\x0fWithdrawRequest\x12\x14\n" +
 	"\x05token\x18\x01 \x01(\tR\x05token\"\x12\n" +

@@ -244,7 +244,10 @@ type Owner struct {
 	Claim         string                 `protobuf:"bytes,1,opt,name=claim,proto3" json:"claim,omitempty"`
 	Memory        uint64                 `protobuf:"varint,2,opt,name=memory,proto3" json:"memory,omitempty"` // bytes; 0: the whole GPU
 	Sessions      []string               `protobuf:"bytes,3,rep,name=sessions,proto3" json:"sessions,omitempty"`
-	Host          string                 `protobuf:"bytes,4,opt,name=host,proto3" json:"host,omitempty"` // host of its application, if that is another one: the GPU is lent
+	Host          string                 `protobuf:"bytes,4,opt,name=host,proto3" json:"host,omitempty"`    // host of its application, if that is another one: the GPU is lent
+	Owner         string                 `protobuf:"bytes,20,opt,name=owner,proto3" json:"owner,omitempty"` // whose share of the GPU they use
+	Weight        uint32                 `protobuf:"varint,21,opt,name=weight,proto3" json:"weight,omitempty"`
+	Share         *Share                 `protobuf:"bytes,22,opt,name=share,proto3" json:"share,omitempty"` // of its sessions together
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -305,6 +308,27 @@ func (x *Owner) GetHost() string {
 		return x.Host
 	}
 	return ""
+}
+
+func (x *Owner) GetOwner() string {
+	if x != nil {
+		return x.Owner
+	}
+	return ""
+}
+
+func (x *Owner) GetWeight() uint32 {
+	if x != nil {
+		return x.Weight
+	}
+	return 0
+}
+
+func (x *Owner) GetShare() *Share {
+	if x != nil {
+		return x.Share
+	}
+	return nil
 }
 
 type GetInventoryRequest struct {
@@ -407,8 +431,10 @@ type Claim struct {
 	Device        *VirtualDevice         `protobuf:"bytes,7,opt,name=device,proto3" json:"device,omitempty"`
 	HolderPid     uint32                 `protobuf:"varint,8,opt,name=holder_pid,json=holderPid,proto3" json:"holder_pid,omitempty"` // the claim ends with this process; 0: with ReleaseClaim
 	CreatedUnixMs int64                  `protobuf:"varint,9,opt,name=created_unix_ms,json=createdUnixMs,proto3" json:"created_unix_ms,omitempty"`
-	Remote        string                 `protobuf:"bytes,10,opt,name=remote,proto3" json:"remote,omitempty"` // never, allowed or only
-	Stays         bool                   `protobuf:"varint,11,opt,name=stays,proto3" json:"stays,omitempty"`  // a session on a GPU of another host does not move home by itself: it has done so, or an operator has placed it
+	Remote        string                 `protobuf:"bytes,10,opt,name=remote,proto3" json:"remote,omitempty"`  // never, allowed or only
+	Stays         bool                   `protobuf:"varint,11,opt,name=stays,proto3" json:"stays,omitempty"`   // a session on a GPU of another host does not move home by itself: it has done so, or an operator has placed it
+	Owner         string                 `protobuf:"bytes,20,opt,name=owner,proto3" json:"owner,omitempty"`    // who is to have a share of a GPU that several use
+	Weight        uint32                 `protobuf:"varint,21,opt,name=weight,proto3" json:"weight,omitempty"` // of that share
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -520,6 +546,20 @@ func (x *Claim) GetStays() bool {
 	return false
 }
 
+func (x *Claim) GetOwner() string {
+	if x != nil {
+		return x.Owner
+	}
+	return ""
+}
+
+func (x *Claim) GetWeight() uint32 {
+	if x != nil {
+		return x.Weight
+	}
+	return 0
+}
+
 type CreateClaimRequest struct {
 	state            protoimpl.MessageState `protogen:"open.v1"`
 	Expr             string                 `protobuf:"bytes,1,opt,name=expr,proto3" json:"expr,omitempty"`                                                    // CEL over the inventory's fields
@@ -530,6 +570,8 @@ type CreateClaimRequest struct {
 	WhileCallerLives bool                   `protobuf:"varint,6,opt,name=while_caller_lives,json=whileCallerLives,proto3" json:"while_caller_lives,omitempty"` // release it when the calling process and its sessions have ended
 	Remote           string                 `protobuf:"bytes,7,opt,name=remote,proto3" json:"remote,omitempty"`                                                // whether GPUs of other hosts will do: never, allowed (if no GPU here does) or only; empty: never
 	Wait             bool                   `protobuf:"varint,8,opt,name=wait,proto3" json:"wait,omitempty"`                                                   // wait in the cluster's queue until it can be met, or the caller leaves
+	Owner            string                 `protobuf:"bytes,20,opt,name=owner,proto3" json:"owner,omitempty"`                                                 // empty: the calling user; others may be named by root and hostd's own user
+	Weight           uint32                 `protobuf:"varint,21,opt,name=weight,proto3" json:"weight,omitempty"`                                              // 0: 100; more than sharing.mostWeight only for root and hostd's own user
 	unknownFields    protoimpl.UnknownFields
 	sizeCache        protoimpl.SizeCache
 }
@@ -618,6 +660,20 @@ func (x *CreateClaimRequest) GetWait() bool {
 		return x.Wait
 	}
 	return false
+}
+
+func (x *CreateClaimRequest) GetOwner() string {
+	if x != nil {
+		return x.Owner
+	}
+	return ""
+}
+
+func (x *CreateClaimRequest) GetWeight() uint32 {
+	if x != nil {
+		return x.Weight
+	}
+	return 0
 }
 
 type CreateClaimResponse struct {
@@ -1699,16 +1755,19 @@ const file_gpuctl_v1_host_proto_rawDesc = "" +
 	"\x04free\x18\x0e \x01(\bR\x04free\x12\x1f\n" +
 	"\vfree_memory\x18\x0f \x01(\x04R\n" +
 	"freeMemory\x12(\n" +
-	"\x06owners\x18\x10 \x03(\v2\x10.gpuctl.v1.OwnerR\x06owners\"e\n" +
+	"\x06owners\x18\x10 \x03(\v2\x10.gpuctl.v1.OwnerR\x06owners\"\xbb\x01\n" +
 	"\x05Owner\x12\x14\n" +
 	"\x05claim\x18\x01 \x01(\tR\x05claim\x12\x16\n" +
 	"\x06memory\x18\x02 \x01(\x04R\x06memory\x12\x1a\n" +
 	"\bsessions\x18\x03 \x03(\tR\bsessions\x12\x12\n" +
-	"\x04host\x18\x04 \x01(\tR\x04host\"\x15\n" +
+	"\x04host\x18\x04 \x01(\tR\x04host\x12\x14\n" +
+	"\x05owner\x18\x14 \x01(\tR\x05owner\x12\x16\n" +
+	"\x06weight\x18\x15 \x01(\rR\x06weight\x12&\n" +
+	"\x05share\x18\x16 \x01(\v2\x10.gpuctl.v1.ShareR\x05share\"\x15\n" +
 	"\x13GetInventoryRequest\"V\n" +
 	"\x14GetInventoryResponse\x12\"\n" +
 	"\x04gpus\x18\x01 \x03(\v2\x0e.gpuctl.v1.GPUR\x04gpus\x12\x1a\n" +
-	"\bwarnings\x18\x02 \x03(\tR\bwarnings\"\xc0\x02\n" +
+	"\bwarnings\x18\x02 \x03(\tR\bwarnings\"\xee\x02\n" +
 	"\x05Claim\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12\x12\n" +
 	"\x04gpus\x18\x02 \x03(\tR\x04gpus\x12\x12\n" +
@@ -1723,7 +1782,9 @@ const file_gpuctl_v1_host_proto_rawDesc = "" +
 	"\x0fcreated_unix_ms\x18\t \x01(\x03R\rcreatedUnixMs\x12\x16\n" +
 	"\x06remote\x18\n" +
 	" \x01(\tR\x06remote\x12\x14\n" +
-	"\x05stays\x18\v \x01(\bR\x05stays\"\x8e\x02\n" +
+	"\x05stays\x18\v \x01(\bR\x05stays\x12\x14\n" +
+	"\x05owner\x18\x14 \x01(\tR\x05owner\x12\x16\n" +
+	"\x06weight\x18\x15 \x01(\rR\x06weight\"\xbc\x02\n" +
 	"\x12CreateClaimRequest\x12\x12\n" +
 	"\x04expr\x18\x01 \x01(\tR\x04expr\x12\x1d\n" +
 	"\n" +
@@ -1733,7 +1794,9 @@ const file_gpuctl_v1_host_proto_rawDesc = "" +
 	"\x06device\x18\x05 \x01(\v2\x18.gpuctl.v1.VirtualDeviceR\x06device\x12,\n" +
 	"\x12while_caller_lives\x18\x06 \x01(\bR\x10whileCallerLives\x12\x16\n" +
 	"\x06remote\x18\a \x01(\tR\x06remote\x12\x12\n" +
-	"\x04wait\x18\b \x01(\bR\x04wait\"\xc8\x01\n" +
+	"\x04wait\x18\b \x01(\bR\x04wait\x12\x14\n" +
+	"\x05owner\x18\x14 \x01(\tR\x05owner\x12\x16\n" +
+	"\x06weight\x18\x15 \x01(\rR\x06weight\"\xc8\x01\n" +
 	"\x13CreateClaimResponse\x12&\n" +
 	"\x05claim\x18\x01 \x01(\v2\x10.gpuctl.v1.ClaimR\x05claim\x12\x14\n" +
 	"\x05token\x18\x02 \x01(\tR\x05token\x12\x1d\n" +
@@ -1872,65 +1935,67 @@ var file_gpuctl_v1_host_proto_goTypes = []any{
 	(*OperationUpdate)(nil),          // 23: gpuctl.v1.OperationUpdate
 	(*Limits)(nil),                   // 24: gpuctl.v1.Limits
 	(*Runtime)(nil),                  // 25: gpuctl.v1.Runtime
-	(*VirtualDevice)(nil),            // 26: gpuctl.v1.VirtualDevice
-	(*Reason)(nil),                   // 27: gpuctl.v1.Reason
-	(*Session)(nil),                  // 28: gpuctl.v1.Session
-	(*SwapResult)(nil),               // 29: gpuctl.v1.SwapResult
-	(*Prediction)(nil),               // 30: gpuctl.v1.Prediction
-	(*Progress)(nil),                 // 31: gpuctl.v1.Progress
+	(*Share)(nil),                    // 26: gpuctl.v1.Share
+	(*VirtualDevice)(nil),            // 27: gpuctl.v1.VirtualDevice
+	(*Reason)(nil),                   // 28: gpuctl.v1.Reason
+	(*Session)(nil),                  // 29: gpuctl.v1.Session
+	(*SwapResult)(nil),               // 30: gpuctl.v1.SwapResult
+	(*Prediction)(nil),               // 31: gpuctl.v1.Prediction
+	(*Progress)(nil),                 // 32: gpuctl.v1.Progress
 }
 var file_gpuctl_v1_host_proto_depIdxs = []int32{
 	24, // 0: gpuctl.v1.GPU.limits:type_name -> gpuctl.v1.Limits
 	25, // 1: gpuctl.v1.GPU.runtime:type_name -> gpuctl.v1.Runtime
 	2,  // 2: gpuctl.v1.GPU.owners:type_name -> gpuctl.v1.Owner
-	1,  // 3: gpuctl.v1.GetInventoryResponse.gpus:type_name -> gpuctl.v1.GPU
-	26, // 4: gpuctl.v1.Claim.device:type_name -> gpuctl.v1.VirtualDevice
-	26, // 5: gpuctl.v1.CreateClaimRequest.device:type_name -> gpuctl.v1.VirtualDevice
-	5,  // 6: gpuctl.v1.CreateClaimResponse.claim:type_name -> gpuctl.v1.Claim
-	1,  // 7: gpuctl.v1.CreateClaimResponse.gpus:type_name -> gpuctl.v1.GPU
-	12, // 8: gpuctl.v1.CreateClaimResponse.rejected:type_name -> gpuctl.v1.Candidate
-	5,  // 9: gpuctl.v1.ListClaimsResponse.claims:type_name -> gpuctl.v1.Claim
-	27, // 10: gpuctl.v1.Candidate.reasons:type_name -> gpuctl.v1.Reason
-	28, // 11: gpuctl.v1.HostListSessionsResponse.sessions:type_name -> gpuctl.v1.Session
-	28, // 12: gpuctl.v1.DescribeSessionResponse.session:type_name -> gpuctl.v1.Session
-	5,  // 13: gpuctl.v1.DescribeSessionResponse.claim:type_name -> gpuctl.v1.Claim
-	1,  // 14: gpuctl.v1.DescribeSessionResponse.gpus:type_name -> gpuctl.v1.GPU
-	29, // 15: gpuctl.v1.DescribeSessionResponse.last:type_name -> gpuctl.v1.SwapResult
-	0,  // 16: gpuctl.v1.HostPlanRequest.verb:type_name -> gpuctl.v1.Verb
-	12, // 17: gpuctl.v1.HostPlanResponse.rejected:type_name -> gpuctl.v1.Candidate
-	30, // 18: gpuctl.v1.HostPlanResponse.total:type_name -> gpuctl.v1.Prediction
-	30, // 19: gpuctl.v1.HostPlanResponse.stop:type_name -> gpuctl.v1.Prediction
-	30, // 20: gpuctl.v1.HostPlanResponse.per_second:type_name -> gpuctl.v1.Prediction
-	0,  // 21: gpuctl.v1.HostSwapRequest.verb:type_name -> gpuctl.v1.Verb
-	31, // 22: gpuctl.v1.OperationUpdate.progress:type_name -> gpuctl.v1.Progress
-	12, // 23: gpuctl.v1.OperationUpdate.rejected:type_name -> gpuctl.v1.Candidate
-	3,  // 24: gpuctl.v1.HostService.GetInventory:input_type -> gpuctl.v1.GetInventoryRequest
-	6,  // 25: gpuctl.v1.HostService.CreateClaim:input_type -> gpuctl.v1.CreateClaimRequest
-	8,  // 26: gpuctl.v1.HostService.ReleaseClaim:input_type -> gpuctl.v1.ReleaseClaimRequest
-	10, // 27: gpuctl.v1.HostService.ListClaims:input_type -> gpuctl.v1.ListClaimsRequest
-	13, // 28: gpuctl.v1.HostService.ListSessions:input_type -> gpuctl.v1.HostListSessionsRequest
-	15, // 29: gpuctl.v1.HostService.WatchSessions:input_type -> gpuctl.v1.HostWatchSessionsRequest
-	16, // 30: gpuctl.v1.HostService.DescribeSession:input_type -> gpuctl.v1.DescribeSessionRequest
-	18, // 31: gpuctl.v1.HostService.Plan:input_type -> gpuctl.v1.HostPlanRequest
-	20, // 32: gpuctl.v1.HostService.Swap:input_type -> gpuctl.v1.HostSwapRequest
-	21, // 33: gpuctl.v1.HostService.Suspend:input_type -> gpuctl.v1.HostSuspendRequest
-	22, // 34: gpuctl.v1.HostService.Resume:input_type -> gpuctl.v1.HostResumeRequest
-	4,  // 35: gpuctl.v1.HostService.GetInventory:output_type -> gpuctl.v1.GetInventoryResponse
-	7,  // 36: gpuctl.v1.HostService.CreateClaim:output_type -> gpuctl.v1.CreateClaimResponse
-	9,  // 37: gpuctl.v1.HostService.ReleaseClaim:output_type -> gpuctl.v1.ReleaseClaimResponse
-	11, // 38: gpuctl.v1.HostService.ListClaims:output_type -> gpuctl.v1.ListClaimsResponse
-	14, // 39: gpuctl.v1.HostService.ListSessions:output_type -> gpuctl.v1.HostListSessionsResponse
-	28, // 40: gpuctl.v1.HostService.WatchSessions:output_type -> gpuctl.v1.Session
-	17, // 41: gpuctl.v1.HostService.DescribeSession:output_type -> gpuctl.v1.DescribeSessionResponse
-	19, // 42: gpuctl.v1.HostService.Plan:output_type -> gpuctl.v1.HostPlanResponse
-	23, // 43: gpuctl.v1.HostService.Swap:output_type -> gpuctl.v1.OperationUpdate
-	23, // 44: gpuctl.v1.HostService.Suspend:output_type -> gpuctl.v1.OperationUpdate
-	23, // 45: gpuctl.v1.HostService.Resume:output_type -> gpuctl.v1.OperationUpdate
-	35, // [35:46] is the sub-list for method output_type
-	24, // [24:35] is the sub-list for method input_type
-	24, // [24:24] is the sub-list for extension type_name
-	24, // [24:24] is the sub-list for extension extendee
-	0,  // [0:24] is the sub-list for field type_name
+	26, // 3: gpuctl.v1.Owner.share:type_name -> gpuctl.v1.Share
+	1,  // 4: gpuctl.v1.GetInventoryResponse.gpus:type_name -> gpuctl.v1.GPU
+	27, // 5: gpuctl.v1.Claim.device:type_name -> gpuctl.v1.VirtualDevice
+	27, // 6: gpuctl.v1.CreateClaimRequest.device:type_name -> gpuctl.v1.VirtualDevice
+	5,  // 7: gpuctl.v1.CreateClaimResponse.claim:type_name -> gpuctl.v1.Claim
+	1,  // 8: gpuctl.v1.CreateClaimResponse.gpus:type_name -> gpuctl.v1.GPU
+	12, // 9: gpuctl.v1.CreateClaimResponse.rejected:type_name -> gpuctl.v1.Candidate
+	5,  // 10: gpuctl.v1.ListClaimsResponse.claims:type_name -> gpuctl.v1.Claim
+	28, // 11: gpuctl.v1.Candidate.reasons:type_name -> gpuctl.v1.Reason
+	29, // 12: gpuctl.v1.HostListSessionsResponse.sessions:type_name -> gpuctl.v1.Session
+	29, // 13: gpuctl.v1.DescribeSessionResponse.session:type_name -> gpuctl.v1.Session
+	5,  // 14: gpuctl.v1.DescribeSessionResponse.claim:type_name -> gpuctl.v1.Claim
+	1,  // 15: gpuctl.v1.DescribeSessionResponse.gpus:type_name -> gpuctl.v1.GPU
+	30, // 16: gpuctl.v1.DescribeSessionResponse.last:type_name -> gpuctl.v1.SwapResult
+	0,  // 17: gpuctl.v1.HostPlanRequest.verb:type_name -> gpuctl.v1.Verb
+	12, // 18: gpuctl.v1.HostPlanResponse.rejected:type_name -> gpuctl.v1.Candidate
+	31, // 19: gpuctl.v1.HostPlanResponse.total:type_name -> gpuctl.v1.Prediction
+	31, // 20: gpuctl.v1.HostPlanResponse.stop:type_name -> gpuctl.v1.Prediction
+	31, // 21: gpuctl.v1.HostPlanResponse.per_second:type_name -> gpuctl.v1.Prediction
+	0,  // 22: gpuctl.v1.HostSwapRequest.verb:type_name -> gpuctl.v1.Verb
+	32, // 23: gpuctl.v1.OperationUpdate.progress:type_name -> gpuctl.v1.Progress
+	12, // 24: gpuctl.v1.OperationUpdate.rejected:type_name -> gpuctl.v1.Candidate
+	3,  // 25: gpuctl.v1.HostService.GetInventory:input_type -> gpuctl.v1.GetInventoryRequest
+	6,  // 26: gpuctl.v1.HostService.CreateClaim:input_type -> gpuctl.v1.CreateClaimRequest
+	8,  // 27: gpuctl.v1.HostService.ReleaseClaim:input_type -> gpuctl.v1.ReleaseClaimRequest
+	10, // 28: gpuctl.v1.HostService.ListClaims:input_type -> gpuctl.v1.ListClaimsRequest
+	13, // 29: gpuctl.v1.HostService.ListSessions:input_type -> gpuctl.v1.HostListSessionsRequest
+	15, // 30: gpuctl.v1.HostService.WatchSessions:input_type -> gpuctl.v1.HostWatchSessionsRequest
+	16, // 31: gpuctl.v1.HostService.DescribeSession:input_type -> gpuctl.v1.DescribeSessionRequest
+	18, // 32: gpuctl.v1.HostService.Plan:input_type -> gpuctl.v1.HostPlanRequest
+	20, // 33: gpuctl.v1.HostService.Swap:input_type -> gpuctl.v1.HostSwapRequest
+	21, // 34: gpuctl.v1.HostService.Suspend:input_type -> gpuctl.v1.HostSuspendRequest
+	22, // 35: gpuctl.v1.HostService.Resume:input_type -> gpuctl.v1.HostResumeRequest
+	4,  // 36: gpuctl.v1.HostService.GetInventory:output_type -> gpuctl.v1.GetInventoryResponse
+	7,  // 37: gpuctl.v1.HostService.CreateClaim:output_type -> gpuctl.v1.CreateClaimResponse
+	9,  // 38: gpuctl.v1.HostService.ReleaseClaim:output_type -> gpuctl.v1.ReleaseClaimResponse
+	11, // 39: gpuctl.v1.HostService.ListClaims:output_type -> gpuctl.v1.ListClaimsResponse
+	14, // 40: gpuctl.v1.HostService.ListSessions:output_type -> gpuctl.v1.HostListSessionsResponse
+	29, // 41: gpuctl.v1.HostService.WatchSessions:output_type -> gpuctl.v1.Session
+	17, // 42: gpuctl.v1.HostService.DescribeSession:output_type -> gpuctl.v1.DescribeSessionResponse
+	19, // 43: gpuctl.v1.HostService.Plan:output_type -> gpuctl.v1.HostPlanResponse
+	23, // 44: gpuctl.v1.HostService.Swap:output_type -> gpuctl.v1.OperationUpdate
+	23, // 45: gpuctl.v1.HostService.Suspend:output_type -> gpuctl.v1.OperationUpdate
+	23, // 46: gpuctl.v1.HostService.Resume:output_type -> gpuctl.v1.OperationUpdate
+	36, // [36:47] is the sub-list for method output_type
+	25, // [25:36] is the sub-list for method input_type
+	25, // [25:25] is the sub-list for extension type_name
+	25, // [25:25] is the sub-list for extension extendee
+	0,  // [0:25] is the sub-list for field type_name
 }
 
 func init() { file_gpuctl_v1_host_proto_init() }

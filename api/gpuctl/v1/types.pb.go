@@ -943,7 +943,10 @@ type Session struct {
 	Generation    uint32                 `protobuf:"varint,10,opt,name=generation,proto3" json:"generation,omitempty"`                     // number of its executor; increases with each swap
 	SuspendedTo   string                 `protobuf:"bytes,11,opt,name=suspended_to,json=suspendedTo,proto3" json:"suspended_to,omitempty"` // "memory", "away" or a file
 	Device        *VirtualDevice         `protobuf:"bytes,12,opt,name=device,proto3" json:"device,omitempty"`
-	Away          *StateMark             `protobuf:"bytes,13,opt,name=away,proto3" json:"away,omitempty"` // mark of a state that is kept on the host
+	Away          *StateMark             `protobuf:"bytes,13,opt,name=away,proto3" json:"away,omitempty"`   // mark of a state that is kept on the host
+	Owner         string                 `protobuf:"bytes,20,opt,name=owner,proto3" json:"owner,omitempty"` // whose share of the GPU it uses
+	Weight        uint32                 `protobuf:"varint,21,opt,name=weight,proto3" json:"weight,omitempty"`
+	Share         *Share                 `protobuf:"bytes,22,opt,name=share,proto3" json:"share,omitempty"` // not set: it has no GPU
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1069,6 +1072,136 @@ func (x *Session) GetAway() *StateMark {
 	return nil
 }
 
+func (x *Session) GetOwner() string {
+	if x != nil {
+		return x.Owner
+	}
+	return ""
+}
+
+func (x *Session) GetWeight() uint32 {
+	if x != nil {
+		return x.Weight
+	}
+	return 0
+}
+
+func (x *Session) GetShare() *Share {
+	if x != nil {
+		return x.Share
+	}
+	return nil
+}
+
+// Share is what a session has had of its GPUs since it came to them.
+type Share struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Shared        bool                   `protobuf:"varint,1,opt,name=shared,proto3" json:"shared,omitempty"`   // other sessions have the GPU, too: commands are launched in turns
+	Waiting       bool                   `protobuf:"varint,2,opt,name=waiting,proto3" json:"waiting,omitempty"` // it waits for its turn now
+	Turns         uint64                 `protobuf:"varint,3,opt,name=turns,proto3" json:"turns,omitempty"`
+	BusyNs        int64                  `protobuf:"varint,4,opt,name=busy_ns,json=busyNs,proto3" json:"busy_ns,omitempty"`          // how long the turns lasted
+	WaitedNs      int64                  `protobuf:"varint,5,opt,name=waited_ns,json=waitedNs,proto3" json:"waited_ns,omitempty"`    // how long it waited for them
+	Lapses        uint64                 `protobuf:"varint,6,opt,name=lapses,proto3" json:"lapses,omitempty"`                        // turns that were taken back, as they lasted too long while others waited
+	OverrunNs     int64                  `protobuf:"varint,7,opt,name=overrun_ns,json=overrunNs,proto3" json:"overrun_ns,omitempty"` // how long what was launched in these went on
+	Keeps         string                 `protobuf:"bytes,8,opt,name=keeps,proto3" json:"keeps,omitempty"`                           // command that has the GPU now
+	KeepsNs       int64                  `protobuf:"varint,9,opt,name=keeps_ns,json=keepsNs,proto3" json:"keeps_ns,omitempty"`       // for how long
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Share) Reset() {
+	*x = Share{}
+	mi := &file_gpuctl_v1_types_proto_msgTypes[9]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Share) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Share) ProtoMessage() {}
+
+func (x *Share) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_types_proto_msgTypes[9]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Share.ProtoReflect.Descriptor instead.
+func (*Share) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{9}
+}
+
+func (x *Share) GetShared() bool {
+	if x != nil {
+		return x.Shared
+	}
+	return false
+}
+
+func (x *Share) GetWaiting() bool {
+	if x != nil {
+		return x.Waiting
+	}
+	return false
+}
+
+func (x *Share) GetTurns() uint64 {
+	if x != nil {
+		return x.Turns
+	}
+	return 0
+}
+
+func (x *Share) GetBusyNs() int64 {
+	if x != nil {
+		return x.BusyNs
+	}
+	return 0
+}
+
+func (x *Share) GetWaitedNs() int64 {
+	if x != nil {
+		return x.WaitedNs
+	}
+	return 0
+}
+
+func (x *Share) GetLapses() uint64 {
+	if x != nil {
+		return x.Lapses
+	}
+	return 0
+}
+
+func (x *Share) GetOverrunNs() int64 {
+	if x != nil {
+		return x.OverrunNs
+	}
+	return 0
+}
+
+func (x *Share) GetKeeps() string {
+	if x != nil {
+		return x.Keeps
+	}
+	return ""
+}
+
+func (x *Share) GetKeepsNs() int64 {
+	if x != nil {
+		return x.KeepsNs
+	}
+	return 0
+}
+
 // StateMark identifies one state of a session.
 type StateMark struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
@@ -1081,7 +1214,7 @@ type StateMark struct {
 
 func (x *StateMark) Reset() {
 	*x = StateMark{}
-	mi := &file_gpuctl_v1_types_proto_msgTypes[9]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1093,7 +1226,7 @@ func (x *StateMark) String() string {
 func (*StateMark) ProtoMessage() {}
 
 func (x *StateMark) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_types_proto_msgTypes[9]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1106,7 +1239,7 @@ func (x *StateMark) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StateMark.ProtoReflect.Descriptor instead.
 func (*StateMark) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{9}
+	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *StateMark) GetId() string {
@@ -1142,7 +1275,7 @@ type StateChunk struct {
 
 func (x *StateChunk) Reset() {
 	*x = StateChunk{}
-	mi := &file_gpuctl_v1_types_proto_msgTypes[10]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1154,7 +1287,7 @@ func (x *StateChunk) String() string {
 func (*StateChunk) ProtoMessage() {}
 
 func (x *StateChunk) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_types_proto_msgTypes[10]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1167,7 +1300,7 @@ func (x *StateChunk) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StateChunk.ProtoReflect.Descriptor instead.
 func (*StateChunk) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{10}
+	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *StateChunk) GetData() []byte {
@@ -1200,7 +1333,7 @@ type Progress struct {
 
 func (x *Progress) Reset() {
 	*x = Progress{}
-	mi := &file_gpuctl_v1_types_proto_msgTypes[11]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1212,7 +1345,7 @@ func (x *Progress) String() string {
 func (*Progress) ProtoMessage() {}
 
 func (x *Progress) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_types_proto_msgTypes[11]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1225,7 +1358,7 @@ func (x *Progress) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Progress.ProtoReflect.Descriptor instead.
 func (*Progress) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{11}
+	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *Progress) GetStep() string {
@@ -1289,7 +1422,7 @@ type Prediction struct {
 
 func (x *Prediction) Reset() {
 	*x = Prediction{}
-	mi := &file_gpuctl_v1_types_proto_msgTypes[12]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1301,7 +1434,7 @@ func (x *Prediction) String() string {
 func (*Prediction) ProtoMessage() {}
 
 func (x *Prediction) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_types_proto_msgTypes[12]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1314,7 +1447,7 @@ func (x *Prediction) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Prediction.ProtoReflect.Descriptor instead.
 func (*Prediction) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{12}
+	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *Prediction) GetLowNs() int64 {
@@ -1349,7 +1482,7 @@ type StepTime struct {
 
 func (x *StepTime) Reset() {
 	*x = StepTime{}
-	mi := &file_gpuctl_v1_types_proto_msgTypes[13]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1361,7 +1494,7 @@ func (x *StepTime) String() string {
 func (*StepTime) ProtoMessage() {}
 
 func (x *StepTime) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_types_proto_msgTypes[13]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1374,7 +1507,7 @@ func (x *StepTime) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StepTime.ProtoReflect.Descriptor instead.
 func (*StepTime) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{13}
+	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *StepTime) GetStep() string {
@@ -1418,7 +1551,7 @@ type SwapResult struct {
 
 func (x *SwapResult) Reset() {
 	*x = SwapResult{}
-	mi := &file_gpuctl_v1_types_proto_msgTypes[14]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1430,7 +1563,7 @@ func (x *SwapResult) String() string {
 func (*SwapResult) ProtoMessage() {}
 
 func (x *SwapResult) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_types_proto_msgTypes[14]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1443,7 +1576,7 @@ func (x *SwapResult) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SwapResult.ProtoReflect.Descriptor instead.
 func (*SwapResult) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{14}
+	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *SwapResult) GetSession() *Session {
@@ -1622,7 +1755,7 @@ const file_gpuctl_v1_types_proto_rawDesc = "" +
 	"\x05calls\x18\r \x01(\x04R\x05calls\x12\x1a\n" +
 	"\blaunches\x18\x0e \x01(\x04R\blaunches\x12\x12\n" +
 	"\x04held\x18\x0f \x01(\rR\x04held\x12\x16\n" +
-	"\x06mapped\x18\x10 \x01(\rR\x06mapped\"\xbe\x03\n" +
+	"\x06mapped\x18\x10 \x01(\rR\x06mapped\"\x94\x04\n" +
 	"\aSession\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12\x14\n" +
 	"\x05claim\x18\x02 \x01(\tR\x05claim\x12\x10\n" +
@@ -1639,7 +1772,21 @@ const file_gpuctl_v1_types_proto_rawDesc = "" +
 	"generation\x12!\n" +
 	"\fsuspended_to\x18\v \x01(\tR\vsuspendedTo\x120\n" +
 	"\x06device\x18\f \x01(\v2\x18.gpuctl.v1.VirtualDeviceR\x06device\x12(\n" +
-	"\x04away\x18\r \x01(\v2\x14.gpuctl.v1.StateMarkR\x04away\"G\n" +
+	"\x04away\x18\r \x01(\v2\x14.gpuctl.v1.StateMarkR\x04away\x12\x14\n" +
+	"\x05owner\x18\x14 \x01(\tR\x05owner\x12\x16\n" +
+	"\x06weight\x18\x15 \x01(\rR\x06weight\x12&\n" +
+	"\x05share\x18\x16 \x01(\v2\x10.gpuctl.v1.ShareR\x05share\"\xed\x01\n" +
+	"\x05Share\x12\x16\n" +
+	"\x06shared\x18\x01 \x01(\bR\x06shared\x12\x18\n" +
+	"\awaiting\x18\x02 \x01(\bR\awaiting\x12\x14\n" +
+	"\x05turns\x18\x03 \x01(\x04R\x05turns\x12\x17\n" +
+	"\abusy_ns\x18\x04 \x01(\x03R\x06busyNs\x12\x1b\n" +
+	"\twaited_ns\x18\x05 \x01(\x03R\bwaitedNs\x12\x16\n" +
+	"\x06lapses\x18\x06 \x01(\x04R\x06lapses\x12\x1d\n" +
+	"\n" +
+	"overrun_ns\x18\a \x01(\x03R\toverrunNs\x12\x14\n" +
+	"\x05keeps\x18\b \x01(\tR\x05keeps\x12\x19\n" +
+	"\bkeeps_ns\x18\t \x01(\x03R\akeepsNs\"G\n" +
 	"\tStateMark\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12\x12\n" +
 	"\x04size\x18\x02 \x01(\x04R\x04size\x12\x16\n" +
@@ -1708,7 +1855,7 @@ func file_gpuctl_v1_types_proto_rawDescGZIP() []byte {
 }
 
 var file_gpuctl_v1_types_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_gpuctl_v1_types_proto_msgTypes = make([]protoimpl.MessageInfo, 16)
+var file_gpuctl_v1_types_proto_msgTypes = make([]protoimpl.MessageInfo, 17)
 var file_gpuctl_v1_types_proto_goTypes = []any{
 	(SessionState)(0),     // 0: gpuctl.v1.SessionState
 	(*Limits)(nil),        // 1: gpuctl.v1.Limits
@@ -1720,16 +1867,17 @@ var file_gpuctl_v1_types_proto_goTypes = []any{
 	(*ErrorReason)(nil),   // 7: gpuctl.v1.ErrorReason
 	(*Usage)(nil),         // 8: gpuctl.v1.Usage
 	(*Session)(nil),       // 9: gpuctl.v1.Session
-	(*StateMark)(nil),     // 10: gpuctl.v1.StateMark
-	(*StateChunk)(nil),    // 11: gpuctl.v1.StateChunk
-	(*Progress)(nil),      // 12: gpuctl.v1.Progress
-	(*Prediction)(nil),    // 13: gpuctl.v1.Prediction
-	(*StepTime)(nil),      // 14: gpuctl.v1.StepTime
-	(*SwapResult)(nil),    // 15: gpuctl.v1.SwapResult
-	nil,                   // 16: gpuctl.v1.Runtime.EnvEntry
+	(*Share)(nil),         // 10: gpuctl.v1.Share
+	(*StateMark)(nil),     // 11: gpuctl.v1.StateMark
+	(*StateChunk)(nil),    // 12: gpuctl.v1.StateChunk
+	(*Progress)(nil),      // 13: gpuctl.v1.Progress
+	(*Prediction)(nil),    // 14: gpuctl.v1.Prediction
+	(*StepTime)(nil),      // 15: gpuctl.v1.StepTime
+	(*SwapResult)(nil),    // 16: gpuctl.v1.SwapResult
+	nil,                   // 17: gpuctl.v1.Runtime.EnvEntry
 }
 var file_gpuctl_v1_types_proto_depIdxs = []int32{
-	16, // 0: gpuctl.v1.Runtime.env:type_name -> gpuctl.v1.Runtime.EnvEntry
+	17, // 0: gpuctl.v1.Runtime.env:type_name -> gpuctl.v1.Runtime.EnvEntry
 	3,  // 1: gpuctl.v1.Runtime.remote:type_name -> gpuctl.v1.Remote
 	2,  // 2: gpuctl.v1.Target.runtime:type_name -> gpuctl.v1.Runtime
 	1,  // 3: gpuctl.v1.Target.limits:type_name -> gpuctl.v1.Limits
@@ -1737,17 +1885,18 @@ var file_gpuctl_v1_types_proto_depIdxs = []int32{
 	5,  // 5: gpuctl.v1.Session.target:type_name -> gpuctl.v1.Target
 	8,  // 6: gpuctl.v1.Session.usage:type_name -> gpuctl.v1.Usage
 	4,  // 7: gpuctl.v1.Session.device:type_name -> gpuctl.v1.VirtualDevice
-	10, // 8: gpuctl.v1.Session.away:type_name -> gpuctl.v1.StateMark
-	10, // 9: gpuctl.v1.StateChunk.mark:type_name -> gpuctl.v1.StateMark
-	15, // 10: gpuctl.v1.Progress.result:type_name -> gpuctl.v1.SwapResult
-	9,  // 11: gpuctl.v1.SwapResult.session:type_name -> gpuctl.v1.Session
-	14, // 12: gpuctl.v1.SwapResult.steps:type_name -> gpuctl.v1.StepTime
-	6,  // 13: gpuctl.v1.SwapResult.reasons:type_name -> gpuctl.v1.Reason
-	14, // [14:14] is the sub-list for method output_type
-	14, // [14:14] is the sub-list for method input_type
-	14, // [14:14] is the sub-list for extension type_name
-	14, // [14:14] is the sub-list for extension extendee
-	0,  // [0:14] is the sub-list for field type_name
+	11, // 8: gpuctl.v1.Session.away:type_name -> gpuctl.v1.StateMark
+	10, // 9: gpuctl.v1.Session.share:type_name -> gpuctl.v1.Share
+	11, // 10: gpuctl.v1.StateChunk.mark:type_name -> gpuctl.v1.StateMark
+	16, // 11: gpuctl.v1.Progress.result:type_name -> gpuctl.v1.SwapResult
+	9,  // 12: gpuctl.v1.SwapResult.session:type_name -> gpuctl.v1.Session
+	15, // 13: gpuctl.v1.SwapResult.steps:type_name -> gpuctl.v1.StepTime
+	6,  // 14: gpuctl.v1.SwapResult.reasons:type_name -> gpuctl.v1.Reason
+	15, // [15:15] is the sub-list for method output_type
+	15, // [15:15] is the sub-list for method input_type
+	15, // [15:15] is the sub-list for extension type_name
+	15, // [15:15] is the sub-list for extension extendee
+	0,  // [0:15] is the sub-list for field type_name
 }
 
 func init() { file_gpuctl_v1_types_proto_init() }
@@ -1761,7 +1910,7 @@ func file_gpuctl_v1_types_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_gpuctl_v1_types_proto_rawDesc), len(file_gpuctl_v1_types_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   16,
+			NumMessages:   17,
 			NumExtensions: 0,
 			NumServices:   0,
 		},

@@ -116,7 +116,7 @@ func (s *session) enqueue(c call, m wire.Request, queueID, eventID uint32, wait 
 	if e != nil {
 		x.out = &e.vendor
 	}
-	if blocking {
+	if blocking || s.tracked(q, c.op) {
 		x.track()
 	}
 	st, err = f(x)
@@ -144,6 +144,7 @@ func (s *session) enqueue(c call, m wire.Request, queueID, eventID uint32, wait 
 		cl.RetainEvent(ev)
 		q.pends = append(q.pends, pending{ev, x.pend, x.keep, x.show})
 	}
+	s.launch(q, c.op, ev)
 	o := done(cl.Success)
 	if blocking {
 		n, data := q.seq, s.answer
@@ -381,8 +382,12 @@ func (s *session) ndrange(c call, m *wire.Ndrange) (outcome, error) {
 		s.used(k, m.Dims)
 	}
 	var out *cl.Event
-	if e != nil {
+	switch {
+	case e != nil:
 		out = &e.vendor
+	case s.tracked(q, c.op):
+		s.own = 0
+		out = &s.own
 	}
 	if st := cl.EnqueueNDRangeKernel(q.vendor, k.vendor, m.Dims, off, &s.glob, loc, s.waits(m.Wait), out); st != cl.Success {
 		return s.refuse(c, q, e, 0, st), nil
@@ -391,6 +396,12 @@ func (s *session) ndrange(c call, m *wire.Ndrange) (outcome, error) {
 		e.state = eventVendor
 	}
 	q.seq++
+	if out != nil {
+		s.launch(q, c.op, *out)
+	}
+	if out == &s.own {
+		cl.ReleaseEvent(s.own)
+	}
 	q.kernel, q.launched = k.name, time.Now()
 	s.usage.Launches++
 	s.usage.LocalMemory = max(s.usage.LocalMemory, k.local)

@@ -423,6 +423,7 @@ func (s *session) closeGate() {
 	s.gateWanted = false
 	s.gatedAt = time.Now()
 	s.gate.Store(true)
+	s.withdrawTurns()
 	close(s.gated)
 }
 

@@ -62,7 +62,7 @@ func (s *session) mustHold(q *queue, op wire.Op, wait []uint32) (hold, failed bo
 			failed = true
 		}
 	}
-	return hold, failed, cl.Success
+	return hold || !s.mayLaunch(q, op), failed, cl.Success
 }
 
 // waits returns the vendor's events of ids, without those that have ended.
@@ -109,6 +109,7 @@ func (s *session) park(c call, m wire.Request, q *queue, eventID uint32, wait []
 	}
 	s.pinAll(p, wire.Mems(m), wait)
 	s.enlist(p)
+	s.askTurns()
 	return held(), nil
 }
 
@@ -271,13 +272,14 @@ func (s *session) advance() {
 	if s.redo != nil || s.frozen {
 		return
 	}
+	defer s.askTurns()
 	for again := true; again; {
 		again = false
 		blocked := map[*queue]bool{}
 		fenced := map[*queue]bool{}
 		for i, p := range s.parked {
 			f, _ := isFence(p.op, len(p.wait))
-			if !s.ready(p, blocked, fenced) {
+			if !s.ready(p, blocked, fenced) || !s.mayLaunch(p.q, p.op) {
 				if p.q != nil {
 					blocked[p.q] = true
 					fenced[p.q] = fenced[p.q] || f
@@ -285,7 +287,7 @@ func (s *session) advance() {
 				continue
 			}
 			again = true
-			s.parked = append(s.parked[:i:i], s.parked[i+1:]...)
+			s.parked = s.unlisted(i)
 			if p.q != nil {
 				p.q.held--
 				if f {
@@ -300,6 +302,14 @@ func (s *session) advance() {
 			break // the call may have changed the list
 		}
 	}
+}
+
+// unlisted returns the parked calls without one of them.
+func (s *session) unlisted(i int) []*parkedCall {
+	if i == 0 { // what waits for turns is mostly taken in order, and may be long
+		return s.parked[1:]
+	}
+	return append(s.parked[:i:i], s.parked[i+1:]...)
 }
 
 func (s *session) ready(p *parkedCall, blocked, fenced map[*queue]bool) bool {

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"hash/maphash"
 	"log/slog"
 	"net"
 	"net/http"
@@ -36,6 +37,7 @@ type Config struct {
 	Socket       string // control: ExecutorService over HTTP on this unix socket
 	ImportSocket string // contents from the executor that served the session before
 	FileSocket   string // files that gpuguest sends
+	TurnSocket   string // turns on GPUs that other sessions use, too; empty: none are taken
 	Runtime      *gpuctlv1.Runtime
 	Device       *gpuctlv1.VirtualDevice
 	CacheKey     []byte // signs built programs in Dir; empty: they are not kept
@@ -78,6 +80,14 @@ func Main(ctx context.Context, cfg Config) error {
 	control, err := listen(cfg.Socket)
 	if err != nil {
 		return err
+	}
+	if cfg.TurnSocket != "" {
+		turns, err := listen(cfg.TurnSocket)
+		if err != nil {
+			return err
+		}
+		defer turns.Close()
+		go s.serveTurns(turns)
 	}
 	mux := http.NewServeMux()
 	mux.Handle(gpuctlv1connect.NewExecutorServiceHandler(&controller{s: s}))
@@ -162,6 +172,7 @@ func openOn(cfg Config, ringFD, arenaFD, stateFD int, platform cl.Platform, devs
 		cache: newProgramCache(cfg.Dir, cfg.CacheKey),
 		xfer:  transfers{queues: map[*clContext]cl.Queue{}},
 		pins:  pins{arena: arena},
+		seed:  maphash.MakeSeed(),
 	}
 	s.host.unpin = s.pins.drop
 	if cfg.Far != nil {
@@ -172,6 +183,7 @@ func openOn(cfg Config, ringFD, arenaFD, stateFD int, platform cl.Platform, devs
 		x := &device{id: uint32(i + 1), vendor: d}
 		s.devices = append(s.devices, x)
 		s.objs[x.id] = x
+		s.turns = append(s.turns, &deviceTurns{s: s})
 	}
 	s.limits = deviceLimits(devs[0])
 	if m := cfg.Device.GetGlobalMemory(); m > 0 {

@@ -3,6 +3,7 @@ package executor
 import (
 	"errors"
 	"fmt"
+	"hash/maphash"
 	"log/slog"
 	"os"
 	"sync"
@@ -95,7 +96,11 @@ type session struct {
 	stop           chan struct{}
 	req            requests
 	wait           []cl.Event
-	answer         []byte // data for the blocking call that is enqueued now
+	answer         []byte         // data for the blocking call that is enqueued now
+	own            cl.Event       // of a launch whose event nobody but its turn needs
+	turns          []*deviceTurns // by device
+	sharing        atomic.Bool    // some device's commands are launched in turns
+	seed           maphash.Seed
 	bulkSlot       uint16 // of the call that is enqueued now
 	off, glob, loc [3]uint64
 }

@@ -18,7 +18,7 @@ const maxGPUs = 512
 var errPatience = errors.New("the host takes too long to say how it is")
 
 type hostFamilies struct {
-	answers, load, memory, utilization, bus, used, temperature, power, limit, health, sessions family
+	answers, load, memory, utilization, bus, used, temperature, power, limit, health, sessions, turns, waits, weight, lapses family
 }
 
 func (m *Metrics) hostFamilies() hostFamilies {
@@ -34,6 +34,10 @@ func (m *Metrics) hostFamilies() hostFamilies {
 		limit:       m.family("gpuctl_host_gpu_power_limit_watts", gauge, "What it may draw.", "gpu"),
 		health:      m.family("gpuctl_host_gpu_health", gauge, "1 for the health that it has.", "gpu", "health"),
 		sessions:    m.family("gpuctl_host_gpu_sessions", gauge, "Sessions on it.", "gpu"),
+		turns:       m.family("gpuctl_host_gpu_owner_busy_seconds", gauge, "Time on a shared GPU that an owner's present sessions have had.", "gpu", "owner"),
+		waits:       m.family("gpuctl_host_gpu_owner_waited_seconds", gauge, "Time that they have waited for it.", "gpu", "owner"),
+		weight:      m.family("gpuctl_host_gpu_owner_weight", gauge, "Weight of the owner's share.", "gpu", "owner"),
+		lapses:      m.family("gpuctl_host_gpu_owner_lapses", gauge, "Turns of its present sessions that were taken back, as they lasted too long while others waited.", "gpu", "owner"),
 	}
 }
 
@@ -133,4 +137,41 @@ func (f hostFamilies) gpu(ch chan<- prometheus.Metric, name string, g *clusterv1
 	}
 	f.health.put(ch, 1, name, enum(g.GetHealth(), clusterv1.Health_name, "HEALTH_"))
 	f.sessions.put(ch, float64(len(g.GetSessions())), name)
+	f.owners(ch, name, g)
+}
+
+// maxOwners is how many owners of one GPU have series.
+const maxOwners = 64
+
+// owners adds up what the sessions of each owner have had of a GPU.
+func (f hostFamilies) owners(ch chan<- prometheus.Metric, name string, g *clusterv1.GPUFacts) {
+	type sum struct {
+		busy, waited, lapses float64
+		weight               uint32
+	}
+	sums := map[string]*sum{}
+	for _, s := range g.GetSessions() {
+		share, owner := s.GetShare(), clean(s.GetOwner())
+		if share == nil || owner == "" {
+			continue
+		}
+		x := sums[owner]
+		if x == nil {
+			if len(sums) == maxOwners {
+				continue
+			}
+			x = &sum{}
+			sums[owner] = x
+		}
+		x.busy += time.Duration(share.GetBusyNs()).Seconds()
+		x.waited += time.Duration(share.GetWaitedNs()).Seconds()
+		x.lapses += float64(share.GetLapses())
+		x.weight = max(x.weight, s.GetWeight())
+	}
+	for owner, x := range sums {
+		f.turns.put(ch, x.busy, name, owner)
+		f.waits.put(ch, x.waited, name, owner)
+		f.lapses.put(ch, x.lapses, name, owner)
+		f.weight.put(ch, float64(x.weight), name, owner)
+	}
 }

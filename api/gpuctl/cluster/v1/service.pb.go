@@ -794,6 +794,9 @@ type SessionFacts struct {
 	Command       string                 `protobuf:"bytes,3,opt,name=command,proto3" json:"command,omitempty"`
 	Memory        uint64                 `protobuf:"varint,4,opt,name=memory,proto3" json:"memory,omitempty"` // bytes
 	Launches      uint64                 `protobuf:"varint,5,opt,name=launches,proto3" json:"launches,omitempty"`
+	Owner         string                 `protobuf:"bytes,20,opt,name=owner,proto3" json:"owner,omitempty"` // whose share of the GPU it uses
+	Weight        uint32                 `protobuf:"varint,21,opt,name=weight,proto3" json:"weight,omitempty"`
+	Share         *v1.Share              `protobuf:"bytes,22,opt,name=share,proto3" json:"share,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -861,6 +864,27 @@ func (x *SessionFacts) GetLaunches() uint64 {
 		return x.Launches
 	}
 	return 0
+}
+
+func (x *SessionFacts) GetOwner() string {
+	if x != nil {
+		return x.Owner
+	}
+	return ""
+}
+
+func (x *SessionFacts) GetWeight() uint32 {
+	if x != nil {
+		return x.Weight
+	}
+	return 0
+}
+
+func (x *SessionFacts) GetShare() *v1.Share {
+	if x != nil {
+		return x.Share
+	}
+	return nil
 }
 
 type StatusRequest struct {
@@ -3997,13 +4021,16 @@ const file_gpuctl_cluster_v1_service_proto_rawDesc = "" +
 	"\f_used_memoryB\x0e\n" +
 	"\f_temperatureB\b\n" +
 	"\x06_powerB\x0e\n" +
-	"\f_power_limit\"\x88\x01\n" +
+	"\f_power_limit\"\xde\x01\n" +
 	"\fSessionFacts\x12\x18\n" +
 	"\asession\x18\x01 \x01(\tR\asession\x12\x10\n" +
 	"\x03pid\x18\x02 \x01(\rR\x03pid\x12\x18\n" +
 	"\acommand\x18\x03 \x01(\tR\acommand\x12\x16\n" +
 	"\x06memory\x18\x04 \x01(\x04R\x06memory\x12\x1a\n" +
-	"\blaunches\x18\x05 \x01(\x04R\blaunches\"\x0f\n" +
+	"\blaunches\x18\x05 \x01(\x04R\blaunches\x12\x14\n" +
+	"\x05owner\x18\x14 \x01(\tR\x05owner\x12\x16\n" +
+	"\x06weight\x18\x15 \x01(\rR\x06weight\x12&\n" +
+	"\x05share\x18\x16 \x01(\v2\x10.gpuctl.v1.ShareR\x05share\"\x0f\n" +
 	"\rStatusRequest\"\xe4\x04\n" +
 	"\x0eStatusResponse\x12\x16\n" +
 	"\x06joined\x18\x01 \x01(\bR\x06joined\x12\x1d\n" +
@@ -4331,21 +4358,22 @@ var file_gpuctl_cluster_v1_service_proto_goTypes = []any{
 	(*Object)(nil),                 // 69: gpuctl.cluster.v1.Object
 	(*Event)(nil),                  // 70: gpuctl.cluster.v1.Event
 	(Health)(0),                    // 71: gpuctl.cluster.v1.Health
-	(QueuePolicy)(0),               // 72: gpuctl.cluster.v1.QueuePolicy
-	(*Claim)(nil),                  // 73: gpuctl.cluster.v1.Claim
-	(*Choice)(nil),                 // 74: gpuctl.cluster.v1.Choice
-	(*v1.Reason)(nil),              // 75: gpuctl.v1.Reason
-	(*Assignment)(nil),             // 76: gpuctl.cluster.v1.Assignment
-	(*Host)(nil),                   // 77: gpuctl.cluster.v1.Host
-	(*GPU)(nil),                    // 78: gpuctl.cluster.v1.GPU
-	(*Model)(nil),                  // 79: gpuctl.cluster.v1.Model
-	(Role)(0),                      // 80: gpuctl.cluster.v1.Role
-	(*JoinToken)(nil),              // 81: gpuctl.cluster.v1.JoinToken
-	(*Identity)(nil),               // 82: gpuctl.cluster.v1.Identity
-	(*v1.VirtualDevice)(nil),       // 83: gpuctl.v1.VirtualDevice
-	(*v1.Limits)(nil),              // 84: gpuctl.v1.Limits
-	(*Command)(nil),                // 85: gpuctl.cluster.v1.Command
-	(*Result)(nil),                 // 86: gpuctl.cluster.v1.Result
+	(*v1.Share)(nil),               // 72: gpuctl.v1.Share
+	(QueuePolicy)(0),               // 73: gpuctl.cluster.v1.QueuePolicy
+	(*Claim)(nil),                  // 74: gpuctl.cluster.v1.Claim
+	(*Choice)(nil),                 // 75: gpuctl.cluster.v1.Choice
+	(*v1.Reason)(nil),              // 76: gpuctl.v1.Reason
+	(*Assignment)(nil),             // 77: gpuctl.cluster.v1.Assignment
+	(*Host)(nil),                   // 78: gpuctl.cluster.v1.Host
+	(*GPU)(nil),                    // 79: gpuctl.cluster.v1.GPU
+	(*Model)(nil),                  // 80: gpuctl.cluster.v1.Model
+	(Role)(0),                      // 81: gpuctl.cluster.v1.Role
+	(*JoinToken)(nil),              // 82: gpuctl.cluster.v1.JoinToken
+	(*Identity)(nil),               // 83: gpuctl.cluster.v1.Identity
+	(*v1.VirtualDevice)(nil),       // 84: gpuctl.v1.VirtualDevice
+	(*v1.Limits)(nil),              // 85: gpuctl.v1.Limits
+	(*Command)(nil),                // 86: gpuctl.cluster.v1.Command
+	(*Result)(nil),                 // 87: gpuctl.cluster.v1.Result
 }
 var file_gpuctl_cluster_v1_service_proto_depIdxs = []int32{
 	68, // 0: gpuctl.cluster.v1.ListRequest.kind:type_name -> gpuctl.cluster.v1.Kind
@@ -4361,104 +4389,105 @@ var file_gpuctl_cluster_v1_service_proto_depIdxs = []int32{
 	10, // 10: gpuctl.cluster.v1.HostFacts.gpus:type_name -> gpuctl.cluster.v1.GPUFacts
 	11, // 11: gpuctl.cluster.v1.GPUFacts.sessions:type_name -> gpuctl.cluster.v1.SessionFacts
 	71, // 12: gpuctl.cluster.v1.GPUFacts.health:type_name -> gpuctl.cluster.v1.Health
-	14, // 13: gpuctl.cluster.v1.StatusResponse.members:type_name -> gpuctl.cluster.v1.MemberStatus
-	72, // 14: gpuctl.cluster.v1.StatusResponse.queue:type_name -> gpuctl.cluster.v1.QueuePolicy
-	73, // 15: gpuctl.cluster.v1.PlaceRequest.claim:type_name -> gpuctl.cluster.v1.Claim
-	17, // 16: gpuctl.cluster.v1.PlaceResponse.candidates:type_name -> gpuctl.cluster.v1.PlaceCandidate
-	18, // 17: gpuctl.cluster.v1.PlaceResponse.rejected:type_name -> gpuctl.cluster.v1.Rejection
-	74, // 18: gpuctl.cluster.v1.PlaceCandidate.choices:type_name -> gpuctl.cluster.v1.Choice
-	75, // 19: gpuctl.cluster.v1.Rejection.reasons:type_name -> gpuctl.v1.Reason
-	73, // 20: gpuctl.cluster.v1.CreateClaimRequest.claim:type_name -> gpuctl.cluster.v1.Claim
-	73, // 21: gpuctl.cluster.v1.CreateClaimResponse.claim:type_name -> gpuctl.cluster.v1.Claim
-	76, // 22: gpuctl.cluster.v1.CreateClaimResponse.assignments:type_name -> gpuctl.cluster.v1.Assignment
-	18, // 23: gpuctl.cluster.v1.CreateClaimResponse.rejected:type_name -> gpuctl.cluster.v1.Rejection
-	73, // 24: gpuctl.cluster.v1.DeleteClaimResponse.claim:type_name -> gpuctl.cluster.v1.Claim
-	77, // 25: gpuctl.cluster.v1.SetDrainResponse.host:type_name -> gpuctl.cluster.v1.Host
-	78, // 26: gpuctl.cluster.v1.SetCordonResponse.gpu:type_name -> gpuctl.cluster.v1.GPU
-	67, // 27: gpuctl.cluster.v1.SetLabelsRequest.set:type_name -> gpuctl.cluster.v1.SetLabelsRequest.SetEntry
-	77, // 28: gpuctl.cluster.v1.SetLabelsResponse.host:type_name -> gpuctl.cluster.v1.Host
-	79, // 29: gpuctl.cluster.v1.SetRankResponse.model:type_name -> gpuctl.cluster.v1.Model
-	72, // 30: gpuctl.cluster.v1.SetQueueRequest.policy:type_name -> gpuctl.cluster.v1.QueuePolicy
-	72, // 31: gpuctl.cluster.v1.SetQueueResponse.policy:type_name -> gpuctl.cluster.v1.QueuePolicy
-	80, // 32: gpuctl.cluster.v1.CreateTokenRequest.role:type_name -> gpuctl.cluster.v1.Role
-	81, // 33: gpuctl.cluster.v1.ListTokensResponse.tokens:type_name -> gpuctl.cluster.v1.JoinToken
-	82, // 34: gpuctl.cluster.v1.ListIdentitiesResponse.identities:type_name -> gpuctl.cluster.v1.Identity
-	13, // 35: gpuctl.cluster.v1.InitResponse.status:type_name -> gpuctl.cluster.v1.StatusResponse
-	13, // 36: gpuctl.cluster.v1.JoinResponse.status:type_name -> gpuctl.cluster.v1.StatusResponse
-	83, // 37: gpuctl.cluster.v1.LendRequest.device:type_name -> gpuctl.v1.VirtualDevice
-	84, // 38: gpuctl.cluster.v1.LendResponse.limits:type_name -> gpuctl.v1.Limits
-	85, // 39: gpuctl.cluster.v1.ApplyRequest.commands:type_name -> gpuctl.cluster.v1.Command
-	86, // 40: gpuctl.cluster.v1.ApplyResponse.results:type_name -> gpuctl.cluster.v1.Result
-	9,  // 41: gpuctl.cluster.v1.FactsResponse.facts:type_name -> gpuctl.cluster.v1.HostFacts
-	0,  // 42: gpuctl.cluster.v1.ClusterService.List:input_type -> gpuctl.cluster.v1.ListRequest
-	2,  // 43: gpuctl.cluster.v1.ClusterService.Watch:input_type -> gpuctl.cluster.v1.WatchRequest
-	4,  // 44: gpuctl.cluster.v1.ClusterService.Describe:input_type -> gpuctl.cluster.v1.DescribeRequest
-	6,  // 45: gpuctl.cluster.v1.ClusterService.Events:input_type -> gpuctl.cluster.v1.EventsRequest
-	7,  // 46: gpuctl.cluster.v1.ClusterService.Top:input_type -> gpuctl.cluster.v1.TopRequest
-	12, // 47: gpuctl.cluster.v1.ClusterService.Status:input_type -> gpuctl.cluster.v1.StatusRequest
-	15, // 48: gpuctl.cluster.v1.ClusterService.Place:input_type -> gpuctl.cluster.v1.PlaceRequest
-	19, // 49: gpuctl.cluster.v1.ClusterService.CreateClaim:input_type -> gpuctl.cluster.v1.CreateClaimRequest
-	21, // 50: gpuctl.cluster.v1.ClusterService.DeleteClaim:input_type -> gpuctl.cluster.v1.DeleteClaimRequest
-	23, // 51: gpuctl.cluster.v1.ClusterService.SetDrain:input_type -> gpuctl.cluster.v1.SetDrainRequest
-	25, // 52: gpuctl.cluster.v1.ClusterService.SetCordon:input_type -> gpuctl.cluster.v1.SetCordonRequest
-	27, // 53: gpuctl.cluster.v1.ClusterService.SetLabels:input_type -> gpuctl.cluster.v1.SetLabelsRequest
-	29, // 54: gpuctl.cluster.v1.ClusterService.SetRank:input_type -> gpuctl.cluster.v1.SetRankRequest
-	31, // 55: gpuctl.cluster.v1.ClusterService.SetQueue:input_type -> gpuctl.cluster.v1.SetQueueRequest
-	33, // 56: gpuctl.cluster.v1.ClusterService.CreateToken:input_type -> gpuctl.cluster.v1.CreateTokenRequest
-	35, // 57: gpuctl.cluster.v1.ClusterService.ListTokens:input_type -> gpuctl.cluster.v1.ListTokensRequest
-	37, // 58: gpuctl.cluster.v1.ClusterService.DeleteToken:input_type -> gpuctl.cluster.v1.DeleteTokenRequest
-	39, // 59: gpuctl.cluster.v1.ClusterService.RemoveHost:input_type -> gpuctl.cluster.v1.RemoveHostRequest
-	41, // 60: gpuctl.cluster.v1.ClusterService.RevokeIdentity:input_type -> gpuctl.cluster.v1.RevokeIdentityRequest
-	43, // 61: gpuctl.cluster.v1.ClusterService.ListIdentities:input_type -> gpuctl.cluster.v1.ListIdentitiesRequest
-	45, // 62: gpuctl.cluster.v1.ClusterService.Init:input_type -> gpuctl.cluster.v1.InitRequest
-	47, // 63: gpuctl.cluster.v1.ClusterService.Join:input_type -> gpuctl.cluster.v1.JoinRequest
-	55, // 64: gpuctl.cluster.v1.PeerService.Enroll:input_type -> gpuctl.cluster.v1.EnrollRequest
-	57, // 65: gpuctl.cluster.v1.PeerService.Renew:input_type -> gpuctl.cluster.v1.RenewRequest
-	59, // 66: gpuctl.cluster.v1.PeerService.Apply:input_type -> gpuctl.cluster.v1.ApplyRequest
-	61, // 67: gpuctl.cluster.v1.PeerService.ReadIndex:input_type -> gpuctl.cluster.v1.ReadIndexRequest
-	63, // 68: gpuctl.cluster.v1.PeerService.Heartbeat:input_type -> gpuctl.cluster.v1.HeartbeatRequest
-	65, // 69: gpuctl.cluster.v1.PeerService.Facts:input_type -> gpuctl.cluster.v1.FactsRequest
-	19, // 70: gpuctl.cluster.v1.PeerService.CreateClaim:input_type -> gpuctl.cluster.v1.CreateClaimRequest
-	49, // 71: gpuctl.cluster.v1.PeerService.Lend:input_type -> gpuctl.cluster.v1.LendRequest
-	51, // 72: gpuctl.cluster.v1.PeerService.EndLease:input_type -> gpuctl.cluster.v1.EndLeaseRequest
-	53, // 73: gpuctl.cluster.v1.PeerService.Echo:input_type -> gpuctl.cluster.v1.EchoRequest
-	1,  // 74: gpuctl.cluster.v1.ClusterService.List:output_type -> gpuctl.cluster.v1.ListResponse
-	3,  // 75: gpuctl.cluster.v1.ClusterService.Watch:output_type -> gpuctl.cluster.v1.WatchResponse
-	5,  // 76: gpuctl.cluster.v1.ClusterService.Describe:output_type -> gpuctl.cluster.v1.DescribeResponse
-	70, // 77: gpuctl.cluster.v1.ClusterService.Events:output_type -> gpuctl.cluster.v1.Event
-	8,  // 78: gpuctl.cluster.v1.ClusterService.Top:output_type -> gpuctl.cluster.v1.TopResponse
-	13, // 79: gpuctl.cluster.v1.ClusterService.Status:output_type -> gpuctl.cluster.v1.StatusResponse
-	16, // 80: gpuctl.cluster.v1.ClusterService.Place:output_type -> gpuctl.cluster.v1.PlaceResponse
-	20, // 81: gpuctl.cluster.v1.ClusterService.CreateClaim:output_type -> gpuctl.cluster.v1.CreateClaimResponse
-	22, // 82: gpuctl.cluster.v1.ClusterService.DeleteClaim:output_type -> gpuctl.cluster.v1.DeleteClaimResponse
-	24, // 83: gpuctl.cluster.v1.ClusterService.SetDrain:output_type -> gpuctl.cluster.v1.SetDrainResponse
-	26, // 84: gpuctl.cluster.v1.ClusterService.SetCordon:output_type -> gpuctl.cluster.v1.SetCordonResponse
-	28, // 85: gpuctl.cluster.v1.ClusterService.SetLabels:output_type -> gpuctl.cluster.v1.SetLabelsResponse
-	30, // 86: gpuctl.cluster.v1.ClusterService.SetRank:output_type -> gpuctl.cluster.v1.SetRankResponse
-	32, // 87: gpuctl.cluster.v1.ClusterService.SetQueue:output_type -> gpuctl.cluster.v1.SetQueueResponse
-	34, // 88: gpuctl.cluster.v1.ClusterService.CreateToken:output_type -> gpuctl.cluster.v1.CreateTokenResponse
-	36, // 89: gpuctl.cluster.v1.ClusterService.ListTokens:output_type -> gpuctl.cluster.v1.ListTokensResponse
-	38, // 90: gpuctl.cluster.v1.ClusterService.DeleteToken:output_type -> gpuctl.cluster.v1.DeleteTokenResponse
-	40, // 91: gpuctl.cluster.v1.ClusterService.RemoveHost:output_type -> gpuctl.cluster.v1.RemoveHostResponse
-	42, // 92: gpuctl.cluster.v1.ClusterService.RevokeIdentity:output_type -> gpuctl.cluster.v1.RevokeIdentityResponse
-	44, // 93: gpuctl.cluster.v1.ClusterService.ListIdentities:output_type -> gpuctl.cluster.v1.ListIdentitiesResponse
-	46, // 94: gpuctl.cluster.v1.ClusterService.Init:output_type -> gpuctl.cluster.v1.InitResponse
-	48, // 95: gpuctl.cluster.v1.ClusterService.Join:output_type -> gpuctl.cluster.v1.JoinResponse
-	56, // 96: gpuctl.cluster.v1.PeerService.Enroll:output_type -> gpuctl.cluster.v1.EnrollResponse
-	58, // 97: gpuctl.cluster.v1.PeerService.Renew:output_type -> gpuctl.cluster.v1.RenewResponse
-	60, // 98: gpuctl.cluster.v1.PeerService.Apply:output_type -> gpuctl.cluster.v1.ApplyResponse
-	62, // 99: gpuctl.cluster.v1.PeerService.ReadIndex:output_type -> gpuctl.cluster.v1.ReadIndexResponse
-	64, // 100: gpuctl.cluster.v1.PeerService.Heartbeat:output_type -> gpuctl.cluster.v1.HeartbeatResponse
-	66, // 101: gpuctl.cluster.v1.PeerService.Facts:output_type -> gpuctl.cluster.v1.FactsResponse
-	20, // 102: gpuctl.cluster.v1.PeerService.CreateClaim:output_type -> gpuctl.cluster.v1.CreateClaimResponse
-	50, // 103: gpuctl.cluster.v1.PeerService.Lend:output_type -> gpuctl.cluster.v1.LendResponse
-	52, // 104: gpuctl.cluster.v1.PeerService.EndLease:output_type -> gpuctl.cluster.v1.EndLeaseResponse
-	54, // 105: gpuctl.cluster.v1.PeerService.Echo:output_type -> gpuctl.cluster.v1.EchoResponse
-	74, // [74:106] is the sub-list for method output_type
-	42, // [42:74] is the sub-list for method input_type
-	42, // [42:42] is the sub-list for extension type_name
-	42, // [42:42] is the sub-list for extension extendee
-	0,  // [0:42] is the sub-list for field type_name
+	72, // 13: gpuctl.cluster.v1.SessionFacts.share:type_name -> gpuctl.v1.Share
+	14, // 14: gpuctl.cluster.v1.StatusResponse.members:type_name -> gpuctl.cluster.v1.MemberStatus
+	73, // 15: gpuctl.cluster.v1.StatusResponse.queue:type_name -> gpuctl.cluster.v1.QueuePolicy
+	74, // 16: gpuctl.cluster.v1.PlaceRequest.claim:type_name -> gpuctl.cluster.v1.Claim
+	17, // 17: gpuctl.cluster.v1.PlaceResponse.candidates:type_name -> gpuctl.cluster.v1.PlaceCandidate
+	18, // 18: gpuctl.cluster.v1.PlaceResponse.rejected:type_name -> gpuctl.cluster.v1.Rejection
+	75, // 19: gpuctl.cluster.v1.PlaceCandidate.choices:type_name -> gpuctl.cluster.v1.Choice
+	76, // 20: gpuctl.cluster.v1.Rejection.reasons:type_name -> gpuctl.v1.Reason
+	74, // 21: gpuctl.cluster.v1.CreateClaimRequest.claim:type_name -> gpuctl.cluster.v1.Claim
+	74, // 22: gpuctl.cluster.v1.CreateClaimResponse.claim:type_name -> gpuctl.cluster.v1.Claim
+	77, // 23: gpuctl.cluster.v1.CreateClaimResponse.assignments:type_name -> gpuctl.cluster.v1.Assignment
+	18, // 24: gpuctl.cluster.v1.CreateClaimResponse.rejected:type_name -> gpuctl.cluster.v1.Rejection
+	74, // 25: gpuctl.cluster.v1.DeleteClaimResponse.claim:type_name -> gpuctl.cluster.v1.Claim
+	78, // 26: gpuctl.cluster.v1.SetDrainResponse.host:type_name -> gpuctl.cluster.v1.Host
+	79, // 27: gpuctl.cluster.v1.SetCordonResponse.gpu:type_name -> gpuctl.cluster.v1.GPU
+	67, // 28: gpuctl.cluster.v1.SetLabelsRequest.set:type_name -> gpuctl.cluster.v1.SetLabelsRequest.SetEntry
+	78, // 29: gpuctl.cluster.v1.SetLabelsResponse.host:type_name -> gpuctl.cluster.v1.Host
+	80, // 30: gpuctl.cluster.v1.SetRankResponse.model:type_name -> gpuctl.cluster.v1.Model
+	73, // 31: gpuctl.cluster.v1.SetQueueRequest.policy:type_name -> gpuctl.cluster.v1.QueuePolicy
+	73, // 32: gpuctl.cluster.v1.SetQueueResponse.policy:type_name -> gpuctl.cluster.v1.QueuePolicy
+	81, // 33: gpuctl.cluster.v1.CreateTokenRequest.role:type_name -> gpuctl.cluster.v1.Role
+	82, // 34: gpuctl.cluster.v1.ListTokensResponse.tokens:type_name -> gpuctl.cluster.v1.JoinToken
+	83, // 35: gpuctl.cluster.v1.ListIdentitiesResponse.identities:type_name -> gpuctl.cluster.v1.Identity
+	13, // 36: gpuctl.cluster.v1.InitResponse.status:type_name -> gpuctl.cluster.v1.StatusResponse
+	13, // 37: gpuctl.cluster.v1.JoinResponse.status:type_name -> gpuctl.cluster.v1.StatusResponse
+	84, // 38: gpuctl.cluster.v1.LendRequest.device:type_name -> gpuctl.v1.VirtualDevice
+	85, // 39: gpuctl.cluster.v1.LendResponse.limits:type_name -> gpuctl.v1.Limits
+	86, // 40: gpuctl.cluster.v1.ApplyRequest.commands:type_name -> gpuctl.cluster.v1.Command
+	87, // 41: gpuctl.cluster.v1.ApplyResponse.results:type_name -> gpuctl.cluster.v1.Result
+	9,  // 42: gpuctl.cluster.v1.FactsResponse.facts:type_name -> gpuctl.cluster.v1.HostFacts
+	0,  // 43: gpuctl.cluster.v1.ClusterService.List:input_type -> gpuctl.cluster.v1.ListRequest
+	2,  // 44: gpuctl.cluster.v1.ClusterService.Watch:input_type -> gpuctl.cluster.v1.WatchRequest
+	4,  // 45: gpuctl.cluster.v1.ClusterService.Describe:input_type -> gpuctl.cluster.v1.DescribeRequest
+	6,  // 46: gpuctl.cluster.v1.ClusterService.Events:input_type -> gpuctl.cluster.v1.EventsRequest
+	7,  // 47: gpuctl.cluster.v1.ClusterService.Top:input_type -> gpuctl.cluster.v1.TopRequest
+	12, // 48: gpuctl.cluster.v1.ClusterService.Status:input_type -> gpuctl.cluster.v1.StatusRequest
+	15, // 49: gpuctl.cluster.v1.ClusterService.Place:input_type -> gpuctl.cluster.v1.PlaceRequest
+	19, // 50: gpuctl.cluster.v1.ClusterService.CreateClaim:input_type -> gpuctl.cluster.v1.CreateClaimRequest
+	21, // 51: gpuctl.cluster.v1.ClusterService.DeleteClaim:input_type -> gpuctl.cluster.v1.DeleteClaimRequest
+	23, // 52: gpuctl.cluster.v1.ClusterService.SetDrain:input_type -> gpuctl.cluster.v1.SetDrainRequest
+	25, // 53: gpuctl.cluster.v1.ClusterService.SetCordon:input_type -> gpuctl.cluster.v1.SetCordonRequest
+	27, // 54: gpuctl.cluster.v1.ClusterService.SetLabels:input_type -> gpuctl.cluster.v1.SetLabelsRequest
+	29, // 55: gpuctl.cluster.v1.ClusterService.SetRank:input_type -> gpuctl.cluster.v1.SetRankRequest
+	31, // 56: gpuctl.cluster.v1.ClusterService.SetQueue:input_type -> gpuctl.cluster.v1.SetQueueRequest
+	33, // 57: gpuctl.cluster.v1.ClusterService.CreateToken:input_type -> gpuctl.cluster.v1.CreateTokenRequest
+	35, // 58: gpuctl.cluster.v1.ClusterService.ListTokens:input_type -> gpuctl.cluster.v1.ListTokensRequest
+	37, // 59: gpuctl.cluster.v1.ClusterService.DeleteToken:input_type -> gpuctl.cluster.v1.DeleteTokenRequest
+	39, // 60: gpuctl.cluster.v1.ClusterService.RemoveHost:input_type -> gpuctl.cluster.v1.RemoveHostRequest
+	41, // 61: gpuctl.cluster.v1.ClusterService.RevokeIdentity:input_type -> gpuctl.cluster.v1.RevokeIdentityRequest
+	43, // 62: gpuctl.cluster.v1.ClusterService.ListIdentities:input_type -> gpuctl.cluster.v1.ListIdentitiesRequest
+	45, // 63: gpuctl.cluster.v1.ClusterService.Init:input_type -> gpuctl.cluster.v1.InitRequest
+	47, // 64: gpuctl.cluster.v1.ClusterService.Join:input_type -> gpuctl.cluster.v1.JoinRequest
+	55, // 65: gpuctl.cluster.v1.PeerService.Enroll:input_type -> gpuctl.cluster.v1.EnrollRequest
+	57, // 66: gpuctl.cluster.v1.PeerService.Renew:input_type -> gpuctl.cluster.v1.RenewRequest
+	59, // 67: gpuctl.cluster.v1.PeerService.Apply:input_type -> gpuctl.cluster.v1.ApplyRequest
+	61, // 68: gpuctl.cluster.v1.PeerService.ReadIndex:input_type -> gpuctl.cluster.v1.ReadIndexRequest
+	63, // 69: gpuctl.cluster.v1.PeerService.Heartbeat:input_type -> gpuctl.cluster.v1.HeartbeatRequest
+	65, // 70: gpuctl.cluster.v1.PeerService.Facts:input_type -> gpuctl.cluster.v1.FactsRequest
+	19, // 71: gpuctl.cluster.v1.PeerService.CreateClaim:input_type -> gpuctl.cluster.v1.CreateClaimRequest
+	49, // 72: gpuctl.cluster.v1.PeerService.Lend:input_type -> gpuctl.cluster.v1.LendRequest
+	51, // 73: gpuctl.cluster.v1.PeerService.EndLease:input_type -> gpuctl.cluster.v1.EndLeaseRequest
+	53, // 74: gpuctl.cluster.v1.PeerService.Echo:input_type -> gpuctl.cluster.v1.EchoRequest
+	1,  // 75: gpuctl.cluster.v1.ClusterService.List:output_type -> gpuctl.cluster.v1.ListResponse
+	3,  // 76: gpuctl.cluster.v1.ClusterService.Watch:output_type -> gpuctl.cluster.v1.WatchResponse
+	5,  // 77: gpuctl.cluster.v1.ClusterService.Describe:output_type -> gpuctl.cluster.v1.DescribeResponse
+	70, // 78: gpuctl.cluster.v1.ClusterService.Events:output_type -> gpuctl.cluster.v1.Event
+	8,  // 79: gpuctl.cluster.v1.ClusterService.Top:output_type -> gpuctl.cluster.v1.TopResponse
+	13, // 80: gpuctl.cluster.v1.ClusterService.Status:output_type -> gpuctl.cluster.v1.StatusResponse
+	16, // 81: gpuctl.cluster.v1.ClusterService.Place:output_type -> gpuctl.cluster.v1.PlaceResponse
+	20, // 82: gpuctl.cluster.v1.ClusterService.CreateClaim:output_type -> gpuctl.cluster.v1.CreateClaimResponse
+	22, // 83: gpuctl.cluster.v1.ClusterService.DeleteClaim:output_type -> gpuctl.cluster.v1.DeleteClaimResponse
+	24, // 84: gpuctl.cluster.v1.ClusterService.SetDrain:output_type -> gpuctl.cluster.v1.SetDrainResponse
+	26, // 85: gpuctl.cluster.v1.ClusterService.SetCordon:output_type -> gpuctl.cluster.v1.SetCordonResponse
+	28, // 86: gpuctl.cluster.v1.ClusterService.SetLabels:output_type -> gpuctl.cluster.v1.SetLabelsResponse
+	30, // 87: gpuctl.cluster.v1.ClusterService.SetRank:output_type -> gpuctl.cluster.v1.SetRankResponse
+	32, // 88: gpuctl.cluster.v1.ClusterService.SetQueue:output_type -> gpuctl.cluster.v1.SetQueueResponse
+	34, // 89: gpuctl.cluster.v1.ClusterService.CreateToken:output_type -> gpuctl.cluster.v1.CreateTokenResponse
+	36, // 90: gpuctl.cluster.v1.ClusterService.ListTokens:output_type -> gpuctl.cluster.v1.ListTokensResponse
+	38, // 91: gpuctl.cluster.v1.ClusterService.DeleteToken:output_type -> gpuctl.cluster.v1.DeleteTokenResponse
+	40, // 92: gpuctl.cluster.v1.ClusterService.RemoveHost:output_type -> gpuctl.cluster.v1.RemoveHostResponse
+	42, // 93: gpuctl.cluster.v1.ClusterService.RevokeIdentity:output_type -> gpuctl.cluster.v1.RevokeIdentityResponse
+	44, // 94: gpuctl.cluster.v1.ClusterService.ListIdentities:output_type -> gpuctl.cluster.v1.ListIdentitiesResponse
+	46, // 95: gpuctl.cluster.v1.ClusterService.Init:output_type -> gpuctl.cluster.v1.InitResponse
+	48, // 96: gpuctl.cluster.v1.ClusterService.Join:output_type -> gpuctl.cluster.v1.JoinResponse
+	56, // 97: gpuctl.cluster.v1.PeerService.Enroll:output_type -> gpuctl.cluster.v1.EnrollResponse
+	58, // 98: gpuctl.cluster.v1.PeerService.Renew:output_type -> gpuctl.cluster.v1.RenewResponse
+	60, // 99: gpuctl.cluster.v1.PeerService.Apply:output_type -> gpuctl.cluster.v1.ApplyResponse
+	62, // 100: gpuctl.cluster.v1.PeerService.ReadIndex:output_type -> gpuctl.cluster.v1.ReadIndexResponse
+	64, // 101: gpuctl.cluster.v1.PeerService.Heartbeat:output_type -> gpuctl.cluster.v1.HeartbeatResponse
+	66, // 102: gpuctl.cluster.v1.PeerService.Facts:output_type -> gpuctl.cluster.v1.FactsResponse
+	20, // 103: gpuctl.cluster.v1.PeerService.CreateClaim:output_type -> gpuctl.cluster.v1.CreateClaimResponse
+	50, // 104: gpuctl.cluster.v1.PeerService.Lend:output_type -> gpuctl.cluster.v1.LendResponse
+	52, // 105: gpuctl.cluster.v1.PeerService.EndLease:output_type -> gpuctl.cluster.v1.EndLeaseResponse
+	54, // 106: gpuctl.cluster.v1.PeerService.Echo:output_type -> gpuctl.cluster.v1.EchoResponse
+	75, // [75:107] is the sub-list for method output_type
+	43, // [43:75] is the sub-list for method input_type
+	43, // [43:43] is the sub-list for extension type_name
+	43, // [43:43] is the sub-list for extension extendee
+	0,  // [0:43] is the sub-list for field type_name
 }
 
 func init() { file_gpuctl_cluster_v1_service_proto_init() }

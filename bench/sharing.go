@@ -1,0 +1,283 @@
+package main
+
+import (
+	"bufio"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/gpuctl/gpuctl/test/rig"
+)
+
+// A GPU whose kernels take their time by the clock: see test/cl/gpushim.c. Where there is a GPU of
+// NVIDIA's, that is shared, and kernels compute for so long.
+const clockID = "clock"
+
+const (
+	shareTime   = 10 * time.Second
+	shareWindow = 500 * time.Millisecond
+	// shareLearns is left out at the beginning: programs start one after the other, and policies that
+	// learn have had a period.
+	shareLearns = 2 * time.Second
+)
+
+// tenants are the programs that share a GPU, by the length of their kernels in µs, and their weights.
+type tenants struct {
+	us     []int
+	weight []int
+}
+
+// interval is when a kernel ran, in ns of the device's clock.
+type interval struct{ start, end int64 }
+
+// sharing measures how owners share a GPU: time on it in windows, and how busy it is.
+func (b *bench) sharing(ctx context.Context) error {
+	if err := b.calibrate(ctx); err != nil {
+		return err
+	}
+	two := tenants{[]int{1000, 10000}, []int{100, 100}}
+	for _, p := range []string{"fair", "fifo", "credit", "band"} {
+		jain, worst, busy, err := b.share(ctx, p, two)
+		if err != nil {
+			return fmt.Errorf("%s: %w", p, err)
+		}
+		target, ok := "", func(bool) func() bool { return nil }
+		if p == "fair" {
+			ok = func(v bool) func() bool { return func() bool { return v } }
+			target = "0.99"
+		}
+		b.report.add(p+", kernels of 1 and 10 ms: Jain's index, mean of 500 ms", "", 0, jain, target, ok(jain >= 0.99))
+		b.report.add(p+": worst window", "", 0, worst, "", nil)
+		if p == "fair" {
+			target = "90"
+		}
+		b.report.add(p+": GPU busy", "%", 0, 100*busy, target, ok(busy >= 0.9))
+	}
+	jain, _, busy, err := b.share(ctx, "fair", tenants{[]int{1000, 10000}, []int{100, 300}})
+	if err != nil {
+		return err
+	}
+	b.report.add("fair, weights 1:3: Jain's index of time by weight", "", 0, jain, "0.99", func() bool { return jain >= 0.99 })
+	b.report.add("fair, weights 1:3: GPU busy", "%", 0, 100*busy, "90", func() bool { return busy >= 0.9 })
+	return b.alone(ctx)
+}
+
+func (b *bench) clockRig(ctx context.Context, policy string) (*rig.Rig, error) {
+	gpu := fmt.Sprintf(`{id: %s, library: %s, env: {GPUSHIM_CLOCK: "1", POCL_DEVICES: pthread, POCL_MEMORY_LIMIT: "4"}, model: clock}`,
+		clockID, filepath.Join(b.root, "test/cl/bin/gpushim.so"))
+	if b.nvidia != "" {
+		gpu = fmt.Sprintf("{id: %s, library: %s, devices: [%d], model: NVIDIA}", gpuID, b.nvidia, b.card)
+	}
+	config := fmt.Sprintf("version: 1\ndiscover: false\ngpus:\n  - %s\nsharing: {policy: %s}\n", gpu, policy)
+	b.rigs++
+	return rig.Start(ctx, rig.Options{Dir: filepath.Join(b.tmp, fmt.Sprint("r", b.rigs)), Config: config})
+}
+
+// tenant starts a program in the name of an owner.
+func (b *bench) tenant(ctx context.Context, r *rig.Rig, owner string, weight int, argv ...string) *exec.Cmd {
+	args := []string{"run", "--min-memory", "64MiB", "--owner", owner, "--weight", strconv.Itoa(weight), "--", r.Program("tenant")}
+	cmd := exec.CommandContext(ctx, r.Bin("gpuctl"), append(args, argv...)...)
+	cmd.Env = r.Env()
+	cmd.Stderr = os.Stderr
+	return cmd
+}
+
+// share runs tenants together, and returns Jain's index (mean and worst of the windows) and the
+// part of the time for which the GPU was busy.
+func (b *bench) share(ctx context.Context, policy string, t tenants) (jain, worst, busy float64, err error) {
+	r, err := b.clockRig(ctx, policy)
+	if err != nil {
+		return 0, 0, 0, err
+	}
+	defer r.Close()
+	all := make([][]interval, len(t.us))
+	errs := make([]error, len(t.us))
+	var begin sync.WaitGroup
+	begin.Add(len(t.us))
+	var wg sync.WaitGroup
+	for i, us := range t.us {
+		wg.Go(func() {
+			argv := b.kernel(us)
+			cmd := b.tenant(ctx, r, fmt.Sprint("tenant-", i), t.weight[i], append(argv, "--think-us", "0", "--seconds", strconv.Itoa(int(time.Hour/time.Second)), "--seed", strconv.Itoa(i+1))...)
+			all[i], errs[i] = played(cmd, &begin)
+		})
+	}
+	wg.Wait()
+	if err := errors.Join(errs...); err != nil {
+		return 0, 0, 0, err
+	}
+	return windows(all, t.weight)
+}
+
+// calibrate finds out how long kernels compute on a real GPU.
+func (b *bench) calibrate(ctx context.Context) error {
+	if b.nvidia == "" {
+		return nil
+	}
+	r, err := b.clockRig(ctx, "fair")
+	if err != nil {
+		return err
+	}
+	defer r.Close()
+	text, err := output(b.tenant(ctx, r, "a", 100, "--calibrate", "1000"))
+	if err != nil {
+		return err
+	}
+	b.rounds1ms, err = strconv.Atoi(strings.TrimSpace(string(text)))
+	return err
+}
+
+// kernel returns the arguments for a kernel of a length in µs.
+func (b *bench) kernel(us int) []string {
+	if b.nvidia == "" {
+		return []string{"--us", strconv.Itoa(us)}
+	}
+	return []string{"--iterations", strconv.Itoa(b.rounds1ms * us / 1000)}
+}
+
+// played runs a tenant for shareTime from when all of them are ready on, and returns when its
+// kernels ran.
+func played(cmd *exec.Cmd, begin *sync.WaitGroup) ([]interval, error) {
+	in, err := cmd.StdinPipe()
+	if err != nil {
+		return nil, err
+	}
+	out, err := cmd.StdoutPipe()
+	if err != nil {
+		return nil, err
+	}
+	if err := cmd.Start(); err != nil {
+		begin.Done()
+		return nil, err
+	}
+	lines := bufio.NewReader(out)
+	_, err = lines.ReadString('\n') // ready
+	begin.Done()
+	if err == nil {
+		begin.Wait()
+		time.Sleep(shareTime)
+	}
+	_ = in.Close()
+	text, rerr := io.ReadAll(lines)
+	if err := errors.Join(err, rerr, cmd.Wait()); err != nil {
+		return nil, fmt.Errorf("tenant: %w", err)
+	}
+	var all []interval
+	for line := range strings.Lines(string(text)) {
+		var x interval
+		if _, err := fmt.Sscanf(line, "K %d %d", &x.start, &x.end); err != nil {
+			return nil, fmt.Errorf("tenant says %q: %w", line, err)
+		}
+		all = append(all, x)
+	}
+	if len(all) == 0 {
+		return nil, errors.New("a tenant has run nothing")
+	}
+	return all, nil
+}
+
+// windows returns the figures of the time for which all ran.
+func windows(all [][]interval, weight []int) (jain, worst, busy float64, err error) {
+	var from, to int64
+	for i, runs := range all {
+		if s := runs[0].start; i == 0 || s > from {
+			from = s
+		}
+		if e := runs[len(runs)-1].end; i == 0 || e < to {
+			to = e
+		}
+	}
+	from += shareLearns.Nanoseconds()
+	n := (to - from) / shareWindow.Nanoseconds()
+	if n < 4 {
+		return 0, 0, 0, fmt.Errorf("they ran together for %v only", time.Duration(to-from))
+	}
+	worst = 1
+	for w := range n {
+		begin := from + w*shareWindow.Nanoseconds()
+		end := begin + shareWindow.Nanoseconds()
+		var sum, squares float64
+		for i, runs := range all {
+			x := float64(covered(runs, begin, end)) / float64(weight[i])
+			sum += x
+			squares += x * x
+		}
+		j := 0.0
+		if squares > 0 {
+			j = sum * sum / (float64(len(all)) * squares)
+		}
+		jain += j / float64(n)
+		worst = min(worst, j)
+	}
+	end := from + n*shareWindow.Nanoseconds()
+	busy = float64(covered(slices.Concat(all...), from, end)) / float64(end-from)
+	return jain, worst, busy, nil
+}
+
+// covered returns how much of a time intervals cover together.
+func covered(runs []interval, from, to int64) (sum int64) {
+	sorted := slices.Clone(runs)
+	slices.SortFunc(sorted, func(a, b interval) int { return int(a.start - b.start) })
+	at := from
+	for _, r := range sorted {
+		s, e := max(r.start, at), min(r.end, to)
+		if e > s {
+			sum += e - s
+			at = e
+		}
+	}
+	return sum
+}
+
+// alone measures what sharing costs a session that has its GPU for itself, and one beside another
+// that does nothing.
+func (b *bench) alone(ctx context.Context) error {
+	r, err := b.clockRig(ctx, "fair")
+	if err != nil {
+		return err
+	}
+	defer r.Close()
+	run := func() (float64, error) {
+		cmd := b.tenant(ctx, r, "a", 100, append(b.kernel(1000), "--seconds", "4", "--think-us", "0")...)
+		stdin, open, err := os.Pipe() // a tenant ends with its standard input
+		if err != nil {
+			return 0, err
+		}
+		defer stdin.Close()
+		defer open.Close()
+		cmd.Stdin = stdin
+		text, err := output(cmd)
+		if err != nil {
+			return 0, err
+		}
+		return float64(strings.Count(string(text), "K ")) / 4, nil
+	}
+	single, err := run()
+	if err != nil {
+		return err
+	}
+	idle := b.tenant(ctx, r, "b", 100, append(b.kernel(10), "--seconds", "3600", "--think-us", "1e9")...)
+	in, lines, _, err := piped(idle)
+	if err != nil {
+		return err
+	}
+	defer func() { _ = in.Close(); _ = idle.Wait() }()
+	if _, err := lines.ReadString('\n'); err != nil {
+		return err
+	}
+	beside, err := run()
+	if err != nil {
+		return err
+	}
+	b.report.add("kernels of 1 ms a second beside an idle session, to alone", "1/s", single, beside, "0.97 x alone", func() bool { return beside >= 0.97*single })
+	return nil
+}

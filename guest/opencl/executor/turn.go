@@ -1,0 +1,381 @@
+package executor
+
+import (
+	"bufio"
+	"hash/maphash"
+	"io"
+	"net"
+	"slices"
+	"time"
+
+	"github.com/gpuctl/gpuctl/guest/opencl/cl"
+	"github.com/gpuctl/gpuctl/guest/opencl/wire"
+	"github.com/gpuctl/gpuctl/guest/turn"
+)
+
+// On a GPU that several sessions share, commands are launched in turns (see package turn).
+// A command that has no turn is parked, as one that waits for the application is, and a turn is
+// asked for. So what holds for parked commands holds here: the order of a queue stays, a freeze
+// waits for nothing that was not launched, and parked commands move with the session.
+//
+// A turn has some commands, as many as usually take turnLength together. It has ended when
+// they have, and nothing else is ready.
+
+const (
+	// turnLength is how long a turn of several commands is meant to be.
+	turnLength = time.Millisecond
+	// mostInTurn is how many commands a turn has at most.
+	mostInTurn = 128
+)
+
+// deviceTurns is what the session does at the arbiter of one of its devices. It belongs to the
+// session's lock.
+type deviceTurns struct {
+	s      *session
+	conn   *net.UnixConn // to the arbiter; nil: there is none
+	shared bool          // commands are launched in turns
+	epoch  uint32
+	number uint64
+	state  turnState
+	left   int           // commands that the turn may still have
+	count  int           // commands that it has had
+	began  time.Time     // when it was granted
+	waits  bool          // somebody waits for its commands to end
+	last   []launched    // its commands that nobody waits for yet, the last one of each queue
+	usual  time.Duration // how long one command takes, on average
+}
+
+type turnState uint8
+
+const (
+	turnNone turnState = iota
+	turnAsked
+	turnHeld
+)
+
+// launched is a command of a turn.
+type launched struct {
+	q   *queue
+	seq uint64
+	ev  cl.Event
+}
+
+// inTurns reports whether commands of the kind are launched in turns: those that the device
+// works on by itself. Transfers are not: a card has engines of their own for them, and a bulk
+// transfer goes at the application's pace.
+func inTurns(op wire.Op) bool {
+	switch op {
+	case wire.OpNdrange, wire.OpCopyBuffer, wire.OpCopyBufferRect, wire.OpFillBuffer,
+		wire.OpCopyImage, wire.OpFillImage, wire.OpCopyImageToBuffer, wire.OpCopyBufferToImage:
+		return true
+	}
+	return false
+}
+
+// turnsOf returns the turns of a queue's device.
+func (s *session) turnsOf(q *queue) *deviceTurns {
+	d := q.dev
+	for d.parent != nil {
+		d = d.parent
+	}
+	return s.turns[d.id-1]
+}
+
+// mayLaunch reports whether the command may be launched now, as far as turns go.
+func (s *session) mayLaunch(q *queue, op wire.Op) bool {
+	if !s.sharing.Load() || q == nil || !inTurns(op) {
+		return true
+	}
+	t := s.turnsOf(q)
+	return !t.shared || t.state == turnHeld && t.left > 0 && !s.gate.Load()
+}
+
+// tracked reports whether a command's end has to be known, as it is part of a turn.
+func (s *session) tracked(q *queue, op wire.Op) bool {
+	return s.sharing.Load() && inTurns(op) && s.turnsOf(q).shared
+}
+
+// launch counts a command that was enqueued as a part of the turn. ev is its event.
+func (s *session) launch(q *queue, op wire.Op, ev cl.Event) {
+	if !s.sharing.Load() || !inTurns(op) || ev == 0 {
+		return
+	}
+	t := s.turnsOf(q)
+	if !t.shared {
+		return
+	}
+	cl.RetainEvent(ev)
+	l := launched{q: q, seq: q.seq, ev: ev}
+	t.left--
+	t.count++
+	if i := slices.IndexFunc(t.last, func(x launched) bool { return x.q == q }); i >= 0 && q.inOrder() {
+		cl.ReleaseEvent(t.last[i].ev)
+		t.last[i] = l
+	} else {
+		t.last = append(t.last, l)
+	}
+	t.await()
+}
+
+// await has somebody wait for the turn's commands.
+func (t *deviceTurns) await() {
+	if t.waits || len(t.last) == 0 {
+		return
+	}
+	t.waits = true
+	go t.untilOver()
+}
+
+// untilOver waits for commands until none is left, and then ends the turn.
+func (t *deviceTurns) untilOver() {
+	s := t.s
+	for {
+		s.mu.Lock()
+		todo := t.last
+		t.last = nil
+		if len(todo) == 0 {
+			t.waits = false
+			t.over()
+			s.mu.Unlock()
+			return
+		}
+		evs := make([]cl.Event, len(todo))
+		for i, l := range todo {
+			evs[i] = l.ev
+			if l.q.vendor != 0 { // it is not released
+				cl.Flush(l.q.vendor)
+			}
+		}
+		s.mu.Unlock()
+		// A command that fails makes the wait end early.
+		if cl.WaitForEvents(evs) != cl.Success {
+			for i := range evs {
+				cl.WaitForEvents(evs[i : i+1])
+			}
+		}
+		s.mu.Lock()
+		for _, l := range todo {
+			if l.q.inOrder() {
+				l.q.idle = max(l.q.idle, l.seq)
+			}
+			cl.ReleaseEvent(l.ev)
+		}
+		s.mu.Unlock()
+	}
+}
+
+// over ends the turn, all of whose commands have ended, and asks for the next one.
+func (t *deviceTurns) over() {
+	s := t.s
+	s.settleAll()
+	if t.shared && t.state == turnHeld {
+		if t.count > 0 {
+			each := time.Since(t.began) / time.Duration(t.count)
+			if t.usual == 0 {
+				t.usual = each
+			}
+			t.usual += (each - t.usual) / 4
+		}
+		t.end()
+	}
+	s.gateIfIdle()
+	s.askTurns()
+}
+
+// end reports that the turn has ended.
+func (t *deviceTurns) end() {
+	t.state, t.left, t.count = turnNone, 0, 0
+	t.tell(turn.Frame{Kind: turn.End, Epoch: t.epoch, Number: t.number})
+}
+
+// tell sends a frame to the arbiter. There are never more than a few under way, so this does
+// not wait.
+func (t *deviceTurns) tell(f turn.Frame) {
+	if t.conn == nil {
+		return
+	}
+	b := f.Encode()
+	if _, err := t.conn.Write(b[:]); err != nil {
+		t.conn.Close() // its reader lets the session free
+	}
+}
+
+// askTurns asks for a turn on each device that has a command which could run.
+func (s *session) askTurns() {
+	if !s.sharing.Load() || s.frozen || s.gate.Load() || !s.active.Load() || s.redo != nil {
+		return
+	}
+	for _, t := range s.turns {
+		if !t.shared || t.state != turnNone {
+			continue
+		}
+		if p := s.readyFor(t); p != nil {
+			t.number++
+			t.state = turnAsked
+			what, name := s.whatIs(p)
+			t.tell(turn.Frame{Kind: turn.Ask, Epoch: t.epoch, Number: t.number, What: what, Name: name})
+		}
+	}
+}
+
+// readyFor returns the first parked command that only waits for a turn on that device.
+func (s *session) readyFor(t *deviceTurns) *parkedCall {
+	blocked, fenced := map[*queue]bool{}, map[*queue]bool{}
+	for _, p := range s.parked {
+		if p.q == nil {
+			continue
+		}
+		if inTurns(p.op) && s.turnsOf(p.q) == t && s.ready(p, blocked, fenced) {
+			return p
+		}
+		f, _ := isFence(p.op, len(p.wait))
+		blocked[p.q] = true
+		fenced[p.q] = fenced[p.q] || f
+	}
+	return nil
+}
+
+// whatIs returns the kind of command, by which its length is predicted, and its name.
+func (s *session) whatIs(p *parkedCall) (what uint64, name string) {
+	var h maphash.Hash
+	h.SetSeed(s.seed)
+	if p.kernel == nil {
+		_, _ = h.WriteString(p.op.String())
+		return h.Sum64(), p.op.String()
+	}
+	_, _ = h.WriteString(p.kernel.name)
+	m := &wire.Ndrange{}
+	if m.Decode(p.body) == nil {
+		for _, n := range []uint64{m.Glob0, m.Glob1, m.Glob2} {
+			_ = h.WriteByte(byte(n))
+			_ = h.WriteByte(byte(n >> 8))
+			_ = h.WriteByte(byte(n >> 16))
+			_ = h.WriteByte(byte(n >> 24))
+		}
+	}
+	return h.Sum64(), p.kernel.name
+}
+
+// withdrawTurns gives up what was asked for, and turns without commands. It is called when
+// the gate is closed: a frozen session has no turn, and a freeze does not wait for
+// others' commands.
+func (s *session) withdrawTurns() {
+	for _, t := range s.turns {
+		switch {
+		case !t.shared:
+		case t.state == turnAsked:
+			t.state = turnNone
+			t.tell(turn.Frame{Kind: turn.Withdraw, Epoch: t.epoch, Number: t.number})
+		case t.state == turnHeld && !t.waits:
+			t.end()
+		}
+	}
+}
+
+// serveTurns accepts the arbiters' connections.
+func (s *session) serveTurns(l *net.UnixListener) {
+	for {
+		conn, err := l.AcceptUnix()
+		if err != nil {
+			return
+		}
+		go s.readTurns(conn)
+	}
+}
+
+// readTurns does what an arbiter says, until the connection ends. Then the session is free:
+// gpuguest has ended, and its applications go on.
+func (s *session) readTurns(conn *net.UnixConn) {
+	defer conn.Close()
+	r := bufio.NewReaderSize(conn, 16*turn.FrameSize)
+	var t *deviceTurns
+	var b [turn.FrameSize]byte
+	for {
+		_, err := io.ReadFull(r, b[:])
+		var f turn.Frame
+		if err == nil {
+			f, err = turn.Decode(&b)
+		}
+		s.mu.Lock()
+		switch {
+		case err != nil:
+			if t != nil && t.conn == conn {
+				t.conn = nil
+				t.setFree()
+			}
+		case t == nil && (f.Kind != turn.Hello || f.Number >= uint64(len(s.turns))):
+			err = turn.ErrFrame // it is about a device that we don't have
+		case f.Kind == turn.Hello && t == nil && f.Number < uint64(len(s.turns)):
+			t = s.turns[f.Number]
+			if t.conn != nil {
+				t.conn.Close() // of a gpuguest before this one
+			}
+			t.conn, t.epoch = conn, 0
+			t.setFree()
+		case t != nil && t.conn == conn:
+			t.handle(f)
+		}
+		s.mu.Unlock()
+		if err != nil {
+			return
+		}
+	}
+}
+
+func (t *deviceTurns) handle(f turn.Frame) {
+	s := t.s
+	switch f.Kind {
+	case turn.Free:
+		t.epoch = f.Epoch
+		t.setFree()
+	case turn.Share:
+		t.epoch, t.number = f.Epoch, 0
+		t.shared, t.state, t.left, t.count, t.began = true, turnHeld, 0, 0, time.Now()
+		s.sharing.Store(true)
+		s.drainTurn(t)
+	case turn.Grant:
+		if t.state != turnAsked || f.Epoch != t.epoch || f.Number != t.number {
+			return // it was given up while the grant was under way
+		}
+		t.state, t.count, t.began = turnHeld, 0, time.Now()
+		t.left = mostInTurn
+		if t.usual > 0 {
+			t.left = int(min(max(turnLength/t.usual, 1), mostInTurn))
+		}
+		s.advance()
+		if t.state == turnHeld && !t.waits { // what was ready is not any more
+			t.end()
+			s.askTurns()
+		}
+	case turn.Lapse:
+		if f.Epoch == t.epoch && f.Number == t.number && t.state == turnHeld {
+			t.left = 0
+			s.log.Warn("a command keeps the GPU while other sessions wait: they go on beside it", "turn", f.Number)
+		}
+	}
+}
+
+// drainTurn makes what runs the turn that an epoch begins with.
+func (s *session) drainTurn(t *deviceTurns) {
+	for _, c := range s.contexts() {
+		for _, q := range c.queues {
+			var ev cl.Event
+			if s.turnsOf(q) == t && q.busy() && cl.EnqueueMarkerWithWaitList(q.vendor, nil, &ev) == cl.Success {
+				t.last = append(t.last, launched{q: q, seq: q.seq, ev: ev})
+			}
+		}
+	}
+	t.await()
+	if !t.waits {
+		t.end()
+		s.askTurns()
+	}
+}
+
+// setFree lets commands be launched without turns.
+func (t *deviceTurns) setFree() {
+	s := t.s
+	t.shared, t.state, t.left, t.count = false, turnNone, 0, 0
+	s.sharing.Store(slices.ContainsFunc(s.turns, func(x *deviceTurns) bool { return x.shared }))
+	s.advance()
+}

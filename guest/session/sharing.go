@@ -1,0 +1,284 @@
+package session
+
+import (
+	"context"
+	"fmt"
+	"maps"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/guest/turn"
+)
+
+const (
+	joinTimeout = 2 * time.Second
+	joinEvery   = time.Second // how often it is tried to give an executor its seats
+)
+
+// sharing gives the executors that serve sessions their seats at the arbiters of their GPUs. It
+// compares what is with what should be whenever a session changes. So it needs to know
+// nothing of operations, and a gpuguest that takes sessions over begins with empty books.
+type sharing struct {
+	m    *Manager
+	cfg  turn.Config
+	bell chan struct{}
+
+	mu      sync.Mutex // taken after a session's lock
+	gpus    map[string]*turn.Arbiter
+	places  map[*executor]*place
+	reports []turn.Report // to be dealt with
+}
+
+// place is an executor's seats, one for each of its GPUs.
+type place struct {
+	seats []*turn.Seat
+	tried time.Time
+	said  string // why it has none, as it was logged
+}
+
+func newSharing(m *Manager, c turn.Config) *sharing {
+	s := &sharing{m: m, cfg: c, bell: make(chan struct{}, 1), gpus: map[string]*turn.Arbiter{}, places: map[*executor]*place{}}
+	s.cfg.Log = m.log
+	s.cfg.Report = func(r turn.Report) {
+		s.mu.Lock()
+		s.reports = append(s.reports, r)
+		s.mu.Unlock()
+		s.ring()
+	}
+	return s
+}
+
+// ring makes run look again.
+func (h *sharing) ring() {
+	select {
+	case h.bell <- struct{}{}:
+	default:
+	}
+}
+
+// run keeps the seats as they should be, until ctx ends. Then everybody is free.
+func (h *sharing) run(ctx context.Context) {
+	t := time.NewTicker(joinEvery)
+	defer t.Stop()
+	for ctx.Err() == nil {
+		h.match(ctx)
+		h.judge()
+		select {
+		case <-ctx.Done():
+		case <-h.bell:
+		case <-t.C:
+		}
+	}
+	h.mu.Lock()
+	gpus := slices.Collect(maps.Values(h.gpus))
+	h.mu.Unlock()
+	for _, a := range gpus {
+		a.Close()
+	}
+}
+
+// match gives seats to executors that serve sessions, and takes them from others.
+func (h *sharing) match(ctx context.Context) {
+	want := map[*executor]*session{}
+	for _, s := range h.m.list() {
+		s.mu.Lock()
+		if e := s.current; e != nil && !s.ending && !e.dead() {
+			want[e] = s
+		}
+		s.mu.Unlock()
+	}
+	var leave []*turn.Seat
+	join := map[*executor]*place{}
+	h.mu.Lock()
+	for e, p := range h.places {
+		gone := slices.ContainsFunc(p.seats, (*turn.Seat).Gone)
+		if want[e] == nil || gone {
+			leave = append(leave, p.seats...)
+			p.seats = nil
+		}
+		if want[e] == nil {
+			delete(h.places, e)
+		}
+	}
+	for e := range want {
+		p := h.places[e]
+		if p == nil {
+			p = &place{}
+			h.places[e] = p
+		}
+		if p.seats == nil && time.Since(p.tried) >= joinEvery {
+			p.tried = time.Now()
+			join[e] = p
+		}
+	}
+	h.mu.Unlock()
+	for _, s := range leave {
+		s.Leave() // not under the lock: it may report something
+	}
+	var wg sync.WaitGroup
+	for e, p := range join {
+		wg.Go(func() { h.join(ctx, want[e], e, p) })
+	}
+	wg.Wait()
+}
+
+// join gives an executor its seats. Without them it launches as it likes.
+func (h *sharing) join(ctx context.Context, s *session, e *executor, p *place) {
+	ctx, cancel := e.bound(ctx, joinTimeout)
+	defer cancel()
+	s.mu.Lock()
+	m := turn.Member{Session: s.id, Owner: s.rec.Owner, Weight: int(s.rec.Weight)}
+	s.mu.Unlock()
+	if m.Owner == "" {
+		m.Owner = "claim:" + s.rec.Claim // of an older gpuguest
+	}
+	if m.Weight == 0 {
+		m.Weight = turn.DefaultWeight
+	}
+	var seats []*turn.Seat
+	var failed error
+	for i, gpu := range strings.Split(e.target.GetGpu(), ",") {
+		conn, err := e.dial(ctx, e.turnSocket)
+		if err == nil {
+			var a *turn.Arbiter
+			if a, err = h.arbiter(gpu); err != nil {
+				conn.Close()
+			} else {
+				var seat *turn.Seat
+				if seat, err = a.Join(m, i, conn); err == nil {
+					seats = append(seats, seat)
+				}
+			}
+		}
+		if err != nil {
+			failed = err
+			break
+		}
+	}
+	if failed != nil {
+		for _, seat := range seats {
+			seat.Leave()
+		}
+		if text := failed.Error(); text != p.said && !e.dead() {
+			p.said = text
+			s.log.Info("the session's executor takes no turns on its GPU", "err", failed)
+		}
+		return
+	}
+	h.mu.Lock()
+	p.seats, p.said = seats, ""
+	h.mu.Unlock()
+}
+
+func (h *sharing) arbiter(gpu string) (*turn.Arbiter, error) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if a := h.gpus[gpu]; a != nil {
+		return a, nil
+	}
+	a, err := turn.New(gpu, h.cfg)
+	if err == nil {
+		h.gpus[gpu] = a
+	}
+	return a, err
+}
+
+// judge deals with what arbiters have reported.
+func (h *sharing) judge() {
+	h.mu.Lock()
+	todo := h.reports
+	h.reports = nil
+	h.mu.Unlock()
+	for _, r := range todo {
+		s, err := h.m.lookup(r.Session)
+		if err != nil {
+			continue // it has ended
+		}
+		switch r.Event {
+		case turn.Overdue:
+			text := fmt.Sprintf("%s has had GPU %s for %v while %d wait: they go on beside it", command(r.Name), r.GPU, r.For.Round(time.Millisecond), r.Waiting)
+			s.log.Warn("a command keeps the GPU", "gpu", r.GPU, "owner", r.Owner, "kernel", r.Name, "for", r.For, "waiting", r.Waiting)
+			s.remark(text)
+		case turn.Ended:
+			s.remark("")
+		case turn.Endless:
+			s.expel(fmt.Sprintf("%s has had GPU %s for %v while others wait", command(r.Name), r.GPU, r.For.Round(time.Second)))
+		case turn.Breach:
+			s.expel(fmt.Sprintf("its executor's requests for GPU %s make no sense: %v", r.GPU, r.Err))
+		case turn.Gone: // its executor ends, or a new connection is made
+		}
+	}
+}
+
+func command(name string) string {
+	if name == "" {
+		return "a command"
+	}
+	return "command " + name
+}
+
+// remark tells of something in the state of a session that runs.
+func (s *session) remark(text string) {
+	s.mu.Lock()
+	runs := s.state == gpuctlv1.SessionState_SESSION_STATE_RUNNING
+	if runs {
+		s.message = text
+	}
+	s.mu.Unlock()
+	if runs {
+		s.m.changed(s)
+	}
+}
+
+// expel ends a session that keeps its GPU from others. During an operation only the executor
+// is killed: the operation decides what that means.
+func (s *session) expel(why string) {
+	s.mu.Lock()
+	e, op := s.current, s.op
+	if op == nil {
+		s.message = why
+	}
+	s.mu.Unlock()
+	s.log.Error("session is ended for the sake of others", "why", why)
+	switch {
+	case op == nil:
+		go s.lose(why) // a driver may delay the end of its process
+	case e != nil:
+		e.kill()
+	}
+}
+
+// shareOf returns what an executor's session has had of its GPUs; nil: it has no seats.
+func (h *sharing) shareOf(e *executor) *gpuctlv1.Share {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	p := h.places[e]
+	if p == nil || len(p.seats) == 0 {
+		return nil
+	}
+	sum := &gpuctlv1.Share{}
+	for _, seat := range p.seats {
+		u := seat.Use()
+		sum.Shared = sum.Shared || u.Shared
+		sum.Waiting = sum.Waiting || u.Waiting
+		sum.Turns += u.Turns
+		sum.Lapses += u.Lapses
+		sum.BusyNs += u.Busy.Nanoseconds()
+		sum.WaitedNs += u.Waited.Nanoseconds()
+		sum.OverrunNs += u.Overrun.Nanoseconds()
+		if u.Keeps > 0 {
+			sum.Keeps, sum.KeepsNs = u.Name, u.Keeps.Nanoseconds()
+		}
+	}
+	return sum
+}
+
+// turnSocket returns the socket for turns, in the folder of the socket of the same
+// generation.
+func turnSocket(socket string, gen uint32) string {
+	return filepath.Join(filepath.Dir(socket), fmt.Sprintf("t%d", gen))
+}

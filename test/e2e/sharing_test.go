@@ -1,0 +1,188 @@
+package e2e
+
+import (
+	"encoding/json"
+	"fmt"
+	"os"
+	"os/exec"
+	"strings"
+	"syscall"
+	"testing"
+
+	"github.com/gpuctl/gpuctl/internal/testkit"
+	"github.com/gpuctl/gpuctl/test/rig"
+)
+
+// startSharing starts a hostd with settings of sharing.
+func startSharing(t *testing.T, settings string) *rig.Rig {
+	t.Helper()
+	root, err := rig.Root()
+	if err != nil {
+		t.Fatal(err)
+	}
+	memory, err := rig.TestMemory()
+	if err != nil {
+		t.Fatal(err)
+	}
+	dir, err := os.MkdirTemp("", "gx")
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = os.RemoveAll(dir) })
+	r, err := rig.Start(t.Context(), rig.Options{Dir: dir, Config: rig.Config(root, memory) + "sharing: " + settings + "\n"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		r.Close()
+		if t.Failed() {
+			t.Logf("log of hostd:\n%s\nlog of gpuguest:\n%s", tail(r.Log(), 16<<10), tail(r.GuestLog(), 16<<10))
+		}
+	})
+	return r
+}
+
+// owned is a command that runs in the name of an owner on a GPU that it shares.
+func owned(t *testing.T, r *rig.Rig, owner, gpu string, argv ...string) *exec.Cmd {
+	t.Helper()
+	args := append([]string{"run", "--gpu", fmt.Sprintf("id == %q", gpu), "--min-memory", "64MiB", "--owner", owner, "--"}, argv...)
+	cmd := exec.CommandContext(t.Context(), r.Bin("gpuctl"), args...)
+	cmd.Env = r.Env()
+	return cmd
+}
+
+func sharedStream(t *testing.T, r *rig.Rig, owner, gpu string, args ...string) *stream {
+	t.Helper()
+	cmd := owned(t, r, owner, gpu, append([]string{r.Program("stream"), "--verbose", "--stdin"}, args...)...)
+	stop, err := cmd.StdinPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	s := &stream{launch(t, cmd), args, stop}
+	t.Cleanup(func() { _ = stop.Close() }) // before gpuctl is killed, whose application would stay
+	return s
+}
+
+// shared is what gpuctl says of a session.
+type shared struct {
+	ID, State, Owner, Message, Command string
+	Weight                             int
+	Share                              *struct {
+		Shared bool
+		Turns  int
+	}
+}
+
+// ofOwner waits until an owner's session is as it should be.
+func ofOwner(t *testing.T, r *rig.Rig, owner, what string, is func(shared) bool) (found shared) {
+	t.Helper()
+	testkit.Until(t, owner+": "+what, func() error {
+		out, err := r.Gpuctl(t.Context(), "-o", "json", "sessions")
+		if err != nil {
+			return err
+		}
+		var all []shared
+		if err := json.Unmarshal(out, &all); err != nil {
+			t.Fatal(err)
+		}
+		for _, s := range all {
+			if s.Owner == owner && is(s) {
+				found = s
+				return nil
+			}
+		}
+		return fmt.Errorf("sessions: %s", out)
+	})
+	return found
+}
+
+// operate repeats an operation until it is not rolled back: on a busy machine a freeze may take too long.
+func operate(t *testing.T, r *rig.Rig, verb string, args ...string) {
+	t.Helper()
+	testkit.Until(t, verb, func() error {
+		s, err := r.Operate(t.Context(), verb, args...)
+		return testkit.Want(err == nil && !s.RolledBack && !s.Refused, s, err)
+	})
+}
+
+func takesTurns(s shared) bool { return s.Share != nil && s.Share.Shared && s.Share.Turns > 0 }
+
+// Owners share a GPU while executors, applications and gpuguest are killed, and sessions are
+// swapped, suspended and resumed. The others' results are right.
+func TestOwnersThatShareAGPU(t *testing.T) {
+	r := startSharing(t, "{policy: fair}")
+	args := map[string][]string{"a": {"--kib", "256", "--events"}, "b": {"--kib", "256", "--threads", "2", "--queues", "2"}}
+	a := sharedStream(t, r, "a", rig.Pthread, args["a"]...)
+	b := sharedStream(t, r, "b", rig.Pthread, args["b"]...)
+	both := func(what string) {
+		t.Helper()
+		for _, s := range []*stream{a, b} {
+			s.more(t, 2)
+		}
+		for _, owner := range []string{"a", "b"} {
+			ofOwner(t, r, owner, "it takes turns: "+what, takesTurns)
+		}
+	}
+	both("at first")
+
+	victim := launch(t, owned(t, r, "killed", rig.Pthread, r.Program("tenant"), "--iterations", "200000", "--think-us", "0", "--seconds", "3600"))
+	ofOwner(t, r, "killed", "it takes turns", takesTurns)
+	for _, pid := range children(t, r.Pid(), "tenant --iterations") {
+		if err := syscall.Kill(pid, syscall.SIGKILL); err != nil && err != syscall.ESRCH {
+			t.Fatal(err)
+		}
+	}
+	_ = victim.wait(t)
+	both("after the end of an application in its turn")
+
+	killGpuguest(t, r)
+	both("by the next gpuguest")
+
+	for _, to := range []string{rig.Basic, rig.Pthread} {
+		id := ofOwner(t, r, "a", "it runs", func(s shared) bool { return s.State == "running" }).ID
+		operate(t, r, "migrate", id, "--to", to)
+		a.more(t, 2)
+	}
+	both("after a swap")
+
+	id := ofOwner(t, r, "b", "it runs", func(s shared) bool { return s.State == "running" }).ID
+	operate(t, r, "suspend", id)
+	a.more(t, 2)
+	operate(t, r, "resume", id)
+	both("after a resume")
+
+	a.verify(t)
+	b.verify(t)
+}
+
+// A kernel without an end: others go on beside it, its session is told of and then ended.
+func TestSessionThatKeepsTheGPUIsEnded(t *testing.T) {
+	r := startSharing(t, "{policy: fair, limit: 500ms, endAfter: 5s}")
+	b := sharedStream(t, r, "b", rig.Pthread, "--kib", "256")
+	b.more(t, 1)
+	a := launch(t, owned(t, r, "endless", rig.Pthread, r.Program("tenant"), "--loop", "--seconds", "3600"))
+	ofOwner(t, r, "endless", "it is told of", func(s shared) bool { return strings.Contains(s.Message, "forever has had GPU large for") })
+	b.more(t, 1)
+	lost := ofOwner(t, r, "endless", "it is lost", func(s shared) bool { return s.State == "lost" })
+	if !strings.Contains(lost.Message, "while others wait") {
+		t.Errorf("it is lost: %s", lost.Message)
+	}
+	_ = a.cmd.Process.Kill()
+	b.more(t, 2)
+	b.verify(t)
+}
+
+// Who wants more memory than it has stated is refused, and its neighbour gets what it has stated.
+func TestMemoryOfANeighbourIsNotTaken(t *testing.T) {
+	r := startSharing(t, "{policy: fair}")
+	greedy := launch(t, owned(t, r, "greedy", rig.Basic, r.Program("tenant"), "--iterations", "1000", "--seconds", "3600", "--allocate", "2048"))
+	greedy.until(t, "ready")
+	if out := greedy.output(); !strings.Contains(out, "allocated 56 MiB, then -4") { // and 4 KiB of its own
+		t.Errorf("who asks for more than 64 MiB: %s", out)
+	}
+	honest := launch(t, owned(t, r, "honest", rig.Basic, r.Program("tenant"), "--iterations", "1000", "--seconds", "1", "--allocate", "56"))
+	honest.until(t, "allocated 56 MiB, then 0")
+	if err := honest.wait(t); err != nil {
+		t.Error(err)
+	}
+}
