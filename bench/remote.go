@@ -253,4 +253,3 @@ func rawStream(n int) (float64, error) {
 	}
 	return median(rates), nil
 }
-
