@@ -299,30 +299,35 @@ func (d drawer) op(c *clusterv1.Command) {
 		}
 		c.Op = &clusterv1.Command_ReportLinks{ReportLinks: op}
 	case 24:
-		hostile := []*clusterv1.Command{
-			{Op: &clusterv1.Command_SetQueue{}},
-			{Op: &clusterv1.Command_ReportLinks{ReportLinks: &clusterv1.ReportLinks{Host: "h1", Links: []*clusterv1.Link{nil}}}},
-			{},
-			{Op: (*clusterv1.Command_PutClaim)(nil)},
-			{Op: &clusterv1.Command_PutClaim{}},
-			{Op: &clusterv1.Command_ReportHost{}},
-			{Op: &clusterv1.Command_ReportHost{ReportHost: &clusterv1.ReportHost{Host: &clusterv1.Host{Name: "h1", Id: "id-h1"}, Gpus: []*clusterv1.GPU{nil}}}},
-			{Op: &clusterv1.Command_ConfirmAssignments{ConfirmAssignments: &clusterv1.ConfirmAssignments{Host: "h1", Confirmations: []*clusterv1.Confirmation{nil}}}},
-			{Op: &clusterv1.Command_Note{}},
-			{Op: &clusterv1.Command_Note{Note: &clusterv1.Note{Event: &clusterv1.Event{Message: "\xff"}}}},
-			{Op: &clusterv1.Command_InitCluster{InitCluster: &clusterv1.InitCluster{ClusterId: "k"}}},
-			{Op: &clusterv1.Command_Assign{}},
-			{Op: &clusterv1.Command_PutMigration{}},
-			{Op: &clusterv1.Command_PutReservation{}},
-			{Op: &clusterv1.Command_UseJoinToken{}},
-			{Op: &clusterv1.Command_PutJoinToken{}},
-			{Op: &clusterv1.Command_PutIdentity{}},
-			{Op: &clusterv1.Command_ReportSessions{}},
-			{Op: &clusterv1.Command_CancelAssignments{}},
-			{Op: &clusterv1.Command_ReleaseAssignments{}},
-		}
-		x := hostile[rapid.IntRange(0, len(hostile)-1).Draw(d.t, "hostile")]
+		all := hostile()
+		x := all[rapid.IntRange(0, len(all)-1).Draw(d.t, "hostile")]
 		c.Op = x.Op
+	}
+}
+
+// hostile are commands that a host of the cluster would not send.
+func hostile() []*clusterv1.Command {
+	return []*clusterv1.Command{
+		{Op: &clusterv1.Command_SetQueue{}},
+		{Op: &clusterv1.Command_ReportLinks{ReportLinks: &clusterv1.ReportLinks{Host: "h1", Links: []*clusterv1.Link{nil}}}},
+		{},
+		{Op: (*clusterv1.Command_PutClaim)(nil)},
+		{Op: &clusterv1.Command_PutClaim{}},
+		{Op: &clusterv1.Command_ReportHost{}},
+		{Op: &clusterv1.Command_ReportHost{ReportHost: &clusterv1.ReportHost{Host: &clusterv1.Host{Name: "h1", Id: "id-h1"}, Gpus: []*clusterv1.GPU{nil}}}},
+		{Op: &clusterv1.Command_ConfirmAssignments{ConfirmAssignments: &clusterv1.ConfirmAssignments{Host: "h1", Confirmations: []*clusterv1.Confirmation{nil}}}},
+		{Op: &clusterv1.Command_Note{}},
+		{Op: &clusterv1.Command_Note{Note: &clusterv1.Note{Event: &clusterv1.Event{Message: "\xff"}}}},
+		{Op: &clusterv1.Command_InitCluster{InitCluster: &clusterv1.InitCluster{ClusterId: "k"}}},
+		{Op: &clusterv1.Command_Assign{}},
+		{Op: &clusterv1.Command_PutMigration{}},
+		{Op: &clusterv1.Command_PutReservation{}},
+		{Op: &clusterv1.Command_UseJoinToken{}},
+		{Op: &clusterv1.Command_PutJoinToken{}},
+		{Op: &clusterv1.Command_PutIdentity{}},
+		{Op: &clusterv1.Command_ReportSessions{}},
+		{Op: &clusterv1.Command_CancelAssignments{}},
+		{Op: &clusterv1.Command_ReleaseAssignments{}},
 	}
 }
 
