@@ -119,6 +119,7 @@ func (a *app) checked(t *testing.T, ctx context.Context) {
 
 type seen struct {
 	ID      string `json:"id"`
+	PID     int    `json:"pid"`
 	State   string `json:"state"`
 	GPU     string `json:"gpu"`
 	Message string `json:"message"`
@@ -301,15 +302,11 @@ func TestHostsOfALeaseDie(t *testing.T) {
 	// The borrower's application: its lease ends.
 	work = a.run(ctx, only...)
 	a.on(t, ctx, "b/one")
-	all, err := a.get(ctx, "sessions")
+	all, err := a.sessions(ctx)
 	if err != nil || len(all) != 1 {
 		t.Fatal(all, err)
 	}
-	var pid int
-	if _, err := fmt.Sscan(fmt.Sprint(all[0]["pid"]), &pid); err != nil {
-		t.Fatal(err)
-	}
-	if err := syscall.Kill(pid, syscall.SIGKILL); err != nil {
+	if err := syscall.Kill(all[0].PID, syscall.SIGKILL); err != nil {
 		t.Fatal(err)
 	}
 	<-work.ended
