@@ -377,7 +377,7 @@ func TestGX09RegistersOfTheWholeCardAreNeverReached(t *testing.T) {
 }
 
 // slot writes calls into a slot of VM 1 and makes them.
-func (r *rig) slot(n uint32, length uint32, words ...uint32) (status uint32) {
+func (r *rig) slot(n, length uint32, words ...uint32) (status uint32) {
 	g := r.guests[1]
 	page := make([]byte, nvc0.PageSize)
 	binary.LittleEndian.PutUint32(page[4:], length)
