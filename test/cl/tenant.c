@@ -75,6 +75,7 @@ int main(int argc, char **argv)
     CLX_OK(e);
     uint32_t zero = 0;
     CLX_OK(clEnqueueFillBuffer(q, m, &zero, 4, 0, 4096, 0, NULL, NULL));
+    CLX_OK(clFinish(q));
     bool computes = iterations || calibrate > 0;
     cl_kernel k = clCreateKernel(p, loop ? "forever" : computes ? "compute" : "gpushim_takes", &e);
     CLX_OK(e);

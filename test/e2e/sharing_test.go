@@ -63,6 +63,19 @@ func sharedStream(t *testing.T, r *rig.Rig, owner, gpu string, args ...string) *
 	return s
 }
 
+// tenant starts a program of kernels, which ends with its standard input.
+func tenant(t *testing.T, r *rig.Rig, owner, gpu string, args ...string) *app {
+	t.Helper()
+	cmd := owned(t, r, owner, gpu, append([]string{r.Program("tenant")}, args...)...)
+	stop, err := cmd.StdinPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	a := launch(t, cmd)
+	t.Cleanup(func() { _ = stop.Close() })
+	return a
+}
+
 // shared is what gpuctl says of a session.
 type shared struct {
 	ID, State, Owner, Message, Command string
@@ -125,7 +138,7 @@ func TestOwnersThatShareAGPU(t *testing.T) {
 	}
 	both("at first")
 
-	victim := launch(t, owned(t, r, "killed", rig.Pthread, r.Program("tenant"), "--iterations", "200000", "--think-us", "0", "--seconds", "3600"))
+	victim := tenant(t, r, "killed", rig.Pthread, "--iterations", "200000", "--think-us", "0", "--seconds", "3600")
 	ofOwner(t, r, "killed", "it takes turns", takesTurns)
 	for _, pid := range children(t, r.Pid(), "tenant --iterations") {
 		if err := syscall.Kill(pid, syscall.SIGKILL); err != nil && err != syscall.ESRCH {
@@ -160,14 +173,16 @@ func TestSessionThatKeepsTheGPUIsEnded(t *testing.T) {
 	r := startSharing(t, "{policy: fair, limit: 500ms, endAfter: 5s}")
 	b := sharedStream(t, r, "b", rig.Pthread, "--kib", "256")
 	b.more(t, 1)
-	a := launch(t, owned(t, r, "endless", rig.Pthread, r.Program("tenant"), "--loop", "--seconds", "3600"))
+	a := tenant(t, r, "endless", rig.Pthread, "--loop", "--seconds", "3600")
 	ofOwner(t, r, "endless", "it is told of", func(s shared) bool { return strings.Contains(s.Message, "forever has had GPU large for") })
 	b.more(t, 1)
 	lost := ofOwner(t, r, "endless", "it is lost", func(s shared) bool { return s.State == "lost" })
 	if !strings.Contains(lost.Message, "while others wait") {
 		t.Errorf("it is lost: %s", lost.Message)
 	}
-	_ = a.cmd.Process.Kill()
+	if err := a.wait(t); err == nil {
+		t.Error("the application of a session that is lost ends well")
+	}
 	b.more(t, 2)
 	b.verify(t)
 }
@@ -175,12 +190,12 @@ func TestSessionThatKeepsTheGPUIsEnded(t *testing.T) {
 // Who wants more memory than it has stated is refused, and its neighbour gets what it has stated.
 func TestMemoryOfANeighbourIsNotTaken(t *testing.T) {
 	r := startSharing(t, "{policy: fair}")
-	greedy := launch(t, owned(t, r, "greedy", rig.Basic, r.Program("tenant"), "--iterations", "1000", "--seconds", "3600", "--allocate", "2048"))
+	greedy := tenant(t, r, "greedy", rig.Basic, "--iterations", "1000", "--seconds", "3600", "--allocate", "2048")
 	greedy.until(t, "ready")
 	if out := greedy.output(); !strings.Contains(out, "allocated 56 MiB, then -4") { // and 4 KiB of its own
 		t.Errorf("who asks for more than 64 MiB: %s", out)
 	}
-	honest := launch(t, owned(t, r, "honest", rig.Basic, r.Program("tenant"), "--iterations", "1000", "--seconds", "1", "--allocate", "56"))
+	honest := tenant(t, r, "honest", rig.Basic, "--iterations", "1000", "--seconds", "1", "--allocate", "56")
 	honest.until(t, "allocated 56 MiB, then 0")
 	if err := honest.wait(t); err != nil {
 		t.Error(err)
