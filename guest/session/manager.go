@@ -22,6 +22,7 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/guest/engine"
 	"github.com/gpuctl/gpuctl/guest/opencl/compiled"
 	"github.com/gpuctl/gpuctl/internal/beneath"
 	"github.com/gpuctl/gpuctl/internal/news"
@@ -99,7 +100,7 @@ func New(cfg Config) (*Manager, error) {
 		return nil, fmt.Errorf("lock %s: %w", dir, err)
 	}
 	m := &Manager{
-		cfg: cfg, log: cfg.Logger, lock: lock, model: newModel(), loads: patience.New(leastLoad, mostLoad), die: killSelf,
+		cfg: cfg, log: cfg.Logger, lock: lock, model: newModel(), loads: patience.New(leastLoad, mostLoad), die: engine.KillSelf,
 		sessions: map[string]*session{}, offers: map[string]*gpuctlv1.OfferRequest{},
 	}
 	m.ctx, m.cancel = context.WithCancel(context.Background())

@@ -7,6 +7,7 @@ import (
 	"connectrpc.com/connect"
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/guest/engine"
 )
 
 const (
@@ -47,20 +48,20 @@ type swapping struct {
 	devices int
 }
 
-func (w *swapping) steps(op *operation) []step {
-	return []step{
-		{name: stepCheck, run: func(ctx context.Context) error {
+func (w *swapping) steps(op *operation) []engine.Step {
+	return []engine.Step{
+		{Name: stepCheck, Run: func(ctx context.Context) error {
 			d, err := op.source.describeWithin(ctx, freezePatience(w.req.FreezeTimeoutMs))
 			if err != nil {
 				return err
 			}
 			w.usage, w.devices, op.freeze = d.Usage, len(d.Devices), d.Freezes+1
-			return refuse(Reasons(w.usage, w.req.Target.Limits))
+			return engine.Refuse(Reasons(w.usage, w.req.Target.Limits))
 		}},
-		{name: stepStart, undo: op.killTarget, run: func(ctx context.Context) error {
+		{Name: stepStart, Undo: op.killTarget, Run: func(ctx context.Context) error {
 			return op.startTarget(ctx, w.req.Target, w.usage, w.devices)
 		}},
-		{name: stepPrepare, run: func(ctx context.Context) error {
+		{Name: stepPrepare, Run: func(ctx context.Context) error {
 			snap, err := op.source.snapshot(ctx)
 			if err != nil {
 				return err
@@ -68,11 +69,11 @@ func (w *swapping) steps(op *operation) []step {
 			op.graph = snap.Graph
 			return op.target.prepare(ctx, &gpuctlv1.PrepareRequest{Graph: op.graph}, op)
 		}},
-		{name: stepPrecopy, undo: op.discardSource, run: func(ctx context.Context) error { return op.precopy(ctx, w.usage.GetMemory()) }},
-		{name: stepFreeze, undo: op.thawSource, run: func(ctx context.Context) error {
+		{Name: stepPrecopy, Undo: op.discardSource, Run: func(ctx context.Context) error { return op.precopy(ctx, w.usage.GetMemory()) }},
+		{Name: stepFreeze, Undo: op.thawSource, Run: func(ctx context.Context) error {
 			return op.freezeSource(ctx, w.req.FreezeTimeoutMs)
 		}},
-		{name: stepTransfer, run: func(ctx context.Context) error {
+		{Name: stepTransfer, Run: func(ctx context.Context) error {
 			if err := op.target.prepare(ctx, &gpuctlv1.PrepareRequest{Graph: op.graph, Final: true}, op); err != nil {
 				return err
 			}
@@ -80,7 +81,7 @@ func (w *swapping) steps(op *operation) []step {
 			op.result.BytesFrozen = n
 			return err
 		}},
-		{name: stepSwitch, commit: true, run: func(ctx context.Context) error {
+		{Name: stepSwitch, Commit: true, Run: func(ctx context.Context) error {
 			if err := op.handOver(ctx, op.source.gen); err != nil {
 				return err
 			}
@@ -89,7 +90,7 @@ func (w *swapping) steps(op *operation) []step {
 			op.adoptTarget(func(r *record) { r.Op.Other = &old })
 			return nil
 		}},
-		{name: stepRetire, run: func(ctx context.Context) error { return op.source.retire(ctx) }},
+		{Name: stepRetire, Run: func(ctx context.Context) error { return op.source.retire(ctx) }},
 	}
 }
 
@@ -168,8 +169,8 @@ func (m *Manager) plan(ctx context.Context, req *gpuctlv1.PlanRequest) (*gpuctlv
 // tryTarget starts the target, makes the session's objects on it, and ends it.
 func (s *session) tryTarget(ctx context.Context, target *gpuctlv1.Target) ([]*gpuctlv1.Reason, error) {
 	drop := errors.New("dropped")
-	op, err := s.begin(ctx, kindPlan, func(op *operation) []step {
-		return []step{{name: stepPrepare, undo: op.killTarget, run: func(ctx context.Context) error {
+	op, err := s.begin(ctx, kindPlan, func(op *operation) []engine.Step {
+		return []engine.Step{{Name: stepPrepare, Undo: op.killTarget, Run: func(ctx context.Context) error {
 			usage, devices, graph, err := s.needs(ctx, op.source)
 			if err != nil {
 				return err
