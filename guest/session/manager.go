@@ -360,9 +360,9 @@ func (m *Manager) refreshAll(ctx context.Context) {
 
 func (m *Manager) changed(s *session) { m.changes.Put(s.id, s) }
 
-// watch calls send with each session's current state, and then for each change, until ctx
+// Watch calls send with each session's current state, and then for each change, until ctx
 // or the manager ends or send fails.
-func (m *Manager) watch(ctx context.Context, send func(*gpuctlv1.Session) error) error {
+func (m *Manager) Watch(ctx context.Context, send func(*gpuctlv1.Session) error) error {
 	changed := m.changes.Read()
 	defer changed.Close()
 	m.refreshAll(ctx)

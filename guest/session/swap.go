@@ -16,9 +16,9 @@ const (
 	precopyEnough = 100
 )
 
-// swap moves a session to the target while its application runs. A suspended
+// Swap moves a session to the target while its application runs. A suspended
 // session is resumed there. Refusals and roll-backs are in the result.
-func (m *Manager) swap(ctx context.Context, req *gpuctlv1.SwapRequest, sink func(*gpuctlv1.Progress)) (*gpuctlv1.SwapResult, error) {
+func (m *Manager) Swap(ctx context.Context, req *gpuctlv1.SwapRequest, sink func(*gpuctlv1.Progress)) (*gpuctlv1.SwapResult, error) {
 	s, err := m.lookup(req.Session)
 	if err != nil {
 		return nil, err
@@ -27,7 +27,7 @@ func (m *Manager) swap(ctx context.Context, req *gpuctlv1.SwapRequest, sink func
 		return nil, err
 	}
 	if s.snapshot().SuspendedTo != "" {
-		return m.resume(ctx, &gpuctlv1.ResumeRequest{Session: req.Session, Target: req.Target, FailAt: req.FailAt, TimeoutMs: req.TimeoutMs}, sink)
+		return m.Resume(ctx, &gpuctlv1.ResumeRequest{Session: req.Session, Target: req.Target, FailAt: req.FailAt, TimeoutMs: req.TimeoutMs}, sink)
 	}
 	w := &swapping{req: req}
 	op, err := s.begin(ctx, kindSwap, w.steps, req.FailAt, stillPatience(req.TimeoutMs, req.FreezeTimeoutMs), sink)
@@ -129,8 +129,8 @@ func checkTarget(t *gpuctlv1.Target) error {
 	return nil
 }
 
-// plan reports whether a swap could work and what it would cost.
-func (m *Manager) plan(ctx context.Context, req *gpuctlv1.PlanRequest) (*gpuctlv1.PlanResponse, error) {
+// Plan reports whether a swap could work and what it would cost.
+func (m *Manager) Plan(ctx context.Context, req *gpuctlv1.PlanRequest) (*gpuctlv1.PlanResponse, error) {
 	s, err := m.lookup(req.Session)
 	if err != nil {
 		return nil, err

@@ -21,6 +21,188 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
+type AdoptRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	Pid   uint32                 `protobuf:"varint,1,opt,name=pid,proto3" json:"pid,omitempty"`   // a process of the tree; 0 with all
+	All   bool                   `protobuf:"varint,2,opt,name=all,proto3" json:"all,omitempty"`   // every process that uses CUDA and is in no session
+	Look  bool                   `protobuf:"varint,3,opt,name=look,proto3" json:"look,omitempty"` // only report what would be adopted
+	// Claims of the new sessions, by the pid that the sessions have. A process without one
+	// is adopted without a claim.
+	Claims        map[uint32]string `protobuf:"bytes,4,rep,name=claims,proto3" json:"claims,omitempty" protobuf_key:"varint,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *AdoptRequest) Reset() {
+	*x = AdoptRequest{}
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[0]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *AdoptRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*AdoptRequest) ProtoMessage() {}
+
+func (x *AdoptRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[0]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use AdoptRequest.ProtoReflect.Descriptor instead.
+func (*AdoptRequest) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{0}
+}
+
+func (x *AdoptRequest) GetPid() uint32 {
+	if x != nil {
+		return x.Pid
+	}
+	return 0
+}
+
+func (x *AdoptRequest) GetAll() bool {
+	if x != nil {
+		return x.All
+	}
+	return false
+}
+
+func (x *AdoptRequest) GetLook() bool {
+	if x != nil {
+		return x.Look
+	}
+	return false
+}
+
+func (x *AdoptRequest) GetClaims() map[uint32]string {
+	if x != nil {
+		return x.Claims
+	}
+	return nil
+}
+
+type AdoptResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Sessions      []*Session             `protobuf:"bytes,1,rep,name=sessions,proto3" json:"sessions,omitempty"` // new ones, and those that the process was in already; with look they have no id
+	Refused       []*AdoptRefusal        `protobuf:"bytes,2,rep,name=refused,proto3" json:"refused,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *AdoptResponse) Reset() {
+	*x = AdoptResponse{}
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[1]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *AdoptResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*AdoptResponse) ProtoMessage() {}
+
+func (x *AdoptResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[1]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use AdoptResponse.ProtoReflect.Descriptor instead.
+func (*AdoptResponse) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{1}
+}
+
+func (x *AdoptResponse) GetSessions() []*Session {
+	if x != nil {
+		return x.Sessions
+	}
+	return nil
+}
+
+func (x *AdoptResponse) GetRefused() []*AdoptRefusal {
+	if x != nil {
+		return x.Refused
+	}
+	return nil
+}
+
+type AdoptRefusal struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Pid           uint32                 `protobuf:"varint,1,opt,name=pid,proto3" json:"pid,omitempty"`
+	Command       string                 `protobuf:"bytes,2,opt,name=command,proto3" json:"command,omitempty"`
+	Reasons       []*Reason              `protobuf:"bytes,3,rep,name=reasons,proto3" json:"reasons,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *AdoptRefusal) Reset() {
+	*x = AdoptRefusal{}
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[2]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *AdoptRefusal) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*AdoptRefusal) ProtoMessage() {}
+
+func (x *AdoptRefusal) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[2]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use AdoptRefusal.ProtoReflect.Descriptor instead.
+func (*AdoptRefusal) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{2}
+}
+
+func (x *AdoptRefusal) GetPid() uint32 {
+	if x != nil {
+		return x.Pid
+	}
+	return 0
+}
+
+func (x *AdoptRefusal) GetCommand() string {
+	if x != nil {
+		return x.Command
+	}
+	return ""
+}
+
+func (x *AdoptRefusal) GetReasons() []*Reason {
+	if x != nil {
+		return x.Reasons
+	}
+	return nil
+}
+
 type OfferRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Token         string                 `protobuf:"bytes,1,opt,name=token,proto3" json:"token,omitempty"`
@@ -33,7 +215,7 @@ type OfferRequest struct {
 
 func (x *OfferRequest) Reset() {
 	*x = OfferRequest{}
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[0]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[3]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -45,7 +227,7 @@ func (x *OfferRequest) String() string {
 func (*OfferRequest) ProtoMessage() {}
 
 func (x *OfferRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[0]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[3]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -58,7 +240,7 @@ func (x *OfferRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use OfferRequest.ProtoReflect.Descriptor instead.
 func (*OfferRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{0}
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{3}
 }
 
 func (x *OfferRequest) GetToken() string {
@@ -97,7 +279,7 @@ type OfferResponse struct {
 
 func (x *OfferResponse) Reset() {
 	*x = OfferResponse{}
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[1]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[4]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -109,7 +291,7 @@ func (x *OfferResponse) String() string {
 func (*OfferResponse) ProtoMessage() {}
 
 func (x *OfferResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[1]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[4]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -122,7 +304,7 @@ func (x *OfferResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use OfferResponse.ProtoReflect.Descriptor instead.
 func (*OfferResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{1}
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{4}
 }
 
 type WithdrawRequest struct {
@@ -134,7 +316,7 @@ type WithdrawRequest struct {
 
 func (x *WithdrawRequest) Reset() {
 	*x = WithdrawRequest{}
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[2]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -146,7 +328,7 @@ func (x *WithdrawRequest) String() string {
 func (*WithdrawRequest) ProtoMessage() {}
 
 func (x *WithdrawRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[2]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -159,7 +341,7 @@ func (x *WithdrawRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WithdrawRequest.ProtoReflect.Descriptor instead.
 func (*WithdrawRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{2}
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{5}
 }
 
 func (x *WithdrawRequest) GetToken() string {
@@ -177,7 +359,7 @@ type WithdrawResponse struct {
 
 func (x *WithdrawResponse) Reset() {
 	*x = WithdrawResponse{}
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[3]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -189,7 +371,7 @@ func (x *WithdrawResponse) String() string {
 func (*WithdrawResponse) ProtoMessage() {}
 
 func (x *WithdrawResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[3]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -202,7 +384,7 @@ func (x *WithdrawResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WithdrawResponse.ProtoReflect.Descriptor instead.
 func (*WithdrawResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{3}
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{6}
 }
 
 type ListSessionsRequest struct {
@@ -213,7 +395,7 @@ type ListSessionsRequest struct {
 
 func (x *ListSessionsRequest) Reset() {
 	*x = ListSessionsRequest{}
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[4]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -225,7 +407,7 @@ func (x *ListSessionsRequest) String() string {
 func (*ListSessionsRequest) ProtoMessage() {}
 
 func (x *ListSessionsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[4]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -238,7 +420,7 @@ func (x *ListSessionsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListSessionsRequest.ProtoReflect.Descriptor instead.
 func (*ListSessionsRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{4}
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{7}
 }
 
 type ListSessionsResponse struct {
@@ -250,7 +432,7 @@ type ListSessionsResponse struct {
 
 func (x *ListSessionsResponse) Reset() {
 	*x = ListSessionsResponse{}
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[5]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -262,7 +444,7 @@ func (x *ListSessionsResponse) String() string {
 func (*ListSessionsResponse) ProtoMessage() {}
 
 func (x *ListSessionsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[5]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -275,7 +457,7 @@ func (x *ListSessionsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListSessionsResponse.ProtoReflect.Descriptor instead.
 func (*ListSessionsResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{5}
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *ListSessionsResponse) GetSessions() []*Session {
@@ -293,7 +475,7 @@ type WatchSessionsRequest struct {
 
 func (x *WatchSessionsRequest) Reset() {
 	*x = WatchSessionsRequest{}
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[6]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -305,7 +487,7 @@ func (x *WatchSessionsRequest) String() string {
 func (*WatchSessionsRequest) ProtoMessage() {}
 
 func (x *WatchSessionsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[6]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -318,21 +500,22 @@ func (x *WatchSessionsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchSessionsRequest.ProtoReflect.Descriptor instead.
 func (*WatchSessionsRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{6}
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{9}
 }
 
 type PlanRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Session       string                 `protobuf:"bytes,1,opt,name=session,proto3" json:"session,omitempty"`
 	Target        *Target                `protobuf:"bytes,2,opt,name=target,proto3" json:"target,omitempty"`
-	Build         bool                   `protobuf:"varint,3,opt,name=build,proto3" json:"build,omitempty"` // also start the target and build the programs there
+	Build         bool                   `protobuf:"varint,3,opt,name=build,proto3" json:"build,omitempty"`        // also start the target and build the programs there
+	Rehearse      bool                   `protobuf:"varint,40,opt,name=rehearse,proto3" json:"rehearse,omitempty"` // plan a rehearsal; the target is not looked at
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *PlanRequest) Reset() {
 	*x = PlanRequest{}
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[7]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -344,7 +527,7 @@ func (x *PlanRequest) String() string {
 func (*PlanRequest) ProtoMessage() {}
 
 func (x *PlanRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[7]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -357,7 +540,7 @@ func (x *PlanRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PlanRequest.ProtoReflect.Descriptor instead.
 func (*PlanRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{7}
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *PlanRequest) GetSession() string {
@@ -381,6 +564,13 @@ func (x *PlanRequest) GetBuild() bool {
 	return false
 }
 
+func (x *PlanRequest) GetRehearse() bool {
+	if x != nil {
+		return x.Rehearse
+	}
+	return false
+}
+
 type PlanResponse struct {
 	state           protoimpl.MessageState `protogen:"open.v1"`
 	Reasons         []*Reason              `protobuf:"bytes,1,rep,name=reasons,proto3" json:"reasons,omitempty"` // why it cannot; empty: it can
@@ -396,7 +586,7 @@ type PlanResponse struct {
 
 func (x *PlanResponse) Reset() {
 	*x = PlanResponse{}
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[8]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -408,7 +598,7 @@ func (x *PlanResponse) String() string {
 func (*PlanResponse) ProtoMessage() {}
 
 func (x *PlanResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[8]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -421,7 +611,7 @@ func (x *PlanResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PlanResponse.ProtoReflect.Descriptor instead.
 func (*PlanResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{8}
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *PlanResponse) GetReasons() []*Reason {
@@ -480,13 +670,16 @@ type SwapRequest struct {
 	FreezeTimeoutMs int64                  `protobuf:"varint,3,opt,name=freeze_timeout_ms,json=freezeTimeoutMs,proto3" json:"freeze_timeout_ms,omitempty"` // 0: default
 	FailAt          string                 `protobuf:"bytes,4,opt,name=fail_at,json=failAt,proto3" json:"fail_at,omitempty"`                               // fault injection: name of a step; needs GPUCTL_FAULTS=1
 	TimeoutMs       int64                  `protobuf:"varint,5,opt,name=timeout_ms,json=timeoutMs,proto3" json:"timeout_ms,omitempty"`                     // how long it may be frozen without progress while its executors are alive; 0: default
-	unknownFields   protoimpl.UnknownFields
-	sizeCache       protoimpl.SizeCache
+	// Go through everything that can be undone and go back: the session is frozen, its state
+	// taken from the GPU and put back where it was. The target may be missing.
+	Rehearse      bool `protobuf:"varint,40,opt,name=rehearse,proto3" json:"rehearse,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *SwapRequest) Reset() {
 	*x = SwapRequest{}
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[9]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -498,7 +691,7 @@ func (x *SwapRequest) String() string {
 func (*SwapRequest) ProtoMessage() {}
 
 func (x *SwapRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[9]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -511,7 +704,7 @@ func (x *SwapRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SwapRequest.ProtoReflect.Descriptor instead.
 func (*SwapRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{9}
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *SwapRequest) GetSession() string {
@@ -549,22 +742,30 @@ func (x *SwapRequest) GetTimeoutMs() int64 {
 	return 0
 }
 
+func (x *SwapRequest) GetRehearse() bool {
+	if x != nil {
+		return x.Rehearse
+	}
+	return false
+}
+
 type SuspendRequest struct {
 	state           protoimpl.MessageState `protogen:"open.v1"`
 	Session         string                 `protobuf:"bytes,1,opt,name=session,proto3" json:"session,omitempty"`
 	File            string                 `protobuf:"bytes,2,opt,name=file,proto3" json:"file,omitempty"` // empty: to host memory
 	FreezeTimeoutMs int64                  `protobuf:"varint,3,opt,name=freeze_timeout_ms,json=freezeTimeoutMs,proto3" json:"freeze_timeout_ms,omitempty"`
 	FailAt          string                 `protobuf:"bytes,4,opt,name=fail_at,json=failAt,proto3" json:"fail_at,omitempty"`
-	Away            string                 `protobuf:"bytes,5,opt,name=away,proto3" json:"away,omitempty"`                             // instead of a file: the state is read with TakeState and has this id
-	TimeoutMs       int64                  `protobuf:"varint,6,opt,name=timeout_ms,json=timeoutMs,proto3" json:"timeout_ms,omitempty"` // how long it may be frozen without progress while its executors are alive; 0: default
-	Owner           *FileOwner             `protobuf:"bytes,7,opt,name=owner,proto3" json:"owner,omitempty"`                           // user with whose rights the file is made; not set: the session's user
+	Away            string                 `protobuf:"bytes,5,opt,name=away,proto3" json:"away,omitempty"`                                    // instead of a file: the state is read with TakeState and has this id
+	TimeoutMs       int64                  `protobuf:"varint,6,opt,name=timeout_ms,json=timeoutMs,proto3" json:"timeout_ms,omitempty"`        // how long it may be frozen without progress while its executors are alive; 0: default
+	Owner           *FileOwner             `protobuf:"bytes,7,opt,name=owner,proto3" json:"owner,omitempty"`                                  // user with whose rights the file is made; not set: the session's user
+	WithProcess     bool                   `protobuf:"varint,40,opt,name=with_process,json=withProcess,proto3" json:"with_process,omitempty"` // file is a folder: the processes end, and are in it with their state
 	unknownFields   protoimpl.UnknownFields
 	sizeCache       protoimpl.SizeCache
 }
 
 func (x *SuspendRequest) Reset() {
 	*x = SuspendRequest{}
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[10]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -576,7 +777,7 @@ func (x *SuspendRequest) String() string {
 func (*SuspendRequest) ProtoMessage() {}
 
 func (x *SuspendRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[10]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -589,7 +790,7 @@ func (x *SuspendRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SuspendRequest.ProtoReflect.Descriptor instead.
 func (*SuspendRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{10}
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *SuspendRequest) GetSession() string {
@@ -641,6 +842,13 @@ func (x *SuspendRequest) GetOwner() *FileOwner {
 	return nil
 }
 
+func (x *SuspendRequest) GetWithProcess() bool {
+	if x != nil {
+		return x.WithProcess
+	}
+	return false
+}
+
 // FileOwner is a user of the system on which gpuguest runs.
 type FileOwner struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
@@ -652,7 +860,7 @@ type FileOwner struct {
 
 func (x *FileOwner) Reset() {
 	*x = FileOwner{}
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[11]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -664,7 +872,7 @@ func (x *FileOwner) String() string {
 func (*FileOwner) ProtoMessage() {}
 
 func (x *FileOwner) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[11]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -677,7 +885,7 @@ func (x *FileOwner) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use FileOwner.ProtoReflect.Descriptor instead.
 func (*FileOwner) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{11}
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *FileOwner) GetUid() uint32 {
@@ -704,7 +912,7 @@ type TakeStateRequest struct {
 
 func (x *TakeStateRequest) Reset() {
 	*x = TakeStateRequest{}
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[12]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -716,7 +924,7 @@ func (x *TakeStateRequest) String() string {
 func (*TakeStateRequest) ProtoMessage() {}
 
 func (x *TakeStateRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[12]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -729,7 +937,7 @@ func (x *TakeStateRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TakeStateRequest.ProtoReflect.Descriptor instead.
 func (*TakeStateRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{12}
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *TakeStateRequest) GetSession() string {
@@ -757,7 +965,7 @@ type KeptStateRequest struct {
 
 func (x *KeptStateRequest) Reset() {
 	*x = KeptStateRequest{}
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[13]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -769,7 +977,7 @@ func (x *KeptStateRequest) String() string {
 func (*KeptStateRequest) ProtoMessage() {}
 
 func (x *KeptStateRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[13]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -782,7 +990,7 @@ func (x *KeptStateRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use KeptStateRequest.ProtoReflect.Descriptor instead.
 func (*KeptStateRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{13}
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *KeptStateRequest) GetSession() string {
@@ -814,7 +1022,7 @@ type KeptStateResponse struct {
 
 func (x *KeptStateResponse) Reset() {
 	*x = KeptStateResponse{}
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[14]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -826,7 +1034,7 @@ func (x *KeptStateResponse) String() string {
 func (*KeptStateResponse) ProtoMessage() {}
 
 func (x *KeptStateResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[14]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -839,7 +1047,7 @@ func (x *KeptStateResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use KeptStateResponse.ProtoReflect.Descriptor instead.
 func (*KeptStateResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{14}
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{17}
 }
 
 type GiveStateRequest struct {
@@ -853,7 +1061,7 @@ type GiveStateRequest struct {
 
 func (x *GiveStateRequest) Reset() {
 	*x = GiveStateRequest{}
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[15]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -865,7 +1073,7 @@ func (x *GiveStateRequest) String() string {
 func (*GiveStateRequest) ProtoMessage() {}
 
 func (x *GiveStateRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[15]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -878,7 +1086,7 @@ func (x *GiveStateRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GiveStateRequest.ProtoReflect.Descriptor instead.
 func (*GiveStateRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{15}
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *GiveStateRequest) GetSession() string {
@@ -910,7 +1118,7 @@ type GiveStateResponse struct {
 
 func (x *GiveStateResponse) Reset() {
 	*x = GiveStateResponse{}
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[16]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -922,7 +1130,7 @@ func (x *GiveStateResponse) String() string {
 func (*GiveStateResponse) ProtoMessage() {}
 
 func (x *GiveStateResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[16]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -935,7 +1143,7 @@ func (x *GiveStateResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GiveStateResponse.ProtoReflect.Descriptor instead.
 func (*GiveStateResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{16}
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{19}
 }
 
 type ResumeRequest struct {
@@ -950,7 +1158,7 @@ type ResumeRequest struct {
 
 func (x *ResumeRequest) Reset() {
 	*x = ResumeRequest{}
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[17]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -962,7 +1170,7 @@ func (x *ResumeRequest) String() string {
 func (*ResumeRequest) ProtoMessage() {}
 
 func (x *ResumeRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[17]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -975,7 +1183,7 @@ func (x *ResumeRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResumeRequest.ProtoReflect.Descriptor instead.
 func (*ResumeRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{17}
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *ResumeRequest) GetSession() string {
@@ -1015,7 +1223,7 @@ type WarmRequest struct {
 
 func (x *WarmRequest) Reset() {
 	*x = WarmRequest{}
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[18]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1027,7 +1235,7 @@ func (x *WarmRequest) String() string {
 func (*WarmRequest) ProtoMessage() {}
 
 func (x *WarmRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[18]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1040,7 +1248,7 @@ func (x *WarmRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WarmRequest.ProtoReflect.Descriptor instead.
 func (*WarmRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{18}
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *WarmRequest) GetRuntime() *Runtime {
@@ -1058,7 +1266,7 @@ type WarmResponse struct {
 
 func (x *WarmResponse) Reset() {
 	*x = WarmResponse{}
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[19]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1070,7 +1278,7 @@ func (x *WarmResponse) String() string {
 func (*WarmResponse) ProtoMessage() {}
 
 func (x *WarmResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[19]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1083,7 +1291,7 @@ func (x *WarmResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WarmResponse.ProtoReflect.Descriptor instead.
 func (*WarmResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{19}
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{22}
 }
 
 type ProbeRequest struct {
@@ -1095,7 +1303,7 @@ type ProbeRequest struct {
 
 func (x *ProbeRequest) Reset() {
 	*x = ProbeRequest{}
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[20]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1107,7 +1315,7 @@ func (x *ProbeRequest) String() string {
 func (*ProbeRequest) ProtoMessage() {}
 
 func (x *ProbeRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[20]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1120,7 +1328,7 @@ func (x *ProbeRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ProbeRequest.ProtoReflect.Descriptor instead.
 func (*ProbeRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{20}
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *ProbeRequest) GetRuntime() *Runtime {
@@ -1142,7 +1350,7 @@ type ProbeResponse struct {
 
 func (x *ProbeResponse) Reset() {
 	*x = ProbeResponse{}
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[21]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1154,7 +1362,7 @@ func (x *ProbeResponse) String() string {
 func (*ProbeResponse) ProtoMessage() {}
 
 func (x *ProbeResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[21]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1167,7 +1375,7 @@ func (x *ProbeResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ProbeResponse.ProtoReflect.Descriptor instead.
 func (*ProbeResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{21}
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *ProbeResponse) GetPlatform() string {
@@ -1213,7 +1421,7 @@ type ProbedDevice struct {
 
 func (x *ProbedDevice) Reset() {
 	*x = ProbedDevice{}
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[22]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1225,7 +1433,7 @@ func (x *ProbedDevice) String() string {
 func (*ProbedDevice) ProtoMessage() {}
 
 func (x *ProbedDevice) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[22]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1238,7 +1446,7 @@ func (x *ProbedDevice) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ProbedDevice.ProtoReflect.Descriptor instead.
 func (*ProbedDevice) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{22}
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *ProbedDevice) GetIndex() uint32 {
@@ -1294,7 +1502,22 @@ var File_gpuctl_v1_guest_proto protoreflect.FileDescriptor
 
 const file_gpuctl_v1_guest_proto_rawDesc = "" +
 	"\n" +
-	"\x15gpuctl/v1/guest.proto\x12\tgpuctl.v1\x1a\x15gpuctl/v1/types.proto\"\x97\x01\n" +
+	"\x15gpuctl/v1/guest.proto\x12\tgpuctl.v1\x1a\x15gpuctl/v1/types.proto\"\xbe\x01\n" +
+	"\fAdoptRequest\x12\x10\n" +
+	"\x03pid\x18\x01 \x01(\rR\x03pid\x12\x10\n" +
+	"\x03all\x18\x02 \x01(\bR\x03all\x12\x12\n" +
+	"\x04look\x18\x03 \x01(\bR\x04look\x12;\n" +
+	"\x06claims\x18\x04 \x03(\v2#.gpuctl.v1.AdoptRequest.ClaimsEntryR\x06claims\x1a9\n" +
+	"\vClaimsEntry\x12\x10\n" +
+	"\x03key\x18\x01 \x01(\rR\x03key\x12\x14\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"r\n" +
+	"\rAdoptResponse\x12.\n" +
+	"\bsessions\x18\x01 \x03(\v2\x12.gpuctl.v1.SessionR\bsessions\x121\n" +
+	"\arefused\x18\x02 \x03(\v2\x17.gpuctl.v1.AdoptRefusalR\arefused\"g\n" +
+	"\fAdoptRefusal\x12\x10\n" +
+	"\x03pid\x18\x01 \x01(\rR\x03pid\x12\x18\n" +
+	"\acommand\x18\x02 \x01(\tR\acommand\x12+\n" +
+	"\areasons\x18\x03 \x03(\v2\x11.gpuctl.v1.ReasonR\areasons\"\x97\x01\n" +
 	"\fOfferRequest\x12\x14\n" +
 	"\x05token\x18\x01 \x01(\tR\x05token\x12\x14\n" +
 	"\x05claim\x18\x02 \x01(\tR\x05claim\x12)\n" +
@@ -1307,11 +1530,12 @@ const file_gpuctl_v1_guest_proto_rawDesc = "" +
 	"\x13ListSessionsRequest\"F\n" +
 	"\x14ListSessionsResponse\x12.\n" +
 	"\bsessions\x18\x01 \x03(\v2\x12.gpuctl.v1.SessionR\bsessions\"\x16\n" +
-	"\x14WatchSessionsRequest\"h\n" +
+	"\x14WatchSessionsRequest\"\x84\x01\n" +
 	"\vPlanRequest\x12\x18\n" +
 	"\asession\x18\x01 \x01(\tR\asession\x12)\n" +
 	"\x06target\x18\x02 \x01(\v2\x11.gpuctl.v1.TargetR\x06target\x12\x14\n" +
-	"\x05build\x18\x03 \x01(\bR\x05build\"\x8e\x02\n" +
+	"\x05build\x18\x03 \x01(\bR\x05build\x12\x1a\n" +
+	"\brehearse\x18( \x01(\bR\brehearse\"\x8e\x02\n" +
 	"\fPlanResponse\x12+\n" +
 	"\areasons\x18\x01 \x03(\v2\x11.gpuctl.v1.ReasonR\areasons\x12\x14\n" +
 	"\x05steps\x18\x02 \x03(\tR\x05steps\x12\x14\n" +
@@ -1319,14 +1543,15 @@ const file_gpuctl_v1_guest_proto_rawDesc = "" +
 	"\fpredicted_ns\x18\x04 \x01(\x03R\vpredictedNs\x12*\n" +
 	"\x11predicted_stop_ns\x18\x05 \x01(\x03R\x0fpredictedStopNs\x12+\n" +
 	"\x05total\x18\x06 \x01(\v2\x15.gpuctl.v1.PredictionR\x05total\x12)\n" +
-	"\x04stop\x18\a \x01(\v2\x15.gpuctl.v1.PredictionR\x04stop\"\xb6\x01\n" +
+	"\x04stop\x18\a \x01(\v2\x15.gpuctl.v1.PredictionR\x04stop\"\xd2\x01\n" +
 	"\vSwapRequest\x12\x18\n" +
 	"\asession\x18\x01 \x01(\tR\asession\x12)\n" +
 	"\x06target\x18\x02 \x01(\v2\x11.gpuctl.v1.TargetR\x06target\x12*\n" +
 	"\x11freeze_timeout_ms\x18\x03 \x01(\x03R\x0ffreezeTimeoutMs\x12\x17\n" +
 	"\afail_at\x18\x04 \x01(\tR\x06failAt\x12\x1d\n" +
 	"\n" +
-	"timeout_ms\x18\x05 \x01(\x03R\ttimeoutMs\"\xe2\x01\n" +
+	"timeout_ms\x18\x05 \x01(\x03R\ttimeoutMs\x12\x1a\n" +
+	"\brehearse\x18( \x01(\bR\brehearse\"\x85\x02\n" +
 	"\x0eSuspendRequest\x12\x18\n" +
 	"\asession\x18\x01 \x01(\tR\asession\x12\x12\n" +
 	"\x04file\x18\x02 \x01(\tR\x04file\x12*\n" +
@@ -1335,7 +1560,8 @@ const file_gpuctl_v1_guest_proto_rawDesc = "" +
 	"\x04away\x18\x05 \x01(\tR\x04away\x12\x1d\n" +
 	"\n" +
 	"timeout_ms\x18\x06 \x01(\x03R\ttimeoutMs\x12*\n" +
-	"\x05owner\x18\a \x01(\v2\x14.gpuctl.v1.FileOwnerR\x05owner\"/\n" +
+	"\x05owner\x18\a \x01(\v2\x14.gpuctl.v1.FileOwnerR\x05owner\x12!\n" +
+	"\fwith_process\x18( \x01(\bR\vwithProcess\"/\n" +
 	"\tFileOwner\x12\x10\n" +
 	"\x03uid\x18\x01 \x01(\rR\x03uid\x12\x10\n" +
 	"\x03gid\x18\x02 \x01(\rR\x03gid\"<\n" +
@@ -1376,7 +1602,7 @@ const file_gpuctl_v1_guest_proto_rawDesc = "" +
 	"\x04uuid\x18\x05 \x01(\tR\x04uuid\x12\x1f\n" +
 	"\vpci_address\x18\x06 \x01(\tR\n" +
 	"pciAddress\x12)\n" +
-	"\x06limits\x18\a \x01(\v2\x11.gpuctl.v1.LimitsR\x06limits2\xda\x06\n" +
+	"\x06limits\x18\a \x01(\v2\x11.gpuctl.v1.LimitsR\x06limits2\x96\a\n" +
 	"\fGuestService\x12:\n" +
 	"\x05Offer\x12\x17.gpuctl.v1.OfferRequest\x1a\x18.gpuctl.v1.OfferResponse\x12C\n" +
 	"\bWithdraw\x12\x1a.gpuctl.v1.WithdrawRequest\x1a\x1b.gpuctl.v1.WithdrawResponse\x12O\n" +
@@ -1390,7 +1616,8 @@ const file_gpuctl_v1_guest_proto_rawDesc = "" +
 	"\tKeptState\x12\x1b.gpuctl.v1.KeptStateRequest\x1a\x1c.gpuctl.v1.KeptStateResponse\x12H\n" +
 	"\tGiveState\x12\x1b.gpuctl.v1.GiveStateRequest\x1a\x1c.gpuctl.v1.GiveStateResponse(\x01\x12:\n" +
 	"\x05Probe\x12\x17.gpuctl.v1.ProbeRequest\x1a\x18.gpuctl.v1.ProbeResponse\x127\n" +
-	"\x04Warm\x12\x16.gpuctl.v1.WarmRequest\x1a\x17.gpuctl.v1.WarmResponseB1Z/github.com/gpuctl/gpuctl/api/gpuctl/v1;gpuctlv1b\x06proto3"
+	"\x04Warm\x12\x16.gpuctl.v1.WarmRequest\x1a\x17.gpuctl.v1.WarmResponse\x12:\n" +
+	"\x05Adopt\x12\x17.gpuctl.v1.AdoptRequest\x1a\x18.gpuctl.v1.AdoptResponseB1Z/github.com/gpuctl/gpuctl/api/gpuctl/v1;gpuctlv1b\x06proto3"
 
 var (
 	file_gpuctl_v1_guest_proto_rawDescOnce sync.Once
@@ -1404,90 +1631,100 @@ func file_gpuctl_v1_guest_proto_rawDescGZIP() []byte {
 	return file_gpuctl_v1_guest_proto_rawDescData
 }
 
-var file_gpuctl_v1_guest_proto_msgTypes = make([]protoimpl.MessageInfo, 23)
+var file_gpuctl_v1_guest_proto_msgTypes = make([]protoimpl.MessageInfo, 27)
 var file_gpuctl_v1_guest_proto_goTypes = []any{
-	(*OfferRequest)(nil),         // 0: gpuctl.v1.OfferRequest
-	(*OfferResponse)(nil),        // 1: gpuctl.v1.OfferResponse
-	(*WithdrawRequest)(nil),      // 2: gpuctl.v1.WithdrawRequest
-	(*WithdrawResponse)(nil),     // 3: gpuctl.v1.WithdrawResponse
-	(*ListSessionsRequest)(nil),  // 4: gpuctl.v1.ListSessionsRequest
-	(*ListSessionsResponse)(nil), // 5: gpuctl.v1.ListSessionsResponse
-	(*WatchSessionsRequest)(nil), // 6: gpuctl.v1.WatchSessionsRequest
-	(*PlanRequest)(nil),          // 7: gpuctl.v1.PlanRequest
-	(*PlanResponse)(nil),         // 8: gpuctl.v1.PlanResponse
-	(*SwapRequest)(nil),          // 9: gpuctl.v1.SwapRequest
-	(*SuspendRequest)(nil),       // 10: gpuctl.v1.SuspendRequest
-	(*FileOwner)(nil),            // 11: gpuctl.v1.FileOwner
-	(*TakeStateRequest)(nil),     // 12: gpuctl.v1.TakeStateRequest
-	(*KeptStateRequest)(nil),     // 13: gpuctl.v1.KeptStateRequest
-	(*KeptStateResponse)(nil),    // 14: gpuctl.v1.KeptStateResponse
-	(*GiveStateRequest)(nil),     // 15: gpuctl.v1.GiveStateRequest
-	(*GiveStateResponse)(nil),    // 16: gpuctl.v1.GiveStateResponse
-	(*ResumeRequest)(nil),        // 17: gpuctl.v1.ResumeRequest
-	(*WarmRequest)(nil),          // 18: gpuctl.v1.WarmRequest
-	(*WarmResponse)(nil),         // 19: gpuctl.v1.WarmResponse
-	(*ProbeRequest)(nil),         // 20: gpuctl.v1.ProbeRequest
-	(*ProbeResponse)(nil),        // 21: gpuctl.v1.ProbeResponse
-	(*ProbedDevice)(nil),         // 22: gpuctl.v1.ProbedDevice
-	(*Target)(nil),               // 23: gpuctl.v1.Target
-	(*VirtualDevice)(nil),        // 24: gpuctl.v1.VirtualDevice
-	(*Session)(nil),              // 25: gpuctl.v1.Session
-	(*Reason)(nil),               // 26: gpuctl.v1.Reason
-	(*Prediction)(nil),           // 27: gpuctl.v1.Prediction
-	(*StateMark)(nil),            // 28: gpuctl.v1.StateMark
-	(*StateChunk)(nil),           // 29: gpuctl.v1.StateChunk
-	(*Runtime)(nil),              // 30: gpuctl.v1.Runtime
-	(*Limits)(nil),               // 31: gpuctl.v1.Limits
-	(*Progress)(nil),             // 32: gpuctl.v1.Progress
+	(*AdoptRequest)(nil),         // 0: gpuctl.v1.AdoptRequest
+	(*AdoptResponse)(nil),        // 1: gpuctl.v1.AdoptResponse
+	(*AdoptRefusal)(nil),         // 2: gpuctl.v1.AdoptRefusal
+	(*OfferRequest)(nil),         // 3: gpuctl.v1.OfferRequest
+	(*OfferResponse)(nil),        // 4: gpuctl.v1.OfferResponse
+	(*WithdrawRequest)(nil),      // 5: gpuctl.v1.WithdrawRequest
+	(*WithdrawResponse)(nil),     // 6: gpuctl.v1.WithdrawResponse
+	(*ListSessionsRequest)(nil),  // 7: gpuctl.v1.ListSessionsRequest
+	(*ListSessionsResponse)(nil), // 8: gpuctl.v1.ListSessionsResponse
+	(*WatchSessionsRequest)(nil), // 9: gpuctl.v1.WatchSessionsRequest
+	(*PlanRequest)(nil),          // 10: gpuctl.v1.PlanRequest
+	(*PlanResponse)(nil),         // 11: gpuctl.v1.PlanResponse
+	(*SwapRequest)(nil),          // 12: gpuctl.v1.SwapRequest
+	(*SuspendRequest)(nil),       // 13: gpuctl.v1.SuspendRequest
+	(*FileOwner)(nil),            // 14: gpuctl.v1.FileOwner
+	(*TakeStateRequest)(nil),     // 15: gpuctl.v1.TakeStateRequest
+	(*KeptStateRequest)(nil),     // 16: gpuctl.v1.KeptStateRequest
+	(*KeptStateResponse)(nil),    // 17: gpuctl.v1.KeptStateResponse
+	(*GiveStateRequest)(nil),     // 18: gpuctl.v1.GiveStateRequest
+	(*GiveStateResponse)(nil),    // 19: gpuctl.v1.GiveStateResponse
+	(*ResumeRequest)(nil),        // 20: gpuctl.v1.ResumeRequest
+	(*WarmRequest)(nil),          // 21: gpuctl.v1.WarmRequest
+	(*WarmResponse)(nil),         // 22: gpuctl.v1.WarmResponse
+	(*ProbeRequest)(nil),         // 23: gpuctl.v1.ProbeRequest
+	(*ProbeResponse)(nil),        // 24: gpuctl.v1.ProbeResponse
+	(*ProbedDevice)(nil),         // 25: gpuctl.v1.ProbedDevice
+	nil,                          // 26: gpuctl.v1.AdoptRequest.ClaimsEntry
+	(*Session)(nil),              // 27: gpuctl.v1.Session
+	(*Reason)(nil),               // 28: gpuctl.v1.Reason
+	(*Target)(nil),               // 29: gpuctl.v1.Target
+	(*VirtualDevice)(nil),        // 30: gpuctl.v1.VirtualDevice
+	(*Prediction)(nil),           // 31: gpuctl.v1.Prediction
+	(*StateMark)(nil),            // 32: gpuctl.v1.StateMark
+	(*StateChunk)(nil),           // 33: gpuctl.v1.StateChunk
+	(*Runtime)(nil),              // 34: gpuctl.v1.Runtime
+	(*Limits)(nil),               // 35: gpuctl.v1.Limits
+	(*Progress)(nil),             // 36: gpuctl.v1.Progress
 }
 var file_gpuctl_v1_guest_proto_depIdxs = []int32{
-	23, // 0: gpuctl.v1.OfferRequest.target:type_name -> gpuctl.v1.Target
-	24, // 1: gpuctl.v1.OfferRequest.device:type_name -> gpuctl.v1.VirtualDevice
-	25, // 2: gpuctl.v1.ListSessionsResponse.sessions:type_name -> gpuctl.v1.Session
-	23, // 3: gpuctl.v1.PlanRequest.target:type_name -> gpuctl.v1.Target
-	26, // 4: gpuctl.v1.PlanResponse.reasons:type_name -> gpuctl.v1.Reason
-	27, // 5: gpuctl.v1.PlanResponse.total:type_name -> gpuctl.v1.Prediction
-	27, // 6: gpuctl.v1.PlanResponse.stop:type_name -> gpuctl.v1.Prediction
-	23, // 7: gpuctl.v1.SwapRequest.target:type_name -> gpuctl.v1.Target
-	11, // 8: gpuctl.v1.SuspendRequest.owner:type_name -> gpuctl.v1.FileOwner
-	28, // 9: gpuctl.v1.KeptStateRequest.mark:type_name -> gpuctl.v1.StateMark
-	29, // 10: gpuctl.v1.GiveStateRequest.chunk:type_name -> gpuctl.v1.StateChunk
-	23, // 11: gpuctl.v1.ResumeRequest.target:type_name -> gpuctl.v1.Target
-	30, // 12: gpuctl.v1.WarmRequest.runtime:type_name -> gpuctl.v1.Runtime
-	30, // 13: gpuctl.v1.ProbeRequest.runtime:type_name -> gpuctl.v1.Runtime
-	22, // 14: gpuctl.v1.ProbeResponse.devices:type_name -> gpuctl.v1.ProbedDevice
-	31, // 15: gpuctl.v1.ProbedDevice.limits:type_name -> gpuctl.v1.Limits
-	0,  // 16: gpuctl.v1.GuestService.Offer:input_type -> gpuctl.v1.OfferRequest
-	2,  // 17: gpuctl.v1.GuestService.Withdraw:input_type -> gpuctl.v1.WithdrawRequest
-	4,  // 18: gpuctl.v1.GuestService.ListSessions:input_type -> gpuctl.v1.ListSessionsRequest
-	6,  // 19: gpuctl.v1.GuestService.WatchSessions:input_type -> gpuctl.v1.WatchSessionsRequest
-	7,  // 20: gpuctl.v1.GuestService.Plan:input_type -> gpuctl.v1.PlanRequest
-	9,  // 21: gpuctl.v1.GuestService.Swap:input_type -> gpuctl.v1.SwapRequest
-	10, // 22: gpuctl.v1.GuestService.Suspend:input_type -> gpuctl.v1.SuspendRequest
-	17, // 23: gpuctl.v1.GuestService.Resume:input_type -> gpuctl.v1.ResumeRequest
-	12, // 24: gpuctl.v1.GuestService.TakeState:input_type -> gpuctl.v1.TakeStateRequest
-	13, // 25: gpuctl.v1.GuestService.KeptState:input_type -> gpuctl.v1.KeptStateRequest
-	15, // 26: gpuctl.v1.GuestService.GiveState:input_type -> gpuctl.v1.GiveStateRequest
-	20, // 27: gpuctl.v1.GuestService.Probe:input_type -> gpuctl.v1.ProbeRequest
-	18, // 28: gpuctl.v1.GuestService.Warm:input_type -> gpuctl.v1.WarmRequest
-	1,  // 29: gpuctl.v1.GuestService.Offer:output_type -> gpuctl.v1.OfferResponse
-	3,  // 30: gpuctl.v1.GuestService.Withdraw:output_type -> gpuctl.v1.WithdrawResponse
-	5,  // 31: gpuctl.v1.GuestService.ListSessions:output_type -> gpuctl.v1.ListSessionsResponse
-	25, // 32: gpuctl.v1.GuestService.WatchSessions:output_type -> gpuctl.v1.Session
-	8,  // 33: gpuctl.v1.GuestService.Plan:output_type -> gpuctl.v1.PlanResponse
-	32, // 34: gpuctl.v1.GuestService.Swap:output_type -> gpuctl.v1.Progress
-	32, // 35: gpuctl.v1.GuestService.Suspend:output_type -> gpuctl.v1.Progress
-	32, // 36: gpuctl.v1.GuestService.Resume:output_type -> gpuctl.v1.Progress
-	29, // 37: gpuctl.v1.GuestService.TakeState:output_type -> gpuctl.v1.StateChunk
-	14, // 38: gpuctl.v1.GuestService.KeptState:output_type -> gpuctl.v1.KeptStateResponse
-	16, // 39: gpuctl.v1.GuestService.GiveState:output_type -> gpuctl.v1.GiveStateResponse
-	21, // 40: gpuctl.v1.GuestService.Probe:output_type -> gpuctl.v1.ProbeResponse
-	19, // 41: gpuctl.v1.GuestService.Warm:output_type -> gpuctl.v1.WarmResponse
-	29, // [29:42] is the sub-list for method output_type
-	16, // [16:29] is the sub-list for method input_type
-	16, // [16:16] is the sub-list for extension type_name
-	16, // [16:16] is the sub-list for extension extendee
-	0,  // [0:16] is the sub-list for field type_name
+	26, // 0: gpuctl.v1.AdoptRequest.claims:type_name -> gpuctl.v1.AdoptRequest.ClaimsEntry
+	27, // 1: gpuctl.v1.AdoptResponse.sessions:type_name -> gpuctl.v1.Session
+	2,  // 2: gpuctl.v1.AdoptResponse.refused:type_name -> gpuctl.v1.AdoptRefusal
+	28, // 3: gpuctl.v1.AdoptRefusal.reasons:type_name -> gpuctl.v1.Reason
+	29, // 4: gpuctl.v1.OfferRequest.target:type_name -> gpuctl.v1.Target
+	30, // 5: gpuctl.v1.OfferRequest.device:type_name -> gpuctl.v1.VirtualDevice
+	27, // 6: gpuctl.v1.ListSessionsResponse.sessions:type_name -> gpuctl.v1.Session
+	29, // 7: gpuctl.v1.PlanRequest.target:type_name -> gpuctl.v1.Target
+	28, // 8: gpuctl.v1.PlanResponse.reasons:type_name -> gpuctl.v1.Reason
+	31, // 9: gpuctl.v1.PlanResponse.total:type_name -> gpuctl.v1.Prediction
+	31, // 10: gpuctl.v1.PlanResponse.stop:type_name -> gpuctl.v1.Prediction
+	29, // 11: gpuctl.v1.SwapRequest.target:type_name -> gpuctl.v1.Target
+	14, // 12: gpuctl.v1.SuspendRequest.owner:type_name -> gpuctl.v1.FileOwner
+	32, // 13: gpuctl.v1.KeptStateRequest.mark:type_name -> gpuctl.v1.StateMark
+	33, // 14: gpuctl.v1.GiveStateRequest.chunk:type_name -> gpuctl.v1.StateChunk
+	29, // 15: gpuctl.v1.ResumeRequest.target:type_name -> gpuctl.v1.Target
+	34, // 16: gpuctl.v1.WarmRequest.runtime:type_name -> gpuctl.v1.Runtime
+	34, // 17: gpuctl.v1.ProbeRequest.runtime:type_name -> gpuctl.v1.Runtime
+	25, // 18: gpuctl.v1.ProbeResponse.devices:type_name -> gpuctl.v1.ProbedDevice
+	35, // 19: gpuctl.v1.ProbedDevice.limits:type_name -> gpuctl.v1.Limits
+	3,  // 20: gpuctl.v1.GuestService.Offer:input_type -> gpuctl.v1.OfferRequest
+	5,  // 21: gpuctl.v1.GuestService.Withdraw:input_type -> gpuctl.v1.WithdrawRequest
+	7,  // 22: gpuctl.v1.GuestService.ListSessions:input_type -> gpuctl.v1.ListSessionsRequest
+	9,  // 23: gpuctl.v1.GuestService.WatchSessions:input_type -> gpuctl.v1.WatchSessionsRequest
+	10, // 24: gpuctl.v1.GuestService.Plan:input_type -> gpuctl.v1.PlanRequest
+	12, // 25: gpuctl.v1.GuestService.Swap:input_type -> gpuctl.v1.SwapRequest
+	13, // 26: gpuctl.v1.GuestService.Suspend:input_type -> gpuctl.v1.SuspendRequest
+	20, // 27: gpuctl.v1.GuestService.Resume:input_type -> gpuctl.v1.ResumeRequest
+	15, // 28: gpuctl.v1.GuestService.TakeState:input_type -> gpuctl.v1.TakeStateRequest
+	16, // 29: gpuctl.v1.GuestService.KeptState:input_type -> gpuctl.v1.KeptStateRequest
+	18, // 30: gpuctl.v1.GuestService.GiveState:input_type -> gpuctl.v1.GiveStateRequest
+	23, // 31: gpuctl.v1.GuestService.Probe:input_type -> gpuctl.v1.ProbeRequest
+	21, // 32: gpuctl.v1.GuestService.Warm:input_type -> gpuctl.v1.WarmRequest
+	0,  // 33: gpuctl.v1.GuestService.Adopt:input_type -> gpuctl.v1.AdoptRequest
+	4,  // 34: gpuctl.v1.GuestService.Offer:output_type -> gpuctl.v1.OfferResponse
+	6,  // 35: gpuctl.v1.GuestService.Withdraw:output_type -> gpuctl.v1.WithdrawResponse
+	8,  // 36: gpuctl.v1.GuestService.ListSessions:output_type -> gpuctl.v1.ListSessionsResponse
+	27, // 37: gpuctl.v1.GuestService.WatchSessions:output_type -> gpuctl.v1.Session
+	11, // 38: gpuctl.v1.GuestService.Plan:output_type -> gpuctl.v1.PlanResponse
+	36, // 39: gpuctl.v1.GuestService.Swap:output_type -> gpuctl.v1.Progress
+	36, // 40: gpuctl.v1.GuestService.Suspend:output_type -> gpuctl.v1.Progress
+	36, // 41: gpuctl.v1.GuestService.Resume:output_type -> gpuctl.v1.Progress
+	33, // 42: gpuctl.v1.GuestService.TakeState:output_type -> gpuctl.v1.StateChunk
+	17, // 43: gpuctl.v1.GuestService.KeptState:output_type -> gpuctl.v1.KeptStateResponse
+	19, // 44: gpuctl.v1.GuestService.GiveState:output_type -> gpuctl.v1.GiveStateResponse
+	24, // 45: gpuctl.v1.GuestService.Probe:output_type -> gpuctl.v1.ProbeResponse
+	22, // 46: gpuctl.v1.GuestService.Warm:output_type -> gpuctl.v1.WarmResponse
+	1,  // 47: gpuctl.v1.GuestService.Adopt:output_type -> gpuctl.v1.AdoptResponse
+	34, // [34:48] is the sub-list for method output_type
+	20, // [20:34] is the sub-list for method input_type
+	20, // [20:20] is the sub-list for extension type_name
+	20, // [20:20] is the sub-list for extension extendee
+	0,  // [0:20] is the sub-list for field type_name
 }
 
 func init() { file_gpuctl_v1_guest_proto_init() }
@@ -1502,7 +1739,7 @@ func file_gpuctl_v1_guest_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_gpuctl_v1_guest_proto_rawDesc), len(file_gpuctl_v1_guest_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   23,
+			NumMessages:   27,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -61,6 +61,8 @@ const (
 	GuestServiceProbeProcedure = "/gpuctl.v1.GuestService/Probe"
 	// GuestServiceWarmProcedure is the fully-qualified name of the GuestService's Warm RPC.
 	GuestServiceWarmProcedure = "/gpuctl.v1.GuestService/Warm"
+	// GuestServiceAdoptProcedure is the fully-qualified name of the GuestService's Adopt RPC.
+	GuestServiceAdoptProcedure = "/gpuctl.v1.GuestService/Adopt"
 )
 
 // GuestServiceClient is a client for the gpuctl.v1.GuestService service.
@@ -93,6 +95,9 @@ type GuestServiceClient interface {
 	// probe. They have loaded a runtime's library, but have not searched for
 	// devices. The next executors of that runtime use them.
 	Warm(context.Context, *connect.Request[v1.WarmRequest]) (*connect.Response[v1.WarmResponse], error)
+	// Adopt makes sessions of processes that use CUDA and run already. A process that
+	// can't be one is refused with the reasons, and is not touched.
+	Adopt(context.Context, *connect.Request[v1.AdoptRequest]) (*connect.Response[v1.AdoptResponse], error)
 }
 
 // NewGuestServiceClient constructs a client for the gpuctl.v1.GuestService service. By default, it
@@ -184,6 +189,12 @@ func NewGuestServiceClient(httpClient connect.HTTPClient, baseURL string, opts .
 			connect.WithSchema(guestServiceMethods.ByName("Warm")),
 			connect.WithClientOptions(opts...),
 		),
+		adopt: connect.NewClient[v1.AdoptRequest, v1.AdoptResponse](
+			httpClient,
+			baseURL+GuestServiceAdoptProcedure,
+			connect.WithSchema(guestServiceMethods.ByName("Adopt")),
+			connect.WithClientOptions(opts...),
+		),
 	}
 }
 
@@ -202,6 +213,7 @@ type guestServiceClient struct {
 	giveState     *connect.Client[v1.GiveStateRequest, v1.GiveStateResponse]
 	probe         *connect.Client[v1.ProbeRequest, v1.ProbeResponse]
 	warm          *connect.Client[v1.WarmRequest, v1.WarmResponse]
+	adopt         *connect.Client[v1.AdoptRequest, v1.AdoptResponse]
 }
 
 // Offer calls gpuctl.v1.GuestService.Offer.
@@ -269,6 +281,11 @@ func (c *guestServiceClient) Warm(ctx context.Context, req *connect.Request[v1.W
 	return c.warm.CallUnary(ctx, req)
 }
 
+// Adopt calls gpuctl.v1.GuestService.Adopt.
+func (c *guestServiceClient) Adopt(ctx context.Context, req *connect.Request[v1.AdoptRequest]) (*connect.Response[v1.AdoptResponse], error) {
+	return c.adopt.CallUnary(ctx, req)
+}
+
 // GuestServiceHandler is an implementation of the gpuctl.v1.GuestService service.
 type GuestServiceHandler interface {
 	// Offer sets the target for the applications that connect with the claim's
@@ -299,6 +316,9 @@ type GuestServiceHandler interface {
 	// probe. They have loaded a runtime's library, but have not searched for
 	// devices. The next executors of that runtime use them.
 	Warm(context.Context, *connect.Request[v1.WarmRequest]) (*connect.Response[v1.WarmResponse], error)
+	// Adopt makes sessions of processes that use CUDA and run already. A process that
+	// can't be one is refused with the reasons, and is not touched.
+	Adopt(context.Context, *connect.Request[v1.AdoptRequest]) (*connect.Response[v1.AdoptResponse], error)
 }
 
 // NewGuestServiceHandler builds an HTTP handler from the service implementation. It returns the
@@ -386,6 +406,12 @@ func NewGuestServiceHandler(svc GuestServiceHandler, opts ...connect.HandlerOpti
 		connect.WithSchema(guestServiceMethods.ByName("Warm")),
 		connect.WithHandlerOptions(opts...),
 	)
+	guestServiceAdoptHandler := connect.NewUnaryHandler(
+		GuestServiceAdoptProcedure,
+		svc.Adopt,
+		connect.WithSchema(guestServiceMethods.ByName("Adopt")),
+		connect.WithHandlerOptions(opts...),
+	)
 	return "/gpuctl.v1.GuestService/", http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		switch r.URL.Path {
 		case GuestServiceOfferProcedure:
@@ -414,6 +440,8 @@ func NewGuestServiceHandler(svc GuestServiceHandler, opts ...connect.HandlerOpti
 			guestServiceProbeHandler.ServeHTTP(w, r)
 		case GuestServiceWarmProcedure:
 			guestServiceWarmHandler.ServeHTTP(w, r)
+		case GuestServiceAdoptProcedure:
+			guestServiceAdoptHandler.ServeHTTP(w, r)
 		default:
 			http.NotFound(w, r)
 		}
@@ -473,4 +501,8 @@ func (UnimplementedGuestServiceHandler) Probe(context.Context, *connect.Request[
 
 func (UnimplementedGuestServiceHandler) Warm(context.Context, *connect.Request[v1.WarmRequest]) (*connect.Response[v1.WarmResponse], error) {
 	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("gpuctl.v1.GuestService.Warm is not implemented"))
+}
+
+func (UnimplementedGuestServiceHandler) Adopt(context.Context, *connect.Request[v1.AdoptRequest]) (*connect.Response[v1.AdoptResponse], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("gpuctl.v1.GuestService.Adopt is not implemented"))
 }
