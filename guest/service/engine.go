@@ -58,3 +58,10 @@ type Loader interface {
 	Probe(ctx context.Context, runtime *gpuctlv1.Runtime) (*gpuctlv1.ProbeResponse, error)
 	Warm(ctx context.Context, runtime *gpuctlv1.Runtime) error
 }
+
+// Lender is an engine that lends GPUs of this host to sessions of others.
+type Lender interface {
+	Lend(ctx context.Context, req *gpuctlv1.LendRequest) (*gpuctlv1.LendResponse, error)
+	EndLease(ctx context.Context, id string) error
+	Leases() ([]*gpuctlv1.Lease, error)
+}

@@ -239,6 +239,41 @@ func (v service) loader(r *gpuctlv1.Runtime) (Loader, error) {
 	return able[Loader](v, "loads runtimes")
 }
 
+func (v service) Lend(ctx context.Context, req *connect.Request[gpuctlv1.LendRequest]) (*connect.Response[gpuctlv1.LendResponse], error) {
+	l, err := able[Lender](v, "lends GPUs")
+	if err != nil {
+		return nil, err
+	}
+	resp, err := l.Lend(ctx, req.Msg)
+	if err != nil {
+		return nil, err
+	}
+	return connect.NewResponse(resp), nil
+}
+
+func (v service) EndLease(ctx context.Context, req *connect.Request[gpuctlv1.EndLeaseRequest]) (*connect.Response[gpuctlv1.EndLeaseResponse], error) {
+	l, err := able[Lender](v, "lends GPUs")
+	if err != nil {
+		return nil, err
+	}
+	if err := l.EndLease(ctx, req.Msg.GetLease()); err != nil {
+		return nil, err
+	}
+	return connect.NewResponse(&gpuctlv1.EndLeaseResponse{}), nil
+}
+
+func (v service) ListLeases(_ context.Context, _ *connect.Request[gpuctlv1.ListLeasesRequest]) (*connect.Response[gpuctlv1.ListLeasesResponse], error) {
+	l, err := able[Lender](v, "lends GPUs")
+	if err != nil {
+		return nil, err
+	}
+	leases, err := l.Leases()
+	if err != nil {
+		return nil, err
+	}
+	return connect.NewResponse(&gpuctlv1.ListLeasesResponse{Leases: leases}), nil
+}
+
 // report runs an operation and streams its progress. It drops progress messages if the
 // listener does not read, because the application must not wait for the listener.
 func report(ctx context.Context, st *connect.ServerStream[gpuctlv1.Progress],

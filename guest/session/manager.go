@@ -43,9 +43,10 @@ type Config struct {
 	Dir         string // run folder; created if missing
 	Launcher    Launcher
 	Logger      *slog.Logger
-	Faults      bool // allow fail_at
-	MaxSessions int  // at once; 0: 1024
-	CompileAnew bool // do not keep what runtimes compile for the next session of a user's program
+	Faults      bool   // allow fail_at
+	MaxSessions int    // at once; 0: 1024
+	Lender      Lender // nil: nothing is lent
+	CompileAnew bool   // do not keep what runtimes compile for the next session of a user's program
 }
 
 // Manager manages the sessions of one run folder.

@@ -2,7 +2,10 @@ package session
 
 import (
 	"context"
+	"errors"
 	"time"
+
+	"connectrpc.com/connect"
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 )
@@ -57,6 +60,45 @@ func (m *Manager) Offer(_ context.Context, o *gpuctlv1.OfferRequest) error { ret
 
 // Withdraw removes the offer. Running sessions stay.
 func (m *Manager) Withdraw(_ context.Context, token string) error { return m.withdraw(token) }
+
+// Lender lends GPUs of this host to sessions of others.
+type Lender interface {
+	// Lend starts a far executor. A lease that is already there, with an equal request, is
+	// returned again.
+	Lend(ctx context.Context, req *gpuctlv1.LendRequest) (*gpuctlv1.LendResponse, error)
+	// EndLease ends a lease and forgets it. It does nothing if there is no such lease.
+	EndLease(ctx context.Context, id string) error
+	// Leases returns all leases, oldest first.
+	Leases() []*gpuctlv1.Lease
+}
+
+// Lend starts a far executor, if this gpuguest lends GPUs.
+func (m *Manager) Lend(ctx context.Context, req *gpuctlv1.LendRequest) (*gpuctlv1.LendResponse, error) {
+	if m.cfg.Lender == nil {
+		return nil, errNoLender()
+	}
+	return m.cfg.Lender.Lend(ctx, req)
+}
+
+// EndLease ends a lease and forgets it.
+func (m *Manager) EndLease(ctx context.Context, id string) error {
+	if m.cfg.Lender == nil {
+		return errNoLender()
+	}
+	return m.cfg.Lender.EndLease(ctx, id)
+}
+
+// Leases returns all leases, oldest first.
+func (m *Manager) Leases() ([]*gpuctlv1.Lease, error) {
+	if m.cfg.Lender == nil {
+		return nil, errNoLender()
+	}
+	return m.cfg.Lender.Leases(), nil
+}
+
+func errNoLender() error {
+	return connect.NewError(connect.CodeUnimplemented, errors.New("this gpuguest lends no GPUs: start it with --lend"))
+}
 
 // Probe starts a short-lived executor and returns the devices that it finds.
 func (m *Manager) Probe(ctx context.Context, runtime *gpuctlv1.Runtime) (*gpuctlv1.ProbeResponse, error) {

@@ -3,6 +3,7 @@ package session
 import (
 	"context"
 	"errors"
+	"fmt"
 
 	"connectrpc.com/connect"
 
@@ -22,6 +23,9 @@ func (m *Manager) Swap(ctx context.Context, req *gpuctlv1.SwapRequest, sink func
 	s, err := m.lookup(req.Session)
 	if err != nil {
 		return nil, err
+	}
+	if req.Rehearse {
+		return nil, errNoRehearsal(req.Session)
 	}
 	if err := checkTarget(req.Target); err != nil {
 		return nil, err
@@ -122,9 +126,15 @@ func (op *operation) precopy(ctx context.Context, memory uint64) error {
 	return nil
 }
 
+// errNoRehearsal: what a portable session needs of a target is found by a plan that builds
+// there, without touching the session.
+func errNoRehearsal(session string) error {
+	return connect.NewError(connect.CodeFailedPrecondition, fmt.Errorf("session %s uses OpenCL: a plan with --build tries its target without touching it, so there is no rehearsal", session))
+}
+
 func checkTarget(t *gpuctlv1.Target) error {
-	if t.GetRuntime().GetLibrary() == "" {
-		return connect.NewError(connect.CodeInvalidArgument, errors.New("the target names no runtime library"))
+	if t.GetRuntime().GetLibrary() == "" && t.GetRuntime().GetRemote() == nil {
+		return connect.NewError(connect.CodeInvalidArgument, errors.New("the target names neither a runtime library nor a lease of another host"))
 	}
 	return nil
 }
@@ -134,6 +144,9 @@ func (m *Manager) Plan(ctx context.Context, req *gpuctlv1.PlanRequest) (*gpuctlv
 	s, err := m.lookup(req.Session)
 	if err != nil {
 		return nil, err
+	}
+	if req.Rehearse {
+		return nil, errNoRehearsal(req.Session)
 	}
 	if err := checkTarget(req.Target); err != nil {
 		return nil, err

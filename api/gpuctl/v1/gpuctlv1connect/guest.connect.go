@@ -61,6 +61,12 @@ const (
 	GuestServiceProbeProcedure = "/gpuctl.v1.GuestService/Probe"
 	// GuestServiceWarmProcedure is the fully-qualified name of the GuestService's Warm RPC.
 	GuestServiceWarmProcedure = "/gpuctl.v1.GuestService/Warm"
+	// GuestServiceLendProcedure is the fully-qualified name of the GuestService's Lend RPC.
+	GuestServiceLendProcedure = "/gpuctl.v1.GuestService/Lend"
+	// GuestServiceEndLeaseProcedure is the fully-qualified name of the GuestService's EndLease RPC.
+	GuestServiceEndLeaseProcedure = "/gpuctl.v1.GuestService/EndLease"
+	// GuestServiceListLeasesProcedure is the fully-qualified name of the GuestService's ListLeases RPC.
+	GuestServiceListLeasesProcedure = "/gpuctl.v1.GuestService/ListLeases"
 	// GuestServiceAdoptProcedure is the fully-qualified name of the GuestService's Adopt RPC.
 	GuestServiceAdoptProcedure = "/gpuctl.v1.GuestService/Adopt"
 )
@@ -95,6 +101,14 @@ type GuestServiceClient interface {
 	// probe. They have loaded a runtime's library, but have not searched for
 	// devices. The next executors of that runtime use them.
 	Warm(context.Context, *connect.Request[v1.WarmRequest]) (*connect.Response[v1.WarmResponse], error)
+	// Lend starts a far executor: one that serves a session of another host. Its
+	// carrier reaches it with the token that is returned. A lease that is already
+	// there, with an equal request, is returned again.
+	Lend(context.Context, *connect.Request[v1.LendRequest]) (*connect.Response[v1.LendResponse], error)
+	// EndLease ends a lease, and its far executor. A lease that does not exist is
+	// no error.
+	EndLease(context.Context, *connect.Request[v1.EndLeaseRequest]) (*connect.Response[v1.EndLeaseResponse], error)
+	ListLeases(context.Context, *connect.Request[v1.ListLeasesRequest]) (*connect.Response[v1.ListLeasesResponse], error)
 	// Adopt makes sessions of processes that use CUDA and run already. A process that
 	// can't be one is refused with the reasons, and is not touched.
 	Adopt(context.Context, *connect.Request[v1.AdoptRequest]) (*connect.Response[v1.AdoptResponse], error)
@@ -189,6 +203,24 @@ func NewGuestServiceClient(httpClient connect.HTTPClient, baseURL string, opts .
 			connect.WithSchema(guestServiceMethods.ByName("Warm")),
 			connect.WithClientOptions(opts...),
 		),
+		lend: connect.NewClient[v1.LendRequest, v1.LendResponse](
+			httpClient,
+			baseURL+GuestServiceLendProcedure,
+			connect.WithSchema(guestServiceMethods.ByName("Lend")),
+			connect.WithClientOptions(opts...),
+		),
+		endLease: connect.NewClient[v1.EndLeaseRequest, v1.EndLeaseResponse](
+			httpClient,
+			baseURL+GuestServiceEndLeaseProcedure,
+			connect.WithSchema(guestServiceMethods.ByName("EndLease")),
+			connect.WithClientOptions(opts...),
+		),
+		listLeases: connect.NewClient[v1.ListLeasesRequest, v1.ListLeasesResponse](
+			httpClient,
+			baseURL+GuestServiceListLeasesProcedure,
+			connect.WithSchema(guestServiceMethods.ByName("ListLeases")),
+			connect.WithClientOptions(opts...),
+		),
 		adopt: connect.NewClient[v1.AdoptRequest, v1.AdoptResponse](
 			httpClient,
 			baseURL+GuestServiceAdoptProcedure,
@@ -213,6 +245,9 @@ type guestServiceClient struct {
 	giveState     *connect.Client[v1.GiveStateRequest, v1.GiveStateResponse]
 	probe         *connect.Client[v1.ProbeRequest, v1.ProbeResponse]
 	warm          *connect.Client[v1.WarmRequest, v1.WarmResponse]
+	lend          *connect.Client[v1.LendRequest, v1.LendResponse]
+	endLease      *connect.Client[v1.EndLeaseRequest, v1.EndLeaseResponse]
+	listLeases    *connect.Client[v1.ListLeasesRequest, v1.ListLeasesResponse]
 	adopt         *connect.Client[v1.AdoptRequest, v1.AdoptResponse]
 }
 
@@ -281,6 +316,21 @@ func (c *guestServiceClient) Warm(ctx context.Context, req *connect.Request[v1.W
 	return c.warm.CallUnary(ctx, req)
 }
 
+// Lend calls gpuctl.v1.GuestService.Lend.
+func (c *guestServiceClient) Lend(ctx context.Context, req *connect.Request[v1.LendRequest]) (*connect.Response[v1.LendResponse], error) {
+	return c.lend.CallUnary(ctx, req)
+}
+
+// EndLease calls gpuctl.v1.GuestService.EndLease.
+func (c *guestServiceClient) EndLease(ctx context.Context, req *connect.Request[v1.EndLeaseRequest]) (*connect.Response[v1.EndLeaseResponse], error) {
+	return c.endLease.CallUnary(ctx, req)
+}
+
+// ListLeases calls gpuctl.v1.GuestService.ListLeases.
+func (c *guestServiceClient) ListLeases(ctx context.Context, req *connect.Request[v1.ListLeasesRequest]) (*connect.Response[v1.ListLeasesResponse], error) {
+	return c.listLeases.CallUnary(ctx, req)
+}
+
 // Adopt calls gpuctl.v1.GuestService.Adopt.
 func (c *guestServiceClient) Adopt(ctx context.Context, req *connect.Request[v1.AdoptRequest]) (*connect.Response[v1.AdoptResponse], error) {
 	return c.adopt.CallUnary(ctx, req)
@@ -316,6 +366,14 @@ type GuestServiceHandler interface {
 	// probe. They have loaded a runtime's library, but have not searched for
 	// devices. The next executors of that runtime use them.
 	Warm(context.Context, *connect.Request[v1.WarmRequest]) (*connect.Response[v1.WarmResponse], error)
+	// Lend starts a far executor: one that serves a session of another host. Its
+	// carrier reaches it with the token that is returned. A lease that is already
+	// there, with an equal request, is returned again.
+	Lend(context.Context, *connect.Request[v1.LendRequest]) (*connect.Response[v1.LendResponse], error)
+	// EndLease ends a lease, and its far executor. A lease that does not exist is
+	// no error.
+	EndLease(context.Context, *connect.Request[v1.EndLeaseRequest]) (*connect.Response[v1.EndLeaseResponse], error)
+	ListLeases(context.Context, *connect.Request[v1.ListLeasesRequest]) (*connect.Response[v1.ListLeasesResponse], error)
 	// Adopt makes sessions of processes that use CUDA and run already. A process that
 	// can't be one is refused with the reasons, and is not touched.
 	Adopt(context.Context, *connect.Request[v1.AdoptRequest]) (*connect.Response[v1.AdoptResponse], error)
@@ -406,6 +464,24 @@ func NewGuestServiceHandler(svc GuestServiceHandler, opts ...connect.HandlerOpti
 		connect.WithSchema(guestServiceMethods.ByName("Warm")),
 		connect.WithHandlerOptions(opts...),
 	)
+	guestServiceLendHandler := connect.NewUnaryHandler(
+		GuestServiceLendProcedure,
+		svc.Lend,
+		connect.WithSchema(guestServiceMethods.ByName("Lend")),
+		connect.WithHandlerOptions(opts...),
+	)
+	guestServiceEndLeaseHandler := connect.NewUnaryHandler(
+		GuestServiceEndLeaseProcedure,
+		svc.EndLease,
+		connect.WithSchema(guestServiceMethods.ByName("EndLease")),
+		connect.WithHandlerOptions(opts...),
+	)
+	guestServiceListLeasesHandler := connect.NewUnaryHandler(
+		GuestServiceListLeasesProcedure,
+		svc.ListLeases,
+		connect.WithSchema(guestServiceMethods.ByName("ListLeases")),
+		connect.WithHandlerOptions(opts...),
+	)
 	guestServiceAdoptHandler := connect.NewUnaryHandler(
 		GuestServiceAdoptProcedure,
 		svc.Adopt,
@@ -440,6 +516,12 @@ func NewGuestServiceHandler(svc GuestServiceHandler, opts ...connect.HandlerOpti
 			guestServiceProbeHandler.ServeHTTP(w, r)
 		case GuestServiceWarmProcedure:
 			guestServiceWarmHandler.ServeHTTP(w, r)
+		case GuestServiceLendProcedure:
+			guestServiceLendHandler.ServeHTTP(w, r)
+		case GuestServiceEndLeaseProcedure:
+			guestServiceEndLeaseHandler.ServeHTTP(w, r)
+		case GuestServiceListLeasesProcedure:
+			guestServiceListLeasesHandler.ServeHTTP(w, r)
 		case GuestServiceAdoptProcedure:
 			guestServiceAdoptHandler.ServeHTTP(w, r)
 		default:
@@ -501,6 +583,18 @@ func (UnimplementedGuestServiceHandler) Probe(context.Context, *connect.Request[
 
 func (UnimplementedGuestServiceHandler) Warm(context.Context, *connect.Request[v1.WarmRequest]) (*connect.Response[v1.WarmResponse], error) {
 	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("gpuctl.v1.GuestService.Warm is not implemented"))
+}
+
+func (UnimplementedGuestServiceHandler) Lend(context.Context, *connect.Request[v1.LendRequest]) (*connect.Response[v1.LendResponse], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("gpuctl.v1.GuestService.Lend is not implemented"))
+}
+
+func (UnimplementedGuestServiceHandler) EndLease(context.Context, *connect.Request[v1.EndLeaseRequest]) (*connect.Response[v1.EndLeaseResponse], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("gpuctl.v1.GuestService.EndLease is not implemented"))
+}
+
+func (UnimplementedGuestServiceHandler) ListLeases(context.Context, *connect.Request[v1.ListLeasesRequest]) (*connect.Response[v1.ListLeasesResponse], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("gpuctl.v1.GuestService.ListLeases is not implemented"))
 }
 
 func (UnimplementedGuestServiceHandler) Adopt(context.Context, *connect.Request[v1.AdoptRequest]) (*connect.Response[v1.AdoptResponse], error) {
