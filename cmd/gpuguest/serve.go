@@ -39,7 +39,7 @@ GPU that the VM has been given, and the host over the VM's channel.`,
 			if err != nil {
 				return err
 			}
-			return session.Serve(cmd.Context(), session.Config{
+			return serveHost(cmd.Context(), session.Config{
 				Dir:         dir,
 				Launcher:    launcher,
 				Logger:      log,

@@ -17,6 +17,7 @@ import (
 	"github.com/coreos/go-systemd/v22/daemon"
 
 	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
+	"github.com/gpuctl/gpuctl/guest/service"
 	"github.com/gpuctl/gpuctl/guest/session"
 	"github.com/gpuctl/gpuctl/guest/vm/agent"
 	"github.com/gpuctl/gpuctl/guest/vm/channel"
@@ -98,7 +99,7 @@ func serveVM(ctx context.Context, o vmOptions, root string, log *slog.Logger) er
 	if err != nil {
 		return err
 	}
-	mux.Handle(m.Handler())
+	mux.Handle(service.Handler(m))
 	mux.Handle(a.Handler())
 	srv := &http.Server{Handler: mux, ReadHeaderTimeout: endTime, BaseContext: func(net.Listener) context.Context { return ctx }}
 	port := channel.Port{Root: root, Name: o.Channel}

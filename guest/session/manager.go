@@ -43,9 +43,10 @@ type Config struct {
 	Dir         string // run folder; created if missing
 	Launcher    Launcher
 	Logger      *slog.Logger
-	Faults      bool // allow fail_at
-	MaxSessions int  // at once; 0: 1024
-	CompileAnew bool // do not keep what runtimes compile for the next session of a user's program
+	Faults      bool   // allow fail_at
+	MaxSessions int    // at once; 0: 1024
+	Lender      Lender // nil: nothing is lent
+	CompileAnew bool   // do not keep what runtimes compile for the next session of a user's program
 }
 
 // Manager manages the sessions of one run folder.
@@ -360,9 +361,9 @@ func (m *Manager) refreshAll(ctx context.Context) {
 
 func (m *Manager) changed(s *session) { m.changes.Put(s.id, s) }
 
-// watch calls send with each session's current state, and then for each change, until ctx
+// Watch calls send with each session's current state, and then for each change, until ctx
 // or the manager ends or send fails.
-func (m *Manager) watch(ctx context.Context, send func(*gpuctlv1.Session) error) error {
+func (m *Manager) Watch(ctx context.Context, send func(*gpuctlv1.Session) error) error {
 	changed := m.changes.Read()
 	defer changed.Close()
 	m.refreshAll(ctx)

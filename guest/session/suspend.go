@@ -21,9 +21,9 @@ import (
 	"github.com/gpuctl/gpuctl/internal/beneath"
 )
 
-// suspend saves the session's state to memory or to a file, or sends it to the host. Then
+// Suspend saves the session's state to memory or to a file, or sends it to the host. Then
 // it ends the session's executor. The application waits until resume.
-func (m *Manager) suspend(ctx context.Context, req *gpuctlv1.SuspendRequest, sink func(*gpuctlv1.Progress)) (*gpuctlv1.SwapResult, error) {
+func (m *Manager) Suspend(ctx context.Context, req *gpuctlv1.SuspendRequest, sink func(*gpuctlv1.Progress)) (*gpuctlv1.SwapResult, error) {
 	s, err := m.lookup(req.Session)
 	if err != nil {
 		return nil, err
@@ -187,9 +187,9 @@ func (w *leaving) steps(op *operation) []engine.Step {
 	}
 }
 
-// resume makes a suspended session run on the target. If that fails, the session stays
+// Resume makes a suspended session run on the target. If that fails, the session stays
 // suspended and can be resumed on another GPU.
-func (m *Manager) resume(ctx context.Context, req *gpuctlv1.ResumeRequest, sink func(*gpuctlv1.Progress)) (*gpuctlv1.SwapResult, error) {
+func (m *Manager) Resume(ctx context.Context, req *gpuctlv1.ResumeRequest, sink func(*gpuctlv1.Progress)) (*gpuctlv1.SwapResult, error) {
 	s, err := m.lookup(req.Session)
 	if err != nil {
 		return nil, err

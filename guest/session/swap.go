@@ -3,6 +3,7 @@ package session
 import (
 	"context"
 	"errors"
+	"fmt"
 
 	"connectrpc.com/connect"
 
@@ -16,18 +17,21 @@ const (
 	precopyEnough = 100
 )
 
-// swap moves a session to the target while its application runs. A suspended
+// Swap moves a session to the target while its application runs. A suspended
 // session is resumed there. Refusals and roll-backs are in the result.
-func (m *Manager) swap(ctx context.Context, req *gpuctlv1.SwapRequest, sink func(*gpuctlv1.Progress)) (*gpuctlv1.SwapResult, error) {
+func (m *Manager) Swap(ctx context.Context, req *gpuctlv1.SwapRequest, sink func(*gpuctlv1.Progress)) (*gpuctlv1.SwapResult, error) {
 	s, err := m.lookup(req.Session)
 	if err != nil {
 		return nil, err
+	}
+	if req.Rehearse {
+		return nil, errNoRehearsal(req.Session)
 	}
 	if err := checkTarget(req.Target); err != nil {
 		return nil, err
 	}
 	if s.snapshot().SuspendedTo != "" {
-		return m.resume(ctx, &gpuctlv1.ResumeRequest{Session: req.Session, Target: req.Target, FailAt: req.FailAt, TimeoutMs: req.TimeoutMs}, sink)
+		return m.Resume(ctx, &gpuctlv1.ResumeRequest{Session: req.Session, Target: req.Target, FailAt: req.FailAt, TimeoutMs: req.TimeoutMs}, sink)
 	}
 	w := &swapping{req: req}
 	op, err := s.begin(ctx, kindSwap, w.steps, req.FailAt, stillPatience(req.TimeoutMs, req.FreezeTimeoutMs), sink)
@@ -122,18 +126,27 @@ func (op *operation) precopy(ctx context.Context, memory uint64) error {
 	return nil
 }
 
+// errNoRehearsal: what a portable session needs of a target is found by a plan that builds
+// there, without touching the session.
+func errNoRehearsal(session string) error {
+	return connect.NewError(connect.CodeFailedPrecondition, fmt.Errorf("session %s uses OpenCL: a plan with --build tries its target without touching it, so there is no rehearsal", session))
+}
+
 func checkTarget(t *gpuctlv1.Target) error {
-	if t.GetRuntime().GetLibrary() == "" {
-		return connect.NewError(connect.CodeInvalidArgument, errors.New("the target names no runtime library"))
+	if t.GetRuntime().GetLibrary() == "" && t.GetRuntime().GetRemote() == nil {
+		return connect.NewError(connect.CodeInvalidArgument, errors.New("the target names neither a runtime library nor a lease of another host"))
 	}
 	return nil
 }
 
-// plan reports whether a swap could work and what it would cost.
-func (m *Manager) plan(ctx context.Context, req *gpuctlv1.PlanRequest) (*gpuctlv1.PlanResponse, error) {
+// Plan reports whether a swap could work and what it would cost.
+func (m *Manager) Plan(ctx context.Context, req *gpuctlv1.PlanRequest) (*gpuctlv1.PlanResponse, error) {
 	s, err := m.lookup(req.Session)
 	if err != nil {
 		return nil, err
+	}
+	if req.Rehearse {
+		return nil, errNoRehearsal(req.Session)
 	}
 	if err := checkTarget(req.Target); err != nil {
 		return nil, err

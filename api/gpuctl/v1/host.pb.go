@@ -92,6 +92,7 @@ type GPU struct {
 	Free          bool                   `protobuf:"varint,14,opt,name=free,proto3" json:"free,omitempty"`                               // no claim has any part of it
 	FreeMemory    uint64                 `protobuf:"varint,15,opt,name=free_memory,json=freeMemory,proto3" json:"free_memory,omitempty"` // bytes that a claim with a memory need could still get
 	Owners        []*Owner               `protobuf:"bytes,16,rep,name=owners,proto3" json:"owners,omitempty"`
+	DriverGpu     *DriverGPU             `protobuf:"bytes,40,opt,name=driver_gpu,json=driverGpu,proto3" json:"driver_gpu,omitempty"` // set: the engine driver can use it
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -234,6 +235,13 @@ func (x *GPU) GetFreeMemory() uint64 {
 func (x *GPU) GetOwners() []*Owner {
 	if x != nil {
 		return x.Owners
+	}
+	return nil
+}
+
+func (x *GPU) GetDriverGpu() *DriverGPU {
+	if x != nil {
+		return x.DriverGpu
 	}
 	return nil
 }
@@ -504,8 +512,11 @@ type CreateClaimRequest struct {
 	Count            uint32                 `protobuf:"varint,4,opt,name=count,proto3" json:"count,omitempty"`                                                 // 0 means 1
 	Device           *VirtualDevice         `protobuf:"bytes,5,opt,name=device,proto3" json:"device,omitempty"`                                                // empty fields: the host's defaults; hostd sets the memory
 	WhileCallerLives bool                   `protobuf:"varint,6,opt,name=while_caller_lives,json=whileCallerLives,proto3" json:"while_caller_lives,omitempty"` // release it when the calling process and its sessions have ended
-	unknownFields    protoimpl.UnknownFields
-	sizeCache        protoimpl.SizeCache
+	// Engine that the application needs: portable or driver. Empty: either; a GPU that only
+	// the engine driver can use is then chosen only if no other GPU meets expr.
+	Engine        string `protobuf:"bytes,40,opt,name=engine,proto3" json:"engine,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *CreateClaimRequest) Reset() {
@@ -578,6 +589,13 @@ func (x *CreateClaimRequest) GetWhileCallerLives() bool {
 		return x.WhileCallerLives
 	}
 	return false
+}
+
+func (x *CreateClaimRequest) GetEngine() string {
+	if x != nil {
+		return x.Engine
+	}
+	return ""
 }
 
 type CreateClaimResponse struct {
@@ -1117,8 +1135,9 @@ type HostPlanRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Session       string                 `protobuf:"bytes,1,opt,name=session,proto3" json:"session,omitempty"`
 	Verb          Verb                   `protobuf:"varint,2,opt,name=verb,proto3,enum=gpuctl.v1.Verb" json:"verb,omitempty"`
-	To            string                 `protobuf:"bytes,3,opt,name=to,proto3" json:"to,omitempty"`        // a GPU, several separated by commas, or a model; empty: hostd chooses
-	Build         bool                   `protobuf:"varint,4,opt,name=build,proto3" json:"build,omitempty"` // also start the target and build the programs there
+	To            string                 `protobuf:"bytes,3,opt,name=to,proto3" json:"to,omitempty"`               // a GPU, several separated by commas, or a model; empty: hostd chooses
+	Build         bool                   `protobuf:"varint,4,opt,name=build,proto3" json:"build,omitempty"`        // also start the target and build the programs there
+	Rehearse      bool                   `protobuf:"varint,40,opt,name=rehearse,proto3" json:"rehearse,omitempty"` // of a rehearsal; there is no target
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1177,6 +1196,13 @@ func (x *HostPlanRequest) GetTo() string {
 func (x *HostPlanRequest) GetBuild() bool {
 	if x != nil {
 		return x.Build
+	}
+	return false
+}
+
+func (x *HostPlanRequest) GetRehearse() bool {
+	if x != nil {
+		return x.Rehearse
 	}
 	return false
 }
@@ -1313,6 +1339,7 @@ type HostSwapRequest struct {
 	FreezeTimeoutMs int64                  `protobuf:"varint,4,opt,name=freeze_timeout_ms,json=freezeTimeoutMs,proto3" json:"freeze_timeout_ms,omitempty"` // 0: default
 	FailAt          string                 `protobuf:"bytes,5,opt,name=fail_at,json=failAt,proto3" json:"fail_at,omitempty"`                               // fault injection, as in SwapRequest
 	TimeoutMs       int64                  `protobuf:"varint,6,opt,name=timeout_ms,json=timeoutMs,proto3" json:"timeout_ms,omitempty"`                     // how long it may be frozen without progress while its executors are alive; 0: default
+	Rehearse        bool                   `protobuf:"varint,40,opt,name=rehearse,proto3" json:"rehearse,omitempty"`                                       // only try it, and go back; see SwapRequest. There is no target
 	unknownFields   protoimpl.UnknownFields
 	sizeCache       protoimpl.SizeCache
 }
@@ -1387,6 +1414,13 @@ func (x *HostSwapRequest) GetTimeoutMs() int64 {
 		return x.TimeoutMs
 	}
 	return 0
+}
+
+func (x *HostSwapRequest) GetRehearse() bool {
+	if x != nil {
+		return x.Rehearse
+	}
+	return false
 }
 
 type HostSuspendRequest struct {
@@ -1611,11 +1645,123 @@ func (x *OperationUpdate) GetRejected() []*Candidate {
 	return nil
 }
 
+type HostAdoptRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Pid           uint32                 `protobuf:"varint,1,opt,name=pid,proto3" json:"pid,omitempty"`   // 0 with all
+	All           bool                   `protobuf:"varint,2,opt,name=all,proto3" json:"all,omitempty"`   // every process that uses CUDA and is in no session
+	Plan          bool                   `protobuf:"varint,3,opt,name=plan,proto3" json:"plan,omitempty"` // only report what would be adopted
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *HostAdoptRequest) Reset() {
+	*x = HostAdoptRequest{}
+	mi := &file_gpuctl_v1_host_proto_msgTypes[23]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *HostAdoptRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*HostAdoptRequest) ProtoMessage() {}
+
+func (x *HostAdoptRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_host_proto_msgTypes[23]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use HostAdoptRequest.ProtoReflect.Descriptor instead.
+func (*HostAdoptRequest) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_host_proto_rawDescGZIP(), []int{23}
+}
+
+func (x *HostAdoptRequest) GetPid() uint32 {
+	if x != nil {
+		return x.Pid
+	}
+	return 0
+}
+
+func (x *HostAdoptRequest) GetAll() bool {
+	if x != nil {
+		return x.All
+	}
+	return false
+}
+
+func (x *HostAdoptRequest) GetPlan() bool {
+	if x != nil {
+		return x.Plan
+	}
+	return false
+}
+
+type HostAdoptResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Sessions      []*Session             `protobuf:"bytes,1,rep,name=sessions,proto3" json:"sessions,omitempty"` // with plan they have no id, unless they exist already
+	Refused       []*AdoptRefusal        `protobuf:"bytes,2,rep,name=refused,proto3" json:"refused,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *HostAdoptResponse) Reset() {
+	*x = HostAdoptResponse{}
+	mi := &file_gpuctl_v1_host_proto_msgTypes[24]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *HostAdoptResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*HostAdoptResponse) ProtoMessage() {}
+
+func (x *HostAdoptResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_host_proto_msgTypes[24]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use HostAdoptResponse.ProtoReflect.Descriptor instead.
+func (*HostAdoptResponse) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_host_proto_rawDescGZIP(), []int{24}
+}
+
+func (x *HostAdoptResponse) GetSessions() []*Session {
+	if x != nil {
+		return x.Sessions
+	}
+	return nil
+}
+
+func (x *HostAdoptResponse) GetRefused() []*AdoptRefusal {
+	if x != nil {
+		return x.Refused
+	}
+	return nil
+}
+
 var File_gpuctl_v1_host_proto protoreflect.FileDescriptor
 
 const file_gpuctl_v1_host_proto_rawDesc = "" +
 	"\n" +
-	"\x14gpuctl/v1/host.proto\x12\tgpuctl.v1\x1a\x15gpuctl/v1/types.proto\"\xcb\x03\n" +
+	"\x14gpuctl/v1/host.proto\x12\tgpuctl.v1\x1a\x15gpuctl/v1/types.proto\"\x80\x04\n" +
 	"\x03GPU\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12\x14\n" +
 	"\x05model\x18\x02 \x01(\tR\x05model\x12\x16\n" +
@@ -1635,7 +1781,9 @@ const file_gpuctl_v1_host_proto_rawDesc = "" +
 	"\x04free\x18\x0e \x01(\bR\x04free\x12\x1f\n" +
 	"\vfree_memory\x18\x0f \x01(\x04R\n" +
 	"freeMemory\x12(\n" +
-	"\x06owners\x18\x10 \x03(\v2\x10.gpuctl.v1.OwnerR\x06owners\"Q\n" +
+	"\x06owners\x18\x10 \x03(\v2\x10.gpuctl.v1.OwnerR\x06owners\x123\n" +
+	"\n" +
+	"driver_gpu\x18( \x01(\v2\x14.gpuctl.v1.DriverGPUR\tdriverGpu\"Q\n" +
 	"\x05Owner\x12\x14\n" +
 	"\x05claim\x18\x01 \x01(\tR\x05claim\x12\x16\n" +
 	"\x06memory\x18\x02 \x01(\x04R\x06memory\x12\x1a\n" +
@@ -1655,7 +1803,7 @@ const file_gpuctl_v1_host_proto_rawDesc = "" +
 	"\x06device\x18\a \x01(\v2\x18.gpuctl.v1.VirtualDeviceR\x06device\x12\x1d\n" +
 	"\n" +
 	"holder_pid\x18\b \x01(\rR\tholderPid\x12&\n" +
-	"\x0fcreated_unix_ms\x18\t \x01(\x03R\rcreatedUnixMs\"\xe2\x01\n" +
+	"\x0fcreated_unix_ms\x18\t \x01(\x03R\rcreatedUnixMs\"\xfa\x01\n" +
 	"\x12CreateClaimRequest\x12\x12\n" +
 	"\x04expr\x18\x01 \x01(\tR\x04expr\x12\x1d\n" +
 	"\n" +
@@ -1663,7 +1811,8 @@ const file_gpuctl_v1_host_proto_rawDesc = "" +
 	"\rprefer_memory\x18\x03 \x01(\x04R\fpreferMemory\x12\x14\n" +
 	"\x05count\x18\x04 \x01(\rR\x05count\x120\n" +
 	"\x06device\x18\x05 \x01(\v2\x18.gpuctl.v1.VirtualDeviceR\x06device\x12,\n" +
-	"\x12while_caller_lives\x18\x06 \x01(\bR\x10whileCallerLives\"\xc8\x01\n" +
+	"\x12while_caller_lives\x18\x06 \x01(\bR\x10whileCallerLives\x12\x16\n" +
+	"\x06engine\x18( \x01(\tR\x06engine\"\xc8\x01\n" +
 	"\x13CreateClaimResponse\x12&\n" +
 	"\x05claim\x18\x01 \x01(\v2\x10.gpuctl.v1.ClaimR\x05claim\x12\x14\n" +
 	"\x05token\x18\x02 \x01(\tR\x05token\x12\x1d\n" +
@@ -1692,12 +1841,13 @@ const file_gpuctl_v1_host_proto_rawDesc = "" +
 	"\x05claim\x18\x02 \x01(\v2\x10.gpuctl.v1.ClaimR\x05claim\x12\"\n" +
 	"\x04gpus\x18\x03 \x03(\v2\x0e.gpuctl.v1.GPUR\x04gpus\x12\x1c\n" +
 	"\toperation\x18\x04 \x01(\tR\toperation\x12)\n" +
-	"\x04last\x18\x05 \x01(\v2\x15.gpuctl.v1.SwapResultR\x04last\"v\n" +
+	"\x04last\x18\x05 \x01(\v2\x15.gpuctl.v1.SwapResultR\x04last\"\x92\x01\n" +
 	"\x0fHostPlanRequest\x12\x18\n" +
 	"\asession\x18\x01 \x01(\tR\asession\x12#\n" +
 	"\x04verb\x18\x02 \x01(\x0e2\x0f.gpuctl.v1.VerbR\x04verb\x12\x0e\n" +
 	"\x02to\x18\x03 \x01(\tR\x02to\x12\x14\n" +
-	"\x05build\x18\x04 \x01(\bR\x05build\"\xef\x02\n" +
+	"\x05build\x18\x04 \x01(\bR\x05build\x12\x1a\n" +
+	"\brehearse\x18( \x01(\bR\brehearse\"\xef\x02\n" +
 	"\x10HostPlanResponse\x12\x18\n" +
 	"\asession\x18\x01 \x01(\tR\asession\x12\x12\n" +
 	"\x04from\x18\x02 \x03(\tR\x04from\x12\x12\n" +
@@ -1710,7 +1860,7 @@ const file_gpuctl_v1_host_proto_rawDesc = "" +
 	"\brejected\x18\t \x03(\v2\x14.gpuctl.v1.CandidateR\brejected\x12+\n" +
 	"\x05total\x18\n" +
 	" \x01(\v2\x15.gpuctl.v1.PredictionR\x05total\x12)\n" +
-	"\x04stop\x18\v \x01(\v2\x15.gpuctl.v1.PredictionR\x04stop\"\xc4\x01\n" +
+	"\x04stop\x18\v \x01(\v2\x15.gpuctl.v1.PredictionR\x04stop\"\xe0\x01\n" +
 	"\x0fHostSwapRequest\x12\x18\n" +
 	"\asession\x18\x01 \x01(\tR\asession\x12#\n" +
 	"\x04verb\x18\x02 \x01(\x0e2\x0f.gpuctl.v1.VerbR\x04verb\x12\x0e\n" +
@@ -1718,7 +1868,8 @@ const file_gpuctl_v1_host_proto_rawDesc = "" +
 	"\x11freeze_timeout_ms\x18\x04 \x01(\x03R\x0ffreezeTimeoutMs\x12\x17\n" +
 	"\afail_at\x18\x05 \x01(\tR\x06failAt\x12\x1d\n" +
 	"\n" +
-	"timeout_ms\x18\x06 \x01(\x03R\ttimeoutMs\"\xa6\x01\n" +
+	"timeout_ms\x18\x06 \x01(\x03R\ttimeoutMs\x12\x1a\n" +
+	"\brehearse\x18( \x01(\bR\brehearse\"\xa6\x01\n" +
 	"\x12HostSuspendRequest\x12\x18\n" +
 	"\asession\x18\x01 \x01(\tR\asession\x12\x12\n" +
 	"\x04file\x18\x02 \x01(\tR\x04file\x12*\n" +
@@ -1737,12 +1888,19 @@ const file_gpuctl_v1_host_proto_rawDesc = "" +
 	"\x04gpus\x18\x02 \x03(\tR\x04gpus\x12\x14\n" +
 	"\x05model\x18\x03 \x01(\tR\x05model\x12/\n" +
 	"\bprogress\x18\x04 \x01(\v2\x13.gpuctl.v1.ProgressR\bprogress\x120\n" +
-	"\brejected\x18\x05 \x03(\v2\x14.gpuctl.v1.CandidateR\brejected*T\n" +
+	"\brejected\x18\x05 \x03(\v2\x14.gpuctl.v1.CandidateR\brejected\"J\n" +
+	"\x10HostAdoptRequest\x12\x10\n" +
+	"\x03pid\x18\x01 \x01(\rR\x03pid\x12\x10\n" +
+	"\x03all\x18\x02 \x01(\bR\x03all\x12\x12\n" +
+	"\x04plan\x18\x03 \x01(\bR\x04plan\"v\n" +
+	"\x11HostAdoptResponse\x12.\n" +
+	"\bsessions\x18\x01 \x03(\v2\x12.gpuctl.v1.SessionR\bsessions\x121\n" +
+	"\arefused\x18\x02 \x03(\v2\x17.gpuctl.v1.AdoptRefusalR\arefused*T\n" +
 	"\x04Verb\x12\x14\n" +
 	"\x10VERB_UNSPECIFIED\x10\x00\x12\x10\n" +
 	"\fVERB_UPGRADE\x10\x01\x12\x12\n" +
 	"\x0eVERB_DOWNGRADE\x10\x02\x12\x10\n" +
-	"\fVERB_MIGRATE\x10\x032\xd8\x06\n" +
+	"\fVERB_MIGRATE\x10\x032\x9c\a\n" +
 	"\vHostService\x12O\n" +
 	"\fGetInventory\x12\x1e.gpuctl.v1.GetInventoryRequest\x1a\x1f.gpuctl.v1.GetInventoryResponse\x12L\n" +
 	"\vCreateClaim\x12\x1d.gpuctl.v1.CreateClaimRequest\x1a\x1e.gpuctl.v1.CreateClaimResponse\x12O\n" +
@@ -1755,7 +1913,8 @@ const file_gpuctl_v1_host_proto_rawDesc = "" +
 	"\x04Plan\x12\x1a.gpuctl.v1.HostPlanRequest\x1a\x1b.gpuctl.v1.HostPlanResponse\x12@\n" +
 	"\x04Swap\x12\x1a.gpuctl.v1.HostSwapRequest\x1a\x1a.gpuctl.v1.OperationUpdate0\x01\x12F\n" +
 	"\aSuspend\x12\x1d.gpuctl.v1.HostSuspendRequest\x1a\x1a.gpuctl.v1.OperationUpdate0\x01\x12D\n" +
-	"\x06Resume\x12\x1c.gpuctl.v1.HostResumeRequest\x1a\x1a.gpuctl.v1.OperationUpdate0\x01B1Z/github.com/gpuctl/gpuctl/api/gpuctl/v1;gpuctlv1b\x06proto3"
+	"\x06Resume\x12\x1c.gpuctl.v1.HostResumeRequest\x1a\x1a.gpuctl.v1.OperationUpdate0\x01\x12B\n" +
+	"\x05Adopt\x12\x1b.gpuctl.v1.HostAdoptRequest\x1a\x1c.gpuctl.v1.HostAdoptResponseB1Z/github.com/gpuctl/gpuctl/api/gpuctl/v1;gpuctlv1b\x06proto3"
 
 var (
 	file_gpuctl_v1_host_proto_rawDescOnce sync.Once
@@ -1770,7 +1929,7 @@ func file_gpuctl_v1_host_proto_rawDescGZIP() []byte {
 }
 
 var file_gpuctl_v1_host_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_gpuctl_v1_host_proto_msgTypes = make([]protoimpl.MessageInfo, 23)
+var file_gpuctl_v1_host_proto_msgTypes = make([]protoimpl.MessageInfo, 25)
 var file_gpuctl_v1_host_proto_goTypes = []any{
 	(Verb)(0),                        // 0: gpuctl.v1.Verb
 	(*GPU)(nil),                      // 1: gpuctl.v1.GPU
@@ -1796,66 +1955,75 @@ var file_gpuctl_v1_host_proto_goTypes = []any{
 	(*HostSuspendRequest)(nil),       // 21: gpuctl.v1.HostSuspendRequest
 	(*HostResumeRequest)(nil),        // 22: gpuctl.v1.HostResumeRequest
 	(*OperationUpdate)(nil),          // 23: gpuctl.v1.OperationUpdate
-	(*Limits)(nil),                   // 24: gpuctl.v1.Limits
-	(*Runtime)(nil),                  // 25: gpuctl.v1.Runtime
-	(*VirtualDevice)(nil),            // 26: gpuctl.v1.VirtualDevice
-	(*Reason)(nil),                   // 27: gpuctl.v1.Reason
-	(*Session)(nil),                  // 28: gpuctl.v1.Session
-	(*SwapResult)(nil),               // 29: gpuctl.v1.SwapResult
-	(*Prediction)(nil),               // 30: gpuctl.v1.Prediction
-	(*Progress)(nil),                 // 31: gpuctl.v1.Progress
+	(*HostAdoptRequest)(nil),         // 24: gpuctl.v1.HostAdoptRequest
+	(*HostAdoptResponse)(nil),        // 25: gpuctl.v1.HostAdoptResponse
+	(*Limits)(nil),                   // 26: gpuctl.v1.Limits
+	(*Runtime)(nil),                  // 27: gpuctl.v1.Runtime
+	(*DriverGPU)(nil),                // 28: gpuctl.v1.DriverGPU
+	(*VirtualDevice)(nil),            // 29: gpuctl.v1.VirtualDevice
+	(*Reason)(nil),                   // 30: gpuctl.v1.Reason
+	(*Session)(nil),                  // 31: gpuctl.v1.Session
+	(*SwapResult)(nil),               // 32: gpuctl.v1.SwapResult
+	(*Prediction)(nil),               // 33: gpuctl.v1.Prediction
+	(*Progress)(nil),                 // 34: gpuctl.v1.Progress
+	(*AdoptRefusal)(nil),             // 35: gpuctl.v1.AdoptRefusal
 }
 var file_gpuctl_v1_host_proto_depIdxs = []int32{
-	24, // 0: gpuctl.v1.GPU.limits:type_name -> gpuctl.v1.Limits
-	25, // 1: gpuctl.v1.GPU.runtime:type_name -> gpuctl.v1.Runtime
+	26, // 0: gpuctl.v1.GPU.limits:type_name -> gpuctl.v1.Limits
+	27, // 1: gpuctl.v1.GPU.runtime:type_name -> gpuctl.v1.Runtime
 	2,  // 2: gpuctl.v1.GPU.owners:type_name -> gpuctl.v1.Owner
-	1,  // 3: gpuctl.v1.GetInventoryResponse.gpus:type_name -> gpuctl.v1.GPU
-	26, // 4: gpuctl.v1.Claim.device:type_name -> gpuctl.v1.VirtualDevice
-	26, // 5: gpuctl.v1.CreateClaimRequest.device:type_name -> gpuctl.v1.VirtualDevice
-	5,  // 6: gpuctl.v1.CreateClaimResponse.claim:type_name -> gpuctl.v1.Claim
-	1,  // 7: gpuctl.v1.CreateClaimResponse.gpus:type_name -> gpuctl.v1.GPU
-	12, // 8: gpuctl.v1.CreateClaimResponse.rejected:type_name -> gpuctl.v1.Candidate
-	5,  // 9: gpuctl.v1.ListClaimsResponse.claims:type_name -> gpuctl.v1.Claim
-	27, // 10: gpuctl.v1.Candidate.reasons:type_name -> gpuctl.v1.Reason
-	28, // 11: gpuctl.v1.HostListSessionsResponse.sessions:type_name -> gpuctl.v1.Session
-	28, // 12: gpuctl.v1.DescribeSessionResponse.session:type_name -> gpuctl.v1.Session
-	5,  // 13: gpuctl.v1.DescribeSessionResponse.claim:type_name -> gpuctl.v1.Claim
-	1,  // 14: gpuctl.v1.DescribeSessionResponse.gpus:type_name -> gpuctl.v1.GPU
-	29, // 15: gpuctl.v1.DescribeSessionResponse.last:type_name -> gpuctl.v1.SwapResult
-	0,  // 16: gpuctl.v1.HostPlanRequest.verb:type_name -> gpuctl.v1.Verb
-	12, // 17: gpuctl.v1.HostPlanResponse.rejected:type_name -> gpuctl.v1.Candidate
-	30, // 18: gpuctl.v1.HostPlanResponse.total:type_name -> gpuctl.v1.Prediction
-	30, // 19: gpuctl.v1.HostPlanResponse.stop:type_name -> gpuctl.v1.Prediction
-	0,  // 20: gpuctl.v1.HostSwapRequest.verb:type_name -> gpuctl.v1.Verb
-	31, // 21: gpuctl.v1.OperationUpdate.progress:type_name -> gpuctl.v1.Progress
-	12, // 22: gpuctl.v1.OperationUpdate.rejected:type_name -> gpuctl.v1.Candidate
-	3,  // 23: gpuctl.v1.HostService.GetInventory:input_type -> gpuctl.v1.GetInventoryRequest
-	6,  // 24: gpuctl.v1.HostService.CreateClaim:input_type -> gpuctl.v1.CreateClaimRequest
-	8,  // 25: gpuctl.v1.HostService.ReleaseClaim:input_type -> gpuctl.v1.ReleaseClaimRequest
-	10, // 26: gpuctl.v1.HostService.ListClaims:input_type -> gpuctl.v1.ListClaimsRequest
-	13, // 27: gpuctl.v1.HostService.ListSessions:input_type -> gpuctl.v1.HostListSessionsRequest
-	15, // 28: gpuctl.v1.HostService.WatchSessions:input_type -> gpuctl.v1.HostWatchSessionsRequest
-	16, // 29: gpuctl.v1.HostService.DescribeSession:input_type -> gpuctl.v1.DescribeSessionRequest
-	18, // 30: gpuctl.v1.HostService.Plan:input_type -> gpuctl.v1.HostPlanRequest
-	20, // 31: gpuctl.v1.HostService.Swap:input_type -> gpuctl.v1.HostSwapRequest
-	21, // 32: gpuctl.v1.HostService.Suspend:input_type -> gpuctl.v1.HostSuspendRequest
-	22, // 33: gpuctl.v1.HostService.Resume:input_type -> gpuctl.v1.HostResumeRequest
-	4,  // 34: gpuctl.v1.HostService.GetInventory:output_type -> gpuctl.v1.GetInventoryResponse
-	7,  // 35: gpuctl.v1.HostService.CreateClaim:output_type -> gpuctl.v1.CreateClaimResponse
-	9,  // 36: gpuctl.v1.HostService.ReleaseClaim:output_type -> gpuctl.v1.ReleaseClaimResponse
-	11, // 37: gpuctl.v1.HostService.ListClaims:output_type -> gpuctl.v1.ListClaimsResponse
-	14, // 38: gpuctl.v1.HostService.ListSessions:output_type -> gpuctl.v1.HostListSessionsResponse
-	28, // 39: gpuctl.v1.HostService.WatchSessions:output_type -> gpuctl.v1.Session
-	17, // 40: gpuctl.v1.HostService.DescribeSession:output_type -> gpuctl.v1.DescribeSessionResponse
-	19, // 41: gpuctl.v1.HostService.Plan:output_type -> gpuctl.v1.HostPlanResponse
-	23, // 42: gpuctl.v1.HostService.Swap:output_type -> gpuctl.v1.OperationUpdate
-	23, // 43: gpuctl.v1.HostService.Suspend:output_type -> gpuctl.v1.OperationUpdate
-	23, // 44: gpuctl.v1.HostService.Resume:output_type -> gpuctl.v1.OperationUpdate
-	34, // [34:45] is the sub-list for method output_type
-	23, // [23:34] is the sub-list for method input_type
-	23, // [23:23] is the sub-list for extension type_name
-	23, // [23:23] is the sub-list for extension extendee
-	0,  // [0:23] is the sub-list for field type_name
+	28, // 3: gpuctl.v1.GPU.driver_gpu:type_name -> gpuctl.v1.DriverGPU
+	1,  // 4: gpuctl.v1.GetInventoryResponse.gpus:type_name -> gpuctl.v1.GPU
+	29, // 5: gpuctl.v1.Claim.device:type_name -> gpuctl.v1.VirtualDevice
+	29, // 6: gpuctl.v1.CreateClaimRequest.device:type_name -> gpuctl.v1.VirtualDevice
+	5,  // 7: gpuctl.v1.CreateClaimResponse.claim:type_name -> gpuctl.v1.Claim
+	1,  // 8: gpuctl.v1.CreateClaimResponse.gpus:type_name -> gpuctl.v1.GPU
+	12, // 9: gpuctl.v1.CreateClaimResponse.rejected:type_name -> gpuctl.v1.Candidate
+	5,  // 10: gpuctl.v1.ListClaimsResponse.claims:type_name -> gpuctl.v1.Claim
+	30, // 11: gpuctl.v1.Candidate.reasons:type_name -> gpuctl.v1.Reason
+	31, // 12: gpuctl.v1.HostListSessionsResponse.sessions:type_name -> gpuctl.v1.Session
+	31, // 13: gpuctl.v1.DescribeSessionResponse.session:type_name -> gpuctl.v1.Session
+	5,  // 14: gpuctl.v1.DescribeSessionResponse.claim:type_name -> gpuctl.v1.Claim
+	1,  // 15: gpuctl.v1.DescribeSessionResponse.gpus:type_name -> gpuctl.v1.GPU
+	32, // 16: gpuctl.v1.DescribeSessionResponse.last:type_name -> gpuctl.v1.SwapResult
+	0,  // 17: gpuctl.v1.HostPlanRequest.verb:type_name -> gpuctl.v1.Verb
+	12, // 18: gpuctl.v1.HostPlanResponse.rejected:type_name -> gpuctl.v1.Candidate
+	33, // 19: gpuctl.v1.HostPlanResponse.total:type_name -> gpuctl.v1.Prediction
+	33, // 20: gpuctl.v1.HostPlanResponse.stop:type_name -> gpuctl.v1.Prediction
+	0,  // 21: gpuctl.v1.HostSwapRequest.verb:type_name -> gpuctl.v1.Verb
+	34, // 22: gpuctl.v1.OperationUpdate.progress:type_name -> gpuctl.v1.Progress
+	12, // 23: gpuctl.v1.OperationUpdate.rejected:type_name -> gpuctl.v1.Candidate
+	31, // 24: gpuctl.v1.HostAdoptResponse.sessions:type_name -> gpuctl.v1.Session
+	35, // 25: gpuctl.v1.HostAdoptResponse.refused:type_name -> gpuctl.v1.AdoptRefusal
+	3,  // 26: gpuctl.v1.HostService.GetInventory:input_type -> gpuctl.v1.GetInventoryRequest
+	6,  // 27: gpuctl.v1.HostService.CreateClaim:input_type -> gpuctl.v1.CreateClaimRequest
+	8,  // 28: gpuctl.v1.HostService.ReleaseClaim:input_type -> gpuctl.v1.ReleaseClaimRequest
+	10, // 29: gpuctl.v1.HostService.ListClaims:input_type -> gpuctl.v1.ListClaimsRequest
+	13, // 30: gpuctl.v1.HostService.ListSessions:input_type -> gpuctl.v1.HostListSessionsRequest
+	15, // 31: gpuctl.v1.HostService.WatchSessions:input_type -> gpuctl.v1.HostWatchSessionsRequest
+	16, // 32: gpuctl.v1.HostService.DescribeSession:input_type -> gpuctl.v1.DescribeSessionRequest
+	18, // 33: gpuctl.v1.HostService.Plan:input_type -> gpuctl.v1.HostPlanRequest
+	20, // 34: gpuctl.v1.HostService.Swap:input_type -> gpuctl.v1.HostSwapRequest
+	21, // 35: gpuctl.v1.HostService.Suspend:input_type -> gpuctl.v1.HostSuspendRequest
+	22, // 36: gpuctl.v1.HostService.Resume:input_type -> gpuctl.v1.HostResumeRequest
+	24, // 37: gpuctl.v1.HostService.Adopt:input_type -> gpuctl.v1.HostAdoptRequest
+	4,  // 38: gpuctl.v1.HostService.GetInventory:output_type -> gpuctl.v1.GetInventoryResponse
+	7,  // 39: gpuctl.v1.HostService.CreateClaim:output_type -> gpuctl.v1.CreateClaimResponse
+	9,  // 40: gpuctl.v1.HostService.ReleaseClaim:output_type -> gpuctl.v1.ReleaseClaimResponse
+	11, // 41: gpuctl.v1.HostService.ListClaims:output_type -> gpuctl.v1.ListClaimsResponse
+	14, // 42: gpuctl.v1.HostService.ListSessions:output_type -> gpuctl.v1.HostListSessionsResponse
+	31, // 43: gpuctl.v1.HostService.WatchSessions:output_type -> gpuctl.v1.Session
+	17, // 44: gpuctl.v1.HostService.DescribeSession:output_type -> gpuctl.v1.DescribeSessionResponse
+	19, // 45: gpuctl.v1.HostService.Plan:output_type -> gpuctl.v1.HostPlanResponse
+	23, // 46: gpuctl.v1.HostService.Swap:output_type -> gpuctl.v1.OperationUpdate
+	23, // 47: gpuctl.v1.HostService.Suspend:output_type -> gpuctl.v1.OperationUpdate
+	23, // 48: gpuctl.v1.HostService.Resume:output_type -> gpuctl.v1.OperationUpdate
+	25, // 49: gpuctl.v1.HostService.Adopt:output_type -> gpuctl.v1.HostAdoptResponse
+	38, // [38:50] is the sub-list for method output_type
+	26, // [26:38] is the sub-list for method input_type
+	26, // [26:26] is the sub-list for extension type_name
+	26, // [26:26] is the sub-list for extension extendee
+	0,  // [0:26] is the sub-list for field type_name
 }
 
 func init() { file_gpuctl_v1_host_proto_init() }
@@ -1870,7 +2038,7 @@ func file_gpuctl_v1_host_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_gpuctl_v1_host_proto_rawDesc), len(file_gpuctl_v1_host_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   23,
+			NumMessages:   25,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

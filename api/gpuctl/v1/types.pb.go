@@ -343,6 +343,7 @@ type Runtime struct {
 	Library       string                 `protobuf:"bytes,1,opt,name=library,proto3" json:"library,omitempty"` // path of the vendor's ICD library
 	Env           map[string]string      `protobuf:"bytes,2,rep,name=env,proto3" json:"env,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
 	Devices       []uint32               `protobuf:"varint,3,rep,packed,name=devices,proto3" json:"devices,omitempty"` // indexes among the devices of the first platform
+	Remote        *Remote                `protobuf:"bytes,4,opt,name=remote,proto3" json:"remote,omitempty"`           // set: the device is on another host, where it is lent; the rest is not used then
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -398,6 +399,108 @@ func (x *Runtime) GetDevices() []uint32 {
 	return nil
 }
 
+func (x *Runtime) GetRemote() *Remote {
+	if x != nil {
+		return x.Remote
+	}
+	return nil
+}
+
+// Remote is how a carrier reaches a far executor: the process on another host
+// that has the runtime. GuestService.Lend of that host made the token and the
+// far executor's certificate.
+type Remote struct {
+	state          protoimpl.MessageState `protogen:"open.v1"`
+	Addresses      []string               `protobuf:"bytes,1,rep,name=addresses,proto3" json:"addresses,omitempty"`                                   // HOST:PORT, tried in order
+	Token          []byte                 `protobuf:"bytes,2,opt,name=token,proto3" json:"token,omitempty"`                                           // 32 bytes, from Lend
+	PeerCertSha256 []byte                 `protobuf:"bytes,3,opt,name=peer_cert_sha256,json=peerCertSha256,proto3" json:"peer_cert_sha256,omitempty"` // SHA-256 of the far executor's certificate (DER), from Lend
+	Certificate    []byte                 `protobuf:"bytes,4,opt,name=certificate,proto3" json:"certificate,omitempty"`                               // of the carrier, DER; its SHA-256 was given to Lend
+	PrivateKey     []byte                 `protobuf:"bytes,5,opt,name=private_key,json=privateKey,proto3" json:"private_key,omitempty"`               // of the carrier, PKCS #8, DER
+	Plain          bool                   `protobuf:"varint,6,opt,name=plain,proto3" json:"plain,omitempty"`                                          // without TLS; Lend must have been asked for the same
+	OutageMs       int64                  `protobuf:"varint,7,opt,name=outage_ms,json=outageMs,proto3" json:"outage_ms,omitempty"`                    // how long the connection may be broken before the session is lost; 0: 5 minutes
+	unknownFields  protoimpl.UnknownFields
+	sizeCache      protoimpl.SizeCache
+}
+
+func (x *Remote) Reset() {
+	*x = Remote{}
+	mi := &file_gpuctl_v1_types_proto_msgTypes[2]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Remote) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Remote) ProtoMessage() {}
+
+func (x *Remote) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_types_proto_msgTypes[2]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Remote.ProtoReflect.Descriptor instead.
+func (*Remote) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{2}
+}
+
+func (x *Remote) GetAddresses() []string {
+	if x != nil {
+		return x.Addresses
+	}
+	return nil
+}
+
+func (x *Remote) GetToken() []byte {
+	if x != nil {
+		return x.Token
+	}
+	return nil
+}
+
+func (x *Remote) GetPeerCertSha256() []byte {
+	if x != nil {
+		return x.PeerCertSha256
+	}
+	return nil
+}
+
+func (x *Remote) GetCertificate() []byte {
+	if x != nil {
+		return x.Certificate
+	}
+	return nil
+}
+
+func (x *Remote) GetPrivateKey() []byte {
+	if x != nil {
+		return x.PrivateKey
+	}
+	return nil
+}
+
+func (x *Remote) GetPlain() bool {
+	if x != nil {
+		return x.Plain
+	}
+	return false
+}
+
+func (x *Remote) GetOutageMs() int64 {
+	if x != nil {
+		return x.OutageMs
+	}
+	return 0
+}
+
 // VirtualDevice is what the application sees; empty fields follow the first
 // GPU of the session. It never changes during a session.
 type VirtualDevice struct {
@@ -411,7 +514,7 @@ type VirtualDevice struct {
 
 func (x *VirtualDevice) Reset() {
 	*x = VirtualDevice{}
-	mi := &file_gpuctl_v1_types_proto_msgTypes[2]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[3]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -423,7 +526,7 @@ func (x *VirtualDevice) String() string {
 func (*VirtualDevice) ProtoMessage() {}
 
 func (x *VirtualDevice) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_types_proto_msgTypes[2]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[3]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -436,7 +539,7 @@ func (x *VirtualDevice) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use VirtualDevice.ProtoReflect.Descriptor instead.
 func (*VirtualDevice) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{2}
+	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{3}
 }
 
 func (x *VirtualDevice) GetName() string {
@@ -462,18 +565,21 @@ func (x *VirtualDevice) GetGlobalMemory() uint64 {
 
 // Target is a GPU, with what gpuguest needs to know about it.
 type Target struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Gpu           string                 `protobuf:"bytes,1,opt,name=gpu,proto3" json:"gpu,omitempty"` // inventory id
-	Model         string                 `protobuf:"bytes,2,opt,name=model,proto3" json:"model,omitempty"`
-	Runtime       *Runtime               `protobuf:"bytes,3,opt,name=runtime,proto3" json:"runtime,omitempty"`
-	Limits        *Limits                `protobuf:"bytes,4,opt,name=limits,proto3" json:"limits,omitempty"`
+	state   protoimpl.MessageState `protogen:"open.v1"`
+	Gpu     string                 `protobuf:"bytes,1,opt,name=gpu,proto3" json:"gpu,omitempty"` // inventory id
+	Model   string                 `protobuf:"bytes,2,opt,name=model,proto3" json:"model,omitempty"`
+	Runtime *Runtime               `protobuf:"bytes,3,opt,name=runtime,proto3" json:"runtime,omitempty"`
+	Limits  *Limits                `protobuf:"bytes,4,opt,name=limits,proto3" json:"limits,omitempty"`
+	// What the engine driver needs. A target with several GPUs names each, in the order
+	// of gpu. Empty: the engine driver can't use the target.
+	Driver        []*DriverGPU `protobuf:"bytes,40,rep,name=driver,proto3" json:"driver,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Target) Reset() {
 	*x = Target{}
-	mi := &file_gpuctl_v1_types_proto_msgTypes[3]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[4]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -485,7 +591,7 @@ func (x *Target) String() string {
 func (*Target) ProtoMessage() {}
 
 func (x *Target) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_types_proto_msgTypes[3]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[4]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -498,7 +604,7 @@ func (x *Target) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Target.ProtoReflect.Descriptor instead.
 func (*Target) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{3}
+	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{4}
 }
 
 func (x *Target) GetGpu() string {
@@ -529,6 +635,246 @@ func (x *Target) GetLimits() *Limits {
 	return nil
 }
 
+func (x *Target) GetDriver() []*DriverGPU {
+	if x != nil {
+		return x.Driver
+	}
+	return nil
+}
+
+// DriverGPU is a GPU of NVIDIA's driver.
+type DriverGPU struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Uuid          string                 `protobuf:"bytes,1,opt,name=uuid,proto3" json:"uuid,omitempty"`                               // as in GPU-8a1d…, of 16 bytes
+	PciAddress    string                 `protobuf:"bytes,2,opt,name=pci_address,json=pciAddress,proto3" json:"pci_address,omitempty"` // 0000:65:00.0
+	PciDevice     uint32                 `protobuf:"varint,3,opt,name=pci_device,json=pciDevice,proto3" json:"pci_device,omitempty"`   // vendor in the low 16 bits, device in the high, as NVML has it; 0: unknown
+	Model         string                 `protobuf:"bytes,4,opt,name=model,proto3" json:"model,omitempty"`
+	Used          uint64                 `protobuf:"varint,5,opt,name=used,proto3" json:"used,omitempty"` // bytes that the session or process has on it
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *DriverGPU) Reset() {
+	*x = DriverGPU{}
+	mi := &file_gpuctl_v1_types_proto_msgTypes[5]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *DriverGPU) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*DriverGPU) ProtoMessage() {}
+
+func (x *DriverGPU) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_types_proto_msgTypes[5]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use DriverGPU.ProtoReflect.Descriptor instead.
+func (*DriverGPU) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{5}
+}
+
+func (x *DriverGPU) GetUuid() string {
+	if x != nil {
+		return x.Uuid
+	}
+	return ""
+}
+
+func (x *DriverGPU) GetPciAddress() string {
+	if x != nil {
+		return x.PciAddress
+	}
+	return ""
+}
+
+func (x *DriverGPU) GetPciDevice() uint32 {
+	if x != nil {
+		return x.PciDevice
+	}
+	return 0
+}
+
+func (x *DriverGPU) GetModel() string {
+	if x != nil {
+		return x.Model
+	}
+	return ""
+}
+
+func (x *DriverGPU) GetUsed() uint64 {
+	if x != nil {
+		return x.Used
+	}
+	return 0
+}
+
+// DriverState is what a session of the engine driver has: a tree of processes that use
+// CUDA.
+type DriverState struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Processes     []*DriverProcess       `protobuf:"bytes,1,rep,name=processes,proto3" json:"processes,omitempty"`
+	Gpus          []*DriverGPU           `protobuf:"bytes,2,rep,name=gpus,proto3" json:"gpus,omitempty"`                                        // those that it uses, or used when it was suspended
+	HostMemory    uint64                 `protobuf:"varint,3,opt,name=host_memory,json=hostMemory,proto3" json:"host_memory,omitempty"`         // bytes of host memory that its suspended state takes
+	DriverVersion string                 `protobuf:"bytes,4,opt,name=driver_version,json=driverVersion,proto3" json:"driver_version,omitempty"` // for example 580.159.04
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *DriverState) Reset() {
+	*x = DriverState{}
+	mi := &file_gpuctl_v1_types_proto_msgTypes[6]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *DriverState) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*DriverState) ProtoMessage() {}
+
+func (x *DriverState) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_types_proto_msgTypes[6]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use DriverState.ProtoReflect.Descriptor instead.
+func (*DriverState) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{6}
+}
+
+func (x *DriverState) GetProcesses() []*DriverProcess {
+	if x != nil {
+		return x.Processes
+	}
+	return nil
+}
+
+func (x *DriverState) GetGpus() []*DriverGPU {
+	if x != nil {
+		return x.Gpus
+	}
+	return nil
+}
+
+func (x *DriverState) GetHostMemory() uint64 {
+	if x != nil {
+		return x.HostMemory
+	}
+	return 0
+}
+
+func (x *DriverState) GetDriverVersion() string {
+	if x != nil {
+		return x.DriverVersion
+	}
+	return ""
+}
+
+// DriverProcess is a process of a session. Those that do not use CUDA are not named,
+// except the root of the tree.
+type DriverProcess struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Pid           uint32                 `protobuf:"varint,1,opt,name=pid,proto3" json:"pid,omitempty"`
+	Parent        uint32                 `protobuf:"varint,2,opt,name=parent,proto3" json:"parent,omitempty"`
+	Start         uint64                 `protobuf:"varint,3,opt,name=start,proto3" json:"start,omitempty"` // clock ticks since boot; with the pid it identifies the process for ever
+	Command       string                 `protobuf:"bytes,4,opt,name=command,proto3" json:"command,omitempty"`
+	State         string                 `protobuf:"bytes,5,opt,name=state,proto3" json:"state,omitempty"` // running, locked, checkpointed or failed; empty: it has no CUDA
+	Gpus          []*DriverGPU           `protobuf:"bytes,6,rep,name=gpus,proto3" json:"gpus,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *DriverProcess) Reset() {
+	*x = DriverProcess{}
+	mi := &file_gpuctl_v1_types_proto_msgTypes[7]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *DriverProcess) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*DriverProcess) ProtoMessage() {}
+
+func (x *DriverProcess) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_types_proto_msgTypes[7]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use DriverProcess.ProtoReflect.Descriptor instead.
+func (*DriverProcess) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{7}
+}
+
+func (x *DriverProcess) GetPid() uint32 {
+	if x != nil {
+		return x.Pid
+	}
+	return 0
+}
+
+func (x *DriverProcess) GetParent() uint32 {
+	if x != nil {
+		return x.Parent
+	}
+	return 0
+}
+
+func (x *DriverProcess) GetStart() uint64 {
+	if x != nil {
+		return x.Start
+	}
+	return 0
+}
+
+func (x *DriverProcess) GetCommand() string {
+	if x != nil {
+		return x.Command
+	}
+	return ""
+}
+
+func (x *DriverProcess) GetState() string {
+	if x != nil {
+		return x.State
+	}
+	return ""
+}
+
+func (x *DriverProcess) GetGpus() []*DriverGPU {
+	if x != nil {
+		return x.Gpus
+	}
+	return nil
+}
+
 // Reason is one reason why a target does not fit.
 type Reason struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
@@ -540,7 +886,7 @@ type Reason struct {
 
 func (x *Reason) Reset() {
 	*x = Reason{}
-	mi := &file_gpuctl_v1_types_proto_msgTypes[4]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -552,7 +898,7 @@ func (x *Reason) String() string {
 func (*Reason) ProtoMessage() {}
 
 func (x *Reason) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_types_proto_msgTypes[4]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -565,7 +911,7 @@ func (x *Reason) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Reason.ProtoReflect.Descriptor instead.
 func (*Reason) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{4}
+	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *Reason) GetCode() string {
@@ -597,7 +943,7 @@ type ErrorReason struct {
 
 func (x *ErrorReason) Reset() {
 	*x = ErrorReason{}
-	mi := &file_gpuctl_v1_types_proto_msgTypes[5]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -609,7 +955,7 @@ func (x *ErrorReason) String() string {
 func (*ErrorReason) ProtoMessage() {}
 
 func (x *ErrorReason) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_types_proto_msgTypes[5]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -622,7 +968,7 @@ func (x *ErrorReason) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ErrorReason.ProtoReflect.Descriptor instead.
 func (*ErrorReason) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{5}
+	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *ErrorReason) GetCode() string {
@@ -685,7 +1031,7 @@ type Usage struct {
 
 func (x *Usage) Reset() {
 	*x = Usage{}
-	mi := &file_gpuctl_v1_types_proto_msgTypes[6]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -697,7 +1043,7 @@ func (x *Usage) String() string {
 func (*Usage) ProtoMessage() {}
 
 func (x *Usage) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_types_proto_msgTypes[6]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -710,7 +1056,7 @@ func (x *Usage) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Usage.ProtoReflect.Descriptor instead.
 func (*Usage) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{6}
+	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *Usage) GetMemory() uint64 {
@@ -840,14 +1186,16 @@ type Session struct {
 	Generation    uint32                 `protobuf:"varint,10,opt,name=generation,proto3" json:"generation,omitempty"`                     // number of its executor; increases with each swap
 	SuspendedTo   string                 `protobuf:"bytes,11,opt,name=suspended_to,json=suspendedTo,proto3" json:"suspended_to,omitempty"` // "memory", "away" or a file
 	Device        *VirtualDevice         `protobuf:"bytes,12,opt,name=device,proto3" json:"device,omitempty"`
-	Away          *StateMark             `protobuf:"bytes,13,opt,name=away,proto3" json:"away,omitempty"` // mark of a state that is kept on the host
+	Away          *StateMark             `protobuf:"bytes,13,opt,name=away,proto3" json:"away,omitempty"`     // mark of a state that is kept on the host
+	Engine        string                 `protobuf:"bytes,40,opt,name=engine,proto3" json:"engine,omitempty"` // portable or driver; empty: portable, from an older gpuguest
+	Driver        *DriverState           `protobuf:"bytes,41,opt,name=driver,proto3" json:"driver,omitempty"` // of a session of the engine driver
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Session) Reset() {
 	*x = Session{}
-	mi := &file_gpuctl_v1_types_proto_msgTypes[7]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -859,7 +1207,7 @@ func (x *Session) String() string {
 func (*Session) ProtoMessage() {}
 
 func (x *Session) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_types_proto_msgTypes[7]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -872,7 +1220,7 @@ func (x *Session) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Session.ProtoReflect.Descriptor instead.
 func (*Session) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{7}
+	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *Session) GetId() string {
@@ -966,6 +1314,20 @@ func (x *Session) GetAway() *StateMark {
 	return nil
 }
 
+func (x *Session) GetEngine() string {
+	if x != nil {
+		return x.Engine
+	}
+	return ""
+}
+
+func (x *Session) GetDriver() *DriverState {
+	if x != nil {
+		return x.Driver
+	}
+	return nil
+}
+
 // StateMark identifies one state of a session.
 type StateMark struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
@@ -978,7 +1340,7 @@ type StateMark struct {
 
 func (x *StateMark) Reset() {
 	*x = StateMark{}
-	mi := &file_gpuctl_v1_types_proto_msgTypes[8]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -990,7 +1352,7 @@ func (x *StateMark) String() string {
 func (*StateMark) ProtoMessage() {}
 
 func (x *StateMark) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_types_proto_msgTypes[8]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1003,7 +1365,7 @@ func (x *StateMark) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StateMark.ProtoReflect.Descriptor instead.
 func (*StateMark) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{8}
+	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *StateMark) GetId() string {
@@ -1039,7 +1401,7 @@ type StateChunk struct {
 
 func (x *StateChunk) Reset() {
 	*x = StateChunk{}
-	mi := &file_gpuctl_v1_types_proto_msgTypes[9]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1051,7 +1413,7 @@ func (x *StateChunk) String() string {
 func (*StateChunk) ProtoMessage() {}
 
 func (x *StateChunk) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_types_proto_msgTypes[9]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1064,7 +1426,7 @@ func (x *StateChunk) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StateChunk.ProtoReflect.Descriptor instead.
 func (*StateChunk) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{9}
+	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *StateChunk) GetData() []byte {
@@ -1097,7 +1459,7 @@ type Progress struct {
 
 func (x *Progress) Reset() {
 	*x = Progress{}
-	mi := &file_gpuctl_v1_types_proto_msgTypes[10]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1109,7 +1471,7 @@ func (x *Progress) String() string {
 func (*Progress) ProtoMessage() {}
 
 func (x *Progress) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_types_proto_msgTypes[10]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1122,7 +1484,7 @@ func (x *Progress) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Progress.ProtoReflect.Descriptor instead.
 func (*Progress) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{10}
+	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *Progress) GetStep() string {
@@ -1186,7 +1548,7 @@ type Prediction struct {
 
 func (x *Prediction) Reset() {
 	*x = Prediction{}
-	mi := &file_gpuctl_v1_types_proto_msgTypes[11]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1198,7 +1560,7 @@ func (x *Prediction) String() string {
 func (*Prediction) ProtoMessage() {}
 
 func (x *Prediction) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_types_proto_msgTypes[11]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1211,7 +1573,7 @@ func (x *Prediction) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Prediction.ProtoReflect.Descriptor instead.
 func (*Prediction) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{11}
+	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *Prediction) GetLowNs() int64 {
@@ -1246,7 +1608,7 @@ type StepTime struct {
 
 func (x *StepTime) Reset() {
 	*x = StepTime{}
-	mi := &file_gpuctl_v1_types_proto_msgTypes[12]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1258,7 +1620,7 @@ func (x *StepTime) String() string {
 func (*StepTime) ProtoMessage() {}
 
 func (x *StepTime) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_types_proto_msgTypes[12]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1271,7 +1633,7 @@ func (x *StepTime) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StepTime.ProtoReflect.Descriptor instead.
 func (*StepTime) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{12}
+	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *StepTime) GetStep() string {
@@ -1307,15 +1669,16 @@ type SwapResult struct {
 	Reasons        []*Reason              `protobuf:"bytes,8,rep,name=reasons,proto3" json:"reasons,omitempty"`
 	RolledBack     bool                   `protobuf:"varint,9,opt,name=rolled_back,json=rolledBack,proto3" json:"rolled_back,omitempty"` // it has failed, and the session goes on where it was
 	Error          string                 `protobuf:"bytes,10,opt,name=error,proto3" json:"error,omitempty"`
-	Held           bool                   `protobuf:"varint,11,opt,name=held,proto3" json:"held,omitempty"`   // it has failed and is not undone yet; the undo goes on, see the session's state
-	Ended          bool                   `protobuf:"varint,12,opt,name=ended,proto3" json:"ended,omitempty"` // the application has ended meanwhile
+	Held           bool                   `protobuf:"varint,11,opt,name=held,proto3" json:"held,omitempty"`           // it has failed and is not undone yet; the undo goes on, see the session's state
+	Ended          bool                   `protobuf:"varint,12,opt,name=ended,proto3" json:"ended,omitempty"`         // the application has ended meanwhile
+	Rehearsed      bool                   `protobuf:"varint,40,opt,name=rehearsed,proto3" json:"rehearsed,omitempty"` // it was a rehearsal: the session runs where it ran before
 	unknownFields  protoimpl.UnknownFields
 	sizeCache      protoimpl.SizeCache
 }
 
 func (x *SwapResult) Reset() {
 	*x = SwapResult{}
-	mi := &file_gpuctl_v1_types_proto_msgTypes[13]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1327,7 +1690,7 @@ func (x *SwapResult) String() string {
 func (*SwapResult) ProtoMessage() {}
 
 func (x *SwapResult) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_types_proto_msgTypes[13]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1340,7 +1703,7 @@ func (x *SwapResult) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SwapResult.ProtoReflect.Descriptor instead.
 func (*SwapResult) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{13}
+	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *SwapResult) GetSession() *Session {
@@ -1427,6 +1790,74 @@ func (x *SwapResult) GetEnded() bool {
 	return false
 }
 
+func (x *SwapResult) GetRehearsed() bool {
+	if x != nil {
+		return x.Rehearsed
+	}
+	return false
+}
+
+// AdoptRefusal is a process that can't be adopted, with all reasons.
+type AdoptRefusal struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Pid           uint32                 `protobuf:"varint,1,opt,name=pid,proto3" json:"pid,omitempty"`
+	Command       string                 `protobuf:"bytes,2,opt,name=command,proto3" json:"command,omitempty"`
+	Reasons       []*Reason              `protobuf:"bytes,3,rep,name=reasons,proto3" json:"reasons,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *AdoptRefusal) Reset() {
+	*x = AdoptRefusal{}
+	mi := &file_gpuctl_v1_types_proto_msgTypes[18]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *AdoptRefusal) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*AdoptRefusal) ProtoMessage() {}
+
+func (x *AdoptRefusal) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_types_proto_msgTypes[18]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use AdoptRefusal.ProtoReflect.Descriptor instead.
+func (*AdoptRefusal) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{18}
+}
+
+func (x *AdoptRefusal) GetPid() uint32 {
+	if x != nil {
+		return x.Pid
+	}
+	return 0
+}
+
+func (x *AdoptRefusal) GetCommand() string {
+	if x != nil {
+		return x.Command
+	}
+	return ""
+}
+
+func (x *AdoptRefusal) GetReasons() []*Reason {
+	if x != nil {
+		return x.Reasons
+	}
+	return nil
+}
+
 var File_gpuctl_v1_types_proto protoreflect.FileDescriptor
 
 const file_gpuctl_v1_types_proto_rawDesc = "" +
@@ -1465,23 +1896,55 @@ const file_gpuctl_v1_types_proto_rawDesc = "" +
 	"outOfOrder\x12\x12\n" +
 	"\x04fp64\x18\x19 \x01(\bR\x04fp64\x12&\n" +
 	"\x0fmax_sub_devices\x18\x1a \x01(\x04R\rmaxSubDevices\x126\n" +
-	"\x18mem_base_addr_align_bits\x18\x1b \x01(\rR\x14memBaseAddrAlignBits\"\xa4\x01\n" +
+	"\x18mem_base_addr_align_bits\x18\x1b \x01(\rR\x14memBaseAddrAlignBits\"\xcf\x01\n" +
 	"\aRuntime\x12\x18\n" +
 	"\alibrary\x18\x01 \x01(\tR\alibrary\x12-\n" +
 	"\x03env\x18\x02 \x03(\v2\x1b.gpuctl.v1.Runtime.EnvEntryR\x03env\x12\x18\n" +
-	"\adevices\x18\x03 \x03(\rR\adevices\x1a6\n" +
+	"\adevices\x18\x03 \x03(\rR\adevices\x12)\n" +
+	"\x06remote\x18\x04 \x01(\v2\x11.gpuctl.v1.RemoteR\x06remote\x1a6\n" +
 	"\bEnvEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\\\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\xdc\x01\n" +
+	"\x06Remote\x12\x1c\n" +
+	"\taddresses\x18\x01 \x03(\tR\taddresses\x12\x14\n" +
+	"\x05token\x18\x02 \x01(\fR\x05token\x12(\n" +
+	"\x10peer_cert_sha256\x18\x03 \x01(\fR\x0epeerCertSha256\x12 \n" +
+	"\vcertificate\x18\x04 \x01(\fR\vcertificate\x12\x1f\n" +
+	"\vprivate_key\x18\x05 \x01(\fR\n" +
+	"privateKey\x12\x14\n" +
+	"\x05plain\x18\x06 \x01(\bR\x05plain\x12\x1b\n" +
+	"\toutage_ms\x18\a \x01(\x03R\boutageMs\"\\\n" +
 	"\rVirtualDevice\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x12\n" +
 	"\x04type\x18\x02 \x01(\tR\x04type\x12#\n" +
-	"\rglobal_memory\x18\x03 \x01(\x04R\fglobalMemory\"\x89\x01\n" +
+	"\rglobal_memory\x18\x03 \x01(\x04R\fglobalMemory\"\xb7\x01\n" +
 	"\x06Target\x12\x10\n" +
 	"\x03gpu\x18\x01 \x01(\tR\x03gpu\x12\x14\n" +
 	"\x05model\x18\x02 \x01(\tR\x05model\x12,\n" +
 	"\aruntime\x18\x03 \x01(\v2\x12.gpuctl.v1.RuntimeR\aruntime\x12)\n" +
-	"\x06limits\x18\x04 \x01(\v2\x11.gpuctl.v1.LimitsR\x06limits\"6\n" +
+	"\x06limits\x18\x04 \x01(\v2\x11.gpuctl.v1.LimitsR\x06limits\x12,\n" +
+	"\x06driver\x18( \x03(\v2\x14.gpuctl.v1.DriverGPUR\x06driver\"\x89\x01\n" +
+	"\tDriverGPU\x12\x12\n" +
+	"\x04uuid\x18\x01 \x01(\tR\x04uuid\x12\x1f\n" +
+	"\vpci_address\x18\x02 \x01(\tR\n" +
+	"pciAddress\x12\x1d\n" +
+	"\n" +
+	"pci_device\x18\x03 \x01(\rR\tpciDevice\x12\x14\n" +
+	"\x05model\x18\x04 \x01(\tR\x05model\x12\x12\n" +
+	"\x04used\x18\x05 \x01(\x04R\x04used\"\xb7\x01\n" +
+	"\vDriverState\x126\n" +
+	"\tprocesses\x18\x01 \x03(\v2\x18.gpuctl.v1.DriverProcessR\tprocesses\x12(\n" +
+	"\x04gpus\x18\x02 \x03(\v2\x14.gpuctl.v1.DriverGPUR\x04gpus\x12\x1f\n" +
+	"\vhost_memory\x18\x03 \x01(\x04R\n" +
+	"hostMemory\x12%\n" +
+	"\x0edriver_version\x18\x04 \x01(\tR\rdriverVersion\"\xa9\x01\n" +
+	"\rDriverProcess\x12\x10\n" +
+	"\x03pid\x18\x01 \x01(\rR\x03pid\x12\x16\n" +
+	"\x06parent\x18\x02 \x01(\rR\x06parent\x12\x14\n" +
+	"\x05start\x18\x03 \x01(\x04R\x05start\x12\x18\n" +
+	"\acommand\x18\x04 \x01(\tR\acommand\x12\x14\n" +
+	"\x05state\x18\x05 \x01(\tR\x05state\x12(\n" +
+	"\x04gpus\x18\x06 \x03(\v2\x14.gpuctl.v1.DriverGPUR\x04gpus\"6\n" +
 	"\x06Reason\x12\x12\n" +
 	"\x04code\x18\x01 \x01(\tR\x04code\x12\x18\n" +
 	"\amessage\x18\x02 \x01(\tR\amessage\"\x84\x01\n" +
@@ -1509,7 +1972,7 @@ const file_gpuctl_v1_types_proto_rawDesc = "" +
 	"\x05calls\x18\r \x01(\x04R\x05calls\x12\x1a\n" +
 	"\blaunches\x18\x0e \x01(\x04R\blaunches\x12\x12\n" +
 	"\x04held\x18\x0f \x01(\rR\x04held\x12\x16\n" +
-	"\x06mapped\x18\x10 \x01(\rR\x06mapped\"\xbe\x03\n" +
+	"\x06mapped\x18\x10 \x01(\rR\x06mapped\"\x86\x04\n" +
 	"\aSession\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12\x14\n" +
 	"\x05claim\x18\x02 \x01(\tR\x05claim\x12\x10\n" +
@@ -1526,7 +1989,9 @@ const file_gpuctl_v1_types_proto_rawDesc = "" +
 	"generation\x12!\n" +
 	"\fsuspended_to\x18\v \x01(\tR\vsuspendedTo\x120\n" +
 	"\x06device\x18\f \x01(\v2\x18.gpuctl.v1.VirtualDeviceR\x06device\x12(\n" +
-	"\x04away\x18\r \x01(\v2\x14.gpuctl.v1.StateMarkR\x04away\"G\n" +
+	"\x04away\x18\r \x01(\v2\x14.gpuctl.v1.StateMarkR\x04away\x12\x16\n" +
+	"\x06engine\x18( \x01(\tR\x06engine\x12.\n" +
+	"\x06driver\x18) \x01(\v2\x16.gpuctl.v1.DriverStateR\x06driver\"G\n" +
 	"\tStateMark\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12\x12\n" +
 	"\x04size\x18\x02 \x01(\x04R\x04size\x12\x16\n" +
@@ -1555,7 +2020,7 @@ const file_gpuctl_v1_types_proto_rawDesc = "" +
 	"\x04step\x18\x01 \x01(\tR\x04step\x12\x19\n" +
 	"\bstart_ns\x18\x02 \x01(\x03R\astartNs\x12\x1f\n" +
 	"\vduration_ns\x18\x03 \x01(\x03R\n" +
-	"durationNs\"\x93\x03\n" +
+	"durationNs\"\xb1\x03\n" +
 	"\n" +
 	"SwapResult\x12,\n" +
 	"\asession\x18\x01 \x01(\v2\x12.gpuctl.v1.SessionR\asession\x12\x1d\n" +
@@ -1572,7 +2037,12 @@ const file_gpuctl_v1_types_proto_rawDesc = "" +
 	"\x05error\x18\n" +
 	" \x01(\tR\x05error\x12\x12\n" +
 	"\x04held\x18\v \x01(\bR\x04held\x12\x14\n" +
-	"\x05ended\x18\f \x01(\bR\x05ended*\xca\x01\n" +
+	"\x05ended\x18\f \x01(\bR\x05ended\x12\x1c\n" +
+	"\trehearsed\x18( \x01(\bR\trehearsed\"g\n" +
+	"\fAdoptRefusal\x12\x10\n" +
+	"\x03pid\x18\x01 \x01(\rR\x03pid\x12\x18\n" +
+	"\acommand\x18\x02 \x01(\tR\acommand\x12+\n" +
+	"\areasons\x18\x03 \x03(\v2\x11.gpuctl.v1.ReasonR\areasons*\xca\x01\n" +
 	"\fSessionState\x12\x1d\n" +
 	"\x19SESSION_STATE_UNSPECIFIED\x10\x00\x12\x19\n" +
 	"\x15SESSION_STATE_RUNNING\x10\x01\x12\x1a\n" +
@@ -1595,44 +2065,56 @@ func file_gpuctl_v1_types_proto_rawDescGZIP() []byte {
 }
 
 var file_gpuctl_v1_types_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_gpuctl_v1_types_proto_msgTypes = make([]protoimpl.MessageInfo, 15)
+var file_gpuctl_v1_types_proto_msgTypes = make([]protoimpl.MessageInfo, 20)
 var file_gpuctl_v1_types_proto_goTypes = []any{
 	(SessionState)(0),     // 0: gpuctl.v1.SessionState
 	(*Limits)(nil),        // 1: gpuctl.v1.Limits
 	(*Runtime)(nil),       // 2: gpuctl.v1.Runtime
-	(*VirtualDevice)(nil), // 3: gpuctl.v1.VirtualDevice
-	(*Target)(nil),        // 4: gpuctl.v1.Target
-	(*Reason)(nil),        // 5: gpuctl.v1.Reason
-	(*ErrorReason)(nil),   // 6: gpuctl.v1.ErrorReason
-	(*Usage)(nil),         // 7: gpuctl.v1.Usage
-	(*Session)(nil),       // 8: gpuctl.v1.Session
-	(*StateMark)(nil),     // 9: gpuctl.v1.StateMark
-	(*StateChunk)(nil),    // 10: gpuctl.v1.StateChunk
-	(*Progress)(nil),      // 11: gpuctl.v1.Progress
-	(*Prediction)(nil),    // 12: gpuctl.v1.Prediction
-	(*StepTime)(nil),      // 13: gpuctl.v1.StepTime
-	(*SwapResult)(nil),    // 14: gpuctl.v1.SwapResult
-	nil,                   // 15: gpuctl.v1.Runtime.EnvEntry
+	(*Remote)(nil),        // 3: gpuctl.v1.Remote
+	(*VirtualDevice)(nil), // 4: gpuctl.v1.VirtualDevice
+	(*Target)(nil),        // 5: gpuctl.v1.Target
+	(*DriverGPU)(nil),     // 6: gpuctl.v1.DriverGPU
+	(*DriverState)(nil),   // 7: gpuctl.v1.DriverState
+	(*DriverProcess)(nil), // 8: gpuctl.v1.DriverProcess
+	(*Reason)(nil),        // 9: gpuctl.v1.Reason
+	(*ErrorReason)(nil),   // 10: gpuctl.v1.ErrorReason
+	(*Usage)(nil),         // 11: gpuctl.v1.Usage
+	(*Session)(nil),       // 12: gpuctl.v1.Session
+	(*StateMark)(nil),     // 13: gpuctl.v1.StateMark
+	(*StateChunk)(nil),    // 14: gpuctl.v1.StateChunk
+	(*Progress)(nil),      // 15: gpuctl.v1.Progress
+	(*Prediction)(nil),    // 16: gpuctl.v1.Prediction
+	(*StepTime)(nil),      // 17: gpuctl.v1.StepTime
+	(*SwapResult)(nil),    // 18: gpuctl.v1.SwapResult
+	(*AdoptRefusal)(nil),  // 19: gpuctl.v1.AdoptRefusal
+	nil,                   // 20: gpuctl.v1.Runtime.EnvEntry
 }
 var file_gpuctl_v1_types_proto_depIdxs = []int32{
-	15, // 0: gpuctl.v1.Runtime.env:type_name -> gpuctl.v1.Runtime.EnvEntry
-	2,  // 1: gpuctl.v1.Target.runtime:type_name -> gpuctl.v1.Runtime
-	1,  // 2: gpuctl.v1.Target.limits:type_name -> gpuctl.v1.Limits
-	0,  // 3: gpuctl.v1.Session.state:type_name -> gpuctl.v1.SessionState
-	4,  // 4: gpuctl.v1.Session.target:type_name -> gpuctl.v1.Target
-	7,  // 5: gpuctl.v1.Session.usage:type_name -> gpuctl.v1.Usage
-	3,  // 6: gpuctl.v1.Session.device:type_name -> gpuctl.v1.VirtualDevice
-	9,  // 7: gpuctl.v1.Session.away:type_name -> gpuctl.v1.StateMark
-	9,  // 8: gpuctl.v1.StateChunk.mark:type_name -> gpuctl.v1.StateMark
-	14, // 9: gpuctl.v1.Progress.result:type_name -> gpuctl.v1.SwapResult
-	8,  // 10: gpuctl.v1.SwapResult.session:type_name -> gpuctl.v1.Session
-	13, // 11: gpuctl.v1.SwapResult.steps:type_name -> gpuctl.v1.StepTime
-	5,  // 12: gpuctl.v1.SwapResult.reasons:type_name -> gpuctl.v1.Reason
-	13, // [13:13] is the sub-list for method output_type
-	13, // [13:13] is the sub-list for method input_type
-	13, // [13:13] is the sub-list for extension type_name
-	13, // [13:13] is the sub-list for extension extendee
-	0,  // [0:13] is the sub-list for field type_name
+	20, // 0: gpuctl.v1.Runtime.env:type_name -> gpuctl.v1.Runtime.EnvEntry
+	3,  // 1: gpuctl.v1.Runtime.remote:type_name -> gpuctl.v1.Remote
+	2,  // 2: gpuctl.v1.Target.runtime:type_name -> gpuctl.v1.Runtime
+	1,  // 3: gpuctl.v1.Target.limits:type_name -> gpuctl.v1.Limits
+	6,  // 4: gpuctl.v1.Target.driver:type_name -> gpuctl.v1.DriverGPU
+	8,  // 5: gpuctl.v1.DriverState.processes:type_name -> gpuctl.v1.DriverProcess
+	6,  // 6: gpuctl.v1.DriverState.gpus:type_name -> gpuctl.v1.DriverGPU
+	6,  // 7: gpuctl.v1.DriverProcess.gpus:type_name -> gpuctl.v1.DriverGPU
+	0,  // 8: gpuctl.v1.Session.state:type_name -> gpuctl.v1.SessionState
+	5,  // 9: gpuctl.v1.Session.target:type_name -> gpuctl.v1.Target
+	11, // 10: gpuctl.v1.Session.usage:type_name -> gpuctl.v1.Usage
+	4,  // 11: gpuctl.v1.Session.device:type_name -> gpuctl.v1.VirtualDevice
+	13, // 12: gpuctl.v1.Session.away:type_name -> gpuctl.v1.StateMark
+	7,  // 13: gpuctl.v1.Session.driver:type_name -> gpuctl.v1.DriverState
+	13, // 14: gpuctl.v1.StateChunk.mark:type_name -> gpuctl.v1.StateMark
+	18, // 15: gpuctl.v1.Progress.result:type_name -> gpuctl.v1.SwapResult
+	12, // 16: gpuctl.v1.SwapResult.session:type_name -> gpuctl.v1.Session
+	17, // 17: gpuctl.v1.SwapResult.steps:type_name -> gpuctl.v1.StepTime
+	9,  // 18: gpuctl.v1.SwapResult.reasons:type_name -> gpuctl.v1.Reason
+	9,  // 19: gpuctl.v1.AdoptRefusal.reasons:type_name -> gpuctl.v1.Reason
+	20, // [20:20] is the sub-list for method output_type
+	20, // [20:20] is the sub-list for method input_type
+	20, // [20:20] is the sub-list for extension type_name
+	20, // [20:20] is the sub-list for extension extendee
+	0,  // [0:20] is the sub-list for field type_name
 }
 
 func init() { file_gpuctl_v1_types_proto_init() }
@@ -1646,7 +2128,7 @@ func file_gpuctl_v1_types_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_gpuctl_v1_types_proto_rawDesc), len(file_gpuctl_v1_types_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   15,
+			NumMessages:   20,
 			NumExtensions: 0,
 			NumServices:   0,
 		},
