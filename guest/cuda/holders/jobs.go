@@ -71,9 +71,9 @@ func (l *Look) Jobs() []*Job {
 }
 
 // launches reports whether a process may be a launcher of workers: not the first process of
-// the system, nor a shell at a terminal, which starts things that have nothing in common.
+// the system, nor gpuguest, nor a shell at a terminal, which starts things that have nothing in common.
 func launches(p *Process) bool {
-	return p.PID > 1 && (p.Terminal == 0 || p.Session != p.PID)
+	return p.PID > 1 && !p.own && (p.Terminal == 0 || p.Session != p.PID)
 }
 
 // Ancestors returns the processes that a process descends from, its parent first, without

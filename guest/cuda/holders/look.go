@@ -32,7 +32,7 @@ type Process struct {
 	Start          uint64
 	Name           string // of the program, as the kernel has it
 
-	zombie bool
+	zombie, own bool
 }
 
 // Holder is a process that has nodes of the driver.
@@ -69,6 +69,9 @@ type Look struct {
 type Roots struct {
 	Proc string // empty: /proc
 	Dev  string // folder of the nodes; empty: /dev. In another one nodes may be plain files.
+	// Except reports whether a process is gpuguest's own: no holder, and no launcher of
+	// what it has started. nil: none is.
+	Except func(pid int) bool
 }
 
 func (r Roots) proc() string {
@@ -101,6 +104,10 @@ func (r Roots) Take(maps bool) (*Look, error) {
 			continue // it has ended
 		}
 		l.Processes[pid] = p
+		if r.Except != nil && r.Except(pid) {
+			p.own = true
+			continue
+		}
 		h, err := r.holder(p, maps)
 		switch {
 		case err == nil && h != nil:
@@ -136,7 +143,7 @@ func (r Roots) holder(p *Process, maps bool) (*Holder, error) {
 	if err != nil {
 		return nil, err
 	}
-	h.UID, h.Command, h.Cgroup = st.UID, r.command(p.PID), r.cgroup(p.PID)
+	h.UID, h.Command, h.Cgroup = st.UID, r.Command(p.PID), r.cgroup(p.PID)
 	if h.Command == "" {
 		h.Command = p.Name
 	}
@@ -285,8 +292,8 @@ func (r Roots) read(pid int, name string) ([]byte, error) {
 	return io.ReadAll(io.LimitReader(f, mostFile))
 }
 
-// command returns the process's command line, short enough for a table.
-func (r Roots) command(pid int) string {
+// Command returns the process's command line, short enough for a table.
+func (r Roots) Command(pid int) string {
 	b, err := r.read(pid, "cmdline")
 	if err != nil {
 		return ""
@@ -298,6 +305,20 @@ func (r Roots) command(pid int) string {
 		return c
 	}, strings.ToValidUTF8(string(b[:min(len(b), mostText)]), ""))
 	return strings.TrimSpace(s)
+}
+
+// Variable returns a variable of the environment that a process was started with, or "".
+func (r Roots) Variable(pid int, name string) string {
+	b, err := r.read(pid, "environ")
+	if err != nil {
+		return ""
+	}
+	for v := range strings.SplitSeq(string(b), "\x00") {
+		if value, ok := strings.CutPrefix(v, name+"="); ok {
+			return value
+		}
+	}
+	return ""
 }
 
 // cgroup returns the path of the process's control group.
