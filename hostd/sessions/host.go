@@ -26,7 +26,6 @@ import (
 	"github.com/gpuctl/gpuctl/hostd/cards/platform"
 	"github.com/gpuctl/gpuctl/hostd/config"
 	"github.com/gpuctl/gpuctl/hostd/inventory"
-	"github.com/gpuctl/gpuctl/hostd/inventory/nvml"
 	"github.com/gpuctl/gpuctl/hostd/migration"
 	"github.com/gpuctl/gpuctl/hostd/migration/endpoint"
 	"github.com/gpuctl/gpuctl/hostd/sessions/ledger"
@@ -68,7 +67,7 @@ type HostConfig struct {
 	Root       fs.FS        // the host's root folder
 	PCI        *pci.Scanner // reads the same host's PCI devices
 	Cluster    Cluster
-	NVML       *nvml.Client       // nil: NVML is not used
+	NVML       NVML               // nil: NVML is not used
 	Cards      *platform.Platform // nil: cards are not given to VMs
 	Devices    *cardapi.API       // set if Cards is, as are the next two
 	Site       *endpoint.Local
@@ -135,10 +134,13 @@ func (h *Host) Start(ctx context.Context) error {
 		// is damaged.
 		h.Log.Warn("state file is not used", "err", err)
 	}
+	driver := h.askDriver(ctx)
 	gpus, warnings, err := inventory.Discover(ctx, h.Root, h.Config, prober{h.Guest})
 	if err != nil {
 		return fmt.Errorf("inventory: %w", err)
 	}
+	gpus, more := h.withDriver(gpus, <-driver)
+	warnings = append(warnings, more...)
 	for _, w := range warnings {
 		h.Log.Warn("gpu not available", "err", w)
 	}
@@ -385,6 +387,7 @@ func (h *Host) placement(ids []string) placement {
 // doubt about an operation, as a list that was requested earlier than what it contradicts
 // is not accepted. The caller holds h.mu.
 func (h *Host) update(s *gpuctlv1.Session, listed bool) {
+	s = h.named(s)
 	id := s.GetId()
 	old := h.sessions[id]
 	if old != nil && s.GetGeneration() < old.GetGeneration() && s.GetState() != gpuctlv1.SessionState_SESSION_STATE_ENDED {
@@ -626,6 +629,10 @@ func (h *Host) createClaim(ctx context.Context, c *claim) (placement, []*gpuctlv
 	names, out, err := matching(ctx, gpus, e)
 	if err != nil || len(names) == 0 {
 		return nil, out, err
+	}
+	names, unfit := c.forEngine(names, gpus)
+	if out = append(out, unfit...); len(names) == 0 {
+		return nil, out, nil
 	}
 	h.mu.Lock()
 	h.claiming[c.ID] = true

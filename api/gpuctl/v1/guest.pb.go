@@ -1763,7 +1763,7 @@ type AdoptRequest struct {
 	Look  bool                   `protobuf:"varint,3,opt,name=look,proto3" json:"look,omitempty"` // only report what would be adopted
 	// Claims of the new sessions, by the pid that the sessions have. A process without one
 	// is adopted without a claim.
-	Claims        map[uint32]string `protobuf:"bytes,4,rep,name=claims,proto3" json:"claims,omitempty" protobuf_key:"varint,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
+	Claims        map[uint32]*AdoptClaim `protobuf:"bytes,4,rep,name=claims,proto3" json:"claims,omitempty" protobuf_key:"varint,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1819,9 +1819,61 @@ func (x *AdoptRequest) GetLook() bool {
 	return false
 }
 
-func (x *AdoptRequest) GetClaims() map[uint32]string {
+func (x *AdoptRequest) GetClaims() map[uint32]*AdoptClaim {
 	if x != nil {
 		return x.Claims
+	}
+	return nil
+}
+
+type AdoptClaim struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Claim         string                 `protobuf:"bytes,1,opt,name=claim,proto3" json:"claim,omitempty"`
+	Target        *Target                `protobuf:"bytes,2,opt,name=target,proto3" json:"target,omitempty"` // the GPUs that the process uses, as the host names them
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *AdoptClaim) Reset() {
+	*x = AdoptClaim{}
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[31]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *AdoptClaim) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*AdoptClaim) ProtoMessage() {}
+
+func (x *AdoptClaim) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[31]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use AdoptClaim.ProtoReflect.Descriptor instead.
+func (*AdoptClaim) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{31}
+}
+
+func (x *AdoptClaim) GetClaim() string {
+	if x != nil {
+		return x.Claim
+	}
+	return ""
+}
+
+func (x *AdoptClaim) GetTarget() *Target {
+	if x != nil {
+		return x.Target
 	}
 	return nil
 }
@@ -1836,7 +1888,7 @@ type AdoptResponse struct {
 
 func (x *AdoptResponse) Reset() {
 	*x = AdoptResponse{}
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[31]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1848,7 +1900,7 @@ func (x *AdoptResponse) String() string {
 func (*AdoptResponse) ProtoMessage() {}
 
 func (x *AdoptResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[31]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1861,7 +1913,7 @@ func (x *AdoptResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AdoptResponse.ProtoReflect.Descriptor instead.
 func (*AdoptResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{31}
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{32}
 }
 
 func (x *AdoptResponse) GetSessions() []*Session {
@@ -1992,15 +2044,19 @@ const file_gpuctl_v1_guest_proto_rawDesc = "" +
 	"\x04uuid\x18\x05 \x01(\tR\x04uuid\x12\x1f\n" +
 	"\vpci_address\x18\x06 \x01(\tR\n" +
 	"pciAddress\x12)\n" +
-	"\x06limits\x18\a \x01(\v2\x11.gpuctl.v1.LimitsR\x06limits\"\xbe\x01\n" +
+	"\x06limits\x18\a \x01(\v2\x11.gpuctl.v1.LimitsR\x06limits\"\xd5\x01\n" +
 	"\fAdoptRequest\x12\x10\n" +
 	"\x03pid\x18\x01 \x01(\rR\x03pid\x12\x10\n" +
 	"\x03all\x18\x02 \x01(\bR\x03all\x12\x12\n" +
 	"\x04look\x18\x03 \x01(\bR\x04look\x12;\n" +
-	"\x06claims\x18\x04 \x03(\v2#.gpuctl.v1.AdoptRequest.ClaimsEntryR\x06claims\x1a9\n" +
+	"\x06claims\x18\x04 \x03(\v2#.gpuctl.v1.AdoptRequest.ClaimsEntryR\x06claims\x1aP\n" +
 	"\vClaimsEntry\x12\x10\n" +
-	"\x03key\x18\x01 \x01(\rR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"r\n" +
+	"\x03key\x18\x01 \x01(\rR\x03key\x12+\n" +
+	"\x05value\x18\x02 \x01(\v2\x15.gpuctl.v1.AdoptClaimR\x05value:\x028\x01\"M\n" +
+	"\n" +
+	"AdoptClaim\x12\x14\n" +
+	"\x05claim\x18\x01 \x01(\tR\x05claim\x12)\n" +
+	"\x06target\x18\x02 \x01(\v2\x11.gpuctl.v1.TargetR\x06target\"r\n" +
 	"\rAdoptResponse\x12.\n" +
 	"\bsessions\x18\x01 \x03(\v2\x12.gpuctl.v1.SessionR\bsessions\x121\n" +
 	"\arefused\x18\x02 \x03(\v2\x17.gpuctl.v1.AdoptRefusalR\arefused*o\n" +
@@ -2043,7 +2099,7 @@ func file_gpuctl_v1_guest_proto_rawDescGZIP() []byte {
 }
 
 var file_gpuctl_v1_guest_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_gpuctl_v1_guest_proto_msgTypes = make([]protoimpl.MessageInfo, 33)
+var file_gpuctl_v1_guest_proto_msgTypes = make([]protoimpl.MessageInfo, 34)
 var file_gpuctl_v1_guest_proto_goTypes = []any{
 	(LeaseState)(0),              // 0: gpuctl.v1.LeaseState
 	(*LendRequest)(nil),          // 1: gpuctl.v1.LendRequest
@@ -2077,84 +2133,87 @@ var file_gpuctl_v1_guest_proto_goTypes = []any{
 	(*ProbeResponse)(nil),        // 29: gpuctl.v1.ProbeResponse
 	(*ProbedDevice)(nil),         // 30: gpuctl.v1.ProbedDevice
 	(*AdoptRequest)(nil),         // 31: gpuctl.v1.AdoptRequest
-	(*AdoptResponse)(nil),        // 32: gpuctl.v1.AdoptResponse
-	nil,                          // 33: gpuctl.v1.AdoptRequest.ClaimsEntry
-	(*Runtime)(nil),              // 34: gpuctl.v1.Runtime
-	(*VirtualDevice)(nil),        // 35: gpuctl.v1.VirtualDevice
-	(*Target)(nil),               // 36: gpuctl.v1.Target
-	(*Session)(nil),              // 37: gpuctl.v1.Session
-	(*Reason)(nil),               // 38: gpuctl.v1.Reason
-	(*Prediction)(nil),           // 39: gpuctl.v1.Prediction
-	(*StateMark)(nil),            // 40: gpuctl.v1.StateMark
-	(*StateChunk)(nil),           // 41: gpuctl.v1.StateChunk
-	(*Limits)(nil),               // 42: gpuctl.v1.Limits
-	(*AdoptRefusal)(nil),         // 43: gpuctl.v1.AdoptRefusal
-	(*Progress)(nil),             // 44: gpuctl.v1.Progress
+	(*AdoptClaim)(nil),           // 32: gpuctl.v1.AdoptClaim
+	(*AdoptResponse)(nil),        // 33: gpuctl.v1.AdoptResponse
+	nil,                          // 34: gpuctl.v1.AdoptRequest.ClaimsEntry
+	(*Runtime)(nil),              // 35: gpuctl.v1.Runtime
+	(*VirtualDevice)(nil),        // 36: gpuctl.v1.VirtualDevice
+	(*Target)(nil),               // 37: gpuctl.v1.Target
+	(*Session)(nil),              // 38: gpuctl.v1.Session
+	(*Reason)(nil),               // 39: gpuctl.v1.Reason
+	(*Prediction)(nil),           // 40: gpuctl.v1.Prediction
+	(*StateMark)(nil),            // 41: gpuctl.v1.StateMark
+	(*StateChunk)(nil),           // 42: gpuctl.v1.StateChunk
+	(*Limits)(nil),               // 43: gpuctl.v1.Limits
+	(*AdoptRefusal)(nil),         // 44: gpuctl.v1.AdoptRefusal
+	(*Progress)(nil),             // 45: gpuctl.v1.Progress
 }
 var file_gpuctl_v1_guest_proto_depIdxs = []int32{
-	34, // 0: gpuctl.v1.LendRequest.runtime:type_name -> gpuctl.v1.Runtime
-	35, // 1: gpuctl.v1.LendRequest.device:type_name -> gpuctl.v1.VirtualDevice
+	35, // 0: gpuctl.v1.LendRequest.runtime:type_name -> gpuctl.v1.Runtime
+	36, // 1: gpuctl.v1.LendRequest.device:type_name -> gpuctl.v1.VirtualDevice
 	7,  // 2: gpuctl.v1.ListLeasesResponse.leases:type_name -> gpuctl.v1.Lease
-	34, // 3: gpuctl.v1.Lease.runtime:type_name -> gpuctl.v1.Runtime
+	35, // 3: gpuctl.v1.Lease.runtime:type_name -> gpuctl.v1.Runtime
 	0,  // 4: gpuctl.v1.Lease.state:type_name -> gpuctl.v1.LeaseState
-	36, // 5: gpuctl.v1.OfferRequest.target:type_name -> gpuctl.v1.Target
-	35, // 6: gpuctl.v1.OfferRequest.device:type_name -> gpuctl.v1.VirtualDevice
-	37, // 7: gpuctl.v1.ListSessionsResponse.sessions:type_name -> gpuctl.v1.Session
-	36, // 8: gpuctl.v1.PlanRequest.target:type_name -> gpuctl.v1.Target
-	38, // 9: gpuctl.v1.PlanResponse.reasons:type_name -> gpuctl.v1.Reason
-	39, // 10: gpuctl.v1.PlanResponse.total:type_name -> gpuctl.v1.Prediction
-	39, // 11: gpuctl.v1.PlanResponse.stop:type_name -> gpuctl.v1.Prediction
-	36, // 12: gpuctl.v1.SwapRequest.target:type_name -> gpuctl.v1.Target
+	37, // 5: gpuctl.v1.OfferRequest.target:type_name -> gpuctl.v1.Target
+	36, // 6: gpuctl.v1.OfferRequest.device:type_name -> gpuctl.v1.VirtualDevice
+	38, // 7: gpuctl.v1.ListSessionsResponse.sessions:type_name -> gpuctl.v1.Session
+	37, // 8: gpuctl.v1.PlanRequest.target:type_name -> gpuctl.v1.Target
+	39, // 9: gpuctl.v1.PlanResponse.reasons:type_name -> gpuctl.v1.Reason
+	40, // 10: gpuctl.v1.PlanResponse.total:type_name -> gpuctl.v1.Prediction
+	40, // 11: gpuctl.v1.PlanResponse.stop:type_name -> gpuctl.v1.Prediction
+	37, // 12: gpuctl.v1.SwapRequest.target:type_name -> gpuctl.v1.Target
 	19, // 13: gpuctl.v1.SuspendRequest.owner:type_name -> gpuctl.v1.FileOwner
-	40, // 14: gpuctl.v1.KeptStateRequest.mark:type_name -> gpuctl.v1.StateMark
-	41, // 15: gpuctl.v1.GiveStateRequest.chunk:type_name -> gpuctl.v1.StateChunk
-	36, // 16: gpuctl.v1.ResumeRequest.target:type_name -> gpuctl.v1.Target
-	34, // 17: gpuctl.v1.WarmRequest.runtime:type_name -> gpuctl.v1.Runtime
-	34, // 18: gpuctl.v1.ProbeRequest.runtime:type_name -> gpuctl.v1.Runtime
+	41, // 14: gpuctl.v1.KeptStateRequest.mark:type_name -> gpuctl.v1.StateMark
+	42, // 15: gpuctl.v1.GiveStateRequest.chunk:type_name -> gpuctl.v1.StateChunk
+	37, // 16: gpuctl.v1.ResumeRequest.target:type_name -> gpuctl.v1.Target
+	35, // 17: gpuctl.v1.WarmRequest.runtime:type_name -> gpuctl.v1.Runtime
+	35, // 18: gpuctl.v1.ProbeRequest.runtime:type_name -> gpuctl.v1.Runtime
 	30, // 19: gpuctl.v1.ProbeResponse.devices:type_name -> gpuctl.v1.ProbedDevice
-	42, // 20: gpuctl.v1.ProbedDevice.limits:type_name -> gpuctl.v1.Limits
-	33, // 21: gpuctl.v1.AdoptRequest.claims:type_name -> gpuctl.v1.AdoptRequest.ClaimsEntry
-	37, // 22: gpuctl.v1.AdoptResponse.sessions:type_name -> gpuctl.v1.Session
-	43, // 23: gpuctl.v1.AdoptResponse.refused:type_name -> gpuctl.v1.AdoptRefusal
-	8,  // 24: gpuctl.v1.GuestService.Offer:input_type -> gpuctl.v1.OfferRequest
-	10, // 25: gpuctl.v1.GuestService.Withdraw:input_type -> gpuctl.v1.WithdrawRequest
-	12, // 26: gpuctl.v1.GuestService.ListSessions:input_type -> gpuctl.v1.ListSessionsRequest
-	14, // 27: gpuctl.v1.GuestService.WatchSessions:input_type -> gpuctl.v1.WatchSessionsRequest
-	15, // 28: gpuctl.v1.GuestService.Plan:input_type -> gpuctl.v1.PlanRequest
-	17, // 29: gpuctl.v1.GuestService.Swap:input_type -> gpuctl.v1.SwapRequest
-	18, // 30: gpuctl.v1.GuestService.Suspend:input_type -> gpuctl.v1.SuspendRequest
-	25, // 31: gpuctl.v1.GuestService.Resume:input_type -> gpuctl.v1.ResumeRequest
-	20, // 32: gpuctl.v1.GuestService.TakeState:input_type -> gpuctl.v1.TakeStateRequest
-	21, // 33: gpuctl.v1.GuestService.KeptState:input_type -> gpuctl.v1.KeptStateRequest
-	23, // 34: gpuctl.v1.GuestService.GiveState:input_type -> gpuctl.v1.GiveStateRequest
-	28, // 35: gpuctl.v1.GuestService.Probe:input_type -> gpuctl.v1.ProbeRequest
-	26, // 36: gpuctl.v1.GuestService.Warm:input_type -> gpuctl.v1.WarmRequest
-	1,  // 37: gpuctl.v1.GuestService.Lend:input_type -> gpuctl.v1.LendRequest
-	3,  // 38: gpuctl.v1.GuestService.EndLease:input_type -> gpuctl.v1.EndLeaseRequest
-	5,  // 39: gpuctl.v1.GuestService.ListLeases:input_type -> gpuctl.v1.ListLeasesRequest
-	31, // 40: gpuctl.v1.GuestService.Adopt:input_type -> gpuctl.v1.AdoptRequest
-	9,  // 41: gpuctl.v1.GuestService.Offer:output_type -> gpuctl.v1.OfferResponse
-	11, // 42: gpuctl.v1.GuestService.Withdraw:output_type -> gpuctl.v1.WithdrawResponse
-	13, // 43: gpuctl.v1.GuestService.ListSessions:output_type -> gpuctl.v1.ListSessionsResponse
-	37, // 44: gpuctl.v1.GuestService.WatchSessions:output_type -> gpuctl.v1.Session
-	16, // 45: gpuctl.v1.GuestService.Plan:output_type -> gpuctl.v1.PlanResponse
-	44, // 46: gpuctl.v1.GuestService.Swap:output_type -> gpuctl.v1.Progress
-	44, // 47: gpuctl.v1.GuestService.Suspend:output_type -> gpuctl.v1.Progress
-	44, // 48: gpuctl.v1.GuestService.Resume:output_type -> gpuctl.v1.Progress
-	41, // 49: gpuctl.v1.GuestService.TakeState:output_type -> gpuctl.v1.StateChunk
-	22, // 50: gpuctl.v1.GuestService.KeptState:output_type -> gpuctl.v1.KeptStateResponse
-	24, // 51: gpuctl.v1.GuestService.GiveState:output_type -> gpuctl.v1.GiveStateResponse
-	29, // 52: gpuctl.v1.GuestService.Probe:output_type -> gpuctl.v1.ProbeResponse
-	27, // 53: gpuctl.v1.GuestService.Warm:output_type -> gpuctl.v1.WarmResponse
-	2,  // 54: gpuctl.v1.GuestService.Lend:output_type -> gpuctl.v1.LendResponse
-	4,  // 55: gpuctl.v1.GuestService.EndLease:output_type -> gpuctl.v1.EndLeaseResponse
-	6,  // 56: gpuctl.v1.GuestService.ListLeases:output_type -> gpuctl.v1.ListLeasesResponse
-	32, // 57: gpuctl.v1.GuestService.Adopt:output_type -> gpuctl.v1.AdoptResponse
-	41, // [41:58] is the sub-list for method output_type
-	24, // [24:41] is the sub-list for method input_type
-	24, // [24:24] is the sub-list for extension type_name
-	24, // [24:24] is the sub-list for extension extendee
-	0,  // [0:24] is the sub-list for field type_name
+	43, // 20: gpuctl.v1.ProbedDevice.limits:type_name -> gpuctl.v1.Limits
+	34, // 21: gpuctl.v1.AdoptRequest.claims:type_name -> gpuctl.v1.AdoptRequest.ClaimsEntry
+	37, // 22: gpuctl.v1.AdoptClaim.target:type_name -> gpuctl.v1.Target
+	38, // 23: gpuctl.v1.AdoptResponse.sessions:type_name -> gpuctl.v1.Session
+	44, // 24: gpuctl.v1.AdoptResponse.refused:type_name -> gpuctl.v1.AdoptRefusal
+	32, // 25: gpuctl.v1.AdoptRequest.ClaimsEntry.value:type_name -> gpuctl.v1.AdoptClaim
+	8,  // 26: gpuctl.v1.GuestService.Offer:input_type -> gpuctl.v1.OfferRequest
+	10, // 27: gpuctl.v1.GuestService.Withdraw:input_type -> gpuctl.v1.WithdrawRequest
+	12, // 28: gpuctl.v1.GuestService.ListSessions:input_type -> gpuctl.v1.ListSessionsRequest
+	14, // 29: gpuctl.v1.GuestService.WatchSessions:input_type -> gpuctl.v1.WatchSessionsRequest
+	15, // 30: gpuctl.v1.GuestService.Plan:input_type -> gpuctl.v1.PlanRequest
+	17, // 31: gpuctl.v1.GuestService.Swap:input_type -> gpuctl.v1.SwapRequest
+	18, // 32: gpuctl.v1.GuestService.Suspend:input_type -> gpuctl.v1.SuspendRequest
+	25, // 33: gpuctl.v1.GuestService.Resume:input_type -> gpuctl.v1.ResumeRequest
+	20, // 34: gpuctl.v1.GuestService.TakeState:input_type -> gpuctl.v1.TakeStateRequest
+	21, // 35: gpuctl.v1.GuestService.KeptState:input_type -> gpuctl.v1.KeptStateRequest
+	23, // 36: gpuctl.v1.GuestService.GiveState:input_type -> gpuctl.v1.GiveStateRequest
+	28, // 37: gpuctl.v1.GuestService.Probe:input_type -> gpuctl.v1.ProbeRequest
+	26, // 38: gpuctl.v1.GuestService.Warm:input_type -> gpuctl.v1.WarmRequest
+	1,  // 39: gpuctl.v1.GuestService.Lend:input_type -> gpuctl.v1.LendRequest
+	3,  // 40: gpuctl.v1.GuestService.EndLease:input_type -> gpuctl.v1.EndLeaseRequest
+	5,  // 41: gpuctl.v1.GuestService.ListLeases:input_type -> gpuctl.v1.ListLeasesRequest
+	31, // 42: gpuctl.v1.GuestService.Adopt:input_type -> gpuctl.v1.AdoptRequest
+	9,  // 43: gpuctl.v1.GuestService.Offer:output_type -> gpuctl.v1.OfferResponse
+	11, // 44: gpuctl.v1.GuestService.Withdraw:output_type -> gpuctl.v1.WithdrawResponse
+	13, // 45: gpuctl.v1.GuestService.ListSessions:output_type -> gpuctl.v1.ListSessionsResponse
+	38, // 46: gpuctl.v1.GuestService.WatchSessions:output_type -> gpuctl.v1.Session
+	16, // 47: gpuctl.v1.GuestService.Plan:output_type -> gpuctl.v1.PlanResponse
+	45, // 48: gpuctl.v1.GuestService.Swap:output_type -> gpuctl.v1.Progress
+	45, // 49: gpuctl.v1.GuestService.Suspend:output_type -> gpuctl.v1.Progress
+	45, // 50: gpuctl.v1.GuestService.Resume:output_type -> gpuctl.v1.Progress
+	42, // 51: gpuctl.v1.GuestService.TakeState:output_type -> gpuctl.v1.StateChunk
+	22, // 52: gpuctl.v1.GuestService.KeptState:output_type -> gpuctl.v1.KeptStateResponse
+	24, // 53: gpuctl.v1.GuestService.GiveState:output_type -> gpuctl.v1.GiveStateResponse
+	29, // 54: gpuctl.v1.GuestService.Probe:output_type -> gpuctl.v1.ProbeResponse
+	27, // 55: gpuctl.v1.GuestService.Warm:output_type -> gpuctl.v1.WarmResponse
+	2,  // 56: gpuctl.v1.GuestService.Lend:output_type -> gpuctl.v1.LendResponse
+	4,  // 57: gpuctl.v1.GuestService.EndLease:output_type -> gpuctl.v1.EndLeaseResponse
+	6,  // 58: gpuctl.v1.GuestService.ListLeases:output_type -> gpuctl.v1.ListLeasesResponse
+	33, // 59: gpuctl.v1.GuestService.Adopt:output_type -> gpuctl.v1.AdoptResponse
+	43, // [43:60] is the sub-list for method output_type
+	26, // [26:43] is the sub-list for method input_type
+	26, // [26:26] is the sub-list for extension type_name
+	26, // [26:26] is the sub-list for extension extendee
+	0,  // [0:26] is the sub-list for field type_name
 }
 
 func init() { file_gpuctl_v1_guest_proto_init() }
@@ -2169,7 +2228,7 @@ func file_gpuctl_v1_guest_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_gpuctl_v1_guest_proto_rawDesc), len(file_gpuctl_v1_guest_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   33,
+			NumMessages:   34,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

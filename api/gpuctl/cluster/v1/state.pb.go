@@ -1796,6 +1796,7 @@ type Session struct {
 	Message       string                 `protobuf:"bytes,11,opt,name=message,proto3" json:"message,omitempty"`
 	StartedUnixMs int64                  `protobuf:"varint,12,opt,name=started_unix_ms,json=startedUnixMs,proto3" json:"started_unix_ms,omitempty"`
 	Revision      uint64                 `protobuf:"varint,13,opt,name=revision,proto3" json:"revision,omitempty"`
+	Engine        string                 `protobuf:"bytes,40,opt,name=engine,proto3" json:"engine,omitempty"` // portable or driver
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1919,6 +1920,13 @@ func (x *Session) GetRevision() uint64 {
 		return x.Revision
 	}
 	return 0
+}
+
+func (x *Session) GetEngine() string {
+	if x != nil {
+		return x.Engine
+	}
+	return ""
 }
 
 // Migration is a long operation on a VM or a session.
@@ -3527,7 +3535,7 @@ const file_gpuctl_cluster_v1_state_proto_rawDesc = "" +
 	"\tresidence\x18\b \x01(\x0e2\x1c.gpuctl.cluster.v1.ResidenceR\tresidence\x12&\n" +
 	"\x0fcreated_unix_ms\x18\t \x01(\x03R\rcreatedUnixMs\x12\x1a\n" +
 	"\brevision\x18\n" +
-	" \x01(\x04R\brevision\"\xe9\x02\n" +
+	" \x01(\x04R\brevision\"\x81\x03\n" +
 	"\aSession\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12\x12\n" +
 	"\x04host\x18\x02 \x01(\tR\x04host\x12\x14\n" +
@@ -3544,7 +3552,8 @@ const file_gpuctl_cluster_v1_state_proto_rawDesc = "" +
 	" \x01(\tR\vsuspendedTo\x12\x18\n" +
 	"\amessage\x18\v \x01(\tR\amessage\x12&\n" +
 	"\x0fstarted_unix_ms\x18\f \x01(\x03R\rstartedUnixMs\x12\x1a\n" +
-	"\brevision\x18\r \x01(\x04R\brevision\"\xb9\x04\n" +
+	"\brevision\x18\r \x01(\x04R\brevision\x12\x16\n" +
+	"\x06engine\x18( \x01(\tR\x06engine\"\xb9\x04\n" +
 	"\tMigration\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12\x12\n" +
 	"\x04verb\x18\x02 \x01(\tR\x04verb\x12\x16\n" +
