@@ -141,10 +141,10 @@ func driverRows(s *gpuctlv1.Session) [][2]string {
 		if p.GetState() != "" {
 			text += ", " + p.GetState()
 		}
-		rows = append(rows, [2]string{"Process", text + usedBy(p.GetGpus())})
+		rows = append(rows, [2]string{"Uses CUDA", text + usedBy(p.GetGpus())})
 	}
 	for _, g := range d.GetGpus() {
-		rows = append(rows, [2]string{"Uses", strings.TrimSpace(g.GetUuid()+" "+g.GetPciAddress()) + usedBy([]*gpuctlv1.DriverGPU{g})})
+		rows = append(rows, [2]string{"On", strings.TrimSpace(g.GetUuid()+" "+g.GetPciAddress()) + usedBy([]*gpuctlv1.DriverGPU{g})})
 	}
 	if d.GetHostMemory() > 0 {
 		rows = append(rows, [2]string{"Host memory", size.Format(d.GetHostMemory()) + " for its state"})
