@@ -32,6 +32,10 @@ func (m *Manager) Adopt(ctx context.Context, req *gpuctlv1.AdoptRequest) (*gpuct
 			refuse(pid, "", rs)
 			return resp, nil
 		}
+		if s := m.sessionOf(pid, 0); s != nil { // one that is suspended has no GPU open
+			resp.Sessions = append(resp.Sessions, s.snapshot())
+			return resp, nil
+		}
 	}
 	c, err := m.look(ctx)
 	if errors.Is(err, ask.ErrNoDriver) {

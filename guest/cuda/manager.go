@@ -187,11 +187,15 @@ func (m *Manager) list() []*session {
 	return all
 }
 
-// sessionOf returns the session that a process is a member of, or nil.
+// sessionOf returns the session that a process is a member of, or the root, or nil. Sessions
+// end with their processes, so without a start time the pid is enough.
 func (m *Manager) sessionOf(pid int, start uint64) *session {
 	for _, s := range m.list() {
+		if s.rec.PID == pid && (start == 0 || s.rec.Start == start) {
+			return s
+		}
 		for _, mb := range s.members() {
-			if mb.PID == pid && mb.Start == start {
+			if mb.PID == pid && (start == 0 || mb.Start == start) {
 				return s
 			}
 		}
