@@ -111,6 +111,7 @@ func driverOperation(kind string, log *slog.Logger) *cobra.Command {
 	var dir, fail, dev string
 	var to []string
 	var canary, detach bool
+	var parallel int
 	var lock time.Duration
 	cmd := &cobra.Command{
 		Use:   kind + " --pid PID",
@@ -118,7 +119,7 @@ func driverOperation(kind string, log *slog.Logger) *cobra.Command {
 		Args:  cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			m, err := cuda.New(cuda.Config{
-				Dir: dir, Logger: log, NoCanary: !canary, Detach: detach, UID: uint32(os.Geteuid()), //nolint:gosec // a user's number
+				Dir: dir, Logger: log, NoCanary: !canary, Detach: detach, Parallel: parallel, UID: uint32(os.Geteuid()), //nolint:gosec // a user's number
 				Faults: os.Getenv("GPUCTL_FAULTS") == "1", Roots: holders.Roots{Dev: dev},
 			})
 			if err != nil {
@@ -169,6 +170,7 @@ func driverOperation(kind string, log *slog.Logger) *cobra.Command {
 	f.StringArrayVar(&to, "gpu", nil, "UUID of the GPU to go to; several in the order of those that the job has")
 	f.BoolVar(&canary, "canary", true, "have a test process go first")
 	f.BoolVar(&detach, "detach", false, "refuse if the card could not be taken away from the suspended job")
+	f.IntVar(&parallel, "parallel", 4, "how many processes of the job are moved at once")
 	f.DurationVar(&lock, "freeze-timeout", 10*time.Second, "how long the driver may wait for kernels")
 	f.StringVar(&fail, "fail-at", "", "")
 	f.StringVar(&dev, "dev", "", "folder of the driver's nodes")

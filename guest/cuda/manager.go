@@ -187,15 +187,14 @@ func (m *Manager) list() []*session {
 	return all
 }
 
-// sessionOf returns the session that a process is a member of, or the root, or nil. Sessions
-// end with their processes, so without a start time the pid is enough.
+// sessionOf returns the session that a process is a member of, or the root, or nil.
 func (m *Manager) sessionOf(pid int, start uint64) *session {
 	for _, s := range m.list() {
-		if s.rec.PID == pid && (start == 0 || s.rec.Start == start) {
+		if s.rec.PID == pid && s.rec.Start == start {
 			return s
 		}
 		for _, mb := range s.members() {
-			if mb.PID == pid && (start == 0 || mb.Start == start) {
+			if mb.PID == pid && mb.Start == start {
 				return s
 			}
 		}
