@@ -43,6 +43,7 @@ deb: build
 
 programs:
 	@$(MAKE) --no-print-directory -C test/cl
+	@$(MAKE) --no-print-directory -C test/cuda
 
 test: build check unit modes mixed cluster-e2e libvirt-e2e
 	@echo "all tests passed"
@@ -150,3 +151,4 @@ soak-hostile: build
 clean:
 	rm -rf bin lib bench/out .demo
 	$(MAKE) -C test/cl clean
+	$(MAKE) -C test/cuda clean

@@ -32,6 +32,18 @@ func (m *Manager) Adopt(ctx context.Context, req *gpuctlv1.AdoptRequest) (*gpuct
 			refuse(pid, "", rs)
 			return resp, nil
 		}
+		p, err := holders.Pin(pid, 0)
+		if err != nil {
+			var rs reasons
+			rs.add(ReasonGone, "there is no process %d", pid)
+			refuse(pid, "", rs)
+			return resp, nil
+		}
+		p.Close()
+		if s := m.sessionOf(pid, p.Start); s != nil { // one that is suspended has no GPU open
+			resp.Sessions = append(resp.Sessions, s.snapshot())
+			return resp, nil
+		}
 	}
 	c, err := m.look(ctx)
 	if errors.Is(err, ask.ErrNoDriver) {

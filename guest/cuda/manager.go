@@ -187,9 +187,12 @@ func (m *Manager) list() []*session {
 	return all
 }
 
-// sessionOf returns the session that a process is a member of, or nil.
+// sessionOf returns the session that a process is a member of, or the root, or nil.
 func (m *Manager) sessionOf(pid int, start uint64) *session {
 	for _, s := range m.list() {
+		if s.rec.PID == pid && s.rec.Start == start {
+			return s
+		}
 		for _, mb := range s.members() {
 			if mb.PID == pid && mb.Start == start {
 				return s
