@@ -148,7 +148,7 @@ func (m *Manager) adoptJob(ctx context.Context, c *machine, j *holders.Job, req 
 	s := &session{m: m, log: m.log, state: gpuctlv1.SessionState_SESSION_STATE_RUNNING}
 	s.rec = record{
 		Version: recordVersion, PID: j.Root.PID, Start: j.Root.Start, Command: m.cfg.Roots.Command(j.Root.PID), StartedMS: time.Now().UnixMilli(),
-		Driver: c.Driver, Members: members, GPUs: gpusOf(c, members), Generation: 1,
+		Driver: c.Driver, Members: members, GPUs: gpusOf(c, members, nil), Generation: 1,
 	}
 	for _, pid := range append([]int{j.Root.PID}, pids(members)...) {
 		if claim := req.GetClaims()[uint32(pid)]; claim != nil {

@@ -82,7 +82,7 @@ func (m *Manager) startCanary(gpu ask.UUID) (*canary, error) {
 		return nil, err
 	}
 	p.Close()
-	c.mb = &member{PID: p.PID, Start: p.Start, Uses: []ask.UUID{gpu}, Used: []uint64{0}, state: ask.Running}
+	c.mb = &member{PID: p.PID, Start: p.Start, Uses: []ask.UUID{gpu}, Used: []uint64{0}, Slots: []int{0}, state: ask.Running}
 	return c, nil
 }
 
@@ -144,13 +144,13 @@ func (c *canary) way(ctx context.Context, by *caller, to ask.UUID) error {
 func (op *operation) canaries(ctx context.Context) error {
 	s := op.s
 	s.mu.Lock()
-	from, to := slices.Clone(s.rec.GPUs), s.rec.Op.Map
+	from := slices.Clone(s.rec.GPUs)
 	s.mu.Unlock()
 	by := *op.caller
 	by.began = nil
 	by.s = &session{m: s.m, id: s.id, log: s.log, silent: true} // not in the session's journal
-	for _, f := range from {
-		first, then := f.UUID, to[f.UUID]
+	for slot, f := range from {
+		first, then := f.UUID, op.to[slot]
 		if op.kind == kindResume {
 			first = then // the old one may be gone
 		}
