@@ -25,6 +25,11 @@ func serveHost(ctx context.Context, cfg session.Config, api, apps string) error 
 		return err
 	}
 	defer m.Close()
+	driver, err := newDriverEngine(cfg.Dir, false, cfg.Logger)
+	if err != nil {
+		return err
+	}
+	defer driver.Close()
 	// The end of ctx ends all calls: operations in progress are rolled back.
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
@@ -44,7 +49,7 @@ func serveHost(ctx context.Context, cfg session.Config, api, apps string) error 
 	defer appListener.Close()
 
 	mux := http.NewServeMux()
-	mux.Handle(service.Handler(m))
+	mux.Handle(service.Handler(m, driver))
 	srv := &http.Server{Handler: mux, ReadHeaderTimeout: endTime, BaseContext: func(net.Listener) context.Context { return ctx }}
 	failed := make(chan error, 2)
 	go func() { failed <- srv.Serve(apiListener) }()

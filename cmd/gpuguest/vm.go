@@ -64,6 +64,11 @@ func serveVM(ctx context.Context, o vmOptions, root string, log *slog.Logger) er
 		return err
 	}
 	defer m.Close()
+	driver, err := newDriverEngine(o.RunDir, true, log)
+	if err != nil {
+		return err
+	}
+	defer driver.Close()
 	apps, err := listenApps(o)
 	if err != nil {
 		return err
@@ -99,7 +104,7 @@ func serveVM(ctx context.Context, o vmOptions, root string, log *slog.Logger) er
 	if err != nil {
 		return err
 	}
-	mux.Handle(service.Handler(m))
+	mux.Handle(service.Handler(m, driver))
 	mux.Handle(a.Handler())
 	srv := &http.Server{Handler: mux, ReadHeaderTimeout: endTime, BaseContext: func(net.Listener) context.Context { return ctx }}
 	port := channel.Port{Root: root, Name: o.Channel}

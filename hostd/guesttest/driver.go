@@ -1,9 +1,14 @@
 package guesttest
 
 import (
+	"bytes"
 	"context"
+	"encoding/binary"
 	"errors"
 	"fmt"
+	"io"
+	"net"
+	"os"
 	"slices"
 	"strings"
 	"time"
@@ -13,6 +18,76 @@ import (
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 )
+
+const cudaMagic = 0x41445543
+
+// OpenCUDA says at the application socket that this process uses the GPUs with these
+// UUIDs, until the connection is closed. The real gpuguest sees that by itself. With a
+// token it is in a session at once, as one that gpuctl run has started; else it can be
+// adopted.
+func OpenCUDA(socket, token string, uuids []string) (net.Conn, error) {
+	c, err := net.Dial("unix", socket)
+	if err != nil {
+		return nil, err
+	}
+	text := strings.Join(uuids, ",")
+	hello := make([]byte, helloSize)
+	binary.LittleEndian.PutUint32(hello, cudaMagic)
+	binary.LittleEndian.PutUint32(hello[4:], uint32(len(text)))
+	binary.LittleEndian.PutUint32(hello[8:], uint32(os.Getpid()))
+	copy(hello[16:], token)
+	answer := make([]byte, 1)
+	if _, err = c.Write(append(hello, text...)); err == nil {
+		_, err = io.ReadFull(c, answer)
+	}
+	if err == nil && answer[0] != 0 {
+		err = errors.New("no CUDA-capable device is detected")
+	}
+	if err != nil {
+		_ = c.Close()
+		return nil, err
+	}
+	return c, nil
+}
+
+// serveCUDA serves a process that uses CUDA.
+func (g *Guest) serveCUDA(c net.Conn, hello []byte) {
+	text := make([]byte, min(4096, binary.LittleEndian.Uint32(hello[4:])))
+	if _, err := io.ReadFull(c, text); err != nil {
+		return
+	}
+	p := Process{PID: int(binary.LittleEndian.Uint32(hello[8:])), Memory: 1 << 30}
+	command, _ := os.ReadFile(fmt.Sprintf("/proc/%d/cmdline", p.PID))
+	p.Command = strings.TrimSpace(string(bytes.ReplaceAll(command, []byte{0}, []byte{' '})))
+	for uuid := range strings.SplitSeq(string(text), ",") {
+		if uuid != "" {
+			p.GPUs = append(p.GPUs, uuid)
+		}
+	}
+	status := byte(0)
+	if token := string(bytes.TrimRight(hello[16:], "\x00")); len(p.GPUs) == 0 {
+		status = 1
+	} else if token == "" {
+		g.Open(p)
+	} else if _, err := g.OpenWith(token, p); err != nil {
+		status = 1
+	}
+	if _, err := c.Write([]byte{status}); err == nil {
+		_, _ = io.Copy(io.Discard, c)
+	}
+	g.mu.Lock()
+	var ended []string
+	for id, s := range g.sessions {
+		if int(s.GetPid()) == p.PID {
+			ended = append(ended, id)
+		}
+	}
+	g.processes = slices.DeleteFunc(g.processes, func(o Process) bool { return o.PID == p.PID })
+	g.mu.Unlock()
+	for _, id := range ended {
+		g.End(id)
+	}
+}
 
 // Process is a process that uses CUDA.
 type Process struct {

@@ -138,7 +138,15 @@ func (g *Guest) Serve(l net.Listener) {
 func (g *Guest) serve(c net.Conn) {
 	defer c.Close()
 	hello := make([]byte, helloSize)
-	if _, err := io.ReadFull(c, hello); err != nil || binary.LittleEndian.Uint32(hello) != helloMagic {
+	if _, err := io.ReadFull(c, hello); err != nil {
+		return
+	}
+	switch binary.LittleEndian.Uint32(hello) {
+	case helloMagic:
+	case cudaMagic:
+		g.serveCUDA(c, hello)
+		return
+	default:
 		return
 	}
 	pid := int(binary.LittleEndian.Uint32(hello[8:]))

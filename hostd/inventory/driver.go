@@ -43,8 +43,8 @@ func WithDriver(gpus []*gpuctlv1.GPU, answer *nvml.Response, cards []*pci.Card, 
 				Id: address, Model: strings.TrimSpace(n.Name), Vendor: "NVIDIA Corporation", Type: "gpu", RuntimeName: CUDA,
 				Driver: answer.Driver, Limits: &gpuctlv1.Limits{},
 			}
-			if n.Memory != nil {
-				g.Limits.GlobalMemory = *n.Memory
+			if n.Memory != nil { // CUDA has no other limit
+				g.Limits.GlobalMemory, g.Limits.MaxAlloc = *n.Memory, *n.Memory
 			}
 			gpus, at = append(gpus, g), len(gpus)
 		}

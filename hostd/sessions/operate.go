@@ -366,7 +366,10 @@ func (h *Host) destinations(ctx context.Context, s *gpuctlv1.Session, c *claim, 
 		}
 		fit = append(fit, p)
 	}
-	return fit, append(out, h.candidates(slices.Collect(d.Rejected()), all)...), nil
+	if rejections := slices.Collect(d.Rejected()); len(rejections) > 0 || len(fit) == 0 {
+		out = append(out, h.candidates(rejections, all)...)
+	}
+	return fit, out, nil
 }
 
 // verbs maps the API's verbs to those of the placement.

@@ -887,6 +887,7 @@ type GPU struct {
 	Free           bool                   `protobuf:"varint,25,opt,name=free,proto3" json:"free,omitempty"`                               // derived: no claim has any part of it
 	Revision       uint64                 `protobuf:"varint,26,opt,name=revision,proto3" json:"revision,omitempty"`
 	RuntimeKey     string                 `protobuf:"bytes,27,opt,name=runtime_key,json=runtimeKey,proto3" json:"runtime_key,omitempty"` // the same for all GPUs that one executor can use together; empty: none
+	Engines        []string               `protobuf:"bytes,40,rep,name=engines,proto3" json:"engines,omitempty"`                         // engines of sessions that can use it: portable, driver
 	unknownFields  protoimpl.UnknownFields
 	sizeCache      protoimpl.SizeCache
 }
@@ -1108,6 +1109,13 @@ func (x *GPU) GetRuntimeKey() string {
 		return x.RuntimeKey
 	}
 	return ""
+}
+
+func (x *GPU) GetEngines() []string {
+	if x != nil {
+		return x.Engines
+	}
+	return nil
 }
 
 type Process struct {
@@ -3429,7 +3437,7 @@ const file_gpuctl_cluster_v1_state_proto_rawDesc = "" +
 	"\x05speed\x18\x03 \x01(\x04R\x05speed\x12\x10\n" +
 	"\x03mtu\x18\x04 \x01(\rR\x03mtu\x12\x1b\n" +
 	"\tnuma_node\x18\x05 \x01(\x05R\bnumaNode\x12\x10\n" +
-	"\x03ips\x18\x06 \x03(\tR\x03ips\"\xbf\x06\n" +
+	"\x03ips\x18\x06 \x03(\tR\x03ips\"\xd9\x06\n" +
 	"\x03GPU\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12\x12\n" +
 	"\x04host\x18\x02 \x01(\tR\x04host\x12\x12\n" +
@@ -3462,7 +3470,8 @@ const file_gpuctl_cluster_v1_state_proto_rawDesc = "" +
 	"\x04free\x18\x19 \x01(\bR\x04free\x12\x1a\n" +
 	"\brevision\x18\x1a \x01(\x04R\brevision\x12\x1f\n" +
 	"\vruntime_key\x18\x1b \x01(\tR\n" +
-	"runtimeKey\"/\n" +
+	"runtimeKey\x12\x18\n" +
+	"\aengines\x18( \x03(\tR\aengines\"/\n" +
 	"\aProcess\x12\x10\n" +
 	"\x03pid\x18\x01 \x01(\rR\x03pid\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\"p\n" +
