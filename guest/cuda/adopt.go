@@ -220,6 +220,11 @@ func (m *Manager) members(ctx context.Context, c *machine, j *holders.Job) ([]*m
 			PID: h.PID, Parent: h.Parent, Start: h.Start, Command: h.Command, Uses: uses, Used: used, state: a.State,
 		})
 	}
+	for _, h := range j.Holders {
+		if len(members) == 0 && len(rs) == 0 && m.cfg.Roots.Loads(h.PID, "libnvidia-opencl.so") {
+			rs.add(ReasonNoCUDA, "pid %d (%s) uses OpenCL on NVIDIA's own platform, which the driver does not suspend: start it with gpuctl run, so that the engine portable serves it", h.PID, h.Command)
+		}
+	}
 	if len(members) == 0 && len(rs) == 0 {
 		rs.add(ReasonNoCUDA, "pid %d and its children do not use CUDA: the driver knows none of them", j.Root.PID)
 	}

@@ -9,6 +9,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"syscall"
 	"testing"
 	"time"
 
@@ -540,15 +541,57 @@ func TestCanaryGoesFirst(t *testing.T) {
 	p.works()
 }
 
-// The README of NVIDIA's tool says that a process with managed memory is not kept in a good
-// state. So it is lost; a rehearsal does not save it.
-func TestManagedMemoryLosesTheProcess(t *testing.T) {
+// What can't be known from outside is found by a rehearsal, which is undone. Of driver 570
+// NVIDIA's README says that a process with managed memory is not kept in a good state: then
+// it is lost, and nothing else is tried.
+func TestManagedMemoryIsFoundByARehearsal(t *testing.T) {
 	r := newRig(t)
 	p := r.start(nil, "--managed")
 	id := r.adopt(p.pid)
+	if res := r.do(id, kindRehearse); !res.GetRolledBack() || !strings.Contains(res.GetError(), "NOT_SUPPORTED") {
+		t.Errorf("result %v", res)
+	}
+	if st := r.state(p.pid); st != ask.Running {
+		t.Errorf("it is %s", st)
+	}
+	p.works()
+
+	r.configure("managed fails")
+	p = r.start(nil, "--managed")
+	id = r.adopt(p.pid)
 	if r.do(id, kindRehearse); r.session(id).GetState() != lostState {
 		t.Errorf("session is %v", r.session(id))
 	}
+}
+
+// The helper is of the process's user, as the driver opens what is that user's.
+func TestAnotherUsersProcess(t *testing.T) {
+	if os.Geteuid() != 0 {
+		t.Skip("only root moves the processes of others")
+	}
+	r := newRig(t)
+	for dir := r.dir; dir != os.TempDir(); dir = filepath.Dir(dir) {
+		if err := os.Chmod(dir, 0o777); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if out, err := exec.Command("chmod", "-R", "a+rwX", filepath.Join(r.dir, "dev"), filepath.Join(r.dir, "procs"), filepath.Join(r.dir, "cards")).CombinedOutput(); err != nil {
+		t.Fatalf("%v: %s", err, out)
+	}
+	loop := filepath.Join(r.dir, "cudaloop")
+	if b, err := os.ReadFile(programs + "/cudaloop"); err != nil || os.WriteFile(loop, b, 0o755) != nil {
+		t.Fatal(err)
+	}
+	lib := filepath.Join(r.dir, "lib")
+	if out, err := exec.Command("cp", "-r", programs+"/fake", lib).CombinedOutput(); err != nil {
+		t.Fatalf("%v: %s", err, out)
+	}
+	env := append(environment(r.dir), "LD_LIBRARY_PATH="+lib)
+	r.m.ask.Helper.Path, r.m.ask.Helper.Env = "/proc/self/exe", env
+	p := r.startProgram(loop, env, &syscall.Credential{Uid: 65534, Gid: 65534})
+	id := r.adopt(p.pid)
+	r.done(id, kindSwap, cardB)
+	p.works()
 }
 
 func TestControlGroupLimitsTheState(t *testing.T) {

@@ -8,6 +8,9 @@ import (
 	"github.com/gpuctl/gpuctl/guest/cuda/ask"
 )
 
+// pair is what a restore is told.
+func pair(from, to ask.UUID) ask.Pair { return ask.Pair{Old: from, New: to} }
+
 func uuidOf(n byte) ask.UUID { return ask.NewUUID([16]byte{15: n}) }
 
 func TestPairs(t *testing.T) {
@@ -19,11 +22,11 @@ func TestPairs(t *testing.T) {
 		bad                    bool
 	}{
 		{"where it was", []ask.UUID{a}, []ask.UUID{a}, []ask.UUID{a, b}, []ask.UUID{a, b}, nil, false},
-		{"to the other: both are named", []ask.UUID{a}, []ask.UUID{b}, []ask.UUID{a, b}, []ask.UUID{a, b}, []ask.Pair{{a, b}, {b, a}}, false},
-		{"of three", []ask.UUID{a}, []ask.UUID{c}, []ask.UUID{a, b, c}, []ask.UUID{a, b, c}, []ask.Pair{{a, c}, {b, b}, {c, a}}, false},
-		{"the card was changed", []ask.UUID{a}, []ask.UUID{b}, []ask.UUID{a}, []ask.UUID{b}, []ask.Pair{{a, b}}, false},
-		{"another card was changed", []ask.UUID{a}, []ask.UUID{a}, []ask.UUID{a, b}, []ask.UUID{a, c}, []ask.Pair{{a, a}, {b, c}}, false},
-		{"two that change places", []ask.UUID{a, b}, []ask.UUID{b, a}, []ask.UUID{a, b}, []ask.UUID{a, b}, []ask.Pair{{a, b}, {b, a}}, false},
+		{"to the other: both are named", []ask.UUID{a}, []ask.UUID{b}, []ask.UUID{a, b}, []ask.UUID{a, b}, []ask.Pair{pair(a, b), pair(b, a)}, false},
+		{"of three", []ask.UUID{a}, []ask.UUID{c}, []ask.UUID{a, b, c}, []ask.UUID{a, b, c}, []ask.Pair{pair(a, c), pair(b, b), pair(c, a)}, false},
+		{"the card was changed", []ask.UUID{a}, []ask.UUID{b}, []ask.UUID{a}, []ask.UUID{b}, []ask.Pair{pair(a, b)}, false},
+		{"another card was changed", []ask.UUID{a}, []ask.UUID{a}, []ask.UUID{a, b}, []ask.UUID{a, c}, []ask.Pair{pair(a, a), pair(b, c)}, false},
+		{"two that change places", []ask.UUID{a, b}, []ask.UUID{b, a}, []ask.UUID{a, b}, []ask.UUID{a, b}, []ask.Pair{pair(a, b), pair(b, a)}, false},
 		{"fewer cards", []ask.UUID{a}, []ask.UUID{c}, []ask.UUID{a, b}, []ask.UUID{c}, nil, true},
 		{"two to one", []ask.UUID{a, b}, []ask.UUID{c, c}, []ask.UUID{a, b}, []ask.UUID{c, d}, nil, true},
 		{"one that is not there", []ask.UUID{a}, []ask.UUID{d}, []ask.UUID{a}, []ask.UUID{a}, nil, true},

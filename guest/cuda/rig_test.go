@@ -162,9 +162,14 @@ type program struct {
 // start starts cudaloop in a session of its own and waits until it has its memory.
 func (r *rig) start(env []string, args ...string) *program {
 	r.t.Helper()
-	cmd := exec.Command(programs+"/cudaloop", args...)
-	cmd.Env = append(environment(r.dir), env...)
-	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true}
+	return r.startProgram(programs+"/cudaloop", append(environment(r.dir), env...), nil, args...)
+}
+
+func (r *rig) startProgram(path string, env []string, as *syscall.Credential, args ...string) *program {
+	r.t.Helper()
+	cmd := exec.Command(path, args...)
+	cmd.Env = env
+	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true, Credential: as}
 	p := &program{t: r.t, cmd: cmd, lines: make(chan string, 64)}
 	var err error
 	if p.in, err = cmd.StdinPipe(); err != nil {

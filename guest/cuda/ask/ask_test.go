@@ -20,6 +20,9 @@ func TestMain(m *testing.M) {
 	os.Exit(m.Run())
 }
 
+// none is more than the pids of this machine: their processes have users.
+const none = 4194000
+
 // helper does what the request's pid says.
 func helper(op string) int {
 	req, err := ReadRequest(os.Stdin)
@@ -30,7 +33,7 @@ func helper(op string) int {
 		fmt.Fprintln(os.Stderr, err)
 		return 1
 	}
-	switch req.PID {
+	switch req.PID - none {
 	case 2:
 		_ = syscall.Kill(os.Getpid(), syscall.SIGKILL)
 	case 3:
@@ -77,15 +80,15 @@ func TestCall(t *testing.T) {
 		want error
 		is   func(error) bool
 	}{
-		{pid: 2, want: ErrHelper},
-		{pid: 3, want: ErrDeadline},
-		{pid: 4, want: ErrHelper},
-		{pid: 5, want: ErrGone},
-		{pid: 6, want: ErrNoDriver},
-		{pid: 7, is: func(err error) bool { return errors.As(err, &refused) && refused.Code == CodeOutOfMemory }},
+		{pid: none + 2, want: ErrHelper},
+		{pid: none + 3, want: ErrDeadline},
+		{pid: none + 4, want: ErrHelper},
+		{pid: none + 5, want: ErrGone},
+		{pid: none + 6, want: ErrNoDriver},
+		{pid: none + 7, is: func(err error) bool { return errors.As(err, &refused) && refused.Code == CodeOutOfMemory }},
 	} {
 		deadline := time.Minute
-		if k.pid == 3 {
+		if k.pid == none+3 {
 			deadline = 50 * time.Millisecond
 		}
 		_, err := c.Call(context.Background(), Request{Op: Lock, PID: k.pid}, deadline)
@@ -93,7 +96,7 @@ func TestCall(t *testing.T) {
 			t.Errorf("pid %d: %v, want %v", k.pid, err, k.want)
 		}
 	}
-	a, err := c.Call(context.Background(), Request{Op: Unlock, PID: 100}, time.Minute)
+	a, err := c.Call(context.Background(), Request{Op: Unlock, PID: none + 100}, time.Minute)
 	if err != nil || a.State != "unlock" {
 		t.Errorf("%v, %v", a, err)
 	}
@@ -106,7 +109,7 @@ func TestHelperHasOneCapability(t *testing.T) {
 	if os.Geteuid() != 0 {
 		t.Skip("only root has capabilities to give up")
 	}
-	a, err := client(t).Call(context.Background(), Request{Op: Lock, PID: 8}, time.Minute)
+	a, err := client(t).Call(context.Background(), Request{Op: Lock, PID: none + 8}, time.Minute)
 	if err != nil || a.Driver != "0000000000080000" { // CAP_SYS_PTRACE
 		t.Errorf("capabilities %v, %v", a, err)
 	}
@@ -114,7 +117,7 @@ func TestHelperHasOneCapability(t *testing.T) {
 
 // A helper whose gpuguest dies before it asks ends by itself.
 func TestHelperThatIsNotAskedEnds(t *testing.T) {
-	w, err := client(t).Start(Lock)
+	w, err := client(t).Start(Lock, 0)
 	if err != nil {
 		t.Fatal(err)
 	}
