@@ -37,7 +37,7 @@ func helper(op string) int {
 	case 2:
 		_ = syscall.Kill(os.Getpid(), syscall.SIGKILL)
 	case 3:
-		select {}
+		time.Sleep(time.Hour)
 	case 4:
 		fmt.Fprint(os.Stdout, strings.Repeat("x", mostAnswer+1))
 		return 0
