@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io/fs"
 	"slices"
+	"strings"
 	"sync"
 	"time"
 
@@ -196,11 +197,13 @@ func (m *Manager) members(ctx context.Context, c *machine, j *holders.Job) ([]*m
 	wg.Wait()
 	var members []*member
 	var rs reasons
+	var said []string
 	for i, h := range j.Holders {
 		a, err := answers[i].a, answers[i].err
 		var refused *ask.DriverError
 		switch {
 		case errors.As(err, &refused) && refused.NoCUDA():
+			said = append(said, fmt.Sprintf("pid %d: %s", h.PID, refused.Name))
 			continue // a child that was forked, or one that only asks for temperatures
 		case errors.Is(err, ask.ErrGone):
 			continue
@@ -226,7 +229,7 @@ func (m *Manager) members(ctx context.Context, c *machine, j *holders.Job) ([]*m
 		}
 	}
 	if len(members) == 0 && len(rs) == 0 {
-		rs.add(ReasonNoCUDA, "pid %d and its children do not use CUDA: the driver knows none of them", j.Root.PID)
+		rs.add(ReasonNoCUDA, "pid %d and its children do not use CUDA: the driver knows none of them (%s)", j.Root.PID, strings.Join(said, ", "))
 	}
 	if len(members) > mostMembers {
 		rs.add(ReasonState, "the job has %d processes that use CUDA; at most %d", len(members), mostMembers)
