@@ -17,7 +17,7 @@ STAMP := $(shell git rev-parse HEAD >/dev/null 2>&1 && echo -buildvcs=true || ec
 GOLANGCI = github.com/golangci/golangci-lint/v2/cmd/golangci-lint@v2.12.2
 
 .DEFAULT_GOAL := build
-.PHONY: setup build programs binaries deb test test-loaded modes mixed check unit conform e2e cluster-e2e libvirt-e2e property demo cluster-demo bench fuzz fuzz-c chaos chaos-cluster soak-hostile generate lint clean
+.PHONY: setup build programs binaries deb test test-loaded modes mixed check unit conform e2e cluster-e2e libvirt-e2e property demo cluster-demo cuda-demo bench fuzz fuzz-c chaos chaos-cluster soak-hostile generate lint clean
 
 setup:
 	@packaging/setup.sh
@@ -35,6 +35,7 @@ binaries:
 	CGO_ENABLED=0 $(GO) build -trimpath $(STAMP) -o bin/gpuctl-bench ./bench
 	CGO_ENABLED=0 $(GO) build -trimpath $(STAMP) -o bin/gpuctl-demo ./demo
 	CGO_ENABLED=0 $(GO) build -trimpath $(STAMP) -o bin/gpuctl-cluster-demo ./demo/cluster
+	CGO_ENABLED=0 $(GO) build -trimpath $(STAMP) -o bin/gpuctl-cuda-demo ./demo/cuda
 	guest/opencl/icd/build.sh lib/libgpuctl-opencl.so
 
 # The package for VMs.
@@ -95,6 +96,11 @@ property:
 
 demo: build
 	bin/gpuctl-demo
+
+# A CUDA program, on NVIDIA's driver or on a fake one.
+cuda-demo: build
+	$(MAKE) -s -C test/cuda
+	bin/gpuctl-cuda-demo
 
 # Three hosts in network namespaces of this machine.
 cluster-demo: build

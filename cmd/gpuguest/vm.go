@@ -99,7 +99,8 @@ func serveVM(ctx context.Context, o vmOptions, root string, log *slog.Logger) er
 	a, err := agent.New(agent.Config{
 		Root: machine, Dir: o.RunDir, Profiles: profiles, Prober: launcher, Version: cmdutil.Version(),
 		Sessions: &agent.GuestSessions{Client: gpuctlv1connect.NewGuestServiceClient(client, "http://gpuguest"), RunDir: o.RunDir},
-		Users:    usersOf(machine), Events: events, Ready: gate.Set, Bulk: openBulk, Logger: log,
+		Users:    usersOf(machine), Events: events, Ready: gate.Set, Bulk: openBulk, Logger: log, Driver: driver,
+		Services: &units{machine: machine, binder: bind.New(machine, nil, bind.WithBootVGA()), may: o.Services},
 	})
 	if err != nil {
 		return err

@@ -111,6 +111,26 @@ func (m *Manager) Serves(target *gpuctlv1.Target) bool {
 	return true
 }
 
+// GPUs returns the GPUs that the driver shows and the engine can use, and their memory in
+// bytes. Without a driver there are none.
+func (m *Manager) GPUs(ctx context.Context) (gpus []*gpuctlv1.DriverGPU, memory []uint64, err error) {
+	a, err := m.ask.Call(ctx, ask.Request{Op: ask.Devices}, m.cfg.Deadlines.Look)
+	if errors.Is(err, ask.ErrNoDriver) {
+		return nil, nil, nil
+	}
+	if err != nil {
+		return nil, nil, err
+	}
+	for _, g := range a.GPUs {
+		if g.MIG || g.Lost || g.Slice {
+			continue
+		}
+		gpus = append(gpus, &gpuctlv1.DriverGPU{Uuid: string(g.UUID), PciAddress: g.Address, PciDevice: g.Chip, Model: g.Name})
+		memory = append(memory, g.Total)
+	}
+	return gpus, memory, nil
+}
+
 // Offer has processes with the token in their environment become sessions of the offer's
 // claim when they begin to use CUDA.
 func (m *Manager) Offer(_ context.Context, o *gpuctlv1.OfferRequest) error {

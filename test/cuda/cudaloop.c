@@ -2,13 +2,14 @@
 // on the GPU, and the same is computed on the host. It runs with NVIDIA's driver and with the
 // fake; the kernel is PTX, so no compiler is needed.
 //
-//	cudaloop [--gpu N] [--mib N] [--words N] [--pause US] [--rounds N] [--fork] [--managed] [--workers N] [--idle]
+//	cudaloop [--gpu N] [--mib N] [--words N] [--pause US] [--rounds N] [--fork] [--managed] [--workers N] [--idle] [--say N]
 //
 // It prints "ready PID", works until its standard input ends or has a line, or for --rounds,
 // compares, and prints "ok ROUNDS SUM" or "bad ROUNDS SUM EXPECTED". --mib is how much
 // more memory it has, filled with a pattern that is compared, too. With --fork a child that
 // does not exec keeps the descriptors; --workers starts that many more processes like itself and
-// ends well if all do. With --idle it uses no CUDA.
+// ends well if all do. With --idle it uses no CUDA. With --say it prints
+// "round R" every N rounds.
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <poll.h>
@@ -127,6 +128,7 @@ int main(int argc, char **argv) {
 	}
 	uint32_t words = number(argc, argv, "--words", 4096), round = 0;
 	uint64_t extra = (uint64_t)number(argc, argv, "--mib", 0) << 20, at = 0, more = 0;
+	long say = number(argc, argv, "--say", 0);
 	long us = number(argc, argv, "--pause", 1000), rounds = number(argc, argv, "--rounds", 0);
 	if (!(lib = dlopen("libcuda.so.1", RTLD_NOW))) {
 		printf("error %s\n", dlerror());
@@ -163,6 +165,8 @@ int main(int argc, char **argv) {
 		for (uint32_t i = 0; i < words; i++)
 			host[i] = host[i] * 1664525u + 1013904223u + round + i;
 		round++;
+		if (say && round % say == 0)
+			printf("round %u\n", round);
 		if (us)
 			usleep(us);
 	}
