@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io/fs"
 	"slices"
+	"strings"
 	"sync"
 	"time"
 
@@ -151,7 +152,7 @@ func (m *Manager) adoptJob(ctx context.Context, c *machine, j *holders.Job, req 
 	s := &session{m: m, log: m.log, state: gpuctlv1.SessionState_SESSION_STATE_RUNNING}
 	s.rec = record{
 		Version: recordVersion, PID: j.Root.PID, Start: j.Root.Start, Command: m.cfg.Roots.Command(j.Root.PID), StartedMS: time.Now().UnixMilli(),
-		Driver: c.Driver, Members: members, GPUs: gpusOf(c, members), Generation: 1,
+		Driver: c.Driver, Members: members, GPUs: gpusOf(c, members, nil), Generation: 1,
 	}
 	for _, pid := range append([]int{j.Root.PID}, pids(members)...) {
 		if claim := req.GetClaims()[uint32(pid)]; claim != nil {
@@ -199,11 +200,13 @@ func (m *Manager) members(ctx context.Context, c *machine, j *holders.Job) ([]*m
 	wg.Wait()
 	var members []*member
 	var rs reasons
+	var said []string
 	for i, h := range j.Holders {
 		a, err := answers[i].a, answers[i].err
 		var refused *ask.DriverError
 		switch {
 		case errors.As(err, &refused) && refused.NoCUDA():
+			said = append(said, fmt.Sprintf("pid %d: %s", h.PID, refused.Name))
 			continue // a child that was forked, or one that only asks for temperatures
 		case errors.Is(err, ask.ErrGone):
 			continue
@@ -223,8 +226,13 @@ func (m *Manager) members(ctx context.Context, c *machine, j *holders.Job) ([]*m
 			PID: h.PID, Parent: h.Parent, Start: h.Start, Command: h.Command, Uses: uses, Used: used, state: a.State,
 		})
 	}
+	for _, h := range j.Holders {
+		if len(members) == 0 && len(rs) == 0 && m.cfg.Roots.Loads(h.PID, "libnvidia-opencl.so") {
+			rs.add(ReasonNoCUDA, "pid %d (%s) uses OpenCL on NVIDIA's own platform, which the driver does not suspend: start it with gpuctl run, so that the engine portable serves it", h.PID, h.Command)
+		}
+	}
 	if len(members) == 0 && len(rs) == 0 {
-		rs.add(ReasonNoCUDA, "pid %d and its children do not use CUDA: the driver knows none of them", j.Root.PID)
+		rs.add(ReasonNoCUDA, "pid %d and its children do not use CUDA: the driver knows none of them (%s)", j.Root.PID, strings.Join(said, ", "))
 	}
 	if len(members) > mostMembers {
 		rs.add(ReasonState, "the job has %d processes that use CUDA; at most %d", len(members), mostMembers)

@@ -9,6 +9,7 @@ import (
 	"os/exec"
 	"slices"
 	"strings"
+	"sync"
 	"syscall"
 	"time"
 
@@ -18,6 +19,7 @@ import (
 	"github.com/gpuctl/gpuctl/guest/cuda/driver"
 	"github.com/gpuctl/gpuctl/guest/cuda/holders"
 	"github.com/gpuctl/gpuctl/guest/engine"
+	"github.com/gpuctl/gpuctl/internal/excerpt"
 )
 
 // noCapability is more than any capability's number.
@@ -29,8 +31,28 @@ type canary struct {
 	cmd     *exec.Cmd
 	in      io.WriteCloser
 	lines   chan string
+	msg     *tail
 	mb      *member
 	settled bool // its state is known: it may be ended
+}
+
+// tail keeps the beginning of what a canary says.
+type tail struct {
+	mu sync.Mutex
+	b  []byte
+}
+
+func (t *tail) Write(b []byte) (int, error) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.b = append(t.b, b[:min(len(b), 1024-len(t.b))]...)
+	return len(b), nil
+}
+
+func (t *tail) text() string {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return excerpt.Of(string(t.b), 256)
 }
 
 // startCanary starts one and waits until it has its pattern.
@@ -47,6 +69,8 @@ func (m *Manager) startCanary(gpu ask.UUID) (*canary, error) {
 	// It must see the GPU, whatever gpuguest was told to see.
 	cmd.Env = slices.DeleteFunc(slices.Clone(cmd.Env), func(v string) bool { return strings.HasPrefix(v, "CUDA_VISIBLE_DEVICES=") })
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
+	msg := &tail{}
+	cmd.Stderr, cmd.WaitDelay = msg, time.Second
 	in, err := cmd.StdinPipe()
 	if err != nil {
 		return nil, err
@@ -64,7 +88,7 @@ func (m *Manager) startCanary(gpu ask.UUID) (*canary, error) {
 	if err != nil {
 		return nil, fmt.Errorf("start a canary: %w", err)
 	}
-	c := &canary{m: m, cmd: cmd, in: in, lines: make(chan string, 4), settled: true}
+	c := &canary{m: m, cmd: cmd, in: in, lines: make(chan string, 4), msg: msg, settled: true}
 	go func() {
 		defer close(c.lines)
 		sc := bufio.NewScanner(io.LimitReader(out, 1<<20))
@@ -82,7 +106,7 @@ func (m *Manager) startCanary(gpu ask.UUID) (*canary, error) {
 		return nil, err
 	}
 	p.Close()
-	c.mb = &member{PID: p.PID, Start: p.Start, Uses: []ask.UUID{gpu}, Used: []uint64{0}, state: ask.Running}
+	c.mb = &member{PID: p.PID, Start: p.Start, Uses: []ask.UUID{gpu}, Used: []uint64{0}, Slots: []int{0}, state: ask.Running}
 	return c, nil
 }
 
@@ -91,7 +115,7 @@ func (c *canary) expect(word string) error {
 	select {
 	case line, ok := <-c.lines:
 		if !ok {
-			return errors.New("it has ended")
+			return fmt.Errorf("it has ended: %s", c.msg.text())
 		}
 		if line != word {
 			return fmt.Errorf("it says %.80q, not %q", line, word)
@@ -144,13 +168,13 @@ func (c *canary) way(ctx context.Context, by *caller, to ask.UUID) error {
 func (op *operation) canaries(ctx context.Context) error {
 	s := op.s
 	s.mu.Lock()
-	from, to := slices.Clone(s.rec.GPUs), s.rec.Op.Map
+	from := slices.Clone(s.rec.GPUs)
 	s.mu.Unlock()
 	by := *op.caller
 	by.began = nil
 	by.s = &session{m: s.m, id: s.id, log: s.log, silent: true} // not in the session's journal
-	for _, f := range from {
-		first, then := f.UUID, to[f.UUID]
+	for slot, f := range from {
+		first, then := f.UUID, op.to[slot]
 		if op.kind == kindResume {
 			first = then // the old one may be gone
 		}

@@ -100,22 +100,23 @@ func (m *Manager) checkHost(rs *reasons, c *machine, members []*member) {
 
 // checkTarget checks that what the members have fits on the GPUs that they go to. from has
 // what is known of the GPUs that they were on; away says that they have let go of them.
-func (c *machine) checkTarget(rs *reasons, members []*member, from []gpu, to map[ask.UUID]ask.UUID, away bool) {
+func (c *machine) checkTarget(rs *reasons, members []*member, from []gpu, to []ask.UUID, away bool) {
 	need, frees := map[ask.UUID]uint64{}, map[ask.UUID]uint64{}
 	for _, mb := range members {
 		for i, u := range mb.Uses {
-			if to[u] == u && !away {
+			dest := to[mb.Slots[i]]
+			if dest == u && !away {
 				continue
 			}
-			need[to[u]] += mb.Used[i]
+			need[dest] += mb.Used[i]
 			if !away {
 				frees[u] += mb.Used[i]
 			}
 		}
 	}
 	moved := false
-	for _, f := range from {
-		g := c.gpu(to[f.UUID])
+	for slot, f := range from {
+		g := c.gpu(to[slot])
 		if g == nil {
 			continue // checkGPUs has said so
 		}
@@ -140,10 +141,7 @@ func (c *machine) checkTarget(rs *reasons, members []*member, from []gpu, to map
 	}
 	now := c.uuids()
 	for _, mb := range members {
-		dest := make([]ask.UUID, len(mb.Uses))
-		for i, u := range mb.Uses {
-			dest[i] = to[u]
-		}
+		dest := mb.on(to)
 		shown := mb.Shown
 		if !away {
 			shown = now

@@ -57,8 +57,9 @@ type Config struct {
 	Canary ask.Helper
 	UID    uint32 // gpuguest's user
 
-	die   func()                      // ends this process; only fault injection calls it
-	crash func(when string, o ask.Op) // before and after each call; nil but in tests
+	die    func()                      // ends this process; only fault injection calls it
+	crash  func(when string, o ask.Op) // before and after each call; nil but in tests
+	memory func() (uint64, error)      // available on this machine; nil but in tests
 }
 
 // Manager manages the sessions of one run folder.

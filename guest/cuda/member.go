@@ -150,7 +150,8 @@ func (c *caller) state(ctx context.Context, mb *member) (ask.State, error) {
 
 // settle notes what a call has done whose answer was lost: the state tells.
 func (c *caller) settle(mb *member, st ask.State) error {
-	err := c.s.update(func(*record) {
+	return c.s.update(func(*record) {
+		mb.state = st
 		call := mb.Call
 		if call == nil {
 			return
@@ -160,10 +161,6 @@ func (c *caller) settle(mb *member, st ask.State) error {
 		}
 		mb.Call = nil
 	})
-	if err == nil {
-		mb.state = st
-	}
-	return err
 }
 
 // done notes that a call was done.
@@ -262,7 +259,9 @@ func (c *caller) call(ctx context.Context, mb *member, o ask.Op, dest []ask.UUID
 	if err == nil {
 		return c.settle(mb, after(o))
 	}
+	c.s.mu.Lock()
 	mb.state = ""
+	c.s.mu.Unlock()
 	return c.failed(ctx, mb, o, err)
 }
 

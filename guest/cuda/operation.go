@@ -55,6 +55,7 @@ type operation struct {
 	target *gpuctlv1.Target // as asked; nil: where it was
 	home   [][]ask.UUID     // GPUs of each member before
 	dest   [][]ask.UUID     // and after
+	to     []ask.UUID       // the GPUs that the session has after it
 	known  map[int]bool     // who had the driver's nodes at the check
 
 	mu       sync.Mutex
@@ -260,6 +261,9 @@ func (op *operation) over() {
 func (op *operation) finish(err error, res *gpuctlv1.SwapResult) {
 	s := op.s
 	lost := op.isLost()
+	if lost != nil {
+		op.settleOthers()
+	}
 	var refused *engine.RefusedError
 	switch {
 	case lost != nil:
@@ -296,6 +300,19 @@ func (op *operation) finish(err error, res *gpuctlv1.SwapResult) {
 	}
 	s.m.changed(s)
 	op.over()
+}
+
+// settleOthers suspends members of a lost session that are locked. One that was restored must
+// not be ended as it is; one that is suspended can be.
+func (op *operation) settleOthers() {
+	for _, mb := range op.s.members() {
+		if mb.state != ask.Locked {
+			continue
+		}
+		if err := op.caller.bring(op.rest, mb, ask.Checkpointed, nil); err != nil {
+			op.s.log.Warn("suspend another process of a lost session", "pid", mb.PID, "err", err)
+		}
+	}
 }
 
 // rest says in which state the members of a lost session are.

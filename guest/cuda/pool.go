@@ -28,7 +28,7 @@ func (p *pool) ready(m *Manager, ops []ask.Op, members []*member) error {
 	}
 	for _, mb := range members {
 		for _, o := range ops {
-			w, err := m.ask.Start(o)
+			w, err := m.ask.Start(o, mb.PID)
 			if err != nil {
 				return err
 			}
@@ -52,7 +52,7 @@ func (p *pool) take(m *Manager, o ask.Op, pid int) (*ask.Waiting, error) {
 	if w != nil {
 		return w, nil
 	}
-	return m.ask.Start(o)
+	return m.ask.Start(o, pid)
 }
 
 // end ends helpers that were not asked.

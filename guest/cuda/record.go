@@ -58,6 +58,8 @@ type member struct {
 	// Uses are the GPUs that the process has memory on, or had when its state was taken.
 	Uses []ask.UUID `json:"uses"`
 	Used []uint64   `json:"used"` // bytes on each
+	// Slots say which of the session's GPUs each is. They stay when the session moves.
+	Slots []int `json:"slots"`
 	// Shown are the GPUs that the driver showed when the state was taken. A restore on
 	// others must name each.
 	Shown []ask.UUID `json:"shown,omitempty"`
@@ -78,13 +80,13 @@ type callRecord struct {
 
 // opRecord is the operation in progress.
 type opRecord struct {
-	Kind      string                `json:"kind"`
-	Step      string                `json:"step"`
-	Committed bool                  `json:"committed,omitempty"`
-	Home      [][]ask.UUID          `json:"home"`             // the GPUs that each member had before it
-	Map       map[ask.UUID]ask.UUID `json:"map,omitempty"`    // old GPU to new
-	Target    json.RawMessage       `json:"target,omitempty"` // that the session has after it
-	GPUs      []gpu                 `json:"gpus,omitempty"`   // that the session has after it
+	Kind      string          `json:"kind"`
+	Step      string          `json:"step"`
+	Committed bool            `json:"committed,omitempty"`
+	Home      [][]ask.UUID    `json:"home"`             // the GPUs that each member had before it
+	Dest      [][]ask.UUID    `json:"dest,omitempty"`   // and those that each has after it
+	Target    json.RawMessage `json:"target,omitempty"` // that the session has after it
+	GPUs      []gpu           `json:"gpus,omitempty"`   // that the session has after it
 }
 
 func marshal(m proto.Message) json.RawMessage {
@@ -138,12 +140,17 @@ func parseRecord(b []byte) (*record, error) {
 		return nil, fmt.Errorf("version %d is not %d", r.Version, recordVersion)
 	case len(r.Members) == 0 || len(r.Members) > mostMembers:
 		return nil, fmt.Errorf("%d members", len(r.Members))
-	case r.Op != nil && len(r.Op.Home) != len(r.Members):
+	case r.Op != nil && (len(r.Op.Home) != len(r.Members) || len(r.Op.Dest) > 0 && len(r.Op.Dest) != len(r.Members)):
 		return nil, fmt.Errorf("an operation on %d members, there are %d", len(r.Op.Home), len(r.Members))
 	}
 	for _, m := range r.Members {
-		if m == nil || m.PID <= 1 || m.Start == 0 || len(m.Uses) != len(m.Used) {
+		if m == nil || m.PID <= 1 || m.Start == 0 || len(m.Uses) != len(m.Used) || len(m.Uses) != len(m.Slots) {
 			return nil, fmt.Errorf("a member is malformed")
+		}
+		for _, slot := range m.Slots {
+			if slot < 0 || slot >= len(r.GPUs) {
+				return nil, fmt.Errorf("a member has GPU %d of %d", slot, len(r.GPUs))
+			}
 		}
 	}
 	return r, nil

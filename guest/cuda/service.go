@@ -67,7 +67,7 @@ func (m *Manager) usage(ctx context.Context) {
 					mb.Uses, mb.Used = us, used
 				}
 			}
-			s.rec.GPUs = gpusOf(c, s.rec.Members)
+			s.rec.GPUs = gpusOf(c, s.rec.Members, s.rec.GPUs)
 		}
 		s.mu.Unlock()
 	}

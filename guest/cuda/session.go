@@ -99,21 +99,40 @@ func (g gpu) proto() *gpuctlv1.DriverGPU {
 	return &gpuctlv1.DriverGPU{Uuid: string(g.UUID), PciAddress: g.Address, PciDevice: g.Chip, Model: g.Name, Used: g.Used}
 }
 
-// gpusOf returns the GPUs that members have memory on, in the order of their UUIDs.
-func gpusOf(c *machine, members []*member) []gpu {
+// gpusOf returns the GPUs that members have memory on, and gives the members their slots.
+// GPUs that the session had keep their order, which is that of its target's; new ones follow
+// in the order of their UUIDs.
+func gpusOf(c *machine, members []*member, had []gpu) []gpu {
 	used := map[ask.UUID]uint64{}
 	for _, mb := range members {
 		for i, u := range mb.Uses {
 			used[u] += mb.Used[i]
 		}
 	}
-	var gs []gpu
+	var order []ask.UUID
+	for _, g := range had {
+		if _, ok := used[g.UUID]; ok {
+			order = append(order, g.UUID)
+		}
+	}
 	for _, u := range slices.Sorted(maps.Keys(used)) {
+		if !slices.Contains(order, u) {
+			order = append(order, u)
+		}
+	}
+	var gs []gpu
+	for _, u := range order {
 		g := gpu{UUID: u, Used: used[u]}
 		if have := c.gpu(u); have != nil {
 			g.Address, g.Chip, g.Name = have.Address, have.Chip, have.Name
 		}
 		gs = append(gs, g)
+	}
+	for _, mb := range members {
+		mb.Slots = make([]int, len(mb.Uses))
+		for i, u := range mb.Uses {
+			mb.Slots[i] = slices.IndexFunc(gs, func(g gpu) bool { return g.UUID == u })
+		}
 	}
 	return gs
 }

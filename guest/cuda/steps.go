@@ -74,17 +74,14 @@ func (op *operation) check(ctx context.Context) error {
 		op.known[pid] = true
 	}
 	op.home, op.dest = nil, nil
+	op.to = to
 	for _, mb := range s.members() {
 		op.home = append(op.home, slices.Clone(mb.Uses))
-		dest := make([]ask.UUID, len(mb.Uses))
-		for i, u := range mb.Uses {
-			dest[i] = to[u]
-		}
-		op.dest = append(op.dest, dest)
+		op.dest = append(op.dest, mb.on(to))
 	}
 	return s.update(func(r *record) {
 		r.Driver = c.Driver
-		r.Op.Home, r.Op.Map = op.home, to
+		r.Op.Home, r.Op.Dest = op.home, op.dest
 		if op.target != nil {
 			r.Op.Target = marshal(op.target)
 		}
@@ -96,10 +93,10 @@ func (op *operation) check(ctx context.Context) error {
 }
 
 // moved returns the GPUs that the session has after it went from one set to another.
-func moved(c *machine, from []gpu, to map[ask.UUID]ask.UUID) []gpu {
+func moved(c *machine, from []gpu, to []ask.UUID) []gpu {
 	var gs []gpu
-	for _, f := range from {
-		g := gpu{UUID: to[f.UUID], Used: f.Used}
+	for slot, f := range from {
+		g := gpu{UUID: to[slot], Used: f.Used}
 		if have := c.gpu(g.UUID); have != nil {
 			g.Address, g.Chip, g.Name = have.Address, have.Chip, have.Name
 		}
@@ -135,7 +132,7 @@ func (s *session) refresh(ctx context.Context, c *machine) (reasons, error) {
 		}
 	}
 	return nil, s.update(func(r *record) {
-		r.Members, r.GPUs = found, gpusOf(c, found)
+		r.Members, r.GPUs = found, gpusOf(c, found, r.GPUs)
 		r.Op.Home = make([][]ask.UUID, len(found))
 		for i, mb := range found {
 			r.Op.Home[i] = mb.Uses
@@ -143,15 +140,23 @@ func (s *session) refresh(ctx context.Context, c *machine) (reasons, error) {
 	})
 }
 
-// assess checks an operation, and returns where each GPU's part goes.
-func (s *session) assess(c *machine, kind string, target *gpuctlv1.Target) (map[ask.UUID]ask.UUID, reasons) {
+// on returns the GPUs that a member has if the session has these.
+func (mb *member) on(to []ask.UUID) []ask.UUID {
+	dest := make([]ask.UUID, len(mb.Uses))
+	for i, slot := range mb.Slots {
+		dest[i] = to[slot]
+	}
+	return dest
+}
+
+// assess checks an operation, and returns where each of the session's GPUs goes.
+func (s *session) assess(c *machine, kind string, target *gpuctlv1.Target) ([]ask.UUID, reasons) {
 	s.mu.Lock()
 	members, from := slices.Clone(s.rec.Members), slices.Clone(s.rec.GPUs)
 	s.mu.Unlock()
 	var rs reasons
 	c.checkMachine(&rs)
-	to := map[ask.UUID]ask.UUID{}
-	var dest []ask.UUID
+	var to []ask.UUID
 	want := target.GetDriver()
 	switch {
 	case kind == kindSwap && len(want) == 0:
@@ -162,14 +167,12 @@ func (s *session) assess(c *machine, kind string, target *gpuctlv1.Target) (map[
 			rs.add(ReasonPairs, "the session uses %d GPUs, and the target has %d", len(from), len(want))
 			return nil, rs
 		}
-		for i, f := range from {
-			to[f.UUID] = ask.UUID(want[i].GetUuid())
-			dest = append(dest, to[f.UUID])
+		for _, w := range want {
+			to = append(to, ask.UUID(w.GetUuid()))
 		}
 	default:
 		for _, f := range from {
-			to[f.UUID] = f.UUID
-			dest = append(dest, f.UUID)
+			to = append(to, f.UUID)
 		}
 	}
 	away := kind == kindResume
@@ -182,7 +185,7 @@ func (s *session) assess(c *machine, kind string, target *gpuctlv1.Target) (map[
 		s.m.checkHost(&rs, c, members)
 	}
 	if kind == kindSwap || away {
-		c.checkGPUs(&rs, slices.DeleteFunc(dest, func(u ask.UUID) bool {
+		c.checkGPUs(&rs, slices.DeleteFunc(slices.Clone(to), func(u ask.UUID) bool {
 			return !away && slices.ContainsFunc(from, func(f gpu) bool { return f.UUID == u })
 		}))
 		c.checkTarget(&rs, members, from, to, away)

@@ -102,15 +102,9 @@ func (s *session) repair() {
 
 // aim returns where the members of a session belong whose operation was interrupted.
 func (r *record) aim() goal {
-	dest := make([][]ask.UUID, len(r.Members))
-	for i := range r.Members {
-		for _, u := range r.Op.Home[i] {
-			to := u
-			if n, ok := r.Op.Map[u]; ok && r.Op.Committed {
-				to = n
-			}
-			dest[i] = append(dest[i], to)
-		}
+	dest := r.Op.Home
+	if r.Op.Committed {
+		dest = r.Op.Dest
 	}
 	switch {
 	case r.Op.Kind == kindSuspend && r.Op.Committed, r.Op.Kind == kindResume && !r.Op.Committed:

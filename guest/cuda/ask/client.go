@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"os"
 	"os/exec"
 	"strings"
 	"syscall"
@@ -15,6 +16,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/gpuctl/gpuctl/guest/confine"
+	"github.com/gpuctl/gpuctl/guest/cuda/holders"
 )
 
 // killPatience is how long a killed helper may take to end.
@@ -47,9 +49,13 @@ type Waiting struct {
 // PID returns the helper's pid.
 func (w *Waiting) PID() int { return w.cmd.Process.Pid }
 
-// Start starts a helper for one request of that kind. It loads the driver's library, and
-// for a restore initializes it, while it waits. End it if it is not to be asked.
-func (c *Client) Start(op Op) (*Waiting, error) {
+// Start starts a helper for one request of that kind about a process; pid is 0 if it is about
+// none. It loads the driver's library, and for a restore initializes it, while it waits. End
+// it if it is not to be asked.
+//
+// If this process is root, the helper runs as the process's user, with CAP_SYS_PTRACE: the
+// driver opens what belongs to that user, and root without other capabilities may not.
+func (c *Client) Start(op Op, pid int) (*Waiting, error) {
 	h := c.Helper
 	if h.Path == "" {
 		h.Path, h.Args = "/proc/self/exe", []string{"driver", "call", string(op)}
@@ -63,6 +69,13 @@ func (c *Client) Start(op Op) (*Waiting, error) {
 	cmd.Stdout, cmd.Stderr = w.out, w.msg
 	// A signal for gpuguest's group must not end a helper in the middle of a call.
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
+	if pid > 0 && os.Geteuid() == 0 {
+		st, err := holders.Roots{}.Status(pid)
+		if err == nil && (st.UIDs[1] != 0 || st.GIDs[1] != 0) {
+			cmd.SysProcAttr.Credential = &syscall.Credential{Uid: st.UIDs[1], Gid: st.GIDs[1]}
+			cmd.SysProcAttr.AmbientCaps = []uintptr{unix.CAP_SYS_PTRACE}
+		}
+	}
 	cmd.WaitDelay = time.Second
 	in, err := cmd.StdinPipe()
 	if err != nil {
@@ -159,7 +172,7 @@ func (c *Client) Call(ctx context.Context, req Request, deadline time.Duration) 
 	if err := ctx.Err(); err != nil {
 		return nil, err
 	}
-	w, err := c.Start(req.Op)
+	w, err := c.Start(req.Op, req.PID)
 	if err != nil {
 		return nil, err
 	}

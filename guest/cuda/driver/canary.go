@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io"
 	"math/rand/v2"
+	"runtime"
 
 	"github.com/gpuctl/gpuctl/guest/cuda/ask"
 )
@@ -25,6 +26,8 @@ const canaryBytes = 16 << 20
 // it is suspended, moved and resumed before applications are. It prints CanaryReady, and for
 // each line of its input whether the pattern is there. It ends with its input.
 func Canary(gpu ask.UUID, in io.Reader, out io.Writer) error {
+	runtime.LockOSThread() // a context is current for one thread
+	defer runtime.UnlockOSThread()
 	c, err := openCUDA()
 	if err != nil {
 		return err

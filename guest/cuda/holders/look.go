@@ -241,6 +241,7 @@ type Status struct {
 	Leader int // the thread group's: the process that a thread belongs to
 	UID    uint32
 	UIDs   [4]uint32 // real, effective, saved, of the file system
+	GIDs   [4]uint32 // the same of its group
 }
 
 // Status reads it. The pid may be a thread's.
@@ -256,11 +257,10 @@ func (r Roots) Status(pid int) (st Status, err error) {
 		case key == "Tgid" && len(f) == 1:
 			st.Leader, err = strconv.Atoi(f[0])
 		case key == "Uid" && len(f) == 4:
-			for i := range st.UIDs {
-				n, perr := strconv.ParseUint(f[i], 10, 32)
-				st.UIDs[i], err = uint32(n), errors.Join(err, perr)
-			}
+			st.UIDs, err = ids(f)
 			st.UID = st.UIDs[0]
+		case key == "Gid" && len(f) == 4:
+			st.GIDs, err = ids(f)
 		}
 		if err != nil {
 			return st, fmt.Errorf("pid %d: malformed status: %w", pid, err)
@@ -270,6 +270,21 @@ func (r Roots) Status(pid int) (st Status, err error) {
 		return st, fmt.Errorf("pid %d: malformed status", pid)
 	}
 	return st, nil
+}
+
+// ids parses the four of a user or group.
+func ids(f []string) (out [4]uint32, err error) {
+	for i := range out {
+		n, perr := strconv.ParseUint(f[i], 10, 32)
+		out[i], err = uint32(n), errors.Join(err, perr)
+	}
+	return out, err
+}
+
+// Loads reports whether a process has mapped a library of that name.
+func (r Roots) Loads(pid int, library string) bool {
+	b, err := beneath.ReadFile(r.proc(), strconv.Itoa(pid)+"/maps", mostMaps)
+	return err == nil && strings.Contains(string(b), "/"+library)
 }
 
 // SameNamespace reports whether a process has pids of the same namespace as this one.

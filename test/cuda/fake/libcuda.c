@@ -157,8 +157,9 @@ static int doCheckpoint(const struct config *c) {
 		struct allocation *a = &allocs[i];
 		if (!a->size)
 			continue;
-		if (a->managed) { // not supported, and it does not keep the process in a good state
-			state = FAILED;
+		if (a->managed) { // not supported; older drivers do not keep the process in a good state
+			if (fakeSwitch("managed", "fails", getpid(), NULL, NULL, 0))
+				state = FAILED;
 			return NOTSUPPORTED;
 		}
 		if (c->card[a->card].mig)

@@ -1,6 +1,6 @@
 """Programs of other libraries, each with a result that is checked by itself.
 
-others.py jax|cupy|inference|graph|loader|pinned|managed|ipc   prints "ready PID" and, at the end of its input, "ok" or "bad"
+others.py jax|cupy|inference|graph|loader|pinned|both|ipc   prints "ready PID" and, at the end of its input, "ok" or "bad"
 """
 import os
 import select
@@ -104,6 +104,32 @@ def main():
             while not told():
                 ok = ok and torch.equal(m(x), want)
         return ok
+    if kind == "both":  # OpenCL of NVIDIA's platform beside CUDA
+        import ctypes
+        import glob
+
+        lib = (glob.glob("/usr/local/nvidia/lib64/libnvidia-opencl.so.1") + glob.glob("/usr/lib/x86_64-linux-gnu/libnvidia-opencl.so.1"))[0]
+        os.environ["OCL_ICD_VENDORS"] = os.environ["OCL_ICD_FILENAMES"] = lib
+        cl = ctypes.CDLL("libOpenCL.so.1")
+        V, err = ctypes.c_void_p, ctypes.c_int()
+        plat, dev = V(), V()
+        for f in ("clCreateContext", "clCreateCommandQueue", "clCreateBuffer"):
+            getattr(cl, f).restype = V
+        if cl.clGetPlatformIDs(1, ctypes.byref(plat), None) or cl.clGetDeviceIDs(plat, ctypes.c_ulong(4), 1, ctypes.byref(dev), None):
+            return False
+        ctx = V(cl.clCreateContext(None, 1, ctypes.byref(dev), None, None, ctypes.byref(err)))
+        q = V(cl.clCreateCommandQueue(ctx, dev, ctypes.c_ulong(0), ctypes.byref(err)))
+        data = os.urandom(1 << 20)
+        buf = V(cl.clCreateBuffer(ctx, ctypes.c_ulong(33), ctypes.c_size_t(len(data)), ctypes.create_string_buffer(data, len(data)), ctypes.byref(err)))
+        back = ctypes.create_string_buffer(len(data))
+        a = torch.zeros(1 << 20, device="cuda", dtype=torch.int32)
+        print("ready", os.getpid(), flush=True)
+        ok, n = True, 0
+        while not told():
+            a += 1
+            n += 1
+            ok = ok and not cl.clEnqueueReadBuffer(q, buf, 1, ctypes.c_size_t(0), ctypes.c_size_t(len(data)), back, 0, None, None) and back.raw == data
+        return ok and bool((a == n).all())
     if kind == "ipc":
         a = torch.ones(1 << 20, device="cuda")
         handle = a.untyped_storage()._share_cuda_()

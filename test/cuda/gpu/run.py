@@ -338,7 +338,12 @@ def part_rights():
     p = Program(LOOP, "--mib", "64", user=65534)
     if p.pid:
         doc, _, err = guest("rehearse", p.pid, "--canary=false")
-        fact("another user's process, CAP_SYS_PTRACE only", {"error": err, "steps": steps(doc)})
+        fact("another user's process", {"error": err, "steps": steps(doc), "nodes": nodes(p.pid)})
+        ask = "import ctypes,sys; cu=ctypes.CDLL('libcuda.so.1'); s=ctypes.c_int(-1); print(cu.cuCheckpointProcessGetState(int(sys.argv[1]), ctypes.byref(s)), s.value)"
+        for caps in ("sys_ptrace", "sys_ptrace,+dac_override", "sys_ptrace,+dac_read_search", "sys_ptrace,+kill", "sys_ptrace,+sys_admin", "all"):
+            sets = [] if caps == "all" else ["setpriv", "--inh-caps=-all", "--bounding-set=-all,+" + caps]
+            r = subprocess.run(sets + [sys.executable, "-c", ask, str(p.pid)], capture_output=True, text=True, timeout=30)
+            fact("another user's process, state as root with " + caps, (r.stdout + r.stderr[-200:]).strip())
         fact("another user's end", p.stop())
     p = Program(LOOP, "--mib", "64", "--fork")
     if p.pid:
@@ -383,6 +388,29 @@ def part_opencl():
         r = subprocess.run([stream, "--iterations", m.group(1), "--mib", "64"], capture_output=True, text=True, timeout=90, env={**os.environ, **env})
         want = (r.stdout.strip().splitlines() or [r.stderr[-200:]])[-1]
     fact("opencl end", {"resume": err[:300], "got": end, "undisturbed": want, "equal": bool(m) and want == end})
+
+
+def part_canary():
+    gpus = uuids()
+    p = Program(LOOP, "--mib", "256")
+    if not p.pid:
+        return
+    moves = []
+    for n in range(6):
+        doc, _, err = guest("swap", p.pid, "--gpu", gpus[(n + 1) % 2 % len(gpus)])
+        moves.append([err[-300:], stopped(doc), steps(doc)])
+    fact("six moves with a canary", moves)
+    fact("six moves end", p.stop())
+
+
+def part_both():
+    env = {"LD_LIBRARY_PATH": ROOT + "/bin:" + os.environ.get("LD_LIBRARY_PATH", "")}
+    p = Program(sys.executable, os.path.join(HERE, "others.py"), "both", env=env)
+    if not p.pid:
+        fact("CUDA and OpenCL in one process", p.lines[-3:])
+        return
+    doc, _, err = guest("rehearse", p.pid, "--canary=false")
+    fact("CUDA and OpenCL in one process", {"error": err[-400:], "steps": steps(doc), "nodes": nodes(p.pid), "result": p.stop(40)})
 
 
 def part_programs():
@@ -449,7 +477,7 @@ def part_two():
         fact("loop end", p.stop())
 
 
-PARTS = ["machine", "basic", "training", "compare", "two", "rights", "opencl", "big", "parallel", "programs", "managed"]
+PARTS = ["machine", "basic", "training", "compare", "two", "canary", "rights", "opencl", "both", "big", "parallel", "programs", "managed"]
 for name in opt.parts.split(",") if opt.parts else PARTS:
     if left() < 30:
         fact("left out", name)
