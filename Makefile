@@ -17,7 +17,7 @@ STAMP := $(shell git rev-parse HEAD >/dev/null 2>&1 && echo -buildvcs=true || ec
 GOLANGCI = github.com/golangci/golangci-lint/v2/cmd/golangci-lint@v2.12.2
 
 .DEFAULT_GOAL := build
-.PHONY: setup build programs binaries deb test test-loaded modes mixed check unit conform e2e cluster-e2e libvirt-e2e property demo cluster-demo remote-demo mmio-demo mutate-mmio bench fuzz fuzz-c chaos chaos-cluster soak-hostile generate lint clean
+.PHONY: setup build programs binaries deb test test-loaded modes mixed check unit conform e2e cluster-e2e libvirt-e2e property demo cluster-demo remote-demo cuda-demo mmio-demo mutate-mmio bench fuzz fuzz-c chaos chaos-cluster soak-hostile generate lint clean
 
 setup:
 	@packaging/setup.sh
@@ -36,6 +36,7 @@ binaries:
 	CGO_ENABLED=0 $(GO) build -trimpath $(STAMP) -o bin/gpuctl-demo ./demo
 	CGO_ENABLED=0 $(GO) build -trimpath $(STAMP) -o bin/gpuctl-cluster-demo ./demo/cluster
 	CGO_ENABLED=0 $(GO) build -trimpath $(STAMP) -o bin/gpuctl-mmio-demo ./demo/mmio
+	CGO_ENABLED=0 $(GO) build -trimpath $(STAMP) -o bin/gpuctl-cuda-demo ./demo/cuda
 	guest/opencl/icd/build.sh lib/libgpuctl-opencl.so
 
 # The package for VMs.
@@ -44,6 +45,7 @@ deb: build
 
 programs:
 	@$(MAKE) --no-print-directory -C test/cl
+	@$(MAKE) --no-print-directory -C test/cuda
 	CGO_ENABLED=1 $(GO) build -trimpath -o bin/gpuguest-carried ./test/rig/carried
 
 test: build check unit modes mixed cluster-e2e libvirt-e2e
@@ -106,6 +108,11 @@ mmio-demo:
 
 demo: build
 	bin/gpuctl-demo
+
+# A CUDA program, on NVIDIA's driver or on a fake one.
+cuda-demo: build
+	$(MAKE) -s -C test/cuda
+	bin/gpuctl-cuda-demo
 
 # Three hosts in network namespaces of this machine.
 cluster-demo: build
@@ -170,3 +177,4 @@ soak-hostile: build
 clean:
 	rm -rf bin lib bench/out .demo
 	$(MAKE) -C test/cl clean
+	$(MAKE) -C test/cuda clean

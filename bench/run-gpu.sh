@@ -1,9 +1,20 @@
 #!/bin/sh
+# run-gpu.sh --only cuda [flags of test/cuda/gpu/run.py]: the engine driver beside NVIDIA's driver alone. It needs python3 with
+# PyTorch, bin/gpuguest and test/cuda/bin.
 # run-gpu.sh [flags of bench]: the bench on a GPU machine that has no Go toolchain and no network. It expects bin/, lib/ and
 # test/cl/bin/ as `make build` leaves them, an OpenCL loader and the vendor's driver. Programs that it measures, like clpeak,
 # hashcat and clblast_test_xgemm, may lie in the folder programs/ with the libraries that the machine does not have.
 set -eu
 cd "$(dirname "$0")/.."
+case " $* " in
+*" --only cuda "*)
+	for f in bin/gpuguest test/cuda/bin/cudaloop; do
+		[ -e "$f" ] || { echo "run-gpu.sh: $f is missing: run make build first" >&2; exit 1; }
+	done
+	shift 2
+	exec python3 test/cuda/gpu/run.py "$@"
+	;;
+esac
 for f in bin/gpuctl bin/hostd bin/gpuguest bin/gpuctl-bench lib/libgpuctl-opencl.so test/cl/bin/stream; do
 	[ -e "$f" ] || { echo "run-gpu.sh: $f is missing: run make build first" >&2; exit 1; }
 done

@@ -19,6 +19,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/gpuctl/gpuctl/demo/timeline"
 	"github.com/gpuctl/gpuctl/test/rig"
 )
 
@@ -172,9 +173,9 @@ func (d *demo) encoder(ctx context.Context) (bool, error) {
 		return false, err
 	}
 	fmt.Fprintln(d.out)
-	tl.draw(d.out)
+	tl.Draw(d.out, "frames")
 	svg := filepath.Join(d.dir, "timeline.svg")
-	if err := os.WriteFile(svg, tl.svg(), 0o644); err != nil {
+	if err := os.WriteFile(svg, tl.SVG("x264 --opencl: frames per second while the GPU is exchanged"), 0o644); err != nil {
 		return false, err
 	}
 	fmt.Fprintf(d.out, "  the same as a drawing: %s\n", svg)
@@ -207,7 +208,7 @@ type change struct {
 
 // encode runs x264 below gpuctl. The clip goes through a pipe, frame by frame,
 // so that the frames taken can be counted.
-func (d *demo) encode(ctx context.Context, clip, out string, changes []change) (*timeline, error) {
+func (d *demo) encode(ctx context.Context, clip, out string, changes []change) (*timeline.Timeline, error) {
 	ctx, cancel := context.WithTimeout(ctx, 150*time.Second)
 	defer cancel()
 	f, err := os.Open(clip)
@@ -223,7 +224,7 @@ func (d *demo) encode(ctx context.Context, clip, out string, changes []change) (
 	if err != nil {
 		return nil, err
 	}
-	tl := newTimeline()
+	tl := timeline.New()
 	if err := cmd.Start(); err != nil {
 		return nil, err
 	}
@@ -245,17 +246,17 @@ func (d *demo) encode(ctx context.Context, clip, out string, changes []change) (
 	if !strings.Contains(text.String(), "OpenCL acceleration enabled") {
 		return nil, fmt.Errorf("x264 does not use the GPU: %s", text.String())
 	}
-	tl.finish()
-	fmt.Fprintf(d.out, "  %d frames in %.1f s, %.0f frames/s\n", tl.count(), tl.end.Seconds(), float64(tl.count())/tl.end.Seconds())
+	tl.Finish()
+	fmt.Fprintf(d.out, "  %d frames in %.1f s, %.0f frames/s\n", tl.Count(), tl.Length().Seconds(), float64(tl.Count())/tl.Length().Seconds())
 	return tl, nil
 }
 
-func (d *demo) exchange(ctx context.Context, tl *timeline, changes []change) error {
+func (d *demo) exchange(ctx context.Context, tl *timeline.Timeline, changes []change) error {
 	for _, c := range changes {
-		for tl.count() < int(c.at*float64(d.frames)) {
+		for tl.Count() < int(c.at*float64(d.frames)) {
 			select {
 			case <-ctx.Done():
-				return fmt.Errorf("%s: the clip ended at frame %d: %w", c.verb, tl.count(), ctx.Err())
+				return fmt.Errorf("%s: the clip ended at frame %d: %w", c.verb, tl.Count(), ctx.Err())
 			case <-time.After(10 * time.Millisecond):
 			}
 		}
@@ -263,18 +264,18 @@ func (d *demo) exchange(ctx context.Context, tl *timeline, changes []change) err
 		if err != nil {
 			return err
 		}
-		from := tl.now()
+		from := tl.Now()
 		s, err := d.operate(ctx, c.verb, id, "--to", c.to)
 		if err != nil {
 			return err
 		}
-		tl.mark(band{from, tl.now(), s.Stopped, c.verb})
+		tl.Mark(timeline.Band{From: from, To: tl.Now(), Stopped: s.Stopped, Verb: c.verb})
 	}
 	return nil
 }
 
 // feed writes the clip and notes every frame.
-func feed(f io.Reader, w io.WriteCloser, tl *timeline) error {
+func feed(f io.Reader, w io.WriteCloser, tl *timeline.Timeline) error {
 	defer w.Close()
 	r := bufio.NewReaderSize(f, 1<<20)
 	header, err := r.ReadBytes('\n')
@@ -304,7 +305,7 @@ func feed(f io.Reader, w io.WriteCloser, tl *timeline) error {
 		if _, err := io.CopyN(w, r, int64(width*height*3/2)); err != nil {
 			return fmt.Errorf("x264: %w", err)
 		}
-		tl.frame()
+		tl.Frame()
 	}
 }
 

@@ -64,6 +64,8 @@ const (
 	ReasonGuestProfile = "guest_profile"
 	ReasonTransient    = "transient"
 	ReasonSessions     = "too_many_sessions"
+	ReasonCUDA         = "cuda"
+	ReasonChip         = "chip"
 	NoteLockManager    = "no_lock_manager" // only a note
 )
 
@@ -95,6 +97,22 @@ type AgentFacts struct {
 	FreeMemory    uint64 // bytes
 	Bulk          uint64 // approximate speed at which states leave the VM, bytes per second; 0: unknown
 	Sessions      []SessionFacts
+	Stuck         []Stuck
+}
+
+// Stuck is a process that uses CUDA and can't be a session, so that its GPU can't be taken
+// away from it.
+type Stuck struct {
+	PID          uint32
+	Command, Why string
+}
+
+// stuck returns why the VM's CUDA programs can't be moved; empty: they can.
+func (a *AgentFacts) stuck(name string) (out []string) {
+	for _, s := range a.Stuck {
+		out = append(out, fmt.Sprintf("process %d (%s) in VM %s uses CUDA and can't be moved: %s; end it, or let it come to where it can", s.PID, s.Command, name, s.Why))
+	}
+	return out
 }
 
 // away chooses the sessions whose state must leave the VM, because the VM has no room for
@@ -116,6 +134,9 @@ func (a *AgentFacts) away(already []string) (out []SessionFacts) {
 	})
 	need, room := sum(all), a.FreeMemory
 	for _, s := range all {
+		if s.Driver {
+			continue // NVIDIA's driver keeps it in the memory of its processes
+		}
 		if !slices.Contains(already, s.ID) && (s.toSave() == 0 || need <= room) {
 			break
 		}
@@ -143,10 +164,31 @@ type SessionFacts struct {
 	Memory      uint64 // bytes
 	Resident    uint64 // bytes of it that are already in the VM's memory
 	Need        *gpuctlv1.Usage
+	Driver      bool // it is of CUDA processes: its state can't leave the VM, nor go to another chip
 }
 
-// toSave returns how many bytes of GPU memory are not in the VM's memory yet.
-func (s SessionFacts) toSave() uint64 { return s.Memory - min(s.Memory, s.Resident) }
+// toSave returns how many bytes of the VM's memory the state will take that it does not
+// take yet. NVIDIA's driver needs a tenth more than there is on the GPU.
+func (s SessionFacts) toSave() uint64 {
+	left := s.Memory - min(s.Memory, s.Resident)
+	if s.Driver {
+		left += left / 10
+	}
+	return left
+}
+
+// ofDriver returns the sessions of CUDA processes.
+func (a *AgentFacts) ofDriver() (out []SessionFacts) {
+	if a == nil {
+		return nil
+	}
+	for _, s := range a.Sessions {
+		if s.Driver {
+			out = append(out, s)
+		}
+	}
+	return out
+}
 
 // HostFacts are what a plan needs to know about a host.
 type HostFacts struct {
@@ -184,6 +226,7 @@ type GPUFacts struct {
 	IsCordoned bool
 	Isolation  string // why its isolation does not permit it; empty: it does
 	GuestLacks string // what must be installed in the VM to use it; empty: nothing
+	Chip       string // PCI vendor and device, as 10de:2330; empty: unknown
 }
 
 // Request is what an operator asks for.
@@ -357,6 +400,11 @@ func againstVM(r Request, m VMFacts) (out []*gpuctlv1.Reason) {
 		why := nameable(m.Name, m.Agent.Sessions)
 		add(why != "", ReasonSessions, "%s", why)
 	}
+	if m.Agent != nil {
+		for _, why := range m.Agent.stuck(m.Name) {
+			add(true, ReasonCUDA, "%s", why)
+		}
+	}
 	add(!m.Passthrough, ReasonPassthrough, "the definition of VM %s does not let it have devices plugged in: add <features><xen><passthrough state='on'/></xen></features> and start it anew", m.Name)
 	if m.Agent == nil {
 		add(true, ReasonAgentAbsent, "no gpuguest answers in VM %s (%s): install it there; without it nobody can save the state of its applications", m.Name, cmp.Or(m.AgentError, "no channel"))
@@ -376,6 +424,10 @@ func againstKeeping(m VMFacts, h HostFacts) (out []*gpuctlv1.Reason) {
 	}
 	a, need := m.Agent, sum(m.Agent.Sessions)
 	away := sum(a.away(nil))
+	if fixed := sum(a.ofDriver()); fixed > a.FreeMemory-min(a.FreeMemory, headroom) {
+		return append(out, because(ReasonGuestMemory, "the state of the CUDA programs in VM %s takes %s of its memory, a tenth more than they have on the GPU, and %s is free, of which %s has to stay so: it can't leave the VM; end something there, or give it more memory",
+			m.Name, size.Format(fixed), size.Format(a.FreeMemory), size.Format(headroom)))
+	}
 	what := fmt.Sprintf("the GPU state of VM %s takes %s more of its memory and %s is free", m.Name, size.Format(need), size.Format(a.FreeMemory))
 	switch {
 	case a.Protocol < AwayProtocol && need > a.FreeMemory && !h.Keeps, away > 0 && !h.Keeps:
@@ -491,8 +543,13 @@ func againstGPU(r Request, m VMFacts, current, g GPUFacts) (out []*gpuctlv1.Reas
 	}
 	state := m.state()
 	add(g.Memory > 0 && state > g.Memory, ReasonGPUMemory, "the applications of VM %s use %s and %s has %s", m.Name, size.Format(state), g.ID, size.Format(g.Memory))
+	if cuda := m.Agent.ofDriver(); len(cuda) > 0 && current.Chip != "" {
+		add(g.Chip != current.Chip, ReasonChip, "%d CUDA programs run in VM %s on a card %s, and %s is %s: NVIDIA's driver restores them on the same chip only", len(cuda), m.Name, current.Chip, g.ID, cmp.Or(g.Chip, "unknown"))
+	}
 	for _, s := range m.Agent.Sessions {
-		out = append(out, outgrown(s, g)...)
+		if !s.Driver { // a chip of the same kind has the same limits
+			out = append(out, outgrown(s, g)...)
+		}
 	}
 	return out
 }

@@ -72,6 +72,17 @@ func TestReasons(t *testing.T) {
 		}, "", "the GPU state of VM web takes 64 MiB more of its memory and 32 MiB is free, and host h1 keeps none of it (devices.stash): end something in the VM, or give it more memory"},
 		{ReasonAwayOld, Request{}, func(m *VMFacts, _ []HostFacts) { m.Agent.FreeMemory, m.Agent.Protocol = 32*mib, 1 }, "", "the GPU state of VM web takes 64 MiB more of its memory and 32 MiB is free, and gpuguest 1.0 there cannot send it out to the host (it speaks protocol 1, which takes 2): install a newer one there, end something, or give it more memory"},
 		{ReasonStash, Request{}, func(m *VMFacts, h []HostFacts) { m.Agent.FreeMemory, h[0].Keep = 0, 32*mib }, "", "64 MiB of the GPU state of VM web is more than its memory has room for, and host h1 can keep 32 MiB (devices.stash): end something in the VM, or give it or the host more memory"},
+		{ReasonGuestMemory, Request{}, func(m *VMFacts, _ []HostFacts) {
+			m.Agent.FreeMemory = 100 * mib
+			m.Agent.Sessions = append(m.Agent.Sessions, SessionFacts{ID: "d-1", Memory: 40 * mib, Driver: true})
+		}, "", "the state of the CUDA programs in VM web takes 44 MiB of its memory, a tenth more than they have on the GPU, and 100 MiB is free, of which 64 MiB has to stay so: it can't leave the VM; end something there, or give it more memory"},
+		{ReasonCUDA, Request{}, func(m *VMFacts, _ []HostFacts) {
+			m.Agent.Stuck = []Stuck{{PID: 77, Command: "python", Why: "it uses MPS"}}
+		}, "", "process 77 (python) in VM web uses CUDA and can't be moved: it uses MPS; end it"},
+		{ReasonChip, Request{}, func(m *VMFacts, h []HostFacts) {
+			m.Agent.Sessions[0].Driver = true
+			h[0].GPUs[0].Chip, h[1].GPUs[0].Chip = "10de:2236", "10de:2330"
+		}, "h2/a", "1 CUDA programs run in VM web on a card 10de:2236, and h2/a is 10de:2330: NVIDIA's driver restores them on the same chip only"},
 		{ReasonTransient, Request{Cold: true}, func(m *VMFacts, _ []HostFacts) { m.Agent = nil }, "", "VM web has no stored definition that it could be started from again"},
 
 		{ReasonSameHost, Request{}, nil, "h1", "VM web is on host h1 already"},
@@ -415,6 +426,34 @@ func TestAway(t *testing.T) {
 	}
 	if all[0].ID != "s" {
 		t.Error("the facts have another order")
+	}
+}
+
+// The state of a CUDA program stays in the VM, and what leaves it makes room for that.
+func TestStatesOfCUDAProgramsStayInTheVM(t *testing.T) {
+	a := &AgentFacts{Protocol: AwayProtocol, Sessions: []SessionFacts{
+		{ID: "cuda", Memory: 1000 * mib, Driver: true}, {ID: "opencl", Memory: 500 * mib}, {ID: "small", Memory: 10 * mib},
+	}}
+	for free, want := range map[uint64]string{1610: "", 1609: "opencl", 1173: "opencl small", 0: "opencl small"} {
+		a.FreeMemory = free * mib
+		var ids []string
+		for _, s := range a.away(nil) {
+			ids = append(ids, s.ID)
+		}
+		if got := strings.Join(ids, " "); got != want {
+			t.Errorf("%d MiB free: %q leave, not %q", free, got, want)
+		}
+	}
+	// Such a program may go to a card of the same chip.
+	m, hosts := facts()
+	m.Agent.Sessions[0].Driver = true
+	for i := range hosts {
+		for j := range hosts[i].GPUs {
+			hosts[i].GPUs[j].Chip = map[string]string{"A10": "10de:2236"}[hosts[i].GPUs[j].Model]
+		}
+	}
+	if p := Make(Request{Verb: Migrate}, m, hosts, NewCostModel()); len(p.Candidates) != 1 || p.Candidates[0].GPU.ID != "h2/a" {
+		t.Errorf("%v %v", p.Candidates, p.Rejected)
 	}
 }
 

@@ -252,6 +252,9 @@ func (r *run) freeze(ctx context.Context) error {
 	if why := nameable(r.vm().Name, facts.Sessions); why != "" {
 		return errors.New(why)
 	}
+	if why := facts.stuck(r.vm().Name); len(why) > 0 {
+		return errors.New(strings.Join(why, "; "))
+	}
 	all := r.move().GetSessions()
 	for _, s := range facts.Sessions {
 		if !slices.Contains(r.move().GetSessions(), s.ID) {

@@ -93,6 +93,7 @@ func hostTable() map[string]Rule {
 		gpuctlv1connect.HostServiceSwapProcedure:         {Local, operator, change},
 		gpuctlv1connect.HostServiceSuspendProcedure:      {Local, operator, change},
 		gpuctlv1connect.HostServiceResumeProcedure:       {Local, operator, change},
+		gpuctlv1connect.HostServiceAdoptProcedure:        {Local, operator, change},
 
 		// Hosts forward calls of their own callers.
 		gpuctlv1connect.DeviceServiceListCardsProcedure:    {Local | User | Host, viewer, false},

@@ -433,7 +433,7 @@ func (ix *Index) class(g *clusterv1.GPU) *class {
 		ix.limits[g.GetLimits()] = limits
 	}
 	var k strings.Builder
-	for _, s := range []string{g.GetModel(), g.GetVendor(), g.GetType(), g.GetRuntime(), g.GetPlatform(), g.GetDriver(), g.GetRuntimeKey(), limits} {
+	for _, s := range []string{g.GetModel(), g.GetVendor(), g.GetType(), g.GetRuntime(), g.GetPlatform(), g.GetDriver(), g.GetRuntimeKey(), strings.Join(g.GetEngines(), ","), limits} {
 		k.WriteString(s)
 		k.WriteByte(0)
 	}

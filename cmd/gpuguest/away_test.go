@@ -64,8 +64,14 @@ const (
 // newAwayHosts returns two hosts that can reach each other.
 func newAwayHosts(t *testing.T, v *testVM) (a, b *awayHost) {
 	t.Helper()
+	return newHosts(t, v, map[string]oneCard{"h1": {vendor: 0x1234, device: 0x1111}, "h2": {vendor: 0x1af4, device: 0x1050}})
+}
+
+// newHosts returns the hosts h1 and h2 with these cards.
+func newHosts(t *testing.T, v *testVM, cards map[string]oneCard) (a, b *awayHost) {
+	t.Helper()
 	all := map[string]*awayHost{}
-	for name, card := range map[string]oneCard{"h1": {vendor: 0x1234, device: 0x1111}, "h2": {vendor: 0x1af4, device: 0x1050}} {
+	for name, card := range cards {
 		h := &awayHost{dir: t.TempDir(), parties: true}
 		log := slog.New(slog.DiscardHandler)
 		s, err := stash.Open(stash.Config{Dir: h.dir, Log: log, Limit: func(uint64) (uint64, error) { return 64 << 20, nil }})
@@ -330,6 +336,7 @@ func (x leaving) survivesADamagedCopy(t *testing.T, mark statestream.Mark) {
 // stream is an application that computes in a VM.
 type stream struct {
 	v   *testVM
+	kib string
 	cmd *exec.Cmd
 	in  io.Closer
 	out testkit.Log
@@ -337,9 +344,13 @@ type stream struct {
 
 const streamKiB = 160 // in each of its two buffers
 
-func (v *testVM) stream() *stream {
+func (v *testVM) stream() *stream { return v.streamOf(streamKiB) }
+
+// streamOf starts one with so many KiB in each of its two buffers.
+func (v *testVM) streamOf(kib int) *stream {
 	v.t.Helper()
-	a := &stream{v: v, cmd: exec.Command(filepath.Join(v.dir, "stream"), "--stdin", "--verbose", "--kib", fmt.Sprint(streamKiB), "--buffers", "2")}
+	a := &stream{v: v, kib: fmt.Sprint(kib)}
+	a.cmd = exec.Command(filepath.Join(v.dir, "stream"), "--stdin", "--verbose", "--kib", a.kib, "--buffers", "2")
 	a.cmd.Env = []string{"OCL_ICD_VENDORS=" + v.icd + "/", "PATH=" + os.Getenv("PATH")}
 	a.cmd.Stdout, a.cmd.Stderr = &a.out, &a.out
 	in, err := a.cmd.StdinPipe()
@@ -381,7 +392,7 @@ func (a *stream) verify() {
 	}
 	vendors := filepath.Join(a.v.dir, "native")
 	a.v.write(filepath.Join(vendors, "pocl.icd"), "libpocl.so.2\n")
-	native := exec.Command(filepath.Join(a.v.dir, "stream"), "--iterations", m[1], "--kib", fmt.Sprint(streamKiB), "--buffers", "2")
+	native := exec.Command(filepath.Join(a.v.dir, "stream"), "--iterations", m[1], "--kib", a.kib, "--buffers", "2")
 	native.Env = []string{"OCL_ICD_VENDORS=" + vendors + "/", "HOME=" + a.v.dir, "PATH=" + os.Getenv("PATH")}
 	want, err := native.Output()
 	if err != nil || !bytes.Contains(want, []byte(m[0])) {
@@ -404,6 +415,14 @@ type movedVM struct {
 	hosts   map[string]*awayHost
 	record  *clusterv1.Migration
 	plugged bool
+	// card is told which host's card the VM has now; empty: none. nil: nobody is told.
+	card func(host string)
+}
+
+func (m *movedVM) has(host string) {
+	if m.card != nil {
+		m.card(host)
+	}
 }
 
 func (m *movedVM) Site(host string) (migrate.Site, error) {
@@ -434,6 +453,7 @@ func (s *moved) GiveBack(context.Context, vm.VM, string) error { return nil }
 
 func (s *moved) Attach(ctx context.Context, _ vm.VM, _ string, _ bool) error {
 	if !s.vm.plugged {
+		s.vm.has(s.h.Name)
 		id, _ := s.h.Keeper.Identity(ctx, "")
 		s.vm.plug(uint16(id.GetVendorId()), uint16(id.GetDeviceId()), 0x038000)
 		s.vm.plugged = true
@@ -443,6 +463,7 @@ func (s *moved) Attach(ctx context.Context, _ vm.VM, _ string, _ bool) error {
 
 func (s *moved) Detach(context.Context, vm.VM, string) error {
 	if s.vm.plugged {
+		s.vm.has("")
 		s.vm.unplug()
 		s.vm.plugged = false
 	}
@@ -450,9 +471,10 @@ func (s *moved) Detach(context.Context, vm.VM, string) error {
 }
 
 func (s *moved) Move(_ context.Context, _ vm.VM, to string, _ migrate.Progress) error {
-	state, err := s.vm.hosts[to].Stash.Find(awayUUID, s.vm.record.GetMachine().GetAway()[0])
-	if err != nil {
-		s.vm.t.Errorf("the VM goes to %s before its state: %v %v", to, state, err)
+	for _, away := range s.vm.record.GetMachine().GetAway() {
+		if state, err := s.vm.hosts[to].Stash.Find(awayUUID, away); err != nil {
+			s.vm.t.Errorf("the VM goes to %s before its state: %v %v", to, state, err)
+		}
 	}
 	s.h.Guests.Forget(awayUUID)
 	s.vm.console.Migrate()

@@ -45,6 +45,8 @@ type vmOptions struct {
 	Emulated    bool   `yaml:"emulatedDevices"`
 	Channel     string `yaml:"channel"`
 	MaxSessions int    `yaml:"maxSessions"`
+	// Services are units of systemd that watch GPUs and may be stopped while a card is away.
+	Services []string `yaml:"services"`
 
 	Sharing turn.Settings `yaml:"sharing,omitempty"` // how sessions share a GPU
 
@@ -55,7 +57,7 @@ type vmOptions struct {
 func defaultVM() vmOptions {
 	return vmOptions{
 		Version: configVersion, RunDir: vmDir, AppMode: "0666", Wait: "forever", Profiles: vmProfiles, Channel: channel.Name,
-		Users: confine.DefaultRange().String(),
+		Users: confine.DefaultRange().String(), Services: []string{"nvidia-persistenced.service", "nvidia-dcgm.service", "dcgm-exporter.service"},
 	}
 }
 
@@ -102,6 +104,8 @@ func parseVM(data []byte) (vmOptions, error) {
 	return o, o.check()
 }
 
+var unitPattern = regexp.MustCompile(`^[A-Za-z0-9][A-Za-z0-9:_.@-]{0,200}\.service$`)
+
 var channelPattern = regexp.MustCompile(`^[A-Za-z0-9][A-Za-z0-9._-]{0,126}$`)
 
 func (o *vmOptions) check() error {
@@ -146,6 +150,11 @@ func (o *vmOptions) check() error {
 	}
 	if _, err := o.Sharing.Config(); err != nil {
 		bad("sharing: %w", err)
+	}
+	for _, unit := range o.Services {
+		if !unitPattern.MatchString(unit) {
+			bad("services: %q is no unit's name, as nvidia-persistenced.service", unit)
+		}
 	}
 	if o.MaxSessions < 0 {
 		bad("maxSessions: %d is negative", o.MaxSessions)

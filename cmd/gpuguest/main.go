@@ -38,7 +38,7 @@ func run(ctx context.Context, args []string, stdin io.Reader, stdout, stderr io.
 		}
 	}
 	log := slog.New(slog.NewTextHandler(boundLog(stderr, maxLog), &slog.HandlerOptions{Level: level}))
-	root.AddCommand(serveCommand(log), executorCommand(log), probeCommand())
+	root.AddCommand(serveCommand(log), executorCommand(log), probeCommand(), driverCommand(log))
 	root.SetArgs(args)
 	root.SetIn(stdin)
 	root.SetOut(stdout)

@@ -57,7 +57,7 @@ GPU that the VM has been given, and the host over the VM's channel.`,
 			}
 			defer leases.Close()
 			c.Lender = leases
-			return session.Serve(cmd.Context(), c, api, apps)
+			return serveHost(cmd.Context(), c, api, apps)
 		},
 	}
 	f := cmd.Flags()

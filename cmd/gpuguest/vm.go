@@ -17,6 +17,7 @@ import (
 	"github.com/coreos/go-systemd/v22/daemon"
 
 	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
+	"github.com/gpuctl/gpuctl/guest/service"
 	"github.com/gpuctl/gpuctl/guest/session"
 	"github.com/gpuctl/gpuctl/guest/vm/agent"
 	"github.com/gpuctl/gpuctl/guest/vm/channel"
@@ -64,6 +65,11 @@ func serveVM(ctx context.Context, o vmOptions, root string, log *slog.Logger) er
 		return err
 	}
 	defer m.Close()
+	driver, err := newDriverEngine(o.RunDir, true, log)
+	if err != nil {
+		return err
+	}
+	defer driver.Close()
 	apps, err := listenApps(o)
 	if err != nil {
 		return err
@@ -94,12 +100,13 @@ func serveVM(ctx context.Context, o vmOptions, root string, log *slog.Logger) er
 	a, err := agent.New(agent.Config{
 		Root: machine, Dir: o.RunDir, Profiles: profiles, Prober: launcher, Version: cmdutil.Version(),
 		Sessions: &agent.GuestSessions{Client: gpuctlv1connect.NewGuestServiceClient(client, "http://gpuguest"), RunDir: o.RunDir},
-		Users:    usersOf(machine), Events: events, Ready: gate.Set, Bulk: openBulk, Logger: log,
+		Users:    usersOf(machine), Events: events, Ready: gate.Set, Bulk: openBulk, Logger: log, Driver: driver,
+		Services: &units{machine: machine, binder: bind.New(machine, nil, bind.WithBootVGA()), may: o.Services},
 	})
 	if err != nil {
 		return err
 	}
-	mux.Handle(m.Handler())
+	mux.Handle(service.Handler(m, driver))
 	mux.Handle(a.Handler())
 	srv := &http.Server{Handler: mux, ReadHeaderTimeout: endTime, BaseContext: func(net.Listener) context.Context { return ctx }}
 	port := channel.Port{Root: root, Name: o.Channel}

@@ -40,6 +40,7 @@ type testVM struct {
 	binary  string
 	icd     string
 	config  string
+	env     []string // added to gpuguest's environment
 	cmd     *exec.Cmd
 	log     *testkit.Log
 	host    *channel.Client
@@ -47,7 +48,8 @@ type testVM struct {
 	guest   gpuctlv1connect.GuestServiceClient
 }
 
-func newVM(t *testing.T) *testVM {
+// newVM returns a VM in which gpuguest runs. before, if given, is called before it starts.
+func newVM(t *testing.T, before ...func(*testVM)) *testVM {
 	t.Helper()
 	for _, need := range []string{oclgrind, "/etc/OpenCL/vendors/pocl.icd"} {
 		if _, err := os.Stat(need); err != nil {
@@ -82,6 +84,9 @@ func newVM(t *testing.T) *testVM {
 	v.tree.Write("proc/sys/kernel/random/boot_id", "boot\n")
 	v.tree.Write("proc/meminfo", "MemTotal: 1024 kB\nMemAvailable: 512 kB\n")
 
+	for _, f := range before {
+		f(v)
+	}
 	v.start()
 	t.Cleanup(func() {
 		v.kill(syscall.SIGKILL)
@@ -147,6 +152,7 @@ func (v *testVM) write(path, text string) {
 func (v *testVM) start() {
 	v.t.Helper()
 	v.cmd = exec.Command(v.binary, "serve", "--vm", "--config", v.config, "--root", v.tree.Root)
+	v.cmd.Env = append(os.Environ(), v.env...)
 	v.cmd.Stdout, v.cmd.Stderr = v.log, v.log
 	v.cmd.WaitDelay = time.Second
 	if err := v.cmd.Start(); err != nil {

@@ -21,7 +21,7 @@ func (p Policy) Enter() error {
 	if err := unix.Prctl(unix.PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0); err != nil {
 		return fmt.Errorf("no_new_privs: %w", err)
 	}
-	if err := dropCapabilities(); err != nil {
+	if err := dropCapabilities(none); err != nil {
 		return err
 	}
 	if err := p.restrictFiles(); err != nil {
@@ -29,6 +29,18 @@ func (p Policy) Enter() error {
 	}
 	return filterCalls(p.Network)
 }
+
+// KeepOnly has what the calling thread starts as root keep one capability, and gain no
+// other. Call it within OnThread. If this process is not root, what it starts has none.
+func KeepOnly(capability uintptr) error {
+	if err := unix.Prctl(unix.PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0); err != nil {
+		return fmt.Errorf("no_new_privs: %w", err)
+	}
+	return dropCapabilities(capability)
+}
+
+// none is no capability.
+const none = ^uintptr(0)
 
 // Settle is what the confined process itself does before it loads code that it does not
 // trust. tasks is how many threads and processes its user may have. 0 means that the
@@ -51,7 +63,8 @@ func Settle(tasks uint64) error {
 
 // dropCapabilities clears the capability sets that survive an exec. Root's own capabilities
 // are lost when the process changes its user, or at the exec because of the bounding set.
-func dropCapabilities() error {
+// One capability may be kept.
+func dropCapabilities(keep uintptr) error {
 	if err := unix.Prctl(unix.PR_CAP_AMBIENT, unix.PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0); err != nil {
 		return fmt.Errorf("ambient capabilities: %w", err)
 	}
@@ -63,7 +76,7 @@ func dropCapabilities() error {
 		if err != nil {
 			break // the kernel has no more capabilities
 		}
-		if have == 0 {
+		if have == 0 || c == keep {
 			continue
 		}
 		if err := unix.Prctl(unix.PR_CAPBSET_DROP, c, 0, 0, 0); err != nil {

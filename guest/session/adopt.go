@@ -12,6 +12,7 @@ import (
 	"connectrpc.com/connect"
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/guest/engine"
 	"github.com/gpuctl/gpuctl/guest/opencl/wire"
 )
 
@@ -172,7 +173,7 @@ func (r *repair) settle() {
 	}
 	kind, text := kindCreate, fmt.Sprintf("it was taken over from an earlier gpuguest, which is not complete yet and goes on: %v", err)
 	if s.rec.Op != nil {
-		kind, text = s.rec.Op.Kind, heldText(s.rec.Op.Kind, err)
+		kind, text = s.rec.Op.Kind, engine.HeldText(s.rec.Op.Kind, err)
 	}
 	s.current = r.current
 	if s.current == nil {
@@ -180,14 +181,14 @@ func (r *repair) settle() {
 	}
 	s.state, s.message = gpuctlv1.SessionState_SESSION_STATE_HELD, text
 	s.log.Error("session is held", "err", err)
-	op := &operation{s: s, kind: kind, done: make(chan struct{}), source: s.current, sink: func(*gpuctlv1.Progress) {}, result: &gpuctlv1.SwapResult{}}
+	op := &operation{s: s, kind: kind, done: make(chan struct{}), source: s.current, reporter: engine.NewReporter(func(*gpuctlv1.Progress) {}), result: &gpuctlv1.SwapResult{}}
 	op.ctx, op.cancel = context.WithCancelCause(s.m.ctx)
 	op.rest, op.giveUp = context.WithCancel(s.m.ctx)
 	s.op = op
 	r.patience = quickTimeout
 	go func() {
 		var last error
-		err := s.untilTaken(op.rest, func(ctx context.Context) error {
+		err := engine.Retry(op.rest, s.log, func(ctx context.Context) error {
 			if last = r.try(ctx); errors.Is(last, errUnsettled) {
 				return last
 			}

@@ -197,8 +197,8 @@ func (op *operation) receiveAway(ctx context.Context, t *transit, want statestre
 }
 
 // TakeState implements GuestService.
-func (v service) TakeState(ctx context.Context, req *connect.Request[gpuctlv1.TakeStateRequest], st *connect.ServerStream[gpuctlv1.StateChunk]) error {
-	t, err := v.m.transit(req.Msg.GetSession(), req.Msg.GetId(), true)
+func (m *Manager) TakeState(ctx context.Context, req *connect.Request[gpuctlv1.TakeStateRequest], st *connect.ServerStream[gpuctlv1.StateChunk]) error {
+	t, err := m.transit(req.Msg.GetSession(), req.Msg.GetId(), true)
 	if err != nil {
 		return err
 	}
@@ -223,8 +223,8 @@ func (v service) TakeState(ctx context.Context, req *connect.Request[gpuctlv1.Ta
 }
 
 // KeptState implements GuestService.
-func (v service) KeptState(_ context.Context, req *connect.Request[gpuctlv1.KeptStateRequest]) (*connect.Response[gpuctlv1.KeptStateResponse], error) {
-	t, err := v.m.transit(req.Msg.GetSession(), req.Msg.GetMark().GetId(), true)
+func (m *Manager) KeptState(_ context.Context, req *connect.Request[gpuctlv1.KeptStateRequest]) (*connect.Response[gpuctlv1.KeptStateResponse], error) {
+	t, err := m.transit(req.Msg.GetSession(), req.Msg.GetMark().GetId(), true)
 	if err != nil {
 		return nil, err
 	}
@@ -247,11 +247,11 @@ func (v service) KeptState(_ context.Context, req *connect.Request[gpuctlv1.Kept
 }
 
 // GiveState implements GuestService.
-func (v service) GiveState(ctx context.Context, in *connect.ClientStream[gpuctlv1.GiveStateRequest]) (*connect.Response[gpuctlv1.GiveStateResponse], error) {
+func (m *Manager) GiveState(ctx context.Context, in *connect.ClientStream[gpuctlv1.GiveStateRequest]) (*connect.Response[gpuctlv1.GiveStateResponse], error) {
 	if !in.Receive() {
 		return nil, connect.NewError(connect.CodeInvalidArgument, errors.Join(in.Err(), errors.New("no state is named")))
 	}
-	t, err := v.m.transit(in.Msg().GetSession(), in.Msg().GetId(), false)
+	t, err := m.transit(in.Msg().GetSession(), in.Msg().GetId(), false)
 	if err != nil {
 		return nil, err
 	}

@@ -12,6 +12,7 @@ import (
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
+	"github.com/gpuctl/gpuctl/guest/service"
 	"github.com/gpuctl/gpuctl/guest/statestream"
 )
 
@@ -31,7 +32,7 @@ func newAwayHost(t *testing.T) *awayHost { return &awayHost{bench: newBench(t)} 
 
 // client connects to the manager that exists now.
 func (h *awayHost) client() (c gpuctlv1connect.GuestServiceClient, end func()) {
-	_, handler := h.m.Handler()
+	_, handler := service.Handler(h.m)
 	srv := httptest.NewServer(handler)
 	return gpuctlv1connect.NewGuestServiceClient(srv.Client(), srv.URL), func() {
 		srv.CloseClientConnections()
@@ -58,7 +59,7 @@ func (h *awayHost) suspend(id, failAt string) *gpuctlv1.SwapResult {
 		}
 	}()
 	first := true
-	res, err := h.m.suspend(ctx, &gpuctlv1.SuspendRequest{Session: h.id, Away: id, FailAt: failAt}, func(*gpuctlv1.Progress) {
+	res, err := h.m.Suspend(ctx, &gpuctlv1.SuspendRequest{Session: h.id, Away: id, FailAt: failAt}, func(*gpuctlv1.Progress) {
 		if first {
 			first = false
 			close(began)
@@ -132,7 +133,7 @@ func (h *awayHost) resume(failAt string) *gpuctlv1.SwapResult {
 		}
 	}()
 	first := true
-	res, err := h.m.resume(ctx, &gpuctlv1.ResumeRequest{Session: h.id, Target: testTarget, FailAt: failAt}, func(*gpuctlv1.Progress) {
+	res, err := h.m.Resume(ctx, &gpuctlv1.ResumeRequest{Session: h.id, Target: testTarget, FailAt: failAt}, func(*gpuctlv1.Progress) {
 		if first {
 			first = false
 			close(began)
@@ -372,7 +373,7 @@ func TestAwayWithoutOperation(t *testing.T) {
 	refused("give nothing", err, connect.CodeInvalidArgument)
 	for _, r := range []*gpuctlv1.SuspendRequest{{Away: "a", File: "/x"}, {Away: strings.Repeat("a", statestream.MaxID+1)}} {
 		r.Session = h.id
-		_, err := h.m.suspend(ctx, r, h.sink)
+		_, err := h.m.Suspend(ctx, r, h.sink)
 		refused("suspend", err, connect.CodeInvalidArgument)
 	}
 	h.runsOn(1)

@@ -1,6 +1,7 @@
 package session
 
 import (
+	"net"
 	"os"
 	"path/filepath"
 	"testing"
@@ -34,7 +35,7 @@ func TestNextSessionOfAProgramFindsWhatTheLastOneCompiled(t *testing.T) {
 			b.conn.Close()
 			testkit.Until(b.t, "the session is gone", func() error { return testkit.Want(len(b.m.list()) == 0, b.m.list()) })
 			apps := filepath.Join(b.dir, "next")
-			lis, err := listen(apps, 0o600)
+			lis, err := net.ListenUnix("unix", &net.UnixAddr{Name: apps, Net: "unix"})
 			if err != nil {
 				t.Fatal(err)
 			}

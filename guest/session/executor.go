@@ -16,6 +16,7 @@ import (
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
+	"github.com/gpuctl/gpuctl/guest/engine"
 	"github.com/gpuctl/gpuctl/guest/handover"
 	"github.com/gpuctl/gpuctl/internal/excerpt"
 )
@@ -459,7 +460,7 @@ func (e *executor) stream(ctx context.Context, what string, still time.Duration,
 	}
 	if r := last.GetResult(); r != nil {
 		if len(r.Reasons) > 0 || r.Refused {
-			return &refusedError{reasons: r.Reasons}
+			return &engine.RefusedError{Reasons: r.Reasons}
 		}
 		if r.Error != "" {
 			return e.wrap(what, errors.New(r.Error))
@@ -476,7 +477,7 @@ func (e *executor) prepare(ctx context.Context, req *gpuctlv1.PrepareRequest, to
 	}, to)
 	var ce *connect.Error
 	if !req.Final && errors.As(err, &ce) && ce.Code() == connect.CodeFailedPrecondition {
-		return &refusedError{reasons: reasonsIn(ce)}
+		return &engine.RefusedError{Reasons: reasonsIn(ce)}
 	}
 	return err
 }
@@ -579,18 +580,4 @@ func (e *executor) receive(ctx context.Context, to listener, give func() (*gpuct
 		return l.fail(err)
 	}
 	return nil
-}
-
-// refusedError contains the reasons why a target can't serve.
-type refusedError struct{ reasons []*gpuctlv1.Reason }
-
-func (e *refusedError) Error() string {
-	var words []string
-	for _, r := range e.reasons {
-		words = append(words, r.Message)
-	}
-	if len(words) == 0 {
-		return "refused by the target"
-	}
-	return joinWords(words)
 }

@@ -24,7 +24,7 @@ func (b *bench) isHeld(why string) {
 	if s.State != held || !strings.Contains(s.Message, why) {
 		b.t.Fatalf("session is %v: %s", s.State, s.Message)
 	}
-	_, err := b.m.swap(context.Background(), &gpuctlv1.SwapRequest{Session: b.id, Target: testTarget}, b.sink)
+	_, err := b.m.Swap(context.Background(), &gpuctlv1.SwapRequest{Session: b.id, Target: testTarget}, b.sink)
 	if connect.CodeOf(err) != connect.CodeFailedPrecondition || !strings.Contains(err.Error(), "is held: ") {
 		b.t.Fatal(err)
 	}
@@ -143,7 +143,7 @@ func TestEndOfTheApplicationIsAllThatIsSaid(t *testing.T) {
 	hangs := b.l.hangExport()
 	done := make(chan *gpuctlv1.SwapResult)
 	go func() {
-		res, _ := b.m.swap(context.Background(), &gpuctlv1.SwapRequest{Session: b.id, Target: testTarget}, b.sink)
+		res, _ := b.m.Swap(context.Background(), &gpuctlv1.SwapRequest{Session: b.id, Target: testTarget}, b.sink)
 		done <- res
 	}()
 	<-hangs
@@ -174,7 +174,7 @@ func (b *bench) hung(ctx context.Context, timeout time.Duration, told func(strin
 	var telling sync.WaitGroup
 	done, over := make(chan *gpuctlv1.SwapResult, 1), make(chan struct{})
 	go func() {
-		res, err := b.m.suspend(ctx, &gpuctlv1.SuspendRequest{Session: b.id, TimeoutMs: timeout.Milliseconds()}, func(p *gpuctlv1.Progress) {
+		res, err := b.m.Suspend(ctx, &gpuctlv1.SuspendRequest{Session: b.id, TimeoutMs: timeout.Milliseconds()}, func(p *gpuctlv1.Progress) {
 			if p.Message == "" || p.Step != stepExport {
 				return
 			}

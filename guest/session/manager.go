@@ -22,6 +22,7 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/guest/engine"
 	"github.com/gpuctl/gpuctl/guest/opencl/compiled"
 	"github.com/gpuctl/gpuctl/guest/turn"
 	"github.com/gpuctl/gpuctl/internal/beneath"
@@ -110,7 +111,7 @@ func New(cfg Config) (*Manager, error) {
 		return nil, fmt.Errorf("lock %s: %w", dir, err)
 	}
 	m := &Manager{
-		cfg: cfg, log: cfg.Logger, lock: lock, model: newModel(), loads: patience.New(leastLoad, mostLoad), die: killSelf,
+		cfg: cfg, log: cfg.Logger, lock: lock, model: newModel(), loads: patience.New(leastLoad, mostLoad), die: engine.KillSelf,
 		sessions: map[string]*session{}, offers: map[string]*gpuctlv1.OfferRequest{},
 	}
 	m.sharing = newSharing(m, share)
@@ -381,9 +382,9 @@ func (m *Manager) changed(s *session) {
 	m.sharing.ring()
 }
 
-// watch calls send with each session's current state, and then for each change, until ctx
+// Watch calls send with each session's current state, and then for each change, until ctx
 // or the manager ends or send fails.
-func (m *Manager) watch(ctx context.Context, send func(*gpuctlv1.Session) error) error {
+func (m *Manager) Watch(ctx context.Context, send func(*gpuctlv1.Session) error) error {
 	changed := m.changes.Read()
 	defer changed.Close()
 	m.refreshAll(ctx)

@@ -5,13 +5,13 @@ import (
 	"errors"
 	"fmt"
 	"slices"
-	"sync"
 	"time"
 
 	"connectrpc.com/connect"
 	"google.golang.org/protobuf/proto"
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/guest/engine"
 )
 
 const (
@@ -62,19 +62,18 @@ var errLost = errors.New("the session's requests are lost with the target")
 
 // operation is a swap, suspend or resume in progress.
 type operation struct {
-	s       *session
-	kind    string
-	steps   []step
-	ctx     context.Context
-	cancel  context.CancelCauseFunc
-	done    chan struct{}
-	fault   fault
-	sink    func(*gpuctlv1.Progress)
-	start   time.Time
-	telling sync.Mutex
-	now     gpuctlv1.Progress // step and bytes as last reported
-	still   time.Duration     // how long the application may be frozen without progress
-	result  *gpuctlv1.SwapResult
+	s      *session
+	kind   string
+	steps  []engine.Step
+	ctx    context.Context
+	cancel context.CancelCauseFunc
+	done   chan struct{}
+	fault  engine.Fault
+	start  time.Time
+	still  time.Duration // how long the application may be frozen without progress
+	result *gpuctlv1.SwapResult
+
+	reporter *engine.Reporter
 
 	rest   context.Context // the context of the undos while the operation is held
 	giveUp context.CancelFunc
@@ -91,7 +90,7 @@ type operation struct {
 func (op *operation) names() []string {
 	var names []string
 	for _, st := range op.steps {
-		names = append(names, st.name)
+		names = append(names, st.Name)
 	}
 	return names
 }
@@ -99,12 +98,12 @@ func (op *operation) names() []string {
 // begin starts an operation on a session, if no other runs. ctx, the end of the application
 // and the end of the manager cancel the operation up to its commit point.
 func (s *session) begin(
-	ctx context.Context, kind string, steps func(*operation) []step, failAt string, still time.Duration, sink func(*gpuctlv1.Progress),
+	ctx context.Context, kind string, steps func(*operation) []engine.Step, failAt string, still time.Duration, sink func(*gpuctlv1.Progress),
 ) (*operation, error) {
-	op := &operation{s: s, kind: kind, sink: sink, done: make(chan struct{}), start: time.Now(), still: still, result: &gpuctlv1.SwapResult{}}
+	op := &operation{s: s, kind: kind, reporter: engine.NewReporter(sink), done: make(chan struct{}), start: time.Now(), still: still, result: &gpuctlv1.SwapResult{}}
 	op.steps = steps(op)
 	var err error
-	if op.fault, err = parseFault(failAt, s.m.cfg.Faults, op.names()); err != nil {
+	if op.fault, err = engine.ParseFault(failAt, s.m.cfg.Faults, op.names()); err != nil {
 		return nil, connect.NewError(connect.CodeInvalidArgument, err)
 	}
 	s.mu.Lock()
@@ -132,7 +131,7 @@ func (s *session) begin(
 	op.ctx, op.cancel = context.WithCancelCause(ctx)
 	op.rest, op.giveUp = context.WithCancel(s.m.ctx)
 	s.op = op
-	s.rec.Op = &opRecord{Kind: kind, Step: op.steps[0].name}
+	s.rec.Op = &opRecord{Kind: kind, Step: op.steps[0].Name}
 	if kind != kindPlan {
 		s.state, s.message = gpuctlv1.SessionState_SESSION_STATE_SWAPPING, kind
 	}
@@ -146,47 +145,49 @@ func (op *operation) run() *gpuctlv1.SwapResult {
 	s.log.Info("operation starts", "op", op.kind)
 	stop := context.AfterFunc(s.m.ctx, func() { op.cancel(errors.New("gpuguest is shutting down")) })
 	defer stop()
-	r := &runner{
-		start: op.start,
-		begin: func(i, n int, name string) error {
-			op.report(func(now *gpuctlv1.Progress) {
-				proto.Reset(now)
-				now.Step, now.StepIndex, now.Steps = name, uint32(i), uint32(n)
-			})
+	r := &engine.Runner{
+		Start: op.start,
+		Begin: func(i, n int, name string) error {
+			op.reporter.Step(i, n, name)
 			if err := s.update(func(r *record) { r.Op.Step = name }); err != nil {
 				return err
 			}
-			op.fault.before(name, op.source, op.target)
+			switch victim := op.fault.Victim(name); {
+			case victim == "source" && op.source != nil:
+				op.source.kill()
+			case victim == "target" && op.target != nil:
+				op.target.kill()
+			}
 			return nil
 		},
-		after: func(name string, committed bool) error {
+		After: func(name string, committed bool) error {
 			if name == stepSwitch {
 				return nil // the fault is injected in the middle of that step
 			}
-			if op.fault.deadly(name) {
+			if op.fault.Deadly(name) {
 				s.m.die()
 			}
 			if name == stepMark {
 				return nil
 			}
-			return op.fault.fail(name)
+			return op.fault.Fail(name)
 		},
-		late: func(name string, err error) {
+		Late: func(name string, err error) {
 			s.log.Warn("step failed after the commit", "op", op.kind, "step", name, "err", err)
 		},
 	}
-	err := r.run(op.ctx, op.steps)
+	err := r.Run(op.ctx, op.steps)
 	if err != nil {
 		if cause := context.Cause(op.ctx); cause != nil {
 			err = fmt.Errorf("%w (%w)", err, cause)
 		}
 	}
 	op.failure = err
-	op.result.Steps = r.times
+	op.result.Steps = r.Times
 	op.result.TotalNs = time.Since(op.start).Nanoseconds()
 	res := op.result
-	var se *stepError
-	if errors.As(err, &se) && len(se.left) > 0 && op.hold(se, res) {
+	var se *engine.StepError
+	if errors.As(err, &se) && len(se.Left) > 0 && op.hold(se, res) {
 		return res
 	}
 	op.finish(err, res)
@@ -198,12 +199,12 @@ func (op *operation) run() *gpuctlv1.SwapResult {
 // repeated. Until they succeed, nobody knows whether the application continues, and no
 // other operation begins. It reports whether the operation is held: if the application has
 // ended, there is nothing to undo.
-func (op *operation) hold(se *stepError, res *gpuctlv1.SwapResult) bool {
+func (op *operation) hold(se *engine.StepError, res *gpuctlv1.SwapResult) bool {
 	s := op.s
 	s.mu.Lock()
 	ending := s.ending && !s.m.closing()
 	if !ending {
-		s.state, s.message = gpuctlv1.SessionState_SESSION_STATE_HELD, heldText(op.kind, se)
+		s.state, s.message = gpuctlv1.SessionState_SESSION_STATE_HELD, engine.HeldText(op.kind, se)
 	}
 	s.mu.Unlock()
 	if ending {
@@ -218,8 +219,8 @@ func (op *operation) hold(se *stepError, res *gpuctlv1.SwapResult) bool {
 	res.Session = s.snapshot()
 	op.result = &gpuctlv1.SwapResult{} // what follows is not reported to the caller
 	go func() {
-		err := s.untilTaken(op.rest, func(ctx context.Context) (err error) {
-			se.left, err = undo(ctx, se.left)
+		err := engine.Retry(op.rest, s.log, func(ctx context.Context) (err error) {
+			se.Left, err = engine.Undo(ctx, se.Left)
 			return err
 		})
 		if err != nil && s.m.closing() { // the next gpuguest undoes it
@@ -229,37 +230,6 @@ func (op *operation) hold(se *stepError, res *gpuctlv1.SwapResult) bool {
 		op.finish(se, op.result)
 	}()
 	return true
-}
-
-// heldText returns the message of a held session.
-func heldText(kind string, why error) string {
-	return fmt.Sprintf("a %s failed and is not taken back yet, which is tried again: %v", kind, why)
-}
-
-// How soon a failed undo or repair is tried again.
-const (
-	firstRetry = 50 * time.Millisecond
-	lastRetry  = 5 * time.Second
-)
-
-// untilTaken repeats try until it returns nil or ctx ends.
-func (s *session) untilTaken(ctx context.Context, try func(context.Context) error) error {
-	said := ""
-	for pause := firstRetry; ; pause = min(2*pause, lastRetry) {
-		select {
-		case <-ctx.Done():
-			return ctx.Err()
-		case <-time.After(pause):
-		}
-		err := try(ctx)
-		switch {
-		case err == nil:
-			return nil
-		case ctx.Err() == nil && err.Error() != said:
-			said = err.Error()
-			s.log.Warn("still held", "err", err)
-		}
-	}
 }
 
 // over ends the operation for those who wait for it.
@@ -272,7 +242,7 @@ func (op *operation) over() {
 // finish ends the operation, and sets the state that the session has after it.
 func (op *operation) finish(err error, res *gpuctlv1.SwapResult) {
 	s := op.s
-	var refused *refusedError
+	var refused *engine.RefusedError
 	switch {
 	case err == nil:
 		s.log.Info("operation done", "op", op.kind, "stopped", time.Duration(res.StoppedNs))
@@ -281,7 +251,7 @@ func (op *operation) finish(err error, res *gpuctlv1.SwapResult) {
 		s.log.Info("operation ended with its application", "op", op.kind, "err", err)
 	case errors.As(err, &refused):
 		res.Refused = true
-		res.Reasons = refused.reasons
+		res.Reasons = refused.Reasons
 		res.Error = err.Error()
 		s.log.Info("operation refused", "op", op.kind, "err", err)
 	default:
@@ -327,25 +297,13 @@ func (op *operation) appEnded() bool {
 	return op.s.ending && !op.s.m.closing()
 }
 
-// report changes the progress and sends it. The sink does not block.
-func (op *operation) report(change func(*gpuctlv1.Progress)) {
-	op.telling.Lock()
-	defer op.telling.Unlock()
-	change(&op.now)
-	op.sink(proto.CloneOf(&op.now))
-}
-
 // progress passes on what an executor reports during the running step.
 func (op *operation) progress(p *gpuctlv1.Progress) {
-	op.report(func(now *gpuctlv1.Progress) {
-		now.BytesDone, now.BytesTotal, now.Message = p.BytesDone, p.BytesTotal, p.Message
-	})
+	op.reporter.Bytes(p.BytesDone, p.BytesTotal, p.Message)
 }
 
 // waits passes on what an executor waits for.
-func (op *operation) waits(text string) {
-	op.report(func(now *gpuctlv1.Progress) { now.Message = text })
-}
+func (op *operation) waits(text string) { op.reporter.Waits(text) }
 
 // patience returns how long an executor that lives may make no progress.
 func (op *operation) patience(frozen bool) time.Duration {
@@ -372,7 +330,7 @@ func (op *operation) startTarget(ctx context.Context, target *gpuctlv1.Target, u
 		return err
 	}
 	op.target = e
-	return refuse(deviceReasons(usage, d.Devices, devices))
+	return engine.Refuse(deviceReasons(usage, d.Devices, devices))
 }
 
 // deviceReasons checks every device of the target, because the session may use any of them.
@@ -392,13 +350,6 @@ func deviceReasons(usage *gpuctlv1.Usage, have []*gpuctlv1.Limits, need int) []*
 		}
 	}
 	return rs
-}
-
-func refuse(rs []*gpuctlv1.Reason) error {
-	if len(rs) == 0 {
-		return nil
-	}
-	return &refusedError{reasons: rs}
 }
 
 // killTarget undoes the start of a target. It is an error if the target does not end,
@@ -483,10 +434,10 @@ func (op *operation) handOver(ctx context.Context, from uint32) error {
 		return err
 	}
 	s.mem.setOwner(op.target.gen)
-	if op.fault.deadly(stepSwitch) {
+	if op.fault.Deadly(stepSwitch) {
 		s.m.die()
 	}
-	err := op.fault.fail(stepSwitch)
+	err := op.fault.Fail(stepSwitch)
 	if err == nil {
 		err = op.target.activate(ctx)
 	}

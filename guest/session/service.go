@@ -3,17 +3,15 @@ package session
 import (
 	"context"
 	"errors"
-	"net/http"
-	"sync"
 	"time"
 
 	"connectrpc.com/connect"
-	"google.golang.org/protobuf/proto"
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
-	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
-	"github.com/gpuctl/gpuctl/internal/news"
 )
+
+// engineName is the name of this engine in the API.
+const engineName = "portable"
 
 // The least and the most time for loading a runtime. In between, the limit follows the
 // times measured in this VM or on this host.
@@ -38,94 +36,30 @@ func (m *Manager) loading(ctx context.Context, library string, do func(context.C
 	return err
 }
 
-// service serves GuestService.
-type service struct{ m *Manager }
-
-var _ gpuctlv1connect.GuestServiceHandler = service{}
-
-// Handler returns the path and the handler of GuestService.
-func (m *Manager) Handler() (string, http.Handler) {
-	return gpuctlv1connect.NewGuestServiceHandler(service{m})
+// Has reports whether this manager has the session.
+func (m *Manager) Has(session string) bool {
+	_, err := m.lookup(session)
+	return err == nil
 }
 
-func (v service) Offer(_ context.Context, req *connect.Request[gpuctlv1.OfferRequest]) (*connect.Response[gpuctlv1.OfferResponse], error) {
-	if err := v.m.offer(req.Msg); err != nil {
-		return nil, err
+// List returns the sessions, oldest first, with what they use now.
+func (m *Manager) List(ctx context.Context) []*gpuctlv1.Session {
+	m.refreshAll(ctx)
+	var out []*gpuctlv1.Session
+	for _, s := range m.list() {
+		out = append(out, s.snapshot())
 	}
-	return connect.NewResponse(&gpuctlv1.OfferResponse{}), nil
+	return out
 }
 
-func (v service) Withdraw(_ context.Context, req *connect.Request[gpuctlv1.WithdrawRequest]) (*connect.Response[gpuctlv1.WithdrawResponse], error) {
-	if err := v.m.withdraw(req.Msg.Token); err != nil {
-		return nil, err
-	}
-	return connect.NewResponse(&gpuctlv1.WithdrawResponse{}), nil
-}
+// Serves reports whether an executor can use the target.
+func (m *Manager) Serves(target *gpuctlv1.Target) bool { return checkTarget(target) == nil }
 
-func (v service) ListSessions(ctx context.Context, _ *connect.Request[gpuctlv1.ListSessionsRequest]) (*connect.Response[gpuctlv1.ListSessionsResponse], error) {
-	v.m.refreshAll(ctx)
-	resp := &gpuctlv1.ListSessionsResponse{}
-	for _, s := range v.m.list() {
-		resp.Sessions = append(resp.Sessions, s.snapshot())
-	}
-	return connect.NewResponse(resp), nil
-}
+// Offer sets the target for the applications that connect with the offer's token.
+func (m *Manager) Offer(_ context.Context, o *gpuctlv1.OfferRequest) error { return m.offer(o) }
 
-func (v service) WatchSessions(ctx context.Context, _ *connect.Request[gpuctlv1.WatchSessionsRequest], st *connect.ServerStream[gpuctlv1.Session]) error {
-	return v.m.watch(ctx, st.Send)
-}
-
-func (v service) Plan(ctx context.Context, req *connect.Request[gpuctlv1.PlanRequest]) (*connect.Response[gpuctlv1.PlanResponse], error) {
-	resp, err := v.m.plan(ctx, req.Msg)
-	if err != nil {
-		return nil, err
-	}
-	return connect.NewResponse(resp), nil
-}
-
-func (v service) Swap(ctx context.Context, req *connect.Request[gpuctlv1.SwapRequest], st *connect.ServerStream[gpuctlv1.Progress]) error {
-	return report(ctx, st, func(sink func(*gpuctlv1.Progress)) (*gpuctlv1.SwapResult, error) {
-		return v.m.swap(ctx, req.Msg, sink)
-	})
-}
-
-func (v service) Suspend(ctx context.Context, req *connect.Request[gpuctlv1.SuspendRequest], st *connect.ServerStream[gpuctlv1.Progress]) error {
-	return report(ctx, st, func(sink func(*gpuctlv1.Progress)) (*gpuctlv1.SwapResult, error) {
-		return v.m.suspend(ctx, req.Msg, sink)
-	})
-}
-
-func (v service) Resume(ctx context.Context, req *connect.Request[gpuctlv1.ResumeRequest], st *connect.ServerStream[gpuctlv1.Progress]) error {
-	return report(ctx, st, func(sink func(*gpuctlv1.Progress)) (*gpuctlv1.SwapResult, error) {
-		return v.m.resume(ctx, req.Msg, sink)
-	})
-}
-
-func (v service) Probe(ctx context.Context, req *connect.Request[gpuctlv1.ProbeRequest]) (*connect.Response[gpuctlv1.ProbeResponse], error) {
-	if req.Msg.GetRuntime().GetLibrary() == "" {
-		return nil, connect.NewError(connect.CodeInvalidArgument, errors.New("no runtime library named"))
-	}
-	var resp *gpuctlv1.ProbeResponse
-	err := v.m.loading(ctx, req.Msg.GetRuntime().GetLibrary(), func(ctx context.Context) (err error) {
-		resp, err = v.m.cfg.Launcher.Probe(ctx, req.Msg.Runtime)
-		return err
-	})
-	if err != nil {
-		return nil, connect.NewError(connect.CodeFailedPrecondition, err)
-	}
-	return connect.NewResponse(resp), nil
-}
-
-func (v service) Warm(ctx context.Context, req *connect.Request[gpuctlv1.WarmRequest]) (*connect.Response[gpuctlv1.WarmResponse], error) {
-	if req.Msg.GetRuntime().GetLibrary() == "" {
-		return nil, connect.NewError(connect.CodeInvalidArgument, errors.New("no runtime library named"))
-	}
-	err := v.m.loading(ctx, req.Msg.GetRuntime().GetLibrary(), func(ctx context.Context) error { return v.m.warm(ctx, req.Msg.Runtime) })
-	if err != nil {
-		return nil, connect.NewError(connect.CodeFailedPrecondition, err)
-	}
-	return connect.NewResponse(&gpuctlv1.WarmResponse{}), nil
-}
+// Withdraw removes the offer. Running sessions stay.
+func (m *Manager) Withdraw(_ context.Context, token string) error { return m.withdraw(token) }
 
 // Lender lends GPUs of this host to sessions of others.
 type Lender interface {
@@ -138,66 +72,45 @@ type Lender interface {
 	Leases() []*gpuctlv1.Lease
 }
 
-func (v service) lender() (Lender, error) {
-	if v.m.cfg.Lender == nil {
-		return nil, connect.NewError(connect.CodeUnimplemented, errors.New("this gpuguest lends no GPUs: start it with --lend"))
+// Lend starts a far executor, if this gpuguest lends GPUs.
+func (m *Manager) Lend(ctx context.Context, req *gpuctlv1.LendRequest) (*gpuctlv1.LendResponse, error) {
+	if m.cfg.Lender == nil {
+		return nil, errNoLender()
 	}
-	return v.m.cfg.Lender, nil
+	return m.cfg.Lender.Lend(ctx, req)
 }
 
-func (v service) Lend(ctx context.Context, req *connect.Request[gpuctlv1.LendRequest]) (*connect.Response[gpuctlv1.LendResponse], error) {
-	l, err := v.lender()
-	if err != nil {
-		return nil, err
+// EndLease ends a lease and forgets it.
+func (m *Manager) EndLease(ctx context.Context, id string) error {
+	if m.cfg.Lender == nil {
+		return errNoLender()
 	}
-	resp, err := l.Lend(ctx, req.Msg)
-	if err != nil {
-		return nil, err
-	}
-	return connect.NewResponse(resp), nil
+	return m.cfg.Lender.EndLease(ctx, id)
 }
 
-func (v service) EndLease(ctx context.Context, req *connect.Request[gpuctlv1.EndLeaseRequest]) (*connect.Response[gpuctlv1.EndLeaseResponse], error) {
-	l, err := v.lender()
-	if err != nil {
-		return nil, err
+// Leases returns all leases, oldest first.
+func (m *Manager) Leases() ([]*gpuctlv1.Lease, error) {
+	if m.cfg.Lender == nil {
+		return nil, errNoLender()
 	}
-	if err := l.EndLease(ctx, req.Msg.Lease); err != nil {
-		return nil, err
-	}
-	return connect.NewResponse(&gpuctlv1.EndLeaseResponse{}), nil
+	return m.cfg.Lender.Leases(), nil
 }
 
-func (v service) ListLeases(_ context.Context, _ *connect.Request[gpuctlv1.ListLeasesRequest]) (*connect.Response[gpuctlv1.ListLeasesResponse], error) {
-	l, err := v.lender()
-	if err != nil {
-		return nil, err
-	}
-	return connect.NewResponse(&gpuctlv1.ListLeasesResponse{Leases: l.Leases()}), nil
+func errNoLender() error {
+	return connect.NewError(connect.CodeUnimplemented, errors.New("this gpuguest lends no GPUs: start it with --lend"))
 }
 
-// report runs an operation and streams its progress. It drops progress messages if the
-// listener does not read, because the application must not wait for the listener.
-func report(ctx context.Context, st *connect.ServerStream[gpuctlv1.Progress],
-	run func(sink func(*gpuctlv1.Progress)) (*gpuctlv1.SwapResult, error),
-) error {
-	relay := news.NewRelay[*gpuctlv1.Progress]()
-	var wg sync.WaitGroup
-	var sent error
-	wg.Go(func() { sent = relay.Send(ctx, st.Send) })
-	last := &gpuctlv1.Progress{}
-	res, err := run(func(p *gpuctlv1.Progress) {
-		last = p
-		relay.Tell(p)
-	})
-	if err != nil {
-		relay.Close()
-		wg.Wait()
+// Probe starts a short-lived executor and returns the devices that it finds.
+func (m *Manager) Probe(ctx context.Context, runtime *gpuctlv1.Runtime) (*gpuctlv1.ProbeResponse, error) {
+	var resp *gpuctlv1.ProbeResponse
+	err := m.loading(ctx, runtime.GetLibrary(), func(ctx context.Context) (err error) {
+		resp, err = m.cfg.Launcher.Probe(ctx, runtime)
 		return err
-	}
-	last = proto.CloneOf(last) // a message that was sent before may still be in use
-	last.Result = res
-	relay.End(last)
-	wg.Wait()
-	return sent
+	})
+	return resp, err
+}
+
+// Warm starts in advance what a probe, and the next executors, will need.
+func (m *Manager) Warm(ctx context.Context, runtime *gpuctlv1.Runtime) error {
+	return m.loading(ctx, runtime.GetLibrary(), func(ctx context.Context) error { return m.warm(ctx, runtime) })
 }

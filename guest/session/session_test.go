@@ -80,7 +80,7 @@ func newBench(t *testing.T) *bench {
 	if err := b.m.offer(&gpuctlv1.OfferRequest{Token: "tok", Claim: "claim-1", Target: testTarget}); err != nil {
 		t.Fatal(err)
 	}
-	lis, err := listen(filepath.Join(dir, "apps"), 0o600)
+	lis, err := net.ListenUnix("unix", &net.UnixAddr{Name: filepath.Join(dir, "apps"), Net: "unix"})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -144,7 +144,7 @@ func (b *bench) session() *gpuctlv1.Session {
 
 func (b *bench) swap(failAt string) *gpuctlv1.SwapResult {
 	b.t.Helper()
-	res, err := b.m.swap(context.Background(), &gpuctlv1.SwapRequest{Session: b.id, Target: testTarget, FailAt: failAt}, b.sink)
+	res, err := b.m.Swap(context.Background(), &gpuctlv1.SwapRequest{Session: b.id, Target: testTarget, FailAt: failAt}, b.sink)
 	if err != nil {
 		b.t.Fatal(err)
 	}
@@ -153,7 +153,7 @@ func (b *bench) swap(failAt string) *gpuctlv1.SwapResult {
 
 func (b *bench) suspend(file, failAt string) *gpuctlv1.SwapResult {
 	b.t.Helper()
-	res, err := b.m.suspend(context.Background(), &gpuctlv1.SuspendRequest{Session: b.id, File: file, FailAt: failAt}, b.sink)
+	res, err := b.m.Suspend(context.Background(), &gpuctlv1.SuspendRequest{Session: b.id, File: file, FailAt: failAt}, b.sink)
 	if err != nil {
 		b.t.Fatal(err)
 	}
@@ -162,7 +162,7 @@ func (b *bench) suspend(file, failAt string) *gpuctlv1.SwapResult {
 
 func (b *bench) resume(failAt string) *gpuctlv1.SwapResult {
 	b.t.Helper()
-	res, err := b.m.resume(context.Background(), &gpuctlv1.ResumeRequest{Session: b.id, Target: testTarget, FailAt: failAt}, b.sink)
+	res, err := b.m.Resume(context.Background(), &gpuctlv1.ResumeRequest{Session: b.id, Target: testTarget, FailAt: failAt}, b.sink)
 	if err != nil {
 		b.t.Fatal(err)
 	}
@@ -315,7 +315,7 @@ func TestTargetThatTookRequestsCantBeRolledBack(t *testing.T) {
 func TestRefusalTouchesNothing(t *testing.T) {
 	b := newBench(t)
 	small := &gpuctlv1.Target{Runtime: testTarget.Runtime, Limits: &gpuctlv1.Limits{GlobalMemory: 10, MaxAlloc: 5, MaxWorkGroupSize: 4}}
-	res, err := b.m.swap(context.Background(), &gpuctlv1.SwapRequest{Session: b.id, Target: small}, b.sink)
+	res, err := b.m.Swap(context.Background(), &gpuctlv1.SwapRequest{Session: b.id, Target: small}, b.sink)
 	if err != nil || !res.Refused || res.RolledBack || len(res.Reasons) != 3 {
 		t.Fatal(res, err)
 	}
@@ -349,11 +349,11 @@ func TestSecondOperationIsRefused(t *testing.T) {
 	ctx, cancel := context.WithCancel(context.Background())
 	done := make(chan *gpuctlv1.SwapResult)
 	go func() {
-		res, _ := b.m.swap(ctx, &gpuctlv1.SwapRequest{Session: b.id, Target: testTarget}, b.sink)
+		res, _ := b.m.Swap(ctx, &gpuctlv1.SwapRequest{Session: b.id, Target: testTarget}, b.sink)
 		done <- res
 	}()
 	<-hangs
-	_, err := b.m.swap(context.Background(), &gpuctlv1.SwapRequest{Session: b.id, Target: testTarget}, b.sink)
+	_, err := b.m.Swap(context.Background(), &gpuctlv1.SwapRequest{Session: b.id, Target: testTarget}, b.sink)
 	if connect.CodeOf(err) != connect.CodeFailedPrecondition || !strings.Contains(err.Error(), "a swap is running, at step precopy") {
 		t.Fatal(err)
 	}
@@ -371,7 +371,7 @@ func TestSuspendToMemoryThatIsGivenUpWhileItWrites(t *testing.T) {
 	ctx, cancel := context.WithCancel(context.Background())
 	done := make(chan *gpuctlv1.SwapResult)
 	go func() {
-		res, _ := b.m.suspend(ctx, &gpuctlv1.SuspendRequest{Session: b.id}, b.sink)
+		res, _ := b.m.Suspend(ctx, &gpuctlv1.SuspendRequest{Session: b.id}, b.sink)
 		done <- res
 	}()
 	<-hangs
@@ -438,7 +438,7 @@ func TestDeadExecutorLosesTheSession(t *testing.T) {
 	testkit.Until(b.t, "the session says lost", func() error {
 		return testkit.Want(b.session().State == lost && strings.Contains(b.session().Message, "was killed"), b.session())
 	})
-	if _, err := b.m.swap(context.Background(), &gpuctlv1.SwapRequest{Session: b.id, Target: testTarget}, b.sink); connect.CodeOf(err) != connect.CodeFailedPrecondition {
+	if _, err := b.m.Swap(context.Background(), &gpuctlv1.SwapRequest{Session: b.id, Target: testTarget}, b.sink); connect.CodeOf(err) != connect.CodeFailedPrecondition {
 		t.Fatal(err)
 	}
 }
@@ -661,13 +661,13 @@ func TestOffersOutliveTheManager(t *testing.T) {
 
 func TestPlan(t *testing.T) {
 	b := newBench(t)
-	p, err := b.m.plan(context.Background(), &gpuctlv1.PlanRequest{Session: b.id, Target: testTarget, Build: true})
+	p, err := b.m.Plan(context.Background(), &gpuctlv1.PlanRequest{Session: b.id, Target: testTarget, Build: true})
 	if err != nil || len(p.Reasons) != 0 || p.Bytes != 1000 || p.PredictedNs <= p.PredictedStopNs || len(p.Steps) != 8 {
 		t.Fatal(p, err)
 	}
 	b.runsOn(1)
 	b.l.setFailure("target.Prepare", errFake)
-	p, err = b.m.plan(context.Background(), &gpuctlv1.PlanRequest{Session: b.id, Target: testTarget, Build: true})
+	p, err = b.m.Plan(context.Background(), &gpuctlv1.PlanRequest{Session: b.id, Target: testTarget, Build: true})
 	if err != nil || len(p.Reasons) != 1 {
 		t.Fatal(p, err)
 	}
@@ -682,7 +682,7 @@ func TestWatch(t *testing.T) {
 	done := make(chan struct{})
 	go func() {
 		defer close(done)
-		_ = b.m.watch(ctx, func(s *gpuctlv1.Session) error { seen <- s; return nil })
+		_ = b.m.Watch(ctx, func(s *gpuctlv1.Session) error { seen <- s; return nil })
 	}()
 	if s := <-seen; s.State != running {
 		t.Fatal(s)
@@ -730,7 +730,7 @@ func TestWatcherHearsHowASessionIsNow(t *testing.T) {
 	said, read := make(chan gpuctlv1.SessionState), make(chan struct{})
 	var wg sync.WaitGroup
 	wg.Go(func() {
-		_ = m.watch(ctx, func(s *gpuctlv1.Session) error {
+		_ = m.Watch(ctx, func(s *gpuctlv1.Session) error {
 			said <- s.State
 			<-read
 			return nil

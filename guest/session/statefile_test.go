@@ -43,7 +43,7 @@ func TestFileOfASuspendedSessionIsMadeWithTheRightsOfWhoAsks(t *testing.T) {
 	} {
 		file := filepath.Join(c.dir, "state")
 		req := &gpuctlv1.SuspendRequest{Session: b.id, File: file, Owner: &gpuctlv1.FileOwner{Uid: c.uid, Gid: c.gid}}
-		res, err := b.m.suspend(context.Background(), req, b.sink)
+		res, err := b.m.Suspend(context.Background(), req, b.sink)
 		if !c.made {
 			if err == nil && res.Error == "" {
 				t.Errorf("%s: %v", c.who, res)

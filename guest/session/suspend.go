@@ -15,14 +15,15 @@ import (
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/guest/confine"
+	"github.com/gpuctl/gpuctl/guest/engine"
 	"github.com/gpuctl/gpuctl/guest/opencl/wire"
 	"github.com/gpuctl/gpuctl/guest/statestream"
 	"github.com/gpuctl/gpuctl/internal/beneath"
 )
 
-// suspend saves the session's state to memory or to a file, or sends it to the host. Then
+// Suspend saves the session's state to memory or to a file, or sends it to the host. Then
 // it ends the session's executor. The application waits until resume.
-func (m *Manager) suspend(ctx context.Context, req *gpuctlv1.SuspendRequest, sink func(*gpuctlv1.Progress)) (*gpuctlv1.SwapResult, error) {
+func (m *Manager) Suspend(ctx context.Context, req *gpuctlv1.SuspendRequest, sink func(*gpuctlv1.Progress)) (*gpuctlv1.SwapResult, error) {
 	s, err := m.lookup(req.Session)
 	if err != nil {
 		return nil, err
@@ -65,18 +66,18 @@ type suspending struct {
 	export   *gpuctlv1.ExportRequest
 }
 
-func (w *suspending) steps(op *operation) []step {
-	return []step{
-		{name: stepCheck, run: func(ctx context.Context) error {
+func (w *suspending) steps(op *operation) []engine.Step {
+	return []engine.Step{
+		{Name: stepCheck, Run: func(ctx context.Context) error {
 			d, err := op.source.describeWithin(ctx, freezePatience(w.req.FreezeTimeoutMs))
 			if err != nil {
 				return err
 			}
 			op.freeze = d.Freezes + 1
-			return refuse(roomFor(d.Usage.GetMemory(), w.req.File))
+			return engine.Refuse(roomFor(d.Usage.GetMemory(), w.req.File))
 		}},
 		// The file or memory is allocated and filled while the application runs.
-		{name: stepPrecopy, undo: func(ctx context.Context) error { return op.s.dropWritten(ctx, op.source, w.to, w.part) }, run: func(ctx context.Context) error {
+		{Name: stepPrecopy, Undo: func(ctx context.Context) error { return op.s.dropWritten(ctx, op.source, w.to, w.part) }, Run: func(ctx context.Context) error {
 			if err := op.s.update(func(r *record) { r.Op.File, r.FileOwner = w.to, w.owner }); err != nil {
 				return err
 			}
@@ -94,10 +95,10 @@ func (w *suspending) steps(op *operation) []step {
 			op.result.BytesPrecopied = n
 			return err
 		}},
-		{name: stepFreeze, undo: op.thawSource, run: func(ctx context.Context) error {
+		{Name: stepFreeze, Undo: op.thawSource, Run: func(ctx context.Context) error {
 			return op.freezeSource(ctx, w.req.FreezeTimeoutMs)
 		}},
-		{name: stepExport, run: func(ctx context.Context) error {
+		{Name: stepExport, Run: func(ctx context.Context) error {
 			w.export.Final = true
 			n, err := op.source.export(ctx, w.export, op)
 			op.result.BytesFrozen = n
@@ -112,15 +113,15 @@ func (w *suspending) steps(op *operation) []step {
 			return replaceFile(op.s.dir, graphName, op.graph)
 		}},
 		op.mark(func(r *record) { r.SuspendedTo = w.to }),
-		{name: stepRetire, run: func(ctx context.Context) error { return op.source.retire(ctx) }},
+		{Name: stepRetire, Run: func(ctx context.Context) error { return op.source.retire(ctx) }},
 	}
 }
 
 // mark is the step that records that the session is suspended.
-func (op *operation) mark(change func(*record)) step {
+func (op *operation) mark(change func(*record)) engine.Step {
 	s := op.s
-	return step{name: stepMark, commit: true, run: func(context.Context) error {
-		if err := op.fault.fail(stepMark); err != nil {
+	return engine.Step{Name: stepMark, Commit: true, Run: func(context.Context) error {
+		if err := op.fault.Fail(stepMark); err != nil {
 			return err
 		}
 		source := op.source.record()
@@ -164,17 +165,17 @@ type leaving struct {
 	mark    statestream.Mark
 }
 
-func (w *leaving) steps(op *operation) []step {
-	return []step{
-		{name: stepCheck, run: func(ctx context.Context) error {
+func (w *leaving) steps(op *operation) []engine.Step {
+	return []engine.Step{
+		{Name: stepCheck, Run: func(ctx context.Context) error {
 			d, err := op.source.describeWithin(ctx, freezePatience(w.req.FreezeTimeoutMs))
 			w.total, op.freeze = d.GetUsage().GetMemory(), d.GetFreezes()+1
 			return err
 		}},
-		{name: stepFreeze, undo: op.thawSource, run: func(ctx context.Context) error {
+		{Name: stepFreeze, Undo: op.thawSource, Run: func(ctx context.Context) error {
 			return op.freezeSource(ctx, w.req.FreezeTimeoutMs)
 		}},
-		{name: stepExport, undo: func(context.Context) error { return op.s.dropSaved("", "") }, run: func(ctx context.Context) (err error) {
+		{Name: stepExport, Undo: func(context.Context) error { return op.s.dropSaved("", "") }, Run: func(ctx context.Context) (err error) {
 			if err := replaceFile(op.s.dir, graphName, op.graph); err != nil {
 				return err
 			}
@@ -182,13 +183,13 @@ func (w *leaving) steps(op *operation) []step {
 			return err
 		}},
 		op.mark(func(r *record) { r.SuspendedTo, r.Away = toAway, newAwayRecord(w.mark) }),
-		{name: stepRetire, run: func(ctx context.Context) error { return op.source.retire(ctx) }},
+		{Name: stepRetire, Run: func(ctx context.Context) error { return op.source.retire(ctx) }},
 	}
 }
 
-// resume makes a suspended session run on the target. If that fails, the session stays
+// Resume makes a suspended session run on the target. If that fails, the session stays
 // suspended and can be resumed on another GPU.
-func (m *Manager) resume(ctx context.Context, req *gpuctlv1.ResumeRequest, sink func(*gpuctlv1.Progress)) (*gpuctlv1.SwapResult, error) {
+func (m *Manager) Resume(ctx context.Context, req *gpuctlv1.ResumeRequest, sink func(*gpuctlv1.Progress)) (*gpuctlv1.SwapResult, error) {
 	s, err := m.lookup(req.Session)
 	if err != nil {
 		return nil, err
@@ -243,23 +244,23 @@ type resuming struct {
 	load   func(context.Context) error
 }
 
-func (w *resuming) steps(op *operation) []step {
-	return []step{
-		{name: stepCheck, run: func(context.Context) (err error) {
-			if err := refuse(Reasons(w.saved.Usage, w.target.Limits)); err != nil {
+func (w *resuming) steps(op *operation) []engine.Step {
+	return []engine.Step{
+		{Name: stepCheck, Run: func(context.Context) (err error) {
+			if err := engine.Refuse(Reasons(w.saved.Usage, w.target.Limits)); err != nil {
 				return err
 			}
 			op.graph, err = op.s.readGraph()
 			return err
 		}},
-		{name: stepStart, undo: op.killTarget, run: func(ctx context.Context) error {
+		{Name: stepStart, Undo: op.killTarget, Run: func(ctx context.Context) error {
 			return op.startTarget(ctx, w.target, w.saved.Usage, 0)
 		}},
-		{name: stepPrepare, run: func(ctx context.Context) error {
+		{Name: stepPrepare, Run: func(ctx context.Context) error {
 			return op.target.prepare(ctx, &gpuctlv1.PrepareRequest{Graph: op.graph, Final: true}, op)
 		}},
-		{name: stepLoad, run: func(ctx context.Context) error { return w.load(ctx) }},
-		{name: stepSwitch, commit: true, run: func(ctx context.Context) error {
+		{Name: stepLoad, Run: func(ctx context.Context) error { return w.load(ctx) }},
+		{Name: stepSwitch, Commit: true, Run: func(ctx context.Context) error {
 			op.s.mem.setState(wire.StateRunning)
 			if err := op.handOver(ctx, w.saved.Generation); err != nil {
 				if !errors.Is(err, errLost) {
@@ -270,7 +271,7 @@ func (w *resuming) steps(op *operation) []step {
 			op.adoptTarget(func(r *record) { r.SuspendedTo, r.Away, r.Op.File = "", nil, w.saved.SuspendedTo })
 			return nil
 		}},
-		{name: stepDiscard, run: func(context.Context) error { return op.s.dropSaved(w.saved.SuspendedTo, "") }},
+		{Name: stepDiscard, Run: func(context.Context) error { return op.s.dropSaved(w.saved.SuspendedTo, "") }},
 	}
 }
 

@@ -3,10 +3,12 @@ package session
 import (
 	"context"
 	"errors"
+	"fmt"
 
 	"connectrpc.com/connect"
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/guest/engine"
 )
 
 const (
@@ -15,18 +17,21 @@ const (
 	precopyEnough = 100
 )
 
-// swap moves a session to the target while its application runs. A suspended
+// Swap moves a session to the target while its application runs. A suspended
 // session is resumed there. Refusals and roll-backs are in the result.
-func (m *Manager) swap(ctx context.Context, req *gpuctlv1.SwapRequest, sink func(*gpuctlv1.Progress)) (*gpuctlv1.SwapResult, error) {
+func (m *Manager) Swap(ctx context.Context, req *gpuctlv1.SwapRequest, sink func(*gpuctlv1.Progress)) (*gpuctlv1.SwapResult, error) {
 	s, err := m.lookup(req.Session)
 	if err != nil {
 		return nil, err
+	}
+	if req.Rehearse {
+		return nil, errNoRehearsal(req.Session)
 	}
 	if err := checkTarget(req.Target); err != nil {
 		return nil, err
 	}
 	if s.snapshot().SuspendedTo != "" {
-		return m.resume(ctx, &gpuctlv1.ResumeRequest{Session: req.Session, Target: req.Target, FailAt: req.FailAt, TimeoutMs: req.TimeoutMs}, sink)
+		return m.Resume(ctx, &gpuctlv1.ResumeRequest{Session: req.Session, Target: req.Target, FailAt: req.FailAt, TimeoutMs: req.TimeoutMs}, sink)
 	}
 	w := &swapping{req: req}
 	op, err := s.begin(ctx, kindSwap, w.steps, req.FailAt, stillPatience(req.TimeoutMs, req.FreezeTimeoutMs), sink)
@@ -47,20 +52,20 @@ type swapping struct {
 	devices int
 }
 
-func (w *swapping) steps(op *operation) []step {
-	return []step{
-		{name: stepCheck, run: func(ctx context.Context) error {
+func (w *swapping) steps(op *operation) []engine.Step {
+	return []engine.Step{
+		{Name: stepCheck, Run: func(ctx context.Context) error {
 			d, err := op.source.describeWithin(ctx, freezePatience(w.req.FreezeTimeoutMs))
 			if err != nil {
 				return err
 			}
 			w.usage, w.devices, op.freeze = d.Usage, len(d.Devices), d.Freezes+1
-			return refuse(Reasons(w.usage, w.req.Target.Limits))
+			return engine.Refuse(Reasons(w.usage, w.req.Target.Limits))
 		}},
-		{name: stepStart, undo: op.killTarget, run: func(ctx context.Context) error {
+		{Name: stepStart, Undo: op.killTarget, Run: func(ctx context.Context) error {
 			return op.startTarget(ctx, w.req.Target, w.usage, w.devices)
 		}},
-		{name: stepPrepare, run: func(ctx context.Context) error {
+		{Name: stepPrepare, Run: func(ctx context.Context) error {
 			snap, err := op.source.snapshot(ctx)
 			if err != nil {
 				return err
@@ -68,11 +73,11 @@ func (w *swapping) steps(op *operation) []step {
 			op.graph = snap.Graph
 			return op.target.prepare(ctx, &gpuctlv1.PrepareRequest{Graph: op.graph}, op)
 		}},
-		{name: stepPrecopy, undo: op.discardSource, run: func(ctx context.Context) error { return op.precopy(ctx, w.usage.GetMemory()) }},
-		{name: stepFreeze, undo: op.thawSource, run: func(ctx context.Context) error {
+		{Name: stepPrecopy, Undo: op.discardSource, Run: func(ctx context.Context) error { return op.precopy(ctx, w.usage.GetMemory()) }},
+		{Name: stepFreeze, Undo: op.thawSource, Run: func(ctx context.Context) error {
 			return op.freezeSource(ctx, w.req.FreezeTimeoutMs)
 		}},
-		{name: stepTransfer, run: func(ctx context.Context) error {
+		{Name: stepTransfer, Run: func(ctx context.Context) error {
 			if err := op.target.prepare(ctx, &gpuctlv1.PrepareRequest{Graph: op.graph, Final: true}, op); err != nil {
 				return err
 			}
@@ -80,7 +85,7 @@ func (w *swapping) steps(op *operation) []step {
 			op.result.BytesFrozen = n
 			return err
 		}},
-		{name: stepSwitch, commit: true, run: func(ctx context.Context) error {
+		{Name: stepSwitch, Commit: true, Run: func(ctx context.Context) error {
 			if err := op.handOver(ctx, op.source.gen); err != nil {
 				return err
 			}
@@ -89,7 +94,7 @@ func (w *swapping) steps(op *operation) []step {
 			op.adoptTarget(func(r *record) { r.Op.Other = &old })
 			return nil
 		}},
-		{name: stepRetire, run: func(ctx context.Context) error { return op.source.retire(ctx) }},
+		{Name: stepRetire, Run: func(ctx context.Context) error { return op.source.retire(ctx) }},
 	}
 }
 
@@ -121,6 +126,12 @@ func (op *operation) precopy(ctx context.Context, memory uint64) error {
 	return nil
 }
 
+// errNoRehearsal: what a portable session needs of a target is found by a plan that builds
+// there, without touching the session.
+func errNoRehearsal(session string) error {
+	return connect.NewError(connect.CodeFailedPrecondition, fmt.Errorf("session %s uses OpenCL: a plan with --build tries its target without touching it, so there is no rehearsal", session))
+}
+
 func checkTarget(t *gpuctlv1.Target) error {
 	if t.GetRuntime().GetLibrary() == "" && t.GetRuntime().GetRemote() == nil {
 		return connect.NewError(connect.CodeInvalidArgument, errors.New("the target names neither a runtime library nor a lease of another host"))
@@ -128,11 +139,14 @@ func checkTarget(t *gpuctlv1.Target) error {
 	return nil
 }
 
-// plan reports whether a swap could work and what it would cost.
-func (m *Manager) plan(ctx context.Context, req *gpuctlv1.PlanRequest) (*gpuctlv1.PlanResponse, error) {
+// Plan reports whether a swap could work and what it would cost.
+func (m *Manager) Plan(ctx context.Context, req *gpuctlv1.PlanRequest) (*gpuctlv1.PlanResponse, error) {
 	s, err := m.lookup(req.Session)
 	if err != nil {
 		return nil, err
+	}
+	if req.Rehearse {
+		return nil, errNoRehearsal(req.Session)
 	}
 	if err := checkTarget(req.Target); err != nil {
 		return nil, err
@@ -168,8 +182,8 @@ func (m *Manager) plan(ctx context.Context, req *gpuctlv1.PlanRequest) (*gpuctlv
 // tryTarget starts the target, makes the session's objects on it, and ends it.
 func (s *session) tryTarget(ctx context.Context, target *gpuctlv1.Target) ([]*gpuctlv1.Reason, error) {
 	drop := errors.New("dropped")
-	op, err := s.begin(ctx, kindPlan, func(op *operation) []step {
-		return []step{{name: stepPrepare, undo: op.killTarget, run: func(ctx context.Context) error {
+	op, err := s.begin(ctx, kindPlan, func(op *operation) []engine.Step {
+		return []engine.Step{{Name: stepPrepare, Undo: op.killTarget, Run: func(ctx context.Context) error {
 			usage, devices, graph, err := s.needs(ctx, op.source)
 			if err != nil {
 				return err

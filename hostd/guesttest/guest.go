@@ -46,6 +46,8 @@ type Guest struct {
 	busy     map[string]bool
 	leases   map[string]*lease
 	next     int
+
+	processes []Process // that use CUDA and are in no session
 }
 
 var _ gpuctlv1connect.GuestServiceHandler = (*Guest)(nil)
@@ -97,14 +99,14 @@ func (g *Guest) Begin(token string, pid int, command string, memory uint64) (str
 	if memory > offer.GetTarget().GetLimits().GetGlobalMemory() {
 		return "", errors.New("out of memory")
 	}
-	g.next++
-	id := fmt.Sprintf("%04x", 0x1000*g.next+g.next)
-	g.set(&gpuctlv1.Session{
-		Id: id, Claim: offer.GetClaim(), Pid: uint32(pid), Command: command, State: gpuctlv1.SessionState_SESSION_STATE_RUNNING,
+	if offer.GetTarget().GetRuntime() == nil {
+		return "", errors.New("the offer names no runtime")
+	}
+	return g.begin(&gpuctlv1.Session{
+		Claim: offer.GetClaim(), Pid: uint32(pid), Command: command, State: gpuctlv1.SessionState_SESSION_STATE_RUNNING,
 		Target: offer.GetTarget(), Device: offer.GetDevice(), Generation: 1, StartedUnixMs: time.Now().UnixMilli(),
-		Usage: &gpuctlv1.Usage{Memory: memory, LargestAlloc: memory},
-	})
-	return id, nil
+		Usage: &gpuctlv1.Usage{Memory: memory, LargestAlloc: memory}, Engine: "portable",
+	}), nil
 }
 
 // End ends a session, as it ends with its application.
@@ -137,7 +139,15 @@ func (g *Guest) Serve(l net.Listener) {
 func (g *Guest) serve(c net.Conn) {
 	defer c.Close()
 	hello := make([]byte, helloSize)
-	if _, err := io.ReadFull(c, hello); err != nil || binary.LittleEndian.Uint32(hello) != helloMagic {
+	if _, err := io.ReadFull(c, hello); err != nil {
+		return
+	}
+	switch binary.LittleEndian.Uint32(hello) {
+	case helloMagic:
+	case cudaMagic:
+		g.serveCUDA(c, hello)
+		return
+	default:
 		return
 	}
 	pid := int(binary.LittleEndian.Uint32(hello[8:]))
@@ -194,7 +204,9 @@ func precondition(format string, args ...any) error {
 // Offer implements GuestService.
 func (g *Guest) Offer(_ context.Context, r *connect.Request[gpuctlv1.OfferRequest]) (*connect.Response[gpuctlv1.OfferResponse], error) {
 	m := r.Msg
-	if m.GetToken() == "" || len(m.GetToken()) > 48 || m.GetClaim() == "" || m.GetTarget().GetGpu() == "" || m.GetTarget().GetRuntime().GetRemote() == nil && (m.GetTarget().GetRuntime().GetLibrary() == "" || len(m.GetTarget().GetRuntime().GetDevices()) == 0) {
+	if m.GetToken() == "" || len(m.GetToken()) > 48 || m.GetClaim() == "" || m.GetTarget().GetGpu() == "" ||
+		len(m.GetTarget().GetDriver()) == 0 && m.GetTarget().GetRuntime().GetRemote() == nil &&
+			(m.GetTarget().GetRuntime().GetLibrary() == "" || len(m.GetTarget().GetRuntime().GetDevices()) == 0) {
 		return nil, connect.NewError(connect.CodeInvalidArgument, errors.New("incomplete offer"))
 	}
 	g.mu.Lock()
@@ -252,6 +264,9 @@ func (g *Guest) WatchSessions(ctx context.Context, _ *connect.Request[gpuctlv1.W
 }
 
 func reasons(s *gpuctlv1.Session, t *gpuctlv1.Target) []*gpuctlv1.Reason {
+	if s.GetEngine() == "driver" {
+		return driverReasons(s, t)
+	}
 	var out []*gpuctlv1.Reason
 	if need, have := s.GetUsage().GetMemory(), t.GetLimits().GetGlobalMemory(); need > have {
 		out = append(out, &gpuctlv1.Reason{Code: "memory", Message: fmt.Sprintf("uses %d bytes, the GPU has %d", need, have)})
@@ -270,6 +285,9 @@ func (g *Guest) Plan(_ context.Context, r *connect.Request[gpuctlv1.PlanRequest]
 	if s == nil {
 		return nil, connect.NewError(connect.CodeNotFound, errors.New("no such session"))
 	}
+	if r.Msg.GetRehearse() {
+		return connect.NewResponse(&gpuctlv1.PlanResponse{Steps: steps("rehearse"), Bytes: s.GetUsage().GetMemory(), PredictedNs: 1e9, PredictedStopNs: 1e9}), nil
+	}
 	return connect.NewResponse(&gpuctlv1.PlanResponse{
 		Reasons: reasons(s, r.Msg.GetTarget()), Steps: steps("swap"), Bytes: s.GetUsage().GetMemory(), PredictedNs: 1e9, PredictedStopNs: 12e6,
 	}), nil
@@ -279,6 +297,8 @@ func steps(operation string) []string {
 	switch operation {
 	case "suspend":
 		return []string{"freeze", "save", "commit"}
+	case "rehearse":
+		return []string{"lock", "checkpoint", "restore", "unlock"}
 	case "resume":
 		return []string{"prepare", "load", "commit"}
 	}
@@ -331,7 +351,7 @@ func (g *Guest) operate(ctx context.Context, stream *connect.ServerStream[gpuctl
 	}()
 	g.mu.Lock()
 	delete(g.busy, id)
-	result := &gpuctlv1.SwapResult{TotalNs: 1e9, StoppedNs: 12e6, BytesPrecopied: 60 << 20, BytesFrozen: 4 << 20}
+	result := &gpuctlv1.SwapResult{TotalNs: 1e9, StoppedNs: 12e6, BytesPrecopied: 60 << 20, BytesFrozen: 4 << 20, Rehearsed: kind == "rehearse"}
 	switch {
 	case g.sessions[id].GetState() == gpuctlv1.SessionState_SESSION_STATE_ENDED:
 		result = &gpuctlv1.SwapResult{Session: g.sessions[id], RolledBack: true, Error: "the application ended"}
@@ -351,8 +371,14 @@ func (g *Guest) operate(ctx context.Context, stream *connect.ServerStream[gpuctl
 
 // Swap implements GuestService.
 func (g *Guest) Swap(ctx context.Context, r *connect.Request[gpuctlv1.SwapRequest], stream *connect.ServerStream[gpuctlv1.Progress]) error {
+	if r.Msg.GetRehearse() {
+		return g.operate(ctx, stream, "rehearse", r.Msg.GetSession(), r.Msg.GetFailAt(), nil, gpuctlv1.SessionState_SESSION_STATE_RUNNING, func(s *gpuctlv1.Session) {
+			s.State = gpuctlv1.SessionState_SESSION_STATE_RUNNING
+		})
+	}
 	return g.operate(ctx, stream, "swap", r.Msg.GetSession(), r.Msg.GetFailAt(), r.Msg.GetTarget(), gpuctlv1.SessionState_SESSION_STATE_RUNNING, func(s *gpuctlv1.Session) {
-		s.State, s.Target = gpuctlv1.SessionState_SESSION_STATE_RUNNING, r.Msg.GetTarget()
+		s.State = gpuctlv1.SessionState_SESSION_STATE_RUNNING
+		moveTo(s, r.Msg.GetTarget())
 	})
 }
 
@@ -369,7 +395,8 @@ func (g *Guest) Suspend(ctx context.Context, r *connect.Request[gpuctlv1.Suspend
 // Resume implements GuestService.
 func (g *Guest) Resume(ctx context.Context, r *connect.Request[gpuctlv1.ResumeRequest], stream *connect.ServerStream[gpuctlv1.Progress]) error {
 	return g.operate(ctx, stream, "resume", r.Msg.GetSession(), r.Msg.GetFailAt(), r.Msg.GetTarget(), gpuctlv1.SessionState_SESSION_STATE_SUSPENDED, func(s *gpuctlv1.Session) {
-		s.State, s.SuspendedTo, s.Target = gpuctlv1.SessionState_SESSION_STATE_RUNNING, "", r.Msg.GetTarget()
+		s.State, s.SuspendedTo = gpuctlv1.SessionState_SESSION_STATE_RUNNING, ""
+		moveTo(s, r.Msg.GetTarget())
 	})
 }
 

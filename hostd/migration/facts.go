@@ -73,7 +73,7 @@ func vmFacts(host string, f *gpuctlv1.SiteMachineFacts) migrate.VMFacts {
 	if !f.GetAgent() {
 		return out
 	}
-	out.Agent = endpoint.AgentFacts(f.GetHello(), f.GetSessions())
+	out.Agent = endpoint.AgentFacts(f.GetHello(), f.GetSessions(), f.GetRefused())
 	return out
 }
 
@@ -189,6 +189,9 @@ func (m *Manager) host(ctx context.Context, v *state.View, h *migrate.HostFacts,
 		one := migrate.GPUFacts{
 			ID: g.GetId(), Model: g.GetModel(), Rank: g.GetRank(), Memory: g.GetLimits().GetGlobalMemory(), Limits: g.GetLimits(),
 			Holder: card.GetHolder(), Health: card.GetHealth(), Cordoned: g.GetCordonReason(), IsCordoned: g.GetCordoned(), Isolation: card.GetIsolation(),
+		}
+		if id := card.GetId(); id != nil {
+			one.Chip = fmt.Sprintf("%04x:%04x", id.GetVendorId(), id.GetDeviceId())
 		}
 		if !g.GetFree() && one.Holder == "" {
 			one.Holder = "a claim: gpuctl describe gpu " + g.GetId()

@@ -15,6 +15,7 @@ import (
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/guest/opencl/remote"
+	"github.com/gpuctl/gpuctl/hostd/inventory"
 	"github.com/gpuctl/gpuctl/internal/expr"
 	"github.com/gpuctl/gpuctl/internal/random"
 )
@@ -91,10 +92,13 @@ func ofCluster(g *clusterv1.GPU) *gpuctlv1.GPU {
 
 // farGPUs returns the GPUs of other hosts, for a claim that may have them.
 func (h *Host) farGPUs(c *claim) (out []*gpuctlv1.GPU) {
-	if c.remote() == clusterv1.Remote_REMOTE_NEVER {
+	if c.remote() == clusterv1.Remote_REMOTE_NEVER || c.Engine == driverEngine {
 		return nil
 	}
 	for _, g := range h.Cluster.OtherGPUs() {
+		if g.GetRuntime() == inventory.CUDA {
+			continue // no OpenCL runtime serves it
+		}
 		out = append(out, ofCluster(g))
 	}
 	// Free ones first: a claim may not name all GPUs of a large cluster.

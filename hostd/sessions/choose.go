@@ -44,11 +44,15 @@ func (p placement) target(amount uint64) *gpuctlv1.Target {
 		limits.GlobalMemory = min(limits.GlobalMemory, amount)
 		limits.MaxAlloc = min(limits.MaxAlloc, amount)
 	}
-	runtime := &gpuctlv1.Runtime{Library: p[0].GetRuntime().GetLibrary(), Env: p[0].GetRuntime().GetEnv()}
-	for _, g := range p {
-		runtime.Devices = append(runtime.Devices, g.GetRuntime().GetDevices()...)
+	target := &gpuctlv1.Target{Gpu: p.String(), Model: p[0].GetModel(), Limits: limits, Driver: p.driver(amount)}
+	if p[0].GetRuntime() == nil { // only NVIDIA's driver serves it
+		return target
 	}
-	return &gpuctlv1.Target{Gpu: p.String(), Model: p[0].GetModel(), Runtime: runtime, Limits: limits}
+	target.Runtime = &gpuctlv1.Runtime{Library: p[0].GetRuntime().GetLibrary(), Env: p[0].GetRuntime().GetEnv()}
+	for _, g := range p {
+		target.Runtime.Devices = append(target.Runtime.Devices, g.GetRuntime().GetDevices()...)
+	}
+	return target
 }
 
 // example is the target of a plan. For a GPU of another host it has no lease, so nothing

@@ -237,7 +237,8 @@ func (h *Host) DetectedGPUs(ctx context.Context) ([]*clusterv1.GPU, error) {
 		return nil, errNotReady
 	}
 	var err error
-	in := discover.Input{Runtimes: h.gpus, RuntimeKey: runtimeKey, Ours: h.ours}
+	inSessions := h.driverPIDs()
+	in := discover.Input{Runtimes: h.gpus, RuntimeKey: runtimeKey, Ours: func(pid uint32) bool { return inSessions[pid] || h.ours(pid) }}
 	if in.Cards, err = h.PCI.Cards(); err != nil {
 		h.Log.Debug("pci devices not scanned", "err", err)
 	}
@@ -396,7 +397,7 @@ func (h *Host) Sessions() []*clusterv1.Session {
 		out = append(out, &clusterv1.Session{
 			Id: s.GetId(), Claim: s.GetClaim(), Pid: s.GetPid(), Command: s.GetCommand(), State: s.GetState(),
 			Gpus: splitIDs(s.GetTarget().GetGpu()), Model: s.GetTarget().GetModel(), Generation: s.GetGeneration(),
-			SuspendedTo: s.GetSuspendedTo(), Message: s.GetMessage(), StartedUnixMs: s.GetStartedUnixMs(),
+			SuspendedTo: s.GetSuspendedTo(), Message: s.GetMessage(), StartedUnixMs: s.GetStartedUnixMs(), Engine: cmp.Or(s.GetEngine(), portableEngine),
 		})
 	}
 	return out

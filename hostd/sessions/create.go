@@ -77,6 +77,8 @@ func (h *Host) createClaim(ctx context.Context, c *claim) (placement, []*gpuctlv
 	if err != nil {
 		return nil, out, err
 	}
+	names, unfit := c.forEngine(names, gpus)
+	out = append(out, unfit...)
 	ids, others, err := matchingFar(ctx, h.farGPUs(c), e)
 	if err != nil || len(names)+len(ids) == 0 {
 		return nil, append(out, others...), err

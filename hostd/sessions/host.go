@@ -25,7 +25,6 @@ import (
 	"github.com/gpuctl/gpuctl/hostd/cards/platform"
 	"github.com/gpuctl/gpuctl/hostd/config"
 	"github.com/gpuctl/gpuctl/hostd/inventory"
-	"github.com/gpuctl/gpuctl/hostd/inventory/nvml"
 	"github.com/gpuctl/gpuctl/hostd/migration"
 	"github.com/gpuctl/gpuctl/hostd/migration/endpoint"
 	"github.com/gpuctl/gpuctl/hostd/sessions/ledger"
@@ -70,7 +69,7 @@ type HostConfig struct {
 	// LendAddress returns the address at which carriers of other hosts reach this host;
 	// empty: it lends no GPU. nil: the same.
 	LendAddress func() string
-	NVML        *nvml.Client       // nil: NVML is not used
+	NVML        NVML               // nil: NVML is not used
 	Cards       *platform.Platform // nil: cards are not given to VMs
 	Devices     *cardapi.API       // set if Cards is, as are the next two
 	Site        *endpoint.Local
@@ -148,10 +147,13 @@ func (h *Host) Start(ctx context.Context) error {
 		// is damaged.
 		h.Log.Warn("state file is not used", "err", err)
 	}
+	driver := h.askDriver(ctx)
 	gpus, warnings, err := inventory.Discover(ctx, h.Root, h.Config, prober{h.Guest})
 	if err != nil {
 		return fmt.Errorf("inventory: %w", err)
 	}
+	gpus, more := h.withDriver(gpus, <-driver)
+	warnings = append(warnings, more...)
 	for _, w := range warnings {
 		h.Log.Warn("gpu not available", "err", w)
 	}
@@ -367,6 +369,7 @@ func (h *Host) count(gpu string) {
 // doubt about an operation, as a list that was requested earlier than what it contradicts
 // is not accepted. The caller holds h.mu.
 func (h *Host) update(s *gpuctlv1.Session, listed bool) {
+	s = h.withNames(s)
 	id := s.GetId()
 	s = hide(s)
 	if text := lostMessage(s); text != s.GetMessage() {

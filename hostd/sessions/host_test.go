@@ -40,6 +40,7 @@ type fixture struct {
 	guest *guesttest.Guest
 	front *httptest.Server
 	state string
+	nvml  NVML // nil: no driver
 
 	host *Host
 	node *member.Node
@@ -51,9 +52,13 @@ type fixture struct {
 
 func newFixture(t failer, state string) *fixture {
 	f := &fixture{t: t, guest: guesttest.New(), state: state}
+	f.open()
+	return f
+}
+
+func (f *fixture) open() {
 	f.front = httptest.NewServer(f.guest.Handler())
 	f.start()
-	return f
 }
 
 func (f *fixture) start() {
@@ -62,10 +67,13 @@ func (f *fixture) start() {
 		c.GPUs = append(c.GPUs, config.GPU{ID: id, Library: "/libpocl.so", Env: map[string]string{"POCL_MEMORY_LIMIT": gib}})
 	}
 	c.GPUs = append(c.GPUs, config.GPU{ID: "duo", Library: "/libpocl.so", Env: map[string]string{"POCL_MEMORY_LIMIT": "2", "POCL_DEVICES": "a b"}})
-	root := fstest.MapFS{"proc/1/stat": {Data: []byte("1 (a) b) S 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 77 0")}}
+	root := fstest.MapFS{
+		"proc/1/stat":   {Data: []byte("1 (a) b) S 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 77 0")},
+		"proc/1/status": {Data: []byte("Name:\ta\nUid:\t1000\t1000\t1000\t1000\n")},
+	}
 	host, err := NewHost(HostConfig{
 		Guest: gpuctlv1connect.NewGuestServiceClient(f.front.Client(), f.front.URL), AppSocket: "/app", StateFile: f.state, Config: c,
-		Root: root, PCI: pci.NewScanner(root), Log: slog.New(slog.DiscardHandler),
+		Root: root, PCI: pci.NewScanner(root), NVML: f.nvml, Log: slog.New(slog.DiscardHandler),
 	})
 	if err != nil {
 		f.t.Fatal(err)

@@ -170,7 +170,7 @@ func (h *Host) move(ctx context.Context, op *operation, s *gpuctlv1.Session, c *
 			out = append(out, busy)
 			continue
 		}
-		plan, err := h.plan(ctx, s.GetId(), p.example(amount), false)
+		plan, err := h.plan(ctx, &gpuctlv1.PlanRequest{Session: s.GetId(), Target: p.example(amount)})
 		switch {
 		case err == nil && len(plan.GetReasons()) > 0:
 			out = append(out, rejected(p[0], plan.GetReasons()...))
@@ -294,8 +294,8 @@ func (h *Host) commit(op *operation, c *claim, s *gpuctlv1.Session) {
 		}
 		known := h.sessions[s.GetId()]
 		if known != nil && s.GetGeneration() >= known.GetGeneration() {
-			known.Session = s
-			h.changes.Put(s.GetId(), s)
+			known.Session = h.withNames(s)
+			h.changes.Put(s.GetId(), known.Session)
 		}
 		moved = known != nil && h.moved(c, known.Session)
 	}
@@ -338,16 +338,15 @@ func (h *Host) note(op *operation, r *gpuctlv1.SwapResult) {
 		"stopped", time.Duration(r.GetStoppedNs()), "refused", r.GetRefused(), "rolled_back", r.GetRolledBack(), "held", r.GetHeld(), "err", r.GetError())
 }
 
-// plan asks gpuguest what an operation with this target would do. build: also build the
-// session's programs.
-func (h *Host) plan(ctx context.Context, id string, t *gpuctlv1.Target, build bool) (*gpuctlv1.PlanResponse, error) {
+// plan asks gpuguest what an operation would do.
+func (h *Host) plan(ctx context.Context, req *gpuctlv1.PlanRequest) (*gpuctlv1.PlanResponse, error) {
 	timeout := callTimeout
-	if build {
+	if req.GetBuild() {
 		timeout = buildTimeout
 	}
 	ctx, cancel := context.WithTimeout(ctx, timeout)
 	defer cancel()
-	res, err := h.Guest.Plan(ctx, connect.NewRequest(&gpuctlv1.PlanRequest{Session: id, Target: t, Build: build}))
+	res, err := h.Guest.Plan(ctx, connect.NewRequest(req))
 	if err != nil {
 		return nil, err
 	}
@@ -373,7 +372,7 @@ func (h *Host) destinations(ctx context.Context, s *gpuctlv1.Session, c *claim, 
 	var out []*gpuctlv1.Candidate
 	tries := h.tries(c, verb, from, to)
 	for _, where := range tries {
-		d, err := h.Cluster.Place(ctx, place.Request{Claim: claim, Verb: verb, From: slices.Clone(from), To: to, Limit: most, Where: where})
+		d, err := h.Cluster.Place(ctx, place.Request{Claim: claim, Verb: verb, From: slices.Clone(from), To: h.inHere(to), Limit: most, Where: where})
 		switch {
 		case err == nil:
 			err = d.Err
@@ -389,9 +388,15 @@ func (h *Host) destinations(ctx context.Context, s *gpuctlv1.Session, c *claim, 
 			for _, id := range candidate.GPUs() {
 				ids = append(ids, h.nameOf(id))
 			}
-			if p := h.placement(ids); p != nil {
-				fit = append(fit, p)
+			p := h.placement(ids)
+			if p == nil {
+				continue
 			}
+			if why := misfit(s, p); why != nil {
+				out = append(out, rejected(p[0], why))
+				continue
+			}
+			fit = append(fit, p)
 		}
 		rejections := slices.Collect(d.Rejected())
 		switch {
@@ -433,6 +438,9 @@ func verbs() map[gpuctlv1.Verb]place.Verb {
 
 // swap starts a swap. If it returns nil, the swap goes on in the background.
 func (h *Host) swap(req *gpuctlv1.HostSwapRequest, send emit) error {
+	if req.GetRehearse() {
+		return h.rehearse(req, send)
+	}
 	verb := req.GetVerb()
 	kind := strings.ToLower(strings.TrimPrefix(verb.String(), "VERB_"))
 	if verb == gpuctlv1.Verb_VERB_UNSPECIFIED || gpuctlv1.Verb_name[int32(verb)] == "" {
@@ -494,31 +502,37 @@ func (h *Host) suspend(req *gpuctlv1.HostSuspendRequest, owner *gpuctlv1.FileOwn
 	if err != nil {
 		return err
 	}
-	h.work.Go(func() {
-		about := &gpuctlv1.OperationUpdate{Session: s.GetId()}
-		stream, err := h.Guest.Suspend(h.ctx, connect.NewRequest(&gpuctlv1.SuspendRequest{
+	start := func(ctx context.Context) (progressStream, error) {
+		return h.Guest.Suspend(ctx, connect.NewRequest(&gpuctlv1.SuspendRequest{
 			Session: s.GetId(), File: req.GetFile(), FreezeTimeoutMs: req.GetFreezeTimeoutMs(), TimeoutMs: req.GetTimeoutMs(), FailAt: req.GetFailAt(), Owner: owner,
 		}))
-		var result *gpuctlv1.SwapResult
-		if err == nil {
-			result, err = h.relay(op, stream, about, send)
-		}
-		switch {
-		case err != nil:
-			result = h.doubtful(op, err)
-		case result.GetHeld():
-			h.doubt(op)
-		case result.GetRefused():
-			about.Rejected = []*gpuctlv1.Candidate{{Gpu: s.GetTarget().GetGpu(), Model: s.GetTarget().GetModel(), Reasons: result.GetReasons()}}
-		case result.GetError() == "" && !result.GetRolledBack():
-			h.commit(op, c, result.GetSession())
-		}
-		about.Progress = &gpuctlv1.Progress{Result: result}
-		h.note(op, result)
-		h.end(op, c)
-		send(about)
-	})
+	}
+	h.work.Go(func() { h.stay(op, s, c, start, send) })
 	return nil
+}
+
+// stay runs an operation that needs no target.
+func (h *Host) stay(op *operation, s *gpuctlv1.Session, c *claim, start func(context.Context) (progressStream, error), send emit) {
+	about := &gpuctlv1.OperationUpdate{Session: s.GetId()}
+	stream, err := start(h.ctx)
+	var result *gpuctlv1.SwapResult
+	if err == nil {
+		result, err = h.relay(op, stream, about, send)
+	}
+	switch {
+	case err != nil:
+		result = h.doubtful(op, err)
+	case result.GetHeld():
+		h.doubt(op)
+	case result.GetRefused():
+		about.Rejected = []*gpuctlv1.Candidate{{Gpu: s.GetTarget().GetGpu(), Model: s.GetTarget().GetModel(), Reasons: result.GetReasons()}}
+	case result.GetError() == "" && !result.GetRolledBack():
+		h.commit(op, c, result.GetSession())
+	}
+	about.Progress = &gpuctlv1.Progress{Result: result}
+	h.note(op, result)
+	h.end(op, c)
+	send(about)
 }
 
 // planSwap returns what swap would do. It reserves nothing.
@@ -536,6 +550,9 @@ func (h *Host) planSwap(ctx context.Context, req *gpuctlv1.HostPlanRequest) (*gp
 	if c == nil {
 		return nil, fmt.Errorf("session %s: %w: its claim is not known", s.GetId(), errNotFound)
 	}
+	if req.GetRehearse() {
+		return h.planRehearsal(ctx, s)
+	}
 	to, out, err := h.destinations(ctx, s, c, verbs()[req.GetVerb()], req.GetTo())
 	if err != nil {
 		return nil, err
@@ -545,7 +562,7 @@ func (h *Host) planSwap(ctx context.Context, req *gpuctlv1.HostPlanRequest) (*gp
 		h.mu.Lock()
 		amount, busy := h.room(c, p)
 		h.mu.Unlock()
-		plan, err := h.plan(ctx, s.GetId(), p.example(amount), req.GetBuild() && busy == nil && !p.far())
+		plan, err := h.plan(ctx, &gpuctlv1.PlanRequest{Session: s.GetId(), Target: p.example(amount), Build: req.GetBuild() && busy == nil && !p.far()})
 		if err != nil {
 			if connect.CodeOf(err) == connect.CodeUnavailable {
 				return nil, err

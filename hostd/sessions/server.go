@@ -66,6 +66,7 @@ func (s *Server) CreateClaim(ctx context.Context, req *connect.Request[gpuctlv1.
 	c := &claim{
 		ID: "c-" + random.Hex(4), Token: random.Hex(20), Expr: m.GetExpr(), Min: m.GetMinMemory(), Prefer: m.GetPreferMemory(),
 		Count: max(1, int(m.GetCount())), Name: m.GetDevice().GetName(), Type: m.GetDevice().GetType(), Created: time.Now().UnixMilli(),
+		Engine: m.GetEngine(),
 		Remote: m.GetRemote(), Wait: m.GetWait(),
 	}
 	if c.Name == "" {
@@ -83,6 +84,10 @@ func (s *Server) CreateClaim(ctx context.Context, req *connect.Request[gpuctlv1.
 		return nil, reason.Coded(fmt.Errorf("%w: device type %q is not gpu, cpu or accelerator", errInvalid, c.Type))
 	case len(c.Name) > maxNameLength || strings.ContainsRune(c.Name, 0):
 		return nil, reason.Coded(fmt.Errorf("%w: the device's name is longer than %d bytes, or has a NUL", errInvalid, maxNameLength))
+	case !slices.Contains([]string{"", portableEngine, driverEngine}, c.Engine):
+		return nil, reason.Coded(fmt.Errorf("%w: engine %q is not %s or %s", errInvalid, c.Engine, portableEngine, driverEngine))
+	case c.Engine == driverEngine && c.Min > 0:
+		return nil, reason.Coded(fmt.Errorf("%w: a CUDA program has its GPUs alone; leave the memory out", errInvalid))
 	case c.Prefer > 0 && c.Prefer < c.Min:
 		return nil, reason.Coded(fmt.Errorf("%w: the preferred memory is less than the least", errInvalid))
 	}
@@ -276,6 +281,18 @@ func caller(ctx context.Context) *gpuctlv1.FileOwner {
 // Resume continues a suspended session.
 func (s *Server) Resume(ctx context.Context, req *connect.Request[gpuctlv1.HostResumeRequest], stream *connect.ServerStream[gpuctlv1.OperationUpdate]) error {
 	return s.operate(ctx, stream, func(send emit) error { return s.host.resume(req.Msg, send) })
+}
+
+// Adopt makes sessions of processes that use CUDA.
+func (s *Server) Adopt(ctx context.Context, req *connect.Request[gpuctlv1.HostAdoptRequest]) (*connect.Response[gpuctlv1.HostAdoptResponse], error) {
+	if err := s.wait(ctx); err != nil {
+		return nil, err
+	}
+	res, err := s.host.adoptProcesses(ctx, req.Msg, caller(ctx))
+	if err != nil {
+		return nil, reason.Coded(err)
+	}
+	return connect.NewResponse(res), nil
 }
 
 // operate starts an operation and sends its updates until it ends or the client leaves. A

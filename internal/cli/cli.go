@@ -59,9 +59,10 @@ func (a *app) command() *cobra.Command {
 		Use:   "gpuctl",
 		Short: "Swap the GPU under a running application",
 		Long: `gpuctl runs unmodified OpenCL applications on GPUs that can be swapped under
-them: for a bigger model, a smaller one, or another vendor's. It moves VMs with
-their GPUs between hosts while the applications in them go on. It shows and
-manages the GPUs of one machine, or of all machines of a cluster.
+them: for a bigger model, a smaller one, or another vendor's. CUDA programs it
+suspends, resumes and moves to GPUs of the same model. It moves VMs with their GPUs
+between hosts while the applications in them go on. It shows and manages the GPUs of
+one machine, or of all machines of a cluster.
 
 Exit statuses: 0 done; 1 failed; 2 used wrongly; 3 refused, with every reason
 listed; 4 nobody answers, or the cluster has no leader.`,
@@ -98,7 +99,7 @@ listed; 4 nobody answers, or the cluster has no leader.`,
 	})
 	_ = root.RegisterFlagCompletionFunc("host", a.completeClusters)
 	root.AddCommand(
-		a.runCommand(), a.sessionsCommand(), a.inventoryCommand(), a.describeCommand(),
+		a.runCommand(), a.adoptCommand(), a.sessionsCommand(), a.inventoryCommand(), a.describeCommand(),
 		a.swapCommand(upgrade()), a.swapCommand(downgrade()), a.swapCommand(migrate()),
 		a.migrationsCommand(), a.suspendCommand(), a.resumeCommand(), a.versionCommand(),
 		a.clusterCommand(), a.getCommand(), a.eventsCommand(), a.topCommand(), a.drainCommand(), a.undrainCommand(),

@@ -9,6 +9,7 @@ import (
 	"os"
 	"os/signal"
 	"path/filepath"
+	"strconv"
 	"strings"
 	"syscall"
 	"testing"
@@ -18,6 +19,7 @@ import (
 
 	"github.com/gpuctl/gpuctl/hostd/command"
 	"github.com/gpuctl/gpuctl/hostd/guesttest"
+	"github.com/gpuctl/gpuctl/hostd/inventory/nvml"
 	"github.com/gpuctl/gpuctl/internal/cmdutil"
 	"github.com/gpuctl/gpuctl/internal/rundir"
 	"github.com/gpuctl/gpuctl/internal/testkit"
@@ -41,7 +43,10 @@ func TestMain(m *testing.M) {
 		"hostd":    exit("hostd", command.Run),
 		"gpuguest": exit("gpuguest", gpuguest),
 		"app":      exit("app", app),
+		"cudaapp":  exit("cudaapp", cudaApp),
 		"await":    exit("await", await),
+
+		nvml.Program: exit(nvml.Program, driver),
 	})
 }
 
@@ -119,6 +124,52 @@ func app(ctx context.Context, args []string, _ cmdutil.Stdio) error {
 		return nil
 	}
 	if err := os.WriteFile(args[0], []byte(id), 0o600); err != nil {
+		return err
+	}
+	return await(ctx, args[1:2], cmdutil.Stdio{})
+}
+
+// driver is NVIDIA's, with the cards whose addresses $CARDS has.
+func driver(_ context.Context, _ []string, stdio cmdutil.Stdio) error {
+	for {
+		var r nvml.Request
+		if err := nvml.ReadMessage(stdio.In, &r, nvml.MaxRequest); err != nil {
+			return nil //nolint:nilerr // hostd has ended
+		}
+		answer := nvml.Response{Version: nvml.Version, Number: r.Number, Status: nvml.NoDriver, Message: "no driver here"}
+		for i, address := range strings.Fields(os.Getenv("CARDS")) {
+			memory := uint64(80 << 30)
+			answer.Status, answer.Driver = nvml.OK, "580.159.04"
+			answer.GPUs = append(answer.GPUs, nvml.GPU{UUID: cardUUID(i), Name: "NVIDIA H100", PCIAddress: address, Memory: &memory})
+		}
+		if err := nvml.WriteMessage(stdio.Out, answer, nvml.MaxResponse); err != nil {
+			return err
+		}
+		if r.Op == nvml.Release {
+			return nil
+		}
+	}
+}
+
+func cardUUID(i int) string { return fmt.Sprintf("GPU-734814f7-e8f5-4d3a-ac70-00000000000%d", i) }
+
+// cudaApp uses CUDA until the file that it is told exists. It was started by gpuctl run, or
+// is told a socket and the GPUs.
+func cudaApp(ctx context.Context, args []string, stdio cmdutil.Stdio) error {
+	if len(args) < 2 {
+		return errors.New("usage: cudaapp FILE END [SOCKET GPUS]")
+	}
+	socket, gpus := os.Getenv("GPUCTL_SOCKET"), os.Getenv("CUDA_VISIBLE_DEVICES")
+	if len(args) == 4 {
+		socket, gpus = args[2], args[3]
+	}
+	c, err := guesttest.OpenCUDA(socket, os.Getenv("GPUCTL_TOKEN"), strings.Split(gpus, ","))
+	if err != nil {
+		return err
+	}
+	defer c.Close()
+	fmt.Fprintln(stdio.Out, "uses", gpus)
+	if err := os.WriteFile(args[0], []byte(strconv.Itoa(os.Getpid())), 0o600); err != nil {
 		return err
 	}
 	return await(ctx, args[1:2], cmdutil.Stdio{})

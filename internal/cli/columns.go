@@ -202,7 +202,7 @@ func (a *app) sessionColumns() []column {
 		col("GPUS", func(s T) string { return strings.Join(s.GetGpus(), ",") }), col("MODEL", func(s T) string { return a.cut(s.GetModel(), 32) }),
 		col("SWAPS", func(s T) string { return strconv.Itoa(max(0, int(s.GetGeneration())-1)) }),
 		col("AGE", func(s T) string { return a.age(s.GetStartedUnixMs()) }),
-		wide("CLAIM", T.GetClaim), wide("HOST", T.GetHost), wide("MESSAGE", T.GetMessage),
+		wide("ENGINE", T.GetEngine), wide("CLAIM", T.GetClaim), wide("HOST", T.GetHost), wide("MESSAGE", T.GetMessage),
 	}
 }
 

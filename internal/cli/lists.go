@@ -39,6 +39,7 @@ type gpuView struct {
 	Platform     string      `json:"platform"`
 	PCIAddress   string      `json:"pci_address,omitempty"`
 	UUID         string      `json:"uuid,omitempty"`
+	Engines      []string    `json:"engines"`
 	Rank         uint32      `json:"rank"`
 	Free         bool        `json:"free"`
 	Declared     bool        `json:"declared"`
@@ -67,7 +68,7 @@ func viewGPU(g *gpuctlv1.GPU) gpuView {
 		ComputeUnits: l.GetComputeUnits(), ClockMHz: l.GetClockMhz(), MaxWorkGroup: l.GetMaxWorkGroupSize(), Images: l.GetImages(),
 		FP64: l.GetFp64(), Version: l.GetVersion(), Driver: g.GetDriver(), Platform: g.GetPlatform(), PCIAddress: g.GetPciAddress(),
 		UUID: g.GetUuid(), Rank: g.GetRank(), Free: g.GetFree(), Declared: g.GetDeclared(), Owners: []ownerView{},
-		Extensions: append([]string{}, l.GetExtensions()...), Library: g.GetRuntime().GetLibrary(),
+		Engines: append([]string{}, expr.Engines(g)...), Extensions: append([]string{}, l.GetExtensions()...), Library: g.GetRuntime().GetLibrary(),
 	}
 	if env := g.GetRuntime().GetEnv(); len(env) > 0 {
 		v.Env = env
@@ -84,6 +85,7 @@ func viewGPU(g *gpuctlv1.GPU) gpuView {
 // sessionView is a session in the output for programs.
 type sessionView struct {
 	ID           string `json:"id"`
+	Engine       string `json:"engine"`
 	Claim        string `json:"claim"`
 	PID          uint32 `json:"pid"`
 	Command      string `json:"command"`
@@ -116,7 +118,7 @@ type sessionView struct {
 func viewSession(s *gpuctlv1.Session) sessionView {
 	u := s.GetUsage()
 	v := sessionView{
-		ID: s.GetId(), Claim: s.GetClaim(), PID: s.GetPid(), Command: s.GetCommand(), State: expr.StateName(s.GetState()),
+		ID: s.GetId(), Engine: expr.Engine(s), Claim: s.GetClaim(), PID: s.GetPid(), Command: s.GetCommand(), State: expr.StateName(s.GetState()),
 		GPU: s.GetTarget().GetGpu(), Model: s.GetTarget().GetModel(), Memory: u.GetMemory(), LargestAlloc: u.GetLargestAlloc(),
 		Dirty: u.GetDirty(), Buffers: u.GetBuffers(), Images: u.GetImages(), Programs: u.GetPrograms(), Kernels: u.GetKernels(),
 		Queues: u.GetQueues(), Contexts: u.GetContexts(), Calls: u.GetCalls(), Launches: u.GetLaunches(), Generation: s.GetGeneration(),
@@ -176,7 +178,7 @@ func (a *app) inventoryCommand() *cobra.Command {
 func (a *app) printGPUs(gpus []*gpuctlv1.GPU) error {
 	heading := []string{"GPU", "MODEL", "TYPE", "RUNTIME", "MEMORY", "UNITS", "RANK", "STATE"}
 	if a.wide() {
-		heading = append(heading, "VENDOR", "MAX ALLOC", "LOCAL", "VERSION", "DRIVER", "PCI", "LIBRARY")
+		heading = append(heading, "VENDOR", "MAX ALLOC", "LOCAL", "VERSION", "DRIVER", "PCI", "ENGINES", "LIBRARY")
 	}
 	var rows [][]string
 	for _, g := range gpus {
@@ -191,7 +193,7 @@ func (a *app) printGPUs(gpus []*gpuctlv1.GPU) error {
 		}
 		if a.wide() {
 			row = append(row, g.GetVendor(), size.Format(l.GetMaxAlloc()), size.Format(l.GetLocalMemory()), l.GetVersion(), g.GetDriver(),
-				g.GetPciAddress(), g.GetRuntime().GetLibrary())
+				g.GetPciAddress(), strings.Join(expr.Engines(g), "+"), g.GetRuntime().GetLibrary())
 		}
 		rows = append(rows, row)
 	}
@@ -279,7 +281,7 @@ func (a *app) sessionsCommand() *cobra.Command {
 func (a *app) sessionHeading() []string {
 	h := []string{"SESSION", "PID", "COMMAND", "STATE", "GPU", "MODEL", "MEMORY", "LAUNCHES", "SWAPS"}
 	if a.wide() {
-		h = append(h, "CLAIM", "DEVICE", "CALLS", "DIRTY", "STARTED", "MESSAGE")
+		h = append(h, "ENGINE", "CLAIM", "DEVICE", "CALLS", "DIRTY", "STARTED", "MESSAGE")
 	}
 	return h
 }
@@ -303,7 +305,7 @@ func (a *app) sessionRow(s *gpuctlv1.Session) []string {
 		strconv.FormatUint(v.Launches, 10), strconv.Itoa(int(swaps)),
 	}
 	if a.wide() {
-		row = append(row, v.Claim, strings.TrimSpace(v.DeviceName+" "+v.DeviceType), strconv.FormatUint(v.Calls, 10), size.Format(v.Dirty), v.Started, v.Message)
+		row = append(row, v.Engine, v.Claim, strings.TrimSpace(v.DeviceName+" "+v.DeviceType), strconv.FormatUint(v.Calls, 10), size.Format(v.Dirty), v.Started, v.Message)
 	}
 	return row
 }
@@ -405,6 +407,7 @@ func (a *app) describeGPU(ctx context.Context, c client, name string) error {
 				{"Driver", g.GetDriver()},
 				{"PCI address", g.GetPciAddress()},
 				{"UUID", g.GetUuid()},
+				{"Engines", strings.Join(expr.Engines(g), ", ")},
 				{"Library", g.GetRuntime().GetLibrary()},
 				{"Environment", strings.Join(env, " ")},
 				{"Extensions", strings.Join(l.GetExtensions(), " ")},
@@ -445,6 +448,7 @@ func (a *app) describeSession(ctx context.Context, c client, name string) error 
 	}
 	rows := [][2]string{
 		{"Session", v.ID},
+		{"Engine", v.Engine},
 		{"Elsewhere", elsewhere(v.GPU, res.Msg.GetClaim())},
 		{"Process", fmt.Sprintf("%d (%s)", v.PID, v.Command)},
 		{"State", state},
@@ -455,17 +459,31 @@ func (a *app) describeSession(ctx context.Context, c client, name string) error 
 		{"Sees", strings.TrimSpace(v.DeviceName + " " + v.DeviceType + " " + bytesOr(s.GetDevice().GetGlobalMemory(), ""))},
 		{"Claim", v.Claim + ", " + memory},
 		{"Started", v.Started},
-		{"Memory", fmt.Sprintf("%s, largest %s, %s not copied yet", size.Format(v.Memory), size.Format(v.LargestAlloc), size.Format(v.Dirty))},
-		{"Objects", fmt.Sprintf("%d contexts, %d queues, %d buffers, %d images, %d programs, %d kernels", v.Contexts, v.Queues, v.Buffers, v.Images, v.Programs, v.Kernels)},
-		{"Calls", fmt.Sprintf("%d, %d launches, largest work-group %d", v.Calls, v.Launches, u.GetLargestWorkGroup())},
-		{"Generation", strconv.Itoa(int(v.Generation))},
-		{"Owner", ownerText(s.GetOwner(), s.GetWeight())},
-		{"Share", shareText(s.GetShare())},
 	}
+	if s.GetDriver() != nil {
+		rows = append(rows, [2]string{"Memory", size.Format(v.Memory)})
+		rows = append(rows, driverRows(s)...)
+	} else {
+		rows = append(rows, portableRows(v, u)...)
+	}
+	rows = append(rows,
+		[2]string{"Generation", strconv.Itoa(int(v.Generation))},
+		[2]string{"Owner", ownerText(s.GetOwner(), s.GetWeight())},
+		[2]string{"Share", shareText(s.GetShare())},
+	)
 	if r := res.Msg.GetLast(); r != nil {
 		rows = append(rows, [2]string{"Last operation", summary(r)})
 	}
 	return a.pairs(rows)
+}
+
+// portableRows describes what a session of OpenCL has.
+func portableRows(v sessionView, u *gpuctlv1.Usage) [][2]string {
+	return [][2]string{
+		{"Memory", fmt.Sprintf("%s, largest %s, %s not copied yet", size.Format(v.Memory), size.Format(v.LargestAlloc), size.Format(v.Dirty))},
+		{"Objects", fmt.Sprintf("%d contexts, %d queues, %d buffers, %d images, %d programs, %d kernels", v.Contexts, v.Queues, v.Buffers, v.Images, v.Programs, v.Kernels)},
+		{"Calls", fmt.Sprintf("%d, %d launches, largest work-group %d", v.Calls, v.Launches, u.GetLargestWorkGroup())},
+	}
 }
 
 // elsewhere returns in words that a session computes on a GPU of another host, and

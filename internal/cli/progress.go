@@ -41,6 +41,7 @@ type resultView struct {
 	Held           bool         `json:"held"`  // it has failed and is not undone yet
 	Ended          bool         `json:"ended"` // the application has ended
 	Error          string       `json:"error,omitempty"`
+	Rehearsed      bool         `json:"rehearsed"`
 	Session        *sessionView `json:"session,omitempty"`
 }
 
@@ -54,6 +55,7 @@ func viewResult(r *gpuctlv1.SwapResult) resultView {
 	v := resultView{
 		StoppedNs: r.GetStoppedNs(), TotalNs: r.GetTotalNs(), BytesPrecopied: r.GetBytesPrecopied(), BytesFrozen: r.GetBytesFrozen(),
 		Steps: []stepView{}, Refused: r.GetRefused(), RolledBack: r.GetRolledBack(), Held: r.GetHeld(), Ended: r.GetEnded(), Error: r.GetError(),
+		Rehearsed: r.GetRehearsed(),
 	}
 	for _, s := range r.GetSteps() {
 		v.Steps = append(v.Steps, stepView{s.GetStep(), s.GetStartNs(), s.GetDurationNs()})
@@ -129,7 +131,9 @@ func (a *app) follow(what string, stream *connect.ServerStreamForClient[gpuctlv1
 		return nil
 	}
 	where := ""
-	if len(last.GetGpus()) > 0 {
+	if r.GetRehearsed() {
+		where = " can be moved, and is where it was"
+	} else if len(last.GetGpus()) > 0 {
 		where = fmt.Sprintf(" is on %s (%s)", strings.Join(last.GetGpus(), ","), last.GetModel())
 	} else if to := r.GetSession().GetSuspendedTo(); to != "" {
 		where = " is suspended to " + to

@@ -40,6 +40,7 @@ type runFlags struct {
 	name, kind       string
 	owner            string
 	weight           uint32
+	engine           string
 	config           string
 	remote           string
 	local, wait      bool
@@ -48,9 +49,13 @@ type runFlags struct {
 func (a *app) runCommand() *cobra.Command {
 	var f runFlags
 	cmd := &cobra.Command{
-		Use: "run [flags] -- COMMAND [ARGS…]", Short: "Run an OpenCL application on a GPU that can be swapped",
-		Long: `Run an unmodified OpenCL application in the foreground, on a GPU that fits and is
-free. Its exit status is the application's (128 + N if signal N ended it).
+		Use: "run [flags] -- COMMAND [ARGS…]", Short: "Run an OpenCL or CUDA application on a GPU that can be swapped",
+		Long: `Run an unmodified OpenCL or CUDA application in the foreground, on a GPU that fits
+and is free. Its exit status is the application's (128 + N if signal N ended it).
+
+A CUDA application sees the GPUs of its claim and no others (CUDA_VISIBLE_DEVICES).
+It has them alone, and its session appears when it opens CUDA. Say --engine driver
+where GPUs for OpenCL might be chosen.
 
 If no GPU of this host is free, or large enough, one of another host of the cluster
 serves the application over the network; under the cluster's policy mrq it comes home
@@ -63,7 +68,8 @@ Without a running hostd, a private one is started for the application's lifetime
   gpuctl run --gpu 'vendor.contains("NVIDIA") && memory >= 16*GiB' -- ./simulate
   gpuctl run --local --wait -- ./simulate
   gpuctl run --min-memory 2GiB --weight 50 -- ./nightly
-  gpuctl run --min-memory 1GiB --prefer-memory 4GiB --device-type gpu -- x264 --opencl -o out.264 in.y4m`,
+  gpuctl run --min-memory 1GiB --prefer-memory 4GiB --device-type gpu -- x264 --opencl -o out.264 in.y4m
+  gpuctl run --engine driver -- python train.py`,
 		Args: func(_ *cobra.Command, args []string) error {
 			if len(args) == 0 {
 				return cmdutil.Usage(errors.New("name a command to run: gpuctl run [flags] -- COMMAND [ARGS…]"))
@@ -82,12 +88,14 @@ Without a running hostd, a private one is started for the application's lifetime
 	flags.StringVar(&f.owner, "owner", "", "whose share of a shared GPU it uses (default the calling user; for root only)")
 	flags.StringVar(&f.kind, "device-type", "", "what the application sees: gpu, cpu or accelerator")
 	flags.StringVar(&f.name, "device-name", "", "the device's name that the application sees")
+	flags.StringVar(&f.engine, "engine", "", "what the application uses: portable (OpenCL) or driver (CUDA); default either")
 	flags.StringVar(&f.remote, "remote", "allowed", "GPUs of other hosts: `never`, allowed (if none here will do) or only")
 	flags.BoolVar(&f.local, "local", false, "GPUs of this host only: --remote never")
 	flags.BoolVar(&f.wait, "wait", false, "wait in the cluster's queue until a GPU is free")
 	flags.StringVar(&f.config, "config", "", "configuration `file` of the private hostd")
 	cmd.MarkFlagsMutuallyExclusive("remote", "local")
 	_ = cmd.RegisterFlagCompletionFunc("remote", cobra.FixedCompletions(remotes(), cobra.ShellCompDirectiveNoFileComp))
+	_ = cmd.RegisterFlagCompletionFunc("engine", cobra.FixedCompletions([]string{"portable", "driver"}, cobra.ShellCompDirectiveNoFileComp))
 	_ = cmd.RegisterFlagCompletionFunc("device-type", cobra.FixedCompletions([]string{"gpu", "cpu", "accelerator"}, cobra.ShellCompDirectiveNoFileComp))
 	return cmd
 }
@@ -96,7 +104,7 @@ func remotes() []string { return []string{"never", "allowed", "only"} }
 
 func (f runFlags) request() (*gpuctlv1.CreateClaimRequest, error) {
 	req := &gpuctlv1.CreateClaimRequest{
-		Expr: f.gpu, Count: f.count, WhileCallerLives: true, Remote: f.remote, Wait: f.wait, Owner: f.owner, Weight: f.weight,
+		Expr: f.gpu, Count: f.count, WhileCallerLives: true, Remote: f.remote, Wait: f.wait, Owner: f.owner, Weight: f.weight, Engine: f.engine,
 		Device: &gpuctlv1.VirtualDevice{Name: f.name, Type: f.kind},
 	}
 	var err error
@@ -121,6 +129,12 @@ func (f runFlags) request() (*gpuctlv1.CreateClaimRequest, error) {
 	}
 	if !slices.Contains([]string{"", "gpu", "cpu", "accelerator"}, f.kind) {
 		return nil, cmdutil.Usage(fmt.Errorf("--device-type: %q is not gpu, cpu or accelerator", f.kind))
+	}
+	switch {
+	case !slices.Contains([]string{"", "portable", "driver"}, f.engine):
+		return nil, cmdutil.Usage(fmt.Errorf("--engine: %q is not portable or driver", f.engine))
+	case f.engine == "driver" && f.min+f.prefer != "":
+		return nil, cmdutil.Usage(errors.New("a CUDA program has its GPUs alone: leave out --min-memory and --prefer-memory, or say --gpu 'memory >= …'"))
 	}
 	if _, err := expr.Compile(f.gpu, expr.GPU()); err != nil {
 		return nil, cmdutil.Usage(fmt.Errorf("--gpu: %w", err))
@@ -191,7 +205,7 @@ func (a *app) run(ctx context.Context, f runFlags, args []string) (err error) {
 	defer os.RemoveAll(vendors)
 	cmd := &exec.Cmd{
 		Path: path, Args: args, Stdin: a.In, Stdout: a.Out, Stderr: a.Err,
-		Env: appEnv(os.Environ(), vendors, claim.GetAppSocket(), claim.GetToken()),
+		Env: appEnv(os.Environ(), vendors, claim.GetAppSocket(), claim.GetToken(), visible(req, claim.GetGpus())),
 	}
 	if err := cmd.Start(); err != nil {
 		return cmdutil.WithCode(fmt.Errorf("command %s: %w", args[0], err), exitNoExec)
@@ -286,20 +300,35 @@ func vendorsFolder(base, icd string) (string, error) {
 	return dir, nil
 }
 
-// appEnv sets the environment variables of both OpenCL loaders to the vendors folder. It
-// removes OCL_ICD_FILENAMES, which would add vendors' libraries.
-func appEnv(env []string, vendors, socket, token string) []string {
+// visible returns the UUIDs of the GPUs that CUDA may use: those of the claim, if it has
+// all of them and all of each. Otherwise there are none: what a CUDA program uses without a
+// claim would have two owners.
+func visible(req *gpuctlv1.CreateClaimRequest, gpus []*gpuctlv1.GPU) string {
+	var uuids []string
+	for _, g := range gpus {
+		if g.GetDriverGpu() == nil || req.GetMinMemory() > 0 {
+			return ""
+		}
+		uuids = append(uuids, g.GetDriverGpu().GetUuid())
+	}
+	return strings.Join(uuids, ",")
+}
+
+// appEnv sets the environment variables of both OpenCL loaders to the vendors folder, and
+// that of CUDA to the GPUs. It removes OCL_ICD_FILENAMES, which would add vendors'
+// libraries.
+func appEnv(env []string, vendors, socket, token, visible string) []string {
 	var out []string
 	for _, v := range env {
 		name, _, _ := strings.Cut(v, "=")
 		switch name {
-		case "OCL_ICD_VENDORS", "OPENCL_VENDOR_PATH", "OCL_ICD_FILENAMES", "GPUCTL_SOCKET", "GPUCTL_TOKEN":
+		case "OCL_ICD_VENDORS", "OPENCL_VENDOR_PATH", "OCL_ICD_FILENAMES", "GPUCTL_SOCKET", "GPUCTL_TOKEN", "CUDA_VISIBLE_DEVICES":
 		default:
 			out = append(out, v)
 		}
 	}
 	vendors = strings.TrimSuffix(vendors, "/") + "/" // CUDA's loader joins folder and file without a slash
-	return append(out, "OCL_ICD_VENDORS="+vendors, "OPENCL_VENDOR_PATH="+vendors, "GPUCTL_SOCKET="+socket, "GPUCTL_TOKEN="+token)
+	return append(out, "OCL_ICD_VENDORS="+vendors, "OPENCL_VENDOR_PATH="+vendors, "GPUCTL_SOCKET="+socket, "GPUCTL_TOKEN="+token, "CUDA_VISIBLE_DEVICES="+visible)
 }
 
 // private is a hostd that lives as long as this process.

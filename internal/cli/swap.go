@@ -53,7 +53,10 @@ func migrate() verb {
 whether that is higher, lower or the same. HOST/GPU, or HOST for the best GPU there,
 is on another host: the application stays here and computes over the network. --plan
 shows the way, the downtime, and how much slower it computes there. A session that was
-moved away with this command stays there until it is moved again.
+moved away with this command stays there until it is moved again. A session of CUDA
+programs goes to GPUs of the same chip here; --to may be a UUID or PCI address.
+--rehearse finds out whether it can: some of what NVIDIA's driver can't move shows only
+when it is tried.
 
 A VM moves to another host: its applications are frozen with the state of its GPU in
 the VM's own memory, the card is detached, the VM migrates live, gets a card there
@@ -61,13 +64,13 @@ and its applications go on. Without --to the best host is chosen; --to names a h
 a GPU or a model. Every step has its undo: when one fails the next candidate is
 tried, and then the way back.`,
 		to:     "`GPU, model or host` to go to (default the best; of a session it must be said)",
-		sample: "  gpuctl migrate --to oclgrind\n  gpuctl migrate 3f2a --to nvidia-1 --plan\n  gpuctl migrate 3f2a --to h2/nvidia-0\n  gpuctl migrate web --plan\n  gpuctl migrate web --to h2 --deadline 60s\n  gpuctl migrate 3f2a --vm --on h1 --no-wait\n  gpuctl migrate web --force-cold --plan",
+		sample: "  gpuctl migrate --to oclgrind\n  gpuctl migrate 3f2a --to nvidia-1 --plan\n  gpuctl migrate 3f2a --to h2/nvidia-0\n  gpuctl migrate 3f2a --rehearse\n  gpuctl migrate web --plan\n  gpuctl migrate web --to h2 --deadline 60s\n  gpuctl migrate 3f2a --vm --on h1 --no-wait\n  gpuctl migrate web --force-cold --plan",
 	}
 }
 
 func (a *app) swapCommand(v verb) *cobra.Command {
 	req := &gpuctlv1.HostSwapRequest{Verb: v.verb}
-	var plan, build bool
+	var plan, build, rehearse bool
 	var freeze, timeout time.Duration
 	var machine machineFlags
 	cmd := &cobra.Command{
@@ -88,6 +91,9 @@ it is, every reason is listed and the exit status is 3.`,
 				return err
 			}
 			if m != nil {
+				if rehearse {
+					return cmdutil.Usage(errors.New("--rehearse is of a session; gpuctl sessions lists them"))
+				}
 				if err := machine.check(cmd); err != nil {
 					return err
 				}
@@ -100,10 +106,16 @@ it is, every reason is listed and the exit status is 3.`,
 				return err
 			}
 			req.FreezeTimeoutMs, req.TimeoutMs = freeze.Milliseconds(), timeout.Milliseconds()
+			if req.Rehearse = rehearse; rehearse && (req.GetTo() != "" || build) {
+				return cmdutil.Usage(errors.New("--rehearse goes back to where the session runs: leave out --to and --build"))
+			}
 			return a.swap(cmd.Context(), v, req, plan, build)
 		},
 	}
 	flags := cmd.Flags()
+	if v.verb == gpuctlv1.Verb_VERB_MIGRATE {
+		flags.BoolVar(&rehearse, "rehearse", false, "of a session of CUDA programs: take its state from the GPU and put it back where it was, to see whether it can be moved")
+	}
 	flags.StringVar(&req.To, "to", "", v.to)
 	flags.BoolVar(&plan, "plan", false, "only say what would happen and what it would cost")
 	flags.BoolVar(&build, "build", false, "of a session, with --plan: build the programs at the target, too")
@@ -118,7 +130,7 @@ it is, every reason is listed and the exit status is 3.`,
 
 // swap executes a verb for a session.
 func (a *app) swap(ctx context.Context, v verb, req *gpuctlv1.HostSwapRequest, plan, build bool) error {
-	if v.verb == gpuctlv1.Verb_VERB_MIGRATE && req.GetTo() == "" {
+	if v.verb == gpuctlv1.Verb_VERB_MIGRATE && req.GetTo() == "" && !req.GetRehearse() {
 		return cmdutil.Usage(errors.New("migrate of a session needs --to GPU; gpuctl inventory lists them"))
 	}
 	c, err := a.connect()
@@ -126,13 +138,17 @@ func (a *app) swap(ctx context.Context, v verb, req *gpuctlv1.HostSwapRequest, p
 		return err
 	}
 	if plan {
-		return a.plan(ctx, c, &gpuctlv1.HostPlanRequest{Session: req.GetSession(), Verb: req.GetVerb(), To: req.GetTo(), Build: build})
+		return a.plan(ctx, c, &gpuctlv1.HostPlanRequest{Session: req.GetSession(), Verb: req.GetVerb(), To: req.GetTo(), Build: build, Rehearse: req.GetRehearse()})
 	}
 	stream, err := c.Swap(ctx, connect.NewRequest(req))
 	if err != nil {
 		return err
 	}
-	return a.follow(v.name, stream)
+	what := v.name
+	if req.GetRehearse() {
+		what = "rehearsal"
+	}
+	return a.follow(what, stream)
 }
 
 // stillUsage describes --timeout.
@@ -259,11 +275,7 @@ type reasonView struct {
 func viewCandidates(all []*gpuctlv1.Candidate) []candidateView {
 	out := []candidateView{}
 	for _, c := range all {
-		v := candidateView{c.GetGpu(), c.GetModel(), []reasonView{}}
-		for _, r := range c.GetReasons() {
-			v.Reasons = append(v.Reasons, reasonView{r.GetCode(), r.GetMessage()})
-		}
-		out = append(out, v)
+		out = append(out, candidateView{c.GetGpu(), c.GetModel(), viewReasons(c.GetReasons())})
 	}
 	return out
 }

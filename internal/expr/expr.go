@@ -35,6 +35,7 @@ func GPU() Fields {
 		"images": cel.BoolType, "fp64": cel.BoolType, "free": cel.BoolType,
 		"runtime": cel.StringType, "driver": cel.StringType, "version": cel.StringType,
 		"rank": cel.IntType, "pci_address": cel.StringType, "extensions": cel.ListType(cel.StringType),
+		"uuid": cel.StringType, "engines": cel.ListType(cel.StringType),
 	}}
 }
 
@@ -44,6 +45,7 @@ func Session() Fields {
 		"id": cel.StringType, "claim": cel.StringType, "pid": cel.IntType, "command": cel.StringType,
 		"state": cel.StringType, "gpu": cel.StringType, "model": cel.StringType, "memory": cel.IntType,
 		"generation": cel.IntType, "calls": cel.IntType, "launches": cel.IntType, "suspended_to": cel.StringType,
+		"engine": cel.StringType,
 	}}
 }
 

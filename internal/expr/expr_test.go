@@ -12,7 +12,7 @@ func gpu() map[string]any {
 		"memory": int64(4 << 30), "free_memory": int64(4 << 30), "max_alloc": int64(1 << 30), "local_memory": int64(1 << 19),
 		"compute_units": int64(2), "clock_mhz": int64(2000), "max_work_group_size": int64(4096),
 		"images": true, "fp64": true, "free": true,
-		"runtime": "pocl", "driver": "3.1", "version": "OpenCL 3.0", "rank": int64(1), "pci_address": "",
+		"runtime": "pocl", "driver": "3.1", "version": "OpenCL 3.0", "rank": int64(1), "pci_address": "", "uuid": "", "engines": []string{"portable"},
 		"extensions": []string{"cl_khr_fp64"},
 	}
 }
@@ -27,6 +27,7 @@ func TestMatch(t *testing.T) {
 		`type == "gpu" || model == "basic"`: true,
 		"max_alloc == 1024*MiB":             true,
 		"gpu.type == 'cpu'":                 true,
+		`"driver" in engines`:               false,
 	} {
 		e, err := Compile(source, GPU())
 		if err != nil {

@@ -781,7 +781,8 @@ type PlanRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Session       string                 `protobuf:"bytes,1,opt,name=session,proto3" json:"session,omitempty"`
 	Target        *Target                `protobuf:"bytes,2,opt,name=target,proto3" json:"target,omitempty"`
-	Build         bool                   `protobuf:"varint,3,opt,name=build,proto3" json:"build,omitempty"` // also start the target and build the programs there
+	Build         bool                   `protobuf:"varint,3,opt,name=build,proto3" json:"build,omitempty"`        // also start the target and build the programs there
+	Rehearse      bool                   `protobuf:"varint,40,opt,name=rehearse,proto3" json:"rehearse,omitempty"` // plan a rehearsal; the target is not looked at
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -833,6 +834,13 @@ func (x *PlanRequest) GetTarget() *Target {
 func (x *PlanRequest) GetBuild() bool {
 	if x != nil {
 		return x.Build
+	}
+	return false
+}
+
+func (x *PlanRequest) GetRehearse() bool {
+	if x != nil {
+		return x.Rehearse
 	}
 	return false
 }
@@ -936,8 +944,11 @@ type SwapRequest struct {
 	FreezeTimeoutMs int64                  `protobuf:"varint,3,opt,name=freeze_timeout_ms,json=freezeTimeoutMs,proto3" json:"freeze_timeout_ms,omitempty"` // 0: default
 	FailAt          string                 `protobuf:"bytes,4,opt,name=fail_at,json=failAt,proto3" json:"fail_at,omitempty"`                               // fault injection: name of a step; needs GPUCTL_FAULTS=1
 	TimeoutMs       int64                  `protobuf:"varint,5,opt,name=timeout_ms,json=timeoutMs,proto3" json:"timeout_ms,omitempty"`                     // how long it may be frozen without progress while its executors are alive; 0: default
-	unknownFields   protoimpl.UnknownFields
-	sizeCache       protoimpl.SizeCache
+	// Go through everything that can be undone and go back: the session is frozen, its state
+	// taken from the GPU and put back where it was. The target may be missing.
+	Rehearse      bool `protobuf:"varint,40,opt,name=rehearse,proto3" json:"rehearse,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *SwapRequest) Reset() {
@@ -1005,15 +1016,23 @@ func (x *SwapRequest) GetTimeoutMs() int64 {
 	return 0
 }
 
+func (x *SwapRequest) GetRehearse() bool {
+	if x != nil {
+		return x.Rehearse
+	}
+	return false
+}
+
 type SuspendRequest struct {
 	state           protoimpl.MessageState `protogen:"open.v1"`
 	Session         string                 `protobuf:"bytes,1,opt,name=session,proto3" json:"session,omitempty"`
 	File            string                 `protobuf:"bytes,2,opt,name=file,proto3" json:"file,omitempty"` // empty: to host memory
 	FreezeTimeoutMs int64                  `protobuf:"varint,3,opt,name=freeze_timeout_ms,json=freezeTimeoutMs,proto3" json:"freeze_timeout_ms,omitempty"`
 	FailAt          string                 `protobuf:"bytes,4,opt,name=fail_at,json=failAt,proto3" json:"fail_at,omitempty"`
-	Away            string                 `protobuf:"bytes,5,opt,name=away,proto3" json:"away,omitempty"`                             // instead of a file: the state is read with TakeState and has this id
-	TimeoutMs       int64                  `protobuf:"varint,6,opt,name=timeout_ms,json=timeoutMs,proto3" json:"timeout_ms,omitempty"` // how long it may be frozen without progress while its executors are alive; 0: default
-	Owner           *FileOwner             `protobuf:"bytes,7,opt,name=owner,proto3" json:"owner,omitempty"`                           // user with whose rights the file is made; not set: the session's user
+	Away            string                 `protobuf:"bytes,5,opt,name=away,proto3" json:"away,omitempty"`                                    // instead of a file: the state is read with TakeState and has this id
+	TimeoutMs       int64                  `protobuf:"varint,6,opt,name=timeout_ms,json=timeoutMs,proto3" json:"timeout_ms,omitempty"`        // how long it may be frozen without progress while its executors are alive; 0: default
+	Owner           *FileOwner             `protobuf:"bytes,7,opt,name=owner,proto3" json:"owner,omitempty"`                                  // user with whose rights the file is made; not set: the session's user
+	WithProcess     bool                   `protobuf:"varint,40,opt,name=with_process,json=withProcess,proto3" json:"with_process,omitempty"` // file is a folder: the processes end, and are in it with their state
 	unknownFields   protoimpl.UnknownFields
 	sizeCache       protoimpl.SizeCache
 }
@@ -1095,6 +1114,13 @@ func (x *SuspendRequest) GetOwner() *FileOwner {
 		return x.Owner
 	}
 	return nil
+}
+
+func (x *SuspendRequest) GetWithProcess() bool {
+	if x != nil {
+		return x.WithProcess
+	}
+	return false
 }
 
 // FileOwner is a user of the system on which gpuguest runs.
@@ -1746,6 +1772,180 @@ func (x *ProbedDevice) GetLimits() *Limits {
 	return nil
 }
 
+type AdoptRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	Pid   uint32                 `protobuf:"varint,1,opt,name=pid,proto3" json:"pid,omitempty"`   // a process of the tree; 0 with all
+	All   bool                   `protobuf:"varint,2,opt,name=all,proto3" json:"all,omitempty"`   // every process that uses CUDA and is in no session
+	Look  bool                   `protobuf:"varint,3,opt,name=look,proto3" json:"look,omitempty"` // only report what would be adopted
+	// Claims of the new sessions, by the pid that the sessions have. A process without one
+	// is adopted without a claim.
+	Claims        map[uint32]*AdoptClaim `protobuf:"bytes,4,rep,name=claims,proto3" json:"claims,omitempty" protobuf_key:"varint,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *AdoptRequest) Reset() {
+	*x = AdoptRequest{}
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[30]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *AdoptRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*AdoptRequest) ProtoMessage() {}
+
+func (x *AdoptRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[30]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use AdoptRequest.ProtoReflect.Descriptor instead.
+func (*AdoptRequest) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{30}
+}
+
+func (x *AdoptRequest) GetPid() uint32 {
+	if x != nil {
+		return x.Pid
+	}
+	return 0
+}
+
+func (x *AdoptRequest) GetAll() bool {
+	if x != nil {
+		return x.All
+	}
+	return false
+}
+
+func (x *AdoptRequest) GetLook() bool {
+	if x != nil {
+		return x.Look
+	}
+	return false
+}
+
+func (x *AdoptRequest) GetClaims() map[uint32]*AdoptClaim {
+	if x != nil {
+		return x.Claims
+	}
+	return nil
+}
+
+type AdoptClaim struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Claim         string                 `protobuf:"bytes,1,opt,name=claim,proto3" json:"claim,omitempty"`
+	Target        *Target                `protobuf:"bytes,2,opt,name=target,proto3" json:"target,omitempty"` // the GPUs that the process uses, as the host names them
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *AdoptClaim) Reset() {
+	*x = AdoptClaim{}
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[31]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *AdoptClaim) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*AdoptClaim) ProtoMessage() {}
+
+func (x *AdoptClaim) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[31]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use AdoptClaim.ProtoReflect.Descriptor instead.
+func (*AdoptClaim) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{31}
+}
+
+func (x *AdoptClaim) GetClaim() string {
+	if x != nil {
+		return x.Claim
+	}
+	return ""
+}
+
+func (x *AdoptClaim) GetTarget() *Target {
+	if x != nil {
+		return x.Target
+	}
+	return nil
+}
+
+type AdoptResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Sessions      []*Session             `protobuf:"bytes,1,rep,name=sessions,proto3" json:"sessions,omitempty"` // new ones, and those that the process was in already; with look they have no id
+	Refused       []*AdoptRefusal        `protobuf:"bytes,2,rep,name=refused,proto3" json:"refused,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *AdoptResponse) Reset() {
+	*x = AdoptResponse{}
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[32]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *AdoptResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*AdoptResponse) ProtoMessage() {}
+
+func (x *AdoptResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[32]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use AdoptResponse.ProtoReflect.Descriptor instead.
+func (*AdoptResponse) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{32}
+}
+
+func (x *AdoptResponse) GetSessions() []*Session {
+	if x != nil {
+		return x.Sessions
+	}
+	return nil
+}
+
+func (x *AdoptResponse) GetRefused() []*AdoptRefusal {
+	if x != nil {
+		return x.Refused
+	}
+	return nil
+}
+
 var File_gpuctl_v1_guest_proto protoreflect.FileDescriptor
 
 const file_gpuctl_v1_guest_proto_rawDesc = "" +
@@ -1790,11 +1990,12 @@ const file_gpuctl_v1_guest_proto_rawDesc = "" +
 	"\x13ListSessionsRequest\"F\n" +
 	"\x14ListSessionsResponse\x12.\n" +
 	"\bsessions\x18\x01 \x03(\v2\x12.gpuctl.v1.SessionR\bsessions\"\x16\n" +
-	"\x14WatchSessionsRequest\"h\n" +
+	"\x14WatchSessionsRequest\"\x84\x01\n" +
 	"\vPlanRequest\x12\x18\n" +
 	"\asession\x18\x01 \x01(\tR\asession\x12)\n" +
 	"\x06target\x18\x02 \x01(\v2\x11.gpuctl.v1.TargetR\x06target\x12\x14\n" +
-	"\x05build\x18\x03 \x01(\bR\x05build\"\x8e\x02\n" +
+	"\x05build\x18\x03 \x01(\bR\x05build\x12\x1a\n" +
+	"\brehearse\x18( \x01(\bR\brehearse\"\x8e\x02\n" +
 	"\fPlanResponse\x12+\n" +
 	"\areasons\x18\x01 \x03(\v2\x11.gpuctl.v1.ReasonR\areasons\x12\x14\n" +
 	"\x05steps\x18\x02 \x03(\tR\x05steps\x12\x14\n" +
@@ -1802,14 +2003,15 @@ const file_gpuctl_v1_guest_proto_rawDesc = "" +
 	"\fpredicted_ns\x18\x04 \x01(\x03R\vpredictedNs\x12*\n" +
 	"\x11predicted_stop_ns\x18\x05 \x01(\x03R\x0fpredictedStopNs\x12+\n" +
 	"\x05total\x18\x06 \x01(\v2\x15.gpuctl.v1.PredictionR\x05total\x12)\n" +
-	"\x04stop\x18\a \x01(\v2\x15.gpuctl.v1.PredictionR\x04stop\"\xb6\x01\n" +
+	"\x04stop\x18\a \x01(\v2\x15.gpuctl.v1.PredictionR\x04stop\"\xd2\x01\n" +
 	"\vSwapRequest\x12\x18\n" +
 	"\asession\x18\x01 \x01(\tR\asession\x12)\n" +
 	"\x06target\x18\x02 \x01(\v2\x11.gpuctl.v1.TargetR\x06target\x12*\n" +
 	"\x11freeze_timeout_ms\x18\x03 \x01(\x03R\x0ffreezeTimeoutMs\x12\x17\n" +
 	"\afail_at\x18\x04 \x01(\tR\x06failAt\x12\x1d\n" +
 	"\n" +
-	"timeout_ms\x18\x05 \x01(\x03R\ttimeoutMs\"\xe2\x01\n" +
+	"timeout_ms\x18\x05 \x01(\x03R\ttimeoutMs\x12\x1a\n" +
+	"\brehearse\x18( \x01(\bR\brehearse\"\x85\x02\n" +
 	"\x0eSuspendRequest\x12\x18\n" +
 	"\asession\x18\x01 \x01(\tR\asession\x12\x12\n" +
 	"\x04file\x18\x02 \x01(\tR\x04file\x12*\n" +
@@ -1818,7 +2020,8 @@ const file_gpuctl_v1_guest_proto_rawDesc = "" +
 	"\x04away\x18\x05 \x01(\tR\x04away\x12\x1d\n" +
 	"\n" +
 	"timeout_ms\x18\x06 \x01(\x03R\ttimeoutMs\x12*\n" +
-	"\x05owner\x18\a \x01(\v2\x14.gpuctl.v1.FileOwnerR\x05owner\"/\n" +
+	"\x05owner\x18\a \x01(\v2\x14.gpuctl.v1.FileOwnerR\x05owner\x12!\n" +
+	"\fwith_process\x18( \x01(\bR\vwithProcess\"/\n" +
 	"\tFileOwner\x12\x10\n" +
 	"\x03uid\x18\x01 \x01(\rR\x03uid\x12\x10\n" +
 	"\x03gid\x18\x02 \x01(\rR\x03gid\"<\n" +
@@ -1859,13 +2062,28 @@ const file_gpuctl_v1_guest_proto_rawDesc = "" +
 	"\x04uuid\x18\x05 \x01(\tR\x04uuid\x12\x1f\n" +
 	"\vpci_address\x18\x06 \x01(\tR\n" +
 	"pciAddress\x12)\n" +
-	"\x06limits\x18\a \x01(\v2\x11.gpuctl.v1.LimitsR\x06limits*o\n" +
+	"\x06limits\x18\a \x01(\v2\x11.gpuctl.v1.LimitsR\x06limits\"\xd5\x01\n" +
+	"\fAdoptRequest\x12\x10\n" +
+	"\x03pid\x18\x01 \x01(\rR\x03pid\x12\x10\n" +
+	"\x03all\x18\x02 \x01(\bR\x03all\x12\x12\n" +
+	"\x04look\x18\x03 \x01(\bR\x04look\x12;\n" +
+	"\x06claims\x18\x04 \x03(\v2#.gpuctl.v1.AdoptRequest.ClaimsEntryR\x06claims\x1aP\n" +
+	"\vClaimsEntry\x12\x10\n" +
+	"\x03key\x18\x01 \x01(\rR\x03key\x12+\n" +
+	"\x05value\x18\x02 \x01(\v2\x15.gpuctl.v1.AdoptClaimR\x05value:\x028\x01\"M\n" +
+	"\n" +
+	"AdoptClaim\x12\x14\n" +
+	"\x05claim\x18\x01 \x01(\tR\x05claim\x12)\n" +
+	"\x06target\x18\x02 \x01(\v2\x11.gpuctl.v1.TargetR\x06target\"r\n" +
+	"\rAdoptResponse\x12.\n" +
+	"\bsessions\x18\x01 \x03(\v2\x12.gpuctl.v1.SessionR\bsessions\x121\n" +
+	"\arefused\x18\x02 \x03(\v2\x17.gpuctl.v1.AdoptRefusalR\arefused*o\n" +
 	"\n" +
 	"LeaseState\x12\x1b\n" +
 	"\x17LEASE_STATE_UNSPECIFIED\x10\x00\x12\x17\n" +
 	"\x13LEASE_STATE_OFFERED\x10\x01\x12\x14\n" +
 	"\x10LEASE_STATE_USED\x10\x02\x12\x15\n" +
-	"\x11LEASE_STATE_ENDED\x10\x032\xa3\b\n" +
+	"\x11LEASE_STATE_ENDED\x10\x032\xdf\b\n" +
 	"\fGuestService\x12:\n" +
 	"\x05Offer\x12\x17.gpuctl.v1.OfferRequest\x1a\x18.gpuctl.v1.OfferResponse\x12C\n" +
 	"\bWithdraw\x12\x1a.gpuctl.v1.WithdrawRequest\x1a\x1b.gpuctl.v1.WithdrawResponse\x12O\n" +
@@ -1883,7 +2101,8 @@ const file_gpuctl_v1_guest_proto_rawDesc = "" +
 	"\x04Lend\x12\x16.gpuctl.v1.LendRequest\x1a\x17.gpuctl.v1.LendResponse\x12C\n" +
 	"\bEndLease\x12\x1a.gpuctl.v1.EndLeaseRequest\x1a\x1b.gpuctl.v1.EndLeaseResponse\x12I\n" +
 	"\n" +
-	"ListLeases\x12\x1c.gpuctl.v1.ListLeasesRequest\x1a\x1d.gpuctl.v1.ListLeasesResponseB1Z/github.com/gpuctl/gpuctl/api/gpuctl/v1;gpuctlv1b\x06proto3"
+	"ListLeases\x12\x1c.gpuctl.v1.ListLeasesRequest\x1a\x1d.gpuctl.v1.ListLeasesResponse\x12:\n" +
+	"\x05Adopt\x12\x17.gpuctl.v1.AdoptRequest\x1a\x18.gpuctl.v1.AdoptResponseB1Z/github.com/gpuctl/gpuctl/api/gpuctl/v1;gpuctlv1b\x06proto3"
 
 var (
 	file_gpuctl_v1_guest_proto_rawDescOnce sync.Once
@@ -1898,7 +2117,7 @@ func file_gpuctl_v1_guest_proto_rawDescGZIP() []byte {
 }
 
 var file_gpuctl_v1_guest_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_gpuctl_v1_guest_proto_msgTypes = make([]protoimpl.MessageInfo, 30)
+var file_gpuctl_v1_guest_proto_msgTypes = make([]protoimpl.MessageInfo, 34)
 var file_gpuctl_v1_guest_proto_goTypes = []any{
 	(LeaseState)(0),              // 0: gpuctl.v1.LeaseState
 	(*LendRequest)(nil),          // 1: gpuctl.v1.LendRequest
@@ -1931,76 +2150,88 @@ var file_gpuctl_v1_guest_proto_goTypes = []any{
 	(*ProbeRequest)(nil),         // 28: gpuctl.v1.ProbeRequest
 	(*ProbeResponse)(nil),        // 29: gpuctl.v1.ProbeResponse
 	(*ProbedDevice)(nil),         // 30: gpuctl.v1.ProbedDevice
-	(*Runtime)(nil),              // 31: gpuctl.v1.Runtime
-	(*VirtualDevice)(nil),        // 32: gpuctl.v1.VirtualDevice
-	(*Target)(nil),               // 33: gpuctl.v1.Target
-	(*Session)(nil),              // 34: gpuctl.v1.Session
-	(*Reason)(nil),               // 35: gpuctl.v1.Reason
-	(*Prediction)(nil),           // 36: gpuctl.v1.Prediction
-	(*StateMark)(nil),            // 37: gpuctl.v1.StateMark
-	(*StateChunk)(nil),           // 38: gpuctl.v1.StateChunk
-	(*Limits)(nil),               // 39: gpuctl.v1.Limits
-	(*Progress)(nil),             // 40: gpuctl.v1.Progress
+	(*AdoptRequest)(nil),         // 31: gpuctl.v1.AdoptRequest
+	(*AdoptClaim)(nil),           // 32: gpuctl.v1.AdoptClaim
+	(*AdoptResponse)(nil),        // 33: gpuctl.v1.AdoptResponse
+	nil,                          // 34: gpuctl.v1.AdoptRequest.ClaimsEntry
+	(*Runtime)(nil),              // 35: gpuctl.v1.Runtime
+	(*VirtualDevice)(nil),        // 36: gpuctl.v1.VirtualDevice
+	(*Target)(nil),               // 37: gpuctl.v1.Target
+	(*Session)(nil),              // 38: gpuctl.v1.Session
+	(*Reason)(nil),               // 39: gpuctl.v1.Reason
+	(*Prediction)(nil),           // 40: gpuctl.v1.Prediction
+	(*StateMark)(nil),            // 41: gpuctl.v1.StateMark
+	(*StateChunk)(nil),           // 42: gpuctl.v1.StateChunk
+	(*Limits)(nil),               // 43: gpuctl.v1.Limits
+	(*AdoptRefusal)(nil),         // 44: gpuctl.v1.AdoptRefusal
+	(*Progress)(nil),             // 45: gpuctl.v1.Progress
 }
 var file_gpuctl_v1_guest_proto_depIdxs = []int32{
-	31, // 0: gpuctl.v1.LendRequest.runtime:type_name -> gpuctl.v1.Runtime
-	32, // 1: gpuctl.v1.LendRequest.device:type_name -> gpuctl.v1.VirtualDevice
+	35, // 0: gpuctl.v1.LendRequest.runtime:type_name -> gpuctl.v1.Runtime
+	36, // 1: gpuctl.v1.LendRequest.device:type_name -> gpuctl.v1.VirtualDevice
 	7,  // 2: gpuctl.v1.ListLeasesResponse.leases:type_name -> gpuctl.v1.Lease
-	31, // 3: gpuctl.v1.Lease.runtime:type_name -> gpuctl.v1.Runtime
+	35, // 3: gpuctl.v1.Lease.runtime:type_name -> gpuctl.v1.Runtime
 	0,  // 4: gpuctl.v1.Lease.state:type_name -> gpuctl.v1.LeaseState
-	33, // 5: gpuctl.v1.OfferRequest.target:type_name -> gpuctl.v1.Target
-	32, // 6: gpuctl.v1.OfferRequest.device:type_name -> gpuctl.v1.VirtualDevice
-	34, // 7: gpuctl.v1.ListSessionsResponse.sessions:type_name -> gpuctl.v1.Session
-	33, // 8: gpuctl.v1.PlanRequest.target:type_name -> gpuctl.v1.Target
-	35, // 9: gpuctl.v1.PlanResponse.reasons:type_name -> gpuctl.v1.Reason
-	36, // 10: gpuctl.v1.PlanResponse.total:type_name -> gpuctl.v1.Prediction
-	36, // 11: gpuctl.v1.PlanResponse.stop:type_name -> gpuctl.v1.Prediction
-	33, // 12: gpuctl.v1.SwapRequest.target:type_name -> gpuctl.v1.Target
+	37, // 5: gpuctl.v1.OfferRequest.target:type_name -> gpuctl.v1.Target
+	36, // 6: gpuctl.v1.OfferRequest.device:type_name -> gpuctl.v1.VirtualDevice
+	38, // 7: gpuctl.v1.ListSessionsResponse.sessions:type_name -> gpuctl.v1.Session
+	37, // 8: gpuctl.v1.PlanRequest.target:type_name -> gpuctl.v1.Target
+	39, // 9: gpuctl.v1.PlanResponse.reasons:type_name -> gpuctl.v1.Reason
+	40, // 10: gpuctl.v1.PlanResponse.total:type_name -> gpuctl.v1.Prediction
+	40, // 11: gpuctl.v1.PlanResponse.stop:type_name -> gpuctl.v1.Prediction
+	37, // 12: gpuctl.v1.SwapRequest.target:type_name -> gpuctl.v1.Target
 	19, // 13: gpuctl.v1.SuspendRequest.owner:type_name -> gpuctl.v1.FileOwner
-	37, // 14: gpuctl.v1.KeptStateRequest.mark:type_name -> gpuctl.v1.StateMark
-	38, // 15: gpuctl.v1.GiveStateRequest.chunk:type_name -> gpuctl.v1.StateChunk
-	33, // 16: gpuctl.v1.ResumeRequest.target:type_name -> gpuctl.v1.Target
-	31, // 17: gpuctl.v1.WarmRequest.runtime:type_name -> gpuctl.v1.Runtime
-	31, // 18: gpuctl.v1.ProbeRequest.runtime:type_name -> gpuctl.v1.Runtime
+	41, // 14: gpuctl.v1.KeptStateRequest.mark:type_name -> gpuctl.v1.StateMark
+	42, // 15: gpuctl.v1.GiveStateRequest.chunk:type_name -> gpuctl.v1.StateChunk
+	37, // 16: gpuctl.v1.ResumeRequest.target:type_name -> gpuctl.v1.Target
+	35, // 17: gpuctl.v1.WarmRequest.runtime:type_name -> gpuctl.v1.Runtime
+	35, // 18: gpuctl.v1.ProbeRequest.runtime:type_name -> gpuctl.v1.Runtime
 	30, // 19: gpuctl.v1.ProbeResponse.devices:type_name -> gpuctl.v1.ProbedDevice
-	39, // 20: gpuctl.v1.ProbedDevice.limits:type_name -> gpuctl.v1.Limits
-	8,  // 21: gpuctl.v1.GuestService.Offer:input_type -> gpuctl.v1.OfferRequest
-	10, // 22: gpuctl.v1.GuestService.Withdraw:input_type -> gpuctl.v1.WithdrawRequest
-	12, // 23: gpuctl.v1.GuestService.ListSessions:input_type -> gpuctl.v1.ListSessionsRequest
-	14, // 24: gpuctl.v1.GuestService.WatchSessions:input_type -> gpuctl.v1.WatchSessionsRequest
-	15, // 25: gpuctl.v1.GuestService.Plan:input_type -> gpuctl.v1.PlanRequest
-	17, // 26: gpuctl.v1.GuestService.Swap:input_type -> gpuctl.v1.SwapRequest
-	18, // 27: gpuctl.v1.GuestService.Suspend:input_type -> gpuctl.v1.SuspendRequest
-	25, // 28: gpuctl.v1.GuestService.Resume:input_type -> gpuctl.v1.ResumeRequest
-	20, // 29: gpuctl.v1.GuestService.TakeState:input_type -> gpuctl.v1.TakeStateRequest
-	21, // 30: gpuctl.v1.GuestService.KeptState:input_type -> gpuctl.v1.KeptStateRequest
-	23, // 31: gpuctl.v1.GuestService.GiveState:input_type -> gpuctl.v1.GiveStateRequest
-	28, // 32: gpuctl.v1.GuestService.Probe:input_type -> gpuctl.v1.ProbeRequest
-	26, // 33: gpuctl.v1.GuestService.Warm:input_type -> gpuctl.v1.WarmRequest
-	1,  // 34: gpuctl.v1.GuestService.Lend:input_type -> gpuctl.v1.LendRequest
-	3,  // 35: gpuctl.v1.GuestService.EndLease:input_type -> gpuctl.v1.EndLeaseRequest
-	5,  // 36: gpuctl.v1.GuestService.ListLeases:input_type -> gpuctl.v1.ListLeasesRequest
-	9,  // 37: gpuctl.v1.GuestService.Offer:output_type -> gpuctl.v1.OfferResponse
-	11, // 38: gpuctl.v1.GuestService.Withdraw:output_type -> gpuctl.v1.WithdrawResponse
-	13, // 39: gpuctl.v1.GuestService.ListSessions:output_type -> gpuctl.v1.ListSessionsResponse
-	34, // 40: gpuctl.v1.GuestService.WatchSessions:output_type -> gpuctl.v1.Session
-	16, // 41: gpuctl.v1.GuestService.Plan:output_type -> gpuctl.v1.PlanResponse
-	40, // 42: gpuctl.v1.GuestService.Swap:output_type -> gpuctl.v1.Progress
-	40, // 43: gpuctl.v1.GuestService.Suspend:output_type -> gpuctl.v1.Progress
-	40, // 44: gpuctl.v1.GuestService.Resume:output_type -> gpuctl.v1.Progress
-	38, // 45: gpuctl.v1.GuestService.TakeState:output_type -> gpuctl.v1.StateChunk
-	22, // 46: gpuctl.v1.GuestService.KeptState:output_type -> gpuctl.v1.KeptStateResponse
-	24, // 47: gpuctl.v1.GuestService.GiveState:output_type -> gpuctl.v1.GiveStateResponse
-	29, // 48: gpuctl.v1.GuestService.Probe:output_type -> gpuctl.v1.ProbeResponse
-	27, // 49: gpuctl.v1.GuestService.Warm:output_type -> gpuctl.v1.WarmResponse
-	2,  // 50: gpuctl.v1.GuestService.Lend:output_type -> gpuctl.v1.LendResponse
-	4,  // 51: gpuctl.v1.GuestService.EndLease:output_type -> gpuctl.v1.EndLeaseResponse
-	6,  // 52: gpuctl.v1.GuestService.ListLeases:output_type -> gpuctl.v1.ListLeasesResponse
-	37, // [37:53] is the sub-list for method output_type
-	21, // [21:37] is the sub-list for method input_type
-	21, // [21:21] is the sub-list for extension type_name
-	21, // [21:21] is the sub-list for extension extendee
-	0,  // [0:21] is the sub-list for field type_name
+	43, // 20: gpuctl.v1.ProbedDevice.limits:type_name -> gpuctl.v1.Limits
+	34, // 21: gpuctl.v1.AdoptRequest.claims:type_name -> gpuctl.v1.AdoptRequest.ClaimsEntry
+	37, // 22: gpuctl.v1.AdoptClaim.target:type_name -> gpuctl.v1.Target
+	38, // 23: gpuctl.v1.AdoptResponse.sessions:type_name -> gpuctl.v1.Session
+	44, // 24: gpuctl.v1.AdoptResponse.refused:type_name -> gpuctl.v1.AdoptRefusal
+	32, // 25: gpuctl.v1.AdoptRequest.ClaimsEntry.value:type_name -> gpuctl.v1.AdoptClaim
+	8,  // 26: gpuctl.v1.GuestService.Offer:input_type -> gpuctl.v1.OfferRequest
+	10, // 27: gpuctl.v1.GuestService.Withdraw:input_type -> gpuctl.v1.WithdrawRequest
+	12, // 28: gpuctl.v1.GuestService.ListSessions:input_type -> gpuctl.v1.ListSessionsRequest
+	14, // 29: gpuctl.v1.GuestService.WatchSessions:input_type -> gpuctl.v1.WatchSessionsRequest
+	15, // 30: gpuctl.v1.GuestService.Plan:input_type -> gpuctl.v1.PlanRequest
+	17, // 31: gpuctl.v1.GuestService.Swap:input_type -> gpuctl.v1.SwapRequest
+	18, // 32: gpuctl.v1.GuestService.Suspend:input_type -> gpuctl.v1.SuspendRequest
+	25, // 33: gpuctl.v1.GuestService.Resume:input_type -> gpuctl.v1.ResumeRequest
+	20, // 34: gpuctl.v1.GuestService.TakeState:input_type -> gpuctl.v1.TakeStateRequest
+	21, // 35: gpuctl.v1.GuestService.KeptState:input_type -> gpuctl.v1.KeptStateRequest
+	23, // 36: gpuctl.v1.GuestService.GiveState:input_type -> gpuctl.v1.GiveStateRequest
+	28, // 37: gpuctl.v1.GuestService.Probe:input_type -> gpuctl.v1.ProbeRequest
+	26, // 38: gpuctl.v1.GuestService.Warm:input_type -> gpuctl.v1.WarmRequest
+	1,  // 39: gpuctl.v1.GuestService.Lend:input_type -> gpuctl.v1.LendRequest
+	3,  // 40: gpuctl.v1.GuestService.EndLease:input_type -> gpuctl.v1.EndLeaseRequest
+	5,  // 41: gpuctl.v1.GuestService.ListLeases:input_type -> gpuctl.v1.ListLeasesRequest
+	31, // 42: gpuctl.v1.GuestService.Adopt:input_type -> gpuctl.v1.AdoptRequest
+	9,  // 43: gpuctl.v1.GuestService.Offer:output_type -> gpuctl.v1.OfferResponse
+	11, // 44: gpuctl.v1.GuestService.Withdraw:output_type -> gpuctl.v1.WithdrawResponse
+	13, // 45: gpuctl.v1.GuestService.ListSessions:output_type -> gpuctl.v1.ListSessionsResponse
+	38, // 46: gpuctl.v1.GuestService.WatchSessions:output_type -> gpuctl.v1.Session
+	16, // 47: gpuctl.v1.GuestService.Plan:output_type -> gpuctl.v1.PlanResponse
+	45, // 48: gpuctl.v1.GuestService.Swap:output_type -> gpuctl.v1.Progress
+	45, // 49: gpuctl.v1.GuestService.Suspend:output_type -> gpuctl.v1.Progress
+	45, // 50: gpuctl.v1.GuestService.Resume:output_type -> gpuctl.v1.Progress
+	42, // 51: gpuctl.v1.GuestService.TakeState:output_type -> gpuctl.v1.StateChunk
+	22, // 52: gpuctl.v1.GuestService.KeptState:output_type -> gpuctl.v1.KeptStateResponse
+	24, // 53: gpuctl.v1.GuestService.GiveState:output_type -> gpuctl.v1.GiveStateResponse
+	29, // 54: gpuctl.v1.GuestService.Probe:output_type -> gpuctl.v1.ProbeResponse
+	27, // 55: gpuctl.v1.GuestService.Warm:output_type -> gpuctl.v1.WarmResponse
+	2,  // 56: gpuctl.v1.GuestService.Lend:output_type -> gpuctl.v1.LendResponse
+	4,  // 57: gpuctl.v1.GuestService.EndLease:output_type -> gpuctl.v1.EndLeaseResponse
+	6,  // 58: gpuctl.v1.GuestService.ListLeases:output_type -> gpuctl.v1.ListLeasesResponse
+	33, // 59: gpuctl.v1.GuestService.Adopt:output_type -> gpuctl.v1.AdoptResponse
+	43, // [43:60] is the sub-list for method output_type
+	26, // [26:43] is the sub-list for method input_type
+	26, // [26:26] is the sub-list for extension type_name
+	26, // [26:26] is the sub-list for extension extendee
+	0,  // [0:26] is the sub-list for field type_name
 }
 
 func init() { file_gpuctl_v1_guest_proto_init() }
@@ -2015,7 +2246,7 @@ func file_gpuctl_v1_guest_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_gpuctl_v1_guest_proto_rawDesc), len(file_gpuctl_v1_guest_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   30,
+			NumMessages:   34,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

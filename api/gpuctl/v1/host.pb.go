@@ -92,6 +92,7 @@ type GPU struct {
 	Free          bool                   `protobuf:"varint,14,opt,name=free,proto3" json:"free,omitempty"`                               // no claim has any part of it
 	FreeMemory    uint64                 `protobuf:"varint,15,opt,name=free_memory,json=freeMemory,proto3" json:"free_memory,omitempty"` // bytes that a claim with a memory need could still get
 	Owners        []*Owner               `protobuf:"bytes,16,rep,name=owners,proto3" json:"owners,omitempty"`
+	DriverGpu     *DriverGPU             `protobuf:"bytes,40,opt,name=driver_gpu,json=driverGpu,proto3" json:"driver_gpu,omitempty"` // set: the engine driver can use it
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -234,6 +235,13 @@ func (x *GPU) GetFreeMemory() uint64 {
 func (x *GPU) GetOwners() []*Owner {
 	if x != nil {
 		return x.Owners
+	}
+	return nil
+}
+
+func (x *GPU) GetDriverGpu() *DriverGPU {
+	if x != nil {
+		return x.DriverGpu
 	}
 	return nil
 }
@@ -572,8 +580,11 @@ type CreateClaimRequest struct {
 	Wait             bool                   `protobuf:"varint,8,opt,name=wait,proto3" json:"wait,omitempty"`                                                   // wait in the cluster's queue until it can be met, or the caller leaves
 	Owner            string                 `protobuf:"bytes,20,opt,name=owner,proto3" json:"owner,omitempty"`                                                 // empty: the calling user; others may be named by root and hostd's own user
 	Weight           uint32                 `protobuf:"varint,21,opt,name=weight,proto3" json:"weight,omitempty"`                                              // 0: 100; more than sharing.mostWeight only for root and hostd's own user
-	unknownFields    protoimpl.UnknownFields
-	sizeCache        protoimpl.SizeCache
+	// Engine that the application needs: portable or driver. Empty: either; a GPU that only
+	// the engine driver can use is then chosen only if no other GPU meets expr.
+	Engine        string `protobuf:"bytes,40,opt,name=engine,proto3" json:"engine,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *CreateClaimRequest) Reset() {
@@ -674,6 +685,13 @@ func (x *CreateClaimRequest) GetWeight() uint32 {
 		return x.Weight
 	}
 	return 0
+}
+
+func (x *CreateClaimRequest) GetEngine() string {
+	if x != nil {
+		return x.Engine
+	}
+	return ""
 }
 
 type CreateClaimResponse struct {
@@ -1213,8 +1231,9 @@ type HostPlanRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Session       string                 `protobuf:"bytes,1,opt,name=session,proto3" json:"session,omitempty"`
 	Verb          Verb                   `protobuf:"varint,2,opt,name=verb,proto3,enum=gpuctl.v1.Verb" json:"verb,omitempty"`
-	To            string                 `protobuf:"bytes,3,opt,name=to,proto3" json:"to,omitempty"`        // a GPU, several separated by commas, or a model; empty: hostd chooses
-	Build         bool                   `protobuf:"varint,4,opt,name=build,proto3" json:"build,omitempty"` // also start the target and build the programs there
+	To            string                 `protobuf:"bytes,3,opt,name=to,proto3" json:"to,omitempty"`               // a GPU, several separated by commas, or a model; empty: hostd chooses
+	Build         bool                   `protobuf:"varint,4,opt,name=build,proto3" json:"build,omitempty"`        // also start the target and build the programs there
+	Rehearse      bool                   `protobuf:"varint,40,opt,name=rehearse,proto3" json:"rehearse,omitempty"` // of a rehearsal; there is no target
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1273,6 +1292,13 @@ func (x *HostPlanRequest) GetTo() string {
 func (x *HostPlanRequest) GetBuild() bool {
 	if x != nil {
 		return x.Build
+	}
+	return false
+}
+
+func (x *HostPlanRequest) GetRehearse() bool {
+	if x != nil {
+		return x.Rehearse
 	}
 	return false
 }
@@ -1433,6 +1459,7 @@ type HostSwapRequest struct {
 	FreezeTimeoutMs int64                  `protobuf:"varint,4,opt,name=freeze_timeout_ms,json=freezeTimeoutMs,proto3" json:"freeze_timeout_ms,omitempty"` // 0: default
 	FailAt          string                 `protobuf:"bytes,5,opt,name=fail_at,json=failAt,proto3" json:"fail_at,omitempty"`                               // fault injection, as in SwapRequest
 	TimeoutMs       int64                  `protobuf:"varint,6,opt,name=timeout_ms,json=timeoutMs,proto3" json:"timeout_ms,omitempty"`                     // how long it may be frozen without progress while its executors are alive; 0: default
+	Rehearse        bool                   `protobuf:"varint,40,opt,name=rehearse,proto3" json:"rehearse,omitempty"`                                       // only try it, and go back; see SwapRequest. There is no target
 	unknownFields   protoimpl.UnknownFields
 	sizeCache       protoimpl.SizeCache
 }
@@ -1507,6 +1534,13 @@ func (x *HostSwapRequest) GetTimeoutMs() int64 {
 		return x.TimeoutMs
 	}
 	return 0
+}
+
+func (x *HostSwapRequest) GetRehearse() bool {
+	if x != nil {
+		return x.Rehearse
+	}
+	return false
 }
 
 type HostSuspendRequest struct {
@@ -1731,11 +1765,123 @@ func (x *OperationUpdate) GetRejected() []*Candidate {
 	return nil
 }
 
+type HostAdoptRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Pid           uint32                 `protobuf:"varint,1,opt,name=pid,proto3" json:"pid,omitempty"`   // 0 with all
+	All           bool                   `protobuf:"varint,2,opt,name=all,proto3" json:"all,omitempty"`   // every process that uses CUDA and is in no session
+	Plan          bool                   `protobuf:"varint,3,opt,name=plan,proto3" json:"plan,omitempty"` // only report what would be adopted
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *HostAdoptRequest) Reset() {
+	*x = HostAdoptRequest{}
+	mi := &file_gpuctl_v1_host_proto_msgTypes[23]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *HostAdoptRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*HostAdoptRequest) ProtoMessage() {}
+
+func (x *HostAdoptRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_host_proto_msgTypes[23]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use HostAdoptRequest.ProtoReflect.Descriptor instead.
+func (*HostAdoptRequest) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_host_proto_rawDescGZIP(), []int{23}
+}
+
+func (x *HostAdoptRequest) GetPid() uint32 {
+	if x != nil {
+		return x.Pid
+	}
+	return 0
+}
+
+func (x *HostAdoptRequest) GetAll() bool {
+	if x != nil {
+		return x.All
+	}
+	return false
+}
+
+func (x *HostAdoptRequest) GetPlan() bool {
+	if x != nil {
+		return x.Plan
+	}
+	return false
+}
+
+type HostAdoptResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Sessions      []*Session             `protobuf:"bytes,1,rep,name=sessions,proto3" json:"sessions,omitempty"` // with plan they have no id, unless they exist already
+	Refused       []*AdoptRefusal        `protobuf:"bytes,2,rep,name=refused,proto3" json:"refused,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *HostAdoptResponse) Reset() {
+	*x = HostAdoptResponse{}
+	mi := &file_gpuctl_v1_host_proto_msgTypes[24]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *HostAdoptResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*HostAdoptResponse) ProtoMessage() {}
+
+func (x *HostAdoptResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_host_proto_msgTypes[24]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use HostAdoptResponse.ProtoReflect.Descriptor instead.
+func (*HostAdoptResponse) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_host_proto_rawDescGZIP(), []int{24}
+}
+
+func (x *HostAdoptResponse) GetSessions() []*Session {
+	if x != nil {
+		return x.Sessions
+	}
+	return nil
+}
+
+func (x *HostAdoptResponse) GetRefused() []*AdoptRefusal {
+	if x != nil {
+		return x.Refused
+	}
+	return nil
+}
+
 var File_gpuctl_v1_host_proto protoreflect.FileDescriptor
 
 const file_gpuctl_v1_host_proto_rawDesc = "" +
 	"\n" +
-	"\x14gpuctl/v1/host.proto\x12\tgpuctl.v1\x1a\x15gpuctl/v1/types.proto\"\xcb\x03\n" +
+	"\x14gpuctl/v1/host.proto\x12\tgpuctl.v1\x1a\x15gpuctl/v1/types.proto\"\x80\x04\n" +
 	"\x03GPU\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12\x14\n" +
 	"\x05model\x18\x02 \x01(\tR\x05model\x12\x16\n" +
@@ -1755,7 +1901,9 @@ const file_gpuctl_v1_host_proto_rawDesc = "" +
 	"\x04free\x18\x0e \x01(\bR\x04free\x12\x1f\n" +
 	"\vfree_memory\x18\x0f \x01(\x04R\n" +
 	"freeMemory\x12(\n" +
-	"\x06owners\x18\x10 \x03(\v2\x10.gpuctl.v1.OwnerR\x06owners\"\xbb\x01\n" +
+	"\x06owners\x18\x10 \x03(\v2\x10.gpuctl.v1.OwnerR\x06owners\x123\n" +
+	"\n" +
+	"driver_gpu\x18( \x01(\v2\x14.gpuctl.v1.DriverGPUR\tdriverGpu\"\xbb\x01\n" +
 	"\x05Owner\x12\x14\n" +
 	"\x05claim\x18\x01 \x01(\tR\x05claim\x12\x16\n" +
 	"\x06memory\x18\x02 \x01(\x04R\x06memory\x12\x1a\n" +
@@ -1784,7 +1932,7 @@ const file_gpuctl_v1_host_proto_rawDesc = "" +
 	" \x01(\tR\x06remote\x12\x14\n" +
 	"\x05stays\x18\v \x01(\bR\x05stays\x12\x14\n" +
 	"\x05owner\x18\x14 \x01(\tR\x05owner\x12\x16\n" +
-	"\x06weight\x18\x15 \x01(\rR\x06weight\"\xbc\x02\n" +
+	"\x06weight\x18\x15 \x01(\rR\x06weight\"\xd4\x02\n" +
 	"\x12CreateClaimRequest\x12\x12\n" +
 	"\x04expr\x18\x01 \x01(\tR\x04expr\x12\x1d\n" +
 	"\n" +
@@ -1796,7 +1944,8 @@ const file_gpuctl_v1_host_proto_rawDesc = "" +
 	"\x06remote\x18\a \x01(\tR\x06remote\x12\x12\n" +
 	"\x04wait\x18\b \x01(\bR\x04wait\x12\x14\n" +
 	"\x05owner\x18\x14 \x01(\tR\x05owner\x12\x16\n" +
-	"\x06weight\x18\x15 \x01(\rR\x06weight\"\xc8\x01\n" +
+	"\x06weight\x18\x15 \x01(\rR\x06weight\x12\x16\n" +
+	"\x06engine\x18( \x01(\tR\x06engine\"\xc8\x01\n" +
 	"\x13CreateClaimResponse\x12&\n" +
 	"\x05claim\x18\x01 \x01(\v2\x10.gpuctl.v1.ClaimR\x05claim\x12\x14\n" +
 	"\x05token\x18\x02 \x01(\tR\x05token\x12\x1d\n" +
@@ -1825,12 +1974,13 @@ const file_gpuctl_v1_host_proto_rawDesc = "" +
 	"\x05claim\x18\x02 \x01(\v2\x10.gpuctl.v1.ClaimR\x05claim\x12\"\n" +
 	"\x04gpus\x18\x03 \x03(\v2\x0e.gpuctl.v1.GPUR\x04gpus\x12\x1c\n" +
 	"\toperation\x18\x04 \x01(\tR\toperation\x12)\n" +
-	"\x04last\x18\x05 \x01(\v2\x15.gpuctl.v1.SwapResultR\x04last\"v\n" +
+	"\x04last\x18\x05 \x01(\v2\x15.gpuctl.v1.SwapResultR\x04last\"\x92\x01\n" +
 	"\x0fHostPlanRequest\x12\x18\n" +
 	"\asession\x18\x01 \x01(\tR\asession\x12#\n" +
 	"\x04verb\x18\x02 \x01(\x0e2\x0f.gpuctl.v1.VerbR\x04verb\x12\x0e\n" +
 	"\x02to\x18\x03 \x01(\tR\x02to\x12\x14\n" +
-	"\x05build\x18\x04 \x01(\bR\x05build\"\xdd\x03\n" +
+	"\x05build\x18\x04 \x01(\bR\x05build\x12\x1a\n" +
+	"\brehearse\x18( \x01(\bR\brehearse\"\xdd\x03\n" +
 	"\x10HostPlanResponse\x12\x18\n" +
 	"\asession\x18\x01 \x01(\tR\asession\x12\x12\n" +
 	"\x04from\x18\x02 \x03(\tR\x04from\x12\x12\n" +
@@ -1847,7 +1997,7 @@ const file_gpuctl_v1_host_proto_rawDesc = "" +
 	"\x04path\x18\f \x03(\tR\x04path\x124\n" +
 	"\n" +
 	"per_second\x18\r \x01(\v2\x15.gpuctl.v1.PredictionR\tperSecond\x12\"\n" +
-	"\rper_second_ns\x18\x0e \x01(\x03R\vperSecondNs\"\xc4\x01\n" +
+	"\rper_second_ns\x18\x0e \x01(\x03R\vperSecondNs\"\xe0\x01\n" +
 	"\x0fHostSwapRequest\x12\x18\n" +
 	"\asession\x18\x01 \x01(\tR\asession\x12#\n" +
 	"\x04verb\x18\x02 \x01(\x0e2\x0f.gpuctl.v1.VerbR\x04verb\x12\x0e\n" +
@@ -1855,7 +2005,8 @@ const file_gpuctl_v1_host_proto_rawDesc = "" +
 	"\x11freeze_timeout_ms\x18\x04 \x01(\x03R\x0ffreezeTimeoutMs\x12\x17\n" +
 	"\afail_at\x18\x05 \x01(\tR\x06failAt\x12\x1d\n" +
 	"\n" +
-	"timeout_ms\x18\x06 \x01(\x03R\ttimeoutMs\"\xa6\x01\n" +
+	"timeout_ms\x18\x06 \x01(\x03R\ttimeoutMs\x12\x1a\n" +
+	"\brehearse\x18( \x01(\bR\brehearse\"\xa6\x01\n" +
 	"\x12HostSuspendRequest\x12\x18\n" +
 	"\asession\x18\x01 \x01(\tR\asession\x12\x12\n" +
 	"\x04file\x18\x02 \x01(\tR\x04file\x12*\n" +
@@ -1874,12 +2025,19 @@ const file_gpuctl_v1_host_proto_rawDesc = "" +
 	"\x04gpus\x18\x02 \x03(\tR\x04gpus\x12\x14\n" +
 	"\x05model\x18\x03 \x01(\tR\x05model\x12/\n" +
 	"\bprogress\x18\x04 \x01(\v2\x13.gpuctl.v1.ProgressR\bprogress\x120\n" +
-	"\brejected\x18\x05 \x03(\v2\x14.gpuctl.v1.CandidateR\brejected*T\n" +
+	"\brejected\x18\x05 \x03(\v2\x14.gpuctl.v1.CandidateR\brejected\"J\n" +
+	"\x10HostAdoptRequest\x12\x10\n" +
+	"\x03pid\x18\x01 \x01(\rR\x03pid\x12\x10\n" +
+	"\x03all\x18\x02 \x01(\bR\x03all\x12\x12\n" +
+	"\x04plan\x18\x03 \x01(\bR\x04plan\"v\n" +
+	"\x11HostAdoptResponse\x12.\n" +
+	"\bsessions\x18\x01 \x03(\v2\x12.gpuctl.v1.SessionR\bsessions\x121\n" +
+	"\arefused\x18\x02 \x03(\v2\x17.gpuctl.v1.AdoptRefusalR\arefused*T\n" +
 	"\x04Verb\x12\x14\n" +
 	"\x10VERB_UNSPECIFIED\x10\x00\x12\x10\n" +
 	"\fVERB_UPGRADE\x10\x01\x12\x12\n" +
 	"\x0eVERB_DOWNGRADE\x10\x02\x12\x10\n" +
-	"\fVERB_MIGRATE\x10\x032\xd8\x06\n" +
+	"\fVERB_MIGRATE\x10\x032\x9c\a\n" +
 	"\vHostService\x12O\n" +
 	"\fGetInventory\x12\x1e.gpuctl.v1.GetInventoryRequest\x1a\x1f.gpuctl.v1.GetInventoryResponse\x12L\n" +
 	"\vCreateClaim\x12\x1d.gpuctl.v1.CreateClaimRequest\x1a\x1e.gpuctl.v1.CreateClaimResponse\x12O\n" +
@@ -1892,7 +2050,8 @@ const file_gpuctl_v1_host_proto_rawDesc = "" +
 	"\x04Plan\x12\x1a.gpuctl.v1.HostPlanRequest\x1a\x1b.gpuctl.v1.HostPlanResponse\x12@\n" +
 	"\x04Swap\x12\x1a.gpuctl.v1.HostSwapRequest\x1a\x1a.gpuctl.v1.OperationUpdate0\x01\x12F\n" +
 	"\aSuspend\x12\x1d.gpuctl.v1.HostSuspendRequest\x1a\x1a.gpuctl.v1.OperationUpdate0\x01\x12D\n" +
-	"\x06Resume\x12\x1c.gpuctl.v1.HostResumeRequest\x1a\x1a.gpuctl.v1.OperationUpdate0\x01B1Z/github.com/gpuctl/gpuctl/api/gpuctl/v1;gpuctlv1b\x06proto3"
+	"\x06Resume\x12\x1c.gpuctl.v1.HostResumeRequest\x1a\x1a.gpuctl.v1.OperationUpdate0\x01\x12B\n" +
+	"\x05Adopt\x12\x1b.gpuctl.v1.HostAdoptRequest\x1a\x1c.gpuctl.v1.HostAdoptResponseB1Z/github.com/gpuctl/gpuctl/api/gpuctl/v1;gpuctlv1b\x06proto3"
 
 var (
 	file_gpuctl_v1_host_proto_rawDescOnce sync.Once
@@ -1907,7 +2066,7 @@ func file_gpuctl_v1_host_proto_rawDescGZIP() []byte {
 }
 
 var file_gpuctl_v1_host_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_gpuctl_v1_host_proto_msgTypes = make([]protoimpl.MessageInfo, 23)
+var file_gpuctl_v1_host_proto_msgTypes = make([]protoimpl.MessageInfo, 25)
 var file_gpuctl_v1_host_proto_goTypes = []any{
 	(Verb)(0),                        // 0: gpuctl.v1.Verb
 	(*GPU)(nil),                      // 1: gpuctl.v1.GPU
@@ -1933,69 +2092,78 @@ var file_gpuctl_v1_host_proto_goTypes = []any{
 	(*HostSuspendRequest)(nil),       // 21: gpuctl.v1.HostSuspendRequest
 	(*HostResumeRequest)(nil),        // 22: gpuctl.v1.HostResumeRequest
 	(*OperationUpdate)(nil),          // 23: gpuctl.v1.OperationUpdate
-	(*Limits)(nil),                   // 24: gpuctl.v1.Limits
-	(*Runtime)(nil),                  // 25: gpuctl.v1.Runtime
-	(*Share)(nil),                    // 26: gpuctl.v1.Share
-	(*VirtualDevice)(nil),            // 27: gpuctl.v1.VirtualDevice
-	(*Reason)(nil),                   // 28: gpuctl.v1.Reason
-	(*Session)(nil),                  // 29: gpuctl.v1.Session
-	(*SwapResult)(nil),               // 30: gpuctl.v1.SwapResult
-	(*Prediction)(nil),               // 31: gpuctl.v1.Prediction
-	(*Progress)(nil),                 // 32: gpuctl.v1.Progress
+	(*HostAdoptRequest)(nil),         // 24: gpuctl.v1.HostAdoptRequest
+	(*HostAdoptResponse)(nil),        // 25: gpuctl.v1.HostAdoptResponse
+	(*Limits)(nil),                   // 26: gpuctl.v1.Limits
+	(*Runtime)(nil),                  // 27: gpuctl.v1.Runtime
+	(*DriverGPU)(nil),                // 28: gpuctl.v1.DriverGPU
+	(*Share)(nil),                    // 29: gpuctl.v1.Share
+	(*VirtualDevice)(nil),            // 30: gpuctl.v1.VirtualDevice
+	(*Reason)(nil),                   // 31: gpuctl.v1.Reason
+	(*Session)(nil),                  // 32: gpuctl.v1.Session
+	(*SwapResult)(nil),               // 33: gpuctl.v1.SwapResult
+	(*Prediction)(nil),               // 34: gpuctl.v1.Prediction
+	(*Progress)(nil),                 // 35: gpuctl.v1.Progress
+	(*AdoptRefusal)(nil),             // 36: gpuctl.v1.AdoptRefusal
 }
 var file_gpuctl_v1_host_proto_depIdxs = []int32{
-	24, // 0: gpuctl.v1.GPU.limits:type_name -> gpuctl.v1.Limits
-	25, // 1: gpuctl.v1.GPU.runtime:type_name -> gpuctl.v1.Runtime
+	26, // 0: gpuctl.v1.GPU.limits:type_name -> gpuctl.v1.Limits
+	27, // 1: gpuctl.v1.GPU.runtime:type_name -> gpuctl.v1.Runtime
 	2,  // 2: gpuctl.v1.GPU.owners:type_name -> gpuctl.v1.Owner
-	26, // 3: gpuctl.v1.Owner.share:type_name -> gpuctl.v1.Share
-	1,  // 4: gpuctl.v1.GetInventoryResponse.gpus:type_name -> gpuctl.v1.GPU
-	27, // 5: gpuctl.v1.Claim.device:type_name -> gpuctl.v1.VirtualDevice
-	27, // 6: gpuctl.v1.CreateClaimRequest.device:type_name -> gpuctl.v1.VirtualDevice
-	5,  // 7: gpuctl.v1.CreateClaimResponse.claim:type_name -> gpuctl.v1.Claim
-	1,  // 8: gpuctl.v1.CreateClaimResponse.gpus:type_name -> gpuctl.v1.GPU
-	12, // 9: gpuctl.v1.CreateClaimResponse.rejected:type_name -> gpuctl.v1.Candidate
-	5,  // 10: gpuctl.v1.ListClaimsResponse.claims:type_name -> gpuctl.v1.Claim
-	28, // 11: gpuctl.v1.Candidate.reasons:type_name -> gpuctl.v1.Reason
-	29, // 12: gpuctl.v1.HostListSessionsResponse.sessions:type_name -> gpuctl.v1.Session
-	29, // 13: gpuctl.v1.DescribeSessionResponse.session:type_name -> gpuctl.v1.Session
-	5,  // 14: gpuctl.v1.DescribeSessionResponse.claim:type_name -> gpuctl.v1.Claim
-	1,  // 15: gpuctl.v1.DescribeSessionResponse.gpus:type_name -> gpuctl.v1.GPU
-	30, // 16: gpuctl.v1.DescribeSessionResponse.last:type_name -> gpuctl.v1.SwapResult
-	0,  // 17: gpuctl.v1.HostPlanRequest.verb:type_name -> gpuctl.v1.Verb
-	12, // 18: gpuctl.v1.HostPlanResponse.rejected:type_name -> gpuctl.v1.Candidate
-	31, // 19: gpuctl.v1.HostPlanResponse.total:type_name -> gpuctl.v1.Prediction
-	31, // 20: gpuctl.v1.HostPlanResponse.stop:type_name -> gpuctl.v1.Prediction
-	31, // 21: gpuctl.v1.HostPlanResponse.per_second:type_name -> gpuctl.v1.Prediction
-	0,  // 22: gpuctl.v1.HostSwapRequest.verb:type_name -> gpuctl.v1.Verb
-	32, // 23: gpuctl.v1.OperationUpdate.progress:type_name -> gpuctl.v1.Progress
-	12, // 24: gpuctl.v1.OperationUpdate.rejected:type_name -> gpuctl.v1.Candidate
-	3,  // 25: gpuctl.v1.HostService.GetInventory:input_type -> gpuctl.v1.GetInventoryRequest
-	6,  // 26: gpuctl.v1.HostService.CreateClaim:input_type -> gpuctl.v1.CreateClaimRequest
-	8,  // 27: gpuctl.v1.HostService.ReleaseClaim:input_type -> gpuctl.v1.ReleaseClaimRequest
-	10, // 28: gpuctl.v1.HostService.ListClaims:input_type -> gpuctl.v1.ListClaimsRequest
-	13, // 29: gpuctl.v1.HostService.ListSessions:input_type -> gpuctl.v1.HostListSessionsRequest
-	15, // 30: gpuctl.v1.HostService.WatchSessions:input_type -> gpuctl.v1.HostWatchSessionsRequest
-	16, // 31: gpuctl.v1.HostService.DescribeSession:input_type -> gpuctl.v1.DescribeSessionRequest
-	18, // 32: gpuctl.v1.HostService.Plan:input_type -> gpuctl.v1.HostPlanRequest
-	20, // 33: gpuctl.v1.HostService.Swap:input_type -> gpuctl.v1.HostSwapRequest
-	21, // 34: gpuctl.v1.HostService.Suspend:input_type -> gpuctl.v1.HostSuspendRequest
-	22, // 35: gpuctl.v1.HostService.Resume:input_type -> gpuctl.v1.HostResumeRequest
-	4,  // 36: gpuctl.v1.HostService.GetInventory:output_type -> gpuctl.v1.GetInventoryResponse
-	7,  // 37: gpuctl.v1.HostService.CreateClaim:output_type -> gpuctl.v1.CreateClaimResponse
-	9,  // 38: gpuctl.v1.HostService.ReleaseClaim:output_type -> gpuctl.v1.ReleaseClaimResponse
-	11, // 39: gpuctl.v1.HostService.ListClaims:output_type -> gpuctl.v1.ListClaimsResponse
-	14, // 40: gpuctl.v1.HostService.ListSessions:output_type -> gpuctl.v1.HostListSessionsResponse
-	29, // 41: gpuctl.v1.HostService.WatchSessions:output_type -> gpuctl.v1.Session
-	17, // 42: gpuctl.v1.HostService.DescribeSession:output_type -> gpuctl.v1.DescribeSessionResponse
-	19, // 43: gpuctl.v1.HostService.Plan:output_type -> gpuctl.v1.HostPlanResponse
-	23, // 44: gpuctl.v1.HostService.Swap:output_type -> gpuctl.v1.OperationUpdate
-	23, // 45: gpuctl.v1.HostService.Suspend:output_type -> gpuctl.v1.OperationUpdate
-	23, // 46: gpuctl.v1.HostService.Resume:output_type -> gpuctl.v1.OperationUpdate
-	36, // [36:47] is the sub-list for method output_type
-	25, // [25:36] is the sub-list for method input_type
-	25, // [25:25] is the sub-list for extension type_name
-	25, // [25:25] is the sub-list for extension extendee
-	0,  // [0:25] is the sub-list for field type_name
+	28, // 3: gpuctl.v1.GPU.driver_gpu:type_name -> gpuctl.v1.DriverGPU
+	29, // 4: gpuctl.v1.Owner.share:type_name -> gpuctl.v1.Share
+	1,  // 5: gpuctl.v1.GetInventoryResponse.gpus:type_name -> gpuctl.v1.GPU
+	30, // 6: gpuctl.v1.Claim.device:type_name -> gpuctl.v1.VirtualDevice
+	30, // 7: gpuctl.v1.CreateClaimRequest.device:type_name -> gpuctl.v1.VirtualDevice
+	5,  // 8: gpuctl.v1.CreateClaimResponse.claim:type_name -> gpuctl.v1.Claim
+	1,  // 9: gpuctl.v1.CreateClaimResponse.gpus:type_name -> gpuctl.v1.GPU
+	12, // 10: gpuctl.v1.CreateClaimResponse.rejected:type_name -> gpuctl.v1.Candidate
+	5,  // 11: gpuctl.v1.ListClaimsResponse.claims:type_name -> gpuctl.v1.Claim
+	31, // 12: gpuctl.v1.Candidate.reasons:type_name -> gpuctl.v1.Reason
+	32, // 13: gpuctl.v1.HostListSessionsResponse.sessions:type_name -> gpuctl.v1.Session
+	32, // 14: gpuctl.v1.DescribeSessionResponse.session:type_name -> gpuctl.v1.Session
+	5,  // 15: gpuctl.v1.DescribeSessionResponse.claim:type_name -> gpuctl.v1.Claim
+	1,  // 16: gpuctl.v1.DescribeSessionResponse.gpus:type_name -> gpuctl.v1.GPU
+	33, // 17: gpuctl.v1.DescribeSessionResponse.last:type_name -> gpuctl.v1.SwapResult
+	0,  // 18: gpuctl.v1.HostPlanRequest.verb:type_name -> gpuctl.v1.Verb
+	12, // 19: gpuctl.v1.HostPlanResponse.rejected:type_name -> gpuctl.v1.Candidate
+	34, // 20: gpuctl.v1.HostPlanResponse.total:type_name -> gpuctl.v1.Prediction
+	34, // 21: gpuctl.v1.HostPlanResponse.stop:type_name -> gpuctl.v1.Prediction
+	34, // 22: gpuctl.v1.HostPlanResponse.per_second:type_name -> gpuctl.v1.Prediction
+	0,  // 23: gpuctl.v1.HostSwapRequest.verb:type_name -> gpuctl.v1.Verb
+	35, // 24: gpuctl.v1.OperationUpdate.progress:type_name -> gpuctl.v1.Progress
+	12, // 25: gpuctl.v1.OperationUpdate.rejected:type_name -> gpuctl.v1.Candidate
+	32, // 26: gpuctl.v1.HostAdoptResponse.sessions:type_name -> gpuctl.v1.Session
+	36, // 27: gpuctl.v1.HostAdoptResponse.refused:type_name -> gpuctl.v1.AdoptRefusal
+	3,  // 28: gpuctl.v1.HostService.GetInventory:input_type -> gpuctl.v1.GetInventoryRequest
+	6,  // 29: gpuctl.v1.HostService.CreateClaim:input_type -> gpuctl.v1.CreateClaimRequest
+	8,  // 30: gpuctl.v1.HostService.ReleaseClaim:input_type -> gpuctl.v1.ReleaseClaimRequest
+	10, // 31: gpuctl.v1.HostService.ListClaims:input_type -> gpuctl.v1.ListClaimsRequest
+	13, // 32: gpuctl.v1.HostService.ListSessions:input_type -> gpuctl.v1.HostListSessionsRequest
+	15, // 33: gpuctl.v1.HostService.WatchSessions:input_type -> gpuctl.v1.HostWatchSessionsRequest
+	16, // 34: gpuctl.v1.HostService.DescribeSession:input_type -> gpuctl.v1.DescribeSessionRequest
+	18, // 35: gpuctl.v1.HostService.Plan:input_type -> gpuctl.v1.HostPlanRequest
+	20, // 36: gpuctl.v1.HostService.Swap:input_type -> gpuctl.v1.HostSwapRequest
+	21, // 37: gpuctl.v1.HostService.Suspend:input_type -> gpuctl.v1.HostSuspendRequest
+	22, // 38: gpuctl.v1.HostService.Resume:input_type -> gpuctl.v1.HostResumeRequest
+	24, // 39: gpuctl.v1.HostService.Adopt:input_type -> gpuctl.v1.HostAdoptRequest
+	4,  // 40: gpuctl.v1.HostService.GetInventory:output_type -> gpuctl.v1.GetInventoryResponse
+	7,  // 41: gpuctl.v1.HostService.CreateClaim:output_type -> gpuctl.v1.CreateClaimResponse
+	9,  // 42: gpuctl.v1.HostService.ReleaseClaim:output_type -> gpuctl.v1.ReleaseClaimResponse
+	11, // 43: gpuctl.v1.HostService.ListClaims:output_type -> gpuctl.v1.ListClaimsResponse
+	14, // 44: gpuctl.v1.HostService.ListSessions:output_type -> gpuctl.v1.HostListSessionsResponse
+	32, // 45: gpuctl.v1.HostService.WatchSessions:output_type -> gpuctl.v1.Session
+	17, // 46: gpuctl.v1.HostService.DescribeSession:output_type -> gpuctl.v1.DescribeSessionResponse
+	19, // 47: gpuctl.v1.HostService.Plan:output_type -> gpuctl.v1.HostPlanResponse
+	23, // 48: gpuctl.v1.HostService.Swap:output_type -> gpuctl.v1.OperationUpdate
+	23, // 49: gpuctl.v1.HostService.Suspend:output_type -> gpuctl.v1.OperationUpdate
+	23, // 50: gpuctl.v1.HostService.Resume:output_type -> gpuctl.v1.OperationUpdate
+	25, // 51: gpuctl.v1.HostService.Adopt:output_type -> gpuctl.v1.HostAdoptResponse
+	40, // [40:52] is the sub-list for method output_type
+	28, // [28:40] is the sub-list for method input_type
+	28, // [28:28] is the sub-list for extension type_name
+	28, // [28:28] is the sub-list for extension extendee
+	0,  // [0:28] is the sub-list for field type_name
 }
 
 func init() { file_gpuctl_v1_host_proto_init() }
@@ -2010,7 +2178,7 @@ func file_gpuctl_v1_host_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_gpuctl_v1_host_proto_rawDesc), len(file_gpuctl_v1_host_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   23,
+			NumMessages:   25,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

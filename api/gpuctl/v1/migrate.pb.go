@@ -1425,7 +1425,8 @@ type SiteSessionsResponse struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Sessions      []string               `protobuf:"bytes,1,rep,name=sessions,proto3" json:"sessions,omitempty"`
 	Hello         *HelloResponseSummary  `protobuf:"bytes,2,opt,name=hello,proto3" json:"hello,omitempty"`
-	Running       []*SiteSession         `protobuf:"bytes,3,rep,name=running,proto3" json:"running,omitempty"` // details of sessions
+	Running       []*SiteSession         `protobuf:"bytes,3,rep,name=running,proto3" json:"running,omitempty"`  // details of sessions
+	Refused       []*AdoptRefusal        `protobuf:"bytes,40,rep,name=refused,proto3" json:"refused,omitempty"` // CUDA programs that can't be moved
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1477,6 +1478,13 @@ func (x *SiteSessionsResponse) GetHello() *HelloResponseSummary {
 func (x *SiteSessionsResponse) GetRunning() []*SiteSession {
 	if x != nil {
 		return x.Running
+	}
+	return nil
+}
+
+func (x *SiteSessionsResponse) GetRefused() []*AdoptRefusal {
+	if x != nil {
+		return x.Refused
 	}
 	return nil
 }
@@ -1659,6 +1667,7 @@ type SiteMachineFacts struct {
 	Sessions      []*SiteSession         `protobuf:"bytes,14,rep,name=sessions,proto3" json:"sessions,omitempty"`
 	Stored        bool                   `protobuf:"varint,15,opt,name=stored,proto3" json:"stored,omitempty"`         // the stored definition contains its GPU
 	Persistent    bool                   `protobuf:"varint,16,opt,name=persistent,proto3" json:"persistent,omitempty"` // it has a stored definition
+	Refused       []*AdoptRefusal        `protobuf:"bytes,40,rep,name=refused,proto3" json:"refused,omitempty"`        // CUDA programs that can't be moved
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1805,6 +1814,13 @@ func (x *SiteMachineFacts) GetPersistent() bool {
 	return false
 }
 
+func (x *SiteMachineFacts) GetRefused() []*AdoptRefusal {
+	if x != nil {
+		return x.Refused
+	}
+	return nil
+}
+
 type HelloResponseSummary struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Version       string                 `protobuf:"bytes,1,opt,name=version,proto3" json:"version,omitempty"`
@@ -1895,6 +1911,7 @@ type SiteSession struct {
 	Command       string                 `protobuf:"bytes,2,opt,name=command,proto3" json:"command,omitempty"`
 	Usage         *Usage                 `protobuf:"bytes,3,opt,name=usage,proto3" json:"usage,omitempty"`
 	Frozen        bool                   `protobuf:"varint,4,opt,name=frozen,proto3" json:"frozen,omitempty"`
+	Engine        string                 `protobuf:"bytes,40,opt,name=engine,proto3" json:"engine,omitempty"` // portable or driver; empty: portable
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1955,6 +1972,13 @@ func (x *SiteSession) GetFrozen() bool {
 		return x.Frozen
 	}
 	return false
+}
+
+func (x *SiteSession) GetEngine() string {
+	if x != nil {
+		return x.Engine
+	}
+	return ""
 }
 
 type SiteDisk struct {
@@ -2509,11 +2533,12 @@ const file_gpuctl_v1_migrate_proto_rawDesc = "" +
 	"\fSiteProgress\x12\x12\n" +
 	"\x04done\x18\x01 \x01(\x04R\x04done\x12\x14\n" +
 	"\x05total\x18\x02 \x01(\x04R\x05total\x12\x18\n" +
-	"\amessage\x18\x03 \x01(\tR\amessage\"\x9b\x01\n" +
+	"\amessage\x18\x03 \x01(\tR\amessage\"\xce\x01\n" +
 	"\x14SiteSessionsResponse\x12\x1a\n" +
 	"\bsessions\x18\x01 \x03(\tR\bsessions\x125\n" +
 	"\x05hello\x18\x02 \x01(\v2\x1f.gpuctl.v1.HelloResponseSummaryR\x05hello\x120\n" +
-	"\arunning\x18\x03 \x03(\v2\x16.gpuctl.v1.SiteSessionR\arunning\"\xc5\x01\n" +
+	"\arunning\x18\x03 \x03(\v2\x16.gpuctl.v1.SiteSessionR\arunning\x121\n" +
+	"\arefused\x18( \x03(\v2\x17.gpuctl.v1.AdoptRefusalR\arefused\"\xc5\x01\n" +
 	"\x13SiteSessionsRequest\x120\n" +
 	"\amachine\x18\x01 \x01(\v2\x16.gpuctl.v1.SiteMachineR\amachine\x12\x10\n" +
 	"\x03gpu\x18\x02 \x01(\tR\x03gpu\x12\x1a\n" +
@@ -2526,7 +2551,7 @@ const file_gpuctl_v1_migrate_proto_rawDesc = "" +
 	"\asession\x18\x02 \x01(\tR\asession\x12(\n" +
 	"\x04mark\x18\x03 \x01(\v2\x14.gpuctl.v1.StateMarkR\x04mark\x12\x16\n" +
 	"\x06expect\x18\x04 \x01(\x04R\x06expect\x12+\n" +
-	"\x05chunk\x18\x05 \x01(\v2\x15.gpuctl.v1.StateChunkR\x05chunk\"\x82\x04\n" +
+	"\x05chunk\x18\x05 \x01(\v2\x15.gpuctl.v1.StateChunkR\x05chunk\"\xb5\x04\n" +
 	"\x10SiteMachineFacts\x12\x12\n" +
 	"\x04uuid\x18\x01 \x01(\tR\x04uuid\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12\x14\n" +
@@ -2547,7 +2572,8 @@ const file_gpuctl_v1_migrate_proto_rawDesc = "" +
 	"\x06stored\x18\x0f \x01(\bR\x06stored\x12\x1e\n" +
 	"\n" +
 	"persistent\x18\x10 \x01(\bR\n" +
-	"persistent\"\xc2\x01\n" +
+	"persistent\x121\n" +
+	"\arefused\x18( \x03(\v2\x17.gpuctl.v1.AdoptRefusalR\arefused\"\xc2\x01\n" +
 	"\x14HelloResponseSummary\x12\x18\n" +
 	"\aversion\x18\x01 \x01(\tR\aversion\x12\x1a\n" +
 	"\bprotocol\x18\x02 \x01(\rR\bprotocol\x12\x18\n" +
@@ -2555,12 +2581,13 @@ const file_gpuctl_v1_migrate_proto_rawDesc = "" +
 	"\x0ehotplug_reason\x18\x04 \x01(\tR\rhotplugReason\x12\x1f\n" +
 	"\vfree_memory\x18\x05 \x01(\x04R\n" +
 	"freeMemory\x12\x12\n" +
-	"\x04bulk\x18\x06 \x01(\x04R\x04bulk\"w\n" +
+	"\x04bulk\x18\x06 \x01(\x04R\x04bulk\"\x8f\x01\n" +
 	"\vSiteSession\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12\x18\n" +
 	"\acommand\x18\x02 \x01(\tR\acommand\x12&\n" +
 	"\x05usage\x18\x03 \x01(\v2\x10.gpuctl.v1.UsageR\x05usage\x12\x16\n" +
-	"\x06frozen\x18\x04 \x01(\bR\x06frozen\";\n" +
+	"\x06frozen\x18\x04 \x01(\bR\x06frozen\x12\x16\n" +
+	"\x06engine\x18( \x01(\tR\x06engine\";\n" +
 	"\bSiteDisk\x12\x12\n" +
 	"\x04path\x18\x01 \x01(\tR\x04path\x12\x1b\n" +
 	"\tread_only\x18\x02 \x01(\bR\breadOnly\"{\n" +
@@ -2684,10 +2711,11 @@ var file_gpuctl_v1_migrate_proto_goTypes = []any{
 	(*Reason)(nil),                // 33: gpuctl.v1.Reason
 	(*Prediction)(nil),            // 34: gpuctl.v1.Prediction
 	(*PCIIdentity)(nil),           // 35: gpuctl.v1.PCIIdentity
-	(*StateMark)(nil),             // 36: gpuctl.v1.StateMark
-	(*StateChunk)(nil),            // 37: gpuctl.v1.StateChunk
-	(*Usage)(nil),                 // 38: gpuctl.v1.Usage
-	(*ServesResponse)(nil),        // 39: gpuctl.v1.ServesResponse
+	(*AdoptRefusal)(nil),          // 36: gpuctl.v1.AdoptRefusal
+	(*StateMark)(nil),             // 37: gpuctl.v1.StateMark
+	(*StateChunk)(nil),            // 38: gpuctl.v1.StateChunk
+	(*Usage)(nil),                 // 39: gpuctl.v1.Usage
+	(*ServesResponse)(nil),        // 40: gpuctl.v1.ServesResponse
 }
 var file_gpuctl_v1_migrate_proto_depIdxs = []int32{
 	33, // 0: gpuctl.v1.MachinePlanResponse.reasons:type_name -> gpuctl.v1.Reason
@@ -2710,89 +2738,91 @@ var file_gpuctl_v1_migrate_proto_depIdxs = []int32{
 	12, // 17: gpuctl.v1.SiteMoveRequest.machine:type_name -> gpuctl.v1.SiteMachine
 	25, // 18: gpuctl.v1.SiteSessionsResponse.hello:type_name -> gpuctl.v1.HelloResponseSummary
 	26, // 19: gpuctl.v1.SiteSessionsResponse.running:type_name -> gpuctl.v1.SiteSession
-	12, // 20: gpuctl.v1.SiteSessionsRequest.machine:type_name -> gpuctl.v1.SiteMachine
-	12, // 21: gpuctl.v1.SiteKeepRequest.machine:type_name -> gpuctl.v1.SiteMachine
-	36, // 22: gpuctl.v1.SiteKeepRequest.mark:type_name -> gpuctl.v1.StateMark
-	37, // 23: gpuctl.v1.SiteKeepRequest.chunk:type_name -> gpuctl.v1.StateChunk
-	29, // 24: gpuctl.v1.SiteMachineFacts.cpu:type_name -> gpuctl.v1.SiteCPU
-	27, // 25: gpuctl.v1.SiteMachineFacts.disks:type_name -> gpuctl.v1.SiteDisk
-	25, // 26: gpuctl.v1.SiteMachineFacts.hello:type_name -> gpuctl.v1.HelloResponseSummary
-	26, // 27: gpuctl.v1.SiteMachineFacts.sessions:type_name -> gpuctl.v1.SiteSession
-	38, // 28: gpuctl.v1.SiteSession.usage:type_name -> gpuctl.v1.Usage
-	27, // 29: gpuctl.v1.SiteHostFactsRequest.disks:type_name -> gpuctl.v1.SiteDisk
-	29, // 30: gpuctl.v1.SiteHostFactsRequest.cpu:type_name -> gpuctl.v1.SiteCPU
-	35, // 31: gpuctl.v1.SiteServesRequest.functions:type_name -> gpuctl.v1.PCIIdentity
-	32, // 32: gpuctl.v1.SiteHostFacts.cards:type_name -> gpuctl.v1.SiteCard
-	35, // 33: gpuctl.v1.SiteCard.id:type_name -> gpuctl.v1.PCIIdentity
-	0,  // 34: gpuctl.v1.MigrationService.Plan:input_type -> gpuctl.v1.MachinePlanRequest
-	5,  // 35: gpuctl.v1.MigrationService.Start:input_type -> gpuctl.v1.MachineStartRequest
-	7,  // 36: gpuctl.v1.MigrationService.Watch:input_type -> gpuctl.v1.MachineWatchRequest
-	8,  // 37: gpuctl.v1.MigrationService.Abort:input_type -> gpuctl.v1.MachineAbortRequest
-	10, // 38: gpuctl.v1.MigrationService.Resume:input_type -> gpuctl.v1.MachineResumeRequest
-	12, // 39: gpuctl.v1.SiteService.MachineFacts:input_type -> gpuctl.v1.SiteMachine
-	30, // 40: gpuctl.v1.SiteService.Serves:input_type -> gpuctl.v1.SiteServesRequest
-	28, // 41: gpuctl.v1.SiteService.HostFacts:input_type -> gpuctl.v1.SiteHostFactsRequest
-	12, // 42: gpuctl.v1.SiteService.Where:input_type -> gpuctl.v1.SiteMachine
-	12, // 43: gpuctl.v1.SiteService.Pause:input_type -> gpuctl.v1.SiteMachine
-	12, // 44: gpuctl.v1.SiteService.Unpause:input_type -> gpuctl.v1.SiteMachine
-	18, // 45: gpuctl.v1.SiteService.Reserve:input_type -> gpuctl.v1.SiteCardRequest
-	18, // 46: gpuctl.v1.SiteService.Prepare:input_type -> gpuctl.v1.SiteCardRequest
-	14, // 47: gpuctl.v1.SiteService.Expect:input_type -> gpuctl.v1.SiteExpectRequest
-	18, // 48: gpuctl.v1.SiteService.Attach:input_type -> gpuctl.v1.SiteCardRequest
-	18, // 49: gpuctl.v1.SiteService.Detach:input_type -> gpuctl.v1.SiteCardRequest
-	18, // 50: gpuctl.v1.SiteService.GiveBack:input_type -> gpuctl.v1.SiteCardRequest
-	19, // 51: gpuctl.v1.SiteService.Move:input_type -> gpuctl.v1.SiteMoveRequest
-	12, // 52: gpuctl.v1.SiteService.Sessions:input_type -> gpuctl.v1.SiteMachine
-	22, // 53: gpuctl.v1.SiteService.Freeze:input_type -> gpuctl.v1.SiteSessionsRequest
-	18, // 54: gpuctl.v1.SiteService.Release:input_type -> gpuctl.v1.SiteCardRequest
-	18, // 55: gpuctl.v1.SiteService.TakeUp:input_type -> gpuctl.v1.SiteCardRequest
-	18, // 56: gpuctl.v1.SiteService.Await:input_type -> gpuctl.v1.SiteCardRequest
-	22, // 57: gpuctl.v1.SiteService.Thaw:input_type -> gpuctl.v1.SiteSessionsRequest
-	18, // 58: gpuctl.v1.SiteService.Stop:input_type -> gpuctl.v1.SiteCardRequest
-	18, // 59: gpuctl.v1.SiteService.Start:input_type -> gpuctl.v1.SiteCardRequest
-	12, // 60: gpuctl.v1.SiteService.Definition:input_type -> gpuctl.v1.SiteMachine
-	16, // 61: gpuctl.v1.SiteService.Define:input_type -> gpuctl.v1.SiteDefinition
-	12, // 62: gpuctl.v1.SiteService.Undefine:input_type -> gpuctl.v1.SiteMachine
-	23, // 63: gpuctl.v1.SiteService.Keep:input_type -> gpuctl.v1.SiteKeepRequest
-	22, // 64: gpuctl.v1.SiteService.Deposit:input_type -> gpuctl.v1.SiteSessionsRequest
-	12, // 65: gpuctl.v1.SiteService.Forget:input_type -> gpuctl.v1.SiteMachine
-	1,  // 66: gpuctl.v1.MigrationService.Plan:output_type -> gpuctl.v1.MachinePlanResponse
-	6,  // 67: gpuctl.v1.MigrationService.Start:output_type -> gpuctl.v1.MachineProgress
-	6,  // 68: gpuctl.v1.MigrationService.Watch:output_type -> gpuctl.v1.MachineProgress
-	9,  // 69: gpuctl.v1.MigrationService.Abort:output_type -> gpuctl.v1.MachineAbortResponse
-	11, // 70: gpuctl.v1.MigrationService.Resume:output_type -> gpuctl.v1.MachineResumeResponse
-	24, // 71: gpuctl.v1.SiteService.MachineFacts:output_type -> gpuctl.v1.SiteMachineFacts
-	39, // 72: gpuctl.v1.SiteService.Serves:output_type -> gpuctl.v1.ServesResponse
-	31, // 73: gpuctl.v1.SiteService.HostFacts:output_type -> gpuctl.v1.SiteHostFacts
-	17, // 74: gpuctl.v1.SiteService.Where:output_type -> gpuctl.v1.SiteWhereResponse
-	15, // 75: gpuctl.v1.SiteService.Pause:output_type -> gpuctl.v1.SiteDone
-	15, // 76: gpuctl.v1.SiteService.Unpause:output_type -> gpuctl.v1.SiteDone
-	15, // 77: gpuctl.v1.SiteService.Reserve:output_type -> gpuctl.v1.SiteDone
-	13, // 78: gpuctl.v1.SiteService.Prepare:output_type -> gpuctl.v1.SitePrepareResponse
-	15, // 79: gpuctl.v1.SiteService.Expect:output_type -> gpuctl.v1.SiteDone
-	15, // 80: gpuctl.v1.SiteService.Attach:output_type -> gpuctl.v1.SiteDone
-	15, // 81: gpuctl.v1.SiteService.Detach:output_type -> gpuctl.v1.SiteDone
-	15, // 82: gpuctl.v1.SiteService.GiveBack:output_type -> gpuctl.v1.SiteDone
-	20, // 83: gpuctl.v1.SiteService.Move:output_type -> gpuctl.v1.SiteProgress
-	21, // 84: gpuctl.v1.SiteService.Sessions:output_type -> gpuctl.v1.SiteSessionsResponse
-	20, // 85: gpuctl.v1.SiteService.Freeze:output_type -> gpuctl.v1.SiteProgress
-	15, // 86: gpuctl.v1.SiteService.Release:output_type -> gpuctl.v1.SiteDone
-	15, // 87: gpuctl.v1.SiteService.TakeUp:output_type -> gpuctl.v1.SiteDone
-	15, // 88: gpuctl.v1.SiteService.Await:output_type -> gpuctl.v1.SiteDone
-	20, // 89: gpuctl.v1.SiteService.Thaw:output_type -> gpuctl.v1.SiteProgress
-	15, // 90: gpuctl.v1.SiteService.Stop:output_type -> gpuctl.v1.SiteDone
-	15, // 91: gpuctl.v1.SiteService.Start:output_type -> gpuctl.v1.SiteDone
-	16, // 92: gpuctl.v1.SiteService.Definition:output_type -> gpuctl.v1.SiteDefinition
-	15, // 93: gpuctl.v1.SiteService.Define:output_type -> gpuctl.v1.SiteDone
-	15, // 94: gpuctl.v1.SiteService.Undefine:output_type -> gpuctl.v1.SiteDone
-	15, // 95: gpuctl.v1.SiteService.Keep:output_type -> gpuctl.v1.SiteDone
-	20, // 96: gpuctl.v1.SiteService.Deposit:output_type -> gpuctl.v1.SiteProgress
-	15, // 97: gpuctl.v1.SiteService.Forget:output_type -> gpuctl.v1.SiteDone
-	66, // [66:98] is the sub-list for method output_type
-	34, // [34:66] is the sub-list for method input_type
-	34, // [34:34] is the sub-list for extension type_name
-	34, // [34:34] is the sub-list for extension extendee
-	0,  // [0:34] is the sub-list for field type_name
+	36, // 20: gpuctl.v1.SiteSessionsResponse.refused:type_name -> gpuctl.v1.AdoptRefusal
+	12, // 21: gpuctl.v1.SiteSessionsRequest.machine:type_name -> gpuctl.v1.SiteMachine
+	12, // 22: gpuctl.v1.SiteKeepRequest.machine:type_name -> gpuctl.v1.SiteMachine
+	37, // 23: gpuctl.v1.SiteKeepRequest.mark:type_name -> gpuctl.v1.StateMark
+	38, // 24: gpuctl.v1.SiteKeepRequest.chunk:type_name -> gpuctl.v1.StateChunk
+	29, // 25: gpuctl.v1.SiteMachineFacts.cpu:type_name -> gpuctl.v1.SiteCPU
+	27, // 26: gpuctl.v1.SiteMachineFacts.disks:type_name -> gpuctl.v1.SiteDisk
+	25, // 27: gpuctl.v1.SiteMachineFacts.hello:type_name -> gpuctl.v1.HelloResponseSummary
+	26, // 28: gpuctl.v1.SiteMachineFacts.sessions:type_name -> gpuctl.v1.SiteSession
+	36, // 29: gpuctl.v1.SiteMachineFacts.refused:type_name -> gpuctl.v1.AdoptRefusal
+	39, // 30: gpuctl.v1.SiteSession.usage:type_name -> gpuctl.v1.Usage
+	27, // 31: gpuctl.v1.SiteHostFactsRequest.disks:type_name -> gpuctl.v1.SiteDisk
+	29, // 32: gpuctl.v1.SiteHostFactsRequest.cpu:type_name -> gpuctl.v1.SiteCPU
+	35, // 33: gpuctl.v1.SiteServesRequest.functions:type_name -> gpuctl.v1.PCIIdentity
+	32, // 34: gpuctl.v1.SiteHostFacts.cards:type_name -> gpuctl.v1.SiteCard
+	35, // 35: gpuctl.v1.SiteCard.id:type_name -> gpuctl.v1.PCIIdentity
+	0,  // 36: gpuctl.v1.MigrationService.Plan:input_type -> gpuctl.v1.MachinePlanRequest
+	5,  // 37: gpuctl.v1.MigrationService.Start:input_type -> gpuctl.v1.MachineStartRequest
+	7,  // 38: gpuctl.v1.MigrationService.Watch:input_type -> gpuctl.v1.MachineWatchRequest
+	8,  // 39: gpuctl.v1.MigrationService.Abort:input_type -> gpuctl.v1.MachineAbortRequest
+	10, // 40: gpuctl.v1.MigrationService.Resume:input_type -> gpuctl.v1.MachineResumeRequest
+	12, // 41: gpuctl.v1.SiteService.MachineFacts:input_type -> gpuctl.v1.SiteMachine
+	30, // 42: gpuctl.v1.SiteService.Serves:input_type -> gpuctl.v1.SiteServesRequest
+	28, // 43: gpuctl.v1.SiteService.HostFacts:input_type -> gpuctl.v1.SiteHostFactsRequest
+	12, // 44: gpuctl.v1.SiteService.Where:input_type -> gpuctl.v1.SiteMachine
+	12, // 45: gpuctl.v1.SiteService.Pause:input_type -> gpuctl.v1.SiteMachine
+	12, // 46: gpuctl.v1.SiteService.Unpause:input_type -> gpuctl.v1.SiteMachine
+	18, // 47: gpuctl.v1.SiteService.Reserve:input_type -> gpuctl.v1.SiteCardRequest
+	18, // 48: gpuctl.v1.SiteService.Prepare:input_type -> gpuctl.v1.SiteCardRequest
+	14, // 49: gpuctl.v1.SiteService.Expect:input_type -> gpuctl.v1.SiteExpectRequest
+	18, // 50: gpuctl.v1.SiteService.Attach:input_type -> gpuctl.v1.SiteCardRequest
+	18, // 51: gpuctl.v1.SiteService.Detach:input_type -> gpuctl.v1.SiteCardRequest
+	18, // 52: gpuctl.v1.SiteService.GiveBack:input_type -> gpuctl.v1.SiteCardRequest
+	19, // 53: gpuctl.v1.SiteService.Move:input_type -> gpuctl.v1.SiteMoveRequest
+	12, // 54: gpuctl.v1.SiteService.Sessions:input_type -> gpuctl.v1.SiteMachine
+	22, // 55: gpuctl.v1.SiteService.Freeze:input_type -> gpuctl.v1.SiteSessionsRequest
+	18, // 56: gpuctl.v1.SiteService.Release:input_type -> gpuctl.v1.SiteCardRequest
+	18, // 57: gpuctl.v1.SiteService.TakeUp:input_type -> gpuctl.v1.SiteCardRequest
+	18, // 58: gpuctl.v1.SiteService.Await:input_type -> gpuctl.v1.SiteCardRequest
+	22, // 59: gpuctl.v1.SiteService.Thaw:input_type -> gpuctl.v1.SiteSessionsRequest
+	18, // 60: gpuctl.v1.SiteService.Stop:input_type -> gpuctl.v1.SiteCardRequest
+	18, // 61: gpuctl.v1.SiteService.Start:input_type -> gpuctl.v1.SiteCardRequest
+	12, // 62: gpuctl.v1.SiteService.Definition:input_type -> gpuctl.v1.SiteMachine
+	16, // 63: gpuctl.v1.SiteService.Define:input_type -> gpuctl.v1.SiteDefinition
+	12, // 64: gpuctl.v1.SiteService.Undefine:input_type -> gpuctl.v1.SiteMachine
+	23, // 65: gpuctl.v1.SiteService.Keep:input_type -> gpuctl.v1.SiteKeepRequest
+	22, // 66: gpuctl.v1.SiteService.Deposit:input_type -> gpuctl.v1.SiteSessionsRequest
+	12, // 67: gpuctl.v1.SiteService.Forget:input_type -> gpuctl.v1.SiteMachine
+	1,  // 68: gpuctl.v1.MigrationService.Plan:output_type -> gpuctl.v1.MachinePlanResponse
+	6,  // 69: gpuctl.v1.MigrationService.Start:output_type -> gpuctl.v1.MachineProgress
+	6,  // 70: gpuctl.v1.MigrationService.Watch:output_type -> gpuctl.v1.MachineProgress
+	9,  // 71: gpuctl.v1.MigrationService.Abort:output_type -> gpuctl.v1.MachineAbortResponse
+	11, // 72: gpuctl.v1.MigrationService.Resume:output_type -> gpuctl.v1.MachineResumeResponse
+	24, // 73: gpuctl.v1.SiteService.MachineFacts:output_type -> gpuctl.v1.SiteMachineFacts
+	40, // 74: gpuctl.v1.SiteService.Serves:output_type -> gpuctl.v1.ServesResponse
+	31, // 75: gpuctl.v1.SiteService.HostFacts:output_type -> gpuctl.v1.SiteHostFacts
+	17, // 76: gpuctl.v1.SiteService.Where:output_type -> gpuctl.v1.SiteWhereResponse
+	15, // 77: gpuctl.v1.SiteService.Pause:output_type -> gpuctl.v1.SiteDone
+	15, // 78: gpuctl.v1.SiteService.Unpause:output_type -> gpuctl.v1.SiteDone
+	15, // 79: gpuctl.v1.SiteService.Reserve:output_type -> gpuctl.v1.SiteDone
+	13, // 80: gpuctl.v1.SiteService.Prepare:output_type -> gpuctl.v1.SitePrepareResponse
+	15, // 81: gpuctl.v1.SiteService.Expect:output_type -> gpuctl.v1.SiteDone
+	15, // 82: gpuctl.v1.SiteService.Attach:output_type -> gpuctl.v1.SiteDone
+	15, // 83: gpuctl.v1.SiteService.Detach:output_type -> gpuctl.v1.SiteDone
+	15, // 84: gpuctl.v1.SiteService.GiveBack:output_type -> gpuctl.v1.SiteDone
+	20, // 85: gpuctl.v1.SiteService.Move:output_type -> gpuctl.v1.SiteProgress
+	21, // 86: gpuctl.v1.SiteService.Sessions:output_type -> gpuctl.v1.SiteSessionsResponse
+	20, // 87: gpuctl.v1.SiteService.Freeze:output_type -> gpuctl.v1.SiteProgress
+	15, // 88: gpuctl.v1.SiteService.Release:output_type -> gpuctl.v1.SiteDone
+	15, // 89: gpuctl.v1.SiteService.TakeUp:output_type -> gpuctl.v1.SiteDone
+	15, // 90: gpuctl.v1.SiteService.Await:output_type -> gpuctl.v1.SiteDone
+	20, // 91: gpuctl.v1.SiteService.Thaw:output_type -> gpuctl.v1.SiteProgress
+	15, // 92: gpuctl.v1.SiteService.Stop:output_type -> gpuctl.v1.SiteDone
+	15, // 93: gpuctl.v1.SiteService.Start:output_type -> gpuctl.v1.SiteDone
+	16, // 94: gpuctl.v1.SiteService.Definition:output_type -> gpuctl.v1.SiteDefinition
+	15, // 95: gpuctl.v1.SiteService.Define:output_type -> gpuctl.v1.SiteDone
+	15, // 96: gpuctl.v1.SiteService.Undefine:output_type -> gpuctl.v1.SiteDone
+	15, // 97: gpuctl.v1.SiteService.Keep:output_type -> gpuctl.v1.SiteDone
+	20, // 98: gpuctl.v1.SiteService.Deposit:output_type -> gpuctl.v1.SiteProgress
+	15, // 99: gpuctl.v1.SiteService.Forget:output_type -> gpuctl.v1.SiteDone
+	68, // [68:100] is the sub-list for method output_type
+	36, // [36:68] is the sub-list for method input_type
+	36, // [36:36] is the sub-list for extension type_name
+	36, // [36:36] is the sub-list for extension extendee
+	0,  // [0:36] is the sub-list for field type_name
 }
 
 func init() { file_gpuctl_v1_migrate_proto_init() }

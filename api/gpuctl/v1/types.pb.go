@@ -565,11 +565,14 @@ func (x *VirtualDevice) GetGlobalMemory() uint64 {
 
 // Target is a GPU, with what gpuguest needs to know about it.
 type Target struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Gpu           string                 `protobuf:"bytes,1,opt,name=gpu,proto3" json:"gpu,omitempty"` // inventory id
-	Model         string                 `protobuf:"bytes,2,opt,name=model,proto3" json:"model,omitempty"`
-	Runtime       *Runtime               `protobuf:"bytes,3,opt,name=runtime,proto3" json:"runtime,omitempty"`
-	Limits        *Limits                `protobuf:"bytes,4,opt,name=limits,proto3" json:"limits,omitempty"`
+	state   protoimpl.MessageState `protogen:"open.v1"`
+	Gpu     string                 `protobuf:"bytes,1,opt,name=gpu,proto3" json:"gpu,omitempty"` // inventory id
+	Model   string                 `protobuf:"bytes,2,opt,name=model,proto3" json:"model,omitempty"`
+	Runtime *Runtime               `protobuf:"bytes,3,opt,name=runtime,proto3" json:"runtime,omitempty"`
+	Limits  *Limits                `protobuf:"bytes,4,opt,name=limits,proto3" json:"limits,omitempty"`
+	// What the engine driver needs. A target with several GPUs names each, in the order
+	// of gpu. Empty: the engine driver can't use the target.
+	Driver        []*DriverGPU `protobuf:"bytes,40,rep,name=driver,proto3" json:"driver,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -632,6 +635,246 @@ func (x *Target) GetLimits() *Limits {
 	return nil
 }
 
+func (x *Target) GetDriver() []*DriverGPU {
+	if x != nil {
+		return x.Driver
+	}
+	return nil
+}
+
+// DriverGPU is a GPU of NVIDIA's driver.
+type DriverGPU struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Uuid          string                 `protobuf:"bytes,1,opt,name=uuid,proto3" json:"uuid,omitempty"`                               // as in GPU-8a1d…, of 16 bytes
+	PciAddress    string                 `protobuf:"bytes,2,opt,name=pci_address,json=pciAddress,proto3" json:"pci_address,omitempty"` // 0000:65:00.0
+	PciDevice     uint32                 `protobuf:"varint,3,opt,name=pci_device,json=pciDevice,proto3" json:"pci_device,omitempty"`   // vendor in the low 16 bits, device in the high, as NVML has it; 0: unknown
+	Model         string                 `protobuf:"bytes,4,opt,name=model,proto3" json:"model,omitempty"`
+	Used          uint64                 `protobuf:"varint,5,opt,name=used,proto3" json:"used,omitempty"` // bytes that the session or process has on it
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *DriverGPU) Reset() {
+	*x = DriverGPU{}
+	mi := &file_gpuctl_v1_types_proto_msgTypes[5]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *DriverGPU) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*DriverGPU) ProtoMessage() {}
+
+func (x *DriverGPU) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_types_proto_msgTypes[5]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use DriverGPU.ProtoReflect.Descriptor instead.
+func (*DriverGPU) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{5}
+}
+
+func (x *DriverGPU) GetUuid() string {
+	if x != nil {
+		return x.Uuid
+	}
+	return ""
+}
+
+func (x *DriverGPU) GetPciAddress() string {
+	if x != nil {
+		return x.PciAddress
+	}
+	return ""
+}
+
+func (x *DriverGPU) GetPciDevice() uint32 {
+	if x != nil {
+		return x.PciDevice
+	}
+	return 0
+}
+
+func (x *DriverGPU) GetModel() string {
+	if x != nil {
+		return x.Model
+	}
+	return ""
+}
+
+func (x *DriverGPU) GetUsed() uint64 {
+	if x != nil {
+		return x.Used
+	}
+	return 0
+}
+
+// DriverState is what a session of the engine driver has: a tree of processes that use
+// CUDA.
+type DriverState struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Processes     []*DriverProcess       `protobuf:"bytes,1,rep,name=processes,proto3" json:"processes,omitempty"`
+	Gpus          []*DriverGPU           `protobuf:"bytes,2,rep,name=gpus,proto3" json:"gpus,omitempty"`                                        // those that it uses, or used when it was suspended
+	HostMemory    uint64                 `protobuf:"varint,3,opt,name=host_memory,json=hostMemory,proto3" json:"host_memory,omitempty"`         // bytes of host memory that its suspended state takes
+	DriverVersion string                 `protobuf:"bytes,4,opt,name=driver_version,json=driverVersion,proto3" json:"driver_version,omitempty"` // for example 580.159.04
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *DriverState) Reset() {
+	*x = DriverState{}
+	mi := &file_gpuctl_v1_types_proto_msgTypes[6]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *DriverState) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*DriverState) ProtoMessage() {}
+
+func (x *DriverState) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_types_proto_msgTypes[6]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use DriverState.ProtoReflect.Descriptor instead.
+func (*DriverState) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{6}
+}
+
+func (x *DriverState) GetProcesses() []*DriverProcess {
+	if x != nil {
+		return x.Processes
+	}
+	return nil
+}
+
+func (x *DriverState) GetGpus() []*DriverGPU {
+	if x != nil {
+		return x.Gpus
+	}
+	return nil
+}
+
+func (x *DriverState) GetHostMemory() uint64 {
+	if x != nil {
+		return x.HostMemory
+	}
+	return 0
+}
+
+func (x *DriverState) GetDriverVersion() string {
+	if x != nil {
+		return x.DriverVersion
+	}
+	return ""
+}
+
+// DriverProcess is a process of a session. Those that do not use CUDA are not named,
+// except the root of the tree.
+type DriverProcess struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Pid           uint32                 `protobuf:"varint,1,opt,name=pid,proto3" json:"pid,omitempty"`
+	Parent        uint32                 `protobuf:"varint,2,opt,name=parent,proto3" json:"parent,omitempty"`
+	Start         uint64                 `protobuf:"varint,3,opt,name=start,proto3" json:"start,omitempty"` // clock ticks since boot; with the pid it identifies the process for ever
+	Command       string                 `protobuf:"bytes,4,opt,name=command,proto3" json:"command,omitempty"`
+	State         string                 `protobuf:"bytes,5,opt,name=state,proto3" json:"state,omitempty"` // running, locked, checkpointed or failed; empty: it has no CUDA
+	Gpus          []*DriverGPU           `protobuf:"bytes,6,rep,name=gpus,proto3" json:"gpus,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *DriverProcess) Reset() {
+	*x = DriverProcess{}
+	mi := &file_gpuctl_v1_types_proto_msgTypes[7]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *DriverProcess) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*DriverProcess) ProtoMessage() {}
+
+func (x *DriverProcess) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_types_proto_msgTypes[7]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use DriverProcess.ProtoReflect.Descriptor instead.
+func (*DriverProcess) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{7}
+}
+
+func (x *DriverProcess) GetPid() uint32 {
+	if x != nil {
+		return x.Pid
+	}
+	return 0
+}
+
+func (x *DriverProcess) GetParent() uint32 {
+	if x != nil {
+		return x.Parent
+	}
+	return 0
+}
+
+func (x *DriverProcess) GetStart() uint64 {
+	if x != nil {
+		return x.Start
+	}
+	return 0
+}
+
+func (x *DriverProcess) GetCommand() string {
+	if x != nil {
+		return x.Command
+	}
+	return ""
+}
+
+func (x *DriverProcess) GetState() string {
+	if x != nil {
+		return x.State
+	}
+	return ""
+}
+
+func (x *DriverProcess) GetGpus() []*DriverGPU {
+	if x != nil {
+		return x.Gpus
+	}
+	return nil
+}
+
 // Reason is one reason why a target does not fit.
 type Reason struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
@@ -643,7 +886,7 @@ type Reason struct {
 
 func (x *Reason) Reset() {
 	*x = Reason{}
-	mi := &file_gpuctl_v1_types_proto_msgTypes[5]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -655,7 +898,7 @@ func (x *Reason) String() string {
 func (*Reason) ProtoMessage() {}
 
 func (x *Reason) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_types_proto_msgTypes[5]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -668,7 +911,7 @@ func (x *Reason) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Reason.ProtoReflect.Descriptor instead.
 func (*Reason) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{5}
+	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *Reason) GetCode() string {
@@ -700,7 +943,7 @@ type ErrorReason struct {
 
 func (x *ErrorReason) Reset() {
 	*x = ErrorReason{}
-	mi := &file_gpuctl_v1_types_proto_msgTypes[6]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -712,7 +955,7 @@ func (x *ErrorReason) String() string {
 func (*ErrorReason) ProtoMessage() {}
 
 func (x *ErrorReason) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_types_proto_msgTypes[6]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -725,7 +968,7 @@ func (x *ErrorReason) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ErrorReason.ProtoReflect.Descriptor instead.
 func (*ErrorReason) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{6}
+	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *ErrorReason) GetCode() string {
@@ -788,7 +1031,7 @@ type Usage struct {
 
 func (x *Usage) Reset() {
 	*x = Usage{}
-	mi := &file_gpuctl_v1_types_proto_msgTypes[7]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -800,7 +1043,7 @@ func (x *Usage) String() string {
 func (*Usage) ProtoMessage() {}
 
 func (x *Usage) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_types_proto_msgTypes[7]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -813,7 +1056,7 @@ func (x *Usage) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Usage.ProtoReflect.Descriptor instead.
 func (*Usage) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{7}
+	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *Usage) GetMemory() uint64 {
@@ -946,14 +1189,16 @@ type Session struct {
 	Away          *StateMark             `protobuf:"bytes,13,opt,name=away,proto3" json:"away,omitempty"`   // mark of a state that is kept on the host
 	Owner         string                 `protobuf:"bytes,20,opt,name=owner,proto3" json:"owner,omitempty"` // whose share of the GPU it uses
 	Weight        uint32                 `protobuf:"varint,21,opt,name=weight,proto3" json:"weight,omitempty"`
-	Share         *Share                 `protobuf:"bytes,22,opt,name=share,proto3" json:"share,omitempty"` // not set: it has no GPU
+	Share         *Share                 `protobuf:"bytes,22,opt,name=share,proto3" json:"share,omitempty"`   // not set: it has no GPU
+	Engine        string                 `protobuf:"bytes,40,opt,name=engine,proto3" json:"engine,omitempty"` // portable or driver; empty: portable, from an older gpuguest
+	Driver        *DriverState           `protobuf:"bytes,41,opt,name=driver,proto3" json:"driver,omitempty"` // of a session of the engine driver
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Session) Reset() {
 	*x = Session{}
-	mi := &file_gpuctl_v1_types_proto_msgTypes[8]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -965,7 +1210,7 @@ func (x *Session) String() string {
 func (*Session) ProtoMessage() {}
 
 func (x *Session) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_types_proto_msgTypes[8]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -978,7 +1223,7 @@ func (x *Session) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Session.ProtoReflect.Descriptor instead.
 func (*Session) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{8}
+	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *Session) GetId() string {
@@ -1093,6 +1338,20 @@ func (x *Session) GetShare() *Share {
 	return nil
 }
 
+func (x *Session) GetEngine() string {
+	if x != nil {
+		return x.Engine
+	}
+	return ""
+}
+
+func (x *Session) GetDriver() *DriverState {
+	if x != nil {
+		return x.Driver
+	}
+	return nil
+}
+
 // Share is what a session has had of its GPUs since it came to them.
 type Share struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
@@ -1111,7 +1370,7 @@ type Share struct {
 
 func (x *Share) Reset() {
 	*x = Share{}
-	mi := &file_gpuctl_v1_types_proto_msgTypes[9]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1123,7 +1382,7 @@ func (x *Share) String() string {
 func (*Share) ProtoMessage() {}
 
 func (x *Share) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_types_proto_msgTypes[9]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1136,7 +1395,7 @@ func (x *Share) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Share.ProtoReflect.Descriptor instead.
 func (*Share) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{9}
+	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *Share) GetShared() bool {
@@ -1214,7 +1473,7 @@ type StateMark struct {
 
 func (x *StateMark) Reset() {
 	*x = StateMark{}
-	mi := &file_gpuctl_v1_types_proto_msgTypes[10]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1226,7 +1485,7 @@ func (x *StateMark) String() string {
 func (*StateMark) ProtoMessage() {}
 
 func (x *StateMark) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_types_proto_msgTypes[10]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1239,7 +1498,7 @@ func (x *StateMark) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StateMark.ProtoReflect.Descriptor instead.
 func (*StateMark) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{10}
+	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *StateMark) GetId() string {
@@ -1275,7 +1534,7 @@ type StateChunk struct {
 
 func (x *StateChunk) Reset() {
 	*x = StateChunk{}
-	mi := &file_gpuctl_v1_types_proto_msgTypes[11]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1287,7 +1546,7 @@ func (x *StateChunk) String() string {
 func (*StateChunk) ProtoMessage() {}
 
 func (x *StateChunk) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_types_proto_msgTypes[11]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1300,7 +1559,7 @@ func (x *StateChunk) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StateChunk.ProtoReflect.Descriptor instead.
 func (*StateChunk) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{11}
+	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *StateChunk) GetData() []byte {
@@ -1333,7 +1592,7 @@ type Progress struct {
 
 func (x *Progress) Reset() {
 	*x = Progress{}
-	mi := &file_gpuctl_v1_types_proto_msgTypes[12]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1345,7 +1604,7 @@ func (x *Progress) String() string {
 func (*Progress) ProtoMessage() {}
 
 func (x *Progress) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_types_proto_msgTypes[12]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1358,7 +1617,7 @@ func (x *Progress) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Progress.ProtoReflect.Descriptor instead.
 func (*Progress) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{12}
+	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *Progress) GetStep() string {
@@ -1422,7 +1681,7 @@ type Prediction struct {
 
 func (x *Prediction) Reset() {
 	*x = Prediction{}
-	mi := &file_gpuctl_v1_types_proto_msgTypes[13]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1434,7 +1693,7 @@ func (x *Prediction) String() string {
 func (*Prediction) ProtoMessage() {}
 
 func (x *Prediction) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_types_proto_msgTypes[13]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1447,7 +1706,7 @@ func (x *Prediction) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Prediction.ProtoReflect.Descriptor instead.
 func (*Prediction) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{13}
+	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *Prediction) GetLowNs() int64 {
@@ -1482,7 +1741,7 @@ type StepTime struct {
 
 func (x *StepTime) Reset() {
 	*x = StepTime{}
-	mi := &file_gpuctl_v1_types_proto_msgTypes[14]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1494,7 +1753,7 @@ func (x *StepTime) String() string {
 func (*StepTime) ProtoMessage() {}
 
 func (x *StepTime) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_types_proto_msgTypes[14]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1507,7 +1766,7 @@ func (x *StepTime) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StepTime.ProtoReflect.Descriptor instead.
 func (*StepTime) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{14}
+	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *StepTime) GetStep() string {
@@ -1543,15 +1802,16 @@ type SwapResult struct {
 	Reasons        []*Reason              `protobuf:"bytes,8,rep,name=reasons,proto3" json:"reasons,omitempty"`
 	RolledBack     bool                   `protobuf:"varint,9,opt,name=rolled_back,json=rolledBack,proto3" json:"rolled_back,omitempty"` // it has failed, and the session goes on where it was
 	Error          string                 `protobuf:"bytes,10,opt,name=error,proto3" json:"error,omitempty"`
-	Held           bool                   `protobuf:"varint,11,opt,name=held,proto3" json:"held,omitempty"`   // it has failed and is not undone yet; the undo goes on, see the session's state
-	Ended          bool                   `protobuf:"varint,12,opt,name=ended,proto3" json:"ended,omitempty"` // the application has ended meanwhile
+	Held           bool                   `protobuf:"varint,11,opt,name=held,proto3" json:"held,omitempty"`           // it has failed and is not undone yet; the undo goes on, see the session's state
+	Ended          bool                   `protobuf:"varint,12,opt,name=ended,proto3" json:"ended,omitempty"`         // the application has ended meanwhile
+	Rehearsed      bool                   `protobuf:"varint,40,opt,name=rehearsed,proto3" json:"rehearsed,omitempty"` // it was a rehearsal: the session runs where it ran before
 	unknownFields  protoimpl.UnknownFields
 	sizeCache      protoimpl.SizeCache
 }
 
 func (x *SwapResult) Reset() {
 	*x = SwapResult{}
-	mi := &file_gpuctl_v1_types_proto_msgTypes[15]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1563,7 +1823,7 @@ func (x *SwapResult) String() string {
 func (*SwapResult) ProtoMessage() {}
 
 func (x *SwapResult) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_types_proto_msgTypes[15]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1576,7 +1836,7 @@ func (x *SwapResult) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SwapResult.ProtoReflect.Descriptor instead.
 func (*SwapResult) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{15}
+	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *SwapResult) GetSession() *Session {
@@ -1663,6 +1923,74 @@ func (x *SwapResult) GetEnded() bool {
 	return false
 }
 
+func (x *SwapResult) GetRehearsed() bool {
+	if x != nil {
+		return x.Rehearsed
+	}
+	return false
+}
+
+// AdoptRefusal is a process that can't be adopted, with all reasons.
+type AdoptRefusal struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Pid           uint32                 `protobuf:"varint,1,opt,name=pid,proto3" json:"pid,omitempty"`
+	Command       string                 `protobuf:"bytes,2,opt,name=command,proto3" json:"command,omitempty"`
+	Reasons       []*Reason              `protobuf:"bytes,3,rep,name=reasons,proto3" json:"reasons,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *AdoptRefusal) Reset() {
+	*x = AdoptRefusal{}
+	mi := &file_gpuctl_v1_types_proto_msgTypes[19]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *AdoptRefusal) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*AdoptRefusal) ProtoMessage() {}
+
+func (x *AdoptRefusal) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_types_proto_msgTypes[19]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use AdoptRefusal.ProtoReflect.Descriptor instead.
+func (*AdoptRefusal) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{19}
+}
+
+func (x *AdoptRefusal) GetPid() uint32 {
+	if x != nil {
+		return x.Pid
+	}
+	return 0
+}
+
+func (x *AdoptRefusal) GetCommand() string {
+	if x != nil {
+		return x.Command
+	}
+	return ""
+}
+
+func (x *AdoptRefusal) GetReasons() []*Reason {
+	if x != nil {
+		return x.Reasons
+	}
+	return nil
+}
+
 var File_gpuctl_v1_types_proto protoreflect.FileDescriptor
 
 const file_gpuctl_v1_types_proto_rawDesc = "" +
@@ -1722,12 +2050,34 @@ const file_gpuctl_v1_types_proto_rawDesc = "" +
 	"\rVirtualDevice\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x12\n" +
 	"\x04type\x18\x02 \x01(\tR\x04type\x12#\n" +
-	"\rglobal_memory\x18\x03 \x01(\x04R\fglobalMemory\"\x89\x01\n" +
+	"\rglobal_memory\x18\x03 \x01(\x04R\fglobalMemory\"\xb7\x01\n" +
 	"\x06Target\x12\x10\n" +
 	"\x03gpu\x18\x01 \x01(\tR\x03gpu\x12\x14\n" +
 	"\x05model\x18\x02 \x01(\tR\x05model\x12,\n" +
 	"\aruntime\x18\x03 \x01(\v2\x12.gpuctl.v1.RuntimeR\aruntime\x12)\n" +
-	"\x06limits\x18\x04 \x01(\v2\x11.gpuctl.v1.LimitsR\x06limits\"6\n" +
+	"\x06limits\x18\x04 \x01(\v2\x11.gpuctl.v1.LimitsR\x06limits\x12,\n" +
+	"\x06driver\x18( \x03(\v2\x14.gpuctl.v1.DriverGPUR\x06driver\"\x89\x01\n" +
+	"\tDriverGPU\x12\x12\n" +
+	"\x04uuid\x18\x01 \x01(\tR\x04uuid\x12\x1f\n" +
+	"\vpci_address\x18\x02 \x01(\tR\n" +
+	"pciAddress\x12\x1d\n" +
+	"\n" +
+	"pci_device\x18\x03 \x01(\rR\tpciDevice\x12\x14\n" +
+	"\x05model\x18\x04 \x01(\tR\x05model\x12\x12\n" +
+	"\x04used\x18\x05 \x01(\x04R\x04used\"\xb7\x01\n" +
+	"\vDriverState\x126\n" +
+	"\tprocesses\x18\x01 \x03(\v2\x18.gpuctl.v1.DriverProcessR\tprocesses\x12(\n" +
+	"\x04gpus\x18\x02 \x03(\v2\x14.gpuctl.v1.DriverGPUR\x04gpus\x12\x1f\n" +
+	"\vhost_memory\x18\x03 \x01(\x04R\n" +
+	"hostMemory\x12%\n" +
+	"\x0edriver_version\x18\x04 \x01(\tR\rdriverVersion\"\xa9\x01\n" +
+	"\rDriverProcess\x12\x10\n" +
+	"\x03pid\x18\x01 \x01(\rR\x03pid\x12\x16\n" +
+	"\x06parent\x18\x02 \x01(\rR\x06parent\x12\x14\n" +
+	"\x05start\x18\x03 \x01(\x04R\x05start\x12\x18\n" +
+	"\acommand\x18\x04 \x01(\tR\acommand\x12\x14\n" +
+	"\x05state\x18\x05 \x01(\tR\x05state\x12(\n" +
+	"\x04gpus\x18\x06 \x03(\v2\x14.gpuctl.v1.DriverGPUR\x04gpus\"6\n" +
 	"\x06Reason\x12\x12\n" +
 	"\x04code\x18\x01 \x01(\tR\x04code\x12\x18\n" +
 	"\amessage\x18\x02 \x01(\tR\amessage\"\x84\x01\n" +
@@ -1755,7 +2105,7 @@ const file_gpuctl_v1_types_proto_rawDesc = "" +
 	"\x05calls\x18\r \x01(\x04R\x05calls\x12\x1a\n" +
 	"\blaunches\x18\x0e \x01(\x04R\blaunches\x12\x12\n" +
 	"\x04held\x18\x0f \x01(\rR\x04held\x12\x16\n" +
-	"\x06mapped\x18\x10 \x01(\rR\x06mapped\"\x94\x04\n" +
+	"\x06mapped\x18\x10 \x01(\rR\x06mapped\"\xdc\x04\n" +
 	"\aSession\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12\x14\n" +
 	"\x05claim\x18\x02 \x01(\tR\x05claim\x12\x10\n" +
@@ -1775,7 +2125,9 @@ const file_gpuctl_v1_types_proto_rawDesc = "" +
 	"\x04away\x18\r \x01(\v2\x14.gpuctl.v1.StateMarkR\x04away\x12\x14\n" +
 	"\x05owner\x18\x14 \x01(\tR\x05owner\x12\x16\n" +
 	"\x06weight\x18\x15 \x01(\rR\x06weight\x12&\n" +
-	"\x05share\x18\x16 \x01(\v2\x10.gpuctl.v1.ShareR\x05share\"\xed\x01\n" +
+	"\x05share\x18\x16 \x01(\v2\x10.gpuctl.v1.ShareR\x05share\x12\x16\n" +
+	"\x06engine\x18( \x01(\tR\x06engine\x12.\n" +
+	"\x06driver\x18) \x01(\v2\x16.gpuctl.v1.DriverStateR\x06driver\"\xed\x01\n" +
 	"\x05Share\x12\x16\n" +
 	"\x06shared\x18\x01 \x01(\bR\x06shared\x12\x18\n" +
 	"\awaiting\x18\x02 \x01(\bR\awaiting\x12\x14\n" +
@@ -1815,7 +2167,7 @@ const file_gpuctl_v1_types_proto_rawDesc = "" +
 	"\x04step\x18\x01 \x01(\tR\x04step\x12\x19\n" +
 	"\bstart_ns\x18\x02 \x01(\x03R\astartNs\x12\x1f\n" +
 	"\vduration_ns\x18\x03 \x01(\x03R\n" +
-	"durationNs\"\x93\x03\n" +
+	"durationNs\"\xb1\x03\n" +
 	"\n" +
 	"SwapResult\x12,\n" +
 	"\asession\x18\x01 \x01(\v2\x12.gpuctl.v1.SessionR\asession\x12\x1d\n" +
@@ -1832,7 +2184,12 @@ const file_gpuctl_v1_types_proto_rawDesc = "" +
 	"\x05error\x18\n" +
 	" \x01(\tR\x05error\x12\x12\n" +
 	"\x04held\x18\v \x01(\bR\x04held\x12\x14\n" +
-	"\x05ended\x18\f \x01(\bR\x05ended*\xca\x01\n" +
+	"\x05ended\x18\f \x01(\bR\x05ended\x12\x1c\n" +
+	"\trehearsed\x18( \x01(\bR\trehearsed\"g\n" +
+	"\fAdoptRefusal\x12\x10\n" +
+	"\x03pid\x18\x01 \x01(\rR\x03pid\x12\x18\n" +
+	"\acommand\x18\x02 \x01(\tR\acommand\x12+\n" +
+	"\areasons\x18\x03 \x03(\v2\x11.gpuctl.v1.ReasonR\areasons*\xca\x01\n" +
 	"\fSessionState\x12\x1d\n" +
 	"\x19SESSION_STATE_UNSPECIFIED\x10\x00\x12\x19\n" +
 	"\x15SESSION_STATE_RUNNING\x10\x01\x12\x1a\n" +
@@ -1855,7 +2212,7 @@ func file_gpuctl_v1_types_proto_rawDescGZIP() []byte {
 }
 
 var file_gpuctl_v1_types_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_gpuctl_v1_types_proto_msgTypes = make([]protoimpl.MessageInfo, 17)
+var file_gpuctl_v1_types_proto_msgTypes = make([]protoimpl.MessageInfo, 21)
 var file_gpuctl_v1_types_proto_goTypes = []any{
 	(SessionState)(0),     // 0: gpuctl.v1.SessionState
 	(*Limits)(nil),        // 1: gpuctl.v1.Limits
@@ -1863,40 +2220,50 @@ var file_gpuctl_v1_types_proto_goTypes = []any{
 	(*Remote)(nil),        // 3: gpuctl.v1.Remote
 	(*VirtualDevice)(nil), // 4: gpuctl.v1.VirtualDevice
 	(*Target)(nil),        // 5: gpuctl.v1.Target
-	(*Reason)(nil),        // 6: gpuctl.v1.Reason
-	(*ErrorReason)(nil),   // 7: gpuctl.v1.ErrorReason
-	(*Usage)(nil),         // 8: gpuctl.v1.Usage
-	(*Session)(nil),       // 9: gpuctl.v1.Session
-	(*Share)(nil),         // 10: gpuctl.v1.Share
-	(*StateMark)(nil),     // 11: gpuctl.v1.StateMark
-	(*StateChunk)(nil),    // 12: gpuctl.v1.StateChunk
-	(*Progress)(nil),      // 13: gpuctl.v1.Progress
-	(*Prediction)(nil),    // 14: gpuctl.v1.Prediction
-	(*StepTime)(nil),      // 15: gpuctl.v1.StepTime
-	(*SwapResult)(nil),    // 16: gpuctl.v1.SwapResult
-	nil,                   // 17: gpuctl.v1.Runtime.EnvEntry
+	(*DriverGPU)(nil),     // 6: gpuctl.v1.DriverGPU
+	(*DriverState)(nil),   // 7: gpuctl.v1.DriverState
+	(*DriverProcess)(nil), // 8: gpuctl.v1.DriverProcess
+	(*Reason)(nil),        // 9: gpuctl.v1.Reason
+	(*ErrorReason)(nil),   // 10: gpuctl.v1.ErrorReason
+	(*Usage)(nil),         // 11: gpuctl.v1.Usage
+	(*Session)(nil),       // 12: gpuctl.v1.Session
+	(*Share)(nil),         // 13: gpuctl.v1.Share
+	(*StateMark)(nil),     // 14: gpuctl.v1.StateMark
+	(*StateChunk)(nil),    // 15: gpuctl.v1.StateChunk
+	(*Progress)(nil),      // 16: gpuctl.v1.Progress
+	(*Prediction)(nil),    // 17: gpuctl.v1.Prediction
+	(*StepTime)(nil),      // 18: gpuctl.v1.StepTime
+	(*SwapResult)(nil),    // 19: gpuctl.v1.SwapResult
+	(*AdoptRefusal)(nil),  // 20: gpuctl.v1.AdoptRefusal
+	nil,                   // 21: gpuctl.v1.Runtime.EnvEntry
 }
 var file_gpuctl_v1_types_proto_depIdxs = []int32{
-	17, // 0: gpuctl.v1.Runtime.env:type_name -> gpuctl.v1.Runtime.EnvEntry
+	21, // 0: gpuctl.v1.Runtime.env:type_name -> gpuctl.v1.Runtime.EnvEntry
 	3,  // 1: gpuctl.v1.Runtime.remote:type_name -> gpuctl.v1.Remote
 	2,  // 2: gpuctl.v1.Target.runtime:type_name -> gpuctl.v1.Runtime
 	1,  // 3: gpuctl.v1.Target.limits:type_name -> gpuctl.v1.Limits
-	0,  // 4: gpuctl.v1.Session.state:type_name -> gpuctl.v1.SessionState
-	5,  // 5: gpuctl.v1.Session.target:type_name -> gpuctl.v1.Target
-	8,  // 6: gpuctl.v1.Session.usage:type_name -> gpuctl.v1.Usage
-	4,  // 7: gpuctl.v1.Session.device:type_name -> gpuctl.v1.VirtualDevice
-	11, // 8: gpuctl.v1.Session.away:type_name -> gpuctl.v1.StateMark
-	10, // 9: gpuctl.v1.Session.share:type_name -> gpuctl.v1.Share
-	11, // 10: gpuctl.v1.StateChunk.mark:type_name -> gpuctl.v1.StateMark
-	16, // 11: gpuctl.v1.Progress.result:type_name -> gpuctl.v1.SwapResult
-	9,  // 12: gpuctl.v1.SwapResult.session:type_name -> gpuctl.v1.Session
-	15, // 13: gpuctl.v1.SwapResult.steps:type_name -> gpuctl.v1.StepTime
-	6,  // 14: gpuctl.v1.SwapResult.reasons:type_name -> gpuctl.v1.Reason
-	15, // [15:15] is the sub-list for method output_type
-	15, // [15:15] is the sub-list for method input_type
-	15, // [15:15] is the sub-list for extension type_name
-	15, // [15:15] is the sub-list for extension extendee
-	0,  // [0:15] is the sub-list for field type_name
+	6,  // 4: gpuctl.v1.Target.driver:type_name -> gpuctl.v1.DriverGPU
+	8,  // 5: gpuctl.v1.DriverState.processes:type_name -> gpuctl.v1.DriverProcess
+	6,  // 6: gpuctl.v1.DriverState.gpus:type_name -> gpuctl.v1.DriverGPU
+	6,  // 7: gpuctl.v1.DriverProcess.gpus:type_name -> gpuctl.v1.DriverGPU
+	0,  // 8: gpuctl.v1.Session.state:type_name -> gpuctl.v1.SessionState
+	5,  // 9: gpuctl.v1.Session.target:type_name -> gpuctl.v1.Target
+	11, // 10: gpuctl.v1.Session.usage:type_name -> gpuctl.v1.Usage
+	4,  // 11: gpuctl.v1.Session.device:type_name -> gpuctl.v1.VirtualDevice
+	14, // 12: gpuctl.v1.Session.away:type_name -> gpuctl.v1.StateMark
+	13, // 13: gpuctl.v1.Session.share:type_name -> gpuctl.v1.Share
+	7,  // 14: gpuctl.v1.Session.driver:type_name -> gpuctl.v1.DriverState
+	14, // 15: gpuctl.v1.StateChunk.mark:type_name -> gpuctl.v1.StateMark
+	19, // 16: gpuctl.v1.Progress.result:type_name -> gpuctl.v1.SwapResult
+	12, // 17: gpuctl.v1.SwapResult.session:type_name -> gpuctl.v1.Session
+	18, // 18: gpuctl.v1.SwapResult.steps:type_name -> gpuctl.v1.StepTime
+	9,  // 19: gpuctl.v1.SwapResult.reasons:type_name -> gpuctl.v1.Reason
+	9,  // 20: gpuctl.v1.AdoptRefusal.reasons:type_name -> gpuctl.v1.Reason
+	21, // [21:21] is the sub-list for method output_type
+	21, // [21:21] is the sub-list for method input_type
+	21, // [21:21] is the sub-list for extension type_name
+	21, // [21:21] is the sub-list for extension extendee
+	0,  // [0:21] is the sub-list for field type_name
 }
 
 func init() { file_gpuctl_v1_types_proto_init() }
@@ -1910,7 +2277,7 @@ func file_gpuctl_v1_types_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_gpuctl_v1_types_proto_rawDesc), len(file_gpuctl_v1_types_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   17,
+			NumMessages:   21,
 			NumExtensions: 0,
 			NumServices:   0,
 		},

@@ -81,7 +81,10 @@ type Config struct {
 	// Bulk opens a vchan for one connection of the host and returns its path; nil: no
 	// vchan.
 	Bulk func(ctx context.Context) (vchan string, err error)
-	// Ready is called with whether there is a GPU for applications.
+	// Driver is the engine of CUDA processes, Services what watches GPUs; nil: there is none.
+	Driver   Driver
+	Services Services
+	// Ready is called with whether there is a GPU for OpenCL applications.
 	Ready  func(bool)
 	Logger *slog.Logger
 }
@@ -246,6 +249,9 @@ func (a *Agent) look(ctx context.Context) {
 			a.see(ctx, &f)
 		}
 	}
+	if len(a.journal.data.Stopped) > 0 && a.cfg.Services != nil && a.watchable() {
+		a.wakeServices(ctx)
+	}
 }
 
 // see updates the device of a function. If ctx is nil, no runtime is probed. The caller
@@ -346,7 +352,7 @@ func (a *Agent) probe(ctx context.Context, d *device) {
 			a.log.Info("device is not ready", "device", d.address, "err", err)
 		} else {
 			d.target, d.message, d.retry = target, "", leastRetry
-			a.log.Info("device is ready", "device", d.address, "model", target.Model, "library", target.Runtime.Library)
+			a.log.Info("device is ready", "device", d.address, "model", target.Model, "library", target.GetRuntime().GetLibrary(), "cuda", len(target.Driver) > 0)
 		}
 		a.news()
 		a.poke()
@@ -381,10 +387,14 @@ func (a *Agent) try(ctx context.Context, f function, p *profile.Profile, order i
 				if model == "" {
 					model = found.Name
 				}
-				return &gpuctlv1.Target{Gpu: gpuID(f.address), Model: model, Runtime: rt, Limits: found.Limits}, nil
+				return a.withDriver(ctx, f, p, &gpuctlv1.Target{Gpu: gpuID(f.address), Model: model, Runtime: rt, Limits: found.Limits}), nil
 			}
 		}
 		errs = append(errs, fmt.Errorf("%s: %w", rt.Library, err))
+	}
+	if t := a.withDriver(ctx, f, p, nil); t != nil {
+		a.log.Info("CUDA programs alone can use it", "device", f.address, "err", errors.Join(errs...))
+		return t, nil
 	}
 	return nil, fmt.Errorf("no runtime of profile %s works: %w", p.Name, errors.Join(errs...))
 }
@@ -495,7 +505,7 @@ func (a *Agent) offer(ctx context.Context) {
 		return
 	}
 	a.offered = want
-	a.cfg.Ready(want != nil)
+	a.cfg.Ready(want.GetRuntime() != nil)
 }
 
 // list returns the devices, sorted by address.

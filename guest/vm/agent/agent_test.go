@@ -147,6 +147,9 @@ type rig struct {
 	prober   *fakeProber
 	dir      string
 	users    []string
+	look     func() []string // instead of users
+	driver   agent.Driver    // nil: no NVIDIA
+	services *fakeServices
 	open     atomic.Bool
 	client   gpuctlv1connect.AgentServiceClient
 	stop     func()
@@ -183,15 +186,24 @@ func newRig(t *testing.T) *rig {
 func (r *rig) start() {
 	r.t.Helper()
 	profiles, err := profile.Load(profile.Options{Extra: []profile.File{{Name: "test", Data: []byte(
-		"version: 1\nprofiles: [{name: test, match: ['10de:*'], drivers: [nvidia], libraries: [bad.so, good.so]}]")}}})
+		"version: 1\nprofiles: [{name: test, match: ['10de:*'], drivers: [nvidia], libraries: [bad.so, good.so], cuda: true}]")}}})
 	if err != nil {
 		r.t.Fatal(err)
 	}
-	a, err := agent.New(agent.Config{
-		Root: r.machine, Dir: r.dir, Profiles: profiles, Prober: r.prober, Sessions: r.sessions, Version: "v1",
-		Users: func(context.Context, []pci.Address) ([]string, error) { return r.users, nil },
-		Poll:  10 * time.Millisecond, Ready: r.open.Store,
-	})
+	cfg := agent.Config{
+		Root: r.machine, Dir: r.dir, Profiles: profiles, Prober: r.prober, Sessions: r.sessions, Version: "v1", Driver: r.driver,
+		Users: func(context.Context, []pci.Address) ([]string, error) {
+			if r.look != nil {
+				return r.look(), nil
+			}
+			return r.users, nil
+		},
+		Poll: 10 * time.Millisecond, Ready: r.open.Store,
+	}
+	if r.services != nil {
+		cfg.Services = r.services
+	}
+	a, err := agent.New(cfg)
 	if err != nil {
 		r.t.Fatal(err)
 	}

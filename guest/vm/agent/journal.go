@@ -28,9 +28,10 @@ type journal struct {
 
 type journalData struct {
 	Version   int                     `json:"version"`
-	Boot      string                  `json:"boot"`      // boot id; after another boot, nothing is released
-	Autoprobe bool                    `json:"autoprobe"` // drivers_autoprobe before the first release
-	Released  map[string]releasedData `json:"released"`  // by address
+	Boot      string                  `json:"boot"`              // boot id; after another boot, nothing is released
+	Autoprobe bool                    `json:"autoprobe"`         // drivers_autoprobe before the first release
+	Released  map[string]releasedData `json:"released"`          // by address
+	Stopped   []string                `json:"stopped,omitempty"` // services that are to be started again
 }
 
 type releasedData struct {

@@ -56,12 +56,20 @@ func (a *Agent) release(ctx context.Context, at pci.Address) error {
 	if a.journal.has(at) && f.driver == "" && f.override == noDriver {
 		return nil
 	}
+	done := false
+	defer func() {
+		if !done && a.cfg.Services != nil {
+			a.wakeServices(context.WithoutCancel(ctx))
+		}
+	}()
+	if err := a.quiet(ctx, at); err != nil {
+		return err
+	}
 	if err := a.unused(ctx, at); err != nil && !errors.Is(err, errStarting) {
 		return err
 	}
 	// From now on, no session starts on it, and no probe opens it.
 	a.hold(ctx, at, true)
-	done := false
 	defer func() {
 		if !done {
 			a.hold(context.WithoutCancel(ctx), at, false)
@@ -88,7 +96,11 @@ func (a *Agent) release(ctx context.Context, at pci.Address) error {
 	}); err != nil {
 		return err
 	}
-	err = a.letGo(ctx, at)
+	// Once more: NVIDIA's driver, told to let go of a card that somebody has opened
+	// meanwhile, waits for ever.
+	if err = a.unused(ctx, at); err == nil {
+		err = a.letGo(ctx, at)
+	}
 	if err == nil {
 		done = true
 		a.log.Info("released", "device", at, "driver", f.driver)
@@ -189,6 +201,16 @@ func runs(s *gpuctlv1.Session) bool {
 func serves(t, ours *gpuctlv1.Target, at pci.Address) bool {
 	if strings.HasPrefix(t.GetGpu(), gpuPrefix) {
 		return t.GetGpu() == gpuID(at)
+	}
+	for _, g := range t.GetDriver() {
+		if address, err := pci.ParseAddress(g.GetPciAddress()); err == nil && address == at {
+			return true
+		}
+		for _, own := range ours.GetDriver() {
+			if own.GetUuid() == g.GetUuid() {
+				return true
+			}
+		}
 	}
 	return ours != nil && sameRuntime(t.GetRuntime(), ours.Runtime)
 }

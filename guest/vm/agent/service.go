@@ -204,6 +204,7 @@ func (a *Agent) missing(id profile.ID) string {
 		return noProfile(id)
 	case len(p.Drivers) > 0 && !slices.ContainsFunc(p.Drivers, a.kernel.hasDriver):
 		return fmt.Sprintf("profile %s needs %s of the kernel: install it in the VM", p.Name, list(p.Drivers))
+	case p.CUDA && a.cfg.Driver != nil && a.kernel.hasLibrary(cudaLibrary):
 	case !slices.ContainsFunc(p.Libraries, a.kernel.hasLibrary):
 		return fmt.Sprintf("profile %s needs %s: install it in the VM", p.Name, list(p.Libraries))
 	}

@@ -69,6 +69,7 @@ type Profile struct {
 	Env       map[string]string
 	How       How
 	Number    uint32 // used with ByNumber
+	CUDA      bool   // NVIDIA's driver serves CUDA programs on it
 }
 
 // Runtimes returns the runtimes in the order in which they are tried.
@@ -203,6 +204,7 @@ type profileYAML struct {
 	Libraries []string          `yaml:"libraries"`
 	Env       map[string]string `yaml:"env"`
 	Device    string            `yaml:"device"`
+	CUDA      bool              `yaml:"cuda"`
 }
 
 func (s *Set) add(f File) error {
@@ -293,7 +295,7 @@ func parsePattern(m string) (rule, error) {
 }
 
 func (y *profileYAML) profile() (*Profile, error) {
-	p := &Profile{Name: y.Name, Model: y.Model, Drivers: y.Drivers, Libraries: y.Libraries, Env: y.Env}
+	p := &Profile{Name: y.Name, Model: y.Model, Drivers: y.Drivers, Libraries: y.Libraries, Env: y.Env, CUDA: y.CUDA}
 	if !namePattern.MatchString(y.Name) {
 		return nil, errors.New("name: needs small letters, digits, dots or dashes, 63 at most")
 	}

@@ -11,6 +11,7 @@ import (
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/hostd/inventory/nvml"
+	"github.com/gpuctl/gpuctl/internal/expr"
 	"github.com/gpuctl/gpuctl/passthrough/catalog"
 	"github.com/gpuctl/gpuctl/passthrough/pci"
 )
@@ -197,8 +198,17 @@ func (e *entry) gpu(in Input) *clusterv1.GPU {
 			}
 		}
 	}
-	if r := e.runtime; r != nil {
-		g.Name, g.Model, g.Type = r.GetId(), r.GetModel(), or(r.GetType(), g.GetType())
+	if r := e.runtime; r.GetRuntime() == nil && r.GetDriverGpu() != nil {
+		// Only NVIDIA's driver serves it to sessions, and NVML and the catalogue know more.
+		g.Name, g.Model, g.Runtime, g.Engines = r.GetId(), or(g.GetModel(), r.GetModel()), r.GetRuntimeName(), expr.Engines(r)
+		if g.GetRank() == 0 {
+			g.Rank = r.GetRank()
+		}
+		if in.RuntimeKey != nil {
+			g.RuntimeKey = in.RuntimeKey(r)
+		}
+	} else if r != nil {
+		g.Name, g.Model, g.Type, g.Engines = r.GetId(), r.GetModel(), or(r.GetType(), g.GetType()), expr.Engines(r)
 		g.Vendor, g.Platform, g.Runtime, g.Rank = or(r.GetVendor(), g.GetVendor()), r.GetPlatform(), r.GetRuntimeName(), r.GetRank()
 		g.Driver, g.Uuid = or(g.GetDriver(), r.GetDriver()), or(g.GetUuid(), r.GetUuid())
 		g.PciAddress = or(g.GetPciAddress(), canonical(r.GetPciAddress()))

@@ -73,6 +73,26 @@ func TestMergeOneCard(t *testing.T) {
 	}
 }
 
+// Where OpenCL has no runtime for it, the card is what NVML says, and sessions of CUDA can
+// use it.
+func TestMergeCardOfTheDriverAlone(t *testing.T) {
+	r := &gpuctlv1.GPU{
+		Id: "0000:65:00.0", Model: "model", RuntimeName: "cuda", Rank: 3, PciAddress: "0000:65:00.0", Limits: &gpuctlv1.Limits{GlobalMemory: 1},
+		DriverGpu: &gpuctlv1.DriverGPU{Uuid: "GPU-1"},
+	}
+	got, warnings := Merge(Input{
+		Host: "h", Cards: nvidia(t), NVML: answer(), Runtimes: []*gpuctlv1.GPU{r}, RuntimeKey: func(*gpuctlv1.GPU) string { return "k" },
+	})
+	if len(got) != 1 || len(warnings) != 0 {
+		t.Fatalf("%v %v", got, warnings)
+	}
+	g := got[0]
+	if g.GetName() != "0000:65:00.0" || g.GetModel() != "Quadro RTX 4000" || g.GetLimits().GetGlobalMemory() != 8<<30 || g.GetRank() != 3 ||
+		g.GetRuntimeKey() != "k" || !slices.Equal(g.GetEngines(), []string{"driver"}) {
+		t.Errorf("%v", g)
+	}
+}
+
 func TestMergeHealth(t *testing.T) {
 	unhealthy := fmt.Errorf("%w: no answer in 30s", nvml.ErrUnhealthy)
 	for _, c := range []struct {

@@ -126,12 +126,12 @@ func (l *Local) agentFacts(ctx context.Context, out *gpuctlv1.SiteMachineFacts) 
 		out.AgentError = strings.TrimPrefix(err.Error(), errNoAgent.Error()+": ")
 		return
 	}
-	all, _, err := l.sessions(ctx, out.GetUuid())
+	all, refused, err := l.adopted(ctx, out.GetUuid())
 	if err != nil {
 		out.AgentError = strings.TrimPrefix(err.Error(), errNoAgent.Error()+": ")
 		return
 	}
-	out.Agent = true
+	out.Agent, out.Refused = true, refused
 	out.Hello = l.summary(hello)
 	for _, s := range all {
 		switch s.GetState() {
@@ -145,6 +145,7 @@ func (l *Local) agentFacts(ctx context.Context, out *gpuctlv1.SiteMachineFacts) 
 func siteSession(s *gpuctlv1.Session) *gpuctlv1.SiteSession {
 	return &gpuctlv1.SiteSession{
 		Id: s.GetId(), Command: s.GetCommand(), Usage: s.GetUsage(), Frozen: s.GetState() == gpuctlv1.SessionState_SESSION_STATE_SUSPENDED,
+		Engine: s.GetEngine(),
 	}
 }
 

@@ -260,17 +260,42 @@ func (l *Local) sessions(ctx context.Context, uuid string) ([]*gpuctlv1.Session,
 	return res.Msg.GetSessions(), o, nil
 }
 
+// driverEngine is the engine of sessions of CUDA processes.
+const driverEngine = "driver"
+
+// adopted returns the VM's sessions after every CUDA program in it has become one, which
+// does not touch it, and the programs that can't. A gpuguest without that engine, or without
+// NVIDIA's driver, has none.
+func (l *Local) adopted(ctx context.Context, uuid string) ([]*gpuctlv1.Session, []*gpuctlv1.AdoptRefusal, error) {
+	o, err := l.Guests.get(ctx, uuid)
+	if err != nil {
+		return nil, nil, err
+	}
+	var refused []*gpuctlv1.AdoptRefusal
+	res, err := o.work.Adopt(ctx, connect.NewRequest(&gpuctlv1.AdoptRequest{All: true}))
+	switch {
+	case err == nil:
+		const most = 100 // the VM says how many there are
+		refused = res.Msg.GetRefused()[:min(len(res.Msg.GetRefused()), most)]
+	case connect.CodeOf(err) == connect.CodeUnimplemented || connect.CodeOf(err) == connect.CodeFailedPrecondition:
+	default:
+		return nil, nil, fmt.Errorf("%w: %w", errNoAgent, err)
+	}
+	all, _, err := l.sessions(ctx, uuid)
+	return all, refused, err
+}
+
 // Sessions returns the running sessions, and how much room the VM has for states.
 func (l *Local) Sessions(ctx context.Context, uuid string) (*gpuctlv1.SiteSessionsResponse, error) {
 	hello, err := l.Guests.hello(ctx, uuid)
 	if err != nil {
 		return nil, err
 	}
-	all, _, err := l.sessions(ctx, uuid)
+	all, refused, err := l.adopted(ctx, uuid)
 	if err != nil {
 		return nil, err
 	}
-	out := &gpuctlv1.SiteSessionsResponse{Hello: l.summary(hello)}
+	out := &gpuctlv1.SiteSessionsResponse{Hello: l.summary(hello), Refused: refused}
 	for _, s := range all {
 		switch s.GetState() {
 		case gpuctlv1.SessionState_SESSION_STATE_RUNNING, gpuctlv1.SessionState_SESSION_STATE_SWAPPING, gpuctlv1.SessionState_SESSION_STATE_HELD:

@@ -4,11 +4,13 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"strings"
 
 	"connectrpc.com/connect"
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
+	"github.com/gpuctl/gpuctl/internal/excerpt"
 	"github.com/gpuctl/gpuctl/internal/reason"
 	"github.com/gpuctl/gpuctl/internal/vm"
 	"github.com/gpuctl/gpuctl/migrate"
@@ -163,7 +165,7 @@ func (r *Remote) Sessions(ctx context.Context, m vm.VM) (*migrate.AgentFacts, er
 	if err != nil {
 		return nil, r.fromConnect(err)
 	}
-	facts := AgentFacts(res.Msg.GetHello(), res.Msg.GetRunning())
+	facts := AgentFacts(res.Msg.GetHello(), res.Msg.GetRunning(), res.Msg.GetRefused())
 	if len(facts.Sessions) == 0 { // an older host sends ids only
 		for _, id := range res.Msg.GetSessions() {
 			facts.Sessions = append(facts.Sessions, migrate.SessionFacts{ID: id})
@@ -173,17 +175,24 @@ func (r *Remote) Sessions(ctx context.Context, m vm.VM) (*migrate.AgentFacts, er
 }
 
 // AgentFacts converts what a VM's agent has reported for a plan.
-func AgentFacts(h *gpuctlv1.HelloResponseSummary, sessions []*gpuctlv1.SiteSession) *migrate.AgentFacts {
+func AgentFacts(h *gpuctlv1.HelloResponseSummary, sessions []*gpuctlv1.SiteSession, refused []*gpuctlv1.AdoptRefusal) *migrate.AgentFacts {
 	out := &migrate.AgentFacts{
 		Version: h.GetVersion(), Protocol: h.GetProtocol(), Hotplug: h.GetHotplug(), HotplugReason: h.GetHotplugReason(),
 		FreeMemory: h.GetFreeMemory(), Bulk: h.GetBulk(),
 	}
 	for _, s := range sessions {
-		one := migrate.SessionFacts{ID: s.GetId(), Command: s.GetCommand(), Memory: s.GetUsage().GetMemory(), Need: s.GetUsage()}
+		one := migrate.SessionFacts{ID: s.GetId(), Command: s.GetCommand(), Memory: s.GetUsage().GetMemory(), Need: s.GetUsage(), Driver: s.GetEngine() == driverEngine}
 		if s.GetFrozen() {
 			one.Resident = one.Memory
 		}
 		out.Sessions = append(out.Sessions, one)
+	}
+	for _, r := range refused {
+		var why []string
+		for _, reason := range r.GetReasons() {
+			why = append(why, reason.GetMessage())
+		}
+		out.Stuck = append(out.Stuck, migrate.Stuck{PID: r.GetPid(), Command: excerpt.Of(r.GetCommand(), 60), Why: strings.Join(why, "; ")})
 	}
 	return out
 }

@@ -213,7 +213,7 @@ func readMigrations(v *state.View) map[[2]string]int {
 	by := map[[2]string]int{}
 	for m := range v.Migrations() {
 		by[[2]string{
-			known(m.GetVerb(), "upgrade", "downgrade", "migrate", "suspend", "resume"),
+			known(m.GetVerb(), "upgrade", "downgrade", "migrate", "suspend", "resume", "rehearse"),
 			enum(m.GetState(), clusterv1.MigrationState_name, "MIGRATION_STATE_"),
 		}]++
 	}

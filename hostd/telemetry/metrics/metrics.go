@@ -120,7 +120,7 @@ func (m *Metrics) Operation(verb string, took time.Duration, r *gpuctlv1.SwapRes
 	if m == nil {
 		return
 	}
-	verb = known(verb, "upgrade", "downgrade", "migrate", "suspend", "resume")
+	verb = known(verb, "upgrade", "downgrade", "migrate", "suspend", "resume", "rehearse")
 	outcome := Outcome(r)
 	m.operations.WithLabelValues(verb, outcome).Inc()
 	m.duration.WithLabelValues(verb).Observe(max(took, 0).Seconds())

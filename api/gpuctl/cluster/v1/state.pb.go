@@ -1005,6 +1005,7 @@ type GPU struct {
 	Free           bool                   `protobuf:"varint,25,opt,name=free,proto3" json:"free,omitempty"`                               // derived: no claim has any part of it
 	Revision       uint64                 `protobuf:"varint,26,opt,name=revision,proto3" json:"revision,omitempty"`
 	RuntimeKey     string                 `protobuf:"bytes,27,opt,name=runtime_key,json=runtimeKey,proto3" json:"runtime_key,omitempty"` // the same for all GPUs that one executor can use together; empty: none
+	Engines        []string               `protobuf:"bytes,40,rep,name=engines,proto3" json:"engines,omitempty"`                         // engines of sessions that can use it: portable, driver
 	unknownFields  protoimpl.UnknownFields
 	sizeCache      protoimpl.SizeCache
 }
@@ -1226,6 +1227,13 @@ func (x *GPU) GetRuntimeKey() string {
 		return x.RuntimeKey
 	}
 	return ""
+}
+
+func (x *GPU) GetEngines() []string {
+	if x != nil {
+		return x.Engines
+	}
+	return nil
 }
 
 type Process struct {
@@ -1931,6 +1939,7 @@ type Session struct {
 	Message       string                 `protobuf:"bytes,11,opt,name=message,proto3" json:"message,omitempty"`
 	StartedUnixMs int64                  `protobuf:"varint,12,opt,name=started_unix_ms,json=startedUnixMs,proto3" json:"started_unix_ms,omitempty"`
 	Revision      uint64                 `protobuf:"varint,13,opt,name=revision,proto3" json:"revision,omitempty"`
+	Engine        string                 `protobuf:"bytes,40,opt,name=engine,proto3" json:"engine,omitempty"` // portable or driver
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2054,6 +2063,13 @@ func (x *Session) GetRevision() uint64 {
 		return x.Revision
 	}
 	return 0
+}
+
+func (x *Session) GetEngine() string {
+	if x != nil {
+		return x.Engine
+	}
+	return ""
 }
 
 // Migration is a long operation on a VM or a session.
@@ -3748,7 +3764,7 @@ const file_gpuctl_cluster_v1_state_proto_rawDesc = "" +
 	"\x05speed\x18\x03 \x01(\x04R\x05speed\x12\x10\n" +
 	"\x03mtu\x18\x04 \x01(\rR\x03mtu\x12\x1b\n" +
 	"\tnuma_node\x18\x05 \x01(\x05R\bnumaNode\x12\x10\n" +
-	"\x03ips\x18\x06 \x03(\tR\x03ips\"\xbf\x06\n" +
+	"\x03ips\x18\x06 \x03(\tR\x03ips\"\xd9\x06\n" +
 	"\x03GPU\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12\x12\n" +
 	"\x04host\x18\x02 \x01(\tR\x04host\x12\x12\n" +
@@ -3781,7 +3797,8 @@ const file_gpuctl_cluster_v1_state_proto_rawDesc = "" +
 	"\x04free\x18\x19 \x01(\bR\x04free\x12\x1a\n" +
 	"\brevision\x18\x1a \x01(\x04R\brevision\x12\x1f\n" +
 	"\vruntime_key\x18\x1b \x01(\tR\n" +
-	"runtimeKey\"/\n" +
+	"runtimeKey\x12\x18\n" +
+	"\aengines\x18( \x03(\tR\aengines\"/\n" +
 	"\aProcess\x12\x10\n" +
 	"\x03pid\x18\x01 \x01(\rR\x03pid\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\"p\n" +
@@ -3856,7 +3873,7 @@ const file_gpuctl_cluster_v1_state_proto_rawDesc = "" +
 	"\tresidence\x18\b \x01(\x0e2\x1c.gpuctl.cluster.v1.ResidenceR\tresidence\x12&\n" +
 	"\x0fcreated_unix_ms\x18\t \x01(\x03R\rcreatedUnixMs\x12\x1a\n" +
 	"\brevision\x18\n" +
-	" \x01(\x04R\brevision\"\xe9\x02\n" +
+	" \x01(\x04R\brevision\"\x81\x03\n" +
 	"\aSession\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12\x12\n" +
 	"\x04host\x18\x02 \x01(\tR\x04host\x12\x14\n" +
@@ -3873,7 +3890,8 @@ const file_gpuctl_cluster_v1_state_proto_rawDesc = "" +
 	" \x01(\tR\vsuspendedTo\x12\x18\n" +
 	"\amessage\x18\v \x01(\tR\amessage\x12&\n" +
 	"\x0fstarted_unix_ms\x18\f \x01(\x03R\rstartedUnixMs\x12\x1a\n" +
-	"\brevision\x18\r \x01(\x04R\brevision\"\xb9\x04\n" +
+	"\brevision\x18\r \x01(\x04R\brevision\x12\x16\n" +
+	"\x06engine\x18( \x01(\tR\x06engine\"\xb9\x04\n" +
 	"\tMigration\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12\x12\n" +
 	"\x04verb\x18\x02 \x01(\tR\x04verb\x12\x16\n" +

@@ -67,6 +67,8 @@ const (
 	GuestServiceEndLeaseProcedure = "/gpuctl.v1.GuestService/EndLease"
 	// GuestServiceListLeasesProcedure is the fully-qualified name of the GuestService's ListLeases RPC.
 	GuestServiceListLeasesProcedure = "/gpuctl.v1.GuestService/ListLeases"
+	// GuestServiceAdoptProcedure is the fully-qualified name of the GuestService's Adopt RPC.
+	GuestServiceAdoptProcedure = "/gpuctl.v1.GuestService/Adopt"
 )
 
 // GuestServiceClient is a client for the gpuctl.v1.GuestService service.
@@ -107,6 +109,9 @@ type GuestServiceClient interface {
 	// no error.
 	EndLease(context.Context, *connect.Request[v1.EndLeaseRequest]) (*connect.Response[v1.EndLeaseResponse], error)
 	ListLeases(context.Context, *connect.Request[v1.ListLeasesRequest]) (*connect.Response[v1.ListLeasesResponse], error)
+	// Adopt makes sessions of processes that use CUDA and run already. A process that
+	// can't be one is refused with the reasons, and is not touched.
+	Adopt(context.Context, *connect.Request[v1.AdoptRequest]) (*connect.Response[v1.AdoptResponse], error)
 }
 
 // NewGuestServiceClient constructs a client for the gpuctl.v1.GuestService service. By default, it
@@ -216,6 +221,12 @@ func NewGuestServiceClient(httpClient connect.HTTPClient, baseURL string, opts .
 			connect.WithSchema(guestServiceMethods.ByName("ListLeases")),
 			connect.WithClientOptions(opts...),
 		),
+		adopt: connect.NewClient[v1.AdoptRequest, v1.AdoptResponse](
+			httpClient,
+			baseURL+GuestServiceAdoptProcedure,
+			connect.WithSchema(guestServiceMethods.ByName("Adopt")),
+			connect.WithClientOptions(opts...),
+		),
 	}
 }
 
@@ -237,6 +248,7 @@ type guestServiceClient struct {
 	lend          *connect.Client[v1.LendRequest, v1.LendResponse]
 	endLease      *connect.Client[v1.EndLeaseRequest, v1.EndLeaseResponse]
 	listLeases    *connect.Client[v1.ListLeasesRequest, v1.ListLeasesResponse]
+	adopt         *connect.Client[v1.AdoptRequest, v1.AdoptResponse]
 }
 
 // Offer calls gpuctl.v1.GuestService.Offer.
@@ -319,6 +331,11 @@ func (c *guestServiceClient) ListLeases(ctx context.Context, req *connect.Reques
 	return c.listLeases.CallUnary(ctx, req)
 }
 
+// Adopt calls gpuctl.v1.GuestService.Adopt.
+func (c *guestServiceClient) Adopt(ctx context.Context, req *connect.Request[v1.AdoptRequest]) (*connect.Response[v1.AdoptResponse], error) {
+	return c.adopt.CallUnary(ctx, req)
+}
+
 // GuestServiceHandler is an implementation of the gpuctl.v1.GuestService service.
 type GuestServiceHandler interface {
 	// Offer sets the target for the applications that connect with the claim's
@@ -357,6 +374,9 @@ type GuestServiceHandler interface {
 	// no error.
 	EndLease(context.Context, *connect.Request[v1.EndLeaseRequest]) (*connect.Response[v1.EndLeaseResponse], error)
 	ListLeases(context.Context, *connect.Request[v1.ListLeasesRequest]) (*connect.Response[v1.ListLeasesResponse], error)
+	// Adopt makes sessions of processes that use CUDA and run already. A process that
+	// can't be one is refused with the reasons, and is not touched.
+	Adopt(context.Context, *connect.Request[v1.AdoptRequest]) (*connect.Response[v1.AdoptResponse], error)
 }
 
 // NewGuestServiceHandler builds an HTTP handler from the service implementation. It returns the
@@ -462,6 +482,12 @@ func NewGuestServiceHandler(svc GuestServiceHandler, opts ...connect.HandlerOpti
 		connect.WithSchema(guestServiceMethods.ByName("ListLeases")),
 		connect.WithHandlerOptions(opts...),
 	)
+	guestServiceAdoptHandler := connect.NewUnaryHandler(
+		GuestServiceAdoptProcedure,
+		svc.Adopt,
+		connect.WithSchema(guestServiceMethods.ByName("Adopt")),
+		connect.WithHandlerOptions(opts...),
+	)
 	return "/gpuctl.v1.GuestService/", http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		switch r.URL.Path {
 		case GuestServiceOfferProcedure:
@@ -496,6 +522,8 @@ func NewGuestServiceHandler(svc GuestServiceHandler, opts ...connect.HandlerOpti
 			guestServiceEndLeaseHandler.ServeHTTP(w, r)
 		case GuestServiceListLeasesProcedure:
 			guestServiceListLeasesHandler.ServeHTTP(w, r)
+		case GuestServiceAdoptProcedure:
+			guestServiceAdoptHandler.ServeHTTP(w, r)
 		default:
 			http.NotFound(w, r)
 		}
@@ -567,4 +595,8 @@ func (UnimplementedGuestServiceHandler) EndLease(context.Context, *connect.Reque
 
 func (UnimplementedGuestServiceHandler) ListLeases(context.Context, *connect.Request[v1.ListLeasesRequest]) (*connect.Response[v1.ListLeasesResponse], error) {
 	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("gpuctl.v1.GuestService.ListLeases is not implemented"))
+}
+
+func (UnimplementedGuestServiceHandler) Adopt(context.Context, *connect.Request[v1.AdoptRequest]) (*connect.Response[v1.AdoptResponse], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("gpuctl.v1.GuestService.Adopt is not implemented"))
 }

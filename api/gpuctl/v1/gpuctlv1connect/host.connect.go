@@ -60,6 +60,8 @@ const (
 	HostServiceSuspendProcedure = "/gpuctl.v1.HostService/Suspend"
 	// HostServiceResumeProcedure is the fully-qualified name of the HostService's Resume RPC.
 	HostServiceResumeProcedure = "/gpuctl.v1.HostService/Resume"
+	// HostServiceAdoptProcedure is the fully-qualified name of the HostService's Adopt RPC.
+	HostServiceAdoptProcedure = "/gpuctl.v1.HostService/Adopt"
 )
 
 // HostServiceClient is a client for the gpuctl.v1.HostService service.
@@ -81,6 +83,10 @@ type HostServiceClient interface {
 	Swap(context.Context, *connect.Request[v1.HostSwapRequest]) (*connect.ServerStreamForClient[v1.OperationUpdate], error)
 	Suspend(context.Context, *connect.Request[v1.HostSuspendRequest]) (*connect.ServerStreamForClient[v1.OperationUpdate], error)
 	Resume(context.Context, *connect.Request[v1.HostResumeRequest]) (*connect.ServerStreamForClient[v1.OperationUpdate], error)
+	// Adopt makes sessions of processes that use CUDA and run already. A claim of
+	// its own gets each session the GPUs that it uses. What can't be adopted is not
+	// an error: the answer contains the reasons for each process.
+	Adopt(context.Context, *connect.Request[v1.HostAdoptRequest]) (*connect.Response[v1.HostAdoptResponse], error)
 }
 
 // NewHostServiceClient constructs a client for the gpuctl.v1.HostService service. By default, it
@@ -160,6 +166,12 @@ func NewHostServiceClient(httpClient connect.HTTPClient, baseURL string, opts ..
 			connect.WithSchema(hostServiceMethods.ByName("Resume")),
 			connect.WithClientOptions(opts...),
 		),
+		adopt: connect.NewClient[v1.HostAdoptRequest, v1.HostAdoptResponse](
+			httpClient,
+			baseURL+HostServiceAdoptProcedure,
+			connect.WithSchema(hostServiceMethods.ByName("Adopt")),
+			connect.WithClientOptions(opts...),
+		),
 	}
 }
 
@@ -176,6 +188,7 @@ type hostServiceClient struct {
 	swap            *connect.Client[v1.HostSwapRequest, v1.OperationUpdate]
 	suspend         *connect.Client[v1.HostSuspendRequest, v1.OperationUpdate]
 	resume          *connect.Client[v1.HostResumeRequest, v1.OperationUpdate]
+	adopt           *connect.Client[v1.HostAdoptRequest, v1.HostAdoptResponse]
 }
 
 // GetInventory calls gpuctl.v1.HostService.GetInventory.
@@ -233,6 +246,11 @@ func (c *hostServiceClient) Resume(ctx context.Context, req *connect.Request[v1.
 	return c.resume.CallServerStream(ctx, req)
 }
 
+// Adopt calls gpuctl.v1.HostService.Adopt.
+func (c *hostServiceClient) Adopt(ctx context.Context, req *connect.Request[v1.HostAdoptRequest]) (*connect.Response[v1.HostAdoptResponse], error) {
+	return c.adopt.CallUnary(ctx, req)
+}
+
 // HostServiceHandler is an implementation of the gpuctl.v1.HostService service.
 type HostServiceHandler interface {
 	GetInventory(context.Context, *connect.Request[v1.GetInventoryRequest]) (*connect.Response[v1.GetInventoryResponse], error)
@@ -252,6 +270,10 @@ type HostServiceHandler interface {
 	Swap(context.Context, *connect.Request[v1.HostSwapRequest], *connect.ServerStream[v1.OperationUpdate]) error
 	Suspend(context.Context, *connect.Request[v1.HostSuspendRequest], *connect.ServerStream[v1.OperationUpdate]) error
 	Resume(context.Context, *connect.Request[v1.HostResumeRequest], *connect.ServerStream[v1.OperationUpdate]) error
+	// Adopt makes sessions of processes that use CUDA and run already. A claim of
+	// its own gets each session the GPUs that it uses. What can't be adopted is not
+	// an error: the answer contains the reasons for each process.
+	Adopt(context.Context, *connect.Request[v1.HostAdoptRequest]) (*connect.Response[v1.HostAdoptResponse], error)
 }
 
 // NewHostServiceHandler builds an HTTP handler from the service implementation. It returns the path
@@ -327,6 +349,12 @@ func NewHostServiceHandler(svc HostServiceHandler, opts ...connect.HandlerOption
 		connect.WithSchema(hostServiceMethods.ByName("Resume")),
 		connect.WithHandlerOptions(opts...),
 	)
+	hostServiceAdoptHandler := connect.NewUnaryHandler(
+		HostServiceAdoptProcedure,
+		svc.Adopt,
+		connect.WithSchema(hostServiceMethods.ByName("Adopt")),
+		connect.WithHandlerOptions(opts...),
+	)
 	return "/gpuctl.v1.HostService/", http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		switch r.URL.Path {
 		case HostServiceGetInventoryProcedure:
@@ -351,6 +379,8 @@ func NewHostServiceHandler(svc HostServiceHandler, opts ...connect.HandlerOption
 			hostServiceSuspendHandler.ServeHTTP(w, r)
 		case HostServiceResumeProcedure:
 			hostServiceResumeHandler.ServeHTTP(w, r)
+		case HostServiceAdoptProcedure:
+			hostServiceAdoptHandler.ServeHTTP(w, r)
 		default:
 			http.NotFound(w, r)
 		}
@@ -402,4 +432,8 @@ func (UnimplementedHostServiceHandler) Suspend(context.Context, *connect.Request
 
 func (UnimplementedHostServiceHandler) Resume(context.Context, *connect.Request[v1.HostResumeRequest], *connect.ServerStream[v1.OperationUpdate]) error {
 	return connect.NewError(connect.CodeUnimplemented, errors.New("gpuctl.v1.HostService.Resume is not implemented"))
+}
+
+func (UnimplementedHostServiceHandler) Adopt(context.Context, *connect.Request[v1.HostAdoptRequest]) (*connect.Response[v1.HostAdoptResponse], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("gpuctl.v1.HostService.Adopt is not implemented"))
 }

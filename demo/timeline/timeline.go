@@ -1,4 +1,5 @@
-package main
+// Package timeline draws how fast a program was while operations on it ran, for demos.
+package timeline
 
 import (
 	"bytes"
@@ -9,44 +10,54 @@ import (
 	"time"
 )
 
-// band is one swap on the timeline.
-type band struct {
-	from, to time.Duration
-	stopped  time.Duration
-	verb     string
+// Band is one operation on the timeline.
+type Band struct {
+	From, To time.Duration
+	Stopped  time.Duration // the downtime
+	Verb     string
 }
 
-// timeline is when each frame was taken.
-type timeline struct {
+// Timeline is when each frame was taken.
+type Timeline struct {
 	start time.Time
 
 	mu     sync.Mutex
 	frames []time.Duration
-	bands  []band
+	bands  []Band
 	end    time.Duration
 }
 
-func newTimeline() *timeline { return &timeline{start: time.Now()} }
+// New returns a timeline that begins now.
+func New() *Timeline { return &Timeline{start: time.Now()} }
 
-func (t *timeline) now() time.Duration { return time.Since(t.start) }
+// Now returns the time since the beginning.
+func (t *Timeline) Now() time.Duration { return time.Since(t.start) }
 
-func (t *timeline) frame() {
+// Frame notes that a frame was taken now.
+func (t *Timeline) Frame() {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	t.frames = append(t.frames, t.now())
+	t.frames = append(t.frames, t.Now())
 }
 
-func (t *timeline) count() int {
+// Count returns the number of frames.
+func (t *Timeline) Count() int {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	return len(t.frames)
 }
 
-func (t *timeline) mark(b band) { t.bands = append(t.bands, b) }
-func (t *timeline) finish()     { t.end = t.now() }
+// Mark adds an operation.
+func (t *Timeline) Mark(b Band) { t.bands = append(t.bands, b) }
+
+// Finish sets the end to now.
+func (t *Timeline) Finish() { t.end = t.Now() }
+
+// Length returns the time from the beginning to the end.
+func (t *Timeline) Length() time.Duration { return t.end }
 
 // rates are the frames per second in n equal parts of the run.
-func (t *timeline) rates(n int) (v []float64, top float64) {
+func (t *Timeline) rates(n int) (v []float64, top float64) {
 	v = make([]float64, n)
 	for _, f := range t.frames {
 		v[min(n-1, int(float64(n)*float64(f)/float64(t.end)))]++
@@ -63,11 +74,12 @@ const (
 	rows    = 8
 )
 
-// draw writes the timeline with block characters.
-func (t *timeline) draw(w io.Writer) {
+// Draw writes the timeline with block characters. what is the unit of its frames, in the
+// plural.
+func (t *Timeline) Draw(w io.Writer, what string) {
 	v, top := t.rates(columns)
 	blocks := []rune(" ▁▂▃▄▅▆▇█")
-	fmt.Fprintln(w, "  frames per second")
+	fmt.Fprintf(w, "  %s per second\n", what)
 	for row := rows - 1; row >= 0; row-- {
 		label := "      "
 		switch row {
@@ -85,19 +97,19 @@ func (t *timeline) draw(w io.Writer) {
 	axis := []rune(strings.Repeat("─", columns))
 	at := func(d time.Duration) int { return min(columns-1, int(float64(columns)*float64(d)/float64(t.end))) }
 	for _, b := range t.bands {
-		for i := at(b.from); i <= at(b.to); i++ {
+		for i := at(b.From); i <= at(b.To); i++ {
 			axis[i] = '━'
 		}
-		axis[at(b.from)] = '▲'
+		axis[at(b.From)] = '▲'
 	}
 	fmt.Fprintf(w, "        └%s\n         0 s%*.1f s\n", string(axis), columns-5, t.end.Seconds())
 	for _, b := range t.bands {
-		fmt.Fprintf(w, "  ▲ %-10s %6.2f s to %6.2f s, downtime %.1f ms\n", b.verb, b.from.Seconds(), b.to.Seconds(), ms(b.stopped))
+		fmt.Fprintf(w, "  ▲ %-10s %6.2f s to %6.2f s, downtime %.1f ms\n", b.Verb, b.From.Seconds(), b.To.Seconds(), ms(b.Stopped))
 	}
 }
 
-// svg draws the curve, the swaps as bands and the time stood still.
-func (t *timeline) svg() []byte {
+// SVG draws the curve, and the operations as bands with their downtime.
+func (t *Timeline) SVG(title string) []byte {
 	const width, height, left, bottom, top = 900, 320, 60, 270, 40
 	v, high := t.rates(120)
 	x := func(d time.Duration) float64 { return left + (width-left-20)*float64(d)/float64(t.end) }
@@ -105,10 +117,10 @@ func (t *timeline) svg() []byte {
 	var b bytes.Buffer
 	fmt.Fprintf(&b, `<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 %d %d" font-family="sans-serif" font-size="12">`+"\n", width, height)
 	fmt.Fprintf(&b, `<rect width="%d" height="%d" fill="white"/>`+"\n", width, height)
-	fmt.Fprintf(&b, `<text x="%d" y="20" font-size="15">x264 --opencl: frames per second while the GPU is exchanged</text>`+"\n", left)
+	fmt.Fprintf(&b, `<text x="%d" y="20" font-size="15">%s</text>`+"\n", left, title)
 	for i, s := range t.bands {
-		fmt.Fprintf(&b, `<rect x="%.1f" y="%d" width="%.1f" height="%d" fill="#f5c46b" fill-opacity="0.6"/>`+"\n", x(s.from), top, max(1, x(s.to)-x(s.from)), bottom-top)
-		fmt.Fprintf(&b, `<text x="%.1f" y="%d">%s: downtime %.1f ms</text>`+"\n", x(s.from)+3, top+14+16*(i%2), s.verb, ms(s.stopped))
+		fmt.Fprintf(&b, `<rect x="%.1f" y="%d" width="%.1f" height="%d" fill="#f5c46b" fill-opacity="0.6"/>`+"\n", x(s.From), top, max(1, x(s.To)-x(s.From)), bottom-top)
+		fmt.Fprintf(&b, `<text x="%.1f" y="%d">%s: downtime %.1f ms</text>`+"\n", x(s.From)+3, top+14+16*(i%2), s.Verb, ms(s.Stopped))
 	}
 	fmt.Fprint(&b, `<polyline fill="none" stroke="#1f5fa8" stroke-width="1.5" points="`)
 	for i, r := range v {
@@ -124,3 +136,5 @@ func (t *timeline) svg() []byte {
 	fmt.Fprintln(&b, `</svg>`)
 	return b.Bytes()
 }
+
+func ms(d time.Duration) float64 { return float64(d) / float64(time.Millisecond) }

@@ -1,4 +1,4 @@
-package session
+package main
 
 import (
 	"context"
@@ -8,17 +8,31 @@ import (
 	"net/http"
 	"os"
 	"time"
+
+	"github.com/gpuctl/gpuctl/guest/service"
+	"github.com/gpuctl/gpuctl/guest/session"
 )
 
-// Serve runs gpuguest's session manager until ctx is done. It serves GuestService on the
-// unix socket api, and applications on the unix socket apps. Running applications and their
+// stopTime is how long calls may take that go on when gpuguest is told to end.
+const stopTime = 30 * time.Second
+
+// serveHost runs gpuguest on a host until ctx is done. It serves GuestService on the unix
+// socket api, and applications on the unix socket apps. Running applications and their
 // executors outlive it.
-func Serve(ctx context.Context, cfg Config, api, apps string) error {
-	m, err := New(cfg) // from here on, m has the lock of the run folder
+func serveHost(ctx context.Context, cfg session.Config, api, apps string) error {
+	m, err := session.New(cfg) // from here on, m has the lock of the run folder
 	if err != nil {
 		return err
 	}
 	defer m.Close()
+	driver, err := newDriverEngine(cfg.Dir, false, cfg.Logger)
+	if err != nil {
+		return err
+	}
+	defer driver.Close()
+	// The end of ctx ends all calls: operations in progress are rolled back.
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
 	apiMode, appMode := os.FileMode(0o600), os.FileMode(0o600)
 	if os.Getuid() == 0 {
 		appMode = 0o666 // applications of any user; their tokens identify them
@@ -35,27 +49,22 @@ func Serve(ctx context.Context, cfg Config, api, apps string) error {
 	defer appListener.Close()
 
 	mux := http.NewServeMux()
-	mux.Handle(m.Handler())
-	srv := &http.Server{
-		Handler:           mux,
-		ReadHeaderTimeout: 10 * time.Second,
-		// Operations in progress are rolled back when gpuguest gets the signal to end.
-		BaseContext: func(net.Listener) context.Context { return m.ctx },
-	}
+	mux.Handle(service.Handler(m, driver))
+	srv := &http.Server{Handler: mux, ReadHeaderTimeout: endTime, BaseContext: func(net.Listener) context.Context { return ctx }}
 	failed := make(chan error, 2)
 	go func() { failed <- srv.Serve(apiListener) }()
 	go func() { failed <- m.ServeApps(appListener) }()
-	m.log.Info("serving", "api", api, "apps", apps, "sessions", len(m.list()))
+	cfg.Logger.Info("serving", "api", api, "apps", apps)
 	select {
 	case <-ctx.Done():
 		err = nil
 	case err = <-failed:
 		err = fmt.Errorf("serve: %w", err)
 	}
-	m.cancel()
+	cancel()
 	_ = appListener.Close()
-	sctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), quickTimeout)
-	defer cancel()
+	sctx, end := context.WithTimeout(context.WithoutCancel(ctx), stopTime)
+	defer end()
 	if serr := srv.Shutdown(sctx); serr != nil && !errors.Is(serr, context.DeadlineExceeded) {
 		err = errors.Join(err, serr)
 	}

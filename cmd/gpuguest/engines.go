@@ -1,0 +1,23 @@
+package main
+
+import (
+	"log/slog"
+	"os"
+	"path/filepath"
+
+	"github.com/gpuctl/gpuctl/guest/cuda"
+	"github.com/gpuctl/gpuctl/guest/cuda/holders"
+)
+
+// driverNodes names the folder of the driver's nodes if it is not /dev, as for a fake driver.
+const driverNodes = "GPUCTL_DRIVER_NODES"
+
+// newDriverEngine returns the engine of sessions of CUDA processes. Without NVIDIA's driver
+// it has no sessions. dir is gpuguest's run folder; detach says that cards are taken away
+// from suspended sessions, as in a VM.
+func newDriverEngine(dir string, detach bool, log *slog.Logger) (*cuda.Manager, error) {
+	return cuda.New(cuda.Config{
+		Dir: filepath.Join(dir, "cuda"), Logger: log, Faults: os.Getenv("GPUCTL_FAULTS") == "1", Detach: detach,
+		Roots: holders.Roots{Dev: os.Getenv(driverNodes)}, UID: uint32(os.Geteuid()),
+	})
+}

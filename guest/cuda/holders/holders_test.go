@@ -1,0 +1,165 @@
+package holders
+
+import (
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+)
+
+// tree makes a look from lines "PID PARENT GROUP SESSION TTY CGROUP [holds]".
+func tree(lines ...string) *Look {
+	l := &Look{Processes: map[int]*Process{}, Holders: map[int]*Holder{}}
+	for _, line := range lines {
+		p, group, holds := &Process{}, "", ""
+		_, _ = fmt.Sscan(line, &p.PID, &p.Parent, &p.Group, &p.Session, &p.Terminal, &group, &holds)
+		p.Start = uint64(p.PID)
+		l.Processes[p.PID] = p
+		if holds != "" {
+			l.Holders[p.PID] = &Holder{Process: *p, Cgroup: group, Nodes: []string{"nvidia0"}}
+		}
+	}
+	return l
+}
+
+func TestJobs(t *testing.T) {
+	for _, c := range []struct {
+		name string
+		look *Look
+		want string // jobs as ROOT:PID+PID
+	}{
+		{"two programs of a shell at a terminal", tree(
+			"1 0 1 1 0 /", "10 1 10 10 5 /u", "20 10 20 10 5 /u holds", "30 10 30 10 5 /u holds",
+		), "20:20 30:30"},
+		{"a pipeline", tree("10 1 10 10 5 /u", "20 10 20 10 5 /u holds", "21 10 20 10 5 /u holds"), "20:20+21"},
+		{"workers of a launcher, each in a session of its own", tree(
+			"10 1 10 10 5 /u", "20 10 20 10 5 /u", "21 20 21 21 0 /u holds", "22 20 22 22 0 /u holds",
+		), "20:21+22"},
+		{"services of one manager", tree(
+			"1 0 1 1 0 /", "10 1 10 10 0 /m", "20 10 20 20 0 /a holds", "30 10 30 30 0 /b holds",
+		), "20:20 30:30"},
+		{"daemons of the system's first process", tree("1 0 1 1 0 /", "20 1 20 20 0 / holds", "30 1 30 30 0 / holds"), "20:20 30:30"},
+		{"a forked child", tree("1 0 1 1 0 /", "20 1 20 20 0 / holds", "21 20 21 21 0 / holds"), "20:20+21"},
+		{"a grandchild behind one that holds nothing", tree("1 0 1 1 0 /", "20 1 20 20 0 / holds", "21 20 21 21 0 /", "22 21 22 22 0 / holds"), "20:20+22"},
+	} {
+		var got []string
+		for _, j := range c.look.Jobs() {
+			var pids []string
+			for _, h := range j.Holders {
+				pids = append(pids, fmt.Sprint(h.PID))
+			}
+			got = append(got, fmt.Sprintf("%d:%s", j.Root.PID, strings.Join(pids, "+")))
+		}
+		if s := strings.Join(got, " "); s != c.want {
+			t.Errorf("%s: %s, want %s", c.name, s, c.want)
+		}
+	}
+}
+
+func TestJobOfALauncherThatHoldsNothing(t *testing.T) {
+	l := tree("1 0 1 1 0 /", "5 1 5 5 0 /", "20 5 20 5 0 /u", "21 20 21 21 0 /u holds", "22 20 22 22 0 /u holds", "30 5 30 30 0 /w holds")
+	j := l.JobOf(20)
+	if j == nil || j.Root.PID != 20 || len(j.Holders) != 2 {
+		t.Errorf("%+v", j)
+	}
+	if j := l.JobOf(22); j == nil || j.Root.PID != 20 || !j.Has(21) {
+		t.Errorf("%+v", j)
+	}
+	if j := l.JobOf(5); j == nil || len(j.Holders) != 3 {
+		t.Errorf("%+v", j)
+	}
+	if j := l.JobOf(1); j != nil { // all of the system is no job
+		t.Errorf("%+v", j)
+	}
+	if j := l.JobOf(99); j != nil {
+		t.Errorf("%+v", j)
+	}
+}
+
+// A real process is found with its nodes, open and mapped.
+func TestTakeFindsNodes(t *testing.T) {
+	dir := t.TempDir()
+	dev := filepath.Join(dir, "dev")
+	if err := os.Mkdir(dev, 0o755); err != nil {
+		t.Fatal(err)
+	}
+	node := filepath.Join(dev, "nvidia0")
+	if err := os.WriteFile(node, nil, 0o644); err != nil {
+		t.Fatal(err)
+	}
+	cmd := exec.Command("sleep", "1000")
+	f, err := os.Open(node)
+	if err != nil {
+		t.Fatal(err)
+	}
+	cmd.ExtraFiles = []*os.File{f}
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	f.Close()
+	defer func() {
+		_ = cmd.Process.Kill()
+		_ = cmd.Wait()
+	}()
+	l, err := Roots{Dev: dev}.Take(true)
+	if err != nil {
+		t.Fatal(err)
+	}
+	h := l.Holders[cmd.Process.Pid]
+	if h == nil || !slices.Equal(h.Nodes, []string{"nvidia0"}) || !slices.Equal(h.GPUs(), []int{0}) {
+		t.Errorf("%+v", h)
+	}
+	// A plain file that somebody has named so is none of the driver's.
+	if l, err = (Roots{}).Take(false); err != nil || l.Holders[cmd.Process.Pid] != nil {
+		t.Errorf("%v, %v", l.Holders[cmd.Process.Pid], err)
+	}
+	if _, err := Pin(cmd.Process.Pid, 1); err == nil {
+		t.Error("a process with another start time was taken for it")
+	}
+	p, err := Pin(cmd.Process.Pid, 0)
+	if err != nil || p.Ended() {
+		t.Fatal(p, err)
+	}
+	defer p.Close()
+	_ = cmd.Process.Kill()
+	<-p.Done()
+	if !p.Ended() {
+		t.Error("it has ended, and is not known to")
+	}
+}
+
+func TestNodeNames(t *testing.T) {
+	device, plain := func() bool { return true }, func() bool { return false }
+	for _, c := range []struct {
+		path string
+		is   func() bool
+		want string
+	}{
+		{"/dev/nvidia0", device, "nvidia0"},
+		{"/dev/nvidia0 (deleted)", device, "nvidia0"},
+		{"/dev/nvidia-caps/nvidia-cap1", device, "nvidia-caps/nvidia-cap1"},
+		{"/run/jail/dev/nvidiactl", device, "nvidiactl"},
+		{"/run/jail/dev/nvidiactl", plain, ""},
+		{"/dev/null", device, ""},
+		{"/home/x/nvidia0", device, ""},
+		{"socket:[1]", device, ""},
+	} {
+		if got, ok := (Roots{}).node(c.path, c.is); ok != (c.want != "") || ok && got != c.want {
+			t.Errorf("%s: %q, %v", c.path, got, ok)
+		}
+	}
+}
+
+func FuzzParseStat(f *testing.F) {
+	f.Add("7 (a) b) S 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22")
+	f.Add("7 () Z")
+	f.Add(")(")
+	f.Fuzz(func(t *testing.T, s string) {
+		if p, err := parseStat(7, s); err == nil && p.PID != 7 {
+			t.Error(p)
+		}
+	})
+}

@@ -1,0 +1,246 @@
+package cuda
+
+import (
+	"cmp"
+	"context"
+	"crypto/rand"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"io/fs"
+	"log/slog"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"connectrpc.com/connect"
+	"golang.org/x/sys/unix"
+
+	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/guest/cuda/ask"
+	"github.com/gpuctl/gpuctl/guest/cuda/holders"
+	"github.com/gpuctl/gpuctl/guest/engine"
+	"github.com/gpuctl/gpuctl/internal/beneath"
+	"github.com/gpuctl/gpuctl/internal/news"
+)
+
+const (
+	engineName  = "driver"
+	idPrefix    = "d-"
+	mostSession = 1024
+)
+
+// ErrLocked is returned by New when another gpuguest uses the run folder.
+var ErrLocked = errors.New("another gpuguest uses this run folder")
+
+// Config is the configuration of a Manager.
+type Config struct {
+	Dir    string // run folder; created if missing
+	Logger *slog.Logger
+	Faults bool // allow fail_at
+	// Detach says that the card is to be taken away from suspended sessions, as in a VM:
+	// a suspend is refused if a process would keep the card open.
+	Detach bool
+	// NoCanary has no test process go through an operation first.
+	NoCanary bool
+	// Parallel is how many processes of a session are moved at once; 0: 4.
+	Parallel  int
+	Deadlines Deadlines
+
+	Roots   holders.Roots // where processes and nodes are
+	Cgroups string        // where control groups are; empty: /sys/fs/cgroup
+	Helper  ask.Helper    // the helper; its zero value is this program
+	// Canary is the command line of a canary; empty: this program.
+	Canary ask.Helper
+	UID    uint32 // gpuguest's user
+
+	die    func()                      // ends this process; only fault injection calls it
+	crash  func(when string, o ask.Op) // before and after each call; nil but in tests
+	memory func() (uint64, error)      // available on this machine; nil but in tests
+}
+
+// Manager manages the sessions of one run folder.
+type Manager struct {
+	cfg  Config
+	log  *slog.Logger
+	lock *os.File
+	ask  *ask.Client
+	self string // this program
+
+	ctx    context.Context // ends with Close
+	cancel context.CancelFunc
+	wg     sync.WaitGroup
+
+	changes  news.Changes[string, *session]
+	adopting sync.Mutex
+
+	mu       sync.Mutex
+	sessions map[string]*session
+	offers   map[string]*gpuctlv1.OfferRequest
+	seen     *ask.Answer // the last look
+	seenAt   time.Time
+}
+
+// New locks the run folder and takes over the sessions that it finds there.
+func New(cfg Config) (*Manager, error) {
+	if cfg.Parallel <= 0 {
+		cfg.Parallel = 4
+	}
+	if cfg.Cgroups == "" {
+		cfg.Cgroups = "/sys/fs/cgroup"
+	}
+	if cfg.Logger == nil {
+		cfg.Logger = slog.New(slog.DiscardHandler)
+	}
+	if cfg.die == nil {
+		cfg.die = engine.KillSelf
+	}
+	cfg.Deadlines = cfg.Deadlines.withDefaults()
+	dir, err := filepath.Abs(cfg.Dir)
+	if err != nil {
+		return nil, fmt.Errorf("run folder %s: %w", cfg.Dir, err)
+	}
+	cfg.Dir = dir
+	if err := os.MkdirAll(filepath.Join(dir, "sessions"), 0o700); err != nil {
+		return nil, fmt.Errorf("run folder: %w", err)
+	}
+	lock, err := beneath.OpenFile(dir, "lock", os.O_CREATE|os.O_RDWR, 0o600)
+	if err != nil {
+		return nil, fmt.Errorf("run folder: %w", err)
+	}
+	if err := unix.Flock(int(lock.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
+		lock.Close()
+		if errors.Is(err, unix.EWOULDBLOCK) {
+			return nil, fmt.Errorf("%s: %w", dir, ErrLocked)
+		}
+		return nil, fmt.Errorf("lock %s: %w", dir, err)
+	}
+	m := &Manager{
+		cfg: cfg, log: cfg.Logger, lock: lock, ask: &ask.Client{Helper: cfg.Helper},
+		sessions: map[string]*session{}, offers: map[string]*gpuctlv1.OfferRequest{},
+	}
+	m.self, _ = os.Readlink("/proc/self/exe")
+	if m.cfg.Roots.Except == nil {
+		m.cfg.Roots.Except = m.ours
+	}
+	m.ctx, m.cancel = context.WithCancel(context.Background())
+	err = m.loadOffers()
+	if err == nil {
+		err = m.takeOver()
+	}
+	if err != nil {
+		m.Close()
+		return nil, err
+	}
+	m.wg.Go(m.adoptOffered)
+	return m, nil
+}
+
+// ours reports whether a process is gpuguest itself, a helper, an executor or a canary.
+func (m *Manager) ours(pid int) bool {
+	exe, err := os.Readlink(filepath.Join(m.procRoot(), fmt.Sprint(pid), "exe"))
+	return err == nil && exe != "" && strings.TrimSuffix(exe, " (deleted)") == strings.TrimSuffix(m.self, " (deleted)")
+}
+
+// Close ends the manager. Sessions go on; the next one takes them over. An operation that
+// runs is rolled back, if it is not committed yet.
+func (m *Manager) Close() {
+	m.cancel()
+	m.mu.Lock()
+	var ops []*operation
+	for _, s := range m.sessions {
+		s.mu.Lock()
+		if s.op != nil {
+			ops = append(ops, s.op)
+		}
+		s.mu.Unlock()
+	}
+	m.mu.Unlock()
+	for _, op := range ops {
+		<-op.done
+	}
+	m.wg.Wait()
+	m.lock.Close()
+}
+
+func (m *Manager) lookup(id string) (*session, error) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if s := m.sessions[id]; s != nil {
+		return s, nil
+	}
+	return nil, connect.NewError(connect.CodeNotFound, fmt.Errorf("no session %q", id))
+}
+
+func (m *Manager) list() []*session {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	var all []*session
+	for _, s := range m.sessions {
+		all = append(all, s)
+	}
+	slices.SortFunc(all, func(a, b *session) int {
+		return cmp.Or(cmp.Compare(a.rec.StartedMS, b.rec.StartedMS), strings.Compare(a.id, b.id))
+	})
+	return all
+}
+
+// sessionOf returns the session that a process is a member of, or the root, or nil.
+func (m *Manager) sessionOf(pid int, start uint64) *session {
+	for _, s := range m.list() {
+		if s.rec.PID == pid && s.rec.Start == start {
+			return s
+		}
+		for _, mb := range s.members() {
+			if mb.PID == pid && mb.Start == start {
+				return s
+			}
+		}
+	}
+	return nil
+}
+
+// add gives a session an id, writes its record and watches it.
+func (m *Manager) add(s *session) error {
+	m.mu.Lock()
+	if len(m.sessions) >= mostSession {
+		m.mu.Unlock()
+		return connect.NewError(connect.CodeResourceExhausted, fmt.Errorf("%d sessions are the most", mostSession))
+	}
+	if s.id == "" {
+		for {
+			var b [4]byte
+			_, _ = rand.Read(b[:]) // never fails
+			s.id = idPrefix + hex.EncodeToString(b[:])
+			if m.sessions[s.id] == nil {
+				break
+			}
+		}
+		s.rec.ID = s.id
+	}
+	s.log = m.log.With("session", s.id)
+	m.sessions[s.id] = s
+	m.mu.Unlock()
+	if err := s.update(func(*record) {}); err != nil {
+		m.remove(s)
+		return fmt.Errorf("session %s: %w", s.id, err)
+	}
+	m.wg.Go(s.watch)
+	m.changed(s)
+	return nil
+}
+
+func (m *Manager) remove(s *session) {
+	m.mu.Lock()
+	delete(m.sessions, s.id)
+	m.mu.Unlock()
+	if err := os.Remove(filepath.Join(m.cfg.Dir, recordName(s.id))); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		s.log.Warn("remove the record", "err", err)
+	}
+	m.changed(s)
+}
+
+func (m *Manager) changed(s *session) { m.changes.Put(s.id, s) }

@@ -1,0 +1,9 @@
+// Package engine has what engines of sessions share. An engine serves sessions of one kind:
+// guest/session those of OpenCL, which can go to any model, and guest/cuda those of
+// processes that NVIDIA's driver suspends and restores.
+//
+// Here live: the runner of an operation's steps with undo and commit, injected faults, the
+// reporter of progress, the repetition of what could not be undone, and a target's refusal.
+// What a step does, and the journal of a session, are the engine's. The server that has
+// several engines is guest/service.
+package engine
