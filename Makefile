@@ -45,6 +45,7 @@ deb: build
 programs:
 	@$(MAKE) --no-print-directory -C test/cl
 	@$(MAKE) --no-print-directory -C test/cuda
+	CGO_ENABLED=1 $(GO) build -trimpath -o bin/gpuguest-carried ./test/rig/carried
 
 test: build check unit modes mixed cluster-e2e libvirt-e2e
 	@echo "all tests passed"

@@ -38,6 +38,10 @@ func Encode(c *clusterv1.Command) ([]byte, error) {
 
 // VersionOf returns the lowest protocol version that knows everything in a command.
 func VersionOf(c *clusterv1.Command) uint32 {
+	claim := c.GetPutClaim().GetClaim()
+	if c.GetSetQueue() != nil || c.GetReportLinks() != nil || claim.GetHome() != "" || claim.GetRemote() != clusterv1.Remote_REMOTE_UNSPECIFIED {
+		return ProtocolRemote
+	}
 	identity := c.GetPutIdentity().GetIdentity()
 	if use := c.GetUseJoinToken(); use != nil {
 		identity = use.GetIdentity()

@@ -13,10 +13,15 @@ import (
 // above 1 add:
 //
 //	2  identities with an enrolment
-const Protocol = ProtocolEnrolments
+//	3  claims with a home, links, and the queue's policy
+const Protocol = ProtocolRemote
 
-// ProtocolEnrolments is the lowest version that knows enrolments.
-const ProtocolEnrolments = 2
+// ProtocolEnrolments is the lowest version that knows enrolments, and ProtocolRemote that
+// which knows claims with a home, links, and policies of the queue.
+const (
+	ProtocolEnrolments = 2
+	ProtocolRemote     = 3
+)
 
 // Store has the current state. It is safe for concurrent use: Apply and Restore run one
 // after the other, and views never wait.

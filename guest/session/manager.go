@@ -186,6 +186,9 @@ func (m *Manager) list() []*session {
 // warm starts in advance what a probe, and the next executor of each session that has one
 // now, will need.
 func (m *Manager) warm(ctx context.Context, rt *gpuctlv1.Runtime) error {
+	if rt.GetRemote() != nil {
+		return nil // a carrier starts at once
+	}
 	specs := []Spec{{Runtime: rt}}
 	for _, s := range m.list() {
 		s.mu.Lock()

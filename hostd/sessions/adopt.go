@@ -54,7 +54,7 @@ func (h *Host) adoptProcesses(ctx context.Context, req *gpuctlv1.HostAdoptReques
 // the session, or the reasons against it.
 func (h *Host) adoptOne(ctx context.Context, s *gpuctlv1.Session, plan bool, caller *gpuctlv1.FileOwner) (*gpuctlv1.Session, []*gpuctlv1.Reason, error) {
 	h.mu.Lock()
-	s = h.named(s)
+	s = h.withNames(s)
 	h.mu.Unlock()
 	if s.GetId() != "" {
 		return s, nil, nil // it is one already
@@ -102,7 +102,7 @@ func (h *Host) adoptOne(ctx context.Context, s *gpuctlv1.Session, plan bool, cal
 	}
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	made := h.named(res.Msg.GetSessions()[i])
+	made := h.withNames(res.Msg.GetSessions()[i])
 	h.Log.Info("process adopted", "session", made.GetId(), "claim", c.ID, "pid", made.GetPid(), "gpu", made.GetTarget().GetGpu())
 	return proto.CloneOf(made), nil, nil
 }

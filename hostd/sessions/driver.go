@@ -59,7 +59,7 @@ func (h *Host) askDriver(ctx context.Context) <-chan *nvml.Response {
 // all of them, or if the claim does not have all of each: what a CUDA program does there
 // is not limited.
 func (p placement) driver(amount uint64) []*gpuctlv1.DriverGPU {
-	if amount != ledger.Whole {
+	if amount != ledger.Whole || p.far() {
 		return nil
 	}
 	var out []*gpuctlv1.DriverGPU
@@ -109,18 +109,20 @@ func (c *claim) forEngine(names []string, gpus []*gpuctlv1.GPU) (kept []string, 
 func misfit(s *gpuctlv1.Session, p placement) *gpuctlv1.Reason {
 	for _, g := range p {
 		switch {
+		case s.GetEngine() == driverEngine && p.far():
+			return because("engine", "it is on another host, and CUDA programs compute on their own host's GPUs")
 		case s.GetEngine() == driverEngine && g.GetDriverGpu() == nil:
 			return because("engine", "NVIDIA's driver does not serve it, and the session is of a CUDA program")
-		case s.GetEngine() != driverEngine && g.GetRuntime() == nil:
+		case s.GetEngine() != driverEngine && (g.GetRuntime() == nil && !p.far() || g.GetRuntimeName() == inventory.CUDA):
 			return because("engine", "it has no OpenCL runtime, and the session is of an OpenCL program")
 		}
 	}
 	return nil
 }
 
-// named returns the session with the names that this host has for its GPUs. gpuguest may
+// withNames returns the session with the names that this host has for its GPUs. gpuguest may
 // know only their UUIDs. The caller holds h.mu.
-func (h *Host) named(s *gpuctlv1.Session) *gpuctlv1.Session {
+func (h *Host) withNames(s *gpuctlv1.Session) *gpuctlv1.Session {
 	used := s.GetDriver().GetGpus()
 	if s.GetEngine() != driverEngine || len(used) == 0 {
 		return s
@@ -163,9 +165,9 @@ func (h *Host) byUUID(used []*gpuctlv1.DriverGPU) (p placement, unknown []*gpuct
 	return p, unknown
 }
 
-// target returns what a user has named as a target, with ids in the place of UUIDs and PCI
+// inHere returns what a user has named as a target, with ids in the place of UUIDs and PCI
 // addresses of GPUs.
-func (h *Host) target(to string) string {
+func (h *Host) inHere(to string) string {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	names := splitIDs(to)

@@ -40,6 +40,8 @@ type runFlags struct {
 	name, kind       string
 	engine           string
 	config           string
+	remote           string
+	local, wait      bool
 }
 
 func (a *app) runCommand() *cobra.Command {
@@ -53,11 +55,16 @@ A CUDA application sees the GPUs of its claim and no others (CUDA_VISIBLE_DEVICE
 It has them alone, and its session appears when it opens CUDA. Say --engine driver
 where GPUs for OpenCL might be chosen.
 
+If no GPU of this host is free, or large enough, one of another host of the cluster
+serves the application over the network; under the cluster's policy mrq it comes home
+when a GPU is free here (gpuctl cluster queue). All GPUs of a session are on one host.
+
 Without a running hostd, a private one is started for the application's lifetime.
 
 ` + fieldsHelp("GPU", expr.OfGPU(&gpuctlv1.GPU{})),
 		Example: `  gpuctl run -- clinfo
   gpuctl run --gpu 'vendor.contains("NVIDIA") && memory >= 16*GiB' -- ./simulate
+  gpuctl run --local --wait -- ./simulate
   gpuctl run --min-memory 1GiB --prefer-memory 4GiB --device-type gpu -- x264 --opencl -o out.264 in.y4m
   gpuctl run --engine driver -- python train.py`,
 		Args: func(_ *cobra.Command, args []string) error {
@@ -77,15 +84,22 @@ Without a running hostd, a private one is started for the application's lifetime
 	flags.StringVar(&f.kind, "device-type", "", "what the application sees: gpu, cpu or accelerator")
 	flags.StringVar(&f.name, "device-name", "", "the device's name that the application sees")
 	flags.StringVar(&f.engine, "engine", "", "what the application uses: portable (OpenCL) or driver (CUDA); default either")
+	flags.StringVar(&f.remote, "remote", "allowed", "GPUs of other hosts: `never`, allowed (if none here will do) or only")
+	flags.BoolVar(&f.local, "local", false, "GPUs of this host only: --remote never")
+	flags.BoolVar(&f.wait, "wait", false, "wait in the cluster's queue until a GPU is free")
 	flags.StringVar(&f.config, "config", "", "configuration `file` of the private hostd")
+	cmd.MarkFlagsMutuallyExclusive("remote", "local")
+	_ = cmd.RegisterFlagCompletionFunc("remote", cobra.FixedCompletions(remotes(), cobra.ShellCompDirectiveNoFileComp))
 	_ = cmd.RegisterFlagCompletionFunc("engine", cobra.FixedCompletions([]string{"portable", "driver"}, cobra.ShellCompDirectiveNoFileComp))
 	_ = cmd.RegisterFlagCompletionFunc("device-type", cobra.FixedCompletions([]string{"gpu", "cpu", "accelerator"}, cobra.ShellCompDirectiveNoFileComp))
 	return cmd
 }
 
+func remotes() []string { return []string{"never", "allowed", "only"} }
+
 func (f runFlags) request() (*gpuctlv1.CreateClaimRequest, error) {
 	req := &gpuctlv1.CreateClaimRequest{
-		Expr: f.gpu, Count: f.count, WhileCallerLives: true, Engine: f.engine,
+		Expr: f.gpu, Count: f.count, WhileCallerLives: true, Remote: f.remote, Wait: f.wait, Engine: f.engine,
 		Device: &gpuctlv1.VirtualDevice{Name: f.name, Type: f.kind},
 	}
 	var err error
@@ -98,6 +112,12 @@ func (f runFlags) request() (*gpuctlv1.CreateClaimRequest, error) {
 		if req.PreferMemory, err = size.Parse(f.prefer); err != nil {
 			return nil, cmdutil.Usage(fmt.Errorf("--prefer-memory: %w", err))
 		}
+	}
+	if f.local {
+		req.Remote = "never"
+	}
+	if !slices.Contains(remotes(), req.GetRemote()) {
+		return nil, cmdutil.Usage(fmt.Errorf("--remote: %q is not never, allowed or only", req.GetRemote()))
 	}
 	if f.count == 0 {
 		return nil, cmdutil.Usage(errors.New("--count: at least 1"))

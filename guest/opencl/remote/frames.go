@@ -25,6 +25,7 @@ const (
 	KindState               // Words: state of the session
 	KindMapped              // Mapping
 	KindFreed               // Words: offset, size: memory of the arena that is not needed
+	KindNeed                // Block: the far executor needs what the client has there
 
 	// On the bulk stream.
 	KindLaneStart // LaneStart
@@ -251,4 +252,44 @@ func ParseMapping(b []byte, limit uint64) (m Mapping, err error) {
 	m.Mem, m.ID, m.Writes = uint32(ids), uint32(ids>>32), w == 1
 	m.Block, err = ParseBlock(b[16:], limit)
 	return m, err
+}
+
+// ExportPeer is the peer in an ExportRequest to a far executor: the connection that the
+// carrier has made for it.
+const ExportPeer = "carrier"
+
+// Staged returns the range of the arena that a request makes the executor read.
+func Staged(m wire.Request) (off, n uint64, ok bool) {
+	switch m := m.(type) {
+	case *wire.WriteBuffer:
+		return m.StageOff, m.StageLen, m.Mode == wire.DataStaged
+	case *wire.WriteBufferRect:
+		return m.StageOff, m.StageLen, m.Mode == wire.DataStaged
+	case *wire.WriteImage:
+		return m.StageOff, m.StageLen, m.Mode == wire.DataStaged
+	case *wire.CreateBuffer:
+		return m.StageOff, m.StageLen, m.Mode == wire.DataStaged
+	case *wire.CreateImage:
+		return m.StageOff, m.StageLen, m.Mode == wire.DataStaged
+	case *wire.CreateProgramSource:
+		return m.StageOff, m.StageLen, m.Mode == wire.DataStaged
+	case *wire.CreateProgramIL:
+		return m.StageOff, m.StageLen, m.Mode == wire.DataStaged
+	case *wire.CreateProgramBinary:
+		return m.StageOff, m.StageLen, m.Mode == wire.DataStaged
+	}
+	return 0, 0, false
+}
+
+// Reads returns the range of the arena that a request makes the executor write.
+func Reads(m wire.Request) (off, n uint64, pend uint32, ok bool) {
+	switch m := m.(type) {
+	case *wire.ReadBuffer:
+		return m.StageOff, m.StageLen, m.Pend, m.Mode == wire.DataStaged
+	case *wire.ReadBufferRect:
+		return m.StageOff, m.StageLen, m.Pend, m.Mode == wire.DataStaged
+	case *wire.ReadImage:
+		return m.StageOff, m.StageLen, m.Pend, m.Mode == wire.DataStaged
+	}
+	return 0, 0, 0, false
 }

@@ -58,29 +58,30 @@ func ParseLaneStart(b []byte) (l LaneStart, err error) {
 	return l, nil
 }
 
-// Position returns where a chunk of a run begins, and its size. It is exact for calls with
-// growing numbers, of which it remembers the last.
+// Position finds the chunks of a run, in their order.
 type Position struct {
-	cut  Cut
-	next uint32
-	at   uint64
+	cut     Cut
+	next    uint32
+	at      uint64
+	last, n uint64 // place and size of chunk next-1
 }
 
 // NewPosition begins at a byte of the transfer.
 func NewPosition(c Cut, from uint64) *Position { return &Position{cut: c, at: from} }
 
-// Chunk returns the place of chunk i in the transfer. It reports false if there is no such
-// chunk, or one that was asked for before.
+// Chunk returns where chunk i begins in the transfer, and its size. It reports false unless
+// that is the next chunk, or the last one again.
 func (p *Position) Chunk(i uint32) (at, n uint64, ok bool) {
-	for {
-		if i < p.next || p.at >= p.cut.Total {
-			return 0, 0, false
-		}
-		at, n = p.at, p.cut.At(p.at)
-		p.at += n
+	switch {
+	case i == p.next && p.at < p.cut.Total:
+		p.last, p.n = p.at, p.cut.At(p.at)
+		p.at += p.n
 		p.next++
-		if i == p.next-1 {
-			return at, n, true
-		}
+	case p.next == 0 || i != p.next-1:
+		return 0, 0, false
 	}
+	return p.last, p.n, true
 }
+
+// Last reports whether all chunks were found.
+func (p *Position) Last() bool { return p.at >= p.cut.Total }
