@@ -468,11 +468,12 @@ func TestLongKernelIsWaitedForNoLongerThanAllowed(t *testing.T) {
 // The driver does not answer when asked for the state: the session is held, not lost, and goes
 // on when it answers.
 func TestHangingStateHoldsTheSession(t *testing.T) {
-	r := newRig(t, func(c *Config) { c.Deadlines.State = 500 * time.Millisecond })
+	r := newRig(t)
 	p := r.start(nil)
 	id := r.adopt(p.pid)
 	r.m.cfg.crash = func(when string, o ask.Op) {
 		if o == ask.Checkpoint && when == "before" {
+			r.m.cfg.Deadlines.State = 2 * time.Second // until now the driver had to answer
 			r.configure("fail checkpoint - 999", "hang state")
 		}
 	}
