@@ -7,17 +7,19 @@ import (
 	"math/bits"
 	"slices"
 	"sync"
+
+	"github.com/gpuctl/gpuctl/mmio"
 )
 
 // Size is the size of a configuration space in bytes. Extended space does not exist.
 const Size = 256
 
-// MaxBARs is the highest number of BARs of a function.
-const MaxBARs = 6
-
 const (
-	minBAR = 4096
-	maxBAR = 1 << 30
+	minBAR     = 16
+	maxBAR     = 1 << 30
+	maxWideBAR = 1 << 40
+
+	addressBits = 48 // of guest physical addresses
 
 	regCommand    = 0x04
 	regStatus     = 0x06
@@ -32,37 +34,30 @@ const (
 	commandNoINTx = 1 << 10
 	statusCaps    = 1 << 4
 	prefetchable  = 1 << 3
+	wide          = 1 << 2
 	capabilityMSI = 5
 	msiEnable     = 1 << 0
 	msi64         = 1 << 7
 	pinA          = 1
 )
 
-// ErrIdentity means that a function cannot exist as described.
-var ErrIdentity = errors.New("no such PCI function is possible")
+// ErrFunction means that a function cannot exist as described, or is another one.
+var ErrFunction = errors.New("no such PCI function is possible")
 
-// BAR is a range of memory of a function. Its address has 32 bits, as QEMU's protocol
-// for devices in other processes has no others.
-type BAR struct {
-	Size         uint64 // bytes, a power of two from 4 KiB to 1 GiB; 0: the BAR does not exist
-	Prefetchable bool
-}
-
-// Identity describes a function.
-type Identity struct {
-	Vendor, Device, SubVendor, SubDevice uint16
-	Class                                uint32 // 24 bits
-	Revision                             uint8
-	BARs                                 [MaxBARs]BAR
-}
-
-func (id Identity) check() error {
-	if id.Vendor == 0xffff || id.Class >= 1<<24 {
-		return fmt.Errorf("%w: vendor %#x, class %#x", ErrIdentity, id.Vendor, id.Class)
+func check(f mmio.Function) error {
+	if f.Vendor == 0xffff || f.Class >= 1<<24 {
+		return fmt.Errorf("%w: vendor %#x, class %#x", ErrFunction, f.Vendor, f.Class)
 	}
-	for i, b := range id.BARs {
-		if b.Size != 0 && (b.Size < minBAR || b.Size > maxBAR || bits.OnesCount64(b.Size) != 1) {
-			return fmt.Errorf("%w: BAR %d has %d bytes, not a power of two from 4 KiB to 1 GiB", ErrIdentity, i, b.Size)
+	for i, b := range f.BARs {
+		most := uint64(maxBAR)
+		if b.Wide {
+			most = maxWideBAR
+			if i+1 == len(f.BARs) || f.BARs[i+1] != (mmio.Window{}) {
+				return fmt.Errorf("%w: the BAR after the wide BAR %d must not exist", ErrFunction, i)
+			}
+		}
+		if b.Size != 0 && (b.Size < minBAR || b.Size > most || bits.OnesCount64(b.Size) != 1) || b.Size == 0 && b.Wide {
+			return fmt.Errorf("%w: BAR %d has %d bytes, not a power of two from %d to %d", ErrFunction, i, b.Size, minBAR, most)
 		}
 	}
 	return nil
@@ -82,7 +77,7 @@ func (w Window) Contains(addr uint64, size int) bool {
 
 // Space is the configuration space of one function. It is safe for concurrent use.
 type Space struct {
-	id   Identity
+	f    mmio.Function
 	mask [Size]byte // bits that a VM can change
 
 	mu   sync.Mutex
@@ -90,19 +85,26 @@ type Space struct {
 	now  []Window // where data says that the BARs are; replaced, never changed
 }
 
-// New returns the space of a function after a reset. Errors wrap ErrIdentity.
-func New(id Identity) (*Space, error) {
-	if err := id.check(); err != nil {
+// New returns the space of a function after a reset. Errors wrap ErrFunction.
+func New(f mmio.Function) (*Space, error) {
+	if err := check(f); err != nil {
 		return nil, err
 	}
-	s := &Space{id: id}
+	s := &Space{f: f}
 	le := binary.LittleEndian
 	le.PutUint16(s.mask[regCommand:], commandMemory|commandMaster|commandNoINTx)
 	s.mask[regLine] = 0xff
-	for i, b := range id.BARs {
-		if b.Size != 0 {
-			le.PutUint32(s.mask[regBAR+4*i:], ^uint32(b.Size-1))
+	for i, b := range f.BARs {
+		switch at := regBAR + 4*i; {
+		case b.Wide:
+			le.PutUint64(s.mask[at:], ^(b.Size - 1))
+		case b.Size != 0:
+			le.PutUint32(s.mask[at:], ^uint32(b.Size-1))
 		}
+	}
+	if !f.MSI {
+		s.Reset()
+		return s, nil
 	}
 	le.PutUint16(s.mask[regMSI+2:], msiEnable)
 	le.PutUint32(s.mask[regMSI+4:], ^uint32(3))
@@ -112,8 +114,8 @@ func New(id Identity) (*Space, error) {
 	return s, nil
 }
 
-// Identity returns what New got.
-func (s *Space) Identity() Identity { return s.id }
+// Function returns what New got.
+func (s *Space) Function() mmio.Function { return s.f }
 
 // Reset brings the space to its state after a reset.
 func (s *Space) Reset() {
@@ -121,21 +123,26 @@ func (s *Space) Reset() {
 	defer s.mu.Unlock()
 	clear(s.data[:])
 	le := binary.LittleEndian
-	le.PutUint16(s.data[0:], s.id.Vendor)
-	le.PutUint16(s.data[2:], s.id.Device)
-	le.PutUint16(s.data[regStatus:], statusCaps)
-	le.PutUint32(s.data[8:], s.id.Class<<8|uint32(s.id.Revision))
-	for i, b := range s.id.BARs {
-		if b.Size != 0 && b.Prefetchable {
-			s.data[regBAR+4*i] = prefetchable
+	le.PutUint16(s.data[0:], s.f.Vendor)
+	le.PutUint16(s.data[2:], s.f.Device)
+	le.PutUint32(s.data[8:], s.f.Class<<8|uint32(s.f.Revision))
+	for i, b := range s.f.BARs {
+		if b.Prefetchable {
+			s.data[regBAR+4*i] |= prefetchable
+		}
+		if b.Wide {
+			s.data[regBAR+4*i] |= wide
 		}
 	}
-	le.PutUint16(s.data[0x2c:], s.id.SubVendor)
-	le.PutUint16(s.data[0x2e:], s.id.SubDevice)
-	s.data[regCapability] = regMSI
+	le.PutUint16(s.data[0x2c:], s.f.Subvendor)
+	le.PutUint16(s.data[0x2e:], s.f.Subsystem)
 	s.data[regPin] = pinA
-	s.data[regMSI] = capabilityMSI
-	le.PutUint16(s.data[regMSI+2:], msi64)
+	if s.f.MSI {
+		le.PutUint16(s.data[regStatus:], statusCaps)
+		s.data[regCapability] = regMSI
+		s.data[regMSI] = capabilityMSI
+		le.PutUint16(s.data[regMSI+2:], msi64)
+	}
 	s.now = s.decode()
 }
 
@@ -175,7 +182,7 @@ func (s *Space) Write(offset uint64, size int, value uint32) (moved, ok bool) {
 }
 
 // Windows returns the BARs that the VM has enabled and given an address. An address of 0
-// is none, as is one that ends above 32 bits. The caller must not change the result.
+// is none, as is the highest. The caller must not change the result.
 func (s *Space) Windows() []Window {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -188,10 +195,17 @@ func (s *Space) decode() []Window {
 		return nil
 	}
 	var out []Window
-	for i, b := range s.id.BARs {
-		start := uint64(le.Uint32(s.data[regBAR+4*i:]) &^ 0xf)
+	for i, b := range s.f.BARs {
+		if b.Size == 0 {
+			continue
+		}
+		start, end := uint64(le.Uint32(s.data[regBAR+4*i:])&^0xf), uint64(1<<32)
+		if b.Wide {
+			start |= uint64(le.Uint32(s.data[regBAR+4*i+4:])) << 32
+			end = 1 << addressBits
+		}
 		// The highest address is what a driver reads while it asks for the size.
-		if b.Size == 0 || start == 0 || start+b.Size > 1<<32-b.Size {
+		if start == 0 || start > end-2*b.Size || start == 1<<32-b.Size {
 			continue
 		}
 		out = append(out, Window{i, start, b.Size})
@@ -237,18 +251,18 @@ func (s *Space) Save() []byte {
 	return append([]byte(nil), s.data[:]...)
 }
 
-// Restore sets the space from Save of a function with the same Identity. It takes only
-// the bits that a VM can change. If the rest differs, the error wraps ErrIdentity, and
+// Restore sets the space from Save of the same Function. It takes only
+// the bits that a VM can change. If the rest differs, the error wraps ErrFunction, and
 // nothing changes.
 func (s *Space) Restore(saved []byte) error {
 	if len(saved) != Size {
-		return fmt.Errorf("%w: a saved configuration space has %d bytes, not %d", ErrIdentity, len(saved), Size)
+		return fmt.Errorf("%w: a saved configuration space has %d bytes, not %d", ErrFunction, len(saved), Size)
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	for i, b := range saved {
 		if (b^s.data[i])&^s.mask[i] != 0 {
-			return fmt.Errorf("%w: byte %#x of the saved configuration space is another function's", ErrIdentity, i)
+			return fmt.Errorf("%w: byte %#x of the saved configuration space is another function's", ErrFunction, i)
 		}
 	}
 	copy(s.data[:], saved)

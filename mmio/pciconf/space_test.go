@@ -5,19 +5,20 @@ import (
 	"errors"
 	"testing"
 
+	"github.com/gpuctl/gpuctl/mmio"
 	"github.com/gpuctl/gpuctl/mmio/pciconf"
 )
 
-func identity() pciconf.Identity {
-	return pciconf.Identity{
-		Vendor: 0x10de, Device: 0x06d8, Class: 0x030000, Revision: 0xa3,
-		BARs: [6]pciconf.BAR{0: {Size: 1 << 25}, 1: {Size: 1 << 27, Prefetchable: true}, 3: {Size: 1 << 26, Prefetchable: true}},
+func function() mmio.Function {
+	return mmio.Function{
+		Vendor: 0x10de, Device: 0x06d8, Class: 0x030000, Revision: 0xa3, MSI: true,
+		BARs: [6]mmio.Window{0: {Size: 1 << 25}, 1: {Size: 1 << 27, Prefetchable: true}, 3: {Size: 1 << 26, Prefetchable: true}},
 	}
 }
 
 func space(t testing.TB) *pciconf.Space {
 	t.Helper()
-	s, err := pciconf.New(identity())
+	s, err := pciconf.New(function())
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -105,6 +106,33 @@ func TestReadOnlyBitsStay(t *testing.T) {
 	}
 }
 
+func TestWideBAR(t *testing.T) {
+	f := function()
+	f.BARs[1].Wide, f.BARs[1].Size, f.MSI = true, 1<<34, false
+	s, err := pciconf.New(f)
+	if err != nil {
+		t.Fatal(err)
+	}
+	s.Write(4, 2, 2)
+	s.Write(0x14, 4, 0xffffffff)
+	s.Write(0x18, 4, 0xffffffff)
+	if lo, hi := read(t, s, 0x14, 4), read(t, s, 0x18, 4); lo != 0xc || hi != 0xfffffffc {
+		t.Errorf("size %#x %#x", hi, lo)
+	}
+	s.Write(0x14, 4, 0)
+	s.Write(0x18, 4, 0x100)
+	if bar, off, ok := s.Find(0x103_0000_0008, 8); !ok || bar != 1 || off != 0x3_0000_0008 {
+		t.Errorf("BAR %d, offset %#x, %v: windows %+v", bar, off, ok, s.Windows())
+	}
+	if read(t, s, 0x34, 1) != 0 || read(t, s, 6, 2) != 0 {
+		t.Error("it has a capability")
+	}
+	f.BARs[2].Size = 4096
+	if _, err := pciconf.New(f); !errors.Is(err, pciconf.ErrFunction) {
+		t.Errorf("a BAR in the upper half of another: %v", err)
+	}
+}
+
 func TestMSI(t *testing.T) {
 	s := space(t)
 	if _, _, ok := s.MSI(); ok || !s.INTx() {
@@ -124,10 +152,10 @@ func TestMSI(t *testing.T) {
 }
 
 func TestImpossibleFunctionsAreRefused(t *testing.T) {
-	for _, size := range []uint64{1, 2048, 4097, 3 << 12, 1 << 31, ^uint64(0)} {
-		id := identity()
-		id.BARs[5].Size = size
-		if _, err := pciconf.New(id); !errors.Is(err, pciconf.ErrIdentity) {
+	for _, size := range []uint64{1, 8, 4097, 3 << 12, 1 << 31, ^uint64(0)} {
+		f := function()
+		f.BARs[5].Size = size
+		if _, err := pciconf.New(f); !errors.Is(err, pciconf.ErrFunction) {
 			t.Errorf("BAR of %d bytes: %v", size, err)
 		}
 	}
@@ -144,10 +172,10 @@ func TestRestoreTakesNoOtherFunction(t *testing.T) {
 	other := a.Save()
 	other[0] ^= 1
 	before := b.Save()
-	if err := b.Restore(other); !errors.Is(err, pciconf.ErrIdentity) || !bytes.Equal(before, b.Save()) {
+	if err := b.Restore(other); !errors.Is(err, pciconf.ErrFunction) || !bytes.Equal(before, b.Save()) {
 		t.Errorf("another vendor's: %v", err)
 	}
-	if err := b.Restore(other[:10]); !errors.Is(err, pciconf.ErrIdentity) {
+	if err := b.Restore(other[:10]); !errors.Is(err, pciconf.ErrFunction) {
 		t.Errorf("a short one: %v", err)
 	}
 }
@@ -163,7 +191,7 @@ func FuzzSpace(f *testing.F) {
 			s.Write(uint64(ops[0]), int(ops[1]), uint32(ops[2])|uint32(ops[3])<<8|uint32(ops[4])<<16|uint32(ops[5])<<24)
 			s.Read(uint64(ops[5])<<8|uint64(ops[0]), int(ops[1]))
 			for _, w := range s.Windows() {
-				if w.Start%w.Size != 0 || w.Size != identity().BARs[w.BAR].Size {
+				if w.Start%w.Size != 0 || w.Size != function().BARs[w.BAR].Size {
 					t.Fatalf("window %+v", w)
 				}
 			}
