@@ -1,5 +1,6 @@
 // Command gen writes the manual of the commands, as Markdown and as man pages,
-// from the commands themselves, and the list of errors from their table. Run by
+// from the commands themselves, and the lists of errors and of mediated GPUs'
+// registers from their tables. Run by
 // `make generate`.
 package main
 
@@ -30,7 +31,8 @@ func main() {
 	}
 }
 
-// run writes dir/cli/*.md, dir/man/* and dir/errors.md, in place of what was there.
+// run writes dir/cli/*.md, dir/man/*, dir/errors.md and dir/mmio-registers.md, in
+// place of what was there.
 func run(dir string) error {
 	markdown, man := filepath.Join(dir, "cli"), filepath.Join(dir, "man")
 	for _, d := range []string{markdown, man} {
@@ -59,7 +61,10 @@ func run(dir string) error {
 			return fmt.Errorf("%s: %w", c.cmd.Name(), err)
 		}
 	}
-	return writeErrors(dir)
+	if err := writeErrors(dir); err != nil {
+		return err
+	}
+	return writeRegisters(dir)
 }
 
 // genMan writes a page per command, without a date: it would differ every day.
