@@ -38,6 +38,11 @@ func Encode(c *clusterv1.Command) ([]byte, error) {
 
 // VersionOf returns the lowest protocol version that knows everything in a command.
 func VersionOf(c *clusterv1.Command) uint32 {
+	for _, choice := range append(c.GetPutClaim().GetChoices(), c.GetAssign().GetChoices()...) {
+		if choice.GetKind() == clusterv1.VGPUKind_VGPU_KIND_MEDIATED {
+			return ProtocolMediated
+		}
+	}
 	identity := c.GetPutIdentity().GetIdentity()
 	if use := c.GetUseJoinToken(); use != nil {
 		identity = use.GetIdentity()

@@ -13,10 +13,14 @@ import (
 // above 1 add:
 //
 //	2  identities with an enrolment
-const Protocol = ProtocolEnrolments
+//	3  parts of mediated GPUs
+const Protocol = ProtocolMediated
 
 // ProtocolEnrolments is the lowest version that knows enrolments.
 const ProtocolEnrolments = 2
+
+// ProtocolMediated is the lowest version that knows parts of mediated GPUs.
+const ProtocolMediated = 3
 
 // Store has the current state. It is safe for concurrent use: Apply and Restore run one
 // after the other, and views never wait.
