@@ -30,13 +30,13 @@ type channel struct {
 	limit     uint64
 	get, put  uint32
 
-	segment uint64 // address of what is left of the push buffer
-	left    uint32 // dwords of it
-	State   Context
+	State Context
 }
 
 // Context is the state of a channel's methods: what goes with it when its VM moves.
 type Context struct {
+	Segment                uint64 // address of what is left of a push buffer
+	Left                   uint32 // dwords of it
 	Ref                    uint32
 	Method                 uint32 // of a header whose data are not all there yet
 	Subchannel             uint32
@@ -89,11 +89,15 @@ func (g *GPU) next() *channel {
 	return nil
 }
 
-// Advance lets time pass until to.
-func (g *GPU) Advance(to time.Duration) {
+// Advance lets time pass until to. It returns before if a channel comes to rest, or
+// after so many steps.
+func (g *GPU) Advance(to time.Duration, most int) {
 	for g.now < to {
 		if g.busyUntil > g.now {
 			g.now = min(g.busyUntil, to)
+			if g.now < g.busyUntil {
+				return
+			}
 			continue
 		}
 		if g.current == nil {
@@ -109,7 +113,12 @@ func (g *GPU) Advance(to time.Duration) {
 				}
 			}
 		}
-		g.step(g.current)
+		if most--; most < 0 {
+			return
+		}
+		if g.step(g.current); g.current == nil {
+			return
+		}
 	}
 }
 
@@ -119,8 +128,7 @@ func (g *GPU) NextEvent() (at time.Duration, ok bool) {
 	if g.busyUntil > g.now {
 		return g.busyUntil, true
 	}
-	_, busy := g.Busy()
-	return g.now + costMethod, busy
+	return g.now + costMethod, g.Busy()
 }
 
 func (g *GPU) spend(d time.Duration) { g.busyUntil = g.now + d }
@@ -131,7 +139,7 @@ func (g *GPU) step(c *channel) {
 		g.illegal(c, "its instance block can't be read")
 		return
 	}
-	if c.left == 0 {
+	if c.State.Left == 0 {
 		if c.get == c.put {
 			g.current = nil
 			g.publish(c)
@@ -144,13 +152,13 @@ func (g *GPU) step(c *channel) {
 		}
 		e := binary.LittleEndian.Uint64(b[:])
 		c.get = (c.get + 1) & (1<<c.order - 1)
-		c.segment, c.left = e&0xff_fffffffc, uint32(e>>42&0x1fffff)
+		c.State.Segment, c.State.Left = e&0xff_fffffffc, uint32(e>>42&0x1fffff)
 		g.publish(c)
 		g.spend(costFetch)
 		return
 	}
 	var b [4]byte
-	if f := g.virtual(c, c.segment, b[:], false, UnitSubfifo); f != nil {
+	if f := g.virtual(c, c.State.Segment, b[:], false, UnitSubfifo); f != nil {
 		g.fault(c, f)
 		return
 	}
@@ -158,7 +166,7 @@ func (g *GPU) step(c *channel) {
 	if !g.word(c, w) {
 		return // again later, or stopped
 	}
-	c.segment, c.left = c.segment+4, c.left-1
+	c.State.Segment, c.State.Left = c.State.Segment+4, c.State.Left-1
 }
 
 // word does a dword of a push buffer: a header, or data of the last one. It reports
@@ -264,7 +272,7 @@ func (g *GPU) semaphore(c *channel, v uint32) bool {
 		return false
 	}
 	g.spend(costPoll)
-	if n := g.otherWork(c); n { // another channel may release it
+	if g.otherWork(c) { // another channel may release it
 		g.current = nil
 	}
 	return false
@@ -302,7 +310,7 @@ func (g *GPU) illegal(c *channel, why string) {
 
 // halt stops a channel that did what can't be.
 func (g *GPU) halt(c *channel) {
-	c.stopped, c.left, c.put = true, 0, c.get
+	c.stopped, c.State.Left, c.put = true, 0, c.get
 	c.State.Count = 0
 	if g.current == c {
 		g.current = nil

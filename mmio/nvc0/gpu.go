@@ -90,7 +90,7 @@ func (g *GPU) ReadRegister(at uint32) uint32 {
 	case at == RegTLBSpace:
 		return g.tlbSpace
 	case at == RegGraphStatus:
-		if _, busy := g.Busy(); busy {
+		if g.Busy() {
 			return 1
 		}
 	case at >= RegChannel && at < RegChannel+8*Channels:
@@ -170,16 +170,8 @@ func (g *GPU) Doorbell(id int, put uint32) {
 	c.put = put & (1<<c.order - 1)
 }
 
-// Busy reports whether a channel has commands that it can run, and which.
-func (g *GPU) Busy() (id int, busy bool) {
-	if g.current != nil {
-		return g.current.id, true
-	}
-	if c := g.next(); c != nil {
-		return c.id, true
-	}
-	return 0, g.busyUntil > g.now
-}
+// Busy reports whether the engines are at work or a channel has commands that it can run.
+func (g *GPU) Busy() bool { return g.current != nil || g.busyUntil > g.now || g.next() != nil }
 
 // Now is the GPU's time.
 func (g *GPU) Now() time.Duration { return g.now }
@@ -197,13 +189,20 @@ func (g *GPU) tell(e Event) {
 	}
 }
 
-// kick takes a channel off the engines. What it had to do waits.
+// kick takes a channel off the engines, once they have done what they are at. What
+// it had to do waits.
 func (g *GPU) kick(id int) {
 	if g.current != nil && g.current.id == id {
 		g.current = nil
-		g.busyUntil = g.now
 	}
 	g.channels[id].loaded = false
+}
+
+// Hold takes a channel off the engines, and lets what it had to do wait for another
+// doorbell.
+func (g *GPU) Hold(id int) {
+	g.kick(id)
+	g.channels[id].put = g.channels[id].get
 }
 
 // Stop ends what a channel had to do, until it gets another instance block.

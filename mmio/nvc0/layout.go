@@ -50,10 +50,6 @@ func (e PTE) Target() uint8 { return uint8(e >> 33 & 3) }
 // Kind is how the page is laid out.
 func (e PTE) Kind() uint8 { return uint8(e >> 36) }
 
-// Rest is the bits that are neither presence, protection, address, target nor kind:
-// privilege, encryption, volatility, compression tags.
-func (e PTE) Rest() uint64 { return uint64(e) &^ 0xff6_ffff_fff5 }
-
 // PDE is an entry of a page directory: a table of large pages, of small ones, or both.
 type PDE uint64
 
