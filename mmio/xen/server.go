@@ -333,17 +333,17 @@ func (s *Server) Close() error {
 func (s *Server) Destroy(ctx context.Context) error {
 	what := fmt.Sprintf("destroy ioreq server %d of domain %d", s.id, s.config.Domain)
 	if err := s.do(opServer(opState, s.id, false)); err != nil {
-		return errors.Join(fmt.Errorf("%s: disable it: %w", what, err), s.Close())
+		return fmt.Errorf("%s: disable it: %w", what, err)
 	}
 	for v := range s.vcpus {
 		if err := s.drain(ctx, v); err != nil {
 			return fmt.Errorf("%s: %w", what, err)
 		}
 	}
-	if err := errors.Join(s.Close(), s.do(opServer(opDestroy, s.id, false))); err != nil {
+	if err := s.do(opServer(opDestroy, s.id, false)); err != nil {
 		return fmt.Errorf("%s: %w", what, err)
 	}
-	return nil
+	return s.Close()
 }
 
 const drainEvery = time.Millisecond
