@@ -98,6 +98,8 @@ func Run(ctx context.Context, o Options) (err error) {
 			failed <- err
 		}
 	})
+	wg.Go(func() { wired.mediated.Run(work) })
+	wg.Go(func() { wired.cards.FollowDomains(work, wired.mediated.Kick) })
 	wg.Go(func() { host.Migrations.Run(work) })
 	wg.Go(func() { wired.sweep(work, host) })
 	wg.Go(func() { o.reload(work, wired, notify) })

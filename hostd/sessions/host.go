@@ -27,6 +27,7 @@ import (
 	"github.com/gpuctl/gpuctl/hostd/config"
 	"github.com/gpuctl/gpuctl/hostd/inventory"
 	"github.com/gpuctl/gpuctl/hostd/inventory/nvml"
+	"github.com/gpuctl/gpuctl/hostd/mediated"
 	"github.com/gpuctl/gpuctl/hostd/migration"
 	"github.com/gpuctl/gpuctl/hostd/migration/endpoint"
 	"github.com/gpuctl/gpuctl/hostd/sessions/ledger"
@@ -70,6 +71,7 @@ type HostConfig struct {
 	Cluster    Cluster
 	NVML       *nvml.Client       // nil: NVML is not used
 	Cards      *platform.Platform // nil: cards are not given to VMs
+	Mediated   *mediated.Keeper   // nil: no mediated GPUs
 	Devices    *cardapi.API       // set if Cards is, as are the next two
 	Site       *endpoint.Local
 	Migrations *migration.Manager
