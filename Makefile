@@ -17,7 +17,7 @@ STAMP := $(shell git rev-parse HEAD >/dev/null 2>&1 && echo -buildvcs=true || ec
 GOLANGCI = github.com/golangci/golangci-lint/v2/cmd/golangci-lint@v2.12.2
 
 .DEFAULT_GOAL := build
-.PHONY: setup build programs binaries deb test test-loaded modes mixed check unit conform e2e cluster-e2e libvirt-e2e property demo cluster-demo bench fuzz fuzz-c chaos chaos-cluster soak-hostile generate lint clean
+.PHONY: setup build programs binaries deb test test-loaded modes mixed check unit conform e2e cluster-e2e libvirt-e2e property demo cluster-demo mmio-demo mutate-mmio bench fuzz fuzz-c chaos chaos-cluster soak-hostile generate lint clean
 
 setup:
 	@packaging/setup.sh
@@ -35,6 +35,7 @@ binaries:
 	CGO_ENABLED=0 $(GO) build -trimpath $(STAMP) -o bin/gpuctl-bench ./bench
 	CGO_ENABLED=0 $(GO) build -trimpath $(STAMP) -o bin/gpuctl-demo ./demo
 	CGO_ENABLED=0 $(GO) build -trimpath $(STAMP) -o bin/gpuctl-cluster-demo ./demo/cluster
+	CGO_ENABLED=0 $(GO) build -trimpath $(STAMP) -o bin/gpuctl-mmio-demo ./demo/mmio
 	guest/opencl/icd/build.sh lib/libgpuctl-opencl.so
 
 # The package for VMs.
@@ -87,6 +88,16 @@ e2e:
 # property compares random programs that are swapped with the same unswapped.
 property:
 	$(GO) test -count=1 -timeout $(LIMIT) -v ./test/property
+
+# Each check of the mediator of GPUs is removed in turn: a test has to fail.
+mutate-mmio:
+	$(GO) run ./test/mutate -first '^Test(GX|Push|Changed|HostileRecord|Moved|Paused|Sizes|Lazy|Unmapped|Flood|Command|Nothing|EveryDword)' ./mmio/mediate
+
+# Two VMs share one GPU in software, one of them hostile. Needs nothing but Go.
+mmio-demo:
+	@mkdir -p bin
+	CGO_ENABLED=0 $(GO) build -trimpath $(STAMP) -o bin/gpuctl-mmio-demo ./demo/mmio
+	bin/gpuctl-mmio-demo
 
 demo: build
 	bin/gpuctl-demo

@@ -224,6 +224,7 @@ func (d *Driver) openChannel() error {
 	inst(nvc0.InstDirectory, chanDir|1)
 	inst(nvc0.InstLimit, 1<<nvc0.AddressBits-1)
 	d.store(barData, fencePA, 4, 0)
+	d.set(0x3000, 0) // as whoever had it before may not have
 	d.set(0x3000, 3<<30|channelPA>>12)
 	d.set(0x3004, 0x001f0001)
 	if d.o.Calls != nil {

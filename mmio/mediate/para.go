@@ -39,8 +39,9 @@ const (
 
 	maxSpace    = 1 << 16
 	maxUnmap    = 4096
-	tableCost   = 8 // of a frame, in entries
-	slotHeader  = 2 // dwords
+	tableCost   = 8           // of a frame, in entries
+	callWork    = DefaultWork // entries that the calls of a slot may cost
+	slotHeader  = 2           // dwords
 	largeVA     = 1 << 31
 	callWordsAt = 16
 )
@@ -118,7 +119,7 @@ func (v *VGPU) calls(page []byte) (status uint32) {
 		words[i] = binary.LittleEndian.Uint32(page[4*(slotHeader+i):])
 	}
 	changed := map[*space]bool{}
-	left := v.g.config.Work
+	left := callWork
 	for index := uint32(0); len(words) > 0; index++ {
 		op, length := words[0]&0xff, words[0]>>callWordsAt
 		if length == 0 || length > uint32(len(words)) { //check:call-length
@@ -138,7 +139,7 @@ func (v *VGPU) calls(page []byte) (status uint32) {
 			v.flush(s) //check:flush-para
 		}
 	}
-	v.stats.Entries(v.g.config.Work - left)
+	v.stats.Entries(callWork - left)
 	if status == 0 {
 		status = ParaDone
 	}

@@ -99,7 +99,7 @@ func newRig(t fataler, options ...rigOption) *rig {
 		t.Fatalf("%v", err)
 	}
 	policy := timeshare.DefaultConfig(timeshare.Fair)
-	policy.Overdue = time.Second
+	policy.Overdue = 20 * ms
 	c := Config{
 		Hardware: r.hw, Clock: func() time.Duration { return r.clock }, Policy: policy, Reserve: 8 * mib,
 		Events: func(e Event) { r.events = append(r.events, e) },

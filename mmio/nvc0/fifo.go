@@ -67,9 +67,17 @@ func (g *GPU) Position(id int) Position {
 	return Position{c.get, c.State}
 }
 
-// SetPosition sets it.
+// SetPosition sets it. Fields are as wide as the hardware's, whatever is in p.
 func (g *GPU) SetPosition(id int, p Position) {
 	c := &g.channels[id]
+	s := &p.Context
+	s.Segment &= 1<<AddressBits - 4
+	s.Left &= 0x1fffff
+	s.Method &= 0x3ffc
+	s.Subchannel &= 7
+	s.Count &= 0x1fff
+	s.Increments %= 3
+	s.Push = min(s.Push, MaxCopy)
 	if g.load(c) {
 		c.get = p.Get & (1<<c.order - 1)
 		c.put = c.get
