@@ -63,7 +63,11 @@ ROUNDS ?= 3
 test-loaded: build
 	@set -e; for i in $$(seq $(ROUNDS)); do echo "== round $$i of $(ROUNDS)"; test/loaded.sh $(MAKE) test LIMIT=60m; done
 
+# Functions have at most 100 lines, which is the linter's to say (funlen).
+FILELINES = 800
 check:
+	@find $(GODIRS) \( -name '*.go' -o -name '*.[ch]' \) ! -name '*_gen.*' ! -name '*.pb.go' ! -name '*.connect.go' -print0 | xargs -0 \
+		awk 'FNR > $(FILELINES) { print FILENAME ": more than $(FILELINES) lines"; bad = 1; nextfile } END { exit bad }'
 	@test -z "$$(gofmt -l $(GODIRS))" || { gofmt -l $(GODIRS); exit 1; }
 	$(GO) vet $(PKGS)
 

@@ -7,11 +7,18 @@ cd "$(dirname "$0")/.."
 for f in bin/gpuctl bin/hostd bin/gpuguest bin/gpuctl-bench lib/libgpuctl-opencl.so test/cl/bin/stream; do
 	[ -e "$f" ] || { echo "run-gpu.sh: $f is missing: run make build first" >&2; exit 1; }
 done
-if ! ls /etc/OpenCL/vendors/*.icd >/dev/null 2>&1; then
+# A driver that no .icd file names is named here; other runtimes may have theirs.
+if ! grep -qs nvidia /etc/OpenCL/vendors/*.icd; then
 	lib=$(ldconfig -p | sed -n 's/.*=> \(.*libnvidia-opencl\.so\.1\)$/\1/p' | head -1)
 	[ -n "$lib" ] || lib=$(find /usr/local/nvidia /usr/lib -name 'libnvidia-opencl.so.1' 2>/dev/null | head -1)
-	[ -n "$lib" ] || { echo "run-gpu.sh: no OpenCL driver found" >&2; exit 1; }
-	set -- --nvidia "$lib" "$@"
+	if [ -n "$lib" ]; then
+		set -- --nvidia "$lib" "$@"
+	elif ! ls /etc/OpenCL/vendors/*.icd >/dev/null 2>&1; then
+		echo "run-gpu.sh: no OpenCL driver found" >&2
+		exit 1
+	else
+		echo "run-gpu.sh: no driver of NVIDIA's found: what follows measures no GPU of theirs" >&2
+	fi
 fi
 if [ -d programs ]; then
 	PATH=$PWD/programs:$PATH

@@ -55,7 +55,7 @@ func (g *Guest) Ensure(ctx context.Context) (started bool, err error) {
 		return false, err
 	}
 	logPath := filepath.Join(g.Dir, "gpuguest.log")
-	out, err := os.OpenFile(logPath, os.O_CREATE|os.O_APPEND|os.O_WRONLY, 0o600)
+	out, err := os.OpenFile(logPath, os.O_CREATE|os.O_APPEND|os.O_RDWR, 0o600) // read, too: gpuguest bounds it
 	if err != nil {
 		return false, fmt.Errorf("gpuguest: log: %w", err)
 	}

@@ -7,6 +7,7 @@ import (
 	"log/slog"
 	"os"
 	"path/filepath"
+	"strconv"
 	"strings"
 	"testing"
 
@@ -71,5 +72,24 @@ func TestDataFolderThatOthersCanWriteIsRefused(t *testing.T) {
 		if err := os.Chmod(path, 0o700); err != nil {
 			t.Fatal(err)
 		}
+	}
+}
+
+// gpuguest bounds its log only if it may read it.
+func TestGpuguestCanBoundItsLog(t *testing.T) {
+	dir := t.TempDir()
+	binary := filepath.Join(dir, "gpuguest")
+	if err := os.WriteFile(binary, []byte("#!/bin/sh\ncat /proc/self/fdinfo/2 >&2\n"), 0o700); err != nil {
+		t.Fatal(err)
+	}
+	g := &Guest{Dir: dir, Binary: binary, Log: slog.New(slog.DiscardHandler)}
+	_, err := g.Ensure(t.Context())
+	if err == nil {
+		t.Fatal("a program that ends is taken for a gpuguest that answers")
+	}
+	_, flags, _ := strings.Cut(err.Error(), "flags:")
+	n, perr := strconv.ParseInt(strings.Fields(flags + " 0")[0], 8, 64)
+	if want := int64(os.O_RDWR | os.O_APPEND); perr != nil || n&want != want {
+		t.Errorf("flags %o: %v", n, err)
 	}
 }

@@ -63,7 +63,7 @@ func TestLostLastAnswerHoldsTheMigrationWhileTheOtherCopyMayRun(t *testing.T) {
 		if !m.GetMachine().GetTwice() || !w.paused["h2"] || w.paused["h1"] {
 			t.Errorf("twice %v, paused %v", m.GetMachine().GetTwice(), w.paused)
 		}
-		m = w.resume(m) // nothing was mended
+		m = w.resume(m) // nothing was repaired
 		w.isHeld(m, "the VM runs on two hosts")
 
 		w.twin, w.paused = "", map[string]bool{} // the copy is destroyed

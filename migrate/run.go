@@ -337,7 +337,7 @@ func (r *run) halt(ctx context.Context, err error) error {
 // VM's memory or in that of its host.
 func (r *run) hold(ctx context.Context, name string, err error) error {
 	state := clusterv1.MigrationState_MIGRATION_STATE_HELD
-	text := fmt.Sprintf("%s; the undo of %s failed: %v; the VM and the frozen state of its applications are kept: gpuctl migrations resume %s goes on when the cause is mended",
+	text := fmt.Sprintf("%s; the undo of %s failed: %v; the VM and the frozen state of its applications are kept: gpuctl migrations resume %s goes on when the cause is fixed",
 		r.m.GetMessage(), name, err, r.m.GetId())
 	if errors.Is(err, errLost) {
 		state, text = clusterv1.MigrationState_MIGRATION_STATE_FAILED, fmt.Sprintf("%s; %s: %v", r.m.GetMessage(), name, err)

@@ -195,7 +195,10 @@ func (g *Gate) Middleware(next http.Handler) http.Handler {
 		limits := LimitsOf(c)
 		if err == nil {
 			var end func()
-			if end, err = g.count(&g.calls, c, "calls", limits.Calls); err == nil {
+			if err = compressed(r); err == nil {
+				end, err = g.count(&g.calls, c, "calls", limits.Calls)
+			}
+			if err == nil {
 				defer end()
 				restrict(w, r, limits)
 				next.ServeHTTP(w, r)

@@ -115,6 +115,20 @@ func restrict(w http.ResponseWriter, r *http.Request, l Limits) {
 	}
 }
 
+// compressed returns an error for a request that is compressed. A megabyte can unpack to
+// a gigabyte, and would be unpacked to its end even if it is too large. No client of
+// gpuctl compresses its requests.
+func compressed(r *http.Request) *connect.Error {
+	for _, name := range []string{"Content-Encoding", "Connect-Content-Encoding", "Grpc-Encoding"} {
+		for _, how := range r.Header.Values(name) {
+			if how != "" && how != "identity" {
+				return reason.Refuse(reason.Errorf(reason.Invalid, "the request is compressed (%s: %.20q)", name, how).Do("send it as it is"))
+			}
+		}
+	}
+	return nil
+}
+
 // timed is a body with a read deadline. The deadline ends with the body, because the next
 // bytes on the connection belong to another request.
 type timed struct {

@@ -167,3 +167,35 @@ func TestTrailIsNotFilledByCallsThatAnybodyMayMake(t *testing.T) {
 		t.Errorf("%d lines of what an operator does", n)
 	}
 }
+
+// A request that is compressed could unpack to a thousand times its size, and keep a
+// processor busy for seconds.
+func TestCompressedRequestsAreNotUnpacked(t *testing.T) {
+	s := open(t, true)
+	clients := map[string]clusterv1connect.ClusterServiceClient{}
+	for name, options := range map[string][]connect.ClientOption{"connect": nil, "gRPC": {connect.WithGRPC()}, "gRPC-Web": {connect.WithGRPCWeb()}} {
+		clients[name] = s.cluster(s.as(t, nil), append(options, connect.WithSendGzip())...)
+		clients[name+", local"] = clusterv1connect.NewClusterServiceClient(unixClient(t, s.socket), "http://host", connect.WithSendGzip())
+	}
+	s.put("ann", admin)
+	clients["connect, admin"] = s.cluster(s.as(t, issue(s.ca, pki.Identity{ID: "ann", Role: admin}, time.Now())), connect.WithSendGzip())
+	for name, c := range clients {
+		_, err := c.Join(t.Context(), connect.NewRequest(&clusterv1.JoinRequest{Token: strings.Repeat("x", 1<<10)}))
+		if code := connect.CodeOf(err); err == nil || code != connect.CodeInvalidArgument && code != connect.CodeUnauthenticated && code != connect.CodePermissionDenied {
+			t.Errorf("%s: %v", name, err)
+		}
+		// A stream's messages say for themselves whether they are compressed.
+		st, err := c.Watch(t.Context(), connect.NewRequest(&clusterv1.WatchRequest{}))
+		if err == nil {
+			st.Receive()
+			err = st.Err()
+			st.Close()
+		}
+		if code := connect.CodeOf(err); code != connect.CodeInvalidArgument && code != connect.CodeUnauthenticated {
+			t.Errorf("%s, stream: %v", name, err)
+		}
+		if n := s.backend.reached.Swap(0); n != 0 {
+			t.Errorf("%s: %d calls reached the handler", name, n)
+		}
+	}
+}

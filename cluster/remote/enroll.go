@@ -5,8 +5,10 @@ import (
 	"crypto/tls"
 	"errors"
 	"fmt"
+	"io"
 	"net"
 	"net/http"
+	"strings"
 	"time"
 
 	"connectrpc.com/connect"
@@ -19,9 +21,58 @@ import (
 
 const dialTimeout = 5 * time.Second
 
-// Client returns an HTTP client for hosts, with this TLS configuration.
+// Limits of a host's answer, in bytes.
+const (
+	maxAnswer       = 16 << 20 // the results of the largest request; each message of a stream
+	maxAnswerHeader = 64 << 10
+)
+
+// Client returns an HTTP client for hosts, with this TLS configuration. Answers are
+// bounded, because a host may have been taken over.
 func Client(config *tls.Config) *http.Client {
-	return &http.Client{Transport: transport(config)}
+	return newClient(bounded{transport(config)})
+}
+
+// newClient returns a client that does not follow redirections. A host could redirect a
+// call to another host as a different call, which would have the rights of the caller.
+func newClient(t http.RoundTripper) *http.Client {
+	return &http.Client{
+		Transport:     t,
+		CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse },
+	}
+}
+
+// Options limit what a host may answer to another host. Answers are not compressed: a
+// few compressed bytes could keep the caller busy for long.
+func Options() []connect.ClientOption {
+	return []connect.ClientOption{connect.WithReadMaxBytes(maxAnswer), connect.WithAcceptCompression("gzip", nil, nil)}
+}
+
+// bounded ends the body of an answer that is too long. Connect reads the rest of a
+// message that is too large, to its end. Streams have no limit as a whole.
+type bounded struct{ *http.Transport }
+
+// RoundTrip implements http.RoundTripper.
+func (b bounded) RoundTrip(r *http.Request) (*http.Response, error) {
+	res, err := b.Transport.RoundTrip(r)
+	if err == nil && !strings.HasPrefix(res.Header.Get("Content-Type"), "application/connect+") {
+		res.Body = &boundedBody{res.Body, maxAnswer + 1}
+	}
+	return res, err
+}
+
+type boundedBody struct {
+	io.ReadCloser
+	left int
+}
+
+func (b *boundedBody) Read(p []byte) (int, error) {
+	if b.left == 0 {
+		return 0, io.EOF
+	}
+	n, err := b.ReadCloser.Read(p[:min(len(p), b.left)])
+	b.left -= n
+	return n, err
 }
 
 func transport(config *tls.Config) *http.Transport {
@@ -34,6 +85,8 @@ func transport(config *tls.Config) *http.Transport {
 		ForceAttemptHTTP2:   true,
 		IdleConnTimeout:     time.Minute,
 		MaxIdleConnsPerHost: 2,
+
+		MaxResponseHeaderBytes: maxAnswerHeader,
 		// Pings detect a host that has failed without closing the connection.
 		HTTP2: &http.HTTP2Config{SendPingTimeout: 2 * time.Second, PingTimeout: 2 * time.Second},
 	}
@@ -41,7 +94,7 @@ func transport(config *tls.Config) *http.Transport {
 
 // Peer returns a client for PeerService at an address.
 func Peer(c *http.Client, address string) clusterv1connect.PeerServiceClient {
-	return clusterv1connect.NewPeerServiceClient(c, "https://"+address)
+	return clusterv1connect.NewPeerServiceClient(c, "https://"+address, Options()...)
 }
 
 const (

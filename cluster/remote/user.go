@@ -114,7 +114,7 @@ func (u *User) client(m *pki.Material, addresses []string) *http.Client {
 		}
 		return nil, errors.Join(errs...)
 	}
-	return &http.Client{Transport: t}
+	return newClient(t)
 }
 
 func dial(ctx context.Context, network, address string, config *tls.Config, more bool) (net.Conn, error) {

@@ -37,7 +37,7 @@ func run(ctx context.Context, args []string, stdin io.Reader, stdout, stderr io.
 			level.Set(slog.LevelDebug)
 		}
 	}
-	log := slog.New(slog.NewTextHandler(stderr, &slog.HandlerOptions{Level: level}))
+	log := slog.New(slog.NewTextHandler(boundLog(stderr, maxLog), &slog.HandlerOptions{Level: level}))
 	root.AddCommand(serveCommand(log), executorCommand(log), probeCommand())
 	root.SetArgs(args)
 	root.SetIn(stdin)

@@ -11,6 +11,7 @@ import (
 
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
+	"github.com/gpuctl/gpuctl/cluster/remote"
 	"github.com/gpuctl/gpuctl/cluster/scheduler"
 	"github.com/gpuctl/gpuctl/hostd/member/clusterapi"
 	"github.com/gpuctl/gpuctl/internal/random"
@@ -48,7 +49,7 @@ func (n *Node) Devices(host string) (gpuctlv1connect.DeviceServiceClient, error)
 	case h.GetState() == clusterv1.HostState_HOST_STATE_DOWN:
 		return nil, reason.Coded(reason.Errorf(reason.HostDown, "host %s is down: %s", host, h.GetMessage()).On("host", host))
 	}
-	return gpuctlv1connect.NewDeviceServiceClient(n.http, "https://"+h.GetAddress()), nil
+	return gpuctlv1connect.NewDeviceServiceClient(n.http, "https://"+h.GetAddress(), remote.Options()...), nil
 }
 
 // Note adds an event to the cluster's log. It does not wait.
@@ -103,7 +104,7 @@ func (n *Node) Site(host string) (gpuctlv1connect.SiteServiceClient, error) {
 	if err != nil {
 		return nil, err
 	}
-	return gpuctlv1connect.NewSiteServiceClient(n.http, "https://"+address), nil
+	return gpuctlv1connect.NewSiteServiceClient(n.http, "https://"+address, remote.Options()...), nil
 }
 
 // Migrations returns a client for another host's MigrationService.
@@ -112,7 +113,7 @@ func (n *Node) Migrations(host string) (gpuctlv1connect.MigrationServiceClient, 
 	if err != nil {
 		return nil, err
 	}
-	return gpuctlv1connect.NewMigrationServiceClient(n.http, "https://"+address), nil
+	return gpuctlv1connect.NewMigrationServiceClient(n.http, "https://"+address, remote.Options()...), nil
 }
 
 // Address returns the address at which a host is reached, without the port.

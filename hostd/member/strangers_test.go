@@ -135,12 +135,16 @@ func TestEnrollTakesSmallRequestsOnly(t *testing.T) {
 	token := decode(t, a.token(ctx, &clusterv1.CreateTokenRequest{}))
 	c := remote.Client(pki.PinnedClientConfig(token.Fingerprint, nil))
 	defer c.CloseIdleConnections()
-	for what, options := range map[string][]connect.ClientOption{
-		"plain": nil, "gRPC": {connect.WithGRPC()}, "compressed": {connect.WithSendGzip()},
+	for what, by := range map[string]struct {
+		options []connect.ClientOption
+		want    connect.Code
+	}{
+		"plain": {nil, connect.CodeResourceExhausted}, "gRPC": {[]connect.ClientOption{connect.WithGRPC()}, connect.CodeResourceExhausted},
+		"compressed": {[]connect.ClientOption{connect.WithSendGzip()}, connect.CodeInvalidArgument},
 	} {
-		peer := clusterv1connect.NewPeerServiceClient(c, "https://"+a.port, options...)
+		peer := clusterv1connect.NewPeerServiceClient(c, "https://"+a.port, by.options...)
 		_, err := peer.Enroll(ctx, connect.NewRequest(&clusterv1.EnrollRequest{TokenId: token.ID, Secret: token.Secret[:], Host: "x", Csr: bytes.Repeat([]byte{1}, 40<<10)}))
-		if connect.CodeOf(err) != connect.CodeResourceExhausted {
+		if connect.CodeOf(err) != by.want {
 			t.Errorf("%s: %v", what, err)
 		}
 	}

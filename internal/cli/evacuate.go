@@ -195,7 +195,7 @@ func (a *app) hintMove(host string, v vms) {
 		fmt.Fprintf(a.Err, "%d of %s can be moved: gpuctl drain %s --move\n", can, plural(len(v.all), "VM", "VMs"), clean(host))
 	}
 	if len(stay) > 0 {
-		fmt.Fprintf(a.Err, "to be stopped, or mended first: %s\n", clean(strings.Join(stay, ", ")))
+		fmt.Fprintf(a.Err, "to be stopped, or repaired first: %s\n", clean(strings.Join(stay, ", ")))
 	}
 	a.hintOther(v)
 }
@@ -272,7 +272,7 @@ func (a *app) evacuated(ctx context.Context, host string, v vms, all []moved) er
 	case len(stay) > 0 && ctx.Err() != nil:
 		return fmt.Errorf("interrupted: host %s is draining, and what has begun goes on (gpuctl migrations lists it)", clean(host))
 	case len(stay) > 0:
-		return fmt.Errorf("%d of %s moved away from host %s; %s: stop what can't be moved, or mend what is said and repeat gpuctl drain %s --move",
+		return fmt.Errorf("%d of %s moved away from host %s; %s: stop what can't be moved, or fix what is said and repeat gpuctl drain %s --move",
 			len(all)-len(stay), plural(len(all), "VM", "VMs"), clean(host), clean(strings.Join(stay, ", "))+plural2(len(stay), " stays", " stay"), clean(host))
 	case a.structured():
 		return nil

@@ -425,7 +425,7 @@ func endWords(verb, name string, u *gpuctlv1.MachineProgress, m *clusterv1.Migra
 	case endHeld:
 		text += "is held, its applications are frozen and their state is safe: " + orWord(why, "hostd does not say why")
 		if u.GetNext() == "" { // or the message contains it
-			text += fmt.Sprintf("; mend the cause, then gpuctl migrations resume %s", id)
+			text += fmt.Sprintf("; fix the cause, then gpuctl migrations resume %s", id)
 		}
 	default:
 		text += fmt.Sprintf("failed: %s; gpuctl describe migration %s says where things are", orWord(why, "hostd does not say why"), id)

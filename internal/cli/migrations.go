@@ -163,7 +163,7 @@ func (a *app) resumeMigrationCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use: "resume ID", Short: "Let a held migration of a VM go on",
 		Long: `Let a migration go on that is held: its VM runs, and the applications that use the
-GPU are frozen with their state safe in the VM's memory. Mend first what its message
+GPU are frozen with their state safe in the VM's memory. Fix first what its message
 names.
 
 A VM that was sent to a host which cannot be asked since may run there. Nothing goes on

@@ -62,7 +62,7 @@ func Poll(ctx context.Context, what string, is func() error) error {
 	}
 }
 
-// givenUp is an error that no waiting mends.
+// givenUp is an error that no waiting changes.
 type givenUp struct{ error }
 
 // GiveUp is what the function of Poll or Until returns when what it waits for

@@ -113,7 +113,7 @@ func (w *world) take(t *rapid.T) {
 	}
 	for _, a := range card {
 		was, now := before[a.String()], where{w.machine.Driver(a), w.machine.Override(a)}
-		// An override that was lost while its driver stayed is mended.
+		// An override that was lost while its driver stayed is set again.
 		if now != was && now != (where{was.Driver, was.Driver}) {
 			t.Fatalf("%s was at %+v, and after a take that failed is at %+v: %v", a, was, now, err)
 		}

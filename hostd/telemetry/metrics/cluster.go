@@ -54,7 +54,7 @@ func (m *Metrics) clusterFamilies() clusterFamilies {
 		assignments: m.family("gpuctl_assignments", gauge,
 			"Assignments, by residence.", "residence"),
 		sessions:    m.family("gpuctl_sessions", gauge, "Sessions of the cluster, by state.", "state"),
-		twice:       m.family("gpuctl_machines_on_two_hosts", gauge, "VMs that were found running on two hosts and are not mended yet."),
+		twice:       m.family("gpuctl_machines_on_two_hosts", gauge, "VMs that were found running on two hosts and do so still, as far as is known."),
 		migrations:  m.family("gpuctl_migrations", gauge, "Operations that the cluster remembers, by verb and state.", "verb", "state"),
 		auditLines:  m.family("gpuctl_audit_lines_total", counter, "Lines of the audit trail that were written."),
 		auditLost:   m.family("gpuctl_audit_lost_lines_total", counter, "Lines of the audit trail that were given up."),
