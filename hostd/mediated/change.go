@@ -256,7 +256,7 @@ func (k *Keeper) look(ctx context.Context, gpu string, has map[string]server.Sta
 	k.mu.Lock()
 	k.health[gpu] = ""
 	if err != nil {
-		k.health[gpu] = "its process does not answer: " + err.Error()
+		k.health[gpu] = "nobody can use it: " + err.Error()
 	}
 	k.mu.Unlock()
 	if err != nil {

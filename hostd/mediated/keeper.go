@@ -337,8 +337,13 @@ func (k *Keeper) Kick() {
 func (k *Keeper) Run(ctx context.Context) {
 	tick := time.NewTicker(k.Every)
 	defer tick.Stop()
+	said := ""
 	for {
-		if err := k.Reconcile(ctx); err != nil && ctx.Err() == nil {
+		switch err := k.Reconcile(ctx); {
+		case err == nil:
+			said = ""
+		case ctx.Err() == nil && err.Error() != said: // not each time
+			said = err.Error()
 			k.Log.Warn("mediated gpus not reconciled", "err", err)
 		}
 		select {
