@@ -44,6 +44,7 @@ deb: build
 
 programs:
 	@$(MAKE) --no-print-directory -C test/cl
+	CGO_ENABLED=1 $(GO) build -trimpath -o bin/gpuguest-carried ./test/rig/carried
 
 test: build check unit modes mixed cluster-e2e libvirt-e2e
 	@echo "all tests passed"

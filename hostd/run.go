@@ -101,6 +101,9 @@ func Run(ctx context.Context, o Options) (err error) {
 	wg.Go(func() { wired.mediated.Run(work) })
 	wg.Go(func() { wired.cards.FollowDomains(work, wired.mediated.Kick) })
 	wg.Go(func() { host.Migrations.Run(work) })
+	if wired.lend != nil {
+		wg.Go(func() { wired.lend.Serve(work) })
+	}
 	wg.Go(func() { wired.sweep(work, host) })
 	wg.Go(func() { o.reload(work, wired, notify) })
 	wg.Go(func() { notify.Watch(work, host.Alive) })

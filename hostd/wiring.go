@@ -21,13 +21,16 @@ import (
 	"github.com/gpuctl/gpuctl/cluster/access"
 	"github.com/gpuctl/gpuctl/cluster/replica"
 	"github.com/gpuctl/gpuctl/cluster/state"
+	"github.com/gpuctl/gpuctl/guest/lease"
 	"github.com/gpuctl/gpuctl/hostd/cards/cardapi"
 	"github.com/gpuctl/gpuctl/hostd/cards/platform"
 	"github.com/gpuctl/gpuctl/hostd/config"
 	"github.com/gpuctl/gpuctl/hostd/inventory/hostinfo"
 	"github.com/gpuctl/gpuctl/hostd/inventory/nvml"
+	"github.com/gpuctl/gpuctl/hostd/lend"
 	"github.com/gpuctl/gpuctl/hostd/mediated"
 	"github.com/gpuctl/gpuctl/hostd/member"
+	"github.com/gpuctl/gpuctl/hostd/member/clusterapi"
 	"github.com/gpuctl/gpuctl/hostd/migration"
 	"github.com/gpuctl/gpuctl/hostd/migration/endpoint"
 	"github.com/gpuctl/gpuctl/hostd/migration/stash"
@@ -52,6 +55,8 @@ type wiring struct {
 	guests *endpoint.Guests
 
 	mediated *mediated.Keeper
+
+	lend *lend.Port // nil: no GPU is lent
 
 	network *network.Host
 	nics    *nics.Manager
@@ -127,11 +132,15 @@ func (o Options) join(ctx context.Context, host *sessions.Host) (m *wiring, err 
 	if err := m.observe(ctx, o, host, name); err != nil {
 		return m, err
 	}
+	if err := m.openPort(ctx, o, host); err != nil {
+		return m, err
+	}
 	c := o.Config.Cluster
 	m.node = member.New(ctx, member.Config{
 		Dir: o.Data, Name: name, Listen: cmp.Or(c.Listen, config.DefaultListen), Advertise: c.Advertise, Version: o.Version,
 		Host: host, Local: func() access.LocalPolicy { return policy }, Audit: m.audit,
 		Timing: replica.Fast().Stretched(cmp.Or(c.RaftMultiplier, 1)), Members: replica.Members{MaxVoters: c.Voters, Lost: c.Lost(), Zone: c.Zone},
+		Lender: m.lender(host), LendAddress: m.lendAddress,
 		Services: host.Handle, Interceptors: []connect.Interceptor{m.metrics.Interceptor()}, Refused: m.metrics.Refused, Logger: o.Log,
 	})
 	host.Cluster = m.node
@@ -351,8 +360,56 @@ func (m *wiring) observe(ctx context.Context, o Options, host *sessions.Host, na
 	return nil
 }
 
+// openPort opens the port for carriers of other hosts. If the port that is used by default
+// is taken, this host lends nothing.
+func (m *wiring) openPort(ctx context.Context, o Options, host *sessions.Host) error {
+	at := o.Config.Cluster.LendAt()
+	if o.Data == "" || at == "" { // hostd --dev has no other hosts
+		return nil
+	}
+	var lc net.ListenConfig
+	l, err := lc.Listen(ctx, "tcp", at)
+	switch {
+	case err != nil && o.Config.Cluster.LendListen != "":
+		return fmt.Errorf("cluster.lendListen: %w", err)
+	case err != nil:
+		o.Log.Warn("this host lends no GPU: the port for that is taken; say another one as cluster.lendListen", "err", err)
+		return nil
+	}
+	m.lend = lend.New(lend.Config{Listener: l, Expects: host.Expects, Socket: filepath.Join(o.Dir, "guest", lease.SocketName), Log: o.Log})
+	host.LendAddress = func() string {
+		address, err := m.node.Address(m.node.HostName())
+		if err != nil {
+			return ""
+		}
+		return net.JoinHostPort(address, strconv.Itoa(m.lend.Number()))
+	}
+	return nil
+}
+
+// lender returns who lends GPUs; nil: nobody.
+func (m *wiring) lender(host *sessions.Host) clusterapi.Lender {
+	if m.lend == nil {
+		return nil
+	}
+	return host
+}
+
+// lendAddress returns where carriers reach this host, whose address in the cluster is
+// given; empty: nowhere.
+func (m *wiring) lendAddress(address string) string {
+	name, _, err := net.SplitHostPort(address)
+	if err != nil || m.lend == nil {
+		return ""
+	}
+	return net.JoinHostPort(name, strconv.Itoa(m.lend.Number()))
+}
+
 func (m *wiring) close() error {
 	var errs []error
+	if m.lend != nil {
+		_ = m.lend.Listener.Close()
+	}
 	if m.tracer != nil {
 		ctx, cancel := context.WithTimeout(context.Background(), shutdown)
 		if err := m.tracer.Shutdown(ctx); err != nil {

@@ -90,7 +90,7 @@ func TestWhoMayDoWhat(t *testing.T) {
 		reads[n] = true
 	}
 	admins := map[string]bool{}
-	for _, n := range strings.Fields("CreateToken ListTokens DeleteToken RemoveHost RevokeIdentity ListIdentities Init Join") {
+	for _, n := range strings.Fields("CreateToken ListTokens DeleteToken RemoveHost RevokeIdentity ListIdentities SetQueue Init Join") {
 		admins[n] = true
 	}
 	may := func(service, name string, c Caller) bool {

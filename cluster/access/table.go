@@ -49,6 +49,7 @@ func clusterTable() map[string]Rule {
 		clusterv1connect.ClusterServiceSetCordonProcedure:   {Local | User, operator, change},
 		clusterv1connect.ClusterServiceSetLabelsProcedure:   {Local | User, operator, change},
 		clusterv1connect.ClusterServiceSetRankProcedure:     {Local | User, operator, change},
+		clusterv1connect.ClusterServiceSetQueueProcedure:    {Local | User, admin, change},
 
 		clusterv1connect.ClusterServiceCreateTokenProcedure:    {Local | User, admin, change},
 		clusterv1connect.ClusterServiceListTokensProcedure:     {Local | User, admin, false},
@@ -71,6 +72,10 @@ func clusterTable() map[string]Rule {
 		clusterv1connect.PeerServiceHeartbeatProcedure:   {Host, nobody, false},
 		clusterv1connect.PeerServiceFactsProcedure:       {Host, nobody, false},
 		clusterv1connect.PeerServiceCreateClaimProcedure: {Host, nobody, false},
+		clusterv1connect.PeerServiceEchoProcedure:        {Host, nobody, false},
+		// A lease lets another host's user compute here.
+		clusterv1connect.PeerServiceLendProcedure:     {Host, nobody, change},
+		clusterv1connect.PeerServiceEndLeaseProcedure: {Host, nobody, change},
 	}
 }
 

@@ -319,6 +319,15 @@ func (r *run) hostReasons(h *host, why cause) []*gpuctlv1.Reason {
 	} else {
 		add(causeHost, "host", "the claim must not be on host %s", h.name)
 	}
+	switch {
+	case h.name == r.claim.GetHome():
+		add(causeHome, "home", "the claim is for GPUs of other hosts than %s only", h.name)
+	case r.claim.GetRemote() == clusterv1.Remote_REMOTE_ALLOWED:
+		add(causeHome, "home", "only GPUs of host %s are considered now", r.claim.GetHome())
+	default:
+		add(causeHome, "home", "the claim is for GPUs of host %s only", r.claim.GetHome())
+	}
+	add(causeLend, "lend", "host %s lends no GPU to others: it has no cluster.lendListen, or it is older", h.name)
 	add(causeGroup, "group", "host %s has claim %s of the same group %s", h.name, r.rivals[h.name], r.claim.GetGroup())
 	if why&causeLink != 0 {
 		add(causeLink, "link", "%s over %s take %s, more than %s", size.Format(r.req.Bytes), bits(r.speed(h)), round(r.transfer(h)), r.req.Deadline)

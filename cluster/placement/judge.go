@@ -27,6 +27,8 @@ const (
 	causeProfile
 	causeIsolation
 	causeExpr
+	causeHome
+	causeLend
 	causeCount
 	causeKind
 )
@@ -66,6 +68,9 @@ func (r *run) judgeHost(h *host) cause {
 	if want := r.claim.GetHost(); want != "" && want != h.name || r.hostsNot[h.name] {
 		c |= causeHost
 	}
+	if home := r.claim.GetHome(); home != "" {
+		c |= r.judgeHome(h, home)
+	}
 	if r.toHost != "" && r.toHost != h.name {
 		c |= causeHost
 	}
@@ -78,6 +83,24 @@ func (r *run) judgeHost(h *host) cause {
 		c |= causeLink
 	}
 	return c
+}
+
+// judgeHome returns why a host does not fit a claim whose application is on host home.
+func (r *run) judgeHome(h *host, home string) cause {
+	remote := r.claim.GetRemote()
+	if h.name == home {
+		if r.req.Where == Elsewhere || remote == clusterv1.Remote_REMOTE_ONLY {
+			return causeHome
+		}
+		return 0
+	}
+	switch {
+	case r.req.Where == AtHome, remote != clusterv1.Remote_REMOTE_ALLOWED && remote != clusterv1.Remote_REMOTE_ONLY:
+		return causeHome
+	case h.object.GetLendAddress() == "":
+		return causeLend
+	}
+	return 0
 }
 
 // speed returns the speed of the link to a host, bits per second; 0: unknown.

@@ -26,7 +26,7 @@ func kinds(t *testing.T) *placementtest.Cluster {
 	soft.Profiles = []*clusterv1.Profile{{Name: "1of4", Memory: gib, MaxInstances: 4}}
 	remote := gpu("remote", "r", "remote")
 	remote.Runtime, remote.RuntimeKey = "pocl", "pocl"
-	err := c.Report(&clusterv1.Host{Name: "a", Id: "id-a", Protocol: 3}, []*clusterv1.GPU{gpu("card", "p", "passthrough"), slice, remote, soft})
+	err := c.Report(&clusterv1.Host{Name: "a", Id: "id-a", Protocol: 4}, []*clusterv1.GPU{gpu("card", "p", "passthrough"), slice, remote, soft})
 	if err != nil {
 		t.Fatal(err)
 	}

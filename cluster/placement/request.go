@@ -33,6 +33,34 @@ const (
 	Resume    Verb = "resume"
 )
 
+// Where limits a claim that has a home.
+type Where string
+
+// Anywhere is what the claim itself allows.
+const (
+	Anywhere  Where = ""
+	AtHome    Where = "home"
+	Elsewhere Where = "elsewhere"
+)
+
+// Tries returns where a claim is placed, in order: at home before elsewhere, and elsewhere
+// only if the claim and the policy of the queue allow it.
+func Tries(c *clusterv1.Claim, q clusterv1.QueuePolicy) []Where {
+	if c.GetHome() == "" {
+		return []Where{Anywhere}
+	}
+	switch c.GetRemote() {
+	case clusterv1.Remote_REMOTE_ONLY: // who asks for it gets it, whatever the queue does
+		return []Where{Elsewhere}
+	case clusterv1.Remote_REMOTE_ALLOWED:
+		if q != clusterv1.QueuePolicy_QUEUE_POLICY_FCFS {
+			return []Where{AtHome, Elsewhere}
+		}
+	case clusterv1.Remote_REMOTE_UNSPECIFIED, clusterv1.Remote_REMOTE_NEVER:
+	}
+	return []Where{AtHome}
+}
+
 // Request is the input of Place.
 type Request struct {
 	Claim *clusterv1.Claim
@@ -49,6 +77,8 @@ type Request struct {
 	// Bytes are moved to another host over the network, within Deadline.
 	Bytes    uint64
 	Deadline time.Duration // 0: no deadline
+
+	Where Where // for a claim that has a home
 
 	Span  bool // the claim's GPUs may be on different hosts
 	Limit int  // most candidates; 0: 10

@@ -275,6 +275,8 @@ func readIn(kind clusterv1.Kind, v *state.View, old *table) ([]*block, bool) {
 		return merge(v.Migrations(), (*clusterv1.Migration).GetId, wrapMigration, fields, blocks), true
 	case clusterv1.Kind_KIND_RESERVATION:
 		return merge(v.Reservations(), (*clusterv1.Reservation).GetId, wrapReservation, fields, blocks), true
+	case clusterv1.Kind_KIND_LINK:
+		return merge(v.Links(), (*clusterv1.Link).GetId, wrapLink, fields, blocks), true
 	case clusterv1.Kind_KIND_UNSPECIFIED:
 	}
 	return nil, false

@@ -169,6 +169,8 @@ func fieldsOf(kind clusterv1.Kind) []field {
 		out = migrationFields()
 	case clusterv1.Kind_KIND_RESERVATION:
 		out = reservationFields()
+	case clusterv1.Kind_KIND_LINK:
+		out = linkFields()
 	case clusterv1.Kind_KIND_UNSPECIFIED:
 	}
 	slices.SortFunc(out, func(a, b field) int { return strings.Compare(a.name, b.name) })
@@ -303,6 +305,8 @@ func claimFields() []field {
 		text("message", "why it is pending", func(o object) string { return o.GetClaim().GetMessage() }),
 		{name: "assignments", doc: "ids of its assignments", list: func(o object) []string { return o.GetClaim().GetAssignments() }},
 		moment("created", "when it was made", func(o object) int64 { return o.GetClaim().GetCreatedUnixMs() }),
+		text("home", "host of its application", func(o object) string { return o.GetClaim().GetHome() }),
+		named("remote", "whether GPUs of other hosts will do", func(o object) clusterv1.Remote { return o.GetClaim().GetRemote() }),
 		number("revision", "log entry that changed it last", func(o object) int64 { return expr.Int(o.GetClaim().GetRevision()) }),
 	}
 }
@@ -372,5 +376,21 @@ func reservationFields() []field {
 		number("ttl_ms", "how long the leader waits", func(o object) int64 { return int64(o.GetReservation().GetTtlMs()) }),
 		number("token", "fencing token", func(o object) int64 { return expr.Int(o.GetReservation().GetToken()) }),
 		number("revision", "log entry that changed it last", func(o object) int64 { return expr.Int(o.GetReservation().GetRevision()) }),
+	}
+}
+
+func linkFields() []field {
+	return []field{
+		key(text("id", "unique id, FROM/TO", func(o object) string { return o.GetLink().GetId() })),
+		text("from", "host that sends", func(o object) string { return o.GetLink().GetFrom() }),
+		text("to", "host that it leads to", func(o object) string { return o.GetLink().GetTo() }),
+		number("rtt_ns", "of a small message and its answer", func(o object) int64 { return o.GetLink().GetRttNs() }),
+		number("rate", "bytes per second", func(o object) int64 { return expr.Int(o.GetLink().GetRate()) }),
+		number("samples", "calibrations and moves", func(o object) int64 { return int64(o.GetLink().GetSamples()) }),
+		number("moves", "moves of sessions over it", func(o object) int64 { return int64(o.GetLink().GetMoves()) }),
+		number("predicted_stop_ns", "of the last move", func(o object) int64 { return o.GetLink().GetPredictedStopNs() }),
+		number("stopped_ns", "downtime of the last move", func(o object) int64 { return o.GetLink().GetStoppedNs() }),
+		moment("measured", "when it was measured", func(o object) int64 { return o.GetLink().GetMeasuredUnixMs() }),
+		number("revision", "log entry that changed it last", func(o object) int64 { return expr.Int(o.GetLink().GetRevision()) }),
 	}
 }

@@ -243,6 +243,10 @@ func (q *Query) lookup(v *state.View, name, value string) ([]object, bool) {
 		case "owner":
 			return many(v.ReservationsOfOwner(value), wrapReservation), true
 		}
+	case clusterv1.Kind_KIND_LINK:
+		if name == "id" {
+			return one(v.Link(value), wrapLink), true
+		}
 	case clusterv1.Kind_KIND_UNSPECIFIED:
 	}
 	return nil, false
@@ -336,4 +340,8 @@ func (c column) clone() column {
 		slices.Clone(c.numbers), slices.Clone(c.texts), slices.Clone(c.truths),
 		slices.Clone(c.lists), slices.Clone(c.labels),
 	}
+}
+
+func wrapLink(x *clusterv1.Link) object {
+	return &clusterv1.Object{Object: &clusterv1.Object_Link{Link: x}}
 }

@@ -8,7 +8,9 @@ import (
 	"io"
 	"net"
 	"net/http"
+	"slices"
 	"strings"
+	"sync"
 	"time"
 
 	"connectrpc.com/connect"
@@ -89,6 +91,29 @@ func transport(config *tls.Config) *http.Transport {
 		MaxResponseHeaderBytes: maxAnswerHeader,
 		// Pings detect a host that has failed without closing the connection.
 		HTTP2: &http.HTTP2Config{SendPingTimeout: 2 * time.Second, PingTimeout: 2 * time.Second},
+	}
+}
+
+// Watched returns an HTTP client like Client, and a function that returns the connections
+// that it has made.
+func Watched(config *tls.Config) (*http.Client, func() []net.Conn) {
+	var mu sync.Mutex
+	var conns []net.Conn
+	t := transport(config)
+	dial := t.DialContext
+	t.DialContext = func(ctx context.Context, network, address string) (net.Conn, error) {
+		c, err := dial(ctx, network, address)
+		if err == nil {
+			mu.Lock()
+			conns = append(conns, c)
+			mu.Unlock()
+		}
+		return c, err
+	}
+	return newClient(bounded{t}), func() []net.Conn {
+		mu.Lock()
+		defer mu.Unlock()
+		return slices.Clone(conns)
 	}
 }
 

@@ -81,9 +81,7 @@ func (s *Scheduler) Create(ctx context.Context, c *clusterv1.Claim, actor, host 
 		// The state machine decides whether the needs are the same.
 		return s.put(ctx, c, nil, actor)
 	}
-	request := placement.Request{Claim: c, Host: host}
-	waits := c.GetUnmet() == clusterv1.Unmet_UNMET_WAIT
-	o, err := s.bind(ctx, request, waits, func(choices []*clusterv1.Choice) (Outcome, error) {
+	o, err := s.bindFirst(ctx, placement.Request{Claim: c, Host: host}, c.GetUnmet() == clusterv1.Unmet_UNMET_WAIT, func(choices []*clusterv1.Choice) (Outcome, error) {
 		return s.put(ctx, c, choices, actor)
 	})
 	if err == nil && o.Claim == nil && s.log.State().View().Claim(c.GetId()) != nil {
@@ -159,6 +157,28 @@ func (s *Scheduler) bind(ctx context.Context, r placement.Request, waits bool, c
 		fresh = true
 	}
 	return Outcome{}, fmt.Errorf("claim %s: %w (%s)", r.Claim.GetId(), ErrContended, last)
+}
+
+// bindFirst binds a claim where it can first be placed: see placement.Tries. The decision
+// of a refusal is about all of the hosts that were tried.
+func (s *Scheduler) bindFirst(ctx context.Context, r placement.Request, waits bool, commit func([]*clusterv1.Choice) (Outcome, error)) (Outcome, error) {
+	tries := placement.Tries(r.Claim, s.log.State().View().Queue())
+	for i, where := range tries {
+		last := i == len(tries)-1
+		r.Where = where
+		o, err := s.bind(ctx, r, waits && last, commit)
+		if err != nil || o.Claim != nil {
+			return o, err
+		}
+		if last {
+			if len(tries) > 1 {
+				r.Where, r.Context = placement.Anywhere, ctx
+				o.Decision = s.Place(s.log.State().View(), r)
+			}
+			return o, nil
+		}
+	}
+	return Outcome{}, nil
 }
 
 func (s *Scheduler) enter() (turn int) {
@@ -268,8 +288,11 @@ func (s *Scheduler) retry(ctx context.Context, l Lead, v *state.View, c *cluster
 	// One claim must not delay all others.
 	ctx, cancel := context.WithTimeout(ctx, perClaim)
 	defer cancel()
-	r := placement.Request{Claim: c, Limit: 1, Context: ctx}
-	if d := s.Place(v, r); !d.OK() {
+	r := placement.Request{Claim: c, Limit: 1, Context: ctx, Host: c.GetHome()}
+	if !slices.ContainsFunc(placement.Tries(c, v.Queue()), func(w placement.Where) bool {
+		r.Where = w
+		return s.Place(v, r).OK()
+	}) {
 		return
 	}
 	o, err := s.bind(ctx, r, false, func(choices []*clusterv1.Choice) (Outcome, error) {

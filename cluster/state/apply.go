@@ -151,6 +151,10 @@ func (t *tx) apply(c *clusterv1.Command) *clusterv1.Result {
 		return t.deleteIdentity(op.DeleteIdentity)
 	case *clusterv1.Command_Note:
 		return t.note(op.Note)
+	case *clusterv1.Command_SetQueue:
+		return t.setQueue(op.SetQueue)
+	case *clusterv1.Command_ReportLinks:
+		return t.reportLinks(op.ReportLinks)
 	}
 	return result(invalid, "command: %T is not known", c.GetOp())
 }
@@ -274,6 +278,9 @@ func setRevision(object any, index uint64) clusterv1.Kind {
 	case *clusterv1.Reservation:
 		x.Revision = index
 		return clusterv1.Kind_KIND_RESERVATION
+	case *clusterv1.Link:
+		x.Revision = index
+		return kindLink
 	}
 	return clusterv1.Kind_KIND_UNSPECIFIED
 }

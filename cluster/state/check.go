@@ -226,6 +226,10 @@ func (c *checker) rest() {
 		c.want(x.GetTtlMs() > 0, "reservation %s: never expires", x.GetId())
 		c.revision(kindReservation, x.GetId(), x.GetRevision())
 	}
+	for l := range c.Links() {
+		c.want(l.GetId() == l.GetFrom()+"/"+l.GetTo() && c.Host(l.GetFrom()) != nil && c.Host(l.GetTo()) != nil, "link %s: from %s to %s", l.GetId(), l.GetFrom(), l.GetTo())
+		c.revision(kindLink, l.GetId(), l.GetRevision())
+	}
 	ended := 0
 	for m := range c.Migrations() {
 		if over(m) {

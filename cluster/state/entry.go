@@ -43,6 +43,10 @@ func VersionOf(c *clusterv1.Command) uint32 {
 			return ProtocolMediated
 		}
 	}
+	claim := c.GetPutClaim().GetClaim()
+	if c.GetSetQueue() != nil || c.GetReportLinks() != nil || claim.GetHome() != "" || claim.GetRemote() != clusterv1.Remote_REMOTE_UNSPECIFIED {
+		return ProtocolRemote
+	}
 	identity := c.GetPutIdentity().GetIdentity()
 	if use := c.GetUseJoinToken(); use != nil {
 		identity = use.GetIdentity()

@@ -287,9 +287,17 @@ func (t *tx) removeHost(op *clusterv1.RemoveHost) *clusterv1.Result {
 	if len(held) > 0 && !op.GetForce() {
 		return result(refused, "host %s: it has %d assignments, the first is %s: drain it, or remove it by force", h.GetName(), len(held), held[0].GetId())
 	}
+	borrowed := t.homeless(h.GetName())
+	if len(borrowed) > 0 && !op.GetForce() {
+		return result(refused, "host %s: %d claims of it have GPUs of other hosts, the first is %s: end its sessions, or remove it by force", h.GetName(), len(borrowed), borrowed[0].GetId())
+	}
 	for _, a := range held {
 		t.release(a, "host "+h.GetName()+" was removed by force")
 	}
+	for _, c := range borrowed {
+		t.deleteClaim(&clusterv1.DeleteClaim{Claim: c.GetId()})
+	}
+	t.unlink(h.GetName())
 	for g := range t.GPUsOfHost(h.GetName()) {
 		for x := range t.ReservationsOfGPU(g.GetId()) {
 			t.unreserve(x, "Unreserved", "host "+h.GetName()+" was removed")

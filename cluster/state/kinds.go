@@ -26,6 +26,8 @@ func Name(o *clusterv1.Object) string {
 		return o.Migration.GetId()
 	case *clusterv1.Object_Reservation:
 		return o.Reservation.GetId()
+	case *clusterv1.Object_Link:
+		return o.Link.GetId()
 	}
 	return ""
 }
@@ -51,6 +53,8 @@ func Revision(o *clusterv1.Object) uint64 {
 		return o.Migration.GetRevision()
 	case *clusterv1.Object_Reservation:
 		return o.Reservation.GetRevision()
+	case *clusterv1.Object_Link:
+		return o.Link.GetRevision()
 	}
 	return 0
 }
@@ -76,6 +80,8 @@ func KindOf(o *clusterv1.Object) clusterv1.Kind {
 		return clusterv1.Kind_KIND_MIGRATION
 	case *clusterv1.Object_Reservation:
 		return clusterv1.Kind_KIND_RESERVATION
+	case *clusterv1.Object_Link:
+		return kindLink
 	}
 	return clusterv1.Kind_KIND_UNSPECIFIED
 }
@@ -101,6 +107,8 @@ func wrap(value any) *clusterv1.Object {
 		return &clusterv1.Object{Object: &clusterv1.Object_Migration{Migration: x}}
 	case *clusterv1.Reservation:
 		return &clusterv1.Object{Object: &clusterv1.Object_Reservation{Reservation: x}}
+	case *clusterv1.Link:
+		return &clusterv1.Object{Object: &clusterv1.Object_Link{Link: x}}
 	}
 	return nil
 }
@@ -127,6 +135,8 @@ func Stored(o *clusterv1.Object) any {
 		return o.Migration
 	case *clusterv1.Object_Reservation:
 		return o.Reservation
+	case *clusterv1.Object_Link:
+		return o.Link
 	}
 	return nil
 }

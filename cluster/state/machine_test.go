@@ -220,7 +220,7 @@ func (d drawer) choices() []*clusterv1.Choice {
 }
 
 func (d drawer) op(c *clusterv1.Command) {
-	switch d.pick("op", 1, 1, 1, 1, 1, 2, 3, 4, 5, 6, 7, 8, 8, 8, 8, 9, 10, 10, 10, 11, 11, 12, 12, 12, 12, 13, 14, 14, 15, 16, 16, 17, 17, 18, 19, 20, 21, 22, 23, 24) {
+	switch d.pick("op", 1, 1, 1, 1, 1, 2, 3, 4, 5, 6, 7, 8, 8, 8, 8, 9, 10, 10, 10, 11, 11, 12, 12, 12, 12, 13, 14, 14, 15, 16, 16, 17, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 26) {
 	case 1:
 		c.Op = &clusterv1.Command_ReportHost{ReportHost: d.report()}
 	case 2:
@@ -242,7 +242,7 @@ func (d drawer) op(c *clusterv1.Command) {
 			count = 3
 		}
 		c.Op = &clusterv1.Command_PutClaim{PutClaim: &clusterv1.PutClaim{Choices: choices, Claim: &clusterv1.Claim{
-			Id: d.claim(), Count: count, Group: d.one("group", "", "", "x"), Unmet: clusterv1.Unmet(d.pick("unmet", 0, 1, 2, 2, 2, 9)),
+			Id: d.claim(), Count: count, Group: d.one("group", "", "", "x"), Home: d.one("home", "", "h1", "h2"), Remote: clusterv1.Remote(d.pick("remote", 0, 1, 2, 3, 4)), Unmet: clusterv1.Unmet(d.pick("unmet", 0, 1, 2, 2, 2, 9)),
 			Labels: map[string]string{"a": "1", "b": "2"}, State: bound, Assignments: []string{"lie"},
 		}}}
 	case 9:
@@ -288,8 +288,20 @@ func (d drawer) op(c *clusterv1.Command) {
 		c.Op = &clusterv1.Command_DeleteIdentity{DeleteIdentity: &clusterv1.DeleteIdentity{Id: d.one("identity", "id-h1", "ann", "bob")}}
 	case 23:
 		c.Op = &clusterv1.Command_Note{Note: &clusterv1.Note{Event: &clusterv1.Event{Kind: clusterv1.Kind(d.pick("kind", 0, 1, 2, 40)), Object: d.host(), Type: d.one("type", "", "Seen", "\x00"), About: []string{"gpu/h1/g1"}}}}
+	case 25:
+		c.Op = &clusterv1.Command_SetQueue{SetQueue: &clusterv1.SetQueue{Policy: clusterv1.QueuePolicy(d.pick("queue", 0, 1, 2, 3, 4))}}
+	case 26:
+		op := &clusterv1.ReportLinks{Host: d.host()}
+		for n := rapid.IntRange(0, 2).Draw(d.t, "links"); n > 0; n-- {
+			op.Links = append(op.Links, &clusterv1.Link{
+				From: d.one("from", "", "", "h1"), To: d.host(), RttNs: int64(d.pick("rtt", 0, 1000, 1<<63)), Rate: d.pick("rate", 1000, 2000, 1<<60), FrozenPpm: uint32(d.pick("frozen", 0, 5, 1_000_001)),
+			})
+		}
+		c.Op = &clusterv1.Command_ReportLinks{ReportLinks: op}
 	case 24:
 		hostile := []*clusterv1.Command{
+			{Op: &clusterv1.Command_SetQueue{}},
+			{Op: &clusterv1.Command_ReportLinks{ReportLinks: &clusterv1.ReportLinks{Host: "h1", Links: []*clusterv1.Link{nil}}}},
 			{},
 			{Op: (*clusterv1.Command_PutClaim)(nil)},
 			{Op: &clusterv1.Command_PutClaim{}},

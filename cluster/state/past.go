@@ -11,7 +11,7 @@ import (
 // reading all objects is as fast.
 const keepChanges = 8192
 
-const kinds = int(clusterv1.Kind_KIND_RESERVATION) + 1
+const kinds = int(clusterv1.Kind_KIND_LINK) + 1
 
 // past has the names of recently changed objects. It is not a part of the state: hosts
 // that have restored a snapshot know fewer changes than others.

@@ -118,7 +118,7 @@ func TestNothingIsKnownAcrossARestore(t *testing.T) {
 		"no view":        func() ([]string, bool) { return two.ChangedSince(nil, kindHost) },
 		"no kind":        func() ([]string, bool) { return two.ChangedSince(one, 0) },
 		"a negative one": func() ([]string, bool) { return two.ChangedSince(one, -1) },
-		"a new kind":     func() ([]string, bool) { return two.ChangedSince(one, 10) },
+		"a new kind":     func() ([]string, bool) { return two.ChangedSince(one, 11) },
 	} {
 		if names, ok := wrong(); ok {
 			t.Errorf("%s: %v", what, names)

@@ -20,6 +20,7 @@ const (
 	tableSessions     = "sessions"
 	tableMigrations   = "migrations"
 	tableReservations = "reservations"
+	tableLinks        = "links"
 	tableIdentities   = "identities"
 	tableJoinTokens   = "join_tokens"
 	tableEvents       = "events"
@@ -51,6 +52,7 @@ func kindTables() []string {
 	return []string{
 		tableHosts, tableGPUs, tableModels, tableVGPUs, tableClaims,
 		tableAssignments, tableSessions, tableMigrations, tableReservations,
+		tableLinks,
 	}
 }
 
@@ -200,6 +202,7 @@ func schema() *memdb.DBSchema {
 		many(byGPU, func(o any) string { return o.(*clusterv1.Reservation).GetGpu() }),
 		many(byOwner, func(o any) string { return o.(*clusterv1.Reservation).GetOwner() }),
 	)
+	table(tableLinks, unique(byID, func(o any) string { return o.(*clusterv1.Link).GetId() }))
 	table(
 		tableIdentities,
 		unique(byID, func(o any) string { return o.(*clusterv1.Identity).GetId() }),

@@ -42,7 +42,7 @@ func (v *View) Persist(w io.Writer) error {
 	out := &recordWriter{w: bufio.NewWriterSize(w, streamBuffer), table: castagnoli()}
 	out.write(&clusterv1.SnapshotRecord{Record: &clusterv1.SnapshotRecord_Header{Header: &clusterv1.SnapshotHeader{
 		Version: snapshotVersion, Index: v.Index(), ClusterId: v.clusterID, Assignments: v.assignments,
-		Protocol: v.protocol, CaCertificate: v.ca,
+		Protocol: v.protocol, CaCertificate: v.ca, Queue: v.queue,
 	}}})
 	for _, kind := range persistOrder() {
 		for o := range v.Objects(kind, "") {
@@ -90,7 +90,7 @@ func trailer(records uint64, crc uint32) *clusterv1.SnapshotRecord {
 func persistOrder() []clusterv1.Kind {
 	return []clusterv1.Kind{
 		kindHost, kindModel, kindGPU, clusterv1.Kind_KIND_VGPU, kindClaim,
-		kindAssignment, kindSession, kindMigration, kindReservation,
+		kindAssignment, kindSession, kindMigration, kindReservation, kindLink,
 	}
 }
 
@@ -227,7 +227,7 @@ func (l *loader) load(r io.Reader) error {
 	case h.GetVersion() == 0:
 		return fmt.Errorf("%w: it has no version", ErrSnapshotDamaged)
 	}
-	l.meta = meta{index: h.GetIndex(), clusterID: h.GetClusterId(), assignments: h.GetAssignments(), protocol: h.GetProtocol(), ca: h.GetCaCertificate()}
+	l.meta = meta{index: h.GetIndex(), clusterID: h.GetClusterId(), assignments: h.GetAssignments(), protocol: h.GetProtocol(), ca: h.GetCaCertificate(), queue: h.GetQueue()}
 	for {
 		x := &clusterv1.SnapshotRecord{}
 		if err := in.record(x); err != nil {

@@ -26,6 +26,8 @@ func filled(t testing.TB) *rig {
 		&clusterv1.ReportSessions{Host: "h", Sessions: []*clusterv1.Session{{Id: "h/1", Claim: "a", State: gpuctlv1.SessionState_SESSION_STATE_RUNNING}}},
 		&clusterv1.PutMigration{Migration: &clusterv1.Migration{Id: "m", Claim: "a", Driver: "h", State: clusterv1.MigrationState_MIGRATION_STATE_DONE}},
 		&clusterv1.PutReservation{Reservation: &clusterv1.Reservation{Id: "r", Owner: "m", Gpu: "k/g1", TtlMs: 9}},
+		&clusterv1.ReportLinks{Host: "h", Links: []*clusterv1.Link{{To: "k", RttNs: 1000, Rate: 1 << 30, Samples: 1}}},
+		&clusterv1.SetQueue{Policy: clusterv1.QueuePolicy_QUEUE_POLICY_RQ},
 		&clusterv1.PutJoinToken{Token: &clusterv1.JoinToken{Id: "t", SecretHash: make([]byte, 32), Role: clusterv1.Role_ROLE_HOST}},
 		&clusterv1.PutIdentity{Identity: &clusterv1.Identity{Id: "ann", Role: clusterv1.Role_ROLE_ADMIN}},
 	} {
@@ -67,7 +69,7 @@ func TestSnapshotRestoresEverything(t *testing.T) {
 		}
 	}
 	v, w := r.View(), s.View()
-	if v.Index() != w.Index() || v.ClusterID() != w.ClusterID() || v.Protocol() != w.Protocol() || len(v.Events(0, "", 0)) != len(w.Events(0, "", 0)) || v.answers != w.answers || v.ended != w.ended {
+	if v.Index() != w.Index() || v.ClusterID() != w.ClusterID() || v.Protocol() != w.Protocol() || v.Queue() != w.Queue() || len(v.Events(0, "", 0)) != len(w.Events(0, "", 0)) || v.answers != w.answers || v.ended != w.ended {
 		t.Error("what there is one of differs")
 	}
 	if w.GPU("h/g0").GetLimits() != w.GPU("k/g1").GetLimits() {

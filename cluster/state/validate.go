@@ -324,7 +324,7 @@ func checkClaim(c *clusterv1.Claim) error {
 	}
 	err := firstOf(
 		memory(what, c.GetMinMemory()), memory(what, c.GetPreferMemory()),
-		known(what, c.GetPolicy()), known(what, c.GetUnmet()),
+		known(what, c.GetPolicy()), known(what, c.GetUnmet()), known(what, c.GetRemote()), optional("home", c.GetHome()),
 		optional("host", c.GetHost()), optional("group", c.GetGroup()), labels(what, c.GetLabels()),
 	)
 	if err == nil && c.GetProfile() != "" {

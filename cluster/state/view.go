@@ -28,6 +28,7 @@ type meta struct {
 	assignments uint64 // last number used in ids of assignments
 	protocol    uint32
 	ca          []byte
+	queue       clusterv1.QueuePolicy
 	events      int // number of events that are kept
 	answers     int // number of results of recent commands that are kept
 	ended       int // number of ended migrations that are kept

@@ -18,8 +18,10 @@ import (
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/guest/confine"
+	"github.com/gpuctl/gpuctl/guest/opencl/carrier"
 	"github.com/gpuctl/gpuctl/guest/opencl/cl"
 	"github.com/gpuctl/gpuctl/guest/opencl/executor"
+	"github.com/gpuctl/gpuctl/guest/opencl/remote"
 	"github.com/gpuctl/gpuctl/guest/session"
 	"github.com/gpuctl/gpuctl/internal/throttle"
 )
@@ -137,6 +139,20 @@ func runExecutor(ctx context.Context, in io.Reader, log *slog.Logger) error {
 				cancel()
 			}
 		}()
+	}
+	switch {
+	case c.Far != nil:
+		cfg.Far = &executor.Far{
+			Acceptor: remote.Acceptor{
+				Plain: c.Far.Plain, Own: remote.Identity{Certificate: c.Far.Certificate, Key: c.Far.Key}, Peer: c.Far.Peer,
+			},
+			Outage: c.Far.Outage,
+		}
+	case cfg.Runtime.Remote != nil:
+		return carrier.Main(ctx, carrier.Config{
+			Generation: c.Generation, Socket: c.Socket, ImportSocket: c.ImportSocket, FileSocket: c.FileSocket,
+			Remote: cfg.Runtime.Remote, Logger: cfg.Logger,
+		})
 	}
 	return executor.Main(ctx, cfg)
 }

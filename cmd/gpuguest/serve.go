@@ -10,12 +10,14 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/gpuctl/gpuctl/guest/confine"
+	"github.com/gpuctl/gpuctl/guest/lease"
 	"github.com/gpuctl/gpuctl/guest/session"
 	"github.com/gpuctl/gpuctl/internal/size"
 )
 
 func serveCommand(log *slog.Logger) *cobra.Command {
 	var api, apps, dir, users, memory, config, root string
+	var lend []string
 	var vm, anew bool
 	cmd := &cobra.Command{
 		Use:   "serve --socket PATH --app-socket PATH --rundir DIR | --vm [--config FILE]",
@@ -39,13 +41,20 @@ GPU that the VM has been given, and the host over the VM's channel.`,
 			if err != nil {
 				return err
 			}
-			return session.Serve(cmd.Context(), session.Config{
+			c := session.Config{
 				Dir:         dir,
 				Launcher:    launcher,
 				Logger:      log,
 				Faults:      os.Getenv("GPUCTL_FAULTS") == "1",
 				CompileAnew: anew,
-			}, api, apps)
+			}
+			leases, err := lease.New(lease.Config{Dir: dir, Launcher: launcher, Logger: log, Listen: lend})
+			if err != nil {
+				return err
+			}
+			defer leases.Close()
+			c.Lender = leases
+			return session.Serve(cmd.Context(), c, api, apps)
 		},
 	}
 	f := cmd.Flags()
@@ -54,6 +63,7 @@ GPU that the VM has been given, and the host over the VM's channel.`,
 	f.StringVar(&dir, "rundir", "", "folder for sessions, made if missing")
 	f.StringVar(&users, "executor-users", confine.DefaultRange().String(), "numbers of users, of which each session's executors get one if gpuguest is root")
 	f.StringVar(&memory, "executor-memory", "", "most memory of a session's executors, as 8GiB (default 7/8 of the machine's)")
+	f.StringSliceVar(&lend, "lend", nil, "addresses (HOST:PORT) where carriers of other hosts reach the GPUs that are lent to them")
 	f.BoolVar(&anew, "compile-anew", false, "keep nothing that runtimes have compiled for a user's program for its next session")
 	f.BoolVar(&vm, "vm", false, "be the agent of a VM")
 	f.StringVar(&config, "config", vmConfig, "with --vm: its configuration")

@@ -12,6 +12,7 @@ type Policy struct {
 	Program string   // path of the process's program
 	Read    []string // folders and files to read and run, in addition to the system's
 	Write   []string // folders that belong to the process
+	Network bool     // it may open connections: a carrier, which loads no library of a vendor
 }
 
 // Enter gives up all rights of the calling thread that the policy does not grant. This also
@@ -26,7 +27,7 @@ func (p Policy) Enter() error {
 	if err := p.restrictFiles(); err != nil {
 		return err
 	}
-	return filterCalls()
+	return filterCalls(p.Network)
 }
 
 // Settle is what the confined process itself does before it loads code that it does not

@@ -45,14 +45,19 @@ const (
 	offArg1 = 24
 )
 
-// filter returns the list as a BPF program.
-func filter() ([]unix.SockFilter, error) {
+// filter returns the list as a BPF program. With network, sockets of IP are allowed, too.
+func filter(network bool) ([]unix.SockFilter, error) {
 	const word = 4
 	var (
 		allow   = bpf.RetConstant{Val: unix.SECCOMP_RET_ALLOW}
 		deny    = bpf.RetConstant{Val: unix.SECCOMP_RET_ERRNO | uint32(unix.EPERM)}
 		missing = bpf.RetConstant{Val: unix.SECCOMP_RET_ERRNO | uint32(unix.ENOSYS)}
+
+		families = [2]uint32{unix.AF_UNIX, unix.AF_UNIX}
 	)
+	if network {
+		families = [2]uint32{unix.AF_INET, unix.AF_INET6}
+	}
 	p := []bpf.Instruction{
 		bpf.LoadAbsolute{Off: offArch, Size: word},
 		bpf.JumpIf{Cond: bpf.JumpEqual, Val: auditArch, SkipTrue: 1},
@@ -70,9 +75,11 @@ func filter() ([]unix.SockFilter, error) {
 		deny,
 		allow,
 		// Runtimes connect to their own daemons at most, so only unix sockets are allowed.
-		bpf.JumpIf{Cond: bpf.JumpNotEqual, Val: unix.SYS_SOCKET, SkipTrue: 4},
+		bpf.JumpIf{Cond: bpf.JumpNotEqual, Val: unix.SYS_SOCKET, SkipTrue: 6},
 		bpf.LoadAbsolute{Off: offArg0, Size: word},
-		bpf.JumpIf{Cond: bpf.JumpEqual, Val: unix.AF_UNIX, SkipTrue: 1},
+		bpf.JumpIf{Cond: bpf.JumpEqual, Val: unix.AF_UNIX, SkipTrue: 3},
+		bpf.JumpIf{Cond: bpf.JumpEqual, Val: families[0], SkipTrue: 2},
+		bpf.JumpIf{Cond: bpf.JumpEqual, Val: families[1], SkipTrue: 1},
 		bpf.RetConstant{Val: unix.SECCOMP_RET_ERRNO | uint32(unix.EAFNOSUPPORT)},
 		allow,
 		bpf.JumpIf{Cond: bpf.JumpNotEqual, Val: unix.SYS_IOCTL, SkipTrue: uint8(2*len(forbiddenRequests()) + 2)},
@@ -97,8 +104,8 @@ func filter() ([]unix.SockFilter, error) {
 }
 
 // filterCalls denies the forbidden system calls to the calling thread.
-func filterCalls() error {
-	program, err := filter()
+func filterCalls(network bool) error {
+	program, err := filter(network)
 	if err != nil {
 		return err
 	}

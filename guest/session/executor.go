@@ -126,7 +126,19 @@ func (e *executor) dead() bool {
 }
 
 func (e *executor) record() executorRecord {
-	return executorRecord{Generation: e.gen, PID: e.proc.PID(), Start: e.proc.Start(), Target: marshal(e.target)}
+	return executorRecord{Generation: e.gen, PID: e.proc.PID(), Start: e.proc.Start(), Target: marshal(withoutSecrets(e.target))}
+}
+
+// withoutSecrets returns a target as it may be kept and shown: a running carrier has its
+// token and its key.
+func withoutSecrets(t *gpuctlv1.Target) *gpuctlv1.Target {
+	if t.GetRuntime().GetRemote() == nil {
+		return t
+	}
+	t = proto.CloneOf(t)
+	r := t.Runtime.Remote
+	r.Token, r.PrivateKey = nil, nil
+	return t
 }
 
 // wrap names the executor in an error and adds how it ended, if it did.

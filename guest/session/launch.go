@@ -40,6 +40,7 @@ type Spec struct {
 	CacheKey     []byte      // signs the programs that executors for this runtime have built
 	AppPID       int         // the application; 0 if gpuguest can't see it
 	AppStart     uint64
+	Far          *FarConfig // set: it is a far executor, without memory of a session
 }
 
 // Launcher starts executors and finds those that an earlier gpuguest started.
@@ -80,6 +81,17 @@ type ExecutorConfig struct {
 	CacheKey     []byte          `json:"cache_key,omitempty"`
 	AppPID       int             `json:"app_pid,omitempty"`
 	AppStart     uint64          `json:"app_start,omitempty"`
+	Far          *FarConfig      `json:"far,omitempty"`
+}
+
+// FarConfig is what a far executor needs to know of its carrier. It serves a session of
+// another host.
+type FarConfig struct {
+	Certificate []byte        `json:"certificate,omitempty"` // DER
+	Key         []byte        `json:"key,omitempty"`         // PKCS #8, DER
+	Peer        []byte        `json:"peer,omitempty"`        // SHA-256 of the carrier's certificate
+	Plain       bool          `json:"plain,omitempty"`       // without TLS
+	Outage      time.Duration `json:"outage,omitempty"`      // how long the carrier may be gone
 }
 
 // TasksFlag tells an executor that it runs as a user of its own, and how many tasks that
@@ -202,7 +214,7 @@ func (l *ExecLauncher) run(cmd *exec.Cmd, dir string, rt *gpuctlv1.Runtime, exit
 	if err != nil {
 		return nil, err
 	}
-	policy := confine.Policy{Program: cmd.Path, Read: runtimeFiles(rt), Write: []string{dir}}
+	policy := confine.Policy{Program: cmd.Path, Read: runtimeFiles(rt), Write: []string{dir}, Network: rt.GetRemote() != nil}
 	err = confine.OnThread(func() error {
 		if err := policy.Enter(); err != nil {
 			return err
@@ -368,7 +380,7 @@ func (spec *Spec) config() ([]byte, error) {
 	c := ExecutorConfig{
 		Dir: spec.Dir, Generation: spec.Generation, Socket: spec.Socket, ImportSocket: spec.ImportSocket,
 		FileSocket: fileSocket(spec.Socket, spec.Generation),
-		Runtime:    rt, CacheKey: spec.CacheKey, AppPID: spec.AppPID, AppStart: spec.AppStart,
+		Runtime:    rt, CacheKey: spec.CacheKey, AppPID: spec.AppPID, AppStart: spec.AppStart, Far: spec.Far,
 	}
 	if spec.Device != nil {
 		if c.Device, err = protojson.Marshal(spec.Device); err != nil {

@@ -42,9 +42,10 @@ type Config struct {
 	Dir         string // run folder; created if missing
 	Launcher    Launcher
 	Logger      *slog.Logger
-	Faults      bool // allow fail_at
-	MaxSessions int  // at once; 0: 1024
-	CompileAnew bool // do not keep what runtimes compile for the next session of a user's program
+	Faults      bool   // allow fail_at
+	MaxSessions int    // at once; 0: 1024
+	Lender      Lender // nil: nothing is lent
+	CompileAnew bool   // do not keep what runtimes compile for the next session of a user's program
 }
 
 // Manager manages the sessions of one run folder.
@@ -184,6 +185,9 @@ func (m *Manager) list() []*session {
 // warm starts in advance what a probe, and the next executor of each session that has one
 // now, will need.
 func (m *Manager) warm(ctx context.Context, rt *gpuctlv1.Runtime) error {
+	if rt.GetRemote() != nil {
+		return nil // a carrier starts at once
+	}
 	specs := []Spec{{Runtime: rt}}
 	for _, s := range m.list() {
 		s.mu.Lock()

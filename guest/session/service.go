@@ -127,6 +127,55 @@ func (v service) Warm(ctx context.Context, req *connect.Request[gpuctlv1.WarmReq
 	return connect.NewResponse(&gpuctlv1.WarmResponse{}), nil
 }
 
+// Lender lends GPUs of this host to sessions of others.
+type Lender interface {
+	// Lend starts a far executor. A lease that is already there, with an equal request, is
+	// returned again.
+	Lend(ctx context.Context, req *gpuctlv1.LendRequest) (*gpuctlv1.LendResponse, error)
+	// EndLease ends a lease and forgets it. It does nothing if there is no such lease.
+	EndLease(ctx context.Context, id string) error
+	// Leases returns all leases, oldest first.
+	Leases() []*gpuctlv1.Lease
+}
+
+func (v service) lender() (Lender, error) {
+	if v.m.cfg.Lender == nil {
+		return nil, connect.NewError(connect.CodeUnimplemented, errors.New("this gpuguest lends no GPUs: start it with --lend"))
+	}
+	return v.m.cfg.Lender, nil
+}
+
+func (v service) Lend(ctx context.Context, req *connect.Request[gpuctlv1.LendRequest]) (*connect.Response[gpuctlv1.LendResponse], error) {
+	l, err := v.lender()
+	if err != nil {
+		return nil, err
+	}
+	resp, err := l.Lend(ctx, req.Msg)
+	if err != nil {
+		return nil, err
+	}
+	return connect.NewResponse(resp), nil
+}
+
+func (v service) EndLease(ctx context.Context, req *connect.Request[gpuctlv1.EndLeaseRequest]) (*connect.Response[gpuctlv1.EndLeaseResponse], error) {
+	l, err := v.lender()
+	if err != nil {
+		return nil, err
+	}
+	if err := l.EndLease(ctx, req.Msg.Lease); err != nil {
+		return nil, err
+	}
+	return connect.NewResponse(&gpuctlv1.EndLeaseResponse{}), nil
+}
+
+func (v service) ListLeases(_ context.Context, _ *connect.Request[gpuctlv1.ListLeasesRequest]) (*connect.Response[gpuctlv1.ListLeasesResponse], error) {
+	l, err := v.lender()
+	if err != nil {
+		return nil, err
+	}
+	return connect.NewResponse(&gpuctlv1.ListLeasesResponse{Leases: l.Leases()}), nil
+}
+
 // report runs an operation and streams its progress. It drops progress messages if the
 // listener does not read, because the application must not wait for the listener.
 func report(ctx context.Context, st *connect.ServerStream[gpuctlv1.Progress],

@@ -122,8 +122,8 @@ func (op *operation) precopy(ctx context.Context, memory uint64) error {
 }
 
 func checkTarget(t *gpuctlv1.Target) error {
-	if t.GetRuntime().GetLibrary() == "" {
-		return connect.NewError(connect.CodeInvalidArgument, errors.New("the target names no runtime library"))
+	if t.GetRuntime().GetLibrary() == "" && t.GetRuntime().GetRemote() == nil {
+		return connect.NewError(connect.CodeInvalidArgument, errors.New("the target names neither a runtime library nor a lease of another host"))
 	}
 	return nil
 }

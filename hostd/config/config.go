@@ -180,6 +180,10 @@ type Cluster struct {
 	Voters    int    `yaml:"voters,omitempty"`    // most voters: 3, 5 or 7 (the default)
 	LostAfter string `yaml:"lostAfter,omitempty"` // a voter that is down for so long is replaced; default 10m
 	Zone      string `yaml:"zone,omitempty"`      // label that names a host's failure domain; default zone
+	// LendListen is HOST:PORT at which carriers of other hosts reach the GPUs that this
+	// host lends to their sessions, or LendNothing. Default: the port after that of
+	// Listen, on the same addresses.
+	LendListen string `yaml:"lendListen,omitempty"`
 	// RaftMultiplier multiplies Raft's time-outs, for hosts that are slow or far apart: 1
 	// (the default) to 10. It must be the same on all hosts.
 	RaftMultiplier int `yaml:"raftMultiplier,omitempty"`
@@ -187,6 +191,30 @@ type Cluster struct {
 
 // DefaultListen is the default address of the hosts' API: all addresses, port 7650.
 const DefaultListen = ":7650"
+
+// LendNothing as LendListen means that this host lends no GPU.
+const LendNothing = "none"
+
+// LendAt returns HOST:PORT at which carriers are to reach this host; empty: nowhere.
+func (c Cluster) LendAt() string {
+	switch c.LendListen {
+	case LendNothing:
+		return ""
+	case "":
+	default:
+		return c.LendListen
+	}
+	listen := c.Listen
+	if listen == "" {
+		listen = DefaultListen
+	}
+	host, port, err := net.SplitHostPort(listen)
+	n, numeric := strconv.ParseUint(port, 10, 16)
+	if err != nil || numeric != nil || n >= 1<<16-1 {
+		return ""
+	}
+	return net.JoinHostPort(host, strconv.FormatUint(n+1, 10))
+}
 
 // Access gives local users their roles, by their groups. Root and hostd's own user are
 // administrators.
@@ -396,6 +424,9 @@ func (c Cluster) validate() error {
 		if host, _, err := net.SplitHostPort(c.Advertise); err == nil && host == "" {
 			errs = append(errs, fmt.Errorf("cluster.advertise: %q names no host that others could reach", c.Advertise))
 		}
+	}
+	if c.LendListen != "" && c.LendListen != LendNothing {
+		errs = append(errs, address("cluster.lendListen", c.LendListen))
 	}
 	if !slices.Contains([]int{0, 3, 5, 7}, c.Voters) {
 		errs = append(errs, fmt.Errorf("cluster.voters: %d is not 3, 5 or 7", c.Voters))

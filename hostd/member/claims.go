@@ -40,7 +40,12 @@ func (n *Node) membership() (*membership, error) {
 // own returns a copy of the claim that is marked as managed by this host.
 func (m *membership) own(c *clusterv1.Claim) *clusterv1.Claim {
 	c = proto.CloneOf(c)
-	c.Host, c.Owner = m.Host, "host "+m.Host
+	c.Owner = "host " + m.Host
+	if elsewhere(c) && m.store.State().View().Protocol() >= state.ProtocolRemote {
+		c.Home = m.Host
+	} else {
+		c.Host, c.Remote = m.Host, clusterv1.Remote_REMOTE_UNSPECIFIED
+	}
 	if c.Labels == nil {
 		c.Labels = map[string]string{}
 	}
@@ -79,7 +84,7 @@ func (n *Node) unsettled(m *membership, v *state.View) bool {
 			return true
 		}
 	}
-	return false
+	return len(n.abroad(m, v, map[string]bool{})) > 0
 }
 
 // Known waits until the cluster knows the given GPUs of this host. A host that was just

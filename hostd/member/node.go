@@ -62,6 +62,11 @@ type Config struct {
 	Timing    replica.Timing
 	Members   replica.Members
 	Refused   func(procedure string, code connect.Code)
+	// Lender lends GPUs of this host to others; nil: it lends none. LendAddress returns
+	// the address at which carriers of other hosts reach this one, whose own address is
+	// given; empty: it lends none.
+	Lender      clusterapi.Lender
+	LendAddress func(address string) string
 	// Interceptors see all calls, including those that are refused.
 	Interceptors []connect.Interceptor
 	// Services adds more services to the server. Start calls it, so the services may use
@@ -83,6 +88,8 @@ type Node struct {
 	// records and events are kept here while there is no leader.
 	records chan *clusterv1.Migration
 	notes   chan *clusterv1.Event
+
+	measuring once // links, by host
 
 	joining sync.Mutex // held during Init, Join and Close
 	mu      sync.Mutex
@@ -302,6 +309,9 @@ func (n *Node) Reload() error {
 	}
 	return nil
 }
+
+// Lender returns who lends GPUs of this host; nil: nobody.
+func (n *Node) Lender() clusterapi.Lender { return n.Config.Lender }
 
 // Self returns this host's identity in the cluster.
 func (n *Node) Self() clusterapi.Self {

@@ -48,7 +48,13 @@ func (m *membership) propose(ctx context.Context, c *clusterv1.Command) (*cluste
 
 // id returns the name that the cluster uses for something of this host. name is the
 // inverse.
-func (m *membership) id(name string) string { return m.Host + "/" + name }
+// A GPU of another host has the cluster's name here, too.
+func (m *membership) id(name string) string {
+	if strings.Contains(name, "/") {
+		return name
+	}
+	return m.Host + "/" + name
+}
 
 func (m *membership) name(id string) string { return strings.TrimPrefix(id, m.Host+"/") }
 
@@ -86,6 +92,9 @@ func (n *Node) reportOnce(ctx context.Context, m *membership) error {
 	}
 	h = proto.CloneOf(h)
 	h.Name, h.Id, h.Address, h.Version, h.Protocol = m.Host, m.ID, m.Address, n.Version, state.Protocol
+	if n.LendAddress != nil && n.Config.Lender != nil {
+		h.LendAddress = n.LendAddress(m.Address)
+	}
 	own := make([]*clusterv1.GPU, len(gpus))
 	for i, g := range gpus {
 		g = proto.CloneOf(g)
@@ -180,6 +189,8 @@ func (n *Node) reconcileOnce(ctx context.Context, m *membership, v *state.View) 
 			if mine && !n.Host.Knows(as.GetClaim()) {
 				over[as.GetClaim()] = true
 			}
+		case !used && n.orphaned(m, v, v.Claim(as.GetClaim())):
+			words = append(words, &clusterv1.Confirmation{Assignment: as.GetId(), Token: as.GetToken(), Gone: true})
 		case as.GetResidence() == clusterv1.Residence_RESIDENCE_SCHEDULED:
 			words = append(words, &clusterv1.Confirmation{Assignment: as.GetId(), Token: as.GetToken()})
 		}
@@ -189,8 +200,14 @@ func (n *Node) reconcileOnce(ctx context.Context, m *membership, v *state.View) 
 			over[c.GetId()] = true
 		}
 	}
+	unused := n.abroad(m, v, over)
 	for c := range over {
 		if _, err := m.propose(ctx, &clusterv1.Command{Op: &clusterv1.Command_DeleteClaim{DeleteClaim: &clusterv1.DeleteClaim{Claim: c}}}); err != nil {
+			return err
+		}
+	}
+	if len(unused) > 0 {
+		if _, err := m.propose(ctx, &clusterv1.Command{Op: &clusterv1.Command_ReleaseAssignments{ReleaseAssignments: &clusterv1.ReleaseAssignments{Assignments: unused}}}); err != nil {
 			return err
 		}
 	}

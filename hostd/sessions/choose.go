@@ -51,6 +51,16 @@ func (p placement) target(amount uint64) *gpuctlv1.Target {
 	return &gpuctlv1.Target{Gpu: p.String(), Model: p[0].GetModel(), Runtime: runtime, Limits: limits}
 }
 
+// example is the target of a plan. For a GPU of another host it has no lease, so nothing
+// can be started with it.
+func (p placement) example(amount uint64) *gpuctlv1.Target {
+	t := p.target(amount)
+	if p.far() {
+		t.Runtime = &gpuctlv1.Runtime{Remote: &gpuctlv1.Remote{}}
+	}
+	return t
+}
+
 // runtimeKey returns the same key for all GPUs that one executor can use together.
 func runtimeKey(g *gpuctlv1.GPU) string {
 	r := g.GetRuntime()

@@ -14,6 +14,7 @@ import (
 
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/cluster/cost"
 	"github.com/gpuctl/gpuctl/hostd/telemetry/trace"
 )
 
@@ -31,7 +32,11 @@ type claim struct {
 	GPUs    []string          `json:"gpus,omitempty"`   // GPUs on which the claim's next session starts
 	Held    map[string]uint64 `json:"held,omitempty"`   // amount by GPU, bytes; 0: the whole GPU
 	Holder  holder            `json:"holder"`
-	Created int64             `json:"created"` // Unix time, ms
+	Created int64             `json:"created"`          // Unix time, ms
+	Remote  string            `json:"remote,omitempty"` // never, allowed or only; empty: never
+	Lease   string            `json:"lease,omitempty"`  // lease that is offered for the next session
+	Stays   bool              `json:"stays,omitempty"`  // its sessions do not come home by themselves
+	Wait    bool              `json:"-"`                // it may wait in the cluster's queue
 	// Released: no new session may use the claim. The claim ends with its last session.
 	Released bool `json:"released,omitempty"`
 }
@@ -93,7 +98,7 @@ func (c *claim) want() uint64 { return max(c.Min, c.Prefer) }
 func (c *claim) proto() *gpuctlv1.Claim {
 	return &gpuctlv1.Claim{
 		Id: c.ID, Gpus: c.GPUs, Expr: c.Expr, MinMemory: c.Min, PreferMemory: c.Prefer, Count: uint32(c.Count),
-		Device: c.device(), HolderPid: uint32(c.Holder.PID), CreatedUnixMs: c.Created,
+		Device: c.device(), HolderPid: uint32(c.Holder.PID), CreatedUnixMs: c.Created, Remote: cmp.Or(c.Remote, remoteNever), Stays: c.Stays,
 	}
 }
 
@@ -106,7 +111,8 @@ type operation struct {
 	Session string   `json:"session"`
 	Claim   string   `json:"claim"`
 	Kind    string   `json:"kind"`
-	GPUs    []string `json:"gpus,omitempty"` // reserved GPUs: the operation's target
+	GPUs    []string `json:"gpus,omitempty"`  // reserved GPUs: the operation's target
+	Lease   string   `json:"lease,omitempty"` // lease of the target, if that is on another host
 
 	// doubt is set while the outcome is unknown: the stream broke, or hostd was restarted
 	// during the operation. The target stays reserved until gpuguest reports the
@@ -115,6 +121,7 @@ type operation struct {
 	// record is the operation's entry in the cluster.
 	record *clusterv1.Migration
 	trace  *trace.Operation
+	here   cost.Here // what gpuguest has predicted for a swap on this host
 	began  time.Time
 }
 
@@ -123,6 +130,8 @@ type journal struct {
 	Version    int          `json:"version"`
 	Claims     []*claim     `json:"claims"`
 	Operations []*operation `json:"operations"`
+	Borrowed   []*borrowed  `json:"borrowed,omitempty"`
+	Lent       []*lent      `json:"lent,omitempty"`
 }
 
 const journalVersion = 1
@@ -142,8 +151,8 @@ func readJournal(path string) (journal, error) {
 	if j.Version != journalVersion {
 		return journal{}, fmt.Errorf("state %s: version %d is not known", path, j.Version)
 	}
-	if slices.Contains(j.Claims, nil) || slices.Contains(j.Operations, nil) {
-		return journal{}, fmt.Errorf("state %s: a claim or operation is null; without the file, hostd begins with none", path)
+	if slices.Contains(j.Claims, nil) || slices.Contains(j.Operations, nil) || slices.Contains(j.Borrowed, nil) || slices.Contains(j.Lent, nil) {
+		return journal{}, fmt.Errorf("state %s: a claim, operation or lease is null; without the file, hostd begins with none", path)
 	}
 	return j, nil
 }
@@ -151,6 +160,8 @@ func readJournal(path string) (journal, error) {
 func (j journal) encode() ([]byte, error) {
 	slices.SortFunc(j.Claims, func(a, b *claim) int { return cmp.Compare(a.ID, b.ID) })
 	slices.SortFunc(j.Operations, func(a, b *operation) int { return cmp.Compare(a.Session, b.Session) })
+	slices.SortFunc(j.Borrowed, func(a, b *borrowed) int { return cmp.Compare(a.ID, b.ID) })
+	slices.SortFunc(j.Lent, func(a, b *lent) int { return cmp.Compare(a.ID, b.ID) })
 	data, err := json.MarshalIndent(j, "", "  ")
 	if err != nil {
 		return nil, fmt.Errorf("state: %w", err)

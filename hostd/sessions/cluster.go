@@ -1,6 +1,7 @@
 package sessions
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -48,6 +49,32 @@ type Cluster interface {
 	Record(m *clusterv1.Migration)
 	// Note adds an event about an object to the cluster's log.
 	Note(e *clusterv1.Event)
+	// What follows is about GPUs of other hosts, which have the cluster's name here.
+
+	// Queue returns how waiting claims are served.
+	Queue() clusterv1.QueuePolicy
+	// OtherGPUs returns the GPUs of other hosts that sessions of this host could use, and
+	// GPU any GPU by its id in the cluster, or nil.
+	OtherGPUs() []*clusterv1.GPU
+	GPU(id string) *clusterv1.GPU
+	// Room returns how many bytes of a GPU a claim can have, and whether no other claim
+	// has any of it.
+	Room(claim, gpu string) (bytes uint64, free bool)
+	// Waits reports whether a claim waits that could have a GPU of this host, and
+	// AwaitBound waits until a claim of this host is bound.
+	Waits() bool
+	AwaitBound(ctx context.Context, claim string) ([]*clusterv1.Assignment, error)
+	// Borrow asks a host for a lease, and GiveBack ends it.
+	Borrow(ctx context.Context, host string, r *clusterv1.LendRequest) (*clusterv1.LendResponse, error)
+	GiveBack(ctx context.Context, host, lease string) error
+	// Assigned returns how much of GPUs of this host, by their names here, the log has
+	// assigned to a claim of the host with id borrower. Errors wrap member.ErrNotAssigned.
+	Assigned(ctx context.Context, claim, borrower string, gpus []string, token uint64, now bool) (uint64, error)
+	// Link returns what is known of the network to a host, or nil. ReportLink stores it,
+	// and Calibrate measures it, unless that was done not long ago.
+	Link(to string) *clusterv1.Link
+	ReportLink(ctx context.Context, l *clusterv1.Link) error
+	Calibrate(ctx context.Context, host string, refresh func(*clusterv1.Link, time.Duration, float64) *clusterv1.Link) error
 	// OtherHosts returns the names of the other hosts that are up. Devices returns a
 	// client for the cards of one of them.
 	OtherHosts() []string
@@ -73,12 +100,33 @@ func (c *claim) forCluster(gpus []string) *clusterv1.Claim {
 	}
 	out := &clusterv1.Claim{
 		Id: c.ID, Holder: c.holderName(), MinMemory: c.Min, PreferMemory: c.Prefer, Count: uint32(c.Count), OneRuntime: true,
-		Unmet: clusterv1.Unmet_UNMET_REFUSE, CreatedUnixMs: c.Created,
+		Unmet: clusterv1.Unmet_UNMET_REFUSE, CreatedUnixMs: c.Created, Remote: c.remote(),
 		Device: &gpuctlv1.VirtualDevice{Name: c.Name, Type: c.Type},
+	}
+	if c.Wait {
+		out.Unmet = clusterv1.Unmet_UNMET_WAIT
 	}
 	if len(gpus) > 0 {
 		out.Expr = "name in [" + strings.Join(quoted, ", ") + "]"
 	}
+	return out
+}
+
+// named returns the claim in the form of the cluster. The cluster may choose from these
+// GPUs of this host, and those GPUs of others.
+func (c *claim) named(host string, gpus, others []string) *clusterv1.Claim {
+	if len(others) == 0 {
+		return c.forCluster(gpus)
+	}
+	out := c.forCluster(nil)
+	quoted := make([]string, 0, len(gpus)+len(others))
+	for _, g := range gpus {
+		quoted = append(quoted, strconv.Quote(host+"/"+g))
+	}
+	for _, id := range others {
+		quoted = append(quoted, strconv.Quote(id))
+	}
+	out.Expr = "id in [" + strings.Join(quoted, ", ") + "]"
 	return out
 }
 
@@ -142,6 +190,19 @@ func (h *Host) candidates(rejections []*clusterv1.Rejection, asked []string) (ou
 	if len(out) == 0 {
 		for _, id := range asked {
 			say(id, []*gpuctlv1.Reason{because("unknown", "the cluster does not know it yet")})
+		}
+	}
+	return out
+}
+
+// farCandidates returns the cluster's rejections of GPUs of other hosts.
+func (h *Host) farCandidates(rejections []*clusterv1.Rejection, asked []string) (out []*gpuctlv1.Candidate) {
+	if len(asked) == 0 {
+		return nil
+	}
+	for _, r := range rejections {
+		if r.GetHost() != h.Cluster.HostName() {
+			out = append(out, &gpuctlv1.Candidate{Gpu: cmp.Or(r.GetGpu(), r.GetHost()+"/*"), Model: r.GetModel(), Reasons: r.GetReasons()})
 		}
 	}
 	return out
@@ -276,7 +337,7 @@ func (h *Host) Uses(id, gpu string) bool {
 	}
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	if h.claiming[id] {
+	if h.claiming[id] || h.lending[id] > 0 {
 		return true
 	}
 	if _, ok := h.ledger.Holds(id, gpu); ok {

@@ -62,22 +62,25 @@ const (
 
 // HostConfig has what a Host depends on.
 type HostConfig struct {
-	Guest      gpuctlv1connect.GuestServiceClient
-	AppSocket  string // path of the socket that applications connect to
-	StateFile  string
-	Config     config.Config
-	Root       fs.FS        // the host's root folder
-	PCI        *pci.Scanner // reads the same host's PCI devices
-	Cluster    Cluster
-	NVML       *nvml.Client       // nil: NVML is not used
-	Cards      *platform.Platform // nil: cards are not given to VMs
-	Mediated   *mediated.Keeper   // nil: no mediated GPUs
-	Devices    *cardapi.API       // set if Cards is, as are the next two
-	Site       *endpoint.Local
-	Migrations *migration.Manager
-	Metrics    *metrics.Metrics // nil: no metrics
-	Tracer     *trace.Tracer    // nil: no traces
-	Log        *slog.Logger
+	Guest     gpuctlv1connect.GuestServiceClient
+	AppSocket string // path of the socket that applications connect to
+	StateFile string
+	Config    config.Config
+	Root      fs.FS        // the host's root folder
+	PCI       *pci.Scanner // reads the same host's PCI devices
+	Cluster   Cluster
+	// LendAddress returns the address at which carriers of other hosts reach this host;
+	// empty: it lends no GPU. nil: the same.
+	LendAddress func() string
+	NVML        *nvml.Client       // nil: NVML is not used
+	Cards       *platform.Platform // nil: cards are not given to VMs
+	Mediated    *mediated.Keeper   // nil: no mediated GPUs
+	Devices     *cardapi.API       // set if Cards is, as are the next two
+	Site        *endpoint.Local
+	Migrations  *migration.Manager
+	Metrics     *metrics.Metrics // nil: no metrics
+	Tracer      *trace.Tracer    // nil: no traces
+	Log         *slog.Logger
 }
 
 // Host is the state of one host, and the rules by which it changes.
@@ -106,6 +109,15 @@ type Host struct {
 	ops      map[string]*operation // by session
 	last     map[string]*gpuctlv1.SwapResult
 	saved    []byte // content of the state file
+
+	borrowed map[string]*borrowed // leases from other hosts
+	asking   map[string]bool      // of these, those that nothing names yet
+	lent     map[string]*lent     // leases for other hosts
+	lending  map[string]int       // calls of Lend in progress, by claim
+	swept    bool                 // gpuguest's leases were compared since the start
+	abroad   map[string]bool      // GPUs of other hosts that are in the ledger
+	homing   map[string]int       // attempts to bring sessions home
+	vacant   map[string]bool      // GPUs that were free at the last look for sessions to bring home
 }
 
 // session is what gpuguest has reported last.
@@ -124,6 +136,8 @@ func NewHost(c HostConfig) (*Host, error) {
 		HostConfig: c, proc: proc, discovered: make(chan struct{}), ready: make(chan struct{}), ctx: context.Background(),
 		ledger: ledger.New(), claims: map[string]*claim{}, claiming: map[string]bool{}, sessions: map[string]*session{}, over: map[string]time.Time{},
 		ops: map[string]*operation{}, last: map[string]*gpuctlv1.SwapResult{},
+		borrowed: map[string]*borrowed{}, asking: map[string]bool{}, lent: map[string]*lent{}, lending: map[string]int{},
+		abroad: map[string]bool{}, homing: map[string]int{}, vacant: map[string]bool{},
 	}, nil
 }
 
@@ -155,11 +169,16 @@ func (h *Host) Start(ctx context.Context) error {
 	for _, c := range j.Claims {
 		h.claims[c.ID] = c
 		for _, gpu := range slices.Sorted(maps.Keys(c.Held)) {
+			h.count(gpu)
 			if err := h.ledger.Reserve(c.ID, []string{gpu}, c.Held[gpu]); err != nil {
 				h.Log.Warn("claim lost a gpu", "claim", c.ID, "gpu", gpu, "err", err)
 			}
 		}
 	}
+	for _, b := range j.Borrowed {
+		h.borrowed[b.ID] = b
+	}
+	h.restoreLent(j.Lent)
 	for _, op := range j.Operations {
 		op.doubt = true
 		h.ops[op.Session] = op
@@ -236,6 +255,10 @@ func (h *Host) Watch(ctx context.Context) {
 			}
 		case <-holders.C:
 			h.releaseOrphans(ctx)
+			h.giveBack(ctx)
+			h.renew(ctx)
+			h.checkLent(ctx)
+			h.bringHome(ctx)
 		}
 	}
 }
@@ -342,19 +365,42 @@ func (h *Host) repeatOffer(ctx context.Context, c *claim) {
 	default:
 		if err := h.offer(ctx, c, p, amount); err != nil {
 			h.Log.Warn("claim not offered", "claim", c.ID, "err", err)
+			if p.far() && ctx.Err() == nil { // what was offered before is used up
+				h.withdraw(ctx, c)
+			}
 		}
 	}
 }
 
 func (h *Host) offer(ctx context.Context, c *claim, p placement, amount uint64) error {
+	h.mu.Lock()
+	offered := h.borrowed[c.Lease]
+	h.mu.Unlock()
+	if p.far() && offered != nil && slices.Equal(offered.GPUs, p.ids()) {
+		return nil // gpuguest keeps its offers, and no session has used this one
+	}
+	return h.offerTo(ctx, c, p, amount)
+}
+
+// offerTo makes an offer, with a new lease if the GPU is on another host.
+func (h *Host) offerTo(ctx context.Context, c *claim, p placement, amount uint64) error {
+	target, lease, err := h.target(ctx, c, p, amount)
+	if err != nil {
+		return fmt.Errorf("claim %s: %w", c.ID, err)
+	}
+	defer h.named(lease)
 	ctx, cancel := context.WithTimeout(ctx, callTimeout)
 	defer cancel()
-	_, err := h.Guest.Offer(ctx, connect.NewRequest(&gpuctlv1.OfferRequest{
-		Token: c.Token, Claim: c.ID, Target: p.target(amount), Device: c.device(),
+	_, err = h.Guest.Offer(ctx, connect.NewRequest(&gpuctlv1.OfferRequest{
+		Token: c.Token, Claim: c.ID, Target: target, Device: c.device(),
 	}))
 	if err != nil {
 		return fmt.Errorf("offer gpu %s to claim %s: %w", p, c.ID, plain(err))
 	}
+	h.mu.Lock()
+	c.Lease = lease
+	h.save()
+	h.mu.Unlock()
 	return nil
 }
 
@@ -374,6 +420,14 @@ func (h *Host) withdraw(ctx context.Context, c *claim) {
 func (h *Host) placement(ids []string) placement {
 	var p placement
 	for _, id := range ids {
+		if far(id) {
+			g := ofCluster(h.Cluster.GPU(id))
+			if g == nil {
+				return nil
+			}
+			p = append(p, g)
+			continue
+		}
 		i := slices.IndexFunc(h.gpus, func(g *gpuctlv1.GPU) bool { return g.GetId() == id })
 		if i < 0 {
 			return nil
@@ -383,11 +437,25 @@ func (h *Host) placement(ids []string) placement {
 	return p
 }
 
+// count enters a GPU of another host into the ledger. How much of it there is is counted by
+// the cluster. The caller holds h.mu.
+func (h *Host) count(gpu string) {
+	if far(gpu) && !h.abroad[gpu] {
+		h.abroad[gpu] = true
+		h.ledger.SetGPU(gpu, countedElsewhere)
+	}
+}
+
 // update processes gpuguest's report on a session. Only a report from a list ends the
 // doubt about an operation, as a list that was requested earlier than what it contradicts
 // is not accepted. The caller holds h.mu.
 func (h *Host) update(s *gpuctlv1.Session, listed bool) {
 	id := s.GetId()
+	s = hide(s)
+	if text := lostMessage(s); text != s.GetMessage() {
+		s = proto.CloneOf(s)
+		s.Message = text
+	}
 	old := h.sessions[id]
 	if old != nil && s.GetGeneration() < old.GetGeneration() && s.GetState() != gpuctlv1.SessionState_SESSION_STATE_ENDED {
 		return // this message is older than what is known
@@ -418,8 +486,12 @@ func (h *Host) update(s *gpuctlv1.Session, listed bool) {
 			h.work.Go(func() { h.repeatOffer(h.ctx, c) })
 		}
 	}
+	if c != nil && !ended && h.taken(c, s) {
+		h.work.Go(func() { h.repeatOffer(h.ctx, c) })
+	}
 	if ended {
 		delete(h.sessions, id)
+		delete(h.homing, id)
 		delete(h.last, id)
 		if op := h.ops[id]; op != nil && op.doubt {
 			delete(h.ops, id)
@@ -497,6 +569,7 @@ func (h *Host) settle(c *claim) {
 	keep := slices.Sorted(maps.Keys(need))
 	h.ledger.Retain(c.ID, keep)
 	for _, gpu := range keep {
+		h.count(gpu)
 		if _, ok := h.ledger.Holds(c.ID, gpu); ok {
 			continue
 		}
@@ -545,7 +618,18 @@ func (h *Host) save() {
 				c.Held[g.GetId()] = n
 			}
 		}
+		for g := range h.abroad {
+			if n, ok := h.ledger.Holds(c.ID, g); ok {
+				c.Held[g] = n
+			}
+		}
 		j.Claims = append(j.Claims, c)
+	}
+	for _, b := range h.borrowed {
+		j.Borrowed = append(j.Borrowed, b)
+	}
+	for _, l := range h.lent {
+		j.Lent = append(j.Lent, l)
 	}
 	for _, op := range h.ops {
 		j.Operations = append(j.Operations, op)
@@ -626,20 +710,32 @@ func (h *Host) createClaim(ctx context.Context, c *claim) (placement, []*gpuctlv
 	// Not under the lock: an expression may be expensive, as its user writes it, and the
 	// watchdog needs the lock.
 	names, out, err := matching(ctx, gpus, e)
-	if err != nil || len(names) == 0 {
+	if err != nil {
 		return nil, out, err
+	}
+	ids, others, err := matchingFar(ctx, h.farGPUs(c), e)
+	if err != nil || len(names)+len(ids) == 0 {
+		return nil, append(out, others...), err
+	}
+	if c.Remote == remoteOnly || len(names) == 0 {
+		out = append(out, others...)
 	}
 	h.mu.Lock()
 	h.claiming[c.ID] = true
 	h.mu.Unlock()
 	h.Cluster.Known(ctx, names)
 	h.Cluster.Settle(ctx)
-	res, err := h.Cluster.Claim(ctx, c.forCluster(names))
+	res, err := h.Cluster.Claim(ctx, c.named(h.Cluster.HostName(), names, ids))
+	if err == nil && c.Wait && len(res.GetAssignments()) == 0 && res.GetClaim() != nil {
+		h.Log.Info("claim waits for a gpu", "claim", c.ID)
+		res.Assignments, err = h.Cluster.AwaitBound(ctx, c.ID)
+	}
 	h.mu.Lock()
 	p, amount, err := h.admit(c, res, err)
 	delete(h.claiming, c.ID)
 	if p == nil {
 		out = append(out, h.candidates(res.GetRejected(), names)...)
+		out = append(out, h.farCandidates(res.GetRejected(), ids)...)
 	}
 	h.mu.Unlock()
 	if p == nil {
@@ -670,7 +766,8 @@ func (h *Host) admit(c *claim, res *clusterv1.CreateClaimResponse, err error) (p
 	var ids []string
 	for _, as := range res.GetAssignments() {
 		amount = min(amount, as.GetMemory())
-		ids = append(ids, localName(as.GetGpu()))
+		ids = append(ids, h.nameOf(as.GetGpu()))
+		h.count(h.nameOf(as.GetGpu()))
 	}
 	p := h.placement(ids)
 	if p == nil {
@@ -693,7 +790,7 @@ func (h *Host) view() []*gpuctlv1.GPU {
 		g.FreeMemory, g.Free = h.ledger.Room("", g.GetId())
 		owners := h.ledger.Owners(g.GetId())
 		for _, id := range slices.Sorted(maps.Keys(owners)) {
-			owner := &gpuctlv1.Owner{Claim: id, Memory: owners[id]}
+			owner := &gpuctlv1.Owner{Claim: id, Memory: owners[id], Host: h.lentTo(id)}
 			for _, s := range h.sessions {
 				if s.GetClaim() == id && h.onGPU(s.Session) && slices.Contains(splitIDs(s.GetTarget().GetGpu()), g.GetId()) {
 					owner.Sessions = append(owner.Sessions, s.GetId())

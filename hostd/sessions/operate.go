@@ -114,6 +114,10 @@ func (h *Host) reserve(ctx context.Context, op *operation, c *claim, p placement
 func (h *Host) room(c *claim, p placement) (amount uint64, busy *gpuctlv1.Candidate) {
 	for i, g := range p {
 		room, free := h.ledger.Room(c.ID, g.GetId())
+		if far(g.GetId()) {
+			h.count(g.GetId())
+			room, free = h.Cluster.Room(c.ID, g.GetId())
+		}
 		if r := judgeRoom(g, c, h.ledger, room, free); r != nil {
 			return 0, rejected(g, r)
 		}
@@ -128,8 +132,23 @@ func (h *Host) room(c *claim, p placement) (amount uint64, busy *gpuctlv1.Candid
 func (h *Host) drop(op *operation, c *claim) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	op.GPUs = nil
+	op.GPUs, op.Lease = nil, ""
 	h.settle(c)
+}
+
+// lease describes the operation's target to gpuguest. If the target is on another host,
+// its lease belongs to the operation from now on.
+func (h *Host) lease(ctx context.Context, op *operation, c *claim, p placement, amount uint64) (*gpuctlv1.Target, error) {
+	target, lease, err := h.target(ctx, c, p, amount)
+	if err != nil {
+		return nil, err
+	}
+	h.mu.Lock()
+	op.Lease = lease
+	h.save()
+	h.mu.Unlock()
+	h.named(lease)
+	return target, nil
 }
 
 // move swaps or resumes a session: it tries the placements in order, until one is not
@@ -151,8 +170,7 @@ func (h *Host) move(ctx context.Context, op *operation, s *gpuctlv1.Session, c *
 			out = append(out, busy)
 			continue
 		}
-		target := p.target(amount)
-		plan, err := h.plan(ctx, s.GetId(), target, false)
+		plan, err := h.plan(ctx, s.GetId(), p.example(amount), false)
 		switch {
 		case err == nil && len(plan.GetReasons()) > 0:
 			out = append(out, rejected(p[0], plan.GetReasons()...))
@@ -168,6 +186,14 @@ func (h *Host) move(ctx context.Context, op *operation, s *gpuctlv1.Session, c *
 			continue
 		}
 		final.Gpus, final.Model = p.ids(), p[0].GetModel()
+		op.here = here(plan)
+		target, err := h.lease(ctx, op, c, p, amount)
+		if err != nil {
+			out = append(out, rejected(p[0], because("lend", "%v", plain(err))))
+			final.Gpus, final.Model = nil, ""
+			h.drop(op, c)
+			continue
+		}
 		stream, err := start(ctx, target)
 		var result *gpuctlv1.SwapResult
 		if err == nil {
@@ -186,6 +212,7 @@ func (h *Host) move(ctx context.Context, op *operation, s *gpuctlv1.Session, c *
 			continue
 		case result.GetError() == "" && !result.GetRolledBack():
 			h.commit(op, c, result.GetSession())
+			h.learn(op, s, p, result)
 		default:
 			h.drop(op, c)
 		}
@@ -261,6 +288,10 @@ func (h *Host) commit(op *operation, c *claim, s *gpuctlv1.Session) {
 	h.mu.Lock()
 	moved := false
 	if s != nil {
+		s = hide(s)
+		if op.Kind == "home" || op.Kind != "resume" && far(s.GetTarget().GetGpu()) {
+			c.Stays = true // it has come home, or an operator wants it elsewhere
+		}
 		known := h.sessions[s.GetId()]
 		if known != nil && s.GetGeneration() >= known.GetGeneration() {
 			known.Session = s
@@ -268,7 +299,7 @@ func (h *Host) commit(op *operation, c *claim, s *gpuctlv1.Session) {
 		}
 		moved = known != nil && h.moved(c, known.Session)
 	}
-	op.GPUs = nil
+	op.GPUs, op.Lease = nil, ""
 	h.mu.Unlock()
 	if moved {
 		// Before the source is released, so that no new session starts there.
@@ -338,29 +369,58 @@ func (h *Host) destinations(ctx context.Context, s *gpuctlv1.Session, c *claim, 
 	h.mu.Unlock()
 	h.Cluster.Known(ctx, all)
 	h.Cluster.Settle(ctx)
-	d, err := h.Cluster.Place(ctx, place.Request{Claim: claim, Verb: verb, From: slices.Clone(from), To: to, Limit: most})
-	switch {
-	case err == nil:
-		err = d.Err
-	case errors.Is(err, replica.ErrNoLeader):
-		err = fmt.Errorf("%w; where the session could go is decided by the cluster", err)
-	}
-	if err != nil {
-		return nil, nil, err
-	}
-	h.mu.Lock()
-	defer h.mu.Unlock()
 	var fit []placement
-	for _, candidate := range d.Candidates {
-		var ids []string
-		for _, id := range candidate.GPUs() {
-			ids = append(ids, localName(id))
+	var out []*gpuctlv1.Candidate
+	tries := h.tries(c, verb, from, to)
+	for _, where := range tries {
+		d, err := h.Cluster.Place(ctx, place.Request{Claim: claim, Verb: verb, From: slices.Clone(from), To: to, Limit: most, Where: where})
+		switch {
+		case err == nil:
+			err = d.Err
+		case errors.Is(err, replica.ErrNoLeader):
+			err = fmt.Errorf("%w; where the session could go is decided by the cluster", err)
 		}
-		if p := h.placement(ids); p != nil {
-			fit = append(fit, p)
+		if err != nil {
+			return nil, nil, err
 		}
+		h.mu.Lock()
+		for _, candidate := range d.Candidates {
+			var ids []string
+			for _, id := range candidate.GPUs() {
+				ids = append(ids, h.nameOf(id))
+			}
+			if p := h.placement(ids); p != nil {
+				fit = append(fit, p)
+			}
+		}
+		rejections := slices.Collect(d.Rejected())
+		switch {
+		case where != place.Elsewhere && (len(rejections) > 0 || len(fit) == 0):
+			out = append(out, h.candidates(rejections, all)...)
+		case where == place.Elsewhere && len(fit) == 0:
+			out = append(out, h.farCandidates(rejections, []string{to})...)
+		}
+		h.mu.Unlock()
 	}
-	return fit, h.candidates(slices.Collect(d.Rejected()), all), nil
+	return fit, out, nil
+}
+
+// tries returns where a session may go. A GPU of another host is considered if the caller
+// names one, or the host, and if the claim allows it; a session that is there already
+// may also resume there.
+func (h *Host) tries(c *claim, verb place.Verb, from []string, to string) []place.Where {
+	if c.remote() == clusterv1.Remote_REMOTE_NEVER {
+		return []place.Where{place.Anywhere}
+	}
+	switch local := slices.ContainsFunc(h.gpus, func(g *gpuctlv1.GPU) bool { return strings.HasPrefix(to+separator, g.GetId()+separator) }); {
+	case c.remote() == clusterv1.Remote_REMOTE_ONLY, far(to), slices.Contains(h.Cluster.OtherHosts(), to):
+		return []place.Where{place.Elsewhere}
+	case local, verb == place.Upgrade, verb == place.Downgrade:
+		return []place.Where{place.AtHome}
+	case to != "", verb == place.Resume && slices.ContainsFunc(from, far):
+		return []place.Where{place.AtHome, place.Elsewhere}
+	}
+	return []place.Where{place.AtHome}
 }
 
 // verbs maps the API's verbs to those of the placement.
@@ -381,11 +441,16 @@ func (h *Host) swap(req *gpuctlv1.HostSwapRequest, send emit) error {
 	if verb == gpuctlv1.Verb_VERB_MIGRATE && req.GetTo() == "" {
 		return fmt.Errorf("%w: migrate needs a GPU or model to go to", errInvalid)
 	}
+	return h.swapAs(kind, req, send)
+}
+
+// swapAs starts a swap under a name.
+func (h *Host) swapAs(kind string, req *gpuctlv1.HostSwapRequest, send emit) error {
 	op, s, c, err := h.begin(req.GetSession(), kind)
 	if err != nil {
 		return err
 	}
-	to, out, err := h.destinations(h.ctx, s, c, verbs()[verb], req.GetTo())
+	to, out, err := h.destinations(h.ctx, s, c, verbs()[req.GetVerb()], req.GetTo())
 	if err != nil {
 		h.note(op, &gpuctlv1.SwapResult{Session: s, Refused: true, Error: err.Error()})
 		h.end(op, c)
@@ -480,7 +545,7 @@ func (h *Host) planSwap(ctx context.Context, req *gpuctlv1.HostPlanRequest) (*gp
 		h.mu.Lock()
 		amount, busy := h.room(c, p)
 		h.mu.Unlock()
-		plan, err := h.plan(ctx, s.GetId(), p.target(amount), req.GetBuild() && busy == nil)
+		plan, err := h.plan(ctx, s.GetId(), p.example(amount), req.GetBuild() && busy == nil && !p.far())
 		if err != nil {
 			if connect.CodeOf(err) == connect.CodeUnavailable {
 				return nil, err
@@ -500,6 +565,7 @@ func (h *Host) planSwap(ctx context.Context, req *gpuctlv1.HostPlanRequest) (*gp
 			res.Steps, res.Bytes = plan.GetSteps(), plan.GetBytes()
 			res.PredictedNs, res.PredictedStopNs = plan.GetPredictedNs(), plan.GetPredictedStopNs()
 			res.Total, res.Stop = plan.GetTotal(), plan.GetStop()
+			h.price(ctx, s, p, plan, res)
 			break
 		}
 	}

@@ -66,6 +66,7 @@ func (s *Server) CreateClaim(ctx context.Context, req *connect.Request[gpuctlv1.
 	c := &claim{
 		ID: "c-" + random.Hex(4), Token: random.Hex(20), Expr: m.GetExpr(), Min: m.GetMinMemory(), Prefer: m.GetPreferMemory(),
 		Count: max(1, int(m.GetCount())), Name: m.GetDevice().GetName(), Type: m.GetDevice().GetType(), Created: time.Now().UnixMilli(),
+		Remote: m.GetRemote(), Wait: m.GetWait(),
 	}
 	if c.Name == "" {
 		c.Name = defaults.Name
@@ -74,6 +75,8 @@ func (s *Server) CreateClaim(ctx context.Context, req *connect.Request[gpuctlv1.
 		c.Type = defaults.Type
 	}
 	switch {
+	case !slices.Contains([]string{"", remoteNever, remoteAllowed, remoteOnly}, c.Remote):
+		return nil, reason.Coded(fmt.Errorf("%w: remote is %q, not never, allowed or only", errInvalid, c.Remote))
 	case c.Count > maxClaimGPUs:
 		return nil, reason.Coded(fmt.Errorf("%w: count %d is more than %d", errInvalid, c.Count, maxClaimGPUs))
 	case !slices.Contains([]string{"", "gpu", "cpu", "accelerator"}, c.Type):
@@ -220,6 +223,13 @@ func (s *Server) DescribeSession(ctx context.Context, req *connect.Request[gpuct
 		res.Operation = op.Kind
 	}
 	at := splitIDs(found.GetTarget().GetGpu())
+	for _, id := range at {
+		if far(id) {
+			if g := ofCluster(h.Cluster.GPU(id)); g != nil {
+				res.Gpus = append(res.Gpus, g)
+			}
+		}
+	}
 	for _, g := range h.view() {
 		if slices.Contains(at, g.GetId()) {
 			res.Gpus = append(res.Gpus, g)

@@ -30,7 +30,7 @@ func (a *app) clusterCommand() *cobra.Command {
 	}
 	cmd.AddCommand(
 		a.initCommand(), a.joinCommand(), a.loginCommand(), a.statusCommand(), a.tokenCommand(),
-		a.removeCommand(), a.identitiesCommand(), a.revokeCommand(),
+		a.queueCommand(), a.removeCommand(), a.identitiesCommand(), a.revokeCommand(),
 	)
 	return cmd
 }
@@ -194,6 +194,7 @@ func (a *app) printStatus(s *clusterv1.StatusResponse) error {
 		{"Leader", orWord(s.GetLeader(), "none")},
 		{"Term", fmt.Sprintf("%d, entry %d committed, %d applied here", s.GetTerm(), s.GetCommitIndex(), s.GetAppliedIndex())},
 		{"Protocol", strconv.Itoa(int(s.GetProtocol()))},
+		{"Queue", queueWord(s.GetQueue())},
 		{"Authority", s.GetCaFingerprint()},
 		{"Certificate", expires},
 		{"Message", s.GetMessage()},
@@ -225,6 +226,13 @@ func (a *app) printStatus(s *clusterv1.StatusResponse) error {
 		}
 	}
 	return statusError(s)
+}
+
+func queueWord(q clusterv1.QueuePolicy) string {
+	if q == clusterv1.QueuePolicy_QUEUE_POLICY_UNSPECIFIED {
+		return "" // an older hostd
+	}
+	return view.Word(q)
 }
 
 // wrong returns in words what is wrong with a member; empty: nothing.

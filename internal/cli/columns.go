@@ -216,6 +216,37 @@ func (a *app) reservationColumns() []column {
 	}
 }
 
+func (a *app) linkColumns() []column {
+	type T = *clusterv1.Link
+	last := func(ns func(T) int64) func(T) string {
+		return func(l T) string {
+			if l.GetMoves() == 0 {
+				return "-"
+			}
+			return duration(ns(l))
+		}
+	}
+	return []column{
+		col("FROM", T.GetFrom), col("TO", T.GetTo), col("ROUND TRIP", linkRTT), col("RATE", linkRate), col("MOVES", func(l T) string { return strconv.FormatUint(uint64(l.GetMoves()), 10) }),
+		col("PREDICTED DOWNTIME", last(T.GetPredictedStopNs)), col("DOWNTIME", last(T.GetStoppedNs)),
+		wide("MEASURED", func(l T) string { return strconv.FormatUint(uint64(l.GetSamples()), 10) + " times" }),
+	}
+}
+
+func linkRTT(l *clusterv1.Link) string {
+	if l.GetSamples() == 0 {
+		return "not measured yet"
+	}
+	return duration(l.GetRttNs())
+}
+
+func linkRate(l *clusterv1.Link) string {
+	if l.GetSamples() == 0 {
+		return "not measured yet"
+	}
+	return size.Format(l.GetRate()) + "/s"
+}
+
 // cut shortens a text, unless a wide table was requested.
 func (a *app) cut(s string, n int) string {
 	if a.wide() {

@@ -40,6 +40,7 @@ func (a *app) kinds() []kind {
 			return m.GetVerb() + " of " + movedObject(m) + ", " + view.Word(m.GetState())
 		})},
 		{clusterv1.Kind_KIND_RESERVATION, "reservation", "reservations", []string{"r"}, "capacity held for an operation that has not decided", "id", &clusterv1.Reservation{}, a.reservationColumns(), about(func(r *clusterv1.Reservation) string { return r.GetGpu() + " for " + r.GetOwner() })},
+		{clusterv1.Kind_KIND_LINK, "link", "links", []string{"l"}, "what hosts have measured of the network between them", "id", &clusterv1.Link{}, a.linkColumns(), about(func(l *clusterv1.Link) string { return linkRate(l) + ", " + linkRTT(l) })},
 	}
 }
 

@@ -52,6 +52,7 @@ type ownerView struct {
 	Claim    string   `json:"claim"`
 	Memory   uint64   `json:"memory"` // 0: the whole GPU
 	Sessions []string `json:"sessions"`
+	Host     string   `json:"host,omitempty"` // to which it is lent
 }
 
 func viewGPU(g *gpuctlv1.GPU) gpuView {
@@ -68,7 +69,7 @@ func viewGPU(g *gpuctlv1.GPU) gpuView {
 		v.Env = env
 	}
 	for _, o := range g.GetOwners() {
-		v.Owners = append(v.Owners, ownerView{o.GetClaim(), o.GetMemory(), append([]string{}, o.GetSessions()...)})
+		v.Owners = append(v.Owners, ownerView{o.GetClaim(), o.GetMemory(), append([]string{}, o.GetSessions()...), o.GetHost()})
 	}
 	return v
 }
@@ -192,6 +193,9 @@ func gpuState(g *gpuctlv1.GPU) string {
 	var who []string
 	for _, o := range g.GetOwners() {
 		name := o.GetClaim()
+		if o.GetHost() != "" {
+			name += ", lent to " + o.GetHost()
+		}
 		if len(o.GetSessions()) > 0 {
 			name = strings.Join(o.GetSessions(), "+")
 		}
@@ -428,6 +432,7 @@ func (a *app) describeSession(ctx context.Context, c client, name string) error 
 	}
 	rows := [][2]string{
 		{"Session", v.ID},
+		{"Elsewhere", elsewhere(v.GPU, res.Msg.GetClaim())},
 		{"Process", fmt.Sprintf("%d (%s)", v.PID, v.Command)},
 		{"State", state},
 		{"Message", v.Message},
@@ -446,6 +451,19 @@ func (a *app) describeSession(ctx context.Context, c client, name string) error 
 		rows = append(rows, [2]string{"Last operation", summary(r)})
 	}
 	return a.pairs(rows)
+}
+
+// elsewhere returns in words that a session computes on a GPU of another host, and
+// whether it comes home; empty: it does not.
+func elsewhere(gpu string, c *gpuctlv1.Claim) string {
+	host, _, ok := strings.Cut(gpu, "/")
+	switch {
+	case !ok:
+		return ""
+	case c.GetStays() || c.GetRemote() == "only":
+		return "on host " + host + ", where it stays"
+	}
+	return "on host " + host + ", until a GPU is free here (if the cluster's queue is mrq)"
 }
 
 func (a *app) pairs(rows [][2]string) error {

@@ -39,6 +39,8 @@ type runFlags struct {
 	count            uint32
 	name, kind       string
 	config           string
+	remote           string
+	local, wait      bool
 }
 
 func (a *app) runCommand() *cobra.Command {
@@ -48,11 +50,16 @@ func (a *app) runCommand() *cobra.Command {
 		Long: `Run an unmodified OpenCL application in the foreground, on a GPU that fits and is
 free. Its exit status is the application's (128 + N if signal N ended it).
 
+If no GPU of this host is free, or large enough, one of another host of the cluster
+serves the application over the network; under the cluster's policy mrq it comes home
+when a GPU is free here (gpuctl cluster queue). All GPUs of a session are on one host.
+
 Without a running hostd, a private one is started for the application's lifetime.
 
 ` + fieldsHelp("GPU", expr.OfGPU(&gpuctlv1.GPU{})),
 		Example: `  gpuctl run -- clinfo
   gpuctl run --gpu 'vendor.contains("NVIDIA") && memory >= 16*GiB' -- ./simulate
+  gpuctl run --local --wait -- ./simulate
   gpuctl run --min-memory 1GiB --prefer-memory 4GiB --device-type gpu -- x264 --opencl -o out.264 in.y4m`,
 		Args: func(_ *cobra.Command, args []string) error {
 			if len(args) == 0 {
@@ -70,14 +77,21 @@ Without a running hostd, a private one is started for the application's lifetime
 	flags.Uint32Var(&f.count, "count", 1, "number of GPUs, of one runtime")
 	flags.StringVar(&f.kind, "device-type", "", "what the application sees: gpu, cpu or accelerator")
 	flags.StringVar(&f.name, "device-name", "", "the device's name that the application sees")
+	flags.StringVar(&f.remote, "remote", "allowed", "GPUs of other hosts: `never`, allowed (if none here will do) or only")
+	flags.BoolVar(&f.local, "local", false, "GPUs of this host only: --remote never")
+	flags.BoolVar(&f.wait, "wait", false, "wait in the cluster's queue until a GPU is free")
 	flags.StringVar(&f.config, "config", "", "configuration `file` of the private hostd")
+	cmd.MarkFlagsMutuallyExclusive("remote", "local")
+	_ = cmd.RegisterFlagCompletionFunc("remote", cobra.FixedCompletions(remotes(), cobra.ShellCompDirectiveNoFileComp))
 	_ = cmd.RegisterFlagCompletionFunc("device-type", cobra.FixedCompletions([]string{"gpu", "cpu", "accelerator"}, cobra.ShellCompDirectiveNoFileComp))
 	return cmd
 }
 
+func remotes() []string { return []string{"never", "allowed", "only"} }
+
 func (f runFlags) request() (*gpuctlv1.CreateClaimRequest, error) {
 	req := &gpuctlv1.CreateClaimRequest{
-		Expr: f.gpu, Count: f.count, WhileCallerLives: true,
+		Expr: f.gpu, Count: f.count, WhileCallerLives: true, Remote: f.remote, Wait: f.wait,
 		Device: &gpuctlv1.VirtualDevice{Name: f.name, Type: f.kind},
 	}
 	var err error
@@ -90,6 +104,12 @@ func (f runFlags) request() (*gpuctlv1.CreateClaimRequest, error) {
 		if req.PreferMemory, err = size.Parse(f.prefer); err != nil {
 			return nil, cmdutil.Usage(fmt.Errorf("--prefer-memory: %w", err))
 		}
+	}
+	if f.local {
+		req.Remote = "never"
+	}
+	if !slices.Contains(remotes(), req.GetRemote()) {
+		return nil, cmdutil.Usage(fmt.Errorf("--remote: %q is not never, allowed or only", req.GetRemote()))
 	}
 	if f.count == 0 {
 		return nil, cmdutil.Usage(errors.New("--count: at least 1"))

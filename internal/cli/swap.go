@@ -50,15 +50,18 @@ func migrate() verb {
 	return verb{
 		verb: gpuctlv1.Verb_VERB_MIGRATE, name: "migrate", short: "Move a session to another GPU, or a VM with its GPU to another host",
 		long: `Move a session to the GPU or model named with --to while its application runs,
-whether that is higher, lower or the same.
+whether that is higher, lower or the same. HOST/GPU, or HOST for the best GPU there,
+is on another host: the application stays here and computes over the network. --plan
+shows the way, the downtime, and how much slower it computes there. A session that was
+moved away with this command stays there until it is moved again.
 
 A VM moves to another host: its applications are frozen with the state of its GPU in
 the VM's own memory, the card is detached, the VM migrates live, gets a card there
 and its applications go on. Without --to the best host is chosen; --to names a host,
 a GPU or a model. Every step has its undo: when one fails the next candidate is
 tried, and then the way back.`,
-		to:     "`GPU or model` to go to; of a VM also a host (default the best)",
-		sample: "  gpuctl migrate --to oclgrind\n  gpuctl migrate 3f2a --to nvidia-1 --plan\n  gpuctl migrate web --plan\n  gpuctl migrate web --to h2 --deadline 60s\n  gpuctl migrate 3f2a --vm --on h1 --no-wait\n  gpuctl migrate web --force-cold --plan",
+		to:     "`GPU, model or host` to go to (default the best; of a session it must be said)",
+		sample: "  gpuctl migrate --to oclgrind\n  gpuctl migrate 3f2a --to nvidia-1 --plan\n  gpuctl migrate 3f2a --to h2/nvidia-0\n  gpuctl migrate web --plan\n  gpuctl migrate web --to h2 --deadline 60s\n  gpuctl migrate 3f2a --vm --on h1 --no-wait\n  gpuctl migrate web --force-cold --plan",
 	}
 }
 
@@ -309,9 +312,13 @@ func (a *app) plan(ctx context.Context, c client, req *gpuctlv1.HostPlanRequest)
 			Total         *predictionView `json:"total,omitempty"`
 			Stop          *predictionView `json:"stop,omitempty"`
 			Rejected      []candidateView `json:"rejected"`
+			Path          []string        `json:"path,omitempty"`
+			PerSecond     int64           `json:"per_second_ns,omitempty"` // how much longer a second of computing takes at the target
+			PerSecondSpan *predictionView `json:"per_second,omitempty"`
 		}{
 			m.GetSession(), append([]string{}, m.GetFrom()...), append([]string{}, m.GetGpus()...), m.GetModel(), append([]string{}, m.GetSteps()...),
 			m.GetBytes(), m.GetPredictedNs(), m.GetPredictedStopNs(), viewPrediction(m.GetTotal()), viewPrediction(m.GetStop()), viewCandidates(m.GetRejected()),
+			m.GetPath(), m.GetPerSecondNs(), viewPrediction(m.GetPerSecond()),
 		}); err != nil {
 			return err
 		}
@@ -328,6 +335,12 @@ func (a *app) plan(ctx context.Context, c client, req *gpuctlv1.HostPlanRequest)
 		{"To", fmt.Sprintf("%s (%s)", strings.Join(m.GetGpus(), ","), m.GetModel())},
 		{"Steps", strings.Join(m.GetSteps(), " → ")},
 		{"Copies", size.Format(m.GetBytes())},
+	}
+	if len(m.GetPath()) > 1 {
+		rows = append(rows, [2]string{"Path", strings.Join(m.GetPath(), " → ")})
+	}
+	if p := m.GetPerSecond(); p != nil {
+		rows = append(rows, [2]string{"There", "each second of computing takes about " + expected(m.GetPerSecondNs(), p, duration) + " longer" + notMeasured(p)})
 	}
 	if m.GetPredictedNs() > 0 {
 		rows = append(rows, [2]string{"Takes", "about " + expected(m.GetPredictedNs(), m.GetTotal(), duration) + ", downtime " + expected(m.GetPredictedStopNs(), m.GetStop(), duration) + notMeasured(m.GetTotal())})

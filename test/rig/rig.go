@@ -41,6 +41,10 @@ const (
 	Mixed    Memory = "mixed"    // Basic is discrete and Pthread unified
 
 	MemoryVariable = "GPUCTL_TEST_MEMORY"
+
+	// CarrierVariable makes every GPU of a rig a remote one, over loopback: see
+	// test/rig/carried for its values.
+	CarrierVariable = "GPUCTL_TEST_CARRIER"
 )
 
 // TestMemory is the kind of memory that the environment asks for.
@@ -204,6 +208,9 @@ func Start(ctx context.Context, o Options) (*Rig, error) {
 	}
 	r := &Rig{Root: root, Dir: o.Dir, ended: make(chan struct{}), log: &testkit.Log{Tee: o.Log}}
 	r.cmd = exec.Command(r.Bin("hostd"), "--dev", "--private", "--rundir", o.Dir, "--config", file, "--log-level", "debug")
+	if os.Getenv(CarrierVariable) != "" {
+		r.cmd.Args = append(r.cmd.Args, "--gpuguest", r.Bin("gpuguest-carried"))
+	}
 	r.cmd.Env = append(os.Environ(), o.Env...)
 	r.cmd.Stdout, r.cmd.Stderr = r.log, r.log
 	r.cmd.WaitDelay = 5 * time.Second

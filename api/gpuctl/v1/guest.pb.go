@@ -21,6 +21,446 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
+type LeaseState int32
+
+const (
+	LeaseState_LEASE_STATE_UNSPECIFIED LeaseState = 0
+	LeaseState_LEASE_STATE_OFFERED     LeaseState = 1 // no carrier has come yet
+	LeaseState_LEASE_STATE_USED        LeaseState = 2 // a carrier has come
+	LeaseState_LEASE_STATE_ENDED       LeaseState = 3 // the far executor has ended; EndLease forgets the lease
+)
+
+// Enum value maps for LeaseState.
+var (
+	LeaseState_name = map[int32]string{
+		0: "LEASE_STATE_UNSPECIFIED",
+		1: "LEASE_STATE_OFFERED",
+		2: "LEASE_STATE_USED",
+		3: "LEASE_STATE_ENDED",
+	}
+	LeaseState_value = map[string]int32{
+		"LEASE_STATE_UNSPECIFIED": 0,
+		"LEASE_STATE_OFFERED":     1,
+		"LEASE_STATE_USED":        2,
+		"LEASE_STATE_ENDED":       3,
+	}
+)
+
+func (x LeaseState) Enum() *LeaseState {
+	p := new(LeaseState)
+	*p = x
+	return p
+}
+
+func (x LeaseState) String() string {
+	return protoimpl.X.EnumStringOf(x.Descriptor(), protoreflect.EnumNumber(x))
+}
+
+func (LeaseState) Descriptor() protoreflect.EnumDescriptor {
+	return file_gpuctl_v1_guest_proto_enumTypes[0].Descriptor()
+}
+
+func (LeaseState) Type() protoreflect.EnumType {
+	return &file_gpuctl_v1_guest_proto_enumTypes[0]
+}
+
+func (x LeaseState) Number() protoreflect.EnumNumber {
+	return protoreflect.EnumNumber(x)
+}
+
+// Deprecated: Use LeaseState.Descriptor instead.
+func (LeaseState) EnumDescriptor() ([]byte, []int) {
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{0}
+}
+
+type LendRequest struct {
+	state          protoimpl.MessageState `protogen:"open.v1"`
+	Lease          string                 `protobuf:"bytes,1,opt,name=lease,proto3" json:"lease,omitempty"` // id that the caller chooses: letters, digits and '-', at most 32
+	Runtime        *Runtime               `protobuf:"bytes,2,opt,name=runtime,proto3" json:"runtime,omitempty"`
+	PeerCertSha256 []byte                 `protobuf:"bytes,3,opt,name=peer_cert_sha256,json=peerCertSha256,proto3" json:"peer_cert_sha256,omitempty"` // SHA-256 of the carrier's certificate (DER); not used if plain
+	Plain          bool                   `protobuf:"varint,4,opt,name=plain,proto3" json:"plain,omitempty"`                                          // without TLS: for carriers of the same host only
+	Memory         uint64                 `protobuf:"varint,5,opt,name=memory,proto3" json:"memory,omitempty"`                                        // most bytes of memory objects that the session may have here; 0: no limit
+	OutageMs       int64                  `protobuf:"varint,6,opt,name=outage_ms,json=outageMs,proto3" json:"outage_ms,omitempty"`                    // how long the carrier may be gone before the lease ends; 0: 5 minutes
+	Device         *VirtualDevice         `protobuf:"bytes,7,opt,name=device,proto3" json:"device,omitempty"`                                         // what the application sees
+	unknownFields  protoimpl.UnknownFields
+	sizeCache      protoimpl.SizeCache
+}
+
+func (x *LendRequest) Reset() {
+	*x = LendRequest{}
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[0]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *LendRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*LendRequest) ProtoMessage() {}
+
+func (x *LendRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[0]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use LendRequest.ProtoReflect.Descriptor instead.
+func (*LendRequest) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{0}
+}
+
+func (x *LendRequest) GetLease() string {
+	if x != nil {
+		return x.Lease
+	}
+	return ""
+}
+
+func (x *LendRequest) GetRuntime() *Runtime {
+	if x != nil {
+		return x.Runtime
+	}
+	return nil
+}
+
+func (x *LendRequest) GetPeerCertSha256() []byte {
+	if x != nil {
+		return x.PeerCertSha256
+	}
+	return nil
+}
+
+func (x *LendRequest) GetPlain() bool {
+	if x != nil {
+		return x.Plain
+	}
+	return false
+}
+
+func (x *LendRequest) GetMemory() uint64 {
+	if x != nil {
+		return x.Memory
+	}
+	return 0
+}
+
+func (x *LendRequest) GetOutageMs() int64 {
+	if x != nil {
+		return x.OutageMs
+	}
+	return 0
+}
+
+func (x *LendRequest) GetDevice() *VirtualDevice {
+	if x != nil {
+		return x.Device
+	}
+	return nil
+}
+
+type LendResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Token         []byte                 `protobuf:"bytes,1,opt,name=token,proto3" json:"token,omitempty"`                             // 32 bytes
+	CertSha256    []byte                 `protobuf:"bytes,2,opt,name=cert_sha256,json=certSha256,proto3" json:"cert_sha256,omitempty"` // SHA-256 of the far executor's certificate (DER); empty if plain
+	Addresses     []string               `protobuf:"bytes,3,rep,name=addresses,proto3" json:"addresses,omitempty"`                     // where this gpuguest listens itself, if it does
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *LendResponse) Reset() {
+	*x = LendResponse{}
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[1]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *LendResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*LendResponse) ProtoMessage() {}
+
+func (x *LendResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[1]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use LendResponse.ProtoReflect.Descriptor instead.
+func (*LendResponse) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{1}
+}
+
+func (x *LendResponse) GetToken() []byte {
+	if x != nil {
+		return x.Token
+	}
+	return nil
+}
+
+func (x *LendResponse) GetCertSha256() []byte {
+	if x != nil {
+		return x.CertSha256
+	}
+	return nil
+}
+
+func (x *LendResponse) GetAddresses() []string {
+	if x != nil {
+		return x.Addresses
+	}
+	return nil
+}
+
+type EndLeaseRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Lease         string                 `protobuf:"bytes,1,opt,name=lease,proto3" json:"lease,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *EndLeaseRequest) Reset() {
+	*x = EndLeaseRequest{}
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[2]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *EndLeaseRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*EndLeaseRequest) ProtoMessage() {}
+
+func (x *EndLeaseRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[2]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use EndLeaseRequest.ProtoReflect.Descriptor instead.
+func (*EndLeaseRequest) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{2}
+}
+
+func (x *EndLeaseRequest) GetLease() string {
+	if x != nil {
+		return x.Lease
+	}
+	return ""
+}
+
+type EndLeaseResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *EndLeaseResponse) Reset() {
+	*x = EndLeaseResponse{}
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[3]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *EndLeaseResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*EndLeaseResponse) ProtoMessage() {}
+
+func (x *EndLeaseResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[3]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use EndLeaseResponse.ProtoReflect.Descriptor instead.
+func (*EndLeaseResponse) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{3}
+}
+
+type ListLeasesRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ListLeasesRequest) Reset() {
+	*x = ListLeasesRequest{}
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[4]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ListLeasesRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ListLeasesRequest) ProtoMessage() {}
+
+func (x *ListLeasesRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[4]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ListLeasesRequest.ProtoReflect.Descriptor instead.
+func (*ListLeasesRequest) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{4}
+}
+
+type ListLeasesResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Leases        []*Lease               `protobuf:"bytes,1,rep,name=leases,proto3" json:"leases,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ListLeasesResponse) Reset() {
+	*x = ListLeasesResponse{}
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[5]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ListLeasesResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ListLeasesResponse) ProtoMessage() {}
+
+func (x *ListLeasesResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[5]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ListLeasesResponse.ProtoReflect.Descriptor instead.
+func (*ListLeasesResponse) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{5}
+}
+
+func (x *ListLeasesResponse) GetLeases() []*Lease {
+	if x != nil {
+		return x.Leases
+	}
+	return nil
+}
+
+type Lease struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Id            string                 `protobuf:"bytes,1,opt,name=id,proto3" json:"id,omitempty"`
+	Runtime       *Runtime               `protobuf:"bytes,2,opt,name=runtime,proto3" json:"runtime,omitempty"`
+	State         LeaseState             `protobuf:"varint,3,opt,name=state,proto3,enum=gpuctl.v1.LeaseState" json:"state,omitempty"`
+	StartedUnixMs int64                  `protobuf:"varint,4,opt,name=started_unix_ms,json=startedUnixMs,proto3" json:"started_unix_ms,omitempty"`
+	Message       string                 `protobuf:"bytes,5,opt,name=message,proto3" json:"message,omitempty"` // why it has ended
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Lease) Reset() {
+	*x = Lease{}
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[6]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Lease) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Lease) ProtoMessage() {}
+
+func (x *Lease) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[6]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Lease.ProtoReflect.Descriptor instead.
+func (*Lease) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{6}
+}
+
+func (x *Lease) GetId() string {
+	if x != nil {
+		return x.Id
+	}
+	return ""
+}
+
+func (x *Lease) GetRuntime() *Runtime {
+	if x != nil {
+		return x.Runtime
+	}
+	return nil
+}
+
+func (x *Lease) GetState() LeaseState {
+	if x != nil {
+		return x.State
+	}
+	return LeaseState_LEASE_STATE_UNSPECIFIED
+}
+
+func (x *Lease) GetStartedUnixMs() int64 {
+	if x != nil {
+		return x.StartedUnixMs
+	}
+	return 0
+}
+
+func (x *Lease) GetMessage() string {
+	if x != nil {
+		return x.Message
+	}
+	return ""
+}
+
 type OfferRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Token         string                 `protobuf:"bytes,1,opt,name=token,proto3" json:"token,omitempty"`
@@ -33,7 +473,7 @@ type OfferRequest struct {
 
 func (x *OfferRequest) Reset() {
 	*x = OfferRequest{}
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[0]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -45,7 +485,7 @@ func (x *OfferRequest) String() string {
 func (*OfferRequest) ProtoMessage() {}
 
 func (x *OfferRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[0]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -58,7 +498,7 @@ func (x *OfferRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use OfferRequest.ProtoReflect.Descriptor instead.
 func (*OfferRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{0}
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *OfferRequest) GetToken() string {
@@ -97,7 +537,7 @@ type OfferResponse struct {
 
 func (x *OfferResponse) Reset() {
 	*x = OfferResponse{}
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[1]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -109,7 +549,7 @@ func (x *OfferResponse) String() string {
 func (*OfferResponse) ProtoMessage() {}
 
 func (x *OfferResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[1]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -122,7 +562,7 @@ func (x *OfferResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use OfferResponse.ProtoReflect.Descriptor instead.
 func (*OfferResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{1}
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{8}
 }
 
 type WithdrawRequest struct {
@@ -134,7 +574,7 @@ type WithdrawRequest struct {
 
 func (x *WithdrawRequest) Reset() {
 	*x = WithdrawRequest{}
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[2]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -146,7 +586,7 @@ func (x *WithdrawRequest) String() string {
 func (*WithdrawRequest) ProtoMessage() {}
 
 func (x *WithdrawRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[2]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -159,7 +599,7 @@ func (x *WithdrawRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WithdrawRequest.ProtoReflect.Descriptor instead.
 func (*WithdrawRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{2}
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *WithdrawRequest) GetToken() string {
@@ -177,7 +617,7 @@ type WithdrawResponse struct {
 
 func (x *WithdrawResponse) Reset() {
 	*x = WithdrawResponse{}
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[3]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -189,7 +629,7 @@ func (x *WithdrawResponse) String() string {
 func (*WithdrawResponse) ProtoMessage() {}
 
 func (x *WithdrawResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[3]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -202,7 +642,7 @@ func (x *WithdrawResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WithdrawResponse.ProtoReflect.Descriptor instead.
 func (*WithdrawResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{3}
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{10}
 }
 
 type ListSessionsRequest struct {
@@ -213,7 +653,7 @@ type ListSessionsRequest struct {
 
 func (x *ListSessionsRequest) Reset() {
 	*x = ListSessionsRequest{}
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[4]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -225,7 +665,7 @@ func (x *ListSessionsRequest) String() string {
 func (*ListSessionsRequest) ProtoMessage() {}
 
 func (x *ListSessionsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[4]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -238,7 +678,7 @@ func (x *ListSessionsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListSessionsRequest.ProtoReflect.Descriptor instead.
 func (*ListSessionsRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{4}
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{11}
 }
 
 type ListSessionsResponse struct {
@@ -250,7 +690,7 @@ type ListSessionsResponse struct {
 
 func (x *ListSessionsResponse) Reset() {
 	*x = ListSessionsResponse{}
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[5]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -262,7 +702,7 @@ func (x *ListSessionsResponse) String() string {
 func (*ListSessionsResponse) ProtoMessage() {}
 
 func (x *ListSessionsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[5]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -275,7 +715,7 @@ func (x *ListSessionsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListSessionsResponse.ProtoReflect.Descriptor instead.
 func (*ListSessionsResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{5}
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *ListSessionsResponse) GetSessions() []*Session {
@@ -293,7 +733,7 @@ type WatchSessionsRequest struct {
 
 func (x *WatchSessionsRequest) Reset() {
 	*x = WatchSessionsRequest{}
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[6]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -305,7 +745,7 @@ func (x *WatchSessionsRequest) String() string {
 func (*WatchSessionsRequest) ProtoMessage() {}
 
 func (x *WatchSessionsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[6]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -318,7 +758,7 @@ func (x *WatchSessionsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchSessionsRequest.ProtoReflect.Descriptor instead.
 func (*WatchSessionsRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{6}
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{13}
 }
 
 type PlanRequest struct {
@@ -332,7 +772,7 @@ type PlanRequest struct {
 
 func (x *PlanRequest) Reset() {
 	*x = PlanRequest{}
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[7]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -344,7 +784,7 @@ func (x *PlanRequest) String() string {
 func (*PlanRequest) ProtoMessage() {}
 
 func (x *PlanRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[7]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -357,7 +797,7 @@ func (x *PlanRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PlanRequest.ProtoReflect.Descriptor instead.
 func (*PlanRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{7}
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *PlanRequest) GetSession() string {
@@ -396,7 +836,7 @@ type PlanResponse struct {
 
 func (x *PlanResponse) Reset() {
 	*x = PlanResponse{}
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[8]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -408,7 +848,7 @@ func (x *PlanResponse) String() string {
 func (*PlanResponse) ProtoMessage() {}
 
 func (x *PlanResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[8]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -421,7 +861,7 @@ func (x *PlanResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PlanResponse.ProtoReflect.Descriptor instead.
 func (*PlanResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{8}
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *PlanResponse) GetReasons() []*Reason {
@@ -486,7 +926,7 @@ type SwapRequest struct {
 
 func (x *SwapRequest) Reset() {
 	*x = SwapRequest{}
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[9]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -498,7 +938,7 @@ func (x *SwapRequest) String() string {
 func (*SwapRequest) ProtoMessage() {}
 
 func (x *SwapRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[9]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -511,7 +951,7 @@ func (x *SwapRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SwapRequest.ProtoReflect.Descriptor instead.
 func (*SwapRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{9}
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *SwapRequest) GetSession() string {
@@ -564,7 +1004,7 @@ type SuspendRequest struct {
 
 func (x *SuspendRequest) Reset() {
 	*x = SuspendRequest{}
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[10]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -576,7 +1016,7 @@ func (x *SuspendRequest) String() string {
 func (*SuspendRequest) ProtoMessage() {}
 
 func (x *SuspendRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[10]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -589,7 +1029,7 @@ func (x *SuspendRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SuspendRequest.ProtoReflect.Descriptor instead.
 func (*SuspendRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{10}
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *SuspendRequest) GetSession() string {
@@ -652,7 +1092,7 @@ type FileOwner struct {
 
 func (x *FileOwner) Reset() {
 	*x = FileOwner{}
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[11]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -664,7 +1104,7 @@ func (x *FileOwner) String() string {
 func (*FileOwner) ProtoMessage() {}
 
 func (x *FileOwner) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[11]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -677,7 +1117,7 @@ func (x *FileOwner) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use FileOwner.ProtoReflect.Descriptor instead.
 func (*FileOwner) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{11}
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *FileOwner) GetUid() uint32 {
@@ -704,7 +1144,7 @@ type TakeStateRequest struct {
 
 func (x *TakeStateRequest) Reset() {
 	*x = TakeStateRequest{}
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[12]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -716,7 +1156,7 @@ func (x *TakeStateRequest) String() string {
 func (*TakeStateRequest) ProtoMessage() {}
 
 func (x *TakeStateRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[12]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -729,7 +1169,7 @@ func (x *TakeStateRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TakeStateRequest.ProtoReflect.Descriptor instead.
 func (*TakeStateRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{12}
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *TakeStateRequest) GetSession() string {
@@ -757,7 +1197,7 @@ type KeptStateRequest struct {
 
 func (x *KeptStateRequest) Reset() {
 	*x = KeptStateRequest{}
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[13]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -769,7 +1209,7 @@ func (x *KeptStateRequest) String() string {
 func (*KeptStateRequest) ProtoMessage() {}
 
 func (x *KeptStateRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[13]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -782,7 +1222,7 @@ func (x *KeptStateRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use KeptStateRequest.ProtoReflect.Descriptor instead.
 func (*KeptStateRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{13}
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *KeptStateRequest) GetSession() string {
@@ -814,7 +1254,7 @@ type KeptStateResponse struct {
 
 func (x *KeptStateResponse) Reset() {
 	*x = KeptStateResponse{}
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[14]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -826,7 +1266,7 @@ func (x *KeptStateResponse) String() string {
 func (*KeptStateResponse) ProtoMessage() {}
 
 func (x *KeptStateResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[14]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -839,7 +1279,7 @@ func (x *KeptStateResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use KeptStateResponse.ProtoReflect.Descriptor instead.
 func (*KeptStateResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{14}
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{21}
 }
 
 type GiveStateRequest struct {
@@ -853,7 +1293,7 @@ type GiveStateRequest struct {
 
 func (x *GiveStateRequest) Reset() {
 	*x = GiveStateRequest{}
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[15]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -865,7 +1305,7 @@ func (x *GiveStateRequest) String() string {
 func (*GiveStateRequest) ProtoMessage() {}
 
 func (x *GiveStateRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[15]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -878,7 +1318,7 @@ func (x *GiveStateRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GiveStateRequest.ProtoReflect.Descriptor instead.
 func (*GiveStateRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{15}
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *GiveStateRequest) GetSession() string {
@@ -910,7 +1350,7 @@ type GiveStateResponse struct {
 
 func (x *GiveStateResponse) Reset() {
 	*x = GiveStateResponse{}
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[16]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -922,7 +1362,7 @@ func (x *GiveStateResponse) String() string {
 func (*GiveStateResponse) ProtoMessage() {}
 
 func (x *GiveStateResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[16]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -935,7 +1375,7 @@ func (x *GiveStateResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GiveStateResponse.ProtoReflect.Descriptor instead.
 func (*GiveStateResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{16}
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{23}
 }
 
 type ResumeRequest struct {
@@ -950,7 +1390,7 @@ type ResumeRequest struct {
 
 func (x *ResumeRequest) Reset() {
 	*x = ResumeRequest{}
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[17]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -962,7 +1402,7 @@ func (x *ResumeRequest) String() string {
 func (*ResumeRequest) ProtoMessage() {}
 
 func (x *ResumeRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[17]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -975,7 +1415,7 @@ func (x *ResumeRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResumeRequest.ProtoReflect.Descriptor instead.
 func (*ResumeRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{17}
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *ResumeRequest) GetSession() string {
@@ -1015,7 +1455,7 @@ type WarmRequest struct {
 
 func (x *WarmRequest) Reset() {
 	*x = WarmRequest{}
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[18]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1027,7 +1467,7 @@ func (x *WarmRequest) String() string {
 func (*WarmRequest) ProtoMessage() {}
 
 func (x *WarmRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[18]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1040,7 +1480,7 @@ func (x *WarmRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WarmRequest.ProtoReflect.Descriptor instead.
 func (*WarmRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{18}
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *WarmRequest) GetRuntime() *Runtime {
@@ -1058,7 +1498,7 @@ type WarmResponse struct {
 
 func (x *WarmResponse) Reset() {
 	*x = WarmResponse{}
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[19]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1070,7 +1510,7 @@ func (x *WarmResponse) String() string {
 func (*WarmResponse) ProtoMessage() {}
 
 func (x *WarmResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[19]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1083,7 +1523,7 @@ func (x *WarmResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WarmResponse.ProtoReflect.Descriptor instead.
 func (*WarmResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{19}
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{26}
 }
 
 type ProbeRequest struct {
@@ -1095,7 +1535,7 @@ type ProbeRequest struct {
 
 func (x *ProbeRequest) Reset() {
 	*x = ProbeRequest{}
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[20]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1107,7 +1547,7 @@ func (x *ProbeRequest) String() string {
 func (*ProbeRequest) ProtoMessage() {}
 
 func (x *ProbeRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[20]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1120,7 +1560,7 @@ func (x *ProbeRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ProbeRequest.ProtoReflect.Descriptor instead.
 func (*ProbeRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{20}
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *ProbeRequest) GetRuntime() *Runtime {
@@ -1142,7 +1582,7 @@ type ProbeResponse struct {
 
 func (x *ProbeResponse) Reset() {
 	*x = ProbeResponse{}
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[21]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1154,7 +1594,7 @@ func (x *ProbeResponse) String() string {
 func (*ProbeResponse) ProtoMessage() {}
 
 func (x *ProbeResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[21]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1167,7 +1607,7 @@ func (x *ProbeResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ProbeResponse.ProtoReflect.Descriptor instead.
 func (*ProbeResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{21}
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *ProbeResponse) GetPlatform() string {
@@ -1213,7 +1653,7 @@ type ProbedDevice struct {
 
 func (x *ProbedDevice) Reset() {
 	*x = ProbedDevice{}
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[22]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1225,7 +1665,7 @@ func (x *ProbedDevice) String() string {
 func (*ProbedDevice) ProtoMessage() {}
 
 func (x *ProbedDevice) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_guest_proto_msgTypes[22]
+	mi := &file_gpuctl_v1_guest_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1238,7 +1678,7 @@ func (x *ProbedDevice) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ProbedDevice.ProtoReflect.Descriptor instead.
 func (*ProbedDevice) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{22}
+	return file_gpuctl_v1_guest_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *ProbedDevice) GetIndex() uint32 {
@@ -1294,7 +1734,32 @@ var File_gpuctl_v1_guest_proto protoreflect.FileDescriptor
 
 const file_gpuctl_v1_guest_proto_rawDesc = "" +
 	"\n" +
-	"\x15gpuctl/v1/guest.proto\x12\tgpuctl.v1\x1a\x15gpuctl/v1/types.proto\"\x97\x01\n" +
+	"\x15gpuctl/v1/guest.proto\x12\tgpuctl.v1\x1a\x15gpuctl/v1/types.proto\"\xf8\x01\n" +
+	"\vLendRequest\x12\x14\n" +
+	"\x05lease\x18\x01 \x01(\tR\x05lease\x12,\n" +
+	"\aruntime\x18\x02 \x01(\v2\x12.gpuctl.v1.RuntimeR\aruntime\x12(\n" +
+	"\x10peer_cert_sha256\x18\x03 \x01(\fR\x0epeerCertSha256\x12\x14\n" +
+	"\x05plain\x18\x04 \x01(\bR\x05plain\x12\x16\n" +
+	"\x06memory\x18\x05 \x01(\x04R\x06memory\x12\x1b\n" +
+	"\toutage_ms\x18\x06 \x01(\x03R\boutageMs\x120\n" +
+	"\x06device\x18\a \x01(\v2\x18.gpuctl.v1.VirtualDeviceR\x06device\"c\n" +
+	"\fLendResponse\x12\x14\n" +
+	"\x05token\x18\x01 \x01(\fR\x05token\x12\x1f\n" +
+	"\vcert_sha256\x18\x02 \x01(\fR\n" +
+	"certSha256\x12\x1c\n" +
+	"\taddresses\x18\x03 \x03(\tR\taddresses\"'\n" +
+	"\x0fEndLeaseRequest\x12\x14\n" +
+	"\x05lease\x18\x01 \x01(\tR\x05lease\"\x12\n" +
+	"\x10EndLeaseResponse\"\x13\n" +
+	"\x11ListLeasesRequest\">\n" +
+	"\x12ListLeasesResponse\x12(\n" +
+	"\x06leases\x18\x01 \x03(\v2\x10.gpuctl.v1.LeaseR\x06leases\"\xb4\x01\n" +
+	"\x05Lease\x12\x0e\n" +
+	"\x02id\x18\x01 \x01(\tR\x02id\x12,\n" +
+	"\aruntime\x18\x02 \x01(\v2\x12.gpuctl.v1.RuntimeR\aruntime\x12+\n" +
+	"\x05state\x18\x03 \x01(\x0e2\x15.gpuctl.v1.LeaseStateR\x05state\x12&\n" +
+	"\x0fstarted_unix_ms\x18\x04 \x01(\x03R\rstartedUnixMs\x12\x18\n" +
+	"\amessage\x18\x05 \x01(\tR\amessage\"\x97\x01\n" +
 	"\fOfferRequest\x12\x14\n" +
 	"\x05token\x18\x01 \x01(\tR\x05token\x12\x14\n" +
 	"\x05claim\x18\x02 \x01(\tR\x05claim\x12)\n" +
@@ -1376,7 +1841,13 @@ const file_gpuctl_v1_guest_proto_rawDesc = "" +
 	"\x04uuid\x18\x05 \x01(\tR\x04uuid\x12\x1f\n" +
 	"\vpci_address\x18\x06 \x01(\tR\n" +
 	"pciAddress\x12)\n" +
-	"\x06limits\x18\a \x01(\v2\x11.gpuctl.v1.LimitsR\x06limits2\xda\x06\n" +
+	"\x06limits\x18\a \x01(\v2\x11.gpuctl.v1.LimitsR\x06limits*o\n" +
+	"\n" +
+	"LeaseState\x12\x1b\n" +
+	"\x17LEASE_STATE_UNSPECIFIED\x10\x00\x12\x17\n" +
+	"\x13LEASE_STATE_OFFERED\x10\x01\x12\x14\n" +
+	"\x10LEASE_STATE_USED\x10\x02\x12\x15\n" +
+	"\x11LEASE_STATE_ENDED\x10\x032\xa3\b\n" +
 	"\fGuestService\x12:\n" +
 	"\x05Offer\x12\x17.gpuctl.v1.OfferRequest\x1a\x18.gpuctl.v1.OfferResponse\x12C\n" +
 	"\bWithdraw\x12\x1a.gpuctl.v1.WithdrawRequest\x1a\x1b.gpuctl.v1.WithdrawResponse\x12O\n" +
@@ -1390,7 +1861,11 @@ const file_gpuctl_v1_guest_proto_rawDesc = "" +
 	"\tKeptState\x12\x1b.gpuctl.v1.KeptStateRequest\x1a\x1c.gpuctl.v1.KeptStateResponse\x12H\n" +
 	"\tGiveState\x12\x1b.gpuctl.v1.GiveStateRequest\x1a\x1c.gpuctl.v1.GiveStateResponse(\x01\x12:\n" +
 	"\x05Probe\x12\x17.gpuctl.v1.ProbeRequest\x1a\x18.gpuctl.v1.ProbeResponse\x127\n" +
-	"\x04Warm\x12\x16.gpuctl.v1.WarmRequest\x1a\x17.gpuctl.v1.WarmResponseB1Z/github.com/gpuctl/gpuctl/api/gpuctl/v1;gpuctlv1b\x06proto3"
+	"\x04Warm\x12\x16.gpuctl.v1.WarmRequest\x1a\x17.gpuctl.v1.WarmResponse\x127\n" +
+	"\x04Lend\x12\x16.gpuctl.v1.LendRequest\x1a\x17.gpuctl.v1.LendResponse\x12C\n" +
+	"\bEndLease\x12\x1a.gpuctl.v1.EndLeaseRequest\x1a\x1b.gpuctl.v1.EndLeaseResponse\x12I\n" +
+	"\n" +
+	"ListLeases\x12\x1c.gpuctl.v1.ListLeasesRequest\x1a\x1d.gpuctl.v1.ListLeasesResponseB1Z/github.com/gpuctl/gpuctl/api/gpuctl/v1;gpuctlv1b\x06proto3"
 
 var (
 	file_gpuctl_v1_guest_proto_rawDescOnce sync.Once
@@ -1404,90 +1879,110 @@ func file_gpuctl_v1_guest_proto_rawDescGZIP() []byte {
 	return file_gpuctl_v1_guest_proto_rawDescData
 }
 
-var file_gpuctl_v1_guest_proto_msgTypes = make([]protoimpl.MessageInfo, 23)
+var file_gpuctl_v1_guest_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
+var file_gpuctl_v1_guest_proto_msgTypes = make([]protoimpl.MessageInfo, 30)
 var file_gpuctl_v1_guest_proto_goTypes = []any{
-	(*OfferRequest)(nil),         // 0: gpuctl.v1.OfferRequest
-	(*OfferResponse)(nil),        // 1: gpuctl.v1.OfferResponse
-	(*WithdrawRequest)(nil),      // 2: gpuctl.v1.WithdrawRequest
-	(*WithdrawResponse)(nil),     // 3: gpuctl.v1.WithdrawResponse
-	(*ListSessionsRequest)(nil),  // 4: gpuctl.v1.ListSessionsRequest
-	(*ListSessionsResponse)(nil), // 5: gpuctl.v1.ListSessionsResponse
-	(*WatchSessionsRequest)(nil), // 6: gpuctl.v1.WatchSessionsRequest
-	(*PlanRequest)(nil),          // 7: gpuctl.v1.PlanRequest
-	(*PlanResponse)(nil),         // 8: gpuctl.v1.PlanResponse
-	(*SwapRequest)(nil),          // 9: gpuctl.v1.SwapRequest
-	(*SuspendRequest)(nil),       // 10: gpuctl.v1.SuspendRequest
-	(*FileOwner)(nil),            // 11: gpuctl.v1.FileOwner
-	(*TakeStateRequest)(nil),     // 12: gpuctl.v1.TakeStateRequest
-	(*KeptStateRequest)(nil),     // 13: gpuctl.v1.KeptStateRequest
-	(*KeptStateResponse)(nil),    // 14: gpuctl.v1.KeptStateResponse
-	(*GiveStateRequest)(nil),     // 15: gpuctl.v1.GiveStateRequest
-	(*GiveStateResponse)(nil),    // 16: gpuctl.v1.GiveStateResponse
-	(*ResumeRequest)(nil),        // 17: gpuctl.v1.ResumeRequest
-	(*WarmRequest)(nil),          // 18: gpuctl.v1.WarmRequest
-	(*WarmResponse)(nil),         // 19: gpuctl.v1.WarmResponse
-	(*ProbeRequest)(nil),         // 20: gpuctl.v1.ProbeRequest
-	(*ProbeResponse)(nil),        // 21: gpuctl.v1.ProbeResponse
-	(*ProbedDevice)(nil),         // 22: gpuctl.v1.ProbedDevice
-	(*Target)(nil),               // 23: gpuctl.v1.Target
-	(*VirtualDevice)(nil),        // 24: gpuctl.v1.VirtualDevice
-	(*Session)(nil),              // 25: gpuctl.v1.Session
-	(*Reason)(nil),               // 26: gpuctl.v1.Reason
-	(*Prediction)(nil),           // 27: gpuctl.v1.Prediction
-	(*StateMark)(nil),            // 28: gpuctl.v1.StateMark
-	(*StateChunk)(nil),           // 29: gpuctl.v1.StateChunk
-	(*Runtime)(nil),              // 30: gpuctl.v1.Runtime
-	(*Limits)(nil),               // 31: gpuctl.v1.Limits
-	(*Progress)(nil),             // 32: gpuctl.v1.Progress
+	(LeaseState)(0),              // 0: gpuctl.v1.LeaseState
+	(*LendRequest)(nil),          // 1: gpuctl.v1.LendRequest
+	(*LendResponse)(nil),         // 2: gpuctl.v1.LendResponse
+	(*EndLeaseRequest)(nil),      // 3: gpuctl.v1.EndLeaseRequest
+	(*EndLeaseResponse)(nil),     // 4: gpuctl.v1.EndLeaseResponse
+	(*ListLeasesRequest)(nil),    // 5: gpuctl.v1.ListLeasesRequest
+	(*ListLeasesResponse)(nil),   // 6: gpuctl.v1.ListLeasesResponse
+	(*Lease)(nil),                // 7: gpuctl.v1.Lease
+	(*OfferRequest)(nil),         // 8: gpuctl.v1.OfferRequest
+	(*OfferResponse)(nil),        // 9: gpuctl.v1.OfferResponse
+	(*WithdrawRequest)(nil),      // 10: gpuctl.v1.WithdrawRequest
+	(*WithdrawResponse)(nil),     // 11: gpuctl.v1.WithdrawResponse
+	(*ListSessionsRequest)(nil),  // 12: gpuctl.v1.ListSessionsRequest
+	(*ListSessionsResponse)(nil), // 13: gpuctl.v1.ListSessionsResponse
+	(*WatchSessionsRequest)(nil), // 14: gpuctl.v1.WatchSessionsRequest
+	(*PlanRequest)(nil),          // 15: gpuctl.v1.PlanRequest
+	(*PlanResponse)(nil),         // 16: gpuctl.v1.PlanResponse
+	(*SwapRequest)(nil),          // 17: gpuctl.v1.SwapRequest
+	(*SuspendRequest)(nil),       // 18: gpuctl.v1.SuspendRequest
+	(*FileOwner)(nil),            // 19: gpuctl.v1.FileOwner
+	(*TakeStateRequest)(nil),     // 20: gpuctl.v1.TakeStateRequest
+	(*KeptStateRequest)(nil),     // 21: gpuctl.v1.KeptStateRequest
+	(*KeptStateResponse)(nil),    // 22: gpuctl.v1.KeptStateResponse
+	(*GiveStateRequest)(nil),     // 23: gpuctl.v1.GiveStateRequest
+	(*GiveStateResponse)(nil),    // 24: gpuctl.v1.GiveStateResponse
+	(*ResumeRequest)(nil),        // 25: gpuctl.v1.ResumeRequest
+	(*WarmRequest)(nil),          // 26: gpuctl.v1.WarmRequest
+	(*WarmResponse)(nil),         // 27: gpuctl.v1.WarmResponse
+	(*ProbeRequest)(nil),         // 28: gpuctl.v1.ProbeRequest
+	(*ProbeResponse)(nil),        // 29: gpuctl.v1.ProbeResponse
+	(*ProbedDevice)(nil),         // 30: gpuctl.v1.ProbedDevice
+	(*Runtime)(nil),              // 31: gpuctl.v1.Runtime
+	(*VirtualDevice)(nil),        // 32: gpuctl.v1.VirtualDevice
+	(*Target)(nil),               // 33: gpuctl.v1.Target
+	(*Session)(nil),              // 34: gpuctl.v1.Session
+	(*Reason)(nil),               // 35: gpuctl.v1.Reason
+	(*Prediction)(nil),           // 36: gpuctl.v1.Prediction
+	(*StateMark)(nil),            // 37: gpuctl.v1.StateMark
+	(*StateChunk)(nil),           // 38: gpuctl.v1.StateChunk
+	(*Limits)(nil),               // 39: gpuctl.v1.Limits
+	(*Progress)(nil),             // 40: gpuctl.v1.Progress
 }
 var file_gpuctl_v1_guest_proto_depIdxs = []int32{
-	23, // 0: gpuctl.v1.OfferRequest.target:type_name -> gpuctl.v1.Target
-	24, // 1: gpuctl.v1.OfferRequest.device:type_name -> gpuctl.v1.VirtualDevice
-	25, // 2: gpuctl.v1.ListSessionsResponse.sessions:type_name -> gpuctl.v1.Session
-	23, // 3: gpuctl.v1.PlanRequest.target:type_name -> gpuctl.v1.Target
-	26, // 4: gpuctl.v1.PlanResponse.reasons:type_name -> gpuctl.v1.Reason
-	27, // 5: gpuctl.v1.PlanResponse.total:type_name -> gpuctl.v1.Prediction
-	27, // 6: gpuctl.v1.PlanResponse.stop:type_name -> gpuctl.v1.Prediction
-	23, // 7: gpuctl.v1.SwapRequest.target:type_name -> gpuctl.v1.Target
-	11, // 8: gpuctl.v1.SuspendRequest.owner:type_name -> gpuctl.v1.FileOwner
-	28, // 9: gpuctl.v1.KeptStateRequest.mark:type_name -> gpuctl.v1.StateMark
-	29, // 10: gpuctl.v1.GiveStateRequest.chunk:type_name -> gpuctl.v1.StateChunk
-	23, // 11: gpuctl.v1.ResumeRequest.target:type_name -> gpuctl.v1.Target
-	30, // 12: gpuctl.v1.WarmRequest.runtime:type_name -> gpuctl.v1.Runtime
-	30, // 13: gpuctl.v1.ProbeRequest.runtime:type_name -> gpuctl.v1.Runtime
-	22, // 14: gpuctl.v1.ProbeResponse.devices:type_name -> gpuctl.v1.ProbedDevice
-	31, // 15: gpuctl.v1.ProbedDevice.limits:type_name -> gpuctl.v1.Limits
-	0,  // 16: gpuctl.v1.GuestService.Offer:input_type -> gpuctl.v1.OfferRequest
-	2,  // 17: gpuctl.v1.GuestService.Withdraw:input_type -> gpuctl.v1.WithdrawRequest
-	4,  // 18: gpuctl.v1.GuestService.ListSessions:input_type -> gpuctl.v1.ListSessionsRequest
-	6,  // 19: gpuctl.v1.GuestService.WatchSessions:input_type -> gpuctl.v1.WatchSessionsRequest
-	7,  // 20: gpuctl.v1.GuestService.Plan:input_type -> gpuctl.v1.PlanRequest
-	9,  // 21: gpuctl.v1.GuestService.Swap:input_type -> gpuctl.v1.SwapRequest
-	10, // 22: gpuctl.v1.GuestService.Suspend:input_type -> gpuctl.v1.SuspendRequest
-	17, // 23: gpuctl.v1.GuestService.Resume:input_type -> gpuctl.v1.ResumeRequest
-	12, // 24: gpuctl.v1.GuestService.TakeState:input_type -> gpuctl.v1.TakeStateRequest
-	13, // 25: gpuctl.v1.GuestService.KeptState:input_type -> gpuctl.v1.KeptStateRequest
-	15, // 26: gpuctl.v1.GuestService.GiveState:input_type -> gpuctl.v1.GiveStateRequest
-	20, // 27: gpuctl.v1.GuestService.Probe:input_type -> gpuctl.v1.ProbeRequest
-	18, // 28: gpuctl.v1.GuestService.Warm:input_type -> gpuctl.v1.WarmRequest
-	1,  // 29: gpuctl.v1.GuestService.Offer:output_type -> gpuctl.v1.OfferResponse
-	3,  // 30: gpuctl.v1.GuestService.Withdraw:output_type -> gpuctl.v1.WithdrawResponse
-	5,  // 31: gpuctl.v1.GuestService.ListSessions:output_type -> gpuctl.v1.ListSessionsResponse
-	25, // 32: gpuctl.v1.GuestService.WatchSessions:output_type -> gpuctl.v1.Session
-	8,  // 33: gpuctl.v1.GuestService.Plan:output_type -> gpuctl.v1.PlanResponse
-	32, // 34: gpuctl.v1.GuestService.Swap:output_type -> gpuctl.v1.Progress
-	32, // 35: gpuctl.v1.GuestService.Suspend:output_type -> gpuctl.v1.Progress
-	32, // 36: gpuctl.v1.GuestService.Resume:output_type -> gpuctl.v1.Progress
-	29, // 37: gpuctl.v1.GuestService.TakeState:output_type -> gpuctl.v1.StateChunk
-	14, // 38: gpuctl.v1.GuestService.KeptState:output_type -> gpuctl.v1.KeptStateResponse
-	16, // 39: gpuctl.v1.GuestService.GiveState:output_type -> gpuctl.v1.GiveStateResponse
-	21, // 40: gpuctl.v1.GuestService.Probe:output_type -> gpuctl.v1.ProbeResponse
-	19, // 41: gpuctl.v1.GuestService.Warm:output_type -> gpuctl.v1.WarmResponse
-	29, // [29:42] is the sub-list for method output_type
-	16, // [16:29] is the sub-list for method input_type
-	16, // [16:16] is the sub-list for extension type_name
-	16, // [16:16] is the sub-list for extension extendee
-	0,  // [0:16] is the sub-list for field type_name
+	31, // 0: gpuctl.v1.LendRequest.runtime:type_name -> gpuctl.v1.Runtime
+	32, // 1: gpuctl.v1.LendRequest.device:type_name -> gpuctl.v1.VirtualDevice
+	7,  // 2: gpuctl.v1.ListLeasesResponse.leases:type_name -> gpuctl.v1.Lease
+	31, // 3: gpuctl.v1.Lease.runtime:type_name -> gpuctl.v1.Runtime
+	0,  // 4: gpuctl.v1.Lease.state:type_name -> gpuctl.v1.LeaseState
+	33, // 5: gpuctl.v1.OfferRequest.target:type_name -> gpuctl.v1.Target
+	32, // 6: gpuctl.v1.OfferRequest.device:type_name -> gpuctl.v1.VirtualDevice
+	34, // 7: gpuctl.v1.ListSessionsResponse.sessions:type_name -> gpuctl.v1.Session
+	33, // 8: gpuctl.v1.PlanRequest.target:type_name -> gpuctl.v1.Target
+	35, // 9: gpuctl.v1.PlanResponse.reasons:type_name -> gpuctl.v1.Reason
+	36, // 10: gpuctl.v1.PlanResponse.total:type_name -> gpuctl.v1.Prediction
+	36, // 11: gpuctl.v1.PlanResponse.stop:type_name -> gpuctl.v1.Prediction
+	33, // 12: gpuctl.v1.SwapRequest.target:type_name -> gpuctl.v1.Target
+	19, // 13: gpuctl.v1.SuspendRequest.owner:type_name -> gpuctl.v1.FileOwner
+	37, // 14: gpuctl.v1.KeptStateRequest.mark:type_name -> gpuctl.v1.StateMark
+	38, // 15: gpuctl.v1.GiveStateRequest.chunk:type_name -> gpuctl.v1.StateChunk
+	33, // 16: gpuctl.v1.ResumeRequest.target:type_name -> gpuctl.v1.Target
+	31, // 17: gpuctl.v1.WarmRequest.runtime:type_name -> gpuctl.v1.Runtime
+	31, // 18: gpuctl.v1.ProbeRequest.runtime:type_name -> gpuctl.v1.Runtime
+	30, // 19: gpuctl.v1.ProbeResponse.devices:type_name -> gpuctl.v1.ProbedDevice
+	39, // 20: gpuctl.v1.ProbedDevice.limits:type_name -> gpuctl.v1.Limits
+	8,  // 21: gpuctl.v1.GuestService.Offer:input_type -> gpuctl.v1.OfferRequest
+	10, // 22: gpuctl.v1.GuestService.Withdraw:input_type -> gpuctl.v1.WithdrawRequest
+	12, // 23: gpuctl.v1.GuestService.ListSessions:input_type -> gpuctl.v1.ListSessionsRequest
+	14, // 24: gpuctl.v1.GuestService.WatchSessions:input_type -> gpuctl.v1.WatchSessionsRequest
+	15, // 25: gpuctl.v1.GuestService.Plan:input_type -> gpuctl.v1.PlanRequest
+	17, // 26: gpuctl.v1.GuestService.Swap:input_type -> gpuctl.v1.SwapRequest
+	18, // 27: gpuctl.v1.GuestService.Suspend:input_type -> gpuctl.v1.SuspendRequest
+	25, // 28: gpuctl.v1.GuestService.Resume:input_type -> gpuctl.v1.ResumeRequest
+	20, // 29: gpuctl.v1.GuestService.TakeState:input_type -> gpuctl.v1.TakeStateRequest
+	21, // 30: gpuctl.v1.GuestService.KeptState:input_type -> gpuctl.v1.KeptStateRequest
+	23, // 31: gpuctl.v1.GuestService.GiveState:input_type -> gpuctl.v1.GiveStateRequest
+	28, // 32: gpuctl.v1.GuestService.Probe:input_type -> gpuctl.v1.ProbeRequest
+	26, // 33: gpuctl.v1.GuestService.Warm:input_type -> gpuctl.v1.WarmRequest
+	1,  // 34: gpuctl.v1.GuestService.Lend:input_type -> gpuctl.v1.LendRequest
+	3,  // 35: gpuctl.v1.GuestService.EndLease:input_type -> gpuctl.v1.EndLeaseRequest
+	5,  // 36: gpuctl.v1.GuestService.ListLeases:input_type -> gpuctl.v1.ListLeasesRequest
+	9,  // 37: gpuctl.v1.GuestService.Offer:output_type -> gpuctl.v1.OfferResponse
+	11, // 38: gpuctl.v1.GuestService.Withdraw:output_type -> gpuctl.v1.WithdrawResponse
+	13, // 39: gpuctl.v1.GuestService.ListSessions:output_type -> gpuctl.v1.ListSessionsResponse
+	34, // 40: gpuctl.v1.GuestService.WatchSessions:output_type -> gpuctl.v1.Session
+	16, // 41: gpuctl.v1.GuestService.Plan:output_type -> gpuctl.v1.PlanResponse
+	40, // 42: gpuctl.v1.GuestService.Swap:output_type -> gpuctl.v1.Progress
+	40, // 43: gpuctl.v1.GuestService.Suspend:output_type -> gpuctl.v1.Progress
+	40, // 44: gpuctl.v1.GuestService.Resume:output_type -> gpuctl.v1.Progress
+	38, // 45: gpuctl.v1.GuestService.TakeState:output_type -> gpuctl.v1.StateChunk
+	22, // 46: gpuctl.v1.GuestService.KeptState:output_type -> gpuctl.v1.KeptStateResponse
+	24, // 47: gpuctl.v1.GuestService.GiveState:output_type -> gpuctl.v1.GiveStateResponse
+	29, // 48: gpuctl.v1.GuestService.Probe:output_type -> gpuctl.v1.ProbeResponse
+	27, // 49: gpuctl.v1.GuestService.Warm:output_type -> gpuctl.v1.WarmResponse
+	2,  // 50: gpuctl.v1.GuestService.Lend:output_type -> gpuctl.v1.LendResponse
+	4,  // 51: gpuctl.v1.GuestService.EndLease:output_type -> gpuctl.v1.EndLeaseResponse
+	6,  // 52: gpuctl.v1.GuestService.ListLeases:output_type -> gpuctl.v1.ListLeasesResponse
+	37, // [37:53] is the sub-list for method output_type
+	21, // [21:37] is the sub-list for method input_type
+	21, // [21:21] is the sub-list for extension type_name
+	21, // [21:21] is the sub-list for extension extendee
+	0,  // [0:21] is the sub-list for field type_name
 }
 
 func init() { file_gpuctl_v1_guest_proto_init() }
@@ -1501,13 +1996,14 @@ func file_gpuctl_v1_guest_proto_init() {
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_gpuctl_v1_guest_proto_rawDesc), len(file_gpuctl_v1_guest_proto_rawDesc)),
-			NumEnums:      0,
-			NumMessages:   23,
+			NumEnums:      1,
+			NumMessages:   30,
 			NumExtensions: 0,
 			NumServices:   1,
 		},
 		GoTypes:           file_gpuctl_v1_guest_proto_goTypes,
 		DependencyIndexes: file_gpuctl_v1_guest_proto_depIdxs,
+		EnumInfos:         file_gpuctl_v1_guest_proto_enumTypes,
 		MessageInfos:      file_gpuctl_v1_guest_proto_msgTypes,
 	}.Build()
 	File_gpuctl_v1_guest_proto = out.File

@@ -244,6 +244,7 @@ type Owner struct {
 	Claim         string                 `protobuf:"bytes,1,opt,name=claim,proto3" json:"claim,omitempty"`
 	Memory        uint64                 `protobuf:"varint,2,opt,name=memory,proto3" json:"memory,omitempty"` // bytes; 0: the whole GPU
 	Sessions      []string               `protobuf:"bytes,3,rep,name=sessions,proto3" json:"sessions,omitempty"`
+	Host          string                 `protobuf:"bytes,4,opt,name=host,proto3" json:"host,omitempty"` // host of its application, if that is another one: the GPU is lent
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -297,6 +298,13 @@ func (x *Owner) GetSessions() []string {
 		return x.Sessions
 	}
 	return nil
+}
+
+func (x *Owner) GetHost() string {
+	if x != nil {
+		return x.Host
+	}
+	return ""
 }
 
 type GetInventoryRequest struct {
@@ -399,6 +407,8 @@ type Claim struct {
 	Device        *VirtualDevice         `protobuf:"bytes,7,opt,name=device,proto3" json:"device,omitempty"`
 	HolderPid     uint32                 `protobuf:"varint,8,opt,name=holder_pid,json=holderPid,proto3" json:"holder_pid,omitempty"` // the claim ends with this process; 0: with ReleaseClaim
 	CreatedUnixMs int64                  `protobuf:"varint,9,opt,name=created_unix_ms,json=createdUnixMs,proto3" json:"created_unix_ms,omitempty"`
+	Remote        string                 `protobuf:"bytes,10,opt,name=remote,proto3" json:"remote,omitempty"` // never, allowed or only
+	Stays         bool                   `protobuf:"varint,11,opt,name=stays,proto3" json:"stays,omitempty"`  // a session on a GPU of another host does not move home by itself: it has done so, or an operator has placed it
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -496,6 +506,20 @@ func (x *Claim) GetCreatedUnixMs() int64 {
 	return 0
 }
 
+func (x *Claim) GetRemote() string {
+	if x != nil {
+		return x.Remote
+	}
+	return ""
+}
+
+func (x *Claim) GetStays() bool {
+	if x != nil {
+		return x.Stays
+	}
+	return false
+}
+
 type CreateClaimRequest struct {
 	state            protoimpl.MessageState `protogen:"open.v1"`
 	Expr             string                 `protobuf:"bytes,1,opt,name=expr,proto3" json:"expr,omitempty"`                                                    // CEL over the inventory's fields
@@ -504,6 +528,8 @@ type CreateClaimRequest struct {
 	Count            uint32                 `protobuf:"varint,4,opt,name=count,proto3" json:"count,omitempty"`                                                 // 0 means 1
 	Device           *VirtualDevice         `protobuf:"bytes,5,opt,name=device,proto3" json:"device,omitempty"`                                                // empty fields: the host's defaults; hostd sets the memory
 	WhileCallerLives bool                   `protobuf:"varint,6,opt,name=while_caller_lives,json=whileCallerLives,proto3" json:"while_caller_lives,omitempty"` // release it when the calling process and its sessions have ended
+	Remote           string                 `protobuf:"bytes,7,opt,name=remote,proto3" json:"remote,omitempty"`                                                // whether GPUs of other hosts will do: never, allowed (if no GPU here does) or only; empty: never
+	Wait             bool                   `protobuf:"varint,8,opt,name=wait,proto3" json:"wait,omitempty"`                                                   // wait in the cluster's queue until it can be met, or the caller leaves
 	unknownFields    protoimpl.UnknownFields
 	sizeCache        protoimpl.SizeCache
 }
@@ -576,6 +602,20 @@ func (x *CreateClaimRequest) GetDevice() *VirtualDevice {
 func (x *CreateClaimRequest) GetWhileCallerLives() bool {
 	if x != nil {
 		return x.WhileCallerLives
+	}
+	return false
+}
+
+func (x *CreateClaimRequest) GetRemote() string {
+	if x != nil {
+		return x.Remote
+	}
+	return ""
+}
+
+func (x *CreateClaimRequest) GetWait() bool {
+	if x != nil {
+		return x.Wait
 	}
 	return false
 }
@@ -1194,6 +1234,9 @@ type HostPlanResponse struct {
 	Rejected        []*Candidate           `protobuf:"bytes,9,rep,name=rejected,proto3" json:"rejected,omitempty"`
 	Total           *Prediction            `protobuf:"bytes,10,opt,name=total,proto3" json:"total,omitempty"`
 	Stop            *Prediction            `protobuf:"bytes,11,opt,name=stop,proto3" json:"stop,omitempty"`
+	Path            []string               `protobuf:"bytes,12,rep,name=path,proto3" json:"path,omitempty"`                                     // hosts over which the state goes, from the present GPU to the next; one: it stays on this host
+	PerSecond       *Prediction            `protobuf:"bytes,13,opt,name=per_second,json=perSecond,proto3" json:"per_second,omitempty"`          // how much longer each second of computing becomes at the target; not set: it is a GPU of this host
+	PerSecondNs     int64                  `protobuf:"varint,14,opt,name=per_second_ns,json=perSecondNs,proto3" json:"per_second_ns,omitempty"` // most likely
 	unknownFields   protoimpl.UnknownFields
 	sizeCache       protoimpl.SizeCache
 }
@@ -1303,6 +1346,27 @@ func (x *HostPlanResponse) GetStop() *Prediction {
 		return x.Stop
 	}
 	return nil
+}
+
+func (x *HostPlanResponse) GetPath() []string {
+	if x != nil {
+		return x.Path
+	}
+	return nil
+}
+
+func (x *HostPlanResponse) GetPerSecond() *Prediction {
+	if x != nil {
+		return x.PerSecond
+	}
+	return nil
+}
+
+func (x *HostPlanResponse) GetPerSecondNs() int64 {
+	if x != nil {
+		return x.PerSecondNs
+	}
+	return 0
 }
 
 type HostSwapRequest struct {
@@ -1635,15 +1699,16 @@ const file_gpuctl_v1_host_proto_rawDesc = "" +
 	"\x04free\x18\x0e \x01(\bR\x04free\x12\x1f\n" +
 	"\vfree_memory\x18\x0f \x01(\x04R\n" +
 	"freeMemory\x12(\n" +
-	"\x06owners\x18\x10 \x03(\v2\x10.gpuctl.v1.OwnerR\x06owners\"Q\n" +
+	"\x06owners\x18\x10 \x03(\v2\x10.gpuctl.v1.OwnerR\x06owners\"e\n" +
 	"\x05Owner\x12\x14\n" +
 	"\x05claim\x18\x01 \x01(\tR\x05claim\x12\x16\n" +
 	"\x06memory\x18\x02 \x01(\x04R\x06memory\x12\x1a\n" +
-	"\bsessions\x18\x03 \x03(\tR\bsessions\"\x15\n" +
+	"\bsessions\x18\x03 \x03(\tR\bsessions\x12\x12\n" +
+	"\x04host\x18\x04 \x01(\tR\x04host\"\x15\n" +
 	"\x13GetInventoryRequest\"V\n" +
 	"\x14GetInventoryResponse\x12\"\n" +
 	"\x04gpus\x18\x01 \x03(\v2\x0e.gpuctl.v1.GPUR\x04gpus\x12\x1a\n" +
-	"\bwarnings\x18\x02 \x03(\tR\bwarnings\"\x92\x02\n" +
+	"\bwarnings\x18\x02 \x03(\tR\bwarnings\"\xc0\x02\n" +
 	"\x05Claim\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12\x12\n" +
 	"\x04gpus\x18\x02 \x03(\tR\x04gpus\x12\x12\n" +
@@ -1655,7 +1720,10 @@ const file_gpuctl_v1_host_proto_rawDesc = "" +
 	"\x06device\x18\a \x01(\v2\x18.gpuctl.v1.VirtualDeviceR\x06device\x12\x1d\n" +
 	"\n" +
 	"holder_pid\x18\b \x01(\rR\tholderPid\x12&\n" +
-	"\x0fcreated_unix_ms\x18\t \x01(\x03R\rcreatedUnixMs\"\xe2\x01\n" +
+	"\x0fcreated_unix_ms\x18\t \x01(\x03R\rcreatedUnixMs\x12\x16\n" +
+	"\x06remote\x18\n" +
+	" \x01(\tR\x06remote\x12\x14\n" +
+	"\x05stays\x18\v \x01(\bR\x05stays\"\x8e\x02\n" +
 	"\x12CreateClaimRequest\x12\x12\n" +
 	"\x04expr\x18\x01 \x01(\tR\x04expr\x12\x1d\n" +
 	"\n" +
@@ -1663,7 +1731,9 @@ const file_gpuctl_v1_host_proto_rawDesc = "" +
 	"\rprefer_memory\x18\x03 \x01(\x04R\fpreferMemory\x12\x14\n" +
 	"\x05count\x18\x04 \x01(\rR\x05count\x120\n" +
 	"\x06device\x18\x05 \x01(\v2\x18.gpuctl.v1.VirtualDeviceR\x06device\x12,\n" +
-	"\x12while_caller_lives\x18\x06 \x01(\bR\x10whileCallerLives\"\xc8\x01\n" +
+	"\x12while_caller_lives\x18\x06 \x01(\bR\x10whileCallerLives\x12\x16\n" +
+	"\x06remote\x18\a \x01(\tR\x06remote\x12\x12\n" +
+	"\x04wait\x18\b \x01(\bR\x04wait\"\xc8\x01\n" +
 	"\x13CreateClaimResponse\x12&\n" +
 	"\x05claim\x18\x01 \x01(\v2\x10.gpuctl.v1.ClaimR\x05claim\x12\x14\n" +
 	"\x05token\x18\x02 \x01(\tR\x05token\x12\x1d\n" +
@@ -1697,7 +1767,7 @@ const file_gpuctl_v1_host_proto_rawDesc = "" +
 	"\asession\x18\x01 \x01(\tR\asession\x12#\n" +
 	"\x04verb\x18\x02 \x01(\x0e2\x0f.gpuctl.v1.VerbR\x04verb\x12\x0e\n" +
 	"\x02to\x18\x03 \x01(\tR\x02to\x12\x14\n" +
-	"\x05build\x18\x04 \x01(\bR\x05build\"\xef\x02\n" +
+	"\x05build\x18\x04 \x01(\bR\x05build\"\xdd\x03\n" +
 	"\x10HostPlanResponse\x12\x18\n" +
 	"\asession\x18\x01 \x01(\tR\asession\x12\x12\n" +
 	"\x04from\x18\x02 \x03(\tR\x04from\x12\x12\n" +
@@ -1710,7 +1780,11 @@ const file_gpuctl_v1_host_proto_rawDesc = "" +
 	"\brejected\x18\t \x03(\v2\x14.gpuctl.v1.CandidateR\brejected\x12+\n" +
 	"\x05total\x18\n" +
 	" \x01(\v2\x15.gpuctl.v1.PredictionR\x05total\x12)\n" +
-	"\x04stop\x18\v \x01(\v2\x15.gpuctl.v1.PredictionR\x04stop\"\xc4\x01\n" +
+	"\x04stop\x18\v \x01(\v2\x15.gpuctl.v1.PredictionR\x04stop\x12\x12\n" +
+	"\x04path\x18\f \x03(\tR\x04path\x124\n" +
+	"\n" +
+	"per_second\x18\r \x01(\v2\x15.gpuctl.v1.PredictionR\tperSecond\x12\"\n" +
+	"\rper_second_ns\x18\x0e \x01(\x03R\vperSecondNs\"\xc4\x01\n" +
 	"\x0fHostSwapRequest\x12\x18\n" +
 	"\asession\x18\x01 \x01(\tR\asession\x12#\n" +
 	"\x04verb\x18\x02 \x01(\x0e2\x0f.gpuctl.v1.VerbR\x04verb\x12\x0e\n" +
@@ -1826,36 +1900,37 @@ var file_gpuctl_v1_host_proto_depIdxs = []int32{
 	12, // 17: gpuctl.v1.HostPlanResponse.rejected:type_name -> gpuctl.v1.Candidate
 	30, // 18: gpuctl.v1.HostPlanResponse.total:type_name -> gpuctl.v1.Prediction
 	30, // 19: gpuctl.v1.HostPlanResponse.stop:type_name -> gpuctl.v1.Prediction
-	0,  // 20: gpuctl.v1.HostSwapRequest.verb:type_name -> gpuctl.v1.Verb
-	31, // 21: gpuctl.v1.OperationUpdate.progress:type_name -> gpuctl.v1.Progress
-	12, // 22: gpuctl.v1.OperationUpdate.rejected:type_name -> gpuctl.v1.Candidate
-	3,  // 23: gpuctl.v1.HostService.GetInventory:input_type -> gpuctl.v1.GetInventoryRequest
-	6,  // 24: gpuctl.v1.HostService.CreateClaim:input_type -> gpuctl.v1.CreateClaimRequest
-	8,  // 25: gpuctl.v1.HostService.ReleaseClaim:input_type -> gpuctl.v1.ReleaseClaimRequest
-	10, // 26: gpuctl.v1.HostService.ListClaims:input_type -> gpuctl.v1.ListClaimsRequest
-	13, // 27: gpuctl.v1.HostService.ListSessions:input_type -> gpuctl.v1.HostListSessionsRequest
-	15, // 28: gpuctl.v1.HostService.WatchSessions:input_type -> gpuctl.v1.HostWatchSessionsRequest
-	16, // 29: gpuctl.v1.HostService.DescribeSession:input_type -> gpuctl.v1.DescribeSessionRequest
-	18, // 30: gpuctl.v1.HostService.Plan:input_type -> gpuctl.v1.HostPlanRequest
-	20, // 31: gpuctl.v1.HostService.Swap:input_type -> gpuctl.v1.HostSwapRequest
-	21, // 32: gpuctl.v1.HostService.Suspend:input_type -> gpuctl.v1.HostSuspendRequest
-	22, // 33: gpuctl.v1.HostService.Resume:input_type -> gpuctl.v1.HostResumeRequest
-	4,  // 34: gpuctl.v1.HostService.GetInventory:output_type -> gpuctl.v1.GetInventoryResponse
-	7,  // 35: gpuctl.v1.HostService.CreateClaim:output_type -> gpuctl.v1.CreateClaimResponse
-	9,  // 36: gpuctl.v1.HostService.ReleaseClaim:output_type -> gpuctl.v1.ReleaseClaimResponse
-	11, // 37: gpuctl.v1.HostService.ListClaims:output_type -> gpuctl.v1.ListClaimsResponse
-	14, // 38: gpuctl.v1.HostService.ListSessions:output_type -> gpuctl.v1.HostListSessionsResponse
-	28, // 39: gpuctl.v1.HostService.WatchSessions:output_type -> gpuctl.v1.Session
-	17, // 40: gpuctl.v1.HostService.DescribeSession:output_type -> gpuctl.v1.DescribeSessionResponse
-	19, // 41: gpuctl.v1.HostService.Plan:output_type -> gpuctl.v1.HostPlanResponse
-	23, // 42: gpuctl.v1.HostService.Swap:output_type -> gpuctl.v1.OperationUpdate
-	23, // 43: gpuctl.v1.HostService.Suspend:output_type -> gpuctl.v1.OperationUpdate
-	23, // 44: gpuctl.v1.HostService.Resume:output_type -> gpuctl.v1.OperationUpdate
-	34, // [34:45] is the sub-list for method output_type
-	23, // [23:34] is the sub-list for method input_type
-	23, // [23:23] is the sub-list for extension type_name
-	23, // [23:23] is the sub-list for extension extendee
-	0,  // [0:23] is the sub-list for field type_name
+	30, // 20: gpuctl.v1.HostPlanResponse.per_second:type_name -> gpuctl.v1.Prediction
+	0,  // 21: gpuctl.v1.HostSwapRequest.verb:type_name -> gpuctl.v1.Verb
+	31, // 22: gpuctl.v1.OperationUpdate.progress:type_name -> gpuctl.v1.Progress
+	12, // 23: gpuctl.v1.OperationUpdate.rejected:type_name -> gpuctl.v1.Candidate
+	3,  // 24: gpuctl.v1.HostService.GetInventory:input_type -> gpuctl.v1.GetInventoryRequest
+	6,  // 25: gpuctl.v1.HostService.CreateClaim:input_type -> gpuctl.v1.CreateClaimRequest
+	8,  // 26: gpuctl.v1.HostService.ReleaseClaim:input_type -> gpuctl.v1.ReleaseClaimRequest
+	10, // 27: gpuctl.v1.HostService.ListClaims:input_type -> gpuctl.v1.ListClaimsRequest
+	13, // 28: gpuctl.v1.HostService.ListSessions:input_type -> gpuctl.v1.HostListSessionsRequest
+	15, // 29: gpuctl.v1.HostService.WatchSessions:input_type -> gpuctl.v1.HostWatchSessionsRequest
+	16, // 30: gpuctl.v1.HostService.DescribeSession:input_type -> gpuctl.v1.DescribeSessionRequest
+	18, // 31: gpuctl.v1.HostService.Plan:input_type -> gpuctl.v1.HostPlanRequest
+	20, // 32: gpuctl.v1.HostService.Swap:input_type -> gpuctl.v1.HostSwapRequest
+	21, // 33: gpuctl.v1.HostService.Suspend:input_type -> gpuctl.v1.HostSuspendRequest
+	22, // 34: gpuctl.v1.HostService.Resume:input_type -> gpuctl.v1.HostResumeRequest
+	4,  // 35: gpuctl.v1.HostService.GetInventory:output_type -> gpuctl.v1.GetInventoryResponse
+	7,  // 36: gpuctl.v1.HostService.CreateClaim:output_type -> gpuctl.v1.CreateClaimResponse
+	9,  // 37: gpuctl.v1.HostService.ReleaseClaim:output_type -> gpuctl.v1.ReleaseClaimResponse
+	11, // 38: gpuctl.v1.HostService.ListClaims:output_type -> gpuctl.v1.ListClaimsResponse
+	14, // 39: gpuctl.v1.HostService.ListSessions:output_type -> gpuctl.v1.HostListSessionsResponse
+	28, // 40: gpuctl.v1.HostService.WatchSessions:output_type -> gpuctl.v1.Session
+	17, // 41: gpuctl.v1.HostService.DescribeSession:output_type -> gpuctl.v1.DescribeSessionResponse
+	19, // 42: gpuctl.v1.HostService.Plan:output_type -> gpuctl.v1.HostPlanResponse
+	23, // 43: gpuctl.v1.HostService.Swap:output_type -> gpuctl.v1.OperationUpdate
+	23, // 44: gpuctl.v1.HostService.Suspend:output_type -> gpuctl.v1.OperationUpdate
+	23, // 45: gpuctl.v1.HostService.Resume:output_type -> gpuctl.v1.OperationUpdate
+	35, // [35:46] is the sub-list for method output_type
+	24, // [24:35] is the sub-list for method input_type
+	24, // [24:24] is the sub-list for extension type_name
+	24, // [24:24] is the sub-list for extension extendee
+	0,  // [0:24] is the sub-list for field type_name
 }
 
 func init() { file_gpuctl_v1_host_proto_init() }

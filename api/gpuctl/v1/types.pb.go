@@ -343,6 +343,7 @@ type Runtime struct {
 	Library       string                 `protobuf:"bytes,1,opt,name=library,proto3" json:"library,omitempty"` // path of the vendor's ICD library
 	Env           map[string]string      `protobuf:"bytes,2,rep,name=env,proto3" json:"env,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
 	Devices       []uint32               `protobuf:"varint,3,rep,packed,name=devices,proto3" json:"devices,omitempty"` // indexes among the devices of the first platform
+	Remote        *Remote                `protobuf:"bytes,4,opt,name=remote,proto3" json:"remote,omitempty"`           // set: the device is on another host, where it is lent; the rest is not used then
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -398,6 +399,108 @@ func (x *Runtime) GetDevices() []uint32 {
 	return nil
 }
 
+func (x *Runtime) GetRemote() *Remote {
+	if x != nil {
+		return x.Remote
+	}
+	return nil
+}
+
+// Remote is how a carrier reaches a far executor: the process on another host
+// that has the runtime. GuestService.Lend of that host made the token and the
+// far executor's certificate.
+type Remote struct {
+	state          protoimpl.MessageState `protogen:"open.v1"`
+	Addresses      []string               `protobuf:"bytes,1,rep,name=addresses,proto3" json:"addresses,omitempty"`                                   // HOST:PORT, tried in order
+	Token          []byte                 `protobuf:"bytes,2,opt,name=token,proto3" json:"token,omitempty"`                                           // 32 bytes, from Lend
+	PeerCertSha256 []byte                 `protobuf:"bytes,3,opt,name=peer_cert_sha256,json=peerCertSha256,proto3" json:"peer_cert_sha256,omitempty"` // SHA-256 of the far executor's certificate (DER), from Lend
+	Certificate    []byte                 `protobuf:"bytes,4,opt,name=certificate,proto3" json:"certificate,omitempty"`                               // of the carrier, DER; its SHA-256 was given to Lend
+	PrivateKey     []byte                 `protobuf:"bytes,5,opt,name=private_key,json=privateKey,proto3" json:"private_key,omitempty"`               // of the carrier, PKCS #8, DER
+	Plain          bool                   `protobuf:"varint,6,opt,name=plain,proto3" json:"plain,omitempty"`                                          // without TLS; Lend must have been asked for the same
+	OutageMs       int64                  `protobuf:"varint,7,opt,name=outage_ms,json=outageMs,proto3" json:"outage_ms,omitempty"`                    // how long the connection may be broken before the session is lost; 0: 5 minutes
+	unknownFields  protoimpl.UnknownFields
+	sizeCache      protoimpl.SizeCache
+}
+
+func (x *Remote) Reset() {
+	*x = Remote{}
+	mi := &file_gpuctl_v1_types_proto_msgTypes[2]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Remote) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Remote) ProtoMessage() {}
+
+func (x *Remote) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_types_proto_msgTypes[2]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Remote.ProtoReflect.Descriptor instead.
+func (*Remote) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{2}
+}
+
+func (x *Remote) GetAddresses() []string {
+	if x != nil {
+		return x.Addresses
+	}
+	return nil
+}
+
+func (x *Remote) GetToken() []byte {
+	if x != nil {
+		return x.Token
+	}
+	return nil
+}
+
+func (x *Remote) GetPeerCertSha256() []byte {
+	if x != nil {
+		return x.PeerCertSha256
+	}
+	return nil
+}
+
+func (x *Remote) GetCertificate() []byte {
+	if x != nil {
+		return x.Certificate
+	}
+	return nil
+}
+
+func (x *Remote) GetPrivateKey() []byte {
+	if x != nil {
+		return x.PrivateKey
+	}
+	return nil
+}
+
+func (x *Remote) GetPlain() bool {
+	if x != nil {
+		return x.Plain
+	}
+	return false
+}
+
+func (x *Remote) GetOutageMs() int64 {
+	if x != nil {
+		return x.OutageMs
+	}
+	return 0
+}
+
 // VirtualDevice is what the application sees; empty fields follow the first
 // GPU of the session. It never changes during a session.
 type VirtualDevice struct {
@@ -411,7 +514,7 @@ type VirtualDevice struct {
 
 func (x *VirtualDevice) Reset() {
 	*x = VirtualDevice{}
-	mi := &file_gpuctl_v1_types_proto_msgTypes[2]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[3]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -423,7 +526,7 @@ func (x *VirtualDevice) String() string {
 func (*VirtualDevice) ProtoMessage() {}
 
 func (x *VirtualDevice) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_types_proto_msgTypes[2]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[3]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -436,7 +539,7 @@ func (x *VirtualDevice) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use VirtualDevice.ProtoReflect.Descriptor instead.
 func (*VirtualDevice) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{2}
+	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{3}
 }
 
 func (x *VirtualDevice) GetName() string {
@@ -473,7 +576,7 @@ type Target struct {
 
 func (x *Target) Reset() {
 	*x = Target{}
-	mi := &file_gpuctl_v1_types_proto_msgTypes[3]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[4]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -485,7 +588,7 @@ func (x *Target) String() string {
 func (*Target) ProtoMessage() {}
 
 func (x *Target) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_types_proto_msgTypes[3]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[4]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -498,7 +601,7 @@ func (x *Target) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Target.ProtoReflect.Descriptor instead.
 func (*Target) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{3}
+	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{4}
 }
 
 func (x *Target) GetGpu() string {
@@ -540,7 +643,7 @@ type Reason struct {
 
 func (x *Reason) Reset() {
 	*x = Reason{}
-	mi := &file_gpuctl_v1_types_proto_msgTypes[4]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -552,7 +655,7 @@ func (x *Reason) String() string {
 func (*Reason) ProtoMessage() {}
 
 func (x *Reason) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_types_proto_msgTypes[4]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -565,7 +668,7 @@ func (x *Reason) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Reason.ProtoReflect.Descriptor instead.
 func (*Reason) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{4}
+	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{5}
 }
 
 func (x *Reason) GetCode() string {
@@ -597,7 +700,7 @@ type ErrorReason struct {
 
 func (x *ErrorReason) Reset() {
 	*x = ErrorReason{}
-	mi := &file_gpuctl_v1_types_proto_msgTypes[5]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -609,7 +712,7 @@ func (x *ErrorReason) String() string {
 func (*ErrorReason) ProtoMessage() {}
 
 func (x *ErrorReason) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_types_proto_msgTypes[5]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -622,7 +725,7 @@ func (x *ErrorReason) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ErrorReason.ProtoReflect.Descriptor instead.
 func (*ErrorReason) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{5}
+	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *ErrorReason) GetCode() string {
@@ -685,7 +788,7 @@ type Usage struct {
 
 func (x *Usage) Reset() {
 	*x = Usage{}
-	mi := &file_gpuctl_v1_types_proto_msgTypes[6]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -697,7 +800,7 @@ func (x *Usage) String() string {
 func (*Usage) ProtoMessage() {}
 
 func (x *Usage) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_types_proto_msgTypes[6]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -710,7 +813,7 @@ func (x *Usage) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Usage.ProtoReflect.Descriptor instead.
 func (*Usage) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{6}
+	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *Usage) GetMemory() uint64 {
@@ -847,7 +950,7 @@ type Session struct {
 
 func (x *Session) Reset() {
 	*x = Session{}
-	mi := &file_gpuctl_v1_types_proto_msgTypes[7]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -859,7 +962,7 @@ func (x *Session) String() string {
 func (*Session) ProtoMessage() {}
 
 func (x *Session) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_types_proto_msgTypes[7]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -872,7 +975,7 @@ func (x *Session) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Session.ProtoReflect.Descriptor instead.
 func (*Session) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{7}
+	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *Session) GetId() string {
@@ -978,7 +1081,7 @@ type StateMark struct {
 
 func (x *StateMark) Reset() {
 	*x = StateMark{}
-	mi := &file_gpuctl_v1_types_proto_msgTypes[8]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -990,7 +1093,7 @@ func (x *StateMark) String() string {
 func (*StateMark) ProtoMessage() {}
 
 func (x *StateMark) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_types_proto_msgTypes[8]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1003,7 +1106,7 @@ func (x *StateMark) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StateMark.ProtoReflect.Descriptor instead.
 func (*StateMark) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{8}
+	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *StateMark) GetId() string {
@@ -1039,7 +1142,7 @@ type StateChunk struct {
 
 func (x *StateChunk) Reset() {
 	*x = StateChunk{}
-	mi := &file_gpuctl_v1_types_proto_msgTypes[9]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1051,7 +1154,7 @@ func (x *StateChunk) String() string {
 func (*StateChunk) ProtoMessage() {}
 
 func (x *StateChunk) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_types_proto_msgTypes[9]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1064,7 +1167,7 @@ func (x *StateChunk) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StateChunk.ProtoReflect.Descriptor instead.
 func (*StateChunk) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{9}
+	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *StateChunk) GetData() []byte {
@@ -1097,7 +1200,7 @@ type Progress struct {
 
 func (x *Progress) Reset() {
 	*x = Progress{}
-	mi := &file_gpuctl_v1_types_proto_msgTypes[10]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1109,7 +1212,7 @@ func (x *Progress) String() string {
 func (*Progress) ProtoMessage() {}
 
 func (x *Progress) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_types_proto_msgTypes[10]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1122,7 +1225,7 @@ func (x *Progress) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Progress.ProtoReflect.Descriptor instead.
 func (*Progress) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{10}
+	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *Progress) GetStep() string {
@@ -1186,7 +1289,7 @@ type Prediction struct {
 
 func (x *Prediction) Reset() {
 	*x = Prediction{}
-	mi := &file_gpuctl_v1_types_proto_msgTypes[11]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1198,7 +1301,7 @@ func (x *Prediction) String() string {
 func (*Prediction) ProtoMessage() {}
 
 func (x *Prediction) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_types_proto_msgTypes[11]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1211,7 +1314,7 @@ func (x *Prediction) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Prediction.ProtoReflect.Descriptor instead.
 func (*Prediction) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{11}
+	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *Prediction) GetLowNs() int64 {
@@ -1246,7 +1349,7 @@ type StepTime struct {
 
 func (x *StepTime) Reset() {
 	*x = StepTime{}
-	mi := &file_gpuctl_v1_types_proto_msgTypes[12]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1258,7 +1361,7 @@ func (x *StepTime) String() string {
 func (*StepTime) ProtoMessage() {}
 
 func (x *StepTime) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_types_proto_msgTypes[12]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1271,7 +1374,7 @@ func (x *StepTime) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StepTime.ProtoReflect.Descriptor instead.
 func (*StepTime) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{12}
+	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *StepTime) GetStep() string {
@@ -1315,7 +1418,7 @@ type SwapResult struct {
 
 func (x *SwapResult) Reset() {
 	*x = SwapResult{}
-	mi := &file_gpuctl_v1_types_proto_msgTypes[13]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1327,7 +1430,7 @@ func (x *SwapResult) String() string {
 func (*SwapResult) ProtoMessage() {}
 
 func (x *SwapResult) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_types_proto_msgTypes[13]
+	mi := &file_gpuctl_v1_types_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1340,7 +1443,7 @@ func (x *SwapResult) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SwapResult.ProtoReflect.Descriptor instead.
 func (*SwapResult) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{13}
+	return file_gpuctl_v1_types_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *SwapResult) GetSession() *Session {
@@ -1465,14 +1568,24 @@ const file_gpuctl_v1_types_proto_rawDesc = "" +
 	"outOfOrder\x12\x12\n" +
 	"\x04fp64\x18\x19 \x01(\bR\x04fp64\x12&\n" +
 	"\x0fmax_sub_devices\x18\x1a \x01(\x04R\rmaxSubDevices\x126\n" +
-	"\x18mem_base_addr_align_bits\x18\x1b \x01(\rR\x14memBaseAddrAlignBits\"\xa4\x01\n" +
+	"\x18mem_base_addr_align_bits\x18\x1b \x01(\rR\x14memBaseAddrAlignBits\"\xcf\x01\n" +
 	"\aRuntime\x12\x18\n" +
 	"\alibrary\x18\x01 \x01(\tR\alibrary\x12-\n" +
 	"\x03env\x18\x02 \x03(\v2\x1b.gpuctl.v1.Runtime.EnvEntryR\x03env\x12\x18\n" +
-	"\adevices\x18\x03 \x03(\rR\adevices\x1a6\n" +
+	"\adevices\x18\x03 \x03(\rR\adevices\x12)\n" +
+	"\x06remote\x18\x04 \x01(\v2\x11.gpuctl.v1.RemoteR\x06remote\x1a6\n" +
 	"\bEnvEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\\\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\xdc\x01\n" +
+	"\x06Remote\x12\x1c\n" +
+	"\taddresses\x18\x01 \x03(\tR\taddresses\x12\x14\n" +
+	"\x05token\x18\x02 \x01(\fR\x05token\x12(\n" +
+	"\x10peer_cert_sha256\x18\x03 \x01(\fR\x0epeerCertSha256\x12 \n" +
+	"\vcertificate\x18\x04 \x01(\fR\vcertificate\x12\x1f\n" +
+	"\vprivate_key\x18\x05 \x01(\fR\n" +
+	"privateKey\x12\x14\n" +
+	"\x05plain\x18\x06 \x01(\bR\x05plain\x12\x1b\n" +
+	"\toutage_ms\x18\a \x01(\x03R\boutageMs\"\\\n" +
 	"\rVirtualDevice\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x12\n" +
 	"\x04type\x18\x02 \x01(\tR\x04type\x12#\n" +
@@ -1595,44 +1708,46 @@ func file_gpuctl_v1_types_proto_rawDescGZIP() []byte {
 }
 
 var file_gpuctl_v1_types_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_gpuctl_v1_types_proto_msgTypes = make([]protoimpl.MessageInfo, 15)
+var file_gpuctl_v1_types_proto_msgTypes = make([]protoimpl.MessageInfo, 16)
 var file_gpuctl_v1_types_proto_goTypes = []any{
 	(SessionState)(0),     // 0: gpuctl.v1.SessionState
 	(*Limits)(nil),        // 1: gpuctl.v1.Limits
 	(*Runtime)(nil),       // 2: gpuctl.v1.Runtime
-	(*VirtualDevice)(nil), // 3: gpuctl.v1.VirtualDevice
-	(*Target)(nil),        // 4: gpuctl.v1.Target
-	(*Reason)(nil),        // 5: gpuctl.v1.Reason
-	(*ErrorReason)(nil),   // 6: gpuctl.v1.ErrorReason
-	(*Usage)(nil),         // 7: gpuctl.v1.Usage
-	(*Session)(nil),       // 8: gpuctl.v1.Session
-	(*StateMark)(nil),     // 9: gpuctl.v1.StateMark
-	(*StateChunk)(nil),    // 10: gpuctl.v1.StateChunk
-	(*Progress)(nil),      // 11: gpuctl.v1.Progress
-	(*Prediction)(nil),    // 12: gpuctl.v1.Prediction
-	(*StepTime)(nil),      // 13: gpuctl.v1.StepTime
-	(*SwapResult)(nil),    // 14: gpuctl.v1.SwapResult
-	nil,                   // 15: gpuctl.v1.Runtime.EnvEntry
+	(*Remote)(nil),        // 3: gpuctl.v1.Remote
+	(*VirtualDevice)(nil), // 4: gpuctl.v1.VirtualDevice
+	(*Target)(nil),        // 5: gpuctl.v1.Target
+	(*Reason)(nil),        // 6: gpuctl.v1.Reason
+	(*ErrorReason)(nil),   // 7: gpuctl.v1.ErrorReason
+	(*Usage)(nil),         // 8: gpuctl.v1.Usage
+	(*Session)(nil),       // 9: gpuctl.v1.Session
+	(*StateMark)(nil),     // 10: gpuctl.v1.StateMark
+	(*StateChunk)(nil),    // 11: gpuctl.v1.StateChunk
+	(*Progress)(nil),      // 12: gpuctl.v1.Progress
+	(*Prediction)(nil),    // 13: gpuctl.v1.Prediction
+	(*StepTime)(nil),      // 14: gpuctl.v1.StepTime
+	(*SwapResult)(nil),    // 15: gpuctl.v1.SwapResult
+	nil,                   // 16: gpuctl.v1.Runtime.EnvEntry
 }
 var file_gpuctl_v1_types_proto_depIdxs = []int32{
-	15, // 0: gpuctl.v1.Runtime.env:type_name -> gpuctl.v1.Runtime.EnvEntry
-	2,  // 1: gpuctl.v1.Target.runtime:type_name -> gpuctl.v1.Runtime
-	1,  // 2: gpuctl.v1.Target.limits:type_name -> gpuctl.v1.Limits
-	0,  // 3: gpuctl.v1.Session.state:type_name -> gpuctl.v1.SessionState
-	4,  // 4: gpuctl.v1.Session.target:type_name -> gpuctl.v1.Target
-	7,  // 5: gpuctl.v1.Session.usage:type_name -> gpuctl.v1.Usage
-	3,  // 6: gpuctl.v1.Session.device:type_name -> gpuctl.v1.VirtualDevice
-	9,  // 7: gpuctl.v1.Session.away:type_name -> gpuctl.v1.StateMark
-	9,  // 8: gpuctl.v1.StateChunk.mark:type_name -> gpuctl.v1.StateMark
-	14, // 9: gpuctl.v1.Progress.result:type_name -> gpuctl.v1.SwapResult
-	8,  // 10: gpuctl.v1.SwapResult.session:type_name -> gpuctl.v1.Session
-	13, // 11: gpuctl.v1.SwapResult.steps:type_name -> gpuctl.v1.StepTime
-	5,  // 12: gpuctl.v1.SwapResult.reasons:type_name -> gpuctl.v1.Reason
-	13, // [13:13] is the sub-list for method output_type
-	13, // [13:13] is the sub-list for method input_type
-	13, // [13:13] is the sub-list for extension type_name
-	13, // [13:13] is the sub-list for extension extendee
-	0,  // [0:13] is the sub-list for field type_name
+	16, // 0: gpuctl.v1.Runtime.env:type_name -> gpuctl.v1.Runtime.EnvEntry
+	3,  // 1: gpuctl.v1.Runtime.remote:type_name -> gpuctl.v1.Remote
+	2,  // 2: gpuctl.v1.Target.runtime:type_name -> gpuctl.v1.Runtime
+	1,  // 3: gpuctl.v1.Target.limits:type_name -> gpuctl.v1.Limits
+	0,  // 4: gpuctl.v1.Session.state:type_name -> gpuctl.v1.SessionState
+	5,  // 5: gpuctl.v1.Session.target:type_name -> gpuctl.v1.Target
+	8,  // 6: gpuctl.v1.Session.usage:type_name -> gpuctl.v1.Usage
+	4,  // 7: gpuctl.v1.Session.device:type_name -> gpuctl.v1.VirtualDevice
+	10, // 8: gpuctl.v1.Session.away:type_name -> gpuctl.v1.StateMark
+	10, // 9: gpuctl.v1.StateChunk.mark:type_name -> gpuctl.v1.StateMark
+	15, // 10: gpuctl.v1.Progress.result:type_name -> gpuctl.v1.SwapResult
+	9,  // 11: gpuctl.v1.SwapResult.session:type_name -> gpuctl.v1.Session
+	14, // 12: gpuctl.v1.SwapResult.steps:type_name -> gpuctl.v1.StepTime
+	6,  // 13: gpuctl.v1.SwapResult.reasons:type_name -> gpuctl.v1.Reason
+	14, // [14:14] is the sub-list for method output_type
+	14, // [14:14] is the sub-list for method input_type
+	14, // [14:14] is the sub-list for extension type_name
+	14, // [14:14] is the sub-list for extension extendee
+	0,  // [0:14] is the sub-list for field type_name
 }
 
 func init() { file_gpuctl_v1_types_proto_init() }
@@ -1646,7 +1761,7 @@ func file_gpuctl_v1_types_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_gpuctl_v1_types_proto_rawDesc), len(file_gpuctl_v1_types_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   15,
+			NumMessages:   16,
 			NumExtensions: 0,
 			NumServices:   0,
 		},

@@ -7,6 +7,7 @@ import (
 	"unsafe"
 
 	"github.com/gpuctl/gpuctl/guest/opencl/cl"
+	"github.com/gpuctl/gpuctl/guest/opencl/remote"
 	"github.com/gpuctl/gpuctl/guest/opencl/shm"
 	"github.com/gpuctl/gpuctl/guest/opencl/wire"
 )
@@ -221,7 +222,7 @@ func (s *session) begin(p *parkedCall) (run func()) {
 		}
 	}
 	if e := p.e; e != nil && e.times[0] == 0 {
-		e.times[0] = hostNow()
+		e.times[0] = s.now()
 		e.times[1] = e.times[0]
 	}
 	if st != cl.Success {
@@ -250,7 +251,7 @@ func (b *bulk) touch() {
 // carry moves the bytes of a transfer.
 func (s *session) carry(b *bulk) {
 	st := s.awaitTurn(b.p.q, b.wait)
-	b.start = hostNow()
+	b.start = s.now()
 	s.mu.Lock()
 	s.settleAll() // a write may send data that the client still has to get from an earlier read
 	s.mu.Unlock()
@@ -335,7 +336,7 @@ func (s *session) endBulk(b *bulk, st cl.Status) {
 		if e.times[2] == 0 {
 			e.times[2] = b.start
 		}
-		e.times[3] = hostNow()
+		e.times[3] = s.now()
 		e.times[4] = e.times[3]
 		e.timed = p.q.props&cl.QueueProfilingEnable != 0 && st == cl.Success
 		s.clock.last = max(s.clock.last, e.times[4])
@@ -365,17 +366,9 @@ func (s *session) awaitTurn(q *queue, wait []cl.Event) cl.Status {
 	return cl.Finish(q.vendor)
 }
 
-// cut returns the size in bytes of the chunk that begins at pos: a part of a row, some rows
-// of a slice, or some slices. The client computes the same.
+// cut returns the size in bytes of the chunk that begins at pos.
 func (b *bulk) cut(pos uint64) uint64 {
-	row, slice := b.box[0], b.box[0]*b.box[1]
-	switch {
-	case pos%row != 0 || row > wire.LaneChunk:
-		return min(row-pos%row, wire.LaneChunk)
-	case pos%slice != 0 || slice > wire.LaneChunk:
-		return min((slice-pos%slice)/row, wire.LaneChunk/row) * row
-	}
-	return min((b.total-pos)/slice, wire.LaneChunk/slice) * slice
+	return remote.Cut{Row: b.box[0], Slice: b.box[0] * b.box[1], Total: b.total}.At(pos)
 }
 
 // chunks returns how many chunks are left.
@@ -434,7 +427,10 @@ type laneRun struct {
 
 func (r *laneRun) start(direct bool, at uint64, limit uint32) {
 	r.begun, r.limit = true, min(limit, r.count)
-	r.s.ring.StartLane(r.b.lane, shm.Lane{Direct: direct, Word: r.b.pend, From: r.b.moved, At: at, Limit: r.limit})
+	r.s.ring.StartLane(r.b.lane, shm.Lane{
+		Direct: direct, Word: r.b.pend, From: r.b.moved, At: at, Limit: r.limit,
+		Write: r.b.write, Row: r.b.box[0], Slice: r.b.box[0] * r.b.box[1], Total: r.b.total,
+	})
 	r.ring()
 }
 

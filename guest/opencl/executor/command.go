@@ -7,6 +7,7 @@ import (
 	"unsafe"
 
 	"github.com/gpuctl/gpuctl/guest/opencl/cl"
+	"github.com/gpuctl/gpuctl/guest/opencl/remote"
 	"github.com/gpuctl/gpuctl/guest/opencl/wire"
 )
 
@@ -69,7 +70,8 @@ type cmd struct {
 	mem   *mem
 	pend  uint32
 	keep  *runtime.Pinner
-	aside after // if not nil, the rest of the command, which runs without the lock: a small blocking read
+	show  remote.Block // what the client must have got before it learns of the end; only for one on another host
+	aside after        // if not nil, the rest of the command, which runs without the lock: a small blocking read
 }
 
 // track makes the vendor create an event for the command.
@@ -138,9 +140,9 @@ func (s *session) enqueue(c call, m wire.Request, queueID, eventID uint32, wait 
 	if e != nil {
 		ev = e.vendor
 	}
-	if x.pend != 0 || x.keep != nil {
+	if x.pend != 0 || x.keep != nil || x.show.Row != 0 {
 		cl.RetainEvent(ev)
-		q.pends = append(q.pends, pending{ev, x.pend, x.keep})
+		q.pends = append(q.pends, pending{ev, x.pend, x.keep, x.show})
 	}
 	o := done(cl.Success)
 	if blocking {
@@ -250,6 +252,7 @@ func (s *session) readBuffer(x *cmd, r *wire.ReadBuffer) (cl.Status, error) {
 	if r.Mode != wire.DataStaged || !ok || r.StageLen < r.Size {
 		return 0, fmt.Errorf("%d staged bytes for %d: %w", r.StageLen, r.Size, errHostile)
 	}
+	s.shows(x, remote.Range(r.StageOff, r.Size))
 	if r.Blocking != 0 && x.e == nil && r.Size <= directRead {
 		x.aside = s.readAside(x, m, r.Offset, r.Size, p)
 		return cl.Success, nil
@@ -266,7 +269,7 @@ const directRead = 64 << 10
 // another thread may overtake it. But the application's call has not returned, so nothing
 // is ordered after it.
 func (s *session) readAside(x *cmd, m *mem, off, n uint64, p unsafe.Pointer) after {
-	q, slot := x.q, s.bulkSlot
+	q, slot, show := x.q, s.bulkSlot, x.show
 	wait := append([]cl.Event(nil), x.wait...)
 	for _, w := range wait {
 		cl.RetainEvent(w)
@@ -282,6 +285,9 @@ func (s *session) readAside(x *cmd, m *mem, off, n uint64, p unsafe.Pointer) aft
 			cl.ReleaseEvent(w)
 		}
 		s.settleAll()
+		if st == cl.Success {
+			s.show(show)
+		}
 		if st == cl.Success && q.failed != cl.Success {
 			st, q.failed = q.failed, cl.Success
 		}

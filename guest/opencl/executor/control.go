@@ -278,6 +278,7 @@ func (c *controller) Freeze(ctx context.Context, r *connect.Request[gpuctlv1.Fre
 	if limit <= 0 {
 		limit = 10 * time.Second
 	}
+	c.s.far.drain(ctx, limit)
 	if blockers, err := c.s.freeze(ctx, limit); err != nil {
 		ce := connect.NewError(connect.CodeFailedPrecondition, err)
 		if d, derr := connect.NewErrorDetail(&gpuctlv1.SnapshotResponse{Blockers: blockers}); derr == nil {
@@ -491,10 +492,13 @@ func (c *controller) Load(_ context.Context, r *connect.Request[gpuctlv1.LoadReq
 	return nil
 }
 
-func (c *controller) Activate(_ context.Context, _ *connect.Request[gpuctlv1.ActivateRequest]) (*connect.Response[gpuctlv1.ActivateResponse], error) {
+func (c *controller) Activate(ctx context.Context, _ *connect.Request[gpuctlv1.ActivateRequest]) (*connect.Response[gpuctlv1.ActivateResponse], error) {
 	c.op.Lock()
 	defer c.op.Unlock()
 	s := c.s
+	if err := s.far.own(ctx, s); err != nil {
+		return nil, connect.NewError(connect.CodeUnavailable, err)
+	}
 	if s.ring.Owner() != s.cfg.Generation {
 		return nil, connect.NewError(connect.CodeFailedPrecondition, fmt.Errorf("activate generation %d, the ring's owner is %d: %w", s.cfg.Generation, s.ring.Owner(), ErrState))
 	}

@@ -18,9 +18,9 @@ func (c *clock) session(device uint64) uint64 {
 	return uint64(int64(device) + c.offset)
 }
 
-// hostNow returns CLOCK_MONOTONIC in nanoseconds. That is exact enough for commands that
-// the executor runs itself.
-func hostNow() uint64 { return uint64(monotonic()) }
+// now returns CLOCK_MONOTONIC of the application's host in nanoseconds. That is exact enough
+// for commands that the executor runs itself.
+func (s *session) now() uint64 { return uint64(monotonic() + s.ahead) }
 
 func (s *session) createUserEvent(m *wire.CreateUserEvent) (outcome, error) {
 	c := lookup[clContext](s, m.Context)
@@ -94,6 +94,9 @@ func (s *session) finishPending(p pending, status int32) {
 		p.keep.Unpin()
 	}
 	cl.ReleaseEvent(p.ev)
+	if status >= 0 {
+		s.show(p.show)
+	}
 	if p.pend != 0 {
 		w := uint32(wire.PendDone)
 		if status < 0 {
@@ -274,7 +277,7 @@ func (s *session) deviceTimer(m *wire.DeviceTimer) (outcome, error) {
 	if d == nil {
 		return done(cl.InvalidDevice), nil
 	}
-	now := hostNow()
+	now := s.now()
 	return answer(u64s(now, now)), nil
 }
 

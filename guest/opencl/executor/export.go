@@ -241,6 +241,9 @@ type peerSink struct {
 	next uint64
 	used int
 	fly  []bool // for each batch in progress: it uses a chunk of the window
+
+	sizes bool // the receiver needs the size in bytes of each piece
+	bytes bool // and the bytes themselves: it is on another host
 }
 
 // The target begins with this header: importMagic, whether it computes in the arena, and
@@ -249,10 +252,18 @@ const (
 	importMagic  = 0x49525847
 	helloUnified = 4
 	helloWindow  = 5
+	helloSizes   = 6 // it needs the size in bytes of each piece
 )
 
+// sizesMark is the first word for a receiver that needs sizes. Each piece has a fifth word
+// then.
+const sizesMark = ^uint64(0)
+
 func (s *session) dialPeer(path string) (*peerSink, error) {
-	conn, err := net.DialTimeout("unix", path, 10*time.Second)
+	conn, err := s.far.peer(path)
+	if conn == nil && err == nil {
+		conn, err = net.DialTimeout("unix", path, 10*time.Second)
+	}
 	if err != nil {
 		return nil, fmt.Errorf("reach the target executor: %w", err)
 	}
@@ -261,7 +272,15 @@ func (s *session) dialPeer(path string) (*peerSink, error) {
 		conn.Close()
 		return nil, fmt.Errorf("target executor at %s does not greet: %w", path, errors.Join(err, errHostile))
 	}
-	return &peerSink{s: s, conn: conn, unif: hello[helloUnified] != 0, asks: hello[helloWindow] != 0}, nil
+	p := &peerSink{s: s, conn: conn, unif: hello[helloUnified] != 0, asks: hello[helloWindow] != 0}
+	p.sizes, p.bytes = hello[helloSizes] != 0, s.far != nil
+	if p.sizes {
+		if _, err := conn.Write(binary.LittleEndian.AppendUint64(nil, sizesMark)); err != nil {
+			conn.Close()
+			return nil, fmt.Errorf("target executor: %w", err)
+		}
+	}
+	return p, nil
 }
 
 // knows implements sink. The target would lose an object that is newer than its graph.
@@ -351,7 +370,7 @@ func (p *peerSink) ack() error {
 }
 
 func (p *peerSink) accept(ps []piece) error {
-	b := make([]byte, 0, 8+32*len(ps))
+	b := make([]byte, 0, 8+40*len(ps))
 	b = binary.LittleEndian.AppendUint64(b, uint64(len(ps)))
 	for i := range ps {
 		x := &ps[i]
@@ -359,9 +378,20 @@ func (p *peerSink) accept(ps []piece) error {
 		b = binary.LittleEndian.AppendUint64(b, x.Off)
 		b = binary.LittleEndian.AppendUint64(b, x.N)
 		b = binary.LittleEndian.AppendUint64(b, x.At)
+		if p.sizes {
+			b = binary.LittleEndian.AppendUint64(b, x.bytes())
+		}
 	}
 	if _, err := p.conn.Write(b); err != nil {
 		return fmt.Errorf("target executor: %w", err)
+	}
+	for i := range ps {
+		if !p.bytes {
+			break
+		}
+		if _, err := p.conn.Write(p.s.arenaBytes(ps[i].At, ps[i].bytes())); err != nil {
+			return fmt.Errorf("target executor: %w", err)
+		}
 	}
 	p.fly = append(p.fly, ps[0].ptr != nil)
 	for len(p.fly) > 4*windowDepth {

@@ -563,7 +563,7 @@ func FuzzImport(f *testing.F) {
 		err := s.receive(struct {
 			io.Reader
 			io.Writer
-		}{bytes.NewReader(in), io.Discard})
+		}{bytes.NewReader(in), io.Discard}, 32)
 		for _, x := range s.pins.ranges() {
 			if x.Size > windowChunk*windowDepth || x.Off+x.Size > testArena {
 				t.Fatalf("%d bytes at %#x are pinned: %v", x.Size, x.Off, err)

@@ -8,6 +8,7 @@ import (
 
 	"github.com/gpuctl/gpuctl/guest/opencl/cl"
 	"github.com/gpuctl/gpuctl/guest/opencl/portable"
+	"github.com/gpuctl/gpuctl/guest/opencl/remote"
 	"github.com/gpuctl/gpuctl/guest/opencl/wire"
 )
 
@@ -432,4 +433,31 @@ func (s *session) eventGraph(id uint32, e *event) gEvent {
 		}
 	}
 	return g
+}
+
+// StagedRead is a read that is parked in a graph: it will write a range of the arena.
+type StagedRead struct {
+	Slot     uint16
+	Pend     uint32
+	Off, Len uint64
+}
+
+// ParkedReads returns the reads that are parked in a graph. Carriers need them: they let a
+// far executor write only where something is expected.
+func ParkedReads(b []byte) ([]StagedRead, error) {
+	g, err := decodeGraph(b)
+	if err != nil {
+		return nil, err
+	}
+	var out []StagedRead
+	for _, p := range g.Parked {
+		m := wire.New(wire.Op(p.Op))
+		if m == nil || m.Decode(p.Body) != nil {
+			continue
+		}
+		if off, n, pend, ok := remote.Reads(m); ok {
+			out = append(out, StagedRead{p.Slot, pend, off, n})
+		}
+	}
+	return out, nil
 }

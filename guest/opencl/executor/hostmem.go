@@ -36,6 +36,7 @@ type hostMemory struct {
 	former  int // number of the part of the executor before this one; -1: there is none
 	all     *arena.Allocator
 	unpin   func(off, size uint64)   // called before pages are freed
+	freed   func(off, size uint64)   // called after that; nil: nobody has to know
 	foreign map[uint64]*foreignRange // by offset
 }
 
@@ -45,7 +46,8 @@ type foreignRange struct {
 }
 
 // takeHostMemory takes a part of [0, split) that no living executor owns.
-func takeHostMemory(r *shm.Region, ringFD int, split uint64) (hostMemory, error) {
+// wanted is the number of the part; below 0, it is the first one.
+func takeHostMemory(r *shm.Region, ringFD int, split uint64, wanted int) (hostMemory, error) {
 	h := hostMemory{region: r, size: split / arenaParts &^ (arena.Huge - 1), former: -1, foreign: map[uint64]*foreignRange{}, unpin: func(uint64, uint64) {}}
 	h.all = arena.New(h.size * arenaParts)
 	var err error
@@ -53,6 +55,9 @@ func takeHostMemory(r *shm.Region, ringFD int, split uint64) (hostMemory, error)
 		return h, fmt.Errorf("arena: %w", err)
 	}
 	for h.own = range arenaParts {
+		if wanted >= 0 && h.own != wanted {
+			continue
+		}
 		err = h.lock(h.own)
 		if err == nil {
 			return h, nil
@@ -142,6 +147,9 @@ func (h *hostMemory) free(off uint64) {
 func (h *hostMemory) punch(off, size uint64) {
 	h.unpin(off, size)
 	_ = h.region.PunchHole(off, size)
+	if h.freed != nil {
+		h.freed(off, size)
+	}
 }
 
 // settle is called when the former executor has ended and does not have the session any

@@ -11,7 +11,7 @@ import (
 
 func (c *client) hostMemory() *hostMemory {
 	c.t.Helper()
-	h, err := takeHostMemory(c.arena, c.ring.FD(), testSplit)
+	h, err := takeHostMemory(c.arena, c.ring.FD(), testSplit, -1)
 	if err != nil {
 		c.t.Fatal(err)
 	}
@@ -37,7 +37,7 @@ func TestLivingExecutorsHavePartsOfTheirOwn(t *testing.T) {
 			}
 		}
 	}
-	if _, err := takeHostMemory(c.arena, c.ring.FD(), testSplit); !errors.Is(err, ErrOwned) {
+	if _, err := takeHostMemory(c.arena, c.ring.FD(), testSplit, -1); !errors.Is(err, ErrOwned) {
 		t.Fatalf("a part for one executor too many: %v", err)
 	}
 	hs[1].end()

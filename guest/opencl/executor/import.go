@@ -16,7 +16,7 @@ func (s *session) serveImports(l net.Listener) {
 		if err != nil {
 			return
 		}
-		if err := s.receive(conn); err != nil {
+		if err := s.receive(conn, 32); err != nil {
 			s.log.Error("import", "err", err)
 		}
 		conn.Close()
@@ -29,8 +29,9 @@ type landing struct {
 }
 
 // receive takes batches from one connection, and acknowledges each when its bytes are in
-// the device. Batches overlap.
-func (s *session) receive(conn io.ReadWriter) error {
+// the device. Batches overlap. A piece has size bytes: 32, or 40 if the bytes themselves
+// follow the batch, from another host.
+func (s *session) receive(conn io.ReadWriter, size int) error {
 	hello := binary.LittleEndian.AppendUint32(nil, importMagic)
 	hello = append(hello, 0, 0, 0, 0)
 	if s.unified {
@@ -82,12 +83,35 @@ func (s *session) receive(conn io.ReadWriter) error {
 		if n == 0 || n > batchPieces {
 			return fmt.Errorf("batch of %d pieces: %w", n, errHostile)
 		}
-		b := make([]byte, 32*n)
+		b := make([]byte, size*int(n))
 		if _, err := io.ReadFull(conn, b); err != nil {
 			return err
 		}
+		if size == 40 {
+			var err error
+			if b, err = s.takeBytes(conn, b); err != nil {
+				return err
+			}
+		}
 		acks <- s.land(b)
 	}
+}
+
+// takeBytes reads the bytes of a batch to where its pieces say, and returns the batch without
+// sizes.
+func (s *session) takeBytes(conn io.Reader, b []byte) ([]byte, error) {
+	out := make([]byte, 0, len(b)/40*32)
+	for ; len(b) > 0; b = b[40:] {
+		at, n := le64(b[24:]), le64(b[32:])
+		if _, ok := s.arenaRange(at, n); !ok || at+n > s.split {
+			return nil, fmt.Errorf("%d bytes at %#x: %w", n, at, errHostile)
+		}
+		if _, err := io.ReadFull(conn, s.arenaBytes(at, n)); err != nil {
+			return nil, err
+		}
+		out = append(out, b[:32]...)
+	}
+	return out, nil
 }
 
 func (s *session) land(b []byte) landing {

@@ -39,6 +39,7 @@ type Config struct {
 	Runtime      *gpuctlv1.Runtime
 	Device       *gpuctlv1.VirtualDevice
 	CacheKey     []byte // signs built programs in Dir; empty: they are not kept
+	Far          *Far   // set: the application is on another host, behind a carrier
 	Logger       *slog.Logger
 }
 
@@ -53,6 +54,9 @@ func Main(ctx context.Context, cfg Config) error {
 	// The vendor's threads and ours share the processors. With one Go processor more than
 	// the host has, a thread that returns from a wait need not wait for one.
 	runtime.GOMAXPROCS(max(4, runtime.NumCPU()+1))
+	if cfg.Far != nil {
+		return mainFar(ctx, cfg)
+	}
 	s, err := open(cfg, fdRing, fdArena, fdState)
 	if err != nil {
 		return err
@@ -118,6 +122,11 @@ func open(cfg Config, ringFD, arenaFD, stateFD int) (*session, error) {
 	if err != nil {
 		return nil, err
 	}
+	return openOn(cfg, ringFD, arenaFD, stateFD, platform, devs, quirk)
+}
+
+// openOn makes a session on the devices.
+func openOn(cfg Config, ringFD, arenaFD, stateFD int, platform cl.Platform, devs []cl.Device, quirk quirk) (*session, error) {
 	ringR, err := shm.Open(ringFD, wire.RingMem)
 	if err != nil {
 		return nil, fmt.Errorf("ring: %w", err)
@@ -137,7 +146,11 @@ func open(cfg Config, ringFD, arenaFD, stateFD int) (*session, error) {
 	if err != nil {
 		return nil, fmt.Errorf("arena: %w", err)
 	}
-	host, err := takeHostMemory(arena, ringFD, split)
+	part := -1
+	if cfg.Far != nil {
+		part = int(cfg.Far.hello.Part)
+	}
+	host, err := takeHostMemory(arena, ringFD, split, part)
 	if err != nil {
 		return nil, err
 	}
@@ -151,6 +164,9 @@ func open(cfg Config, ringFD, arenaFD, stateFD int) (*session, error) {
 		pins:  pins{arena: arena},
 	}
 	s.host.unpin = s.pins.drop
+	if cfg.Far != nil {
+		s.ahead = cfg.Far.hello.Now - monotonic()
+	}
 	s.grow(wire.FirstID)
 	for i, d := range devs {
 		x := &device{id: uint32(i + 1), vendor: d}
@@ -278,13 +294,13 @@ func (s *session) calibrate() {
 	}
 	defer cl.ReleaseCommandQueue(q)
 	var e cl.Event
-	before := monotonic()
+	before := int64(s.now())
 	if cl.EnqueueMarkerWithWaitList(q, nil, &e) != cl.Success {
 		return
 	}
 	defer cl.ReleaseEvent(e)
 	cl.WaitForEvents([]cl.Event{e})
-	after := monotonic()
+	after := int64(s.now())
 	if t, st := cl.EventTime(e, cl.ProfilingCommandEnd); st == cl.Success {
 		s.clock.offset = before + (after-before)/2 - int64(t)
 	}
@@ -293,7 +309,7 @@ func (s *session) calibrate() {
 // resumeClock makes the session's clock continue after the last time that the application
 // has read.
 func (s *session) resumeClock() {
-	if now := uint64(monotonic()); s.clock.last > now {
+	if now := s.now(); s.clock.last > now {
 		s.clock.offset += int64(s.clock.last - now)
 	}
 }

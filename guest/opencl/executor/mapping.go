@@ -7,6 +7,7 @@ import (
 
 	"github.com/gpuctl/gpuctl/guest/opencl/arena"
 	"github.com/gpuctl/gpuctl/guest/opencl/cl"
+	"github.com/gpuctl/gpuctl/guest/opencl/remote"
 	"github.com/gpuctl/gpuctl/guest/opencl/wire"
 )
 
@@ -98,7 +99,20 @@ func (s *session) addMapping(m *mem, mp *mapping) error {
 		return fmt.Errorf("mapping %d of object %d is taken: %w", mp.ID, m.id, errHostile)
 	}
 	m.maps[mp.ID] = mp
+	s.mapped(m, mp)
 	return nil
+}
+
+// block returns where in the arena the application has a mapping.
+func (m *mem) block(mp *mapping) remote.Block {
+	if m.kind != memImage {
+		return remote.Range(mp.At, mp.Size)
+	}
+	row, slice := m.pitches()
+	if m.desc.Type == cl.MemObjectImage1dArray {
+		row = slice
+	}
+	return remote.Block{At: mp.At, Row: mp.Region[0] * m.elem, Rows: mp.Region[1], Slices: mp.Region[2], RowPitch: row, SlicePitch: slice}
 }
 
 func (s *session) mapBuffer(c call, r *wire.MapBuffer) (outcome, error) {
@@ -126,6 +140,9 @@ func (s *session) mapBuffer(c call, r *wire.MapBuffer) (outcome, error) {
 			return cl.MapFailure, nil
 		}
 		if root.unified && at == root.arena+base+r.Offset {
+			if r.Flags&cl.MapWriteInvalidateRegion == 0 {
+				s.shows(x, m.block(mp))
+			}
 			p, st := cl.EnqueueMapBuffer(x.q.vendor, m.vendor, false, r.Flags, r.Offset, r.Size, x.wait, x.out)
 			if st == cl.Success && p != s.arena.Pointer(at) {
 				s.log.Error("runtime maps outside the memory it was given", "object", m.id)
@@ -138,6 +155,7 @@ func (s *session) mapBuffer(c call, r *wire.MapBuffer) (outcome, error) {
 		if r.Flags&cl.MapWriteInvalidateRegion != 0 {
 			return x.marker(), nil
 		}
+		s.shows(x, m.block(mp))
 		return cl.EnqueueReadBuffer(x.q.vendor, m.vendor, false, r.Offset, r.Size, s.arena.Pointer(at), x.wait, x.out), nil
 	})
 }
@@ -179,6 +197,7 @@ func (s *session) mapImage(c call, r *wire.MapImage) (outcome, error) {
 		if r.Flags&cl.MapWriteInvalidateRegion != 0 {
 			return x.marker(), nil
 		}
+		s.shows(x, m.block(mp))
 		rp, sp := m.transferPitches()
 		return cl.EnqueueReadImage(x.q.vendor, m.vendor, false, &o, &reg, rp, sp, s.arena.Pointer(at), x.wait, x.out), nil
 	})

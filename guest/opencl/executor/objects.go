@@ -7,6 +7,7 @@ import (
 
 	"github.com/gpuctl/gpuctl/guest/opencl/cl"
 	"github.com/gpuctl/gpuctl/guest/opencl/portable"
+	"github.com/gpuctl/gpuctl/guest/opencl/remote"
 	"github.com/gpuctl/gpuctl/guest/opencl/wire"
 )
 
@@ -76,6 +77,7 @@ type pending struct {
 	ev   cl.Event
 	pend uint32
 	keep *runtime.Pinner // of memory from which the vendor reads
+	show remote.Block    // for a client on another host: what the command has written
 }
 
 type memKind uint8

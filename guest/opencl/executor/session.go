@@ -20,6 +20,8 @@ type session struct {
 	cfg    Config
 	log    *slog.Logger
 	ring   transport
+	far    *farEnd // nil: the application is on this host
+	ahead  int64   // ns by which the clock of the application's host is ahead of this host's
 	out    *output // nil: the standard output of this process does not belong to the session
 	ringFD int     // for the locks that show which executors are alive
 	arena  *shm.Region

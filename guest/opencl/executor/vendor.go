@@ -4,6 +4,7 @@ import (
 	"unsafe"
 
 	"github.com/gpuctl/gpuctl/guest/opencl/cl"
+	"github.com/gpuctl/gpuctl/guest/opencl/remote"
 	"github.com/gpuctl/gpuctl/guest/opencl/wire"
 )
 
@@ -19,6 +20,7 @@ func (s *session) readBufferRect(x *cmd, m *wire.ReadBufferRect) (cl.Status, err
 	if !ok {
 		return cl.InvalidValue, nil
 	}
+	s.shows(x, remote.Range(m.StageOff, r[0]*r[1]*r[2]))
 	x.track()
 	return cl.EnqueueReadBufferRect(x.q.vendor, x.mem.vendor, false, &o, &[3]uint64{}, &r, m.RowPitch, m.SlicePitch, r[0], r[0]*r[1], p, x.wait, x.out), nil
 }
@@ -81,6 +83,7 @@ func (s *session) readImage(x *cmd, m *wire.ReadImage) (cl.Status, error) {
 	if !ok {
 		return cl.InvalidValue, nil
 	}
+	s.shows(x, remote.Range(m.StageOff, x.mem.elem*r[0]*r[1]*r[2]))
 	x.track()
 	return cl.EnqueueReadImage(x.q.vendor, x.mem.vendor, false, &o, &r, 0, 0, p, x.wait, x.out), nil
 }

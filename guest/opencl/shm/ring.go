@@ -227,6 +227,10 @@ type Lane struct {
 	From   uint64 // the transfer's byte at which this run begins
 	At     uint64 // arena offset of the transfer's byte 0, if direct
 	Limit  uint32 // number of chunks that the client may move at first
+
+	// What a transport over a network needs to know, too.
+	Write             bool   // the client sends
+	Row, Slice, Total uint64 // bytes of a row, of a slice, and of the transfer
 }
 
 func lane(n int) uint64 { return wire.LaneOff + uint64(n)*wire.LaneSize }

@@ -78,6 +78,8 @@ type Member interface {
 	// Peer returns a client for the host at an address.
 	Peer(address string) clusterv1connect.PeerServiceClient
 	Facts(ctx context.Context) (*clusterv1.HostFacts, error)
+	// Lender returns nil if this host lends no GPU.
+	Lender() Lender
 }
 
 // API implements both services.

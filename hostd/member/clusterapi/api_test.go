@@ -42,6 +42,7 @@ type member struct {
 	api       *API
 	joined    bool
 	mute      bool // does not answer Facts
+	lender    Lender
 }
 
 var _ Member = (*member)(nil)
@@ -54,6 +55,7 @@ func (m *member) Log() Log {
 }
 func (m *member) Scheduler() *scheduler.Scheduler { return m.scheduler }
 func (m *member) Problem() error                  { return nil }
+func (m *member) Lender() Lender                  { return m.lender }
 func (m *member) Self() Self                      { return Self{Host: m.Name, ID: m.ID} }
 func (m *member) Authority() (*pki.CA, error)     { return m.ca, nil }
 func (m *member) Certificate() *pki.Material      { return m.material }

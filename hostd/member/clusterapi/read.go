@@ -282,6 +282,8 @@ func related(v *state.View, o *clusterv1.Object) []*clusterv1.Object {
 	case *clusterv1.Object_Migration:
 		add(clusterv1.Kind_KIND_SESSION, x.Migration.GetObject())
 		add(clusterv1.Kind_KIND_CLAIM, x.Migration.GetClaim())
+	case *clusterv1.Object_Link:
+		add(clusterv1.Kind_KIND_HOST, x.Link.GetFrom(), x.Link.GetTo())
 	case *clusterv1.Object_Reservation:
 		add(clusterv1.Kind_KIND_GPU, x.Reservation.GetGpu())
 		add(clusterv1.Kind_KIND_CLAIM, x.Reservation.GetOwner())

@@ -38,6 +38,7 @@ func (a *API) Report() *clusterv1.StatusResponse {
 	if err := a.member.Problem(); err != nil {
 		res.Message = err.Error()
 	}
+	res.Queue = l.State().View().Queue()
 	for m := range l.State().View().Migrations() {
 		if m.GetMachine().GetTwice() && m.GetState() == clusterv1.MigrationState_MIGRATION_STATE_HELD {
 			res.Alarms = append(res.Alarms, "migration "+m.GetId()+": "+m.GetMessage())

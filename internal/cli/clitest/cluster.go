@@ -36,6 +36,7 @@ type Cluster struct {
 
 	joined bool
 	leader string
+	queue  clusterv1.QueuePolicy
 	role   clusterv1.Role
 }
 
@@ -137,6 +138,8 @@ func KindOf(m proto.Message) clusterv1.Kind {
 		return clusterv1.Kind_KIND_MIGRATION
 	case *clusterv1.Reservation:
 		return clusterv1.Kind_KIND_RESERVATION
+	case *clusterv1.Link:
+		return clusterv1.Kind_KIND_LINK
 	}
 	panic(fmt.Sprintf("%T is of no kind", m))
 }

@@ -271,7 +271,7 @@ func (c *Cluster) status() *clusterv1.StatusResponse {
 	}
 	s := &clusterv1.StatusResponse{
 		Joined: true, ClusterId: "c0ffee", Host: "h1", HostId: "id-h1", Leader: c.leader, Term: 3, LastIndex: c.index, AppliedIndex: c.index, CommitIndex: c.index,
-		Protocol: 1, CaFingerprint: "aabbcc", CertificateExpiresUnixMs: time.Now().Add(30*24*time.Hour + time.Hour).UnixMilli(), Quorum: c.leader != "",
+		Protocol: 1, Queue: c.queue, CaFingerprint: "aabbcc", CertificateExpiresUnixMs: time.Now().Add(30*24*time.Hour + time.Hour).UnixMilli(), Quorum: c.leader != "",
 	}
 	for _, h := range all[*clusterv1.Host](c, clusterv1.Kind_KIND_HOST) {
 		m := &clusterv1.MemberStatus{

@@ -115,6 +115,17 @@ func (c *Cluster) SetRank(_ context.Context, r *connect.Request[clusterv1.SetRan
 	return connect.NewResponse(&clusterv1.SetRankResponse{Model: m}), nil
 }
 
+// SetQueue implements the RPC.
+func (c *Cluster) SetQueue(_ context.Context, r *connect.Request[clusterv1.SetQueueRequest]) (*connect.Response[clusterv1.SetQueueResponse], error) {
+	unlock, err := c.admin()
+	if err != nil {
+		return nil, err
+	}
+	defer unlock()
+	c.queue = r.Msg.GetPolicy()
+	return connect.NewResponse(&clusterv1.SetQueueResponse{Policy: c.queue}), nil
+}
+
 // CreateToken implements the RPC.
 func (c *Cluster) CreateToken(_ context.Context, r *connect.Request[clusterv1.CreateTokenRequest]) (*connect.Response[clusterv1.CreateTokenResponse], error) {
 	unlock, err := c.admin()

@@ -171,6 +171,8 @@ type Command struct {
 	//	*Command_DeleteIdentity
 	//	*Command_Note
 	//	*Command_CancelAssignments
+	//	*Command_SetQueue
+	//	*Command_ReportLinks
 	Op            isCommand_Op `protobuf_oneof:"op"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -457,6 +459,24 @@ func (x *Command) GetCancelAssignments() *CancelAssignments {
 	return nil
 }
 
+func (x *Command) GetSetQueue() *SetQueue {
+	if x != nil {
+		if x, ok := x.Op.(*Command_SetQueue); ok {
+			return x.SetQueue
+		}
+	}
+	return nil
+}
+
+func (x *Command) GetReportLinks() *ReportLinks {
+	if x != nil {
+		if x, ok := x.Op.(*Command_ReportLinks); ok {
+			return x.ReportLinks
+		}
+	}
+	return nil
+}
+
 type isCommand_Op interface {
 	isCommand_Op()
 }
@@ -557,6 +577,14 @@ type Command_CancelAssignments struct {
 	CancelAssignments *CancelAssignments `protobuf:"bytes,33,opt,name=cancel_assignments,json=cancelAssignments,proto3,oneof"`
 }
 
+type Command_SetQueue struct {
+	SetQueue *SetQueue `protobuf:"bytes,34,opt,name=set_queue,json=setQueue,proto3,oneof"`
+}
+
+type Command_ReportLinks struct {
+	ReportLinks *ReportLinks `protobuf:"bytes,35,opt,name=report_links,json=reportLinks,proto3,oneof"`
+}
+
 func (*Command_InitCluster) isCommand_Op() {}
 
 func (*Command_ReportHost) isCommand_Op() {}
@@ -604,6 +632,10 @@ func (*Command_DeleteIdentity) isCommand_Op() {}
 func (*Command_Note) isCommand_Op() {}
 
 func (*Command_CancelAssignments) isCommand_Op() {}
+
+func (*Command_SetQueue) isCommand_Op() {}
+
+func (*Command_ReportLinks) isCommand_Op() {}
 
 // InitCluster is the first command of every cluster.
 type InitCluster struct {
@@ -1974,6 +2006,105 @@ func (x *DeleteIdentity) GetId() string {
 	return ""
 }
 
+// SetQueue sets how waiting claims are served (protocol 3).
+type SetQueue struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Policy        QueuePolicy            `protobuf:"varint,1,opt,name=policy,proto3,enum=gpuctl.cluster.v1.QueuePolicy" json:"policy,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *SetQueue) Reset() {
+	*x = SetQueue{}
+	mi := &file_gpuctl_cluster_v1_command_proto_msgTypes[26]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *SetQueue) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*SetQueue) ProtoMessage() {}
+
+func (x *SetQueue) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_cluster_v1_command_proto_msgTypes[26]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use SetQueue.ProtoReflect.Descriptor instead.
+func (*SetQueue) Descriptor() ([]byte, []int) {
+	return file_gpuctl_cluster_v1_command_proto_rawDescGZIP(), []int{26}
+}
+
+func (x *SetQueue) GetPolicy() QueuePolicy {
+	if x != nil {
+		return x.Policy
+	}
+	return QueuePolicy_QUEUE_POLICY_UNSPECIFIED
+}
+
+// ReportLinks is a host's report of links that begin at it (protocol 3). Links
+// from or to hosts that do not exist are left out.
+type ReportLinks struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Host          string                 `protobuf:"bytes,1,opt,name=host,proto3" json:"host,omitempty"`
+	Links         []*Link                `protobuf:"bytes,2,rep,name=links,proto3" json:"links,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ReportLinks) Reset() {
+	*x = ReportLinks{}
+	mi := &file_gpuctl_cluster_v1_command_proto_msgTypes[27]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ReportLinks) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ReportLinks) ProtoMessage() {}
+
+func (x *ReportLinks) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_cluster_v1_command_proto_msgTypes[27]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ReportLinks.ProtoReflect.Descriptor instead.
+func (*ReportLinks) Descriptor() ([]byte, []int) {
+	return file_gpuctl_cluster_v1_command_proto_rawDescGZIP(), []int{27}
+}
+
+func (x *ReportLinks) GetHost() string {
+	if x != nil {
+		return x.Host
+	}
+	return ""
+}
+
+func (x *ReportLinks) GetLinks() []*Link {
+	if x != nil {
+		return x.Links
+	}
+	return nil
+}
+
 // Note is an event that changes nothing.
 type Note struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
@@ -1984,7 +2115,7 @@ type Note struct {
 
 func (x *Note) Reset() {
 	*x = Note{}
-	mi := &file_gpuctl_cluster_v1_command_proto_msgTypes[26]
+	mi := &file_gpuctl_cluster_v1_command_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1996,7 +2127,7 @@ func (x *Note) String() string {
 func (*Note) ProtoMessage() {}
 
 func (x *Note) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_cluster_v1_command_proto_msgTypes[26]
+	mi := &file_gpuctl_cluster_v1_command_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2009,7 +2140,7 @@ func (x *Note) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Note.ProtoReflect.Descriptor instead.
 func (*Note) Descriptor() ([]byte, []int) {
-	return file_gpuctl_cluster_v1_command_proto_rawDescGZIP(), []int{26}
+	return file_gpuctl_cluster_v1_command_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *Note) GetEvent() *Event {
@@ -2036,7 +2167,7 @@ type Result struct {
 
 func (x *Result) Reset() {
 	*x = Result{}
-	mi := &file_gpuctl_cluster_v1_command_proto_msgTypes[27]
+	mi := &file_gpuctl_cluster_v1_command_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2048,7 +2179,7 @@ func (x *Result) String() string {
 func (*Result) ProtoMessage() {}
 
 func (x *Result) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_cluster_v1_command_proto_msgTypes[27]
+	mi := &file_gpuctl_cluster_v1_command_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2061,7 +2192,7 @@ func (x *Result) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Result.ProtoReflect.Descriptor instead.
 func (*Result) Descriptor() ([]byte, []int) {
-	return file_gpuctl_cluster_v1_command_proto_rawDescGZIP(), []int{27}
+	return file_gpuctl_cluster_v1_command_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *Result) GetOutcome() Outcome {
@@ -2124,7 +2255,7 @@ var File_gpuctl_cluster_v1_command_proto protoreflect.FileDescriptor
 
 const file_gpuctl_cluster_v1_command_proto_rawDesc = "" +
 	"\n" +
-	"\x1fgpuctl/cluster/v1/command.proto\x12\x11gpuctl.cluster.v1\x1a\x1dgpuctl/cluster/v1/state.proto\x1a\x15gpuctl/v1/types.proto\"\x95\x0e\n" +
+	"\x1fgpuctl/cluster/v1/command.proto\x12\x11gpuctl.cluster.v1\x1a\x1dgpuctl/cluster/v1/state.proto\x1a\x15gpuctl/v1/types.proto\"\x96\x0f\n" +
 	"\aCommand\x12\x18\n" +
 	"\aversion\x18\x01 \x01(\rR\aversion\x12\x0e\n" +
 	"\x02id\x18\x02 \x01(\tR\x02id\x12\x14\n" +
@@ -2160,7 +2291,9 @@ const file_gpuctl_cluster_v1_command_proto_rawDesc = "" +
 	"\fput_identity\x18\x1e \x01(\v2\x1e.gpuctl.cluster.v1.PutIdentityH\x00R\vputIdentity\x12L\n" +
 	"\x0fdelete_identity\x18\x1f \x01(\v2!.gpuctl.cluster.v1.DeleteIdentityH\x00R\x0edeleteIdentity\x12-\n" +
 	"\x04note\x18  \x01(\v2\x17.gpuctl.cluster.v1.NoteH\x00R\x04note\x12U\n" +
-	"\x12cancel_assignments\x18! \x01(\v2$.gpuctl.cluster.v1.CancelAssignmentsH\x00R\x11cancelAssignmentsB\x04\n" +
+	"\x12cancel_assignments\x18! \x01(\v2$.gpuctl.cluster.v1.CancelAssignmentsH\x00R\x11cancelAssignments\x12:\n" +
+	"\tset_queue\x18\" \x01(\v2\x1b.gpuctl.cluster.v1.SetQueueH\x00R\bsetQueue\x12C\n" +
+	"\freport_links\x18# \x01(\v2\x1e.gpuctl.cluster.v1.ReportLinksH\x00R\vreportLinksB\x04\n" +
 	"\x02op\"S\n" +
 	"\vInitCluster\x12\x1d\n" +
 	"\n" +
@@ -2249,7 +2382,12 @@ const file_gpuctl_cluster_v1_command_proto_rawDesc = "" +
 	"\vPutIdentity\x127\n" +
 	"\bidentity\x18\x01 \x01(\v2\x1b.gpuctl.cluster.v1.IdentityR\bidentity\" \n" +
 	"\x0eDeleteIdentity\x12\x0e\n" +
-	"\x02id\x18\x01 \x01(\tR\x02id\"6\n" +
+	"\x02id\x18\x01 \x01(\tR\x02id\"B\n" +
+	"\bSetQueue\x126\n" +
+	"\x06policy\x18\x01 \x01(\x0e2\x1e.gpuctl.cluster.v1.QueuePolicyR\x06policy\"P\n" +
+	"\vReportLinks\x12\x12\n" +
+	"\x04host\x18\x01 \x01(\tR\x04host\x12-\n" +
+	"\x05links\x18\x02 \x03(\v2\x17.gpuctl.cluster.v1.LinkR\x05links\"6\n" +
 	"\x04Note\x12.\n" +
 	"\x05event\x18\x01 \x01(\v2\x18.gpuctl.cluster.v1.EventR\x05event\"\x8a\x03\n" +
 	"\x06Result\x124\n" +
@@ -2289,7 +2427,7 @@ func file_gpuctl_cluster_v1_command_proto_rawDescGZIP() []byte {
 }
 
 var file_gpuctl_cluster_v1_command_proto_enumTypes = make([]protoimpl.EnumInfo, 2)
-var file_gpuctl_cluster_v1_command_proto_msgTypes = make([]protoimpl.MessageInfo, 29)
+var file_gpuctl_cluster_v1_command_proto_msgTypes = make([]protoimpl.MessageInfo, 31)
 var file_gpuctl_cluster_v1_command_proto_goTypes = []any{
 	(UnknownPolicy)(0),         // 0: gpuctl.cluster.v1.UnknownPolicy
 	(Outcome)(0),               // 1: gpuctl.cluster.v1.Outcome
@@ -2319,21 +2457,25 @@ var file_gpuctl_cluster_v1_command_proto_goTypes = []any{
 	(*DeleteJoinToken)(nil),    // 25: gpuctl.cluster.v1.DeleteJoinToken
 	(*PutIdentity)(nil),        // 26: gpuctl.cluster.v1.PutIdentity
 	(*DeleteIdentity)(nil),     // 27: gpuctl.cluster.v1.DeleteIdentity
-	(*Note)(nil),               // 28: gpuctl.cluster.v1.Note
-	(*Result)(nil),             // 29: gpuctl.cluster.v1.Result
-	nil,                        // 30: gpuctl.cluster.v1.LabelHost.SetEntry
-	(*Host)(nil),               // 31: gpuctl.cluster.v1.Host
-	(*GPU)(nil),                // 32: gpuctl.cluster.v1.GPU
-	(*Claim)(nil),              // 33: gpuctl.cluster.v1.Claim
-	(VGPUKind)(0),              // 34: gpuctl.cluster.v1.VGPUKind
-	(*Reservation)(nil),        // 35: gpuctl.cluster.v1.Reservation
-	(*Session)(nil),            // 36: gpuctl.cluster.v1.Session
-	(*Migration)(nil),          // 37: gpuctl.cluster.v1.Migration
-	(*JoinToken)(nil),          // 38: gpuctl.cluster.v1.JoinToken
-	(*Identity)(nil),           // 39: gpuctl.cluster.v1.Identity
-	(*Event)(nil),              // 40: gpuctl.cluster.v1.Event
-	(*Assignment)(nil),         // 41: gpuctl.cluster.v1.Assignment
-	(*v1.Reason)(nil),          // 42: gpuctl.v1.Reason
+	(*SetQueue)(nil),           // 28: gpuctl.cluster.v1.SetQueue
+	(*ReportLinks)(nil),        // 29: gpuctl.cluster.v1.ReportLinks
+	(*Note)(nil),               // 30: gpuctl.cluster.v1.Note
+	(*Result)(nil),             // 31: gpuctl.cluster.v1.Result
+	nil,                        // 32: gpuctl.cluster.v1.LabelHost.SetEntry
+	(*Host)(nil),               // 33: gpuctl.cluster.v1.Host
+	(*GPU)(nil),                // 34: gpuctl.cluster.v1.GPU
+	(*Claim)(nil),              // 35: gpuctl.cluster.v1.Claim
+	(VGPUKind)(0),              // 36: gpuctl.cluster.v1.VGPUKind
+	(*Reservation)(nil),        // 37: gpuctl.cluster.v1.Reservation
+	(*Session)(nil),            // 38: gpuctl.cluster.v1.Session
+	(*Migration)(nil),          // 39: gpuctl.cluster.v1.Migration
+	(*JoinToken)(nil),          // 40: gpuctl.cluster.v1.JoinToken
+	(*Identity)(nil),           // 41: gpuctl.cluster.v1.Identity
+	(QueuePolicy)(0),           // 42: gpuctl.cluster.v1.QueuePolicy
+	(*Link)(nil),               // 43: gpuctl.cluster.v1.Link
+	(*Event)(nil),              // 44: gpuctl.cluster.v1.Event
+	(*Assignment)(nil),         // 45: gpuctl.cluster.v1.Assignment
+	(*v1.Reason)(nil),          // 46: gpuctl.v1.Reason
 }
 var file_gpuctl_cluster_v1_command_proto_depIdxs = []int32{
 	3,  // 0: gpuctl.cluster.v1.Command.init_cluster:type_name -> gpuctl.cluster.v1.InitCluster
@@ -2358,34 +2500,38 @@ var file_gpuctl_cluster_v1_command_proto_depIdxs = []int32{
 	25, // 19: gpuctl.cluster.v1.Command.delete_join_token:type_name -> gpuctl.cluster.v1.DeleteJoinToken
 	26, // 20: gpuctl.cluster.v1.Command.put_identity:type_name -> gpuctl.cluster.v1.PutIdentity
 	27, // 21: gpuctl.cluster.v1.Command.delete_identity:type_name -> gpuctl.cluster.v1.DeleteIdentity
-	28, // 22: gpuctl.cluster.v1.Command.note:type_name -> gpuctl.cluster.v1.Note
+	30, // 22: gpuctl.cluster.v1.Command.note:type_name -> gpuctl.cluster.v1.Note
 	18, // 23: gpuctl.cluster.v1.Command.cancel_assignments:type_name -> gpuctl.cluster.v1.CancelAssignments
-	31, // 24: gpuctl.cluster.v1.ReportHost.host:type_name -> gpuctl.cluster.v1.Host
-	32, // 25: gpuctl.cluster.v1.ReportHost.gpus:type_name -> gpuctl.cluster.v1.GPU
-	30, // 26: gpuctl.cluster.v1.LabelHost.set:type_name -> gpuctl.cluster.v1.LabelHost.SetEntry
-	33, // 27: gpuctl.cluster.v1.PutClaim.claim:type_name -> gpuctl.cluster.v1.Claim
-	12, // 28: gpuctl.cluster.v1.PutClaim.choices:type_name -> gpuctl.cluster.v1.Choice
-	34, // 29: gpuctl.cluster.v1.Choice.kind:type_name -> gpuctl.cluster.v1.VGPUKind
-	12, // 30: gpuctl.cluster.v1.Assign.choices:type_name -> gpuctl.cluster.v1.Choice
-	17, // 31: gpuctl.cluster.v1.ConfirmAssignments.confirmations:type_name -> gpuctl.cluster.v1.Confirmation
-	35, // 32: gpuctl.cluster.v1.PutReservation.reservation:type_name -> gpuctl.cluster.v1.Reservation
-	36, // 33: gpuctl.cluster.v1.ReportSessions.sessions:type_name -> gpuctl.cluster.v1.Session
-	37, // 34: gpuctl.cluster.v1.PutMigration.migration:type_name -> gpuctl.cluster.v1.Migration
-	38, // 35: gpuctl.cluster.v1.PutJoinToken.token:type_name -> gpuctl.cluster.v1.JoinToken
-	39, // 36: gpuctl.cluster.v1.UseJoinToken.identity:type_name -> gpuctl.cluster.v1.Identity
-	39, // 37: gpuctl.cluster.v1.PutIdentity.identity:type_name -> gpuctl.cluster.v1.Identity
-	40, // 38: gpuctl.cluster.v1.Note.event:type_name -> gpuctl.cluster.v1.Event
-	1,  // 39: gpuctl.cluster.v1.Result.outcome:type_name -> gpuctl.cluster.v1.Outcome
-	33, // 40: gpuctl.cluster.v1.Result.claim:type_name -> gpuctl.cluster.v1.Claim
-	41, // 41: gpuctl.cluster.v1.Result.assignments:type_name -> gpuctl.cluster.v1.Assignment
-	35, // 42: gpuctl.cluster.v1.Result.reservation:type_name -> gpuctl.cluster.v1.Reservation
-	37, // 43: gpuctl.cluster.v1.Result.migration:type_name -> gpuctl.cluster.v1.Migration
-	42, // 44: gpuctl.cluster.v1.Result.reasons:type_name -> gpuctl.v1.Reason
-	45, // [45:45] is the sub-list for method output_type
-	45, // [45:45] is the sub-list for method input_type
-	45, // [45:45] is the sub-list for extension type_name
-	45, // [45:45] is the sub-list for extension extendee
-	0,  // [0:45] is the sub-list for field type_name
+	28, // 24: gpuctl.cluster.v1.Command.set_queue:type_name -> gpuctl.cluster.v1.SetQueue
+	29, // 25: gpuctl.cluster.v1.Command.report_links:type_name -> gpuctl.cluster.v1.ReportLinks
+	33, // 26: gpuctl.cluster.v1.ReportHost.host:type_name -> gpuctl.cluster.v1.Host
+	34, // 27: gpuctl.cluster.v1.ReportHost.gpus:type_name -> gpuctl.cluster.v1.GPU
+	32, // 28: gpuctl.cluster.v1.LabelHost.set:type_name -> gpuctl.cluster.v1.LabelHost.SetEntry
+	35, // 29: gpuctl.cluster.v1.PutClaim.claim:type_name -> gpuctl.cluster.v1.Claim
+	12, // 30: gpuctl.cluster.v1.PutClaim.choices:type_name -> gpuctl.cluster.v1.Choice
+	36, // 31: gpuctl.cluster.v1.Choice.kind:type_name -> gpuctl.cluster.v1.VGPUKind
+	12, // 32: gpuctl.cluster.v1.Assign.choices:type_name -> gpuctl.cluster.v1.Choice
+	17, // 33: gpuctl.cluster.v1.ConfirmAssignments.confirmations:type_name -> gpuctl.cluster.v1.Confirmation
+	37, // 34: gpuctl.cluster.v1.PutReservation.reservation:type_name -> gpuctl.cluster.v1.Reservation
+	38, // 35: gpuctl.cluster.v1.ReportSessions.sessions:type_name -> gpuctl.cluster.v1.Session
+	39, // 36: gpuctl.cluster.v1.PutMigration.migration:type_name -> gpuctl.cluster.v1.Migration
+	40, // 37: gpuctl.cluster.v1.PutJoinToken.token:type_name -> gpuctl.cluster.v1.JoinToken
+	41, // 38: gpuctl.cluster.v1.UseJoinToken.identity:type_name -> gpuctl.cluster.v1.Identity
+	41, // 39: gpuctl.cluster.v1.PutIdentity.identity:type_name -> gpuctl.cluster.v1.Identity
+	42, // 40: gpuctl.cluster.v1.SetQueue.policy:type_name -> gpuctl.cluster.v1.QueuePolicy
+	43, // 41: gpuctl.cluster.v1.ReportLinks.links:type_name -> gpuctl.cluster.v1.Link
+	44, // 42: gpuctl.cluster.v1.Note.event:type_name -> gpuctl.cluster.v1.Event
+	1,  // 43: gpuctl.cluster.v1.Result.outcome:type_name -> gpuctl.cluster.v1.Outcome
+	35, // 44: gpuctl.cluster.v1.Result.claim:type_name -> gpuctl.cluster.v1.Claim
+	45, // 45: gpuctl.cluster.v1.Result.assignments:type_name -> gpuctl.cluster.v1.Assignment
+	37, // 46: gpuctl.cluster.v1.Result.reservation:type_name -> gpuctl.cluster.v1.Reservation
+	39, // 47: gpuctl.cluster.v1.Result.migration:type_name -> gpuctl.cluster.v1.Migration
+	46, // 48: gpuctl.cluster.v1.Result.reasons:type_name -> gpuctl.v1.Reason
+	49, // [49:49] is the sub-list for method output_type
+	49, // [49:49] is the sub-list for method input_type
+	49, // [49:49] is the sub-list for extension type_name
+	49, // [49:49] is the sub-list for extension extendee
+	0,  // [0:49] is the sub-list for field type_name
 }
 
 func init() { file_gpuctl_cluster_v1_command_proto_init() }
@@ -2419,6 +2565,8 @@ func file_gpuctl_cluster_v1_command_proto_init() {
 		(*Command_DeleteIdentity)(nil),
 		(*Command_Note)(nil),
 		(*Command_CancelAssignments)(nil),
+		(*Command_SetQueue)(nil),
+		(*Command_ReportLinks)(nil),
 	}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
@@ -2426,7 +2574,7 @@ func file_gpuctl_cluster_v1_command_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_gpuctl_cluster_v1_command_proto_rawDesc), len(file_gpuctl_cluster_v1_command_proto_rawDesc)),
 			NumEnums:      2,
-			NumMessages:   29,
+			NumMessages:   31,
 			NumExtensions: 0,
 			NumServices:   0,
 		},

@@ -914,10 +914,11 @@ type StatusResponse struct {
 	Members                  []*MemberStatus        `protobuf:"bytes,11,rep,name=members,proto3" json:"members,omitempty"`
 	CaFingerprint            string                 `protobuf:"bytes,12,opt,name=ca_fingerprint,json=caFingerprint,proto3" json:"ca_fingerprint,omitempty"` // sha256, hex
 	CertificateExpiresUnixMs int64                  `protobuf:"varint,13,opt,name=certificate_expires_unix_ms,json=certificateExpiresUnixMs,proto3" json:"certificate_expires_unix_ms,omitempty"`
-	Quorum                   bool                   `protobuf:"varint,14,opt,name=quorum,proto3" json:"quorum,omitempty"`         // the leader has recently received answers of a majority
-	Message                  string                 `protobuf:"bytes,15,opt,name=message,proto3" json:"message,omitempty"`        // what is wrong, if anything
-	Standalone               bool                   `protobuf:"varint,16,opt,name=standalone,proto3" json:"standalone,omitempty"` // hostd --dev: a cluster of one, in memory
-	Alarms                   []string               `protobuf:"bytes,17,rep,name=alarms,proto3" json:"alarms,omitempty"`          // what an operator must act on now, such as a VM that runs on two hosts
+	Quorum                   bool                   `protobuf:"varint,14,opt,name=quorum,proto3" json:"quorum,omitempty"`                                  // the leader has recently received answers of a majority
+	Message                  string                 `protobuf:"bytes,15,opt,name=message,proto3" json:"message,omitempty"`                                 // what is wrong, if anything
+	Standalone               bool                   `protobuf:"varint,16,opt,name=standalone,proto3" json:"standalone,omitempty"`                          // hostd --dev: a cluster of one, in memory
+	Alarms                   []string               `protobuf:"bytes,17,rep,name=alarms,proto3" json:"alarms,omitempty"`                                   // what an operator must act on now, such as a VM that runs on two hosts
+	Queue                    QueuePolicy            `protobuf:"varint,18,opt,name=queue,proto3,enum=gpuctl.cluster.v1.QueuePolicy" json:"queue,omitempty"` // how waiting claims are served
 	unknownFields            protoimpl.UnknownFields
 	sizeCache                protoimpl.SizeCache
 }
@@ -1069,6 +1070,13 @@ func (x *StatusResponse) GetAlarms() []string {
 		return x.Alarms
 	}
 	return nil
+}
+
+func (x *StatusResponse) GetQueue() QueuePolicy {
+	if x != nil {
+		return x.Queue
+	}
+	return QueuePolicy_QUEUE_POLICY_UNSPECIFIED
 }
 
 type MemberStatus struct {
@@ -2083,6 +2091,94 @@ func (x *SetRankResponse) GetModel() *Model {
 	return nil
 }
 
+type SetQueueRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Policy        QueuePolicy            `protobuf:"varint,1,opt,name=policy,proto3,enum=gpuctl.cluster.v1.QueuePolicy" json:"policy,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *SetQueueRequest) Reset() {
+	*x = SetQueueRequest{}
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[31]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *SetQueueRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*SetQueueRequest) ProtoMessage() {}
+
+func (x *SetQueueRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[31]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use SetQueueRequest.ProtoReflect.Descriptor instead.
+func (*SetQueueRequest) Descriptor() ([]byte, []int) {
+	return file_gpuctl_cluster_v1_service_proto_rawDescGZIP(), []int{31}
+}
+
+func (x *SetQueueRequest) GetPolicy() QueuePolicy {
+	if x != nil {
+		return x.Policy
+	}
+	return QueuePolicy_QUEUE_POLICY_UNSPECIFIED
+}
+
+type SetQueueResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Policy        QueuePolicy            `protobuf:"varint,1,opt,name=policy,proto3,enum=gpuctl.cluster.v1.QueuePolicy" json:"policy,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *SetQueueResponse) Reset() {
+	*x = SetQueueResponse{}
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[32]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *SetQueueResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*SetQueueResponse) ProtoMessage() {}
+
+func (x *SetQueueResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[32]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use SetQueueResponse.ProtoReflect.Descriptor instead.
+func (*SetQueueResponse) Descriptor() ([]byte, []int) {
+	return file_gpuctl_cluster_v1_service_proto_rawDescGZIP(), []int{32}
+}
+
+func (x *SetQueueResponse) GetPolicy() QueuePolicy {
+	if x != nil {
+		return x.Policy
+	}
+	return QueuePolicy_QUEUE_POLICY_UNSPECIFIED
+}
+
 type CreateTokenRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Role          Role                   `protobuf:"varint,1,opt,name=role,proto3,enum=gpuctl.cluster.v1.Role" json:"role,omitempty"`
@@ -2094,7 +2190,7 @@ type CreateTokenRequest struct {
 
 func (x *CreateTokenRequest) Reset() {
 	*x = CreateTokenRequest{}
-	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[31]
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2106,7 +2202,7 @@ func (x *CreateTokenRequest) String() string {
 func (*CreateTokenRequest) ProtoMessage() {}
 
 func (x *CreateTokenRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[31]
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2119,7 +2215,7 @@ func (x *CreateTokenRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CreateTokenRequest.ProtoReflect.Descriptor instead.
 func (*CreateTokenRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_cluster_v1_service_proto_rawDescGZIP(), []int{31}
+	return file_gpuctl_cluster_v1_service_proto_rawDescGZIP(), []int{33}
 }
 
 func (x *CreateTokenRequest) GetRole() Role {
@@ -2154,7 +2250,7 @@ type CreateTokenResponse struct {
 
 func (x *CreateTokenResponse) Reset() {
 	*x = CreateTokenResponse{}
-	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[32]
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[34]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2166,7 +2262,7 @@ func (x *CreateTokenResponse) String() string {
 func (*CreateTokenResponse) ProtoMessage() {}
 
 func (x *CreateTokenResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[32]
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[34]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2179,7 +2275,7 @@ func (x *CreateTokenResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CreateTokenResponse.ProtoReflect.Descriptor instead.
 func (*CreateTokenResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_cluster_v1_service_proto_rawDescGZIP(), []int{32}
+	return file_gpuctl_cluster_v1_service_proto_rawDescGZIP(), []int{34}
 }
 
 func (x *CreateTokenResponse) GetToken() string {
@@ -2211,7 +2307,7 @@ type ListTokensRequest struct {
 
 func (x *ListTokensRequest) Reset() {
 	*x = ListTokensRequest{}
-	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[33]
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[35]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2223,7 +2319,7 @@ func (x *ListTokensRequest) String() string {
 func (*ListTokensRequest) ProtoMessage() {}
 
 func (x *ListTokensRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[33]
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[35]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2236,7 +2332,7 @@ func (x *ListTokensRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListTokensRequest.ProtoReflect.Descriptor instead.
 func (*ListTokensRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_cluster_v1_service_proto_rawDescGZIP(), []int{33}
+	return file_gpuctl_cluster_v1_service_proto_rawDescGZIP(), []int{35}
 }
 
 type ListTokensResponse struct {
@@ -2248,7 +2344,7 @@ type ListTokensResponse struct {
 
 func (x *ListTokensResponse) Reset() {
 	*x = ListTokensResponse{}
-	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[34]
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[36]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2260,7 +2356,7 @@ func (x *ListTokensResponse) String() string {
 func (*ListTokensResponse) ProtoMessage() {}
 
 func (x *ListTokensResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[34]
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[36]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2273,7 +2369,7 @@ func (x *ListTokensResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListTokensResponse.ProtoReflect.Descriptor instead.
 func (*ListTokensResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_cluster_v1_service_proto_rawDescGZIP(), []int{34}
+	return file_gpuctl_cluster_v1_service_proto_rawDescGZIP(), []int{36}
 }
 
 func (x *ListTokensResponse) GetTokens() []*JoinToken {
@@ -2292,7 +2388,7 @@ type DeleteTokenRequest struct {
 
 func (x *DeleteTokenRequest) Reset() {
 	*x = DeleteTokenRequest{}
-	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[35]
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[37]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2304,7 +2400,7 @@ func (x *DeleteTokenRequest) String() string {
 func (*DeleteTokenRequest) ProtoMessage() {}
 
 func (x *DeleteTokenRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[35]
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[37]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2317,7 +2413,7 @@ func (x *DeleteTokenRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DeleteTokenRequest.ProtoReflect.Descriptor instead.
 func (*DeleteTokenRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_cluster_v1_service_proto_rawDescGZIP(), []int{35}
+	return file_gpuctl_cluster_v1_service_proto_rawDescGZIP(), []int{37}
 }
 
 func (x *DeleteTokenRequest) GetId() string {
@@ -2335,7 +2431,7 @@ type DeleteTokenResponse struct {
 
 func (x *DeleteTokenResponse) Reset() {
 	*x = DeleteTokenResponse{}
-	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[36]
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[38]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2347,7 +2443,7 @@ func (x *DeleteTokenResponse) String() string {
 func (*DeleteTokenResponse) ProtoMessage() {}
 
 func (x *DeleteTokenResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[36]
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[38]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2360,7 +2456,7 @@ func (x *DeleteTokenResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DeleteTokenResponse.ProtoReflect.Descriptor instead.
 func (*DeleteTokenResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_cluster_v1_service_proto_rawDescGZIP(), []int{36}
+	return file_gpuctl_cluster_v1_service_proto_rawDescGZIP(), []int{38}
 }
 
 type RemoveHostRequest struct {
@@ -2373,7 +2469,7 @@ type RemoveHostRequest struct {
 
 func (x *RemoveHostRequest) Reset() {
 	*x = RemoveHostRequest{}
-	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[37]
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[39]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2385,7 +2481,7 @@ func (x *RemoveHostRequest) String() string {
 func (*RemoveHostRequest) ProtoMessage() {}
 
 func (x *RemoveHostRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[37]
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[39]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2398,7 +2494,7 @@ func (x *RemoveHostRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RemoveHostRequest.ProtoReflect.Descriptor instead.
 func (*RemoveHostRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_cluster_v1_service_proto_rawDescGZIP(), []int{37}
+	return file_gpuctl_cluster_v1_service_proto_rawDescGZIP(), []int{39}
 }
 
 func (x *RemoveHostRequest) GetHost() string {
@@ -2423,7 +2519,7 @@ type RemoveHostResponse struct {
 
 func (x *RemoveHostResponse) Reset() {
 	*x = RemoveHostResponse{}
-	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[38]
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[40]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2435,7 +2531,7 @@ func (x *RemoveHostResponse) String() string {
 func (*RemoveHostResponse) ProtoMessage() {}
 
 func (x *RemoveHostResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[38]
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[40]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2448,7 +2544,7 @@ func (x *RemoveHostResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RemoveHostResponse.ProtoReflect.Descriptor instead.
 func (*RemoveHostResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_cluster_v1_service_proto_rawDescGZIP(), []int{38}
+	return file_gpuctl_cluster_v1_service_proto_rawDescGZIP(), []int{40}
 }
 
 type RevokeIdentityRequest struct {
@@ -2460,7 +2556,7 @@ type RevokeIdentityRequest struct {
 
 func (x *RevokeIdentityRequest) Reset() {
 	*x = RevokeIdentityRequest{}
-	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[39]
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[41]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2472,7 +2568,7 @@ func (x *RevokeIdentityRequest) String() string {
 func (*RevokeIdentityRequest) ProtoMessage() {}
 
 func (x *RevokeIdentityRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[39]
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[41]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2485,7 +2581,7 @@ func (x *RevokeIdentityRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RevokeIdentityRequest.ProtoReflect.Descriptor instead.
 func (*RevokeIdentityRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_cluster_v1_service_proto_rawDescGZIP(), []int{39}
+	return file_gpuctl_cluster_v1_service_proto_rawDescGZIP(), []int{41}
 }
 
 func (x *RevokeIdentityRequest) GetId() string {
@@ -2503,7 +2599,7 @@ type RevokeIdentityResponse struct {
 
 func (x *RevokeIdentityResponse) Reset() {
 	*x = RevokeIdentityResponse{}
-	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[40]
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[42]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2515,7 +2611,7 @@ func (x *RevokeIdentityResponse) String() string {
 func (*RevokeIdentityResponse) ProtoMessage() {}
 
 func (x *RevokeIdentityResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[40]
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[42]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2528,7 +2624,7 @@ func (x *RevokeIdentityResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RevokeIdentityResponse.ProtoReflect.Descriptor instead.
 func (*RevokeIdentityResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_cluster_v1_service_proto_rawDescGZIP(), []int{40}
+	return file_gpuctl_cluster_v1_service_proto_rawDescGZIP(), []int{42}
 }
 
 type ListIdentitiesRequest struct {
@@ -2539,7 +2635,7 @@ type ListIdentitiesRequest struct {
 
 func (x *ListIdentitiesRequest) Reset() {
 	*x = ListIdentitiesRequest{}
-	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[41]
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[43]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2551,7 +2647,7 @@ func (x *ListIdentitiesRequest) String() string {
 func (*ListIdentitiesRequest) ProtoMessage() {}
 
 func (x *ListIdentitiesRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[41]
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[43]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2564,7 +2660,7 @@ func (x *ListIdentitiesRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListIdentitiesRequest.ProtoReflect.Descriptor instead.
 func (*ListIdentitiesRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_cluster_v1_service_proto_rawDescGZIP(), []int{41}
+	return file_gpuctl_cluster_v1_service_proto_rawDescGZIP(), []int{43}
 }
 
 type ListIdentitiesResponse struct {
@@ -2576,7 +2672,7 @@ type ListIdentitiesResponse struct {
 
 func (x *ListIdentitiesResponse) Reset() {
 	*x = ListIdentitiesResponse{}
-	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[42]
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[44]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2588,7 +2684,7 @@ func (x *ListIdentitiesResponse) String() string {
 func (*ListIdentitiesResponse) ProtoMessage() {}
 
 func (x *ListIdentitiesResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[42]
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[44]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2601,7 +2697,7 @@ func (x *ListIdentitiesResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListIdentitiesResponse.ProtoReflect.Descriptor instead.
 func (*ListIdentitiesResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_cluster_v1_service_proto_rawDescGZIP(), []int{42}
+	return file_gpuctl_cluster_v1_service_proto_rawDescGZIP(), []int{44}
 }
 
 func (x *ListIdentitiesResponse) GetIdentities() []*Identity {
@@ -2621,7 +2717,7 @@ type InitRequest struct {
 
 func (x *InitRequest) Reset() {
 	*x = InitRequest{}
-	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[43]
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[45]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2633,7 +2729,7 @@ func (x *InitRequest) String() string {
 func (*InitRequest) ProtoMessage() {}
 
 func (x *InitRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[43]
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[45]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2646,7 +2742,7 @@ func (x *InitRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use InitRequest.ProtoReflect.Descriptor instead.
 func (*InitRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_cluster_v1_service_proto_rawDescGZIP(), []int{43}
+	return file_gpuctl_cluster_v1_service_proto_rawDescGZIP(), []int{45}
 }
 
 func (x *InitRequest) GetHost() string {
@@ -2672,7 +2768,7 @@ type InitResponse struct {
 
 func (x *InitResponse) Reset() {
 	*x = InitResponse{}
-	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[44]
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[46]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2684,7 +2780,7 @@ func (x *InitResponse) String() string {
 func (*InitResponse) ProtoMessage() {}
 
 func (x *InitResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[44]
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[46]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2697,7 +2793,7 @@ func (x *InitResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use InitResponse.ProtoReflect.Descriptor instead.
 func (*InitResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_cluster_v1_service_proto_rawDescGZIP(), []int{44}
+	return file_gpuctl_cluster_v1_service_proto_rawDescGZIP(), []int{46}
 }
 
 func (x *InitResponse) GetStatus() *StatusResponse {
@@ -2718,7 +2814,7 @@ type JoinRequest struct {
 
 func (x *JoinRequest) Reset() {
 	*x = JoinRequest{}
-	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[45]
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[47]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2730,7 +2826,7 @@ func (x *JoinRequest) String() string {
 func (*JoinRequest) ProtoMessage() {}
 
 func (x *JoinRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[45]
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[47]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2743,7 +2839,7 @@ func (x *JoinRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use JoinRequest.ProtoReflect.Descriptor instead.
 func (*JoinRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_cluster_v1_service_proto_rawDescGZIP(), []int{45}
+	return file_gpuctl_cluster_v1_service_proto_rawDescGZIP(), []int{47}
 }
 
 func (x *JoinRequest) GetToken() string {
@@ -2776,7 +2872,7 @@ type JoinResponse struct {
 
 func (x *JoinResponse) Reset() {
 	*x = JoinResponse{}
-	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[46]
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[48]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2788,7 +2884,7 @@ func (x *JoinResponse) String() string {
 func (*JoinResponse) ProtoMessage() {}
 
 func (x *JoinResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[46]
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[48]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2801,12 +2897,365 @@ func (x *JoinResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use JoinResponse.ProtoReflect.Descriptor instead.
 func (*JoinResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_cluster_v1_service_proto_rawDescGZIP(), []int{46}
+	return file_gpuctl_cluster_v1_service_proto_rawDescGZIP(), []int{48}
 }
 
 func (x *JoinResponse) GetStatus() *StatusResponse {
 	if x != nil {
 		return x.Status
+	}
+	return nil
+}
+
+// LendRequest asks for one far executor: one session, or the target of one swap.
+type LendRequest struct {
+	state             protoimpl.MessageState `protogen:"open.v1"`
+	Lease             string                 `protobuf:"bytes,1,opt,name=lease,proto3" json:"lease,omitempty"` // id that the borrower chooses: letters, digits and '-', at most 32
+	Claim             string                 `protobuf:"bytes,2,opt,name=claim,proto3" json:"claim,omitempty"`
+	Gpus              []string               `protobuf:"bytes,3,rep,name=gpus,proto3" json:"gpus,omitempty"`                                                    // ids, in the session's order; all of this host, with assignments of the claim
+	Token             uint64                 `protobuf:"varint,4,opt,name=token,proto3" json:"token,omitempty"`                                                 // fencing token: the highest of these assignments
+	CertificateSha256 []byte                 `protobuf:"bytes,5,opt,name=certificate_sha256,json=certificateSha256,proto3" json:"certificate_sha256,omitempty"` // of the carrier's certificate (DER), made for this lease
+	OutageMs          int64                  `protobuf:"varint,6,opt,name=outage_ms,json=outageMs,proto3" json:"outage_ms,omitempty"`                           // how long the carrier may be gone before the lease ends; 0: 1 minute
+	Device            *v1.VirtualDevice      `protobuf:"bytes,7,opt,name=device,proto3" json:"device,omitempty"`
+	unknownFields     protoimpl.UnknownFields
+	sizeCache         protoimpl.SizeCache
+}
+
+func (x *LendRequest) Reset() {
+	*x = LendRequest{}
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[49]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *LendRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*LendRequest) ProtoMessage() {}
+
+func (x *LendRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[49]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use LendRequest.ProtoReflect.Descriptor instead.
+func (*LendRequest) Descriptor() ([]byte, []int) {
+	return file_gpuctl_cluster_v1_service_proto_rawDescGZIP(), []int{49}
+}
+
+func (x *LendRequest) GetLease() string {
+	if x != nil {
+		return x.Lease
+	}
+	return ""
+}
+
+func (x *LendRequest) GetClaim() string {
+	if x != nil {
+		return x.Claim
+	}
+	return ""
+}
+
+func (x *LendRequest) GetGpus() []string {
+	if x != nil {
+		return x.Gpus
+	}
+	return nil
+}
+
+func (x *LendRequest) GetToken() uint64 {
+	if x != nil {
+		return x.Token
+	}
+	return 0
+}
+
+func (x *LendRequest) GetCertificateSha256() []byte {
+	if x != nil {
+		return x.CertificateSha256
+	}
+	return nil
+}
+
+func (x *LendRequest) GetOutageMs() int64 {
+	if x != nil {
+		return x.OutageMs
+	}
+	return 0
+}
+
+func (x *LendRequest) GetDevice() *v1.VirtualDevice {
+	if x != nil {
+		return x.Device
+	}
+	return nil
+}
+
+type LendResponse struct {
+	state             protoimpl.MessageState `protogen:"open.v1"`
+	Token             []byte                 `protobuf:"bytes,1,opt,name=token,proto3" json:"token,omitempty"`                                                  // 32 bytes, for the carrier
+	CertificateSha256 []byte                 `protobuf:"bytes,2,opt,name=certificate_sha256,json=certificateSha256,proto3" json:"certificate_sha256,omitempty"` // of the far executor's certificate (DER), made for this lease
+	Addresses         []string               `protobuf:"bytes,3,rep,name=addresses,proto3" json:"addresses,omitempty"`                                          // HOST:PORT
+	Limits            *v1.Limits             `protobuf:"bytes,4,opt,name=limits,proto3" json:"limits,omitempty"`                                                // of the first GPU, with the claim's share of its memory
+	Model             string                 `protobuf:"bytes,5,opt,name=model,proto3" json:"model,omitempty"`
+	Memory            uint64                 `protobuf:"varint,6,opt,name=memory,proto3" json:"memory,omitempty"` // share of each GPU, bytes; 0: whole GPUs
+	unknownFields     protoimpl.UnknownFields
+	sizeCache         protoimpl.SizeCache
+}
+
+func (x *LendResponse) Reset() {
+	*x = LendResponse{}
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[50]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *LendResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*LendResponse) ProtoMessage() {}
+
+func (x *LendResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[50]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use LendResponse.ProtoReflect.Descriptor instead.
+func (*LendResponse) Descriptor() ([]byte, []int) {
+	return file_gpuctl_cluster_v1_service_proto_rawDescGZIP(), []int{50}
+}
+
+func (x *LendResponse) GetToken() []byte {
+	if x != nil {
+		return x.Token
+	}
+	return nil
+}
+
+func (x *LendResponse) GetCertificateSha256() []byte {
+	if x != nil {
+		return x.CertificateSha256
+	}
+	return nil
+}
+
+func (x *LendResponse) GetAddresses() []string {
+	if x != nil {
+		return x.Addresses
+	}
+	return nil
+}
+
+func (x *LendResponse) GetLimits() *v1.Limits {
+	if x != nil {
+		return x.Limits
+	}
+	return nil
+}
+
+func (x *LendResponse) GetModel() string {
+	if x != nil {
+		return x.Model
+	}
+	return ""
+}
+
+func (x *LendResponse) GetMemory() uint64 {
+	if x != nil {
+		return x.Memory
+	}
+	return 0
+}
+
+type EndLeaseRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Lease         string                 `protobuf:"bytes,1,opt,name=lease,proto3" json:"lease,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *EndLeaseRequest) Reset() {
+	*x = EndLeaseRequest{}
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[51]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *EndLeaseRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*EndLeaseRequest) ProtoMessage() {}
+
+func (x *EndLeaseRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[51]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use EndLeaseRequest.ProtoReflect.Descriptor instead.
+func (*EndLeaseRequest) Descriptor() ([]byte, []int) {
+	return file_gpuctl_cluster_v1_service_proto_rawDescGZIP(), []int{51}
+}
+
+func (x *EndLeaseRequest) GetLease() string {
+	if x != nil {
+		return x.Lease
+	}
+	return ""
+}
+
+type EndLeaseResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *EndLeaseResponse) Reset() {
+	*x = EndLeaseResponse{}
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[52]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *EndLeaseResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*EndLeaseResponse) ProtoMessage() {}
+
+func (x *EndLeaseResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[52]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use EndLeaseResponse.ProtoReflect.Descriptor instead.
+func (*EndLeaseResponse) Descriptor() ([]byte, []int) {
+	return file_gpuctl_cluster_v1_service_proto_rawDescGZIP(), []int{52}
+}
+
+type EchoRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Data          []byte                 `protobuf:"bytes,1,opt,name=data,proto3" json:"data,omitempty"`      // at most 4 MiB
+	Answer        uint32                 `protobuf:"varint,2,opt,name=answer,proto3" json:"answer,omitempty"` // bytes; at most 4 MiB
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *EchoRequest) Reset() {
+	*x = EchoRequest{}
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[53]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *EchoRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*EchoRequest) ProtoMessage() {}
+
+func (x *EchoRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[53]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use EchoRequest.ProtoReflect.Descriptor instead.
+func (*EchoRequest) Descriptor() ([]byte, []int) {
+	return file_gpuctl_cluster_v1_service_proto_rawDescGZIP(), []int{53}
+}
+
+func (x *EchoRequest) GetData() []byte {
+	if x != nil {
+		return x.Data
+	}
+	return nil
+}
+
+func (x *EchoRequest) GetAnswer() uint32 {
+	if x != nil {
+		return x.Answer
+	}
+	return 0
+}
+
+type EchoResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Data          []byte                 `protobuf:"bytes,1,opt,name=data,proto3" json:"data,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *EchoResponse) Reset() {
+	*x = EchoResponse{}
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[54]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *EchoResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*EchoResponse) ProtoMessage() {}
+
+func (x *EchoResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[54]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use EchoResponse.ProtoReflect.Descriptor instead.
+func (*EchoResponse) Descriptor() ([]byte, []int) {
+	return file_gpuctl_cluster_v1_service_proto_rawDescGZIP(), []int{54}
+}
+
+func (x *EchoResponse) GetData() []byte {
+	if x != nil {
+		return x.Data
 	}
 	return nil
 }
@@ -2826,7 +3275,7 @@ type EnrollRequest struct {
 
 func (x *EnrollRequest) Reset() {
 	*x = EnrollRequest{}
-	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[47]
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[55]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2838,7 +3287,7 @@ func (x *EnrollRequest) String() string {
 func (*EnrollRequest) ProtoMessage() {}
 
 func (x *EnrollRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[47]
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[55]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2851,7 +3300,7 @@ func (x *EnrollRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EnrollRequest.ProtoReflect.Descriptor instead.
 func (*EnrollRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_cluster_v1_service_proto_rawDescGZIP(), []int{47}
+	return file_gpuctl_cluster_v1_service_proto_rawDescGZIP(), []int{55}
 }
 
 func (x *EnrollRequest) GetTokenId() string {
@@ -2916,7 +3365,7 @@ type EnrollResponse struct {
 
 func (x *EnrollResponse) Reset() {
 	*x = EnrollResponse{}
-	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[48]
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[56]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2928,7 +3377,7 @@ func (x *EnrollResponse) String() string {
 func (*EnrollResponse) ProtoMessage() {}
 
 func (x *EnrollResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[48]
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[56]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2941,7 +3390,7 @@ func (x *EnrollResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EnrollResponse.ProtoReflect.Descriptor instead.
 func (*EnrollResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_cluster_v1_service_proto_rawDescGZIP(), []int{48}
+	return file_gpuctl_cluster_v1_service_proto_rawDescGZIP(), []int{56}
 }
 
 func (x *EnrollResponse) GetCertificate() []byte {
@@ -2988,7 +3437,7 @@ type RenewRequest struct {
 
 func (x *RenewRequest) Reset() {
 	*x = RenewRequest{}
-	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[49]
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[57]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3000,7 +3449,7 @@ func (x *RenewRequest) String() string {
 func (*RenewRequest) ProtoMessage() {}
 
 func (x *RenewRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[49]
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[57]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3013,7 +3462,7 @@ func (x *RenewRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RenewRequest.ProtoReflect.Descriptor instead.
 func (*RenewRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_cluster_v1_service_proto_rawDescGZIP(), []int{49}
+	return file_gpuctl_cluster_v1_service_proto_rawDescGZIP(), []int{57}
 }
 
 func (x *RenewRequest) GetCsr() []byte {
@@ -3033,7 +3482,7 @@ type RenewResponse struct {
 
 func (x *RenewResponse) Reset() {
 	*x = RenewResponse{}
-	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[50]
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[58]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3045,7 +3494,7 @@ func (x *RenewResponse) String() string {
 func (*RenewResponse) ProtoMessage() {}
 
 func (x *RenewResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[50]
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[58]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3058,7 +3507,7 @@ func (x *RenewResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RenewResponse.ProtoReflect.Descriptor instead.
 func (*RenewResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_cluster_v1_service_proto_rawDescGZIP(), []int{50}
+	return file_gpuctl_cluster_v1_service_proto_rawDescGZIP(), []int{58}
 }
 
 func (x *RenewResponse) GetCertificate() []byte {
@@ -3084,7 +3533,7 @@ type ApplyRequest struct {
 
 func (x *ApplyRequest) Reset() {
 	*x = ApplyRequest{}
-	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[51]
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[59]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3096,7 +3545,7 @@ func (x *ApplyRequest) String() string {
 func (*ApplyRequest) ProtoMessage() {}
 
 func (x *ApplyRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[51]
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[59]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3109,7 +3558,7 @@ func (x *ApplyRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ApplyRequest.ProtoReflect.Descriptor instead.
 func (*ApplyRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_cluster_v1_service_proto_rawDescGZIP(), []int{51}
+	return file_gpuctl_cluster_v1_service_proto_rawDescGZIP(), []int{59}
 }
 
 func (x *ApplyRequest) GetCommands() []*Command {
@@ -3128,7 +3577,7 @@ type ApplyResponse struct {
 
 func (x *ApplyResponse) Reset() {
 	*x = ApplyResponse{}
-	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[52]
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[60]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3140,7 +3589,7 @@ func (x *ApplyResponse) String() string {
 func (*ApplyResponse) ProtoMessage() {}
 
 func (x *ApplyResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[52]
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[60]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3153,7 +3602,7 @@ func (x *ApplyResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ApplyResponse.ProtoReflect.Descriptor instead.
 func (*ApplyResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_cluster_v1_service_proto_rawDescGZIP(), []int{52}
+	return file_gpuctl_cluster_v1_service_proto_rawDescGZIP(), []int{60}
 }
 
 func (x *ApplyResponse) GetResults() []*Result {
@@ -3171,7 +3620,7 @@ type ReadIndexRequest struct {
 
 func (x *ReadIndexRequest) Reset() {
 	*x = ReadIndexRequest{}
-	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[53]
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[61]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3183,7 +3632,7 @@ func (x *ReadIndexRequest) String() string {
 func (*ReadIndexRequest) ProtoMessage() {}
 
 func (x *ReadIndexRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[53]
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[61]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3196,7 +3645,7 @@ func (x *ReadIndexRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReadIndexRequest.ProtoReflect.Descriptor instead.
 func (*ReadIndexRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_cluster_v1_service_proto_rawDescGZIP(), []int{53}
+	return file_gpuctl_cluster_v1_service_proto_rawDescGZIP(), []int{61}
 }
 
 type ReadIndexResponse struct {
@@ -3208,7 +3657,7 @@ type ReadIndexResponse struct {
 
 func (x *ReadIndexResponse) Reset() {
 	*x = ReadIndexResponse{}
-	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[54]
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[62]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3220,7 +3669,7 @@ func (x *ReadIndexResponse) String() string {
 func (*ReadIndexResponse) ProtoMessage() {}
 
 func (x *ReadIndexResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[54]
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[62]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3233,7 +3682,7 @@ func (x *ReadIndexResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReadIndexResponse.ProtoReflect.Descriptor instead.
 func (*ReadIndexResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_cluster_v1_service_proto_rawDescGZIP(), []int{54}
+	return file_gpuctl_cluster_v1_service_proto_rawDescGZIP(), []int{62}
 }
 
 func (x *ReadIndexResponse) GetIndex() uint64 {
@@ -3258,7 +3707,7 @@ type HeartbeatRequest struct {
 
 func (x *HeartbeatRequest) Reset() {
 	*x = HeartbeatRequest{}
-	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[55]
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[63]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3270,7 +3719,7 @@ func (x *HeartbeatRequest) String() string {
 func (*HeartbeatRequest) ProtoMessage() {}
 
 func (x *HeartbeatRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[55]
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[63]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3283,7 +3732,7 @@ func (x *HeartbeatRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use HeartbeatRequest.ProtoReflect.Descriptor instead.
 func (*HeartbeatRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_cluster_v1_service_proto_rawDescGZIP(), []int{55}
+	return file_gpuctl_cluster_v1_service_proto_rawDescGZIP(), []int{63}
 }
 
 func (x *HeartbeatRequest) GetHost() string {
@@ -3346,7 +3795,7 @@ type HeartbeatResponse struct {
 
 func (x *HeartbeatResponse) Reset() {
 	*x = HeartbeatResponse{}
-	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[56]
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[64]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3358,7 +3807,7 @@ func (x *HeartbeatResponse) String() string {
 func (*HeartbeatResponse) ProtoMessage() {}
 
 func (x *HeartbeatResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[56]
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[64]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3371,7 +3820,7 @@ func (x *HeartbeatResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use HeartbeatResponse.ProtoReflect.Descriptor instead.
 func (*HeartbeatResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_cluster_v1_service_proto_rawDescGZIP(), []int{56}
+	return file_gpuctl_cluster_v1_service_proto_rawDescGZIP(), []int{64}
 }
 
 func (x *HeartbeatResponse) GetLeader() string {
@@ -3403,7 +3852,7 @@ type FactsRequest struct {
 
 func (x *FactsRequest) Reset() {
 	*x = FactsRequest{}
-	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[57]
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[65]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3415,7 +3864,7 @@ func (x *FactsRequest) String() string {
 func (*FactsRequest) ProtoMessage() {}
 
 func (x *FactsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[57]
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[65]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3428,7 +3877,7 @@ func (x *FactsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use FactsRequest.ProtoReflect.Descriptor instead.
 func (*FactsRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_cluster_v1_service_proto_rawDescGZIP(), []int{57}
+	return file_gpuctl_cluster_v1_service_proto_rawDescGZIP(), []int{65}
 }
 
 type FactsResponse struct {
@@ -3440,7 +3889,7 @@ type FactsResponse struct {
 
 func (x *FactsResponse) Reset() {
 	*x = FactsResponse{}
-	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[58]
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[66]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3452,7 +3901,7 @@ func (x *FactsResponse) String() string {
 func (*FactsResponse) ProtoMessage() {}
 
 func (x *FactsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[58]
+	mi := &file_gpuctl_cluster_v1_service_proto_msgTypes[66]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3465,7 +3914,7 @@ func (x *FactsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use FactsResponse.ProtoReflect.Descriptor instead.
 func (*FactsResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_cluster_v1_service_proto_rawDescGZIP(), []int{58}
+	return file_gpuctl_cluster_v1_service_proto_rawDescGZIP(), []int{66}
 }
 
 func (x *FactsResponse) GetFacts() *HostFacts {
@@ -3555,7 +4004,7 @@ const file_gpuctl_cluster_v1_service_proto_rawDesc = "" +
 	"\acommand\x18\x03 \x01(\tR\acommand\x12\x16\n" +
 	"\x06memory\x18\x04 \x01(\x04R\x06memory\x12\x1a\n" +
 	"\blaunches\x18\x05 \x01(\x04R\blaunches\"\x0f\n" +
-	"\rStatusRequest\"\xae\x04\n" +
+	"\rStatusRequest\"\xe4\x04\n" +
 	"\x0eStatusResponse\x12\x16\n" +
 	"\x06joined\x18\x01 \x01(\bR\x06joined\x12\x1d\n" +
 	"\n" +
@@ -3578,7 +4027,8 @@ const file_gpuctl_cluster_v1_service_proto_rawDesc = "" +
 	"\n" +
 	"standalone\x18\x10 \x01(\bR\n" +
 	"standalone\x12\x16\n" +
-	"\x06alarms\x18\x11 \x03(\tR\x06alarms\"\x88\x02\n" +
+	"\x06alarms\x18\x11 \x03(\tR\x06alarms\x124\n" +
+	"\x05queue\x18\x12 \x01(\x0e2\x1e.gpuctl.cluster.v1.QueuePolicyR\x05queue\"\x88\x02\n" +
 	"\fMemberStatus\x12\x12\n" +
 	"\x04host\x18\x01 \x01(\tR\x04host\x12\x0e\n" +
 	"\x02id\x18\x02 \x01(\tR\x02id\x12\x18\n" +
@@ -3651,7 +4101,11 @@ const file_gpuctl_cluster_v1_service_proto_rawDesc = "" +
 	"\x04rank\x18\x02 \x01(\rR\x04rank\x12\x14\n" +
 	"\x05clear\x18\x03 \x01(\bR\x05clear\"A\n" +
 	"\x0fSetRankResponse\x12.\n" +
-	"\x05model\x18\x01 \x01(\v2\x18.gpuctl.cluster.v1.ModelR\x05model\"j\n" +
+	"\x05model\x18\x01 \x01(\v2\x18.gpuctl.cluster.v1.ModelR\x05model\"I\n" +
+	"\x0fSetQueueRequest\x126\n" +
+	"\x06policy\x18\x01 \x01(\x0e2\x1e.gpuctl.cluster.v1.QueuePolicyR\x06policy\"J\n" +
+	"\x10SetQueueResponse\x126\n" +
+	"\x06policy\x18\x01 \x01(\x0e2\x1e.gpuctl.cluster.v1.QueuePolicyR\x06policy\"j\n" +
 	"\x12CreateTokenRequest\x12+\n" +
 	"\x04role\x18\x01 \x01(\x0e2\x17.gpuctl.cluster.v1.RoleR\x04role\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12\x13\n" +
@@ -3688,7 +4142,30 @@ const file_gpuctl_cluster_v1_service_proto_rawDesc = "" +
 	"\x04host\x18\x02 \x01(\tR\x04host\x12\x18\n" +
 	"\aaddress\x18\x03 \x01(\tR\aaddress\"I\n" +
 	"\fJoinResponse\x129\n" +
-	"\x06status\x18\x01 \x01(\v2!.gpuctl.cluster.v1.StatusResponseR\x06status\"\xb7\x01\n" +
+	"\x06status\x18\x01 \x01(\v2!.gpuctl.cluster.v1.StatusResponseR\x06status\"\xe1\x01\n" +
+	"\vLendRequest\x12\x14\n" +
+	"\x05lease\x18\x01 \x01(\tR\x05lease\x12\x14\n" +
+	"\x05claim\x18\x02 \x01(\tR\x05claim\x12\x12\n" +
+	"\x04gpus\x18\x03 \x03(\tR\x04gpus\x12\x14\n" +
+	"\x05token\x18\x04 \x01(\x04R\x05token\x12-\n" +
+	"\x12certificate_sha256\x18\x05 \x01(\fR\x11certificateSha256\x12\x1b\n" +
+	"\toutage_ms\x18\x06 \x01(\x03R\boutageMs\x120\n" +
+	"\x06device\x18\a \x01(\v2\x18.gpuctl.v1.VirtualDeviceR\x06device\"\xca\x01\n" +
+	"\fLendResponse\x12\x14\n" +
+	"\x05token\x18\x01 \x01(\fR\x05token\x12-\n" +
+	"\x12certificate_sha256\x18\x02 \x01(\fR\x11certificateSha256\x12\x1c\n" +
+	"\taddresses\x18\x03 \x03(\tR\taddresses\x12)\n" +
+	"\x06limits\x18\x04 \x01(\v2\x11.gpuctl.v1.LimitsR\x06limits\x12\x14\n" +
+	"\x05model\x18\x05 \x01(\tR\x05model\x12\x16\n" +
+	"\x06memory\x18\x06 \x01(\x04R\x06memory\"'\n" +
+	"\x0fEndLeaseRequest\x12\x14\n" +
+	"\x05lease\x18\x01 \x01(\tR\x05lease\"\x12\n" +
+	"\x10EndLeaseResponse\"9\n" +
+	"\vEchoRequest\x12\x12\n" +
+	"\x04data\x18\x01 \x01(\fR\x04data\x12\x16\n" +
+	"\x06answer\x18\x02 \x01(\rR\x06answer\"\"\n" +
+	"\fEchoResponse\x12\x12\n" +
+	"\x04data\x18\x01 \x01(\fR\x04data\"\xb7\x01\n" +
 	"\rEnrollRequest\x12\x19\n" +
 	"\btoken_id\x18\x01 \x01(\tR\atokenId\x12\x16\n" +
 	"\x06secret\x18\x02 \x01(\fR\x06secret\x12\x10\n" +
@@ -3730,7 +4207,7 @@ const file_gpuctl_cluster_v1_service_proto_rawDesc = "" +
 	"\x05known\x18\x03 \x01(\bR\x05known\"\x0e\n" +
 	"\fFactsRequest\"C\n" +
 	"\rFactsResponse\x122\n" +
-	"\x05facts\x18\x01 \x01(\v2\x1c.gpuctl.cluster.v1.HostFactsR\x05facts2\x8c\x0e\n" +
+	"\x05facts\x18\x01 \x01(\v2\x1c.gpuctl.cluster.v1.HostFactsR\x05facts2\xe1\x0e\n" +
 	"\x0eClusterService\x12G\n" +
 	"\x04List\x12\x1e.gpuctl.cluster.v1.ListRequest\x1a\x1f.gpuctl.cluster.v1.ListResponse\x12L\n" +
 	"\x05Watch\x12\x1f.gpuctl.cluster.v1.WatchRequest\x1a .gpuctl.cluster.v1.WatchResponse0\x01\x12S\n" +
@@ -3744,7 +4221,8 @@ const file_gpuctl_cluster_v1_service_proto_rawDesc = "" +
 	"\bSetDrain\x12\".gpuctl.cluster.v1.SetDrainRequest\x1a#.gpuctl.cluster.v1.SetDrainResponse\x12V\n" +
 	"\tSetCordon\x12#.gpuctl.cluster.v1.SetCordonRequest\x1a$.gpuctl.cluster.v1.SetCordonResponse\x12V\n" +
 	"\tSetLabels\x12#.gpuctl.cluster.v1.SetLabelsRequest\x1a$.gpuctl.cluster.v1.SetLabelsResponse\x12P\n" +
-	"\aSetRank\x12!.gpuctl.cluster.v1.SetRankRequest\x1a\".gpuctl.cluster.v1.SetRankResponse\x12\\\n" +
+	"\aSetRank\x12!.gpuctl.cluster.v1.SetRankRequest\x1a\".gpuctl.cluster.v1.SetRankResponse\x12S\n" +
+	"\bSetQueue\x12\".gpuctl.cluster.v1.SetQueueRequest\x1a#.gpuctl.cluster.v1.SetQueueResponse\x12\\\n" +
 	"\vCreateToken\x12%.gpuctl.cluster.v1.CreateTokenRequest\x1a&.gpuctl.cluster.v1.CreateTokenResponse\x12Y\n" +
 	"\n" +
 	"ListTokens\x12$.gpuctl.cluster.v1.ListTokensRequest\x1a%.gpuctl.cluster.v1.ListTokensResponse\x12\\\n" +
@@ -3754,7 +4232,7 @@ const file_gpuctl_cluster_v1_service_proto_rawDesc = "" +
 	"\x0eRevokeIdentity\x12(.gpuctl.cluster.v1.RevokeIdentityRequest\x1a).gpuctl.cluster.v1.RevokeIdentityResponse\x12e\n" +
 	"\x0eListIdentities\x12(.gpuctl.cluster.v1.ListIdentitiesRequest\x1a).gpuctl.cluster.v1.ListIdentitiesResponse\x12G\n" +
 	"\x04Init\x12\x1e.gpuctl.cluster.v1.InitRequest\x1a\x1f.gpuctl.cluster.v1.InitResponse\x12G\n" +
-	"\x04Join\x12\x1e.gpuctl.cluster.v1.JoinRequest\x1a\x1f.gpuctl.cluster.v1.JoinResponse2\xce\x04\n" +
+	"\x04Join\x12\x1e.gpuctl.cluster.v1.JoinRequest\x1a\x1f.gpuctl.cluster.v1.JoinResponse2\xb5\x06\n" +
 	"\vPeerService\x12M\n" +
 	"\x06Enroll\x12 .gpuctl.cluster.v1.EnrollRequest\x1a!.gpuctl.cluster.v1.EnrollResponse\x12J\n" +
 	"\x05Renew\x12\x1f.gpuctl.cluster.v1.RenewRequest\x1a .gpuctl.cluster.v1.RenewResponse\x12J\n" +
@@ -3762,7 +4240,10 @@ const file_gpuctl_cluster_v1_service_proto_rawDesc = "" +
 	"\tReadIndex\x12#.gpuctl.cluster.v1.ReadIndexRequest\x1a$.gpuctl.cluster.v1.ReadIndexResponse\x12V\n" +
 	"\tHeartbeat\x12#.gpuctl.cluster.v1.HeartbeatRequest\x1a$.gpuctl.cluster.v1.HeartbeatResponse\x12J\n" +
 	"\x05Facts\x12\x1f.gpuctl.cluster.v1.FactsRequest\x1a .gpuctl.cluster.v1.FactsResponse\x12\\\n" +
-	"\vCreateClaim\x12%.gpuctl.cluster.v1.CreateClaimRequest\x1a&.gpuctl.cluster.v1.CreateClaimResponseB:Z8github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1;clusterv1b\x06proto3"
+	"\vCreateClaim\x12%.gpuctl.cluster.v1.CreateClaimRequest\x1a&.gpuctl.cluster.v1.CreateClaimResponse\x12G\n" +
+	"\x04Lend\x12\x1e.gpuctl.cluster.v1.LendRequest\x1a\x1f.gpuctl.cluster.v1.LendResponse\x12S\n" +
+	"\bEndLease\x12\".gpuctl.cluster.v1.EndLeaseRequest\x1a#.gpuctl.cluster.v1.EndLeaseResponse\x12G\n" +
+	"\x04Echo\x12\x1e.gpuctl.cluster.v1.EchoRequest\x1a\x1f.gpuctl.cluster.v1.EchoResponseB:Z8github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1;clusterv1b\x06proto3"
 
 var (
 	file_gpuctl_cluster_v1_service_proto_rawDescOnce sync.Once
@@ -3776,7 +4257,7 @@ func file_gpuctl_cluster_v1_service_proto_rawDescGZIP() []byte {
 	return file_gpuctl_cluster_v1_service_proto_rawDescData
 }
 
-var file_gpuctl_cluster_v1_service_proto_msgTypes = make([]protoimpl.MessageInfo, 60)
+var file_gpuctl_cluster_v1_service_proto_msgTypes = make([]protoimpl.MessageInfo, 68)
 var file_gpuctl_cluster_v1_service_proto_goTypes = []any{
 	(*ListRequest)(nil),            // 0: gpuctl.cluster.v1.ListRequest
 	(*ListResponse)(nil),           // 1: gpuctl.cluster.v1.ListResponse
@@ -3809,151 +4290,175 @@ var file_gpuctl_cluster_v1_service_proto_goTypes = []any{
 	(*SetLabelsResponse)(nil),      // 28: gpuctl.cluster.v1.SetLabelsResponse
 	(*SetRankRequest)(nil),         // 29: gpuctl.cluster.v1.SetRankRequest
 	(*SetRankResponse)(nil),        // 30: gpuctl.cluster.v1.SetRankResponse
-	(*CreateTokenRequest)(nil),     // 31: gpuctl.cluster.v1.CreateTokenRequest
-	(*CreateTokenResponse)(nil),    // 32: gpuctl.cluster.v1.CreateTokenResponse
-	(*ListTokensRequest)(nil),      // 33: gpuctl.cluster.v1.ListTokensRequest
-	(*ListTokensResponse)(nil),     // 34: gpuctl.cluster.v1.ListTokensResponse
-	(*DeleteTokenRequest)(nil),     // 35: gpuctl.cluster.v1.DeleteTokenRequest
-	(*DeleteTokenResponse)(nil),    // 36: gpuctl.cluster.v1.DeleteTokenResponse
-	(*RemoveHostRequest)(nil),      // 37: gpuctl.cluster.v1.RemoveHostRequest
-	(*RemoveHostResponse)(nil),     // 38: gpuctl.cluster.v1.RemoveHostResponse
-	(*RevokeIdentityRequest)(nil),  // 39: gpuctl.cluster.v1.RevokeIdentityRequest
-	(*RevokeIdentityResponse)(nil), // 40: gpuctl.cluster.v1.RevokeIdentityResponse
-	(*ListIdentitiesRequest)(nil),  // 41: gpuctl.cluster.v1.ListIdentitiesRequest
-	(*ListIdentitiesResponse)(nil), // 42: gpuctl.cluster.v1.ListIdentitiesResponse
-	(*InitRequest)(nil),            // 43: gpuctl.cluster.v1.InitRequest
-	(*InitResponse)(nil),           // 44: gpuctl.cluster.v1.InitResponse
-	(*JoinRequest)(nil),            // 45: gpuctl.cluster.v1.JoinRequest
-	(*JoinResponse)(nil),           // 46: gpuctl.cluster.v1.JoinResponse
-	(*EnrollRequest)(nil),          // 47: gpuctl.cluster.v1.EnrollRequest
-	(*EnrollResponse)(nil),         // 48: gpuctl.cluster.v1.EnrollResponse
-	(*RenewRequest)(nil),           // 49: gpuctl.cluster.v1.RenewRequest
-	(*RenewResponse)(nil),          // 50: gpuctl.cluster.v1.RenewResponse
-	(*ApplyRequest)(nil),           // 51: gpuctl.cluster.v1.ApplyRequest
-	(*ApplyResponse)(nil),          // 52: gpuctl.cluster.v1.ApplyResponse
-	(*ReadIndexRequest)(nil),       // 53: gpuctl.cluster.v1.ReadIndexRequest
-	(*ReadIndexResponse)(nil),      // 54: gpuctl.cluster.v1.ReadIndexResponse
-	(*HeartbeatRequest)(nil),       // 55: gpuctl.cluster.v1.HeartbeatRequest
-	(*HeartbeatResponse)(nil),      // 56: gpuctl.cluster.v1.HeartbeatResponse
-	(*FactsRequest)(nil),           // 57: gpuctl.cluster.v1.FactsRequest
-	(*FactsResponse)(nil),          // 58: gpuctl.cluster.v1.FactsResponse
-	nil,                            // 59: gpuctl.cluster.v1.SetLabelsRequest.SetEntry
-	(Kind)(0),                      // 60: gpuctl.cluster.v1.Kind
-	(*Object)(nil),                 // 61: gpuctl.cluster.v1.Object
-	(*Event)(nil),                  // 62: gpuctl.cluster.v1.Event
-	(Health)(0),                    // 63: gpuctl.cluster.v1.Health
-	(*Claim)(nil),                  // 64: gpuctl.cluster.v1.Claim
-	(*Choice)(nil),                 // 65: gpuctl.cluster.v1.Choice
-	(*v1.Reason)(nil),              // 66: gpuctl.v1.Reason
-	(*Assignment)(nil),             // 67: gpuctl.cluster.v1.Assignment
-	(*Host)(nil),                   // 68: gpuctl.cluster.v1.Host
-	(*GPU)(nil),                    // 69: gpuctl.cluster.v1.GPU
-	(*Model)(nil),                  // 70: gpuctl.cluster.v1.Model
-	(Role)(0),                      // 71: gpuctl.cluster.v1.Role
-	(*JoinToken)(nil),              // 72: gpuctl.cluster.v1.JoinToken
-	(*Identity)(nil),               // 73: gpuctl.cluster.v1.Identity
-	(*Command)(nil),                // 74: gpuctl.cluster.v1.Command
-	(*Result)(nil),                 // 75: gpuctl.cluster.v1.Result
+	(*SetQueueRequest)(nil),        // 31: gpuctl.cluster.v1.SetQueueRequest
+	(*SetQueueResponse)(nil),       // 32: gpuctl.cluster.v1.SetQueueResponse
+	(*CreateTokenRequest)(nil),     // 33: gpuctl.cluster.v1.CreateTokenRequest
+	(*CreateTokenResponse)(nil),    // 34: gpuctl.cluster.v1.CreateTokenResponse
+	(*ListTokensRequest)(nil),      // 35: gpuctl.cluster.v1.ListTokensRequest
+	(*ListTokensResponse)(nil),     // 36: gpuctl.cluster.v1.ListTokensResponse
+	(*DeleteTokenRequest)(nil),     // 37: gpuctl.cluster.v1.DeleteTokenRequest
+	(*DeleteTokenResponse)(nil),    // 38: gpuctl.cluster.v1.DeleteTokenResponse
+	(*RemoveHostRequest)(nil),      // 39: gpuctl.cluster.v1.RemoveHostRequest
+	(*RemoveHostResponse)(nil),     // 40: gpuctl.cluster.v1.RemoveHostResponse
+	(*RevokeIdentityRequest)(nil),  // 41: gpuctl.cluster.v1.RevokeIdentityRequest
+	(*RevokeIdentityResponse)(nil), // 42: gpuctl.cluster.v1.RevokeIdentityResponse
+	(*ListIdentitiesRequest)(nil),  // 43: gpuctl.cluster.v1.ListIdentitiesRequest
+	(*ListIdentitiesResponse)(nil), // 44: gpuctl.cluster.v1.ListIdentitiesResponse
+	(*InitRequest)(nil),            // 45: gpuctl.cluster.v1.InitRequest
+	(*InitResponse)(nil),           // 46: gpuctl.cluster.v1.InitResponse
+	(*JoinRequest)(nil),            // 47: gpuctl.cluster.v1.JoinRequest
+	(*JoinResponse)(nil),           // 48: gpuctl.cluster.v1.JoinResponse
+	(*LendRequest)(nil),            // 49: gpuctl.cluster.v1.LendRequest
+	(*LendResponse)(nil),           // 50: gpuctl.cluster.v1.LendResponse
+	(*EndLeaseRequest)(nil),        // 51: gpuctl.cluster.v1.EndLeaseRequest
+	(*EndLeaseResponse)(nil),       // 52: gpuctl.cluster.v1.EndLeaseResponse
+	(*EchoRequest)(nil),            // 53: gpuctl.cluster.v1.EchoRequest
+	(*EchoResponse)(nil),           // 54: gpuctl.cluster.v1.EchoResponse
+	(*EnrollRequest)(nil),          // 55: gpuctl.cluster.v1.EnrollRequest
+	(*EnrollResponse)(nil),         // 56: gpuctl.cluster.v1.EnrollResponse
+	(*RenewRequest)(nil),           // 57: gpuctl.cluster.v1.RenewRequest
+	(*RenewResponse)(nil),          // 58: gpuctl.cluster.v1.RenewResponse
+	(*ApplyRequest)(nil),           // 59: gpuctl.cluster.v1.ApplyRequest
+	(*ApplyResponse)(nil),          // 60: gpuctl.cluster.v1.ApplyResponse
+	(*ReadIndexRequest)(nil),       // 61: gpuctl.cluster.v1.ReadIndexRequest
+	(*ReadIndexResponse)(nil),      // 62: gpuctl.cluster.v1.ReadIndexResponse
+	(*HeartbeatRequest)(nil),       // 63: gpuctl.cluster.v1.HeartbeatRequest
+	(*HeartbeatResponse)(nil),      // 64: gpuctl.cluster.v1.HeartbeatResponse
+	(*FactsRequest)(nil),           // 65: gpuctl.cluster.v1.FactsRequest
+	(*FactsResponse)(nil),          // 66: gpuctl.cluster.v1.FactsResponse
+	nil,                            // 67: gpuctl.cluster.v1.SetLabelsRequest.SetEntry
+	(Kind)(0),                      // 68: gpuctl.cluster.v1.Kind
+	(*Object)(nil),                 // 69: gpuctl.cluster.v1.Object
+	(*Event)(nil),                  // 70: gpuctl.cluster.v1.Event
+	(Health)(0),                    // 71: gpuctl.cluster.v1.Health
+	(QueuePolicy)(0),               // 72: gpuctl.cluster.v1.QueuePolicy
+	(*Claim)(nil),                  // 73: gpuctl.cluster.v1.Claim
+	(*Choice)(nil),                 // 74: gpuctl.cluster.v1.Choice
+	(*v1.Reason)(nil),              // 75: gpuctl.v1.Reason
+	(*Assignment)(nil),             // 76: gpuctl.cluster.v1.Assignment
+	(*Host)(nil),                   // 77: gpuctl.cluster.v1.Host
+	(*GPU)(nil),                    // 78: gpuctl.cluster.v1.GPU
+	(*Model)(nil),                  // 79: gpuctl.cluster.v1.Model
+	(Role)(0),                      // 80: gpuctl.cluster.v1.Role
+	(*JoinToken)(nil),              // 81: gpuctl.cluster.v1.JoinToken
+	(*Identity)(nil),               // 82: gpuctl.cluster.v1.Identity
+	(*v1.VirtualDevice)(nil),       // 83: gpuctl.v1.VirtualDevice
+	(*v1.Limits)(nil),              // 84: gpuctl.v1.Limits
+	(*Command)(nil),                // 85: gpuctl.cluster.v1.Command
+	(*Result)(nil),                 // 86: gpuctl.cluster.v1.Result
 }
 var file_gpuctl_cluster_v1_service_proto_depIdxs = []int32{
-	60, // 0: gpuctl.cluster.v1.ListRequest.kind:type_name -> gpuctl.cluster.v1.Kind
-	61, // 1: gpuctl.cluster.v1.ListResponse.objects:type_name -> gpuctl.cluster.v1.Object
-	60, // 2: gpuctl.cluster.v1.WatchRequest.kind:type_name -> gpuctl.cluster.v1.Kind
-	61, // 3: gpuctl.cluster.v1.WatchResponse.object:type_name -> gpuctl.cluster.v1.Object
-	60, // 4: gpuctl.cluster.v1.DescribeRequest.kind:type_name -> gpuctl.cluster.v1.Kind
-	61, // 5: gpuctl.cluster.v1.DescribeResponse.object:type_name -> gpuctl.cluster.v1.Object
-	61, // 6: gpuctl.cluster.v1.DescribeResponse.related:type_name -> gpuctl.cluster.v1.Object
-	62, // 7: gpuctl.cluster.v1.DescribeResponse.events:type_name -> gpuctl.cluster.v1.Event
-	60, // 8: gpuctl.cluster.v1.EventsRequest.kind:type_name -> gpuctl.cluster.v1.Kind
+	68, // 0: gpuctl.cluster.v1.ListRequest.kind:type_name -> gpuctl.cluster.v1.Kind
+	69, // 1: gpuctl.cluster.v1.ListResponse.objects:type_name -> gpuctl.cluster.v1.Object
+	68, // 2: gpuctl.cluster.v1.WatchRequest.kind:type_name -> gpuctl.cluster.v1.Kind
+	69, // 3: gpuctl.cluster.v1.WatchResponse.object:type_name -> gpuctl.cluster.v1.Object
+	68, // 4: gpuctl.cluster.v1.DescribeRequest.kind:type_name -> gpuctl.cluster.v1.Kind
+	69, // 5: gpuctl.cluster.v1.DescribeResponse.object:type_name -> gpuctl.cluster.v1.Object
+	69, // 6: gpuctl.cluster.v1.DescribeResponse.related:type_name -> gpuctl.cluster.v1.Object
+	70, // 7: gpuctl.cluster.v1.DescribeResponse.events:type_name -> gpuctl.cluster.v1.Event
+	68, // 8: gpuctl.cluster.v1.EventsRequest.kind:type_name -> gpuctl.cluster.v1.Kind
 	9,  // 9: gpuctl.cluster.v1.TopResponse.hosts:type_name -> gpuctl.cluster.v1.HostFacts
 	10, // 10: gpuctl.cluster.v1.HostFacts.gpus:type_name -> gpuctl.cluster.v1.GPUFacts
 	11, // 11: gpuctl.cluster.v1.GPUFacts.sessions:type_name -> gpuctl.cluster.v1.SessionFacts
-	63, // 12: gpuctl.cluster.v1.GPUFacts.health:type_name -> gpuctl.cluster.v1.Health
+	71, // 12: gpuctl.cluster.v1.GPUFacts.health:type_name -> gpuctl.cluster.v1.Health
 	14, // 13: gpuctl.cluster.v1.StatusResponse.members:type_name -> gpuctl.cluster.v1.MemberStatus
-	64, // 14: gpuctl.cluster.v1.PlaceRequest.claim:type_name -> gpuctl.cluster.v1.Claim
-	17, // 15: gpuctl.cluster.v1.PlaceResponse.candidates:type_name -> gpuctl.cluster.v1.PlaceCandidate
-	18, // 16: gpuctl.cluster.v1.PlaceResponse.rejected:type_name -> gpuctl.cluster.v1.Rejection
-	65, // 17: gpuctl.cluster.v1.PlaceCandidate.choices:type_name -> gpuctl.cluster.v1.Choice
-	66, // 18: gpuctl.cluster.v1.Rejection.reasons:type_name -> gpuctl.v1.Reason
-	64, // 19: gpuctl.cluster.v1.CreateClaimRequest.claim:type_name -> gpuctl.cluster.v1.Claim
-	64, // 20: gpuctl.cluster.v1.CreateClaimResponse.claim:type_name -> gpuctl.cluster.v1.Claim
-	67, // 21: gpuctl.cluster.v1.CreateClaimResponse.assignments:type_name -> gpuctl.cluster.v1.Assignment
-	18, // 22: gpuctl.cluster.v1.CreateClaimResponse.rejected:type_name -> gpuctl.cluster.v1.Rejection
-	64, // 23: gpuctl.cluster.v1.DeleteClaimResponse.claim:type_name -> gpuctl.cluster.v1.Claim
-	68, // 24: gpuctl.cluster.v1.SetDrainResponse.host:type_name -> gpuctl.cluster.v1.Host
-	69, // 25: gpuctl.cluster.v1.SetCordonResponse.gpu:type_name -> gpuctl.cluster.v1.GPU
-	59, // 26: gpuctl.cluster.v1.SetLabelsRequest.set:type_name -> gpuctl.cluster.v1.SetLabelsRequest.SetEntry
-	68, // 27: gpuctl.cluster.v1.SetLabelsResponse.host:type_name -> gpuctl.cluster.v1.Host
-	70, // 28: gpuctl.cluster.v1.SetRankResponse.model:type_name -> gpuctl.cluster.v1.Model
-	71, // 29: gpuctl.cluster.v1.CreateTokenRequest.role:type_name -> gpuctl.cluster.v1.Role
-	72, // 30: gpuctl.cluster.v1.ListTokensResponse.tokens:type_name -> gpuctl.cluster.v1.JoinToken
-	73, // 31: gpuctl.cluster.v1.ListIdentitiesResponse.identities:type_name -> gpuctl.cluster.v1.Identity
-	13, // 32: gpuctl.cluster.v1.InitResponse.status:type_name -> gpuctl.cluster.v1.StatusResponse
-	13, // 33: gpuctl.cluster.v1.JoinResponse.status:type_name -> gpuctl.cluster.v1.StatusResponse
-	74, // 34: gpuctl.cluster.v1.ApplyRequest.commands:type_name -> gpuctl.cluster.v1.Command
-	75, // 35: gpuctl.cluster.v1.ApplyResponse.results:type_name -> gpuctl.cluster.v1.Result
-	9,  // 36: gpuctl.cluster.v1.FactsResponse.facts:type_name -> gpuctl.cluster.v1.HostFacts
-	0,  // 37: gpuctl.cluster.v1.ClusterService.List:input_type -> gpuctl.cluster.v1.ListRequest
-	2,  // 38: gpuctl.cluster.v1.ClusterService.Watch:input_type -> gpuctl.cluster.v1.WatchRequest
-	4,  // 39: gpuctl.cluster.v1.ClusterService.Describe:input_type -> gpuctl.cluster.v1.DescribeRequest
-	6,  // 40: gpuctl.cluster.v1.ClusterService.Events:input_type -> gpuctl.cluster.v1.EventsRequest
-	7,  // 41: gpuctl.cluster.v1.ClusterService.Top:input_type -> gpuctl.cluster.v1.TopRequest
-	12, // 42: gpuctl.cluster.v1.ClusterService.Status:input_type -> gpuctl.cluster.v1.StatusRequest
-	15, // 43: gpuctl.cluster.v1.ClusterService.Place:input_type -> gpuctl.cluster.v1.PlaceRequest
-	19, // 44: gpuctl.cluster.v1.ClusterService.CreateClaim:input_type -> gpuctl.cluster.v1.CreateClaimRequest
-	21, // 45: gpuctl.cluster.v1.ClusterService.DeleteClaim:input_type -> gpuctl.cluster.v1.DeleteClaimRequest
-	23, // 46: gpuctl.cluster.v1.ClusterService.SetDrain:input_type -> gpuctl.cluster.v1.SetDrainRequest
-	25, // 47: gpuctl.cluster.v1.ClusterService.SetCordon:input_type -> gpuctl.cluster.v1.SetCordonRequest
-	27, // 48: gpuctl.cluster.v1.ClusterService.SetLabels:input_type -> gpuctl.cluster.v1.SetLabelsRequest
-	29, // 49: gpuctl.cluster.v1.ClusterService.SetRank:input_type -> gpuctl.cluster.v1.SetRankRequest
-	31, // 50: gpuctl.cluster.v1.ClusterService.CreateToken:input_type -> gpuctl.cluster.v1.CreateTokenRequest
-	33, // 51: gpuctl.cluster.v1.ClusterService.ListTokens:input_type -> gpuctl.cluster.v1.ListTokensRequest
-	35, // 52: gpuctl.cluster.v1.ClusterService.DeleteToken:input_type -> gpuctl.cluster.v1.DeleteTokenRequest
-	37, // 53: gpuctl.cluster.v1.ClusterService.RemoveHost:input_type -> gpuctl.cluster.v1.RemoveHostRequest
-	39, // 54: gpuctl.cluster.v1.ClusterService.RevokeIdentity:input_type -> gpuctl.cluster.v1.RevokeIdentityRequest
-	41, // 55: gpuctl.cluster.v1.ClusterService.ListIdentities:input_type -> gpuctl.cluster.v1.ListIdentitiesRequest
-	43, // 56: gpuctl.cluster.v1.ClusterService.Init:input_type -> gpuctl.cluster.v1.InitRequest
-	45, // 57: gpuctl.cluster.v1.ClusterService.Join:input_type -> gpuctl.cluster.v1.JoinRequest
-	47, // 58: gpuctl.cluster.v1.PeerService.Enroll:input_type -> gpuctl.cluster.v1.EnrollRequest
-	49, // 59: gpuctl.cluster.v1.PeerService.Renew:input_type -> gpuctl.cluster.v1.RenewRequest
-	51, // 60: gpuctl.cluster.v1.PeerService.Apply:input_type -> gpuctl.cluster.v1.ApplyRequest
-	53, // 61: gpuctl.cluster.v1.PeerService.ReadIndex:input_type -> gpuctl.cluster.v1.ReadIndexRequest
-	55, // 62: gpuctl.cluster.v1.PeerService.Heartbeat:input_type -> gpuctl.cluster.v1.HeartbeatRequest
-	57, // 63: gpuctl.cluster.v1.PeerService.Facts:input_type -> gpuctl.cluster.v1.FactsRequest
-	19, // 64: gpuctl.cluster.v1.PeerService.CreateClaim:input_type -> gpuctl.cluster.v1.CreateClaimRequest
-	1,  // 65: gpuctl.cluster.v1.ClusterService.List:output_type -> gpuctl.cluster.v1.ListResponse
-	3,  // 66: gpuctl.cluster.v1.ClusterService.Watch:output_type -> gpuctl.cluster.v1.WatchResponse
-	5,  // 67: gpuctl.cluster.v1.ClusterService.Describe:output_type -> gpuctl.cluster.v1.DescribeResponse
-	62, // 68: gpuctl.cluster.v1.ClusterService.Events:output_type -> gpuctl.cluster.v1.Event
-	8,  // 69: gpuctl.cluster.v1.ClusterService.Top:output_type -> gpuctl.cluster.v1.TopResponse
-	13, // 70: gpuctl.cluster.v1.ClusterService.Status:output_type -> gpuctl.cluster.v1.StatusResponse
-	16, // 71: gpuctl.cluster.v1.ClusterService.Place:output_type -> gpuctl.cluster.v1.PlaceResponse
-	20, // 72: gpuctl.cluster.v1.ClusterService.CreateClaim:output_type -> gpuctl.cluster.v1.CreateClaimResponse
-	22, // 73: gpuctl.cluster.v1.ClusterService.DeleteClaim:output_type -> gpuctl.cluster.v1.DeleteClaimResponse
-	24, // 74: gpuctl.cluster.v1.ClusterService.SetDrain:output_type -> gpuctl.cluster.v1.SetDrainResponse
-	26, // 75: gpuctl.cluster.v1.ClusterService.SetCordon:output_type -> gpuctl.cluster.v1.SetCordonResponse
-	28, // 76: gpuctl.cluster.v1.ClusterService.SetLabels:output_type -> gpuctl.cluster.v1.SetLabelsResponse
-	30, // 77: gpuctl.cluster.v1.ClusterService.SetRank:output_type -> gpuctl.cluster.v1.SetRankResponse
-	32, // 78: gpuctl.cluster.v1.ClusterService.CreateToken:output_type -> gpuctl.cluster.v1.CreateTokenResponse
-	34, // 79: gpuctl.cluster.v1.ClusterService.ListTokens:output_type -> gpuctl.cluster.v1.ListTokensResponse
-	36, // 80: gpuctl.cluster.v1.ClusterService.DeleteToken:output_type -> gpuctl.cluster.v1.DeleteTokenResponse
-	38, // 81: gpuctl.cluster.v1.ClusterService.RemoveHost:output_type -> gpuctl.cluster.v1.RemoveHostResponse
-	40, // 82: gpuctl.cluster.v1.ClusterService.RevokeIdentity:output_type -> gpuctl.cluster.v1.RevokeIdentityResponse
-	42, // 83: gpuctl.cluster.v1.ClusterService.ListIdentities:output_type -> gpuctl.cluster.v1.ListIdentitiesResponse
-	44, // 84: gpuctl.cluster.v1.ClusterService.Init:output_type -> gpuctl.cluster.v1.InitResponse
-	46, // 85: gpuctl.cluster.v1.ClusterService.Join:output_type -> gpuctl.cluster.v1.JoinResponse
-	48, // 86: gpuctl.cluster.v1.PeerService.Enroll:output_type -> gpuctl.cluster.v1.EnrollResponse
-	50, // 87: gpuctl.cluster.v1.PeerService.Renew:output_type -> gpuctl.cluster.v1.RenewResponse
-	52, // 88: gpuctl.cluster.v1.PeerService.Apply:output_type -> gpuctl.cluster.v1.ApplyResponse
-	54, // 89: gpuctl.cluster.v1.PeerService.ReadIndex:output_type -> gpuctl.cluster.v1.ReadIndexResponse
-	56, // 90: gpuctl.cluster.v1.PeerService.Heartbeat:output_type -> gpuctl.cluster.v1.HeartbeatResponse
-	58, // 91: gpuctl.cluster.v1.PeerService.Facts:output_type -> gpuctl.cluster.v1.FactsResponse
-	20, // 92: gpuctl.cluster.v1.PeerService.CreateClaim:output_type -> gpuctl.cluster.v1.CreateClaimResponse
-	65, // [65:93] is the sub-list for method output_type
-	37, // [37:65] is the sub-list for method input_type
-	37, // [37:37] is the sub-list for extension type_name
-	37, // [37:37] is the sub-list for extension extendee
-	0,  // [0:37] is the sub-list for field type_name
+	72, // 14: gpuctl.cluster.v1.StatusResponse.queue:type_name -> gpuctl.cluster.v1.QueuePolicy
+	73, // 15: gpuctl.cluster.v1.PlaceRequest.claim:type_name -> gpuctl.cluster.v1.Claim
+	17, // 16: gpuctl.cluster.v1.PlaceResponse.candidates:type_name -> gpuctl.cluster.v1.PlaceCandidate
+	18, // 17: gpuctl.cluster.v1.PlaceResponse.rejected:type_name -> gpuctl.cluster.v1.Rejection
+	74, // 18: gpuctl.cluster.v1.PlaceCandidate.choices:type_name -> gpuctl.cluster.v1.Choice
+	75, // 19: gpuctl.cluster.v1.Rejection.reasons:type_name -> gpuctl.v1.Reason
+	73, // 20: gpuctl.cluster.v1.CreateClaimRequest.claim:type_name -> gpuctl.cluster.v1.Claim
+	73, // 21: gpuctl.cluster.v1.CreateClaimResponse.claim:type_name -> gpuctl.cluster.v1.Claim
+	76, // 22: gpuctl.cluster.v1.CreateClaimResponse.assignments:type_name -> gpuctl.cluster.v1.Assignment
+	18, // 23: gpuctl.cluster.v1.CreateClaimResponse.rejected:type_name -> gpuctl.cluster.v1.Rejection
+	73, // 24: gpuctl.cluster.v1.DeleteClaimResponse.claim:type_name -> gpuctl.cluster.v1.Claim
+	77, // 25: gpuctl.cluster.v1.SetDrainResponse.host:type_name -> gpuctl.cluster.v1.Host
+	78, // 26: gpuctl.cluster.v1.SetCordonResponse.gpu:type_name -> gpuctl.cluster.v1.GPU
+	67, // 27: gpuctl.cluster.v1.SetLabelsRequest.set:type_name -> gpuctl.cluster.v1.SetLabelsRequest.SetEntry
+	77, // 28: gpuctl.cluster.v1.SetLabelsResponse.host:type_name -> gpuctl.cluster.v1.Host
+	79, // 29: gpuctl.cluster.v1.SetRankResponse.model:type_name -> gpuctl.cluster.v1.Model
+	72, // 30: gpuctl.cluster.v1.SetQueueRequest.policy:type_name -> gpuctl.cluster.v1.QueuePolicy
+	72, // 31: gpuctl.cluster.v1.SetQueueResponse.policy:type_name -> gpuctl.cluster.v1.QueuePolicy
+	80, // 32: gpuctl.cluster.v1.CreateTokenRequest.role:type_name -> gpuctl.cluster.v1.Role
+	81, // 33: gpuctl.cluster.v1.ListTokensResponse.tokens:type_name -> gpuctl.cluster.v1.JoinToken
+	82, // 34: gpuctl.cluster.v1.ListIdentitiesResponse.identities:type_name -> gpuctl.cluster.v1.Identity
+	13, // 35: gpuctl.cluster.v1.InitResponse.status:type_name -> gpuctl.cluster.v1.StatusResponse
+	13, // 36: gpuctl.cluster.v1.JoinResponse.status:type_name -> gpuctl.cluster.v1.StatusResponse
+	83, // 37: gpuctl.cluster.v1.LendRequest.device:type_name -> gpuctl.v1.VirtualDevice
+	84, // 38: gpuctl.cluster.v1.LendResponse.limits:type_name -> gpuctl.v1.Limits
+	85, // 39: gpuctl.cluster.v1.ApplyRequest.commands:type_name -> gpuctl.cluster.v1.Command
+	86, // 40: gpuctl.cluster.v1.ApplyResponse.results:type_name -> gpuctl.cluster.v1.Result
+	9,  // 41: gpuctl.cluster.v1.FactsResponse.facts:type_name -> gpuctl.cluster.v1.HostFacts
+	0,  // 42: gpuctl.cluster.v1.ClusterService.List:input_type -> gpuctl.cluster.v1.ListRequest
+	2,  // 43: gpuctl.cluster.v1.ClusterService.Watch:input_type -> gpuctl.cluster.v1.WatchRequest
+	4,  // 44: gpuctl.cluster.v1.ClusterService.Describe:input_type -> gpuctl.cluster.v1.DescribeRequest
+	6,  // 45: gpuctl.cluster.v1.ClusterService.Events:input_type -> gpuctl.cluster.v1.EventsRequest
+	7,  // 46: gpuctl.cluster.v1.ClusterService.Top:input_type -> gpuctl.cluster.v1.TopRequest
+	12, // 47: gpuctl.cluster.v1.ClusterService.Status:input_type -> gpuctl.cluster.v1.StatusRequest
+	15, // 48: gpuctl.cluster.v1.ClusterService.Place:input_type -> gpuctl.cluster.v1.PlaceRequest
+	19, // 49: gpuctl.cluster.v1.ClusterService.CreateClaim:input_type -> gpuctl.cluster.v1.CreateClaimRequest
+	21, // 50: gpuctl.cluster.v1.ClusterService.DeleteClaim:input_type -> gpuctl.cluster.v1.DeleteClaimRequest
+	23, // 51: gpuctl.cluster.v1.ClusterService.SetDrain:input_type -> gpuctl.cluster.v1.SetDrainRequest
+	25, // 52: gpuctl.cluster.v1.ClusterService.SetCordon:input_type -> gpuctl.cluster.v1.SetCordonRequest
+	27, // 53: gpuctl.cluster.v1.ClusterService.SetLabels:input_type -> gpuctl.cluster.v1.SetLabelsRequest
+	29, // 54: gpuctl.cluster.v1.ClusterService.SetRank:input_type -> gpuctl.cluster.v1.SetRankRequest
+	31, // 55: gpuctl.cluster.v1.ClusterService.SetQueue:input_type -> gpuctl.cluster.v1.SetQueueRequest
+	33, // 56: gpuctl.cluster.v1.ClusterService.CreateToken:input_type -> gpuctl.cluster.v1.CreateTokenRequest
+	35, // 57: gpuctl.cluster.v1.ClusterService.ListTokens:input_type -> gpuctl.cluster.v1.ListTokensRequest
+	37, // 58: gpuctl.cluster.v1.ClusterService.DeleteToken:input_type -> gpuctl.cluster.v1.DeleteTokenRequest
+	39, // 59: gpuctl.cluster.v1.ClusterService.RemoveHost:input_type -> gpuctl.cluster.v1.RemoveHostRequest
+	41, // 60: gpuctl.cluster.v1.ClusterService.RevokeIdentity:input_type -> gpuctl.cluster.v1.RevokeIdentityRequest
+	43, // 61: gpuctl.cluster.v1.ClusterService.ListIdentities:input_type -> gpuctl.cluster.v1.ListIdentitiesRequest
+	45, // 62: gpuctl.cluster.v1.ClusterService.Init:input_type -> gpuctl.cluster.v1.InitRequest
+	47, // 63: gpuctl.cluster.v1.ClusterService.Join:input_type -> gpuctl.cluster.v1.JoinRequest
+	55, // 64: gpuctl.cluster.v1.PeerService.Enroll:input_type -> gpuctl.cluster.v1.EnrollRequest
+	57, // 65: gpuctl.cluster.v1.PeerService.Renew:input_type -> gpuctl.cluster.v1.RenewRequest
+	59, // 66: gpuctl.cluster.v1.PeerService.Apply:input_type -> gpuctl.cluster.v1.ApplyRequest
+	61, // 67: gpuctl.cluster.v1.PeerService.ReadIndex:input_type -> gpuctl.cluster.v1.ReadIndexRequest
+	63, // 68: gpuctl.cluster.v1.PeerService.Heartbeat:input_type -> gpuctl.cluster.v1.HeartbeatRequest
+	65, // 69: gpuctl.cluster.v1.PeerService.Facts:input_type -> gpuctl.cluster.v1.FactsRequest
+	19, // 70: gpuctl.cluster.v1.PeerService.CreateClaim:input_type -> gpuctl.cluster.v1.CreateClaimRequest
+	49, // 71: gpuctl.cluster.v1.PeerService.Lend:input_type -> gpuctl.cluster.v1.LendRequest
+	51, // 72: gpuctl.cluster.v1.PeerService.EndLease:input_type -> gpuctl.cluster.v1.EndLeaseRequest
+	53, // 73: gpuctl.cluster.v1.PeerService.Echo:input_type -> gpuctl.cluster.v1.EchoRequest
+	1,  // 74: gpuctl.cluster.v1.ClusterService.List:output_type -> gpuctl.cluster.v1.ListResponse
+	3,  // 75: gpuctl.cluster.v1.ClusterService.Watch:output_type -> gpuctl.cluster.v1.WatchResponse
+	5,  // 76: gpuctl.cluster.v1.ClusterService.Describe:output_type -> gpuctl.cluster.v1.DescribeResponse
+	70, // 77: gpuctl.cluster.v1.ClusterService.Events:output_type -> gpuctl.cluster.v1.Event
+	8,  // 78: gpuctl.cluster.v1.ClusterService.Top:output_type -> gpuctl.cluster.v1.TopResponse
+	13, // 79: gpuctl.cluster.v1.ClusterService.Status:output_type -> gpuctl.cluster.v1.StatusResponse
+	16, // 80: gpuctl.cluster.v1.ClusterService.Place:output_type -> gpuctl.cluster.v1.PlaceResponse
+	20, // 81: gpuctl.cluster.v1.ClusterService.CreateClaim:output_type -> gpuctl.cluster.v1.CreateClaimResponse
+	22, // 82: gpuctl.cluster.v1.ClusterService.DeleteClaim:output_type -> gpuctl.cluster.v1.DeleteClaimResponse
+	24, // 83: gpuctl.cluster.v1.ClusterService.SetDrain:output_type -> gpuctl.cluster.v1.SetDrainResponse
+	26, // 84: gpuctl.cluster.v1.ClusterService.SetCordon:output_type -> gpuctl.cluster.v1.SetCordonResponse
+	28, // 85: gpuctl.cluster.v1.ClusterService.SetLabels:output_type -> gpuctl.cluster.v1.SetLabelsResponse
+	30, // 86: gpuctl.cluster.v1.ClusterService.SetRank:output_type -> gpuctl.cluster.v1.SetRankResponse
+	32, // 87: gpuctl.cluster.v1.ClusterService.SetQueue:output_type -> gpuctl.cluster.v1.SetQueueResponse
+	34, // 88: gpuctl.cluster.v1.ClusterService.CreateToken:output_type -> gpuctl.cluster.v1.CreateTokenResponse
+	36, // 89: gpuctl.cluster.v1.ClusterService.ListTokens:output_type -> gpuctl.cluster.v1.ListTokensResponse
+	38, // 90: gpuctl.cluster.v1.ClusterService.DeleteToken:output_type -> gpuctl.cluster.v1.DeleteTokenResponse
+	40, // 91: gpuctl.cluster.v1.ClusterService.RemoveHost:output_type -> gpuctl.cluster.v1.RemoveHostResponse
+	42, // 92: gpuctl.cluster.v1.ClusterService.RevokeIdentity:output_type -> gpuctl.cluster.v1.RevokeIdentityResponse
+	44, // 93: gpuctl.cluster.v1.ClusterService.ListIdentities:output_type -> gpuctl.cluster.v1.ListIdentitiesResponse
+	46, // 94: gpuctl.cluster.v1.ClusterService.Init:output_type -> gpuctl.cluster.v1.InitResponse
+	48, // 95: gpuctl.cluster.v1.ClusterService.Join:output_type -> gpuctl.cluster.v1.JoinResponse
+	56, // 96: gpuctl.cluster.v1.PeerService.Enroll:output_type -> gpuctl.cluster.v1.EnrollResponse
+	58, // 97: gpuctl.cluster.v1.PeerService.Renew:output_type -> gpuctl.cluster.v1.RenewResponse
+	60, // 98: gpuctl.cluster.v1.PeerService.Apply:output_type -> gpuctl.cluster.v1.ApplyResponse
+	62, // 99: gpuctl.cluster.v1.PeerService.ReadIndex:output_type -> gpuctl.cluster.v1.ReadIndexResponse
+	64, // 100: gpuctl.cluster.v1.PeerService.Heartbeat:output_type -> gpuctl.cluster.v1.HeartbeatResponse
+	66, // 101: gpuctl.cluster.v1.PeerService.Facts:output_type -> gpuctl.cluster.v1.FactsResponse
+	20, // 102: gpuctl.cluster.v1.PeerService.CreateClaim:output_type -> gpuctl.cluster.v1.CreateClaimResponse
+	50, // 103: gpuctl.cluster.v1.PeerService.Lend:output_type -> gpuctl.cluster.v1.LendResponse
+	52, // 104: gpuctl.cluster.v1.PeerService.EndLease:output_type -> gpuctl.cluster.v1.EndLeaseResponse
+	54, // 105: gpuctl.cluster.v1.PeerService.Echo:output_type -> gpuctl.cluster.v1.EchoResponse
+	74, // [74:106] is the sub-list for method output_type
+	42, // [42:74] is the sub-list for method input_type
+	42, // [42:42] is the sub-list for extension type_name
+	42, // [42:42] is the sub-list for extension extendee
+	0,  // [0:42] is the sub-list for field type_name
 }
 
 func init() { file_gpuctl_cluster_v1_service_proto_init() }
@@ -3970,7 +4475,7 @@ func file_gpuctl_cluster_v1_service_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_gpuctl_cluster_v1_service_proto_rawDesc), len(file_gpuctl_cluster_v1_service_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   60,
+			NumMessages:   68,
 			NumExtensions: 0,
 			NumServices:   2,
 		},

@@ -36,21 +36,23 @@ const (
 	Kind_KIND_SESSION     Kind = 7
 	Kind_KIND_MIGRATION   Kind = 8
 	Kind_KIND_RESERVATION Kind = 9
+	Kind_KIND_LINK        Kind = 10
 )
 
 // Enum value maps for Kind.
 var (
 	Kind_name = map[int32]string{
-		0: "KIND_UNSPECIFIED",
-		1: "KIND_HOST",
-		2: "KIND_GPU",
-		3: "KIND_MODEL",
-		4: "KIND_VGPU",
-		5: "KIND_CLAIM",
-		6: "KIND_ASSIGNMENT",
-		7: "KIND_SESSION",
-		8: "KIND_MIGRATION",
-		9: "KIND_RESERVATION",
+		0:  "KIND_UNSPECIFIED",
+		1:  "KIND_HOST",
+		2:  "KIND_GPU",
+		3:  "KIND_MODEL",
+		4:  "KIND_VGPU",
+		5:  "KIND_CLAIM",
+		6:  "KIND_ASSIGNMENT",
+		7:  "KIND_SESSION",
+		8:  "KIND_MIGRATION",
+		9:  "KIND_RESERVATION",
+		10: "KIND_LINK",
 	}
 	Kind_value = map[string]int32{
 		"KIND_UNSPECIFIED": 0,
@@ -63,6 +65,7 @@ var (
 		"KIND_SESSION":     7,
 		"KIND_MIGRATION":   8,
 		"KIND_RESERVATION": 9,
+		"KIND_LINK":        10,
 	}
 )
 
@@ -418,6 +421,113 @@ func (Unmet) EnumDescriptor() ([]byte, []int) {
 	return file_gpuctl_cluster_v1_state_proto_rawDescGZIP(), []int{6}
 }
 
+// Remote is whether a claim may be served by GPUs of other hosts than its home.
+// The session then computes over the network.
+type Remote int32
+
+const (
+	Remote_REMOTE_UNSPECIFIED Remote = 0 // means NEVER
+	Remote_REMOTE_NEVER       Remote = 1
+	Remote_REMOTE_ALLOWED     Remote = 2 // at home if there is a GPU, otherwise elsewhere; the cluster's queue policy decides, too
+	Remote_REMOTE_ONLY        Remote = 3 // never at home; it does not move home either
+)
+
+// Enum value maps for Remote.
+var (
+	Remote_name = map[int32]string{
+		0: "REMOTE_UNSPECIFIED",
+		1: "REMOTE_NEVER",
+		2: "REMOTE_ALLOWED",
+		3: "REMOTE_ONLY",
+	}
+	Remote_value = map[string]int32{
+		"REMOTE_UNSPECIFIED": 0,
+		"REMOTE_NEVER":       1,
+		"REMOTE_ALLOWED":     2,
+		"REMOTE_ONLY":        3,
+	}
+)
+
+func (x Remote) Enum() *Remote {
+	p := new(Remote)
+	*p = x
+	return p
+}
+
+func (x Remote) String() string {
+	return protoimpl.X.EnumStringOf(x.Descriptor(), protoreflect.EnumNumber(x))
+}
+
+func (Remote) Descriptor() protoreflect.EnumDescriptor {
+	return file_gpuctl_cluster_v1_state_proto_enumTypes[7].Descriptor()
+}
+
+func (Remote) Type() protoreflect.EnumType {
+	return &file_gpuctl_cluster_v1_state_proto_enumTypes[7]
+}
+
+func (x Remote) Number() protoreflect.EnumNumber {
+	return protoreflect.EnumNumber(x)
+}
+
+// Deprecated: Use Remote.Descriptor instead.
+func (Remote) EnumDescriptor() ([]byte, []int) {
+	return file_gpuctl_cluster_v1_state_proto_rawDescGZIP(), []int{7}
+}
+
+// QueuePolicy is how waiting claims with a home are served.
+type QueuePolicy int32
+
+const (
+	QueuePolicy_QUEUE_POLICY_UNSPECIFIED QueuePolicy = 0 // means MRQ
+	QueuePolicy_QUEUE_POLICY_FCFS        QueuePolicy = 1 // at home only
+	QueuePolicy_QUEUE_POLICY_RQ          QueuePolicy = 2 // remote GPUs, too; a session stays where it began
+	QueuePolicy_QUEUE_POLICY_MRQ         QueuePolicy = 3 // remote GPUs, too; a session moves home when a GPU is free there, once
+)
+
+// Enum value maps for QueuePolicy.
+var (
+	QueuePolicy_name = map[int32]string{
+		0: "QUEUE_POLICY_UNSPECIFIED",
+		1: "QUEUE_POLICY_FCFS",
+		2: "QUEUE_POLICY_RQ",
+		3: "QUEUE_POLICY_MRQ",
+	}
+	QueuePolicy_value = map[string]int32{
+		"QUEUE_POLICY_UNSPECIFIED": 0,
+		"QUEUE_POLICY_FCFS":        1,
+		"QUEUE_POLICY_RQ":          2,
+		"QUEUE_POLICY_MRQ":         3,
+	}
+)
+
+func (x QueuePolicy) Enum() *QueuePolicy {
+	p := new(QueuePolicy)
+	*p = x
+	return p
+}
+
+func (x QueuePolicy) String() string {
+	return protoimpl.X.EnumStringOf(x.Descriptor(), protoreflect.EnumNumber(x))
+}
+
+func (QueuePolicy) Descriptor() protoreflect.EnumDescriptor {
+	return file_gpuctl_cluster_v1_state_proto_enumTypes[8].Descriptor()
+}
+
+func (QueuePolicy) Type() protoreflect.EnumType {
+	return &file_gpuctl_cluster_v1_state_proto_enumTypes[8]
+}
+
+func (x QueuePolicy) Number() protoreflect.EnumNumber {
+	return protoreflect.EnumNumber(x)
+}
+
+// Deprecated: Use QueuePolicy.Descriptor instead.
+func (QueuePolicy) EnumDescriptor() ([]byte, []int) {
+	return file_gpuctl_cluster_v1_state_proto_rawDescGZIP(), []int{8}
+}
+
 type ClaimState int32
 
 const (
@@ -454,11 +564,11 @@ func (x ClaimState) String() string {
 }
 
 func (ClaimState) Descriptor() protoreflect.EnumDescriptor {
-	return file_gpuctl_cluster_v1_state_proto_enumTypes[7].Descriptor()
+	return file_gpuctl_cluster_v1_state_proto_enumTypes[9].Descriptor()
 }
 
 func (ClaimState) Type() protoreflect.EnumType {
-	return &file_gpuctl_cluster_v1_state_proto_enumTypes[7]
+	return &file_gpuctl_cluster_v1_state_proto_enumTypes[9]
 }
 
 func (x ClaimState) Number() protoreflect.EnumNumber {
@@ -467,7 +577,7 @@ func (x ClaimState) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use ClaimState.Descriptor instead.
 func (ClaimState) EnumDescriptor() ([]byte, []int) {
-	return file_gpuctl_cluster_v1_state_proto_rawDescGZIP(), []int{7}
+	return file_gpuctl_cluster_v1_state_proto_rawDescGZIP(), []int{9}
 }
 
 type MigrationState int32
@@ -512,11 +622,11 @@ func (x MigrationState) String() string {
 }
 
 func (MigrationState) Descriptor() protoreflect.EnumDescriptor {
-	return file_gpuctl_cluster_v1_state_proto_enumTypes[8].Descriptor()
+	return file_gpuctl_cluster_v1_state_proto_enumTypes[10].Descriptor()
 }
 
 func (MigrationState) Type() protoreflect.EnumType {
-	return &file_gpuctl_cluster_v1_state_proto_enumTypes[8]
+	return &file_gpuctl_cluster_v1_state_proto_enumTypes[10]
 }
 
 func (x MigrationState) Number() protoreflect.EnumNumber {
@@ -525,7 +635,7 @@ func (x MigrationState) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use MigrationState.Descriptor instead.
 func (MigrationState) EnumDescriptor() ([]byte, []int) {
-	return file_gpuctl_cluster_v1_state_proto_rawDescGZIP(), []int{8}
+	return file_gpuctl_cluster_v1_state_proto_rawDescGZIP(), []int{10}
 }
 
 type Role int32
@@ -567,11 +677,11 @@ func (x Role) String() string {
 }
 
 func (Role) Descriptor() protoreflect.EnumDescriptor {
-	return file_gpuctl_cluster_v1_state_proto_enumTypes[9].Descriptor()
+	return file_gpuctl_cluster_v1_state_proto_enumTypes[11].Descriptor()
 }
 
 func (Role) Type() protoreflect.EnumType {
-	return &file_gpuctl_cluster_v1_state_proto_enumTypes[9]
+	return &file_gpuctl_cluster_v1_state_proto_enumTypes[11]
 }
 
 func (x Role) Number() protoreflect.EnumNumber {
@@ -580,7 +690,7 @@ func (x Role) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use Role.Descriptor instead.
 func (Role) EnumDescriptor() ([]byte, []int) {
-	return file_gpuctl_cluster_v1_state_proto_rawDescGZIP(), []int{9}
+	return file_gpuctl_cluster_v1_state_proto_rawDescGZIP(), []int{11}
 }
 
 // Host is a computer that runs hostd.
@@ -605,6 +715,7 @@ type Host struct {
 	BootId            string                 `protobuf:"bytes,17,opt,name=boot_id,json=bootId,proto3" json:"boot_id,omitempty"` // changes when the host is restarted
 	JoinedUnixMs      int64                  `protobuf:"varint,18,opt,name=joined_unix_ms,json=joinedUnixMs,proto3" json:"joined_unix_ms,omitempty"`
 	Revision          uint64                 `protobuf:"varint,19,opt,name=revision,proto3" json:"revision,omitempty"`
+	LendAddress       string                 `protobuf:"bytes,20,opt,name=lend_address,json=lendAddress,proto3" json:"lend_address,omitempty"` // HOST:PORT at which carriers of other hosts reach it; empty: it lends no GPU
 	unknownFields     protoimpl.UnknownFields
 	sizeCache         protoimpl.SizeCache
 }
@@ -770,6 +881,13 @@ func (x *Host) GetRevision() uint64 {
 		return x.Revision
 	}
 	return 0
+}
+
+func (x *Host) GetLendAddress() string {
+	if x != nil {
+		return x.LendAddress
+	}
+	return ""
 }
 
 // NIC is a network interface that is up.
@@ -1483,6 +1601,9 @@ type Claim struct {
 	Assignments   []string               `protobuf:"bytes,20,rep,name=assignments,proto3" json:"assignments,omitempty"`
 	CreatedUnixMs int64                  `protobuf:"varint,21,opt,name=created_unix_ms,json=createdUnixMs,proto3" json:"created_unix_ms,omitempty"`
 	Revision      uint64                 `protobuf:"varint,22,opt,name=revision,proto3" json:"revision,omitempty"`
+	// Protocol 3.
+	Home          string `protobuf:"bytes,23,opt,name=home,proto3" json:"home,omitempty"` // host of its application; empty: it has none, and remote is not used
+	Remote        Remote `protobuf:"varint,24,opt,name=remote,proto3,enum=gpuctl.cluster.v1.Remote" json:"remote,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1669,6 +1790,20 @@ func (x *Claim) GetRevision() uint64 {
 		return x.Revision
 	}
 	return 0
+}
+
+func (x *Claim) GetHome() string {
+	if x != nil {
+		return x.Home
+	}
+	return ""
+}
+
+func (x *Claim) GetRemote() Remote {
+	if x != nil {
+		return x.Remote
+	}
+	return Remote_REMOTE_UNSPECIFIED
 }
 
 // Assignment is a claim bound to a VGPU.
@@ -2440,6 +2575,148 @@ func (x *MigrationStep) GetError() string {
 	return ""
 }
 
+// Link is what hosts have measured of the network from one host to another
+// (protocol 3).
+type Link struct {
+	state           protoimpl.MessageState `protogen:"open.v1"`
+	Id              string                 `protobuf:"bytes,1,opt,name=id,proto3" json:"id,omitempty"`     // FROM + "/" + TO
+	From            string                 `protobuf:"bytes,2,opt,name=from,proto3" json:"from,omitempty"` // host that sends; it reports the link
+	To              string                 `protobuf:"bytes,3,opt,name=to,proto3" json:"to,omitempty"`
+	RttNs           int64                  `protobuf:"varint,4,opt,name=rtt_ns,json=rttNs,proto3" json:"rtt_ns,omitempty"`                                  // of one small message and its answer
+	Rate            uint64                 `protobuf:"varint,5,opt,name=rate,proto3" json:"rate,omitempty"`                                                 // bytes per second
+	Samples         uint32                 `protobuf:"varint,6,opt,name=samples,proto3" json:"samples,omitempty"`                                           // calibrations and moves
+	MeasuredUnixMs  int64                  `protobuf:"varint,7,opt,name=measured_unix_ms,json=measuredUnixMs,proto3" json:"measured_unix_ms,omitempty"`     // by the clock of the host that reports it
+	Moves           uint32                 `protobuf:"varint,8,opt,name=moves,proto3" json:"moves,omitempty"`                                               // moves of sessions over it
+	FixedNs         int64                  `protobuf:"varint,9,opt,name=fixed_ns,json=fixedNs,proto3" json:"fixed_ns,omitempty"`                            // downtime of moves beyond what bytes and hosts account for
+	FrozenPpm       uint32                 `protobuf:"varint,10,opt,name=frozen_ppm,json=frozenPpm,proto3" json:"frozen_ppm,omitempty"`                     // share of the memory that was sent while frozen, in millionths
+	PredictedStopNs int64                  `protobuf:"varint,11,opt,name=predicted_stop_ns,json=predictedStopNs,proto3" json:"predicted_stop_ns,omitempty"` // of the last move
+	StoppedNs       int64                  `protobuf:"varint,12,opt,name=stopped_ns,json=stoppedNs,proto3" json:"stopped_ns,omitempty"`                     // downtime of the last move
+	Revision        uint64                 `protobuf:"varint,13,opt,name=revision,proto3" json:"revision,omitempty"`
+	unknownFields   protoimpl.UnknownFields
+	sizeCache       protoimpl.SizeCache
+}
+
+func (x *Link) Reset() {
+	*x = Link{}
+	mi := &file_gpuctl_cluster_v1_state_proto_msgTypes[13]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Link) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Link) ProtoMessage() {}
+
+func (x *Link) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_cluster_v1_state_proto_msgTypes[13]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Link.ProtoReflect.Descriptor instead.
+func (*Link) Descriptor() ([]byte, []int) {
+	return file_gpuctl_cluster_v1_state_proto_rawDescGZIP(), []int{13}
+}
+
+func (x *Link) GetId() string {
+	if x != nil {
+		return x.Id
+	}
+	return ""
+}
+
+func (x *Link) GetFrom() string {
+	if x != nil {
+		return x.From
+	}
+	return ""
+}
+
+func (x *Link) GetTo() string {
+	if x != nil {
+		return x.To
+	}
+	return ""
+}
+
+func (x *Link) GetRttNs() int64 {
+	if x != nil {
+		return x.RttNs
+	}
+	return 0
+}
+
+func (x *Link) GetRate() uint64 {
+	if x != nil {
+		return x.Rate
+	}
+	return 0
+}
+
+func (x *Link) GetSamples() uint32 {
+	if x != nil {
+		return x.Samples
+	}
+	return 0
+}
+
+func (x *Link) GetMeasuredUnixMs() int64 {
+	if x != nil {
+		return x.MeasuredUnixMs
+	}
+	return 0
+}
+
+func (x *Link) GetMoves() uint32 {
+	if x != nil {
+		return x.Moves
+	}
+	return 0
+}
+
+func (x *Link) GetFixedNs() int64 {
+	if x != nil {
+		return x.FixedNs
+	}
+	return 0
+}
+
+func (x *Link) GetFrozenPpm() uint32 {
+	if x != nil {
+		return x.FrozenPpm
+	}
+	return 0
+}
+
+func (x *Link) GetPredictedStopNs() int64 {
+	if x != nil {
+		return x.PredictedStopNs
+	}
+	return 0
+}
+
+func (x *Link) GetStoppedNs() int64 {
+	if x != nil {
+		return x.StoppedNs
+	}
+	return 0
+}
+
+func (x *Link) GetRevision() uint64 {
+	if x != nil {
+		return x.Revision
+	}
+	return 0
+}
+
 // Reservation reserves capacity for an operation that has begun. It expires
 // when it was not changed for ttl_ms, measured by the leader's monotonic clock.
 // A new leader starts the measurement again.
@@ -2459,7 +2736,7 @@ type Reservation struct {
 
 func (x *Reservation) Reset() {
 	*x = Reservation{}
-	mi := &file_gpuctl_cluster_v1_state_proto_msgTypes[13]
+	mi := &file_gpuctl_cluster_v1_state_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2471,7 +2748,7 @@ func (x *Reservation) String() string {
 func (*Reservation) ProtoMessage() {}
 
 func (x *Reservation) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_cluster_v1_state_proto_msgTypes[13]
+	mi := &file_gpuctl_cluster_v1_state_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2484,7 +2761,7 @@ func (x *Reservation) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Reservation.ProtoReflect.Descriptor instead.
 func (*Reservation) Descriptor() ([]byte, []int) {
-	return file_gpuctl_cluster_v1_state_proto_rawDescGZIP(), []int{13}
+	return file_gpuctl_cluster_v1_state_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *Reservation) GetId() string {
@@ -2561,7 +2838,7 @@ type Identity struct {
 
 func (x *Identity) Reset() {
 	*x = Identity{}
-	mi := &file_gpuctl_cluster_v1_state_proto_msgTypes[14]
+	mi := &file_gpuctl_cluster_v1_state_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2573,7 +2850,7 @@ func (x *Identity) String() string {
 func (*Identity) ProtoMessage() {}
 
 func (x *Identity) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_cluster_v1_state_proto_msgTypes[14]
+	mi := &file_gpuctl_cluster_v1_state_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2586,7 +2863,7 @@ func (x *Identity) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Identity.ProtoReflect.Descriptor instead.
 func (*Identity) Descriptor() ([]byte, []int) {
-	return file_gpuctl_cluster_v1_state_proto_rawDescGZIP(), []int{14}
+	return file_gpuctl_cluster_v1_state_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *Identity) GetId() string {
@@ -2647,7 +2924,7 @@ type JoinToken struct {
 
 func (x *JoinToken) Reset() {
 	*x = JoinToken{}
-	mi := &file_gpuctl_cluster_v1_state_proto_msgTypes[15]
+	mi := &file_gpuctl_cluster_v1_state_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2659,7 +2936,7 @@ func (x *JoinToken) String() string {
 func (*JoinToken) ProtoMessage() {}
 
 func (x *JoinToken) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_cluster_v1_state_proto_msgTypes[15]
+	mi := &file_gpuctl_cluster_v1_state_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2672,7 +2949,7 @@ func (x *JoinToken) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use JoinToken.ProtoReflect.Descriptor instead.
 func (*JoinToken) Descriptor() ([]byte, []int) {
-	return file_gpuctl_cluster_v1_state_proto_rawDescGZIP(), []int{15}
+	return file_gpuctl_cluster_v1_state_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *JoinToken) GetId() string {
@@ -2742,7 +3019,7 @@ type Event struct {
 
 func (x *Event) Reset() {
 	*x = Event{}
-	mi := &file_gpuctl_cluster_v1_state_proto_msgTypes[16]
+	mi := &file_gpuctl_cluster_v1_state_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2754,7 +3031,7 @@ func (x *Event) String() string {
 func (*Event) ProtoMessage() {}
 
 func (x *Event) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_cluster_v1_state_proto_msgTypes[16]
+	mi := &file_gpuctl_cluster_v1_state_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2767,7 +3044,7 @@ func (x *Event) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Event.ProtoReflect.Descriptor instead.
 func (*Event) Descriptor() ([]byte, []int) {
-	return file_gpuctl_cluster_v1_state_proto_rawDescGZIP(), []int{16}
+	return file_gpuctl_cluster_v1_state_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *Event) GetIndex() uint64 {
@@ -2847,6 +3124,7 @@ type Object struct {
 	//	*Object_Session
 	//	*Object_Migration
 	//	*Object_Reservation
+	//	*Object_Link
 	Object        isObject_Object `protobuf_oneof:"object"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -2854,7 +3132,7 @@ type Object struct {
 
 func (x *Object) Reset() {
 	*x = Object{}
-	mi := &file_gpuctl_cluster_v1_state_proto_msgTypes[17]
+	mi := &file_gpuctl_cluster_v1_state_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2866,7 +3144,7 @@ func (x *Object) String() string {
 func (*Object) ProtoMessage() {}
 
 func (x *Object) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_cluster_v1_state_proto_msgTypes[17]
+	mi := &file_gpuctl_cluster_v1_state_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2879,7 +3157,7 @@ func (x *Object) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Object.ProtoReflect.Descriptor instead.
 func (*Object) Descriptor() ([]byte, []int) {
-	return file_gpuctl_cluster_v1_state_proto_rawDescGZIP(), []int{17}
+	return file_gpuctl_cluster_v1_state_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *Object) GetObject() isObject_Object {
@@ -2970,6 +3248,15 @@ func (x *Object) GetReservation() *Reservation {
 	return nil
 }
 
+func (x *Object) GetLink() *Link {
+	if x != nil {
+		if x, ok := x.Object.(*Object_Link); ok {
+			return x.Link
+		}
+	}
+	return nil
+}
+
 type isObject_Object interface {
 	isObject_Object()
 }
@@ -3010,6 +3297,10 @@ type Object_Reservation struct {
 	Reservation *Reservation `protobuf:"bytes,9,opt,name=reservation,proto3,oneof"`
 }
 
+type Object_Link struct {
+	Link *Link `protobuf:"bytes,10,opt,name=link,proto3,oneof"`
+}
+
 func (*Object_Host) isObject_Object() {}
 
 func (*Object_Gpu) isObject_Object() {}
@@ -3027,6 +3318,8 @@ func (*Object_Session) isObject_Object() {}
 func (*Object_Migration) isObject_Object() {}
 
 func (*Object_Reservation) isObject_Object() {}
+
+func (*Object_Link) isObject_Object() {}
 
 // SnapshotRecord is one record of a snapshot. A snapshot is a stream of records,
 // each after its length as a varint. The header is first and the trailer last.
@@ -3049,7 +3342,7 @@ type SnapshotRecord struct {
 
 func (x *SnapshotRecord) Reset() {
 	*x = SnapshotRecord{}
-	mi := &file_gpuctl_cluster_v1_state_proto_msgTypes[18]
+	mi := &file_gpuctl_cluster_v1_state_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3061,7 +3354,7 @@ func (x *SnapshotRecord) String() string {
 func (*SnapshotRecord) ProtoMessage() {}
 
 func (x *SnapshotRecord) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_cluster_v1_state_proto_msgTypes[18]
+	mi := &file_gpuctl_cluster_v1_state_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3074,7 +3367,7 @@ func (x *SnapshotRecord) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SnapshotRecord.ProtoReflect.Descriptor instead.
 func (*SnapshotRecord) Descriptor() ([]byte, []int) {
-	return file_gpuctl_cluster_v1_state_proto_rawDescGZIP(), []int{18}
+	return file_gpuctl_cluster_v1_state_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *SnapshotRecord) GetRecord() isSnapshotRecord_Record {
@@ -3201,13 +3494,14 @@ type SnapshotHeader struct {
 	Assignments   uint64                 `protobuf:"varint,4,opt,name=assignments,proto3" json:"assignments,omitempty"`                         // last number used in assignment ids
 	Protocol      uint32                 `protobuf:"varint,5,opt,name=protocol,proto3" json:"protocol,omitempty"`                               // lowest command version of all hosts
 	CaCertificate []byte                 `protobuf:"bytes,6,opt,name=ca_certificate,json=caCertificate,proto3" json:"ca_certificate,omitempty"` // DER
+	Queue         QueuePolicy            `protobuf:"varint,7,opt,name=queue,proto3,enum=gpuctl.cluster.v1.QueuePolicy" json:"queue,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *SnapshotHeader) Reset() {
 	*x = SnapshotHeader{}
-	mi := &file_gpuctl_cluster_v1_state_proto_msgTypes[19]
+	mi := &file_gpuctl_cluster_v1_state_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3219,7 +3513,7 @@ func (x *SnapshotHeader) String() string {
 func (*SnapshotHeader) ProtoMessage() {}
 
 func (x *SnapshotHeader) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_cluster_v1_state_proto_msgTypes[19]
+	mi := &file_gpuctl_cluster_v1_state_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3232,7 +3526,7 @@ func (x *SnapshotHeader) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SnapshotHeader.ProtoReflect.Descriptor instead.
 func (*SnapshotHeader) Descriptor() ([]byte, []int) {
-	return file_gpuctl_cluster_v1_state_proto_rawDescGZIP(), []int{19}
+	return file_gpuctl_cluster_v1_state_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *SnapshotHeader) GetVersion() uint32 {
@@ -3277,6 +3571,13 @@ func (x *SnapshotHeader) GetCaCertificate() []byte {
 	return nil
 }
 
+func (x *SnapshotHeader) GetQueue() QueuePolicy {
+	if x != nil {
+		return x.Queue
+	}
+	return QueuePolicy_QUEUE_POLICY_UNSPECIFIED
+}
+
 type SnapshotTrailer struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Records       uint64                 `protobuf:"varint,1,opt,name=records,proto3" json:"records,omitempty"` // number of records before this one
@@ -3287,7 +3588,7 @@ type SnapshotTrailer struct {
 
 func (x *SnapshotTrailer) Reset() {
 	*x = SnapshotTrailer{}
-	mi := &file_gpuctl_cluster_v1_state_proto_msgTypes[20]
+	mi := &file_gpuctl_cluster_v1_state_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3299,7 +3600,7 @@ func (x *SnapshotTrailer) String() string {
 func (*SnapshotTrailer) ProtoMessage() {}
 
 func (x *SnapshotTrailer) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_cluster_v1_state_proto_msgTypes[20]
+	mi := &file_gpuctl_cluster_v1_state_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3312,7 +3613,7 @@ func (x *SnapshotTrailer) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SnapshotTrailer.ProtoReflect.Descriptor instead.
 func (*SnapshotTrailer) Descriptor() ([]byte, []int) {
-	return file_gpuctl_cluster_v1_state_proto_rawDescGZIP(), []int{20}
+	return file_gpuctl_cluster_v1_state_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *SnapshotTrailer) GetRecords() uint64 {
@@ -3342,7 +3643,7 @@ type RecentCommand struct {
 
 func (x *RecentCommand) Reset() {
 	*x = RecentCommand{}
-	mi := &file_gpuctl_cluster_v1_state_proto_msgTypes[21]
+	mi := &file_gpuctl_cluster_v1_state_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3354,7 +3655,7 @@ func (x *RecentCommand) String() string {
 func (*RecentCommand) ProtoMessage() {}
 
 func (x *RecentCommand) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_cluster_v1_state_proto_msgTypes[21]
+	mi := &file_gpuctl_cluster_v1_state_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3367,7 +3668,7 @@ func (x *RecentCommand) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RecentCommand.ProtoReflect.Descriptor instead.
 func (*RecentCommand) Descriptor() ([]byte, []int) {
-	return file_gpuctl_cluster_v1_state_proto_rawDescGZIP(), []int{21}
+	return file_gpuctl_cluster_v1_state_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *RecentCommand) GetId() string {
@@ -3395,7 +3696,7 @@ var File_gpuctl_cluster_v1_state_proto protoreflect.FileDescriptor
 
 const file_gpuctl_cluster_v1_state_proto_rawDesc = "" +
 	"\n" +
-	"\x1dgpuctl/cluster/v1/state.proto\x12\x11gpuctl.cluster.v1\x1a\x15gpuctl/v1/types.proto\"\x91\x05\n" +
+	"\x1dgpuctl/cluster/v1/state.proto\x12\x11gpuctl.cluster.v1\x1a\x15gpuctl/v1/types.proto\"\xb4\x05\n" +
 	"\x04Host\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x0e\n" +
 	"\x02id\x18\x02 \x01(\tR\x02id\x12\x18\n" +
@@ -3419,7 +3720,8 @@ const file_gpuctl_cluster_v1_state_proto_rawDesc = "" +
 	"numa_nodes\x18\x10 \x01(\rR\tnumaNodes\x12\x17\n" +
 	"\aboot_id\x18\x11 \x01(\tR\x06bootId\x12$\n" +
 	"\x0ejoined_unix_ms\x18\x12 \x01(\x03R\fjoinedUnixMs\x12\x1a\n" +
-	"\brevision\x18\x13 \x01(\x04R\brevision\x1a9\n" +
+	"\brevision\x18\x13 \x01(\x04R\brevision\x12!\n" +
+	"\flend_address\x18\x14 \x01(\tR\vlendAddress\x1a9\n" +
 	"\vLabelsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\x8a\x01\n" +
@@ -3493,7 +3795,7 @@ const file_gpuctl_cluster_v1_state_proto_rawDesc = "" +
 	"\n" +
 	"assignment\x18\b \x01(\tR\n" +
 	"assignment\x12\x1a\n" +
-	"\brevision\x18\t \x01(\x04R\brevision\"\xaa\x06\n" +
+	"\brevision\x18\t \x01(\x04R\brevision\"\xf1\x06\n" +
 	"\x05Claim\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12\x14\n" +
 	"\x05owner\x18\x02 \x01(\tR\x05owner\x12\x16\n" +
@@ -3520,7 +3822,9 @@ const file_gpuctl_cluster_v1_state_proto_rawDesc = "" +
 	"\amessage\x18\x13 \x01(\tR\amessage\x12 \n" +
 	"\vassignments\x18\x14 \x03(\tR\vassignments\x12&\n" +
 	"\x0fcreated_unix_ms\x18\x15 \x01(\x03R\rcreatedUnixMs\x12\x1a\n" +
-	"\brevision\x18\x16 \x01(\x04R\brevision\x1a9\n" +
+	"\brevision\x18\x16 \x01(\x04R\brevision\x12\x12\n" +
+	"\x04home\x18\x17 \x01(\tR\x04home\x121\n" +
+	"\x06remote\x18\x18 \x01(\x0e2\x19.gpuctl.cluster.v1.RemoteR\x06remote\x1a9\n" +
 	"\vLabelsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\x9a\x02\n" +
@@ -3613,7 +3917,24 @@ const file_gpuctl_cluster_v1_state_proto_rawDesc = "" +
 	"\atook_ns\x18\x03 \x01(\x03R\x06tookNs\x12\x14\n" +
 	"\x05bytes\x18\x04 \x01(\x04R\x05bytes\x12\x12\n" +
 	"\x04undo\x18\x05 \x01(\bR\x04undo\x12\x14\n" +
-	"\x05error\x18\x06 \x01(\tR\x05error\"\xba\x01\n" +
+	"\x05error\x18\x06 \x01(\tR\x05error\"\xe0\x02\n" +
+	"\x04Link\x12\x0e\n" +
+	"\x02id\x18\x01 \x01(\tR\x02id\x12\x12\n" +
+	"\x04from\x18\x02 \x01(\tR\x04from\x12\x0e\n" +
+	"\x02to\x18\x03 \x01(\tR\x02to\x12\x15\n" +
+	"\x06rtt_ns\x18\x04 \x01(\x03R\x05rttNs\x12\x12\n" +
+	"\x04rate\x18\x05 \x01(\x04R\x04rate\x12\x18\n" +
+	"\asamples\x18\x06 \x01(\rR\asamples\x12(\n" +
+	"\x10measured_unix_ms\x18\a \x01(\x03R\x0emeasuredUnixMs\x12\x14\n" +
+	"\x05moves\x18\b \x01(\rR\x05moves\x12\x19\n" +
+	"\bfixed_ns\x18\t \x01(\x03R\afixedNs\x12\x1d\n" +
+	"\n" +
+	"frozen_ppm\x18\n" +
+	" \x01(\rR\tfrozenPpm\x12*\n" +
+	"\x11predicted_stop_ns\x18\v \x01(\x03R\x0fpredictedStopNs\x12\x1d\n" +
+	"\n" +
+	"stopped_ns\x18\f \x01(\x03R\tstoppedNs\x12\x1a\n" +
+	"\brevision\x18\r \x01(\x04R\brevision\"\xba\x01\n" +
 	"\vReservation\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12\x14\n" +
 	"\x05owner\x18\x02 \x01(\tR\x05owner\x12\x10\n" +
@@ -3649,7 +3970,7 @@ const file_gpuctl_cluster_v1_state_proto_rawDesc = "" +
 	"\x06object\x18\x06 \x01(\tR\x06object\x12\x12\n" +
 	"\x04type\x18\a \x01(\tR\x04type\x12\x18\n" +
 	"\amessage\x18\b \x01(\tR\amessage\x12\x14\n" +
-	"\x05about\x18\t \x03(\tR\x05about\"\xfb\x03\n" +
+	"\x05about\x18\t \x03(\tR\x05about\"\xaa\x04\n" +
 	"\x06Object\x12-\n" +
 	"\x04host\x18\x01 \x01(\v2\x17.gpuctl.cluster.v1.HostH\x00R\x04host\x12*\n" +
 	"\x03gpu\x18\x02 \x01(\v2\x16.gpuctl.cluster.v1.GPUH\x00R\x03gpu\x120\n" +
@@ -3661,7 +3982,9 @@ const file_gpuctl_cluster_v1_state_proto_rawDesc = "" +
 	"assignment\x126\n" +
 	"\asession\x18\a \x01(\v2\x1a.gpuctl.cluster.v1.SessionH\x00R\asession\x12<\n" +
 	"\tmigration\x18\b \x01(\v2\x1c.gpuctl.cluster.v1.MigrationH\x00R\tmigration\x12B\n" +
-	"\vreservation\x18\t \x01(\v2\x1e.gpuctl.cluster.v1.ReservationH\x00R\vreservationB\b\n" +
+	"\vreservation\x18\t \x01(\v2\x1e.gpuctl.cluster.v1.ReservationH\x00R\vreservation\x12-\n" +
+	"\x04link\x18\n" +
+	" \x01(\v2\x17.gpuctl.cluster.v1.LinkH\x00R\x04linkB\b\n" +
 	"\x06object\"\xb4\x03\n" +
 	"\x0eSnapshotRecord\x12;\n" +
 	"\x06header\x18\x01 \x01(\v2!.gpuctl.cluster.v1.SnapshotHeaderH\x00R\x06header\x123\n" +
@@ -3672,7 +3995,7 @@ const file_gpuctl_cluster_v1_state_proto_rawDesc = "" +
 	"\x05event\x18\x05 \x01(\v2\x18.gpuctl.cluster.v1.EventH\x00R\x05event\x12:\n" +
 	"\x06recent\x18\x06 \x01(\v2 .gpuctl.cluster.v1.RecentCommandH\x00R\x06recent\x12>\n" +
 	"\atrailer\x18\x0f \x01(\v2\".gpuctl.cluster.v1.SnapshotTrailerH\x00R\atrailerB\b\n" +
-	"\x06record\"\xc4\x01\n" +
+	"\x06record\"\xfa\x01\n" +
 	"\x0eSnapshotHeader\x12\x18\n" +
 	"\aversion\x18\x01 \x01(\rR\aversion\x12\x14\n" +
 	"\x05index\x18\x02 \x01(\x04R\x05index\x12\x1d\n" +
@@ -3680,14 +4003,15 @@ const file_gpuctl_cluster_v1_state_proto_rawDesc = "" +
 	"cluster_id\x18\x03 \x01(\tR\tclusterId\x12 \n" +
 	"\vassignments\x18\x04 \x01(\x04R\vassignments\x12\x1a\n" +
 	"\bprotocol\x18\x05 \x01(\rR\bprotocol\x12%\n" +
-	"\x0eca_certificate\x18\x06 \x01(\fR\rcaCertificate\"C\n" +
+	"\x0eca_certificate\x18\x06 \x01(\fR\rcaCertificate\x124\n" +
+	"\x05queue\x18\a \x01(\x0e2\x1e.gpuctl.cluster.v1.QueuePolicyR\x05queue\"C\n" +
 	"\x0fSnapshotTrailer\x12\x18\n" +
 	"\arecords\x18\x01 \x01(\x04R\arecords\x12\x16\n" +
 	"\x06crc32c\x18\x02 \x01(\rR\x06crc32c\"M\n" +
 	"\rRecentCommand\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12\x14\n" +
 	"\x05index\x18\x02 \x01(\x04R\x05index\x12\x16\n" +
-	"\x06result\x18\x03 \x01(\fR\x06result*\xb9\x01\n" +
+	"\x06result\x18\x03 \x01(\fR\x06result*\xc8\x01\n" +
 	"\x04Kind\x12\x14\n" +
 	"\x10KIND_UNSPECIFIED\x10\x00\x12\r\n" +
 	"\tKIND_HOST\x10\x01\x12\f\n" +
@@ -3700,7 +4024,9 @@ const file_gpuctl_cluster_v1_state_proto_rawDesc = "" +
 	"\x0fKIND_ASSIGNMENT\x10\x06\x12\x10\n" +
 	"\fKIND_SESSION\x10\a\x12\x12\n" +
 	"\x0eKIND_MIGRATION\x10\b\x12\x14\n" +
-	"\x10KIND_RESERVATION\x10\t*k\n" +
+	"\x10KIND_RESERVATION\x10\t\x12\r\n" +
+	"\tKIND_LINK\x10\n" +
+	"*k\n" +
 	"\tHostState\x12\x1a\n" +
 	"\x16HOST_STATE_UNSPECIFIED\x10\x00\x12\x14\n" +
 	"\x10HOST_STATE_READY\x10\x01\x12\x17\n" +
@@ -3735,7 +4061,17 @@ const file_gpuctl_cluster_v1_state_proto_rawDesc = "" +
 	"\x11UNMET_UNSPECIFIED\x10\x00\x12\x10\n" +
 	"\fUNMET_REFUSE\x10\x01\x12\x0e\n" +
 	"\n" +
-	"UNMET_WAIT\x10\x02*t\n" +
+	"UNMET_WAIT\x10\x02*W\n" +
+	"\x06Remote\x12\x16\n" +
+	"\x12REMOTE_UNSPECIFIED\x10\x00\x12\x10\n" +
+	"\fREMOTE_NEVER\x10\x01\x12\x12\n" +
+	"\x0eREMOTE_ALLOWED\x10\x02\x12\x0f\n" +
+	"\vREMOTE_ONLY\x10\x03*m\n" +
+	"\vQueuePolicy\x12\x1c\n" +
+	"\x18QUEUE_POLICY_UNSPECIFIED\x10\x00\x12\x15\n" +
+	"\x11QUEUE_POLICY_FCFS\x10\x01\x12\x13\n" +
+	"\x0fQUEUE_POLICY_RQ\x10\x02\x12\x14\n" +
+	"\x10QUEUE_POLICY_MRQ\x10\x03*t\n" +
 	"\n" +
 	"ClaimState\x12\x1b\n" +
 	"\x17CLAIM_STATE_UNSPECIFIED\x10\x00\x12\x17\n" +
@@ -3769,8 +4105,8 @@ func file_gpuctl_cluster_v1_state_proto_rawDescGZIP() []byte {
 	return file_gpuctl_cluster_v1_state_proto_rawDescData
 }
 
-var file_gpuctl_cluster_v1_state_proto_enumTypes = make([]protoimpl.EnumInfo, 10)
-var file_gpuctl_cluster_v1_state_proto_msgTypes = make([]protoimpl.MessageInfo, 24)
+var file_gpuctl_cluster_v1_state_proto_enumTypes = make([]protoimpl.EnumInfo, 12)
+var file_gpuctl_cluster_v1_state_proto_msgTypes = make([]protoimpl.MessageInfo, 25)
 var file_gpuctl_cluster_v1_state_proto_goTypes = []any{
 	(Kind)(0),                // 0: gpuctl.cluster.v1.Kind
 	(HostState)(0),           // 1: gpuctl.cluster.v1.HostState
@@ -3779,83 +4115,89 @@ var file_gpuctl_cluster_v1_state_proto_goTypes = []any{
 	(Residence)(0),           // 4: gpuctl.cluster.v1.Residence
 	(Policy)(0),              // 5: gpuctl.cluster.v1.Policy
 	(Unmet)(0),               // 6: gpuctl.cluster.v1.Unmet
-	(ClaimState)(0),          // 7: gpuctl.cluster.v1.ClaimState
-	(MigrationState)(0),      // 8: gpuctl.cluster.v1.MigrationState
-	(Role)(0),                // 9: gpuctl.cluster.v1.Role
-	(*Host)(nil),             // 10: gpuctl.cluster.v1.Host
-	(*NIC)(nil),              // 11: gpuctl.cluster.v1.NIC
-	(*GPU)(nil),              // 12: gpuctl.cluster.v1.GPU
-	(*Process)(nil),          // 13: gpuctl.cluster.v1.Process
-	(*Profile)(nil),          // 14: gpuctl.cluster.v1.Profile
-	(*Model)(nil),            // 15: gpuctl.cluster.v1.Model
-	(*VGPU)(nil),             // 16: gpuctl.cluster.v1.VGPU
-	(*Claim)(nil),            // 17: gpuctl.cluster.v1.Claim
-	(*Assignment)(nil),       // 18: gpuctl.cluster.v1.Assignment
-	(*Session)(nil),          // 19: gpuctl.cluster.v1.Session
-	(*Migration)(nil),        // 20: gpuctl.cluster.v1.Migration
-	(*MachineMove)(nil),      // 21: gpuctl.cluster.v1.MachineMove
-	(*MigrationStep)(nil),    // 22: gpuctl.cluster.v1.MigrationStep
-	(*Reservation)(nil),      // 23: gpuctl.cluster.v1.Reservation
-	(*Identity)(nil),         // 24: gpuctl.cluster.v1.Identity
-	(*JoinToken)(nil),        // 25: gpuctl.cluster.v1.JoinToken
-	(*Event)(nil),            // 26: gpuctl.cluster.v1.Event
-	(*Object)(nil),           // 27: gpuctl.cluster.v1.Object
-	(*SnapshotRecord)(nil),   // 28: gpuctl.cluster.v1.SnapshotRecord
-	(*SnapshotHeader)(nil),   // 29: gpuctl.cluster.v1.SnapshotHeader
-	(*SnapshotTrailer)(nil),  // 30: gpuctl.cluster.v1.SnapshotTrailer
-	(*RecentCommand)(nil),    // 31: gpuctl.cluster.v1.RecentCommand
-	nil,                      // 32: gpuctl.cluster.v1.Host.LabelsEntry
-	nil,                      // 33: gpuctl.cluster.v1.Claim.LabelsEntry
-	(*v1.Limits)(nil),        // 34: gpuctl.v1.Limits
-	(*v1.VirtualDevice)(nil), // 35: gpuctl.v1.VirtualDevice
-	(v1.SessionState)(0),     // 36: gpuctl.v1.SessionState
+	(Remote)(0),              // 7: gpuctl.cluster.v1.Remote
+	(QueuePolicy)(0),         // 8: gpuctl.cluster.v1.QueuePolicy
+	(ClaimState)(0),          // 9: gpuctl.cluster.v1.ClaimState
+	(MigrationState)(0),      // 10: gpuctl.cluster.v1.MigrationState
+	(Role)(0),                // 11: gpuctl.cluster.v1.Role
+	(*Host)(nil),             // 12: gpuctl.cluster.v1.Host
+	(*NIC)(nil),              // 13: gpuctl.cluster.v1.NIC
+	(*GPU)(nil),              // 14: gpuctl.cluster.v1.GPU
+	(*Process)(nil),          // 15: gpuctl.cluster.v1.Process
+	(*Profile)(nil),          // 16: gpuctl.cluster.v1.Profile
+	(*Model)(nil),            // 17: gpuctl.cluster.v1.Model
+	(*VGPU)(nil),             // 18: gpuctl.cluster.v1.VGPU
+	(*Claim)(nil),            // 19: gpuctl.cluster.v1.Claim
+	(*Assignment)(nil),       // 20: gpuctl.cluster.v1.Assignment
+	(*Session)(nil),          // 21: gpuctl.cluster.v1.Session
+	(*Migration)(nil),        // 22: gpuctl.cluster.v1.Migration
+	(*MachineMove)(nil),      // 23: gpuctl.cluster.v1.MachineMove
+	(*MigrationStep)(nil),    // 24: gpuctl.cluster.v1.MigrationStep
+	(*Link)(nil),             // 25: gpuctl.cluster.v1.Link
+	(*Reservation)(nil),      // 26: gpuctl.cluster.v1.Reservation
+	(*Identity)(nil),         // 27: gpuctl.cluster.v1.Identity
+	(*JoinToken)(nil),        // 28: gpuctl.cluster.v1.JoinToken
+	(*Event)(nil),            // 29: gpuctl.cluster.v1.Event
+	(*Object)(nil),           // 30: gpuctl.cluster.v1.Object
+	(*SnapshotRecord)(nil),   // 31: gpuctl.cluster.v1.SnapshotRecord
+	(*SnapshotHeader)(nil),   // 32: gpuctl.cluster.v1.SnapshotHeader
+	(*SnapshotTrailer)(nil),  // 33: gpuctl.cluster.v1.SnapshotTrailer
+	(*RecentCommand)(nil),    // 34: gpuctl.cluster.v1.RecentCommand
+	nil,                      // 35: gpuctl.cluster.v1.Host.LabelsEntry
+	nil,                      // 36: gpuctl.cluster.v1.Claim.LabelsEntry
+	(*v1.Limits)(nil),        // 37: gpuctl.v1.Limits
+	(*v1.VirtualDevice)(nil), // 38: gpuctl.v1.VirtualDevice
+	(v1.SessionState)(0),     // 39: gpuctl.v1.SessionState
 }
 var file_gpuctl_cluster_v1_state_proto_depIdxs = []int32{
-	11, // 0: gpuctl.cluster.v1.Host.nics:type_name -> gpuctl.cluster.v1.NIC
-	32, // 1: gpuctl.cluster.v1.Host.labels:type_name -> gpuctl.cluster.v1.Host.LabelsEntry
+	13, // 0: gpuctl.cluster.v1.Host.nics:type_name -> gpuctl.cluster.v1.NIC
+	35, // 1: gpuctl.cluster.v1.Host.labels:type_name -> gpuctl.cluster.v1.Host.LabelsEntry
 	1,  // 2: gpuctl.cluster.v1.Host.state:type_name -> gpuctl.cluster.v1.HostState
-	34, // 3: gpuctl.cluster.v1.GPU.limits:type_name -> gpuctl.v1.Limits
+	37, // 3: gpuctl.cluster.v1.GPU.limits:type_name -> gpuctl.v1.Limits
 	2,  // 4: gpuctl.cluster.v1.GPU.health:type_name -> gpuctl.cluster.v1.Health
-	13, // 5: gpuctl.cluster.v1.GPU.processes:type_name -> gpuctl.cluster.v1.Process
-	14, // 6: gpuctl.cluster.v1.GPU.profiles:type_name -> gpuctl.cluster.v1.Profile
-	34, // 7: gpuctl.cluster.v1.Model.limits:type_name -> gpuctl.v1.Limits
+	15, // 5: gpuctl.cluster.v1.GPU.processes:type_name -> gpuctl.cluster.v1.Process
+	16, // 6: gpuctl.cluster.v1.GPU.profiles:type_name -> gpuctl.cluster.v1.Profile
+	37, // 7: gpuctl.cluster.v1.Model.limits:type_name -> gpuctl.v1.Limits
 	3,  // 8: gpuctl.cluster.v1.VGPU.kind:type_name -> gpuctl.cluster.v1.VGPUKind
 	4,  // 9: gpuctl.cluster.v1.VGPU.residence:type_name -> gpuctl.cluster.v1.Residence
-	34, // 10: gpuctl.cluster.v1.Claim.min_limits:type_name -> gpuctl.v1.Limits
+	37, // 10: gpuctl.cluster.v1.Claim.min_limits:type_name -> gpuctl.v1.Limits
 	5,  // 11: gpuctl.cluster.v1.Claim.policy:type_name -> gpuctl.cluster.v1.Policy
 	6,  // 12: gpuctl.cluster.v1.Claim.unmet:type_name -> gpuctl.cluster.v1.Unmet
-	33, // 13: gpuctl.cluster.v1.Claim.labels:type_name -> gpuctl.cluster.v1.Claim.LabelsEntry
-	35, // 14: gpuctl.cluster.v1.Claim.device:type_name -> gpuctl.v1.VirtualDevice
-	7,  // 15: gpuctl.cluster.v1.Claim.state:type_name -> gpuctl.cluster.v1.ClaimState
-	4,  // 16: gpuctl.cluster.v1.Assignment.residence:type_name -> gpuctl.cluster.v1.Residence
-	36, // 17: gpuctl.cluster.v1.Session.state:type_name -> gpuctl.v1.SessionState
-	8,  // 18: gpuctl.cluster.v1.Migration.state:type_name -> gpuctl.cluster.v1.MigrationState
-	21, // 19: gpuctl.cluster.v1.Migration.machine:type_name -> gpuctl.cluster.v1.MachineMove
-	22, // 20: gpuctl.cluster.v1.Migration.steps:type_name -> gpuctl.cluster.v1.MigrationStep
-	9,  // 21: gpuctl.cluster.v1.Identity.role:type_name -> gpuctl.cluster.v1.Role
-	9,  // 22: gpuctl.cluster.v1.JoinToken.role:type_name -> gpuctl.cluster.v1.Role
-	0,  // 23: gpuctl.cluster.v1.Event.kind:type_name -> gpuctl.cluster.v1.Kind
-	10, // 24: gpuctl.cluster.v1.Object.host:type_name -> gpuctl.cluster.v1.Host
-	12, // 25: gpuctl.cluster.v1.Object.gpu:type_name -> gpuctl.cluster.v1.GPU
-	15, // 26: gpuctl.cluster.v1.Object.model:type_name -> gpuctl.cluster.v1.Model
-	16, // 27: gpuctl.cluster.v1.Object.vgpu:type_name -> gpuctl.cluster.v1.VGPU
-	17, // 28: gpuctl.cluster.v1.Object.claim:type_name -> gpuctl.cluster.v1.Claim
-	18, // 29: gpuctl.cluster.v1.Object.assignment:type_name -> gpuctl.cluster.v1.Assignment
-	19, // 30: gpuctl.cluster.v1.Object.session:type_name -> gpuctl.cluster.v1.Session
-	20, // 31: gpuctl.cluster.v1.Object.migration:type_name -> gpuctl.cluster.v1.Migration
-	23, // 32: gpuctl.cluster.v1.Object.reservation:type_name -> gpuctl.cluster.v1.Reservation
-	29, // 33: gpuctl.cluster.v1.SnapshotRecord.header:type_name -> gpuctl.cluster.v1.SnapshotHeader
-	27, // 34: gpuctl.cluster.v1.SnapshotRecord.object:type_name -> gpuctl.cluster.v1.Object
-	24, // 35: gpuctl.cluster.v1.SnapshotRecord.identity:type_name -> gpuctl.cluster.v1.Identity
-	25, // 36: gpuctl.cluster.v1.SnapshotRecord.join_token:type_name -> gpuctl.cluster.v1.JoinToken
-	26, // 37: gpuctl.cluster.v1.SnapshotRecord.event:type_name -> gpuctl.cluster.v1.Event
-	31, // 38: gpuctl.cluster.v1.SnapshotRecord.recent:type_name -> gpuctl.cluster.v1.RecentCommand
-	30, // 39: gpuctl.cluster.v1.SnapshotRecord.trailer:type_name -> gpuctl.cluster.v1.SnapshotTrailer
-	40, // [40:40] is the sub-list for method output_type
-	40, // [40:40] is the sub-list for method input_type
-	40, // [40:40] is the sub-list for extension type_name
-	40, // [40:40] is the sub-list for extension extendee
-	0,  // [0:40] is the sub-list for field type_name
+	36, // 13: gpuctl.cluster.v1.Claim.labels:type_name -> gpuctl.cluster.v1.Claim.LabelsEntry
+	38, // 14: gpuctl.cluster.v1.Claim.device:type_name -> gpuctl.v1.VirtualDevice
+	9,  // 15: gpuctl.cluster.v1.Claim.state:type_name -> gpuctl.cluster.v1.ClaimState
+	7,  // 16: gpuctl.cluster.v1.Claim.remote:type_name -> gpuctl.cluster.v1.Remote
+	4,  // 17: gpuctl.cluster.v1.Assignment.residence:type_name -> gpuctl.cluster.v1.Residence
+	39, // 18: gpuctl.cluster.v1.Session.state:type_name -> gpuctl.v1.SessionState
+	10, // 19: gpuctl.cluster.v1.Migration.state:type_name -> gpuctl.cluster.v1.MigrationState
+	23, // 20: gpuctl.cluster.v1.Migration.machine:type_name -> gpuctl.cluster.v1.MachineMove
+	24, // 21: gpuctl.cluster.v1.Migration.steps:type_name -> gpuctl.cluster.v1.MigrationStep
+	11, // 22: gpuctl.cluster.v1.Identity.role:type_name -> gpuctl.cluster.v1.Role
+	11, // 23: gpuctl.cluster.v1.JoinToken.role:type_name -> gpuctl.cluster.v1.Role
+	0,  // 24: gpuctl.cluster.v1.Event.kind:type_name -> gpuctl.cluster.v1.Kind
+	12, // 25: gpuctl.cluster.v1.Object.host:type_name -> gpuctl.cluster.v1.Host
+	14, // 26: gpuctl.cluster.v1.Object.gpu:type_name -> gpuctl.cluster.v1.GPU
+	17, // 27: gpuctl.cluster.v1.Object.model:type_name -> gpuctl.cluster.v1.Model
+	18, // 28: gpuctl.cluster.v1.Object.vgpu:type_name -> gpuctl.cluster.v1.VGPU
+	19, // 29: gpuctl.cluster.v1.Object.claim:type_name -> gpuctl.cluster.v1.Claim
+	20, // 30: gpuctl.cluster.v1.Object.assignment:type_name -> gpuctl.cluster.v1.Assignment
+	21, // 31: gpuctl.cluster.v1.Object.session:type_name -> gpuctl.cluster.v1.Session
+	22, // 32: gpuctl.cluster.v1.Object.migration:type_name -> gpuctl.cluster.v1.Migration
+	26, // 33: gpuctl.cluster.v1.Object.reservation:type_name -> gpuctl.cluster.v1.Reservation
+	25, // 34: gpuctl.cluster.v1.Object.link:type_name -> gpuctl.cluster.v1.Link
+	32, // 35: gpuctl.cluster.v1.SnapshotRecord.header:type_name -> gpuctl.cluster.v1.SnapshotHeader
+	30, // 36: gpuctl.cluster.v1.SnapshotRecord.object:type_name -> gpuctl.cluster.v1.Object
+	27, // 37: gpuctl.cluster.v1.SnapshotRecord.identity:type_name -> gpuctl.cluster.v1.Identity
+	28, // 38: gpuctl.cluster.v1.SnapshotRecord.join_token:type_name -> gpuctl.cluster.v1.JoinToken
+	29, // 39: gpuctl.cluster.v1.SnapshotRecord.event:type_name -> gpuctl.cluster.v1.Event
+	34, // 40: gpuctl.cluster.v1.SnapshotRecord.recent:type_name -> gpuctl.cluster.v1.RecentCommand
+	33, // 41: gpuctl.cluster.v1.SnapshotRecord.trailer:type_name -> gpuctl.cluster.v1.SnapshotTrailer
+	8,  // 42: gpuctl.cluster.v1.SnapshotHeader.queue:type_name -> gpuctl.cluster.v1.QueuePolicy
+	43, // [43:43] is the sub-list for method output_type
+	43, // [43:43] is the sub-list for method input_type
+	43, // [43:43] is the sub-list for extension type_name
+	43, // [43:43] is the sub-list for extension extendee
+	0,  // [0:43] is the sub-list for field type_name
 }
 
 func init() { file_gpuctl_cluster_v1_state_proto_init() }
@@ -3863,7 +4205,7 @@ func file_gpuctl_cluster_v1_state_proto_init() {
 	if File_gpuctl_cluster_v1_state_proto != nil {
 		return
 	}
-	file_gpuctl_cluster_v1_state_proto_msgTypes[17].OneofWrappers = []any{
+	file_gpuctl_cluster_v1_state_proto_msgTypes[18].OneofWrappers = []any{
 		(*Object_Host)(nil),
 		(*Object_Gpu)(nil),
 		(*Object_Model)(nil),
@@ -3873,8 +4215,9 @@ func file_gpuctl_cluster_v1_state_proto_init() {
 		(*Object_Session)(nil),
 		(*Object_Migration)(nil),
 		(*Object_Reservation)(nil),
+		(*Object_Link)(nil),
 	}
-	file_gpuctl_cluster_v1_state_proto_msgTypes[18].OneofWrappers = []any{
+	file_gpuctl_cluster_v1_state_proto_msgTypes[19].OneofWrappers = []any{
 		(*SnapshotRecord_Header)(nil),
 		(*SnapshotRecord_Object)(nil),
 		(*SnapshotRecord_Identity)(nil),
@@ -3888,8 +4231,8 @@ func file_gpuctl_cluster_v1_state_proto_init() {
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_gpuctl_cluster_v1_state_proto_rawDesc), len(file_gpuctl_cluster_v1_state_proto_rawDesc)),
-			NumEnums:      10,
-			NumMessages:   24,
+			NumEnums:      12,
+			NumMessages:   25,
 			NumExtensions: 0,
 			NumServices:   0,
 		},

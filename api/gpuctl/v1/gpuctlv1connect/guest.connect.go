@@ -61,6 +61,12 @@ const (
 	GuestServiceProbeProcedure = "/gpuctl.v1.GuestService/Probe"
 	// GuestServiceWarmProcedure is the fully-qualified name of the GuestService's Warm RPC.
 	GuestServiceWarmProcedure = "/gpuctl.v1.GuestService/Warm"
+	// GuestServiceLendProcedure is the fully-qualified name of the GuestService's Lend RPC.
+	GuestServiceLendProcedure = "/gpuctl.v1.GuestService/Lend"
+	// GuestServiceEndLeaseProcedure is the fully-qualified name of the GuestService's EndLease RPC.
+	GuestServiceEndLeaseProcedure = "/gpuctl.v1.GuestService/EndLease"
+	// GuestServiceListLeasesProcedure is the fully-qualified name of the GuestService's ListLeases RPC.
+	GuestServiceListLeasesProcedure = "/gpuctl.v1.GuestService/ListLeases"
 )
 
 // GuestServiceClient is a client for the gpuctl.v1.GuestService service.
@@ -93,6 +99,14 @@ type GuestServiceClient interface {
 	// probe. They have loaded a runtime's library, but have not searched for
 	// devices. The next executors of that runtime use them.
 	Warm(context.Context, *connect.Request[v1.WarmRequest]) (*connect.Response[v1.WarmResponse], error)
+	// Lend starts a far executor: one that serves a session of another host. Its
+	// carrier reaches it with the token that is returned. A lease that is already
+	// there, with an equal request, is returned again.
+	Lend(context.Context, *connect.Request[v1.LendRequest]) (*connect.Response[v1.LendResponse], error)
+	// EndLease ends a lease, and its far executor. A lease that does not exist is
+	// no error.
+	EndLease(context.Context, *connect.Request[v1.EndLeaseRequest]) (*connect.Response[v1.EndLeaseResponse], error)
+	ListLeases(context.Context, *connect.Request[v1.ListLeasesRequest]) (*connect.Response[v1.ListLeasesResponse], error)
 }
 
 // NewGuestServiceClient constructs a client for the gpuctl.v1.GuestService service. By default, it
@@ -184,6 +198,24 @@ func NewGuestServiceClient(httpClient connect.HTTPClient, baseURL string, opts .
 			connect.WithSchema(guestServiceMethods.ByName("Warm")),
 			connect.WithClientOptions(opts...),
 		),
+		lend: connect.NewClient[v1.LendRequest, v1.LendResponse](
+			httpClient,
+			baseURL+GuestServiceLendProcedure,
+			connect.WithSchema(guestServiceMethods.ByName("Lend")),
+			connect.WithClientOptions(opts...),
+		),
+		endLease: connect.NewClient[v1.EndLeaseRequest, v1.EndLeaseResponse](
+			httpClient,
+			baseURL+GuestServiceEndLeaseProcedure,
+			connect.WithSchema(guestServiceMethods.ByName("EndLease")),
+			connect.WithClientOptions(opts...),
+		),
+		listLeases: connect.NewClient[v1.ListLeasesRequest, v1.ListLeasesResponse](
+			httpClient,
+			baseURL+GuestServiceListLeasesProcedure,
+			connect.WithSchema(guestServiceMethods.ByName("ListLeases")),
+			connect.WithClientOptions(opts...),
+		),
 	}
 }
 
@@ -202,6 +234,9 @@ type guestServiceClient struct {
 	giveState     *connect.Client[v1.GiveStateRequest, v1.GiveStateResponse]
 	probe         *connect.Client[v1.ProbeRequest, v1.ProbeResponse]
 	warm          *connect.Client[v1.WarmRequest, v1.WarmResponse]
+	lend          *connect.Client[v1.LendRequest, v1.LendResponse]
+	endLease      *connect.Client[v1.EndLeaseRequest, v1.EndLeaseResponse]
+	listLeases    *connect.Client[v1.ListLeasesRequest, v1.ListLeasesResponse]
 }
 
 // Offer calls gpuctl.v1.GuestService.Offer.
@@ -269,6 +304,21 @@ func (c *guestServiceClient) Warm(ctx context.Context, req *connect.Request[v1.W
 	return c.warm.CallUnary(ctx, req)
 }
 
+// Lend calls gpuctl.v1.GuestService.Lend.
+func (c *guestServiceClient) Lend(ctx context.Context, req *connect.Request[v1.LendRequest]) (*connect.Response[v1.LendResponse], error) {
+	return c.lend.CallUnary(ctx, req)
+}
+
+// EndLease calls gpuctl.v1.GuestService.EndLease.
+func (c *guestServiceClient) EndLease(ctx context.Context, req *connect.Request[v1.EndLeaseRequest]) (*connect.Response[v1.EndLeaseResponse], error) {
+	return c.endLease.CallUnary(ctx, req)
+}
+
+// ListLeases calls gpuctl.v1.GuestService.ListLeases.
+func (c *guestServiceClient) ListLeases(ctx context.Context, req *connect.Request[v1.ListLeasesRequest]) (*connect.Response[v1.ListLeasesResponse], error) {
+	return c.listLeases.CallUnary(ctx, req)
+}
+
 // GuestServiceHandler is an implementation of the gpuctl.v1.GuestService service.
 type GuestServiceHandler interface {
 	// Offer sets the target for the applications that connect with the claim's
@@ -299,6 +349,14 @@ type GuestServiceHandler interface {
 	// probe. They have loaded a runtime's library, but have not searched for
 	// devices. The next executors of that runtime use them.
 	Warm(context.Context, *connect.Request[v1.WarmRequest]) (*connect.Response[v1.WarmResponse], error)
+	// Lend starts a far executor: one that serves a session of another host. Its
+	// carrier reaches it with the token that is returned. A lease that is already
+	// there, with an equal request, is returned again.
+	Lend(context.Context, *connect.Request[v1.LendRequest]) (*connect.Response[v1.LendResponse], error)
+	// EndLease ends a lease, and its far executor. A lease that does not exist is
+	// no error.
+	EndLease(context.Context, *connect.Request[v1.EndLeaseRequest]) (*connect.Response[v1.EndLeaseResponse], error)
+	ListLeases(context.Context, *connect.Request[v1.ListLeasesRequest]) (*connect.Response[v1.ListLeasesResponse], error)
 }
 
 // NewGuestServiceHandler builds an HTTP handler from the service implementation. It returns the
@@ -386,6 +444,24 @@ func NewGuestServiceHandler(svc GuestServiceHandler, opts ...connect.HandlerOpti
 		connect.WithSchema(guestServiceMethods.ByName("Warm")),
 		connect.WithHandlerOptions(opts...),
 	)
+	guestServiceLendHandler := connect.NewUnaryHandler(
+		GuestServiceLendProcedure,
+		svc.Lend,
+		connect.WithSchema(guestServiceMethods.ByName("Lend")),
+		connect.WithHandlerOptions(opts...),
+	)
+	guestServiceEndLeaseHandler := connect.NewUnaryHandler(
+		GuestServiceEndLeaseProcedure,
+		svc.EndLease,
+		connect.WithSchema(guestServiceMethods.ByName("EndLease")),
+		connect.WithHandlerOptions(opts...),
+	)
+	guestServiceListLeasesHandler := connect.NewUnaryHandler(
+		GuestServiceListLeasesProcedure,
+		svc.ListLeases,
+		connect.WithSchema(guestServiceMethods.ByName("ListLeases")),
+		connect.WithHandlerOptions(opts...),
+	)
 	return "/gpuctl.v1.GuestService/", http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		switch r.URL.Path {
 		case GuestServiceOfferProcedure:
@@ -414,6 +490,12 @@ func NewGuestServiceHandler(svc GuestServiceHandler, opts ...connect.HandlerOpti
 			guestServiceProbeHandler.ServeHTTP(w, r)
 		case GuestServiceWarmProcedure:
 			guestServiceWarmHandler.ServeHTTP(w, r)
+		case GuestServiceLendProcedure:
+			guestServiceLendHandler.ServeHTTP(w, r)
+		case GuestServiceEndLeaseProcedure:
+			guestServiceEndLeaseHandler.ServeHTTP(w, r)
+		case GuestServiceListLeasesProcedure:
+			guestServiceListLeasesHandler.ServeHTTP(w, r)
 		default:
 			http.NotFound(w, r)
 		}
@@ -473,4 +555,16 @@ func (UnimplementedGuestServiceHandler) Probe(context.Context, *connect.Request[
 
 func (UnimplementedGuestServiceHandler) Warm(context.Context, *connect.Request[v1.WarmRequest]) (*connect.Response[v1.WarmResponse], error) {
 	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("gpuctl.v1.GuestService.Warm is not implemented"))
+}
+
+func (UnimplementedGuestServiceHandler) Lend(context.Context, *connect.Request[v1.LendRequest]) (*connect.Response[v1.LendResponse], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("gpuctl.v1.GuestService.Lend is not implemented"))
+}
+
+func (UnimplementedGuestServiceHandler) EndLease(context.Context, *connect.Request[v1.EndLeaseRequest]) (*connect.Response[v1.EndLeaseResponse], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("gpuctl.v1.GuestService.EndLease is not implemented"))
+}
+
+func (UnimplementedGuestServiceHandler) ListLeases(context.Context, *connect.Request[v1.ListLeasesRequest]) (*connect.Response[v1.ListLeasesResponse], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("gpuctl.v1.GuestService.ListLeases is not implemented"))
 }

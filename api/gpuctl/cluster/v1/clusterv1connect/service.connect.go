@@ -65,6 +65,8 @@ const (
 	ClusterServiceSetLabelsProcedure = "/gpuctl.cluster.v1.ClusterService/SetLabels"
 	// ClusterServiceSetRankProcedure is the fully-qualified name of the ClusterService's SetRank RPC.
 	ClusterServiceSetRankProcedure = "/gpuctl.cluster.v1.ClusterService/SetRank"
+	// ClusterServiceSetQueueProcedure is the fully-qualified name of the ClusterService's SetQueue RPC.
+	ClusterServiceSetQueueProcedure = "/gpuctl.cluster.v1.ClusterService/SetQueue"
 	// ClusterServiceCreateTokenProcedure is the fully-qualified name of the ClusterService's
 	// CreateToken RPC.
 	ClusterServiceCreateTokenProcedure = "/gpuctl.cluster.v1.ClusterService/CreateToken"
@@ -101,6 +103,12 @@ const (
 	PeerServiceFactsProcedure = "/gpuctl.cluster.v1.PeerService/Facts"
 	// PeerServiceCreateClaimProcedure is the fully-qualified name of the PeerService's CreateClaim RPC.
 	PeerServiceCreateClaimProcedure = "/gpuctl.cluster.v1.PeerService/CreateClaim"
+	// PeerServiceLendProcedure is the fully-qualified name of the PeerService's Lend RPC.
+	PeerServiceLendProcedure = "/gpuctl.cluster.v1.PeerService/Lend"
+	// PeerServiceEndLeaseProcedure is the fully-qualified name of the PeerService's EndLease RPC.
+	PeerServiceEndLeaseProcedure = "/gpuctl.cluster.v1.PeerService/EndLease"
+	// PeerServiceEchoProcedure is the fully-qualified name of the PeerService's Echo RPC.
+	PeerServiceEchoProcedure = "/gpuctl.cluster.v1.PeerService/Echo"
 )
 
 // ClusterServiceClient is a client for the gpuctl.cluster.v1.ClusterService service.
@@ -124,6 +132,9 @@ type ClusterServiceClient interface {
 	SetCordon(context.Context, *connect.Request[v1.SetCordonRequest]) (*connect.Response[v1.SetCordonResponse], error)
 	SetLabels(context.Context, *connect.Request[v1.SetLabelsRequest]) (*connect.Response[v1.SetLabelsResponse], error)
 	SetRank(context.Context, *connect.Request[v1.SetRankRequest]) (*connect.Response[v1.SetRankResponse], error)
+	// SetQueue sets how waiting claims are served. Without a policy, it changes
+	// nothing and returns the present one.
+	SetQueue(context.Context, *connect.Request[v1.SetQueueRequest]) (*connect.Response[v1.SetQueueResponse], error)
 	// Administrators.
 	CreateToken(context.Context, *connect.Request[v1.CreateTokenRequest]) (*connect.Response[v1.CreateTokenResponse], error)
 	ListTokens(context.Context, *connect.Request[v1.ListTokensRequest]) (*connect.Response[v1.ListTokensResponse], error)
@@ -225,6 +236,12 @@ func NewClusterServiceClient(httpClient connect.HTTPClient, baseURL string, opts
 			connect.WithSchema(clusterServiceMethods.ByName("SetRank")),
 			connect.WithClientOptions(opts...),
 		),
+		setQueue: connect.NewClient[v1.SetQueueRequest, v1.SetQueueResponse](
+			httpClient,
+			baseURL+ClusterServiceSetQueueProcedure,
+			connect.WithSchema(clusterServiceMethods.ByName("SetQueue")),
+			connect.WithClientOptions(opts...),
+		),
 		createToken: connect.NewClient[v1.CreateTokenRequest, v1.CreateTokenResponse](
 			httpClient,
 			baseURL+ClusterServiceCreateTokenProcedure,
@@ -291,6 +308,7 @@ type clusterServiceClient struct {
 	setCordon      *connect.Client[v1.SetCordonRequest, v1.SetCordonResponse]
 	setLabels      *connect.Client[v1.SetLabelsRequest, v1.SetLabelsResponse]
 	setRank        *connect.Client[v1.SetRankRequest, v1.SetRankResponse]
+	setQueue       *connect.Client[v1.SetQueueRequest, v1.SetQueueResponse]
 	createToken    *connect.Client[v1.CreateTokenRequest, v1.CreateTokenResponse]
 	listTokens     *connect.Client[v1.ListTokensRequest, v1.ListTokensResponse]
 	deleteToken    *connect.Client[v1.DeleteTokenRequest, v1.DeleteTokenResponse]
@@ -366,6 +384,11 @@ func (c *clusterServiceClient) SetRank(ctx context.Context, req *connect.Request
 	return c.setRank.CallUnary(ctx, req)
 }
 
+// SetQueue calls gpuctl.cluster.v1.ClusterService.SetQueue.
+func (c *clusterServiceClient) SetQueue(ctx context.Context, req *connect.Request[v1.SetQueueRequest]) (*connect.Response[v1.SetQueueResponse], error) {
+	return c.setQueue.CallUnary(ctx, req)
+}
+
 // CreateToken calls gpuctl.cluster.v1.ClusterService.CreateToken.
 func (c *clusterServiceClient) CreateToken(ctx context.Context, req *connect.Request[v1.CreateTokenRequest]) (*connect.Response[v1.CreateTokenResponse], error) {
 	return c.createToken.CallUnary(ctx, req)
@@ -427,6 +450,9 @@ type ClusterServiceHandler interface {
 	SetCordon(context.Context, *connect.Request[v1.SetCordonRequest]) (*connect.Response[v1.SetCordonResponse], error)
 	SetLabels(context.Context, *connect.Request[v1.SetLabelsRequest]) (*connect.Response[v1.SetLabelsResponse], error)
 	SetRank(context.Context, *connect.Request[v1.SetRankRequest]) (*connect.Response[v1.SetRankResponse], error)
+	// SetQueue sets how waiting claims are served. Without a policy, it changes
+	// nothing and returns the present one.
+	SetQueue(context.Context, *connect.Request[v1.SetQueueRequest]) (*connect.Response[v1.SetQueueResponse], error)
 	// Administrators.
 	CreateToken(context.Context, *connect.Request[v1.CreateTokenRequest]) (*connect.Response[v1.CreateTokenResponse], error)
 	ListTokens(context.Context, *connect.Request[v1.ListTokensRequest]) (*connect.Response[v1.ListTokensResponse], error)
@@ -524,6 +550,12 @@ func NewClusterServiceHandler(svc ClusterServiceHandler, opts ...connect.Handler
 		connect.WithSchema(clusterServiceMethods.ByName("SetRank")),
 		connect.WithHandlerOptions(opts...),
 	)
+	clusterServiceSetQueueHandler := connect.NewUnaryHandler(
+		ClusterServiceSetQueueProcedure,
+		svc.SetQueue,
+		connect.WithSchema(clusterServiceMethods.ByName("SetQueue")),
+		connect.WithHandlerOptions(opts...),
+	)
 	clusterServiceCreateTokenHandler := connect.NewUnaryHandler(
 		ClusterServiceCreateTokenProcedure,
 		svc.CreateToken,
@@ -600,6 +632,8 @@ func NewClusterServiceHandler(svc ClusterServiceHandler, opts ...connect.Handler
 			clusterServiceSetLabelsHandler.ServeHTTP(w, r)
 		case ClusterServiceSetRankProcedure:
 			clusterServiceSetRankHandler.ServeHTTP(w, r)
+		case ClusterServiceSetQueueProcedure:
+			clusterServiceSetQueueHandler.ServeHTTP(w, r)
 		case ClusterServiceCreateTokenProcedure:
 			clusterServiceCreateTokenHandler.ServeHTTP(w, r)
 		case ClusterServiceListTokensProcedure:
@@ -677,6 +711,10 @@ func (UnimplementedClusterServiceHandler) SetRank(context.Context, *connect.Requ
 	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("gpuctl.cluster.v1.ClusterService.SetRank is not implemented"))
 }
 
+func (UnimplementedClusterServiceHandler) SetQueue(context.Context, *connect.Request[v1.SetQueueRequest]) (*connect.Response[v1.SetQueueResponse], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("gpuctl.cluster.v1.ClusterService.SetQueue is not implemented"))
+}
+
 func (UnimplementedClusterServiceHandler) CreateToken(context.Context, *connect.Request[v1.CreateTokenRequest]) (*connect.Response[v1.CreateTokenResponse], error) {
 	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("gpuctl.cluster.v1.ClusterService.CreateToken is not implemented"))
 }
@@ -724,6 +762,16 @@ type PeerServiceClient interface {
 	Facts(context.Context, *connect.Request[v1.FactsRequest]) (*connect.Response[v1.FactsResponse], error)
 	// CreateClaim chooses GPUs for a claim on the leader, and binds it.
 	CreateClaim(context.Context, *connect.Request[v1.CreateClaimRequest]) (*connect.Response[v1.CreateClaimResponse], error)
+	// Lend starts a lease: this host runs a session of the calling host on GPUs
+	// that the log has assigned to the session's claim. Repeating the call with
+	// the same lease returns the same answer.
+	Lend(context.Context, *connect.Request[v1.LendRequest]) (*connect.Response[v1.LendResponse], error)
+	// EndLease ends a lease of the calling host. A lease that does not exist is no
+	// error.
+	EndLease(context.Context, *connect.Request[v1.EndLeaseRequest]) (*connect.Response[v1.EndLeaseResponse], error)
+	// Echo answers with as many bytes as asked for. Hosts measure their links with
+	// it.
+	Echo(context.Context, *connect.Request[v1.EchoRequest]) (*connect.Response[v1.EchoResponse], error)
 }
 
 // NewPeerServiceClient constructs a client for the gpuctl.cluster.v1.PeerService service. By
@@ -779,6 +827,24 @@ func NewPeerServiceClient(httpClient connect.HTTPClient, baseURL string, opts ..
 			connect.WithSchema(peerServiceMethods.ByName("CreateClaim")),
 			connect.WithClientOptions(opts...),
 		),
+		lend: connect.NewClient[v1.LendRequest, v1.LendResponse](
+			httpClient,
+			baseURL+PeerServiceLendProcedure,
+			connect.WithSchema(peerServiceMethods.ByName("Lend")),
+			connect.WithClientOptions(opts...),
+		),
+		endLease: connect.NewClient[v1.EndLeaseRequest, v1.EndLeaseResponse](
+			httpClient,
+			baseURL+PeerServiceEndLeaseProcedure,
+			connect.WithSchema(peerServiceMethods.ByName("EndLease")),
+			connect.WithClientOptions(opts...),
+		),
+		echo: connect.NewClient[v1.EchoRequest, v1.EchoResponse](
+			httpClient,
+			baseURL+PeerServiceEchoProcedure,
+			connect.WithSchema(peerServiceMethods.ByName("Echo")),
+			connect.WithClientOptions(opts...),
+		),
 	}
 }
 
@@ -791,6 +857,9 @@ type peerServiceClient struct {
 	heartbeat   *connect.Client[v1.HeartbeatRequest, v1.HeartbeatResponse]
 	facts       *connect.Client[v1.FactsRequest, v1.FactsResponse]
 	createClaim *connect.Client[v1.CreateClaimRequest, v1.CreateClaimResponse]
+	lend        *connect.Client[v1.LendRequest, v1.LendResponse]
+	endLease    *connect.Client[v1.EndLeaseRequest, v1.EndLeaseResponse]
+	echo        *connect.Client[v1.EchoRequest, v1.EchoResponse]
 }
 
 // Enroll calls gpuctl.cluster.v1.PeerService.Enroll.
@@ -828,6 +897,21 @@ func (c *peerServiceClient) CreateClaim(ctx context.Context, req *connect.Reques
 	return c.createClaim.CallUnary(ctx, req)
 }
 
+// Lend calls gpuctl.cluster.v1.PeerService.Lend.
+func (c *peerServiceClient) Lend(ctx context.Context, req *connect.Request[v1.LendRequest]) (*connect.Response[v1.LendResponse], error) {
+	return c.lend.CallUnary(ctx, req)
+}
+
+// EndLease calls gpuctl.cluster.v1.PeerService.EndLease.
+func (c *peerServiceClient) EndLease(ctx context.Context, req *connect.Request[v1.EndLeaseRequest]) (*connect.Response[v1.EndLeaseResponse], error) {
+	return c.endLease.CallUnary(ctx, req)
+}
+
+// Echo calls gpuctl.cluster.v1.PeerService.Echo.
+func (c *peerServiceClient) Echo(ctx context.Context, req *connect.Request[v1.EchoRequest]) (*connect.Response[v1.EchoResponse], error) {
+	return c.echo.CallUnary(ctx, req)
+}
+
 // PeerServiceHandler is an implementation of the gpuctl.cluster.v1.PeerService service.
 type PeerServiceHandler interface {
 	Enroll(context.Context, *connect.Request[v1.EnrollRequest]) (*connect.Response[v1.EnrollResponse], error)
@@ -843,6 +927,16 @@ type PeerServiceHandler interface {
 	Facts(context.Context, *connect.Request[v1.FactsRequest]) (*connect.Response[v1.FactsResponse], error)
 	// CreateClaim chooses GPUs for a claim on the leader, and binds it.
 	CreateClaim(context.Context, *connect.Request[v1.CreateClaimRequest]) (*connect.Response[v1.CreateClaimResponse], error)
+	// Lend starts a lease: this host runs a session of the calling host on GPUs
+	// that the log has assigned to the session's claim. Repeating the call with
+	// the same lease returns the same answer.
+	Lend(context.Context, *connect.Request[v1.LendRequest]) (*connect.Response[v1.LendResponse], error)
+	// EndLease ends a lease of the calling host. A lease that does not exist is no
+	// error.
+	EndLease(context.Context, *connect.Request[v1.EndLeaseRequest]) (*connect.Response[v1.EndLeaseResponse], error)
+	// Echo answers with as many bytes as asked for. Hosts measure their links with
+	// it.
+	Echo(context.Context, *connect.Request[v1.EchoRequest]) (*connect.Response[v1.EchoResponse], error)
 }
 
 // NewPeerServiceHandler builds an HTTP handler from the service implementation. It returns the path
@@ -894,6 +988,24 @@ func NewPeerServiceHandler(svc PeerServiceHandler, opts ...connect.HandlerOption
 		connect.WithSchema(peerServiceMethods.ByName("CreateClaim")),
 		connect.WithHandlerOptions(opts...),
 	)
+	peerServiceLendHandler := connect.NewUnaryHandler(
+		PeerServiceLendProcedure,
+		svc.Lend,
+		connect.WithSchema(peerServiceMethods.ByName("Lend")),
+		connect.WithHandlerOptions(opts...),
+	)
+	peerServiceEndLeaseHandler := connect.NewUnaryHandler(
+		PeerServiceEndLeaseProcedure,
+		svc.EndLease,
+		connect.WithSchema(peerServiceMethods.ByName("EndLease")),
+		connect.WithHandlerOptions(opts...),
+	)
+	peerServiceEchoHandler := connect.NewUnaryHandler(
+		PeerServiceEchoProcedure,
+		svc.Echo,
+		connect.WithSchema(peerServiceMethods.ByName("Echo")),
+		connect.WithHandlerOptions(opts...),
+	)
 	return "/gpuctl.cluster.v1.PeerService/", http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		switch r.URL.Path {
 		case PeerServiceEnrollProcedure:
@@ -910,6 +1022,12 @@ func NewPeerServiceHandler(svc PeerServiceHandler, opts ...connect.HandlerOption
 			peerServiceFactsHandler.ServeHTTP(w, r)
 		case PeerServiceCreateClaimProcedure:
 			peerServiceCreateClaimHandler.ServeHTTP(w, r)
+		case PeerServiceLendProcedure:
+			peerServiceLendHandler.ServeHTTP(w, r)
+		case PeerServiceEndLeaseProcedure:
+			peerServiceEndLeaseHandler.ServeHTTP(w, r)
+		case PeerServiceEchoProcedure:
+			peerServiceEchoHandler.ServeHTTP(w, r)
 		default:
 			http.NotFound(w, r)
 		}
@@ -945,4 +1063,16 @@ func (UnimplementedPeerServiceHandler) Facts(context.Context, *connect.Request[v
 
 func (UnimplementedPeerServiceHandler) CreateClaim(context.Context, *connect.Request[v1.CreateClaimRequest]) (*connect.Response[v1.CreateClaimResponse], error) {
 	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("gpuctl.cluster.v1.PeerService.CreateClaim is not implemented"))
+}
+
+func (UnimplementedPeerServiceHandler) Lend(context.Context, *connect.Request[v1.LendRequest]) (*connect.Response[v1.LendResponse], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("gpuctl.cluster.v1.PeerService.Lend is not implemented"))
+}
+
+func (UnimplementedPeerServiceHandler) EndLease(context.Context, *connect.Request[v1.EndLeaseRequest]) (*connect.Response[v1.EndLeaseResponse], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("gpuctl.cluster.v1.PeerService.EndLease is not implemented"))
+}
+
+func (UnimplementedPeerServiceHandler) Echo(context.Context, *connect.Request[v1.EchoRequest]) (*connect.Response[v1.EchoResponse], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("gpuctl.cluster.v1.PeerService.Echo is not implemented"))
 }

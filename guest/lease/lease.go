@@ -1,0 +1,384 @@
+package lease
+
+import (
+	"cmp"
+	"context"
+	"crypto/rand"
+	"crypto/sha256"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io/fs"
+	"log/slog"
+	"net"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"connectrpc.com/connect"
+	"golang.org/x/sys/unix"
+	"google.golang.org/protobuf/encoding/protojson"
+	"google.golang.org/protobuf/proto"
+
+	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/guest/opencl/remote"
+	"github.com/gpuctl/gpuctl/guest/session"
+	"github.com/gpuctl/gpuctl/internal/beneath"
+	"github.com/gpuctl/gpuctl/internal/throttle"
+)
+
+// Config is the configuration of a Manager.
+type Config struct {
+	Dir      string // gpuguest's run folder
+	Launcher session.Launcher
+	Logger   *slog.Logger
+	Listen   []string // addresses for carriers; none if hostd hands connections over
+	Most     int      // leases at once; 0: 256
+}
+
+const (
+	defaultMost = 256
+	leasesName  = "leases"
+	recordName  = "lease.json"
+	runName     = "x" // the folder of a lease's executor, in that of the lease
+	mostRecord  = 1 << 20
+	maxID       = 32
+
+	// SocketName is the socket in the run folder to which connections are handed over. The
+	// name of each is HandName of its preamble.
+	SocketName = "lend.sock"
+)
+
+// Manager has the leases of one run folder.
+type Manager struct {
+	cfg       Config
+	log       *slog.Logger // limited: carriers cause its lines
+	ctx       context.Context
+	cancel    context.CancelFunc
+	wg        sync.WaitGroup
+	listeners []net.Listener
+	hand      *net.UnixListener
+	lock      *os.File
+	greeting  chan struct{} // taken by connections that have not said who they are
+
+	mu     sync.Mutex
+	leases map[string]*lease
+}
+
+// lease is one GPU that is lent.
+type lease struct {
+	dir  string
+	rec  record
+	req  *gpuctlv1.LendRequest
+	proc session.Process
+	used bool
+	made chan struct{} // closed when it was made, or has failed
+	err  error
+}
+
+// record is the content of lease.json.
+type record struct {
+	Request   json.RawMessage `json:"request"`
+	Token     []byte          `json:"token"`
+	Identity  remote.Identity `json:"identity"`
+	PID       int             `json:"pid"`
+	Start     uint64          `json:"start"`
+	StartedMS int64           `json:"started_ms"`
+}
+
+// Limits of what is logged because of others, and of connections that say nothing.
+const (
+	logBurst     = 20
+	logEvery     = 5 * time.Second
+	mostGreeting = 64
+)
+
+// New takes over the leases that an earlier gpuguest has left, and listens.
+func New(cfg Config) (*Manager, error) {
+	if cfg.Most == 0 {
+		cfg.Most = defaultMost
+	}
+	dir, err := filepath.Abs(cfg.Dir)
+	if err != nil {
+		return nil, fmt.Errorf("run folder %s: %w", cfg.Dir, err)
+	}
+	cfg.Dir = dir
+	m := &Manager{cfg: cfg, log: throttle.Logger(cfg.Logger, logBurst, logEvery), leases: map[string]*lease{}, greeting: make(chan struct{}, mostGreeting)}
+	m.ctx, m.cancel = context.WithCancel(context.Background())
+	if err := os.MkdirAll(m.folder(), 0o711); err != nil {
+		return nil, fmt.Errorf("leases: %w", err)
+	}
+	if m.lock, err = beneath.OpenFile(dir, leasesName+".lock", os.O_CREATE|os.O_RDWR, 0o600); err != nil {
+		return nil, fmt.Errorf("leases: %w", err)
+	}
+	if err := unix.Flock(int(m.lock.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
+		m.lock.Close()
+		return nil, fmt.Errorf("leases of %s: %w: %w", dir, session.ErrLocked, err)
+	}
+	if err := m.adopt(); err != nil {
+		m.lock.Close()
+		return nil, err
+	}
+	if err := m.listen(); err != nil {
+		m.Close()
+		return nil, err
+	}
+	return m, nil
+}
+
+func (m *Manager) folder() string { return filepath.Join(m.cfg.Dir, leasesName) }
+
+// Close stops listening. Far executors go on; the next Manager takes them over.
+func (m *Manager) Close() {
+	m.cancel()
+	for _, l := range m.listeners {
+		l.Close()
+	}
+	if m.hand != nil {
+		m.hand.Close()
+	}
+	m.wg.Wait()
+	m.lock.Close()
+}
+
+// adopt finds the leases of an earlier gpuguest.
+func (m *Manager) adopt() error {
+	names, err := os.ReadDir(m.folder())
+	if err != nil {
+		return fmt.Errorf("leases: %w", err)
+	}
+	for _, n := range names {
+		l := &lease{dir: filepath.Join(m.folder(), n.Name()), req: &gpuctlv1.LendRequest{}, made: make(chan struct{})}
+		close(l.made)
+		b, err := beneath.ReadFile(l.dir, recordName, mostRecord)
+		if err == nil {
+			err = json.Unmarshal(b, &l.rec)
+		}
+		if err == nil {
+			err = protojson.Unmarshal(l.rec.Request, l.req)
+		}
+		if err != nil || folderOf(l.req.Lease) != n.Name() {
+			// It was being made: nobody has its token.
+			m.cfg.Logger.Warn("lease dropped", "folder", n.Name(), "err", err)
+			m.remove(l)
+			continue
+		}
+		l.used = true
+		if l.proc, err = m.cfg.Launcher.Adopt(l.rec.PID, l.rec.Start, l.log()); err != nil {
+			l.proc = nil
+		}
+		m.leases[l.req.Lease] = l
+	}
+	return nil
+}
+
+func folderOf(id string) string { return "l-" + id }
+
+func (l *lease) log() string    { return filepath.Join(l.dir, "executor-1.log") }
+func (l *lease) run() string    { return filepath.Join(l.dir, runName) }
+func (l *lease) socket() string { return filepath.Join(l.run(), "f1") }
+
+func (l *lease) ended() bool {
+	if l.proc == nil {
+		return true
+	}
+	select {
+	case <-l.proc.Done():
+		return true
+	default:
+		return false
+	}
+}
+
+func checkID(id string) error {
+	ok := len(id) > 0 && len(id) <= maxID && !strings.ContainsFunc(id, func(r rune) bool {
+		return (r < 'a' || r > 'z') && (r < 'A' || r > 'Z') && (r < '0' || r > '9') && r != '-'
+	})
+	if !ok {
+		return connect.NewError(connect.CodeInvalidArgument, fmt.Errorf("lease %.40q: an id has 1 to %d letters, digits and '-'", id, maxID))
+	}
+	return nil
+}
+
+func invalid(format string, args ...any) error {
+	return connect.NewError(connect.CodeInvalidArgument, fmt.Errorf(format, args...))
+}
+
+// Lend implements session.Lender.
+func (m *Manager) Lend(ctx context.Context, req *gpuctlv1.LendRequest) (*gpuctlv1.LendResponse, error) {
+	if err := checkID(req.Lease); err != nil {
+		return nil, err
+	}
+	switch {
+	case req.Runtime.GetLibrary() == "" || req.Runtime.GetRemote() != nil:
+		return nil, invalid("lease %s: it names no runtime library of this host", req.Lease)
+	case !req.Plain && len(req.PeerCertSha256) != sha256.Size:
+		return nil, invalid("lease %s: the hash of the carrier's certificate has %d bytes, not %d", req.Lease, len(req.PeerCertSha256), sha256.Size)
+	}
+	m.mu.Lock()
+	l := m.leases[req.Lease]
+	if l == nil {
+		if len(m.leases) >= m.cfg.Most {
+			m.mu.Unlock()
+			return nil, connect.NewError(connect.CodeResourceExhausted, fmt.Errorf("all %d leases are taken", m.cfg.Most))
+		}
+		l = &lease{dir: filepath.Join(m.folder(), folderOf(req.Lease)), req: proto.CloneOf(req), made: make(chan struct{})}
+		m.leases[req.Lease] = l
+		m.mu.Unlock()
+		l.err = m.make(ctx, l)
+		if l.err != nil {
+			m.mu.Lock()
+			delete(m.leases, req.Lease)
+			m.mu.Unlock()
+			m.remove(l)
+		}
+		close(l.made)
+	} else {
+		m.mu.Unlock()
+	}
+	select {
+	case <-l.made:
+	case <-ctx.Done():
+		return nil, ctx.Err()
+	}
+	if l.err != nil {
+		return nil, fmt.Errorf("lease %s: %w", req.Lease, l.err)
+	}
+	if !proto.Equal(l.req, req) {
+		return nil, connect.NewError(connect.CodeAlreadyExists, fmt.Errorf("lease %s exists with another request", req.Lease))
+	}
+	resp := &gpuctlv1.LendResponse{Token: l.rec.Token}
+	if !req.Plain {
+		resp.CertSha256 = l.rec.Identity.Hash()
+	}
+	for _, ln := range m.listeners {
+		resp.Addresses = append(resp.Addresses, ln.Addr().String())
+	}
+	return resp, nil
+}
+
+// make starts the far executor of a lease.
+func (m *Manager) make(ctx context.Context, l *lease) error {
+	for _, dir := range []string{l.dir, l.run()} {
+		mode := os.FileMode(0o711)
+		if dir == l.run() {
+			mode = 0o700
+		}
+		if err := os.Mkdir(dir, mode); err != nil && !errors.Is(err, fs.ErrExist) {
+			return err
+		}
+	}
+	l.rec.Token = make([]byte, remote.TokenSize)
+	_, _ = rand.Read(l.rec.Token) // never fails
+	l.rec.StartedMS = time.Now().UnixMilli()
+	far := &session.FarConfig{Plain: l.req.Plain, Peer: l.req.PeerCertSha256, Outage: time.Duration(l.req.OutageMs) * time.Millisecond}
+	if !l.req.Plain {
+		id, err := remote.NewIdentity("gpuctl far executor")
+		if err != nil {
+			return err
+		}
+		l.rec.Identity = id
+		far.Certificate, far.Key = id.Certificate, id.Key
+	}
+	req, err := protojson.Marshal(l.req)
+	if err != nil {
+		return err
+	}
+	l.rec.Request = req
+	device := proto.CloneOf(l.req.Device)
+	if device == nil {
+		device = &gpuctlv1.VirtualDevice{}
+	}
+	if most := l.req.Memory; most > 0 && (device.GlobalMemory == 0 || device.GlobalMemory > most) {
+		device.GlobalMemory = most
+	}
+	l.proc, err = m.cfg.Launcher.Launch(ctx, session.Spec{
+		Dir: l.run(), Log: l.log(), Generation: 1, Socket: filepath.Join(l.run(), "c1"), ImportSocket: filepath.Join(l.run(), "i1"),
+		Runtime: l.req.Runtime, Device: device, Far: far,
+	}, func(p session.Process) error {
+		l.rec.PID, l.rec.Start = p.PID(), p.Start()
+		b, err := json.Marshal(&l.rec)
+		if err != nil {
+			return err
+		}
+		return beneath.Replace(l.dir, recordName, b, 0o600)
+	})
+	return err
+}
+
+// remove ends what runs of a lease and removes its folder.
+func (m *Manager) remove(l *lease) {
+	if l.proc != nil {
+		l.proc.Kill()
+		select {
+		case <-l.proc.Done():
+		case <-time.After(killTimeout): // a driver may delay it
+		}
+	}
+	if err := errors.Join(m.cfg.Launcher.Forget(l.run()), os.RemoveAll(l.dir)); err != nil {
+		m.cfg.Logger.Warn("remove lease", "folder", l.dir, "err", err)
+	}
+}
+
+const killTimeout = 5 * time.Second
+
+// EndLease implements session.Lender.
+func (m *Manager) EndLease(ctx context.Context, id string) error {
+	m.mu.Lock()
+	l := m.leases[id]
+	m.mu.Unlock()
+	if l == nil {
+		return nil
+	}
+	select {
+	case <-l.made:
+	case <-ctx.Done():
+		return ctx.Err()
+	}
+	m.mu.Lock()
+	ours := m.leases[id] == l
+	if ours {
+		delete(m.leases, id)
+	}
+	m.mu.Unlock()
+	if ours {
+		m.remove(l)
+	}
+	return nil
+}
+
+// Leases implements session.Lender.
+func (m *Manager) Leases() []*gpuctlv1.Lease {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	var out []*gpuctlv1.Lease
+	for id, l := range m.leases {
+		select {
+		case <-l.made:
+		default:
+			continue
+		}
+		x := &gpuctlv1.Lease{Id: id, Runtime: l.req.Runtime, State: gpuctlv1.LeaseState_LEASE_STATE_OFFERED, StartedUnixMs: l.rec.StartedMS}
+		switch {
+		case l.ended():
+			x.State, x.Message = gpuctlv1.LeaseState_LEASE_STATE_ENDED, l.why()
+		case l.used:
+			x.State = gpuctlv1.LeaseState_LEASE_STATE_USED
+		}
+		out = append(out, x)
+	}
+	slices.SortFunc(out, func(a, b *gpuctlv1.Lease) int {
+		return cmp.Or(cmp.Compare(a.StartedUnixMs, b.StartedUnixMs), strings.Compare(a.Id, b.Id))
+	})
+	return out
+}
+
+func (l *lease) why() string {
+	if l.proc == nil {
+		return "the far executor has ended"
+	}
+	return "the far executor has ended: " + l.proc.Exit()
+}

@@ -1,0 +1,378 @@
+package carrier
+
+import (
+	"context"
+	"crypto/rand"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"net/http"
+	"os"
+	"runtime"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
+	"github.com/gpuctl/gpuctl/guest/opencl/remote"
+	"github.com/gpuctl/gpuctl/guest/opencl/shm"
+	"github.com/gpuctl/gpuctl/guest/opencl/wire"
+	"github.com/gpuctl/gpuctl/internal/link"
+)
+
+// Descriptors that a carrier inherits, as an executor does.
+const (
+	fdRing = 3 + iota
+	fdArena
+	fdState
+)
+
+// DefaultOutage is how long the connection may be broken before the session is lost.
+const DefaultOutage = 5 * time.Minute
+
+// Config has the settings of one carrier.
+type Config struct {
+	Generation   uint32
+	Socket       string // control: ExecutorService
+	ImportSocket string // contents from the executor that served the session before
+	FileSocket   string // files that gpuguest sends
+	Remote       *gpuctlv1.Remote
+	Logger       *slog.Logger
+}
+
+// errHostile is returned for what no correct peer sends.
+var errHostile = errors.New("malformed message of the far host")
+
+// errProtocol is returned when the application breaks the protocol.
+var errProtocol = errors.New("malformed request of the application")
+
+// carrier is the state of one carrier.
+type carrier struct {
+	cfg    Config
+	log    *slog.Logger
+	ring   *shm.Ring
+	region *shm.Region // of the ring
+	arena  *shm.Region
+	split  uint64
+	state  *os.File
+	locks  int // an open file description of the ring, for the locks of the parts
+	dialer remote.Dialer
+	outage time.Duration
+
+	ctx    context.Context // ends with the carrier
+	cancel context.CancelCauseFunc
+
+	commands, bulk *link.Stream
+	outbox         outbox // what handlers of frames have to send
+	far            gpuctlv1connect.ExecutorServiceClient
+	files          handed
+	stop           chan struct{} // closed by Retire
+	once           sync.Once
+
+	active, frozen, prepared atomic.Bool
+	gate                     gate
+	seen                     atomic.Int64 // UnixNano when the far host was heard last; 0: it is connected
+	why                      atomic.Pointer[string]
+
+	mu       sync.Mutex
+	changed  *sync.Cond
+	mappings map[mapKey]remote.Mapping
+	reads    map[uint32][2]uint64 // staged reads under way: range by completion word
+	synced   [2]uint64            // of the streams of commands and of bulk transfers
+	syncs    uint64
+	lastPeer string // of the last export
+	lanes    [wire.LaneCount]lane
+	punches  []span // memory to give back when the part's owner has ended
+
+	callbacks chan [3]uint32
+	cbTaken   atomic.Uint64
+	printed   uint64 // bytes that the far executor has printed
+	rest      []byte // of them, what the application's ring had no room for yet
+	tellTaken chan struct{}
+	callers   map[uint64]struct{} // slots of calls whose thread moves chunks
+}
+
+type mapKey struct{ mem, id uint32 }
+
+type span struct{ off, size uint64 }
+
+// Main runs a carrier until it retires, the connection is lost for too long, or ctx ends.
+func Main(ctx context.Context, cfg Config) error {
+	if cfg.Logger == nil {
+		cfg.Logger = slog.New(slog.DiscardHandler)
+	}
+	// The threads that read and write must not wait for each other.
+	runtime.GOMAXPROCS(max(4, runtime.NumCPU()+1))
+	c, err := open(ctx, cfg, fdRing, fdArena, fdState)
+	if err != nil {
+		return err
+	}
+	defer c.cancel(nil)
+	return c.run()
+}
+
+func open(ctx context.Context, cfg Config, ringFD, arenaFD, stateFD int) (*carrier, error) {
+	c := &carrier{
+		cfg: cfg, log: cfg.Logger, state: os.NewFile(uintptr(stateFD), "state"), stop: make(chan struct{}),
+		callers: map[uint64]struct{}{}, mappings: map[mapKey]remote.Mapping{}, reads: map[uint32][2]uint64{},
+		callbacks: make(chan [3]uint32, wire.CbCount), tellTaken: make(chan struct{}, 1),
+	}
+	c.changed = sync.NewCond(&c.mu)
+	c.ctx, c.cancel = context.WithCancelCause(ctx)
+	var err error
+	if c.region, err = shm.Open(ringFD, wire.RingMem); err != nil {
+		return nil, fmt.Errorf("ring: %w", err)
+	}
+	if c.ring, err = shm.NewRing(c.region); err != nil {
+		return nil, fmt.Errorf("ring: %w", err)
+	}
+	if err := c.ring.Check(); err != nil {
+		return nil, fmt.Errorf("ring: %w", err)
+	}
+	size, split, err := c.ring.Arena()
+	if err != nil {
+		return nil, fmt.Errorf("ring: %w", err)
+	}
+	c.split = split
+	if c.arena, err = shm.Open(arenaFD, int64(size)); err != nil {
+		return nil, fmt.Errorf("arena: %w", err)
+	}
+	part, err := c.takePart(ringFD)
+	if err != nil {
+		return nil, err
+	}
+	if err := c.target(cfg.Remote, remote.Hello{ArenaSize: size, ArenaSplit: split, Part: part, Generation: cfg.Generation, Now: monotonic()}); err != nil {
+		return nil, err
+	}
+	c.streams()
+	c.gate.init()
+	c.outbox.init()
+	return c, nil
+}
+
+// takePart locks a part of the arena. The far executor allocates in the same part of its own.
+func (c *carrier) takePart(ringFD int) (uint32, error) {
+	var err error
+	if c.locks, err = shm.Reopen(ringFD); err != nil {
+		return 0, fmt.Errorf("arena: %w", err)
+	}
+	for n := range uint32(wire.ArenaParts) {
+		if err = shm.LockByte(c.locks, wire.LockPart+int64(n)); err == nil {
+			return n, nil
+		}
+	}
+	return 0, fmt.Errorf("every part of the session's memory belongs to an executor that has not ended: %w", err)
+}
+
+// target reads from the configuration where the far executor is.
+func (c *carrier) target(r *gpuctlv1.Remote, h remote.Hello) error {
+	if len(r.GetAddresses()) == 0 || len(r.GetToken()) != remote.TokenSize {
+		return fmt.Errorf("the lease has %d addresses and a token of %d bytes", len(r.GetAddresses()), len(r.GetToken()))
+	}
+	_, _ = rand.Read(h.Carrier[:]) // never fails
+	c.dialer = remote.Dialer{
+		Addresses: r.Addresses, Token: remote.Token(r.Token), Plain: r.Plain, Peer: r.PeerCertSha256,
+		Own: remote.Identity{Certificate: r.Certificate, Key: r.PrivateKey}, Hello: h,
+	}
+	c.outage = DefaultOutage
+	if r.OutageMs > 0 {
+		c.outage = time.Duration(r.OutageMs) * time.Millisecond
+	}
+	return nil
+}
+
+func monotonic() int64 {
+	var t unix.Timespec
+	_ = unix.ClockGettime(unix.CLOCK_MONOTONIC, &t)
+	return t.Nano()
+}
+
+func (c *carrier) streams() {
+	id := c.dialer.Hello.Carrier
+	c.commands = link.New(link.Options{ID: id, MaxHead: remote.MaxHead, MaxBody: remote.MaxBody, Place: c.placeCommand})
+	id[0] ^= 1
+	c.bulk = link.New(link.Options{ID: id, MaxHead: remote.MaxHead, MaxBody: remote.MaxBody, Place: c.placeBulk})
+}
+
+// run connects, serves, and returns why the carrier has ended.
+func (c *carrier) run() error {
+	first := make(chan error, 2)
+	go c.keep(remote.Commands, c.commands, c.command, first)
+	go c.keep(remote.Bulk, c.bulk, c.bulkFrame, first)
+	for range 2 {
+		if err := <-first; err != nil {
+			return fmt.Errorf("far executor: %w", err)
+		}
+	}
+	imports, err := listen(c.cfg.ImportSocket)
+	if err != nil {
+		return err
+	}
+	defer imports.Close()
+	files, err := listen(c.cfg.FileSocket)
+	if err != nil {
+		return err
+	}
+	defer files.Close()
+	control, err := listen(c.cfg.Socket)
+	if err != nil {
+		return err
+	}
+	c.far = gpuctlv1connect.NewExecutorServiceClient(&http.Client{Transport: &http.Transport{
+		DialContext:        func(ctx context.Context, _, _ string) (net.Conn, error) { return c.dialer.Dial(ctx, remote.Control) },
+		DisableCompression: true,
+	}}, "http://far", acceptNothing())
+	mux := http.NewServeMux()
+	mux.Handle(gpuctlv1connect.NewExecutorServiceHandler(&controller{c: c}))
+	srv := &http.Server{Handler: mux, ReadHeaderTimeout: 10 * time.Second}
+	go c.serveImports(imports)
+	go c.files.serve(files)
+	go c.outbox.run(c.ctx)
+	go c.lead()
+	go c.pushCallbacks()
+	go c.reportTaken()
+	go c.guard()
+	done := make(chan error, 1)
+	go func() { done <- srv.Serve(control) }()
+	select {
+	case err = <-done:
+	case <-c.ctx.Done():
+		if err = context.Cause(c.ctx); errors.Is(err, context.Canceled) {
+			err = nil
+		}
+	case <-c.stop:
+		sctx, cancel := context.WithTimeout(context.Background(), time.Second)
+		defer cancel()
+		_ = srv.Shutdown(sctx) // the reply to Retire is still sent
+	}
+	return err
+}
+
+func listen(path string) (*net.UnixListener, error) {
+	_ = os.Remove(path)
+	l, err := net.ListenUnix("unix", &net.UnixAddr{Name: path, Net: "unix"})
+	if err != nil {
+		return nil, fmt.Errorf("listen: %w", err)
+	}
+	if err := os.Chmod(path, 0o600); err != nil {
+		l.Close()
+		return nil, fmt.Errorf("listen: %w", err)
+	}
+	return l, nil
+}
+
+// lose ends the carrier, and so the session that it serves.
+func (c *carrier) lose(err error) {
+	if c.ctx.Err() == nil && c.ring.Owner() == c.cfg.Generation && c.active.Load() {
+		c.log.Error("session ended", "err", err)
+	}
+	c.cancel(err)
+}
+
+// How soon a connection is made again.
+const (
+	firstRetry = 20 * time.Millisecond
+	lastRetry  = 2 * time.Second
+)
+
+// keep keeps a stream connected until the carrier's end. The first attempt's result goes to
+// first.
+func (c *carrier) keep(role remote.Role, st *link.Stream, handle func(link.Frame) error, first chan<- error) {
+	began := false
+	var broken time.Time
+	for pause := firstRetry; c.ctx.Err() == nil; {
+		conn, err := c.dialer.Dial(c.ctx, role)
+		switch {
+		case !began:
+			first <- err
+			if err != nil {
+				return
+			}
+			began = true
+		case errors.Is(err, remote.ErrRefused):
+			c.lose(fmt.Errorf("far executor: %w", err))
+			return
+		case err != nil:
+			if time.Since(broken) > c.outage {
+				c.lose(fmt.Errorf("no connection to the far host for %v: %w", c.outage, err))
+				return
+			}
+			select {
+			case <-c.ctx.Done():
+			case <-time.After(pause):
+			}
+			pause = min(2*pause, lastRetry)
+			continue
+		}
+		if !broken.IsZero() {
+			c.log.Info("connected again", "stream", role, "after", time.Since(broken).Round(time.Millisecond))
+		}
+		pause = firstRetry
+		c.seen.Store(0)
+		err = st.Serve(c.ctx, conn, handle)
+		broken = time.Now()
+		c.seen.Store(broken.UnixNano())
+		if serr := st.Err(); serr != nil {
+			c.lose(fmt.Errorf("far executor: %w", serr))
+			return
+		}
+		if c.ctx.Err() == nil {
+			c.log.Warn("connection broken", "stream", role, "err", err)
+		}
+		select { // the far end may refuse at once for a while
+		case <-c.ctx.Done():
+		case <-time.After(firstRetry):
+		}
+	}
+}
+
+// outbox sends frames for those who must not wait for a stream: its own handlers.
+type outbox struct {
+	mu   sync.Mutex
+	todo []func(context.Context)
+	bell chan struct{}
+}
+
+// mostOutbox bounds what the far host can make a carrier keep.
+const mostOutbox = 1 << 16
+
+func (o *outbox) init() { o.bell = make(chan struct{}, 1) }
+
+func (o *outbox) add(f func(context.Context)) error {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	if len(o.todo) >= mostOutbox {
+		return fmt.Errorf("%d answers wait: %w", len(o.todo), errHostile)
+	}
+	o.todo = append(o.todo, f)
+	select {
+	case o.bell <- struct{}{}:
+	default:
+	}
+	return nil
+}
+
+func (o *outbox) run(ctx context.Context) {
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-o.bell:
+		}
+		o.mu.Lock()
+		todo := o.todo
+		o.todo = nil
+		o.mu.Unlock()
+		for _, f := range todo {
+			f(ctx)
+		}
+	}
+}
+
+func (c *carrier) send(st *link.Stream, kind uint16, head, body []byte, done func()) error {
+	return st.Send(c.ctx, link.Frame{Kind: kind, Head: head, Body: body}, done)
+}

@@ -1,0 +1,302 @@
+package carrier
+
+import (
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"sync"
+	"time"
+
+	"connectrpc.com/connect"
+
+	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/guest/opencl/remote"
+)
+
+// The form of contents between executors: see export.go and import.go of package executor.
+const (
+	greeting     = 0x49525847
+	greetingSize = 8
+	helloUnified = 4
+	helloWindow  = 5
+	helloSizes   = 6
+	sizesMark    = ^uint64(0)
+	pieceSize    = 40 // with the size in bytes
+	mostPieces   = 4096
+)
+
+// serveImports takes contents from the executor that serves the session now, which is on this
+// host, and sends them to the far executor.
+func (c *carrier) serveImports(l *net.UnixListener) {
+	for {
+		conn, err := l.Accept()
+		if err != nil {
+			return
+		}
+		if err := c.importFrom(conn); err != nil {
+			c.log.Error("import", "err", err)
+		}
+		conn.Close()
+	}
+}
+
+func (c *carrier) importFrom(conn net.Conn) error {
+	far, err := c.dialer.Dial(c.ctx, remote.Import)
+	if err != nil {
+		return err
+	}
+	defer far.Close()
+	var hello [greetingSize]byte
+	_ = far.SetReadDeadline(time.Now().Add(remote.GreetTimeout))
+	if _, err := io.ReadFull(far, hello[:]); err != nil {
+		return err
+	}
+	_ = far.SetReadDeadline(time.Time{})
+	hello[helloUnified] = 0 // the far executor's arena is another one
+	hello[helloSizes] = 1
+	if _, err := conn.Write(hello[:]); err != nil {
+		return err
+	}
+	if mark, err := word(conn); err != nil || mark != sizesMark {
+		if errors.Is(err, io.EOF) {
+			return nil
+		}
+		return fmt.Errorf("the source does not say how long its contents are: it is of an earlier version: %w", errors.Join(err, errState))
+	}
+	stop := context.AfterFunc(c.ctx, func() { far.Close(); conn.Close() })
+	defer stop()
+	var wg sync.WaitGroup
+	defer wg.Wait()
+	wg.Go(func() { // what was taken
+		_, _ = io.Copy(conn, far)
+		conn.Close()
+	})
+	err = c.pass(conn, far, true)
+	far.Close()
+	return err
+}
+
+func word(r io.Reader) (uint64, error) {
+	var b [8]byte
+	if _, err := io.ReadFull(r, b[:]); err != nil {
+		return 0, err
+	}
+	return binary.LittleEndian.Uint64(b[:]), nil
+}
+
+// pass passes batches on until the end. out says that the bytes are in the arena, and are to
+// be sent; otherwise they follow each batch, and are stored in the arena.
+func (c *carrier) pass(from io.Reader, to io.Writer, out bool) error {
+	return c.passTo(from, out, func(head, pieces []byte) error {
+		if _, err := to.Write(append(head, pieces...)); err != nil {
+			return err
+		}
+		for ; out && len(pieces) > 0; pieces = pieces[pieceSize:] {
+			at, n := place(pieces)
+			if _, err := to.Write(c.arena.Bytes()[at : at+n]); err != nil {
+				return err
+			}
+		}
+		return nil
+	})
+}
+
+// place returns where the bytes of the first piece are.
+func place(b []byte) (at, n uint64) {
+	return binary.LittleEndian.Uint64(b[24:]), binary.LittleEndian.Uint64(b[32:])
+}
+
+// passTo reads batches and gives each to f. A batch without pieces names the source's window.
+func (c *carrier) passTo(from io.Reader, out bool, f func(head, pieces []byte) error) error {
+	for {
+		n, err := word(from)
+		if errors.Is(err, io.EOF) {
+			return nil
+		}
+		if err != nil {
+			return err
+		}
+		head := binary.LittleEndian.AppendUint64(nil, n)
+		if n == 0 {
+			var window [24]byte
+			if _, err := io.ReadFull(from, window[:]); err != nil {
+				return err
+			}
+			if err := f(append(head, window[:]...), nil); err != nil {
+				return err
+			}
+			continue
+		}
+		if n > mostPieces {
+			return fmt.Errorf("batch of %d pieces: %w", n, errHostile)
+		}
+		pieces := make([]byte, n*pieceSize)
+		if _, err := io.ReadFull(from, pieces); err != nil {
+			return err
+		}
+		for rest := pieces; len(rest) > 0; rest = rest[pieceSize:] {
+			at, size := place(rest)
+			if size == 0 || at >= c.split || size > c.split-at {
+				return fmt.Errorf("%d bytes at %#x: %w", size, at, errHostile)
+			}
+			if out {
+				continue
+			}
+			if err := c.store(from, at, size); err != nil {
+				return err
+			}
+		}
+		if err := f(head, pieces); err != nil {
+			return err
+		}
+	}
+}
+
+// store reads bytes into the arena, but not over what the application has mapped: that is the
+// newest there is.
+func (c *carrier) store(from io.Reader, at, size uint64) error {
+	const step = 1 << 20
+	end := at + size
+	for at < end {
+		n := min(end-at, step)
+		b, err := c.arena.Range(at, n)
+		if err != nil {
+			return err
+		}
+		if c.touchesMapping(at, n) {
+			tmp := make([]byte, n)
+			if _, err := io.ReadFull(from, tmp); err != nil {
+				return err
+			}
+			c.storeAround(at, tmp)
+		} else if _, err := io.ReadFull(from, b); err != nil {
+			return err
+		}
+		at += n
+	}
+	return nil
+}
+
+func (c *carrier) touchesMapping(at, n uint64) bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	for _, m := range c.mappings {
+		if m.Block.At < at+n && at < m.Block.End() {
+			return true
+		}
+	}
+	return false
+}
+
+// storeAround stores bytes where the application has mapped nothing.
+func (c *carrier) storeAround(at uint64, b []byte) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	keep := make([]bool, len(b))
+	for _, m := range c.mappings {
+		x := m.Block
+		for z := range x.Slices {
+			for y := range x.Rows {
+				lo := x.At + z*x.SlicePitch + y*x.RowPitch
+				hi := min(lo+x.Row, at+uint64(len(b)))
+				for p := max(lo, at); p < hi; p++ {
+					keep[p-at] = true
+				}
+			}
+		}
+	}
+	mem := c.arena.Bytes()[at:]
+	for i, k := range keep {
+		if !k {
+			mem[i] = b[i]
+		}
+	}
+}
+
+// export makes the far executor send its contents to the target of a swap, which is on this
+// host. They pass through the arena, at the places that the far executor chooses in the part
+// that it has with this carrier.
+func (c *carrier) export(ctx context.Context, r *gpuctlv1.ExportRequest, out *connect.ServerStream[gpuctlv1.Progress]) error {
+	target, err := net.DialTimeout("unix", r.Peer, remote.GreetTimeout)
+	if err != nil {
+		return connect.NewError(connect.CodeInternal, fmt.Errorf("reach the target executor: %w", err))
+	}
+	defer target.Close()
+	far, err := c.dialer.Dial(ctx, remote.Export)
+	if err != nil {
+		return connect.NewError(connect.CodeAborted, err)
+	}
+	defer far.Close()
+	stop := context.AfterFunc(ctx, func() { far.Close(); target.Close() })
+	defer stop()
+	var hello [greetingSize]byte
+	_ = target.SetReadDeadline(time.Now().Add(remote.GreetTimeout))
+	if _, err := io.ReadFull(target, hello[:]); err != nil || binary.LittleEndian.Uint32(hello[:]) != greeting {
+		return connect.NewError(connect.CodeInternal, fmt.Errorf("target executor at %s does not greet: %w", r.Peer, errors.Join(err, errState)))
+	}
+	_ = target.SetReadDeadline(time.Time{})
+	sizes := hello[helloSizes] != 0 // the target is another carrier
+	hello[helloUnified], hello[helloSizes] = 0, 1
+	if _, err := far.Write(hello[:]); err != nil {
+		return connect.NewError(connect.CodeAborted, err)
+	}
+	var wg sync.WaitGroup
+	defer wg.Wait()
+	defer far.Close()
+	defer target.Close()
+	wg.Go(func() { _, _ = io.Copy(far, target) }) // what was taken
+	passed := make(chan error, 1)
+	wg.Go(func() {
+		err := c.passExport(far, target, sizes)
+		if err != nil {
+			far.Close()
+		}
+		passed <- err
+	})
+	req := &gpuctlv1.ExportRequest{Peer: remote.ExportPeer, Final: r.Final, All: r.All || c.exportedTo(r.Peer)}
+	if err := relay(ctx, connect.NewRequest(req), out, c.far.Export); err != nil {
+		c.exportedTo("")
+		select {
+		case perr := <-passed:
+			if perr != nil {
+				err = fmt.Errorf("%w (%w)", err, perr)
+			}
+		default:
+		}
+		return err
+	}
+	return nil
+}
+
+// exportedTo records to which target contents were exported last, and reports whether it was
+// another one: the far executor knows all of them by one name.
+func (c *carrier) exportedTo(peer string) bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	other := c.lastPeer != peer
+	c.lastPeer = peer
+	return other
+}
+
+func (c *carrier) passExport(far io.Reader, target io.Writer, sizes bool) error {
+	if mark, err := word(far); err != nil || mark != sizesMark {
+		return fmt.Errorf("the far executor does not begin as it should: %w", errors.Join(err, errHostile))
+	}
+	if sizes {
+		if _, err := target.Write(binary.LittleEndian.AppendUint64(nil, sizesMark)); err != nil {
+			return err
+		}
+		return c.pass(far, target, false)
+	}
+	return c.passTo(far, false, func(head, pieces []byte) error {
+		b := head
+		for ; len(pieces) > 0; pieces = pieces[pieceSize:] {
+			b = append(b, pieces[:pieceSize-8]...)
+		}
+		_, err := target.Write(b)
+		return err
+	})
+}

@@ -1,0 +1,359 @@
+package executor
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"sync"
+	"time"
+
+	"github.com/gpuctl/gpuctl/guest/opencl/cl"
+	"github.com/gpuctl/gpuctl/guest/opencl/remote"
+	"github.com/gpuctl/gpuctl/guest/opencl/shm"
+	"github.com/gpuctl/gpuctl/guest/opencl/wire"
+	"github.com/gpuctl/gpuctl/internal/link"
+)
+
+// farEnd is the transport of a far executor. It has a ring and an arena of its own, like
+// those of the session. Requests that come from the carrier are put into that ring, so that
+// they are read as always. Answers, and what they imply, go to the carrier. All methods work
+// on a nil farEnd where a session has none.
+type farEnd struct {
+	*shm.Ring
+	region *shm.Region // of the ring
+	arena  *shm.Region
+	feed   *shm.Feeder
+	log    *slog.Logger
+	hello  remote.Hello
+	ctx    context.Context // ends with the executor
+
+	commands, bulk *link.Stream
+	exports        chan net.Conn // for contents that leave
+
+	mu                 sync.Mutex
+	changed            *sync.Cond // what the client has taken
+	lanes              [wire.LaneCount]farLane
+	cbSent, cbTaken    uint64
+	outSent, outTaken  uint64
+	synced, syncedWant uint64
+}
+
+var _ transport = (*farEnd)(nil)
+
+func newFarEnd(ctx context.Context, ring, arena *shm.Region, hello remote.Hello, log *slog.Logger) (*farEnd, error) {
+	q, err := shm.NewRing(ring)
+	if err != nil {
+		return nil, err
+	}
+	f := &farEnd{
+		Ring: q, region: ring, arena: arena, feed: shm.NewFeeder(ring), log: log, hello: hello, ctx: ctx,
+		exports: make(chan net.Conn, 1),
+	}
+	f.changed = sync.NewCond(&f.mu)
+	for i := range f.lanes {
+		f.lanes[i].news = make(chan struct{}, 1)
+	}
+	id := hello.Carrier
+	f.commands = link.New(link.Options{ID: id, MaxHead: remote.MaxHead, MaxBody: remote.MaxBody, Place: f.placeCommand})
+	id[0] ^= 1
+	f.bulk = link.New(link.Options{ID: id, MaxHead: remote.MaxHead, MaxBody: remote.MaxBody, Place: f.placeBulk})
+	return f, nil
+}
+
+// send sends a frame. It fails only at the executor's end.
+func (f *farEnd) send(s *link.Stream, kind uint16, head, body []byte) {
+	if err := s.Send(f.ctx, link.Frame{Kind: kind, Head: head, Body: body}, nil); err != nil && f.ctx.Err() == nil {
+		f.log.Warn("send to the carrier", "kind", kind, "err", err)
+	}
+}
+
+func (f *farEnd) say(kind uint16, v ...uint64) { f.send(f.commands, kind, remote.Words(v...), nil) }
+
+// placeCommand returns where the body of a frame belongs.
+func (f *farEnd) placeCommand(kind uint16, head []byte, n int) ([]byte, error) {
+	if kind == remote.KindBlock {
+		x, err := remote.ParseBlock(head, f.arena.Size())
+		if err != nil {
+			return nil, err
+		}
+		if x.Size() != uint64(n) {
+			return nil, fmt.Errorf("%d bytes for a block of %d: %w", n, x.Size(), errHostile)
+		}
+		if x.Tight() {
+			return x.Bytes(f.arena.Bytes()), nil
+		}
+	}
+	return make([]byte, n), nil
+}
+
+// command takes a frame of the stream of commands.
+func (f *farEnd) command(fr link.Frame) error {
+	switch fr.Kind {
+	case remote.KindRecords:
+		return f.records(fr.Body)
+	case remote.KindBlock:
+		x, err := remote.ParseBlock(fr.Head, f.arena.Size())
+		if err == nil && x.Size() != uint64(len(fr.Body)) {
+			err = errHostile
+		}
+		if err == nil && !x.Tight() {
+			x.Store(f.arena.Bytes(), fr.Body)
+		}
+		return err
+	case remote.KindSync:
+		go f.send(f.commands, remote.KindSynced, append([]byte(nil), fr.Head...), nil)
+		return nil
+	case remote.KindSynced:
+		var n uint64
+		if err := remote.ParseWords(fr.Head, &n); err != nil {
+			return err
+		}
+		f.mu.Lock()
+		f.synced = n
+		f.changed.Broadcast()
+		f.mu.Unlock()
+		return nil
+	}
+	return fmt.Errorf("frame of kind %d from a carrier: %w", fr.Kind, errHostile)
+}
+
+func (f *farEnd) records(b []byte) error {
+	now := false
+	for len(b) > 0 {
+		rec, rest, err := shm.ParseRecord(b)
+		if err != nil {
+			return err
+		}
+		now = now || rec.Slot != wire.NoSlot || rec.Op == wire.OpFlush || rec.Op == wire.OpSetUserEvent
+		if err := f.feed.Put(rec, f.ctx.Done()); err != nil {
+			return err
+		}
+		b = rest
+	}
+	f.feed.Publish(now)
+	return nil
+}
+
+// sync waits until the carrier has done all that was sent before.
+func (f *farEnd) sync(ctx context.Context) error {
+	f.mu.Lock()
+	f.syncedWant++
+	n := f.syncedWant
+	f.mu.Unlock()
+	f.say(remote.KindSync, n)
+	stop := context.AfterFunc(ctx, func() {
+		f.mu.Lock()
+		defer f.mu.Unlock()
+		f.changed.Broadcast()
+	})
+	defer stop()
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	for f.synced < n && ctx.Err() == nil && f.ctx.Err() == nil {
+		f.changed.Wait()
+	}
+	if f.synced < n {
+		return fmt.Errorf("the carrier does not answer: %w", errors.Join(ctx.Err(), f.ctx.Err()))
+	}
+	return nil
+}
+
+// drain waits until the requests that have come were taken.
+func (f *farEnd) drain(ctx context.Context, limit time.Duration) {
+	if f == nil {
+		return
+	}
+	for end := time.Now().Add(limit); !f.Empty() && ctx.Err() == nil && time.Now().Before(end); {
+		time.Sleep(20 * time.Microsecond)
+	}
+}
+
+// own makes the executor the owner of its ring, and fetches what parked requests will read.
+func (f *farEnd) own(ctx context.Context, s *session) error {
+	if f == nil {
+		return nil
+	}
+	s.mu.Lock()
+	s.each(func(_ uint32, _ uint64, o any) {
+		if m, ok := o.(*mem); ok {
+			for _, mp := range m.maps {
+				s.mapped(m, mp)
+			}
+		}
+	})
+	var need []remote.Block
+	for _, p := range s.parked {
+		if x := s.reads(p); x.Row != 0 {
+			need = append(need, x)
+		}
+	}
+	s.mu.Unlock()
+	for i := range need {
+		if err := need[i].Check(f.arena.Size()); err != nil {
+			return err
+		}
+		f.send(f.commands, remote.KindNeed, need[i].Append(nil), nil)
+	}
+	if err := f.sync(ctx); err != nil {
+		return err
+	}
+	f.SetOwner(f.hello.Generation)
+	return nil
+}
+
+// reads returns what a parked request will read in the arena.
+func (s *session) reads(p *parkedCall) remote.Block {
+	m := wire.New(p.op)
+	if m == nil || m.Decode(p.body) != nil {
+		return remote.Block{}
+	}
+	if off, n, ok := remote.Staged(m); ok {
+		return remote.Range(off, n)
+	}
+	if u, ok := m.(*wire.Unmap); ok {
+		s.redo = p
+		o := lookup[mem](s, u.Mem)
+		s.redo = nil
+		if o != nil && o.maps[u.Map] != nil && o.maps[u.Map].Flags&(cl.MapWrite|cl.MapWriteInvalidateRegion) != 0 {
+			return o.block(o.maps[u.Map])
+		}
+	}
+	return remote.Block{}
+}
+
+// shows makes the client see what a command writes into the arena, before it can learn of
+// the command's end.
+func (s *session) shows(x *cmd, b remote.Block) {
+	if s.far != nil {
+		x.show = b
+		x.track()
+	}
+}
+
+// show sends what a command has written.
+func (s *session) show(b remote.Block) {
+	if s.far == nil || b.Row == 0 || b.Check(s.arena.Size()) != nil {
+		return
+	}
+	_ = b.Split(1<<20, func(x remote.Block) error {
+		s.far.send(s.far.commands, remote.KindBlock, x.Append(nil), x.Bytes(s.arena.Bytes()))
+		return nil
+	})
+}
+
+// mapped tells the carrier of a mapping, so that it sends what the application has written
+// there before the request that unmaps it.
+func (s *session) mapped(m *mem, mp *mapping) {
+	if s.far == nil {
+		return
+	}
+	x := remote.Mapping{Mem: m.id, ID: mp.ID, Writes: mp.Flags&(cl.MapWrite|cl.MapWriteInvalidateRegion) != 0, Block: m.block(mp)}
+	s.far.send(s.far.commands, remote.KindMapped, x.Append(nil), nil)
+}
+
+// peer returns the connection to the target of a swap, which the carrier has made.
+func (f *farEnd) peer(name string) (net.Conn, error) {
+	if f == nil {
+		return nil, nil
+	}
+	if name != remote.ExportPeer {
+		return nil, fmt.Errorf("export to %q: %w", name, ErrState)
+	}
+	select {
+	case c := <-f.exports:
+		return c, nil
+	case <-time.After(remote.GreetTimeout):
+		return nil, fmt.Errorf("no connection for contents has come: %w", ErrState)
+	case <-f.ctx.Done():
+		return nil, f.ctx.Err()
+	}
+}
+
+// Reply implements transport.
+func (f *farEnd) Reply(slot uint16, err int32, data []byte, token uint32, total uint64) error {
+	if slot >= wire.SlotCount {
+		return nil
+	}
+	if len(data) > shm.MaxReply {
+		return fmt.Errorf("reply of %d bytes: %w", len(data), shm.ErrTooLong)
+	}
+	f.send(f.commands, remote.KindReply, remote.Reply{Slot: slot, Err: err, Token: token, Total: total}.Append(nil), data)
+	return nil
+}
+
+// PendDone implements transport.
+func (f *farEnd) PendDone(index, state uint32) error {
+	if index >= wire.PendCount {
+		return fmt.Errorf("completion word %d: %w", index, shm.ErrRange)
+	}
+	if index != 0 {
+		f.say(remote.KindPend, uint64(index), uint64(state))
+	}
+	return nil
+}
+
+// PushCallback implements transport. No more are under way than the client's ring has room
+// for.
+func (f *farEnd) PushCallback(token uint32, status int32, kind uint32, stop <-chan struct{}) error {
+	f.mu.Lock()
+	for f.cbSent-f.cbTaken >= wire.CbCount && f.ctx.Err() == nil {
+		f.changed.Wait()
+	}
+	f.cbSent++
+	f.mu.Unlock()
+	if f.ctx.Err() != nil {
+		return fmt.Errorf("callback %d: %w", token, shm.ErrStopped)
+	}
+	f.say(remote.KindCallback, uint64(token), uint64(uint32(status)), uint64(kind))
+	return nil
+}
+
+// Print implements transport.
+func (f *farEnd) Print(p []byte) (int, error) {
+	const most = 16 << 10 // the link copies so much
+	f.mu.Lock()
+	n := min(len(p), most, int(wire.OutSize-(f.outSent-f.outTaken)))
+	f.outSent += uint64(n)
+	f.mu.Unlock()
+	if n > 0 {
+		f.send(f.commands, remote.KindPrint, nil, p[:n])
+	}
+	return n, nil
+}
+
+// WakeWaiting implements transport: the carrier does it.
+func (f *farEnd) WakeWaiting() {}
+
+// AwaitPrint implements transport.
+func (f *farEnd) AwaitPrint(timeout time.Duration) {
+	end := time.Now().Add(timeout)
+	for time.Now().Before(end) && f.ctx.Err() == nil {
+		f.mu.Lock()
+		room := f.outSent-f.outTaken < wire.OutSize
+		f.mu.Unlock()
+		if room {
+			return
+		}
+		time.Sleep(time.Millisecond)
+	}
+}
+
+// SetState implements transport.
+func (f *farEnd) SetState(state uint32) {
+	f.Ring.SetState(state)
+	f.say(remote.KindState, uint64(state))
+}
+
+// taken records what the client has taken in total.
+func (f *farEnd) taken(callbacks, printed uint64) error {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if callbacks > f.cbSent || callbacks < f.cbTaken || printed > f.outSent || printed < f.outTaken {
+		return fmt.Errorf("%d callbacks and %d bytes taken, of %d and %d: %w", callbacks, printed, f.cbSent, f.outSent, errHostile)
+	}
+	f.cbTaken, f.outTaken = callbacks, printed
+	f.changed.Broadcast()
+	return nil
+}

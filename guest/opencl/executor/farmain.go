@@ -1,0 +1,303 @@
+package executor
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"net/http"
+	"os"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/gpuctl/gpuctl/api/gpuctl/v1/gpuctlv1connect"
+	"github.com/gpuctl/gpuctl/guest/handover"
+	"github.com/gpuctl/gpuctl/guest/opencl/remote"
+	"github.com/gpuctl/gpuctl/guest/opencl/shm"
+	"github.com/gpuctl/gpuctl/guest/opencl/wire"
+	"github.com/gpuctl/gpuctl/internal/link"
+)
+
+// Far is the configuration of a far executor.
+type Far struct {
+	Acceptor remote.Acceptor
+	Outage   time.Duration // how long the carrier may be gone; 0: DefaultOutage
+
+	hello remote.Hello // of the carrier that has come
+}
+
+// DefaultOutage is how long a carrier may be gone.
+const DefaultOutage = 5 * time.Minute
+
+// HandedPrefix begins the names of connections that are handed over: what follows is the
+// role.
+const HandedPrefix = "carrier:"
+
+var errOther = errors.New("this lease belongs to another carrier")
+
+// arrival is a connection that has said who it is.
+type arrival struct {
+	conn  net.Conn
+	role  remote.Role
+	hello remote.Hello
+}
+
+// farServer takes connections for a far executor.
+type farServer struct {
+	cfg   Config
+	first chan arrival // the first connection for commands
+
+	mu   sync.Mutex
+	s    *session // nil until the first has come
+	wait []arrival
+	ctrl *carried
+	seen time.Time // when a stream was served last
+	live int       // streams that are served
+}
+
+// mainFar runs a far executor. It waits for a carrier, makes memory like the session's, and
+// then serves as any executor.
+func mainFar(ctx context.Context, cfg Config) error {
+	if cfg.Far.Outage <= 0 {
+		cfg.Far.Outage = DefaultOutage
+	}
+	cfg.Far.Acceptor.Parts = arenaParts
+	platform, devs, q, err := openRuntime(cfg.Runtime)
+	if err != nil {
+		return err
+	}
+	v := &farServer{cfg: cfg, first: make(chan arrival, 1), ctrl: newCarried(), seen: time.Now()}
+	files, err := listen(cfg.FileSocket)
+	if err != nil {
+		return err
+	}
+	defer files.Close()
+	go func() { _ = handover.Serve(files, v.take) }()
+	var a arrival
+	select {
+	case a = <-v.first:
+	case <-ctx.Done():
+		return nil
+	case <-time.After(cfg.Far.Outage):
+		return fmt.Errorf("no carrier has come within %v", cfg.Far.Outage)
+	}
+	cfg.Far.hello, cfg.Generation = a.hello, a.hello.Generation
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	var mem [3]*shm.Region
+	for i, size := range []uint64{wire.RingMem, a.hello.ArenaSize, 0} {
+		if mem[i], err = shm.Create([]string{"ring", "arena", "state"}[i], int64(size)); err != nil {
+			return err
+		}
+	}
+	far, err := newFarEnd(ctx, mem[0], mem[1], a.hello, cfg.Logger)
+	if err != nil {
+		return err
+	}
+	far.Init(a.hello.ArenaSize, a.hello.ArenaSplit)
+	s, err := openOn(cfg, mem[0].FD(), mem[1].FD(), mem[2].FD(), platform, devs, q)
+	if err != nil {
+		return err
+	}
+	s.ring, s.far, s.host.freed = far, far, func(off, size uint64) { far.say(remote.KindFreed, off, size) }
+	if s.out, err = captureOutput(far); err != nil {
+		return err
+	}
+	defer s.out.close()
+	defer context.AfterFunc(ctx, func() { far.mu.Lock(); far.changed.Broadcast(); far.mu.Unlock() })()
+	v.begin(ctx, s, a)
+
+	mux := http.NewServeMux()
+	mux.Handle(gpuctlv1connect.NewExecutorServiceHandler(&controller{s: s}))
+	srv := &http.Server{Handler: mux, ReadHeaderTimeout: time.Minute}
+	go s.watchEvents()
+	go s.pushCallbacks()
+	lost := make(chan error, 1)
+	go func() { lost <- v.guard(ctx, s) }()
+	done := make(chan error, 1)
+	go func() { done <- srv.Serve(v.ctrl) }()
+	select {
+	case err = <-done:
+	case err = <-lost:
+	case <-ctx.Done():
+	case <-s.stop:
+		sctx, cancel := context.WithTimeout(context.Background(), time.Second)
+		defer cancel()
+		_ = srv.Shutdown(sctx) // the reply to Retire is still sent
+		// The carrier may not have got all that was said before.
+		_ = far.commands.Drain(sctx)
+	}
+	s.closed.Store(true)
+	return err
+}
+
+// take gets a connection that gpuguest has accepted.
+func (v *farServer) take(name string, f *os.File) {
+	role, ok := remote.ParseRole(strings.TrimPrefix(name, HandedPrefix))
+	conn, err := net.FileConn(f)
+	f.Close()
+	if err != nil || !ok || !strings.HasPrefix(name, HandedPrefix) {
+		v.cfg.Logger.Warn("connection of a carrier", "name", name, "err", err)
+		return
+	}
+	go func() {
+		peer := conn.RemoteAddr()
+		c, hello, err := v.cfg.Far.Acceptor.Accept(conn)
+		if err == nil {
+			err = v.admit(arrival{c, role, hello})
+		}
+		if err != nil {
+			v.cfg.Logger.Warn("connection of a carrier refused", "from", peer, "role", role, "err", err)
+		}
+	}()
+}
+
+// admit gives a connection to what needs it. Those that come before the first one for
+// commands was served wait.
+func (v *farServer) admit(a arrival) error {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	if v.s != nil {
+		return v.serve(a)
+	}
+	if a.role == remote.Commands {
+		select {
+		case v.first <- a:
+			return nil
+		default:
+		}
+	}
+	const most = 16
+	if len(v.wait) >= most {
+		a.conn.Close()
+		return fmt.Errorf("%d connections wait already: %w", most, errOther)
+	}
+	v.wait = append(v.wait, a)
+	return nil
+}
+
+// begin serves the first connection, and those that wait.
+func (v *farServer) begin(_ context.Context, s *session, first arrival) {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	v.s = s
+	for _, a := range append([]arrival{first}, v.wait...) {
+		if err := v.serve(a); err != nil {
+			v.cfg.Logger.Warn("connection of a carrier refused", "role", a.role, "err", err)
+		}
+	}
+	v.wait = nil
+}
+
+// serve is called with v.mu.
+func (v *farServer) serve(a arrival) error {
+	far := v.s.far
+	if !far.hello.Same(a.hello) {
+		_ = remote.Answer(a.conn, errOther)
+		a.conn.Close()
+		return errOther
+	}
+	if err := remote.Answer(a.conn, nil); err != nil {
+		a.conn.Close()
+		return err
+	}
+	switch a.role {
+	case remote.Commands:
+		go v.stream(far.commands, a.conn, far.command)
+	case remote.Bulk:
+		go v.stream(far.bulk, a.conn, far.bulkFrame)
+	case remote.Control:
+		v.ctrl.give(a.conn)
+	case remote.Import:
+		go func() {
+			defer a.conn.Close()
+			if err := v.s.receive(a.conn, 40); err != nil {
+				v.cfg.Logger.Warn("import", "err", err)
+			}
+		}()
+	case remote.Export:
+		select {
+		case old := <-far.exports: // its export was given up
+			old.Close()
+		default:
+		}
+		far.exports <- a.conn
+	}
+	return nil
+}
+
+// stream serves one connection of a stream until it breaks.
+func (v *farServer) stream(st *link.Stream, conn net.Conn, handle func(link.Frame) error) {
+	v.note(1)
+	err := st.Serve(v.s.far.ctx, conn, handle)
+	v.note(-1)
+	if st.Err() != nil {
+		v.s.condemn(err)
+		v.s.retire()
+	}
+}
+
+func (v *farServer) note(n int) {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	v.live += n
+	v.seen = time.Now()
+}
+
+// guard ends the executor when its carrier is gone for too long.
+func (v *farServer) guard(ctx context.Context, s *session) error {
+	for ctx.Err() == nil && !s.closed.Load() {
+		time.Sleep(100 * time.Millisecond)
+		s.mu.Lock()
+		if len(s.parked) > 0 && s.active.Load() && !s.gate.Load() {
+			s.advance() // a client may have freed a lane that was given up
+		}
+		s.mu.Unlock()
+		v.mu.Lock()
+		gone := v.live == 0 && time.Since(v.seen) > v.cfg.Far.Outage
+		v.mu.Unlock()
+		if gone {
+			return fmt.Errorf("the carrier was gone for %v", v.cfg.Far.Outage)
+		}
+	}
+	return nil
+}
+
+// carried is a listener for connections that were accepted elsewhere.
+type carried struct {
+	conns chan net.Conn
+	once  sync.Once
+	done  chan struct{}
+}
+
+func newCarried() *carried {
+	return &carried{conns: make(chan net.Conn, 16), done: make(chan struct{})}
+}
+
+func (h *carried) give(c net.Conn) {
+	select {
+	case h.conns <- c:
+	default:
+		c.Close()
+	}
+}
+
+// Accept implements net.Listener.
+func (h *carried) Accept() (net.Conn, error) {
+	select {
+	case c := <-h.conns:
+		return c, nil
+	case <-h.done:
+		return nil, net.ErrClosed
+	}
+}
+
+// Close implements net.Listener.
+func (h *carried) Close() error {
+	h.once.Do(func() { close(h.done) })
+	return nil
+}
+
+// Addr implements net.Listener.
+func (h *carried) Addr() net.Addr { return &net.UnixAddr{Net: "unix", Name: "carrier"} }

@@ -1,0 +1,341 @@
+package sessions
+
+import (
+	"bytes"
+	"context"
+	"crypto/sha256"
+	"errors"
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+	"time"
+
+	"connectrpc.com/connect"
+
+	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
+	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/hostd/member"
+	"github.com/gpuctl/gpuctl/hostd/member/clusterapi"
+	"github.com/gpuctl/gpuctl/hostd/sessions/ledger"
+	"github.com/gpuctl/gpuctl/internal/reason"
+)
+
+var errDenied = reason.New(reason.Denied, "denied")
+
+const (
+	maxLent      = 1024 // leases at a time
+	maxLentHost  = 256  // of them, for one host
+	maxLeaseName = 32
+	maxOutage    = time.Hour
+)
+
+// lent is a lease of this host: a far executor that serves a session of another host.
+type lent struct {
+	ID       string   `json:"id"`
+	Claim    string   `json:"claim"`
+	Borrower string   `json:"borrower"` // id of the host that borrows
+	Host     string   `json:"host"`     // its name
+	GPUs     []string `json:"gpus"`     // names on this host
+	Amount   uint64   `json:"amount"`   // of each GPU, bytes; 0: whole GPUs
+	Token    uint64   `json:"token"`    // fencing token of the assignments
+	Peer     []byte   `json:"peer"`     // hash of the carrier's certificate
+	Outage   int64    `json:"outage"`   // ms
+	// Secret is the hash of the token that the carrier shows.
+	Secret []byte `json:"secret,omitempty"`
+}
+
+var _ clusterapi.Lender = (*Host)(nil)
+
+func checkLease(r *clusterv1.LendRequest) error {
+	id := r.GetLease()
+	bad := strings.TrimLeft(id, "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-") != ""
+	switch {
+	case id == "" || len(id) > maxLeaseName || bad:
+		return fmt.Errorf("%w: lease %.40q is not 1 to %d letters, digits and dashes", errInvalid, id, maxLeaseName)
+	case r.GetClaim() == "" || len(r.GetClaim()) > maxNameLength:
+		return fmt.Errorf("%w: lease %s: no claim", errInvalid, id)
+	case len(r.GetGpus()) == 0 || len(r.GetGpus()) > maxClaimGPUs:
+		return fmt.Errorf("%w: lease %s: %d GPUs, not 1 to %d", errInvalid, id, len(r.GetGpus()), maxClaimGPUs)
+	case len(r.GetCertificateSha256()) != sha256.Size:
+		return fmt.Errorf("%w: lease %s: hash of %d bytes, not %d", errInvalid, id, len(r.GetCertificateSha256()), sha256.Size)
+	case r.GetOutageMs() < 0 || r.GetOutageMs() > maxOutage.Milliseconds():
+		return fmt.Errorf("%w: lease %s: an outage of %d ms is not 0 to %d", errInvalid, id, r.GetOutageMs(), maxOutage.Milliseconds())
+	case len(r.GetDevice().GetName()) > maxNameLength || strings.ContainsRune(r.GetDevice().GetName(), 0):
+		return fmt.Errorf("%w: lease %s: the device's name is longer than %d bytes, or has a NUL", errInvalid, id, maxNameLength)
+	case !slices.Contains([]string{"", "gpu", "cpu", "accelerator"}, r.GetDevice().GetType()):
+		return fmt.Errorf("%w: lease %s: device type %.20q is not gpu, cpu or accelerator", errInvalid, id, r.GetDevice().GetType())
+	}
+	return nil
+}
+
+// Lend starts a far executor for a session of another host, if the log has assigned the
+// GPUs to the session's claim.
+func (h *Host) Lend(ctx context.Context, borrower clusterapi.Self, r *clusterv1.LendRequest) (*clusterv1.LendResponse, error) {
+	if err := checkLease(r); err != nil {
+		return nil, err
+	}
+	if !h.Ready() {
+		return nil, reason.Detail(fmt.Errorf("lease %s: %w", r.GetLease(), reason.New(reason.NotReady, "this host has just been started"))).On("host", h.Cluster.HostName())
+	}
+	l := &lent{
+		ID: r.GetLease(), Claim: r.GetClaim(), Borrower: borrower.ID, Host: borrower.Host, Token: r.GetToken(), Peer: r.GetCertificateSha256(),
+		Outage: r.GetOutageMs(),
+	}
+	if l.Outage == 0 {
+		l.Outage = outage.Milliseconds()
+	}
+	for _, id := range r.GetGpus() {
+		l.GPUs = append(l.GPUs, h.nameOf(id))
+	}
+	p, err := h.beginLending(l)
+	if err != nil {
+		return nil, err
+	}
+	defer h.endLending(l)
+	// What the log says counts, not what the caller does. It is read after Uses has begun
+	// to be true for the claim, so this host does not confirm meanwhile that an
+	// assignment is gone.
+	if l.Amount, err = h.Cluster.Assigned(ctx, l.Claim, l.Borrower, l.GPUs, l.Token, true); err != nil {
+		return nil, fmt.Errorf("lease %s: %w", l.ID, err)
+	}
+	if err := h.enterLease(l); err != nil {
+		return nil, err
+	}
+	target := p.target(l.Amount)
+	res, err := h.Guest.Lend(ctx, connect.NewRequest(&gpuctlv1.LendRequest{
+		Lease: l.ID, Runtime: target.GetRuntime(), PeerCertSha256: l.Peer, Memory: l.Amount, OutageMs: l.Outage, Device: r.GetDevice(),
+	}))
+	if err != nil {
+		h.dropLease(context.WithoutCancel(ctx), l, "it could not be started")
+		return nil, fmt.Errorf("lease %s: far executor: %w", l.ID, plain(err))
+	}
+	secret := sha256.Sum256(res.Msg.GetToken())
+	h.mu.Lock()
+	l.Secret = secret[:]
+	h.save()
+	h.mu.Unlock()
+	out := &clusterv1.LendResponse{
+		Token: res.Msg.GetToken(), CertificateSha256: res.Msg.GetCertSha256(), Limits: target.GetLimits(), Model: target.GetModel(), Memory: l.Amount,
+	}
+	if h.LendAddress != nil {
+		out.Addresses = append(out.Addresses, h.LendAddress())
+	}
+	out.Addresses = append(out.Addresses, res.Msg.GetAddresses()...)
+	return out, nil
+}
+
+// beginLending makes Uses true for the claim until endLending.
+func (h *Host) beginLending(l *lent) (placement, error) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	p := h.placement(l.GPUs)
+	switch {
+	case p == nil || p.far():
+		return nil, reason.Detail(fmt.Errorf("lease %s: %w: this host has no GPU %.300s", l.ID, errNotFound, strings.Join(l.GPUs, separator))).On("gpu", l.GPUs[0])
+	case slices.ContainsFunc(p, func(g *gpuctlv1.GPU) bool { return runtimeKey(g) != runtimeKey(p[0]) }):
+		return nil, fmt.Errorf("lease %s: %w: the GPUs %s are not of one runtime", l.ID, errInvalid, p)
+	case h.claims[l.Claim] != nil:
+		return nil, fmt.Errorf("lease %s: %w: claim %s is one of this host", l.ID, errInvalid, l.Claim)
+	}
+	if old := h.lent[l.ID]; old != nil {
+		if old.Borrower != l.Borrower || old.Claim != l.Claim || !slices.Equal(old.GPUs, l.GPUs) || !bytes.Equal(old.Peer, l.Peer) || old.Token != l.Token {
+			return nil, reason.Errorf(reason.Exists, "lease %s exists with other contents", l.ID)
+		}
+	} else {
+		mine := 0
+		for _, x := range h.lent {
+			if x.Borrower == l.Borrower {
+				mine++
+			}
+		}
+		if len(h.lent) >= maxLent || mine >= maxLentHost {
+			return nil, fmt.Errorf("lease %s: %w: %d leases exist already, %d of them for host %s", l.ID, errBusy, len(h.lent), mine, l.Host)
+		}
+	}
+	h.lending[l.Claim]++
+	return p, nil
+}
+
+func (h *Host) endLending(l *lent) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if h.lending[l.Claim]--; h.lending[l.Claim] <= 0 {
+		delete(h.lending, l.Claim)
+	}
+	h.settleLent(l.Claim)
+}
+
+// enterLease reserves the GPUs and writes the lease to the journal, before its far
+// executor is started.
+func (h *Host) enterLease(l *lent) error {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if old := h.lent[l.ID]; old != nil {
+		return nil // the same one: beginLending has compared them
+	}
+	if err := h.ledger.Reserve(l.Claim, l.GPUs, l.Amount); err != nil {
+		return fmt.Errorf("lease %s: %w", l.ID, err)
+	}
+	h.lent[l.ID] = l
+	h.save()
+	h.Log.Info("gpu lent", "lease", l.ID, "claim", l.Claim, "host", l.Host, "gpu", strings.Join(l.GPUs, separator), "memory", l.Amount)
+	return nil
+}
+
+// settleLent gives back what no lease of the claim has any more. The caller holds h.mu.
+func (h *Host) settleLent(claim string) {
+	if h.claims[claim] != nil {
+		return
+	}
+	var keep []string
+	for _, l := range h.lent {
+		if l.Claim == claim {
+			keep = append(keep, l.GPUs...)
+		}
+	}
+	if len(keep) == 0 && h.lending[claim] > 0 {
+		return
+	}
+	h.ledger.Retain(claim, keep)
+	h.save()
+	h.Cluster.Kick()
+}
+
+// EndLease ends a lease of the host that asks for it.
+func (h *Host) EndLease(ctx context.Context, borrower clusterapi.Self, lease string) error {
+	h.mu.Lock()
+	l := h.lent[lease]
+	h.mu.Unlock()
+	switch {
+	case l == nil:
+		return nil
+	case l.Borrower != borrower.ID:
+		return fmt.Errorf("lease %s: %w: it is of host %s", lease, errDenied, l.Host)
+	}
+	return h.dropLease(ctx, l, "it was given back")
+}
+
+// dropLease ends the far executor, and then gives the GPUs back. If gpuguest does not
+// confirm the end, the GPUs stay reserved, and it is tried again.
+func (h *Host) dropLease(ctx context.Context, l *lent, why string) error {
+	ctx, cancel := context.WithTimeout(ctx, callTimeout)
+	defer cancel()
+	if _, err := h.Guest.EndLease(ctx, connect.NewRequest(&gpuctlv1.EndLeaseRequest{Lease: l.ID})); err != nil {
+		return fmt.Errorf("lease %s: its far executor has not ended: %w", l.ID, plain(err))
+	}
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if h.lent[l.ID] == l {
+		delete(h.lent, l.ID)
+		h.Log.Info("lease ended", "lease", l.ID, "claim", l.Claim, "host", l.Host, "gpu", strings.Join(l.GPUs, separator), "reason", why)
+	}
+	h.settleLent(l.Claim)
+	return nil
+}
+
+// checkLent compares the leases with gpuguest's and with the log. A lease ends with its
+// far executor, and with the assignments that it is for.
+func (h *Host) checkLent(ctx context.Context) {
+	if !h.Ready() {
+		return
+	}
+	h.mu.Lock()
+	known := maps.Clone(h.lent)
+	asked := h.swept
+	h.mu.Unlock()
+	if len(known) == 0 && asked {
+		return
+	}
+	call, cancel := context.WithTimeout(ctx, callTimeout)
+	defer cancel()
+	res, err := h.Guest.ListLeases(call, connect.NewRequest(&gpuctlv1.ListLeasesRequest{}))
+	if err != nil {
+		if code := connect.CodeOf(err); code == connect.CodeUnimplemented || code == connect.CodeFailedPrecondition {
+			h.mu.Lock()
+			h.swept = len(known) == 0 // it lends nothing
+			h.mu.Unlock()
+		}
+		return
+	}
+	alive := map[string]*gpuctlv1.Lease{}
+	for _, l := range res.Msg.GetLeases() {
+		alive[l.GetId()] = l
+	}
+	for id, l := range known {
+		h.checkLease(ctx, l, alive[id])
+	}
+	h.mu.Lock()
+	h.swept = true
+	var strays []string
+	for id := range alive {
+		if h.lent[id] == nil && known[id] == nil && len(h.lending) == 0 {
+			strays = append(strays, id)
+		}
+	}
+	h.mu.Unlock()
+	for _, id := range strays { // hostd lost its journal
+		h.Log.Warn("a far executor without a lease ends", "lease", id)
+		_, _ = h.Guest.EndLease(call, connect.NewRequest(&gpuctlv1.EndLeaseRequest{Lease: id}))
+	}
+}
+
+func (h *Host) checkLease(ctx context.Context, l *lent, now *gpuctlv1.Lease) {
+	h.mu.Lock()
+	busy := h.lending[l.Claim] > 0
+	h.mu.Unlock()
+	if busy {
+		return
+	}
+	why := ""
+	switch {
+	case now == nil:
+		why = "its far executor is gone"
+	case now.GetState() == gpuctlv1.LeaseState_LEASE_STATE_ENDED:
+		why = "its far executor has ended: " + now.GetMessage()
+	default:
+		_, err := h.Cluster.Assigned(ctx, l.Claim, l.Borrower, l.GPUs, l.Token, false)
+		if !errors.Is(err, member.ErrNotAssigned) {
+			return
+		}
+		why = err.Error()
+	}
+	if err := h.dropLease(ctx, l, why); err != nil && ctx.Err() == nil {
+		h.Log.Warn("a lease that is over holds its GPU", "lease", l.ID, "err", err)
+	}
+}
+
+// Expects reports whether a lease of this host has this token. It is asked about each
+// connection of a carrier before gpuguest gets it.
+func (h *Host) Expects(token []byte) bool {
+	hash := sha256.Sum256(token)
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	for _, l := range h.lent {
+		if bytes.Equal(l.Secret, hash[:]) {
+			return true
+		}
+	}
+	return false
+}
+
+// lentTo returns the host to which a claim's share of a GPU is lent; empty: none. The
+// caller holds h.mu.
+func (h *Host) lentTo(claim string) string {
+	for _, l := range h.lent {
+		if l.Claim == claim {
+			return l.Host
+		}
+	}
+	return ""
+}
+
+// restoreLent takes over the leases of an earlier hostd. The caller holds h.mu.
+func (h *Host) restoreLent(all []*lent) {
+	for _, l := range all {
+		h.lent[l.ID] = l
+		if err := h.ledger.Reserve(l.Claim, l.GPUs, l.Amount); err != nil && !errors.Is(err, ledger.ErrUnknownGPU) {
+			h.Log.Error("a lent gpu is held by others", "lease", l.ID, "claim", l.Claim, "err", err)
+		}
+	}
+}

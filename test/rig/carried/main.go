@@ -1,0 +1,151 @@
+// Command gpuguest-carried is gpuguest for tests of carriers: executors of the GPUs
+// that it is asked for run as far executors of leases of its own, which carriers
+// reach over loopback. So everything that runs on the GPUs of a rig runs over TCP,
+// and swaps go between local and remote GPUs.
+//
+// GPUCTL_TEST_CARRIER says how: tcp, tls, or mixed for a carrier in every other
+// generation of a session's executors, and an executor in the rest.
+package main
+
+import (
+	"context"
+	"crypto/rand"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"os"
+	"os/signal"
+	"path/filepath"
+	"syscall"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/guest/confine"
+	"github.com/gpuctl/gpuctl/guest/lease"
+	"github.com/gpuctl/gpuctl/guest/opencl/remote"
+	"github.com/gpuctl/gpuctl/guest/session"
+)
+
+func main() {
+	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGINT, syscall.SIGTERM)
+	err := run(ctx, os.Args[1:])
+	stop()
+	if err != nil {
+		fmt.Fprintln(os.Stderr, "gpuguest-carried:", err)
+		os.Exit(1)
+	}
+}
+
+func run(ctx context.Context, args []string) error {
+	var api, apps, dir, users, memory string
+	var anew bool
+	cmd := &cobra.Command{Use: "gpuguest-carried serve", SilenceUsage: true, SilenceErrors: true}
+	serve := &cobra.Command{Use: "serve", Args: cobra.NoArgs, RunE: func(cmd *cobra.Command, _ []string) error {
+		return serveCarried(cmd.Context(), api, apps, dir, users, anew)
+	}}
+	cmd.PersistentFlags().Bool("verbose", false, "")
+	f := serve.Flags()
+	f.StringVar(&api, "socket", "", "")
+	f.StringVar(&apps, "app-socket", "", "")
+	f.StringVar(&dir, "rundir", "", "")
+	f.StringVar(&users, "executor-users", confine.DefaultRange().String(), "")
+	f.StringVar(&memory, "executor-memory", "", "")
+	f.BoolVar(&anew, "compile-anew", false, "")
+	cmd.AddCommand(serve)
+	cmd.SetArgs(args)
+	return cmd.ExecuteContext(ctx)
+}
+
+func serveCarried(ctx context.Context, api, apps, dir, users string, anew bool) error {
+	log := slog.New(slog.NewTextHandler(os.Stderr, nil))
+	self, err := os.Executable()
+	if err != nil {
+		return err
+	}
+	real := &session.ExecLauncher{Binary: filepath.Join(filepath.Dir(self), "gpuguest"), Dir: dir}
+	if os.Geteuid() == 0 {
+		r, err := confine.ParseRange(users)
+		if err != nil {
+			return err
+		}
+		real.Users = &confine.Users{Range: r, Dir: "/run/gpuctl/users"}
+	}
+	mode := os.Getenv("GPUCTL_TEST_CARRIER")
+	if mode != "tcp" && mode != "tls" && mode != "mixed" {
+		return fmt.Errorf("GPUCTL_TEST_CARRIER is %q", mode)
+	}
+	leases, err := lease.New(lease.Config{Dir: dir, Launcher: real, Logger: log, Listen: []string{"127.0.0.1:0"}, Most: 4096})
+	if err != nil {
+		return err
+	}
+	defer leases.Close()
+	return session.Serve(ctx, session.Config{
+		Dir: dir, Launcher: &launcher{ExecLauncher: real, leases: leases, mode: mode, ctx: ctx},
+		Logger: log, Faults: os.Getenv("GPUCTL_FAULTS") == "1", CompileAnew: anew, Lender: leases,
+	}, api, apps)
+}
+
+// launcher starts carriers where executors are asked for.
+type launcher struct {
+	*session.ExecLauncher
+	leases *lease.Manager
+	mode   string
+	ctx    context.Context
+}
+
+// Launch implements session.Launcher.
+func (l *launcher) Launch(ctx context.Context, spec session.Spec, journal func(session.Process) error) (session.Process, error) {
+	if l.mode == "mixed" && spec.Generation%2 == 0 {
+		return l.ExecLauncher.Launch(ctx, spec, journal)
+	}
+	rt, id, err := l.lend(ctx, &spec)
+	if err != nil {
+		return nil, err
+	}
+	spec.Runtime = rt
+	p, err := l.ExecLauncher.Launch(ctx, spec, journal)
+	if err != nil {
+		return nil, errors.Join(err, l.leases.EndLease(context.WithoutCancel(ctx), id))
+	}
+	go func() {
+		select {
+		case <-p.Done():
+			// A carrier that has retired has told its far executor so.
+			time.Sleep(100 * time.Millisecond)
+			_ = l.leases.EndLease(context.Background(), id)
+		case <-l.ctx.Done():
+		}
+	}()
+	return p, nil
+}
+
+// lend makes a lease for an executor, and returns the runtime with which its carrier starts.
+func (l *launcher) lend(ctx context.Context, spec *session.Spec) (*gpuctlv1.Runtime, string, error) {
+	var b [8]byte
+	_, _ = rand.Read(b[:])
+	id := hex.EncodeToString(b[:])
+	req := &gpuctlv1.LendRequest{Lease: id, Runtime: spec.Runtime, Plain: l.mode != "tls", Device: spec.Device, OutageMs: 60000}
+	r := &gpuctlv1.Remote{Plain: req.Plain, OutageMs: 60000}
+	if !req.Plain {
+		own, err := remote.NewIdentity("carrier")
+		if err != nil {
+			return nil, "", err
+		}
+		req.PeerCertSha256, r.Certificate, r.PrivateKey = own.Hash(), own.Certificate, own.Key
+	}
+	resp, err := l.leases.Lend(ctx, req)
+	if err != nil {
+		return nil, "", err
+	}
+	r.Token, r.PeerCertSha256, r.Addresses = resp.Token, resp.CertSha256, resp.Addresses
+	for _, a := range r.Addresses {
+		if _, _, err := net.SplitHostPort(a); err != nil {
+			return nil, "", err
+		}
+	}
+	return &gpuctlv1.Runtime{Remote: r}, id, nil
+}
