@@ -96,7 +96,7 @@ property:
 
 # Each check of the mediator of GPUs is removed in turn: a test has to fail.
 mutate-mmio:
-	$(GO) run ./test/mutate -first '^Test(GX|Push|Changed|HostileRecord|Moved|Paused|Sizes|Lazy|Unmapped|Flood|Command|Nothing|EveryDword)' ./mmio/mediate
+	$(GO) run ./test/mutate -first '^Test(GX|Push|Changed|HostileRecord|Moved|Paused|Sizes|Lazy|Unmapped|Flood|Command|Nothing|Next|EveryDword)' ./mmio/mediate
 
 # Two VMs share one GPU in software, one of them hostile. Needs nothing but Go.
 mmio-demo:

@@ -68,7 +68,7 @@ func run(ctx context.Context, args []string, out io.Writer) error {
 	swaps := fs.Int("swaps", 20, "swaps for the stand-still figures")
 	mib := fs.Int("mib", 256, "size of the bulk transfers, MiB")
 	gib := fs.Int("gib", 16, "state of the big swaps on a real GPU, GiB")
-	only := fs.String("only", "", "run only the parts that `NAMES`, with commas between, say: calls, transfers, compute, programs, swap, suspend, replay, footprint, cluster, inventory, gpu, chaos, hostile (the last only if it is named)")
+	only := fs.String("only", "", "run only the parts that `NAMES`, with commas between, say: calls, transfers, compute, programs, swap, suspend, replay, footprint, cluster, inventory, mmio, gpu, chaos, hostile (the last only if it is named)")
 	operations := fs.Int("operations", 200, "operations of the part chaos, of which 30 % are to fail and 10 % are killed")
 	together := fs.Int("together", 1, "programs at a time of the part chaos")
 	program := fs.String("program", "", "`arguments` of the program of the part chaos, instead of those of four kinds in turns")
@@ -113,6 +113,7 @@ func run(ctx context.Context, args []string, out io.Writer) error {
 		{"footprint", "Memory that the library adds", b.footprint},
 		{"cluster", "Three hosts on this machine", b.cluster},
 		{"inventory", "Inventory of 10 000 hosts with 8 GPUs each, and the openb cluster", b.inventory},
+		{"mmio", "Mediated GPU, in process", b.mmio},
 		{"gpu", "Real GPU", b.gpu},
 		{"chaos", "Right results under failing swaps", b.chaos},
 		{"hostile", "Honest clients beside hostile ones", b.hostile},

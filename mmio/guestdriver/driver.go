@@ -111,6 +111,9 @@ func Open(o Options) (*Driver, error) {
 	if err := d.openChannel(); err != nil {
 		return nil, err
 	}
+	if err := d.Wait(); err != nil {
+		return nil, err
+	}
 	d.Phase(mmio.Other)
 	return d, nil
 }

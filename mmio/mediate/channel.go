@@ -23,7 +23,6 @@ func (v *VGPU) setChannel(i uint32, w uint32) {
 	if w&nvc0.ChannelValid == 0 {
 		v.unbind(c)
 		c.value = w
-		v.g.hw.WriteRegister(nvc0.RegChannel+8*uint32(v.first)+8*i, 0)
 		return
 	}
 	if w&instTarget != 0 { //check:instance-target
@@ -67,14 +66,14 @@ func (v *VGPU) allocate(c *channel) bool {
 	return true
 }
 
-// unbind takes a channel's instance block and commands away, and gives its frames
-// back.
+// unbind takes a channel's instance block and commands away, which also takes it off the
+// engines, and gives its frames back.
 func (v *VGPU) unbind(c *channel) {
 	if c.shadow == 0 {
 		return
 	}
 	i := v.index(c)
-	v.g.hw.WriteRegister(nvc0.RegChannel+8*uint32(v.first+i), 0) // also takes it off the engine
+	v.g.hw.WriteRegister(nvc0.RegChannel+8*uint32(v.first+i), 0) //check:scrub-channel
 	v.forget(i)
 	v.leave(c.space)
 	v.release(c.shadow, 1, nvc0.Table)

@@ -63,8 +63,8 @@ func (v *VGPU) promote() {
 			if s.reads {
 				return
 			}
-			if s.dirty { // Lazy: this is the use
-				v.scan(s) //check:scan-before-use
+			if s.dirty { //check:scan-before-use
+				v.scan(s) // which comes back here when it is done
 				continue
 			}
 		}

@@ -21,6 +21,8 @@ type GPU struct {
 	zeros  []byte
 	wake   chan struct{} // tells Run that something is to be done
 
+	sending sync.Mutex // of interrupts
+
 	mu       sync.Mutex
 	hw       Hardware
 	sched    *timeshare.Scheduler
@@ -119,7 +121,9 @@ func (g *GPU) unlock() {
 	}
 	signals := append([]signal(nil), g.signals...)
 	g.signals = g.inside[:0]
+	g.sending.Lock() // before the GPU is anybody else's, so that the order stays
 	g.mu.Unlock()
+	defer g.sending.Unlock()
 	for _, s := range signals {
 		s.guest.Interrupt(s.up)
 	}

@@ -261,6 +261,19 @@ func TestGX06EntriesOfOtherTargetsAndFramesAreNotPresent(t *testing.T) {
 	unharmed(t, r)
 }
 
+func TestGX06ReadOnlyPagesAreReadOnlyThroughBARs(t *testing.T) {
+	r, _, _ := stage(t, Eager)
+	r.open(1)
+	r.poke(1, 0x20000+8*16, uint64(nvc0.MakePTE(16*nvc0.LargePage, nvc0.TargetVRAM, true)))
+	r.poke(1, 16*nvc0.LargePage, 5)
+	r.store(1, 3, 16*nvc0.LargePage, 8, 6)
+	if w := r.load(1, 3, 16*nvc0.LargePage, 8); w != 5 {
+		t.Errorf("it reads %#x", w)
+	}
+	expect(t, r, mmio.OutOfPartition)
+	unharmed(t, r)
+}
+
 func TestGX07TablesOutsideAreRefused(t *testing.T) {
 	r, a, b := stage(t, Eager)
 	r.open(1)
@@ -348,6 +361,17 @@ func TestGX09RegistersOfTheWholeCardAreNeverReached(t *testing.T) {
 	if expect(t, r, mmio.BadChannel); r.hw.ReadRegister(0x3000+8*uint32(b.first))>>31 != 1 {
 		t.Error("the other VM's channel is gone")
 	}
+	r.open(1)
+	for i := uint64(1); i < 128; i++ { // USERD pages of channels that are not bound, or others'
+		before := r.refused(1, mmio.BadChannel)
+		r.store(1, 1, 0x06000000+i*nvc0.PageSize+nvc0.UserdIBPut, 4, 1)
+		if w := r.load(1, 1, 0x06000000+i*nvc0.PageSize+nvc0.UserdIBGet, 4); w != uint64(regs.Refused) || r.refused(1, mmio.BadChannel) != before+2 {
+			t.Errorf("USERD page %d reads %#x", i, w)
+		}
+	}
+	if a, hw := r.get(1, nvc0.RegKick), r.hw.ReadRegister(nvc0.RegKick); a != 0 || hw >= uint32(b.first)+4 {
+		t.Errorf("KICK is %#x, and the hardware's %#x", a, hw)
+	}
 	work(t, victim, 3)
 	unharmed(t, r)
 }
@@ -420,7 +444,10 @@ func TestGX10IndexesOfParaCallsAreChecked(t *testing.T) {
 		t.Errorf("a slot that is longer than it is: status %#x", s)
 	}
 	for _, n := range []uint32{ParaSlots, 0xffffffff} {
-		r.store(1, 5, ParaCall, 4, uint64(n))
+		before := r.refused(1, mmio.BadCall)
+		if r.store(1, 5, ParaCall, 4, uint64(n)); r.refused(1, mmio.BadCall) == before {
+			t.Errorf("slot %#x was used", n)
+		}
 	}
 	expect(t, r, mmio.BadCall)
 	for _, at := range []uint64{mib - 4096, mib, 1 << 43, ^uint64(0)} { // slots outside
@@ -495,6 +522,31 @@ func TestGX12SlotsAreReadOnce(t *testing.T) {
 	}
 	if e := shadowPTE(r, a.spaces[2], 0x20200000); e.Addr() != uint64(a.base)+0x200000 {
 		t.Errorf("the hardware has %#x", uint64(e))
+	}
+	unharmed(t, r)
+}
+
+// TestGX06BusAddressesOfOthersReachNothing asks as the hardware would if a page table were wrong.
+func TestGX06BusAddressesOfOthersReachNothing(t *testing.T) {
+	r, a, b := stage(t, Eager)
+	p := make([]byte, 4096)
+	for name, c := range map[string]struct {
+		on   nvc0.Owner
+		addr uint64
+		want bool
+	}{
+		"its own":              {a.owner, a.window64 | 0x1000, true},
+		"another VM's":         {a.owner, b.window64 | 0x1000, false},
+		"behind its memory":    {a.owner, a.window64 | mib, false},
+		"over its end":         {a.owner, a.window64 | mib - 8, false},
+		"nobody's":             {a.owner, 63 << windowBits, false},
+		"nobody that there is": {12345, a.window64 | 0x1000, false},
+	} {
+		for _, write := range []bool{false, true} {
+			if got := r.gpu.DMA(c.on, c.addr, p, write); got != c.want {
+				t.Errorf("%s: %v", name, got)
+			}
+		}
 	}
 	unharmed(t, r)
 }

@@ -152,8 +152,7 @@ func (v *VGPU) one(op uint32, args []uint32, changed map[*space]bool, left int) 
 		v.refuse(mmio.BadCall, what, uint64(n))
 		return 0, false
 	}
-	takes := map[uint32]int{ParaNewSpace: 1, ParaFreeSpace: 1, ParaSetSpace: 2, ParaBarSpace: 2, ParaTables: 3, ParaMapPages: 4, ParaUnmap: 4}
-	if n, known := takes[op]; !known || len(args) < n { //check:call-args
+	if n := takes(op); n == 0 || len(args) < n { //check:call-args
 		return bad("operation", op)
 	}
 	number := args[0]
@@ -196,6 +195,21 @@ func (v *VGPU) one(op uint32, args []uint32, changed map[*space]bool, left int) 
 	}
 	changed[s] = true
 	return v.paraPages(s, op, args, left)
+}
+
+// takes is how many dwords an operation takes at least; 0: there is no such operation.
+func takes(op uint32) int {
+	switch op {
+	case ParaNewSpace, ParaFreeSpace:
+		return 1
+	case ParaSetSpace, ParaBarSpace:
+		return 2
+	case ParaTables:
+		return 3
+	case ParaMapPages, ParaUnmap:
+		return 4
+	}
+	return 0
 }
 
 func (v *VGPU) paraNew(number uint32, left int) (cost int, ok bool) {

@@ -337,3 +337,28 @@ func TestNothingIsLeftOfAVMForTheNext(t *testing.T) {
 		}
 	}
 }
+
+// TestNextVMHasNoPagesOfTheLast: the hardware remembers translations by the place of a
+// directory, and the next VM's is in the same place.
+func TestNextVMHasNoPagesOfTheLast(t *testing.T) {
+	for _, mode := range everyMode {
+		r := newRig(t)
+		v := r.add(1, mode)
+		r.add(2, Eager)
+		work(t, r.open(1), 3)
+		r.settle()
+		dir := v.channels[0].space.shadow
+		if err := r.gpu.Destroy(1); err != nil {
+			t.Fatal(err)
+		}
+		v = r.add(1, mode, func(q *Request) { q.Memory = 8 * mib }) // elsewhere in memory
+		d := r.open(1)
+		if at := v.channels[0].space.shadow; at != dir {
+			t.Fatalf("%s: the directory is at %#x, was at %#x", mode, at, dir)
+		}
+		work(t, d, 5)
+		if n := r.hw.Violations(); n != 0 {
+			t.Errorf("%s: %d violations", mode, n)
+		}
+	}
+}

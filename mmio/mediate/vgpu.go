@@ -111,7 +111,6 @@ func (v *VGPU) wipe() {
 	for i := range v.channels {
 		v.channels[i].listed = false
 		g.hw.Stop(v.first + i)
-		g.hw.WriteRegister(nvc0.RegChannel+8*uint32(v.first+i), 0) //check:scrub-channel
 	}
 	g.writePlaylist()
 	if g.running != nil && g.running.v == v {
@@ -126,8 +125,7 @@ func (v *VGPU) wipe() {
 	for _, s := range v.spaces {
 		v.drop(s)
 	}
-	g.hw.WriteRegister(nvc0.RegTLBTrigger, nvc0.TLBFlush|nvc0.TLBAllSpaces) //check:flush-teardown
-	g.zero(v.owner, v.base, v.size)                                         //check:scrub-memory
+	g.zero(v.owner, v.base, v.size) //check:scrub-memory
 	v.waiting, v.ready = nil, nil
 }
 

@@ -7,7 +7,7 @@ import (
 
 const docHead = `# Registers of a mediated GPU
 
-Made of the table in ` + "`mmio/regs`" + ` by ` + "`make generate`" + `. What a mediated GPU is: [mmio](mmio.md).
+Made of the table in ` + "`mmio/regs`" + ` by ` + "`make generate`" + `. What keeps VMs apart on a mediated GPU: [isolation](mmio-isolation.md).
 
 A VM's access to BAR0 is decided by this table. What is not in it is denied. A read that is refused gets ` + "`%#x`" + `, a write that is
 refused does nothing; both are counted by reason and named in an event. A register takes accesses of 4 bytes, or of 8 as two of

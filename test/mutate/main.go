@@ -1,7 +1,8 @@
 // Command mutate removes each check of a package in turn and reports whether the
 // package's tests notice. A check is a line with a comment "//check:NAME": the
 // condition of an if or of a case never holds then, a default is never taken, and a call is not
-// made. The source stays as it is: a changed copy is compiled with an overlay.
+// made. The source stays as it is: a copy in which each check can be switched off is
+// compiled once, with an overlay, and the tests run once for each check.
 //
 //	mutate [-only NAME,NAME] [-first REGEXP] FOLDER
 //
@@ -25,6 +26,7 @@ import (
 	"path/filepath"
 	"regexp"
 	"slices"
+	"strconv"
 	"strings"
 	"time"
 )
@@ -41,6 +43,7 @@ func main() {
 // check is a place where a check can be removed.
 type check struct {
 	name, file string
+	pkg        string
 	line       int
 	from, to   int    // bytes of the file that are replaced
 	with       string // what replaces them
@@ -78,6 +81,9 @@ func run(ctx context.Context, args []string, out io.Writer) error {
 		return err
 	}
 	defer os.RemoveAll(m.tmp)
+	if err := m.build(ctx, all); err != nil {
+		return err
+	}
 	if how, err := m.try(ctx, nil); err != nil {
 		return fmt.Errorf("with all checks: %w", err)
 	} else if how != "" {
@@ -148,28 +154,31 @@ func findIn(file string) (all []check, err error) {
 		}
 	}
 	at := func(p token.Pos) int { return set.Position(p).Offset }
-	add := func(where token.Pos, from, to token.Pos, with func(string) string) {
+	add := func(where token.Pos, from, to token.Pos, with func(name, text string) string) {
 		line := set.Position(where).Line
 		name, ok := names[line]
 		if !ok {
 			return
 		}
 		delete(names, line)
-		all = append(all, check{name, file, line, at(from), at(to), with(string(text[at(from):at(to)]))})
+		all = append(all, check{name, file, tree.Name.Name, line, at(from), at(to), with(name, string(text[at(from):at(to)]))})
 	}
-	never := func(cond string) string { return "false && (" + cond + ")" }
+	unless := func(name string) string { return fmt.Sprintf("!mutateRemoved(%q)", name) }
+	both := func(name, cond string) string { return unless(name) + " && (" + cond + ")" }
 	ast.Inspect(tree, func(n ast.Node) bool {
 		switch n := n.(type) {
 		case *ast.IfStmt:
-			add(n.Body.Lbrace, n.Cond.Pos(), n.Cond.End(), never)
+			add(n.Body.Lbrace, n.Cond.Pos(), n.Cond.End(), both)
 		case *ast.CaseClause:
 			if n.List == nil {
-				add(n.Colon, n.Case, n.Colon, func(string) string { return "case 255" })
+				add(n.Colon, n.Case, n.Colon+1, func(name, _ string) string {
+					return "default:\nif mutateRemoved(" + strconv.Quote(name) + ") { break }\n"
+				})
 			} else {
-				add(n.Colon, n.List[0].Pos(), n.List[0].End(), never)
+				add(n.Colon, n.List[0].Pos(), n.List[0].End(), both)
 			}
 		case *ast.ExprStmt:
-			add(n.Pos(), n.Pos(), n.End(), func(string) string { return "{}" })
+			add(n.Pos(), n.Pos(), n.End(), func(name, call string) string { return "if " + unless(name) + " { " + call + " }" })
 		}
 		return true
 	})
@@ -185,27 +194,70 @@ type mutator struct {
 	checks          int
 }
 
+// switches is a file of the changed package: it says which check is switched off.
+const switches = `package %s
+
+import "os"
+
+var mutateOff = os.Getenv("MUTATE_OFF")
+
+func mutateRemoved(name string) bool { return name == mutateOff }
+`
+
+// build compiles the tests with a switch for each check.
+func (m *mutator) build(ctx context.Context, all []check) error {
+	replace := map[string]string{}
+	write := func(file string, text []byte) error {
+		changed := filepath.Join(m.tmp, filepath.Base(file))
+		replace[file] = changed
+		return os.WriteFile(changed, text, 0o600)
+	}
+	byFile := map[string][]check{}
+	for _, c := range all {
+		byFile[c.file] = append(byFile[c.file], c)
+	}
+	for file, some := range byFile {
+		text, err := os.ReadFile(file)
+		if err != nil {
+			return err
+		}
+		slices.SortFunc(some, func(a, b check) int { return b.from - a.from }) // from the end, so that places stay
+		for _, c := range some {
+			text = slices.Concat(text[:c.from], []byte(c.with), text[c.to:])
+		}
+		if err := write(file, text); err != nil {
+			return err
+		}
+	}
+	if err := write(filepath.Join(m.dir, "zz_mutate.go"), fmt.Appendf(nil, switches, all[0].pkg)); err != nil {
+		return err
+	}
+	overlay, err := json.Marshal(map[string]map[string]string{"Replace": replace})
+	if err != nil {
+		return err
+	}
+	file := filepath.Join(m.tmp, "overlay.json")
+	if err := os.WriteFile(file, overlay, 0o600); err != nil {
+		return err
+	}
+	cmd := exec.CommandContext(ctx, "go", "test", "-c", "-vet=off", "-o", filepath.Join(m.tmp, "tests"), "-overlay", file, m.dir)
+	if text, err := cmd.CombinedOutput(); err != nil {
+		return fmt.Errorf("it can't be built with switches: %w\n%s", err, text)
+	}
+	return nil
+}
+
 // try runs the tests without a check, and returns how they noticed, "" if they did not.
 func (m *mutator) try(ctx context.Context, c *check) (how string, err error) {
-	program := filepath.Join(m.tmp, "tests")
-	args := []string{"test", "-c", "-vet=off", "-o", program}
+	runs, off := []string{"."}, ""
 	if c != nil {
-		overlay, err := m.overlay(c)
-		if err != nil {
-			return "", err
-		}
-		args = append(args, "-overlay", overlay)
+		off = c.name
 	}
-	build := exec.CommandContext(ctx, "go", append(args, m.dir)...)
-	if text, err := build.CombinedOutput(); err != nil {
-		return "", fmt.Errorf("it can't be built: %w\n%s", err, text)
-	}
-	runs := []string{"."}
 	if m.first != "" && c != nil {
 		runs = []string{m.first, "."}
 	}
 	for _, tests := range runs {
-		if how, err = m.tests(ctx, program, tests); how != "" || err != nil {
+		if how, err = m.tests(ctx, tests, off); how != "" || err != nil {
 			return how, err
 		}
 	}
@@ -214,10 +266,11 @@ func (m *mutator) try(ctx context.Context, c *check) (how string, err error) {
 
 var failed = regexp.MustCompile(`(?m)^\s*--- FAIL: (\S+)`)
 
-func (m *mutator) tests(ctx context.Context, program, pattern string) (string, error) {
-	cmd := exec.CommandContext(ctx, program, "-test.failfast", "-test.short", "-test.timeout=300s", "-test.run="+pattern,
+func (m *mutator) tests(ctx context.Context, pattern, off string) (string, error) {
+	cmd := exec.CommandContext(ctx, filepath.Join(m.tmp, "tests"), "-test.failfast", "-test.short", "-test.timeout=300s", "-test.run="+pattern,
 		fmt.Sprintf("-rapid.checks=%d", m.checks), "-rapid.nofailfile", "-rapid.shrinktime=1ms")
 	cmd.Dir = m.dir
+	cmd.Env = append(os.Environ(), "MUTATE_OFF="+off)
 	text, err := cmd.CombinedOutput()
 	if err == nil {
 		return "", nil
@@ -230,23 +283,4 @@ func (m *mutator) tests(ctx context.Context, program, pattern string) (string, e
 	}
 	line, _, _ := bytes.Cut(bytes.TrimSpace(text), []byte("\n"))
 	return string(line), nil
-}
-
-// overlay writes the changed file, and returns what tells the compiler of it.
-func (m *mutator) overlay(c *check) (string, error) {
-	text, err := os.ReadFile(c.file)
-	if err != nil {
-		return "", err
-	}
-	changed := filepath.Join(m.tmp, filepath.Base(c.file))
-	text = slices.Concat(text[:c.from], []byte(c.with), text[c.to:])
-	if err := os.WriteFile(changed, text, 0o600); err != nil {
-		return "", err
-	}
-	overlay, err := json.Marshal(map[string]map[string]string{"Replace": {c.file: changed}})
-	if err != nil {
-		return "", err
-	}
-	file := filepath.Join(m.tmp, "overlay.json")
-	return file, os.WriteFile(file, overlay, 0o600)
 }
