@@ -14,7 +14,7 @@ const (
 
 // setChannel is a write of CHAN_INST: it binds a channel to an instance block, or
 // unbinds it.
-func (v *VGPU) setChannel(i uint32, w uint32) {
+func (v *VGPU) setChannel(i, w uint32) {
 	if i >= uint32(len(v.channels)) { //check:channel-number
 		v.refuse(mmio.BadChannel, "channel", uint64(i))
 		return

@@ -119,7 +119,8 @@ func (g *GPU) finish() {
 	g.running = nil
 	v := c.v
 	p := v.first + c.channel
-	if ch := &v.channels[c.channel]; g.hw.Position(p).Get != c.put && ch.valid && !ch.dead {
+	at := g.hw.Position(p)
+	if ch := &v.channels[c.channel]; (at.Get != c.put || at.Context.Left > 0) && ch.valid && !ch.dead {
 		ch.unlist = true // the rest of it when it is listed again
 	}
 	g.hw.Hold(p)

@@ -377,7 +377,7 @@ func TestGX09RegistersOfTheWholeCardAreNeverReached(t *testing.T) {
 }
 
 // slot writes calls into a slot of VM 1 and makes them.
-func (r *rig) slot(n uint32, length uint32, words ...uint32) (status uint32) {
+func (r *rig) slot(n, length uint32, words ...uint32) (status uint32) {
 	g := r.guests[1]
 	page := make([]byte, nvc0.PageSize)
 	binary.LittleEndian.PutUint32(page[4:], length)
@@ -529,6 +529,7 @@ func TestGX12SlotsAreReadOnce(t *testing.T) {
 // TestGX06BusAddressesOfOthersReachNothing asks as the hardware would if a page table were wrong.
 func TestGX06BusAddressesOfOthersReachNothing(t *testing.T) {
 	r, a, b := stage(t, Eager)
+	r.guests[1].bytes, r.guests[1].size = make([]byte, 2*mib), mib // a transport that would reach more
 	p := make([]byte, 4096)
 	for name, c := range map[string]struct {
 		on   nvc0.Owner

@@ -362,3 +362,41 @@ func TestNextVMHasNoPagesOfTheLast(t *testing.T) {
 		}
 	}
 }
+
+// TestNextVMHasNoPagesOfTheLastWithoutMappingAny: nothing that the next VM does makes the hardware
+// forget, so taking the last one's tables away has to.
+func TestNextVMHasNoPagesOfTheLastWithoutMappingAny(t *testing.T) {
+	r := newRig(t)
+	v := r.add(1, Para)
+	r.add(2, Eager)
+	work(t, r.open(1), 3)
+	r.settle()
+	dir := v.channels[0].space.shadow
+	if err := r.gpu.Destroy(1); err != nil {
+		t.Fatal(err)
+	}
+	v = r.add(1, Para, func(q *Request) { q.Memory = 8 * mib })
+	r.store(1, 5, ParaSlotsLow, 4, 0x10000)
+	r.store(1, 5, ParaMap, 4, 1)
+	calls := append(append(call(ParaNewSpace, 1), call(ParaTables, 1, 0, 1)...), call(ParaNewSpace, 2)...)
+	if s := r.slot(0, uint32(len(calls)), calls...); s != ParaDone || v.spaces[2].shadow != dir {
+		t.Fatalf("status %#x, the directory is not where the last one was", s)
+	}
+	r.poke(1, 0x2000+nvc0.InstRing, 0x20040000|9<<48)
+	r.poke(1, 0x2000+nvc0.InstLimit, 1<<40-1)
+	r.poke(1, 0x3000, 4<<32)
+	r.set(1, 0x2254, 0x06000000>>12)
+	r.set(1, 0x3000, 1<<31|2)
+	if s := r.slot(0, 3, call(ParaSetSpace, 0, 2)...); s != ParaDone {
+		t.Fatalf("status %#x", s)
+	}
+	r.set(1, 0x2270, 3)
+	r.set(1, 0x2274, 1)
+	r.store(1, 1, 0x06000000+nvc0.UserdIBPut, 4, 1)
+	if r.settle(); !v.channels[0].dead {
+		t.Error("its empty address space has a page")
+	}
+	if n := r.hw.Violations(); n != 0 {
+		t.Errorf("%d violations", n)
+	}
+}

@@ -25,6 +25,7 @@ type fataler interface {
 type guest struct {
 	mu    sync.Mutex
 	bytes []byte
+	size  uint64 // what it says it has, 0: all of bytes
 	reads int
 	after func(*guest) // a read: what a hostile VM does then
 	ups   int          // how often its interrupt came up
@@ -56,7 +57,12 @@ func (g *guest) WriteMemory(gpa uint64, p []byte) error {
 	return nil
 }
 
-func (g *guest) MemorySize() uint64 { return uint64(len(g.bytes)) }
+func (g *guest) MemorySize() uint64 {
+	if g.size > 0 {
+		return g.size
+	}
+	return uint64(len(g.bytes))
+}
 
 func (g *guest) Interrupt(up bool) {
 	if up {

@@ -22,6 +22,7 @@ type channel struct {
 	instance  uint32
 	listed    bool
 	stopped   bool
+	held      bool // until the next doorbell
 	loaded    bool
 	userd     HostPA
 	ring      uint64
@@ -80,17 +81,22 @@ func (g *GPU) SetPosition(id int, p Position) {
 	s.Push = min(s.Push, MaxCopy)
 	if g.load(c) {
 		c.get = p.Get & (1<<c.order - 1)
-		c.put = c.get
+		c.put, c.held = c.get, true
 		c.State = p.Context
 		g.publish(c)
 	}
+}
+
+// pending reports whether a channel has something to do and may.
+func (c *channel) pending() bool {
+	return !c.stopped && !c.held && c.instance&ChannelValid != 0 && (c.get != c.put || c.State.Left > 0)
 }
 
 // next is the channel that runs next: in turns, of those that are listed and have commands.
 func (g *GPU) next() *channel {
 	for i := range g.listed {
 		c := &g.channels[g.listed[(g.last+1+i)%len(g.listed)]]
-		if c.get != c.put && !c.stopped && c.instance&ChannelValid != 0 {
+		if c.pending() {
 			return c
 		}
 	}
@@ -289,7 +295,7 @@ func (g *GPU) semaphore(c *channel, v uint32) bool {
 // otherWork reports whether a channel beside c has commands.
 func (g *GPU) otherWork(c *channel) bool {
 	for _, id := range g.listed {
-		if o := &g.channels[id]; o != c && o.get != o.put && !o.stopped {
+		if o := &g.channels[id]; o != c && o.pending() {
 			return true
 		}
 	}

@@ -105,7 +105,7 @@ func (g *GPU) ReadRegister(at uint32) uint32 {
 		if g.current == c {
 			state |= 1 << 12
 		}
-		if c.get != c.put {
+		if c.pending() {
 			state |= 1 << 28
 		}
 		return state
@@ -167,7 +167,7 @@ func (g *GPU) Doorbell(id int, put uint32) {
 	if c.instance&ChannelValid == 0 || c.stopped || !g.load(c) {
 		return
 	}
-	c.put = put & (1<<c.order - 1)
+	c.put, c.held = put&(1<<c.order-1), false
 }
 
 // Busy reports whether the engines are at work or a channel has commands that it can run.
@@ -202,7 +202,7 @@ func (g *GPU) kick(id int) {
 // doorbell.
 func (g *GPU) Hold(id int) {
 	g.kick(id)
-	g.channels[id].put = g.channels[id].get
+	g.channels[id].held = true
 }
 
 // Stop ends what a channel had to do, until it gets another instance block.

@@ -154,7 +154,7 @@ func findIn(file string) (all []check, err error) {
 		}
 	}
 	at := func(p token.Pos) int { return set.Position(p).Offset }
-	add := func(where token.Pos, from, to token.Pos, with func(name, text string) string) {
+	add := func(where, from, to token.Pos, with func(name, text string) string) {
 		line := set.Position(where).Line
 		name, ok := names[line]
 		if !ok {
