@@ -98,6 +98,8 @@ func Run(ctx context.Context, o Options) (err error) {
 			failed <- err
 		}
 	})
+	wg.Go(func() { wired.mediated.Run(work) })
+	wg.Go(func() { wired.cards.FollowDomains(work, wired.mediated.Kick) })
 	wg.Go(func() { host.Migrations.Run(work) })
 	if wired.lend != nil {
 		wg.Go(func() { wired.lend.Serve(work) })

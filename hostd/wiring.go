@@ -28,6 +28,7 @@ import (
 	"github.com/gpuctl/gpuctl/hostd/inventory/hostinfo"
 	"github.com/gpuctl/gpuctl/hostd/inventory/nvml"
 	"github.com/gpuctl/gpuctl/hostd/lend"
+	"github.com/gpuctl/gpuctl/hostd/mediated"
 	"github.com/gpuctl/gpuctl/hostd/member"
 	"github.com/gpuctl/gpuctl/hostd/member/clusterapi"
 	"github.com/gpuctl/gpuctl/hostd/migration"
@@ -52,6 +53,8 @@ type wiring struct {
 	nvml   *nvml.Client
 	cards  *platform.Platform
 	guests *endpoint.Guests
+
+	mediated *mediated.Keeper
 
 	lend *lend.Port // nil: no GPU is lent
 
@@ -162,7 +165,10 @@ func (m *wiring) open(ctx context.Context, o Options, host *sessions.Host, name 
 		return err
 	}
 	m.nics = &nics.Manager{Network: m.network, Owners: m.cards.Keeper.Hypervisor.Owners, Peers: m.peers, Event: host.RecordHostEvent, Log: o.Log}
-	host.Devices = cardapi.New(m.cards.Keeper, m.nics, m.node, o.Log)
+	if err := m.mediate(o, host, dir); err != nil {
+		return err
+	}
+	host.Devices = cardapi.New(mediated.Both{CardKeeper: m.cards.Keeper, Mediated: m.mediated}, m.nics, m.node, o.Log)
 	if m.rate, err = o.Config.Devices.Rate(); err != nil {
 		return err
 	}
@@ -340,7 +346,7 @@ func (m *wiring) observe(ctx context.Context, o Options, host *sessions.Host, na
 		Health:  func() error { return m.node.Health() },
 		Skipped: func() uint64 { return m.node.Skipped() },
 		Facts:   func(ctx context.Context) (*clusterv1.HostFacts, error) { return m.node.Facts(ctx) },
-		Audit:   m.audit.Counts,
+		Audit:   m.audit.Counts, Mediated: m.statuses,
 		Version: o.Version, Log: o.Log,
 	})
 	t := o.Config.Tracing

@@ -1,5 +1,5 @@
 # The lab: two Xen hosts in QEMU on this machine (docs/lab.md).
-.PHONY: lab-setup lab-program lab-image lab-up lab-ssh lab-put lab-snapshot lab-status lab-down lab-test lab-migrate lab-chaos lab-bench
+.PHONY: lab-setup lab-program lab-image lab-up lab-ssh lab-put lab-snapshot lab-status lab-down lab-test lab-migrate lab-chaos lab-bench lab-mmio
 
 LAB_HOST ?= xena
 # QUOTA=50 slows each host down to half of a processor: make lab-test QUOTA=50 LAB_TIMEOUT=2h
@@ -13,6 +13,7 @@ lab-program: lab-setup
 	@mkdir -p bin
 	@CGO_ENABLED=0 $(GO) build -trimpath -o bin/lab ./lab/cmd/lab
 	@CGO_ENABLED=0 $(GO) build -trimpath -ldflags='-s -w' -o bin/vchanperf ./lab/cmd/vchanperf
+	@CGO_ENABLED=0 $(GO) build -trimpath -ldflags='-s -w' -o bin/mmiolab ./lab/cmd/mmiolab
 
 # COLD=1 boots the hosts and makes new snapshots.
 lab-up: lab-program
@@ -37,7 +38,11 @@ lab-down: lab-program
 # Tests of real Xen, one package after the other: they share the two hosts.
 LAB_PKGS ?= ./lab/labtest ./test/xen
 lab-test: build lab-program
-	GPUCTL_LAB=1 $(GO) test -count=1 -p 1 -timeout $(LAB_TIMEOUT) -v -skip '^TestMigrate|^TestComputeGuest|^TestBench|^TestVchan' $(LAB_PKGS)
+	GPUCTL_LAB=1 $(GO) test -count=1 -p 1 -timeout $(LAB_TIMEOUT) -v -skip '^TestMigrate|^TestComputeGuest|^TestBench|^TestVchan|^TestMediated' $(LAB_PKGS)
+
+# Two guests of real Xen with parts of one mediated GPU, one of them hostile.
+lab-mmio: lab-program
+	GPUCTL_LAB=1 $(GO) test -count=1 -p 1 -timeout 1h -v -run '^TestMediated$$' ./lab/labtest
 
 # A VM that computes gets a lower model, goes to the other host, gets a higher
 # one; then goes there and back while one thing after the other goes wrong.

@@ -59,6 +59,9 @@ func (r *run) because(it item) []string {
 	default:
 		say("best: model %s of rank %d", model, rank)
 	}
+	if r.weighsKinds() || m.gpu.class.mediated {
+		say("%s: %s", m.way(), wayWords(m.way()))
+	}
 	if r.want > 0 && it.hi&scantBit != 0 {
 		say("%s of the %s preferred", size.Format(m.room), size.Format(r.want))
 	}
@@ -276,7 +279,7 @@ func (r *run) word(k wording, reasons []*gpuctlv1.Reason) {
 }
 
 // perClass are the causes whose text is the same for all GPUs of a class.
-const perClass = causeRank | causeLimits | causeRuntime | causeMemory | causeProfile
+const perClass = causeRank | causeLimits | causeRuntime | causeMemory | causeProfile | causeKind
 
 // wording is the key of texts. Texts about a class are made once.
 type wording struct {
@@ -407,6 +410,13 @@ func (r *run) reword(h *host, v verdict) []*gpuctlv1.Reason {
 	}
 	if p == "" {
 		add(causeProfile, "profile", "none of its slices can be accounted for")
+	}
+	if why&causeKind != 0 {
+		hint := ""
+		if len(g.class.profiles) > 0 {
+			hint = "; name one (--profile " + g.class.profiles[0].GetName() + "), or the kind (--where '\"mediated\" in kinds')"
+		}
+		add(causeKind, "kind", "mediated: only parts of it are given away, and only to who asks for them%s", hint)
 	}
 	add(causeIsolation, "isolation", "another GPU of its isolation group %s is held", o.GetIsolationGroup())
 	what := "GPUs"

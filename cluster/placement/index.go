@@ -43,6 +43,7 @@ type class struct {
 	like     *clusterv1.GPU // one of these GPUs
 	rank     uint32
 	profiles []*clusterv1.Profile // sorted by memory, then name
+	mediated bool                 // parts of it are given away, and the whole never
 }
 
 // host is a host with its GPUs.
@@ -443,10 +444,14 @@ func (ix *Index) class(g *clusterv1.GPU) *class {
 		k.WriteByte(0)
 		k.WriteString(encode(p))
 	}
+	for _, kind := range g.GetKinds() {
+		k.WriteByte(1)
+		k.WriteString(kind)
+	}
 	if c := ix.classes[k.String()]; c != nil {
 		return c
 	}
-	c := &class{number: len(ix.classes), like: g, rank: rank, profiles: slices.Clone(g.GetProfiles())}
+	c := &class{number: len(ix.classes), like: g, mediated: slices.Contains(g.GetKinds(), state.KindMediated), rank: rank, profiles: slices.Clone(g.GetProfiles())}
 	slices.SortFunc(c.profiles, func(a, b *clusterv1.Profile) int {
 		if a.GetMemory() != b.GetMemory() {
 			if a.GetMemory() < b.GetMemory() {

@@ -30,6 +30,7 @@ const (
 	causeHome
 	causeLend
 	causeCount
+	causeKind
 )
 
 // obstacles returns why a GPU gets nothing new, regardless of its room.
@@ -162,11 +163,30 @@ func (r *run) judgeClass(c *class) cause {
 	if c.like.GetLimits().GetGlobalMemory() < r.need {
 		why |= causeMemory
 	}
+	if c.mediated && !r.wantsMediated() {
+		why |= causeKind
+	}
 	if r.match != nil && r.perClass && !r.matches(c.like) {
 		why |= causeExpr
 	}
 	r.classes[c.number], r.judged[c.number] = why, true
 	return why
+}
+
+// wantsMediated reports whether the claim may get a part of a mediated GPU: it names a
+// profile, or its expression is about kinds. Nobody else gets a software GPU by surprise.
+func (r *run) wantsMediated() bool {
+	return r.claim.GetProfile() != "" || r.weighsKinds()
+}
+
+func (r *run) weighsKinds() bool { return r.query != nil && r.query.Uses("kinds") }
+
+// sliced returns the kind of a part with a profile.
+func (c *class) sliced() clusterv1.VGPUKind {
+	if c.mediated {
+		return clusterv1.VGPUKind_VGPU_KIND_MEDIATED
+	}
+	return clusterv1.VGPUKind_VGPU_KIND_VENDOR
 }
 
 // matches evaluates the expression for a GPU. If it fails, the GPU does not match.
@@ -261,13 +281,15 @@ func (r *run) keeps(m *member, a *clusterv1.Assignment) bool {
 		m.kind = clusterv1.VGPUKind_VGPU_KIND_WHOLE
 	}
 	if r.claim.GetProfile() != "" {
-		m.kind, m.profile = clusterv1.VGPUKind_VGPU_KIND_VENDOR, r.claim.GetProfile()
+		m.kind, m.profile = m.gpu.class.sliced(), r.claim.GetProfile()
 	}
 	return true
 }
 
 func (r *run) whole(m *member, free bool) cause {
 	switch {
+	case m.gpu.class.mediated:
+		return causeKind
 	case !free:
 		return causeBusy
 	case !m.gpu.apart():
@@ -298,7 +320,7 @@ func (r *run) slice(m *member, p *clusterv1.Profile, room uint64) cause {
 	case p.GetMemory() > room, m.host.taken[instance(m.gpu.object, p.GetName())] >= p.GetMaxInstances(), m.unlike(p) != "":
 		return causeBusy
 	}
-	m.kind, m.profile, m.amount = clusterv1.VGPUKind_VGPU_KIND_VENDOR, p.GetName(), p.GetMemory()
+	m.kind, m.profile, m.amount = m.gpu.class.sliced(), p.GetName(), p.GetMemory()
 	return 0
 }
 

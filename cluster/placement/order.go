@@ -17,6 +17,7 @@ const (
 	awayBit      = uint64(1) << 12
 	numaShift    = 4 // 8 bits
 	nicBit       = uint64(1) << 3
+	kindBits     = uint64(1)<<3 - 1
 )
 
 // hostBits returns the part of hi that is the same for all GPUs of a host.
@@ -46,6 +47,9 @@ func (r *run) first(m *member, hostBits uint64) uint64 {
 	if moves && h.nicNUMA >= 0 && g.numa >= 0 && g.numa != h.nicNUMA {
 		hi |= nicBit
 	}
+	if r.weighsKinds() {
+		hi |= uint64(slices.Index(ways(), m.way())) & kindBits
+	}
 	return hi
 }
 
@@ -65,6 +69,9 @@ func (r *run) primary(m *member) uint32 {
 	case New, Upgrade, Downgrade:
 	}
 	h, g := m.host, m.gpu
+	if g.class.mediated { // behind all hardware, whatever the policy
+		return math.MaxUint32
+	}
 	switch r.policy {
 	case clusterv1.Policy_POLICY_PACK:
 		if m.kind == clusterv1.VGPUKind_VGPU_KIND_WHOLE {

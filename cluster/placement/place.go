@@ -225,7 +225,7 @@ func (r *run) compile() error {
 // ofClass reports whether all GPUs of a class have the same value of a field.
 func ofClass(field string) bool {
 	switch field {
-	case "model", "vendor", "type", "runtime", "platform", "driver", "rank", "profiles",
+	case "model", "vendor", "type", "runtime", "platform", "driver", "rank", "profiles", "kinds",
 		"memory", "max_alloc", "local_memory", "max_work_group_size", "compute_units", "clock_mhz",
 		"images", "fp64", "version", "extensions":
 		return true

@@ -244,6 +244,7 @@ func gpuFields() []field {
 		number("rank", "place in the order of models", func(o object) int64 { return int64(o.GetGpu().GetRank()) }),
 		truth("present", "its host reports it", func(o object) bool { return o.GetGpu().GetPresent() }),
 		number("processes", "how many use it outside of any assignment", func(o object) int64 { return int64(len(o.GetGpu().GetProcesses())) }),
+		{name: "kinds", doc: "ways in which it is given away: passthrough, slice, remote, mediated", list: func(o object) []string { return o.GetGpu().GetKinds() }},
 		{name: "profiles", doc: "slices that it can be cut into", list: func(o object) []string {
 			var names []string
 			for _, p := range o.GetGpu().GetProfiles() {

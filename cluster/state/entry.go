@@ -38,6 +38,11 @@ func Encode(c *clusterv1.Command) ([]byte, error) {
 
 // VersionOf returns the lowest protocol version that knows everything in a command.
 func VersionOf(c *clusterv1.Command) uint32 {
+	for _, choice := range append(c.GetPutClaim().GetChoices(), c.GetAssign().GetChoices()...) {
+		if choice.GetKind() == clusterv1.VGPUKind_VGPU_KIND_MEDIATED {
+			return ProtocolMediated
+		}
+	}
 	claim := c.GetPutClaim().GetClaim()
 	if c.GetSetQueue() != nil || c.GetReportLinks() != nil || claim.GetHome() != "" || claim.GetRemote() != clusterv1.Remote_REMOTE_UNSPECIFIED {
 		return ProtocolRemote

@@ -331,6 +331,9 @@ func economize(g, like *clusterv1.GPU) {
 	if g.Limits != nil && g.Limits != like.GetLimits() && proto.Equal(g.GetLimits(), like.GetLimits()) {
 		g.Limits = like.GetLimits()
 	}
+	if len(g.Kinds) > 0 && slices.Equal(g.GetKinds(), like.GetKinds()) {
+		g.Kinds = like.GetKinds()
+	}
 	if len(g.Profiles) > 0 && slices.EqualFunc(g.GetProfiles(), like.GetProfiles(), func(a, b *clusterv1.Profile) bool { return proto.Equal(a, b) }) {
 		g.Profiles = like.GetProfiles()
 	}

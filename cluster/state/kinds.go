@@ -140,3 +140,11 @@ func Stored(o *clusterv1.Object) any {
 	}
 	return nil
 }
+
+// Ways in which a GPU is given away: the values of GPU.kinds.
+const (
+	KindPassthrough = "passthrough" // the whole card to a VM
+	KindSlice       = "slice"       // a part of the card, made by its hardware or driver, to a VM
+	KindRemote      = "remote"      // to applications, through its runtime
+	KindMediated    = "mediated"    // a part of a software GPU to a VM, whose accesses the host traps
+)

@@ -14,7 +14,8 @@ import (
 //
 //	2  identities with an enrolment
 //	3  claims with a home, links, and the queue's policy
-const Protocol = ProtocolRemote
+//	4  parts of mediated GPUs
+const Protocol = ProtocolMediated
 
 // ProtocolEnrolments is the lowest version that knows enrolments, and ProtocolRemote that
 // which knows claims with a home, links, and policies of the queue.
@@ -22,6 +23,9 @@ const (
 	ProtocolEnrolments = 2
 	ProtocolRemote     = 3
 )
+
+// ProtocolMediated is the lowest version that knows parts of mediated GPUs.
+const ProtocolMediated = 4
 
 // Store has the current state. It is safe for concurrent use: Apply and Restore run one
 // after the other, and views never wait.

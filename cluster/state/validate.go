@@ -27,6 +27,7 @@ const (
 	maxNICs          = 64
 	maxGPUsPerHost   = 256
 	maxProfiles      = 64
+	maxKinds         = 8
 	maxInstances     = 1024
 	maxGPUsPerClaim  = 64
 	maxHostsNot      = 256
@@ -255,7 +256,20 @@ func checkGPUs(host string, gpus []*clusterv1.GPU) error {
 			memory("GPU "+id, g.GetLimits().GetGlobalMemory()),
 			known("GPU "+id, g.GetHealth()),
 			checkProfiles(id, g.GetProfiles()),
+			checkKinds(id, g.GetKinds()),
 		); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func checkKinds(gpu string, kinds []string) error {
+	if n := len(kinds); n > maxKinds {
+		return fmt.Errorf("GPU %s: %d kinds: at most %d", gpu, n, maxKinds)
+	}
+	for _, k := range kinds {
+		if err := title("GPU "+gpu+": kind", k, true); err != nil {
 			return err
 		}
 	}
@@ -348,7 +362,8 @@ func checkChoice(claim string, c *clusterv1.Choice) (clusterv1.VGPUKind, error) 
 
 func profiled(kind clusterv1.VGPUKind) bool {
 	switch kind {
-	case clusterv1.VGPUKind_VGPU_KIND_VF, clusterv1.VGPUKind_VGPU_KIND_MDEV, clusterv1.VGPUKind_VGPU_KIND_VENDOR:
+	case clusterv1.VGPUKind_VGPU_KIND_VF, clusterv1.VGPUKind_VGPU_KIND_MDEV, clusterv1.VGPUKind_VGPU_KIND_VENDOR,
+		clusterv1.VGPUKind_VGPU_KIND_MEDIATED:
 		return true
 	default:
 		return false

@@ -80,7 +80,7 @@ sessions.`,
 	flags.StringVar(&f.gpuguest, "gpuguest", "", "`path` of gpuguest (default beside hostd, else in PATH)")
 	flags.StringVar(&f.level, "log-level", "info", "debug, info, warn or error")
 	flags.BoolVar(&f.json, "log-json", false, "log as JSON")
-	root.AddCommand(configCommand(), recoverCommand())
+	root.AddCommand(configCommand(), recoverCommand(), mmioCommand(stdio))
 	return root
 }
 

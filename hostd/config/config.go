@@ -47,6 +47,7 @@ type Config struct {
 	Network       Network       `yaml:"network,omitempty"`
 	Executors     Executors     `yaml:"executors,omitempty"`
 	Sharing       Sharing       `yaml:"sharing,omitempty"`
+	MMIO          MMIO          `yaml:"mmio,omitempty"`
 }
 
 // Executors configures the processes that load vendors' runtimes: one or two for each
@@ -417,7 +418,7 @@ func (c Config) Validate() error {
 	if _, err := c.Devices.StashLimit(0, func() (uint64, error) { return 0, nil }); err != nil {
 		bad("devices.stash: %q is not a size, or 0", c.Devices.Stash)
 	}
-	errs = append(errs, c.Cluster.validate(), c.Access.validate(), c.Network.validate(), c.Executors.validate(), c.Sharing.validate())
+	errs = append(errs, c.Cluster.validate(), c.Access.validate(), c.Network.validate(), c.Executors.validate(), c.Sharing.validate(), c.MMIO.validate(c.GPUs))
 	if l := c.Metrics.Listen; l != "" {
 		errs = append(errs, address("metrics.listen", l))
 	}

@@ -257,6 +257,9 @@ func (h *Host) DetectedGPUs(ctx context.Context) ([]*clusterv1.GPU, error) {
 	if h.Cards != nil {
 		h.Cards.Keeper.Annotate(gpus)
 	}
+	if h.Mediated != nil {
+		gpus = append(gpus, h.Mediated.Inventory()...)
+	}
 	return gpus, nil
 }
 
@@ -321,7 +324,7 @@ func (h *Host) Facts(ctx context.Context) (*clusterv1.HostFacts, error) {
 
 // Knows reports whether a claim that this host has made still exists.
 func (h *Host) Knows(id string) bool {
-	if h.Cards != nil && h.Cards.Keeper.Knows(id) {
+	if h.Cards != nil && h.Cards.Keeper.Knows(id) || h.Mediated != nil && h.Mediated.Knows(id) {
 		return true
 	}
 	h.mu.Lock()
@@ -331,7 +334,7 @@ func (h *Host) Knows(id string) bool {
 
 // Uses reports whether a claim uses a GPU, has part of it reserved, or is getting one.
 func (h *Host) Uses(id, gpu string) bool {
-	if h.Cards != nil && h.Cards.Keeper.Uses(id, gpu) {
+	if h.Cards != nil && h.Cards.Keeper.Uses(id, gpu) || h.Mediated != nil && h.Mediated.Uses(id, gpu) {
 		return true
 	}
 	h.mu.Lock()
@@ -358,6 +361,11 @@ func (h *Host) Holdings() []member.Holding {
 			out = append(out, member.Holding{Claim: c, GPUs: []string{gpu}})
 		}
 	}
+	if h.Mediated != nil {
+		for _, held := range h.Mediated.Held() {
+			out = append(out, member.Holding{Claim: held.Claim, GPUs: []string{held.GPU}, Amount: held.Memory})
+		}
+	}
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	for _, c := range h.claims {
@@ -379,7 +387,7 @@ func (h *Host) Holdings() []member.Holding {
 func (h *Host) Ready() bool {
 	select {
 	case <-h.ready:
-		return h.Cards == nil || h.Cards.Keeper.Settled()
+		return (h.Cards == nil || h.Cards.Keeper.Settled()) && (h.Mediated == nil || h.Mediated.Settled())
 	default:
 		return false
 	}

@@ -25,6 +25,7 @@ import (
 	"github.com/gpuctl/gpuctl/hostd/cards/platform"
 	"github.com/gpuctl/gpuctl/hostd/config"
 	"github.com/gpuctl/gpuctl/hostd/inventory"
+	"github.com/gpuctl/gpuctl/hostd/mediated"
 	"github.com/gpuctl/gpuctl/hostd/migration"
 	"github.com/gpuctl/gpuctl/hostd/migration/endpoint"
 	"github.com/gpuctl/gpuctl/hostd/sessions/ledger"
@@ -71,6 +72,7 @@ type HostConfig struct {
 	LendAddress func() string
 	NVML        NVML               // nil: NVML is not used
 	Cards       *platform.Platform // nil: cards are not given to VMs
+	Mediated    *mediated.Keeper   // nil: no mediated GPUs
 	Devices     *cardapi.API       // set if Cards is, as are the next two
 	Site        *endpoint.Local
 	Migrations  *migration.Manager

@@ -55,6 +55,8 @@ var allowed = map[string]string{
 	"cluster/replica: syncDir":            state,
 	"hostd/config: Load":                  operator,
 	"hostd/cards: readRecord":             state,
+	"hostd/mediated: readRecord":          state,
+	"hostd/mediated: start":               own,
 	"hostd/member: newIdentity":           state,
 	"hostd/member: open":                  state,
 	"hostd/member: readIdentity":          state,

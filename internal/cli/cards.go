@@ -35,7 +35,8 @@ func (a *app) cardsCommand() *cobra.Command {
 	req := &gpuctlv1.ListCardsRequest{}
 	cmd := &cobra.Command{
 		Use: "cards", Short: "List the PCI cards of a host, and which VM has which",
-		Long: `List the display and accelerator cards of a host with the phase of their life:
+		Long: `List the display and accelerator cards and the mediated GPUs of a host with the phase
+of their life:
 free, reserved, cutting, taking, ready, attaching, attached, detaching, resetting,
 returning or quarantined.`,
 		Example: `  gpuctl cards
@@ -188,11 +189,16 @@ cluster chooses among the cards of the VM's host.
 
 With --profile the VM gets a slice of a card: a virtual function, a mediated device
 or an NVIDIA vGPU is made for it, and deleted when it comes back. gpuctl cards -o wide
-lists the profiles. A card of which slices are out is given to nobody as a whole.`,
+lists the profiles. A card of which slices are out is given to nobody as a whole.
+
+A part of a mediated GPU is given to an HVM guest that does not run, for all of its
+starts until gpuctl detach. --weight is its share of the GPU's time beside the other
+VMs', --mode how the host keeps its page tables.`,
 		Example: `  gpuctl attach web1 0000:65:00.0
   gpuctl attach web1 h1/nvidia-0 --persistent
   gpuctl attach web1 --where 'model == "A10"' --min-memory 16GiB
   gpuctl attach web1 nvidia-0 --profile A40-8Q
+  gpuctl attach web1 soft0 --profile 1of4 --weight 2
   gpuctl attach web1 nvidia-0 --plan`,
 		Args: arguments(cobra.RangeArgs(1, 2)), ValidArgsFunction: a.completeMachineAndGPU,
 		RunE: func(cmd *cobra.Command, args []string) error {
@@ -222,6 +228,8 @@ lists the profiles. A card of which slices are out is given to nobody as a whole
 	f.StringVar(&memory, "min-memory", "", "the least memory that will do (`size`)")
 	f.StringVar(&req.Profile, "profile", "", "a slice of this `profile` instead of the whole card")
 	_ = cmd.RegisterFlagCompletionFunc("profile", a.completeProfile) // fails only if the flag does not exist
+	f.Uint32Var(&req.Weight, "weight", 0, "share of a mediated GPU's time, in proportion to other VMs' (default 1)")
+	f.StringVar(&req.Mode, "mode", "", "how a mediated GPU keeps the VM's page tables: lazy (the default), eager or para")
 	f.BoolVar(&req.Persistent, "persistent", false, "also in the VM's stored definition, for its next start")
 	f.BoolVar(&req.StoredOnly, "stored", false, "only in the VM's stored definition")
 	f.BoolVar(&req.AcceptCare, "accept-care", false, "although the isolation report says care")

@@ -82,6 +82,7 @@ func (a *app) gpuColumns() []column {
 	type T = *clusterv1.GPU
 	return []column{
 		col("GPU", T.GetId), col("MODEL", func(g T) string { return a.cut(g.GetModel(), 40) }), col("TYPE", T.GetType), col("RUNTIME", T.GetRuntime),
+		col("KINDS", func(g T) string { return strings.Join(g.GetKinds(), ",") }),
 		col("MEMORY", func(g T) string { return bytesOr(g.GetLimits().GetGlobalMemory(), "") }),
 		col("FREE", func(g T) string { return size.Format(g.GetFreeMemory()) }),
 		col("RANK", func(g T) string { return strconv.Itoa(int(g.GetRank())) }), col("STATE", clusterGPUState),

@@ -214,6 +214,26 @@ func HostdevXML(address string) (string, error) {
 // Create starts the guest on a host, with devices of dom0, and waits until the
 // init inside answers.
 func (g *Guest) Create(ctx context.Context, h *lab.Host, devices ...string) error {
+	if err := g.create(ctx, h, "create", devices...); err != nil {
+		return err
+	}
+	return g.WaitReady(ctx)
+}
+
+// CreatePaused makes the guest's domain and does not let it run. Resume does.
+func (g *Guest) CreatePaused(ctx context.Context, h *lab.Host, devices ...string) error {
+	return g.create(ctx, h, "create --paused", devices...)
+}
+
+// Resume lets a paused guest run, and waits until the init inside answers.
+func (g *Guest) Resume(ctx context.Context) error {
+	if _, err := Virsh(ctx, g.host, "resume", g.Name); err != nil {
+		return err
+	}
+	return g.WaitReady(ctx)
+}
+
+func (g *Guest) create(ctx context.Context, h *lab.Host, how string, devices ...string) error {
 	xml, err := g.XML(devices...)
 	if err != nil {
 		return err
@@ -222,11 +242,11 @@ func (g *Guest) Create(ctx context.Context, h *lab.Host, devices ...string) erro
 	if err := h.PutReader(ctx, strings.NewReader(xml), file, 0o600); err != nil {
 		return err
 	}
-	if _, err := Virsh(ctx, h, "create", file); err != nil {
+	if _, err := Virsh(ctx, h, append(strings.Fields(how), file)...); err != nil {
 		return err
 	}
 	g.host = h
-	return g.WaitReady(ctx)
+	return nil
 }
 
 // WaitReady waits until the init of the guest answers, at most twelve minutes.

@@ -230,6 +230,7 @@ type Card struct {
 	Slices        []*Slice               `protobuf:"bytes,17,rep,name=slices,proto3" json:"slices,omitempty"`                                     // its slices
 	FunctionsNow  uint32                 `protobuf:"varint,18,opt,name=functions_now,json=functionsNow,proto3" json:"functions_now,omitempty"`    // number of virtual functions that exist
 	FunctionsMost uint32                 `protobuf:"varint,19,opt,name=functions_most,json=functionsMost,proto3" json:"functions_most,omitempty"` // highest number of virtual functions; 0: it cannot have any
+	Mediated      bool                   `protobuf:"varint,20,opt,name=mediated,proto3" json:"mediated,omitempty"`                                // a software GPU whose registers the host traps; it has no functions
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -397,11 +398,18 @@ func (x *Card) GetFunctionsMost() uint32 {
 	return 0
 }
 
+func (x *Card) GetMediated() bool {
+	if x != nil {
+		return x.Mediated
+	}
+	return false
+}
+
 // SliceProfile is a profile of a card's slices.
 type SliceProfile struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Name          string                 `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
-	Kind          string                 `protobuf:"bytes,2,opt,name=kind,proto3" json:"kind,omitempty"`      // sriov, mdev, vendor or mig
+	Kind          string                 `protobuf:"bytes,2,opt,name=kind,proto3" json:"kind,omitempty"`      // sriov, mdev, vendor, mig or mediated
 	Memory        uint64                 `protobuf:"varint,3,opt,name=memory,proto3" json:"memory,omitempty"` // bytes of each; 0: unknown
 	Max           uint32                 `protobuf:"varint,4,opt,name=max,proto3" json:"max,omitempty"`       // on an empty card; 0: unknown
 	Existing      uint32                 `protobuf:"varint,5,opt,name=existing,proto3" json:"existing,omitempty"`
@@ -511,6 +519,8 @@ type Slice struct {
 	Claim         string                 `protobuf:"bytes,8,opt,name=claim,proto3" json:"claim,omitempty"`
 	Message       string                 `protobuf:"bytes,9,opt,name=message,proto3" json:"message,omitempty"`
 	SinceUnixMs   int64                  `protobuf:"varint,10,opt,name=since_unix_ms,json=sinceUnixMs,proto3" json:"since_unix_ms,omitempty"` // when the phase began
+	Weight        uint32                 `protobuf:"varint,11,opt,name=weight,proto3" json:"weight,omitempty"`                                // of its share of a mediated GPU's time
+	Counts        []*SliceCount          `protobuf:"bytes,12,rep,name=counts,proto3" json:"counts,omitempty"`                                 // of a mediated GPU, by phase of the VM's driver
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -615,6 +625,106 @@ func (x *Slice) GetSinceUnixMs() int64 {
 	return 0
 }
 
+func (x *Slice) GetWeight() uint32 {
+	if x != nil {
+		return x.Weight
+	}
+	return 0
+}
+
+func (x *Slice) GetCounts() []*SliceCount {
+	if x != nil {
+		return x.Counts
+	}
+	return nil
+}
+
+// SliceCount is what was counted for a VM's part of a mediated GPU while its driver was
+// in a phase.
+type SliceCount struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Phase         string                 `protobuf:"bytes,1,opt,name=phase,proto3" json:"phase,omitempty"`            // init, copy, launch, close or other
+	Exits         uint64                 `protobuf:"varint,2,opt,name=exits,proto3" json:"exits,omitempty"`           // trapped accesses
+	Scans         uint64                 `protobuf:"varint,3,opt,name=scans,proto3" json:"scans,omitempty"`           // shadow updates
+	Hypercalls    uint64                 `protobuf:"varint,4,opt,name=hypercalls,proto3" json:"hypercalls,omitempty"` // para-virtual calls
+	Refused       uint64                 `protobuf:"varint,5,opt,name=refused,proto3" json:"refused,omitempty"`
+	Commands      uint64                 `protobuf:"varint,6,opt,name=commands,proto3" json:"commands,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *SliceCount) Reset() {
+	*x = SliceCount{}
+	mi := &file_gpuctl_v1_device_proto_msgTypes[4]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *SliceCount) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*SliceCount) ProtoMessage() {}
+
+func (x *SliceCount) ProtoReflect() protoreflect.Message {
+	mi := &file_gpuctl_v1_device_proto_msgTypes[4]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use SliceCount.ProtoReflect.Descriptor instead.
+func (*SliceCount) Descriptor() ([]byte, []int) {
+	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{4}
+}
+
+func (x *SliceCount) GetPhase() string {
+	if x != nil {
+		return x.Phase
+	}
+	return ""
+}
+
+func (x *SliceCount) GetExits() uint64 {
+	if x != nil {
+		return x.Exits
+	}
+	return 0
+}
+
+func (x *SliceCount) GetScans() uint64 {
+	if x != nil {
+		return x.Scans
+	}
+	return 0
+}
+
+func (x *SliceCount) GetHypercalls() uint64 {
+	if x != nil {
+		return x.Hypercalls
+	}
+	return 0
+}
+
+func (x *SliceCount) GetRefused() uint64 {
+	if x != nil {
+		return x.Refused
+	}
+	return 0
+}
+
+func (x *SliceCount) GetCommands() uint64 {
+	if x != nil {
+		return x.Commands
+	}
+	return 0
+}
+
 type ListCardsRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Host          string                 `protobuf:"bytes,1,opt,name=host,proto3" json:"host,omitempty"`
@@ -624,7 +734,7 @@ type ListCardsRequest struct {
 
 func (x *ListCardsRequest) Reset() {
 	*x = ListCardsRequest{}
-	mi := &file_gpuctl_v1_device_proto_msgTypes[4]
+	mi := &file_gpuctl_v1_device_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -636,7 +746,7 @@ func (x *ListCardsRequest) String() string {
 func (*ListCardsRequest) ProtoMessage() {}
 
 func (x *ListCardsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_device_proto_msgTypes[4]
+	mi := &file_gpuctl_v1_device_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -649,7 +759,7 @@ func (x *ListCardsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListCardsRequest.ProtoReflect.Descriptor instead.
 func (*ListCardsRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{4}
+	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{5}
 }
 
 func (x *ListCardsRequest) GetHost() string {
@@ -669,7 +779,7 @@ type ListCardsResponse struct {
 
 func (x *ListCardsResponse) Reset() {
 	*x = ListCardsResponse{}
-	mi := &file_gpuctl_v1_device_proto_msgTypes[5]
+	mi := &file_gpuctl_v1_device_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -681,7 +791,7 @@ func (x *ListCardsResponse) String() string {
 func (*ListCardsResponse) ProtoMessage() {}
 
 func (x *ListCardsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_device_proto_msgTypes[5]
+	mi := &file_gpuctl_v1_device_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -694,7 +804,7 @@ func (x *ListCardsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListCardsResponse.ProtoReflect.Descriptor instead.
 func (*ListCardsResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{5}
+	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *ListCardsResponse) GetHost() string {
@@ -730,7 +840,7 @@ type Machine struct {
 
 func (x *Machine) Reset() {
 	*x = Machine{}
-	mi := &file_gpuctl_v1_device_proto_msgTypes[6]
+	mi := &file_gpuctl_v1_device_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -742,7 +852,7 @@ func (x *Machine) String() string {
 func (*Machine) ProtoMessage() {}
 
 func (x *Machine) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_device_proto_msgTypes[6]
+	mi := &file_gpuctl_v1_device_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -755,7 +865,7 @@ func (x *Machine) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Machine.ProtoReflect.Descriptor instead.
 func (*Machine) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{6}
+	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *Machine) GetUuid() string {
@@ -837,7 +947,7 @@ type ListMachinesRequest struct {
 
 func (x *ListMachinesRequest) Reset() {
 	*x = ListMachinesRequest{}
-	mi := &file_gpuctl_v1_device_proto_msgTypes[7]
+	mi := &file_gpuctl_v1_device_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -849,7 +959,7 @@ func (x *ListMachinesRequest) String() string {
 func (*ListMachinesRequest) ProtoMessage() {}
 
 func (x *ListMachinesRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_device_proto_msgTypes[7]
+	mi := &file_gpuctl_v1_device_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -862,7 +972,7 @@ func (x *ListMachinesRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListMachinesRequest.ProtoReflect.Descriptor instead.
 func (*ListMachinesRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{7}
+	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *ListMachinesRequest) GetHost() string {
@@ -882,7 +992,7 @@ type ListMachinesResponse struct {
 
 func (x *ListMachinesResponse) Reset() {
 	*x = ListMachinesResponse{}
-	mi := &file_gpuctl_v1_device_proto_msgTypes[8]
+	mi := &file_gpuctl_v1_device_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -894,7 +1004,7 @@ func (x *ListMachinesResponse) String() string {
 func (*ListMachinesResponse) ProtoMessage() {}
 
 func (x *ListMachinesResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_device_proto_msgTypes[8]
+	mi := &file_gpuctl_v1_device_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -907,7 +1017,7 @@ func (x *ListMachinesResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListMachinesResponse.ProtoReflect.Descriptor instead.
 func (*ListMachinesResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{8}
+	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *ListMachinesResponse) GetMachines() []*Machine {
@@ -934,7 +1044,7 @@ type IsolationRequest struct {
 
 func (x *IsolationRequest) Reset() {
 	*x = IsolationRequest{}
-	mi := &file_gpuctl_v1_device_proto_msgTypes[9]
+	mi := &file_gpuctl_v1_device_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -946,7 +1056,7 @@ func (x *IsolationRequest) String() string {
 func (*IsolationRequest) ProtoMessage() {}
 
 func (x *IsolationRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_device_proto_msgTypes[9]
+	mi := &file_gpuctl_v1_device_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -959,7 +1069,7 @@ func (x *IsolationRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use IsolationRequest.ProtoReflect.Descriptor instead.
 func (*IsolationRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{9}
+	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *IsolationRequest) GetGpu() string {
@@ -990,7 +1100,7 @@ type IsolationResponse struct {
 
 func (x *IsolationResponse) Reset() {
 	*x = IsolationResponse{}
-	mi := &file_gpuctl_v1_device_proto_msgTypes[10]
+	mi := &file_gpuctl_v1_device_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1002,7 +1112,7 @@ func (x *IsolationResponse) String() string {
 func (*IsolationResponse) ProtoMessage() {}
 
 func (x *IsolationResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_device_proto_msgTypes[10]
+	mi := &file_gpuctl_v1_device_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1015,7 +1125,7 @@ func (x *IsolationResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use IsolationResponse.ProtoReflect.Descriptor instead.
 func (*IsolationResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{10}
+	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *IsolationResponse) GetGpu() string {
@@ -1072,7 +1182,7 @@ type IsolationFinding struct {
 
 func (x *IsolationFinding) Reset() {
 	*x = IsolationFinding{}
-	mi := &file_gpuctl_v1_device_proto_msgTypes[11]
+	mi := &file_gpuctl_v1_device_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1084,7 +1194,7 @@ func (x *IsolationFinding) String() string {
 func (*IsolationFinding) ProtoMessage() {}
 
 func (x *IsolationFinding) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_device_proto_msgTypes[11]
+	mi := &file_gpuctl_v1_device_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1097,7 +1207,7 @@ func (x *IsolationFinding) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use IsolationFinding.ProtoReflect.Descriptor instead.
 func (*IsolationFinding) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{11}
+	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *IsolationFinding) GetCode() string {
@@ -1140,13 +1250,15 @@ type AttachRequest struct {
 	AcceptCare    bool                   `protobuf:"varint,8,opt,name=accept_care,json=acceptCare,proto3" json:"accept_care,omitempty"` // accept an isolation report with the verdict care
 	Plan          bool                   `protobuf:"varint,9,opt,name=plan,proto3" json:"plan,omitempty"`
 	Profile       string                 `protobuf:"bytes,10,opt,name=profile,proto3" json:"profile,omitempty"` // a slice with this profile instead of the whole card
+	Weight        uint32                 `protobuf:"varint,11,opt,name=weight,proto3" json:"weight,omitempty"`  // of its share of a mediated GPU's time; 0: 1
+	Mode          string                 `protobuf:"bytes,12,opt,name=mode,proto3" json:"mode,omitempty"`       // how a mediated GPU keeps the VM's page tables: lazy (the default), eager or para
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *AttachRequest) Reset() {
 	*x = AttachRequest{}
-	mi := &file_gpuctl_v1_device_proto_msgTypes[12]
+	mi := &file_gpuctl_v1_device_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1158,7 +1270,7 @@ func (x *AttachRequest) String() string {
 func (*AttachRequest) ProtoMessage() {}
 
 func (x *AttachRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_device_proto_msgTypes[12]
+	mi := &file_gpuctl_v1_device_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1171,7 +1283,7 @@ func (x *AttachRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AttachRequest.ProtoReflect.Descriptor instead.
 func (*AttachRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{12}
+	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *AttachRequest) GetHost() string {
@@ -1244,6 +1356,20 @@ func (x *AttachRequest) GetProfile() string {
 	return ""
 }
 
+func (x *AttachRequest) GetWeight() uint32 {
+	if x != nil {
+		return x.Weight
+	}
+	return 0
+}
+
+func (x *AttachRequest) GetMode() string {
+	if x != nil {
+		return x.Mode
+	}
+	return ""
+}
+
 type DetachRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Host          string                 `protobuf:"bytes,1,opt,name=host,proto3" json:"host,omitempty"`
@@ -1258,7 +1384,7 @@ type DetachRequest struct {
 
 func (x *DetachRequest) Reset() {
 	*x = DetachRequest{}
-	mi := &file_gpuctl_v1_device_proto_msgTypes[13]
+	mi := &file_gpuctl_v1_device_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1270,7 +1396,7 @@ func (x *DetachRequest) String() string {
 func (*DetachRequest) ProtoMessage() {}
 
 func (x *DetachRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_device_proto_msgTypes[13]
+	mi := &file_gpuctl_v1_device_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1283,7 +1409,7 @@ func (x *DetachRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DetachRequest.ProtoReflect.Descriptor instead.
 func (*DetachRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{13}
+	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *DetachRequest) GetHost() string {
@@ -1339,7 +1465,7 @@ type ResetRequest struct {
 
 func (x *ResetRequest) Reset() {
 	*x = ResetRequest{}
-	mi := &file_gpuctl_v1_device_proto_msgTypes[14]
+	mi := &file_gpuctl_v1_device_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1351,7 +1477,7 @@ func (x *ResetRequest) String() string {
 func (*ResetRequest) ProtoMessage() {}
 
 func (x *ResetRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_device_proto_msgTypes[14]
+	mi := &file_gpuctl_v1_device_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1364,7 +1490,7 @@ func (x *ResetRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResetRequest.ProtoReflect.Descriptor instead.
 func (*ResetRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{14}
+	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *ResetRequest) GetHost() string {
@@ -1400,7 +1526,7 @@ type ResizeRequest struct {
 
 func (x *ResizeRequest) Reset() {
 	*x = ResizeRequest{}
-	mi := &file_gpuctl_v1_device_proto_msgTypes[15]
+	mi := &file_gpuctl_v1_device_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1412,7 +1538,7 @@ func (x *ResizeRequest) String() string {
 func (*ResizeRequest) ProtoMessage() {}
 
 func (x *ResizeRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_device_proto_msgTypes[15]
+	mi := &file_gpuctl_v1_device_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1425,7 +1551,7 @@ func (x *ResizeRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResizeRequest.ProtoReflect.Descriptor instead.
 func (*ResizeRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{15}
+	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *ResizeRequest) GetHost() string {
@@ -1477,7 +1603,7 @@ type DeviceUpdate struct {
 
 func (x *DeviceUpdate) Reset() {
 	*x = DeviceUpdate{}
-	mi := &file_gpuctl_v1_device_proto_msgTypes[16]
+	mi := &file_gpuctl_v1_device_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1489,7 +1615,7 @@ func (x *DeviceUpdate) String() string {
 func (*DeviceUpdate) ProtoMessage() {}
 
 func (x *DeviceUpdate) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_device_proto_msgTypes[16]
+	mi := &file_gpuctl_v1_device_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1502,7 +1628,7 @@ func (x *DeviceUpdate) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DeviceUpdate.ProtoReflect.Descriptor instead.
 func (*DeviceUpdate) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{16}
+	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *DeviceUpdate) GetGpu() string {
@@ -1593,7 +1719,7 @@ type PlannedStep struct {
 
 func (x *PlannedStep) Reset() {
 	*x = PlannedStep{}
-	mi := &file_gpuctl_v1_device_proto_msgTypes[17]
+	mi := &file_gpuctl_v1_device_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1605,7 +1731,7 @@ func (x *PlannedStep) String() string {
 func (*PlannedStep) ProtoMessage() {}
 
 func (x *PlannedStep) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_device_proto_msgTypes[17]
+	mi := &file_gpuctl_v1_device_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1618,7 +1744,7 @@ func (x *PlannedStep) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PlannedStep.ProtoReflect.Descriptor instead.
 func (*PlannedStep) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{17}
+	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *PlannedStep) GetName() string {
@@ -1666,7 +1792,7 @@ type NIC struct {
 
 func (x *NIC) Reset() {
 	*x = NIC{}
-	mi := &file_gpuctl_v1_device_proto_msgTypes[18]
+	mi := &file_gpuctl_v1_device_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1678,7 +1804,7 @@ func (x *NIC) String() string {
 func (*NIC) ProtoMessage() {}
 
 func (x *NIC) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_device_proto_msgTypes[18]
+	mi := &file_gpuctl_v1_device_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1691,7 +1817,7 @@ func (x *NIC) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use NIC.ProtoReflect.Descriptor instead.
 func (*NIC) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{18}
+	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *NIC) GetName() string {
@@ -1816,7 +1942,7 @@ type NetworkFunction struct {
 
 func (x *NetworkFunction) Reset() {
 	*x = NetworkFunction{}
-	mi := &file_gpuctl_v1_device_proto_msgTypes[19]
+	mi := &file_gpuctl_v1_device_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1828,7 +1954,7 @@ func (x *NetworkFunction) String() string {
 func (*NetworkFunction) ProtoMessage() {}
 
 func (x *NetworkFunction) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_device_proto_msgTypes[19]
+	mi := &file_gpuctl_v1_device_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1841,7 +1967,7 @@ func (x *NetworkFunction) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use NetworkFunction.ProtoReflect.Descriptor instead.
 func (*NetworkFunction) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{19}
+	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *NetworkFunction) GetIndex() uint32 {
@@ -1958,7 +2084,7 @@ type ListNICsRequest struct {
 
 func (x *ListNICsRequest) Reset() {
 	*x = ListNICsRequest{}
-	mi := &file_gpuctl_v1_device_proto_msgTypes[20]
+	mi := &file_gpuctl_v1_device_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1970,7 +2096,7 @@ func (x *ListNICsRequest) String() string {
 func (*ListNICsRequest) ProtoMessage() {}
 
 func (x *ListNICsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_device_proto_msgTypes[20]
+	mi := &file_gpuctl_v1_device_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1983,7 +2109,7 @@ func (x *ListNICsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListNICsRequest.ProtoReflect.Descriptor instead.
 func (*ListNICsRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{20}
+	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *ListNICsRequest) GetHost() string {
@@ -2003,7 +2129,7 @@ type ListNICsResponse struct {
 
 func (x *ListNICsResponse) Reset() {
 	*x = ListNICsResponse{}
-	mi := &file_gpuctl_v1_device_proto_msgTypes[21]
+	mi := &file_gpuctl_v1_device_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2015,7 +2141,7 @@ func (x *ListNICsResponse) String() string {
 func (*ListNICsResponse) ProtoMessage() {}
 
 func (x *ListNICsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_device_proto_msgTypes[21]
+	mi := &file_gpuctl_v1_device_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2028,7 +2154,7 @@ func (x *ListNICsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListNICsResponse.ProtoReflect.Descriptor instead.
 func (*ListNICsResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{21}
+	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *ListNICsResponse) GetHost() string {
@@ -2057,7 +2183,7 @@ type ResizeNICRequest struct {
 
 func (x *ResizeNICRequest) Reset() {
 	*x = ResizeNICRequest{}
-	mi := &file_gpuctl_v1_device_proto_msgTypes[22]
+	mi := &file_gpuctl_v1_device_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2069,7 +2195,7 @@ func (x *ResizeNICRequest) String() string {
 func (*ResizeNICRequest) ProtoMessage() {}
 
 func (x *ResizeNICRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_device_proto_msgTypes[22]
+	mi := &file_gpuctl_v1_device_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2082,7 +2208,7 @@ func (x *ResizeNICRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResizeNICRequest.ProtoReflect.Descriptor instead.
 func (*ResizeNICRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{22}
+	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *ResizeNICRequest) GetHost() string {
@@ -2134,7 +2260,7 @@ type SetVFRequest struct {
 
 func (x *SetVFRequest) Reset() {
 	*x = SetVFRequest{}
-	mi := &file_gpuctl_v1_device_proto_msgTypes[23]
+	mi := &file_gpuctl_v1_device_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2146,7 +2272,7 @@ func (x *SetVFRequest) String() string {
 func (*SetVFRequest) ProtoMessage() {}
 
 func (x *SetVFRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_device_proto_msgTypes[23]
+	mi := &file_gpuctl_v1_device_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2159,7 +2285,7 @@ func (x *SetVFRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SetVFRequest.ProtoReflect.Descriptor instead.
 func (*SetVFRequest) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{23}
+	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *SetVFRequest) GetHost() string {
@@ -2257,7 +2383,7 @@ type ChangeNICResponse struct {
 
 func (x *ChangeNICResponse) Reset() {
 	*x = ChangeNICResponse{}
-	mi := &file_gpuctl_v1_device_proto_msgTypes[24]
+	mi := &file_gpuctl_v1_device_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2269,7 +2395,7 @@ func (x *ChangeNICResponse) String() string {
 func (*ChangeNICResponse) ProtoMessage() {}
 
 func (x *ChangeNICResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_gpuctl_v1_device_proto_msgTypes[24]
+	mi := &file_gpuctl_v1_device_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2282,7 +2408,7 @@ func (x *ChangeNICResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ChangeNICResponse.ProtoReflect.Descriptor instead.
 func (*ChangeNICResponse) Descriptor() ([]byte, []int) {
-	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{24}
+	return file_gpuctl_v1_device_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *ChangeNICResponse) GetNic() *NIC {
@@ -2320,7 +2446,7 @@ const file_gpuctl_v1_device_proto_rawDesc = "" +
 	"\x04name\x18\x06 \x01(\tR\x04name\x12\x16\n" +
 	"\x06driver\x18\a \x01(\tR\x06driver\x12\"\n" +
 	"\rsub_vendor_id\x18\b \x01(\rR\vsubVendorId\x12\"\n" +
-	"\rsub_device_id\x18\t \x01(\rR\vsubDeviceId\"\xf5\x04\n" +
+	"\rsub_device_id\x18\t \x01(\rR\vsubDeviceId\"\x91\x05\n" +
 	"\x04Card\x12\x10\n" +
 	"\x03gpu\x18\x01 \x01(\tR\x03gpu\x12\x18\n" +
 	"\aaddress\x18\x02 \x01(\tR\aaddress\x121\n" +
@@ -2344,7 +2470,8 @@ const file_gpuctl_v1_device_proto_rawDesc = "" +
 	"\bprofiles\x18\x10 \x03(\v2\x17.gpuctl.v1.SliceProfileR\bprofiles\x12(\n" +
 	"\x06slices\x18\x11 \x03(\v2\x10.gpuctl.v1.SliceR\x06slices\x12#\n" +
 	"\rfunctions_now\x18\x12 \x01(\rR\ffunctionsNow\x12%\n" +
-	"\x0efunctions_most\x18\x13 \x01(\rR\rfunctionsMost\"\xc0\x01\n" +
+	"\x0efunctions_most\x18\x13 \x01(\rR\rfunctionsMost\x12\x1a\n" +
+	"\bmediated\x18\x14 \x01(\bR\bmediated\"\xc0\x01\n" +
 	"\fSliceProfile\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x12\n" +
 	"\x04kind\x18\x02 \x01(\tR\x04kind\x12\x16\n" +
@@ -2353,7 +2480,7 @@ const file_gpuctl_v1_device_proto_rawDesc = "" +
 	"\bexisting\x18\x05 \x01(\rR\bexisting\x12\x1c\n" +
 	"\tscheduled\x18\x06 \x01(\rR\tscheduled\x12\x12\n" +
 	"\x04free\x18\a \x01(\rR\x04free\x12\x10\n" +
-	"\x03why\x18\b \x01(\tR\x03why\"\x9e\x02\n" +
+	"\x03why\x18\b \x01(\tR\x03why\"\xe5\x02\n" +
 	"\x05Slice\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12\x18\n" +
 	"\aprofile\x18\x02 \x01(\tR\aprofile\x12\x12\n" +
@@ -2365,7 +2492,19 @@ const file_gpuctl_v1_device_proto_rawDesc = "" +
 	"\x05claim\x18\b \x01(\tR\x05claim\x12\x18\n" +
 	"\amessage\x18\t \x01(\tR\amessage\x12\"\n" +
 	"\rsince_unix_ms\x18\n" +
-	" \x01(\x03R\vsinceUnixMs\"&\n" +
+	" \x01(\x03R\vsinceUnixMs\x12\x16\n" +
+	"\x06weight\x18\v \x01(\rR\x06weight\x12-\n" +
+	"\x06counts\x18\f \x03(\v2\x15.gpuctl.v1.SliceCountR\x06counts\"\xa4\x01\n" +
+	"\n" +
+	"SliceCount\x12\x14\n" +
+	"\x05phase\x18\x01 \x01(\tR\x05phase\x12\x14\n" +
+	"\x05exits\x18\x02 \x01(\x04R\x05exits\x12\x14\n" +
+	"\x05scans\x18\x03 \x01(\x04R\x05scans\x12\x1e\n" +
+	"\n" +
+	"hypercalls\x18\x04 \x01(\x04R\n" +
+	"hypercalls\x12\x18\n" +
+	"\arefused\x18\x05 \x01(\x04R\arefused\x12\x1a\n" +
+	"\bcommands\x18\x06 \x01(\x04R\bcommands\"&\n" +
 	"\x10ListCardsRequest\x12\x12\n" +
 	"\x04host\x18\x01 \x01(\tR\x04host\"N\n" +
 	"\x11ListCardsResponse\x12\x12\n" +
@@ -2404,7 +2543,7 @@ const file_gpuctl_v1_device_proto_rawDesc = "" +
 	"\x04code\x18\x01 \x01(\tR\x04code\x12\x1a\n" +
 	"\bseverity\x18\x02 \x01(\tR\bseverity\x12\x18\n" +
 	"\amessage\x18\x03 \x01(\tR\amessage\x12\x16\n" +
-	"\x06advice\x18\x04 \x01(\tR\x06advice\"\x92\x02\n" +
+	"\x06advice\x18\x04 \x01(\tR\x06advice\"\xbe\x02\n" +
 	"\rAttachRequest\x12\x12\n" +
 	"\x04host\x18\x01 \x01(\tR\x04host\x12\x18\n" +
 	"\amachine\x18\x02 \x01(\tR\amachine\x12\x10\n" +
@@ -2421,7 +2560,9 @@ const file_gpuctl_v1_device_proto_rawDesc = "" +
 	"acceptCare\x12\x12\n" +
 	"\x04plan\x18\t \x01(\bR\x04plan\x12\x18\n" +
 	"\aprofile\x18\n" +
-	" \x01(\tR\aprofile\"\xa5\x01\n" +
+	" \x01(\tR\aprofile\x12\x16\n" +
+	"\x06weight\x18\v \x01(\rR\x06weight\x12\x12\n" +
+	"\x04mode\x18\f \x01(\tR\x04mode\"\xa5\x01\n" +
 	"\rDetachRequest\x12\x12\n" +
 	"\x04host\x18\x01 \x01(\tR\x04host\x12\x18\n" +
 	"\amachine\x18\x02 \x01(\tR\amachine\x12\x10\n" +
@@ -2570,35 +2711,36 @@ func file_gpuctl_v1_device_proto_rawDescGZIP() []byte {
 }
 
 var file_gpuctl_v1_device_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_gpuctl_v1_device_proto_msgTypes = make([]protoimpl.MessageInfo, 25)
+var file_gpuctl_v1_device_proto_msgTypes = make([]protoimpl.MessageInfo, 26)
 var file_gpuctl_v1_device_proto_goTypes = []any{
 	(CardPhase)(0),               // 0: gpuctl.v1.CardPhase
 	(*Function)(nil),             // 1: gpuctl.v1.Function
 	(*Card)(nil),                 // 2: gpuctl.v1.Card
 	(*SliceProfile)(nil),         // 3: gpuctl.v1.SliceProfile
 	(*Slice)(nil),                // 4: gpuctl.v1.Slice
-	(*ListCardsRequest)(nil),     // 5: gpuctl.v1.ListCardsRequest
-	(*ListCardsResponse)(nil),    // 6: gpuctl.v1.ListCardsResponse
-	(*Machine)(nil),              // 7: gpuctl.v1.Machine
-	(*ListMachinesRequest)(nil),  // 8: gpuctl.v1.ListMachinesRequest
-	(*ListMachinesResponse)(nil), // 9: gpuctl.v1.ListMachinesResponse
-	(*IsolationRequest)(nil),     // 10: gpuctl.v1.IsolationRequest
-	(*IsolationResponse)(nil),    // 11: gpuctl.v1.IsolationResponse
-	(*IsolationFinding)(nil),     // 12: gpuctl.v1.IsolationFinding
-	(*AttachRequest)(nil),        // 13: gpuctl.v1.AttachRequest
-	(*DetachRequest)(nil),        // 14: gpuctl.v1.DetachRequest
-	(*ResetRequest)(nil),         // 15: gpuctl.v1.ResetRequest
-	(*ResizeRequest)(nil),        // 16: gpuctl.v1.ResizeRequest
-	(*DeviceUpdate)(nil),         // 17: gpuctl.v1.DeviceUpdate
-	(*PlannedStep)(nil),          // 18: gpuctl.v1.PlannedStep
-	(*NIC)(nil),                  // 19: gpuctl.v1.NIC
-	(*NetworkFunction)(nil),      // 20: gpuctl.v1.NetworkFunction
-	(*ListNICsRequest)(nil),      // 21: gpuctl.v1.ListNICsRequest
-	(*ListNICsResponse)(nil),     // 22: gpuctl.v1.ListNICsResponse
-	(*ResizeNICRequest)(nil),     // 23: gpuctl.v1.ResizeNICRequest
-	(*SetVFRequest)(nil),         // 24: gpuctl.v1.SetVFRequest
-	(*ChangeNICResponse)(nil),    // 25: gpuctl.v1.ChangeNICResponse
-	(*Reason)(nil),               // 26: gpuctl.v1.Reason
+	(*SliceCount)(nil),           // 5: gpuctl.v1.SliceCount
+	(*ListCardsRequest)(nil),     // 6: gpuctl.v1.ListCardsRequest
+	(*ListCardsResponse)(nil),    // 7: gpuctl.v1.ListCardsResponse
+	(*Machine)(nil),              // 8: gpuctl.v1.Machine
+	(*ListMachinesRequest)(nil),  // 9: gpuctl.v1.ListMachinesRequest
+	(*ListMachinesResponse)(nil), // 10: gpuctl.v1.ListMachinesResponse
+	(*IsolationRequest)(nil),     // 11: gpuctl.v1.IsolationRequest
+	(*IsolationResponse)(nil),    // 12: gpuctl.v1.IsolationResponse
+	(*IsolationFinding)(nil),     // 13: gpuctl.v1.IsolationFinding
+	(*AttachRequest)(nil),        // 14: gpuctl.v1.AttachRequest
+	(*DetachRequest)(nil),        // 15: gpuctl.v1.DetachRequest
+	(*ResetRequest)(nil),         // 16: gpuctl.v1.ResetRequest
+	(*ResizeRequest)(nil),        // 17: gpuctl.v1.ResizeRequest
+	(*DeviceUpdate)(nil),         // 18: gpuctl.v1.DeviceUpdate
+	(*PlannedStep)(nil),          // 19: gpuctl.v1.PlannedStep
+	(*NIC)(nil),                  // 20: gpuctl.v1.NIC
+	(*NetworkFunction)(nil),      // 21: gpuctl.v1.NetworkFunction
+	(*ListNICsRequest)(nil),      // 22: gpuctl.v1.ListNICsRequest
+	(*ListNICsResponse)(nil),     // 23: gpuctl.v1.ListNICsResponse
+	(*ResizeNICRequest)(nil),     // 24: gpuctl.v1.ResizeNICRequest
+	(*SetVFRequest)(nil),         // 25: gpuctl.v1.SetVFRequest
+	(*ChangeNICResponse)(nil),    // 26: gpuctl.v1.ChangeNICResponse
+	(*Reason)(nil),               // 27: gpuctl.v1.Reason
 }
 var file_gpuctl_v1_device_proto_depIdxs = []int32{
 	1,  // 0: gpuctl.v1.Card.functions:type_name -> gpuctl.v1.Function
@@ -2606,42 +2748,43 @@ var file_gpuctl_v1_device_proto_depIdxs = []int32{
 	3,  // 2: gpuctl.v1.Card.profiles:type_name -> gpuctl.v1.SliceProfile
 	4,  // 3: gpuctl.v1.Card.slices:type_name -> gpuctl.v1.Slice
 	0,  // 4: gpuctl.v1.Slice.phase:type_name -> gpuctl.v1.CardPhase
-	2,  // 5: gpuctl.v1.ListCardsResponse.cards:type_name -> gpuctl.v1.Card
-	7,  // 6: gpuctl.v1.ListMachinesResponse.machines:type_name -> gpuctl.v1.Machine
-	12, // 7: gpuctl.v1.IsolationResponse.findings:type_name -> gpuctl.v1.IsolationFinding
-	2,  // 8: gpuctl.v1.DeviceUpdate.card:type_name -> gpuctl.v1.Card
-	18, // 9: gpuctl.v1.DeviceUpdate.plan:type_name -> gpuctl.v1.PlannedStep
-	26, // 10: gpuctl.v1.DeviceUpdate.reasons:type_name -> gpuctl.v1.Reason
-	20, // 11: gpuctl.v1.NIC.functions:type_name -> gpuctl.v1.NetworkFunction
-	19, // 12: gpuctl.v1.ListNICsResponse.nics:type_name -> gpuctl.v1.NIC
-	19, // 13: gpuctl.v1.ChangeNICResponse.nic:type_name -> gpuctl.v1.NIC
-	18, // 14: gpuctl.v1.ChangeNICResponse.plan:type_name -> gpuctl.v1.PlannedStep
-	26, // 15: gpuctl.v1.ChangeNICResponse.reasons:type_name -> gpuctl.v1.Reason
-	5,  // 16: gpuctl.v1.DeviceService.ListCards:input_type -> gpuctl.v1.ListCardsRequest
-	8,  // 17: gpuctl.v1.DeviceService.ListMachines:input_type -> gpuctl.v1.ListMachinesRequest
-	10, // 18: gpuctl.v1.DeviceService.Isolation:input_type -> gpuctl.v1.IsolationRequest
-	13, // 19: gpuctl.v1.DeviceService.Attach:input_type -> gpuctl.v1.AttachRequest
-	14, // 20: gpuctl.v1.DeviceService.Detach:input_type -> gpuctl.v1.DetachRequest
-	15, // 21: gpuctl.v1.DeviceService.Reset:input_type -> gpuctl.v1.ResetRequest
-	16, // 22: gpuctl.v1.DeviceService.Resize:input_type -> gpuctl.v1.ResizeRequest
-	21, // 23: gpuctl.v1.DeviceService.ListNICs:input_type -> gpuctl.v1.ListNICsRequest
-	23, // 24: gpuctl.v1.DeviceService.ResizeNIC:input_type -> gpuctl.v1.ResizeNICRequest
-	24, // 25: gpuctl.v1.DeviceService.SetVF:input_type -> gpuctl.v1.SetVFRequest
-	6,  // 26: gpuctl.v1.DeviceService.ListCards:output_type -> gpuctl.v1.ListCardsResponse
-	9,  // 27: gpuctl.v1.DeviceService.ListMachines:output_type -> gpuctl.v1.ListMachinesResponse
-	11, // 28: gpuctl.v1.DeviceService.Isolation:output_type -> gpuctl.v1.IsolationResponse
-	17, // 29: gpuctl.v1.DeviceService.Attach:output_type -> gpuctl.v1.DeviceUpdate
-	17, // 30: gpuctl.v1.DeviceService.Detach:output_type -> gpuctl.v1.DeviceUpdate
-	17, // 31: gpuctl.v1.DeviceService.Reset:output_type -> gpuctl.v1.DeviceUpdate
-	17, // 32: gpuctl.v1.DeviceService.Resize:output_type -> gpuctl.v1.DeviceUpdate
-	22, // 33: gpuctl.v1.DeviceService.ListNICs:output_type -> gpuctl.v1.ListNICsResponse
-	25, // 34: gpuctl.v1.DeviceService.ResizeNIC:output_type -> gpuctl.v1.ChangeNICResponse
-	25, // 35: gpuctl.v1.DeviceService.SetVF:output_type -> gpuctl.v1.ChangeNICResponse
-	26, // [26:36] is the sub-list for method output_type
-	16, // [16:26] is the sub-list for method input_type
-	16, // [16:16] is the sub-list for extension type_name
-	16, // [16:16] is the sub-list for extension extendee
-	0,  // [0:16] is the sub-list for field type_name
+	5,  // 5: gpuctl.v1.Slice.counts:type_name -> gpuctl.v1.SliceCount
+	2,  // 6: gpuctl.v1.ListCardsResponse.cards:type_name -> gpuctl.v1.Card
+	8,  // 7: gpuctl.v1.ListMachinesResponse.machines:type_name -> gpuctl.v1.Machine
+	13, // 8: gpuctl.v1.IsolationResponse.findings:type_name -> gpuctl.v1.IsolationFinding
+	2,  // 9: gpuctl.v1.DeviceUpdate.card:type_name -> gpuctl.v1.Card
+	19, // 10: gpuctl.v1.DeviceUpdate.plan:type_name -> gpuctl.v1.PlannedStep
+	27, // 11: gpuctl.v1.DeviceUpdate.reasons:type_name -> gpuctl.v1.Reason
+	21, // 12: gpuctl.v1.NIC.functions:type_name -> gpuctl.v1.NetworkFunction
+	20, // 13: gpuctl.v1.ListNICsResponse.nics:type_name -> gpuctl.v1.NIC
+	20, // 14: gpuctl.v1.ChangeNICResponse.nic:type_name -> gpuctl.v1.NIC
+	19, // 15: gpuctl.v1.ChangeNICResponse.plan:type_name -> gpuctl.v1.PlannedStep
+	27, // 16: gpuctl.v1.ChangeNICResponse.reasons:type_name -> gpuctl.v1.Reason
+	6,  // 17: gpuctl.v1.DeviceService.ListCards:input_type -> gpuctl.v1.ListCardsRequest
+	9,  // 18: gpuctl.v1.DeviceService.ListMachines:input_type -> gpuctl.v1.ListMachinesRequest
+	11, // 19: gpuctl.v1.DeviceService.Isolation:input_type -> gpuctl.v1.IsolationRequest
+	14, // 20: gpuctl.v1.DeviceService.Attach:input_type -> gpuctl.v1.AttachRequest
+	15, // 21: gpuctl.v1.DeviceService.Detach:input_type -> gpuctl.v1.DetachRequest
+	16, // 22: gpuctl.v1.DeviceService.Reset:input_type -> gpuctl.v1.ResetRequest
+	17, // 23: gpuctl.v1.DeviceService.Resize:input_type -> gpuctl.v1.ResizeRequest
+	22, // 24: gpuctl.v1.DeviceService.ListNICs:input_type -> gpuctl.v1.ListNICsRequest
+	24, // 25: gpuctl.v1.DeviceService.ResizeNIC:input_type -> gpuctl.v1.ResizeNICRequest
+	25, // 26: gpuctl.v1.DeviceService.SetVF:input_type -> gpuctl.v1.SetVFRequest
+	7,  // 27: gpuctl.v1.DeviceService.ListCards:output_type -> gpuctl.v1.ListCardsResponse
+	10, // 28: gpuctl.v1.DeviceService.ListMachines:output_type -> gpuctl.v1.ListMachinesResponse
+	12, // 29: gpuctl.v1.DeviceService.Isolation:output_type -> gpuctl.v1.IsolationResponse
+	18, // 30: gpuctl.v1.DeviceService.Attach:output_type -> gpuctl.v1.DeviceUpdate
+	18, // 31: gpuctl.v1.DeviceService.Detach:output_type -> gpuctl.v1.DeviceUpdate
+	18, // 32: gpuctl.v1.DeviceService.Reset:output_type -> gpuctl.v1.DeviceUpdate
+	18, // 33: gpuctl.v1.DeviceService.Resize:output_type -> gpuctl.v1.DeviceUpdate
+	23, // 34: gpuctl.v1.DeviceService.ListNICs:output_type -> gpuctl.v1.ListNICsResponse
+	26, // 35: gpuctl.v1.DeviceService.ResizeNIC:output_type -> gpuctl.v1.ChangeNICResponse
+	26, // 36: gpuctl.v1.DeviceService.SetVF:output_type -> gpuctl.v1.ChangeNICResponse
+	27, // [27:37] is the sub-list for method output_type
+	17, // [17:27] is the sub-list for method input_type
+	17, // [17:17] is the sub-list for extension type_name
+	17, // [17:17] is the sub-list for extension extendee
+	0,  // [0:17] is the sub-list for field type_name
 }
 
 func init() { file_gpuctl_v1_device_proto_init() }
@@ -2650,14 +2793,14 @@ func file_gpuctl_v1_device_proto_init() {
 		return
 	}
 	file_gpuctl_v1_types_proto_init()
-	file_gpuctl_v1_device_proto_msgTypes[23].OneofWrappers = []any{}
+	file_gpuctl_v1_device_proto_msgTypes[24].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_gpuctl_v1_device_proto_rawDesc), len(file_gpuctl_v1_device_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   25,
+			NumMessages:   26,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -17,8 +17,16 @@ func (p *Platform) Hook(ctx context.Context, e libvirthook.Event) (libvirthook.A
 	switch e.Operation {
 	case wire.Prepare:
 		doc, functions, err := assigned(e)
-		if err != nil || len(functions) == 0 {
+		if err != nil {
 			return libvirthook.Answer{}, err
+		}
+		if p.PrepareStart != nil {
+			if err := p.PrepareStart(ctx, vm.VM{UUID: canonical(doc.UUID()), Name: e.Domain}); err != nil {
+				return libvirthook.Answer{}, err
+			}
+		}
+		if len(functions) == 0 {
+			return libvirthook.Answer{}, nil
 		}
 		return libvirthook.Answer{}, p.Keeper.PrepareStart(ctx, vm.VM{UUID: canonical(doc.UUID()), Name: e.Domain}, functions)
 	case wire.Release:

@@ -20,6 +20,7 @@ import (
 	"github.com/gpuctl/gpuctl/internal/hook/wire"
 	"github.com/gpuctl/gpuctl/internal/vchan"
 	"github.com/gpuctl/gpuctl/internal/virt"
+	"github.com/gpuctl/gpuctl/internal/vm"
 	"github.com/gpuctl/gpuctl/internal/wait"
 	"github.com/gpuctl/gpuctl/internal/xenstore"
 	"github.com/gpuctl/gpuctl/passthrough/bind"
@@ -65,7 +66,12 @@ type Platform struct {
 	Client  *virt.Client // nil: no libvirt on this host
 	// Vchan connects to a path of a running VM over vchan; nil: the hypervisor is not
 	// Xen.
-	Vchan    func(ctx context.Context, uuid, path string) (net.Conn, error)
+	Vchan func(ctx context.Context, uuid, path string) (net.Conn, error)
+	// PrepareStart prepares what a VM gets beside cards for its start; nil: nothing.
+	PrepareStart func(ctx context.Context, m vm.VM) error
+
+	xen      *xen.Host        // nil: the hypervisor is not Xen
+	store    *xenstore.Client // as xen
 	log      *slog.Logger
 	pci      *pci.Scanner
 	runDir   string
@@ -180,7 +186,8 @@ func (p *Platform) hypervisor(ctx context.Context, o Options, c *cards.Config) e
 			o.Log.Warn("the hypervisor is asked through xl, which tells less", "err", why)
 		}
 		p.close = append(p.close, hv.Close)
-		hypervisor := xenHypervisor{host: xen.New(o.Root, store, hv), xl: &xen.XL{}, log: o.Log}
+		p.store, p.xen = store, xen.New(o.Root, store, hv)
+		hypervisor := xenHypervisor{host: p.xen, xl: &xen.XL{}, log: o.Log}
 		c.Hypervisor = hypervisor
 		p.Vchan = func(ctx context.Context, uuid, path string) (net.Conn, error) {
 			id, err := hypervisor.domain(ctx, uuid)

@@ -10,6 +10,7 @@ import (
 
 	clusterv1 "github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1"
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
+	"github.com/gpuctl/gpuctl/cluster/state"
 	"github.com/gpuctl/gpuctl/hostd/inventory/nvml"
 	"github.com/gpuctl/gpuctl/internal/expr"
 	"github.com/gpuctl/gpuctl/passthrough/catalog"
@@ -223,8 +224,23 @@ func (e *entry) gpu(in Input) *clusterv1.GPU {
 	if e.card != nil && in.Profiles != nil {
 		g.Profiles = profiles(in.Profiles(e.card), g.GetProfiles())
 	}
+	g.Kinds = e.kinds(g)
 	g.Health, g.HealthReason = e.health(in)
 	return g
+}
+
+// kinds returns the ways in which the GPU can be given away.
+func (e *entry) kinds(g *clusterv1.GPU) (out []string) {
+	if e.card != nil {
+		out = append(out, state.KindPassthrough)
+	}
+	if len(g.GetProfiles()) > 0 {
+		out = append(out, state.KindSlice)
+	}
+	if e.runtime != nil {
+		out = append(out, state.KindRemote)
+	}
+	return out
 }
 
 // profiles joins the profiles for VMs with those of MIG. If both have the same name, the

@@ -57,7 +57,7 @@ func TestMergeOneCard(t *testing.T) {
 		Id: "hosta/nvidia-0", Host: "hosta", Name: "nvidia-0", Model: "Quadro RTX 4000", Vendor: "NVIDIA Corporation", Type: "gpu",
 		Limits: &gpuctlv1.Limits{GlobalMemory: 7 << 30, ComputeUnits: 36}, Runtime: "nvidia", Platform: "NVIDIA CUDA", Driver: "nvidia",
 		Uuid: "GPU-734814f7-e8f5-4d3a-ac70-86ea56f83ef3", PciAddress: "0000:65:00.0", NumaNode: 1, IsolationGroup: "iommu-24", Health: clusterv1.Health_HEALTH_OK,
-		Rank: 2, Present: true, RuntimeKey: "k", Processes: []*clusterv1.Process{{Pid: 8, Name: "theirs"}},
+		Rank: 2, Present: true, RuntimeKey: "k", Kinds: []string{"passthrough", "slice", "remote"}, Processes: []*clusterv1.Process{{Pid: 8, Name: "theirs"}},
 		Profiles: []*clusterv1.Profile{{Name: "1g.2gb", Memory: 2 << 30, MaxInstances: 4}},
 	}
 	for name, r := range map[string]*gpuctlv1.GPU{

@@ -17,6 +17,7 @@ import (
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/cluster/access"
 	"github.com/gpuctl/gpuctl/cluster/state"
+	"github.com/gpuctl/gpuctl/mmio/server"
 )
 
 const (
@@ -35,8 +36,10 @@ type Sources struct {
 	Skipped func() uint64                    // number of log entries that this version has not applied
 	Facts   func(context.Context) (*clusterv1.HostFacts, error)
 	Audit   func() access.AuditCounts
-	Version string // version of the program
-	Log     *slog.Logger
+	// Mediated returns what is known of parts of mediated GPUs, by GPU; nil: there are none.
+	Mediated func() map[string][]server.Status
+	Version  string // version of the program
+	Log      *slog.Logger
 }
 
 // Metrics has its own registry. It is safe for concurrent use. A nil *Metrics is valid:
@@ -52,6 +55,8 @@ type Metrics struct {
 
 	cluster clusterFamilies
 	host    hostFamilies
+
+	mediated mediatedFamilies
 
 	operations *prometheus.CounterVec
 	duration   *prometheus.HistogramVec
@@ -73,6 +78,7 @@ func New(s Sources) *Metrics {
 	}
 	m.cluster = m.clusterFamilies()
 	m.host = m.hostFamilies()
+	m.mediated = m.mediatedFamilies()
 	m.operations = m.counter("gpuctl_operations_total",
 		"Swaps, suspensions and resumptions that ended, by verb and outcome (done, refused, rolled_back, held, ended with its application, failed).", "verb", "outcome")
 	m.duration = m.histogram("gpuctl_operation_duration_seconds",
@@ -198,6 +204,9 @@ func (s scraper) Collect(ch chan<- prometheus.Metric) {
 		s.cluster.auditLines.put(ch, float64(c.Lines))
 		s.cluster.auditLost.put(ch, float64(c.Lost))
 		s.cluster.auditErrors.put(ch, float64(c.Errors))
+	}
+	if s.sources.Mediated != nil {
+		s.collectMediated(ch, s.sources.Mediated())
 	}
 	s.collectHost(ch, answer)
 }

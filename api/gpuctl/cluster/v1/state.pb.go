@@ -1005,6 +1005,7 @@ type GPU struct {
 	Free           bool                   `protobuf:"varint,25,opt,name=free,proto3" json:"free,omitempty"`                               // derived: no claim has any part of it
 	Revision       uint64                 `protobuf:"varint,26,opt,name=revision,proto3" json:"revision,omitempty"`
 	RuntimeKey     string                 `protobuf:"bytes,27,opt,name=runtime_key,json=runtimeKey,proto3" json:"runtime_key,omitempty"` // the same for all GPUs that one executor can use together; empty: none
+	Kinds          []string               `protobuf:"bytes,28,rep,name=kinds,proto3" json:"kinds,omitempty"`                             // ways in which it is given away: passthrough, slice, remote, mediated
 	Engines        []string               `protobuf:"bytes,40,rep,name=engines,proto3" json:"engines,omitempty"`                         // engines of sessions that can use it: portable, driver
 	unknownFields  protoimpl.UnknownFields
 	sizeCache      protoimpl.SizeCache
@@ -1227,6 +1228,13 @@ func (x *GPU) GetRuntimeKey() string {
 		return x.RuntimeKey
 	}
 	return ""
+}
+
+func (x *GPU) GetKinds() []string {
+	if x != nil {
+		return x.Kinds
+	}
+	return nil
 }
 
 func (x *GPU) GetEngines() []string {
@@ -1474,7 +1482,7 @@ type VGPU struct {
 	Gpu           string                 `protobuf:"bytes,2,opt,name=gpu,proto3" json:"gpu,omitempty"`
 	Host          string                 `protobuf:"bytes,3,opt,name=host,proto3" json:"host,omitempty"`
 	Kind          VGPUKind               `protobuf:"varint,4,opt,name=kind,proto3,enum=gpuctl.cluster.v1.VGPUKind" json:"kind,omitempty"`
-	Profile       string                 `protobuf:"bytes,5,opt,name=profile,proto3" json:"profile,omitempty"` // for VF, MDEV and VENDOR
+	Profile       string                 `protobuf:"bytes,5,opt,name=profile,proto3" json:"profile,omitempty"` // for VF, MDEV, VENDOR and MEDIATED
 	Memory        uint64                 `protobuf:"varint,6,opt,name=memory,proto3" json:"memory,omitempty"`  // bytes; for WHOLE the GPU's
 	Residence     Residence              `protobuf:"varint,7,opt,name=residence,proto3,enum=gpuctl.cluster.v1.Residence" json:"residence,omitempty"`
 	Assignment    string                 `protobuf:"bytes,8,opt,name=assignment,proto3" json:"assignment,omitempty"`
@@ -3764,7 +3772,7 @@ const file_gpuctl_cluster_v1_state_proto_rawDesc = "" +
 	"\x05speed\x18\x03 \x01(\x04R\x05speed\x12\x10\n" +
 	"\x03mtu\x18\x04 \x01(\rR\x03mtu\x12\x1b\n" +
 	"\tnuma_node\x18\x05 \x01(\x05R\bnumaNode\x12\x10\n" +
-	"\x03ips\x18\x06 \x03(\tR\x03ips\"\xd9\x06\n" +
+	"\x03ips\x18\x06 \x03(\tR\x03ips\"\xef\x06\n" +
 	"\x03GPU\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12\x12\n" +
 	"\x04host\x18\x02 \x01(\tR\x04host\x12\x12\n" +
@@ -3797,7 +3805,8 @@ const file_gpuctl_cluster_v1_state_proto_rawDesc = "" +
 	"\x04free\x18\x19 \x01(\bR\x04free\x12\x1a\n" +
 	"\brevision\x18\x1a \x01(\x04R\brevision\x12\x1f\n" +
 	"\vruntime_key\x18\x1b \x01(\tR\n" +
-	"runtimeKey\x12\x18\n" +
+	"runtimeKey\x12\x14\n" +
+	"\x05kinds\x18\x1c \x03(\tR\x05kinds\x12\x18\n" +
 	"\aengines\x18( \x03(\tR\aengines\"/\n" +
 	"\aProcess\x12\x10\n" +
 	"\x03pid\x18\x01 \x01(\rR\x03pid\x12\x12\n" +

@@ -1,0 +1,168 @@
+package server
+
+import (
+	"bufio"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net"
+	"time"
+)
+
+// maxMessage is the longest message, in bytes. A status of the most parts has half of it.
+const maxMessage = 1 << 20
+
+// MaxParts is the most parts of one GPU.
+const MaxParts = 64
+
+// Errors that cross the socket.
+var (
+	ErrExists   = errors.New("the VM has that part already")
+	ErrNotFound = errors.New("no such part")
+	ErrRefused  = errors.New("refused")
+	// ErrNoServer means that no process has the GPU.
+	ErrNoServer = errors.New("no process has the GPU")
+)
+
+// Part is a part of the GPU for a domain.
+type Part struct {
+	ID     string `json:"id"`
+	Name   string `json:"name"` // of the VM, for events
+	Domain uint16 `json:"domain"`
+	Slot   uint8  `json:"slot"` // on PCI bus 0 of the domain
+	Memory uint64 `json:"memory"`
+	Weight int    `json:"weight"`
+	Mode   string `json:"mode"`
+	// Guest is where the memory of the domain ends, in bytes.
+	Guest uint64 `json:"guest"`
+}
+
+// Counts is what was counted while a VM's driver was in a phase.
+type Counts struct {
+	Exits      uint64 `json:"exits"`
+	Scans      uint64 `json:"scans"`
+	Hypercalls uint64 `json:"hypercalls"`
+	Refused    uint64 `json:"refused"`
+	Commands   uint64 `json:"commands"`
+}
+
+// Status is what is known of a part.
+type Status struct {
+	Part
+	Lost   string            `json:"lost,omitempty"` // why it reads as ones; empty: it works
+	Phases map[string]Counts `json:"phases,omitempty"`
+	// Requests are those that Xen has passed on, Malformed those of them that cannot be.
+	Requests  uint64        `json:"requests"`
+	Malformed uint64        `json:"malformed"`
+	Busy      time.Duration `json:"busy"` // of the GPU's time
+}
+
+// request is one line from the daemon, answer one to it.
+type request struct {
+	Op   string `json:"op"` // attach, detach or list
+	Part Part   `json:"part"`
+}
+
+type answer struct {
+	Error string   `json:"error,omitempty"`
+	Code  string   `json:"code,omitempty"`
+	Parts []Status `json:"parts,omitempty"`
+}
+
+// codes are the errors that have a meaning on the other side.
+func codes() map[string]error {
+	return map[string]error{"exists": ErrExists, "not_found": ErrNotFound, "refused": ErrRefused}
+}
+
+func failed(err error) answer {
+	a := answer{Error: err.Error()}
+	for code, e := range codes() {
+		if errors.Is(err, e) {
+			a.Code = code
+		}
+	}
+	return a
+}
+
+// parse reads a request. Errors wrap ErrRefused.
+func parse(line []byte) (request, error) {
+	var r request
+	if err := json.Unmarshal(line, &r); err != nil {
+		return r, fmt.Errorf("%w: %w", ErrRefused, err)
+	}
+	switch r.Op {
+	case "list":
+		return r, nil
+	case "attach", "detach":
+	default:
+		return r, fmt.Errorf("%w: %.40q is no request", ErrRefused, r.Op)
+	}
+	if n := len(r.Part.ID); n == 0 || n > 64 || len(r.Part.Name) > 256 {
+		return r, fmt.Errorf("%w: a part needs an id of 1 to 64 bytes", ErrRefused)
+	}
+	if r.Op == "attach" && (r.Part.Domain == 0 || r.Part.Domain >= 0x7ff0 || r.Part.Slot < 1 || r.Part.Slot > 31) {
+		return r, fmt.Errorf("%w: domain %d, slot %d", ErrRefused, r.Part.Domain, r.Part.Slot)
+	}
+	return r, nil
+}
+
+// Client asks the process that has a GPU.
+type Client struct {
+	Socket string
+}
+
+func (c Client) call(ctx context.Context, r request) ([]Status, error) {
+	var d net.Dialer
+	conn, err := d.DialContext(ctx, "unix", c.Socket)
+	if err != nil {
+		return nil, fmt.Errorf("%w: %w", ErrNoServer, err)
+	}
+	defer conn.Close()
+	stop := context.AfterFunc(ctx, func() { _ = conn.SetDeadline(time.Unix(1, 0)) })
+	defer stop()
+	line, err := json.Marshal(r)
+	if err != nil {
+		return nil, err
+	}
+	var a answer
+	if _, err = conn.Write(append(line, '\n')); err == nil {
+		in := bufio.NewReaderSize(conn, maxMessage)
+		if line, err = in.ReadSlice('\n'); err == nil {
+			err = json.Unmarshal(line, &a)
+		}
+	}
+	if err != nil {
+		if ctx.Err() != nil {
+			err = ctx.Err()
+		}
+		return nil, fmt.Errorf("ask the process that has the GPU: %w", err)
+	}
+	if a.Error != "" {
+		if e := codes()[a.Code]; e != nil {
+			return a.Parts, fmt.Errorf("%w: %.500s", e, a.Error)
+		}
+		return a.Parts, fmt.Errorf("%.500s", a.Error)
+	}
+	return a.Parts, nil
+}
+
+// Attach gives a domain a part. If it has that part already, the error wraps ErrExists.
+func (c Client) Attach(ctx context.Context, p Part) error {
+	_, err := c.call(ctx, request{Op: "attach", Part: p})
+	return err
+}
+
+// Detach takes a part back. It may be repeated. The domain reads ones where it was.
+func (c Client) Detach(ctx context.Context, id string) error {
+	_, err := c.call(ctx, request{Op: "detach", Part: Part{ID: id}})
+	if errors.Is(err, ErrNotFound) {
+		return nil
+	}
+	return err
+}
+
+// List returns the parts. Without a process, the error wraps ErrNoServer.
+func (c Client) List(ctx context.Context) ([]Status, error) {
+	return c.call(ctx, request{Op: "list"})
+}
