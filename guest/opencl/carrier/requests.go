@@ -72,6 +72,9 @@ func (c *carrier) over() bool { return c.ctx.Err() != nil }
 const (
 	mostBatch = 15 << 10 // bytes of requests in one frame: so many the link copies
 	idleSpins = 2000
+	fewSpins  = 4 * spinStep
+	firstNap  = 50 * time.Microsecond
+	mostNaps  = 3
 	spinStep  = 16
 )
 
@@ -102,6 +105,10 @@ func (c *carrier) lead() {
 	buf := make([]byte, wire.MaxRequest)
 	t := &batch{b: make([]byte, 0, mostBatch+wire.MaxRequest)}
 	spins, spun := idleSpins, 0
+	posted, naps := false, 0
+	if runtime.NumCPU() <= 2 { // the application, or who reads the answer, needs the processor
+		spins = fewSpins
+	}
 	for !c.over() {
 		if len(t.b) == 0 && c.gate.closed.Load() {
 			c.gate.pass(c.over)
@@ -114,13 +121,18 @@ func (c *carrier) lead() {
 		if ok && err == nil {
 			err = c.take(t, rec)
 			c.ring.Advance()
-			spun = 0
+			spun, naps = 0, 0
+			posted = rec.Slot == wire.NoSlot && rec.Op != wire.OpFlush
 			if err == nil && len(t.b) < mostBatch {
 				continue
 			}
 		}
 		if err == nil && len(t.b) > 0 {
 			err = c.flush(t)
+		} else if err == nil && posted && naps < mostNaps {
+			// More may be posted: it goes together, without a wake-up for each.
+			c.ring.Nap(firstNap << naps)
+			naps++
 		} else if err == nil && spun < spins {
 			for i := 0; i < spinStep && c.ring.Empty(); i++ {
 				shm.Spin(1)
@@ -130,6 +142,7 @@ func (c *carrier) lead() {
 		} else if err == nil {
 			c.ring.Sleep(100 * time.Millisecond)
 			spun = 0
+			posted = false
 		}
 		if err != nil && !c.over() {
 			c.lose(fmt.Errorf("%w: %w", errProtocol, err))

@@ -46,14 +46,15 @@ type arrival struct {
 // farServer takes connections for a far executor.
 type farServer struct {
 	cfg   Config
-	first chan arrival // the first connection for commands
+	first chan remote.Hello // of the first connection
 
-	mu   sync.Mutex
-	s    *session // nil until the first has come
-	wait []arrival
-	ctrl *carried
-	seen time.Time // when a stream was served last
-	live int       // streams that are served
+	mu    sync.Mutex
+	hello *remote.Hello // nil until the first has come
+	s     *session      // nil until it is made
+	wait  []arrival
+	ctrl  *carried
+	seen  time.Time // when a stream was served last
+	live  int       // streams that are served
 }
 
 // mainFar runs a far executor. It waits for a carrier, makes memory like the session's, and
@@ -67,35 +68,35 @@ func mainFar(ctx context.Context, cfg Config) error {
 	if err != nil {
 		return err
 	}
-	v := &farServer{cfg: cfg, first: make(chan arrival, 1), ctrl: newCarried(), seen: time.Now()}
+	v := &farServer{cfg: cfg, first: make(chan remote.Hello, 1), ctrl: newCarried(), seen: time.Now()}
 	files, err := listen(cfg.FileSocket)
 	if err != nil {
 		return err
 	}
 	defer files.Close()
 	go func() { _ = handover.Serve(files, v.take) }()
-	var a arrival
+	var hello remote.Hello
 	select {
-	case a = <-v.first:
+	case hello = <-v.first:
 	case <-ctx.Done():
 		return nil
 	case <-time.After(cfg.Far.Outage):
 		return fmt.Errorf("no carrier has come within %v", cfg.Far.Outage)
 	}
-	cfg.Far.hello, cfg.Generation = a.hello, a.hello.Generation
+	cfg.Far.hello, cfg.Generation = hello, hello.Generation
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	var mem [3]*shm.Region
-	for i, size := range []uint64{wire.RingMem, a.hello.ArenaSize, 0} {
+	for i, size := range []uint64{wire.RingMem, hello.ArenaSize, 0} {
 		if mem[i], err = shm.Create([]string{"ring", "arena", "state"}[i], int64(size)); err != nil {
 			return err
 		}
 	}
-	far, err := newFarEnd(ctx, mem[0], mem[1], a.hello, cfg.Logger)
+	far, err := newFarEnd(ctx, mem[0], mem[1], hello, cfg.Logger)
 	if err != nil {
 		return err
 	}
-	far.Init(a.hello.ArenaSize, a.hello.ArenaSplit)
+	far.Init(hello.ArenaSize, hello.ArenaSplit)
 	s, err := openOn(cfg, mem[0].FD(), mem[1].FD(), mem[2].FD(), platform, devs, q)
 	if err != nil {
 		return err
@@ -106,7 +107,7 @@ func mainFar(ctx context.Context, cfg Config) error {
 	}
 	defer s.out.close()
 	defer context.AfterFunc(ctx, func() { far.mu.Lock(); far.changed.Broadcast(); far.mu.Unlock() })()
-	v.begin(ctx, s, a)
+	v.begin(s)
 
 	mux := http.NewServeMux()
 	mux.Handle(gpuctlv1connect.NewExecutorServiceHandler(&controller{s: s}))
@@ -153,55 +154,53 @@ func (v *farServer) take(name string, f *os.File) {
 	}()
 }
 
-// admit gives a connection to what needs it. Those that come before the first one for
-// commands was served wait.
+// admit answers a connection and gives it to what needs it. The carrier that comes first has
+// the lease. Its connections wait while the session is made, which may take long.
 func (v *farServer) admit(a arrival) error {
 	v.mu.Lock()
 	defer v.mu.Unlock()
-	if v.s != nil {
-		return v.serve(a)
+	first := v.hello == nil
+	if first {
+		v.hello = &a.hello
 	}
-	if a.role == remote.Commands {
-		select {
-		case v.first <- a:
-			return nil
-		default:
-		}
-	}
+	err := error(nil)
 	const most = 16
-	if len(v.wait) >= most {
-		a.conn.Close()
-		return fmt.Errorf("%d connections wait already: %w", most, errOther)
+	switch {
+	case !v.hello.Same(a.hello):
+		err = errOther
+	case v.s == nil && len(v.wait) >= most:
+		err = fmt.Errorf("%d connections wait already: %w", most, errOther)
 	}
-	v.wait = append(v.wait, a)
+	if werr := remote.Answer(a.conn, err); err != nil || werr != nil {
+		a.conn.Close()
+		return errors.Join(err, werr)
+	}
+	if first {
+		v.first <- a.hello
+	}
+	if v.s == nil {
+		v.wait = append(v.wait, a)
+		return nil
+	}
+	v.serve(a)
 	return nil
 }
 
-// begin serves the first connection, and those that wait.
-func (v *farServer) begin(_ context.Context, s *session, first arrival) {
+// begin serves the connections that wait, in the order in which they came: a later one takes
+// the place of one that was broken meanwhile.
+func (v *farServer) begin(s *session) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	v.s = s
-	for _, a := range append([]arrival{first}, v.wait...) {
-		if err := v.serve(a); err != nil {
-			v.cfg.Logger.Warn("connection of a carrier refused", "role", a.role, "err", err)
-		}
+	for _, a := range v.wait {
+		v.serve(a)
 	}
 	v.wait = nil
 }
 
 // serve is called with v.mu.
-func (v *farServer) serve(a arrival) error {
+func (v *farServer) serve(a arrival) {
 	far := v.s.far
-	if !far.hello.Same(a.hello) {
-		_ = remote.Answer(a.conn, errOther)
-		a.conn.Close()
-		return errOther
-	}
-	if err := remote.Answer(a.conn, nil); err != nil {
-		a.conn.Close()
-		return err
-	}
 	switch a.role {
 	case remote.Commands:
 		go v.stream(far.commands, a.conn, far.command)
@@ -231,7 +230,6 @@ func (v *farServer) serve(a arrival) error {
 		}
 		far.exports <- a.conn
 	}
-	return nil
 }
 
 // stream serves one connection of a stream until it breaks.

@@ -43,7 +43,7 @@ func Eager(conn net.Conn) net.Conn {
 	_ = t.SetNoDelay(true)
 	most := mostLook
 	if runtime.NumCPU() <= 2 {
-		most /= 4 // who is waited for needs the processor
+		most = leastLook // who is waited for needs the processor
 	}
 	return &eager{TCPConn: t, raw: raw, now: most, most: most}
 }
