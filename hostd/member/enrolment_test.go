@@ -13,6 +13,7 @@ import (
 	"github.com/gpuctl/gpuctl/api/gpuctl/cluster/v1/clusterv1connect"
 	"github.com/gpuctl/gpuctl/cluster/pki"
 	"github.com/gpuctl/gpuctl/cluster/remote"
+	"github.com/gpuctl/gpuctl/cluster/state"
 	"github.com/gpuctl/gpuctl/internal/reason"
 	"github.com/gpuctl/gpuctl/internal/testkit"
 )
@@ -220,7 +221,7 @@ func TestRemovedHostsCertificateStaysDeadWhenItJoinsAgain(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	_, err = remote.Enroll(ctx, token, &clusterv1.EnrollRequest{Csr: csr, Host: "b", HostId: id, Address: b.port, Protocol: 2})
+	_, err = remote.Enroll(ctx, token, &clusterv1.EnrollRequest{Csr: csr, Host: "b", HostId: id, Address: b.port, Protocol: state.Protocol})
 	if err != nil {
 		t.Fatal(err)
 	}
