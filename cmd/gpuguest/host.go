@@ -2,22 +2,12 @@ package main
 
 import (
 	"context"
-	"errors"
-	"fmt"
-	"net"
-	"net/http"
-	"os"
-	"time"
 
 	"github.com/gpuctl/gpuctl/guest/service"
 	"github.com/gpuctl/gpuctl/guest/session"
 )
 
-// stopTime is how long calls may take that go on when gpuguest is told to end.
-const stopTime = 30 * time.Second
-
-// serveHost runs gpuguest on a host until ctx is done. It serves GuestService on the unix
-// socket api, and applications on the unix socket apps. Running applications and their
+// serveHost runs gpuguest on a host until ctx is done. Running applications and their
 // executors outlive it.
 func serveHost(ctx context.Context, cfg session.Config, api, apps string) error {
 	m, err := session.New(cfg) // from here on, m has the lock of the run folder
@@ -30,68 +20,5 @@ func serveHost(ctx context.Context, cfg session.Config, api, apps string) error 
 		return err
 	}
 	defer driver.Close()
-	// The end of ctx ends all calls: operations in progress are rolled back.
-	ctx, cancel := context.WithCancel(ctx)
-	defer cancel()
-	apiMode, appMode := os.FileMode(0o600), os.FileMode(0o600)
-	if os.Getuid() == 0 {
-		appMode = 0o666 // applications of any user; their tokens identify them
-	}
-	apiListener, err := listen(api, apiMode)
-	if err != nil {
-		return err
-	}
-	defer apiListener.Close()
-	appListener, err := listen(apps, appMode)
-	if err != nil {
-		return err
-	}
-	defer appListener.Close()
-
-	mux := http.NewServeMux()
-	mux.Handle(service.Handler(m, driver))
-	srv := &http.Server{Handler: mux, ReadHeaderTimeout: endTime, BaseContext: func(net.Listener) context.Context { return ctx }}
-	failed := make(chan error, 2)
-	go func() { failed <- srv.Serve(apiListener) }()
-	go func() { failed <- m.ServeApps(appListener) }()
-	cfg.Logger.Info("serving", "api", api, "apps", apps)
-	select {
-	case <-ctx.Done():
-		err = nil
-	case err = <-failed:
-		err = fmt.Errorf("serve: %w", err)
-	}
-	cancel()
-	_ = appListener.Close()
-	sctx, end := context.WithTimeout(context.WithoutCancel(ctx), stopTime)
-	defer end()
-	if serr := srv.Shutdown(sctx); serr != nil && !errors.Is(serr, context.DeadlineExceeded) {
-		err = errors.Join(err, serr)
-	}
-	return err
-}
-
-// listen listens on a unix socket. It replaces a socket that a dead process left.
-func listen(path string, mode os.FileMode) (*net.UnixListener, error) {
-	if conn, err := net.DialTimeout("unix", path, time.Second); err == nil {
-		conn.Close()
-		return nil, fmt.Errorf("socket %s is in use", path)
-	}
-	if fi, err := os.Lstat(path); err == nil {
-		if fi.Mode()&os.ModeSocket == 0 {
-			return nil, fmt.Errorf("%s is not a socket", path)
-		}
-		if err := os.Remove(path); err != nil {
-			return nil, fmt.Errorf("stale socket: %w", err)
-		}
-	}
-	l, err := net.ListenUnix("unix", &net.UnixAddr{Name: path, Net: "unix"})
-	if err != nil {
-		return nil, fmt.Errorf("listen: %w", err)
-	}
-	if err := os.Chmod(path, mode); err != nil {
-		l.Close()
-		return nil, fmt.Errorf("socket %s: %w", path, err)
-	}
-	return l, nil
+	return service.Serve(ctx, cfg.Logger, api, apps, m, m, driver)
 }

@@ -27,6 +27,7 @@ import (
 	"github.com/gpuctl/gpuctl/guest/confine"
 	"github.com/gpuctl/gpuctl/guest/lease"
 	"github.com/gpuctl/gpuctl/guest/opencl/remote"
+	"github.com/gpuctl/gpuctl/guest/service"
 	"github.com/gpuctl/gpuctl/guest/session"
 )
 
@@ -83,10 +84,15 @@ func serveCarried(ctx context.Context, api, apps, dir, users string, anew bool) 
 		return err
 	}
 	defer leases.Close()
-	return session.Serve(ctx, session.Config{
+	m, err := session.New(session.Config{
 		Dir: dir, Launcher: &launcher{ExecLauncher: real, leases: leases, mode: mode, ctx: ctx},
 		Logger: log, Faults: os.Getenv("GPUCTL_FAULTS") == "1", CompileAnew: anew, Lender: leases,
-	}, api, apps)
+	})
+	if err != nil {
+		return err
+	}
+	defer m.Close()
+	return service.Serve(ctx, log, api, apps, m, m)
 }
 
 // launcher starts carriers where executors are asked for.
