@@ -247,7 +247,7 @@ func (c *life) cordon(t *testing.T, ctx context.Context) {
 	if _, err := c.hosts[2].gpuctl(ctx, "claim", "create", "x", "--on", "n1", "--min-memory", "2GiB"); err == nil || !strings.Contains(err.Error(), "cordon") {
 		t.Errorf("%v", err)
 	}
-	if _, err := c.hosts[0].gpuctl(ctx, "run", "--gpu", "model == 'Large'", "--", c.hosts[0].root.program("stream"), "--seconds", "1"); err == nil || !strings.Contains(err.Error(), "cordon") {
+	if _, err := c.hosts[0].gpuctl(ctx, "run", "--local", "--gpu", "model == 'Large'", "--", c.hosts[0].root.program("stream"), "--seconds", "1"); err == nil || !strings.Contains(err.Error(), "cordon") {
 		t.Errorf("run: %v", err)
 	}
 	c.hosts[1].must(ctx, "uncordon", "n1/large")
@@ -258,7 +258,7 @@ func (c *life) drain(t *testing.T, ctx context.Context) {
 	if _, err := c.hosts[2].gpuctl(ctx, "claim", "create", "x", "--on", "n2"); err == nil || !strings.Contains(err.Error(), "drain") {
 		t.Errorf("%v", err)
 	}
-	if _, err := c.hosts[1].gpuctl(ctx, "run", "--", c.hosts[1].root.program("stream"), "--seconds", "1"); err == nil || !strings.Contains(err.Error(), "drain") {
+	if _, err := c.hosts[1].gpuctl(ctx, "run", "--local", "--", c.hosts[1].root.program("stream"), "--seconds", "1"); err == nil || !strings.Contains(err.Error(), "drain") {
 		t.Errorf("run: %v", err)
 	}
 	c.hosts[1].must(ctx, "undrain", "n2")
