@@ -40,10 +40,10 @@ func (b *bench) mmio(ctx context.Context) error {
 		}
 		all := v.Stats().Total()
 		b.report.add(way.name+": exits but for data", "", 0, float64(all.Exits()-dataExits), "", nil)
-		switch {
-		case way.mode == mediate.Lazy:
+		switch way.mode {
+		case mediate.Lazy:
 			b.report.add("lazy: shadow updates in all", "", 0, float64(all.Scans), "10", func() bool { return all.Scans <= 10 })
-		case way.mode == mediate.Para:
+		case mediate.Para:
 			calls[way.batch] = float64(all.Hypercalls)
 		}
 	}

@@ -82,19 +82,11 @@ func (b *bench) clbench(ctx context.Context, way string) (map[string][]float64, 
 }
 
 func (b *bench) startCarried(ctx context.Context, way string) (*rig.Rig, error) {
-	before, had := os.LookupEnv(rig.CarrierVariable)
-	if way == "" {
-		os.Unsetenv(rig.CarrierVariable)
-	} else {
-		os.Setenv(rig.CarrierVariable, way)
+	before := os.Getenv(rig.CarrierVariable)
+	if err := os.Setenv(rig.CarrierVariable, way); err != nil {
+		return nil, fmt.Errorf("environment: %w", err)
 	}
-	defer func() {
-		if had {
-			os.Setenv(rig.CarrierVariable, before)
-		} else {
-			os.Unsetenv(rig.CarrierVariable)
-		}
-	}()
+	defer func() { _ = os.Setenv(rig.CarrierVariable, before) }()
 	return b.start(ctx)
 }
 

@@ -113,8 +113,7 @@ func TestHostDoesNotRedirectCallsToAnotherHost(t *testing.T) {
 		w.WriteHeader(http.StatusInternalServerError)
 	}))
 	var asked atomic.Int32
-	var first string
-	first = a.host(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+	first := a.host(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if asked.Add(1) > 1 {
 			harm.Add(1) // it came back by the redirection
 		}

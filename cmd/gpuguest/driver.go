@@ -119,7 +119,7 @@ func driverOperation(kind string, log *slog.Logger) *cobra.Command {
 		Args:  cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			m, err := cuda.New(cuda.Config{
-				Dir: dir, Logger: log, NoCanary: !canary, Detach: detach, Parallel: parallel, UID: uint32(os.Geteuid()), //nolint:gosec // a user's number
+				Dir: dir, Logger: log, NoCanary: !canary, Detach: detach, Parallel: parallel, UID: uint32(os.Geteuid()),
 				Faults: os.Getenv("GPUCTL_FAULTS") == "1", Roots: holders.Roots{Dev: dev},
 			})
 			if err != nil {

@@ -36,14 +36,19 @@ const (
 	endTime   = 10 * time.Second
 )
 
+// profiles returns the built-in profiles and those of the configured folder.
+func (o vmOptions) profiles() (*profile.Set, error) {
+	extra, err := profile.ReadDir(os.DirFS("/"), o.Profiles[1:])
+	if err != nil {
+		return nil, err
+	}
+	return profile.Load(profile.Options{Emulated: o.Emulated, Extra: extra})
+}
+
 // serveVM runs gpuguest in a VM. root is the folder with the VM's files: /, except in
 // tests.
 func serveVM(ctx context.Context, o vmOptions, root string, log *slog.Logger) error {
-	extra, err := profile.ReadDir(os.DirFS("/"), o.Profiles[1:])
-	if err != nil {
-		return err
-	}
-	profiles, err := profile.Load(profile.Options{Emulated: o.Emulated, Extra: extra})
+	profiles, err := o.profiles()
 	if err != nil {
 		return err
 	}

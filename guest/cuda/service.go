@@ -23,7 +23,7 @@ var _ service.Engine = (*Manager)(nil)
 const (
 	offersName = "offers.json"
 	mostOffers = 1 << 20        // bytes of offers.json
-	tokenName  = "GPUCTL_TOKEN" // in the environment of processes that gpuctl run starts
+	tokenName  = "GPUCTL_TOKEN" //nolint:gosec // a name in the environment of processes that gpuctl run starts
 	// lookEvery is how often offered processes are looked for, and usage is read at most.
 	lookEvery = time.Second
 )

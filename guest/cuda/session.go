@@ -149,7 +149,7 @@ func (s *session) watch() {
 		s.mu.Unlock()
 		var alive *holders.Pinned
 		for _, id := range all {
-			p, err := holders.Pin(int(id[0]), id[1]) //nolint:gosec // a pid
+			p, err := holders.Pin(int(id[0]), id[1])
 			if err == nil {
 				alive = p
 				break

@@ -169,9 +169,9 @@ func (a *Arbiter) unlock() {
 	}
 }
 
-func (a *Arbiter) report(e Event, s *Seat, for_ time.Duration, err error) {
+func (a *Arbiter) report(e Event, s *Seat, lasted time.Duration, err error) {
 	a.reports = append(a.reports, Report{
-		Event: e, GPU: a.gpu, Session: s.who.Session, Owner: s.who.Owner, Name: s.name, For: for_, Waiting: a.waiting(), Err: err,
+		Event: e, GPU: a.gpu, Session: s.who.Session, Owner: s.who.Owner, Name: s.name, For: lasted, Waiting: a.waiting(), Err: err,
 	})
 }
 

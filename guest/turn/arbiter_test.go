@@ -26,7 +26,6 @@ type player struct {
 	seat *Seat
 	got  chan Frame
 
-	mu    sync.Mutex
 	epoch uint32
 	n     uint64
 }
@@ -538,8 +537,15 @@ func TestConfigIsChecked(t *testing.T) {
 
 func FuzzFrame(f *testing.F) {
 	for _, x := range []Frame{
-		{Kind: Hello, Number: 1}, {Kind: Share, Epoch: 1}, {Kind: Free, Epoch: 1<<32 - 1}, {Kind: Grant, Number: 1<<64 - 1},
-		{Kind: Ask, Epoch: 2, Number: 3, What: 4, Name: "kernel"}, {Kind: End, Name: "\xff\x01\x00rest"}, {Kind: 0}, {Kind: Withdraw}, {Kind: Lapse},
+		{Kind: Hello, Number: 1},
+		{Kind: Share, Epoch: 1},
+		{Kind: Free, Epoch: 1<<32 - 1},
+		{Kind: Grant, Number: 1<<64 - 1},
+		{Kind: Ask, Epoch: 2, Number: 3, What: 4, Name: "kernel"},
+		{Kind: End, Name: "\xff\x01\x00rest"},
+		{Kind: 0},
+		{Kind: Withdraw},
+		{Kind: Lapse},
 	} {
 		b := x.Encode()
 		f.Add(b[:])
@@ -576,8 +582,17 @@ func TestSettingsOfAFileAreChecked(t *testing.T) {
 		t.Errorf("%+v, %v", c, err)
 	}
 	for _, s := range []Settings{
-		{Policy: "best"}, {WaitCharge: 5}, {WaitCharge: 101}, {Policy: "fifo", WaitCharge: 50}, {Limit: "soon"}, {Limit: "-1s"}, {Limit: "0s"},
-		{Limit: Never}, {EndAfter: "1s"}, {EndAfter: "x"}, {Limit: "1ms"},
+		{Policy: "best"},
+		{WaitCharge: 5},
+		{WaitCharge: 101},
+		{Policy: "fifo", WaitCharge: 50},
+		{Limit: "soon"},
+		{Limit: "-1s"},
+		{Limit: "0s"},
+		{Limit: Never},
+		{EndAfter: "1s"},
+		{EndAfter: "x"},
+		{Limit: "1ms"},
 	} {
 		if _, err := s.Config(); !errors.Is(err, timeshare.ErrConfig) {
 			t.Errorf("%+v: %v", s, err)

@@ -64,7 +64,7 @@ func (h *Host) adoptOne(ctx context.Context, s *gpuctlv1.Session, plan bool, cal
 	}
 	held, err := newHolder(h.proc, int(s.GetPid()))
 	if err != nil {
-		return s, []*gpuctlv1.Reason{because("ended", "it has ended")}, nil //nolint:nilerr // that is the reason
+		return s, []*gpuctlv1.Reason{because("ended", "it has ended")}, nil
 	}
 	c, p, reasons := h.claimFor(s, held, plan)
 	if plan || len(reasons) > 0 {

@@ -107,7 +107,9 @@ func (h *Host) Lend(ctx context.Context, borrower clusterapi.Self, r *clusterv1.
 		Lease: l.ID, Runtime: target.GetRuntime(), PeerCertSha256: l.Peer, Memory: l.Amount, OutageMs: l.Outage, Device: r.GetDevice(),
 	}))
 	if err != nil {
-		h.dropLease(context.WithoutCancel(ctx), l, "it could not be started")
+		if derr := h.dropLease(context.WithoutCancel(ctx), l, "it could not be started"); derr != nil {
+			h.Log.Warn("a lease that could not be started holds its GPU until it is looked at again", "lease", l.ID, "err", derr)
+		}
 		return nil, fmt.Errorf("lease %s: far executor: %w", l.ID, plain(err))
 	}
 	secret := sha256.Sum256(res.Msg.GetToken())
@@ -287,7 +289,7 @@ func (h *Host) checkLease(ctx context.Context, l *lent, now *gpuctlv1.Lease) {
 	if busy {
 		return
 	}
-	why := ""
+	var why string
 	switch {
 	case now == nil:
 		why = "its far executor is gone"

@@ -211,11 +211,11 @@ func TestEverySmallSystem(t *testing.T) {
 				}
 				continue
 			}
-			n := time.Duration(size.owners)
+			n := int64(size.owners)
 			if f.unfair > 2*longest {
 				t.Errorf("%d owners: (b) the difference was %v, want %v", size.owners, f.unfair, 2*longest)
 			}
-			if bound := n*longest + c.Wait + (n-1)*c.MaxLag; f.delay > bound {
+			if bound := time.Duration(n*int64(longest)) + c.Wait + time.Duration((n-1)*int64(c.MaxLag)); f.delay > bound {
 				t.Errorf("%d owners: (c) a command waited for %v, want %v", size.owners, f.delay, bound)
 			}
 			if f.saved > c.MaxLag {

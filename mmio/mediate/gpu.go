@@ -85,7 +85,7 @@ func New(c Config) (*GPU, error) {
 	g.channels.give(0, nvc0.Channels)
 	g.windows.give(0, maxWindows)
 	for i := range g.listed {
-		at, ok := g.shadow.take(1, 1)
+		at, ok := g.shadow.take(1)
 		if !ok {
 			return nil, fmt.Errorf("no memory for the playlist: %w", ErrConfig)
 		}
@@ -146,16 +146,16 @@ func (g *GPU) Create(r Request) (*VGPU, error) {
 		return nil, fmt.Errorf("VM %d: %w: destroy that first", r.VM, ErrExists)
 	}
 	mb := int(r.Memory / megabyte)
-	at, ok := g.memory.take(mb, 1)
+	at, ok := g.memory.take(mb)
 	if !ok {
 		return nil, fmt.Errorf("VM %d: %d MiB in one piece: %w: %d MiB are free in all", r.VM, mb, ErrExhausted, g.memory.left())
 	}
-	first, ok := g.channels.take(r.Channels, 1)
+	first, ok := g.channels.take(r.Channels)
 	if !ok {
 		g.memory.give(at, mb)
 		return nil, fmt.Errorf("VM %d: %d channels: %w: %d are free", r.VM, r.Channels, ErrExhausted, g.channels.left())
 	}
-	window, ok := g.windows.take(1, 1)
+	window, ok := g.windows.take(1)
 	undo := func() {
 		g.memory.give(at, mb)
 		g.channels.give(first, r.Channels)

@@ -12,21 +12,17 @@ type extent struct{ at, n int }
 // pool gives out consecutive units, the first that fit.
 type pool struct{ free []extent }
 
-func (p *pool) take(n, align int) (at int, ok bool) {
+func (p *pool) take(n int) (at int, ok bool) {
 	for i, e := range p.free {
-		start := (e.at + align - 1) / align * align
-		if start+n > e.at+e.n {
+		if n > e.n {
 			continue
 		}
 		var rest []extent
-		if start > e.at {
-			rest = append(rest, extent{e.at, start - e.at})
-		}
-		if end := e.at + e.n; start+n < end {
-			rest = append(rest, extent{start + n, end - start - n})
+		if n < e.n {
+			rest = append(rest, extent{e.at + n, e.n - n})
 		}
 		p.free = slices.Replace(p.free, i, i+1, rest...)
-		return start, true
+		return e.at, true
 	}
 	return 0, false
 }
@@ -56,7 +52,7 @@ func (v *VGPU) frames(n int, use nvc0.Use) (HostPA, bool) {
 	if v.tables+n > v.request.Tables { //check:quota
 		return 0, false
 	}
-	at, ok := v.g.shadow.take(n, 1)
+	at, ok := v.g.shadow.take(n)
 	if !ok {
 		return 0, false
 	}

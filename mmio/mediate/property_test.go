@@ -152,12 +152,13 @@ func TestOthersAreNotNoticed(t *testing.T) {
 func look(r *rig, rnd *rand.Rand) uint64 {
 	rows := r.gpu.table.Rows()
 	row := rows[rnd.IntN(len(rows))]
-	switch {
-	case row.ID == regs.TimeLow || row.ID == regs.TimeHigh:
+	if row.ID == regs.TimeLow || row.ID == regs.TimeHigh {
 		return 0
-	case rnd.IntN(3) == 0:
+	}
+	switch rnd.IntN(9) {
+	case 0, 1, 2:
 		return r.load(1, 3, 8*uint64(rnd.IntN(4*mib/8)), 8)
-	case rnd.IntN(3) == 0:
+	case 3, 4:
 		return r.load(1, 1, 0x06000000+4096*uint64(rnd.IntN(5))+4*uint64(rnd.IntN(40)), 4)
 	}
 	return uint64(r.get(1, row.Offset+row.Stride*uint32(rnd.IntN(int(min(row.Count, 200))))))

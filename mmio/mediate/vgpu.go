@@ -147,12 +147,6 @@ func (v *VGPU) load(at GuestPA, p []byte) bool {
 	return ok
 }
 
-func (v *VGPU) load32(at GuestPA) (uint32, bool) {
-	var b [4]byte
-	ok := v.load(at, b[:])
-	return binary.LittleEndian.Uint32(b[:]), ok
-}
-
 func (v *VGPU) load64(at GuestPA) (uint64, bool) {
 	var b [8]byte
 	ok := v.load(at, b[:])
@@ -173,13 +167,6 @@ func (v *VGPU) store(at GuestPA, p []byte) bool {
 		}
 	}
 	return true
-}
-
-// store32 writes a word of the mediator's memory.
-func (v *VGPU) store32(at HostPA, w uint32) {
-	var b [4]byte
-	binary.LittleEndian.PutUint32(b[:], w)
-	v.g.hw.Store(nvc0.Mediator, at, b[:])
 }
 
 // refuse counts something that a VM may not do, and tells of it now and then: what it

@@ -32,7 +32,7 @@ func Share(policy timeshare.Config, n int, long, length time.Duration) (jain, bu
 	if err != nil {
 		return 0, 0, err
 	}
-	rnd := rand.New(rand.NewPCG(1, uint64(n)))
+	rnd := rand.New(rand.NewPCG(1, uint64(n))) //nolint:gosec // think times, no secret
 	think := func() time.Duration { return time.Duration(200 * float64(time.Microsecond) * rnd.ExpFloat64()) }
 	var all []*load
 	for i := range n {

@@ -248,7 +248,7 @@ func (s *Server) vcpu(ctx context.Context, v int, p vchan.Port, d mmio.Device) e
 		}
 		if err := p.Wait(); err != nil {
 			if ctx.Err() != nil {
-				return nil
+				return nil //nolint:nilerr // the end of ctx closes the port
 			}
 			return err
 		}

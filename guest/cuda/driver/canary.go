@@ -45,7 +45,7 @@ func Canary(gpu ask.UUID, in io.Reader, out io.Writer) error {
 		return err
 	}
 	where := uintptr(binary.NativeEndian.Uint64(ptr.bytes()))
-	seed := rand.Uint64()
+	seed := rand.Uint64() //nolint:gosec // of a pattern, no secret
 	fill := func(each func(i int, v uint64)) {
 		r := rand.New(rand.NewPCG(seed, 0)) //nolint:gosec // a pattern, no secret
 		for i := 0; i < canaryBytes; i += 8 {

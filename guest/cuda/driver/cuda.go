@@ -87,7 +87,7 @@ func (c *cuda) process(r *ask.Request) (*ask.Answer, error) {
 	switch r.Op {
 	case ask.Lock:
 		name = "cuCheckpointProcessLock"
-		putLock(args.bytes(), uint32(min(r.TimeoutMS, ask.MostTimeout.Milliseconds()))) //nolint:gosec // bounded
+		putLock(args.bytes(), uint32(min(r.TimeoutMS, ask.MostTimeout.Milliseconds())))
 	case ask.Checkpoint:
 		name = "cuCheckpointProcessCheckpoint"
 	case ask.Unlock:
@@ -103,7 +103,7 @@ func (c *cuda) process(r *ask.Request) (*ask.Answer, error) {
 			if err := putPairs(pairs.bytes(), r.Pairs); err != nil {
 				return nil, err
 			}
-			putRestore(args.bytes(), uint64(pairs.at()), uint32(len(r.Pairs))) //nolint:gosec // bounded
+			putRestore(args.bytes(), uint64(pairs.at()), uint32(len(r.Pairs)))
 		}
 	default:
 		return nil, fmt.Errorf("unknown request %.40q", string(r.Op))

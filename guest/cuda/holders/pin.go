@@ -51,7 +51,7 @@ func (p *Pinned) Ended() bool {
 		return true
 	}
 	_ = raw.Control(func(fd uintptr) {
-		n, err := unix.Poll([]unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}, 0) //nolint:gosec // a descriptor
+		n, err := unix.Poll([]unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}, 0)
 		ended = err == nil && n > 0
 	})
 	return ended
@@ -67,7 +67,7 @@ func (p *Pinned) Done() <-chan struct{} {
 		}
 		go func() {
 			_ = raw.Read(func(fd uintptr) bool {
-				n, err := unix.Poll([]unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}, 0) //nolint:gosec // a descriptor
+				n, err := unix.Poll([]unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}, 0)
 				return err == nil && n > 0
 			})
 			close(p.done)

@@ -77,7 +77,6 @@ type carrier struct {
 	active, frozen, prepared atomic.Bool
 	gate                     gate
 	seen                     atomic.Int64 // UnixNano when the far host was heard last; 0: it is connected
-	why                      atomic.Pointer[string]
 
 	mu       sync.Mutex
 	changed  *sync.Cond

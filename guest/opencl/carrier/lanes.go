@@ -20,7 +20,6 @@ type lane struct {
 	left  bool             // given up, and not yet free again
 	limit uint32           // chunks that the far executor permits
 	shown uint32           // chunks that the application may move
-	sent  uint32           // of a write
 	acked uint32           // of a write: chunks whose memory may be filled again
 	moved uint32           // that the application has moved, of a read
 	pos   *remote.Position // of a read: what comes next

@@ -127,19 +127,21 @@ func (c *carrier) lead() {
 				continue
 			}
 		}
-		if err == nil && len(t.b) > 0 {
+		switch {
+		case err != nil:
+		case len(t.b) > 0:
 			err = c.flush(t)
-		} else if err == nil && posted && naps < mostNaps {
+		case posted && naps < mostNaps:
 			// More may be posted: it goes together, without a wake-up for each.
 			c.ring.Nap(firstNap << naps)
 			naps++
-		} else if err == nil && spun < spins {
+		case spun < spins:
 			for i := 0; i < spinStep && c.ring.Empty(); i++ {
 				shm.Spin(1)
 			}
 			spun += spinStep
 			continue
-		} else if err == nil {
+		default:
 			c.ring.Sleep(100 * time.Millisecond)
 			spun = 0
 			posted = false

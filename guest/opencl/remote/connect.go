@@ -42,20 +42,22 @@ const (
 	roles
 )
 
-var roleNames = [roles]string{"", "commands", "bulk", "control", "import", "export", "state"}
+func roleNames() [roles]string {
+	return [roles]string{"", "commands", "bulk", "control", "import", "export", "state"}
+}
 
 // String returns the role's name.
 func (r Role) String() string {
 	if r == 0 || r >= roles {
 		return fmt.Sprintf("role(%d)", uint8(r))
 	}
-	return roleNames[r]
+	return roleNames()[r]
 }
 
 // ParseRole is the reverse of String.
 func ParseRole(name string) (Role, bool) {
 	for r := Commands; r < roles; r++ {
-		if roleNames[r] == name {
+		if roleNames()[r] == name {
 			return r, true
 		}
 	}
@@ -385,7 +387,7 @@ func (a *Acceptor) accept(conn net.Conn) (net.Conn, Hello, error) {
 			return nil, Hello{}, err
 		}
 		t := tls.Server(conn, cfg)
-		if err := t.Handshake(); err != nil {
+		if err := t.HandshakeContext(context.Background()); err != nil {
 			return nil, Hello{}, fmt.Errorf("TLS: %w", err)
 		}
 		conn = t

@@ -62,7 +62,7 @@ func (e *eager) Read(b []byte) (n int, err error) {
 	cerr := e.raw.Read(func(fd uintptr) bool {
 		for {
 			n, err = unix.Read(int(fd), b)
-			if err != unix.EAGAIN && err != unix.EINTR { //nolint:errorlint // a plain errno
+			if err != unix.EAGAIN && err != unix.EINTR {
 				return true
 			}
 			switch {
