@@ -79,6 +79,7 @@ func serveCarried(ctx context.Context, api, apps, dir, users string, anew bool) 
 	if mode != "tcp" && mode != "tls" && mode != "cut" && mode != "mixed" {
 		return fmt.Errorf("GPUCTL_TEST_CARRIER is %q", mode)
 	}
+	// hostd is not told of these leases: it would end them, as it has not asked for them.
 	leases, err := lease.New(lease.Config{Dir: dir, Launcher: real, Logger: log, Listen: []string{"127.0.0.1:0"}, Most: 4096})
 	if err != nil {
 		return err
@@ -86,7 +87,7 @@ func serveCarried(ctx context.Context, api, apps, dir, users string, anew bool) 
 	defer leases.Close()
 	m, err := session.New(session.Config{
 		Dir: dir, Launcher: &launcher{ExecLauncher: real, leases: leases, mode: mode, ctx: ctx},
-		Logger: log, Faults: os.Getenv("GPUCTL_FAULTS") == "1", CompileAnew: anew, Lender: leases,
+		Logger: log, Faults: os.Getenv("GPUCTL_FAULTS") == "1", CompileAnew: anew,
 	})
 	if err != nil {
 		return err
