@@ -41,16 +41,17 @@ func facts() (VMFacts, []HostFacts) {
 	return m, hosts
 }
 
-// One line for each reason, with what the operator reads.
-func TestReasons(t *testing.T) {
-	covered := map[string]bool{}
-	for _, c := range []struct {
-		code string
-		r    Request
-		with func(m *VMFacts, h []HostFacts)
-		at   string // empty: against the VM; a host or GPU otherwise
-		says string
-	}{
+// reasonCase is a reason, what makes it, and what the operator reads.
+type reasonCase struct {
+	code string
+	r    Request
+	with func(m *VMFacts, h []HostFacts)
+	at   string // empty: against the VM; a host or GPU otherwise
+	says string
+}
+
+func reasonsAgainstVMs() []reasonCase {
+	return []reasonCase{
 		{ReasonBusy, Request{}, func(m *VMFacts, _ []HostFacts) { m.Migration = "m-9" }, "", "migration m-9 of VM web runs already: gpuctl describe migration m-9 shows how far it is"},
 		{ReasonNotRunning, Request{}, func(m *VMFacts, _ []HostFacts) { m.State = "paused" }, "", "VM web is paused: only a running VM can be moved with its applications"},
 		{ReasonType, Request{}, func(m *VMFacts, _ []HostFacts) { m.Type = "pv" }, "", "VM web is a PV guest: Xen cannot migrate it live; only HVM guests can part with a GPU"},
@@ -84,7 +85,11 @@ func TestReasons(t *testing.T) {
 			h[0].GPUs[0].Chip, h[1].GPUs[0].Chip = "10de:2236", "10de:2330"
 		}, "h2/a", "1 CUDA programs run in VM web on a card 10de:2236, and h2/a is 10de:2330: NVIDIA's driver restores them on the same chip only"},
 		{ReasonTransient, Request{Cold: true}, func(m *VMFacts, _ []HostFacts) { m.Agent = nil }, "", "VM web has no stored definition that it could be started from again"},
+	}
+}
 
+func reasonsAgainstTargets() []reasonCase {
+	return []reasonCase{
 		{ReasonSameHost, Request{}, nil, "h1", "VM web is on host h1 already"},
 		{ReasonSameHost, Request{Verb: Upgrade}, nil, "h2", "upgrade leaves VM web on host h1: gpuctl migrate moves it"},
 		{ReasonNoFacts, Request{}, func(_ *VMFacts, h []HostFacts) { h[1].Error = "no route" }, "h2", "host h2 does not say what it has: no route"},
@@ -120,7 +125,13 @@ func TestReasons(t *testing.T) {
 		{ReasonLimits, Request{}, func(m *VMFacts, h []HostFacts) {
 			m.Agent.Sessions[0].Need.Images, h[1].GPUs[0].Limits.Images = 1, false
 		}, "h2/a", "session s-1 (train) uses images and h2/a has none"},
-	} {
+	}
+}
+
+// One line for each reason, with what the operator reads.
+func TestReasons(t *testing.T) {
+	covered := map[string]bool{}
+	for _, c := range slices.Concat(reasonsAgainstVMs(), reasonsAgainstTargets()) {
 		if c.r.Verb == "" {
 			c.r.Verb = Migrate
 		}
