@@ -34,7 +34,9 @@ var allowedText = map[string]string{
 	"hostd/sessions: lostMessage":  "whether people were told where it computed: nothing else follows",
 	"migrate: attempt":             logged,
 	"hostd/inventory/nvml: absent": logged,
-	"guest/session: untilTaken":    logged,
+	"guest/engine: Retry":          logged,
+	"guest/session: join":          logged,
+	"hostd/mediated: Run":          logged,
 	"guest/vm/channel: Serve":      logged,
 }
 
