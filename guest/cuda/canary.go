@@ -175,7 +175,7 @@ func (op *operation) canaries(ctx context.Context) error {
 	by.s = &session{m: s.m, id: s.id, log: s.log, silent: true} // not in the session's journal
 	for slot, f := range from {
 		first, then := f.UUID, op.to[slot]
-		if op.kind == kindResume {
+		if op.kind == kindResume || op.kind == kindRevive {
 			first = then // the old one may be gone
 		}
 		op.reporter.Waits(fmt.Sprintf("a canary tries it on %s", first))

@@ -21,6 +21,7 @@ import (
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/guest/cuda/ask"
+	"github.com/gpuctl/gpuctl/guest/cuda/criu"
 	"github.com/gpuctl/gpuctl/guest/cuda/holders"
 	"github.com/gpuctl/gpuctl/guest/engine"
 	"github.com/gpuctl/gpuctl/internal/beneath"
@@ -56,6 +57,7 @@ type Config struct {
 	// Canary is the command line of a canary; empty: this program.
 	Canary ask.Helper
 	UID    uint32 // gpuguest's user
+	CRIU   criu.Program
 
 	die    func()                      // ends this process; only fault injection calls it
 	crash  func(when string, o ask.Op) // before and after each call; nil but in tests
@@ -205,6 +207,15 @@ func (m *Manager) sessionOf(pid int, start uint64) *session {
 
 // add gives a session an id, writes its record and watches it.
 func (m *Manager) add(s *session) error {
+	if err := m.register(s); err != nil {
+		return err
+	}
+	m.wg.Go(s.watch)
+	return nil
+}
+
+// register does the same without watching it.
+func (m *Manager) register(s *session) error {
 	m.mu.Lock()
 	if len(m.sessions) >= mostSession {
 		m.mu.Unlock()
@@ -228,7 +239,6 @@ func (m *Manager) add(s *session) error {
 		m.remove(s)
 		return fmt.Errorf("session %s: %w", s.id, err)
 	}
-	m.wg.Go(s.watch)
 	m.changed(s)
 	return nil
 }

@@ -11,6 +11,7 @@ import (
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/guest/cuda/ask"
+	"github.com/gpuctl/gpuctl/guest/cuda/criu"
 	"github.com/gpuctl/gpuctl/guest/cuda/holders"
 	"github.com/gpuctl/gpuctl/guest/engine"
 )
@@ -20,6 +21,8 @@ const (
 	kindSuspend  = "suspend"
 	kindResume   = "resume"
 	kindRehearse = "rehearse"
+	kindStore    = "store"  // suspend to a folder, with the processes
+	kindRevive   = "revive" // resume from one
 
 	// defaultLock is how long the driver may wait for kernels that run.
 	defaultLock = 10 * time.Second
@@ -34,6 +37,10 @@ const (
 	stepRestore    = "restore"
 	stepUnlock     = "unlock"
 	stepMark       = "mark"
+	stepDump       = "dump"
+	stepSeal       = "seal"
+	stepEnd        = "end"
+	stepMake       = "make"
 )
 
 // operation is a swap, suspend, resume or rehearsal in progress.
@@ -57,6 +64,8 @@ type operation struct {
 	dest   [][]ask.UUID     // and after
 	to     []ask.UUID       // the GPUs that the session has after it
 	known  map[int]bool     // who had the driver's nodes at the check
+	dir    string           // of a store or a revive
+	disk   *criu.Manifest
 
 	mu       sync.Mutex
 	lost     error
@@ -187,7 +196,7 @@ func (op *operation) isLost() error {
 // unsettled reports whether a member is not known to run after an operation that ends with
 // all running.
 func (op *operation) unsettled() bool {
-	if op.kind == kindSuspend {
+	if op.kind == kindSuspend || op.kind == kindStore {
 		return false
 	}
 	for _, mb := range op.s.members() {
@@ -261,6 +270,9 @@ func (op *operation) over() {
 func (op *operation) finish(err error, res *gpuctlv1.SwapResult) {
 	s := op.s
 	lost := op.isLost()
+	if op.kind == kindRevive && !s.rec.Op.Committed {
+		lost = nil // the folder still has it
+	}
 	if lost != nil {
 		op.settleOthers()
 	}
@@ -282,12 +294,15 @@ func (op *operation) finish(err error, res *gpuctlv1.SwapResult) {
 	}
 	res.Rehearsed = op.kind == kindRehearse
 	s.mu.Lock()
+	committed := s.rec.Op.Committed
 	s.rec.Op = nil
 	state, message := gpuctlv1.SessionState_SESSION_STATE_RUNNING, ""
 	switch {
 	case lost != nil:
 		s.rec.Lost = lost.Error() + s.rec.rest()
 		state, message = gpuctlv1.SessionState_SESSION_STATE_LOST, s.rec.Lost
+	case op.kind == kindStore && committed, op.kind == kindRevive && !committed:
+		state = gpuctlv1.SessionState_SESSION_STATE_ENDED
 	case s.rec.SuspendedTo != "":
 		state, message = gpuctlv1.SessionState_SESSION_STATE_SUSPENDED, suspendedText(&s.rec)
 	}
@@ -299,6 +314,12 @@ func (op *operation) finish(err error, res *gpuctlv1.SwapResult) {
 		s.log.Warn("journal", "err", werr)
 	}
 	s.m.changed(s)
+	switch {
+	case op.kind == kindRevive && committed:
+		s.m.wg.Go(s.watch)
+	case op.kind == kindRevive:
+		s.m.remove(s)
+	}
 	op.over()
 }
 

@@ -28,6 +28,10 @@ const (
 	ReasonPairs     = "gpu_pairs"         // not every GPU that the driver showed has one to go to
 	ReasonCanary    = "canary"            // a test process did not bear it
 	ReasonExclusive = "exclusive_process" // the target takes one process only
+	ReasonCRIU      = "criu"              // criu is missing, too old, or can't work here
+	ReasonTied      = "tied"              // the processes are tied to a terminal, or to processes that stay
+	ReasonFolder    = "folder"            // the folder is there already, or is not what was written
+	ReasonPID       = "pid_in_use"        // a process has a number that one of the folder must have
 	ReasonSession   = "other_session"     // the process is in a session of another engine
 )
 

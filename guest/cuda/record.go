@@ -87,6 +87,26 @@ type opRecord struct {
 	Dest      [][]ask.UUID    `json:"dest,omitempty"`   // and those that each has after it
 	Target    json.RawMessage `json:"target,omitempty"` // that the session has after it
 	GPUs      []gpu           `json:"gpus,omitempty"`   // that the session has after it
+	Disk      *diskRecord     `json:"disk,omitempty"`   // of an operation with a folder
+}
+
+// diskRecord is what a new gpuguest needs to end what criu has begun.
+type diskRecord struct {
+	Dir  string     `json:"dir"`
+	Tree []treeProc `json:"tree"`
+	Made bool       `json:"made,omitempty"` // the folder is this operation's
+	// Since is when the processes of a folder were begun to be made again, in ticks since
+	// boot: what has a pid of the folder and is younger, criu has made.
+	Since     uint64 `json:"since,omitempty"`
+	CRIU      int    `json:"criu,omitempty"`
+	CRIUStart uint64 `json:"criu_start,omitempty"`
+}
+
+// treeProc is a process of the session's whole tree.
+type treeProc struct {
+	PID   int    `json:"pid"`
+	Start uint64 `json:"start"`
+	Name  string `json:"name"`
 }
 
 func marshal(m proto.Message) json.RawMessage {
@@ -142,6 +162,13 @@ func parseRecord(b []byte) (*record, error) {
 		return nil, fmt.Errorf("%d members", len(r.Members))
 	case r.Op != nil && (len(r.Op.Home) != len(r.Members) || len(r.Op.Dest) > 0 && len(r.Op.Dest) != len(r.Members)):
 		return nil, fmt.Errorf("an operation on %d members, there are %d", len(r.Op.Home), len(r.Members))
+	}
+	if r.Op != nil && r.Op.Disk != nil {
+		for _, p := range r.Op.Disk.Tree {
+			if p.PID <= 1 || p.Start == 0 && r.Op.Kind != kindRevive {
+				return nil, fmt.Errorf("a process of the tree is malformed")
+			}
+		}
 	}
 	for _, m := range r.Members {
 		if m == nil || m.PID <= 1 || m.Start == 0 || len(m.Uses) != len(m.Used) || len(m.Uses) != len(m.Slots) {

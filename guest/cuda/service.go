@@ -321,6 +321,8 @@ func (m *Manager) Swap(ctx context.Context, req *gpuctlv1.SwapRequest, sink func
 // Suspend takes a session's state off its GPUs. It stays in the memory of its processes.
 func (m *Manager) Suspend(ctx context.Context, req *gpuctlv1.SuspendRequest, sink func(*gpuctlv1.Progress)) (*gpuctlv1.SwapResult, error) {
 	switch {
+	case req.GetWithProcess() && req.GetFile() != "" && req.GetAway() == "":
+		return m.Store(ctx, req.GetSession(), req.GetFile(), req.GetFreezeTimeoutMs(), req.GetFailAt(), sink)
 	case req.GetAway() != "":
 		return nil, connect.NewError(connect.CodeFailedPrecondition, fmt.Errorf("session %s: the driver keeps states in the memory of the processes; they can't be kept on the host", req.GetSession()))
 	case req.GetFile() != "":

@@ -46,6 +46,15 @@ func (op *operation) stepsOf(kind string) []engine.Step {
 		return []engine.Step{check, prepare, lock, checkpoint, {Name: stepMark, Commit: true, Run: op.mark}}
 	case kindResume:
 		return []engine.Step{check, prepare, restore, unlock}
+	case kindStore:
+		return []engine.Step{
+			check, prepare, lock, checkpoint,
+			{Name: stepDump, Run: op.dump, Undo: op.undump},
+			{Name: stepSeal, Commit: true, Run: op.seal},
+			{Name: stepEnd, Run: op.endTree},
+		}
+	case kindRevive:
+		return []engine.Step{check, prepare, {Name: stepMake, Run: op.makeTree, Undo: op.unmake}, restore, unlock}
 	}
 	return []engine.Step{check, prepare, lock, checkpoint, restore, unlock}
 }
@@ -59,12 +68,18 @@ func (op *operation) check(ctx context.Context) error {
 		return noDriver(err)
 	}
 	var rs reasons
-	if op.kind != kindResume {
+	if op.kind != kindResume && op.kind != kindRevive {
 		if rs, err = s.refresh(ctx, c); err != nil {
 			return err
 		}
 	}
 	to, more := s.assess(c, op.kind, op.target)
+	switch op.kind {
+	case kindStore:
+		more = append(more, op.checkStore(ctx, c)...)
+	case kindRevive:
+		more = append(more, op.checkRevive(ctx, c)...)
+	}
 	if err := engine.Refuse(append(rs, more...)); err != nil {
 		return err
 	}
@@ -162,7 +177,7 @@ func (s *session) assess(c *machine, kind string, target *gpuctlv1.Target) ([]as
 	case kind == kindSwap && len(want) == 0:
 		rs.add(ReasonGPU, "the target names no GPU of NVIDIA's driver")
 		return nil, rs
-	case len(want) > 0 && (kind == kindSwap || kind == kindResume):
+	case len(want) > 0 && (kind == kindSwap || kind == kindResume || kind == kindRevive):
 		if len(want) != len(from) {
 			rs.add(ReasonPairs, "the session uses %d GPUs, and the target has %d", len(from), len(want))
 			return nil, rs
@@ -175,7 +190,7 @@ func (s *session) assess(c *machine, kind string, target *gpuctlv1.Target) ([]as
 			to = append(to, f.UUID)
 		}
 	}
-	away := kind == kindResume
+	away := kind == kindResume || kind == kindRevive
 	if !away {
 		var own []ask.UUID
 		for _, f := range from {
@@ -190,7 +205,7 @@ func (s *session) assess(c *machine, kind string, target *gpuctlv1.Target) ([]as
 		}))
 		c.checkTarget(&rs, members, from, to, away)
 	}
-	if kind == kindSuspend && s.m.cfg.Detach {
+	if kind == kindSuspend && s.m.cfg.Detach || kind == kindStore {
 		s.forks(&rs, c, members)
 	}
 	return to, rs
@@ -223,8 +238,10 @@ func (op *operation) prepare(ctx context.Context) error {
 	}
 	ops := []ask.Op{ask.Lock, ask.Checkpoint, ask.Restore, ask.Unlock}
 	switch op.kind {
-	case kindSuspend: // one that can restore has the GPU open
+	case kindSuspend, kindStore: // one that can restore has the GPU open
 		ops = []ask.Op{ask.Lock, ask.Checkpoint}
+	case kindRevive: // there are no processes yet
+		return nil
 	case kindResume:
 		ops = []ask.Op{ask.Restore, ask.Unlock}
 	}
@@ -273,7 +290,10 @@ func (r *record) settle() {
 	case kindSuspend:
 		r.SuspendedTo = toMemory
 		return
-	case kindResume, kindSwap:
+	case kindStore:
+		r.SuspendedTo = r.Op.Disk.Dir
+		return
+	case kindResume, kindSwap, kindRevive:
 		r.Generation++
 	}
 	r.SuspendedTo = ""
@@ -284,6 +304,9 @@ func (r *record) settle() {
 }
 
 func (op *operation) unlockAll(ctx context.Context) error {
+	if op.kind == kindRevive {
+		op.used()
+	}
 	err := op.all(ctx, goal{state: ask.Running, dest: op.dest}, true)
 	if err == nil {
 		op.goesOn()

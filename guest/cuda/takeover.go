@@ -47,7 +47,11 @@ func (m *Manager) takeOver() error {
 		if rec.Op != nil && rec.Lost == "" {
 			s.repair()
 		}
-		if err := m.add(s); err != nil {
+		add := m.add
+		if rec.Op != nil && rec.Op.Kind == kindRevive {
+			add = m.register // its processes may not be there; the end of the operation watches them
+		}
+		if err := add(s); err != nil {
 			return err
 		}
 	}
@@ -79,7 +83,7 @@ func (s *session) repair() {
 			return err
 		}
 		op.caller.shown = (&machine{Answer: a}).uuids()
-		return op.all(ctx, s.rec.aim(), true)
+		return op.again(ctx, func(ctx context.Context) error { return op.all(ctx, s.rec.aim(), true) })
 	}
 	m.wg.Go(func() {
 		err := try(op.rest)
@@ -107,7 +111,7 @@ func (r *record) aim() goal {
 		dest = r.Op.Dest
 	}
 	switch {
-	case r.Op.Kind == kindSuspend && r.Op.Committed, r.Op.Kind == kindResume && !r.Op.Committed:
+	case r.Op.Kind == kindSuspend && r.Op.Committed, (r.Op.Kind == kindResume || r.Op.Kind == kindRevive) && !r.Op.Committed:
 		return goal{state: ask.Checkpointed}
 	}
 	return goal{state: ask.Running, dest: dest}

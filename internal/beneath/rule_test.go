@@ -12,7 +12,7 @@ import (
 )
 
 // careful are the packages that open what others can have put there.
-var careful = []string{"guest/session", "guest/opencl/compiled", "guest/cuda", "guest/cuda/ask", "guest/cuda/holders"}
+var careful = []string{"guest/session", "guest/opencl/compiled", "guest/cuda", "guest/cuda/ask", "guest/cuda/criu", "guest/cuda/holders"}
 
 // privileged are folders of packages that root runs and that open files only
 // where nobody else can write: see the table in docs/security.md.

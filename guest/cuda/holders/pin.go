@@ -76,5 +76,21 @@ func (p *Pinned) Done() <-chan struct{} {
 	return p.done
 }
 
+// Signal sends a signal to the process, and to no other. One that has ended is no error.
+func (p *Pinned) Signal(sig unix.Signal) error {
+	err := error(unix.EBADF)
+	raw, rerr := p.fd.SyscallConn()
+	if rerr == nil {
+		rerr = raw.Control(func(fd uintptr) { err = unix.PidfdSendSignal(int(fd), sig, nil, 0) })
+	}
+	if rerr != nil {
+		err = rerr
+	}
+	if err == nil || errors.Is(err, unix.ESRCH) {
+		return nil
+	}
+	return fmt.Errorf("signal pid %d: %w", p.PID, err)
+}
+
 // Close gives up the pin. It does not affect the process.
 func (p *Pinned) Close() { p.fd.Close() }
