@@ -283,7 +283,7 @@ func (op *operation) finish(err error, res *gpuctlv1.SwapResult) {
 		s.log.Error("session is lost", "op", op.kind, "err", lost)
 	case err == nil:
 		s.log.Info("operation done", "op", op.kind, "stopped", op.downtime())
-	case op.allGone():
+	case op.kind != kindRevive && op.allGone():
 		res.Ended, res.Error = true, "the processes have ended meanwhile"
 	case errors.As(err, &refused):
 		res.Refused, res.Reasons, res.Error = true, refused.Reasons, err.Error()

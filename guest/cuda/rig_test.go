@@ -17,6 +17,7 @@ import (
 
 	gpuctlv1 "github.com/gpuctl/gpuctl/api/gpuctl/v1"
 	"github.com/gpuctl/gpuctl/guest/cuda/ask"
+	"github.com/gpuctl/gpuctl/guest/cuda/criu"
 	"github.com/gpuctl/gpuctl/guest/cuda/driver"
 	"github.com/gpuctl/gpuctl/guest/cuda/holders"
 	"github.com/gpuctl/gpuctl/internal/testkit"
@@ -114,6 +115,7 @@ func configOf(dir string) Config {
 	return Config{
 		Dir: filepath.Join(dir, "run"), Faults: true, NoCanary: true, Parallel: 1, UID: uint32(os.Geteuid()),
 		Roots:  holders.Roots{Dev: filepath.Join(dir, "dev")},
+		CRIU:   criu.Program{Path: filepath.Join(dir, "criu")},
 		Helper: ask.Helper{Path: exe, Args: []string{"helper"}, Env: env},
 		Canary: ask.Helper{Path: exe, Args: []string{"canary"}, Env: env},
 	}
@@ -329,8 +331,17 @@ func (r *rig) settled(id string) *gpuctlv1.Session {
 }
 
 // dyingGuest runs one operation and dies at a call of the driver: DIR KIND TO WHEN OP N.
+// With the kind store it is criu that kills it.
 func dyingGuest(args []string) error {
 	cfg := configOf(args[0])
+	if args[1] == kindStore {
+		m, err := New(cfg)
+		if err != nil {
+			return err
+		}
+		res, err := m.Store(context.Background(), m.list()[0].id, filepath.Join(args[0], "disk"), 2000, "", nil)
+		return fmt.Errorf("did not die: %v, %w", res, err)
+	}
 	n, err := strconv.Atoi(args[5])
 	if err != nil {
 		return err

@@ -144,4 +144,3 @@ func tail(b []byte) string {
 	}, text)
 	return text[max(0, len(text)-mostTail):]
 }
-
