@@ -108,7 +108,7 @@ func driverCall(o ask.Op) *cobra.Command {
 // driverOperation runs one operation with its checks, undos and journal.
 func driverOperation(kind string, log *slog.Logger) *cobra.Command {
 	var pid uint32
-	var dir, fail, dev string
+	var dir, fail, dev, folder string
 	var to []string
 	var canary, detach bool
 	var parallel int
@@ -128,6 +128,20 @@ func driverOperation(kind string, log *slog.Logger) *cobra.Command {
 			defer m.Close()
 			out := cmd.OutOrStdout()
 			began := time.Now()
+			if kind == "resume" && folder != "" {
+				target := &gpuctlv1.Target{}
+				for _, u := range to {
+					target.Driver = append(target.Driver, &gpuctlv1.DriverGPU{Uuid: u})
+				}
+				res, err := m.Revive(cmd.Context(), folder, target, fail, nil)
+				if err != nil {
+					return err
+				}
+				return show(out, res, time.Since(began), res.GetError() != "")
+			}
+			if pid == 0 {
+				return errors.New("name a process of the job with --pid")
+			}
 			resp, err := m.Adopt(cmd.Context(), &gpuctlv1.AdoptRequest{Pid: pid})
 			if err != nil {
 				return err
@@ -150,7 +164,9 @@ func driverOperation(kind string, log *slog.Logger) *cobra.Command {
 				}
 				return show(out, p, time.Since(began), len(p.GetReasons()) > 0)
 			case "suspend":
-				res, err = m.Suspend(cmd.Context(), &gpuctlv1.SuspendRequest{Session: id, FreezeTimeoutMs: lock.Milliseconds(), FailAt: fail}, nil)
+				res, err = m.Suspend(cmd.Context(), &gpuctlv1.SuspendRequest{
+					Session: id, File: folder, WithProcess: folder != "", FreezeTimeoutMs: lock.Milliseconds(), FailAt: fail,
+				}, nil)
 			case "resume":
 				res, err = m.Resume(cmd.Context(), &gpuctlv1.ResumeRequest{Session: id, Target: target, FailAt: fail}, nil)
 			default:
@@ -172,6 +188,12 @@ func driverOperation(kind string, log *slog.Logger) *cobra.Command {
 	f.BoolVar(&detach, "detach", false, "refuse if the card could not be taken away from the suspended job")
 	f.IntVar(&parallel, "parallel", 4, "how many processes of the job are moved at once")
 	f.DurationVar(&lock, "freeze-timeout", 10*time.Second, "how long the driver may wait for kernels")
+	switch kind {
+	case "suspend":
+		f.StringVar(&folder, "to", "", "new folder for the job's processes, which end (needs root, and criu 4.1)")
+	case "resume":
+		f.StringVar(&folder, "from", "", "folder that suspend --to has made; instead of --pid")
+	}
 	f.StringVar(&fail, "fail-at", "", "")
 	f.StringVar(&dev, "dev", "", "folder of the driver's nodes")
 	for _, hidden := range []string{"fail-at", "dev"} {

@@ -24,7 +24,7 @@
 //   - If the driver says that a process has failed, or refuses a restore for good, the
 //     session is lost at once. Nothing is tried again that can't work, and the other
 //     processes stay as they are, so that they can be ended safely.
-//   - A process is never killed. If the driver does not answer, the session is held.
+//   - A process is never killed, but when its state is in a folder (disk.go). If the driver does not answer, the session is held.
 //
 // # Run folder
 //

@@ -321,7 +321,12 @@ static int procSocket(int pid, struct sockaddr_un *a, int *dir) {
 	*dir = open(path, O_PATH | O_DIRECTORY | O_CLOEXEC);
 	memset(a, 0, sizeof *a);
 	a->sun_family = AF_UNIX;
-	snprintf(a->sun_path, sizeof a->sun_path, "/proc/self/fd/%d/%d", *dir, pid);
+	// The path itself if it is short enough: criu can bind that again.
+	int n = snprintf(path, sizeof path, "%s/procs/%d", fakeDir(), pid);
+	if (n < (int)sizeof a->sun_path)
+		memcpy(a->sun_path, path, n + 1);
+	else
+		snprintf(a->sun_path, sizeof a->sun_path, "/proc/self/fd/%d/%d", *dir, pid);
 	return socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
 }
 
