@@ -71,6 +71,10 @@ func (m *Manager) Adopt(ctx context.Context, req *gpuctlv1.AdoptRequest) (*gpuct
 	for _, j := range jobs {
 		s, rs, err := m.adoptJob(ctx, c, j, req)
 		switch {
+		case err != nil && req.GetAll() && ctx.Err() == nil:
+			// Its user can end its helpers, and must not keep others' jobs from being adopted.
+			rs.add(ReasonState, "%v", err)
+			refuse(j.Root.PID, j.Holders[0].Command, rs)
 		case err != nil:
 			return nil, err
 		case s != nil:

@@ -255,6 +255,32 @@ func TestOfferedProcessBecomesASessionOfTheClaim(t *testing.T) {
 	p.works()
 }
 
+// A user can end the helpers that ask for its processes, as they run as that user. That is
+// no reason to leave the processes of others out.
+func TestHelpersOfOneJobThatEndDoNotKeepOthersOut(t *testing.T) {
+	r := newRig(t)
+	bad := r.start([]string{tokenName + "=bad"})
+	p := r.start([]string{tokenName + "=good"})
+	h := r.m.cfg.Helper
+	script := fmt.Sprintf(`in=$(cat); case "$in" in *'"pid":%d,'*) kill -9 $$;; esac; printf %%s "$in" | "%s" helper "$1"`, bad.pid, h.Path)
+	r.m.ask.Helper = ask.Helper{Path: "/bin/sh", Args: []string{"-c", script, "sh"}, Env: h.Env}
+	resp, err := r.m.Adopt(context.Background(), &gpuctlv1.AdoptRequest{All: true, Look: true})
+	if err != nil || len(resp.GetSessions()) != 1 || int(resp.GetSessions()[0].GetPid()) != p.pid || len(resp.GetRefused()) != 1 {
+		t.Errorf("all: %v, %v", resp, err)
+	}
+	r.m.mu.Lock()
+	for token, claim := range map[string]string{"bad": "c-1", "good": "c-2"} {
+		r.m.offers[token] = &gpuctlv1.OfferRequest{Token: token, Claim: claim, Target: targetTo(cardA)}
+	}
+	r.m.mu.Unlock()
+	testkit.Until(t, "the other process is a session", func() error {
+		if ss := r.m.list(); len(ss) != 1 || ss[0].snapshot().GetClaim() != "c-2" {
+			return fmt.Errorf("%d sessions", len(ss))
+		}
+		return nil
+	})
+}
+
 // A step that fails is undone, whichever it is.
 func TestEveryStepIsUndone(t *testing.T) {
 	r := newRig(t)
