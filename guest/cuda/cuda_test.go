@@ -226,6 +226,17 @@ func TestWhatIsNoSession(t *testing.T) {
 	if err != nil || len(resp.GetSessions()) != 1 || resp.GetSessions()[0].GetId() != "" || len(r.m.list()) > 0 {
 		t.Errorf("a look: %v, %v, %d sessions", resp, err, len(r.m.list()))
 	}
+	for name, only := range map[string]map[uint32]uint64{
+		"its pid was another's": {uint32(p.pid): 1},
+		"it has begun since":    {1: 1},
+	} {
+		resp, err := r.m.Adopt(context.Background(), &gpuctlv1.AdoptRequest{
+			Pid: uint32(p.pid), Claims: map[uint32]*gpuctlv1.AdoptClaim{uint32(p.pid): {Claim: "c-1", Only: only}},
+		})
+		if err != nil || len(resp.GetSessions()) != 0 || len(resp.GetRefused()) != 1 || len(r.m.list()) > 0 {
+			t.Errorf("%s: %v, %v", name, resp, err)
+		}
+	}
 	r.m.cfg.UID = 4711
 	resp, err = r.m.Adopt(context.Background(), &gpuctlv1.AdoptRequest{Pid: uint32(p.pid)})
 	if err != nil || len(resp.GetRefused()) != 1 || !slices.Contains(codes(resp.GetRefused()[0].GetReasons()), ReasonForeign) {
