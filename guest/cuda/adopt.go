@@ -71,6 +71,10 @@ func (m *Manager) Adopt(ctx context.Context, req *gpuctlv1.AdoptRequest) (*gpuct
 	for _, j := range jobs {
 		s, rs, err := m.adoptJob(ctx, c, j, req)
 		switch {
+		case err != nil && req.GetAll() && ctx.Err() == nil:
+			// Its user can end its helpers, and must not keep others' jobs from being adopted.
+			rs.add(ReasonState, "%v", err)
+			refuse(j.Root.PID, j.Holders[0].Command, rs)
 		case err != nil:
 			return nil, err
 		case s != nil:
@@ -154,14 +158,14 @@ func (m *Manager) adoptJob(ctx context.Context, c *machine, j *holders.Job, req 
 		Version: recordVersion, PID: j.Root.PID, Start: j.Root.Start, Command: m.cfg.Roots.Command(j.Root.PID), StartedMS: time.Now().UnixMilli(),
 		Driver: c.Driver, Members: members, GPUs: gpusOf(c, members, nil), Generation: 1,
 	}
-	for _, pid := range append([]int{j.Root.PID}, pids(members)...) {
-		if claim := req.GetClaims()[uint32(pid)]; claim != nil {
-			s.rec.Claim = claim.GetClaim()
-			if t := claim.GetTarget(); t != nil {
-				s.rec.Target = marshal(t)
-			}
-			break
-		}
+	claim := claimOf(req, append([]int{j.Root.PID}, pids(members)...))
+	checkOnly(&rs, claim.GetOnly(), j.Root, members)
+	if len(rs) > 0 {
+		return nil, rs, nil
+	}
+	s.rec.Claim = claim.GetClaim()
+	if t := claim.GetTarget(); t != nil {
+		s.rec.Target = marshal(t)
 	}
 	if req.GetLook() {
 		return s.snapshot(), nil, nil
@@ -170,6 +174,32 @@ func (m *Manager) adoptJob(ctx context.Context, c *machine, j *holders.Job, req 
 		return nil, nil, err
 	}
 	return s.snapshot(), nil, nil
+}
+
+// claimOf returns the claim of the first of these processes that has one, or nil.
+func claimOf(req *gpuctlv1.AdoptRequest, pids []int) *gpuctlv1.AdoptClaim {
+	for _, pid := range pids {
+		if claim := req.GetClaims()[uint32(pid)]; claim != nil {
+			return claim
+		}
+	}
+	return nil
+}
+
+// checkOnly checks that a job has no process that its claim was not made for: somebody else's
+// may have got the pid of one that has ended.
+func checkOnly(rs *reasons, only map[uint32]uint64, root *holders.Process, members []*member) {
+	if len(only) == 0 {
+		return
+	}
+	if only[uint32(root.PID)] != root.Start {
+		rs.add(ReasonGone, "pid %d is another process than that which was to be adopted; try again", root.PID)
+	}
+	for _, mb := range members {
+		if mb.PID != root.PID && only[uint32(mb.PID)] != mb.Start {
+			rs.add(ReasonGone, "pid %d has begun to use CUDA since the job was looked at; try again", mb.PID)
+		}
+	}
 }
 
 func pids(members []*member) []int {

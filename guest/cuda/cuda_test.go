@@ -226,6 +226,17 @@ func TestWhatIsNoSession(t *testing.T) {
 	if err != nil || len(resp.GetSessions()) != 1 || resp.GetSessions()[0].GetId() != "" || len(r.m.list()) > 0 {
 		t.Errorf("a look: %v, %v, %d sessions", resp, err, len(r.m.list()))
 	}
+	for name, only := range map[string]map[uint32]uint64{
+		"its pid was another's": {uint32(p.pid): 1},
+		"it has begun since":    {1: 1},
+	} {
+		resp, err := r.m.Adopt(context.Background(), &gpuctlv1.AdoptRequest{
+			Pid: uint32(p.pid), Claims: map[uint32]*gpuctlv1.AdoptClaim{uint32(p.pid): {Claim: "c-1", Only: only}},
+		})
+		if err != nil || len(resp.GetSessions()) != 0 || len(resp.GetRefused()) != 1 || len(r.m.list()) > 0 {
+			t.Errorf("%s: %v, %v", name, resp, err)
+		}
+	}
 	r.m.cfg.UID = 4711
 	resp, err = r.m.Adopt(context.Background(), &gpuctlv1.AdoptRequest{Pid: uint32(p.pid)})
 	if err != nil || len(resp.GetRefused()) != 1 || !slices.Contains(codes(resp.GetRefused()[0].GetReasons()), ReasonForeign) {
@@ -253,6 +264,32 @@ func TestOfferedProcessBecomesASessionOfTheClaim(t *testing.T) {
 		return nil
 	})
 	p.works()
+}
+
+// A user can end the helpers that ask for its processes, as they run as that user. That is
+// no reason to leave the processes of others out.
+func TestHelpersOfOneJobThatEndDoNotKeepOthersOut(t *testing.T) {
+	r := newRig(t)
+	bad := r.start([]string{tokenName + "=bad"})
+	p := r.start([]string{tokenName + "=good"})
+	h := r.m.cfg.Helper
+	script := fmt.Sprintf(`in=$(cat); case "$in" in *'"pid":%d,'*) kill -9 $$;; esac; printf %%s "$in" | "%s" helper "$1"`, bad.pid, h.Path)
+	r.m.ask.Helper = ask.Helper{Path: "/bin/sh", Args: []string{"-c", script, "sh"}, Env: h.Env}
+	resp, err := r.m.Adopt(context.Background(), &gpuctlv1.AdoptRequest{All: true, Look: true})
+	if err != nil || len(resp.GetSessions()) != 1 || int(resp.GetSessions()[0].GetPid()) != p.pid || len(resp.GetRefused()) != 1 {
+		t.Errorf("all: %v, %v", resp, err)
+	}
+	r.m.mu.Lock()
+	for token, claim := range map[string]string{"bad": "c-1", "good": "c-2"} {
+		r.m.offers[token] = &gpuctlv1.OfferRequest{Token: token, Claim: claim, Target: targetTo(cardA)}
+	}
+	r.m.mu.Unlock()
+	testkit.Until(t, "the other process is a session", func() error {
+		if ss := r.m.list(); len(ss) != 1 || ss[0].snapshot().GetClaim() != "c-2" {
+			return fmt.Errorf("%d sessions", len(ss))
+		}
+		return nil
+	})
 }
 
 // A step that fails is undone, whichever it is.

@@ -217,6 +217,7 @@ func (m *Manager) findOffered(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
+	var errs []error // one job's, as its user can end its helpers, must not be others'
 	for _, j := range l.Jobs() {
 		for _, h := range j.Holders {
 			if m.sessionOf(h.PID, h.Start) != nil {
@@ -233,7 +234,8 @@ func (m *Manager) findOffered(ctx context.Context) error {
 				Claims: map[uint32]*gpuctlv1.AdoptClaim{uint32(h.PID): {Claim: o.GetClaim(), Target: o.GetTarget()}},
 			})
 			if err != nil {
-				return err
+				errs = append(errs, err)
+				break
 			}
 			for _, r := range resp.GetRefused() {
 				m.log.Debug("an offered process is no session yet", "pid", r.GetPid(), "reasons", r.GetReasons())
@@ -241,7 +243,7 @@ func (m *Manager) findOffered(ctx context.Context) error {
 			break
 		}
 	}
-	return nil
+	return errors.Join(errs...)
 }
 
 // Plan checks, and touches nothing.

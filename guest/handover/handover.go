@@ -19,13 +19,15 @@ const (
 	maxName = 4096
 	taken   = 1 // the receiver's answer
 	patient = 10 * time.Second
+	pause   = 50 * time.Millisecond // after an error of accept
 )
 
-// Give passes f to the executor at the other end of conn, and closes conn.
+// Give passes f to the executor at the other end of conn, and closes conn. Errors do not
+// contain the name: that of a carrier's connection has its token.
 func Give(ctx context.Context, conn *net.UnixConn, name string, f *os.File) error {
 	defer conn.Close()
 	if len(name) == 0 || len(name) > maxName {
-		return fmt.Errorf("hand over %.40q: the name has %d bytes, and from 1 to %d are allowed", name, len(name), maxName)
+		return fmt.Errorf("hand over a file: its name has %d bytes, and from 1 to %d are allowed", len(name), maxName)
 	}
 	end := time.Now().Add(patient)
 	if d, ok := ctx.Deadline(); ok && d.Before(end) {
@@ -46,18 +48,22 @@ func Give(ctx context.Context, conn *net.UnixConn, name string, f *os.File) erro
 		err = errors.New("it was not taken")
 	}
 	if err != nil {
-		return fmt.Errorf("hand over %s: %w", name, err)
+		return fmt.Errorf("hand over a file: %w", err)
 	}
 	return nil
 }
 
-// Serve calls take with each file that is handed over, until l is closed. take
-// owns the file. Only root and the user of this process may hand files over.
+// Serve calls take with each file that is handed over, until l is closed. Other errors, as
+// that no descriptors are left, pass: it goes on. take owns the file. Only root and the user of this process may hand files over.
 func Serve(l *net.UnixListener, take func(name string, f *os.File)) error {
 	for {
 		conn, err := l.AcceptUnix()
-		if err != nil {
+		if errors.Is(err, net.ErrClosed) {
 			return err
+		}
+		if err != nil {
+			time.Sleep(pause)
+			continue
 		}
 		_ = conn.SetDeadline(time.Now().Add(patient))
 		if name, f, err := receive(conn); err == nil {

@@ -8,6 +8,7 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/gpuctl/gpuctl/guest/handover"
 )
@@ -72,6 +73,28 @@ func TestFileIsHandedOver(t *testing.T) {
 		t.Error(err)
 	}
 	(<-got).f.Close()
+	// An accept that fails, as without descriptors, does not end it.
+	if err := l.SetDeadline(time.Unix(1, 0)); err != nil {
+		t.Fatal(err)
+	}
+	select {
+	case err := <-over:
+		t.Fatal("it has ended: ", err)
+	case <-time.After(100 * time.Millisecond):
+	}
+	if err := l.SetDeadline(time.Time{}); err != nil {
+		t.Fatal(err)
+	}
+	if err := handover.Give(t.Context(), dial(), name, f); err != nil {
+		t.Error(err)
+	}
+	(<-got).f.Close()
+	// The name of a carrier's connection is its token.
+	conn = dial()
+	conn.Close()
+	if err := handover.Give(t.Context(), conn, "secret", f); err == nil || strings.Contains(err.Error(), "secret") {
+		t.Error(err)
+	}
 	l.Close()
 	if err := <-over; !errors.Is(err, net.ErrClosed) {
 		t.Error(err)

@@ -75,6 +75,7 @@ type lease struct {
 	req  *gpuctlv1.LendRequest
 	proc session.Process
 	used bool
+	drop sync.Once     // removes its folder
 	made chan struct{} // closed when it was made, or has failed
 	err  error
 }
@@ -154,6 +155,9 @@ func (m *Manager) adopt() error {
 		l := &lease{dir: filepath.Join(m.folder(), n.Name()), req: &gpuctlv1.LendRequest{}, made: make(chan struct{})}
 		close(l.made)
 		b, err := beneath.ReadFile(l.dir, recordName, mostRecord)
+		if err != nil && !errors.Is(err, fs.ErrNotExist) { // it may be there, and its executor with it
+			return fmt.Errorf("lease in folder %s: %w", n.Name(), err)
+		}
 		if err == nil {
 			err = json.Unmarshal(b, &l.rec)
 		}
@@ -163,12 +167,15 @@ func (m *Manager) adopt() error {
 		if err != nil || folderOf(l.req.Lease) != n.Name() {
 			// It was being made: nobody has its token.
 			m.cfg.Logger.Warn("lease dropped", "folder", n.Name(), "err", err)
-			m.remove(l)
+			m.forget(l)
 			continue
 		}
 		l.used = true
-		if l.proc, err = m.cfg.Launcher.Adopt(l.rec.PID, l.rec.Start, l.log()); err != nil {
+		l.proc, err = m.cfg.Launcher.Adopt(l.rec.PID, l.rec.Start, l.log())
+		if errors.Is(err, session.ErrGone) {
 			l.proc = nil
+		} else if err != nil { // nobody knows whether it still has its GPU
+			return fmt.Errorf("lease %s: far executor: %w", l.req.Lease, err)
 		}
 		m.leases[l.req.Lease] = l
 	}
@@ -230,10 +237,10 @@ func (m *Manager) Lend(ctx context.Context, req *gpuctlv1.LendRequest) (*gpuctlv
 		m.mu.Unlock()
 		l.err = m.make(ctx, l)
 		if l.err != nil {
+			m.forget(l) // Launch leaves no process
 			m.mu.Lock()
 			delete(m.leases, req.Lease)
 			m.mu.Unlock()
-			m.remove(l)
 		}
 		close(l.made)
 	} else {
@@ -309,15 +316,26 @@ func (m *Manager) make(ctx context.Context, l *lease) error {
 	return err
 }
 
-// remove ends what runs of a lease and removes its folder.
-func (m *Manager) remove(l *lease) {
-	if l.proc != nil {
-		l.proc.Kill()
-		select {
-		case <-l.proc.Done():
-		case <-time.After(killTimeout): // a driver may delay it
-		}
+// end ends the far executor. If there is an error, it may still have its GPU.
+func (l *lease) end(ctx context.Context) error {
+	if l.proc == nil {
+		return nil
 	}
+	l.proc.Kill()
+	timer := time.NewTimer(killTimeout) // a driver may delay it
+	defer timer.Stop()
+	select {
+	case <-l.proc.Done():
+		return nil
+	case <-ctx.Done():
+		return fmt.Errorf("lease %s: process %d was killed and has not ended: %w", l.req.GetLease(), l.proc.PID(), ctx.Err())
+	case <-timer.C:
+		return fmt.Errorf("lease %s: process %d was killed and has not ended within %v; it may still use its GPU", l.req.GetLease(), l.proc.PID(), killTimeout)
+	}
+}
+
+// forget removes the folder of a lease of which nothing runs.
+func (m *Manager) forget(l *lease) {
 	if err := errors.Join(m.cfg.Launcher.Forget(l.run()), os.RemoveAll(l.dir)); err != nil {
 		m.cfg.Logger.Warn("remove lease", "folder", l.dir, "err", err)
 	}
@@ -325,7 +343,8 @@ func (m *Manager) remove(l *lease) {
 
 const killTimeout = 5 * time.Second
 
-// EndLease implements session.Lender.
+// EndLease implements session.Lender. The lease stays until its far executor has ended: its
+// GPU must not be given to others before.
 func (m *Manager) EndLease(ctx context.Context, id string) error {
 	m.mu.Lock()
 	l := m.leases[id]
@@ -338,14 +357,15 @@ func (m *Manager) EndLease(ctx context.Context, id string) error {
 	case <-ctx.Done():
 		return ctx.Err()
 	}
-	m.mu.Lock()
-	ours := m.leases[id] == l
-	if ours {
-		delete(m.leases, id)
+	if err := l.end(ctx); err != nil {
+		return err
 	}
-	m.mu.Unlock()
-	if ours {
-		m.remove(l)
+	// Before the id is free: the next lease of that name has the same folder.
+	l.drop.Do(func() { m.forget(l) })
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.leases[id] == l {
+		delete(m.leases, id)
 	}
 	return nil
 }

@@ -21,8 +21,9 @@ import (
 
 // process is a far executor that does nothing.
 type process struct {
-	done chan struct{}
-	pid  int
+	done  chan struct{}
+	pid   int
+	stuck bool // in its driver: a signal does not end it
 }
 
 func (p *process) PID() int              { return p.pid }
@@ -31,6 +32,9 @@ func (p *process) Done() <-chan struct{} { return p.done }
 func (p *process) Exit() string          { return "killed by the test" }
 func (p *process) Owns(*unix.Ucred) bool { return true }
 func (p *process) Kill() {
+	if p.stuck {
+		return
+	}
 	select {
 	case <-p.done:
 	default:
@@ -43,6 +47,7 @@ type launcher struct {
 	session.Launcher
 	procs map[int]*process
 	fail  error
+	blind error // of Adopt
 }
 
 func (l *launcher) Launch(_ context.Context, _ session.Spec, journal func(session.Process) error) (session.Process, error) {
@@ -58,6 +63,9 @@ func (l *launcher) Launch(_ context.Context, _ session.Spec, journal func(sessio
 }
 
 func (l *launcher) Adopt(pid int, _ uint64, _ string) (session.Process, error) {
+	if l.blind != nil {
+		return nil, l.blind
+	}
 	if p := l.procs[pid]; p != nil {
 		return p, nil
 	}
@@ -120,6 +128,66 @@ func TestLeasesSurviveGpuguest(t *testing.T) {
 	}
 	if left, _ := os.ReadDir(filepath.Join(dir, leasesName)); len(left) != 0 || len(m.Leases()) != 0 {
 		t.Error(left)
+	}
+}
+
+// A killed far executor may stay in its driver, with its GPU. Its lease must not be said to
+// be over meanwhile.
+func TestALeaseIsOverOnlyAfterItsFarExecutor(t *testing.T) {
+	l := &launcher{procs: map[int]*process{}}
+	m := start(t, t.TempDir(), l)
+	defer m.Close()
+	if _, err := m.Lend(testkit.Context(t), request("a")); err != nil {
+		t.Fatal(err)
+	}
+	p := l.procs[100]
+	p.stuck = true
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	if err := m.EndLease(ctx, "a"); err == nil || len(m.Leases()) != 1 {
+		t.Errorf("it is over, and its far executor runs: %v, %v", err, m.Leases())
+	}
+	p.stuck = false
+	p.Kill()
+	if err := m.EndLease(testkit.Context(t), "a"); err != nil || len(m.Leases()) != 0 {
+		t.Error(err, m.Leases())
+	}
+}
+
+// A far executor of which nobody can say whether it runs is not one that has ended.
+func TestAFarExecutorThatCannotBeLookedAtIsNotForgotten(t *testing.T) {
+	dir, l := t.TempDir(), &launcher{procs: map[int]*process{}}
+	m := start(t, dir, l)
+	if _, err := m.Lend(testkit.Context(t), request("a")); err != nil {
+		t.Fatal(err)
+	}
+	m.Close()
+	l.blind = unix.EMFILE
+	if m, err := New(Config{Dir: dir, Launcher: l, Logger: slog.New(slog.DiscardHandler)}); !errors.Is(err, unix.EMFILE) {
+		t.Errorf("it was given up: %v", err)
+		if m != nil {
+			m.Close()
+		}
+	}
+	l.blind = nil
+	record := filepath.Join(dir, leasesName, "l-a", recordName)
+	if err := os.Rename(record, record+".x"); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Mkdir(record, 0o700); err != nil { // it can't be read
+		t.Fatal(err)
+	}
+	if m, err := New(Config{Dir: dir, Launcher: l, Logger: slog.New(slog.DiscardHandler)}); err == nil {
+		t.Error("it was given up")
+		m.Close()
+	}
+	if err := errors.Join(os.Remove(record), os.Rename(record+".x", record)); err != nil {
+		t.Fatal(err)
+	}
+	m = start(t, dir, l)
+	defer m.Close()
+	if ls := m.Leases(); len(ls) != 1 || ls[0].State != gpuctlv1.LeaseState_LEASE_STATE_USED {
+		t.Error(ls)
 	}
 }
 

@@ -92,6 +92,7 @@ func (g *Guest) serveCUDA(c net.Conn, hello []byte) {
 // Process is a process that uses CUDA.
 type Process struct {
 	PID     int
+	Start   uint64 // clock ticks since boot
 	Command string
 	Memory  uint64   // bytes on each of its GPUs
 	GPUs    []string // UUIDs
@@ -103,6 +104,17 @@ func (g *Guest) Open(p Process) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	g.processes = append(g.processes, p)
+}
+
+// Swapped gives the pid of a process to another one, which began at start, after the next
+// look.
+func (g *Guest) Swapped(pid int, start uint64) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	if g.swapped == nil {
+		g.swapped = map[int]uint64{}
+	}
+	g.swapped[pid] = start
 }
 
 // OpenWith starts a session of a process that uses CUDA and has the token in its
@@ -141,7 +153,7 @@ func (p Process) session() *gpuctlv1.Session {
 		s.Driver.Gpus = append(s.Driver.Gpus, gpu)
 		s.Target.Driver = append(s.Target.Driver, gpu)
 	}
-	s.Driver.Processes = []*gpuctlv1.DriverProcess{{Pid: s.Pid, Command: s.Command, State: "running", Gpus: s.Driver.Gpus}}
+	s.Driver.Processes = []*gpuctlv1.DriverProcess{{Pid: s.Pid, Start: p.Start, Command: s.Command, State: "running", Gpus: s.Driver.Gpus}}
 	return s
 }
 
@@ -168,7 +180,15 @@ func (g *Guest) Adopt(_ context.Context, r *connect.Request[gpuctlv1.AdoptReques
 		if r.Msg.GetLook() {
 			return false
 		}
+		if start, ok := g.swapped[p.PID]; ok {
+			p.Start = start
+		}
 		if c := r.Msg.GetClaims()[s.GetPid()]; c != nil {
+			if only := c.GetOnly(); len(only) > 0 && only[s.GetPid()] != p.Start {
+				res.Sessions = res.Sessions[:len(res.Sessions)-1]
+				res.Refused = append(res.Refused, &gpuctlv1.AdoptRefusal{Pid: s.Pid, Reasons: []*gpuctlv1.Reason{{Code: "ended", Message: "it is another process"}}})
+				return false
+			}
 			s.Claim, s.Target = c.GetClaim(), c.GetTarget()
 		}
 		g.begin(s)

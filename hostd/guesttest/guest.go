@@ -47,7 +47,8 @@ type Guest struct {
 	leases   map[string]*lease
 	next     int
 
-	processes []Process // that use CUDA and are in no session
+	processes []Process      // that use CUDA and are in no session
+	swapped   map[int]uint64 // start times of processes that get a pid after the next look
 }
 
 var _ gpuctlv1connect.GuestServiceHandler = (*Guest)(nil)

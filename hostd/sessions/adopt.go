@@ -75,7 +75,7 @@ func (h *Host) adoptOne(ctx context.Context, s *gpuctlv1.Session, plan bool, cal
 		return s, []*gpuctlv1.Reason{because("busy", "%v", err)}, nil
 	}
 	res, err := h.Guest.Adopt(ctx, newRequest(&gpuctlv1.AdoptRequest{
-		Pid: s.GetPid(), Claims: map[uint32]*gpuctlv1.AdoptClaim{s.GetPid(): {Claim: c.ID, Target: p.target(ledger.Whole)}},
+		Pid: s.GetPid(), Claims: map[uint32]*gpuctlv1.AdoptClaim{s.GetPid(): {Claim: c.ID, Target: p.target(ledger.Whole), Only: startsOf(s, held)}},
 	}))
 	switch {
 	case err != nil && refusedCall(err):
@@ -105,6 +105,16 @@ func (h *Host) adoptOne(ctx context.Context, s *gpuctlv1.Session, plan bool, cal
 	made := h.withNames(res.Msg.GetSessions()[i])
 	h.Log.Info("process adopted", "session", made.GetId(), "claim", c.ID, "pid", made.GetPid(), "gpu", made.GetTarget().GetGpu())
 	return proto.CloneOf(made), nil, nil
+}
+
+// startsOf returns which processes the session may have: those that were looked at, whose
+// users are known. Their pids may be others' soon.
+func startsOf(s *gpuctlv1.Session, held holder) map[uint32]uint64 {
+	only := map[uint32]uint64{uint32(held.PID): held.Start}
+	for _, p := range s.GetDriver().GetProcesses() {
+		only[p.GetPid()] = p.GetStart()
+	}
+	return only
 }
 
 // refusedCall reports whether gpuguest has answered that it does nothing.
@@ -166,8 +176,10 @@ func (h *Host) foreign(s *gpuctlv1.Session, caller *gpuctlv1.FileOwner) []*gpuct
 	var reasons []*gpuctlv1.Reason
 	for _, p := range s.GetDriver().GetProcesses() {
 		uid, err := userOf(h.proc, int(p.GetPid()))
+		// After the user: then both are of the same process.
+		now := holder{int(p.GetPid()), p.GetStart()}
 		switch {
-		case err != nil:
+		case err != nil || !now.alive(h.proc):
 			reasons = append(reasons, because("ended", "process %d has ended", p.GetPid()))
 		case uid != caller.GetUid():
 			reasons = append(reasons, because("user", "process %d is of user %d; ask as that user, or as root", p.GetPid(), uid))

@@ -37,6 +37,7 @@ func (c cards) Facts(ctx context.Context) (*nvml.Response, error) { return c.Lis
 const (
 	cardA, cardB = "0000:0a:00.0", "0000:0b:00.0"
 	pidOne       = 1 // the fixture's only process
+	startOne     = 77
 )
 
 func newDriverFixture(t *testing.T) *fixture {
@@ -83,7 +84,7 @@ func (f *fixture) holds(t *testing.T, want ...string) {
 
 func TestAdoptedProcessHasItsGPUsUntilItIsSuspended(t *testing.T) {
 	f := newDriverFixture(t)
-	f.guest.Open(guesttest.Process{PID: pidOne, Command: "python train.py", Memory: 6 << 30, GPUs: []string{uuidOf(cardA)}})
+	f.guest.Open(guesttest.Process{PID: pidOne, Start: startOne, Command: "python train.py", Memory: 6 << 30, GPUs: []string{uuidOf(cardA)}})
 
 	// A plan touches nothing.
 	res := f.adopt(&gpuctlv1.HostAdoptRequest{All: true, Plan: true})
@@ -151,8 +152,8 @@ func TestAdoptionIsRefusedWithEveryReasonAndTouchesNothing(t *testing.T) {
 		return out
 	}
 	held := f.claim(&gpuctlv1.CreateClaimRequest{Engine: "driver", Expr: `id == "` + cardB + `"`})
-	f.guest.Open(guesttest.Process{PID: pidOne, Memory: 1, GPUs: []string{uuidOf(cardB)}})
-	f.guest.Open(guesttest.Process{PID: pidOne, Memory: 1, GPUs: []string{"GPU-of-nobody"}})
+	f.guest.Open(guesttest.Process{PID: pidOne, Start: startOne, Memory: 1, GPUs: []string{uuidOf(cardB)}})
+	f.guest.Open(guesttest.Process{PID: pidOne, Start: startOne, Memory: 1, GPUs: []string{"GPU-of-nobody"}})
 	f.guest.Open(guesttest.Process{PID: 77, Memory: 1, GPUs: []string{uuidOf(cardA)}}) // it has ended
 	f.guest.Open(guesttest.Process{PID: 78, GPUs: []string{uuidOf(cardA)}, Refused: "it uses MPS"})
 	if got := reasonsOf(&gpuctlv1.HostAdoptRequest{All: true}); !slices.Equal(got, []string{"1 busy", "1 gpu", "77 ended", "78 cuda"}) {
@@ -174,7 +175,7 @@ func TestAdoptionIsRefusedWithEveryReasonAndTouchesNothing(t *testing.T) {
 
 func TestForeignProcessIsNotAdopted(t *testing.T) {
 	f := newDriverFixture(t)
-	s := &gpuctlv1.Session{Driver: &gpuctlv1.DriverState{Processes: []*gpuctlv1.DriverProcess{{Pid: pidOne}}}}
+	s := &gpuctlv1.Session{Driver: &gpuctlv1.DriverState{Processes: []*gpuctlv1.DriverProcess{{Pid: pidOne, Start: startOne}}}}
 	for uid, want := range map[uint32]int{0: 0, 1000: 0, 1001: 1} { // the fixture's process is of 1000
 		if got := f.host.foreign(s, &gpuctlv1.FileOwner{Uid: uid}); len(got) != want {
 			t.Errorf("user %d: %v", uid, got)
@@ -183,6 +184,23 @@ func TestForeignProcessIsNotAdopted(t *testing.T) {
 	if got := f.host.foreign(s, nil); len(got) != 0 {
 		t.Error(got)
 	}
+	s.Driver.Processes[0].Start = 76 // its pid is another process's now, of the same user
+	if got := f.host.foreign(s, &gpuctlv1.FileOwner{Uid: 1000}); len(got) != 1 || got[0].GetCode() != "ended" {
+		t.Error(got)
+	}
+}
+
+// A pid may be given to somebody else's process between the look, which was for its user's
+// sake, and the adoption.
+func TestAnotherProcessWithThePidIsNotAdopted(t *testing.T) {
+	f := newDriverFixture(t)
+	f.guest.Open(guesttest.Process{PID: pidOne, Start: startOne - 1, Memory: 1, GPUs: []string{uuidOf(cardA)}})
+	f.guest.Swapped(pidOne, startOne)
+	res := f.adopt(&gpuctlv1.HostAdoptRequest{Pid: pidOne})
+	if len(res.GetSessions()) != 0 || len(res.GetRefused()) != 1 {
+		t.Errorf("%v", res)
+	}
+	f.holds(t)
 }
 
 func TestClaimFindsAGPUThatTheEngineCanUse(t *testing.T) {

@@ -99,7 +99,7 @@ func (h *Host) Lend(ctx context.Context, borrower clusterapi.Self, r *clusterv1.
 	if l.Amount, err = h.Cluster.Assigned(ctx, l.Claim, l.Borrower, l.GPUs, l.Token, true); err != nil {
 		return nil, fmt.Errorf("lease %s: %w", l.ID, err)
 	}
-	if err := h.enterLease(l); err != nil {
+	if l, err = h.enterLease(l); err != nil {
 		return nil, err
 	}
 	target := p.target(l.Amount)
@@ -169,20 +169,20 @@ func (h *Host) endLending(l *lent) {
 }
 
 // enterLease reserves the GPUs and writes the lease to the journal, before its far
-// executor is started.
-func (h *Host) enterLease(l *lent) error {
+// executor is started. It returns the lease as it is known: a call may be repeated.
+func (h *Host) enterLease(l *lent) (*lent, error) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	if old := h.lent[l.ID]; old != nil {
-		return nil // the same one: beginLending has compared them
+		return old, nil // the same one: beginLending has compared them
 	}
 	if err := h.ledger.Reserve(l.Claim, l.GPUs, l.Amount); err != nil {
-		return fmt.Errorf("lease %s: %w", l.ID, err)
+		return nil, fmt.Errorf("lease %s: %w", l.ID, err)
 	}
 	h.lent[l.ID] = l
 	h.save()
 	h.Log.Info("gpu lent", "lease", l.ID, "claim", l.Claim, "host", l.Host, "gpu", strings.Join(l.GPUs, separator), "memory", l.Amount)
-	return nil
+	return l, nil
 }
 
 // settleLent gives back what no lease of the claim has any more. The caller holds h.mu.
@@ -268,17 +268,22 @@ func (h *Host) checkLent(ctx context.Context) {
 		h.checkLease(ctx, l, alive[id])
 	}
 	h.mu.Lock()
-	h.swept = true
 	var strays []string
 	for id := range alive {
 		if h.lent[id] == nil && known[id] == nil && len(h.lending) == 0 {
 			strays = append(strays, id)
 		}
 	}
+	h.swept = len(h.lending) == 0 // otherwise a stray was not told from what is being made
 	h.mu.Unlock()
 	for _, id := range strays { // hostd lost its journal
 		h.Log.Warn("a far executor without a lease ends", "lease", id)
-		_, _ = h.Guest.EndLease(call, connect.NewRequest(&gpuctlv1.EndLeaseRequest{Lease: id}))
+		if _, err := h.Guest.EndLease(call, connect.NewRequest(&gpuctlv1.EndLeaseRequest{Lease: id})); err != nil {
+			h.Log.Warn("it has not ended, and computes on", "lease", id, "err", plain(err))
+			h.mu.Lock()
+			h.swept = false
+			h.mu.Unlock()
+		}
 	}
 }
 

@@ -1,6 +1,7 @@
 package sessions
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
@@ -206,6 +207,22 @@ func TestAFarExecutorThatDiesEndsItsLease(t *testing.T) {
 	l.lend(request("l2", "c", token, "big")) // the claim still has its assignment
 }
 
+// hostd may die after gpuguest has made a lease. The lease that is asked for again is the
+// one that the journal has, and its carrier is expected.
+func TestARepeatedLeaseIsTheSame(t *testing.T) {
+	l := newLender(t)
+	r := request("l1", "c", l.assign("c", 0, "big"), "big")
+	first := l.lend(r)
+	l.host.mu.Lock()
+	l.host.lent["l1"].Secret = nil
+	l.host.mu.Unlock()
+	if again := l.lend(r); !bytes.Equal(again.GetToken(), first.GetToken()) || !l.host.Expects(again.GetToken()) {
+		t.Error("its token is not expected")
+	}
+	l.guest.KillLease("l1")
+	l.over("l1")
+}
+
 func TestAFarExecutorThatDoesNotStartLeavesNothing(t *testing.T) {
 	l := newLender(t)
 	token := l.assign("c", 0, "big")
@@ -247,6 +264,14 @@ func TestFarExecutorsThatNoLeaseKnowsEnd(t *testing.T) {
 	l.host.mu.Lock()
 	l.host.swept = false
 	l.host.mu.Unlock()
+	l.guest.Step = func(_, step string) error {
+		if step == "end" {
+			return errors.New("it does not end")
+		}
+		return nil
+	}
+	l.host.checkLent(t.Context())
+	l.guest.Step = nil
 	testkit.Until(t, "it has ended", func() error {
 		l.host.checkLent(t.Context())
 		return testkit.Want(len(l.guest.Leases()) == 0)

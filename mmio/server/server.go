@@ -99,17 +99,36 @@ func (s *Server) Run(ctx context.Context, ready func()) error {
 		l.Close()
 	})
 	ready()
-	for {
-		c, err := l.Accept()
-		if err != nil {
-			cancel()
-			break
-		}
-		wg.Go(func() { s.answer(ctx, c) })
-	}
+	s.accept(ctx, l, &wg)
 	s.release()
 	wg.Wait()
 	return ctx.Err()
+}
+
+// acceptPause is how long it is waited after a connection could not be accepted.
+const acceptPause = 100 * time.Millisecond
+
+// accept answers connections until ctx ends. An error, as that no descriptors are left, passes:
+// the process does not end for it, and with it the GPU's contents.
+func (s *Server) accept(ctx context.Context, l net.Listener, wg *sync.WaitGroup) {
+	for {
+		c, err := l.Accept()
+		switch {
+		case ctx.Err() != nil:
+			if err == nil {
+				_ = c.Close()
+			}
+			return
+		case err != nil:
+			s.Log.Warn("a connection of hostd was not accepted", "gpu", s.Name, "err", err)
+			select {
+			case <-ctx.Done():
+			case <-time.After(acceptPause):
+			}
+			continue
+		}
+		wg.Go(func() { s.answer(ctx, c) })
+	}
 }
 
 // release ends this process's work on all parts.

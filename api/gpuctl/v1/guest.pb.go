@@ -1843,9 +1843,12 @@ func (x *AdoptRequest) GetClaims() map[uint32]*AdoptClaim {
 }
 
 type AdoptClaim struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Claim         string                 `protobuf:"bytes,1,opt,name=claim,proto3" json:"claim,omitempty"`
-	Target        *Target                `protobuf:"bytes,2,opt,name=target,proto3" json:"target,omitempty"` // the GPUs that the process uses, as the host names them
+	state  protoimpl.MessageState `protogen:"open.v1"`
+	Claim  string                 `protobuf:"bytes,1,opt,name=claim,proto3" json:"claim,omitempty"`
+	Target *Target                `protobuf:"bytes,2,opt,name=target,proto3" json:"target,omitempty"` // the GPUs that the process uses, as the host names them
+	// Start times of processes, by pid. If there are any, the session has no other process: one
+	// that has begun since, or has got the pid of one that ended, is refused.
+	Only          map[uint32]uint64 `protobuf:"bytes,3,rep,name=only,proto3" json:"only,omitempty" protobuf_key:"varint,1,opt,name=key" protobuf_val:"varint,2,opt,name=value"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1890,6 +1893,13 @@ func (x *AdoptClaim) GetClaim() string {
 func (x *AdoptClaim) GetTarget() *Target {
 	if x != nil {
 		return x.Target
+	}
+	return nil
+}
+
+func (x *AdoptClaim) GetOnly() map[uint32]uint64 {
+	if x != nil {
+		return x.Only
 	}
 	return nil
 }
@@ -2070,11 +2080,15 @@ const file_gpuctl_v1_guest_proto_rawDesc = "" +
 	"\x06claims\x18\x04 \x03(\v2#.gpuctl.v1.AdoptRequest.ClaimsEntryR\x06claims\x1aP\n" +
 	"\vClaimsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\rR\x03key\x12+\n" +
-	"\x05value\x18\x02 \x01(\v2\x15.gpuctl.v1.AdoptClaimR\x05value:\x028\x01\"M\n" +
+	"\x05value\x18\x02 \x01(\v2\x15.gpuctl.v1.AdoptClaimR\x05value:\x028\x01\"\xbb\x01\n" +
 	"\n" +
 	"AdoptClaim\x12\x14\n" +
 	"\x05claim\x18\x01 \x01(\tR\x05claim\x12)\n" +
-	"\x06target\x18\x02 \x01(\v2\x11.gpuctl.v1.TargetR\x06target\"r\n" +
+	"\x06target\x18\x02 \x01(\v2\x11.gpuctl.v1.TargetR\x06target\x123\n" +
+	"\x04only\x18\x03 \x03(\v2\x1f.gpuctl.v1.AdoptClaim.OnlyEntryR\x04only\x1a7\n" +
+	"\tOnlyEntry\x12\x10\n" +
+	"\x03key\x18\x01 \x01(\rR\x03key\x12\x14\n" +
+	"\x05value\x18\x02 \x01(\x04R\x05value:\x028\x01\"r\n" +
 	"\rAdoptResponse\x12.\n" +
 	"\bsessions\x18\x01 \x03(\v2\x12.gpuctl.v1.SessionR\bsessions\x121\n" +
 	"\arefused\x18\x02 \x03(\v2\x17.gpuctl.v1.AdoptRefusalR\arefused*o\n" +
@@ -2117,7 +2131,7 @@ func file_gpuctl_v1_guest_proto_rawDescGZIP() []byte {
 }
 
 var file_gpuctl_v1_guest_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_gpuctl_v1_guest_proto_msgTypes = make([]protoimpl.MessageInfo, 34)
+var file_gpuctl_v1_guest_proto_msgTypes = make([]protoimpl.MessageInfo, 35)
 var file_gpuctl_v1_guest_proto_goTypes = []any{
 	(LeaseState)(0),              // 0: gpuctl.v1.LeaseState
 	(*LendRequest)(nil),          // 1: gpuctl.v1.LendRequest
@@ -2154,84 +2168,86 @@ var file_gpuctl_v1_guest_proto_goTypes = []any{
 	(*AdoptClaim)(nil),           // 32: gpuctl.v1.AdoptClaim
 	(*AdoptResponse)(nil),        // 33: gpuctl.v1.AdoptResponse
 	nil,                          // 34: gpuctl.v1.AdoptRequest.ClaimsEntry
-	(*Runtime)(nil),              // 35: gpuctl.v1.Runtime
-	(*VirtualDevice)(nil),        // 36: gpuctl.v1.VirtualDevice
-	(*Target)(nil),               // 37: gpuctl.v1.Target
-	(*Session)(nil),              // 38: gpuctl.v1.Session
-	(*Reason)(nil),               // 39: gpuctl.v1.Reason
-	(*Prediction)(nil),           // 40: gpuctl.v1.Prediction
-	(*StateMark)(nil),            // 41: gpuctl.v1.StateMark
-	(*StateChunk)(nil),           // 42: gpuctl.v1.StateChunk
-	(*Limits)(nil),               // 43: gpuctl.v1.Limits
-	(*AdoptRefusal)(nil),         // 44: gpuctl.v1.AdoptRefusal
-	(*Progress)(nil),             // 45: gpuctl.v1.Progress
+	nil,                          // 35: gpuctl.v1.AdoptClaim.OnlyEntry
+	(*Runtime)(nil),              // 36: gpuctl.v1.Runtime
+	(*VirtualDevice)(nil),        // 37: gpuctl.v1.VirtualDevice
+	(*Target)(nil),               // 38: gpuctl.v1.Target
+	(*Session)(nil),              // 39: gpuctl.v1.Session
+	(*Reason)(nil),               // 40: gpuctl.v1.Reason
+	(*Prediction)(nil),           // 41: gpuctl.v1.Prediction
+	(*StateMark)(nil),            // 42: gpuctl.v1.StateMark
+	(*StateChunk)(nil),           // 43: gpuctl.v1.StateChunk
+	(*Limits)(nil),               // 44: gpuctl.v1.Limits
+	(*AdoptRefusal)(nil),         // 45: gpuctl.v1.AdoptRefusal
+	(*Progress)(nil),             // 46: gpuctl.v1.Progress
 }
 var file_gpuctl_v1_guest_proto_depIdxs = []int32{
-	35, // 0: gpuctl.v1.LendRequest.runtime:type_name -> gpuctl.v1.Runtime
-	36, // 1: gpuctl.v1.LendRequest.device:type_name -> gpuctl.v1.VirtualDevice
+	36, // 0: gpuctl.v1.LendRequest.runtime:type_name -> gpuctl.v1.Runtime
+	37, // 1: gpuctl.v1.LendRequest.device:type_name -> gpuctl.v1.VirtualDevice
 	7,  // 2: gpuctl.v1.ListLeasesResponse.leases:type_name -> gpuctl.v1.Lease
-	35, // 3: gpuctl.v1.Lease.runtime:type_name -> gpuctl.v1.Runtime
+	36, // 3: gpuctl.v1.Lease.runtime:type_name -> gpuctl.v1.Runtime
 	0,  // 4: gpuctl.v1.Lease.state:type_name -> gpuctl.v1.LeaseState
-	37, // 5: gpuctl.v1.OfferRequest.target:type_name -> gpuctl.v1.Target
-	36, // 6: gpuctl.v1.OfferRequest.device:type_name -> gpuctl.v1.VirtualDevice
-	38, // 7: gpuctl.v1.ListSessionsResponse.sessions:type_name -> gpuctl.v1.Session
-	37, // 8: gpuctl.v1.PlanRequest.target:type_name -> gpuctl.v1.Target
-	39, // 9: gpuctl.v1.PlanResponse.reasons:type_name -> gpuctl.v1.Reason
-	40, // 10: gpuctl.v1.PlanResponse.total:type_name -> gpuctl.v1.Prediction
-	40, // 11: gpuctl.v1.PlanResponse.stop:type_name -> gpuctl.v1.Prediction
-	37, // 12: gpuctl.v1.SwapRequest.target:type_name -> gpuctl.v1.Target
+	38, // 5: gpuctl.v1.OfferRequest.target:type_name -> gpuctl.v1.Target
+	37, // 6: gpuctl.v1.OfferRequest.device:type_name -> gpuctl.v1.VirtualDevice
+	39, // 7: gpuctl.v1.ListSessionsResponse.sessions:type_name -> gpuctl.v1.Session
+	38, // 8: gpuctl.v1.PlanRequest.target:type_name -> gpuctl.v1.Target
+	40, // 9: gpuctl.v1.PlanResponse.reasons:type_name -> gpuctl.v1.Reason
+	41, // 10: gpuctl.v1.PlanResponse.total:type_name -> gpuctl.v1.Prediction
+	41, // 11: gpuctl.v1.PlanResponse.stop:type_name -> gpuctl.v1.Prediction
+	38, // 12: gpuctl.v1.SwapRequest.target:type_name -> gpuctl.v1.Target
 	19, // 13: gpuctl.v1.SuspendRequest.owner:type_name -> gpuctl.v1.FileOwner
-	41, // 14: gpuctl.v1.KeptStateRequest.mark:type_name -> gpuctl.v1.StateMark
-	42, // 15: gpuctl.v1.GiveStateRequest.chunk:type_name -> gpuctl.v1.StateChunk
-	37, // 16: gpuctl.v1.ResumeRequest.target:type_name -> gpuctl.v1.Target
-	35, // 17: gpuctl.v1.WarmRequest.runtime:type_name -> gpuctl.v1.Runtime
-	35, // 18: gpuctl.v1.ProbeRequest.runtime:type_name -> gpuctl.v1.Runtime
+	42, // 14: gpuctl.v1.KeptStateRequest.mark:type_name -> gpuctl.v1.StateMark
+	43, // 15: gpuctl.v1.GiveStateRequest.chunk:type_name -> gpuctl.v1.StateChunk
+	38, // 16: gpuctl.v1.ResumeRequest.target:type_name -> gpuctl.v1.Target
+	36, // 17: gpuctl.v1.WarmRequest.runtime:type_name -> gpuctl.v1.Runtime
+	36, // 18: gpuctl.v1.ProbeRequest.runtime:type_name -> gpuctl.v1.Runtime
 	30, // 19: gpuctl.v1.ProbeResponse.devices:type_name -> gpuctl.v1.ProbedDevice
-	43, // 20: gpuctl.v1.ProbedDevice.limits:type_name -> gpuctl.v1.Limits
+	44, // 20: gpuctl.v1.ProbedDevice.limits:type_name -> gpuctl.v1.Limits
 	34, // 21: gpuctl.v1.AdoptRequest.claims:type_name -> gpuctl.v1.AdoptRequest.ClaimsEntry
-	37, // 22: gpuctl.v1.AdoptClaim.target:type_name -> gpuctl.v1.Target
-	38, // 23: gpuctl.v1.AdoptResponse.sessions:type_name -> gpuctl.v1.Session
-	44, // 24: gpuctl.v1.AdoptResponse.refused:type_name -> gpuctl.v1.AdoptRefusal
-	32, // 25: gpuctl.v1.AdoptRequest.ClaimsEntry.value:type_name -> gpuctl.v1.AdoptClaim
-	8,  // 26: gpuctl.v1.GuestService.Offer:input_type -> gpuctl.v1.OfferRequest
-	10, // 27: gpuctl.v1.GuestService.Withdraw:input_type -> gpuctl.v1.WithdrawRequest
-	12, // 28: gpuctl.v1.GuestService.ListSessions:input_type -> gpuctl.v1.ListSessionsRequest
-	14, // 29: gpuctl.v1.GuestService.WatchSessions:input_type -> gpuctl.v1.WatchSessionsRequest
-	15, // 30: gpuctl.v1.GuestService.Plan:input_type -> gpuctl.v1.PlanRequest
-	17, // 31: gpuctl.v1.GuestService.Swap:input_type -> gpuctl.v1.SwapRequest
-	18, // 32: gpuctl.v1.GuestService.Suspend:input_type -> gpuctl.v1.SuspendRequest
-	25, // 33: gpuctl.v1.GuestService.Resume:input_type -> gpuctl.v1.ResumeRequest
-	20, // 34: gpuctl.v1.GuestService.TakeState:input_type -> gpuctl.v1.TakeStateRequest
-	21, // 35: gpuctl.v1.GuestService.KeptState:input_type -> gpuctl.v1.KeptStateRequest
-	23, // 36: gpuctl.v1.GuestService.GiveState:input_type -> gpuctl.v1.GiveStateRequest
-	28, // 37: gpuctl.v1.GuestService.Probe:input_type -> gpuctl.v1.ProbeRequest
-	26, // 38: gpuctl.v1.GuestService.Warm:input_type -> gpuctl.v1.WarmRequest
-	1,  // 39: gpuctl.v1.GuestService.Lend:input_type -> gpuctl.v1.LendRequest
-	3,  // 40: gpuctl.v1.GuestService.EndLease:input_type -> gpuctl.v1.EndLeaseRequest
-	5,  // 41: gpuctl.v1.GuestService.ListLeases:input_type -> gpuctl.v1.ListLeasesRequest
-	31, // 42: gpuctl.v1.GuestService.Adopt:input_type -> gpuctl.v1.AdoptRequest
-	9,  // 43: gpuctl.v1.GuestService.Offer:output_type -> gpuctl.v1.OfferResponse
-	11, // 44: gpuctl.v1.GuestService.Withdraw:output_type -> gpuctl.v1.WithdrawResponse
-	13, // 45: gpuctl.v1.GuestService.ListSessions:output_type -> gpuctl.v1.ListSessionsResponse
-	38, // 46: gpuctl.v1.GuestService.WatchSessions:output_type -> gpuctl.v1.Session
-	16, // 47: gpuctl.v1.GuestService.Plan:output_type -> gpuctl.v1.PlanResponse
-	45, // 48: gpuctl.v1.GuestService.Swap:output_type -> gpuctl.v1.Progress
-	45, // 49: gpuctl.v1.GuestService.Suspend:output_type -> gpuctl.v1.Progress
-	45, // 50: gpuctl.v1.GuestService.Resume:output_type -> gpuctl.v1.Progress
-	42, // 51: gpuctl.v1.GuestService.TakeState:output_type -> gpuctl.v1.StateChunk
-	22, // 52: gpuctl.v1.GuestService.KeptState:output_type -> gpuctl.v1.KeptStateResponse
-	24, // 53: gpuctl.v1.GuestService.GiveState:output_type -> gpuctl.v1.GiveStateResponse
-	29, // 54: gpuctl.v1.GuestService.Probe:output_type -> gpuctl.v1.ProbeResponse
-	27, // 55: gpuctl.v1.GuestService.Warm:output_type -> gpuctl.v1.WarmResponse
-	2,  // 56: gpuctl.v1.GuestService.Lend:output_type -> gpuctl.v1.LendResponse
-	4,  // 57: gpuctl.v1.GuestService.EndLease:output_type -> gpuctl.v1.EndLeaseResponse
-	6,  // 58: gpuctl.v1.GuestService.ListLeases:output_type -> gpuctl.v1.ListLeasesResponse
-	33, // 59: gpuctl.v1.GuestService.Adopt:output_type -> gpuctl.v1.AdoptResponse
-	43, // [43:60] is the sub-list for method output_type
-	26, // [26:43] is the sub-list for method input_type
-	26, // [26:26] is the sub-list for extension type_name
-	26, // [26:26] is the sub-list for extension extendee
-	0,  // [0:26] is the sub-list for field type_name
+	38, // 22: gpuctl.v1.AdoptClaim.target:type_name -> gpuctl.v1.Target
+	35, // 23: gpuctl.v1.AdoptClaim.only:type_name -> gpuctl.v1.AdoptClaim.OnlyEntry
+	39, // 24: gpuctl.v1.AdoptResponse.sessions:type_name -> gpuctl.v1.Session
+	45, // 25: gpuctl.v1.AdoptResponse.refused:type_name -> gpuctl.v1.AdoptRefusal
+	32, // 26: gpuctl.v1.AdoptRequest.ClaimsEntry.value:type_name -> gpuctl.v1.AdoptClaim
+	8,  // 27: gpuctl.v1.GuestService.Offer:input_type -> gpuctl.v1.OfferRequest
+	10, // 28: gpuctl.v1.GuestService.Withdraw:input_type -> gpuctl.v1.WithdrawRequest
+	12, // 29: gpuctl.v1.GuestService.ListSessions:input_type -> gpuctl.v1.ListSessionsRequest
+	14, // 30: gpuctl.v1.GuestService.WatchSessions:input_type -> gpuctl.v1.WatchSessionsRequest
+	15, // 31: gpuctl.v1.GuestService.Plan:input_type -> gpuctl.v1.PlanRequest
+	17, // 32: gpuctl.v1.GuestService.Swap:input_type -> gpuctl.v1.SwapRequest
+	18, // 33: gpuctl.v1.GuestService.Suspend:input_type -> gpuctl.v1.SuspendRequest
+	25, // 34: gpuctl.v1.GuestService.Resume:input_type -> gpuctl.v1.ResumeRequest
+	20, // 35: gpuctl.v1.GuestService.TakeState:input_type -> gpuctl.v1.TakeStateRequest
+	21, // 36: gpuctl.v1.GuestService.KeptState:input_type -> gpuctl.v1.KeptStateRequest
+	23, // 37: gpuctl.v1.GuestService.GiveState:input_type -> gpuctl.v1.GiveStateRequest
+	28, // 38: gpuctl.v1.GuestService.Probe:input_type -> gpuctl.v1.ProbeRequest
+	26, // 39: gpuctl.v1.GuestService.Warm:input_type -> gpuctl.v1.WarmRequest
+	1,  // 40: gpuctl.v1.GuestService.Lend:input_type -> gpuctl.v1.LendRequest
+	3,  // 41: gpuctl.v1.GuestService.EndLease:input_type -> gpuctl.v1.EndLeaseRequest
+	5,  // 42: gpuctl.v1.GuestService.ListLeases:input_type -> gpuctl.v1.ListLeasesRequest
+	31, // 43: gpuctl.v1.GuestService.Adopt:input_type -> gpuctl.v1.AdoptRequest
+	9,  // 44: gpuctl.v1.GuestService.Offer:output_type -> gpuctl.v1.OfferResponse
+	11, // 45: gpuctl.v1.GuestService.Withdraw:output_type -> gpuctl.v1.WithdrawResponse
+	13, // 46: gpuctl.v1.GuestService.ListSessions:output_type -> gpuctl.v1.ListSessionsResponse
+	39, // 47: gpuctl.v1.GuestService.WatchSessions:output_type -> gpuctl.v1.Session
+	16, // 48: gpuctl.v1.GuestService.Plan:output_type -> gpuctl.v1.PlanResponse
+	46, // 49: gpuctl.v1.GuestService.Swap:output_type -> gpuctl.v1.Progress
+	46, // 50: gpuctl.v1.GuestService.Suspend:output_type -> gpuctl.v1.Progress
+	46, // 51: gpuctl.v1.GuestService.Resume:output_type -> gpuctl.v1.Progress
+	43, // 52: gpuctl.v1.GuestService.TakeState:output_type -> gpuctl.v1.StateChunk
+	22, // 53: gpuctl.v1.GuestService.KeptState:output_type -> gpuctl.v1.KeptStateResponse
+	24, // 54: gpuctl.v1.GuestService.GiveState:output_type -> gpuctl.v1.GiveStateResponse
+	29, // 55: gpuctl.v1.GuestService.Probe:output_type -> gpuctl.v1.ProbeResponse
+	27, // 56: gpuctl.v1.GuestService.Warm:output_type -> gpuctl.v1.WarmResponse
+	2,  // 57: gpuctl.v1.GuestService.Lend:output_type -> gpuctl.v1.LendResponse
+	4,  // 58: gpuctl.v1.GuestService.EndLease:output_type -> gpuctl.v1.EndLeaseResponse
+	6,  // 59: gpuctl.v1.GuestService.ListLeases:output_type -> gpuctl.v1.ListLeasesResponse
+	33, // 60: gpuctl.v1.GuestService.Adopt:output_type -> gpuctl.v1.AdoptResponse
+	44, // [44:61] is the sub-list for method output_type
+	27, // [27:44] is the sub-list for method input_type
+	27, // [27:27] is the sub-list for extension type_name
+	27, // [27:27] is the sub-list for extension extendee
+	0,  // [0:27] is the sub-list for field type_name
 }
 
 func init() { file_gpuctl_v1_guest_proto_init() }
@@ -2246,7 +2262,7 @@ func file_gpuctl_v1_guest_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_gpuctl_v1_guest_proto_rawDesc), len(file_gpuctl_v1_guest_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   34,
+			NumMessages:   35,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

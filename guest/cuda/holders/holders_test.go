@@ -10,16 +10,16 @@ import (
 	"testing"
 )
 
-// tree makes a look from lines "PID PARENT GROUP SESSION TTY CGROUP [holds]".
+// tree makes a look from lines "PID PARENT GROUP SESSION TTY CGROUP [holds [USER]]".
 func tree(lines ...string) *Look {
 	l := &Look{Processes: map[int]*Process{}, Holders: map[int]*Holder{}}
 	for _, line := range lines {
-		p, group, holds := &Process{}, "", ""
-		_, _ = fmt.Sscan(line, &p.PID, &p.Parent, &p.Group, &p.Session, &p.Terminal, &group, &holds)
+		p, group, holds, uid := &Process{}, "", "", uint32(0)
+		_, _ = fmt.Sscan(line, &p.PID, &p.Parent, &p.Group, &p.Session, &p.Terminal, &group, &holds, &uid)
 		p.Start = uint64(p.PID)
 		l.Processes[p.PID] = p
 		if holds != "" {
-			l.Holders[p.PID] = &Holder{Process: *p, Cgroup: group, Nodes: []string{"nvidia0"}}
+			l.Holders[p.PID] = &Holder{Process: *p, UID: uid, Cgroup: group, Nodes: []string{"nvidia0"}}
 		}
 	}
 	return l
@@ -42,6 +42,9 @@ func TestJobs(t *testing.T) {
 			"1 0 1 1 0 /", "10 1 10 10 0 /m", "20 10 20 20 0 /a holds", "30 10 30 30 0 /b holds",
 		), "20:20 30:30"},
 		{"daemons of the system's first process", tree("1 0 1 1 0 /", "20 1 20 20 0 / holds", "30 1 30 30 0 / holds"), "20:20 30:30"},
+		{"one manager that starts programs of two users", tree(
+			"1 0 1 1 0 /", "10 1 10 10 0 /m", "20 10 20 20 0 /m holds 1000", "30 10 30 30 0 /m holds 1001", "31 10 31 31 0 /m holds 1001",
+		), "20:20 10:30+31"},
 		{"a forked child", tree("1 0 1 1 0 /", "20 1 20 20 0 / holds", "21 20 21 21 0 / holds"), "20:20+21"},
 		{"a grandchild behind one that holds nothing", tree("1 0 1 1 0 /", "20 1 20 20 0 / holds", "21 20 21 21 0 /", "22 21 22 22 0 / holds"), "20:20+22"},
 	} {

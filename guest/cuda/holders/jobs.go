@@ -19,8 +19,8 @@ func (j *Job) Has(pid int) bool {
 
 // Jobs puts holders together. Two belong together if one has started the other, directly or
 // not; if they are of one process group, as those of a pipeline or of a script; or if
-// one process that is no shell at a terminal has started both in its own control group, as a
-// launcher does its workers.
+// one process that is no shell at a terminal has started both as one user in one control
+// group, as a launcher does its workers.
 func (l *Look) Jobs() []*Job {
 	group := map[int]int{}
 	for pid := range l.Holders {
@@ -35,7 +35,7 @@ func (l *Look) Jobs() []*Job {
 	}
 	join := func(a, b int) { group[find(a)] = find(b) }
 
-	groups, launchers := map[int]int{}, map[[2]any]int{}
+	groups, launchers := map[int]int{}, map[launched]int{}
 	for pid, h := range l.Holders {
 		for _, a := range l.Ancestors(pid) {
 			if _, ok := l.Holders[a.PID]; ok {
@@ -47,7 +47,7 @@ func (l *Look) Jobs() []*Job {
 		}
 		groups[h.Group] = pid
 		if p := l.Processes[h.Parent]; p != nil && launches(p) {
-			key := [2]any{p.PID, h.Cgroup}
+			key := launched{p.PID, h.UID, h.Cgroup}
 			if first, ok := launchers[key]; ok {
 				join(pid, first)
 			}
@@ -68,6 +68,14 @@ func (l *Look) Jobs() []*Job {
 		j.Root = l.root(j)
 	}
 	return out
+}
+
+// launched is what the workers of a launcher have in common. A daemon may start programs of
+// many users.
+type launched struct {
+	by     int
+	uid    uint32
+	cgroup string
 }
 
 // launches reports whether a process may be a launcher of workers: not the first process of

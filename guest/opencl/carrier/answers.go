@@ -66,10 +66,16 @@ func (c *carrier) command(f link.Frame) error {
 		if err != nil {
 			return err
 		}
+		if err := c.speaks(); err != nil {
+			return err
+		}
 		return c.reply(r, f.Body)
 	case remote.KindPend:
 		var i, state uint64
 		if err := remote.ParseWords(f.Head, &i, &state); err != nil {
+			return err
+		}
+		if err := c.speaks(); err != nil {
 			return err
 		}
 		return c.pend(i, state)
@@ -94,6 +100,9 @@ func (c *carrier) command(f link.Frame) error {
 			return fmt.Errorf("more than %d callbacks: %w", wire.CbCount, errHostile)
 		}
 	case remote.KindPrint:
+		if err := c.speaks(); err != nil {
+			return err
+		}
 		return c.print(f.Body)
 	case remote.KindState:
 		var state uint64
@@ -118,6 +127,22 @@ func (c *carrier) command(f link.Frame) error {
 		return nil
 	}
 	return c.service(f)
+}
+
+// speaks is called before the application sees what the far executor has done for it. That
+// may be so before this carrier knows that the far executor was activated, or if the answer
+// to that is lost: from now on gpuguest must not give the ring back to the source, which
+// would do the same once more. Before the commit, nothing is said to the application; after
+// a swap away from here, what this executor answers is for nobody.
+func (c *carrier) speaks() error {
+	switch {
+	case c.active.Load():
+	case c.ring.Owner() != c.cfg.Generation:
+		return fmt.Errorf("it answers for executor %d, which does not serve the session: %w", c.cfg.Generation, errHostile)
+	default:
+		c.ring.SetServing(c.cfg.Generation)
+	}
+	return nil
 }
 
 // service takes a frame that the application does not see.
@@ -170,7 +195,7 @@ func (c *carrier) reply(r remote.Reply, data []byte) error {
 	delete(c.reads, slotKey(r.Slot))
 	c.mu.Unlock()
 	at := uint64(wire.SlotOff) + uint64(r.Slot)*wire.SlotSize + wire.SlotState
-	if s := c.region.Load32(at); s != wire.SlotPending && s != wire.SlotAsleep {
+	if s := c.region.Load32(at); s != wire.SlotPending && s != wire.SlotAsleep || c.ring.Owner() != c.cfg.Generation {
 		c.log.Warn("reply that nobody waits for", "slot", r.Slot)
 		return nil
 	}
@@ -185,7 +210,7 @@ func (c *carrier) pend(i, state uint64) error {
 	c.mu.Lock()
 	delete(c.reads, uint32(i))
 	c.mu.Unlock()
-	if c.region.Load32(wire.PendOff+4*i) != wire.PendBusy {
+	if c.region.Load32(wire.PendOff+4*i) != wire.PendBusy || c.ring.Owner() != c.cfg.Generation {
 		c.log.Warn("completion word that no transfer has", "word", i)
 		return nil
 	}

@@ -35,8 +35,10 @@ func newCarrier(t testing.TB) *carrier {
 		t.Fatal(err)
 	}
 	q.Init(arenaSize, arenaSplit)
+	q.SetOwner(1)
+	q.SetServing(1)
 	c := &carrier{
-		log: slog.New(slog.DiscardHandler), ring: q, region: ring, arena: arena, split: arenaSplit,
+		cfg: Config{Generation: 1}, log: slog.New(slog.DiscardHandler), ring: q, region: ring, arena: arena, split: arenaSplit,
 		mappings: map[mapKey]remote.Mapping{}, reads: map[uint32][2]uint64{}, callers: map[uint64]struct{}{},
 		callbacks: make(chan [3]uint32, wire.CbCount), tellTaken: make(chan struct{}, 1),
 	}
@@ -117,6 +119,43 @@ func TestRepliesAndWordsThatNobodyWaitsFor(t *testing.T) {
 	c.region.Store32(slot+wire.SlotState, wire.SlotPending)
 	if err := c.giveCommand(remote.KindReply, remote.Reply{Slot: 3, Err: -1}.Append(nil), []byte("data")); err != nil || c.region.Load32(slot+wire.SlotState) != wire.SlotDone {
 		t.Error(err)
+	}
+}
+
+// The target of a swap says nothing to the application before the commit. Once it has said
+// something, the ring does not go back to the source, also if the answer to the activation
+// is lost.
+func TestWhatTheTargetOfASwapSays(t *testing.T) {
+	frames := map[uint16][2][]byte{
+		remote.KindReply: {remote.Reply{Slot: 3}.Append(nil)},
+		remote.KindPend:  {remote.Words(7, wire.PendDone)},
+		remote.KindPrint: {nil, []byte("hello")},
+	}
+	for kind, f := range frames {
+		c := newCarrier(t)
+		c.ring.SetOwner(5)
+		c.ring.SetServing(5)
+		c.region.Store32(wire.PendOff+4*7, wire.PendBusy)
+		c.region.Store32(uint64(wire.SlotOff)+3*wire.SlotSize+wire.SlotState, wire.SlotPending)
+		if err := c.giveCommand(kind, f[0], f[1]); err == nil {
+			t.Errorf("kind %d before the commit was passed on", kind)
+		}
+		if c.region.Load32(wire.PendOff+4*7) != wire.PendBusy || c.region.Load32(uint64(wire.SlotOff)+3*wire.SlotSize+wire.SlotState) != wire.SlotPending || c.ring.Serving() == 1 {
+			t.Errorf("kind %d has changed the session of another executor", kind)
+		}
+		c.ring.SetOwner(1)
+		if err := c.giveCommand(kind, f[0], f[1]); err != nil || c.ring.Serving() != 1 {
+			t.Errorf("kind %d: %v; serving is %d", kind, err, c.ring.Serving())
+		}
+		// Another executor has the session again.
+		c.active.Store(true)
+		c.ring.SetOwner(6)
+		c.region.Store32(wire.PendOff+4*7, wire.PendBusy)
+		c.region.Store32(uint64(wire.SlotOff)+3*wire.SlotSize+wire.SlotState, wire.SlotPending)
+		_ = c.giveCommand(kind, f[0], f[1])
+		if c.region.Load32(wire.PendOff+4*7) != wire.PendBusy || c.region.Load32(uint64(wire.SlotOff)+3*wire.SlotSize+wire.SlotState) != wire.SlotPending {
+			t.Errorf("kind %d has changed the session of the next executor", kind)
+		}
 	}
 }
 

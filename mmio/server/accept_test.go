@@ -1,0 +1,39 @@
+package server
+
+import (
+	"context"
+	"log/slog"
+	"net"
+	"sync"
+	"testing"
+
+	"golang.org/x/sys/unix"
+)
+
+// flaky is a listener whose accepts fail at first.
+type flaky struct {
+	net.Listener
+	fails int
+	after func()
+}
+
+func (f *flaky) Accept() (net.Conn, error) {
+	if f.fails--; f.fails >= 0 {
+		return nil, &net.OpError{Op: "accept", Net: "unix", Err: unix.EMFILE}
+	}
+	f.after()
+	return nil, net.ErrClosed
+}
+
+// The process has the contents of a GPU: it does not end because descriptors are scarce for
+// a moment.
+func TestAcceptThatFailsIsRepeated(t *testing.T) {
+	ctx, cancel := context.WithCancel(t.Context())
+	defer cancel()
+	l := &flaky{fails: 2, after: cancel}
+	s := &Server{Name: "gpu", Log: slog.New(slog.DiscardHandler)}
+	s.accept(ctx, l, &sync.WaitGroup{})
+	if l.fails != -1 {
+		t.Errorf("it ended with %d failures left", l.fails+1)
+	}
+}
