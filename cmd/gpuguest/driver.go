@@ -128,11 +128,11 @@ func driverOperation(kind string, log *slog.Logger) *cobra.Command {
 			defer m.Close()
 			out := cmd.OutOrStdout()
 			began := time.Now()
+			target := &gpuctlv1.Target{}
+			for _, u := range to {
+				target.Driver = append(target.Driver, &gpuctlv1.DriverGPU{Uuid: u})
+			}
 			if kind == "resume" && folder != "" {
-				target := &gpuctlv1.Target{}
-				for _, u := range to {
-					target.Driver = append(target.Driver, &gpuctlv1.DriverGPU{Uuid: u})
-				}
 				res, err := m.Revive(cmd.Context(), folder, target, fail, nil)
 				if err != nil {
 					return err
@@ -150,10 +150,6 @@ func driverOperation(kind string, log *slog.Logger) *cobra.Command {
 				return show(out, resp, time.Since(began), len(resp.GetSessions()) != 1)
 			}
 			id := resp.GetSessions()[0].GetId()
-			target := &gpuctlv1.Target{}
-			for _, u := range to {
-				target.Driver = append(target.Driver, &gpuctlv1.DriverGPU{Uuid: u})
-			}
 			began = time.Now()
 			var res *gpuctlv1.SwapResult
 			switch kind {

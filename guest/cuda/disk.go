@@ -284,10 +284,16 @@ func (op *operation) seal(ctx context.Context) error {
 	if err := op.fault.Fail(stepSeal); err != nil {
 		return err
 	}
-	return s.update(func(r *record) {
+	err = s.update(func(r *record) {
 		r.Op.Committed = true
 		r.settle()
 	})
+	if err != nil { // the journal does not say so: it is taken back
+		s.mu.Lock()
+		s.rec.Op.Committed, s.rec.SuspendedTo = false, ""
+		s.mu.Unlock()
+	}
+	return err
 }
 
 // endTree ends the processes: they are in the folder.
