@@ -74,11 +74,14 @@ check:
 	@test -z "$$(gofmt -l $(GODIRS))" || { gofmt -l $(GODIRS); exit 1; }
 	$(GO) vet $(PKGS)
 
-# The end-to-end tests follow on their own: they need the machine to themselves. guest/cuda starts a process for each call of
-# the driver, some thousands, which the race detector makes ten times slower.
+# Without the race detector: guest/cuda, which starts a process for each call of the driver, some thousands; and what computes for
+# long in one goroutine. The detector makes both ten times slower.
+ALONE = ./guest/cuda ./internal/timeshare ./mmio/mediate
+# The end-to-end tests follow on their own: they need the machine to themselves.
 unit:
-	CGO_ENABLED=1 $(GO) test -race -timeout $(LIMIT) $$($(GO) list $(PKGS) | grep -v -e /test/e2e -e /test/property -e /test/cluster -e /test/libvirt -e /test/migrate -e '/guest/cuda$$')
-	$(GO) test -timeout $(LIMIT) ./guest/cuda
+	CGO_ENABLED=1 $(GO) test -race -timeout $(LIMIT) $$($(GO) list $(PKGS) | grep -v -e /test/e2e -e /test/property -e /test/cluster -e /test/libvirt -e /test/migrate $(patsubst ./%,-e '/%$$',$(ALONE)))
+	CGO_ENABLED=1 $(GO) test -race -timeout $(LIMIT) -run VCPUs ./mmio/mediate
+	$(GO) test -timeout $(LIMIT) $(ALONE)
 
 conform:
 	$(GO) test -count=1 -timeout $(LIMIT) -run '^TestConform' -v ./test/e2e

@@ -156,10 +156,13 @@ func (r *rig) sound() {
 	}
 }
 
+// listed reports whether a VM has listed the channel. The hardware keeps one listed whose
+// instance block was taken away, and has nothing to run there.
 func (r *rig) listed(p int) bool {
 	for _, v := range r.gpu.vgpus {
 		if i := p - v.first; i >= 0 && i < len(v.channels) {
-			return v.channels[i].listed && v.channels[i].valid
+			c := &v.channels[i]
+			return c.listed && (c.valid || r.hw.ReadRegister(nvc0.RegChannel+8*uint32(p))&nvc0.ChannelValid == 0)
 		}
 	}
 	return false

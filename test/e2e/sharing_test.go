@@ -140,10 +140,18 @@ func TestOwnersThatShareAGPU(t *testing.T) {
 
 	victim := tenant(t, r, "killed", rig.Pthread, "--iterations", "200000", "--think-us", "0", "--seconds", "3600")
 	ofOwner(t, r, "killed", "it takes turns", takesTurns)
-	for _, pid := range children(t, r.Pid(), "tenant --iterations") {
+	killed := 0
+	for _, pid := range children(t, os.Getpid(), "tenant --iterations") {
+		if exe, err := os.Readlink(fmt.Sprintf("/proc/%d/exe", pid)); err != nil || exe != r.Program("tenant") {
+			continue // the gpuctl run that has started it
+		}
 		if err := syscall.Kill(pid, syscall.SIGKILL); err != nil && err != syscall.ESRCH {
 			t.Fatal(err)
 		}
+		killed++
+	}
+	if killed != 1 {
+		t.Fatalf("%d applications to kill", killed)
 	}
 	_ = victim.wait(t)
 	both("after the end of an application in its turn")
