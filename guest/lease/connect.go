@@ -126,9 +126,15 @@ func (m *Manager) find(t remote.Token) *lease {
 // caller closes its own descriptor.
 func (m *Manager) Take(conn net.Conn, p remote.Preamble) error {
 	l := m.find(p.Token)
-	switch {
-	case l == nil:
+	if l == nil {
 		return errUnknown
+	}
+	if n := l.handing.Add(1); n > mostHanding {
+		l.handing.Add(-1)
+		return fmt.Errorf("lease %s: %d connections are being handed over already", l.req.Lease, mostHanding)
+	}
+	defer l.handing.Add(-1)
+	switch {
 	case p.Plain != l.req.Plain:
 		return fmt.Errorf("lease %s: with TLS, or without it, against what was agreed on", l.req.Lease)
 	case l.ended():
@@ -160,6 +166,9 @@ func (m *Manager) Take(conn net.Conn, p remote.Preamble) error {
 
 const (
 	handTimeout = 60 * time.Second // a runtime may still be loading
+	// mostHanding is how many connections of one carrier may wait for its far executor. It
+	// needs one for each role, and some to replace broken ones.
+	mostHanding = 16
 	handPoll    = 5 * time.Millisecond
 )
 

@@ -16,6 +16,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"connectrpc.com/connect"
@@ -75,9 +76,11 @@ type lease struct {
 	req  *gpuctlv1.LendRequest
 	proc session.Process
 	used bool
-	drop sync.Once     // removes its folder
-	made chan struct{} // closed when it was made, or has failed
-	err  error
+	drop sync.Once // removes its folder
+
+	handing atomic.Int32  // connections on their way to the far executor
+	made    chan struct{} // closed when it was made, or has failed
+	err     error
 }
 
 // record is the content of lease.json.

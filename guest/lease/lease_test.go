@@ -191,6 +191,44 @@ func TestAFarExecutorThatCannotBeLookedAtIsNotForgotten(t *testing.T) {
 	}
 }
 
+// Who has a token must not make gpuguest keep descriptors without end, while the far executor
+// loads its runtime.
+func TestConnectionsThatWaitForAFarExecutorAreBounded(t *testing.T) {
+	m := start(t, t.TempDir(), &launcher{procs: map[int]*process{}})
+	resp, err := m.Lend(testkit.Context(t), request("a"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	b := remote.Preamble{Role: remote.Commands, Token: remote.Token(resp.Token)}.Append(nil)
+	closed := make(chan struct{}, 64)
+	var conns []net.Conn
+	for range 2 * mostHanding {
+		conn, err := net.Dial("tcp", resp.Addresses[0])
+		if err != nil {
+			t.Fatal(err)
+		}
+		conns = append(conns, conn)
+		if _, err := conn.Write(b); err != nil {
+			t.Fatal(err)
+		}
+		go func() {
+			_, _ = io.Copy(io.Discard, conn)
+			closed <- struct{}{}
+		}()
+	}
+	for range mostHanding { // the others wait for the socket that the far executor does not make
+		select {
+		case <-closed:
+		case <-testkit.Context(t).Done():
+			t.Fatal("all of them wait")
+		}
+	}
+	m.Close()
+	for _, c := range conns {
+		c.Close()
+	}
+}
+
 func TestLendRefuses(t *testing.T) {
 	l := &launcher{procs: map[int]*process{}}
 	m := start(t, t.TempDir(), l)

@@ -306,6 +306,10 @@ func steps(operation string) []string {
 	return []string{"prepare", "precopy", "freeze", "copy", "commit"}
 }
 
+// ErrLose is returned by Step for a session that is lost: nobody knows on which of its GPUs
+// it still is.
+var ErrLose = errors.New("the driver does not give the process back")
+
 // operate runs an operation's steps and then commits it.
 func (g *Guest) operate(ctx context.Context, stream *connect.ServerStream[gpuctlv1.Progress], kind, id, failAt string, target *gpuctlv1.Target,
 	from gpuctlv1.SessionState, commit func(*gpuctlv1.Session),
@@ -356,6 +360,11 @@ func (g *Guest) operate(ctx context.Context, stream *connect.ServerStream[gpuctl
 	switch {
 	case g.sessions[id].GetState() == gpuctlv1.SessionState_SESSION_STATE_ENDED:
 		result = &gpuctlv1.SwapResult{Session: g.sessions[id], RolledBack: true, Error: "the application ended"}
+	case errors.Is(err, ErrLose):
+		s = proto.CloneOf(before)
+		s.State, s.Message = gpuctlv1.SessionState_SESSION_STATE_LOST, err.Error()
+		g.set(s)
+		result = &gpuctlv1.SwapResult{Session: s, Error: err.Error()}
 	case err != nil:
 		g.set(proto.CloneOf(before))
 		result = &gpuctlv1.SwapResult{Session: before, RolledBack: true, Error: err.Error()}

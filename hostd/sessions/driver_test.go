@@ -190,6 +190,38 @@ func TestForeignProcessIsNotAdopted(t *testing.T) {
 	}
 }
 
+// The processes of a lost session live on, some perhaps on the GPUs that they were moved to.
+// Nobody gets these before the processes have ended.
+func TestALostCUDASessionKeepsWhatItMayBeOn(t *testing.T) {
+	f := newDriverFixture(t)
+	f.guest.Open(guesttest.Process{PID: pidOne, Start: startOne, Memory: 1, GPUs: []string{uuidOf(cardA)}})
+	id := f.adopt(&gpuctlv1.HostAdoptRequest{Pid: pidOne}).GetSessions()[0].GetId()
+	f.guest.Step = func(_, step string) error {
+		if step == "copy" {
+			return guesttest.ErrLose
+		}
+		return nil
+	}
+	if r, err := f.swap(id, gpuctlv1.Verb_VERB_MIGRATE, cardB, ""); err != nil || r.GetError() == "" {
+		t.Fatal(r, err)
+	}
+	f.releaseAll()
+	for _, card := range []string{cardA, cardB} {
+		if c := f.claim(&gpuctlv1.CreateClaimRequest{Engine: "driver", Expr: `id == "` + card + `"`}); c != nil {
+			t.Errorf("GPU %s has two owners", card)
+		}
+	}
+	f.halt()
+	f.start()
+	for _, card := range []string{cardA, cardB} {
+		if c := f.claim(&gpuctlv1.CreateClaimRequest{Engine: "driver", Expr: `id == "` + card + `"`}); c != nil {
+			t.Errorf("GPU %s has two owners after a restart", card)
+		}
+	}
+	f.guest.End(id)
+	f.holds(t)
+}
+
 // A pid may be given to somebody else's process between the look, which was for its user's
 // sake, and the adoption.
 func TestAnotherProcessWithThePidIsNotAdopted(t *testing.T) {

@@ -460,6 +460,13 @@ func (h *Host) onGPU(s *gpuctlv1.Session) bool {
 	return onGPU(s.GetState()) && !resuming
 }
 
+// clings reports whether nobody knows on which GPUs a session still is: it is lost, and its
+// processes live, as NVIDIA's driver has failed for one of them. What its claim has stays
+// reserved until they have ended.
+func clings(s *gpuctlv1.Session) bool {
+	return s.GetEngine() == driverEngine && s.GetState() == gpuctlv1.SessionState_SESSION_STATE_LOST
+}
+
 // settle makes the ledger agree with what the claim needs: its placement, the GPUs of its
 // sessions, and the targets of their operations. The caller holds h.mu.
 func (h *Host) settle(c *claim) {
@@ -475,6 +482,13 @@ func (h *Host) settle(c *claim) {
 			continue
 		}
 		live = true
+		if clings(s.Session) {
+			for _, g := range h.gpus {
+				if _, ok := h.ledger.Holds(c.ID, g.GetId()); ok {
+					need[g.GetId()] = true
+				}
+			}
+		}
 		if h.onGPU(s.Session) {
 			for _, gpu := range splitIDs(s.GetTarget().GetGpu()) {
 				need[gpu] = true

@@ -214,6 +214,7 @@ func (h *Host) move(ctx context.Context, op *operation, s *gpuctlv1.Session, c *
 			h.commit(op, c, result.GetSession())
 			h.learn(op, s, p, result)
 		default:
+			h.heard(result.GetSession()) // before: if it is lost, its target may have something of it
 			h.drop(op, c)
 		}
 		finish(result)
@@ -292,11 +293,8 @@ func (h *Host) commit(op *operation, c *claim, s *gpuctlv1.Session) {
 		if op.Kind == "home" || op.Kind != "resume" && far(s.GetTarget().GetGpu()) {
 			c.Stays = true // it has come home, or an operator wants it elsewhere
 		}
+		h.enter(s)
 		known := h.sessions[s.GetId()]
-		if known != nil && s.GetGeneration() >= known.GetGeneration() {
-			known.Session = h.withNames(s)
-			h.changes.Put(s.GetId(), known.Session)
-		}
 		moved = known != nil && h.moved(c, known.Session)
 	}
 	op.GPUs, op.Lease = nil, ""
@@ -304,6 +302,24 @@ func (h *Host) commit(op *operation, c *claim, s *gpuctlv1.Session) {
 	if moved {
 		// Before the source is released, so that no new session starts there.
 		h.repeatOffer(h.ctx, c)
+	}
+}
+
+// heard enters what an operation's result says of its session; nil: nothing.
+func (h *Host) heard(s *gpuctlv1.Session) {
+	if s == nil {
+		return
+	}
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	h.enter(hide(s))
+}
+
+// enter replaces what is known of a session, unless it is newer. The caller holds h.mu.
+func (h *Host) enter(s *gpuctlv1.Session) {
+	if known := h.sessions[s.GetId()]; known != nil && s.GetGeneration() >= known.GetGeneration() {
+		known.Session = h.withNames(s)
+		h.changes.Put(s.GetId(), known.Session)
 	}
 }
 

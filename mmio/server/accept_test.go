@@ -2,10 +2,13 @@ package server
 
 import (
 	"context"
+	"errors"
 	"log/slog"
 	"net"
+	"path/filepath"
 	"sync"
 	"testing"
+	"time"
 
 	"golang.org/x/sys/unix"
 )
@@ -35,5 +38,28 @@ func TestAcceptThatFailsIsRepeated(t *testing.T) {
 	s.accept(ctx, l, &sync.WaitGroup{})
 	if l.fails != -1 {
 		t.Errorf("it ended with %d failures left", l.fails+1)
+	}
+}
+
+// The daemon asks while it holds its lock: a process that does not answer must not keep it.
+func TestProcessThatDoesNotAnswerIsNotWaitedForWithoutEnd(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "s")
+	l, err := net.Listen("unix", path) // nobody accepts
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	over := make(chan error, 1)
+	go func() {
+		_, err := Client{Socket: path, Within: 50 * time.Millisecond}.List(context.Background())
+		over <- err
+	}()
+	select {
+	case err := <-over:
+		if !errors.Is(err, context.DeadlineExceeded) {
+			t.Error(err)
+		}
+	case <-time.After(20 * time.Second):
+		t.Error("it waits")
 	}
 }

@@ -33,7 +33,7 @@ func newRig(t *testing.T) *rig {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { os.RemoveAll(dir) })
-	r := &rig{t: t, xen: xentest.New(t), dir: dir, client: Client{Socket(dir, "g")}}
+	r := &rig{t: t, xen: xentest.New(t), dir: dir, client: Client{Socket: Socket(dir, "g")}}
 	t.Cleanup(func() {
 		if t.Failed() {
 			t.Log(r.log.String())

@@ -2,6 +2,7 @@ package server
 
 import (
 	"bufio"
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -110,9 +111,16 @@ func parse(line []byte) (request, error) {
 // Client asks the process that has a GPU.
 type Client struct {
 	Socket string
+	// Within limits each call; 0: 30 s, which is more than one change of a part may take. The
+	// caller may hold locks, and a process that hangs must not hang it.
+	Within time.Duration
 }
 
+const answerWithin = patience + 10*time.Second
+
 func (c Client) call(ctx context.Context, r request) ([]Status, error) {
+	ctx, cancel := context.WithTimeout(ctx, cmp.Or(c.Within, answerWithin))
+	defer cancel()
 	var d net.Dialer
 	conn, err := d.DialContext(ctx, "unix", c.Socket)
 	if err != nil {

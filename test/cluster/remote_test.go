@@ -268,7 +268,7 @@ func TestHostsOfALeaseDie(t *testing.T) {
 	hosts := farHosts(t, ctx, build(t), "a", "b", "c")
 	complete(ctx, t, hosts)
 	a, b, c := hosts[0], hosts[1], hosts[2]
-	only := []string{"--remote", "only", "--gpu", "memory > 0"}
+	only := []string{"--remote", "only", "--gpu", `id == "b/one"`} // c has one, too
 
 	// The lender's hostd: the session goes on, the next hostd finds the lease.
 	work := a.run(ctx, only...)
